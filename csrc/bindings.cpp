@@ -1,0 +1,130 @@
+// The Python module, and the only file that knows pybind11: one line for each op. `ops.py` documents the arguments.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "core/errors.h"
+#include "core/python_tensor.h"
+
+// --- draft
+#include "draft/select_topk.h"
+// --- tree
+// --- attention
+// --- verify
+// --- kv
+// --- ngram
+// --- scheduler
+
+namespace py = pybind11;
+
+namespace pybind11::detail {
+
+// Throws rather than returning false for a non-tensor: pybind11's overload error would print every argument, and a
+// CUDA tensor's repr synchronises the device.
+template <>
+struct type_caster<specdec::TensorView> {
+  static constexpr auto name = const_name("Tensor");
+  bool load(handle src, bool) {
+    if (!tensor_.load(src.ptr())) throw error_already_set();
+    return true;
+  }
+  template <class>
+  using cast_op_type = specdec::TensorView&;
+  operator specdec::TensorView&() { return tensor_.view; }
+
+ private:
+  specdec::PyTensor tensor_;
+};
+
+template <>
+struct type_caster<specdec::OptTensor> {
+  static constexpr auto name = const_name("Tensor | None");
+  bool load(handle src, bool) {
+    if (src.is_none()) return true;
+    if (!tensor_.load(src.ptr())) throw error_already_set();
+    value_ = tensor_.view;
+    return true;
+  }
+  template <class>
+  using cast_op_type = specdec::OptTensor&;
+  operator specdec::OptTensor&() { return value_; }
+
+ private:
+  specdec::PyTensor tensor_;
+  specdec::OptTensor value_;
+};
+
+template <>
+struct type_caster<specdec::CallStream> {
+  static constexpr auto name = const_name("int | None");
+  bool load(handle src, bool) {
+    if (!src.is_none()) value_ = {true, reinterpret_cast<void*>(src.cast<intptr_t>())};
+    specdec::set_call_stream(value_);
+    return true;
+  }
+  template <class>
+  using cast_op_type = specdec::CallStream;
+  operator specdec::CallStream() { return value_; }
+
+ private:
+  specdec::CallStream value_;
+};
+
+}  // namespace pybind11::detail
+
+namespace {
+
+template <class Error>
+void raise_as(py::module_& m, PyObject* type) {
+  static PyObject* python_type;
+  python_type = type;
+  py::register_exception_translator([](std::exception_ptr p) {
+    try {
+      if (p) std::rethrow_exception(p);
+    } catch (const Error& e) {
+      PyErr_SetString(python_type, e.what());
+    }
+  });
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
+  using namespace specdec;
+  raise_as<TypeError>(m, PyExc_TypeError);
+  raise_as<ValueError>(m, PyExc_ValueError);
+  raise_as<NotImplementedError>(m, PyExc_NotImplementedError);
+  raise_as<CudaError>(m, PyExc_RuntimeError);
+
+#ifdef SPECDEC_WITH_CUDA
+  m.attr("cuda_version") = SPECDEC_CUDA_VERSION;
+  m.attr("cuda_architectures") = SPECDEC_CUDA_ARCHITECTURES;
+#else
+  m.attr("cuda_version") = py::none();
+  m.attr("cuda_architectures") = py::none();
+#endif
+
+  // --- draft
+  m.def("select_topk", &select_topk, "log-softmax and top-k of each row of logits");
+
+  // --- tree
+
+  // --- attention
+
+  // --- verify
+
+  // --- kv
+
+  // --- ngram
+
+  // --- scheduler
+
+  // --- what `specdec bench call_overhead` times: the boundary alone
+  m.def("noop1", [](CallStream, const TensorView& a) { return a.ndim(); });
+  m.def("noop4", [](CallStream, const TensorView& a, const TensorView&, const TensorView&, const TensorView& d) {
+    return a.ndim() + d.ndim();
+  });
+  m.def("noop8", [](CallStream, const TensorView& a, const TensorView&, const TensorView&, const TensorView&,
+                    const TensorView&, const TensorView&, const TensorView&, const TensorView& h) {
+    return a.ndim() + h.ndim();
+  });
+}

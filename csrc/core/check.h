@@ -1,0 +1,91 @@
+// Argument checks that read like the op's signature.
+//
+//   Check check("verify_tree");
+//   Dim B{"batch"}, N{"num_nodes"}, V{"vocab"};
+//   check.strided("logits", logits, {B, N, V}, kFloats);      // binds B, N, V
+//   check.tensor("parents", parents, {B, N}, kInt32);         // must agree with them
+//   check.output("out_len", out_len, {B}, kInt32);            // also: writable
+//
+// Messages are `<op>: <argument> <what it is>, expected <what it must be>`. About 6 ns a tensor.
+#pragma once
+
+#include <initializer_list>
+#include <string>
+
+#include "core/tensor.h"
+
+namespace specdec {
+
+// A size with a name, bound by the first tensor that has it. -1 is "not met", so empty batches work.
+struct Dim {
+  const char* name;
+  int64_t value = -1;
+  operator int64_t() const { return value; }
+};
+
+// One entry of an expected shape: a Dim to bind or compare, or a number.
+struct ShapeItem {
+  Dim* dim = nullptr;
+  int64_t number = 0;
+  ShapeItem(Dim& d) : dim(&d) {}
+  ShapeItem(int64_t n) : number(n) {}
+  ShapeItem(int n) : number(n) {}
+};
+using Shape = std::initializer_list<ShapeItem>;
+
+struct Dtypes {
+  unsigned bits;
+};
+constexpr Dtypes kInt32{1}, kInt64{2}, kFloat32{4}, kFloat16{8}, kBFloat16{16};
+constexpr Dtypes operator|(Dtypes a, Dtypes b) { return {a.bits | b.bits}; }
+constexpr Dtypes kFloats = kFloat32 | kFloat16 | kBFloat16;
+constexpr Dtypes kHalves = kFloat16 | kBFloat16;
+
+// The one dtype of a checked tensor, as its bit in Dtypes.
+Dtypes dtype_of(const TensorView& t);
+inline bool operator==(Dtypes a, Dtypes b) { return a.bits == b.bits; }
+
+class Check {
+ public:
+  explicit Check(const char* op) : op_(op) {}
+
+  // Contiguous, of this shape and one of these dtypes, on the device of the first tensor checked.
+  void tensor(const char* name, const TensorView& t, Shape shape, Dtypes dtypes);
+  // As `tensor`, but only the last dimension need be contiguous.
+  void strided(const char* name, const TensorView& t, Shape shape, Dtypes dtypes);
+  // As `tensor`, and written by the op.
+  void output(const char* name, const TensorView& t, Shape shape, Dtypes dtypes);
+  void strided_output(const char* name, const TensorView& t, Shape shape, Dtypes dtypes);
+
+  void tensor(const char* name, const OptTensor& t, Shape shape, Dtypes dtypes) {
+    if (t) tensor(name, *t, shape, dtypes);
+  }
+  void output(const char* name, const OptTensor& t, Shape shape, Dtypes dtypes) {
+    if (t) output(name, *t, shape, dtypes);
+  }
+
+  // A number within [low, high].
+  void range(const char* name, int64_t value, int64_t low, int64_t high);
+  // Anything else: `<op>: <name> <is>, expected <expected>` unless ok.
+  void that(bool ok, const char* name, const std::string& is, const std::string& expected);
+  // `slots` may be none (row b is slot b), which needs batch <= num_slots.
+  void slots(const OptTensor& slots, Dim& batch, const Dim& num_slots);
+
+  bool on_cuda() const { return first_.is_cuda(); }
+  const char* op() const { return op_; }
+  const char* first_name() const { return first_name_; }
+  DLDevice device() const { return first_.dl.device; }
+
+  // The stream to launch on: the `stream=` keyword, else the producer's current one, else the legacy default.
+  void* stream(const CallStream& call) const;
+
+ private:
+  void common(const char* name, const TensorView& t, Shape shape, Dtypes dtypes, int contiguous_from);
+  [[noreturn]] void fail(const char* name, const std::string& is, const std::string& expected) const;
+
+  const char* op_;
+  const char* first_name_ = nullptr;
+  TensorView first_{};
+};
+
+}  // namespace specdec

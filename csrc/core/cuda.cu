@@ -1,0 +1,27 @@
+#include "core/cuda.cuh"
+
+#include "core/errors.h"
+
+namespace specdec {
+
+void check_cuda(cudaError_t error, const char* op, const char* file, int line) {
+  if (error == cudaSuccess) return;
+  std::string message = std::string(op) + ": CUDA error \"" + cudaGetErrorString(error) + "\" at " + file + ":" + std::to_string(line);
+  if (error == cudaErrorNoKernelImageForDevice)
+    message += " (this build has kernels for " SPECDEC_CUDA_ARCHITECTURES ")";
+  throw CudaError(message);
+}
+
+DeviceGuard::DeviceGuard(int device) {
+  int current = -1;
+  SD_CUDA_CHECK("device guard", cudaGetDevice(&current));
+  if (current == device) return;
+  SD_CUDA_CHECK("device guard", cudaSetDevice(device));
+  previous_ = current;
+}
+
+DeviceGuard::~DeviceGuard() {
+  if (previous_ >= 0) cudaSetDevice(previous_);
+}
+
+}  // namespace specdec

@@ -1,0 +1,47 @@
+// From a checked call to the CPU or CUDA half of an op.
+//
+// An op <op> declares, in <op>.h, `void <op>_cpu(const Params&)` and `void <op>_cuda(const Params&, Stream)`; its
+// <op>.cpp ends in SD_DISPATCH(check, stream, <op>, params). A build without nvcc has no CUDA half, and says so.
+#pragma once
+
+#include "core/check.h"
+
+struct CUstream_st;  // cudaStream_t is a pointer to this
+
+namespace specdec {
+
+using Stream = CUstream_st*;
+
+// Makes the call's device current for the scope (CUDA builds only).
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device);
+  ~DeviceGuard();
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+ private:
+  int previous_ = -1;
+};
+
+[[noreturn]] void throw_no_cuda(const Check& check);
+
+}  // namespace specdec
+
+#ifdef SPECDEC_WITH_CUDA
+#define SD_RUN_CUDA(check, call_stream, op, params)                                  \
+  {                                                                                  \
+    ::specdec::DeviceGuard guard((check).device().device_id);                        \
+    op##_cuda(params, static_cast<::specdec::Stream>((check).stream(call_stream))); \
+  }
+#else
+#define SD_RUN_CUDA(check, call_stream, op, params) ::specdec::throw_no_cuda(check);
+#endif
+
+#define SD_DISPATCH(check, call_stream, op, params)   \
+  do {                                                \
+    if ((check).on_cuda())                            \
+      SD_RUN_CUDA(check, call_stream, op, params)     \
+    else                                              \
+      op##_cpu(params);                               \
+  } while (0)

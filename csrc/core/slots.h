@@ -1,0 +1,36 @@
+// Slot addressing and the sticky per-slot status word, the same on both devices.
+#pragma once
+
+#include <cstdint>
+
+#include "core/host_device.h"
+
+namespace specdec {
+
+// Bits of status[slot]; Python's `Status` names the same. Device code never throws: it sets a bit and stays in bounds.
+enum StatusBit : int32_t {
+  kStalled = 1,       // alloc_pages could not serve the slot; cleared when it can
+  kBadTree = 2,       // a malformed tree: cycle, child before parent, second root, node out of range
+  kBadPage = 4,       // a page id outside the pool, or a table entry missing where a row must be
+  kBadLength = 8,     // a length that is negative or beyond the page table
+  kSharedPage = 16,   // a write into a page with more than one owner, refused
+  kBadLogits = 32,    // a row of logits with nothing to choose from
+};
+
+// The slot row b works for, or -1 for an empty row (slots[b] < 0, or out of range).
+SD_HD int64_t slot_of(const int32_t* slots, int64_t b, int64_t num_slots) {
+  const int64_t slot = slots ? slots[b] : b;
+  return slot >= 0 && slot < num_slots ? slot : -1;
+}
+
+// status may be null: then nobody asked.
+SD_HD void set_status(int32_t* status, int64_t slot, int32_t bits) {
+  if (status == nullptr || slot < 0) return;
+#ifdef __CUDA_ARCH__
+  atomicOr(status + slot, bits);
+#else
+  status[slot] |= bits;
+#endif
+}
+
+}  // namespace specdec

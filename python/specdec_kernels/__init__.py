@@ -1,0 +1,12 @@
+"""Speculative decoding as a library: CUDA kernels, a CPU twin of each, and the engine that drives them.
+
+The ops take any tensor with DLPack (torch, NumPy, CuPy, JAX); importing this package imports none of those.
+"""
+
+from importlib.metadata import version as _version
+
+from ._C import cuda_architectures, cuda_version
+from .ops import select_topk
+
+__version__ = _version("specdec-kernels")
+__all__ = ["__version__", "cuda_architectures", "cuda_version", "select_topk"]

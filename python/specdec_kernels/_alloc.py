@@ -1,0 +1,31 @@
+"""Output tensors of the caller's own library, for the `out_*` arguments that were left out."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+
+def empty(op: str, like: Any, shape: Sequence[int], dtype: str) -> Any:
+    """An uninitialised tensor like `like`: `new_empty` where the type has it (torch), `numpy.empty` for NumPy."""
+    new_empty = getattr(like, "new_empty", None)
+    if new_empty is not None:
+        return new_empty(shape, dtype=getattr(sys.modules["torch"], dtype))
+    if type(like).__module__ == "numpy":
+        return sys.modules["numpy"].empty(shape, dtype)
+    raise TypeError(f"{op}: cannot allocate outputs like {type(like).__name__}, expected every out_* to be passed")
+
+
+def shape_of(op: str, name: str, tensor: Any, ndim: int) -> tuple[int, ...]:
+    """The shape of `tensor`, which must have `ndim` dimensions (needed before its outputs can be allocated)."""
+    shape = getattr(tensor, "shape", None)
+    if shape is None:
+        raise TypeError(f"{op}: {name} is a {type(tensor).__name__}, expected a tensor")
+    if len(shape) != ndim:
+        raise ValueError(f"{op}: {name} has {ndim_text(len(shape))}, expected {ndim_text(ndim)}")
+    return tuple(shape)
+
+
+def ndim_text(ndim: int) -> str:
+    return f"{ndim} dimension{'' if ndim == 1 else 's'}"

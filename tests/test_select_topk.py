@@ -1,0 +1,76 @@
+"""select_topk against its float64 reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import specdec_kernels as sd
+from specdec_kernels.reference import draft as reference
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def check(logits: torch.Tensor, k: int, id_map: torch.Tensor | None = None) -> None:
+    ids, logprobs = sd.select_topk(logits, k, id_map=id_map)
+    want_ids, want_logprobs = reference.select_topk(logits.cpu(), k, None if id_map is None else id_map.cpu())
+    assert torch.equal(ids.cpu(), want_ids)
+    torch.testing.assert_close(logprobs.cpu().double(), want_logprobs, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "vocab", "k"), [(1, 1, 1), (3, 7, 7), (5, 127, 8), (2, 32000, 10), (1, 128256, 64)])
+def test_matches_reference(device: torch.device, dtype: torch.dtype, rows: int, vocab: int, k: int) -> None:
+    # 16-bit logits over a large vocabulary have many exact ties: the order among them is part of the contract.
+    check(torch.randn(rows, vocab, device=device).to(dtype), k)
+
+
+@pytest.mark.sanitize
+def test_small_with_id_map(device: torch.device) -> None:
+    id_map = torch.randperm(33, device=device).to(torch.int32)
+    check(torch.randn(4, 33, device=device), 5, id_map)
+
+
+def test_strided_rows_and_unaligned_pointer(device: torch.device) -> None:
+    wide = torch.randn(6, 101, device=device)
+    check(wide[::2, 1:100], 9)
+
+
+def test_nan_and_minus_infinity(device: torch.device) -> None:
+    logits = torch.full((3, 6), -torch.inf, device=device)
+    logits[0, 4] = 1.0
+    logits[1] = torch.nan
+    logits[2] = torch.tensor([torch.nan, 2.0, -torch.inf, 2.0, 1.0, torch.nan])
+    check(logits, 6)
+
+
+def test_empty_batch(device: torch.device) -> None:
+    ids, logprobs = sd.select_topk(torch.empty(0, 5, device=device), 2)
+    assert ids.shape == logprobs.shape == (0, 2)
+
+
+def test_numpy_arrays() -> None:
+    np = pytest.importorskip("numpy")
+    logits = np.random.default_rng(0).standard_normal((4, 50)).astype(np.float32)
+    ids, logprobs = sd.select_topk(logits, 3)
+    assert type(ids) is np.ndarray and ids.dtype == np.int32 and logprobs.dtype == np.float32
+    want, _ = reference.select_topk(torch.from_numpy(logits), 3)
+    assert (ids == want.numpy()).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"logits": torch.zeros(2, 8, dtype=torch.int32)}, "select_topk: logits is int32, expected float32 or float16 or bfloat16"),
+        ({"logits": torch.zeros(8, 2).t()}, "select_topk: logits has shape [2, 8] and is not contiguous in its last dimension, expected a last stride of 1"),
+        ({"id_map": torch.zeros(7, dtype=torch.int32)}, "select_topk: id_map has shape [7], expected [vocab=8]"),
+        ({"out_ids": torch.zeros(3, 2, dtype=torch.int32)}, "select_topk: out_ids has shape [3, 2], expected [rows=2, k]"),
+        ({"k": 9}, "select_topk: k is 9, expected 1 to 8"),
+        ({"k": 0}, "select_topk: k is 0, expected 1 to 8"),
+    ],
+)  # fmt: skip
+def test_messages(change: dict[str, object], message: str) -> None:
+    arguments = {"logits": torch.zeros(2, 8), "k": 2} | change
+    with pytest.raises(ValueError) as error:
+        sd.select_topk(**arguments)
+    assert str(error.value) == message
