@@ -123,8 +123,7 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
   m.def("noop4", [](CallStream, const TensorView& a, const TensorView&, const TensorView&, const TensorView& d) {
     return a.ndim() + d.ndim();
   });
-  m.def("noop8", [](CallStream, const TensorView& a, const TensorView&, const TensorView&, const TensorView&,
-                    const TensorView&, const TensorView&, const TensorView&, const TensorView& h) {
-    return a.ndim() + h.ndim();
-  });
+  m.def("noop8",
+        [](CallStream, const TensorView& a, const TensorView&, const TensorView&, const TensorView&, const TensorView&,
+           const TensorView&, const TensorView&, const TensorView& h) { return a.ndim() + h.ndim(); });
 }

@@ -11,7 +11,7 @@ struct DtypeName {
   const char* name;
 };
 constexpr DtypeName kDtypeNames[] = {
-    {kInt32, kDLInt, 32, "int32"},         {kInt64, kDLInt, 64, "int64"},        {kFloat32, kDLFloat, 32, "float32"},
+    {kInt32, kDLInt, 32, "int32"},       {kInt64, kDLInt, 64, "int64"},          {kFloat32, kDLFloat, 32, "float32"},
     {kFloat16, kDLFloat, 16, "float16"}, {kBFloat16, kDLBfloat, 16, "bfloat16"},
 };
 
@@ -21,7 +21,8 @@ std::string dtype_name(DLDataType d) {
   if (d.lanes == 1 && d.code == kDLBool) return "bool";
   const char* kind = d.code == kDLInt ? "int" : d.code == kDLUInt ? "uint" : d.code == kDLFloat ? "float" : nullptr;
   if (kind != nullptr && d.lanes == 1) return kind + std::to_string(d.bits);
-  return "DLPack dtype (" + std::to_string(d.code) + ", " + std::to_string(d.bits) + ", " + std::to_string(d.lanes) + ")";
+  return "DLPack dtype (" + std::to_string(d.code) + ", " + std::to_string(d.bits) + ", " + std::to_string(d.lanes) +
+         ")";
 }
 
 std::string dtype_names(Dtypes set) {
@@ -109,13 +110,15 @@ void Check::common(const char* name, const TensorView& t, Shape shape, Dtypes dt
   }
 
   if (!is_contiguous(t, contiguous_from < 0 ? t.dl.ndim + contiguous_from : contiguous_from))
-    fail(name, "has shape " + shape_of(t) + " and is not contiguous" + (contiguous_from < 0 ? " in its last dimension" : ""),
+    fail(name,
+         "has shape " + shape_of(t) + " and is not contiguous" + (contiguous_from < 0 ? " in its last dimension" : ""),
          contiguous_from < 0 ? "a last stride of 1" : "a contiguous tensor");
-  if (t.dl.data == nullptr && t.numel() > 0)
-    fail(name, "has no storage (a fake tensor?)", "a tensor with data");
+  if (t.dl.data == nullptr && t.numel() > 0) fail(name, "has no storage (a fake tensor?)", "a tensor with data");
 }
 
-void Check::tensor(const char* name, const TensorView& t, Shape shape, Dtypes dtypes) { common(name, t, shape, dtypes, 0); }
+void Check::tensor(const char* name, const TensorView& t, Shape shape, Dtypes dtypes) {
+  common(name, t, shape, dtypes, 0);
+}
 
 void Check::strided(const char* name, const TensorView& t, Shape shape, Dtypes dtypes) {
   common(name, t, shape, dtypes, -1);
@@ -144,7 +147,8 @@ void Check::slots(const OptTensor& slots, Dim& batch, const Dim& num_slots) {
   if (slots) {
     tensor("slots", *slots, {batch}, kInt32);
   } else if (batch > num_slots) {
-    fail("slots", "is None for batch=" + std::to_string(batch), "a tensor, or batch <= num_slots=" + std::to_string(num_slots));
+    fail("slots", "is None for batch=" + std::to_string(batch),
+         "a tensor, or batch <= num_slots=" + std::to_string(num_slots));
   }
 }
 

@@ -1,12 +1,12 @@
 #include "core/cuda.cuh"
-
 #include "core/errors.h"
 
 namespace specdec {
 
 void check_cuda(cudaError_t error, const char* op, const char* file, int line) {
   if (error == cudaSuccess) return;
-  std::string message = std::string(op) + ": CUDA error \"" + cudaGetErrorString(error) + "\" at " + file + ":" + std::to_string(line);
+  std::string message =
+      std::string(op) + ": CUDA error \"" + cudaGetErrorString(error) + "\" at " + file + ":" + std::to_string(line);
   if (error == cudaErrorNoKernelImageForDevice)
     message += " (this build has kernels for " SPECDEC_CUDA_ARCHITECTURES ")";
   throw CudaError(message);

@@ -29,19 +29,19 @@ class DeviceGuard {
 }  // namespace specdec
 
 #ifdef SPECDEC_WITH_CUDA
-#define SD_RUN_CUDA(check, call_stream, op, params)                                  \
-  {                                                                                  \
-    ::specdec::DeviceGuard guard((check).device().device_id);                        \
+#define SD_RUN_CUDA(check, call_stream, op, params)                                 \
+  {                                                                                 \
+    ::specdec::DeviceGuard guard((check).device().device_id);                       \
     op##_cuda(params, static_cast<::specdec::Stream>((check).stream(call_stream))); \
   }
 #else
 #define SD_RUN_CUDA(check, call_stream, op, params) ::specdec::throw_no_cuda(check);
 #endif
 
-#define SD_DISPATCH(check, call_stream, op, params)   \
-  do {                                                \
-    if ((check).on_cuda())                            \
-      SD_RUN_CUDA(check, call_stream, op, params)     \
-    else                                              \
-      op##_cpu(params);                               \
+#define SD_DISPATCH(check, call_stream, op, params) \
+  do {                                              \
+    if ((check).on_cuda())                          \
+      SD_RUN_CUDA(check, call_stream, op, params)   \
+    else                                            \
+      op##_cpu(params);                             \
   } while (0)

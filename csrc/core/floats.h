@@ -52,10 +52,10 @@ inline uint16_t float_to_half(float f) {
   const uint32_t u = bits_from_float(f);
   const uint16_t sign = static_cast<uint16_t>((u >> 16) & 0x8000);
   const uint32_t magnitude = u & 0x7fffffff;
-  if (magnitude > 0x7f800000) return sign | 0x7e00;                // NaN
-  if (magnitude >= 0x477ff000) return sign | 0x7c00;               // rounds beyond 65504: infinity
-  if (magnitude < 0x38800000) {                                    // subnormal in half
-    const float scaled = std::fabs(f) * 16777216.0f;               // in units of 2^-24, exact
+  if (magnitude > 0x7f800000) return sign | 0x7e00;   // NaN
+  if (magnitude >= 0x477ff000) return sign | 0x7c00;  // rounds beyond 65504: infinity
+  if (magnitude < 0x38800000) {                       // subnormal in half
+    const float scaled = std::fabs(f) * 16777216.0f;  // in units of 2^-24, exact
     return sign | static_cast<uint16_t>(std::nearbyint(scaled));
   }
   const uint32_t rounded = magnitude + 0xfff + ((magnitude >> 13) & 1);

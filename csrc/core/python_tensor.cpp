@@ -46,8 +46,9 @@ const DLPackExchangeAPI* api_of(PyTypeObject* type) {
 
 [[noreturn]] void throw_not_a_tensor(PyObject* object) {
   PyErr_Clear();
-  throw TypeError(std::string("expected a tensor (torch.Tensor, numpy.ndarray, or another type with __dlpack__), got ") +
-                  Py_TYPE(object)->tp_name);
+  throw TypeError(
+      std::string("expected a tensor (torch.Tensor, numpy.ndarray, or another type with __dlpack__), got ") +
+      Py_TYPE(object)->tp_name);
 }
 
 // object.__dlpack__(stream=..., max_version=(1, 3)), retried without max_version for producers older than DLPack 1.0.

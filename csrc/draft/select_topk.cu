@@ -1,10 +1,10 @@
 // One block a row. Pass 1 finds max and sum of exponents, then k passes each take the best entry after the last one
 // in the order (value descending, id ascending). Reads the row k + 1 times, all but the first mostly from L2.
+#include <cub/block/block_reduce.cuh>
+
 #include "core/cuda.cuh"
 #include "core/floats.h"
 #include "draft/select_topk.h"
-
-#include <cub/block/block_reduce.cuh>
 
 namespace specdec {
 namespace {
@@ -80,9 +80,8 @@ __global__ void __launch_bounds__(kThreads) select_topk_kernel(SelectTopkParams 
 }  // namespace
 
 void select_topk_cuda(const SelectTopkParams& p, Stream stream) {
-  with_float_type(p.logits_dtype, [&]<class T>() {
-    select_topk_kernel<T><<<static_cast<unsigned>(p.rows), kThreads, 0, stream>>>(p);
-  });
+  with_float_type(p.logits_dtype,
+                  [&]<class T>() { select_topk_kernel<T><<<static_cast<unsigned>(p.rows), kThreads, 0, stream>>>(p); });
   SD_LAUNCH_CHECK("select_topk");
 }
 

@@ -6,12 +6,12 @@
 namespace specdec {
 
 struct SelectTopkParams {
-  const void* logits;      // [rows, vocab], float dtype, rows `logits_stride` elements apart
+  const void* logits;  // [rows, vocab], float dtype, rows `logits_stride` elements apart
   Dtypes logits_dtype;
   int64_t logits_stride;
-  const int32_t* id_map;   // [vocab] or null: draft id -> target id
-  int32_t* out_ids;        // [rows, k]
-  float* out_logprobs;     // [rows, k], <= 0
+  const int32_t* id_map;  // [vocab] or null: draft id -> target id
+  int32_t* out_ids;       // [rows, k]
+  float* out_logprobs;    // [rows, k], <= 0
   int64_t rows, vocab, k;
 };
 
