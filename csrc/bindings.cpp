@@ -9,6 +9,7 @@
 #include "draft/select_topk.h"
 // --- tree
 // --- attention
+#include "attention/tree_attention.h"
 // --- verify
 // --- kv
 // --- ngram
@@ -109,6 +110,7 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
   // --- tree
 
   // --- attention
+  m.def("tree_attention", &tree_attention, "attention over a paged KV prefix and a tail of tree nodes");
 
   // --- verify
 

@@ -15,6 +15,23 @@ def select_topk(
 # --- tree
 
 # --- attention
+def tree_attention(
+    stream: int | None,
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    page_table: Tensor,
+    prefix_lens: Tensor,
+    slots: Tensor | None,
+    q_lens: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    tail_len: int | None,
+    mask: Tensor | None,
+    scale: float | None,
+    out: Tensor,
+    lse: Tensor | None,
+    status: Tensor | None,
+) -> None: ...
 
 # --- verify
 

@@ -1,0 +1,48 @@
+// tree_attention: attention of each request's query rows over its paged KV prefix and a tail of tree nodes.
+#pragma once
+
+#include "core/dispatch.h"
+
+namespace specdec {
+
+// In elements. The head dimension itself is contiguous.
+struct RowStrides {
+  int64_t batch, row, head;  // batch is 0 for packed rows
+};
+struct PoolStrides {
+  int64_t page, row, head;
+};
+
+struct TreeAttentionParams {
+  const void* q;       // [batch, q_rows, q_heads, head_dim], or packed [q_rows, q_heads, head_dim]; free strides
+  const void* k_pool;  // [num_pages, page_size, kv_heads, head_dim], free strides
+  const void* v_pool;  // [num_pages, page_size, kv_heads, head_dim], free strides
+  void* out;           // as q, of its own strides
+  Dtypes dtype;        // of those four
+  RowStrides q_strides, out_strides;
+  PoolStrides k_strides, v_strides;
+  const int32_t* page_table;    // [num_slots, max_pages]
+  const int32_t* prefix_lens;   // [num_slots]
+  const int32_t* slots;         // [batch] or null
+  const int32_t* q_lens;        // [batch] or null; padded rows only
+  const int32_t* cu_seqlens_q;  // [batch + 1] for packed rows, else null
+  const int64_t* mask;          // [batch, q_rows, mask_words], packed [q_rows, mask_words], or null: causal chain
+  float* lse;                   // [batch, q_rows, q_heads], packed [q_rows, q_heads], or null; natural logarithm
+  int32_t* status;              // [num_slots] or null
+  int64_t batch, q_rows, q_heads, kv_heads, head_dim;
+  int64_t num_pages, page_size, num_slots, max_pages, mask_words;
+  int64_t tail_len;   // -1: each request's number of valid rows
+  float log2_scale;   // scale * log2(e): exponentials are powers of two
+  bool aligned_pool;  // every pool row starts on 16 bytes
+};
+
+void tree_attention(CallStream stream, const TensorView& q, const TensorView& k_pool, const TensorView& v_pool,
+                    const TensorView& page_table, const TensorView& prefix_lens, const OptTensor& slots,
+                    const OptTensor& q_lens, const OptTensor& cu_seqlens_q, std::optional<int64_t> tail_len,
+                    const OptTensor& mask, std::optional<double> scale, const TensorView& out, const OptTensor& lse,
+                    const OptTensor& status);
+
+void tree_attention_cpu(const TreeAttentionParams& p);
+void tree_attention_cuda(const TreeAttentionParams& p, Stream stream);
+
+}  // namespace specdec

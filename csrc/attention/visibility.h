@@ -1,0 +1,98 @@
+// Which KV rows a query row sees and where they are: one definition for both devices.
+#pragma once
+
+#include "attention/tree_attention.h"
+#include "core/host_device.h"
+#include "core/slots.h"
+
+namespace specdec {
+
+// One request of the call, its device-side lengths read and brought into bounds.
+struct Request {
+  int64_t slot;        // -1: empty, every row gives zeros
+  int64_t flat_row;    // its first row in mask and lse
+  int64_t q_start;     // its first element in q
+  int64_t out_start;   // its first element in out
+  int64_t rows;        // rows to write
+  int64_t valid_rows;  // of those, the first ones, which attend; the others give zeros
+  int64_t prefix;      // KV rows [0, prefix) are visible to all
+  int64_t end;         // KV rows [prefix, end) are the tail that some row may see; nothing beyond is read
+  int64_t shift;       // causal chain: row i sees tail rows j <= i + shift
+  int32_t status;
+};
+
+SD_HD int64_t clamp_to(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
+
+// Requests 0 to batch - 1, and for packed rows one more: the rows behind the last request, which give zeros.
+SD_HD Request request_of(const TreeAttentionParams& p, int64_t b) {
+  Request r{};
+  r.slot = b < p.batch ? slot_of(p.slots, b, p.num_slots) : -1;
+  if (p.cu_seqlens_q != nullptr) {
+    const int64_t begin = p.cu_seqlens_q[b], stop = b < p.batch ? p.cu_seqlens_q[b + 1] : p.q_rows;
+    r.flat_row = clamp_to(begin, 0, p.q_rows);
+    r.rows = clamp_to(stop, r.flat_row, p.q_rows) - r.flat_row;
+    r.valid_rows = r.rows;
+    r.q_start = r.flat_row * p.q_strides.row;
+    r.out_start = r.flat_row * p.out_strides.row;
+    if (begin != r.flat_row || stop != r.flat_row + r.rows) r.status |= kBadLength;
+  } else {
+    const int64_t wanted = p.q_lens ? p.q_lens[b] : p.q_rows;
+    r.flat_row = b * p.q_rows;
+    r.rows = p.q_rows;
+    r.valid_rows = clamp_to(wanted, 0, p.q_rows);
+    r.q_start = b * p.q_strides.batch;
+    r.out_start = b * p.out_strides.batch;
+    if (wanted != r.valid_rows) r.status |= kBadLength;
+  }
+  if (r.slot < 0 || r.valid_rows == 0) return r;
+
+  const bool own_tail = p.tail_len < 0;
+  const int64_t tail = own_tail ? r.valid_rows : p.tail_len;
+  r.shift = own_tail ? 0 : tail - (p.cu_seqlens_q ? r.valid_rows : p.q_rows);
+  const int64_t seen = p.mask ? tail : clamp_to(r.valid_rows + r.shift, 0, tail);
+  if (p.mask && tail > 64 * p.mask_words) r.status |= kBadLength;
+
+  const int64_t capacity = p.max_pages * p.page_size, prefix = p.prefix_lens[r.slot];
+  r.prefix = clamp_to(prefix, 0, capacity);
+  r.end = clamp_to(r.prefix + seen, 0, capacity);
+  if (r.prefix != prefix || r.end != prefix + seen) r.status |= kBadLength;
+  return r;
+}
+
+// The end of the KV rows that rows 0 to i may see.
+SD_HD int64_t visible_end(const TreeAttentionParams& p, const Request& r, int64_t i) {
+  return p.mask ? r.end : clamp_to(r.prefix + clamp_to(i + r.shift + 1, 0, r.end), 0, r.end);
+}
+
+// n ones from bit 0 up, for any n.
+SD_HD uint64_t low_bits(int64_t n) { return n <= 0 ? 0 : n >= 64 ? ~uint64_t{0} : (uint64_t{1} << n) - 1; }
+
+// Bit j: row i of the request sees KV row first + j.
+SD_HD uint64_t visible_word(const TreeAttentionParams& p, const Request& r, int64_t i, int64_t first) {
+  const uint64_t inside = low_bits(visible_end(p, r, i) - first);
+  if (p.mask == nullptr || first + 64 <= r.prefix) return inside;
+  const int64_t* words = p.mask + (r.flat_row + i) * p.mask_words;
+  const int64_t tail = first - r.prefix;  // of bit 0
+  uint64_t seen = low_bits(-tail);
+  if (tail < 0) {
+    seen |= p.mask_words > 0 ? static_cast<uint64_t>(words[0]) << -tail : 0;
+  } else {
+    const int64_t w = tail / 64;
+    const int shift = static_cast<int>(tail % 64);
+    if (w < p.mask_words) seen |= static_cast<uint64_t>(words[w]) >> shift;
+    if (shift != 0 && w + 1 < p.mask_words) seen |= static_cast<uint64_t>(words[w + 1]) << (64 - shift);
+  }
+  return seen & inside;
+}
+
+// The page of KV row `row` < end, or -1 if the table names none of the pool. `*offset` is the row's place in it.
+SD_HD int64_t page_of(const TreeAttentionParams& p, const Request& r, int64_t row, int64_t* offset) {
+  // Lengths are int32, so a row fits 32 bits, and their division is several times cheaper on the device.
+  const uint32_t row32 = static_cast<uint32_t>(row), size = static_cast<uint32_t>(p.page_size);
+  const uint32_t index = row32 / size;
+  *offset = row32 - index * size;
+  const int64_t page = p.page_table[r.slot * p.max_pages + index];
+  return page >= 0 && page < p.num_pages ? page : -1;
+}
+
+}  // namespace specdec
