@@ -1,0 +1,63 @@
+"""The ops that models call, registered with PyTorch: what `torch.compile` traces inside a layer.
+
+    from specdec_kernels import torch_ops
+    out = torch_ops.tree_attention(q, k_pool, v_pool, page_table, prefix_lens, mask=mask)
+
+Dynamo cannot look into a compiled module, but keeps an operator of `torch.library` as one node of its graph. Arguments
+are those of `specdec_kernels.ops`, without `out`, `lse` and `stream`: the operators run on the current stream. Calling
+one costs about a microsecond more than the plain op, so code outside compiled layers uses that.
+
+Importing this module imports torch; nothing else in the package imports it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import ops
+
+__all__ = ["tree_attention"]
+
+_library: Any = torch.library.Library("specdec", "DEF")  # type: ignore[no-untyped-call]
+
+
+def _refuse_lazy_views(name: str) -> Callable[..., None]:
+    """A kernel for conj and neg views, which PyTorch would otherwise copy, pools included, on every call."""
+    schema = getattr(torch.ops.specdec, name).default._schema
+
+    def refuse(*arguments: Any, **options: Any) -> None:
+        named = dict(zip((a.name for a in schema.arguments), arguments, strict=False)) | options
+        for argument, value in named.items():
+            if isinstance(value, Tensor) and (value.is_conj() or value.is_neg()):
+                view, method = ("conj", "resolve_conj") if value.is_conj() else ("neg", "resolve_neg")
+                raise ValueError(f"{name}: {argument} is a {view} view, expected a plain tensor ({method}() makes one)")
+
+    return refuse
+
+
+def _register(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """Defines the operator and returns its overload, which is the shortest way to call it."""
+    name = _library.define(schema)
+    _library.impl(name, kernel, "CPU")
+    _library.impl(name, kernel, "CUDA")
+    torch.library.register_fake(f"specdec::{name}", fake, lib=_library)
+    for key in ("Conjugate", "Negative"):
+        _library.impl(name, _refuse_lazy_views(name), key)
+    return getattr(torch.ops.specdec, name).default
+
+
+def _tree_attention_fake(q: Tensor, *_arguments: Any, **_options: Any) -> Tensor:
+    return q.new_empty(q.shape)
+
+
+tree_attention = _register(
+    "tree_attention(Tensor q, Tensor k_pool, Tensor v_pool, Tensor page_table, Tensor prefix_lens, *, "
+    "Tensor? slots=None, Tensor? q_lens=None, Tensor? cu_seqlens_q=None, SymInt? tail_len=None, Tensor? mask=None, "
+    "float? scale=None, Tensor(a!)? status=None) -> Tensor",
+    ops.tree_attention,
+    _tree_attention_fake,
+)

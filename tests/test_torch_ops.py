@@ -1,0 +1,111 @@
+"""The operators of torch_ops: traceable, with right fakes and schemas, and the same numbers as the plain ops."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import specdec_kernels as sd
+from specdec_kernels import torch_ops
+from test_tree_attention import make_cache, random_trees
+
+BACKENDS = ["eager", "aot_eager"]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> None:
+    torch._dynamo.reset()
+
+
+def test_the_package_does_not_import_torch() -> None:
+    code = "import sys, specdec_kernels; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_same_numbers_as_the_plain_op(device: torch.device) -> None:
+    cache = make_cache([30, 5], [6, 6], page_size=4, device=device)
+    cache.page_table[1, 0] = -1
+    q = torch.randn(2, 4, 6, 64, device=device).transpose(1, 2)
+    arguments = {"mask": random_trees(2, 6).to(device), "scale": 0.2, "tail_len": 6}
+    status = torch.zeros(2, dtype=torch.int32, device=device)
+    out = torch_ops.tree_attention(q, *cache.tensors(), status=status, **arguments)
+    assert out.is_contiguous()
+    assert torch.equal(out, sd.tree_attention(q, *cache.tensors(), **arguments))
+    assert status.tolist() == [0, 4]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_attention_compiles_without_a_graph_break(device: torch.device, backend: str) -> None:
+    cache = make_cache([30, 5], [7, 7], page_size=4, device=device)
+    status = torch.zeros(2, dtype=torch.int32, device=device)
+    cache.page_table[0, 3] = -1
+
+    def layer(q: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        out = torch_ops.tree_attention(q.transpose(1, 2) * 2, *cache.tensors(), mask=mask, status=status)
+        return out.flatten(2) + 1
+
+    compiled = torch.compile(layer, fullgraph=True, backend=backend)
+    for rows in (7, 5, 3):  # a second and third length: dynamic shapes
+        q = torch.randn(2, 4, rows, 64, device=device)
+        for mask in (None, random_trees(2, rows).to(device)):
+            want = layer(q, mask)
+            status.zero_()
+            torch.testing.assert_close(compiled(q, mask), want, rtol=0, atol=0)
+            assert status.tolist() == [4, 0]
+
+
+def test_attention_opcheck(device: torch.device) -> None:
+    cache = make_cache([30, 5, 0], [6, 6, 6], page_size=4, device=device)
+    q = torch.randn(3, 6, 4, 64, device=device)
+    status = torch.zeros(3, dtype=torch.int32, device=device)
+    slots = torch.tensor([2, -1, 0], dtype=torch.int32, device=device)
+    lengths = torch.tensor([6, 1, 3], dtype=torch.int32, device=device)
+    ends = torch.tensor([0, 3, 6], dtype=torch.int32, device=device)
+    mask = random_trees(3, 6).to(device)
+    for arguments in (
+        {},
+        {"slots": slots, "q_lens": lengths, "mask": mask, "tail_len": 6, "scale": 0.5, "status": status},
+    ):
+        torch.library.opcheck(torch_ops.tree_attention, (q, *cache.tensors()), arguments)
+    torch.library.opcheck(torch_ops.tree_attention, (q[0], *cache.tensors()), {"cu_seqlens_q": ends})
+
+
+def test_attention_fake_has_the_shape_and_strides_of_the_output(device: torch.device) -> None:
+    cache = make_cache([30, 5], [6, 6], page_size=4, device=device)
+    q = torch.randn(2, 4, 6, 64, device=device).transpose(1, 2)
+    out = torch_ops.tree_attention(q, *cache.tensors())
+    with FakeTensorMode() as mode:
+        fake = torch_ops.tree_attention(*(mode.from_tensor(x) for x in (q, *cache.tensors())))
+    assert (fake.shape, fake.stride(), fake.dtype, fake.device) == (out.shape, out.stride(), out.dtype, out.device)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch warns of the null pointer that the op is about to refuse
+def test_plain_op_refuses_fake_tensors() -> None:
+    cache = make_cache([3], [1], page_size=4)
+    mode = FakeTensorMode()
+    q, *pools = (mode.from_tensor(x) for x in (torch.randn(1, 1, 4, 64), *cache.tensors()))
+    with pytest.raises(ValueError) as error:
+        sd.tree_attention(q, *pools, out=torch.empty(1, 1, 4, 64))
+    assert str(error.value) == "tree_attention: q has no storage (a fake tensor?), expected a tensor with data"
+
+
+def neg_view(*shape: int) -> torch.Tensor:
+    view = torch.zeros(*shape, dtype=torch.complex64).conj().imag
+    assert view.is_neg()
+    return view
+
+
+def test_lazy_views_are_refused() -> None:
+    cache = make_cache([3], [1], page_size=4)
+    with pytest.raises(ValueError) as error:
+        torch_ops.tree_attention(neg_view(1, 1, 4, 64), *cache.tensors())
+    assert str(error.value) == "tree_attention: q is a neg view, expected a plain tensor (resolve_neg() makes one)"
+    q = torch.zeros(1, 1, 4, 64)
+    with pytest.raises(ValueError, match="v_pool is a neg view"):
+        torch_ops.tree_attention(q, cache.k_pool, neg_view(*cache.v_pool.shape), cache.page_table, cache.prefix_lens)
+    with pytest.raises(ValueError, match="status is a conj view"):
+        torch_ops.tree_attention(q, *cache.tensors(), status=torch.zeros(1, dtype=torch.complex64).conj())
