@@ -9,7 +9,7 @@ cuda_architectures: str | None
 
 # --- draft
 def select_topk(
-    stream: int | None, logits: Tensor, id_map: Tensor | None, out_ids: Tensor, out_logprobs: Tensor
+    stream: int | None, logits: Tensor, k: int, id_map: Tensor | None, out_ids: Tensor, out_logprobs: Tensor
 ) -> None: ...
 
 # --- tree

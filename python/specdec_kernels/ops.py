@@ -35,7 +35,8 @@ def select_topk(
     """Log-softmax and the k best of every row, in one pass over the logits.
 
     Args:
-        logits: [R, Vd] float32, float16 or bfloat16; rows may be strided. NaN counts as -inf.
+        logits: [R, Vd] float32, float16 or bfloat16; rows may be strided. NaN counts as -inf;
+            entries of +inf share the whole probability.
         k: how many, 1 to min(Vd, 64). Ties go to the lower index.
         id_map: [Vd] int32, translates a reduced draft vocabulary: `arange(Vd) + d2t`.
 
@@ -50,7 +51,7 @@ def select_topk(
         out_ids = empty("select_topk", logits, (rows, k), "int32")
     if out_logprobs is None:
         out_logprobs = empty("select_topk", logits, (rows, k), "float32")
-    _C.select_topk(stream, logits, id_map, out_ids, out_logprobs)
+    _C.select_topk(stream, logits, k, id_map, out_ids, out_logprobs)
     return out_ids, out_logprobs
 
 
