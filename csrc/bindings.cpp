@@ -6,6 +6,7 @@
 #include "core/python_tensor.h"
 
 // --- draft
+#include "draft/expand_tree.h"
 #include "draft/select_topk.h"
 // --- tree
 // --- attention
@@ -105,6 +106,8 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
 
   // --- draft
   m.def("select_topk", &select_topk, "log-softmax and top-k of each row of logits");
+  m.def("expand_root", &expand_root, "draft step 1: the root's children become candidates and frontier");
+  m.def("expand_tree", &expand_tree, "a later draft step: append children, keep the best k as the frontier");
 
   // --- tree
 

@@ -6,7 +6,17 @@ The ops take any tensor with DLPack (torch, NumPy, CuPy, JAX); importing this pa
 from importlib.metadata import version as _version
 
 from ._C import cuda_architectures, cuda_version
-from .ops import select_topk
+from .ops import Candidates, DraftInputs, Frontier, expand_root, expand_tree, select_topk
 
 __version__ = _version("specdec-kernels")
-__all__ = ["__version__", "cuda_architectures", "cuda_version", "select_topk"]
+__all__ = [
+    "Candidates",
+    "DraftInputs",
+    "Frontier",
+    "__version__",
+    "cuda_architectures",
+    "cuda_version",
+    "expand_root",
+    "expand_tree",
+    "select_topk",
+]
