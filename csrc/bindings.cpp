@@ -9,6 +9,9 @@
 #include "draft/expand_tree.h"
 #include "draft/select_topk.h"
 // --- tree
+#include "tree/build_tree.h"
+#include "tree/build_tree_from_mask.h"
+#include "tree/build_tree_from_parents.h"
 // --- attention
 // --- verify
 // --- kv
@@ -110,6 +113,9 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
   m.def("expand_tree", &expand_tree, "a later draft step: append children, keep the best k as the frontier");
 
   // --- tree
+  m.def("build_tree", &build_tree, "the best candidates as a tree with links, mask and positions");
+  m.def("build_tree_from_parents", &build_tree_from_parents, "links, mask and positions from parent pointers");
+  m.def("build_tree_from_mask", &build_tree_from_mask, "links, mask and positions from an ancestor mask");
 
   // --- attention
 

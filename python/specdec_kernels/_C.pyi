@@ -46,6 +46,57 @@ def expand_tree(
 ) -> None: ...
 
 # --- tree
+def build_tree(
+    stream: int | None,
+    cand_tokens: Tensor,
+    cand_parents: Tensor,
+    cand_scores: Tensor,
+    root_tokens: Tensor,
+    seq_lens: Tensor,
+    num_draft_tokens: int,
+    slots: Tensor | None,
+    order: str,
+    status: Tensor | None,
+    out_tokens: Tensor,
+    out_parents: Tensor,
+    out_positions: Tensor,
+    out_first_child: Tensor,
+    out_next_sibling: Tensor,
+    out_mask: Tensor,
+    out_num_nodes: Tensor,
+) -> None: ...
+def build_tree_from_parents(
+    stream: int | None,
+    tokens: Tensor,
+    parents: Tensor,
+    seq_lens: Tensor,
+    num_nodes: Tensor | None,
+    slots: Tensor | None,
+    status: Tensor | None,
+    out_tokens: Tensor,
+    out_parents: Tensor,
+    out_positions: Tensor,
+    out_first_child: Tensor,
+    out_next_sibling: Tensor,
+    out_mask: Tensor,
+    out_num_nodes: Tensor,
+) -> None: ...
+def build_tree_from_mask(
+    stream: int | None,
+    tokens: Tensor,
+    mask: Tensor,
+    seq_lens: Tensor,
+    num_nodes: Tensor | None,
+    slots: Tensor | None,
+    status: Tensor | None,
+    out_tokens: Tensor,
+    out_parents: Tensor,
+    out_positions: Tensor,
+    out_first_child: Tensor,
+    out_next_sibling: Tensor,
+    out_mask: Tensor,
+    out_num_nodes: Tensor,
+) -> None: ...
 
 # --- attention
 

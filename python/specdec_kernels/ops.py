@@ -11,7 +11,8 @@ Letters: B batch, N tree nodes, S accept row width, k topk, V vocabulary, W mask
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from . import _C
 from ._alloc import empty, shape_of
@@ -231,6 +232,185 @@ def expand_tree(
 
 
 # --- tree -------------------------------------------------------------------------------------------------------------
+
+
+class Tree(NamedTuple):
+    """A token tree per row: node 0 is the root, parents come before children, N from 1 to 256.
+
+    Rows of a tree beyond its `num_nodes` carry the root's token, position L, their own mask bit, and -1 elsewhere. An
+    empty row has no nodes; its tokens and positions are 0.
+    """
+
+    tokens: Tensor  # [B, N] int32
+    parents: Tensor  # [B, N] int32, -1: none
+    positions: Tensor  # [B, N] int32, L + depth
+    first_child: Tensor  # [B, N] int32, the lowest-numbered child, -1: none
+    next_sibling: Tensor  # [B, N] int32, the next node with the same parent, -1: none
+    mask: Tensor  # [B, N, W] int64 bit patterns: bit j of row i, node j is i or an ancestor of i
+    num_nodes: Tensor  # [B] int32, including the root
+
+
+def _tree_outputs(op: str, like: Tensor, batch: int, nodes: int, passed: Sequence[Tensor | None]) -> Tree:
+    nodes = max(nodes, 0)  # the op itself refuses a number out of range
+    row = (batch, nodes)
+    shapes = (row, row, row, row, row, (batch, nodes, (nodes + 63) // 64), (batch,))
+    dtypes = ("int32",) * 5 + ("int64", "int32")
+    return Tree(
+        *(
+            empty(op, like, shape, dtype) if out is None else out
+            for out, shape, dtype in zip(passed, shapes, dtypes, strict=True)
+        )
+    )
+
+
+def build_tree(
+    cand_tokens: Tensor,
+    cand_parents: Tensor,
+    cand_scores: Tensor,
+    root_tokens: Tensor,
+    seq_lens: Tensor,
+    num_draft_tokens: int,
+    *,
+    slots: Tensor | None = None,
+    order: Literal["score", "given"] = "score",
+    status: Tensor | None = None,
+    out_tokens: Tensor | None = None,
+    out_parents: Tensor | None = None,
+    out_positions: Tensor | None = None,
+    out_first_child: Tensor | None = None,
+    out_next_sibling: Tensor | None = None,
+    out_mask: Tensor | None = None,
+    out_num_nodes: Tensor | None = None,
+    stream: int | None = None,
+) -> Tree:
+    """Choose the best candidates of a draft and emit them as a tree, in one launch.
+
+    Nodes 1, 2, ... are the best N - 1 candidates by score, ties to the lower candidate number. Scores never rise along
+    a path and parents have lower numbers, so parents come before children and siblings stand best first; and a smaller
+    N gives a prefix of the same tree. `order="given"` takes candidates in their own order instead, for a topology that
+    was fixed before the draw. A score of -inf (or NaN) means no candidate, in both orders. A chain is k = 1.
+
+    A candidate that scores above its parent, or whose parent is neither -1 nor a candidate with a lower number, is left
+    out with its descendants, and sets Status BAD_TREE whether or not it would have been chosen.
+
+    Args:
+        cand_tokens, cand_parents, cand_scores: [B, C] int32, int32, float32, as from `expand_tree`; C may be 0.
+        root_tokens, seq_lens: [num_slots] int32, the last emitted token and L.
+        num_draft_tokens: N, 1 to 256.
+        slots: [B] int32.
+        order: "score" or "given".
+        status: [num_slots] int32, sticky bits.
+
+    Returns:
+        Tree; every element of it is written.
+
+    Raises:
+        ValueError: wrong dtype, shape, device or stride; N or the order out of range.
+    """
+    batch, _ = shape_of("build_tree", "cand_tokens", cand_tokens, 2)
+    passed = (out_tokens, out_parents, out_positions, out_first_child, out_next_sibling, out_mask, out_num_nodes)
+    tree = _tree_outputs("build_tree", cand_tokens, batch, num_draft_tokens, passed)
+    _C.build_tree(
+        stream,
+        cand_tokens,
+        cand_parents,
+        cand_scores,
+        root_tokens,
+        seq_lens,
+        num_draft_tokens,
+        slots,
+        order,
+        status,
+        *tree,
+    )
+    return tree
+
+
+def build_tree_from_parents(
+    tokens: Tensor,
+    parents: Tensor,
+    seq_lens: Tensor,
+    *,
+    num_nodes: Tensor | None = None,
+    slots: Tensor | None = None,
+    status: Tensor | None = None,
+    out_tokens: Tensor | None = None,
+    out_parents: Tensor | None = None,
+    out_positions: Tensor | None = None,
+    out_first_child: Tensor | None = None,
+    out_next_sibling: Tensor | None = None,
+    out_mask: Tensor | None = None,
+    out_num_nodes: Tensor | None = None,
+    stream: int | None = None,
+) -> Tree:
+    """A tree that comes from elsewhere as parent pointers. Siblings may carry the same token.
+
+    A row with a child before its parent, a second root, a parent out of range, or `num_nodes` outside 1 to N is
+    refused: it becomes the root alone and sets Status BAD_TREE.
+
+    Args:
+        tokens: [B, N] int32, the root first, N from 1 to 256.
+        parents: [B, N] int32, -1 for node 0 and a lower node for every other.
+        seq_lens: [num_slots] int32, L.
+        num_nodes: [B] int32, how many rows are nodes; None: all N. What lies behind is ignored.
+        slots: [B] int32.
+        status: [num_slots] int32, sticky bits.
+
+    Returns:
+        Tree; every element of it is written.
+
+    Raises:
+        ValueError: wrong dtype, shape, device or stride; N out of range.
+    """
+    batch, nodes = shape_of("build_tree_from_parents", "tokens", tokens, 2)
+    passed = (out_tokens, out_parents, out_positions, out_first_child, out_next_sibling, out_mask, out_num_nodes)
+    tree = _tree_outputs("build_tree_from_parents", tokens, batch, nodes, passed)
+    _C.build_tree_from_parents(stream, tokens, parents, seq_lens, num_nodes, slots, status, *tree)
+    return tree
+
+
+def build_tree_from_mask(
+    tokens: Tensor,
+    mask: Tensor,
+    seq_lens: Tensor,
+    *,
+    num_nodes: Tensor | None = None,
+    slots: Tensor | None = None,
+    status: Tensor | None = None,
+    out_tokens: Tensor | None = None,
+    out_parents: Tensor | None = None,
+    out_positions: Tensor | None = None,
+    out_first_child: Tensor | None = None,
+    out_next_sibling: Tensor | None = None,
+    out_mask: Tensor | None = None,
+    out_num_nodes: Tensor | None = None,
+    stream: int | None = None,
+) -> Tree:
+    """A tree that comes from elsewhere as an ancestor mask. Siblings may carry the same token.
+
+    Each row must be its parent's row and its own bit, and row 0 bit 0 alone. A mask with a missing root or own bit, a
+    bit above the diagonal, or a row that is not closed under ancestors, and `num_nodes` outside 1 to N, are refused:
+    the row becomes the root alone and sets Status BAD_TREE.
+
+    Args:
+        tokens: [B, N] int32, the root first, N from 1 to 256.
+        mask: [B, N, W] int64 bit patterns, bit j of row i: node j is i or an ancestor of i.
+        seq_lens: [num_slots] int32, L.
+        num_nodes: [B] int32, how many rows are nodes; None: all N. What lies behind is ignored.
+        slots: [B] int32.
+        status: [num_slots] int32, sticky bits.
+
+    Returns:
+        Tree; every element of it is written.
+
+    Raises:
+        ValueError: wrong dtype, shape, device or stride; N out of range.
+    """
+    batch, nodes = shape_of("build_tree_from_mask", "tokens", tokens, 2)
+    passed = (out_tokens, out_parents, out_positions, out_first_child, out_next_sibling, out_mask, out_num_nodes)
+    tree = _tree_outputs("build_tree_from_mask", tokens, batch, nodes, passed)
+    _C.build_tree_from_mask(stream, tokens, mask, seq_lens, num_nodes, slots, status, *tree)
+    return tree
 
 
 # --- attention --------------------------------------------------------------------------------------------------------
