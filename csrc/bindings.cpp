@@ -6,8 +6,12 @@
 #include "core/python_tensor.h"
 
 // --- draft
+#include "draft/expand_tree.h"
 #include "draft/select_topk.h"
 // --- tree
+#include "tree/build_tree.h"
+#include "tree/build_tree_from_mask.h"
+#include "tree/build_tree_from_parents.h"
 // --- attention
 #include "attention/tree_attention.h"
 // --- verify
@@ -106,8 +110,13 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
 
   // --- draft
   m.def("select_topk", &select_topk, "log-softmax and top-k of each row of logits");
+  m.def("expand_root", &expand_root, "draft step 1: the root's children become candidates and frontier");
+  m.def("expand_tree", &expand_tree, "a later draft step: append children, keep the best k as the frontier");
 
   // --- tree
+  m.def("build_tree", &build_tree, "the best candidates as a tree with links, mask and positions");
+  m.def("build_tree_from_parents", &build_tree_from_parents, "links, mask and positions from parent pointers");
+  m.def("build_tree_from_mask", &build_tree_from_mask, "links, mask and positions from an ancestor mask");
 
   // --- attention
   m.def("tree_attention", &tree_attention, "attention over a paged KV prefix and a tail of tree nodes");

@@ -44,6 +44,18 @@ def test_nan_and_minus_infinity(device: torch.device) -> None:
     check(logits, 6)
 
 
+def test_plus_infinity_takes_the_whole_probability(device: torch.device) -> None:
+    inf = torch.inf
+    logits = torch.tensor([[0.0, inf, 1.0, torch.nan], [inf, -inf, inf, 3.0], [inf, inf, inf, inf]], device=device)
+    check(logits, 4)
+    _, logprobs = sd.select_topk(logits, 2)
+    torch.testing.assert_close(logprobs.cpu().exp(), torch.tensor([[1.0, 0.0], [0.5, 0.5], [0.25, 0.25]]))
+
+
+def test_single_column(device: torch.device) -> None:
+    check(torch.tensor([[3.0], [-torch.inf], [torch.inf], [torch.nan]], device=device), 1)
+
+
 def test_empty_batch(device: torch.device) -> None:
     ids, logprobs = sd.select_topk(torch.empty(0, 5, device=device), 2)
     assert ids.shape == logprobs.shape == (0, 2)
@@ -64,7 +76,9 @@ def test_numpy_arrays() -> None:
         ({"logits": torch.zeros(2, 8, dtype=torch.int32)}, "select_topk: logits is int32, expected float32 or float16 or bfloat16"),
         ({"logits": torch.zeros(8, 2).t()}, "select_topk: logits has shape [2, 8] and is not contiguous in its last dimension, expected a last stride of 1"),
         ({"id_map": torch.zeros(7, dtype=torch.int32)}, "select_topk: id_map has shape [7], expected [vocab=8]"),
-        ({"out_ids": torch.zeros(3, 2, dtype=torch.int32)}, "select_topk: out_ids has shape [3, 2], expected [rows=2, k]"),
+        ({"out_ids": torch.zeros(3, 2, dtype=torch.int32)}, "select_topk: out_ids has shape [3, 2], expected [rows=2, k=2]"),
+        ({"out_ids": torch.zeros(2, 3, dtype=torch.int32), "out_logprobs": torch.zeros(2, 3)}, "select_topk: out_ids has shape [2, 3], expected [rows=2, k=2]"),
+        ({"logits": torch.zeros(2, 0), "k": 1}, "select_topk: vocab is 0, expected 1 to 2147483647"),
         ({"k": 9}, "select_topk: k is 9, expected 1 to 8"),
         ({"k": 0}, "select_topk: k is 0, expected 1 to 8"),
     ],

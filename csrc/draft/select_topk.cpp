@@ -7,15 +7,16 @@
 
 namespace specdec {
 
-void select_topk(CallStream stream, const TensorView& logits, const OptTensor& id_map, const TensorView& out_ids,
-                 const TensorView& out_logprobs) {
+void select_topk(CallStream stream, const TensorView& logits, int64_t k, const OptTensor& id_map,
+                 const TensorView& out_ids, const TensorView& out_logprobs) {
   Check check("select_topk");
-  Dim R{"rows"}, V{"vocab"}, K{"k"};
+  Dim R{"rows"}, V{"vocab"}, K{"k", k};
   check.strided("logits", logits, {R, V}, kFloats);
+  check.range("vocab", V, 1, std::numeric_limits<int32_t>::max());
+  check.range("k", k, 1, std::min<int64_t>(V, kMaxTopk));
   check.tensor("id_map", id_map, {V}, kInt32);
   check.output("out_ids", out_ids, {R, K}, kInt32);
   check.output("out_logprobs", out_logprobs, {R, K}, kFloat32);
-  check.range("k", K, 1, std::min<int64_t>(V, kMaxTopk));
   if (R == 0) return;
 
   const SelectTopkParams params{
@@ -50,7 +51,7 @@ void select_topk_cpu(const SelectTopkParams& p) {
           sum = sum * std::exp(static_cast<double>(max) - x) + 1;
           max = x;
         } else if (x > kNone) {
-          sum += std::exp(static_cast<double>(x) - max);
+          sum += std::exp(static_cast<double>(below_max(x, max)));
         }
         if (held == p.k && !(x > best[held - 1])) continue;
         int64_t i = held < p.k ? held++ : held - 1;
@@ -65,7 +66,7 @@ void select_topk_cpu(const SelectTopkParams& p) {
       for (int64_t j = 0; j < p.k; ++j) {
         p.out_ids[r * p.k + j] = p.id_map ? p.id_map[best_id[j]] : best_id[j];
         // A probability is at most 1, whatever the rounding: build_tree relies on children never beating parents.
-        p.out_logprobs[r * p.k + j] = best[j] > kNone ? std::min(best[j] - max - log_sum, 0.0f) : kNone;
+        p.out_logprobs[r * p.k + j] = best[j] > kNone ? std::min(below_max(best[j], max) - log_sum, 0.0f) : kNone;
       }
     }
   });

@@ -31,7 +31,7 @@ struct Merge {
   __device__ Softmax operator()(Softmax a, Softmax b) const {
     const float max = fmaxf(a.max, b.max);
     if (max == -INFINITY) return {max, 0.0f};
-    return {max, a.sum * expf(a.max - max) + b.sum * expf(b.max - max)};
+    return {max, a.sum * expf(below_max(a.max, max)) + b.sum * expf(below_max(b.max, max))};
   }
 };
 
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kThreads) select_topk_kernel(SelectTopkParams 
       last = first;
       p.out_ids[r * p.k + j] = p.id_map ? p.id_map[first.id] : first.id;
       p.out_logprobs[r * p.k + j] =
-          first.value == -INFINITY ? -INFINITY : fminf(first.value - total.max - logf(total.sum), 0.0f);
+          first.value == -INFINITY ? -INFINITY : fminf(below_max(first.value, total.max) - logf(total.sum), 0.0f);
     }
   }
 }

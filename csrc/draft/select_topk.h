@@ -2,6 +2,7 @@
 #pragma once
 
 #include "core/dispatch.h"
+#include "core/host_device.h"
 
 namespace specdec {
 
@@ -17,8 +18,12 @@ struct SelectTopkParams {
 
 constexpr int64_t kMaxTopk = 64;
 
-void select_topk(CallStream stream, const TensorView& logits, const OptTensor& id_map, const TensorView& out_ids,
-                 const TensorView& out_logprobs);
+// x - max for a softmax, where max is the row's largest entry: 0 at the maximum also when that is +inf, so that
+// entries of +inf share the whole probability and everything else gets none.
+SD_HD float below_max(float x, float max) { return x == max ? 0.0f : x - max; }
+
+void select_topk(CallStream stream, const TensorView& logits, int64_t k, const OptTensor& id_map,
+                 const TensorView& out_ids, const TensorView& out_logprobs);
 
 void select_topk_cpu(const SelectTopkParams& p);
 void select_topk_cuda(const SelectTopkParams& p, Stream stream);

@@ -9,10 +9,94 @@ cuda_architectures: str | None
 
 # --- draft
 def select_topk(
-    stream: int | None, logits: Tensor, id_map: Tensor | None, out_ids: Tensor, out_logprobs: Tensor
+    stream: int | None, logits: Tensor, k: int, id_map: Tensor | None, out_ids: Tensor, out_logprobs: Tensor
+) -> None: ...
+def expand_root(
+    stream: int | None,
+    topk_ids: Tensor,
+    topk_logprobs: Tensor,
+    seq_lens: Tensor,
+    num_steps: int,
+    slots: Tensor | None,
+    position_offset: int,
+    out_cand_tokens: Tensor,
+    out_cand_parents: Tensor,
+    out_cand_scores: Tensor,
+    out_frontier: Tensor,
+    out_tokens: Tensor,
+    out_positions: Tensor,
+    out_mask: Tensor,
+) -> None: ...
+def expand_tree(
+    stream: int | None,
+    topk_ids: Tensor,
+    topk_logprobs: Tensor,
+    step: int,
+    cand_tokens: Tensor,
+    cand_parents: Tensor,
+    cand_scores: Tensor,
+    frontier: Tensor,
+    mask: Tensor,
+    seq_lens: Tensor,
+    slots: Tensor | None,
+    position_offset: int,
+    out_tokens: Tensor,
+    out_parent_rows: Tensor,
+    out_positions: Tensor,
 ) -> None: ...
 
 # --- tree
+def build_tree(
+    stream: int | None,
+    cand_tokens: Tensor,
+    cand_parents: Tensor,
+    cand_scores: Tensor,
+    root_tokens: Tensor,
+    seq_lens: Tensor,
+    num_draft_tokens: int,
+    slots: Tensor | None,
+    order: str,
+    status: Tensor | None,
+    out_tokens: Tensor,
+    out_parents: Tensor,
+    out_positions: Tensor,
+    out_first_child: Tensor,
+    out_next_sibling: Tensor,
+    out_mask: Tensor,
+    out_num_nodes: Tensor,
+) -> None: ...
+def build_tree_from_parents(
+    stream: int | None,
+    tokens: Tensor,
+    parents: Tensor,
+    seq_lens: Tensor,
+    num_nodes: Tensor | None,
+    slots: Tensor | None,
+    status: Tensor | None,
+    out_tokens: Tensor,
+    out_parents: Tensor,
+    out_positions: Tensor,
+    out_first_child: Tensor,
+    out_next_sibling: Tensor,
+    out_mask: Tensor,
+    out_num_nodes: Tensor,
+) -> None: ...
+def build_tree_from_mask(
+    stream: int | None,
+    tokens: Tensor,
+    mask: Tensor,
+    seq_lens: Tensor,
+    num_nodes: Tensor | None,
+    slots: Tensor | None,
+    status: Tensor | None,
+    out_tokens: Tensor,
+    out_parents: Tensor,
+    out_positions: Tensor,
+    out_first_child: Tensor,
+    out_next_sibling: Tensor,
+    out_mask: Tensor,
+    out_num_nodes: Tensor,
+) -> None: ...
 
 # --- attention
 def tree_attention(

@@ -6,7 +6,7 @@ The ops take any tensor with DLPack (torch, NumPy, CuPy, JAX); importing this pa
 from importlib.metadata import version as _version
 
 from ._C import cuda_architectures, cuda_version
-from .ops import select_topk, tree_attention
+from .ops import build_tree, build_tree_from_mask, build_tree_from_parents, Candidates, DraftInputs, expand_root, expand_tree, Frontier, select_topk, Tree, tree_attention
 
 __version__ = _version("specdec-kernels")
-__all__ = ["__version__", "cuda_architectures", "cuda_version", "select_topk", "tree_attention"]
+__all__ = ["Candidates", "DraftInputs", "Frontier", "Tree", "__version__", "build_tree", "build_tree_from_mask", "build_tree_from_parents", "cuda_architectures", "cuda_version", "expand_root", "expand_tree", "select_topk", "tree_attention"]

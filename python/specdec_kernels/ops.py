@@ -11,7 +11,8 @@ Letters: B batch, N tree nodes, S accept row width, k topk, V vocabulary, W mask
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from . import _C
 from ._alloc import empty, shape_of
@@ -35,7 +36,8 @@ def select_topk(
     """Log-softmax and the k best of every row, in one pass over the logits.
 
     Args:
-        logits: [R, Vd] float32, float16 or bfloat16; rows may be strided. NaN counts as -inf.
+        logits: [R, Vd] float32, float16 or bfloat16; rows may be strided. NaN counts as -inf;
+            entries of +inf share the whole probability.
         k: how many, 1 to min(Vd, 64). Ties go to the lower index.
         id_map: [Vd] int32, translates a reduced draft vocabulary: `arange(Vd) + d2t`.
 
@@ -50,11 +52,365 @@ def select_topk(
         out_ids = empty("select_topk", logits, (rows, k), "int32")
     if out_logprobs is None:
         out_logprobs = empty("select_topk", logits, (rows, k), "float32")
-    _C.select_topk(stream, logits, id_map, out_ids, out_logprobs)
+    _C.select_topk(stream, logits, k, id_map, out_ids, out_logprobs)
     return out_ids, out_logprobs
 
 
+class Candidates(NamedTuple):
+    """Every token the draft proposed: k of step 1, then k * k of each later step; a parent has a lower number."""
+
+    tokens: Tensor  # [B, C] int32, C = k + (num_steps - 1) * k * k
+    parents: Tensor  # [B, C] int32 candidate numbers, -1: the root
+    scores: Tensor  # [B, C] float32 cumulative log-probabilities, -inf where there is no candidate (yet)
+
+
+class Frontier(NamedTuple):
+    """The k nodes the draft is fed next, best first."""
+
+    nodes: Tensor  # [B, k] int32 candidate numbers
+    tokens: Tensor  # [B, k] int32
+    positions: Tensor  # [B, k] int32
+    mask: Tensor  # [B, k, Wd] int64 bit patterns, Wd = max(1, ceil(k * (num_steps - 1) / 64))
+
+
+class DraftInputs(NamedTuple):
+    """What the draft forward of an expanded frontier needs, beside its mask."""
+
+    tokens: Tensor  # [B, k] int32
+    parent_rows: Tensor  # [B, k] int32, rows of the [B * k] features of the frontier before
+    positions: Tensor  # [B, k] int32
+
+
+def expand_root(
+    topk_ids: Tensor,
+    topk_logprobs: Tensor,
+    seq_lens: Tensor,
+    num_steps: int,
+    *,
+    slots: Tensor | None = None,
+    position_offset: int = 0,
+    out_cand_tokens: Tensor | None = None,
+    out_cand_parents: Tensor | None = None,
+    out_cand_scores: Tensor | None = None,
+    out_frontier: Tensor | None = None,
+    out_tokens: Tensor | None = None,
+    out_positions: Tensor | None = None,
+    out_mask: Tensor | None = None,
+    stream: int | None = None,
+) -> tuple[Candidates, Frontier]:
+    """Draft step 1: the root's children, kept per slot, become candidates 0 to k - 1 and the first frontier.
+
+    Frontier node j of depth s is the draft's tail row (s - 1) * k + j; bit r of its mask says that tail row r is an
+    ancestor or the node itself. Columns that later steps fill hold token 0, parent -1, score -inf. An empty row has
+    that in every column, tokens and positions 0.
+
+    Args:
+        topk_ids, topk_logprobs: [num_slots, k] int32 and float32, k from 1 to 64; NaN counts as -inf.
+        seq_lens: [num_slots] int32, L.
+        num_steps: depth of drafting, 1 to 1024.
+        slots: [B] int32; None: B = num_slots.
+        position_offset: depth d is rotated at L + d - 1 + position_offset: 0 for EAGLE heads, 1 for a standalone draft.
+
+    Returns:
+        Candidates and Frontier; every element of each is written.
+
+    Raises:
+        ValueError: wrong dtype, shape, device or stride; a number out of range.
+    """
+    op = "expand_root"
+    batch, k = shape_of(op, "topk_ids", topk_ids, 2)
+    if slots is not None:
+        (batch,) = shape_of(op, "slots", slots, 1)
+    later = max(num_steps - 1, 0)
+    columns = (batch, k + later * k * k)
+    if out_cand_tokens is None:
+        out_cand_tokens = empty(op, topk_ids, columns, "int32")
+    if out_cand_parents is None:
+        out_cand_parents = empty(op, topk_ids, columns, "int32")
+    if out_cand_scores is None:
+        out_cand_scores = empty(op, topk_ids, columns, "float32")
+    if out_frontier is None:
+        out_frontier = empty(op, topk_ids, (batch, k), "int32")
+    if out_tokens is None:
+        out_tokens = empty(op, topk_ids, (batch, k), "int32")
+    if out_positions is None:
+        out_positions = empty(op, topk_ids, (batch, k), "int32")
+    if out_mask is None:
+        out_mask = empty(op, topk_ids, (batch, k, max(1, -(-k * later // 64))), "int64")
+    _C.expand_root(
+        stream,
+        topk_ids,
+        topk_logprobs,
+        seq_lens,
+        num_steps,
+        slots,
+        position_offset,
+        out_cand_tokens,
+        out_cand_parents,
+        out_cand_scores,
+        out_frontier,
+        out_tokens,
+        out_positions,
+        out_mask,
+    )
+    return (
+        Candidates(out_cand_tokens, out_cand_parents, out_cand_scores),
+        Frontier(out_frontier, out_tokens, out_positions, out_mask),
+    )
+
+
+def expand_tree(
+    topk_ids: Tensor,
+    topk_logprobs: Tensor,
+    step: int,
+    cand_tokens: Tensor,
+    cand_parents: Tensor,
+    cand_scores: Tensor,
+    frontier: Tensor,
+    mask: Tensor,
+    seq_lens: Tensor,
+    *,
+    slots: Tensor | None = None,
+    position_offset: int = 0,
+    out_tokens: Tensor | None = None,
+    out_parent_rows: Tensor | None = None,
+    out_positions: Tensor | None = None,
+    stream: int | None = None,
+) -> DraftInputs:
+    """A later draft step: append the frontier's k * k children, keep the best k of them as the next frontier.
+
+    `cand_tokens`, `cand_parents`, `cand_scores`, `frontier` and `mask` are updated in place: with what `expand_root`
+    returned, `expand_tree(ids, logprobs, 2, *candidates, frontier.nodes, frontier.mask, seq_lens)`.
+
+    Child i of frontier node j is candidate k + (step - 2) * k * k + j * k + i. Its score is its parent's plus its
+    log-probability, and never above its parent's. The new frontier is ordered by score, ties to the lower number;
+    children of score -inf fill it where there is nothing better. Its masks are the parents' with the own bit
+    (step - 1) * k + j; the last step's nodes are fed to no draft, and have theirs only where it fits in Wd words.
+
+    Args:
+        topk_ids, topk_logprobs: [B, k, k] int32 and float32, the children of each frontier node; NaN counts as -inf.
+        step: depth of the children, 2 to num_steps.
+        cand_tokens, cand_parents, cand_scores: [B, C] int32, int32, float32.
+        frontier: [B, k] int32. A number that is no candidate yet has children of score -inf and parent -1.
+        mask: [B, k, Wd] int64.
+        seq_lens: [num_slots] int32, L.
+        slots: [B] int32. An empty row appends token 0, parent -1, score -inf; its tokens and positions are 0.
+        position_offset: as in `expand_root`.
+
+    Returns:
+        DraftInputs of the new frontier.
+
+    Raises:
+        ValueError: wrong dtype, shape, device or stride; a number out of range.
+    """
+    op = "expand_tree"
+    batch, k, _ = shape_of(op, "topk_ids", topk_ids, 3)
+    if out_tokens is None:
+        out_tokens = empty(op, topk_ids, (batch, k), "int32")
+    if out_parent_rows is None:
+        out_parent_rows = empty(op, topk_ids, (batch, k), "int32")
+    if out_positions is None:
+        out_positions = empty(op, topk_ids, (batch, k), "int32")
+    _C.expand_tree(
+        stream,
+        topk_ids,
+        topk_logprobs,
+        step,
+        cand_tokens,
+        cand_parents,
+        cand_scores,
+        frontier,
+        mask,
+        seq_lens,
+        slots,
+        position_offset,
+        out_tokens,
+        out_parent_rows,
+        out_positions,
+    )
+    return DraftInputs(out_tokens, out_parent_rows, out_positions)
+
+
 # --- tree -------------------------------------------------------------------------------------------------------------
+
+
+class Tree(NamedTuple):
+    """A token tree per row: node 0 is the root, parents come before children, N from 1 to 256.
+
+    Rows of a tree beyond its `num_nodes` carry the root's token, position L, their own mask bit, and -1 elsewhere. An
+    empty row has no nodes; its tokens and positions are 0.
+    """
+
+    tokens: Tensor  # [B, N] int32
+    parents: Tensor  # [B, N] int32, -1: none
+    positions: Tensor  # [B, N] int32, L + depth
+    first_child: Tensor  # [B, N] int32, the lowest-numbered child, -1: none
+    next_sibling: Tensor  # [B, N] int32, the next node with the same parent, -1: none
+    mask: Tensor  # [B, N, W] int64 bit patterns: bit j of row i, node j is i or an ancestor of i
+    num_nodes: Tensor  # [B] int32, including the root
+
+
+def _tree_outputs(op: str, like: Tensor, batch: int, nodes: int, passed: Sequence[Tensor | None]) -> Tree:
+    nodes = max(nodes, 0)  # the op itself refuses a number out of range
+    row = (batch, nodes)
+    shapes = (row, row, row, row, row, (batch, nodes, (nodes + 63) // 64), (batch,))
+    dtypes = ("int32",) * 5 + ("int64", "int32")
+    return Tree(
+        *(
+            empty(op, like, shape, dtype) if out is None else out
+            for out, shape, dtype in zip(passed, shapes, dtypes, strict=True)
+        )
+    )
+
+
+def build_tree(
+    cand_tokens: Tensor,
+    cand_parents: Tensor,
+    cand_scores: Tensor,
+    root_tokens: Tensor,
+    seq_lens: Tensor,
+    num_draft_tokens: int,
+    *,
+    slots: Tensor | None = None,
+    order: Literal["score", "given"] = "score",
+    status: Tensor | None = None,
+    out_tokens: Tensor | None = None,
+    out_parents: Tensor | None = None,
+    out_positions: Tensor | None = None,
+    out_first_child: Tensor | None = None,
+    out_next_sibling: Tensor | None = None,
+    out_mask: Tensor | None = None,
+    out_num_nodes: Tensor | None = None,
+    stream: int | None = None,
+) -> Tree:
+    """Choose the best candidates of a draft and emit them as a tree, in one launch.
+
+    Nodes 1, 2, ... are the best N - 1 candidates by score, ties to the lower candidate number. Scores never rise along
+    a path and parents have lower numbers, so parents come before children and siblings stand best first; and a smaller
+    N gives a prefix of the same tree. `order="given"` takes candidates in their own order instead, for a topology that
+    was fixed before the draw. A score of -inf (or NaN) means no candidate, in both orders. A chain is k = 1.
+
+    A candidate that scores above its parent, or whose parent is neither -1 nor a candidate with a lower number, is left
+    out with its descendants, and sets Status BAD_TREE whether or not it would have been chosen.
+
+    Args:
+        cand_tokens, cand_parents, cand_scores: [B, C] int32, int32, float32, as from `expand_tree`; C may be 0.
+        root_tokens, seq_lens: [num_slots] int32, the last emitted token and L.
+        num_draft_tokens: N, 1 to 256.
+        slots: [B] int32.
+        order: "score" or "given".
+        status: [num_slots] int32, sticky bits.
+
+    Returns:
+        Tree; every element of it is written.
+
+    Raises:
+        ValueError: wrong dtype, shape, device or stride; N or the order out of range.
+    """
+    batch, _ = shape_of("build_tree", "cand_tokens", cand_tokens, 2)
+    passed = (out_tokens, out_parents, out_positions, out_first_child, out_next_sibling, out_mask, out_num_nodes)
+    tree = _tree_outputs("build_tree", cand_tokens, batch, num_draft_tokens, passed)
+    _C.build_tree(
+        stream,
+        cand_tokens,
+        cand_parents,
+        cand_scores,
+        root_tokens,
+        seq_lens,
+        num_draft_tokens,
+        slots,
+        order,
+        status,
+        *tree,
+    )
+    return tree
+
+
+def build_tree_from_parents(
+    tokens: Tensor,
+    parents: Tensor,
+    seq_lens: Tensor,
+    *,
+    num_nodes: Tensor | None = None,
+    slots: Tensor | None = None,
+    status: Tensor | None = None,
+    out_tokens: Tensor | None = None,
+    out_parents: Tensor | None = None,
+    out_positions: Tensor | None = None,
+    out_first_child: Tensor | None = None,
+    out_next_sibling: Tensor | None = None,
+    out_mask: Tensor | None = None,
+    out_num_nodes: Tensor | None = None,
+    stream: int | None = None,
+) -> Tree:
+    """A tree that comes from elsewhere as parent pointers. Siblings may carry the same token.
+
+    A row with a child before its parent, a second root, a parent out of range, or `num_nodes` outside 1 to N is
+    refused: it becomes the root alone and sets Status BAD_TREE.
+
+    Args:
+        tokens: [B, N] int32, the root first, N from 1 to 256.
+        parents: [B, N] int32, -1 for node 0 and a lower node for every other.
+        seq_lens: [num_slots] int32, L.
+        num_nodes: [B] int32, how many rows are nodes; None: all N. What lies behind is ignored.
+        slots: [B] int32.
+        status: [num_slots] int32, sticky bits.
+
+    Returns:
+        Tree; every element of it is written.
+
+    Raises:
+        ValueError: wrong dtype, shape, device or stride; N out of range.
+    """
+    batch, nodes = shape_of("build_tree_from_parents", "tokens", tokens, 2)
+    passed = (out_tokens, out_parents, out_positions, out_first_child, out_next_sibling, out_mask, out_num_nodes)
+    tree = _tree_outputs("build_tree_from_parents", tokens, batch, nodes, passed)
+    _C.build_tree_from_parents(stream, tokens, parents, seq_lens, num_nodes, slots, status, *tree)
+    return tree
+
+
+def build_tree_from_mask(
+    tokens: Tensor,
+    mask: Tensor,
+    seq_lens: Tensor,
+    *,
+    num_nodes: Tensor | None = None,
+    slots: Tensor | None = None,
+    status: Tensor | None = None,
+    out_tokens: Tensor | None = None,
+    out_parents: Tensor | None = None,
+    out_positions: Tensor | None = None,
+    out_first_child: Tensor | None = None,
+    out_next_sibling: Tensor | None = None,
+    out_mask: Tensor | None = None,
+    out_num_nodes: Tensor | None = None,
+    stream: int | None = None,
+) -> Tree:
+    """A tree that comes from elsewhere as an ancestor mask. Siblings may carry the same token.
+
+    Each row must be its parent's row and its own bit, and row 0 bit 0 alone. A mask with a missing root or own bit, a
+    bit above the diagonal, or a row that is not closed under ancestors, and `num_nodes` outside 1 to N, are refused:
+    the row becomes the root alone and sets Status BAD_TREE.
+
+    Args:
+        tokens: [B, N] int32, the root first, N from 1 to 256.
+        mask: [B, N, W] int64 bit patterns, bit j of row i: node j is i or an ancestor of i.
+        seq_lens: [num_slots] int32, L.
+        num_nodes: [B] int32, how many rows are nodes; None: all N. What lies behind is ignored.
+        slots: [B] int32.
+        status: [num_slots] int32, sticky bits.
+
+    Returns:
+        Tree; every element of it is written.
+
+    Raises:
+        ValueError: wrong dtype, shape, device or stride; N out of range.
+    """
+    batch, nodes = shape_of("build_tree_from_mask", "tokens", tokens, 2)
+    passed = (out_tokens, out_parents, out_positions, out_first_child, out_next_sibling, out_mask, out_num_nodes)
+    tree = _tree_outputs("build_tree_from_mask", tokens, batch, nodes, passed)
+    _C.build_tree_from_mask(stream, tokens, mask, seq_lens, num_nodes, slots, status, *tree)
+    return tree
 
 
 # --- attention --------------------------------------------------------------------------------------------------------

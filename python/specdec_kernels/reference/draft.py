@@ -5,12 +5,111 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..ops import Candidates, DraftInputs, Frontier
+
 
 def select_topk(logits: Tensor, k: int, id_map: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Stable descending sort, so ties keep the lower index first."""
     x = logits.double().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     best, index = torch.sort(x, dim=-1, descending=True, stable=True)
     best, index = best[:, :k], index[:, :k]
-    logprobs = torch.where(best > -torch.inf, best - torch.logsumexp(x, -1, keepdim=True), -torch.inf)
+    # Entries of +inf share the whole probability, as the limit of ever larger equal logits does.
+    certain = (x == torch.inf).sum(-1, keepdim=True)
+    finite = torch.where(best > -torch.inf, best - torch.logsumexp(x, -1, keepdim=True), -torch.inf)
+    infinite = torch.where(best == torch.inf, -certain.double().log(), -torch.inf)
+    logprobs = torch.where(certain > 0, infinite, finite)
     ids = index if id_map is None else id_map[index]
     return ids.to(torch.int32), logprobs.clamp(max=0)
+
+
+def slot_list(slots: Tensor | None, num_slots: int, batch: int | None = None) -> list[int]:
+    """The slot of each row, -1 for an empty one."""
+    if slots is None:
+        return list(range(num_slots if batch is None else batch))
+    return [slot if 0 <= slot < num_slots else -1 for slot in slots.tolist()]
+
+
+def mask_words(bits: int, words: int) -> list[int]:
+    """The low 64 * words bits of `bits` as signed 64-bit patterns."""
+    patterns = [(bits >> 64 * w) & (2**64 - 1) for w in range(words)]
+    return [p - 2**64 if p >= 2**63 else p for p in patterns]
+
+
+def mask_bits(words: list[int]) -> int:
+    return sum((word % 2**64) << 64 * w for w, word in enumerate(words))
+
+
+def expand_root(
+    topk_ids: Tensor,
+    topk_logprobs: Tensor,
+    seq_lens: Tensor,
+    num_steps: int,
+    slots: Tensor | None = None,
+    position_offset: int = 0,
+) -> tuple[Candidates, Frontier]:
+    rows = slot_list(slots, len(topk_ids))
+    k = topk_ids.shape[1]
+    batch, columns, words = len(rows), k + (num_steps - 1) * k * k, max(1, -(-k * (num_steps - 1) // 64))
+    candidates = Candidates(
+        torch.zeros(batch, columns, dtype=torch.int32),
+        torch.full((batch, columns), -1, dtype=torch.int32),
+        torch.full((batch, columns), -torch.inf),
+    )
+    positions = torch.zeros(batch, k, dtype=torch.int32)
+    for b, slot in enumerate(rows):
+        if slot >= 0:
+            candidates.tokens[b, :k] = topk_ids[slot]
+            candidates.scores[b, :k] = topk_logprobs[slot].nan_to_num(nan=-torch.inf, neginf=-torch.inf).clamp(max=0)
+            positions[b] = seq_lens[slot] + position_offset
+    nodes = torch.arange(k, dtype=torch.int32).repeat(batch, 1)
+    own = torch.tensor([mask_words(1 << j, words) for j in range(k)], dtype=torch.int64)
+    return candidates, Frontier(nodes, candidates.tokens[:, :k].clone(), positions, own.repeat(batch, 1, 1))
+
+
+def child_score(parent: Tensor, logprob: Tensor) -> Tensor:
+    """One float32 addition, because ties between scores are part of the contract; NaN counts as -inf."""
+    if parent.isnan() or logprob.isnan() or parent == -torch.inf:
+        return torch.tensor(-torch.inf)
+    return torch.minimum(parent + logprob, parent)
+
+
+def expand_tree(
+    topk_ids: Tensor,
+    topk_logprobs: Tensor,
+    step: int,
+    candidates: Candidates,
+    frontier: Tensor,
+    mask: Tensor,
+    seq_lens: Tensor,
+    slots: Tensor | None = None,
+    position_offset: int = 0,
+) -> tuple[Candidates, Tensor, Tensor, DraftInputs]:
+    """Leaves its arguments alone: returns the new candidates, frontier and mask, and the draft's inputs."""
+    batch, k = frontier.shape
+    words = mask.shape[2]
+    first = k + (step - 2) * k * k
+    candidates = Candidates(*(t.clone() for t in candidates))
+    nodes, new_mask = torch.zeros_like(frontier), torch.zeros_like(mask)
+    inputs = DraftInputs(*(torch.zeros(batch, k, dtype=torch.int32) for _ in DraftInputs._fields))
+    for b, slot in enumerate(slot_list(slots, len(seq_lens), batch)):
+        for j in range(k):
+            parent = int(frontier[b, j])
+            known = slot >= 0 and 0 <= parent < first
+            for i in range(k):
+                c = first + j * k + i
+                candidates.scores[b, c] = -torch.inf
+                if known:
+                    candidates.scores[b, c] = child_score(candidates.scores[b, parent], topk_logprobs[b, j, i])
+                candidates.tokens[b, c] = topk_ids[b, j, i] if slot >= 0 else 0
+                candidates.parents[b, c] = parent if known else -1
+        appended = candidates.scores[b, first : first + k * k].tolist()
+        best = sorted(range(k * k), key=lambda i: (-appended[i], i))[:k]
+        for j, i in enumerate(best):
+            row = i // k
+            nodes[b, j] = first + i
+            bits = mask_bits(mask[b, row].tolist()) | 1 << ((step - 1) * k + j)
+            new_mask[b, j] = torch.tensor(mask_words(bits, words))
+            inputs.tokens[b, j] = candidates.tokens[b, first + i]
+            inputs.parent_rows[b, j] = b * k + row
+            inputs.positions[b, j] = int(seq_lens[slot]) + step - 1 + position_offset if slot >= 0 else 0
+    return candidates, nodes, new_mask, inputs

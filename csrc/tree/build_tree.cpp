@@ -1,0 +1,75 @@
+#include "tree/build_tree.h"
+
+#include <limits>
+
+namespace specdec {
+
+void build_tree(CallStream stream, const TensorView& cand_tokens, const TensorView& cand_parents,
+                const TensorView& cand_scores, const TensorView& root_tokens, const TensorView& seq_lens,
+                int64_t num_draft_tokens, const OptTensor& slots, const std::string& order, const OptTensor& status,
+                const TensorView& out_tokens, const TensorView& out_parents, const TensorView& out_positions,
+                const TensorView& out_first_child, const TensorView& out_next_sibling, const TensorView& out_mask,
+                const TensorView& out_num_nodes) {
+  Check check("build_tree");
+  Dim B{"batch"}, C{"candidates"}, S{"num_slots"}, N{"num_draft_tokens", num_draft_tokens};
+  check.tensor("cand_tokens", cand_tokens, {B, C}, kInt32);
+  check.range("candidates", C, 0, std::numeric_limits<int32_t>::max());
+  check.tensor("cand_parents", cand_parents, {B, C}, kInt32);
+  check.tensor("cand_scores", cand_scores, {B, C}, kFloat32);
+  check.tensor("root_tokens", root_tokens, {S}, kInt32);
+  check.tensor("seq_lens", seq_lens, {S}, kInt32);
+  check.range("num_draft_tokens", N, 1, kMaxTreeNodes);
+  check.slots(slots, B, S);
+  check.that(order == "score" || order == "given", "order", "is '" + order + "'", "'score' or 'given'");
+  check.output("status", status, {S}, kInt32);
+  const TreeOut out = check_tree_out(check, B, N, out_tokens, out_parents, out_positions, out_first_child,
+                                     out_next_sibling, out_mask, out_num_nodes);
+  if (B == 0) return;
+
+  const BuildTreeParams params{
+      .cand_tokens = cand_tokens.data<const int32_t>(),
+      .cand_parents = cand_parents.data<const int32_t>(),
+      .cand_scores = cand_scores.data<const float>(),
+      .root_tokens = root_tokens.data<const int32_t>(),
+      .seq_lens = seq_lens.data<const int32_t>(),
+      .slots = data_or_null<const int32_t>(slots),
+      .given_order = order == "given",
+      .status = data_or_null<int32_t>(status),
+      .out = out,
+      .batch = B,
+      .num_slots = S,
+      .candidates = C,
+  };
+  SD_DISPATCH(check, stream, build_tree, params);
+}
+
+void build_tree_cpu(const BuildTreeParams& p) {
+  const auto nodes = static_cast<int32_t>(p.out.nodes);
+  for (int64_t b = 0; b < p.batch; ++b) {
+    const int64_t slot = slot_of(p.slots, b, p.num_slots);
+    const int64_t candidates = slot >= 0 ? p.candidates : 0;
+    const CandidateRow row = candidate_row(p, b);
+
+    bool malformed = false;
+    for (int64_t c = 0; c < candidates; ++c) malformed |= row.malformed(c);
+    if (malformed) set_status(p.status, slot, kBadTree);
+
+    BestList<kMaxTreeNodes> best(nodes - 1);
+    for (int64_t c = 0; c < candidates; ++c) {
+      const float score = row.rank_score(c);
+      if (score > -INFINITY && (!malformed || row.reaches_root(c, nodes - 1)))
+        best.offer(score, static_cast<int32_t>(c));
+    }
+
+    int32_t parents[kMaxTreeNodes];
+    const int32_t count = slot >= 0 ? 1 + best.count() : 0;
+    for (int32_t i = 0; i < count; ++i) parents[i] = parent_node(row, best.numbers(), i);
+    const TreeRow tree{parents, count, slot >= 0 ? p.root_tokens[slot] : 0, slot >= 0 ? p.seq_lens[slot] : 0};
+    for (int32_t i = 0; i < nodes; ++i) {
+      const bool chosen = i > 0 && i < count;
+      write_node(p.out, b, i, tree, chosen ? p.cand_tokens[b * p.candidates + best.numbers()[i - 1]] : tree.root_token);
+    }
+  }
+}
+
+}  // namespace specdec

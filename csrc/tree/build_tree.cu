@@ -1,0 +1,53 @@
+// One block a row, in three phases: look for malformed candidates, rank the rest tile by tile (block_best_list.cuh),
+// then one thread a node writes everything about it from the parents in shared memory. Reads 12 bytes a candidate,
+// writes 20 + 8 W bytes a node; latency bound.
+#include "draft/block_best_list.cuh"
+#include "tree/build_tree.h"
+
+namespace specdec {
+namespace {
+
+constexpr int kThreads = 512;
+static_assert(kThreads >= kMaxTreeNodes, "one thread for each node");
+
+__global__ void __launch_bounds__(kThreads) build_tree_kernel(BuildTreeParams p) {
+  using List = BlockBestList<kThreads, kMaxTreeNodes>;
+  __shared__ typename List::Storage storage;
+  __shared__ int32_t parents[kMaxTreeNodes];
+
+  const int64_t b = blockIdx.x;
+  const int64_t slot = slot_of(p.slots, b, p.num_slots);
+  const int64_t candidates = slot >= 0 ? p.candidates : 0;
+  const CandidateRow row = candidate_row(p, b);
+  const int nodes = static_cast<int>(p.out.nodes), i = static_cast<int>(threadIdx.x);
+
+  bool found = false;
+  for (int64_t c = i; c < candidates; c += kThreads) found |= row.malformed(c);
+  const bool malformed = __syncthreads_or(found);
+  if (malformed && i == 0) set_status(p.status, slot, kBadTree);
+
+  List best(storage, nodes - 1);
+  for (int64_t first = 0; first < candidates; first += kThreads) {
+    const int64_t c = first + i, left = candidates - first;
+    const float score = c < candidates ? row.rank_score(c) : -INFINITY;
+    const bool present = score > -INFINITY && (!malformed || row.reaches_root(c, nodes - 1));
+    best.offer(left < kThreads ? static_cast<int>(left) : kThreads, present, score, static_cast<int32_t>(c));
+  }
+
+  const int32_t count = slot >= 0 ? 1 + best.count() : 0;
+  if (i < count) parents[i] = parent_node(row, best.numbers(), i);
+  __syncthreads();
+  if (i >= nodes) return;
+  const TreeRow tree{parents, count, slot >= 0 ? p.root_tokens[slot] : 0, slot >= 0 ? p.seq_lens[slot] : 0};
+  const bool chosen = i > 0 && i < count;
+  write_node(p.out, b, i, tree, chosen ? p.cand_tokens[b * p.candidates + best.numbers()[i - 1]] : tree.root_token);
+}
+
+}  // namespace
+
+void build_tree_cuda(const BuildTreeParams& p, Stream stream) {
+  build_tree_kernel<<<static_cast<unsigned>(p.batch), kThreads, 0, stream>>>(p);
+  SD_LAUNCH_CHECK("build_tree");
+}
+
+}  // namespace specdec

@@ -1,0 +1,80 @@
+// build_tree: the best candidates of a draft as a tree, with its links, mask and positions, in one launch.
+#pragma once
+
+#include <string>
+
+#include "core/dispatch.h"
+#include "core/slots.h"
+#include "tree/tree_rows.h"
+
+namespace specdec {
+
+struct BuildTreeParams {
+  const int32_t* cand_tokens;   // [batch, candidates]
+  const int32_t* cand_parents;  // [batch, candidates], -1: the root
+  const float* cand_scores;     // [batch, candidates], -inf: no candidate
+  const int32_t* root_tokens;   // [num_slots]
+  const int32_t* seq_lens;      // [num_slots]
+  const int32_t* slots;         // [batch] or null
+  bool given_order;             // candidate order rather than best first
+  int32_t* status;              // [num_slots] or null
+  TreeOut out;
+  int64_t batch, num_slots, candidates;
+};
+
+// The candidates of one row. Those that follow their parents all the way to the root form a tree: in the order of
+// `rank_score` (descending, then number ascending) every parent comes before its children, whatever N is.
+struct CandidateRow {
+  const int32_t* parents;
+  const float* scores;
+  bool given_order;
+
+  // What candidate c is ordered by; -inf where there is no candidate. NaN counts as -inf.
+  SD_HD float rank_score(int64_t c) const {
+    const float score = scores[c];
+    if (!(score > -INFINITY)) return -INFINITY;
+    return given_order ? 0.0f : score;
+  }
+
+  SD_HD bool follows_parent(int64_t c) const {
+    const int32_t parent = parents[c];
+    return parent == -1 || (parent >= 0 && parent < c && rank_score(parent) >= rank_score(c));
+  }
+
+  // A candidate that is there but cannot be a node.
+  SD_HD bool malformed(int64_t c) const { return rank_score(c) > -INFINITY && !follows_parent(c); }
+
+  // Whether c follows its parents to the root within `depth` steps; a deeper one is behind `depth` others anyway.
+  SD_HD bool reaches_root(int64_t c, int64_t depth) const {
+    for (int64_t d = 0; d < depth && follows_parent(c); ++d) {
+      if (parents[c] == -1) return true;
+      c = parents[c];
+    }
+    return false;
+  }
+};
+
+SD_HD CandidateRow candidate_row(const BuildTreeParams& p, int64_t b) {
+  return {p.cand_parents + b * p.candidates, p.cand_scores + b * p.candidates, p.given_order};
+}
+
+// The parent of node i: nodes 1.. are the candidates `chosen`, in order.
+SD_HD int32_t parent_node(const CandidateRow& row, const int32_t* chosen, int32_t i) {
+  if (i == 0) return -1;
+  const int32_t parent = row.parents[chosen[i - 1]];
+  for (int32_t node = i - 1; node > 0; --node)
+    if (chosen[node - 1] == parent) return node;
+  return 0;
+}
+
+void build_tree(CallStream stream, const TensorView& cand_tokens, const TensorView& cand_parents,
+                const TensorView& cand_scores, const TensorView& root_tokens, const TensorView& seq_lens,
+                int64_t num_draft_tokens, const OptTensor& slots, const std::string& order, const OptTensor& status,
+                const TensorView& out_tokens, const TensorView& out_parents, const TensorView& out_positions,
+                const TensorView& out_first_child, const TensorView& out_next_sibling, const TensorView& out_mask,
+                const TensorView& out_num_nodes);
+
+void build_tree_cpu(const BuildTreeParams& p);
+void build_tree_cuda(const BuildTreeParams& p, Stream stream);
+
+}  // namespace specdec

@@ -1,0 +1,133 @@
+"""References of the tree ops."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from ..ops import Tree
+from .draft import mask_bits, mask_words, slot_list
+
+BAD_TREE = 2  # the status bit
+
+
+def build_tree(
+    cand_tokens: Tensor,
+    cand_parents: Tensor,
+    cand_scores: Tensor,
+    root_tokens: Tensor,
+    seq_lens: Tensor,
+    num_draft_tokens: int,
+    slots: Tensor | None = None,
+    order: str = "score",
+    status: Tensor | None = None,
+) -> Tree:
+    """Grows the whole tree in order, then cuts it to N nodes. `status` is updated in place."""
+    rows = []
+    for b, slot in enumerate(slot_list(slots, len(seq_lens), len(cand_tokens))):
+        if slot < 0:
+            rows.append(tree_row([], [], 0, 0, num_draft_tokens))
+            continue
+        tokens, parents, scores = (t[b].tolist() for t in (cand_tokens, cand_parents, cand_scores))
+        ordered = [c for c in range(len(tokens)) if scores[c] > -torch.inf]
+        if order == "score":
+            ordered.sort(key=lambda c: (-scores[c], c))
+
+        node_of, node_parents, node_tokens = {-1: 0}, [-1], [int(root_tokens[slot])]
+        for c in ordered:
+            if parents[c] < c and parents[c] in node_of:
+                node_of[c] = len(node_parents)
+                node_parents.append(node_of[parents[c]])
+                node_tokens.append(tokens[c])
+            elif status is not None:
+                status[slot] |= BAD_TREE
+        kept = min(num_draft_tokens, len(node_parents))
+        rows.append(tree_row(node_parents[:kept], node_tokens, node_tokens[0], int(seq_lens[slot]), num_draft_tokens))
+    return stack(rows, num_draft_tokens)
+
+
+def build_tree_from_parents(
+    tokens: Tensor,
+    parents: Tensor,
+    seq_lens: Tensor,
+    num_nodes: Tensor | None = None,
+    slots: Tensor | None = None,
+    status: Tensor | None = None,
+) -> Tree:
+    """`status` is updated in place."""
+    batch, nodes = tokens.shape
+    rows = []
+    for b, slot in enumerate(slot_list(slots, len(seq_lens), batch)):
+        if slot < 0:
+            rows.append(tree_row([], [], 0, 0, nodes))
+            continue
+        count = nodes if num_nodes is None else int(num_nodes[b])
+        row = parents[b].tolist()[: max(count, 0)]
+        if not 1 <= count <= nodes or row[0] != -1 or not all(0 <= row[i] < i for i in range(1, count)):
+            row = [-1]
+            if status is not None:
+                status[slot] |= BAD_TREE
+        rows.append(tree_row(row, tokens[b].tolist(), int(tokens[b, 0]), int(seq_lens[slot]), nodes))
+    return stack(rows, nodes)
+
+
+def build_tree_from_mask(
+    tokens: Tensor,
+    mask: Tensor,
+    seq_lens: Tensor,
+    num_nodes: Tensor | None = None,
+    slots: Tensor | None = None,
+    status: Tensor | None = None,
+) -> Tree:
+    """Reads the parents off the mask; what is no tree becomes parents that are none. `status` is updated in place."""
+    batch, nodes = tokens.shape
+    parents = torch.full((batch, nodes), nodes, dtype=torch.int32)
+    for b in range(batch):
+        rows = [mask_bits(words) for words in mask[b].tolist()]
+        for i, bits in enumerate(rows):
+            ancestors = bits & ((1 << i) - 1)
+            parent = ancestors.bit_length() - 1
+            if bits == (1 if i == 0 else rows[parent] | 1 << i) and (parent >= 0) == (i > 0):
+                parents[b, i] = parent
+    return build_tree_from_parents(tokens, parents, seq_lens, num_nodes, slots, status)
+
+
+Row = tuple[list[int], list[int], list[int], list[int], list[int], list[list[int]], int]
+
+
+def tree_row(parents: list[int], tokens: list[int], root_token: int, seq_len: int, nodes: int) -> Row:
+    """Every output of one row, from the parents of its nodes."""
+    count, words = len(parents), (nodes + 63) // 64
+    unused = nodes - count
+    paths: list[list[int]] = []  # of each node, from the root to itself
+    for i, parent in enumerate(parents):
+        paths.append([*(paths[parent] if i > 0 else []), i])
+    children = [[j for j in range(1, count) if parents[j] == i] for i in range(count)]
+    next_sibling = [-1] * nodes
+    for siblings in children:
+        for left, right in pairwise(siblings):
+            next_sibling[left] = right
+    masks = [sum(1 << j for j in path) for path in paths] + [1 << i for i in range(count, nodes)]
+    return (
+        tokens[:count] + [root_token] * unused,
+        parents + [-1] * unused,
+        [seq_len + len(path) - 1 for path in paths] + [seq_len] * unused,
+        [c[0] if c else -1 for c in children] + [-1] * unused,
+        next_sibling,
+        [mask_words(bits, words) for bits in masks],
+        count,
+    )
+
+
+def stack(rows: list[Row], nodes: int) -> Tree:
+    shapes = [(nodes,)] * 5 + [(nodes, (nodes + 63) // 64), ()]
+    return Tree(
+        *(
+            torch.tensor([row[field] for row in rows], dtype=torch.int64)
+            .to(torch.int64 if name == "mask" else torch.int32)
+            .reshape(len(rows), *shapes[field])
+            for field, name in enumerate(Tree._fields)
+        )
+    )

@@ -1,0 +1,294 @@
+"""build_tree: against its reference, by its properties, and at the end of a whole draft."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import specdec_kernels as sd
+from specdec_kernels.reference import draft as reference_draft
+from specdec_kernels.reference import tree as reference
+from trees import BAD_TREE, WILD, assert_is_tree, assert_same_tree, poisoned_tree
+
+ORDERS = ["score", "given"]
+
+
+def random_candidates(batch: int, columns: int, missing: float = 0.1) -> sd.Candidates:
+    """Well-formed candidates with many equal scores; some are missing, with all that would follow them."""
+    parents = torch.full((batch, columns), -1, dtype=torch.int32)
+    scores = torch.zeros(batch, columns)
+    for c in range(columns):
+        if c > 0:
+            parents[:, c] = torch.where(torch.rand(batch) < 0.3, -1, torch.randint(0, c, (batch,)))
+        above = torch.where(parents[:, c] < 0, 0.0, scores.gather(1, parents[:, c : c + 1].clamp(min=0).long())[:, 0])
+        scores[:, c] = above - torch.randint(0, 3, (batch,)) / 4
+        scores[torch.rand(batch) < missing, c] = -torch.inf
+    return sd.Candidates(torch.randint(0, 1000, (batch, columns), dtype=torch.int32), parents, scores)
+
+
+def scramble(candidates: sd.Candidates) -> None:
+    """Makes about a fifth of the parents and scores wrong in every way there is."""
+    batch, columns = candidates.parents.shape
+    wild = torch.tensor([*WILD, -2, -(2**31), 0, 1, columns, columns - 1], dtype=torch.int32)
+    hit = torch.rand(batch, columns) < 0.1
+    candidates.parents[hit] = wild[torch.randint(0, len(wild), (int(hit.sum()),))]
+    odd = torch.tensor([torch.nan, torch.inf, -torch.inf, 1.0, -0.25])
+    hit = torch.rand(batch, columns) < 0.1
+    candidates.scores[hit] = odd[torch.randint(0, len(odd), (int(hit.sum()),))]
+
+
+def slot_state(num_slots: int) -> tuple[torch.Tensor, torch.Tensor]:
+    root_tokens = torch.randint(0, 1000, (num_slots,), dtype=torch.int32)
+    return root_tokens, torch.randint(0, 500, (num_slots,), dtype=torch.int32)
+
+
+def check(
+    device: torch.device,
+    candidates: sd.Candidates,
+    nodes: int,
+    order: str = "score",
+    slots: torch.Tensor | None = None,
+    num_slots: int | None = None,
+) -> tuple[sd.Tree, torch.Tensor]:
+    """The tree and the status, equal to the reference's in every element."""
+    batch = len(candidates.tokens)
+    num_slots = batch if num_slots is None else num_slots
+    root_tokens, seq_lens = slot_state(num_slots)
+    status = torch.full((num_slots,), 16, dtype=torch.int32)
+    want_status = status.clone()
+    want = reference.build_tree(*candidates, root_tokens, seq_lens, nodes, slots, order, want_status)
+    status = status.to(device)
+    got = sd.build_tree(
+        *(t.to(device) for t in candidates),
+        root_tokens.to(device),
+        seq_lens.to(device),
+        nodes,
+        slots=None if slots is None else slots.to(device),
+        order=order,
+        status=status,
+        **poisoned_tree(batch, nodes, device),
+    )
+    assert_same_tree(got, want)
+    assert torch.equal(status.cpu(), want_status)
+    got = sd.Tree(*(t.cpu() for t in got))
+    if slots is None:
+        for b in range(batch):
+            assert_is_tree(got, b, int(seq_lens[b]))
+    return got, want_status
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    ("batch", "columns", "nodes"),
+    [(1, 0, 1), (2, 0, 5), (3, 1, 2), (2, 9, 1), (4, 20, 8), (3, 53, 64), (2, 300, 65), (2, 410, 129), (2, 700, 256)],
+)  # fmt: skip
+def test_matches_reference(device: torch.device, batch: int, columns: int, nodes: int, order: str) -> None:
+    _, status = check(device, random_candidates(batch, columns, missing=0.0), nodes, order)
+    assert (status == 16).all()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_malformed_candidates_are_left_out_with_their_descendants(device: torch.device, order: str) -> None:
+    for nodes in (2, 7, 33, 200):
+        candidates = random_candidates(8, 60)
+        scramble(candidates)
+        _, status = check(device, candidates, nodes, order)
+        assert (status & BAD_TREE).any() and (status & 16).all()
+
+
+def test_thousands_of_candidates(device: torch.device) -> None:
+    # More than one tile on the GPU, with a boundary inside, best last: every tile displaces what is held.
+    columns = 3 * 512 + 37
+    scores = torch.linspace(-9, -1, columns).repeat(2, 1)
+    scores[1] = scores[1].flip(0).mul(4).round()
+    parents = torch.full((2, columns), -1, dtype=torch.int32)
+    tokens = torch.arange(columns, dtype=torch.int32).repeat(2, 1)
+    tree, _ = check(device, sd.Candidates(tokens, parents, scores), 65)
+    assert tree.tokens[0, 1:].tolist() == list(range(columns - 1, columns - 65, -1))
+
+
+def test_malformed_chain_deeper_than_the_tree(device: torch.device) -> None:
+    columns = 600
+    parents = torch.arange(-1, columns - 1, dtype=torch.int32)[None].clone()
+    parents[0, 450] = 500
+    tokens = torch.arange(columns, dtype=torch.int32)[None]
+    for nodes in (1, 100, 256):
+        tree, status = check(device, sd.Candidates(tokens, parents, torch.full((1, columns), -1.0)), nodes)
+        assert int(tree.num_nodes) == nodes and status.tolist() == [16 | BAD_TREE]
+
+
+@pytest.mark.sanitize
+def test_small_with_slots_and_empty_rows(device: torch.device) -> None:
+    slots = torch.tensor([2, -1, 0, *WILD], dtype=torch.int32)
+    candidates = random_candidates(5, 12)
+    check(device, candidates, 5, slots=slots, num_slots=3)
+    scramble(candidates)
+    check(device, candidates, 9, slots=slots, num_slots=3)
+
+
+def test_empty_batch(device: torch.device) -> None:
+    check(device, random_candidates(0, 4), 3)
+
+
+def test_garbage_in_rows_without_candidates(device: torch.device) -> None:
+    candidates = sd.Candidates(
+        torch.full((2, 3), -5, dtype=torch.int32),
+        torch.full((2, 3), 2**31 - 1, dtype=torch.int32),
+        torch.full((2, 3), torch.nan),
+    )
+    tree, status = check(device, candidates, 4, slots=torch.tensor([-1, 0], dtype=torch.int32), num_slots=1)
+    assert tree.num_nodes.tolist() == [0, 1] and status.tolist() == [16]
+
+
+@pytest.mark.parametrize("seq_len", [-1, -(2**31), 2**31 - 1], ids=str)
+def test_wild_length_touches_nothing_but_positions(device: torch.device, seq_len: int) -> None:
+    candidates = [t.to(device) for t in random_candidates(1, 9, missing=0.0)]
+    root = torch.tensor([3], dtype=torch.int32, device=device)
+    wild = sd.build_tree(*candidates, root, torch.full_like(root, seq_len), 6)
+    sane = sd.build_tree(*candidates, root, torch.zeros_like(root), 6)
+    wrapped = (sane.positions.long() + seq_len + 2**31) % 2**32 - 2**31
+    assert_same_tree(wild, sane._replace(positions=wrapped.to(torch.int32)))
+
+
+def test_chain(device: torch.device) -> None:
+    tokens = torch.tensor([[7, 8, 9]], dtype=torch.int32)
+    parents = torch.tensor([[-1, 0, 1]], dtype=torch.int32)
+    tree, _ = check(device, sd.Candidates(tokens, parents, torch.tensor([[0.0, 0.0, -1.0]])), 5)
+    assert tree.num_nodes.tolist() == [4]
+    assert tree.parents.tolist() == [[-1, 0, 1, 2, -1]]
+    assert tree.mask[0, :, 0].tolist() == [1, 3, 7, 15, 16]
+
+
+@pytest.mark.parametrize("scrambled", [False, True], ids=["well-formed", "malformed"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_smaller_tree_is_a_prefix(device: torch.device, order: str, scrambled: bool) -> None:
+    candidates = random_candidates(6, 90)
+    if scrambled:
+        scramble(candidates)
+    candidates = sd.Candidates(*(t.to(device) for t in candidates))
+    root_tokens, seq_lens = (t.to(device) for t in slot_state(6))
+    large = sd.build_tree(*candidates, root_tokens, seq_lens, 100, order=order)
+    for nodes in (1, 2, 17, 64, 65):
+        small = sd.build_tree(*candidates, root_tokens, seq_lens, nodes, order=order)
+        assert torch.equal(small.num_nodes, large.num_nodes.clamp(max=nodes))
+        for b, count in enumerate(small.num_nodes.tolist()):
+            for name in ("tokens", "parents", "positions"):
+                assert torch.equal(getattr(small, name)[b, :count], getattr(large, name)[b, :count])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_best_set_is_closed_under_ancestors(device: torch.device, seed: int) -> None:
+    """With all scores of a row distinct or tied at random: the nodes are exactly the best by score and number."""
+    torch.manual_seed(seed)
+    columns, nodes = int(torch.randint(1, 120, ())), int(torch.randint(1, 70, ()))
+    candidates = random_candidates(1, columns, missing=0.0)
+    # Tokens are candidate numbers, so that the chosen set can be read off.
+    candidates = candidates._replace(tokens=torch.arange(columns, dtype=torch.int32)[None])
+    tree, _ = check(device, candidates, nodes)
+    count = int(tree.num_nodes)
+    chosen = tree.tokens[0, 1:count].tolist()
+    scores, parents = candidates.scores[0].tolist(), candidates.parents[0].tolist()
+    assert chosen == sorted(range(columns), key=lambda c: (-scores[c], c))[: nodes - 1]
+    for i, c in enumerate(chosen, start=1):
+        parent = tree.parents[0, i]
+        assert parents[c] == (-1 if parent == 0 else chosen[parent - 1])
+
+
+@pytest.mark.parametrize(("k", "num_steps", "nodes"), [(1, 6, 6), (2, 4, 8), (4, 5, 32), (10, 5, 64), (8, 3, 200)])
+def test_a_whole_draft(device: torch.device, k: int, num_steps: int, nodes: int) -> None:
+    """expand_root, expand_tree..., build_tree beside the references of all three, with ties everywhere."""
+    num_slots, slots = 3, torch.tensor([2, -1, 0], dtype=torch.int32)
+    root_tokens, seq_lens = slot_state(num_slots)
+    logprobs = lambda *shape: -torch.randint(0, 4, shape) / 8  # noqa: E731
+    there = {"slots": slots.to(device)}
+    seq_lens_there = seq_lens.to(device)
+
+    ids, scores = torch.randint(0, 99, (num_slots, k), dtype=torch.int32), logprobs(num_slots, k)
+    candidates, frontier = sd.expand_root(ids.to(device), scores.to(device), seq_lens_there, num_steps, **there)
+    want, want_frontier = reference_draft.expand_root(ids, scores, seq_lens, num_steps, slots)
+    want_nodes, want_mask = want_frontier.nodes, want_frontier.mask
+    for step in range(2, num_steps + 1):
+        ids, scores = torch.randint(0, 99, (3, k, k), dtype=torch.int32), logprobs(3, k, k)
+        sd.expand_tree(
+            ids.to(device), scores.to(device), step, *candidates, frontier.nodes, frontier.mask, seq_lens_there, **there
+        )  # fmt: skip
+        want, want_nodes, want_mask, _ = reference_draft.expand_tree(
+            ids, scores, step, want, want_nodes, want_mask, seq_lens, slots
+        )
+    status = torch.zeros(num_slots, dtype=torch.int32, device=device)
+    tree = sd.build_tree(*candidates, root_tokens.to(device), seq_lens_there, nodes, status=status, **there)
+    assert_same_tree(tree, reference.build_tree(*want, root_tokens, seq_lens, nodes, slots))
+    assert status.tolist() == [0] * num_slots
+    tree = sd.Tree(*(t.cpu() for t in tree))
+    assert tree.num_nodes.tolist() == [min(nodes, 1 + k + (num_steps - 1) * k * k), 0, int(tree.num_nodes[0])]
+    for b in (0, 2):
+        assert_is_tree(tree, b, int(seq_lens[slots[b]]))
+
+
+def test_batch_permutation(device: torch.device) -> None:
+    candidates = sd.Candidates(*(t.to(device) for t in random_candidates(7, 40)))
+    root_tokens, seq_lens = (t.to(device) for t in slot_state(7))
+    order = torch.randperm(7, device=device)
+    plain = sd.build_tree(*candidates, root_tokens, seq_lens, 16)
+    permuted = sd.build_tree(
+        *(t[order] for t in candidates), root_tokens, seq_lens, 16, slots=order.to(torch.int32)
+    )  # fmt: skip
+    assert_same_tree(permuted, [t[order] for t in plain])
+
+
+def test_graph_replay_with_changed_inputs() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU here")
+    inputs = [t.cuda() for t in (*random_candidates(4, 50), *slot_state(4))]
+    sd.build_tree(*inputs, 24)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = sd.build_tree(*inputs, 24)
+    for static, new in zip(inputs, (*random_candidates(4, 50), *slot_state(4)), strict=True):
+        static.copy_(new)
+    graph.replay()
+    assert_same_tree(captured, sd.build_tree(*inputs, 24))
+
+
+def test_numpy_arrays() -> None:
+    np = pytest.importorskip("numpy")
+    columns = [np.array([[4, 5]], np.int32), np.array([[-1, 0]], np.int32), np.array([[-1, -2]], np.float32)]
+    tree = sd.build_tree(*columns, np.array([3], np.int32), np.array([10], np.int32), 3)
+    assert type(tree.mask) is np.ndarray and tree.mask.tolist() == [[[1], [3], [7]]]
+
+
+def int32(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"cand_tokens": torch.zeros(2, 6)}, "build_tree: cand_tokens is float32, expected int32"),
+        ({"cand_parents": int32(2, 5)}, "build_tree: cand_parents has shape [2, 5], expected [batch=2, candidates=6]"),
+        ({"cand_scores": torch.zeros(6, 2).t()}, "build_tree: cand_scores has shape [2, 6] and is not contiguous, expected a contiguous tensor"),
+        ({"seq_lens": int32(3)}, "build_tree: seq_lens has shape [3], expected [num_slots=2]"),
+        ({"num_draft_tokens": 0}, "build_tree: num_draft_tokens is 0, expected 1 to 256"),
+        ({"num_draft_tokens": -3}, "build_tree: num_draft_tokens is -3, expected 1 to 256"),
+        ({"num_draft_tokens": 257}, "build_tree: num_draft_tokens is 257, expected 1 to 256"),
+        ({"slots": int32(3)}, "build_tree: slots has shape [3], expected [batch=2]"),
+        ({"root_tokens": int32(1), "seq_lens": int32(1)}, "build_tree: slots is None for batch=2, expected a tensor, or batch <= num_slots=1"),
+        ({"order": "best"}, "build_tree: order is 'best', expected 'score' or 'given'"),
+        ({"status": int32(3)}, "build_tree: status has shape [3], expected [num_slots=2]"),
+        ({"out_parents": int32(2, 5)}, "build_tree: out_parents has shape [2, 5], expected [batch=2, num_draft_tokens=4]"),
+        ({"out_mask": int32(2, 4, 1)}, "build_tree: out_mask is int32, expected int64"),
+        ({"out_num_nodes": int32(2, 1)}, "build_tree: out_num_nodes has shape [2, 1], expected [batch=2]"),
+    ],
+)  # fmt: skip
+def test_messages(change: dict[str, object], message: str) -> None:
+    arguments = {
+        "cand_tokens": int32(2, 6),
+        "cand_parents": int32(2, 6),
+        "cand_scores": torch.zeros(2, 6),
+        "root_tokens": int32(2),
+        "seq_lens": int32(2),
+        "num_draft_tokens": 4,
+    }
+    with pytest.raises(ValueError) as error:
+        sd.build_tree(**(arguments | change))
+    assert str(error.value) == message

@@ -1,0 +1,280 @@
+"""expand_root and expand_tree against their references, which do one candidate at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+import torch
+
+import specdec_kernels as sd
+from specdec_kernels.reference import draft as reference
+
+WILD = [-1, 2**31 - 1]
+
+
+def quantised_logprobs(*shape: int) -> torch.Tensor:
+    """Few distinct values that add up exactly, so that most scores tie; some children are impossible."""
+    x = -torch.randint(0, 6, shape) / 4
+    return torch.where(torch.rand(shape) < 0.1, -torch.inf, x)
+
+
+def random_state(num_slots: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return (
+        torch.randint(0, 1000, (num_slots, k), dtype=torch.int32),
+        quantised_logprobs(num_slots, k),
+        torch.randint(0, 500, (num_slots,), dtype=torch.int32),
+    )
+
+
+def poisoned_root_outputs(batch: int, k: int, num_steps: int, device: torch.device) -> dict[str, torch.Tensor]:
+    columns, words = k + (num_steps - 1) * k * k, max(1, -(-k * (num_steps - 1) // 64))
+    int32 = {"dtype": torch.int32, "device": device}
+    return {
+        "out_cand_tokens": torch.full((batch, columns), -77, **int32),
+        "out_cand_parents": torch.full((batch, columns), -77, **int32),
+        "out_cand_scores": torch.full((batch, columns), torch.nan, device=device),
+        "out_frontier": torch.full((batch, k), -77, **int32),
+        "out_tokens": torch.full((batch, k), -77, **int32),
+        "out_positions": torch.full((batch, k), -77, **int32),
+        "out_mask": torch.full((batch, k, words), -77, dtype=torch.int64, device=device),
+    }
+
+
+def assert_same(got: Iterable[torch.Tensor], want: Iterable[torch.Tensor]) -> None:
+    for g, w in zip(got, want, strict=True):
+        assert g.dtype == w.dtype and torch.equal(g.cpu(), w)
+
+
+def check_steps(
+    device: torch.device, num_slots: int, k: int, num_steps: int, slots: torch.Tensor | None, position_offset: int = 0
+) -> None:
+    """Every step of a draft, each compared with the reference; scores compare bit for bit."""
+    ids, logprobs, seq_lens = random_state(num_slots, k)
+    on_device = lambda t: None if t is None else t.to(device)  # noqa: E731
+    batch = num_slots if slots is None else len(slots)
+    slots_there, seq_lens_there = on_device(slots), seq_lens.to(device)
+
+    candidates, frontier = sd.expand_root(
+        ids.to(device),
+        logprobs.to(device),
+        seq_lens_there,
+        num_steps,
+        slots=slots_there,
+        position_offset=position_offset,
+        **poisoned_root_outputs(batch, k, num_steps, device),
+    )
+    want, want_frontier = reference.expand_root(ids, logprobs, seq_lens, num_steps, slots, position_offset)
+    assert_same(candidates, want)
+    assert_same(frontier, want_frontier)
+
+    nodes, mask = want_frontier.nodes, want_frontier.mask
+    for step in range(2, num_steps + 1):
+        ids = torch.randint(0, 1000, (batch, k, k), dtype=torch.int32)
+        logprobs = quantised_logprobs(batch, k, k)
+        poison = {f"out_{n}": torch.full((batch, k), -77, dtype=torch.int32, device=device) for n in sd.DraftInputs._fields}  # fmt: skip
+        inputs = sd.expand_tree(
+            ids.to(device),
+            logprobs.to(device),
+            step,
+            *candidates,
+            frontier.nodes,
+            frontier.mask,
+            seq_lens_there,
+            slots=slots_there,
+            position_offset=position_offset,
+            **poison,
+        )
+        want, nodes, mask, want_inputs = reference.expand_tree(
+            ids, logprobs, step, want, nodes, mask, seq_lens, slots, position_offset
+        )
+        assert_same(candidates, want)
+        assert_same((frontier.nodes, frontier.mask), (nodes, mask))
+        assert_same(inputs, want_inputs)
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "k", "num_steps"), [(1, 1, 1), (2, 1, 7), (3, 2, 5), (4, 3, 4), (2, 10, 5), (1, 13, 7), (1, 64, 2)]
+)
+def test_every_step_matches_reference(device: torch.device, num_slots: int, k: int, num_steps: int) -> None:
+    check_steps(device, num_slots, k, num_steps, None)
+
+
+def test_slots_and_empty_rows(device: torch.device) -> None:
+    slots = torch.tensor([4, -1, 0, *WILD, 2], dtype=torch.int32)
+    check_steps(device, 5, 3, 4, slots, position_offset=1)
+
+
+@pytest.mark.sanitize
+def test_small(device: torch.device) -> None:
+    check_steps(device, 2, 2, 3, torch.tensor([1, -1, 0], dtype=torch.int32))
+
+
+def test_empty_batch(device: torch.device) -> None:
+    check_steps(device, 0, 3, 2, None)
+    check_steps(device, 2, 3, 2, torch.empty(0, dtype=torch.int32))
+
+
+def two_parents(device: torch.device) -> tuple[sd.Candidates, sd.Frontier, torch.Tensor]:
+    """k = 2, two steps: parents of score 0 and -1."""
+    seq_lens = torch.tensor([7], dtype=torch.int32, device=device)
+    ids = torch.tensor([[5, 6]], dtype=torch.int32, device=device)
+    candidates, frontier = sd.expand_root(ids, torch.tensor([[0.0, -1.0]], device=device), seq_lens, 2)
+    return candidates, frontier, seq_lens
+
+
+def expand(device: torch.device, logprobs: list[list[float]], nodes: list[int] | None = None) -> tuple[list[float], list[int]]:  # fmt: skip
+    """The children's scores and the new frontier of `two_parents`."""
+    candidates, frontier, seq_lens = two_parents(device)
+    if nodes is not None:
+        frontier.nodes.copy_(torch.tensor([nodes], dtype=torch.int32))
+    ids = torch.arange(4, dtype=torch.int32, device=device).view(1, 2, 2)
+    sd.expand_tree(
+        ids, torch.tensor([logprobs], device=device), 2, *candidates, frontier.nodes, frontier.mask, seq_lens
+    )
+    return candidates.scores[0, 2:].tolist(), frontier.nodes[0].tolist()
+
+
+def test_ties_go_to_the_lower_candidate_number(device: torch.device) -> None:
+    assert expand(device, [[-2.0, -1.5], [-0.5, -0.5]]) == ([-2.0, -1.5, -1.5, -1.5], [3, 4])
+
+
+def test_a_child_never_scores_above_its_parent(device: torch.device) -> None:
+    assert expand(device, [[0.5, -2.0], [3.0, torch.inf]])[0] == [0.0, -2.0, -1.0, -1.0]
+
+
+def test_nan_counts_as_minus_infinity_and_fills_the_frontier_last(device: torch.device) -> None:
+    inf, nan = torch.inf, torch.nan
+    assert expand(device, [[nan, -inf], [nan, -3.0]]) == ([-inf, -inf, -inf, -4.0], [5, 2])
+
+
+@pytest.mark.parametrize("wild", [*WILD, -(2**31), 2], ids=str)
+def test_frontier_node_that_is_no_candidate_has_impossible_children(device: torch.device, wild: int) -> None:
+    inf = torch.inf
+    assert expand(device, [[-1.0, -2.0], [-3.0, -4.0]], [wild, 1]) == ([-inf, -inf, -4.0, -5.0], [4, 5])
+
+
+def test_wild_logprobs_of_the_root(device: torch.device) -> None:
+    inf, nan = torch.inf, torch.nan
+    logprobs = torch.tensor([[nan, -inf, inf, 0.25, -0.5]], device=device)
+    ids = torch.arange(5, dtype=torch.int32, device=device).view(1, 5)
+    candidates, _ = sd.expand_root(ids, logprobs, torch.zeros(1, dtype=torch.int32, device=device), 1)
+    assert candidates.scores.tolist() == [[-inf, -inf, 0.0, 0.0, -0.5]]
+
+
+def test_batch_permutation(device: torch.device) -> None:
+    k, steps = 4, 3
+    ids, logprobs, seq_lens = (t.to(device) for t in random_state(5, k))
+    child_ids = torch.randint(0, 99, (5, k, k), dtype=torch.int32, device=device)
+    child_logprobs = quantised_logprobs(5, k, k).to(device)
+    results = []
+    for order in (torch.arange(5), torch.tensor([3, 0, 4, 2, 1])):
+        slots = order.to(torch.int32).to(device)
+        candidates, frontier = sd.expand_root(ids, logprobs, seq_lens, steps, slots=slots)
+        inputs = sd.expand_tree(
+            child_ids[slots], child_logprobs[slots], 2, *candidates, frontier.nodes, frontier.mask, seq_lens, slots=slots
+        )  # fmt: skip
+        back = torch.argsort(order).to(device)
+        local_rows = inputs.parent_rows % k
+        results.append([t[back].cpu() for t in (*candidates, *frontier, inputs.tokens, local_rows)])
+    assert_same(*results)
+
+
+def test_graph_replay_with_changed_inputs() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU here")
+    device, k = torch.device("cuda"), 3
+    ids, logprobs, seq_lens = (t.to(device) for t in random_state(4, k))
+    child_ids = torch.zeros(4, k, k, dtype=torch.int32, device=device)
+    child_logprobs = torch.zeros(4, k, k, device=device)
+
+    def draft() -> tuple[torch.Tensor, ...]:
+        candidates, frontier = sd.expand_root(ids, logprobs, seq_lens, 2)
+        inputs = sd.expand_tree(child_ids, child_logprobs, 2, *candidates, frontier.nodes, frontier.mask, seq_lens)
+        return (*candidates, frontier.nodes, frontier.mask, *inputs)
+
+    draft()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = draft()
+    for static, new in zip((ids, logprobs, seq_lens), random_state(4, k), strict=True):
+        static.copy_(new)
+    child_ids.random_(0, 99)
+    child_logprobs.copy_(quantised_logprobs(4, k, k))
+    graph.replay()
+    assert_same(captured, [t.cpu() for t in draft()])
+
+
+def test_numpy_arrays() -> None:
+    np = pytest.importorskip("numpy")
+    candidates, frontier = sd.expand_root(
+        np.array([[3, 4]], np.int32), np.array([[-1, -2]], np.float32), np.array([9], np.int32), 3
+    )
+    assert type(candidates.tokens) is np.ndarray and candidates.tokens.shape == (1, 10)
+    assert frontier.positions.tolist() == [[9, 9]] and frontier.mask.tolist() == [[[1], [2]]]
+
+
+def int32(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"topk_ids": torch.zeros(3, 2)}, "expand_root: topk_ids is float32, expected int32"),
+        ({"topk_ids": int32(3, 65)}, "expand_root: k is 65, expected 1 to 64"),
+        ({"topk_logprobs": torch.zeros(2, 2)}, "expand_root: topk_logprobs has shape [2, 2], expected [num_slots=3, k=2]"),
+        ({"num_steps": 0}, "expand_root: num_steps is 0, expected 1 to 1024"),
+        ({"slots": torch.zeros(3)}, "expand_root: slots is float32, expected int32"),
+        ({"position_offset": 2**40}, "expand_root: position_offset is 1099511627776, expected -1048576 to 1048576"),
+        ({"out_cand_scores": torch.zeros(3, 5)}, "expand_root: out_cand_scores has shape [3, 5], expected [batch=3, candidates=6]"),
+        ({"out_mask": torch.zeros(3, 2, 2, dtype=torch.int64)}, "expand_root: out_mask has shape [3, 2, 2], expected [batch=3, k=2, mask_words=1]"),
+        ({"out_tokens": int32(2, 3).t()}, "expand_root: out_tokens has shape [3, 2] and is not contiguous, expected a contiguous tensor"),
+    ],
+)  # fmt: skip
+def test_messages_of_expand_root(change: dict[str, object], message: str) -> None:
+    arguments = {"topk_ids": int32(3, 2), "topk_logprobs": torch.zeros(3, 2), "seq_lens": int32(3), "num_steps": 2}
+    with pytest.raises(ValueError) as error:
+        sd.expand_root(**(arguments | change))
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"topk_ids": int32(3, 3, 2)}, "expand_tree: topk_ids has shape [3, 3, 2], expected [batch, k=2, k=2]"),
+        ({"topk_ids": int32(3, 2)}, "expand_tree: topk_ids has 2 dimensions, expected 3 dimensions"),
+        ({"step": 1}, "expand_tree: step is 1, expected 2 to 3"),
+        ({"step": 4}, "expand_tree: step is 4, expected 2 to 3"),
+        ({"cand_tokens": int32(3, 9)}, "expand_tree: cand_tokens has 9 candidates, expected k + (num_steps - 1) * k * k with k=2"),
+        ({"cand_parents": int32(3, 6)}, "expand_tree: cand_parents has shape [3, 6], expected [batch=3, candidates=10]"),
+        ({"mask": torch.zeros(3, 2, 1)}, "expand_tree: mask is float32, expected int64"),
+        ({"seq_lens": int32(2)}, "expand_tree: slots is None for batch=3, expected a tensor, or batch <= num_slots=2"),
+        ({"out_parent_rows": int32(3)}, "expand_tree: out_parent_rows has shape [3], expected [batch=3, k=2]"),
+    ],
+)  # fmt: skip
+def test_messages_of_expand_tree(change: dict[str, object], message: str) -> None:
+    arguments = {
+        "topk_ids": int32(3, 2, 2),
+        "topk_logprobs": torch.zeros(3, 2, 2),
+        "step": 2,
+        "cand_tokens": int32(3, 10),
+        "cand_parents": int32(3, 10),
+        "cand_scores": torch.zeros(3, 10),
+        "frontier": int32(3, 2),
+        "mask": torch.zeros(3, 2, 1, dtype=torch.int64),
+        "seq_lens": int32(3),
+    }
+    with pytest.raises(ValueError) as error:
+        sd.expand_tree(**(arguments | change))
+    assert str(error.value) == message
+
+
+def test_in_place_arguments_must_be_writable() -> None:
+    np = pytest.importorskip("numpy")
+    ids = np.zeros((1, 1, 1), np.int32)
+    columns = [np.zeros((1, 2), np.int32), np.zeros((1, 2), np.int32), np.zeros((1, 2), np.float32)]
+    columns[1].flags.writeable = False
+    with pytest.raises(ValueError) as error:
+        sd.expand_tree(ids, ids.astype(np.float32), 2, *columns, ids[0], np.zeros((1, 1, 1), np.int64), ids[0, 0])
+    assert str(error.value) == "expand_tree: cand_parents is read-only, expected a writable tensor"
