@@ -6,7 +6,16 @@ The ops take any tensor with DLPack (torch, NumPy, CuPy, JAX); importing this pa
 from importlib.metadata import version as _version
 
 from ._C import cuda_architectures, cuda_version
-from .ops import select_topk
+from .ngram import NgramIndex, NgramStatistics
+from .ops import Tree, select_topk
 
 __version__ = _version("specdec-kernels")
-__all__ = ["__version__", "cuda_architectures", "cuda_version", "select_topk"]
+__all__ = [
+    "NgramIndex",
+    "NgramStatistics",
+    "Tree",
+    "__version__",
+    "cuda_architectures",
+    "cuda_version",
+    "select_topk",
+]

@@ -11,7 +11,7 @@ Letters: B batch, N tree nodes, S accept row width, k topk, V vocabulary, W mask
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from . import _C
 from ._alloc import empty, shape_of
@@ -55,6 +55,21 @@ def select_topk(
 
 
 # --- tree -------------------------------------------------------------------------------------------------------------
+
+
+class Tree(NamedTuple):
+    """A batch of token trees. Node 0 is the root; parents come before children, siblings best first.
+
+    Unused nodes (from `num_nodes` on) carry the root's token and position, their own mask bit, and -1 elsewhere.
+    """
+
+    tokens: Tensor  # [B, N] int32
+    parents: Tensor  # [B, N] int32, -1 for the root
+    positions: Tensor  # [B, N] int32, L + depth
+    first_child: Tensor  # [B, N] int32 or -1
+    next_sibling: Tensor  # [B, N] int32 or -1
+    mask: Tensor  # [B, N, W] int64 as bits: bit j of row i says that node j is an ancestor of i, or i itself
+    num_nodes: Tensor  # [B] int32
 
 
 # --- attention --------------------------------------------------------------------------------------------------------
