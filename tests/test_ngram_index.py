@@ -215,6 +215,17 @@ def test_released_text_is_found_until_overwritten() -> None:
     assert tree.num_nodes.tolist() == [1] and match_len.tolist() == [0]
 
 
+def test_full_table_keeps_the_newest() -> None:
+    index = sd.NgramIndex(2000, 1, 10)
+    text = torch.randperm(20_000).to(torch.int32)  # four new n-grams a token, where the table has room for two
+    index.insert(text)
+    assert index.statistics.evictions > 60_000
+    for at in range(19_600, 19_999, 19):
+        index.insert(text[at : at + 1], 0)
+        assert draft(index, [0], 2)[0].tokens.tolist() == [text[at : at + 2].tolist()]
+        index.release(0)
+
+
 def test_stream_outlives_its_stored_text() -> None:
     """The context is kept apart from the ring, so a request goes on drafting when all it wrote is gone."""
     index = sd.NgramIndex(100, 1, 500)

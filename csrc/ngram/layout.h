@@ -91,7 +91,7 @@ SD_HD uint32_t ngram_weight(int match, bool own) {
 }
 
 // The block of that id, or null when the ring has overwritten it.
-SD_HD const NgramBlock* ngram_block(const NgramView& v, uint32_t id) {
+SD_HD NgramBlock* ngram_block(const NgramView& v, uint32_t id) {
   const uint32_t index = id & ((1u << v.block_bits) - 1);
   return index < v.num_blocks && v.blocks[index].id == id ? v.blocks + index : nullptr;
 }

@@ -128,10 +128,10 @@ NgramBlock* NgramIndex::take_block(NgramSlot& stream) {
   block.prev = block.next = kNgramNone;
   std::fill_n(block.tokens, kNgramBlockTokens, -1);
   // After the overwriting, which may have hit the stream's own last block.
-  const NgramBlock* last = ngram_block(view_, stream.block);
+  NgramBlock* last = ngram_block(view_, stream.block);
   if (last && last->owner == stream.stream) {
     block.prev = stream.block;
-    const_cast<NgramBlock*>(last)->next = id;
+    last->next = id;
   }
   stream.block = id;
   return &block;
@@ -150,8 +150,8 @@ void NgramIndex::append(const int32_t* tokens, int64_t count, NgramSlot& s) {
     for (int j = 1; j <= kNgramLongest; ++j) window[kNgramLongest - j] = s.tail[(start - j) % kNgramMaxMatch];
 
     uint32_t offset = start % kNgramBlockTokens;
-    const NgramBlock* last = ngram_block(view_, s.block);
-    NgramBlock* block = last && last->owner == s.stream && offset > 0 ? const_cast<NgramBlock*>(last) : nullptr;
+    NgramBlock* last = ngram_block(view_, s.block);
+    NgramBlock* block = last && last->owner == s.stream && offset > 0 ? last : nullptr;
     for (int i = 0; i < piece; ++i) {
       if (block == nullptr) block = take_block(s);
       const int32_t token = tokens[done + i];
