@@ -17,6 +17,7 @@
 // --- verify
 // --- kv
 // --- ngram
+#include "ngram/ngram_index.h"
 // --- scheduler
 
 namespace py = pybind11;
@@ -126,6 +127,19 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
   // --- kv
 
   // --- ngram
+  py::class_<NgramIndex>(m, "NgramIndex", "n-gram index: drafts from text seen before")
+      .def(py::init<int64_t, int64_t, int64_t>())
+      .def("insert", &NgramIndex::insert)
+      .def("release", &NgramIndex::release)
+      .def("draft", &NgramIndex::draft)
+      .def("clear", &NgramIndex::clear)
+      .def("statistics",
+           [](const NgramIndex& index) {
+             const NgramStatistics s = index.statistics();
+             return py::make_tuple(s.tokens, s.entries, s.evictions, s.drafts, s.matches, s.drafted);
+           })
+      .def("digest", &NgramIndex::digest)
+      .def_property_readonly("num_bytes", &NgramIndex::num_bytes);
 
   // --- scheduler
 

@@ -122,6 +122,33 @@ def tree_attention(
 # --- kv
 
 # --- ngram
+class NgramIndex:
+    def __init__(self, max_tokens: int, num_slots: int, max_len: int) -> None: ...
+    def insert(self, tokens: Tensor, slot: int | None) -> None: ...
+    def release(self, slot: int) -> None: ...
+    def draft(
+        self,
+        slots: Tensor | None,
+        seq_lens: Tensor,
+        num_draft_tokens: int,
+        chain: bool,
+        min_prob: float,
+        min_match: int,
+        out_tokens: Tensor,
+        out_parents: Tensor,
+        out_positions: Tensor,
+        out_first_child: Tensor,
+        out_next_sibling: Tensor,
+        out_mask: Tensor,
+        out_num_nodes: Tensor,
+        out_scores: Tensor,
+        out_match_len: Tensor,
+    ) -> None: ...
+    def clear(self) -> None: ...
+    def statistics(self) -> tuple[int, int, int, int, int, int]: ...
+    def digest(self) -> int: ...
+    @property
+    def num_bytes(self) -> int: ...
 
 # --- scheduler
 

@@ -1,0 +1,391 @@
+"""The n-gram index: against its unbounded model, and alone where text ages out."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import specdec_kernels as sd
+from specdec_kernels.reference import ngram as reference
+
+FIELDS = sd.Tree._fields
+
+
+def ints(values: list[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def outputs(batch: int, n: int) -> dict[str, torch.Tensor]:
+    """Every out_* of draft, full of garbage."""
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys((*FIELDS[:5], "scores"), (batch, n))
+    shapes |= {"mask": (batch, n, (n + 63) // 64), "num_nodes": (batch,), "match_len": (batch,)}
+    dtypes = {"mask": torch.int64, "scores": torch.float32}
+    return {f"out_{k}": torch.full(s, -123456, dtype=dtypes.get(k, torch.int32)) for k, s in shapes.items()}
+
+
+def draft(index: sd.NgramIndex, slots: list[int], n: int, lens: list[int] | None = None, **options: Any) -> Any:
+    seq_lens = ints(lens if lens is not None else [100 + s for s in slots])
+    return index.draft(ints(slots), seq_lens, n, **options, **outputs(len(slots), n))
+
+
+def paths(tree: sd.Tree, b: int) -> list[list[int]]:
+    """For each node of row b, the tokens from the root to it."""
+    found: list[list[int]] = []
+    for i in range(int(tree.num_nodes[b])):
+        parent = int(tree.parents[b, i])
+        found.append(([] if i == 0 else found[parent]) + [int(tree.tokens[b, i])])
+    return found
+
+
+def check_row(row: sd.Tree, scores: torch.Tensor, seq_len: int) -> None:
+    """Links, mask, positions and unused nodes of one row, from its tokens and parents alone."""
+    n, used = len(row.tokens), int(row.num_nodes)
+    parents = row.parents.tolist()
+    assert parents[0] == -1 and all(0 <= parents[i] < i for i in range(1, used))
+    ancestors: list[set[int]] = []
+    for i in range(n):
+        ancestors.append({i} | (ancestors[parents[i]] if 0 < i < used else set()))
+        children = [c for c in range(1, used) if parents[c] == i]
+        assert int(row.first_child[i]) == (children[0] if children and i < used else -1)
+        siblings = [c for c in range(i + 1, used) if parents[c] == parents[i]] if 0 < i < used else []
+        assert int(row.next_sibling[i]) == (siblings[0] if siblings else -1)
+        depth = len(ancestors[i]) - 1
+        assert int(row.positions[i]) == seq_len + depth
+        bits = {64 * w + bit for w, word in enumerate(row.mask[i].tolist()) for bit in range(64) if word >> bit & 1}
+        assert bits == ancestors[i]
+    assert row.tokens[used:].tolist() == [int(row.tokens[0])] * (n - used)
+    assert parents[used:] == [-1] * (n - used)
+    assert torch.isneginf(scores[used:]).all() and torch.isfinite(scores[:used]).all()
+    assert all(scores[i] <= scores[parents[i]] for i in range(1, used))
+
+
+def check_empty_row(row: sd.Tree, scores: torch.Tensor, match_len: torch.Tensor) -> None:
+    assert int(row.num_nodes) == 0 and int(match_len) == 0 and torch.isneginf(scores).all()
+    assert not row.tokens.any() and not row.positions.any()
+    for links in (row.parents, row.first_child, row.next_sibling):
+        assert (links == -1).all()
+
+
+def row_of(tree: sd.Tree, b: int) -> sd.Tree:
+    return sd.Tree(*(field[b] for field in tree))
+
+
+def check_same(index: sd.NgramIndex, model: reference.NgramIndex, slots: list[int], n: int, **options: Any) -> None:
+    lens = [10 * s + 3 for s in slots]
+    tree, scores, match_len = draft(index, slots, n, lens, **options)
+    for b, slot in enumerate(slots):
+        want = model.draft(slot, n, **options)
+        row = row_of(tree, b)
+        if want is None:
+            check_empty_row(row, scores[b], match_len[b])
+            continue
+        check_row(row, scores[b], lens[b])
+        used = int(row.num_nodes)
+        assert row.tokens[:used].tolist() == want.tokens
+        assert row.parents[:used].tolist() == want.parents
+        assert int(match_len[b]) == want.match_len
+        torch.testing.assert_close(scores[b, :used].double(), torch.tensor(want.scores).double(), rtol=0, atol=2e-6)
+
+
+NUM_SLOTS = 3
+slots_or_none = st.one_of(st.none(), st.integers(0, NUM_SLOTS - 1))
+
+
+def texts(alphabet: int, size: int) -> st.SearchStrategy[list[int]]:
+    return st.lists(st.integers(0, alphabet - 1), max_size=size)
+
+
+@st.composite
+def call_lists(draw: st.DrawFn) -> list[tuple[Any, ...]]:
+    alphabet = draw(st.integers(1, 4))
+    insert = st.tuples(st.just("insert"), texts(alphabet, 90), slots_or_none)
+    step = st.tuples(st.just("insert"), texts(alphabet, 4), st.integers(0, NUM_SLOTS - 1))
+    release = st.tuples(st.just("release"), st.integers(0, NUM_SLOTS - 1))
+    look = st.tuples(
+        st.just("draft"),
+        st.sampled_from([1, 2, 7, 16, 64, 65, 256]),
+        st.sampled_from(["tree", "tree", "chain"]),
+        st.sampled_from([0.0, 0.0, 0.05, 0.5, 1.0]),
+        st.sampled_from([1, 1, 2, 3, 9, 32]),
+    )
+    return draw(st.lists(st.one_of(insert, step, look, look, release), max_size=25))
+
+
+@settings(max_examples=300, deadline=None)
+@given(call_lists())
+def test_matches_model(calls: list[tuple[Any, ...]]) -> None:
+    index, model = sd.NgramIndex(1 << 14, NUM_SLOTS, 4000), reference.NgramIndex()
+    for call, *arguments in [*calls, ("draft", 16, "tree", 0.0, 1)]:
+        if call == "insert":
+            tokens, slot = arguments
+            index.insert(ints(tokens), slot)
+            model.insert(tokens, slot)
+        elif call == "release":
+            index.release(arguments[0])
+            model.release(arguments[0])
+        else:
+            n, mode, min_prob, min_match = arguments
+            check_same(index, model, [0, 1, 2], n, mode=mode, min_prob=min_prob, min_match=min_match)
+
+
+@pytest.mark.parametrize("mode", ["tree", "chain"])
+@pytest.mark.parametrize("alphabet", [2, 5, 50])
+def test_matches_model_on_long_streams(alphabet: int, mode: str) -> None:
+    rng = random.Random(alphabet)
+    index, model = sd.NgramIndex(1 << 17, 4, 1 << 16), reference.NgramIndex()
+    for round_ in range(60):
+        slot = rng.choice([None, 0, 1, 2])
+        size = rng.choice([1, 3, 27, 28, 29, 63, 64, 65, 300])
+        # Runs from one small source, so that long matches happen.
+        source = random.Random(rng.randrange(4))
+        tokens = [source.randrange(alphabet) for _ in range(size)]
+        index.insert(ints(tokens), slot)
+        model.insert(tokens, slot)
+        if round_ % 20 == 19:
+            released = rng.randrange(3)
+            index.release(released)
+            model.release(released)
+        check_same(index, model, [2, -1, 0, 3, 1], 33, mode=mode)
+
+
+def is_inside(needle: list[int], text: list[int]) -> bool:
+    return any(text[i : i + len(needle)] == needle for i in range(len(text) - len(needle) + 1))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 200), st.integers(1, 5), st.integers(0, 2**32))
+def test_ageing_text_is_never_misread(max_tokens: int, alphabet: int, seed: int) -> None:
+    """On a ring and a table far too small, each path still continues inserted text, and twins stay equal."""
+    rng = random.Random(seed)
+    index, twin = (sd.NgramIndex(max_tokens, 3, 10_000) for _ in range(2))
+    model = reference.NgramIndex()
+    for _ in range(60):
+        action = rng.random()
+        slot = rng.randrange(3)
+        if action < 0.1:
+            index.release(slot)
+            twin.release(slot)
+            model.release(slot)
+        elif action < 0.6:
+            tokens = [rng.randrange(alphabet) for _ in range(rng.choice([1, 2, 5, 30, 100]))]
+            target = rng.choice([slot, slot, None])
+            for each in (index, twin):
+                each.insert(ints(tokens), target)
+            model.insert(tokens, target)
+        else:
+            mode = rng.choice(["tree", "chain"])
+            tree, scores, match_len = draft(index, [0, 1, 2], 20, [5, 6, 7], mode=mode)
+            for field, other in zip(tree, draft(twin, [0, 1, 2], 20, [5, 6, 7], mode=mode)[0], strict=True):
+                assert torch.equal(field, other)
+            for b in range(3):
+                own = model.running.get(b)
+                if own is None:
+                    check_empty_row(row_of(tree, b), scores[b], match_len[b])
+                    continue
+                check_row(row_of(tree, b), scores[b], 5 + b)
+                length = int(match_len[b])
+                assert (length > 0) == (int(tree.num_nodes[b]) > 1)
+                suffix = own.tokens[-max(length, 1) :]
+                assert own.tokens[-1] == int(tree.tokens[b, 0])
+                if length:
+                    assert any(is_inside(suffix, t.tokens) for t in model.texts)
+                for path in paths(tree, b):
+                    assert any(is_inside(path, t.tokens) for t in model.texts)
+    assert index._index.digest() == twin._index.digest()
+
+
+def test_released_text_is_found_until_overwritten() -> None:
+    index = sd.NgramIndex(1000, 2, 500)
+    text = list(range(50, 100))
+    index.insert(ints(text), 0)
+    index.release(0)
+    index.insert(ints([7, 8, 9]), 0)  # the slot is used again: that alone overwrites nothing
+    index.insert(ints(text[:20]), 1)
+    tree, scores, match_len = draft(index, [1], 31)
+    assert tree.tokens[0].tolist() == text[19:50] and int(match_len[0]) == 20 and not scores.any()
+    filler = list(range(1000, 3000))
+    index.insert(ints(filler))
+    tree, _, match_len = draft(index, [1], 31)
+    assert tree.num_nodes.tolist() == [1] and match_len.tolist() == [0]
+
+
+def test_full_table_keeps_the_newest() -> None:
+    index = sd.NgramIndex(2000, 1, 10)
+    text = torch.randperm(20_000).to(torch.int32)  # four new n-grams a token, where the table has room for two
+    index.insert(text)
+    assert index.statistics.evictions > 60_000
+    for at in range(19_600, 19_999, 19):
+        index.insert(text[at : at + 1], 0)
+        assert draft(index, [0], 2)[0].tokens.tolist() == [text[at : at + 2].tolist()]
+        index.release(0)
+
+
+def test_stream_outlives_its_stored_text() -> None:
+    """The context is kept apart from the ring, so a request goes on drafting when all it wrote is gone."""
+    index = sd.NgramIndex(100, 1, 500)
+    index.insert(ints([1, 2, 3, 4, 5]), 0)
+    document = list(range(10, 300))
+    index.insert(ints(document))
+    index.insert(ints(document[250:260]), 0)
+    tree, _, match_len = draft(index, [0], 8)
+    assert tree.tokens[0].tolist() == document[259:267] and int(match_len[0]) == 10
+
+
+def test_own_text_weighs_four_times() -> None:
+    index = sd.NgramIndex(1000, 2, 500)
+    index.insert(ints([1, 2, 9, 4, 1, 2]), 0)  # own: 2 -> 9, match 2
+    for follower in (5, 5, 5, 6):
+        index.insert(ints([1, 2, follower]))
+    tree, scores, _ = draft(index, [0], 4)
+    assert tree.tokens[0].tolist() == [2, 9, 4, 1]  # 4 of 8
+    assert scores[0].exp().tolist() == pytest.approx([1, 0.5, 0.5, 0.5])
+    tree, scores, _ = draft(index, [0], 8)
+    assert tree.tokens[0].tolist() == [2, 9, 4, 1, 2, 5, 6, 2] and tree.num_nodes.tolist() == [7]
+    assert scores[0, 5:7].exp().tolist() == pytest.approx([3 / 8, 1 / 8])
+
+
+def test_chain_has_one_child_each() -> None:
+    index = sd.NgramIndex(10_000, 1, 5000)
+    rng = random.Random(3)
+    index.insert(ints([rng.randrange(3) for _ in range(4000)]), 0)
+    tree, _, _ = draft(index, [0], 40, mode="chain")
+    used = int(tree.num_nodes[0])
+    assert used > 8 and tree.parents[0, :used].tolist() == list(range(-1, used - 1))
+    assert (tree.next_sibling == -1).all()
+
+
+def test_lookup_sees_only_what_was_inserted_before() -> None:
+    index = sd.NgramIndex(1000, 1, 500)
+    index.insert(ints([4, 4, 4]), 0)
+    tree, _, match_len = draft(index, [0], 9)
+    assert tree.tokens[0, :3].tolist() == [4, 4, 4] and tree.num_nodes.tolist() == [3] and match_len.tolist() == [2]
+
+
+def test_slots_none_empty_rows_and_batch_order() -> None:
+    index = sd.NgramIndex(1000, 4, 500)
+    for slot, text in {0: [1, 2, 1, 2, 1], 2: [1, 2, 3, 1, 2]}.items():
+        index.insert(ints(text), slot)
+    tree, scores, match_len = index.draft(None, ints([4, 0, 4, 0]), 6)
+    order = [2, -1, 0, 99, -(2**31), 2]
+    again = draft(index, order, 6, [4] * 6)
+    for b, slot in enumerate(order):
+        if slot in (0, 2):
+            for field, other in zip(tree, again[0], strict=True):
+                assert torch.equal(field[slot], other[b])
+            assert torch.equal(scores[slot], again[1][b]) and match_len[slot] == again[2][b]
+        else:
+            check_empty_row(row_of(again[0], b), again[1][b], again[2][b])
+    assert tree.num_nodes.tolist()[1] == 0
+
+
+def test_empty_batch_and_empty_insert() -> None:
+    index = sd.NgramIndex(100, 1, 10)
+    index.insert(ints([]), 0)
+    index.insert(ints([]))
+    tree, scores, match_len = index.draft(ints([]), ints([]), 5)
+    assert tree.tokens.shape == scores.shape == (0, 5) and match_len.shape == (0,)
+    assert draft(index, [0], 5)[0].num_nodes.tolist() == [0]
+
+
+@pytest.mark.parametrize("seq_len", [0, 2**31 - 1, -1, -(2**31)], ids=str)
+def test_any_seq_len_is_safe(seq_len: int) -> None:
+    index = sd.NgramIndex(100, 1, 50)
+    index.insert(ints([1, 2, 3, 1, 2, 3]), 0)
+    tree, _, _ = draft(index, [0], 4, [seq_len])
+    assert int(tree.positions[0, 0]) == seq_len and tree.tokens[0].tolist() == [3, 1, 2, 3]
+
+
+def test_large_token_ids() -> None:
+    index = sd.NgramIndex(100, 1, 50)
+    index.insert(ints([2**31 - 1, 0, 2**31 - 1]), 0)
+    assert draft(index, [0], 3)[0].tokens.tolist() == [[2**31 - 1, 0, 2**31 - 1]]
+
+
+def test_memory_is_as_documented_and_fixed() -> None:
+    index = sd.NgramIndex(1 << 20, 64, 4096)
+    assert index.num_bytes == (1 << 20) // 4 * 256 + (37450 + 64) * 128 + 64 * 144
+    assert index.num_bytes / (1 << 20) < 69
+    small = sd.NgramIndex(50, 1, 10_000)
+    before = small.num_bytes
+    for _ in range(10):
+        small.insert(torch.randint(1000, (999,), dtype=torch.int32), 0)
+    assert small.num_bytes == before
+
+
+def test_clear_and_statistics() -> None:
+    index = sd.NgramIndex(100, 2, 500)
+    fresh = index._index.digest()
+    index.insert(ints([1, 2, 1]), 1)
+    draft(index, [0, 1], 4)
+    assert index.statistics == (3, 3, 0, 1, 1, 2)  # 1 -> 2; 2 -> 1 and (1, 2) -> 1
+    index.insert(torch.arange(2000, dtype=torch.int32))
+    assert index.statistics.evictions > 0 and index.statistics.entries <= 2 * 104
+    index.clear()
+    assert index.statistics == (0,) * 6 and index._index.digest() == fresh
+    assert draft(index, [1], 4)[0].num_nodes.tolist() == [0]
+
+
+def test_numpy_arrays() -> None:
+    np = pytest.importorskip("numpy")
+    index = sd.NgramIndex(100, 1, 50)
+    index.insert(np.array([5, 6, 5], np.int32), 0)
+    tree, _, _ = index.draft(np.array([0], np.int32), np.array([2], np.int32), 3)
+    assert type(tree.tokens) is np.ndarray and tree.tokens.tolist() == [[5, 6, 5]]
+
+
+def one_slot_index() -> sd.NgramIndex:
+    index = sd.NgramIndex(100, 2, 10)
+    index.insert(ints([1, 2, 3, 1, 2]), 1)
+    return index
+
+
+INSERT: list[tuple[Callable[[sd.NgramIndex], object], str]] = [
+    (lambda i: i.insert(ints([1]), 2), "ngram_insert: slot is 2, expected 0 to 1"),
+    (lambda i: i.insert(ints([1]), -1), "ngram_insert: slot is -1, expected 0 to 1"),
+    (lambda i: i.insert(ints([3, -5]), 1), "ngram_insert: tokens has -5 at index 1, expected token ids of 0 or more"),
+    (lambda i: i.insert(ints([3] * 6), 1), "ngram_insert: tokens takes slot 1 to 11 tokens, expected at most max_len=10"),
+    (lambda i: i.insert(ints([3] * 11), 0), "ngram_insert: tokens takes slot 0 to 11 tokens, expected at most max_len=10"),
+    (lambda i: i.insert(torch.zeros(3, dtype=torch.int64), 1), "ngram_insert: tokens is int64, expected int32"),
+    (lambda i: i.insert(ints([[1, 2]]), 1), "ngram_insert: tokens has shape [1, 2], expected [tokens]"),
+    (lambda i: i.release(2), "ngram_release: slot is 2, expected 0 to 1"),
+    (lambda i: i.draft(None, ints([1, 1, 1]), 4), "ngram_draft: slots is None for batch=3, expected a tensor, or batch <= num_slots=2"),
+    (lambda i: i.draft(ints([1]), ints([1, 1]), 4), "ngram_draft: seq_lens has shape [2], expected [batch=1]"),
+    (lambda i: i.draft(ints([1]), ints([1]), 0), "ngram_draft: num_draft_tokens is 0, expected 1 to 256"),
+    (lambda i: i.draft(ints([1]), ints([1]), 257), "ngram_draft: num_draft_tokens is 257, expected 1 to 256"),
+    (lambda i: i.draft(ints([1]), ints([1]), 4, mode="list"), "ngram_draft: mode is 'list', expected 'tree' or 'chain'"),
+    (lambda i: i.draft(ints([1]), ints([1]), 4, min_prob=1.5), "ngram_draft: min_prob is 1.500000, expected 0 to 1"),
+    (lambda i: i.draft(ints([1]), ints([1]), 4, min_prob=float("nan")), "ngram_draft: min_prob is nan, expected 0 to 1"),
+    (lambda i: i.draft(ints([1]), ints([1]), 4, min_match=0), "ngram_draft: min_match is 0, expected 1 to 32"),
+    (lambda i: i.draft(ints([1]), ints([1]), 4, out_tokens=torch.zeros(1, 5, dtype=torch.int32)), "ngram_draft: out_tokens has shape [1, 5], expected [batch=1, num_draft_tokens=4]"),
+    (lambda i: i.draft(ints([1]), ints([1]), 4, out_mask=torch.zeros(1, 4, 2, dtype=torch.int64)), "ngram_draft: out_mask has shape [1, 4, 2], expected [batch=1, num_draft_tokens=4, 1]"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "message"), INSERT, ids=[m[:60] for _, m in INSERT])
+def test_messages_and_unchanged_state(call: Callable[[sd.NgramIndex], object], message: str) -> None:
+    index = one_slot_index()
+    digest = index._index.digest()
+    with pytest.raises(ValueError) as error:
+        call(index)
+    assert str(error.value) == message
+    assert index._index.digest() == digest
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0, 1, 1), "ngram_index: max_tokens is 0, expected 1 to 1073741824"),
+        ((1, 0, 1), "ngram_index: num_slots is 0, expected 1 to 65536"),
+        ((1, 1, 0), "ngram_index: max_len is 0, expected 1 to 2147483647"),
+    ],
+)
+def test_construction_messages(arguments: tuple[int, int, int], message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        sd.NgramIndex(*arguments)
+    assert str(error.value) == message
