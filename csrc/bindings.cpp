@@ -10,6 +10,7 @@
 // --- tree
 // --- attention
 // --- verify
+#include "verify/verify_tree.h"
 // --- kv
 // --- ngram
 // --- scheduler
@@ -111,6 +112,7 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
   // --- attention
 
   // --- verify
+  m.def("verify_tree", &verify_tree, "accepted drafts and bonus token, straight from the target's logits");
 
   // --- kv
 

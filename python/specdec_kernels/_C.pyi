@@ -17,6 +17,28 @@ def select_topk(
 # --- attention
 
 # --- verify
+def verify_tree(
+    stream: int | None,
+    logits: Tensor,
+    tokens: Tensor,
+    parents: Tensor,
+    first_child: Tensor,
+    next_sibling: Tensor,
+    num_nodes: Tensor,
+    accept_width: int,
+    slots: Tensor | None,
+    temperature: Tensor | None,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+    min_p: Tensor | None,
+    seed: Tensor | None,
+    draft_logits: Tensor | None,
+    draft_rows: Tensor | None,
+    status: Tensor | None,
+    out_tokens: Tensor,
+    out_len: Tensor,
+    out_path: Tensor,
+) -> None: ...
 
 # --- kv
 

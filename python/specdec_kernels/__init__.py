@@ -6,7 +6,18 @@ The ops take any tensor with DLPack (torch, NumPy, CuPy, JAX); importing this pa
 from importlib.metadata import version as _version
 
 from ._C import cuda_architectures, cuda_version
-from .ops import select_topk
+from .ops import Accepted, Tree, select_topk, verify_tree
+from .status import FinishReason, Status
 
 __version__ = _version("specdec-kernels")
-__all__ = ["__version__", "cuda_architectures", "cuda_version", "select_topk"]
+__all__ = [
+    "Accepted",
+    "FinishReason",
+    "Status",
+    "Tree",
+    "__version__",
+    "cuda_architectures",
+    "cuda_version",
+    "select_topk",
+    "verify_tree",
+]

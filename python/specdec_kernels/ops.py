@@ -11,7 +11,7 @@ Letters: B batch, N tree nodes, S accept row width, k topk, V vocabulary, W mask
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from . import _C
 from ._alloc import empty, shape_of
@@ -57,10 +57,105 @@ def select_topk(
 # --- tree -------------------------------------------------------------------------------------------------------------
 
 
+class Tree(NamedTuple):
+    """A batch of draft trees, parents before children, siblings best first; rows that are not nodes repeat the root."""
+
+    tokens: Tensor  # [B, N] int32
+    parents: Tensor  # [B, N] int32, -1 at the root
+    positions: Tensor  # [B, N] int32, L + depth
+    first_child: Tensor  # [B, N] int32, -1 for none
+    next_sibling: Tensor  # [B, N] int32, -1 for none
+    mask: Tensor  # [B, N, W] int64, bit j of row i: node j is an ancestor of i or i itself
+    num_nodes: Tensor  # [B] int32
+
+
 # --- attention --------------------------------------------------------------------------------------------------------
 
 
 # --- verify -----------------------------------------------------------------------------------------------------------
+
+
+class Accepted(NamedTuple):
+    """What a round's verification emits; rows of fixed width S with `lengths` of each in use."""
+
+    tokens: Tensor  # [B, S] int32: accepted drafts, then the bonus token, then -1
+    lengths: Tensor  # [B] int32
+    path: Tensor  # [B, S] int32: the tree node whose logits gave each token (root first, rising), the last repeated
+
+
+def verify_tree(
+    logits: Tensor,
+    tree: Tree,
+    accept_width: int,
+    *,
+    slots: Tensor | None = None,
+    temperature: Tensor | None = None,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+    seed: Tensor | None = None,
+    draft_logits: Tensor | None = None,
+    draft_rows: Tensor | None = None,
+    status: Tensor | None = None,
+    out_tokens: Tensor | None = None,
+    out_len: Tensor | None = None,
+    out_path: Tensor | None = None,
+    stream: int | None = None,
+) -> Accepted:
+    """Keep the longest prefix of each tree that the target itself would have produced, and its own next token.
+
+    Greedy: from the root on, y is the argmax of the node's logits (NaN counts as -inf, ties go to the lowest id). The
+    first child that carries y is accepted and visited next; where none does, y is the bonus token and the walk ends.
+    A walk of `accept_width` nodes ends with y as the bonus. Only logits of visited nodes are read.
+
+    Args:
+        logits: [B, N, V] float32, float16 or bfloat16, free strides except the last: the target's logits of every node.
+        tree: tokens, parents, first_child, next_sibling and num_nodes are read. A row with num_nodes <= 0 is empty.
+        accept_width: S, the width of the emitted rows: the deepest possible node + 1.
+        temperature, top_k, top_p, min_p, seed: [num_slots], for sampling; None so far.
+        draft_logits, draft_rows: for drafts that were sampled; None so far.
+        status: [num_slots] int32. Gains BAD_LOGITS where a row of logits has nothing above -inf (the walk ends without
+            a bonus token: nothing at all is emitted when it is the root's), BAD_TREE where a link leaves the tree, does
+            not rise or contradicts `parents`, or num_nodes exceeds N (the walk ends with y as the bonus).
+
+    Returns:
+        Accepted(tokens, lengths, path). Empty rows: length 0, tokens -1, path 0.
+
+    Raises:
+        NotImplementedError: a sampling argument is given.
+        ValueError: wrong dtype, shape, device or stride; accept_width < 1.
+    """
+    batch, _, _ = shape_of("verify_tree", "logits", logits, 3)
+    width = max(accept_width, 0)  # a bad width is for the op to name
+    if out_tokens is None:
+        out_tokens = empty("verify_tree", logits, (batch, width), "int32")
+    if out_len is None:
+        out_len = empty("verify_tree", logits, (batch,), "int32")
+    if out_path is None:
+        out_path = empty("verify_tree", logits, (batch, width), "int32")
+    _C.verify_tree(
+        stream,
+        logits,
+        tree.tokens,
+        tree.parents,
+        tree.first_child,
+        tree.next_sibling,
+        tree.num_nodes,
+        accept_width,
+        slots,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        seed,
+        draft_logits,
+        draft_rows,
+        status,
+        out_tokens,
+        out_len,
+        out_path,
+    )
+    return Accepted(out_tokens, out_len, out_path)
 
 
 # --- kv ---------------------------------------------------------------------------------------------------------------
