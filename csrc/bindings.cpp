@@ -10,6 +10,7 @@
 // --- tree
 // --- attention
 // --- verify
+#include "verify/commit_tokens.h"
 #include "verify/verify_tree.h"
 // --- kv
 // --- ngram
@@ -113,6 +114,7 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
 
   // --- verify
   m.def("verify_tree", &verify_tree, "accepted drafts and bonus token, straight from the target's logits");
+  m.def("commit_tokens", &commit_tokens, "cut emitted tokens at stop tokens and limits, advance the slots");
 
   // --- kv
 

@@ -39,6 +39,21 @@ def verify_tree(
     out_len: Tensor,
     out_path: Tensor,
 ) -> None: ...
+def commit_tokens(
+    stream: int | None,
+    out_tokens: Tensor,
+    out_len: Tensor,
+    stop_tokens: Tensor,
+    remaining: Tensor,
+    max_lens: Tensor,
+    seq_lens: Tensor,
+    seq_lens_before: Tensor,
+    root_tokens: Tensor,
+    finish_reasons: Tensor,
+    slots: Tensor | None,
+    status: Tensor | None,
+    out_num_valid: Tensor,
+) -> None: ...
 
 # --- kv
 

@@ -6,7 +6,7 @@ The ops take any tensor with DLPack (torch, NumPy, CuPy, JAX); importing this pa
 from importlib.metadata import version as _version
 
 from ._C import cuda_architectures, cuda_version
-from .ops import Accepted, Tree, select_topk, verify_tree
+from .ops import Accepted, Tree, commit_tokens, select_topk, verify_tree
 from .status import FinishReason, Status
 
 __version__ = _version("specdec-kernels")
@@ -16,6 +16,7 @@ __all__ = [
     "Status",
     "Tree",
     "__version__",
+    "commit_tokens",
     "cuda_architectures",
     "cuda_version",
     "select_topk",

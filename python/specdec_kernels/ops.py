@@ -158,4 +158,66 @@ def verify_tree(
     return Accepted(out_tokens, out_len, out_path)
 
 
+def commit_tokens(
+    out_tokens: Tensor,
+    out_len: Tensor,
+    stop_tokens: Tensor,
+    remaining: Tensor,
+    max_lens: Tensor,
+    seq_lens: Tensor,
+    seq_lens_before: Tensor,
+    root_tokens: Tensor,
+    finish_reasons: Tensor,
+    *,
+    slots: Tensor | None = None,
+    status: Tensor | None = None,
+    out_num_valid: Tensor | None = None,
+    stream: int | None = None,
+) -> Tensor:
+    """Cut what `verify_tree` emitted at a stop token or a limit, and advance the slots by what is left.
+
+    A row is cut at its first stop token, which stays as the last one; at `remaining` tokens; and where the sequence,
+    root included, would outgrow `max_lens`. Then with L = seq_lens[slot]: seq_lens_before = L, seq_lens = L + out_len,
+    root_tokens = the last token kept, remaining -= out_len. Where several reasons to finish coincide, STOP goes before
+    LENGTH before CONTEXT. Empty rows, finished slots and stalled ones emit nothing and keep their state, except that
+    seq_lens_before = seq_lens. A running slot with out_len = 0 does not advance. Slots of one call must be distinct.
+
+    Args:
+        out_tokens: [B, S] int32, changed in place: -1 behind the cut.
+        out_len: [B] int32, changed in place.
+        stop_tokens: [num_slots, M] int32, padded with -1; M may be 0.
+        remaining: [num_slots] int32, changed in place: tokens the request may still emit.
+        max_lens: [num_slots] int32: tokens the sequence may have, prompt and root included.
+        seq_lens, seq_lens_before, root_tokens: [num_slots] int32, changed in place.
+        finish_reasons: [num_slots] int32 of FinishReason, changed in place.
+        status: [num_slots] int32. STALLED is read; gains BAD_LENGTH where out_len is not in 0..S or seq_lens is
+            negative (such a row emits nothing).
+
+    Returns:
+        out_num_valid [B] int32: out_len where the slot goes on, else 0; what `move_kv` and draft-extend work on.
+
+    Raises:
+        ValueError: wrong dtype, shape, device or stride.
+    """
+    if out_num_valid is None:
+        batch, _ = shape_of("commit_tokens", "out_tokens", out_tokens, 2)
+        out_num_valid = empty("commit_tokens", out_tokens, (batch,), "int32")
+    _C.commit_tokens(
+        stream,
+        out_tokens,
+        out_len,
+        stop_tokens,
+        remaining,
+        max_lens,
+        seq_lens,
+        seq_lens_before,
+        root_tokens,
+        finish_reasons,
+        slots,
+        status,
+        out_num_valid,
+    )
+    return out_num_valid
+
+
 # --- kv ---------------------------------------------------------------------------------------------------------------
