@@ -13,6 +13,8 @@
 #include "verify/commit_tokens.h"
 #include "verify/verify_tree.h"
 // --- kv
+#include "kv/alloc_pages.h"
+#include "kv/free_pages.h"
 // --- ngram
 // --- scheduler
 
@@ -117,6 +119,8 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
   m.def("commit_tokens", &commit_tokens, "cut emitted tokens at stop tokens and limits, advance the slots");
 
   // --- kv
+  m.def("alloc_pages", &alloc_pages, "top page tables up to the rows about to be written");
+  m.def("free_pages", &free_pages, "take back the pages beyond the rows that slots keep");
 
   // --- ngram
 

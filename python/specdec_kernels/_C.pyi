@@ -56,6 +56,31 @@ def commit_tokens(
 ) -> None: ...
 
 # --- kv
+def alloc_pages(
+    stream: int | None,
+    page_table: Tensor,
+    page_counts: Tensor,
+    page_refs: Tensor,
+    free_stack: Tensor,
+    num_free: Tensor,
+    page_size: int,
+    lens: Tensor,
+    reserve: int,
+    slots: Tensor | None,
+    status: Tensor | None,
+) -> None: ...
+def free_pages(
+    stream: int | None,
+    page_table: Tensor,
+    page_counts: Tensor,
+    page_refs: Tensor,
+    free_stack: Tensor,
+    num_free: Tensor,
+    page_size: int,
+    keep_lens: Tensor,
+    slots: Tensor | None,
+    status: Tensor | None,
+) -> None: ...
 
 # --- ngram
 

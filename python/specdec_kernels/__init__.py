@@ -6,19 +6,33 @@ The ops take any tensor with DLPack (torch, NumPy, CuPy, JAX); importing this pa
 from importlib.metadata import version as _version
 
 from ._C import cuda_architectures, cuda_version
-from .ops import Accepted, Tree, commit_tokens, select_topk, verify_tree
+from .ops import (
+    Accepted,
+    PagePool,
+    Tree,
+    alloc_pages,
+    commit_tokens,
+    free_pages,
+    make_page_pool,
+    select_topk,
+    verify_tree,
+)
 from .status import FinishReason, Status
 
 __version__ = _version("specdec-kernels")
 __all__ = [
     "Accepted",
     "FinishReason",
+    "PagePool",
     "Status",
     "Tree",
     "__version__",
+    "alloc_pages",
     "commit_tokens",
     "cuda_architectures",
     "cuda_version",
+    "free_pages",
+    "make_page_pool",
     "select_topk",
     "verify_tree",
 ]

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from . import _C
-from ._alloc import empty, shape_of
+from ._alloc import arange_like, empty, shape_of
 
 if TYPE_CHECKING:
     Tensor: TypeAlias = Any  # anything that speaks DLPack
@@ -221,3 +221,95 @@ def commit_tokens(
 
 
 # --- kv ---------------------------------------------------------------------------------------------------------------
+
+
+class PagePool(NamedTuple):
+    """Which KV pages are free and which slot holds which, for every layer's pool alike. See `make_page_pool`."""
+
+    page_table: Tensor  # [num_slots, max_pages] int32 page ids, -1 for none
+    page_counts: Tensor  # [num_slots] int32: pages held, the first ones of the slot's row
+    page_refs: Tensor  # [num_pages] int32: owners of each page, 0 when free
+    free_stack: Tensor  # [num_pages] int32: free page ids, the next one to give away on top
+    num_free: Tensor  # [1] int32: height of the stack
+    page_size: int
+
+
+def make_page_pool(num_pages: int, num_slots: int, max_pages: int, page_size: int, like: Tensor) -> PagePool:
+    """A pool of `num_pages` free pages on the device of `like` (torch or NumPy), the lowest ids given away first.
+
+    Args:
+        max_pages: width of a slot's page table: ceil((max_len + reserve) / page_size).
+        page_size: KV rows of a page, at least 1.
+        like: any tensor; says which library and device.
+    """
+    op = "make_page_pool"
+    if page_size < 1:
+        raise ValueError(f"{op}: page_size is {page_size}, expected at least 1")
+
+    def filled(shape: tuple[int, ...], value: Any) -> Tensor:
+        tensor = empty(op, like, shape, "int32")
+        tensor[...] = value
+        return tensor
+
+    return PagePool(
+        page_table=filled((num_slots, max_pages), -1),
+        page_counts=filled((num_slots,), 0),
+        page_refs=filled((num_pages,), 0),
+        free_stack=filled((num_pages,), arange_like(like, num_pages - 1, -1, -1)),
+        num_free=filled((1,), num_pages),
+        page_size=page_size,
+    )
+
+
+def alloc_pages(
+    pool: PagePool,
+    lens: Tensor,
+    reserve: int,
+    *,
+    slots: Tensor | None = None,
+    status: Tensor | None = None,
+    stream: int | None = None,
+) -> None:
+    """Top each slot's page table up to the pages that `lens[slot] + reserve` rows need, row after row of `slots`.
+
+    A slot that does not fit gets nothing and is stalled; later ones are still tried. A slot named twice is served once.
+
+    Args:
+        pool: changed in place.
+        lens: [num_slots] int32, usually the sequence lengths.
+        reserve: rows beyond them, at least 0.
+        slots: [B] int32; None for all slots in order.
+        status: [num_slots] int32. STALLED is set where the free pages do not suffice, cleared where they do. Gains
+            BAD_LENGTH where lens is negative, where more than max_pages are wanted, or page_counts is not a count
+            (such a slot gets nothing); BAD_PAGE where the stack held something else than a page.
+
+    Raises:
+        ValueError: wrong dtype, shape, device or stride; reserve < 0.
+    """
+    _C.alloc_pages(stream, *pool, lens, reserve, slots, status)
+
+
+def free_pages(
+    pool: PagePool,
+    keep_lens: Tensor,
+    *,
+    slots: Tensor | None = None,
+    status: Tensor | None = None,
+    stream: int | None = None,
+) -> None:
+    """Take back each slot's pages beyond the first `keep_lens[slot]` rows (0: all), row after row of `slots`.
+
+    A page loses one owner and is free when it has none left. The last page goes first, so that the next `alloc_pages`
+    gives the same pages in the same order.
+
+    Args:
+        pool: changed in place; entries given back become -1.
+        keep_lens: [num_slots] int32; more rows than the slot holds keeps everything.
+        slots: [B] int32; None for all slots in order.
+        status: [num_slots] int32. Gains BAD_LENGTH where keep_lens is negative or page_counts is not a count (nothing
+            is returned), BAD_PAGE where an entry is not a page or a page had no owner (it is skipped).
+
+    Raises:
+        ValueError: wrong dtype, shape, device or stride.
+    """
+    _C.free_pages(stream, *pool, keep_lens, slots, status)
