@@ -15,7 +15,11 @@
 // --- attention
 #include "attention/tree_attention.h"
 // --- verify
+#include "verify/commit_tokens.h"
+#include "verify/verify_tree.h"
 // --- kv
+#include "kv/alloc_pages.h"
+#include "kv/free_pages.h"
 // --- ngram
 #include "ngram/ngram_index.h"
 // --- scheduler
@@ -123,8 +127,12 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
   m.def("tree_attention", &tree_attention, "attention over a paged KV prefix and a tail of tree nodes");
 
   // --- verify
+  m.def("verify_tree", &verify_tree, "accepted drafts and bonus token, straight from the target's logits");
+  m.def("commit_tokens", &commit_tokens, "cut emitted tokens at stop tokens and limits, advance the slots");
 
   // --- kv
+  m.def("alloc_pages", &alloc_pages, "top page tables up to the rows about to be written");
+  m.def("free_pages", &free_pages, "take back the pages beyond the rows that slots keep");
 
   // --- ngram
   py::class_<NgramIndex>(m, "NgramIndex", "n-gram index: drafts from text seen before")

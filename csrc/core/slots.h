@@ -33,4 +33,13 @@ SD_HD void set_status(int32_t* status, int64_t slot, int32_t bits) {
 #endif
 }
 
+SD_HD void clear_status(int32_t* status, int64_t slot, int32_t bits) {
+  if (status == nullptr || slot < 0) return;
+#ifdef __CUDA_ARCH__
+  atomicAnd(status + slot, ~bits);
+#else
+  status[slot] &= ~bits;
+#endif
+}
+
 }  // namespace specdec

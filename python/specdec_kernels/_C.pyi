@@ -118,8 +118,70 @@ def tree_attention(
 ) -> None: ...
 
 # --- verify
+def verify_tree(
+    stream: int | None,
+    logits: Tensor,
+    tokens: Tensor,
+    parents: Tensor,
+    first_child: Tensor,
+    next_sibling: Tensor,
+    num_nodes: Tensor,
+    accept_width: int,
+    slots: Tensor | None,
+    temperature: Tensor | None,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+    min_p: Tensor | None,
+    seed: Tensor | None,
+    draft_logits: Tensor | None,
+    draft_rows: Tensor | None,
+    status: Tensor | None,
+    out_tokens: Tensor,
+    out_len: Tensor,
+    out_path: Tensor,
+) -> None: ...
+def commit_tokens(
+    stream: int | None,
+    out_tokens: Tensor,
+    out_len: Tensor,
+    stop_tokens: Tensor,
+    remaining: Tensor,
+    max_lens: Tensor,
+    seq_lens: Tensor,
+    seq_lens_before: Tensor,
+    root_tokens: Tensor,
+    finish_reasons: Tensor,
+    slots: Tensor | None,
+    status: Tensor | None,
+    out_num_valid: Tensor,
+) -> None: ...
 
 # --- kv
+def alloc_pages(
+    stream: int | None,
+    page_table: Tensor,
+    page_counts: Tensor,
+    page_refs: Tensor,
+    free_stack: Tensor,
+    num_free: Tensor,
+    page_size: int,
+    lens: Tensor,
+    reserve: int,
+    slots: Tensor | None,
+    status: Tensor | None,
+) -> None: ...
+def free_pages(
+    stream: int | None,
+    page_table: Tensor,
+    page_counts: Tensor,
+    page_refs: Tensor,
+    free_stack: Tensor,
+    num_free: Tensor,
+    page_size: int,
+    keep_lens: Tensor,
+    slots: Tensor | None,
+    status: Tensor | None,
+) -> None: ...
 
 # --- ngram
 class NgramIndex:

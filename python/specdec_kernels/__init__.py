@@ -8,35 +8,52 @@ from importlib.metadata import version as _version
 from ._C import cuda_architectures, cuda_version
 from .ngram import NgramIndex, NgramStatistics
 from .ops import (
+    Accepted,
     Candidates,
     DraftInputs,
     Frontier,
+    PagePool,
     Tree,
+    alloc_pages,
     build_tree,
     build_tree_from_mask,
     build_tree_from_parents,
+    commit_tokens,
     expand_root,
     expand_tree,
+    free_pages,
+    make_page_pool,
     select_topk,
     tree_attention,
+    verify_tree,
 )
+from .status import FinishReason, Status
 
 __version__ = _version("specdec-kernels")
 __all__ = [
+    "Accepted",
     "Candidates",
     "DraftInputs",
+    "FinishReason",
     "Frontier",
     "NgramIndex",
     "NgramStatistics",
+    "PagePool",
+    "Status",
     "Tree",
     "__version__",
+    "alloc_pages",
     "build_tree",
     "build_tree_from_mask",
     "build_tree_from_parents",
+    "commit_tokens",
     "cuda_architectures",
     "cuda_version",
     "expand_root",
     "expand_tree",
+    "free_pages",
+    "make_page_pool",
     "select_topk",
     "tree_attention",
+    "verify_tree",
 ]

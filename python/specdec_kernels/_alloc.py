@@ -17,6 +17,12 @@ def empty(op: str, like: Any, shape: Sequence[int], dtype: str) -> Any:
     raise TypeError(f"{op}: cannot allocate outputs like {type(like).__name__}, expected every out_* to be passed")
 
 
+def arange_like(like: Any, start: int, stop: int, step: int) -> Any:
+    """`arange` of the library that `empty` allocates from."""
+    library = sys.modules["torch" if hasattr(like, "new_empty") else "numpy"]
+    return library.arange(start, stop, step)
+
+
 def shape_of(op: str, name: str, tensor: Any, ndim: int) -> tuple[int, ...]:
     """The shape of `tensor`, which must have `ndim` dimensions (needed before its outputs can be allocated)."""
     shape = getattr(tensor, "shape", None)

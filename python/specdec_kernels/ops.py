@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from . import _C
-from ._alloc import empty, shape_of
+from ._alloc import arange_like, empty, shape_of
 
 if TYPE_CHECKING:
     Tensor: TypeAlias = Any  # anything that speaks DLPack
@@ -484,4 +484,241 @@ def tree_attention(
 # --- verify -----------------------------------------------------------------------------------------------------------
 
 
+class Accepted(NamedTuple):
+    """What a round's verification emits; rows of fixed width S with `lengths` of each in use."""
+
+    tokens: Tensor  # [B, S] int32: accepted drafts, then the bonus token, then -1
+    lengths: Tensor  # [B] int32
+    path: Tensor  # [B, S] int32: the tree node whose logits gave each token (root first, rising), the last repeated
+
+
+def verify_tree(
+    logits: Tensor,
+    tree: Tree,
+    accept_width: int,
+    *,
+    slots: Tensor | None = None,
+    temperature: Tensor | None = None,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+    seed: Tensor | None = None,
+    draft_logits: Tensor | None = None,
+    draft_rows: Tensor | None = None,
+    status: Tensor | None = None,
+    out_tokens: Tensor | None = None,
+    out_len: Tensor | None = None,
+    out_path: Tensor | None = None,
+    stream: int | None = None,
+) -> Accepted:
+    """Keep the longest prefix of each tree that the target itself would have produced, and its own next token.
+
+    Greedy: from the root on, y is the argmax of the node's logits (NaN counts as -inf, ties go to the lowest id). The
+    first child that carries y is accepted and visited next; where none does, y is the bonus token and the walk ends.
+    A walk of `accept_width` nodes ends with y as the bonus. Only logits of visited nodes are read.
+
+    Args:
+        logits: [B, N, V] float32, float16 or bfloat16, free strides except the last: the target's logits of every node.
+        tree: tokens, parents, first_child, next_sibling and num_nodes are read. A row with num_nodes <= 0 is empty.
+        accept_width: S, the width of the emitted rows: the deepest possible node + 1.
+        temperature, top_k, top_p, min_p, seed: [num_slots], for sampling; None so far.
+        draft_logits, draft_rows: for drafts that were sampled; None so far.
+        status: [num_slots] int32. Gains BAD_LOGITS where a row of logits has nothing above -inf (the walk ends without
+            a bonus token: nothing at all is emitted when it is the root's), BAD_TREE where a link leaves the tree, does
+            not rise or contradicts `parents`, or num_nodes exceeds N (the walk ends with y as the bonus).
+
+    Returns:
+        Accepted(tokens, lengths, path). Empty rows: length 0, tokens -1, path 0.
+
+    Raises:
+        NotImplementedError: a sampling argument is given.
+        ValueError: wrong dtype, shape, device or stride; accept_width < 1.
+    """
+    batch, _, _ = shape_of("verify_tree", "logits", logits, 3)
+    width = max(accept_width, 0)  # a bad width is for the op to name
+    if out_tokens is None:
+        out_tokens = empty("verify_tree", logits, (batch, width), "int32")
+    if out_len is None:
+        out_len = empty("verify_tree", logits, (batch,), "int32")
+    if out_path is None:
+        out_path = empty("verify_tree", logits, (batch, width), "int32")
+    _C.verify_tree(
+        stream,
+        logits,
+        tree.tokens,
+        tree.parents,
+        tree.first_child,
+        tree.next_sibling,
+        tree.num_nodes,
+        accept_width,
+        slots,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        seed,
+        draft_logits,
+        draft_rows,
+        status,
+        out_tokens,
+        out_len,
+        out_path,
+    )
+    return Accepted(out_tokens, out_len, out_path)
+
+
+def commit_tokens(
+    out_tokens: Tensor,
+    out_len: Tensor,
+    stop_tokens: Tensor,
+    remaining: Tensor,
+    max_lens: Tensor,
+    seq_lens: Tensor,
+    seq_lens_before: Tensor,
+    root_tokens: Tensor,
+    finish_reasons: Tensor,
+    *,
+    slots: Tensor | None = None,
+    status: Tensor | None = None,
+    out_num_valid: Tensor | None = None,
+    stream: int | None = None,
+) -> Tensor:
+    """Cut what `verify_tree` emitted at a stop token or a limit, and advance the slots by what is left.
+
+    A row is cut at its first stop token, which stays as the last one; at `remaining` tokens; and where the sequence,
+    root included, would outgrow `max_lens`. Then with L = seq_lens[slot]: seq_lens_before = L, seq_lens = L + out_len,
+    root_tokens = the last token kept, remaining -= out_len. Where several reasons to finish coincide, STOP goes before
+    LENGTH before CONTEXT. Empty rows, finished slots and stalled ones emit nothing and keep their state, except that
+    seq_lens_before = seq_lens. A running slot with out_len = 0 does not advance. Slots of one call must be distinct.
+
+    Args:
+        out_tokens: [B, S] int32, changed in place: -1 behind the cut.
+        out_len: [B] int32, changed in place.
+        stop_tokens: [num_slots, M] int32, padded with -1; M may be 0.
+        remaining: [num_slots] int32, changed in place: tokens the request may still emit.
+        max_lens: [num_slots] int32: tokens the sequence may have, prompt and root included.
+        seq_lens, seq_lens_before, root_tokens: [num_slots] int32, changed in place.
+        finish_reasons: [num_slots] int32 of FinishReason, changed in place.
+        status: [num_slots] int32. STALLED is read; gains BAD_LENGTH where out_len is not in 0..S or seq_lens is
+            negative (such a row emits nothing).
+
+    Returns:
+        out_num_valid [B] int32: out_len where the slot goes on, else 0; what `move_kv` and draft-extend work on.
+
+    Raises:
+        ValueError: wrong dtype, shape, device or stride.
+    """
+    if out_num_valid is None:
+        batch, _ = shape_of("commit_tokens", "out_tokens", out_tokens, 2)
+        out_num_valid = empty("commit_tokens", out_tokens, (batch,), "int32")
+    _C.commit_tokens(
+        stream,
+        out_tokens,
+        out_len,
+        stop_tokens,
+        remaining,
+        max_lens,
+        seq_lens,
+        seq_lens_before,
+        root_tokens,
+        finish_reasons,
+        slots,
+        status,
+        out_num_valid,
+    )
+    return out_num_valid
+
+
 # --- kv ---------------------------------------------------------------------------------------------------------------
+
+
+class PagePool(NamedTuple):
+    """Which KV pages are free and which slot holds which, for every layer's pool alike. See `make_page_pool`."""
+
+    page_table: Tensor  # [num_slots, max_pages] int32 page ids, -1 for none
+    page_counts: Tensor  # [num_slots] int32: pages held, the first ones of the slot's row
+    page_refs: Tensor  # [num_pages] int32: owners of each page, 0 when free
+    free_stack: Tensor  # [num_pages] int32: free page ids, the next one to give away on top
+    num_free: Tensor  # [1] int32: height of the stack
+    page_size: int
+
+
+def make_page_pool(num_pages: int, num_slots: int, max_pages: int, page_size: int, like: Tensor) -> PagePool:
+    """A pool of `num_pages` free pages on the device of `like` (torch or NumPy), the lowest ids given away first.
+
+    Args:
+        max_pages: width of a slot's page table: ceil((max_len + reserve) / page_size).
+        page_size: KV rows of a page, at least 1.
+        like: any tensor; says which library and device.
+    """
+    op = "make_page_pool"
+    if page_size < 1:
+        raise ValueError(f"{op}: page_size is {page_size}, expected at least 1")
+
+    def filled(shape: tuple[int, ...], value: Any) -> Tensor:
+        tensor = empty(op, like, shape, "int32")
+        tensor[...] = value
+        return tensor
+
+    return PagePool(
+        page_table=filled((num_slots, max_pages), -1),
+        page_counts=filled((num_slots,), 0),
+        page_refs=filled((num_pages,), 0),
+        free_stack=filled((num_pages,), arange_like(like, num_pages - 1, -1, -1)),
+        num_free=filled((1,), num_pages),
+        page_size=page_size,
+    )
+
+
+def alloc_pages(
+    pool: PagePool,
+    lens: Tensor,
+    reserve: int,
+    *,
+    slots: Tensor | None = None,
+    status: Tensor | None = None,
+    stream: int | None = None,
+) -> None:
+    """Top each slot's page table up to the pages that `lens[slot] + reserve` rows need, row after row of `slots`.
+
+    A slot that does not fit gets nothing and is stalled; later ones are still tried. A slot named twice is served once.
+
+    Args:
+        pool: changed in place.
+        lens: [num_slots] int32, usually the sequence lengths.
+        reserve: rows beyond them, at least 0.
+        slots: [B] int32; None for all slots in order.
+        status: [num_slots] int32. STALLED is set where the free pages do not suffice, cleared where they do. Gains
+            BAD_LENGTH where lens is negative, where more than max_pages are wanted, or page_counts is not a count
+            (such a slot gets nothing); BAD_PAGE where the stack held something else than a page.
+
+    Raises:
+        ValueError: wrong dtype, shape, device or stride; reserve < 0.
+    """
+    _C.alloc_pages(stream, *pool, lens, reserve, slots, status)
+
+
+def free_pages(
+    pool: PagePool,
+    keep_lens: Tensor,
+    *,
+    slots: Tensor | None = None,
+    status: Tensor | None = None,
+    stream: int | None = None,
+) -> None:
+    """Take back each slot's pages beyond the first `keep_lens[slot]` rows (0: all), row after row of `slots`.
+
+    A page loses one owner and is free when it has none left. The last page goes first, so that the next `alloc_pages`
+    gives the same pages in the same order.
+
+    Args:
+        pool: changed in place; entries given back become -1.
+        keep_lens: [num_slots] int32; more rows than the slot holds keeps everything.
+        slots: [B] int32; None for all slots in order.
+        status: [num_slots] int32. Gains BAD_LENGTH where keep_lens is negative or page_counts is not a count (nothing
+            is returned), BAD_PAGE where an entry is not a page or a page had no owner (it is skipped).
+
+    Raises:
+        ValueError: wrong dtype, shape, device or stride.
+    """
+    _C.free_pages(stream, *pool, keep_lens, slots, status)

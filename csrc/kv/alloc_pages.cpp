@@ -1,0 +1,53 @@
+#include "kv/alloc_pages.h"
+
+#include <limits>
+
+namespace specdec {
+
+void alloc_pages(CallStream stream, const TensorView& page_table, const TensorView& page_counts,
+                 const TensorView& page_refs, const TensorView& free_stack, const TensorView& num_free,
+                 int64_t page_size, const TensorView& lens, int64_t reserve, const OptTensor& slots,
+                 const OptTensor& status) {
+  Check check("alloc_pages");
+  Dim B{"batch"}, R{"num_slots"};
+  const PagePool pool = check_pool(check, page_table, page_counts, page_refs, free_stack, num_free, page_size, R);
+  check.tensor("lens", lens, {R}, kInt32);
+  check.range("reserve", reserve, 0, std::numeric_limits<int32_t>::max());
+  if (!slots) B.value = R;
+  check.slots(slots, B, R);
+  check.output("status", status, {R}, kInt32);
+  if (B == 0) return;
+
+  const AllocPagesParams params{
+      .pool = pool,
+      .lens = lens.data<int32_t>(),
+      .reserve = reserve,
+      .slots = data_or_null<const int32_t>(slots),
+      .status = data_or_null<int32_t>(status),
+      .batch = B,
+  };
+  SD_DISPATCH(check, stream, alloc_pages, params);
+}
+
+void alloc_pages_cpu(const AllocPagesParams& p) {
+  int64_t height = free_height(p.pool);
+  for (int64_t b = 0; b < p.batch; ++b) {
+    const int64_t slot = slot_of(p.slots, b, p.pool.num_slots);
+    if (slot < 0) continue;
+    const int64_t lacking = pages_lacking(p, slot);
+    if (lacking < 0) {
+      set_status(p.status, slot, kBadLength);
+    } else if (lacking > height) {
+      set_status(p.status, slot, kStalled);
+    } else {
+      const int64_t held = pages_held(p.pool, slot);
+      for (int64_t i = 0; i < lacking; ++i) give_page(p, slot, held, height, i);
+      p.pool.page_counts[slot] = static_cast<int32_t>(held + lacking);
+      height -= lacking;
+      clear_status(p.status, slot, kStalled);
+    }
+  }
+  *p.pool.num_free = static_cast<int32_t>(height);
+}
+
+}  // namespace specdec

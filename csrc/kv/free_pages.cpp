@@ -1,0 +1,56 @@
+#include "kv/free_pages.h"
+
+namespace specdec {
+
+void free_pages(CallStream stream, const TensorView& page_table, const TensorView& page_counts,
+                const TensorView& page_refs, const TensorView& free_stack, const TensorView& num_free,
+                int64_t page_size, const TensorView& keep_lens, const OptTensor& slots, const OptTensor& status) {
+  Check check("free_pages");
+  Dim B{"batch"}, R{"num_slots"};
+  const PagePool pool = check_pool(check, page_table, page_counts, page_refs, free_stack, num_free, page_size, R);
+  check.tensor("keep_lens", keep_lens, {R}, kInt32);
+  if (!slots) B.value = R;
+  check.slots(slots, B, R);
+  check.output("status", status, {R}, kInt32);
+  if (B == 0) return;
+
+  const FreePagesParams params{
+      .pool = pool,
+      .keep_lens = keep_lens.data<int32_t>(),
+      .slots = data_or_null<const int32_t>(slots),
+      .status = data_or_null<int32_t>(status),
+      .batch = B,
+  };
+  SD_DISPATCH(check, stream, free_pages, params);
+}
+
+void free_pages_cpu(const FreePagesParams& p) {
+  const PagePool& pool = p.pool;
+  int64_t height = free_height(pool);
+  for (int64_t b = 0; b < p.batch; ++b) {
+    const int64_t slot = slot_of(p.slots, b, pool.num_slots);
+    if (slot < 0) continue;
+    const int64_t kept = pages_kept(p, slot);
+    if (kept < 0) {
+      set_status(p.status, slot, kBadLength);
+      continue;
+    }
+    for (int64_t i = pool.page_counts[slot] - 1; i >= kept; --i) {  // the last page first
+      int32_t& entry = pool.page_table[slot * pool.max_pages + i];
+      const int32_t page = entry;
+      entry = -1;
+      if (!is_page(pool, page) || pool.page_refs[page] <= 0) {
+        set_status(p.status, slot, kBadPage);
+      } else if (--pool.page_refs[page] == 0) {
+        if (height < pool.num_pages)
+          pool.free_stack[height++] = page;
+        else
+          set_status(p.status, slot, kBadPage);
+      }
+    }
+    pool.page_counts[slot] = static_cast<int32_t>(kept);
+  }
+  *pool.num_free = static_cast<int32_t>(height);
+}
+
+}  // namespace specdec

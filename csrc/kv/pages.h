@@ -1,0 +1,45 @@
+// The page pool: which pages are free, and which slot holds which. Shared by alloc_pages and free_pages.
+#pragma once
+
+#include "core/check.h"
+#include "core/host_device.h"
+#include "core/slots.h"
+
+namespace specdec {
+
+struct PagePool {
+  int32_t* page_table;   // [num_slots, max_pages], -1 for none
+  int32_t* page_counts;  // [num_slots]: pages held, the first ones of the slot's row
+  int32_t* page_refs;    // [num_pages]: owners of each page, 0 when free
+  int32_t* free_stack;   // [num_pages]: free page ids, the next one to give away on top
+  int32_t* num_free;     // [1]: height of the stack
+  int64_t num_slots, max_pages, num_pages;
+  int64_t page_size;
+};
+
+// Checks the pool's tensors and gathers them; binds num_slots.
+PagePool check_pool(Check& check, const TensorView& page_table, const TensorView& page_counts,
+                    const TensorView& page_refs, const TensorView& free_stack, const TensorView& num_free,
+                    int64_t page_size, Dim& num_slots);
+
+// Pages that `rows` rows of KV need, or -1 where that is not a length or more than a table has.
+SD_HD int64_t pages_for(const PagePool& pool, int64_t rows) {
+  const int64_t pages = (rows + pool.page_size - 1) / pool.page_size;
+  return rows >= 0 && pages <= pool.max_pages ? pages : -1;
+}
+
+// The pages a slot holds, or -1 where its count is not one.
+SD_HD int64_t pages_held(const PagePool& pool, int64_t slot) {
+  const int64_t count = pool.page_counts[slot];
+  return count >= 0 && count <= pool.max_pages ? count : -1;
+}
+
+// Height of the free stack, in bounds whatever the word says.
+SD_HD int64_t free_height(const PagePool& pool) {
+  const int64_t height = *pool.num_free;
+  return height < 0 ? 0 : height > pool.num_pages ? pool.num_pages : height;
+}
+
+SD_HD bool is_page(const PagePool& pool, int32_t page) { return page >= 0 && page < pool.num_pages; }
+
+}  // namespace specdec

@@ -1,0 +1,56 @@
+#include "verify/commit_tokens.h"
+
+#include <limits>
+
+#include "verify/commit_row.h"
+
+namespace specdec {
+
+void commit_tokens(CallStream stream, const TensorView& out_tokens, const TensorView& out_len,
+                   const TensorView& stop_tokens, const TensorView& remaining, const TensorView& max_lens,
+                   const TensorView& seq_lens, const TensorView& seq_lens_before, const TensorView& root_tokens,
+                   const TensorView& finish_reasons, const OptTensor& slots, const OptTensor& status,
+                   const TensorView& out_num_valid) {
+  Check check("commit_tokens");
+  Dim B{"batch"}, S{"accept_width"}, R{"num_slots"}, M{"max_stops"};
+  check.output("out_tokens", out_tokens, {B, S}, kInt32);
+  check.range("accept_width", S, 1, std::numeric_limits<int32_t>::max());
+  check.output("out_len", out_len, {B}, kInt32);
+  check.tensor("stop_tokens", stop_tokens, {R, M}, kInt32);
+  check.output("remaining", remaining, {R}, kInt32);
+  check.tensor("max_lens", max_lens, {R}, kInt32);
+  check.output("seq_lens", seq_lens, {R}, kInt32);
+  check.output("seq_lens_before", seq_lens_before, {R}, kInt32);
+  check.output("root_tokens", root_tokens, {R}, kInt32);
+  check.output("finish_reasons", finish_reasons, {R}, kInt32);
+  check.slots(slots, B, R);
+  check.output("status", status, {R}, kInt32);
+  check.output("out_num_valid", out_num_valid, {B}, kInt32);
+  if (B == 0) return;
+
+  const CommitTokensParams params{
+      .out_tokens = out_tokens.data<int32_t>(),
+      .out_len = out_len.data<int32_t>(),
+      .stop_tokens = stop_tokens.data<int32_t>(),
+      .remaining = remaining.data<int32_t>(),
+      .max_lens = max_lens.data<int32_t>(),
+      .seq_lens = seq_lens.data<int32_t>(),
+      .seq_lens_before = seq_lens_before.data<int32_t>(),
+      .root_tokens = root_tokens.data<int32_t>(),
+      .finish_reasons = finish_reasons.data<int32_t>(),
+      .slots = data_or_null<const int32_t>(slots),
+      .status = data_or_null<int32_t>(status),
+      .out_num_valid = out_num_valid.data<int32_t>(),
+      .batch = B,
+      .accept_width = S,
+      .max_stops = M,
+      .num_slots = R,
+  };
+  SD_DISPATCH(check, stream, commit_tokens, params);
+}
+
+void commit_tokens_cpu(const CommitTokensParams& p) {
+  for (int64_t b = 0; b < p.batch; ++b) commit_row(p, b);
+}
+
+}  // namespace specdec

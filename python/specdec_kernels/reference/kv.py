@@ -1,0 +1,72 @@
+"""References of the kv ops: serial, in place on CPU tensors, sound inputs except where said."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from ..ops import PagePool
+from ..status import Status
+
+
+def working_rows(slots: Tensor | None, num_slots: int, batch: int) -> Iterator[tuple[int, int]]:
+    """(row, slot) of the rows that are not empty."""
+    for b in range(batch):
+        slot = b if slots is None else int(slots[b])
+        if 0 <= slot < num_slots:
+            yield b, slot
+
+
+def pages_for(rows: int, page_size: int) -> int:
+    return -(-rows // page_size)
+
+
+def alloc_pages(
+    pool: PagePool, lens: Tensor, reserve: int, slots: Tensor | None = None, status: Tensor | None = None
+) -> None:
+    num_slots, max_pages = pool.page_table.shape
+    for _, slot in working_rows(slots, num_slots, num_slots if slots is None else len(slots)):
+        held = int(pool.page_counts[slot])
+        wanted = pages_for(int(lens[slot]) + reserve, pool.page_size)
+        free = int(pool.num_free)
+        if lens[slot] < 0 or wanted > max_pages:
+            if status is not None:
+                status[slot] |= int(Status.BAD_LENGTH)
+            continue
+        stalled = wanted - held > free
+        if status is not None:
+            status[slot] = int(status[slot]) & ~Status.STALLED | (Status.STALLED if stalled else 0)
+        if stalled:
+            continue
+        for i in range(held, wanted):
+            free -= 1
+            page = int(pool.free_stack[free])
+            pool.page_table[slot, i] = page
+            pool.page_refs[page] = 1
+        pool.num_free[0] = free
+        pool.page_counts[slot] = max(held, wanted)
+
+
+def free_pages(pool: PagePool, keep_lens: Tensor, slots: Tensor | None = None, status: Tensor | None = None) -> None:
+    """Also for tables with entries that are not pages, and pages that have no owner."""
+    num_slots = pool.page_table.shape[0]
+    num_pages = len(pool.page_refs)
+    for _, slot in working_rows(slots, num_slots, num_slots if slots is None else len(slots)):
+        if keep_lens[slot] < 0:
+            if status is not None:
+                status[slot] |= int(Status.BAD_LENGTH)
+            continue
+        kept = pages_for(int(keep_lens[slot]), pool.page_size)
+        for i in range(int(pool.page_counts[slot]) - 1, kept - 1, -1):
+            page = int(pool.page_table[slot, i])
+            pool.page_table[slot, i] = -1
+            pool.page_counts[slot] = i
+            if not 0 <= page < num_pages or pool.page_refs[page] <= 0:
+                if status is not None:
+                    status[slot] |= int(Status.BAD_PAGE)
+                continue
+            pool.page_refs[page] -= 1
+            if pool.page_refs[page] == 0:
+                pool.free_stack[int(pool.num_free)] = page
+                pool.num_free[0] += 1

@@ -1,0 +1,108 @@
+"""References of the verify ops: one request at a time, on lists."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..ops import Accepted, Tree
+from ..status import FinishReason, Status
+
+
+def target_token(logits: Tensor) -> int | None:
+    """The lowest id with the largest logit; None when nothing is above -inf. NaN counts as -inf."""
+    x = logits.double().nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
+    largest = x.max()
+    return int((x == largest).nonzero()[0]) if largest > -math.inf else None
+
+
+def verify_tree(
+    logits: Tensor, tree: Tree, accept_width: int, slots: Tensor | None = None, status: Tensor | None = None
+) -> Accepted:
+    """Greedy verification of well-formed trees; `status` gains BAD_LOGITS."""
+    batch = logits.shape[0]
+    tokens = torch.full((batch, accept_width), -1, dtype=torch.int32)
+    path = torch.zeros((batch, accept_width), dtype=torch.int32)
+    lengths = torch.zeros(batch, dtype=torch.int32)
+    for b in range(batch):
+        slot = b if slots is None else int(slots[b])
+        if slot < 0 or tree.num_nodes[b] <= 0:
+            continue
+        emitted: list[int] = []
+        visited: list[int] = []
+        node: int | None = 0
+        while node is not None and len(emitted) < accept_width:
+            y = target_token(logits[b, node])
+            if y is None:
+                if status is not None:
+                    status[slot] |= int(Status.BAD_LOGITS)
+                break
+            emitted.append(y)
+            visited.append(node)
+            children = [c for c in range(1, int(tree.num_nodes[b])) if tree.parents[b, c] == node]
+            node = next((c for c in children if tree.tokens[b, c] == y), None)
+        lengths[b] = len(emitted)
+        tokens[b, : len(emitted)] = torch.tensor(emitted, dtype=torch.int32)
+        path[b] = visited[-1] if visited else 0
+        path[b, : len(visited)] = torch.tensor(visited, dtype=torch.int32)
+    return Accepted(tokens, lengths, path)
+
+
+def commit_tokens(
+    out_tokens: Tensor,
+    out_len: Tensor,
+    stop_tokens: Tensor,
+    remaining: Tensor,
+    max_lens: Tensor,
+    seq_lens: Tensor,
+    seq_lens_before: Tensor,
+    root_tokens: Tensor,
+    finish_reasons: Tensor,
+    slots: Tensor | None = None,
+    status: Tensor | None = None,
+) -> Tensor:
+    """Token by token, as if each were emitted alone; in place like the op."""
+    batch = out_tokens.shape[0]
+    num_valid = torch.zeros(batch, dtype=torch.int32)
+    for b in range(batch):
+        slot = b if slots is None else int(slots[b])
+        proposed = out_tokens[b, : int(out_len[b])].tolist()
+        out_tokens[b], out_len[b] = -1, 0
+        if not 0 <= slot < len(seq_lens):
+            continue
+        before = int(seq_lens[slot])
+        seq_lens_before[slot] = before
+        if finish_reasons[slot] != FinishReason.RUNNING or (status is not None and int(status[slot]) & Status.STALLED):
+            continue
+        reason = FinishReason.RUNNING
+        kept: list[int] = []
+        for token in proposed:
+            sequence = before + 1 + len(kept)
+            if int(remaining[slot]) <= len(kept):
+                reason = FinishReason.LENGTH
+                break
+            if sequence >= int(max_lens[slot]):
+                reason = FinishReason.CONTEXT
+                break
+            kept.append(token)
+            if token in stop_tokens[slot].tolist():
+                reason = FinishReason.STOP
+                break
+            if int(remaining[slot]) == len(kept):
+                reason = FinishReason.LENGTH
+                break
+            if sequence + 1 == int(max_lens[slot]):
+                reason = FinishReason.CONTEXT
+                break
+        out_tokens[b, : len(kept)] = torch.tensor(kept, dtype=torch.int32)
+        out_len[b] = len(kept)
+        seq_lens[slot] += len(kept)
+        remaining[slot] -= len(kept)
+        if kept:
+            root_tokens[slot] = kept[-1]
+        finish_reasons[slot] = reason
+        if reason == FinishReason.RUNNING:
+            num_valid[b] = len(kept)
+    return num_valid

@@ -1,0 +1,25 @@
+"""What the per-slot words `status` and `finish_reasons` say."""
+
+from __future__ import annotations
+
+from enum import IntEnum, IntFlag
+
+
+class Status(IntFlag):
+    """Sticky bits of `status[slot]`: an op never throws for bad data on the device, sets a bit, stays in bounds."""
+
+    STALLED = 1  # alloc_pages could not serve the slot; cleared when it can
+    BAD_TREE = 2  # a malformed tree: cycle, child before parent, second root, node out of range
+    BAD_PAGE = 4  # a page id outside the pool, or a table entry missing where a row must be
+    BAD_LENGTH = 8  # a length that is negative or beyond the page table
+    SHARED_PAGE = 16  # a write into a page with more than one owner, refused
+    BAD_LOGITS = 32  # a row of logits with nothing to choose from
+
+
+class FinishReason(IntEnum):
+    """`finish_reasons[slot]`."""
+
+    RUNNING = 0
+    STOP = 1  # a stop token, kept as the last one
+    LENGTH = 2  # the budget of new tokens is used up
+    CONTEXT = 3  # the sequence reached its maximal length
