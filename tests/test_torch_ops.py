@@ -83,6 +83,44 @@ def test_attention_fake_has_the_shape_and_strides_of_the_output(device: torch.de
     assert (fake.shape, fake.stride(), fake.dtype, fake.device) == (out.shape, out.stride(), out.dtype, out.device)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_layer_that_writes_and_attends_compiles(device: torch.device, backend: str) -> None:
+    rows = 5
+    cache = make_cache([30, 6], [rows, rows], page_size=4, device=device)
+    status = torch.zeros(2, dtype=torch.int32, device=device)
+    valid = torch.tensor([rows, 2], dtype=torch.int32, device=device)
+
+    def layer(k_pool: torch.Tensor, v_pool: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (y.transpose(1, 2) for y in (x * 2, x[:, :2] + 1, x[:, 2:] - 1))
+        table, lens = cache.page_table, cache.prefix_lens
+        torch_ops.write_kv(k, v, k_pool, v_pool, table, lens, num_valid=valid, status=status)
+        return torch_ops.tree_attention(q, k_pool, v_pool, table, lens, q_lens=valid, status=status) + 1
+
+    compiled = torch.compile(layer, fullgraph=True, backend=backend)
+    for _ in range(2):
+        x = torch.randn(2, 4, rows, 64, device=device)
+        pools = [(cache.k_pool.clone(), cache.v_pool.clone()) for _ in range(2)]
+        want, got = layer(*pools[0], x), compiled(*pools[1], x)
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+        for written, expected in zip(pools[1], pools[0], strict=True):
+            torch.testing.assert_close(written, expected, rtol=0, atol=0, equal_nan=True)
+        plain = cache.k_pool.clone(), cache.v_pool.clone()
+        k, v = (x[:, :2] + 1).transpose(1, 2), (x[:, 2:] - 1).transpose(1, 2)
+        sd.write_kv(k, v, *plain, cache.page_table, cache.prefix_lens, num_valid=valid)
+        torch.testing.assert_close(pools[0], plain, rtol=0, atol=0, equal_nan=True)
+    assert status.tolist() == [0, 0]
+
+
+def test_write_kv_opcheck(device: torch.device) -> None:
+    cache = make_cache([30, 5], [6, 6], page_size=4, device=device)
+    cache.k_pool.nan_to_num_(), cache.v_pool.nan_to_num_(posinf=0)  # opcheck compares mutated arguments, NaN unequal
+    k, v = torch.randn(2, 2, 6, 2, 64, device=device)
+    status = torch.zeros(2, dtype=torch.int32, device=device)
+    slots = torch.tensor([1, -1], dtype=torch.int32, device=device)
+    for arguments in ({}, {"row_offset": 1, "slots": slots, "num_valid": slots.abs(), "status": status}):
+        torch.library.opcheck(torch_ops.write_kv, (k, v, *cache.tensors()), arguments)
+
+
 @pytest.mark.filterwarnings("ignore")  # torch warns of the null pointer that the op is about to refuse
 def test_plain_op_refuses_fake_tensors() -> None:
     cache = make_cache([3], [1], page_size=4)
@@ -107,5 +145,8 @@ def test_lazy_views_are_refused() -> None:
     q = torch.zeros(1, 1, 4, 64)
     with pytest.raises(ValueError, match="v_pool is a neg view"):
         torch_ops.tree_attention(q, cache.k_pool, neg_view(*cache.v_pool.shape), cache.page_table, cache.prefix_lens)
+    with pytest.raises(ValueError, match="write_kv: k_pool is a neg view"):
+        k = torch.zeros(1, 1, 2, 64)
+        torch_ops.write_kv(k, k, neg_view(*cache.k_pool.shape), cache.v_pool, cache.page_table, cache.prefix_lens)
     with pytest.raises(ValueError, match="status is a conj view"):
         torch_ops.tree_attention(q, *cache.tensors(), status=torch.zeros(1, dtype=torch.complex64).conj())

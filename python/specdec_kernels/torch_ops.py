@@ -1,6 +1,7 @@
 """The ops that models call, registered with PyTorch: what `torch.compile` traces inside a layer.
 
     from specdec_kernels import torch_ops
+    torch_ops.write_kv(k, v, k_pool, v_pool, page_table, prefix_lens)
     out = torch_ops.tree_attention(q, k_pool, v_pool, page_table, prefix_lens, mask=mask)
 
 Dynamo cannot look into a compiled module, but keeps an operator of `torch.library` as one node of its graph. Arguments
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from . import ops
 
-__all__ = ["tree_attention"]
+__all__ = ["tree_attention", "write_kv"]
 
 _library: Any = torch.library.Library("specdec", "DEF")  # type: ignore[no-untyped-call]
 
@@ -60,4 +61,21 @@ tree_attention = _register(
     "float? scale=None, Tensor(a!)? status=None) -> Tensor",
     ops.tree_attention,
     _tree_attention_fake,
+)
+
+
+def _write_kv(*arguments: Any, **options: Any) -> None:
+    ops.write_kv(*arguments, **options)
+
+
+def _write_kv_fake(*_arguments: Any, **_options: Any) -> None:
+    pass
+
+
+write_kv = _register(
+    "write_kv(Tensor k, Tensor v, Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor page_table, Tensor start_lens, *, "
+    "SymInt row_offset=0, Tensor? slots=None, Tensor? num_valid=None, Tensor? cu_seqlens_q=None, "
+    "Tensor? page_refs=None, Tensor(c!)? status=None) -> ()",
+    _write_kv,
+    _write_kv_fake,
 )
