@@ -77,8 +77,9 @@ void expand_tree(CallStream stream, const TensorView& topk_ids, const TensorView
   check.range("k", K, 1, kMaxTopk);
   check.tensor("topk_logprobs", topk_logprobs, {B, K, K}, kFloat32);
   check.output("cand_tokens", cand_tokens, {B, C}, kInt32);
-  check.that(C >= K && (C - K) % (K * K) == 0, "cand_tokens", "has " + std::to_string(C) + " candidates",
-             "k + (num_steps - 1) * k * k with k=" + std::to_string(K));
+  if (C < K || (C - K) % (K * K) != 0)
+    check.that(false, "cand_tokens", "has " + std::to_string(C) + " candidates",
+               "k + (num_steps - 1) * k * k with k=" + std::to_string(K));
   const int64_t num_steps = 1 + (C - K) / (K * K);
   check.range("num_steps", num_steps, 1, kMaxSteps);
   check.range("step", step, 2, num_steps);

@@ -20,7 +20,7 @@ void build_tree(CallStream stream, const TensorView& cand_tokens, const TensorVi
   check.tensor("seq_lens", seq_lens, {S}, kInt32);
   check.range("num_draft_tokens", N, 1, kMaxTreeNodes);
   check.slots(slots, B, S);
-  check.that(order == "score" || order == "given", "order", "is '" + order + "'", "'score' or 'given'");
+  if (order != "score" && order != "given") check.that(false, "order", "is '" + order + "'", "'score' or 'given'");
   check.output("status", status, {S}, kInt32);
   const TreeOut out = check_tree_out(check, B, N, out_tokens, out_parents, out_positions, out_first_child,
                                      out_next_sibling, out_mask, out_num_nodes);
