@@ -14,8 +14,10 @@ from .ops import (
     commit_tokens,
     free_pages,
     make_page_pool,
+    move_kv,
     select_topk,
     verify_tree,
+    write_kv,
 )
 from .status import FinishReason, Status
 
@@ -33,6 +35,8 @@ __all__ = [
     "cuda_version",
     "free_pages",
     "make_page_pool",
+    "move_kv",
     "select_topk",
     "verify_tree",
+    "write_kv",
 ]
