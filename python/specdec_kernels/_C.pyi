@@ -182,6 +182,33 @@ def free_pages(
     slots: Tensor | None,
     status: Tensor | None,
 ) -> None: ...
+def write_kv(
+    stream: int | None,
+    k: Tensor,
+    v: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    page_table: Tensor,
+    start_lens: Tensor,
+    row_offset: int,
+    slots: Tensor | None,
+    num_valid: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    page_refs: Tensor | None,
+    status: Tensor | None,
+) -> None: ...
+def move_kv(
+    stream: int | None,
+    k_pools: Tensor,
+    v_pools: Tensor,
+    page_table: Tensor,
+    path: Tensor,
+    num_valid: Tensor,
+    seq_lens_before: Tensor,
+    slots: Tensor | None,
+    page_refs: Tensor | None,
+    status: Tensor | None,
+) -> None: ...
 
 # --- ngram
 class NgramIndex:

@@ -23,9 +23,11 @@ from .ops import (
     expand_tree,
     free_pages,
     make_page_pool,
+    move_kv,
     select_topk,
     tree_attention,
     verify_tree,
+    write_kv,
 )
 from .status import FinishReason, Status
 
@@ -53,7 +55,9 @@ __all__ = [
     "expand_tree",
     "free_pages",
     "make_page_pool",
+    "move_kv",
     "select_topk",
     "tree_attention",
     "verify_tree",
+    "write_kv",
 ]

@@ -722,3 +722,95 @@ def free_pages(
         ValueError: wrong dtype, shape, device or stride.
     """
     _C.free_pages(stream, *pool, keep_lens, slots, status)
+
+
+def write_kv(
+    k: Tensor,
+    v: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    page_table: Tensor,
+    start_lens: Tensor,
+    *,
+    row_offset: int = 0,
+    slots: Tensor | None = None,
+    num_valid: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    page_refs: Tensor | None = None,
+    status: Tensor | None = None,
+    stream: int | None = None,
+) -> None:
+    """Write row j of request b to KV row `start_lens[slot] + row_offset + j` of its slot.
+
+    Empty and stalled slots write nothing; a row that has no place of its own is left out, and the status says why.
+    Requests of one call must not write the same rows.
+
+    Args:
+        k, v: [B, Q, Hkv, D], or packed [T, Hkv, D] with cu_seqlens_q; float32, float16 or bfloat16, free strides except
+            the last.
+        k_pool, v_pool: [num_pages, page_size, Hkv, D] of the same dtype, free strides except the last; changed in
+            place.
+        page_table: [num_slots, max_pages] int32.
+        start_lens: [num_slots] int32.
+        num_valid: [B] int32, how many of the request's rows are written; None for all.
+        cu_seqlens_q: [B + 1] int32: request b has the packed rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1.
+        page_refs: [num_pages] int32: pages with more than one owner are not written.
+        status: [num_slots] int32. STALLED is read. Gains BAD_LENGTH where start_lens is negative, num_valid exceeds the
+            rows or cu_seqlens_q leaves the input (no row is written), or a row is outside the page table; BAD_PAGE
+            where the row has no page; SHARED_PAGE where its page has more than one owner.
+
+    Raises:
+        ValueError: wrong dtype, shape, device or stride.
+    """
+    _C.write_kv(
+        stream,
+        k,
+        v,
+        k_pool,
+        v_pool,
+        page_table,
+        start_lens,
+        row_offset,
+        slots,
+        num_valid,
+        cu_seqlens_q,
+        page_refs,
+        status,
+    )
+
+
+def move_kv(
+    k_pools: Tensor,
+    v_pools: Tensor,
+    page_table: Tensor,
+    path: Tensor,
+    num_valid: Tensor,
+    seq_lens_before: Tensor,
+    *,
+    slots: Tensor | None = None,
+    page_refs: Tensor | None = None,
+    status: Tensor | None = None,
+    stream: int | None = None,
+) -> None:
+    """Bring the KV rows of an accepted path together, in every layer.
+
+    Row L + path[b, j] goes to L + j for 1 <= j < num_valid[b], with L = seq_lens_before[slot]. Rows that are in place
+    already are not touched. Empty and stalled slots move nothing. A move that cannot be made ends the request's moves,
+    and the status says why.
+
+    Args:
+        k_pools, v_pools: [layers, num_pages, page_size, Hkv, D] float32, float16 or bfloat16, free strides except the
+            last; changed in place.
+        page_table: [num_slots, max_pages] int32.
+        path: [B, S] int32, from `verify_tree`: 0 first, strictly rising over the valid entries.
+        num_valid: [B] int32, from `commit_tokens`.
+        seq_lens_before: [num_slots] int32.
+        page_refs: [num_pages] int32: pages with more than one owner are not written.
+        status: [num_slots] int32. STALLED is read. Gains BAD_TREE where path does not start at 0 or does not rise,
+            BAD_LENGTH where num_valid is not in 0..S, L is negative or a row is outside the page table, BAD_PAGE where
+            a row has no page, SHARED_PAGE where the destination's page has more than one owner.
+
+    Raises:
+        ValueError: wrong dtype, shape, device or stride.
+    """
+    _C.move_kv(stream, k_pools, v_pools, page_table, path, num_valid, seq_lens_before, slots, page_refs, status)

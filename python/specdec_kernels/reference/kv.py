@@ -70,3 +70,51 @@ def free_pages(pool: PagePool, keep_lens: Tensor, slots: Tensor | None = None, s
             if pool.page_refs[page] == 0:
                 pool.free_stack[int(pool.num_free)] = page
                 pool.num_free[0] += 1
+
+
+def place(page_table: Tensor, slot: int, row: int, page_size: int) -> tuple[int, int]:
+    """The page of a slot's KV row, and the row's number in it."""
+    return int(page_table[slot, row // page_size]), row % page_size
+
+
+def write_kv(
+    k: Tensor,
+    v: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    page_table: Tensor,
+    start_lens: Tensor,
+    row_offset: int = 0,
+    slots: Tensor | None = None,
+    num_valid: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+) -> None:
+    page_size = k_pool.shape[1]
+    batch = len(k) if cu_seqlens_q is None else len(cu_seqlens_q) - 1
+    for b, slot in working_rows(slots, len(start_lens), batch):
+        rows = b if cu_seqlens_q is None else slice(int(cu_seqlens_q[b]), int(cu_seqlens_q[b + 1]))
+        k_rows, v_rows = k[rows], v[rows]
+        for j in range(len(k_rows) if num_valid is None else int(num_valid[b])):
+            at = place(page_table, slot, int(start_lens[slot]) + row_offset + j, page_size)
+            k_pool[at], v_pool[at] = k_rows[j], v_rows[j]
+
+
+def move_kv(
+    k_pools: Tensor,
+    v_pools: Tensor,
+    page_table: Tensor,
+    path: Tensor,
+    num_valid: Tensor,
+    seq_lens_before: Tensor,
+    slots: Tensor | None = None,
+) -> None:
+    """All rows of a request are read before any is written."""
+    page_size = k_pools.shape[2]
+    for b, slot in working_rows(slots, len(seq_lens_before), len(path)):
+        start, count = int(seq_lens_before[slot]), int(num_valid[b])
+        sources = [place(page_table, slot, start + int(node), page_size) for node in path[b, :count]]
+        for pools in (k_pools, v_pools):
+            rows = [pools[:, page, row].clone() for page, row in sources]
+            for j in range(count):
+                page, row = place(page_table, slot, start + j, page_size)
+                pools[:, page, row] = rows[j]

@@ -1,0 +1,104 @@
+#include "kv/write_kv.h"
+
+#include <cstring>
+#include <limits>
+
+#include "kv/bytes.h"
+
+namespace specdec {
+namespace {
+
+NewRows new_rows(const TensorView& t, bool packed) {
+  const int row = packed ? 0 : 1;
+  return {.data = bytes(t),
+          .batch_stride = packed ? 0 : byte_stride(t, 0),
+          .row_stride = byte_stride(t, row),
+          .head_stride = byte_stride(t, row + 1)};
+}
+
+}  // namespace
+
+void write_kv(CallStream stream, const TensorView& k, const TensorView& v, const TensorView& k_pool,
+              const TensorView& v_pool, const TensorView& page_table, const TensorView& start_lens, int64_t row_offset,
+              const OptTensor& slots, const OptTensor& num_valid, const OptTensor& cu_seqlens_q,
+              const OptTensor& page_refs, const OptTensor& status) {
+  constexpr int64_t kMax = std::numeric_limits<int32_t>::max();
+  Check check("write_kv");
+  Dim B{"batch"}, Q{"q_len"}, T{"tokens"}, H{"heads"}, D{"head_dim"};
+  Dim P{"num_pages"}, Z{"page_size"}, R{"num_slots"}, M{"max_pages"}, ends{"batch + 1"};
+  const bool packed = cu_seqlens_q.has_value();
+  if (packed)
+    check.strided("k", k, {T, H, D}, kFloats);
+  else
+    check.strided("k", k, {B, Q, H, D}, kFloats);
+  const Dtypes dtype = dtype_of(k);
+  if (packed)
+    check.strided("v", v, {T, H, D}, dtype);
+  else
+    check.strided("v", v, {B, Q, H, D}, dtype);
+  check.range("heads * head_dim", H * D, 1, kMaxRowItems);
+  check.strided_output("k_pool", k_pool, {P, Z, H, D}, dtype);
+  check.range("page_size", Z, 1, kMax);
+  check.strided_output("v_pool", v_pool, {P, Z, H, D}, dtype);
+  check.tensor("page_table", page_table, {R, M}, kInt32);
+  check.tensor("start_lens", start_lens, {R}, kInt32);
+  check.range("row_offset", row_offset, -kMax, kMax);
+  check.tensor("cu_seqlens_q", cu_seqlens_q, {ends}, kInt32);
+  if (packed) {
+    check.range("batch + 1", ends, 1, kMax);
+    B.value = ends - 1;
+  }
+  check.slots(slots, B, R);
+  check.tensor("num_valid", num_valid, {B}, kInt32);
+  check.tensor("page_refs", page_refs, {P}, kInt32);
+  check.output("status", status, {R}, kInt32);
+  if (B == 0) return;
+
+  const WriteKvParams params{
+      .k = new_rows(k, packed),
+      .v = new_rows(v, packed),
+      .k_pool = pool_view(k_pool, 0),
+      .v_pool = pool_view(v_pool, 0),
+      .rows = {.page_table = page_table.data<int32_t>(),
+               .page_refs = data_or_null<const int32_t>(page_refs),
+               .max_pages = M,
+               .num_pages = P,
+               .page_size = Z},
+      .start_lens = start_lens.data<int32_t>(),
+      .row_offset = row_offset,
+      .slots = data_or_null<const int32_t>(slots),
+      .num_valid = data_or_null<const int32_t>(num_valid),
+      .cu_seqlens_q = data_or_null<const int32_t>(cu_seqlens_q),
+      .status = data_or_null<int32_t>(status),
+      .batch = B,
+      .q_len = packed ? T : Q,
+      .num_slots = R,
+      .heads = H,
+      .head_bytes = D * item_bytes(k),
+      .unit = copy_unit({&k, &v, &k_pool, &v_pool}),
+  };
+  SD_DISPATCH(check, stream, write_kv, params);
+}
+
+void write_kv_cpu(const WriteKvParams& p) {
+  const RowDivmod divmod{static_cast<int>(p.rows.page_size)};
+  for (int64_t b = 0; b < p.batch; ++b) {
+    const RowsToWrite r = rows_to_write(p, b);
+    if (r.bits) set_status(p.status, r.slot, r.bits);
+    for (int64_t j = 0; j < r.count; ++j) {
+      const KvRow to = find_own_row(p.rows, divmod, r.slot, p.start_lens[r.slot] + p.row_offset + j);
+      if (to.bits) {
+        set_status(p.status, r.slot, to.bits);
+        continue;
+      }
+      for (int64_t h = 0; h < p.heads; ++h) {
+        std::memcpy(row_data(p.k_pool, to) + h * p.k_pool.head_stride,
+                    row_data(p.k, b, r.first + j) + h * p.k.head_stride, p.head_bytes);
+        std::memcpy(row_data(p.v_pool, to) + h * p.v_pool.head_stride,
+                    row_data(p.v, b, r.first + j) + h * p.v.head_stride, p.head_bytes);
+      }
+    }
+  }
+}
+
+}  // namespace specdec

@@ -1,0 +1,69 @@
+// write_kv: scatters the valid rows of new K and V into the slots' pages.
+#pragma once
+
+#include "core/dispatch.h"
+#include "kv/page_rows.h"
+
+namespace specdec {
+
+// Rows [tokens, heads, head_dim] of one of the two inputs; strides in bytes.
+struct NewRows {
+  const char* data;
+  int64_t batch_stride, row_stride, head_stride;  // batch_stride is 0 for packed rows
+};
+
+struct WriteKvParams {
+  NewRows k, v;  // [batch, q_len, heads, head_dim], or packed [tokens, heads, head_dim]
+  PoolView k_pool, v_pool;
+  PageRows rows;
+  const int32_t* start_lens;  // [num_slots]
+  int64_t row_offset;
+  const int32_t* slots;         // [batch] or null
+  const int32_t* num_valid;     // [batch] or null
+  const int32_t* cu_seqlens_q;  // [batch + 1] or null: request b has the packed rows cu[b] to cu[b + 1] - 1
+  int32_t* status;              // [num_slots] or null
+  int64_t batch, q_len;         // q_len: rows of a request, or all packed rows
+  int64_t num_slots, heads;
+  int64_t head_bytes, unit;  // of one head; what it is copied in
+};
+
+void write_kv(CallStream stream, const TensorView& k, const TensorView& v, const TensorView& k_pool,
+              const TensorView& v_pool, const TensorView& page_table, const TensorView& start_lens, int64_t row_offset,
+              const OptTensor& slots, const OptTensor& num_valid, const OptTensor& cu_seqlens_q,
+              const OptTensor& page_refs, const OptTensor& status);
+
+void write_kv_cpu(const WriteKvParams& p);
+void write_kv_cuda(const WriteKvParams& p, Stream stream);
+
+// The rows request b writes: `count` of them, the first one at `first` of the (packed) input.
+struct RowsToWrite {
+  int64_t slot = -1, first = 0, count = 0;
+  int32_t bits = 0;
+};
+
+SD_HD RowsToWrite rows_to_write(const WriteKvParams& p, int64_t b) {
+  RowsToWrite r;
+  r.slot = slot_of(p.slots, b, p.num_slots);
+  if (r.slot < 0 || (p.status && (p.status[r.slot] & kStalled))) return r;
+  int64_t present = p.q_len;
+  if (p.cu_seqlens_q) {
+    r.first = p.cu_seqlens_q[b];
+    present = p.cu_seqlens_q[b + 1] - r.first;
+    if (r.first < 0 || present < 0 || r.first + present > p.q_len) {
+      r.bits = kBadLength;
+      return r;
+    }
+  }
+  r.count = p.num_valid ? p.num_valid[b] : present;
+  if (r.count < 0 || r.count > present || p.start_lens[r.slot] < 0) {
+    r.count = 0;
+    r.bits = kBadLength;
+  }
+  return r;
+}
+
+SD_HD const char* row_data(const NewRows& rows, int64_t b, int64_t row) {
+  return rows.data + b * rows.batch_stride + row * rows.row_stride;
+}
+
+}  // namespace specdec

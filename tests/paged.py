@@ -1,0 +1,24 @@
+"""Paged KV pools for the tests: shuffled page tables, and pools that are NaN where nobody wrote."""
+
+from __future__ import annotations
+
+import torch
+
+INT = torch.int32
+POISON = torch.nan
+
+
+def page_table(num_slots: int, max_pages: int, spare_pages: int = 2) -> tuple[torch.Tensor, int]:
+    """A full table of distinct pages in random order, and the number of pages."""
+    num_pages = num_slots * max_pages + spare_pages
+    pages = torch.randperm(num_pages, dtype=INT)[: num_slots * max_pages]
+    return pages.view(num_slots, max_pages).contiguous(), num_pages
+
+
+def poisoned(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.full(shape, POISON, dtype=dtype)
+
+
+def assert_same_bytes(got: torch.Tensor, want: torch.Tensor) -> None:
+    """Equal everywhere, with NaN equal to NaN: also what must not be written is compared."""
+    torch.testing.assert_close(got.cpu(), want, rtol=0, atol=0, equal_nan=True)
