@@ -25,8 +25,10 @@
 // --- ngram
 #include "ngram/ngram_index.h"
 // --- scheduler
+#include "scheduler/scheduler.h"
 
 namespace py = pybind11;
+using namespace py::literals;
 
 namespace pybind11::detail {
 
@@ -98,6 +100,121 @@ void raise_as(py::module_& m, PyObject* type) {
   });
 }
 
+// --- scheduler: the loop runs without the GIL, and takes it for each call of the Python executor.
+
+using specdec::scheduler::Emission;
+using specdec::scheduler::Tokens;
+
+class PyExecutor : public specdec::scheduler::Executor {
+ public:
+  explicit PyExecutor(py::object object) : object_(std::move(object)) {}
+  py::object& object() { return object_; }
+
+  void begin(int32_t slot, int64_t request_id, Tokens text) override { call("begin", slot, request_id, text); }
+  void prefill(int32_t slot, Tokens tokens, int64_t start, bool is_last) override {
+    call("prefill", slot, tokens, start, is_last);
+  }
+  void activate(int32_t slot, int64_t request_id, int64_t seq_len, int32_t root, int64_t remaining,
+                Tokens stop_tokens) override {
+    call("activate", slot, request_id, seq_len, root, remaining, stop_tokens);
+  }
+  void round(Tokens slots) override { call("round", slots); }
+  void deactivate(int32_t slot, int64_t request_id) override { call("deactivate", slot, request_id); }
+  void emit(const Emission& e) override {
+    call("emit", e.request_id, Tokens(e.tokens), static_cast<int32_t>(e.reason), e.counts.rounds, e.counts.drafted,
+         e.counts.accepted, e.status);
+  }
+
+ private:
+  template <class... Args>
+  void call(const char* method, const Args&... args) {
+    py::gil_scoped_acquire gil;
+    object_.attr(method)(argument(args)...);
+  }
+  template <class T>
+  static const T& argument(const T& value) {
+    return value;
+  }
+  static std::vector<int32_t> argument(Tokens tokens) { return {tokens.begin(), tokens.end()}; }
+
+  py::object object_;
+};
+
+// Owns what the scheduler refers to: the executor, and the arrays that rounds leave their results in.
+struct PyScheduler {
+  PyScheduler(py::object executor, py::tuple arrays, const specdec::scheduler::Config& config,
+              const specdec::scheduler::RoundResults& results)
+      : executor(std::move(executor)), arrays(std::move(arrays)), scheduler(config, this->executor, results) {}
+  PyExecutor executor;
+  py::tuple arrays;
+  specdec::scheduler::Scheduler scheduler;
+};
+
+// An engine is its scheduler's executor and owns it: the garbage collector has to see that circle.
+void collect_executor(PyHeapTypeObject* heap_type) {
+  PyTypeObject& type = heap_type->ht_type;
+  type.tp_flags |= Py_TPFLAGS_HAVE_GC;
+  type.tp_traverse = [](PyObject* self, visitproc visit, void* arg) {
+    Py_VISIT(Py_TYPE(self));
+    if (py::detail::is_holder_constructed(self))
+      Py_VISIT(py::cast<PyScheduler&>(py::handle(self)).executor.object().ptr());
+    return 0;
+  };
+  type.tp_clear = [](PyObject* self) {
+    if (py::detail::is_holder_constructed(self))
+      py::cast<PyScheduler&>(py::handle(self)).executor.object() = py::object();
+    return 0;
+  };
+}
+
+// The tokens of a list of ints or of an int32 tensor on the CPU.
+std::vector<int64_t> token_list(const char* name, const py::object& tokens) {
+  if (py::isinstance<py::list>(tokens) || py::isinstance<py::tuple>(tokens)) {
+    try {
+      return tokens.cast<std::vector<int64_t>>();
+    } catch (const py::cast_error&) {
+      throw specdec::TypeError(std::string("submit: ") + name + " holds other things, expected ints");
+    }
+  }
+  specdec::PyTensor tensor;
+  if (!tensor.load(tokens.ptr())) throw py::error_already_set();
+  specdec::Check check("submit");
+  specdec::Dim length{"length"};
+  check.tensor(name, tensor.view, {length}, specdec::kInt32);
+  check.that(!check.on_cuda(), name, "is on cuda", "a cpu tensor");
+  const auto* data = tensor.view.data<int32_t>();
+  return {data, data + length};
+}
+
+std::unique_ptr<PyScheduler> make_scheduler(py::object executor, int64_t num_slots, int64_t num_pages,
+                                            int64_t page_size, int64_t max_len, int64_t reserve, int64_t accept_width,
+                                            int64_t prefill_chunk, std::optional<int64_t> max_batch,
+                                            const py::object& out_tokens, const py::object& out_len,
+                                            const py::object& finish_reasons, const py::object& status,
+                                            const py::object& num_nodes) {
+  const specdec::scheduler::Config config{num_slots, num_pages,    page_size,     max_len,
+                                          reserve,   accept_width, prefill_chunk, max_batch.value_or(num_slots)};
+  specdec::scheduler::check_config(config);
+  specdec::Check check("Scheduler");
+  const auto array = [&](const char* name, const py::object& object, specdec::Shape shape) {
+    specdec::PyTensor tensor;
+    if (!tensor.load(object.ptr())) throw py::error_already_set();
+    check.tensor(name, tensor.view, shape, specdec::kInt32);
+    check.that(!check.on_cuda(), name, "is on cuda", "a cpu tensor");
+    return tensor.view.data<const int32_t>();
+  };
+  specdec::Dim rows{"max_batch", config.max_batch}, width{"accept_width", accept_width};
+  const specdec::scheduler::RoundResults results{
+      .out_tokens = array("out_tokens", out_tokens, {rows, width}),
+      .out_len = array("out_len", out_len, {rows}),
+      .finish_reasons = array("finish_reasons", finish_reasons, {rows}),
+      .status = array("status", status, {rows}),
+      .num_nodes = array("num_nodes", num_nodes, {rows}),
+  };
+  auto arrays = py::make_tuple(out_tokens, out_len, finish_reasons, status, num_nodes);
+  return std::make_unique<PyScheduler>(std::move(executor), std::move(arrays), config, results);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
@@ -154,6 +271,43 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
       .def_property_readonly("num_bytes", &NgramIndex::num_bytes);
 
   // --- scheduler
+  using Release = py::call_guard<py::gil_scoped_release>;
+  using Seconds = std::chrono::duration<double>;
+  py::class_<PyScheduler>(m, "Scheduler", py::custom_type_setup(collect_executor))
+      .def(py::init(&make_scheduler), "executor"_a, py::kw_only(), "num_slots"_a, "num_pages"_a, "page_size"_a,
+           "max_len"_a, "reserve"_a, "accept_width"_a, "prefill_chunk"_a, "max_batch"_a = py::none(), "out_tokens"_a,
+           "out_len"_a, "finish_reasons"_a, "status"_a, "num_nodes"_a)
+      .def(
+          "submit",
+          [](PyScheduler& s, const py::object& prompt, int64_t max_new_tokens, const py::object& stop_tokens) {
+            return s.scheduler.submit(token_list("prompt", prompt), max_new_tokens,
+                                      token_list("stop_tokens", stop_tokens));
+          },
+          "prompt"_a, "max_new_tokens"_a, "stop_tokens"_a = py::tuple())
+      .def("cancel", [](PyScheduler& s, int64_t request_id) { return s.scheduler.cancel(request_id); })
+      .def("abort_all", [](PyScheduler& s) { s.scheduler.abort_all(); })
+      .def(
+          "step", [](PyScheduler& s) { return s.scheduler.step(); }, Release())
+      .def(
+          "run_until_idle",
+          [](PyScheduler& s) {
+            s.scheduler.run_until_idle([] {
+              py::gil_scoped_acquire gil;
+              if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+            });
+          },
+          Release())
+      .def(
+          "wait_for_work", [](PyScheduler& s, double seconds) { return s.scheduler.wait_for_work(Seconds(seconds)); },
+          "timeout"_a, Release())
+      .def(
+          "drain", [](PyScheduler& s, double seconds) { return s.scheduler.drain(Seconds(seconds)); }, "timeout"_a,
+          Release())
+      .def_property_readonly("num_running", [](PyScheduler& s) { return s.scheduler.num_running(); })
+      .def_property_readonly("num_waiting", [](PyScheduler& s) { return s.scheduler.num_waiting(); })
+      .def_property_readonly("num_free_pages_estimate",
+                             [](PyScheduler& s) { return s.scheduler.num_free_pages_estimate(); })
+      .def_property_readonly("num_retractions", [](PyScheduler& s) { return s.scheduler.num_retractions(); });
 
   // --- what `specdec bench call_overhead` times: the boundary alone
   m.def("noop1", [](CallStream, const TensorView& a) { return a.ndim(); });

@@ -1,0 +1,27 @@
+#include "scheduler/config.h"
+
+#include <limits>
+#include <string>
+
+#include "core/check.h"
+#include "scheduler/admission.h"
+
+namespace specdec::scheduler {
+
+void check_config(const Config& config) {
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+  Check check("Scheduler");
+  check.range("num_slots", config.num_slots, 1, kMost);
+  check.range("page_size", config.page_size, 1, kMost);
+  check.range("max_len", config.max_len, 2, kMost);
+  check.range("accept_width", config.accept_width, 1, kMost);
+  check.range("reserve", config.reserve, config.accept_width + 1, kMost);
+  check.range("prefill_chunk", config.prefill_chunk, 1, kMost);
+  check.range("max_batch", config.max_batch, 1, config.num_slots);
+  const int64_t smallest = pages_for(config, config.max_len);
+  check.that(config.num_pages >= smallest && config.num_pages <= kMost, "num_pages",
+             "is " + std::to_string(config.num_pages),
+             std::to_string(smallest) + " to " + std::to_string(kMost) + " (one sequence of max_len tokens must fit)");
+}
+
+}  // namespace specdec::scheduler

@@ -1,0 +1,22 @@
+// The sizes the scheduler decides with, fixed for its life.
+#pragma once
+
+#include <cstdint>
+
+namespace specdec::scheduler {
+
+struct Config {
+  int64_t num_slots;
+  int64_t num_pages;  // of the pool
+  int64_t page_size;
+  int64_t max_len;        // tokens of a sequence, with prompt and root
+  int64_t reserve;        // KV rows a round may touch beyond seq_len
+  int64_t accept_width;   // S: most tokens a round gives a request
+  int64_t prefill_chunk;  // most prompt rows of one prefill call
+  int64_t max_batch;      // most rows of a round
+};
+
+// Throws ValueError for sizes that cannot work, such as a pool that one longest sequence would overflow.
+void check_config(const Config& config);
+
+}  // namespace specdec::scheduler

@@ -1,0 +1,57 @@
+// A request and its life: queued -> prefilling -> running -> finished, and back to queued when it is retracted.
+#pragma once
+
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+namespace specdec::scheduler {
+
+enum class RequestState { kQueued, kPrefilling, kRunning, kFinished };
+
+// What `emit` reports. Up to kContext the device decides (commit_tokens); the rest is the scheduler's.
+enum class FinishReason : int32_t { kNone = 0, kStop = 1, kLength = 2, kContext = 3, kCancelled = 4, kError = 5 };
+
+// Totals of a request since it was submitted, over the rounds that gave it tokens.
+struct RoundCounts {
+  int64_t rounds = 0;
+  int64_t drafted = 0;   // tree nodes without the root
+  int64_t accepted = 0;  // tokens without the bonus
+};
+
+struct Request {
+  int64_t id;
+  std::vector<int32_t> text;  // the prompt and every token read so far; the last one is the root
+  int64_t remaining;          // how many tokens it may still produce
+  std::vector<int32_t> stop_tokens;
+
+  RequestState state = RequestState::kQueued;
+  int32_t slot = -1;
+  int64_t prefilled = 0;    // rows of text[:-1] whose KV is written, while prefilling
+  uint64_t last_round = 0;  // number of the last round it took part in
+  RoundCounts counts = {};
+
+  int64_t seq_len() const { return static_cast<int64_t>(text.size()) - 1; }
+  bool running() const { return state == RequestState::kRunning; }
+
+  void take_slot(int32_t new_slot) {
+    state = RequestState::kPrefilling;
+    slot = new_slot;
+    prefilled = 0;
+  }
+  void start_running() { state = RequestState::kRunning; }
+  // Nothing is lost: `text` holds what was produced, and is prefilled again as a prompt would be.
+  void leave_slot(RequestState next) {
+    state = next;
+    slot = -1;
+  }
+  void accept(const int32_t* tokens, int64_t count, int64_t num_nodes) {
+    text.insert(text.end(), tokens, tokens + count);
+    remaining -= count;
+    counts.rounds += 1;
+    counts.drafted += num_nodes - 1;
+    counts.accepted += count - 1;
+  }
+};
+
+}  // namespace specdec::scheduler

@@ -1,0 +1,35 @@
+// Which slot holds whom. Slots never move; their holders are kept in the order in which they got them.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "scheduler/request.h"
+
+namespace specdec::scheduler {
+
+class Slots {
+ public:
+  explicit Slots(int64_t num_slots);
+
+  bool empty() const { return holders_.empty(); }
+  bool full() const { return free_.empty(); }
+  int64_t size() const { return static_cast<int64_t>(holders_.size()); }
+
+  // Gives the request the lowest free slot.
+  Request& hold(std::unique_ptr<Request> request);
+  // Takes the request out of its slot; `next` is the state it goes on in.
+  std::unique_ptr<Request> release(Request& request, RequestState next);
+
+  // The holder with this id, or null.
+  Request* find(int64_t id) const;
+  Request& newest() const { return *holders_.back(); }
+  // Oldest first. Invalidated by hold and release.
+  const std::vector<std::unique_ptr<Request>>& holders() const { return holders_; }
+
+ private:
+  std::vector<std::unique_ptr<Request>> holders_;
+  std::vector<int32_t> free_;  // falling, so that the lowest is at the back
+};
+
+}  // namespace specdec::scheduler

@@ -1,0 +1,694 @@
+"""The scheduler against a model of the device that knows every page, slot and token."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import random
+import threading
+import weakref
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from specdec_kernels import _C
+
+STOP, LENGTH, CONTEXT, CANCELLED, ERROR = 1, 2, 3, 4, 5
+STALLED, BAD_TREE, BAD_LENGTH = 1, 2, 8
+
+
+@dataclass(frozen=True)
+class Sizes:
+    num_slots: int = 3
+    num_pages: int = 64
+    page_size: int = 4
+    max_len: int = 24
+    reserve: int = 6
+    accept_width: int = 4
+    prefill_chunk: int = 5
+    max_batch: int = 3
+
+    def pages(self, rows: int) -> int:
+        return -(-(min(rows, self.max_len) + self.reserve) // self.page_size)
+
+    @staticmethod
+    def random(rng: random.Random) -> Sizes:
+        num_slots, accept_width, max_len = rng.randint(1, 6), rng.randint(1, 6), rng.randint(2, 40)
+        sizes = Sizes(
+            num_slots=num_slots,
+            page_size=rng.choice([1, 2, 3, 4, 16]),
+            max_len=max_len,
+            reserve=accept_width + rng.randint(1, 6),
+            accept_width=accept_width,
+            prefill_chunk=rng.randint(1, 12),
+            max_batch=num_slots if rng.random() < 0.7 else rng.randint(1, num_slots),
+        )
+        smallest = sizes.pages(max_len)
+        return Sizes(**{**vars(sizes), "num_pages": rng.choice([smallest, smallest + 1, 2 * smallest, 9 * smallest])})
+
+
+def token(request_id: int, position: int) -> int:
+    """The token of a request at a position, whatever happens to it: a lost or repeated one is seen."""
+    return (request_id * 7919 + position * 104729) % 997
+
+
+@dataclass
+class Slot:
+    request_id: int
+    text: list[int]
+    rows: int = 0  # committed
+    pages: int = 0
+    active: bool = False
+    finished: bool = False
+    chunks_waited: int = 0
+
+    @property
+    def takes_part(self) -> bool:
+        return self.active and not self.finished
+
+
+@dataclass
+class Sent:
+    """What the test knows of a request."""
+
+    prompt: list[int]
+    max_new_tokens: int
+    stop_tokens: list[int]
+    produced: list[int] = field(default_factory=list)  # on the device
+    emitted: list[int] = field(default_factory=list)
+    reason: int = 0
+    status: int = 0
+    counts: tuple[int, int, int] = (0, 0, 0)
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    cancelled: bool = False
+    failed: bool = False
+
+
+class Fault(Exception):
+    pass
+
+
+class Device:
+    """A fake executor. It models the device exactly, and asserts what the scheduler owes it at every call."""
+
+    def __init__(self, sizes: Sizes, seed: int = 0) -> None:
+        self.sizes, self.rng = sizes, random.Random(seed)
+        rows = sizes.max_batch
+        self.out_tokens = np.zeros((rows, sizes.accept_width), np.int32)
+        self.out_len, self.finish_reasons, self.status, self.num_nodes = np.zeros((4, rows), np.int32)
+        arrays = {n: getattr(self, n) for n in ("out_tokens", "out_len", "finish_reasons", "status", "num_nodes")}
+        self.scheduler = _C.Scheduler(self, **vars(sizes), **arrays)
+        self.slots: dict[int, Slot] = {}  # in the order of `begin`
+        self.sent: dict[int, Sent] = {}
+        self.visible: set[int] = set()  # submitted before this turn (stays empty where others drive the loop)
+        self.to_cancel: set[int] = set()  # cancelled before this turn
+        self.first_starts: list[int] = []
+        self.retracted: list[int] = []
+        self.events: list[str] = []
+        self.faults: dict[str, float] = {}  # method -> probability of raising
+        self.stall = 0.0
+        self.on_emit: Any = lambda request_id: None
+        self.spoil: Any = lambda row, sent: None  # damages row `row` of the results
+
+    # --- driving
+
+    def submit(self, prompt: list[int], max_new_tokens: int, stop_tokens: list[int] = []) -> int:  # noqa: B006
+        request_id = self.scheduler.submit(prompt, max_new_tokens, stop_tokens)
+        self.sent[request_id] = Sent(prompt, max_new_tokens, stop_tokens)
+        return request_id
+
+    def submit_any(self) -> int:
+        rng, next_id = self.rng, len(self.sent)
+        prompt = [rng.randrange(997) for _ in range(rng.choice([1, 2, rng.randint(1, self.sizes.max_len)]))]
+        prompt = prompt[: self.sizes.max_len - 1]
+        stops = [token(next_id, len(prompt) + rng.randrange(30))] if rng.random() < 0.3 else []
+        assert self.submit(prompt, rng.choice([1, 3, 10, 1000]), stops) == next_id
+        return next_id
+
+    def cancel(self, request_id: int) -> None:
+        sent = self.sent[request_id]
+        was_alive = self.scheduler.cancel(request_id)
+        sent.cancelled |= was_alive
+        if sent.reason:
+            assert not was_alive
+
+    def step(self) -> bool:
+        self.visible = set(self.sent)
+        self.to_cancel = {i for i, s in self.sent.items() if s.cancelled}
+        again = self.scheduler.step()
+        assert self.scheduler.num_running == len(self.slots)
+        assert self.scheduler.num_waiting == sum(not s.reason for s in self.sent.values()) - len(self.slots)
+        assert self.scheduler.num_free_pages_estimate == self.sizes.num_pages - self.needed(0)
+        assert again == any(not s.reason for s in self.sent.values())
+        return again
+
+    def run(self) -> None:
+        turns = 0
+        while self.step():
+            turns += 1
+            assert turns < 20_000, "the loop does not come to an end"
+        assert self.scheduler.num_retractions == len(self.retracted)
+        self.check_all_done()
+
+    def check_all_done(self) -> None:
+        assert not self.slots and self.scheduler.num_waiting == self.scheduler.num_running == 0
+        for request_id, sent in self.sent.items():
+            want, reason = self.expected(request_id)
+            assert sent.emitted == want[: len(sent.emitted)]
+            if sent.reason == CANCELLED:
+                assert sent.cancelled
+            elif sent.reason == ERROR:
+                assert sent.failed or sent.status
+            else:
+                assert (sent.emitted, sent.reason) == (want, reason)
+
+    def expected(self, request_id: int) -> tuple[list[int], int]:
+        sent, tokens = self.sent[request_id], []
+        while True:
+            position = len(sent.prompt) + len(tokens)
+            tokens.append(token(request_id, position))
+            if tokens[-1] in sent.stop_tokens:
+                return tokens, STOP
+            if len(tokens) == sent.max_new_tokens:
+                return tokens, LENGTH
+            if position + 1 == self.sizes.max_len:
+                return tokens, CONTEXT
+
+    # --- what is true of the pool
+
+    def needed(self, rounds: int) -> int:
+        growth = self.sizes.accept_width * rounds
+        return sum(self.sizes.pages(len(s.text) - 1 + (growth if s.active else 0)) for s in self.slots.values())
+
+    def take_pages(self, slot: Slot) -> None:
+        slot.pages = max(slot.pages, self.sizes.pages(len(slot.text) - 1))
+        assert sum(s.pages for s in self.slots.values()) <= self.sizes.num_pages, "the pool overflows"
+
+    def waiting(self) -> list[int]:
+        held = {s.request_id for s in self.slots.values()}
+        return [i for i in sorted(self.visible) if i not in held and not self.sent[i].reason]
+
+    def may_fail(self, method: str, *request_ids: int) -> None:
+        self.events.append(method)
+        if self.rng.random() < self.faults.get(method, 0):
+            for request_id in request_ids:
+                self.sent[request_id].failed = True
+            raise Fault(method)
+
+    # --- the executor
+
+    def begin(self, slot: int, request_id: int, text: list[int]) -> None:
+        sent = self.sent[request_id]
+        assert slot not in self.slots and 0 <= slot < self.sizes.num_slots
+        assert text == sent.prompt + sent.emitted, "a retracted request returns with what was emitted"
+        if self.visible:
+            assert request_id == self.waiting()[0], "first come, first served"
+        assert self.needed(1) + self.sizes.pages(len(text) - 1) <= self.sizes.num_pages
+        self.slots[slot] = Slot(request_id, list(text))
+        self.take_pages(self.slots[slot])
+        if request_id not in self.first_starts:
+            self.first_starts.append(request_id)
+        self.may_fail("begin", request_id)
+
+    def prefill(self, slot: int, tokens: list[int], start: int, is_last: bool) -> None:
+        state = self.slots[slot]
+        assert not state.active and start == state.rows and 1 <= len(tokens) <= self.sizes.prefill_chunk
+        assert tokens == state.text[start : start + len(tokens)]
+        self.may_fail("prefill", state.request_id)
+        state.rows += len(tokens)
+        assert state.rows <= len(state.text) - 1 and is_last == (state.rows == len(state.text) - 1)
+        for other in self.slots.values():
+            other.chunks_waited += other.takes_part
+            assert other.chunks_waited <= 1 or self.sizes.max_batch < self.sizes.num_slots or self.faults
+
+    def activate(
+        self, slot: int, request_id: int, seq_len: int, root: int, remaining: int, stop_tokens: list[int]
+    ) -> None:
+        state, sent = self.slots[slot], self.sent[request_id]
+        assert state.request_id == request_id and not state.active
+        assert seq_len == state.rows == len(state.text) - 1 and root == state.text[-1]
+        assert remaining == min(sent.max_new_tokens, self.sizes.max_len) - len(sent.emitted) > 0
+        assert stop_tokens == sent.stop_tokens
+        self.may_fail("activate", request_id)
+        state.active = True
+
+    def round(self, slots: list[int]) -> None:
+        running = [s for s, state in self.slots.items() if state.takes_part]
+        assert len(slots) == len(set(slots)) == min(len(running), self.sizes.max_batch) and set(slots) <= set(running)
+        waiting = self.waiting()
+        if waiting and len(self.slots) < self.sizes.num_slots:
+            first = self.sent[waiting[0]]
+            pages = self.sizes.pages(len(first.prompt) + len(first.emitted) - 1)
+            assert self.needed(1) + pages > self.sizes.num_pages or first.cancelled, "who fits is admitted"
+        self.may_fail("round", *(self.slots[s].request_id for s in slots))
+        garbage = self.rng.choice([-1, 2**31 - 1])
+        for array in (self.out_tokens, self.out_len, self.finish_reasons, self.status, self.num_nodes):
+            array.fill(garbage)
+        for row, slot in enumerate(slots):
+            state = self.slots[slot]
+            self.take_pages(state)
+            state.chunks_waited = 0
+            stalls = row > 0 and self.rng.random() < self.stall
+            self.play(row, state, 0 if stalls else self.rng.randint(1, self.sizes.accept_width))
+
+    def play(self, row: int, state: Slot, count: int) -> None:
+        """One slot's part of a round: `count` tokens, cut at a stop token, the budget or the length limit."""
+        sent = self.sent[state.request_id]
+        want, reason = self.expected(state.request_id)
+        new = want[len(sent.produced) :][:count]
+        state.finished = len(sent.produced) + len(new) == len(want)
+        self.out_tokens[row, : len(new)] = new
+        self.out_len[row] = len(new)
+        self.finish_reasons[row] = reason if state.finished else 0
+        self.status[row] = 0 if count else STALLED
+        self.num_nodes[row] = nodes = self.rng.randint(1, 9)
+        sent.produced += new
+        state.text += new
+        state.rows += len(new)
+        if count:
+            sent.rounds, sent.drafted, sent.accepted = (
+                sent.rounds + 1,
+                sent.drafted + nodes - 1,
+                sent.accepted + len(new) - 1,
+            )
+        self.spoil(row, sent)
+
+    def deactivate(self, slot: int, request_id: int) -> None:
+        state, sent = self.slots[slot], self.sent[request_id]
+        assert state.request_id == request_id
+        cancelled = request_id in self.to_cancel if self.visible else sent.cancelled
+        if not (state.finished or cancelled or sent.failed):
+            newest = list(self.slots)[-1]
+            assert slot == newest and self.needed(0) > self.sizes.num_pages, "only the newest, only in want of pages"
+            self.retracted.append(request_id)
+        del self.slots[slot]
+        self.may_fail("deactivate")
+
+    def emit(
+        self, request_id: int, tokens: list[int], reason: int, rounds: int, drafted: int, accepted: int, status: int
+    ) -> None:
+        sent = self.sent[request_id]
+        assert not sent.reason, "nothing follows the last emission"
+        assert tokens or reason
+        sent.emitted += tokens
+        sent.reason, sent.status, sent.counts = reason, status, (rounds, drafted, accepted)
+        if reason != ERROR:
+            assert sent.emitted == sent.produced and sent.counts == (sent.rounds, sent.drafted, sent.accepted)
+        if reason:
+            assert request_id not in {s.request_id for s in self.slots.values()}, "pages go back before the last tokens"
+        self.on_emit(request_id)
+        self.may_fail("emit", *([] if reason else [request_id]))
+
+
+def any_device(seed: int) -> Device:
+    return Device(Sizes.random(random.Random(seed)), seed)
+
+
+# --- random mixes
+
+MIXES = 500
+
+
+@pytest.mark.parametrize("batch", range(8))
+def test_mixes(batch: int) -> None:
+    retractions = 0
+    for seed in range(batch * MIXES, (batch + 1) * MIXES):
+        device = any_device(seed)
+        device.stall = device.rng.choice([0, 0, 0.3])
+        for _ in range(device.rng.randint(1, 10)):
+            device.submit_any()
+            for _ in range(device.rng.choice([0, 0, 1, 5])):
+                device.step()
+        device.run()
+        assert device.first_starts == sorted(device.sent)
+        retractions += len(device.retracted)
+    assert retractions > 60
+
+
+@pytest.mark.parametrize("batch", range(2))
+def test_mixes_with_cancels_and_submits_anywhere(batch: int) -> None:
+    reasons = set()
+    for seed in range(batch * MIXES, (batch + 1) * MIXES):
+        device = any_device(seed)
+        rng = device.rng
+
+        def meddle(_: int, device: Device = device, rng: random.Random = rng) -> None:
+            if rng.random() < 0.1:
+                device.cancel(rng.randrange(len(device.sent)))
+            if rng.random() < 0.1 and len(device.sent) < 20:
+                device.submit_any()
+
+        device.on_emit = meddle
+        for _ in range(rng.randint(1, 10)):
+            device.submit_any()
+            if rng.random() < 0.3:
+                device.cancel(rng.randrange(len(device.sent)))
+            for _ in range(rng.choice([0, 1, 3])):
+                device.step()
+        device.run()
+        reasons |= {s.reason for s in device.sent.values()}
+    assert reasons == {STOP, LENGTH, CONTEXT, CANCELLED}
+
+
+@pytest.mark.parametrize("method", ["begin", "prefill", "activate", "round", "deactivate", "emit"])
+def test_mixes_with_exceptions(method: str) -> None:
+    """Whatever raises, the exception comes out, its requests end with an error, and the others lose nothing."""
+    faults = 0
+    for seed in range(300):
+        device = any_device(seed)
+        device.faults = {method: 0.15}
+        for _ in range(device.rng.randint(1, 10)):
+            device.submit_any()
+        while True:
+            try:
+                if not device.step():
+                    break
+            except Fault as fault:
+                assert str(fault) == method
+                faults += 1
+        device.check_all_done()
+        for sent in device.sent.values():
+            assert sent.failed == (sent.reason == ERROR) and sent.status == 0
+    assert faults > 200
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    sizes=st.builds(Sizes.random, st.randoms(use_true_random=False)),
+    plan=st.lists(
+        st.one_of(
+            st.tuples(st.just("submit"), st.integers(1, 39), st.integers(1, 40)),
+            st.tuples(st.just("cancel"), st.integers(0, 20), st.just(0)),
+            st.tuples(st.just("step"), st.integers(1, 8), st.just(0)),
+        ),
+        max_size=25,
+    ),
+)
+def test_plans(sizes: Sizes, plan: list[tuple[str, int, int]]) -> None:
+    device = Device(sizes)
+    for verb, a, b in plan:
+        if verb == "submit":
+            device.submit([a] * min(a, sizes.max_len - 1), b)
+        elif verb == "cancel" and a in device.sent:
+            device.cancel(a)
+        elif verb == "step":
+            for _ in range(a):
+                device.step()
+    device.run()
+
+
+# --- one rule at a time
+
+
+def test_retraction_and_return() -> None:
+    sizes = Sizes(num_slots=2, num_pages=8, page_size=4, max_len=24, reserve=6, accept_width=4, max_batch=2)
+    device = Device(sizes)
+    assert sizes.pages(sizes.max_len) == sizes.num_pages, "the smallest legal pool"
+    old, new = device.submit([1, 2], 20), device.submit([3], 20)
+    device.run()
+    assert device.retracted and set(device.retracted) == {new}
+    assert len(device.sent[old].emitted) == len(device.sent[new].emitted) == 20
+
+
+def test_chunks_follow_each_other_until_someone_decodes() -> None:
+    device = Device(Sizes(prefill_chunk=2))
+    device.submit([1] * 8, 1000)
+    for _ in range(4):
+        device.step()
+    assert device.events == ["begin", "prefill", "prefill", "prefill", "prefill", "activate", "round", "emit"]
+    device.events.clear()
+    device.submit([1] * 5, 1000)
+    device.step()
+    device.step()
+    assert device.events == ["begin", "prefill", "round", "emit", "prefill", "activate", "round", "emit", "emit"]
+
+
+def test_one_token_prompts_need_no_prefill() -> None:
+    device = Device(Sizes())
+    device.submit([5], 1)
+    assert not device.step()
+    assert device.events == ["begin", "activate", "round", "deactivate", "emit"]
+
+
+def test_small_rounds_take_turns() -> None:
+    device = Device(Sizes(num_slots=3, max_batch=1, accept_width=1, max_len=100))
+    for _ in range(3):
+        device.submit([7], 5)
+    for turn in range(1, 13):
+        device.step()
+        lengths = [len(s.emitted) for s in device.sent.values()]
+        assert sum(lengths) == turn and max(lengths) - min(lengths) <= 1
+
+
+def test_bad_status_ends_one_request() -> None:
+    device = Device(Sizes())
+    bad, good = device.submit([1, 2], 9), device.submit([3], 9)
+
+    def spoil(row: int, sent: Sent) -> None:
+        if sent is device.sent[bad] and len(sent.produced) > 2:
+            device.status[row] |= BAD_TREE | STALLED
+            sent.failed = True
+
+    device.spoil = spoil
+    device.run()
+    assert (device.sent[bad].reason, device.sent[bad].status) == (ERROR, BAD_TREE)
+    assert device.sent[good].reason == LENGTH
+
+
+@pytest.mark.parametrize(
+    ("array", "value"),
+    [
+        ("out_len", 5),
+        ("out_len", -1),
+        ("out_len", 2**31 - 1),
+        ("out_tokens", -1),
+        ("finish_reasons", 4),
+        ("finish_reasons", -1),
+    ],
+)
+def test_results_out_of_range_end_one_request(array: str, value: int) -> None:
+    device = Device(Sizes())
+    bad, good = device.submit([1], 9), device.submit([3], 9)
+
+    def spoil(row: int, sent: Sent) -> None:
+        if sent is device.sent[bad]:
+            getattr(device, array)[row] = value
+            sent.failed = True
+
+    device.spoil = spoil
+    device.run()
+    assert (device.sent[bad].reason, device.sent[bad].status, device.sent[bad].emitted) == (ERROR, BAD_LENGTH, [])
+    assert device.sent[good].reason == LENGTH
+
+
+def test_a_round_that_goes_nowhere_ends_the_newest() -> None:
+    """Pages that were counted and are not there: the loop gives way instead of spinning."""
+    device = Device(Sizes())
+    first, second = device.submit([1], 9), device.submit([2], 9)
+    device.sent[second].failed = True
+    play = device.play
+    device.play = lambda row, state, count: play(row, state, count if device.sent[second].reason else 0)  # type: ignore[method-assign]
+    device.run()
+    assert (device.sent[second].reason, device.sent[second].status) == (ERROR, STALLED)
+    assert device.sent[first].reason == LENGTH
+
+
+def test_abort_all() -> None:
+    device = Device(Sizes())
+    for _ in range(6):
+        device.submit([1, 2, 3], 1000)
+    device.step()
+    device.scheduler.abort_all()
+    for sent in device.sent.values():
+        sent.cancelled = True
+    assert not device.step()
+    assert {s.reason for s in device.sent.values()} == {CANCELLED}
+    device.check_all_done()
+
+
+def test_idle_and_unknown() -> None:
+    device = Device(Sizes())
+    assert not device.step()
+    assert not device.scheduler.cancel(0)
+    assert device.scheduler.drain(0) and not device.scheduler.wait_for_work(0)
+    device.submit([1], 1)
+    assert not device.scheduler.drain(0) and device.scheduler.wait_for_work(0)
+    device.run()
+    assert not device.scheduler.cancel(0) and device.scheduler.drain(0)
+
+
+def test_int32_tensors_are_prompts_too() -> None:
+    device = Device(Sizes())
+    request_id = device.scheduler.submit(np.array([4, 5], np.int32), 2, np.array([], np.int32))
+    device.sent[request_id] = Sent([4, 5], 2, [])
+    device.run()
+
+
+# --- threads, signals, lifetime
+
+
+def test_submit_and_cancel_from_threads() -> None:
+    device = Device(Sizes(num_slots=5, max_batch=5, num_pages=20))
+    lock, per_thread = threading.Lock(), 60
+
+    def client(seed: int) -> None:
+        rng = random.Random(seed)
+        for _ in range(per_thread):
+            with lock:  # the model's table must know a request before the loop does
+                request_id = device.submit_any()
+            if rng.random() < 0.3:
+                victim = rng.choice([request_id, rng.randrange(request_id + 1)])
+                device.sent[victim].cancelled = True
+                device.scheduler.cancel(victim)
+
+    original = device.begin
+
+    def begin(slot: int, request_id: int, text: list[int]) -> None:
+        with lock:
+            original(slot, request_id, text)
+
+    device.begin = begin  # type: ignore[method-assign]
+    stop, failures = threading.Event(), []
+
+    def serve() -> None:
+        try:
+            while not (stop.is_set() and device.scheduler.drain(0)):
+                if device.scheduler.wait_for_work(0.01):
+                    device.scheduler.run_until_idle()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=client, args=(seed,)) for seed in range(4)]
+    server = threading.Thread(target=serve)
+    for thread in [server, *threads]:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert device.scheduler.drain(10) or failures
+    stop.set()
+    server.join()
+    assert not failures
+    assert len(device.sent) == 4 * per_thread
+    device.check_all_done()
+
+
+def test_one_loop_at_a_time() -> None:
+    device = Device(Sizes())
+    messages = []
+
+    def step_again(_: int) -> None:
+        with pytest.raises(RuntimeError) as error:
+            device.scheduler.step()
+        messages.append(str(error.value))
+
+    device.on_emit = step_again
+    device.submit([1], 1)
+    device.run()
+    assert messages == ["step: the loop is running already, expected one at a time"]
+
+
+def test_interrupt_between_turns() -> None:
+    """No executor call runs bytecode here, so only the loop itself can notice the signal. Nothing is lost."""
+    interrupt = ctypes.pythonapi.PyErr_SetInterrupt
+    interrupt.argtypes, interrupt.restype = [ctypes.py_object], None
+    ignore = "".format
+    executor = SimpleNamespace(
+        begin=ignore, prefill=ignore, activate=ignore, round=interrupt, deactivate=ignore, emit=ignore
+    )
+    one = np.ones(1, np.int32)
+    finish_reasons = np.zeros(1, np.int32)
+    sizes = Sizes(num_slots=1, max_batch=1, accept_width=1)
+    scheduler = _C.Scheduler(
+        executor,
+        **vars(sizes),
+        out_tokens=one[:, None],
+        out_len=one,
+        finish_reasons=finish_reasons,
+        status=np.zeros(1, np.int32),
+        num_nodes=one,
+    )
+    scheduler.submit([1, 2], 3)
+    with pytest.raises(KeyboardInterrupt):
+        scheduler.run_until_idle()
+    assert scheduler.num_running == 1
+    executor.round = ignore
+    scheduler.step()
+    finish_reasons[0] = LENGTH
+    scheduler.run_until_idle()
+    assert scheduler.drain(0)
+
+
+def test_an_engine_and_its_scheduler_are_collected() -> None:
+    device = Device(Sizes())
+    alive = weakref.ref(device)
+    del device
+    gc.collect()
+    assert alive() is None
+
+
+# --- messages
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([], 1), "submit: prompt is empty, expected at least 1 token"),
+        (([1] * 24, 1), "submit: prompt has 24 tokens, expected at most 23 (max_len - 1)"),
+        (([1, -5], 1), "submit: prompt[1] is -5, expected 0 to 2147483647"),
+        (([2**31], 1), "submit: prompt[0] is 2147483648, expected 0 to 2147483647"),
+        (([1], 0), "submit: max_new_tokens is 0, expected at least 1"),
+        (([1], 1, [3, -1]), "submit: stop_tokens[1] is -1, expected 0 to 2147483647"),
+        ((np.zeros((2, 2), np.int32), 1), "submit: prompt has shape [2, 2], expected [length]"),
+        ((np.zeros(2, np.int64), 1), "submit: prompt is int64, expected int32"),
+    ],
+)
+def test_submit_messages(arguments: tuple[Any, ...], message: str) -> None:
+    device = Device(Sizes())
+    with pytest.raises(ValueError) as error:
+        device.scheduler.submit(*arguments)
+    assert str(error.value) == message
+    assert device.scheduler.num_waiting == 0 and device.submit_any() == 0
+
+
+def test_submit_wants_ints() -> None:
+    device = Device(Sizes())
+    with pytest.raises(TypeError, match=r"^submit: prompt holds other things, expected ints$"):
+        device.scheduler.submit(["a"], 1)
+    with pytest.raises(TypeError, match=r"^expected a tensor"):
+        device.scheduler.submit("text", 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_slots": 0}, "Scheduler: num_slots is 0, expected 1 to 2147483647"),
+        ({"page_size": 0}, "Scheduler: page_size is 0, expected 1 to 2147483647"),
+        ({"max_len": 1}, "Scheduler: max_len is 1, expected 2 to 2147483647"),
+        ({"reserve": 4}, "Scheduler: reserve is 4, expected 5 to 2147483647"),
+        ({"prefill_chunk": 0}, "Scheduler: prefill_chunk is 0, expected 1 to 2147483647"),
+        ({"max_batch": 4}, "Scheduler: max_batch is 4, expected 1 to 3"),
+        ({"num_pages": 7}, "Scheduler: num_pages is 7, expected 8 to 2147483647 (one sequence of max_len tokens must fit)"),
+        ({"out_len": np.zeros(2, np.int32)}, "Scheduler: out_len has shape [2], expected [max_batch=3]"),
+        ({"status": np.zeros(3, np.int64)}, "Scheduler: status is int64, expected int32"),
+    ],
+)  # fmt: skip
+def test_constructor_messages(change: dict[str, Any], message: str) -> None:
+    rows = {n: np.zeros(3, np.int32) for n in ("out_len", "finish_reasons", "status", "num_nodes")}
+    arguments = {**vars(Sizes()), "out_tokens": np.zeros((3, 4), np.int32), **rows, **change}
+    with pytest.raises(ValueError) as error:
+        _C.Scheduler(None, **arguments)
+    assert str(error.value) == message
+
+
+def test_max_batch_defaults_to_num_slots() -> None:
+    arguments = {**vars(Sizes()), "max_batch": None, "out_tokens": np.zeros((3, 4), np.int32)}
+    for name in ("out_len", "finish_reasons", "status", "num_nodes"):
+        arguments[name] = np.zeros(3, np.int32)
+    _C.Scheduler(None, **arguments)
