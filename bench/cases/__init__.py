@@ -1,0 +1,8 @@
+"""Every case, one file per room of csrc/."""
+
+from __future__ import annotations
+
+from ..harness import Case
+from . import draft
+
+CASES: dict[str, Case] = {case.op: case for room in (draft,) for case in room.CASES}
