@@ -16,6 +16,10 @@ def poisoned(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.full(shape, garbage, dtype=dtype, device=device)
 
 
+def bytes_of(*tensors: Tensor) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
 def expect_equal(name: str, got: Tensor, want: Tensor) -> None:
     """Same shape, same elements."""
     compare(name, got, want, lambda g, w: g == w)

@@ -47,6 +47,7 @@ class Case:
     grid: Mapping[str, Sequence[Any]]
     make: Callable[[torch.device, Params], Work]
     cpu_grid: Mapping[str, Sequence[Any]] | None = None  # where the GPU's sizes would take minutes on a CPU
+    devices: tuple[str, ...] = ("cpu", "cuda")
 
     def sizes(self, device: torch.device, quick: bool = False, **chosen: Sequence[Any]) -> Iterator[Params]:
         """All combinations, or with `quick` the smallest; `chosen` replaces a parameter's values in either."""

@@ -17,6 +17,8 @@ REPLAYS = 40  # medians are of at least 30
 ROUND_SECONDS = 2e-3
 MAX_SECONDS = 2.0  # of host timing; a slow op gets fewer rounds, never fewer than MIN_ROUNDS
 MIN_ROUNDS, MAX_ROUNDS = 5, 40
+MAX_CALLS = 10_000  # a round
+MAX_LAUNCHES = 200  # a round of calls that launch: well below the depth of a GPU's queue, where a launch would wait
 
 
 @dataclass(frozen=True)
@@ -82,10 +84,11 @@ def cpu_time(
 ) -> list[Times]:
     """Wall time per call of each of `calls`, in interleaved rounds, so that a slow spell of the machine hits them all.
 
-    `after_round` runs outside the clock (to drain a GPU's queue, say). With `restores`, one call is timed at a time
+    `after_round` runs outside the clock, to drain the queue of a GPU. With `restores`, one call is timed at a time
     with its restore before it, outside the clock.
     """
-    counts = [1 if restores is not None else calls_per_round(call) for call in calls]
+    most = MAX_CALLS if after_round is None else MAX_LAUNCHES
+    counts = [1 if restores is not None else calls_per_round(call, most) for call in calls]
     samples: list[list[float]] = [[] for _ in calls]
     begin = time.perf_counter()
     for done in range(MAX_ROUNDS):
@@ -103,8 +106,8 @@ def cpu_time(
     return [times_of(s) for s in samples]
 
 
-def calls_per_round(call: Call) -> int:
+def calls_per_round(call: Call, most: int) -> int:
     call()
     start = time.perf_counter()
     call()
-    return max(1, min(10_000, int(ROUND_SECONDS / max(time.perf_counter() - start, 1e-9))))
+    return max(1, min(most, int(ROUND_SECONDS / max(time.perf_counter() - start, 1e-9))))

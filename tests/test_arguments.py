@@ -203,8 +203,8 @@ def test_number_of_dimensions(shape: tuple[int, ...], message: str) -> None:
 
 def test_number_of_dimensions_of_an_output() -> None:
     with pytest.raises(ValueError) as error:
-        sd.select_topk(LOGITS, 2, out_ids=torch.zeros((), dtype=torch.int32))
-    assert str(error.value) == "select_topk: out_ids has shape [], expected [rows=2, k]"
+        sd.select_topk(LOGITS, 2, out_logprobs=torch.zeros(()))
+    assert str(error.value) == "select_topk: out_logprobs has shape [], expected [rows=2, k=2]"
 
 
 def test_read_only_output() -> None:

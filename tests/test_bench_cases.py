@@ -10,9 +10,15 @@ from specdec_kernels.bench import timing
 from specdec_kernels.bench.cases import CASES
 from specdec_kernels.bench.ceilings import Ceilings
 from specdec_kernels.bench.compare import WrongResult
-from specdec_kernels.bench.harness import Case, check, measure
+from specdec_kernels.bench.harness import Case, Work, check, measure
 
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+
+
+def make_smallest(case: Case, device: torch.device) -> Work:
+    if device.type not in case.devices:
+        pytest.skip(f"runs on {' and '.join(case.devices)} only")
+    return case.make(device, case.smallest(device))
 
 
 def test_every_op_has_a_case() -> None:
@@ -22,18 +28,20 @@ def test_every_op_has_a_case() -> None:
 
 @every_case
 def test_smallest_size_passes_its_check(device: torch.device, case: Case) -> None:
-    check(case.make(device, case.smallest(device)))
+    check(make_smallest(case, device))
 
 
 @every_case
 def test_check_sees_an_op_that_did_nothing(device: torch.device, case: Case) -> None:
-    work = case.make(device, case.smallest(device))
+    work = make_smallest(case, device)
     with pytest.raises(WrongResult):
         work.check()
 
 
 @every_case
 def test_smallest_size_is_measured(device: torch.device, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device.type not in case.devices:
+        pytest.skip("no such half")
     monkeypatch.setattr(timing, "MAX_SECONDS", 0.01)
     result = measure(case, case.smallest(device), device, Ceilings(1e12, 1e12, 1e12))
     assert result.error is None and result.time is not None

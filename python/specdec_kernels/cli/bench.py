@@ -117,12 +117,16 @@ def find_device(wanted: str | None) -> Any:
 def plan_of(
     names: Sequence[str], cases: dict[str, Any], device: Any, quick: bool, chosen: dict[str, Any]
 ) -> list[tuple[Any, dict[str, Any]]]:
-    """Every (case, size) to measure. With several ops, a choice applies to those that have the parameter."""
+    """Every (case, size) to measure. With several ops, a choice applies to those that have it."""
     plan = []
     for name in names:
         if name not in cases:
             continue
         case = cases[name]
+        if device.type not in case.devices:
+            if len(names) == 1:
+                raise ValueError(f"{name} runs on {' or '.join(case.devices)}, not on {device.type}")
+            continue
         mine = chosen if len(names) == 1 else {key: value for key, value in chosen.items() if key in case.grid}
         plan += [(case, params) for params in case.sizes(device, quick, **mine)]
     return plan
