@@ -37,7 +37,10 @@ def calls(device: torch.device) -> dict[str, timeit.Timer]:
             f"_C.{op.__name__}, numpy": timer(op, [None, *arrays[:n]])
             for op, n in ((_C.noop1, 1), (_C.noop4, 4), (_C.noop8, 8))
         }
-    return timers | {"ops.select_topk, 4 torch, empty batch": empty_select_topk(device)}
+    return timers | {
+        "ops.select_topk, 4 torch, empty batch": empty_select_topk(device),
+        "ops.free_pages, 6 torch, no slots": empty_free_pages(device),
+    }
 
 
 def empty_select_topk(device: torch.device) -> timeit.Timer:
@@ -46,6 +49,11 @@ def empty_select_topk(device: torch.device) -> timeit.Timer:
     out_ids = torch.empty(0, 2, dtype=torch.int32, device=device)
     out_logprobs = torch.empty(0, 2, device=device)
     return timer(sd.select_topk, [logits, 2], id_map=id_map, out_ids=out_ids, out_logprobs=out_logprobs)
+
+
+def empty_free_pages(device: torch.device) -> timeit.Timer:
+    keep_lens = torch.empty(0, dtype=torch.int32, device=device)
+    return timer(sd.free_pages, [sd.make_page_pool(4, 0, 4, 16, keep_lens), keep_lens])
 
 
 def timer(function: Callable[..., Any], args: list[Any], **keywords: Any) -> timeit.Timer:
