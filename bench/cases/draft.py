@@ -1,0 +1,116 @@
+"""Cases of the draft ops."""
+
+from __future__ import annotations
+
+import torch
+
+import specdec_kernels as sd
+from specdec_kernels.reference import draft as reference
+
+from ..compare import bytes_of, expect_close, expect_equal, poisoned
+from ..harness import Baseline, Case, Params, Work
+
+
+def select_topk(device: torch.device, p: Params) -> Work:
+    batch, vocab, k = p["batch"], p["vocab"], p["k"]
+    logits = torch.randn(batch, vocab, device=device).to(getattr(torch, p["dtype"]))
+    out_ids = poisoned(batch, k, dtype=torch.int32, device=device)
+    out_logprobs = poisoned(batch, k, dtype=torch.float32, device=device)
+
+    def check() -> None:
+        want_ids, want_logprobs = reference.select_topk(logits.cpu(), k)
+        expect_equal("out_ids", out_ids, want_ids)
+        expect_close("out_logprobs", out_logprobs, want_logprobs, atol=2e-5)
+
+    def plain_torch() -> torch.Tensor:
+        return torch.log_softmax(logits.float(), -1).topk(k).values
+
+    def check_torch(logprobs: torch.Tensor) -> None:  # torch.topk promises no order among ties, so only the values
+        expect_close("values", logprobs, reference.select_topk(logits.cpu(), k)[1], atol=2e-5)
+
+    return Work(
+        call=lambda: sd.select_topk(logits, k, out_ids=out_ids, out_logprobs=out_logprobs),
+        check=check,
+        bytes_moved=bytes_of(logits, out_ids, out_logprobs),
+        baseline=Baseline("torch", plain_torch, check_torch),
+    )
+
+
+def depth_one(batch: int, k: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The draft state of `batch` slots: the root's best k, best first, and the lengths."""
+    ids = torch.randint(0, 32000, (batch, k), dtype=torch.int32, device=device)
+    logprobs = torch.log_softmax(torch.randn(batch, k, device=device), -1).sort(-1, descending=True).values
+    return ids, logprobs, torch.randint(0, 4096, (batch,), dtype=torch.int32, device=device)
+
+
+def expand_root(device: torch.device, p: Params) -> Work:
+    batch, k, num_steps = p["batch"], p["k"], p["num_steps"]
+    ids, logprobs, seq_lens = depth_one(batch, k, device)
+    candidates, frontier = sd.expand_root(ids, logprobs, seq_lens, num_steps)  # for the shapes
+    candidates = sd.Candidates(*(poisoned(*t.shape, dtype=t.dtype, device=device) for t in candidates))
+    frontier = sd.Frontier(*(poisoned(*t.shape, dtype=t.dtype, device=device) for t in frontier))
+
+    def call() -> object:
+        return sd.expand_root(
+            ids, logprobs, seq_lens, num_steps,
+            out_cand_tokens=candidates.tokens, out_cand_parents=candidates.parents, out_cand_scores=candidates.scores,
+            out_frontier=frontier.nodes, out_tokens=frontier.tokens, out_positions=frontier.positions,
+            out_mask=frontier.mask,
+        )  # fmt: skip
+
+    def check() -> None:
+        want_candidates, want_frontier = reference.expand_root(ids.cpu(), logprobs.cpu(), seq_lens.cpu(), num_steps)
+        for name, got, want in zip(candidates._fields, candidates, want_candidates, strict=True):
+            expect_equal(f"candidates.{name}", got, want)
+        for name, got, want in zip(frontier._fields, frontier, want_frontier, strict=True):
+            expect_equal(f"frontier.{name}", got, want)
+
+    return Work(call, check, bytes_of(ids, logprobs, seq_lens, *candidates, *frontier))
+
+
+def expand_tree(device: torch.device, p: Params) -> Work:
+    """The second step: later ones differ in the column they write alone."""
+    batch, k, num_steps = p["batch"], p["k"], p["num_steps"]
+    ids, logprobs, seq_lens = depth_one(batch, k, device)
+    candidates, frontier = sd.expand_root(ids, logprobs, seq_lens, num_steps)
+    nodes, mask, proposed = frontier.nodes.clone(), frontier.mask.clone(), [tensor.clone() for tensor in candidates]
+    child_ids = torch.randint(0, 32000, (batch, k, k), dtype=torch.int32, device=device)
+    child_logprobs = torch.log_softmax(torch.randn(batch, k, k, device=device), -1).sort(-1, descending=True).values
+    inputs = sd.DraftInputs(*(poisoned(batch, k, dtype=torch.int32, device=device) for _ in sd.DraftInputs._fields))
+
+    def call() -> object:
+        return sd.expand_tree(
+            child_ids, child_logprobs, 2, *candidates, frontier.nodes, frontier.mask, seq_lens,
+            out_tokens=inputs.tokens, out_parent_rows=inputs.parent_rows, out_positions=inputs.positions,
+        )  # fmt: skip
+
+    def check() -> None:
+        want_candidates, want_nodes, want_mask, want_inputs = reference.expand_tree(
+            child_ids.cpu(), child_logprobs.cpu(), 2, sd.Candidates(*(tensor.cpu() for tensor in proposed)),
+            nodes.cpu(), mask.cpu(), seq_lens.cpu(),
+        )  # fmt: skip
+        for name, got, expected in zip(candidates._fields, candidates, want_candidates, strict=True):
+            expect_equal(f"candidates.{name}", got, expected)
+        expect_equal("frontier", frontier.nodes, want_nodes)
+        expect_equal("mask", frontier.mask, want_mask)
+        for name, got, expected in zip(inputs._fields, inputs, want_inputs, strict=True):
+            expect_equal(name, got, expected)
+
+    def restore() -> None:
+        frontier.nodes.copy_(nodes)
+        frontier.mask.copy_(mask)
+
+    # Of the candidates, the parents' scores are read and the children written; frontier and mask are read and written.
+    moved = bytes_of(child_ids, child_logprobs, seq_lens, nodes, nodes, nodes, mask, mask, *inputs) + 12 * batch * k * k
+    return Work(call, check, moved, restore=restore)
+
+
+CASES = [
+    Case(
+        "select_topk",
+        grid={"batch": (1, 8, 64), "vocab": (32000, 128256), "k": (1, 10), "dtype": ("bfloat16", "float32")},
+        make=select_topk,
+    ),
+    Case("expand_root", grid={"batch": (1, 8, 64), "k": (1, 10), "num_steps": (5,)}, make=expand_root),
+    Case("expand_tree", grid={"batch": (1, 8, 64), "k": (1, 10), "num_steps": (5,)}, make=expand_tree),
+]

@@ -1,0 +1,82 @@
+"""Cases of the tree ops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+import specdec_kernels as sd
+from specdec_kernels.reference import tree as reference
+
+from ..compare import bytes_of, expect_equal, poisoned
+from ..harness import Case, Params, Work
+from .trees import random_tree
+
+NUM_STEPS = 5
+
+
+def drafted_candidates(batch: int, k: int, device: torch.device) -> tuple[sd.Candidates, Tensor]:
+    """What NUM_STEPS draft steps propose, and the sequence lengths."""
+
+    def draw(*shape: int) -> tuple[Tensor, Tensor]:
+        logprobs = torch.log_softmax(torch.randn(shape, device=device), -1).sort(-1, descending=True).values
+        return torch.randint(0, 32000, shape, dtype=torch.int32, device=device), logprobs
+
+    seq_lens = torch.randint(0, 4096, (batch,), dtype=torch.int32, device=device)
+    candidates, frontier = sd.expand_root(*draw(batch, k), seq_lens, NUM_STEPS)
+    for step in range(2, NUM_STEPS + 1):
+        sd.expand_tree(*draw(batch, k, k), step, *candidates, frontier.nodes, frontier.mask, seq_lens)
+    return candidates, seq_lens
+
+
+def poisoned_tree(batch: int, nodes: int, device: torch.device) -> dict[str, Tensor]:
+    """The out_* arguments of a tree builder."""
+    rows = {name: poisoned(batch, nodes, dtype=torch.int32, device=device) for name in sd.Tree._fields[:5]}
+    rows["mask"] = poisoned(batch, nodes, -(-nodes // 64), dtype=torch.int64, device=device)
+    rows["num_nodes"] = poisoned(batch, dtype=torch.int32, device=device)
+    return {f"out_{name}": tensor for name, tensor in rows.items()}
+
+
+def expect_tree(out: dict[str, Tensor], want: sd.Tree) -> None:
+    for name, tensor in zip(sd.Tree._fields, want, strict=True):
+        expect_equal(f"out_{name}", out[f"out_{name}"], tensor)
+
+
+def build_tree(device: torch.device, p: Params) -> Work:
+    batch, nodes = p["batch"], p["nodes"]
+    candidates, seq_lens = drafted_candidates(batch, p["k"], device)
+    root_tokens = torch.randint(0, 32000, (batch,), dtype=torch.int32, device=device)
+    inputs = (*candidates, root_tokens, seq_lens)
+    out = poisoned_tree(batch, nodes, device)
+    return Work(
+        call=lambda: sd.build_tree(*inputs, nodes, **out),
+        check=lambda: expect_tree(out, reference.build_tree(*(tensor.cpu() for tensor in inputs), nodes)),
+        bytes_moved=bytes_of(*inputs, *out.values()),
+    )
+
+
+def from_elsewhere(build: Callable[..., sd.Tree], topology: str) -> Callable[[torch.device, Params], Work]:
+    """A builder's case whose answer is known: the tree that its input was taken from."""
+
+    def make(device: torch.device, p: Params) -> Work:
+        tree = random_tree(p["batch"], p["nodes"], 32000, device)
+        inputs = (tree.tokens, getattr(tree, topology), tree.positions[:, 0].contiguous())
+        out = poisoned_tree(p["batch"], p["nodes"], device)
+        return Work(
+            call=lambda: build(*inputs, **out),
+            check=lambda: expect_tree(out, tree),
+            bytes_moved=bytes_of(*inputs, *out.values()),
+        )
+
+    return make
+
+
+SIZES = {"batch": (1, 8, 64), "nodes": (8, 32, 64)}
+
+CASES = [
+    Case("build_tree", grid={**SIZES, "k": (10, 1)}, make=build_tree),
+    Case("build_tree_from_parents", grid=SIZES, make=from_elsewhere(sd.build_tree_from_parents, "parents")),
+    Case("build_tree_from_mask", grid=SIZES, make=from_elsewhere(sd.build_tree_from_mask, "mask")),
+]

@@ -1,0 +1,56 @@
+"""Random draft trees for the cases that read one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import specdec_kernels as sd
+
+
+def random_parents(batch: int, nodes: int) -> list[list[int]]:
+    """Node 0 is the root; every other node hangs off a random earlier one."""
+    return [[-1, *(int(torch.randint(0, i, ())) for i in range(1, nodes))] for _ in range(batch)]
+
+
+def visible_nodes(parents: list[list[int]]) -> Tensor:
+    """bool [B, N, N]: column j of row i says that j is an ancestor of i, or i itself."""
+    batch, nodes = len(parents), len(parents[0])
+    visible = torch.eye(nodes, dtype=torch.bool).repeat(batch, 1, 1)
+    for b, row in enumerate(parents):
+        for i in range(1, nodes):
+            visible[b, i] |= visible[b, row[i]]
+    return visible
+
+
+def mask_words(visible: Tensor) -> Tensor:
+    """bool [..., N] as int64 [..., W] bit patterns."""
+    nodes = visible.shape[-1]
+    words = torch.zeros(*visible.shape[:-1], -(-nodes // 64), dtype=torch.int64)
+    for j in range(nodes):
+        words[..., j // 64] |= visible[..., j].long() << (j % 64)
+    return words
+
+
+def random_tree(batch: int, nodes: int, vocab: int, device: torch.device) -> sd.Tree:
+    """Trees of `nodes` nodes with distinct tokens, behind prefixes of up to 4096 tokens."""
+    parents = random_parents(batch, nodes)
+    first_child = [[-1] * nodes for _ in range(batch)]
+    next_sibling = [[-1] * nodes for _ in range(batch)]
+    for b, row in enumerate(parents):
+        for child in range(nodes - 1, 0, -1):
+            next_sibling[b][child] = first_child[b][row[child]]
+            first_child[b][row[child]] = child
+    visible = visible_nodes(parents)
+    prefix = torch.randint(0, 4096, (batch, 1))
+    tokens = torch.stack([torch.randperm(vocab)[:nodes] for _ in range(batch)])
+    tree = sd.Tree(
+        tokens=tokens.int(),
+        parents=torch.tensor(parents, dtype=torch.int32),
+        positions=(prefix + visible.sum(-1) - 1).int(),
+        first_child=torch.tensor(first_child, dtype=torch.int32),
+        next_sibling=torch.tensor(next_sibling, dtype=torch.int32),
+        mask=mask_words(visible),
+        num_nodes=torch.full((batch,), nodes, dtype=torch.int32),
+    )
+    return sd.Tree(*(field.to(device) for field in tree))

@@ -1,0 +1,122 @@
+"""Cases of the verify ops."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import specdec_kernels as sd
+from specdec_kernels.reference import verify as reference
+
+from ..compare import bytes_of, expect_equal, poisoned
+from ..harness import Baseline, Case, Params, Work
+from .trees import random_tree
+
+WIDTH = 6  # accept row: five draft steps and the bonus token
+ACCEPTED = 3  # drafts accepted where the tree is deep enough: about what a good draft reaches
+
+
+def plant_path(logits: Tensor, tree: sd.Tree) -> int:
+    """Makes the target accept up to ACCEPTED drafts of each tree, then choose another token; counts nodes visited."""
+    parents, tokens = tree.parents.tolist(), tree.tokens.tolist()
+    visited = 0
+    for b, row in enumerate(parents):
+        node = 0
+        for depth in range(ACCEPTED + 1):
+            visited += 1
+            child = next((c for c in range(len(row)) if row[c] == node), None)
+            if child is None or depth == ACCEPTED:
+                logits[b, node, (tokens[b][0] + 1) % logits.shape[2]] = 50
+                break
+            logits[b, node, tokens[b][child]] = 50
+            node = child
+    return visited
+
+
+def plain_torch(logits: Tensor, tree: sd.Tree) -> tuple[Tensor, Tensor, Tensor]:
+    """Argmax of every node, then the walk one level at a time: fixed shapes, no synchronisation."""
+    choice = logits.argmax(-1).int()
+    batch = len(choice)
+    node = torch.zeros(batch, 1, dtype=torch.int64, device=logits.device)
+    going = torch.ones(batch, 1, dtype=torch.bool, device=logits.device)
+    tokens, path, length = [], [], torch.zeros(batch, dtype=torch.int32, device=logits.device)
+    for _ in range(WIDTH):
+        y = choice.gather(1, node)
+        tokens.append(y.where(going, torch.full_like(y, -1)))
+        path.append(node.int())
+        length += going[:, 0]
+        accepted = (tree.parents == node) & (tree.tokens == y)
+        going = going & accepted.any(1, keepdim=True)
+        node = accepted.int().argmax(1, keepdim=True).where(going, node)
+    return torch.cat(tokens, 1), length, torch.cat(path, 1)
+
+
+def verify_tree(device: torch.device, p: Params) -> Work:
+    batch, nodes, vocab = p["batch"], p["nodes"], p["vocab"]
+    tree = random_tree(batch, nodes, vocab, device)
+    logits = torch.randn(batch, nodes, vocab, dtype=getattr(torch, p["dtype"]), device=device)
+    visited = plant_path(logits, tree)
+    out = sd.Accepted(
+        poisoned(batch, WIDTH, dtype=torch.int32, device=device),
+        poisoned(batch, dtype=torch.int32, device=device),
+        poisoned(batch, WIDTH, dtype=torch.int32, device=device),
+    )
+
+    def check(got: tuple[Tensor, ...] = out) -> None:
+        want = reference.verify_tree(logits.cpu(), sd.Tree(*(field.cpu() for field in tree)), WIDTH)
+        for name, x, y in zip(("out_tokens", "out_len", "out_path"), got, want, strict=True):
+            expect_equal(name, x, y)
+
+    links = (tree.tokens, tree.parents, tree.first_child, tree.next_sibling, tree.num_nodes)
+    return Work(
+        call=lambda: sd.verify_tree(logits, tree, WIDTH, out_tokens=out.tokens, out_len=out.lengths, out_path=out.path),
+        check=check,
+        bytes_moved=visited * vocab * logits.element_size() + bytes_of(*links, *out),
+        baseline=Baseline("torch", lambda: plain_torch(logits, tree), check),
+    )
+
+
+def commit_tokens(device: torch.device, p: Params) -> Work:
+    """Every slot advances and none finishes, so that each call does the same work as the one before."""
+    batch = p["batch"]
+
+    def ints(*shape: int, low: int, high: int) -> Tensor:
+        return torch.randint(low, high, shape, dtype=torch.int32, device=device)
+
+    lengths = ints(batch, low=1, high=WIDTH + 1)
+    tokens = ints(batch, WIDTH, low=0, high=32000)
+    tokens[torch.arange(WIDTH, device=device)[None] >= lengths[:, None]] = -1
+    state = {
+        "out_tokens": tokens,
+        "out_len": lengths,
+        "stop_tokens": ints(batch, 4, low=32000, high=32100),
+        "remaining": ints(batch, low=2**30, high=2**30 + 100),
+        "max_lens": ints(batch, low=2**30, high=2**30 + 100),
+        "seq_lens": ints(batch, low=0, high=4096),
+        "seq_lens_before": poisoned(batch, dtype=torch.int32, device=device),
+        "root_tokens": poisoned(batch, dtype=torch.int32, device=device),
+        "finish_reasons": torch.zeros(batch, dtype=torch.int32, device=device),
+    }
+    out_num_valid = poisoned(batch, dtype=torch.int32, device=device)
+    before = {name: tensor.clone() for name, tensor in state.items()}
+
+    def check() -> None:
+        want = {name: tensor.cpu().clone() for name, tensor in before.items()}
+        want["out_num_valid"] = reference.commit_tokens(**want)
+        for name, tensor in {**state, "out_num_valid": out_num_valid}.items():
+            expect_equal(name, tensor, want[name])
+
+    changed = ("remaining", "seq_lens")  # read and written
+    moved = bytes_of(*state.values(), *(state[name] for name in changed), out_num_valid)
+    return Work(lambda: sd.commit_tokens(**state, out_num_valid=out_num_valid), check, moved)
+
+
+CASES = [
+    Case(
+        "verify_tree",
+        grid={"batch": (1, 8, 64), "nodes": (8, 32), "vocab": (128256,), "dtype": ("bfloat16", "float32")},
+        cpu_grid={"batch": (1, 4), "nodes": (8, 32), "vocab": (32000,), "dtype": ("bfloat16", "float32")},
+        make=verify_tree,
+    ),
+    Case("commit_tokens", grid={"batch": (1, 8, 64, 256)}, make=commit_tokens),
+]

@@ -1,0 +1,55 @@
+"""The command line: `specdec <command>`.
+
+A command is one module with `add_parser(subparsers)` and `run(args) -> int`, named in COMMANDS. The module imports the
+standard library only; what its `run` needs beyond that it asks `extras.require` for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+
+from . import bench, info
+
+COMMANDS = (info, bench)
+
+DESCRIPTION = """\
+Speculative decoding makes a large language model emit several tokens per forward pass: a cheap draft proposes a tree
+of tokens, the model scores the whole tree at once, and a verify step keeps the longest part that the model itself
+would have produced. The text is the model's own; only the waiting is shorter.
+"""
+
+EPILOG = """\
+Start with `specdec info`: it says what is installed here and what can run. `specdec <command> --help` explains a
+command.
+"""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    from .. import __version__
+
+    parser = argparse.ArgumentParser(
+        prog="specdec",
+        usage="specdec <command> [options]",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"specdec_kernels {__version__}")
+    subparsers = parser.add_subparsers(title="commands", metavar="<command>", prog="specdec")
+    for command in COMMANDS:
+        command.add_parser(subparsers)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    args.command_line = shlex.join(["specdec", *(sys.argv[1:] if argv is None else argv)])
+    if not hasattr(args, "run"):
+        parser.print_help()
+        return 0
+    result: int = args.run(args)
+    return result
