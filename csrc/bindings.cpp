@@ -88,7 +88,7 @@ struct type_caster<specdec::CallStream> {
 namespace {
 
 template <class Error>
-void raise_as(py::module_& m, PyObject* type) {
+void raise_as(PyObject* type) {
   static PyObject* python_type;
   python_type = type;
   py::register_exception_translator([](std::exception_ptr p) {
@@ -219,10 +219,10 @@ std::unique_ptr<PyScheduler> make_scheduler(py::object executor, int64_t num_slo
 
 PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
   using namespace specdec;
-  raise_as<TypeError>(m, PyExc_TypeError);
-  raise_as<ValueError>(m, PyExc_ValueError);
-  raise_as<NotImplementedError>(m, PyExc_NotImplementedError);
-  raise_as<CudaError>(m, PyExc_RuntimeError);
+  raise_as<TypeError>(PyExc_TypeError);
+  raise_as<ValueError>(PyExc_ValueError);
+  raise_as<NotImplementedError>(PyExc_NotImplementedError);
+  raise_as<CudaError>(PyExc_RuntimeError);
 
 #ifdef SPECDEC_WITH_CUDA
   m.attr("cuda_version") = SPECDEC_CUDA_VERSION;

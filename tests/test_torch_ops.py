@@ -66,12 +66,12 @@ def test_attention_opcheck(device: torch.device) -> None:
     lengths = torch.tensor([6, 1, 3], dtype=torch.int32, device=device)
     ends = torch.tensor([0, 3, 6], dtype=torch.int32, device=device)
     mask = random_trees(3, 6).to(device)
-    for arguments in (
-        {},
-        {"slots": slots, "q_lens": lengths, "mask": mask, "tail_len": 6, "scale": 0.5, "status": status},
-    ):
-        torch.library.opcheck(torch_ops.tree_attention, (q, *cache.tensors()), arguments)
-    torch.library.opcheck(torch_ops.tree_attention, (q[0], *cache.tensors()), {"cu_seqlens_q": ends})
+    op = torch.ops.specdec.tree_attention
+    all_of_them = {"slots": slots, "q_lens": lengths, "mask": mask, "tail_len": 6, "scale": 0.5}
+    torch.library.opcheck(op.default, (q, *cache.tensors()))
+    torch.library.opcheck(op.default, (q[0], *cache.tensors()), {"cu_seqlens_q": ends})
+    torch.library.opcheck(op.default, (q, *cache.tensors()), all_of_them)
+    torch.library.opcheck(op.status, (q, *cache.tensors()), all_of_them | {"status": status})
 
 
 def test_attention_fake_has_the_shape_and_strides_of_the_output(device: torch.device) -> None:
@@ -109,6 +109,23 @@ def test_a_layer_that_writes_and_attends_compiles(device: torch.device, backend:
         sd.write_kv(k, v, *plain, cache.page_table, cache.prefix_lens, num_valid=valid)
         torch.testing.assert_close(pools[0], plain, rtol=0, atol=0, equal_nan=True)
     assert status.tolist() == [0, 0]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Inductor's own imports
+@pytest.mark.parametrize("with_status", [False, True])
+def test_inductor_accepts_the_operators(device: torch.device, with_status: bool) -> None:
+    # Operators and views alone, so that nothing is left to generate and compile.
+    cache = make_cache([30, 6], [5, 5], page_size=4, device=device)
+    status = torch.zeros(2, dtype=torch.int32, device=device) if with_status else None
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        q = x.transpose(1, 2)
+        torch_ops.write_kv(q[:, :, :2], q[:, :, 2:], *cache.tensors(), status=status)
+        return torch_ops.tree_attention(q, *cache.tensors(), status=status).flatten(2)
+
+    x = torch.randn(2, 4, 5, 64, device=device)
+    with torch.inference_mode():
+        torch.testing.assert_close(torch.compile(layer, fullgraph=True)(x), layer(x), rtol=0, atol=0)
 
 
 def test_write_kv_opcheck(device: torch.device) -> None:

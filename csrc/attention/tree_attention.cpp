@@ -131,7 +131,7 @@ constexpr float kNone = -std::numeric_limits<float>::infinity();
 
 // GCC and Clang split these over whatever registers the target has. Aligned like a float: numbers of a scratch row.
 typedef float Lanes __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
-typedef int32_t IntLanes __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t BitLanes __attribute__((vector_size(4 * kLanes)));
 
 // The wheel runs on any x86-64, so the inner loops are compiled for three generations and picked at load time.
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
@@ -157,18 +157,18 @@ struct Pass {
 
 SPECDEC_INLINE Lanes& lanes(float* x) { return *reinterpret_cast<Lanes*>(x); }
 
-// 2^x for x <= 0, to 2 units in the last place; x below -126 gives 0, NaN stays NaN.
+// 2^x for x <= 0, to a unit or two in the last place (Cephes' polynomial); x below -126 gives 0, NaN stays NaN.
 SPECDEC_INLINE void exp2_lanes(Lanes& x) {
   const float kRound = 12582912.0f;  // adding it leaves the nearest integer in the low mantissa bits
   const Lanes shifted = x + kRound;
   const Lanes f = x - (shifted - kRound);  // in [-1/2, 1/2]
-  Lanes y = f * 1.5403530e-4f + 1.3333558e-3f;
-  y = y * f + 9.6181291e-3f;
-  y = y * f + 5.5504109e-2f;
-  y = y * f + 2.4022651e-1f;
-  y = y * f + 6.9314718e-1f;
+  Lanes y = f * 1.5353362e-4f + 1.3398874e-3f;
+  y = y * f + 9.6184374e-3f;
+  y = y * f + 5.5503325e-2f;
+  y = y * f + 2.4022648e-1f;
+  y = y * f + 6.9314720e-1f;
   y = y * f + 1.0f;
-  const Lanes scaled = (Lanes)((IntLanes)y + ((IntLanes)shifted << 23));
+  const Lanes scaled = (Lanes)((BitLanes)y + ((BitLanes)shifted << 23));
   x = x >= -126.0f ? scaled : (x < -126.0f ? Lanes{} : x);
 }
 

@@ -6,7 +6,7 @@
 
 Dynamo cannot look into a compiled module, but keeps an operator of `torch.library` as one node of its graph. Arguments
 are those of `specdec_kernels.ops`, without `out`, `lse` and `stream`: the operators run on the current stream. Calling
-one costs about a microsecond more than the plain op, so code outside compiled layers uses that.
+one costs some microseconds more than the plain op, so code outside compiled layers uses that.
 
 Importing this module imports torch; nothing else in the package imports it.
 """
@@ -26,9 +26,10 @@ __all__ = ["tree_attention", "write_kv"]
 _library: Any = torch.library.Library("specdec", "DEF")  # type: ignore[no-untyped-call]
 
 
-def _refuse_lazy_views(name: str) -> Callable[..., None]:
+def _refuse_lazy_views(op: Any) -> Callable[..., None]:
     """A kernel for conj and neg views, which PyTorch would otherwise copy, pools included, on every call."""
-    schema = getattr(torch.ops.specdec, name).default._schema
+    schema = op._schema
+    name = schema.name.removeprefix("specdec::")
 
     def refuse(*arguments: Any, **options: Any) -> None:
         named = dict(zip((a.name for a in schema.arguments), arguments, strict=False)) | options
@@ -42,26 +43,40 @@ def _refuse_lazy_views(name: str) -> Callable[..., None]:
 
 def _register(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
     """Defines the operator and returns its overload, which is the shortest way to call it."""
-    name = _library.define(schema)
-    _library.impl(name, kernel, "CPU")
-    _library.impl(name, kernel, "CUDA")
-    torch.library.register_fake(f"specdec::{name}", fake, lib=_library)
+    _library.define(schema)
+    name, _, overload = schema.split("(", 1)[0].partition(".")
+    op = getattr(getattr(torch.ops.specdec, name), overload or "default")
+    torch.library.register_fake(op, fake, lib=_library)
+    for key in ("CPU", "CUDA"):
+        _library.impl(op, kernel, key)
     for key in ("Conjugate", "Negative"):
-        _library.impl(name, _refuse_lazy_views(name), key)
-    return getattr(torch.ops.specdec, name).default
+        _library.impl(op, _refuse_lazy_views(op), key)
+    return op
 
 
 def _tree_attention_fake(q: Tensor, *_arguments: Any, **_options: Any) -> Tensor:
     return q.new_empty(q.shape)
 
 
-tree_attention = _register(
-    "tree_attention(Tensor q, Tensor k_pool, Tensor v_pool, Tensor page_table, Tensor prefix_lens, *, "
-    "Tensor? slots=None, Tensor? q_lens=None, Tensor? cu_seqlens_q=None, SymInt? tail_len=None, Tensor? mask=None, "
-    "float? scale=None, Tensor(a!)? status=None) -> Tensor",
-    ops.tree_attention,
-    _tree_attention_fake,
+_TREE_ATTENTION = (
+    "(Tensor q, Tensor k_pool, Tensor v_pool, Tensor page_table, Tensor prefix_lens, *, Tensor? slots=None, "
+    "Tensor? q_lens=None, Tensor? cu_seqlens_q=None, SymInt? tail_len=None, Tensor? mask=None, float? scale=None"
 )
+# Two overloads, because Inductor (torch 2.13) fails on an operator that returns a tensor and whose only mutable
+# argument is optional and None.
+_attend = _register(f"tree_attention{_TREE_ATTENTION}) -> Tensor", ops.tree_attention, _tree_attention_fake)
+_attend_with_status = _register(
+    f"tree_attention.status{_TREE_ATTENTION}, Tensor(a!) status) -> Tensor", ops.tree_attention, _tree_attention_fake
+)
+
+
+def tree_attention(*arguments: Tensor, status: Tensor | None = None, **options: Any) -> Tensor:
+    """`ops.tree_attention` into a new, contiguous output: five tensors in its order, the rest by keyword."""
+    if status is None:
+        out: Tensor = _attend(*arguments, **options)
+    else:
+        out = _attend_with_status(*arguments, status=status, **options)
+    return out
 
 
 def _write_kv(*arguments: Any, **options: Any) -> None:
