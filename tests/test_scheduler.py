@@ -407,6 +407,21 @@ def test_plans(sizes: Sizes, plan: list[tuple[str, int, int]]) -> None:
 # --- one rule at a time
 
 
+def test_tokens_left_over_by_an_exception_go_before_a_cancel() -> None:
+    device = Device(Sizes())
+    first, second = device.submit([1], 9), device.submit([2], 9)
+    device.faults = {"emit": 1.0}
+    with pytest.raises(Fault):
+        device.step()
+    device.cancel(second)
+    with pytest.raises(Fault):
+        device.step()  # the second request's tokens of the first turn
+    device.faults = {}
+    device.run()
+    assert device.sent[first].reason == device.sent[second].reason == ERROR
+    assert device.sent[first].emitted and device.sent[second].emitted
+
+
 def test_retraction_and_return() -> None:
     sizes = Sizes(num_slots=2, num_pages=8, page_size=4, max_len=24, reserve=6, accept_width=4, max_batch=2)
     device = Device(sizes)
@@ -577,6 +592,26 @@ def test_submit_and_cancel_from_threads() -> None:
     assert not failures
     assert len(device.sent) == 4 * per_thread
     device.check_all_done()
+
+
+def test_waits_end_when_what_they_wait_for_happens() -> None:
+    device = Device(Sizes())
+    woken: list[str] = []
+
+    def wait() -> None:
+        assert device.scheduler.wait_for_work(30)
+        woken.append("work")
+        assert device.scheduler.drain(30)
+        woken.append("drained")
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    device.submit([1], 2)
+    while not woken and waiter.is_alive():
+        waiter.join(0.01)
+    device.run()
+    waiter.join(10)
+    assert woken == ["work", "drained"]
 
 
 def test_one_loop_at_a_time() -> None:

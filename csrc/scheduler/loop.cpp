@@ -1,7 +1,7 @@
 // The loop: one turn of continuous batching, from top to bottom.
 //
 // This loop is synchronous: a round has been read before the next one is launched, so the number of rounds in flight is
-// 0 wherever pages are counted. Overlapping rounds changes this file alone.
+// 0 wherever pages are counted. Overlapping rounds changes this file and what it keeps of a round (`round_`).
 #include <algorithm>
 #include <iterator>
 #include <stdexcept>
