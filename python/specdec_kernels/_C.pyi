@@ -241,7 +241,7 @@ class NgramIndex:
     def num_bytes(self) -> int: ...
 
 # --- scheduler
-class Executor(Protocol):
+class _Executor(Protocol):
     """What the scheduler drives: csrc/scheduler/executor.h says when each call comes, scheduler.h what a raise does."""
 
     def begin(self, slot: int, request_id: int, text: list[int]) -> None: ...
@@ -267,7 +267,7 @@ class Scheduler:
 
     def __init__(
         self,
-        executor: Executor,
+        executor: _Executor,
         *,
         num_slots: int,
         num_pages: int,

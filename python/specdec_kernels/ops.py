@@ -647,9 +647,18 @@ def make_page_pool(num_pages: int, num_slots: int, max_pages: int, page_size: in
     """A pool of `num_pages` free pages on the device of `like` (torch or NumPy), the lowest ids given away first.
 
     Args:
+        num_pages: pages of the pool, shared by all slots.
+        num_slots: rows of the page table.
         max_pages: width of a slot's page table: ceil((max_len + reserve) / page_size).
         page_size: KV rows of a page, at least 1.
         like: any tensor; says which library and device.
+
+    Returns:
+        A PagePool whose slots hold nothing.
+
+    Raises:
+        ValueError: page_size below 1.
+        TypeError: `like` is of a library whose tensors cannot be allocated here.
     """
     op = "make_page_pool"
     if page_size < 1:

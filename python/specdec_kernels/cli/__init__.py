@@ -11,9 +11,9 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from . import bench, info
+from . import bench, generate, info
 
-COMMANDS = (info, bench)
+COMMANDS = (generate, bench, info)
 
 DESCRIPTION = """\
 Speculative decoding makes a large language model emit several tokens per forward pass: a cheap draft proposes a tree

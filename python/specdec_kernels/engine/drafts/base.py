@@ -1,0 +1,66 @@
+"""The interface between a round and whatever drafts for it; as it stands here it is plain decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...ops import Accepted, Tree, build_tree
+from ..state import SlotState
+
+
+class Draft:
+    """Drafts nothing: every tree is its root, every round emits the bonus token alone.
+
+    Attributes:
+        num_nodes: N, nodes of every tree. accept_width: S, most tokens a round can emit.
+        scratch_rows: KV rows beyond L that drafting writes.
+        feature_layers: target layers whose entering states `prefill` and `extend` want.
+    """
+
+    num_nodes = 1
+    accept_width = 1
+    scratch_rows = 0
+    feature_layers: Sequence[int] = ()
+
+    def __init__(self, state: SlotState) -> None:
+        self.state = state
+        device = state.seq_lens.device
+        self._no_tokens = torch.empty(len(state.seq_lens), 0, dtype=torch.int32, device=device)
+        self._no_scores = torch.empty(len(state.seq_lens), 0, dtype=torch.float32, device=device)
+
+    def begin(self, slot: int, tokens: list[int]) -> None:
+        """The slot now belongs to a request with this text: its prompt, and what it produced before a retraction."""
+
+    def prefill(
+        self, slot: Tensor, tokens: Tensor, next_tokens: Tensor, positions: Tensor, features: Tensor | None
+    ) -> None:
+        """The target has just run `tokens` [1, n] at `positions`; `next_tokens` [1, n] stand one further each."""
+
+    def activate(self, slot: Tensor) -> None:
+        """Prefill is complete: the slot's root and length are set, its first round comes next."""
+
+    def propose(self, slots: Tensor) -> Tree:
+        """This round's trees of slots [B]."""
+        batch = len(slots)
+        return build_tree(
+            self._no_tokens[:batch],
+            self._no_tokens[:batch],
+            self._no_scores[:batch],
+            self.state.root_tokens,
+            self.state.seq_lens,
+            self.num_nodes,
+            slots=slots,
+            status=self.state.status,
+        )
+
+    def extend(self, slots: Tensor, accepted: Accepted, num_valid: Tensor, features: Tensor | None) -> None:
+        """The round's tokens are committed; `num_valid` [B] of each row count (0: nothing, or the slot finished).
+
+        `features` [B, N, n * H] are the target's states of the tree's nodes, if the draft asked for any.
+        """
+
+    def release(self, slot: int) -> None:
+        """The slot's request is gone."""

@@ -1,0 +1,44 @@
+"""From a `Speculation` to the draft it names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ...models.causal_lm import CausalLM
+from ...models.eagle3 import load_eagle3
+from ..params import Speculation
+from ..state import SlotState
+from .base import Draft
+from .eagle3 import Eagle3Draft
+from .ngram import NgramDraft
+from .standalone import StandaloneDraft
+
+
+def build_draft(speculation: Speculation, state: SlotState, target: CausalLM, *, num_pages: int, max_len: int) -> Draft:
+    """Load whatever the algorithm needs, beside the target (same dtype and device, pools of the same pages)."""
+    page_size = state.pool.page_size
+    steps, topk, nodes = speculation.num_steps, speculation.topk, speculation.num_nodes
+    if speculation.algorithm == "NGRAM":
+        return NgramDraft(state, nodes, speculation.ngram_max_tokens, max_len)
+    if speculation.algorithm == "EAGLE3":
+        assert speculation.draft_model is not None
+        head = load_eagle3(Path(speculation.draft_model), target, num_pages=num_pages, page_size=page_size)
+        return Eagle3Draft(state, head, steps, topk, nodes)
+    if speculation.algorithm == "STANDALONE":
+        assert speculation.draft_model is not None
+        weight = target.embedding.weight
+        model = CausalLM(
+            speculation.draft_model,
+            max_len=max_len,
+            num_pages=num_pages,
+            page_size=page_size,
+            dtype=weight.dtype,
+            device=weight.device,
+        )
+        if model.config.vocab_size != target.config.vocab_size:
+            raise ValueError(
+                f"Speculation: draft_model has vocab_size {model.config.vocab_size}, "
+                f"expected the target's {target.config.vocab_size}"
+            )
+        return StandaloneDraft(state, model, steps, topk, nodes)
+    return Draft(state)

@@ -1,0 +1,59 @@
+"""EAGLE3: a draft head over the target's features. Draft row i pairs token i+1 with the feature of position i."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...models.attention import Rows
+from ...models.eagle3 import Eagle3Head
+from ...ops import Accepted
+from ..state import SlotState
+from .model import ModelDraft
+
+
+class Eagle3Draft(ModelDraft):
+    def __init__(self, state: SlotState, head: Eagle3Head, num_steps: int, topk: int, num_nodes: int) -> None:
+        super().__init__(state, num_steps, topk, num_nodes)
+        self.head = head
+        self.id_map = head.id_map
+        weight = head.lm_head.weight
+        # The head's output at each slot's last committed row: the feature all depth-1 nodes share.
+        self.last_hidden = weight.new_zeros(len(state.seq_lens), weight.shape[1])
+
+    def start(self, slots: Tensor) -> Tensor:
+        return self.last_hidden[slots].repeat_interleave(self.topk, dim=0)
+
+    def step(self, tokens: Tensor, positions: Tensor, feature: Tensor | None, rows: Rows) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        assert feature is not None
+        batch, k = tokens.shape
+        hidden = self.head(tokens, feature.view(batch, k, -1), positions, rows).flatten(0, 1)
+        return self.head.logits(hidden), hidden
+
+    def prefill(
+        self, slot: Tensor, tokens: Tensor, next_tokens: Tensor, positions: Tensor, features: Tensor | None
+    ) -> None:
+        assert features is not None
+        rows = self.state.rows(slot, self.state.seq_lens, tail_len=next_tokens.shape[1])
+        hidden = self.head(next_tokens, self.head.join(features), positions, rows)
+        self._keep(slot, hidden[:, -1])
+
+    def extend(self, slots: Tensor, accepted: Accepted, num_valid: Tensor, features: Tensor | None) -> None:
+        assert features is not None
+        # Gather before `fc`: S rows instead of N. Padded rows repeat a real one and are written nowhere.
+        path = accepted.path.long()[:, :, None].expand(-1, -1, features.shape[-1])
+        features = self.head.join(features.gather(1, path))
+        width = accepted.path.shape[1]
+        before = self.state.seq_lens_before
+        positions = before[slots][:, None] + torch.arange(width, dtype=torch.int32, device=before.device)
+        rows = self.state.rows(slots, before, tail_len=width, num_valid=num_valid)
+        hidden = self.head(accepted.tokens.clamp(min=0), features, positions, rows)
+        last = (num_valid.long() - 1).clamp(min=0)[:, None, None].expand(-1, 1, hidden.shape[-1])
+        self._keep(slots, hidden.gather(1, last)[:, 0], num_valid > 0)
+
+    def _keep(self, slots: Tensor, hidden: Tensor, valid: Tensor | None = None) -> None:
+        """Row [B, H] becomes the slots' draft state: its own children, and the feature they share."""
+        self.set_root_children(slots, self.head.logits(hidden), valid)
+        self.last_hidden[slots] = (
+            hidden if valid is None else torch.where(valid[:, None], hidden, self.last_hidden[slots])
+        )

@@ -1,0 +1,99 @@
+"""Drafting with a model: expand the k best paths step by step, then keep the best nodes (EAGLE-2, arXiv 2406.16858).
+
+`docs/round.md` fixes which token stands in which row and where it is rotated.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...ops import Tree, build_tree, expand_root, expand_tree, select_topk
+from ..state import SlotState
+from .base import Draft
+
+
+class ModelDraft(Draft):
+    """The loop that EAGLE heads and standalone models share; they supply `step` and feed `set_root_children`.
+
+    Draft state, per slot: the root's k best children (ids, log-probabilities), ready before the round starts.
+    """
+
+    position_offset = 0  # a depth-d node is rotated at L + position_offset + d - 1
+    id_map: Tensor | None = None
+
+    def __init__(self, state: SlotState, num_steps: int, topk: int, num_nodes: int) -> None:
+        super().__init__(state)
+        self.num_steps, self.topk, self.num_nodes = num_steps, topk, num_nodes
+        self.accept_width = num_steps + 1
+        self.scratch_rows = topk * (num_steps - 1)
+        slots, device = len(state.seq_lens), state.seq_lens.device
+        self.child_ids = torch.zeros(slots, topk, dtype=torch.int32, device=device)
+        self.child_logprobs = torch.full((slots, topk), -torch.inf, device=device)
+
+    def begin(self, slot: int, tokens: list[int]) -> None:
+        # Without a prefilled row there are no children: a one-token prompt starts with a root-only tree.
+        self.child_logprobs[slot] = -torch.inf
+
+    def prefix_lens(self) -> Tensor:
+        """[num_slots] draft rows committed before the round."""
+        return self.state.seq_lens
+
+    def start(self, slots: Tensor) -> Tensor | None:
+        """The feature of each slot's depth-1 nodes [B * k, ...], for drafts that carry one."""
+        return None
+
+    def step(
+        self, tokens: Tensor, positions: Tensor, feature: Tensor | None, rows: object
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits [B * k, Vd] of frontier nodes [B, k], and their own features [B * k, ...]."""
+        raise NotImplementedError
+
+    def set_root_children(self, slots: Tensor, logits: Tensor, valid: Tensor | None = None) -> None:
+        """Rank logits [B, Vd] into the slots' draft state; rows with `valid` [B] false keep theirs."""
+        ids, logprobs = select_topk(logits, self.topk, id_map=self.id_map)
+        if valid is not None:
+            ids = torch.where(valid[:, None], ids, self.child_ids[slots])
+            logprobs = torch.where(valid[:, None], logprobs, self.child_logprobs[slots])
+        self.child_ids[slots] = ids
+        self.child_logprobs[slots] = logprobs
+
+    def propose(self, slots: Tensor) -> Tree:
+        state, k = self.state, self.topk
+        candidates, frontier = expand_root(
+            self.child_ids,
+            self.child_logprobs,
+            state.seq_lens,
+            self.num_steps,
+            slots=slots,
+            position_offset=self.position_offset,
+        )
+        tokens, positions, feature = frontier.tokens, frontier.positions, self.start(slots)
+        prefix_lens = self.prefix_lens()
+        for step in range(2, self.num_steps + 1):
+            rows = state.rows(
+                slots, prefix_lens, tail_len=(step - 1) * k, row_offset=(step - 2) * k, mask=frontier.mask
+            )
+            logits, feature = self.step(tokens, positions, feature, rows)
+            ids, logprobs = select_topk(logits, k, id_map=self.id_map)
+            tokens, parent_rows, positions = expand_tree(
+                ids.view(-1, k, k),
+                logprobs.view(-1, k, k),
+                step,
+                *candidates,
+                frontier.nodes,
+                frontier.mask,
+                state.seq_lens,
+                slots=slots,
+                position_offset=self.position_offset,
+            )
+            if feature is not None:
+                feature = feature[parent_rows.flatten()]
+        return build_tree(
+            *candidates,
+            state.root_tokens,
+            state.seq_lens,
+            self.num_nodes,
+            slots=slots,
+            status=state.status,
+        )

@@ -1,0 +1,36 @@
+"""NGRAM: the index over everything seen drafts on the host; its tree goes to the device once a round."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...ngram import NgramIndex
+from ...ops import Accepted, Tree
+from ..state import SlotState
+from .base import Draft
+
+
+class NgramDraft(Draft):
+    def __init__(self, state: SlotState, num_nodes: int, max_tokens: int, max_len: int) -> None:
+        super().__init__(state)
+        self.num_nodes = num_nodes
+        self.accept_width = num_nodes  # a chain of all nodes is the deepest tree
+        self.index = NgramIndex(max_tokens=max_tokens, num_slots=len(state.seq_lens), max_len=max_len + num_nodes)
+
+    def begin(self, slot: int, tokens: list[int]) -> None:
+        self.index.insert(torch.tensor(tokens, dtype=torch.int32), slot=slot)
+
+    def propose(self, slots: Tensor) -> Tree:
+        seq_lens = self.state.seq_lens[slots].cpu()
+        tree, _scores, _match_len = self.index.draft(slots.cpu(), seq_lens, self.num_nodes)
+        return Tree(*(tensor.to(slots.device) for tensor in tree))
+
+    def extend(self, slots: Tensor, accepted: Accepted, num_valid: Tensor, features: Tensor | None) -> None:
+        tokens = accepted.tokens.cpu()
+        for slot, row, valid in zip(slots.tolist(), tokens, num_valid.tolist(), strict=True):
+            if valid:
+                self.index.insert(row[:valid], slot=slot)
+
+    def release(self, slot: int) -> None:
+        self.index.release(slot)

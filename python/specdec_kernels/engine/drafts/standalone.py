@@ -1,0 +1,52 @@
+"""STANDALONE: a small model with the target's tokenizer. Draft row i is token i, so the draft is one row ahead."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...models.attention import Rows
+from ...models.causal_lm import CausalLM
+from ...ops import Accepted
+from ..state import SlotState
+from .model import ModelDraft
+
+
+class StandaloneDraft(ModelDraft):
+    position_offset = 1
+
+    def __init__(self, state: SlotState, model: CausalLM, num_steps: int, topk: int, num_nodes: int) -> None:
+        super().__init__(state, num_steps, topk, num_nodes)
+        self.model = model
+        self.scratch_rows += 1  # behind the root's row
+
+    def prefix_lens(self) -> Tensor:
+        return self.state.seq_lens + 1
+
+    def step(self, tokens: Tensor, positions: Tensor, feature: Tensor | None, rows: Rows) -> tuple[Tensor, None]:  # type: ignore[override]
+        return self.model.logits(self.model.forward(tokens, positions, rows)).flatten(0, 1), None
+
+    def prefill(
+        self, slot: Tensor, tokens: Tensor, next_tokens: Tensor, positions: Tensor, features: Tensor | None
+    ) -> None:
+        rows = self.state.rows(slot, self.state.seq_lens, tail_len=tokens.shape[1])
+        self.model.forward(tokens, positions, rows)
+
+    def activate(self, slot: Tensor) -> None:
+        """The root's own row, which gives the first children."""
+        self._run(slot, self.state.root_tokens[slot][:, None], self.state.seq_lens, None)
+
+    def extend(self, slots: Tensor, accepted: Accepted, num_valid: Tensor, features: Tensor | None) -> None:
+        self._run(slots, accepted.tokens.clamp(min=0), self.state.seq_lens_before + 1, num_valid)
+
+    def _run(self, slots: Tensor, tokens: Tensor, prefix_lens: Tensor, num_valid: Tensor | None) -> None:
+        """Rows of tokens [B, Q] behind `prefix_lens`; the last valid one becomes the slots' draft state."""
+        width = tokens.shape[1]
+        offsets = torch.arange(width, dtype=torch.int32, device=tokens.device)
+        rows = self.state.rows(slots, prefix_lens, tail_len=width, num_valid=num_valid)
+        hidden = self.model.forward(tokens, prefix_lens[slots][:, None] + offsets, rows)
+        if num_valid is None:
+            self.set_root_children(slots, self.model.logits(hidden[:, -1]))
+            return
+        last = (num_valid.long() - 1).clamp(min=0)[:, None, None].expand(-1, 1, hidden.shape[-1])
+        self.set_root_children(slots, self.model.logits(hidden.gather(1, last)[:, 0]), num_valid > 0)

@@ -1,0 +1,98 @@
+"""What the C++ scheduler calls: slots begin, prefill, run rounds and end here; results go back in host arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..models.causal_lm import CausalLM
+from ..ops import alloc_pages, free_pages
+from .drafts import Draft
+from .round import Round
+from .state import SlotState
+
+Emit = Callable[[int, list[int], int, int, int, int, int], None]
+
+
+class Executor:
+    """Turns the scheduler's decisions into device work. All calls come from the thread that runs the scheduler.
+
+    The host arrays hold the last round's results, row i for the i-th slot of that round: `out_tokens` [B, S],
+    `out_len`, `finish_reasons`, `status`, `num_nodes` [B].
+    """
+
+    def __init__(self, target: CausalLM, draft: Draft, state: SlotState, reserve: int, emit: Emit) -> None:
+        self.target, self.draft, self.state = target, draft, state
+        self._round = Round(target, draft, state, reserve)
+        self.emit = emit
+        self._tokens: dict[int, Tensor] = {}  # per slot in prefill: its whole text
+
+        num_slots = len(state.seq_lens)
+
+        def host(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int32)
+
+        self.out_tokens = host(num_slots, draft.accept_width)
+        self.out_len, self.finish_reasons = host(num_slots), host(num_slots)
+        self.status, self.num_nodes = host(num_slots), host(num_slots)
+
+    @property
+    def _device(self) -> torch.device:
+        return self.state.seq_lens.device
+
+    def _slot_tensor(self, slots: Sequence[int]) -> Tensor:
+        return torch.tensor(slots, dtype=torch.int32, device=self._device)
+
+    @torch.inference_mode()
+    def begin(self, slot: int, request_id: int, text: list[int]) -> None:
+        self._tokens[slot] = torch.tensor(text, dtype=torch.int32, device=self._device)
+        self.state.seq_lens[slot] = 0
+        self.state.status[slot] = 0
+        self.draft.begin(slot, text)
+
+    @torch.inference_mode()
+    def prefill(self, slot: int, tokens: list[int], start: int, is_last: bool) -> None:
+        state, text, end = self.state, self._tokens[slot], start + len(tokens)
+        slots = self._slot_tensor([slot])
+        alloc_pages(state.pool, state.seq_lens, len(tokens), slots=slots, status=state.status)
+        chunk = text[None, start:end]
+        positions = torch.arange(start, end, dtype=torch.int32, device=self._device)[None]
+        self.target.forward(chunk, positions, state.rows(slots, state.seq_lens, tail_len=len(tokens)))
+        features = self.target.features() if self.draft.feature_layers else None
+        self.draft.prefill(slots, chunk, text[None, start + 1 : end + 1], positions, features)
+        state.seq_lens[slot] = end
+
+    @torch.inference_mode()
+    def activate(
+        self, slot: int, request_id: int, seq_len: int, root: int, remaining: int, stop_tokens: list[int]
+    ) -> None:
+        state = self.state
+        del self._tokens[slot]
+        state.seq_lens[slot] = seq_len
+        state.root_tokens[slot] = root
+        state.remaining[slot] = remaining
+        state.stop_tokens[slot] = -1
+        state.stop_tokens[slot, : len(stop_tokens)] = torch.tensor(stop_tokens, dtype=torch.int32, device=self._device)
+        state.finish_reasons[slot] = 0
+        slots = self._slot_tensor([slot])
+        alloc_pages(state.pool, state.seq_lens, self._round.reserve, slots=slots, status=state.status)
+        self.draft.activate(slots)
+
+    def round(self, slots: list[int]) -> None:
+        rows = self._slot_tensor(slots)
+        result = self._round.run(rows)
+        batch = len(slots)
+        self.out_tokens[:batch] = result.accepted.tokens
+        self.out_len[:batch] = result.accepted.lengths
+        self.num_nodes[:batch] = result.num_nodes
+        self.finish_reasons[:batch] = self.state.finish_reasons[rows]
+        self.status[:batch] = self.state.status[rows]
+
+    @torch.inference_mode()
+    def deactivate(self, slot: int, request_id: int) -> None:
+        self._tokens.pop(slot, None)
+        self.state.seq_lens[slot] = 0
+        free_pages(self.state.pool, self.state.seq_lens, slots=self._slot_tensor([slot]), status=self.state.status)
+        self.draft.release(slot)

@@ -1,0 +1,49 @@
+"""What comes out: new tokens while a request runs, and its result."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..status import FinishReason
+
+
+@dataclass
+class RequestStats:
+    """Counts of one request, over rounds that emitted something.
+
+    Attributes:
+        rounds: target forwards. drafted: candidates verified. accepted: candidates that stayed.
+    """
+
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    @property
+    def accept_length(self) -> float:
+        """Mean tokens per round, the bonus token included; 1 without speculation."""
+        return (self.accepted + self.rounds) / self.rounds if self.rounds else 0.0
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """One round's tokens of one request, as the streaming callback receives them.
+
+    All but the last were drafted and accepted; the last is the target's own.
+    """
+
+    index: int  # of the prompt in the list given to `generate`
+    tokens: list[int]
+    finish_reason: FinishReason
+
+
+@dataclass
+class RequestOutput:
+    """The result of one request. `text` is None where the engine has no tokenizer."""
+
+    index: int
+    prompt_tokens: list[int]
+    tokens: list[int] = field(default_factory=list)
+    text: str | None = None
+    finish_reason: FinishReason = FinishReason.RUNNING
+    stats: RequestStats = field(default_factory=RequestStats)

@@ -1,0 +1,81 @@
+"""What a user chooses: how to speculate (once, per engine) and how to sample (per request)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ALGORITHMS = ("NONE", "NGRAM", "EAGLE3", "STANDALONE")
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """How candidates are drafted. The names are those of the field's command lines.
+
+    Attributes:
+        algorithm: NONE (plain decoding), NGRAM (an index over all text seen), EAGLE3 (a draft head), or STANDALONE
+            (a small model with the target's tokenizer).
+        draft_model: folder or hub id of the head or small model; EAGLE3 and STANDALONE need it.
+        num_steps: depth of drafting of a model draft (NGRAM drafts as deep as its nodes reach).
+        topk: branches per step; 1 drafts a chain.
+        num_draft_tokens: tree nodes verified per round, including the root. None: num_steps + 1 for a chain, 32 for a
+            tree, 16 for NGRAM.
+        ngram_max_tokens: tokens the n-gram index holds before the oldest age out.
+    """
+
+    algorithm: str = "NONE"
+    draft_model: str | Path | None = None
+    num_steps: int = 5
+    topk: int = 8
+    num_draft_tokens: int | None = None
+    ngram_max_tokens: int = 1 << 20
+
+    def __post_init__(self) -> None:
+        if self.algorithm not in ALGORITHMS:
+            raise ValueError(f"Speculation: algorithm is {self.algorithm!r}, expected one of {ALGORITHMS}")
+        needs_model = self.algorithm in ("EAGLE3", "STANDALONE")
+        if needs_model and self.draft_model is None:
+            raise ValueError(f"Speculation: draft_model is None, expected a path or hub id for {self.algorithm}")
+        if not needs_model and self.draft_model is not None:
+            raise ValueError(f"Speculation: draft_model is given, expected None for {self.algorithm}")
+        for name, low, high in (("num_steps", 1, 64), ("topk", 1, 64), ("num_draft_tokens", 1, 256)):
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                raise ValueError(f"Speculation: {name} is {value}, expected {low} to {high}")
+
+    @property
+    def num_nodes(self) -> int:
+        """Tree nodes of a round, the root included."""
+        if self.algorithm == "NONE":
+            return 1
+        if self.num_draft_tokens is not None:
+            return self.num_draft_tokens
+        if self.algorithm == "NGRAM":
+            return 16
+        return self.num_steps + 1 if self.topk == 1 else 32
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request is decoded. Greedy: sampling arrives with `verify_tree`'s sampled modes.
+
+    Attributes:
+        max_new_tokens: the budget, at least 1.
+        stop_token_ids: tokens that end the request (kept as its last); None: the model's end-of-sequence tokens.
+        ignore_eos: with stop_token_ids None, stop at nothing but the budget.
+        temperature: 0, greedy.
+    """
+
+    max_new_tokens: int = 128
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool = False
+    temperature: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"SamplingParams: max_new_tokens is {self.max_new_tokens}, expected at least 1")
+        if self.temperature != 0:
+            raise NotImplementedError(
+                f"SamplingParams: temperature is {self.temperature}, expected 0 (only greedy decoding exists)"
+            )

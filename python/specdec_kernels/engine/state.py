@@ -1,0 +1,64 @@
+"""Device state of the slots: everything a round reads and writes between rounds, at fixed addresses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..models.attention import Rows
+from ..ops import PagePool, make_page_pool
+
+
+@dataclass
+class SlotState:
+    """Per-slot tensors, int32. `seq_lens` is L: rows 0..L-1 are committed, the root is the token at position L."""
+
+    seq_lens: Tensor
+    seq_lens_before: Tensor
+    root_tokens: Tensor
+    remaining: Tensor
+    max_lens: Tensor
+    stop_tokens: Tensor  # [num_slots, max_stop_tokens], padded with -1
+    finish_reasons: Tensor
+    status: Tensor
+    pool: PagePool
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        num_slots: int,
+        max_len: int,
+        max_stop_tokens: int,
+        num_pages: int,
+        max_pages: int,
+        page_size: int,
+        device: torch.device,
+    ) -> SlotState:
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        return cls(
+            seq_lens=zeros(num_slots),
+            seq_lens_before=zeros(num_slots),
+            root_tokens=zeros(num_slots),
+            remaining=zeros(num_slots),
+            max_lens=zeros(num_slots) + max_len,
+            stop_tokens=zeros(num_slots, max_stop_tokens) - 1,
+            finish_reasons=zeros(num_slots),
+            status=zeros(num_slots),
+            pool=make_page_pool(num_pages, num_slots, max_pages, page_size, like=zeros(0)),
+        )
+
+    def rows(self, slots: Tensor, prefix_lens: Tensor, tail_len: int, **options: Tensor | int | None) -> Rows:
+        """A forward pass of these slots over `prefix_lens` rows and a tail."""
+        return Rows(
+            slots=slots,
+            page_table=self.pool.page_table,
+            prefix_lens=prefix_lens,
+            tail_len=tail_len,
+            status=self.status,
+            **options,  # type: ignore[arg-type]
+        )

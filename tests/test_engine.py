@@ -1,0 +1,196 @@
+"""The engine's text is transformers' own, whatever drafts, however requests are batched and pages laid out."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from specdec_kernels import FinishReason
+from specdec_kernels.engine import Engine, NewTokens, SamplingParams, Speculation
+from specdec_kernels.tiny import tiny_model
+from tiny import Comparison, greedy_by_transformers, held_out, reference_model, tokenizer
+
+NUM_PROMPTS = 100
+NEW_TOKENS = 48
+TARGET = tiny_model("target")
+
+SPECULATIONS = {
+    "none": Speculation("NONE"),
+    "ngram": Speculation("NGRAM"),
+    "eagle3-chain": Speculation("EAGLE3", tiny_model("eagle3"), num_steps=5, topk=1),
+    "eagle3-tree": Speculation("EAGLE3", tiny_model("eagle3"), num_steps=5, topk=8, num_draft_tokens=32),
+    # The target as its own draft: every draft is right, so every round is as long as it can be.
+    "standalone": Speculation("STANDALONE", TARGET, num_steps=3, topk=2, num_draft_tokens=8),
+}
+# Slots, page size, and pages as a share of what all slots at full length would need: pages are reused in all of them.
+LAYOUTS = {
+    "single": (1, 16, 1.0),
+    "batched": (8, 16, 1.0),
+    "page1": (4, 1, 0.5),
+    "page3": (8, 3, 0.4),
+}
+MAX_LEN = 512
+
+
+@functools.cache
+def prompts() -> list[list[int]]:
+    chosen = held_out("code")[:NUM_PROMPTS]
+    assert len(chosen) == NUM_PROMPTS
+    return chosen
+
+
+@functools.cache
+def reference() -> list[list[int]]:
+    return greedy_by_transformers(reference_model(), prompts(), NEW_TOKENS)
+
+
+def make_engine(speculation: Speculation, layout: str, device: torch.device) -> Engine:
+    num_slots, page_size, share = LAYOUTS[layout]
+    pages_per_slot = -(-(MAX_LEN + 80) // page_size)
+    return Engine(
+        TARGET,
+        speculation=speculation,
+        max_len=MAX_LEN,
+        num_slots=num_slots,
+        page_size=page_size,
+        num_pages=max(pages_per_slot, int(share * num_slots * pages_per_slot)),
+        prefill_chunk=100,
+        dtype=torch.float32,
+        device=device,
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", SPECULATIONS)
+def test_greedy_text_is_that_of_transformers(name: str, layout: str, device: torch.device) -> None:
+    engine = make_engine(SPECULATIONS[name], layout, device)
+    outputs = engine.generate(prompts(), SamplingParams(max_new_tokens=NEW_TOKENS))
+
+    comparison = Comparison(reference_model())
+    for prompt, output, want in zip(prompts(), outputs, reference(), strict=True):
+        comparison.check(prompt, output.tokens, want)
+    assert len(comparison.near_ties) <= 2, comparison.near_ties
+    stats = [output.stats for output in outputs]
+    assert all(s.accept_length >= 1 for s in stats)
+    assert sum(s.accepted + s.rounds for s in stats) == sum(len(o.tokens) for o in outputs)
+    if name == "none":
+        assert all(s.drafted == 0 and s.accept_length == 1 for s in stats)
+    if name == "standalone":
+        assert sum(s.accepted for s in stats) / sum(s.rounds for s in stats) > 2.7  # of 3: budgets cut last rounds
+
+    pool = engine.state.pool
+    assert int(pool.num_free[0]) == len(pool.free_stack), "pages were lost"
+    assert not pool.page_refs.any()
+
+
+def accept_length(outputs: list) -> float:
+    rounds = sum(o.stats.rounds for o in outputs)
+    return sum(o.stats.accepted + o.stats.rounds for o in outputs) / rounds
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "at_least"),
+    [("eagle3-chain", "code", 2.6), ("eagle3-tree", "code", 3.2), ("ngram", "repeat", 4.0)],
+)
+def test_accept_length_on_held_out_prompts(name: str, kind: str, at_least: float) -> None:
+    engine = make_engine(SPECULATIONS[name], "batched", torch.device("cpu"))
+    outputs = engine.generate(held_out(kind)[:60], SamplingParams(max_new_tokens=96))
+    print(f"{name} on {kind}: accept length {accept_length(outputs):.2f}")
+    assert accept_length(outputs) >= at_least
+
+
+def test_stop_tokens_budget_and_context_end_a_request(device: torch.device) -> None:
+    engine = make_engine(SPECULATIONS["eagle3-tree"], "batched", device)
+    prompt, text = prompts()[0], reference()[0]
+    stop = text[11]
+    params = [
+        SamplingParams(max_new_tokens=NEW_TOKENS, stop_token_ids=[stop]),
+        SamplingParams(max_new_tokens=1),
+        SamplingParams(max_new_tokens=7, ignore_eos=True),
+        SamplingParams(max_new_tokens=10_000, ignore_eos=True),
+    ]
+    stopped, one, seven, endless = engine.generate([prompt] * 4, params)
+    assert stopped.tokens == text[: text.index(stop) + 1] and stopped.finish_reason == FinishReason.STOP
+    assert one.tokens == text[:1] and one.finish_reason == FinishReason.LENGTH
+    assert seven.tokens == text[:7]
+    assert len(prompt) + len(endless.tokens) == MAX_LEN and endless.finish_reason == FinishReason.CONTEXT
+
+
+def test_streaming_gives_the_same_tokens_in_order(device: torch.device) -> None:
+    engine = make_engine(SPECULATIONS["eagle3-tree"], "batched", device)
+    streamed: dict[int, list[int]] = {}
+    events: list[NewTokens] = []
+
+    def on_tokens(new: NewTokens) -> None:
+        events.append(new)
+        streamed.setdefault(new.index, []).extend(new.tokens)
+
+    outputs = engine.generate(prompts()[:20], SamplingParams(max_new_tokens=20), on_tokens=on_tokens)
+    assert [streamed[o.index] for o in outputs] == [o.tokens for o in outputs]
+    assert [o.index for o in outputs] == list(range(20))
+    for output in outputs:
+        mine = [e for e in events if e.index == output.index]
+        assert all(e.finish_reason == FinishReason.RUNNING for e in mine[:-1])
+        assert mine[-1].finish_reason == output.finish_reason != FinishReason.RUNNING
+
+
+@pytest.mark.parametrize("name", SPECULATIONS)
+def test_one_token_prompts(name: str, device: torch.device) -> None:
+    engine = make_engine(SPECULATIONS[name], "batched", device)
+    starts = [[prompt[0]] for prompt in prompts()[:6]]
+    want = greedy_by_transformers(reference_model(), starts, 16)
+    comparison = Comparison(reference_model())
+    for prompt, output, text in zip(starts, engine.generate(starts, SamplingParams(16)), want, strict=True):
+        comparison.check(prompt, output.tokens, text)
+
+
+def test_text_prompts_and_text_results(device: torch.device) -> None:
+    engine = make_engine(SPECULATIONS["eagle3-chain"], "single", device)
+    (output,) = engine.generate("def main():\n", SamplingParams(max_new_tokens=12))
+    assert output.text == tokenizer().decode(output.tokens, skip_special_tokens=True)
+    assert output.prompt_tokens == tokenizer()("def main():\n")["input_ids"]
+
+
+def test_an_engine_survives_a_failing_callback(device: torch.device) -> None:
+    engine = make_engine(SPECULATIONS["eagle3-tree"], "batched", device)
+
+    def fail(_new: NewTokens) -> None:
+        raise KeyError("callback")
+
+    with pytest.raises(KeyError, match="callback"):
+        engine.generate(prompts()[:12], SamplingParams(max_new_tokens=20), on_tokens=fail)
+    outputs = engine.generate(prompts()[:12], SamplingParams(max_new_tokens=20))
+    comparison = Comparison(reference_model())
+    for prompt, output, want in zip(prompts()[:12], outputs, reference(), strict=False):
+        comparison.check(prompt, output.tokens, want)
+    assert int(engine.state.pool.num_free[0]) == len(engine.state.pool.free_stack)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "submit: prompt is empty, expected at least 1 token"),
+        ([1] * MAX_LEN, f"submit: prompt has {MAX_LEN} tokens, expected at most max_len - 1 = {MAX_LEN - 1}"),
+    ],
+)
+def test_a_bad_prompt_starts_nothing(prompt: list[int], message: str) -> None:
+    engine = make_engine(SPECULATIONS["none"], "batched", torch.device("cpu"))
+    with pytest.raises(ValueError) as error:
+        engine.generate([prompts()[0], prompt])
+    assert str(error.value) == message
+    assert engine.generate([prompts()[0]], SamplingParams(2))[0].tokens == reference()[0][:2]
+
+
+def test_messages_of_parameters() -> None:
+    with pytest.raises(ValueError, match=r"Speculation: algorithm is 'EAGLE9', expected one of"):
+        Speculation("EAGLE9")
+    with pytest.raises(ValueError, match="Speculation: draft_model is None, expected a path or hub id for EAGLE3"):
+        Speculation("EAGLE3")
+    with pytest.raises(ValueError, match="Speculation: topk is 65, expected 1 to 64"):
+        Speculation("EAGLE3", "x", topk=65)
+    with pytest.raises(ValueError, match="SamplingParams: max_new_tokens is 0, expected at least 1"):
+        SamplingParams(max_new_tokens=0)
+    with pytest.raises(NotImplementedError, match=r"SamplingParams: temperature is 0.7, expected 0"):
+        SamplingParams(temperature=0.7)
