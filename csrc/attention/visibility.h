@@ -2,7 +2,7 @@
 #pragma once
 
 #include "attention/tree_attention.h"
-#include "core/host_device.h"
+#include "core/bits.h"
 #include "core/slots.h"
 
 namespace specdec {
@@ -63,9 +63,6 @@ SD_HD Request request_of(const TreeAttentionParams& p, int64_t b) {
 SD_HD int64_t visible_end(const TreeAttentionParams& p, const Request& r, int64_t i) {
   return p.mask ? r.end : clamp_to(r.prefix + clamp_to(i + r.shift + 1, 0, r.end), 0, r.end);
 }
-
-// n ones from bit 0 up, for any n.
-SD_HD uint64_t low_bits(int64_t n) { return n <= 0 ? 0 : n >= 64 ? ~uint64_t{0} : (uint64_t{1} << n) - 1; }
 
 // Bit j: row i of the request sees KV row first + j.
 SD_HD uint64_t visible_word(const TreeAttentionParams& p, const Request& r, int64_t i, int64_t first) {
