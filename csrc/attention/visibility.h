@@ -52,7 +52,7 @@ SD_HD Request request_of(const TreeAttentionParams& p, int64_t b) {
   const int64_t seen = p.mask ? tail : clamp_to(r.valid_rows + r.shift, 0, tail);
   if (p.mask && tail > 64 * p.mask_words) r.status |= kBadLength;
 
-  const int64_t capacity = p.max_pages * p.page_size, prefix = p.prefix_lens[r.slot];
+  const int64_t capacity = row_capacity(p.rows), prefix = p.prefix_lens[r.slot];
   r.prefix = clamp_to(prefix, 0, capacity);
   r.end = clamp_to(r.prefix + seen, 0, capacity);
   if (r.prefix != prefix || r.end != prefix + seen) r.status |= kBadLength;
@@ -82,14 +82,9 @@ SD_HD uint64_t visible_word(const TreeAttentionParams& p, const Request& r, int6
   return seen & inside;
 }
 
-// The page of KV row `row` < end, or -1 if the table names none of the pool. `*offset` is the row's place in it.
-SD_HD int64_t page_of(const TreeAttentionParams& p, const Request& r, int64_t row, int64_t* offset) {
-  // Lengths are int32, so a row fits 32 bits, and their division is several times cheaper on the device.
-  const uint32_t row32 = static_cast<uint32_t>(row), size = static_cast<uint32_t>(p.page_size);
-  const uint32_t index = row32 / size;
-  *offset = row32 - index * size;
-  const int64_t page = p.page_table[r.slot * p.max_pages + index];
-  return page >= 0 && page < p.num_pages ? page : -1;
+// Where a head of a KV row begins in its pool, in elements.
+SD_HD int64_t row_start(const PoolStrides& strides, KvRow at, int64_t head) {
+  return at.page * strides.page + at.offset * strides.row + head * strides.head;
 }
 
 }  // namespace specdec

@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kThreads) build_tree_kernel(BuildTreeParams p)
 }  // namespace
 
 void build_tree_cuda(const BuildTreeParams& p, Stream stream) {
-  build_tree_kernel<<<static_cast<unsigned>(p.batch), kThreads, 0, stream>>>(p);
+  build_tree_kernel<<<grid_x("build_tree", p.batch), kThreads, 0, stream>>>(p);
   SD_LAUNCH_CHECK("build_tree");
 }
 
