@@ -53,11 +53,16 @@ setup_build() {
     pip_install "scikit-build-core>=0.11" "pybind11>=3.0" "apache-tvm-ffi>=0.1.9" "cmake>=3.26" ninja
     touch "$stamp"
   fi
+}
+
+# After every other package: pip complains about the dependencies that are left out here when it installs more.
+setup_cuda() {
+  local stamp=$venv/.cuda-requirements
   if ! command -v nvcc >/dev/null; then
     echo "no nvcc on the PATH: building for the CPU alone"
-  elif outdated "$stamp-cuda"; then
-    pip_install --no-deps nvidia-cutlass # its headers only, so without its dependencies
-    touch "$stamp-cuda"
+  elif outdated "$stamp"; then
+    pip_install --no-deps nvidia-cutlass # for its headers
+    touch "$stamp"
   fi
 }
 
@@ -70,6 +75,7 @@ dev() {
       "pytest>=8" "pytest-xdist>=3" "hypothesis>=6" ruff mypy clang-format
     touch "$stamp"
   fi
+  setup_cuda
   echo "building specdec_kernels (minutes the first time)"
   pip_install --no-build-isolation --no-deps -e . -Cbuild-dir=build/dev \
     -Ccmake.define.CMAKE_CUDA_ARCHITECTURES="${SPECDEC_CUDA_ARCHITECTURES:-90a-real}"
@@ -91,6 +97,7 @@ run_tests() {
 
 wheel() {
   setup_build
+  setup_cuda
   "$bin/python" -m pip wheel --quiet --disable-pip-version-check --no-build-isolation --no-deps -w dist . \
     -Ccmake.define.CMAKE_CUDA_ARCHITECTURES="${SPECDEC_CUDA_ARCHITECTURES:-80-real;86-real;89-real;90a-real;100f-real;120f-real;120-virtual}"
   ls -l dist/*.whl
