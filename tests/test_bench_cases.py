@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+
+from specdec_kernels._op_list import native_halves, public_ops
 from specdec_kernels.bench import timing
 from specdec_kernels.bench.cases import CASES
 from specdec_kernels.bench.ceilings import Ceilings
 from specdec_kernels.bench.compare import WrongResult
 from specdec_kernels.bench.harness import Case, Work, check, measure
-
-from specdec_kernels._op_list import native_halves, public_ops
 
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from specdec_kernels.bench import cases, report, timing
-from specdec_kernels.bench.compare import WrongResult, expect_close, expect_equal, expect_near
-from specdec_kernels.bench.harness import Baseline, Case, Work
 
 import specdec_kernels
 from specdec_kernels import cli
 from specdec_kernels._op_list import public_ops
+from specdec_kernels.bench import cases, report, timing
+from specdec_kernels.bench.compare import WrongResult, expect_close, expect_equal, expect_near
+from specdec_kernels.bench.harness import Baseline, Case, Work
 
 Capture = pytest.CaptureFixture[str]
 

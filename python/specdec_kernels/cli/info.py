@@ -46,7 +46,7 @@ def collect() -> dict[str, Any]:
     facts: dict[str, Any] = {
         "specdec_kernels": sd.__version__,
         "cuda_version": sd.cuda_version,
-        "cuda_architectures": sd.cuda_architectures.split(";") if sd.cuda_architectures else [],
+        "cuda_architectures": (sd.cuda_architectures or "").split(),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": versions,

@@ -1,0 +1,97 @@
+"""The README and the pages of docs/ are true where a program can tell: their code runs, their links lead somewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from specdec_kernels._op_list import native_halves, public_ops
+
+ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("examples/*/*.md"))]
+
+every_page = pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
+
+
+def python_blocks(page: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def without_code(page: Path) -> str:
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """What `#...` may name: each heading in lower case, without punctuation, with dashes for spaces."""
+    headings = re.findall(r"^#+ (.*)$", without_code(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def printed_by(block: str) -> list[str]:
+    """The lines a block says it prints: the comments behind its `print` calls."""
+    return re.findall(r"^print\(.*\)  # (.*)$", block, re.MULTILINE)
+
+
+@every_page
+def test_code_runs_and_prints_what_it_says(page: Path) -> None:
+    """The blocks of a page share one namespace, in order."""
+    namespace: dict[str, object] = {}
+    for number, block in enumerate(python_blocks(page), 1):
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            exec(compile(block, f"{page.name}, Python block {number}", "exec"), namespace)
+        if printed_by(block):
+            assert out.getvalue().splitlines() == printed_by(block)
+
+
+def test_readme_shows_the_ops_and_the_engine() -> None:
+    ops, engine = python_blocks(README)
+    assert "import specdec_kernels as sd" in ops and "from specdec_kernels.engine import" in engine
+
+
+@every_page
+def test_relative_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", without_code(page)):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), f"{page.name} links to {link}"
+        assert not anchor or anchor in anchors(target), f"{page.name} links to {link}"
+
+
+def verbs() -> list[str]:
+    usage = subprocess.run([ROOT / "build.sh"], capture_output=True, text=True, check=True).stdout
+    return re.findall(r"^  ([a-z]+) ", usage, re.MULTILINE)
+
+
+def test_verbs_named_are_verbs_of_build_sh() -> None:
+    assert verbs() == ["demo", "test", "dev", "wheel"]
+    for page in PAGES:
+        named = set(re.findall(r"\./build\.sh ([a-z]+)", page.read_text()))
+        assert named <= set(verbs()), f"{page.name} names {named - set(verbs())}"
+
+
+def test_unknown_verb_is_refused() -> None:
+    done = subprocess.run([ROOT / "build.sh", "frobnicate"], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("usage: ./build.sh <verb>\n")
+
+
+def test_op_table_names_the_ops() -> None:
+    """Every compiled op runs on both devices; `make_page_pool` is a helper of theirs in Python."""
+    rows = [[cell.strip() for cell in line.split("|")] for line in README.read_text().splitlines() if line[:3] == "| `"]
+    named = {name: (cpu, cuda) for _, names, _, cpu, cuda, _ in rows for name in re.findall(r"`(\w+)`", names)}
+    expected = {op: ("✓", "✓") for op in public_ops() if native_halves(op)}
+    assert named == expected | {"NgramIndex": ("✓", "")}
+
+
+def test_design_page_names_every_room_of_csrc() -> None:
+    page = (ROOT / "docs" / "design.md").read_text()
+    rooms = {path.name for path in (ROOT / "csrc").iterdir() if path.is_dir()}
+    assert set(re.findall(r"^  ([a-z]+)/ ", page, re.MULTILINE)) >= rooms
