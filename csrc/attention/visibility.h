@@ -9,7 +9,7 @@ namespace specdec {
 
 // One request of the call, its device-side lengths read and brought into bounds.
 struct Request {
-  int64_t slot;        // -1: empty, every row gives zeros
+  int64_t slot;        // -1: empty or stalled, every row gives zeros
   int64_t flat_row;    // its first row in mask and lse
   int64_t q_start;     // its first element in q
   int64_t out_start;   // its first element in out
@@ -27,6 +27,7 @@ SD_HD int64_t clamp_to(int64_t x, int64_t low, int64_t high) { return x < low ? 
 SD_HD Request request_of(const TreeAttentionParams& p, int64_t b) {
   Request r{};
   r.slot = b < p.batch ? slot_of(p.slots, b, p.num_slots) : -1;
+  if (r.slot >= 0 && p.status != nullptr && (p.status[r.slot] & kStalled)) r.slot = -1;
   if (p.cu_seqlens_q != nullptr) {
     const int64_t begin = p.cu_seqlens_q[b], stop = b < p.batch ? p.cu_seqlens_q[b + 1] : p.q_rows;
     r.flat_row = clamp_to(begin, 0, p.q_rows);
