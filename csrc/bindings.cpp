@@ -232,6 +232,7 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
   raise_as<NotImplementedError>(PyExc_NotImplementedError);
   raise_as<CudaError>(PyExc_RuntimeError);
 
+  m.attr("version") = SPECDEC_VERSION;
 #ifdef SPECDEC_WITH_CUDA
   m.attr("cuda_version") = SPECDEC_CUDA_VERSION;
   m.attr("cuda_architectures") = SPECDEC_CUDA_ARCHITECTURES;
