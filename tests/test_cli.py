@@ -234,9 +234,10 @@ def test_a_right_result_gets_a_time(capsys: Capture, monkeypatch: pytest.MonkeyP
     ("arguments", "message"),
     [
         (["nosuchop"], "specdec bench: there is no op nosuchop, expected one of doubling, call_overhead\n"),
+        (["doubling", "--json", "/nowhere/x.json"], "specdec bench: --json /nowhere/x.json is in no existing folder\n"),
         (["doubling", "--dtype", "float32"], "specdec bench: doubling has no dtype, its parameters are batch\n"),
     ],
-    ids=["op", "parameter"],
+    ids=["op", "json", "parameter"],
 )
 def test_bench_refuses(capsys: Capture, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str) -> None:
     monkeypatch.setattr(cases, "CASES", {"doubling": doubling()})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from specdec_kernels.models.causal_lm import CausalLM
 from specdec_kernels.models.checkpoint import load_tensors
 from specdec_kernels.models.eagle3 import feature_layers, load_eagle3
 from specdec_kernels.tiny import tiny_model
-from tiny import Comparison, greedy_by_transformers
+from tiny import Comparison, greedy_by_transformers, held_out
 
 ARCHITECTURES = ["llama", "mistral", "qwen2", "qwen3"]
 
@@ -61,6 +62,32 @@ def test_compiled_layers_share_one_graph(tmp_path: Path) -> None:
     assert [o.tokens for o in compiled] == [o.tokens for o in plain]
     # Far fewer graphs than layers times shapes; the shapes are prefill and rounds of one and two slots.
     assert 1 <= counter.frame_count <= 4, counter.frame_count
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("algorithm", ["NONE", "NGRAM", "EAGLE3", "STANDALONE"])
+def test_half_precision(algorithm: str, dtype: torch.dtype, device: torch.device) -> None:
+    draft = {"EAGLE3": tiny_model("eagle3"), "STANDALONE": tiny_model("target")}.get(algorithm)
+    speculation = Speculation(algorithm, draft, num_steps=3, topk=2, num_draft_tokens=8)
+    engine = Engine(tiny_model("target"), speculation=speculation, max_len=512, dtype=dtype, device=device)
+    outputs = engine.generate(held_out("repeat")[:4], SamplingParams(max_new_tokens=24, ignore_eos=True))
+    stats = [output.stats for output in outputs]
+    assert [s.accepted + s.rounds for s in stats] == [24] * 4
+    at_least = {"NONE": 1.0, "NGRAM": 1.5, "EAGLE3": 1.5, "STANDALONE": 3.0}[algorithm]
+    assert sum(s.accept_length for s in stats) / 4 >= at_least
+
+
+def test_compile_option_with_inductor(tmp_path: Path) -> None:
+    """The real backend, where there is a compiler for it, on one shape: a graph takes it many seconds."""
+    folder = save_random_model(tmp_path, "llama", num_hidden_layers=2)
+    backend = "inductor" if shutil.which("c++") or shutil.which("g++") else "aot_eager"
+    plain = Engine(folder, max_len=64, num_slots=1, dtype=torch.float32, device="cpu")
+    compiled = Engine(folder, max_len=64, num_slots=1, dtype=torch.float32, device="cpu", compile=True)
+    if backend != "inductor":
+        compiled.target.compile_layers(backend=backend)
+    torch._dynamo.reset()
+    params = SamplingParams(max_new_tokens=6)
+    assert compiled.generate([5], params)[0].tokens == plain.generate([5], params)[0].tokens
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,12 @@
 // executor call. step and run_until_idle are the loop: one thread at a time, not from inside an executor call.
 //
 // Exceptions. Whatever an executor call throws leaves step() unchanged, and the requests of that call end:
-//   begin, prefill, activate   that request, with kError
-//   round                      every request of the round, with kError; the round's tokens are unknown and dropped
-//   emit                       that request, with kError, unless this was its last emission; the tokens count as
-//   emitted deactivate                 nobody: the slot counts as given back
+//
+// - begin, prefill, activate: that request, with kError.
+// - round: every request of the round, with kError; the round's tokens are unknown and dropped.
+// - emit: that request, with kError, unless this was its last emission; the tokens count as emitted.
+// - deactivate: nobody; the slot counts as given back, and the next `begin` on it finds what was left there.
+//
 // They still get their `deactivate` and their last `emit`: the next step() makes those calls first. All other requests
 // go on as if nothing had happened.
 #pragma once

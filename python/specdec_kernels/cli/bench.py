@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .extras import require
@@ -80,6 +81,8 @@ def run(args: argparse.Namespace) -> int:
     for name in names:
         if name not in cases and name != overhead.NAME:
             return refuse(f"there is no op {name}, expected one of {', '.join([*cases, overhead.NAME])}")
+    if args.json and not Path(args.json).absolute().parent.is_dir():  # said before the run, not behind it
+        return refuse(f"--json {args.json} is in no existing folder")
     device = find_device(args.device)
     if device is None:
         return refuse("--device cuda needs a CUDA build of specdec_kernels and a GPU that torch can use")

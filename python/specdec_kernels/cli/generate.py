@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,18 +17,15 @@ if TYPE_CHECKING:
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
-DEFAULT_PROMPT = '''class Stack:
-    """A last-in, first-out stack.
+# It ends without a newline: the tokenizer joins that with the indentation behind it.
+DEFAULT_PROMPT = '''class Point:
+    """A point in the plane."""
 
-    >>> s = Stack()
-    >>> s.push(1)
-    """
+    def __init__(self, x, y):
+        self.x = x
+        self.y = y
 
-    def __init__(self):
-        self._items = []
-
-    def push(self, item):
-'''
+    def __repr__(self):'''
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -54,7 +52,7 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="N",
         help="tree nodes verified per round, root included (32)",
     )
-    parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="budget (256)")
+    parser.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help="budget (200)")
     parser.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of weights and KV")
     parser.add_argument("--page-size", type=int, default=16, metavar="N", help="KV rows per page (16)")
@@ -73,6 +71,18 @@ class Run:
 def run(args: argparse.Namespace) -> int:
     if not require("generate", "engine", ["torch", "transformers", "safetensors", "rich"]):
         return 1
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    try:
+        compare(args)
+    except (OSError, ValueError, NotImplementedError) as error:  # what the engine refuses, by name
+        print(f"specdec generate: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def compare(args: argparse.Namespace) -> None:
     from rich.console import Console
 
     from ..engine import Speculation
@@ -91,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
         topk=args.speculative_eagle_topk,
         num_draft_tokens=args.speculative_num_draft_tokens,
     )
-    prompt = args.prompt or DEFAULT_PROMPT
+    prompt = DEFAULT_PROMPT if args.prompt is None else args.prompt
 
     runs = [generate(console, args, model, speculation, prompt, stream=True)]
     if not args.no_compare and algorithm != "NONE":
@@ -99,7 +109,6 @@ def run(args: argparse.Namespace) -> int:
     print_table(console, runs)
     if len(runs) == 2:
         print_comparison(console, *runs)
-    return 0
 
 
 def generate(
@@ -122,12 +131,12 @@ def generate(
         engine.generate(prompt, SamplingParams(max_new_tokens=8))
     printer = Printer(console, engine) if stream else None
     if printer:
-        console.print(prompt, end="", style="dim", markup=False)
+        console.print(prompt, end="", style="dim", markup=False, soft_wrap=True)
     begin = time.perf_counter()
     (output,) = engine.generate(prompt, SamplingParams(max_new_tokens=args.max_new_tokens), on_tokens=printer)
     seconds = time.perf_counter() - begin
     if printer:
-        console.print("\n")
+        printer.finish()
     return Run(speculation.algorithm, output, seconds)
 
 
@@ -143,10 +152,15 @@ class Printer:
         self._print(new.tokens[:-1], "green")
         self._print(new.tokens[-1:], None)
 
-    def _print(self, tokens: list[int], style: str | None) -> None:
+    def finish(self) -> None:
+        """Whatever still waited is all there is of it."""
+        self._print([], None, last=True)
+        self.console.print("\n")
+
+    def _print(self, tokens: list[int], style: str | None, last: bool = False) -> None:
         self.tokens += tokens
         text = self.tokenizer.decode(self.tokens, skip_special_tokens=True)
-        if text.endswith("\N{REPLACEMENT CHARACTER}"):
+        if text.endswith("\N{REPLACEMENT CHARACTER}") and not last:
             return
         self.console.print(text[self.printed :], end="", style=style, markup=False, soft_wrap=True)
         self.printed = len(text)
@@ -155,20 +169,18 @@ class Printer:
 def print_table(console: Console, runs: list[Run]) -> None:
     from rich.table import Table
 
-    table = Table(title="green: drafted and accepted; plain: the target's own token of each round")
-    for column in ("decoding", "tokens", "rounds", "accept length", "drafted", "accepted", "tokens/s"):
-        table.add_column(column, justify="left" if column == "decoding" else "right")
-    for run in runs:
-        stats, tokens = run.output.stats, len(run.output.tokens)
-        table.add_row(
-            "plain" if run.name == "NONE" else run.name,
-            str(tokens),
-            str(stats.rounds),
-            f"{stats.accept_length:.2f}",
-            str(stats.drafted),
-            str(stats.accepted),
-            f"{tokens / run.seconds:.1f}",
-        )
+    # A column a run: that fits the narrowest terminal.
+    table = Table("", *("plain" if run.name == "NONE" else run.name for run in runs))
+    for column in table.columns[1:]:
+        column.justify = "right"
+    counts = [run.output.stats for run in runs]
+    table.add_row("tokens", *(str(len(run.output.tokens)) for run in runs))
+    table.add_row("rounds", *(str(c.rounds) for c in counts))
+    table.add_row("accept length", *(f"{c.accept_length:.2f}" for c in counts))
+    table.add_row("drafted", *(str(c.drafted) for c in counts))
+    table.add_row("accepted", *(str(c.accepted) for c in counts))
+    table.add_row("tokens/s", *(f"{len(run.output.tokens) / run.seconds:.1f}" for run in runs))
+    console.print("green: drafted and accepted; plain: the target's own token of each round")
     console.print(table)
 
 

@@ -1,0 +1,110 @@
+"""`specdec generate`: what it prints, where, and what it says when it cannot."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from random_models import save_random_model
+from specdec_kernels import FinishReason, cli
+from specdec_kernels.cli.generate import DEFAULT_PROMPT, Printer
+from specdec_kernels.engine import NewTokens
+from specdec_kernels.tiny import tiny_model
+
+Capture = pytest.CaptureFixture[str]
+
+
+def generate(*arguments: str) -> int:
+    return cli.main(["generate", "--device", "cpu", *arguments])
+
+
+def test_default_run_into_a_pipe(capsys: Capture) -> None:
+    assert generate("--max-new-tokens", "24") == 0
+    captured = capsys.readouterr()
+    assert captured.out.startswith(DEFAULT_PROMPT)
+    assert "\033" not in captured.out and captured.err == ""
+    for word in ("EAGLE3", "plain", "accept length", "EAGLE3 produced the same tokens"):
+        assert word in captured.out
+
+
+def test_a_narrow_terminal_breaks_no_text(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = "def f(" + ", ".join(f"argument_{i}" for i in range(20)) + "):\n    return"
+    texts = []
+    for columns in ("40", "200"):
+        monkeypatch.setenv("COLUMNS", columns)
+        assert generate(prompt, "--max-new-tokens", "24", "--no-compare") == 0
+        text, _, table = capsys.readouterr().out.partition("\n\ngreen:")
+        texts.append(text)
+        assert "accept length" in table and "\N{HORIZONTAL ELLIPSIS}" not in table
+    assert texts[0].startswith(prompt) and texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "/nowhere"], "Engine: model is /nowhere, expected an existing folder or a hub id"),
+        (["--speculative-num-steps", "0"], "Speculation: num_steps is 0, expected 1 to 64"),
+        (
+            ["--model", str(tiny_model("target")), "--speculative-algorithm", "EAGLE3"],
+            "Speculation: draft_model is None, expected a path or hub id for EAGLE3",
+        ),
+        (["--max-new-tokens", "0"], "SamplingParams: max_new_tokens is 0, expected at least 1"),
+        (["--page-size", "0"], "Engine: page_size is 0, expected at least 1"),
+        ([""], "generate: prompts[0] is empty, expected at least 1 token"),
+        (["--device", "meta"], "Engine: device is meta, expected cpu or cuda"),
+    ],
+)
+def test_refusals_are_one_line(capsys: Capture, arguments: list[str], message: str) -> None:
+    assert generate(*arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.err == f"specdec generate: {message}\n"
+
+
+def test_a_model_without_a_tokenizer(capsys: Capture, tmp_path: Path) -> None:
+    folder = save_random_model(tmp_path, "llama")
+    capsys.readouterr()
+    assert generate("hello", "--model", str(folder)) == 2
+    assert "expected token ids (the model folder has no tokenizer)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [["--foo"], ["--speculative-algorithm", "MAGIC"], ["--dtype", "int8"]])
+def test_wrong_flags(capsys: Capture, flags: list[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        generate(*flags)
+    assert stop.value.code == 2
+    assert flags[-1] in capsys.readouterr().err
+
+
+class Bytes:
+    """A tokenizer whose tokens are the bytes of UTF-8."""
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
+        return bytes(tokens).decode(errors="replace")
+
+
+def printed(text: bytes, rounds: list[int]) -> str:
+    """What a printer makes of a text that comes in rounds of these sizes."""
+    engine: Any = SimpleNamespace(tokenizer=Bytes())
+    out = io.StringIO()
+    printer = Printer(Console(file=out), engine)
+    for size in rounds:
+        printer(NewTokens(0, list(text[:size]), FinishReason.RUNNING))
+        text = text[size:]
+    printer.finish()
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("rounds", [[1] * 13, [13], [2, 5, 4, 2], [3, 3, 7]])
+def test_characters_split_between_tokens_stay_whole(rounds: list[int]) -> None:
+    text = "a€b😀ñ[x]"
+    assert len(text.encode()) == sum(rounds) + 1
+    assert printed(text.encode(), [*rounds, 1]) == text + "\n\n"
+
+
+def test_a_character_that_never_ends_is_shown_at_the_end() -> None:
+    assert printed("a€".encode()[:-1], [1, 1, 1]) == "a\N{REPLACEMENT CHARACTER}\n\n"
