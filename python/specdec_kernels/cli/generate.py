@@ -16,18 +16,17 @@ if TYPE_CHECKING:
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
-DEFAULT_PROMPT = '''class Stack:
-    """A last-in, first-out stack.
+# Ends inside a line: a prompt that ends with one leaves out the indentation, which the tokenizer joins to line breaks.
+DEFAULT_PROMPT = """import unittest
 
-    >>> s = Stack()
-    >>> s.push(1)
-    """
 
-    def __init__(self):
-        self._items = []
+class TestStack(unittest.TestCase):
+    def setUp(self):
+        self.stack = Stack()
 
-    def push(self, item):
-'''
+    def test_push(self):
+        self.stack.push(1)
+        self.assertEqual("""
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -38,7 +37,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "without speculation and prints both in a table. Without arguments it uses the tiny model that comes with "
         "the package, its EAGLE-3 head and a default prompt.",
     )
-    parser.add_argument("prompt", nargs="?", help="text to continue (default: the head of a small Python class)")
+    parser.add_argument("prompt", nargs="?", help="text to continue (default: the start of a small unit test)")
     parser.add_argument("--model", help="target: a folder or hub id (default: the packaged tiny model)")
     parser.add_argument(
         "--speculative-algorithm",
@@ -73,10 +72,16 @@ class Run:
 def run(args: argparse.Namespace) -> int:
     if not require("generate", "engine", ["torch", "transformers", "safetensors", "rich"]):
         return 1
+    import torch
     from rich.console import Console
+    from transformers.utils import logging
 
     from ..engine import Speculation
     from ..tiny import tiny_model
+
+    logging.disable_progress_bar()
+    if args.model is None:
+        torch.set_num_threads(1)  # too small a model to share: on a busy machine its threads wait for each other
 
     console = Console(highlight=False)
     model = args.model or tiny_model("target")
