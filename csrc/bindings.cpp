@@ -70,8 +70,16 @@ struct type_caster<specdec::OptTensor> {
 template <>
 struct type_caster<specdec::CallStream> {
   static constexpr auto name = const_name("int | None");
-  bool load(handle src, bool) {
-    if (!src.is_none()) value_ = {true, reinterpret_cast<void*>(src.cast<intptr_t>())};
+  type_caster() = default;
+  ~type_caster() { specdec::set_call_stream({}); }  // the call is over
+  bool load(handle src, bool convert) {
+    if (!src.is_none()) {
+      make_caster<intptr_t> raw;
+      if (!raw.load(src, convert))
+        throw specdec::TypeError(std::string("expected stream to be None or a raw cudaStream_t as an int, got ") +
+                                 Py_TYPE(src.ptr())->tp_name);
+      value_ = {true, reinterpret_cast<void*>(cast_op<intptr_t>(raw))};
+    }
     specdec::set_call_stream(value_);
     return true;
   }
@@ -224,6 +232,7 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
   raise_as<NotImplementedError>(PyExc_NotImplementedError);
   raise_as<CudaError>(PyExc_RuntimeError);
 
+  m.attr("version") = SPECDEC_VERSION;
 #ifdef SPECDEC_WITH_CUDA
   m.attr("cuda_version") = SPECDEC_CUDA_VERSION;
   m.attr("cuda_architectures") = SPECDEC_CUDA_ARCHITECTURES;

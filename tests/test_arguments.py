@@ -157,10 +157,40 @@ def test_a_producer_that_returns_something_else() -> None:
         best_two(WrongProducer(LOGITS))
 
 
-def test_stream_must_be_a_number() -> None:
-    with pytest.raises((TypeError, RuntimeError)):
-        best_two(LOGITS, stream="default")
+@pytest.mark.parametrize(("stream", "name"), [("default", "str"), (1.0, "float"), ([], "list")])
+def test_stream_must_be_a_number(stream: object, name: str) -> None:
+    with pytest.raises(TypeError) as error:
+        best_two(LOGITS, stream=stream)
+    assert str(error.value) == f"expected stream to be None or a raw cudaStream_t as an int, got {name}"
     assert best_two(LOGITS) == BEST
+
+
+class WithoutDevice:
+    def __dlpack__(self, **keywords: Any) -> Any:
+        return LOGITS.__dlpack__()
+
+
+class RaisingOnLookUp:
+    @property
+    def __dlpack__(self) -> Any:
+        raise OSError("disk on fire")
+
+
+class RaisingDevice(OldProducer):
+    def __dlpack_device__(self) -> tuple[int, int]:
+        raise OSError("no such device")
+
+
+def test_half_a_producer_is_no_tensor() -> None:
+    with pytest.raises(TypeError, match=r"got WithoutDevice$"):
+        _C.noop1(None, WithoutDevice())
+
+
+def test_exceptions_other_than_a_missing_attribute_are_heard() -> None:
+    with pytest.raises(OSError, match=r"^disk on fire$"):
+        _C.noop1(None, RaisingOnLookUp())
+    with pytest.raises(OSError, match=r"^no such device$"):
+        _C.noop1(None, RaisingDevice(LOGITS))
 
 
 # --- refused tensors --------------------------------------------------------------------------------------------------
@@ -176,7 +206,8 @@ def test_stream_must_be_a_number() -> None:
         (torch.int16, "int16"),
         (torch.int64, "int64"),
         (torch.float64, "float64"),
-        (torch.complex64, "DLPack dtype (5, 64, 1)"),
+        (torch.complex64, "complex64"),
+        (torch.float8_e4m3fn, "DLPack dtype (10, 8, 1)"),
     ],
     ids=lambda value: str(value),
 )
@@ -221,6 +252,15 @@ def test_output_must_be_contiguous() -> None:
         sd.select_topk(LOGITS, 2, out_ids=torch.zeros(2, 4, dtype=torch.int32)[:, ::2])
     assert str(error.value) == (
         "select_topk: out_ids has shape [2, 2] and is not contiguous, expected a contiguous tensor"
+    )
+
+
+def test_unaligned_data() -> None:
+    memory = bytearray(33)
+    with pytest.raises(ValueError) as error:
+        best_two(np.frombuffer(memory, np.float32, count=8, offset=1).reshape(2, 4))
+    assert str(error.value) == (
+        "select_topk: logits starts between two multiples of its 4-byte elements, expected an aligned tensor"
     )
 
 

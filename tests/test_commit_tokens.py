@@ -87,7 +87,7 @@ def test_small(device: torch.device) -> None:
     check(random_requests(5, 3, 4, 2), device)
 
 
-RUNNING, STOP, LENGTH, CONTEXT = sd.FinishReason
+RUNNING, STOP, LENGTH, CONTEXT = list(sd.FinishReason)[:4]  # the device's; the rest are the scheduler's
 
 
 @pytest.mark.parametrize(

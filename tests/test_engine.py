@@ -171,8 +171,8 @@ def test_an_engine_survives_a_failing_callback(device: torch.device) -> None:
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ([], "submit: prompt is empty, expected at least 1 token"),
-        ([1] * MAX_LEN, f"submit: prompt has {MAX_LEN} tokens, expected at most max_len - 1 = {MAX_LEN - 1}"),
+        ([], "generate: prompts[1] is empty, expected at least 1 token"),
+        ([1] * MAX_LEN, f"generate: prompts[1] has {MAX_LEN} tokens, expected at most {MAX_LEN - 1} (max_len - 1)"),
     ],
 )
 def test_a_bad_prompt_starts_nothing(prompt: list[int], message: str) -> None:

@@ -242,7 +242,7 @@ def test_messages_of_expand_root(change: dict[str, object], message: str) -> Non
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"topk_ids": int32(3, 3, 2)}, "expand_tree: topk_ids has shape [3, 3, 2], expected [batch, k=2, k=2]"),
+        ({"topk_ids": int32(3, 3, 2)}, "expand_tree: topk_ids has shape [3, 3, 2], expected [batch, k, k]"),
         ({"topk_ids": int32(3, 2)}, "expand_tree: topk_ids has 2 dimensions, expected 3 dimensions"),
         ({"step": 1}, "expand_tree: step is 1, expected 2 to 3"),
         ({"step": 4}, "expand_tree: step is 4, expected 2 to 3"),

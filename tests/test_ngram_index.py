@@ -363,7 +363,7 @@ INSERT: list[tuple[Callable[[sd.NgramIndex], object], str]] = [
     (lambda i: i.draft(ints([1]), ints([1]), 4, min_prob=float("nan")), "ngram_draft: min_prob is nan, expected 0 to 1"),
     (lambda i: i.draft(ints([1]), ints([1]), 4, min_match=0), "ngram_draft: min_match is 0, expected 1 to 32"),
     (lambda i: i.draft(ints([1]), ints([1]), 4, out_tokens=torch.zeros(1, 5, dtype=torch.int32)), "ngram_draft: out_tokens has shape [1, 5], expected [batch=1, num_draft_tokens=4]"),
-    (lambda i: i.draft(ints([1]), ints([1]), 4, out_mask=torch.zeros(1, 4, 2, dtype=torch.int64)), "ngram_draft: out_mask has shape [1, 4, 2], expected [batch=1, num_draft_tokens=4, 1]"),
+    (lambda i: i.draft(ints([1]), ints([1]), 4, out_mask=torch.zeros(1, 4, 2, dtype=torch.int64)), "ngram_draft: out_mask has shape [1, 4, 2], expected [batch=1, num_draft_tokens=4, mask_words=1]"),
 ]  # fmt: skip
 
 

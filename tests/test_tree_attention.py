@@ -270,9 +270,21 @@ def test_bad_lengths_are_clamped_and_reported(device: torch.device) -> None:
 def test_status_bits_are_added(device: torch.device) -> None:
     cache = make_cache([3], [1], page_size=4, device=device)
     cache.page_table[0, 0] = -1
-    status = torch.tensor([1], dtype=torch.int32, device=device)
+    status = torch.tensor([2], dtype=torch.int32, device=device)
     sd.tree_attention(torch.randn(1, 1, 2, 64, device=device), *cache.tensors(), status=status)
-    assert status.tolist() == [5]
+    assert status.tolist() == [6]
+
+
+def test_stalled_slots_are_empty(device: torch.device) -> None:
+    """Their pages are missing, which is no news."""
+    cache = make_cache([5, 7], [3, 3], page_size=4, device=device)
+    q = torch.randn(2, 3, 2, 64, device=device)
+    want = sd.tree_attention(q, *cache.tensors())
+    cache.page_table[0] = -1
+    status = torch.tensor([1, 0], dtype=torch.int32, device=device)
+    out = sd.tree_attention(q, *cache.tensors(), status=status)
+    assert not out[0].any() and torch.equal(out[1], want[1])
+    assert status.tolist() == [1, 0]
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])

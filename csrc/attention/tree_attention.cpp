@@ -55,6 +55,7 @@ void tree_attention(CallStream stream, const TensorView& q, const TensorView& k_
   check.that(Hkv >= 1 && Hq % Hkv == 0, "k_pool",
              "has " + std::to_string(Hkv) + " heads for the " + std::to_string(Hq) + " of q",
              "a number of heads that divides it");
+  check.range("kv_heads", Hkv, 1, kMaxGridY);
   check.strided("v_pool", v_pool, {P, page_size, Hkv, D}, dtype);
   check.tensor("page_table", page_table, {num_slots, max_pages}, kInt32);
   check.tensor("prefix_lens", prefix_lens, {num_slots}, kInt32);
@@ -94,7 +95,11 @@ void tree_attention(CallStream stream, const TensorView& q, const TensorView& k_
       .out_strides = row_strides(out),
       .k_strides = pool_strides(k_pool),
       .v_strides = pool_strides(v_pool),
-      .page_table = page_table.data<const int32_t>(),
+      .rows = {.page_table = page_table.data<const int32_t>(),
+               .page_refs = nullptr,
+               .max_pages = max_pages,
+               .num_pages = P,
+               .page_size = page_size},
       .prefix_lens = prefix_lens.data<const int32_t>(),
       .slots = data_or_null<const int32_t>(slots),
       .q_lens = data_or_null<const int32_t>(q_lens),
@@ -107,10 +112,7 @@ void tree_attention(CallStream stream, const TensorView& q, const TensorView& k_
       .q_heads = Hq,
       .kv_heads = Hkv,
       .head_dim = D,
-      .num_pages = P,
-      .page_size = page_size,
       .num_slots = num_slots,
-      .max_pages = max_pages,
       .mask_words = mask ? W.value : 0,
       .tail_len = tail_len.value_or(-1),
       .log2_scale = static_cast<float>(scale.value_or(1 / std::sqrt(static_cast<double>(D))) * 1.4426950408889634),
@@ -248,6 +250,7 @@ template <class T>
 uint64_t gather_tile(Pass& pass, const TreeAttentionParams& p, const Request& r, int64_t head, int64_t first,
                      int64_t end, int32_t& status) {
   const int D = pass.head_dim;
+  const RowDivmod page_size{static_cast<int>(p.rows.page_size)};
   const T* k_rows[kTokens];
   static const T kZeros[256] = {};
   uint64_t there = 0;
@@ -255,14 +258,11 @@ uint64_t gather_tile(Pass& pass, const TreeAttentionParams& p, const Request& r,
     const T* v = kZeros;
     k_rows[j] = kZeros;
     if (first + j < end) {
-      int64_t offset;
-      const int64_t page = page_of(p, r, first + j, &offset);
-      if (page < 0) {
-        status |= kBadPage;
-      } else {
-        const PoolStrides &ks = p.k_strides, &vs = p.v_strides;
-        k_rows[j] = static_cast<const T*>(p.k_pool) + page * ks.page + offset * ks.row + head * ks.head;
-        v = static_cast<const T*>(p.v_pool) + page * vs.page + offset * vs.row + head * vs.head;
+      const KvRow at = find_row(p.rows, page_size, r.slot, first + j);
+      status |= at.bits;
+      if (at.bits == 0) {
+        k_rows[j] = static_cast<const T*>(p.k_pool) + row_start(p.k_strides, at, head);
+        v = static_cast<const T*>(p.v_pool) + row_start(p.v_strides, at, head);
         there |= uint64_t{1} << j;
       }
     }

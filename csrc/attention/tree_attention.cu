@@ -3,6 +3,8 @@
 // Grid: (row tiles of all requests, kv_heads). A warp owns 4 rows: for scores a lane owns 1 or 2 tokens, for the
 // weighted sum of values head_dim / 32 columns; so rows never meet across warps, and a row's arithmetic depends on
 // nothing but its own request. Bytes: each row tile reads the KV of its request and head once.
+#include <cutlass/fast_math.h>
+
 #include "attention/tree_attention.h"
 #include "attention/visibility.h"
 #include "core/cuda.cuh"
@@ -114,7 +116,8 @@ __device__ __forceinline__ void add_values(const Tile<T, D>& s, int row, int lan
 }
 
 template <class T, int D>
-__global__ void __launch_bounds__(kThreads) tree_attention_kernel(TreeAttentionParams p, int64_t tiles_per_request) {
+__global__ void __launch_bounds__(kThreads)
+    tree_attention_kernel(TreeAttentionParams p, cutlass::FastDivmod page_size, int64_t tiles_per_request) {
   using Shared = Tile<T, D>;
   constexpr int kTokens = Shared::kTokens, kVector = Shared::kVector, kColumns = Shared::kColumns;
   constexpr int kLaneTokens = kTokens / kWarp;
@@ -146,13 +149,12 @@ __global__ void __launch_bounds__(kThreads) tree_attention_kernel(TreeAttentionP
     if (j >= kTokens) return;
     int64_t k_row = -1, v_row = -1;
     if (first + j < end) {
-      int64_t offset;
-      const int64_t page = page_of(p, r, first + j, &offset);
-      if (page >= 0) {
-        k_row = page * p.k_strides.page + offset * p.k_strides.row + head * p.k_strides.head;
-        v_row = page * p.v_strides.page + offset * p.v_strides.row + head * p.v_strides.head;
+      const KvRow at = find_row(p.rows, page_size, r.slot, first + j);
+      if (at.bits == 0) {
+        k_row = row_start(p.k_strides, at, head);
+        v_row = row_start(p.v_strides, at, head);
       } else {
-        set_status(p.status, r.slot, kBadPage);
+        set_status(p.status, r.slot, at.bits);
       }
     }
     s.k_rows[buffer][j] = k_row;
@@ -254,12 +256,13 @@ void launch(const TreeAttentionParams& p, Stream stream) {
   // Packed: requests differ in length, but each adds at most one tile to what one long request would have.
   const int64_t tiles = p.cu_seqlens_q ? p.q_rows * G / kRows + p.batch + 1 : (p.q_rows * G + kRows - 1) / kRows;
   const int64_t blocks = p.cu_seqlens_q ? tiles : tiles * p.batch;
-  const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(p.kv_heads));
+  const dim3 grid(grid_x("tree_attention", blocks), static_cast<unsigned>(p.kv_heads));
   constexpr int kBytes = sizeof(Tile<T, D>);
   if (kBytes > 48 * 1024)  // more than a kernel gets unasked; a property of this device's copy of it
     SD_CUDA_CHECK("tree_attention", cudaFuncSetAttribute(tree_attention_kernel<T, D>,
                                                          cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
-  tree_attention_kernel<T, D><<<grid, kThreads, kBytes, stream>>>(p, tiles);
+  tree_attention_kernel<T, D>
+      <<<grid, kThreads, kBytes, stream>>>(p, cutlass::FastDivmod(static_cast<int>(p.rows.page_size)), tiles);
 }
 
 }  // namespace

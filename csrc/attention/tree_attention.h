@@ -2,6 +2,7 @@
 #pragma once
 
 #include "core/dispatch.h"
+#include "kv/page_rows.h"
 
 namespace specdec {
 
@@ -21,7 +22,7 @@ struct TreeAttentionParams {
   Dtypes dtype;        // of those four
   RowStrides q_strides, out_strides;
   PoolStrides k_strides, v_strides;
-  const int32_t* page_table;    // [num_slots, max_pages]
+  PageRows rows;
   const int32_t* prefix_lens;   // [num_slots]
   const int32_t* slots;         // [batch] or null
   const int32_t* q_lens;        // [batch] or null; padded rows only
@@ -30,7 +31,7 @@ struct TreeAttentionParams {
   float* lse;                   // [batch, q_rows, q_heads], packed [q_rows, q_heads], or null; natural logarithm
   int32_t* status;              // [num_slots] or null
   int64_t batch, q_rows, q_heads, kv_heads, head_dim;
-  int64_t num_pages, page_size, num_slots, max_pages, mask_words;
+  int64_t num_slots, mask_words;
   int64_t tail_len;   // -1: each request's number of valid rows
   float log2_scale;   // scale * log2(e): exponentials are powers of two
   bool aligned_pool;  // every pool row starts on 16 bytes

@@ -2,14 +2,14 @@
 #pragma once
 
 #include "attention/tree_attention.h"
-#include "core/host_device.h"
+#include "core/bits.h"
 #include "core/slots.h"
 
 namespace specdec {
 
 // One request of the call, its device-side lengths read and brought into bounds.
 struct Request {
-  int64_t slot;        // -1: empty, every row gives zeros
+  int64_t slot;        // -1: empty or stalled, every row gives zeros
   int64_t flat_row;    // its first row in mask and lse
   int64_t q_start;     // its first element in q
   int64_t out_start;   // its first element in out
@@ -27,6 +27,7 @@ SD_HD int64_t clamp_to(int64_t x, int64_t low, int64_t high) { return x < low ? 
 SD_HD Request request_of(const TreeAttentionParams& p, int64_t b) {
   Request r{};
   r.slot = b < p.batch ? slot_of(p.slots, b, p.num_slots) : -1;
+  if (r.slot >= 0 && p.status != nullptr && (p.status[r.slot] & kStalled)) r.slot = -1;
   if (p.cu_seqlens_q != nullptr) {
     const int64_t begin = p.cu_seqlens_q[b], stop = b < p.batch ? p.cu_seqlens_q[b + 1] : p.q_rows;
     r.flat_row = clamp_to(begin, 0, p.q_rows);
@@ -52,7 +53,7 @@ SD_HD Request request_of(const TreeAttentionParams& p, int64_t b) {
   const int64_t seen = p.mask ? tail : clamp_to(r.valid_rows + r.shift, 0, tail);
   if (p.mask && tail > 64 * p.mask_words) r.status |= kBadLength;
 
-  const int64_t capacity = p.max_pages * p.page_size, prefix = p.prefix_lens[r.slot];
+  const int64_t capacity = row_capacity(p.rows), prefix = p.prefix_lens[r.slot];
   r.prefix = clamp_to(prefix, 0, capacity);
   r.end = clamp_to(r.prefix + seen, 0, capacity);
   if (r.prefix != prefix || r.end != prefix + seen) r.status |= kBadLength;
@@ -63,9 +64,6 @@ SD_HD Request request_of(const TreeAttentionParams& p, int64_t b) {
 SD_HD int64_t visible_end(const TreeAttentionParams& p, const Request& r, int64_t i) {
   return p.mask ? r.end : clamp_to(r.prefix + clamp_to(i + r.shift + 1, 0, r.end), 0, r.end);
 }
-
-// n ones from bit 0 up, for any n.
-SD_HD uint64_t low_bits(int64_t n) { return n <= 0 ? 0 : n >= 64 ? ~uint64_t{0} : (uint64_t{1} << n) - 1; }
 
 // Bit j: row i of the request sees KV row first + j.
 SD_HD uint64_t visible_word(const TreeAttentionParams& p, const Request& r, int64_t i, int64_t first) {
@@ -85,14 +83,9 @@ SD_HD uint64_t visible_word(const TreeAttentionParams& p, const Request& r, int6
   return seen & inside;
 }
 
-// The page of KV row `row` < end, or -1 if the table names none of the pool. `*offset` is the row's place in it.
-SD_HD int64_t page_of(const TreeAttentionParams& p, const Request& r, int64_t row, int64_t* offset) {
-  // Lengths are int32, so a row fits 32 bits, and their division is several times cheaper on the device.
-  const uint32_t row32 = static_cast<uint32_t>(row), size = static_cast<uint32_t>(p.page_size);
-  const uint32_t index = row32 / size;
-  *offset = row32 - index * size;
-  const int64_t page = p.page_table[r.slot * p.max_pages + index];
-  return page >= 0 && page < p.num_pages ? page : -1;
+// Where a head of a KV row begins in its pool, in elements.
+SD_HD int64_t row_start(const PoolStrides& strides, KvRow at, int64_t head) {
+  return at.page * strides.page + at.offset * strides.row + head * strides.head;
 }
 
 }  // namespace specdec

@@ -19,7 +19,11 @@ std::string dtype_name(DLDataType d) {
   for (const DtypeName& n : kDtypeNames)
     if (n.code == d.code && n.bits == d.bits && d.lanes == 1) return n.name;
   if (d.lanes == 1 && d.code == kDLBool) return "bool";
-  const char* kind = d.code == kDLInt ? "int" : d.code == kDLUInt ? "uint" : d.code == kDLFloat ? "float" : nullptr;
+  const char* kind = d.code == kDLInt       ? "int"
+                     : d.code == kDLUInt    ? "uint"
+                     : d.code == kDLFloat   ? "float"
+                     : d.code == kDLComplex ? "complex"
+                                            : nullptr;
   if (kind != nullptr && d.lanes == 1) return kind + std::to_string(d.bits);
   return "DLPack dtype (" + std::to_string(d.code) + ", " + std::to_string(d.bits) + ", " + std::to_string(d.lanes) +
          ")";
@@ -92,7 +96,9 @@ void Check::common(const char* name, const TensorView& t, Shape shape, Dtypes dt
   bool match = t.ndim() == static_cast<int64_t>(shape.size());
   for (int i = 0; match && i < t.ndim(); ++i) {
     const ShapeItem& item = shape.begin()[i];
-    const int64_t want = item.dim ? item.dim->value : item.number;
+    int64_t want = item.dim ? item.dim->value : item.number;
+    for (int j = 0; want < 0 && j < i; ++j)  // a size that stands twice in one shape
+      if (shape.begin()[j].dim == item.dim) want = t.shape(j);
     match = t.shape(i) == want || (item.dim && want < 0);
   }
   if (!match) fail(name, "has shape " + shape_of(t), expected_shape(shape));
@@ -114,6 +120,10 @@ void Check::common(const char* name, const TensorView& t, Shape shape, Dtypes dt
          "has shape " + shape_of(t) + " and is not contiguous" + (contiguous_from < 0 ? " in its last dimension" : ""),
          contiguous_from < 0 ? "a last stride of 1" : "a contiguous tensor");
   if (t.dl.data == nullptr && t.numel() > 0) fail(name, "has no storage (a fake tensor?)", "a tensor with data");
+  const uintptr_t item_bytes = t.dl.dtype.bits / 8;  // a power of two
+  if ((reinterpret_cast<uintptr_t>(t.data<void>()) & (item_bytes - 1)) != 0)
+    fail(name, "starts between two multiples of its " + std::to_string(item_bytes) + "-byte elements",
+         "an aligned tensor");
 }
 
 void Check::tensor(const char* name, const TensorView& t, Shape shape, Dtypes dtypes) {

@@ -39,7 +39,6 @@ struct Dtypes {
 constexpr Dtypes kInt32{1}, kInt64{2}, kFloat32{4}, kFloat16{8}, kBFloat16{16};
 constexpr Dtypes operator|(Dtypes a, Dtypes b) { return {a.bits | b.bits}; }
 constexpr Dtypes kFloats = kFloat32 | kFloat16 | kBFloat16;
-constexpr Dtypes kHalves = kFloat16 | kBFloat16;
 
 // The one dtype of a checked tensor, as its bit in Dtypes.
 Dtypes dtype_of(const TensorView& t);

@@ -12,6 +12,13 @@ void check_cuda(cudaError_t error, const char* op, const char* file, int line) {
   throw CudaError(message);
 }
 
+unsigned grid_x(const char* op, int64_t blocks) {
+  if (blocks > kMaxGridX)
+    throw ValueError(std::string(op) + ": the batch needs " + std::to_string(blocks) + " blocks, expected at most " +
+                     std::to_string(kMaxGridX));
+  return static_cast<unsigned>(blocks);
+}
+
 DeviceGuard::DeviceGuard(int device) {
   int current = -1;
   SD_CUDA_CHECK("device guard", cudaGetDevice(&current));

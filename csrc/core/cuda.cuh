@@ -14,6 +14,10 @@ void check_cuda(cudaError_t error, const char* op, const char* file, int line);
 // After every <<<>>>: without a GPU, or with a wrong configuration, only this call says so.
 #define SD_LAUNCH_CHECK(op) SD_CUDA_CHECK(op, cudaGetLastError())
 
+// The x of a launch's grid, for a number of blocks > 0 that the caller's sizes made. Throws ValueError beyond
+// kMaxGridX.
+unsigned grid_x(const char* op, int64_t blocks);
+
 constexpr int kWarp = 32;
 constexpr unsigned kFullMask = 0xffffffffu;
 

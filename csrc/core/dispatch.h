@@ -12,6 +12,9 @@ namespace specdec {
 
 using Stream = CUstream_st*;
 
+// Blocks that a grid has at most: what an op spreads over y is checked against this, over x by grid_x (cuda.cuh).
+constexpr int64_t kMaxGridX = INT32_MAX, kMaxGridY = 65535;
+
 // Makes the call's device current for the scope (CUDA builds only).
 class DeviceGuard {
  public:

@@ -1,6 +1,6 @@
 #include "core/python_tensor.h"
 
-#include <atomic>
+#include <memory>
 #include <string>
 
 #include "core/errors.h"
@@ -8,19 +8,24 @@
 namespace specdec {
 namespace {
 
+// One reference of ours, given back when it goes out of scope.
+struct Release {
+  void operator()(PyObject* object) const { Py_DECREF(object); }
+};
+using Owned = std::unique_ptr<PyObject, Release>;
+
 thread_local CallStream call_stream;
 
 // type(x).__dlpack_c_exchange_api__, or null. DLPack 1.3: looked up on the type, valid for the process.
 const DLPackExchangeAPI* find_api(PyTypeObject* type) {
-  PyObject* capsule = PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), "__dlpack_c_exchange_api__");
+  const Owned capsule(PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), "__dlpack_c_exchange_api__"));
   if (capsule == nullptr) {
     PyErr_Clear();
     return nullptr;
   }
-  const void* pointer = nullptr;
-  if (PyCapsule_IsValid(capsule, "dlpack_exchange_api")) pointer = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
-  Py_DECREF(capsule);
-  auto* header = static_cast<const DLPackExchangeAPIHeader*>(pointer);
+  if (!PyCapsule_IsValid(capsule.get(), "dlpack_exchange_api")) return nullptr;
+  auto* header =
+      static_cast<const DLPackExchangeAPIHeader*>(PyCapsule_GetPointer(capsule.get(), "dlpack_exchange_api"));
   while (header != nullptr && header->version.major != DLPACK_MAJOR_VERSION) header = header->prev_api;
   auto* api = reinterpret_cast<const DLPackExchangeAPI*>(header);
   return api != nullptr && api->dltensor_from_py_object_no_sync != nullptr ? api : nullptr;
@@ -30,18 +35,21 @@ struct ApiOfType {
   PyTypeObject* type = nullptr;
   const DLPackExchangeAPI* api = nullptr;
 };
-// Two entries a thread: torch.Tensor beside nn.Parameter is the common mix. Each cached type keeps a reference for
-// good, so that its address is never another type's.
+// Two entries a thread: torch.Tensor beside nn.Parameter is the common mix. A cached type is kept alive, so that its
+// address is never another type's.
 thread_local ApiOfType api_cache[2];
 
 const DLPackExchangeAPI* api_of(PyTypeObject* type) {
   if (api_cache[0].type == type) return api_cache[0].api;
   if (api_cache[1].type == type) return api_cache[1].api;
+  // Looking up and letting go may run Python code, which may come back here: the cache is whole at both moments.
+  const ApiOfType found{type, find_api(type)};
   Py_INCREF(type);
-  Py_XDECREF(api_cache[1].type);
+  PyTypeObject* const oldest = api_cache[1].type;
   api_cache[1] = api_cache[0];
-  api_cache[0] = {type, find_api(type)};
-  return api_cache[0].api;
+  api_cache[0] = found;
+  Py_XDECREF(oldest);
+  return found.api;
 }
 
 [[noreturn]] void throw_not_a_tensor(PyObject* object) {
@@ -51,36 +59,41 @@ const DLPackExchangeAPI* api_of(PyTypeObject* type) {
       Py_TYPE(object)->tp_name);
 }
 
+// A method that every tensor has. Null with an exception set when looking it up fails in some other way.
+Owned tensor_method(PyObject* object, const char* name) {
+  Owned method(PyObject_GetAttrString(object, name));
+  if (method == nullptr && PyErr_ExceptionMatches(PyExc_AttributeError)) throw_not_a_tensor(object);
+  return method;
+}
+
 // object.__dlpack__(stream=..., max_version=(1, 3)), retried without max_version for producers older than DLPack 1.0.
-PyObject* export_capsule(PyObject* object) {
-  PyObject* method = PyObject_GetAttrString(object, "__dlpack__");
-  if (method == nullptr) throw_not_a_tensor(object);
+// Null with an exception set when the producer raises.
+Owned export_capsule(PyObject* object) {
+  const Owned method = tensor_method(object, "__dlpack__");
+  if (method == nullptr) return nullptr;
+  const Owned device_method = tensor_method(object, "__dlpack_device__");
+  if (device_method == nullptr) return nullptr;
+  const Owned device(PyObject_CallNoArgs(device_method.get()));
+  if (device == nullptr) return nullptr;
+  if (!PyTuple_Check(device.get()) || PyTuple_Size(device.get()) != 2) throw_not_a_tensor(object);
+  const long device_type = PyLong_AsLong(PyTuple_GetItem(device.get(), 0));
+  if (device_type == -1 && PyErr_Occurred() != nullptr) return nullptr;
 
-  PyObject* device = PyObject_CallMethod(object, "__dlpack_device__", nullptr);
-  long device_type = kDLCPU;
-  if (device != nullptr && PyTuple_Check(device) && PyTuple_Size(device) == 2)
-    device_type = PyLong_AsLong(PyTuple_GetItem(device, 0));
-  Py_XDECREF(device);
-  PyErr_Clear();
-
-  PyObject* kwargs = Py_BuildValue("{s:(ii)}", "max_version", 1, 3);
+  const Owned no_args(PyTuple_New(0));
+  const Owned keywords(Py_BuildValue("{s:(ii)}", "max_version", 1, 3));
+  if (no_args == nullptr || keywords == nullptr) return nullptr;
   if (device_type == kDLCUDA) {
     // The array API's numbering: 1 is the legacy default stream, 0 is not allowed.
     const auto raw = reinterpret_cast<intptr_t>(call_stream.stream);
-    PyObject* stream = PyLong_FromLongLong(call_stream.given && raw != 0 ? raw : 1);
-    PyDict_SetItemString(kwargs, "stream", stream);
-    Py_DECREF(stream);
+    const Owned stream(PyLong_FromLongLong(call_stream.given && raw != 0 ? raw : 1));
+    if (stream == nullptr || PyDict_SetItemString(keywords.get(), "stream", stream.get()) != 0) return nullptr;
   }
-  PyObject* no_args = PyTuple_New(0);
-  PyObject* capsule = PyObject_Call(method, no_args, kwargs);
+  Owned capsule(PyObject_Call(method.get(), no_args.get(), keywords.get()));
   if (capsule == nullptr && PyErr_ExceptionMatches(PyExc_TypeError)) {
     PyErr_Clear();
-    PyDict_DelItemString(kwargs, "max_version");
-    capsule = PyObject_Call(method, no_args, kwargs);
+    if (PyDict_DelItemString(keywords.get(), "max_version") != 0) return nullptr;
+    capsule.reset(PyObject_Call(method.get(), no_args.get(), keywords.get()));
   }
-  Py_DECREF(no_args);
-  Py_DECREF(kwargs);
-  Py_DECREF(method);
   return capsule;
 }
 
@@ -95,7 +108,7 @@ bool PyTensor::load(PyObject* object) {
 }
 
 bool PyTensor::load_capsule(PyObject* object) {
-  capsule_ = export_capsule(object);
+  capsule_ = export_capsule(object).release();
   if (capsule_ == nullptr) return false;
   // The capsule is not renamed ("used_..."): its own destructor releases the tensor when this PyTensor goes.
   if (PyCapsule_IsValid(capsule_, "dltensor_versioned")) {

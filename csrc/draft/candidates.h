@@ -31,9 +31,6 @@ SD_HD float child_score(float parent, float logprob) {
   return score < parent ? score : parent;
 }
 
-// Word `word` of a mask in which only bit `bit` is set.
-SD_HD uint64_t own_bit(int64_t bit, int64_t word) { return bit >> 6 == word ? uint64_t{1} << (bit & 63) : 0; }
-
 // The best `limit` of the candidates offered, best first: score descending, then number ascending. One thread;
 // block_best_list.cuh is the same list built by a block.
 template <int kCapacity>

@@ -72,7 +72,6 @@ void expand_tree(CallStream stream, const TensorView& topk_ids, const TensorView
                  const TensorView& out_positions) {
   Check check("expand_tree");
   Dim B{"batch"}, K{"k"}, C{"candidates"}, S{"num_slots"};
-  if (topk_ids.ndim() == 3) K.value = topk_ids.shape(2);  // bound first, because it stands there twice
   check.tensor("topk_ids", topk_ids, {B, K, K}, kInt32);
   check.range("k", K, 1, kMaxTopk);
   check.tensor("topk_logprobs", topk_logprobs, {B, K, K}, kFloat32);

@@ -54,12 +54,12 @@ __global__ void __launch_bounds__(kThreads) expand_tree_kernel(ExpandTreeParams 
 }  // namespace
 
 void expand_root_cuda(const ExpandRootParams& p, Stream stream) {
-  expand_root_kernel<<<static_cast<unsigned>(p.batch), kThreads, 0, stream>>>(p);
+  expand_root_kernel<<<grid_x("expand_root", p.batch), kThreads, 0, stream>>>(p);
   SD_LAUNCH_CHECK("expand_root");
 }
 
 void expand_tree_cuda(const ExpandTreeParams& p, Stream stream) {
-  expand_tree_kernel<<<static_cast<unsigned>(p.batch), kThreads, 0, stream>>>(p);
+  expand_tree_kernel<<<grid_x("expand_tree", p.batch), kThreads, 0, stream>>>(p);
   SD_LAUNCH_CHECK("expand_tree");
 }
 

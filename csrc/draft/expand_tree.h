@@ -2,6 +2,7 @@
 // the next draft forward needs is written. Numbering: candidates.h.
 #pragma once
 
+#include "core/bits.h"
 #include "core/dispatch.h"
 #include "core/host_device.h"
 #include "core/slots.h"

@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kThreads) select_topk_kernel(SelectTopkParams 
 
 void select_topk_cuda(const SelectTopkParams& p, Stream stream) {
   with_float_type(p.logits_dtype,
-                  [&]<class T>() { select_topk_kernel<T><<<static_cast<unsigned>(p.rows), kThreads, 0, stream>>>(p); });
+                  [&]<class T>() { select_topk_kernel<T><<<grid_x("select_topk", p.rows), kThreads, 0, stream>>>(p); });
   SD_LAUNCH_CHECK("select_topk");
 }
 

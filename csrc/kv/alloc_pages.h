@@ -25,9 +25,9 @@ void alloc_pages_cuda(const AllocPagesParams& p, Stream stream);
 
 // The pages a slot lacks (0 when it holds enough), or -1 where lens or its count make no sense.
 SD_HD int64_t pages_lacking(const AllocPagesParams& p, int64_t slot) {
-  const int64_t held = pages_held(p.pool, slot);
-  const int64_t wanted = p.lens[slot] < 0 ? -1 : pages_for(p.pool, p.lens[slot] + p.reserve);
-  if (held < 0 || wanted < 0) return -1;
+  const int64_t held = pages_held(p.pool, slot), rows = p.lens[slot];
+  const int64_t wanted = pages_for(p.pool, rows + p.reserve);
+  if (held < 0 || rows < 0 || wanted > p.pool.max_pages) return -1;
   return wanted > held ? wanted - held : 0;
 }
 

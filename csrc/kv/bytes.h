@@ -21,9 +21,6 @@ inline PoolView pool_view(const TensorView& t, int pages) {
           .head_stride = byte_stride(t, pages + 2)};
 }
 
-// A launch with a layer per blockIdx.y has no more.
-constexpr int64_t kMaxLayers = 65535;
-
 // Items of a KV row that the kernels count in 32 bits with room to spare.
 constexpr int64_t kMaxRowItems = int64_t{1} << 20;
 

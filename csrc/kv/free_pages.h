@@ -25,7 +25,7 @@ void free_pages_cuda(const FreePagesParams& p, Stream stream);
 SD_HD int64_t pages_kept(const FreePagesParams& p, int64_t slot) {
   const int64_t held = pages_held(p.pool, slot), rows = p.keep_lens[slot];
   if (held < 0 || rows < 0) return -1;
-  const int64_t kept = (rows + p.pool.page_size - 1) / p.pool.page_size;
+  const int64_t kept = pages_for(p.pool, rows);
   return kept < held ? kept : held;
 }
 

@@ -14,7 +14,7 @@ void move_kv(CallStream stream, const TensorView& k_pools, const TensorView& v_p
   Dim B{"batch"}, S{"accept_width"}, N{"layers"}, H{"heads"}, D{"head_dim"};
   Dim P{"num_pages"}, Z{"page_size"}, R{"num_slots"}, M{"max_pages"};
   check.strided_output("k_pools", k_pools, {N, P, Z, H, D}, kFloats);
-  check.range("layers", N, 0, kMaxLayers);
+  check.range("layers", N, 0, kMaxGridY);
   check.range("page_size", Z, 1, std::numeric_limits<int32_t>::max());
   check.range("heads * head_dim", H * D, 1, kMaxRowItems);
   check.strided_output("v_pools", v_pools, {N, P, Z, H, D}, dtype_of(k_pools));

@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kThreads)
 void move_kv_cuda(const MoveKvParams& p, Stream stream) {
   const int64_t units_per_head = p.head_bytes / p.unit;
   const int64_t units = units_per_head * p.heads;
-  const dim3 grid(static_cast<unsigned>(p.batch), static_cast<unsigned>(p.layers),
+  const dim3 grid(grid_x("move_kv", p.batch), static_cast<unsigned>(p.layers),
                   static_cast<unsigned>((units + kThreads - 1) / kThreads));
   with_copy_unit(p.unit, [&]<class Unit>() {
     move_kv_kernel<Unit><<<grid, kThreads, 0, stream>>>(p, cutlass::FastDivmod(static_cast<int>(p.rows.page_size)),

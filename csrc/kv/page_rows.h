@@ -16,6 +16,12 @@ struct PageRows {
   int64_t page_size;
 };
 
+// The rows a slot can have: lengths are int32, so no row lies beyond.
+SD_HD int64_t row_capacity(const PageRows& rows) {
+  const int64_t capacity = rows.max_pages * rows.page_size;
+  return capacity < INT32_MAX ? capacity : INT32_MAX;
+}
+
 // Divides rows by the page size. Kernels use cutlass::FastDivmod, which is called the same way.
 struct RowDivmod {
   int page_size;

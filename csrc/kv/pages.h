@@ -22,11 +22,8 @@ PagePool check_pool(Check& check, const TensorView& page_table, const TensorView
                     const TensorView& page_refs, const TensorView& free_stack, const TensorView& num_free,
                     int64_t page_size, Dim& num_slots);
 
-// Pages that `rows` rows of KV need, or -1 where that is not a length or more than a table has.
-SD_HD int64_t pages_for(const PagePool& pool, int64_t rows) {
-  const int64_t pages = (rows + pool.page_size - 1) / pool.page_size;
-  return rows >= 0 && pages <= pool.max_pages ? pages : -1;
-}
+// Pages that `rows` rows of KV need.
+SD_HD int64_t pages_for(const PagePool& pool, int64_t rows) { return (rows + pool.page_size - 1) / pool.page_size; }
 
 // The pages a slot holds, or -1 where its count is not one.
 SD_HD int64_t pages_held(const PagePool& pool, int64_t slot) {

@@ -13,7 +13,6 @@ namespace {
 
 constexpr int kWarps = 4;          // rows a block writes at a time
 constexpr int64_t kBlocks = 8192;  // of the whole grid, about; more rows are walked
-constexpr int64_t kMaxGridY = 65535;
 
 template <class Unit>
 __device__ void copy_row(char* to, int64_t to_head_stride, const char* from, int64_t from_head_stride, int units,
@@ -53,7 +52,7 @@ void write_kv_cuda(const WriteKvParams& p, Stream stream) {
   const int64_t units_per_head = p.head_bytes / p.unit;
   const int64_t row_blocks = (p.q_len + kWarps - 1) / kWarps;
   const int64_t blocks_y = std::max<int64_t>(1, std::min({row_blocks, kBlocks / p.batch, kMaxGridY}));
-  const dim3 grid(static_cast<unsigned>(p.batch), static_cast<unsigned>(blocks_y));
+  const dim3 grid(grid_x("write_kv", p.batch), static_cast<unsigned>(blocks_y));
   with_copy_unit(p.unit, [&]<class Unit>() {
     write_kv_kernel<Unit><<<grid, dim3(kWarp, kWarps), 0, stream>>>(
         p, cutlass::FastDivmod(static_cast<int>(p.rows.page_size)),

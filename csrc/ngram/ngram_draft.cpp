@@ -15,7 +15,6 @@
 
 #include "core/slots.h"
 #include "ngram/ngram_index.h"
-#include "ngram/tree_rows.h"
 
 namespace specdec {
 namespace {
@@ -120,15 +119,15 @@ int open_children(Open* open, int count, const Candidates& c, uint32_t members, 
   return count;
 }
 
-// Grows the tree of a row and returns the number of its nodes.
-int64_t grow_tree(const NgramDraftParams& p, Candidates& c, int32_t* tokens, int32_t* parents, float* scores) {
+// Grows the tree of a row behind its root, and returns the number of nodes.
+int32_t grow_tree(const NgramDraftParams& p, Candidates& c, int32_t* tokens, int32_t* parents, float* scores) {
   Open open[kNgramCandidates];  // disjoint members, so never more than there are candidates
   double total = 0;
   for (int i = 0; i < c.count; ++i) total += c.at[i].weight;
   const uint32_t all = static_cast<uint32_t>((uint64_t{1} << c.count) - 1);
   int count = open_children(open, 0, c, all, 0);
-  int64_t used = 1;
-  while (count > 0 && used < p.num_nodes) {
+  int32_t used = 1;
+  while (count > 0 && used < p.out.nodes) {
     Open* const first = std::min_element(open, open + count, [](const Open& a, const Open& b) { return a.before(b); });
     const Open best = *first;
     const double probability = best.weight / total;
@@ -141,7 +140,7 @@ int64_t grow_tree(const NgramDraftParams& p, Candidates& c, int32_t* tokens, int
     else
       *first = open[--count];
     for (uint32_t m = best.members; m != 0; m &= m - 1) ngram_forward(p.index, c.at[std::countr_zero(m)].next);
-    count = open_children(open, count, c, best.members, static_cast<int32_t>(used));
+    count = open_children(open, count, c, best.members, used);
     ++used;
   }
   return used;
@@ -160,17 +159,11 @@ void NgramIndex::draft(const OptTensor& slots, const TensorView& seq_lens, int64
   check.tensor("seq_lens", seq_lens, {B}, kInt32);
   check.slots(slots, B, S);
   check.that(!check.on_cuda(), check.first_name(), "is on a GPU", "cpu");
-  check.range("num_draft_tokens", N, 1, kNgramMaxDraftTokens);
+  check.range("num_draft_tokens", N, 1, kMaxTreeNodes);
   if (!(min_prob >= 0 && min_prob <= 1)) check.that(false, "min_prob", "is " + std::to_string(min_prob), "0 to 1");
   check.range("min_match", min_match, 1, kNgramMaxMatch);
-  check.output("out_tokens", out_tokens, {B, N}, kInt32);
-  check.output("out_parents", out_parents, {B, N}, kInt32);
-  check.output("out_positions", out_positions, {B, N}, kInt32);
-  check.output("out_first_child", out_first_child, {B, N}, kInt32);
-  check.output("out_next_sibling", out_next_sibling, {B, N}, kInt32);
-  const int64_t words = (N + 63) / 64;
-  check.output("out_mask", out_mask, {B, N, words}, kInt64);
-  check.output("out_num_nodes", out_num_nodes, {B}, kInt32);
+  const TreeOut out = check_tree_out(check, B, N, out_tokens, out_parents, out_positions, out_first_child,
+                                     out_next_sibling, out_mask, out_num_nodes);
   check.output("out_scores", out_scores, {B, N}, kFloat32);
   check.output("out_match_len", out_match_len, {B}, kInt32);
 
@@ -179,62 +172,44 @@ void NgramIndex::draft(const OptTensor& slots, const TensorView& seq_lens, int64
       .index = view_,
       .slots = data_or_null<const int32_t>(slots),
       .seq_lens = seq_lens.data<const int32_t>(),
-      .tokens = out_tokens.data<int32_t>(),
-      .parents = out_parents.data<int32_t>(),
-      .positions = out_positions.data<int32_t>(),
-      .first_child = out_first_child.data<int32_t>(),
-      .next_sibling = out_next_sibling.data<int32_t>(),
-      .mask = out_mask.data<int64_t>(),
-      .out_nodes = out_num_nodes.data<int32_t>(),
-      .scores = out_scores.data<float>(),
-      .match_len = out_match_len.data<int32_t>(),
+      .out = out,
+      .out_scores = out_scores.data<float>(),
+      .out_match_len = out_match_len.data<int32_t>(),
       .batch = B,
-      .num_nodes = N,
-      .words = words,
       .chain = chain,
       .min_prob = min_prob,
       .min_match = min_match,
   };
   ngram_draft_cpu(params);
   for (int64_t b = 0; b < B; ++b) {
-    const int32_t nodes = params.out_nodes[b];
+    const int32_t nodes = out.num_nodes[b];
     if (nodes == 0) continue;
     ++statistics_.drafts;
-    statistics_.matches += params.match_len[b] > 0;
+    statistics_.matches += params.out_match_len[b] > 0;
     statistics_.drafted += nodes - 1;
   }
 }
 
 void ngram_draft_cpu(const NgramDraftParams& p) {
   for (int64_t b = 0; b < p.batch; ++b) {
-    const TreeRow row{
-        .tokens = p.tokens + b * p.num_nodes,
-        .parents = p.parents + b * p.num_nodes,
-        .positions = p.positions + b * p.num_nodes,
-        .first_child = p.first_child + b * p.num_nodes,
-        .next_sibling = p.next_sibling + b * p.num_nodes,
-        .mask = p.mask + b * p.num_nodes * p.words,
-        .num_nodes = p.num_nodes,
-        .words = p.words,
-    };
-    float* scores = p.scores + b * p.num_nodes;
-    std::fill_n(scores, p.num_nodes, -std::numeric_limits<float>::infinity());
+    float* scores = p.out_scores + b * p.out.nodes;
+    std::fill_n(scores, p.out.nodes, -std::numeric_limits<float>::infinity());
+    p.out_match_len[b] = 0;
+    int32_t tokens[kMaxTreeNodes], parents[kMaxTreeNodes];
+    TreeRow row{tokens, parents};
 
     const int64_t number = slot_of(p.slots, b, p.index.num_slots);
-    if (number < 0 || p.index.slots[number].length == 0) {
-      finish_tree_row(row, 0, 0, 0);  // whatever enters a model is in range
-      p.out_nodes[b] = p.match_len[b] = 0;
-      continue;
+    if (number >= 0 && p.index.slots[number].length > 0) {
+      const NgramSlot& slot = p.index.slots[number];
+      Candidates candidates = find_candidates(p.index, slot, p.min_match);
+      row.root_token = tokens[0] = slot.tail[(slot.length - 1) % kNgramMaxMatch];
+      parents[0] = -1;
+      scores[0] = 0;
+      row.count = grow_tree(p, candidates, tokens, parents, scores);
+      row.seq_len = p.seq_lens[b];
+      p.out_match_len[b] = candidates.longest;
     }
-    const NgramSlot& slot = p.index.slots[number];
-    Candidates candidates = find_candidates(p.index, slot, p.min_match);
-    row.tokens[0] = slot.tail[(slot.length - 1) % kNgramMaxMatch];
-    row.parents[0] = -1;
-    scores[0] = 0;
-    p.match_len[b] = candidates.longest;
-    const int64_t used = grow_tree(p, candidates, row.tokens, row.parents, scores);
-    p.out_nodes[b] = static_cast<int32_t>(used);
-    finish_tree_row(row, used, row.tokens[0], p.seq_lens[b]);
+    write_row(p.out, b, row);
   }
 }
 

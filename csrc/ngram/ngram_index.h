@@ -7,6 +7,7 @@
 
 #include "core/check.h"
 #include "ngram/layout.h"
+#include "tree/tree_rows.h"
 
 namespace specdec {
 
@@ -29,16 +30,10 @@ struct NgramDraftParams {
   NgramView index;
   const int32_t* slots;     // [batch] or null
   const int32_t* seq_lens;  // [batch]
-  int32_t* tokens;          // [batch, num_nodes], as are the next four
-  int32_t* parents;
-  int32_t* positions;
-  int32_t* first_child;
-  int32_t* next_sibling;
-  int64_t* mask;       // [batch, num_nodes, words]
-  int32_t* out_nodes;  // [batch]
-  float* scores;       // [batch, num_nodes]
-  int32_t* match_len;  // [batch]
-  int64_t batch, num_nodes, words;
+  TreeOut out;
+  float* out_scores;       // [batch, nodes]
+  int32_t* out_match_len;  // [batch]
+  int64_t batch;
   bool chain;
   double min_prob;
   int64_t min_match;
@@ -54,8 +49,6 @@ struct NgramStatistics {
   int64_t matches = 0;    // of those, with a candidate
   int64_t drafted = 0;    // nodes beyond the roots
 };
-
-constexpr int64_t kNgramMaxDraftTokens = 256;
 
 // Thread-safe: one lock for each index.
 class NgramIndex {

@@ -2,6 +2,8 @@
 
 #include <limits>
 
+#include "draft/candidates.h"
+
 namespace specdec {
 
 void build_tree(CallStream stream, const TensorView& cand_tokens, const TensorView& cand_parents,
@@ -61,14 +63,18 @@ void build_tree_cpu(const BuildTreeParams& p) {
         best.offer(score, static_cast<int32_t>(c));
     }
 
-    int32_t parents[kMaxTreeNodes];
-    const int32_t count = slot >= 0 ? 1 + best.count() : 0;
-    for (int32_t i = 0; i < count; ++i) parents[i] = parent_node(row, best.numbers(), i);
-    const TreeRow tree{parents, count, slot >= 0 ? p.root_tokens[slot] : 0, slot >= 0 ? p.seq_lens[slot] : 0};
-    for (int32_t i = 0; i < nodes; ++i) {
-      const bool chosen = i > 0 && i < count;
-      write_node(p.out, b, i, tree, chosen ? p.cand_tokens[b * p.candidates + best.numbers()[i - 1]] : tree.root_token);
+    int32_t tokens[kMaxTreeNodes], parents[kMaxTreeNodes];
+    TreeRow tree{tokens, parents};
+    if (slot >= 0) {
+      tree.count = 1 + best.count();
+      tree.root_token = p.root_tokens[slot];
+      tree.seq_len = p.seq_lens[slot];
     }
+    for (int32_t i = 0; i < tree.count; ++i) {
+      tokens[i] = i == 0 ? tree.root_token : row.tokens[best.numbers()[i - 1]];
+      parents[i] = parent_node(row, best.numbers(), i);
+    }
+    write_row(p.out, b, tree);
   }
 }
 

@@ -3,6 +3,7 @@
 // writes 20 + 8 W bytes a node; latency bound.
 #include "draft/block_best_list.cuh"
 #include "tree/build_tree.h"
+#include "tree/tree_nodes.cuh"
 
 namespace specdec {
 namespace {
@@ -13,7 +14,7 @@ static_assert(kThreads >= kMaxTreeNodes, "one thread for each node");
 __global__ void __launch_bounds__(kThreads) build_tree_kernel(BuildTreeParams p) {
   using List = BlockBestList<kThreads, kMaxTreeNodes>;
   __shared__ typename List::Storage storage;
-  __shared__ int32_t parents[kMaxTreeNodes];
+  __shared__ int32_t tokens[kMaxTreeNodes], parents[kMaxTreeNodes];
 
   const int64_t b = blockIdx.x;
   const int64_t slot = slot_of(p.slots, b, p.num_slots);
@@ -34,19 +35,24 @@ __global__ void __launch_bounds__(kThreads) build_tree_kernel(BuildTreeParams p)
     best.offer(left < kThreads ? static_cast<int>(left) : kThreads, present, score, static_cast<int32_t>(c));
   }
 
-  const int32_t count = slot >= 0 ? 1 + best.count() : 0;
-  if (i < count) parents[i] = parent_node(row, best.numbers(), i);
+  TreeRow tree{tokens, parents};
+  if (slot >= 0) {
+    tree.count = 1 + best.count();
+    tree.root_token = p.root_tokens[slot];
+    tree.seq_len = p.seq_lens[slot];
+  }
+  if (i < tree.count) {
+    tokens[i] = i == 0 ? tree.root_token : row.tokens[best.numbers()[i - 1]];
+    parents[i] = parent_node(row, best.numbers(), i);
+  }
   __syncthreads();
-  if (i >= nodes) return;
-  const TreeRow tree{parents, count, slot >= 0 ? p.root_tokens[slot] : 0, slot >= 0 ? p.seq_lens[slot] : 0};
-  const bool chosen = i > 0 && i < count;
-  write_node(p.out, b, i, tree, chosen ? p.cand_tokens[b * p.candidates + best.numbers()[i - 1]] : tree.root_token);
+  if (i < nodes) write_node(p.out, b, i, tree);
 }
 
 }  // namespace
 
 void build_tree_cuda(const BuildTreeParams& p, Stream stream) {
-  build_tree_kernel<<<static_cast<unsigned>(p.batch), kThreads, 0, stream>>>(p);
+  build_tree_kernel<<<grid_x("build_tree", p.batch), kThreads, 0, stream>>>(p);
   SD_LAUNCH_CHECK("build_tree");
 }
 

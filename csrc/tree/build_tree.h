@@ -1,6 +1,7 @@
 // build_tree: the best candidates of a draft as a tree, with its links, mask and positions, in one launch.
 #pragma once
 
+#include <cmath>
 #include <string>
 
 #include "core/dispatch.h"
@@ -25,6 +26,7 @@ struct BuildTreeParams {
 // The candidates of one row. Those that follow their parents all the way to the root form a tree: in the order of
 // `rank_score` (descending, then number ascending) every parent comes before its children, whatever N is.
 struct CandidateRow {
+  const int32_t* tokens;
   const int32_t* parents;
   const float* scores;
   bool given_order;
@@ -55,10 +57,11 @@ struct CandidateRow {
 };
 
 SD_HD CandidateRow candidate_row(const BuildTreeParams& p, int64_t b) {
-  return {p.cand_parents + b * p.candidates, p.cand_scores + b * p.candidates, p.given_order};
+  const int64_t at = b * p.candidates;
+  return {p.cand_tokens + at, p.cand_parents + at, p.cand_scores + at, p.given_order};
 }
 
-// The parent of node i: nodes 1.. are the candidates `chosen`, in order.
+// The node that is the parent of node i: nodes 1.. are the candidates `chosen`, in order.
 SD_HD int32_t parent_node(const CandidateRow& row, const int32_t* chosen, int32_t i) {
   if (i == 0) return -1;
   const int32_t parent = row.parents[chosen[i - 1]];

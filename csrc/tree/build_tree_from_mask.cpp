@@ -9,54 +9,20 @@ void build_tree_from_mask(CallStream stream, const TensorView& tokens, const Ten
                           const TensorView& out_next_sibling, const TensorView& out_mask,
                           const TensorView& out_num_nodes) {
   Check check("build_tree_from_mask");
-  Dim B{"batch"}, N{"nodes"}, S{"num_slots"};
+  Dim B{"batch"}, N{"nodes"};
   check.tensor("tokens", tokens, {B, N}, kInt32);
   check.range("nodes", N, 1, kMaxTreeNodes);
   Dim W{"mask_words", (N + 63) / 64};
   check.tensor("mask", mask, {B, N, W}, kInt64);
-  check.tensor("seq_lens", seq_lens, {S}, kInt32);
-  check.tensor("num_nodes", num_nodes, {B}, kInt32);
-  check.slots(slots, B, S);
-  check.output("status", status, {S}, kInt32);
-  const TreeOut out = check_tree_out(check, B, N, out_tokens, out_parents, out_positions, out_first_child,
-                                     out_next_sibling, out_mask, out_num_nodes);
+  const GivenTree given =
+      check_given_tree(check, B, N, tokens, seq_lens, num_nodes, slots, status, out_tokens, out_parents, out_positions,
+                       out_first_child, out_next_sibling, out_mask, out_num_nodes);
   if (B == 0) return;
 
-  const BuildTreeFromMaskParams params{
-      .tokens = tokens.data<const int32_t>(),
-      .mask = mask.data<const int64_t>(),
-      .seq_lens = seq_lens.data<const int32_t>(),
-      .num_nodes = data_or_null<const int32_t>(num_nodes),
-      .slots = data_or_null<const int32_t>(slots),
-      .status = data_or_null<int32_t>(status),
-      .out = out,
-      .batch = B,
-      .num_slots = S,
-  };
+  const BuildTreeFromMaskParams params{given, mask.data<const int64_t>()};
   SD_DISPATCH(check, stream, build_tree_from_mask, params);
 }
 
-void build_tree_from_mask_cpu(const BuildTreeFromMaskParams& p) {
-  const auto nodes = static_cast<int32_t>(p.out.nodes);
-  for (int64_t b = 0; b < p.batch; ++b) {
-    const int64_t slot = slot_of(p.slots, b, p.num_slots), at = b * nodes;
-    int32_t parents[kMaxTreeNodes] = {-1};
-    int32_t count = slot < 0 ? 0 : p.num_nodes ? p.num_nodes[b] : nodes;
-    if (slot >= 0) {
-      bool bad = count < 1 || count > nodes;
-      for (int32_t i = 0; !bad && i < count; ++i) {
-        parents[i] = parent_in_mask(p.mask + at * p.out.words, p.out.words, i);
-        bad = parents[i] == kNoParent;
-      }
-      if (bad) {
-        set_status(p.status, slot, kBadTree);
-        parents[0] = -1;
-        count = 1;
-      }
-    }
-    const TreeRow tree{parents, count, slot >= 0 ? p.tokens[at] : 0, slot >= 0 ? p.seq_lens[slot] : 0};
-    for (int32_t i = 0; i < nodes; ++i) write_node(p.out, b, i, tree, p.tokens[at + i]);
-  }
-}
+void build_tree_from_mask_cpu(const BuildTreeFromMaskParams& p) { build_given_trees(p); }
 
 }  // namespace specdec

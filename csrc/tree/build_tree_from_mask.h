@@ -1,59 +1,34 @@
 // build_tree_from_mask: links, mask and positions of a tree that comes from elsewhere as an ancestor mask.
 #pragma once
 
-#include <bit>
-
-#include "core/dispatch.h"
-#include "core/slots.h"
-#include "tree/tree_rows.h"
+#include "core/bits.h"
+#include "tree/given_tree.h"
 
 namespace specdec {
 
-struct BuildTreeFromMaskParams {
-  const int32_t* tokens;     // [batch, nodes]
-  const int64_t* mask;       // [batch, nodes, words], 64-bit patterns
-  const int32_t* seq_lens;   // [num_slots]
-  const int32_t* num_nodes;  // [batch] or null: all of them
-  const int32_t* slots;      // [batch] or null
-  int32_t* status;           // [num_slots] or null
-  TreeOut out;
-  int64_t batch, num_slots;
-};
+struct BuildTreeFromMaskParams : GivenTree {
+  const int64_t* mask;  // [batch, nodes, words], 64-bit patterns
 
-// Word w of a mask with every bit below `bit` set.
-SD_HD uint64_t bits_below(int64_t bit, int64_t w) {
-  const int64_t in_word = bit - w * 64;
-  return in_word >= 64 ? ~uint64_t{0} : in_word <= 0 ? 0 : (uint64_t{1} << in_word) - 1;
-}
-
-SD_HD int highest_bit(uint64_t bits) {
-#ifdef __CUDA_ARCH__
-  return 63 - __clzll(static_cast<long long>(bits));
-#else
-  return 63 - std::countl_zero(bits);
-#endif
-}
-
-constexpr int32_t kNoParent = -2;
-
-// The parent that row i of a request's mask names (its highest bit below i, -1 for node 0), or kNoParent for a row
-// that is not its parent's row and its own bit. If no row up to i is refused, they are a tree: row 0 has bit 0, so by
-// induction each row has it and is closed under ancestors.
-SD_HD int32_t parent_in_mask(const int64_t* mask, int64_t words, int32_t i) {
-  int64_t parent = -1;
-  for (int64_t w = 0; w < words; ++w) {
-    const auto bits = static_cast<uint64_t>(mask[i * words + w]);
-    const uint64_t own = own_bit(i, w), below = bits & bits_below(i, w);
-    if ((bits & ~below) != own) return kNoParent;
-    if (below != 0) parent = w * 64 + highest_bit(below);
+  SD_HD uint64_t word(int64_t b, int64_t i, int64_t w) const {
+    return static_cast<uint64_t>(mask[(b * out.nodes + i) * out.words + w]);
   }
-  if (i == 0) return -1;
-  if (parent < 0) return kNoParent;
-  for (int64_t w = 0; w < words; ++w)
-    if (static_cast<uint64_t>(mask[i * words + w]) != (static_cast<uint64_t>(mask[parent * words + w]) | own_bit(i, w)))
-      return kNoParent;
-  return static_cast<int32_t>(parent);
-}
+
+  // The highest bit of row i below i, where the row is its parent's row and its own bit. If no row up to i is refused,
+  // they are a tree: row 0 has bit 0, so by induction each row has it and is closed under ancestors.
+  SD_HD int32_t node_parent(int64_t b, int32_t i) const {
+    int64_t parent = -1;
+    for (int64_t w = 0; w < out.words; ++w) {
+      const uint64_t bits = word(b, i, w), below = bits & low_bits(i - 64 * w);
+      if ((bits & ~below) != own_bit(i, w)) return kNoParent;
+      if (below != 0) parent = 64 * w + highest_bit(below);
+    }
+    if (i == 0) return -1;
+    if (parent < 0) return kNoParent;
+    for (int64_t w = 0; w < out.words; ++w)
+      if (word(b, i, w) != (word(b, parent, w) | own_bit(i, w))) return kNoParent;
+    return static_cast<int32_t>(parent);
+  }
+};
 
 void build_tree_from_mask(CallStream stream, const TensorView& tokens, const TensorView& mask,
                           const TensorView& seq_lens, const OptTensor& num_nodes, const OptTensor& slots,

@@ -15,7 +15,7 @@ __global__ void __launch_bounds__(kThreads) commit_tokens_kernel(CommitTokensPar
 }  // namespace
 
 void commit_tokens_cuda(const CommitTokensParams& p, Stream stream) {
-  const auto blocks = static_cast<unsigned>((p.batch + kThreads - 1) / kThreads);
+  const unsigned blocks = grid_x("commit_tokens", (p.batch + kThreads - 1) / kThreads);
   commit_tokens_kernel<<<blocks, kThreads, 0, stream>>>(p);
   SD_LAUNCH_CHECK("commit_tokens");
 }

@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kThreads) verify_tree_kernel(VerifyTreeParams 
 
 void verify_tree_cuda(const VerifyTreeParams& p, Stream stream) {
   with_float_type(p.logits_dtype, [&]<class T>() {
-    verify_tree_kernel<T><<<static_cast<unsigned>(p.batch), kThreads, 0, stream>>>(p);
+    verify_tree_kernel<T><<<grid_x("verify_tree", p.batch), kThreads, 0, stream>>>(p);
   });
   SD_LAUNCH_CHECK("verify_tree");
 }

@@ -5,6 +5,7 @@ from typing import Any, Protocol, TypeAlias
 
 Tensor: TypeAlias = Any
 
+version: str
 cuda_version: str | None
 cuda_architectures: str | None
 

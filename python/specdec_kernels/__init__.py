@@ -3,9 +3,8 @@
 The ops take any tensor with DLPack (torch, NumPy, CuPy, JAX); importing this package imports none of those.
 """
 
-from importlib.metadata import version as _version
-
 from ._C import cuda_architectures, cuda_version
+from ._C import version as __version__
 from .ngram import NgramIndex, NgramStatistics
 from .ops import (
     Accepted,
@@ -31,7 +30,6 @@ from .ops import (
 )
 from .status import FinishReason, Status
 
-__version__ = _version("specdec-kernels")
 __all__ = [
     "Accepted",
     "Candidates",

@@ -440,9 +440,9 @@ def tree_attention(
     them by `mask`. Verification has the tree nodes as queries and tail; draft decoding has the frontier as queries and
     all drafted nodes as tail; a prefill chunk is a causal chain. Lengths and tables are read on the device.
 
-    A query row with nothing to see, one at or beyond q_lens[b], of an empty slot, or behind the last packed request
-    gives zeros (lse -inf), never NaN. KV rows that a query row does not see never touch its result, whatever they hold.
-    A row's result depends on its own request alone, bit for bit.
+    A query row with nothing to see, one at or beyond q_lens[b], of an empty or stalled slot, or behind the last packed
+    request gives zeros (lse -inf), never NaN. KV rows that a query row does not see never touch its result, whatever
+    they hold. A row's result depends on its own request alone, bit for bit.
 
     Args:
         q: [B, Q, Hq, D] padded, or [T, Hq, D] packed with cu_seqlens_q; float32, float16 or bfloat16, D 64, 128 or 256;
@@ -459,8 +459,8 @@ def tree_attention(
         scale: factor of the scores, 1 / sqrt(D) by default.
         out: as q, any strides but the last; written.
         lse: [B, Q, Hq] or packed [T, Hq] float32, written with the natural log of the sum of exponentials.
-        status: [num_slots] int32, bits are added: bad page where a needed table entry is no page (its rows are
-            invisible), bad length where a length was out of range and clamped.
+        status: [num_slots] int32. STALLED is read. Bits are added: bad page where a needed table entry is no page (its
+            rows are invisible), bad length where a length was out of range and clamped.
 
     Returns:
         out.

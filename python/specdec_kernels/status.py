@@ -17,9 +17,11 @@ class Status(IntFlag):
 
 
 class FinishReason(IntEnum):
-    """`finish_reasons[slot]`."""
+    """`finish_reasons[slot]`; the last two are never on the device, but in what the scheduler reports."""
 
     RUNNING = 0
     STOP = 1  # a stop token, kept as the last one
     LENGTH = 2  # the budget of new tokens is used up
     CONTEXT = 3  # the sequence reached its maximal length
+    CANCELLED = 4
+    ERROR = 5  # the slot's status says why

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -11,15 +12,18 @@ from transformers import AutoConfig, AutoTokenizer
 
 from .. import _C
 from ..models.causal_lm import CausalLM
+from ..models.checkpoint import expect_folder, local_folder
 from ..models.eagle3 import feature_layers, read_config
 from ..status import FinishReason, Status
 from .drafts import build_draft
 from .executor import Executor
-from .outputs import NewTokens, RequestOutput, RequestStats
+from .outputs import GenerationError, NewTokens, RequestOutput, RequestStats
 from .params import SamplingParams, Speculation
+from .prompts import as_list, check_tokens, token_ids
 from .state import SlotState
 
 MAX_STOP_TOKENS = 16
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 OnTokens = Callable[[NewTokens], None]
 
@@ -27,7 +31,8 @@ OnTokens = Callable[[NewTokens], None]
 class Engine:
     """Generates with a Hugging Face causal language model by speculative decoding.
 
-    The output of every algorithm is the target's own greedy text: speculation changes the speed alone.
+    The output of every algorithm is the target's own greedy text: speculation changes the speed alone. One `generate`
+    runs at a time; whatever it raises, the engine can be used again.
 
     Args:
         model: path or hub id of the target (Llama, Mistral, Qwen2, Qwen3).
@@ -42,7 +47,8 @@ class Engine:
         compile: compile each decoder layer with torch.compile.
 
     Raises:
-        ValueError: an unsupported model, a pool that cannot hold one request of `max_len`.
+        ValueError: an unsupported model, size, dtype or device; a pool that cannot hold one request of `max_len`.
+        OSError: no such model.
     """
 
     def __init__(
@@ -61,23 +67,39 @@ class Engine:
     ) -> None:
         self.speculation = speculation = speculation or Speculation()
         self.device = torch.device(device or default_device())
+        check_device(self.device)
+        expect_folder(model, "Engine: model")
         config = AutoConfig.from_pretrained(str(model))
-        self.max_len = max_len = max_len or min(2048, config.max_position_embeddings)
+        if max_len is None:
+            max_len = min(2048, config.max_position_embeddings)
+        check_at_least(2, max_len=max_len)
+        check_at_least(1, num_slots=num_slots, page_size=page_size, prefill_chunk=prefill_chunk)
+        self.max_len = max_len
         self.dtype = dtype or (torch.float32 if self.device.type == "cpu" else config.dtype or torch.bfloat16)
+        if self.dtype not in DTYPES:
+            raise ValueError(f"Engine: dtype is {self.dtype}, expected one of {', '.join(map(str, DTYPES))}")
         self.tokenizer: Any = load_tokenizer(model)
         self.eos_token_ids = eos_token_ids(config, self.tokenizer)
 
-        width = speculation.num_nodes if speculation.algorithm == "NGRAM" else speculation.num_steps + 1
-        scratch = speculation.topk * (speculation.num_steps - 1) + 1
-        model_draft = speculation.algorithm in ("EAGLE3", "STANDALONE")
         # Rows a round may write beyond L: the tree, the accepted rows, the draft's scratch (docs/round.md).
-        reserve = max(speculation.num_nodes, width, scratch if model_draft else 0) + 1
+        reserve = speculation.num_nodes + 1
+        if speculation.algorithm in ("EAGLE3", "STANDALONE"):
+            scratch = speculation.topk * (speculation.num_steps - 1) + 1
+            reserve = max(speculation.num_nodes, speculation.num_steps + 1, scratch) + 1
         max_pages = -(-(max_len + reserve) // page_size)
-        num_pages = num_pages or num_slots * max_pages
+        if num_pages is None:
+            num_pages = num_slots * max_pages
+        if num_pages < max_pages:
+            raise ValueError(
+                f"Engine: num_pages is {num_pages}, expected at least {max_pages} "
+                f"(one request of max_len={max_len} tokens and the {reserve} rows of a round must fit)"
+            )
 
         layers: tuple[int, ...] = ()
         if speculation.algorithm == "EAGLE3":
-            layers = feature_layers(read_config(Path(str(speculation.draft_model))), config.num_hidden_layers)
+            assert speculation.draft_model is not None
+            head = local_folder(speculation.draft_model, "Speculation: draft_model")
+            layers = feature_layers(read_config(head), config.num_hidden_layers)
         self.target = CausalLM(
             model,
             max_len=max_len,
@@ -116,7 +138,9 @@ class Engine:
             status=self._executor.status,
             num_nodes=self._executor.num_nodes,
         )
+        self._lock = Lock()  # held by the one `generate` that runs
         self._running: dict[int, RequestOutput] = {}
+        self._failed: list[str] = []
         self._on_tokens: OnTokens | None = None
 
     def generate(
@@ -129,45 +153,49 @@ class Engine:
         """Complete prompts (text or token ids, one or a list); returns one output each, in their order.
 
         Args:
-            prompts: uneven lengths are fine; more prompts than slots wait their turn.
+            prompts: uneven lengths are fine; more prompts than slots wait their turn. Token ids may be a list, a tuple,
+                an array or a tensor.
             params: one for all, or one each.
-            on_tokens: called with every round's new tokens of every request, as they are committed.
+            on_tokens: called with every round's new tokens of every request, as they are committed. What it raises
+                ends `generate`.
 
         Raises:
-            ValueError: an empty prompt, or one that leaves no room below `max_len`; then nothing has started.
+            ValueError, TypeError: a prompt that is empty, leaves no room below `max_len`, or holds what is no token of
+                the model; then nothing has started.
+            GenerationError: requests the device gave up on; its `outputs` are the results of all.
+            RuntimeError: this engine is generating already.
         """
-        token_lists = [self._tokenize(prompt) for prompt in as_list(prompts)]
-        each = [params or SamplingParams()] * len(token_lists) if not isinstance(params, Sequence) else list(params)
+        token_lists = [token_ids(prompt, index, self.tokenizer) for index, prompt in enumerate(as_list(prompts))]
+        for index, tokens in enumerate(token_lists):
+            check_tokens(tokens, index, max_len=self.max_len, vocab_size=self.target.config.vocab_size)
+        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(token_lists)
         if len(each) != len(token_lists):
             raise ValueError(
                 f"generate: params has {len(each)} entries, expected one, or {len(token_lists)} like prompts"
             )
+        stops = [self._stop_tokens(sampling) for sampling in each]
 
         outputs = [RequestOutput(index, tokens) for index, tokens in enumerate(token_lists)]
-        submitted: list[int] = []
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeError(
+                "generate: this engine is generating already, expected one call at a time "
+                "(not from another thread, not from on_tokens)"
+            )
         try:
-            for output, sampling in zip(outputs, each, strict=True):
-                request_id = self._scheduler.submit(
-                    output.prompt_tokens, sampling.max_new_tokens, self._stop_tokens(sampling)
-                )
-                submitted.append(request_id)
+            self._on_tokens, self._failed = on_tokens, []
+            for output, sampling, stop in zip(outputs, each, stops, strict=True):
+                request_id = self._scheduler.submit(output.prompt_tokens, sampling.max_new_tokens, stop)
                 self._running[request_id] = output
-            self._on_tokens = on_tokens
             self._scheduler.run_until_idle()
+            if self._failed:
+                raise GenerationError("generate: " + ", ".join(self._failed), outputs)
         finally:
-            for request_id in submitted:
-                if self._running.pop(request_id, None) is not None:
-                    self._scheduler.cancel(request_id)
+            # After an exception requests are left over; the next `generate` starts by taking their slots back.
+            self._scheduler.abort_all()
+            self._running.clear()
             self._on_tokens = None
+            self._lock.release()
         return outputs
-
-    def _tokenize(self, prompt: str | Sequence[int]) -> list[int]:
-        if not isinstance(prompt, str):
-            return [int(token) for token in prompt]
-        if self.tokenizer is None:
-            raise ValueError("generate: prompts has text, expected token ids (the model folder has no tokenizer)")
-        tokens: list[int] = self.tokenizer(prompt)["input_ids"]
-        return tokens
 
     def _stop_tokens(self, sampling: SamplingParams) -> list[int]:
         stop = sampling.stop_token_ids
@@ -200,10 +228,25 @@ class Engine:
             del self._running[request_id]
             if self.tokenizer is not None:
                 output.text = self.tokenizer.decode(output.tokens, skip_special_tokens=True)
-        if status:
-            raise RuntimeError(f"generate: request {output.index} was ended by {Status(status)!r}")
+        if output.finish_reason == FinishReason.ERROR:
+            self._failed.append(f"prompts[{output.index}] ended with {Status(status).name}")
         if self._on_tokens is not None:
             self._on_tokens(NewTokens(output.index, tokens, output.finish_reason))
+
+
+def check_at_least(low: int, **arguments: int) -> None:
+    for name, value in arguments.items():
+        if value < low:
+            raise ValueError(f"Engine: {name} is {value}, expected at least {low}")
+
+
+def check_device(device: torch.device) -> None:
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"Engine: device is {device}, expected cpu or cuda")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"Engine: device is {device}, expected cpu (torch finds no GPU)")
+    if device.type == "cuda" and _C.cuda_version is None:
+        raise ValueError(f"Engine: device is {device}, expected cpu (this build of specdec_kernels has no CUDA half)")
 
 
 def default_device() -> torch.device:
@@ -223,10 +266,3 @@ def eos_token_ids(config: Any, tokenizer: Any) -> list[int]:
     if eos is None and tokenizer is not None:
         eos = tokenizer.eos_token_id
     return [] if eos is None else list(eos) if isinstance(eos, list) else [eos]
-
-
-def as_list(prompts: str | Sequence[int] | Sequence[str | Sequence[int]]) -> Sequence[str | Sequence[int]]:
-    """A single prompt, text or token ids, as a list of one."""
-    if isinstance(prompts, str):
-        return [prompts]
-    return [prompts] if prompts and isinstance(prompts[0], int) else prompts  # type: ignore[list-item,return-value]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..models.causal_lm import CausalLM
 from ..ops import alloc_pages, free_pages
+from ..status import Status
 from .drafts import Draft
 from .round import Round
 from .state import SlotState
@@ -47,16 +48,22 @@ class Executor:
 
     @torch.inference_mode()
     def begin(self, slot: int, request_id: int, text: list[int]) -> None:
+        state = self.state
+        self._empty(slot)  # it is, unless an interrupt cut `deactivate` short
         self._tokens[slot] = torch.tensor(text, dtype=torch.int32, device=self._device)
-        self.state.seq_lens[slot] = 0
-        self.state.status[slot] = 0
+        state.status[slot] = 0
+        # All pages up to the first round at once, as the scheduler counts them. A slot that got none would only stall
+        # in a round, but its prefill would be lost without a trace.
+        reserve = len(text) - 1 + self._round.reserve
+        alloc_pages(state.pool, state.seq_lens, reserve, slots=self._slot_tensor([slot]), status=state.status)
+        if int(state.status[slot]) & Status.STALLED:
+            raise RuntimeError(f"begin: the pool has too few pages for {reserve} rows, expected those of slot {slot}")
         self.draft.begin(slot, text)
 
     @torch.inference_mode()
     def prefill(self, slot: int, tokens: list[int], start: int, is_last: bool) -> None:
         state, text, end = self.state, self._tokens[slot], start + len(tokens)
         slots = self._slot_tensor([slot])
-        alloc_pages(state.pool, state.seq_lens, len(tokens), slots=slots, status=state.status)
         chunk = text[None, start:end]
         positions = torch.arange(start, end, dtype=torch.int32, device=self._device)[None]
         self.target.forward(chunk, positions, state.rows(slots, state.seq_lens, tail_len=len(tokens)))
@@ -76,9 +83,7 @@ class Executor:
         state.stop_tokens[slot] = -1
         state.stop_tokens[slot, : len(stop_tokens)] = torch.tensor(stop_tokens, dtype=torch.int32, device=self._device)
         state.finish_reasons[slot] = 0
-        slots = self._slot_tensor([slot])
-        alloc_pages(state.pool, state.seq_lens, self._round.reserve, slots=slots, status=state.status)
-        self.draft.activate(slots)
+        self.draft.activate(self._slot_tensor([slot]))
 
     def round(self, slots: list[int]) -> None:
         rows = self._slot_tensor(slots)
@@ -92,6 +97,9 @@ class Executor:
 
     @torch.inference_mode()
     def deactivate(self, slot: int, request_id: int) -> None:
+        self._empty(slot)
+
+    def _empty(self, slot: int) -> None:
         self._tokens.pop(slot, None)
         self.state.seq_lens[slot] = 0
         free_pages(self.state.pool, self.state.seq_lens, slots=self._slot_tensor([slot]), status=self.state.status)

@@ -47,3 +47,14 @@ class RequestOutput:
     text: str | None = None
     finish_reason: FinishReason = FinishReason.RUNNING
     stats: RequestStats = field(default_factory=RequestStats)
+
+
+class GenerationError(RuntimeError):
+    """The device gave up on some requests (`FinishReason.ERROR`); the others finished.
+
+    `outputs` are the results of all, in the order of the prompts; a failed one has the tokens from before.
+    """
+
+    def __init__(self, message: str, outputs: list[RequestOutput]) -> None:
+        super().__init__(message)
+        self.outputs = outputs

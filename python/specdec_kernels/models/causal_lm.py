@@ -64,6 +64,8 @@ class CausalLM:
     ) -> None:
         self.model = as_model(model, dtype)
         check_supported(self.config, max_len)
+        if any(hasattr(layer.self_attn, "k_pool") for layer in self.layers):
+            raise ValueError("model: has the KV pools of another engine already, expected a module for this one alone")
         self.model.set_attn_implementation(IMPLEMENTATION)
         self.model.to(device=device, dtype=dtype).requires_grad_(False).eval()
         self.pools: KvPools = attach_pools(

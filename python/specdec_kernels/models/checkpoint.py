@@ -5,8 +5,25 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from huggingface_hub import snapshot_download
 from safetensors.torch import load_file
 from torch import Tensor
+
+
+def expect_folder(model: str | Path, name: str) -> None:
+    """FileNotFoundError for what is meant as a path (and no hub id) but is no folder."""
+    text = str(model)
+    meant = isinstance(model, Path) or text.startswith((".", "/", "~")) or text.count("/") > 1
+    if meant and not Path(text).is_dir():
+        raise FileNotFoundError(f"{name} is {text}, expected an existing folder or a hub id")
+
+
+def local_folder(model: str | Path, name: str) -> Path:
+    """The folder itself, or that of a snapshot of the hub id."""
+    expect_folder(model, name)
+    if Path(model).is_dir():
+        return Path(model)
+    return Path(snapshot_download(str(model), allow_patterns=["*.json", "*.safetensors", "*.bin"]))
 
 
 def load_tensors(folder: Path) -> dict[str, Tensor]:

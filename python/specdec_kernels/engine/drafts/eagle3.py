@@ -18,8 +18,8 @@ class Eagle3Draft(ModelDraft):
         self.head = head
         self.id_map = head.id_map
         weight = head.lm_head.weight
-        # The head's output at each slot's last committed row: the feature all depth-1 nodes share.
-        self.last_hidden = weight.new_zeros(len(state.seq_lens), weight.shape[1])
+        # The head's output at each slot's last committed row, and one for slot -1: the feature all depth-1 nodes share.
+        self.last_hidden = weight.new_zeros(len(state.seq_lens) + 1, weight.shape[1])
 
     def start(self, slots: Tensor) -> Tensor:
         return self.last_hidden[slots].repeat_interleave(self.topk, dim=0)

@@ -16,7 +16,8 @@ from .base import Draft
 class ModelDraft(Draft):
     """The loop that EAGLE heads and standalone models share; they supply `step` and feed `set_root_children`.
 
-    Draft state, per slot: the root's k best children (ids, log-probabilities), ready before the round starts.
+    Draft state, per slot: the root's k best children (ids, log-probabilities), ready before the round starts. One row
+    more, behind the slots, is what empty rows of a batch (slot -1) read and write.
     """
 
     position_offset = 0  # a depth-d node is rotated at L + position_offset + d - 1
@@ -28,8 +29,8 @@ class ModelDraft(Draft):
         self.accept_width = num_steps + 1
         self.scratch_rows = topk * (num_steps - 1)
         slots, device = len(state.seq_lens), state.seq_lens.device
-        self.child_ids = torch.zeros(slots, topk, dtype=torch.int32, device=device)
-        self.child_logprobs = torch.full((slots, topk), -torch.inf, device=device)
+        self.child_ids = torch.zeros(slots + 1, topk, dtype=torch.int32, device=device)
+        self.child_logprobs = torch.full((slots + 1, topk), -torch.inf, device=device)
 
     def begin(self, slot: int, tokens: list[int]) -> None:
         # Without a prefilled row there are no children: a one-token prompt starts with a root-only tree.
@@ -61,8 +62,8 @@ class ModelDraft(Draft):
     def propose(self, slots: Tensor) -> Tree:
         state, k = self.state, self.topk
         candidates, frontier = expand_root(
-            self.child_ids,
-            self.child_logprobs,
+            self.child_ids[:-1],
+            self.child_logprobs[:-1],
             state.seq_lens,
             self.num_steps,
             slots=slots,
