@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import random
+import signal
 import threading
 import weakref
 from dataclasses import dataclass, field
@@ -631,6 +632,7 @@ def test_one_loop_at_a_time() -> None:
 
 def test_interrupt_between_turns() -> None:
     """No executor call runs bytecode here, so only the loop itself can notice the signal. Nothing is lost."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     interrupt = ctypes.pythonapi.PyErr_SetInterrupt
     interrupt.argtypes, interrupt.restype = [ctypes.py_object], None
     ignore = "".format
@@ -650,8 +652,11 @@ def test_interrupt_between_turns() -> None:
         num_nodes=one,
     )
     scheduler.submit([1, 2], 3)
-    with pytest.raises(KeyboardInterrupt):
-        scheduler.run_until_idle()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            scheduler.run_until_idle()
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert scheduler.num_running == 1
     executor.round = ignore
     scheduler.step()

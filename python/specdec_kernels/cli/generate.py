@@ -45,12 +45,14 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     parser.add_argument("--speculative-draft-model-path", metavar="PATH", help="EAGLE-3 head or small draft model")
     parser.add_argument("--speculative-num-steps", type=int, default=5, metavar="N", help="depth of drafting (5)")
-    parser.add_argument("--speculative-eagle-topk", type=int, default=8, metavar="K", help="branches per step (8)")
+    parser.add_argument(
+        "--speculative-eagle-topk", type=int, metavar="K", help="branches per step (8 on a GPU, 1, a chain, on the CPU)"
+    )
     parser.add_argument(
         "--speculative-num-draft-tokens",
         type=int,
         metavar="N",
-        help="tree nodes verified per round, root included (32)",
+        help="nodes verified per round, root included (32 for a tree, steps + 1 for a chain, 16 for NGRAM)",
     )
     parser.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help="budget (200)")
     parser.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
@@ -71,9 +73,6 @@ class Run:
 def run(args: argparse.Namespace) -> int:
     if not require("generate", "engine", ["torch", "transformers", "safetensors", "rich"]):
         return 1
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
     try:
         compare(args)
     except (OSError, ValueError, NotImplementedError) as error:  # what the engine refuses, by name
@@ -83,10 +82,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def compare(args: argparse.Namespace) -> None:
+    import torch
     from rich.console import Console
+    from transformers.utils import logging
 
     from ..engine import Speculation
+    from ..engine.engine import default_device
     from ..tiny import tiny_model
+
+    logging.disable_progress_bar()
+    if args.model is None:
+        torch.set_num_threads(1)  # too small a model to share: on a busy machine its threads wait for each other
 
     console = Console(highlight=False)
     model = args.model or tiny_model("target")
@@ -98,7 +104,8 @@ def compare(args: argparse.Namespace) -> None:
         algorithm,
         draft_model,
         num_steps=args.speculative_num_steps,
-        topk=args.speculative_eagle_topk,
+        # A GPU scores a tree in the time of a token; a CPU pays for every node, so there a chain is the faster choice.
+        topk=args.speculative_eagle_topk or (8 if str(args.device or default_device()).startswith("cuda") else 1),
         num_draft_tokens=args.speculative_num_draft_tokens,
     )
     prompt = DEFAULT_PROMPT if args.prompt is None else args.prompt
