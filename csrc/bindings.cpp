@@ -267,6 +267,7 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
   py::class_<NgramIndex>(m, "NgramIndex", "n-gram index: drafts from text seen before")
       .def(py::init<int64_t, int64_t, int64_t>())
       .def("insert", &NgramIndex::insert)
+      .def("extend", &NgramIndex::extend)
       .def("release", &NgramIndex::release)
       .def("draft", &NgramIndex::draft)
       .def("clear", &NgramIndex::clear)

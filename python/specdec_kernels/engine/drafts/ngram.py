@@ -27,10 +27,7 @@ class NgramDraft(Draft):
         return Tree(*(tensor.to(slots.device) for tensor in tree))
 
     def extend(self, slots: Tensor, accepted: Accepted, num_valid: Tensor, features: Tensor | None) -> None:
-        tokens = accepted.tokens.cpu()
-        for slot, row, valid in zip(slots.tolist(), tokens, num_valid.tolist(), strict=True):
-            if valid:
-                self.index.insert(row[:valid], slot=slot)
+        self.index.extend(accepted.tokens.cpu(), num_valid.cpu(), slots.cpu())
 
     def release(self, slot: int) -> None:
         self.index.release(slot)
