@@ -197,7 +197,7 @@ std::vector<int64_t> token_list(const char* name, const py::object& tokens) {
   specdec::Check check("submit");
   specdec::Dim length{"length"};
   check.tensor(name, tensor.view, {length}, specdec::kInt32);
-  check.that(!check.on_cuda(), name, "is on cuda", "a cpu tensor");
+  check.require_cpu();
   const auto* data = tensor.view.data<int32_t>();
   return {data, data + length};
 }
@@ -216,7 +216,7 @@ std::unique_ptr<PyScheduler> make_scheduler(py::object executor, int64_t num_slo
     specdec::PyTensor tensor;
     if (!tensor.load(object.ptr())) throw py::error_already_set();
     check.tensor(name, tensor.view, shape, specdec::kInt32);
-    check.that(!check.on_cuda(), name, "is on cuda", "a cpu tensor");
+    check.require_cpu();
     return tensor.view.data<const int32_t>();
   };
   specdec::Dim rows{"max_batch", config.max_batch}, width{"accept_width", accept_width};

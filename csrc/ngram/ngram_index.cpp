@@ -97,7 +97,7 @@ void NgramIndex::insert(const TensorView& tokens, std::optional<int64_t> slot) {
   Check check("ngram_insert");
   Dim T{"tokens"};
   check.tensor("tokens", tokens, {T}, kInt32);
-  check.that(!check.on_cuda(), "tokens", "is on a GPU", "cpu");
+  check.require_cpu();
   if (slot) check.range("slot", *slot, 0, view_.num_slots - 1);
   const auto* data = tokens.data<const int32_t>();
   check_tokens(check, data, T, kNoRow);
@@ -116,7 +116,7 @@ void NgramIndex::extend(const TensorView& tokens, const TensorView& lengths, con
   Check check("ngram_extend");
   Dim B{"batch"}, W{"accept_width"}, S{"num_slots", view_.num_slots};
   check.tensor("tokens", tokens, {B, W}, kInt32);
-  check.that(!check.on_cuda(), "tokens", "is on a GPU", "cpu");
+  check.require_cpu();
   check.tensor("lengths", lengths, {B}, kInt32);
   check.slots(slots, B, S);
   const auto* rows = tokens.data<const int32_t>();
