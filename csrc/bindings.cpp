@@ -148,14 +148,16 @@ class PyExecutor : public specdec::scheduler::Executor {
   py::object object_;
 };
 
-// Owns what the scheduler refers to: the executor, and the arrays that rounds leave their results in.
-struct PyScheduler {
-  PyScheduler(py::object executor, py::tuple arrays, const specdec::scheduler::Config& config,
-              const specdec::scheduler::RoundResults& results)
-      : executor(std::move(executor)), arrays(std::move(arrays)), scheduler(config, this->executor, results) {}
+// A scheduler that owns what it refers to: the executor, and the arrays that rounds leave their results in.
+struct Referred {
   PyExecutor executor;
   py::tuple arrays;
-  specdec::scheduler::Scheduler scheduler;
+};
+struct PyScheduler : private Referred, public specdec::scheduler::Scheduler {
+  PyScheduler(py::object executor, py::tuple arrays, const specdec::scheduler::Config& config,
+              const specdec::scheduler::RoundResults& results)
+      : Referred{PyExecutor(std::move(executor)), std::move(arrays)}, Scheduler(config, Referred::executor, results) {}
+  py::object& executor_object() { return Referred::executor.object(); }
 };
 
 // An engine is its scheduler's executor and owns it: the garbage collector has to see that circle.
@@ -165,14 +167,20 @@ void collect_executor(PyHeapTypeObject* heap_type) {
   type.tp_traverse = [](PyObject* self, visitproc visit, void* arg) {
     Py_VISIT(Py_TYPE(self));
     if (py::detail::is_holder_constructed(self))
-      Py_VISIT(py::cast<PyScheduler&>(py::handle(self)).executor.object().ptr());
+      Py_VISIT(py::cast<PyScheduler&>(py::handle(self)).executor_object().ptr());
     return 0;
   };
   type.tp_clear = [](PyObject* self) {
     if (py::detail::is_holder_constructed(self))
-      py::cast<PyScheduler&>(py::handle(self)).executor.object() = py::object();
+      py::cast<PyScheduler&>(py::handle(self)).executor_object() = py::object();
     return 0;
   };
+}
+
+// Raises what a signal handler raised, such as KeyboardInterrupt.
+void heed_signals() {
+  py::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
 
 // The tokens of a list of ints or of an int32 tensor on the CPU.
@@ -189,7 +197,7 @@ std::vector<int64_t> token_list(const char* name, const py::object& tokens) {
   specdec::Check check("submit");
   specdec::Dim length{"length"};
   check.tensor(name, tensor.view, {length}, specdec::kInt32);
-  check.that(!check.on_cuda(), name, "is on cuda", "a cpu tensor");
+  check.require_cpu();
   const auto* data = tensor.view.data<int32_t>();
   return {data, data + length};
 }
@@ -208,7 +216,7 @@ std::unique_ptr<PyScheduler> make_scheduler(py::object executor, int64_t num_slo
     specdec::PyTensor tensor;
     if (!tensor.load(object.ptr())) throw py::error_already_set();
     check.tensor(name, tensor.view, shape, specdec::kInt32);
-    check.that(!check.on_cuda(), name, "is on cuda", "a cpu tensor");
+    check.require_cpu();
     return tensor.view.data<const int32_t>();
   };
   specdec::Dim rows{"max_batch", config.max_batch}, width{"accept_width", accept_width};
@@ -268,6 +276,7 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
   py::class_<NgramIndex>(m, "NgramIndex", "n-gram index: drafts from text seen before")
       .def(py::init<int64_t, int64_t, int64_t>())
       .def("insert", &NgramIndex::insert)
+      .def("extend", &NgramIndex::extend)
       .def("release", &NgramIndex::release)
       .def("draft", &NgramIndex::draft)
       .def("clear", &NgramIndex::clear)
@@ -289,34 +298,23 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
       .def(
           "submit",
           [](PyScheduler& s, const py::object& prompt, int64_t max_new_tokens, const py::object& stop_tokens) {
-            return s.scheduler.submit(token_list("prompt", prompt), max_new_tokens,
-                                      token_list("stop_tokens", stop_tokens));
+            return s.submit(token_list("prompt", prompt), max_new_tokens, token_list("stop_tokens", stop_tokens));
           },
           "prompt"_a, "max_new_tokens"_a, "stop_tokens"_a = py::tuple())
-      .def("cancel", [](PyScheduler& s, int64_t request_id) { return s.scheduler.cancel(request_id); })
-      .def("abort_all", [](PyScheduler& s) { s.scheduler.abort_all(); })
+      .def("cancel", &PyScheduler::cancel)
+      .def("abort_all", &PyScheduler::abort_all)
+      .def("step", &PyScheduler::step, Release())
       .def(
-          "step", [](PyScheduler& s) { return s.scheduler.step(); }, Release())
+          "run_until_idle", [](PyScheduler& s) { s.run_until_idle(&heed_signals); }, Release())
       .def(
-          "run_until_idle",
-          [](PyScheduler& s) {
-            s.scheduler.run_until_idle([] {
-              py::gil_scoped_acquire gil;
-              if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-            });
-          },
-          Release())
-      .def(
-          "wait_for_work", [](PyScheduler& s, double seconds) { return s.scheduler.wait_for_work(Seconds(seconds)); },
+          "wait_for_work", [](PyScheduler& s, double seconds) { return s.wait_for_work(Seconds(seconds)); },
           "timeout"_a, Release())
       .def(
-          "drain", [](PyScheduler& s, double seconds) { return s.scheduler.drain(Seconds(seconds)); }, "timeout"_a,
-          Release())
-      .def_property_readonly("num_running", [](PyScheduler& s) { return s.scheduler.num_running(); })
-      .def_property_readonly("num_waiting", [](PyScheduler& s) { return s.scheduler.num_waiting(); })
-      .def_property_readonly("num_free_pages_estimate",
-                             [](PyScheduler& s) { return s.scheduler.num_free_pages_estimate(); })
-      .def_property_readonly("num_retractions", [](PyScheduler& s) { return s.scheduler.num_retractions(); });
+          "drain", [](PyScheduler& s, double seconds) { return s.drain(Seconds(seconds)); }, "timeout"_a, Release())
+      .def_property_readonly("num_running", &PyScheduler::num_running)
+      .def_property_readonly("num_waiting", &PyScheduler::num_waiting)
+      .def_property_readonly("num_free_pages_estimate", &PyScheduler::num_free_pages_estimate)
+      .def_property_readonly("num_retractions", &PyScheduler::num_retractions);
 
   // --- what `specdec bench call_overhead` times: the boundary alone
   m.def("noop1", [](CallStream, const TensorView& a) { return a.ndim(); });

@@ -331,6 +331,30 @@ def test_clear_and_statistics() -> None:
     assert draft(index, [1], 4)[0].num_nodes.tolist() == [0]
 
 
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(-2, NUM_SLOTS + 1), texts(3, 5)), max_size=8))
+def test_extend_is_a_row_of_inserts(rows: list[tuple[int, list[int]]]) -> None:
+    """Slots may come twice; empty rows and what lies behind the lengths hold garbage."""
+    extended, inserted = (sd.NgramIndex(1 << 10, NUM_SLOTS, 100) for _ in range(2))
+    for index in (extended, inserted):
+        index.insert(ints([0, 1, 2, 0, 1]), 1)
+    garbage = [-1, -(2**31), 2**31 - 1, 7, -77]
+    tokens = ints([text + garbage[len(text) :] for _, text in rows]).reshape(len(rows), 5)
+    lengths = ints([len(text) if 0 <= slot < NUM_SLOTS else -9 for slot, text in rows])
+    extended.extend(tokens, lengths, ints([slot for slot, _ in rows]))
+    for slot, text in rows:
+        if 0 <= slot < NUM_SLOTS:
+            inserted.insert(ints(text), slot)
+    assert extended._index.digest() == inserted._index.digest()
+    assert extended.statistics == inserted.statistics
+
+
+def test_extend_without_slots() -> None:
+    index = sd.NgramIndex(100, 3, 50)
+    index.extend(ints([[5, 6, 5], [7, 7, -1]]), ints([3, 2]), None)
+    assert draft(index, [0, 1, 2], 2)[0].tokens.tolist() == [[5, 6], [7, 7], [0, 0]]
+
+
 def test_numpy_arrays() -> None:
     np = pytest.importorskip("numpy")
     index = sd.NgramIndex(100, 1, 50)
@@ -345,7 +369,7 @@ def one_slot_index() -> sd.NgramIndex:
     return index
 
 
-INSERT: list[tuple[Callable[[sd.NgramIndex], object], str]] = [
+REFUSED: list[tuple[Callable[[sd.NgramIndex], object], str]] = [
     (lambda i: i.insert(ints([1]), 2), "ngram_insert: slot is 2, expected 0 to 1"),
     (lambda i: i.insert(ints([1]), -1), "ngram_insert: slot is -1, expected 0 to 1"),
     (lambda i: i.insert(ints([3, -5]), 1), "ngram_insert: tokens has -5 at index 1, expected token ids of 0 or more"),
@@ -353,6 +377,13 @@ INSERT: list[tuple[Callable[[sd.NgramIndex], object], str]] = [
     (lambda i: i.insert(ints([3] * 11), 0), "ngram_insert: tokens takes slot 0 to 11 tokens, expected at most max_len=10"),
     (lambda i: i.insert(torch.zeros(3, dtype=torch.int64), 1), "ngram_insert: tokens is int64, expected int32"),
     (lambda i: i.insert(ints([[1, 2]]), 1), "ngram_insert: tokens has shape [1, 2], expected [tokens]"),
+    (lambda i: i.extend(ints([[9], [1]]), ints([1, 2]), ints([0, 1])), "ngram_extend: lengths has 2 in row 1, expected 0 to accept_width=1"),
+    (lambda i: i.extend(ints([[9], [1]]), ints([1, -1]), None), "ngram_extend: lengths has -1 in row 1, expected 0 to accept_width=1"),
+    (lambda i: i.extend(ints([[9, 9], [1, -3]]), ints([2, 2]), None), "ngram_extend: tokens has -3 at index 1 of row 1, expected token ids of 0 or more"),
+    (lambda i: i.extend(ints([[9] * 3] * 2), ints([3, 3]), ints([1, 1])), "ngram_extend: tokens takes slot 1 to 11 tokens, expected at most max_len=10"),
+    (lambda i: i.extend(ints([9]), ints([1]), None), "ngram_extend: tokens has shape [1], expected [batch, accept_width]"),
+    (lambda i: i.extend(ints([[9]]), ints([1, 1]), None), "ngram_extend: lengths has shape [2], expected [batch=1]"),
+    (lambda i: i.extend(ints([[9]] * 3), ints([1] * 3), None), "ngram_extend: slots is None for batch=3, expected a tensor, or batch <= num_slots=2"),
     (lambda i: i.release(2), "ngram_release: slot is 2, expected 0 to 1"),
     (lambda i: i.draft(None, ints([1, 1, 1]), 4), "ngram_draft: slots is None for batch=3, expected a tensor, or batch <= num_slots=2"),
     (lambda i: i.draft(ints([1]), ints([1, 1]), 4), "ngram_draft: seq_lens has shape [2], expected [batch=1]"),
@@ -367,7 +398,7 @@ INSERT: list[tuple[Callable[[sd.NgramIndex], object], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("call", "message"), INSERT, ids=[m[:60] for _, m in INSERT])
+@pytest.mark.parametrize(("call", "message"), REFUSED, ids=[m[:60] for _, m in REFUSED])
 def test_messages_and_unchanged_state(call: Callable[[sd.NgramIndex], object], message: str) -> None:
     index = one_slot_index()
     digest = index._index.digest()

@@ -61,7 +61,7 @@ std::string expected_shape(Shape shape) {
       s += std::to_string(it->number);
     } else {
       s += it->dim->name;
-      if (it->dim->value >= 0) s += "=" + std::to_string(it->dim->value);
+      if (it->dim->value >= 0) s.append("=").append(std::to_string(it->dim->value));
     }
   }
   return s + "]";
@@ -160,6 +160,10 @@ void Check::slots(const OptTensor& slots, Dim& batch, const Dim& num_slots) {
     fail("slots", "is None for batch=" + std::to_string(batch),
          "a tensor, or batch <= num_slots=" + std::to_string(num_slots));
   }
+}
+
+void Check::require_cpu() const {
+  if (on_cuda()) fail(first_name_, "is on " + device_name(device()), "a cpu tensor");
 }
 
 void* Check::stream(const CallStream& call) const {

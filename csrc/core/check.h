@@ -70,6 +70,9 @@ class Check {
   // `slots` may be none (row b is slot b), which needs batch <= num_slots.
   void slots(const OptTensor& slots, Dim& batch, const Dim& num_slots);
 
+  // For what works on the host alone: the tensors checked so far are there.
+  void require_cpu() const;
+
   bool on_cuda() const { return first_.is_cuda(); }
   const char* op() const { return op_; }
   const char* first_name() const { return first_name_; }

@@ -158,7 +158,7 @@ void NgramIndex::draft(const OptTensor& slots, const TensorView& seq_lens, int64
   check.tensor("slots", slots, {B}, kInt32);
   check.tensor("seq_lens", seq_lens, {B}, kInt32);
   check.slots(slots, B, S);
-  check.that(!check.on_cuda(), check.first_name(), "is on a GPU", "cpu");
+  check.require_cpu();
   check.range("num_draft_tokens", N, 1, kMaxTreeNodes);
   if (!(min_prob >= 0 && min_prob <= 1)) check.that(false, "min_prob", "is " + std::to_string(min_prob), "0 to 1");
   check.range("min_match", min_match, 1, kNgramMaxMatch);

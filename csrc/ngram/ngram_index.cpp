@@ -6,6 +6,9 @@
 #include <bit>
 #include <cstring>
 #include <new>
+#include <vector>
+
+#include "core/slots.h"
 
 namespace specdec {
 namespace {
@@ -13,6 +16,16 @@ namespace {
 constexpr int kPiece = 64;  // tokens hashed and prefetched together
 constexpr int64_t kMaxTokens = int64_t{1} << 30;
 constexpr int64_t kMaxSlots = int64_t{1} << 16;
+constexpr int64_t kNoRow = -1;
+
+void check_tokens(Check& check, const int32_t* tokens, int64_t count, int64_t row) {
+  const int32_t* negative = std::find_if(tokens, tokens + count, [](int32_t t) { return t < 0; });
+  if (negative == tokens + count) return;
+  const std::string where = " at index " + std::to_string(negative - tokens);
+  check.that(false, "tokens",
+             "has " + std::to_string(*negative) + where + (row == kNoRow ? "" : " of row " + std::to_string(row)),
+             "token ids of 0 or more");
+}
 
 NgramSlot empty_stream(uint32_t number) {
   return {.length = 0, .stream = number, .block = kNgramNone, .unused = 0, .tail = {}};
@@ -79,36 +92,67 @@ uint64_t NgramIndex::digest() const {
   return hash;
 }
 
+// insert and extend look at everything before they write anything: a refused call changes nothing.
 void NgramIndex::insert(const TensorView& tokens, std::optional<int64_t> slot) {
   Check check("ngram_insert");
   Dim T{"tokens"};
   check.tensor("tokens", tokens, {T}, kInt32);
-  check.that(!check.on_cuda(), "tokens", "is on a GPU", "cpu");
+  check.require_cpu();
   if (slot) check.range("slot", *slot, 0, view_.num_slots - 1);
-  const int32_t* data = tokens.data<const int32_t>();
-  const int32_t* negative = std::find_if(data, data + T, [](int32_t t) { return t < 0; });
-  if (negative != data + T)
-    check.that(false, "tokens", "has " + std::to_string(*negative) + " at index " + std::to_string(negative - data),
-               "token ids of 0 or more");
+  const auto* data = tokens.data<const int32_t>();
+  check_tokens(check, data, T, kNoRow);
 
   const std::lock_guard lock(mutex_);
-  if (!slot) {
+  if (slot) {
+    check_length(check, *slot, view_.slots[*slot].length + T);
+    continue_stream(*slot, data, T);
+  } else {
     NgramSlot document = empty_stream(0);
     append(data, T, document);
-  } else {
-    NgramSlot& stream = view_.slots[*slot];
-    const int64_t length = stream.length + T;
-    if (length > max_len_)
-      check.that(false, "tokens", "takes slot " + std::to_string(*slot) + " to " + std::to_string(length) + " tokens",
-                 "at most max_len=" + std::to_string(max_len_));
-    if (T == 0) return;
-    if (stream.length == 0) {
-      if (++streams_ == 0) ++streams_;  // 0 is the documents' number
-      stream = empty_stream(streams_);
-    }
-    append(data, T, stream);
   }
-  statistics_.tokens += T;
+}
+
+void NgramIndex::extend(const TensorView& tokens, const TensorView& lengths, const OptTensor& slots) {
+  Check check("ngram_extend");
+  Dim B{"batch"}, W{"accept_width"}, S{"num_slots", view_.num_slots};
+  check.tensor("tokens", tokens, {B, W}, kInt32);
+  check.require_cpu();
+  check.tensor("lengths", lengths, {B}, kInt32);
+  check.slots(slots, B, S);
+  const auto* rows = tokens.data<const int32_t>();
+  const auto* counts = lengths.data<const int32_t>();
+  const auto* row_slots = data_or_null<const int32_t>(slots);
+
+  const std::lock_guard lock(mutex_);
+  std::vector<int64_t> added(view_.num_slots);  // by the rows so far, which may name a slot twice
+  for (int64_t b = 0; b < B; ++b) {
+    const int64_t slot = slot_of(row_slots, b, S);
+    if (slot < 0) continue;
+    if (counts[b] < 0 || counts[b] > W)
+      check.that(false, "lengths", "has " + std::to_string(counts[b]) + " in row " + std::to_string(b),
+                 "0 to accept_width=" + std::to_string(W));
+    check_tokens(check, rows + b * W, counts[b], b);
+    added[slot] += counts[b];
+    check_length(check, slot, view_.slots[slot].length + added[slot]);
+  }
+  for (int64_t b = 0; b < B; ++b)
+    if (const int64_t slot = slot_of(row_slots, b, S); slot >= 0) continue_stream(slot, rows + b * W, counts[b]);
+}
+
+void NgramIndex::check_length(Check& check, int64_t slot, int64_t length) const {
+  if (length <= max_len_) return;
+  check.that(false, "tokens", "takes slot " + std::to_string(slot) + " to " + std::to_string(length) + " tokens",
+             "at most max_len=" + std::to_string(max_len_));
+}
+
+void NgramIndex::continue_stream(int64_t slot, const int32_t* tokens, int64_t count) {
+  if (count == 0) return;
+  NgramSlot& stream = view_.slots[slot];
+  if (stream.length == 0) {
+    if (++streams_ == 0) ++streams_;  // 0 is the documents' number
+    stream = empty_stream(streams_);
+  }
+  append(tokens, count, stream);
 }
 
 void NgramIndex::release(int64_t slot) {
@@ -144,6 +188,7 @@ void NgramIndex::append(const int32_t* tokens, int64_t count, NgramSlot& s) {
   uint32_t position[kPiece];
   uint64_t keys[kPiece][kNgramOrders];
 
+  statistics_.tokens += count;
   for (int64_t done = 0; done < count; done += kPiece) {
     const int piece = static_cast<int>(std::min<int64_t>(kPiece, count - done));
     const uint32_t start = s.length;

@@ -56,6 +56,7 @@ class NgramIndex {
   NgramIndex(int64_t max_tokens, int64_t num_slots, int64_t max_len);
 
   void insert(const TensorView& tokens, std::optional<int64_t> slot);
+  void extend(const TensorView& tokens, const TensorView& lengths, const OptTensor& slots);
   void release(int64_t slot);
   void draft(const OptTensor& slots, const TensorView& seq_lens, int64_t num_draft_tokens, bool chain, double min_prob,
              int64_t min_match, const TensorView& out_tokens, const TensorView& out_parents,
@@ -70,6 +71,8 @@ class NgramIndex {
   uint64_t digest() const;
 
  private:
+  void check_length(Check& check, int64_t slot, int64_t length) const;
+  void continue_stream(int64_t slot, const int32_t* tokens, int64_t count);
   void append(const int32_t* tokens, int64_t count, NgramSlot& stream);
   NgramBlock* take_block(NgramSlot& stream);
   void update(uint64_t key, uint32_t position);

@@ -56,14 +56,28 @@ class NgramIndex:
 
         Args:
             tokens: [T] int32, each 0 or more.
-            slot: None for a document. Otherwise the tokens continue the stream of that slot (the prompt first, then
-                what each round accepted); the first call after `release` starts a new stream.
+            slot: None for a document. Otherwise the tokens continue the stream of that slot (the prompt here, then
+                what each round accepted through `extend`); the first call after `release` starts a new stream.
 
         Raises:
             ValueError: a wrong dtype, shape or device, a negative token, a slot out of range, a stream that would
                 exceed max_len. The index is unchanged then.
         """
         self._index.insert(tokens, slot)
+
+    def extend(self, tokens: Tensor, lengths: Tensor, slots: Tensor | None) -> None:
+        """Adds what a round accepted to the streams of its slots, row after row, as `insert` would one by one.
+
+        Args:
+            tokens: [B, S] int32, the first `lengths` of each row 0 or more; what lies behind is ignored.
+            lengths: [B] int32, 0 to S.
+            slots: [B] int32 or None; -1 is an empty row, which adds nothing.
+
+        Raises:
+            ValueError: a wrong dtype, shape or device, a length out of range, a negative token, a stream that would
+                exceed max_len. The index is unchanged then.
+        """
+        self._index.extend(tokens, lengths, slots)
 
     def release(self, slot: int) -> None:
         """Ends the stream of a slot. Its text stays, as a document, until it is overwritten."""

@@ -805,7 +805,7 @@ def move_kv(
 
     Row L + path[b, j] goes to L + j for 1 <= j < num_valid[b], with L = seq_lens_before[slot]. Rows that are in place
     already are not touched. Empty and stalled slots move nothing. A move that cannot be made ends the request's moves,
-    and the status says why.
+    and the status says why. Slots of one call must be distinct.
 
     Args:
         k_pools, v_pools: [layers, num_pages, page_size, Hkv, D] float32, float16 or bfloat16, free strides except the

@@ -27,10 +27,8 @@ class NgramDraft(Draft):
         return Tree(*(tensor.to(slots.device) for tensor in tree))
 
     def extend(self, slots: Tensor, accepted: Accepted, num_valid: Tensor, features: Tensor | None) -> None:
-        tokens = accepted.tokens.cpu()
-        for slot, row, valid in zip(slots.tolist(), tokens, num_valid.tolist(), strict=True):
-            if valid:
-                self.index.insert(row[:valid], slot=slot)
+        # All that was emitted, a finished slot's last tokens included: its text stays findable by others.
+        self.index.extend(accepted.tokens.cpu(), accepted.lengths.cpu(), slots.cpu())
 
     def release(self, slot: int) -> None:
         self.index.release(slot)

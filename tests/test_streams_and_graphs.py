@@ -1,0 +1,275 @@
+"""Every op on CUDA: in order on any stream, and replayed in a graph with changed inputs. Its CPU half says what is right.
+
+CASES has one entry for each op: small inputs from a seed, and a call that returns every tensor the op wrote. Ops that
+work in place return their own arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import specdec_kernels as sd
+from conftest import HAS_CUDA
+from specdec_kernels._op_list import native_halves, public_ops
+from trees import random_parents
+
+Tensor = torch.Tensor
+Inputs = dict[str, Tensor]
+B, N, K, STEPS, VOCAB = 3, 9, 3, 3, 50  # rows = slots, tree nodes, topk, depth of drafting, vocabulary
+PAGES, PAGE, HEADS, D = 12, 4, 2, 64  # four pages for each slot
+
+needs_cuda = pytest.mark.skipif(not HAS_CUDA, reason="no GPU here")
+
+
+def ints(low: int, high: int, *shape: int) -> Tensor:
+    return torch.randint(low, high, shape, dtype=torch.int32)
+
+
+def logprobs(*shape: int) -> Tensor:
+    return -torch.rand(shape) - 0.1
+
+
+def lens() -> Tensor:
+    return ints(1, 5, B)
+
+
+def pages() -> Tensor:
+    return torch.randperm(PAGES).to(torch.int32).reshape(B, PAGES // B)
+
+
+def kv(*shape: int) -> Tensor:
+    return torch.randn(*shape, HEADS, D)
+
+
+def given_tree() -> sd.Tree:
+    return sd.build_tree_from_parents(ints(0, 4, B, N), random_parents(B, N), lens())
+
+
+def pool(full: bool) -> Inputs:
+    """A page pool as tensors; full: the slots hold 1 to 3 pages each, named in a random order."""
+    made = sd.make_page_pool(PAGES, B, PAGES // B, PAGE, like=torch.empty(0))
+    made.free_stack.copy_(torch.randperm(PAGES))
+    if full:
+        sd.alloc_pages(made, ints(1, 13, B), 0)
+    return {name: value for name, value in made._asdict().items() if name != "page_size"}
+
+
+def as_pool(t: Inputs) -> sd.PagePool:
+    return sd.PagePool(**{name: t[name] for name in sd.PagePool._fields if name != "page_size"}, page_size=PAGE)
+
+
+class Case(NamedTuple):
+    inputs: Callable[[], Inputs]
+    call: Callable[..., Iterable[Tensor]]  # (inputs, stream=...)
+
+
+def select_topk(t: Inputs, **stream: Any) -> Iterable[Tensor]:
+    return sd.select_topk(t["logits"], K, **stream)
+
+
+def expand_root(t: Inputs, **stream: Any) -> Iterable[Tensor]:
+    candidates, frontier = sd.expand_root(t["ids"], t["logprobs"], t["lens"], STEPS, **stream)
+    return [*candidates, *frontier]
+
+
+def expand_tree_inputs() -> Inputs:
+    candidates, frontier = sd.expand_root(ints(0, VOCAB, B, K), logprobs(B, K), lens(), STEPS)
+    return {
+        "ids": ints(0, VOCAB, B, K, K),
+        "logprobs": logprobs(B, K, K),
+        **{f"cand_{name}": value for name, value in candidates._asdict().items()},
+        "frontier": frontier.nodes,
+        "mask": frontier.mask,
+        "lens": lens(),
+    }
+
+
+def expand_tree(t: Inputs, **stream: Any) -> Iterable[Tensor]:
+    state = [t[name] for name in ("cand_tokens", "cand_parents", "cand_scores", "frontier", "mask")]
+    return [*sd.expand_tree(t["ids"], t["logprobs"], 2, *state, t["lens"], **stream), *state]
+
+
+def build_tree_inputs() -> Inputs:
+    candidates, _ = sd.expand_root(ints(0, VOCAB, B, K), logprobs(B, K), lens(), 1)
+    return {**candidates._asdict(), "roots": ints(0, VOCAB, B), "lens": lens()}
+
+
+def build_tree(t: Inputs, **stream: Any) -> Iterable[Tensor]:
+    return sd.build_tree(t["tokens"], t["parents"], t["scores"], t["roots"], t["lens"], N, **stream)
+
+
+def build_tree_from_parents(t: Inputs, **stream: Any) -> Iterable[Tensor]:
+    return sd.build_tree_from_parents(t["tokens"], t["parents"], t["lens"], **stream)
+
+
+def build_tree_from_mask(t: Inputs, **stream: Any) -> Iterable[Tensor]:
+    return sd.build_tree_from_mask(t["tokens"], t["mask"], t["lens"], **stream)
+
+
+def tree_attention(t: Inputs, **stream: Any) -> Iterable[Tensor]:
+    out = sd.tree_attention(t["q"], t["k_pool"], t["v_pool"], t["table"], t["lens"], mask=t["mask"], **stream)
+    return [out]
+
+
+def verify_tree(t: Inputs, **stream: Any) -> Iterable[Tensor]:
+    tree = sd.Tree(**{name: t[name] for name in sd.Tree._fields})
+    return sd.verify_tree(t["logits"], tree, N, **stream)
+
+
+def commit_tokens(t: Inputs, **stream: Any) -> Iterable[Tensor]:
+    return [sd.commit_tokens(*t.values(), **stream), *t.values()]
+
+
+def alloc_pages(t: Inputs, **stream: Any) -> Iterable[Tensor]:
+    sd.alloc_pages(as_pool(t), t["lens"], 2, **stream)
+    return t.values()
+
+
+def free_pages(t: Inputs, **stream: Any) -> Iterable[Tensor]:
+    sd.free_pages(as_pool(t), t["lens"], **stream)
+    return t.values()
+
+
+def write_kv(t: Inputs, **stream: Any) -> Iterable[Tensor]:
+    sd.write_kv(*t.values(), **stream)
+    return [t["k_pool"], t["v_pool"]]
+
+
+def move_kv(t: Inputs, **stream: Any) -> Iterable[Tensor]:
+    sd.move_kv(*t.values(), **stream)
+    return [t["k_pools"], t["v_pools"]]
+
+
+CASES = {
+    "select_topk": Case(lambda: {"logits": torch.randn(B, VOCAB)}, select_topk),
+    "expand_root": Case(lambda: {"ids": ints(0, VOCAB, B, K), "logprobs": logprobs(B, K), "lens": lens()}, expand_root),
+    "expand_tree": Case(expand_tree_inputs, expand_tree),
+    "build_tree": Case(build_tree_inputs, build_tree),
+    "build_tree_from_parents": Case(
+        lambda: {"tokens": ints(0, VOCAB, B, N), "parents": random_parents(B, N), "lens": lens()},
+        build_tree_from_parents,
+    ),
+    "build_tree_from_mask": Case(
+        lambda: {"tokens": ints(0, VOCAB, B, N), "mask": given_tree().mask, "lens": lens()}, build_tree_from_mask
+    ),
+    "tree_attention": Case(
+        lambda: {
+            "q": kv(B, N),
+            "k_pool": kv(PAGES, PAGE),
+            "v_pool": kv(PAGES, PAGE),
+            "table": pages(),
+            "lens": lens(),
+            "mask": given_tree().mask,
+        },
+        tree_attention,
+    ),
+    "verify_tree": Case(lambda: {"logits": torch.randn(B, N, 4), **given_tree()._asdict()}, verify_tree),
+    "commit_tokens": Case(
+        lambda: {
+            "out_tokens": ints(0, VOCAB, B, 4),
+            "out_len": ints(1, 5, B),
+            "stop_tokens": ints(0, VOCAB, B, 2),
+            "remaining": ints(1, 9, B),
+            "max_lens": ints(5, 20, B),
+            "seq_lens": lens(),
+            "seq_lens_before": ints(0, 1, B),
+            "root_tokens": ints(0, 1, B),
+            "finish_reasons": ints(0, 1, B),
+        },
+        commit_tokens,
+    ),
+    "alloc_pages": Case(lambda: {**pool(full=False), "lens": ints(0, 14, B)}, alloc_pages),
+    "free_pages": Case(lambda: {**pool(full=True), "lens": ints(0, 14, B)}, free_pages),
+    "write_kv": Case(
+        lambda: {
+            "k": kv(B, N),
+            "v": kv(B, N),
+            "k_pool": kv(PAGES, PAGE),
+            "v_pool": kv(PAGES, PAGE),
+            "table": pages(),
+            "lens": lens(),
+        },
+        write_kv,
+    ),
+    "move_kv": Case(
+        lambda: {
+            "k_pools": kv(2, PAGES, PAGE),
+            "v_pools": kv(2, PAGES, PAGE),
+            "table": pages(),
+            "path": torch.cat([ints(0, 1, B, 1), ints(1, 4, B, 1), ints(5, 9, B, 1)], 1),
+            "num_valid": ints(1, 4, B),
+            "lens_before": lens(),
+        },
+        move_kv,
+    ),
+}
+
+every_op = pytest.mark.parametrize("op", CASES)
+
+
+def seeded(op: str, seed: int) -> Inputs:
+    torch.manual_seed(seed)
+    return CASES[op].inputs()
+
+
+def right(op: str, seed: int) -> list[Tensor]:
+    return [tensor.clone() for tensor in CASES[op].call(seeded(op, seed))]
+
+
+def fill(buffers: Inputs, values: Inputs) -> None:
+    for name, buffer in buffers.items():
+        buffer.copy_(values[name])
+
+
+def assert_right(op: str, got: Iterable[Tensor], seed: int) -> None:
+    for g, want in zip(got, right(op, seed), strict=True):
+        torch.testing.assert_close(g.cpu(), want, rtol=1e-5 if want.is_floating_point() else 0, atol=1e-5)
+
+
+def test_no_op_is_missing() -> None:
+    assert list(CASES) == [op for op in public_ops() if native_halves(op)]
+
+
+@every_op
+def test_seeds_differ_in_what_is_written(op: str) -> None:
+    """Else a replay that ignored its changed inputs would pass."""
+    assert any(not torch.equal(a, b) for a, b in zip(right(op, 0), right(op, 1), strict=True))
+
+
+@needs_cuda
+@every_op
+@pytest.mark.parametrize("named", [False, True], ids=["current-stream", "stream-keyword"])
+def test_runs_in_order_on_any_stream(op: str, named: bool) -> None:
+    """The inputs arrive late on a side stream: an op on any other stream would work on those of seed 0."""
+    buffers = {name: tensor.cuda() for name, tensor in seeded(op, 0).items()}
+    late = {name: tensor.cuda() for name, tensor in seeded(op, 1).items()}
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(50_000_000)
+        fill(buffers, late)
+        if not named:
+            got = [tensor.clone() for tensor in CASES[op].call(buffers)]
+    if named:
+        got = list(CASES[op].call(buffers, stream=side.cuda_stream))
+    side.synchronize()
+    assert_right(op, got, seed=1)
+
+
+@needs_cuda
+@every_op
+def test_replays_in_a_graph_with_changed_inputs(op: str) -> None:
+    buffers = {name: tensor.cuda() for name, tensor in seeded(op, 0).items()}
+    CASES[op].call(buffers)  # loads the kernel
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = list(CASES[op].call(buffers))
+    for seed in (1, 2, 1):
+        fill(buffers, seeded(op, seed))
+        graph.replay()
+        assert_right(op, got, seed)
