@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 import platform
 import subprocess
 from pathlib import Path
@@ -66,7 +67,12 @@ def micro(seconds: float | None) -> float | None:
 
 
 def commit() -> str | None:
-    """The commit of the source tree this package runs from, with a mark when files differ from it; None for a wheel."""
+    """The commit of the source tree this package runs from, with a mark when files differ from it.
+
+    A wheel does not know its commit: whoever measures one says so in SPECDEC_COMMIT; else it is None.
+    """
+    if told := os.environ.get("SPECDEC_COMMIT"):
+        return told
     root = Path(__file__).resolve().parent.parent
     if not (root / "csrc").is_dir():
         return None

@@ -202,6 +202,11 @@ def test_the_ngram_stream_of_a_slot_is_its_text(monkeypatch: pytest.MonkeyPatch)
             streams.setdefault(slot, []).extend(tokens.tolist())
             index.insert(tokens, slot)
 
+        def extend(self, tokens: torch.Tensor, lengths: torch.Tensor, slots: torch.Tensor) -> None:
+            for row, length, slot in zip(tokens, lengths.tolist(), slots.tolist(), strict=True):
+                streams[slot] += row[:length].tolist()
+            index.extend(tokens, lengths, slots)
+
         def release(self, slot: int) -> None:
             finished.append(streams.pop(slot, []))
             index.release(slot)
@@ -215,6 +220,7 @@ def test_the_ngram_stream_of_a_slot_is_its_text(monkeypatch: pytest.MonkeyPatch)
     whole = [o.prompt_tokens + o.tokens for o in outputs]
     for stream in filter(None, finished):
         assert any(text[: len(stream)] == stream for text in whole)
+    assert all(text in finished for text in whole), "the tokens of a last round are missing"
 
 
 # --- chunks
@@ -245,12 +251,13 @@ def test_chunks_of_any_size_give_the_same_drafts(name: str, device: torch.device
 @functools.cache
 def training_head() -> Any:
     """The head in the code that trained it."""
-    folder = tiny_model("eagle3")
-    sys.path.insert(0, str(folder.parent))
+    source = Path(__file__).resolve().parents[1] / "examples" / "tiny"
+    sys.path.insert(0, str(source))
     try:
         from eagle3 import Eagle3Head  # type: ignore[import-not-found]
     finally:
-        sys.path.remove(str(folder.parent))
+        sys.path.remove(str(source))
+    folder = tiny_model("eagle3")
     head = Eagle3Head(json.loads((folder / "config.json").read_text()))
     head.load_state_dict(load_file(folder / "model.safetensors"))
     return head.float().eval()

@@ -23,7 +23,7 @@ SYSTEM_LIBRARIES = {"libstdc++", "libm", "libgcc_s", "libc", "libpthread", "libd
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel of the objects that the development build has just made, so that nothing is compiled a second time."""
-    native_build.require(["pip", "scikit_build_core", "pybind11", "tvm_ffi"], ["c++", "readelf", "nm"])
+    native_build.require(["scikit_build_core", "pybind11", "tvm_ffi"], ["c++", "readelf", "nm"])
     if not (DEVELOPMENT_BUILD / "CMakeInit.txt").exists():
         pytest.skip("there is no build in build/dev (./build.sh dev makes it)")
     directory = tmp_path_factory.mktemp("wheel")
