@@ -11,7 +11,8 @@ usage: ./build.sh <verb>
   dev     install editable into .venv with a persistent build directory
   wheel   build a wheel into dist/
 
-PYTHON names the interpreter (python3), SPECDEC_CUDA_ARCHITECTURES the GPUs to build for (90a-real; a wheel: all).
+PYTHON names the interpreter (python3), SPECDEC_CUDA_ARCHITECTURES the GPUs to build for
+(this machine's, else 90a-real; a wheel: all).
 END
 }
 
@@ -66,6 +67,16 @@ setup_cuda() {
   fi
 }
 
+# The GPU of this machine, so that a developer build runs on it; without one, Hopper.
+architecture_here() {
+  local capability
+  capability=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1 | tr -d .) || true
+  case "$capability" in
+    "" | 90) echo 90a-real ;;
+    *) echo "$capability-real" ;;
+  esac
+}
+
 dev() {
   setup_build
   local stamp=$venv/.development-requirements
@@ -78,7 +89,7 @@ dev() {
   setup_cuda
   echo "building specdec_kernels (minutes the first time)"
   pip_install --no-build-isolation --no-deps -e . -Cbuild-dir=build/dev \
-    -Ccmake.define.CMAKE_CUDA_ARCHITECTURES="${SPECDEC_CUDA_ARCHITECTURES:-90a-real}"
+    -Ccmake.define.CMAKE_CUDA_ARCHITECTURES="${SPECDEC_CUDA_ARCHITECTURES:-$(architecture_here)}"
 }
 
 demo() {

@@ -16,13 +16,11 @@ class Draft:
 
     Attributes:
         num_nodes: N, nodes of every tree. accept_width: S, most tokens a round can emit.
-        scratch_rows: KV rows beyond L that drafting writes.
         feature_layers: target layers whose entering states `prefill` and `extend` want.
     """
 
     num_nodes = 1
     accept_width = 1
-    scratch_rows = 0
     feature_layers: Sequence[int] = ()
 
     def __init__(self, state: SlotState) -> None:

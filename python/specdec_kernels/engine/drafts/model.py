@@ -27,7 +27,6 @@ class ModelDraft(Draft):
         super().__init__(state)
         self.num_steps, self.topk, self.num_nodes = num_steps, topk, num_nodes
         self.accept_width = num_steps + 1
-        self.scratch_rows = topk * (num_steps - 1)
         slots, device = len(state.seq_lens), state.seq_lens.device
         self.child_ids = torch.zeros(slots + 1, topk, dtype=torch.int32, device=device)
         self.child_logprobs = torch.full((slots + 1, topk), -torch.inf, device=device)

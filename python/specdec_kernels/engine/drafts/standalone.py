@@ -18,7 +18,6 @@ class StandaloneDraft(ModelDraft):
     def __init__(self, state: SlotState, model: CausalLM, num_steps: int, topk: int, num_nodes: int) -> None:
         super().__init__(state, num_steps, topk, num_nodes)
         self.model = model
-        self.scratch_rows += 1  # behind the root's row
 
     def prefix_lens(self) -> Tensor:
         return self.state.seq_lens + 1
