@@ -51,7 +51,7 @@ setup_build() {
   local stamp=$venv/.build-requirements
   if outdated "$stamp"; then
     echo "installing build requirements into $venv"
-    pip_install "scikit-build-core>=0.11" "pybind11>=3.0" "apache-tvm-ffi>=0.1.9" "cmake>=3.26" ninja
+    pip_install "pip>=23.1" "scikit-build-core>=0.11" "pybind11>=3.0" "apache-tvm-ffi>=0.1.9" "cmake>=3.26" ninja
     touch "$stamp"
   fi
 }
