@@ -121,7 +121,6 @@ class Engine:
             device=self.device,
         )
         self.draft = build_draft(speculation, self.state, self.target, num_pages=num_pages, max_len=max_len)
-        self.draft.feature_layers = layers
         self._executor = Executor(self.target, self.draft, self.state, reserve, self._emit)
         self._scheduler = _C.Scheduler(
             self._executor,

@@ -67,8 +67,7 @@ class Executor:
         chunk = text[None, start:end]
         positions = torch.arange(start, end, dtype=torch.int32, device=self._device)[None]
         self.target.forward(chunk, positions, state.rows(slots, state.seq_lens, tail_len=len(tokens)))
-        features = self.target.features() if self.draft.feature_layers else None
-        self.draft.prefill(slots, chunk, text[None, start + 1 : end + 1], positions, features)
+        self.draft.prefill(slots, chunk, text[None, start + 1 : end + 1], positions, self.target.features())
         state.seq_lens[slot] = end
 
     @torch.inference_mode()

@@ -37,7 +37,7 @@ class Round:
         tree = draft.propose(slots)
         rows = state.rows(slots, state.seq_lens, tail_len=draft.num_nodes, mask=tree.mask, num_valid=tree.num_nodes)
         hidden = self.target.forward(tree.tokens, tree.positions, rows)
-        features = self.target.features() if draft.feature_layers else None
+        features = self.target.features()
 
         accepted = verify_tree(self.target.logits(hidden), tree, draft.accept_width, slots=slots, status=state.status)
         num_valid = commit_tokens(

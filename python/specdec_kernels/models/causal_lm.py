@@ -44,8 +44,8 @@ class CausalLM:
         model: a path or hub id for `AutoModelForCausalLM`, or a model already loaded with our attention.
         max_len: the longest sequence to be served; the model must allow it.
         dtype, device: of weights and pools.
-        feature_layers: layers whose entering hidden states `forward` returns (EAGLE-3's features); the number of
-            layers itself names the state entering the final norm.
+        feature_layers: layers whose entering hidden states `features` returns (for EAGLE-3); the number of layers
+            itself names the state entering the final norm.
 
     Raises:
         ValueError: an architecture, head dimension or sliding window that is not supported.
@@ -113,8 +113,10 @@ class CausalLM:
         hidden: Tensor = output.last_hidden_state
         return hidden
 
-    def features(self) -> Tensor:
+    def features(self) -> Tensor | None:
         """The feature layers' states of the last forward pass, concatenated: [B, Q, len(feature_layers) * H]."""
+        if not self.feature_layers:
+            return None
         return torch.cat([self._features[index] for index in self.feature_layers], dim=-1)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -16,12 +14,10 @@ class Draft:
 
     Attributes:
         num_nodes: N, nodes of every tree. accept_width: S, most tokens a round can emit.
-        feature_layers: target layers whose entering states `prefill` and `extend` want.
     """
 
     num_nodes = 1
     accept_width = 1
-    feature_layers: Sequence[int] = ()
 
     def __init__(self, state: SlotState) -> None:
         self.state = state

@@ -9,7 +9,7 @@ from ...models.attention import Rows
 from ...models.eagle3 import Eagle3Head
 from ...ops import Accepted
 from ..state import SlotState
-from .model import ModelDraft
+from .model import ModelDraft, last_valid, positions_from
 
 
 class Eagle3Draft(ModelDraft):
@@ -45,11 +45,9 @@ class Eagle3Draft(ModelDraft):
         features = self.head.join(features.gather(1, path))
         width = accepted.path.shape[1]
         before = self.state.seq_lens_before
-        positions = before[slots][:, None] + torch.arange(width, dtype=torch.int32, device=before.device)
         rows = self.state.rows(slots, before, tail_len=width, num_valid=num_valid)
-        hidden = self.head(accepted.tokens.clamp(min=0), features, positions, rows)
-        last = (num_valid.long() - 1).clamp(min=0)[:, None, None].expand(-1, 1, hidden.shape[-1])
-        self._keep(slots, hidden.gather(1, last)[:, 0], num_valid > 0)
+        hidden = self.head(accepted.tokens.clamp(min=0), features, positions_from(before[slots], width), rows)
+        self._keep(slots, last_valid(hidden, num_valid), num_valid > 0)
 
     def _keep(self, slots: Tensor, hidden: Tensor, valid: Tensor | None = None) -> None:
         """Row [B, H] becomes the slots' draft state: its own children, and the feature they share."""

@@ -13,6 +13,17 @@ from ..state import SlotState
 from .base import Draft
 
 
+def last_valid(hidden: Tensor, num_valid: Tensor) -> Tensor:
+    """Row num_valid[b] - 1 of each request, [B, H] from [B, Q, H]; row 0 where nothing is valid."""
+    last = (num_valid.long() - 1).clamp(min=0)[:, None, None].expand(-1, 1, hidden.shape[-1])
+    return hidden.gather(1, last)[:, 0]
+
+
+def positions_from(starts: Tensor, width: int) -> Tensor:
+    """starts[b] and the positions behind it, [B, width]."""
+    return starts[:, None] + torch.arange(width, dtype=torch.int32, device=starts.device)
+
+
 class ModelDraft(Draft):
     """The loop that EAGLE heads and standalone models share; they supply `step` and feed `set_root_children`.
 

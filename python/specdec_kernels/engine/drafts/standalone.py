@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ...models.attention import Rows
 from ...models.causal_lm import CausalLM
 from ...ops import Accepted
 from ..state import SlotState
-from .model import ModelDraft
+from .model import ModelDraft, last_valid, positions_from
 
 
 class StandaloneDraft(ModelDraft):
@@ -41,11 +40,9 @@ class StandaloneDraft(ModelDraft):
     def _run(self, slots: Tensor, tokens: Tensor, prefix_lens: Tensor, num_valid: Tensor | None) -> None:
         """Rows of tokens [B, Q] behind `prefix_lens`; the last valid one becomes the slots' draft state."""
         width = tokens.shape[1]
-        offsets = torch.arange(width, dtype=torch.int32, device=tokens.device)
         rows = self.state.rows(slots, prefix_lens, tail_len=width, num_valid=num_valid)
-        hidden = self.model.forward(tokens, prefix_lens[slots][:, None] + offsets, rows)
+        hidden = self.model.forward(tokens, positions_from(prefix_lens[slots], width), rows)
         if num_valid is None:
             self.set_root_children(slots, self.model.logits(hidden[:, -1]))
             return
-        last = (num_valid.long() - 1).clamp(min=0)[:, None, None].expand(-1, 1, hidden.shape[-1])
-        self.set_root_children(slots, self.model.logits(hidden.gather(1, last)[:, 0]), num_valid > 0)
+        self.set_root_children(slots, self.model.logits(last_valid(hidden, num_valid)), num_valid > 0)
