@@ -19,6 +19,13 @@ unsigned grid_x(const char* op, int64_t blocks) {
   return static_cast<unsigned>(blocks);
 }
 
+bool is_hopper_or_later(const char* op) {
+  int device = 0, major = 0;
+  SD_CUDA_CHECK(op, cudaGetDevice(&device));
+  SD_CUDA_CHECK(op, cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+  return major >= 9;
+}
+
 DeviceGuard::DeviceGuard(int device) {
   int current = -1;
   SD_CUDA_CHECK("device guard", cudaGetDevice(&current));

@@ -3,6 +3,8 @@
 
 #include <cuda_runtime.h>
 
+#include <type_traits>
+
 #include "core/dispatch.h"
 
 namespace specdec {
@@ -20,5 +22,50 @@ unsigned grid_x(const char* op, int64_t blocks);
 
 constexpr int kWarp = 32;
 constexpr unsigned kFullMask = 0xffffffffu;
+
+// How launch() starts a kernel.
+struct LaunchShape {
+  dim3 grid, threads;
+  size_t shared_bytes = 0;  // dynamic
+  unsigned cluster = 1;     // blocks of a cluster, along x; more than 1 needs compute capability 9.0
+};
+
+// Whether a device has clusters and programmatic dependent launch.
+bool is_hopper_or_later(const char* op);
+
+// Starts a kernel that may be set up while the one before it on the stream still runs (programmatic dependent launch):
+// in a chain of kernels this short, starting is most of the time. The kernel must call begin_kernel() first.
+template <class... Params>
+void launch(const char* op, void (*kernel)(Params...), const LaunchShape& shape, Stream stream,
+            const std::type_identity_t<Params>&... params) {
+  cudaLaunchAttribute attributes[2];
+  cudaLaunchConfig_t config{.gridDim = shape.grid,
+                            .blockDim = shape.threads,
+                            .dynamicSmemBytes = shape.shared_bytes,
+                            .stream = stream,
+                            .attrs = attributes,
+                            .numAttrs = 0};
+  if (is_hopper_or_later(op)) {
+    cudaLaunchAttribute& overlap = attributes[config.numAttrs++];
+    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlap.val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (shape.cluster > 1) {
+    cudaLaunchAttribute& cluster = attributes[config.numAttrs++];
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim.x = shape.cluster;
+    cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+  }
+  SD_CUDA_CHECK(op, cudaLaunchKernelEx(&config, kernel, params...));
+}
+
+// The first statement of a kernel started by launch(): lets the next kernel be set up, then waits until every kernel
+// before this one has finished and its writes are visible. Nothing of the caller's is read or written before.
+__device__ __forceinline__ void begin_kernel() {
+#if __CUDA_ARCH__ >= 900
+  cudaTriggerProgrammaticLaunchCompletion();
+  cudaGridDependencySynchronize();
+#endif
+}
 
 }  // namespace specdec

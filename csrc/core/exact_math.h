@@ -1,0 +1,96 @@
+// Float arithmetic with the same bits on both devices: single IEEE operations in a written order, never contracted to
+// fused ones (-ffp-contract=off on the host, the _rn intrinsics on the device), and no library functions.
+//
+// Sums of such numbers would still depend on their order, which a kernel cannot keep. So what is summed is integers:
+// weights in units of 2^-40, whose sums are exact.
+#pragma once
+
+#include <bit>
+#include <cmath>
+#include <cstdint>
+
+#include "core/host_device.h"
+
+namespace specdec {
+
+SD_HD float mul(float a, float b) {
+#ifdef __CUDA_ARCH__
+  return __fmul_rn(a, b);
+#else
+  return a * b;
+#endif
+}
+SD_HD float add(float a, float b) {
+#ifdef __CUDA_ARCH__
+  return __fadd_rn(a, b);
+#else
+  return a + b;
+#endif
+}
+SD_HD float sub(float a, float b) { return add(a, -b); }
+
+SD_HD uint32_t float_bits(float x) {
+#ifdef __CUDA_ARCH__
+  return __float_as_uint(x);
+#else
+  return std::bit_cast<uint32_t>(x);
+#endif
+}
+SD_HD float bits_float(uint32_t u) {
+#ifdef __CUDA_ARCH__
+  return __uint_as_float(u);
+#else
+  return std::bit_cast<float>(u);
+#endif
+}
+
+// Orders floats as unsigned integers: -inf is the least and NaN counts as -inf; -0 equals +0.
+SD_HD uint32_t order_key(float x) {
+  const uint32_t u = float_bits(x == x ? add(x, 0.0f) : -INFINITY);
+  return u & 0x80000000u ? ~u : u | 0x80000000u;
+}
+constexpr uint32_t kKeyOfMinusInf = 0x007fffffu;
+
+// The float behind a key.
+SD_HD float key_float(uint32_t key) { return bits_float(key & 0x80000000u ? key & 0x7fffffffu : ~key); }
+
+// 2^t = mantissa * 2^exponent for t in [-2^21, 0], mantissa in [0.707, 1.415] to 1e-7: t is split into the nearest
+// integer and the rest, and the rest goes through a minimax polynomial (2^0 is exactly 1).
+struct Exp2 {
+  float mantissa;
+  int32_t exponent;
+};
+SD_HD Exp2 exp2_parts(float t) {
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+  const float shifted = add(t, kRound);
+  const float f = sub(t, sub(shifted, kRound));
+  float m = 0x1.41db4cp-13f;
+  m = add(mul(m, f), 0x1.5f46eap-10f);
+  m = add(mul(m, f), 0x1.3b2db2p-7f);
+  m = add(mul(m, f), 0x1.c6aed0p-5f);
+  m = add(mul(m, f), 0x1.ebfbdap-3f);
+  m = add(mul(m, f), 0x1.62e430p-1f);
+  m = add(mul(m, f), 1.0f);
+  return {m, static_cast<int32_t>(float_bits(shifted) - float_bits(kRound))};
+}
+
+// 2^t for t <= 0 in units of 2^-40, rounded down: 2^40 at t = 0, 0 below t = -40. NaN gives 0. Sums of up to 2^23 of
+// them fit 64 bits.
+constexpr int kWeightBits = 40;
+SD_HD uint64_t exp2_weight(float t) {
+  if (!(t >= -static_cast<float>(kWeightBits))) return 0;
+  const Exp2 e = exp2_parts(t);
+  const auto mantissa = static_cast<uint64_t>(static_cast<uint32_t>(mul(e.mantissa, 0x1p30f)));
+  return mantissa << (kWeightBits - 30) >> -e.exponent;
+}
+
+// The high 64 bits of a * b: with a uniform 64-bit `a`, a uniform integer below b.
+SD_HD uint64_t mul_high(uint64_t a, uint64_t b) {
+#ifdef __CUDA_ARCH__
+  return __umul64hi(a, b);
+#else
+  return static_cast<uint64_t>(static_cast<unsigned __int128>(a) * b >> 64);
+#endif
+}
+
+}  // namespace specdec
