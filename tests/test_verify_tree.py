@@ -262,11 +262,16 @@ INT = torch.int32
     [
         ({"logits": torch.zeros(2, 3, 4, dtype=INT)}, "verify_tree: logits is int32, expected float32 or float16 or bfloat16"),
         ({"logits": torch.zeros(2, 5)}, "verify_tree: logits has 2 dimensions, expected 3 dimensions"),
-        ({"logits": torch.zeros(2, 3, 0)}, "verify_tree: vocab is 0, expected 1 to 2147483647"),
+        ({"logits": torch.zeros(2, 3, 0)}, "verify_tree: vocab is 0, expected 1 to 4194304"),
         ({"parents": torch.zeros(2, 4, dtype=INT)}, "verify_tree: parents has shape [2, 4], expected [batch=2, num_nodes=3]"),
         ({"num_nodes": torch.zeros(2)}, "verify_tree: num_nodes is float32, expected int32"),
         ({"tokens": torch.zeros(2, 6, dtype=INT)[:, ::2]}, "verify_tree: tokens has shape [2, 3] and is not contiguous, expected a contiguous tensor"),
         ({"accept_width": 0}, "verify_tree: accept_width is 0, expected 1 to 2147483647"),
+        ({"temperature": torch.zeros(2)}, "verify_tree: seeds is None, expected a tensor, since temperature is given"),
+        ({"top_p": torch.zeros(2)}, "verify_tree: top_p is given, expected None, since temperature is None"),
+        ({"seeds": torch.zeros(2, dtype=torch.int64)}, "verify_tree: seeds is given, expected None, since temperature is None"),
+        ({"vocab_mask": torch.zeros(2, 3, 2, dtype=INT)}, "verify_tree: vocab_mask has shape [2, 3, 2], expected [batch=2, num_nodes=3, 1]"),
+        ({"logit_bias": torch.zeros(2, 5)}, "verify_tree: logit_bias has shape [2, 5], expected [num_slots, vocab=4]"),
         ({"slots": torch.zeros(3, dtype=INT)}, "verify_tree: slots has shape [3], expected [batch=2]"),
         ({"status": torch.zeros(1, dtype=INT)}, "verify_tree: slots is None for batch=2, expected a tensor, or batch <= num_slots=1"),
         ({"out_path": torch.zeros(2, 4, dtype=INT)}, "verify_tree: out_path has shape [2, 4], expected [batch=2, accept_width=3]"),
@@ -279,11 +284,3 @@ def test_messages(change: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError) as error:
         sd.verify_tree(**arguments)
     assert str(error.value) == message
-
-
-@pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "min_p", "seed", "draft_logits", "draft_rows"])
-def test_sampling_is_refused_by_name(name: str) -> None:
-    tree = tree_of([-1], [1])
-    with pytest.raises(NotImplementedError) as error:
-        sd.verify_tree(torch.zeros(1, 1, 4), tree, 1, **{name: torch.zeros(1)})
-    assert str(error.value) == f"verify_tree: {name} is given, but only greedy verification exists, expected None"

@@ -1,4 +1,4 @@
-#include "core/cuda.cuh"
+#include "core/cluster.cuh"
 #include "core/errors.h"
 
 namespace specdec {
@@ -24,6 +24,17 @@ bool is_hopper_or_later(const char* op) {
   SD_CUDA_CHECK(op, cudaGetDevice(&device));
   SD_CUDA_CHECK(op, cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
   return major >= 9;
+}
+
+unsigned cluster_size(const char* op, int64_t tasks, int blocks_per_sm, int64_t useful) {
+  if (!is_hopper_or_later(op)) return 1;
+  int device = 0, multiprocessors = 0;
+  SD_CUDA_CHECK(op, cudaGetDevice(&device));
+  SD_CUDA_CHECK(op, cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
+  const int64_t blocks = static_cast<int64_t>(multiprocessors) * blocks_per_sm;
+  unsigned size = 1;
+  while (size < kMaxCluster && 2 * size <= useful && 2 * size * tasks <= blocks) size *= 2;
+  return size;
 }
 
 DeviceGuard::DeviceGuard(int device) {

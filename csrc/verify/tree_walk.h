@@ -16,66 +16,65 @@ struct TreeLinks {
   int64_t num_nodes;
 };
 
-constexpr int32_t kNoChild = -1, kMalformed = -2;
+// What the walk needs of a node, together.
+struct alignas(16) TreeNode {
+  int32_t token, parent, first_child, next_sibling;
+};
 
-// The first child of `node` in request b's tree that carries `token`, or kNoChild; kMalformed at the first link that
-// leaves the tree, does not rise, or leads to a node with another parent. Rising links bound the loop by `size`.
-SD_HD int32_t find_child(const TreeLinks& t, int64_t b, int32_t size, int32_t node, int32_t token) {
-  const int64_t base = b * t.num_nodes;
-  int32_t before = node;
-  int32_t child = t.first_child[base + node];
-  while (child != -1) {
-    if (child <= before || child >= size || t.parents[base + child] != node) return kMalformed;
-    if (t.tokens[base + child] == token) return child;
-    before = child;
-    child = t.next_sibling[base + child];
-  }
-  return kNoChild;
+SD_HD TreeNode read_node(const TreeLinks& t, int64_t b, int64_t i) {
+  const int64_t at = b * t.num_nodes + i;
+  return {t.tokens[at], t.parents[at], t.first_child[at], t.next_sibling[at]};
 }
 
-// One request's walk. The caller finds the target's token at `node` and calls step() with it until that returns false,
-// then pads what was emitted with finish().
-struct TreeWalk {
-  TreeLinks links;
-  int64_t b;
-  int32_t size;  // nodes in use
+constexpr int32_t kNoChild = -1, kMalformed = -2;
+
+// Whether `child` may come after `before` among the children of `node`: kMalformed where the link leaves the tree, does
+// not rise, or leads to a node with another parent. Rising links bound every walk by `size`.
+template <class Nodes>
+SD_HD int32_t checked_child(const Nodes& nodes, int32_t size, int32_t node, int32_t before, int32_t child) {
+  if (child == kNoChild) return kNoChild;
+  return child > before && child < size && nodes(child).parent == node ? child : kMalformed;
+}
+
+// The first child of `node` that carries `token`, or kNoChild; kMalformed at the first bad link. nodes(i) is node i.
+template <class Nodes>
+SD_HD int32_t find_child(const Nodes& nodes, int32_t size, int32_t node, int32_t token) {
+  int32_t child = checked_child(nodes, size, node, node, nodes(node).first_child);
+  while (child >= 0 && nodes(child).token != token)
+    child = checked_child(nodes, size, node, child, nodes(child).next_sibling);
+  return child;
+}
+
+// Nodes in use of a tree said to have `claimed`. Where that is more than there can be, there is no telling which nodes
+// are meant: the root alone, and `bits` for the slot's status.
+SD_HD int32_t tree_size(int32_t claimed, int64_t num_nodes, int32_t& bits) {
+  if (claimed <= num_nodes) return claimed;
+  bits |= kBadTree;
+  return 1;
+}
+
+// One request's emitted tokens. The caller finds the next one and calls emit() with it; at the end, finish() pads.
+struct EmittedRow {
+  int32_t* tokens;  // [accept_width]
+  int32_t* path;    // [accept_width]
   int64_t accept_width;
-  int32_t* out_tokens;  // this request's row
-  int32_t* out_path;
-  int32_t node = 0;
-  int64_t len = 0;   // tokens emitted
-  int32_t bits = 0;  // for the slot's status
+  int64_t len = 0;
+  int32_t last_node = 0;
 
-  SD_HD TreeWalk(const TreeLinks& tree, int64_t row, int32_t claimed_size, int64_t width, int32_t* tokens,
-                 int32_t* path)
-      : links(tree), b(row), size(claimed_size), accept_width(width), out_tokens(tokens), out_path(path) {
-    if (size > links.num_nodes) {  // no telling which nodes are meant: the root alone
-      size = 1;
-      bits = kBadTree;
+  // Whether there is room for another token afterwards. One thread `writes`, the others of its block only count.
+  SD_HD bool emit(int32_t token, int32_t node, bool writes = true) {
+    if (writes) {
+      tokens[len] = token;
+      path[len] = node;
     }
+    last_node = node;
+    return ++len < accept_width;
   }
 
-  // Emits the target's token at `node` (-1: its logits have nothing to choose from) and goes to the child carrying it.
-  SD_HD bool step(int32_t token) {
-    if (token < 0) {
-      bits |= kBadLogits;
-      return false;
-    }
-    out_tokens[len] = token;
-    out_path[len] = node;
-    if (++len == accept_width) return false;
-    const int32_t child = find_child(links, b, size, node, token);
-    if (child == kMalformed) bits |= kBadTree;
-    if (child < 0) return false;
-    node = child;
-    return true;
-  }
-
-  SD_HD void finish() {
-    const int32_t last = len > 0 ? out_path[len - 1] : 0;
+  SD_HD void finish() const {
     for (int64_t j = len; j < accept_width; ++j) {
-      out_tokens[j] = -1;
-      out_path[j] = last;
+      tokens[j] = -1;
+      path[j] = last_node;
     }
   }
 };

@@ -1,97 +1,105 @@
-// One block a request walks down its tree: an argmax over the node's logits by the whole block, then one thread looks
-// for the child. Reads accept_len rows of logits per request (2 or 4 bytes x vocab each), and of no other node.
-#include <cub/block/block_reduce.cuh>
-
-#include "core/cuda.cuh"
-#include "core/floats.h"
+// One cluster a request walks down its tree; its blocks share a row of logits (cluster_row.cuh) and all of them follow
+// the walk, so that a node costs one barrier of the cluster when it is greedy. Clusters are as large as the batch
+// leaves room for: 8 blocks at batch 1 to 32, 4 at 64, 1 from 256 on (2 blocks of 512 threads an SM).
+//
+// Reads the rows of visited nodes alone, once for a greedy request (2 or 4 bytes x vocab a node) and once more, from
+// L2, for a sampled one. Where all rows together are few bytes they are fetched to L2 while the root is worked on: a
+// walk is a chain of memory latencies otherwise.
+#include "verify/draw_token.cuh"
 #include "verify/verify_tree.h"
 
 namespace specdec {
 namespace {
 
-constexpr int kThreads = 512;
+constexpr int kBlocksPerSm = 2;
+constexpr int64_t kPrefetchBytes = 16 << 20;  // of logits in all, at most a third of the L2 of an H100
 
-struct Entry {
-  float value;
-  int32_t id;
-};
-struct Larger {
-  __device__ Entry operator()(Entry a, Entry b) const {
-    return b.value > a.value || (b.value == a.value && b.id < a.id) ? b : a;
-  }
-};
-
-// One thread meets its ids in rising order, so > keeps the lowest of equals; NaN is never > anything.
+// Asks for all rows but the root's, each thread a part.
 template <class T>
-__device__ __forceinline__ void take(Entry& best, T x, int64_t v) {
-  const float value = to_float(x);
-  if (value > best.value) best = {value, static_cast<int32_t>(v)};
+__device__ void prefetch_rows(const VerifyTreeParams& p, int64_t b, int32_t size) {
+#if __CUDA_ARCH__ >= 900
+  constexpr int64_t kPart = 2048;
+  const int64_t parts =
+      (p.vocab * static_cast<int64_t>(sizeof(T)) - 16) / kPart;  // whole ones, wherever 16 bytes align
+  for (int64_t i = Cluster::rank() * kRowThreads + threadIdx.x; i < (size - 1) * parts;
+       i += Cluster::size() * kRowThreads) {
+    const auto row = reinterpret_cast<uintptr_t>(logit_row<T>(p, b, 0, 1 + i / parts).logits);
+    const uintptr_t part = (row + 15) / 16 * 16 + i % parts * kPart;
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(part), "r"(static_cast<uint32_t>(kPart)));
+  }
+#endif
 }
 
-template <class T>
-union Vector {
-  uint4 bits;
-  T items[sizeof(uint4) / sizeof(T)];
-  __device__ Vector(uint4 b) : bits(b) {}
-};
+template <class T, bool kAdjusted, bool kSampled>
+__global__ void __launch_bounds__(kRowThreads, kBlocksPerSm) verify_tree_kernel(VerifyTreeParams p, bool prefetch) {
+  extern __shared__ TreeNode shared_nodes[];  // [num_nodes]
+  __shared__ Exchange::Storage exchange_storage;
+  __shared__ typename std::conditional_t<kSampled, DrawStorage, char> draw_storage;
+  begin_kernel();
 
-// This thread's share of the row: single elements up to the first 16-byte boundary, vectors, single elements.
-template <class T>
-__device__ Entry largest_of_mine(const T* row, int64_t vocab) {
-  constexpr int kItems = sizeof(uint4) / sizeof(T);
-  const int64_t misaligned = reinterpret_cast<uintptr_t>(row) % sizeof(uint4) / sizeof(T);
-  const int64_t head = min(misaligned == 0 ? 0 : kItems - misaligned, vocab);
-  const int64_t vectors = (vocab - head) / kItems;
-  const uint4* body = reinterpret_cast<const uint4*>(row + head);
-
-  Entry best{-INFINITY, INT32_MAX};
-  if (threadIdx.x < head) take(best, row[threadIdx.x], threadIdx.x);
-#pragma unroll 4
-  for (int64_t i = threadIdx.x; i < vectors; i += kThreads) {
-    const Vector<T> vector(body[i]);
-#pragma unroll
-    for (int j = 0; j < kItems; ++j) take(best, vector.items[j], head + i * kItems + j);
-  }
-  const int64_t tail = head + vectors * kItems + threadIdx.x;
-  if (tail < vocab) take(best, row[tail], tail);
-  return best;
-}
-
-template <class T>
-__global__ void __launch_bounds__(kThreads) verify_tree_kernel(VerifyTreeParams p) {
-  using Reduce = cub::BlockReduce<Entry, kThreads>;
-  __shared__ typename Reduce::TempStorage temp;
-  __shared__ int32_t next_node;  // -1: the walk is over
-
-  const int64_t b = blockIdx.x;
+  const int64_t b = blockIdx.x / Cluster::size();
   const int64_t slot = slot_of(p.slots, b, p.num_slots);
-  const int32_t size = p.tree_sizes[b];
-  const T* rows = static_cast<const T*>(p.logits) + b * p.logits_batch_stride;
-  // Thread 0 owns the walk; the others only follow next_node.
-  TreeWalk walk(p.links, b, size, p.accept_width, p.out_tokens + b * p.accept_width, p.out_path + b * p.accept_width);
+  const bool leads = Cluster::rank() == 0 && threadIdx.x == 0;
+  EmittedRow out = emitted_row(p, b);
+  int32_t bits = 0;
+  const int32_t size = slot < 0 ? 0 : tree_size(p.tree_sizes[b], p.links.num_nodes, bits);
 
-  int32_t node = slot >= 0 && size > 0 ? 0 : -1;
-  while (node >= 0) {
-    const Entry best = Reduce(temp).Reduce(largest_of_mine(rows + node * p.logits_node_stride, p.vocab), Larger());
-    if (threadIdx.x == 0) next_node = walk.step(best.value > -INFINITY ? best.id : -1) ? walk.node : -1;
-    __syncthreads();  // next_node is written, and temp is free again
-    node = next_node;
-    __syncthreads();  // everyone has read next_node before thread 0 writes it again
+  if (size > 0) {
+    if (prefetch) prefetch_rows<T>(p, b, size);
+    for (int i = threadIdx.x; i < size; i += kRowThreads) shared_nodes[i] = read_node(p.links, b, i);
+    const auto nodes = [](int32_t i) { return shared_nodes[i]; };
+    Exchange exchange(exchange_storage);
+    Sampler sampler;
+    if (kSampled) sampler = sampler_of(p.sampling, slot, p.vocab);
+    Cluster::sync();  // every block has begun, and the tree is in shared memory
+
+    for (int32_t node = 0; node >= 0;) {
+      const LogitRow<T> row = logit_row<T>(p, b, slot, node);
+      int32_t token;
+      if constexpr (kSampled) {
+        token = sampler.greedy ? largest_id<T, kAdjusted>(RowStretch<T>(row, p.vocab), exchange)
+                               : TokenDraw<T, kAdjusted>(row, p.vocab, sampler, exchange, draw_storage)
+                                     .token(position_after(p, b, node));
+      } else {
+        token = largest_id<T, kAdjusted>(RowStretch<T>(row, p.vocab), exchange);
+      }
+      if (token < 0) bits |= kBadLogits;
+      if (token < 0 || !out.emit(token, node, leads)) break;
+      node = find_child(nodes, size, node, token);
+      if (node == kMalformed) bits |= kBadTree;
+    }
+    if (kSampled) Cluster::sync();  // no block leaves while another reads its list
   }
-  if (threadIdx.x == 0) {
-    if (walk.bits && slot >= 0) set_status(p.status, slot, walk.bits);
-    walk.finish();
-    p.out_len[b] = static_cast<int32_t>(walk.len);
+  if (leads) {
+    if (bits) set_status(p.status, slot, bits);
+    out.finish();
+    p.out_len[b] = static_cast<int32_t>(out.len);
   }
+}
+
+template <class T, bool kAdjusted, bool kSampled>
+void start(const VerifyTreeParams& p, Stream stream) {
+  constexpr int64_t kUseful = kRowThreads * RowStretch<T>::kItems;  // ids that keep a block busy
+  const unsigned cluster = cluster_size("verify_tree", p.batch, kBlocksPerSm, p.vocab / kUseful);
+  const int64_t row_bytes = p.vocab * static_cast<int64_t>(sizeof(T));
+  launch("verify_tree", verify_tree_kernel<T, kAdjusted, kSampled>,
+         {.grid = grid_x("verify_tree", p.batch * cluster),
+          .threads = kRowThreads,
+          .shared_bytes = static_cast<size_t>(p.links.num_nodes) * sizeof(TreeNode),
+          .cluster = cluster},
+         stream, p, p.batch * p.links.num_nodes * row_bytes <= kPrefetchBytes);
 }
 
 }  // namespace
 
 void verify_tree_cuda(const VerifyTreeParams& p, Stream stream) {
   with_float_type(p.logits_dtype, [&]<class T>() {
-    verify_tree_kernel<T><<<grid_x("verify_tree", p.batch), kThreads, 0, stream>>>(p);
+    const bool adjusted = p.logit_bias || p.vocab_mask, sampled = p.sampling.temperature;
+    if (adjusted)
+      sampled ? start<T, true, true>(p, stream) : start<T, true, false>(p, stream);
+    else
+      sampled ? start<T, false, true>(p, stream) : start<T, false, false>(p, stream);
   });
-  SD_LAUNCH_CHECK("verify_tree");
 }
 
 }  // namespace specdec

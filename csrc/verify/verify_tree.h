@@ -2,32 +2,60 @@
 #pragma once
 
 #include "core/dispatch.h"
+#include "verify/logit_row.h"
+#include "verify/sampling.h"
 #include "verify/tree_walk.h"
 
 namespace specdec {
+
+// A kernel keeps the tree in shared memory.
+constexpr int64_t kMaxVerifiedNodes = 512;
+// Sums of as many weights fit 64 bits.
+constexpr int64_t kMaxVocab = int64_t{1} << 22;
 
 struct VerifyTreeParams {
   const void* logits;  // [batch, num_nodes, vocab], float dtype; requests and nodes this many elements apart:
   Dtypes logits_dtype;
   int64_t logits_batch_stride, logits_node_stride;
   TreeLinks links;
+  const int32_t* positions;   // [batch, num_nodes]: of the nodes' tokens; null when all is greedy
   const int32_t* tree_sizes;  // [batch]: nodes in use of each tree; <= 0 is an empty row
-  const int32_t* slots;       // [batch] or null
-  int32_t* status;            // [num_slots] or null
-  int32_t* out_tokens;        // [batch, accept_width]: accepted drafts, bonus, -1
-  int32_t* out_len;           // [batch]
-  int32_t* out_path;          // [batch, accept_width]: node of each emitted token's KV row, the last one repeated
+  SamplingArrays sampling;
+  const int32_t* vocab_mask;  // [batch, num_nodes, mask_words] or null: bit patterns of the tokens allowed at each node
+  const float* logit_bias;    // [num_slots, vocab] or null; slots `bias_stride` elements apart
+  int64_t bias_stride, mask_words;
+  const int32_t* slots;  // [batch] or null
+  int32_t* status;       // [num_slots] or null
+  int32_t* out_tokens;   // [batch, accept_width]: accepted drafts, bonus, -1
+  int32_t* out_len;      // [batch]
+  int32_t* out_path;     // [batch, accept_width]: node of each emitted token's KV row, the last one repeated
   int64_t batch, vocab, accept_width;
   int64_t num_slots;
 };
 
-// The sampling arguments and draft_logits, draft_rows are refused: verification is greedy.
+template <class T>
+SD_HD LogitRow<T> logit_row(const VerifyTreeParams& p, int64_t b, int64_t slot, int64_t node) {
+  return {static_cast<const T*>(p.logits) + b * p.logits_batch_stride + node * p.logits_node_stride,
+          p.logit_bias ? p.logit_bias + slot * p.bias_stride : nullptr,
+          p.vocab_mask ? p.vocab_mask + (b * p.links.num_nodes + node) * p.mask_words : nullptr};
+}
+
+// Absolute position of the token that follows node `node`: what its noise is keyed by.
+SD_HD uint32_t position_after(const VerifyTreeParams& p, int64_t b, int64_t node) {
+  return static_cast<uint32_t>(p.positions[b * p.links.num_nodes + node]) + 1;
+}
+
+SD_HD EmittedRow emitted_row(const VerifyTreeParams& p, int64_t b) {
+  return {p.out_tokens + b * p.accept_width, p.out_path + b * p.accept_width, p.accept_width};
+}
+
 void verify_tree(CallStream stream, const TensorView& logits, const TensorView& tokens, const TensorView& parents,
-                 const TensorView& first_child, const TensorView& next_sibling, const TensorView& num_nodes,
-                 int64_t accept_width, const OptTensor& slots, const OptTensor& temperature, const OptTensor& top_k,
-                 const OptTensor& top_p, const OptTensor& min_p, const OptTensor& seed, const OptTensor& draft_logits,
-                 const OptTensor& draft_rows, const OptTensor& status, const TensorView& out_tokens,
-                 const TensorView& out_len, const TensorView& out_path);
+                 const TensorView& positions, const TensorView& first_child, const TensorView& next_sibling,
+                 const TensorView& num_nodes, int64_t accept_width, const OptTensor& slots,
+                 const OptTensor& temperature, const OptTensor& top_k, const OptTensor& top_p, const OptTensor& min_p,
+                 const OptTensor& seeds, const OptTensor& vocab_mask, const OptTensor& logit_bias,
+                 const OptTensor& status, const TensorView& out_tokens, const TensorView& out_len,
+                 const TensorView& out_path);
 
 void verify_tree_cpu(const VerifyTreeParams& p);
 void verify_tree_cuda(const VerifyTreeParams& p, Stream stream);

@@ -502,9 +502,9 @@ def verify_tree(
     top_k: Tensor | None = None,
     top_p: Tensor | None = None,
     min_p: Tensor | None = None,
-    seed: Tensor | None = None,
-    draft_logits: Tensor | None = None,
-    draft_rows: Tensor | None = None,
+    seeds: Tensor | None = None,
+    vocab_mask: Tensor | None = None,
+    logit_bias: Tensor | None = None,
     status: Tensor | None = None,
     out_tokens: Tensor | None = None,
     out_len: Tensor | None = None,
@@ -513,16 +513,29 @@ def verify_tree(
 ) -> Accepted:
     """Keep the longest prefix of each tree that the target itself would have produced, and its own next token.
 
-    Greedy: from the root on, y is the argmax of the node's logits (NaN counts as -inf, ties go to the lowest id). The
-    first child that carries y is accepted and visited next; where none does, y is the bonus token and the walk ends.
-    A walk of `accept_width` nodes ends with y as the bonus. Only logits of visited nodes are read.
+    From the root on, y is the target's token at the node. The first child that carries y is accepted and visited next;
+    where none does, y is the bonus token and the walk ends. A walk of `accept_width` nodes ends with y as the bonus.
+    Only logits of visited nodes are read.
+
+    A request of temperature 0 is greedy: y is the argmax of the node's logits (NaN counts as -inf, ties go to the
+    lowest id). Otherwise y is drawn from softmax(logits / temperature), cut to the `top_k` best tokens, of these to the
+    best that reach `top_p` of their probability, and of these to tokens at least `min_p` as likely as the best one;
+    tokens tied with the last one kept are kept. The draw depends on the logits, the seed and the absolute position of
+    y alone, so that a request's text is the same with any draft, any tree or none (docs/verification.md). The draw is
+    exact to 2^-40 of the likeliest token and the same on both devices. A batch mixes greedy and sampled requests.
 
     Args:
         logits: [B, N, V] float32, float16 or bfloat16, free strides except the last: the target's logits of every node.
-        tree: tokens, parents, first_child, next_sibling and num_nodes are read. A row with num_nodes <= 0 is empty.
+            N is at most 512 and V at most 2^22.
+        tree: all of it is read but the mask. A row with num_nodes <= 0 is empty.
         accept_width: S, the width of the emitted rows: the deepest possible node + 1.
-        temperature, top_k, top_p, min_p, seed: [num_slots], for sampling; None so far.
-        draft_logits, draft_rows: for drafts that were sampled; None so far.
+        temperature: [num_slots] float32; 0 (and below) is greedy. None: all requests are.
+        top_k: [num_slots] int32; 0 (and below) is off.
+        top_p: [num_slots] float32; 1 (and above) is off.
+        min_p: [num_slots] float32; 0 (and below) is off.
+        seeds: [num_slots] int64, given with temperature.
+        vocab_mask: [B, N, ceil(V / 32)] int32 bit patterns: bit v % 32 of word v / 32 allows token v at the node.
+        logit_bias: [num_slots, V] float32, rows may be strided: added to the logits first, for greedy requests too.
         status: [num_slots] int32. Gains BAD_LOGITS where a row of logits has nothing above -inf (the walk ends without
             a bonus token: nothing at all is emitted when it is the root's), BAD_TREE where a link leaves the tree, does
             not rise or contradicts `parents`, or num_nodes exceeds N (the walk ends with y as the bonus).
@@ -531,8 +544,8 @@ def verify_tree(
         Accepted(tokens, lengths, path). Empty rows: length 0, tokens -1, path 0.
 
     Raises:
-        NotImplementedError: a sampling argument is given.
-        ValueError: wrong dtype, shape, device or stride; accept_width < 1.
+        ValueError: wrong dtype, shape, device or stride; accept_width < 1; seeds missing, or parameters of sampling
+            without temperature.
     """
     batch, _, _ = shape_of("verify_tree", "logits", logits, 3)
     width = max(accept_width, 0)  # a bad width is for the op to name
@@ -547,6 +560,7 @@ def verify_tree(
         logits,
         tree.tokens,
         tree.parents,
+        tree.positions,
         tree.first_child,
         tree.next_sibling,
         tree.num_nodes,
@@ -556,9 +570,9 @@ def verify_tree(
         top_k,
         top_p,
         min_p,
-        seed,
-        draft_logits,
-        draft_rows,
+        seeds,
+        vocab_mask,
+        logit_bias,
         status,
         out_tokens,
         out_len,

@@ -18,6 +18,43 @@ def target_token(logits: Tensor) -> int | None:
     return int((x == largest).nonzero()[0]) if largest > -math.inf else None
 
 
+def filtered(logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
+    """The distribution [V] a sampled request draws from: temperature, top-k, top-p, min-p in this order, ties kept."""
+    x = logits.double().nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
+    p = (x == math.inf).double() if x.max() == math.inf else torch.softmax(x / temperature, -1)
+    kept = torch.ones_like(p, dtype=torch.bool)
+    if 0 < top_k < len(p):
+        kept &= x >= torch.sort(x, descending=True)[0][top_k - 1]
+    if top_p < 1:
+        before = torch.stack([p[kept & (x > y)].sum() for y in x])
+        kept &= before < max(top_p, 0.0) * p[kept].sum()
+        kept |= x == x.max()
+    if min_p > 0:
+        kept &= p >= min(min_p, 1.0) * p.max()
+    return torch.where(kept, p, 0.0) / p[kept].sum()
+
+
+def philox(seed: int, counter: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
+    """Philox4x32-10 (Salmon et al. 2011)."""
+    key = (seed % 2**32, seed % 2**64 >> 32)
+    for _ in range(10):
+        a, b = 0xD2511F53 * counter[0], 0xCD9E8D57 * counter[2]
+        counter = (b >> 32 ^ counter[1] ^ key[0], b % 2**32, a >> 32 ^ counter[3] ^ key[1], a % 2**32)
+        key = ((key[0] + 0x9E3779B9) % 2**32, (key[1] + 0xBB67AE85) % 2**32)
+    return counter
+
+
+def uniform(seed: int, position: int) -> float:
+    """What the token at that absolute position is drawn with, in [0, 1)."""
+    words = philox(seed, (position, 0, 0, 0))
+    return (words[0] << 32 | words[1]) / 2**64
+
+
+def drawn(p: Tensor, u: float) -> int:
+    """The first id with which the probabilities add up to more than u."""
+    return int(torch.searchsorted(torch.cumsum(p, 0), torch.tensor(u * float(p.sum()), dtype=p.dtype), right=True))
+
+
 def verify_tree(
     logits: Tensor, tree: Tree, accept_width: int, slots: Tensor | None = None, status: Tensor | None = None
 ) -> Accepted:

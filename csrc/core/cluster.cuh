@@ -1,0 +1,38 @@
+// The blocks that work on one request: a thread-block cluster on Hopper and later, one block by itself elsewhere.
+#pragma once
+
+#include <cooperative_groups.h>
+
+#include "core/cuda.cuh"
+
+namespace specdec {
+
+constexpr unsigned kMaxCluster = 8;  // the largest that every device with clusters has
+
+struct Cluster {
+#if __CUDA_ARCH__ >= 900
+  __device__ static unsigned size() { return cooperative_groups::this_cluster().num_blocks(); }
+  __device__ static unsigned rank() { return cooperative_groups::this_cluster().block_rank(); }
+  // Where `shared` of this block lies in the block of that rank.
+  template <class T>
+  __device__ static T* at(T* shared, unsigned rank) {
+    return cooperative_groups::this_cluster().map_shared_rank(shared, rank);
+  }
+  // A barrier of all threads of all blocks, after which each sees the shared memory of all.
+  __device__ static void sync() { cooperative_groups::this_cluster().sync(); }
+#else
+  __device__ static unsigned size() { return 1; }
+  __device__ static unsigned rank() { return 0; }
+  template <class T>
+  __device__ static T* at(T* shared, unsigned) {
+    return shared;
+  }
+  __device__ static void sync() { __syncthreads(); }
+#endif
+};
+
+// Blocks to put on each of `tasks` so that they fill the device, `blocks_per_sm` at a time: a power of two, at most
+// kMaxCluster and at most `useful`.
+unsigned cluster_size(const char* op, int64_t tasks, int blocks_per_sm, int64_t useful);
+
+}  // namespace specdec

@@ -1,0 +1,95 @@
+// What a request's sampling parameters make of a row of logits, the same on both devices.
+//
+// A token's weight is 2^((x - max) * scale) in units of 2^-40 (core/exact_math.h), so sums of weights are exact
+// integers whatever their order. Every filter keeps the tokens from some logit upwards: top-k and top-p keep those
+// whose key is at least a threshold, min-p those whose exponent is. Ties of the last token kept are therefore kept as
+// well.
+#pragma once
+
+#include "core/exact_math.h"
+#include "core/philox.h"
+
+namespace specdec {
+
+// Per slot. All null: everything is greedy.
+struct SamplingArrays {
+  const float* temperature;  // [num_slots]; 0 and below, and NaN: greedy
+  const int32_t* top_k;      // [num_slots] or null; 0 and below: off
+  const float* top_p;        // [num_slots] or null; 1 and above, and NaN: off
+  const float* min_p;        // [num_slots] or null; 0 and below, and NaN: off
+  const int64_t* seeds;      // [num_slots]
+};
+
+// The lowest exponent t <= 0 whose weight is at least `share` of the largest weight: that of min-p.
+SD_HD float least_exponent(float share) {
+  if (!(share > 0)) return -INFINITY;
+  const double wanted = static_cast<double>(share < 1 ? share : 1.0f) * static_cast<double>(uint64_t{1} << kWeightBits);
+  const auto weight = static_cast<uint64_t>(wanted);
+  uint32_t low = 0,
+           high = float_bits(static_cast<float>(kWeightBits) + 1);  // of -t: weight(low) fits, weight(high) = 0
+  while (weight > 0 && high - low > 1) {
+    const uint32_t middle = low + (high - low) / 2;
+    (exp2_weight(-bits_float(middle)) >= weight ? low : high) = middle;
+  }
+  return weight > 0 ? -bits_float(low) : -INFINITY;
+}
+
+// One request's parameters.
+struct Sampler {
+  bool greedy = true;
+  float scale = 0;          // log2(e) / temperature
+  int64_t top_k = 0;        // 0: off
+  float top_p = 1;          // 1: off
+  float least = -INFINITY;  // exponent of min-p
+  uint64_t seed = 0;
+
+  SD_HD bool filters_by_key() const { return top_k > 0 || top_p < 1; }
+};
+
+SD_HD Sampler sampler_of(const SamplingArrays& a, int64_t slot, int64_t vocab) {
+  Sampler s;
+  if (!a.temperature || !(a.temperature[slot] > 0)) return s;
+  s.greedy = false;
+#ifdef __CUDA_ARCH__
+  s.scale = __fdiv_rn(1.44269504f, a.temperature[slot]);
+#else
+  s.scale = 1.44269504f / a.temperature[slot];
+#endif
+  if (a.top_k && a.top_k[slot] > 0 && a.top_k[slot] < vocab) s.top_k = a.top_k[slot];
+  if (a.top_p && a.top_p[slot] < 1) s.top_p = a.top_p[slot];
+  if (a.min_p) s.least = least_exponent(a.min_p[slot]);
+  s.seed = static_cast<uint64_t>(a.seeds[slot]);
+  return s;
+}
+
+// A row's distribution before its filters: how likely a logit is beside the row's largest one.
+struct RowScale {
+  float max, scale;
+
+  SD_HD float exponent(float x) const { return x == max ? 0.0f : mul(sub(x, max), scale); }  // +inf: only the largest
+  SD_HD uint64_t weight(float x) const { return exp2_weight(exponent(x)); }
+};
+
+// The weight that the best tokens must reach together for top-p, of `total`; at least one token's.
+SD_HD uint64_t top_p_weight(float top_p, uint64_t total) {
+  const double wanted = static_cast<double>(top_p) * static_cast<double>(total);
+  return wanted > 1 ? static_cast<uint64_t>(wanted) : 1;
+}
+
+// The token drawn for absolute position `position` is the first one, in order of ids, with which the weights of the
+// tokens kept add up to more than this.
+SD_HD uint64_t drawn_weight(uint64_t seed, uint32_t position, uint64_t total) {
+  return mul_high(noise(seed, NoiseUse::kToken, position, 0).u64(), total);
+}
+
+// The largest key in [low, high) for which reaches(key), which holds for low and, once false, stays false.
+template <class Reaches>
+SD_HD uint32_t last_key(uint32_t low, uint32_t high, Reaches&& reaches) {
+  while (high - low > 1) {
+    const uint32_t middle = low + (high - low) / 2;
+    (reaches(middle) ? low : high) = middle;
+  }
+  return low;
+}
+
+}  // namespace specdec

@@ -1,0 +1,298 @@
+"""verify_tree's sampled requests: what is drawn, from which distribution, and what it depends on."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import specdec_kernels as sd
+from specdec_kernels.reference import verify as reference
+
+Sampling = dict[str, Tensor]
+
+
+def sampling(
+    temperature: list[float],
+    top_k: list[int] | None = None,
+    top_p: list[float] | None = None,
+    min_p: list[float] | None = None,
+    seeds: list[int] | None = None,
+    device: torch.device | str = "cpu",
+) -> Sampling:
+    n = len(temperature)
+    return {
+        "temperature": torch.tensor(temperature, device=device),
+        "top_k": torch.tensor(top_k or [0] * n, dtype=torch.int32, device=device),
+        "top_p": torch.tensor(top_p or [1.0] * n, device=device),
+        "min_p": torch.tensor(min_p or [0.0] * n, device=device),
+        "seeds": torch.tensor(seeds or list(range(n)), dtype=torch.int64, device=device),
+    }
+
+
+def lone_roots(batch: int, positions: Tensor | None = None, device: torch.device | str = "cpu") -> sd.Tree:
+    """Trees of the root alone: what is emitted is one draw."""
+    row = torch.zeros(batch, 1, dtype=torch.int32, device=device)
+    position = row if positions is None else positions.to(device=device, dtype=torch.int32)[:, None].contiguous()
+    return sd.Tree(row, row - 1, position, row - 1, row - 1, row[..., None].long() + 1, row[:, 0] + 1)
+
+
+def draw(logits: Tensor, parameters: Sampling, positions: Tensor | None = None, **arguments: Tensor) -> Tensor:
+    """One token for each row of logits [B, V], on their device."""
+    device = logits.device
+    parameters = {name: tensor.to(device) for name, tensor in parameters.items()}
+    tree = lone_roots(len(logits), positions, device)
+    return sd.verify_tree(logits[:, None], tree, 1, **parameters, **arguments).tokens[:, 0].cpu()
+
+
+def acceptable(x: Tensor, s: Sampling, b: int, position: int) -> set[int]:
+    """What the reference draws, the probabilities and top-p known to 1e-6."""
+    u = reference.uniform(int(s["seeds"][b]), position + 1)
+    top_k, top_p, min_p = int(s["top_k"][b]), float(s["top_p"][b]), float(s["min_p"][b])
+    tokens = set()
+    for slack in (-1e-6, 0.0, 1e-6):
+        p = reference.filtered(
+            x, float(s["temperature"][b]), top_k, top_p + slack if top_p < 1 else 1.0, min_p * (1 + slack)
+        )
+        tokens |= {reference.drawn(p, min(max(u + e, 0.0), 1 - 1e-12)) for e in (-1e-6, 0.0, 1e-6)}
+    return tokens
+
+
+def random_parameters(batch: int, vocab: int) -> Sampling:
+    """Each filter on in about half of the requests; some greedy."""
+
+    def sometimes(values: Tensor, off: float) -> list[float]:
+        return torch.where(torch.rand(batch) < 0.5, values, torch.tensor(off)).tolist()
+
+    return sampling(
+        sometimes(torch.rand(batch) * 2, 0.7),
+        [int(k) for k in sometimes(torch.randint(1, vocab + 2, (batch,)).float(), 0)],
+        sometimes(torch.rand(batch), 1.0),
+        sometimes(torch.rand(batch) ** 3, 0.0),
+        torch.randint(-(2**63), 2**63 - 1, (batch,)).tolist(),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("vocab", [1, 2, 5, 31, 300, 4099])
+def test_matches_reference(device: torch.device, vocab: int, dtype: torch.dtype) -> None:
+    batch = 40
+    logits = (torch.randn(batch, vocab) * 2).to(dtype)
+    logits[::5] = logits[::5].round()  # ties
+    logits[:, 0] = torch.where(torch.rand(batch) < 0.2, torch.nan, logits[:, 0].float()).to(dtype)
+    logits[:, vocab // 2] = 1.0  # something above -inf
+    parameters = random_parameters(batch, vocab)
+    positions = torch.randint(0, 2**31 - 2, (batch,))
+    got = draw(logits.to(device), parameters, positions)
+    for b, token in enumerate(got.tolist()):
+        assert token in acceptable(logits[b], parameters, b, int(positions[b])), (b, parameters)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("vocab", [32000, 128256, 151936])
+@pytest.mark.parametrize("kind", ["normal", "peaked", "flat", "ties"])
+def test_large_vocabularies(device: torch.device, vocab: int, dtype: torch.dtype, kind: str) -> None:
+    """Each way through the CUDA kernel: lists, nuclei and ties that overflow them, no filter at all."""
+    parameters = sampling(
+        [1.0, 0.8, 1.0, 1.0, 0.6, 1.5, 1.0, 1.0],
+        [0, 50, 0, 1000, 20, 5000, 0, 1],
+        [1.0, 0.9, 0.95, 1.0, 0.5, 0.99, 0.2, 1.0],
+        [0.0, 0.0, 0.0, 0.0, 0.1, 0.0, 0.05, 0.0],
+    )
+    batch = len(parameters["temperature"])
+    logits = torch.randn(batch, vocab)
+    if kind == "peaked":
+        logits = logits * 3 + 12 * (torch.rand(batch, vocab) < 1e-4)
+    elif kind == "flat":
+        logits = logits * 1e-2
+    elif kind == "ties":
+        logits = torch.randint(-2, 3, (batch, vocab)).float()
+    logits = logits.to(dtype)
+    got = draw(logits.to(device), parameters)
+    assert torch.equal(got, draw(logits, parameters))  # both devices draw the same
+    for b, token in enumerate(got.tolist()):
+        s = {name: tensor[b].item() for name, tensor in parameters.items()}
+        x = logits[b].double()
+        weights = torch.exp((x - x.max()) / s["temperature"])
+        order = torch.argsort(x, descending=True, stable=True)
+        kept = torch.ones(vocab, dtype=torch.bool)
+        if 0 < s["top_k"] < vocab:
+            kept &= x >= x[order[s["top_k"] - 1]]
+        if s["top_p"] < 1:
+            sums = torch.cumsum(torch.where(kept, weights, 0.0)[order], 0)
+            last = order[int((sums < s["top_p"] * sums[-1] * (1 + 1e-6)).sum().clamp(max=vocab - 1))]
+            kept &= x >= x[last]
+        kept &= weights >= s["min_p"] * (1 - 1e-5)
+        sums = torch.cumsum(torch.where(kept, weights, 0.0), 0) / weights[kept].sum()
+        u = reference.uniform(b, 1)
+        below = float(sums[token - 1]) if token > 0 else 0.0
+        assert kept[token] and below - 1e-4 <= u <= float(sums[token]) + 1e-4, (b, kind)
+
+
+def chi_square_limit(degrees: int) -> float:
+    """What chi-square exceeds once in about 10 million, after Wilson and Hilferty."""
+    return degrees * (1 - 2 / (9 * degrees) + 5.2 * math.sqrt(2 / (9 * degrees))) ** 3
+
+
+def assert_distributed(tokens: Tensor, p: Tensor) -> None:
+    counts = torch.bincount(tokens.long(), minlength=len(p)).double()
+    assert counts[p == 0].sum() == 0
+    expected = p * len(tokens)
+    rare = expected < 5
+    observed, expected = (
+        torch.cat([counts[~rare], counts[rare].sum()[None]]),
+        torch.cat([expected[~rare], expected[rare].sum()[None]]),
+    )
+    cells = expected > 0
+    statistic = float(((observed - expected)[cells] ** 2 / expected[cells]).sum())
+    assert statistic <= chi_square_limit(max(int(cells.sum()) - 1, 1)), statistic
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p", "min_p"),
+    [
+        (1.0, 0, 1.0, 0.0),
+        (0.5, 0, 1.0, 0.0),
+        (1.7, 5, 1.0, 0.0),
+        (1.0, 0, 0.8, 0.0),
+        (1.0, 0, 1.0, 0.2),
+        (1.3, 9, 0.9, 0.05),
+    ],
+)
+@pytest.mark.parametrize("by", ["seed", "position"])
+def test_distribution(
+    device: torch.device, temperature: float, top_k: int, top_p: float, min_p: float, by: str
+) -> None:
+    """200 000 draws that differ in their seed, or in their position, follow the filtered distribution."""
+    n, vocab = 200_000, 19
+    x = torch.randn(vocab) * 2
+    x[4] = x[11]
+    numbers = torch.arange(n)
+    parameters = sampling([temperature] * n, [top_k] * n, [top_p] * n, [min_p] * n, [77] * n)
+    if by == "seed":
+        parameters["seeds"] = numbers + 10**9
+    tokens = draw(x.expand(n, vocab).contiguous().to(device), parameters, numbers if by == "position" else None)
+    assert_distributed(tokens, reference.filtered(x, temperature, top_k, top_p, min_p))
+
+
+def test_neighbouring_positions_are_independent(device: torch.device) -> None:
+    n, vocab = 200_000, 5
+    x = torch.tensor([0.0, 0.5, 1.0, -0.5, 0.2])
+    parameters = sampling([1.0] * n, seeds=[3] * n)
+    tokens = draw(x.expand(n, vocab).contiguous().to(device), parameters, torch.arange(n)).long()
+    p = reference.filtered(x, 1.0)
+    assert_distributed(tokens[:-1] * vocab + tokens[1:], torch.outer(p, p).flatten())
+
+
+def test_a_batch_mixes_greedy_and_sampled_requests(device: torch.device) -> None:
+    logits = torch.randn(6, 50, device=device)
+    temperature = [0.0, 1.0, -1.0, math.nan, 2.0, 0.0]
+    got = draw(logits, sampling(temperature))
+    greedy = logits.argmax(-1).cpu()
+    for b in (0, 2, 3, 5):
+        assert got[b] == greedy[b]
+    alone = draw(logits[[1, 4]], sampling([1.0, 2.0], seeds=[1, 4]))
+    assert torch.equal(got[[1, 4]], alone)  # neighbours change nothing
+
+
+def test_parameters_belong_to_the_slot(device: torch.device) -> None:
+    logits = torch.randn(3, 40, device=device)
+    parameters = sampling([0.0, 1.0, 1.0, 0.5, 3.0], [0, 3, 0, 0, 0], seeds=[5, 6, 7, 8, 9])
+    slots = torch.tensor([4, 1, 3], dtype=torch.int32, device=device)
+    got = draw(logits, parameters, slots=slots)
+    chosen = {name: tensor[[4, 1, 3]] for name, tensor in parameters.items()}
+    assert torch.equal(got, draw(logits, chosen))
+
+
+@pytest.mark.sanitize
+def test_extreme_parameters(device: torch.device) -> None:
+    x = torch.tensor([1.0, 3.0, -torch.inf, 3.0, 0.0, 2.0])
+    big, n = 1e30, 12
+    parameters = sampling(
+        [1e-30, 1e-5, big, torch.inf, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0],
+        [0, 0, 0, 0, -3, 6, 2**31 - 1, 1, 0, 0, 0, 0],
+        [1.0, 1.0, 1.0, 1.0, 2.0, math.nan, 1.0, 1.0, 0.0, -1.0, 1.0, 1.0],
+        [0.0, 0.0, 0.0, 0.0, -1.0, math.nan, 0.0, 0.0, 0.0, 0.0, 1.0, 7.0],
+    )
+    for _ in range(8):
+        parameters["seeds"] += 100
+        got = draw(x.expand(n, 6).contiguous().to(device), parameters).tolist()
+        assert all(token in (1, 3) for token in got[:2] + got[7:])  # the best two, tied
+        assert all(token != 2 for token in got)
+
+
+def test_infinite_and_missing_logits(device: torch.device) -> None:
+    logits = torch.zeros(3, 9, device=device)
+    logits[0, 4:6] = torch.inf
+    logits[1] = -torch.inf
+    logits[1, 7] = torch.nan
+    logits[2] = -torch.inf
+    logits[2, 8] = -1e30
+    status = torch.zeros(3, dtype=torch.int32, device=device)
+    got = draw(logits, sampling([1.0] * 3), status=status)
+    assert got[0] in (4, 5) and got[1] == -1 and got[2] == 8
+    assert status.tolist() == [0, sd.Status.BAD_LOGITS, 0]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("vocab", [31, 64, 1003])
+def test_vocab_mask_and_logit_bias(device: torch.device, temperature: float, vocab: int) -> None:
+    """The same as logits that are biased and masked already."""
+    batch, words = 20, (vocab + 31) // 32
+    logits = torch.randn(batch, vocab)
+    allowed = torch.rand(batch, vocab) < 0.3
+    allowed[:, 3] = True
+    bits = torch.zeros(batch, words * 32, dtype=torch.int64)
+    bits[:, :vocab] = allowed
+    bits[:, vocab:] = torch.rand(batch, words * 32 - vocab) < 0.5  # beyond the vocabulary: ignored
+    packed = (bits.view(batch, words, 32) << torch.arange(32)).sum(-1)
+    vocab_mask = torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)[:, None].to(device)
+    bias = torch.randn(batch, vocab + 3)[:, 2:-1].to(device)
+    parameters = sampling([temperature] * batch, [0, 4] * 10, [1.0, 1.0, 0.7, 0.7] * 5)
+    got = draw(logits.to(device), parameters, vocab_mask=vocab_mask, logit_bias=bias)
+    want = draw(torch.where(allowed, logits + bias.cpu(), -torch.inf).to(device), parameters)
+    assert torch.equal(got, want)
+
+
+def chain_of(tokens: list[list[int]], first_position: int, device: torch.device) -> sd.Tree:
+    """Chains under the root, one for each row of tokens."""
+    batch, nodes = len(tokens), len(tokens[0])
+    ids = torch.arange(nodes, dtype=torch.int32).repeat(batch, 1)
+    child = torch.where(ids + 1 < nodes, ids + 1, -1)
+    fields = (torch.tensor(tokens, dtype=torch.int32), ids - 1, ids + first_position, child, torch.full_like(ids, -1))
+    mask, count = torch.ones(batch, nodes, 1, dtype=torch.int64), torch.full((batch,), nodes, dtype=torch.int32)
+    return sd.Tree(*(x.to(device) for x in (*fields, mask, count)))
+
+
+def markov_text(table: Tensor, parameters: Sampling, length: int, drafts: Tensor | None) -> list[int]:
+    """A text of the target whose next-token logits are table[token], verified along the rows of random chains."""
+    device, text = table.device, [0]
+    round_ = 0
+    while len(text) <= length:
+        guess = [] if drafts is None else drafts[round_ % len(drafts)].tolist()
+        nodes = [text[-1], *guess]
+        tree = chain_of([nodes], len(text) - 1, device)
+        out = sd.verify_tree(table[torch.tensor(nodes, device=device)][None], tree, len(nodes), **parameters)
+        text += out.tokens[0, : int(out.lengths[0])].tolist()
+        round_ += 1
+    return text[: length + 1]
+
+
+def test_the_text_is_the_same_with_any_draft_or_none(device: torch.device) -> None:
+    vocab = 6
+    table = torch.randn(vocab, vocab, device=device)
+    for seed in range(5):
+        parameters = {k: v.to(device) for k, v in sampling([1.2], [5], [0.95], seeds=[seed]).items()}
+        plain = markov_text(table, parameters, 60, None)
+        assert len(set(plain)) > 2
+        for depth in (1, 3, 7):
+            assert markov_text(table, parameters, 60, torch.randint(0, vocab, (50, depth))) == plain
+
+
+def test_noise_is_philox() -> None:
+    """Known answers of Random123, and the words the draw uses."""
+    assert reference.philox(0, (0, 0, 0, 0)) == (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
+    all_ones = 2**32 - 1
+    assert reference.philox(2**64 - 1, (all_ones,) * 4) == (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)
