@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -10,36 +12,58 @@ from specdec_kernels.reference import verify as reference
 
 from ..compare import bytes_of, expect_equal, poisoned
 from ..harness import Baseline, Case, Params, Work
+from ..peers import flashinfer, sglang
 from .trees import random_tree
 
 WIDTH = 6  # accept row: five draft steps and the bonus token
-ACCEPTED = 3  # drafts accepted where the tree is deep enough: about what a good draft reaches
+
+# Per-request parameters, by the name of the `sampling` they are benchmarked under.
+SAMPLING: dict[str, dict[str, float]] = {
+    "greedy": {},
+    "top_k+top_p": {"temperature": 0.8, "top_k": 50, "top_p": 0.95},
+    "top_p": {"temperature": 0.8, "top_p": 0.95},
+    "temperature": {"temperature": 0.8},
+}
+
+
+def accept_length(b: int) -> int:
+    """Of request b, where its tree is deep enough: 4, 5, 6, 1, 2, 3 and again, 3.5 on average."""
+    return (b + WIDTH // 2) % WIDTH + 1
 
 
 def plant_path(logits: Tensor, tree: sd.Tree) -> int:
-    """Makes the target accept up to ACCEPTED drafts of each tree, then choose another token; counts nodes visited."""
+    """Makes the target accept drafts of each tree, then choose another token; counts the nodes visited."""
     parents, tokens = tree.parents.tolist(), tree.tokens.tolist()
     visited = 0
     for b, row in enumerate(parents):
-        node = 0
-        for depth in range(ACCEPTED + 1):
-            visited += 1
-            child = next((c for c in range(len(row)) if row[c] == node), None)
-            if child is None or depth == ACCEPTED:
-                logits[b, node, (tokens[b][0] + 1) % logits.shape[2]] = 50
-                break
-            logits[b, node, tokens[b][child]] = 50
-            node = child
+        depth = [0] * len(row)
+        for node in range(1, len(row)):
+            depth[node] = depth[row[node]] + 1
+        wanted = min(accept_length(b) - 1, max(depth))
+        node = depth.index(wanted)
+        logits[b, node, (tokens[b][0] + 1) % logits.shape[2]] = 50
+        visited += wanted + 1
+        while node > 0:
+            logits[b, row[node], tokens[b][node]] = 50
+            node = row[node]
     return visited
 
 
-def plain_torch(logits: Tensor, tree: sd.Tree) -> tuple[Tensor, Tensor, Tensor]:
-    """Argmax of every node, then the walk one level at a time: fixed shapes, no synchronisation."""
-    choice = logits.argmax(-1).int()
-    batch = len(choice)
-    node = torch.zeros(batch, 1, dtype=torch.int64, device=logits.device)
-    going = torch.ones(batch, 1, dtype=torch.bool, device=logits.device)
-    tokens, path, length = [], [], torch.zeros(batch, dtype=torch.int32, device=logits.device)
+def sampling_of(name: str, batch: int, device: torch.device) -> dict[str, Tensor]:
+    dtypes = {"top_k": torch.int32}
+    values = {
+        key: torch.full((batch,), value, dtype=dtypes.get(key, torch.float32), device=device)
+        for key, value in SAMPLING[name].items()
+    }
+    return {**values, "seeds": torch.arange(batch, device=device)} if values else {}
+
+
+def walk(choice: Tensor, tree: sd.Tree) -> tuple[Tensor, Tensor, Tensor]:
+    """Along the token chosen at every node [B, N], one level at a time: fixed shapes, no synchronisation."""
+    batch, device = len(choice), choice.device
+    node = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+    going = torch.ones(batch, 1, dtype=torch.bool, device=device)
+    tokens, path, length = [], [], torch.zeros(batch, dtype=torch.int32, device=device)
     for _ in range(WIDTH):
         y = choice.gather(1, node)
         tokens.append(y.where(going, torch.full_like(y, -1)))
@@ -55,6 +79,7 @@ def verify_tree(device: torch.device, p: Params) -> Work:
     batch, nodes, vocab = p["batch"], p["nodes"], p["vocab"]
     tree = random_tree(batch, nodes, vocab, device)
     logits = torch.randn(batch, nodes, vocab, dtype=getattr(torch, p["dtype"]), device=device)
+    sampling = sampling_of(p["sampling"], batch, device)
     visited = plant_path(logits, tree)
     out = sd.Accepted(
         poisoned(batch, WIDTH, dtype=torch.int32, device=device),
@@ -62,17 +87,36 @@ def verify_tree(device: torch.device, p: Params) -> Work:
         poisoned(batch, WIDTH, dtype=torch.int32, device=device),
     )
 
+    @cache
+    def want() -> sd.Accepted:
+        return reference.verify_tree(logits.cpu(), sd.Tree(*(field.cpu() for field in tree)), WIDTH)
+
+    # The planted tokens are so likely that a sampled request gets them, too.
     def check(got: tuple[Tensor, ...] = out) -> None:
-        want = reference.verify_tree(logits.cpu(), sd.Tree(*(field.cpu() for field in tree)), WIDTH)
-        for name, x, y in zip(("out_tokens", "out_len", "out_path"), got, want, strict=True):
+        for name, x, y in zip(("out_tokens", "out_len", "out_path"), got, want(), strict=True):
             expect_equal(name, x, y)
+
+    def others() -> list[Baseline]:
+        if not sampling:
+            return [
+                Baseline("torch", lambda: walk(logits.argmax(-1).int(), tree), check),
+                *sglang.verify_greedy(logits, tree, WIDTH, check),
+            ]
+        chosen = {"top_k": 0, "top_p": 1.0, **SAMPLING[p["sampling"]]}
+        peers = [*sglang.verify_sampled(logits, tree, WIDTH, **chosen, check=check)]
+        sample = flashinfer.sample_every_node(logits, **chosen)
+        if sample is not None:
+            peers.append(Baseline("flashinfer", lambda: walk(sample(), tree), check))
+        return peers
 
     links = (tree.tokens, tree.parents, tree.first_child, tree.next_sibling, tree.num_nodes)
     return Work(
-        call=lambda: sd.verify_tree(logits, tree, WIDTH, out_tokens=out.tokens, out_len=out.lengths, out_path=out.path),
+        call=lambda: sd.verify_tree(
+            logits, tree, WIDTH, **sampling, out_tokens=out.tokens, out_len=out.lengths, out_path=out.path
+        ),
         check=check,
         bytes_moved=visited * vocab * logits.element_size() + bytes_of(*links, *out),
-        baseline=Baseline("torch", lambda: plain_torch(logits, tree), check),
+        peers=others(),
     )
 
 
@@ -114,8 +158,21 @@ def commit_tokens(device: torch.device, p: Params) -> Work:
 CASES = [
     Case(
         "verify_tree",
-        grid={"batch": (1, 8, 64), "nodes": (8, 32), "vocab": (128256,), "dtype": ("bfloat16", "float32")},
-        cpu_grid={"batch": (1, 4), "nodes": (8, 32), "vocab": (32000,), "dtype": ("bfloat16", "float32")},
+        grid={
+            "batch": (1, 4, 16, 64, 256),
+            "nodes": (4, 8, 16, 32, 64, 128, 256),
+            "vocab": (32000, 128256, 151936),
+            "sampling": tuple(SAMPLING),
+            "dtype": ("bfloat16", "float32"),
+        },
+        base={"batch": 16, "nodes": 32, "vocab": 128256, "sampling": "greedy", "dtype": "bfloat16"},
+        cpu_grid={
+            "batch": (1, 4),
+            "nodes": (8, 32),
+            "vocab": (32000,),
+            "sampling": tuple(SAMPLING),
+            "dtype": ("bfloat16", "float32"),
+        },
         make=verify_tree,
     ),
     Case("commit_tokens", grid={"batch": (1, 8, 64, 256)}, make=commit_tokens),
