@@ -66,8 +66,10 @@ def lines_of(results: Results, parameter: str) -> dict[str, Results]:
 def draw(axes: Axes, parameter: str, results: Results) -> None:
     """Our times as lines, the floor dashed and the others dotted in the same colour."""
     others = names_of_others(results)
-    for i, (label, line) in enumerate(lines_of(results, parameter).items()):
+    fixed = {k: v for k, v in results[0]["params"].items() if all(r["params"][k] == v for r in results)}
+    for i, line in enumerate(lines_of(results, parameter).values()):
         color = f"C{i % 10}"
+        label = text_of({k: v for k, v in line[0]["params"].items() if k not in fixed and k != parameter})
 
         def points(
             time_of: Callable[[dict[str, Any]], float | None], line: Results = line
@@ -75,7 +77,7 @@ def draw(axes: Axes, parameter: str, results: Results) -> None:
             pairs = sorted((r["params"][parameter], t) for r in line if (t := time_of(r)))
             return [x for x, _ in pairs], [t for _, t in pairs]
 
-        axes.plot(*points(lambda r: r["time_us"]), color=color, marker="o", label=label or results[0]["op"])
+        axes.plot(*points(lambda r: r["time_us"]), color=color, marker="o", label=label or "specdec_kernels")
         axes.plot(*points(lambda r: r["floor_us"]), color=color, linestyle="--", linewidth=1)
         for name, marker in zip(others, MARKERS, strict=False):
             axes.plot(
@@ -92,7 +94,8 @@ def draw(axes: Axes, parameter: str, results: Results) -> None:
         axes.set_xticks(values, [str(value) for value in values], minor=False)
         axes.minorticks_off()
     axes.set_yscale("log")
-    axes.set_title(results[0]["op"])
+    axes.set_title(results[0]["op"], loc="left")
+    axes.set_title(text_of({k: v for k, v in fixed.items() if k != parameter}), loc="right", fontsize="x-small")
     axes.set_xlabel(parameter)
     axes.set_ylabel("time, us")
     axes.grid(True, which="major", alpha=0.3)

@@ -66,7 +66,7 @@ def build_tree(
     chosen = choose()
     return (
         Baseline("sglang", lambda: build(*choose()), check),
-        Baseline("sglang, chosen before", lambda: build(*chosen), check),
+        Baseline("sglang kernel", lambda: build(*chosen), check),
     )
 
 
