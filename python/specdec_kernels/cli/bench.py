@@ -279,7 +279,10 @@ def row(r: dict[str, Any], others: Sequence[str]) -> list[str]:
 
 def beside(other: float | None, ours: float) -> str:
     """Another's time, and how many times ours it is."""
-    return "" if other is None else f"{number(other)} ({other / ours:.1f}x)" if ours else number(other)
+    if other is None or not ours:
+        return number(other)
+    ratio = other / ours
+    return f"{number(other)} ({ratio:.{1 if ratio >= 1 else 2}f}x)"
 
 
 def number(value: float | None) -> str:
