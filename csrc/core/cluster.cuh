@@ -18,8 +18,10 @@ struct Cluster {
   __device__ static T* at(T* shared, unsigned rank) {
     return cooperative_groups::this_cluster().map_shared_rank(shared, rank);
   }
-  // A barrier of all threads of all blocks, after which each sees the shared memory of all.
+  // A barrier of all threads of all blocks, after which each sees the shared memory of all; and its two halves.
   __device__ static void sync() { cooperative_groups::this_cluster().sync(); }
+  __device__ static void arrive() { cooperative_groups::this_cluster().barrier_arrive(); }
+  __device__ static void wait() { cooperative_groups::this_cluster().barrier_wait(); }
 #else
   __device__ static unsigned size() { return 1; }
   __device__ static unsigned rank() { return 0; }

@@ -14,54 +14,73 @@ __device__ __forceinline__ int warp_id() { return threadIdx.x / kWarp; }
 __device__ __forceinline__ int row_warps() { return kRowWarps * static_cast<int>(Cluster::size()); }
 __device__ __forceinline__ int row_warp() { return kRowWarps * static_cast<int>(Cluster::rank()) + warp_id(); }
 
-// This warp's stretch of a row: consecutive ids, in vectors of 16 bytes, so that sums in order of ids need only the
-// stretches' totals. Rows may start at any element.
+// A row in tiles of 512 bytes, one vector of 16 a lane. Each warp of the cluster has a stretch of consecutive tiles, so
+// that sums in order of ids need only the stretches' totals. Rows may start at any element.
 template <class T>
-class RowStretch {
+class TiledRow {
  public:
   static constexpr int kItems = sizeof(uint4) / sizeof(T);
-  static constexpr int kTile = kItems * kWarp;  // ids a warp reads at once
+  static constexpr int kTile = kItems * kWarp;
 
-  __device__ RowStretch(const LogitRow<T>& row, int64_t vocab)
+  __device__ TiledRow(const LogitRow<T>& row, int64_t vocab)
       : row_(row),
         vocab_(static_cast<int>(vocab)),
         skipped_(static_cast<int>(reinterpret_cast<uintptr_t>(row.logits) % sizeof(uint4) / sizeof(T))) {
-    const int places = vocab_ + skipped_;  // place p of the vectors' grid holds id p - skipped_
-    const int tiles = (places + kTile - 1) / kTile;
-    const int mine = (tiles + row_warps() - 1) / row_warps();
-    first_tile_ = row_warp() * mine;
-    last_tile_ = min(first_tile_ + mine, tiles);
+    const int tiles = (vocab_ + skipped_ + kTile - 1) / kTile;  // place p of the vectors' grid holds id p - skipped_
+    stretch_ = (tiles + row_warps() - 1) / row_warps();
+    first_ = min(row_warp() * stretch_, tiles);
+    end_ = min(first_ + stretch_, tiles);
   }
 
-  // Calls f(id, x) for every vector of the stretch, all lanes together: x[i] is the logit of id + i, -inf where there
-  // is no such id. Ids rise with the lane and from call to call. f returns nothing, or false to end.
+  // Calls f(tile, x) for the tiles of this warp's stretch, in order, all lanes together; x is read(tile).
   template <bool kAdjusted, class F>
   __device__ __forceinline__ void each(F&& f) const {
     constexpr int kUnroll = 4;  // loads in flight
-    for (int tile = first_tile_; tile < last_tile_; tile += kUnroll) {
+    for (int tile = first_; tile < end_; tile += kUnroll) {
       uint4 raw[kUnroll];
 #pragma unroll
       for (int j = 0; j < kUnroll; ++j)
-        if (tile + j < last_tile_) raw[j] = load(id_of(tile + j));
+        if (tile + j < end_) raw[j] = load(id_of(tile + j));
 #pragma unroll
       for (int j = 0; j < kUnroll; ++j) {
-        if (tile + j >= last_tile_) break;
-        const int id = id_of(tile + j);
-        const T* items = reinterpret_cast<const T*>(&raw[j]);
+        if (tile + j >= end_) break;
         float x[kItems];
-#pragma unroll
-        for (int i = 0; i < kItems; ++i) {
-          x[i] = to_float(items[i]);
-          if (kAdjusted && id + i >= 0 && id + i < vocab_) x[i] = row_.adjusted(x[i], id + i);
-        }
-        f(id, x);
+        unpack<kAdjusted>(raw[j], id_of(tile + j), x);
+        f(tile + j, x);
       }
     }
   }
 
- private:
+  // This lane's logits of a tile: of the ids from id_of(tile) on, -inf where there is no such id.
+  template <bool kAdjusted>
+  __device__ void read(int tile, float (&x)[kItems]) const {
+    unpack<kAdjusted>(load(id_of(tile)), id_of(tile), x);
+  }
   __device__ int id_of(int tile) const { return tile * kTile + lane_id() * kItems - skipped_; }
 
+  // The tiles of the stretch of one of the cluster's warps: from first_of(warp) to, not including, first_of(warp + 1).
+  __device__ int first_of(int row_warp) const {
+    return min(row_warp * stretch_, (vocab_ + skipped_ + kTile - 1) / kTile);
+  }
+
+  // The lane's largest logit and the first of its tiles that holds it.
+  template <bool kAdjusted>
+  __device__ float largest(int& its_tile) const {
+    float best = -INFINITY;
+    its_tile = first_;
+    each<kAdjusted>([&](int tile, const float (&x)[kItems]) {
+      float most = x[0];
+#pragma unroll
+      for (int i = 1; i < kItems; ++i) most = fmaxf(most, x[i]);
+      if (most > best) {
+        best = most;
+        its_tile = tile;
+      }
+    });
+    return best;
+  }
+
+ private:
   __device__ __forceinline__ uint4 load(int id) const {
     if (id >= 0 && id + kItems <= vocab_) return *reinterpret_cast<const uint4*>(row_.logits + id);
     uint4 raw;
@@ -72,22 +91,27 @@ class RowStretch {
     return raw;
   }
 
+  template <bool kAdjusted>
+  __device__ __forceinline__ void unpack(const uint4& raw, int id, float (&x)[kItems]) const {
+    const T* items = reinterpret_cast<const T*>(&raw);
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      x[i] = to_float(items[i]);
+      if (kAdjusted && id + i >= 0 && id + i < vocab_) x[i] = row_.adjusted(x[i], id + i);
+    }
+  }
+
   LogitRow<T> row_;
-  int vocab_, skipped_, first_tile_, last_tile_;
+  int vocab_, skipped_, stretch_, first_, end_;
 };
 
-// Sums and maxima over a warp, for all its lanes.
+// Sums over a warp, for all its lanes.
 __device__ __forceinline__ uint64_t warp_sum(uint64_t x) {
   constexpr uint32_t kLow = (1u << 22) - 1;  // 32 numbers of 22 bits fit a word
   const uint64_t low = __reduce_add_sync(kFullMask, static_cast<uint32_t>(x) & kLow);
   const uint64_t middle = __reduce_add_sync(kFullMask, static_cast<uint32_t>(x >> 22) & kLow);
   const uint64_t high = __reduce_add_sync(kFullMask, static_cast<uint32_t>(x >> 44));
   return low + (middle << 22) + (high << 44);
-}
-__device__ __forceinline__ uint64_t warp_max(uint64_t x) {
-  const uint32_t high = __reduce_max_sync(kFullMask, static_cast<uint32_t>(x >> 32));
-  const uint32_t low = __reduce_max_sync(kFullMask, x >> 32 == high ? static_cast<uint32_t>(x) : 0u);
-  return static_cast<uint64_t>(high) << 32 | low;
 }
 __device__ __forceinline__ uint64_t warp_inclusive_sum(uint64_t x) {
 #pragma unroll
@@ -97,22 +121,59 @@ __device__ __forceinline__ uint64_t warp_inclusive_sum(uint64_t x) {
   }
   return x;
 }
+__device__ __forceinline__ uint64_t warp_max(uint64_t x) {
+  const uint32_t high = __reduce_max_sync(kFullMask, static_cast<uint32_t>(x >> 32));
+  const uint32_t low = __reduce_max_sync(kFullMask, x >> 32 == high ? static_cast<uint32_t>(x) : 0u);
+  return static_cast<uint64_t>(high) << 32 | low;
+}
 
-// One number from each warp of the cluster to all of them: one barrier a time. Two buffers take turns, so that a block
-// may publish again while another still reads.
+// Numbers from every warp of the cluster to all of them. A block of Hopper sends them into its neighbours' shared
+// memory and they count themselves in at a barrier there (st.async): no fence, no barrier of the whole cluster. Two
+// buffers take turns: whoever writes one again has heard from every warp that it is done with it.
 class Exchange {
  public:
+  static constexpr int kWords = 512;
   struct Storage {  // in shared memory
-    uint64_t numbers[2][kMaxRowWarps];
+    alignas(16) uint64_t words[2][kWords];
+    uint64_t barriers[2];
   };
 
-  __device__ explicit Exchange(Storage& storage) : storage_(storage) {}
+  // Before a number can be sent every block must have begun: they say so here, and wait for it at the first sending.
+  __device__ explicit Exchange(Storage& storage) : s_(storage) {
+#if __CUDA_ARCH__ >= 900
+    if (threadIdx.x == 0) {
+      init_barrier(s_.barriers[0]);
+      init_barrier(s_.barriers[1]);
+      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncthreads();
+    Cluster::arrive();
+#endif
+  }
 
-  // The numbers of all warps, in order of ids. `mine` is the same in every lane.
-  __device__ const uint64_t* all(uint64_t mine) {
-    uint64_t* numbers = storage_.numbers[turn_ ^= 1];
-    if (lane_id() < Cluster::size()) Cluster::at(numbers, lane_id())[row_warp()] = mine;
-    Cluster::sync();
+  // `each` numbers of every warp, in order of warps: the warp's i-th is that of lane i * 32 / each. `each` is a power
+  // of two, at most 32, and the numbers fit a buffer.
+  template <class Number>
+  __device__ const Number* all(Number mine, int each = 1) {
+    turn_ ^= 1;
+    Number* numbers = reinterpret_cast<Number*>(s_.words[turn_]);
+    const int apart = kWarp / each;
+#if __CUDA_ARCH__ >= 900
+    join();
+    uint64_t& barrier = s_.barriers[turn_];
+    if (threadIdx.x == 0) expect_bytes(barrier, row_warps() * each * static_cast<int>(sizeof(Number)));
+    const int blocks = static_cast<int>(Cluster::size()), messages = each * blocks;
+    for (int first = 0; first < messages; first += kWarp) {
+      const int message = first + lane_id(), i = min(message / blocks, each - 1);
+      const Number number = __shfl_sync(kFullMask, mine, i * apart);
+      if (message < messages) send(&numbers[row_warp() * each + i], number, barrier, message % blocks);
+    }
+    wait(barrier, phases_ >> turn_ & 1);
+    phases_ ^= 1u << turn_;
+#else
+    if (lane_id() % apart == 0) numbers[row_warp() * each + lane_id() / apart] = mine;
+    __syncthreads();
+#endif
     return numbers;
   }
 
@@ -126,31 +187,87 @@ class Exchange {
   __device__ uint64_t max(uint64_t mine) {
     const uint64_t* numbers = all(warp_max(mine));
     uint64_t most = 0;
-    for (int i = lane_id(); i < row_warps(); i += kWarp) most = most > numbers[i] ? most : numbers[i];
+    for (int i = lane_id(); i < row_warps(); i += kWarp) most = ::max(most, numbers[i]);
     return warp_max(most);
   }
 
+#if __CUDA_ARCH__ >= 900
+  __device__ static void init_barrier(uint64_t& barrier) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(address(&barrier)) : "memory");
+  }
+  __device__ static void expect_bytes(uint64_t& barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address(&barrier)), "r"(bytes)
+                 : "memory");
+  }
+  __device__ static void wait(uint64_t& barrier, unsigned phase) {
+    unsigned done = 0;
+    while (!done)
+      asm volatile(
+          "{ .reg .pred done;\n"
+          "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%1], %2;\n"
+          "selp.u32 %0, 1, 0, done; }"
+          : "=r"(done)
+          : "r"(address(&barrier)), "r"(phase)
+          : "memory");
+  }
+  // Writes to the same places of the block of that rank, and counts the bytes in at its barrier.
+  __device__ static void send(uint64_t* to, uint64_t number, uint64_t& barrier, unsigned rank) {
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u64 [%0], %1, [%2];" ::"r"(remote(to, rank)),
+        "l"(number), "r"(remote(&barrier, rank))
+        : "memory");
+  }
+  __device__ static void send(uint32_t* to, uint32_t number, uint64_t& barrier, unsigned rank) {
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(remote(to, rank)),
+        "r"(number), "r"(remote(&barrier, rank))
+        : "memory");
+  }
+  __device__ static void send(uint4* to, uint4 number, uint64_t& barrier, unsigned rank) {
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.u32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+            remote(to, rank)),
+        "r"(number.x), "r"(number.y), "r"(number.z), "r"(number.w), "r"(remote(&barrier, rank))
+        : "memory");
+  }
+#endif
+
  private:
-  Storage& storage_;
-  unsigned turn_ = 0;
+#if __CUDA_ARCH__ >= 900
+  __device__ static uint32_t address(const void* shared) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  }
+  __device__ static uint32_t remote(const void* shared, unsigned rank) {
+    uint32_t there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address(shared)), "r"(rank));
+    return there;
+  }
+  __device__ void join() {
+    if (!joined_) Cluster::wait();
+    joined_ = true;
+  }
+#endif
+
+  Storage& s_;
+  unsigned turn_ = 0, phases_ = 0;
+  bool joined_ = false;
 };
 
 // The lowest id with the largest logit, or -1 where nothing is above -inf.
 template <class T, bool kAdjusted>
-__device__ int32_t largest_id(const RowStretch<T>& row, Exchange& exchange) {
-  float best = -INFINITY;
-  int best_id = -1;
-  row.template each<kAdjusted>([&](int id, const auto& x) {
+__device__ int32_t largest_id(const TiledRow<T>& row, Exchange& exchange) {
+  int tile;
+  const float best = row.template largest<kAdjusted>(tile);
+  uint64_t mine = 0;
+  if (best > -INFINITY) {
+    float x[TiledRow<T>::kItems];
+    row.template read<kAdjusted>(tile, x);
+    int id = 0;
 #pragma unroll
-    for (int i = 0; i < RowStretch<T>::kItems; ++i) {  // a thread meets its ids in rising order: > keeps the lowest
-      if (x[i] > best) {
-        best = x[i];
-        best_id = id + i;
-      }
-    }
-  });
-  const uint64_t mine =
-      best_id < 0 ? 0 : static_cast<uint64_t>(order_key(best)) << 32 | ~static_cast<uint32_t>(best_id);
+    for (int i = TiledRow<T>::kItems - 1; i >= 0; --i)
+      if (x[i] == best) id = row.id_of(tile) + i;
+    mine = static_cast<uint64_t>(order_key(best)) << 32 | ~static_cast<uint32_t>(id);
+  }
   const uint64_t winner = exchange.max(mine);
   return winner == 0 ? -1 : static_cast<int32_t>(~static_cast<uint32_t>(winner));
 }

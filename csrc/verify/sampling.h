@@ -20,30 +20,18 @@ struct SamplingArrays {
   const int64_t* seeds;      // [num_slots]
 };
 
-// The lowest exponent t <= 0 whose weight is at least `share` of the largest weight: that of min-p.
-SD_HD float least_exponent(float share) {
-  if (!(share > 0)) return -INFINITY;
-  const double wanted = static_cast<double>(share < 1 ? share : 1.0f) * static_cast<double>(uint64_t{1} << kWeightBits);
-  const auto weight = static_cast<uint64_t>(wanted);
-  uint32_t low = 0,
-           high = float_bits(static_cast<float>(kWeightBits) + 1);  // of -t: weight(low) fits, weight(high) = 0
-  while (weight > 0 && high - low > 1) {
-    const uint32_t middle = low + (high - low) / 2;
-    (exp2_weight(-bits_float(middle)) >= weight ? low : high) = middle;
-  }
-  return weight > 0 ? -bits_float(low) : -INFINITY;
-}
-
 // One request's parameters.
 struct Sampler {
   bool greedy = true;
   float scale = 0;          // log2(e) / temperature
   int64_t top_k = 0;        // 0: off
   float top_p = 1;          // 1: off
-  float least = -INFINITY;  // exponent of min-p
+  uint64_t min_weight = 0;  // of min-p
   uint64_t seed = 0;
 
   SD_HD bool filters_by_key() const { return top_k > 0 || top_p < 1; }
+  // What a token weighs after min-p: the likeliest one weighs 2^40.
+  SD_HD uint64_t after_min_p(uint64_t weight) const { return weight >= min_weight ? weight : 0; }
 };
 
 SD_HD Sampler sampler_of(const SamplingArrays& a, int64_t slot, int64_t vocab) {
@@ -57,7 +45,10 @@ SD_HD Sampler sampler_of(const SamplingArrays& a, int64_t slot, int64_t vocab) {
 #endif
   if (a.top_k && a.top_k[slot] > 0 && a.top_k[slot] < vocab) s.top_k = a.top_k[slot];
   if (a.top_p && a.top_p[slot] < 1) s.top_p = a.top_p[slot];
-  if (a.min_p) s.least = least_exponent(a.min_p[slot]);
+  if (a.min_p && a.min_p[slot] > 0) {
+    const double share = a.min_p[slot] < 1 ? a.min_p[slot] : 1.0f;
+    s.min_weight = static_cast<uint64_t>(share * static_cast<double>(uint64_t{1} << kWeightBits));
+  }
   s.seed = static_cast<uint64_t>(a.seeds[slot]);
   return s;
 }

@@ -32,11 +32,8 @@ class TokenDraw {
     for (int64_t v = 0; v < vocab; ++v) scale_.max = std::max(scale_.max, logits_[v] = row[v]);
     if (scale_.max == -std::numeric_limits<float>::infinity()) return -1;
 
-    const float threshold = sampler.filters_by_key() ? threshold_of(sampler) : scale_.max - scale_.max;
-    const auto kept = [&](float x) {
-      if (sampler.filters_by_key() && !(x >= threshold)) return uint64_t{0};
-      return scale_.exponent(x) >= sampler.least ? scale_.weight(x) : 0;
-    };
+    const float threshold = sampler.filters_by_key() ? threshold_of(sampler) : -std::numeric_limits<float>::infinity();
+    const auto kept = [&](float x) { return x >= threshold ? sampler.after_min_p(scale_.weight(x)) : 0; };
     uint64_t total = 0, through = 0;
     for (float x : logits_) total += kept(x);
     const uint64_t drawn = drawn_weight(sampler.seed, position, total);

@@ -1,10 +1,12 @@
 // One cluster a request walks down its tree; its blocks share a row of logits (cluster_row.cuh) and all of them follow
-// the walk, so that a node costs one barrier of the cluster when it is greedy. Clusters are as large as the batch
-// leaves room for: 8 blocks at batch 1 to 32, 4 at 64, 1 from 256 on (2 blocks of 512 threads an SM).
+// the walk, so that a greedy node costs one round of messages between them. Clusters are as large as the batch leaves
+// room for: 8 blocks at batch 1 to 32, 4 at 64, 1 from 256 on (2 blocks of 512 threads an SM).
 //
-// Reads the rows of visited nodes alone, once for a greedy request (2 or 4 bytes x vocab a node) and once more, from
-// L2, for a sampled one. Where all rows together are few bytes they are fetched to L2 while the root is worked on: a
-// walk is a chain of memory latencies otherwise.
+// Reads the rows of visited nodes alone, once for a greedy request (2 or 4 bytes x vocab a node) and once more, from L1
+// or L2, for a sampled one. A walk is a chain of memory latencies and messages, about 1.5 us a node at batch 1;
+// fetching all rows beforehand makes it longer, because the rows of the path then wait for the others.
+#include <cuda_pipeline.h>
+
 #include "verify/draw_token.cuh"
 #include "verify/verify_tree.h"
 
@@ -12,27 +14,34 @@ namespace specdec {
 namespace {
 
 constexpr int kBlocksPerSm = 2;
-constexpr int64_t kPrefetchBytes = 16 << 20;  // of logits in all, at most a third of the L2 of an H100
 
-// Asks for all rows but the root's, each thread a part.
-template <class T>
-__device__ void prefetch_rows(const VerifyTreeParams& p, int64_t b, int32_t size) {
-#if __CUDA_ARCH__ >= 900
-  constexpr int64_t kPart = 2048;
-  const int64_t parts =
-      (p.vocab * static_cast<int64_t>(sizeof(T)) - 16) / kPart;  // whole ones, wherever 16 bytes align
-  for (int64_t i = Cluster::rank() * kRowThreads + threadIdx.x; i < (size - 1) * parts;
-       i += Cluster::size() * kRowThreads) {
-    const auto row = reinterpret_cast<uintptr_t>(logit_row<T>(p, b, 0, 1 + i / parts).logits);
-    const uintptr_t part = (row + 15) / 16 * 16 + i % parts * kPart;
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(part), "r"(static_cast<uint32_t>(kPart)));
+// A tree in shared memory, copied while the root's logits are on their way.
+struct SharedTree {
+  TreeNode* nodes;     // [num_nodes]
+  int32_t* positions;  // [num_nodes]
+
+  __device__ TreeNode operator()(int32_t i) const { return nodes[i]; }
+
+  __device__ void copy(const VerifyTreeParams& p, int64_t b) const {
+    const int64_t first = b * p.links.num_nodes;
+    for (int i = threadIdx.x; i < p.links.num_nodes; i += kRowThreads) {
+      __pipeline_memcpy_async(&nodes[i].token, p.links.tokens + first + i, 4);
+      __pipeline_memcpy_async(&nodes[i].parent, p.links.parents + first + i, 4);
+      __pipeline_memcpy_async(&nodes[i].first_child, p.links.first_child + first + i, 4);
+      __pipeline_memcpy_async(&nodes[i].next_sibling, p.links.next_sibling + first + i, 4);
+      __pipeline_memcpy_async(&positions[i], p.positions + first + i, 4);
+    }
+    __pipeline_commit();
   }
-#endif
-}
+  __device__ static void wait() {
+    __pipeline_wait_prior(0);
+    __syncthreads();
+  }
+};
 
 template <class T, bool kAdjusted, bool kSampled>
-__global__ void __launch_bounds__(kRowThreads, kBlocksPerSm) verify_tree_kernel(VerifyTreeParams p, bool prefetch) {
-  extern __shared__ TreeNode shared_nodes[];  // [num_nodes]
+__global__ void __launch_bounds__(kRowThreads, kBlocksPerSm) verify_tree_kernel(VerifyTreeParams p) {
+  extern __shared__ TreeNode shared_nodes[];
   __shared__ Exchange::Storage exchange_storage;
   __shared__ typename std::conditional_t<kSampled, DrawStorage, char> draw_storage;
   begin_kernel();
@@ -45,30 +54,36 @@ __global__ void __launch_bounds__(kRowThreads, kBlocksPerSm) verify_tree_kernel(
   const int32_t size = slot < 0 ? 0 : tree_size(p.tree_sizes[b], p.links.num_nodes, bits);
 
   if (size > 0) {
-    if (prefetch) prefetch_rows<T>(p, b, size);
-    for (int i = threadIdx.x; i < size; i += kRowThreads) shared_nodes[i] = read_node(p.links, b, i);
-    const auto nodes = [](int32_t i) { return shared_nodes[i]; };
-    Exchange exchange(exchange_storage);
+    const SharedTree tree{shared_nodes, reinterpret_cast<int32_t*>(shared_nodes + p.links.num_nodes)};
+    tree.copy(p, b);
     Sampler sampler;
-    if (kSampled) sampler = sampler_of(p.sampling, slot, p.vocab);
-    Cluster::sync();  // every block has begun, and the tree is in shared memory
+    unsigned list_phase = 0;
+    if constexpr (kSampled) {
+      sampler = sampler_of(p.sampling, slot, p.vocab);
+      TokenDraw<T, kAdjusted>::init(draw_storage);
+    }
+    Exchange exchange(exchange_storage);
+    if (!sampler.greedy) tree.wait();  // for the position
 
     for (int32_t node = 0; node >= 0;) {
       const LogitRow<T> row = logit_row<T>(p, b, slot, node);
       int32_t token;
+      bool drawn = false;
       if constexpr (kSampled) {
-        token = sampler.greedy ? largest_id<T, kAdjusted>(RowStretch<T>(row, p.vocab), exchange)
-                               : TokenDraw<T, kAdjusted>(row, p.vocab, sampler, exchange, draw_storage)
-                                     .token(position_after(p, b, node));
-      } else {
-        token = largest_id<T, kAdjusted>(RowStretch<T>(row, p.vocab), exchange);
+        if (!sampler.greedy) {
+          const auto position = static_cast<uint32_t>(tree.positions[node]) + 1;
+          token = TokenDraw<T, kAdjusted>(row, p.vocab, sampler, exchange, draw_storage, list_phase).token(position);
+          drawn = true;
+        }
       }
+      if (!drawn) token = largest_id<T, kAdjusted>(TiledRow<T>(row, p.vocab), exchange);
+      if (node == 0) tree.wait();
+
       if (token < 0) bits |= kBadLogits;
       if (token < 0 || !out.emit(token, node, leads)) break;
-      node = find_child(nodes, size, node, token);
+      node = find_child(tree, size, node, token);
       if (node == kMalformed) bits |= kBadTree;
     }
-    if (kSampled) Cluster::sync();  // no block leaves while another reads its list
   }
   if (leads) {
     if (bits) set_status(p.status, slot, bits);
@@ -79,15 +94,14 @@ __global__ void __launch_bounds__(kRowThreads, kBlocksPerSm) verify_tree_kernel(
 
 template <class T, bool kAdjusted, bool kSampled>
 void start(const VerifyTreeParams& p, Stream stream) {
-  constexpr int64_t kUseful = kRowThreads * RowStretch<T>::kItems;  // ids that keep a block busy
+  constexpr int64_t kUseful = kRowThreads * TiledRow<T>::kItems;  // ids that keep a block busy
   const unsigned cluster = cluster_size("verify_tree", p.batch, kBlocksPerSm, p.vocab / kUseful);
-  const int64_t row_bytes = p.vocab * static_cast<int64_t>(sizeof(T));
   launch("verify_tree", verify_tree_kernel<T, kAdjusted, kSampled>,
          {.grid = grid_x("verify_tree", p.batch * cluster),
           .threads = kRowThreads,
-          .shared_bytes = static_cast<size_t>(p.links.num_nodes) * sizeof(TreeNode),
+          .shared_bytes = static_cast<size_t>(p.links.num_nodes) * (sizeof(TreeNode) + sizeof(int32_t)),
           .cluster = cluster},
-         stream, p, p.batch * p.links.num_nodes * row_bytes <= kPrefetchBytes);
+         stream, p);
 }
 
 }  // namespace
