@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ from .timing import Call, Times, cpu_time, gpu_time
 
 Params = dict[str, Any]
 
-MAX_INPUT_SETS = 64
+MAX_INPUT_SETS = 256
+INPUTS_SHARE = 0.25  # of the GPU's memory, for all sets together
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,12 @@ class Work:
     bytes_moved: int  # through memory at least: each input read once, each output written once
     flops: int = 0  # only where arithmetic, not memory, may be the limit
     restore: Call | None = None  # puts back what a call changes, for ops that advance state
-    baseline: Baseline | None = None
+    baseline: Baseline | None = None  # plain torch
+    peers: Sequence[Baseline] = ()  # other packages' kernels, where they are installed (peers/)
+
+    @property
+    def others(self) -> tuple[Baseline, ...]:
+        return (*([] if self.baseline is None else [self.baseline]), *self.peers)
 
 
 @dataclass(frozen=True)
@@ -48,18 +54,31 @@ class Case:
     make: Callable[[torch.device, Params], Work]
     cpu_grid: Mapping[str, Sequence[Any]] | None = None  # where the GPU's sizes would take minutes on a CPU
     devices: tuple[str, ...] = ("cpu", "cuda")
+    base: Params | None = None  # where all combinations are too many: the size around which one parameter varies
 
-    def sizes(self, device: torch.device, quick: bool = False, **chosen: Sequence[Any]) -> Iterator[Params]:
-        """All combinations, or with `quick` the smallest; `chosen` replaces a parameter's values in either."""
+    def sizes(
+        self, device: torch.device, quick: bool = False, full: bool = False, **chosen: Sequence[Any]
+    ) -> Iterator[Params]:
+        """The sizes to measure: without `base`, or with `full`, all combinations; else `base` and around it each
+        parameter's values, one parameter at a time. With `quick` the smallest. `chosen` fixes parameters to values,
+        of which every combination is measured.
+        """
         grid = dict(self.cpu_grid if self.cpu_grid is not None and device.type == "cpu" else self.grid)
-        if quick:
-            grid = {name: values[:1] for name, values in grid.items()}
         unknown = set(chosen) - set(grid)
         if unknown:
             raise ValueError(f"{self.op} has no {' or '.join(sorted(unknown))}, its parameters are {', '.join(grid)}")
-        grid |= chosen
-        for values in itertools.product(*grid.values()):
-            yield dict(zip(grid, values, strict=True))
+
+        free = {name: values[:1] if quick else values for name, values in grid.items() if name not in chosen}
+        if self.base is None or quick or full:
+            rest = [dict(zip(free, values, strict=True)) for values in itertools.product(*free.values())]
+        else:
+            base = {name: self.base[name] if self.base[name] in free[name] else free[name][0] for name in free}
+            around = [base | {name: value} for name in free for value in free[name]]
+            rest = [size for i, size in enumerate(around) if size not in around[:i]] or [{}]
+        for values in itertools.product(*chosen.values()):
+            for size in rest:
+                size = size | dict(zip(chosen, values, strict=True))
+                yield {name: size[name] for name in grid}
 
     def smallest(self, device: torch.device) -> Params:
         return next(self.sizes(device, quick=True))
@@ -79,8 +98,7 @@ class Result:
     flops: int = 0
     floor: float | None = None
     cold: bool = False  # inputs rotated through more than the L2 cache
-    baseline_name: str | None = None
-    baseline: Times | None = None
+    baselines: Mapping[str, Times] = field(default_factory=dict)
 
     @property
     def of_floor(self) -> float | None:
@@ -89,16 +107,16 @@ class Result:
 
 
 def check(work: Work) -> None:
-    """One call, and one of the baseline, each against the reference. Raises WrongResult."""
+    """One call, and one of each baseline, each against the reference. Raises WrongResult."""
     if work.restore is not None:
         work.restore()
     work.call()
     work.check()
-    if work.baseline is not None:
+    for other in work.others:
         try:
-            work.baseline.check(work.baseline.call())
+            other.check(other.call())
         except WrongResult as error:
-            raise WrongResult(f"baseline {work.baseline.name}: {error}") from error
+            raise WrongResult(f"baseline {other.name}: {error}") from error
 
 
 def measure(case: Case, params: Params, device: torch.device, ceilings: Ceilings) -> Result:
@@ -111,32 +129,42 @@ def measure(case: Case, params: Params, device: torch.device, ceilings: Ceilings
 
     floor = max(first.bytes_moved / ceilings.bytes_per_second, first.flops / ceilings.flops_per_second)
     shape |= {"bytes_moved": first.bytes_moved, "flops": first.flops, "floor": floor}
-    if first.baseline is not None:
-        shape["baseline_name"] = first.baseline.name
     timed = on_gpu(case, params, device, first) if device.type == "cuda" else on_cpu(first)
     return Result(**shape, **timed)
 
 
 def on_gpu(case: Case, params: Params, device: torch.device, first: Work) -> dict[str, Any]:
-    cache = 2 * torch.cuda.get_device_properties(device).L2_cache_size
-    sets = min(MAX_INPUT_SETS, -(-cache // max(first.bytes_moved, 1)))
-    works = [first, *(case.make(device, params) for _ in range(sets - 1))]
+    works, cold = input_sets(case, params, device, first)
     restores = [work.restore for work in works if work.restore is not None] or None
-    timed: dict[str, Any] = {
+    return {
         "time": gpu_time([work.call for work in works], restores),
         "host": cpu_time([first.call], after_round=torch.cuda.synchronize)[0],
-        "cold": sets * first.bytes_moved >= cache,
+        "cold": cold,
+        "baselines": {
+            other.name: gpu_time([work.others[i].call for work in works]) for i, other in enumerate(first.others)
+        },
     }
-    baselines = [work.baseline.call for work in works if work.baseline is not None]
-    if baselines:
-        timed["baseline"] = gpu_time(baselines)
-    return timed
+
+
+def input_sets(case: Case, params: Params, device: torch.device, first: Work) -> tuple[list[Work], bool]:
+    """Enough input sets that rotating through them leaves nothing of one in the L2 cache, and whether it is so.
+
+    Inputs too small for that, even MAX_INPUT_SETS of them, are measured in a single set: warm, as in a round, where
+    the kernel before has just written them.
+    """
+    cache = 2 * torch.cuda.get_device_properties(device).L2_cache_size
+    sets = -(-cache // max(first.bytes_moved, 1))
+    if sets > MAX_INPUT_SETS:
+        return [first], False
+    works, used = [first], torch.cuda.memory_allocated(device)
+    room = INPUTS_SHARE * torch.cuda.get_device_properties(device).total_memory
+    while len(works) < sets and torch.cuda.memory_allocated(device) - used < room:
+        works.append(case.make(device, params))
+    return works, len(works) == sets
 
 
 def on_cpu(work: Work) -> dict[str, Any]:
     if work.restore is not None:
         return {"time": cpu_time([work.call], restores=[work.restore])[0]}
-    if work.baseline is None:
-        return {"time": cpu_time([work.call])[0]}
-    ours, theirs = cpu_time([work.call, work.baseline.call])
-    return {"time": ours, "baseline": theirs}
+    ours, *theirs = cpu_time([work.call, *(other.call for other in work.others)])
+    return {"time": ours, "baselines": {other.name: t for other, t in zip(work.others, theirs, strict=True)}}

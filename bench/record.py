@@ -17,7 +17,7 @@ from specdec_kernels.cli.info import driver_version
 from .ceilings import Ceilings
 from .harness import Result
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 def record(results: list[Result], device: torch.device, ceilings: Ceilings | None, command: str) -> dict[str, Any]:
@@ -57,8 +57,7 @@ def line(r: Result) -> dict[str, Any]:
         "bytes": r.bytes_moved,
         "flops": r.flops,
         "cold": r.cold,
-        "baseline": r.baseline_name,
-        "baseline_us": micro(r.baseline.median if r.baseline else None),
+        "baselines": {name: micro(times.median) for name, times in r.baselines.items()},
     }
 
 

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from specdec_kernels.cli.bench import number, text_of
+from specdec_kernels.cli.bench import COLUMNS, names_of_others, row, text_of
 
 HEAD = """\
 # Benchmarks
@@ -53,22 +53,14 @@ def section(name: str, run: dict[str, Any]) -> str:
 
 
 def op_table(results: list[dict[str, Any]]) -> list[str]:
-    columns = ["size", "time us", "p90 us", "host us", "floor us", "of floor", "inputs", "baseline us", "ratio"]
+    others = names_of_others(results)
+    columns = [*COLUMNS[1:], *(f"{name} us" for name in others)]
     lines = ["| " + " | ".join(columns) + " |", "|---|" + "---:|" * (len(columns) - 1)]
     for r in results:
         if r["error"]:
             lines.append(f"| {text_of(r['params'])} | wrong result: {r['error']} |" + " |" * (len(columns) - 2))
-            continue
-        ratio = f"{r['baseline_us'] / r['time_us']:.2f}" if r["baseline_us"] and r["time_us"] else ""
-        cells = [
-            text_of(r["params"]),
-            *(number(r[key]) for key in ("time_us", "p90_us", "host_us", "floor_us")),
-            f"{r['of_floor']:.0%}" if r["of_floor"] else "",
-            "cold" if r["cold"] else "warm",
-            f"{number(r['baseline_us'])} ({r['baseline']})" if r["baseline"] else "",
-            ratio,
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
+        else:
+            lines.append("| " + " | ".join(row(r, others)[1:]) + " |")
     return lines
 
 

@@ -14,6 +14,7 @@ Call = Callable[[], object]
 
 CALLS_PER_GRAPH = 20
 REPLAYS = 40  # medians are of at least 30
+SLOW_SECONDS = 1e-3  # a call beside which the launch of a graph is nothing
 ROUND_SECONDS = 2e-3
 MAX_SECONDS = 2.0  # of host timing; a slow op gets fewer rounds, never fewer than MIN_ROUNDS
 MIN_ROUNDS, MAX_ROUNDS = 5, 40
@@ -38,17 +39,26 @@ def times_of(samples: Sequence[float]) -> Times:
 def gpu_time(calls: Sequence[Call], restores: Sequence[Call] | None = None) -> Times:
     """Time per call on the GPU of the calls, each on its own inputs, captured into one CUDA graph.
 
-    About CALLS_PER_GRAPH calls a graph, so that the launch of the graph itself does not count. With `restores`, which
-    put back what a call changed, each call is preceded by its restore, and the time of a graph of the restores alone
-    is taken off; best and p90 are then approximate.
+    About CALLS_PER_GRAPH calls a graph, so that the launch of the graph itself does not count; of a slow call, one.
+    With `restores`, which put back what a call changed, each call is preceded by its restore, and the time of a graph
+    of the restores alone is taken off; best and p90 are then approximate.
     """
-    repeats = max(1, CALLS_PER_GRAPH // len(calls))
+    repeats = 1 if is_slow(calls[0]) else max(1, CALLS_PER_GRAPH // len(calls))
     n = repeats * len(calls)
     if restores is None:
         return times_of([seconds / n for seconds in replay_seconds(list(calls) * repeats)])
     both = list(itertools.chain.from_iterable(zip(restores, calls, strict=True))) * repeats
     alone = median(replay_seconds(list(restores) * repeats))
     return times_of([max(seconds - alone, 0.0) / n for seconds in replay_seconds(both)])
+
+
+def is_slow(call: Call) -> bool:
+    call()  # loads, or even compiles
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start > SLOW_SECONDS
 
 
 def replay_seconds(calls: Sequence[Call]) -> list[float]:

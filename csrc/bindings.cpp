@@ -19,6 +19,8 @@
 #include "verify/verify_tree.h"
 // --- kv
 #include "kv/alloc_pages.h"
+#include "kv/copy_kv.h"
+#include "kv/fork_pages.h"
 #include "kv/free_pages.h"
 #include "kv/move_kv.h"
 #include "kv/write_kv.h"
@@ -269,8 +271,10 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
   // --- kv
   m.def("alloc_pages", &alloc_pages, "top page tables up to the rows about to be written");
   m.def("free_pages", &free_pages, "take back the pages beyond the rows that slots keep");
+  m.def("fork_pages", &fork_pages, "give empty slots the first rows of other slots, by reference");
   m.def("write_kv", &write_kv, "scatter the valid rows of new K and V into the slots' pages");
   m.def("move_kv", &move_kv, "bring the KV rows of an accepted path together, in every layer");
+  m.def("copy_kv", &copy_kv, "copy rows of one slot to the same rows of another, in every layer");
 
   // --- ngram
   py::class_<NgramIndex>(m, "NgramIndex", "n-gram index: drafts from text seen before")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import subprocess
 import sys
@@ -15,9 +16,10 @@ import torch
 import specdec_kernels
 from specdec_kernels import cli
 from specdec_kernels._op_list import public_ops
-from specdec_kernels.bench import cases, report, timing
+from specdec_kernels.bench import cases, plot, report, timing
 from specdec_kernels.bench.compare import WrongResult, expect_close, expect_equal, expect_near
 from specdec_kernels.bench.harness import Baseline, Case, Work
+from specdec_kernels.cli import bench
 
 Capture = pytest.CaptureFixture[str]
 
@@ -149,14 +151,14 @@ def test_bench_one_op(capsys: Capture, tmp_path: Path, short_rounds: None) -> No
     assert "of floor" in text and "batch=3 " in text
     run = json.loads(file.read_text())
     assert run.keys() == {"schema", "date", "command", "specdec_kernels", "machine", "ceilings", "results"}
-    assert run["schema"] == 1
+    assert run["schema"] == 2
     assert run["command"].startswith("specdec bench select_topk --quick")
     assert run["machine"].keys() == {"device", "name", "driver", "torch", "python"}
     assert run["ceilings"].keys() == {"copy_gb_s", "read_gb_s", "tflop_s"}
     assert [r["params"]["batch"] for r in run["results"]] == [2, 3]
     for r in run["results"]:
         assert r["error"] is None and r["time_us"] > 0 and r["p90_us"] >= r["time_us"]
-        assert r["floor_us"] > 0 and r["bytes"] > 0 and r["baseline"] == "torch" and r["baseline_us"] > 0
+        assert r["floor_us"] > 0 and r["bytes"] > 0 and r["baselines"]["torch"] > 0
 
 
 def test_results_readme_defines_every_field() -> None:
@@ -179,7 +181,7 @@ def test_call_overhead(capsys: Capture, tmp_path: Path) -> None:
     assert "_C.noop8, torch" in capsys.readouterr().out
 
 
-def doubling(wrong: bool = False, wrong_baseline: bool = False) -> Case:
+def doubling(wrong: bool = False, wrong_baseline: bool = False, wrong_peer: bool = False) -> Case:
     """A case of an op that doubles numbers, and forgets the last one if `wrong`."""
 
     def make(device: torch.device, params: dict[str, Any]) -> Work:
@@ -196,6 +198,7 @@ def doubling(wrong: bool = False, wrong_baseline: bool = False) -> Case:
             check=lambda: expect_equal("out", out, 2 * numbers),
             bytes_moved=2 * numbers.nbytes,
             baseline=Baseline("adding", lambda: numbers + numbers + wrong_baseline, lambda o: expect_equal("sum", o, 2 * numbers)),
+            peers=[Baseline("shifting", lambda: (numbers << 1) - int(wrong_peer), lambda o: expect_equal("shift", o, 2 * numbers))],
         )  # fmt: skip
 
     return Case("doubling", {"batch": (4, 5)}, make)
@@ -206,8 +209,9 @@ def doubling(wrong: bool = False, wrong_baseline: bool = False) -> Case:
     [
         (doubling(wrong=True), "out differs in 1 of 4 elements, first at [3]: got 0, expected 6"),
         (doubling(wrong_baseline=True), "baseline adding: sum differs in 4 of 4 elements, first at [0]: got 1, expected 0"),
+        (doubling(wrong_peer=True), "baseline shifting: shift differs in 4 of 4 elements, first at [0]: got -1, expected 0"),
     ],
-    ids=["op", "baseline"],
+    ids=["op", "baseline", "peer"],
 )  # fmt: skip
 def test_a_wrong_result_gets_no_time(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, short_rounds: None, case: Case, message: str
@@ -220,14 +224,51 @@ def test_a_wrong_result_gets_no_time(
     assert "WRONG" in captured.out
     (result,) = json.loads(file.read_text())["results"]
     assert result["error"] == message
-    assert [result[key] for key in ("time_us", "p90_us", "host_us", "of_floor", "baseline_us")] == [None] * 5
+    assert [result[key] for key in ("time_us", "p90_us", "host_us", "of_floor")] == [None] * 4
+    assert result["baselines"] == {}
 
 
 def test_a_right_result_gets_a_time(capsys: Capture, monkeypatch: pytest.MonkeyPatch, short_rounds: None) -> None:
     monkeypatch.setattr(cases, "CASES", {"doubling": doubling()})
-    assert cli.main(["bench", "all", "--device", "cpu", "--dtype", "float32"]) == 0  # call_overhead has no dtype
+    assert cli.main(["bench", "all", "--device", "cpu", "--batch", "4,5"]) == 0  # call_overhead has no batch
     text = capsys.readouterr().out
-    assert "batch=4" in text and "batch=5" in text and "adding" in text
+    assert "batch=4" in text and "batch=5" in text and "adding us" in text and "shifting us" in text
+
+
+def test_sizes_of_a_case() -> None:
+    cpu = torch.device("cpu")
+    grid = {"batch": (1, 2, 8), "nodes": (4, 16), "dtype": ("float32", "float16")}
+    product = Case("op", grid, doubling().make)
+    assert len(list(product.sizes(cpu))) == 12
+    assert list(product.sizes(cpu, quick=True)) == [{"batch": 1, "nodes": 4, "dtype": "float32"}]
+
+    case = Case("op", grid, doubling().make, base={"batch": 2, "nodes": 16, "dtype": "float32"})
+
+    def sizes(**arguments: Any) -> list[tuple[Any, ...]]:
+        return [tuple(size.values()) for size in case.sizes(cpu, **arguments)]
+
+    around = [(1, 16, "float32"), (2, 16, "float32"), (8, 16, "float32"), (2, 4, "float32"), (2, 16, "float16")]
+    assert sizes() == around
+    assert sizes(quick=True) == [(1, 4, "float32")]
+    assert sizes(full=True) == list(itertools.product(*grid.values()))
+    assert sizes(batch=[3], nodes=[5, 6], dtype=["float16"]) == [(3, 5, "float16"), (3, 6, "float16")]
+    assert sizes(batch=[3, 4], nodes=[16]) == [(b, 16, t) for b in (3, 4) for t in ("float32", "float16")]
+
+
+def test_every_parameter_is_an_option() -> None:
+    grids = [grid for case in cases.CASES.values() for grid in (case.grid, case.cpu_grid or {}, case.base or {})]
+    assert {name for grid in grids for name in grid} == {*bench.NUMBERS, *bench.WORDS}
+    for case in cases.CASES.values():
+        for name, values in case.grid.items():
+            assert name in bench.NUMBERS or set(values) <= set(bench.WORDS[name])
+        assert case.base is None or case.base.keys() == case.grid.keys()
+
+
+def test_parameters_as_options(capsys: Capture) -> None:
+    arguments = ["--batch", "2", "--nodes", "4,5", "--k", "3", "--device", "cpu"]
+    assert cli.main(["bench", "build_tree", *arguments]) == 0
+    text = capsys.readouterr().out
+    assert text.count("build_tree") == 2 and "batch=2 nodes=4 k=3" in text and "batch=2 nodes=5 k=3" in text
 
 
 @pytest.mark.parametrize(
@@ -235,9 +276,19 @@ def test_a_right_result_gets_a_time(capsys: Capture, monkeypatch: pytest.MonkeyP
     [
         (["nosuchop"], "specdec bench: there is no op nosuchop, expected one of doubling, call_overhead\n"),
         (["doubling", "--json", "/nowhere/x.json"], "specdec bench: --json /nowhere/x.json is in no existing folder\n"),
+        (["doubling", "--plot", "/nowhere/x.png"], "specdec bench: --plot /nowhere/x.png is in no existing folder\n"),
+        (
+            ["doubling", "--plot", "x.txt"],
+            "specdec bench: --plot x.txt is no picture, expected a name in .png or .svg or .pdf\n",
+        ),
         (["doubling", "--dtype", "float32"], "specdec bench: doubling has no dtype, its parameters are batch\n"),
+        (
+            ["doubling", "--nodes", "4", "--num-steps", "1"],
+            "specdec bench: doubling has no nodes or num_steps, its parameters are batch\n",
+        ),
+        (["call_overhead", "--batch", "4"], "specdec bench: none of these ops has batch\n"),
     ],
-    ids=["op", "json", "parameter"],
+    ids=["op", "json", "plot", "picture", "parameter", "parameters", "overhead"],
 )
 def test_bench_refuses(capsys: Capture, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str) -> None:
     monkeypatch.setattr(cases, "CASES", {"doubling": doubling()})
@@ -252,13 +303,56 @@ def test_bench_without_a_gpu(capsys: Capture) -> None:
 
 
 @pytest.mark.parametrize(
-    "option", [["--batch", "1,x"], ["--batch", "-1"], ["--dtype", "int8"], ["--device", "tpu"]], ids=" ".join
+    "option",
+    [["--batch", "1,x"], ["--nodes", "-1"], ["--dtype", "int8"], ["--mode", "tree,bush"], ["--device", "tpu"]],
+    ids=" ".join,
 )
 def test_bench_rejects_values(capsys: Capture, option: list[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         cli.main(["bench", "select_topk", *option])
     assert stop.value.code == 2
     assert option[0] in capsys.readouterr().err
+
+
+# --- plots ------------------------------------------------------------------------------------------------------------
+
+
+def test_plot(capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, short_rounds: None) -> None:
+    monkeypatch.setattr(cases, "CASES", {"doubling": doubling()})
+    picture, record = tmp_path / "x.png", tmp_path / "x.json"
+    assert cli.main(["bench", "all", "--device", "cpu", "--quick", "--plot", str(picture), "--json", str(record)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    plot.main([str(record), str(tmp_path / "again.svg")])
+    assert "adding" in (tmp_path / "again.svg").read_text()
+
+
+def test_plot_needs_matplotlib(capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find_spec(name))
+    assert cli.main(["bench", "select_topk", "--quick", "--device", "cpu", "--plot", str(tmp_path / "x.png")]) == 2
+    assert capsys.readouterr().err == 'specdec bench --plot needs matplotlib: pip install "specdec-kernels[bench]"\n'
+
+
+def results_of(sizes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{"op": "op", "params": size, "time_us": 1.0, "floor_us": 0.5, "baselines": {}} for size in sizes]
+
+
+def test_panels_of_a_product_and_of_one_parameter_at_a_time() -> None:
+    grid = {"batch": (1, 2, 8), "nodes": (4, 16), "dtype": ("float32", "float16")}
+    base = {"batch": 2, "nodes": 16, "dtype": "float32"}
+    cpu = torch.device("cpu")
+
+    product = results_of([*Case("op", grid, doubling().make).sizes(cpu)])
+    ((parameter, results),) = plot.panels_of(product)
+    assert parameter == "batch" and results == product
+    assert len(plot.lines_of(results, "batch")) == 4
+
+    around = results_of([*Case("op", grid, doubling().make, base=base).sizes(cpu)])
+    panels = {parameter: [r["params"][parameter] for r in results] for parameter, results in plot.panels_of(around)}
+    assert panels == {"batch": [1, 2, 8, 2], "nodes": [16, 4]}  # float16 has a single point, in the first panel
+
+    alone = results_of([{"batch": 4}])
+    assert plot.panels_of(alone) == [("batch", alone)]
 
 
 # --- comparisons, restores, the report --------------------------------------------------------------------------------

@@ -192,5 +192,3 @@ def test_messages_of_parameters() -> None:
         Speculation("EAGLE3", "x", topk=65)
     with pytest.raises(ValueError, match="SamplingParams: max_new_tokens is 0, expected at least 1"):
         SamplingParams(max_new_tokens=0)
-    with pytest.raises(NotImplementedError, match=r"SamplingParams: temperature is 0.7, expected 0"):
-        SamplingParams(temperature=0.7)

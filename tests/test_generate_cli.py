@@ -32,6 +32,17 @@ def test_default_run_into_a_pipe(capsys: Capture) -> None:
         assert word in captured.out
 
 
+def test_sampling(capsys: Capture) -> None:
+    """Both runs draw with one seed, so their texts are the same; that seed, printed, repeats them."""
+    sampled = ["--max-new-tokens", "24", "--temperature", "1.1", "--top-k", "40", "--top-p", "0.95", "--min-p", "0.01"]
+    assert generate(*sampled) == 0
+    first = capsys.readouterr().out
+    assert "EAGLE3 produced the same tokens" in first
+    seed = first.partition("sampled with --seed ")[2].split()[0]
+    assert generate(*sampled, "--seed", seed, "--no-compare") == 0
+    assert capsys.readouterr().out.partition("\n\ngreen:")[0] == first.partition("\n\ngreen:")[0]
+
+
 def test_a_narrow_terminal_breaks_no_text(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = "def f(" + ", ".join(f"argument_{i}" for i in range(20)) + "):\n    return"
     texts = []
@@ -54,6 +65,8 @@ def test_a_narrow_terminal_breaks_no_text(capsys: Capture, monkeypatch: pytest.M
             "Speculation: draft_model is None, expected a path or hub id for EAGLE3",
         ),
         (["--max-new-tokens", "0"], "SamplingParams: max_new_tokens is 0, expected at least 1"),
+        (["--temperature", "-1"], "SamplingParams: temperature is -1.0, expected a number from 0 (greedy) on"),
+        (["--temperature", "1", "--top-p", "0"], "SamplingParams: top_p is 0.0, expected above 0 and at most 1"),
         (["--page-size", "0"], "Engine: page_size is 0, expected at least 1"),
         ([""], "generate: prompts[0] is empty, expected at least 1 token"),
         (["--device", "meta"], "Engine: device is meta, expected cpu or cuda"),

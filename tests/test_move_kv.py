@@ -102,6 +102,34 @@ def test_strided_and_unaligned(device: torch.device, shift: int) -> None:
     assert_same_bytes(both, want)
 
 
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_long_paths_stop_at_their_first_bad_entry(device: torch.device, page_size: int) -> None:
+    """Paths of more entries than a warp has lanes, one of which does not rise or leads out of the table."""
+    batch, width, nodes = 12, 90, 120
+    table, num_pages = page_table(batch, -(-160 // page_size))
+    path, num_valid = random_paths(batch, width, nodes)
+    num_valid[:4] = width
+    path[:4] = torch.stack([torch.randperm(nodes)[:width].sort().values for _ in range(4)]).to(INT)
+    path[:4, 0] = 0
+    path[0, 2:] = torch.arange(width - 2) + 3  # in place up to the second entry
+    status = torch.zeros(batch, dtype=INT)
+    good = num_valid.clone()
+    for b in range(1, batch):
+        if good[b] > 1:
+            at = int(torch.randint(1, int(good[b]), ()))
+            path[b, at], status[b] = (path[b, at - 1], BAD_TREE) if b % 2 else (2**31 - 1, BAD_LENGTH)
+            good[b] = at
+    seq_lens = torch.randint(0, 30, (batch,), dtype=INT)
+    pools = [torch.randn(2, num_pages, page_size, 1, 8) for _ in range(2)]
+    got, got_status = [pool.to(device, copy=True) for pool in pools], torch.zeros(batch, dtype=INT, device=device)
+    where = [x.to(device) for x in (table, path, num_valid, seq_lens)]
+    sd.move_kv(*got, *where, status=got_status)
+    reference.move_kv(*pools, table, path, good, seq_lens)
+    assert_same_bytes(got[0], pools[0])
+    assert_same_bytes(got[1], pools[1])
+    assert got_status.tolist() == status.tolist()
+
+
 def test_nan_moves_as_bytes(device: torch.device) -> None:
     pool = poisoned(1, 4, 1, 1, 1).to(device)
     pool[0, 1] = 5.0

@@ -1,111 +1,20 @@
-"""alloc_pages and free_pages: page conservation after every call of random interleavings, and each rule by hand."""
+"""alloc_pages and free_pages: each rule by hand. Random sequences of calls are in test_page_sequences.py."""
 
 from __future__ import annotations
-
-from collections import Counter
 
 import pytest
 import torch
 
 import specdec_kernels as sd
+from page_pools import TwoPools
+from paged import INT
 from specdec_kernels.reference import kv as reference
 
-INT = torch.int32
 STALLED, BAD_PAGE, BAD_LENGTH = (int(bit) for bit in (sd.Status.STALLED, sd.Status.BAD_PAGE, sd.Status.BAD_LENGTH))
-
-
-class TwoPools:
-    """The op's pool on a device and the reference's on the host, driven together and compared after every call."""
-
-    def __init__(self, device: torch.device, num_pages: int, num_slots: int, max_pages: int, page_size: int) -> None:
-        self.device = device
-        self.pool = sd.make_page_pool(num_pages, num_slots, max_pages, page_size, torch.empty(0, device=device))
-        self.model = sd.make_page_pool(num_pages, num_slots, max_pages, page_size, torch.empty(0))
-        self.status = torch.zeros(num_slots, dtype=INT, device=device)
-        self.model_status = torch.zeros(num_slots, dtype=INT)
-        self.num_slots = num_slots
-
-    def alloc(self, lens: list[int], reserve: int = 0, slots: list[int] | None = None) -> None:
-        host_lens, host_slots = self._ints(lens), None if slots is None else self._ints(slots)
-        reference.alloc_pages(self.model, host_lens, reserve, host_slots, self.model_status)
-        sd.alloc_pages(self.pool, self._put(host_lens), reserve, slots=self._put(host_slots), status=self.status)
-        self.compare()
-
-    def free(self, keep_lens: list[int], slots: list[int] | None = None) -> None:
-        host_lens, host_slots = self._ints(keep_lens), None if slots is None else self._ints(slots)
-        reference.free_pages(self.model, host_lens, host_slots, self.model_status)
-        sd.free_pages(self.pool, self._put(host_lens), slots=self._put(host_slots), status=self.status)
-        self.compare()
-
-    def share(self, source: int, target: int) -> None:
-        """What a fork does to whole pages: the empty slot `target` becomes another owner of all of `source`'s."""
-        for pool in (self.pool, self.model):
-            count = int(pool.page_counts[source])
-            pages = pool.page_table[source, :count].clone()
-            pool.page_table[target, :count] = pages
-            pool.page_counts[target] = count
-            pool.page_refs[pages.long()] += 1
-
-    def set_entry(self, slot: int, index: int, page: int) -> None:
-        for pool in (self.pool, self.model):
-            pool.page_table[slot, index] = page
-
-    def table(self, slot: int) -> list[int]:
-        return self.pool.page_table[slot, : int(self.pool.page_counts[slot])].tolist()
-
-    def compare(self) -> None:
-        num_free = int(self.model.num_free)
-        for name in ("page_table", "page_counts", "page_refs", "num_free"):
-            assert torch.equal(getattr(self.pool, name).cpu(), getattr(self.model, name)), name
-        assert torch.equal(self.pool.free_stack[:num_free].cpu(), self.model.free_stack[:num_free])
-        assert self.status.tolist() == self.model_status.tolist()
-
-    def assert_conserved(self) -> None:
-        """Every page is on the stack once, or has as many references as tables that list it; never both."""
-        free = self.pool.free_stack[: int(self.pool.num_free)].tolist()
-        owners = Counter(page for slot in range(self.num_slots) for page in self.table(slot))
-        assert len(set(free)) == len(free)
-        refs = self.pool.page_refs.tolist()
-        assert refs == [owners[page] for page in range(len(refs))]
-        assert set(free) == {page for page in range(len(refs)) if refs[page] == 0}
-        for slot in range(self.num_slots):
-            assert (self.pool.page_table[slot, len(self.table(slot)) :] == -1).all()
-
-    def _ints(self, values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=INT)
-
-    def _put(self, values: torch.Tensor | None) -> torch.Tensor | None:
-        return None if values is None else values.to(self.device)
 
 
 def draw(low: int, high: int, count: int) -> list[int]:
     return torch.randint(low, high, (count,)).tolist()
-
-
-@pytest.mark.parametrize("page_size", [1, 3, 16])
-@pytest.mark.parametrize(("num_slots", "num_pages"), [(1, 1), (5, 23), (13, 400)])
-def test_random_interleavings_conserve_pages(
-    device: torch.device, page_size: int, num_slots: int, num_pages: int
-) -> None:
-    max_pages = 67
-    pools = TwoPools(device, num_pages, num_slots, max_pages, page_size)
-    longest = max_pages * page_size
-    for _ in range(60):
-        slots = None if torch.rand(()) < 0.2 else draw(-1, num_slots + 1, int(torch.randint(0, 2 * num_slots, ())))
-        match int(torch.randint(0, 4, ())):
-            case 0 | 1:
-                reserve = int(torch.randint(0, page_size + 2, ()))
-                pools.alloc(draw(-1, max(longest // 3, 2), num_slots), reserve, slots)
-            case 2:
-                pools.free([max(keep, 0) for keep in draw(-longest // 2, longest // 2, num_slots)], slots)
-            case _:
-                source, target = draw(0, num_slots, 2)
-                if not pools.table(target) and source != target:
-                    pools.share(source, target)
-        pools.assert_conserved()
-    pools.free([0] * num_slots)
-    pools.assert_conserved()
-    assert int(pools.pool.num_free) == num_pages
 
 
 @pytest.mark.sanitize
@@ -152,7 +61,7 @@ def test_a_slot_named_twice_is_served_once(device: torch.device) -> None:
     pools.alloc([2, 3], slots=[0, 1, 0, 1])
     assert pools.table(0) == [0, 1] and pools.table(1) == []
     pools.free([1, 0], slots=[0, 0])
-    assert pools.table(0) == [0] and int(pools.pool.num_free) == 3
+    assert pools.table(0) == [0] and pools.num_free() == 3
 
 
 def test_more_rows_than_a_block_has_threads(device: torch.device) -> None:
@@ -168,9 +77,22 @@ def test_more_rows_than_a_block_has_threads(device: torch.device) -> None:
 def test_many_pages_at_once(device: torch.device) -> None:
     pools = TwoPools(device, 1000, 3, 700, 1)
     pools.alloc([650, 200, 0])
-    pools.share(0, 2)
+    pools.fork([0], [2], [650, 200, 650])
     pools.free([3, 199, 333])
     pools.assert_conserved()
+    pools.free([0, 0, 0], [2, 1, 0])
+    pools.assert_conserved()
+    assert pools.num_free() == 1000
+
+
+def test_all_owners_let_go_in_one_call(device: torch.device) -> None:
+    """More pages than a block has threads; the last owner of each page in the order of the rows pushes it."""
+    pools = TwoPools(device, 500, 7, 400, 1)
+    pools.alloc([310, 0, 0, 0, 0, 100, 0])
+    pools.fork([0, 0, 5, 0], [1, 2, 6, 4], [0, 310, 200, 0, 77, 0, 55])
+    pools.free([0, 100, 0, 0, 70, 10, 0], [4, 0, 6, 2, 5, 1, 0])
+    pools.assert_conserved()
+    assert pools.num_free() == 500 - 100 - 10
 
 
 @pytest.mark.sanitize
@@ -219,7 +141,7 @@ def test_table_entries_that_are_no_pages_are_skipped(device: torch.device) -> No
 def test_a_page_listed_twice_with_two_owners_is_free_after_both(device: torch.device) -> None:
     pools = TwoPools(device, 9, 3, 8, 1)
     pools.alloc([4, 0, 0])
-    pools.share(0, 1)
+    pools.fork([0], [1], [0, 4, 0])
     pools.set_entry(0, 3, 2)  # slot 0 lets go of page 2 twice, slot 1 finds no owner
     pools.free([0, 0, 0], [0, 1])
     assert pools.status.tolist() == [0, BAD_PAGE, 0]

@@ -44,6 +44,7 @@ def prompts() -> list[list[int]]:
 def begin(engine: Engine, slot: int, text: list[int], chunk: int = 1000, budget: int = 100) -> None:
     """What the scheduler does for a request that gets a slot."""
     executor, rows = engine._executor, len(text) - 1
+    engine._sampling[slot] = SamplingParams()
     executor.begin(slot, slot, text)
     for start in range(0, rows, chunk):
         count = min(chunk, rows - start)

@@ -134,6 +134,22 @@ def free_pages(t: Inputs, **stream: Any) -> Iterable[Tensor]:
     return t.values()
 
 
+def fork_inputs() -> Inputs:
+    """Slot 0 holds three pages, and is forked into slots 1 and 2."""
+    made = as_pool(pool(full=False))
+    sd.alloc_pages(made, ints(9, 13, B), 0, slots=torch.tensor([0], dtype=torch.int32))
+    return {
+        **{name: value for name, value in made._asdict().items() if name != "page_size"},
+        "sources": torch.zeros(B, dtype=torch.int32),
+        "targets": torch.arange(B).to(torch.int32),
+        "lens": ints(0, 10, B),
+    }
+
+
+def fork_pages(t: Inputs, **stream: Any) -> Iterable[Tensor]:
+    return [sd.fork_pages(as_pool(t), t["sources"], t["targets"], t["lens"], **stream), *t.values()]
+
+
 def write_kv(t: Inputs, **stream: Any) -> Iterable[Tensor]:
     sd.write_kv(*t.values(), **stream)
     return [t["k_pool"], t["v_pool"]]
@@ -142,6 +158,11 @@ def write_kv(t: Inputs, **stream: Any) -> Iterable[Tensor]:
 def move_kv(t: Inputs, **stream: Any) -> Iterable[Tensor]:
     sd.move_kv(*t.values(), **stream)
     return [t["k_pools"], t["v_pools"]]
+
+
+def copy_kv(t: Inputs, **stream: Any) -> Iterable[Tensor]:
+    sd.copy_kv(*t.values(), **stream)
+    return list(t.values())[:2]
 
 
 CASES = {
@@ -184,6 +205,7 @@ CASES = {
     ),
     "alloc_pages": Case(lambda: {**pool(full=False), "lens": ints(0, 14, B)}, alloc_pages),
     "free_pages": Case(lambda: {**pool(full=True), "lens": ints(0, 14, B)}, free_pages),
+    "fork_pages": Case(fork_inputs, fork_pages),
     "write_kv": Case(
         lambda: {
             "k": kv(B, N),
@@ -205,6 +227,18 @@ CASES = {
             "lens_before": lens(),
         },
         move_kv,
+    ),
+    "copy_kv": Case(
+        lambda: {
+            "k_pools": kv(2, PAGES, PAGE),
+            "v_pools": kv(2, PAGES, PAGE),
+            "table": pages(),
+            "sources": torch.zeros(B, dtype=torch.int32),
+            "targets": torch.arange(B).to(torch.int32),
+            "lens": ints(9, 13, B),
+            "num_rows": ints(1, 9, B),
+        },
+        copy_kv,
     ),
 }
 

@@ -12,6 +12,7 @@ from specdec_kernels.reference import tree as reference
 
 from ..compare import bytes_of, expect_equal, poisoned
 from ..harness import Case, Params, Work
+from ..peers import sglang
 from .trees import random_tree
 
 NUM_STEPS = 5
@@ -50,10 +51,15 @@ def build_tree(device: torch.device, p: Params) -> Work:
     root_tokens = torch.randint(0, 32000, (batch,), dtype=torch.int32, device=device)
     inputs = (*candidates, root_tokens, seq_lens)
     out = poisoned_tree(batch, nodes, device)
+
+    def want() -> sd.Tree:
+        return reference.build_tree(*(tensor.cpu() for tensor in inputs), nodes)
+
     return Work(
         call=lambda: sd.build_tree(*inputs, nodes, **out),
-        check=lambda: expect_tree(out, reference.build_tree(*(tensor.cpu() for tensor in inputs), nodes)),
+        check=lambda: expect_tree(out, want()),
         bytes_moved=bytes_of(*inputs, *out.values()),
+        peers=sglang.build_tree(candidates, root_tokens, seq_lens, nodes, NUM_STEPS, want),
     )
 
 
@@ -68,6 +74,7 @@ def from_elsewhere(build: Callable[..., sd.Tree], topology: str) -> Callable[[to
             call=lambda: build(*inputs, **out),
             check=lambda: expect_tree(out, tree),
             bytes_moved=bytes_of(*inputs, *out.values()),
+            peers=sglang.build_tree_from_mask(tree) if topology == "mask" else (),
         )
 
     return make

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,7 @@ from specdec_kernels.reference import verify as reference
 
 from ..compare import bytes_of, expect_equal, poisoned
 from ..harness import Baseline, Case, Params, Work
+from ..peers import flashinfer, sglang
 from .trees import random_tree
 
 WIDTH = 6  # accept row: five draft steps and the bonus token
@@ -55,13 +58,12 @@ def sampling_of(name: str, batch: int, device: torch.device) -> dict[str, Tensor
     return {**values, "seeds": torch.arange(batch, device=device)} if values else {}
 
 
-def plain_torch(logits: Tensor, tree: sd.Tree) -> tuple[Tensor, Tensor, Tensor]:
-    """Argmax of every node, then the walk one level at a time: fixed shapes, no synchronisation."""
-    choice = logits.argmax(-1).int()
-    batch = len(choice)
-    node = torch.zeros(batch, 1, dtype=torch.int64, device=logits.device)
-    going = torch.ones(batch, 1, dtype=torch.bool, device=logits.device)
-    tokens, path, length = [], [], torch.zeros(batch, dtype=torch.int32, device=logits.device)
+def walk(choice: Tensor, tree: sd.Tree) -> tuple[Tensor, Tensor, Tensor]:
+    """Along the token chosen at every node [B, N], one level at a time: fixed shapes, no synchronisation."""
+    batch, device = len(choice), choice.device
+    node = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+    going = torch.ones(batch, 1, dtype=torch.bool, device=device)
+    tokens, path, length = [], [], torch.zeros(batch, dtype=torch.int32, device=device)
     for _ in range(WIDTH):
         y = choice.gather(1, node)
         tokens.append(y.where(going, torch.full_like(y, -1)))
@@ -85,11 +87,27 @@ def verify_tree(device: torch.device, p: Params) -> Work:
         poisoned(batch, WIDTH, dtype=torch.int32, device=device),
     )
 
+    @cache
+    def want() -> sd.Accepted:
+        return reference.verify_tree(logits.cpu(), sd.Tree(*(field.cpu() for field in tree)), WIDTH)
+
     # The planted tokens are so likely that a sampled request gets them, too.
     def check(got: tuple[Tensor, ...] = out) -> None:
-        want = reference.verify_tree(logits.cpu(), sd.Tree(*(field.cpu() for field in tree)), WIDTH)
-        for name, x, y in zip(("out_tokens", "out_len", "out_path"), got, want, strict=True):
+        for name, x, y in zip(("out_tokens", "out_len", "out_path"), got, want(), strict=True):
             expect_equal(name, x, y)
+
+    def others() -> list[Baseline]:
+        if not sampling:
+            return [
+                Baseline("torch", lambda: walk(logits.argmax(-1).int(), tree), check),
+                *sglang.verify_greedy(logits, tree, WIDTH, check),
+            ]
+        chosen = {"top_k": 0, "top_p": 1.0, **SAMPLING[p["sampling"]]}
+        peers = [*sglang.verify_sampled(logits, tree, WIDTH, **chosen, check=check)]
+        sample = flashinfer.sample_every_node(logits, **chosen)
+        if sample is not None:
+            peers.append(Baseline("flashinfer", lambda: walk(sample(), tree), check))
+        return peers
 
     links = (tree.tokens, tree.parents, tree.first_child, tree.next_sibling, tree.num_nodes)
     return Work(
@@ -98,7 +116,7 @@ def verify_tree(device: torch.device, p: Params) -> Work:
         ),
         check=check,
         bytes_moved=visited * vocab * logits.element_size() + bytes_of(*links, *out),
-        baseline=None if sampling else Baseline("torch", lambda: plain_torch(logits, tree), check),
+        peers=others(),
     )
 
 
@@ -141,12 +159,13 @@ CASES = [
     Case(
         "verify_tree",
         grid={
-            "batch": (1, 8, 64),
-            "nodes": (8, 32),
-            "vocab": (128256,),
+            "batch": (1, 4, 16, 64, 256),
+            "nodes": (4, 8, 16, 32, 64, 128, 256),
+            "vocab": (32000, 128256, 151936),
             "sampling": tuple(SAMPLING),
             "dtype": ("bfloat16", "float32"),
         },
+        base={"batch": 16, "nodes": 32, "vocab": 128256, "sampling": "greedy", "dtype": "bfloat16"},
         cpu_grid={
             "batch": (1, 4),
             "nodes": (8, 32),

@@ -9,7 +9,7 @@ namespace specdec {
 
 // Bits of status[slot]; Python's `Status` names the same. Device code never throws: it sets a bit and stays in bounds.
 enum StatusBit : int32_t {
-  kStalled = 1,      // alloc_pages could not serve the slot; cleared when it can
+  kStalled = 1,      // alloc_pages or fork_pages could not serve the slot; cleared when they can
   kBadTree = 2,      // a malformed tree: cycle, child before parent, second root, node out of range
   kBadPage = 4,      // a page id outside the pool, or a table entry missing where a row must be
   kBadLength = 8,    // a length that is negative or beyond the page table

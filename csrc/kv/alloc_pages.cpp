@@ -34,14 +34,15 @@ void alloc_pages_cpu(const AllocPagesParams& p) {
   for (int64_t b = 0; b < p.batch; ++b) {
     const int64_t slot = slot_of(p.slots, b, p.pool.num_slots);
     if (slot < 0) continue;
-    const int64_t lacking = pages_lacking(p, slot);
+    const int64_t held = pages_held(p.pool, p.pool.page_counts[slot]);
+    const int64_t lacking = pages_lacking(p, held, p.lens[slot]);
     if (lacking < 0) {
       set_status(p.status, slot, kBadLength);
     } else if (lacking > height) {
       set_status(p.status, slot, kStalled);
     } else {
-      const int64_t held = pages_held(p.pool, slot);
-      for (int64_t i = 0; i < lacking; ++i) give_page(p, slot, held, height, i);
+      for (int64_t i = 0; i < lacking; ++i)
+        put_page(p.pool, p.status, p.pool.free_stack[height - 1 - i], slot, held + i);
       p.pool.page_counts[slot] = static_cast<int32_t>(held + lacking);
       height -= lacking;
       clear_status(p.status, slot, kStalled);

@@ -30,24 +30,12 @@ void free_pages_cpu(const FreePagesParams& p) {
   for (int64_t b = 0; b < p.batch; ++b) {
     const int64_t slot = slot_of(p.slots, b, pool.num_slots);
     if (slot < 0) continue;
-    const int64_t kept = pages_kept(p, slot);
+    const int64_t kept = pages_kept(p, pages_held(pool, pool.page_counts[slot]), p.keep_lens[slot]);
     if (kept < 0) {
       set_status(p.status, slot, kBadLength);
       continue;
     }
-    for (int64_t i = pool.page_counts[slot] - 1; i >= kept; --i) {  // the last page first
-      int32_t& entry = pool.page_table[slot * pool.max_pages + i];
-      const int32_t page = entry;
-      entry = -1;
-      if (!is_page(pool, page) || pool.page_refs[page] <= 0) {
-        set_status(p.status, slot, kBadPage);
-      } else if (--pool.page_refs[page] == 0) {
-        if (height < pool.num_pages)
-          pool.free_stack[height++] = page;
-        else
-          set_status(p.status, slot, kBadPage);
-      }
-    }
+    for (int64_t i = pool.page_counts[slot] - 1; i >= kept; --i) height = return_page(p, slot, i, height);
     pool.page_counts[slot] = static_cast<int32_t>(kept);
   }
   *pool.num_free = static_cast<int32_t>(height);

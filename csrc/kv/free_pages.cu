@@ -1,6 +1,9 @@
-// One block, tile after tile of rows. Every thread works out what its row keeps; then one warp takes the rows in order,
-// 32 pages at a time, and lanes that hold the same page settle who is its last owner as a serial loop would. Reads and
-// writes 12 bytes a page returned.
+// One block, a thread a row: what it gives back; then a thread a page. Each takes one owner off its page, and what the
+// count was tells which case this is:
+//   1 everywhere: every page is free now, and the order of the pages is their order on the stack;
+//   above 0 everywhere: the last owner to let go, in that order, pushes the page;
+//   else (entries without a page, pages without an owner): the owners come back, and one thread does what the CPU does.
+// A chain of four dependent accesses (slots, counts and lengths, table, owners), 12 bytes a page.
 #include "core/cuda.cuh"
 #include "kv/free_pages.h"
 #include "kv/tile.cuh"
@@ -9,83 +12,142 @@ namespace specdec {
 namespace {
 
 constexpr int kThreads = 256;
+constexpr int kEach = 2;  // pages of a thread at a time
+constexpr int kPages = kEach * kThreads;
 
-// A whole warp returns up to 32 pages of a slot, entry `last - lane` by each lane; gives the stack's new height.
-__device__ int64_t return_pages(const FreePagesParams& p, int64_t slot, int64_t last, int64_t kept, int64_t height) {
+struct Shared {
+  FirstRows<kThreads> first_rows;
+  PageNumbers<kThreads> numbers;
+  int64_t slots[kThreads];
+  int held[kThreads];
+  typename cub::BlockScan<int, kThreads>::TempStorage scan;
+  int64_t height;
+
+  struct Entry {
+    int64_t slot, index;
+  };
+  // Where the page with this number stands in a table: the last one of a row comes first.
+  __device__ Entry entry_of(int64_t page) const {
+    const int row = numbers.row_of(static_cast<int>(page));
+    return {slots[row], held[row] - 1 - (page - numbers.starts[row])};
+  }
+};
+
+// Returns pages first .. first + kPages - 1 of `total`; gives the stack's new height.
+__device__ int64_t return_pages(const FreePagesParams& p, Shared& s, int64_t first, int64_t total, int64_t height) {
   const PagePool& pool = p.pool;
-  const int lane = threadIdx.x % kWarp;
-  const unsigned lanes_before = (1u << lane) - 1;
-  const bool mine = last - lane >= kept;
-
-  int32_t page = -1;
-  if (mine) {
-    int32_t& entry = pool.page_table[slot * pool.max_pages + last - lane];
-    page = entry;
-    entry = -1;
+  const int pages = static_cast<int>(min(total - first, static_cast<int64_t>(kPages)));
+  const auto rank = [](int e) { return e * kThreads + static_cast<int>(threadIdx.x); };
+  int32_t* entries[kEach];
+  int32_t ids[kEach], owners[kEach];
+#pragma unroll
+  for (int e = 0; e < kEach; ++e) {
+    ids[e] = -1;
+    if (rank(e) >= pages) continue;
+    const auto at = s.entry_of(first + rank(e));
+    entries[e] = pool.page_table + at.slot * pool.max_pages + at.index;
+    ids[e] = *entries[e];
   }
-  const bool sound = mine && is_page(pool, page);
-  const int32_t refs = sound ? pool.page_refs[page] : 0;
-  __syncwarp();  // page_refs is read before anyone writes it
-
-  const unsigned same_page = __match_any_sync(kFullMask, sound ? page : -1);
-  const int owner = __popc(same_page & lanes_before);  // this lane is the owner-th to let go of the page
-  const bool let_go = refs > owner;
-  const bool now_free = refs == owner + 1;
-  const unsigned freed = __ballot_sync(kFullMask, now_free);
-
-  bool bad = mine && !let_go;
-  if (sound && owner == 0 && refs > 0) pool.page_refs[page] = max(refs - __popc(same_page), 0);
-  if (now_free) {
-    const int64_t at = height + __popc(freed & lanes_before);
-    if (at < pool.num_pages)
-      pool.free_stack[at] = page;
+  bool all_one = true, all_owned = true;
+#pragma unroll
+  for (int e = 0; e < kEach; ++e) {
+    if (rank(e) >= pages) continue;
+    owners[e] = is_page(pool, ids[e]) ? atomicSub(pool.page_refs + ids[e], 1) : 0;
+    all_one &= owners[e] == 1;
+    all_owned &= owners[e] > 0;
+  }
+  const auto push = [&](int e, int64_t place) {
+    if (place < pool.num_pages)
+      pool.free_stack[place] = ids[e];
     else
-      bad = true;
+      set_status(p.status, s.entry_of(first + rank(e)).slot, kBadPage);
+  };
+
+  if (__syncthreads_and(all_one)) {
+#pragma unroll
+    for (int e = 0; e < kEach; ++e) {
+      if (rank(e) >= pages) break;
+      *entries[e] = -1;
+      push(e, height + rank(e));
+    }
+    return min(height + pages, pool.num_pages);
   }
-  if (bad) set_status(p.status, slot, kBadPage);
-  __syncwarp();  // the next pages see these references
-  return min(height + __popc(freed), pool.num_pages);
+
+  if (__syncthreads_and(all_owned)) {
+    bool last[kEach];
+#pragma unroll
+    for (int e = 0; e < kEach; ++e) last[e] = rank(e) < pages && pool.page_refs[ids[e]] == 0;
+    __syncthreads();  // everyone has read what is left; now the count of a page that is gone finds its last owner
+#pragma unroll
+    for (int e = 0; e < kEach; ++e)
+      if (last[e]) atomicMax(pool.page_refs + ids[e], rank(e) + 1);
+    __syncthreads();
+#pragma unroll
+    for (int e = 0; e < kEach; ++e) last[e] = last[e] && pool.page_refs[ids[e]] == rank(e) + 1;
+#pragma unroll
+    for (int e = 0; e < kEach; ++e) {
+      int before, freed;
+      cub::BlockScan<int, kThreads>(s.scan).ExclusiveSum(last[e], before, freed);
+      if (rank(e) < pages) *entries[e] = -1;
+      if (last[e]) {
+        pool.page_refs[ids[e]] = 0;
+        push(e, height + before);
+      }
+      height = min(height + freed, pool.num_pages);
+      __syncthreads();  // the scan's storage is used again, and the next pages see these owners
+    }
+    return height;
+  }
+
+#pragma unroll
+  for (int e = 0; e < kEach; ++e)
+    if (is_page(pool, ids[e])) atomicAdd(pool.page_refs + ids[e], 1);
+  __syncthreads();  // as if nothing had happened
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < pages; ++i) {
+      const auto at = s.entry_of(first + i);
+      height = return_page(p, at.slot, at.index, height);
+    }
+    s.height = height;
+  }
+  __syncthreads();
+  return s.height;
 }
 
 __global__ void __launch_bounds__(kThreads) free_pages_kernel(FreePagesParams p) {
-  __shared__ int64_t slot_at[kThreads];  // -1: nothing to do
-  __shared__ int64_t kept_at[kThreads];
-  __shared__ int64_t held_at[kThreads];
-  int64_t height = free_height(p.pool);  // of the stack; only warp 0's is kept up to date
+  begin_kernel();
+  __shared__ Shared s;
+  const int row = threadIdx.x;
+  int64_t height = free_height(p.pool);
 
   for (int64_t first = 0; first < p.batch; first += kThreads) {
-    const int rows = static_cast<int>(min(p.batch - first, static_cast<int64_t>(kThreads)));
-    const int row = threadIdx.x;
-    if (row < rows) slot_at[row] = slot_of(p.slots, first + row, p.pool.num_slots);
-    __syncthreads();  // slot_at is written, and everyone knows the height
-
-    const int64_t slot = row < rows && first_of_its_slot(slot_at, row) ? slot_at[row] : -1;
-    const int64_t kept = slot < 0 ? -1 : pages_kept(p, slot);
-    if (slot >= 0 && kept < 0) set_status(p.status, slot, kBadLength);
-    __syncthreads();  // first_of_its_slot has read slot_at
-    if (row < rows) {
-      slot_at[row] = kept < 0 ? -1 : slot;
-      kept_at[row] = kept;
-      held_at[row] = kept < 0 ? -1 : pages_held(p.pool, slot);
-      if (kept >= 0) p.pool.page_counts[slot] = static_cast<int32_t>(kept);
+    int64_t slot = first + row < p.batch ? slot_of(p.slots, first + row, p.pool.num_slots) : -1;
+    const int32_t count = slot < 0 ? 0 : p.pool.page_counts[slot], len = slot < 0 ? 0 : p.keep_lens[slot];
+    // While these are on their way. A slot that has given back its pages holds nothing more to give: once a tile equals
+    // once a row.
+    if (p.slots && !s.first_rows.is_first(static_cast<int>(slot))) slot = -1;
+    const int64_t held = pages_held(p.pool, count), kept = pages_kept(p, held, len);
+    if (slot >= 0) {
+      if (kept < 0)
+        set_status(p.status, slot, kBadLength);
+      else
+        p.pool.page_counts[slot] = static_cast<int32_t>(kept);
     }
-    __syncthreads();  // the tile's rows are known
 
-    if (threadIdx.x < kWarp)
-      for (int r = 0; r < rows; ++r)
-        if (slot_at[r] >= 0)
-          for (int64_t last = held_at[r] - 1; last >= kept_at[r]; last -= kWarp)
-            height = return_pages(p, slot_at[r], last, kept_at[r], height);
+    const int total = s.numbers.number(slot < 0 || kept < 0 ? 0 : held - kept);
+    s.slots[row] = slot;
+    s.held[row] = static_cast<int>(held);
+    __syncthreads();  // the rows and their pages are known
+    for (int64_t i = 0; i < total; i += kPages) height = return_pages(p, s, i, total, height);
     __syncthreads();  // the next tile sees this one's counts, and may reuse the shared arrays
   }
-  if (threadIdx.x == 0) *p.pool.num_free = static_cast<int32_t>(height);
+  if (row == 0) *p.pool.num_free = static_cast<int32_t>(height);
 }
 
 }  // namespace
 
 void free_pages_cuda(const FreePagesParams& p, Stream stream) {
-  free_pages_kernel<<<1, kThreads, 0, stream>>>(p);
-  SD_LAUNCH_CHECK("free_pages");
+  launch("free_pages", free_pages_kernel, {.grid = 1, .threads = kThreads}, stream, p);
 }
 
 }  // namespace specdec

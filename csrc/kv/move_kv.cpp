@@ -1,9 +1,6 @@
 #include "kv/move_kv.h"
 
-#include <cstring>
 #include <limits>
-
-#include "kv/bytes.h"
 
 namespace specdec {
 
@@ -14,9 +11,9 @@ void move_kv(CallStream stream, const TensorView& k_pools, const TensorView& v_p
   Dim B{"batch"}, S{"accept_width"}, N{"layers"}, H{"heads"}, D{"head_dim"};
   Dim P{"num_pages"}, Z{"page_size"}, R{"num_slots"}, M{"max_pages"};
   check.strided_output("k_pools", k_pools, {N, P, Z, H, D}, kFloats);
-  check.range("layers", N, 0, kMaxGridY);
   check.range("page_size", Z, 1, std::numeric_limits<int32_t>::max());
   check.range("heads * head_dim", H * D, 1, kMaxRowItems);
+  check.range("layers * heads * head_dim", N * H * D, 0, kMaxLayerItems);
   check.strided_output("v_pools", v_pools, {N, P, Z, H, D}, dtype_of(k_pools));
   check.tensor("page_table", page_table, {R, M}, kInt32);
   check.tensor("path", path, {B, S}, kInt32);
@@ -28,10 +25,7 @@ void move_kv(CallStream stream, const TensorView& k_pools, const TensorView& v_p
   if (B == 0 || N == 0) return;
 
   const MoveKvParams params{
-      .k_pools = pool_view(k_pools, 1),
-      .v_pools = pool_view(v_pools, 1),
-      .k_layer_stride = byte_stride(k_pools, 0),
-      .v_layer_stride = byte_stride(v_pools, 0),
+      .pools = layer_pools(k_pools, v_pools),
       .rows = {.page_table = page_table.data<int32_t>(),
                .page_refs = data_or_null<const int32_t>(page_refs),
                .max_pages = M,
@@ -45,10 +39,6 @@ void move_kv(CallStream stream, const TensorView& k_pools, const TensorView& v_p
       .batch = B,
       .accept_width = S,
       .num_slots = R,
-      .layers = N,
-      .heads = H,
-      .head_bytes = D * item_bytes(k_pools),
-      .unit = copy_unit({&k_pools, &v_pools}),
   };
   SD_DISPATCH(check, stream, move_kv, params);
 }
@@ -56,18 +46,14 @@ void move_kv(CallStream stream, const TensorView& k_pools, const TensorView& v_p
 void move_kv_cpu(const MoveKvParams& p) {
   const RowDivmod page_size{static_cast<int>(p.rows.page_size)};
   for (int64_t b = 0; b < p.batch; ++b) {
-    RowMoves<RowDivmod> moves(p, page_size, b);
-    while (moves.next()) {
-      for (int64_t layer = 0; layer < p.layers; ++layer) {
-        for (int64_t h = 0; h < p.heads; ++h) {
-          const int64_t k = layer * p.k_layer_stride + h * p.k_pools.head_stride;
-          const int64_t v = layer * p.v_layer_stride + h * p.v_pools.head_stride;
-          std::memmove(row_data(p.k_pools, moves.to) + k, row_data(p.k_pools, moves.from) + k, p.head_bytes);
-          std::memmove(row_data(p.v_pools, moves.to) + v, row_data(p.v_pools, moves.from) + v, p.head_bytes);
-        }
-      }
+    const PathToMove request = path_to_move(p, b);
+    int32_t bits = request.bits;
+    for (int64_t j = 0; j < request.count && bits == 0; ++j) {
+      const RowMove move = find_move(p, page_size, request, p.path + b * p.accept_width, j);
+      if (move.needed) copy_row(p.pools, move.from, move.to);
+      bits = move.bits;
     }
-    if (moves.bits) set_status(p.status, moves.slot, moves.bits);
+    if (bits) set_status(p.status, request.slot, bits);
   }
 }
 

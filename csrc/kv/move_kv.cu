@@ -1,55 +1,64 @@
-// One thread owns a column of up to 16 bytes of a layer's K and V rows and walks the path upwards; blockIdx is
-// (request, layer, stretch of columns). A chain moves nothing. Reads and writes 2 * layers * heads * head_bytes a moved
-// row each.
-#include <cutlass/fast_math.h>
-
-#include "core/cuda.cuh"
-#include "kv/bytes.h"
+// A block is a request and a stretch of the columns of all layers (16 bytes of K and of V each). Its first warp finds
+// the moves, a lane an entry of the path, so that a chain, which moves nothing, is over after two dependent reads.
+// Reads and writes 2 * layers * heads * head_bytes a moved row each.
 #include "kv/move_kv.h"
+#include "kv/row_copies.cuh"
 
 namespace specdec {
 namespace {
 
 constexpr int kThreads = 128;
+constexpr int64_t kBlocks = 2112;  // of the whole grid, about
+constexpr int kRows = 4;           // moved at a time: most paths are no longer
 
-template <class Unit>
-__device__ __forceinline__ void move_unit(const PoolView& pool, int64_t column, const KvRow& from, const KvRow& to) {
-  *reinterpret_cast<Unit*>(row_data(pool, to) + column) = *reinterpret_cast<const Unit*>(row_data(pool, from) + column);
+// Whether a path of a warp's lanes at most has nothing to move: one read tells, and many blocks have no other task. The
+// first of a request goes on, to report what is wrong.
+__device__ bool is_in_place(const int32_t* path, int count, int64_t accept_width) {
+  const int j = threadIdx.x % kWarp;
+  const int node = j < accept_width ? path[j] : j;
+  return __all_sync(kFullMask, j >= count || node == j) && count <= kWarp;
 }
 
 template <class Unit>
 __global__ void __launch_bounds__(kThreads)
-    move_kv_kernel(MoveKvParams p, cutlass::FastDivmod page_size, cutlass::FastDivmod units_per_head, int units) {
-  const int64_t b = blockIdx.x, layer = blockIdx.y;
-  const int i = static_cast<int>(blockIdx.z) * kThreads + static_cast<int>(threadIdx.x);
-  if (i >= units) return;
-  int head, unit;
-  units_per_head(head, unit, i);
-  const int64_t byte = static_cast<int64_t>(unit) * static_cast<int64_t>(sizeof(Unit));
-  const int64_t k_column = layer * p.k_layer_stride + head * p.k_pools.head_stride + byte;
-  const int64_t v_column = layer * p.v_layer_stride + head * p.v_pools.head_stride + byte;
+    move_kv_kernel(MoveKvParams p, cutlass::FastDivmod page_size, Columns columns) {
+  begin_kernel();
+  __shared__ RowCopies copies;
+  __shared__ int32_t why_stopped;
+  const int64_t b = blockIdx.x;
+  const int32_t* path = p.path + b * p.accept_width;
+  if (blockIdx.y > 0 && is_in_place(path, p.num_valid[b], p.accept_width)) return;
+  const PathToMove request = path_to_move(p, b);
+  int32_t bits = request.bits;
 
-  RowMoves<cutlass::FastDivmod> moves(p, page_size, b);
-  while (moves.next()) {
-    move_unit<Unit>(p.k_pools, k_column, moves.from, moves.to);
-    move_unit<Unit>(p.v_pools, v_column, moves.from, moves.to);
+  for (int64_t first = 0; first < request.count && bits == 0; first += kWarp) {
+    if (threadIdx.x < kWarp) {
+      const int64_t j = first + threadIdx.x;
+      RowMove move;
+      if (j < request.count) move = find_move(p, page_size, request, path, j);
+      const unsigned stops = __ballot_sync(kFullMask, move.bits != 0);
+      const unsigned before_stop = stops ? (stops & -stops) - 1 : kFullMask;
+      copies.gather(p.pools, move.needed && (before_stop >> threadIdx.x & 1), move.from, move.to);
+      const int32_t why = __shfl_sync(kFullMask, move.bits, stops ? __ffs(stops) - 1 : 0);
+      if (threadIdx.x == 0) why_stopped = why;
+    }
+    __syncthreads();  // the moves are known
+    bits = why_stopped;
+    copy_rows<Unit, kThreads, kRows>(p.pools, columns, copies);
+    if (request.count > first + kWarp) __syncthreads();  // before the next ones are
   }
-  if (moves.bits && layer == 0 && i == 0) set_status(p.status, moves.slot, moves.bits);
+  if (bits && blockIdx.y == 0 && threadIdx.x == 0) set_status(p.status, request.slot, bits);
 }
 
 }  // namespace
 
 void move_kv_cuda(const MoveKvParams& p, Stream stream) {
-  const int64_t units_per_head = p.head_bytes / p.unit;
-  const int64_t units = units_per_head * p.heads;
-  const dim3 grid(grid_x("move_kv", p.batch), static_cast<unsigned>(p.layers),
-                  static_cast<unsigned>((units + kThreads - 1) / kThreads));
-  with_copy_unit(p.unit, [&]<class Unit>() {
-    move_kv_kernel<Unit><<<grid, kThreads, 0, stream>>>(p, cutlass::FastDivmod(static_cast<int>(p.rows.page_size)),
-                                                        cutlass::FastDivmod(static_cast<int>(units_per_head)),
-                                                        static_cast<int>(units));
+  dim3 grid(grid_x("move_kv", p.batch));
+  const Columns columns = cut_columns(p.pools, p.batch, kBlocks, kThreads, grid.y);
+  with_copy_unit(p.pools.unit, [&]<class Unit>() {
+    launch("move_kv", move_kv_kernel<Unit>, {.grid = grid, .threads = kThreads}, stream, p,
+           cutlass::FastDivmod(static_cast<int>(p.rows.page_size)), columns);
   });
-  SD_LAUNCH_CHECK("move_kv");
 }
 
 }  // namespace specdec

@@ -2,21 +2,19 @@
 #pragma once
 
 #include "core/dispatch.h"
-#include "kv/page_rows.h"
+#include "kv/layer_pools.h"
 
 namespace specdec {
 
 struct MoveKvParams {
-  PoolView k_pools, v_pools;  // of layer 0; the others this many bytes apart:
-  int64_t k_layer_stride, v_layer_stride;
+  LayerPools pools;
   PageRows rows;
   const int32_t* path;             // [batch, accept_width], tree nodes, 0 first
   const int32_t* num_valid;        // [batch]
   const int32_t* seq_lens_before;  // [num_slots]
   const int32_t* slots;            // [batch] or null
   int32_t* status;                 // [num_slots] or null
-  int64_t batch, accept_width, num_slots, layers, heads;
-  int64_t head_bytes, unit;  // of one head; what it is copied in
+  int64_t batch, accept_width, num_slots;
 };
 
 void move_kv(CallStream stream, const TensorView& k_pools, const TensorView& v_pools, const TensorView& page_table,
@@ -26,51 +24,48 @@ void move_kv(CallStream stream, const TensorView& k_pools, const TensorView& v_p
 void move_kv_cpu(const MoveKvParams& p);
 void move_kv_cuda(const MoveKvParams& p, Stream stream);
 
-// The moves of one request, in order: call next() until it returns false, then see `bits`.
-template <class Divmod>
-struct RowMoves {
-  const MoveKvParams& p;
-  const Divmod& divmod;
-  int64_t slot;
-  const int32_t* path;
-  int64_t before = 0, count = 0, j = 0;
-  KvRow from, to;    // of the move at hand
+// What request b has to move: entries 0 .. count - 1 of its path, from row `before` of its slot.
+struct PathToMove {
+  int64_t slot, before = 0, count = 0;
   int32_t bits = 0;  // for the slot's status
-
-  SD_HD RowMoves(const MoveKvParams& params, const Divmod& page_size, int64_t b)
-      : p(params),
-        divmod(page_size),
-        slot(slot_of(params.slots, b, params.num_slots)),
-        path(params.path + b * params.accept_width) {
-    if (slot < 0 || (p.status && (p.status[slot] & kStalled))) return;
-    before = p.seq_lens_before[slot];
-    count = p.num_valid[b];
-    if (count < 0 || count > p.accept_width || before < 0)
-      stop(kBadLength);
-    else if (count > 0 && path[0] != 0)
-      stop(kBadTree);
-  }
-
-  // A path that rises from 0 has path[j] >= j: sources lie behind their destinations, so no row is overwritten before
-  // it has moved.
-  SD_HD bool next() {
-    while (++j < count) {
-      if (path[j] <= path[j - 1]) return stop(kBadTree);
-      if (path[j] == j) continue;
-      from = find_row(p.rows, divmod, slot, before + path[j]);
-      if (from.bits) return stop(from.bits);
-      to = find_own_row(p.rows, divmod, slot, before + j);
-      return to.bits ? stop(to.bits) : true;
-    }
-    return false;
-  }
-
- private:
-  SD_HD bool stop(int32_t why) {
-    bits = why;
-    count = 0;
-    return false;
-  }
 };
+
+SD_HD PathToMove path_to_move(const MoveKvParams& p, int64_t b) {
+  PathToMove path{.slot = slot_of(p.slots, b, p.num_slots)};
+  const int64_t count = p.num_valid[b];
+  if (path.slot < 0) return path;
+  const int32_t status = p.status ? p.status[path.slot] : 0;
+  path.before = p.seq_lens_before[path.slot];
+  if (status & kStalled) return path;
+  if (count < 0 || count > p.accept_width || path.before < 0)
+    path.bits = kBadLength;
+  else
+    path.count = count;
+  return path;
+}
+
+// The move of entry j, if it needs one. Bits other than 0 end the request's moves before it.
+struct RowMove {
+  KvRow from, to;
+  int32_t bits = 0;
+  bool needed = false;
+};
+
+// A path that rises from 0 has path[j] >= j: sources lie behind their destinations, so no row is overwritten before it
+// has moved.
+template <class Divmod>
+SD_HD RowMove find_move(const MoveKvParams& p, const Divmod& page_size, const PathToMove& request, const int32_t* path,
+                        int64_t j) {
+  RowMove move;
+  if (j == 0 ? path[0] != 0 : path[j] <= path[j - 1]) {
+    move.bits = kBadTree;
+  } else if (path[j] != j) {
+    move.from = find_row(p.rows, page_size, request.slot, request.before + path[j]);
+    move.to = find_own_row(p.rows, page_size, request.slot, request.before + j);
+    move.bits = move.from.bits ? move.from.bits : move.to.bits;
+    move.needed = move.bits == 0;
+  }
+  return move;
+}
 
 }  // namespace specdec

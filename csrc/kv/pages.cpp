@@ -9,6 +9,7 @@ PagePool check_pool(Check& check, const TensorView& page_table, const TensorView
                     int64_t page_size, Dim& num_slots) {
   Dim M{"max_pages"}, P{"num_pages"};
   check.output("page_table", page_table, {num_slots, M}, kInt32);
+  check.range("num_slots * max_pages", num_slots * M, 0, std::numeric_limits<int32_t>::max());
   check.output("page_counts", page_counts, {num_slots}, kInt32);
   check.output("page_refs", page_refs, {P}, kInt32);
   check.output("free_stack", free_stack, {P}, kInt32);

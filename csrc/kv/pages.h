@@ -1,4 +1,4 @@
-// The page pool: which pages are free, and which slot holds which. Shared by alloc_pages and free_pages.
+// The page pool: which pages are free, and which slot holds which. Shared by alloc_pages, free_pages and fork_pages.
 #pragma once
 
 #include "core/check.h"
@@ -25,9 +25,8 @@ PagePool check_pool(Check& check, const TensorView& page_table, const TensorView
 // Pages that `rows` rows of KV need.
 SD_HD int64_t pages_for(const PagePool& pool, int64_t rows) { return (rows + pool.page_size - 1) / pool.page_size; }
 
-// The pages a slot holds, or -1 where its count is not one.
-SD_HD int64_t pages_held(const PagePool& pool, int64_t slot) {
-  const int64_t count = pool.page_counts[slot];
+// The pages a slot holds by its count, or -1 where that is not one.
+SD_HD int64_t pages_held(const PagePool& pool, int64_t count) {
   return count >= 0 && count <= pool.max_pages ? count : -1;
 }
 
@@ -38,5 +37,16 @@ SD_HD int64_t free_height(const PagePool& pool) {
 }
 
 SD_HD bool is_page(const PagePool& pool, int32_t page) { return page >= 0 && page < pool.num_pages; }
+
+// Makes `page`, from the stack, entry `index` of a slot's table. It may not be a page: then the entry stays missing,
+// and whoever needs the row says so.
+SD_HD void put_page(const PagePool& pool, int32_t* status, int32_t page, int64_t slot, int64_t index) {
+  const bool sound = is_page(pool, page);
+  pool.page_table[slot * pool.max_pages + index] = sound ? page : -1;
+  if (sound)
+    pool.page_refs[page] = 1;
+  else
+    set_status(status, slot, kBadPage);
+}
 
 }  // namespace specdec

@@ -86,7 +86,7 @@ void write_kv_cpu(const WriteKvParams& p) {
     const RowsToWrite r = rows_to_write(p, b);
     if (r.bits) set_status(p.status, r.slot, r.bits);
     for (int64_t j = 0; j < r.count; ++j) {
-      const KvRow to = find_own_row(p.rows, divmod, r.slot, p.start_lens[r.slot] + p.row_offset + j);
+      const KvRow to = find_own_row(p.rows, divmod, r.slot, r.start + p.row_offset + j);
       if (to.bits) {
         set_status(p.status, r.slot, to.bits);
         continue;

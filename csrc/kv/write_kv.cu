@@ -1,5 +1,6 @@
-// One warp a row, copying K and V in units of up to 16 bytes; blockIdx.x is the request. Reads and writes
-// 2 * heads * head_bytes a valid row each.
+// One warp a row, copying K and V in units of up to 16 bytes; blockIdx.x is the request. Eight units of a lane are read
+// at a time, and the first ones before it is known where the row goes. Reads and writes 2 * heads * head_bytes a valid
+// row each.
 #include <cutlass/fast_math.h>
 
 #include <algorithm>
@@ -13,36 +14,61 @@ namespace {
 
 constexpr int kWarps = 4;          // rows a block writes at a time
 constexpr int64_t kBlocks = 8192;  // of the whole grid, about; more rows are walked
+constexpr int kUnits = 4;          // of K and of V that a lane holds
 
+// A lane's units of a stretch of kUnits * kWarp of a row.
 template <class Unit>
-__device__ void copy_row(char* to, int64_t to_head_stride, const char* from, int64_t from_head_stride, int units,
-                         const cutlass::FastDivmod& units_per_head) {
-  for (int i = threadIdx.x; i < units; i += kWarp) {
+struct Stretch {
+  Unit k[kUnits], v[kUnits];
+};
+
+// Calls f(n, head, unit) for this lane's n-th unit of the stretch, if the row is that long.
+template <class F>
+__device__ __forceinline__ void for_units(int first, int units, const cutlass::FastDivmod& units_per_head, F&& f) {
+#pragma unroll
+  for (int n = 0; n < kUnits; ++n) {
+    const int i = first + n * kWarp + static_cast<int>(threadIdx.x);
+    if (i >= units) return;
     int head, unit;
     units_per_head(head, unit, i);
-    reinterpret_cast<Unit*>(to + head * to_head_stride)[unit] =
-        reinterpret_cast<const Unit*>(from + head * from_head_stride)[unit];
+    f(n, head, unit);
   }
 }
 
 template <class Unit>
 __global__ void __launch_bounds__(kWarp* kWarps)
     write_kv_kernel(WriteKvParams p, cutlass::FastDivmod page_size, cutlass::FastDivmod units_per_head, int units) {
+  begin_kernel();
   const int64_t b = blockIdx.x;
   const RowsToWrite r = rows_to_write(p, b);
   if (r.bits && blockIdx.y == 0 && threadIdx.x == 0 && threadIdx.y == 0) set_status(p.status, r.slot, r.bits);
 
   for (int64_t j = static_cast<int64_t>(blockIdx.y) * kWarps + threadIdx.y; j < r.count;
        j += static_cast<int64_t>(gridDim.y) * kWarps) {
-    const KvRow to = find_own_row(p.rows, page_size, r.slot, p.start_lens[r.slot] + p.row_offset + j);
+    const char* const k = row_data(p.k, b, r.first + j);
+    const char* const v = row_data(p.v, b, r.first + j);
+    Stretch<Unit> held;
+    const auto read = [&](int first) {
+      for_units(first, units, units_per_head, [&](int n, int head, int unit) {
+        held.k[n] = reinterpret_cast<const Unit*>(k + head * p.k.head_stride)[unit];
+        held.v[n] = reinterpret_cast<const Unit*>(v + head * p.v.head_stride)[unit];
+      });
+    };
+    read(0);
+    const KvRow to = find_own_row(p.rows, page_size, r.slot, r.start + p.row_offset + j);
     if (to.bits) {
       if (threadIdx.x == 0) set_status(p.status, r.slot, to.bits);
       continue;
     }
-    copy_row<Unit>(row_data(p.k_pool, to), p.k_pool.head_stride, row_data(p.k, b, r.first + j), p.k.head_stride, units,
-                   units_per_head);
-    copy_row<Unit>(row_data(p.v_pool, to), p.v_pool.head_stride, row_data(p.v, b, r.first + j), p.v.head_stride, units,
-                   units_per_head);
+    char* const k_to = row_data(p.k_pool, to);
+    char* const v_to = row_data(p.v_pool, to);
+    for (int first = 0; first < units; first += kUnits * kWarp) {
+      if (first > 0) read(first);
+      for_units(first, units, units_per_head, [&](int n, int head, int unit) {
+        reinterpret_cast<Unit*>(k_to + head * p.k_pool.head_stride)[unit] = held.k[n];
+        reinterpret_cast<Unit*>(v_to + head * p.v_pool.head_stride)[unit] = held.v[n];
+      });
+    }
   }
 }
 
@@ -54,11 +80,10 @@ void write_kv_cuda(const WriteKvParams& p, Stream stream) {
   const int64_t blocks_y = std::max<int64_t>(1, std::min({row_blocks, kBlocks / p.batch, kMaxGridY}));
   const dim3 grid(grid_x("write_kv", p.batch), static_cast<unsigned>(blocks_y));
   with_copy_unit(p.unit, [&]<class Unit>() {
-    write_kv_kernel<Unit><<<grid, dim3(kWarp, kWarps), 0, stream>>>(
-        p, cutlass::FastDivmod(static_cast<int>(p.rows.page_size)),
-        cutlass::FastDivmod(static_cast<int>(units_per_head)), static_cast<int>(units_per_head * p.heads));
+    launch("write_kv", write_kv_kernel<Unit>, {.grid = grid, .threads = dim3(kWarp, kWarps)}, stream, p,
+           cutlass::FastDivmod(static_cast<int>(p.rows.page_size)),
+           cutlass::FastDivmod(static_cast<int>(units_per_head)), static_cast<int>(units_per_head * p.heads));
   });
-  SD_LAUNCH_CHECK("write_kv");
 }
 
 }  // namespace specdec

@@ -35,30 +35,27 @@ void write_kv(CallStream stream, const TensorView& k, const TensorView& v, const
 void write_kv_cpu(const WriteKvParams& p);
 void write_kv_cuda(const WriteKvParams& p, Stream stream);
 
-// The rows request b writes: `count` of them, the first one at `first` of the (packed) input.
+// The rows request b writes: `count` of them, the first one at `first` of the (packed) input, behind the slot's `start`
+// rows.
 struct RowsToWrite {
-  int64_t slot = -1, first = 0, count = 0;
+  int64_t slot = -1, first = 0, start = 0, count = 0;
   int32_t bits = 0;
 };
 
 SD_HD RowsToWrite rows_to_write(const WriteKvParams& p, int64_t b) {
   RowsToWrite r;
   r.slot = slot_of(p.slots, b, p.num_slots);
-  if (r.slot < 0 || (p.status && (p.status[r.slot] & kStalled))) return r;
-  int64_t present = p.q_len;
-  if (p.cu_seqlens_q) {
-    r.first = p.cu_seqlens_q[b];
-    present = p.cu_seqlens_q[b + 1] - r.first;
-    if (r.first < 0 || present < 0 || r.first + present > p.q_len) {
-      r.bits = kBadLength;
-      return r;
-    }
-  }
-  r.count = p.num_valid ? p.num_valid[b] : present;
-  if (r.count < 0 || r.count > present || p.start_lens[r.slot] < 0) {
-    r.count = 0;
+  r.first = p.cu_seqlens_q ? p.cu_seqlens_q[b] : 0;
+  const int64_t present = p.cu_seqlens_q ? p.cu_seqlens_q[b + 1] - r.first : p.q_len;
+  const int64_t count = p.num_valid ? p.num_valid[b] : present;
+  if (r.slot < 0) return r;
+  const int32_t status = p.status ? p.status[r.slot] : 0;
+  r.start = p.start_lens[r.slot];
+  if (status & kStalled) return r;
+  if (r.first < 0 || present < 0 || r.first + present > p.q_len || count < 0 || count > present || r.start < 0)
     r.bits = kBadLength;
-  }
+  else
+    r.count = count;
   return r;
 }
 

@@ -4,8 +4,8 @@
 // 1. The row's maximum, and with it a lower bound of its k best entries: the k-th largest of a few hundred maxima, each
 //    over a part of the row. Reads the row from memory.
 // 2. With top-k or top-p: the entries from that bound on, some more than k, go to a list in the shared memory of every
-//    block, in order of ids; one warp finds the thresholds and draws. Reads the row again, from L1 or L2. Nearly always
-//    the end.
+//    block, in order of ids. Each entry counts who is ahead of it and what they weigh: with that it knows whether it is
+//    kept, and then whether the draw falls on it. Reads the tiles again that have such entries. Nearly always the end.
 // 3. Where the list is too short (a nucleus of hundreds of tokens, masses of ties): thresholds by bisection over keys,
 //    one pass over the row a bit. Then, or at once where there is no such filter, the weights are added up stretch by
 //    stretch, and the block whose stretch the draw falls into looks for the tile and the token.
@@ -16,9 +16,10 @@
 
 namespace specdec {
 
-constexpr int kListCapacity = 1024;  // entries a row's list holds
-constexpr int kFoundCapacity = 128;  // of which a warp may find
-constexpr int kNucleusGuess = 160;   // entries listed for top-p without top-k
+constexpr int kListCapacity = kRowThreads;  // entries a row's list holds: at most one a thread
+constexpr int kFoundCapacity = 128;         // of which a warp may find
+constexpr int kNucleusGuess = 128;          // entries wanted for top-p without top-k
+constexpr int kMaxMaxima = kRowThreads;     // among which the bound is looked for
 
 struct DrawStorage {  // in shared memory
   struct Found {
@@ -33,7 +34,9 @@ struct DrawStorage {  // in shared memory
   Found found[kRowWarps][kFoundCapacity];
   Entry list[kListCapacity];
   uint64_t list_barrier;  // counts the entries in
+  uint64_t kept_weight;
   uint64_t tile_weights[kRowWarps];
+  uint32_t bound;  // 0 between rows
   int32_t token;
 };
 
@@ -58,15 +61,30 @@ class TokenDraw {
 #if __CUDA_ARCH__ >= 900
     if (threadIdx.x == 0) Exchange::init_barrier(storage.list_barrier);
 #endif
+    if (threadIdx.x == 0) storage.bound = 0;
   }
 
   // The token for that absolute position, or -1 where nothing is above -inf. The same in every thread of the cluster.
   __device__ int32_t token(uint32_t position) {
     const uint64_t random = noise(sampler_.seed, NoiseUse::kToken, position, 0).u64();
     if (!find_max()) return kNone;
-    if (!sampler_.filters_by_key()) return from_row(-INFINITY, random);
-    const int32_t token = from_list(random);
-    return token != kNotListed ? token : from_row(threshold(), random);
+    float bound = -INFINITY;
+    if (sampler_.filters_by_key()) {
+      const int32_t token = from_list(random);
+      if (token != kNotListed) return token;
+      bound = threshold();
+    }
+    return from_row(bound, random);
+  }
+
+  // The lowest logit that top-k and top-p keep, for a row that has a token and a request that has such a filter.
+  __device__ float lowest_kept() {
+    find_max();
+    if (from_list(0) == kNotListed) return threshold();
+    uint32_t key = ~0u;
+    for (int i = lane_id(); i < listed_; i += kWarp)
+      if (s_.list[i].weight > 0) key = ::min(key, s_.list[i].key);
+    return bound_of(__reduce_min_sync(kFullMask, key) << kShift);
   }
 
  private:
@@ -80,85 +98,76 @@ class TokenDraw {
 
   // Way 1.
   __device__ bool find_max() {
-    int tile;
-    uint32_t key = order_key(row_.template largest<kAdjusted>(tile));
+    const bool listed = sampler_.filters_by_key();
+    tile_max_ = row_.template tile_maxima<kAdjusted>();
     const int wanted = sampler_.top_k > 0 ? static_cast<int>(min(sampler_.top_k, int64_t{1} << 20)) : kNucleusGuess;
     int each = 1;  // maxima from a warp: a quarter more than are wanted, so that the list does not get long
-    if (sampler_.filters_by_key())
-      while (each < kWarp && each * row_warps() < 1024 && 4 * each * row_warps() < 5 * wanted) each *= 2;
+    while (listed && each < kWarp && 2 * each * row_warps() <= kMaxMaxima && 4 * each * row_warps() < 5 * wanted)
+      each *= 2;
+    uint32_t key = tile_max_;
     for (int d = 1; d < kWarp / each; d *= 2) key = ::max(key, __shfl_xor_sync(kFullMask, key, d));
 
-    const uint32_t* maxima = exchange_.all(key, each);
+    const uint64_t* maxima = exchange_.all(key, each);
     const int n = each * row_warps();
-    uint32_t most = 0, least = ~0u;
-    for (int i = lane_id(); i < n; i += kWarp) {
-      most = ::max(most, maxima[i]);
-      least = ::min(least, maxima[i]);
-    }
+    uint32_t most = 0;
+    for (int i = lane_id(); i < n; i += kWarp) most = ::max(most, static_cast<uint32_t>(maxima[i]));
     max_key_ = __reduce_max_sync(kFullMask, most);
     scale_ = {key_float(max_key_), sampler_.scale};
-    bound_ = 0;
-    if (sampler_.filters_by_key() && n >= wanted) {
-      least = __reduce_min_sync(kFullMask, least);
-      bound_ = last_key(least >> 16, (max_key_ >> 16) + 1,
-                        [&](uint32_t bound) {
-                          int count = 0;
-#pragma unroll 4
-                          for (int i = lane_id(); i < n; i += kWarp) count += maxima[i] >> 16 >= bound;
-                          return __reduce_add_sync(kFullMask, count) >= wanted;
-                        })
-               << 16;
-    }
+    bound_ = listed && n >= wanted ? nth_largest(maxima, n, wanted) : 0;
     return max_key_ > kKeyOfMinusInf;
+  }
+
+  // A number that at least `nth` of n numbers reach, and no more unless some are equal. n is a power of two, 16 to 512;
+  // as many threads as there are for each number count the larger ones.
+  __device__ uint32_t nth_largest(const uint64_t* numbers, int n, int nth) {
+    const int threads = kRowThreads / n, mine = static_cast<int>(threadIdx.x) / threads;
+    const auto number = static_cast<uint32_t>(numbers[mine]);
+    int larger = 0;
+#pragma unroll 4
+    for (int i = static_cast<int>(threadIdx.x) % threads; i < n; i += threads)
+      larger += static_cast<uint32_t>(numbers[i]) > number;
+    for (int d = 1; d < threads; d *= 2) larger += __shfl_xor_sync(kFullMask, larger, d);
+    const uint32_t best = __reduce_max_sync(kFullMask, larger >= nth - 1 ? number : 0);
+    if (lane_id() == 0) atomicMax(&s_.bound, best);
+    __syncthreads();  // the bound is known
+    return s_.bound;
   }
 
   // Way 2. kNotListed where the list does not hold every token kept.
   __device__ int32_t from_list(uint64_t random) {
-    uint64_t weight = 0;  // of the whole row, where top-p needs it
-    const int found = find_entries(weight);
-    const uint32_t* counts = exchange_.all(static_cast<uint32_t>(found));
+    const int found = find_entries();
+    const uint64_t* counts = exchange_.all(found);
     uint32_t before = 0, total = 0, most = 0;  // found by the warps before this one, by all, by one of them
     for (int i = lane_id(); i < row_warps(); i += kWarp) {
-      before += i < row_warp() ? counts[i] : 0;
-      total += counts[i];
-      most = ::max(most, counts[i]);
+      const auto count = static_cast<uint32_t>(counts[i]);
+      before += i < row_warp() ? count : 0;
+      total += count;
+      most = ::max(most, count);
     }
     before = __reduce_add_sync(kFullMask, before);
     total = __reduce_add_sync(kFullMask, total);
     most = __reduce_max_sync(kFullMask, most);
-    if (sampler_.top_k == 0) weight = exchange_.sum(weight);
     if (most > kFoundCapacity || total > kListCapacity) return kNotListed;
 
+    if (threadIdx.x == 0) s_.bound = 0;  // for the next row
     share_found(found, before, total);
-    if (warp_id() == 0) {
+    const uint64_t row_weight = sampler_.top_k > 0 ? 0 : row_weight_from(-INFINITY);
 #if __CUDA_ARCH__ >= 900
-      Exchange::wait(s_.list_barrier, list_phase_);
-#endif
-      const int32_t token = draw_from_list(total, weight, random);
-      if (lane_id() == 0) s_.token = token;
-    }
+    Exchange::wait(s_.list_barrier, list_phase_);
     list_phase_ ^= 1;
-    __syncthreads();  // the token is known; it is written again only after all warps have spoken to each other
-    return s_.token;
+#endif
+    listed_ = static_cast<int>(total);
+    return draw_from_list(listed_, row_weight, random);
   }
 
   // Writes the stretch's entries from the bound on to s_.found, in order of ids, as far as there is room. Returns how
   // many there are.
-  __device__ int find_entries(uint64_t& weight) {
+  __device__ int find_entries() {
     const float bound = bound_ > kKeyOfMinusInf ? bound_of(bound_) : bits_float(0xff7fffffu);  // -inf is no entry
     const unsigned lanes_before = (1u << lane_id()) - 1;
-    const bool weighs = sampler_.top_k == 0;
     DrawStorage::Found* found = s_.found[warp_id()];
     int count = 0;
-    row_.template each<kAdjusted>([&](int tile, Items x) {
-      float most = x[0];
-#pragma unroll
-      for (int i = 1; i < kItems; ++i) most = fmaxf(most, x[i]);
-      if (weighs) {
-#pragma unroll
-        for (int i = 0; i < kItems; ++i) weight += scale_.weight(x[i]);
-      }
-      if (!__any_sync(kFullMask, most >= bound)) return;
+    const auto keep = [&](int tile, Items x) {
       unsigned mine = 0;
 #pragma unroll
       for (int i = 0; i < kItems; ++i) mine += x[i] >= bound;
@@ -169,14 +178,14 @@ class TokenDraw {
         place += __popc(lanes & lanes_before) << bit;
         count += __popc(lanes) << bit;
       }
-      if (mine == 0) return;
 #pragma unroll
       for (int i = 0; i < kItems; ++i) {
         if (!(x[i] >= bound)) continue;
         if (place < kFoundCapacity) found[place] = {order_key(x[i]), row_.id_of(tile) + i};
         ++place;
       }
-    });
+    };
+    row_.template each<kAdjusted>(keep, __ballot_sync(kFullMask, tile_max_ >= bound_));
     return count;
   }
 
@@ -203,62 +212,77 @@ class TokenDraw {
 #endif
   }
 
-  // One warp; every lane gets the token.
-  __device__ int32_t draw_from_list(int n, uint64_t row_weight, uint64_t random) const {
-    const uint32_t high = (max_key_ >> kShift) + 1;
-    uint32_t threshold = bound_ >> kShift;
-    if (sampler_.top_k > 0 && n > sampler_.top_k)
-      threshold = last_key(threshold, high, [&](uint32_t key) { return list_count(n, key) >= sampler_.top_k; });
-    if (sampler_.top_p < 1) {
-      const uint64_t listed = list_weight(n, threshold);
-      const uint64_t wanted = top_p_weight(sampler_.top_p, sampler_.top_k > 0 ? listed : row_weight);
-      if (listed < wanted) return kNotListed;
-      threshold = last_key(threshold, high, [&](uint32_t key) { return list_weight(n, key) >= wanted; });
-    }
-    // Each lane adds up a stretch of the list; the one the draw falls into looks for it.
-    const int each = (n + kWarp - 1) / kWarp, first = min(lane_id() * each, n), end = min(first + each, n);
-    const auto kept = [&](int i) { return s_.list[i].key >= threshold ? sampler_.after_min_p(s_.list[i].weight) : 0; };
-    uint64_t mine = 0;
-    for (int i = first; i < end; ++i) mine += kept(i);
-    const uint64_t through = warp_inclusive_sum(mine);
-    const uint64_t drawn = mul_high(random, __shfl_sync(kFullMask, through, kWarp - 1));
-    int32_t token = kNone;
-    if (drawn < through && drawn >= through - mine) {
-      uint64_t sum = through - mine;
-      for (int i = first; token == kNone && i < end; ++i)
-        if ((sum += kept(i)) > drawn) token = s_.list[i].id;
-    }
-    return __reduce_max_sync(kFullMask, token);
-  }
+  // The threads of an entry count together, each over a part of the list.
+  __device__ int32_t draw_from_list(int n, uint64_t row_weight, uint64_t random) {
+    int threads = 1;
+    while (threads < kWarp && 2 * threads * n <= kRowThreads) threads *= 2;
+    const int mine = static_cast<int>(threadIdx.x) / threads, part = static_cast<int>(threadIdx.x) % threads;
+    const bool there = mine < n, writes = there && part == 0;
+    const DrawStorage::Entry entry = there ? s_.list[mine] : DrawStorage::Entry{0, 0, kNone};
+    const int top_k = sampler_.top_k > 0 ? static_cast<int>(min(sampler_.top_k, static_cast<int64_t>(n))) : n;
 
-  __device__ int list_count(int n, uint32_t key) const {
-    int count = 0;
-#pragma unroll 4
-    for (int i = lane_id(); i < n; i += kWarp) count += s_.list[i].key >= key;
-    return __reduce_add_sync(kFullMask, count);
-  }
-  __device__ uint64_t list_weight(int n, uint32_t key) const {
-    uint64_t weight = 0;
-#pragma unroll 4
-    for (int i = lane_id(); i < n; i += kWarp) weight += s_.list[i].key >= key ? s_.list[i].weight : 0;
-    return warp_sum(weight);
+    int ahead = 0, equal = 0;
+    uint64_t weight_ahead = 0;
+#pragma unroll 2
+    for (int i = part; i < n; i += threads) {
+      const DrawStorage::Entry other = s_.list[i];
+      ahead += other.key > entry.key;
+      equal += other.key == entry.key;
+      weight_ahead += other.key > entry.key ? other.weight : 0;
+    }
+    for (int d = 1; d < threads; d *= 2) {
+      ahead += __shfl_xor_sync(kFullMask, ahead, d);
+      equal += __shfl_xor_sync(kFullMask, equal, d);
+      weight_ahead += __shfl_xor_sync(kFullMask, weight_ahead, d);
+    }
+    const uint64_t weight_through =
+        weight_ahead + static_cast<uint64_t>(equal) * entry.weight;  // equals weigh the same
+    if (writes && ahead < top_k && ahead + equal >= top_k) s_.kept_weight = weight_through;
+    __syncthreads();  // what top-k keeps weighs kept_weight
+
+    bool kept = ahead < top_k;
+    if (sampler_.top_p < 1) {
+      const uint64_t wanted = top_p_weight(sampler_.top_p, sampler_.top_k > 0 ? s_.kept_weight : row_weight);
+      if (s_.kept_weight < wanted) return kNotListed;
+      kept = kept && weight_ahead < wanted;
+    }
+    const uint64_t weight = kept ? sampler_.after_min_p(entry.weight) : 0;
+    if (writes) s_.list[mine].weight = weight;
+    if (threadIdx.x == 0) s_.token = kNone;
+    __syncthreads();  // the list holds what is kept
+
+    uint64_t before = 0, total = 0;  // in order of ids
+#pragma unroll 2
+    for (int i = part; i < n; i += threads) {
+      total += s_.list[i].weight;
+      if (i < mine) before += s_.list[i].weight;
+    }
+    for (int d = 1; d < threads; d *= 2) {
+      before += __shfl_xor_sync(kFullMask, before, d);
+      total += __shfl_xor_sync(kFullMask, total, d);
+    }
+    const uint64_t drawn = mul_high(random, total);
+    if (writes && drawn >= before && drawn < before + weight) s_.token = entry.id;
+    __syncthreads();  // the token is known; all warps speak to each other before it is written again
+    return s_.token;
   }
 
   // Way 3: the lowest logit that top-k and top-p keep.
   __device__ float threshold() {
     const uint32_t high = (max_key_ >> kShift) + 1;
     uint32_t threshold = 0;
+    if (threadIdx.x == 0) s_.bound = 0;  // for the next row
     if (sampler_.top_k > 0)
       threshold = last_key(0, high, [&](uint32_t key) { return row_count(bound_of(key << kShift)) >= sampler_.top_k; });
     if (sampler_.top_p < 1) {
-      const uint64_t wanted = top_p_weight(sampler_.top_p, row_weight(bound_of(threshold << kShift)));
+      const uint64_t wanted = top_p_weight(sampler_.top_p, row_weight_from(bound_of(threshold << kShift)));
       threshold =
-          last_key(threshold, high, [&](uint32_t key) { return row_weight(bound_of(key << kShift)) >= wanted; });
+          last_key(threshold, high, [&](uint32_t key) { return row_weight_from(bound_of(key << kShift)) >= wanted; });
     }
     return bound_of(threshold << kShift);
   }
 
-  __device__ int64_t row_count(float bound) {
+  __device__ __noinline__ int64_t row_count(float bound) {
     uint32_t count = 0;
     row_.template each<kAdjusted>([&](int, Items x) {
 #pragma unroll
@@ -266,31 +290,38 @@ class TokenDraw {
     });
     return static_cast<int64_t>(exchange_.sum(count));
   }
-  __device__ uint64_t row_weight(float bound) {
+  __device__ uint64_t row_weight_from(float bound) { return exchange_.sum(stretch_weight(bound, 0)); }
+
+  // What this lane's logits from the bound on weigh together, where each weighs at least `min_weight`.
+  __device__ __noinline__ uint64_t stretch_weight(float bound, uint64_t min_weight) const {
     uint64_t weight = 0;
-    row_.template each<kAdjusted>([&](int, Items x) {
+    row_.template each<kAdjusted>([&](int, Items x) { weight += lane_weight(x, bound, min_weight); });
+    return weight;
+  }
+  __device__ uint64_t lane_weight(Items x, float bound, uint64_t min_weight) const {
+    uint64_t weight = 0;
+    if (bound == -INFINITY && min_weight == 0 && scale_.max < INFINITY) {
 #pragma unroll
-      for (int i = 0; i < kItems; ++i) weight += x[i] >= bound ? scale_.weight(x[i]) : 0;
-    });
-    return exchange_.sum(weight);
+      for (int i = 0; i < kItems; ++i) weight += exp2_weight(mul(sub(x[i], scale_.max), scale_.scale));
+    } else {
+#pragma unroll 2
+      for (int i = 0; i < kItems; ++i) weight += kept(x[i], bound, min_weight);
+    }
+    return weight;
+  }
+  __device__ uint64_t kept(float x, float bound, uint64_t min_weight) const {
+    const uint64_t weight = x >= bound ? scale_.weight(x) : 0;
+    return weight >= min_weight ? weight : 0;
   }
 
   // Way 3: the draw among the tokens whose logits reach `bound`.
   __device__ int32_t from_row(float bound, uint64_t random) {
-    const auto lane_weight = [&](Items x) {
-      uint64_t weight = 0;
-#pragma unroll
-      for (int i = 0; i < kItems; ++i) weight += kept(x[i], bound);
-      return weight;
-    };
-    uint64_t mine = 0;
-    row_.template each<kAdjusted>([&](int, Items x) { mine += lane_weight(x); });
-    const uint64_t* weights = exchange_.all(warp_sum(mine));
+    const uint64_t* weights = exchange_.all(warp_sum(stretch_weight(bound, sampler_.min_weight)));
 
     // The stretch the draw falls into: each lane adds up a few.
     const int few = (row_warps() + kWarp - 1) / kWarp;
     uint64_t lanes = 0;
-    for (int i = 0; i < few; ++i) lanes += stretch_weight(weights, lane_id() * few + i);
+    for (int i = lane_id() * few; i < min((lane_id() + 1) * few, row_warps()); ++i) lanes += weights[i];
     const uint64_t through = warp_inclusive_sum(lanes);
     const uint64_t drawn = mul_high(random, __shfl_sync(kFullMask, through, kWarp - 1));
     const unsigned behind = __ballot_sync(kFullMask, drawn < through);
@@ -299,20 +330,14 @@ class TokenDraw {
     int owner = lane * few;
     while (owner + 1 < row_warps() && drawn >= before + weights[owner]) before += weights[owner++];
 
-    if (owner / kRowWarps == static_cast<int>(Cluster::rank())) look_up(owner, before, drawn, lane_weight, bound);
-    const uint64_t found = exchange_.max(owner / kRowWarps == static_cast<int>(Cluster::rank()) ? s_.token + 1 : 0);
-    return static_cast<int32_t>(found) - 1;
+    const bool ours = owner / kRowWarps == static_cast<int>(Cluster::rank());
+    if (ours) look_up(owner, before, drawn, bound);
+    return static_cast<int32_t>(exchange_.max(ours ? static_cast<uint64_t>(s_.token + 1) : 0)) - 1;
   }
-
-  __device__ uint64_t kept(float x, float bound) const {
-    return x >= bound ? sampler_.after_min_p(scale_.weight(x)) : 0;
-  }
-  __device__ static uint64_t stretch_weight(const uint64_t* weights, int i) { return i < row_warps() ? weights[i] : 0; }
 
   // One block: the token, to s_.token, that the draw falls on in the stretch of warp `owner`, before which the weights
-  // add up to `before`.
-  template <class F>
-  __device__ void look_up(int owner, uint64_t before, uint64_t drawn, const F& lane_weight, float bound) {
+  // add up to `before`. A warp a tile.
+  __device__ void look_up(int owner, uint64_t before, uint64_t drawn, float bound) {
     __syncthreads();  // s_.token has been read
     if (threadIdx.x == 0) s_.token = kNone;
     const int end = row_.first_of(owner + 1);
@@ -322,22 +347,25 @@ class TokenDraw {
       uint64_t weight = 0;
       if (tile < end) {
         row_.template read<kAdjusted>(tile, x);
-        weight = lane_weight(x);
+        weight = lane_weight(x, bound, sampler_.min_weight);
       }
       const uint64_t all = warp_sum(weight);
       if (lane_id() == 0) s_.tile_weights[warp_id()] = all;
       __syncthreads();  // the tiles' weights are known
-      for (int i = 0; i < warp_id(); ++i) before += s_.tile_weights[i];
-      if (tile < end && drawn >= before && drawn < before + all) {
-        uint64_t sum = before + warp_inclusive_sum(weight) - weight;
+      uint64_t sum = before;
+      for (int i = 0; i < kRowWarps; ++i) {
+        before += s_.tile_weights[i];
+        if (i < warp_id()) sum = before;
+      }
+      if (tile < end && drawn >= sum && drawn < sum + all) {
+        sum += warp_inclusive_sum(weight) - weight;
 #pragma unroll
         for (int i = 0; i < kItems; ++i) {
-          const uint64_t one = kept(x[i], bound);
+          const uint64_t one = kept(x[i], bound, sampler_.min_weight);
           if (drawn >= sum && drawn < sum + one) s_.token = row_.id_of(tile) + i;
           sum += one;
         }
       }
-      for (int i = warp_id(); i < kRowWarps; ++i) before += s_.tile_weights[i];
       __syncthreads();  // the tiles' weights have been read, and the token is known to the block
     }
   }
@@ -347,7 +375,8 @@ class TokenDraw {
   Exchange& exchange_;
   DrawStorage& s_;
   unsigned& list_phase_;
-  uint32_t max_key_ = 0, bound_ = 0;  // whole keys
+  uint32_t tile_max_ = 0, max_key_ = 0, bound_ = 0;  // whole keys
+  int listed_ = 0;  // entries of the list
   RowScale scale_{};
 };
 

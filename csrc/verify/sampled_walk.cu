@@ -2,8 +2,8 @@
 // blocks together; what they share are rows of logits (cluster_row.cuh).
 //
 // A node with one sampled child reads the target's row and the draft's twice (largest logits, sums), and once or twice
-// more where the child is rejected (what is left, the draw), all but the first time from L1 or L2. Thresholds of top-k
-// and top-p cost a pass over the target's row for every two bits of a key.
+// more where the child is rejected (what is left, the draw), all but the first time from L1 or L2. top-k and top-p cost
+// what TokenDraw takes to find their threshold.
 #include "verify/draw_token.cuh"
 #include "verify/sampled_walk.h"
 
@@ -50,31 +50,31 @@ class ClusterRows {
     const auto [target_key, draft_key] = largest_keys(order_key(target_.template largest<kAdjusted>(tile)),
                                                       order_key(draft_.template largest<false>(tile)));
     target_scale_ = {key_float(target_key), sampler_.scale};
-    draft_scale_ = {key_float(draft_key), draft_sampler_.scale};
+    // Beside infinity, the tokens of a row without any weigh nothing.
+    draft_scale_ = {draft_key > kKeyOfMinusInf ? key_float(draft_key) : INFINITY, draft_sampler_.scale};
+    same_tiles_ = !p_.drafts.id_map && target_.id_of(0) == draft_.id_of(0);
     target_total_ = draft_total_ = 0;
     if (target_key <= kKeyOfMinusInf) return false;
 
-    threshold_ = sampler_.filters_by_key() ? threshold(target_key) : -INFINITY;
+    threshold_ = sampler_.filters_by_key() ? threshold() : -INFINITY;
     uint64_t target = 0, draft = 0;
     target_.template each<kAdjusted>([&](int, Items x) {
+      if (!any_kept(x)) return;
 #pragma unroll
       for (int i = 0; i < kItems; ++i) target += kept(x[i]);
     });
-    if (draft_key > kKeyOfMinusInf) {
-      draft_.template each<false>([&](int, Items x) {
+    draft_.template each<false>([&](int, Items x) {
 #pragma unroll
-        for (int i = 0; i < kItems; ++i) draft += draft_scale_.weight(x[i]);
-      });
-    }
-    target_total_ = exchange_.sum(target);
-    draft_total_ = exchange_.sum(draft);
+      for (int i = 0; i < kItems; ++i) draft += draft_scale_.weight(x[i]);
+    });
+    add_up(target, draft);
     return true;
   }
   __device__ uint64_t target_total() const { return target_total_; }
   __device__ uint64_t draft_total() const { return draft_total_; }
 
   __device__ TokenPair pair(int32_t token) {
-    if (token < 0 || token >= p_.vocab || draft_total_ == 0) return {};
+    if (token < 0 || token >= p_.vocab) return {};
     int64_t d = token;
     if (p_.drafts.id_map) {
       d = find_draft_id(token);
@@ -119,7 +119,6 @@ class ClusterRows {
 
  private:
   static constexpr int kItems = TiledRow<T>::kItems;
-  static constexpr int kShift = kAdjusted ? 0 : kKeyShift<T>;
   using Items = const float (&)[kItems];
 
   struct Keys {
@@ -140,59 +139,23 @@ class ClusterRows {
     return x >= threshold_ ? sampler_.after_min_p(target_scale_.weight(x)) : 0;
   }
 
-  // The lowest logit that top-k and top-p keep.
-  __device__ float threshold(uint32_t max_key) {
-    const uint32_t high = (max_key >> kShift) + 1;
-    uint32_t threshold = 0;
-    if (sampler_.top_k > 0) threshold = search<uint32_t>(0, high, sampler_.top_k, [](float) { return 1u; });
-    if (sampler_.top_p < 1) {
-      const auto weight = [&](float x) { return target_scale_.weight(x); };
-      const float bound = bound_of(threshold);
-      uint64_t total = 0;
-      target_.template each<kAdjusted>([&](int, Items x) {
-#pragma unroll
-        for (int i = 0; i < kItems; ++i) total += x[i] >= bound ? weight(x[i]) : 0;
-      });
-      threshold = search<uint64_t>(threshold, high, top_p_weight(sampler_.top_p, exchange_.sum(total)), weight);
-    }
-    return bound_of(threshold);
-  }
-  __device__ static float bound_of(uint32_t key) {
-    key <<= kShift;
-    return key > kKeyOfMinusInf ? key_float(key) : -INFINITY;
+  __device__ __noinline__ float threshold() {
+    return TokenDraw<T, kAdjusted>(target_row_, p_.vocab, sampler_, exchange_, draw_storage_, list_phase_)
+        .lowest_kept();
   }
 
-  // The largest key in [low, high) from which on the tokens' values reach `wanted`, which they do from `low` on. Three
-  // keys a pass.
-  template <class Value, class F>
-  __device__ uint32_t search(uint32_t low, uint32_t high, uint64_t wanted, F&& value) {
-    while (high - low > 1) {
-      const uint32_t apart = (high - low + 3) / 4;
-      const uint32_t keys[3] = {min(low + apart, high), min(low + 2 * apart, high), min(low + 3 * apart, high)};
-      const float bounds[3] = {bound_of(keys[0]), bound_of(keys[1]), bound_of(keys[2])};
-      Value sums[3] = {};
-      target_.template each<kAdjusted>([&](int, Items x) {
-#pragma unroll
-        for (int i = 0; i < kItems; ++i) {
-          const Value one = x[i] >= bounds[0] ? value(x[i]) : 0;
-          sums[0] += one;
-          sums[1] += x[i] >= bounds[1] ? one : 0;
-          sums[2] += x[i] >= bounds[2] ? one : 0;
-        }
-      });
-      uint32_t next_low = low, next_high = high;
-#pragma unroll
-      for (int i = 0; i < 3; ++i) {
-        const bool reaches = keys[i] < high && exchange_.sum(sums[i]) >= wanted;
-        if (reaches)
-          next_low = keys[i];
-        else
-          next_high = min(next_high, keys[i]);
-      }
-      low = next_low;
-      high = next_high;
+  // Both totals, from each thread's part.
+  __device__ void add_up(uint64_t target, uint64_t draft) {
+    target = warp_sum(target);
+    draft = warp_sum(draft);
+    const uint64_t* sums = exchange_.all(lane_id() < kWarp / 2 ? target : draft, 2);
+    target = draft = 0;
+    for (int i = lane_id(); i < row_warps(); i += kWarp) {
+      target += sums[2 * i];
+      draft += sums[2 * i + 1];
     }
-    return low;
+    target_total_ = warp_sum(target);
+    draft_total_ = warp_sum(draft);
   }
 
   // The lowest draft id of a token, or -1.
@@ -205,28 +168,48 @@ class ClusterRows {
     return lowest == 0 ? -1 : static_cast<int32_t>(~static_cast<uint32_t>(lowest));
   }
 
-  // Calls f(tile, what is left of the tokens) for the draft's ids in this warp's stretch.
+  // Whether top-k and top-p leave a token of the warp's tile; seldom, where there is such a filter.
+  __device__ bool any_kept(Items x) const {
+    float most = x[0];
+#pragma unroll
+    for (int i = 1; i < kItems; ++i) most = fmaxf(most, x[i]);
+    return __any_sync(kFullMask, most >= threshold_);
+  }
+
+  // Calls f(tile, what is left of the tokens) for the draft's ids in this warp's stretch, but for tiles of which nothing
+  // can be left.
   template <class F>
   __device__ void each_drafted(F&& f) const {
     draft_.template each<false>([&](int tile, Items y) {
+      float x[kItems];
+      if (same_tiles_)
+        target_.template read<kAdjusted>(tile, x);
+      else
+        gather(draft_.id_of(tile), x);
+      if (!any_kept(x)) return;
       uint64_t left[kItems];
-      const int first = draft_.id_of(tile);
 #pragma unroll
-      for (int i = 0; i < kItems; ++i) {
-        left[i] = 0;
-        const int d = first + i;
-        if (d < 0 || d >= p_.drafts.vocab) continue;
-        const int v = p_.drafts.id_map ? p_.drafts.id_map[d] : d;
-        if (v < 0 || v >= p_.vocab) continue;
-        left[i] = left_weight(kept(target_row_[v]), draft_total_ == 0 ? 0 : draft_scale_.weight(y[i]), scale_);
-      }
+      for (int i = 0; i < kItems; ++i) left[i] = left_weight(kept(x[i]), draft_scale_.weight(y[i]), scale_);
       f(tile, left);
     });
+  }
+  // The target's logits of the draft's ids from `first` on; -inf where there is no such id or token.
+  __device__ void gather(int first, float (&x)[kItems]) const {
+    int token[kItems];
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      const int d = first + i;
+      const bool there = d >= 0 && d < p_.drafts.vocab;
+      token[i] = !there ? -1 : p_.drafts.id_map ? p_.drafts.id_map[d] : d;
+    }
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) x[i] = token[i] >= 0 && token[i] < p_.vocab ? target_row_[token[i]] : -INFINITY;
   }
   // And for the tokens of the target that the draft does not have.
   template <class F>
   __device__ void each_other(F&& f) const {
     target_.template each<kAdjusted>([&](int tile, Items x) {
+      if (!any_kept(x)) return;
       uint64_t left[kItems];
       const int first = target_.id_of(tile);
 #pragma unroll
@@ -294,6 +277,7 @@ class ClusterRows {
 
   LogitRow<T> target_row_, draft_row_;
   TiledRow<T> target_, draft_;
+  bool same_tiles_ = false;  // both rows' tiles hold the same ids
   RowScale target_scale_{}, draft_scale_{};
   float threshold_ = 0, scale_ = 0;
   uint64_t target_total_ = 0, draft_total_ = 0;

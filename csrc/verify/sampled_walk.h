@@ -144,8 +144,9 @@ class SampledWalk {
       if (pair.draft == 0) break;
 
       const auto target = static_cast<double>(rows_.target_total()), draft = static_cast<double>(rows_.draft_total());
-      const auto scale = share > 0 ? static_cast<float>(div(div(target, draft), share)) : 0.0f;
-      if (length == 0 || (share > 0 && coin(sampler_.seed, position, length) < chance(share, scale, target))) {
+      const auto scale = static_cast<float>(div(div(target, draft), share));
+      // A share of 1 always ends a block here rather than before, unless p and q are equal: then longer ones are kept.
+      if (share == 1 || coin(sampler_.seed, position, length) < chance(share, scale, target)) {
         kept = length;
         kept_node = node;
         kept_row = row;
@@ -156,19 +157,20 @@ class SampledWalk {
       share = share > 1 ? 1 : share < 0x1p-60 ? 0 : share;
       node = child;
       ++length;
+      if (share == 0) break;  // it stays 0
     }
     const bool all = length == 0 || coin(sampler_.seed, position, length) < share;
     emit_chain(all ? length : kept);
     if (all) return node;
 
     rows_.open(kept_node, kept_row);
-    if (rows_.leave(kept_scale) == 0) rows_.leave(0);  // at the root alone: p and q differ by their rounding
+    if (rows_.leave(kept_scale) == 0) rows_.leave(0);  // p and q differ by their rounding alone
     const uint32_t after = position_after(p_, b_, kept_node);
     out_.emit(rows_.draw(noise(sampler_.seed, NoiseUse::kToken, after, 0).u64()), kept_node, writes_);
     return kNoChild;
   }
 
-  // The chance (h_i) that a block ends here rather than before, its `share` being below 1 or not.
+  // The chance (h_i) that a block ends here rather than before, where its `share` is below 1.
   SD_HD double chance(double share, float scale, double target) {
     const double rest = mul(share, div(static_cast<double>(rows_.leave(scale)), target));
     return rest > 0 ? div(rest, add(rest, add(1.0, -share))) : 0;

@@ -38,10 +38,11 @@ SD_HD Sampler sampler_of(const SamplingArrays& a, int64_t slot, int64_t vocab) {
   Sampler s;
   if (!a.temperature || !(a.temperature[slot] > 0)) return s;
   s.greedy = false;
+  constexpr float kLog2E = 1.44269504f, kLargest = 3.0e38f;  // infinity times a difference of 0 would be NaN
 #ifdef __CUDA_ARCH__
-  s.scale = __fdiv_rn(1.44269504f, a.temperature[slot]);
+  s.scale = fminf(__fdiv_rn(kLog2E, a.temperature[slot]), kLargest);
 #else
-  s.scale = 1.44269504f / a.temperature[slot];
+  s.scale = std::fmin(kLog2E / a.temperature[slot], kLargest);
 #endif
   if (a.top_k && a.top_k[slot] > 0 && a.top_k[slot] < vocab) s.top_k = a.top_k[slot];
   if (a.top_p && a.top_p[slot] < 1) s.top_p = a.top_p[slot];

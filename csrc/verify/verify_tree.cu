@@ -1,11 +1,16 @@
-// One cluster a request walks down its tree; its blocks share a row of logits (cluster_row.cuh) and all of them follow
-// the walk, so that a greedy node costs one round of messages between them. Clusters are as large as the batch leaves
-// room for: 8 blocks at batch 1 to 32, 4 at 64, 1 from 256 on (2 blocks of 512 threads an SM).
+// Clusters of blocks share a row of logits (cluster_row.cuh). They are as large as the batch leaves room for: 8 blocks
+// at batch 1 to 32, 4 at 64, 1 from 256 on (2 blocks of 512 threads an SM).
 //
-// Reads the rows of visited nodes alone, once for a greedy request (2 or 4 bytes x vocab a node) and once more, from L1
-// or L2, for a sampled one. A walk is a chain of memory latencies and messages, about 1.5 us a node at batch 1;
-// fetching all rows beforehand makes it longer, because the rows of the path then wait for the others.
+// Walking: one cluster a request goes down its tree, and reads the rows of visited nodes alone, once for a greedy
+// request (2 or 4 bytes x vocab a node) and in part once more, from L1 or L2, for a sampled one. Each node costs a
+// memory latency and a round or three of messages, 2 to 4 us at batch 1.
+//
+// Ahead: where the device has room for half of a small batch's nodes at once, and there is a workspace, every node gets
+// a cluster, and the last one to finish walks over the tokens found. A token does not depend on the walk: it is the
+// argmax of its row, or a draw keyed by its position.
 #include <cuda_pipeline.h>
+
+#include <algorithm>
 
 #include "verify/draw_token.cuh"
 #include "verify/verify_tree.h"
@@ -39,69 +44,120 @@ struct SharedTree {
   }
 };
 
+// One request's walk. One thread `writes`, the others of its cluster only follow.
+struct Walk {
+  const VerifyTreeParams& p;
+  const SharedTree& tree;
+  int64_t b, slot;
+  int32_t size, bits;
+  bool writes;
+  EmittedRow out;
+
+  // Emits the target's token after `node`; the node to visit next, or a negative number.
+  __device__ int32_t next(int32_t node, int32_t token) {
+    if (token < 0) bits |= kBadLogits;
+    if (token < 0 || !out.emit(token, node, writes)) return kNoChild;
+    const int32_t child = find_child(tree, size, node, token);
+    if (child == kMalformed) bits |= kBadTree;
+    return child;
+  }
+  __device__ void finish() const {
+    if (!writes) return;
+    if (bits) set_status(p.status, slot, bits);
+    out.finish();
+    p.out_len[b] = static_cast<int32_t>(out.len);
+  }
+};
+
+// `teams` clusters for each request: 1 walks, more find every node's token first.
 template <class T, bool kAdjusted, bool kSampled>
-__global__ void __launch_bounds__(kRowThreads, kBlocksPerSm) verify_tree_kernel(VerifyTreeParams p) {
+__global__ void __launch_bounds__(kRowThreads, kBlocksPerSm) verify_tree_kernel(VerifyTreeParams p, int teams) {
   extern __shared__ TreeNode shared_nodes[];
   __shared__ Exchange::Storage exchange_storage;
   __shared__ typename std::conditional_t<kSampled, DrawStorage, char> draw_storage;
   begin_kernel();
 
-  const int64_t b = blockIdx.x / Cluster::size();
+  const int64_t cluster = blockIdx.x / Cluster::size(), b = cluster / teams;
+  const int team = static_cast<int>(cluster % teams);
   const int64_t slot = slot_of(p.slots, b, p.num_slots);
   const bool leads = Cluster::rank() == 0 && threadIdx.x == 0;
-  EmittedRow out = emitted_row(p, b);
+  const SharedTree tree{shared_nodes, reinterpret_cast<int32_t*>(shared_nodes + p.links.num_nodes)};
   int32_t bits = 0;
   const int32_t size = slot < 0 ? 0 : tree_size(p.tree_sizes[b], p.links.num_nodes, bits);
+  Walk walk{p, tree, b, slot, size, bits, leads, emitted_row(p, b)};
+  if (size <= 0) {
+    if (team == 0) walk.finish();
+    return;
+  }
 
-  if (size > 0) {
-    const SharedTree tree{shared_nodes, reinterpret_cast<int32_t*>(shared_nodes + p.links.num_nodes)};
-    tree.copy(p, b);
-    Sampler sampler;
-    unsigned list_phase = 0;
+  tree.copy(p, b);
+  Sampler sampler;
+  unsigned list_phase = 0;
+  if constexpr (kSampled) {
+    sampler = sampler_of(p.sampling, slot, p.vocab);
+    TokenDraw<T, kAdjusted>::init(draw_storage);
+  }
+  Exchange exchange(exchange_storage);
+  int32_t* tokens = teams > 1 ? p.workspace + kWorkspaceCounters + b * p.links.num_nodes : nullptr;
+  if (!sampler.greedy) tree.wait();
+#pragma unroll 1
+  for (int32_t node = team; node >= 0 && node < size;) {
+    const LogitRow<T> row = logit_row<T>(p, b, slot, node);
+    int32_t token = kNoChild;
     if constexpr (kSampled) {
-      sampler = sampler_of(p.sampling, slot, p.vocab);
-      TokenDraw<T, kAdjusted>::init(draw_storage);
+      if (!sampler.greedy)
+        token = TokenDraw<T, kAdjusted>(row, p.vocab, sampler, exchange, draw_storage, list_phase)
+                    .token(static_cast<uint32_t>(tree.positions[node]) + 1);
     }
-    Exchange exchange(exchange_storage);
-    if (!sampler.greedy) tree.wait();  // for the position
+    if (sampler.greedy) token = largest_id<T, kAdjusted>(TiledRow<T>(row, p.vocab), exchange);
+    if (sampler.greedy && node == team) tree.wait();  // by now it is there
 
-    for (int32_t node = 0; node >= 0;) {
-      const LogitRow<T> row = logit_row<T>(p, b, slot, node);
-      int32_t token;
-      bool drawn = false;
-      if constexpr (kSampled) {
-        if (!sampler.greedy) {
-          const auto position = static_cast<uint32_t>(tree.positions[node]) + 1;
-          token = TokenDraw<T, kAdjusted>(row, p.vocab, sampler, exchange, draw_storage, list_phase).token(position);
-          drawn = true;
-        }
-      }
-      if (!drawn) token = largest_id<T, kAdjusted>(TiledRow<T>(row, p.vocab), exchange);
-      if (node == 0) tree.wait();
-
-      if (token < 0) bits |= kBadLogits;
-      if (token < 0 || !out.emit(token, node, leads)) break;
-      node = find_child(tree, size, node, token);
-      if (node == kMalformed) bits |= kBadTree;
+    if (tokens) {
+      if (leads) tokens[node] = token;
+      node += teams;
+    } else {
+      node = walk.next(node, token);
     }
   }
+  if (!tokens) {
+    walk.finish();
+    return;
+  }
+
+  if (team >= size) tree.wait();  // which found no token
+  if (Cluster::rank() != 0 || threadIdx.x >= kWarp) return;
+  unsigned done = 0;
   if (leads) {
-    if (bits) set_status(p.status, slot, bits);
-    out.finish();
-    p.out_len[b] = static_cast<int32_t>(out.len);
+    __threadfence();                                                            // the tokens come before the count
+    done = atomicInc(reinterpret_cast<unsigned*>(p.workspace) + b, teams - 1);  // which is 0 again behind the last one
+    __threadfence();
   }
+  if (__shfl_sync(kFullMask, done, 0) != static_cast<unsigned>(teams - 1)) return;
+  for (int32_t i = lane_id(); i < size; i += kWarp) tree.positions[i] = __ldcg(tokens + i);  // nobody needs them now
+  __syncwarp();
+  if (!leads) return;
+  for (int32_t node = 0; node >= 0;) node = walk.next(node, tree.positions[node]);
+  walk.finish();
 }
 
 template <class T, bool kAdjusted, bool kSampled>
 void start(const VerifyTreeParams& p, Stream stream) {
   constexpr int64_t kUseful = kRowThreads * TiledRow<T>::kItems;  // ids that keep a block busy
-  const unsigned cluster = cluster_size("verify_tree", p.batch, kBlocksPerSm, p.vocab / kUseful);
+  const int64_t nodes = p.links.num_nodes, useful = p.vocab / kUseful;
+  int64_t teams = 1;
+  if (p.workspace && p.batch <= kWorkspaceCounters) {
+    // As many clusters of full size as the device holds; worth it when a team has two nodes at most.
+    while (teams < nodes && cluster_size("verify_tree", p.batch * 2 * teams, kBlocksPerSm, useful) == kMaxCluster)
+      teams *= 2;
+    teams = 2 * teams >= nodes ? std::min(teams, nodes) : 1;
+  }
+  const unsigned cluster = cluster_size("verify_tree", p.batch * teams, kBlocksPerSm, useful);
   launch("verify_tree", verify_tree_kernel<T, kAdjusted, kSampled>,
-         {.grid = grid_x("verify_tree", p.batch * cluster),
+         {.grid = grid_x("verify_tree", p.batch * teams * cluster),
           .threads = kRowThreads,
-          .shared_bytes = static_cast<size_t>(p.links.num_nodes) * (sizeof(TreeNode) + sizeof(int32_t)),
+          .shared_bytes = static_cast<size_t>(nodes) * (sizeof(TreeNode) + sizeof(int32_t)),
           .cluster = cluster},
-         stream, p);
+         stream, p, static_cast<int>(teams));
 }
 
 }  // namespace

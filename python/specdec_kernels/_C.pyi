@@ -144,6 +144,7 @@ def verify_tree(
     id_map: Tensor | None,
     block_verification: bool,
     status: Tensor | None,
+    workspace: Tensor | None,
     out_tokens: Tensor,
     out_len: Tensor,
     out_path: Tensor,
@@ -190,6 +191,20 @@ def free_pages(
     slots: Tensor | None,
     status: Tensor | None,
 ) -> None: ...
+def fork_pages(
+    stream: int | None,
+    page_table: Tensor,
+    page_counts: Tensor,
+    page_refs: Tensor,
+    free_stack: Tensor,
+    num_free: Tensor,
+    page_size: int,
+    src_slots: Tensor,
+    dst_slots: Tensor,
+    lens: Tensor,
+    status: Tensor | None,
+    out_num_rows: Tensor,
+) -> None: ...
 def write_kv(
     stream: int | None,
     k: Tensor,
@@ -214,6 +229,18 @@ def move_kv(
     num_valid: Tensor,
     seq_lens_before: Tensor,
     slots: Tensor | None,
+    page_refs: Tensor | None,
+    status: Tensor | None,
+) -> None: ...
+def copy_kv(
+    stream: int | None,
+    k_pools: Tensor,
+    v_pools: Tensor,
+    page_table: Tensor,
+    src_slots: Tensor,
+    dst_slots: Tensor,
+    lens: Tensor,
+    num_rows: Tensor,
     page_refs: Tensor | None,
     status: Tensor | None,
 ) -> None: ...

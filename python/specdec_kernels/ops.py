@@ -511,6 +511,7 @@ def verify_tree(
     id_map: Tensor | None = None,
     block_verification: bool = False,
     status: Tensor | None = None,
+    workspace: Tensor | None = None,
     out_tokens: Tensor | None = None,
     out_len: Tensor | None = None,
     out_path: Tensor | None = None,
@@ -565,6 +566,8 @@ def verify_tree(
             a bonus token: nothing at all is emitted when it is the root's), BAD_TREE where a link leaves the tree, does
             not rise or contradicts `parents`, siblings differ in their draft row or name none of draft_logits, or
             num_nodes exceeds N (the walk ends with a bonus token).
+        workspace: [64 + B * N] int32 or more, zeros before the first call and then left as it is; one for each stream. On
+            a GPU small batches without sampled candidates are faster with it.
 
     Returns:
         Accepted(tokens, lengths, path). Empty rows: length 0, tokens -1, path 0.
@@ -605,6 +608,7 @@ def verify_tree(
         id_map,
         block_verification,
         status,
+        workspace,
         out_tokens,
         out_len,
         out_path,
@@ -778,6 +782,55 @@ def free_pages(
     _C.free_pages(stream, *pool, keep_lens, slots, status)
 
 
+def fork_pages(
+    pool: PagePool,
+    src_slots: Tensor,
+    dst_slots: Tensor,
+    lens: Tensor,
+    *,
+    status: Tensor | None = None,
+    out_num_rows: Tensor | None = None,
+    stream: int | None = None,
+) -> Tensor:
+    """Give the empty slot `dst_slots[b]` the first `lens[dst]` rows of slot `src_slots[b]`: several samples of one
+    prompt, or a prefix that requests have in common.
+
+    Whole pages are shared: they gain an owner, and ops that are given `page_refs` write them no more. A partial page at
+    the end becomes a page of the destination's own, whose rows `copy_kv` then copies, in the target's pools and in the
+    draft's. Row after row of the call, except that sources are taken as they were before it: a slot that was empty then
+    cannot be forked from. One source may have many destinations; a destination is served for the first row that names
+    it. A row with an empty slot on either side is empty.
+
+    A stalled fork may be tried again. Until it is made, the destination must not be named to `alloc_pages`, which would
+    give it pages of its own.
+
+    Args:
+        pool: changed in place.
+        src_slots: [B] int32, B at most 512.
+        dst_slots: [B] int32.
+        lens: [num_slots] int32, read at the destinations; usually the sequence lengths, which a fork has from its
+            source.
+        status: [num_slots] int32, of the destinations. STALLED is set where a partial page finds no free one (the
+            destination stays empty), cleared where the fork is made. Gains BAD_LENGTH where the destination is not
+            empty, lens is negative or needs more pages than the source holds (no fork is made); BAD_PAGE where an entry
+            of the source is no page with an owner (the destination's entry stays missing), or the stack held something
+            else than a page.
+        out_num_rows: see Returns; allocated when None.
+
+    Returns:
+        out_num_rows [B] int32: rows of the partial page, which `copy_kv` has to copy; 0 where there are none, or no
+        fork was made.
+
+    Raises:
+        ValueError: wrong dtype, shape, device or stride; more than 512 rows.
+    """
+    if out_num_rows is None:
+        (batch,) = shape_of("fork_pages", "src_slots", src_slots, 1)
+        out_num_rows = empty("fork_pages", src_slots, (batch,), "int32")
+    _C.fork_pages(stream, *pool, src_slots, dst_slots, lens, status, out_num_rows)
+    return out_num_rows
+
+
 def write_kv(
     k: Tensor,
     v: Tensor,
@@ -868,3 +921,42 @@ def move_kv(
         ValueError: wrong dtype, shape, device or stride.
     """
     _C.move_kv(stream, k_pools, v_pools, page_table, path, num_valid, seq_lens_before, slots, page_refs, status)
+
+
+def copy_kv(
+    k_pools: Tensor,
+    v_pools: Tensor,
+    page_table: Tensor,
+    src_slots: Tensor,
+    dst_slots: Tensor,
+    lens: Tensor,
+    num_rows: Tensor,
+    *,
+    page_refs: Tensor | None = None,
+    status: Tensor | None = None,
+    stream: int | None = None,
+) -> None:
+    """Copy the last `num_rows[b]` of the first `lens[dst]` KV rows from slot `src_slots[b]` to `dst_slots[b]`, in every
+    layer: what `fork_pages` leaves to do.
+
+    Rows keep their numbers. Rows with an empty slot on either side, and stalled destinations, copy nothing. A row that
+    has no place on either side is left out, and the destination's status says why. Rows of one call must not write
+    what others read or write.
+
+    Args:
+        k_pools, v_pools: [layers, num_pages, page_size, Hkv, D] float32, float16 or bfloat16, free strides except the
+            last; changed in place.
+        page_table: [num_slots, max_pages] int32.
+        src_slots: [B] int32.
+        dst_slots: [B] int32.
+        lens: [num_slots] int32, read at the destinations.
+        num_rows: [B] int32, from `fork_pages`.
+        page_refs: [num_pages] int32: pages with more than one owner are not written.
+        status: [num_slots] int32. STALLED is read. Gains BAD_LENGTH where num_rows is not in 0..lens or lens is beyond
+            the page table (no row is copied), BAD_PAGE where a row has no page, SHARED_PAGE where the destination's
+            page has more than one owner.
+
+    Raises:
+        ValueError: wrong dtype, shape, device or stride.
+    """
+    _C.copy_kv(stream, k_pools, v_pools, page_table, src_slots, dst_slots, lens, num_rows, page_refs, status)

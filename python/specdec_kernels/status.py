@@ -8,7 +8,7 @@ from enum import IntEnum, IntFlag
 class Status(IntFlag):
     """Sticky bits of `status[slot]`: an op never throws for bad data on the device, sets a bit, stays in bounds."""
 
-    STALLED = 1  # alloc_pages could not serve the slot; cleared when it can
+    STALLED = 1  # alloc_pages or fork_pages could not serve the slot; cleared when they can
     BAD_TREE = 2  # a malformed tree: cycle, child before parent, second root, node out of range
     BAD_PAGE = 4  # a page id outside the pool, or a table entry missing where a row must be
     BAD_LENGTH = 8  # a length that is negative or beyond the page table

@@ -18,10 +18,37 @@ from .table import print_table
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
-DTYPES = ("float32", "float16", "bfloat16")
+PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 PATIENCE_SECONDS = 2.0
 
+# The parameters of all cases: each is an option. Numbers, and what they count:
+NUMBERS = {
+    "batch": "requests in a batch",
+    "nodes": "nodes of a tree",
+    "vocab": "tokens of the vocabulary",
+    "k": "branches per draft step",
+    "num_steps": "draft steps",
+    "prefix": "tokens before the tree",
+    "rows": "K/V rows written per request",
+    "layers": "layers of KV",
+}
+# Words, and which:
+WORDS = {
+    "dtype": ("float32", "float16", "bfloat16"),
+    "lengths": ("even", "uneven"),
+    "mode": ("tree", "chain"),
+    "sampling": ("greedy", "top_k+top_p", "top_p", "temperature"),
+}
+
 EPILOG = """\
+sizes:
+  An op has its own sizes: every combination of them, or, where that would take long, one size with one parameter
+  varied at a time (--full: every combination). A parameter you name takes your values instead, in all combinations.
+  `specdec bench` lists the parameters of each op. Examples:
+    specdec bench verify_tree --batch 1,4,16,64,256 --nodes 32 --vocab 128256 --plot verify.png
+    specdec bench build_tree --nodes 8,32,64 --k 10
+    specdec bench all --quick
+
 columns:
   time      median time of a call; on a GPU from replays of a CUDA graph, on a CPU wall time
   p90       nine of ten samples are at or below it
@@ -29,7 +56,8 @@ columns:
   floor     bytes the op must move over the bandwidth measured here first (or arithmetic over its rate, if larger)
   of floor  floor / time: 100 % cannot be beaten by memory that is cold
   inputs    cold: rotated through more memory than the L2 cache holds
-  baseline  another way to the same result, checked as well; the last column is its time over ours
+  others    one column each, torch and installed packages (sglang, flashinfer): another way to the same result, checked
+            as well, timed alike; in brackets its time over ours
 
 exit code: 0; 1 when a result was wrong (it is named and has no time); 2 when the command cannot run here.
 """
@@ -45,12 +73,21 @@ def add_parser(subparsers: Subparsers) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("ops", metavar="op", nargs="*", help="which to time, or `all`; none lists them")
-    parser.add_argument("--batch", type=numbers, help="batch sizes, such as 1,8,64")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
-    parser.add_argument("--dtype", type=dtypes, help=f"of {', '.join(DTYPES)}; several with commas")
-    parser.add_argument("--json", metavar="FILE", help="write the run to FILE as well")
     parser.add_argument("--quick", action="store_true", help="the smallest size only")
+    parser.add_argument("--full", action="store_true", help="every combination of an op's sizes, however many")
+    parser.add_argument("--json", metavar="FILE", help="write the run to FILE as well")
+    parser.add_argument("--plot", metavar="FILE", help="draw the times into FILE (.png, .svg or .pdf)")
+    sizes = parser.add_argument_group("sizes, several with commas")
+    for name, meaning in NUMBERS.items():
+        sizes.add_argument(option(name), type=numbers, metavar="N", help=meaning)
+    for name, words in WORDS.items():
+        sizes.add_argument(option(name), type=words_of(words), metavar="NAME", help=", ".join(words))
     parser.set_defaults(run=run)
+
+
+def option(parameter: str) -> str:
+    return "--" + parameter.replace("_", "-")
 
 
 def numbers(text: str) -> list[int]:
@@ -60,12 +97,15 @@ def numbers(text: str) -> list[int]:
     return values
 
 
-def dtypes(text: str) -> list[str]:
-    values = text.split(",")
-    for value in values:
-        if value not in DTYPES:
-            raise argparse.ArgumentTypeError(f"{value!r} is not one of {', '.join(DTYPES)}")
-    return values
+def words_of(known: Sequence[str]) -> Callable[[str], list[str]]:
+    def words(text: str) -> list[str]:
+        values = text.split(",")
+        for value in values:
+            if value not in known:
+                raise argparse.ArgumentTypeError(f"{value!r} is not one of {', '.join(known)}")
+        return values
+
+    return words
 
 
 def run(args: argparse.Namespace) -> int:
@@ -81,15 +121,21 @@ def run(args: argparse.Namespace) -> int:
     for name in names:
         if name not in cases and name != overhead.NAME:
             return refuse(f"there is no op {name}, expected one of {', '.join([*cases, overhead.NAME])}")
-    if args.json and not Path(args.json).absolute().parent.is_dir():  # said before the run, not behind it
-        return refuse(f"--json {args.json} is in no existing folder")
+    for flag, file in (("--json", args.json), ("--plot", args.plot)):  # said before the run, not behind it
+        if file and not Path(file).absolute().parent.is_dir():
+            return refuse(f"{flag} {file} is in no existing folder")
+    if args.plot:
+        if not require("bench --plot", "bench", ["matplotlib"]):
+            return 2
+        if Path(args.plot).suffix not in PLOT_SUFFIXES:
+            return refuse(f"--plot {args.plot} is no picture, expected a name in {' or '.join(PLOT_SUFFIXES)}")
     device = find_device(args.device)
     if device is None:
         return refuse("--device cuda needs a CUDA build of specdec_kernels and a GPU that torch can use")
 
-    chosen = {name: getattr(args, name) for name in ("batch", "dtype") if getattr(args, name) is not None}
+    chosen = {name: getattr(args, name) for name in (*NUMBERS, *WORDS) if getattr(args, name) is not None}
     try:
-        plan = plan_of(names, cases, device, args.quick, chosen)
+        plan = plan_of(names, cases, device, chosen, quick=args.quick, full=args.full)
     except ValueError as error:
         return refuse(str(error))
     return bench(args, plan, overhead if overhead.NAME in names else None, device)
@@ -118,20 +164,21 @@ def find_device(wanted: str | None) -> Any:
 
 
 def plan_of(
-    names: Sequence[str], cases: dict[str, Any], device: Any, quick: bool, chosen: dict[str, Any]
+    names: Sequence[str], cases: dict[str, Any], device: Any, chosen: dict[str, Any], *, quick: bool, full: bool
 ) -> list[tuple[Any, dict[str, Any]]]:
     """Every (case, size) to measure. With several ops, a choice applies to those that have it."""
+    known = [cases[name] for name in names if name in cases]
+    for name in chosen:
+        if len(known) != 1 and not any(name in case.grid for case in known):
+            raise ValueError(f"none of these ops has {name}")
     plan = []
-    for name in names:
-        if name not in cases:
-            continue
-        case = cases[name]
+    for case in known:
         if device.type not in case.devices:
             if len(names) == 1:
-                raise ValueError(f"{name} runs on {' or '.join(case.devices)}, not on {device.type}")
+                raise ValueError(f"{case.op} runs on {' or '.join(case.devices)}, not on {device.type}")
             continue
-        mine = chosen if len(names) == 1 else {key: value for key, value in chosen.items() if key in case.grid}
-        plan += [(case, params) for params in case.sizes(device, quick, **mine)]
+        mine = chosen if len(known) == 1 else {key: value for key, value in chosen.items() if key in case.grid}
+        plan += [(case, params) for params in case.sizes(device, quick, full, **mine)]
     return plan
 
 
@@ -157,6 +204,8 @@ def bench(args: argparse.Namespace, plan: list[tuple[Any, dict[str, Any]]], over
         with open(args.json, "w") as file:
             json.dump(run_record, file, indent=1)
             file.write("\n")
+    if args.plot:
+        import_module("specdec_kernels.bench.plot").plot(run_record, args.plot)
     wrong = [result for result in results if result.error]
     for result in wrong:
         print(f"wrong result, not timed: {result.op} {text_of(result.params)}: {result.error}", file=sys.stderr)
@@ -197,27 +246,24 @@ def show(run_record: dict[str, Any]) -> None:
     calls = [r for r in run_record["results"] if "call" in r["params"]]
     ops = [r for r in run_record["results"] if "call" not in r["params"]]
     if ops:
-        columns = [
-            "op",
-            "size",
-            "time us",
-            "p90 us",
-            "host us",
-            "floor us",
-            "of floor",
-            "inputs",
-            "baseline",
-            "us",
-            "ratio",
-        ]
-        print_table(columns, [row(r) for r in ops], left=2)
+        others = names_of_others(ops)
+        print_table([*COLUMNS, *(f"{name} us" for name in others)], [row(r, others) for r in ops], left=2)
     if calls:
         print_table(["call", "ns"], [[r["params"]["call"], f"{r['host_us'] * 1e3:.0f}"] for r in calls])
 
 
-def row(r: dict[str, Any]) -> list[str]:
+COLUMNS = ["op", "size", "time us", "p90 us", "host us", "floor us", "of floor", "inputs"]
+
+
+def names_of_others(results: Sequence[dict[str, Any]]) -> list[str]:
+    """The baselines of any of these results, each once: their columns."""
+    return list(dict.fromkeys(name for r in results for name in r["baselines"]))
+
+
+def row(r: dict[str, Any], others: Sequence[str]) -> list[str]:
+    """The cells of one result, under COLUMNS and the names of the others."""
     if r["error"]:
-        return [r["op"], text_of(r["params"]), "WRONG", *[""] * 8]
+        return [r["op"], text_of(r["params"]), "WRONG", *[""] * (len(COLUMNS) - 3 + len(others))]
     return [
         r["op"],
         text_of(r["params"]),
@@ -227,10 +273,16 @@ def row(r: dict[str, Any]) -> list[str]:
         number(r["floor_us"]),
         f"{r['of_floor']:.0%}" if r["of_floor"] else "",
         "cold" if r["cold"] else "warm",
-        r["baseline"] or "",
-        number(r["baseline_us"]),
-        f"{r['baseline_us'] / r['time_us']:.2f}x" if r["baseline_us"] and r["time_us"] else "",
+        *(beside(r["baselines"].get(name), r["time_us"]) for name in others),
     ]
+
+
+def beside(other: float | None, ours: float) -> str:
+    """Another's time, and how many times ours it is."""
+    if other is None or not ours:
+        return number(other)
+    ratio = other / ours
+    return f"{number(other)} ({ratio:.{1 if ratio >= 1 else 2}f}x)"
 
 
 def number(value: float | None) -> str:

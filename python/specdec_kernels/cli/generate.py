@@ -13,7 +13,7 @@ from .extras import require
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..engine import Engine, RequestOutput
+    from ..engine import Engine, RequestOutput, SamplingParams
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -55,6 +55,17 @@ def add_parser(subparsers: Subparsers) -> None:
         help="nodes verified per round, root included (32 for a tree, steps + 1 for a chain, 16 for NGRAM)",
     )
     parser.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help="budget (200)")
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="0, greedy (default), or above: sample"
+    )
+    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="sample from the K likeliest tokens (0: all)")
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, metavar="P", help="... of these, the likeliest that reach P (1)"
+    )
+    parser.add_argument(
+        "--min-p", type=float, default=0.0, metavar="P", help="... of these, any P times as likely as the best (0)"
+    )
+    parser.add_argument("--seed", type=int, metavar="N", help="of the draws (default: another one each time)")
     parser.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of weights and KV")
     parser.add_argument("--page-size", type=int, default=16, metavar="N", help="KV rows per page (16)")
@@ -86,7 +97,7 @@ def compare(args: argparse.Namespace) -> None:
     from rich.console import Console
     from transformers.utils import logging
 
-    from ..engine import Speculation
+    from ..engine import SamplingParams, Speculation
     from ..engine.engine import default_device
     from ..tiny import tiny_model
 
@@ -108,18 +119,35 @@ def compare(args: argparse.Namespace) -> None:
         topk=args.speculative_eagle_topk or (8 if str(args.device or default_device()).startswith("cuda") else 1),
         num_draft_tokens=args.speculative_num_draft_tokens,
     )
+    sampling = SamplingParams(
+        args.max_new_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        seed=args.seed,
+    ).with_seed()  # one for both runs: it makes their texts the same
     prompt = DEFAULT_PROMPT if args.prompt is None else args.prompt
 
-    runs = [generate(console, args, model, speculation, prompt, stream=True)]
+    runs = [generate(console, args, model, speculation, sampling, prompt, stream=True)]
     if not args.no_compare and algorithm != "NONE":
-        runs.append(generate(console, args, model, Speculation(), prompt, stream=False))
+        runs.append(generate(console, args, model, Speculation(), sampling, prompt, stream=False))
     print_table(console, runs)
+    if sampling.temperature > 0:
+        console.print(f"sampled with --seed {sampling.seed}")
     if len(runs) == 2:
         print_comparison(console, *runs)
 
 
 def generate(
-    console: Console, args: argparse.Namespace, model: Any, speculation: Any, prompt: str, *, stream: bool
+    console: Console,
+    args: argparse.Namespace,
+    model: Any,
+    speculation: Any,
+    sampling: SamplingParams,
+    prompt: str,
+    *,
+    stream: bool,
 ) -> Run:
     import torch
 
@@ -140,7 +168,7 @@ def generate(
     if printer:
         console.print(prompt, end="", style="dim", markup=False, soft_wrap=True)
     begin = time.perf_counter()
-    (output,) = engine.generate(prompt, SamplingParams(max_new_tokens=args.max_new_tokens), on_tokens=printer)
+    (output,) = engine.generate(prompt, sampling, on_tokens=printer)
     seconds = time.perf_counter() - begin
     if printer:
         printer.finish()

@@ -31,8 +31,8 @@ OnTokens = Callable[[NewTokens], None]
 class Engine:
     """Generates with a Hugging Face causal language model by speculative decoding.
 
-    The output of every algorithm is the target's own greedy text: speculation changes the speed alone. One `generate`
-    runs at a time; whatever it raises, the engine can be used again.
+    The output of every algorithm is the target's own text, greedy or drawn: speculation changes the speed alone. One
+    `generate` runs at a time; whatever it raises, the engine can be used again.
 
     Args:
         model: path or hub id of the target (Llama, Mistral, Qwen2, Qwen3).
@@ -121,7 +121,8 @@ class Engine:
             device=self.device,
         )
         self.draft = build_draft(speculation, self.state, self.target, num_pages=num_pages, max_len=max_len)
-        self._executor = Executor(self.target, self.draft, self.state, reserve, self._emit)
+        self._sampling: dict[int, SamplingParams] = {}  # of the requests that run, each with its seed
+        self._executor = Executor(self.target, self.draft, self.state, reserve, self._sampling.__getitem__, self._emit)
         self._scheduler = _C.Scheduler(
             self._executor,
             num_slots=num_slots,
@@ -173,8 +174,12 @@ class Engine:
                 f"generate: params has {len(each)} entries, expected one, or {len(token_lists)} like prompts"
             )
         stops = [self._stop_tokens(sampling) for sampling in each]
+        each = [sampling.with_seed() for sampling in each]
 
-        outputs = [RequestOutput(index, tokens) for index, tokens in enumerate(token_lists)]
+        outputs = [
+            RequestOutput(index, tokens, seed=sampling.seed if sampling.temperature > 0 else None)
+            for index, (tokens, sampling) in enumerate(zip(token_lists, each, strict=True))
+        ]
         if not self._lock.acquire(blocking=False):
             raise RuntimeError(
                 "generate: this engine is generating already, expected one call at a time "
@@ -185,6 +190,7 @@ class Engine:
             for output, sampling, stop in zip(outputs, each, stops, strict=True):
                 request_id = self._scheduler.submit(output.prompt_tokens, sampling.max_new_tokens, stop)
                 self._running[request_id] = output
+                self._sampling[request_id] = sampling
             self._scheduler.run_until_idle()
             if self._failed:
                 raise GenerationError("generate: " + ", ".join(self._failed), outputs)
@@ -192,6 +198,7 @@ class Engine:
             # After an exception requests are left over; the next `generate` starts by taking their slots back.
             self._scheduler.abort_all()
             self._running.clear()
+            self._sampling.clear()
             self._on_tokens = None
             self._lock.release()
         return outputs

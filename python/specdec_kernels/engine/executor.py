@@ -11,6 +11,7 @@ from ..models.causal_lm import CausalLM
 from ..ops import alloc_pages, free_pages
 from ..status import Status
 from .drafts import Draft
+from .params import SamplingParams
 from .round import Round
 from .state import SlotState
 
@@ -24,9 +25,18 @@ class Executor:
     `out_len`, `finish_reasons`, `status`, `num_nodes` [B].
     """
 
-    def __init__(self, target: CausalLM, draft: Draft, state: SlotState, reserve: int, emit: Emit) -> None:
+    def __init__(
+        self,
+        target: CausalLM,
+        draft: Draft,
+        state: SlotState,
+        reserve: int,
+        sampling_of: Callable[[int], SamplingParams],
+        emit: Emit,
+    ) -> None:
         self.target, self.draft, self.state = target, draft, state
         self._round = Round(target, draft, state, reserve)
+        self._sampling_of = sampling_of  # by request id; with its seed
         self.emit = emit
         self._tokens: dict[int, Tensor] = {}  # per slot in prefill: its whole text
 
@@ -81,6 +91,12 @@ class Executor:
         state.remaining[slot] = remaining
         state.stop_tokens[slot] = -1
         state.stop_tokens[slot, : len(stop_tokens)] = torch.tensor(stop_tokens, dtype=torch.int32, device=self._device)
+        sampling = self._sampling_of(request_id)
+        state.temperature[slot] = sampling.temperature
+        state.top_k[slot] = sampling.top_k
+        state.top_p[slot] = sampling.top_p
+        state.min_p[slot] = sampling.min_p
+        state.seeds[slot] = sampling.seed or 0
         state.finish_reasons[slot] = 0
         self.draft.activate(self._slot_tensor([slot]))
 

@@ -39,7 +39,7 @@ class NewTokens:
 
 @dataclass
 class RequestOutput:
-    """The result of one request. `text` is None where the engine has no tokenizer."""
+    """The result of one request. `text` is None where the engine has no tokenizer, `seed` where nothing was drawn."""
 
     index: int
     prompt_tokens: list[int]
@@ -47,6 +47,7 @@ class RequestOutput:
     text: str | None = None
     finish_reason: FinishReason = FinishReason.RUNNING
     stats: RequestStats = field(default_factory=RequestStats)
+    seed: int | None = None
 
 
 class GenerationError(RuntimeError):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ALGORITHMS = ("NONE", "NGRAM", "EAGLE3", "STANDALONE")
@@ -58,24 +60,46 @@ class Speculation:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request is decoded. Greedy: sampling arrives with `verify_tree`'s sampled modes.
+    """How one request is decoded: greedily at temperature 0, else by draws from the target's distribution.
+
+    A draw depends on the seed and the token's position alone: with one seed a request has the same text whatever drafts
+    for it and whatever runs beside it.
 
     Attributes:
         max_new_tokens: the budget, at least 1.
         stop_token_ids: tokens that end the request (kept as its last); None: the model's end-of-sequence tokens.
         ignore_eos: with stop_token_ids None, stop at nothing but the budget.
-        temperature: 0, greedy.
+        temperature: 0, greedy; else what the logits are divided by. What follows is for temperatures above 0.
+        top_k: draw from the k likeliest tokens; 0, from all.
+        top_p: of these, draw from the likeliest that together reach this probability; 1, from all.
+        min_p: of these, draw from those at least this times as likely as the likeliest; 0, from all.
+        seed: of the draws, an integer of 64 bits. Requests that share it draw alike. None: another one each time,
+            which the request's output names.
     """
 
     max_new_tokens: int = 128
     stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool = False
     temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise ValueError(f"SamplingParams: max_new_tokens is {self.max_new_tokens}, expected at least 1")
-        if self.temperature != 0:
-            raise NotImplementedError(
-                f"SamplingParams: temperature is {self.temperature}, expected 0 (only greedy decoding exists)"
-            )
+        def expect(name: str, good: bool, what: str) -> None:
+            if not good:
+                raise ValueError(f"SamplingParams: {name} is {getattr(self, name)}, expected {what}")
+
+        expect("max_new_tokens", self.max_new_tokens >= 1, "at least 1")
+        expect("temperature", 0 <= self.temperature < math.inf, "a number from 0 (greedy) on")
+        expect("top_k", 0 <= self.top_k < 2**31, "at least 1, or 0 for all tokens")
+        expect("top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
+        expect("min_p", 0 <= self.min_p <= 1, "0 to 1")
+        expect("seed", self.seed is None or -(2**63) <= self.seed < 2**63, "64 bits with a sign, or None")
+
+    def with_seed(self) -> SamplingParams:
+        """These, with a seed drawn where there is none and one is needed."""
+        if self.temperature == 0 or self.seed is not None:
+            return self
+        return replace(self, seed=secrets.randbits(63))

@@ -39,7 +39,18 @@ class Round:
         hidden = self.target.forward(tree.tokens, tree.positions, rows)
         features = self.target.features()
 
-        accepted = verify_tree(self.target.logits(hidden), tree, draft.accept_width, slots=slots, status=state.status)
+        accepted = verify_tree(
+            self.target.logits(hidden),
+            tree,
+            draft.accept_width,
+            slots=slots,
+            temperature=state.temperature,
+            top_k=state.top_k,
+            top_p=state.top_p,
+            min_p=state.min_p,
+            seeds=state.seeds,
+            status=state.status,
+        )
         num_valid = commit_tokens(
             accepted.tokens,
             accepted.lengths,

@@ -13,7 +13,10 @@ from ..ops import PagePool, make_page_pool
 
 @dataclass
 class SlotState:
-    """Per-slot tensors, int32. `seq_lens` is L: rows 0..L-1 are committed, the root is the token at position L."""
+    """Per-slot tensors, int32 unless said.
+
+    `seq_lens` is L: rows 0..L-1 are committed, the root is the token at position L.
+    """
 
     seq_lens: Tensor
     seq_lens_before: Tensor
@@ -21,6 +24,11 @@ class SlotState:
     remaining: Tensor
     max_lens: Tensor
     stop_tokens: Tensor  # [num_slots, max_stop_tokens], padded with -1
+    temperature: Tensor  # float32; with 0, greedy, the other four mean nothing
+    top_k: Tensor
+    top_p: Tensor  # float32
+    min_p: Tensor  # float32
+    seeds: Tensor  # int64
     finish_reasons: Tensor
     status: Tensor
     pool: PagePool
@@ -37,8 +45,8 @@ class SlotState:
         page_size: int,
         device: torch.device,
     ) -> SlotState:
-        def zeros(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.int32, device=device)
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
 
         return cls(
             seq_lens=zeros(num_slots),
@@ -47,6 +55,11 @@ class SlotState:
             remaining=zeros(num_slots),
             max_lens=zeros(num_slots) + max_len,
             stop_tokens=zeros(num_slots, max_stop_tokens) - 1,
+            temperature=zeros(num_slots, dtype=torch.float32),
+            top_k=zeros(num_slots),
+            top_p=zeros(num_slots, dtype=torch.float32),
+            min_p=zeros(num_slots, dtype=torch.float32),
+            seeds=zeros(num_slots, dtype=torch.int64),
             finish_reasons=zeros(num_slots),
             status=zeros(num_slots),
             pool=make_page_pool(num_pages, num_slots, max_pages, page_size, like=zeros(0)),

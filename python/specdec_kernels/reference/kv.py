@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
 from ..ops import PagePool
@@ -72,6 +73,55 @@ def free_pages(pool: PagePool, keep_lens: Tensor, slots: Tensor | None = None, s
                 pool.num_free[0] += 1
 
 
+def fork_pages(
+    pool: PagePool, src_slots: Tensor, dst_slots: Tensor, lens: Tensor, status: Tensor | None = None
+) -> Tensor:
+    """Also for tables with entries that are not pages, and pages that have no owner."""
+    num_slots = pool.page_table.shape[0]
+    num_pages = len(pool.page_refs)
+    counts_before = pool.page_counts.tolist()
+    num_rows = torch.zeros_like(src_slots)
+    served = set()
+
+    def report(slot: int, bit: Status) -> None:
+        if status is not None:
+            status[slot] |= int(bit)
+
+    for b, src in working_rows(src_slots, num_slots, len(src_slots)):
+        dst = int(dst_slots[b])
+        if not 0 <= dst < num_slots or dst in served:
+            continue
+        served.add(dst)
+        rows = int(lens[dst])
+        if counts_before[dst] != 0 or rows < 0 or pages_for(rows, pool.page_size) > counts_before[src]:
+            report(dst, Status.BAD_LENGTH)
+            continue
+        partial = rows % pool.page_size
+        free = int(pool.num_free)
+        if partial and free == 0:
+            report(dst, Status.STALLED)
+            continue
+        if status is not None:
+            status[dst] &= ~Status.STALLED
+        whole = rows // pool.page_size
+        for i in range(whole):
+            page = int(pool.page_table[src, i])
+            if 0 <= page < num_pages and pool.page_refs[page] > 0:
+                pool.page_table[dst, i] = page
+                pool.page_refs[page] += 1
+            else:
+                pool.page_table[dst, i] = -1
+                report(dst, Status.BAD_PAGE)
+        if partial:
+            page = int(pool.free_stack[free - 1])
+            pool.num_free[0] = free - 1
+            pool.page_table[dst, whole] = page
+            pool.page_refs[page] = 1
+        pool.page_counts[dst] = whole + (partial > 0)
+        num_rows[b] = partial
+    return num_rows
+
+
 def place(page_table: Tensor, slot: int, row: int, page_size: int) -> tuple[int, int]:
     """The page of a slot's KV row, and the row's number in it."""
     return int(page_table[slot, row // page_size]), row % page_size
@@ -118,3 +168,23 @@ def move_kv(
             for j in range(count):
                 page, row = place(page_table, slot, start + j, page_size)
                 pools[:, page, row] = rows[j]
+
+
+def copy_kv(
+    k_pools: Tensor,
+    v_pools: Tensor,
+    page_table: Tensor,
+    src_slots: Tensor,
+    dst_slots: Tensor,
+    lens: Tensor,
+    num_rows: Tensor,
+) -> None:
+    page_size = k_pools.shape[2]
+    for b, src in working_rows(src_slots, len(lens), len(src_slots)):
+        dst = int(dst_slots[b])
+        if not 0 <= dst < len(lens):
+            continue
+        for row in range(int(lens[dst]) - int(num_rows[b]), int(lens[dst])):
+            source, target = (place(page_table, slot, row, page_size) for slot in (src, dst))
+            for pools in (k_pools, v_pools):
+                pools[(slice(None), *target)] = pools[(slice(None), *source)]

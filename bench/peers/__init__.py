@@ -1,0 +1,27 @@
+"""Other packages' kernels for the work of ours, as baselines, where they are installed. None of their code is here.
+
+An adapter hands a case its peers: it allocates what the package's own engine allocates per round, calls the package's
+functions, and says how their results compare with the reference. Written for sglang 0.5.23 and flashinfer-python 0.7.2.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+
+@cache
+def module(name: str, device: torch.device) -> Any:
+    """A module of a peer's; None without a GPU or the package, or, said on stderr, where it does not import."""
+    if device.type != "cuda" or find_spec(name.partition(".")[0]) is None:
+        return None
+    try:
+        return import_module(name)
+    except Exception as error:  # whatever an installation of another package may lack
+        print(f"specdec bench: {name} is left out: {type(error).__name__}: {error}", file=sys.stderr)
+        return None

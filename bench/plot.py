@@ -1,0 +1,111 @@
+"""Pictures of a run: the times of an op against its sizes. Also of a recorded one:
+
+python -m specdec_kernels.bench.plot bench/results/<name>.json <name>.png
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specdec_kernels.cli.bench import names_of_others, text_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COLUMNS = 2
+MARKERS = "sD^vPX"  # of the others, in their order
+
+Results = list[dict[str, Any]]
+
+
+def plot(run: dict[str, Any], file: str | Path) -> None:
+    """Draws a run as `record` returns it: a panel for each op and each of its parameters that varies in numbers."""
+    from matplotlib.figure import Figure
+
+    ops = [r for r in run["results"] if "call" not in r["params"] and not r["error"]]
+    panels = [
+        panel for op in dict.fromkeys(r["op"] for r in ops) for panel in panels_of([r for r in ops if r["op"] == op])
+    ]
+    rows, columns = -(-len(panels) // COLUMNS), min(COLUMNS, len(panels))
+    figure = Figure(figsize=(7.5 * max(columns, 1), 5 * max(rows, 1)), layout="constrained")
+    for i, (parameter, results) in enumerate(panels, 1):
+        draw(figure.add_subplot(rows, columns, i), parameter, results)
+    figure.suptitle(f"{run['machine']['name']}, specdec_kernels {run['specdec_kernels']['version']}, {run['date']}")
+    figure.savefig(file, dpi=120)
+
+
+def panels_of(results: Results) -> list[tuple[str, Results]]:
+    """One op's results by the parameter they are drawn against: the first that varies, then those that show more."""
+    panels, shown = [], []
+    for parameter, value in results[0]["params"].items():
+        if isinstance(value, str):
+            continue
+        varied = [r for line in lines_of(results, parameter).values() if len(line) > 1 for r in line]
+        if any(r not in shown for r in varied):
+            panels.append((parameter, varied))
+            shown += varied
+    rest = [r for r in results if r not in shown]  # sizes that differ in words alone, or a single one
+    if not panels:
+        return [(next(iter(results[0]["params"])), rest)]
+    parameter, varied = panels[0]
+    return [(parameter, [r for r in results if r in varied or r in rest]), *panels[1:]]
+
+
+def lines_of(results: Results, parameter: str) -> dict[str, Results]:
+    """Results that differ in `parameter` alone, under the text of their other parameters."""
+    lines: dict[str, Results] = {}
+    for r in results:
+        lines.setdefault(text_of({k: v for k, v in r["params"].items() if k != parameter}), []).append(r)
+    return lines
+
+
+def draw(axes: Axes, parameter: str, results: Results) -> None:
+    """Our times as lines, the floor dashed and the others dotted in the same colour."""
+    others = names_of_others(results)
+    fixed = {k: v for k, v in results[0]["params"].items() if all(r["params"][k] == v for r in results)}
+    for i, line in enumerate(lines_of(results, parameter).values()):
+        color = f"C{i % 10}"
+        label = text_of({k: v for k, v in line[0]["params"].items() if k not in fixed and k != parameter})
+
+        def points(
+            time_of: Callable[[dict[str, Any]], float | None], line: Results = line
+        ) -> tuple[list[Any], list[Any]]:
+            pairs = sorted((r["params"][parameter], t) for r in line if (t := time_of(r)))
+            return [x for x, _ in pairs], [t for _, t in pairs]
+
+        axes.plot(*points(lambda r: r["time_us"]), color=color, marker="o", label=label or "specdec_kernels")
+        axes.plot(*points(lambda r: r["floor_us"]), color=color, linestyle="--", linewidth=1)
+        for name, marker in zip(others, MARKERS, strict=False):
+            axes.plot(
+                *points(lambda r, name=name: r["baselines"].get(name)),
+                color=color, marker=marker, linestyle=":", linewidth=0.8, markersize=5, alpha=0.6,
+            )  # fmt: skip
+    axes.plot([], [], color="gray", linestyle="--", label="floor")
+    for name, marker in zip(others, MARKERS, strict=False):
+        axes.plot([], [], color="gray", marker=marker, linestyle=":", label=name)
+
+    values = sorted({r["params"][parameter] for r in results})
+    if values[0] > 0:
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(values, [str(value) for value in values], minor=False)
+        axes.minorticks_off()
+    axes.set_yscale("log")
+    axes.set_title(results[0]["op"], loc="left")
+    axes.set_title(text_of({k: v for k, v in fixed.items() if k != parameter}), loc="right", fontsize="x-small")
+    axes.set_xlabel(parameter)
+    axes.set_ylabel("time, us")
+    axes.grid(True, which="major", alpha=0.3)
+    axes.legend(fontsize="x-small")
+
+
+def main(arguments: Sequence[str]) -> None:
+    record, picture = arguments
+    plot(json.loads(Path(record).read_text()), picture)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

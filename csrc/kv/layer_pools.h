@@ -1,0 +1,44 @@
+// The K and V pools of several layers, whose rows lie at the same places in each.
+#pragma once
+
+#include <cstring>
+
+#include "kv/bytes.h"
+
+namespace specdec {
+
+struct LayerPools {
+  PoolView k, v;  // of layer 0; the others this many bytes apart:
+  int64_t k_layer_stride, v_layer_stride;
+  int64_t layers, heads;
+  int64_t head_bytes, unit;  // of one head; what it is copied in
+};
+
+// Columns of `unit` bytes that the kernels count in 32 bits with room to spare, in all layers together.
+constexpr int64_t kMaxLayerItems = int64_t{1} << 29;
+
+// Of tensors [layers, num_pages, page_size, heads, head_dim].
+inline LayerPools layer_pools(const TensorView& k, const TensorView& v) {
+  return {.k = pool_view(k, 1),
+          .v = pool_view(v, 1),
+          .k_layer_stride = byte_stride(k, 0),
+          .v_layer_stride = byte_stride(v, 0),
+          .layers = k.shape(0),
+          .heads = k.shape(3),
+          .head_bytes = k.shape(4) * item_bytes(k),
+          .unit = copy_unit({&k, &v})};
+}
+
+// One row in every layer, on the host.
+inline void copy_row(const LayerPools& pools, KvRow from, KvRow to) {
+  for (int64_t layer = 0; layer < pools.layers; ++layer) {
+    for (int64_t h = 0; h < pools.heads; ++h) {
+      const int64_t k = layer * pools.k_layer_stride + h * pools.k.head_stride;
+      const int64_t v = layer * pools.v_layer_stride + h * pools.v.head_stride;
+      std::memmove(row_data(pools.k, to) + k, row_data(pools.k, from) + k, pools.head_bytes);
+      std::memmove(row_data(pools.v, to) + v, row_data(pools.v, from) + v, pools.head_bytes);
+    }
+  }
+}
+
+}  // namespace specdec
