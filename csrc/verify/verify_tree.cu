@@ -90,6 +90,7 @@ __global__ void __launch_bounds__(kRowThreads, kBlocksPerSm) verify_tree_kernel(
     return;
   }
 
+  TiledRow<T>(logit_row<T>(p, b, slot, min(team, size - 1)), p.vocab).prefetch();
   tree.copy(p, b);
   Sampler sampler;
   unsigned list_phase = 0;
