@@ -54,6 +54,9 @@ class BestList {
     numbers_[i] = number;
   }
 
+  // Whether offer() would list a later number of this score.
+  bool takes(float score) const { return count_ < limit_ || (limit_ > 0 && score > scores_[limit_ - 1]); }
+
   int count() const { return count_; }
   const int32_t* numbers() const { return numbers_; }
   const float* scores() const { return scores_; }
