@@ -31,16 +31,16 @@ class BlockTopk {
     alignas(16) uint64_t list[kCapacity];
     alignas(16) uint32_t maxima[kMaxGroups];
     uint32_t best[kWarps], pivot[kWarps];
-    int count, narrowed;
+    int count;
   };
 
   __device__ explicit BlockTopk(Storage& storage) : s_(storage) {}
 
   // A score that at least k entries of the block reach, or 0 where it has not that many groups of threads with
-  // entries. `mine` is the best score_key of this thread's entries (0: none), `busy` the number of threads with any
-  // (the first ones). Called by all threads, as are the others; afterwards best() is the block's best score_key.
-  __device__ uint32_t find_pivot(uint32_t mine, int busy, int k) {
-    const bool by_warps = busy == kThreads && 4 * k <= 3 * kWarps;
+  // entries. `mine` is a score_key that one of this thread's entries has, its best one if that can be (0: no entries),
+  // `all` whether every thread has some. Called by all threads, as are the others.
+  __device__ uint32_t find_pivot(uint32_t mine, bool all, int k) {
+    const bool by_warps = all && 4 * k <= 3 * kWarps;
     const int lanes = by_warps ? kWarp : kFewLanes, groups = kThreads / lanes;
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     const uint32_t of_warp = __reduce_max_sync(kFullMask, mine);
@@ -52,7 +52,7 @@ class BlockTopk {
     __syncthreads();
 
     int ahead = 0;  // groups ahead of this one, which its lanes count together
-#pragma unroll 4
+#pragma unroll 2
     for (int i = lane % lanes; i < groups / 4; i += lanes) {
       const uint4 others = reinterpret_cast<const uint4*>(s_.maxima)[i];
       ahead += others.x > mine;
@@ -74,41 +74,48 @@ class BlockTopk {
     return pivot;
   }
 
-  // The best score_key of the block, after find_pivot(): 0 where it has no entries.
+  // After find_pivot(): the largest `mine` of the block.
   __device__ uint32_t best() const {
     uint32_t best = 0;
     for (const uint32_t of_warp : s_.best) best = max(best, of_warp);
     return best;
   }
 
-  // Lists the entries that reach the pivot, or where those are too many, the best of them: at least k in any case, if
-  // the block has them. visit(least, f) calls f(key) for each of this thread's entries with a score_key of at least
-  // `least`; it may call it for others too. Ends in a barrier.
+  // Lists the entries that reach the pivot: at least k, if the block has them. Where those are too many, because many
+  // scores are equal, the keys, which are unique, are bisected for one that at least k entries reach and not more than
+  // fit. visit(least, f) calls f(key) for each of the block's entries with a score_key of at least `least`, in any
+  // threads; it may call it for others too. Ends in a barrier.
   template <class Visit>
   __device__ void collect(uint32_t pivot, int k, uint32_t num_numbers, Visit visit) {
-    uint64_t least = static_cast<uint64_t>(pivot) << 32;
-    append(least, visit);
-    __syncthreads();
-    if (s_.count <= kCapacity) return;
-    least = narrow(least, k, num_numbers, visit);
-    if (threadIdx.x == 0) s_.count = 0;
-    __syncthreads();
-    append(least, visit);
-    __syncthreads();
+    const uint64_t reached = static_cast<uint64_t>(pivot) << 32;
+    uint64_t low = reached, high = ~uint64_t{0}, least = reached;  // too many reach `low`, too few `high`
+    while (true) {
+      visit(key_score(least), [&](uint64_t key) {
+        if (key < least || *const_cast<volatile int*>(&s_.count) > kCapacity) return;
+        const int at = atomicAdd(&s_.count, 1);
+        if (at < kCapacity) s_.list[at] = key;
+      });
+      __syncthreads();
+      const int count = s_.count;
+      if (count <= kCapacity && (count >= k || least == reached)) return;
+      if (least == reached) {  // the likeliest: that the pivot's own score is the one shared
+        least += uint64_t{1} << 32;
+      } else {
+        (count < k ? high : low) = least;
+        if (key_score(high - 1) == key_score(low)) low = max(low, entry_key(key_score(low), num_numbers - 1));
+        least = low + (high - low) / 2;
+      }
+      __syncthreads();
+      if (threadIdx.x == 0) s_.count = 0;
+      __syncthreads();
+    }
   }
 
-  // In place of find_pivot() and collect(), for up to one entry a thread: thread i < count has entry i. Ends in a
-  // barrier.
-  __device__ void list_all(int count, uint64_t mine) {
-    if (static_cast<int>(threadIdx.x) < count) s_.list[threadIdx.x] = mine;
-    if (threadIdx.x == 0) s_.count = count;
-    __syncthreads();
-  }
-
-  // After collect() or list_all(): calls emit(place, key) once for each of the k best, by some thread.
-  template <class Emit>
-  __device__ void emit_best(int k, Emit emit) {
+  // After collect(): calls put(place, key) once for each of the k best, by some thread.
+  template <class Put>
+  __device__ void rank(int k, Put put) {
     const int count = s_.count;
+#pragma unroll 1
     for (int e = threadIdx.x; e < count; e += kThreads) {
       const uint64_t key = s_.list[e];
       int place = 0, i = 0;
@@ -119,45 +126,13 @@ class BlockTopk {
         place += other.y > key;
       }
       if (i < count) place += s_.list[i] > key;
-      if (place < k) emit(place, key);
+      if (place < k) put(place, key);
     }
   }
 
   __device__ int count() const { return s_.count; }
 
  private:
-  template <class Visit>
-  __device__ void append(uint64_t least, Visit visit) {
-    visit(key_score(least), [&](uint64_t key) {
-      if (key < least) return;
-      const int at = atomicAdd(&s_.count, 1);
-      if (at < kCapacity) s_.list[at] = key;
-    });
-  }
-
-  // Many equal scores: bisects the keys, which are unique, for one that at least k entries reach, and not more than
-  // fit. First the pivot's score itself, since it is the one most likely to be shared.
-  template <class Visit>
-  __device__ uint64_t narrow(uint64_t low, int k, uint32_t num_numbers, Visit visit) {
-    uint64_t high = ~uint64_t{0};  // too few reach `high`, too many reach `low`
-    uint64_t middle = low + (uint64_t{1} << 32);
-    while (true) {
-      __syncthreads();  // everyone has read what the last turn counted
-      if (threadIdx.x == 0) s_.narrowed = 0;
-      __syncthreads();
-      int reach = 0;
-      visit(key_score(middle), [&](uint64_t key) { reach += key >= middle; });
-      reach = __reduce_add_sync(kFullMask, reach);
-      if (threadIdx.x % kWarp == 0) atomicAdd(&s_.narrowed, reach);
-      __syncthreads();
-      reach = s_.narrowed;
-      if (reach >= k && reach <= kCapacity) return middle;
-      (reach < k ? high : low) = middle;
-      if (key_score(high - 1) == key_score(low)) low = max(low, entry_key(key_score(low), num_numbers - 1));
-      middle = low + (high - low) / 2;
-    }
-  }
-
   Storage& s_;
 };
 

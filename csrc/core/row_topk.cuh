@@ -45,21 +45,35 @@ struct Softmax {
   }
 };
 
-// Of one thread's elements: for_each(f) calls f(x) for each, NaN counting as -inf.
-template <class ForEach>
-__device__ Softmax softmax_of_mine(float scale, ForEach for_each) {
+// Of one thread's elements in the tile that is loaded, NaN counting as -inf.
+template <class Share>
+__device__ Softmax softmax_of_mine(const Share& share, uint32_t tile, float scale) {
   Softmax mine{-INFINITY, 0};
-  for_each([&](float x) { mine.max = fmaxf(mine.max, x); });  // fmaxf passes over NaN
+  share.for_each([&](float x) { mine.max = fmaxf(mine.max, x); });  // fmaxf passes over NaN
   if (mine.max == -INFINITY) return mine;
   // 2^(x * scale - shift) in two instructions; what rounding took from the shift is made good at the end.
   const float shift = mine.max * scale;
-  for_each([&](float x) { mine.sum += fast_exp2(fmaf(x, scale, -shift)); });
+  share.for_each([&](float x) { mine.sum += fast_exp2(fmaf(x, scale, -shift)); });
   mine.sum *= fast_exp2(-fmaf(mine.max, scale, -shift));
   if (mine.sum < INFINITY) return mine;
   mine.sum = 0;  // there are NaN or infinities
-  for_each([&](float x) {
+#pragma unroll 1
+  for (uint32_t e = 0; e < Share::kElements; ++e) {
+    const uint32_t id = share.id_of(tile, threadIdx.x, e);
+    const float x = id == Share::kNone ? -INFINITY : share.at(id);
     if (x > -INFINITY) mine.sum += fast_exp2(below_max(x, mine.max) * scale);
-  });
+  }
+  return mine;
+}
+
+// Of all of a thread's elements.
+template <class Share>
+__device__ Softmax softmax_of_share(Share& share, float scale) {
+  Softmax mine{-INFINITY, 0};
+  for (uint32_t tile = 0; tile < share.num_tiles(); ++tile) {
+    share.load(tile);
+    mine.merge(softmax_of_mine(share, tile, scale), scale);
+  }
   return mine;
 }
 
@@ -94,100 +108,123 @@ __device__ __forceinline__ U* in_block(U* shared, int) {
 }
 #endif
 
-// After topk.collect() in each of `blocks` blocks, the cluster of them: calls emit(place, key, softmax) for each of the
-// k best of the row, by threads of the first block, and returns the softmax to all threads of that block. `of_block` is
-// each block's own. In a cluster, the blocks have called cluster_arrive() once more than cluster_wait().
+// BlockTopk::collect for a share. Threads that say no by `reach` (a score_key that no entry of theirs is above) are
+// passed over; a warp looks at the entries of each of its others together, with key_of(id, least): their score_key, or
+// anything below `least`.
+template <class Share, class KeyOf>
+__device__ void collect_share(BlockTopk<kRowThreads> topk, const Share& share, uint32_t reach, uint32_t pivot, int k,
+                              int64_t vocab, KeyOf key_of) {
+  const uint32_t lane = threadIdx.x % kWarp;
+  topk.collect(pivot, k, static_cast<uint32_t>(vocab), [&](uint32_t least, auto f) {
+    for (unsigned todo = __ballot_sync(kFullMask, reach >= least); todo != 0; todo &= todo - 1) {
+      const uint32_t thread = threadIdx.x - lane + __ffs(todo) - 1;
+      for (uint32_t tile = 0; tile < share.num_tiles(); ++tile)
+#pragma unroll 2
+        for (uint32_t e = lane; e < Share::kElements; e += kWarp) {
+          const uint32_t id = share.id_of(tile, thread, e);
+          const uint32_t key = id == Share::kNone ? 0 : key_of(id, least);
+          if (key >= least && key > 0) f(entry_key(key, id));
+        }
+    }
+  });
+}
+
+// After collect_share() in each block of a cluster of 2^log2_blocks: calls emit(place, key, softmax) for each of the k
+// best of the row, by threads of the first block, and returns the softmax to all threads of that block. `of_block` is
+// each block's own. In a cluster of several, blocks have called cluster_arrive() once more than cluster_wait().
 template <class Emit>
 __device__ Softmax merge_blocks(RowTopkStorage& s, BlockTopk<kRowThreads> topk, Softmax of_block, float scale, int k,
-                                int blocks, Emit emit) {
-  if (blocks == 1) {
-    topk.emit_best(k, [&](int place, uint64_t key) { emit(place, key, of_block); });
-    return of_block;
+                                int log2_blocks, Emit emit) {
+  const int blocks = 1 << log2_blocks, part = static_cast<int>(blockIdx.x) & (blocks - 1);
+  if (blocks > 1) cluster_wait();
+  RowTopkStorage& first = *in_block(&s, 0);
+  topk.rank(k, [&](int place, uint64_t key) { first.lists[part * k + place] = key; });
+  for (int place = topk.count() + threadIdx.x; place < k; place += kRowThreads) first.lists[part * k + place] = 0;
+  if (threadIdx.x == 0) first.parts[part] = of_block;
+  if (blocks > 1) {
+    cluster_arrive();
+    cluster_wait();
+  } else {
+    __syncthreads();
   }
-
-  const int part = static_cast<int>(blockIdx.x) % blocks;
-  cluster_wait();
-  uint64_t* list = in_block(&s.lists[part * k], 0);
-  topk.emit_best(k, [&](int place, uint64_t key) { list[place] = key; });
-  for (int place = topk.count() + threadIdx.x; place < k; place += kRowThreads) list[place] = 0;  // after all others
-  if (threadIdx.x == 0) *in_block(&s.parts[part], 0) = of_block;
-  cluster_arrive();
-  cluster_wait();
   if (part != 0) return of_block;
 
-  Softmax all{-INFINITY, 0};
-  for (int i = 0; i < blocks; ++i) all.max = fmaxf(all.max, s.parts[i].max);
-  for (int i = 0; i < blocks; ++i) all.sum += s.parts[i].sum_below(all.max, scale);
-
+  // Lane i of every warp looks at block i.
+  const int lane = threadIdx.x % kWarp;
+  const Softmax mine = lane < blocks ? s.parts[lane] : Softmax{-INFINITY, 0};
+  Softmax all{key_float(__reduce_max_sync(kFullMask, order_key(mine.max))), 0};
+  all.sum = warp_sum(mine.sum_below(all.max, scale));
   // The first ceil(k / blocks) entries of all lists are k or more: the k best reach the least of them.
-  uint64_t least = ~uint64_t{0};
-  for (int i = 0; i < blocks; ++i) least = min(least, s.lists[i * k + (k + blocks - 1) / blocks - 1]);
-  const int first_step = 1 << (31 - __clz(k));
+  uint64_t least = lane < blocks ? s.lists[lane * k + ((k + blocks - 1) >> log2_blocks) - 1] : ~uint64_t{0};
+  for (int offset = 1; offset < kMaxRowBlocks; offset *= 2)
+    least = min(least, __shfl_xor_sync(kFullMask, least, offset));
+  least = __shfl_sync(kFullMask, least, 0);
+
+#pragma unroll 1
   for (int e = threadIdx.x; e < blocks * k; e += kRowThreads) {
     const uint64_t key = s.lists[e];
     if (key == 0 || key < least) continue;
-    int ahead[kMaxRowBlocks] = {};  // entries ahead of `key` in each list: bisected, since lists are sorted
-    for (int step = first_step; step > 0; step /= 2) {
+    int place = e;
+    if (blocks > 1) {  // entries ahead of it in each list: bisected, since lists are sorted
+      int ahead[kMaxRowBlocks] = {};
+#pragma unroll 1
+      for (int step = 1 << (31 - __clz(k)); step > 0; step /= 2) {
 #pragma unroll
-      for (int i = 0; i < kMaxRowBlocks; ++i)
-        if (i < blocks && ahead[i] + step <= k && s.lists[i * k + ahead[i] + step - 1] > key) ahead[i] += step;
+        for (int i = 0; i < kMaxRowBlocks; ++i)
+          if (i < blocks && ahead[i] + step <= k && s.lists[i * k + ahead[i] + step - 1] > key) ahead[i] += step;
+      }
+      place = 0;
+      for (const int of_list : ahead) place += of_list;
     }
-    int place = 0;
-    for (const int of_list : ahead) place += of_list;
     if (place < k) emit(place, key, all);
   }
   return all;
 }
 
-// Called by `blocks` blocks of kRowThreads, the cluster of them. Calls emit(place, id, x, softmax) for each of the k
-// best of the row, by threads of the first block; returns the softmax to all threads of that block.
+// Called by a cluster of 2^log2_blocks blocks of kRowThreads. Calls emit(place, id, x, softmax) for each of the k best
+// of the row, by threads of the first block; returns the softmax to all threads of that block.
 template <class T, class Emit>
-__device__ Softmax row_topk(RowTopkStorage& s, const T* row, int64_t vocab, int k, int blocks, Emit emit) {
-  if (blocks > 1) cluster_arrive();  // the first block's shared memory is there once all have arrived
-  RowShare<T, kRowThreads, kRowVectors> share(row, vocab, static_cast<int>(blockIdx.x) % blocks, blocks);
-
-  Softmax mine{-INFINITY, 0};
-  const uint32_t tiles = share.num_tiles();
-  for (uint32_t tile = 0; tile < tiles; ++tile) {
-    share.load(tile);
-    mine.merge(softmax_of_mine(kLog2e, [&](auto f) { share.for_each(f); }), kLog2e);
-  }
+__device__ Softmax row_topk(RowTopkStorage& s, const T* row, int64_t vocab, int k, int log2_blocks, Emit emit) {
+  if (log2_blocks > 0) cluster_arrive();  // the first block's shared memory is there once all have arrived
+  const int part = static_cast<int>(blockIdx.x) & ((1 << log2_blocks) - 1);
+  RowShare<T, kRowThreads, kRowVectors> share(row, vocab, part, log2_blocks);
+  const Softmax mine = softmax_of_share(share, kLog2e);
 
   BlockTopk<kRowThreads> topk(s.block);
-  const int busy = share.busy_threads();
-  const uint32_t best_of_mine = static_cast<int>(threadIdx.x) < busy ? order_key(mine.max) : 0;
-  const uint32_t pivot = topk.find_pivot(best_of_mine, busy, k);
+  const uint32_t best_of_mine = share.has_elements() ? order_key(mine.max) : 0;
+  const uint32_t pivot = topk.find_pivot(best_of_mine, share.all_have_elements(), k);
 
   Softmax of_block{key_float(max(topk.best(), kKeyOfMinusInf)), 0};
   const float of_warp = warp_sum(mine.sum_below(of_block.max, kLog2e));
   if (threadIdx.x % kWarp == 0) s.warp_sums[threadIdx.x / kWarp] = of_warp;
+  collect_share(topk, share, best_of_mine, pivot, k, vocab,
+                [&](uint32_t id, uint32_t) { return order_key(share.at(id)); });
+  for (const float sum : s.warp_sums) of_block.sum += sum;
 
-  topk.collect(pivot, k, static_cast<uint32_t>(vocab), [&](uint32_t least, auto f) {
-    if (best_of_mine < least) return;
-    for (uint32_t tile = 0; tile < tiles; ++tile) {
-      if (tiles > 1) share.load(tile);
-      share.for_each_from(key_float(least), [&](float x, uint32_t id) { f(entry_key(order_key(x), id)); });
-    }
-  });
-  for (float sum : s.warp_sums) of_block.sum += sum;
-
-  return merge_blocks(s, topk, of_block, kLog2e, k, blocks, [&](int place, uint64_t key, const Softmax& softmax) {
+  return merge_blocks(s, topk, of_block, kLog2e, k, log2_blocks, [&](int place, uint64_t key, const Softmax& softmax) {
     emit(place, static_cast<int32_t>(key_number(key)), key_float(key_score(key)), softmax);
   });
 }
 
-// How many blocks share a row: as many as keep the GPU busy once, as long as each has a few vectors a thread or more.
+// The log2 of how many blocks share a row: as many as keep the GPU busy once, as long as each has a vector for half of
+// its threads.
 template <class T>
-int row_blocks(const char* op, int64_t rows, int64_t vocab) {
-  if (!is_hopper_or_later(op)) return 1;
+int row_log2_blocks(const char* op, int64_t rows, int64_t vocab) {
+  if (!is_hopper_or_later(op)) return 0;
   int device = 0, processors = 0;
   SD_CUDA_CHECK(op, cudaGetDevice(&device));
   SD_CUDA_CHECK(op, cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
-  const int64_t vectors = RowShare<T, kRowThreads, kRowVectors>::num_vectors(vocab);
-  int blocks = 1;
-  while (blocks < 8 && rows * blocks * 2 <= 2 * processors && vectors >= kRowThreads / 2 * blocks * 2) blocks *= 2;
-  while (blocks < 8 && vectors > static_cast<int64_t>(kRowThreads) * kRowVectors * blocks) blocks *= 2;
-  return blocks;
+  const int64_t vectors = vocab / static_cast<int64_t>(sizeof(uint4) / sizeof(T));
+  int log2 = 0;
+  while ((2 << log2) <= kMaxRowBlocks && (rows << (log2 + 1)) <= 2 * processors &&
+         vectors >= (kRowThreads / 2) << (log2 + 1))
+    ++log2;
+  return log2;
+}
+
+// How such a kernel is launched; its last argument is log2_blocks.
+inline LaunchShape row_shape(const char* op, int64_t rows, int log2_blocks) {
+  return {.grid = grid_x(op, rows << log2_blocks), .threads = kRowThreads, .cluster = 1u << log2_blocks};
 }
 
 }  // namespace specdec

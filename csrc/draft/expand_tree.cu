@@ -20,6 +20,7 @@ __global__ void __launch_bounds__(kRootThreads) expand_root_kernel(ExpandRootPar
   const int64_t b = blockIdx.x;
   const int64_t slot = slot_of(p.slots, b, p.num_slots);
   const int64_t first = static_cast<int64_t>(blockIdx.y) * kRootThreads + threadIdx.x;
+#pragma unroll 1
   for (int64_t c = first; c < p.candidates; c += static_cast<int64_t>(gridDim.y) * kRootThreads)
     write_root_candidate(p, b, slot, c);
   if (first < p.k) write_root_frontier(p, b, slot, first);
@@ -27,62 +28,68 @@ __global__ void __launch_bounds__(kRootThreads) expand_root_kernel(ExpandRootPar
 
 constexpr int kMaskWords = 1024;  // of a row's masks, at a time
 
-// kThreads * kChildren >= k * k.
+// i / k for i < 64 * 64 and k <= 64, by a multiplication.
+struct SmallDivisor {
+  uint32_t inverse;
+  __device__ explicit SmallDivisor(uint32_t k) : inverse(((1u << 18) + k - 1) / k) {}
+  __device__ int divide(uint32_t i) const { return static_cast<int>(i * inverse >> 18); }
+};
+
+// kThreads * kChildren >= k * k. Masks are copied 2^log2_columns words wide.
 template <int kThreads, int kChildren>
-__global__ void __launch_bounds__(kThreads) expand_tree_kernel(ExpandTreeParams p) {
+__global__ void __launch_bounds__(kThreads) expand_tree_kernel(ExpandTreeParams p, int log2_columns) {
   static_assert(kMaskWords >= kMaxTopk && kThreads >= kMaxTopk);
-  using Topk = BlockTopk<kThreads>;
   begin_kernel();
-  __shared__ typename Topk::Storage storage;
+  __shared__ typename BlockTopk<kThreads>::Storage storage;
   __shared__ FrontierNode frontier[kMaxTopk];
   __shared__ int64_t masks[kMaskWords];
-  __shared__ int32_t chosen[kMaxTopk];
+  __shared__ int32_t parents[kMaxTopk];
 
   const int64_t b = blockIdx.x;
   const int64_t slot = slot_of(p.slots, b, p.num_slots);
   const int k = static_cast<int>(p.k), num_children = k * k, thread = static_cast<int>(threadIdx.x);
+  const SmallDivisor by_k(k);
 
-  // A block of columns of the old masks, as wide as fits.
-  const int words = static_cast<int>(p.mask_words), columns = min(words, kMaskWords / k);
+  const int words = static_cast<int>(p.mask_words), columns = 1 << log2_columns;
   int64_t* mask = p.mask + b * k * words;
+  const auto for_each_mask_word = [&](int first, auto f) {  // f(row, word, its place in `masks`)
+#pragma unroll 1  // straight code is not in the instruction cache yet: what is short is fast
+    for (int e = thread; e < k << log2_columns; e += kThreads) {
+      const int row = e >> log2_columns, word = first + (e & (columns - 1));
+      if (word < words) f(row, word, e);
+    }
+  };
   const auto load_masks = [&](int first) {
-    for (int e = thread; e < k * columns; e += kThreads)
-      if (first + e % columns < words) masks[e] = mask[static_cast<int64_t>(e / columns) * words + first + e % columns];
+    for_each_mask_word(first, [&](int row, int word, int e) { masks[e] = mask[row * words + word]; });
   };
 
   Child children[kChildren];
 #pragma unroll
-  for (int c = 0; c < kChildren; ++c) {
-    const int i = thread + c * kThreads;
-    if (i < num_children) children[c] = read_child(p, b, i);
-  }
+  for (int c = 0; c < kChildren; ++c)
+    if (thread + c * kThreads < num_children) children[c] = read_child(p, b, thread + c * kThreads);
   if (thread < k) frontier[thread] = read_frontier(p, b, slot, thread);
   const int32_t position = child_position(p, slot);
   load_masks(0);
   __syncthreads();
 
-  uint32_t keys[kChildren], best = 0;  // of scores
+  uint32_t keys[kChildren], best = 0;  // of scores; 0: no child
 #pragma unroll
   for (int c = 0; c < kChildren; ++c) {
     const int i = thread + c * kThreads;
-    keys[c] = i < num_children ? order_key(append_child(p, b, slot, frontier[i / k], i, children[c])) : 0;
+    keys[c] = i < num_children ? order_key(append_child(p, b, slot, frontier[by_k.divide(i)], i, children[c])) : 0;
     best = max(best, keys[c]);
   }
 
-  Topk topk(storage);
-  if (kChildren == 1) {
-    topk.list_all(num_children, entry_key(keys[0], thread));
-  } else {
-    const uint32_t pivot = topk.find_pivot(best, min(num_children, kThreads), k);
-    topk.collect(pivot, k, num_children, [&](uint32_t least, auto f) {
+  BlockTopk<kThreads> topk(storage);
+  const uint32_t pivot = topk.find_pivot(best, num_children >= kThreads, k);
+  topk.collect(pivot, k, num_children, [&](uint32_t least, auto f) {
 #pragma unroll
-      for (int c = 0; c < kChildren; ++c)
-        if (keys[c] >= least && keys[c] > 0) f(entry_key(keys[c], thread + c * kThreads));
-    });
-  }
-  topk.emit_best(k, [&](int j, uint64_t key) {
-    const int32_t i = static_cast<int32_t>(key_number(key));
-    chosen[j] = i;
+    for (int c = 0; c < kChildren; ++c)
+      if (keys[c] >= least && keys[c] > 0) f(entry_key(keys[c], thread + c * kThreads));
+  });
+  topk.rank(k, [&](int j, uint64_t key) {
+    const auto i = static_cast<int32_t>(key_number(key));
+    parents[j] = by_k.divide(i);
     write_frontier(p, b, slot, j, i, position);
   });
   __syncthreads();
@@ -93,12 +100,10 @@ __global__ void __launch_bounds__(kThreads) expand_tree_kernel(ExpandTreeParams 
       load_masks(first);
       __syncthreads();
     }
-    for (int e = thread; e < k * columns; e += kThreads) {
-      const int j = e / columns, w = first + e % columns;
-      if (w < words)
-        mask[static_cast<int64_t>(j) * words + w] =
-            masks[chosen[j] / k * columns + e % columns] | static_cast<int64_t>(own_bit((p.step - 1) * k + j, w));
-    }
+    for_each_mask_word(first, [&](int j, int word, int e) {
+      const int64_t of_parent = masks[(parents[j] << log2_columns) + (e & (columns - 1))];
+      mask[j * words + word] = of_parent | static_cast<int64_t>(own_bit((p.step - 1) * k + j, word));
+    });
   }
 }
 
@@ -113,8 +118,10 @@ void expand_root_cuda(const ExpandRootParams& p, Stream stream) {
 
 void expand_tree_cuda(const ExpandTreeParams& p, Stream stream) {
   const bool small = p.k * p.k <= 128;
+  int log2_columns = 0;
+  while ((1 << log2_columns) < p.mask_words && p.k << (log2_columns + 1) <= kMaskWords) ++log2_columns;
   launch("expand_tree", small ? expand_tree_kernel<128, 1> : expand_tree_kernel<512, kMaxTopk * kMaxTopk / 512>,
-         {.grid = grid_x("expand_tree", p.batch), .threads = small ? 128u : 512u}, stream, p);
+         {.grid = grid_x("expand_tree", p.batch), .threads = small ? 128u : 512u}, stream, p, log2_columns);
 }
 
 }  // namespace specdec

@@ -75,7 +75,7 @@ void sample_draft_cpu(const SampleDraftParams& p) {
     for (int64_t r = 0; r < p.rows; ++r) {
       int32_t* ids = p.out_ids + r * p.k;
       float* logprobs = p.out_logprobs + r * p.k;
-      const DraftRow of_row = draft_row(p, r);
+      const DraftRow of_row = draft_row(p, r / p.rows_per_request, r % p.rows_per_request);
       if (of_row.slot < 0) {
         std::fill_n(ids, p.k, 0);
         std::fill_n(logprobs, p.k, -INFINITY);

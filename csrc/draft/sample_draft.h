@@ -21,7 +21,7 @@ struct SampleDraftParams {
   int64_t rows, rows_per_request, vocab, k, num_slots;
 };
 
-// What row r is drawn with.
+// What a row is drawn with.
 struct DraftRow {
   int64_t slot;  // -1: an empty row
   float scale;   // of its logits; 0: greedy
@@ -32,11 +32,12 @@ struct DraftRow {
   SD_HD Noise noise_of(uint32_t block) const { return noise(seed, NoiseUse::kDraft, position, branch, block); }
 };
 
-SD_HD DraftRow draft_row(const SampleDraftParams& p, int64_t r) {
-  const int64_t slot = slot_of(p.slots, r / p.rows_per_request, p.num_slots);
+// Row `branch` of request b.
+SD_HD DraftRow draft_row(const SampleDraftParams& p, int64_t b, int64_t branch) {
+  const int64_t slot = slot_of(p.slots, b, p.num_slots);
   if (slot < 0) return {-1, 0, 0, 0, 0};
   return {slot, scale_of_temperature(p.temperature[slot]), static_cast<uint64_t>(p.seeds[slot]),
-          static_cast<uint32_t>(p.positions[r]), static_cast<uint32_t>(r % p.rows_per_request)};
+          static_cast<uint32_t>(p.positions[b * p.rows_per_request + branch]), static_cast<uint32_t>(branch)};
 }
 
 void sample_draft(CallStream stream, const TensorView& logits, int64_t k, const TensorView& seeds,

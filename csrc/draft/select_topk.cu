@@ -9,12 +9,12 @@ namespace {
 static_assert(kMaxTopk <= kMaxRowTopk);
 
 template <class T>
-__global__ void __launch_bounds__(kRowThreads, 2) select_topk_kernel(SelectTopkParams p, int blocks) {
+__global__ void __launch_bounds__(kRowThreads, 2) select_topk_kernel(SelectTopkParams p, int log2_blocks) {
   begin_kernel();
   __shared__ RowTopkStorage storage;
-  const int64_t r = blockIdx.x / blocks;
+  const int64_t r = blockIdx.x >> log2_blocks;
   const T* row = static_cast<const T*>(p.logits) + r * p.logits_stride;
-  row_topk(storage, row, p.vocab, static_cast<int>(p.k), blocks,
+  row_topk(storage, row, p.vocab, static_cast<int>(p.k), log2_blocks,
            [&](int place, int32_t id, float x, const Softmax& softmax) {
              p.out_ids[r * p.k + place] = p.id_map ? p.id_map[id] : id;
              p.out_logprobs[r * p.k + place] = softmax.logprob(x, kLog2e);
@@ -25,12 +25,8 @@ __global__ void __launch_bounds__(kRowThreads, 2) select_topk_kernel(SelectTopkP
 
 void select_topk_cuda(const SelectTopkParams& p, Stream stream) {
   with_float_type(p.logits_dtype, [&]<class T>() {
-    const int blocks = row_blocks<T>("select_topk", p.rows, p.vocab);
-    launch("select_topk", select_topk_kernel<T>,
-           {.grid = grid_x("select_topk", p.rows * blocks),
-            .threads = kRowThreads,
-            .cluster = static_cast<unsigned>(blocks)},
-           stream, p, blocks);
+    const int log2_blocks = row_log2_blocks<T>("select_topk", p.rows, p.vocab);
+    launch("select_topk", select_topk_kernel<T>, row_shape("select_topk", p.rows, log2_blocks), stream, p, log2_blocks);
   });
 }
 
