@@ -91,9 +91,7 @@ class BlockTopk {
     uint64_t low = reached, high = ~uint64_t{0}, least = reached;  // too many reach `low`, too few `high`
     while (true) {
       visit(key_score(least), [&](uint64_t key) {
-        if (key < least || *const_cast<volatile int*>(&s_.count) > kCapacity) return;
-        const int at = atomicAdd(&s_.count, 1);
-        if (at < kCapacity) s_.list[at] = key;
+        if (key >= least) append(key);
       });
       __syncthreads();
       const int count = s_.count;
@@ -105,13 +103,23 @@ class BlockTopk {
         if (key_score(high - 1) == key_score(low)) low = max(low, entry_key(key_score(low), num_numbers - 1));
         least = low + (high - low) / 2;
       }
-      __syncthreads();
-      if (threadIdx.x == 0) s_.count = 0;
-      __syncthreads();
+      clear();
     }
   }
 
-  // After collect(): calls put(place, key) once for each of the k best, by some thread.
+  // The list itself: emptied between two barriers, added to by any thread, up to what it holds.
+  __device__ void clear() {
+    __syncthreads();
+    if (threadIdx.x == 0) s_.count = 0;
+    __syncthreads();
+  }
+  __device__ void append(uint64_t key) {
+    if (*const_cast<volatile int*>(&s_.count) > kCapacity) return;
+    const int at = atomicAdd(&s_.count, 1);
+    if (at < kCapacity) s_.list[at] = key;
+  }
+
+  // Of the list, after a barrier: calls put(place, key) once for each of the k best, by some thread.
   template <class Put>
   __device__ void rank(int k, Put put) {
     const int count = s_.count;

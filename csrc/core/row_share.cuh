@@ -44,8 +44,8 @@ class RowShare {
 #pragma unroll
     for (int i = 0; i < kVectors; ++i)
       if (start_ + i * kThreads < end_) vectors_[i] = body()[start_ + i * kThreads];
-    const uint32_t id = tile == 0 ? single_of(threadIdx.x) : kNone;
-    single_ = id == kNone ? -INFINITY : at(id);
+    single_id_ = tile == 0 ? single_of(threadIdx.x) : kNone;
+    single_ = single_id_ == kNone ? -INFINITY : at(single_id_);
   }
 
   // f(x) for each element of this thread in the tile loaded, NaN as it is, and perhaps for a -inf more.
@@ -61,17 +61,55 @@ class RowShare {
     f(single_);
   }
 
-  // f(id, x) for each vector of this thread in a tile, read again: x[j] is the element of id + j.
+  // The largest element of this thread in the tile loaded, passing over NaN.
+  __device__ float largest() const {
+    float largest = fmaxf(single_, -INFINITY);
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i)
+      if (start_ + i * kThreads < end_) largest = fmaxf(largest, largest_of(vectors_[i], T{}));
+    return largest;
+  }
+
+  // f(x, id) for each element of this thread in the tile loaded that is not below `least`, NaN included.
   template <class F>
-  __device__ void for_each_vector(uint32_t tile, F f) const {
-    const uint32_t start = first_ + tile * kTile + threadIdx.x, end = min(end_, start + kTile);
+  __device__ void for_each_from(float least, F f) const {
+    uint32_t hits = 0;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i)
+      if (start_ + i * kThreads < end_ && !(largest_of(vectors_[i], T{}) < least)) hits |= 1u << i;
 #pragma unroll 1
-    for (uint32_t vector = start; vector < end; vector += kThreads) {
+    for (; hits != 0; hits &= hits - 1) {
+      const int hit = __ffs(hits) - 1;
+      uint4 vector = vectors_[0];
+#pragma unroll
+      for (int i = 1; i < kVectors; ++i)
+        if (i == hit) vector = vectors_[i];
+      const Items items{vector};
+      const uint32_t id = head_ + (start_ + hit * kThreads) * kItems;
+#pragma unroll
+      for (uint32_t j = 0; j < kItems; ++j) {
+        const float x = to_float(items.at[j]);
+        if (!(x < least)) f(x, id + j);
+      }
+    }
+    if (single_id_ != kNone && !(single_ < least)) f(single_, single_id_);
+  }
+
+  // f(i, id, x) for each vector i of this thread in a tile for which wanted(i), read again: x[j] is the element of id +
+  // j.
+  template <class Wanted, class F>
+  __device__ void for_each_vector(uint32_t tile, Wanted wanted, F f) const {
+    const uint32_t start = first_ + tile * kTile + threadIdx.x;
+#pragma unroll 1
+    for (int i = 0; i < kVectors; ++i) {
+      const uint32_t vector = start + i * kThreads;
+      if (vector >= end_) break;
+      if (!wanted(i)) continue;
       const Items items{body()[vector]};
       float x[kItems];
 #pragma unroll
       for (int j = 0; j < kItems; ++j) x[j] = to_float(items.at[j]);
-      f(head_ + vector * kItems, x);
+      f(i, head_ + vector * kItems, x);
     }
   }
 
@@ -99,12 +137,26 @@ class RowShare {
     __device__ explicit Items(uint4 b) : bits(b) {}
   };
 
+  // Of a vector, passing over NaN; two elements at a time where there are instructions for that.
+  static __device__ float largest_of(uint4 v, float) {
+    return fmaxf(fmaxf(__uint_as_float(v.x), __uint_as_float(v.y)), fmaxf(__uint_as_float(v.z), __uint_as_float(v.w)));
+  }
+  static __device__ float largest_of(uint4 v, Half) { return largest_of_pairs<__half2>(v); }
+  static __device__ float largest_of(uint4 v, BFloat16) { return largest_of_pairs<__nv_bfloat162>(v); }
+  template <class Pair>
+  static __device__ float largest_of_pairs(uint4 v) {
+    const auto pair = [](const uint32_t& bits) { return reinterpret_cast<const Pair&>(bits); };
+    const Pair m = __hmax2(__hmax2(pair(v.x), pair(v.y)), __hmax2(pair(v.z), pair(v.w)));
+    return fmaxf(__low2float(m), __high2float(m));
+  }
+
   __device__ const uint4* body() const { return reinterpret_cast<const uint4*>(row_ + head_); }
 
   const T* row_;
   uint32_t head_, first_, end_, start_ = 0;
   uint32_t singles_ = 0, tail_start_ = 0, tail_end_ = 0;
   float single_;
+  uint32_t single_id_;
   uint4 vectors_[kVectors];
 };
 

@@ -55,12 +55,21 @@ class RowSoftmax {
   double sum_ = 0;
 };
 
-// Offers a row's entries to a BestList (draft/candidates.h), NaN as -inf.
+// Offers a row's entries to a BestList (draft/candidates.h), NaN as -inf. Most of them are no better than what is held,
+// which is found out for many at a time.
 template <class T, class List>
 void offer_row(const T* row, int64_t size, List& best) {
-  for (int64_t v = 0; v < size; ++v) {
-    const float x = to_float(row[v]);
-    best.offer(x == x ? x : -INFINITY, static_cast<int32_t>(v));
+  constexpr int64_t kLanes = 16;
+  for (int64_t start = 0; start < size; start += kLanes) {
+    const int64_t end = std::min(start + kLanes, size);
+    float values[kLanes];
+    int taken = 0;
+    for (int64_t i = 0; i < end - start; ++i) {
+      const float x = to_float(row[start + i]);
+      values[i] = x == x ? x : -INFINITY;
+      taken += best.takes(values[i]);
+    }
+    for (int64_t i = 0; taken > 0 && i < end - start; ++i) best.offer(values[i], static_cast<int32_t>(start + i));
   }
 }
 

@@ -1,8 +1,7 @@
 // Softmax and the k best of a row of logits, by one block or by a cluster of blocks that share the row.
 //
 // Each block reads its share once, keeping maximum and sum of exponents, and lists its own k best (block_topk.cuh). In
-// a cluster it puts them, sorted, into the shared memory of the first block, which merges the lists: an entry's place
-// is the number of entries ahead of it, found in each list by bisection.
+// a cluster it puts them, sorted, into the shared memory of the first block, which ranks the best of all lists again.
 #pragma once
 
 #include <cooperative_groups.h>
@@ -13,8 +12,9 @@
 
 namespace specdec {
 
-constexpr int kRowThreads = 512, kRowVectors = 8;
+constexpr int kRowThreads = 512, kRowVectors = 4, kRowBlocksPerProcessor = 3;
 constexpr int kMaxRowBlocks = 8, kMaxRowTopk = 64;
+static_assert(kMaxRowBlocks * kMaxRowTopk <= BlockTopk<kRowThreads>::kCapacity);
 
 // 2^x
 __device__ __forceinline__ float fast_exp2(float x) {
@@ -48,8 +48,7 @@ struct Softmax {
 // Of one thread's elements in the tile that is loaded, NaN counting as -inf.
 template <class Share>
 __device__ Softmax softmax_of_mine(const Share& share, uint32_t tile, float scale) {
-  Softmax mine{-INFINITY, 0};
-  share.for_each([&](float x) { mine.max = fmaxf(mine.max, x); });  // fmaxf passes over NaN
+  Softmax mine{share.largest(), 0};
   if (mine.max == -INFINITY) return mine;
   // 2^(x * scale - shift) in two instructions; what rounding took from the shift is made good at the end.
   const float shift = mine.max * scale;
@@ -108,28 +107,7 @@ __device__ __forceinline__ U* in_block(U* shared, int) {
 }
 #endif
 
-// BlockTopk::collect for a share. Threads that say no by `reach` (a score_key that no entry of theirs is above) are
-// passed over; a warp looks at the entries of each of its others together, with key_of(id, least): their score_key, or
-// anything below `least`.
-template <class Share, class KeyOf>
-__device__ void collect_share(BlockTopk<kRowThreads> topk, const Share& share, uint32_t reach, uint32_t pivot, int k,
-                              int64_t vocab, KeyOf key_of) {
-  const uint32_t lane = threadIdx.x % kWarp;
-  topk.collect(pivot, k, static_cast<uint32_t>(vocab), [&](uint32_t least, auto f) {
-    for (unsigned todo = __ballot_sync(kFullMask, reach >= least); todo != 0; todo &= todo - 1) {
-      const uint32_t thread = threadIdx.x - lane + __ffs(todo) - 1;
-      for (uint32_t tile = 0; tile < share.num_tiles(); ++tile)
-#pragma unroll 2
-        for (uint32_t e = lane; e < Share::kElements; e += kWarp) {
-          const uint32_t id = share.id_of(tile, thread, e);
-          const uint32_t key = id == Share::kNone ? 0 : key_of(id, least);
-          if (key >= least && key > 0) f(entry_key(key, id));
-        }
-    }
-  });
-}
-
-// After collect_share() in each block of a cluster of 2^log2_blocks: calls emit(place, key, softmax) for each of the k
+// After topk.collect() in each block of a cluster of 2^log2_blocks: calls emit(place, key, softmax) for each of the k
 // best of the row, by threads of the first block, and returns the softmax to all threads of that block. `of_block` is
 // each block's own. In a cluster of several, blocks have called cluster_arrive() once more than cluster_wait().
 template <class Emit>
@@ -160,24 +138,16 @@ __device__ Softmax merge_blocks(RowTopkStorage& s, BlockTopk<kRowThreads> topk, 
     least = min(least, __shfl_xor_sync(kFullMask, least, offset));
   least = __shfl_sync(kFullMask, least, 0);
 
+  if (blocks > 1) {
+    topk.clear();
 #pragma unroll 1
-  for (int e = threadIdx.x; e < blocks * k; e += kRowThreads) {
-    const uint64_t key = s.lists[e];
-    if (key == 0 || key < least) continue;
-    int place = e;
-    if (blocks > 1) {  // entries ahead of it in each list: bisected, since lists are sorted
-      int ahead[kMaxRowBlocks] = {};
-#pragma unroll 1
-      for (int step = 1 << (31 - __clz(k)); step > 0; step /= 2) {
-#pragma unroll
-        for (int i = 0; i < kMaxRowBlocks; ++i)
-          if (i < blocks && ahead[i] + step <= k && s.lists[i * k + ahead[i] + step - 1] > key) ahead[i] += step;
-      }
-      place = 0;
-      for (const int of_list : ahead) place += of_list;
-    }
-    if (place < k) emit(place, key, all);
+    for (int e = threadIdx.x; e < blocks * k; e += kRowThreads)
+      if (s.lists[e] >= least && s.lists[e] > 0) topk.append(s.lists[e]);
+    __syncthreads();
+    topk.rank(k, [&](int place, uint64_t key) { s.lists[place] = key; });
+    __syncthreads();
   }
+  if (threadIdx.x < k) emit(threadIdx.x, s.lists[threadIdx.x], all);
   return all;
 }
 
@@ -197,8 +167,14 @@ __device__ Softmax row_topk(RowTopkStorage& s, const T* row, int64_t vocab, int 
   Softmax of_block{key_float(max(topk.best(), kKeyOfMinusInf)), 0};
   const float of_warp = warp_sum(mine.sum_below(of_block.max, kLog2e));
   if (threadIdx.x % kWarp == 0) s.warp_sums[threadIdx.x / kWarp] = of_warp;
-  collect_share(topk, share, best_of_mine, pivot, k, vocab,
-                [&](uint32_t id, uint32_t) { return order_key(share.at(id)); });
+  topk.collect(pivot, k, static_cast<uint32_t>(vocab), [&](uint32_t least, auto f) {
+    if (best_of_mine < least) return;
+    const uint32_t tiles = share.num_tiles();
+    for (uint32_t tile = 0; tile < tiles; ++tile) {
+      if (tiles > 1) share.load(tile);
+      share.for_each_from(key_float(least), [&](float x, uint32_t id) { f(entry_key(order_key(x), id)); });
+    }
+  });
   for (const float sum : s.warp_sums) of_block.sum += sum;
 
   return merge_blocks(s, topk, of_block, kLog2e, k, log2_blocks, [&](int place, uint64_t key, const Softmax& softmax) {
@@ -216,7 +192,7 @@ int row_log2_blocks(const char* op, int64_t rows, int64_t vocab) {
   SD_CUDA_CHECK(op, cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
   const int64_t vectors = vocab / static_cast<int64_t>(sizeof(uint4) / sizeof(T));
   int log2 = 0;
-  while ((2 << log2) <= kMaxRowBlocks && (rows << (log2 + 1)) <= 2 * processors &&
+  while ((2 << log2) <= kMaxRowBlocks && (rows << (log2 + 1)) <= kRowBlocksPerProcessor * processors &&
          vectors >= (kRowThreads / 2) << (log2 + 1))
     ++log2;
   return log2;

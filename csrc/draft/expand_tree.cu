@@ -120,8 +120,8 @@ void expand_tree_cuda(const ExpandTreeParams& p, Stream stream) {
   const bool small = p.k * p.k <= 128;
   int log2_columns = 0;
   while ((1 << log2_columns) < p.mask_words && p.k << (log2_columns + 1) <= kMaskWords) ++log2_columns;
-  launch("expand_tree", small ? expand_tree_kernel<128, 1> : expand_tree_kernel<512, kMaxTopk * kMaxTopk / 512>,
-         {.grid = grid_x("expand_tree", p.batch), .threads = small ? 128u : 512u}, stream, p, log2_columns);
+  launch("expand_tree", small ? expand_tree_kernel<128, 1> : expand_tree_kernel<1024, kMaxTopk * kMaxTopk / 1024>,
+         {.grid = grid_x("expand_tree", p.batch), .threads = small ? 128u : 1024u}, stream, p, log2_columns);
 }
 
 }  // namespace specdec

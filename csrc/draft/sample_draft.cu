@@ -47,15 +47,21 @@ __device__ __forceinline__ void words_from(const DraftRow& of_row, uint32_t id, 
   }
 }
 
-__device__ __forceinline__ uint32_t word_of(const DraftRow& of_row, uint32_t id) {
+// Not inlined, as is score_key(): for the few entries that are looked at again, small code is fast code.
+__device__ __noinline__ uint32_t word_of(const DraftRow& of_row, uint32_t id) {
   const Noise noise = of_row.noise_of(id / kNoiseIds);
   const uint32_t even = id & 2 ? noise.words[2] : noise.words[0], odd = id & 2 ? noise.words[3] : noise.words[1];
   return id & 1 ? odd : even;
 }
 
+__device__ __noinline__ uint32_t score_key(float x, float max, float scale, uint32_t word) {
+  return order_key(perturbed(log2_weight(x, max, scale), word));
+}
+
 struct SampleStorage {
   RowTopkStorage row;
   uint32_t warp_max[kRowThreads / kWarp], block_max[kMaxRowBlocks];
+  float at_most[kRowVectors][kRowThreads];  // of each vector of each thread: a bound of its scores
 };
 
 // The largest logit of a row, from the largest of each thread. In a cluster, in place of a cluster_wait().
@@ -75,84 +81,90 @@ __device__ float max_of_row(SampleStorage& s, float mine, int log2_blocks) {
   return key_float(largest);
 }
 
-// Calls emit(place, id, softmax) for each draw, by threads of the first block.
-template <class T, class Emit>
-__device__ void sample_row(SampleStorage& s, const T* row, int64_t vocab, const DraftRow& of_row, int k,
-                           int log2_blocks, Emit emit) {
+template <class T>
+__global__ void __launch_bounds__(kRowThreads, kRowBlocksPerProcessor)
+    sample_draft_kernel(SampleDraftParams p, int log2_blocks) {
+  begin_kernel();
   using Share = RowShare<T, kRowThreads, kRowVectors>;
-  const int part = static_cast<int>(blockIdx.x) & ((1 << log2_blocks) - 1);
-  const float scale = of_row.scale;
+  __shared__ SampleStorage s;
+  const auto r = static_cast<uint32_t>(blockIdx.x) >> log2_blocks;
+  const int k = static_cast<int>(p.k), part = static_cast<int>(blockIdx.x) & ((1 << log2_blocks) - 1);
+  const T* row = static_cast<const T*>(p.logits) + r * p.logits_stride;
+  int32_t* ids = p.out_ids + static_cast<int64_t>(r) * k;
+  float* logprobs = p.out_logprobs + static_cast<int64_t>(r) * k;
+
+  const auto rows_per_request = static_cast<uint32_t>(p.rows_per_request);  // 64-bit division is slow
+  const DraftRow of_row = draft_row(p, r / rows_per_request, r % rows_per_request);
+  if (of_row.slot < 0) {
+    if (part == 0 && threadIdx.x < k) {
+      ids[threadIdx.x] = 0;
+      logprobs[threadIdx.x] = -INFINITY;
+    }
+    return;
+  }
+  const bool greedy = of_row.scale == 0;
+  const float scale = greedy ? kLog2e : of_row.scale;
+
   if (log2_blocks > 0) cluster_arrive();
-  Share share(row, vocab, part, log2_blocks);
+  Share share(row, p.vocab, part, log2_blocks);
   const Softmax mine = softmax_of_share(share, scale);
   const float max = max_of_row(s, mine.max, log2_blocks);
   if (log2_blocks > 0) cluster_arrive();  // for merge_blocks()
   const float of_warp = warp_sum(mine.sum_below(max, scale));
   if (threadIdx.x % kWarp == 0) s.row.warp_sums[threadIdx.x / kWarp] = of_warp;
 
-  float at_most = -INFINITY, x_of_best = -INFINITY;  // this thread's entry with the largest upper bound
+  // The bound of this thread's entries, and of each of its vectors; the entry that has it.
+  const uint32_t tiles = share.num_tiles(), single = share.single_of(threadIdx.x), thread = threadIdx.x;
+  float at_most = greedy ? mine.max : -INFINITY, x_of_best = at_most;
   uint32_t word_of_best = 0;
+#pragma unroll
+  for (int i = 0; i < kRowVectors; ++i) s.at_most[i][thread] = at_most;
   const auto consider = [&](float x, uint32_t word) {
     const float bound = perturbed_at_most(x, max, scale, word);
     if (bound > at_most) at_most = bound, x_of_best = x, word_of_best = word;
+    return bound;
   };
-  for (uint32_t tile = 0; tile < share.num_tiles(); ++tile)
-    share.for_each_vector(tile, [&](uint32_t id, const float (&x)[Share::kItems]) {
-      uint32_t words[Share::kItems + 4];
-      words_from<Share::kItems>(of_row, id, words);
+  const auto all_vectors = [](int) { return true; };
+  if (!greedy) {
+    for (uint32_t tile = 0; tile < tiles; ++tile)
+      share.for_each_vector(tile, all_vectors, [&](int i, uint32_t id, const float (&x)[Share::kItems]) {
+        uint32_t words[Share::kItems + 4];
+        words_from<Share::kItems>(of_row, id, words);
+        float bound = s.at_most[i][thread];
 #pragma unroll
-      for (int j = 0; j < Share::kItems; ++j) consider(x[j], words[j]);
-    });
-  const uint32_t single = share.single_of(threadIdx.x);
-  if (single != Share::kNone) consider(share.at(single), word_of(of_row, single));
+        for (int j = 0; j < Share::kItems; ++j) bound = fmaxf(bound, consider(x[j], words[j]));
+        s.at_most[i][thread] = bound;
+      });
+    if (single != Share::kNone) consider(share.at(single), word_of(of_row, single));
+  }
 
-  const auto key_of = [&](float x, uint32_t word) { return order_key(perturbed(log2_weight(x, max, scale), word)); };
+  const auto key_of = [&](float x, uint32_t word) { return greedy ? order_key(x) : score_key(x, max, scale, word); };
   const bool any = share.has_elements();
   BlockTopk<kRowThreads> topk(s.row.block);
   const uint32_t pivot = topk.find_pivot(any ? key_of(x_of_best, word_of_best) : 0, share.all_have_elements(), k);
-  collect_share(topk, share, any ? order_key(at_most) : 0, pivot, k, vocab, [&](uint32_t id, uint32_t least) {
-    const float x = share.at(id);
-    const uint32_t word = word_of(of_row, id);
-    return order_key(perturbed_at_most(x, max, scale, word)) < least ? 0 : key_of(x, word);
+  topk.collect(pivot, k, static_cast<uint32_t>(p.vocab), [&](uint32_t least, auto f) {
+    if (!any || order_key(at_most) < least) return;
+    const float bar = key_float(least);
+    const auto reaches = [&](int i) { return !(s.at_most[i][thread] < bar); };
+    for (uint32_t tile = 0; tile < tiles; ++tile)
+      share.for_each_vector(tile, reaches, [&](int, uint32_t id, const float (&x)[Share::kItems]) {
+        uint32_t words[Share::kItems + 4] = {};
+        if (!greedy) words_from<Share::kItems>(of_row, id, words);
+#pragma unroll
+        for (int j = 0; j < Share::kItems; ++j)
+          if (greedy ? !(x[j] < bar) : !(perturbed_at_most(x[j], max, scale, words[j]) < bar))
+            f(entry_key(key_of(x[j], words[j]), id + j));
+      });
+    if (single != Share::kNone) f(entry_key(key_of(share.at(single), word_of(of_row, single)), single));
   });
 
   Softmax of_block{max, 0};
   for (const float sum : s.row.warp_sums) of_block.sum += sum;
   merge_blocks(s.row, topk, of_block, scale, k, log2_blocks, [&](int place, uint64_t key, const Softmax& softmax) {
-    emit(place, static_cast<int32_t>(key_number(key)), softmax);
+    const auto id = static_cast<int32_t>(key_number(key));
+    ids[place] = p.id_map ? p.id_map[id] : id;
+    logprobs[place] = softmax.logprob(share.at(id), scale);
   });
-}
-
-template <class T>
-__global__ void __launch_bounds__(kRowThreads, 2) sample_draft_kernel(SampleDraftParams p, int log2_blocks) {
-  begin_kernel();
-  __shared__ SampleStorage storage;
-  const int64_t r = blockIdx.x >> log2_blocks;
-  const int k = static_cast<int>(p.k);
-  const T* row = static_cast<const T*>(p.logits) + r * p.logits_stride;
-  int32_t* ids = p.out_ids + r * k;
-  float* logprobs = p.out_logprobs + r * k;
-
-  const auto each = static_cast<uint32_t>(p.rows_per_request), number = static_cast<uint32_t>(r);
-  const DraftRow of_row = draft_row(p, number / each, number % each);
-  if (of_row.slot < 0) {
-    if ((blockIdx.x & ((1 << log2_blocks) - 1)) == 0 && threadIdx.x < k) {
-      ids[threadIdx.x] = 0;
-      logprobs[threadIdx.x] = -INFINITY;
-    }
-    return;
-  }
-  if (of_row.scale == 0) {
-    row_topk(storage.row, row, p.vocab, k, log2_blocks, [&](int place, int32_t id, float x, const Softmax& softmax) {
-      ids[place] = p.id_map ? p.id_map[id] : id;
-      logprobs[place] = softmax.logprob(x, kLog2e);
-    });
-  } else {
-    sample_row(storage, row, p.vocab, of_row, k, log2_blocks, [&](int place, int32_t id, const Softmax& softmax) {
-      ids[place] = p.id_map ? p.id_map[id] : id;
-      logprobs[place] = softmax.logprob(to_float(row[id]), of_row.scale);
-    });
-  }
 }
 
 }  // namespace

@@ -9,7 +9,8 @@ namespace {
 static_assert(kMaxTopk <= kMaxRowTopk);
 
 template <class T>
-__global__ void __launch_bounds__(kRowThreads, 2) select_topk_kernel(SelectTopkParams p, int log2_blocks) {
+__global__ void __launch_bounds__(kRowThreads, kRowBlocksPerProcessor)
+    select_topk_kernel(SelectTopkParams p, int log2_blocks) {
   begin_kernel();
   __shared__ RowTopkStorage storage;
   const int64_t r = blockIdx.x >> log2_blocks;
