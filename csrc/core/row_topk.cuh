@@ -12,7 +12,7 @@
 
 namespace specdec {
 
-constexpr int kRowThreads = 512, kRowVectors = 4, kRowBlocksPerProcessor = 3;
+constexpr int kRowThreads = 512, kRowVectors = 8, kRowBlocksPerProcessor = 2;
 constexpr int kMaxRowBlocks = 8, kMaxRowTopk = 64;
 static_assert(kMaxRowBlocks * kMaxRowTopk <= BlockTopk<kRowThreads>::kCapacity);
 
@@ -182,7 +182,7 @@ __device__ Softmax row_topk(RowTopkStorage& s, const T* row, int64_t vocab, int 
   });
 }
 
-// The log2 of how many blocks share a row: as many as keep the GPU busy once, as long as each has a vector for half of
+// The log2 of how many blocks share a row: no more than give each processor one, and none without a vector for each of
 // its threads.
 template <class T>
 int row_log2_blocks(const char* op, int64_t rows, int64_t vocab) {
@@ -192,8 +192,7 @@ int row_log2_blocks(const char* op, int64_t rows, int64_t vocab) {
   SD_CUDA_CHECK(op, cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
   const int64_t vectors = vocab / static_cast<int64_t>(sizeof(uint4) / sizeof(T));
   int log2 = 0;
-  while ((2 << log2) <= kMaxRowBlocks && (rows << (log2 + 1)) <= kRowBlocksPerProcessor * processors &&
-         vectors >= (kRowThreads / 2) << (log2 + 1))
+  while ((2 << log2) <= kMaxRowBlocks && (rows << (log2 + 1)) <= processors && vectors >= kRowThreads << (log2 + 1))
     ++log2;
   return log2;
 }

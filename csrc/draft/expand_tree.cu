@@ -117,11 +117,18 @@ void expand_root_cuda(const ExpandRootParams& p, Stream stream) {
 }
 
 void expand_tree_cuda(const ExpandTreeParams& p, Stream stream) {
-  const bool small = p.k * p.k <= 128;
   int log2_columns = 0;
   while ((1 << log2_columns) < p.mask_words && p.k << (log2_columns + 1) <= kMaskWords) ++log2_columns;
-  launch("expand_tree", small ? expand_tree_kernel<128, 1> : expand_tree_kernel<1024, kMaxTopk * kMaxTopk / 1024>,
-         {.grid = grid_x("expand_tree", p.batch), .threads = small ? 128u : 1024u}, stream, p, log2_columns);
+  const auto start = [&]<int kThreads, int kChildren>() {
+    launch("expand_tree", expand_tree_kernel<kThreads, kChildren>,
+           {.grid = grid_x("expand_tree", p.batch), .threads = kThreads}, stream, p, log2_columns);
+  };
+  if (p.k * p.k <= 128)
+    start.operator()<128, 1>();
+  else if (p.k * p.k <= 512)
+    start.operator()<512, 1>();
+  else
+    start.operator()<1024, kMaxTopk * kMaxTopk / 1024>();
 }
 
 }  // namespace specdec
