@@ -94,7 +94,19 @@ def check_steps(
 
 
 @pytest.mark.parametrize(
-    ("num_slots", "k", "num_steps"), [(1, 1, 1), (2, 1, 7), (3, 2, 5), (4, 3, 4), (2, 10, 5), (2, 11, 3), (1, 12, 3), (1, 13, 7), (2, 40, 3), (1, 64, 2)]
+    ("num_slots", "k", "num_steps"),
+    [
+        (1, 1, 1),
+        (2, 1, 7),
+        (3, 2, 5),
+        (4, 3, 4),
+        (2, 10, 5),
+        (2, 11, 3),
+        (1, 12, 3),
+        (1, 13, 7),
+        (2, 40, 3),
+        (1, 64, 2),
+    ],
 )
 def test_every_step_matches_reference(device: torch.device, num_slots: int, k: int, num_steps: int) -> None:
     check_steps(device, num_slots, k, num_steps, None)
