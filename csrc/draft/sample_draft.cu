@@ -1,7 +1,7 @@
-// As select_topk: one block a row, or a cluster of up to 8 where rows are few, and one read of the row from memory. Then
-// comes the noise, about 35 instructions an entry (most of them Philox's, for four entries at a time), which for many
-// rows takes longer than reading them. The two logarithms of an exact score would cost as much again: they are taken
-// only of entries whose upper bound, which costs one fast logarithm, is among the best.
+// As select_topk: one block a row, or a cluster of up to 8 where rows are few, and one read of the row from memory.
+// Then comes the noise, about 35 instructions an entry (most of them Philox's, for four entries at a time), which for
+// many rows takes longer than reading them. The two logarithms of an exact score would cost as much again: they are
+// taken only of entries whose upper bound, which costs one fast logarithm, is among the best.
 #include "core/row_topk.cuh"
 #include "draft/sample_draft.h"
 #include "draft/select_topk.h"
