@@ -45,7 +45,8 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocksPerProcessor)
 void score_tokens_cuda(const ScoreTokensParams& p, Stream stream) {
   with_float_type(p.logits_dtype, [&]<class T>() {
     const int64_t rows = p.batch * p.width;
-    const int log2_blocks = row_log2_blocks<T>("score_tokens", rows, p.vocab);
+    // About half of the places of padded rows hold a token.
+    const int log2_blocks = row_log2_blocks<T>("score_tokens", (rows + 1) / 2, p.vocab);
     launch("score_tokens", score_tokens_kernel<T>, row_shape("score_tokens", rows, log2_blocks), stream, p,
            log2_blocks);
   });
