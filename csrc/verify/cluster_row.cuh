@@ -32,9 +32,10 @@ class TiledRow {
     end_ = min(first_ + stretch_, tiles);
   }
 
-  // Calls f(tile, x) for the tiles of this warp's stretch, in order, all lanes together; x is read(tile). Four loads
-  // are in flight, but f stands in the code once: a kernel this short waits for its instructions as much as for memory.
-  template <bool kAdjusted, class F>
+  // Calls f(tile, raw) for the tiles of this warp's stretch, in order, all lanes together; items() and largest_of()
+  // read raw. Four loads are in flight, but f stands in the code once: a kernel this short waits for its instructions
+  // as much as for memory.
+  template <class F>
   __device__ __forceinline__ void each(F&& f) const {
     constexpr int kLoads = 4;
     for (int first = first_; first < end_; first += kLoads) {
@@ -45,19 +46,38 @@ class TiledRow {
       const int end = min(first + kLoads, end_);
 #pragma unroll 1
       for (int tile = first; tile < end; ++tile) {
-        float x[kItems];
-        unpack<kAdjusted>(raw[0], id_of(tile), x);
-        f(tile, x);
+        f(tile, raw[0]);
 #pragma unroll
         for (int j = 0; j + 1 < kLoads; ++j) raw[j] = raw[j + 1];
       }
     }
   }
 
-  // This lane's logits of a tile: of the ids from id_of(tile) on, -inf where there is no such id.
+  // This lane's part of a tile: the ids from id_of(tile) on, -inf where there is no such id.
+  __device__ uint4 read(int tile) const { return load(id_of(tile)); }
   template <bool kAdjusted>
-  __device__ void read(int tile, float (&x)[kItems]) const {
-    unpack<kAdjusted>(load(id_of(tile)), id_of(tile), x);
+  __device__ __forceinline__ void items(int tile, const uint4& raw, float (&x)[kItems]) const {
+    const int id = id_of(tile);
+    const T* values = reinterpret_cast<const T*>(&raw);
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      x[i] = to_float(values[i]);
+      if (kAdjusted && id + i >= 0 && id + i < vocab_) x[i] = row_.adjusted(x[i], id + i);
+    }
+  }
+  template <bool kAdjusted>
+  __device__ __forceinline__ float largest_of(int tile, const uint4& raw) const {
+    if constexpr (!kAdjusted && std::is_same_v<T, BFloat16>) {
+      return largest_pair<__nv_bfloat162>(raw);
+    } else if constexpr (!kAdjusted && std::is_same_v<T, Half>) {
+      return largest_pair<__half2>(raw);
+    } else {
+      float x[kItems];
+      items<kAdjusted>(tile, raw, x);
+#pragma unroll
+      for (int i = 1; i < kItems; ++i) x[0] = fmaxf(x[0], x[i]);
+      return x[0];
+    }
   }
   __device__ int id_of(int tile) const { return tile * kTile + lane_id() * kItems - skipped_; }
 
@@ -69,7 +89,7 @@ class TiledRow {
   // The lane's largest logit and the first of its tiles that holds it. The first read of a row, and so unrolled.
   template <bool kAdjusted>
   __device__ float largest(int& its_tile) const {
-    constexpr int kLoads = 4;
+    constexpr int kLoads = 8;
     float best = -INFINITY;
     its_tile = first_;
     for (int first = first_; first < end_; first += kLoads) {
@@ -80,25 +100,14 @@ class TiledRow {
 #pragma unroll
       for (int j = 0; j < kLoads; ++j) {
         if (first + j >= end_) break;
-        float x[kItems];
-        unpack<kAdjusted>(raw[j], id_of(first + j), x);
-#pragma unroll
-        for (int i = 1; i < kItems; ++i) x[0] = fmaxf(x[0], x[i]);
-        if (x[0] > best) {
-          best = x[0];
+        const float most = largest_of<kAdjusted>(first + j, raw[j]);
+        if (most > best) {
+          best = most;
           its_tile = first + j;
         }
       }
     }
     return best;
-  }
-
-  // Asks for the stretch, so that it is in L2 when it is read.
-  __device__ void prefetch() const {
-    constexpr int kLineLanes = 128 / sizeof(uint4);
-    for (int tile = first_; tile < end_; ++tile)
-      if (const int id = id_of(tile); lane_id() % kLineLanes == 0 && id >= 0 && id < vocab_)
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(row_.logits + id));
   }
 
  private:
@@ -112,14 +121,12 @@ class TiledRow {
     return raw;
   }
 
-  template <bool kAdjusted>
-  __device__ __forceinline__ void unpack(const uint4& raw, int id, float (&x)[kItems]) const {
-    const T* items = reinterpret_cast<const T*>(&raw);
-#pragma unroll
-    for (int i = 0; i < kItems; ++i) {
-      x[i] = to_float(items[i]);
-      if (kAdjusted && id + i >= 0 && id + i < vocab_) x[i] = row_.adjusted(x[i], id + i);
-    }
+  // Two at a time; NaN loses, as in fmaxf.
+  template <class Pair>
+  __device__ __forceinline__ static float largest_pair(const uint4& raw) {
+    const Pair* pairs = reinterpret_cast<const Pair*>(&raw);
+    const Pair most = __hmax2(__hmax2(pairs[0], pairs[1]), __hmax2(pairs[2], pairs[3]));
+    return fmaxf(__low2float(most), __high2float(most));
   }
 
   LogitRow<T> row_;
@@ -273,7 +280,7 @@ __device__ int32_t largest_id(const TiledRow<T>& row, Exchange& exchange) {
   uint64_t mine = 0;
   if (best > -INFINITY) {
     float x[TiledRow<T>::kItems];
-    row.template read<kAdjusted>(tile, x);
+    row.template items<kAdjusted>(tile, row.read(tile), x);
     int id = 0;
 #pragma unroll
     for (int i = TiledRow<T>::kItems - 1; i >= 0; --i)

@@ -19,7 +19,7 @@ namespace specdec {
 
 constexpr int kListCapacity = kRowThreads;  // entries a row's list holds: at most one a thread
 constexpr int kFoundCapacity = 128;         // of which a warp may find
-constexpr int kNucleusGuess = 128;          // entries wanted for top-p without top-k
+constexpr int kNucleusGuess = 50;           // entries wanted for top-p without top-k
 constexpr int kMaxMaxima = kRowThreads;     // among which the bound is looked for
 
 struct DrawStorage {  // in shared memory
@@ -113,13 +113,14 @@ class TokenDraw {
   // as many threads as there are for each number count the larger ones.
   __device__ uint32_t nth_largest(const uint64_t* numbers, int n, int nth) {
     const int threads = kRowThreads / n, mine = static_cast<int>(threadIdx.x) / threads;
-    const auto number = static_cast<uint32_t>(numbers[mine]);
+    const auto number = numbers[mine];
+    const ulonglong2* pairs = reinterpret_cast<const ulonglong2*>(numbers);
     int larger = 0;
 #pragma unroll 4
-    for (int i = static_cast<int>(threadIdx.x) % threads; i < n; i += threads)
-      larger += static_cast<uint32_t>(numbers[i]) > number;
+    for (int i = static_cast<int>(threadIdx.x) % threads; i < n / 2; i += threads)
+      larger += (pairs[i].x > number) + (pairs[i].y > number);
     for (int d = 1; d < threads; d *= 2) larger += __shfl_xor_sync(kFullMask, larger, d);
-    const uint32_t best = __reduce_max_sync(kFullMask, larger >= nth - 1 ? number : 0);
+    const uint32_t best = __reduce_max_sync(kFullMask, larger >= nth - 1 ? static_cast<uint32_t>(number) : 0);
     if (lane_id() == 0) atomicMax(&s_.bound, best);
     __syncthreads();  // the bound is known
     return s_.bound;
@@ -158,11 +159,10 @@ class TokenDraw {
     const unsigned lanes_before = (1u << lane_id()) - 1;
     DrawStorage::Found* found = s_.found[warp_id()];
     int count = 0;
-    const auto keep = [&](int tile, Items x) {
-      float most = x[0];
-#pragma unroll
-      for (int i = 1; i < kItems; ++i) most = fmaxf(most, x[i]);
-      if (!__any_sync(kFullMask, most >= bound)) return;
+    row_.each([&](int tile, const uint4& raw) {
+      if (!__any_sync(kFullMask, row_.template largest_of<kAdjusted>(tile, raw) >= bound)) return;
+      float x[kItems];
+      row_.template items<kAdjusted>(tile, raw, x);
       unsigned mine = 0;
 #pragma unroll
       for (int i = 0; i < kItems; ++i) mine += x[i] >= bound;
@@ -179,8 +179,7 @@ class TokenDraw {
         if (place < kFoundCapacity) found[place] = {order_key(x[i]), row_.id_of(tile) + i};
         ++place;
       }
-    };
-    row_.template each<kAdjusted>(keep);
+    });
     return count;
   }
 
@@ -285,7 +284,9 @@ class TokenDraw {
   __device__ __noinline__ static uint64_t stretch_sum(TiledRow<T> row, RowScale scale, float bound, uint64_t min_weight,
                                                       Sum what) {
     uint64_t sum = 0;
-    row.template each<kAdjusted>([&](int, Items x) {
+    row.each([&](int tile, const uint4& raw) {
+      float x[kItems];
+      row.template items<kAdjusted>(tile, raw, x);
       if (what == Sum::kWeights) {
         sum += lane_weight(x, scale, bound, min_weight);
       } else {
@@ -347,7 +348,7 @@ class TokenDraw {
       float x[kItems];
       uint64_t weight = 0;
       if (tile < end) {
-        row_.template read<kAdjusted>(tile, x);
+        row_.template items<kAdjusted>(tile, row_.read(tile), x);
         weight = lane_weight(x, scale_, bound, sampler_.min_weight);
       }
       const uint64_t all = warp_sum(weight);

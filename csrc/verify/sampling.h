@@ -45,11 +45,8 @@ SD_HD Sampler sampler_of(const SamplingArrays& a, int64_t slot, int64_t vocab) {
   if (!(temperature > 0)) return s;
   s.greedy = false;
   constexpr float kLog2E = 1.44269504f, kLargest = 3.0e38f;  // infinity times a difference of 0 would be NaN
-#ifdef __CUDA_ARCH__
-  s.scale = fminf(__fdiv_rn(kLog2E, temperature), kLargest);
-#else
-  s.scale = std::fmin(kLog2E / temperature, kLargest);
-#endif
+  s.scale = div(kLog2E, temperature);
+  if (!(s.scale < kLargest)) s.scale = kLargest;
   if (top_k > 0 && top_k < vocab) s.top_k = top_k;
   if (top_p < 1) s.top_p = top_p;
   if (min_p > 0)

@@ -74,8 +74,8 @@ void verify_tree(CallStream stream, const TensorView& logits, const TensorView& 
                  const TensorView& num_nodes, int64_t accept_width, const OptTensor& slots,
                  const OptTensor& temperature, const OptTensor& top_k, const OptTensor& top_p, const OptTensor& min_p,
                  const OptTensor& seeds, const OptTensor& vocab_mask, const OptTensor& logit_bias,
-                 const OptTensor& status, const OptTensor& workspace, const TensorView& out_tokens,
-                 const TensorView& out_len, const TensorView& out_path) {
+                 const OptTensor& status, const TensorView& out_tokens, const TensorView& out_len,
+                 const TensorView& out_path) {
   Check check("verify_tree");
   Dim B{"batch"}, N{"num_nodes"}, V{"vocab"}, S{"accept_width", accept_width}, R{"num_slots"};
   check.strided("logits", logits, {B, N, V}, kFloats);
@@ -108,9 +108,6 @@ void verify_tree(CallStream stream, const TensorView& logits, const TensorView& 
     check.slots(slots, B, R);
   else
     check.tensor("slots", slots, {B}, kInt32);
-  Dim W{"words"};
-  check.output("workspace", workspace, {W}, kInt32);
-  if (workspace) check.range("workspace size", W, kWorkspaceCounters + B * N, std::numeric_limits<int64_t>::max());
   check.output("out_tokens", out_tokens, {B, S}, kInt32);
   check.output("out_len", out_len, {B}, kInt32);
   check.output("out_path", out_path, {B, S}, kInt32);
@@ -139,7 +136,6 @@ void verify_tree(CallStream stream, const TensorView& logits, const TensorView& 
       .mask_words = mask_words,
       .slots = data_or_null<const int32_t>(slots),
       .status = data_or_null<int32_t>(status),
-      .workspace = data_or_null<int32_t>(workspace),
       .out_tokens = out_tokens.data<int32_t>(),
       .out_len = out_len.data<int32_t>(),
       .out_path = out_path.data<int32_t>(),
