@@ -7,6 +7,7 @@
 
 // --- draft
 #include "draft/expand_tree.h"
+#include "draft/sample_draft.h"
 #include "draft/select_topk.h"
 // --- tree
 #include "tree/build_tree.h"
@@ -16,6 +17,7 @@
 #include "attention/tree_attention.h"
 // --- verify
 #include "verify/commit_tokens.h"
+#include "verify/score_tokens.h"
 #include "verify/verify_tree.h"
 // --- kv
 #include "kv/alloc_pages.h"
@@ -253,6 +255,7 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
 
   // --- draft
   m.def("select_topk", &select_topk, "log-softmax and top-k of each row of logits");
+  m.def("sample_draft", &sample_draft, "draws without replacement from each row of draft logits");
   m.def("expand_root", &expand_root, "draft step 1: the root's children become candidates and frontier");
   m.def("expand_tree", &expand_tree, "a later draft step: append children, keep the best k as the frontier");
 
@@ -266,6 +269,7 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
 
   // --- verify
   m.def("verify_tree", &verify_tree, "accepted drafts and bonus token, straight from the target's logits");
+  m.def("score_tokens", &score_tokens, "log-probabilities of emitted tokens and of the best alternatives");
   m.def("commit_tokens", &commit_tokens, "cut emitted tokens at stop tokens and limits, advance the slots");
 
   // --- kv

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import specdec_kernels as sd
+from conftest import HAS_CUDA
 from specdec_kernels.reference import draft as reference_draft
 from specdec_kernels.reference import tree as reference
 from trees import BAD_TREE, WILD, assert_is_tree, assert_same_tree, poisoned_tree
@@ -15,25 +16,29 @@ ORDERS = ["score", "given"]
 
 def random_candidates(batch: int, columns: int, missing: float = 0.1) -> sd.Candidates:
     """Well-formed candidates with many equal scores; some are missing, with all that would follow them."""
-    parents = torch.full((batch, columns), -1, dtype=torch.int32)
-    scores = torch.zeros(batch, columns)
-    for c in range(columns):
-        if c > 0:
-            parents[:, c] = torch.where(torch.rand(batch) < 0.3, -1, torch.randint(0, c, (batch,)))
-        above = torch.where(parents[:, c] < 0, 0.0, scores.gather(1, parents[:, c : c + 1].clamp(min=0).long())[:, 0])
-        scores[:, c] = above - torch.randint(0, 3, (batch,)) / 4
-        scores[torch.rand(batch) < missing, c] = -torch.inf
-    return sd.Candidates(torch.randint(0, 1000, (batch, columns), dtype=torch.int32), parents, scores)
+    earlier = (torch.rand(batch, columns) * torch.arange(columns)).to(torch.int32)
+    from_root = (torch.rand(batch, columns) < 0.3) | (torch.arange(columns) == 0)
+    parents = earlier.where(~from_root, torch.full_like(earlier, -1))
+    # What a candidate adds to its parent's score, summed up to the root by pointer doubling; column 0 is the root.
+    scores = -torch.randint(0, 3, (batch, columns + 1)) / 4
+    scores[torch.rand(batch, columns + 1) < missing] = -torch.inf
+    scores[:, 0] = 0
+    up = torch.cat([torch.zeros(batch, 1, dtype=torch.int64), parents.long() + 1], 1)
+    while up.any():
+        scores, up = scores + scores.gather(1, up), up.gather(1, up)
+    return sd.Candidates(
+        torch.randint(0, 1000, (batch, columns), dtype=torch.int32), parents, scores[:, 1:].contiguous()
+    )
 
 
-def scramble(candidates: sd.Candidates) -> None:
-    """Makes about a fifth of the parents and scores wrong in every way there is."""
+def scramble(candidates: sd.Candidates, share: float = 0.1) -> None:
+    """Makes a share of the parents, and of the scores, wrong in every way there is."""
     batch, columns = candidates.parents.shape
     wild = torch.tensor([*WILD, -2, -(2**31), 0, 1, columns, columns - 1], dtype=torch.int32)
-    hit = torch.rand(batch, columns) < 0.1
+    hit = torch.rand(batch, columns) < share
     candidates.parents[hit] = wild[torch.randint(0, len(wild), (int(hit.sum()),))]
     odd = torch.tensor([torch.nan, torch.inf, -torch.inf, 1.0, -0.25])
-    hit = torch.rand(batch, columns) < 0.1
+    hit = torch.rand(batch, columns) < share
     candidates.scores[hit] = odd[torch.randint(0, len(odd), (int(hit.sum()),))]
 
 
@@ -96,15 +101,74 @@ def test_malformed_candidates_are_left_out_with_their_descendants(device: torch.
         assert (status & BAD_TREE).any() and (status & 16).all()
 
 
-def test_thousands_of_candidates(device: torch.device) -> None:
-    # More than one tile on the GPU, with a boundary inside, best last: every tile displaces what is held.
-    columns = 3 * 512 + 37
-    scores = torch.linspace(-9, -1, columns).repeat(2, 1)
-    scores[1] = scores[1].flip(0).mul(4).round()
-    parents = torch.full((2, columns), -1, dtype=torch.int32)
-    tokens = torch.arange(columns, dtype=torch.int32).repeat(2, 1)
-    tree, _ = check(device, sd.Candidates(tokens, parents, scores), 65)
-    assert tree.tokens[0, 1:].tolist() == list(range(columns - 1, columns - 65, -1))
+NODES = [1, 2, 7, 8, 31, 32, 33, 63, 64, 65, 128, 255, 256]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("nodes", NODES)
+def test_around_every_boundary(device: torch.device, nodes: int, order: str) -> None:
+    for columns in {1, max(nodes - 2, 0), nodes - 1, nodes, 410, 512, 513, 1025}:
+        check(device, random_candidates(2, columns, missing=0.05), nodes, order)
+    candidates = random_candidates(2, 600)
+    scramble(candidates)
+    check(device, candidates, nodes, order)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("nodes", [8, 64, 256])
+@pytest.mark.parametrize("spread", ["falling", "rising", "equal", "two"])
+def test_thousands_of_candidates(device: torch.device, spread: str, nodes: int, order: str) -> None:
+    """Many tiles on the GPU with an end inside; rising scores displace what is held with every one."""
+    columns = 64 + 4 * 64 * 64 + 37
+    numbers = torch.arange(columns)
+    scores = {
+        "falling": -numbers / 8,
+        "rising": numbers / 8,
+        "equal": torch.full((columns,), -1.0),
+        "two": -(numbers % 1024 < 1000).float(),
+    }[spread][None]
+    tokens, parents = numbers.to(torch.int32)[None], torch.full((1, columns), -1, dtype=torch.int32)
+    tree, _ = check(device, sd.Candidates(tokens, parents, scores), nodes, order)
+    best = sorted(range(columns), key=lambda c: (0 if order == "given" else -float(scores[0, c]), c))[: nodes - 1]
+    assert tree.tokens[0, 1:].tolist() == best
+
+
+@pytest.mark.parametrize("columns", [16448, 20000])
+def test_thousands_of_related_candidates(device: torch.device, columns: int) -> None:
+    candidates = random_candidates(2, columns, missing=0.01)
+    for nodes in (8, 65, 256):
+        check(device, candidates, nodes)
+        check(device, candidates, nodes, "given")
+    scramble(candidates)
+    check(device, candidates, 64)
+
+
+def test_scores_of_every_kind(device: torch.device) -> None:
+    """Infinities, both zeros (which are equal), the smallest and the largest numbers, NaN."""
+    kinds = [0.0, -0.0, 1e-45, -1e-45, 1.0, -1.0, 3.4e38, -3.4e38, torch.inf, -torch.inf, torch.nan]
+    for columns in (30, 400, 700):
+        scores = torch.tensor(kinds)[torch.randint(0, len(kinds), (20, columns))]
+        tokens = torch.arange(columns, dtype=torch.int32).repeat(20, 1)
+        for nodes in (5, 64, 256):
+            check(device, sd.Candidates(tokens, torch.full_like(tokens, -1), scores), nodes)
+
+
+@pytest.mark.skipif(not HAS_CUDA, reason="no GPU here")
+@pytest.mark.parametrize("scrambled", [False, True], ids=["well-formed", "malformed"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_both_devices_agree(order: str, scrambled: bool) -> None:
+    for columns, nodes in [(5, 6), (40, 8), (150, 33), (410, 64), (700, 20), (410, 256)]:
+        candidates = random_candidates(2000, columns, missing=0.02)
+        if scrambled:
+            scramble(candidates, share=2 / columns)
+        arguments = [*candidates, *slot_state(2000)]
+        status = torch.zeros(2000, dtype=torch.int32)
+        there = status.cuda()
+        want = sd.build_tree(*arguments, nodes, order=order, status=status)
+        got = sd.build_tree(*(t.cuda() for t in arguments), nodes, order=order, status=there)
+        assert_same_tree(got, want)
+        assert torch.equal(there.cpu(), status)
+        assert not scrambled or int((status != 0).sum()) > 0
 
 
 def test_malformed_chain_deeper_than_the_tree(device: torch.device) -> None:
@@ -115,6 +179,15 @@ def test_malformed_chain_deeper_than_the_tree(device: torch.device) -> None:
     for nodes in (1, 100, 256):
         tree, status = check(device, sd.Candidates(tokens, parents, torch.full((1, columns), -1.0)), nodes)
         assert int(tree.num_nodes) == nodes and status.tolist() == [16 | BAD_TREE]
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize(("columns", "nodes"), [(300, 9), (520, 9), (1100, 70), (300, 200)])
+def test_small_and_narrowed_down(device: torch.device, columns: int, nodes: int) -> None:
+    candidates = random_candidates(2, columns)
+    check(device, candidates, nodes)
+    scramble(candidates, share=0.01)
+    check(device, candidates, nodes, "given")
 
 
 @pytest.mark.sanitize
@@ -194,7 +267,10 @@ def test_the_best_set_is_closed_under_ancestors(device: torch.device, seed: int)
         assert parents[c] == (-1 if parent == 0 else chosen[parent - 1])
 
 
-@pytest.mark.parametrize(("k", "num_steps", "nodes"), [(1, 6, 6), (2, 4, 8), (4, 5, 32), (10, 5, 64), (8, 3, 200)])
+@pytest.mark.parametrize(
+    ("k", "num_steps", "nodes"),
+    [(1, 6, 6), (1, 255, 256), (2, 4, 8), (4, 5, 32), (10, 5, 64), (8, 3, 200), (64, 3, 64)],
+)
 def test_a_whole_draft(device: torch.device, k: int, num_steps: int, nodes: int) -> None:
     """expand_root, expand_tree..., build_tree beside the references of all three, with ties everywhere."""
     num_slots, slots = 3, torch.tensor([2, -1, 0], dtype=torch.int32)

@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import specdec_kernels as sd
 from specdec_kernels.reference import tree as reference
@@ -74,6 +76,45 @@ def test_plain_shapes(device: torch.device, op: str, parents_of: Callable[[int],
     parents = torch.tensor([[-1] + [parents_of(i) for i in range(1, 100)]], dtype=torch.int32)
     tree, status = check(op, device, make_links(op, parents))
     assert torch.equal(tree.parents, parents) and status == [16]
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("nodes", [1, 2, 6, 7, 8, 13, 14, 31, 32, 33, 63, 64, 65, 127, 128, 255, 256])
+def test_chains_of_every_depth(device: torch.device, op: str, nodes: int) -> None:
+    """Beside random trees of the same size: a walk up has to end right at every power of its steps."""
+    parents = random_parents(3, nodes)
+    parents[0] = torch.arange(-1, nodes - 1)
+    parents[1] = torch.arange(-2, nodes - 2).clamp(min=0)
+    parents[1, 0] = -1
+    tree, status = check(op, device, make_links(op, parents))
+    assert torch.equal(tree.parents, parents) and status == [16] * 3
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_the_three_builders_agree(device: torch.device, data: st.DataObject) -> None:
+    """build_tree's parents, and its mask, give the tree that it gave."""
+    columns, nodes = data.draw(st.integers(0, 90)), data.draw(st.integers(1, 80))
+    links = [data.draw(st.integers(-1, c - 1)) for c in range(columns)]
+    steps = data.draw(st.lists(st.sampled_from([0.0, -0.25, -1.0, -torch.inf]), min_size=columns, max_size=columns))
+    scores: list[float] = []
+    for parent, step in zip(links, steps, strict=True):
+        scores.append(step + (scores[parent] if parent >= 0 else 0.0))
+    tokens = torch.arange(columns, dtype=torch.int32, device=device)[None]
+    parents = torch.tensor([links], dtype=torch.int32, device=device)
+    root_tokens, seq_lens = torch.tensor([[5], [70]], dtype=torch.int32, device=device)
+    status = torch.zeros(1, dtype=torch.int32, device=device)
+    order = data.draw(st.sampled_from(["score", "given"]))
+    candidates = (tokens, parents, torch.tensor([scores], device=device).float())
+    tree = sd.build_tree(*candidates, root_tokens, seq_lens, nodes, order=order, status=status)
+    for op in OPS:
+        build = getattr(sd, f"build_tree_from_{op}")
+        again = build(
+            tree.tokens, getattr(tree, op), seq_lens, num_nodes=tree.num_nodes, status=status,
+            **poisoned_tree(1, nodes, device),
+        )  # fmt: skip
+        assert_same_tree(again, tree)
+    assert status.tolist() == [0]
 
 
 @pytest.mark.parametrize("op", OPS)

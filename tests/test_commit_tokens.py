@@ -75,7 +75,16 @@ def check(arguments: State, device: torch.device) -> None:
 
 @pytest.mark.parametrize(
     ("batch", "width", "num_slots", "max_stops"),
-    [(1, 1, 1, 0), (2, 1, 3, 1), (7, 4, 11, 2), (64, 6, 67, 1), (131, 5, 131, 3)],
+    [
+        (1, 1, 1, 0),
+        (2, 1, 3, 1),
+        (7, 4, 11, 2),
+        (64, 6, 67, 1),
+        (131, 5, 131, 3),
+        (6, 32, 7, 1),
+        (9, 33, 9, 1),
+        (5, 70, 8, 40),
+    ],
 )
 def test_matches_reference(device: torch.device, batch: int, width: int, num_slots: int, max_stops: int) -> None:
     for _ in range(20):

@@ -94,7 +94,19 @@ def check_steps(
 
 
 @pytest.mark.parametrize(
-    ("num_slots", "k", "num_steps"), [(1, 1, 1), (2, 1, 7), (3, 2, 5), (4, 3, 4), (2, 10, 5), (1, 13, 7), (1, 64, 2)]
+    ("num_slots", "k", "num_steps"),
+    [
+        (1, 1, 1),
+        (2, 1, 7),
+        (3, 2, 5),
+        (4, 3, 4),
+        (2, 10, 5),
+        (2, 11, 3),
+        (1, 12, 3),
+        (1, 13, 7),
+        (2, 40, 3),
+        (1, 64, 2),
+    ],
 )
 def test_every_step_matches_reference(device: torch.device, num_slots: int, k: int, num_steps: int) -> None:
     check_steps(device, num_slots, k, num_steps, None)
@@ -137,6 +149,17 @@ def expand(device: torch.device, logprobs: list[list[float]], nodes: list[int] |
 
 def test_ties_go_to_the_lower_candidate_number(device: torch.device) -> None:
     assert expand(device, [[-2.0, -1.5], [-0.5, -0.5]]) == ([-2.0, -1.5, -1.5, -1.5], [3, 4])
+
+
+@pytest.mark.parametrize("k", [11, 12, 64])
+@pytest.mark.parametrize("logprob", [-1.0, -torch.inf])
+def test_equal_scores(device: torch.device, k: int, logprob: float) -> None:
+    seq_lens = torch.tensor([7], dtype=torch.int32, device=device)
+    ids = torch.zeros(1, k, k, dtype=torch.int32, device=device)
+    candidates, frontier = sd.expand_root(ids[0, :1], torch.zeros(1, k, device=device), seq_lens, 2)
+    logprobs = torch.full((1, k, k), logprob, device=device)
+    sd.expand_tree(ids, logprobs, 2, *candidates, frontier.nodes, frontier.mask, seq_lens)
+    assert frontier.nodes[0].tolist() == list(range(k, 2 * k))
 
 
 def test_a_child_never_scores_above_its_parent(device: torch.device) -> None:

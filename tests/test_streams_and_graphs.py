@@ -71,6 +71,11 @@ def select_topk(t: Inputs, **stream: Any) -> Iterable[Tensor]:
     return sd.select_topk(t["logits"], K, **stream)
 
 
+def sample_draft(t: Inputs, **stream: Any) -> Iterable[Tensor]:
+    state = {name: t[name] for name in ("seeds", "positions", "temperature")}
+    return sd.sample_draft(t["logits"], K, **state, **stream)
+
+
 def expand_root(t: Inputs, **stream: Any) -> Iterable[Tensor]:
     candidates, frontier = sd.expand_root(t["ids"], t["logprobs"], t["lens"], STEPS, **stream)
     return [*candidates, *frontier]
@@ -120,6 +125,10 @@ def verify_tree(t: Inputs, **stream: Any) -> Iterable[Tensor]:
     return sd.verify_tree(t["logits"], tree, N, **stream)
 
 
+def score_tokens(t: Inputs, **stream: Any) -> Iterable[Tensor]:
+    return sd.score_tokens(t["logits"], t["path"], t["tokens"], t["lengths"], top_n=2, **stream)
+
+
 def commit_tokens(t: Inputs, **stream: Any) -> Iterable[Tensor]:
     return [sd.commit_tokens(*t.values(), **stream), *t.values()]
 
@@ -167,6 +176,15 @@ def copy_kv(t: Inputs, **stream: Any) -> Iterable[Tensor]:
 
 CASES = {
     "select_topk": Case(lambda: {"logits": torch.randn(B, VOCAB)}, select_topk),
+    "sample_draft": Case(
+        lambda: {
+            "logits": torch.randn(B, VOCAB),
+            "seeds": torch.randint(0, 2**62, (B,)),
+            "positions": ints(0, 99, B),
+            "temperature": torch.rand(B) + 0.5,
+        },
+        sample_draft,
+    ),
     "expand_root": Case(lambda: {"ids": ints(0, VOCAB, B, K), "logprobs": logprobs(B, K), "lens": lens()}, expand_root),
     "expand_tree": Case(expand_tree_inputs, expand_tree),
     "build_tree": Case(build_tree_inputs, build_tree),
@@ -189,6 +207,15 @@ CASES = {
         tree_attention,
     ),
     "verify_tree": Case(lambda: {"logits": torch.randn(B, N, 4), **given_tree()._asdict()}, verify_tree),
+    "score_tokens": Case(
+        lambda: {
+            "logits": torch.randn(B, N, VOCAB),
+            "path": ints(0, N, B, STEPS),
+            "tokens": ints(0, VOCAB, B, STEPS),
+            "lengths": ints(1, STEPS + 1, B),
+        },
+        score_tokens,
+    ),
     "commit_tokens": Case(
         lambda: {
             "out_tokens": ints(0, VOCAB, B, 4),

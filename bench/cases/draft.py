@@ -10,6 +10,8 @@ from specdec_kernels.reference import draft as reference
 from ..compare import bytes_of, expect_close, expect_equal, poisoned
 from ..harness import Baseline, Case, Params, Work
 
+VOCABULARIES = (32000, 128256, 151936)
+
 
 def select_topk(device: torch.device, p: Params) -> Work:
     batch, vocab, k = p["batch"], p["vocab"], p["k"]
@@ -33,6 +35,32 @@ def select_topk(device: torch.device, p: Params) -> Work:
         check=check,
         bytes_moved=bytes_of(logits, out_ids, out_logprobs),
         baseline=Baseline("torch", plain_torch, check_torch),
+    )
+
+
+def sample_draft(device: torch.device, p: Params) -> Work:
+    """One row a request, every third of them greedy."""
+    batch, vocab, k = p["batch"], p["vocab"], p["k"]
+    logits = (2 * torch.randn(batch, vocab, device=device)).to(getattr(torch, p["dtype"]))
+    state = {
+        "seeds": torch.randint(0, 2**62, (batch,), device=device),
+        "positions": torch.randint(0, 4096, (batch,), dtype=torch.int32, device=device),
+        "temperature": (0.3 * (torch.arange(1, batch + 1) % 3)).to(device),
+    }
+    out_ids = poisoned(batch, k, dtype=torch.int32, device=device)
+    out_logprobs = poisoned(batch, k, dtype=torch.float32, device=device)
+
+    def check() -> None:
+        want_ids, want_logprobs = reference.sample_draft(
+            logits.cpu(), k, **{name: tensor.cpu() for name, tensor in state.items()}
+        )
+        expect_equal("out_ids", out_ids, want_ids)
+        expect_close("out_logprobs", out_logprobs, want_logprobs, atol=1e-4)
+
+    return Work(
+        call=lambda: sd.sample_draft(logits, k, **state, out_ids=out_ids, out_logprobs=out_logprobs),
+        check=check,
+        bytes_moved=bytes_of(logits, *state.values(), out_ids, out_logprobs),
     )
 
 
@@ -108,8 +136,13 @@ def expand_tree(device: torch.device, p: Params) -> Work:
 CASES = [
     Case(
         "select_topk",
-        grid={"batch": (1, 8, 64), "vocab": (32000, 128256), "k": (1, 10), "dtype": ("bfloat16", "float32")},
+        grid={"batch": (1, 8, 64), "vocab": VOCABULARIES, "k": (1, 10), "dtype": ("bfloat16", "float32")},
         make=select_topk,
+    ),
+    Case(
+        "sample_draft",
+        grid={"batch": (1, 8, 64), "vocab": VOCABULARIES, "k": (1, 10), "dtype": ("bfloat16",)},
+        make=sample_draft,
     ),
     Case("expand_root", grid={"batch": (1, 8, 64), "k": (1, 10), "num_steps": (5,)}, make=expand_root),
     Case("expand_tree", grid={"batch": (1, 8, 64), "k": (1, 10), "num_steps": (5,)}, make=expand_tree),

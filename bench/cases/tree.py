@@ -80,7 +80,7 @@ def from_elsewhere(build: Callable[..., sd.Tree], topology: str) -> Callable[[to
     return make
 
 
-SIZES = {"batch": (1, 8, 64), "nodes": (8, 32, 64)}
+SIZES = {"batch": (1, 8, 64, 256), "nodes": (4, 8, 32, 64, 128, 256)}
 
 CASES = [
     Case("build_tree", grid={**SIZES, "k": (10, 1)}, make=build_tree),

@@ -10,16 +10,16 @@ import specdec_kernels as sd
 
 def random_parents(batch: int, nodes: int) -> list[list[int]]:
     """Node 0 is the root; every other node hangs off a random earlier one."""
-    return [[-1, *(int(torch.randint(0, i, ())) for i in range(1, nodes))] for _ in range(batch)]
+    return [[-1, *(int(x * i) for i, x in enumerate(row[1:], 1))] for row in torch.rand(batch, nodes).tolist()]
 
 
 def visible_nodes(parents: list[list[int]]) -> Tensor:
     """bool [B, N, N]: column j of row i says that j is an ancestor of i, or i itself."""
     batch, nodes = len(parents), len(parents[0])
     visible = torch.eye(nodes, dtype=torch.bool).repeat(batch, 1, 1)
-    for b, row in enumerate(parents):
-        for i in range(1, nodes):
-            visible[b, i] |= visible[b, row[i]]
+    rows, links = torch.arange(batch), torch.tensor(parents)
+    for i in range(1, nodes):
+        visible[:, i] |= visible[rows, links[:, i]]
     return visible
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 import specdec_kernels as sd
 from specdec_kernels.reference import verify as reference
 
-from ..compare import bytes_of, expect_equal, poisoned
+from ..compare import bytes_of, expect_close, expect_equal, poisoned
 from ..harness import Baseline, Case, Params, Work
 from ..peers import flashinfer, sglang
 from .trees import random_tree
@@ -120,6 +120,35 @@ def verify_tree(device: torch.device, p: Params) -> Work:
     )
 
 
+def score_tokens(device: torch.device, p: Params) -> Work:
+    """A verified path of ACCEPTED drafts and the bonus token, in logits of 8 nodes a request."""
+    batch, vocab, top_n, nodes = p["batch"], p["vocab"], p["top_n"], 8
+    logits = torch.randn(batch, nodes, vocab, device=device).to(torch.bfloat16)
+    path = torch.arange(WIDTH, dtype=torch.int32, device=device).clamp(max=ACCEPTED).repeat(batch, 1)
+    tokens = torch.randint(0, vocab, (batch, WIDTH), dtype=torch.int32, device=device)
+    lengths = torch.full((batch,), ACCEPTED + 1, dtype=torch.int32, device=device)
+    out = sd.TokenScores(
+        poisoned(batch, WIDTH, dtype=torch.float32, device=device),
+        poisoned(batch, WIDTH, top_n, dtype=torch.int32, device=device),
+        poisoned(batch, WIDTH, top_n, dtype=torch.float32, device=device),
+    )
+
+    def check() -> None:
+        want = reference.score_tokens(logits.cpu(), path.cpu(), tokens.cpu(), lengths.cpu(), top_n)
+        expect_equal("top_ids", out.top_ids, want.top_ids)
+        expect_close("logprobs", out.logprobs, want.logprobs, atol=2e-5)
+        expect_close("top_logprobs", out.top_logprobs, want.top_logprobs, atol=2e-5)
+
+    def call() -> object:
+        return sd.score_tokens(
+            logits, path, tokens, lengths, top_n=top_n,
+            out_logprobs=out.logprobs, out_top_ids=out.top_ids, out_top_logprobs=out.top_logprobs,
+        )  # fmt: skip
+
+    moved = batch * (ACCEPTED + 1) * vocab * logits.element_size() + bytes_of(path, tokens, lengths, *out)
+    return Work(call, check, moved)
+
+
 def commit_tokens(device: torch.device, p: Params) -> Work:
     """Every slot advances and none finishes, so that each call does the same work as the one before."""
     batch = p["batch"]
@@ -174,6 +203,11 @@ CASES = [
             "dtype": ("bfloat16", "float32"),
         },
         make=verify_tree,
+    ),
+    Case(
+        "score_tokens",
+        grid={"batch": (1, 8, 64), "vocab": (32000, 128256, 151936), "top_n": (5, 0)},
+        make=score_tokens,
     ),
     Case("commit_tokens", grid={"batch": (1, 8, 64, 256)}, make=commit_tokens),
 ]

@@ -36,6 +36,13 @@ SD_HD float fused(float a, float b, float c) {
   return std::fma(a, b, c);
 #endif
 }
+SD_HD float div(float a, float b) {
+#ifdef __CUDA_ARCH__
+  return __fdiv_rn(a, b);
+#else
+  return a / b;
+#endif
+}
 
 SD_HD uint32_t float_bits(float x) {
 #ifdef __CUDA_ARCH__
@@ -106,6 +113,29 @@ SD_HD uint64_t exp2_weight(float t) {
   const int left = kWeightBits - 23 + exponent;  // -24 to 17
   // A product, so that a sum of weights is one multiply-add each.
   return static_cast<uint64_t>(mantissa >> (left < 0 ? -left : 0)) * (1u << (left > 0 ? left : 0));
+}
+
+// log2(1 + f) for f from -0.293 to 0.415, to 1.4e-7 of itself also near 0: f times a minimax polynomial.
+SD_HD float log2_1p(float f) {
+  float m = 0x1.01b6d6p-3f;
+  m = add(mul(m, f), -0x1.a87d0ap-3f);
+  m = add(mul(m, f), 0x1.b9c91ap-3f);
+  m = add(mul(m, f), -0x1.e95be8p-3f);
+  m = add(mul(m, f), 0x1.26d384p-2f);
+  m = add(mul(m, f), -0x1.715c4ep-2f);
+  m = add(mul(m, f), 0x1.ec73d6p-2f);
+  m = add(mul(m, f), -0x1.715470p-1f);
+  m = add(mul(m, f), 0x1.715476p+0f);
+  return mul(m, f);
+}
+
+// log2(x) for a normal x > 0: the exponent that leaves a mantissa from sqrt(1/2) to sqrt(2), and that one's logarithm.
+SD_HD float log2_of(float x) {
+  constexpr uint32_t kSqrtHalf = 0x3f3504f3;
+  const uint32_t above = float_bits(x) - kSqrtHalf;
+  const int32_t exponent = static_cast<int32_t>(above) >> 23;
+  const float mantissa = bits_float((above & 0x7fffff) + kSqrtHalf);
+  return add(static_cast<float>(exponent), log2_1p(sub(mantissa, 1.0f)));
 }
 
 // The high 64 bits of a * b: with a uniform 64-bit `a`, a uniform integer below b.

@@ -31,8 +31,7 @@ SD_HD float child_score(float parent, float logprob) {
   return score < parent ? score : parent;
 }
 
-// The best `limit` of the candidates offered, best first: score descending, then number ascending. One thread;
-// block_best_list.cuh is the same list built by a block.
+// The best `limit` of the candidates offered, best first: score descending, then number ascending. One thread.
 template <int kCapacity>
 class BestList {
  public:
@@ -53,6 +52,9 @@ class BestList {
     scores_[i] = score;
     numbers_[i] = number;
   }
+
+  // Whether offer() would list a later number of this score.
+  bool takes(float score) const { return count_ < limit_ || (limit_ > 0 && score > scores_[limit_ - 1]); }
 
   int count() const { return count_; }
   const int32_t* numbers() const { return numbers_; }

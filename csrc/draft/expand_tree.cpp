@@ -126,9 +126,10 @@ void expand_tree_cpu(const ExpandTreeParams& p) {
     for (int64_t j = 0; j < p.k; ++j) {
       const FrontierNode parent = read_frontier(p, b, slot, j);
       for (int64_t i = j * p.k; i < (j + 1) * p.k; ++i)
-        best.offer(append_child(p, b, slot, parent, i), static_cast<int32_t>(i));
+        best.offer(append_child(p, b, slot, parent, i, read_child(p, b, i)), static_cast<int32_t>(i));
     }
-    for (int64_t j = 0; j < p.k; ++j) write_frontier(p, b, slot, j, best.numbers()[j]);
+    const int32_t position = child_position(p, slot);
+    for (int64_t j = 0; j < p.k; ++j) write_frontier(p, b, slot, j, best.numbers()[j], position);
 
     int64_t* mask = p.mask + b * p.k * p.mask_words;
     for (int64_t w = 0; w < p.mask_words; ++w) {

@@ -1,66 +1,134 @@
-// expand_root: one block a row, every thread writes its columns; 12 bytes a candidate and 8 a mask word.
+// expand_root: every thread writes its columns; 12 bytes a candidate and 8 a mask word.
 //
-// expand_tree: one block a row. The k * k children are scored, appended and ranked tile by tile (block_best_list.cuh);
-// then the k best become the frontier. About 28 bytes a child, so launch latency is all there is for usual k.
-#include "draft/block_best_list.cuh"
+// expand_tree: one block a row. About 28 bytes a child, so what counts is how many latencies follow each other: all
+// loads but one (the parents' scores) start at once, then come one barrier for the scores, the ranking
+// (block_topk.cuh), and one barrier for the frontier before the masks.
+#include <algorithm>
+
+#include "core/block_topk.cuh"
 #include "draft/expand_tree.h"
 #include "draft/select_topk.h"
 
 namespace specdec {
 namespace {
 
-constexpr int kThreads = 128;
-static_assert(kThreads >= kMaxTopk, "one thread for each frontier node");
+constexpr int kRootThreads = 256;
+constexpr int kMaxRootBlocks = 64;  // a row
 
-__global__ void __launch_bounds__(kThreads) expand_root_kernel(ExpandRootParams p) {
+__global__ void __launch_bounds__(kRootThreads) expand_root_kernel(ExpandRootParams p) {
+  begin_kernel();
   const int64_t b = blockIdx.x;
   const int64_t slot = slot_of(p.slots, b, p.num_slots);
-  for (int64_t c = threadIdx.x; c < p.candidates; c += kThreads) write_root_candidate(p, b, slot, c);
-  if (threadIdx.x < p.k) write_root_frontier(p, b, slot, threadIdx.x);
+  const int64_t first = static_cast<int64_t>(blockIdx.y) * kRootThreads + threadIdx.x;
+#pragma unroll 1
+  for (int64_t c = first; c < p.candidates; c += static_cast<int64_t>(gridDim.y) * kRootThreads)
+    write_root_candidate(p, b, slot, c);
+  if (first < p.k) write_root_frontier(p, b, slot, first);
 }
 
-__global__ void __launch_bounds__(kThreads) expand_tree_kernel(ExpandTreeParams p) {
-  using List = BlockBestList<kThreads, kMaxTopk>;
-  __shared__ typename List::Storage storage;
+constexpr int kMaskWords = 1024;  // of a row's masks, at a time
+
+// i / k for i < 64 * 64 and k <= 64, by a multiplication.
+struct SmallDivisor {
+  uint32_t inverse;
+  __device__ explicit SmallDivisor(uint32_t k) : inverse(((1u << 18) + k - 1) / k) {}
+  __device__ int divide(uint32_t i) const { return static_cast<int>(i * inverse >> 18); }
+};
+
+// kThreads * kChildren >= k * k. Masks are copied 2^log2_columns words wide.
+template <int kThreads, int kChildren>
+__global__ void __launch_bounds__(kThreads) expand_tree_kernel(ExpandTreeParams p, int log2_columns) {
+  static_assert(kMaskWords >= kMaxTopk && kThreads >= kMaxTopk);
+  begin_kernel();
+  __shared__ typename BlockTopk<kThreads>::Storage storage;
   __shared__ FrontierNode frontier[kMaxTopk];
+  __shared__ int64_t masks[kMaskWords];
+  __shared__ int32_t parents[kMaxTopk];
 
   const int64_t b = blockIdx.x;
   const int64_t slot = slot_of(p.slots, b, p.num_slots);
-  const int k = static_cast<int>(p.k), children = k * k, j = static_cast<int>(threadIdx.x);
+  const int k = static_cast<int>(p.k), num_children = k * k, thread = static_cast<int>(threadIdx.x);
+  const SmallDivisor by_k(k);
 
-  if (j < k) frontier[j] = read_frontier(p, b, slot, j);
+  const int words = static_cast<int>(p.mask_words), columns = 1 << log2_columns;
+  int64_t* mask = p.mask + b * k * words;
+  const auto for_each_mask_word = [&](int first, auto f) {  // f(row, word, its place in `masks`)
+#pragma unroll 1  // straight code is not in the instruction cache yet: what is short is fast
+    for (int e = thread; e < k << log2_columns; e += kThreads) {
+      const int row = e >> log2_columns, word = first + (e & (columns - 1));
+      if (word < words) f(row, word, e);
+    }
+  };
+  const auto load_masks = [&](int first) {
+    for_each_mask_word(first, [&](int row, int word, int e) { masks[e] = mask[row * words + word]; });
+  };
+
+  Child children[kChildren];
+#pragma unroll
+  for (int c = 0; c < kChildren; ++c)
+    if (thread + c * kThreads < num_children) children[c] = read_child(p, b, thread + c * kThreads);
+  if (thread < k) frontier[thread] = read_frontier(p, b, slot, thread);
+  const int32_t position = child_position(p, slot);
+  load_masks(0);
   __syncthreads();
 
-  List best(storage, k);
-  for (int first = 0; first < children; first += kThreads) {
-    const int i = first + j;
-    const bool present = i < children;
-    const float score = present ? append_child(p, b, slot, frontier[i / k], i) : 0.0f;
-    best.offer(min(kThreads, children - first), present, score, i);
+  uint32_t keys[kChildren], best = 0;  // of scores; 0: no child
+#pragma unroll
+  for (int c = 0; c < kChildren; ++c) {
+    const int i = thread + c * kThreads;
+    keys[c] = i < num_children ? order_key(append_child(p, b, slot, frontier[by_k.divide(i)], i, children[c])) : 0;
+    best = max(best, keys[c]);
   }
 
-  // The list ends in a barrier, so the old frontier has been read by all.
-  if (j < k) write_frontier(p, b, slot, j, best.numbers()[j]);
-  int64_t* mask = p.mask + b * p.k * p.mask_words;
-  for (int64_t w = 0; w < p.mask_words; ++w) {
-    int64_t bits = 0;
-    if (j < k)
-      bits = mask[best.numbers()[j] / k * p.mask_words + w] | static_cast<int64_t>(own_bit((p.step - 1) * k + j, w));
-    __syncthreads();  // every parent's word is read before any is replaced; words do not depend on each other
-    if (j < k) mask[j * p.mask_words + w] = bits;
+  BlockTopk<kThreads> topk(storage);
+  const uint32_t pivot = topk.find_pivot(best, num_children >= kThreads, k);
+  topk.collect(pivot, k, num_children, [&](uint32_t least, auto f) {
+#pragma unroll
+    for (int c = 0; c < kChildren; ++c)
+      if (keys[c] >= least && keys[c] > 0) f(entry_key(keys[c], thread + c * kThreads));
+  });
+  topk.rank(k, [&](int j, uint64_t key) {
+    const auto i = static_cast<int32_t>(key_number(key));
+    parents[j] = by_k.divide(i);
+    write_frontier(p, b, slot, j, i, position);
+  });
+  __syncthreads();
+
+  for (int first = 0; first < words; first += columns) {  // columns do not depend on each other
+    if (first > 0) {
+      __syncthreads();
+      load_masks(first);
+      __syncthreads();
+    }
+    for_each_mask_word(first, [&](int j, int word, int e) {
+      const int64_t of_parent = masks[(parents[j] << log2_columns) + (e & (columns - 1))];
+      mask[j * words + word] = of_parent | static_cast<int64_t>(own_bit((p.step - 1) * k + j, word));
+    });
   }
 }
 
 }  // namespace
 
 void expand_root_cuda(const ExpandRootParams& p, Stream stream) {
-  expand_root_kernel<<<grid_x("expand_root", p.batch), kThreads, 0, stream>>>(p);
-  SD_LAUNCH_CHECK("expand_root");
+  const auto columns =
+      static_cast<unsigned>(std::min<int64_t>((p.candidates + kRootThreads - 1) / kRootThreads, kMaxRootBlocks));
+  launch("expand_root", expand_root_kernel,
+         {.grid = {grid_x("expand_root", p.batch), columns}, .threads = kRootThreads}, stream, p);
 }
 
 void expand_tree_cuda(const ExpandTreeParams& p, Stream stream) {
-  expand_tree_kernel<<<grid_x("expand_tree", p.batch), kThreads, 0, stream>>>(p);
-  SD_LAUNCH_CHECK("expand_tree");
+  int log2_columns = 0;
+  while ((1 << log2_columns) < p.mask_words && p.k << (log2_columns + 1) <= kMaskWords) ++log2_columns;
+  const auto start = [&]<int kThreads, int kChildren>() {
+    launch("expand_tree", expand_tree_kernel<kThreads, kChildren>,
+           {.grid = grid_x("expand_tree", p.batch), .threads = kThreads}, stream, p, log2_columns);
+  };
+  if (p.k * p.k <= 128)
+    start.operator()<128, 1>();
+  else if (p.k * p.k <= 512)
+    start.operator()<512, 1>();
+  else
+    start.operator()<1024, kMaxTopk * kMaxTopk / 1024>();
 }
 
 }  // namespace specdec

@@ -72,23 +72,39 @@ SD_HD FrontierNode read_frontier(const ExpandTreeParams& p, int64_t b, int64_t s
   return {candidate, p.cand_scores[b * p.candidates + candidate]};
 }
 
-// Appends child i = parent's frontier row * k + rank, and returns its score.
-SD_HD float append_child(const ExpandTreeParams& p, int64_t b, int64_t slot, FrontierNode parent, int64_t i) {
-  const int64_t at = b * p.candidates + first_candidate(p.k, p.step) + i, child = b * p.k * p.k + i;
-  const float score = child_score(parent.score, p.topk_logprobs[child]);
-  p.cand_tokens[at] = slot >= 0 ? p.topk_ids[child] : 0;
+// Child i = parent's frontier row * k + rank, as the draft proposed it.
+struct Child {
+  int32_t token;
+  float logprob;
+};
+SD_HD Child read_child(const ExpandTreeParams& p, int64_t b, int64_t i) {
+  const int64_t at = b * p.k * p.k + i;
+  return {p.topk_ids[at], p.topk_logprobs[at]};
+}
+
+// Appends child i, and returns its score.
+SD_HD float append_child(const ExpandTreeParams& p, int64_t b, int64_t slot, FrontierNode parent, int64_t i,
+                         Child child) {
+  const int64_t at = b * p.candidates + first_candidate(p.k, p.step) + i;
+  const float score = child_score(parent.score, child.logprob);
+  p.cand_tokens[at] = slot >= 0 ? child.token : 0;
   p.cand_parents[at] = parent.candidate;
   p.cand_scores[at] = score;
   return score;
 }
 
+// Where the new frontier of a slot is rotated.
+SD_HD int32_t child_position(const ExpandTreeParams& p, int64_t slot) {
+  return slot >= 0 ? static_cast<int32_t>(p.seq_lens[slot] + p.step - 1 + p.position_offset) : 0;
+}
+
 // The new frontier's node j of row b is child i. Its mask is written by the caller: it replaces the one it is made of.
-SD_HD void write_frontier(const ExpandTreeParams& p, int64_t b, int64_t slot, int64_t j, int32_t i) {
+SD_HD void write_frontier(const ExpandTreeParams& p, int64_t b, int64_t slot, int64_t j, int32_t i, int32_t position) {
   const int64_t at = b * p.k + j;
   p.frontier[at] = static_cast<int32_t>(first_candidate(p.k, p.step) + i);
   p.out_tokens[at] = slot >= 0 ? p.topk_ids[b * p.k * p.k + i] : 0;
   p.out_parent_rows[at] = static_cast<int32_t>(b * p.k + i / p.k);
-  p.out_positions[at] = slot >= 0 ? static_cast<int32_t>(p.seq_lens[slot] + p.step - 1 + p.position_offset) : 0;
+  p.out_positions[at] = position;
 }
 
 void expand_root(CallStream stream, const TensorView& topk_ids, const TensorView& topk_logprobs,

@@ -1,88 +1,34 @@
-// One block a row. Pass 1 finds max and sum of exponents, then k passes each take the best entry after the last one
-// in the order (value descending, id ascending). Reads the row k + 1 times, all but the first mostly from L2.
-#include <cub/block/block_reduce.cuh>
-
-#include "core/cuda.cuh"
-#include "core/floats.h"
+// One block a row, or a cluster of up to 8 where rows are few; the row is read once (row_topk.cuh), so 2 or 4 bytes an
+// entry are all that counts for many rows, and a read, two block barriers and a cluster barrier for few.
+#include "core/row_topk.cuh"
 #include "draft/select_topk.h"
 
 namespace specdec {
 namespace {
 
-constexpr int kThreads = 256;
-
-// An entry of a row; `a before b` is the order in which top-k lists them.
-struct Entry {
-  float value;
-  int32_t id;
-};
-__device__ __forceinline__ bool before(Entry a, Entry b) {
-  return a.value > b.value || (a.value == b.value && a.id < b.id);
-}
-struct First {
-  __device__ Entry operator()(Entry a, Entry b) const { return before(b, a) ? b : a; }
-};
-
-// max and sum of exp(x - max), mergeable.
-struct Softmax {
-  float max, sum;
-};
-struct Merge {
-  __device__ Softmax operator()(Softmax a, Softmax b) const {
-    const float max = fmaxf(a.max, b.max);
-    if (max == -INFINITY) return {max, 0.0f};
-    return {max, a.sum * expf(below_max(a.max, max)) + b.sum * expf(below_max(b.max, max))};
-  }
-};
+static_assert(kMaxTopk <= kMaxRowTopk);
 
 template <class T>
-__device__ __forceinline__ float load(const T* row, int64_t v) {
-  const float x = to_float(row[v]);
-  return isnan(x) ? -INFINITY : x;
-}
-
-template <class T>
-__global__ void __launch_bounds__(kThreads) select_topk_kernel(SelectTopkParams p) {
-  using ReduceEntry = cub::BlockReduce<Entry, kThreads>;
-  using ReduceSoftmax = cub::BlockReduce<Softmax, kThreads>;
-  __shared__ union {
-    typename ReduceEntry::TempStorage entry;
-    typename ReduceSoftmax::TempStorage softmax;
-  } temp;
-  __shared__ Softmax total;
-  __shared__ Entry last;
-
-  const int64_t r = blockIdx.x;
+__global__ void __launch_bounds__(kRowThreads, kRowBlocksPerProcessor)
+    select_topk_kernel(SelectTopkParams p, int log2_blocks) {
+  begin_kernel();
+  __shared__ RowTopkStorage storage;
+  const int64_t r = blockIdx.x >> log2_blocks;
   const T* row = static_cast<const T*>(p.logits) + r * p.logits_stride;
-
-  Softmax mine{-INFINITY, 0.0f};
-  for (int64_t v = threadIdx.x; v < p.vocab; v += kThreads) mine = Merge()(mine, {load(row, v), 1.0f});
-  const Softmax sum = ReduceSoftmax(temp.softmax).Reduce(mine, Merge());
-  if (threadIdx.x == 0) total = sum;
-
-  for (int64_t j = 0; j < p.k; ++j) {
-    __syncthreads();
-    Entry best{-INFINITY, INT32_MAX};
-    for (int64_t v = threadIdx.x; v < p.vocab; v += kThreads) {
-      const Entry e{load(row, v), static_cast<int32_t>(v)};
-      if ((j == 0 || before(last, e)) && before(e, best)) best = e;
-    }
-    const Entry first = ReduceEntry(temp.entry).Reduce(best, First());
-    if (threadIdx.x == 0) {
-      last = first;
-      p.out_ids[r * p.k + j] = p.id_map ? p.id_map[first.id] : first.id;
-      p.out_logprobs[r * p.k + j] =
-          first.value == -INFINITY ? -INFINITY : fminf(below_max(first.value, total.max) - logf(total.sum), 0.0f);
-    }
-  }
+  row_topk(storage, row, p.vocab, static_cast<int>(p.k), log2_blocks,
+           [&](int place, int32_t id, float x, const Softmax& softmax) {
+             p.out_ids[r * p.k + place] = p.id_map ? p.id_map[id] : id;
+             p.out_logprobs[r * p.k + place] = softmax.logprob(x, kLog2e);
+           });
 }
 
 }  // namespace
 
 void select_topk_cuda(const SelectTopkParams& p, Stream stream) {
-  with_float_type(p.logits_dtype,
-                  [&]<class T>() { select_topk_kernel<T><<<grid_x("select_topk", p.rows), kThreads, 0, stream>>>(p); });
-  SD_LAUNCH_CHECK("select_topk");
+  with_float_type(p.logits_dtype, [&]<class T>() {
+    const int log2_blocks = row_log2_blocks<T>("select_topk", p.rows, p.vocab);
+    launch("select_topk", select_topk_kernel<T>, row_shape("select_topk", p.rows, log2_blocks), stream, p, log2_blocks);
+  });
 }
 
 }  // namespace specdec

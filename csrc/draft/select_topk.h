@@ -2,7 +2,6 @@
 #pragma once
 
 #include "core/dispatch.h"
-#include "core/host_device.h"
 
 namespace specdec {
 
@@ -17,10 +16,6 @@ struct SelectTopkParams {
 };
 
 constexpr int64_t kMaxTopk = 64;
-
-// x - max for a softmax, where max is the row's largest entry: 0 at the maximum also when that is +inf, so that
-// entries of +inf share the whole probability and everything else gets none.
-SD_HD float below_max(float x, float max) { return x == max ? 0.0f : x - max; }
 
 void select_topk(CallStream stream, const TensorView& logits, int64_t k, const OptTensor& id_map,
                  const TensorView& out_ids, const TensorView& out_logprobs);

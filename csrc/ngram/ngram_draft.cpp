@@ -196,7 +196,7 @@ void ngram_draft_cpu(const NgramDraftParams& p) {
     std::fill_n(scores, p.out.nodes, -std::numeric_limits<float>::infinity());
     p.out_match_len[b] = 0;
     int32_t tokens[kMaxTreeNodes], parents[kMaxTreeNodes];
-    TreeRow row{tokens, parents};
+    TreeRow row{{}, tokens, parents};
 
     const int64_t number = slot_of(p.slots, b, p.index.num_slots);
     if (number >= 0 && p.index.slots[number].length > 0) {

@@ -45,6 +45,15 @@ void build_tree(CallStream stream, const TensorView& cand_tokens, const TensorVi
   SD_DISPATCH(check, stream, build_tree, params);
 }
 
+// The node that is the parent of node i: nodes 1.. are the candidates `chosen`, in order.
+static int32_t parent_node(const CandidateRow& row, const int32_t* chosen, int32_t i) {
+  if (i == 0) return -1;
+  const int32_t parent = row.parents[chosen[i - 1]];
+  for (int32_t node = i - 1; node > 0; --node)
+    if (chosen[node - 1] == parent) return node;
+  return 0;
+}
+
 void build_tree_cpu(const BuildTreeParams& p) {
   const auto nodes = static_cast<int32_t>(p.out.nodes);
   for (int64_t b = 0; b < p.batch; ++b) {
@@ -53,7 +62,7 @@ void build_tree_cpu(const BuildTreeParams& p) {
     const CandidateRow row = candidate_row(p, b);
 
     bool malformed = false;
-    for (int64_t c = 0; c < candidates; ++c) malformed |= row.malformed(c);
+    for (int64_t c = 0; c < candidates; ++c) malformed |= row.rank_score(c) > -INFINITY && !row.follows_parent(c);
     if (malformed) set_status(p.status, slot, kBadTree);
 
     BestList<kMaxTreeNodes> best(nodes - 1);
@@ -64,7 +73,7 @@ void build_tree_cpu(const BuildTreeParams& p) {
     }
 
     int32_t tokens[kMaxTreeNodes], parents[kMaxTreeNodes];
-    TreeRow tree{tokens, parents};
+    TreeRow tree{{}, tokens, parents};
     if (slot >= 0) {
       tree.count = 1 + best.count();
       tree.root_token = p.root_tokens[slot];

@@ -1,59 +1,125 @@
-// One block a row, in three phases: look for malformed candidates, rank the rest tile by tile (block_best_list.cuh),
-// then one thread a node writes everything about it from the parents in shared memory. Reads 12 bytes a candidate,
-// writes 20 + 8 W bytes a node; latency bound.
-#include "draft/block_best_list.cuh"
+// One block a row. The row is read once, in tiles of candidates in registers; best_candidates.cuh keeps the best, in
+// order, then one thread a node finds its parent among them and tree_nodes.cuh writes the tree. Reads 12 bytes a
+// candidate, writes 20 + 8 W bytes a node; latency bound, so that no load waits for another where it need not, and
+// barriers are few.
+#include "tree/best_candidates.cuh"
 #include "tree/build_tree.h"
 #include "tree/tree_nodes.cuh"
 
 namespace specdec {
 namespace {
 
-constexpr int kThreads = 512;
-static_assert(kThreads >= kMaxTreeNodes, "one thread for each node");
+// The part of a row from candidate `first` on that a thread works on, with its loads under way.
+template <class Best>
+struct LoadedTile {
+  float scores[Best::kEach];
+  int32_t tokens[Best::kEach], parents[Best::kEach];
 
-__global__ void __launch_bounds__(kThreads) build_tree_kernel(BuildTreeParams p) {
-  using List = BlockBestList<kThreads, kMaxTreeNodes>;
-  __shared__ typename List::Storage storage;
-  __shared__ int32_t tokens[kMaxTreeNodes], parents[kMaxTreeNodes];
+  __device__ LoadedTile(const CandidateRow& row, int64_t first, int64_t candidates) {
+#pragma unroll
+    for (int e = 0; e < Best::kEach; ++e) {
+      const int64_t c = first + e * Best::kThreads + threadIdx.x;
+      const bool there = c < candidates;
+      scores[e] = there ? row.scores[c] : -INFINITY;
+      parents[e] = there ? row.parents[c] : -1;
+      tokens[e] = there ? row.tokens[c] : 0;
+    }
+  }
+};
 
+template <class Best>
+__device__ __forceinline__ void drop_malformed(typename Best::Tile& tile, const CandidateRow& row, int64_t first,
+                                               int64_t nodes) {
+#pragma unroll
+  for (int e = 0; e < Best::kEach; ++e)
+    if (tile.scores[e] != 0 && !row.reaches_root(first + e * Best::kThreads + threadIdx.x, nodes - 1))
+      tile.scores[e] = 0;
+}
+
+template <class Best, int kWords, bool kOneTile>
+__global__ void __launch_bounds__(Best::kThreads) build_tree_kernel(BuildTreeParams p) {
+  begin_kernel();
+  __shared__ typename Best::Storage storage;
+  __shared__ TreeNodes<kWords> nodes;
+  const auto i = static_cast<int32_t>(threadIdx.x);
   const int64_t b = blockIdx.x;
-  const int64_t slot = slot_of(p.slots, b, p.num_slots);
-  const int64_t candidates = slot >= 0 ? p.candidates : 0;
   const CandidateRow row = candidate_row(p, b);
-  const int nodes = static_cast<int>(p.out.nodes), i = static_cast<int>(threadIdx.x);
 
-  bool found = false;
-  for (int64_t c = i; c < candidates; c += kThreads) found |= row.malformed(c);
-  const bool malformed = __syncthreads_or(found);
+  LoadedTile<Best> next(row, 0, p.candidates);  // does not wait for the slot
+  clear_nodes(nodes);
+  const int64_t slot = slot_of(p.slots, b, p.num_slots);
+  TreeHead head;
+  if (slot >= 0) head = {.count = 1, .root_token = p.root_tokens[slot], .seq_len = p.seq_lens[slot]};
+
+  Best best(storage, static_cast<int>(p.out.nodes) - 1);
+  bool malformed = false;  // so far: who follows a malformed candidate comes after it
+  for (int64_t first = 0; first < p.candidates; first += Best::kTile) {
+    const LoadedTile<Best> loaded = next;
+    if (!kOneTile) next = LoadedTile<Best>(row, first + Best::kTile, p.candidates);
+    const int64_t left = p.candidates - first;
+    const int width = left < Best::kTile ? static_cast<int>(left) : Best::kTile;
+    typename Best::Tile tile;
+    float ranks[Best::kEach];
+#pragma unroll
+    for (int e = 0; e < Best::kEach; ++e) {
+      ranks[e] = row.ranked(loaded.scores[e]);
+      tile.scores[e] = rising_bits(ranks[e]);
+      tile.tokens[e] = loaded.tokens[e];
+      tile.parents[e] = loaded.parents[e];
+    }
+    const auto find_malformed = [&] {
+      bool found = false;
+#pragma unroll
+      for (int e = 0; e < Best::kEach; ++e) {  // with &, not &&: the reads do not wait for one another
+        const float above = row.rank_above(first + e * Best::kThreads + i, tile.parents[e]);
+        found |= (ranks[e] > -INFINITY) & (above < ranks[e]);
+      }
+      return found;
+    };
+    if (malformed) drop_malformed<Best>(tile, row, first, p.out.nodes);
+    if (first > 0 && !__syncthreads_or(best.improves(tile) | find_malformed())) continue;
+
+    best.show(tile);
+    __syncthreads();
+    const bool found = find_malformed();
+    best.count(width);
+    if (__syncthreads_or(found)) {  // not before the count, which takes as long as reading the parents' scores
+      malformed = true;
+      drop_malformed<Best>(tile, row, first, p.out.nodes);
+      best.show(tile);
+      __syncthreads();
+      best.count(width);
+      __syncthreads();
+    }
+    best.take(tile, first, width);
+    if (kOneTile) break;
+  }
   if (malformed && i == 0) set_status(p.status, slot, kBadTree);
 
-  List best(storage, nodes - 1);
-  for (int64_t first = 0; first < candidates; first += kThreads) {
-    const int64_t c = first + i, left = candidates - first;
-    const float score = c < candidates ? row.rank_score(c) : -INFINITY;
-    const bool present = score > -INFINITY && (!malformed || row.reaches_root(c, nodes - 1));
-    best.offer(left < kThreads ? static_cast<int>(left) : kThreads, present, score, static_cast<int32_t>(c));
+  int32_t token = head.root_token, parent = -1;
+  if (slot >= 0) head.count += best.count();
+  if (i > 0 && i < head.count) {
+    token = best.token(i - 1);
+    const int32_t candidate = best.parent(i - 1);
+    parent = candidate < 0 ? 0 : 1 + best.place_of(candidate);
   }
+  write_nodes(p.out, b, head, token, parent, nodes);
+}
 
-  TreeRow tree{tokens, parents};
-  if (slot >= 0) {
-    tree.count = 1 + best.count();
-    tree.root_token = p.root_tokens[slot];
-    tree.seq_len = p.seq_lens[slot];
-  }
-  if (i < tree.count) {
-    tokens[i] = i == 0 ? tree.root_token : row.tokens[best.numbers()[i - 1]];
-    parents[i] = parent_node(row, best.numbers(), i);
-  }
-  __syncthreads();
-  if (i < nodes) write_node(p.out, b, i, tree);
+template <int kThreads, int kEach, int kWords, bool kOneTile>
+void start(const BuildTreeParams& p, Stream stream) {
+  using Best = BestCandidates<kThreads, kEach, 64 * kWords, kOneTile>;
+  const LaunchShape shape{.grid = grid_x("build_tree", p.batch), .threads = kThreads};
+  launch("build_tree", build_tree_kernel<Best, kWords, kOneTile>, shape, stream, p);
 }
 
 }  // namespace
 
 void build_tree_cuda(const BuildTreeParams& p, Stream stream) {
-  build_tree_kernel<<<grid_x("build_tree", p.batch), kThreads, 0, stream>>>(p);
-  SD_LAUNCH_CHECK("build_tree");
+  if (p.out.nodes <= 64 && p.candidates <= 512)
+    start<256, 2, 1, true>(p, stream);
+  else
+    start<512, 2, kMaxTreeNodes / 64, false>(p, stream);
 }
 
 }  // namespace specdec

@@ -31,20 +31,20 @@ struct CandidateRow {
   const float* scores;
   bool given_order;
 
-  // What candidate c is ordered by; -inf where there is no candidate. NaN counts as -inf.
-  SD_HD float rank_score(int64_t c) const {
-    const float score = scores[c];
+  // What a candidate with this score is ordered by; -inf where there is no candidate. NaN counts as -inf.
+  SD_HD float ranked(float score) const {
     if (!(score > -INFINITY)) return -INFINITY;
     return given_order ? 0.0f : score;
   }
+  SD_HD float rank_score(int64_t c) const { return ranked(scores[c]); }
 
-  SD_HD bool follows_parent(int64_t c) const {
-    const int32_t parent = parents[c];
-    return parent == -1 || (parent >= 0 && parent < c && rank_score(parent) >= rank_score(c));
+  // The rank of candidate c's parent, at least its own unless c is malformed: +inf for the root, -inf where nobody can
+  // be the parent.
+  SD_HD float rank_above(int64_t c, int32_t parent) const {
+    if (parent >= 0 && parent < c) return rank_score(parent);
+    return parent == -1 ? INFINITY : -INFINITY;
   }
-
-  // A candidate that is there but cannot be a node.
-  SD_HD bool malformed(int64_t c) const { return rank_score(c) > -INFINITY && !follows_parent(c); }
+  SD_HD bool follows_parent(int64_t c) const { return rank_above(c, parents[c]) >= rank_score(c); }
 
   // Whether c follows its parents to the root within `depth` steps; a deeper one is behind `depth` others anyway.
   SD_HD bool reaches_root(int64_t c, int64_t depth) const {
@@ -59,15 +59,6 @@ struct CandidateRow {
 SD_HD CandidateRow candidate_row(const BuildTreeParams& p, int64_t b) {
   const int64_t at = b * p.candidates;
   return {p.cand_tokens + at, p.cand_parents + at, p.cand_scores + at, p.given_order};
-}
-
-// The node that is the parent of node i: nodes 1.. are the candidates `chosen`, in order.
-SD_HD int32_t parent_node(const CandidateRow& row, const int32_t* chosen, int32_t i) {
-  if (i == 0) return -1;
-  const int32_t parent = row.parents[chosen[i - 1]];
-  for (int32_t node = i - 1; node > 0; --node)
-    if (chosen[node - 1] == parent) return node;
-  return 0;
 }
 
 void build_tree(CallStream stream, const TensorView& cand_tokens, const TensorView& cand_parents,

@@ -5,8 +5,7 @@
 namespace specdec {
 
 void build_tree_from_mask_cuda(const BuildTreeFromMaskParams& p, Stream stream) {
-  given_tree_kernel<<<grid_x("build_tree_from_mask", p.batch), kGivenTreeThreads, 0, stream>>>(p);
-  SD_LAUNCH_CHECK("build_tree_from_mask");
+  start_given_tree("build_tree_from_mask", p, stream);
 }
 
 }  // namespace specdec

@@ -5,8 +5,7 @@
 namespace specdec {
 
 void build_tree_from_parents_cuda(const BuildTreeFromParentsParams& p, Stream stream) {
-  given_tree_kernel<<<grid_x("build_tree_from_parents", p.batch), kGivenTreeThreads, 0, stream>>>(p);
-  SD_LAUNCH_CHECK("build_tree_from_parents");
+  start_given_tree("build_tree_from_parents", p, stream);
 }
 
 }  // namespace specdec

@@ -1,6 +1,6 @@
 // The kernel of build_tree_from_parents and build_tree_from_mask. One block a row, one thread a node: find and check
-// the parents, into shared memory, then write each node. Reads 4 bytes a node and what the parents are found in, writes
-// 20 + 8 W bytes a node; latency bound.
+// the parent, then tree_nodes.cuh. Reads 4 bytes a node and what the parents are found in, writes 20 + 8 W bytes a
+// node; latency bound.
 #pragma once
 
 #include "tree/given_tree.h"
@@ -8,30 +8,35 @@
 
 namespace specdec {
 
-constexpr int kGivenTreeThreads = 256;
-static_assert(kGivenTreeThreads >= kMaxTreeNodes, "one thread for each node");
+template <class Params, int kWords>
+__global__ void __launch_bounds__(64 * kWords) given_tree_kernel(Params p) {
+  begin_kernel();
+  __shared__ TreeNodes<kWords> nodes;
+  const int64_t b = blockIdx.x;
+  const auto i = static_cast<int32_t>(threadIdx.x);
+
+  clear_nodes(nodes);
+  const int32_t given = i < p.out.nodes ? p.node_parent(b, i) : -1;  // none of these waits for the slot
+  const int32_t token = i < p.out.nodes ? p.tokens[b * p.out.nodes + i] : 0;
+  const int64_t slot = slot_of(p.slots, b, p.num_slots);
+  TreeHead row = given_head(p, b, slot);
+
+  const bool sound = slot < 0 || (is_count(p, row.count) && (i >= row.count || given != kNoParent));
+  if (__syncthreads_or(!sound)) {  // the root alone
+    if (i == 0) set_status(p.status, slot, kBadTree);
+    row.count = 1;
+  }
+  write_nodes(p.out, b, row, token, i == 0 ? -1 : given, nodes);
+}
 
 template <class Params>
-__global__ void __launch_bounds__(kGivenTreeThreads) given_tree_kernel(Params p) {
-  __shared__ int32_t parents[kMaxTreeNodes];
-  const int64_t b = blockIdx.x, slot = slot_of(p.slots, b, p.num_slots);
-  const int32_t i = static_cast<int32_t>(threadIdx.x);
-
-  TreeRow row = given_row(p, b, slot, parents);
-  bool sound = slot < 0 || is_count(p, row.count);
-  if (sound && i < row.count) {
-    parents[i] = p.node_parent(b, i);
-    sound = parents[i] != kNoParent;
-  }
-  if (__syncthreads_or(!sound)) {  // the root alone
-    if (i == 0) {
-      set_status(p.status, slot, kBadTree);
-      parents[0] = -1;
-    }
-    row.count = 1;
-    __syncthreads();
-  }
-  if (i < p.out.nodes) write_node(p.out, b, i, row);
+void start_given_tree(const char* op, const Params& p, Stream stream) {
+  const auto threads = static_cast<unsigned>((p.out.nodes + kWarp - 1) / kWarp * kWarp);
+  const LaunchShape shape{.grid = grid_x(op, p.batch), .threads = threads};
+  if (p.out.words == 1)
+    launch(op, given_tree_kernel<Params, 1>, shape, stream, p);
+  else
+    launch(op, given_tree_kernel<Params, kMaxTreeNodes / 64>, shape, stream, p);
 }
 
 }  // namespace specdec

@@ -29,12 +29,12 @@ GivenTree check_given_tree(Check& check, Dim& batch, Dim& nodes, const TensorVie
                            const TensorView& out_first_child, const TensorView& out_next_sibling,
                            const TensorView& out_mask, const TensorView& out_num_nodes);
 
-// Row b as it is given: how many nodes it claims, none for an empty row. Its parents are the caller's to find.
-SD_HD TreeRow given_row(const GivenTree& p, int64_t b, int64_t slot, const int32_t* parents) {
-  const int32_t* tokens = p.tokens + b * p.out.nodes;
-  if (slot < 0) return {tokens, parents};
-  const int32_t count = p.num_nodes ? p.num_nodes[b] : static_cast<int32_t>(p.out.nodes);
-  return {tokens, parents, count, tokens[0], p.seq_lens[slot]};
+// What row b claims; nothing for an empty row.
+SD_HD TreeHead given_head(const GivenTree& p, int64_t b, int64_t slot) {
+  if (slot < 0) return {};
+  return {.count = p.num_nodes ? p.num_nodes[b] : static_cast<int32_t>(p.out.nodes),
+          .root_token = p.tokens[b * p.out.nodes],
+          .seq_len = p.seq_lens[slot]};
 }
 
 SD_HD bool is_count(const GivenTree& p, int32_t count) { return count >= 1 && count <= p.out.nodes; }
@@ -44,7 +44,7 @@ void build_given_trees(const Params& p) {
   for (int64_t b = 0; b < p.batch; ++b) {
     const int64_t slot = slot_of(p.slots, b, p.num_slots);
     int32_t parents[kMaxTreeNodes];
-    TreeRow row = given_row(p, b, slot, parents);
+    TreeRow row{given_head(p, b, slot), p.tokens + b * p.out.nodes, parents};
     bool sound = slot < 0 || is_count(p, row.count);
     for (int32_t i = 0; sound && i < row.count; ++i) {
       parents[i] = p.node_parent(b, i);

@@ -1,5 +1,8 @@
-// write_row (tree_rows.h) node by node: one thread writes everything about one node, from the parents in shared memory.
-// Walks over `parents` go to strictly lower nodes, so they end.
+// write_row (tree_rows.h) by a block: one thread a node, from the nodes' parents.
+//
+// A node's children are a set of bits in shared memory, so that its first child is the lowest bit of its own set and
+// its next sibling the next bit of its parent's. Ancestors come from a few steps up, and where that is not enough from
+// pointer doubling: log2(depth) turns for any tree.
 #pragma once
 
 #include "core/bits.h"
@@ -8,38 +11,101 @@
 
 namespace specdec {
 
-__device__ __forceinline__ int32_t depth_of(const TreeRow& row, int32_t i) {
-  int32_t depth = 0;
-  for (; i > 0; i = row.parents[i]) ++depth;
-  return depth;
+// Shared memory of a row with up to 64 * kWords nodes.
+template <int kWords>
+struct TreeNodes {
+  static constexpr int kNodes = 64 * kWords;
+  int32_t up[kNodes];  // the parent, or the node itself where there is none
+  union {
+    uint64_t children[kNodes][kWords];   // bit j of row i: node j is a child of node i
+    uint64_t ancestors[kWords][kNodes];  // later, while doubling
+  };
+};
+
+// To be called by every thread, before a barrier and write_nodes.
+template <int kWords>
+__device__ __forceinline__ void clear_nodes(TreeNodes<kWords>& s) {
+  const unsigned i = threadIdx.x;
+  if (i < s.kNodes)
+    for (int w = 0; w < kWords; ++w) s.children[i][w] = 0;
 }
 
-// Word w of node i's mask.
-__device__ __forceinline__ uint64_t mask_word(const TreeRow& row, int32_t i, int64_t w) {
-  uint64_t bits = 0;
-  for (; i >= 0; i = row.parents[i]) bits |= own_bit(i, w);
-  return bits;
+// The lowest bit above `bit`, or -1.
+template <int kWords>
+__device__ __forceinline__ int32_t next_bit(const uint64_t (&bits)[kWords], int32_t bit) {
+  int32_t found = -1;
+#pragma unroll
+  for (int w = kWords - 1; w >= 0; --w) {
+    uint64_t left = bits[w];
+    if (w <= bit / 64) left = w < bit / 64 ? 0 : left & ~uint64_t{1} << bit % 64;
+    if (left != 0) found = 64 * w + __ffsll(static_cast<long long>(left)) - 1;
+  }
+  return found;
 }
 
-// The first node from `from` on whose parent is `parent`, or -1.
-__device__ __forceinline__ int32_t next_child(const TreeRow& row, int32_t parent, int32_t from) {
-  for (int32_t j = from; j < row.count; ++j)
-    if (row.parents[j] == parent) return j;
-  return -1;
+// Adds node i's ancestors to `bits`. Ends what `children` are there for.
+template <int kWords>
+__device__ __forceinline__ void find_ancestors(TreeNodes<kWords>& s, int32_t i, int32_t nodes,
+                                               uint64_t (&bits)[kWords]) {
+  constexpr int kSteps = 6;  // seldom is a draft deeper
+  int32_t at = i < nodes ? i : 0;
+  bool moved = false;
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    const int32_t up = s.up[at];
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) bits[w] |= own_bit(up, w);
+    moved = up != at;
+    at = up;
+  }
+  if (nodes <= kSteps) return;
+  while (__syncthreads_or(moved)) {  // `bits` has what is from i up to `at`
+    if (i < nodes) {
+      s.up[i] = at;
+      for (int w = 0; w < kWords; ++w) s.ancestors[w][i] = bits[w];
+    }
+    __syncthreads();
+    for (int w = 0; w < kWords; ++w) bits[w] |= s.ancestors[w][at];
+    const int32_t up = s.up[at];
+    moved = up != at;
+    at = up;
+  }
 }
 
-// Writes node i of row b, used or not.
-__device__ __forceinline__ void write_node(const TreeOut& out, int64_t b, int32_t i, const TreeRow& row) {
+// Writes row b of every output, thread i node i with its token and parent, which count if it is used. Called by every
+// thread of the block.
+template <int kWords>
+__device__ __forceinline__ void write_nodes(const TreeOut& out, int64_t b, const TreeHead& head, int32_t token,
+                                            int32_t parent, TreeNodes<kWords>& s) {
+  const auto i = static_cast<int32_t>(threadIdx.x), nodes = static_cast<int32_t>(out.nodes);
   const int64_t at = b * out.nodes + i;
-  const bool used = i < row.count;
-  out.tokens[at] = used ? row.tokens[i] : row.root_token;
-  out.parents[at] = used ? row.parents[i] : -1;
-  out.positions[at] = static_cast<int32_t>(row.seq_len + (used ? depth_of(row, i) : 0));
-  out.first_child[at] = used ? next_child(row, i, i + 1) : -1;
-  out.next_sibling[at] = used && i > 0 ? next_child(row, row.parents[i], i + 1) : -1;
-  for (int64_t w = 0; w < out.words; ++w)
-    out.mask[at * out.words + w] = static_cast<int64_t>(used ? mask_word(row, i, w) : own_bit(i, w));
-  if (i == 0) out.num_nodes[b] = row.count;
+  if (i >= head.count) token = head.root_token, parent = -1;
+  if (i < nodes) {
+    s.up[i] = parent >= 0 ? parent : i;
+    out.tokens[at] = token;
+    out.parents[at] = parent;
+  }
+  if (parent >= 0) {  // 32 bits at a time, which is quicker
+    auto* half_words = reinterpret_cast<uint32_t*>(s.children[parent]);
+    atomicOr(half_words + i / 32, 1u << i % 32);
+  }
+  if (i == 0) out.num_nodes[b] = head.count;
+  __syncthreads();
+
+  if (i < nodes) {
+    out.first_child[at] = next_bit(s.children[i], i);
+    out.next_sibling[at] = parent >= 0 ? next_bit(s.children[parent], i) : -1;
+  }
+  uint64_t bits[kWords];
+  for (int w = 0; w < kWords; ++w) bits[w] = own_bit(i, w);
+  find_ancestors(s, i, nodes, bits);
+  if (i >= nodes) return;
+  int depth = -1;
+  for (int w = 0; w < kWords; ++w) {
+    depth += __popcll(bits[w]);
+    if (w < out.words) out.mask[at * out.words + w] = static_cast<int64_t>(bits[w]);
+  }
+  out.positions[at] = static_cast<int32_t>(head.seq_len + depth);
 }
 
 }  // namespace specdec

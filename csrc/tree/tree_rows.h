@@ -1,8 +1,8 @@
 // The outputs every tree builder has, and how they are written.
 //
 // A builder settles the tokens and parents of a row's nodes (parents before children, node 0 the root); the rest
-// follows. write_row does it on the host, node after node from the parent's; tree_nodes.cuh on the device, each node
-// by itself.
+// follows. write_row does it on the host, node after node from the parent's; tree_nodes.cuh on the device, a thread a
+// node.
 #pragma once
 
 #include <cstdint>
@@ -24,13 +24,17 @@ struct TreeOut {
   int64_t nodes, words;
 };
 
-// One row of a batch. Unused nodes carry the root's token and position; an empty row has count 0, and zeros there.
-struct TreeRow {
-  const int32_t* tokens;   // [count]
-  const int32_t* parents;  // [count]
+// What the nodes of a row share. Unused nodes carry the root's token and position; an empty row has count 0, and zeros
+// there.
+struct TreeHead {
   int32_t count = 0;
   int32_t root_token = 0;
   int64_t seq_len = 0;
+};
+
+struct TreeRow : TreeHead {
+  const int32_t* tokens;   // [count]
+  const int32_t* parents;  // [count]
 };
 
 // Writes row b of every output.

@@ -16,9 +16,6 @@ __device__ __forceinline__ int row_warp() { return kRowWarps * static_cast<int>(
 
 // A row in tiles of 512 bytes, one vector of 16 a lane. Each warp of the cluster has a stretch of consecutive tiles, so
 // that sums in order of ids need only the stretches' totals. Rows may start at any element.
-//
-// Kernels this short wait for their instructions as much as for memory, so what is used often is a function that is
-// called, and only the first read of a row is unrolled.
 template <class T>
 class TiledRow {
  public:
@@ -29,117 +26,101 @@ class TiledRow {
       : row_(row),
         vocab_(static_cast<int>(vocab)),
         skipped_(static_cast<int>(reinterpret_cast<uintptr_t>(row.logits) % sizeof(uint4) / sizeof(T))) {
-    tiles_ = (vocab_ + skipped_ + kTile - 1) / kTile;  // place p of the vectors' grid holds id p - skipped_
-    stretch_ = (tiles_ + row_warps() - 1) / row_warps();
-    while (apart_ > 1 && apart_ * stretch_ > kWarp) apart_ /= 2;
+    const int tiles = (vocab_ + skipped_ + kTile - 1) / kTile;  // place p of the vectors' grid holds id p - skipped_
+    stretch_ = (tiles + row_warps() - 1) / row_warps();
+    first_ = min(row_warp() * stretch_, tiles);
+    end_ = min(first_ + stretch_, tiles);
   }
 
-  // The tiles of the stretch of one of the cluster's warps: from first_of(warp) to, not including, first_of(warp + 1).
-  __device__ int first_of(int row_warp) const { return min(row_warp * stretch_, tiles_); }
-
-  // Calls f(tile, x), with x as of read(), for the tiles of this warp's stretch in order, all lanes together; only for
-  // tiles whose lane, as in tile_maxima, is one of `lanes`.
-  template <bool kAdjusted, class F>
-  __device__ __forceinline__ void each(F&& f, unsigned lanes = kFullMask) const {
-    const int end = first_of(row_warp() + 1);
+  // Calls f(tile, raw) for the tiles of this warp's stretch, in order, all lanes together; items() and largest_of()
+  // read raw. Four loads are in flight, but f stands in the code once: a kernel this short waits for its instructions
+  // as much as for memory.
+  template <class F>
+  __device__ __forceinline__ void each(F&& f) const {
+    constexpr int kLoads = 4;
+    for (int first = first_; first < end_; first += kLoads) {
+      uint4 raw[kLoads];
+#pragma unroll
+      for (int j = 0; j < kLoads; ++j)
+        if (first + j < end_) raw[j] = load(id_of(first + j));
+      const int end = min(first + kLoads, end_);
 #pragma unroll 1
-    for (int tile = first_of(row_warp()); tile < end; ++tile) {
-      if (!(lanes >> lane_of(tile) & 1)) continue;
-      float x[kItems];
-      read<kAdjusted>(tile, x);
-      f(tile, x);
+      for (int tile = first; tile < end; ++tile) {
+        f(tile, raw[0]);
+#pragma unroll
+        for (int j = 0; j + 1 < kLoads; ++j) raw[j] = raw[j + 1];
+      }
     }
   }
 
-  // This lane's logits of a tile: of the ids from id_of(tile) on, -inf where there is no such id.
+  // This lane's part of a tile: the ids from id_of(tile) on, -inf where there is no such id.
+  __device__ uint4 read(int tile) const { return load(id_of(tile)); }
   template <bool kAdjusted>
-  __device__ __forceinline__ void read(int tile, float (&x)[kItems]) const {
+  __device__ __forceinline__ void items(int tile, const uint4& raw, float (&x)[kItems]) const {
     const int id = id_of(tile);
-    uint4 raw = load(id);
-    if (at_end(id)) raw = load_end(row_.logits, id, vocab_);
-    unpack<kAdjusted>(raw, id, x);
-  }
-  __device__ int id_of(int tile) const { return tile * kTile + lane_id() * kItems - skipped_; }
-
-  // The keys of the stretch's largest logits, tile by tile: the j-th tile's at lane j * apart (the lanes take turns
-  // where there are more than 32), the least key at lanes without a tile.
-  template <bool kAdjusted>
-  __device__ __noinline__ uint32_t tile_maxima() const {
-    constexpr int kUnroll = 4;  // loads in flight
-    const int end = first_of(row_warp() + 1);
-    uint32_t mine = 0;
-#pragma unroll 1
-    for (int tile = first_of(row_warp()); tile < end; tile += kUnroll) {
-      uint4 raw[kUnroll];
-#pragma unroll
-      for (int j = 0; j < kUnroll; ++j) raw[j] = load(tile + j < end ? id_of(tile + j) : vocab_);
-      if ((tile == 0 && skipped_ > 0) || (tile + kUnroll >= tiles_ && (vocab_ + skipped_) % kTile > 0)) {
-#pragma unroll
-        for (int j = 0; j < kUnroll; ++j)
-          if (tile + j < end && at_end(id_of(tile + j))) raw[j] = load_end(row_.logits, id_of(tile + j), vocab_);
-      }
-#pragma unroll
-      for (int j = 0; j < kUnroll; ++j) {
-        const uint32_t most = __reduce_max_sync(kFullMask, order_key(largest<kAdjusted>(raw[j], id_of(tile + j))));
-        if (tile + j < end && lane_of(tile + j) == lane_id()) mine = ::max(mine, most);
-      }
-    }
-    return mine;
-  }
-
- private:
-  __device__ int lane_of(int tile) const { return (tile - first_of(row_warp())) * apart_ % kWarp; }
-
-  // A vector within the row; -inf elsewhere, for load_end to fill in where the row ends within it.
-  __device__ __forceinline__ uint4 load(int id) const {
-    uint4 raw;
-    raw.x = raw.y = raw.z = raw.w = sizeof(T) == 4 ? kNone : kNone << 16 | kNone;
-    if (id >= 0 && id + kItems <= vocab_) raw = *reinterpret_cast<const uint4*>(row_.logits + id);
-    return raw;
-  }
-  __device__ bool at_end(int id) const { return (id < 0 && id + kItems > 0) || (id < vocab_ && id + kItems > vocab_); }
-  __device__ __noinline__ static uint4 load_end(const T* logits, int id, int vocab) {
-    constexpr int kBits = 8 * sizeof(T), kHalf = kItems / 2;
-    uint64_t halves[2] = {0, 0};
-    for (int i = 0; i < kItems; ++i) {
-      const uint64_t item = id + i >= 0 && id + i < vocab ? bits_of(logits[id + i]) : kNone;
-      halves[i >= kHalf] |= item << (i % kHalf * kBits);
-    }
-    return {static_cast<uint32_t>(halves[0]), static_cast<uint32_t>(halves[0] >> 32), static_cast<uint32_t>(halves[1]),
-            static_cast<uint32_t>(halves[1] >> 32)};
-  }
-  __device__ static uint32_t bits_of(float x) { return float_bits(x); }
-  __device__ static uint32_t bits_of(Half x) { return x.bits; }
-  __device__ static uint32_t bits_of(BFloat16 x) { return x.bits; }
-  static constexpr uint32_t kNone =  // -inf
-      std::is_same_v<T, float>      ? 0xff800000u
-      : std::is_same_v<T, BFloat16> ? 0xff80u
-                                    : 0xfc00u;
-
-  template <bool kAdjusted>
-  __device__ __forceinline__ void unpack(const uint4& raw, int id, float (&x)[kItems]) const {
-    const T* items = reinterpret_cast<const T*>(&raw);
+    const T* values = reinterpret_cast<const T*>(&raw);
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
-      x[i] = to_float(items[i]);
+      x[i] = to_float(values[i]);
       if (kAdjusted && id + i >= 0 && id + i < vocab_) x[i] = row_.adjusted(x[i], id + i);
     }
   }
-
   template <bool kAdjusted>
-  __device__ __forceinline__ float largest(const uint4& raw, int id) const {
+  __device__ __forceinline__ float largest_of(int tile, const uint4& raw) const {
     if constexpr (!kAdjusted && std::is_same_v<T, BFloat16>) {
       return largest_pair<__nv_bfloat162>(raw);
     } else if constexpr (!kAdjusted && std::is_same_v<T, Half>) {
       return largest_pair<__half2>(raw);
     } else {
       float x[kItems];
-      unpack<kAdjusted>(raw, id, x);
+      items<kAdjusted>(tile, raw, x);
 #pragma unroll
       for (int i = 1; i < kItems; ++i) x[0] = fmaxf(x[0], x[i]);
       return x[0];
     }
   }
+  __device__ int id_of(int tile) const { return tile * kTile + lane_id() * kItems - skipped_; }
+
+  // The tiles of the stretch of one of the cluster's warps: from first_of(warp) to, not including, first_of(warp + 1).
+  __device__ int first_of(int row_warp) const {
+    return min(row_warp * stretch_, (vocab_ + skipped_ + kTile - 1) / kTile);
+  }
+
+  // The lane's largest logit and the first of its tiles that holds it. The first read of a row, and so unrolled.
+  template <bool kAdjusted>
+  __device__ float largest(int& its_tile) const {
+    constexpr int kLoads = 8;
+    float best = -INFINITY;
+    its_tile = first_;
+    for (int first = first_; first < end_; first += kLoads) {
+      uint4 raw[kLoads];
+#pragma unroll
+      for (int j = 0; j < kLoads; ++j)
+        if (first + j < end_) raw[j] = load(id_of(first + j));
+#pragma unroll
+      for (int j = 0; j < kLoads; ++j) {
+        if (first + j >= end_) break;
+        const float most = largest_of<kAdjusted>(first + j, raw[j]);
+        if (most > best) {
+          best = most;
+          its_tile = first + j;
+        }
+      }
+    }
+    return best;
+  }
+
+ private:
+  __device__ __forceinline__ uint4 load(int id) const {
+    if (id >= 0 && id + kItems <= vocab_) return *reinterpret_cast<const uint4*>(row_.logits + id);
+    uint4 raw;
+    T* items = reinterpret_cast<T*>(&raw);
+#pragma unroll
+    for (int i = 0; i < kItems; ++i)
+      items[i] = id + i >= 0 && id + i < vocab_ ? row_.logits[id + i] : from_float<T>(-INFINITY);
+    return raw;
+  }
+
   // Two at a time; NaN loses, as in fmaxf.
   template <class Pair>
   __device__ __forceinline__ static float largest_pair(const uint4& raw) {
@@ -149,8 +130,7 @@ class TiledRow {
   }
 
   LogitRow<T> row_;
-  int vocab_, skipped_, tiles_, stretch_;
-  int apart_ = kWarp;
+  int vocab_, skipped_, stretch_, first_, end_;
 };
 
 // Sums over a warp, for all its lanes.
@@ -201,7 +181,7 @@ class Exchange {
 
   // `each` numbers of every warp, in order of warps: the warp's i-th is that of lane i * 32 / each. `each` is a power
   // of two, at most 32, and the numbers fit a buffer.
-  __device__ __noinline__ const uint64_t* all(uint64_t mine, int each = 1) {
+  __device__ __forceinline__ const uint64_t* all(uint64_t mine, int each = 1) {
     turn_ ^= 1;
     uint64_t* numbers = s_.words[turn_];
     const int apart = kWarp / each;
@@ -226,7 +206,7 @@ class Exchange {
     return numbers;
   }
 
-  // Over all threads of the cluster; for the largest, `mine` is the same in every lane.
+  // Over all threads of the cluster.
   __device__ uint64_t sum(uint64_t mine) {
     const uint64_t* numbers = all(warp_sum(mine));
     uint64_t total = 0;
@@ -234,7 +214,7 @@ class Exchange {
     return warp_sum(total);
   }
   __device__ uint64_t max(uint64_t mine) {
-    const uint64_t* numbers = all(mine);
+    const uint64_t* numbers = all(warp_max(mine));
     uint64_t most = 0;
     for (int i = lane_id(); i < row_warps(); i += kWarp) most = ::max(most, numbers[i]);
     return warp_max(most);
@@ -295,20 +275,17 @@ class Exchange {
 // The lowest id with the largest logit, or -1 where nothing is above -inf.
 template <class T, bool kAdjusted>
 __device__ int32_t largest_id(const TiledRow<T>& row, Exchange& exchange) {
-  const uint32_t key = row.template tile_maxima<kAdjusted>();
-  const uint32_t most = __reduce_max_sync(kFullMask, key);
+  int tile;
+  const float best = row.template largest<kAdjusted>(tile);
   uint64_t mine = 0;
-  if (most > kKeyOfMinusInf) {
-    int id = INT32_MAX;
-    row.template each<kAdjusted>(
-        [&](int tile, const auto& x) {
+  if (best > -INFINITY) {
+    float x[TiledRow<T>::kItems];
+    row.template items<kAdjusted>(tile, row.read(tile), x);
+    int id = 0;
 #pragma unroll
-          for (int i = TiledRow<T>::kItems - 1; i >= 0; --i)
-            if (order_key(x[i]) == most) id = min(id, row.id_of(tile) + i);
-        },
-        __ballot_sync(kFullMask, key == most));
-    id = __reduce_min_sync(kFullMask, id);
-    mine = static_cast<uint64_t>(most) << 32 | ~static_cast<uint32_t>(id);
+    for (int i = TiledRow<T>::kItems - 1; i >= 0; --i)
+      if (x[i] == best) id = row.id_of(tile) + i;
+    mine = static_cast<uint64_t>(order_key(best)) << 32 | ~static_cast<uint32_t>(id);
   }
   const uint64_t winner = exchange.max(mine);
   return winner == 0 ? -1 : static_cast<int32_t>(~static_cast<uint32_t>(winner));

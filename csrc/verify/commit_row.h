@@ -1,4 +1,4 @@
-// One request's commit, the same on both devices.
+// The rules of commit_tokens, the same on both devices: how much of a row stays, and what its slot becomes.
 #pragma once
 
 #include "core/host_device.h"
@@ -8,58 +8,66 @@
 
 namespace specdec {
 
-SD_HD bool is_stop(const CommitTokensParams& p, int64_t slot, int32_t token) {
-  if (token < 0) return false;  // -1 pads stop_tokens
-  for (int64_t m = 0; m < p.max_stops; ++m)
-    if (p.stop_tokens[slot * p.max_stops + m] == token) return true;
-  return false;
+// What a row needs of its slot, read all at once.
+struct SlotState {
+  int32_t seq_len, remaining, max_len, finish_reason, status;
+};
+
+SD_HD SlotState slot_state(const CommitTokensParams& p, int64_t slot) {
+  return {p.seq_lens[slot], p.remaining[slot], p.max_lens[slot], p.finish_reasons[slot], p.status ? p.status[slot] : 0};
 }
 
-// How many tokens row b emits, 0 to accept_width, given the slot it works for; 0 where it may emit none.
-SD_HD int64_t emitted(const CommitTokensParams& p, int64_t b, int64_t slot) {
-  if (slot < 0 || p.finish_reasons[slot] != kRunning) return 0;
-  if (p.status && (p.status[slot] & kStalled)) return 0;
-  if (p.out_len[b] < 0 || p.out_len[b] > p.accept_width || p.seq_lens[slot] < 0) {
-    set_status(p.status, slot, kBadLength);
-    return 0;
-  }
-  return p.out_len[b];
+// Whether a token ends slot's request. No early exit: reads that do not wait for each other are the quicker ones.
+SD_HD bool is_stop(const CommitTokensParams& p, int64_t slot, int32_t token) {
+  bool found = false;
+  for (int64_t m = 0; m < p.max_stops; ++m) found |= p.stop_tokens[slot * p.max_stops + m] == token;
+  return found && token >= 0;  // -1 pads stop_tokens
 }
+
+// What a row comes to: `kept` tokens and the slot's finish reason; nothing where `emits` is false.
+struct Cut {
+  int64_t kept = 0;
+  int32_t reason = kRunning;
+  bool emits = false, bad_length = false;
+};
 
 SD_HD int64_t at_least_0(int64_t x) { return x > 0 ? x : 0; }
 
-SD_HD void commit_row(const CommitTokensParams& p, int64_t b) {
-  const int64_t slot = slot_of(p.slots, b, p.num_slots);
-  int32_t* tokens = p.out_tokens + b * p.accept_width;
-  int64_t kept = emitted(p, b, slot);
-  bool goes_on = false;
+// Cuts a row of `len` tokens of which the first stop is number `stop`, or none if that is beyond.
+SD_HD Cut cut_row(const CommitTokensParams& p, const SlotState& slot, int32_t len, int64_t stop) {
+  Cut cut;
+  if (slot.finish_reason != kRunning || (slot.status & kStalled)) return cut;
+  cut.bad_length = len < 0 || len > p.accept_width || slot.seq_len < 0;
+  if (cut.bad_length || len == 0) return cut;
 
-  if (slot >= 0) p.seq_lens_before[slot] = p.seq_lens[slot];
-  if (kept > 0) {
-    const int64_t before = p.seq_lens[slot];
-    const int64_t budget = at_least_0(p.remaining[slot]);
-    const int64_t room = at_least_0(p.max_lens[slot] - (before + 1));  // the root is a token of the sequence, too
-    if (kept > budget) kept = budget;
-    if (kept > room) kept = room;
-
-    int32_t reason = kept == budget ? kLength : kept == room ? kContext : kRunning;
-    for (int64_t j = 0; j < kept; ++j) {
-      if (!is_stop(p, slot, tokens[j])) continue;
-      kept = j + 1;
-      reason = kStop;
-      break;
-    }
-    if (kept > 0) {
-      p.seq_lens[slot] = static_cast<int32_t>(before + kept);
-      p.root_tokens[slot] = tokens[kept - 1];
-      p.remaining[slot] -= static_cast<int32_t>(kept);
-    }
-    p.finish_reasons[slot] = reason;
-    goes_on = reason == kRunning;
+  cut.emits = true;
+  cut.kept = len;
+  const int64_t budget = at_least_0(slot.remaining);
+  const int64_t room = at_least_0(slot.max_len - (int64_t{slot.seq_len} + 1));  // the root is one of the tokens, too
+  if (cut.kept > budget) cut.kept = budget;
+  if (cut.kept > room) cut.kept = room;
+  cut.reason = cut.kept == budget ? kLength : cut.kept == room ? kContext : kRunning;
+  if (stop < cut.kept) {
+    cut.kept = stop + 1;
+    cut.reason = kStop;
   }
-  for (int64_t j = kept; j < p.accept_width; ++j) tokens[j] = -1;
-  p.out_len[b] = static_cast<int32_t>(kept);
-  p.out_num_valid[b] = goes_on ? static_cast<int32_t>(kept) : 0;
+  return cut;
+}
+
+// Writes all that row b changes, but for the padding of its tokens.
+SD_HD void write_cut(const CommitTokensParams& p, int64_t b, int64_t slot, const SlotState& state, const Cut& cut) {
+  const auto kept = static_cast<int32_t>(cut.kept);
+  p.out_len[b] = kept;
+  p.out_num_valid[b] = cut.reason == kRunning ? kept : 0;
+  if (slot < 0) return;
+  p.seq_lens_before[slot] = state.seq_len;
+  if (cut.bad_length) set_status(p.status, slot, kBadLength);
+  if (cut.emits) p.finish_reasons[slot] = cut.reason;
+  if (kept > 0) {
+    p.seq_lens[slot] = state.seq_len + kept;
+    p.remaining[slot] = state.remaining - kept;
+    p.root_tokens[slot] = p.out_tokens[b * p.accept_width + kept - 1];
+  }
 }
 
 }  // namespace specdec

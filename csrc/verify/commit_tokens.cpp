@@ -1,5 +1,6 @@
 #include "verify/commit_tokens.h"
 
+#include <algorithm>
 #include <limits>
 
 #include "verify/commit_row.h"
@@ -50,7 +51,20 @@ void commit_tokens(CallStream stream, const TensorView& out_tokens, const Tensor
 }
 
 void commit_tokens_cpu(const CommitTokensParams& p) {
-  for (int64_t b = 0; b < p.batch; ++b) commit_row(p, b);
+  for (int64_t b = 0; b < p.batch; ++b) {
+    const int64_t slot = slot_of(p.slots, b, p.num_slots);
+    int32_t* tokens = p.out_tokens + b * p.accept_width;
+    SlotState state{};
+    Cut cut;
+    if (slot >= 0) {
+      state = slot_state(p, slot);
+      int64_t stop = 0;
+      while (stop < p.accept_width && !is_stop(p, slot, tokens[stop])) ++stop;
+      cut = cut_row(p, state, p.out_len[b], stop);
+    }
+    write_cut(p, b, slot, state, cut);
+    std::fill(tokens + cut.kept, tokens + p.accept_width, -1);
+  }
 }
 
 }  // namespace specdec

@@ -1,23 +1,49 @@
-// One thread a request. Reads and writes a few dozen bytes of tokens and state each: the launch is the cost.
+// One warp a request, one lane a token. Reads and writes a few dozen bytes of tokens and state each: the launch is the
+// cost, then two reads in a row, the slot and everything at it.
 #include "core/cuda.cuh"
 #include "verify/commit_row.h"
 
 namespace specdec {
 namespace {
 
-constexpr int kThreads = 64;
+constexpr int kWarps = 4;  // of a block
 
-__global__ void __launch_bounds__(kThreads) commit_tokens_kernel(CommitTokensParams p) {
-  const int64_t b = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (b < p.batch) commit_row(p, b);
+// The number of the row's first stop token, or its width: whether it is within what is emitted is for cut_row to say.
+// `token` is the lane's among the first ones.
+__device__ int64_t first_stop(const CommitTokensParams& p, int64_t slot, const int32_t* tokens, int32_t token) {
+  const int64_t lane = threadIdx.x % kWarp;
+  for (int64_t first = 0; first < p.accept_width; first += kWarp) {
+    if (first > 0) token = first + lane < p.accept_width ? tokens[first + lane] : -1;
+    const unsigned stops = __ballot_sync(kFullMask, is_stop(p, slot, token));
+    if (stops != 0) return first + __ffs(stops) - 1;
+  }
+  return p.accept_width;
+}
+
+__global__ void __launch_bounds__(kWarps* kWarp) commit_tokens_kernel(CommitTokensParams p) {
+  begin_kernel();
+  const int64_t b = int64_t{blockIdx.x} * kWarps + threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  if (b >= p.batch) return;
+  int32_t* tokens = p.out_tokens + b * p.accept_width;
+  const int64_t slot = slot_of(p.slots, b, p.num_slots);
+  const int32_t len = p.out_len[b], token = lane < p.accept_width ? tokens[lane] : -1;  // neither waits for the slot
+
+  SlotState state{};
+  Cut cut;
+  if (slot >= 0) {
+    state = slot_state(p, slot);
+    cut = cut_row(p, state, len, first_stop(p, slot, tokens, token));
+  }
+  __syncwarp();  // what follows overwrites what every lane has read
+  if (lane == 0) write_cut(p, b, slot, state, cut);
+  for (int64_t j = cut.kept + lane; j < p.accept_width; j += kWarp) tokens[j] = -1;
 }
 
 }  // namespace
 
 void commit_tokens_cuda(const CommitTokensParams& p, Stream stream) {
-  const unsigned blocks = grid_x("commit_tokens", (p.batch + kThreads - 1) / kThreads);
-  commit_tokens_kernel<<<blocks, kThreads, 0, stream>>>(p);
-  SD_LAUNCH_CHECK("commit_tokens");
+  const unsigned blocks = grid_x("commit_tokens", (p.batch + kWarps - 1) / kWarps);
+  launch("commit_tokens", commit_tokens_kernel, {.grid = blocks, .threads = kWarps * kWarp}, stream, p);
 }
 
 }  // namespace specdec

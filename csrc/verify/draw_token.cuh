@@ -5,7 +5,8 @@
 //    over a part of the row. Reads the row from memory.
 // 2. With top-k or top-p: the entries from that bound on, some more than k, go to a list in the shared memory of every
 //    block, in order of ids. Each entry counts who is ahead of it and what they weigh: with that it knows whether it is
-//    kept, and then whether the draw falls on it. Reads the tiles again that have such entries. Nearly always the end.
+//    kept, and then whether the draw falls on it. Reads the row again, from L1 or L2. Nearly always the
+//    end.
 // 3. Where the list is too short (a nucleus of hundreds of tokens, masses of ties): thresholds by bisection over keys,
 //    one pass over the row a bit. Then, or at once where there is no such filter, the weights are added up stretch by
 //    stretch, and the block whose stretch the draw falls into looks for the tile and the token.
@@ -18,7 +19,7 @@ namespace specdec {
 
 constexpr int kListCapacity = kRowThreads;  // entries a row's list holds: at most one a thread
 constexpr int kFoundCapacity = 128;         // of which a warp may find
-constexpr int kNucleusGuess = 128;          // entries wanted for top-p without top-k
+constexpr int kNucleusGuess = 50;           // entries wanted for top-p without top-k
 constexpr int kMaxMaxima = kRowThreads;     // among which the bound is looked for
 
 struct DrawStorage {  // in shared memory
@@ -92,6 +93,7 @@ class TokenDraw {
   static constexpr int kItems = TiledRow<T>::kItems;
   static constexpr int kShift = kAdjusted ? 0 : kKeyShift<T>;
   using Items = const float (&)[kItems];
+  enum class Sum { kWeights, kCount };
 
   // The least logit with that key or a larger one.
   __device__ static float bound_of(uint32_t key) { return key > kKeyOfMinusInf ? key_float(key) : -INFINITY; }
@@ -99,12 +101,12 @@ class TokenDraw {
   // Way 1.
   __device__ bool find_max() {
     const bool listed = sampler_.filters_by_key();
-    tile_max_ = row_.template tile_maxima<kAdjusted>();
+    int tile;
+    uint32_t key = order_key(row_.template largest<kAdjusted>(tile));
     const int wanted = sampler_.top_k > 0 ? static_cast<int>(min(sampler_.top_k, int64_t{1} << 20)) : kNucleusGuess;
-    int each = 1;  // maxima from a warp: a quarter more than are wanted, so that the list does not get long
-    while (listed && each < kWarp && 2 * each * row_warps() <= kMaxMaxima && 4 * each * row_warps() < 5 * wanted)
+    int each = 1;  // maxima from a warp: many more than are wanted, so that the list does not get long
+    while (listed && each < kWarp && 2 * each * row_warps() <= kMaxMaxima && each * row_warps() < 5 * wanted / 2)
       each *= 2;
-    uint32_t key = tile_max_;
     for (int d = 1; d < kWarp / each; d *= 2) key = ::max(key, __shfl_xor_sync(kFullMask, key, d));
 
     const uint64_t* maxima = exchange_.all(key, each);
@@ -121,13 +123,14 @@ class TokenDraw {
   // as many threads as there are for each number count the larger ones.
   __device__ uint32_t nth_largest(const uint64_t* numbers, int n, int nth) {
     const int threads = kRowThreads / n, mine = static_cast<int>(threadIdx.x) / threads;
-    const auto number = static_cast<uint32_t>(numbers[mine]);
+    const auto number = numbers[mine];
+    const ulonglong2* pairs = reinterpret_cast<const ulonglong2*>(numbers);
     int larger = 0;
 #pragma unroll 4
-    for (int i = static_cast<int>(threadIdx.x) % threads; i < n; i += threads)
-      larger += static_cast<uint32_t>(numbers[i]) > number;
+    for (int i = static_cast<int>(threadIdx.x) % threads; i < n / 2; i += threads)
+      larger += (pairs[i].x > number) + (pairs[i].y > number);
     for (int d = 1; d < threads; d *= 2) larger += __shfl_xor_sync(kFullMask, larger, d);
-    const uint32_t best = __reduce_max_sync(kFullMask, larger >= nth - 1 ? number : 0);
+    const uint32_t best = __reduce_max_sync(kFullMask, larger >= nth - 1 ? static_cast<uint32_t>(number) : 0);
     if (lane_id() == 0) atomicMax(&s_.bound, best);
     __syncthreads();  // the bound is known
     return s_.bound;
@@ -151,7 +154,7 @@ class TokenDraw {
 
     if (threadIdx.x == 0) s_.bound = 0;  // for the next row
     share_found(found, before, total);
-    const uint64_t row_weight = sampler_.top_k > 0 ? 0 : row_weight_from(-INFINITY);
+    const uint64_t row_weight = sampler_.top_k > 0 ? 0 : row_sum(-INFINITY, Sum::kWeights);
 #if __CUDA_ARCH__ >= 900
     Exchange::wait(s_.list_barrier, list_phase_);
     list_phase_ ^= 1;
@@ -167,7 +170,10 @@ class TokenDraw {
     const unsigned lanes_before = (1u << lane_id()) - 1;
     DrawStorage::Found* found = s_.found[warp_id()];
     int count = 0;
-    const auto keep = [&](int tile, Items x) {
+    row_.each([&](int tile, const uint4& raw) {
+      if (!__any_sync(kFullMask, row_.template largest_of<kAdjusted>(tile, raw) >= bound)) return;
+      float x[kItems];
+      row_.template items<kAdjusted>(tile, raw, x);
       unsigned mine = 0;
 #pragma unroll
       for (int i = 0; i < kItems; ++i) mine += x[i] >= bound;
@@ -184,8 +190,7 @@ class TokenDraw {
         if (place < kFoundCapacity) found[place] = {order_key(x[i]), row_.id_of(tile) + i};
         ++place;
       }
-    };
-    row_.template each<kAdjusted>(keep, __ballot_sync(kFullMask, tile_max_ >= bound_));
+    });
     return count;
   }
 
@@ -272,51 +277,59 @@ class TokenDraw {
     const uint32_t high = (max_key_ >> kShift) + 1;
     uint32_t threshold = 0;
     if (threadIdx.x == 0) s_.bound = 0;  // for the next row
-    if (sampler_.top_k > 0)
-      threshold = last_key(0, high, [&](uint32_t key) { return row_count(bound_of(key << kShift)) >= sampler_.top_k; });
+    if (sampler_.top_k > 0) threshold = last_reaching(0, high, static_cast<uint64_t>(sampler_.top_k), Sum::kCount);
     if (sampler_.top_p < 1) {
-      const uint64_t wanted = top_p_weight(sampler_.top_p, row_weight_from(bound_of(threshold << kShift)));
-      threshold =
-          last_key(threshold, high, [&](uint32_t key) { return row_weight_from(bound_of(key << kShift)) >= wanted; });
+      const uint64_t weight = row_sum(bound_of(threshold << kShift), Sum::kWeights);
+      threshold = last_reaching(threshold, high, top_p_weight(sampler_.top_p, weight), Sum::kWeights);
     }
     return bound_of(threshold << kShift);
   }
 
-  __device__ __noinline__ int64_t row_count(float bound) {
-    uint32_t count = 0;
-    row_.template each<kAdjusted>([&](int, Items x) {
-#pragma unroll
-      for (int i = 0; i < kItems; ++i) count += x[i] >= bound;
-    });
-    return static_cast<int64_t>(exchange_.sum(count));
+  // The largest key from which on the row's logits add up to `wanted`.
+  __device__ uint32_t last_reaching(uint32_t low, uint32_t high, uint64_t wanted, Sum what) {
+    return last_key(low, high, [&](uint32_t key) { return row_sum(bound_of(key << kShift), what) >= wanted; });
   }
-  __device__ uint64_t row_weight_from(float bound) { return exchange_.sum(stretch_weight(bound, 0)); }
 
-  // What this lane's logits from the bound on weigh together, where each weighs at least `min_weight`.
-  __device__ __noinline__ uint64_t stretch_weight(float bound, uint64_t min_weight) const {
-    uint64_t weight = 0;
-    row_.template each<kAdjusted>([&](int, Items x) { weight += lane_weight(x, bound, min_weight); });
-    return weight;
-  }
-  __device__ uint64_t lane_weight(Items x, float bound, uint64_t min_weight) const {
-    uint64_t weight = 0;
-    if (bound == -INFINITY && min_weight == 0 && scale_.max < INFINITY) {
+  // What this lane's logits from the bound on weigh together, where each weighs at least `min_weight`; or how many
+  // there are. Called, not inlined: it is long, and has three users.
+  __device__ __noinline__ static uint64_t stretch_sum(TiledRow<T> row, RowScale scale, float bound, uint64_t min_weight,
+                                                      Sum what) {
+    uint64_t sum = 0;
+    row.each([&](int tile, const uint4& raw) {
+      float x[kItems];
+      row.template items<kAdjusted>(tile, raw, x);
+      if (what == Sum::kWeights) {
+        sum += lane_weight(x, scale, bound, min_weight);
+      } else {
 #pragma unroll
-      for (int i = 0; i < kItems; ++i) weight += exp2_weight(mul(sub(x[i], scale_.max), scale_.scale));
+        for (int i = 0; i < kItems; ++i) sum += x[i] >= bound;
+      }
+    });
+    return sum;
+  }
+  __device__ uint64_t row_sum(float bound, Sum what) {
+    return exchange_.sum(stretch_sum(row_, scale_, bound, 0, what));
+  }
+  __device__ static uint64_t lane_weight(Items x, const RowScale& scale, float bound, uint64_t min_weight) {
+    uint64_t weight = 0;
+    if (bound == -INFINITY && min_weight == 0 && scale.max < INFINITY) {
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) weight += exp2_weight(mul(sub(x[i], scale.max), scale.scale));
     } else {
-#pragma unroll 2
-      for (int i = 0; i < kItems; ++i) weight += kept(x[i], bound, min_weight);
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) weight += kept(x[i], scale, bound, min_weight);
     }
     return weight;
   }
-  __device__ uint64_t kept(float x, float bound, uint64_t min_weight) const {
-    const uint64_t weight = x >= bound ? scale_.weight(x) : 0;
+  __device__ static uint64_t kept(float x, const RowScale& scale, float bound, uint64_t min_weight) {
+    const uint64_t weight = x >= bound ? scale.weight(x) : 0;
     return weight >= min_weight ? weight : 0;
   }
 
   // Way 3: the draw among the tokens whose logits reach `bound`.
   __device__ int32_t from_row(float bound, uint64_t random) {
-    const uint64_t* weights = exchange_.all(warp_sum(stretch_weight(bound, sampler_.min_weight)));
+    const uint64_t* weights =
+        exchange_.all(warp_sum(stretch_sum(row_, scale_, bound, sampler_.min_weight, Sum::kWeights)));
 
     // The stretch the draw falls into: each lane adds up a few.
     const int few = (row_warps() + kWarp - 1) / kWarp;
@@ -346,8 +359,8 @@ class TokenDraw {
       float x[kItems];
       uint64_t weight = 0;
       if (tile < end) {
-        row_.template read<kAdjusted>(tile, x);
-        weight = lane_weight(x, bound, sampler_.min_weight);
+        row_.template items<kAdjusted>(tile, row_.read(tile), x);
+        weight = lane_weight(x, scale_, bound, sampler_.min_weight);
       }
       const uint64_t all = warp_sum(weight);
       if (lane_id() == 0) s_.tile_weights[warp_id()] = all;
@@ -361,7 +374,7 @@ class TokenDraw {
         sum += warp_inclusive_sum(weight) - weight;
 #pragma unroll
         for (int i = 0; i < kItems; ++i) {
-          const uint64_t one = kept(x[i], bound, sampler_.min_weight);
+          const uint64_t one = kept(x[i], scale_, bound, sampler_.min_weight);
           if (drawn >= sum && drawn < sum + one) s_.token = row_.id_of(tile) + i;
           sum += one;
         }
@@ -375,8 +388,8 @@ class TokenDraw {
   Exchange& exchange_;
   DrawStorage& s_;
   unsigned& list_phase_;
-  uint32_t tile_max_ = 0, max_key_ = 0, bound_ = 0;  // whole keys
-  int listed_ = 0;  // entries of the list
+  uint32_t max_key_ = 0, bound_ = 0;  // whole keys
+  int listed_ = 0;                    // entries of the list
   RowScale scale_{};
 };
 

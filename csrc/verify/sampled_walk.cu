@@ -58,12 +58,16 @@ class ClusterRows {
 
     threshold_ = sampler_.filters_by_key() ? threshold() : -INFINITY;
     uint64_t target = 0, draft = 0;
-    target_.template each<kAdjusted>([&](int, Items x) {
-      if (!any_kept(x)) return;
+    target_.each([&](int tile, const uint4& raw) {
+      if (!any_kept(tile, raw)) return;
+      float x[kItems];
+      target_.template items<kAdjusted>(tile, raw, x);
 #pragma unroll
       for (int i = 0; i < kItems; ++i) target += kept(x[i]);
     });
-    draft_.template each<false>([&](int, Items x) {
+    draft_.each([&](int tile, const uint4& raw) {
+      float x[kItems];
+      draft_.template items<false>(tile, raw, x);
 #pragma unroll
       for (int i = 0; i < kItems; ++i) draft += draft_scale_.weight(x[i]);
     });
@@ -168,7 +172,10 @@ class ClusterRows {
     return lowest == 0 ? -1 : static_cast<int32_t>(~static_cast<uint32_t>(lowest));
   }
 
-  // Whether top-k and top-p leave a token of the warp's tile; seldom, where there is such a filter.
+  // Whether top-k and top-p leave a token of the warp's tile of the target's row; seldom, where there is such a filter.
+  __device__ bool any_kept(int tile, const uint4& raw) const {
+    return __any_sync(kFullMask, target_.template largest_of<kAdjusted>(tile, raw) >= threshold_);
+  }
   __device__ bool any_kept(Items x) const {
     float most = x[0];
 #pragma unroll
@@ -176,17 +183,18 @@ class ClusterRows {
     return __any_sync(kFullMask, most >= threshold_);
   }
 
-  // Calls f(tile, what is left of the tokens) for the draft's ids in this warp's stretch, but for tiles of which nothing
-  // can be left.
+  // Calls f(tile, what is left of the tokens) for the draft's ids in this warp's stretch, but for tiles of which
+  // nothing can be left.
   template <class F>
   __device__ void each_drafted(F&& f) const {
-    draft_.template each<false>([&](int tile, Items y) {
-      float x[kItems];
+    draft_.each([&](int tile, const uint4& raw) {
+      float x[kItems], y[kItems];
       if (same_tiles_)
-        target_.template read<kAdjusted>(tile, x);
+        target_.template items<kAdjusted>(tile, target_.read(tile), x);
       else
         gather(draft_.id_of(tile), x);
       if (!any_kept(x)) return;
+      draft_.template items<false>(tile, raw, y);
       uint64_t left[kItems];
 #pragma unroll
       for (int i = 0; i < kItems; ++i) left[i] = left_weight(kept(x[i]), draft_scale_.weight(y[i]), scale_);
@@ -208,8 +216,10 @@ class ClusterRows {
   // And for the tokens of the target that the draft does not have.
   template <class F>
   __device__ void each_other(F&& f) const {
-    target_.template each<kAdjusted>([&](int tile, Items x) {
-      if (!any_kept(x)) return;
+    target_.each([&](int tile, const uint4& raw) {
+      if (!any_kept(tile, raw)) return;
+      float x[kItems];
+      target_.template items<kAdjusted>(tile, raw, x);
       uint64_t left[kItems];
       const int first = target_.id_of(tile);
 #pragma unroll

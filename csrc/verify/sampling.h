@@ -36,21 +36,23 @@ struct Sampler {
 
 SD_HD Sampler sampler_of(const SamplingArrays& a, int64_t slot, int64_t vocab) {
   Sampler s;
-  if (!a.temperature || !(a.temperature[slot] > 0)) return s;
+  if (!a.temperature) return s;
+  // All loads before the first use: on a GPU they wait together.
+  const float temperature = a.temperature[slot], top_p = a.top_p ? a.top_p[slot] : 1,
+              min_p = a.min_p ? a.min_p[slot] : 0;
+  const int32_t top_k = a.top_k ? a.top_k[slot] : 0;
+  const int64_t seed = a.seeds[slot];
+  if (!(temperature > 0)) return s;
   s.greedy = false;
   constexpr float kLog2E = 1.44269504f, kLargest = 3.0e38f;  // infinity times a difference of 0 would be NaN
-#ifdef __CUDA_ARCH__
-  s.scale = fminf(__fdiv_rn(kLog2E, a.temperature[slot]), kLargest);
-#else
-  s.scale = std::fmin(kLog2E / a.temperature[slot], kLargest);
-#endif
-  if (a.top_k && a.top_k[slot] > 0 && a.top_k[slot] < vocab) s.top_k = a.top_k[slot];
-  if (a.top_p && a.top_p[slot] < 1) s.top_p = a.top_p[slot];
-  if (a.min_p && a.min_p[slot] > 0) {
-    const double share = a.min_p[slot] < 1 ? a.min_p[slot] : 1.0f;
-    s.min_weight = static_cast<uint64_t>(share * static_cast<double>(uint64_t{1} << kWeightBits));
-  }
-  s.seed = static_cast<uint64_t>(a.seeds[slot]);
+  s.scale = div(kLog2E, temperature);
+  if (!(s.scale < kLargest)) s.scale = kLargest;
+  if (top_k > 0 && top_k < vocab) s.top_k = top_k;
+  if (top_p < 1) s.top_p = top_p;
+  if (min_p > 0)
+    s.min_weight = static_cast<uint64_t>(static_cast<double>(min_p < 1 ? min_p : 1.0f) *
+                                         static_cast<double>(uint64_t{1} << kWeightBits));
+  s.seed = static_cast<uint64_t>(seed);
   return s;
 }
 

@@ -11,7 +11,7 @@ void verify_tree(CallStream stream, const TensorView& logits, const TensorView& 
                  const OptTensor& temperature, const OptTensor& top_k, const OptTensor& top_p, const OptTensor& min_p,
                  const OptTensor& seeds, const OptTensor& vocab_mask, const OptTensor& logit_bias,
                  const OptTensor& draft_logits, const OptTensor& draft_rows, const OptTensor& draft_temperature,
-                 const OptTensor& id_map, bool block_verification, const OptTensor& status, const OptTensor& workspace,
+                 const OptTensor& id_map, bool block_verification, const OptTensor& status,
                  const TensorView& out_tokens, const TensorView& out_len, const TensorView& out_path) {
   Check check("verify_tree");
   Dim B{"batch"}, N{"num_nodes"}, V{"vocab"}, S{"accept_width", accept_width}, R{"num_slots"};
@@ -62,9 +62,6 @@ void verify_tree(CallStream stream, const TensorView& logits, const TensorView& 
     check.slots(slots, B, R);
   else
     check.tensor("slots", slots, {B}, kInt32);
-  Dim W{"words"};
-  check.output("workspace", workspace, {W}, kInt32);
-  if (workspace) check.range("workspace size", W, kWorkspaceCounters + B * N, std::numeric_limits<int64_t>::max());
   check.output("out_tokens", out_tokens, {B, S}, kInt32);
   check.output("out_len", out_len, {B}, kInt32);
   check.output("out_path", out_path, {B, S}, kInt32);
@@ -102,7 +99,6 @@ void verify_tree(CallStream stream, const TensorView& logits, const TensorView& 
       .mask_words = mask_words,
       .slots = data_or_null<const int32_t>(slots),
       .status = data_or_null<int32_t>(status),
-      .workspace = data_or_null<int32_t>(workspace),
       .out_tokens = out_tokens.data<int32_t>(),
       .out_len = out_len.data<int32_t>(),
       .out_path = out_path.data<int32_t>(),

@@ -10,8 +10,6 @@ namespace specdec {
 
 // A kernel keeps the tree in shared memory.
 constexpr int64_t kMaxVerifiedNodes = 512;
-// Requests that a workspace counts for.
-constexpr int64_t kWorkspaceCounters = 64;
 // Sums of as many weights fit 64 bits.
 constexpr int64_t kMaxVocab = int64_t{1} << 22;
 // A kernel keeps a bit for each token, where the draft has a vocabulary of its own.
@@ -41,7 +39,6 @@ struct VerifyTreeParams {
   int64_t bias_stride, mask_words;
   const int32_t* slots;  // [batch] or null
   int32_t* status;       // [num_slots] or null
-  int32_t* workspace;    // [kWorkspaceCounters + batch * num_nodes] or null: counters that are 0 between calls, tokens
   int32_t* out_tokens;   // [batch, accept_width]: accepted drafts, bonus, -1
   int32_t* out_len;      // [batch]
   int32_t* out_path;     // [batch, accept_width]: node of each emitted token's KV row, the last one repeated
@@ -77,7 +74,7 @@ void verify_tree(CallStream stream, const TensorView& logits, const TensorView& 
                  const OptTensor& temperature, const OptTensor& top_k, const OptTensor& top_p, const OptTensor& min_p,
                  const OptTensor& seeds, const OptTensor& vocab_mask, const OptTensor& logit_bias,
                  const OptTensor& draft_logits, const OptTensor& draft_rows, const OptTensor& draft_temperature,
-                 const OptTensor& id_map, bool block_verification, const OptTensor& status, const OptTensor& workspace,
+                 const OptTensor& id_map, bool block_verification, const OptTensor& status,
                  const TensorView& out_tokens, const TensorView& out_len, const TensorView& out_path);
 
 void verify_tree_cpu(const VerifyTreeParams& p);

@@ -13,6 +13,18 @@ cuda_architectures: str | None
 def select_topk(
     stream: int | None, logits: Tensor, k: int, id_map: Tensor | None, out_ids: Tensor, out_logprobs: Tensor
 ) -> None: ...
+def sample_draft(
+    stream: int | None,
+    logits: Tensor,
+    k: int,
+    seeds: Tensor,
+    positions: Tensor,
+    temperature: Tensor,
+    slots: Tensor | None,
+    id_map: Tensor | None,
+    out_ids: Tensor,
+    out_logprobs: Tensor,
+) -> None: ...
 def expand_root(
     stream: int | None,
     topk_ids: Tensor,
@@ -144,10 +156,20 @@ def verify_tree(
     id_map: Tensor | None,
     block_verification: bool,
     status: Tensor | None,
-    workspace: Tensor | None,
     out_tokens: Tensor,
     out_len: Tensor,
     out_path: Tensor,
+) -> None: ...
+def score_tokens(
+    stream: int | None,
+    logits: Tensor,
+    path: Tensor,
+    tokens: Tensor,
+    lengths: Tensor,
+    top_n: int,
+    out_logprobs: Tensor,
+    out_top_ids: Tensor,
+    out_top_logprobs: Tensor,
 ) -> None: ...
 def commit_tokens(
     stream: int | None,

@@ -56,6 +56,56 @@ def select_topk(
     return out_ids, out_logprobs
 
 
+def sample_draft(
+    logits: Tensor,
+    k: int,
+    *,
+    seeds: Tensor,
+    positions: Tensor,
+    temperature: Tensor,
+    slots: Tensor | None = None,
+    id_map: Tensor | None = None,
+    out_ids: Tensor | None = None,
+    out_logprobs: Tensor | None = None,
+    stream: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """k draws without replacement from softmax(logits / temperature) of every row, in draw order.
+
+    Gumbel top-k (Kool et al., 2019, https://arxiv.org/abs/1903.06059). The noise of an entry depends on its request's
+    seed, the position of the token drawn, the row's number among its request's and the entry's index alone: not on
+    the batch, the slot or k, so fewer draws are a prefix of more. Rows of one request are independent: each depth of
+    a tree is drawn in one call.
+
+    A request of temperature 0 (or below, or NaN) is drawn greedily: as `select_topk`, log-probabilities included.
+
+    Args:
+        logits: [R, Vd] float32, float16 or bfloat16; rows may be strided. R = B * Q: rows b * Q to b * Q + Q - 1 are
+            request b's, such as the Q nodes of one depth of its tree. NaN counts as -inf; entries of +inf share the
+            whole probability.
+        k: how many draws from each row, 1 to min(Vd, 64).
+        seeds: [num_slots] int64.
+        positions: [R] int32, the absolute position of the token drawn.
+        temperature: [num_slots] float32.
+        slots: [B] int32; None: B = num_slots. An empty row has ids 0, log-probabilities -inf.
+        id_map: [Vd] int32, translates a reduced draft vocabulary: `arange(Vd) + d2t`.
+
+    Returns:
+        out_ids [R, k] int32, in draw order, and out_logprobs [R, k] float32, never above 0: each token's
+        log-probability in softmax(logits / temperature), before any draw. Where fewer than k entries have a
+        probability, the lowest of the other indices follow, with -inf.
+
+    Raises:
+        ValueError: wrong dtype, shape, device or stride; k out of range; R no multiple of B.
+    """
+    rows, _ = shape_of("sample_draft", "logits", logits, 2)
+    if out_ids is None:
+        out_ids = empty("sample_draft", logits, (rows, k), "int32")
+    if out_logprobs is None:
+        out_logprobs = empty("sample_draft", logits, (rows, k), "float32")
+    _C.sample_draft(stream, logits, k, seeds, positions, temperature, slots, id_map, out_ids, out_logprobs)
+    return out_ids, out_logprobs
+
+
 class Candidates(NamedTuple):
     """Every token the draft proposed: k of step 1, then k * k of each later step; a parent has a lower number."""
 
@@ -511,7 +561,6 @@ def verify_tree(
     id_map: Tensor | None = None,
     block_verification: bool = False,
     status: Tensor | None = None,
-    workspace: Tensor | None = None,
     out_tokens: Tensor | None = None,
     out_len: Tensor | None = None,
     out_path: Tensor | None = None,
@@ -566,8 +615,6 @@ def verify_tree(
             a bonus token: nothing at all is emitted when it is the root's), BAD_TREE where a link leaves the tree, does
             not rise or contradicts `parents`, siblings differ in their draft row or name none of draft_logits, or
             num_nodes exceeds N (the walk ends with a bonus token).
-        workspace: [64 + B * N] int32 or more, zeros before the first call and then left as it is; one for each stream. On
-            a GPU small batches without sampled candidates are faster with it.
 
     Returns:
         Accepted(tokens, lengths, path). Empty rows: length 0, tokens -1, path 0.
@@ -608,12 +655,62 @@ def verify_tree(
         id_map,
         block_verification,
         status,
-        workspace,
         out_tokens,
         out_len,
         out_path,
     )
     return Accepted(out_tokens, out_len, out_path)
+
+
+class TokenScores(NamedTuple):
+    """Log-probabilities of emitted tokens, and of the best alternatives to each."""
+
+    logprobs: Tensor  # [B, S] float32
+    top_ids: Tensor  # [B, S, top_n] int32, best first
+    top_logprobs: Tensor  # [B, S, top_n] float32
+
+
+def score_tokens(
+    logits: Tensor,
+    path: Tensor,
+    tokens: Tensor,
+    lengths: Tensor,
+    *,
+    top_n: int = 0,
+    out_logprobs: Tensor | None = None,
+    out_top_ids: Tensor | None = None,
+    out_top_logprobs: Tensor | None = None,
+    stream: int | None = None,
+) -> TokenScores:
+    """What `verify_tree` emitted, scored: log-softmax of the raw logits that chose each token.
+
+    Logits of other nodes are not read. A token beyond its row's length has log-probability -inf and ids -1, and so has
+    one whose node or token is out of range.
+
+    Args:
+        logits: [B, N, V] float32, float16 or bfloat16; only the last dimension need be contiguous. NaN counts as -inf,
+            entries of +inf share the whole probability.
+        path: [B, S] int32, the node behind each token.
+        tokens: [B, S] int32.
+        lengths: [B] int32, tokens in use of each row.
+        top_n: how many of the best entries of each token's logits to list, 0 to min(V, 64); ties to the lower id.
+
+    Returns:
+        TokenScores; every element of it is written, and none is above 0.
+
+    Raises:
+        ValueError: wrong dtype, shape, device or stride; top_n out of range.
+    """
+    op = "score_tokens"
+    batch, width = shape_of(op, "path", path, 2)
+    if out_logprobs is None:
+        out_logprobs = empty(op, logits, (batch, width), "float32")
+    if out_top_ids is None:
+        out_top_ids = empty(op, logits, (batch, width, max(top_n, 0)), "int32")
+    if out_top_logprobs is None:
+        out_top_logprobs = empty(op, logits, (batch, width, max(top_n, 0)), "float32")
+    _C.score_tokens(stream, logits, path, tokens, lengths, top_n, out_logprobs, out_top_ids, out_top_logprobs)
+    return TokenScores(out_logprobs, out_top_ids, out_top_logprobs)
 
 
 def commit_tokens(

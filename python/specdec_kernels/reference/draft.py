@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from ..ops import Candidates, DraftInputs, Frontier
+from .noise import USE_DRAFT, noise
 
 
 def select_topk(logits: Tensor, k: int, id_map: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -27,6 +30,44 @@ def slot_list(slots: Tensor | None, num_slots: int, batch: int | None = None) ->
     if slots is None:
         return list(range(num_slots if batch is None else batch))
     return [slot if 0 <= slot < num_slots else -1 for slot in slots.tolist()]
+
+
+def draft_noise(seed: int, position: int, branch: int, vocab: int) -> Tensor:
+    """float64 [vocab]: what a draw adds to log2 of each probability, -log2(E) with E = -log2(1 - v)."""
+    words = noise(seed, USE_DRAFT, position, branch, torch.arange(-(-vocab // 4)))
+    v = (torch.stack(words, 1).flatten()[:vocab].double() + 0.5) / 2**32
+    return -(-torch.log1p(-v) / math.log(2)).log2()
+
+
+def sample_draft(
+    logits: Tensor,
+    k: int,
+    seeds: Tensor,
+    positions: Tensor,
+    temperature: Tensor,
+    slots: Tensor | None = None,
+    id_map: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """One row at a time: log2 of its probabilities, noise added, sorted."""
+    requests = slot_list(slots, len(seeds))
+    ids = torch.zeros(len(logits), k, dtype=torch.int32)
+    logprobs = torch.full((len(logits), k), -torch.inf, dtype=torch.float64)
+    for r in range(len(logits)):
+        request, branch = divmod(r, len(logits) // len(requests))
+        slot = requests[request]
+        if slot < 0:
+            continue
+        vocab = logits.shape[1]
+        t = float(temperature[slot])
+        scaled = (logits[r].double() / t if t > 0 else logits[r].double())[None]
+        order, sorted_logprobs = select_topk(scaled, vocab)
+        log_p = torch.empty(vocab, dtype=torch.float64).scatter_(0, order[0].long(), sorted_logprobs[0])
+        scores = log_p / math.log(2) + draft_noise(int(seeds[slot]), int(positions[r]), branch, vocab)
+        best = order[0].long() if not t > 0 else torch.sort(scores, descending=True, stable=True).indices
+        best = best[:k]
+        ids[r] = best if id_map is None else id_map[best]
+        logprobs[r] = log_p[best]
+    return ids, logprobs
 
 
 def mask_words(bits: int, words: int) -> list[int]:

@@ -7,8 +7,9 @@ import math
 import torch
 from torch import Tensor
 
-from ..ops import Accepted, Tree
+from ..ops import Accepted, TokenScores, Tree
 from ..status import FinishReason, Status
+from .draft import select_topk
 
 
 def target_token(logits: Tensor) -> int | None:
@@ -131,6 +132,22 @@ def verify_tree(
         path[b] = visited[-1] if visited else 0
         path[b, : len(visited)] = torch.tensor(visited, dtype=torch.int32)
     return Accepted(tokens, lengths, path)
+
+
+def score_tokens(logits: Tensor, path: Tensor, tokens: Tensor, lengths: Tensor, top_n: int = 0) -> TokenScores:
+    batch, width = path.shape
+    logprobs = torch.full((batch, width), -torch.inf, dtype=torch.float64)
+    top_ids = torch.full((batch, width, top_n), -1, dtype=torch.int32)
+    top_logprobs = torch.full((batch, width, top_n), -torch.inf, dtype=torch.float64)
+    num_nodes, vocab = logits.shape[1:]
+    for b in range(batch):
+        for j in range(min(width, int(lengths[b]))):
+            node, token = int(path[b, j]), int(tokens[b, j])
+            if 0 <= node < num_nodes and 0 <= token < vocab:
+                ids, values = select_topk(logits[b, node][None], vocab)
+                logprobs[b, j] = values[ids == token].item()
+                top_ids[b, j], top_logprobs[b, j] = ids[0, :top_n], values[0, :top_n]
+    return TokenScores(logprobs, top_ids, top_logprobs)
 
 
 def commit_tokens(

@@ -1,0 +1,147 @@
+// The k best of many entries that the threads of a block hold, for k much smaller than their number.
+//
+// An entry is a 64-bit key, unique in the block: its score's order_key above its complemented number, so that a larger
+// key is the better entry and equal scores go to the lower number. The k-th largest of the maxima of some groups of
+// threads is a pivot that at least k entries reach and few others do. Only those are listed and ranked against each
+// other.
+#pragma once
+
+#include "core/cuda.cuh"
+#include "core/exact_math.h"
+
+namespace specdec {
+
+constexpr __host__ __device__ uint64_t entry_key(uint32_t score_key, uint32_t number) {
+  return static_cast<uint64_t>(score_key) << 32 | static_cast<uint32_t>(~number);
+}
+constexpr __host__ __device__ uint32_t key_score(uint64_t key) { return static_cast<uint32_t>(key >> 32); }
+constexpr __host__ __device__ uint32_t key_number(uint64_t key) { return ~static_cast<uint32_t>(key); }
+
+template <int kThreads>
+class BlockTopk {
+  static constexpr int kWarps = kThreads / kWarp;
+  static constexpr int kFewLanes = 4;  // of a small group; a large one is a warp
+  static constexpr int kMaxGroups = kThreads / kFewLanes;
+
+ public:
+  static constexpr int kMaxK = kMaxGroups;
+  static constexpr int kCapacity = 2 * kThreads;
+
+  struct Storage {  // in shared memory
+    alignas(16) uint64_t list[kCapacity];
+    alignas(16) uint32_t maxima[kMaxGroups];
+    uint32_t best[kWarps], pivot[kWarps];
+    int count;
+  };
+
+  __device__ explicit BlockTopk(Storage& storage) : s_(storage) {}
+
+  // A score that at least k entries of the block reach, or 0 where it has not that many groups of threads with
+  // entries. `mine` is a score_key that one of this thread's entries has, its best one if that can be (0: no entries),
+  // `all` whether every thread has some. Called by all threads, as are the others.
+  __device__ uint32_t find_pivot(uint32_t mine, bool all, int k) {
+    const bool by_warps = all && 4 * k <= 3 * kWarps;
+    const int lanes = by_warps ? kWarp : kFewLanes, groups = kThreads / lanes;
+    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+    const uint32_t of_warp = __reduce_max_sync(kFullMask, mine);
+    if (by_warps) mine = of_warp;
+    for (int offset = 1; offset < kFewLanes; offset *= 2) mine = max(mine, __shfl_xor_sync(kFullMask, mine, offset));
+    if (threadIdx.x % lanes == 0) s_.maxima[threadIdx.x / lanes] = mine;
+    if (lane == 0) s_.best[warp] = of_warp;
+    if (threadIdx.x == 0) s_.count = 0;
+    __syncthreads();
+
+    int ahead = 0;  // groups ahead of this one, which its lanes count together
+#pragma unroll 2
+    for (int i = lane % lanes; i < groups / 4; i += lanes) {
+      const uint4 others = reinterpret_cast<const uint4*>(s_.maxima)[i];
+      ahead += others.x > mine;
+      ahead += others.y > mine;
+      ahead += others.z > mine;
+      ahead += others.w > mine;
+    }
+    if (by_warps) {
+      ahead = __reduce_add_sync(kFullMask, ahead);
+    } else {
+      for (int offset = 1; offset < kFewLanes; offset *= 2) ahead += __shfl_xor_sync(kFullMask, ahead, offset);
+    }
+    // The k-th largest maximum is the least that has fewer than k ahead of it.
+    const uint32_t least = __reduce_min_sync(kFullMask, ahead < k ? mine : ~0u);
+    if (lane == 0) s_.pivot[warp] = least;
+    __syncthreads();
+    uint32_t pivot = ~0u;
+    for (const uint32_t of_warp : s_.pivot) pivot = min(pivot, of_warp);
+    return pivot;
+  }
+
+  // After find_pivot(): the largest `mine` of the block.
+  __device__ uint32_t best() const {
+    uint32_t best = 0;
+    for (const uint32_t of_warp : s_.best) best = max(best, of_warp);
+    return best;
+  }
+
+  // Lists the entries that reach the pivot: at least k, if the block has them. Where those are too many, because many
+  // scores are equal, the keys, which are unique, are bisected for one that at least k entries reach and not more than
+  // fit. visit(least, f) calls f(key) for each of the block's entries with a score_key of at least `least`, in any
+  // threads; it may call it for others too. Ends in a barrier.
+  template <class Visit>
+  __device__ void collect(uint32_t pivot, int k, uint32_t num_numbers, Visit visit) {
+    const uint64_t reached = static_cast<uint64_t>(pivot) << 32;
+    uint64_t low = reached, high = ~uint64_t{0}, least = reached;  // too many reach `low`, too few `high`
+    while (true) {
+      visit(key_score(least), [&](uint64_t key) {
+        if (key >= least) append(key);
+      });
+      __syncthreads();
+      const int count = s_.count;
+      if (count <= kCapacity && (count >= k || least == reached)) return;
+      if (least == reached) {  // the likeliest: that the pivot's own score is the one shared
+        least += uint64_t{1} << 32;
+      } else {
+        (count < k ? high : low) = least;
+        if (key_score(high - 1) == key_score(low)) low = max(low, entry_key(key_score(low), num_numbers - 1));
+        least = low + (high - low) / 2;
+      }
+      clear();
+    }
+  }
+
+  // The list itself: emptied between two barriers, added to by any thread, up to what it holds.
+  __device__ void clear() {
+    __syncthreads();
+    if (threadIdx.x == 0) s_.count = 0;
+    __syncthreads();
+  }
+  __device__ void append(uint64_t key) {
+    if (*const_cast<volatile int*>(&s_.count) > kCapacity) return;
+    const int at = atomicAdd(&s_.count, 1);
+    if (at < kCapacity) s_.list[at] = key;
+  }
+
+  // Of the list, after a barrier: calls put(place, key) once for each of the k best, by some thread.
+  template <class Put>
+  __device__ void rank(int k, Put put) {
+    const int count = s_.count;
+#pragma unroll 1
+    for (int e = threadIdx.x; e < count; e += kThreads) {
+      const uint64_t key = s_.list[e];
+      int place = 0, i = 0;
+#pragma unroll 4
+      for (; i + 2 <= count; i += 2) {
+        const ulonglong2 other = *reinterpret_cast<const ulonglong2*>(&s_.list[i]);
+        place += other.x > key;
+        place += other.y > key;
+      }
+      if (i < count) place += s_.list[i] > key;
+      if (place < k) put(place, key);
+    }
+  }
+
+  __device__ int count() const { return s_.count; }
+
+ private:
+  Storage& s_;
+};
+
+}  // namespace specdec

@@ -1,0 +1,76 @@
+// The softmax of a row of floats on the CPU, in loops that compilers vectorise.
+#pragma once
+
+#include <algorithm>
+
+#include "core/exact_math.h"
+#include "core/floats.h"
+#include "core/softmax.h"
+
+namespace specdec {
+
+// The largest entry of a row, NaN counting as -inf, and the sum of 2^((x - max) * scale); -inf and 0 where none is
+// above -inf.
+class RowSoftmax {
+ public:
+  template <class T>
+  RowSoftmax(const T* row, int64_t size, float scale) : scale_(scale) {
+    constexpr int64_t kLanes = 16, kBlock = 1024;  // float sums no longer than kBlock / kLanes
+    float largest[kLanes];
+    std::fill_n(largest, kLanes, max_);
+    const auto larger = [](float a, float b) { return b > a ? b : a; };
+    int64_t v = 0;
+    for (; v + kLanes <= size; v += kLanes)
+      for (int64_t i = 0; i < kLanes; ++i) largest[i] = larger(largest[i], to_float(row[v + i]));
+    for (; v < size; ++v) max_ = larger(max_, to_float(row[v]));
+    for (const float x : largest) max_ = larger(max_, x);
+    if (max_ == -INFINITY) return;
+
+    const auto weight = [&](float x) {
+      constexpr float kLeast = -126;
+      const float t = below_max(x, max_) * scale_;
+      const Exp2 e = exp2_parts(t >= kLeast ? t : kLeast);
+      return e.mantissa * bits_float(static_cast<uint32_t>(e.exponent + 127) << 23);
+    };
+    for (int64_t start = 0; start < size; start += kBlock) {
+      const int64_t end = std::min(start + kBlock, size);
+      float sums[kLanes] = {};
+      for (v = start; v + kLanes <= end; v += kLanes)
+        for (int64_t i = 0; i < kLanes; ++i) sums[i] += weight(to_float(row[v + i]));
+      for (; v < end; ++v) sum_ += weight(to_float(row[v]));
+      for (const float x : sums) sum_ += x;
+    }
+    log_sum_ = static_cast<float>(std::log(sum_));
+  }
+
+  float max() const { return max_; }
+
+  // A probability is at most 1, whatever the rounding: build_tree relies on children never beating parents.
+  float logprob(float x) const {
+    return x > -INFINITY ? std::min(below_max(x, max_) * scale_ * kLn2 - log_sum_, 0.0f) : -INFINITY;
+  }
+
+ private:
+  float scale_, max_ = -INFINITY, log_sum_ = 0;
+  double sum_ = 0;
+};
+
+// Offers a row's entries to a BestList (draft/candidates.h), NaN as -inf. Most of them are no better than what is held,
+// which is found out for many at a time.
+template <class T, class List>
+void offer_row(const T* row, int64_t size, List& best) {
+  constexpr int64_t kLanes = 16;
+  for (int64_t start = 0; start < size; start += kLanes) {
+    const int64_t end = std::min(start + kLanes, size);
+    float values[kLanes];
+    int taken = 0;
+    for (int64_t i = 0; i < end - start; ++i) {
+      const float x = to_float(row[start + i]);
+      values[i] = x == x ? x : -INFINITY;
+      taken += best.takes(values[i]);
+    }
+    for (int64_t i = 0; taken > 0 && i < end - start; ++i) best.offer(values[i], static_cast<int32_t>(start + i));
+  }
+}
+
+}  // namespace specdec

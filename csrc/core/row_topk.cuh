@@ -1,0 +1,205 @@
+// Softmax and the k best of a row of logits, by one block or by a cluster of blocks that share the row.
+//
+// Each block reads its share once, keeping maximum and sum of exponents, and lists its own k best (block_topk.cuh). In
+// a cluster it puts them, sorted, into the shared memory of the first block, which ranks the best of all lists again.
+#pragma once
+
+#include <cooperative_groups.h>
+
+#include "core/block_topk.cuh"
+#include "core/row_share.cuh"
+#include "core/softmax.h"
+
+namespace specdec {
+
+constexpr int kRowThreads = 512, kRowVectors = 8, kRowBlocksPerProcessor = 2;
+constexpr int kMaxRowBlocks = 8, kMaxRowTopk = 64;
+static_assert(kMaxRowBlocks * kMaxRowTopk <= BlockTopk<kRowThreads>::kCapacity);
+
+// 2^x
+__device__ __forceinline__ float fast_exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// The largest of some numbers x, and the sum of 2^((x - max) * scale); of none: -inf and 0. The scale is log2(e) for a
+// plain softmax.
+struct Softmax {
+  float max, sum;
+
+  // The sum as it is beside a larger maximum.
+  __device__ float sum_below(float larger, float scale) const {
+    return sum * fast_exp2(below_max(max, larger) * scale);
+  }
+
+  __device__ void merge(Softmax other, float scale) {
+    const float larger = fmaxf(max, other.max);
+    sum = sum_below(larger, scale) + other.sum_below(larger, scale);
+    max = larger;
+  }
+
+  // A probability is at most 1, whatever the rounding: build_tree relies on children never beating parents.
+  __device__ float logprob(float x, float scale) const {
+    return x > -INFINITY ? fminf(below_max(x, max) * scale * kLn2 - logf(sum), 0.0f) : -INFINITY;
+  }
+};
+
+// Of one thread's elements in the tile that is loaded, NaN counting as -inf.
+template <class Share>
+__device__ Softmax softmax_of_mine(const Share& share, uint32_t tile, float scale) {
+  Softmax mine{share.largest(), 0};
+  if (mine.max == -INFINITY) return mine;
+  // 2^(x * scale - shift) in two instructions; what rounding took from the shift is made good at the end.
+  const float shift = mine.max * scale;
+  share.for_each([&](float x) { mine.sum += fast_exp2(fmaf(x, scale, -shift)); });
+  mine.sum *= fast_exp2(-fmaf(mine.max, scale, -shift));
+  if (mine.sum < INFINITY) return mine;
+  mine.sum = 0;  // there are NaN or infinities
+#pragma unroll 1
+  for (uint32_t e = 0; e < Share::kElements; ++e) {
+    const uint32_t id = share.id_of(tile, threadIdx.x, e);
+    const float x = id == Share::kNone ? -INFINITY : share.at(id);
+    if (x > -INFINITY) mine.sum += fast_exp2(below_max(x, mine.max) * scale);
+  }
+  return mine;
+}
+
+// Of all of a thread's elements.
+template <class Share>
+__device__ Softmax softmax_of_share(Share& share, float scale) {
+  Softmax mine{-INFINITY, 0};
+  for (uint32_t tile = 0; tile < share.num_tiles(); ++tile) {
+    share.load(tile);
+    mine.merge(softmax_of_mine(share, tile, scale), scale);
+  }
+  return mine;
+}
+
+// In shared memory.
+struct RowTopkStorage {
+  typename BlockTopk<kRowThreads>::Storage block;
+  float warp_sums[kRowThreads / kWarp];
+  // Of the first block of a cluster: what each block found.
+  uint64_t lists[kMaxRowBlocks * kMaxRowTopk];
+  Softmax parts[kMaxRowBlocks];
+};
+
+__device__ __forceinline__ float warp_sum(float mine) {
+  for (int offset = kWarp / 2; offset > 0; offset /= 2) mine += __shfl_xor_sync(kFullMask, mine, offset);
+  return mine;
+}
+
+// Of the blocks of a cluster; a device without clusters has one block a row, and calls none of these.
+#if __CUDA_ARCH__ >= 900
+__device__ __forceinline__ void cluster_arrive() { cooperative_groups::this_cluster().barrier_arrive(); }
+__device__ __forceinline__ void cluster_wait() { cooperative_groups::this_cluster().barrier_wait(); }
+template <class U>
+__device__ __forceinline__ U* in_block(U* shared, int rank) {
+  return cooperative_groups::this_cluster().map_shared_rank(shared, rank);
+}
+#else
+__device__ __forceinline__ void cluster_arrive() {}
+__device__ __forceinline__ void cluster_wait() {}
+template <class U>
+__device__ __forceinline__ U* in_block(U* shared, int) {
+  return shared;
+}
+#endif
+
+// After topk.collect() in each block of a cluster of 2^log2_blocks: calls emit(place, key, softmax) for each of the k
+// best of the row, by threads of the first block, and returns the softmax to all threads of that block. `of_block` is
+// each block's own. In a cluster of several, blocks have called cluster_arrive() once more than cluster_wait().
+template <class Emit>
+__device__ Softmax merge_blocks(RowTopkStorage& s, BlockTopk<kRowThreads> topk, Softmax of_block, float scale, int k,
+                                int log2_blocks, Emit emit) {
+  const int blocks = 1 << log2_blocks, part = static_cast<int>(blockIdx.x) & (blocks - 1);
+  if (blocks > 1) cluster_wait();
+  RowTopkStorage& first = *in_block(&s, 0);
+  topk.rank(k, [&](int place, uint64_t key) { first.lists[part * k + place] = key; });
+  for (int place = topk.count() + threadIdx.x; place < k; place += kRowThreads) first.lists[part * k + place] = 0;
+  if (threadIdx.x == 0) first.parts[part] = of_block;
+  if (blocks > 1) {
+    cluster_arrive();
+    cluster_wait();
+  } else {
+    __syncthreads();
+  }
+  if (part != 0) return of_block;
+
+  // Lane i of every warp looks at block i.
+  const int lane = threadIdx.x % kWarp;
+  const Softmax mine = lane < blocks ? s.parts[lane] : Softmax{-INFINITY, 0};
+  Softmax all{key_float(__reduce_max_sync(kFullMask, order_key(mine.max))), 0};
+  all.sum = warp_sum(mine.sum_below(all.max, scale));
+  // The first ceil(k / blocks) entries of all lists are k or more: the k best reach the least of them.
+  uint64_t least = lane < blocks ? s.lists[lane * k + ((k + blocks - 1) >> log2_blocks) - 1] : ~uint64_t{0};
+  for (int offset = 1; offset < kMaxRowBlocks; offset *= 2)
+    least = min(least, __shfl_xor_sync(kFullMask, least, offset));
+  least = __shfl_sync(kFullMask, least, 0);
+
+  if (blocks > 1) {
+    topk.clear();
+#pragma unroll 1
+    for (int e = threadIdx.x; e < blocks * k; e += kRowThreads)
+      if (s.lists[e] >= least && s.lists[e] > 0) topk.append(s.lists[e]);
+    __syncthreads();
+    topk.rank(k, [&](int place, uint64_t key) { s.lists[place] = key; });
+    __syncthreads();
+  }
+  if (threadIdx.x < k) emit(threadIdx.x, s.lists[threadIdx.x], all);
+  return all;
+}
+
+// Called by a cluster of 2^log2_blocks blocks of kRowThreads. Calls emit(place, id, x, softmax) for each of the k best
+// of the row, by threads of the first block; returns the softmax to all threads of that block.
+template <class T, class Emit>
+__device__ Softmax row_topk(RowTopkStorage& s, const T* row, int64_t vocab, int k, int log2_blocks, Emit emit) {
+  if (log2_blocks > 0) cluster_arrive();  // the first block's shared memory is there once all have arrived
+  const int part = static_cast<int>(blockIdx.x) & ((1 << log2_blocks) - 1);
+  RowShare<T, kRowThreads, kRowVectors> share(row, vocab, part, log2_blocks);
+  const Softmax mine = softmax_of_share(share, kLog2e);
+
+  BlockTopk<kRowThreads> topk(s.block);
+  const uint32_t best_of_mine = share.has_elements() ? order_key(mine.max) : 0;
+  const uint32_t pivot = topk.find_pivot(best_of_mine, share.all_have_elements(), k);
+
+  Softmax of_block{key_float(max(topk.best(), kKeyOfMinusInf)), 0};
+  const float of_warp = warp_sum(mine.sum_below(of_block.max, kLog2e));
+  if (threadIdx.x % kWarp == 0) s.warp_sums[threadIdx.x / kWarp] = of_warp;
+  topk.collect(pivot, k, static_cast<uint32_t>(vocab), [&](uint32_t least, auto f) {
+    if (best_of_mine < least) return;
+    const uint32_t tiles = share.num_tiles();
+    for (uint32_t tile = 0; tile < tiles; ++tile) {
+      if (tiles > 1) share.load(tile);
+      share.for_each_from(key_float(least), [&](float x, uint32_t id) { f(entry_key(order_key(x), id)); });
+    }
+  });
+  for (const float sum : s.warp_sums) of_block.sum += sum;
+
+  return merge_blocks(s, topk, of_block, kLog2e, k, log2_blocks, [&](int place, uint64_t key, const Softmax& softmax) {
+    emit(place, static_cast<int32_t>(key_number(key)), key_float(key_score(key)), softmax);
+  });
+}
+
+// The log2 of how many blocks share a row: no more than give each processor one, and none without a vector for each of
+// its threads.
+template <class T>
+int row_log2_blocks(const char* op, int64_t rows, int64_t vocab) {
+  if (!is_hopper_or_later(op)) return 0;
+  int device = 0, processors = 0;
+  SD_CUDA_CHECK(op, cudaGetDevice(&device));
+  SD_CUDA_CHECK(op, cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
+  const int64_t vectors = vocab / static_cast<int64_t>(sizeof(uint4) / sizeof(T));
+  int log2 = 0;
+  while ((2 << log2) <= kMaxRowBlocks && (rows << (log2 + 1)) <= processors && vectors >= kRowThreads << (log2 + 1))
+    ++log2;
+  return log2;
+}
+
+// How such a kernel is launched; its last argument is log2_blocks.
+inline LaunchShape row_shape(const char* op, int64_t rows, int log2_blocks) {
+  return {.grid = grid_x(op, rows << log2_blocks), .threads = kRowThreads, .cluster = 1u << log2_blocks};
+}
+
+}  // namespace specdec

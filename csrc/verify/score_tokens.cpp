@@ -1,0 +1,71 @@
+#include "verify/score_tokens.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "core/row_softmax.h"
+#include "draft/candidates.h"
+
+namespace specdec {
+
+void score_tokens(CallStream stream, const TensorView& logits, const TensorView& path, const TensorView& tokens,
+                  const TensorView& lengths, int64_t top_n, const TensorView& out_logprobs,
+                  const TensorView& out_top_ids, const TensorView& out_top_logprobs) {
+  Check check("score_tokens");
+  Dim B{"batch"}, N{"num_nodes"}, V{"vocab"}, S{"accept_width"}, K{"top_n", top_n};
+  check.strided("logits", logits, {B, N, V}, kFloats);
+  check.range("vocab", V, 1, std::numeric_limits<int32_t>::max());
+  check.tensor("path", path, {B, S}, kInt32);
+  check.tensor("tokens", tokens, {B, S}, kInt32);
+  check.tensor("lengths", lengths, {B}, kInt32);
+  check.range("top_n", top_n, 0, std::min<int64_t>(V, kMaxTopAlternatives));
+  check.output("out_logprobs", out_logprobs, {B, S}, kFloat32);
+  check.output("out_top_ids", out_top_ids, {B, S, K}, kInt32);
+  check.output("out_top_logprobs", out_top_logprobs, {B, S, K}, kFloat32);
+  if (B == 0 || S == 0) return;
+
+  const ScoreTokensParams params{
+      .logits = logits.data<void>(),
+      .logits_dtype = dtype_of(logits),
+      .logits_batch_stride = logits.stride(0),
+      .logits_node_stride = logits.stride(1),
+      .path = path.data<const int32_t>(),
+      .tokens = tokens.data<const int32_t>(),
+      .lengths = lengths.data<const int32_t>(),
+      .out_logprobs = out_logprobs.data<float>(),
+      .out_top_ids = out_top_ids.data<int32_t>(),
+      .out_top_logprobs = out_top_logprobs.data<float>(),
+      .batch = B,
+      .num_nodes = N,
+      .vocab = V,
+      .width = S,
+      .top_n = top_n,
+  };
+  SD_DISPATCH(check, stream, score_tokens, params);
+}
+
+void score_tokens_cpu(const ScoreTokensParams& p) {
+  with_float_type(p.logits_dtype, [&]<class T>() {
+    for (int64_t r = 0; r < p.batch * p.width; ++r) {
+      float* top_logprobs = p.out_top_logprobs + r * p.top_n;
+      int32_t* top_ids = p.out_top_ids + r * p.top_n;
+      const int64_t start = logits_of_token(p, r / p.width, r % p.width);
+      if (start < 0) {
+        p.out_logprobs[r] = -INFINITY;
+        std::fill_n(top_ids, p.top_n, -1);
+        std::fill_n(top_logprobs, p.top_n, -INFINITY);
+        continue;
+      }
+      const T* row = static_cast<const T*>(p.logits) + start;
+      const RowSoftmax softmax(row, p.vocab, kLog2e);
+      p.out_logprobs[r] = softmax.logprob(to_float(row[p.tokens[r]]));
+      if (p.top_n == 0) continue;
+      BestList<kMaxTopAlternatives> best(static_cast<int>(p.top_n));
+      offer_row(row, p.vocab, best);
+      std::copy_n(best.numbers(), p.top_n, top_ids);
+      for (int64_t i = 0; i < p.top_n; ++i) top_logprobs[i] = softmax.logprob(best.scores()[i]);
+    }
+  });
+}
+
+}  // namespace specdec

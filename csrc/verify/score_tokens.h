@@ -1,0 +1,39 @@
+// score_tokens: the log-probabilities of emitted tokens, and the best alternatives of each.
+#pragma once
+
+#include "core/dispatch.h"
+#include "core/host_device.h"
+
+namespace specdec {
+
+struct ScoreTokensParams {
+  const void* logits;  // [batch, num_nodes, vocab], float dtype; requests and nodes this many elements apart:
+  Dtypes logits_dtype;
+  int64_t logits_batch_stride, logits_node_stride;
+  const int32_t* path;      // [batch, width]: the node whose logits chose each token
+  const int32_t* tokens;    // [batch, width]
+  const int32_t* lengths;   // [batch]: tokens in use of each row
+  float* out_logprobs;      // [batch, width]
+  int32_t* out_top_ids;     // [batch, width, top_n]
+  float* out_top_logprobs;  // [batch, width, top_n]
+  int64_t batch, num_nodes, vocab, width, top_n;
+};
+
+constexpr int64_t kMaxTopAlternatives = 64;
+
+// Where the logits of token j of row b begin, in elements, or -1 where there is no such token: beyond the length, or
+// with a node or token out of range.
+SD_HD int64_t logits_of_token(const ScoreTokensParams& p, int64_t b, int64_t j) {
+  const int64_t node = p.path[b * p.width + j], token = p.tokens[b * p.width + j];
+  const bool used = j < p.lengths[b] && node >= 0 && node < p.num_nodes && token >= 0 && token < p.vocab;
+  return used ? b * p.logits_batch_stride + node * p.logits_node_stride : -1;
+}
+
+void score_tokens(CallStream stream, const TensorView& logits, const TensorView& path, const TensorView& tokens,
+                  const TensorView& lengths, int64_t top_n, const TensorView& out_logprobs,
+                  const TensorView& out_top_ids, const TensorView& out_top_logprobs);
+
+void score_tokens_cpu(const ScoreTokensParams& p);
+void score_tokens_cuda(const ScoreTokensParams& p, Stream stream);
+
+}  // namespace specdec

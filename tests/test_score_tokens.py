@@ -1,0 +1,158 @@
+"""score_tokens against its float64 reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import specdec_kernels as sd
+from specdec_kernels.reference import verify as reference
+
+WILD = [-1, -(2**31), 2**31 - 1]
+
+
+def poisoned(batch: int, width: int, top_n: int, device: torch.device) -> dict[str, torch.Tensor]:
+    return {
+        "out_logprobs": torch.full((batch, width), torch.nan, device=device),
+        "out_top_ids": torch.full((batch, width, top_n), -77, dtype=torch.int32, device=device),
+        "out_top_logprobs": torch.full((batch, width, top_n), torch.nan, device=device),
+    }
+
+
+def check(logits: torch.Tensor, path: torch.Tensor, tokens: torch.Tensor, lengths: torch.Tensor, top_n: int) -> sd.TokenScores:  # fmt: skip
+    device = logits.device
+    there = (t.to(device) for t in (path, tokens, lengths))
+    got = sd.score_tokens(logits, *there, top_n=top_n, **poisoned(*path.shape, top_n, device))
+    want = reference.score_tokens(logits.cpu(), path, tokens, lengths, top_n)
+    assert torch.equal(got.top_ids.cpu(), want.top_ids)
+    for g, w in ((got.logprobs, want.logprobs), (got.top_logprobs, want.top_logprobs)):
+        assert g.dtype == torch.float32 and (g <= 0).all()
+        torch.testing.assert_close(g.cpu().double(), w, rtol=0, atol=2e-5)
+    return got
+
+
+def random_rows(batch: int, nodes: int, width: int, vocab: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    path = torch.randint(0, nodes, (batch, width), dtype=torch.int32)
+    tokens = torch.randint(0, vocab, (batch, width), dtype=torch.int32)
+    return path, tokens, torch.randint(0, width + 1, (batch,), dtype=torch.int32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("batch", "nodes", "width", "vocab", "top_n"),
+    [(1, 1, 1, 1, 1), (3, 4, 3, 7, 7), (2, 8, 6, 1013, 20), (2, 3, 4, 32000, 0), (1, 2, 2, 128256, 64)],
+)
+def test_matches_reference(
+    device: torch.device, dtype: torch.dtype, batch: int, nodes: int, width: int, vocab: int, top_n: int
+) -> None:
+    check(
+        torch.randn(batch, nodes, vocab, device=device).to(dtype), *random_rows(batch, nodes, width, vocab), top_n=top_n
+    )
+
+
+@pytest.mark.sanitize
+def test_small(device: torch.device) -> None:
+    check(torch.randn(2, 3, 33, device=device), *random_rows(2, 3, 4, 33), top_n=5)
+
+
+def test_what_verify_tree_emits(device: torch.device) -> None:
+    logits = torch.zeros(2, 3, 10, device=device)
+    logits[0, 0, 7], logits[0, 2, 4], logits[1, 0, 3] = 5, 6, 7
+    tree = sd.build_tree_from_parents(
+        torch.tensor([[1, 2, 7], [1, 2, 7]], dtype=torch.int32, device=device),
+        torch.tensor([[-1, 0, 0], [-1, 0, 0]], dtype=torch.int32, device=device),
+        torch.tensor([9, 9], dtype=torch.int32, device=device),
+    )
+    accepted = sd.verify_tree(logits, tree, 3)
+    assert accepted.tokens.tolist() == [[7, 4, -1], [3, -1, -1]]
+    scores = sd.score_tokens(logits, accepted.path, accepted.tokens, accepted.lengths, top_n=1)
+    assert scores.top_ids.squeeze(-1).tolist() == accepted.tokens.tolist()
+    assert torch.equal(scores.top_logprobs.squeeze(-1), scores.logprobs)
+    want = logits.cpu().log_softmax(-1)
+    torch.testing.assert_close(scores.logprobs.cpu()[0, :2], torch.stack([want[0, 0, 7], want[0, 2, 4]]))
+    assert scores.logprobs[0, 2] == scores.logprobs[1, 1] == -torch.inf
+
+
+@pytest.mark.parametrize("wild", WILD, ids=str)
+def test_nodes_and_tokens_out_of_range_count_as_unused(device: torch.device, wild: int) -> None:
+    path, tokens, lengths = random_rows(2, 4, 5, 50)
+    lengths.fill_(5)
+    path[0, 1], tokens[1, 3] = wild, wild
+    got = check(torch.randn(2, 4, 50, device=device), path, tokens, lengths, 3)
+    assert got.logprobs[0, 1] == got.logprobs[1, 3] == -torch.inf
+    assert got.top_ids[0, 1].tolist() == got.top_ids[1, 3].tolist() == [-1, -1, -1]
+
+
+def test_wild_lengths_and_unread_rows(device: torch.device) -> None:
+    path, tokens, _ = random_rows(3, 4, 5, 50)
+    check(torch.randn(3, 4, 50, device=device), path, tokens, torch.tensor(WILD, dtype=torch.int32), 2)
+
+
+def test_nan_and_infinities(device: torch.device) -> None:
+    inf, nan = torch.inf, torch.nan
+    rows = [[nan, 2.0, -inf, 2.0], [nan] * 4, [0.0, inf, 1.0, inf]]
+    logits = torch.tensor([rows], device=device)
+    path = torch.tensor([[0, 0, 1, 2, 2]], dtype=torch.int32)
+    tokens = torch.tensor([[0, 3, 1, 1, 2]], dtype=torch.int32)
+    got = check(logits, path, tokens, torch.tensor([5], dtype=torch.int32), 4)
+    torch.testing.assert_close(got.logprobs.cpu().exp(), torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0]]))
+
+
+def test_strided_logits(device: torch.device) -> None:
+    wide = torch.randn(2, 7, 4100, device=device).to(torch.bfloat16)
+    check(wide[:, ::2, 3:4090], *random_rows(2, 4, 5, 4087), top_n=9)
+
+
+def test_empty_batch(device: torch.device) -> None:
+    scores = sd.score_tokens(
+        torch.empty(0, 3, 5, device=device), *(t.to(device) for t in random_rows(0, 3, 2, 5)), top_n=2
+    )
+    assert [tuple(t.shape) for t in scores] == [(0, 2), (0, 2, 2), (0, 2, 2)]
+
+
+def test_batch_permutation(device: torch.device) -> None:
+    logits, (path, tokens, lengths) = torch.randn(5, 3, 999, device=device), random_rows(5, 3, 4, 999)
+    order = torch.tensor([3, 0, 4, 2, 1])
+    straight = check(logits, path, tokens, lengths, 4)
+    permuted = check(logits[order.to(device)], path[order], tokens[order], lengths[order], 4)
+    for a, b in zip(straight, permuted, strict=True):
+        assert torch.equal(a[order.to(device)], b)
+
+
+def test_numpy_arrays() -> None:
+    np = pytest.importorskip("numpy")
+    zeros = np.zeros((2, 3), np.int32)
+    scores = sd.score_tokens(np.zeros((2, 4, 8), np.float32), zeros, zeros, np.full(2, 3, np.int32), top_n=2)
+    assert type(scores.logprobs) is np.ndarray and scores.top_ids.tolist() == [[[0, 1]] * 3] * 2
+
+
+def int32(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"logits": int32(2, 3, 8)}, "score_tokens: logits is int32, expected float32 or float16 or bfloat16"),
+        ({"logits": torch.zeros(2, 3, 0)}, "score_tokens: vocab is 0, expected 1 to 2147483647"),
+        ({"path": int32(3, 4)}, "score_tokens: path has shape [3, 4], expected [batch=2, accept_width]"),
+        ({"tokens": int32(2, 5)}, "score_tokens: tokens has shape [2, 5], expected [batch=2, accept_width=4]"),
+        ({"lengths": torch.zeros(2)}, "score_tokens: lengths is float32, expected int32"),
+        ({"top_n": -1}, "score_tokens: top_n is -1, expected 0 to 8"),
+        ({"top_n": 9}, "score_tokens: top_n is 9, expected 0 to 8"),
+        ({"out_logprobs": torch.zeros(2, 3)}, "score_tokens: out_logprobs has shape [2, 3], expected [batch=2, accept_width=4]"),
+        ({"out_top_ids": int32(2, 4, 3)}, "score_tokens: out_top_ids has shape [2, 4, 3], expected [batch=2, accept_width=4, top_n=2]"),
+        ({"out_top_logprobs": torch.zeros(2, 2)}, "score_tokens: out_top_logprobs has shape [2, 2], expected [batch=2, accept_width=4, top_n=2]"),
+    ],
+)  # fmt: skip
+def test_messages(change: dict[str, object], message: str) -> None:
+    arguments = {
+        "logits": torch.zeros(2, 3, 8),
+        "path": int32(2, 4),
+        "tokens": int32(2, 4),
+        "lengths": int32(2),
+        "top_n": 2,
+    }
+    with pytest.raises(ValueError) as error:
+        sd.score_tokens(**(arguments | change))
+    assert str(error.value) == message
