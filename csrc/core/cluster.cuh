@@ -13,6 +13,7 @@ struct Cluster {
 #if __CUDA_ARCH__ >= 900
   __device__ static unsigned size() { return cooperative_groups::this_cluster().num_blocks(); }
   __device__ static unsigned rank() { return cooperative_groups::this_cluster().block_rank(); }
+  __device__ static int size_log2() { return __popc(size() - 1); }  // sizes are powers of two
   // Where `shared` of this block lies in the block of that rank.
   template <class T>
   __device__ static T* at(T* shared, unsigned rank) {
@@ -24,6 +25,7 @@ struct Cluster {
   __device__ static void wait() { cooperative_groups::this_cluster().barrier_wait(); }
 #else
   __device__ static unsigned size() { return 1; }
+  __device__ static int size_log2() { return 0; }
   __device__ static unsigned rank() { return 0; }
   template <class T>
   __device__ static T* at(T* shared, unsigned) {

@@ -9,6 +9,21 @@
 
 namespace specdec {
 
+// 2^t for t from -126 to 0, to 1e-7, in operations that every compiler vectorises: the nearest integer goes to the
+// exponent and the rest through a minimax polynomial.
+inline float exp2_vectorised(float t) {
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+  const float shifted = t + kRound, rest = t - (shifted - kRound);
+  float m = 0x1.41db4cp-13f;
+  m = m * rest + 0x1.5f46eap-10f;
+  m = m * rest + 0x1.3b2db2p-7f;
+  m = m * rest + 0x1.c6aed0p-5f;
+  m = m * rest + 0x1.ebfbdap-3f;
+  m = m * rest + 0x1.62e430p-1f;
+  m = m * rest + 1.0f;
+  return m * bits_float((float_bits(shifted) - float_bits(kRound) + 127) << 23);
+}
+
 // The largest entry of a row, NaN counting as -inf, and the sum of 2^((x - max) * scale); -inf and 0 where none is
 // above -inf.
 class RowSoftmax {
@@ -29,8 +44,7 @@ class RowSoftmax {
     const auto weight = [&](float x) {
       constexpr float kLeast = -126;
       const float t = below_max(x, max_) * scale_;
-      const Exp2 e = exp2_parts(t >= kLeast ? t : kLeast);
-      return e.mantissa * bits_float(static_cast<uint32_t>(e.exponent + 127) << 23);
+      return exp2_vectorised(t >= kLeast ? t : kLeast);
     };
     for (int64_t start = 0; start < size; start += kBlock) {
       const int64_t end = std::min(start + kBlock, size);

@@ -27,7 +27,8 @@ class TiledRow {
         vocab_(static_cast<int>(vocab)),
         skipped_(static_cast<int>(reinterpret_cast<uintptr_t>(row.logits) % sizeof(uint4) / sizeof(T))) {
     const int tiles = (vocab_ + skipped_ + kTile - 1) / kTile;  // place p of the vectors' grid holds id p - skipped_
-    stretch_ = (tiles + row_warps() - 1) / row_warps();
+    stretch_ = (tiles + row_warps() - 1) >> (Cluster::size_log2() + 4);
+    static_assert(kRowWarps == 16);
     first_ = min(row_warp() * stretch_, tiles);
     end_ = min(first_ + stretch_, tiles);
   }
@@ -184,23 +185,24 @@ class Exchange {
   __device__ __forceinline__ const uint64_t* all(uint64_t mine, int each = 1) {
     turn_ ^= 1;
     uint64_t* numbers = s_.words[turn_];
-    const int apart = kWarp / each;
+    const int apart_log2 = __clz(each) - (31 - 5);  // lanes between numbers: 32 / each
 #if __CUDA_ARCH__ >= 900
     if (!joined_) Cluster::wait();
     joined_ = true;
     uint64_t& barrier = s_.barriers[turn_];
     if (threadIdx.x == 0) expect_bytes(barrier, row_warps() * each * static_cast<int>(sizeof(uint64_t)));
-    const int blocks = static_cast<int>(Cluster::size()), messages = each * blocks;
+    const int messages = each << Cluster::size_log2();
 #pragma unroll 1
     for (int first = 0; first < messages; first += kWarp) {
-      const int message = first + lane_id(), i = min(message / blocks, each - 1);
-      const uint64_t number = __shfl_sync(kFullMask, mine, i * apart);
-      if (message < messages) send(&numbers[row_warp() * each + i], number, barrier, message % blocks);
+      const int message = first + lane_id(), i = min(message >> Cluster::size_log2(), each - 1);
+      const uint64_t number = __shfl_sync(kFullMask, mine, i << apart_log2);
+      if (message < messages) send(&numbers[row_warp() * each + i], number, barrier, message & (Cluster::size() - 1));
     }
     wait(barrier, phases_ >> turn_ & 1);
     phases_ ^= 1u << turn_;
 #else
-    if (lane_id() % apart == 0) numbers[row_warp() * each + lane_id() / apart] = mine;
+    if ((lane_id() >> apart_log2 << apart_log2) == lane_id())
+      numbers[row_warp() * each + (lane_id() >> apart_log2)] = mine;
     __syncthreads();
 #endif
     return numbers;

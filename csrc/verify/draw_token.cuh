@@ -122,12 +122,13 @@ class TokenDraw {
   // A number that at least `nth` of n numbers reach, and no more unless some are equal. n is a power of two, 16 to 512;
   // as many threads as there are for each number count the larger ones.
   __device__ uint32_t nth_largest(const uint64_t* numbers, int n, int nth) {
-    const int threads = kRowThreads / n, mine = static_cast<int>(threadIdx.x) / threads;
+    const int threads_log2 = __clz(n) - __clz(kRowThreads), threads = 1 << threads_log2;
+    const int mine = static_cast<int>(threadIdx.x) >> threads_log2;
     const auto number = numbers[mine];
     const ulonglong2* pairs = reinterpret_cast<const ulonglong2*>(numbers);
     int larger = 0;
 #pragma unroll 4
-    for (int i = static_cast<int>(threadIdx.x) % threads; i < n / 2; i += threads)
+    for (int i = static_cast<int>(threadIdx.x) & (threads - 1); i < n / 2; i += threads)
       larger += (pairs[i].x > number) + (pairs[i].y > number);
     for (int d = 1; d < threads; d *= 2) larger += __shfl_xor_sync(kFullMask, larger, d);
     const uint32_t best = __reduce_max_sync(kFullMask, larger >= nth - 1 ? static_cast<uint32_t>(number) : 0);
@@ -219,9 +220,11 @@ class TokenDraw {
 
   // The threads of an entry count together, each over a part of the list.
   __device__ int32_t draw_from_list(int n, uint64_t row_weight, uint64_t random) {
-    int threads = 1;
-    while (threads < kWarp && 2 * threads * n <= kRowThreads) threads *= 2;
-    const int mine = static_cast<int>(threadIdx.x) / threads, part = static_cast<int>(threadIdx.x) % threads;
+    // As many for each as there are: 512 over n, rounded down to a power of two, at most 32.
+    const int threads_log2 = min(5, __clz(n - 1) - __clz(kRowThreads - 1));
+    const int threads = 1 << threads_log2;
+    const int mine = static_cast<int>(threadIdx.x) >> threads_log2,
+              part = static_cast<int>(threadIdx.x) & (threads - 1);
     const bool there = mine < n, writes = there && part == 0;
     const DrawStorage::Entry entry = there ? s_.list[mine] : DrawStorage::Entry{0, 0, kNone};
     const int top_k = sampler_.top_k > 0 ? static_cast<int>(min(sampler_.top_k, static_cast<int64_t>(n))) : n;

@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kRowThreads, blocks_per_sm(kSampled)) verify_t
   __shared__ typename std::conditional_t<kSampled, DrawStorage, char> draw_storage;
   begin_kernel();
 
-  const int64_t b = blockIdx.x / Cluster::size();
+  const int64_t b = blockIdx.x >> Cluster::size_log2();
   const int64_t slot = slot_of(p.slots, b, p.num_slots);
   const SharedTree tree{shared_nodes, reinterpret_cast<int32_t*>(shared_nodes + p.links.num_nodes)};
   int32_t bits = 0;
