@@ -59,6 +59,29 @@ SD_HD float bits_float(uint32_t u) {
 #endif
 }
 
+// For the few numbers a request has, rather than each token.
+SD_HD double mul(double a, double b) {
+#ifdef __CUDA_ARCH__
+  return __dmul_rn(a, b);
+#else
+  return a * b;
+#endif
+}
+SD_HD double add(double a, double b) {
+#ifdef __CUDA_ARCH__
+  return __dadd_rn(a, b);
+#else
+  return a + b;
+#endif
+}
+SD_HD double div(double a, double b) {
+#ifdef __CUDA_ARCH__
+  return __ddiv_rn(a, b);
+#else
+  return a / b;
+#endif
+}
+
 // Orders floats as unsigned integers: -inf is the least and NaN counts as -inf; -0 equals +0.
 SD_HD uint32_t order_key(float x) {
   const uint32_t u = float_bits(x == x ? add(x, 0.0f) : -INFINITY);

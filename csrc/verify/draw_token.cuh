@@ -78,6 +78,16 @@ class TokenDraw {
     return from_row(bound, random);
   }
 
+  // The lowest logit that top-k and top-p keep, for a row that has a token and a request that has such a filter.
+  __device__ float lowest_kept() {
+    find_max();
+    if (from_list(0) == kNotListed) return threshold();
+    uint32_t key = ~0u;
+    for (int i = lane_id(); i < listed_; i += kWarp)
+      if (s_.list[i].weight > 0) key = ::min(key, s_.list[i].key);
+    return bound_of(__reduce_min_sync(kFullMask, key) << kShift);
+  }
+
  private:
   static constexpr int32_t kNone = -1, kNotListed = -2;
   static constexpr int kItems = TiledRow<T>::kItems;
@@ -151,7 +161,8 @@ class TokenDraw {
     list_phase_ ^= 1;
 #endif
     if (Cluster::size() == 1) __syncthreads();  // the list is complete
-    return draw_from_list(static_cast<int>(total), row_weight, random);
+    listed_ = static_cast<int>(total);
+    return draw_from_list(listed_, row_weight, random);
   }
 
   // Writes the stretch's entries from the bound on to s_.found, in order of ids, as far as there is room. Returns how
@@ -379,6 +390,7 @@ class TokenDraw {
   DrawStorage& s_;
   unsigned& list_phase_;
   uint32_t max_key_ = 0, bound_ = 0;  // whole keys
+  int listed_ = 0;                    // entries of the list
   RowScale scale_{};
 };
 

@@ -1,81 +1,18 @@
 #include "verify/verify_tree.h"
 
-#include <algorithm>
 #include <limits>
-#include <vector>
+
+#include "verify/token_weights.h"
 
 namespace specdec {
-namespace {
-
-// The lowest id with the largest logit, or -1 when none is above -inf.
-template <class T>
-int32_t largest_id(const LogitRow<T>& row, int64_t vocab) {
-  float best = -std::numeric_limits<float>::infinity();
-  int32_t id = -1;
-  for (int64_t v = 0; v < vocab; ++v) {
-    const float x = row[v];
-    if (x > best) {
-      best = x;
-      id = static_cast<int32_t>(v);
-    }
-  }
-  return id;
-}
-
-// The tokens of one row that a request may get, with their weights.
-class TokenDraw {
- public:
-  template <class T>
-  int32_t token(const LogitRow<T>& row, int64_t vocab, const Sampler& sampler, uint32_t position) {
-    scale_ = {-std::numeric_limits<float>::infinity(), sampler.scale};
-    logits_.resize(static_cast<size_t>(vocab));
-    for (int64_t v = 0; v < vocab; ++v) scale_.max = std::max(scale_.max, logits_[v] = row[v]);
-    if (scale_.max == -std::numeric_limits<float>::infinity()) return -1;
-
-    const float threshold = sampler.filters_by_key() ? threshold_of(sampler) : -std::numeric_limits<float>::infinity();
-    const auto kept = [&](float x) { return x >= threshold ? sampler.after_min_p(scale_.weight(x)) : 0; };
-    uint64_t total = 0, through = 0;
-    for (float x : logits_) total += kept(x);
-    const uint64_t drawn = drawn_weight(sampler.seed, position, total);
-    for (int64_t v = 0; v < vocab; ++v)
-      if ((through += kept(logits_[v])) > drawn) return static_cast<int32_t>(v);
-    return -1;  // not reached: total > drawn
-  }
-
- private:
-  // The lowest logit that top-k and top-p keep.
-  float threshold_of(const Sampler& sampler) {
-    sorted_ = logits_;
-    auto end = sorted_.end();
-    if (sampler.top_k > 0) {
-      const auto last = sorted_.begin() + sampler.top_k - 1;
-      std::nth_element(sorted_.begin(), last, end, std::greater<>());
-      const float least = *last;
-      end = std::partition(last + 1, end, [=](float x) { return x == least; });  // ties of the last one stay
-      if (sampler.top_p >= 1) return least;
-    }
-    std::sort(sorted_.begin(), end, std::greater<>());
-    uint64_t total = 0, reached = 0;
-    for (auto x = sorted_.begin(); x != end; ++x) total += scale_.weight(*x);
-    const uint64_t wanted = top_p_weight(sampler.top_p, total);
-    auto x = sorted_.begin();
-    while ((reached += scale_.weight(*x)) < wanted) ++x;
-    return *x;
-  }
-
-  std::vector<float> logits_, sorted_;
-  RowScale scale_{};
-};
-
-}  // namespace
-
 void verify_tree(CallStream stream, const TensorView& logits, const TensorView& tokens, const TensorView& parents,
                  const TensorView& positions, const TensorView& first_child, const TensorView& next_sibling,
                  const TensorView& num_nodes, int64_t accept_width, const OptTensor& slots,
                  const OptTensor& temperature, const OptTensor& top_k, const OptTensor& top_p, const OptTensor& min_p,
                  const OptTensor& seeds, const OptTensor& vocab_mask, const OptTensor& logit_bias,
-                 const OptTensor& status, const TensorView& out_tokens, const TensorView& out_len,
-                 const TensorView& out_path) {
+                 const OptTensor& draft_logits, const OptTensor& draft_rows, const OptTensor& draft_temperature,
+                 const OptTensor& id_map, bool block_verification, const OptTensor& status,
+                 const TensorView& out_tokens, const TensorView& out_len, const TensorView& out_path) {
   Check check("verify_tree");
   Dim B{"batch"}, N{"num_nodes"}, V{"vocab"}, S{"accept_width", accept_width}, R{"num_slots"};
   check.strided("logits", logits, {B, N, V}, kFloats);
@@ -102,6 +39,23 @@ void verify_tree(CallStream stream, const TensorView& logits, const TensorView& 
   const int64_t mask_words = (V + 31) / 32;
   check.tensor("vocab_mask", vocab_mask, {B, N, mask_words}, kInt32);
   if (logit_bias) check.strided("logit_bias", *logit_bias, {R, V}, kFloat32);
+  Dim rows{"draft rows"}, Vd{"draft_vocab"};
+  if (draft_logits) {
+    check.that(temperature.has_value(), "draft_logits", "is given", "None, since temperature is None");
+    check.strided("draft_logits", *draft_logits, {B, rows, id_map ? Vd : V}, dtype_of(logits));
+    check.range("draft rows", rows, 1, std::numeric_limits<int32_t>::max());
+    check.that(draft_rows.has_value(), "draft_rows", "is None", "a tensor, since draft_logits is given");
+    if (id_map) check.range("draft_vocab", Vd, 1, kMaxMappedVocab);
+    check.that(!id_map || V <= kMaxMappedVocab, "vocab", "is " + std::to_string(V), "at most 1048576 with an id_map");
+  }
+  for (const auto& [name, given] : {std::pair{"draft_rows", draft_rows.has_value()},
+                                    {"draft_temperature", draft_temperature.has_value()},
+                                    {"id_map", id_map.has_value()}})
+    check.that(!given || draft_logits, name, "is given", "None, since draft_logits is None");
+  check.that(!block_verification || draft_logits, "block_verification", "is True", "False, since draft_logits is None");
+  check.tensor("draft_rows", draft_rows, {B, N}, kInt32);
+  check.tensor("draft_temperature", draft_temperature, {R}, kFloat32);
+  check.tensor("id_map", id_map, {Vd}, kInt32);
   check.output("status", status, {R}, kInt32);
   const bool has_slots = R.value >= 0;
   if (has_slots)
@@ -130,6 +84,15 @@ void verify_tree(CallStream stream, const TensorView& logits, const TensorView& 
                    .top_p = data_or_null<const float>(top_p),
                    .min_p = data_or_null<const float>(min_p),
                    .seeds = data_or_null<const int64_t>(seeds)},
+      .drafts = {.logits = data_or_null<const void>(draft_logits),
+                 .batch_stride = draft_logits ? draft_logits->stride(0) : 0,
+                 .row_stride = draft_logits ? draft_logits->stride(1) : 0,
+                 .num_rows = draft_logits ? rows.value : 0,
+                 .vocab = draft_logits ? draft_logits->shape(2) : 0,
+                 .rows = data_or_null<const int32_t>(draft_rows),
+                 .temperature = data_or_null<const float>(draft_temperature),
+                 .id_map = data_or_null<const int32_t>(id_map),
+                 .in_blocks = block_verification},
       .vocab_mask = data_or_null<const int32_t>(vocab_mask),
       .logit_bias = data_or_null<const float>(logit_bias),
       .bias_stride = logit_bias ? logit_bias->stride(0) : 0,
@@ -149,8 +112,9 @@ void verify_tree(CallStream stream, const TensorView& logits, const TensorView& 
 }
 
 void verify_tree_cpu(const VerifyTreeParams& p) {
+  if (p.drafts.logits) return verify_sampled_cpu(p);
   with_float_type(p.logits_dtype, [&]<class T>() {
-    TokenDraw draw;
+    TokenWeights weights;
     for (int64_t b = 0; b < p.batch; ++b) {
       const int64_t slot = slot_of(p.slots, b, p.num_slots);
       const auto nodes = [&](int64_t i) { return read_node(p.links, b, i); };
@@ -162,7 +126,7 @@ void verify_tree_cpu(const VerifyTreeParams& p) {
       for (int32_t node = size > 0 ? 0 : kNoChild; node >= 0;) {
         const LogitRow<T> row = logit_row<T>(p, b, slot, node);
         const int32_t token =
-            sampler.greedy ? largest_id(row, p.vocab) : draw.token(row, p.vocab, sampler, position_after(p, b, node));
+            sampler.greedy ? largest_id(row, p.vocab) : weights.draw(row, p.vocab, sampler, position_after(p, b, node));
         if (token < 0) bits |= kBadLogits;
         if (token < 0 || !out.emit(token, node)) break;
         node = find_child(nodes, size, node, token);

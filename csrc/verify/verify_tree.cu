@@ -125,6 +125,7 @@ void start(const VerifyTreeParams& p, Stream stream) {
 }  // namespace
 
 void verify_tree_cuda(const VerifyTreeParams& p, Stream stream) {
+  if (p.drafts.logits) return verify_sampled_cuda(p, stream);
   with_float_type(p.logits_dtype, [&]<class T>() {
     const bool adjusted = p.logit_bias || p.vocab_mask, sampled = p.sampling.temperature;
     if (adjusted)

@@ -12,6 +12,18 @@ namespace specdec {
 constexpr int64_t kMaxVerifiedNodes = 512;
 // Sums of as many weights fit 64 bits.
 constexpr int64_t kMaxVocab = int64_t{1} << 22;
+// A kernel keeps a bit for each token, where the draft has a vocabulary of its own.
+constexpr int64_t kMaxMappedVocab = int64_t{1} << 20;
+
+// What sampled candidates were drawn from.
+struct SampledDrafts {
+  const void* logits;  // [batch, num_rows, vocab] in the target's dtype, or null: no candidate was sampled
+  int64_t batch_stride, row_stride, num_rows, vocab;
+  const int32_t* rows;       // [batch, num_nodes]: the row of `logits` a node was drawn from; -1: it was not sampled
+  const float* temperature;  // [num_slots], or null: the request's
+  const int32_t* id_map;     // [vocab] or null: the target's id of each of the draft's
+  bool in_blocks;            // block verification
+};
 
 struct VerifyTreeParams {
   const void* logits;  // [batch, num_nodes, vocab], float dtype; requests and nodes this many elements apart:
@@ -21,6 +33,7 @@ struct VerifyTreeParams {
   const int32_t* positions;   // [batch, num_nodes]: of the nodes' tokens; null when all is greedy
   const int32_t* tree_sizes;  // [batch]: nodes in use of each tree; <= 0 is an empty row
   SamplingArrays sampling;
+  SampledDrafts drafts;
   const int32_t* vocab_mask;  // [batch, num_nodes, mask_words] or null: bit patterns of the tokens allowed at each node
   const float* logit_bias;    // [num_slots, vocab] or null; slots `bias_stride` elements apart
   int64_t bias_stride, mask_words;
@@ -40,6 +53,12 @@ SD_HD LogitRow<T> logit_row(const VerifyTreeParams& p, int64_t b, int64_t slot, 
           p.vocab_mask ? p.vocab_mask + (b * p.links.num_nodes + node) * p.mask_words : nullptr};
 }
 
+template <class T>
+SD_HD LogitRow<T> draft_logit_row(const VerifyTreeParams& p, int64_t b, int64_t row) {
+  return {static_cast<const T*>(p.drafts.logits) + b * p.drafts.batch_stride + row * p.drafts.row_stride, nullptr,
+          nullptr};
+}
+
 // Absolute position of the token that follows node `node`: what its noise is keyed by.
 SD_HD uint32_t position_after(const VerifyTreeParams& p, int64_t b, int64_t node) {
   return static_cast<uint32_t>(p.positions[b * p.links.num_nodes + node]) + 1;
@@ -54,10 +73,14 @@ void verify_tree(CallStream stream, const TensorView& logits, const TensorView& 
                  const TensorView& num_nodes, int64_t accept_width, const OptTensor& slots,
                  const OptTensor& temperature, const OptTensor& top_k, const OptTensor& top_p, const OptTensor& min_p,
                  const OptTensor& seeds, const OptTensor& vocab_mask, const OptTensor& logit_bias,
-                 const OptTensor& status, const TensorView& out_tokens, const TensorView& out_len,
-                 const TensorView& out_path);
+                 const OptTensor& draft_logits, const OptTensor& draft_rows, const OptTensor& draft_temperature,
+                 const OptTensor& id_map, bool block_verification, const OptTensor& status,
+                 const TensorView& out_tokens, const TensorView& out_len, const TensorView& out_path);
 
 void verify_tree_cpu(const VerifyTreeParams& p);
 void verify_tree_cuda(const VerifyTreeParams& p, Stream stream);
+// With sampled candidates (sampled_walk.h).
+void verify_sampled_cpu(const VerifyTreeParams& p);
+void verify_sampled_cuda(const VerifyTreeParams& p, Stream stream);
 
 }  // namespace specdec

@@ -555,6 +555,11 @@ def verify_tree(
     seeds: Tensor | None = None,
     vocab_mask: Tensor | None = None,
     logit_bias: Tensor | None = None,
+    draft_logits: Tensor | None = None,
+    draft_rows: Tensor | None = None,
+    draft_temperature: Tensor | None = None,
+    id_map: Tensor | None = None,
+    block_verification: bool = False,
     status: Tensor | None = None,
     out_tokens: Tensor | None = None,
     out_len: Tensor | None = None,
@@ -574,6 +579,14 @@ def verify_tree(
     y alone, so that a request's text is the same with any draft, any tree or none (docs/verification.md). The draw is
     exact to 2^-40 of the likeliest token and the same on both devices. A batch mixes greedy and sampled requests.
 
+    Candidates that were themselves sampled, without replacement, from softmax(draft_logits / draft_temperature) are
+    verified by rejection: the children of a node are tried in order, each accepted with the probability that the target
+    gives it over the draft's (what earlier rejections left of both); where all are rejected, the bonus comes from what
+    is left of the target's distribution. This accepts more where the draft is good, and the text then depends on the
+    drafts as well as on the seed. The tree's shape must be fixed before the draw and siblings stand in draw order:
+    choosing among drawn candidates by their score biases the text. The drafts' noise must be independent of this op's.
+    Greedy requests, and nodes whose children were not sampled, are verified as above, whatever the rest of the batch.
+
     Args:
         logits: [B, N, V] float32, float16 or bfloat16, free strides except the last: the target's logits of every node.
             N is at most 512 and V at most 2^22.
@@ -586,16 +599,29 @@ def verify_tree(
         seeds: [num_slots] int64, given with temperature.
         vocab_mask: [B, N, ceil(V / 32)] int32 bit patterns: bit v % 32 of word v / 32 allows token v at the node.
         logit_bias: [num_slots, V] float32, rows may be strided: added to the logits first, for greedy requests too.
+        draft_logits: [B, Q, Vd] like logits, with sampling parameters: what candidates were drawn from. Vd = V without
+            id_map.
+        draft_rows: [B, N] int32, given with draft_logits: the row of draft_logits[b] that a node was drawn from, the
+            same for all children of one node; -1 for a node that was not sampled.
+        draft_temperature: [num_slots] float32; where it is 0 (or below), no candidate counts as sampled. None: the
+            request's temperature.
+        id_map: [Vd] int32, the target's id of each of the draft's, each at most once; V is at most 2^20 then. A child
+            that the draft cannot have drawn (not in id_map, of no probability, or like an earlier sibling) is skipped.
+        block_verification: verify the chain of sampled nodes at the root as one block (Sun et al., arXiv 2403.10444),
+            which accepts at least as much on average; from the first node on that has several children or one that was
+            not sampled, the walk goes on as above. The drafts of a round must then be drawn with noise that no earlier
+            round used.
         status: [num_slots] int32. Gains BAD_LOGITS where a row of logits has nothing above -inf (the walk ends without
             a bonus token: nothing at all is emitted when it is the root's), BAD_TREE where a link leaves the tree, does
-            not rise or contradicts `parents`, or num_nodes exceeds N (the walk ends with y as the bonus).
+            not rise or contradicts `parents`, siblings differ in their draft row or name none of draft_logits, or
+            num_nodes exceeds N (the walk ends with a bonus token).
 
     Returns:
         Accepted(tokens, lengths, path). Empty rows: length 0, tokens -1, path 0.
 
     Raises:
         ValueError: wrong dtype, shape, device or stride; accept_width < 1; seeds missing, or parameters of sampling
-            without temperature.
+            without temperature; draft_rows missing, or parameters of drafts without draft_logits.
     """
     batch, _, _ = shape_of("verify_tree", "logits", logits, 3)
     width = max(accept_width, 0)  # a bad width is for the op to name
@@ -623,6 +649,11 @@ def verify_tree(
         seeds,
         vocab_mask,
         logit_bias,
+        draft_logits,
+        draft_rows,
+        draft_temperature,
+        id_map,
+        block_verification,
         status,
         out_tokens,
         out_len,

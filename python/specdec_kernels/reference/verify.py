@@ -56,6 +56,52 @@ def drawn(p: Tensor, u: float) -> int:
     return int(torch.searchsorted(torch.cumsum(p, 0), torch.tensor(u * float(p.sum()), dtype=p.dtype), right=True))
 
 
+def rejection(p: Tensor, q: Tensor, drafts: list[int]) -> tuple[list[float], Tensor]:
+    """Recursive rejection at one node whose children were drawn from q [V] without replacement, in this order.
+
+    Returns the chance of each child to be the one accepted, and of each token [V] to be the bonus. One child: the
+    rejection sampling of Leviathan et al. 2023 and Chen et al. 2023; several: Jeon et al. 2024 (arXiv 2402.14160).
+    """
+    p, q, reached = p.double(), q.double(), 1.0
+    chances = []
+    for d in drafts:
+        if q[d] == 0:  # cannot have been drawn
+            chances.append(0.0)
+            continue
+        left = (p - q).clamp(min=0)
+        accepts = min(1.0, float(p[d] / q[d])) if left.sum() > 0 else 1.0
+        chances.append(reached * accepts)
+        reached *= 1 - accepts
+        p = left / left.sum() if left.sum() > 0 else p
+        q = q.index_fill(0, torch.tensor([d]), 0.0)
+        q = q / q.sum() if q.sum() > 0 else q
+    return chances, reached * p
+
+
+def block_rejection(p: Tensor, q: Tensor, drafts: list[int]) -> tuple[list[float], Tensor]:
+    """Block verification (Sun et al., arXiv 2403.10444, algorithm 2) of a chain drawn from q [gamma, V], for the
+    target's p [gamma + 1, V] along it.
+
+    Returns the chance that exactly the first 0, 1, ..., gamma drafts are accepted, and the distributions
+    [gamma + 1, V] of the token that follows them.
+    """
+    gamma = len(drafts)
+    share, bonus, ends = 1.0, [], []
+    for i in range(gamma + 1):
+        left = (share * p[i] - q[i]).clamp(min=0) if i < gamma else share * p[i]
+        rest = float(left.sum())
+        bonus.append(left / rest if rest > 0 else p[i])
+        ends.append(1.0 if i == 0 else share if i == gamma else rest / (rest + 1 - share) if rest > 0 else 0.0)
+        if i < gamma:
+            share = min(share * float(p[i, drafts[i]] / q[i, drafts[i]]), 1.0)
+    chances = []
+    later = 1.0  # that no longer prefix is accepted
+    for end in reversed(ends):
+        chances.append(later * end)
+        later *= 1 - end
+    return chances[::-1], torch.stack(bonus)
+
+
 def verify_tree(
     logits: Tensor, tree: Tree, accept_width: int, slots: Tensor | None = None, status: Tensor | None = None
 ) -> Accepted:
