@@ -16,6 +16,7 @@ from ..peers import flashinfer, sglang
 from .trees import random_tree
 
 WIDTH = 6  # accept row: five draft steps and the bonus token
+ACCEPTED = 3  # drafts of each path that is scored
 
 # Per-request parameters, by the name of the `sampling` they are benchmarked under.
 SAMPLING: dict[str, dict[str, float]] = {

@@ -170,6 +170,7 @@ class Exchange {
   // Before a number can be sent every block must have begun: they say so here, and wait for it at the first sending.
   __device__ explicit Exchange(Storage& storage) : s_(storage) {
 #if __CUDA_ARCH__ >= 900
+    if (Cluster::size() == 1) return;
     if (threadIdx.x == 0) {
       init_barrier(s_.barriers[0]);
       init_barrier(s_.barriers[1]);
@@ -187,24 +188,26 @@ class Exchange {
     uint64_t* numbers = s_.words[turn_];
     const int apart_log2 = __clz(each) - (31 - 5);  // lanes between numbers: 32 / each
 #if __CUDA_ARCH__ >= 900
-    if (!joined_) Cluster::wait();
-    joined_ = true;
-    uint64_t& barrier = s_.barriers[turn_];
-    if (threadIdx.x == 0) expect_bytes(barrier, row_warps() * each * static_cast<int>(sizeof(uint64_t)));
-    const int messages = each << Cluster::size_log2();
+    if (Cluster::size() > 1) {
+      if (!joined_) Cluster::wait();
+      joined_ = true;
+      uint64_t& barrier = s_.barriers[turn_];
+      if (threadIdx.x == 0) expect_bytes(barrier, row_warps() * each * static_cast<int>(sizeof(uint64_t)));
+      const int messages = each << Cluster::size_log2();
 #pragma unroll 1
-    for (int first = 0; first < messages; first += kWarp) {
-      const int message = first + lane_id(), i = min(message >> Cluster::size_log2(), each - 1);
-      const uint64_t number = __shfl_sync(kFullMask, mine, i << apart_log2);
-      if (message < messages) send(&numbers[row_warp() * each + i], number, barrier, message & (Cluster::size() - 1));
+      for (int first = 0; first < messages; first += kWarp) {
+        const int message = first + lane_id(), i = min(message >> Cluster::size_log2(), each - 1);
+        const uint64_t number = __shfl_sync(kFullMask, mine, i << apart_log2);
+        if (message < messages) send(&numbers[row_warp() * each + i], number, barrier, message & (Cluster::size() - 1));
+      }
+      wait(barrier, phases_ >> turn_ & 1);
+      phases_ ^= 1u << turn_;
+      return numbers;
     }
-    wait(barrier, phases_ >> turn_ & 1);
-    phases_ ^= 1u << turn_;
-#else
-    if ((lane_id() >> apart_log2 << apart_log2) == lane_id())
+#endif
+    if (lane_id() >> apart_log2 << apart_log2 == lane_id())
       numbers[row_warp() * each + (lane_id() >> apart_log2)] = mine;
     __syncthreads();
-#endif
     return numbers;
   }
 

@@ -157,9 +157,10 @@ class TokenDraw {
     share_found(found, before, total);
     const uint64_t row_weight = sampler_.top_k > 0 ? 0 : row_sum(-INFINITY, Sum::kWeights);
 #if __CUDA_ARCH__ >= 900
-    Exchange::wait(s_.list_barrier, list_phase_);
+    if (Cluster::size() > 1) Exchange::wait(s_.list_barrier, list_phase_);
     list_phase_ ^= 1;
 #endif
+    if (Cluster::size() == 1) __syncthreads();  // the list is complete
     listed_ = static_cast<int>(total);
     return draw_from_list(listed_, row_weight, random);
   }
@@ -197,25 +198,22 @@ class TokenDraw {
 
   // Sends what this warp found to the list of every block.
   __device__ void share_found(int found, int before, int total) {
+    const bool alone = Cluster::size() == 1;
 #if __CUDA_ARCH__ >= 900
-    if (threadIdx.x == 0) Exchange::expect_bytes(s_.list_barrier, total * static_cast<int>(sizeof(DrawStorage::Entry)));
+    if (!alone && threadIdx.x == 0)
+      Exchange::expect_bytes(s_.list_barrier, total * static_cast<int>(sizeof(DrawStorage::Entry)));
 #endif
     __syncwarp();  // the warp's entries are written
     for (int i = lane_id(); i < found; i += kWarp) {
       const auto [key, id] = s_.found[warp_id()][i];
-      const uint64_t weight = scale_.weight(key_float(key));
+      const DrawStorage::Entry entry{scale_.weight(key_float(key)), key >> kShift, id};
+      if (alone) s_.list[before + i] = entry;
 #if __CUDA_ARCH__ >= 900
-      const uint4 entry = {static_cast<uint32_t>(weight), static_cast<uint32_t>(weight >> 32), key >> kShift,
-                           static_cast<uint32_t>(id)};
-      for (unsigned rank = 0; rank < Cluster::size(); ++rank)
-        Exchange::send(reinterpret_cast<uint4*>(&s_.list[before + i]), entry, s_.list_barrier, rank);
-#else
-      s_.list[before + i] = {weight, key >> kShift, id};
+      for (unsigned rank = 0; !alone && rank < Cluster::size(); ++rank)
+        Exchange::send(reinterpret_cast<uint4*>(&s_.list[before + i]), reinterpret_cast<const uint4&>(entry),
+                       s_.list_barrier, rank);
 #endif
     }
-#if !(__CUDA_ARCH__ >= 900)
-    __syncthreads();  // the list is complete
-#endif
   }
 
   // The threads of an entry count together, each over a part of the list.

@@ -31,12 +31,14 @@ NUMBERS = {
     "prefix": "tokens before the tree",
     "rows": "K/V rows written per request",
     "layers": "layers of KV",
+    "top_n": "alternatives scored beside each token",
 }
 # Words, and which:
 WORDS = {
     "dtype": ("float32", "float16", "bfloat16"),
     "lengths": ("even", "uneven"),
     "mode": ("tree", "chain"),
+    "moves": ("tree", "none"),
     "sampling": ("greedy", "top_k+top_p", "top_p", "temperature"),
 }
 
