@@ -167,7 +167,7 @@ class Exchange {
     uint64_t barriers[2];
   };
 
-  // Before a number can be sent every block must have begun: they say so here, and wait for it in join().
+  // Before a number can be sent every block must have begun: they say so here, and wait for it at the first sending.
   __device__ explicit Exchange(Storage& storage) : s_(storage) {
 #if __CUDA_ARCH__ >= 900
     if (Cluster::size() == 1) return;
@@ -181,12 +181,6 @@ class Exchange {
 #endif
   }
 
-  __device__ static void join() {
-#if __CUDA_ARCH__ >= 900
-    if (Cluster::size() > 1) Cluster::wait();
-#endif
-  }
-
   // `each` numbers of every warp, in order of warps: the warp's i-th is that of lane i * 32 / each. `each` is a power
   // of two, at most 32, and the numbers fit a buffer.
   __device__ __forceinline__ const uint64_t* all(uint64_t mine, int each = 1) {
@@ -195,6 +189,8 @@ class Exchange {
     const int apart_log2 = __clz(each) - (31 - 5);  // lanes between numbers: 32 / each
 #if __CUDA_ARCH__ >= 900
     if (Cluster::size() > 1) {
+      if (!joined_) Cluster::wait();
+      joined_ = true;
       uint64_t& barrier = s_.barriers[turn_];
       if (threadIdx.x == 0) expect_bytes(barrier, row_warps() * each * static_cast<int>(sizeof(uint64_t)));
       const int messages = each << Cluster::size_log2();
@@ -237,14 +233,12 @@ class Exchange {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address(&barrier)), "r"(bytes)
                  : "memory");
   }
-  // What was sent is in shared memory when its bytes are counted in. Not an acquire of the cluster, which would throw
-  // the row out of L1.
   __device__ static void wait(uint64_t& barrier, unsigned phase) {
     unsigned done = 0;
     while (!done)
       asm volatile(
           "{ .reg .pred done;\n"
-          "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+          "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%1], %2;\n"
           "selp.u32 %0, 1, 0, done; }"
           : "=r"(done)
           : "r"(address(&barrier)), "r"(phase)
@@ -280,6 +274,7 @@ class Exchange {
 
   Storage& s_;
   unsigned turn_ = 0, phases_ = 0;
+  bool joined_ = false;
 };
 
 // The lowest id with the largest logit, or -1 where nothing is above -inf.

@@ -327,7 +327,6 @@ __global__ void __launch_bounds__(kRowThreads, kBlocksPerSm)
     TokenDraw<T, kAdjusted>::init(draw_storage);
     Exchange exchange(exchange_storage);
     if (mapped && drafts_sampled) map_tokens(p, mapped);
-    exchange.join();
     using Rows = ClusterRows<T, kAdjusted>;
     Rows rows(p, b, slot, sampler, draft_sampler, mapped, exchange, draw_storage);
     bits |= SampledWalk<Rows>(p, b, size, sampler, drafts_sampled, rows, out, leads).run();

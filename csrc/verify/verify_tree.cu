@@ -93,7 +93,6 @@ __global__ void __launch_bounds__(kRowThreads, blocks_per_sm(kSampled)) verify_t
     TokenDraw<T, kAdjusted>::init(draw_storage);
   }
   Exchange exchange(exchange_storage);
-  exchange.join();
   if (!sampler.greedy) tree.wait();  // for the position
 #pragma unroll 1
   for (int32_t node = 0; node >= 0;) {
