@@ -404,7 +404,7 @@ KINDS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("vocab", "draft_vocab"), [(300, 0), (4099, 0), (4099, 501), (32000, 0), (128256, 32000)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_both_devices_agree(vocab: int, draft_vocab: int, dtype: torch.dtype, kind: str) -> None:
+def test_cuda_draws_what_the_cpu_draws(vocab: int, draft_vocab: int, dtype: torch.dtype, kind: str) -> None:
     batch = 8
     for parents in (CHAIN_3, TREE):
         nodes = len(parents)
