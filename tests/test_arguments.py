@@ -320,13 +320,14 @@ def test_the_fallback_keeps_nothing(make: Any) -> None:
     tracemalloc.start()
     try:
         before, _ = tracemalloc.get_traced_memory()
-        for _ in range(25_000 if producer is kept else 5_000):
+        calls = 25_000 if producer is kept else 5_000
+        for _ in range(calls):
             _C.noop4(None, producer, producer, producer, producer)
         after, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert (sys.getrefcount(producer), sys.getrefcount(kept)) == references
-    assert after - before < 4096
+    assert after - before < 8 * calls  # kept objects are 16 bytes and more; other threads allocate, too
 
 
 def test_errors_keep_nothing() -> None:
