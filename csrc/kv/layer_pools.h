@@ -3,6 +3,7 @@
 
 #include <cstring>
 
+#include "core/check.h"
 #include "kv/bytes.h"
 
 namespace specdec {
@@ -28,6 +29,23 @@ inline LayerPools layer_pools(const TensorView& k, const TensorView& v) {
           .head_bytes = k.shape(4) * item_bytes(k),
           .unit = copy_unit({&k, &v})};
 }
+
+// The sizes of such pools and of the table of their pages, which other arguments share.
+struct PagedLayers {
+  Dim layers{"layers"}, heads{"heads"}, head_dim{"head_dim"};
+  Dim pages{"num_pages"}, page_size{"page_size"}, slots{"num_slots"}, max_pages{"max_pages"};
+
+  // Checks both pools and the table, in this order, and binds their sizes.
+  void check(Check& check, const TensorView& k_pools, const TensorView& v_pools, const TensorView& page_table);
+
+  PageRows rows(const TensorView& page_table, const OptTensor& page_refs) const {
+    return {.page_table = page_table.data<int32_t>(),
+            .page_refs = data_or_null<const int32_t>(page_refs),
+            .max_pages = max_pages,
+            .num_pages = pages,
+            .page_size = page_size};
+  }
+};
 
 // One row in every layer, on the host.
 inline void copy_row(const LayerPools& pools, KvRow from, KvRow to) {
