@@ -10,6 +10,7 @@ from torch import Tensor
 from ..ops import Accepted, TokenScores, Tree
 from ..status import FinishReason, Status
 from .draft import select_topk
+from .noise import philox
 
 
 def target_token(logits: Tensor) -> int | None:
@@ -33,16 +34,6 @@ def filtered(logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 
     if min_p > 0:
         kept &= p >= min(min_p, 1.0) * p.max()
     return torch.where(kept, p, 0.0) / p[kept].sum()
-
-
-def philox(seed: int, counter: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
-    """Philox4x32-10 (Salmon et al. 2011)."""
-    key = (seed % 2**32, seed % 2**64 >> 32)
-    for _ in range(10):
-        a, b = 0xD2511F53 * counter[0], 0xCD9E8D57 * counter[2]
-        counter = (b >> 32 ^ counter[1] ^ key[0], b % 2**32, a >> 32 ^ counter[3] ^ key[1], a % 2**32)
-        key = ((key[0] + 0x9E3779B9) % 2**32, (key[1] + 0xBB67AE85) % 2**32)
-    return counter
 
 
 def uniform(seed: int, position: int) -> float:
