@@ -7,7 +7,6 @@
 namespace specdec {
 
 constexpr int kRowThreads = 512, kRowWarps = kRowThreads / kWarp;
-constexpr int kMaxRowWarps = kRowWarps * kMaxCluster;
 
 __device__ __forceinline__ int lane_id() { return threadIdx.x % kWarp; }
 __device__ __forceinline__ int warp_id() { return threadIdx.x / kWarp; }
