@@ -281,23 +281,28 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
   m.def("copy_kv", &copy_kv, "copy rows of one slot to the same rows of another, in every layer");
 
   // --- ngram
+  using Release = py::call_guard<py::gil_scoped_release>;
   py::class_<NgramIndex>(m, "NgramIndex", "n-gram index: drafts from text seen before")
-      .def(py::init<int64_t, int64_t, int64_t>())
-      .def("insert", &NgramIndex::insert)
-      .def("extend", &NgramIndex::extend)
-      .def("release", &NgramIndex::release)
-      .def("draft", &NgramIndex::draft)
-      .def("clear", &NgramIndex::clear)
+      .def(py::init<int64_t, int64_t, int64_t, int64_t>(), Release())
+      .def_static("load", &NgramIndex::load, Release())
+      .def("save", &NgramIndex::save, Release())
+      .def("begin", &NgramIndex::begin, Release())
+      .def("insert", &NgramIndex::insert, Release())
+      .def("extend", &NgramIndex::extend, Release())
+      .def("release", &NgramIndex::release, Release())
+      .def("draft", &NgramIndex::draft, Release())
+      .def("clear", &NgramIndex::clear, Release())
       .def("statistics",
            [](const NgramIndex& index) {
-             const NgramStatistics s = index.statistics();
-             return py::make_tuple(s.tokens, s.entries, s.evictions, s.drafts, s.matches, s.drafted);
+             const auto [h, capacity] = index.statistics();
+             const double load = static_cast<double>(h.entries) / static_cast<double>(capacity);
+             return py::make_tuple(h.inserted, h.held, h.entries, load, h.evictions, h.drafts, h.matches, h.drafted,
+                                   std::to_array(h.rounds_by_match), std::to_array(h.accepted_by_match));
            })
-      .def("digest", &NgramIndex::digest)
+      .def("digest", &NgramIndex::digest, Release())
       .def_property_readonly("num_bytes", &NgramIndex::num_bytes);
 
   // --- scheduler
-  using Release = py::call_guard<py::gil_scoped_release>;
   using Seconds = std::chrono::duration<double>;
   py::class_<PyScheduler>(m, "Scheduler", py::custom_type_setup(collect_executor))
       .def(py::init(&make_scheduler), "executor"_a, py::kw_only(), "num_slots"_a, "num_pages"_a, "page_size"_a,

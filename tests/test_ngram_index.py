@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -105,6 +107,14 @@ def texts(alphabet: int, size: int) -> st.SearchStrategy[list[int]]:
 def call_lists(draw: st.DrawFn) -> list[tuple[Any, ...]]:
     alphabet = draw(st.integers(1, 4))
     insert = st.tuples(st.just("insert"), texts(alphabet, 90), slots_or_none)
+    document = st.tuples(st.just("document"), texts(alphabet, 90), st.integers(0, 2))
+    begin = st.tuples(
+        st.just("begin"),
+        st.integers(0, NUM_SLOTS - 1),
+        st.sampled_from([0, 0, 1, 2]),
+        st.booleans(),
+        st.sampled_from([None, 0, 1]),
+    )
     step = st.tuples(st.just("insert"), texts(alphabet, 4), st.integers(0, NUM_SLOTS - 1))
     release = st.tuples(st.just("release"), st.integers(0, NUM_SLOTS - 1))
     look = st.tuples(
@@ -113,25 +123,39 @@ def call_lists(draw: st.DrawFn) -> list[tuple[Any, ...]]:
         st.sampled_from(["tree", "tree", "chain"]),
         st.sampled_from([0.0, 0.0, 0.05, 0.5, 1.0]),
         st.sampled_from([1, 1, 2, 3, 9, 32]),
+        st.sampled_from([(4.0, 1.0, 1.0, 1.0), (1.0, 2.5, 0.5, 0.75), (1.0, 0.0, 0.0, 0.5), (0.0, 1.0, 256.0, 1e-3)]),
     )
-    return draw(st.lists(st.one_of(insert, step, look, look, release), max_size=25))
+    return draw(st.lists(st.one_of(insert, document, begin, step, look, look, release), max_size=25))
+
+
+def options_of(mode: str, min_prob: float, min_match: int, weights: tuple[float, ...]) -> dict[str, Any]:
+    names = ("own_weight", "group_weight", "global_weight", "recency")
+    return {"mode": mode, "min_prob": min_prob, "min_match": min_match, **dict(zip(names, weights, strict=True))}
 
 
 @settings(max_examples=300, deadline=None)
 @given(call_lists())
 def test_matches_model(calls: list[tuple[Any, ...]]) -> None:
     index, model = sd.NgramIndex(1 << 14, NUM_SLOTS, 4000), reference.NgramIndex()
-    for call, *arguments in [*calls, ("draft", 16, "tree", 0.0, 1)]:
+    for call, *arguments in [*calls, ("draft", 16, "tree", 0.0, 1, (4.0, 1.0, 1.0, 1.0))]:
         if call == "insert":
             tokens, slot = arguments
             index.insert(ints(tokens), slot)
             model.insert(tokens, slot)
+        elif call == "document":
+            tokens, group = arguments
+            index.insert(ints(tokens), group=group)
+            model.insert(tokens, group=group)
+        elif call == "begin":
+            slot, group, private, request = arguments
+            held = index.begin(slot, group=group, private=private, request=request)
+            assert held == model.begin(slot, group=group, private=private, request=request)
         elif call == "release":
             index.release(arguments[0])
             model.release(arguments[0])
         else:
-            n, mode, min_prob, min_match = arguments
-            check_same(index, model, [0, 1, 2], n, mode=mode, min_prob=min_prob, min_match=min_match)
+            n, *options = arguments
+            check_same(index, model, [0, 1, 2], n, **options_of(*options))
 
 
 @pytest.mark.parametrize("mode", ["tree", "chain"])
@@ -161,43 +185,64 @@ def is_inside(needle: list[int], text: list[int]) -> bool:
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 200), st.integers(1, 5), st.integers(0, 2**32))
 def test_ageing_text_is_never_misread(max_tokens: int, alphabet: int, seed: int) -> None:
-    """On a ring and a table far too small, each path still continues inserted text, and twins stay equal."""
+    """On a ring and a table far too small, through files and scopes: each path continues text that its stream may see,
+    and twins stay equal, one of them with threads."""
     rng = random.Random(seed)
-    index, twin = (sd.NgramIndex(max_tokens, 3, 10_000) for _ in range(2))
+    index, twin = sd.NgramIndex(max_tokens, 3, 10_000), sd.NgramIndex(max_tokens, 3, 10_000, num_threads=3)
     model = reference.NgramIndex()
-    for _ in range(60):
-        action = rng.random()
-        slot = rng.randrange(3)
-        if action < 0.1:
-            index.release(slot)
-            twin.release(slot)
-            model.release(slot)
-        elif action < 0.6:
-            tokens = [rng.randrange(alphabet) for _ in range(rng.choice([1, 2, 5, 30, 100]))]
-            target = rng.choice([slot, slot, None])
-            for each in (index, twin):
-                each.insert(ints(tokens), target)
-            model.insert(tokens, target)
-        else:
-            mode = rng.choice(["tree", "chain"])
-            tree, scores, match_len = draft(index, [0, 1, 2], 20, [5, 6, 7], mode=mode)
-            for field, other in zip(tree, draft(twin, [0, 1, 2], 20, [5, 6, 7], mode=mode)[0], strict=True):
-                assert torch.equal(field, other)
-            for b in range(3):
-                own = model.running.get(b)
-                if own is None:
-                    check_empty_row(row_of(tree, b), scores[b], match_len[b])
-                    continue
-                check_row(row_of(tree, b), scores[b], 5 + b)
-                length = int(match_len[b])
-                assert (length > 0) == (int(tree.num_nodes[b]) > 1)
-                suffix = own.tokens[-max(length, 1) :]
-                assert own.tokens[-1] == int(tree.tokens[b, 0])
-                if length:
-                    assert any(is_inside(suffix, t.tokens) for t in model.texts)
-                for path in paths(tree, b):
-                    assert any(is_inside(path, t.tokens) for t in model.texts)
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(60):
+            action = rng.random()
+            slot = rng.randrange(3)
+            if action < 0.05:
+                for each in (index, twin, model):
+                    each.release(slot)
+            elif action < 0.2:
+                options = {
+                    "group": rng.randrange(3),
+                    "private": rng.random() < 0.3,
+                    "request": rng.choice([None, 1, 2]),
+                }
+                assert len({each.begin(slot, **options) for each in (index, twin, model)}) == 1
+            elif action < 0.6:
+                tokens = [rng.randrange(alphabet) for _ in range(rng.choice([1, 2, 5, 30, 100]))]
+                target = rng.choice([slot, slot, None])
+                group = rng.randrange(3) if target is None else 0
+                for each in (index, twin):
+                    each.insert(ints(tokens), target, group=group)
+                model.insert(tokens, target, group=group)
+            elif action < 0.63:
+                file = Path(folder) / "index"
+                index.save(file)
+                index, twin = sd.NgramIndex.load(file), sd.NgramIndex.load(file, num_threads=3)
+                model.running.clear()
+                model.ended.clear()
+            else:
+                check_ageing(index, twin, model, rng.choice(["tree", "chain"]))
+            statistics = index.statistics
+            assert 0 <= statistics.held <= min(statistics.inserted, max_tokens + 4 * 27)
     assert index._index.digest() == twin._index.digest()
+
+
+def check_ageing(index: sd.NgramIndex, twin: sd.NgramIndex, model: reference.NgramIndex, mode: str) -> None:
+    tree, scores, match_len = draft(index, [0, 1, 2], 20, [5, 6, 7], mode=mode)
+    for field, other in zip(tree, draft(twin, [0, 1, 2], 20, [5, 6, 7], mode=mode)[0], strict=True):
+        assert torch.equal(field, other)
+    for b in range(3):
+        own = model.running.get(b)
+        if own is None or not own.tokens:
+            check_empty_row(row_of(tree, b), scores[b], match_len[b])
+            continue
+        check_row(row_of(tree, b), scores[b], 5 + b)
+        length = int(match_len[b])
+        assert (length > 0) == (int(tree.num_nodes[b]) > 1)
+        suffix = own.tokens[-max(length, 1) :]
+        assert own.tokens[-1] == int(tree.tokens[b, 0])
+        seen = [t.tokens for t in model.texts if t.scope in own.sees()]
+        if length:
+            assert any(is_inside(suffix, t) for t in seen)
+        for path in paths(tree, b):
+            assert any(is_inside(path, t) for t in seen)
 
 
 def test_released_text_is_found_until_overwritten() -> None:
@@ -248,6 +293,77 @@ def test_own_text_weighs_four_times() -> None:
     tree, scores, _ = draft(index, [0], 8)
     assert tree.tokens[0].tolist() == [2, 9, 4, 1, 2, 5, 6, 2] and tree.num_nodes.tolist() == [7]
     assert scores[0, 5:7].exp().tolist() == pytest.approx([3 / 8, 1 / 8])
+
+
+def test_weights_of_scopes_and_of_age() -> None:
+    index = sd.NgramIndex(1000, 2, 500)
+    for text, group in (([1, 5], 0), ([1, 6], 7), ([1, 7], 7), ([1, 8], 3)):
+        index.insert(ints(text), group=group)
+    assert index.begin(0, group=7) == 0
+    index.insert(ints([1]), 0)
+    tree, scores, _ = draft(index, [0], 4)
+    assert tree.tokens[0].tolist() == [1, 7, 6, 5]  # the group's first, its newest first; no other group's
+    tree, scores, _ = draft(index, [0], 4, group_weight=2.0, recency=0.5)
+    assert tree.tokens[0].tolist() == [1, 7, 6, 5]
+    assert scores[0].exp().tolist() == pytest.approx([1, 2 / 4, 1 / 4, 1 / 4])
+    assert draft(index, [0], 4, group_weight=0.0)[0].tokens.tolist() == [[1, 5, 1, 1]]
+    assert draft(index, [0], 4, global_weight=0.0)[0].num_nodes.tolist() == [3]
+
+
+def test_a_private_stream_sees_itself_and_is_seen_by_nobody() -> None:
+    index = sd.NgramIndex(1000, 2, 500)
+    index.begin(0, private=True)
+    index.insert(ints([1, 2, 3, 1, 2]), 0)
+    index.insert(ints([1, 2, 9, 2]), 1)
+    tree, _, _ = draft(index, [0, 1], 6)
+    assert tree.tokens.tolist() == [[2, 3, 1, 2, 9, 2], [2, 9, 2, 2, 2, 2]] and tree.num_nodes.tolist() == [6, 3]
+    index.release(0)
+    index.begin(0)
+    index.insert(ints([1, 2]), 0)
+    assert draft(index, [0], 6)[0].tokens.tolist() == [[2, 9, 2, 2, 2, 2]]
+
+
+def test_a_request_resumes_its_stream() -> None:
+    """In another slot, with its own text's weight and without a seam, though its slot's record had to move."""
+    index = sd.NgramIndex(1000, 3, 500)
+    index.begin(0, request=10)
+    index.insert(ints([1, 2, 3, 4, 5]), 0)
+    index.begin(1, request=11)
+    index.insert(ints([7, 7]), 1)
+    index.release(0)
+    index.release(1)
+    assert index.begin(0, request=11) == 2  # request 10 is in slot 1 now
+    assert index.begin(1, request=10, group=1) == 0  # of another group: another request; the record is lost
+    assert index.begin(2, request=10) == 0
+    index.release(0)
+    assert index.begin(1, request=11) == 2
+    index.insert(ints([8, 7, 7]), 1)
+    tree, _, match_len = draft(index, [1], 3)
+    assert tree.tokens[0].tolist() == [7, 8, 7] and match_len.tolist() == [2]
+    assert index.statistics.inserted == 10
+    assert index.begin(1, request=11) == 5  # also where it runs
+    assert index.begin(1) == 0
+
+
+def test_accepted_tokens_are_counted_by_match_length() -> None:
+    index = sd.NgramIndex(100, 3, 50)
+    index.extend(ints([[5, 6, 5], [7, 7, 7], [1, 1, 1]]), ints([3, 1, 0]), ints([0, 1, 2]), ints([4, 4, 32]))
+    index.extend(ints([[5, 6, 5]]), ints([2]), ints([-1]), ints([77]))
+    index.extend(ints([[5, 6, 5]]), ints([2]), ints([0]), ints([0]))
+    statistics = index.statistics
+    assert {m: n for m, n in enumerate(statistics.rounds_by_match) if n} == {0: 1, 4: 2}
+    assert {m: n for m, n in enumerate(statistics.accepted_by_match) if n} == {0: 1, 4: 2}
+
+
+def test_more_than_32_candidates_are_cut() -> None:
+    index = sd.NgramIndex(4000, 1, 500)
+    for follower in range(60):
+        for n in (1, 2, 4, 8):
+            index.insert(ints([*range(9 - n, 9), 100 + follower]), group=follower % 2)
+    index.begin(0, group=1)
+    index.insert(ints(list(range(1, 9))), 0)
+    tree, _, match_len = draft(index, [0], 64)
+    assert tree.num_nodes.tolist() == [15] and match_len.tolist() == [8]  # 7 texts of each scope, each 4 times
 
 
 def test_chain_has_one_child_each() -> None:
@@ -309,7 +425,7 @@ def test_large_token_ids() -> None:
 
 def test_memory_is_as_documented_and_fixed() -> None:
     index = sd.NgramIndex(1 << 20, 64, 4096)
-    assert index.num_bytes == (1 << 20) // 4 * 256 + (37450 + 64) * 128 + 64 * 144
+    assert index.num_bytes == 768 + (1 << 20) // 4 * 256 + (38837 + 64 + 1) * 128 + 64 * 160
     assert index.num_bytes / (1 << 20) < 69
     small = sd.NgramIndex(50, 1, 10_000)
     before = small.num_bytes
@@ -323,11 +439,13 @@ def test_clear_and_statistics() -> None:
     fresh = index._index.digest()
     index.insert(ints([1, 2, 1]), 1)
     draft(index, [0, 1], 4)
-    assert index.statistics == (3, 3, 0, 1, 1, 2)  # 1 -> 2; 2 -> 1 and (1, 2) -> 1
+    assert index.statistics[:8] == (3, 3, 3, 3 / 200, 0, 1, 1, 2)  # 1 -> 2; 2 -> 1 and (1, 2) -> 1
     index.insert(torch.arange(2000, dtype=torch.int32))
-    assert index.statistics.evictions > 0 and index.statistics.entries <= 2 * 104
+    statistics = index.statistics
+    assert statistics.evictions > 0 and statistics.entries <= 200 and statistics.load <= 1
+    assert statistics.inserted == 2003 and 100 <= statistics.held <= 6 * 27
     index.clear()
-    assert index.statistics == (0,) * 6 and index._index.digest() == fresh
+    assert index.statistics == (*(0,) * 8, [0] * 33, [0] * 33) and index._index.digest() == fresh
     assert draft(index, [1], 4)[0].num_nodes.tolist() == [0]
 
 
@@ -384,6 +502,17 @@ REFUSED: list[tuple[Callable[[sd.NgramIndex], object], str]] = [
     (lambda i: i.extend(ints([9]), ints([1]), None), "ngram_extend: tokens has shape [1], expected [batch, accept_width]"),
     (lambda i: i.extend(ints([[9]]), ints([1, 1]), None), "ngram_extend: lengths has shape [2], expected [batch=1]"),
     (lambda i: i.extend(ints([[9]] * 3), ints([1] * 3), None), "ngram_extend: slots is None for batch=3, expected a tensor, or batch <= num_slots=2"),
+    (lambda i: i.insert(ints([1]), group=-1), "ngram_insert: group is -1, expected 0 to 2147483647"),
+    (lambda i: i.insert(ints([1]), 0, group=1), "ngram_insert: group is 1 with a slot, expected that of `begin`"),
+    (lambda i: i.begin(2), "ngram_begin: slot is 2, expected 0 to 1"),
+    (lambda i: i.begin(1, group=2**31), "ngram_begin: group is 2147483648, expected 0 to 2147483647"),
+    (lambda i: i.begin(1, request=-1), "ngram_begin: request is -1, expected 0 to 9223372036854775807"),
+    (lambda i: i.extend(ints([[9]]), ints([1]), None, ints([33])), "ngram_extend: match_len has 33 in row 0, expected 0 to 32"),
+    (lambda i: i.extend(ints([[9]]), ints([1]), None, ints([3, 3])), "ngram_extend: match_len has shape [2], expected [batch=1]"),
+    (lambda i: i.draft(ints([1]), ints([1]), 4, own_weight=-1), "ngram_draft: own_weight is -1.000000, expected 0 to 256"),
+    (lambda i: i.draft(ints([1]), ints([1]), 4, group_weight=257), "ngram_draft: group_weight is 257.000000, expected 0 to 256"),
+    (lambda i: i.draft(ints([1]), ints([1]), 4, global_weight=float("nan")), "ngram_draft: global_weight is nan, expected 0 to 256"),
+    (lambda i: i.draft(ints([1]), ints([1]), 4, recency=0), "ngram_draft: recency is 0.000000, expected above 0, at most 1"),
     (lambda i: i.release(2), "ngram_release: slot is 2, expected 0 to 1"),
     (lambda i: i.draft(None, ints([1, 1, 1]), 4), "ngram_draft: slots is None for batch=3, expected a tensor, or batch <= num_slots=2"),
     (lambda i: i.draft(ints([1]), ints([1, 1]), 4), "ngram_draft: seq_lens has shape [2], expected [batch=1]"),
@@ -414,9 +543,10 @@ def test_messages_and_unchanged_state(call: Callable[[sd.NgramIndex], object], m
         ((0, 1, 1), "ngram_index: max_tokens is 0, expected 1 to 1073741824"),
         ((1, 0, 1), "ngram_index: num_slots is 0, expected 1 to 65536"),
         ((1, 1, 0), "ngram_index: max_len is 0, expected 1 to 2147483647"),
+        ((1, 1, 1, 0), "ngram_index: num_threads is 0, expected 1 to 256"),
     ],
 )
-def test_construction_messages(arguments: tuple[int, int, int], message: str) -> None:
+def test_construction_messages(arguments: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError) as error:
-        sd.NgramIndex(*arguments)
+        sd.NgramIndex(*arguments[:3], num_threads=arguments[3] if len(arguments) > 3 else 1)
     assert str(error.value) == message

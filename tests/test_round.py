@@ -191,25 +191,35 @@ def test_retraction_loses_nothing(name: str, device: torch.device) -> None:
     assert int(pool.num_free[0]) == len(pool.free_stack) and not pool.page_refs.any()
 
 
-def test_the_ngram_stream_of_a_slot_is_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through retraction and reuse: what is inserted for a slot since its last release is the text of its request."""
+def test_the_ngram_streams_are_the_texts_of_the_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through retraction and reuse of slots; a retracted request's text is inserted once."""
     engine = make_engine("ngram", num_slots=4, num_pages=45)
     index: Any = engine.draft.index  # type: ignore[attr-defined]
-    streams: dict[int, list[int]] = {}
-    finished: list[list[int]] = []
+    texts: dict[int, list[int]] = {}  # by request
+    running: dict[int, int] = {}  # slot -> request
+    begun = 0
 
     class Recorder:
+        def begin(self, slot: int, request: int) -> int:
+            nonlocal begun
+            begun += 1
+            running[slot] = request
+            held: int = index.begin(slot, request=request)
+            assert held in (0, len(texts.get(request, [])))
+            del texts.setdefault(request, [])[held:]
+            return held
+
         def insert(self, tokens: torch.Tensor, slot: int) -> None:
-            streams.setdefault(slot, []).extend(tokens.tolist())
+            texts[running[slot]] += tokens.tolist()
             index.insert(tokens, slot)
 
-        def extend(self, tokens: torch.Tensor, lengths: torch.Tensor, slots: torch.Tensor) -> None:
+        def extend(self, tokens: torch.Tensor, lengths: torch.Tensor, slots: torch.Tensor, match: torch.Tensor) -> None:
             for row, length, slot in zip(tokens, lengths.tolist(), slots.tolist(), strict=True):
-                streams[slot] += row[:length].tolist()
-            index.extend(tokens, lengths, slots)
+                texts[running[slot]] += row[:length].tolist()
+            index.extend(tokens, lengths, slots, match)
 
         def release(self, slot: int) -> None:
-            finished.append(streams.pop(slot, []))
+            running.pop(slot, None)
             index.release(slot)
 
         def draft(self, *arguments: Any) -> Any:
@@ -217,11 +227,13 @@ def test_the_ngram_stream_of_a_slot_is_its_text(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(engine.draft, "index", Recorder())
     outputs = engine.generate(prompts()[:5], SamplingParams(max_new_tokens=60, ignore_eos=True))
-    assert engine._scheduler.num_retractions > 0 and not streams
-    whole = [o.prompt_tokens + o.tokens for o in outputs]
-    for stream in filter(None, finished):
-        assert any(text[: len(stream)] == stream for text in whole)
-    assert all(text in finished for text in whole), "the tokens of a last round are missing"
+    assert engine._scheduler.num_retractions > 0 and begun > 5 and not running
+    assert [texts[request] for request in sorted(texts)] == [o.prompt_tokens + o.tokens for o in outputs]
+    statistics = index.statistics
+    assert statistics.inserted == sum(map(len, texts.values()))
+    assert sum(statistics.rounds_by_match) == sum(o.stats.rounds for o in outputs)
+    # A request's last round may be cut short by its budget.
+    assert sum(statistics.accepted_by_match) >= sum(o.stats.accepted for o in outputs)
 
 
 # --- chunks

@@ -1,27 +1,34 @@
 // Drafting: the checks of NgramIndex::draft and its CPU half.
 //
-// Candidates are places where the context's last n tokens stood: longest n first, newest first, each place once. A
-// place's match is verified backwards against the stored text (up to 32 tokens), and one shorter than n is a hash
-// collision. Its weight is 2^min(match, 24), four times that in the request's own text.
+// Candidates are places where the context's last n tokens stood: longest n first, then scope by scope (the stream's
+// own, its group's, everybody's), newest first, each place once, 32 at most. A place's match is verified backwards
+// against the stored text (up to 32 tokens), and one shorter than n, or of another scope, is a hash collision. Its
+// weight is 2^min(match, 24), times that of its scope or of the request's own text, times that of its age.
 //
 // A node is the set of candidates that agree on the path to it; its children are the groups of their next tokens.
 // p(child) = p * sum w(group) / sum w(node) telescopes to w(node) / w(root), so the order is one of integers, the same
 // on every device. A candidate whose text ends keeps its share: nobody knows what came next. The tree grows best first:
 // larger weight, then longer best match, then the earliest candidate; no two open nodes share a candidate.
 #include <algorithm>
+#include <atomic>
 #include <bit>
 #include <cmath>
 #include <limits>
+#include <mutex>
 
+#include "core/exact_math.h"
 #include "core/slots.h"
 #include "ngram/ngram_index.h"
 
 namespace specdec {
 namespace {
 
+constexpr int64_t kRowsTogether = 4;  // what a thread takes at a time
+constexpr float kLn2 = 0x1.62e43p-1f;
+
 struct Candidate {
   NgramCursor next;  // its next token
-  uint32_t weight;
+  uint64_t weight;
   int match;
 };
 
@@ -31,54 +38,88 @@ struct Candidates {
   int longest = 0;
 };
 
-// The entry of each order's n-gram, or none, and the positions it holds.
-Candidates find_candidates(const NgramView& v, const NgramSlot& slot, int64_t min_match) {
-  int32_t context[kNgramMaxMatch];  // newest first
-  const int context_len = static_cast<int>(std::min<uint32_t>(slot.length, kNgramMaxMatch));
-  for (int i = 0; i < context_len; ++i) context[i] = slot.tail[(slot.length - 1 - i) % kNgramMaxMatch];
+// A place that the table names.
+struct Place {
+  uint32_t position;
+  uint32_t scope;
+  int order;
+  int age;  // how many places of its n-gram are newer
+};
 
-  uint64_t keys[kNgramOrders];
+// The scopes a stream looks into, where a place could have a weight: its own first, everybody's last.
+int find_scopes(const NgramSlot& slot, const NgramWeights& weights, uint32_t* scopes) {
+  int count = 0;
+  const auto look = [&](uint32_t scope, uint32_t weight) {
+    if (weight > 0 || (scope == slot.scope && weights.own > 0)) scopes[count++] = scope;
+  };
+  if (slot.scope >= kNgramPrivate) look(slot.scope, 0);
+  if (slot.group != kNgramGlobal) look(slot.group, weights.group);
+  look(kNgramGlobal, weights.global);
+  return count;
+}
+
+// The places of each order's n-gram: longest n first, then scope by scope, newest first.
+int find_places(const NgramView& v, const NgramSlot& slot, const NgramWeights& weights, const int32_t* context,
+                int context_len, Place* places) {
+  uint32_t scopes[kNgramScopes];
+  const int num_scopes = find_scopes(slot, weights, scopes);
+  uint64_t keys[kNgramOrders][kNgramScopes];
   int orders = 0;
-  uint64_t hash = 0;
-  for (int n = 1; n <= std::min(context_len, kNgramLongest); ++n) {
-    hash = ngram_hash_step(hash, context[n - 1]);
-    if (n != 1 << orders) continue;
-    keys[orders] = ngram_key(hash, orders);
-    const char* set = reinterpret_cast<const char*>(v.sets + ngram_set_of(v, keys[orders]));
-    for (size_t line = 0; line < sizeof(NgramSet); line += 64) __builtin_prefetch(set + line);
-    ++orders;
-  }
-
-  // Every position once, with the longest n that names it, so that all the text can be on its way before it is read.
-  uint32_t positions[kNgramCandidates];
-  int named_by[kNgramCandidates];
-  int found = 0;
-  for (int order = orders - 1; order >= 0; --order) {
-    const NgramSet& set = v.sets[ngram_set_of(v, keys[order])];
-    const int way = ngram_find(set, ngram_tag(keys[order]));
-    if (way < 0) continue;
-    const int held = std::min<int>(set.meta[way] & 0xff, 1 + kNgramOlder);
-    for (int i = 0; i < held; ++i) {
-      const uint32_t position = i == 0 ? set.newest[way] : set.older[way][i - 1];
-      positions[found] = position;
-      named_by[found++] = 1 << order;
-      const uint32_t index = (position >> kNgramOffsetBits) & ((1u << v.block_bits) - 1);
-      const char* block = reinterpret_cast<const char*>(v.blocks + index);
-      __builtin_prefetch(block);
-      __builtin_prefetch(block + 64);
+  for (int s = 0; s < num_scopes; ++s) {
+    uint64_t hash = ngram_hash_seed(scopes[s]);
+    orders = 0;
+    for (int n = 1; n <= std::min(context_len, kNgramLongest); ++n) {
+      hash = ngram_hash_step(hash, context[n - 1]);
+      if (n != 1 << orders) continue;
+      keys[orders][s] = ngram_key(hash, orders);
+      const char* set = reinterpret_cast<const char*>(v.sets + ngram_set_of(v, keys[orders][s]));
+      for (size_t line = 0; line < sizeof(NgramSet); line += 64) __builtin_prefetch(set + line);
+      ++orders;
     }
   }
 
+  int found = 0;
+  for (int order = orders - 1; order >= 0; --order)
+    for (int s = 0; s < num_scopes; ++s) {
+      const NgramSet& set = v.sets[ngram_set_of(v, keys[order][s])];
+      const int way = ngram_find(set, ngram_tag(keys[order][s]));
+      if (way < 0) continue;
+      const int held = std::min<int>(set.meta[way] & 0xff, kNgramRecent);
+      for (int i = 0; i < held; ++i) {
+        const uint32_t position = i == 0 ? set.newest[way] : set.older[way][i - 1];
+        places[found++] = {position, scopes[s], order, i};
+        // All the text is on its way before any is read.
+        const uint32_t index = (position >> kNgramOffsetBits) & ((1u << v.block_bits) - 1);
+        const char* block = reinterpret_cast<const char*>(v.blocks + index);
+        __builtin_prefetch(block);
+        __builtin_prefetch(block + 64);
+      }
+    }
+  return found;
+}
+
+// Every place once, with the longest n that names it, while there is room.
+Candidates find_candidates(const NgramDraftParams& p, const NgramSlot& slot) {
+  const NgramView& v = p.index;
+  int32_t context[kNgramMaxMatch];  // newest first
+  const int context_len = static_cast<int>(std::min<uint32_t>(slot.length, kNgramMaxMatch));
+  for (int i = 0; i < context_len; ++i) context[i] = slot.tail[(slot.length - 1 - i) % kNgramMaxMatch];
+  Place places[kNgramOrders * kNgramScopes * kNgramRecent];
+  const int found = find_places(v, slot, p.weights, context, context_len, places);
+
   Candidates c;
   uint32_t taken[kNgramCandidates];
-  for (int i = 0; i < found; ++i) {
-    if (std::find(taken, taken + c.count, positions[i]) != taken + c.count) continue;
-    const NgramCursor next = ngram_cursor(v, positions[i]);
-    if (!next.block) continue;  // the ring has overwritten it
+  for (int i = 0; i < found && c.count < kNgramCandidates; ++i) {
+    const Place& place = places[i];
+    if (std::find(taken, taken + c.count, place.position) != taken + c.count) continue;
+    const NgramCursor next = ngram_cursor(v, place.position);
+    if (!next.block || next.block->scope != place.scope) continue;  // overwritten, or another n-gram of this hash
     const int match = ngram_match(v, next, context, context_len);
-    if (match < named_by[i] || match < min_match) continue;
-    taken[c.count] = positions[i];
-    c.at[c.count++] = {next, ngram_weight(match, next.block->owner == slot.stream), match};
+    if (match < 1 << place.order || match < p.min_match) continue;
+    const uint64_t weight = ngram_weight(p.weights.of(*next.block, slot.stream), p.weights.recency[place.age], match);
+    if (weight == 0) continue;
+    taken[c.count] = place.position;
+    c.at[c.count++] = {next, weight, match};
     c.longest = std::max(c.longest, match);
   }
   return c;
@@ -87,69 +128,109 @@ Candidates find_candidates(const NgramView& v, const NgramSlot& slot, int64_t mi
 // A node that may be added: the candidates that agree on the path to it.
 struct Open {
   uint32_t members;  // bit i: candidate i
-  uint32_t weight;
-  int match;  // the longest of its candidates
   int32_t token;
   int32_t parent;
+  int match;  // the longest of its candidates
+  uint64_t weight;
+};
 
-  int first() const { return std::countr_zero(members); }
-  bool before(const Open& other) const {
-    if (weight != other.weight) return weight > other.weight;
-    if (match != other.match) return match > other.match;
-    return first() < other.first();
+struct OpenNodes {  // disjoint members, so never more than there are candidates
+  Open at[kNgramCandidates];
+  uint64_t rank[kNgramCandidates];
+  int count = 0;
+
+  // Larger goes first: weight, then match, then the earliest candidate. No two are equal.
+  static uint64_t rank_of(const Open& o) {
+    const auto first = static_cast<uint64_t>(std::countr_zero(o.members));
+    return o.weight << 11 | static_cast<uint64_t>(o.match) << 5 | (kNgramCandidates - 1 - first);
+  }
+
+  int best() const {
+    int best = 0;
+    for (int i = 1; i < count; ++i) best = rank[i] > rank[best] ? i : best;
+    return best;
+  }
+
+  void remove(int i) {
+    --count;
+    at[i] = at[count];
+    rank[i] = rank[count];
+  }
+
+  // Adds the children of a node: one for each different next token of its members.
+  void add_children(const Candidates& c, uint32_t members, int32_t node) {
+    const int begin = count;
+    for (; members != 0; members &= members - 1) {
+      const int i = std::countr_zero(members);
+      const int32_t token = ngram_token(c.at[i].next);
+      if (token < 0) continue;
+      int child = begin;
+      while (child < count && at[child].token != token) ++child;
+      if (child == count) at[count++] = {.members = 0, .token = token, .parent = node, .match = 0, .weight = 0};
+      at[child].members |= 1u << i;
+      at[child].weight += c.at[i].weight;
+      at[child].match = std::max(at[child].match, c.at[i].match);
+    }
+    for (int i = begin; i < count; ++i) rank[i] = rank_of(at[i]);
   }
 };
 
-// Appends the children of a node to `open`: one for each different next token of its members.
-int open_children(Open* open, int count, const Candidates& c, uint32_t members, int32_t node) {
-  const int begin = count;
-  for (; members != 0; members &= members - 1) {
-    const int i = std::countr_zero(members);
-    const int32_t token = ngram_token(c.at[i].next);
-    if (token < 0) continue;
-    Open* const child = std::find_if(open + begin, open + count, [&](const Open& o) { return o.token == token; });
-    if (child == open + count) {
-      ++count;
-      *child = {.members = 0, .weight = 0, .match = 0, .token = token, .parent = node};
-    }
-    child->members |= 1u << i;
-    child->weight += c.at[i].weight;
-    child->match = std::max(child->match, c.at[i].match);
-  }
-  return count;
-}
-
 // Grows the tree of a row behind its root, and returns the number of nodes.
 int32_t grow_tree(const NgramDraftParams& p, Candidates& c, int32_t* tokens, int32_t* parents, float* scores) {
-  Open open[kNgramCandidates];  // disjoint members, so never more than there are candidates
-  double total = 0;
+  OpenNodes open;
+  uint64_t total = 0;
   for (int i = 0; i < c.count; ++i) total += c.at[i].weight;
-  const uint32_t all = static_cast<uint32_t>((uint64_t{1} << c.count) - 1);
-  int count = open_children(open, 0, c, all, 0);
+  open.add_children(c, static_cast<uint32_t>((uint64_t{1} << c.count) - 1), 0);
   int32_t used = 1;
-  while (count > 0 && used < p.out.nodes) {
-    Open* const first = std::min_element(open, open + count, [](const Open& a, const Open& b) { return a.before(b); });
-    const Open best = *first;
-    const double probability = best.weight / total;
+  for (; open.count > 0 && used < p.out.nodes; ++used) {
+    const int first = open.best();
+    const Open best = open.at[first];
+    const double probability = div(static_cast<double>(best.weight), static_cast<double>(total));
     if (probability < p.min_prob) break;  // and so are all others
     tokens[used] = best.token;
     parents[used] = best.parent;
-    scores[used] = static_cast<float>(std::log(probability));
+    scores[used] = mul(log2_of(static_cast<float>(probability)), kLn2);
     if (p.chain)
-      count = 0;
+      open.count = 0;
     else
-      *first = open[--count];
+      open.remove(first);
     for (uint32_t m = best.members; m != 0; m &= m - 1) ngram_forward(p.index, c.at[std::countr_zero(m)].next);
-    count = open_children(open, count, c, best.members, used);
-    ++used;
+    open.add_children(c, best.members, used);
   }
   return used;
 }
 
+// In units of 1 / `unit`.
+uint32_t fixed_point(double value, uint32_t unit) { return static_cast<uint32_t>(std::llround(value * unit)); }
+
+NgramWeights checked_weights(Check& check, double own, double group, double global, double recency) {
+  const auto weight = [&](const char* name, double value) {
+    if (!(value >= 0 && value <= 256)) check.that(false, name, "is " + std::to_string(value), "0 to 256");
+    return fixed_point(value, 16);
+  };
+  NgramWeights weights{
+      .own = weight("own_weight", own),
+      .group = weight("group_weight", group),
+      .global = weight("global_weight", global),
+      .recency = {},
+  };
+  if (!(recency > 0 && recency <= 1))
+    check.that(false, "recency", "is " + std::to_string(recency), "above 0, at most 1");
+  double power = 1;
+  for (uint32_t& of_place : weights.recency) {
+    of_place = fixed_point(power, 256);
+    power *= recency;
+  }
+  return weights;
+}
+
+void count(uint64_t& counter, uint64_t by) { std::atomic_ref(counter).fetch_add(by, std::memory_order_relaxed); }
+
 }  // namespace
 
 void NgramIndex::draft(const OptTensor& slots, const TensorView& seq_lens, int64_t num_draft_tokens, bool chain,
-                       double min_prob, int64_t min_match, const TensorView& out_tokens, const TensorView& out_parents,
+                       double min_prob, int64_t min_match, double own_weight, double group_weight, double global_weight,
+                       double recency, const TensorView& out_tokens, const TensorView& out_parents,
                        const TensorView& out_positions, const TensorView& out_first_child,
                        const TensorView& out_next_sibling, const TensorView& out_mask, const TensorView& out_num_nodes,
                        const TensorView& out_scores, const TensorView& out_match_len) {
@@ -162,12 +243,12 @@ void NgramIndex::draft(const OptTensor& slots, const TensorView& seq_lens, int64
   check.range("num_draft_tokens", N, 1, kMaxTreeNodes);
   if (!(min_prob >= 0 && min_prob <= 1)) check.that(false, "min_prob", "is " + std::to_string(min_prob), "0 to 1");
   check.range("min_match", min_match, 1, kNgramMaxMatch);
+  const NgramWeights weights = checked_weights(check, own_weight, group_weight, global_weight, recency);
   const TreeOut out = check_tree_out(check, B, N, out_tokens, out_parents, out_positions, out_first_child,
                                      out_next_sibling, out_mask, out_num_nodes);
   check.output("out_scores", out_scores, {B, N}, kFloat32);
   check.output("out_match_len", out_match_len, {B}, kInt32);
 
-  const std::lock_guard lock(mutex_);
   const NgramDraftParams params{
       .index = view_,
       .slots = data_or_null<const int32_t>(slots),
@@ -179,19 +260,27 @@ void NgramIndex::draft(const OptTensor& slots, const TensorView& seq_lens, int64
       .chain = chain,
       .min_prob = min_prob,
       .min_match = min_match,
+      .weights = weights,
   };
-  ngram_draft_cpu(params);
+  const std::shared_lock lock(mutex_);
+  workers_.run((B + kRowsTogether - 1) / kRowsTogether, [&](int64_t i) {
+    ngram_draft_cpu(params, i * kRowsTogether, std::min<int64_t>(B, (i + 1) * kRowsTogether));
+  });
+  uint64_t drafts = 0, matches = 0, drafted = 0;
   for (int64_t b = 0; b < B; ++b) {
     const int32_t nodes = out.num_nodes[b];
     if (nodes == 0) continue;
-    ++statistics_.drafts;
-    statistics_.matches += params.out_match_len[b] > 0;
-    statistics_.drafted += nodes - 1;
+    ++drafts;
+    matches += params.out_match_len[b] > 0;
+    drafted += nodes - 1;
   }
+  count(view_.header->drafts, drafts);
+  count(view_.header->matches, matches);
+  count(view_.header->drafted, drafted);
 }
 
-void ngram_draft_cpu(const NgramDraftParams& p) {
-  for (int64_t b = 0; b < p.batch; ++b) {
+void ngram_draft_cpu(const NgramDraftParams& p, int64_t begin, int64_t end) {
+  for (int64_t b = begin; b < end; ++b) {
     float* scores = p.out_scores + b * p.out.nodes;
     std::fill_n(scores, p.out.nodes, -std::numeric_limits<float>::infinity());
     p.out_match_len[b] = 0;
@@ -199,10 +288,10 @@ void ngram_draft_cpu(const NgramDraftParams& p) {
     TreeRow row{{}, tokens, parents};
 
     const int64_t number = slot_of(p.slots, b, p.index.num_slots);
-    if (number >= 0 && p.index.slots[number].length > 0) {
-      const NgramSlot& slot = p.index.slots[number];
-      Candidates candidates = find_candidates(p.index, slot, p.min_match);
-      row.root_token = tokens[0] = slot.tail[(slot.length - 1) % kNgramMaxMatch];
+    const NgramSlot* slot = number < 0 ? nullptr : p.index.slots + number;
+    if (slot && slot->live && slot->length > 0) {
+      Candidates candidates = find_candidates(p, *slot);
+      row.root_token = tokens[0] = slot->tail[(slot->length - 1) % kNgramMaxMatch];
       parents[0] = -1;
       scores[0] = 0;
       row.count = grow_tree(p, candidates, tokens, parents, scores);

@@ -5,7 +5,9 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
+#include <mutex>
 #include <new>
+#include <utility>
 #include <vector>
 
 #include "core/slots.h"
@@ -13,9 +15,11 @@
 namespace specdec {
 namespace {
 
-constexpr int kPiece = 64;  // tokens hashed and prefetched together
+constexpr int kPiece = 64;       // tokens hashed and prefetched together
+constexpr int64_t kTurn = 1024;  // tokens inserted before others get their turn
 constexpr int64_t kMaxTokens = int64_t{1} << 30;
 constexpr int64_t kMaxSlots = int64_t{1} << 16;
+constexpr int64_t kMaxThreads = 256;
 constexpr int64_t kNoRow = -1;
 
 void check_tokens(Check& check, const int32_t* tokens, int64_t count, int64_t row) {
@@ -27,8 +31,15 @@ void check_tokens(Check& check, const int32_t* tokens, int64_t count, int64_t ro
              "token ids of 0 or more");
 }
 
-NgramSlot empty_stream(uint32_t number) {
-  return {.length = 0, .stream = number, .block = kNgramNone, .unused = 0, .tail = {}};
+NgramSlot empty_stream(uint32_t number, uint32_t scope) {
+  return {.request = 0,
+          .live = 0,
+          .length = 0,
+          .stream = number,
+          .block = kNgramNone,
+          .scope = scope,
+          .group = kNgramGlobal,
+          .tail = {}};
 }
 
 }  // namespace
@@ -44,131 +55,190 @@ ZeroedMemory::ZeroedMemory(size_t bytes) : bytes_(bytes) {
 
 ZeroedMemory::~ZeroedMemory() { munmap(data_, bytes_); }
 
-NgramIndex::Layout::Layout(int64_t max_tokens, int64_t num_slots, int64_t max_len) : view{} {
-  Check check("ngram_index");
+NgramIndex::Config NgramIndex::checked_config(Check check, int64_t max_tokens, std::optional<int64_t> num_blocks,
+                                              int64_t num_slots, int64_t max_len, int64_t num_threads) {
   check.range("max_tokens", max_tokens, 1, kMaxTokens);
   check.range("num_slots", num_slots, 1, kMaxSlots);
   check.range("max_len", max_len, 1, INT32_MAX);
-  // Two entries a token: text has 1.4 to 2 different n-grams of these orders for each of its tokens.
-  view.num_sets = static_cast<uint32_t>((2 * max_tokens + kNgramWays - 1) / kNgramWays);
+  check.range("num_threads", num_threads, 1, kMaxThreads);
   // A block more for each slot: the last block of a running stream is not full.
-  view.num_blocks = static_cast<uint32_t>((max_tokens + kNgramBlockTokens - 1) / kNgramBlockTokens + num_slots);
-  view.num_slots = static_cast<uint32_t>(num_slots);
-  view.block_bits = std::bit_width(view.num_blocks - 1);
-  blocks_at = view.num_sets * sizeof(NgramSet);
-  slots_at = blocks_at + view.num_blocks * sizeof(NgramBlock);
-  bytes = slots_at + view.num_slots * sizeof(NgramSlot);
+  const int64_t blocks = num_blocks.value_or((max_tokens + kNgramBlockTokens - 1) / kNgramBlockTokens + num_slots);
+  NgramSizes sizes{
+      // Two entries a token: text has 1.4 to 2 different n-grams of these orders for each of its tokens.
+      .num_sets = static_cast<uint32_t>((2 * max_tokens + kNgramWays - 1) / kNgramWays),
+      .num_blocks = static_cast<uint32_t>(blocks),
+      .num_slots = static_cast<uint32_t>(num_slots),
+      .block_bits = static_cast<uint32_t>(std::bit_width(static_cast<uint32_t>(blocks - 1))),
+  };
+  return {max_tokens, max_len, num_threads, sizes};
 }
 
-NgramIndex::NgramIndex(int64_t max_tokens, int64_t num_slots, int64_t max_len)
-    : layout_(max_tokens, num_slots, max_len), max_len_(max_len), memory_(layout_.bytes), view_(layout_.view) {
-  view_.sets = reinterpret_cast<NgramSet*>(memory_.data());
-  view_.blocks = reinterpret_cast<NgramBlock*>(memory_.data() + layout_.blocks_at);
-  view_.slots = reinterpret_cast<NgramSlot*>(memory_.data() + layout_.slots_at);
-  next_block_ = 1u << view_.block_bits;  // turn 1: a zeroed block has an id of turn 0
-}
+NgramIndex::NgramIndex(int64_t max_tokens, int64_t num_slots, int64_t max_len, int64_t num_threads)
+    : NgramIndex(checked_config(Check("ngram_index"), max_tokens, {}, num_slots, max_len, num_threads)) {}
+
+NgramIndex::NgramIndex(const Config& config)
+    : config_(config),
+      memory_(config.sizes.bytes()),
+      view_(ngram_view(config.sizes, memory_.data())),
+      workers_(config.num_threads) {}
 
 void NgramIndex::clear() {
   const std::lock_guard lock(mutex_);
   std::memset(memory_.data(), 0, memory_.bytes());
-  next_block_ = 1u << view_.block_bits;
-  streams_ = 0;
-  statistics_ = {};
 }
 
 NgramStatistics NgramIndex::statistics() const {
   const std::lock_guard lock(mutex_);
-  return statistics_;
+  return {*view_.header, uint64_t{view_.num_sets} * kNgramWays};
 }
 
-uint64_t NgramIndex::digest() const {
-  const std::lock_guard lock(mutex_);
-  uint64_t hash = 0;
-  for (size_t i = 0; i < memory_.bytes(); i += 4) {
-    int32_t word;
-    std::memcpy(&word, memory_.data() + i, 4);
-    hash = ngram_hash_step(hash, word);
+uint64_t ngram_checksum(const std::byte* from, const std::byte* to, uint64_t hash) {
+  for (uint64_t word; from < to; from += sizeof word) {
+    std::memcpy(&word, from, sizeof word);
+    hash = (hash ^ word) * 0x9e3779b97f4a7c15ull;
+    hash ^= hash >> 32;
   }
   return hash;
 }
 
-// insert and extend look at everything before they write anything: a refused call changes nothing.
-void NgramIndex::insert(const TensorView& tokens, std::optional<int64_t> slot) {
+uint64_t NgramIndex::digest() const {
+  const std::shared_lock lock(mutex_);
+  const std::byte* const start = memory_.data();
+  const uint64_t hash = ngram_checksum(start, start + offsetof(NgramHeader, drafts), 0);
+  return ngram_checksum(start + view_.sets_at(), start + view_.bytes(), hash);
+}
+
+// What writes looks at everything first: a refused call changes nothing.
+
+int64_t NgramIndex::begin(int64_t slot, int64_t group, bool is_private, std::optional<int64_t> request) {
+  Check check("ngram_begin");
+  check.range("slot", slot, 0, view_.num_slots - 1);
+  check.range("group", group, 0, INT32_MAX);
+  if (request) check.range("request", *request, 0, INT64_MAX);
+
+  const std::lock_guard lock(mutex_);
+  NgramSlot& stream = view_.slots[slot];
+  stream.live = 0;
+  const uint64_t name = request ? static_cast<uint64_t>(*request) + 1 : 0;
+  NgramSlot* const end = view_.slots + view_.num_slots;
+  NgramSlot* const ended = std::find_if(view_.slots, request ? end : view_.slots, [&](const NgramSlot& s) {
+    const bool same_scope = s.group == group && (s.scope >= kNgramPrivate) == is_private;
+    return s.request == name && !s.live && same_scope;
+  });
+  if (!request || ended == end) {
+    stream = next_stream(static_cast<uint32_t>(group), is_private);
+    stream.request = name;
+    return 0;
+  }
+  std::swap(stream, *ended);  // what the slot held may be resumed as well
+  stream.live = 1;
+  return stream.length;
+}
+
+NgramSlot NgramIndex::next_stream(uint32_t group, bool is_private) {
+  uint32_t& number = view_.header->streams;
+  number = number % (kNgramPrivate - 1) + 1;  // 0 is the documents' number
+  NgramSlot stream = empty_stream(number, is_private ? kNgramPrivate | number : group);
+  stream.live = 1;
+  stream.group = group;
+  return stream;
+}
+
+NgramSlot& NgramIndex::running(int64_t slot) {
+  NgramSlot& stream = view_.slots[slot];
+  if (!stream.live) stream = next_stream(kNgramGlobal, false);
+  return stream;
+}
+
+void NgramIndex::insert(const TensorView& tokens, std::optional<int64_t> slot, int64_t group) {
   Check check("ngram_insert");
   Dim T{"tokens"};
   check.tensor("tokens", tokens, {T}, kInt32);
   check.require_cpu();
   if (slot) check.range("slot", *slot, 0, view_.num_slots - 1);
+  check.range("group", group, 0, INT32_MAX);
+  if (slot && group != 0) check.that(false, "group", "is " + std::to_string(group) + " with a slot", "that of `begin`");
   const auto* data = tokens.data<const int32_t>();
   check_tokens(check, data, T, kNoRow);
 
-  const std::lock_guard lock(mutex_);
-  if (slot) {
-    check_length(check, *slot, view_.slots[*slot].length + T);
-    continue_stream(*slot, data, T);
-  } else {
-    NgramSlot document = empty_stream(0);
-    append(data, T, document);
+  std::unique_lock lock(mutex_);
+  if (slot) check_length(check, *slot, T);
+  NgramSlot document = empty_stream(0, static_cast<uint32_t>(group));
+  for (int64_t done = 0; done < T; done += kTurn) {
+    if (done > 0) {
+      lock.unlock();
+      lock.lock();
+    }
+    append(data + done, std::min<int64_t>(kTurn, T - done), slot ? running(*slot) : document);
   }
 }
 
-void NgramIndex::extend(const TensorView& tokens, const TensorView& lengths, const OptTensor& slots) {
+void NgramIndex::extend(const TensorView& tokens, const TensorView& lengths, const OptTensor& slots,
+                        const OptTensor& match_len) {
   Check check("ngram_extend");
   Dim B{"batch"}, W{"accept_width"}, S{"num_slots", view_.num_slots};
   check.tensor("tokens", tokens, {B, W}, kInt32);
   check.require_cpu();
   check.tensor("lengths", lengths, {B}, kInt32);
   check.slots(slots, B, S);
+  check.tensor("match_len", match_len, {B}, kInt32);
   const auto* rows = tokens.data<const int32_t>();
   const auto* counts = lengths.data<const int32_t>();
   const auto* row_slots = data_or_null<const int32_t>(slots);
+  const auto* matches = data_or_null<const int32_t>(match_len);
 
   const std::lock_guard lock(mutex_);
   std::vector<int64_t> added(view_.num_slots);  // by the rows so far, which may name a slot twice
   for (int64_t b = 0; b < B; ++b) {
     const int64_t slot = slot_of(row_slots, b, S);
     if (slot < 0) continue;
-    if (counts[b] < 0 || counts[b] > W)
-      check.that(false, "lengths", "has " + std::to_string(counts[b]) + " in row " + std::to_string(b),
-                 "0 to accept_width=" + std::to_string(W));
+    const auto refuse = [&](const char* name, int32_t value, const std::string& expected) {
+      check.that(false, name, "has " + std::to_string(value) + " in row " + std::to_string(b), expected);
+    };
+    if (counts[b] < 0 || counts[b] > W) refuse("lengths", counts[b], "0 to accept_width=" + std::to_string(W));
+    if (matches && (matches[b] < 0 || matches[b] > kNgramMaxMatch))
+      refuse("match_len", matches[b], "0 to " + std::to_string(kNgramMaxMatch));
     check_tokens(check, rows + b * W, counts[b], b);
     added[slot] += counts[b];
-    check_length(check, slot, view_.slots[slot].length + added[slot]);
+    check_length(check, slot, added[slot]);
   }
-  for (int64_t b = 0; b < B; ++b)
-    if (const int64_t slot = slot_of(row_slots, b, S); slot >= 0) continue_stream(slot, rows + b * W, counts[b]);
+  for (int64_t b = 0; b < B; ++b) {
+    const int64_t slot = slot_of(row_slots, b, S);
+    if (slot < 0 || counts[b] == 0) continue;
+    append(rows + b * W, counts[b], running(slot));
+    if (matches == nullptr) continue;
+    ++view_.header->rounds_by_match[matches[b]];
+    view_.header->accepted_by_match[matches[b]] += counts[b] - 1;
+  }
 }
 
-void NgramIndex::check_length(Check& check, int64_t slot, int64_t length) const {
-  if (length <= max_len_) return;
+void NgramIndex::check_length(Check& check, int64_t slot, int64_t added) const {
+  const NgramSlot& stream = view_.slots[slot];
+  const int64_t length = (stream.live ? int64_t{stream.length} : 0) + added;
+  if (length <= config_.max_len) return;
   check.that(false, "tokens", "takes slot " + std::to_string(slot) + " to " + std::to_string(length) + " tokens",
-             "at most max_len=" + std::to_string(max_len_));
-}
-
-void NgramIndex::continue_stream(int64_t slot, const int32_t* tokens, int64_t count) {
-  if (count == 0) return;
-  NgramSlot& stream = view_.slots[slot];
-  if (stream.length == 0) {
-    if (++streams_ == 0) ++streams_;  // 0 is the documents' number
-    stream = empty_stream(streams_);
-  }
-  append(tokens, count, stream);
+             "at most max_len=" + std::to_string(config_.max_len));
 }
 
 void NgramIndex::release(int64_t slot) {
   Check("ngram_release").range("slot", slot, 0, view_.num_slots - 1);
   const std::lock_guard lock(mutex_);
-  view_.slots[slot] = NgramSlot{};
+  view_.slots[slot].live = 0;
 }
 
 NgramBlock* NgramIndex::take_block(NgramSlot& stream) {
-  const uint32_t id = next_block_, index_mask = (1u << view_.block_bits) - 1;
-  const uint32_t index = id & index_mask;
-  next_block_ = (index + 1 < view_.num_blocks ? id + 1 : (id | index_mask) + 1) & kNgramIdMask;
+  NgramHeader& header = *view_.header;
+  const uint32_t index_mask = (1u << view_.block_bits) - 1;
+  if (header.blocks_taken == 0) header.next_block = 1u << view_.block_bits;  // turn 1: a zeroed block has turn 0
+  const uint32_t id = header.next_block, index = id & index_mask;
+  header.next_block = (index + 1 < view_.num_blocks ? id + 1 : (id | index_mask) + 1) & kNgramIdMask;
 
   NgramBlock& block = view_.blocks[index];
+  if (header.blocks_taken++ >= view_.num_blocks)
+    header.held -= std::count_if(block.tokens, block.tokens + kNgramBlockTokens, [](int32_t t) { return t >= 0; });
   block.id = id;
   block.owner = stream.stream;
+  block.scope = stream.scope;
   block.prev = block.next = kNgramNone;
   std::fill_n(block.tokens, kNgramBlockTokens, -1);
   // After the overwriting, which may have hit the stream's own last block.
@@ -188,7 +258,8 @@ void NgramIndex::append(const int32_t* tokens, int64_t count, NgramSlot& s) {
   uint32_t position[kPiece];
   uint64_t keys[kPiece][kNgramOrders];
 
-  statistics_.tokens += count;
+  view_.header->inserted += count;
+  view_.header->held += count;
   for (int64_t done = 0; done < count; done += kPiece) {
     const int piece = static_cast<int>(std::min<int64_t>(kPiece, count - done));
     const uint32_t start = s.length;
@@ -210,7 +281,7 @@ void NgramIndex::append(const int32_t* tokens, int64_t count, NgramSlot& s) {
     s.length += piece;
 
     for (int i = 0; i < piece; ++i) {
-      uint64_t hash = 0;
+      uint64_t hash = ngram_hash_seed(s.scope);
       for (int n = 1, order = 0; n <= kNgramLongest; ++n) {
         hash = ngram_hash_step(hash, window[kNgramLongest + i - n]);
         if (n != 1 << order) continue;
@@ -219,6 +290,12 @@ void NgramIndex::append(const int32_t* tokens, int64_t count, NgramSlot& s) {
         ++order;
       }
     }
+    // A known n-gram's older positions lie in another line than its tag.
+    for (int i = 0; i < piece; ++i)
+      for (const uint64_t key : keys[i]) {
+        const NgramSet& set = view_.sets[ngram_set_of(view_, key)];
+        if (const int way = ngram_find(set, ngram_tag(key)); way >= 0) __builtin_prefetch(set.older[way], 1);
+      }
     for (int i = 0; i < piece; ++i)
       for (int order = 0; order < kNgramOrders && start + i >= 1u << order; ++order)
         update(keys[i][order], position[i]);
@@ -232,13 +309,13 @@ void NgramIndex::update(uint64_t key, uint32_t position) {
   const uint32_t tag = ngram_tag(key);
   if (const int way = ngram_find(set, tag); way >= 0) {
     uint32_t* older = set.older[way];
-    std::memmove(older + 1, older, (kNgramOlder - 1) * sizeof *older);
+#pragma GCC unroll 8
+    for (int i = kNgramOlder - 1; i > 0; --i) older[i] = older[i - 1];
     older[0] = set.newest[way];
     set.newest[way] = position;
     if ((set.meta[way] & 0xff) < 0xff) ++set.meta[way];
     return;
   }
-  const uint32_t end = next_block_ << kNgramOffsetBits;  // ages are counted back from here
   int victim = 0;
   uint32_t oldest = 0;
   for (int w = 0; w < kNgramWays; ++w) {
@@ -246,13 +323,13 @@ void NgramIndex::update(uint64_t key, uint32_t position) {
       victim = w;
       break;
     }
-    const uint32_t age = end - set.newest[w];
+    const uint32_t age = ngram_age(view_, set.newest[w], position);
     if (age > oldest) {
       oldest = age;
       victim = w;
     }
   }
-  ++((set.meta[victim] & 0xff) == 0 ? statistics_.entries : statistics_.evictions);
+  ++((set.meta[victim] & 0xff) == 0 ? view_.header->entries : view_.header->evictions);
   set.meta[victim] = tag | 1;
   set.newest[victim] = position;
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from . import _C
@@ -13,14 +15,18 @@ if TYPE_CHECKING:
 
 
 class NgramStatistics(NamedTuple):
-    """Counters since construction or `clear`."""
+    """Counters since construction, `load` (of what was drafted) or `clear`."""
 
-    tokens: int  # inserted
+    inserted: int  # tokens
+    held: int  # of them, not overwritten
     entries: int  # of the table, in use
+    load: float  # the share of its entries in use
     evictions: int  # entries that gave way to a new n-gram
     drafts: int  # rows drafted for a slot with a stream
     matches: int  # of those, with at least one candidate
     drafted: int  # nodes beyond the roots
+    rounds_by_match: list[int]  # rows that `extend` got with a match_len m, at m = 0 to 32
+    accepted_by_match: list[int]  # tokens accepted in those, bonus tokens left out
 
 
 class NgramIndex:
@@ -29,19 +35,70 @@ class NgramIndex:
     A table maps the hash of the last n tokens, n in {1, 2, 4, 8}, to the 7 most recent places they stood, over a ring
     of stored text. Every place is verified against that text before it is used, so a draft always continues something
     that was inserted. Memory is fixed at construction: when the ring is full the oldest text is overwritten, whoever
-    wrote it. The same calls give the same drafts and the same bytes. Everything lies on the CPU. Calls from several
-    threads take turns.
+    wrote it. The same calls give the same drafts and the same bytes. Everything lies on the CPU.
+
+    Every text belongs to a scope, and is found there only: everybody's (0), a group's, or a stream's own. A stream
+    looks into its own, its group's and everybody's.
+
+    Calls hold no GIL and may come from several threads: drafts run side by side, what writes runs alone, and a long
+    `insert` lets others in between. Bytes are the same only if the writing calls come in the same order, from one
+    thread, say.
 
     Args:
-        max_tokens: text kept, at least; 1 to 2^30. Documents fill up their last block of 28 tokens.
+        max_tokens: text kept, at least; 1 to 2^30. Documents fill up their last block of 27 tokens.
         num_slots: request slots, 1 to 65536.
         max_len: the longest stream of a slot; documents have no limit.
+        num_threads: threads that share the rows of a `draft`, the caller's included; 1 to 256.
 
-    Memory is about 68.6 bytes a token of `max_tokens` and 272 a slot; `num_bytes` is exact.
+    Memory is about 68.8 bytes a token of `max_tokens` and 288 a slot; `num_bytes` is exact.
     """
 
-    def __init__(self, max_tokens: int = 1 << 20, num_slots: int = 64, max_len: int = 4096) -> None:
-        self._index = _C.NgramIndex(max_tokens, num_slots, max_len)
+    def __init__(
+        self, max_tokens: int = 1 << 20, num_slots: int = 64, max_len: int = 4096, *, num_threads: int = 1
+    ) -> None:
+        self._index = _C.NgramIndex(max_tokens, num_slots, max_len, num_threads)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        num_slots: int | None = None,
+        max_len: int | None = None,
+        num_threads: int = 1,
+    ) -> NgramIndex:
+        """The index that `save` wrote, without its streams: their text is there as documents are.
+
+        Args:
+            path: the file.
+            num_slots, max_len: None: as they were.
+            num_threads: as above.
+
+        Raises:
+            OSError: no such file.
+            ValueError: the file is truncated, corrupt, of another version or something else; a number out of range.
+        """
+        index = cls.__new__(cls)
+        with open(path, "rb", buffering=0) as file:
+            index._index = _C.NgramIndex.load(file.fileno(), num_slots, max_len, num_threads)
+        return index
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes text and table to a file, which appears under its name only when it is complete.
+
+        The file is about as large as the index, and readable on machines of the same byte order.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        partial = Path(f"{os.fspath(path)}.{os.getpid()}.partial")
+        try:
+            with open(partial, "wb", buffering=0) as file:
+                if error := self._index.save(file.fileno()):
+                    raise OSError(error, os.strerror(error), str(path))
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
 
     @property
     def num_bytes(self) -> int:
@@ -51,36 +108,59 @@ class NgramIndex:
     def statistics(self) -> NgramStatistics:
         return NgramStatistics(*self._index.statistics())
 
-    def insert(self, tokens: Tensor, slot: int | None = None) -> None:
-        """Adds text: a document for everybody, or the next tokens of a slot.
+    def begin(self, slot: int, *, group: int = 0, private: bool = False, request: int | None = None) -> int:
+        """Starts a stream in a slot, or resumes one; what the slot held before ends.
+
+        Without it, the first tokens of a slot start a stream that everybody sees.
+
+        Args:
+            slot: the request's.
+            group: whose texts the stream sees beside everybody's, and where its own goes; 0 for none.
+            private: its text is for itself alone, and lost when it ends.
+            request: the caller's number for the request, 0 or more. Where a stream of that number, group and privacy
+                has ended in any slot that was not given away since, it is resumed.
+
+        Returns:
+            How many tokens of the request the index holds already: 0, or the length of the stream that goes on, whose
+            text must not be inserted again.
+
+        Raises:
+            ValueError: a number out of range.
+        """
+        return self._index.begin(slot, group, private, request)
+
+    def insert(self, tokens: Tensor, slot: int | None = None, *, group: int = 0) -> None:
+        """Adds text: a document for everybody or for a group, or the next tokens of a slot.
 
         Args:
             tokens: [T] int32, each 0 or more.
             slot: None for a document. Otherwise the tokens continue the stream of that slot (the prompt here, then
-                what each round accepted through `extend`); the first call after `release` starts a new stream.
+                what each round accepted through `extend`).
+            group: of a document: who finds it, 0 for everybody.
 
         Raises:
-            ValueError: a wrong dtype, shape or device, a negative token, a slot out of range, a stream that would
-                exceed max_len. The index is unchanged then.
+            ValueError: a wrong dtype, shape or device, a negative token, a number out of range, a group with a slot, a
+                stream that would exceed max_len. The index is unchanged then.
         """
-        self._index.insert(tokens, slot)
+        self._index.insert(tokens, slot, group)
 
-    def extend(self, tokens: Tensor, lengths: Tensor, slots: Tensor | None) -> None:
+    def extend(self, tokens: Tensor, lengths: Tensor, slots: Tensor | None, match_len: Tensor | None = None) -> None:
         """Adds what a round accepted to the streams of its slots, row after row, as `insert` would one by one.
 
         Args:
             tokens: [B, S] int32, the first `lengths` of each row 0 or more; what lies behind is ignored.
             lengths: [B] int32, 0 to S.
             slots: [B] int32 or None; -1 is an empty row, which adds nothing.
+            match_len: [B] int32, what `draft` gave for the rows, or None: counted in `statistics`.
 
         Raises:
-            ValueError: a wrong dtype, shape or device, a length out of range, a negative token, a stream that would
-                exceed max_len. The index is unchanged then.
+            ValueError: a wrong dtype, shape or device, a length or match_len out of range, a negative token, a stream
+                that would exceed max_len. The index is unchanged then.
         """
-        self._index.extend(tokens, lengths, slots)
+        self._index.extend(tokens, lengths, slots, match_len)
 
     def release(self, slot: int) -> None:
-        """Ends the stream of a slot. Its text stays, as a document, until it is overwritten."""
+        """Ends the stream of a slot. Its text stays, like a document, until it is overwritten."""
         self._index.release(slot)
 
     def clear(self) -> None:
@@ -96,6 +176,10 @@ class NgramIndex:
         mode: str = "tree",
         min_prob: float = 0.0,
         min_match: int = 1,
+        own_weight: float = 4.0,
+        group_weight: float = 1.0,
+        global_weight: float = 1.0,
+        recency: float = 1.0,
         out_tokens: Tensor | None = None,
         out_parents: Tensor | None = None,
         out_positions: Tensor | None = None,
@@ -108,11 +192,13 @@ class NgramIndex:
     ) -> tuple[Tree, Tensor, Tensor]:
         """A tree of what may follow the stream of each slot, best first, from all text inserted so far.
 
-        Candidates are the places found for the last 8, 4, 2, 1 tokens, in this order and the most recent first. One
-        whose text agrees with the request over the last m tokens (m verified up to 32) weighs 2^min(m, 24), and four
-        times that in the request's own stream. A node is reached by the candidates that agree with the path to it:
-        p(node) = their weight / the weight of all. The tree takes the node of largest p next; ties go to the longer
-        best match, then to the earlier candidate. It is never filled up: `num_nodes` says how many there are.
+        Candidates are the places found for the last 8, 4, 2, 1 tokens, in this order, in the stream's own scope, its
+        group's and everybody's, in this order, and the most recent first; at most 32. One whose text agrees with the
+        request over the last m tokens (m verified up to 32) weighs 2^min(m, 24), times the weight of its scope or, in
+        the request's own stream, `own_weight`, times recency^i if i of the places of its n-gram are newer. A node is
+        reached by the candidates that agree with the path to it: p(node) = their weight / the weight of all. The tree
+        takes the node of largest p next; ties go to the longer best match, then to the earlier candidate. It is never
+        filled up: `num_nodes` says how many there are.
 
         Args:
             slots: [B] int32 or None; -1 or a slot without a stream is an empty row.
@@ -121,6 +207,8 @@ class NgramIndex:
             mode: "tree", or "chain": always the best child, so no node has two.
             min_prob: no node with a smaller p.
             min_match: no candidate with a shorter match, 1 to 32.
+            own_weight, group_weight, global_weight: of a candidate's text, 0 to 256 in steps of 1/16; 0 leaves it out.
+            recency: above 0, at most 1; its powers are rounded to 1/256.
 
         Returns:
             `Tree`, scores [B, N] float32, log p of each node (root 0, unused -inf), and match_len [B] int32, the
@@ -129,26 +217,39 @@ class NgramIndex:
         Raises:
             ValueError: a wrong dtype, shape or device; a number out of range.
         """
-        if mode not in ("tree", "chain"):
+        if mode != "tree" and mode != "chain":
             raise ValueError(f"ngram_draft: mode is {mode!r}, expected 'tree' or 'chain'")
         n = num_draft_tokens
         if not 1 <= n <= 256:  # before its outputs are allocated
             raise ValueError(f"ngram_draft: num_draft_tokens is {n}, expected 1 to 256")
-        (batch,) = shape_of("ngram_draft", "seq_lens", seq_lens, 1)
-
-        def output(given: Tensor | None, shape: tuple[int, ...], dtype: str = "int32") -> Tensor:
-            return empty("ngram_draft", seq_lens, shape, dtype) if given is None else given
-
-        tree = Tree(
-            tokens=output(out_tokens, (batch, n)),
-            parents=output(out_parents, (batch, n)),
-            positions=output(out_positions, (batch, n)),
-            first_child=output(out_first_child, (batch, n)),
-            next_sibling=output(out_next_sibling, (batch, n)),
-            mask=output(out_mask, (batch, n, (n + 63) // 64), "int64"),
-            num_nodes=output(out_num_nodes, (batch,)),
+        tree = (out_tokens, out_parents, out_positions, out_first_child, out_next_sibling, out_mask, out_num_nodes)
+        outputs = (*tree, out_scores, out_match_len)
+        for each in outputs:
+            if each is None:
+                outputs = allocate_missing(outputs, seq_lens, n)
+                break
+        self._index.draft(
+            slots,
+            seq_lens,
+            n,
+            mode == "chain",
+            min_prob,
+            min_match,
+            own_weight,
+            group_weight,
+            global_weight,
+            recency,
+            *outputs,
         )
-        scores = output(out_scores, (batch, n), "float32")
-        match_len = output(out_match_len, (batch,))
-        self._index.draft(slots, seq_lens, n, mode == "chain", min_prob, min_match, *tree, scores, match_len)
-        return tree, scores, match_len
+        return Tree._make(outputs[:7]), outputs[7], outputs[8]
+
+
+def allocate_missing(outputs: tuple[Tensor | None, ...], seq_lens: Tensor, n: int) -> tuple[Tensor, ...]:
+    (batch,) = shape_of("ngram_draft", "seq_lens", seq_lens, 1)
+    rows = ((batch, n), "int32")
+    shapes = (*[rows] * 5, ((batch, n, (n + 63) // 64), "int64"), ((batch,), "int32"), ((batch, n), "float32"))
+    shapes = (*shapes, ((batch,), "int32"))
+    return tuple(
+        empty("ngram_draft", seq_lens, *shape) if given is None else given
+        for given, shape in zip(outputs, shapes, strict=True)
+    )

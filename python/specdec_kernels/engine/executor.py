@@ -68,7 +68,7 @@ class Executor:
         alloc_pages(state.pool, state.seq_lens, reserve, slots=self._slot_tensor([slot]), status=state.status)
         if int(state.status[slot]) & Status.STALLED:
             raise RuntimeError(f"begin: the pool has too few pages for {reserve} rows, expected those of slot {slot}")
-        self.draft.begin(slot, text)
+        self.draft.begin(slot, request_id, text)
 
     @torch.inference_mode()
     def prefill(self, slot: int, tokens: list[int], start: int, is_last: bool) -> None:

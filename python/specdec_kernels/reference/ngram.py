@@ -7,13 +7,28 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 ORDERS = (1, 2, 4, 8)
-RECENT = 7  # places kept for each n-gram
+RECENT = 7  # places kept for each n-gram of a scope
 MAX_MATCH = 32
+MAX_CANDIDATES = 32
+
+Scope = object  # EVERYBODY, the number of a group, or a private stream
+EVERYBODY = 0
 
 
 @dataclass(eq=False)
 class Stream:
     tokens: list[int] = field(default_factory=list)
+    group: int = EVERYBODY
+    private: bool = False
+    request: int | None = None
+
+    @property
+    def scope(self) -> Scope:
+        return self if self.private else self.group
+
+    def sees(self) -> list[Scope]:
+        """The scopes it looks into, in this order."""
+        return [*([self] if self.private else []), *([self.group] if self.group else []), EVERYBODY]
 
 
 class Draft(NamedTuple):
@@ -38,6 +53,20 @@ class Candidate:
 
 
 @dataclass
+class Weights:
+    """In units of 1/16, and ages of 1/256."""
+
+    own: int
+    group: int
+    everyone: int
+    recency: float
+
+    def of(self, stream: Stream, own: Stream, newer: int) -> int:
+        scope = self.own if stream is own else self.group if stream.scope else self.everyone
+        return scope * math.floor(256 * self.recency**newer + 0.5)
+
+
+@dataclass
 class Node:
     members: list[int]  # candidate numbers, rising
     weight: int
@@ -53,43 +82,71 @@ class Node:
 class NgramIndex:
     def __init__(self) -> None:
         self.running: dict[int, Stream] = {}
+        self.ended: dict[int, Stream] = {}  # by the slot they are in, until it is given away
         self.texts: list[Stream] = []
-        self.places: dict[tuple[int, ...], list[tuple[Stream, int]]] = {}  # newest first
+        self.places: dict[tuple[Scope, tuple[int, ...]], list[tuple[Stream, int]]] = {}  # newest first
 
-    def insert(self, tokens: list[int], slot: int | None = None) -> None:
-        stream = self.running.get(slot) if slot is not None else None
-        if stream is None:
-            if not tokens:
-                return
-            stream = Stream()
+    def begin(self, slot: int, *, group: int = 0, private: bool = False, request: int | None = None) -> int:
+        self.release(slot)
+        resumed = [
+            at
+            for at, ended in sorted(self.ended.items())
+            if request is not None and (ended.request, ended.group, ended.private) == (request, group, private)
+        ]
+        held = self.ended.pop(slot, None)
+        if resumed:
+            stream = held if resumed[0] == slot else self.ended.pop(resumed[0])
+            if held is not None and resumed[0] != slot:
+                self.ended[resumed[0]] = held
+            assert stream is not None
+        else:
+            stream = Stream(group=group, private=private, request=request)
             self.texts.append(stream)
-            if slot is not None:
-                self.running[slot] = stream
+        self.running[slot] = stream
+        return len(stream.tokens)
+
+    def insert(self, tokens: list[int], slot: int | None = None, *, group: int = 0) -> None:
+        if not tokens:
+            return
+        if slot is None:
+            stream = Stream(group=group)
+            self.texts.append(stream)
+        else:
+            if slot not in self.running:
+                self.begin(slot)
+            stream = self.running[slot]
         for token in tokens:
             i = len(stream.tokens)
             for n in ORDERS:
                 if i >= n:
-                    places = self.places.setdefault(tuple(stream.tokens[i - n :]), [])
+                    places = self.places.setdefault((stream.scope, tuple(stream.tokens[i - n :])), [])
                     places.insert(0, (stream, i))
                     del places[RECENT:]
             stream.tokens.append(token)
 
     def release(self, slot: int) -> None:
-        self.running.pop(slot, None)
+        if slot in self.running:
+            self.ended[slot] = self.running.pop(slot)
 
-    def candidates(self, own: Stream, min_match: int) -> list[Candidate]:
+    def candidates(self, own: Stream, min_match: int, weights: Weights) -> list[Candidate]:
         context = own.tokens
         found: list[Candidate] = []
-        for n in reversed(ORDERS):
-            for stream, at in self.places.get(tuple(context[-n:]), []) if len(context) >= n else []:
-                if any(c.stream is stream and c.at == at for c in found):
-                    continue
-                match = 0
-                while match < min(MAX_MATCH, at, len(context)) and stream.tokens[at - 1 - match] == context[-1 - match]:
-                    match += 1
-                if match >= min_match:
-                    weight = 2 ** min(match, 24) * (4 if stream is own else 1)
-                    found.append(Candidate(stream, at, match, weight))
+        named = (
+            (n, newer, stream, at)
+            for n in reversed(ORDERS)
+            if len(context) >= n
+            for scope in own.sees()
+            for newer, (stream, at) in enumerate(self.places.get((scope, tuple(context[-n:])), []))
+        )
+        for _n, newer, stream, at in named:
+            if any(c.stream is stream and c.at == at for c in found) or len(found) == MAX_CANDIDATES:
+                continue
+            match = 0
+            while match < min(MAX_MATCH, at, len(context)) and stream.tokens[at - 1 - match] == context[-1 - match]:
+                match += 1
+            weight = weights.of(stream, own, newer) * 2 ** min(match, 24)
+            if match >= min_match and weight > 0:
+                found.append(Candidate(stream, at, match, weight))
         return found
 
     def draft(
@@ -100,12 +157,17 @@ class NgramIndex:
         mode: str = "tree",
         min_prob: float = 0.0,
         min_match: int = 1,
+        own_weight: float = 4.0,
+        group_weight: float = 1.0,
+        global_weight: float = 1.0,
+        recency: float = 1.0,
     ) -> Draft | None:
-        """None for a slot without a stream."""
+        """None for a slot without a text."""
         own = self.running.get(slot)
-        if own is None:
+        if own is None or not own.tokens:
             return None
-        candidates = self.candidates(own, min_match)
+        weights = Weights(round(own_weight * 16), round(group_weight * 16), round(global_weight * 16), recency)
+        candidates = self.candidates(own, min_match, weights)
         total = sum(c.weight for c in candidates)
 
         def children(members: list[int], parent: int, depth: int) -> list[Node]:

@@ -25,7 +25,7 @@ class Draft:
         self._no_tokens = torch.empty(len(state.seq_lens), 0, dtype=torch.int32, device=device)
         self._no_scores = torch.empty(len(state.seq_lens), 0, dtype=torch.float32, device=device)
 
-    def begin(self, slot: int, tokens: list[int]) -> None:
+    def begin(self, slot: int, request_id: int, tokens: list[int]) -> None:
         """The slot now belongs to a request with this text: its prompt, and what it produced before a retraction."""
 
     def prefill(

@@ -1,0 +1,123 @@
+// NgramIndex::save and load: the index as a file, bytes as they lie in memory behind a head that says what they are.
+//
+// Only text and table are kept; streams end with the process that ran them. A file is taken for what it is by its mark,
+// version, sizes and two checksums; beyond that every walk over the store is bounded, whatever it holds.
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+
+#include "core/errors.h"
+#include "ngram/ngram_index.h"
+
+namespace specdec {
+namespace {
+
+constexpr char kMark[8] = {'s', 'd', 'n', 'g', 'r', 'a', 'm', '\n'};
+constexpr uint32_t kVersion = 1;  // of the layout and the hash, too
+
+struct FileHead {
+  char mark[8];
+  uint32_t version, unused;
+  int64_t max_tokens, num_blocks, num_slots, max_len;
+  uint64_t payload_checksum;
+  uint64_t checksum;  // of what is above
+};
+
+uint64_t checksum_of(const FileHead& head) {
+  const auto* const bytes = reinterpret_cast<const std::byte*>(&head);
+  return ngram_checksum(bytes, bytes + offsetof(FileHead, checksum), 0);
+}
+
+int write_all(int fd, const void* data, size_t bytes) {
+  for (const char* at = static_cast<const char*>(data); bytes > 0;) {
+    const ssize_t done = write(fd, at, bytes);
+    if (done < 0 && errno == EINTR) continue;
+    if (done < 0) return errno;
+    at += done;
+    bytes -= static_cast<size_t>(done);
+  }
+  return 0;
+}
+
+// How many bytes could be read.
+size_t read_all(int fd, void* data, size_t bytes) {
+  size_t got = 0;
+  while (got < bytes) {
+    const ssize_t done = read(fd, static_cast<char*>(data) + got, bytes - got);
+    if (done < 0 && errno == EINTR) continue;
+    if (done <= 0) break;
+    got += static_cast<size_t>(done);
+  }
+  return got;
+}
+
+[[noreturn]] void refuse(const std::string& is, const std::string& expected) {
+  throw ValueError("ngram_load: file " + is + ", expected " + expected);
+}
+
+}  // namespace
+
+int NgramIndex::save(int fd) const {
+  const std::shared_lock lock(mutex_);
+  const size_t bytes = view_.slots_at();
+  // The counts of drafting go on while this is written.
+  NgramHeader header = *view_.header;
+  std::memset(reinterpret_cast<std::byte*>(&header) + offsetof(NgramHeader, drafts), 0,
+              sizeof header - offsetof(NgramHeader, drafts));
+  const auto* const start = reinterpret_cast<const std::byte*>(&header);
+  const uint64_t of_header = ngram_checksum(start, start + sizeof header, 0);
+  FileHead head{
+      .mark = {},
+      .version = kVersion,
+      .unused = 0,
+      .max_tokens = config_.max_tokens,
+      .num_blocks = view_.num_blocks,
+      .num_slots = view_.num_slots,
+      .max_len = config_.max_len,
+      .payload_checksum = ngram_checksum(memory_.data() + sizeof header, memory_.data() + bytes, of_header),
+      .checksum = 0,
+  };
+  std::memcpy(head.mark, kMark, sizeof kMark);
+  head.checksum = checksum_of(head);
+  if (const int error = write_all(fd, &head, sizeof head)) return error;
+  if (const int error = write_all(fd, &header, sizeof header)) return error;
+  return write_all(fd, memory_.data() + sizeof header, bytes - sizeof header);
+}
+
+std::unique_ptr<NgramIndex> NgramIndex::load(int fd, std::optional<int64_t> num_slots, std::optional<int64_t> max_len,
+                                             int64_t num_threads) {
+  FileHead head{};
+  const size_t got = read_all(fd, &head, sizeof head);
+  if (got < sizeof kMark || std::memcmp(head.mark, kMark, sizeof kMark) != 0)
+    refuse("is no n-gram index", "one that `save` wrote");
+  if (got < sizeof head) refuse("has " + std::to_string(got) + " bytes", "more: it is truncated");
+  if (head.version != kVersion)
+    refuse("has version " + std::to_string(head.version), "version " + std::to_string(kVersion));
+  const std::string intact = "what `save` wrote: it is corrupt";
+  if (head.checksum != checksum_of(head)) refuse("has a head that does not match its checksum", intact);
+
+  Check check("ngram_load");
+  check.range("num_blocks", head.num_blocks, 1, kNgramIdMask / 2);
+  const Config config = checked_config(check, head.max_tokens, head.num_blocks, num_slots.value_or(head.num_slots),
+                                       max_len.value_or(head.max_len), num_threads);
+  const size_t bytes = config.sizes.slots_at();
+  struct stat file{};
+  const auto want = static_cast<int64_t>(sizeof head + bytes);
+  if (fstat(fd, &file) == 0 && file.st_size != want)  // before any memory is taken
+    refuse("has " + std::to_string(file.st_size) + " bytes",
+           std::to_string(want) + (file.st_size < want ? ": it is truncated" : ": something follows"));
+
+  std::unique_ptr<NgramIndex> index(new NgramIndex(config));
+  std::byte* const memory = index->memory_.data();
+  if (read_all(fd, memory, bytes) != bytes) refuse("cannot be read", std::to_string(want) + " bytes");
+  const NgramHeader& header = *index->view_.header;
+  const bool sound = (header.next_block & ((1u << config.sizes.block_bits) - 1)) < config.sizes.num_blocks &&
+                     header.next_block <= kNgramIdMask && header.streams < kNgramPrivate;
+  if (!sound || head.payload_checksum != ngram_checksum(memory, memory + bytes, 0))
+    refuse("has content that does not match its checksum", intact);
+  return index;
+}
+
+}  // namespace specdec
