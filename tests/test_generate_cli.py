@@ -13,7 +13,7 @@ from rich.console import Console
 from random_models import save_random_model
 from specdec_kernels import FinishReason, cli
 from specdec_kernels.cli.generate import DEFAULT_PROMPT, Printer
-from specdec_kernels.engine import NewTokens
+from specdec_kernels.engine import Engine, NewTokens, SamplingParams, Speculation
 from specdec_kernels.tiny import tiny_model
 
 Capture = pytest.CaptureFixture[str]
@@ -64,6 +64,14 @@ def test_a_narrow_terminal_breaks_no_text(capsys: Capture, monkeypatch: pytest.M
             ["--model", str(tiny_model("target")), "--speculative-algorithm", "EAGLE3"],
             "Speculation: draft_model is None, expected a path or hub id for EAGLE3",
         ),
+        (
+            ["--speculative-ngram-corpus", __file__],
+            "Speculation: ngram_corpus is given, expected none for EAGLE3",
+        ),
+        (
+            ["--speculative-algorithm", "NGRAM", "--speculative-ngram-corpus", "/nowhere"],
+            "[Errno 2] No such file or directory: '/nowhere'",
+        ),
         (["--max-new-tokens", "0"], "SamplingParams: max_new_tokens is 0, expected at least 1"),
         (["--temperature", "-1"], "SamplingParams: temperature is -1.0, expected a number from 0 (greedy) on"),
         (["--temperature", "1", "--top-p", "0"], "SamplingParams: top_p is 0.0, expected above 0 and at most 1"),
@@ -76,6 +84,30 @@ def test_refusals_are_one_line(capsys: Capture, arguments: list[str], message: s
     assert generate(*arguments) == 2
     captured = capsys.readouterr()
     assert captured.err == f"specdec generate: {message}\n"
+
+
+def test_a_corpus_is_drafted_from(tmp_path: Path) -> None:
+    """What the model says anyway, known from the start."""
+    plain = Engine(tiny_model("target"), speculation=Speculation("NGRAM"), max_len=200, device="cpu")
+    budget = SamplingParams(max_new_tokens=60)
+    (want,) = plain.generate(DEFAULT_PROMPT, budget)
+    corpus = tmp_path / "answers.txt"
+    assert want.text is not None
+    corpus.write_text(DEFAULT_PROMPT + want.text, "utf-8")
+    speculation = Speculation("NGRAM", ngram_corpus=[corpus])
+    (got,) = Engine(tiny_model("target"), speculation=speculation, max_len=200, device="cpu").generate(
+        DEFAULT_PROMPT, budget
+    )
+    assert got.tokens == want.tokens
+    assert got.stats.accept_length > 2 * want.stats.accept_length
+
+
+def test_a_corpus_must_be_text(capsys: Capture, tmp_path: Path) -> None:
+    corpus = tmp_path / "image"
+    corpus.write_bytes(b"\xff\xfe\x00")
+    assert generate("--speculative-algorithm", "NGRAM", "--speculative-ngram-corpus", str(corpus)) == 2
+    message = f"specdec generate: Speculation: ngram_corpus has {corpus}, expected text in UTF-8\n"
+    assert capsys.readouterr().err == message
 
 
 def test_a_model_without_a_tokenizer(capsys: Capture, tmp_path: Path) -> None:

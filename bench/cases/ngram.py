@@ -1,6 +1,8 @@
-"""The case of NgramIndex.draft: one round's lookups, on text that repeats itself as code and chat do."""
+"""Cases of NgramIndex: one round's lookups, and bulk insertion, on text that repeats itself as code and chat do."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,55 +13,95 @@ from specdec_kernels.reference import ngram as reference
 from ..compare import bytes_of, expect_close, expect_equal, poisoned
 from ..harness import Case, Params, Work
 
-DOCUMENT, STREAM = 40_000, 300
+DOCUMENT, STREAM, CHUNK = 40_000, 300, 1 << 16
+VOCAB = 32_000
 
 
-def repetitive_text(phrases: list[Tensor], length: int) -> Tensor:
-    chosen = [phrases[int(torch.randint(0, len(phrases), ()))] for _ in range(length // 8 + 1)]
-    return torch.cat(chosen)[:length].contiguous()
+def repetitive_text(length: int, first_id: int = 0) -> Tensor:
+    """Phrases of 8 to 23 tokens, each as often as any other, one for each 60 tokens."""
+    count = max(length // 60, 600)
+    lengths = torch.randint(8, 24, (count,))
+    tokens = torch.randint(first_id, first_id + VOCAB, (int(lengths.sum()),), dtype=torch.int32)
+    phrases = tokens.split(lengths.tolist())
+    chosen = torch.randint(0, count, (length // 8 + 1,)).tolist()
+    return torch.cat([phrases[i] for i in chosen])[:length].contiguous()
 
 
-def ngram_draft(device: torch.device, p: Params) -> Work:
-    batch, nodes = p["batch"], p["nodes"]
-    phrases = [torch.randint(0, 32000, (int(torch.randint(8, 24, ())),), dtype=torch.int32) for _ in range(600)]
-    index = sd.NgramIndex(max_tokens=1 << 20, num_slots=batch)
-    plain = reference.NgramIndex()
-    for slot in (None, *range(batch)):
-        text = repetitive_text(phrases, DOCUMENT if slot is None else STREAM)
-        index.insert(text, slot)
-        plain.insert(text.tolist(), slot)
+def filled_index(held: int, batch: int) -> sd.NgramIndex:
+    """With `held` tokens that no other text shares, so that what follows must draft as if they were not there."""
+    index = sd.NgramIndex(max_tokens=held + DOCUMENT + (batch + 1) * STREAM, num_slots=batch)
+    for start in range(0, held, 1 << 20):
+        index.insert(repetitive_text(min(held - start, 1 << 20), first_id=10 * VOCAB))
+    return index
 
-    seq_lens = torch.full((batch,), STREAM - 1, dtype=torch.int32)
+
+def outputs(batch: int, nodes: int, device: torch.device) -> dict[str, Tensor]:
     rows = ("tokens", "parents", "positions", "first_child", "next_sibling")
     out = {f"out_{name}": poisoned(batch, nodes, dtype=torch.int32, device=device) for name in rows}
     out["out_mask"] = poisoned(batch, nodes, -(-nodes // 64), dtype=torch.int64, device=device)
     out["out_num_nodes"] = poisoned(batch, dtype=torch.int32, device=device)
     out["out_scores"] = poisoned(batch, nodes, dtype=torch.float32, device=device)
     out["out_match_len"] = poisoned(batch, dtype=torch.int32, device=device)
+    return out
 
-    def check() -> None:
-        for b in range(batch):
-            want = plain.draft(b, nodes, mode=p["mode"])
-            assert want is not None
-            length = len(want.tokens)
-            expect_equal(f"out_num_nodes[{b}]", out["out_num_nodes"][b], torch.tensor(length))
-            expect_equal(f"out_match_len[{b}]", out["out_match_len"][b], torch.tensor(want.match_len))
-            expect_equal(f"out_tokens[{b}]", out["out_tokens"][b, :length], torch.tensor(want.tokens))
-            expect_equal(f"out_parents[{b}]", out["out_parents"][b, :length], torch.tensor(want.parents))
-            expect_close(f"out_scores[{b}]", out["out_scores"][b, :length], torch.tensor(want.scores), atol=1e-5)
 
+def expect_drafts(plain: reference.NgramIndex, out: dict[str, Tensor], mode: str) -> None:
+    batch, nodes = out["out_tokens"].shape
+    for b in range(batch):
+        want: Any = plain.draft(b, nodes, mode=mode)
+        length = len(want.tokens)
+        expect_equal(f"out_num_nodes[{b}]", out["out_num_nodes"][b], torch.tensor(length))
+        expect_equal(f"out_match_len[{b}]", out["out_match_len"][b], torch.tensor(want.match_len))
+        expect_equal(f"out_tokens[{b}]", out["out_tokens"][b, :length], torch.tensor(want.tokens))
+        expect_equal(f"out_parents[{b}]", out["out_parents"][b, :length], torch.tensor(want.parents))
+        expect_close(f"out_scores[{b}]", out["out_scores"][b, :length], torch.tensor(want.scores), atol=1e-5)
+
+
+def ngram_draft(device: torch.device, p: Params) -> Work:
+    batch, nodes = p["batch"], p["nodes"]
+    index, plain = filled_index(p["held"], batch), reference.NgramIndex()
+    text = repetitive_text(DOCUMENT)
+    for slot in (None, *range(batch)):
+        start = int(torch.randint(0, DOCUMENT - STREAM, ()))
+        part = text if slot is None else text[start : start + STREAM].contiguous()
+        index.insert(part, slot)
+        plain.insert(part.tolist(), slot)
+
+    seq_lens = torch.full((batch,), STREAM - 1, dtype=torch.int32)
+    out = outputs(batch, nodes, device)
     return Work(
         call=lambda: index.draft(None, seq_lens, nodes, mode=p["mode"], **out),
-        check=check,
+        check=lambda: expect_drafts(plain, out, p["mode"]),
         bytes_moved=bytes_of(seq_lens, *out.values()),
     )
 
 
+def ngram_insert(device: torch.device, p: Params) -> Work:
+    """A document of 65536 tokens, once the index is full: the oldest text goes."""
+    index = filled_index(p["held"], batch=1)
+    text = repetitive_text(CHUNK)
+
+    def check() -> None:
+        plain = reference.NgramIndex()
+        for slot, part in ((None, text), (0, text[100:200].contiguous())):
+            plain.insert(part.tolist(), slot)
+            if slot is not None:
+                index.insert(part, slot)
+        out = outputs(1, 16, device)
+        index.draft(None, torch.zeros(1, dtype=torch.int32), 16, **out)
+        expect_drafts(plain, out, "tree")
+
+    return Work(call=lambda: index.insert(text), check=check, bytes_moved=bytes_of(text) * 18)  # 68 bytes a token
+
+
+HELD = (100_000, 1_000_000, 10_000_000)
 CASES = [
     Case(
         "ngram_draft",
-        grid={"batch": (1, 8, 64), "nodes": (8, 16), "mode": ("tree", "chain")},
+        grid={"batch": (1, 8, 64), "nodes": (8, 16, 64), "mode": ("tree", "chain"), "held": HELD},
+        base={"batch": 1, "nodes": 16, "mode": "tree", "held": 1_000_000},
         make=ngram_draft,
         devices=("cpu",),
-    )
+    ),
+    Case("ngram_insert", grid={"held": HELD}, make=ngram_insert, devices=("cpu",)),
 ]

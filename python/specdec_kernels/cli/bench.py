@@ -32,6 +32,7 @@ NUMBERS = {
     "rows": "K/V rows written per request",
     "layers": "layers of KV",
     "top_n": "alternatives scored beside each token",
+    "held": "tokens the n-gram index holds",
 }
 # Words, and which:
 WORDS = {

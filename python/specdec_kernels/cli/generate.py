@@ -54,6 +54,13 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="N",
         help="nodes verified per round, root included (32 for a tree, steps + 1 for a chain, 16 for NGRAM)",
     )
+    parser.add_argument(
+        "--speculative-ngram-corpus",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a text file that NGRAM knows from the start; several with several flags",
+    )
     parser.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help="budget (200)")
     parser.add_argument(
         "--temperature", type=float, default=0.0, metavar="T", help="0, greedy (default), or above: sample"
@@ -118,6 +125,7 @@ def compare(args: argparse.Namespace) -> None:
         # A GPU scores a tree in the time of a token; a CPU pays for every node, so there a chain is the faster choice.
         topk=args.speculative_eagle_topk or (8 if str(args.device or default_device()).startswith("cuda") else 1),
         num_draft_tokens=args.speculative_num_draft_tokens,
+        ngram_corpus=args.speculative_ngram_corpus,
     )
     sampling = SamplingParams(
         args.max_new_tokens,

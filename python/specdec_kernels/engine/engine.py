@@ -16,10 +16,11 @@ from ..models.checkpoint import expect_folder, local_folder
 from ..models.eagle3 import feature_layers, read_config
 from ..status import FinishReason, Status
 from .drafts import build_draft
+from .drafts.ngram import NgramDraft
 from .executor import Executor
 from .outputs import GenerationError, NewTokens, RequestOutput, RequestStats
 from .params import SamplingParams, Speculation
-from .prompts import as_list, check_tokens, token_ids
+from .prompts import as_list, check_tokens, file_tokens, token_ids
 from .state import SlotState
 
 MAX_STOP_TOKENS = 16
@@ -48,7 +49,7 @@ class Engine:
 
     Raises:
         ValueError: an unsupported model, size, dtype or device; a pool that cannot hold one request of `max_len`.
-        OSError: no such model.
+        OSError: no such model, no such corpus.
     """
 
     def __init__(
@@ -121,6 +122,9 @@ class Engine:
             device=self.device,
         )
         self.draft = build_draft(speculation, self.state, self.target, num_pages=num_pages, max_len=max_len)
+        if isinstance(self.draft, NgramDraft):
+            for file in speculation.ngram_corpus:
+                self.draft.learn(file_tokens(file, self.tokenizer))
         self._sampling: dict[int, SamplingParams] = {}  # of the requests that run, each with its seed
         self._executor = Executor(self.target, self.draft, self.state, reserve, self._sampling.__getitem__, self._emit)
         self._scheduler = _C.Scheduler(

@@ -24,6 +24,7 @@ class Speculation:
         num_draft_tokens: tree nodes verified per round, including the root. None: num_steps + 1 for a chain, 32 for a
             tree, 16 for NGRAM.
         ngram_max_tokens: tokens the n-gram index holds before the oldest age out.
+        ngram_corpus: text files that NGRAM starts with: what answers may repeat (documentation, code, past answers).
     """
 
     algorithm: str = "NONE"
@@ -32,6 +33,7 @@ class Speculation:
     topk: int = 8
     num_draft_tokens: int | None = None
     ngram_max_tokens: int = 1 << 20
+    ngram_corpus: Sequence[str | Path] = ()
 
     def __post_init__(self) -> None:
         if self.algorithm not in ALGORITHMS:
@@ -41,6 +43,8 @@ class Speculation:
             raise ValueError(f"Speculation: draft_model is None, expected a path or hub id for {self.algorithm}")
         if not needs_model and self.draft_model is not None:
             raise ValueError(f"Speculation: draft_model is given, expected None for {self.algorithm}")
+        if self.ngram_corpus and self.algorithm != "NGRAM":
+            raise ValueError(f"Speculation: ngram_corpus is given, expected none for {self.algorithm}")
         for name, low, high in (("num_steps", 1, 64), ("topk", 1, 64), ("num_draft_tokens", 1, 256)):
             value = getattr(self, name)
             if value is not None and not low <= value <= high:

@@ -1,9 +1,10 @@
-"""What `generate` takes as prompts, as lists of token ids."""
+"""Text that comes from outside, as lists of token ids: what `generate` takes as prompts, and files."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from numbers import Integral
+from pathlib import Path
 from typing import Any
 
 
@@ -47,3 +48,15 @@ def check_tokens(tokens: list[int], index: int, *, max_len: int, vocab_size: int
 def plain(value: Any) -> Any:
     """A NumPy array or a tensor as (nested) lists, anything else as it is."""
     return value.tolist() if hasattr(value, "tolist") else value
+
+
+def file_tokens(file: str | Path, tokenizer: Any) -> list[int]:
+    """A text file as it would stand within a text: without special tokens."""
+    if tokenizer is None:
+        raise ValueError("Speculation: ngram_corpus is given, expected none (the model folder has no tokenizer)")
+    try:
+        text = Path(file).read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"Speculation: ngram_corpus has {file}, expected text in UTF-8") from error
+    tokens: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return tokens

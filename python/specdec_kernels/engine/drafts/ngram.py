@@ -18,6 +18,10 @@ class NgramDraft(Draft):
         self.accept_width = num_nodes  # a chain of all nodes is the deepest tree
         self.index = NgramIndex(max_tokens=max_tokens, num_slots=len(state.seq_lens), max_len=max_len + num_nodes)
 
+    def learn(self, tokens: list[int]) -> None:
+        """A document for all requests."""
+        self.index.insert(torch.tensor(tokens, dtype=torch.int32))
+
     def begin(self, slot: int, request_id: int, tokens: list[int]) -> None:
         held = self.index.begin(slot, request=request_id)  # of a request that was retracted
         self.index.insert(torch.tensor(tokens[held:], dtype=torch.int32), slot)
