@@ -13,6 +13,7 @@
 #include "tree/build_tree.h"
 #include "tree/build_tree_from_mask.h"
 #include "tree/build_tree_from_parents.h"
+#include "tree/merge_trees.h"
 // --- attention
 #include "attention/tree_attention.h"
 // --- verify
@@ -263,6 +264,7 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
   m.def("build_tree", &build_tree, "the best candidates as a tree with links, mask and positions");
   m.def("build_tree_from_parents", &build_tree_from_parents, "links, mask and positions from parent pointers");
   m.def("build_tree_from_mask", &build_tree_from_mask, "links, mask and positions from an ancestor mask");
+  m.def("merge_trees", &merge_trees, "the union of two draft trees, cut to its best nodes");
 
   // --- attention
   m.def("tree_attention", &tree_attention, "attention over a paged KV prefix and a tail of tree nodes");

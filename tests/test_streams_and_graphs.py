@@ -174,6 +174,18 @@ def copy_kv(t: Inputs, **stream: Any) -> Iterable[Tensor]:
     return list(t.values())[:2]
 
 
+def merge_trees_inputs() -> Inputs:
+    fields = {f"a_{name}": field for name, field in given_tree()._asdict().items()}
+    fields |= {f"b_{name}": field for name, field in given_tree()._asdict().items()}
+    return {**fields, "a_scores": logprobs(B, N), "b_scores": logprobs(B, N)}
+
+
+def merge_trees(t: Inputs, **stream: Any) -> Iterable[Tensor]:
+    a, b = (sd.Tree(*(t[f"{side}_{name}"] for name in sd.Tree._fields)) for side in "ab")
+    tree, scores = sd.merge_trees(a, t["a_scores"], b, t["b_scores"], N, **stream)
+    return *tree, scores
+
+
 CASES = {
     "select_topk": Case(lambda: {"logits": torch.randn(B, VOCAB)}, select_topk),
     "sample_draft": Case(
@@ -195,6 +207,7 @@ CASES = {
     "build_tree_from_mask": Case(
         lambda: {"tokens": ints(0, VOCAB, B, N), "mask": given_tree().mask, "lens": lens()}, build_tree_from_mask
     ),
+    "merge_trees": Case(merge_trees_inputs, merge_trees),
     "tree_attention": Case(
         lambda: {
             "q": kv(B, N),

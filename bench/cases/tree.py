@@ -13,7 +13,7 @@ from specdec_kernels.reference import tree as reference
 from ..compare import bytes_of, expect_equal, poisoned
 from ..harness import Case, Params, Work
 from ..peers import sglang
-from .trees import random_tree
+from .trees import random_parents, random_tree
 
 NUM_STEPS = 5
 
@@ -80,10 +80,47 @@ def from_elsewhere(build: Callable[..., sd.Tree], topology: str) -> Callable[[to
     return make
 
 
+def scored_tree(batch: int, nodes: int, device: torch.device) -> tuple[sd.Tree, Tensor]:
+    """A drafted tree and its scores; few different tokens, so that two of them share paths."""
+    parents = torch.tensor(random_parents(batch, nodes), dtype=torch.int32)
+    scores = torch.zeros(batch, nodes)
+    rows = torch.arange(batch)
+    for i in range(1, nodes):
+        scores[:, i] = scores[rows, parents[:, i].long()] - torch.rand(batch)
+    tokens = torch.randint(0, 8, (batch, nodes), dtype=torch.int32)
+    tokens[:, 0] = 9
+    tree = sd.build_tree_from_parents(tokens, parents, torch.full((batch,), 100, dtype=torch.int32))
+    return sd.Tree(*(field.to(device) for field in tree)), scores.to(device)
+
+
+def merge_trees(device: torch.device, p: Params) -> Work:
+    batch, nodes = p["batch"], p["nodes"]
+    drafts = (*scored_tree(batch, nodes, device), *scored_tree(batch, nodes, device))
+    out = {
+        **poisoned_tree(batch, nodes, device),
+        "out_scores": poisoned(batch, nodes, dtype=torch.float32, device=device),
+    }
+
+    def check() -> None:
+        (a, a_scores, b, b_scores) = drafts
+        cpu = [sd.Tree(*(field.cpu() for field in tree)) for tree in (a, b)]
+        want, scores = reference.merge_trees(cpu[0], a_scores.cpu(), cpu[1], b_scores.cpu(), nodes)
+        expect_tree(out, want)
+        expect_equal("out_scores", out["out_scores"], scores)
+
+    read = [t for tree, scores in (drafts[:2], drafts[2:]) for t in (tree.tokens, tree.parents, tree.num_nodes, scores)]
+    return Work(
+        call=lambda: sd.merge_trees(*drafts, nodes, **out),
+        check=check,
+        bytes_moved=bytes_of(*read, *out.values()),
+    )
+
+
 SIZES = {"batch": (1, 8, 64, 256), "nodes": (4, 8, 32, 64, 128, 256)}
 
 CASES = [
     Case("build_tree", grid={**SIZES, "k": (10, 1)}, make=build_tree),
     Case("build_tree_from_parents", grid=SIZES, make=from_elsewhere(sd.build_tree_from_parents, "parents")),
     Case("build_tree_from_mask", grid=SIZES, make=from_elsewhere(sd.build_tree_from_mask, "mask")),
+    Case("merge_trees", grid=SIZES, make=merge_trees),
 ]

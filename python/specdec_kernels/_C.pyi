@@ -111,6 +111,28 @@ def build_tree_from_mask(
     out_mask: Tensor,
     out_num_nodes: Tensor,
 ) -> None: ...
+def merge_trees(
+    stream: int | None,
+    a_tokens: Tensor,
+    a_parents: Tensor,
+    a_positions: Tensor,
+    a_num_nodes: Tensor,
+    a_scores: Tensor,
+    b_tokens: Tensor,
+    b_parents: Tensor,
+    b_positions: Tensor,
+    b_num_nodes: Tensor,
+    b_scores: Tensor,
+    num_draft_tokens: int,
+    out_tokens: Tensor,
+    out_parents: Tensor,
+    out_positions: Tensor,
+    out_first_child: Tensor,
+    out_next_sibling: Tensor,
+    out_mask: Tensor,
+    out_num_nodes: Tensor,
+    out_scores: Tensor,
+) -> None: ...
 
 # --- attention
 def tree_attention(

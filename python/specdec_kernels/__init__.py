@@ -5,6 +5,7 @@ The ops take any tensor with DLPack (torch, NumPy, CuPy, JAX); importing this pa
 
 from ._C import cuda_architectures, cuda_version
 from ._C import version as __version__
+from .draft_size import RoundCosts, choose_num_nodes
 from .ngram import NgramIndex, NgramStatistics
 from .ops import (
     Accepted,
@@ -25,6 +26,7 @@ from .ops import (
     fork_pages,
     free_pages,
     make_page_pool,
+    merge_trees,
     move_kv,
     sample_draft,
     score_tokens,
@@ -44,6 +46,7 @@ __all__ = [
     "NgramIndex",
     "NgramStatistics",
     "PagePool",
+    "RoundCosts",
     "Status",
     "TokenScores",
     "Tree",
@@ -52,6 +55,7 @@ __all__ = [
     "build_tree",
     "build_tree_from_mask",
     "build_tree_from_parents",
+    "choose_num_nodes",
     "commit_tokens",
     "copy_kv",
     "cuda_architectures",
@@ -61,6 +65,7 @@ __all__ = [
     "fork_pages",
     "free_pages",
     "make_page_pool",
+    "merge_trees",
     "move_kv",
     "sample_draft",
     "score_tokens",

@@ -463,6 +463,70 @@ def build_tree_from_mask(
     return tree
 
 
+def merge_trees(
+    a: Tree,
+    a_scores: Tensor,
+    b: Tree,
+    b_scores: Tensor,
+    num_draft_tokens: int,
+    *,
+    out_tokens: Tensor | None = None,
+    out_parents: Tensor | None = None,
+    out_positions: Tensor | None = None,
+    out_first_child: Tensor | None = None,
+    out_next_sibling: Tensor | None = None,
+    out_mask: Tensor | None = None,
+    out_num_nodes: Tensor | None = None,
+    out_scores: Tensor | None = None,
+    stream: int | None = None,
+) -> tuple[Tree, Tensor]:
+    """The union of two drafts of the same requests, cut to its best nodes: the n-gram index's and a model's, say.
+
+    Nodes with the same tokens on their paths become one, with the better of their scores; a score above that of a node
+    before it on the path counts as that one's. Nodes 1, 2, ... of the result are the best N - 1 by score, ties to `a`
+    and then to the lower number, so that parents come before children, siblings stand best first, and a smaller N gives
+    a prefix of the same tree.
+
+    A node whose score is -inf or NaN, or whose parent is not an earlier node, is left out with its descendants. A row
+    of `b` with another root than `a`'s is left out; where `a` has an empty row, it is all there is.
+
+    Args:
+        a, b: trees of [B, Na] and [B, Nb] nodes, 1 to 256 each; tokens, parents, num_nodes and the root's position
+            are read.
+        a_scores, b_scores: [B, Na] and [B, Nb] float32, log-probability of each node given the text before the tree;
+            the root's is ignored.
+        num_draft_tokens: N, 1 to 256.
+
+    Returns:
+        Tree, and out_scores [B, N] float32: of each node, 0 for the root, -inf behind `num_nodes`.
+
+    Raises:
+        ValueError: wrong dtype, shape, device or stride; N out of range.
+    """
+    batch, _ = shape_of("merge_trees", "a_scores", a_scores, 2)
+    passed = (out_tokens, out_parents, out_positions, out_first_child, out_next_sibling, out_mask, out_num_nodes)
+    tree = _tree_outputs("merge_trees", a_scores, batch, num_draft_tokens, passed)
+    if out_scores is None:
+        out_scores = empty("merge_trees", a_scores, (batch, max(num_draft_tokens, 0)), "float32")
+    _C.merge_trees(
+        stream,
+        a.tokens,
+        a.parents,
+        a.positions,
+        a.num_nodes,
+        a_scores,
+        b.tokens,
+        b.parents,
+        b.positions,
+        b.num_nodes,
+        b_scores,
+        num_draft_tokens,
+        *tree,
+        out_scores,
+    )
+    return tree, out_scores
+
+
 # --- attention --------------------------------------------------------------------------------------------------------
 
 

@@ -94,6 +94,35 @@ def build_tree_from_mask(
     return build_tree_from_parents(tokens, parents, seq_lens, num_nodes, slots, status)
 
 
+def merge_trees(a: Tree, a_scores: Tensor, b: Tree, b_scores: Tensor, num_draft_tokens: int) -> tuple[Tree, Tensor]:
+    """Paths, tuples of tokens from below the root on, are what nodes are compared by."""
+    rows, out_scores = [], torch.full((len(a_scores), num_draft_tokens), -torch.inf)
+    for row in range(len(a_scores)):
+        best: dict[tuple[int, ...], float] = {}  # by path; in the order of their numbers
+        heads: list[tuple[int, int]] = []  # root token and position
+        for tree, scores in ((a, a_scores), (b, b_scores)):
+            tokens, parents = tree.tokens[row].tolist(), tree.parents[row].tolist()
+            if not tree.num_nodes[row] or (heads and heads[0][0] != tokens[0]):
+                continue
+            heads.append((tokens[0], int(tree.positions[row, 0])))
+            nodes: dict[int, tuple[tuple[int, ...], float]] = {0: ((), torch.inf)}
+            for i in range(1, int(tree.num_nodes[row])):
+                score = float(scores[row, i])
+                if parents[i] < i and parents[i] in nodes and score > -torch.inf:
+                    path, above = nodes[parents[i]]
+                    nodes[i] = ((*path, tokens[i]), min(score, above))
+                    path, score = nodes[i]
+                    best[path] = max(score, best.get(path, score))
+        chosen = sorted(best, key=lambda path: -best[path])[: num_draft_tokens - 1]
+        numbers = {(): 0} | {path: i for i, path in enumerate(chosen, 1)}
+        root, position = heads[0] if heads else (0, 0)
+        parents = [-1] + [numbers[path[:-1]] for path in chosen] if heads else []
+        rows.append(tree_row(parents, [root, *(path[-1] for path in chosen)], root, position, num_draft_tokens))
+        if heads:
+            out_scores[row, : len(chosen) + 1] = torch.tensor([0.0, *(best[path] for path in chosen)])
+    return stack(rows, num_draft_tokens), out_scores
+
+
 Row = tuple[list[int], list[int], list[int], list[int], list[int], list[list[int]], int]
 
 

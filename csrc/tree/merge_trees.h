@@ -1,0 +1,114 @@
+// merge_trees: the union of two draft trees of the same request, cut to the best nodes.
+//
+// Nodes are numbered through both trees: number i is node i + 1 of `a`, then number a.nodes - 1 + i node i + 1 of `b`.
+// Two nodes are the same if the tokens on their paths are. The first of them stands for all, with the best score of
+// any; then parents score at least as much as their children and have lower numbers than they, so that the best nodes,
+// ties to the lower number, are a tree with its parents first.
+//
+// Paths are compared by a hash of 64 bits. Should two paths ever collide, a node is lost and its children continue
+// another one: still a tree.
+#pragma once
+
+#include <cmath>
+
+#include "core/dispatch.h"
+#include "core/host_device.h"
+#include "tree/tree_rows.h"
+
+namespace specdec {
+
+struct ScoredTree {
+  const int32_t* tokens;     // [batch, nodes]
+  const int32_t* parents;    // [batch, nodes]
+  const int32_t* positions;  // [batch, nodes]
+  const int32_t* num_nodes;  // [batch]
+  const float* scores;       // [batch, nodes]
+  int64_t nodes;
+};
+
+struct MergeTreesParams {
+  ScoredTree a, b;
+  TreeOut out;
+  float* out_scores;  // [batch, nodes]
+  int64_t batch;
+};
+
+// One row of a tree, where it is or copied.
+struct ScoredRow {
+  const int32_t* tokens;
+  const int32_t* parents;
+  const float* scores;
+  int32_t count;
+  int32_t position;  // of the root
+
+  SD_HD int32_t root() const { return tokens[0]; }
+};
+
+SD_HD ScoredRow scored_row(const ScoredTree& t, int64_t row) {
+  const int64_t at = row * t.nodes;
+  const int32_t given = t.num_nodes[row], most = static_cast<int32_t>(t.nodes);
+  const int32_t count = given < 0 ? 0 : given < most ? given : most;
+  return {t.tokens + at, t.parents + at, t.scores + at, count, count > 0 ? t.positions[at] : 0};
+}
+
+// What a node is on its own: its path's hash, and the lowest score on it; 0 and -inf where it is no candidate.
+struct PathNode {
+  uint64_t path;
+  float score;
+};
+
+SD_HD PathNode path_node(const ScoredRow& row, int32_t node) {
+  PathNode found{0x9e3779b97f4a7c15ull, INFINITY};
+  while (node > 0) {
+    const float score = row.scores[node] + 0.0f;  // -0 becomes 0
+    if (!(score >= found.score)) found.score = score == score ? score : -INFINITY;
+    found.path = (found.path ^ static_cast<uint32_t>(row.tokens[node])) * 0xff51afd7ed558ccdull;
+    found.path ^= found.path >> 32;
+    const int32_t parent = row.parents[node];
+    if (parent < 0 || parent >= node) found.score = -INFINITY;  // malformed
+    node = parent < node ? parent : 0;
+  }
+  found.path = found.score > -INFINITY ? found.path | 1 : 0;
+  return found;
+}
+
+// The rows of both trees: `b` counts only beside the same root, and is all there is beside an empty row.
+struct RowPair {
+  ScoredRow a, b;
+
+  SD_HD int32_t from_a() const { return a.count > 0 ? a.count - 1 : 0; }
+  SD_HD int32_t candidates() const { return from_a() + (b.count > 0 ? b.count - 1 : 0); }
+  SD_HD bool is_a(int32_t number) const { return number < from_a(); }
+  SD_HD const ScoredRow& row_of(int32_t number) const { return is_a(number) ? a : b; }
+  SD_HD int32_t node_of(int32_t number) const { return 1 + (is_a(number) ? number : number - from_a()); }
+  // The number of a candidate's parent, or -1 for the root.
+  SD_HD int32_t parent_of(int32_t number) const {
+    const int32_t parent = row_of(number).parents[node_of(number)];
+    return parent == 0 ? -1 : parent - 1 + (is_a(number) ? 0 : from_a());
+  }
+  SD_HD TreeHead head() const {
+    const ScoredRow& row = a.count > 0 ? a : b;
+    TreeHead head;
+    if (row.count > 0) head = {.count = 1, .root_token = row.root(), .seq_len = row.position};
+    return head;
+  }
+};
+
+SD_HD RowPair row_pair(const MergeTreesParams& p, int64_t row) {
+  RowPair pair{scored_row(p.a, row), scored_row(p.b, row)};
+  if (pair.a.count > 0 && pair.b.count > 0 && pair.a.root() != pair.b.root()) pair.b.count = 0;
+  return pair;
+}
+
+void merge_trees(CallStream stream, const TensorView& a_tokens, const TensorView& a_parents,
+                 const TensorView& a_positions, const TensorView& a_num_nodes, const TensorView& a_scores,
+                 const TensorView& b_tokens, const TensorView& b_parents, const TensorView& b_positions,
+                 const TensorView& b_num_nodes, const TensorView& b_scores, int64_t num_draft_tokens,
+                 const TensorView& out_tokens, const TensorView& out_parents, const TensorView& out_positions,
+                 const TensorView& out_first_child, const TensorView& out_next_sibling, const TensorView& out_mask,
+                 const TensorView& out_num_nodes, const TensorView& out_scores);
+
+void merge_trees_cpu(const MergeTreesParams& p);
+void merge_trees_cuda(const MergeTreesParams& p, Stream stream);
+
+}  // namespace specdec
