@@ -222,12 +222,38 @@ class NgramIndex:
         n = num_draft_tokens
         if not 1 <= n <= 256:  # before its outputs are allocated
             raise ValueError(f"ngram_draft: num_draft_tokens is {n}, expected 1 to 256")
-        tree = (out_tokens, out_parents, out_positions, out_first_child, out_next_sibling, out_mask, out_num_nodes)
-        outputs = (*tree, out_scores, out_match_len)
-        for each in outputs:
-            if each is None:
-                outputs = allocate_missing(outputs, seq_lens, n)
-                break
+        # Written out: tuples of nine outputs and a loop over them would show beside a lookup of a microsecond.
+        if (
+            out_tokens is None
+            or out_parents is None
+            or out_positions is None
+            or out_first_child is None
+            or out_next_sibling is None
+            or out_mask is None
+            or out_num_nodes is None
+            or out_scores is None
+            or out_match_len is None
+        ):
+            passed = (
+                out_tokens,
+                out_parents,
+                out_positions,
+                out_first_child,
+                out_next_sibling,
+                out_mask,
+                out_num_nodes,
+            )
+            (
+                out_tokens,
+                out_parents,
+                out_positions,
+                out_first_child,
+                out_next_sibling,
+                out_mask,
+                out_num_nodes,
+                out_scores,
+                out_match_len,
+            ) = allocate_missing((*passed, out_scores, out_match_len), seq_lens, n)
         self._index.draft(
             slots,
             seq_lens,
@@ -239,9 +265,18 @@ class NgramIndex:
             group_weight,
             global_weight,
             recency,
-            *outputs,
+            out_tokens,
+            out_parents,
+            out_positions,
+            out_first_child,
+            out_next_sibling,
+            out_mask,
+            out_num_nodes,
+            out_scores,
+            out_match_len,
         )
-        return Tree._make(outputs[:7]), outputs[7], outputs[8]
+        tree = Tree(out_tokens, out_parents, out_positions, out_first_child, out_next_sibling, out_mask, out_num_nodes)
+        return tree, out_scores, out_match_len
 
 
 def allocate_missing(outputs: tuple[Tensor | None, ...], seq_lens: Tensor, n: int) -> tuple[Tensor, ...]:
