@@ -26,19 +26,21 @@ PoolStrides pool_strides(const TensorView& t) {
 }
 
 bool rows_on_16_bytes(const TensorView& t) {
-  const PoolStrides s = pool_strides(t);
-  const int64_t bytes = t.dl.dtype.bits / 8;
-  return (reinterpret_cast<uintptr_t>(t.data<void>()) | (s.page * bytes) | (s.row * bytes) | (s.head * bytes)) % 16 ==
-         0;
+  auto bytes = reinterpret_cast<uintptr_t>(t.data<void>());
+  for (int i = 0; i < t.ndim(); ++i) bytes |= walked_stride(t, i) * (t.dl.dtype.bits / 8) * (i + 1 < t.ndim());
+  return bytes % 16 == 0;
 }
+
+constexpr double kLog2e = 1.4426950408889634;
 
 }  // namespace
 
 void tree_attention(CallStream stream, const TensorView& q, const TensorView& k_pool, const TensorView& v_pool,
                     const TensorView& page_table, const TensorView& prefix_lens, const OptTensor& slots,
                     const OptTensor& q_lens, const OptTensor& cu_seqlens_q, std::optional<int64_t> tail_len,
-                    const OptTensor& mask, std::optional<double> scale, const TensorView& out, const OptTensor& lse,
-                    const OptTensor& status) {
+                    const OptTensor& mask, std::optional<double> scale, std::optional<int64_t> window,
+                    std::optional<double> soft_cap, double k_scale, double v_scale, std::optional<int64_t> fixed_split,
+                    const TensorView& out, const OptTensor& lse, const OptTensor& workspace, const OptTensor& status) {
   Check check("tree_attention");
   Dim B{"batch"}, Q{"q_rows"}, Hq{"q_heads"}, Hkv{"kv_heads"}, D{"head_dim"}, W{"mask_words"};
   Dim P{"num_pages"}, page_size{"page_size"}, num_slots{"num_slots"}, max_pages{"max_pages"}, ends{"batch + 1"};
@@ -82,6 +84,8 @@ void tree_attention(CallStream stream, const TensorView& q, const TensorView& k_
     check.strided_output("out", out, {B, Q, Hq, D}, dtype);
     check.output("lse", lse, {B, Q, Hq}, kFloat32);
   }
+  Dim floats{"floats"};
+  check.output("workspace", workspace, {floats}, kFloat32);
   check.output("status", status, {num_slots}, kInt32);
   if (Q == 0 || Hq == 0 || (B == 0 && !packed)) return;
 
@@ -91,6 +95,7 @@ void tree_attention(CallStream stream, const TensorView& q, const TensorView& k_
       .v_pool = v_pool.data<void>(),
       .out = out.data<void>(),
       .dtype = dtype,
+      .fp8 = false,
       .q_strides = row_strides(q),
       .out_strides = row_strides(out),
       .k_strides = pool_strides(k_pool),
@@ -115,10 +120,43 @@ void tree_attention(CallStream stream, const TensorView& q, const TensorView& k_
       .num_slots = num_slots,
       .mask_words = mask ? W.value : 0,
       .tail_len = tail_len.value_or(-1),
-      .log2_scale = static_cast<float>(scale.value_or(1 / std::sqrt(static_cast<double>(D))) * 1.4426950408889634),
-      .aligned_pool = rows_on_16_bytes(k_pool) && rows_on_16_bytes(v_pool),
+      .window = window.value_or(INT64_MAX),
+      .log2_scale = static_cast<float>(scale.value_or(1 / std::sqrt(static_cast<double>(D))) * k_scale * kLog2e),
+      .soft_cap = static_cast<float>(soft_cap.value_or(0) * kLog2e),
+      .v_scale = static_cast<float>(v_scale),
+      .aligned = rows_on_16_bytes(k_pool) && rows_on_16_bytes(v_pool) && rows_on_16_bytes(q) && rows_on_16_bytes(out),
+      .fixed_split = fixed_split.value_or(0),
+      .workspace = data_or_null<float>(workspace),
+      .workspace_floats = workspace ? floats.value : 0,
   };
   SD_DISPATCH(check, stream, tree_attention, params);
+}
+
+int64_t tree_attention_workspace(const TensorView& q, const TensorView& k_pool, const TensorView& page_table,
+                                 const OptTensor& cu_seqlens_q, std::optional<int64_t> fixed_split) {
+  if (!q.is_cuda()) return 0;
+#ifdef SPECDEC_WITH_CUDA
+  const bool packed = cu_seqlens_q.has_value();
+  TreeAttentionParams p{};
+  p.dtype = dtype_of(q);
+  p.aligned = true;
+  p.rows = {.page_table = nullptr,
+            .page_refs = nullptr,
+            .max_pages = page_table.shape(1),
+            .num_pages = k_pool.shape(0),
+            .page_size = k_pool.shape(1)};
+  p.cu_seqlens_q = packed ? cu_seqlens_q->data<const int32_t>() : nullptr;
+  p.batch = packed ? cu_seqlens_q->shape(0) - 1 : q.shape(0);
+  p.q_rows = q.shape(packed ? 0 : 1);
+  p.q_heads = q.shape(packed ? 1 : 2);
+  p.head_dim = q.shape(packed ? 2 : 3);
+  p.kv_heads = k_pool.shape(2);
+  p.fixed_split = fixed_split.value_or(0);
+  DeviceGuard guard(q.dl.device.device_id);
+  return tree_attention_workspace_cuda(p);
+#else
+  return 0;
+#endif
 }
 
 // The CPU twin. One pass handles up to kRows rows of one request and KV head over tiles of kTokens KV rows, gathered

@@ -65,22 +65,39 @@ SD_HD int64_t visible_end(const TreeAttentionParams& p, const Request& r, int64_
   return p.mask ? r.end : clamp_to(r.prefix + clamp_to(i + r.shift + 1, 0, r.end), 0, r.end);
 }
 
+// Tail rows that row i sees by the mask or the chain; with the prefix they are its path, of which it sees the window.
+SD_HD int64_t tail_rows_seen(const TreeAttentionParams& p, const Request& r, int64_t i) {
+  if (p.mask == nullptr) return visible_end(p, r, i) - r.prefix;
+  int64_t seen = 0;
+  for (int64_t w = 0; w < p.mask_words && 64 * w < r.end - r.prefix; ++w)
+    seen += count_bits(static_cast<uint64_t>(p.mask[(r.flat_row + i) * p.mask_words + w]) &
+                       low_bits(r.end - r.prefix - 64 * w));
+  return seen;
+}
+
+// No row from i on sees KV rows before this one.
+SD_HD int64_t visible_begin(const TreeAttentionParams& p, const Request& r, int64_t i) {
+  if (p.window == INT64_MAX) return 0;
+  return clamp_to((p.mask ? r.prefix : visible_end(p, r, i)) - p.window, 0, r.end);
+}
+
 // Bit j: row i of the request sees KV row first + j.
 SD_HD uint64_t visible_word(const TreeAttentionParams& p, const Request& r, int64_t i, int64_t first) {
-  const uint64_t inside = low_bits(visible_end(p, r, i) - first);
-  if (p.mask == nullptr || first + 64 <= r.prefix) return inside;
-  const int64_t* words = p.mask + (r.flat_row + i) * p.mask_words;
+  uint64_t seen = low_bits(visible_end(p, r, i) - first);
   const int64_t tail = first - r.prefix;  // of bit 0
-  uint64_t seen = low_bits(-tail);
-  if (tail < 0) {
-    seen |= p.mask_words > 0 ? static_cast<uint64_t>(words[0]) << -tail : 0;
-  } else {
-    const int64_t w = tail / 64;
-    const int shift = static_cast<int>(tail % 64);
-    if (w < p.mask_words) seen |= static_cast<uint64_t>(words[w]) >> shift;
-    if (shift != 0 && w + 1 < p.mask_words) seen |= static_cast<uint64_t>(words[w + 1]) << (64 - shift);
+  // Rows of the path that lie before the window, oldest first: of the prefix, then of the tail.
+  int64_t outside = p.window == INT64_MAX ? 0 : r.prefix + tail_rows_seen(p, r, i) - p.window;
+  seen &= ~low_bits((p.mask ? clamp_to(outside, INT64_MIN, r.prefix) : outside) - first);
+  if (p.mask == nullptr || tail <= -64) return seen;
+  const int64_t* words = p.mask + (r.flat_row + i) * p.mask_words;
+  uint64_t by_mask = low_bits(-tail);
+  for (int64_t w = 0; w < p.mask_words; ++w) {
+    uint64_t word = static_cast<uint64_t>(words[w]);
+    for (outside -= w == 0 ? r.prefix : 0; outside > 0 && word != 0; --outside) word &= word - 1;
+    const int64_t shift = 64 * w - tail;  // of its bit 0 in the result
+    if (shift > -64 && shift < 64) by_mask |= shift >= 0 ? word << shift : word >> -shift;
   }
-  return seen & inside;
+  return seen & by_mask;
 }
 
 // Where a head of a KV row begins in its pool, in elements.

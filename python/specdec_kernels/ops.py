@@ -479,8 +479,14 @@ def tree_attention(
     tail_len: int | None = None,
     mask: Tensor | None = None,
     scale: float | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    fixed_split: int | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
+    workspace: Tensor | None = None,
     status: Tensor | None = None,
     stream: int | None = None,
 ) -> Tensor:
@@ -524,9 +530,12 @@ def tree_attention(
     if out is None:
         shape = shape_of("tree_attention", "q", q, 4 if cu_seqlens_q is None else 3)
         out = empty("tree_attention", q, shape, str(q.dtype).rsplit(".", 1)[-1])
+    if workspace is None:
+        floats = _C.tree_attention_workspace(q, k_pool, page_table, cu_seqlens_q, fixed_split)
+        workspace = empty("tree_attention", q, (floats,), "float32") if floats else None
     _C.tree_attention(
-        stream, q, k_pool, v_pool, page_table, prefix_lens, slots, q_lens, cu_seqlens_q, tail_len, mask, scale, out,
-        lse, status,
+        stream, q, k_pool, v_pool, page_table, prefix_lens, slots, q_lens, cu_seqlens_q, tail_len, mask, scale, window,
+        soft_cap, k_scale, v_scale, fixed_split, out, lse, workspace, status,
     )  # fmt: skip
     return out
 
