@@ -1,4 +1,4 @@
-// tree_attention without tensor cores: for float32, and for rows that do not start on 16 bytes.
+// tree_attention without tensor cores: for float32, 8-bit KV, and rows that do not start on 16 bytes.
 // One block for 16 rows of one request and KV head, where row n is query row n / G, head n % G of its group. It walks
 // the KV the rows may see in tiles of 64 (or 32) tokens through shared memory, with an online softmax in float32.
 // Grid: (row tiles of all requests, kv_heads). A warp owns 4 rows: for scores a lane owns 1 or 2 tokens, for the
@@ -17,17 +17,17 @@ constexpr int kThreads = 128;
 constexpr int kRows = 16;
 constexpr int kRowsPerWarp = kRows / (kThreads / kWarp);
 
-template <class T, int D>
+template <class Kv, int D>
 struct Tile {
   // Two float32 tiles of 256 x 64 would leave no room on devices with 100 KB of shared memory.
-  static constexpr int kTokens = sizeof(T) * D >= 1024 ? 32 : 64;
-  static constexpr int kVector = 16 / sizeof(T);  // elements of one 16-byte access
-  static constexpr int kStride = D + kVector;     // of a KV row: lanes on neighbouring rows hit different banks
-  static constexpr int kColumns = D / kWarp;      // of a lane in the weighted sum
+  static constexpr int kTokens = sizeof(Kv) * D >= 1024 ? 32 : 64;
+  static constexpr int kVector = 16 / sizeof(Kv);  // elements of one 16-byte access
+  static constexpr int kStride = D + kVector;      // of a KV row: lanes on neighbouring rows hit different banks
+  static constexpr int kColumns = D / kWarp;       // of a lane in the weighted sum
 
   alignas(16) float q[kRows][D];  // scaled for powers of two
-  alignas(16) T k[kTokens][kStride];
-  alignas(16) T v[kTokens][kStride];
+  alignas(16) Kv k[kTokens][kStride];
+  alignas(16) Kv v[kTokens][kStride];
   alignas(16) float weights[kRows][kTokens];
   int64_t k_rows[2][kTokens];  // where this tile's and the next tile's rows begin in the pools, -1: not there
   int64_t v_rows[2][kTokens];
@@ -40,14 +40,14 @@ struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Pack {
 };
 
 // Copies the tile's KV rows, 16 bytes at a time where the pools allow, with zeros for rows that are not there.
-template <class T, int D>
-__device__ __forceinline__ void load_tile(Tile<T, D>& s, const TreeAttentionParams& p, int buffer) {
-  using Vector = Pack<T, Tile<T, D>::kVector>;
-  constexpr int kPieces = D / Tile<T, D>::kVector;
-  const T *k_pool = static_cast<const T*>(p.k_pool), *v_pool = static_cast<const T*>(p.v_pool);
+template <class Kv, int D>
+__device__ __forceinline__ void load_tile(Tile<Kv, D>& s, const TreeAttentionParams& p, int buffer) {
+  using Vector = Pack<Kv, Tile<Kv, D>::kVector>;
+  constexpr int kPieces = D / Tile<Kv, D>::kVector;
+  const Kv *k_pool = static_cast<const Kv*>(p.k_pool), *v_pool = static_cast<const Kv*>(p.v_pool);
 #pragma unroll 4
-  for (int n = threadIdx.x; n < Tile<T, D>::kTokens * kPieces; n += kThreads) {
-    const int j = n / kPieces, d = n % kPieces * Tile<T, D>::kVector;
+  for (int n = threadIdx.x; n < Tile<Kv, D>::kTokens * kPieces; n += kThreads) {
+    const int j = n / kPieces, d = n % kPieces * Tile<Kv, D>::kVector;
     const int64_t k_row = s.k_rows[buffer][j], v_row = s.v_rows[buffer][j];
     Vector k{}, v{};
     if (k_row >= 0) {
@@ -55,7 +55,7 @@ __device__ __forceinline__ void load_tile(Tile<T, D>& s, const TreeAttentionPara
         k = *reinterpret_cast<const Vector*>(k_pool + k_row + d);
         v = *reinterpret_cast<const Vector*>(v_pool + v_row + d);
       } else {
-        for (int e = 0; e < Tile<T, D>::kVector; ++e) {
+        for (int e = 0; e < Tile<Kv, D>::kVector; ++e) {
           k.x[e] = k_pool[k_row + d + e];
           v.x[e] = v_pool[v_row + d + e];
         }
@@ -68,13 +68,13 @@ __device__ __forceinline__ void load_tile(Tile<T, D>& s, const TreeAttentionPara
 
 // Adds weights x values of the tile to a warp's rows. kPartial: some row does not see some token, whose value must not
 // be met even with weight 0: it may be NaN.
-template <bool kPartial, class T, int D>
-__device__ __forceinline__ void add_values(const Tile<T, D>& s, int row, int lane,
+template <bool kPartial, class Kv, int D>
+__device__ __forceinline__ void add_values(const Tile<Kv, D>& s, int row, int lane,
                                            float (&acc)[kRowsPerWarp][D / kWarp]) {
-  constexpr int kColumns = Tile<T, D>::kColumns;
+  constexpr int kColumns = Tile<Kv, D>::kColumns;
 #pragma unroll 4
-  for (int j = 0; j < Tile<T, D>::kTokens; ++j) {
-    const auto values = *reinterpret_cast<const Pack<T, kColumns>*>(&s.v[j][lane * kColumns]);
+  for (int j = 0; j < Tile<Kv, D>::kTokens; ++j) {
+    const auto values = *reinterpret_cast<const Pack<Kv, kColumns>*>(&s.v[j][lane * kColumns]);
 #pragma unroll
     for (int a = 0; a < kRowsPerWarp; ++a) {
       const float weight = s.weights[row + a][j];
@@ -87,10 +87,10 @@ __device__ __forceinline__ void add_values(const Tile<T, D>& s, int row, int lan
   }
 }
 
-template <class T, int D>
+template <class T, class Kv, int D>
 __global__ void __launch_bounds__(kThreads)
     plain_attention_kernel(TreeAttentionParams p, cutlass::FastDivmod page_size) {
-  using Shared = Tile<T, D>;
+  using Shared = Tile<Kv, D>;
   constexpr int kTokens = Shared::kTokens, kVector = Shared::kVector, kColumns = Shared::kColumns;
   constexpr int kLaneTokens = kTokens / kWarp;
   begin_kernel();
@@ -116,12 +116,13 @@ __global__ void __launch_bounds__(kThreads)
             : 0.0f;
   }
 
+  const int64_t kv_begin = valid > 0 ? visible_begin(p, r, begin / G) : 0;
   const int64_t end = valid > 0 ? visible_end(p, r, (begin + valid - 1) / G) : 0;
   const auto find_rows = [&](int64_t first, int buffer) {
     const int j = threadIdx.x;
     if (j >= kTokens) return;
     int64_t k_row = -1, v_row = -1;
-    if (first + j < end) {
+    if (first + j >= kv_begin && first + j < end) {
       const KvRow at = find_row(p.rows, page_size, r.slot, first + j);
       if (at.bits == 0) {
         k_row = row_start(p.k_strides, at, head);
@@ -138,10 +139,12 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
   for (int a = 0; a < kRowsPerWarp; ++a) max_score[a] = -INFINITY;
 
-  find_rows(0, 0);
+  // Tiles start at multiples of kTokens whatever a window leaves out, so that no row depends on its neighbours.
+  const int64_t kv_first = kv_begin / kTokens * kTokens;
+  find_rows(kv_first, 0);
   __syncthreads();
   int buffer = 0;
-  for (int64_t first = 0; first < end; first += kTokens, buffer ^= 1) {
+  for (int64_t first = kv_first; first < end; first += kTokens, buffer ^= 1) {
     load_tile(s, p, buffer);
     find_rows(first + kTokens, buffer ^ 1);
     __syncthreads();
@@ -152,7 +155,7 @@ __global__ void __launch_bounds__(kThreads)
         float k[kLaneTokens][kVector];
 #pragma unroll
         for (int u = 0; u < kLaneTokens; ++u) {
-          const auto piece = *reinterpret_cast<const Pack<T, kVector>*>(&s.k[lane + u * kWarp][d]);
+          const auto piece = *reinterpret_cast<const Pack<Kv, kVector>*>(&s.k[lane + u * kWarp][d]);
 #pragma unroll
           for (int e = 0; e < kVector; ++e) k[u][e] = to_float(piece.x[e]);
         }
@@ -169,7 +172,7 @@ __global__ void __launch_bounds__(kThreads)
         }
       }
 
-      const bool partial = first + kTokens > r.prefix;
+      const bool partial = first + kTokens > r.prefix || p.window != INT64_MAX;
 #pragma unroll
       for (int a = 0; a < kRowsPerWarp; ++a) {
         uint64_t seen = ~uint64_t{0};
@@ -181,6 +184,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
         for (int u = 0; u < kLaneTokens; ++u) {
           const int j = lane + u * kWarp;
+          if (p.soft_cap != 0) score[a][u] = p.soft_cap * tanhf(score[a][u] / p.soft_cap);
           if ((seen >> j & 1) == 0 || s.k_rows[buffer][j] < 0) score[a][u] = -INFINITY;
           top = fmaxf(top, score[a][u]);
         }
@@ -216,35 +220,35 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t i = (begin + row + a) / G, h = head * G + (begin + row + a) % G;
     T* out = static_cast<T*>(p.out) + r.out_start + i * p.out_strides.row + h * p.out_strides.head + lane * kColumns;
 #pragma unroll
-    for (int c = 0; c < kColumns; ++c) out[c] = from_float<T>(total == 0 ? 0.0f : acc[a][c] / total);
+    for (int c = 0; c < kColumns; ++c) out[c] = from_float<T>(total == 0 ? 0.0f : acc[a][c] / total * p.v_scale);
     if (p.lse != nullptr && lane == 0)
       p.lse[(r.flat_row + i) * p.q_heads + h] =
           total == 0 ? -INFINITY : (max_score[a] + log2f(total)) * 0.6931471805599453f;
   }
 }
 
-template <class T, int D>
+template <class T, class Kv, int D>
 void start(const TreeAttentionParams& p, Stream stream) {
   const LaunchShape shape{
       .grid = dim3(grid_x("tree_attention", count_row_blocks(p, kRows)), static_cast<unsigned>(p.kv_heads)),
       .threads = kThreads,
-      .shared_bytes = sizeof(Tile<T, D>)};
-  allow_shared_bytes(plain_attention_kernel<T, D>, shape.shared_bytes);
-  launch("tree_attention", plain_attention_kernel<T, D>, shape, stream, p,
+      .shared_bytes = sizeof(Tile<Kv, D>)};
+  allow_shared_bytes(plain_attention_kernel<T, Kv, D>, shape.shared_bytes);
+  launch("tree_attention", plain_attention_kernel<T, Kv, D>, shape, stream, p,
          cutlass::FastDivmod(static_cast<int>(p.rows.page_size)));
 }
 
 }  // namespace
 
 void plain_attention(const TreeAttentionParams& p, Stream stream) {
-  with_float_type(p.dtype, [&]<class T>() {
+  with_types(p, [&]<class T, class Kv>() {
     switch (p.head_dim) {
       case 64:
-        return start<T, 64>(p, stream);
+        return start<T, Kv, 64>(p, stream);
       case 128:
-        return start<T, 128>(p, stream);
+        return start<T, Kv, 128>(p, stream);
       default:
-        return start<T, 256>(p, stream);
+        return start<T, Kv, 256>(p, stream);
     }
   });
 }

@@ -11,8 +11,9 @@ struct DtypeName {
   const char* name;
 };
 constexpr DtypeName kDtypeNames[] = {
-    {kInt32, kDLInt, 32, "int32"},       {kInt64, kDLInt, 64, "int64"},          {kFloat32, kDLFloat, 32, "float32"},
-    {kFloat16, kDLFloat, 16, "float16"}, {kBFloat16, kDLBfloat, 16, "bfloat16"},
+    {kInt32, kDLInt, 32, "int32"},          {kInt64, kDLInt, 64, "int64"},
+    {kFloat32, kDLFloat, 32, "float32"},    {kFloat16, kDLFloat, 16, "float16"},
+    {kBFloat16, kDLBfloat, 16, "bfloat16"}, {kFloat8, kDLFloat8_e4m3fn, 8, "float8_e4m3fn"},
 };
 
 std::string dtype_name(DLDataType d) {
@@ -84,6 +85,8 @@ Dtypes dtype_of(const TensorView& t) {
     if (n.code == t.dl.dtype.code && n.bits == t.dl.dtype.bits && t.dl.dtype.lanes == 1) return n.bit;
   return {0};
 }
+
+std::string dtype_name(const TensorView& t) { return dtype_name(t.dl.dtype); }
 
 void Check::fail(const char* name, const std::string& is, const std::string& expected) const {
   throw ValueError(std::string(op_) + ": " + name + " " + is + ", expected " + expected);

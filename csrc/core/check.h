@@ -36,12 +36,13 @@ using Shape = std::initializer_list<ShapeItem>;
 struct Dtypes {
   unsigned bits;
 };
-constexpr Dtypes kInt32{1}, kInt64{2}, kFloat32{4}, kFloat16{8}, kBFloat16{16};
+constexpr Dtypes kInt32{1}, kInt64{2}, kFloat32{4}, kFloat16{8}, kBFloat16{16}, kFloat8{32};
 constexpr Dtypes operator|(Dtypes a, Dtypes b) { return {a.bits | b.bits}; }
 constexpr Dtypes kFloats = kFloat32 | kFloat16 | kBFloat16;
 
-// The one dtype of a checked tensor, as its bit in Dtypes.
+// The one dtype of a checked tensor, as its bit in Dtypes, and its name.
 Dtypes dtype_of(const TensorView& t);
+std::string dtype_name(const TensorView& t);
 inline bool operator==(Dtypes a, Dtypes b) { return a.bits == b.bits; }
 
 class Check {
