@@ -376,7 +376,12 @@ def test_long_prefixes(device: torch.device, dtype: torch.dtype, fixed_split: in
     cache = make_cache([5000, 0, 2333, 64], [7] * 4, page_size=16, head_dim=128, dtype=dtype, device=device)
     q = torch.randn(4, 7, 8, 128, device=device).to(dtype)
     check(q, cache, mask=random_trees(4, 7), fixed_split=fixed_split)
-    check(q.flatten(0, 1), cache, cu_seqlens_q=torch.tensor([0, 7, 14, 21, 28], dtype=torch.int32), fixed_split=fixed_split)
+    check(
+        q.flatten(0, 1),
+        cache,
+        cu_seqlens_q=torch.tensor([0, 7, 14, 21, 28], dtype=torch.int32),
+        fixed_split=fixed_split,
+    )
     check(q[:1, :1], cache, slots=torch.tensor([0], dtype=torch.int32), fixed_split=fixed_split)
 
 

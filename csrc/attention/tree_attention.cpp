@@ -1,9 +1,10 @@
 #include "attention/tree_attention.h"
 
 #include <algorithm>
-#include <cfloat>
 #include <cmath>
 #include <cstdint>
+
+#include "kv/pool_scale.h"
 
 namespace specdec {
 namespace {
@@ -31,20 +32,6 @@ bool rows_on_16_bytes(const TensorView& t) {
 }
 
 constexpr double kLog2e = 1.4426950408889634;
-
-// `x` in units of `unit`, as the op works with it.
-float positive(Check& check, const char* name, double x, double unit = 1) {
-  const auto f = static_cast<float>(x * unit);
-  if (!(f >= FLT_MIN && f <= FLT_MAX)) check.that(false, name, "is " + std::to_string(x), "a finite float32 above 0");
-  return f;
-}
-
-// A scale belongs to 8-bit pools; others hold what they mean.
-float pool_scale(Check& check, const char* name, double scale, const TensorView& pool) {
-  if (scale != 1 && !(dtype_of(pool) == kFloat8))
-    check.that(false, name, "is " + std::to_string(scale), "1 for pools of " + dtype_name(pool));
-  return positive(check, name, scale);
-}
 
 // What the size of the workspace depends on: these arguments, checked, as far as params have them.
 struct Sizes {
@@ -135,7 +122,7 @@ void tree_attention(CallStream stream, const TensorView& q, const TensorView& k_
   check.that(!mask || 64 * W >= known_tail, "mask", "has mask_words " + std::to_string(W),
              std::to_string((known_tail + 63) / 64) + " or more for a tail of " + std::to_string(known_tail));
   if (window && *window < 1) check.that(false, "window", "is " + std::to_string(*window), "1 or more");
-  const float cap = soft_cap ? positive(check, "soft_cap", *soft_cap, kLog2e) : 0;
+  const float cap = soft_cap ? check.factor("soft_cap", *soft_cap, kLog2e) : 0;
   const float k_factor = pool_scale(check, "k_scale", k_scale, k_pool);
   const float v_factor = pool_scale(check, "v_scale", v_scale, v_pool);
   if (packed) {

@@ -1,5 +1,7 @@
 #include "core/check.h"
 
+#include <cfloat>
+
 #include "core/errors.h"
 
 namespace specdec {
@@ -150,6 +152,12 @@ void Check::strided_output(const char* name, const TensorView& t, Shape shape, D
 void Check::range(const char* name, int64_t value, int64_t low, int64_t high) {
   if (value < low || value > high)
     fail(name, "is " + std::to_string(value), std::to_string(low) + " to " + std::to_string(high));
+}
+
+float Check::factor(const char* name, double value, double unit) {
+  const auto f = static_cast<float>(value * unit);
+  if (!(f >= FLT_MIN && f <= FLT_MAX)) fail(name, "is " + std::to_string(value), "a finite float32 above 0");
+  return f;
 }
 
 void Check::that(bool ok, const char* name, const std::string& is, const std::string& expected) {

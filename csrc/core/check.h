@@ -66,6 +66,8 @@ class Check {
 
   // A number within [low, high].
   void range(const char* name, int64_t value, int64_t low, int64_t high);
+  // A factor, which is rounded to float32 after multiplication by `unit`: a finite number above 0.
+  float factor(const char* name, double value, double unit = 1);
   // Anything else: `<op>: <name> <is>, expected <expected>` unless ok.
   void that(bool ok, const char* name, const std::string& is, const std::string& expected);
   // `slots` may be none (row b is slot b), which needs batch <= num_slots.

@@ -249,6 +249,8 @@ def write_kv(
     num_valid: Tensor | None,
     cu_seqlens_q: Tensor | None,
     page_refs: Tensor | None,
+    k_scale: float,
+    v_scale: float,
     status: Tensor | None,
 ) -> None: ...
 def move_kv(

@@ -494,8 +494,8 @@ def tree_attention(
 
     The KV of the request in slot s: rows [0, prefix_lens[s]) are visible to every query row, the `tail_len` rows behind
     them by `mask`. Verification has the tree nodes as queries and tail; draft decoding has the frontier as queries and
-    all drafted nodes as tail; a prefill chunk is a causal chain. Lengths and tables are read on the device: one captured
-    call serves every length that the page table has room for.
+    all drafted nodes as tail; a prefill chunk is a causal chain. Lengths and tables are read on the device, so one
+    captured call serves every length that the page table has room for.
 
     A query row with nothing to see, one at or beyond q_lens[b], of an empty or stalled slot, or behind the last packed
     request gives zeros (lse -inf), never NaN. KV rows that no query row of the request sees never touch a result,
@@ -570,8 +570,8 @@ def tree_attention_workspace(
 ) -> int:
     """How many floats of workspace `tree_attention` needs for tensors of these shapes, whatever the lengths.
 
-    It is 0 on the CPU. Without fixed_split it depends on the GPU and on the number of query rows, but is bounded (18 MB
-    on an H200); an engine makes one workspace of the most that any of its calls needs.
+    It is 0 on the CPU. Without fixed_split it depends on the GPU and on the number of query rows, but is bounded (some 20
+    MB on an H200); an engine makes one workspace of the most that any of its calls needs.
 
     Args:
         q, k_pool, page_table, cu_seqlens_q, fixed_split: as for `tree_attention`; no element is read.
@@ -996,6 +996,8 @@ def write_kv(
     num_valid: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     page_refs: Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
     status: Tensor | None = None,
     stream: int | None = None,
 ) -> None:
@@ -1005,21 +1007,24 @@ def write_kv(
     Requests of one call must not write the same rows.
 
     Args:
-        k, v: [B, Q, Hkv, D], or packed [T, Hkv, D] with cu_seqlens_q; float32, float16 or bfloat16, free strides except
-            the last.
-        k_pool, v_pool: [num_pages, page_size, Hkv, D] of the same dtype, free strides except the last; changed in
-            place.
+        k, v: [B, Q, Hkv, D], or packed [T, Hkv, D] with cu_seqlens_q; float32, float16 or bfloat16, or float8_e4m3fn
+            for pools of that; free strides except the last.
+        k_pool, v_pool: [num_pages, page_size, Hkv, D] of the same dtype or float8_e4m3fn, free strides except the last;
+            changed in place.
         page_table: [num_slots, max_pages] int32.
         start_lens: [num_slots] int32.
         num_valid: [B] int32, how many of the request's rows are written; None for all.
         cu_seqlens_q: [B + 1] int32: request b has the packed rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1.
         page_refs: [num_pages] int32: pages with more than one owner are not written.
+        k_scale, v_scale: what 1.0 in pools that k and v are rounded for stands for: k / k_scale and v / v_scale are
+            rounded to the nearest of their numbers, ties to even, at most 448 in size; NaN stays NaN.
         status: [num_slots] int32. STALLED is read. Gains BAD_LENGTH where start_lens is negative, num_valid exceeds the
             rows or cu_seqlens_q leaves the input (no row is written), or a row is outside the page table; BAD_PAGE
             where the row has no page; SHARED_PAGE where its page has more than one owner.
 
     Raises:
-        ValueError: wrong dtype, shape, device or stride.
+        ValueError: wrong dtype, shape, device or stride; a scale that is no finite float32 above 0, or given where
+            nothing is rounded.
     """
     _C.write_kv(
         stream,
@@ -1034,6 +1039,8 @@ def write_kv(
         num_valid,
         cu_seqlens_q,
         page_refs,
+        k_scale,
+        v_scale,
         status,
     )
 

@@ -91,7 +91,7 @@ def _write_kv_fake(*_arguments: Any, **_options: Any) -> None:
 write_kv = _register(
     "write_kv(Tensor k, Tensor v, Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor page_table, Tensor start_lens, *, "
     "SymInt row_offset=0, Tensor? slots=None, Tensor? num_valid=None, Tensor? cu_seqlens_q=None, "
-    "Tensor? page_refs=None, Tensor(c!)? status=None) -> ()",
+    "Tensor? page_refs=None, float k_scale=1.0, float v_scale=1.0, Tensor(c!)? status=None) -> ()",
     _write_kv,
     _write_kv_fake,
 )

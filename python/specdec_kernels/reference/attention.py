@@ -95,7 +95,7 @@ def tree_attention(
             seen = visible[i] & on_page
             if not seen.any():
                 continue
-            heads = q[where][i].double().unflatten(0, (kv_heads, group))
+            heads = q[where][i].double().view(kv_heads, group, head_dim)
             scores = torch.einsum("hgd,jhd->hgj", heads, k[seen]) * scale
             if soft_cap is not None:
                 scores = soft_cap * (scores / soft_cap).tanh()
