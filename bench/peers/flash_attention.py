@@ -1,8 +1,8 @@
 """FlashAttention-3, as SGLang's package or its own has it (written for sgl-kernel 0.3 and flash_attn_interface 3.0).
 
-It knows no tree masks. Its causal chain reads the same bytes and is a bound rather than a peer. A tree takes two passes,
-as SGLang's `fa3` backend makes them: the prefix for all rows, then each row alone over the tail rows that it sees; the
-two results are merged by their sums of exponentials.
+It knows no tree masks. Its causal chain reads the same bytes and is a bound rather than a peer. A tree takes two
+passes, as SGLang's `fa3` backend makes them: the prefix for all rows, then each row alone over the tail rows that it
+sees; the two results are merged by their sums of exponentials.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def two_passes(x: PagedTrees, attend: Any, merge: Any) -> Callable[[], Tensor]:
     at = x.prefix_lens[:, None] + torch.arange(nodes, device=x.q.device)
     places = x.page_table.gather(1, at // x.page_size) * x.page_size + at % x.page_size
     counts = x.tree.sum(-1, dtype=torch.int32).flatten()
-    order = torch.argsort(~x.tree, -1, stable=True)[..., : int(counts.max())]
+    order = torch.argsort(~x.tree, dim=-1, stable=True)[..., : int(counts.max())]
     own_rows = places[:, None].expand(-1, nodes, -1).gather(2, order).flatten(0, 1).int().contiguous()
     own_q = x.q.view(batch * nodes, 1, heads, head_dim)
 

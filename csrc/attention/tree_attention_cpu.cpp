@@ -178,7 +178,7 @@ void transpose_keys(Pass& pass) {
 }
 
 template <class Kv>
-void copy_row(const Kv* from, float* to, int D) {
+void copy_row(const Kv* __restrict from, float* __restrict to, int D) {
   for (int d = 0; d < D; ++d) to[d] = to_float(from[d]);
 }
 

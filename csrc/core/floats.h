@@ -74,13 +74,15 @@ inline uint16_t float_to_bfloat16(float f) {
   return static_cast<uint16_t>((u + 0x7fff + ((u >> 16) & 1)) >> 16);
 }
 
-// Without branches, so that loops over it are vectorised.
+// Without branches and with selections by masks, so that loops over it are vectorised on any x86-64.
 inline float float8_to_float(uint8_t b) {
-  const uint32_t magnitude = b & 0x7f;
-  const uint32_t subnormal = bits_from_float(static_cast<float>(static_cast<int>(magnitude)) * 0x1p-9f);
-  uint32_t bits = magnitude < 8 ? subnormal : (magnitude << 20) + (120u << 23);
-  bits = magnitude == 0x7f ? 0x7fc00000 : bits;
-  return float_from_bits(static_cast<uint32_t>(b & 0x80) << 24 | bits);
+  const uint32_t magnitude = b & 0x7f, bits = magnitude << 20;
+  const uint32_t normal = bits + (120u << 23);
+  const uint32_t subnormal = bits_from_float(float_from_bits(bits + (121u << 23)) - 0x1p-6f);
+  const uint32_t is_subnormal = 0u - static_cast<uint32_t>(static_cast<int>(magnitude) < 8);
+  const uint32_t is_nan = 0u - static_cast<uint32_t>(magnitude == 0x7f);
+  return float_from_bits(static_cast<uint32_t>(b & 0x80) << 24 | (subnormal & is_subnormal) | (normal & ~is_subnormal) |
+                         (0x7fc00000 & is_nan));
 }
 
 // Round to nearest, ties to even; what lies beyond 448, infinity too, becomes 448.

@@ -570,8 +570,8 @@ def tree_attention_workspace(
 ) -> int:
     """How many floats of workspace `tree_attention` needs for tensors of these shapes, whatever the lengths.
 
-    It is 0 on the CPU. Without fixed_split it depends on the GPU and on the number of query rows, but is bounded (some 20
-    MB on an H200); an engine makes one workspace of the most that any of its calls needs.
+    It is 0 on the CPU. Without fixed_split it depends on the GPU and on the number of query rows, but is bounded (some
+    20 MB on an H200); an engine makes one workspace of the most that any of its calls needs.
 
     Args:
         q, k_pool, page_table, cu_seqlens_q, fixed_split: as for `tree_attention`; no element is read.
