@@ -472,12 +472,12 @@ def flash_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[
 @pytest.mark.parametrize("rows", [4, 64])
 def test_error_is_within_that_of_flash_attention(device: torch.device, dtype: torch.dtype, rows: int) -> None:
     cache = make_cache([2000], [0], page_size=1, kv_heads=1, head_dim=128, dtype=dtype, device=device)
-    q = torch.randn(1, rows, 1, 128, device=device).to(dtype)
+    q = torch.randn(1, rows, 4, 128, device=device).to(dtype)
     out = sd.tree_attention(q, *cache.tensors(), tail_len=0)
     pages = cache.page_table[0, :2000].long()
     keys, values = (pool[pages, 0, 0].cpu() for pool in (cache.k_pool, cache.v_pool))
-    exact, flash = flash_attention(q[0, :, 0].cpu(), keys, values)
-    assert (out[0, :, 0].cpu() - exact).norm() <= 1.1 * (flash - exact).norm()
+    exact, flash = flash_attention(q[0].flatten(0, 1).cpu(), keys, values)
+    assert (out[0].flatten(0, 1).cpu() - exact).norm() <= 1.1 * (flash - exact).norm()
 
 
 @pytest.mark.parametrize("seed", range(60 if HAS_CUDA else 16))
@@ -528,6 +528,9 @@ def test_workspace(device: torch.device) -> None:
     want = sd.tree_attention(q, *cache.tensors())
     floats = sd.tree_attention_workspace(q, cache.k_pool, cache.page_table)
     fixed = sd.tree_attention_workspace(q, cache.k_pool, cache.page_table, fixed_split=64)
+    with pytest.raises(ValueError) as error:
+        sd.tree_attention_workspace(q, cache.k_pool, cache.page_table, fixed_split=65)
+    assert str(error.value) == "tree_attention: fixed_split is 65, expected a positive multiple of 64"
     if device.type == "cpu":
         assert floats == fixed == 0
         return
