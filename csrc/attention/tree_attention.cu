@@ -7,8 +7,7 @@
 namespace specdec {
 namespace {
 
-constexpr int kTile = 64;      // KV rows
-constexpr int kMaxLanes = 4;   // beyond, row tiles follow each other on the work line
+constexpr int kMaxLanes = 4;  // beyond, row tiles follow each other on the work line
 
 int device_attribute(cudaDeviceAttr attribute) {
   int device = 0, value = 0;
@@ -25,7 +24,7 @@ bool has_tensor_cores_for(const TreeAttentionParams& p) {
 
 // Query rows of one request: exact for padded ones, the mean for packed ones.
 int64_t likely_rows(const TreeAttentionParams& p) {
-  const int64_t rows = p.cu_seqlens_q ? (p.q_rows + p.batch - 1) / std::max<int64_t>(p.batch, 1) : p.q_rows;
+  const int64_t rows = p.cu_seqlens_q ? (p.q_rows + p.batch) / (p.batch + 1) : p.q_rows;
   return rows * (p.q_heads / p.kv_heads);
 }
 
@@ -34,8 +33,9 @@ Cut choose_cut(const TreeAttentionParams& p) {
   Cut cut{};
   cut.rows = rows <= 16 ? 16 : rows <= 32 || p.head_dim == 256 ? 32 : 64;
   cut.lanes = static_cast<int>(std::min<int64_t>((rows + cut.rows - 1) / cut.rows, kMaxLanes));
-  cut.tile = kTile;
-  cut.unit = p.fixed_split ? static_cast<int>(p.fixed_split / kTile) : 1;
+  cut.group = cutlass::FastDivmod(static_cast<int>(p.q_heads / p.kv_heads));
+  cut.split = cutlass::FastDivmod(p.fixed_split ? static_cast<int>(p.fixed_split / kTile) : 1);
+  cut.page_size = cutlass::FastDivmod(static_cast<int>(p.rows.page_size));
   const int per_multiprocessor = p.head_dim == 256 ? 1 : 2;
   cut.max_workers =
       std::max(device_attribute(cudaDevAttrMultiProcessorCount) * per_multiprocessor / cut.lanes, 1);

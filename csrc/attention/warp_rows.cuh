@@ -120,12 +120,14 @@ struct WarpRows {
 
 // Where row n of all the rows of a request and KV head is.
 struct QueryRow {
-  int64_t row;  // of the request
-  int head;     // of all query heads
+  int row;   // of the request
+  int head;  // of all query heads
 };
-__device__ __forceinline__ QueryRow query_row(const TreeAttentionParams& p, int head, int n) {
-  const int G = group_size(p);
-  return {n / G, head * G + n % G};
+__device__ __forceinline__ QueryRow query_row(const Cut& cut, int head, int n) {
+  QueryRow at;
+  cut.group(at.row, at.head, n);
+  at.head += head * cut.group.divisor;
+  return at;
 }
 
 // Partial results in the workspace: for each part the sums [rows, D] that the maxima [rows] and sums of weights [rows]
@@ -167,7 +169,7 @@ struct SegmentWriter {
       }
     }
     const int first = s.first_row + lane_of_worker * kRows;
-    const int count = min(kRows, static_cast<int>(s.request.valid_rows) * group_size(p) - first);
+    const int count = min(kRows, s.request.valid_rows * cut.group.divisor - first);
 #pragma unroll
     for (int from = 0; from < D; from += kColumns) {
       sync();  // the buffer is free: its stage has been consumed, its columns have been read
@@ -194,7 +196,7 @@ struct SegmentWriter {
         }
         if (s.part < 0) {
           const float factor = total == 0 ? 0 : p.v_scale / total;
-          const QueryRow at = query_row(p, s.head, first + row);
+          const QueryRow at = query_row(cut, s.head, first + row);
           store_out<T>(p, s.request, at, from + column, make_float4(x.x * factor, x.y * factor, x.z * factor, x.w * factor));
           if (from + column == 0) store_lse(p, s.request, at, top, total);
         } else {
