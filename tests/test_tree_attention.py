@@ -637,6 +637,7 @@ FP8_POOLS = {"k_pool": zeros(5, 8, 2, 64).to(FP8), "v_pool": zeros(5, 8, 2, 64).
     ("change", "message"),
     [
         ({"q": zeros(2, 3, 4, 64, dtype=torch.int32)}, "q is int32, expected float32 or float16 or bfloat16"),
+        ({"q": zeros(2, 1, 4, 64).expand(2, 2**30, 4, 64), "out": zeros(1)}, "q_rows * q_heads is 4294967296, expected 0 to 2147483647"),
         ({"q": zeros(2, 3, 4, 96)}, "q has head_dim 96, expected 64, 128 or 256"),
         ({"q": zeros(2, 3, 64, 4).transpose(2, 3)}, "q has shape [2, 3, 4, 64] and is not contiguous in its last dimension, expected a last stride of 1"),
         ({"q": zeros(6, 4, 64), "out": zeros(6, 4, 64)}, "q has shape [6, 4, 64], expected [batch, q_rows, q_heads, head_dim]"),

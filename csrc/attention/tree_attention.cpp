@@ -45,6 +45,7 @@ struct Sizes {
       check.strided("q", q, {Q, Hq, D}, kFloats);
     else
       check.strided("q", q, {B, Q, Hq, D}, kFloats);
+    check.range("q_rows * q_heads", Q * Hq, 0, INT32_MAX);
     check.that(D == 64 || D == 128 || D == 256, "q", "has head_dim " + std::to_string(D), "64, 128 or 256");
     check.strided("k_pool", k_pool, {P, page_size, Hkv, D}, dtype_of(q) | kFloat8);
     check.that(page_size >= 1 && page_size <= INT32_MAX, "k_pool", "has page_size " + std::to_string(page_size),
