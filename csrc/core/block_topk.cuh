@@ -51,21 +51,19 @@ class BlockTopk {
     if (threadIdx.x == 0) s_.count = 0;
     __syncthreads();
 
-    int ahead = 0;  // groups ahead of this one, which its lanes count together
-#pragma unroll 2
-    for (int i = lane % lanes; i < groups / 4; i += lanes) {
-      const uint4 others = reinterpret_cast<const uint4*>(s_.maxima)[i];
-      ahead += others.x > mine;
-      ahead += others.y > mine;
-      ahead += others.z > mine;
-      ahead += others.w > mine;
-    }
-    if (by_warps) {
-      ahead = __reduce_add_sync(kFullMask, ahead);
-    } else {
-      for (int offset = 1; offset < kFewLanes; offset *= 2) ahead += __shfl_xor_sync(kFullMask, ahead, offset);
-    }
     // The k-th largest maximum is the least that has fewer than k ahead of it.
+    if (groups <= kWarp) {  // then every warp finds it, with a lane or more for each group
+      const uint32_t theirs = s_.maxima[lane % groups];
+      int ahead = 0;
+#pragma unroll 4
+      for (int i = 0; i < groups / 4; ++i) ahead += num_above(theirs, i);
+      return __reduce_min_sync(kFullMask, ahead < k ? theirs : ~0u);
+    }
+
+    int ahead = 0;  // of the group of this thread, whose lanes count together
+#pragma unroll 2
+    for (int i = lane % lanes; i < groups / 4; i += lanes) ahead += num_above(mine, i);
+    for (int offset = 1; offset < kFewLanes; offset *= 2) ahead += __shfl_xor_sync(kFullMask, ahead, offset);
     const uint32_t least = __reduce_min_sync(kFullMask, ahead < k ? mine : ~0u);
     if (lane == 0) s_.pivot[warp] = least;
     __syncthreads();
@@ -141,6 +139,12 @@ class BlockTopk {
   __device__ int count() const { return s_.count; }
 
  private:
+  // How many of the i-th four maxima are above another.
+  __device__ int num_above(uint32_t maximum, int i) const {
+    const uint4 four = reinterpret_cast<const uint4*>(s_.maxima)[i];
+    return (four.x > maximum) + (four.y > maximum) + (four.z > maximum) + (four.w > maximum);
+  }
+
   Storage& s_;
 };
 

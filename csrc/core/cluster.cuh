@@ -32,6 +32,9 @@ struct Cluster {
     return shared;
   }
   __device__ static void sync() { __syncthreads(); }
+  // Not called by a block by itself.
+  __device__ static void arrive() {}
+  __device__ static void wait() {}
 #endif
 };
 

@@ -1,3 +1,6 @@
+#include <atomic>
+#include <cstdlib>
+
 #include "core/cluster.cuh"
 #include "core/errors.h"
 
@@ -19,19 +22,27 @@ unsigned grid_x(const char* op, int64_t blocks) {
   return static_cast<unsigned>(blocks);
 }
 
-bool is_hopper_or_later(const char* op) {
-  int device = 0, major = 0;
+Device current_device(const char* op) {
+  // Asked once of each device: an op needs the answer twice, and each attribute costs it 30 ns.
+  constexpr int kRemembered = 64;
+  static std::atomic<int> remembered[kRemembered];  // multiprocessors, negative before Hopper; 0: not asked yet
+  int device = 0;
   SD_CUDA_CHECK(op, cudaGetDevice(&device));
-  SD_CUDA_CHECK(op, cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-  return major >= 9;
+  int known = device < kRemembered ? remembered[device].load(std::memory_order_relaxed) : 0;
+  if (known == 0) {
+    int multiprocessors = 0, major = 0;
+    SD_CUDA_CHECK(op, cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
+    SD_CUDA_CHECK(op, cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+    known = major >= 9 ? multiprocessors : -multiprocessors;
+    if (device < kRemembered) remembered[device].store(known, std::memory_order_relaxed);
+  }
+  return {.multiprocessors = std::abs(known), .is_hopper_or_later = known > 0};
 }
 
 unsigned cluster_size(const char* op, int64_t tasks, int blocks_per_sm, int64_t useful) {
-  if (!is_hopper_or_later(op)) return 1;
-  int device = 0, multiprocessors = 0;
-  SD_CUDA_CHECK(op, cudaGetDevice(&device));
-  SD_CUDA_CHECK(op, cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
-  const int64_t blocks = static_cast<int64_t>(multiprocessors) * blocks_per_sm;
+  const Device device = current_device(op);
+  if (!device.is_hopper_or_later) return 1;
+  const int64_t blocks = static_cast<int64_t>(device.multiprocessors) * blocks_per_sm;
   unsigned size = 1;
   while (size < kMaxCluster && 2 * size <= useful && 2 * size * tasks <= blocks) size *= 2;
   return size;

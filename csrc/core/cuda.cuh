@@ -30,8 +30,12 @@ struct LaunchShape {
   unsigned cluster = 1;     // blocks of a cluster, along x; more than 1 needs compute capability 9.0
 };
 
-// Whether a device has clusters and programmatic dependent launch.
-bool is_hopper_or_later(const char* op);
+// What launches depend on, of the current device.
+struct Device {
+  int multiprocessors;
+  bool is_hopper_or_later;  // has clusters and programmatic dependent launch
+};
+Device current_device(const char* op);
 
 // Starts a kernel that may be set up while the one before it on the stream still runs (programmatic dependent launch):
 // in a chain of kernels this short, starting is most of the time. The kernel must call begin_kernel() first.
@@ -45,7 +49,7 @@ void launch(const char* op, void (*kernel)(Params...), const LaunchShape& shape,
                             .stream = stream,
                             .attrs = attributes,
                             .numAttrs = 0};
-  if (is_hopper_or_later(op)) {
+  if (current_device(op).is_hopper_or_later) {
     cudaLaunchAttribute& overlap = attributes[config.numAttrs++];
     overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     overlap.val.programmaticStreamSerializationAllowed = 1;

@@ -4,16 +4,17 @@
 // a cluster it puts them, sorted, into the shared memory of the first block, which ranks the best of all lists again.
 #pragma once
 
-#include <cooperative_groups.h>
+#include <bit>
 
 #include "core/block_topk.cuh"
+#include "core/cluster.cuh"
 #include "core/row_share.cuh"
 #include "core/softmax.h"
 
 namespace specdec {
 
 constexpr int kRowThreads = 512, kRowVectors = 8, kRowBlocksPerProcessor = 2;
-constexpr int kMaxRowBlocks = 8, kMaxRowTopk = 64;
+constexpr int kMaxRowBlocks = kMaxCluster, kMaxRowTopk = 64;
 static_assert(kMaxRowBlocks * kMaxRowTopk <= BlockTopk<kRowThreads>::kCapacity);
 
 // 2^x
@@ -90,41 +91,24 @@ __device__ __forceinline__ float warp_sum(float mine) {
   return mine;
 }
 
-// Of the blocks of a cluster; a device without clusters has one block a row, and calls none of these.
-#if __CUDA_ARCH__ >= 900
-__device__ __forceinline__ void cluster_arrive() { cooperative_groups::this_cluster().barrier_arrive(); }
-__device__ __forceinline__ void cluster_wait() { cooperative_groups::this_cluster().barrier_wait(); }
-template <class U>
-__device__ __forceinline__ U* in_block(U* shared, int rank) {
-  return cooperative_groups::this_cluster().map_shared_rank(shared, rank);
-}
-#else
-__device__ __forceinline__ void cluster_arrive() {}
-__device__ __forceinline__ void cluster_wait() {}
-template <class U>
-__device__ __forceinline__ U* in_block(U* shared, int) {
-  return shared;
-}
-#endif
-
 // After topk.collect() in each block of a cluster of 2^log2_blocks: calls emit(place, key, softmax) for each of the k
-// best of the row, by threads of the first block, and returns the softmax to all threads of that block. `of_block` is
-// each block's own. In a cluster of several, blocks have called cluster_arrive() once more than cluster_wait().
+// best of the row, by some threads of the first block, and returns the softmax to all threads of that block. `of_block`
+// is each block's own. In a cluster of several, blocks have called Cluster::arrive() once more than Cluster::wait().
 template <class Emit>
 __device__ Softmax merge_blocks(RowTopkStorage& s, BlockTopk<kRowThreads> topk, Softmax of_block, float scale, int k,
                                 int log2_blocks, Emit emit) {
   const int blocks = 1 << log2_blocks, part = static_cast<int>(blockIdx.x) & (blocks - 1);
-  if (blocks > 1) cluster_wait();
-  RowTopkStorage& first = *in_block(&s, 0);
+  if (blocks == 1) {
+    topk.rank(k, [&](int place, uint64_t key) { emit(place, key, of_block); });
+    return of_block;
+  }
+  Cluster::wait();
+  RowTopkStorage& first = *Cluster::at(&s, 0);
   topk.rank(k, [&](int place, uint64_t key) { first.lists[part * k + place] = key; });
   for (int place = topk.count() + threadIdx.x; place < k; place += kRowThreads) first.lists[part * k + place] = 0;
   if (threadIdx.x == 0) first.parts[part] = of_block;
-  if (blocks > 1) {
-    cluster_arrive();
-    cluster_wait();
-  } else {
-    __syncthreads();
-  }
+  Cluster::arrive();
+  Cluster::wait();
   if (part != 0) return of_block;
 
   // Lane i of every warp looks at block i.
@@ -138,16 +122,12 @@ __device__ Softmax merge_blocks(RowTopkStorage& s, BlockTopk<kRowThreads> topk, 
     least = min(least, __shfl_xor_sync(kFullMask, least, offset));
   least = __shfl_sync(kFullMask, least, 0);
 
-  if (blocks > 1) {
-    topk.clear();
+  topk.clear();
 #pragma unroll 1
-    for (int e = threadIdx.x; e < blocks * k; e += kRowThreads)
-      if (s.lists[e] >= least && s.lists[e] > 0) topk.append(s.lists[e]);
-    __syncthreads();
-    topk.rank(k, [&](int place, uint64_t key) { s.lists[place] = key; });
-    __syncthreads();
-  }
-  if (threadIdx.x < k) emit(threadIdx.x, s.lists[threadIdx.x], all);
+  for (int e = threadIdx.x; e < blocks * k; e += kRowThreads)
+    if (s.lists[e] >= least && s.lists[e] > 0) topk.append(s.lists[e]);
+  __syncthreads();
+  topk.rank(k, [&](int place, uint64_t key) { emit(place, key, all); });
   return all;
 }
 
@@ -155,7 +135,7 @@ __device__ Softmax merge_blocks(RowTopkStorage& s, BlockTopk<kRowThreads> topk, 
 // of the row, by threads of the first block; returns the softmax to all threads of that block.
 template <class T, class Emit>
 __device__ Softmax row_topk(RowTopkStorage& s, const T* row, int64_t vocab, int k, int log2_blocks, Emit emit) {
-  if (log2_blocks > 0) cluster_arrive();  // the first block's shared memory is there once all have arrived
+  if (log2_blocks > 0) Cluster::arrive();  // the first block's shared memory is there once all have arrived
   const int part = static_cast<int>(blockIdx.x) & ((1 << log2_blocks) - 1);
   RowShare<T, kRowThreads, kRowVectors> share(row, vocab, part, log2_blocks);
   const Softmax mine = softmax_of_share(share, kLog2e);
@@ -186,15 +166,8 @@ __device__ Softmax row_topk(RowTopkStorage& s, const T* row, int64_t vocab, int 
 // its threads.
 template <class T>
 int row_log2_blocks(const char* op, int64_t rows, int64_t vocab) {
-  if (!is_hopper_or_later(op)) return 0;
-  int device = 0, processors = 0;
-  SD_CUDA_CHECK(op, cudaGetDevice(&device));
-  SD_CUDA_CHECK(op, cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
-  const int64_t vectors = vocab / static_cast<int64_t>(sizeof(uint4) / sizeof(T));
-  int log2 = 0;
-  while ((2 << log2) <= kMaxRowBlocks && (rows << (log2 + 1)) <= processors && vectors >= kRowThreads << (log2 + 1))
-    ++log2;
-  return log2;
+  constexpr int64_t kUseful = kRowThreads * static_cast<int64_t>(sizeof(uint4) / sizeof(T));
+  return std::countr_zero(cluster_size(op, rows, 1, vocab / kUseful));
 }
 
 // How such a kernel is launched; its last argument is log2_blocks.

@@ -64,7 +64,7 @@ struct SampleStorage {
   float at_most[kRowVectors][kRowThreads];  // of each vector of each thread: a bound of its scores
 };
 
-// The largest logit of a row, from the largest of each thread. In a cluster, in place of a cluster_wait().
+// The largest logit of a row, from the largest of each thread. In a cluster, in place of a Cluster::wait().
 __device__ float max_of_row(SampleStorage& s, float mine, int log2_blocks) {
   const int blocks = 1 << log2_blocks, part = static_cast<int>(blockIdx.x) & (blocks - 1);
   const uint32_t of_warp = __reduce_max_sync(kFullMask, order_key(mine));
@@ -73,10 +73,10 @@ __device__ float max_of_row(SampleStorage& s, float mine, int log2_blocks) {
   uint32_t largest = 0;
   for (const uint32_t key : s.warp_max) largest = max(largest, key);
   if (blocks == 1) return key_float(largest);
-  cluster_wait();
-  if (threadIdx.x < blocks) in_block(&s, static_cast<int>(threadIdx.x))->block_max[part] = largest;
-  cluster_arrive();
-  cluster_wait();
+  Cluster::wait();
+  if (threadIdx.x < blocks) Cluster::at(&s, threadIdx.x)->block_max[part] = largest;
+  Cluster::arrive();
+  Cluster::wait();
   for (int i = 0; i < blocks; ++i) largest = max(largest, s.block_max[i]);
   return key_float(largest);
 }
@@ -105,11 +105,11 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocksPerProcessor)
   const bool greedy = of_row.scale == 0;
   const float scale = greedy ? kLog2e : of_row.scale;
 
-  if (log2_blocks > 0) cluster_arrive();
+  if (log2_blocks > 0) Cluster::arrive();
   Share share(row, p.vocab, part, log2_blocks);
   const Softmax mine = softmax_of_share(share, scale);
   const float max = max_of_row(s, mine.max, log2_blocks);
-  if (log2_blocks > 0) cluster_arrive();  // for merge_blocks()
+  if (log2_blocks > 0) Cluster::arrive();  // for merge_blocks()
   const float of_warp = warp_sum(mine.sum_below(max, scale));
   if (threadIdx.x % kWarp == 0) s.row.warp_sums[threadIdx.x / kWarp] = of_warp;
 

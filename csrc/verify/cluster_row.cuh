@@ -21,15 +21,72 @@ class TiledRow {
   static constexpr int kItems = sizeof(uint4) / sizeof(T);
   static constexpr int kTile = kItems * kWarp;
 
-  __device__ TiledRow(const LogitRow<T>& row, int64_t vocab)
-      : row_(row),
-        vocab_(static_cast<int>(vocab)),
-        skipped_(static_cast<int>(reinterpret_cast<uintptr_t>(row.logits) % sizeof(uint4) / sizeof(T))) {
-    const int tiles = (vocab_ + skipped_ + kTile - 1) / kTile;  // place p of the vectors' grid holds id p - skipped_
-    stretch_ = (tiles + row_warps() - 1) >> (Cluster::size_log2() + 4);
-    static_assert(kRowWarps == 16);
-    first_ = min(row_warp() * stretch_, tiles);
-    end_ = min(first_ + stretch_, tiles);
+  __device__ explicit TiledRow(int64_t vocab) : vocab_(static_cast<int>(vocab)) {}
+  __device__ TiledRow(const LogitRow<T>& row, int64_t vocab) : TiledRow(vocab) { move_to(row); }
+
+  // Nearly always the rows of a walk start at the same place of a vector.
+  __device__ void move_to(const LogitRow<T>& row) {
+    row_ = row;
+    const int skipped = static_cast<int>(reinterpret_cast<uintptr_t>(row.logits) % sizeof(uint4) / sizeof(T));
+    if (skipped != skipped_) divide(skipped);
+  }
+
+  // What a lane holds of its warp's stretch: its part of the tiles from `first` on, -inf beyond the stretch.
+  static constexpr int kHeld = 8;
+  struct Held {
+    uint4 raw[kHeld];
+    int first;
+  };
+
+  // Starts to read the row; largest() waits for it.
+  __device__ __forceinline__ void begin(Held& held) const { hold(first_, held); }
+
+  // After begin(): the lane's largest logit, and the first of its tiles that has it. The last tiles are held in the
+  // end.
+  template <bool kAdjusted>
+  __device__ __forceinline__ float largest(Held& held, int& its_tile) const {
+    float best = -INFINITY;
+    its_tile = first_;
+    while (true) {
+#pragma unroll
+      for (int j = 0; j < kHeld; ++j) {
+        if (held.first + j >= end_) break;
+        const float most = largest_of<kAdjusted>(held.first + j, held.raw[j]);
+        if (most > best) {
+          best = most;
+          its_tile = held.first + j;
+        }
+      }
+      if (held.first + kHeld >= end_) return best;
+      hold(held.first + kHeld, held);
+    }
+  }
+  __device__ uint4 read(int tile, const Held& held) const {
+    return tile < held.first ? read(tile) : one_of(held, tile - held.first);
+  }
+
+  // After largest(): calls f(id, x) for the lane's logits that reach `least`, those still held first.
+  template <bool kAdjusted, class F>
+  __device__ __forceinline__ void each_from(float least, Held& held, F&& f) const {
+    while (true) {
+      unsigned hits = 0;
+#pragma unroll
+      for (int j = 0; j < kHeld; ++j) {
+        if (held.first + j >= end_) break;
+        if (largest_of<kAdjusted>(held.first + j, held.raw[j]) >= least) hits |= 1u << j;
+      }
+#pragma unroll 1
+      for (; hits != 0; hits &= hits - 1) {
+        const int hit = __ffs(static_cast<int>(hits)) - 1, tile = held.first + hit;
+        float x[kItems];
+        items<kAdjusted>(tile, one_of(held, hit), x);
+#pragma unroll
+        for (int i = 0; i < kItems; ++i)
+          if (x[i] >= least) f(id_of(tile) + i, x[i]);
+      }
+      if (held.first <= first_) return;
+      hold(held.first - kHeld, held);
+    }
   }
 
   // Calls f(tile, raw) for the tiles of this warp's stretch, in order, all lanes together; items() and largest_of()
@@ -40,9 +97,7 @@ class TiledRow {
     constexpr int kLoads = 4;
     for (int first = first_; first < end_; first += kLoads) {
       uint4 raw[kLoads];
-#pragma unroll
-      for (int j = 0; j < kLoads; ++j)
-        if (first + j < end_) raw[j] = load(id_of(first + j));
+      load(first, raw);
       const int end = min(first + kLoads, end_);
 #pragma unroll 1
       for (int tile = first; tile < end; ++tile) {
@@ -53,8 +108,8 @@ class TiledRow {
     }
   }
 
-  // This lane's part of a tile: the ids from id_of(tile) on, -inf where there is no such id.
-  __device__ uint4 read(int tile) const { return load(id_of(tile)); }
+  // This lane's part of any tile: the ids from id_of(tile) on, -inf where there is no such id.
+  __device__ uint4 read(int tile) const { return whole(id_of(tile)) ? *vector(id_of(tile)) : partial(id_of(tile)); }
   template <bool kAdjusted>
   __device__ __forceinline__ void items(int tile, const uint4& raw, float (&x)[kItems]) const {
     const int id = id_of(tile);
@@ -86,38 +141,64 @@ class TiledRow {
     return min(row_warp * stretch_, (vocab_ + skipped_ + kTile - 1) / kTile);
   }
 
-  // The lane's largest logit and the first of its tiles that holds it. The first read of a row, and so unrolled.
-  template <bool kAdjusted>
-  __device__ float largest(int& its_tile) const {
-    constexpr int kLoads = 8;
-    float best = -INFINITY;
-    its_tile = first_;
-    for (int first = first_; first < end_; first += kLoads) {
-      uint4 raw[kLoads];
+ private:
+  __device__ void divide(int skipped) {
+    skipped_ = skipped;
+    const int tiles = (vocab_ + skipped_ + kTile - 1) / kTile;  // place p of the vectors' grid holds id p - skipped_
+    stretch_ = (tiles + row_warps() - 1) >> (Cluster::size_log2() + 4);
+    static_assert(kRowWarps == 16);
+    first_ = min(row_warp() * stretch_, tiles);
+    end_ = min(first_ + stretch_, tiles);
+    cut_ = (first_ == 0 && skipped_ > 0) || (end_ == tiles && (vocab_ + skipped_) % kItems != 0);
+  }
+  __device__ bool whole(int id) const { return id >= 0 && id + kItems <= vocab_; }
+  __device__ const uint4* vector(int id) const { return reinterpret_cast<const uint4*>(row_.logits + id); }
+
+  __device__ __forceinline__ static uint4 one_of(const Held& held, int index) {
+    uint4 raw = held.raw[0];
 #pragma unroll
-      for (int j = 0; j < kLoads; ++j)
-        if (first + j < end_) raw[j] = load(id_of(first + j));
-#pragma unroll
-      for (int j = 0; j < kLoads; ++j) {
-        if (first + j >= end_) break;
-        const float most = largest_of<kAdjusted>(first + j, raw[j]);
-        if (most > best) {
-          best = most;
-          its_tile = first + j;
-        }
-      }
-    }
-    return best;
+    for (int j = 1; j < kHeld; ++j)
+      if (j == index) raw = held.raw[j];
+    return raw;
+  }
+  __device__ __forceinline__ void hold(int first, Held& held) const {
+    held.first = first;
+    load(first, held.raw);
   }
 
- private:
-  __device__ __forceinline__ uint4 load(int id) const {
-    if (id >= 0 && id + kItems <= vocab_) return *reinterpret_cast<const uint4*>(row_.logits + id);
+  // All loads under way at once. The one or two vectors that a row's ends cut are read afterwards, by code that few
+  // warps run.
+  template <int kCount>
+  __device__ __forceinline__ void load(int first, uint4 (&raw)[kCount]) const {
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      if (j % 4 == 0 && first + j >= end_) break;
+      raw[j] = minus_inf();
+      if (first + j < end_ && whole(id_of(first + j))) raw[j] = *vector(id_of(first + j));
+    }
+    if (!cut_) return;
+#pragma unroll 1
+    for (int j = 0; j < kCount && first + j < end_; ++j) {
+      if (whole(id_of(first + j))) continue;
+      const uint4 ends = partial(id_of(first + j));
+#pragma unroll
+      for (int i = 0; i < kCount; ++i)
+        if (i == j) raw[i] = ends;
+    }
+  }
+  __device__ uint4 partial(int id) const {
     uint4 raw;
     T* items = reinterpret_cast<T*>(&raw);
 #pragma unroll
     for (int i = 0; i < kItems; ++i)
       items[i] = id + i >= 0 && id + i < vocab_ ? row_.logits[id + i] : from_float<T>(-INFINITY);
+    return raw;
+  }
+  __device__ static uint4 minus_inf() {
+    uint4 raw;
+    T* items = reinterpret_cast<T*>(&raw);
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) items[i] = from_float<T>(-INFINITY);
     return raw;
   }
 
@@ -130,7 +211,8 @@ class TiledRow {
   }
 
   LogitRow<T> row_;
-  int vocab_, skipped_, stretch_, first_, end_;
+  int vocab_, skipped_ = -1, stretch_, first_, end_;
+  bool cut_;  // whether a row's end cuts a vector of the stretch
 };
 
 // Sums over a warp, for all its lanes.
@@ -166,7 +248,7 @@ class Exchange {
     uint64_t barriers[2];
   };
 
-  // Before a number can be sent every block must have begun: they say so here, and wait for it at the first sending.
+  // Before a number can be sent every block must have begun: they say so here, and wait for it in join().
   __device__ explicit Exchange(Storage& storage) : s_(storage) {
 #if __CUDA_ARCH__ >= 900
     if (Cluster::size() == 1) return;
@@ -175,37 +257,34 @@ class Exchange {
       init_barrier(s_.barriers[1]);
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
-    __syncthreads();
     Cluster::arrive();
+#endif
+  }
+  __device__ void join() {
+#if __CUDA_ARCH__ >= 900
+    if (Cluster::size() > 1) Cluster::wait();
 #endif
   }
 
   // `each` numbers of every warp, in order of warps: the warp's i-th is that of lane i * 32 / each. `each` is a power
   // of two, at most 32, and the numbers fit a buffer.
-  __device__ __forceinline__ const uint64_t* all(uint64_t mine, int each = 1) {
-    turn_ ^= 1;
-    uint64_t* numbers = s_.words[turn_];
-    const int apart_log2 = __clz(each) - (31 - 5);  // lanes between numbers: 32 / each
+  __device__ __forceinline__ const uint64_t* all(uint64_t mine, int each = 1) { return exchange(mine, each, true); }
+  // To the first warp of each block alone; there is a barrier of the block before the others read them or send more.
+  __device__ __forceinline__ const uint64_t* to_first_warp(uint64_t mine) { return exchange(mine, 1, warp_id() == 0); }
+
+  // A number of every block, in order of blocks, which all its threads know. There has been a barrier of the block
+  // since the last numbers were read.
+  __device__ __forceinline__ const uint64_t* of_blocks(uint64_t mine) {
+    uint64_t* numbers = s_.words[turn_ ^= 1];
 #if __CUDA_ARCH__ >= 900
     if (Cluster::size() > 1) {
-      if (!joined_) Cluster::wait();
-      joined_ = true;
-      uint64_t& barrier = s_.barriers[turn_];
-      if (threadIdx.x == 0) expect_bytes(barrier, row_warps() * each * static_cast<int>(sizeof(uint64_t)));
-      const int messages = each << Cluster::size_log2();
-#pragma unroll 1
-      for (int first = 0; first < messages; first += kWarp) {
-        const int message = first + lane_id(), i = min(message >> Cluster::size_log2(), each - 1);
-        const uint64_t number = __shfl_sync(kFullMask, mine, i << apart_log2);
-        if (message < messages) send(&numbers[row_warp() * each + i], number, barrier, message & (Cluster::size() - 1));
-      }
-      wait(barrier, phases_ >> turn_ & 1);
-      phases_ ^= 1u << turn_;
+      uint64_t& barrier = expect_numbers(static_cast<int>(Cluster::size()));
+      if (threadIdx.x < Cluster::size()) send(&numbers[Cluster::rank()], mine, barrier, threadIdx.x);
+      wait_for_numbers();
       return numbers;
     }
 #endif
-    if (lane_id() >> apart_log2 << apart_log2 == lane_id())
-      numbers[row_warp() * each + (lane_id() >> apart_log2)] = mine;
+    if (threadIdx.x == 0) numbers[0] = mine;
     __syncthreads();
     return numbers;
   }
@@ -260,7 +339,39 @@ class Exchange {
 #endif
 
  private:
+  __device__ __forceinline__ const uint64_t* exchange(uint64_t mine, int each, bool waits) {
+    uint64_t* numbers = s_.words[turn_ ^= 1];
+    const int apart_log2 = __clz(each) - (31 - 5);  // lanes between numbers: 32 / each
 #if __CUDA_ARCH__ >= 900
+    if (Cluster::size() > 1) {
+      uint64_t& barrier = expect_numbers(row_warps() * each);
+      const int messages = each << Cluster::size_log2();
+#pragma unroll 1
+      for (int first = 0; first < messages; first += kWarp) {
+        const int message = first + lane_id(), i = min(message >> Cluster::size_log2(), each - 1);
+        const uint64_t number = __shfl_sync(kFullMask, mine, i << apart_log2);
+        if (message < messages) send(&numbers[row_warp() * each + i], number, barrier, message & (Cluster::size() - 1));
+      }
+      wait_for_numbers(waits);
+      return numbers;
+    }
+#endif
+    if (lane_id() >> apart_log2 << apart_log2 == lane_id())
+      numbers[row_warp() * each + (lane_id() >> apart_log2)] = mine;
+    __syncthreads();
+    return numbers;
+  }
+
+#if __CUDA_ARCH__ >= 900
+  __device__ __forceinline__ uint64_t& expect_numbers(int count) {
+    uint64_t& barrier = s_.barriers[turn_];
+    if (threadIdx.x == 0) expect_bytes(barrier, count * static_cast<int>(sizeof(uint64_t)));
+    return barrier;
+  }
+  __device__ __forceinline__ void wait_for_numbers(bool waits = true) {
+    if (waits) wait(s_.barriers[turn_], phases_ >> turn_ & 1);
+    phases_ ^= 1u << turn_;
+  }
   __device__ static uint32_t address(const void* shared) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   }
@@ -273,25 +384,52 @@ class Exchange {
 
   Storage& s_;
   unsigned turn_ = 0, phases_ = 0;
-  bool joined_ = false;
 };
 
-// The lowest id with the largest logit, or -1 where nothing is above -inf.
+// Where a place falls among n numbers in shared memory that are added up in order, place_of(their sum); the same in all
+// lanes of a warp.
+struct Place {
+  int index;        // of the number that it falls into; -1: beyond all of them
+  uint64_t before;  // what the numbers before that one add up to
+  uint64_t place, total;
+};
+template <class PlaceOf>
+__device__ Place find_place(const uint64_t* numbers, int n, PlaceOf&& place_of) {
+  const int few = (n + kWarp - 1) / kWarp, first = lane_id() * few;  // each lane adds up a few
+  uint64_t mine = 0;
+  for (int i = first; i < min(first + few, n); ++i) mine += numbers[i];
+  const uint64_t through = warp_inclusive_sum(mine);
+  const uint64_t total = __shfl_sync(kFullMask, through, kWarp - 1), place = place_of(total);
+  const unsigned behind = __ballot_sync(kFullMask, place < through);
+  if (behind == 0) return {-1, 0, place, total};
+  const int lane = __ffs(static_cast<int>(behind)) - 1;
+  uint64_t before = __shfl_sync(kFullMask, through - mine, lane);
+  int index = lane * few;
+  while (index + 1 < n && place >= before + numbers[index]) before += numbers[index++];
+  return {index, before, place, total};
+}
+
+// The lowest id with the largest logit, or -1 where nothing is above -inf; to the first warp of each block alone.
+// `held` since the row's begin(). There is a barrier of the block before the next row.
 template <class T, bool kAdjusted>
-__device__ int32_t largest_id(const TiledRow<T>& row, Exchange& exchange) {
+__device__ int32_t largest_id(const TiledRow<T>& row, typename TiledRow<T>::Held& held, Exchange& exchange) {
   int tile;
-  const float best = row.template largest<kAdjusted>(tile);
+  const float best = row.template largest<kAdjusted>(held, tile);
   uint64_t mine = 0;
   if (best > -INFINITY) {
     float x[TiledRow<T>::kItems];
-    row.template items<kAdjusted>(tile, row.read(tile), x);
+    row.template items<kAdjusted>(tile, row.read(tile, held), x);
     int id = 0;
 #pragma unroll
     for (int i = TiledRow<T>::kItems - 1; i >= 0; --i)
       if (x[i] == best) id = row.id_of(tile) + i;
     mine = static_cast<uint64_t>(order_key(best)) << 32 | ~static_cast<uint32_t>(id);
   }
-  const uint64_t winner = exchange.max(mine);
+  const uint64_t* numbers = exchange.to_first_warp(warp_max(mine));
+  if (warp_id() != 0) return -1;
+  uint64_t winner = 0;
+  for (int i = lane_id(); i < row_warps(); i += kWarp) winner = ::max(winner, numbers[i]);
+  winner = warp_max(winner);
   return winner == 0 ? -1 : static_cast<int32_t>(~static_cast<uint32_t>(winner));
 }
 

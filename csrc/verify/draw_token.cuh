@@ -4,9 +4,9 @@
 // 1. The row's maximum, and with it a lower bound of its k best entries: the k-th largest of a few hundred maxima, each
 //    over a part of the row. Reads the row from memory.
 // 2. With top-k or top-p: the entries from that bound on, some more than k, go to a list in the shared memory of every
-//    block, in order of ids. Each entry counts who is ahead of it and what they weigh: with that it knows whether it is
-//    kept, and then whether the draw falls on it. Reads the row again, from L1 or L2. Nearly always the
-//    end.
+//    block, in any order. Each entry counts who is ahead of it, what they weigh, and who has a lower id: with that it
+//    knows whether it is kept, and its place among those the draw adds up. Takes the entries from registers where they
+//    hold the row, from L1 or L2 otherwise. Nearly always the end.
 // 3. Where the list is too short (a nucleus of hundreds of tokens, masses of ties): thresholds by bisection over keys,
 //    one pass over the row a bit. Then, or at once where there is no such filter, the weights are added up stretch by
 //    stretch, and the block whose stretch the draw falls into looks for the tile and the token.
@@ -18,27 +18,45 @@
 namespace specdec {
 
 constexpr int kListCapacity = kRowThreads;  // entries a row's list holds: at most one a thread
-constexpr int kFoundCapacity = 128;         // of which a warp may find
+constexpr int kSentCapacity = 1024;         // that blocks send; each the same part of it, at most kListCapacity
 constexpr int kNucleusGuess = 50;           // entries wanted for top-p without top-k
 constexpr int kMaxMaxima = kRowThreads;     // among which the bound is looked for
 
 struct DrawStorage {  // in shared memory
-  struct Found {
-    uint32_t key;
-    int32_t id;
-  };
   struct alignas(16) Entry {
     uint64_t weight;
     uint32_t key;
     int32_t id;
   };
-  Found found[kRowWarps][kFoundCapacity];
-  Entry list[kListCapacity];
-  uint64_t list_barrier;  // counts the entries in
+  struct Kept {                       // in order of ids
+    uint64_t weights[kListCapacity];  // 0: not kept
+    int32_t ids[kListCapacity];
+    uint32_t keys[kListCapacity];
+  };
+  // Each is done with before the other is written, as the blocks speak to each other in between.
+  union {
+    Entry sent[kSentCapacity];  // by each block, to places of its own
+    Kept kept;
+  };
+  union {
+    struct {
+      float x;
+      int32_t id;
+    } found[kListCapacity];  // by this block
+    Entry list[kListCapacity];
+  };
+  uint64_t list_barrier;  // counts what is sent in
   uint64_t kept_weight;
   uint64_t tile_weights[kRowWarps];
-  uint32_t bound;  // 0 between rows
+  uint32_t bounds[kRowWarps];
+  unsigned num_found;  // by this block, in all rows so far
   int32_t token;
+};
+
+// What goes on from row to row, the same in every thread of a block.
+struct DrawProgress {
+  unsigned list_phase = 0;  // of the list's barrier
+  unsigned found = 0;       // num_found
 };
 
 // Low bits that say nothing in the keys of a type with fewer bits than float.
@@ -52,27 +70,33 @@ inline constexpr int kKeyShift<Half> = 13;
 template <class T, bool kAdjusted>
 class TokenDraw {
  public:
-  // `list_phase` is the phase of the list's barrier, carried from row to row.
-  __device__ TokenDraw(const LogitRow<T>& row, int64_t vocab, const Sampler& sampler, Exchange& exchange,
-                       DrawStorage& storage, unsigned& list_phase)
-      : row_(row, vocab), sampler_(sampler), exchange_(exchange), s_(storage), list_phase_(list_phase) {}
+  using Row = TiledRow<T>;
+
+  // `held` since the row's begin().
+  __device__ TokenDraw(const Row& row, typename Row::Held& held, const Sampler& sampler, Exchange& exchange,
+                       DrawStorage& storage, DrawProgress& progress)
+      : row_(row), held_(held), sampler_(sampler), exchange_(exchange), s_(storage), progress_(progress) {}
 
   // Before the Exchange is made.
   __device__ static void init(DrawStorage& storage) {
 #if __CUDA_ARCH__ >= 900
     if (threadIdx.x == 0) Exchange::init_barrier(storage.list_barrier);
 #endif
-    if (threadIdx.x == 0) storage.bound = 0;
+    if (threadIdx.x == 0) storage.num_found = 0;
   }
 
-  // The token for that absolute position, or -1 where nothing is above -inf. The same in every thread of the cluster.
+  // The token for that absolute position, or -1 where nothing is above -inf; to the first warp of each block alone.
+  // There is a barrier of the block before the next row.
   __device__ int32_t token(uint32_t position) {
     const uint64_t random = noise(sampler_.seed, NoiseUse::kToken, position, 0).u64();
     if (!find_max()) return kNone;
     float bound = -INFINITY;
     if (sampler_.filters_by_key()) {
-      const int32_t token = from_list(random);
-      if (token != kNotListed) return token;
+      if (cut_list()) {
+        if (warp_id() != 0) return kNone;
+        const Place drawn = find_place(s_.kept.weights, listed_, [=](uint64_t all) { return mul_high(random, all); });
+        return s_.kept.ids[drawn.index];
+      }
       bound = threshold();
     }
     return from_row(bound, random);
@@ -81,16 +105,16 @@ class TokenDraw {
   // The lowest logit that top-k and top-p keep, for a row that has a token and a request that has such a filter.
   __device__ float lowest_kept() {
     find_max();
-    if (from_list(0) == kNotListed) return threshold();
+    if (!cut_list()) return threshold();
     uint32_t key = ~0u;
     for (int i = lane_id(); i < listed_; i += kWarp)
-      if (s_.list[i].weight > 0) key = ::min(key, s_.list[i].key);
+      if (s_.kept.weights[i] > 0) key = ::min(key, s_.kept.keys[i]);
     return bound_of(__reduce_min_sync(kFullMask, key) << kShift);
   }
 
  private:
-  static constexpr int32_t kNone = -1, kNotListed = -2;
-  static constexpr int kItems = TiledRow<T>::kItems;
+  static constexpr int32_t kNone = -1;
+  static constexpr int kItems = Row::kItems;
   static constexpr int kShift = kAdjusted ? 0 : kKeyShift<T>;
   using Items = const float (&)[kItems];
   enum class Sum { kWeights, kCount };
@@ -102,7 +126,8 @@ class TokenDraw {
   __device__ bool find_max() {
     const bool listed = sampler_.filters_by_key();
     int tile;
-    uint32_t key = order_key(row_.template largest<kAdjusted>(tile));
+    best_ = row_.template largest<kAdjusted>(held_, tile);
+    uint32_t key = order_key(best_);
     const int wanted = sampler_.top_k > 0 ? static_cast<int>(min(sampler_.top_k, int64_t{1} << 20)) : kNucleusGuess;
     int each = 1;  // maxima from a warp: many more than are wanted, so that the list does not get long
     while (listed && each < kWarp && 2 * each * row_warps() <= kMaxMaxima && each * row_warps() < 5 * wanted / 2)
@@ -115,169 +140,139 @@ class TokenDraw {
     for (int i = lane_id(); i < n; i += kWarp) most = ::max(most, static_cast<uint32_t>(maxima[i]));
     max_key_ = __reduce_max_sync(kFullMask, most);
     scale_ = {key_float(max_key_), sampler_.scale};
-    bound_ = listed && n >= wanted ? nth_largest(maxima, n, wanted) : 0;
+    bound_ = listed && n >= wanted ? nth_largest(maxima, n, wanted) : 0;  // else the list would not hold them
     return max_key_ > kKeyOfMinusInf;
   }
 
-  // A number that at least `nth` of n numbers reach, and no more unless some are equal. n is a power of two, 16 to 512;
-  // as many threads as there are for each number count the larger ones.
-  __device__ uint32_t nth_largest(const uint64_t* numbers, int n, int nth) {
+  // A key that at least `nth` of n keys reach, and no more unless some are equal. n is a power of two, 16 to 512; as
+  // many threads as there are for each key count the larger ones.
+  __device__ uint32_t nth_largest(const uint64_t* keys, int n, int nth) {
     const int threads_log2 = __clz(n) - __clz(kRowThreads), threads = 1 << threads_log2;
-    const int mine = static_cast<int>(threadIdx.x) >> threads_log2;
-    const auto number = numbers[mine];
-    const ulonglong2* pairs = reinterpret_cast<const ulonglong2*>(numbers);
+    const auto key = static_cast<uint32_t>(keys[threadIdx.x >> threads_log2]);
     int larger = 0;
-#pragma unroll 4
-    for (int i = static_cast<int>(threadIdx.x) & (threads - 1); i < n / 2; i += threads)
-      larger += (pairs[i].x > number) + (pairs[i].y > number);
+#pragma unroll 8
+    for (int i = static_cast<int>(threadIdx.x) & (threads - 1); i < n; i += threads)
+      larger += static_cast<uint32_t>(keys[i]) > key;
     for (int d = 1; d < threads; d *= 2) larger += __shfl_xor_sync(kFullMask, larger, d);
-    const uint32_t best = __reduce_max_sync(kFullMask, larger >= nth - 1 ? static_cast<uint32_t>(number) : 0);
-    if (lane_id() == 0) atomicMax(&s_.bound, best);
-    __syncthreads();  // the bound is known
-    return s_.bound;
+    const uint32_t least = __reduce_min_sync(kFullMask, larger < nth ? key : ~0u);
+    if (lane_id() == 0) s_.bounds[warp_id()] = least;
+    __syncthreads();  // every warp's bound is known
+    return __reduce_min_sync(kFullMask, s_.bounds[lane_id() % kRowWarps]);
   }
 
-  // Way 2. kNotListed where the list does not hold every token kept.
-  __device__ int32_t from_list(uint64_t random) {
-    const int found = find_entries();
-    const uint64_t* counts = exchange_.all(found);
-    uint32_t before = 0, total = 0, most = 0;  // found by the warps before this one, by all, by one of them
-    for (int i = lane_id(); i < row_warps(); i += kWarp) {
-      const auto count = static_cast<uint32_t>(counts[i]);
-      before += i < row_warp() ? count : 0;
-      total += count;
-      most = ::max(most, count);
-    }
-    before = __reduce_add_sync(kFullMask, before);
-    total = __reduce_add_sync(kFullMask, total);
-    most = __reduce_max_sync(kFullMask, most);
-    if (most > kFoundCapacity || total > kListCapacity) return kNotListed;
+  // Way 2: lists the entries and cuts the list. False where it does not hold every token kept.
+  __device__ bool cut_list() {
+    if (bound_ == 0) return false;
+    const float bound = bound_ > kKeyOfMinusInf ? bound_of(bound_) : bits_float(0xff7fffffu);  // -inf is no entry
+    const int room = min(kListCapacity, kSentCapacity >> Cluster::size_log2());                // of each block
+    if (best_ >= bound)
+      row_.template each_from<kAdjusted>(bound, held_, [&](int id, float x) {
+        const auto place = static_cast<int>(atomicAdd(&s_.num_found, 1u) - progress_.found);
+        if (place < room) s_.found[place] = {x, id};
+      });
+    __syncthreads();  // the block's entries are found
+    const auto found = static_cast<int>(s_.num_found - progress_.found);
+    progress_.found += static_cast<unsigned>(found);
+    share_found(min(found, room));
+    const uint64_t* counts = exchange_.of_blocks(static_cast<uint64_t>(found));
 
-    if (threadIdx.x == 0) s_.bound = 0;  // for the next row
-    share_found(found, before, total);
+    int total = 0, sent = 0, mine = kNone;  // found, sent, and the place of the one that this thread takes to the list
+    bool fits = true;
+    for (int rank = 0; rank < static_cast<int>(Cluster::size()); ++rank) {
+      const auto count = static_cast<int>(counts[rank]);
+      if (static_cast<int>(threadIdx.x) >= total) mine = rank * room + static_cast<int>(threadIdx.x) - total;
+      total += count;
+      sent += min(count, room);
+      fits = fits && count <= room;
+    }
+    listed_ = total;
+    if (static_cast<int>(threadIdx.x) >= total) mine = kNone;
     const uint64_t row_weight = sampler_.top_k > 0 ? 0 : row_sum(-INFINITY, Sum::kWeights);
 #if __CUDA_ARCH__ >= 900
-    if (Cluster::size() > 1) Exchange::wait(s_.list_barrier, list_phase_);
-    list_phase_ ^= 1;
+    if (Cluster::size() > 1) {
+      if (threadIdx.x == 0)
+        Exchange::expect_bytes(s_.list_barrier, sent * static_cast<int>(sizeof(DrawStorage::Entry)));
+      Exchange::wait(s_.list_barrier, progress_.list_phase);
+      progress_.list_phase ^= 1;
+    }
 #endif
-    if (Cluster::size() == 1) __syncthreads();  // the list is complete
-    listed_ = static_cast<int>(total);
-    return draw_from_list(listed_, row_weight, random);
+    if (!fits || total > kListCapacity) return false;
+    if (mine >= 0) s_.list[threadIdx.x] = s_.sent[mine];
+    __syncthreads();  // the list is complete
+    return cut(total, row_weight);
   }
 
-  // Writes the stretch's entries from the bound on to s_.found, in order of ids, as far as there is room. Returns how
-  // many there are.
-  __device__ int find_entries() {
-    const float bound = bound_ > kKeyOfMinusInf ? bound_of(bound_) : bits_float(0xff7fffffu);  // -inf is no entry
-    const unsigned lanes_before = (1u << lane_id()) - 1;
-    DrawStorage::Found* found = s_.found[warp_id()];
-    int count = 0;
-    row_.each([&](int tile, const uint4& raw) {
-      if (!__any_sync(kFullMask, row_.template largest_of<kAdjusted>(tile, raw) >= bound)) return;
-      float x[kItems];
-      row_.template items<kAdjusted>(tile, raw, x);
-      unsigned mine = 0;
-#pragma unroll
-      for (int i = 0; i < kItems; ++i) mine += x[i] >= bound;
-      int place = count;
-#pragma unroll
-      for (int bit = 0; bit < 4; ++bit) {  // mine is at most 8
-        const unsigned lanes = __ballot_sync(kFullMask, mine >> bit & 1);
-        place += __popc(lanes & lanes_before) << bit;
-        count += __popc(lanes) << bit;
-      }
-#pragma unroll
-      for (int i = 0; i < kItems; ++i) {
-        if (!(x[i] >= bound)) continue;
-        if (place < kFoundCapacity) found[place] = {order_key(x[i]), row_.id_of(tile) + i};
-        ++place;
-      }
-    });
-    return count;
-  }
-
-  // Sends what this warp found to the list of every block.
-  __device__ void share_found(int found, int before, int total) {
-    const bool alone = Cluster::size() == 1;
+  // Sends the first `count` of the entries found to all blocks, a thread an entry and block.
+  __device__ void share_found(int count) {
+    const int log2 = Cluster::size_log2(), first = static_cast<int>(Cluster::rank()) * (kSentCapacity >> log2);
+    for (int i = threadIdx.x; i < count << log2; i += kRowThreads) {
+      const auto [x, id] = s_.found[i >> log2];
+      const DrawStorage::Entry entry{scale_.weight(x), order_key(x) >> kShift, id};
 #if __CUDA_ARCH__ >= 900
-    if (!alone && threadIdx.x == 0)
-      Exchange::expect_bytes(s_.list_barrier, total * static_cast<int>(sizeof(DrawStorage::Entry)));
+      if (log2 > 0) {
+        Exchange::send(reinterpret_cast<uint4*>(&s_.sent[first + (i >> log2)]), reinterpret_cast<const uint4&>(entry),
+                       s_.list_barrier, i & ((1 << log2) - 1));
+        continue;
+      }
 #endif
-    __syncwarp();  // the warp's entries are written
-    for (int i = lane_id(); i < found; i += kWarp) {
-      const auto [key, id] = s_.found[warp_id()][i];
-      const DrawStorage::Entry entry{scale_.weight(key_float(key)), key >> kShift, id};
-      if (alone) s_.list[before + i] = entry;
-#if __CUDA_ARCH__ >= 900
-      for (unsigned rank = 0; !alone && rank < Cluster::size(); ++rank)
-        Exchange::send(reinterpret_cast<uint4*>(&s_.list[before + i]), reinterpret_cast<const uint4&>(entry),
-                       s_.list_barrier, rank);
-#endif
+      s_.sent[i] = entry;
     }
   }
 
-  // The threads of an entry count together, each over a part of the list.
-  __device__ int32_t draw_from_list(int n, uint64_t row_weight, uint64_t random) {
+  // Decides which of the list's n entries are kept, in order of ids. The threads of an entry count together, each over
+  // a part of the list.
+  __device__ bool cut(int n, uint64_t row_weight) {
     // As many for each as there are: 512 over n, rounded down to a power of two, at most 32.
     const int threads_log2 = min(5, __clz(n - 1) - __clz(kRowThreads - 1));
     const int threads = 1 << threads_log2;
-    const int mine = static_cast<int>(threadIdx.x) >> threads_log2,
-              part = static_cast<int>(threadIdx.x) & (threads - 1);
-    const bool there = mine < n, writes = there && part == 0;
+    const int mine = static_cast<int>(threadIdx.x) >> threads_log2;
+    const bool there = mine < n, writes = there && (threadIdx.x & (threads - 1)) == 0;
     const DrawStorage::Entry entry = there ? s_.list[mine] : DrawStorage::Entry{0, 0, kNone};
     const int top_k = sampler_.top_k > 0 ? static_cast<int>(min(sampler_.top_k, static_cast<int64_t>(n))) : n;
 
-    int ahead = 0, equal = 0;
+    // How many have a larger key, the same, a lower id: three counts of up to 512 in a word.
+    constexpr uint32_t kEqual = 1u << 10, kLower = 1u << 20;
+    uint32_t counts = 0;
     uint64_t weight_ahead = 0;
-#pragma unroll 2
-    for (int i = part; i < n; i += threads) {
-      const DrawStorage::Entry other = s_.list[i];
-      ahead += other.key > entry.key;
-      equal += other.key == entry.key;
-      weight_ahead += other.key > entry.key ? other.weight : 0;
+    if (there) {
+#pragma unroll 4
+      for (int i = static_cast<int>(threadIdx.x) & (threads - 1); i < n; i += threads) {
+        const DrawStorage::Entry other = s_.list[i];
+        if (other.key > entry.key) weight_ahead += other.weight;
+        counts += other.key > entry.key ? 1 : 0;
+        counts += other.key == entry.key ? kEqual : 0;
+        counts += other.id < entry.id ? kLower : 0;
+      }
     }
     for (int d = 1; d < threads; d *= 2) {
-      ahead += __shfl_xor_sync(kFullMask, ahead, d);
-      equal += __shfl_xor_sync(kFullMask, equal, d);
+      counts += __shfl_xor_sync(kFullMask, counts, d);
       weight_ahead += __shfl_xor_sync(kFullMask, weight_ahead, d);
     }
-    const uint64_t weight_through =
-        weight_ahead + static_cast<uint64_t>(equal) * entry.weight;  // equals weigh the same
-    if (writes && ahead < top_k && ahead + equal >= top_k) s_.kept_weight = weight_through;
+    const auto ahead = static_cast<int>(counts % kEqual), equal = static_cast<int>(counts / kEqual % kEqual);
+    if (writes && ahead < top_k && ahead + equal >= top_k)
+      s_.kept_weight = weight_ahead + static_cast<uint64_t>(equal) * entry.weight;  // equals weigh the same
     __syncthreads();  // what top-k keeps weighs kept_weight
 
     bool kept = ahead < top_k;
     if (sampler_.top_p < 1) {
       const uint64_t wanted = top_p_weight(sampler_.top_p, sampler_.top_k > 0 ? s_.kept_weight : row_weight);
-      if (s_.kept_weight < wanted) return kNotListed;
+      if (s_.kept_weight < wanted) return false;
       kept = kept && weight_ahead < wanted;
     }
-    const uint64_t weight = kept ? sampler_.after_min_p(entry.weight) : 0;
-    if (writes) s_.list[mine].weight = weight;
-    if (threadIdx.x == 0) s_.token = kNone;
-    __syncthreads();  // the list holds what is kept
-
-    uint64_t before = 0, total = 0;  // in order of ids
-#pragma unroll 2
-    for (int i = part; i < n; i += threads) {
-      total += s_.list[i].weight;
-      if (i < mine) before += s_.list[i].weight;
+    if (writes) {
+      const uint32_t place = counts / kLower;
+      s_.kept.weights[place] = kept ? sampler_.after_min_p(entry.weight) : 0;
+      s_.kept.ids[place] = entry.id;
+      s_.kept.keys[place] = entry.key;
     }
-    for (int d = 1; d < threads; d *= 2) {
-      before += __shfl_xor_sync(kFullMask, before, d);
-      total += __shfl_xor_sync(kFullMask, total, d);
-    }
-    const uint64_t drawn = mul_high(random, total);
-    if (writes && drawn >= before && drawn < before + weight) s_.token = entry.id;
-    __syncthreads();  // the token is known; all warps speak to each other before it is written again
-    return s_.token;
+    __syncthreads();  // what is kept is known
+    return true;
   }
 
   // Way 3: the lowest logit that top-k and top-p keep.
   __device__ float threshold() {
     const uint32_t high = (max_key_ >> kShift) + 1;
     uint32_t threshold = 0;
-    if (threadIdx.x == 0) s_.bound = 0;  // for the next row
     if (sampler_.top_k > 0) threshold = last_reaching(0, high, static_cast<uint64_t>(sampler_.top_k), Sum::kCount);
     if (sampler_.top_p < 1) {
       const uint64_t weight = row_sum(bound_of(threshold << kShift), Sum::kWeights);
@@ -293,7 +288,7 @@ class TokenDraw {
 
   // What this lane's logits from the bound on weigh together, where each weighs at least `min_weight`; or how many
   // there are. Called, not inlined: it is long, and has three users.
-  __device__ __noinline__ static uint64_t stretch_sum(TiledRow<T> row, RowScale scale, float bound, uint64_t min_weight,
+  __device__ __noinline__ static uint64_t stretch_sum(Row row, RowScale scale, float bound, uint64_t min_weight,
                                                       Sum what) {
     uint64_t sum = 0;
     row.each([&](int tile, const uint4& raw) {
@@ -331,21 +326,9 @@ class TokenDraw {
   __device__ int32_t from_row(float bound, uint64_t random) {
     const uint64_t* weights =
         exchange_.all(warp_sum(stretch_sum(row_, scale_, bound, sampler_.min_weight, Sum::kWeights)));
-
-    // The stretch the draw falls into: each lane adds up a few.
-    const int few = (row_warps() + kWarp - 1) / kWarp;
-    uint64_t lanes = 0;
-    for (int i = lane_id() * few; i < min((lane_id() + 1) * few, row_warps()); ++i) lanes += weights[i];
-    const uint64_t through = warp_inclusive_sum(lanes);
-    const uint64_t drawn = mul_high(random, __shfl_sync(kFullMask, through, kWarp - 1));
-    const unsigned behind = __ballot_sync(kFullMask, drawn < through);
-    const int lane = behind == 0 ? 0 : __ffs(static_cast<int>(behind)) - 1;
-    uint64_t before = __shfl_sync(kFullMask, through - lanes, lane);
-    int owner = lane * few;
-    while (owner + 1 < row_warps() && drawn >= before + weights[owner]) before += weights[owner++];
-
-    const bool ours = owner / kRowWarps == static_cast<int>(Cluster::rank());
-    if (ours) look_up(owner, before, drawn, bound);
+    const Place drawn = find_place(weights, row_warps(), [=](uint64_t all) { return mul_high(random, all); });
+    const bool ours = drawn.index / kRowWarps == static_cast<int>(Cluster::rank());
+    if (ours) look_up(drawn.index, drawn.before, drawn.place, bound);
     return static_cast<int32_t>(exchange_.max(ours ? static_cast<uint64_t>(s_.token + 1) : 0)) - 1;
   }
 
@@ -384,11 +367,13 @@ class TokenDraw {
     }
   }
 
-  TiledRow<T> row_;
+  const Row& row_;
+  typename Row::Held& held_;
   const Sampler& sampler_;
   Exchange& exchange_;
   DrawStorage& s_;
-  unsigned& list_phase_;
+  DrawProgress& progress_;
+  float best_ = 0;                    // the lane's largest logit
   uint32_t max_key_ = 0, bound_ = 0;  // whole keys
   int listed_ = 0;                    // entries of the list
   RowScale scale_{};

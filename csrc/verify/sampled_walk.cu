@@ -35,9 +35,16 @@ class ClusterRows {
         draft_(draft_row_, p.drafts.vocab) {}
 
   __device__ __noinline__ int32_t token(int32_t node, uint32_t position) {
-    const LogitRow<T> row = logit_row<T>(p_, b_, slot_, node);
-    if (sampler_.greedy) return largest_id<T, kAdjusted>(TiledRow<T>(row, p_.vocab), exchange_);
-    return TokenDraw<T, kAdjusted>(row, p_.vocab, sampler_, exchange_, draw_storage_, list_phase_).token(position);
+    const TiledRow<T> row(logit_row<T>(p_, b_, slot_, node), p_.vocab);
+    Held held;
+    row.begin(held);
+    const int32_t token =
+        sampler_.greedy
+            ? largest_id<T, kAdjusted>(row, held, exchange_)
+            : TokenDraw<T, kAdjusted>(row, held, sampler_, exchange_, draw_storage_, progress_).token(position);
+    if (threadIdx.x == 0) draw_storage_.token = token;
+    __syncthreads();
+    return draw_storage_.token;
   }
 
   __device__ __noinline__ bool open(int32_t node, int32_t draft_row) {
@@ -46,9 +53,12 @@ class ClusterRows {
     target_ = TiledRow<T>(target_row_, p_.vocab);
     draft_ = TiledRow<T>(draft_row_, p_.drafts.vocab);
 
+    Held target_held, draft_held;
+    target_.begin(target_held);
+    draft_.begin(draft_held);
     int tile;
-    const auto [target_key, draft_key] = largest_keys(order_key(target_.template largest<kAdjusted>(tile)),
-                                                      order_key(draft_.template largest<false>(tile)));
+    const auto [target_key, draft_key] = largest_keys(order_key(target_.template largest<kAdjusted>(target_held, tile)),
+                                                      order_key(draft_.template largest<false>(draft_held, tile)));
     target_scale_ = {key_float(target_key), sampler_.scale};
     // Beside infinity, the tokens of a row without any weigh nothing.
     draft_scale_ = {draft_key > kKeyOfMinusInf ? key_float(draft_key) : INFINITY, draft_sampler_.scale};
@@ -104,19 +114,16 @@ class ClusterRows {
   }
 
   __device__ __noinline__ int32_t draw(uint64_t random) {
-    uint64_t place = mul_high(random, left_);
     int32_t token = -1;
-    Stretch stretch = stretch_of(drafted_, place);
-    if (stretch.warp >= 0) {
-      if (stretch.warp == row_warp()) {
-        const int d = find_in<T>(place - stretch.before, draft_, [&](auto&& f) { each_drafted(f); });
+    Place place = stretch_of(drafted_, mul_high(random, left_));
+    if (place.index >= 0) {
+      if (place.index == row_warp()) {
+        const int d = find_in<T>(place, draft_, [&](auto&& f) { each_drafted(f); });
         token = d < 0 ? -1 : p_.drafts.id_map ? p_.drafts.id_map[d] : d;
       }
     } else if (mapped_) {
-      place -= stretch.total;
-      stretch = stretch_of(others_, place);
-      if (stretch.warp == row_warp())
-        token = find_in<T>(place - stretch.before, target_, [&](auto&& f) { each_other(f); });
+      place = stretch_of(others_, place.place - place.total);
+      if (place.index == row_warp()) token = find_in<T>(place, target_, [&](auto&& f) { each_other(f); });
     }
     return static_cast<int32_t>(exchange_.max(static_cast<uint64_t>(token + 1))) - 1;
   }
@@ -124,6 +131,7 @@ class ClusterRows {
  private:
   static constexpr int kItems = TiledRow<T>::kItems;
   using Items = const float (&)[kItems];
+  using Held = typename TiledRow<T>::Held;
 
   struct Keys {
     uint32_t target, draft;
@@ -144,8 +152,9 @@ class ClusterRows {
   }
 
   __device__ __noinline__ float threshold() {
-    return TokenDraw<T, kAdjusted>(target_row_, p_.vocab, sampler_, exchange_, draw_storage_, list_phase_)
-        .lowest_kept();
+    Held held;
+    target_.begin(held);
+    return TokenDraw<T, kAdjusted>(target_, held, sampler_, exchange_, draw_storage_, progress_).lowest_kept();
   }
 
   // Both totals, from each thread's part.
@@ -232,32 +241,15 @@ class ClusterRows {
     });
   }
 
-  struct Stretch {
-    int warp;         // the one whose stretch holds the place; -1: none does
-    uint64_t before;  // what the stretches before it add up to
-    uint64_t total;   // what all do
-  };
-  // `mine` is this thread's part of its warp's sum.
-  __device__ Stretch stretch_of(uint64_t mine, uint64_t place) {
-    const uint64_t* sums = exchange_.all(warp_sum(mine));
-    const int few = (row_warps() + kWarp - 1) / kWarp, first = lane_id() * few;
-    uint64_t lanes = 0;
-    for (int i = first; i < min(first + few, row_warps()); ++i) lanes += sums[i];
-    const uint64_t through = warp_inclusive_sum(lanes);
-    const uint64_t total = __shfl_sync(kFullMask, through, kWarp - 1);
-    const unsigned behind = __ballot_sync(kFullMask, place < through);
-    if (behind == 0) return {-1, 0, total};
-    const int lane = __ffs(static_cast<int>(behind)) - 1;
-    uint64_t before = __shfl_sync(kFullMask, through - lanes, lane);
-    int warp = lane * few;
-    while (warp + 1 < row_warps() && place >= before + sums[warp]) before += sums[warp++];
-    return {warp, before, total};
+  // The stretch that holds the place; `mine` is this thread's part of its warp's sum.
+  __device__ Place stretch_of(uint64_t mine, uint64_t place) {
+    return find_place(exchange_.all(warp_sum(mine)), row_warps(), [=](uint64_t) { return place; });
   }
 
   // One warp: the id within its stretch of `row` that the place falls on, in the lane that has it; -1 in the others.
   template <class U, class Each>
-  __device__ static int find_in(uint64_t place, const TiledRow<U>& row, Each&& each) {
-    uint64_t before = 0;
+  __device__ static int find_in(const Place& place, const TiledRow<U>& row, Each&& each) {
+    uint64_t before = place.before;
     int found = -1;
     each([&](int tile, const uint64_t (&left)[kItems]) {
       uint64_t lane = 0;
@@ -265,10 +257,10 @@ class ClusterRows {
       for (int i = 0; i < kItems; ++i) lane += left[i];
       const uint64_t through = before + warp_inclusive_sum(lane);
       uint64_t sum = through - lane;
-      if (place >= sum && place < through) {
+      if (place.place >= sum && place.place < through) {
 #pragma unroll
         for (int i = 0; i < kItems; ++i) {
-          if (place >= sum && place < sum + left[i]) found = row.id_of(tile) + i;
+          if (place.place >= sum && place.place < sum + left[i]) found = row.id_of(tile) + i;
           sum += left[i];
         }
       }
@@ -283,7 +275,7 @@ class ClusterRows {
   const uint32_t* mapped_;
   Exchange& exchange_;
   DrawStorage& draw_storage_;
-  unsigned list_phase_ = 0;
+  DrawProgress progress_;
 
   LogitRow<T> target_row_, draft_row_;
   TiledRow<T> target_, draft_;
@@ -313,7 +305,7 @@ __global__ void __launch_bounds__(kRowThreads, kBlocksPerSm)
   __shared__ DrawStorage draw_storage;
   begin_kernel();
 
-  const int64_t b = blockIdx.x / Cluster::size();
+  const int64_t b = blockIdx.x >> Cluster::size_log2();
   const int64_t slot = slot_of(p.slots, b, p.num_slots);
   const bool leads = Cluster::rank() == 0 && threadIdx.x == 0;
   EmittedRow out = emitted_row(p, b);
@@ -327,6 +319,7 @@ __global__ void __launch_bounds__(kRowThreads, kBlocksPerSm)
     TokenDraw<T, kAdjusted>::init(draw_storage);
     Exchange exchange(exchange_storage);
     if (mapped && drafts_sampled) map_tokens(p, mapped);
+    exchange.join();
     using Rows = ClusterRows<T, kAdjusted>;
     Rows rows(p, b, slot, sampler, draft_sampler, mapped, exchange, draw_storage);
     bits |= SampledWalk<Rows>(p, b, size, sampler, drafts_sampled, rows, out, leads).run();

@@ -86,7 +86,7 @@ class SampledWalk {
         row == kNotSampled ? rows_.token(node, position_after(p_, b_, node)) : sampled(node, first, row, next);
     if (token < 0) bits_ |= kBadLogits;
     if (token < 0 || !out_.emit(token, node, writes_)) return kNoChild;
-    if (row == kNotSampled) next = find_child([this](int32_t i) { return node_at(i); }, size_, node, token);
+    if (row == kNotSampled) next = find_child([this](int32_t i) { return node_at(i); }, size_, node, first, token);
     if (next == kMalformed) bits_ |= kBadTree;
     return next;
   }

@@ -36,10 +36,15 @@ SD_HD int32_t checked_child(const Nodes& nodes, int32_t size, int32_t node, int3
   return child > before && child < size && nodes(child).parent == node ? child : kMalformed;
 }
 
-// The first child of `node` that carries `token`, or kNoChild; kMalformed at the first bad link. nodes(i) is node i.
 template <class Nodes>
-SD_HD int32_t find_child(const Nodes& nodes, int32_t size, int32_t node, int32_t token) {
-  int32_t child = checked_child(nodes, size, node, node, nodes(node).first_child);
+SD_HD int32_t first_child(const Nodes& nodes, int32_t size, int32_t node) {
+  return checked_child(nodes, size, node, node, nodes(node).first_child);
+}
+
+// The first of the children of `node` from `child` on that carries `token`, or kNoChild; kMalformed at the first bad
+// link. nodes(i) is node i.
+template <class Nodes>
+SD_HD int32_t find_child(const Nodes& nodes, int32_t size, int32_t node, int32_t child, int32_t token) {
   while (child >= 0 && nodes(child).token != token)
     child = checked_child(nodes, size, node, child, nodes(child).next_sibling);
   return child;

@@ -129,7 +129,7 @@ void verify_tree_cpu(const VerifyTreeParams& p) {
             sampler.greedy ? largest_id(row, p.vocab) : weights.draw(row, p.vocab, sampler, position_after(p, b, node));
         if (token < 0) bits |= kBadLogits;
         if (token < 0 || !out.emit(token, node)) break;
-        node = find_child(nodes, size, node, token);
+        node = find_child(nodes, size, node, first_child(nodes, size, node), token);
         if (node == kMalformed) bits |= kBadTree;
       }
       if (bits) set_status(p.status, slot, bits);

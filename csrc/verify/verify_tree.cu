@@ -2,11 +2,13 @@
 // the walk. Clusters are as large as the batch leaves room for: 8 blocks at batch 1 to 16, 2 at 64, 1 from 128 on,
 // twice that for greedy batches, which need half the registers.
 //
-// Reads the rows of visited nodes alone, once for a greedy request (2 or 4 bytes x vocab a node) and once more, from L1
-// or L2, for a sampled one. At batch 1 a node costs a memory latency and a round of messages, about 2 us, or 9 us when
-// it is sampled. Finding the tokens of all nodes at once, and walking afterwards, was tried and is no faster when
-// greedy and up to four times slower when flat distributions off the path have to be cut; so was asking for rows
-// beforehand.
+// Reads the rows of visited nodes alone, once for a greedy request (2 or 4 bytes x vocab a node). A sampled one keeps
+// them in registers at batch 1 to 16 and reads what it lists once more, from L1 or L2, beyond. At batch 1 a node costs
+// a memory latency and a round of messages, about 2 us, or 7 us when it is sampled. Sixteen warps that do the same take
+// turns at four schedulers, so what follows the row's last round of messages is one warp's work.
+//
+// Finding the tokens of all nodes at once, and walking afterwards, was tried and is no faster when greedy and up to
+// four times slower when flat distributions off the path have to be cut; so was asking for rows beforehand.
 #include <cuda_pipeline.h>
 
 #include "verify/draw_token.cuh"
@@ -42,29 +44,32 @@ struct SharedTree {
   }
 };
 
-// One request's walk. One thread `writes`, the others of its cluster only follow.
-struct Walk {
-  const VerifyTreeParams& p;
-  const SharedTree& tree;
-  int64_t b, slot;
-  int32_t size, bits;
-  bool writes;
-  EmittedRow out;
+// The children of a node, looked up by one warp while the node's token is not known yet: lane i holds the i-th.
+class Children {
+ public:
+  __device__ void look_up(const SharedTree& tree, int32_t size, int32_t node) {
+    child_ = kNoChild;
+    next_ = first_child(tree, size, node);
+#pragma unroll 1
+    for (int i = 0; i < kWarp && next_ >= 0; ++i) {
+      const TreeNode child = tree(next_);
+      if (lane_id() == i) {
+        child_ = next_;
+        token_ = child.token;
+      }
+      next_ = checked_child(tree, size, node, next_, child.next_sibling);
+    }
+  }
+  // As find_child() of all of them.
+  __device__ int32_t find(const SharedTree& tree, int32_t size, int32_t node, int32_t token) const {
+    const unsigned lanes = __ballot_sync(kFullMask, child_ >= 0 && token_ == token);
+    if (lanes != 0) return __shfl_sync(kFullMask, child_, __ffs(static_cast<int>(lanes)) - 1);
+    return find_child(tree, size, node, next_, token);
+  }
 
-  // Emits the target's token after `node`; the node to visit next, or a negative number.
-  __device__ int32_t next(int32_t node, int32_t token) {
-    if (token < 0) bits |= kBadLogits;
-    if (token < 0 || !out.emit(token, node, writes)) return kNoChild;
-    const int32_t child = find_child(tree, size, node, token);
-    if (child == kMalformed) bits |= kBadTree;
-    return child;
-  }
-  __device__ void finish() const {
-    if (!writes) return;
-    if (bits) set_status(p.status, slot, bits);
-    out.finish();
-    p.out_len[b] = static_cast<int32_t>(out.len);
-  }
+ private:
+  int32_t child_, token_ = 0;
+  int32_t next_;  // after those held
 };
 
 template <class T, bool kAdjusted, bool kSampled>
@@ -74,40 +79,56 @@ __global__ void __launch_bounds__(kRowThreads, blocks_per_sm(kSampled)) verify_t
   __shared__ typename std::conditional_t<kSampled, DrawStorage, char> draw_storage;
   begin_kernel();
 
+  __shared__ int32_t next_node;
   const int64_t b = blockIdx.x >> Cluster::size_log2();
   const int64_t slot = slot_of(p.slots, b, p.num_slots);
   const SharedTree tree{shared_nodes, reinterpret_cast<int32_t*>(shared_nodes + p.links.num_nodes)};
-  int32_t bits = 0;
-  const int32_t size = slot < 0 ? 0 : tree_size(p.tree_sizes[b], p.links.num_nodes, bits);
-  Walk walk{p, tree, b, slot, size, bits, Cluster::rank() == 0 && threadIdx.x == 0, emitted_row(p, b)};
-  if (size <= 0) {
-    walk.finish();
-    return;
-  }
-
-  tree.copy(p, b);
-  Sampler sampler;
-  unsigned list_phase = 0;
-  if constexpr (kSampled) {
-    sampler = sampler_of(p.sampling, slot, p.vocab);
-    TokenDraw<T, kAdjusted>::init(draw_storage);
-  }
+  if constexpr (kSampled) TokenDraw<T, kAdjusted>::init(draw_storage);
   Exchange exchange(exchange_storage);
-  if (!sampler.greedy) tree.wait();  // for the position
+  const bool decides = warp_id() == 0, writes = Cluster::rank() == 0 && threadIdx.x == 0;
+  EmittedRow out = emitted_row(p, b);
+  TiledRow<T> row(p.vocab);
+  int32_t bits = 0, size = 0;
+  Sampler sampler;
+  DrawProgress progress;
 #pragma unroll 1
-  for (int32_t node = 0; node >= 0;) {
-    const LogitRow<T> row = logit_row<T>(p, b, slot, node);
+  for (int32_t node = 0; node >= 0; node = next_node) {
+    row.move_to(logit_row<T>(p, b, slot, node));
+    typename TiledRow<T>::Held held;
+    row.begin(held);
+    if (node == 0) {  // while the root's logits are on their way
+      tree.copy(p, b);
+      if (kSampled && slot >= 0) sampler = sampler_of(p.sampling, slot, p.vocab);
+      size = slot < 0 ? 0 : tree_size(p.tree_sizes[b], p.links.num_nodes, bits);
+      tree.wait();
+      if (size <= 0) break;
+      exchange.join();
+    }
+    Children children;
+    if (decides) children.look_up(tree, size, node);
     int32_t token = kNoChild;
     if constexpr (kSampled) {
       if (!sampler.greedy)
-        token = TokenDraw<T, kAdjusted>(row, p.vocab, sampler, exchange, draw_storage, list_phase)
+        token = TokenDraw<T, kAdjusted>(row, held, sampler, exchange, draw_storage, progress)
                     .token(static_cast<uint32_t>(tree.positions[node]) + 1);
     }
-    if (sampler.greedy) token = largest_id<T, kAdjusted>(TiledRow<T>(row, p.vocab), exchange);
-    if (sampler.greedy && node == 0) tree.wait();  // by now it is there
-    node = walk.next(node, token);
+    if (sampler.greedy) token = largest_id<T, kAdjusted>(row, held, exchange);
+
+    if (decides) {
+      int32_t next = kNoChild;
+      if (token < 0)
+        bits |= kBadLogits;
+      else if (out.emit(token, node, writes))
+        next = children.find(tree, size, node, token);
+      if (next == kMalformed) bits |= kBadTree;
+      if (lane_id() == 0) next_node = next;
+    }
+    __syncthreads();  // the next node is known
   }
-  walk.finish();
+  if (!writes) return;
+  if (bits) set_status(p.status, slot, bits);
+  out.finish();
+  p.out_len[b] = static_cast<int32_t>(out.len);
 }
 
 template <class T, bool kAdjusted, bool kSampled>
