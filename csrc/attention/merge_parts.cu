@@ -8,7 +8,7 @@
 namespace specdec {
 namespace {
 
-constexpr int kWarps = 8;
+constexpr int kWarps = 4;
 
 // One row: the sum over its parts, each brought to the highest maximum. Lane l has columns 4 l to 4 l + 3 of every 128,
 // where there are that many.
@@ -56,12 +56,14 @@ __device__ void merge_row(const TreeAttentionParams& p, const Cut& cut, const Re
 
 template <class T, int D>
 __global__ void __launch_bounds__(kWarps* kWarp)
-    merge_parts_kernel(TreeAttentionParams p, Cut cut, int rows_per_block) {
-  begin_kernel();
+    merge_parts_kernel(const __grid_constant__ TreeAttentionParams p, const __grid_constant__ Cut cut,
+                       int rows_per_block) {
+  let_next_kernel_start();
   const auto [b, first] = find_row_block(p, rows_per_block, blockIdx.x);
   if (b < 0) return;
-  const Request r = request_of(p, b);
-  const int head = blockIdx.y, G = group_size(p), warp = threadIdx.x / kWarp;
+  const Work work = work_of(p, cut, static_cast<int>(b));
+  const Request& r = work.request;
+  const int head = blockIdx.y, G = cut.group.divisor, warp = threadIdx.x / kWarp;
   if (first == 0 && head == 0 && threadIdx.x == 0 && r.status != 0) set_status(p.status, r.slot, r.status);
 
   // The block's rows are of one row tile.
@@ -69,13 +71,14 @@ __global__ void __launch_bounds__(kWarps* kWarp)
   WorkLine::Parts parts{};
   if (first < r.valid_rows * G) {
     WorkLine line(p, cut);
-    parts = line.parts_of(b, r, head, tile / cut.lanes * cut.lanes * cut.rows);
+    parts = line.parts_of(static_cast<int>(b), work, head, tile / cut.lanes * cut.lanes * cut.rows);
   }
-  const int end = static_cast<int>(min(first + rows_per_block, r.rows * G));
+  wait_for_kernels_before();
+  const int end = min(static_cast<int>(first) + rows_per_block, r.rows * G);
   for (int n = static_cast<int>(first) + warp; n < end; n += kWarps) {
     const bool valid = n < r.valid_rows * G;
     if (valid && parts.count == 1) continue;
-    merge_row<T, D>(p, cut, r, query_row(p, head, n), n % cut.rows, tile % cut.lanes, valid ? parts : WorkLine::Parts{});
+    merge_row<T, D>(p, cut, r, query_row(cut, head, n), n % cut.rows, tile % cut.lanes, valid ? parts : WorkLine::Parts{});
   }
 }
 

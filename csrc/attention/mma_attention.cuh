@@ -31,10 +31,10 @@ class MmaAttention {
  public:
   static constexpr int kWarps = 4;                      // consumers
   static constexpr int kShares = kWarps * 16 / kRows;   // warps that share 16 rows
-  static constexpr int kTokens = 64;                    // of a tile
+  static constexpr int kTokens = 64;
   static constexpr int kMyTokens = kTokens / kShares;   // of those, a warp's
-  static constexpr int kThreads = (kWarps + 1) * kWarp;
-  using Stream = KvStream<kTokens, 2 * D, kStages, kWarps>;
+  static constexpr int kThreads = (kWarps + 2) * kWarp;
+  using Stream = KvStream<kTokens, 2 * D, kStages, kWarps, 1>;
   using Writer = SegmentWriter<T, D, kWarps, kShares, D>;
 
   struct Shared {
@@ -47,58 +47,66 @@ class MmaAttention {
     Stream& stream = shared.stream;
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
     const int first_token = warp % kShares * kMyTokens;
-    int stage = 0, slot = 0;
-    unsigned full_parity = 0, announced_parity = 0;
+    int stage = 0;
+    unsigned full_parity = 0;
+    Turn<Stream::kSegments> turn;
+    // The first tile is computed from what happens to be in shared memory, and forgotten: while the KV is on its way,
+    // this fetches the code.
+    bool rehearsal = true;
     while (true) {
-      stream.announced[slot].wait(announced_parity);
-      const Segment& s = stream.segments[slot];
-      if (s.head < 0) return;
-      const int first_row = s.first_row + lane_of_worker * kRows + warp / kShares * 16;
       uint32_t q[D / 16][4];
-      load_q(p, s, first_row, q);
-
+      int first_row = 0, tile = -1, end_tile = 0;
+      const Segment& s = stream.segments[turn.at];
+      if (!rehearsal) {
+        stream.announced[turn.at].wait(turn.parity);
+        if (s.head < 0) return;
+        first_row = s.first_row + lane_of_worker * kRows + warp / kShares * 16;
+        tile = s.first_tile, end_tile = s.end_tile;
+      }
+      load_q(p, cut, s, first_row, rehearsal, q);
       WarpRows<D> rows;
       rows.clear();
-      for (int tile = s.first_tile; tile < s.end_tile; ++tile) {
-        stream.full[stage].wait(full_parity);
+      for (; tile < end_tile; ++tile) {
+        if (!rehearsal) stream.full[stage].wait(full_parity);
         const typename Stream::Stage& kv = stream.stages[stage];
         float scores[kMyTokens / 8][4];
         multiply_k(kv, first_token, q, scores);
-        rows.scale(p, scores);
-        const uint64_t there = stream.there[stage][0];
+        const float scale = rows.cap(p, scores);
+        const uint64_t there = rehearsal ? 0 : stream.rows_there(stage, 0);
         const int64_t first = int64_t{tile} * kTokens;
         // All rows see all of the tile, unless it is of the tail, before some row's window, or not all there.
-        if (there == ~uint64_t{0} && first + kTokens <= s.request.prefix && p.window == INT64_MAX) {
-          rows.weigh(scores);
-          add_v<false>(kv, first_token, scores, {}, rows);
-        } else {
+        uint64_t met = ~uint64_t{0};
+        if (!rehearsal && (there != ~uint64_t{0} || first + kTokens > s.request.prefix || p.window != INT64_MAX)) {
           uint64_t seen[2];
-          const int G = group_size(p), last = static_cast<int>(s.request.valid_rows) * G - 1;
+          const int last = s.request.valid_rows * cut.group.divisor - 1;
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
-            const int i = min(first_row + lane / 4 + 8 * h, last) / G;
+            const int i = cut.group.div(min(first_row + lane / 4 + 8 * h, last));
             seen[h] = (visible_word(p, s.request, i, first) & there) >> first_token;
           }
           rows.hide(seen, scores);
-          rows.weigh(scores);
-          uint64_t met = seen[0] | seen[1];
+          met = seen[0] | seen[1];
           for (int step = 4; step < kWarp; step *= 2) met |= __shfl_xor_sync(kFullMask, met, step);
-          add_v<true>(kv, first_token, scores, met, rows);
         }
-        if (tile + 1 < s.end_tile) {
+        rows.follow(rows.weigh(scale, scores));
+        add_v(kv, first_token, scores, met, rows);
+        if (tile + 1 < end_tile) {
           if (lane == 0) stream.empty[stage].arrive();
           advance(stage, full_parity);
         }
+      }
+      if (rehearsal) {
+        rehearsal = false;
+        wait_for_kernels_before();
+        continue;
       }
       // The last tile's stage has been consumed, so it is the writer's buffer.
       shared.writer.write(p, cut, s, lane_of_worker, rows, reinterpret_cast<float*>(&stream.stages[stage]));
       Writer::sync();
       if (lane == 0) stream.empty[stage].arrive();
       advance(stage, full_parity);
-      if (++slot == Stream::kSegments) {
-        slot = 0;
-        announced_parity ^= 1;
-      }
+      if (lane == 0) stream.done[turn.at].arrive();
+      turn.advance();
     }
   }
 
@@ -111,12 +119,13 @@ class MmaAttention {
   }
 
   // Rows from first_row on as A fragments; zeros for those behind the request.
-  __device__ static void load_q(const TreeAttentionParams& p, const Segment& s, int first_row, uint32_t (&q)[D / 16][4]) {
-    const int lane = threadIdx.x % kWarp, end = static_cast<int>(s.request.valid_rows) * group_size(p);
+  __device__ static void load_q(const TreeAttentionParams& p, const Cut& cut, const Segment& s, int first_row,
+                                bool rehearsal, uint32_t (&q)[D / 16][4]) {
+    const int lane = threadIdx.x % kWarp, end = rehearsal ? 0 : s.request.valid_rows * cut.group.divisor;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int n = first_row + lane / 4 + 8 * h;
-      const QueryRow at = query_row(p, s.head, n);
+      const QueryRow at = query_row(cut, s.head, n);
       const T* row = static_cast<const T*>(p.q) + s.request.q_start + at.row * p.q_strides.row + at.head * p.q_strides.head;
 #pragma unroll
       for (int k = 0; k < D / 16; ++k)
@@ -126,70 +135,94 @@ class MmaAttention {
     }
   }
 
+  // Calls use(i, b) for fragments 0 to kCount - 1 in order, each read by read(i, b) four fragments ahead of its use: the
+  // way from shared memory is longer than what the tensor cores do with one.
+  template <int kCount, class Read, class Use>
+  __device__ __forceinline__ static void pipeline(Read&& read, Use&& use) {
+    constexpr int kAhead = 4;
+    uint32_t b[kAhead][4];
+#pragma unroll
+    for (int i = 0; i < kAhead && i < kCount; ++i) read(i, b[i]);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      use(i, b[i % kAhead]);
+      if (i + kAhead < kCount) read(i + kAhead, b[i % kAhead]);
+    }
+  }
+
   // scores = q k^T for kMyTokens tokens from first_token on.
-  __device__ static void multiply_k(const typename Stream::Stage& kv, int first_token, const uint32_t (&q)[D / 16][4],
-                                    float (&scores)[kMyTokens / 8][4]) {
+  __device__ __forceinline__ static void multiply_k(const typename Stream::Stage& kv, int first_token,
+                                                    const uint32_t (&q)[D / 16][4], float (&scores)[kMyTokens / 8][4]) {
+    constexpr int kBlocks = kMyTokens / 16;
     const int lane = threadIdx.x % kWarp;
 #pragma unroll
     for (auto& s : scores) s[0] = s[1] = s[2] = s[3] = 0;
-#pragma unroll
-    for (int k = 0; k < D / 16; ++k)
-#pragma unroll
-      for (int n = 0; n < kMyTokens / 16; ++n) {
-        // 16 tokens by 16 dimensions: lanes 0-7 and 16-23 name rows 0-7 and 8-15 of the lower 8, the others of the upper.
-        const int row = first_token + 16 * n + lane % 8 + lane / 16 * 8;
-        uint32_t b[4];
-        cute::SM75_U32x4_LDSM_N::copy(*reinterpret_cast<const cute::uint128_t*>(kv.k + kv.offset(row, 2 * k + lane / 8 % 2)),
-                                      b[0], b[1], b[2], b[3]);
-        mma<T>(scores[2 * n], q[k], b[0], b[1]);
-        mma<T>(scores[2 * n + 1], q[k], b[2], b[3]);
-      }
+    pipeline<D / 16 * kBlocks>(
+        [&](int i, uint32_t(&b)[4]) {
+          // 16 tokens by 16 dimensions: lanes 0-7 and 16-23 name rows 0-7 and 8-15 of the lower 8, the others of the
+          // upper.
+          const int row = first_token + 16 * (i % kBlocks) + lane % 8 + lane / 16 * 8;
+          cute::SM75_U32x4_LDSM_N::copy(
+              *reinterpret_cast<const cute::uint128_t*>(kv.k + kv.offset(row, 2 * (i / kBlocks) + lane / 8 % 2)), b[0],
+              b[1], b[2], b[3]);
+        },
+        [&](int i, const uint32_t(&b)[4]) {
+          mma<T>(scores[2 * (i % kBlocks)], q[i / kBlocks], b[0], b[1]);
+          mma<T>(scores[2 * (i % kBlocks) + 1], q[i / kBlocks], b[2], b[3]);
+        });
   }
 
-  // rows.out += weights v. kPartial: only tokens of `met` are met by any row; the others' values may be NaN.
-  template <bool kPartial>
-  __device__ static void add_v(const typename Stream::Stage& kv, int first_token, const float (&weights)[kMyTokens / 8][4],
-                               uint64_t met, WarpRows<D>& rows) {
+  // rows.out += weights v. Tokens that are not in `met` have weight 0 in all rows, and their values may be NaN.
+  __device__ __forceinline__ static void add_v(const typename Stream::Stage& kv, int first_token,
+                                               const float (&weights)[kMyTokens / 8][4], uint64_t met, WarpRows<D>& rows) {
+    constexpr int kBlocks = D / 16;
     const int lane = threadIdx.x % kWarp;
+    uint32_t a[kMyTokens / 16][4];
 #pragma unroll
-    for (int n = 0; n < kMyTokens / 16; ++n) {
-      const float(&low)[4] = weights[2 * n], (&high)[4] = weights[2 * n + 1];
-      const uint32_t a[4] = {pack<T>(low[0], low[1]), pack<T>(low[2], low[3]), pack<T>(high[0], high[1]),
-                             pack<T>(high[2], high[3])};
-      uint32_t keep[2];  // of the two values in a register of tokens 0-7, of 8-15
+    for (int n = 0; n < kMyTokens / 16; ++n)
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const uint32_t bits = static_cast<uint32_t>(met >> (16 * n + 8 * h + lane % 4 * 2));
-        keep[h] = (bits & 1 ? 0xffffu : 0) | (bits & 2 ? 0xffff0000u : 0);
-      }
-      const int row = first_token + 16 * n + lane % 16;
+      for (int e = 0; e < 4; ++e) a[n][e] = pack<T>(weights[2 * n + e / 2][e % 2 * 2], weights[2 * n + e / 2][e % 2 * 2 + 1]);
+    uint32_t keep[kMyTokens / 16][2];  // of the two values in a register of tokens 0-7, of 8-15
 #pragma unroll
-      for (int d = 0; d < D / 16; ++d) {
-        uint32_t b[4];
-        cute::SM75_U16x8_LDSM_T::copy(*reinterpret_cast<const cute::uint128_t*>(kv.v + kv.offset(row, 2 * d + lane / 16)),
-                                      b[0], b[1], b[2], b[3]);
-        if constexpr (kPartial) b[0] &= keep[0], b[1] &= keep[1], b[2] &= keep[0], b[3] &= keep[1];
-        mma<T>(rows.out[2 * d], a, b[0], b[1]);
-        mma<T>(rows.out[2 * d + 1], a, b[2], b[3]);
-      }
+    for (int n = 0; n < kMyTokens / 8; ++n) {
+      const uint32_t tokens = static_cast<uint32_t>(met >> (8 * n + lane % 4 * 2));
+      keep[n / 2][n % 2] = (tokens & 1 ? 0xffffu : 0) | (tokens & 2 ? 0xffff0000u : 0);
     }
+    pipeline<kMyTokens / 16 * kBlocks>(
+        [&](int i, uint32_t(&b)[4]) {
+          const int row = first_token + 16 * (i / kBlocks) + lane % 16;
+          cute::SM75_U16x8_LDSM_T::copy(
+              *reinterpret_cast<const cute::uint128_t*>(kv.v + kv.offset(row, 2 * (i % kBlocks) + lane / 16)), b[0], b[1],
+              b[2], b[3]);
+        },
+        [&](int i, uint32_t(&b)[4]) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) b[e] &= keep[i / kBlocks][e % 2];
+          mma<T>(rows.out[2 * (i % kBlocks)], a[i / kBlocks], b[0], b[1]);
+          mma<T>(rows.out[2 * (i % kBlocks) + 1], a[i / kBlocks], b[2], b[3]);
+        });
   }
 };
 
 template <class T, int D, int kRows, int kStages>
 __global__ void __launch_bounds__(MmaAttention<T, D, kRows, kStages>::kThreads, D == 256 ? 1 : 2)
-    mma_attention_kernel(TreeAttentionParams p, Cut cut, cutlass::FastDivmod page_size) {
+    mma_attention_kernel(const __grid_constant__ TreeAttentionParams p, const __grid_constant__ Cut cut) {
   using Attention = MmaAttention<T, D, kRows, kStages>;
   extern __shared__ __align__(1024) unsigned char memory[];
   auto& shared = *reinterpret_cast<typename Attention::Shared*>(memory);
   if (threadIdx.x == 0) shared.stream.init();
-  begin_kernel();
   __syncthreads();
   const int worker = blockIdx.x / cut.lanes, lane_of_worker = blockIdx.x % cut.lanes;
-  if (threadIdx.x / kWarp == Attention::kWarps)
-    shared.stream.produce(p, cut, page_size, worker);
-  else
+  if (threadIdx.x / kWarp < Attention::kWarps) {
     Attention::consume(shared, p, cut, lane_of_worker);
+  } else {
+    wait_for_kernels_before();
+    let_next_kernel_start();
+    if (threadIdx.x / kWarp == Attention::kWarps)
+      shared.stream.produce(p, cut);
+    else
+      shared.stream.schedule(p, cut, worker);
+  }
 }
 
 template <class T, int D, int kRows>
@@ -201,7 +234,7 @@ void start_mma_attention(const TreeAttentionParams& p, const Cut& cut, Stream st
                           .threads = Attention::kThreads,
                           .shared_bytes = sizeof(typename Attention::Shared)};
   allow_shared_bytes(kernel, shape.shared_bytes);
-  launch("tree_attention", kernel, shape, stream, p, cut, cutlass::FastDivmod(static_cast<int>(p.rows.page_size)));
+  launch("tree_attention", kernel, shape, stream, p, cut);
 }
 
 // Of one head dimension; defined in a file of its own for each, so that they compile side by side.

@@ -316,7 +316,7 @@ template <class T>
 int32_t attend_rows(Pass& pass, const TreeAttentionParams& p, const Request& r, int64_t head, int64_t begin,
                     int64_t count) {
   const int64_t G = p.q_heads / p.kv_heads, D = p.head_dim;
-  const int64_t valid = clamp_to(r.valid_rows * G - begin, 0, count);
+  const int64_t valid = clamp_to(r.valid_rows * G - begin, int64_t{0}, count);
   int32_t status = 0;
   pass.rows = static_cast<int>((valid + kGroup - 1) / kGroup * kGroup);
   pass.head_dim = static_cast<int>(D);

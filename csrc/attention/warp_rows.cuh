@@ -44,68 +44,86 @@ struct WarpRows {
     sum[0] = sum[1] = 0;
   }
 
-  // From q.k to powers of two, in place.
+  // Caps scores, where they are capped. Returns the scale > 0 that brings them to powers of two.
   template <int N>
-  __device__ static void scale(const TreeAttentionParams& p, float (&scores)[N][4]) {
+  __device__ static float cap(const TreeAttentionParams& p, float (&scores)[N][4]) {
+    if (p.soft_cap == 0 && p.log2_scale > 0) return p.log2_scale;
 #pragma unroll
     for (auto& s : scores)
 #pragma unroll
       for (float& x : s) x *= p.log2_scale;
-    if (p.soft_cap == 0) return;
+    if (p.soft_cap == 0) return 1;
     const float inverse = 1 / p.soft_cap;
 #pragma unroll
     for (auto& s : scores)
 #pragma unroll
       for (float& x : s) x = p.soft_cap * tanh_fast(x * inverse);
+    return 1;
   }
 
   // Hides what a row does not see. Bit j of seen[h]: row lane / 4 + 8 h sees the token of column j.
   template <int N>
   __device__ static void hide(const uint64_t (&seen)[2], float (&scores)[N][4]) {
     const int column = threadIdx.x % 4 * 2;
+    const uint64_t mine[2] = {seen[0] >> column, seen[1] >> column};
 #pragma unroll
     for (int n = 0; n < N; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e)
-        if (!(seen[e / 2] >> (8 * n + column + e % 2) & 1)) scores[n][e] = -INFINITY;
+        if (!(mine[e / 2] >> (8 * n + e % 2) & 1)) scores[n][e] = -INFINITY;
   }
 
-  // Turns a tile's scores into weights, and brings what was summed before to the same maximum.
+  // What a higher maximum makes of sums before it.
+  struct Fall {
+    float factor[2];
+    bool any;  // some row of the warp has one
+  };
+
+  // Turns a tile's scores, times `scale` > 0 in powers of two, into weights. `out` is still to be brought to the same
+  // maximum.
   template <int N>
-  __device__ void weigh(float (&scores)[N][4]) {
-    float top[2] = {max[0], max[1]};
+  __device__ Fall weigh(float scale, float (&scores)[N][4]) {
+    // Weights up to 2^8 do no harm, so a maximum that rises less stays: few tiles then touch what was summed.
+    constexpr float kSlack = 8;
+    float top[2] = {-INFINITY, -INFINITY};
 #pragma unroll
     for (int n = 0; n < N; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e) top[e / 2] = fmaxf(top[e / 2], scores[n][e]);
-    bool risen = false;
-    float origin[2];
+    Fall fall{{1, 1}, false};
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       top[h] = fmaxf(top[h], __shfl_xor_sync(kFullMask, top[h], 1));
-      top[h] = fmaxf(top[h], __shfl_xor_sync(kFullMask, top[h], 2));
-      risen |= top[h] > max[h];
-      origin[h] = top[h] == -INFINITY ? 0 : top[h];  // nothing seen yet: 2^(-inf - 0), not 2^(-inf + inf)
+      top[h] = fmaxf(top[h], __shfl_xor_sync(kFullMask, top[h], 2)) * scale;
+      fall.any |= top[h] > max[h] + kSlack;
     }
-    if (__any_sync(kFullMask, risen)) {
-      const float before[2] = {exp2_fast(max[0] - origin[0]), exp2_fast(max[1] - origin[1])};
+    fall.any = __any_sync(kFullMask, fall.any);
+    if (fall.any)
 #pragma unroll
-      for (auto& o : out)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) o[e] *= before[e / 2];
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        sum[h] *= before[h];
-        max[h] = top[h];
-      }
-    }
+      for (int h = 0; h < 2; ++h)
+        if (top[h] > max[h] + kSlack) {  // each row by itself: none depends on its neighbours
+          fall.factor[h] = exp2_fast(max[h] - top[h]);
+          max[h] = top[h];
+          sum[h] *= fall.factor[h];
+        }
+    // Nothing seen yet: 2^(-inf - 0), not 2^(-inf + inf).
+    const float origin[2] = {max[0] == -INFINITY ? 0 : max[0], max[1] == -INFINITY ? 0 : max[1]};
 #pragma unroll
     for (int n = 0; n < N; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        scores[n][e] = exp2_fast(scores[n][e] - origin[e / 2]);
+        scores[n][e] = exp2_fast(fmaf(scores[n][e], scale, -origin[e / 2]));
         sum[e / 2] += scores[n][e];
       }
+    return fall;
+  }
+
+  __device__ void follow(const Fall& fall) {
+    if (!fall.any) return;
+#pragma unroll
+    for (auto& o : out)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) o[e] *= fall.factor[e / 2];
   }
 
   // The sums of whole rows, instead of this lane's columns.
@@ -120,12 +138,14 @@ struct WarpRows {
 
 // Where row n of all the rows of a request and KV head is.
 struct QueryRow {
-  int64_t row;  // of the request
-  int head;     // of all query heads
+  int row;   // of the request
+  int head;  // of all query heads
 };
-__device__ __forceinline__ QueryRow query_row(const TreeAttentionParams& p, int head, int n) {
-  const int G = group_size(p);
-  return {n / G, head * G + n % G};
+__device__ __forceinline__ QueryRow query_row(const Cut& cut, int head, int n) {
+  QueryRow at;
+  cut.group(at.row, at.head, n);
+  at.head += head * cut.group.divisor;
+  return at;
 }
 
 // Partial results in the workspace: for each part the sums [rows, D] that the maxima [rows] and sums of weights [rows]
@@ -167,7 +187,7 @@ struct SegmentWriter {
       }
     }
     const int first = s.first_row + lane_of_worker * kRows;
-    const int count = min(kRows, static_cast<int>(s.request.valid_rows) * group_size(p) - first);
+    const int count = min(kRows, s.request.valid_rows * cut.group.divisor - first);
 #pragma unroll
     for (int from = 0; from < D; from += kColumns) {
       sync();  // the buffer is free: its stage has been consumed, its columns have been read
@@ -194,7 +214,7 @@ struct SegmentWriter {
         }
         if (s.part < 0) {
           const float factor = total == 0 ? 0 : p.v_scale / total;
-          const QueryRow at = query_row(p, s.head, first + row);
+          const QueryRow at = query_row(cut, s.head, first + row);
           store_out<T>(p, s.request, at, from + column, make_float4(x.x * factor, x.y * factor, x.z * factor, x.w * factor));
           if (from + column == 0) store_lse(p, s.request, at, top, total);
         } else {
