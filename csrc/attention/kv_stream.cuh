@@ -82,9 +82,18 @@ struct KvStream {
     WorkLine line(p, cut);
     Segment s;
     s.head = -1;
-    if (worker < line.workers()) {
-      line.seek(worker);
-      s = line.next();
+    // The first pass, made while kernels before may still change what it reads, does nothing but fetch the code.
+#pragma unroll 1
+    for (bool rehearsal : {true, false}) {
+      line.measure();
+      if (worker < line.workers()) {
+        line.seek(worker);
+        s = line.next();
+      }
+      if (rehearsal) {
+        wait_for_kernels_before();
+        let_next_kernel_start();
+      }
     }
     Turn<kSegments> turn;
     while (true) {
@@ -104,6 +113,7 @@ struct KvStream {
     const int lane = threadIdx.x % kWarp, my_first = (threadIdx.x / kWarp - kConsumers) * kMyRows;
     Turn<kSegments> turn;
     Turn<kStages> stage;
+    wait_for_kernels_before();
     while (true) {
       announced[turn.at].wait(turn.parity);
       const Segment& s = segments[turn.at];

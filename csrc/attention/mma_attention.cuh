@@ -33,8 +33,8 @@ class MmaAttention {
   static constexpr int kShares = kWarps * 16 / kRows;   // warps that share 16 rows
   static constexpr int kTokens = 64;
   static constexpr int kMyTokens = kTokens / kShares;   // of those, a warp's
-  static constexpr int kThreads = (kWarps + 2) * kWarp;
   using Stream = KvStream<kTokens, 2 * D, kStages, kWarps, 1>;
+  static constexpr int kThreads = (kWarps + Stream::kProducers + 1) * kWarp;
   using Writer = SegmentWriter<T, D, kWarps, kShares, D>;
 
   struct Shared {
@@ -50,33 +50,27 @@ class MmaAttention {
     int stage = 0;
     unsigned full_parity = 0;
     Turn<Stream::kSegments> turn;
-    // The first tile is computed from what happens to be in shared memory, and forgotten: while the KV is on its way,
-    // this fetches the code.
-    bool rehearsal = true;
+    wait_for_kernels_before();
     while (true) {
-      uint32_t q[D / 16][4];
-      int first_row = 0, tile = -1, end_tile = 0;
+      stream.announced[turn.at].wait(turn.parity);
       const Segment& s = stream.segments[turn.at];
-      if (!rehearsal) {
-        stream.announced[turn.at].wait(turn.parity);
-        if (s.head < 0) return;
-        first_row = s.first_row + lane_of_worker * kRows + warp / kShares * 16;
-        tile = s.first_tile, end_tile = s.end_tile;
-      }
-      load_q(p, cut, s, first_row, rehearsal, q);
+      if (s.head < 0) return;
+      const int first_row = s.first_row + lane_of_worker * kRows + warp / kShares * 16;
+      uint32_t q[D / 16][4];
+      load_q(p, cut, s, first_row, q);
       WarpRows<D> rows;
       rows.clear();
-      for (; tile < end_tile; ++tile) {
-        if (!rehearsal) stream.full[stage].wait(full_parity);
+      for (int tile = s.first_tile; tile < s.end_tile; ++tile) {
+        stream.full[stage].wait(full_parity);
         const typename Stream::Stage& kv = stream.stages[stage];
         float scores[kMyTokens / 8][4];
         multiply_k(kv, first_token, q, scores);
         const float scale = rows.cap(p, scores);
-        const uint64_t there = rehearsal ? 0 : stream.rows_there(stage, 0);
+        const uint64_t there = stream.rows_there(stage, 0);
         const int64_t first = int64_t{tile} * kTokens;
         // All rows see all of the tile, unless it is of the tail, before some row's window, or not all there.
         uint64_t met = ~uint64_t{0};
-        if (!rehearsal && (there != ~uint64_t{0} || first + kTokens > s.request.prefix || p.window != INT64_MAX)) {
+        if (there != ~uint64_t{0} || first + kTokens > s.request.prefix || p.window != INT64_MAX) {
           uint64_t seen[2];
           const int last = s.request.valid_rows * cut.group.divisor - 1;
 #pragma unroll
@@ -90,15 +84,10 @@ class MmaAttention {
         }
         rows.follow(rows.weigh(scale, scores));
         add_v(kv, first_token, scores, met, rows);
-        if (tile + 1 < end_tile) {
+        if (tile + 1 < s.end_tile) {
           if (lane == 0) stream.empty[stage].arrive();
           advance(stage, full_parity);
         }
-      }
-      if (rehearsal) {
-        rehearsal = false;
-        wait_for_kernels_before();
-        continue;
       }
       // The last tile's stage has been consumed, so it is the writer's buffer.
       shared.writer.write(p, cut, s, lane_of_worker, rows, reinterpret_cast<float*>(&stream.stages[stage]));
@@ -120,8 +109,8 @@ class MmaAttention {
 
   // Rows from first_row on as A fragments; zeros for those behind the request.
   __device__ static void load_q(const TreeAttentionParams& p, const Cut& cut, const Segment& s, int first_row,
-                                bool rehearsal, uint32_t (&q)[D / 16][4]) {
-    const int lane = threadIdx.x % kWarp, end = rehearsal ? 0 : s.request.valid_rows * cut.group.divisor;
+                                uint32_t (&q)[D / 16][4]) {
+    const int lane = threadIdx.x % kWarp, end = s.request.valid_rows * cut.group.divisor;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int n = first_row + lane / 4 + 8 * h;
@@ -213,16 +202,13 @@ __global__ void __launch_bounds__(MmaAttention<T, D, kRows, kStages>::kThreads, 
   if (threadIdx.x == 0) shared.stream.init();
   __syncthreads();
   const int worker = blockIdx.x / cut.lanes, lane_of_worker = blockIdx.x % cut.lanes;
-  if (threadIdx.x / kWarp < Attention::kWarps) {
+  const int warp = threadIdx.x / kWarp;
+  if (warp < Attention::kWarps)
     Attention::consume(shared, p, cut, lane_of_worker);
-  } else {
-    wait_for_kernels_before();
-    let_next_kernel_start();
-    if (threadIdx.x / kWarp == Attention::kWarps)
-      shared.stream.produce(p, cut);
-    else
-      shared.stream.schedule(p, cut, worker);
-  }
+  else if (warp == Attention::kWarps)
+    shared.stream.produce(p, cut);
+  else
+    shared.stream.schedule(p, cut, worker);
 }
 
 template <class T, int D, int kRows>

@@ -28,17 +28,28 @@ SD_HD int32_t add_clamped(int32_t x, int32_t y) {
   return static_cast<int32_t>(clamp_to(int64_t{x} + y, int64_t{INT32_MIN}, int64_t{INT32_MAX}));
 }
 
+// Reads past the L1: kernels look at lengths once before those before them have finished, and then again.
+SD_HD int32_t fresh(const int32_t* x) {
+#ifdef __CUDA_ARCH__
+  return __ldcg(x);
+#else
+  return *x;
+#endif
+}
+
 // Requests 0 to batch - 1, and for packed rows one more: the rows behind the last request, which give zeros. What has to
 // be loaded is loaded first, so that the loads wait together.
 SD_HD Request request_of(const TreeAttentionParams& p, int64_t b) {
   Request r{};
   const int32_t q_rows = static_cast<int32_t>(p.q_rows);
   const bool packed = p.cu_seqlens_q != nullptr;
-  r.slot = b < p.batch ? static_cast<int32_t>(slot_of(p.slots, b, p.num_slots)) : -1;
-  const int32_t begin = packed ? p.cu_seqlens_q[b] : 0;
-  const int32_t stop = packed ? (b < p.batch ? p.cu_seqlens_q[b + 1] : q_rows) : p.q_lens ? p.q_lens[b] : q_rows;
-  const int32_t prefix = r.slot >= 0 ? p.prefix_lens[r.slot] : 0;
-  if (r.slot >= 0 && p.status != nullptr && (p.status[r.slot] & kStalled)) r.slot = -1;
+  r.slot = b < p.batch ? p.slots ? fresh(p.slots + b) : static_cast<int32_t>(b) : -1;
+  if (r.slot >= p.num_slots) r.slot = -1;
+  const int32_t begin = packed ? fresh(p.cu_seqlens_q + b) : 0;
+  const int32_t stop = packed ? (b < p.batch ? fresh(p.cu_seqlens_q + b + 1) : q_rows)
+                              : p.q_lens ? fresh(p.q_lens + b) : q_rows;
+  const int32_t prefix = r.slot >= 0 ? fresh(p.prefix_lens + r.slot) : 0;
+  if (r.slot >= 0 && p.status != nullptr && (fresh(p.status + r.slot) & kStalled)) r.slot = -1;
 
   const int32_t first = clamp_to(begin, 0, q_rows), last = clamp_to(stop, first, q_rows);
   r.valid_rows = last - first;

@@ -87,6 +87,7 @@ class WgmmaAttention {
   __device__ void consume() {
     Turn<Stream::kSegments> turn;
     if (kGroups == 2 && group_ == 1) pass_turn();
+    wait_for_kernels_before();
     while (true) {
       stream_.announced[turn.at].wait(turn.parity);
       const Segment& s = stream_.segments[turn.at];
@@ -306,8 +307,6 @@ __global__ void __launch_bounds__(WgmmaAttention<T, D, kGroups, kTokens, kStages
   auto& shared = *reinterpret_cast<typename Attention::Shared*>(memory);
   if (threadIdx.x == 0) shared.stream.init();
   __syncthreads();
-  wait_for_kernels_before();
-  let_next_kernel_start();
   const int worker = blockIdx.x / cut.lanes, lane_of_worker = blockIdx.x % cut.lanes;
   const int warp = threadIdx.x / kWarp;
   if (warp < Attention::kConsumers) {

@@ -54,33 +54,43 @@ __device__ __forceinline__ int units_in(const TreeAttentionParams& p, const Cut&
   return cut.split.div(tiles.end - 1) - cut.split.div(tiles.first) + 1;
 }
 
-// A request, and the units of one of its heads for its rows before `rows`. One copy of the code: it is cold when the
-// kernel starts, since the KV of the call before went through the L2, and fetching it takes longer than what it does.
-struct Work {
-  Request request;
-  int units;
-};
-inline __device__ __noinline__ Work work_of(const TreeAttentionParams& p, const Cut& cut, int b, int rows = INT32_MAX) {
-  Work work{request_of(p, b), 0};
-  const int end = min(rows, work.request.valid_rows * cut.group.divisor);
-  for (int row = 0; row < end; row += cut.rows * cut.lanes)
-    work.units += units_in(p, cut, tiles_of(p, cut, work.request, row));
-  return work;
+// Of one head of a request, for its rows before `rows`.
+__device__ __forceinline__ int units_before(const TreeAttentionParams& p, const Cut& cut, const Request& r,
+                                            int rows = INT32_MAX) {
+  const int end = min(rows, r.valid_rows * cut.group.divisor);
+  int units = 0;
+  for (int row = 0; row < end; row += cut.rows * cut.lanes) units += units_in(p, cut, tiles_of(p, cut, r, row));
+  return units;
+}
+
+// What all lanes know when one of them knew it.
+template <class T>
+__device__ __forceinline__ T broadcast(const T& x, int lane) {
+  static_assert(sizeof(T) % 4 == 0);
+  T y;
+#pragma unroll
+  for (size_t i = 0; i < sizeof(T) / 4; ++i)
+    reinterpret_cast<int*>(&y)[i] = __shfl_sync(kFullMask, reinterpret_cast<const int*>(&x)[i], lane);
+  return y;
 }
 
 // The line as one warp sees it; all its lanes call all of this together.
 class WorkLine {
  public:
-  __device__ WorkLine(const TreeAttentionParams& p, const Cut& cut) : p_(p), cut_(cut) {
+  __device__ WorkLine(const TreeAttentionParams& p, const Cut& cut) : p_(p), cut_(cut) {}
+
+  // Reads the lengths; everything else is asked afterwards.
+  __device__ void measure() {
     int total = 0;
-    for (int base = 0; base < p.batch; base += kWarp) {
+    scanned_ = -1;
+    for (int base = 0; base < p_.batch; base += kWarp) {
       scan(base);
       total += __shfl_sync(kFullMask, upto_, kWarp - 1);
     }
-    workers_ = min(cut.max_workers, total);
+    workers_ = min(cut_.max_workers, total);
     if (workers_ == 0) return;
     share_ = total / workers_;
-    longer_ = total % workers_;
+    longer_ = total - share_ * workers_;
   }
 
   __device__ int workers() const { return workers_; }  // that have work
@@ -138,11 +148,11 @@ class WorkLine {
     bool fixed;
     __device__ int operator[](int j) const { return fixed ? first + j : 2 * (first + j) + (j == 0); }
   };
-  __device__ Parts parts_of(int b, const Work& work, int head, int first_row) {
-    const int units = units_in(tiles_of(p_, cut_, work.request, first_row));
+  __device__ Parts parts_of(int b, const Request& r, int head, int first_row) {
+    const int units = units_in(tiles_of(p_, cut_, r, first_row));
     if (units == 0) return {};
-    int begin = start_of(b) + head * work.units;
-    if (first_row > 0) begin += work_of(p_, cut_, b, first_row).units;
+    int begin = start_of(b) + head * units_before(p_, cut_, r);
+    if (first_row > 0) begin += units_before(p_, cut_, r, first_row);
     if (p_.fixed_split) return {units, begin, true};
     const int first = worker_of(begin);
     return {worker_of(begin + units - 1) - first + 1, first, false};
@@ -162,7 +172,13 @@ class WorkLine {
   // Each lane takes request base + lane: upto_ becomes the units of it and of the lanes before it.
   __device__ void scan(int base) {
     const int lane = threadIdx.x % kWarp;
-    upto_ = base + lane < p_.batch ? work_of(p_, cut_, base + lane).units * static_cast<int>(p_.kv_heads) : 0;
+    mine_ = Request{};
+    units_of_mine_ = 0;
+    if (base + lane < p_.batch) {
+      mine_ = request_of(p_, base + lane);
+      units_of_mine_ = units_before(p_, cut_, mine_);
+    }
+    upto_ = units_of_mine_ * static_cast<int>(p_.kv_heads);
 #pragma unroll
     for (int step = 1; step < kWarp; step *= 2) {
       const int before = __shfl_up_sync(kFullMask, upto_, step);
@@ -184,9 +200,9 @@ class WorkLine {
 
   __device__ void enter(int b) {
     b_ = b;
-    const Work work = work_of(p_, cut_, b);
-    request_ = work.request;
-    units_of_head_ = work.units;
+    if (b / kWarp * kWarp != scanned_) scan(b / kWarp * kWarp);
+    request_ = broadcast(mine_, b % kWarp);
+    units_of_head_ = __shfl_sync(kFullMask, units_of_mine_, b % kWarp);
   }
 
   // To the next group with something to do; there is one.
@@ -208,7 +224,10 @@ class WorkLine {
 
   const TreeAttentionParams& p_;
   const Cut& cut_;
-  int upto_ = 0, scanned_ = -1;
+  // Of this lane, from the last scan.
+  Request mine_;
+  int units_of_mine_ = 0, upto_ = 0, scanned_ = -1;
+
   int workers_ = 0, share_ = 0, longer_ = 0;
 
   // Where the walk is.
