@@ -1,14 +1,9 @@
-// The KV of a worker's share as a stream of tiles through shared memory. One warp walks the work line and announces
-// segments. A producer warp or two look up their rows' pages one tile ahead and copy rows with cp.async, 16 bytes at a
-// time, so that every page size and any strides are one path and a row of one head (128 bytes or more) is whole sectors
-// anyway. The other warps consume it and free each stage when they are done with it; only barriers connect them.
+// The KV of a worker's share as a stream of tiles through shared memory. A few warps produce it, since one alone starts
+// a copy every 60 cycles only: each walks the work line, looks up its rows' pages one tile ahead and copies rows with
+// cp.async, 16 bytes at a time, so that every page size and any strides are one path and a row of one head (128 bytes
+// or more) is whole sectors anyway. The other warps consume it and free each stage when they are done with it; only
+// barriers connect them.
 #pragma once
-#ifndef COPY_UNROLL
-#define COPY_UNROLL 4
-#endif
-#ifndef SD_TURNS
-#define SD_TURNS 1
-#endif
 
 #include "attention/work_line.cuh"
 #include "core/mbarrier.cuh"
@@ -45,12 +40,13 @@ struct Turn {
   }
 };
 
-// Warps 0 to kConsumers - 1 of the block consume, the next kProducers produce, one more schedules.
+// Warps 0 to kConsumers - 1 of the block consume, the next kProducers produce.
 template <int kTokens_, int kRowBytes_, int kStages_, int kConsumers_, int kProducers_>
 struct KvStream {
   static constexpr int kTokens = kTokens_, kRowBytes = kRowBytes_, kStages = kStages_;
   static constexpr int kConsumers = kConsumers_, kProducers = kProducers_;
-  static constexpr int kSegments = 3;  // announced and not yet done by all
+  static constexpr int kSegments =
+      kStages + 2;  // that the stages' tiles may belong to, the one before and the next one
   static constexpr int kMyRows = kTokens / kProducers;  // of a tile, a producer's
   static_assert(kTokens % 64 == 0 && kMyRows % kWarp == 0);
   using Stage = specdec::Stage<kTokens, kRowBytes>;
@@ -58,7 +54,7 @@ struct KvStream {
   alignas(1024) Stage stages[kStages];
   uint32_t there[kStages][kTokens / kWarp];  // bit j: row j of these 32 is on a page and seen by some row
   Segment segments[kSegments];
-  Mbarrier full[kStages], empty[kStages], announced[kSegments], done[kSegments];
+  Mbarrier full[kStages], empty[kStages], announced[kSegments];
 
   // By one thread, before the block's first barrier.
   __device__ void init() {
@@ -66,10 +62,7 @@ struct KvStream {
       full[s].init((kWarp + 1) * kProducers);
       empty[s].init(kConsumers);
     }
-    for (int s = 0; s < kSegments; ++s) {
-      announced[s].init(1);
-      done[s].init(kConsumers + kProducers);
-    }
+    for (int s = 0; s < kSegments; ++s) announced[s].init(1);
   }
 
   // Bit j: row 64 word + j of the stage's tile is there.
@@ -77,11 +70,13 @@ struct KvStream {
     return there[stage][2 * word] | uint64_t{there[stage][2 * word + 1]} << 32;
   }
 
-  // The scheduling warp's whole life. The last segment that is announced has head -1.
-  __device__ void schedule(const TreeAttentionParams& p, const Cut& cut, int worker) {
+  // A producer warp's whole life. The last segment that is announced has head -1.
+  __device__ void produce(const TreeAttentionParams& p, const Cut& cut, int worker) {
+    const int lane = threadIdx.x % kWarp, my_first = (threadIdx.x / kWarp - kConsumers) * kMyRows;
     WorkLine line(p, cut);
     Segment s;
     s.head = -1;
+    s.parts = 0;
     // The first pass, made while kernels before may still change what it reads, does nothing but fetch the code.
 #pragma unroll 1
     for (bool rehearsal : {true, false}) {
@@ -96,34 +91,26 @@ struct KvStream {
       }
     }
     Turn<kSegments> turn;
+    Turn<kStages> stage;
+    bool told = false;  // which group begins in this share and goes on in the next one
     while (true) {
-      done[turn.at].wait(turn.parity ^ 1);  // the first round is done
-      if (threadIdx.x % kWarp == 0) {
+      // Nobody reads the slot any more: a tile of the segment behind its last one has been released, since the tile
+      // loaded last waited for the one kStages before it.
+      if (lane == 0 && my_first == 0) {
         segments[turn.at] = s;
         announced[turn.at].arrive();
+        if (p.fixed_split == 0 && blockIdx.x % cut.lanes == 0 && (s.parts > 0 || (s.head < 0 && !told))) {
+          cut_groups(p)[worker] = s;
+          told = true;
+        }
       }
       if (s.head < 0) return;
       turn.advance();
-      s = line.next();
-    }
-  }
-
-  // A producer warp's whole life.
-  __device__ void produce(const TreeAttentionParams& p, const Cut& cut) {
-    const int lane = threadIdx.x % kWarp, my_first = (threadIdx.x / kWarp - kConsumers) * kMyRows;
-    Turn<kSegments> turn;
-    Turn<kStages> stage;
-    wait_for_kernels_before();
-    while (true) {
-      announced[turn.at].wait(turn.parity);
-      const Segment& s = segments[turn.at];
-      if (s.head < 0) return;
       Pages pages = find_pages(p, cut, s, s.first_tile * kTokens + my_first);
-      const int end_tile = s.end_tile;
-      for (int tile = s.first_tile; tile < end_tile; ++tile) {
+      for (int tile = s.first_tile; tile < s.end_tile; ++tile) {
         const int first = tile * kTokens + my_first;
         const Rows now = find_rows(p, cut, s, first, pages);
-        if (tile + 1 < end_tile) pages = find_pages(p, cut, s, first + kTokens);
+        if (tile + 1 < s.end_tile) pages = find_pages(p, cut, s, first + kTokens);
         empty[stage.at].wait(stage.parity ^ 1);  // the first round is empty
         copy(p, stages[stage.at], my_first, now);
         full[stage.at].arrive_after_copies();
@@ -134,16 +121,15 @@ struct KvStream {
         }
         stage.advance();
       }
-      if (lane == 0) done[turn.at].arrive();
-      turn.advance();
+      s = line.next();
     }
   }
 
  private:
   static constexpr int kEach = kMyRows / kWarp;
 
-  // Of a producer's rows lane, lane + 32, ...: the table's entries, -1 behind the end. Nothing is computed from them when
-  // they are asked for, so that the tile before is copied while they come.
+  // Of a producer's rows lane, lane + 32, ...: the table's entries, -1 behind the end. Nothing is computed from them
+  // when they are asked for, so that the tile before is copied while they come.
   struct Pages {
     int page[kEach];
   };
@@ -192,13 +178,12 @@ struct KvStream {
 
   // Zeros where there is no row: whatever is stored there must not be met, even with weight 0.
   __device__ __forceinline__ static void copy(const TreeAttentionParams& p, Stage& to, int my_first, const Rows& rows) {
-#ifdef NO_COPY
-    return;
-#endif
-    constexpr int kPieces = kRowBytes / 16, kRowsAtOnce = kWarp / kPieces, kSteps = 8 / kRowsAtOnce;
+    constexpr int kPieces = kRowBytes / 16, kRowsAtOnce = kWarp / kPieces;
+    constexpr int kBatch = 4;  // of a warp's copies of K and of V: their addresses are ready before the first is needed
     static_assert(kPieces <= kWarp);
     const int lane = threadIdx.x % kWarp, my_row = lane / kPieces, piece = lane % kPieces;
-    const uint32_t k = static_cast<uint32_t>(__cvta_generic_to_shared(to.k)) + Stage::offset(my_row, piece) + my_first * 128;
+    const uint32_t k =
+        static_cast<uint32_t>(__cvta_generic_to_shared(to.k)) + Stage::offset(my_row, piece) + my_first * 128;
     constexpr uint32_t kToV = kTokens * kRowBytes;
     const char* k_pool = static_cast<const char*>(p.k_pool) + piece * 16;
     const char* v_pool = static_cast<const char*>(p.v_pool) + piece * 16;
@@ -206,21 +191,20 @@ struct KvStream {
 #pragma unroll
     for (int n = 0; n < kEach; ++n) {
       const uint32_t missing = ~rows.there[n] >> my_row;
-      constexpr int kUnroll = COPY_UNROLL;
-#pragma unroll kUnroll
-      for (int eight = 0; eight < kWarp; eight += 8) {  // the swizzle repeats every eight rows
-        const char *k_from[kSteps], *v_from[kSteps];
 #pragma unroll
-        for (int i = 0; i < kSteps; ++i) {
-          const int row = eight + i * kRowsAtOnce + my_row;
+      for (int begin = 0; begin < kWarp; begin += kBatch * kRowsAtOnce) {
+        const char *k_from[kBatch], *v_from[kBatch];
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          const int row = begin + i * kRowsAtOnce + my_row;
           k_from[i] = k_pool + __shfl_sync(kFullMask, rows.k[n], row) * int64_t{16};
           v_from[i] = v_pool + __shfl_sync(kFullMask, rows.v[n], row) * int64_t{16};
         }
 #pragma unroll
-        for (int i = 0; i < kSteps; ++i) {
-          const int row = i * kRowsAtOnce;
-          const unsigned bytes = missing & 1u << (eight + row) ? 0 : 16;
-          const uint32_t k_to = (k ^ row * 16) + (n * kWarp + eight + row) * 128;
+        for (int i = 0; i < kBatch; ++i) {
+          const int row = begin + i * kRowsAtOnce;
+          const unsigned bytes = missing & 1u << row ? 0 : 16;
+          const uint32_t k_to = (k ^ row % 8 * 16) + (n * kWarp + row) * 128;
           copy_16(k_to, k_from[i], bytes);
           copy_16(k_to + kToV, v_from[i], bytes);
         }

@@ -28,10 +28,9 @@ int64_t likely_rows(const TreeAttentionParams& p) {
   return rows * (p.q_heads / p.kv_heads);
 }
 
-// Hopper has an instruction of its own for many rows, which later devices lack.
+// wgmma is Hopper's alone. It multiplies 64 rows at a time, which for 16 rows is slower than mma.sync with 16.
 bool takes_wgmma(const TreeAttentionParams& p) {
-  if (likely_rows(p) <= 32 || device_attribute(cudaDevAttrComputeCapabilityMajor) != 9) return false;
-  return p.fixed_split % 128 == 0;
+  return likely_rows(p) > 16 && p.fixed_split % 128 == 0 && device_attribute(cudaDevAttrComputeCapabilityMajor) == 9;
 }
 
 struct Choice {
@@ -51,8 +50,7 @@ Choice choose(const TreeAttentionParams& p) {
   cut.group = cutlass::FastDivmod(static_cast<int>(p.q_heads / p.kv_heads));
   cut.page_size = cutlass::FastDivmod(static_cast<int>(p.rows.page_size));
   const int per_multiprocessor = p.head_dim == 256 || cut.rows == 128 ? 1 : 2;
-  cut.max_workers =
-      std::max(device_attribute(cudaDevAttrMultiProcessorCount) * per_multiprocessor / cut.lanes, 1);
+  cut.max_workers = std::max(device_attribute(cudaDevAttrMultiProcessorCount) * per_multiprocessor / cut.lanes, 1);
   return c;
 }
 
@@ -70,13 +68,15 @@ int64_t max_parts(const TreeAttentionParams& p, const Cut& cut) {
 int64_t tree_attention_workspace_cuda(const TreeAttentionParams& p) {
   if (!has_tensor_cores_for(p)) return 0;
   const Cut cut = choose(p).cut;
-  return max_parts(p, cut) * cut.rows * (p.head_dim + 2);
+  return cut.max_workers * sizeof(Segment) / sizeof(float) + max_parts(p, cut) * cut.rows * (p.head_dim + 2);
 }
 
 void tree_attention_cuda(const TreeAttentionParams& p, Stream stream) {
   if (!has_tensor_cores_for(p)) return plain_attention(p, stream);
   const auto [cut, wgmma] = choose(p);
-  const auto of_head_dim = [&]<int D>() { wgmma ? wgmma_attention_of<D>(p, cut, stream) : mma_attention_of<D>(p, cut, stream); };
+  const auto of_head_dim = [&]<int D>() {
+    wgmma ? wgmma_attention_of<D>(p, cut, stream) : mma_attention_of<D>(p, cut, stream);
+  };
   switch (p.head_dim) {
     case 64:
       of_head_dim.operator()<64>();
@@ -87,9 +87,7 @@ void tree_attention_cuda(const TreeAttentionParams& p, Stream stream) {
     default:
       of_head_dim.operator()<256>();
   }
-#ifndef NO_MERGE
   merge_parts(p, cut, stream);
-#endif
 }
 
 }  // namespace specdec

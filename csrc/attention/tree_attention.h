@@ -33,14 +33,14 @@ struct TreeAttentionParams {
   int32_t* status;              // [num_slots] or null
   int64_t batch, q_rows, q_heads, kv_heads, head_dim;
   int64_t num_slots, mask_words;
-  int64_t tail_len;   // -1: each request's number of valid rows
-  int64_t window;     // a row sees the last `window` rows of its path at most; INT64_MAX: all
-  float log2_scale;   // of q.k, with log2(e) in it: exponentials are powers of two
-  float soft_cap;     // in the same units, scores become soft_cap * tanh(score / soft_cap); 0: they stay
-  float v_scale;      // of the weighted sum of values
-  bool aligned;       // every row of q, out and the pools starts on 16 bytes
-  int64_t fixed_split;     // cut KV at multiples of so many rows, whatever else is in the batch; 0: in even parts
-  float* workspace;        // [workspace_floats], partial results; CUDA only
+  int64_t tail_len;     // -1: each request's number of valid rows
+  int64_t window;       // a row sees the last `window` rows of its path at most; INT64_MAX: all
+  float log2_scale;     // of q.k, with log2(e) in it: exponentials are powers of two
+  float soft_cap;       // in the same units, scores become soft_cap * tanh(score / soft_cap); 0: they stay
+  float v_scale;        // of the weighted sum of values
+  bool aligned;         // every row of q, out and the pools starts on 16 bytes
+  int64_t fixed_split;  // cut KV at multiples of so many rows, whatever else is in the batch; 0: in even parts
+  float* workspace;     // [workspace_floats], partial results; CUDA only
   int64_t workspace_floats;
 };
 

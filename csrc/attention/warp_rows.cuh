@@ -1,6 +1,6 @@
-// What one warp knows of its 16 query rows: the online softmax (Milakov and Gimelshein, arXiv 1805.02867) over the tiles
-// met so far, in the layout that both mma.sync and wgmma leave in registers. A lane holds rows lane / 4 and
-// lane / 4 + 8, and of every 8 columns (tokens of a score, dimensions of the sum) lane % 4 * 2 and the next one.
+// What one warp knows of its 16 query rows: the online softmax (Milakov and Gimelshein, arXiv 1805.02867) over the
+// tiles met so far, in the layout that both mma.sync and wgmma leave in registers. A lane holds rows lane / 4 and lane
+// / 4 + 8, and of every 8 columns (tokens of a score, dimensions of the sum) lane % 4 * 2 and the next one.
 #pragma once
 
 #include "attention/work_line.cuh"
@@ -148,25 +148,28 @@ __device__ __forceinline__ QueryRow query_row(const Cut& cut, int head, int n) {
   return at;
 }
 
-// Partial results in the workspace: for each part the sums [rows, D] that the maxima [rows] and sums of weights [rows]
-// behind them belong to.
+// Partial results in the workspace, behind the cut groups: for each part the sums [rows, D] that the maxima [rows] and
+// sums of weights [rows] behind them belong to.
 __device__ __forceinline__ float* part_of(const TreeAttentionParams& p, const Cut& cut, int64_t part, int D) {
-  return p.workspace + part * cut.rows * (D + 2);
+  return reinterpret_cast<float*>(cut_groups(p) + cut.max_workers) + part * cut.rows * (D + 2);
 }
 
 // Four neighbouring results of one row, to out.
 template <class T>
-__device__ __forceinline__ void store_out(const TreeAttentionParams& p, const Request& r, QueryRow at, int column, float4 x) {
+__device__ __forceinline__ void store_out(const TreeAttentionParams& p, const Request& r, QueryRow at, int column,
+                                          float4 x) {
   T* out = static_cast<T*>(p.out) + r.out_start + at.row * p.out_strides.row + at.head * p.out_strides.head + column;
   *reinterpret_cast<uint2*>(out) = make_uint2(pack<T>(x.x, x.y), pack<T>(x.z, x.w));
 }
-__device__ __forceinline__ void store_lse(const TreeAttentionParams& p, const Request& r, QueryRow at, float max, float sum) {
+__device__ __forceinline__ void store_lse(const TreeAttentionParams& p, const Request& r, QueryRow at, float max,
+                                          float sum) {
   if (p.lse != nullptr)
-    p.lse[(r.flat_row + at.row) * p.q_heads + at.head] = sum == 0 ? -INFINITY : (max + log2f(sum)) * 0.6931471805599453f;
+    p.lse[(r.flat_row + at.row) * p.q_heads + at.head] =
+        sum == 0 ? -INFINITY : (max + log2f(sum)) * 0.6931471805599453f;
 }
 
-// Writes the rows of a segment that the warps of one block have summed. kShares warps met the same 16 rows, each its own
-// tokens: warp w has rows 16 (w / kShares) to + 15. Through `buffer`, at least kWarps * 16 * kColumns floats, which
+// Writes the rows of a segment that the warps of one block have summed. kShares warps met the same 16 rows, each its
+// own tokens: warp w has rows 16 (w / kShares) to + 15. Through `buffer`, at least kWarps * 16 * kColumns floats, which
 // nobody else uses; `barrier` is the consumer warps' own named barrier.
 template <class T, int D, int kWarps, int kShares, int kColumns>
 struct SegmentWriter {
@@ -196,7 +199,8 @@ struct SegmentWriter {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           const float* x = rows.out[from / 8 + n] + 2 * h;
-          *reinterpret_cast<float2*>(place(buffer, warp, lane / 4 + 8 * h, 8 * n + lane % 4 * 2)) = make_float2(x[0], x[1]);
+          *reinterpret_cast<float2*>(place(buffer, warp, lane / 4 + 8 * h, 8 * n + lane % 4 * 2)) =
+              make_float2(x[0], x[1]);
         }
       sync();
       for (int n = threadIdx.x; n < count * (kColumns / 4); n += kThreads) {
@@ -215,7 +219,8 @@ struct SegmentWriter {
         if (s.part < 0) {
           const float factor = total == 0 ? 0 : p.v_scale / total;
           const QueryRow at = query_row(cut, s.head, first + row);
-          store_out<T>(p, s.request, at, from + column, make_float4(x.x * factor, x.y * factor, x.z * factor, x.w * factor));
+          store_out<T>(p, s.request, at, from + column,
+                       make_float4(x.x * factor, x.y * factor, x.z * factor, x.w * factor));
           if (from + column == 0) store_lse(p, s.request, at, top, total);
         } else {
           float* part = part_of(p, cut, static_cast<int64_t>(s.part) * cut.lanes + lane_of_worker, D);

@@ -1,15 +1,15 @@
 // tree_attention with wgmma (compute capability 9.0): for 64 or 128 rows of a KV head, where the job is to keep the
-// tensor cores busy. One or two consumer warpgroups of 64 rows each and two producer warps a block. A warpgroup multiplies
-// by the K of a tile while it still turns the scores of the one before into weights, and two take turns, so that the
-// tensor cores have work while exponentials are computed.
-// Grid: lanes x max_workers blocks, two per multiprocessor for 64 rows, one for 128. Bytes: the KV of each request once per
-// `lanes` row tiles; neighbouring lanes walk it in step and meet it in the L2.
+// tensor cores busy. One or two consumer warpgroups of 64 rows each and two to four producer warps a block. A warpgroup
+// multiplies the weights of a tile by its V while it turns the scores of the next one into weights, and where there are
+// two they drift apart by themselves, so that the tensor cores have work while exponentials are computed. Grid: lanes x
+// max_workers blocks, two per multiprocessor for 64 rows, one for 128. Bytes: the KV of each request once per `lanes`
+// row tiles; neighbouring lanes walk it in step and meet it in the L2.
 #pragma once
+
+#include <cutlass/arch/reg_reconfig.h>
 
 #include <cute/arch/mma_sm90.hpp>
 #include <cute/arch/mma_sm90_desc.hpp>
-#include <cutlass/arch/reg_reconfig.h>
-
 #include <utility>
 
 #include "attention/kv_stream.cuh"
@@ -23,14 +23,16 @@ template <class T, int N, cute::SM90::GMMA::Major kMajorB>
 struct Wgmma {
   using Element = std::conditional_t<std::is_same_v<T, BFloat16>, cutlass::bfloat16_t, cutlass::half_t>;
   using Shape = cute::Shape<cute::_64, cute::Int<N>, cute::_16>;
-  using FromShared = decltype(cute::SM90::GMMA::ss_op_selector<Element, Element, float, Shape, cute::SM90::GMMA::Major::K, kMajorB>());
+  using FromShared =
+      decltype(cute::SM90::GMMA::ss_op_selector<Element, Element, float, Shape, cute::SM90::GMMA::Major::K, kMajorB>());
   using FromRegisters =
       decltype(cute::SM90::GMMA::rs_op_selector<Element, Element, float, Shape, cute::SM90::GMMA::Major::K, kMajorB>());
 
   // d = a b, or d += a b.
   __device__ static void multiply(uint64_t a, uint64_t b, bool add, float (&d)[N / 8][4]) {
     [&]<size_t... I>(std::index_sequence<I...>) {
-      FromShared::fma(a, b, d[I / 4][I % 4]..., add ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
+      FromShared::fma(a, b, d[I / 4][I % 4]...,
+                      add ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
     }(std::make_index_sequence<N / 2>());
   }
   __device__ static void add(const uint32_t (&a)[4], uint64_t b, float (&d)[N / 8][4]) {
@@ -65,13 +67,13 @@ class WgmmaAttention {
  public:
   static constexpr int kGroupThreads = 128, kGroupRows = 64;
   static constexpr int kRows = kGroups * kGroupRows;
-  static constexpr int kConsumers = kGroups * 4, kProducers = kGroups;  // warps
-  // With the scheduling warp; whole warpgroups where they change their registers.
-  static constexpr int kThreads = kGroups == 1 ? (kConsumers + kProducers + 1) * kWarp : 3 * kGroupThreads;
+  static constexpr int kConsumers = kGroups * 4, kProducers = kGroups == 1 ? 2 : kTokens / kWarp;  // warps
+  // Whole warpgroups where they change their registers.
+  static constexpr int kThreads = kGroups == 1 ? (kConsumers + kProducers) * kWarp : 3 * kGroupThreads;
   static constexpr int kWords = kTokens / 64;
   static_assert(kWords <= 2);
-  // Three warpgroups that have 168 registers a thread when they start: sums, scores and weights take more.
-  static constexpr int kConsumerRegisters = 208, kProducerRegisters = 88;
+  // Three warpgroups have 168 registers a thread when they start: sums, scores and weights take more.
+  static constexpr int kConsumerRegisters = D == 256 ? 216 : 208, kProducerRegisters = 504 - 2 * kConsumerRegisters;
   using Stream = KvStream<kTokens, 2 * D, kStages, kConsumers, kProducers>;
   using QueryTile = Stage<kGroupRows, 2 * D>;  // of which k is used
 
@@ -86,14 +88,13 @@ class WgmmaAttention {
   // A consumer warp's whole life.
   __device__ void consume() {
     Turn<Stream::kSegments> turn;
-    if (kGroups == 2 && group_ == 1) pass_turn();
     wait_for_kernels_before();
     while (true) {
       stream_.announced[turn.at].wait(turn.parity);
       const Segment& s = stream_.segments[turn.at];
       if (s.head < 0) return;
       sum_segment(s);
-      if (threadIdx.x % kWarp == 0) stream_.done[turn.at].arrive();
+      __syncwarp();
       turn.advance();
     }
   }
@@ -132,12 +133,10 @@ class WgmmaAttention {
       const int before = stage_.at;
       stage_.advance();
       seen = wait_for_tile(s, first_row, tile);
-      take_turn();
       pin(rows.out);
       cute::warpgroup_arrive();
       multiply_k(stage_.at, scores);
       add_v(before, weights, rows);
-      pass_turn();
       cute::warpgroup_wait<1>();
       pin(scores);
       const auto fall = weigh(seen, scores, rows);
@@ -162,14 +161,7 @@ class WgmmaAttention {
     if (threadIdx.x % kWarp == 0) stream_.empty[stage].arrive();
   }
 
-  // Named barriers 1 and 2: it is a group's turn; 3 and 4: a group's own.
-  __device__ void take_turn() const {
-    if constexpr (kGroups == 2 && SD_TURNS) asm volatile("bar.sync %0, 256;" ::"r"(1 + group_) : "memory");
-  }
-  __device__ void pass_turn() const {
-    if constexpr (kGroups == 2 && SD_TURNS) asm volatile("bar.arrive %0, 256;" ::"r"(2 - group_) : "memory");
-  }
-  __device__ void sync_group() const { asm volatile("bar.sync %0, 128;" ::"r"(3 + group_) : "memory"); }
+  __device__ void sync_group() const { asm volatile("bar.sync %0, 128;" ::"r"(1 + group_) : "memory"); }
 
   // What was written to shared memory by plain stores and cp.async, and waited for, is there for wgmma too.
   __device__ static void show_to_wgmma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
@@ -209,8 +201,7 @@ class WgmmaAttention {
     // Each lane looks at 64 tokens of one of the warp's rows.
     const int lane = threadIdx.x % kWarp, last = s.request.valid_rows * cut_.group.divisor - 1;
     const int i = cut_.group.div(min(first_row + warp_ * 16 + lane % 16, last)), my_word = lane / 16 % kWords;
-    const uint64_t mine =
-        visible_word(p_, s.request, i, first + 64 * my_word) & stream_.rows_there(stage_.at, my_word);
+    const uint64_t mine = visible_word(p_, s.request, i, first + 64 * my_word) & stream_.rows_there(stage_.at, my_word);
 #pragma unroll
     for (int w = 0; w < kWords; ++w)
 #pragma unroll
@@ -242,7 +233,7 @@ class WgmmaAttention {
     const float scale = rows.cap(p_, scores);
     if (!seen.all)
 #pragma unroll
-      for (int w = 0; w < kWords; ++w) rows.hide(seen.bits[w], reinterpret_cast<float(&)[8][4]>(scores[8 * w]));
+      for (int w = 0; w < kWords; ++w) rows.hide(seen.bits[w], reinterpret_cast<float (&)[8][4]>(scores[8 * w]));
     return rows.weigh(scale, scores);
   }
 
@@ -252,7 +243,8 @@ class WgmmaAttention {
 #pragma unroll
       for (int c = 0; c < 2; ++c)
 #pragma unroll
-        for (int h = 0; h < 2; ++h) weights[n][2 * c + h] = pack<T>(scores[2 * n + c][2 * h], scores[2 * n + c][2 * h + 1]);
+        for (int h = 0; h < 2; ++h)
+          weights[n][2 * c + h] = pack<T>(scores[2 * n + c][2 * h], scores[2 * n + c][2 * h + 1]);
   }
 
   // Straight from registers: four lanes have a sector of partial results, half a one of the output.
@@ -261,7 +253,8 @@ class WgmmaAttention {
     const int lane = threadIdx.x % kWarp, end = s.request.valid_rows * cut_.group.divisor;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int row = group_ * kGroupRows + warp_ * 16 + lane / 4 + 8 * h, n = s.first_row + lane_of_worker_ * kRows + row;
+      const int row = group_ * kGroupRows + warp_ * 16 + lane / 4 + 8 * h,
+                n = s.first_row + lane_of_worker_ * kRows + row;
       if (n >= end) continue;
       const float max = rows.max[h], sum = rows.sum[h];
       if (s.part < 0) {
@@ -314,10 +307,7 @@ __global__ void __launch_bounds__(WgmmaAttention<T, D, kGroups, kTokens, kStages
     Attention(shared, p, cut, lane_of_worker).consume();
   } else {
     if constexpr (kGroups == 2) cutlass::arch::warpgroup_reg_dealloc<Attention::kProducerRegisters>();
-    if (warp < Attention::kConsumers + Attention::kProducers)
-      shared.stream.produce(p, cut);
-    else if (warp == Attention::kConsumers + Attention::kProducers)
-      shared.stream.schedule(p, cut, worker);
+    if (warp < Attention::kConsumers + Attention::kProducers) shared.stream.produce(p, cut, worker);
   }
 #endif
 }
@@ -338,8 +328,7 @@ template <int D>
 void wgmma_attention_of(const TreeAttentionParams& p, const Cut& cut, Stream stream) {
   const auto of_type = [&]<class T>() {
     // As many stages as fit: two blocks share a multiprocessor's 228 KB, or one has 227.
-    if (cut.rows == 64)
-      return start_wgmma_attention<T, D, 1, wgmma_tokens(D, 64), 3>(p, cut, stream);
+    if (cut.rows == 64) return start_wgmma_attention<T, D, 1, wgmma_tokens(D, 64), 3>(p, cut, stream);
     return start_wgmma_attention<T, D, 2, wgmma_tokens(D, 128), D == 64 ? 6 : D == 128 ? 3 : 2>(p, cut, stream);
   };
   p.dtype == kBFloat16 ? of_type.template operator()<BFloat16>() : of_type.template operator()<Half>();
