@@ -1,18 +1,21 @@
 // The second launch of tree_attention: rows whose KV several workers read have partial results to be merged, and rows
-// that see nothing are still to be written. Grid: (blocks of rows of all requests, kv_heads), a row to a warp or to
-// a block; a block whose rows one worker did alone has nothing to do. Bytes: the partial results once, from the L2.
+// that see nothing are still to be written. Each worker has left the first segment of the group that begins in its
+// share and is cut, if there is one, so that nobody walks the work line again; only with fixed_split a share may have
+// many. Grid: about as many blocks as run at once, among which the rows of all these groups are dealt out, and some for
+// the requests. Bytes: the partial results once, from the L2.
 #include "attention/launch.h"
-#include "attention/query_rows.cuh"
 #include "attention/warp_rows.cuh"
 
 namespace specdec {
 namespace {
 
-constexpr int kWarps = 4;
-constexpr int kManyParts = 8;  // more than this: the warps of a block share the parts of one row, else each has a row
+constexpr int kWarps = 8;
+constexpr int kBlocks = 512;
+constexpr int kSlices = 8;       // blocks that share the rows of kWarps requests
+constexpr int kMaxGroups = 512;  // that are cut: no more than workers, of which two run on a multiprocessor
 
-// What some parts of a row sum to, brought to their highest maximum. Lane l has columns 4 l to 4 l + 3 of every 128, where
-// there are that many.
+// What some parts of a row sum to, brought to their highest maximum. Lane l has columns 4 l to 4 l + 3 of every 128,
+// where there are that many.
 template <int D>
 struct Sum {
   static constexpr int kVectors = (D + 127) / 128;
@@ -38,20 +41,26 @@ struct Sum {
   }
 };
 
+// Where part j of a group's row is, by its first segment.
+__device__ __forceinline__ int part_at(const TreeAttentionParams& p, const Segment& s, int j) {
+  return p.fixed_split ? s.part + j : s.part + 2 * j - (j > 0);
+}
+
 // The parts first, first + step, ... of a row, a few at a time whose loads are on their way together.
 template <int D>
-__device__ Sum<D> sum_parts(const TreeAttentionParams& p, const Cut& cut, const WorkLine::Parts& parts, int row,
-                            int lane_of_worker, int first, int step) {
+__device__ Sum<D> sum_parts(const TreeAttentionParams& p, const Cut& cut, const Segment& s, int row, int first,
+                            int step) {
   constexpr int kTogether = 8 / Sum<D>::kVectors;
-  const int lane = threadIdx.x % kWarp;
+  const int lane = threadIdx.x % kWarp, parts = s.parts, lane_of_worker = row / cut.rows;
+  row %= cut.rows;
   Sum<D> sum;
 #pragma unroll 1
-  for (; first < parts.count; first += kTogether * step) {
+  for (; first < parts; first += kTogether * step) {
     Sum<D> some[kTogether];
 #pragma unroll
     for (int k = 0; k < kTogether; ++k) {
-      if (first + k * step >= parts.count) break;
-      const float* part = part_of(p, cut, int64_t{parts[first + k * step]} * cut.lanes + lane_of_worker, D);
+      if (first + k * step >= parts) break;
+      const float* part = part_of(p, cut, int64_t{part_at(p, s, first + k * step)} * cut.lanes + lane_of_worker, D);
 #pragma unroll
       for (int v = 0; v < Sum<D>::kVectors; ++v)
         if (Sum<D>::has_columns()) some[k].x[v] = *reinterpret_cast<const float4*>(part + row * D + 4 * lane + 128 * v);
@@ -65,58 +74,111 @@ __device__ Sum<D> sum_parts(const TreeAttentionParams& p, const Cut& cut, const 
 }
 
 template <class T, int D>
-__global__ void __launch_bounds__(kWarps* kWarp)
-    merge_parts_kernel(const __grid_constant__ TreeAttentionParams p, const __grid_constant__ Cut cut,
-                       int rows_per_block) {
-  __shared__ Sum<D> shares[kWarps][kWarp];
-  let_next_kernel_start();
-  const auto [b, first] = find_row_block(p, rows_per_block, blockIdx.x);
-  if (b < 0) return;
-  const Request r = request_of(p, b);
-  const int head = blockIdx.y, G = cut.group.divisor, warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  if (first == 0 && head == 0 && threadIdx.x == 0 && r.status != 0) set_status(p.status, r.slot, r.status);
-
-  // The block's rows are of one row tile.
-  const int tile = static_cast<int>(first) / cut.rows, end = min(static_cast<int>(first) + rows_per_block, r.rows * G);
-  WorkLine::Parts parts{};
-  if (first < r.valid_rows * G) {
-    WorkLine line(p, cut);
-    line.measure();
-    parts = line.parts_of(static_cast<int>(b), r, head, tile / cut.lanes * cut.lanes * cut.rows);
-  }
-  wait_for_kernels_before();
-  const int sharing = parts.count > kManyParts ? kWarps : 1;  // warps of a row
-  for (int base = static_cast<int>(first); base < end; base += kWarps / sharing) {
-    const int n = base + warp / sharing;
-    const bool valid = n < r.valid_rows * G;
-    if (n >= end || (valid && parts.count == 1)) continue;
-    Sum<D> sum;
-    if (valid) sum = sum_parts<D>(p, cut, parts, n % cut.rows, tile % cut.lanes, warp % sharing, sharing);
-    if (sharing > 1) {
-      shares[warp][lane] = sum;
-      __syncthreads();
-      for (int w = 1; w < kWarps && warp == 0; ++w) sum.add(shares[w][lane]);
-      __syncthreads();
-      if (warp != 0) continue;
-    }
-    const QueryRow at = query_row(cut, head, n);
-    sum.scale(sum.total == 0 ? 0 : p.v_scale / sum.total);
+__device__ void write_row(const TreeAttentionParams& p, const Cut& cut, const Request& r, int head, int n, Sum<D> sum) {
+  const int lane = threadIdx.x % kWarp;
+  const QueryRow at = query_row(cut, head, n);
+  sum.scale(sum.total == 0 ? 0 : p.v_scale / sum.total);
 #pragma unroll
-    for (int v = 0; v < Sum<D>::kVectors; ++v)
-      if (Sum<D>::has_columns()) store_out<T>(p, r, at, 4 * lane + 128 * v, sum.x[v]);
-    if (lane == 0) store_lse(p, r, at, sum.top, sum.total);
+  for (int v = 0; v < Sum<D>::kVectors; ++v)
+    if (Sum<D>::has_columns()) store_out<T>(p, r, at, 4 * lane + 128 * v, sum.x[v]);
+  if (lane == 0) store_lse(p, r, at, sum.top, sum.total);
+}
+
+__device__ __forceinline__ bool has_row(const Cut& cut, const Segment& s, int row) {
+  return s.first_row + row < s.request.valid_rows * cut.group.divisor;
+}
+
+// The groups that are cut in even parts: this block's rows of them, a warp a row, or where there are few all warps.
+template <class T, int D>
+__device__ void merge_even_parts(const TreeAttentionParams& p, const Cut& cut) {
+  __shared__ int groups[kMaxGroups], count;
+  __shared__ Sum<D> shares[kWarps][kWarp];
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  const Segment* cuts = cut_groups(p);
+  if (warp == 0) {  // in the same order for all blocks
+    int before = 0;
+#pragma unroll 4
+    for (int base = 0; base < cut.max_workers; base += kWarp) {
+      const int worker = base + lane;
+      const bool found = worker < cut.max_workers && cuts[worker].parts > 0;
+      const unsigned all = __ballot_sync(kFullMask, found);
+      if (found) groups[before + __popc(all & ((1u << lane) - 1))] = worker;
+      before += __popc(all);
+    }
+    count = before;
+  }
+  __syncthreads();
+
+  const int each = cut.rows * cut.lanes, rows = count * each;
+  if (rows > 2 * kBlocks) {
+    for (int n = blockIdx.x * kWarps + warp; n < rows; n += kBlocks * kWarps) {
+      const Segment& s = cuts[groups[n / each]];
+      const int row = n % each;
+      if (has_row(cut, s, row))
+        write_row<T>(p, cut, s.request, s.head, s.first_row + row, sum_parts<D>(p, cut, s, row, 0, 1));
+    }
+    return;
+  }
+  for (int n = blockIdx.x; n < rows; n += kBlocks) {
+    const Segment& s = cuts[groups[n / each]];
+    const int row = n % each;
+    if (!has_row(cut, s, row)) continue;
+    Sum<D> sum = sum_parts<D>(p, cut, s, row, warp, kWarps);
+    shares[warp][lane] = sum;
+    __syncthreads();
+    for (int w = 1; w < kWarps && warp == 0; ++w) sum.add(shares[w][lane]);
+    __syncthreads();
+    if (warp == 0) write_row<T>(p, cut, s.request, s.head, s.first_row + row, sum);
+  }
+}
+
+// With fixed_split: the rows of all groups that are cut, a warp a row.
+template <class T, int D>
+__device__ void merge_splits(const TreeAttentionParams& p, const Cut& cut) {
+  WorkLine line(p, cut);
+  line.measure();
+  const int warp = threadIdx.x / kWarp, each = cut.rows * cut.lanes;
+  for (int worker = blockIdx.x; worker < line.workers(); worker += kBlocks) {
+    line.seek(worker);
+    for (Segment s = line.next(); s.head >= 0; s = line.next())
+      for (int row = warp; s.parts > 0 && row < each; row += kWarps)
+        if (has_row(cut, s, row))
+          write_row<T>(p, cut, s.request, s.head, s.first_row + row, sum_parts<D>(p, cut, s, row, 0, 1));
+  }
+}
+
+// The rows of a request that see nothing, this warp's.
+template <class T, int D>
+__device__ void write_zeros(const TreeAttentionParams& p, const Cut& cut, const Request& r, int slice, int slices) {
+  const int valid = r.valid_rows * cut.group.divisor, end = r.rows * cut.group.divisor, step = cut.rows * cut.lanes;
+  for (int first = 0; first < end; first = first < valid ? min(first + step, valid) : end) {
+    if (first < valid && units_in(p, cut, tiles_of(p, cut, r, first)) > 0) continue;
+    const int count = (first < valid ? min(first + step, valid) : end) - first;
+    for (int n = slice; n < count * p.kv_heads; n += slices)
+      write_row<T>(p, cut, r, n / count, first + n % count, Sum<D>());
   }
 }
 
 template <class T, int D>
+__global__ void __launch_bounds__(kWarps* kWarp, 3)
+    merge_parts_kernel(const __grid_constant__ TreeAttentionParams p, const __grid_constant__ Cut cut) {
+  let_next_kernel_start();
+  wait_for_kernels_before();
+  if (blockIdx.x < kBlocks) return p.fixed_split ? merge_splits<T, D>(p, cut) : merge_even_parts<T, D>(p, cut);
+  const int n = blockIdx.x - kBlocks, b = n / kSlices * kWarps + threadIdx.x / kWarp;
+  if (b >= p.batch + (p.cu_seqlens_q != nullptr)) return;
+  const Request r = request_of(p, b);
+  if (n % kSlices == 0 && threadIdx.x % kWarp == 0 && r.status != 0) set_status(p.status, r.slot, r.status);
+  write_zeros<T, D>(p, cut, r, n % kSlices, kSlices);
+}
+
+template <class T, int D>
 void start(const TreeAttentionParams& p, const Cut& cut, Stream stream) {
-  // As many blocks as keep the device busy where there is much to merge: few requests have many parts.
-  int rows = cut.rows;
-  while (rows > 1 && count_row_blocks(p, rows) * p.kv_heads < cut.max_workers * cut.lanes) rows /= 2;
-  const LaunchShape shape{
-      .grid = dim3(grid_x("tree_attention", count_row_blocks(p, rows)), static_cast<unsigned>(p.kv_heads)),
-      .threads = kWarps * kWarp};
-  launch("tree_attention", merge_parts_kernel<T, D>, shape, stream, p, cut, rows);
+  // Packed: the rows behind the last request are one more.
+  const int64_t requests = p.batch + (p.cu_seqlens_q != nullptr);
+  const LaunchShape shape{.grid = grid_x("tree_attention", kBlocks + (requests + kWarps - 1) / kWarps * kSlices),
+                          .threads = kWarps * kWarp};
+  launch("tree_attention", merge_parts_kernel<T, D>, shape, stream, p, cut);
 }
 
 }  // namespace

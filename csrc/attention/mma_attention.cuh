@@ -1,8 +1,8 @@
-// tree_attention with mma.sync (compute capability 8.0 and later): for 16, 32 or 64 rows of a KV head, where the job is to
-// stream the KV. One producer warp and four consumer warps a block; each consumer has 16 rows and 16, 32 or 64 of a
-// tile's 64 tokens, with a softmax of its own, so that consumers meet only at the end of a segment and fewer rows do not
-// mean that K and V are read more often from shared memory.
-// Grid: lanes x max_workers blocks, two per multiprocessor. Bytes: the KV of each request once per `lanes` row tiles.
+// tree_attention with mma.sync (compute capability 8.0 and later): for 16, 32 or 64 rows of a KV head, where the job is
+// to stream the KV. One producer warp and four consumer warps a block; each consumer has 16 rows and 16, 32 or 64 of a
+// tile's 64 tokens, with a softmax of its own, so that consumers meet only at the end of a segment and fewer rows do
+// not mean that K and V are read more often from shared memory. Grid: lanes x max_workers blocks, two per
+// multiprocessor. Bytes: the KV of each request once per `lanes` row tiles.
 #pragma once
 
 #include <cute/arch/copy_sm75.hpp>
@@ -29,11 +29,11 @@ __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint3
 template <class T, int D, int kRows, int kStages>
 class MmaAttention {
  public:
-  static constexpr int kWarps = 4;                      // consumers
-  static constexpr int kShares = kWarps * 16 / kRows;   // warps that share 16 rows
-  static constexpr int kTokens = kTile;
-  static constexpr int kMyTokens = kTokens / kShares;   // of those, a warp's
-  using Stream = KvStream<kTokens, 2 * D, kStages, kWarps>;
+  static constexpr int kWarps = 4;                     // consumers
+  static constexpr int kShares = kWarps * 16 / kRows;  // warps that share 16 rows
+  static constexpr int kTokens = 64;
+  static constexpr int kMyTokens = kTokens / kShares;  // of those, a warp's
+  using Stream = KvStream<kTokens, 2 * D, kStages, kWarps, 2>;
   static constexpr int kThreads = (kWarps + Stream::kProducers) * kWarp;
   using Writer = SegmentWriter<T, D, kWarps, kShares, D>;
 
@@ -47,12 +47,13 @@ class MmaAttention {
     Stream& stream = shared.stream;
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
     const int first_token = warp % kShares * kMyTokens;
-    int stage = 0, slot = 0;
-    unsigned full_parity = 0, announced_parity = 0;
+    int stage = 0;
+    unsigned full_parity = 0;
+    Turn<Stream::kSegments> turn;
     wait_for_kernels_before();
     while (true) {
-      stream.announced[slot].wait(announced_parity);
-      const Segment& s = stream.segments[slot];
+      stream.announced[turn.at].wait(turn.parity);
+      const Segment& s = stream.segments[turn.at];
       if (s.head < 0) return;
       const int first_row = s.first_row + lane_of_worker * kRows + warp / kShares * 16;
       uint32_t q[D / 16][4];
@@ -64,8 +65,8 @@ class MmaAttention {
         const typename Stream::Stage& kv = stream.stages[stage];
         float scores[kMyTokens / 8][4];
         multiply_k(kv, first_token, q, scores);
-        rows.scale(p, scores);
-        const uint64_t there = stream.there[stage][0];
+        const float scale = rows.cap(p, scores);
+        const uint64_t there = stream.rows_there(stage, 0);
         const int64_t first = int64_t{tile} * kTokens;
         // All rows see all of the tile, unless it is of the tail, before some row's window, or not all there.
         uint64_t met = ~uint64_t{0};
@@ -81,7 +82,7 @@ class MmaAttention {
           met = seen[0] | seen[1];
           for (int step = 4; step < kWarp; step *= 2) met |= __shfl_xor_sync(kFullMask, met, step);
         }
-        rows.weigh(scores);
+        rows.follow(rows.weigh(scale, scores));
         add_v(kv, first_token, scores, met, rows);
         if (tile + 1 < s.end_tile) {
           if (lane == 0) stream.empty[stage].arrive();
@@ -93,10 +94,8 @@ class MmaAttention {
       Writer::sync();
       if (lane == 0) stream.empty[stage].arrive();
       advance(stage, full_parity);
-      if (++slot == Stream::kSegments) {
-        slot = 0;
-        announced_parity ^= 1;
-      }
+      __syncwarp();
+      turn.advance();
     }
   }
 
@@ -116,7 +115,8 @@ class MmaAttention {
     for (int h = 0; h < 2; ++h) {
       const int n = first_row + lane / 4 + 8 * h;
       const QueryRow at = query_row(cut, s.head, n);
-      const T* row = static_cast<const T*>(p.q) + s.request.q_start + at.row * p.q_strides.row + at.head * p.q_strides.head;
+      const T* row =
+          static_cast<const T*>(p.q) + s.request.q_start + at.row * p.q_strides.row + at.head * p.q_strides.head;
 #pragma unroll
       for (int k = 0; k < D / 16; ++k)
 #pragma unroll
@@ -125,8 +125,8 @@ class MmaAttention {
     }
   }
 
-  // Calls use(i, b) for fragments 0 to kCount - 1 in order, each read by read(i, b) four fragments ahead of its use: the
-  // way from shared memory is longer than what the tensor cores do with one.
+  // Calls use(i, b) for fragments 0 to kCount - 1 in order, each read by read(i, b) four fragments ahead of its use:
+  // the way from shared memory is longer than what the tensor cores do with one.
   template <int kCount, class Read, class Use>
   __device__ __forceinline__ static void pipeline(Read&& read, Use&& use) {
     constexpr int kAhead = 4;
@@ -148,7 +148,7 @@ class MmaAttention {
 #pragma unroll
     for (auto& s : scores) s[0] = s[1] = s[2] = s[3] = 0;
     pipeline<D / 16 * kBlocks>(
-        [&](int i, uint32_t(&b)[4]) {
+        [&](int i, uint32_t (&b)[4]) {
           // 16 tokens by 16 dimensions: lanes 0-7 and 16-23 name rows 0-7 and 8-15 of the lower 8, the others of the
           // upper.
           const int row = first_token + 16 * (i % kBlocks) + lane % 8 + lane / 16 * 8;
@@ -156,7 +156,7 @@ class MmaAttention {
               *reinterpret_cast<const cute::uint128_t*>(kv.k + kv.offset(row, 2 * (i / kBlocks) + lane / 8 % 2)), b[0],
               b[1], b[2], b[3]);
         },
-        [&](int i, const uint32_t(&b)[4]) {
+        [&](int i, const uint32_t (&b)[4]) {
           mma<T>(scores[2 * (i % kBlocks)], q[i / kBlocks], b[0], b[1]);
           mma<T>(scores[2 * (i % kBlocks) + 1], q[i / kBlocks], b[2], b[3]);
         });
@@ -164,14 +164,16 @@ class MmaAttention {
 
   // rows.out += weights v. Tokens that are not in `met` have weight 0 in all rows, and their values may be NaN.
   __device__ __forceinline__ static void add_v(const typename Stream::Stage& kv, int first_token,
-                                               const float (&weights)[kMyTokens / 8][4], uint64_t met, WarpRows<D>& rows) {
+                                               const float (&weights)[kMyTokens / 8][4], uint64_t met,
+                                               WarpRows<D>& rows) {
     constexpr int kBlocks = D / 16;
     const int lane = threadIdx.x % kWarp;
     uint32_t a[kMyTokens / 16][4];
 #pragma unroll
     for (int n = 0; n < kMyTokens / 16; ++n)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) a[n][e] = pack<T>(weights[2 * n + e / 2][e % 2 * 2], weights[2 * n + e / 2][e % 2 * 2 + 1]);
+      for (int e = 0; e < 4; ++e)
+        a[n][e] = pack<T>(weights[2 * n + e / 2][e % 2 * 2], weights[2 * n + e / 2][e % 2 * 2 + 1]);
     uint32_t keep[kMyTokens / 16][2];  // of the two values in a register of tokens 0-7, of 8-15
 #pragma unroll
     for (int n = 0; n < kMyTokens / 8; ++n) {
@@ -179,13 +181,13 @@ class MmaAttention {
       keep[n / 2][n % 2] = (tokens & 1 ? 0xffffu : 0) | (tokens & 2 ? 0xffff0000u : 0);
     }
     pipeline<kMyTokens / 16 * kBlocks>(
-        [&](int i, uint32_t(&b)[4]) {
+        [&](int i, uint32_t (&b)[4]) {
           const int row = first_token + 16 * (i / kBlocks) + lane % 16;
           cute::SM75_U16x8_LDSM_T::copy(
-              *reinterpret_cast<const cute::uint128_t*>(kv.v + kv.offset(row, 2 * (i % kBlocks) + lane / 16)), b[0], b[1],
-              b[2], b[3]);
+              *reinterpret_cast<const cute::uint128_t*>(kv.v + kv.offset(row, 2 * (i % kBlocks) + lane / 16)), b[0],
+              b[1], b[2], b[3]);
         },
-        [&](int i, uint32_t(&b)[4]) {
+        [&](int i, uint32_t (&b)[4]) {
 #pragma unroll
           for (int e = 0; e < 4; ++e) b[e] &= keep[i / kBlocks][e % 2];
           mma<T>(rows.out[2 * (i % kBlocks)], a[i / kBlocks], b[0], b[1]);
@@ -204,10 +206,10 @@ __global__ void __launch_bounds__(MmaAttention<T, D, kRows, kStages>::kThreads, 
   __syncthreads();
   const int worker = blockIdx.x / cut.lanes, lane_of_worker = blockIdx.x % cut.lanes;
   const int warp = threadIdx.x / kWarp;
-  if (warp >= Attention::kWarps)
-    shared.stream.produce(p, cut, worker, warp - Attention::kWarps);
-  else
+  if (warp < Attention::kWarps)
     Attention::consume(shared, p, cut, lane_of_worker);
+  else
+    shared.stream.produce(p, cut, worker);
 }
 
 template <class T, int D, int kRows>

@@ -28,18 +28,30 @@ int64_t likely_rows(const TreeAttentionParams& p) {
   return rows * (p.q_heads / p.kv_heads);
 }
 
-Cut choose_cut(const TreeAttentionParams& p) {
+// wgmma is Hopper's alone. It multiplies 64 rows at a time, which for 16 rows is slower than mma.sync with 16.
+bool takes_wgmma(const TreeAttentionParams& p) {
+  return likely_rows(p) > 16 && p.fixed_split % 128 == 0 && device_attribute(cudaDevAttrComputeCapabilityMajor) == 9;
+}
+
+struct Choice {
+  Cut cut;
+  bool wgmma;
+};
+
+Choice choose(const TreeAttentionParams& p) {
   const int64_t rows = likely_rows(p);
-  Cut cut{};
-  cut.rows = rows <= 16 ? 16 : rows <= 32 || p.head_dim == 256 ? 32 : 64;
+  Choice c{};
+  Cut& cut = c.cut;
+  c.wgmma = takes_wgmma(p);
+  cut.rows = c.wgmma ? (rows <= 64 ? 64 : 128) : rows <= 16 ? 16 : rows <= 32 || p.head_dim == 256 ? 32 : 64;
   cut.lanes = static_cast<int>(std::min<int64_t>((rows + cut.rows - 1) / cut.rows, kMaxLanes));
+  cut.tile = cutlass::FastDivmod(c.wgmma ? wgmma_tokens(p.head_dim, cut.rows) : 64);
+  cut.split = cutlass::FastDivmod(p.fixed_split ? cut.tile.div(static_cast<int>(p.fixed_split)) : 1);
   cut.group = cutlass::FastDivmod(static_cast<int>(p.q_heads / p.kv_heads));
-  cut.split = cutlass::FastDivmod(p.fixed_split ? static_cast<int>(p.fixed_split / kTile) : 1);
   cut.page_size = cutlass::FastDivmod(static_cast<int>(p.rows.page_size));
-  const int per_multiprocessor = p.head_dim == 256 ? 1 : 2;
-  cut.max_workers =
-      std::max(device_attribute(cudaDevAttrMultiProcessorCount) * per_multiprocessor / cut.lanes, 1);
-  return cut;
+  const int per_multiprocessor = p.head_dim == 256 || cut.rows == 128 ? 1 : 2;
+  cut.max_workers = std::max(device_attribute(cudaDevAttrMultiProcessorCount) * per_multiprocessor / cut.lanes, 1);
+  return c;
 }
 
 // Partial results that a call may leave.
@@ -55,22 +67,25 @@ int64_t max_parts(const TreeAttentionParams& p, const Cut& cut) {
 
 int64_t tree_attention_workspace_cuda(const TreeAttentionParams& p) {
   if (!has_tensor_cores_for(p)) return 0;
-  const Cut cut = choose_cut(p);
-  return max_parts(p, cut) * cut.rows * (p.head_dim + 2);
+  const Cut cut = choose(p).cut;
+  return cut.max_workers * sizeof(Segment) / sizeof(float) + max_parts(p, cut) * cut.rows * (p.head_dim + 2);
 }
 
 void tree_attention_cuda(const TreeAttentionParams& p, Stream stream) {
   if (!has_tensor_cores_for(p)) return plain_attention(p, stream);
-  const Cut cut = choose_cut(p);
+  const auto [cut, wgmma] = choose(p);
+  const auto of_head_dim = [&]<int D>() {
+    wgmma ? wgmma_attention_of<D>(p, cut, stream) : mma_attention_of<D>(p, cut, stream);
+  };
   switch (p.head_dim) {
     case 64:
-      mma_attention_of<64>(p, cut, stream);
+      of_head_dim.operator()<64>();
       break;
     case 128:
-      mma_attention_of<128>(p, cut, stream);
+      of_head_dim.operator()<128>();
       break;
     default:
-      mma_attention_of<256>(p, cut, stream);
+      of_head_dim.operator()<256>();
   }
   merge_parts(p, cut, stream);
 }

@@ -37,8 +37,8 @@ SD_HD int32_t fresh(const int32_t* x) {
 #endif
 }
 
-// Requests 0 to batch - 1, and for packed rows one more: the rows behind the last request, which give zeros. What has to
-// be loaded is loaded first, so that the loads wait together.
+// Requests 0 to batch - 1, and for packed rows one more: the rows behind the last request, which give zeros. What has
+// to be loaded is loaded first, so that the loads wait together.
 SD_HD Request request_of(const TreeAttentionParams& p, int64_t b) {
   Request r{};
   const int32_t q_rows = static_cast<int32_t>(p.q_rows);
@@ -46,8 +46,9 @@ SD_HD Request request_of(const TreeAttentionParams& p, int64_t b) {
   r.slot = b < p.batch ? p.slots ? fresh(p.slots + b) : static_cast<int32_t>(b) : -1;
   if (r.slot >= p.num_slots) r.slot = -1;
   const int32_t begin = packed ? fresh(p.cu_seqlens_q + b) : 0;
-  const int32_t stop = packed ? (b < p.batch ? fresh(p.cu_seqlens_q + b + 1) : q_rows)
-                              : p.q_lens ? fresh(p.q_lens + b) : q_rows;
+  const int32_t stop = packed     ? (b < p.batch ? fresh(p.cu_seqlens_q + b + 1) : q_rows)
+                       : p.q_lens ? fresh(p.q_lens + b)
+                                  : q_rows;
   const int32_t prefix = r.slot >= 0 ? fresh(p.prefix_lens + r.slot) : 0;
   if (r.slot >= 0 && p.status != nullptr && (fresh(p.status + r.slot) & kStalled)) r.slot = -1;
 
@@ -66,7 +67,8 @@ SD_HD Request request_of(const TreeAttentionParams& p, int64_t b) {
   const int32_t seen = p.mask ? tail : clamp_to(add_clamped(r.valid_rows, r.shift), 0, tail);
   if (p.mask && tail > 64 * p.mask_words) r.status |= kBadLength;
 
-  const int32_t capacity = static_cast<int32_t>(row_capacity(p.rows)), end = add_clamped(clamp_to(prefix, 0, capacity), seen);
+  const int32_t capacity = static_cast<int32_t>(row_capacity(p.rows)),
+                end = add_clamped(clamp_to(prefix, 0, capacity), seen);
   r.prefix = clamp_to(prefix, 0, capacity);
   r.end = clamp_to(end, 0, capacity);
   if (r.prefix != prefix || r.end != end) r.status |= kBadLength;
@@ -91,7 +93,8 @@ SD_HD int32_t tail_rows_seen(const TreeAttentionParams& p, const Request& r, int
 // No row from i on sees KV rows before this one.
 SD_HD int32_t visible_begin(const TreeAttentionParams& p, const Request& r, int32_t i) {
   if (p.window == INT64_MAX) return 0;
-  return static_cast<int32_t>(clamp_to((p.mask ? r.prefix : visible_end(p, r, i)) - p.window, int64_t{0}, int64_t{r.end}));
+  return static_cast<int32_t>(
+      clamp_to((p.mask ? r.prefix : visible_end(p, r, i)) - p.window, int64_t{0}, int64_t{r.end}));
 }
 
 // Bit j: row i of the request sees KV row first + j.

@@ -1,6 +1,6 @@
-// What one warp knows of its 16 query rows: the online softmax (Milakov and Gimelshein, arXiv 1805.02867) over the tiles
-// met so far, in the layout that both mma.sync and wgmma leave in registers. A lane holds rows lane / 4 and
-// lane / 4 + 8, and of every 8 columns (tokens of a score, dimensions of the sum) lane % 4 * 2 and the next one.
+// What one warp knows of its 16 query rows: the online softmax (Milakov and Gimelshein, arXiv 1805.02867) over the
+// tiles met so far, in the layout that both mma.sync and wgmma leave in registers. A lane holds rows lane / 4 and lane
+// / 4 + 8, and of every 8 columns (tokens of a score, dimensions of the sum) lane % 4 * 2 and the next one.
 #pragma once
 
 #include "attention/work_line.cuh"
@@ -44,68 +44,86 @@ struct WarpRows {
     sum[0] = sum[1] = 0;
   }
 
-  // From q.k to powers of two, in place.
+  // Caps scores, where they are capped. Returns the scale > 0 that brings them to powers of two.
   template <int N>
-  __device__ static void scale(const TreeAttentionParams& p, float (&scores)[N][4]) {
+  __device__ static float cap(const TreeAttentionParams& p, float (&scores)[N][4]) {
+    if (p.soft_cap == 0 && p.log2_scale > 0) return p.log2_scale;
 #pragma unroll
     for (auto& s : scores)
 #pragma unroll
       for (float& x : s) x *= p.log2_scale;
-    if (p.soft_cap == 0) return;
+    if (p.soft_cap == 0) return 1;
     const float inverse = 1 / p.soft_cap;
 #pragma unroll
     for (auto& s : scores)
 #pragma unroll
       for (float& x : s) x = p.soft_cap * tanh_fast(x * inverse);
+    return 1;
   }
 
   // Hides what a row does not see. Bit j of seen[h]: row lane / 4 + 8 h sees the token of column j.
   template <int N>
   __device__ static void hide(const uint64_t (&seen)[2], float (&scores)[N][4]) {
     const int column = threadIdx.x % 4 * 2;
+    const uint64_t mine[2] = {seen[0] >> column, seen[1] >> column};
 #pragma unroll
     for (int n = 0; n < N; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e)
-        if (!(seen[e / 2] >> (8 * n + column + e % 2) & 1)) scores[n][e] = -INFINITY;
+        if (!(mine[e / 2] >> (8 * n + e % 2) & 1)) scores[n][e] = -INFINITY;
   }
 
-  // Turns a tile's scores into weights, and brings what was summed before to the same maximum.
+  // What a higher maximum makes of sums before it.
+  struct Fall {
+    float factor[2];
+    bool any;  // some row of the warp has one
+  };
+
+  // Turns a tile's scores, times `scale` > 0 in powers of two, into weights. `out` is still to be brought to the same
+  // maximum.
   template <int N>
-  __device__ void weigh(float (&scores)[N][4]) {
-    float top[2] = {max[0], max[1]};
+  __device__ Fall weigh(float scale, float (&scores)[N][4]) {
+    // Weights up to 2^8 do no harm, so a maximum that rises less stays: few tiles then touch what was summed.
+    constexpr float kSlack = 8;
+    float top[2] = {-INFINITY, -INFINITY};
 #pragma unroll
     for (int n = 0; n < N; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e) top[e / 2] = fmaxf(top[e / 2], scores[n][e]);
-    bool risen = false;
-    float origin[2];
+    Fall fall{{1, 1}, false};
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       top[h] = fmaxf(top[h], __shfl_xor_sync(kFullMask, top[h], 1));
-      top[h] = fmaxf(top[h], __shfl_xor_sync(kFullMask, top[h], 2));
-      risen |= top[h] > max[h];
-      origin[h] = top[h] == -INFINITY ? 0 : top[h];  // nothing seen yet: 2^(-inf - 0), not 2^(-inf + inf)
+      top[h] = fmaxf(top[h], __shfl_xor_sync(kFullMask, top[h], 2)) * scale;
+      fall.any |= top[h] > max[h] + kSlack;
     }
-    if (__any_sync(kFullMask, risen)) {
-      const float before[2] = {exp2_fast(max[0] - origin[0]), exp2_fast(max[1] - origin[1])};
+    fall.any = __any_sync(kFullMask, fall.any);
+    if (fall.any)
 #pragma unroll
-      for (auto& o : out)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) o[e] *= before[e / 2];
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        sum[h] *= before[h];
-        max[h] = top[h];
-      }
-    }
+      for (int h = 0; h < 2; ++h)
+        if (top[h] > max[h] + kSlack) {  // each row by itself: none depends on its neighbours
+          fall.factor[h] = exp2_fast(max[h] - top[h]);
+          max[h] = top[h];
+          sum[h] *= fall.factor[h];
+        }
+    // Nothing seen yet: 2^(-inf - 0), not 2^(-inf + inf).
+    const float origin[2] = {max[0] == -INFINITY ? 0 : max[0], max[1] == -INFINITY ? 0 : max[1]};
 #pragma unroll
     for (int n = 0; n < N; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        scores[n][e] = exp2_fast(scores[n][e] - origin[e / 2]);
+        scores[n][e] = exp2_fast(fmaf(scores[n][e], scale, -origin[e / 2]));
         sum[e / 2] += scores[n][e];
       }
+    return fall;
+  }
+
+  __device__ void follow(const Fall& fall) {
+    if (!fall.any) return;
+#pragma unroll
+    for (auto& o : out)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) o[e] *= fall.factor[e / 2];
   }
 
   // The sums of whole rows, instead of this lane's columns.
@@ -130,25 +148,28 @@ __device__ __forceinline__ QueryRow query_row(const Cut& cut, int head, int n) {
   return at;
 }
 
-// Partial results in the workspace: for each part the sums [rows, D] that the maxima [rows] and sums of weights [rows]
-// behind them belong to.
+// Partial results in the workspace, behind the cut groups: for each part the sums [rows, D] that the maxima [rows] and
+// sums of weights [rows] behind them belong to.
 __device__ __forceinline__ float* part_of(const TreeAttentionParams& p, const Cut& cut, int64_t part, int D) {
-  return p.workspace + part * cut.rows * (D + 2);
+  return reinterpret_cast<float*>(cut_groups(p) + cut.max_workers) + part * cut.rows * (D + 2);
 }
 
 // Four neighbouring results of one row, to out.
 template <class T>
-__device__ __forceinline__ void store_out(const TreeAttentionParams& p, const Request& r, QueryRow at, int column, float4 x) {
+__device__ __forceinline__ void store_out(const TreeAttentionParams& p, const Request& r, QueryRow at, int column,
+                                          float4 x) {
   T* out = static_cast<T*>(p.out) + r.out_start + at.row * p.out_strides.row + at.head * p.out_strides.head + column;
   *reinterpret_cast<uint2*>(out) = make_uint2(pack<T>(x.x, x.y), pack<T>(x.z, x.w));
 }
-__device__ __forceinline__ void store_lse(const TreeAttentionParams& p, const Request& r, QueryRow at, float max, float sum) {
+__device__ __forceinline__ void store_lse(const TreeAttentionParams& p, const Request& r, QueryRow at, float max,
+                                          float sum) {
   if (p.lse != nullptr)
-    p.lse[(r.flat_row + at.row) * p.q_heads + at.head] = sum == 0 ? -INFINITY : (max + log2f(sum)) * 0.6931471805599453f;
+    p.lse[(r.flat_row + at.row) * p.q_heads + at.head] =
+        sum == 0 ? -INFINITY : (max + log2f(sum)) * 0.6931471805599453f;
 }
 
-// Writes the rows of a segment that the warps of one block have summed. kShares warps met the same 16 rows, each its own
-// tokens: warp w has rows 16 (w / kShares) to + 15. Through `buffer`, at least kWarps * 16 * kColumns floats, which
+// Writes the rows of a segment that the warps of one block have summed. kShares warps met the same 16 rows, each its
+// own tokens: warp w has rows 16 (w / kShares) to + 15. Through `buffer`, at least kWarps * 16 * kColumns floats, which
 // nobody else uses; `barrier` is the consumer warps' own named barrier.
 template <class T, int D, int kWarps, int kShares, int kColumns>
 struct SegmentWriter {
@@ -178,7 +199,8 @@ struct SegmentWriter {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           const float* x = rows.out[from / 8 + n] + 2 * h;
-          *reinterpret_cast<float2*>(place(buffer, warp, lane / 4 + 8 * h, 8 * n + lane % 4 * 2)) = make_float2(x[0], x[1]);
+          *reinterpret_cast<float2*>(place(buffer, warp, lane / 4 + 8 * h, 8 * n + lane % 4 * 2)) =
+              make_float2(x[0], x[1]);
         }
       sync();
       for (int n = threadIdx.x; n < count * (kColumns / 4); n += kThreads) {
@@ -197,7 +219,8 @@ struct SegmentWriter {
         if (s.part < 0) {
           const float factor = total == 0 ? 0 : p.v_scale / total;
           const QueryRow at = query_row(cut, s.head, first + row);
-          store_out<T>(p, s.request, at, from + column, make_float4(x.x * factor, x.y * factor, x.z * factor, x.w * factor));
+          store_out<T>(p, s.request, at, from + column,
+                       make_float4(x.x * factor, x.y * factor, x.z * factor, x.w * factor));
           if (from + column == 0) store_lse(p, s.request, at, top, total);
         } else {
           float* part = part_of(p, cut, static_cast<int64_t>(s.part) * cut.lanes + lane_of_worker, D);

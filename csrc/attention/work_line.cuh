@@ -12,40 +12,50 @@
 
 namespace specdec {
 
-constexpr int kTile = 64;  // KV rows of a tile
-
 // What is static about the cut, chosen on the host.
 struct Cut {
-  int rows;         // of a row tile: what one block computes at a time; row n is query row n / G, head n % G of its group
-  int lanes;        // blocks of a worker: neighbours that walk the same KV in step, each with its own row tile
-  int max_workers;  // that can run at once
-  cutlass::FastDivmod group;      // divides by G = q_heads / kv_heads
+  int rows;   // of a row tile: what one block computes at a time; row n is query row n / G, head n % G of its group
+  int lanes;  // blocks of a worker: neighbours that walk the same KV in step, each with its own row tile
+  int max_workers;                // that can run at once
+  cutlass::FastDivmod tile;       // divides by the KV rows of a tile
+  cutlass::FastDivmod group;      // by G = q_heads / kv_heads
   cutlass::FastDivmod split;      // by the tiles of a split: 1, or with fixed_split what it says
   cutlass::FastDivmod page_size;  // by the rows of a page
 };
 
-// One worker's share of a group.
+// One worker's share of a group. The first part of a group is that of the worker's share which it begins in and lies at
+// 2 worker + 1; the others follow at 2 (worker + 1), 2 (worker + 2) ...; or with fixed_split each at its unit.
 struct Segment {
   Request request;
   int head;                  // KV head; -1: the worker's share is done
   int first_row;             // of all lanes' row tiles
   int first_tile, end_tile;  // KV tiles
   int part;                  // of the partial result among the workers', -1: the group is not cut, this is its result
+  int parts;                 // of the whole group where this is its first, else 0
 };
+
+// At the start of the workspace: the first segment of each worker's last group where that goes on in the next worker's
+// share, else parts is 0. Not with fixed_split.
+__device__ __forceinline__ Segment* cut_groups(const TreeAttentionParams& p) {
+  return reinterpret_cast<Segment*>(p.workspace);
+}
+static_assert(sizeof(Segment) % 16 == 0);  // partial results lie behind them
 
 struct Tiles {
   int first, end;
 };
 
 // Of the KV rows that some of the query rows from `first_row` on may see.
-__device__ __forceinline__ Tiles tiles_of(const TreeAttentionParams& p, const Cut& cut, const Request& r, int first_row) {
+__device__ __forceinline__ Tiles tiles_of(const TreeAttentionParams& p, const Cut& cut, const Request& r,
+                                          int first_row) {
   int begin = 0, end = r.end;
   if (p.mask == nullptr || p.window != INT64_MAX) {
     const int end_row = min(first_row + cut.rows * cut.lanes, r.valid_rows * cut.group.divisor);
     begin = visible_begin(p, r, cut.group.div(first_row));
     end = max(begin, visible_end(p, r, cut.group.div(end_row - 1)));
   }
-  return {begin / kTile, begin == end ? begin / kTile : (end + kTile - 1) / kTile};
+  const int first = cut.tile.div(begin);
+  return {first, begin == end ? first : cut.tile.div(end - 1) + 1};
 }
 
 // Of units that have to be done for these tiles: tiles, or with fixed_split splits.
@@ -54,10 +64,9 @@ __device__ __forceinline__ int units_in(const TreeAttentionParams& p, const Cut&
   return cut.split.div(tiles.end - 1) - cut.split.div(tiles.first) + 1;
 }
 
-// Of one head of a request, for its rows before `rows`.
-__device__ __forceinline__ int units_before(const TreeAttentionParams& p, const Cut& cut, const Request& r,
-                                            int rows = INT32_MAX) {
-  const int end = min(rows, r.valid_rows * cut.group.divisor);
+// Of one head of a request.
+__device__ __forceinline__ int units_of(const TreeAttentionParams& p, const Cut& cut, const Request& r) {
+  const int end = r.valid_rows * cut.group.divisor;
   int units = 0;
   for (int row = 0; row < end; row += cut.rows * cut.lanes) units += units_in(p, cut, tiles_of(p, cut, r, row));
   return units;
@@ -127,6 +136,7 @@ class WorkLine {
   __device__ Segment next() {
     Segment s;
     s.head = -1;
+    s.parts = 0;
     if (at_ >= end_) return s;
     const int units = units_in(tiles_), split = cut_.split.divisor, first = cut_.split.div(tiles_.first);
     const int count = p_.fixed_split ? 1 : min(end_ - at_, units - unit_);
@@ -136,26 +146,11 @@ class WorkLine {
     s.first_tile = max((first + unit_) * split, tiles_.first);
     s.end_tile = min((first + unit_ + count) * split, tiles_.end);
     s.part = count == units ? -1 : p_.fixed_split ? at_ : 2 * worker_ + (unit_ == 0);
+    s.parts = count == units || unit_ > 0 ? 0 : p_.fixed_split ? units : worker_of(at_ + units - 1) - worker_ + 1;
     at_ += count;
     unit_ += count;
     if (unit_ == units && at_ < end_) next_group();
     return s;
-  }
-
-  // Where the partial results of a group are: those of a worker's first group lie at 2 worker, its last one's behind.
-  struct Parts {
-    int count, first;
-    bool fixed;
-    __device__ int operator[](int j) const { return fixed ? first + j : 2 * (first + j) + (j == 0); }
-  };
-  __device__ Parts parts_of(int b, const Request& r, int head, int first_row) {
-    const int units = units_in(tiles_of(p_, cut_, r, first_row));
-    if (units == 0) return {};
-    int begin = start_of(b) + head * units_before(p_, cut_, r);
-    if (first_row > 0) begin += units_before(p_, cut_, r, first_row);
-    if (p_.fixed_split) return {units, begin, true};
-    const int first = worker_of(begin);
-    return {worker_of(begin + units - 1) - first + 1, first, false};
   }
 
  private:
@@ -176,7 +171,7 @@ class WorkLine {
     units_of_mine_ = 0;
     if (base + lane < p_.batch) {
       mine_ = request_of(p_, base + lane);
-      units_of_mine_ = units_before(p_, cut_, mine_);
+      units_of_mine_ = units_of(p_, cut_, mine_);
     }
     upto_ = units_of_mine_ * static_cast<int>(p_.kv_heads);
 #pragma unroll
@@ -185,17 +180,6 @@ class WorkLine {
       if (lane >= step) upto_ += before;
     }
     scanned_ = base;
-  }
-
-  // The first unit of a request.
-  __device__ int start_of(int request) {
-    int start = 0;
-    for (int base = 0; base <= request; base += kWarp) {
-      if (base != scanned_) scan(base);
-      const int lane = min(request - base, kWarp);
-      if (lane > 0) start += __shfl_sync(kFullMask, upto_, lane - 1);
-    }
-    return start;
   }
 
   __device__ void enter(int b) {

@@ -1,4 +1,5 @@
-// A barrier in shared memory (mbarrier, compute capability 8.0) between warps that do not wait for each other otherwise.
+// A barrier in shared memory (mbarrier, compute capability 8.0) between warps that do not wait for each other
+// otherwise.
 #pragma once
 
 #include <cstdint>
