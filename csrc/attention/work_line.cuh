@@ -12,11 +12,14 @@
 
 namespace specdec {
 
+constexpr int kMaxWorkers = 512;  // two for each multiprocessor, of which no device has so many
+
 // What is static about the cut, chosen on the host.
 struct Cut {
   int rows;   // of a row tile: what one block computes at a time; row n is query row n / G, head n % G of its group
   int lanes;  // blocks of a worker: neighbours that walk the same KV in step, each with its own row tile
-  int max_workers;                // that can run at once
+  int max_workers;                // that can run at once, up to kMaxWorkers
+  int blocks;                     // on a multiprocessor at once
   cutlass::FastDivmod tile;       // divides by the KV rows of a tile
   cutlass::FastDivmod group;      // by G = q_heads / kv_heads
   cutlass::FastDivmod split;      // by the tiles of a split: 1, or with fixed_split what it says
