@@ -106,11 +106,12 @@ struct KvStream {
       }
       if (s.head < 0) return;
       turn.advance();
-      Pages pages = find_pages(p, cut, s, s.first_tile * kTokens + my_first);
+      const int begin = visible_begin(p, s.request, cut.group.div(s.first_row));  // before it pages may be freed
+      Pages pages = find_pages(p, cut, s, begin, s.first_tile * kTokens + my_first);
       for (int tile = s.first_tile; tile < s.end_tile; ++tile) {
         const int first = tile * kTokens + my_first;
-        const Rows now = find_rows(p, cut, s, first, pages);
-        if (tile + 1 < s.end_tile) pages = find_pages(p, cut, s, first + kTokens);
+        const Rows now = find_rows(p, cut, s, begin, first, pages);
+        if (tile + 1 < s.end_tile) pages = find_pages(p, cut, s, begin, first + kTokens);
         empty[stage.at].wait(stage.parity ^ 1);  // the first round is empty
         copy(p, stages[stage.at], my_first, now);
         full[stage.at].arrive_after_copies();
@@ -133,13 +134,14 @@ struct KvStream {
   struct Pages {
     int page[kEach];
   };
-  __device__ static Pages find_pages(const TreeAttentionParams& p, const Cut& cut, const Segment& s, int first) {
+  __device__ static Pages find_pages(const TreeAttentionParams& p, const Cut& cut, const Segment& s, int begin,
+                                     int first) {
     Pages pages;
 #pragma unroll
     for (int n = 0; n < kEach; ++n) {
       const int row = first + n * kWarp + threadIdx.x % kWarp;
       pages.page[n] = -1;
-      if (row < s.request.end)  // which is no more than the table has
+      if (row >= begin && row < s.request.end)  // which is no more than the table has
         pages.page[n] = __ldg(p.rows.page_table + s.request.slot * p.rows.max_pages + cut.page_size.div(row));
     }
     return pages;
@@ -149,7 +151,7 @@ struct KvStream {
   struct Rows {
     uint32_t k[kEach], v[kEach], there[kEach];
   };
-  __device__ static Rows find_rows(const TreeAttentionParams& p, const Cut& cut, const Segment& s, int first,
+  __device__ static Rows find_rows(const TreeAttentionParams& p, const Cut& cut, const Segment& s, int begin, int first,
                                    const Pages& pages) {
     Rows rows;
     const int lane = threadIdx.x % kWarp, bytes = kRowBytes / static_cast<int>(p.head_dim);
@@ -160,7 +162,7 @@ struct KvStream {
       at.page = pages.page[n];
       at.offset = cut.page_size.rem(row);
       bool there = at.page >= 0 && at.page < p.rows.num_pages;
-      if (!there && row < s.request.end) set_status(p.status, s.request.slot, kBadPage);
+      if (!there && row >= begin && row < s.request.end) set_status(p.status, s.request.slot, kBadPage);
       // What no row of the request sees may not have been written: it is not read.
       if (p.mask != nullptr && first + (n + 1) * kWarp > s.request.prefix) {
         uint32_t seen = 0;

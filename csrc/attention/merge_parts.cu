@@ -11,8 +11,7 @@ namespace {
 
 constexpr int kWarps = 8;
 constexpr int kBlocks = 512;
-constexpr int kSlices = 8;       // blocks that share the rows of kWarps requests
-constexpr int kMaxGroups = 512;  // that are cut: no more than workers, of which two run on a multiprocessor
+constexpr int kSlices = 8;  // blocks that share the rows of kWarps requests
 
 // What some parts of a row sum to, brought to their highest maximum. Lane l has columns 4 l to 4 l + 3 of every 128,
 // where there are that many.
@@ -88,31 +87,45 @@ __device__ __forceinline__ bool has_row(const Cut& cut, const Segment& s, int ro
   return s.first_row + row < s.request.valid_rows * cut.group.divisor;
 }
 
+// Which workers have left a group that is cut, for a whole block.
+struct CutGroups {
+  unsigned found[kMaxWorkers / kWarp];  // bit j of word i: worker 32 i + j
+
+  __device__ void find(const TreeAttentionParams& p, const Cut& cut) {
+#pragma unroll 2
+    for (int base = threadIdx.x / kWarp * kWarp; base < kMaxWorkers; base += kWarps * kWarp) {
+      const int worker = base + threadIdx.x % kWarp;
+      const unsigned word = __ballot_sync(kFullMask, worker < cut.max_workers && cut_groups(p)[worker].parts > 0);
+      if (worker == base) found[base / kWarp] = word;
+    }
+    __syncthreads();
+  }
+  __device__ int count() const {
+    int n = 0;
+    for (unsigned word : found) n += __popc(word);
+    return n;
+  }
+  __device__ int worker(int n) const {
+    int i = 0;
+    for (; n >= __popc(found[i]); ++i) n -= __popc(found[i]);
+    unsigned word = found[i];
+    for (; n > 0; --n) word &= word - 1;
+    return kWarp * i + __ffs(word) - 1;
+  }
+};
+
 // The groups that are cut in even parts: this block's rows of them, a warp a row, or where there are few all warps.
 template <class T, int D>
 __device__ void merge_even_parts(const TreeAttentionParams& p, const Cut& cut) {
-  __shared__ int groups[kMaxGroups], count;
+  __shared__ CutGroups groups;
   __shared__ Sum<D> shares[kWarps][kWarp];
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const Segment* cuts = cut_groups(p);
-  if (warp == 0) {  // in the same order for all blocks
-    int before = 0;
-#pragma unroll 4
-    for (int base = 0; base < cut.max_workers; base += kWarp) {
-      const int worker = base + lane;
-      const bool found = worker < cut.max_workers && cuts[worker].parts > 0;
-      const unsigned all = __ballot_sync(kFullMask, found);
-      if (found) groups[before + __popc(all & ((1u << lane) - 1))] = worker;
-      before += __popc(all);
-    }
-    count = before;
-  }
-  __syncthreads();
-
-  const int each = cut.rows * cut.lanes, rows = count * each;
+  groups.find(p, cut);
+  const int each = cut.rows * cut.lanes, rows = groups.count() * each;
   if (rows > 2 * kBlocks) {
     for (int n = blockIdx.x * kWarps + warp; n < rows; n += kBlocks * kWarps) {
-      const Segment& s = cuts[groups[n / each]];
+      const Segment& s = cuts[groups.worker(n / each)];
       const int row = n % each;
       if (has_row(cut, s, row))
         write_row<T>(p, cut, s.request, s.head, s.first_row + row, sum_parts<D>(p, cut, s, row, 0, 1));
@@ -120,7 +133,7 @@ __device__ void merge_even_parts(const TreeAttentionParams& p, const Cut& cut) {
     return;
   }
   for (int n = blockIdx.x; n < rows; n += kBlocks) {
-    const Segment& s = cuts[groups[n / each]];
+    const Segment& s = cuts[groups.worker(n / each)];
     const int row = n % each;
     if (!has_row(cut, s, row)) continue;
     Sum<D> sum = sum_parts<D>(p, cut, s, row, warp, kWarps);

@@ -1,5 +1,5 @@
 // tree_attention with mma.sync (compute capability 8.0 and later): for 16, 32 or 64 rows of a KV head, where the job is
-// to stream the KV. One producer warp and four consumer warps a block; each consumer has 16 rows and 16, 32 or 64 of a
+// to stream the KV. Two producer warps and four consumer warps a block; each consumer has 16 rows and 16, 32 or 64 of a
 // tile's 64 tokens, with a softmax of its own, so that consumers meet only at the end of a segment and fewer rows do
 // not mean that K and V are read more often from shared memory. Grid: lanes x max_workers blocks, two per
 // multiprocessor. Bytes: the KV of each request once per `lanes` row tiles.

@@ -1,5 +1,6 @@
 // Which kernel a call of tree_attention gets, from what is static about it: neither lengths nor tables are known here.
 #include <algorithm>
+#include <string_view>
 
 #include "attention/launch.h"
 #include "core/errors.h"
@@ -28,9 +29,11 @@ int64_t likely_rows(const TreeAttentionParams& p) {
   return rows * (p.q_heads / p.kv_heads);
 }
 
-// wgmma is Hopper's alone. It multiplies 64 rows at a time, which for 16 rows is slower than mma.sync with 16.
+// wgmma is Hopper's alone, and only a build for 90a has it. It multiplies 64 rows at a time, but even for 16 of them
+// that takes less time than their KV.
 bool takes_wgmma(const TreeAttentionParams& p) {
-  return likely_rows(p) > 16 && p.fixed_split % 128 == 0 && device_attribute(cudaDevAttrComputeCapabilityMajor) == 9;
+  constexpr bool kBuilt = std::string_view(SPECDEC_CUDA_ARCHITECTURES).find("90a") != std::string_view::npos;
+  return kBuilt && p.fixed_split % 128 == 0 && device_attribute(cudaDevAttrComputeCapabilityMajor) == 9;
 }
 
 struct Choice {
@@ -49,8 +52,13 @@ Choice choose(const TreeAttentionParams& p) {
   cut.split = cutlass::FastDivmod(p.fixed_split ? cut.tile.div(static_cast<int>(p.fixed_split)) : 1);
   cut.group = cutlass::FastDivmod(static_cast<int>(p.q_heads / p.kv_heads));
   cut.page_size = cutlass::FastDivmod(static_cast<int>(p.rows.page_size));
-  const int per_multiprocessor = p.head_dim == 256 || cut.rows == 128 ? 1 : 2;
-  cut.max_workers = std::max(device_attribute(cudaDevAttrMultiProcessorCount) * per_multiprocessor / cut.lanes, 1);
+  // Two blocks on a multiprocessor hide more of each other's waiting; one has as much on its way and leaves half the
+  // parts.
+  const int multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount);
+  const bool few_groups = p.batch * p.kv_heads < 2 * multiprocessors;
+  const bool alone = p.head_dim == 256 || cut.rows == 128 || (c.wgmma && few_groups);
+  cut.blocks = alone ? 1 : 2;
+  cut.max_workers = std::clamp(multiprocessors * cut.blocks / cut.lanes, 1, kMaxWorkers);
   return c;
 }
 

@@ -2,8 +2,8 @@
 // tensor cores busy. One or two consumer warpgroups of 64 rows each and two to four producer warps a block. A warpgroup
 // multiplies the weights of a tile by its V while it turns the scores of the next one into weights, and where there are
 // two they drift apart by themselves, so that the tensor cores have work while exponentials are computed. Grid: lanes x
-// max_workers blocks, two per multiprocessor for 64 rows, one for 128. Bytes: the KV of each request once per `lanes`
-// row tiles; neighbouring lanes walk it in step and meet it in the L2.
+// max_workers blocks, one or two per multiprocessor for 64 rows, one for 128. Bytes: the KV of each request once per
+// `lanes` row tiles; neighbouring lanes walk it in step and meet it in the L2.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -290,9 +290,8 @@ class WgmmaAttention {
   Turn<kStages> stage_;
 };
 
-template <class T, int D, int kGroups, int kTokens, int kStages>
-__global__ void __launch_bounds__(WgmmaAttention<T, D, kGroups, kTokens, kStages>::kThreads,
-                                  kGroups == 1 && D < 256 ? 2 : 1)
+template <class T, int D, int kGroups, int kTokens, int kStages, int kBlocks>
+__global__ void __launch_bounds__(WgmmaAttention<T, D, kGroups, kTokens, kStages>::kThreads, kBlocks)
     wgmma_attention_kernel(const __grid_constant__ TreeAttentionParams p, const __grid_constant__ Cut cut) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using Attention = WgmmaAttention<T, D, kGroups, kTokens, kStages>;
@@ -312,10 +311,10 @@ __global__ void __launch_bounds__(WgmmaAttention<T, D, kGroups, kTokens, kStages
 #endif
 }
 
-template <class T, int D, int kGroups, int kTokens, int kStages>
+template <class T, int D, int kGroups, int kTokens, int kStages, int kBlocks>
 void start_wgmma_attention(const TreeAttentionParams& p, const Cut& cut, Stream stream) {
   using Attention = WgmmaAttention<T, D, kGroups, kTokens, kStages>;
-  const auto kernel = wgmma_attention_kernel<T, D, kGroups, kTokens, kStages>;
+  const auto kernel = wgmma_attention_kernel<T, D, kGroups, kTokens, kStages, kBlocks>;
   const LaunchShape shape{.grid = static_cast<unsigned>(cut.max_workers * cut.lanes),
                           .threads = Attention::kThreads,
                           .shared_bytes = sizeof(typename Attention::Shared)};
@@ -328,8 +327,12 @@ template <int D>
 void wgmma_attention_of(const TreeAttentionParams& p, const Cut& cut, Stream stream) {
   const auto of_type = [&]<class T>() {
     // As many stages as fit: two blocks share a multiprocessor's 228 KB, or one has 227.
-    if (cut.rows == 64) return start_wgmma_attention<T, D, 1, wgmma_tokens(D, 64), 3>(p, cut, stream);
-    return start_wgmma_attention<T, D, 2, wgmma_tokens(D, 128), D == 64 ? 6 : D == 128 ? 3 : 2>(p, cut, stream);
+    constexpr int kFew = wgmma_tokens(D, 64), kMany = wgmma_tokens(D, 128);
+    if (cut.rows == 128)
+      return start_wgmma_attention<T, D, 2, kMany, D == 64 ? 6 : D == 128 ? 3 : 2, 1>(p, cut, stream);
+    if constexpr (D < 256)
+      if (cut.blocks == 2) return start_wgmma_attention<T, D, 1, kFew, 3, 2>(p, cut, stream);
+    return start_wgmma_attention<T, D, 1, kFew, D == 256 ? 3 : 6, 1>(p, cut, stream);
   };
   p.dtype == kBFloat16 ? of_type.template operator()<BFloat16>() : of_type.template operator()<Half>();
 }

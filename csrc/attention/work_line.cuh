@@ -12,11 +12,14 @@
 
 namespace specdec {
 
+constexpr int kMaxWorkers = 512;  // two for each multiprocessor, of which no device has so many
+
 // What is static about the cut, chosen on the host.
 struct Cut {
   int rows;   // of a row tile: what one block computes at a time; row n is query row n / G, head n % G of its group
   int lanes;  // blocks of a worker: neighbours that walk the same KV in step, each with its own row tile
-  int max_workers;                // that can run at once
+  int max_workers;                // that can run at once, up to kMaxWorkers
+  int blocks;                     // on a multiprocessor at once
   cutlass::FastDivmod tile;       // divides by the KV rows of a tile
   cutlass::FastDivmod group;      // by G = q_heads / kv_heads
   cutlass::FastDivmod split;      // by the tiles of a split: 1, or with fixed_split what it says
@@ -90,14 +93,27 @@ class WorkLine {
 
   // Reads the lengths; everything else is asked afterwards.
   __device__ void measure() {
-    int total = 0;
+    int total = 0, heads = 0, least = INT32_MAX, most = 0;  // units of all, heads that have some, units of a head
     scanned_ = -1;
     for (int base = 0; base < p_.batch; base += kWarp) {
       scan(base);
       total += __shfl_sync(kFullMask, upto_, kWarp - 1);
+      heads += __popc(__ballot_sync(kFullMask, units_of_mine_ > 0)) * static_cast<int>(p_.kv_heads);
+      if (units_of_mine_ > 0) least = min(least, units_of_mine_);
+      most = max(most, units_of_mine_);
     }
-    workers_ = min(cut_.max_workers, total);
+    // A part costs about as much as a hundred rows of KV.
+    const int few = p_.fixed_split ? 1 : max(128 / cut_.tile.divisor, 1);
+    workers_ = min(cut_.max_workers, (total + few - 1) / few);
     if (workers_ == 0) return;
+    // Of even lengths, shares that end where heads do leave less to be merged, or nothing.
+    if (__reduce_min_sync(kFullMask, least) == __reduce_max_sync(kFullMask, most)) {
+      const int each = (heads + workers_ - 1) / workers_;  // heads of a worker
+      if (each == 1)
+        workers_ -= workers_ % heads;
+      else if (heads % each == 0 && heads / each * 16 >= workers_ * 15)
+        workers_ = heads / each;
+    }
     share_ = total / workers_;
     longer_ = total - share_ * workers_;
   }
