@@ -17,9 +17,17 @@ int device_attribute(cudaDeviceAttr attribute) {
   return value;
 }
 
-// Tensor cores take 16-bit floats whose rows start on 16 bytes, and need room for two stages of K and V.
+// Of the pages of one pool, from the first row to the last.
+int64_t span_bytes(const PoolStrides& s, const TreeAttentionParams& p) {
+  return 2 * (p.rows.num_pages * s.page + p.rows.page_size * s.row + p.kv_heads * s.head);
+}
+
+// Tensor cores take 16-bit floats whose rows start on 16 bytes, of which 2^32 are counted, and need room for two stages
+// of K and V.
 bool has_tensor_cores_for(const TreeAttentionParams& p) {
-  return p.dtype != kFloat32 && !p.fp8 && p.aligned &&
+  constexpr int64_t kMaxSpan = int64_t{16} << 32;
+  return p.dtype != kFloat32 && !p.fp8 && p.aligned && span_bytes(p.k_strides, p) <= kMaxSpan &&
+         span_bytes(p.v_strides, p) <= kMaxSpan &&
          (p.head_dim < 256 || device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) > 128 * 1024);
 }
 
@@ -46,7 +54,11 @@ Choice choose(const TreeAttentionParams& p) {
   Choice c{};
   Cut& cut = c.cut;
   c.wgmma = takes_wgmma(p);
-  cut.rows = c.wgmma ? (rows <= 64 ? 64 : 128) : rows <= 16 ? 16 : rows <= 32 || p.head_dim == 256 ? 32 : 64;
+  // Where a row's bits must not depend on its neighbours, its tile does not depend on their number.
+  if (p.fixed_split)
+    cut.rows = p.head_dim == 256 && !c.wgmma ? 32 : 64;
+  else
+    cut.rows = c.wgmma ? (rows <= 64 ? 64 : 128) : rows <= 16 ? 16 : rows <= 32 || p.head_dim == 256 ? 32 : 64;
   cut.lanes = static_cast<int>(std::min<int64_t>((rows + cut.rows - 1) / cut.rows, kMaxLanes));
   cut.tile = cutlass::FastDivmod(c.wgmma ? wgmma_tokens(p.head_dim, cut.rows) : 64);
   cut.split = cutlass::FastDivmod(p.fixed_split ? cut.tile.div(static_cast<int>(p.fixed_split)) : 1);

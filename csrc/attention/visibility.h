@@ -77,7 +77,7 @@ SD_HD Request request_of(const TreeAttentionParams& p, int64_t b) {
 
 // The end of the KV rows that rows 0 to i may see.
 SD_HD int32_t visible_end(const TreeAttentionParams& p, const Request& r, int32_t i) {
-  return p.mask ? r.end : clamp_to(r.prefix + clamp_to(add_clamped(i + 1, r.shift), 0, r.end), 0, r.end);
+  return p.mask ? r.end : clamp_to(add_clamped(r.prefix, clamp_to(add_clamped(i + 1, r.shift), 0, r.end)), 0, r.end);
 }
 
 // Tail rows that row i sees by the mask or the chain; with the prefix they are its path, of which it sees the window.
