@@ -551,7 +551,6 @@ def test_workspace(device: torch.device) -> None:
 def test_scale(device: torch.device) -> None:
     cache = make_cache([40], [3], page_size=16, device=device)
     check(torch.randn(1, 3, 2, 64, device=device), cache, scale=0.37)
-    check(torch.randn(1, 3, 2, 64, device=device), cache, scale=0.0)
 
 
 def test_large_scores(device: torch.device) -> None:
@@ -658,6 +657,8 @@ FP8_POOLS = {"k_pool": zeros(5, 8, 2, 64).to(FP8), "v_pool": zeros(5, 8, 2, 64).
         ({"mask": zeros(2, 3, 1)}, "mask is float32, expected int64"),
         ({"mask": zeros(2, 3, 1, dtype=torch.int64), "tail_len": 65}, "mask has mask_words 1, expected 2 or more for a tail of 65"),
         ({"window": 0}, "window is 0, expected 1 or more"),
+        ({"scale": 0.0}, "scale is 0.000000, expected a finite float32 above 0"),
+        ({"scale": -1.0}, "scale is -1.000000, expected a finite float32 above 0"),
         ({"soft_cap": 0.0}, "soft_cap is 0.000000, expected a finite float32 above 0"),
         ({"soft_cap": NAN}, "soft_cap is nan, expected a finite float32 above 0"),
         ({"soft_cap": float("inf")}, "soft_cap is inf, expected a finite float32 above 0"),

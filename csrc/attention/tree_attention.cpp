@@ -123,6 +123,7 @@ void tree_attention(CallStream stream, const TensorView& q, const TensorView& k_
   check.that(!mask || 64 * W >= known_tail, "mask", "has mask_words " + std::to_string(W),
              std::to_string((known_tail + 63) / 64) + " or more for a tail of " + std::to_string(known_tail));
   if (window && *window < 1) check.that(false, "window", "is " + std::to_string(*window), "1 or more");
+  if (scale) check.factor("scale", *scale);  // above 0, so that the highest product is the highest score
   const float cap = soft_cap ? check.factor("soft_cap", *soft_cap, kLog2e) : 0;
   const float k_factor = pool_scale(check, "k_scale", k_scale, k_pool);
   const float v_factor = pool_scale(check, "v_scale", v_scale, v_pool);

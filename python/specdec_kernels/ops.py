@@ -520,7 +520,7 @@ def tree_attention(
         tail_len: rows of the tail; None means each request's number of valid query rows.
         mask: [B, Q, W] or packed [T, W] int64 as 64-bit patterns, bit j of word w: tail row 64 w + j is visible. None
             is a causal chain: query row i sees tail rows j <= i + tail_len - (rows of the request, Q when padded).
-        scale: factor of the scores, 1 / sqrt(D) by default.
+        scale: factor of the scores, above 0; 1 / sqrt(D) by default.
         window: sliding window, 1 or more: of its path, the prefix and then the tail rows visible to it (its own among
             them), a query row sees the last `window` rows. None means all.
         soft_cap: scores, scaled, become soft_cap * tanh(score / soft_cap). None means they stay as they are.
