@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 COLUMNS = 2
 MARKERS = "sD^vPX"  # of the others, in their order
+MOST_LINES = 8  # of a panel
 
 Results = list[dict[str, Any]]
 
@@ -52,7 +53,18 @@ def panels_of(results: Results) -> list[tuple[str, Results]]:
     if not panels:
         return [(next(iter(results[0]["params"])), rest)]
     parameter, varied = panels[0]
-    return [(parameter, [r for r in results if r in varied or r in rest]), *panels[1:]]
+    panels[0] = (parameter, [r for r in results if r in varied or r in rest])
+    return [part for panel in panels for part in parted(*panel)]
+
+
+def parted(parameter: str, results: Results) -> list[tuple[str, Results]]:
+    """A panel, or where it would have too many lines, one for each value of the first other parameter that varies."""
+    if len(lines_of(results, parameter)) <= MOST_LINES:
+        return [(parameter, results)]
+    names = [name for name in results[0]["params"] if name != parameter]
+    other = next(name for name in names if any(r["params"][name] != results[0]["params"][name] for r in results))
+    values = dict.fromkeys(r["params"][other] for r in results)
+    return [part for value in values for part in parted(parameter, [r for r in results if r["params"][other] == value])]
 
 
 def lines_of(results: Results, parameter: str) -> dict[str, Results]:

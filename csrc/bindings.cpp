@@ -268,6 +268,7 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
 
   // --- attention
   m.def("tree_attention", &tree_attention, "attention over a paged KV prefix and a tail of tree nodes");
+  m.def("tree_attention_workspace", &tree_attention_workspace, "floats of workspace that a tree_attention call needs");
 
   // --- verify
   m.def("verify_tree", &verify_tree, "accepted drafts and bonus token, straight from the target's logits");

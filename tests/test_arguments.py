@@ -207,7 +207,7 @@ def test_exceptions_other_than_a_missing_attribute_are_heard() -> None:
         (torch.int64, "int64"),
         (torch.float64, "float64"),
         (torch.complex64, "complex64"),
-        (torch.float8_e4m3fn, "DLPack dtype (10, 8, 1)"),
+        (torch.float8_e4m3fn, "float8_e4m3fn"),
     ],
     ids=lambda value: str(value),
 )

@@ -16,7 +16,7 @@ import specdec_kernels as sd
 from specdec_kernels.bench import peers
 from specdec_kernels.bench.cases import CASES
 from specdec_kernels.bench.compare import WrongResult
-from specdec_kernels.bench.harness import Work, check
+from specdec_kernels.bench.harness import Baseline, Work, check
 from specdec_kernels.bench.peers import sglang
 
 CPU = torch.device("cpu")
@@ -100,7 +100,83 @@ def only(probs: Tensor, _limit: Tensor) -> Tensor:
     return probs
 
 
+def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Of one request: q [n, Hq, D], k and v [rows, Hkv, D], seen [n, rows]; out and lse [n, Hq]."""
+    keys, values = (x.float().repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = torch.einsum("nhd,rhd->nhr", q.float(), keys) * scale
+    scores = scores.masked_fill(~seen[:, None], -torch.inf)
+    return torch.einsum("nhr,rhd->nhd", scores.softmax(-1), values).to(q.dtype), scores.logsumexp(-1)
+
+
+def paged_rows(pool: Tensor, pages: Tensor, count: int) -> Tensor:
+    return pool[pages.long()].flatten(0, 1)[:count]
+
+
+class PrefillWrapper:
+    """BatchPrefillWithPagedKVCacheWrapper: a mask of a bit for each query row and KV row, requests behind each other."""
+
+    def __init__(self, workspace: Tensor, layout: str) -> None:
+        assert workspace.numel() > 0 and layout == "NHD"
+
+    def plan(self, *arguments: Any, custom_mask: Tensor, **_dtypes: Any) -> None:
+        *self.where, _heads, _kv_heads, self.head_dim, self.page_size = arguments
+        self.mask = custom_mask
+
+    def run(self, q: Tensor, pools: tuple[Tensor, Tensor]) -> Tensor:
+        q_ends, page_ends, pages, last = (x.tolist() for x in self.where)
+        out, bit = torch.empty_like(q), 0
+        for b, last_rows in enumerate(last):
+            rows, mine = slice(q_ends[b], q_ends[b + 1]), torch.tensor(pages[page_ends[b] : page_ends[b + 1]])
+            count, n = (len(mine) - 1) * self.page_size + last_rows, q_ends[b + 1] - q_ends[b]
+            seen = self.mask[bit : bit + n * count].view(n, count)
+            k, v = (paged_rows(pool, mine, count) for pool in pools)
+            out[rows], _ = attend(q[rows], k, v, seen, self.head_dim**-0.5)
+            bit += n * count
+        assert bit == len(self.mask)
+        return out
+
+
+def xqa(
+    q: Tensor, pools: tuple[Tensor, Tensor], workspace: Tensor, table: Tensor, lens: Tensor, max_len: int, *,
+    bmm1_scale: float, kv_layout: str, q_len_per_req: int, mask: Tensor,
+) -> Tensor:  # fmt: skip
+    """A mask of 16-bit words over the tree alone."""
+    assert kv_layout == "NHD" and not workspace.any() and lens.dtype == torch.uint32 and mask.dtype == torch.uint16
+    assert mask.shape[2] == -(-q_len_per_req // 32) * 2
+    out, n, node = torch.empty_like(q), q_len_per_req, torch.arange(q_len_per_req)
+    for b, count in enumerate(lens.tolist()):
+        assert count <= max_len
+        tree = (mask[b].int()[:, node // 16] >> (node % 16) & 1).bool()
+        seen = torch.cat([torch.ones(n, count - n, dtype=torch.bool), tree], 1)
+        k, v = (paged_rows(pool, table[b], count) for pool in pools)
+        out[b * n : (b + 1) * n], _ = attend(q[b * n : (b + 1) * n], k, v, seen, bmm1_scale)
+    return out
+
+
+def flash_attn_with_kvcache(
+    q: Tensor, k_pool: Tensor, v_pool: Tensor, *, cache_seqlens: Tensor, page_table: Tensor, causal: bool,
+    return_softmax_lse: bool = False,
+) -> Any:  # fmt: skip
+    assert cache_seqlens.dtype == page_table.dtype == torch.int32
+    results, n = [], q.shape[1]
+    for b, count in enumerate(cache_seqlens.tolist()):
+        seen = torch.ones(n, count, dtype=torch.bool).tril(count - n if causal else count)
+        k, v = (paged_rows(pool, page_table[b], count) for pool in (k_pool, v_pool))
+        results.append(attend(q[b], k, v, seen, q.shape[3] ** -0.5))
+    out, lse = (torch.stack(parts) for parts in zip(*results, strict=True))
+    return (out, lse.transpose(1, 2)) if return_softmax_lse else out
+
+
+def merge_state_v2(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Tensor, Tensor]:
+    weights = torch.stack([s_a, s_b]).softmax(0)[..., None]
+    return (weights[0] * v_a + weights[1] * v_b).to(v_a.dtype), torch.logaddexp(s_a, s_b)
+
+
 STAND_INS = {
+    "flashinfer.prefill": SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=PrefillWrapper),
+    "flashinfer.decode": SimpleNamespace(xqa_batch_decode_with_kv_cache=xqa),
+    "sgl_kernel.flash_attn": SimpleNamespace(flash_attn_with_kvcache=flash_attn_with_kvcache),
+    "sgl_kernel": SimpleNamespace(merge_state_v2=merge_state_v2),
     "sglang.kernels.ops.speculative.tree": SimpleNamespace(
         verify_tree_greedy=greedy, build_tree_kernel_efficient=build, reconstruct_indices_from_tree_mask=from_mask
     ),
@@ -118,7 +194,7 @@ STAND_INS = {
 
 @pytest.fixture
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (sglang, peers.flashinfer):
+    for module in (sglang, peers.flashinfer, peers.flash_attention):
         monkeypatch.setattr(module, "module", lambda name, _device: STAND_INS[name])
 
 
@@ -170,3 +246,26 @@ def test_another_tree_is_seen() -> None:
     ):
         with pytest.raises(WrongResult, match="tree 0 is another"):
             compare(tokens, first_child, next_sibling)
+
+
+@pytest.mark.parametrize(("nodes", "page_size", "kv", "others"), [
+    (9, 16, "same", 4),
+    (40, 64, "same", 4),
+    (9, 3, "same", 3),
+    (9, 16, "fp8", 0),
+])  # fmt: skip
+def test_tree_attention(nodes: int, page_size: int, kv: str, others: int, stand_ins: None) -> None:
+    """XQA has pages of 16 and more, and none takes 8-bit KV with 16-bit queries here."""
+    params = {"batch": 3, "prefix": 50, "nodes": nodes, "page_size": page_size, "lengths": "uneven", "kv": kv}
+    work = CASES["tree_attention"].make(CPU, params | {"dtype": "bfloat16"})
+    check(work)
+    assert len(work.peers) == others
+
+
+def test_a_peer_that_fails_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> None:
+        raise RuntimeError("no such page size")
+
+    works = Baseline("works", lambda: None, lambda _: None)
+    assert peers.that_run(works, Baseline("fails", fail, lambda _: None)) == [works]
+    assert capsys.readouterr().err == "specdec bench: fails is left out: RuntimeError: no such page size\n"

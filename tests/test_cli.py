@@ -351,6 +351,11 @@ def test_panels_of_a_product_and_of_one_parameter_at_a_time() -> None:
     panels = {parameter: [r["params"][parameter] for r in results] for parameter, results in plot.panels_of(around)}
     assert panels == {"batch": [1, 2, 8, 2], "nodes": [16, 4]}  # float16 has a single point, in the first panel
 
+    many = results_of([*Case("op", grid | {"k": (1, 2, 4)}, doubling().make).sizes(cpu)])
+    parts = plot.panels_of(many)  # 12 lines are too many for one panel
+    assert [(p, {r["params"]["nodes"] for r in part}) for p, part in parts] == [("batch", {4}), ("batch", {16})]
+    assert [r for _, part in parts for r in part] == sorted(many, key=lambda r: r["params"]["nodes"])
+
     alone = results_of([{"batch": 4}])
     assert plot.panels_of(alone) == [("batch", alone)]
 

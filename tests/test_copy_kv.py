@@ -31,7 +31,7 @@ def check(device: torch.device, pools: list[torch.Tensor], *arguments: torch.Ten
     assert (status == 0).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("page_size", [1, 3, 64])
 @pytest.mark.parametrize(("layers", "heads", "head_dim"), [(1, 1, 128), (3, 3, 64), (2, 3, 5), (2, 12, 128)])
 def test_matches_reference(
@@ -144,7 +144,7 @@ def test_empty_batch_and_no_layers(device: torch.device) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"k_pools": torch.zeros(3, 5, 2, 1, 4, dtype=INT)}, "copy_kv: k_pools is int32, expected float32 or float16 or bfloat16"),
+        ({"k_pools": torch.zeros(3, 5, 2, 1, 4, dtype=INT)}, "copy_kv: k_pools is int32, expected float32 or float16 or bfloat16 or float8_e4m3fn"),
         ({"v_pools": torch.zeros(2, 5, 2, 1, 4)}, "copy_kv: v_pools has shape [2, 5, 2, 1, 4], expected [layers=3, num_pages=5, page_size=2, heads=1, head_dim=4]"),
         ({"page_table": torch.zeros(2, 4)}, "copy_kv: page_table is float32, expected int32"),
         ({"dst_slots": torch.zeros(3, dtype=INT)}, "copy_kv: dst_slots has shape [3], expected [batch=2]"),

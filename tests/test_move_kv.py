@@ -42,7 +42,7 @@ def check(device: torch.device, pools: list[torch.Tensor], **arguments: torch.Te
     assert (status == 0).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("page_size", [1, 3, 16])
 @pytest.mark.parametrize(("layers", "heads", "head_dim"), [(1, 1, 128), (3, 3, 64), (2, 3, 5)])
 def test_matches_reference(
@@ -244,7 +244,7 @@ def test_graph_replay_with_changed_inputs() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"k_pools": torch.zeros(3, 5, 2, 1, 4, dtype=INT)}, "move_kv: k_pools is int32, expected float32 or float16 or bfloat16"),
+        ({"k_pools": torch.zeros(3, 5, 2, 1, 4, dtype=INT)}, "move_kv: k_pools is int32, expected float32 or float16 or bfloat16 or float8_e4m3fn"),
         ({"v_pools": torch.zeros(3, 5, 2, 1, 4).half()}, "move_kv: v_pools is float16, expected float32"),
         ({"v_pools": torch.zeros(2, 5, 2, 1, 4)}, "move_kv: v_pools has shape [2, 5, 2, 1, 4], expected [layers=3, num_pages=5, page_size=2, heads=1, head_dim=4]"),
         ({"k_pools": torch.zeros(3, 5, 2, 1, 8)[..., ::2]}, "move_kv: k_pools has shape [3, 5, 2, 1, 4] and is not contiguous in its last dimension, expected a last stride of 1"),

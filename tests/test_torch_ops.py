@@ -30,7 +30,7 @@ def test_same_numbers_as_the_plain_op(device: torch.device) -> None:
     cache = make_cache([30, 5], [6, 6], page_size=4, device=device)
     cache.page_table[1, 0] = -1
     q = torch.randn(2, 4, 6, 64, device=device).transpose(1, 2)
-    arguments = {"mask": random_trees(2, 6).to(device), "scale": 0.2, "tail_len": 6}
+    arguments = {"mask": random_trees(2, 6).to(device), "scale": 0.2, "tail_len": 6, "window": 9, "soft_cap": 2.0}
     status = torch.zeros(2, dtype=torch.int32, device=device)
     out = torch_ops.tree_attention(q, *cache.tensors(), status=status, **arguments)
     assert out.is_contiguous()
@@ -67,7 +67,8 @@ def test_attention_opcheck(device: torch.device) -> None:
     ends = torch.tensor([0, 3, 6], dtype=torch.int32, device=device)
     mask = random_trees(3, 6).to(device)
     op = torch.ops.specdec.tree_attention
-    all_of_them = {"slots": slots, "q_lens": lengths, "mask": mask, "tail_len": 6, "scale": 0.5}
+    all_of_them = {"slots": slots, "q_lens": lengths, "mask": mask, "tail_len": 6, "scale": 0.5, "window": 20}
+    all_of_them |= {"soft_cap": 9.0, "fixed_split": 64}
     torch.library.opcheck(op.default, (q, *cache.tensors()))
     torch.library.opcheck(op.default, (q[0], *cache.tensors()), {"cu_seqlens_q": ends})
     torch.library.opcheck(op.default, (q, *cache.tensors()), all_of_them)

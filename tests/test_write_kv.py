@@ -16,7 +16,11 @@ STALLED, BAD_PAGE, BAD_LENGTH, SHARED_PAGE = (
 )
 
 
-def ints(values: Any, device: torch.device) -> torch.Tensor:
+NAN = float("nan")
+FP8 = torch.float8_e4m3fn
+
+
+def ints(values: Any, device: torch.device | str) -> torch.Tensor:
     return torch.tensor(values, dtype=INT, device=device)
 
 
@@ -50,6 +54,34 @@ def test_padded_rows(device: torch.device, dtype: torch.dtype, page_size: int, h
         num_valid=ints([7, 7, 0, 3, 7], torch.device("cpu")),
         device=device,
     )
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, FP8], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 5])
+def test_pools_of_8_bits(device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
+    table, num_pages = page_table(3, 4)
+    values = torch.randn(2, 2, 7, 3, head_dim) * 10.0 ** torch.randint(-4, 4, (2, 2, 7, 3, head_dim))
+    special = torch.tensor([NAN, float("inf"), -float("inf"), 0.0, -0.0, 448.0, 464.0, 465.0, 1e9, 2**-10, 3 * 2**-10])
+    values.view(-1)[: len(special)] = special
+    k, v = values.to(dtype)
+    pools = [poisoned(num_pages, 4, 3, head_dim, dtype=FP8) for _ in range(2)]
+    scales = {} if dtype == FP8 else {"k_scale": 0.37, "v_scale": 2.0}
+    start_lens = torch.tensor([0, 5, 8], dtype=INT)
+    check(k, v, *pools, page_table=table, start_lens=start_lens, slots=ints([2, 0], "cpu"), device=device, **scales)
+    check(k, v, *pools, page_table=table, start_lens=start_lens, slots=ints([2, 0], "cpu"), device=device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_rounding_to_8_bits(device: torch.device, dtype: torch.dtype) -> None:
+    """To the nearest number, ties to the even one, from every 16-bit float."""
+    every = (
+        torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.float16 if dtype == torch.float32 else dtype)
+    )
+    k = every.to(dtype).view(64, 1, 1024)[None]
+    table = torch.tensor([[0]], dtype=INT)
+    pools = [poisoned(1, 64, 1, 1024, dtype=FP8) for _ in range(2)]
+    check(k, k, *pools, page_table=table, start_lens=torch.zeros(1, dtype=INT), device=device, v_scale=0.3)
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 16])
@@ -204,7 +236,7 @@ def test_graph_replay_with_changed_inputs() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"k": torch.zeros(2, 3, 1, 4, dtype=INT)}, "write_kv: k is int32, expected float32 or float16 or bfloat16"),
+        ({"k": torch.zeros(2, 3, 1, 4, dtype=INT)}, "write_kv: k is int32, expected float32 or float16 or bfloat16 or float8_e4m3fn"),
         ({"v": torch.zeros(2, 3, 1, 4).half()}, "write_kv: v is float16, expected float32"),
         ({"v": torch.zeros(2, 2, 1, 4)}, "write_kv: v has shape [2, 2, 1, 4], expected [batch=2, q_len=3, heads=1, head_dim=4]"),
         ({"v_pool": torch.zeros(5, 2, 1, 4).bfloat16()}, "write_kv: v_pool is bfloat16, expected float32"),
@@ -214,6 +246,9 @@ def test_graph_replay_with_changed_inputs() -> None:
         ({"row_offset": 2**31}, "write_kv: row_offset is 2147483648, expected -2147483647 to 2147483647"),
         ({"cu_seqlens_q": torch.zeros(3, dtype=INT)}, "write_kv: k has shape [2, 3, 1, 4], expected [tokens, heads, head_dim]"),
         ({"num_valid": torch.zeros(3, dtype=INT)}, "write_kv: num_valid has shape [3], expected [batch=2]"),
+        ({"k_pool": torch.zeros(5, 2, 1, 4).bfloat16()}, "write_kv: k_pool is bfloat16, expected float32 or float8_e4m3fn"),
+        ({"k_pool": torch.zeros(5, 2, 1, 4).to(FP8), "v_pool": torch.zeros(5, 2, 1, 4).to(FP8), "k_scale": 0.0}, "write_kv: k_scale is 0.000000, expected a finite float32 above 0"),
+        ({"v_scale": 2.0}, "write_kv: v_scale is 2.000000, expected 1 for pools of float32"),
         ({"page_refs": torch.zeros(4, dtype=INT)}, "write_kv: page_refs has shape [4], expected [num_pages=5]"),
     ],
 )  # fmt: skip

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from ..harness import Baseline
+
 
 @cache
 def module(name: str, device: torch.device) -> Any:
@@ -25,3 +27,16 @@ def module(name: str, device: torch.device) -> Any:
     except Exception as error:  # whatever an installation of another package may lack
         print(f"specdec bench: {name} is left out: {type(error).__name__}: {error}", file=sys.stderr)
         return None
+
+
+def that_run(*peers: Baseline) -> list[Baseline]:
+    """Those whose call works here at all; the others, said on stderr, are left out."""
+    working = []
+    for peer in peers:
+        try:
+            peer.call()
+        except Exception as error:  # whatever a package has not for these sizes or this device
+            print(f"specdec bench: {peer.name} is left out: {type(error).__name__}: {error}", file=sys.stderr)
+        else:
+            working.append(peer)
+    return working

@@ -1,284 +1,113 @@
-// One block for 16 rows of one request and KV head, where row n is query row n / G, head n % G of its group. It walks
-// the KV the rows may see in tiles of 64 (or 32) tokens through shared memory, with an online softmax in float32.
-// Grid: (row tiles of all requests, kv_heads). A warp owns 4 rows: for scores a lane owns 1 or 2 tokens, for the
-// weighted sum of values head_dim / 32 columns; so rows never meet across warps, and a row's arithmetic depends on
-// nothing but its own request. Bytes: each row tile reads the KV of its request and head once.
-#include <cutlass/fast_math.h>
+// Which kernel a call of tree_attention gets, from what is static about it: neither lengths nor tables are known here.
+#include <algorithm>
+#include <string_view>
 
-#include "attention/tree_attention.h"
-#include "attention/visibility.h"
-#include "core/cuda.cuh"
-#include "core/floats.h"
+#include "attention/launch.h"
+#include "core/errors.h"
 
 namespace specdec {
 namespace {
 
-constexpr int kThreads = 128;
-constexpr int kRows = 16;
-constexpr int kRowsPerWarp = kRows / (kThreads / kWarp);
+constexpr int kMaxLanes = 4;  // beyond, row tiles follow each other on the work line
 
-template <class T, int D>
-struct Tile {
-  // Two float32 tiles of 256 x 64 would leave no room on devices with 100 KB of shared memory.
-  static constexpr int kTokens = sizeof(T) * D >= 1024 ? 32 : 64;
-  static constexpr int kVector = 16 / sizeof(T);  // elements of one 16-byte access
-  static constexpr int kStride = D + kVector;     // of a KV row: lanes on neighbouring rows hit different banks
-  static constexpr int kColumns = D / kWarp;      // of a lane in the weighted sum
+int device_attribute(cudaDeviceAttr attribute) {
+  int device = 0, value = 0;
+  SD_CUDA_CHECK("tree_attention", cudaGetDevice(&device));
+  SD_CUDA_CHECK("tree_attention", cudaDeviceGetAttribute(&value, attribute, device));
+  return value;
+}
 
-  alignas(16) float q[kRows][D];  // scaled for powers of two
-  alignas(16) T k[kTokens][kStride];
-  alignas(16) T v[kTokens][kStride];
-  alignas(16) float weights[kRows][kTokens];
-  int64_t k_rows[2][kTokens];  // where this tile's and the next tile's rows begin in the pools, -1: not there
-  int64_t v_rows[2][kTokens];
+// Of the pages of one pool, from the first row to the last.
+int64_t span_bytes(const PoolStrides& s, const TreeAttentionParams& p) {
+  return 2 * (p.rows.num_pages * s.page + p.rows.page_size * s.row + p.kv_heads * s.head);
+}
+
+// Tensor cores take 16-bit floats whose rows start on 16 bytes, of which 2^32 are counted, and need room for two stages
+// of K and V.
+bool has_tensor_cores_for(const TreeAttentionParams& p) {
+  constexpr int64_t kMaxSpan = int64_t{16} << 32;
+  return p.dtype != kFloat32 && !p.fp8 && p.aligned && span_bytes(p.k_strides, p) <= kMaxSpan &&
+         span_bytes(p.v_strides, p) <= kMaxSpan &&
+         (p.head_dim < 256 || device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) > 128 * 1024);
+}
+
+// Query rows of one request: exact for padded ones, the mean for packed ones.
+int64_t likely_rows(const TreeAttentionParams& p) {
+  const int64_t rows = p.cu_seqlens_q ? (p.q_rows + p.batch) / (p.batch + 1) : p.q_rows;
+  return rows * (p.q_heads / p.kv_heads);
+}
+
+// wgmma is Hopper's alone, and only a build for 90a has it. It multiplies 64 rows at a time, but even for 16 of them
+// that takes less time than their KV.
+bool takes_wgmma(const TreeAttentionParams& p) {
+  constexpr bool kBuilt = std::string_view(SPECDEC_CUDA_ARCHITECTURES).find("90a") != std::string_view::npos;
+  return kBuilt && p.fixed_split % 128 == 0 && device_attribute(cudaDevAttrComputeCapabilityMajor) == 9;
+}
+
+struct Choice {
+  Cut cut;
+  bool wgmma;
 };
 
-// N elements moved as one.
-template <class T, int N>
-struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Pack {
-  T x[N];
-};
-
-__device__ int64_t row_tiles(const TreeAttentionParams& p, int64_t rows) {
-  return (rows * (p.q_heads / p.kv_heads) + kRows - 1) / kRows;
+Choice choose(const TreeAttentionParams& p) {
+  const int64_t rows = likely_rows(p);
+  Choice c{};
+  Cut& cut = c.cut;
+  c.wgmma = takes_wgmma(p);
+  // Where a row's bits must not depend on its neighbours, its tile does not depend on their number.
+  if (p.fixed_split)
+    cut.rows = p.head_dim == 256 && !c.wgmma ? 32 : 64;
+  else
+    cut.rows = c.wgmma ? (rows <= 64 ? 64 : 128) : rows <= 16 ? 16 : rows <= 32 || p.head_dim == 256 ? 32 : 64;
+  cut.lanes = static_cast<int>(std::min<int64_t>((rows + cut.rows - 1) / cut.rows, kMaxLanes));
+  cut.tile = cutlass::FastDivmod(c.wgmma ? wgmma_tokens(p.head_dim, cut.rows) : 64);
+  cut.split = cutlass::FastDivmod(p.fixed_split ? cut.tile.div(static_cast<int>(p.fixed_split)) : 1);
+  cut.group = cutlass::FastDivmod(static_cast<int>(p.q_heads / p.kv_heads));
+  cut.page_size = cutlass::FastDivmod(static_cast<int>(p.rows.page_size));
+  // Two blocks on a multiprocessor hide more of each other's waiting; one has as much on its way and leaves half the
+  // parts.
+  const int multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount);
+  const bool few_groups = p.batch * p.kv_heads < 2 * multiprocessors;
+  const bool alone = p.head_dim == 256 || cut.rows == 128 || (c.wgmma && few_groups);
+  cut.blocks = alone ? 1 : 2;
+  cut.max_workers = std::clamp(multiprocessors * cut.blocks / cut.lanes, 1, kMaxWorkers);
+  return c;
 }
 
-// The request and row tile of block x among packed rows, whose lengths only the device knows; found by each warp for
-// itself. A request without rows still has one tile, which reports its status.
-__device__ bool locate_packed(const TreeAttentionParams& p, int64_t x, int64_t* b, int64_t* tile) {
-  const int lane = threadIdx.x % kWarp;
-  for (int64_t base = 0; base <= p.batch; base += kWarp) {
-    int64_t tiles = 0;
-    if (base + lane <= p.batch) tiles = max(row_tiles(p, request_of(p, base + lane).rows), int64_t{1});
-    int64_t upto = tiles;
-    for (int step = 1; step < kWarp; step *= 2) {
-      const int64_t before = __shfl_up_sync(kFullMask, upto, step);
-      if (lane >= step) upto += before;
-    }
-    const unsigned found = __ballot_sync(kFullMask, upto > x);
-    if (found != 0) {
-      const int owner = __ffs(found) - 1;
-      *b = base + owner;
-      *tile = x - __shfl_sync(kFullMask, upto - tiles, owner);
-      return true;
-    }
-    x -= __shfl_sync(kFullMask, upto, kWarp - 1);
-  }
-  return false;
-}
-
-// Copies the tile's KV rows, 16 bytes at a time where the pools allow, with zeros for rows that are not there.
-template <class T, int D>
-__device__ __forceinline__ void load_tile(Tile<T, D>& s, const TreeAttentionParams& p, int buffer) {
-  using Vector = Pack<T, Tile<T, D>::kVector>;
-  constexpr int kPieces = D / Tile<T, D>::kVector;
-  const T *k_pool = static_cast<const T*>(p.k_pool), *v_pool = static_cast<const T*>(p.v_pool);
-#pragma unroll 4
-  for (int n = threadIdx.x; n < Tile<T, D>::kTokens * kPieces; n += kThreads) {
-    const int j = n / kPieces, d = n % kPieces * Tile<T, D>::kVector;
-    const int64_t k_row = s.k_rows[buffer][j], v_row = s.v_rows[buffer][j];
-    Vector k{}, v{};
-    if (k_row >= 0) {
-      if (p.aligned_pool) {
-        k = *reinterpret_cast<const Vector*>(k_pool + k_row + d);
-        v = *reinterpret_cast<const Vector*>(v_pool + v_row + d);
-      } else {
-        for (int e = 0; e < Tile<T, D>::kVector; ++e) {
-          k.x[e] = k_pool[k_row + d + e];
-          v.x[e] = v_pool[v_row + d + e];
-        }
-      }
-    }
-    *reinterpret_cast<Vector*>(&s.k[j][d]) = k;
-    *reinterpret_cast<Vector*>(&s.v[j][d]) = v;
-  }
-}
-
-// Adds weights x values of the tile to a warp's rows. kPartial: some row does not see some token, whose value must not
-// be met even with weight 0: it may be NaN.
-template <bool kPartial, class T, int D>
-__device__ __forceinline__ void add_values(const Tile<T, D>& s, int row, int lane,
-                                           float (&acc)[kRowsPerWarp][D / kWarp]) {
-  constexpr int kColumns = Tile<T, D>::kColumns;
-#pragma unroll 4
-  for (int j = 0; j < Tile<T, D>::kTokens; ++j) {
-    const auto values = *reinterpret_cast<const Pack<T, kColumns>*>(&s.v[j][lane * kColumns]);
-#pragma unroll
-    for (int a = 0; a < kRowsPerWarp; ++a) {
-      const float weight = s.weights[row + a][j];
-#pragma unroll
-      for (int c = 0; c < kColumns; ++c) {
-        const float value = to_float(values.x[c]);
-        acc[a][c] = fmaf(weight, kPartial && weight == 0 ? 0.0f : value, acc[a][c]);
-      }
-    }
-  }
-}
-
-template <class T, int D>
-__global__ void __launch_bounds__(kThreads)
-    tree_attention_kernel(TreeAttentionParams p, cutlass::FastDivmod page_size, int64_t tiles_per_request) {
-  using Shared = Tile<T, D>;
-  constexpr int kTokens = Shared::kTokens, kVector = Shared::kVector, kColumns = Shared::kColumns;
-  constexpr int kLaneTokens = kTokens / kWarp;
-  extern __shared__ __align__(16) unsigned char memory[];
-  Shared& s = *reinterpret_cast<Shared*>(memory);
-
-  int64_t b = blockIdx.x / tiles_per_request, tile = blockIdx.x % tiles_per_request;
-  if (p.cu_seqlens_q != nullptr && !locate_packed(p, blockIdx.x, &b, &tile)) return;
-  const Request r = request_of(p, b);
-  if (tile == 0 && blockIdx.y == 0 && threadIdx.x == 0 && r.status != 0) set_status(p.status, r.slot, r.status);
-
-  const int64_t G = p.q_heads / p.kv_heads, head = blockIdx.y, begin = tile * kRows;
-  const int64_t rows = min(r.rows * G - begin, int64_t{kRows});                    // to write
-  const int64_t valid = min(r.valid_rows * G - begin, int64_t{kRows});             // to compute, may be negative
-  const int lane = threadIdx.x % kWarp, row = threadIdx.x / kWarp * kRowsPerWarp;  // the warp's first
-
-  for (int n = threadIdx.x; n < kRows * D; n += kThreads) {
-    const int64_t i = (begin + n / D) / G, h = head * G + (begin + n / D) % G;
-    s.q[n / D][n % D] =
-        n / D < valid
-            ? to_float(static_cast<const T*>(p.q)[r.q_start + i * p.q_strides.row + h * p.q_strides.head + n % D]) *
-                  p.log2_scale
-            : 0.0f;
-  }
-
-  const int64_t end = valid > 0 ? visible_end(p, r, (begin + valid - 1) / G) : 0;
-  const auto find_rows = [&](int64_t first, int buffer) {
-    const int j = threadIdx.x;
-    if (j >= kTokens) return;
-    int64_t k_row = -1, v_row = -1;
-    if (first + j < end) {
-      const KvRow at = find_row(p.rows, page_size, r.slot, first + j);
-      if (at.bits == 0) {
-        k_row = row_start(p.k_strides, at, head);
-        v_row = row_start(p.v_strides, at, head);
-      } else {
-        set_status(p.status, r.slot, at.bits);
-      }
-    }
-    s.k_rows[buffer][j] = k_row;
-    s.v_rows[buffer][j] = v_row;
-  };
-
-  float acc[kRowsPerWarp][kColumns] = {}, max_score[kRowsPerWarp], sum[kRowsPerWarp] = {};
-#pragma unroll
-  for (int a = 0; a < kRowsPerWarp; ++a) max_score[a] = -INFINITY;
-
-  find_rows(0, 0);
-  __syncthreads();
-  int buffer = 0;
-  for (int64_t first = 0; first < end; first += kTokens, buffer ^= 1) {
-    load_tile(s, p, buffer);
-    find_rows(first + kTokens, buffer ^ 1);
-    __syncthreads();
-    if (row < valid) {  // the same for the whole warp
-      float score[kRowsPerWarp][kLaneTokens] = {};
-#pragma unroll 4
-      for (int d = 0; d < D; d += kVector) {
-        float k[kLaneTokens][kVector];
-#pragma unroll
-        for (int u = 0; u < kLaneTokens; ++u) {
-          const auto piece = *reinterpret_cast<const Pack<T, kVector>*>(&s.k[lane + u * kWarp][d]);
-#pragma unroll
-          for (int e = 0; e < kVector; ++e) k[u][e] = to_float(piece.x[e]);
-        }
-#pragma unroll
-        for (int a = 0; a < kRowsPerWarp; ++a) {
-#pragma unroll
-          for (int e = 0; e < kVector; e += 4) {
-            const float4 q = *reinterpret_cast<const float4*>(&s.q[row + a][d + e]);
-#pragma unroll
-            for (int u = 0; u < kLaneTokens; ++u)
-              score[a][u] = fmaf(q.x, k[u][e],
-                                 fmaf(q.y, k[u][e + 1], fmaf(q.z, k[u][e + 2], fmaf(q.w, k[u][e + 3], score[a][u]))));
-          }
-        }
-      }
-
-      const bool partial = first + kTokens > r.prefix;
-#pragma unroll
-      for (int a = 0; a < kRowsPerWarp; ++a) {
-        uint64_t seen = ~uint64_t{0};
-        if (row + a >= valid)
-          seen = 0;
-        else if (partial)
-          seen = visible_word(p, r, (begin + row + a) / G, first);
-        float top = max_score[a];
-#pragma unroll
-        for (int u = 0; u < kLaneTokens; ++u) {
-          const int j = lane + u * kWarp;
-          if ((seen >> j & 1) == 0 || s.k_rows[buffer][j] < 0) score[a][u] = -INFINITY;
-          top = fmaxf(top, score[a][u]);
-        }
-        for (int step = kWarp / 2; step > 0; step /= 2) top = fmaxf(top, __shfl_xor_sync(kFullMask, top, step));
-
-        const float origin = top > -INFINITY ? top : 0.0f;  // nothing seen yet: 2^(-inf - 0), not 2^(-inf + inf)
-        const float rescale = exp2f(max_score[a] - origin);
-        max_score[a] = top;
-        sum[a] *= rescale;
-#pragma unroll
-        for (int u = 0; u < kLaneTokens; ++u) {
-          const float weight = exp2f(score[a][u] - origin);
-          sum[a] += weight;
-          s.weights[row + a][lane + u * kWarp] = weight;
-        }
-#pragma unroll
-        for (int c = 0; c < kColumns; ++c) acc[a][c] *= rescale;
-      }
-      __syncwarp();
-      if (partial)
-        add_values<true>(s, row, lane, acc);
-      else
-        add_values<false>(s, row, lane, acc);
-    }
-    __syncthreads();  // before the next tile overwrites k, v and this tile's rows
-  }
-
-#pragma unroll
-  for (int a = 0; a < kRowsPerWarp; ++a) {
-    float total = sum[a];
-    for (int step = kWarp / 2; step > 0; step /= 2) total += __shfl_xor_sync(kFullMask, total, step);
-    if (row + a >= rows) continue;  // the same for the whole warp
-    const int64_t i = (begin + row + a) / G, h = head * G + (begin + row + a) % G;
-    T* out = static_cast<T*>(p.out) + r.out_start + i * p.out_strides.row + h * p.out_strides.head + lane * kColumns;
-#pragma unroll
-    for (int c = 0; c < kColumns; ++c) out[c] = from_float<T>(total == 0 ? 0.0f : acc[a][c] / total);
-    if (p.lse != nullptr && lane == 0)
-      p.lse[(r.flat_row + i) * p.q_heads + h] =
-          total == 0 ? -INFINITY : (max_score[a] + log2f(total)) * 0.6931471805599453f;
-  }
-}
-
-template <class T, int D>
-void launch(const TreeAttentionParams& p, Stream stream) {
-  const int64_t G = p.q_heads / p.kv_heads;
-  // Packed: requests differ in length, but each adds at most one tile to what one long request would have.
-  const int64_t tiles = p.cu_seqlens_q ? p.q_rows * G / kRows + p.batch + 1 : (p.q_rows * G + kRows - 1) / kRows;
-  const int64_t blocks = p.cu_seqlens_q ? tiles : tiles * p.batch;
-  const dim3 grid(grid_x("tree_attention", blocks), static_cast<unsigned>(p.kv_heads));
-  constexpr int kBytes = sizeof(Tile<T, D>);
-  if (kBytes > 48 * 1024)  // more than a kernel gets unasked; a property of this device's copy of it
-    SD_CUDA_CHECK("tree_attention", cudaFuncSetAttribute(tree_attention_kernel<T, D>,
-                                                         cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
-  tree_attention_kernel<T, D>
-      <<<grid, kThreads, kBytes, stream>>>(p, cutlass::FastDivmod(static_cast<int>(p.rows.page_size)), tiles);
+// Partial results that a call may leave.
+int64_t max_parts(const TreeAttentionParams& p, const Cut& cut) {
+  if (p.fixed_split == 0) return int64_t{2} * cut.max_workers * cut.lanes;
+  const int64_t rows = p.q_rows * (p.q_heads / p.kv_heads), block = int64_t{cut.rows} * cut.lanes;
+  const int64_t blocks = p.cu_seqlens_q ? rows / block + p.batch : (rows + block - 1) / block * p.batch;
+  const int64_t splits = (row_capacity(p.rows) + p.fixed_split - 1) / p.fixed_split;
+  return blocks * p.kv_heads * splits * cut.lanes;
 }
 
 }  // namespace
 
+int64_t tree_attention_workspace_cuda(const TreeAttentionParams& p) {
+  if (!has_tensor_cores_for(p)) return 0;
+  const Cut cut = choose(p).cut;
+  return cut.max_workers * sizeof(Segment) / sizeof(float) + max_parts(p, cut) * cut.rows * (p.head_dim + 2);
+}
+
 void tree_attention_cuda(const TreeAttentionParams& p, Stream stream) {
-  with_float_type(p.dtype, [&]<class T>() {
-    switch (p.head_dim) {
-      case 64:
-        return launch<T, 64>(p, stream);
-      case 128:
-        return launch<T, 128>(p, stream);
-      default:
-        return launch<T, 256>(p, stream);
-    }
-  });
-  SD_LAUNCH_CHECK("tree_attention");
+  if (!has_tensor_cores_for(p)) return plain_attention(p, stream);
+  const auto [cut, wgmma] = choose(p);
+  const auto of_head_dim = [&]<int D>() {
+    wgmma ? wgmma_attention_of<D>(p, cut, stream) : mma_attention_of<D>(p, cut, stream);
+  };
+  switch (p.head_dim) {
+    case 64:
+      of_head_dim.operator()<64>();
+      break;
+    case 128:
+      of_head_dim.operator()<128>();
+      break;
+    default:
+      of_head_dim.operator()<256>();
+  }
+  merge_parts(p, cut, stream);
 }
 
 }  // namespace specdec

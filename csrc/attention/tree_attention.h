@@ -2,6 +2,7 @@
 #pragma once
 
 #include "core/dispatch.h"
+#include "core/floats.h"
 #include "kv/page_rows.h"
 
 namespace specdec {
@@ -19,7 +20,8 @@ struct TreeAttentionParams {
   const void* k_pool;  // [num_pages, page_size, kv_heads, head_dim], free strides
   const void* v_pool;  // [num_pages, page_size, kv_heads, head_dim], free strides
   void* out;           // as q, of its own strides
-  Dtypes dtype;        // of those four
+  Dtypes dtype;        // of q and out
+  bool fp8;            // the pools hold float8_e4m3fn; else they are of dtype too
   RowStrides q_strides, out_strides;
   PoolStrides k_strides, v_strides;
   PageRows rows;
@@ -32,18 +34,42 @@ struct TreeAttentionParams {
   int32_t* status;              // [num_slots] or null
   int64_t batch, q_rows, q_heads, kv_heads, head_dim;
   int64_t num_slots, mask_words;
-  int64_t tail_len;   // -1: each request's number of valid rows
-  float log2_scale;   // scale * log2(e): exponentials are powers of two
-  bool aligned_pool;  // every pool row starts on 16 bytes
+  int64_t tail_len;     // -1: each request's number of valid rows
+  int64_t window;       // a row sees the last `window` rows of its path at most; INT64_MAX: all
+  float log2_scale;     // of q.k, with log2(e) in it: exponentials are powers of two
+  float soft_cap;       // in the same units, scores become soft_cap * tanh(score / soft_cap); 0: they stay
+  float v_scale;        // of the weighted sum of values
+  bool aligned;         // every row of q, out and the pools starts on 16 bytes
+  int64_t fixed_split;  // cut KV at multiples of so many rows, whatever else is in the batch; 0: in even parts
+  float* workspace;     // [workspace_floats] on 16 bytes, partial results; CUDA only
+  int64_t workspace_floats;
 };
 
 void tree_attention(CallStream stream, const TensorView& q, const TensorView& k_pool, const TensorView& v_pool,
                     const TensorView& page_table, const TensorView& prefix_lens, const OptTensor& slots,
                     const OptTensor& q_lens, const OptTensor& cu_seqlens_q, std::optional<int64_t> tail_len,
-                    const OptTensor& mask, std::optional<double> scale, const TensorView& out, const OptTensor& lse,
-                    const OptTensor& status);
+                    const OptTensor& mask, std::optional<double> scale, std::optional<int64_t> window,
+                    std::optional<double> soft_cap, double k_scale, double v_scale, std::optional<int64_t> fixed_split,
+                    const TensorView& out, const OptTensor& lse, const OptTensor& workspace, const OptTensor& status);
+
+// Floats of workspace that a call with such tensors needs on their device.
+int64_t tree_attention_workspace(const TensorView& q, const TensorView& k_pool, const TensorView& page_table,
+                                 const OptTensor& cu_seqlens_q, std::optional<int64_t> fixed_split);
+
+// Calls f.template operator()<T, Kv>() with the storage types of q and out, and of the pools.
+template <class F>
+void with_types(const TreeAttentionParams& p, F&& f) {
+  with_float_type(p.dtype, [&]<class T>() {
+    if (p.fp8)
+      f.template operator()<T, Float8>();
+    else
+      f.template operator()<T, T>();
+  });
+}
 
 void tree_attention_cpu(const TreeAttentionParams& p);
+// Floats of workspace that a call needs.
+int64_t tree_attention_workspace_cuda(const TreeAttentionParams& p);
 void tree_attention_cuda(const TreeAttentionParams& p, Stream stream);
 
 }  // namespace specdec

@@ -9,78 +9,111 @@ namespace specdec {
 
 // One request of the call, its device-side lengths read and brought into bounds.
 struct Request {
-  int64_t slot;        // -1: empty or stalled, every row gives zeros
   int64_t flat_row;    // its first row in mask and lse
   int64_t q_start;     // its first element in q
   int64_t out_start;   // its first element in out
-  int64_t rows;        // rows to write
-  int64_t valid_rows;  // of those, the first ones, which attend; the others give zeros
-  int64_t prefix;      // KV rows [0, prefix) are visible to all
-  int64_t end;         // KV rows [prefix, end) are the tail that some row may see; nothing beyond is read
-  int64_t shift;       // causal chain: row i sees tail rows j <= i + shift
+  int32_t slot;        // -1: empty or stalled, every row gives zeros
+  int32_t rows;        // rows to write
+  int32_t valid_rows;  // of those, the first ones, which attend; the others give zeros
+  int32_t prefix;      // KV rows [0, prefix) are visible to all
+  int32_t end;         // KV rows [prefix, end) are the tail that some row may see; nothing beyond is read
+  int32_t shift;       // causal chain: row i sees tail rows j <= i + shift
   int32_t status;
 };
 
 SD_HD int64_t clamp_to(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
+SD_HD int32_t clamp_to(int32_t x, int32_t low, int32_t high) { return x < low ? low : x > high ? high : x; }
+// x + y, or the highest int32 where that is less.
+SD_HD int32_t add_clamped(int32_t x, int32_t y) {
+  return static_cast<int32_t>(clamp_to(int64_t{x} + y, int64_t{INT32_MIN}, int64_t{INT32_MAX}));
+}
 
-// Requests 0 to batch - 1, and for packed rows one more: the rows behind the last request, which give zeros.
+// Reads past the L1: kernels look at lengths once before those before them have finished, and then again.
+SD_HD int32_t fresh(const int32_t* x) {
+#ifdef __CUDA_ARCH__
+  return __ldcg(x);
+#else
+  return *x;
+#endif
+}
+
+// Requests 0 to batch - 1, and for packed rows one more: the rows behind the last request, which give zeros. What has
+// to be loaded is loaded first, so that the loads wait together.
 SD_HD Request request_of(const TreeAttentionParams& p, int64_t b) {
   Request r{};
-  r.slot = b < p.batch ? slot_of(p.slots, b, p.num_slots) : -1;
-  if (r.slot >= 0 && p.status != nullptr && (p.status[r.slot] & kStalled)) r.slot = -1;
-  if (p.cu_seqlens_q != nullptr) {
-    const int64_t begin = p.cu_seqlens_q[b], stop = b < p.batch ? p.cu_seqlens_q[b + 1] : p.q_rows;
-    r.flat_row = clamp_to(begin, 0, p.q_rows);
-    r.rows = clamp_to(stop, r.flat_row, p.q_rows) - r.flat_row;
-    r.valid_rows = r.rows;
-    r.q_start = r.flat_row * p.q_strides.row;
-    r.out_start = r.flat_row * p.out_strides.row;
-    if (begin != r.flat_row || stop != r.flat_row + r.rows) r.status |= kBadLength;
-  } else {
-    const int64_t wanted = p.q_lens ? p.q_lens[b] : p.q_rows;
-    r.flat_row = b * p.q_rows;
-    r.rows = p.q_rows;
-    r.valid_rows = clamp_to(wanted, 0, p.q_rows);
-    r.q_start = b * p.q_strides.batch;
-    r.out_start = b * p.out_strides.batch;
-    if (wanted != r.valid_rows) r.status |= kBadLength;
-  }
+  const int32_t q_rows = static_cast<int32_t>(p.q_rows);
+  const bool packed = p.cu_seqlens_q != nullptr;
+  r.slot = b < p.batch ? p.slots ? fresh(p.slots + b) : static_cast<int32_t>(b) : -1;
+  if (r.slot >= p.num_slots) r.slot = -1;
+  const int32_t begin = packed ? fresh(p.cu_seqlens_q + b) : 0;
+  const int32_t stop = packed     ? (b < p.batch ? fresh(p.cu_seqlens_q + b + 1) : q_rows)
+                       : p.q_lens ? fresh(p.q_lens + b)
+                                  : q_rows;
+  const int32_t prefix = r.slot >= 0 ? fresh(p.prefix_lens + r.slot) : 0;
+  if (r.slot >= 0 && p.status != nullptr && (fresh(p.status + r.slot) & kStalled)) r.slot = -1;
+
+  const int32_t first = clamp_to(begin, 0, q_rows), last = clamp_to(stop, first, q_rows);
+  r.valid_rows = last - first;
+  r.rows = packed ? r.valid_rows : q_rows;
+  r.flat_row = packed ? first : b * q_rows;
+  r.q_start = packed ? first * p.q_strides.row : b * p.q_strides.batch;
+  r.out_start = packed ? first * p.out_strides.row : b * p.out_strides.batch;
+  if (begin != first || stop != last) r.status |= kBadLength;
   if (r.slot < 0 || r.valid_rows == 0) return r;
 
   const bool own_tail = p.tail_len < 0;
-  const int64_t tail = own_tail ? r.valid_rows : p.tail_len;
-  r.shift = own_tail ? 0 : tail - (p.cu_seqlens_q ? r.valid_rows : p.q_rows);
-  const int64_t seen = p.mask ? tail : clamp_to(r.valid_rows + r.shift, 0, tail);
+  const int32_t tail = own_tail ? r.valid_rows : static_cast<int32_t>(p.tail_len);
+  r.shift = own_tail ? 0 : tail - r.rows;
+  const int32_t seen = p.mask ? tail : clamp_to(add_clamped(r.valid_rows, r.shift), 0, tail);
   if (p.mask && tail > 64 * p.mask_words) r.status |= kBadLength;
 
-  const int64_t capacity = row_capacity(p.rows), prefix = p.prefix_lens[r.slot];
+  const int32_t capacity = static_cast<int32_t>(row_capacity(p.rows)),
+                end = add_clamped(clamp_to(prefix, 0, capacity), seen);
   r.prefix = clamp_to(prefix, 0, capacity);
-  r.end = clamp_to(r.prefix + seen, 0, capacity);
-  if (r.prefix != prefix || r.end != prefix + seen) r.status |= kBadLength;
+  r.end = clamp_to(end, 0, capacity);
+  if (r.prefix != prefix || r.end != end) r.status |= kBadLength;
   return r;
 }
 
 // The end of the KV rows that rows 0 to i may see.
-SD_HD int64_t visible_end(const TreeAttentionParams& p, const Request& r, int64_t i) {
-  return p.mask ? r.end : clamp_to(r.prefix + clamp_to(i + r.shift + 1, 0, r.end), 0, r.end);
+SD_HD int32_t visible_end(const TreeAttentionParams& p, const Request& r, int32_t i) {
+  return p.mask ? r.end : clamp_to(add_clamped(r.prefix, clamp_to(add_clamped(i + 1, r.shift), 0, r.end)), 0, r.end);
+}
+
+// Tail rows that row i sees by the mask or the chain; with the prefix they are its path, of which it sees the window.
+SD_HD int32_t tail_rows_seen(const TreeAttentionParams& p, const Request& r, int32_t i) {
+  if (p.mask == nullptr) return visible_end(p, r, i) - r.prefix;
+  int32_t seen = 0;
+  for (int64_t w = 0; w < p.mask_words && 64 * w < r.end - r.prefix; ++w)
+    seen += count_bits(static_cast<uint64_t>(p.mask[(r.flat_row + i) * p.mask_words + w]) &
+                       low_bits(r.end - r.prefix - 64 * w));
+  return seen;
+}
+
+// No row from i on sees KV rows before this one.
+SD_HD int32_t visible_begin(const TreeAttentionParams& p, const Request& r, int32_t i) {
+  if (p.window == INT64_MAX) return 0;
+  return static_cast<int32_t>(
+      clamp_to((p.mask ? r.prefix : visible_end(p, r, i)) - p.window, int64_t{0}, int64_t{r.end}));
 }
 
 // Bit j: row i of the request sees KV row first + j.
-SD_HD uint64_t visible_word(const TreeAttentionParams& p, const Request& r, int64_t i, int64_t first) {
-  const uint64_t inside = low_bits(visible_end(p, r, i) - first);
-  if (p.mask == nullptr || first + 64 <= r.prefix) return inside;
-  const int64_t* words = p.mask + (r.flat_row + i) * p.mask_words;
+SD_HD uint64_t visible_word(const TreeAttentionParams& p, const Request& r, int32_t i, int64_t first) {
+  uint64_t seen = low_bits(visible_end(p, r, i) - first);
   const int64_t tail = first - r.prefix;  // of bit 0
-  uint64_t seen = low_bits(-tail);
-  if (tail < 0) {
-    seen |= p.mask_words > 0 ? static_cast<uint64_t>(words[0]) << -tail : 0;
-  } else {
-    const int64_t w = tail / 64;
-    const int shift = static_cast<int>(tail % 64);
-    if (w < p.mask_words) seen |= static_cast<uint64_t>(words[w]) >> shift;
-    if (shift != 0 && w + 1 < p.mask_words) seen |= static_cast<uint64_t>(words[w + 1]) << (64 - shift);
+  // Rows of the path that lie before the window, oldest first: of the prefix, then of the tail.
+  int64_t outside = p.window == INT64_MAX ? 0 : int64_t{r.prefix} + tail_rows_seen(p, r, i) - p.window;
+  seen &= ~low_bits((p.mask ? clamp_to(outside, INT64_MIN, int64_t{r.prefix}) : outside) - first);
+  if (p.mask == nullptr || tail <= -64) return seen;
+  const int64_t* words = p.mask + (r.flat_row + i) * p.mask_words;
+  uint64_t by_mask = low_bits(-tail);
+  for (int64_t w = 0; w < p.mask_words; ++w) {
+    uint64_t word = static_cast<uint64_t>(words[w]);
+    for (outside -= w == 0 ? r.prefix : 0; outside > 0 && word != 0; --outside) word &= word - 1;
+    const int64_t shift = 64 * w - tail;  // of its bit 0 in the result
+    if (shift > -64 && shift < 64) by_mask |= shift >= 0 ? word << shift : word >> -shift;
   }
-  return seen & inside;
+  return seen & by_mask;
 }
 
 // Where a head of a KV row begins in its pool, in elements.

@@ -14,6 +14,14 @@ SD_HD uint64_t low_bits(int64_t n) { return n <= 0 ? 0 : n >= 64 ? ~uint64_t{0} 
 // Word `word` of a mask in which only bit `bit` is set.
 SD_HD uint64_t own_bit(int64_t bit, int64_t word) { return bit >> 6 == word ? uint64_t{1} << (bit & 63) : 0; }
 
+SD_HD int count_bits(uint64_t bits) {
+#ifdef __CUDA_ARCH__
+  return __popcll(bits);
+#else
+  return std::popcount(bits);
+#endif
+}
+
 // The number of the highest bit set, of which there is one.
 SD_HD int highest_bit(uint64_t bits) {
 #ifdef __CUDA_ARCH__

@@ -1,5 +1,7 @@
 #include "core/check.h"
 
+#include <cfloat>
+
 #include "core/errors.h"
 
 namespace specdec {
@@ -11,8 +13,9 @@ struct DtypeName {
   const char* name;
 };
 constexpr DtypeName kDtypeNames[] = {
-    {kInt32, kDLInt, 32, "int32"},       {kInt64, kDLInt, 64, "int64"},          {kFloat32, kDLFloat, 32, "float32"},
-    {kFloat16, kDLFloat, 16, "float16"}, {kBFloat16, kDLBfloat, 16, "bfloat16"},
+    {kInt32, kDLInt, 32, "int32"},          {kInt64, kDLInt, 64, "int64"},
+    {kFloat32, kDLFloat, 32, "float32"},    {kFloat16, kDLFloat, 16, "float16"},
+    {kBFloat16, kDLBfloat, 16, "bfloat16"}, {kFloat8, kDLFloat8_e4m3fn, 8, "float8_e4m3fn"},
 };
 
 std::string dtype_name(DLDataType d) {
@@ -85,6 +88,8 @@ Dtypes dtype_of(const TensorView& t) {
   return {0};
 }
 
+std::string dtype_name(const TensorView& t) { return dtype_name(t.dl.dtype); }
+
 void Check::fail(const char* name, const std::string& is, const std::string& expected) const {
   throw ValueError(std::string(op_) + ": " + name + " " + is + ", expected " + expected);
 }
@@ -147,6 +152,12 @@ void Check::strided_output(const char* name, const TensorView& t, Shape shape, D
 void Check::range(const char* name, int64_t value, int64_t low, int64_t high) {
   if (value < low || value > high)
     fail(name, "is " + std::to_string(value), std::to_string(low) + " to " + std::to_string(high));
+}
+
+float Check::factor(const char* name, double value, double unit) {
+  const auto f = static_cast<float>(value * unit);
+  if (!(f >= FLT_MIN && f <= FLT_MAX)) fail(name, "is " + std::to_string(value), "a finite float32 above 0");
+  return f;
 }
 
 void Check::that(bool ok, const char* name, const std::string& is, const std::string& expected) {

@@ -36,12 +36,13 @@ using Shape = std::initializer_list<ShapeItem>;
 struct Dtypes {
   unsigned bits;
 };
-constexpr Dtypes kInt32{1}, kInt64{2}, kFloat32{4}, kFloat16{8}, kBFloat16{16};
+constexpr Dtypes kInt32{1}, kInt64{2}, kFloat32{4}, kFloat16{8}, kBFloat16{16}, kFloat8{32};
 constexpr Dtypes operator|(Dtypes a, Dtypes b) { return {a.bits | b.bits}; }
 constexpr Dtypes kFloats = kFloat32 | kFloat16 | kBFloat16;
 
-// The one dtype of a checked tensor, as its bit in Dtypes.
+// The one dtype of a checked tensor, as its bit in Dtypes, and its name.
 Dtypes dtype_of(const TensorView& t);
+std::string dtype_name(const TensorView& t);
 inline bool operator==(Dtypes a, Dtypes b) { return a.bits == b.bits; }
 
 class Check {
@@ -65,6 +66,8 @@ class Check {
 
   // A number within [low, high].
   void range(const char* name, int64_t value, int64_t low, int64_t high);
+  // A factor, which is rounded to float32 after multiplication by `unit`: a finite number above 0.
+  float factor(const char* name, double value, double unit = 1);
   // Anything else: `<op>: <name> <is>, expected <expected>` unless ok.
   void that(bool ok, const char* name, const std::string& is, const std::string& expected);
   // `slots` may be none (row b is slot b), which needs batch <= num_slots.

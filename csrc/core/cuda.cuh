@@ -72,4 +72,17 @@ __device__ __forceinline__ void begin_kernel() {
 #endif
 }
 
+// The other way round: the next kernel is set up only when every kernel before this one has finished. It may then read,
+// before its own wait_for_kernels_before(), whatever this kernel does not write.
+__device__ __forceinline__ void wait_for_kernels_before() {
+#if __CUDA_ARCH__ >= 900
+  cudaGridDependencySynchronize();
+#endif
+}
+__device__ __forceinline__ void let_next_kernel_start() {
+#if __CUDA_ARCH__ >= 900
+  cudaTriggerProgrammaticLaunchCompletion();
+#endif
+}
+
 }  // namespace specdec

@@ -1,4 +1,4 @@
-// 16-bit floats as storage types, readable on host and device, and dispatch from a dtype to its C++ type.
+// 16-bit and 8-bit floats as storage types, readable on host and device, and dispatch from a dtype to its C++ type.
 #pragma once
 
 #include <cmath>
@@ -8,6 +8,7 @@
 #ifdef __CUDACC__
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 #endif
 
 #include "core/check.h"
@@ -21,6 +22,9 @@ struct Half {
 };
 struct BFloat16 {
   uint16_t bits;
+};
+struct Float8 {  // e4m3fn: 4 bits of exponent, 3 of mantissa, up to 448, one NaN of either sign and no infinity
+  uint8_t bits;
 };
 
 namespace detail {
@@ -70,6 +74,29 @@ inline uint16_t float_to_bfloat16(float f) {
   return static_cast<uint16_t>((u + 0x7fff + ((u >> 16) & 1)) >> 16);
 }
 
+// Without branches and with selections by masks, so that loops over it are vectorised on any x86-64.
+inline float float8_to_float(uint8_t b) {
+  const uint32_t magnitude = b & 0x7f, bits = magnitude << 20;
+  const uint32_t normal = bits + (120u << 23);
+  const uint32_t subnormal = bits_from_float(float_from_bits(bits + (121u << 23)) - 0x1p-6f);
+  const uint32_t is_subnormal = 0u - static_cast<uint32_t>(static_cast<int>(magnitude) < 8);
+  const uint32_t is_nan = 0u - static_cast<uint32_t>(magnitude == 0x7f);
+  return float_from_bits(static_cast<uint32_t>(b & 0x80) << 24 | (subnormal & is_subnormal) | (normal & ~is_subnormal) |
+                         (0x7fc00000 & is_nan));
+}
+
+// Round to nearest, ties to even; what lies beyond 448, infinity too, becomes 448.
+inline uint8_t float_to_float8(float f) {
+  const uint32_t u = bits_from_float(f), magnitude = u & 0x7fffffff;
+  const auto sign = static_cast<uint8_t>(u >> 24 & 0x80);
+  if (magnitude > 0x7f800000) return sign | 0x7f;   // NaN
+  if (magnitude >= 0x43e00000) return sign | 0x7e;  // 448
+  if (magnitude < 0x3c800000)                       // below 2^-6: subnormal, in units of 2^-9, exact
+    return sign | static_cast<uint8_t>(std::nearbyint(std::fabs(f) * 512.0f));
+  const uint32_t rounded = magnitude + 0x7ffff + (magnitude >> 20 & 1);
+  return sign | static_cast<uint8_t>((rounded - (120u << 23)) >> 20);
+}
+
 }  // namespace detail
 
 SD_HD float to_float(float x) { return x; }
@@ -85,6 +112,14 @@ SD_HD float to_float(BFloat16 x) {
   return __bfloat162float(__ushort_as_bfloat16(x.bits));
 #else
   return detail::bfloat16_to_float(x.bits);
+#endif
+}
+
+SD_HD float to_float(Float8 x) {
+#ifdef __CUDA_ARCH__
+  return __half2float(__half(__nv_cvt_fp8_to_halfraw(x.bits, __NV_E4M3)));
+#else
+  return detail::float8_to_float(x.bits);
 #endif
 }
 
@@ -108,6 +143,14 @@ SD_HD BFloat16 from_float<BFloat16>(float x) {
   return {__bfloat16_as_ushort(__float2bfloat16_rn(x))};
 #else
   return {detail::float_to_bfloat16(x)};
+#endif
+}
+template <>
+SD_HD Float8 from_float<Float8>(float x) {
+#ifdef __CUDA_ARCH__
+  return {__nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3)};
+#else
+  return {detail::float_to_float8(x)};
 #endif
 }
 

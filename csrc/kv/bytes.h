@@ -42,7 +42,8 @@ void with_copy_unit(int64_t unit, F&& f) {
   if (unit == 16) return f.template operator()<uint4>();
   if (unit == 8) return f.template operator()<uint2>();
   if (unit == 4) return f.template operator()<uint32_t>();
-  return f.template operator()<uint16_t>();
+  if (unit == 2) return f.template operator()<uint16_t>();
+  return f.template operator()<uint8_t>();
 }
 #endif
 

@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "kv/bytes.h"
+#include "kv/pool_scale.h"
 
 namespace specdec {
 namespace {
@@ -16,30 +17,47 @@ NewRows new_rows(const TensorView& t, bool packed) {
           .head_stride = byte_stride(t, row + 1)};
 }
 
+// Four numbers where they and their 8-bit versions can be moved as one, else one.
+int64_t rounding_unit(const TensorView& k, const TensorView& v, const TensorView& k_pool, const TensorView& v_pool) {
+  const int64_t item = item_bytes(k);
+  return copy_unit({&k, &v}) >= 4 * item && copy_unit({&k_pool, &v_pool}) >= 4 ? 4 * item : item;
+}
+
+void write_head(const WriteKvParams& p, const char* from, char* to, float scale) {
+  if (!p.round) {
+    std::memcpy(to, from, p.head_bytes);
+    return;
+  }
+  with_float_type(p.dtype, [&]<class T>() {
+    for (int64_t d = 0; d < p.head_bytes / static_cast<int64_t>(sizeof(T)); ++d)
+      reinterpret_cast<Float8*>(to)[d] = to_float8(reinterpret_cast<const T*>(from)[d], scale);
+  });
+}
+
 }  // namespace
 
 void write_kv(CallStream stream, const TensorView& k, const TensorView& v, const TensorView& k_pool,
               const TensorView& v_pool, const TensorView& page_table, const TensorView& start_lens, int64_t row_offset,
               const OptTensor& slots, const OptTensor& num_valid, const OptTensor& cu_seqlens_q,
-              const OptTensor& page_refs, const OptTensor& status) {
+              const OptTensor& page_refs, double k_scale, double v_scale, const OptTensor& status) {
   constexpr int64_t kMax = std::numeric_limits<int32_t>::max();
   Check check("write_kv");
   Dim B{"batch"}, Q{"q_len"}, T{"tokens"}, H{"heads"}, D{"head_dim"};
   Dim P{"num_pages"}, Z{"page_size"}, R{"num_slots"}, M{"max_pages"}, ends{"batch + 1"};
   const bool packed = cu_seqlens_q.has_value();
   if (packed)
-    check.strided("k", k, {T, H, D}, kFloats);
+    check.strided("k", k, {T, H, D}, kKvDtypes);
   else
-    check.strided("k", k, {B, Q, H, D}, kFloats);
+    check.strided("k", k, {B, Q, H, D}, kKvDtypes);
   const Dtypes dtype = dtype_of(k);
   if (packed)
     check.strided("v", v, {T, H, D}, dtype);
   else
     check.strided("v", v, {B, Q, H, D}, dtype);
   check.range("heads * head_dim", H * D, 1, kMaxRowItems);
-  check.strided_output("k_pool", k_pool, {P, Z, H, D}, dtype);
+  check.strided_output("k_pool", k_pool, {P, Z, H, D}, dtype | kFloat8);
   check.range("page_size", Z, 1, kMax);
-  check.strided_output("v_pool", v_pool, {P, Z, H, D}, dtype);
+  check.strided_output("v_pool", v_pool, {P, Z, H, D}, dtype_of(k_pool));
   check.tensor("page_table", page_table, {R, M}, kInt32);
   check.tensor("start_lens", start_lens, {R}, kInt32);
   check.range("row_offset", row_offset, -kMax, kMax);
@@ -51,6 +69,10 @@ void write_kv(CallStream stream, const TensorView& k, const TensorView& v, const
   check.slots(slots, B, R);
   check.tensor("num_valid", num_valid, {B}, kInt32);
   check.tensor("page_refs", page_refs, {P}, kInt32);
+  // Rows that have 8 bits already are copied.
+  const bool round = !(dtype == dtype_of(k_pool));
+  const float k_factor = pool_scale(check, "k_scale", k_scale, round ? k_pool : k);
+  const float v_factor = pool_scale(check, "v_scale", v_scale, round ? v_pool : v);
   check.output("status", status, {R}, kInt32);
   if (B == 0) return;
 
@@ -75,7 +97,11 @@ void write_kv(CallStream stream, const TensorView& k, const TensorView& v, const
       .num_slots = R,
       .heads = H,
       .head_bytes = D * item_bytes(k),
-      .unit = copy_unit({&k, &v, &k_pool, &v_pool}),
+      .unit = round ? rounding_unit(k, v, k_pool, v_pool) : copy_unit({&k, &v, &k_pool, &v_pool}),
+      .round = round,
+      .dtype = dtype,
+      .k_scale = k_factor,
+      .v_scale = v_factor,
   };
   SD_DISPATCH(check, stream, write_kv, params);
 }
@@ -92,10 +118,10 @@ void write_kv_cpu(const WriteKvParams& p) {
         continue;
       }
       for (int64_t h = 0; h < p.heads; ++h) {
-        std::memcpy(row_data(p.k_pool, to) + h * p.k_pool.head_stride,
-                    row_data(p.k, b, r.first + j) + h * p.k.head_stride, p.head_bytes);
-        std::memcpy(row_data(p.v_pool, to) + h * p.v_pool.head_stride,
-                    row_data(p.v, b, r.first + j) + h * p.v.head_stride, p.head_bytes);
+        write_head(p, row_data(p.k, b, r.first + j) + h * p.k.head_stride,
+                   row_data(p.k_pool, to) + h * p.k_pool.head_stride, p.k_scale);
+        write_head(p, row_data(p.v, b, r.first + j) + h * p.v.head_stride,
+                   row_data(p.v_pool, to) + h * p.v_pool.head_stride, p.v_scale);
       }
     }
   }

@@ -1,6 +1,6 @@
-// One warp a row, copying K and V in units of up to 16 bytes; blockIdx.x is the request. Eight units of a lane are read
-// at a time, and the first ones before it is known where the row goes. Reads and writes 2 * heads * head_bytes a valid
-// row each.
+// One warp a row, copying K and V in units of up to 16 bytes, or rounding them to 8 bits by four numbers; blockIdx.x is
+// the request. Eight units of a lane are read at a time, and the first ones before it is known where the row goes.
+// Reads 2 * heads * head_bytes a valid row and writes as much, rounded a half or a quarter of it.
 #include <cutlass/fast_math.h>
 
 #include <algorithm>
@@ -15,6 +15,29 @@ namespace {
 constexpr int kWarps = 4;          // rows a block writes at a time
 constexpr int64_t kBlocks = 8192;  // of the whole grid, about; more rows are walked
 constexpr int kUnits = 4;          // of K and of V that a lane holds
+
+// What becomes of a unit on its way.
+template <class Unit>
+struct Copy {
+  using From = Unit;
+  using To = Unit;
+  __device__ static To convert(From x, float) { return x; }
+};
+template <class T, int N>
+struct Round {
+  struct alignas(N * sizeof(T)) From {
+    T x[N];
+  };
+  struct alignas(N) To {
+    Float8 x[N];
+  };
+  __device__ static To convert(From from, float scale) {
+    To to;
+#pragma unroll
+    for (int n = 0; n < N; ++n) to.x[n] = to_float8(from.x[n], scale);
+    return to;
+  }
+};
 
 // A lane's units of a stretch of kUnits * kWarp of a row.
 template <class Unit>
@@ -35,9 +58,11 @@ __device__ __forceinline__ void for_units(int first, int units, const cutlass::F
   }
 }
 
-template <class Unit>
+template <class Move>
 __global__ void __launch_bounds__(kWarp* kWarps)
     write_kv_kernel(WriteKvParams p, cutlass::FastDivmod page_size, cutlass::FastDivmod units_per_head, int units) {
+  using From = typename Move::From;
+  using To = typename Move::To;
   begin_kernel();
   const int64_t b = blockIdx.x;
   const RowsToWrite r = rows_to_write(p, b);
@@ -47,11 +72,11 @@ __global__ void __launch_bounds__(kWarp* kWarps)
        j += static_cast<int64_t>(gridDim.y) * kWarps) {
     const char* const k = row_data(p.k, b, r.first + j);
     const char* const v = row_data(p.v, b, r.first + j);
-    Stretch<Unit> held;
+    Stretch<From> held;
     const auto read = [&](int first) {
       for_units(first, units, units_per_head, [&](int n, int head, int unit) {
-        held.k[n] = reinterpret_cast<const Unit*>(k + head * p.k.head_stride)[unit];
-        held.v[n] = reinterpret_cast<const Unit*>(v + head * p.v.head_stride)[unit];
+        held.k[n] = reinterpret_cast<const From*>(k + head * p.k.head_stride)[unit];
+        held.v[n] = reinterpret_cast<const From*>(v + head * p.v.head_stride)[unit];
       });
     };
     read(0);
@@ -65,8 +90,8 @@ __global__ void __launch_bounds__(kWarp* kWarps)
     for (int first = 0; first < units; first += kUnits * kWarp) {
       if (first > 0) read(first);
       for_units(first, units, units_per_head, [&](int n, int head, int unit) {
-        reinterpret_cast<Unit*>(k_to + head * p.k_pool.head_stride)[unit] = held.k[n];
-        reinterpret_cast<Unit*>(v_to + head * p.v_pool.head_stride)[unit] = held.v[n];
+        reinterpret_cast<To*>(k_to + head * p.k_pool.head_stride)[unit] = Move::convert(held.k[n], p.k_scale);
+        reinterpret_cast<To*>(v_to + head * p.v_pool.head_stride)[unit] = Move::convert(held.v[n], p.v_scale);
       });
     }
   }
@@ -79,10 +104,17 @@ void write_kv_cuda(const WriteKvParams& p, Stream stream) {
   const int64_t row_blocks = (p.q_len + kWarps - 1) / kWarps;
   const int64_t blocks_y = std::max<int64_t>(1, std::min({row_blocks, kBlocks / p.batch, kMaxGridY}));
   const dim3 grid(grid_x("write_kv", p.batch), static_cast<unsigned>(blocks_y));
-  with_copy_unit(p.unit, [&]<class Unit>() {
-    launch("write_kv", write_kv_kernel<Unit>, {.grid = grid, .threads = dim3(kWarp, kWarps)}, stream, p,
+  const auto start = [&]<class Move>() {
+    launch("write_kv", write_kv_kernel<Move>, {.grid = grid, .threads = dim3(kWarp, kWarps)}, stream, p,
            cutlass::FastDivmod(static_cast<int>(p.rows.page_size)),
            cutlass::FastDivmod(static_cast<int>(units_per_head)), static_cast<int>(units_per_head * p.heads));
+  };
+  if (!p.round) return with_copy_unit(p.unit, [&]<class Unit>() { start.template operator()<Copy<Unit>>(); });
+  with_float_type(p.dtype, [&]<class T>() {
+    if (p.unit == sizeof(T))
+      start.template operator()<Round<T, 1>>();
+    else
+      start.template operator()<Round<T, 4>>();
   });
 }
 

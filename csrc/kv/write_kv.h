@@ -1,7 +1,9 @@
-// write_kv: scatters the valid rows of new K and V into the slots' pages.
+// write_kv: scatters the valid rows of new K and V into the slots' pages, rounded to 8 bits where the pools have those.
 #pragma once
 
 #include "core/dispatch.h"
+#include "core/exact_math.h"
+#include "core/floats.h"
 #include "kv/page_rows.h"
 
 namespace specdec {
@@ -24,13 +26,22 @@ struct WriteKvParams {
   int32_t* status;              // [num_slots] or null
   int64_t batch, q_len;         // q_len: rows of a request, or all packed rows
   int64_t num_slots, heads;
-  int64_t head_bytes, unit;  // of one head; what it is copied in
+  int64_t head_bytes, unit;  // of one head of k; what it is read in
+  bool round;                // to float8_e4m3fn, divided by a scale; else bytes are copied
+  Dtypes dtype;              // of k and v
+  float k_scale, v_scale;
 };
+
+// The nearest 8-bit number, ties to even; beyond 448, 448.
+template <class T>
+SD_HD Float8 to_float8(T x, float scale) {
+  return from_float<Float8>(div(to_float(x), scale));
+}
 
 void write_kv(CallStream stream, const TensorView& k, const TensorView& v, const TensorView& k_pool,
               const TensorView& v_pool, const TensorView& page_table, const TensorView& start_lens, int64_t row_offset,
               const OptTensor& slots, const OptTensor& num_valid, const OptTensor& cu_seqlens_q,
-              const OptTensor& page_refs, const OptTensor& status);
+              const OptTensor& page_refs, double k_scale, double v_scale, const OptTensor& status);
 
 void write_kv_cpu(const WriteKvParams& p);
 void write_kv_cuda(const WriteKvParams& p, Stream stream);

@@ -148,10 +148,19 @@ def tree_attention(
     tail_len: int | None,
     mask: Tensor | None,
     scale: float | None,
+    window: int | None,
+    soft_cap: float | None,
+    k_scale: float,
+    v_scale: float,
+    fixed_split: int | None,
     out: Tensor,
     lse: Tensor | None,
+    workspace: Tensor | None,
     status: Tensor | None,
 ) -> None: ...
+def tree_attention_workspace(
+    q: Tensor, k_pool: Tensor, page_table: Tensor, cu_seqlens_q: Tensor | None, fixed_split: int | None
+) -> int: ...
 
 # --- verify
 def verify_tree(
@@ -262,6 +271,8 @@ def write_kv(
     num_valid: Tensor | None,
     cu_seqlens_q: Tensor | None,
     page_refs: Tensor | None,
+    k_scale: float,
+    v_scale: float,
     status: Tensor | None,
 ) -> None: ...
 def move_kv(

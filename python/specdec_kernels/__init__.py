@@ -32,6 +32,7 @@ from .ops import (
     score_tokens,
     select_topk,
     tree_attention,
+    tree_attention_workspace,
     verify_tree,
     write_kv,
 )
@@ -71,6 +72,7 @@ __all__ = [
     "score_tokens",
     "select_topk",
     "tree_attention",
+    "tree_attention_workspace",
     "verify_tree",
     "write_kv",
 ]

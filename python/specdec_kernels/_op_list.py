@@ -17,7 +17,7 @@ def public_ops() -> list[str]:
 
 
 def native_halves(op: str) -> list[str]:
-    """The devices a compiled `op` runs on in this build; none for a helper that is Python only."""
-    if not hasattr(_C, op):
+    """The devices a compiled `op` runs on in this build; none for a helper that is Python only, or just a size."""
+    if not hasattr(_C, op) or op.endswith("_workspace"):
         return []
     return ["cpu"] if _C.cuda_version is None else ["cpu", "cuda"]

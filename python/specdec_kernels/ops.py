@@ -543,8 +543,14 @@ def tree_attention(
     tail_len: int | None = None,
     mask: Tensor | None = None,
     scale: float | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    fixed_split: int | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
+    workspace: Tensor | None = None,
     status: Tensor | None = None,
     stream: int | None = None,
 ) -> Tensor:
@@ -552,17 +558,25 @@ def tree_attention(
 
     The KV of the request in slot s: rows [0, prefix_lens[s]) are visible to every query row, the `tail_len` rows behind
     them by `mask`. Verification has the tree nodes as queries and tail; draft decoding has the frontier as queries and
-    all drafted nodes as tail; a prefill chunk is a causal chain. Lengths and tables are read on the device.
+    all drafted nodes as tail; a prefill chunk is a causal chain. Lengths and tables are read on the device, so one
+    captured call serves every length that the page table has room for.
 
     A query row with nothing to see, one at or beyond q_lens[b], of an empty or stalled slot, or behind the last packed
-    request gives zeros (lse -inf), never NaN. KV rows that a query row does not see never touch its result, whatever
-    they hold. A row's result depends on its own request alone, bit for bit.
+    request gives zeros (lse -inf), never NaN. KV rows that no query row of the request sees never touch a result,
+    whatever they hold. On the CPU, and where no tensor cores are used (float32, rows off 16 bytes), that holds row by
+    row; on tensor cores a NaN in a row seen by one query row may reach others of its request.
+
+    Equal calls give equal bits. On the CPU and without tensor cores a row's result depends on its own request alone. On
+    tensor cores KV is cut into parts by the size of the whole batch; with `fixed_split` at fixed rows instead, and then
+    too a row's bits depend on neither the other requests nor the number of query rows beside it.
 
     Args:
         q: [B, Q, Hq, D] padded, or [T, Hq, D] packed with cu_seqlens_q; float32, float16 or bfloat16, D 64, 128 or 256;
-            any strides but a contiguous last dimension (a transposed view is fine).
-        k_pool, v_pool: [P, page_size, Hkv, D] of q's dtype, any strides but the last; Hkv divides Hq.
-        page_table: [num_slots, max_pages] int32; entries behind a request's length are never used.
+            any strides but a contiguous last dimension (a transposed view is fine). Tensor cores need 16-bit floats and
+            rows of q, out and the pools that start on 16 bytes.
+        k_pool, v_pool: [P, page_size, Hkv, D] of q's dtype or float8_e4m3fn, any strides but the last; Hkv divides Hq.
+        page_table: [num_slots, max_pages] int32; entries behind a request's length, or wholly before the window of all
+            its query rows, are never used.
         prefix_lens: [num_slots] int32.
         slots: [B] int32.
         q_lens: [B] int32, valid query rows of each request (padded q only); None means Q.
@@ -570,9 +584,18 @@ def tree_attention(
         tail_len: rows of the tail; None means each request's number of valid query rows.
         mask: [B, Q, W] or packed [T, W] int64 as 64-bit patterns, bit j of word w: tail row 64 w + j is visible. None
             is a causal chain: query row i sees tail rows j <= i + tail_len - (rows of the request, Q when padded).
-        scale: factor of the scores, 1 / sqrt(D) by default.
+        scale: factor of the scores, above 0; 1 / sqrt(D) by default.
+        window: sliding window, 1 or more: of its path, the prefix and then the tail rows visible to it (its own among
+            them), a query row sees the last `window` rows. None means all.
+        soft_cap: scores, scaled, become soft_cap * tanh(score / soft_cap). None means they stay as they are.
+        k_scale, v_scale: what a number 1.0 in float8_e4m3fn pools stands for; 1 for other pools.
+        fixed_split: cut long KV at multiples of this many rows, a multiple of 64, instead of into even parts of the
+            whole batch's KV: batch-invariant, and slower where few cuts leave multiprocessors idle. The workspace grows
+            with the page table's rows over fixed_split; 1024 to 4096 is reasonable. No effect on the CPU.
         out: as q, any strides but the last; written.
         lse: [B, Q, Hq] or packed [T, Hq] float32, written with the natural log of the sum of exponentials.
+        workspace: [tree_attention_workspace(...) or more] float32, contents of no meaning before and after; allocated
+            when None. Calls that may run at the same time need one each. None is needed on the CPU.
         status: [num_slots] int32. STALLED is read. Bits are added: bad page where a needed table entry is no page (its
             rows are invisible), bad length where a length was out of range and clamped.
 
@@ -580,19 +603,51 @@ def tree_attention(
         out.
 
     Raises:
-        ValueError: wrong dtype, shape, device or stride; too few mask words; q_lens beside cu_seqlens_q.
+        ValueError: wrong dtype, shape, device or stride; too few mask words; q_lens beside cu_seqlens_q; window,
+            soft_cap, a scale or fixed_split out of range; k_scale or v_scale for pools that are not float8_e4m3fn; a
+            workspace too small.
 
-    Source: Dao et al., FlashAttention (arXiv 2205.14135), online softmax; Miao et al., SpecInfer (arXiv 2305.09781),
-    tree attention.
+    Source: Dao et al., FlashAttention (arXiv 2205.14135) and FlashAttention-2 (2307.08691), online softmax in tiles;
+    Shah et al., FlashAttention-3 (2407.08608), on Hopper's tensor cores; Dao et al., Flash-Decoding (2023), KV cut into
+    parts that are merged by their sums of exponentials; Miao et al., SpecInfer (2305.09781), tree attention.
     """
     if out is None:
         shape = shape_of("tree_attention", "q", q, 4 if cu_seqlens_q is None else 3)
         out = empty("tree_attention", q, shape, str(q.dtype).rsplit(".", 1)[-1])
+    if workspace is None:
+        floats = _C.tree_attention_workspace(q, k_pool, page_table, cu_seqlens_q, fixed_split)
+        workspace = empty("tree_attention", q, (floats,), "float32") if floats else None
     _C.tree_attention(
-        stream, q, k_pool, v_pool, page_table, prefix_lens, slots, q_lens, cu_seqlens_q, tail_len, mask, scale, out,
-        lse, status,
+        stream, q, k_pool, v_pool, page_table, prefix_lens, slots, q_lens, cu_seqlens_q, tail_len, mask, scale, window,
+        soft_cap, k_scale, v_scale, fixed_split, out, lse, workspace, status,
     )  # fmt: skip
     return out
+
+
+def tree_attention_workspace(
+    q: Tensor,
+    k_pool: Tensor,
+    page_table: Tensor,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    fixed_split: int | None = None,
+) -> int:
+    """How many floats of workspace `tree_attention` needs for tensors of these shapes, whatever the lengths.
+
+    It is 0 on the CPU. Without fixed_split it depends on the GPU and on the number of query rows, but is bounded (some
+    20 MB on an H200); an engine makes one workspace of the most that any of its calls needs.
+
+    Args:
+        q, k_pool, page_table, cu_seqlens_q, fixed_split: as for `tree_attention`; no element is read.
+
+    Returns:
+        The number of float32 elements.
+
+    Raises:
+        ValueError: wrong dtype, shape, device or stride; fixed_split is not a positive multiple of 64.
+    """
+    floats: int = _C.tree_attention_workspace(q, k_pool, page_table, cu_seqlens_q, fixed_split)
+    return floats
 
 
 # --- verify -----------------------------------------------------------------------------------------------------------
@@ -1005,6 +1060,8 @@ def write_kv(
     num_valid: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     page_refs: Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
     status: Tensor | None = None,
     stream: int | None = None,
 ) -> None:
@@ -1014,21 +1071,24 @@ def write_kv(
     Requests of one call must not write the same rows.
 
     Args:
-        k, v: [B, Q, Hkv, D], or packed [T, Hkv, D] with cu_seqlens_q; float32, float16 or bfloat16, free strides except
-            the last.
-        k_pool, v_pool: [num_pages, page_size, Hkv, D] of the same dtype, free strides except the last; changed in
-            place.
+        k, v: [B, Q, Hkv, D], or packed [T, Hkv, D] with cu_seqlens_q; float32, float16 or bfloat16, or float8_e4m3fn
+            for pools of that; free strides except the last.
+        k_pool, v_pool: [num_pages, page_size, Hkv, D] of the same dtype or float8_e4m3fn, free strides except the last;
+            changed in place.
         page_table: [num_slots, max_pages] int32.
         start_lens: [num_slots] int32.
         num_valid: [B] int32, how many of the request's rows are written; None for all.
         cu_seqlens_q: [B + 1] int32: request b has the packed rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1.
         page_refs: [num_pages] int32: pages with more than one owner are not written.
+        k_scale, v_scale: what 1.0 in pools that k and v are rounded for stands for: k / k_scale and v / v_scale are
+            rounded to the nearest of their numbers, ties to even, at most 448 in size; NaN stays NaN.
         status: [num_slots] int32. STALLED is read. Gains BAD_LENGTH where start_lens is negative, num_valid exceeds the
             rows or cu_seqlens_q leaves the input (no row is written), or a row is outside the page table; BAD_PAGE
             where the row has no page; SHARED_PAGE where its page has more than one owner.
 
     Raises:
-        ValueError: wrong dtype, shape, device or stride.
+        ValueError: wrong dtype, shape, device or stride; a scale that is no finite float32 above 0, or given where
+            nothing is rounded.
     """
     _C.write_kv(
         stream,
@@ -1043,6 +1103,8 @@ def write_kv(
         num_valid,
         cu_seqlens_q,
         page_refs,
+        k_scale,
+        v_scale,
         status,
     )
 

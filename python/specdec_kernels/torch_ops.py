@@ -5,8 +5,8 @@
     out = torch_ops.tree_attention(q, k_pool, v_pool, page_table, prefix_lens, mask=mask)
 
 Dynamo cannot look into a compiled module, but keeps an operator of `torch.library` as one node of its graph. Arguments
-are those of `specdec_kernels.ops`, without `out`, `lse` and `stream`: the operators run on the current stream. Calling
-one costs some microseconds more than the plain op, so code outside compiled layers uses that.
+are those of `specdec_kernels.ops`, without `out`, `lse`, `workspace` and `stream`: the operators run on the current
+stream. Calling one costs some microseconds more than the plain op, so code outside compiled layers uses that.
 
 Importing this module imports torch; nothing else in the package imports it.
 """
@@ -60,7 +60,8 @@ def _tree_attention_fake(q: Tensor, *_arguments: Any, **_options: Any) -> Tensor
 
 _TREE_ATTENTION = (
     "(Tensor q, Tensor k_pool, Tensor v_pool, Tensor page_table, Tensor prefix_lens, *, Tensor? slots=None, "
-    "Tensor? q_lens=None, Tensor? cu_seqlens_q=None, SymInt? tail_len=None, Tensor? mask=None, float? scale=None"
+    "Tensor? q_lens=None, Tensor? cu_seqlens_q=None, SymInt? tail_len=None, Tensor? mask=None, float? scale=None, "
+    "SymInt? window=None, float? soft_cap=None, float k_scale=1.0, float v_scale=1.0, int? fixed_split=None"
 )
 # Two overloads, because Inductor (torch 2.13) fails on an operator that returns a tensor and whose only mutable
 # argument is optional and None.
@@ -90,7 +91,7 @@ def _write_kv_fake(*_arguments: Any, **_options: Any) -> None:
 write_kv = _register(
     "write_kv(Tensor k, Tensor v, Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor page_table, Tensor start_lens, *, "
     "SymInt row_offset=0, Tensor? slots=None, Tensor? num_valid=None, Tensor? cu_seqlens_q=None, "
-    "Tensor? page_refs=None, Tensor(c!)? status=None) -> ()",
+    "Tensor? page_refs=None, float k_scale=1.0, float v_scale=1.0, Tensor(c!)? status=None) -> ()",
     _write_kv,
     _write_kv_fake,
 )

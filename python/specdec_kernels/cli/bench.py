@@ -29,6 +29,7 @@ NUMBERS = {
     "k": "branches per draft step",
     "num_steps": "draft steps",
     "prefix": "tokens before the tree",
+    "page_size": "KV rows of a page",
     "rows": "K/V rows written per request",
     "layers": "layers of KV",
     "top_n": "alternatives scored beside each token",
@@ -38,6 +39,7 @@ NUMBERS = {
 WORDS = {
     "dtype": ("float32", "float16", "bfloat16"),
     "lengths": ("even", "uneven"),
+    "kv": ("same", "fp8"),
     "mode": ("tree", "chain"),
     "moves": ("tree", "none"),
     "sampling": ("greedy", "top_k+top_p", "top_p", "temperature"),

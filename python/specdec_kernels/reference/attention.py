@@ -23,8 +23,13 @@ def tree_attention(
     tail_len: int | None = None,
     mask: Tensor | None = None,
     scale: float | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`out` and `lse` in float64 and the status bits of every slot."""
+    window = 2**31 if window is None else window
     pages, page_size, kv_heads, head_dim = k_pool.shape
     num_slots, max_pages = page_table.shape
     group = q.shape[-2] // kv_heads
@@ -61,28 +66,39 @@ def tree_attention(
         if prefix != prefix_lens[slot] or end != prefix + used_tail:
             status[slot] |= BAD_LENGTH
 
+        # Which of the request's KV rows each query row sees: the prefix and, by mask or as a chain, rows of the tail.
+        node = torch.arange(end - prefix)
+        if mask is not None:
+            of_tail = (mask[where][:valid, node // 64] >> (node % 64) & 1).bool()
+        else:
+            of_tail = node <= torch.arange(valid)[:, None] + offset
+        path = torch.cat([torch.ones(valid, prefix, dtype=torch.bool), of_tail], 1)
+        # Of these, its path, the last `window`; no row is looked at before the window of a path that ends earliest.
+        visible = path & (path.flip(1).cumsum(1).flip(1) <= window)
+        shortest = prefix if mask is not None else int(path[0].sum())
+        rows = torch.arange(max(shortest - window, 0), end)
+
         # The request's KV as contiguous rows; rows on a bad page are not there.
+        page = page_table[slot, rows // page_size].long()
+        there = (page >= 0) & (page < pages)
+        if not there.all():
+            status[slot] |= BAD_PAGE
+        page, rows = page[there], rows[there]
         k = torch.zeros(end, kv_heads, head_dim, dtype=torch.float64)
         v = torch.zeros_like(k)
-        there = torch.zeros(end, dtype=torch.bool)
-        for row in range(end):
-            page = int(page_table[slot, row // page_size])
-            if 0 <= page < pages:
-                k[row] = k_pool[page, row % page_size].double()
-                v[row] = v_pool[page, row % page_size].double()
-                there[row] = True
-            else:
-                status[slot] |= BAD_PAGE
+        k[rows] = k_pool[page, rows % page_size].double() * k_scale
+        v[rows] = v_pool[page, rows % page_size].double() * v_scale
+        on_page = torch.zeros(end, dtype=torch.bool)
+        on_page[rows] = True
 
         for i in range(valid):
-            visible = there.clone()
-            for j in range(end - prefix):
-                by_mask = mask is not None and bool(int(mask[where][i, j // 64]) >> (j % 64) & 1)
-                visible[prefix + j] &= by_mask if mask is not None else j <= i + offset
-            if not visible.any():
+            seen = visible[i] & on_page
+            if not seen.any():
                 continue
-            keys, values = k[visible].repeat_interleave(group, 1), v[visible].repeat_interleave(group, 1)
-            scores = torch.einsum("hd,jhd->hj", q[where][i].double(), keys) * scale
-            out[where][i] = torch.einsum("hj,jhd->hd", scores.softmax(-1), values)
-            lse[where][i] = scores.logsumexp(-1)
+            heads = q[where][i].double().view(kv_heads, group, head_dim)
+            scores = torch.einsum("hgd,jhd->hgj", heads, k[seen]) * scale
+            if soft_cap is not None:
+                scores = soft_cap * (scores / soft_cap).tanh()
+            out[where][i] = torch.einsum("hgj,jhd->hgd", scores.softmax(-1), v[seen]).flatten(0, 1)
+            lse[where][i] = scores.logsumexp(-1).flatten()
     return out, lse, status

@@ -138,8 +138,12 @@ def write_kv(
     slots: Tensor | None = None,
     num_valid: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> None:
     page_size = k_pool.shape[1]
+    if k.dtype != k_pool.dtype:
+        k, v = ((x.float() / scale).clamp(-448, 448).to(k_pool.dtype) for x, scale in ((k, k_scale), (v, v_scale)))
     batch = len(k) if cu_seqlens_q is None else len(cu_seqlens_q) - 1
     for b, slot in working_rows(slots, len(start_lens), batch):
         rows = b if cu_seqlens_q is None else slice(int(cu_seqlens_q[b]), int(cu_seqlens_q[b + 1]))

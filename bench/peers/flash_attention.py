@@ -1,0 +1,64 @@
+"""FlashAttention-3, as SGLang's package or its own has it (written for sgl-kernel 0.3 and flash_attn_interface 3.0).
+
+It knows no tree masks. Its causal chain reads the same bytes and is a bound rather than a peer. A tree takes two
+passes, as SGLang's `fa3` backend makes them: the prefix for all rows, then each row alone over the tail rows that it
+sees; the two results are merged by their sums of exponentials.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..harness import Baseline
+from . import module, that_run
+from .paged import PagedTrees
+
+
+def tree_attention(
+    x: PagedTrees, check: Callable[[Tensor], None], check_chain: Callable[[Tensor], None]
+) -> Sequence[Baseline]:
+    device = x.q.device
+    fa3 = module("sgl_kernel.flash_attn", device) or module("flash_attn_interface", device)
+    if fa3 is None or x.k_pool.dtype != x.q.dtype:
+        return ()
+    attend, seq_lens = fa3.flash_attn_with_kvcache, x.seq_lens
+
+    def chain() -> Any:
+        return attend(x.q, x.k_pool, x.v_pool, cache_seqlens=seq_lens, page_table=x.page_table, causal=True)
+
+    peers = [Baseline("fa3 causal chain", chain, check_chain)]
+    merging = module("sgl_kernel", device)
+    if merging is not None:
+        peers.append(Baseline("fa3 two passes", two_passes(x, attend, merging.merge_state_v2), check))
+    return that_run(*peers)
+
+
+def two_passes(x: PagedTrees, attend: Any, merge: Any) -> Callable[[], Tensor]:
+    batch, nodes, heads, head_dim = x.q.shape
+    # Rows of the pool as pages of one row, and of each query row those that it sees: once per step, for all layers.
+    k_rows, v_rows = (pool.view(-1, 1, *pool.shape[2:]) for pool in (x.k_pool, x.v_pool))
+    at = x.prefix_lens[:, None] + torch.arange(nodes, device=x.q.device)
+    places = x.page_table.gather(1, at // x.page_size) * x.page_size + at % x.page_size
+    counts = x.tree.sum(-1, dtype=torch.int32).flatten()
+    order = torch.argsort(~x.tree, dim=-1, stable=True)[..., : int(counts.max())]
+    own_rows = places[:, None].expand(-1, nodes, -1).gather(2, order).flatten(0, 1).int().contiguous()
+    own_q = x.q.view(batch * nodes, 1, heads, head_dim)
+
+    def call() -> Tensor:
+        prefix, prefix_lse, *_ = attend(
+            x.q, x.k_pool, x.v_pool, cache_seqlens=x.prefix_lens, page_table=x.page_table, causal=False,
+            return_softmax_lse=True,
+        )  # fmt: skip
+        tail, tail_lse, *_ = attend(
+            own_q, k_rows, v_rows, cache_seqlens=counts, page_table=own_rows, causal=False, return_softmax_lse=True
+        )
+        # [B, Hq, N] and [B N, Hq, 1] to [B N, Hq]
+        lse = prefix_lse.transpose(1, 2).reshape(batch * nodes, heads)
+        out: Tensor = merge(prefix.flatten(0, 1), lse, tail.flatten(0, 1), tail_lse.flatten(1).contiguous())[0]
+        return out.view(x.q.shape)
+
+    return call

@@ -1,0 +1,44 @@
+// A barrier in shared memory (mbarrier, compute capability 8.0) between warps that do not wait for each other
+// otherwise.
+#pragma once
+
+#include <cstdint>
+
+namespace specdec {
+
+struct Mbarrier {
+  uint64_t state;
+
+  __device__ void init(unsigned arrivals) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(address()), "r"(arrivals) : "memory");
+  }
+  // What this thread did before is seen by whoever waited.
+  __device__ void arrive() {
+    asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(address()) : "memory");
+  }
+  // One of the barrier's arrivals, made when all cp.async of this thread so far have landed.
+  __device__ void arrive_after_copies() {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(address()) : "memory");
+  }
+  // Until the phase of this parity is over: 0 for the first, 1 for the second, 0 for the third.
+  __device__ void wait(unsigned parity) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile(
+        "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n@!done bra again;\n}" ::"r"(
+            address()),
+        "r"(parity)
+        : "memory");
+#else
+    asm volatile(
+        "{\n.reg .pred done;\nagain:\nmbarrier.test_wait.parity.shared.b64 done, [%0], %1;\n@!done bra again;\n}" ::"r"(
+            address()),
+        "r"(parity)
+        : "memory");
+#endif
+  }
+
+ private:
+  __device__ uint32_t address() const { return static_cast<uint32_t>(__cvta_generic_to_shared(&state)); }
+};
+
+}  // namespace specdec
