@@ -24,12 +24,13 @@ SPECULATIONS = {
     # The target as its own draft: every draft is right, so every round is as long as it can be.
     "standalone": Speculation("STANDALONE", TARGET, num_steps=3, topk=2, num_draft_tokens=8),
 }
-# Slots, page size, and pages as a share of what all slots at full length would need: pages are reused in all of them.
-LAYOUTS = {
-    "single": (1, 16, 1.0),
-    "batched": (8, 16, 1.0),
-    "page1": (4, 1, 0.5),
-    "page3": (8, 3, 0.4),
+# Slots, page size, pages as a share of what all slots at full length would need (pages are reused in all of them),
+# rounds in flight and batch sizes.
+LAYOUTS: dict[str, tuple[int, int, float, int, list[int] | None]] = {
+    "single": (1, 16, 1.0, 2, None),
+    "batched": (8, 16, 1.0, 1, None),
+    "page1": (4, 1, 0.5, 3, None),
+    "page3": (8, 3, 0.4, 2, [3, 8]),
 }
 MAX_LEN = 512
 
@@ -47,7 +48,7 @@ def reference() -> list[list[int]]:
 
 
 def make_engine(speculation: Speculation, layout: str, device: torch.device) -> Engine:
-    num_slots, page_size, share = LAYOUTS[layout]
+    num_slots, page_size, share, rounds_in_flight, batch_sizes = LAYOUTS[layout]
     pages_per_slot = -(-(MAX_LEN + 80) // page_size)
     return Engine(
         TARGET,
@@ -57,6 +58,8 @@ def make_engine(speculation: Speculation, layout: str, device: torch.device) -> 
         page_size=page_size,
         num_pages=max(pages_per_slot, int(share * num_slots * pages_per_slot)),
         prefill_chunk=100,
+        rounds_in_flight=rounds_in_flight,
+        batch_sizes=batch_sizes,
         dtype=torch.float32,
         device=device,
     )

@@ -146,6 +146,8 @@ def test_too_many_stop_tokens(engine: Engine) -> None:
             "Engine: dtype is torch.float64, expected one of torch.float32, torch.float16, torch.bfloat16",
         ),
         ({"device": "meta"}, "Engine: device is meta, expected cpu or cuda"),
+        ({"rounds_in_flight": 0}, "Engine: rounds_in_flight is 0, expected 1 to 15"),
+        ({"batch_sizes": [1, 2]}, "Engine: batch_sizes is [1, 2], expected rising sizes up to num_slots=3"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -251,19 +253,26 @@ def test_ctrl_c(engine: Engine, at: int) -> None:
     expect_usable(engine, want, prompts)
 
 
-def test_an_interrupted_deactivate_is_made_up_for(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("method", ["begin", "prefill", "activate", "launch", "deactivate", "emit"])
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_an_interrupt_in_any_call(engine: Engine, method: str, after: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before or after it did its work."""
     prompts = random_prompts(5)
     want = texts(engine, prompts)
-    with monkeypatch.context() as patch:
+    real, calls = getattr(engine._executor, method), 0
 
-        def interrupted(_slot: int) -> None:
+    def interrupted(*arguments: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3 and not after:
+            raise KeyboardInterrupt
+        real(*arguments)
+        if calls == 3 and after:
             raise KeyboardInterrupt
 
-        patch.setattr(engine._executor, "_empty", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            engine._executor.deactivate(0, 0)
-        with pytest.raises(KeyboardInterrupt):
-            engine.generate(prompts, EIGHT)
+    monkeypatch.setattr(engine._executor, method, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(prompts, EIGHT)
     expect_usable(engine, want, prompts)
 
 
@@ -325,7 +334,7 @@ def test_pages_held_elsewhere_are_an_error_not_a_wrong_text(engine: Engine, monk
     num_free = engine.state.pool.num_free
     before = int(num_free[0])
     num_free[0] = 0
-    with pytest.raises(RuntimeError, match=r"begin: the pool has too few pages for \d+ rows, expected those of slot 0"):
+    with pytest.raises(GenerationError, match=r"generate: prompts\[0\] ended with BAD_PAGE, prompts\[1\] ended with"):
         engine.generate(prompts, EIGHT)
     num_free[0] = before
     expect_usable(engine, want, prompts)

@@ -59,3 +59,23 @@ class GenerationError(RuntimeError):
     def __init__(self, message: str, outputs: list[RequestOutput]) -> None:
         super().__init__(message)
         self.outputs = outputs
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """What the rounds of an engine took since it was made.
+
+    Attributes:
+        rounds, rows: rounds read, and requests in them. retractions: requests that gave their slot back for a while.
+        host_us: the loop's own work per round, in microseconds, without waiting and without prefill.
+        device_ms: a round on the device, from its first kernel to its last.
+        idle: share of its time that the device idled between rounds, over those that were launched while the round
+            before was running, with nothing in between; None where there were none.
+    """
+
+    rounds: int
+    rows: int
+    retractions: int
+    host_us: float
+    device_ms: float
+    idle: float | None

@@ -14,8 +14,10 @@ class Draft:
 
     Attributes:
         num_nodes: N, nodes of every tree. accept_width: S, most tokens a round can emit.
+        on_device: whether `propose` and `extend` leave the host alone, so that a graph can hold them.
     """
 
+    on_device = True
     num_nodes = 1
     accept_width = 1
 
