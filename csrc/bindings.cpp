@@ -201,11 +201,21 @@ void collect_executor(PyHeapTypeObject* heap_type) {
   };
 }
 
-// Raises what a signal handler raised, such as KeyboardInterrupt.
-void heed_signals() {
-  py::gil_scoped_acquire gil;
-  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-}
+// Raises what a signal handler raised, such as KeyboardInterrupt. Asked for after every turn, it looks now and then:
+// another thread may hold the GIL for longer than a round takes.
+class SignalCheck {
+ public:
+  void operator()() {
+    const auto now = std::chrono::steady_clock::now();
+    if (now < next_) return;
+    next_ = now + std::chrono::milliseconds(50);
+    py::gil_scoped_acquire gil;
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+  }
+
+ private:
+  std::chrono::steady_clock::time_point next_;
+};
 
 // The tokens of a list of ints or of an int32 tensor on the CPU.
 std::vector<int64_t> token_list(const char* name, const py::object& tokens) {
@@ -362,7 +372,7 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
       .def("abort_all", &PyScheduler::abort_all)
       .def("step", &PyScheduler::step, Release())
       .def(
-          "run_until_idle", [](PyScheduler& s) { s.run_until_idle(&heed_signals); }, Release())
+          "run_until_idle", [](PyScheduler& s) { s.run_until_idle(SignalCheck()); }, Release())
       .def(
           "wait_for_work", [](PyScheduler& s, double seconds) { return s.wait_for_work(Seconds(seconds)); },
           "timeout"_a, Release())

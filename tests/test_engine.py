@@ -7,6 +7,7 @@ import functools
 import pytest
 import torch
 
+from conftest import HAS_CUDA
 from specdec_kernels import FinishReason
 from specdec_kernels.engine import Engine, NewTokens, SamplingParams, Speculation
 from specdec_kernels.tiny import tiny_model
@@ -169,6 +170,58 @@ def test_an_engine_survives_a_failing_callback(device: torch.device) -> None:
     for prompt, output, want in zip(prompts()[:12], outputs, reference(), strict=False):
         comparison.check(prompt, output.tokens, want)
     assert int(engine.state.pool.num_free[0]) == len(engine.state.pool.free_stack)
+
+
+@pytest.mark.skipif(not HAS_CUDA, reason="no GPU here")
+@pytest.mark.parametrize("name", SPECULATIONS)
+def test_pools_of_a_share_of_the_memory(name: str) -> None:
+    """What is captured with the small pools for a trial is captured anew with the large ones."""
+    sizes = {"max_len": MAX_LEN, "num_slots": 8, "dtype": torch.float32, "device": "cuda"}
+    engine = Engine(TARGET, speculation=SPECULATIONS[name], mem_fraction=0.5, **sizes)  # type: ignore[arg-type]
+    pool = engine.state.pool
+    assert len(pool.free_stack) == 8 * pool.page_table.shape[1] == engine.target.pools.k.shape[1]
+    comparison = Comparison(reference_model())
+    outputs = engine.generate(prompts()[:20], SamplingParams(max_new_tokens=NEW_TOKENS))
+    for prompt, output, want in zip(prompts(), outputs, reference(), strict=False):
+        comparison.check(prompt, output.tokens, want)
+    with pytest.raises(ValueError, match=r"Engine: mem_fraction is 1e-05, which leaves room for 0 pages, expected at"):
+        Engine(TARGET, speculation=SPECULATIONS[name], mem_fraction=1e-5, **sizes)  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(not HAS_CUDA, reason="no GPU here")
+@pytest.mark.parametrize("name", ["eagle3-tree", "standalone"])
+def test_five_hundred_prompts_are_those_of_plain_decoding(name: str) -> None:
+    """With all at once: graphs, rounds in flight, trees, and a pool from which requests are retracted."""
+    texts = [prompt[:length] for prompt in held_out("code") for length in (len(prompt), len(prompt) // 2)]
+    assert len(texts) >= 500
+    params = SamplingParams(max_new_tokens=NEW_TOKENS)
+    sizes = {"max_len": MAX_LEN, "num_slots": 32, "dtype": torch.float32, "device": "cuda"}
+    want = Engine(TARGET, **sizes).generate(texts, params)  # type: ignore[arg-type]
+    engine = Engine(TARGET, speculation=SPECULATIONS[name], num_pages=120, **sizes)  # type: ignore[arg-type]
+    comparison = Comparison(reference_model())
+    for prompt, output, plain in zip(texts, engine.generate(texts, params), want, strict=True):
+        comparison.check(prompt, output.tokens, plain.tokens)
+    stats = engine.stats()
+    print(f"{name}: {stats}, {len(comparison.near_ties)} near-ties")
+    assert engine.graphs is not None and stats.retractions > 0 and len(comparison.near_ties) <= 5
+
+
+@pytest.mark.skipif(not HAS_CUDA, reason="no GPU here")
+@pytest.mark.parametrize("name", SPECULATIONS)
+def test_without_graphs_the_same(name: str) -> None:
+    captured = make_engine(SPECULATIONS[name], "page3", torch.device("cuda"))
+    assert (captured.graphs is None) == (name == "ngram")
+    called = Engine(
+        TARGET, speculation=SPECULATIONS[name], max_len=MAX_LEN, dtype=torch.float32, device="cuda", cuda_graph=False
+    )
+    assert called.graphs is None
+    comparison = Comparison(reference_model())
+    for engine in (captured, called):
+        for prompt, output, want in zip(
+            prompts()[:20], engine.generate(prompts()[:20], SamplingParams(NEW_TOKENS)), reference(), strict=False
+        ):
+            comparison.check(prompt, output.tokens, want)
+        assert engine.stats().rounds > 0
 
 
 @pytest.mark.parametrize(

@@ -110,10 +110,10 @@ class Fault(Exception):
 DEPTH = 5
 
 
-def rings(sizes: Sizes) -> dict[str, Any]:
+def rings(sizes: Sizes, depth: int = DEPTH) -> dict[str, Any]:
     commands = 11 + sizes.max_stops + sizes.max_batch + sizes.num_slots
     results = 8 + sizes.max_batch * (4 + sizes.accept_width)
-    return {"commands": np.full((DEPTH, commands), -1, np.int32), "results": np.zeros((DEPTH, results), np.int32)}
+    return {"commands": np.full((depth, commands), -1, np.int32), "results": np.zeros((depth, results), np.int32)}
 
 
 class Device:
@@ -725,18 +725,18 @@ def test_interrupt_between_turns() -> None:
     interrupt = ctypes.pythonapi.PyErr_SetInterrupt
     interrupt.argtypes, interrupt.restype = [ctypes.py_object], None
     ignore = "".format
-    sizes = Sizes(num_slots=1, batch_sizes=(1,), accept_width=2, reserve=3)
-    made = rings(sizes)
+    depth, length = 100_000, 90_000  # more rounds than the loop makes before it looks
+    sizes = Sizes(num_slots=1, batch_sizes=(1,), accept_width=1, max_len=length, page_size=length, num_pages=2)
+    made = rings(sizes, depth)
     commands, results = made["commands"], made["results"]
     # What the device would write is there beforehand: records applied, rounds of a token each.
-    commands[:, 0] = np.arange(DEPTH) + 1
-    results[:, 0] = np.arange(DEPTH) + 1
-    results[:, 8:] = [1, 0, 0, 1, 5, 5]
+    commands[:, 0] = results[:, 0] = np.arange(depth) + 1
+    results[:, 8:] = [1, 0, 0, 1, 5]
     executor = SimpleNamespace(
         begin=ignore, prefill=ignore, activate=ignore, launch=ignore, deactivate=ignore, emit=ignore
     )
     scheduler = _C.Scheduler(executor, **vars(sizes), **made)
-    scheduler.submit([1, 2], 3)
+    scheduler.submit([1, 2], length)
     assert scheduler.step()
     executor.launch = interrupt
     try:

@@ -20,6 +20,7 @@ from .drafts import build_draft
 from .drafts.ngram import NgramDraft
 from .executor import Executor
 from .graphs import Graphs, capture_rounds, default_batch_sizes
+from .memory import pages_that_fit
 from .outputs import EngineStats, GenerationError, NewTokens, RequestOutput, RequestStats
 from .params import SamplingParams, Speculation
 from .prompts import as_list, check_tokens, file_tokens, token_ids
@@ -47,7 +48,8 @@ class Engine:
         speculation: how to draft; default none.
         max_len: longest sequence, prompt included. None: 2048, or the model's limit if that is less.
         num_slots: requests that run at once; more wait.
-        num_pages: KV pages in the pool. None: enough for every slot at `max_len`.
+        num_pages: KV pages in the pool. None: enough for every slot at `max_len`, or what mem_fraction leaves.
+        mem_fraction: share of the GPU's memory that weights, captured rounds, prefill and pages may take together.
         page_size: KV rows per page.
         prefill_chunk: longest piece of a prompt run between two rounds.
         dtype: of weights and KV. None: the checkpoint's own on CUDA, float32 on the CPU.
@@ -75,6 +77,7 @@ class Engine:
         max_len: int | None = None,
         num_slots: int = 8,
         num_pages: int | None = None,
+        mem_fraction: float | None = None,
         page_size: int = 16,
         prefill_chunk: int = 512,
         dtype: torch.dtype | None = None,
@@ -112,6 +115,9 @@ class Engine:
             scratch = speculation.topk * (speculation.num_steps - 1) + 1
             reserve = max(speculation.num_nodes, speculation.num_steps + 1, scratch) + 1
         max_pages = -(-(max_len + reserve) // page_size)
+        if mem_fraction is not None:
+            check_mem_fraction(mem_fraction, num_pages, self.device)
+            num_pages = max_pages  # until it is known how many fit
         if num_pages is None:
             num_pages = num_slots * max_pages
         if num_pages < max_pages:
@@ -159,6 +165,18 @@ class Engine:
         rings = Rings.create(self.state, max_batch=num_slots, accept_width=self.draft.accept_width, depth=RING_DEPTH)
         round = Round(self.target, self.draft, self.state, rings, reserve)
         self._executor = Executor(round, self._emit)
+        if mem_fraction is not None:
+            assert self._stream is not None
+            chunk, batch = min(prefill_chunk, max_len - 1), num_slots if overlaps and cuda_graph else None
+            with torch.cuda.device(self.device):
+                fitting = pages_that_fit(round, mem_fraction, chunk, batch, self._stream)
+            if fitting < max_pages:
+                raise ValueError(
+                    f"Engine: mem_fraction is {mem_fraction}, which leaves room for {fitting} pages, "
+                    f"expected at least {max_pages} (one request of max_len={max_len} tokens)"
+                )
+            num_pages = min(fitting, num_slots * max_pages)
+            self._resize_pools(num_pages)
         self.graphs: Graphs | None = None
         if overlaps and cuda_graph:
             assert self._stream is not None
@@ -270,6 +288,11 @@ class Engine:
             )
         return list(stop)
 
+    def _resize_pools(self, num_pages: int) -> None:
+        self.state.resize_pool(num_pages)
+        self.target.resize_pools(num_pages)
+        self.draft.resize_pools(num_pages)
+
     def stats(self) -> EngineStats:
         """What rounds took so far. The device's own times are those of rounds that have been read."""
         rounds, rows, host, _wait, device, _num_following, following, gaps = self._scheduler.times
@@ -337,6 +360,15 @@ def check_batch_sizes(batch_sizes: Sequence[int], num_slots: int) -> None:
     sizes = list(batch_sizes)
     if not sizes or sizes[0] < 1 or sizes[-1] != num_slots or sorted(set(sizes)) != sizes:
         raise ValueError(f"Engine: batch_sizes is {sizes}, expected rising sizes up to num_slots={num_slots}")
+
+
+def check_mem_fraction(mem_fraction: float, num_pages: int | None, device: torch.device) -> None:
+    if num_pages is not None:
+        raise ValueError(f"Engine: num_pages is {num_pages}, expected None beside mem_fraction")
+    if device.type != "cuda":
+        raise ValueError(f"Engine: mem_fraction is {mem_fraction}, expected None (device is {device})")
+    if not 0 < mem_fraction <= 1:
+        raise ValueError(f"Engine: mem_fraction is {mem_fraction}, expected above 0 and at most 1")
 
 
 def check_device(device: torch.device) -> None:

@@ -37,6 +37,8 @@ def capture_rounds(
     Large batches come first and all graphs share one pool of memory: a smaller round fits into what a larger one took.
     What a graph allocates is read by no other.
     """
+    torch.cuda.synchronize(stream.device)  # what made the weights and the state is done
+    torch.cuda.empty_cache()  # as every capture does: what is counted is what stays
     begin, pool = time.perf_counter(), torch.cuda.graph_pool_handle()
     before = torch.cuda.memory_reserved(stream.device)
     graphs: dict[int, torch.cuda.CUDAGraph] = {}

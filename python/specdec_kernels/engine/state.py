@@ -65,6 +65,11 @@ class SlotState:
             pool=make_page_pool(num_pages, num_slots, max_pages, page_size, like=zeros(0)),
         )
 
+    def resize_pool(self, num_pages: int) -> None:
+        """Another pool, of which every page is free."""
+        num_slots, max_pages = self.pool.page_table.shape
+        self.pool = make_page_pool(num_pages, num_slots, max_pages, self.pool.page_size, like=self.seq_lens)
+
     def rows(self, slots: Tensor, prefix_lens: Tensor, tail_len: int, **options: Tensor | int | None) -> Rows:
         """A forward pass of these slots over `prefix_lens` rows and a tail."""
         return Rows(

@@ -27,6 +27,14 @@ class Draft:
         self._no_tokens = torch.empty(len(state.seq_lens), 0, dtype=torch.int32, device=device)
         self._no_scores = torch.empty(len(state.seq_lens), 0, dtype=torch.float32, device=device)
 
+    @property
+    def num_pool_bytes(self) -> int:
+        """Of the draft's own KV pools."""
+        return 0
+
+    def resize_pools(self, num_pages: int) -> None:
+        """Make these pools anew, with another number of pages."""
+
     def begin(self, slot: int, request_id: int, tokens: list[int]) -> None:
         """The slot now belongs to a request with this text: its prompt, and what it produced before a retraction."""
 
