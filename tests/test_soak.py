@@ -86,12 +86,13 @@ def resident_bytes() -> int:
 def test_soak(name: str, device: torch.device) -> None:
     rng = random.Random(name)
     alone = texts_alone(device, rng)
+    num_slots, num_pages = (12, 60) if REQUESTS < 500 else (48, 220)
     engine = make_engine(
         device,
         SPECULATIONS[name],
-        num_slots=12,
+        num_slots=num_slots,
         page_size=8,
-        num_pages=60,
+        num_pages=num_pages,
         rounds_in_flight=2 if name != "ngram" else 1,
     )
     chosen = [rng.choice(alone) for _ in range(REQUESTS)]
@@ -127,5 +128,5 @@ def test_soak(name: str, device: torch.device) -> None:
     assert sorted(pool.free_stack.tolist()) == list(range(len(pool.free_stack)))
     assert not engine.state.status.any() and engine._scheduler.num_running == 0
     (half, half_cuda), (end, end_cuda) = memory
-    assert end_cuda <= half_cuda
+    assert end_cuda - half_cuda < 2**20  # states of the last prefill, which may be a longer one
     assert end - half < 64 * 2**20

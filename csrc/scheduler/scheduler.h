@@ -42,7 +42,7 @@ struct SubmitOptions {
 
 class Scheduler {
  public:
-  // `commands` and `results` are rings as round/records.h has them; config's depths must fit.
+  // The rings are as round/records.h has them; that of the results is deeper than rounds_in_flight.
   Scheduler(const Config& config, Executor& executor, const RingMemory& commands, const RingMemory& results,
             bool traces);
 

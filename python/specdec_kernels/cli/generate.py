@@ -180,6 +180,8 @@ def generate(
             trace=args.trace if stream else None,
         )
         engine.generate(prompt, SamplingParams(max_new_tokens=8))
+    if engine.graphs:
+        console.print(f"{speculation.algorithm}: {engine.graphs}", style="dim")
     printer = Printer(console, engine) if stream else None
     if printer:
         console.print(prompt, end="", style="dim", markup=False, soft_wrap=True)

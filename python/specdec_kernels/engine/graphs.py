@@ -19,7 +19,11 @@ class Graphs:
     seconds: float
     num_bytes: int
 
+    def __str__(self) -> str:
+        return f"captured {len(self.by_batch)} graphs in {self.seconds:.1f} s, {self.num_bytes / 2**20:.0f} MiB"
+
     def raw(self) -> dict[int, int]:
+        """The graphs as cudaGraph_t."""
         return {batch: graph.raw_cuda_graph() for batch, graph in self.by_batch.items()}
 
 
@@ -75,6 +79,4 @@ class Bar:
 
     def finish(self, graphs: Graphs) -> None:
         self._progress.stop()
-        self._progress.console.print(
-            f"captured {len(graphs.by_batch)} graphs in {graphs.seconds:.1f} s, {graphs.num_bytes / 2**20:.0f} MiB"
-        )
+        self._progress.console.print(str(graphs))
