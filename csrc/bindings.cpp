@@ -385,8 +385,7 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
       .def_property_readonly("times",
                              [](const PyScheduler& s) {
                                const auto t = s.recorder().totals();
-                               return py::make_tuple(t.rounds, t.rows, t.host, t.wait, t.device, t.following_rounds,
-                                                     t.following, t.gaps);
+                               return py::make_tuple(t.rounds, t.rows, t.host, t.wait, t.device, t.following, t.gaps);
                              })
       .def("write_trace", [](const PyScheduler& s, const std::string& path) { s.recorder().write_trace(path); });
 

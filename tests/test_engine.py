@@ -150,6 +150,17 @@ def test_one_token_prompts(name: str, device: torch.device) -> None:
         comparison.check(prompt, output.tokens, text)
 
 
+def test_stats(device: torch.device) -> None:
+    engine = make_engine(SPECULATIONS["eagle3-chain"], "batched", device)
+    engine.generate(prompts()[:3], SamplingParams(8))
+    before = engine.stats()
+    outputs = engine.generate(prompts()[:3], SamplingParams(8, ignore_eos=True))
+    stats = engine.stats() - before
+    assert stats.rows >= sum(o.stats.rounds for o in outputs) and stats.rows / 3 <= stats.rounds <= stats.rows
+    assert stats.host_us > 0 and stats.device_ms > 0 and stats.retractions == 0
+    assert stats.idle is None or 0 <= stats.idle < 1
+
+
 def test_text_prompts_and_text_results(device: torch.device) -> None:
     engine = make_engine(SPECULATIONS["eagle3-chain"], "single", device)
     (output,) = engine.generate("def main():\n", SamplingParams(max_new_tokens=12))

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from random_models import VOCAB, random_prompts, save_random_model
 from specdec_kernels import FinishReason
 from specdec_kernels.engine import Engine, GenerationError, NewTokens, SamplingParams, Speculation
+from specdec_kernels.engine.graphs import default_batch_sizes
 from specdec_kernels.models.causal_lm import CausalLM
 from specdec_kernels.models.checkpoint import local_folder
 
@@ -160,6 +161,13 @@ def test_bad_sizes_are_refused_before_loading(
     with pytest.raises(ValueError) as error:
         make_engine(folder, **options)
     assert str(error.value) == message
+
+
+def test_batch_sizes_to_capture() -> None:
+    assert [default_batch_sizes(n) for n in (1, 3, 4)] == [[1], [1, 2, 3], [1, 2, 4]]
+    assert default_batch_sizes(64) == [1, 2, 4, 8, 12, 16, 24, 32, 48, 64]
+    sizes = default_batch_sizes(1000)
+    assert sizes == sorted(sizes) and all(2 * a <= 3 * b for a, b in zip(sizes[4:], sizes[3:], strict=False))
 
 
 def test_cuda_without_a_gpu_or_a_cuda_build(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

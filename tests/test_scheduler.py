@@ -835,6 +835,21 @@ def test_a_device_that_forgets_to_publish() -> None:
     assert device.sent[lost].reason == ERROR
 
 
+def test_gaps_between_rounds() -> None:
+    """On the device's clock, and only where one round followed another at once."""
+    device = Device(Sizes(rounds_in_flight=2, accept_width=1, reserve=6))
+
+    def stamp(_row: int, _sent: Sent) -> None:
+        begin = 1000 * (device.num_published + 1)
+        device.results[device.num_published % DEPTH, 2:6].view(np.int64)[:] = [begin, begin + 900]
+
+    device.spoil = stamp
+    device.submit([1], 6)
+    device.run()
+    *_, in_rounds, following, gaps = device.scheduler.times
+    assert (in_rounds, following, gaps) == (6 * 900, 5 * 900, 5 * 100)
+
+
 @overlapped
 def test_streams_or_not(rounds_in_flight: int) -> None:
     """Who does not stream is heard of once, at the end."""
@@ -861,9 +876,9 @@ def test_times_and_trace(tmp_path: Path) -> None:
     device = Device(Sizes(rounds_in_flight=2))
     device.submit([1, 2, 3], 9)
     device.run()
-    rounds, rows, host, wait, _device, following, *_ = device.scheduler.times
-    assert rounds == rows == device.num_published > following > 0 and host > 0 and wait == 0
-    device.scheduler.write_trace(str(tmp_path / "none.json"))
+    rounds, rows, host, wait, *_ = device.scheduler.times
+    assert rounds == rows == device.num_published > 0 and host > 0 and wait == 0
+    device.scheduler.write_trace(str(tmp_path / "none.json"))  # it was not to be kept
     traced = _C.Scheduler(None, **vars(Sizes()), **rings(Sizes()), trace=True)
     traced.step()
     traced.write_trace(str(tmp_path / "trace.json"))

@@ -39,7 +39,6 @@ void Recorder::add_round(int64_t started_at, int64_t ended_at, int64_t rows, boo
   num_rows_ += rows;
   device_ += ended_at - started_at;
   if (follows) {
-    num_following_ += 1;
     following_ += ended_at - started_at;
     gaps_ += std::max<int64_t>(started_at - last_ended_at_, 0);
   }
@@ -54,7 +53,6 @@ Recorder::Totals Recorder::totals() const {
           .host = of(Work::kTurn) - of(Work::kWait) - of(Work::kPrefill),
           .wait = of(Work::kWait),
           .device = device_,
-          .following_rounds = num_following_,
           .following = following_,
           .gaps = gaps_};
 }

@@ -25,7 +25,7 @@ class Recorder {
 
   // Any thread. Nanoseconds, but for the counts of rounds and rows.
   struct Totals {
-    int64_t rounds, rows, host, wait, device, following_rounds, following, gaps;
+    int64_t rounds, rows, host, wait, device, following, gaps;
   };
   Totals totals() const;
 
@@ -47,7 +47,7 @@ class Recorder {
   std::vector<Round> rounds_;
   int64_t last_ended_at_ = 0;
   std::array<std::atomic<int64_t>, kNumWorks> nanoseconds_{};
-  std::atomic<int64_t> num_rounds_ = 0, num_rows_ = 0, device_ = 0, num_following_ = 0, following_ = 0, gaps_ = 0;
+  std::atomic<int64_t> num_rounds_ = 0, num_rows_ = 0, device_ = 0, following_ = 0, gaps_ = 0;
 };
 
 // A piece of work, from here to the end of the scope.

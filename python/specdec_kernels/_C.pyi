@@ -443,9 +443,9 @@ class Scheduler:
     @property
     def num_retractions(self) -> int: ...
     @property
-    def times(self) -> tuple[int, int, int, int, int, int, int, int]:
-        """Rounds, rows; nanoseconds of host work, of waiting, of rounds on the device; then of rounds launched while
-        another was in flight and with nothing else in between: how many, nanoseconds, and of the gaps before them."""
+    def times(self) -> tuple[int, int, int, int, int, int, int]:
+        """Rounds, rows; nanoseconds of host work, of waiting, of rounds on the device; of those launched while another
+        was in flight, with nothing in between; of the gaps before these."""
 
 # --- boundary timing
 def noop1(stream: int | None, a: Tensor) -> int: ...

@@ -295,16 +295,8 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """What rounds took so far. The device's own times are those of rounds that have been read."""
-        rounds, rows, host, _wait, device, _num_following, following, gaps = self._scheduler.times
-        each = max(rounds, 1)
-        return EngineStats(
-            rounds=rounds,
-            rows=rows,
-            retractions=self._scheduler.num_retractions,
-            host_us=host / each / 1e3,
-            device_ms=device / each / 1e6,
-            idle=gaps / (following + gaps) if following else None,
-        )
+        rounds, rows, *nanoseconds = self._scheduler.times
+        return EngineStats(rounds, rows, self._scheduler.num_retractions, *(1e-9 * t for t in nanoseconds))
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:
