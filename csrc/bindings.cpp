@@ -27,9 +27,13 @@
 #include "kv/free_pages.h"
 #include "kv/move_kv.h"
 #include "kv/write_kv.h"
+// --- round
+#include "round/apply_commands.h"
+#include "round/publish_results.h"
 // --- ngram
 #include "ngram/ngram_index.h"
 // --- scheduler
+#include "scheduler/round_graphs.h"
 #include "scheduler/scheduler.h"
 
 namespace py = pybind11;
@@ -116,26 +120,38 @@ void raise_as(PyObject* type) {
 // --- scheduler: the loop runs without the GIL, and takes it for each call of the Python executor.
 
 using specdec::scheduler::Emission;
+using specdec::scheduler::RoundGraphs;
 using specdec::scheduler::Tokens;
 
 class PyExecutor : public specdec::scheduler::Executor {
  public:
-  explicit PyExecutor(py::object object) : object_(std::move(object)) {}
+  // `graphs` may be null: then every launch is a Python call, after which the device is at rest or asked by `progress`.
+  PyExecutor(py::object object, std::unique_ptr<RoundGraphs> graphs)
+      : object_(std::move(object)), graphs_(std::move(graphs)) {}
   py::object& object() { return object_; }
 
   void begin(int32_t slot, int64_t request_id, Tokens text) override { call("begin", slot, request_id, text); }
   void prefill(int32_t slot, Tokens tokens, int64_t start, bool is_last) override {
     call("prefill", slot, tokens, start, is_last);
   }
-  void activate(int32_t slot, int64_t request_id, int64_t seq_len, int32_t root, int64_t remaining,
-                Tokens stop_tokens) override {
-    call("activate", slot, request_id, seq_len, root, remaining, stop_tokens);
+  void activate(int32_t slot) override { call("activate", slot); }
+  void launch(int64_t batch) override {
+    if (!graphs_ || !graphs_->launch(batch)) call("launch", batch);
   }
-  void round(Tokens slots) override { call("round", slots); }
   void deactivate(int32_t slot, int64_t request_id) override { call("deactivate", slot, request_id); }
-  void emit(const Emission& e) override {
-    call("emit", e.request_id, Tokens(e.tokens), static_cast<int32_t>(e.reason), e.counts.rounds, e.counts.drafted,
-         e.counts.accepted, e.status);
+  void emit(std::span<const Emission> emissions) override {
+    py::gil_scoped_acquire gil;
+    py::list list;
+    for (const Emission& e : emissions)
+      list.append(py::make_tuple(e.request_id, e.tokens, static_cast<int32_t>(e.reason), e.counts.rounds,
+                                 e.counts.drafted, e.counts.accepted, e.status));
+    object_.attr("emit")(list);
+  }
+  bool busy() override { return graphs_ && graphs_->busy(); }
+  specdec::scheduler::Progress progress() override {
+    py::gil_scoped_acquire gil;
+    const auto [applied, published] = object_.attr("progress")().cast<std::pair<int64_t, int64_t>>();
+    return {applied, published};
   }
 
  private:
@@ -151,17 +167,20 @@ class PyExecutor : public specdec::scheduler::Executor {
   static std::vector<int32_t> argument(Tokens tokens) { return {tokens.begin(), tokens.end()}; }
 
   py::object object_;
+  std::unique_ptr<RoundGraphs> graphs_;
 };
 
-// A scheduler that owns what it refers to: the executor, and the arrays that rounds leave their results in.
+// A scheduler that owns what it refers to: the executor, and the rings.
 struct Referred {
   PyExecutor executor;
-  py::tuple arrays;
+  py::tuple rings;
 };
 struct PyScheduler : private Referred, public specdec::scheduler::Scheduler {
-  PyScheduler(py::object executor, py::tuple arrays, const specdec::scheduler::Config& config,
-              const specdec::scheduler::RoundResults& results)
-      : Referred{PyExecutor(std::move(executor)), std::move(arrays)}, Scheduler(config, Referred::executor, results) {}
+  PyScheduler(py::object executor, std::unique_ptr<RoundGraphs> graphs, py::tuple rings,
+              const specdec::scheduler::Config& config, const specdec::scheduler::RingMemory& commands,
+              const specdec::scheduler::RingMemory& results, bool traces)
+      : Referred{PyExecutor(std::move(executor), std::move(graphs)), std::move(rings)},
+        Scheduler(config, Referred::executor, commands, results, traces) {}
   py::object& executor_object() { return Referred::executor.object(); }
 };
 
@@ -182,11 +201,21 @@ void collect_executor(PyHeapTypeObject* heap_type) {
   };
 }
 
-// Raises what a signal handler raised, such as KeyboardInterrupt.
-void heed_signals() {
-  py::gil_scoped_acquire gil;
-  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-}
+// Raises what a signal handler raised, such as KeyboardInterrupt. Asked for after every turn, it looks now and then:
+// another thread may hold the GIL for longer than a round takes.
+class SignalCheck {
+ public:
+  void operator()() {
+    const auto now = std::chrono::steady_clock::now();
+    if (now < next_) return;
+    next_ = now + std::chrono::milliseconds(50);
+    py::gil_scoped_acquire gil;
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+  }
+
+ private:
+  std::chrono::steady_clock::time_point next_;
+};
 
 // The tokens of a list of ints or of an int32 tensor on the CPU.
 std::vector<int64_t> token_list(const char* name, const py::object& tokens) {
@@ -209,31 +238,43 @@ std::vector<int64_t> token_list(const char* name, const py::object& tokens) {
 
 std::unique_ptr<PyScheduler> make_scheduler(py::object executor, int64_t num_slots, int64_t num_pages,
                                             int64_t page_size, int64_t max_len, int64_t reserve, int64_t accept_width,
-                                            int64_t prefill_chunk, std::optional<int64_t> max_batch,
-                                            const py::object& out_tokens, const py::object& out_len,
-                                            const py::object& finish_reasons, const py::object& status,
-                                            const py::object& num_nodes) {
-  const specdec::scheduler::Config config{num_slots, num_pages,    page_size,     max_len,
-                                          reserve,   accept_width, prefill_chunk, max_batch.value_or(num_slots)};
+                                            int64_t max_stops, int64_t prefill_chunk, int64_t rounds_in_flight,
+                                            std::vector<int64_t> batch_sizes, const py::object& commands,
+                                            const py::object& results, std::optional<intptr_t> stream,
+                                            const std::map<int64_t, intptr_t>& graphs, bool trace) {
+  const specdec::scheduler::Config config{.num_slots = num_slots,
+                                          .num_pages = num_pages,
+                                          .page_size = page_size,
+                                          .max_len = max_len,
+                                          .reserve = reserve,
+                                          .accept_width = accept_width,
+                                          .max_stops = max_stops,
+                                          .prefill_chunk = prefill_chunk,
+                                          .rounds_in_flight = rounds_in_flight,
+                                          .batch_sizes = std::move(batch_sizes)};
   specdec::scheduler::check_config(config);
   specdec::Check check("Scheduler");
-  const auto array = [&](const char* name, const py::object& object, specdec::Shape shape) {
+  const auto ring = [&](const char* name, const py::object& object, int64_t min_depth, int64_t min_width) {
     specdec::PyTensor tensor;
     if (!tensor.load(object.ptr())) throw py::error_already_set();
-    check.tensor(name, tensor.view, shape, specdec::kInt32);
+    specdec::Dim depth{"depth"}, width{"width"};
+    check.output(name, tensor.view, {depth, width}, specdec::kInt32);
     check.require_cpu();
-    return tensor.view.data<const int32_t>();
+    check.range((std::string(name) + ".shape[0]").c_str(), depth, min_depth, std::numeric_limits<int32_t>::max());
+    check.range((std::string(name) + ".shape[1]").c_str(), width, min_width, std::numeric_limits<int32_t>::max());
+    return specdec::scheduler::RingMemory{tensor.view.data<int32_t>(), depth, width};
   };
-  specdec::Dim rows{"max_batch", config.max_batch}, width{"accept_width", accept_width};
-  const specdec::scheduler::RoundResults results{
-      .out_tokens = array("out_tokens", out_tokens, {rows, width}),
-      .out_len = array("out_len", out_len, {rows}),
-      .finish_reasons = array("finish_reasons", finish_reasons, {rows}),
-      .status = array("status", status, {rows}),
-      .num_nodes = array("num_nodes", num_nodes, {rows}),
-  };
-  auto arrays = py::make_tuple(out_tokens, out_len, finish_reasons, status, num_nodes);
-  return std::make_unique<PyScheduler>(std::move(executor), std::move(arrays), config, results);
+  const specdec::CommandLayout command_layout{config.max_batch(), num_slots, max_stops};
+  const auto command_ring = ring("commands", commands, 2, command_layout.words());
+  const specdec::ResultLayout result_layout{accept_width};
+  const auto result_ring = ring("results", results, rounds_in_flight + 1, result_layout.words(config.max_batch()));
+
+  check.that(stream || graphs.empty(), "stream", "is None", "the stream that graphs are launched on");
+  std::unique_ptr<RoundGraphs> round_graphs;
+  if (stream) round_graphs = std::make_unique<RoundGraphs>(reinterpret_cast<CUstream_st*>(*stream));
+  for (const auto& [batch, graph] : graphs) round_graphs->add(batch, reinterpret_cast<CUgraph_st*>(graph));
+  return std::make_unique<PyScheduler>(std::move(executor), std::move(round_graphs), py::make_tuple(commands, results),
+                                       config, command_ring, result_ring, trace);
 }
 
 }  // namespace
@@ -283,6 +324,10 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
   m.def("move_kv", &move_kv, "bring the KV rows of an accepted path together, in every layer");
   m.def("copy_kv", &copy_kv, "copy rows of one slot to the same rows of another, in every layer");
 
+  // --- round
+  m.def("apply_commands", &apply_commands, "the host's next record of commands becomes slot state");
+  m.def("publish_results", &publish_results, "what a round did, as the next record of the host's ring");
+
   // --- ngram
   using Release = py::call_guard<py::gil_scoped_release>;
   py::class_<NgramIndex>(m, "NgramIndex", "n-gram index: drafts from text seen before")
@@ -309,19 +354,25 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
   using Seconds = std::chrono::duration<double>;
   py::class_<PyScheduler>(m, "Scheduler", py::custom_type_setup(collect_executor))
       .def(py::init(&make_scheduler), "executor"_a, py::kw_only(), "num_slots"_a, "num_pages"_a, "page_size"_a,
-           "max_len"_a, "reserve"_a, "accept_width"_a, "prefill_chunk"_a, "max_batch"_a = py::none(), "out_tokens"_a,
-           "out_len"_a, "finish_reasons"_a, "status"_a, "num_nodes"_a)
+           "max_len"_a, "reserve"_a, "accept_width"_a, "max_stops"_a, "prefill_chunk"_a, "rounds_in_flight"_a,
+           "batch_sizes"_a, "commands"_a, "results"_a, "stream"_a = py::none(), "graphs"_a = py::dict(),
+           "trace"_a = false)
       .def(
           "submit",
-          [](PyScheduler& s, const py::object& prompt, int64_t max_new_tokens, const py::object& stop_tokens) {
-            return s.submit(token_list("prompt", prompt), max_new_tokens, token_list("stop_tokens", stop_tokens));
+          [](PyScheduler& s, const py::object& prompt, int64_t max_new_tokens, const py::object& stop_tokens,
+             float temperature, int32_t top_k, float top_p, float min_p, int64_t seed, bool streams) {
+            return s.submit(token_list("prompt", prompt), {.max_new_tokens = max_new_tokens,
+                                                           .stop_tokens = token_list("stop_tokens", stop_tokens),
+                                                           .sampling = {temperature, top_k, top_p, min_p, seed},
+                                                           .streams = streams});
           },
-          "prompt"_a, "max_new_tokens"_a, "stop_tokens"_a = py::tuple())
+          "prompt"_a, "max_new_tokens"_a, "stop_tokens"_a = py::tuple(), py::kw_only(), "temperature"_a = 0.0f,
+          "top_k"_a = 0, "top_p"_a = 1.0f, "min_p"_a = 0.0f, "seed"_a = 0, "streams"_a = true)
       .def("cancel", &PyScheduler::cancel)
       .def("abort_all", &PyScheduler::abort_all)
       .def("step", &PyScheduler::step, Release())
       .def(
-          "run_until_idle", [](PyScheduler& s) { s.run_until_idle(&heed_signals); }, Release())
+          "run_until_idle", [](PyScheduler& s) { s.run_until_idle(SignalCheck()); }, Release())
       .def(
           "wait_for_work", [](PyScheduler& s, double seconds) { return s.wait_for_work(Seconds(seconds)); },
           "timeout"_a, Release())
@@ -330,7 +381,13 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
       .def_property_readonly("num_running", &PyScheduler::num_running)
       .def_property_readonly("num_waiting", &PyScheduler::num_waiting)
       .def_property_readonly("num_free_pages_estimate", &PyScheduler::num_free_pages_estimate)
-      .def_property_readonly("num_retractions", &PyScheduler::num_retractions);
+      .def_property_readonly("num_retractions", &PyScheduler::num_retractions)
+      .def_property_readonly("times",
+                             [](const PyScheduler& s) {
+                               const auto t = s.recorder().totals();
+                               return py::make_tuple(t.rounds, t.rows, t.host, t.wait, t.device, t.following, t.gaps);
+                             })
+      .def("write_trace", [](const PyScheduler& s, const std::string& path) { s.recorder().write_trace(path); });
 
   // --- what `specdec bench call_overhead` times: the boundary alone
   m.def("noop1", [](CallStream, const TensorView& a) { return a.ndim(); });

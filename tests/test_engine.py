@@ -7,6 +7,7 @@ import functools
 import pytest
 import torch
 
+from conftest import HAS_CUDA
 from specdec_kernels import FinishReason
 from specdec_kernels.engine import Engine, NewTokens, SamplingParams, Speculation
 from specdec_kernels.tiny import tiny_model
@@ -24,12 +25,13 @@ SPECULATIONS = {
     # The target as its own draft: every draft is right, so every round is as long as it can be.
     "standalone": Speculation("STANDALONE", TARGET, num_steps=3, topk=2, num_draft_tokens=8),
 }
-# Slots, page size, and pages as a share of what all slots at full length would need: pages are reused in all of them.
-LAYOUTS = {
-    "single": (1, 16, 1.0),
-    "batched": (8, 16, 1.0),
-    "page1": (4, 1, 0.5),
-    "page3": (8, 3, 0.4),
+# Slots, page size, pages as a share of what all slots at full length would need (pages are reused in all of them),
+# rounds in flight and batch sizes.
+LAYOUTS: dict[str, tuple[int, int, float, int, list[int] | None]] = {
+    "single": (1, 16, 1.0, 2, None),
+    "batched": (8, 16, 1.0, 1, None),
+    "page1": (4, 1, 0.5, 3, None),
+    "page3": (8, 3, 0.4, 2, [3, 8]),
 }
 MAX_LEN = 512
 
@@ -47,7 +49,7 @@ def reference() -> list[list[int]]:
 
 
 def make_engine(speculation: Speculation, layout: str, device: torch.device) -> Engine:
-    num_slots, page_size, share = LAYOUTS[layout]
+    num_slots, page_size, share, rounds_in_flight, batch_sizes = LAYOUTS[layout]
     pages_per_slot = -(-(MAX_LEN + 80) // page_size)
     return Engine(
         TARGET,
@@ -57,6 +59,8 @@ def make_engine(speculation: Speculation, layout: str, device: torch.device) -> 
         page_size=page_size,
         num_pages=max(pages_per_slot, int(share * num_slots * pages_per_slot)),
         prefill_chunk=100,
+        rounds_in_flight=rounds_in_flight,
+        batch_sizes=batch_sizes,
         dtype=torch.float32,
         device=device,
     )
@@ -146,6 +150,17 @@ def test_one_token_prompts(name: str, device: torch.device) -> None:
         comparison.check(prompt, output.tokens, text)
 
 
+def test_stats(device: torch.device) -> None:
+    engine = make_engine(SPECULATIONS["eagle3-chain"], "batched", device)
+    engine.generate(prompts()[:3], SamplingParams(8))
+    before = engine.stats()
+    outputs = engine.generate(prompts()[:3], SamplingParams(8, ignore_eos=True))
+    stats = engine.stats() - before
+    assert stats.rows >= sum(o.stats.rounds for o in outputs) and stats.rows / 3 <= stats.rounds <= stats.rows
+    assert stats.host_us > 0 and stats.device_ms > 0 and stats.retractions == 0
+    assert stats.idle is None or 0 <= stats.idle < 1
+
+
 def test_text_prompts_and_text_results(device: torch.device) -> None:
     engine = make_engine(SPECULATIONS["eagle3-chain"], "single", device)
     (output,) = engine.generate("def main():\n", SamplingParams(max_new_tokens=12))
@@ -166,6 +181,58 @@ def test_an_engine_survives_a_failing_callback(device: torch.device) -> None:
     for prompt, output, want in zip(prompts()[:12], outputs, reference(), strict=False):
         comparison.check(prompt, output.tokens, want)
     assert int(engine.state.pool.num_free[0]) == len(engine.state.pool.free_stack)
+
+
+@pytest.mark.skipif(not HAS_CUDA, reason="no GPU here")
+@pytest.mark.parametrize("name", SPECULATIONS)
+def test_pools_of_a_share_of_the_memory(name: str) -> None:
+    """What is captured with the small pools for a trial is captured anew with the large ones."""
+    sizes = {"max_len": MAX_LEN, "num_slots": 8, "dtype": torch.float32, "device": "cuda"}
+    engine = Engine(TARGET, speculation=SPECULATIONS[name], mem_fraction=0.5, **sizes)  # type: ignore[arg-type]
+    pool = engine.state.pool
+    assert len(pool.free_stack) == 8 * pool.page_table.shape[1] == engine.target.pools.k.shape[1]
+    comparison = Comparison(reference_model())
+    outputs = engine.generate(prompts()[:20], SamplingParams(max_new_tokens=NEW_TOKENS))
+    for prompt, output, want in zip(prompts(), outputs, reference(), strict=False):
+        comparison.check(prompt, output.tokens, want)
+    with pytest.raises(ValueError, match=r"Engine: mem_fraction is 1e-05, which leaves room for 0 pages, expected at"):
+        Engine(TARGET, speculation=SPECULATIONS[name], mem_fraction=1e-5, **sizes)  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(not HAS_CUDA, reason="no GPU here")
+@pytest.mark.parametrize("name", ["eagle3-tree", "standalone"])
+def test_five_hundred_prompts_are_those_of_plain_decoding(name: str) -> None:
+    """With all at once: graphs, rounds in flight, trees, and a pool from which requests are retracted."""
+    texts = [prompt[:length] for prompt in held_out("code") for length in (len(prompt), len(prompt) // 2)]
+    assert len(texts) >= 500
+    params = SamplingParams(max_new_tokens=NEW_TOKENS)
+    sizes = {"max_len": MAX_LEN, "num_slots": 32, "dtype": torch.float32, "device": "cuda"}
+    want = Engine(TARGET, **sizes).generate(texts, params)  # type: ignore[arg-type]
+    engine = Engine(TARGET, speculation=SPECULATIONS[name], num_pages=120, **sizes)  # type: ignore[arg-type]
+    comparison = Comparison(reference_model())
+    for prompt, output, plain in zip(texts, engine.generate(texts, params), want, strict=True):
+        comparison.check(prompt, output.tokens, plain.tokens)
+    stats = engine.stats()
+    print(f"{name}: {stats}, {len(comparison.near_ties)} near-ties")
+    assert engine.graphs is not None and stats.retractions > 0 and len(comparison.near_ties) <= 5
+
+
+@pytest.mark.skipif(not HAS_CUDA, reason="no GPU here")
+@pytest.mark.parametrize("name", SPECULATIONS)
+def test_without_graphs_the_same(name: str) -> None:
+    captured = make_engine(SPECULATIONS[name], "page3", torch.device("cuda"))
+    assert (captured.graphs is None) == (name == "ngram")
+    called = Engine(
+        TARGET, speculation=SPECULATIONS[name], max_len=MAX_LEN, dtype=torch.float32, device="cuda", cuda_graph=False
+    )
+    assert called.graphs is None
+    comparison = Comparison(reference_model())
+    for engine in (captured, called):
+        for prompt, output, want in zip(
+            prompts()[:20], engine.generate(prompts()[:20], SamplingParams(NEW_TOKENS)), reference(), strict=False
+        ):
+            comparison.check(prompt, output.tokens, want)
+        assert engine.stats().rounds > 0
 
 
 @pytest.mark.parametrize(

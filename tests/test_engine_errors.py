@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from random_models import VOCAB, random_prompts, save_random_model
 from specdec_kernels import FinishReason
 from specdec_kernels.engine import Engine, GenerationError, NewTokens, SamplingParams, Speculation
+from specdec_kernels.engine.graphs import default_batch_sizes
 from specdec_kernels.models.causal_lm import CausalLM
 from specdec_kernels.models.checkpoint import local_folder
 
@@ -146,6 +147,10 @@ def test_too_many_stop_tokens(engine: Engine) -> None:
             "Engine: dtype is torch.float64, expected one of torch.float32, torch.float16, torch.bfloat16",
         ),
         ({"device": "meta"}, "Engine: device is meta, expected cpu or cuda"),
+        ({"mem_fraction": 0.5}, "Engine: mem_fraction is 0.5, expected None (device is cpu)"),
+        ({"mem_fraction": 0.5, "num_pages": 9}, "Engine: num_pages is 9, expected None beside mem_fraction"),
+        ({"rounds_in_flight": 0}, "Engine: rounds_in_flight is 0, expected 1 to 15"),
+        ({"batch_sizes": [1, 2]}, "Engine: batch_sizes is [1, 2], expected rising sizes up to num_slots=3"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -156,6 +161,13 @@ def test_bad_sizes_are_refused_before_loading(
     with pytest.raises(ValueError) as error:
         make_engine(folder, **options)
     assert str(error.value) == message
+
+
+def test_batch_sizes_to_capture() -> None:
+    assert [default_batch_sizes(n) for n in (1, 3, 4)] == [[1], [1, 2, 3], [1, 2, 4]]
+    assert default_batch_sizes(64) == [1, 2, 4, 8, 12, 16, 24, 32, 48, 64]
+    sizes = default_batch_sizes(1000)
+    assert sizes == sorted(sizes) and all(2 * a <= 3 * b for a, b in zip(sizes[4:], sizes[3:], strict=False))
 
 
 def test_cuda_without_a_gpu_or_a_cuda_build(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,19 +263,26 @@ def test_ctrl_c(engine: Engine, at: int) -> None:
     expect_usable(engine, want, prompts)
 
 
-def test_an_interrupted_deactivate_is_made_up_for(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("method", ["begin", "prefill", "activate", "launch", "deactivate", "emit"])
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_an_interrupt_in_any_call(engine: Engine, method: str, after: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before or after it did its work."""
     prompts = random_prompts(5)
     want = texts(engine, prompts)
-    with monkeypatch.context() as patch:
+    real, calls = getattr(engine._executor, method), 0
 
-        def interrupted(_slot: int) -> None:
+    def interrupted(*arguments: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3 and not after:
+            raise KeyboardInterrupt
+        real(*arguments)
+        if calls == 3 and after:
             raise KeyboardInterrupt
 
-        patch.setattr(engine._executor, "_empty", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            engine._executor.deactivate(0, 0)
-        with pytest.raises(KeyboardInterrupt):
-            engine.generate(prompts, EIGHT)
+    monkeypatch.setattr(engine._executor, method, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(prompts, EIGHT)
     expect_usable(engine, want, prompts)
 
 
@@ -325,7 +344,7 @@ def test_pages_held_elsewhere_are_an_error_not_a_wrong_text(engine: Engine, monk
     num_free = engine.state.pool.num_free
     before = int(num_free[0])
     num_free[0] = 0
-    with pytest.raises(RuntimeError, match=r"begin: the pool has too few pages for \d+ rows, expected those of slot 0"):
+    with pytest.raises(GenerationError, match=r"generate: prompts\[0\] ended with BAD_PAGE, prompts\[1\] ended with"):
         engine.generate(prompts, EIGHT)
     num_free[0] = before
     expect_usable(engine, want, prompts)

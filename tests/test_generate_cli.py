@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,6 +44,15 @@ def test_sampling(capsys: Capture) -> None:
     assert capsys.readouterr().out.partition("\n\ngreen:")[0] == first.partition("\n\ngreen:")[0]
 
 
+def test_a_trace_of_the_rounds(capsys: Capture, tmp_path: Path) -> None:
+    assert (
+        generate("--no-compare", "--no-cuda-graph", "--max-new-tokens", "9", "--trace", str(tmp_path / "t.json")) == 0
+    )
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    names = [event["name"] for event in events if event["ph"] == "X"]
+    assert {"turn", "launch", "read", "round", "prefill", "emit"} <= set(names)
+
+
 def test_a_narrow_terminal_breaks_no_text(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = "def f(" + ", ".join(f"argument_{i}" for i in range(20)) + "):\n    return"
     texts = []
@@ -78,6 +88,7 @@ def test_a_narrow_terminal_breaks_no_text(capsys: Capture, monkeypatch: pytest.M
         (["--page-size", "0"], "Engine: page_size is 0, expected at least 1"),
         ([""], "generate: prompts[0] is empty, expected at least 1 token"),
         (["--device", "meta"], "Engine: device is meta, expected cpu or cuda"),
+        (["--mem-fraction", "0.5"], "Engine: mem_fraction is 0.5, expected None (device is cpu)"),
     ],
 )
 def test_refusals_are_one_line(capsys: Capture, arguments: list[str], message: str) -> None:

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from random_models import random_prompts, save_random_model
-from specdec_kernels import Status
+from specdec_kernels import Status, free_pages
 from specdec_kernels.engine import Engine, SamplingParams, Speculation
 from specdec_kernels.models.eagle3 import feature_layers, read_config
 from specdec_kernels.tiny import tiny_model
@@ -43,18 +43,26 @@ def prompts() -> list[list[int]]:
 
 def begin(engine: Engine, slot: int, text: list[int], chunk: int = 1000, budget: int = 100) -> None:
     """What the scheduler does for a request that gets a slot."""
-    executor, rows = engine._executor, len(text) - 1
-    engine._sampling[slot] = SamplingParams()
+    executor, state, rows = engine._executor, engine.state, len(text) - 1
+    give_back(engine, slot)
     executor.begin(slot, slot, text)
     for start in range(0, rows, chunk):
         count = min(chunk, rows - start)
         executor.prefill(slot, text[start : start + count], start, start + count == rows)
-    executor.activate(slot, slot, rows, text[-1], budget, [])
+    state.seq_lens[slot], state.root_tokens[slot], state.remaining[slot] = rows, text[-1], budget
+    executor.activate(slot)
+
+
+def give_back(engine: Engine, slot: int) -> None:
+    state = engine.state
+    state.seq_lens[slot] = state.finish_reasons[slot] = state.status[slot] = 0
+    slots = torch.tensor([slot], dtype=torch.int32, device=engine.device)
+    free_pages(state.pool, torch.zeros_like(state.seq_lens), slots=slots)
 
 
 def run(engine: Engine, slots: list[int]) -> dict[int, list[int]]:
     """One round; the new tokens of each slot named."""
-    result = engine._executor._round.run(torch.tensor(slots, dtype=torch.int32, device=engine.device))
+    result = engine._executor.round.run(torch.tensor(slots, dtype=torch.int32, device=engine.device))
     lengths = result.accepted.lengths.tolist()
     return {
         slot: row[:length]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import json
 import random
 import signal
 import threading
 import weakref
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,14 +34,21 @@ class Sizes:
     reserve: int = 6
     accept_width: int = 4
     prefill_chunk: int = 5
-    max_batch: int = 3
+    max_stops: int = 2
+    rounds_in_flight: int = 1
+    batch_sizes: tuple[int, ...] = (1, 2, 3)
+
+    @property
+    def max_batch(self) -> int:
+        return self.batch_sizes[-1]
 
     def pages(self, rows: int) -> int:
         return -(-(min(rows, self.max_len) + self.reserve) // self.page_size)
 
     @staticmethod
-    def random(rng: random.Random) -> Sizes:
+    def random(rng: random.Random, rounds_in_flight: int = 1) -> Sizes:
         num_slots, accept_width, max_len = rng.randint(1, 6), rng.randint(1, 6), rng.randint(2, 40)
+        smaller = rng.sample(range(1, num_slots + 1), rng.randint(0, num_slots))
         sizes = Sizes(
             num_slots=num_slots,
             page_size=rng.choice([1, 2, 3, 4, 16]),
@@ -47,7 +56,8 @@ class Sizes:
             reserve=accept_width + rng.randint(1, 6),
             accept_width=accept_width,
             prefill_chunk=rng.randint(1, 12),
-            max_batch=num_slots if rng.random() < 0.7 else rng.randint(1, num_slots),
+            rounds_in_flight=rounds_in_flight,
+            batch_sizes=tuple(sorted({*smaller, num_slots if rng.random() < 0.7 else rng.randint(1, num_slots)})),
         )
         smallest = sizes.pages(max_len)
         return Sizes(**{**vars(sizes), "num_pages": rng.choice([smallest, smallest + 1, 2 * smallest, 9 * smallest])})
@@ -66,11 +76,12 @@ class Slot:
     pages: int = 0
     active: bool = False
     finished: bool = False
+    left: bool = False  # the scheduler has said so; the slot is held until a record gives it back
     chunks_waited: int = 0
 
     @property
     def takes_part(self) -> bool:
-        return self.active and not self.finished
+        return self.active and not self.finished and not self.left
 
 
 @dataclass
@@ -96,16 +107,24 @@ class Fault(Exception):
     pass
 
 
+DEPTH = 5
+
+
+def rings(sizes: Sizes, depth: int = DEPTH) -> dict[str, Any]:
+    commands = 11 + sizes.max_stops + sizes.max_batch + sizes.num_slots
+    results = 8 + sizes.max_batch * (4 + sizes.accept_width)
+    return {"commands": np.full((depth, commands), -1, np.int32), "results": np.zeros((depth, results), np.int32)}
+
+
 class Device:
     """A fake executor. It models the device exactly, and asserts what the scheduler owes it at every call."""
 
     def __init__(self, sizes: Sizes, seed: int = 0) -> None:
         self.sizes, self.rng = sizes, random.Random(seed)
-        rows = sizes.max_batch
-        self.out_tokens = np.zeros((rows, sizes.accept_width), np.int32)
-        self.out_len, self.finish_reasons, self.status, self.num_nodes = np.zeros((4, rows), np.int32)
-        arrays = {n: getattr(self, n) for n in ("out_tokens", "out_len", "finish_reasons", "status", "num_nodes")}
-        self.scheduler = _C.Scheduler(self, **vars(sizes), **arrays)
+        made = rings(sizes)
+        self.commands, self.results = made["commands"], made["results"]
+        self.num_applied = self.num_published = 0
+        self.scheduler = _C.Scheduler(self, **vars(sizes), **made)
         self.slots: dict[int, Slot] = {}  # in the order of `begin`
         self.sent: dict[int, Sent] = {}
         self.visible: set[int] = set()  # submitted before this turn (stays empty where others drive the loop)
@@ -115,13 +134,26 @@ class Device:
         self.events: list[str] = []
         self.faults: dict[str, float] = {}  # method -> probability of raising
         self.stall = 0.0
+        self.streams = True
         self.on_emit: Any = lambda request_id: None
-        self.spoil: Any = lambda row, sent: None  # damages row `row` of the results
+        self.spoil: Any = lambda row, sent: None  # damages a row of the results
 
     # --- driving
 
+    @staticmethod
+    def sampling(request_id: int) -> dict[str, Any]:
+        return {
+            "temperature": request_id / 8,
+            "top_k": request_id,
+            "top_p": 0.5,
+            "min_p": 0.25,
+            "seed": (-1) ** request_id * (request_id + 2**40),
+        }
+
     def submit(self, prompt: list[int], max_new_tokens: int, stop_tokens: list[int] = []) -> int:  # noqa: B006
-        request_id = self.scheduler.submit(prompt, max_new_tokens, stop_tokens)
+        request_id = self.scheduler.submit(
+            prompt, max_new_tokens, stop_tokens, **self.sampling(len(self.sent)), streams=self.streams
+        )
         self.sent[request_id] = Sent(prompt, max_new_tokens, stop_tokens)
         return request_id
 
@@ -144,10 +176,14 @@ class Device:
         self.visible = set(self.sent)
         self.to_cancel = {i for i, s in self.sent.items() if s.cancelled}
         again = self.scheduler.step()
-        assert self.scheduler.num_running == len(self.slots)
-        assert self.scheduler.num_waiting == sum(not s.reason for s in self.sent.values()) - len(self.slots)
-        assert self.scheduler.num_free_pages_estimate == self.sizes.num_pages - self.needed(0)
-        assert again == any(not s.reason for s in self.sent.values())
+        held = [slot for slot in self.slots.values() if not slot.left]
+        assert self.scheduler.num_running == len(held)
+        assert self.scheduler.num_waiting == sum(not s.reason for s in self.sent.values()) - len(held)
+        if self.sizes.rounds_in_flight == 1:
+            assert self.scheduler.num_free_pages_estimate == self.sizes.num_pages - self.needed(0)
+            assert again == (any(not s.reason for s in self.sent.values()) or any(s.left for s in self.slots.values()))
+        else:
+            assert again or all(s.reason for s in self.sent.values())
         return again
 
     def run(self) -> None:
@@ -186,14 +222,15 @@ class Device:
 
     def needed(self, rounds: int) -> int:
         growth = self.sizes.accept_width * rounds
-        return sum(self.sizes.pages(len(s.text) - 1 + (growth if s.active else 0)) for s in self.slots.values())
+        held = [s for s in self.slots.values() if not s.left]
+        return sum(self.sizes.pages(len(s.text) - 1 + (growth if s.active else 0)) for s in held)
 
     def take_pages(self, slot: Slot) -> None:
         slot.pages = max(slot.pages, self.sizes.pages(len(slot.text) - 1))
         assert sum(s.pages for s in self.slots.values()) <= self.sizes.num_pages, "the pool overflows"
 
     def waiting(self) -> list[int]:
-        held = {s.request_id for s in self.slots.values()}
+        held = {s.request_id for s in self.slots.values() if not s.left}
         return [i for i in sorted(self.visible) if i not in held and not self.sent[i].reason]
 
     def may_fail(self, method: str, *request_ids: int) -> None:
@@ -208,7 +245,7 @@ class Device:
     def begin(self, slot: int, request_id: int, text: list[int]) -> None:
         sent = self.sent[request_id]
         assert slot not in self.slots and 0 <= slot < self.sizes.num_slots
-        assert text == sent.prompt + sent.emitted, "a retracted request returns with what was emitted"
+        assert text == sent.prompt + sent.produced, "a retracted request returns with what it produced"
         if self.visible:
             assert request_id == self.waiting()[0], "first come, first served"
         assert self.needed(1) + self.sizes.pages(len(text) - 1) <= self.sizes.num_pages
@@ -227,53 +264,104 @@ class Device:
         assert state.rows <= len(state.text) - 1 and is_last == (state.rows == len(state.text) - 1)
         for other in self.slots.values():
             other.chunks_waited += other.takes_part
-            assert other.chunks_waited <= 1 or self.sizes.max_batch < self.sizes.num_slots or self.faults
+            late = self.stall and self.sizes.rounds_in_flight > 1  # that somebody stalled is seen when it is read
+            assert other.chunks_waited <= 1 or self.sizes.max_batch < self.sizes.num_slots or self.faults or late
 
-    def activate(
-        self, slot: int, request_id: int, seq_len: int, root: int, remaining: int, stop_tokens: list[int]
-    ) -> None:
-        state, sent = self.slots[slot], self.sent[request_id]
-        assert state.request_id == request_id and not state.active
-        assert seq_len == state.rows == len(state.text) - 1 and root == state.text[-1]
-        assert remaining == min(sent.max_new_tokens, self.sizes.max_len) - len(sent.emitted) > 0
-        assert stop_tokens == sent.stop_tokens
-        self.may_fail("activate", request_id)
-        state.active = True
+    def activate(self, slot: int) -> None:
+        state = self.slots[slot]
+        assert state.active
+        self.may_fail("activate", state.request_id)
 
-    def round(self, slots: list[int]) -> None:
-        running = [s for s, state in self.slots.items() if state.takes_part]
-        assert len(slots) == len(set(slots)) == min(len(running), self.sizes.max_batch) and set(slots) <= set(running)
-        waiting = self.waiting()
-        if waiting and len(self.slots) < self.sizes.num_slots:
-            first = self.sent[waiting[0]]
-            pages = self.sizes.pages(len(first.prompt) + len(first.emitted) - 1)
-            assert self.needed(1) + pages > self.sizes.num_pages or first.cancelled, "who fits is admitted"
-        self.may_fail("round", *(self.slots[s].request_id for s in slots))
-        garbage = self.rng.choice([-1, 2**31 - 1])
-        for array in (self.out_tokens, self.out_len, self.finish_reasons, self.status, self.num_nodes):
-            array.fill(garbage)
+    def apply_commands(self) -> list[int]:
+        """The next record; returns the slots of the round."""
+        sizes, record = self.sizes, self.commands[self.num_applied % DEPTH]
+        self.num_applied += 1
+        record[0] = self.num_applied
+        command, slots, given_back = np.split(record[1:], [10 + sizes.max_stops, len(record) - 1 - sizes.num_slots])
+        assert [*given_back] == [*given_back[given_back >= 0], *[-1] * (given_back < 0).sum()]
+        for slot in given_back[given_back >= 0].tolist():
+            assert self.slots.pop(slot).left
+        if command[0] >= 0:
+            slot, seq_len, root, remaining = command[:4].tolist()
+            state = self.slots[slot]
+            sent, floats = self.sent[state.request_id], command.view(np.float32)
+            assert not state.active and not state.left
+            assert seq_len == state.rows == len(state.text) - 1 and root == state.text[-1]
+            assert remaining == min(sent.max_new_tokens, sizes.max_len) - len(sent.produced) > 0
+            want = self.sampling(state.request_id)
+            assert [floats[4], command[5], floats[6], floats[7]] == [*want.values()][:4]
+            assert command[8:10].view(np.int64) == want["seed"]
+            assert command[10:].tolist() == (sent.stop_tokens + [-1] * sizes.max_stops)[: sizes.max_stops]
+            state.active = True
+        count = int((slots >= 0).sum())
+        assert (slots[count:] == -1).all()
+        return slots[:count].tolist()
+
+    def launch(self, batch: int) -> None:
+        record = self.commands[self.num_applied % DEPTH]
+        first = 11 + self.sizes.max_stops
+        named = [record[1]] if batch == 0 else record[first : first + batch]
+        ids = [self.slots[int(s)].request_id for s in named if s >= 0]
+        method = "round" if batch else "record"
+        late = self.rng.random() < 0.5  # a launch may throw before or after it has done its work
+        if not late:
+            self.may_fail(method, *ids)
+        slots = self.apply_commands()
+        if batch == 0:
+            assert not slots
+            if late:
+                self.may_fail(method, *ids)
+            return
+        self.check_rows(slots, batch)
+        self.results[self.num_published % DEPTH] = self.rng.choice([-1, 2**31 - 1])
         for row, slot in enumerate(slots):
             state = self.slots[slot]
             self.take_pages(state)
             state.chunks_waited = 0
             stalls = row > 0 and self.rng.random() < self.stall
             self.play(row, state, 0 if stalls else self.rng.randint(1, self.sizes.accept_width))
+        self.num_published += 1
+        self.results[(self.num_published - 1) % DEPTH, 0] = self.num_published
+        if late:
+            self.may_fail(method, *ids)
+
+    def check_rows(self, slots: list[int], batch: int) -> None:
+        sizes = self.sizes
+        assert batch == min(b for b in sizes.batch_sizes if b >= len(slots)) and len(slots) == len(set(slots)) > 0
+        assert all(self.slots[s].active and not self.slots[s].left for s in slots)
+        running = [s for s, state in self.slots.items() if state.takes_part]
+        if sizes.rounds_in_flight == 1:
+            assert set(slots) <= set(running) and len(slots) == min(len(running), sizes.max_batch)
+        elif not self.stall:
+            assert set(running) <= set(slots) or len(slots) == sizes.max_batch
+        waiting = self.waiting()
+        if waiting and len(self.slots) < sizes.num_slots and sizes.rounds_in_flight == 1:
+            first = self.sent[waiting[0]]
+            pages = sizes.pages(len(first.prompt) + len(first.produced) - 1)
+            assert self.needed(1) + pages > sizes.num_pages or first.cancelled, "who fits is admitted"
+
+    def result(self, row: int) -> np.ndarray:
+        """out_len, finish reason, status, num_nodes and the tokens of a row of the round that is running."""
+        begin = 8 + row * (4 + self.sizes.accept_width)
+        return self.results[self.num_published % DEPTH, begin : begin + 4 + self.sizes.accept_width]
+
+    def progress(self) -> tuple[int, int]:
+        return self.num_applied, self.num_published
 
     def play(self, row: int, state: Slot, count: int) -> None:
         """One slot's part of a round: `count` tokens, cut at a stop token, the budget or the length limit."""
         sent = self.sent[state.request_id]
         want, reason = self.expected(state.request_id)
-        new = want[len(sent.produced) :][:count]
+        new = [] if state.finished else want[len(sent.produced) :][:count]
         state.finished = len(sent.produced) + len(new) == len(want)
-        self.out_tokens[row, : len(new)] = new
-        self.out_len[row] = len(new)
-        self.finish_reasons[row] = reason if state.finished else 0
-        self.status[row] = 0 if count else STALLED
-        self.num_nodes[row] = nodes = self.rng.randint(1, 9)
+        nodes = self.rng.randint(1, 9)
+        result = self.result(row)
+        result[:4] = [len(new), reason if state.finished else 0, 0 if count else STALLED, nodes]
+        result[4 : 4 + len(new)] = new
         sent.produced += new
         state.text += new
         state.rows += len(new)
-        if count:
+        if new:
             sent.rounds, sent.drafted, sent.accepted = (
                 sent.rounds + 1,
                 sent.drafted + nodes - 1,
@@ -283,45 +371,50 @@ class Device:
 
     def deactivate(self, slot: int, request_id: int) -> None:
         state, sent = self.slots[slot], self.sent[request_id]
-        assert state.request_id == request_id
+        assert state.request_id == request_id and not state.left
         cancelled = request_id in self.to_cancel if self.visible else sent.cancelled
         if not (state.finished or cancelled or sent.failed):
-            newest = list(self.slots)[-1]
+            newest = [s for s, other in self.slots.items() if not other.left][-1]
             assert slot == newest and self.needed(0) > self.sizes.num_pages, "only the newest, only in want of pages"
             self.retracted.append(request_id)
-        del self.slots[slot]
+        state.left = True
         self.may_fail("deactivate")
 
-    def emit(
-        self, request_id: int, tokens: list[int], reason: int, rounds: int, drafted: int, accepted: int, status: int
-    ) -> None:
-        sent = self.sent[request_id]
-        assert not sent.reason, "nothing follows the last emission"
-        assert tokens or reason
-        sent.emitted += tokens
-        sent.reason, sent.status, sent.counts = reason, status, (rounds, drafted, accepted)
-        if reason != ERROR:
-            assert sent.emitted == sent.produced and sent.counts == (sent.rounds, sent.drafted, sent.accepted)
-        if reason:
-            assert request_id not in {s.request_id for s in self.slots.values()}, "pages go back before the last tokens"
-        self.on_emit(request_id)
-        self.may_fail("emit", *([] if reason else [request_id]))
+    def emit(self, emissions: list[tuple[int, list[int], int, int, int, int, int]]) -> None:
+        assert emissions
+        for request_id, tokens, reason, *counts, status in emissions:
+            sent = self.sent[request_id]
+            assert not sent.reason, "nothing follows the last emission"
+            assert reason or (tokens and self.streams)
+            sent.emitted += tokens
+            sent.reason, sent.status, sent.counts = reason, status, tuple(counts)
+            assert sent.emitted == sent.produced[: len(sent.emitted)]
+            if reason not in (ERROR, CANCELLED) and (reason or self.sizes.rounds_in_flight == 1):
+                assert sent.emitted == sent.produced and sent.counts == (sent.rounds, sent.drafted, sent.accepted)
+            if reason:
+                assert request_id not in {s.request_id for s in self.slots.values() if not s.left}
+            self.on_emit(request_id)
+        self.may_fail("emit", *({e[0] for e in emissions} - {e[0] for e in emissions if e[2]}))
 
 
-def any_device(seed: int) -> Device:
-    return Device(Sizes.random(random.Random(seed)), seed)
+def any_device(seed: int, rounds_in_flight: int = 1) -> Device:
+    device = Device(Sizes.random(random.Random(seed), rounds_in_flight), seed)
+    device.streams = device.rng.random() < 0.7
+    return device
 
 
 # --- random mixes
 
 MIXES = 500
+overlapped = pytest.mark.parametrize("rounds_in_flight", [1, 2, 3])
 
 
-@pytest.mark.parametrize("batch", range(8))
-def test_mixes(batch: int) -> None:
+@overlapped
+@pytest.mark.parametrize("batch", range(4))
+def test_mixes(batch: int, rounds_in_flight: int) -> None:
     retractions = 0
     for seed in range(batch * MIXES, (batch + 1) * MIXES):
-        device = any_device(seed)
+        device = any_device(seed, rounds_in_flight)
         device.stall = device.rng.choice([0, 0, 0.3])
         for _ in range(device.rng.randint(1, 10)):
             device.submit_any()
@@ -333,11 +426,12 @@ def test_mixes(batch: int) -> None:
     assert retractions > 60
 
 
+@overlapped
 @pytest.mark.parametrize("batch", range(2))
-def test_mixes_with_cancels_and_submits_anywhere(batch: int) -> None:
+def test_mixes_with_cancels_and_submits_anywhere(batch: int, rounds_in_flight: int) -> None:
     reasons = set()
     for seed in range(batch * MIXES, (batch + 1) * MIXES):
-        device = any_device(seed)
+        device = any_device(seed, rounds_in_flight)
         rng = device.rng
 
         def meddle(_: int, device: Device = device, rng: random.Random = rng) -> None:
@@ -358,12 +452,13 @@ def test_mixes_with_cancels_and_submits_anywhere(batch: int) -> None:
     assert reasons == {STOP, LENGTH, CONTEXT, CANCELLED}
 
 
-@pytest.mark.parametrize("method", ["begin", "prefill", "activate", "round", "deactivate", "emit"])
-def test_mixes_with_exceptions(method: str) -> None:
+@overlapped
+@pytest.mark.parametrize("method", ["begin", "prefill", "record", "activate", "round", "deactivate", "emit"])
+def test_mixes_with_exceptions(method: str, rounds_in_flight: int) -> None:
     """Whatever raises, the exception comes out, its requests end with an error, and the others lose nothing."""
     faults = 0
     for seed in range(300):
-        device = any_device(seed)
+        device = any_device(seed, rounds_in_flight)
         device.faults = {method: 0.15}
         for _ in range(device.rng.randint(1, 10)):
             device.submit_any()
@@ -382,7 +477,7 @@ def test_mixes_with_exceptions(method: str) -> None:
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
-    sizes=st.builds(Sizes.random, st.randoms(use_true_random=False)),
+    sizes=st.builds(Sizes.random, st.randoms(use_true_random=False), st.integers(1, 3)),
     plan=st.lists(
         st.one_of(
             st.tuples(st.just("submit"), st.integers(1, 39), st.integers(1, 40)),
@@ -424,7 +519,7 @@ def test_tokens_left_over_by_an_exception_go_before_a_cancel() -> None:
 
 
 def test_retraction_and_return() -> None:
-    sizes = Sizes(num_slots=2, num_pages=8, page_size=4, max_len=24, reserve=6, accept_width=4, max_batch=2)
+    sizes = Sizes(num_slots=2, num_pages=8, page_size=4, max_len=24, reserve=6, accept_width=4, batch_sizes=(1, 2))
     device = Device(sizes)
     assert sizes.pages(sizes.max_len) == sizes.num_pages, "the smallest legal pool"
     old, new = device.submit([1, 2], 20), device.submit([3], 20)
@@ -438,23 +533,23 @@ def test_chunks_follow_each_other_until_someone_decodes() -> None:
     device.submit([1] * 8, 1000)
     for _ in range(4):
         device.step()
-    assert device.events == ["begin", "prefill", "prefill", "prefill", "prefill", "activate", "round", "emit"]
+    assert device.events == ["begin", "prefill", "prefill", "prefill", "prefill", "record", "activate", "round", "emit"]
     device.events.clear()
     device.submit([1] * 5, 1000)
     device.step()
     device.step()
-    assert device.events == ["begin", "prefill", "round", "emit", "prefill", "activate", "round", "emit", "emit"]
+    assert device.events == ["begin", "prefill", "round", "emit", "prefill", "record", "activate", "round", "emit"]
 
 
 def test_one_token_prompts_need_no_prefill() -> None:
     device = Device(Sizes())
     device.submit([5], 1)
     assert not device.step()
-    assert device.events == ["begin", "activate", "round", "deactivate", "emit"]
+    assert device.events == ["begin", "record", "activate", "round", "deactivate", "record", "emit"]
 
 
 def test_small_rounds_take_turns() -> None:
-    device = Device(Sizes(num_slots=3, max_batch=1, accept_width=1, max_len=100))
+    device = Device(Sizes(num_slots=3, batch_sizes=(1,), accept_width=1, max_len=100))
     for _ in range(3):
         device.submit([7], 5)
     for turn in range(1, 13):
@@ -469,7 +564,7 @@ def test_bad_status_ends_one_request() -> None:
 
     def spoil(row: int, sent: Sent) -> None:
         if sent is device.sent[bad] and len(sent.produced) > 2:
-            device.status[row] |= BAD_TREE | STALLED
+            device.result(row)[2] |= BAD_TREE | STALLED
             sent.failed = True
 
     device.spoil = spoil
@@ -479,23 +574,17 @@ def test_bad_status_ends_one_request() -> None:
 
 
 @pytest.mark.parametrize(
-    ("array", "value"),
-    [
-        ("out_len", 5),
-        ("out_len", -1),
-        ("out_len", 2**31 - 1),
-        ("out_tokens", -1),
-        ("finish_reasons", 4),
-        ("finish_reasons", -1),
-    ],
+    ("word", "value"),
+    [(0, 5), (0, -1), (0, 2**31 - 1), (4, -1), (1, 4), (1, -1)],
+    ids=["out_len", "negative-out_len", "huge-out_len", "token", "reason", "negative-reason"],
 )
-def test_results_out_of_range_end_one_request(array: str, value: int) -> None:
+def test_results_out_of_range_end_one_request(word: int, value: int) -> None:
     device = Device(Sizes())
     bad, good = device.submit([1], 9), device.submit([3], 9)
 
     def spoil(row: int, sent: Sent) -> None:
         if sent is device.sent[bad]:
-            getattr(device, array)[row] = value
+            device.result(row)[word] = value
             sent.failed = True
 
     device.spoil = spoil
@@ -542,7 +631,7 @@ def test_idle_and_unknown() -> None:
 
 def test_int32_tensors_are_prompts_too() -> None:
     device = Device(Sizes())
-    request_id = device.scheduler.submit(np.array([4, 5], np.int32), 2, np.array([], np.int32))
+    request_id = device.scheduler.submit(np.array([4, 5], np.int32), 2, np.array([], np.int32), **device.sampling(0))
     device.sent[request_id] = Sent([4, 5], 2, [])
     device.run()
 
@@ -551,7 +640,7 @@ def test_int32_tensors_are_prompts_too() -> None:
 
 
 def test_submit_and_cancel_from_threads() -> None:
-    device = Device(Sizes(num_slots=5, max_batch=5, num_pages=20))
+    device = Device(Sizes(num_slots=5, batch_sizes=(2, 5), num_pages=20))
     lock, per_thread = threading.Lock(), 60
 
     def client(seed: int) -> None:
@@ -636,31 +725,28 @@ def test_interrupt_between_turns() -> None:
     interrupt = ctypes.pythonapi.PyErr_SetInterrupt
     interrupt.argtypes, interrupt.restype = [ctypes.py_object], None
     ignore = "".format
+    depth, length = 100_000, 90_000  # more rounds than the loop makes before it looks
+    sizes = Sizes(num_slots=1, batch_sizes=(1,), accept_width=1, max_len=length, page_size=length, num_pages=2)
+    made = rings(sizes, depth)
+    commands, results = made["commands"], made["results"]
+    # What the device would write is there beforehand: records applied, rounds of a token each.
+    commands[:, 0] = results[:, 0] = np.arange(depth) + 1
+    results[:, 8:] = [1, 0, 0, 1, 5]
     executor = SimpleNamespace(
-        begin=ignore, prefill=ignore, activate=ignore, round=interrupt, deactivate=ignore, emit=ignore
+        begin=ignore, prefill=ignore, activate=ignore, launch=ignore, deactivate=ignore, emit=ignore
     )
-    one = np.ones(1, np.int32)
-    finish_reasons = np.zeros(1, np.int32)
-    sizes = Sizes(num_slots=1, max_batch=1, accept_width=1)
-    scheduler = _C.Scheduler(
-        executor,
-        **vars(sizes),
-        out_tokens=one[:, None],
-        out_len=one,
-        finish_reasons=finish_reasons,
-        status=np.zeros(1, np.int32),
-        num_nodes=one,
-    )
-    scheduler.submit([1, 2], 3)
+    scheduler = _C.Scheduler(executor, **vars(sizes), **made)
+    scheduler.submit([1, 2], length)
+    assert scheduler.step()
+    executor.launch = interrupt
     try:
         with pytest.raises(KeyboardInterrupt):
             scheduler.run_until_idle()
     finally:
         signal.signal(signal.SIGINT, before)
     assert scheduler.num_running == 1
-    executor.round = ignore
-    scheduler.step()
-    finish_reasons[0] = LENGTH
+    executor.launch = ignore
+    results[:, 9] = LENGTH
     scheduler.run_until_idle()
     assert scheduler.drain(0)
 
@@ -685,6 +771,7 @@ def test_an_engine_and_its_scheduler_are_collected() -> None:
         (([2**31], 1), "submit: prompt[0] is 2147483648, expected 0 to 2147483647"),
         (([1], 0), "submit: max_new_tokens is 0, expected at least 1"),
         (([1], 1, [3, -1]), "submit: stop_tokens[1] is -1, expected 0 to 2147483647"),
+        (([1], 1, [3, 4, 5]), "submit: stop_tokens has 3 entries, expected at most 2"),
         ((np.zeros((2, 2), np.int32), 1), "submit: prompt has shape [2, 2], expected [length]"),
         ((np.zeros(2, np.int64), 1), "submit: prompt is int64, expected int32"),
     ],
@@ -713,22 +800,88 @@ def test_submit_wants_ints() -> None:
         ({"max_len": 1}, "Scheduler: max_len is 1, expected 2 to 2147483647"),
         ({"reserve": 4}, "Scheduler: reserve is 4, expected 5 to 2147483647"),
         ({"prefill_chunk": 0}, "Scheduler: prefill_chunk is 0, expected 1 to 2147483647"),
-        ({"max_batch": 4}, "Scheduler: max_batch is 4, expected 1 to 3"),
+        ({"max_stops": -1}, "Scheduler: max_stops is -1, expected 0 to 2147483647"),
+        ({"rounds_in_flight": 0}, "Scheduler: rounds_in_flight is 0, expected 1 to 64"),
+        ({"batch_sizes": []}, "Scheduler: batch_sizes is empty, expected at least 1 size"),
+        ({"batch_sizes": [1, 4]}, "Scheduler: batch_sizes (rising) is 4, expected 2 to 3"),
+        ({"batch_sizes": [2, 2]}, "Scheduler: batch_sizes (rising) is 2, expected 3 to 3"),
         ({"num_pages": 7}, "Scheduler: num_pages is 7, expected 8 to 2147483647 (one sequence of max_len tokens must fit)"),
-        ({"out_len": np.zeros(2, np.int32)}, "Scheduler: out_len has shape [2], expected [max_batch=3]"),
-        ({"status": np.zeros(3, np.int64)}, "Scheduler: status is int64, expected int32"),
+        ({"commands": np.zeros((5, 18), np.int32)}, "Scheduler: commands.shape[1] is 18, expected 19 to 2147483647"),
+        ({"commands": np.zeros((1, 19), np.int32)}, "Scheduler: commands.shape[0] is 1, expected 2 to 2147483647"),
+        ({"results": np.zeros((1, 32), np.int32)}, "Scheduler: results.shape[0] is 1, expected 2 to 2147483647"),
+        ({"results": np.zeros((5, 31), np.int32)}, "Scheduler: results.shape[1] is 31, expected 32 to 2147483647"),
+        ({"results": np.zeros((5, 32), np.int64)}, "Scheduler: results is int64, expected int32"),
+        ({"graphs": {1: 1}}, "Scheduler: stream is None, expected the stream that graphs are launched on"),
     ],
 )  # fmt: skip
 def test_constructor_messages(change: dict[str, Any], message: str) -> None:
-    rows = {n: np.zeros(3, np.int32) for n in ("out_len", "finish_reasons", "status", "num_nodes")}
-    arguments = {**vars(Sizes()), "out_tokens": np.zeros((3, 4), np.int32), **rows, **change}
     with pytest.raises(ValueError) as error:
-        _C.Scheduler(None, **arguments)
+        _C.Scheduler(None, **{**vars(Sizes()), **rings(Sizes()), **change})
     assert str(error.value) == message
 
 
-def test_max_batch_defaults_to_num_slots() -> None:
-    arguments = {**vars(Sizes()), "max_batch": None, "out_tokens": np.zeros((3, 4), np.int32)}
-    for name in ("out_len", "finish_reasons", "status", "num_nodes"):
-        arguments[name] = np.zeros(3, np.int32)
-    _C.Scheduler(None, **arguments)
+def test_a_device_that_forgets_to_publish() -> None:
+    """The loop does not wait for ever, and goes on with the others."""
+    device = Device(Sizes())
+    lost = device.submit([1], 9)
+    device.sent[lost].failed = True
+    launch = device.launch
+    device.launch = lambda batch: launch(batch) if batch == 0 else None  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="step: the device is at rest and a record is missing, expected launch to"):
+        device.step()
+    device.launch = launch  # type: ignore[method-assign]
+    device.submit([2], 9)
+    device.run()
+    assert device.sent[lost].reason == ERROR
+
+
+def test_gaps_between_rounds() -> None:
+    """On the device's clock, and only where one round followed another at once."""
+    device = Device(Sizes(rounds_in_flight=2, accept_width=1, reserve=6))
+
+    def stamp(_row: int, _sent: Sent) -> None:
+        begin = 1000 * (device.num_published + 1)
+        device.results[device.num_published % DEPTH, 2:6].view(np.int64)[:] = [begin, begin + 900]
+
+    device.spoil = stamp
+    device.submit([1], 6)
+    device.run()
+    *_, in_rounds, following, gaps = device.scheduler.times
+    assert (in_rounds, following, gaps) == (6 * 900, 5 * 900, 5 * 100)
+
+
+@overlapped
+def test_streams_or_not(rounds_in_flight: int) -> None:
+    """Who does not stream is heard of once, at the end."""
+    device = Device(Sizes(rounds_in_flight=rounds_in_flight))
+    device.streams = False
+    quiet = device.submit([1], 9)
+    device.run()
+    assert device.events.count("emit") == 1 and len(device.sent[quiet].emitted) == 9
+
+
+@pytest.mark.parametrize(("rounds_in_flight", "late"), [(1, 0), (2, 1), (3, 2)])
+def test_results_are_read_late(rounds_in_flight: int, late: int) -> None:
+    device = Device(Sizes(rounds_in_flight=rounds_in_flight, accept_width=1, reserve=6))
+    device.submit([1], 9)
+    for turn in range(1, 9):
+        device.step()
+        assert device.num_published == min(turn, 9)
+        assert len(device.sent[0].emitted) == max(turn - late, 0)
+    device.run()
+    assert device.num_published == 9, "nobody launches a round for a request whose budget is spent in flight"
+
+
+def test_times_and_trace(tmp_path: Path) -> None:
+    device = Device(Sizes(rounds_in_flight=2))
+    device.submit([1, 2, 3], 9)
+    device.run()
+    rounds, rows, host, wait, *_ = device.scheduler.times
+    assert rounds == rows == device.num_published > 0 and host > 0 and wait == 0
+    device.scheduler.write_trace(str(tmp_path / "none.json"))  # it was not to be kept
+    traced = _C.Scheduler(None, **vars(Sizes()), **rings(Sizes()), trace=True)
+    traced.step()
+    traced.write_trace(str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert [e["name"] for e in events if e["ph"] == "X"] == ["turn"]
+    assert not [e for e in json.loads((tmp_path / "none.json").read_text())["traceEvents"] if e["ph"] == "X"]

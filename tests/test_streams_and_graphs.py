@@ -186,6 +186,44 @@ def merge_trees(t: Inputs, **stream: Any) -> Iterable[Tensor]:
     return *tree, scores
 
 
+def apply_commands_inputs() -> Inputs:
+    commands = torch.cat([ints(0, B, 1, 11), ints(0, VOCAB, 1, 2), ints(-1, B, 1, 2 * B)], 1)
+    commands[0, [5, 7, 8]] = torch.rand(3).view(torch.int32)
+    names = ("seq_lens", "root_tokens", "remaining", "top_k", "finish_reasons", "status")
+    return {
+        "commands": commands,
+        "num_applied": torch.randint(0, 99, (1,)),
+        "started_at": torch.zeros(1, dtype=torch.int64),
+        **{name: ints(1, 99, B) for name in names},
+        "stop_tokens": ints(0, VOCAB, B, 2),
+        **{name: torch.rand(B) for name in ("temperature", "top_p", "min_p")},
+        "seeds": torch.randint(0, 2**62, (B,)),
+    }
+
+
+def apply_commands(t: Inputs, **stream: Any) -> Iterable[Tensor]:
+    outputs = sd.apply_commands(**t, **stream)
+    return [*outputs, *(value for name, value in t.items() if name != "started_at")]
+
+
+def publish_results_inputs() -> Inputs:
+    return {
+        "results": torch.zeros(1, 8 + B * (4 + STEPS) + 1, dtype=torch.int32),
+        "num_published": torch.randint(0, 99, (1,)),
+        "started_at": torch.zeros(1, dtype=torch.int64),
+        "out_tokens": ints(0, VOCAB, B, STEPS),
+        "out_len": ints(0, STEPS, B),
+        "num_nodes": ints(1, 9, B),
+        "finish_reasons": ints(0, 4, B),
+        "status": ints(0, 4, B),
+    }
+
+
+def publish_results(t: Inputs, **stream: Any) -> Iterable[Tensor]:
+    sd.publish_results(**t, **stream)
+    return [t["results"][:, :2], t["results"][:, 6:], t["num_published"]]  # without the times
+
+
 CASES = {
     "select_topk": Case(lambda: {"logits": torch.randn(B, VOCAB)}, select_topk),
     "sample_draft": Case(
@@ -280,6 +318,8 @@ CASES = {
         },
         copy_kv,
     ),
+    "apply_commands": Case(apply_commands_inputs, apply_commands),
+    "publish_results": Case(publish_results_inputs, publish_results),
 }
 
 every_op = pytest.mark.parametrize("op", CASES)

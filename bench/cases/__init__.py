@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from ..harness import Case
-from . import attention, draft, kv, ngram, tree, verify
+from . import attention, draft, kv, ngram, round, tree, verify
 
-CASES: dict[str, Case] = {case.op: case for room in (draft, tree, attention, verify, kv, ngram) for case in room.CASES}
+CASES: dict[str, Case] = {
+    case.op: case for room in (draft, tree, attention, verify, kv, round, ngram) for case in room.CASES
+}

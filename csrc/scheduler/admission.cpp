@@ -9,19 +9,19 @@ int64_t pages_for(const Config& config, int64_t seq_len) {
   return (rows + config.page_size - 1) / config.page_size;
 }
 
-int64_t pages_needed(const Config& config, Holders holders, int64_t rounds) {
+int64_t pages_needed(const Config& config, Holders holders, int64_t more_rounds) {
   int64_t pages = 0;
-  for (const auto& holder : holders)
-    pages += pages_for(config, holder->seq_len() + (holder->running() ? config.accept_width * rounds : 0));
+  for (const auto& holder : holders) {
+    const int64_t rounds = holder->running() ? holder->in_flight + more_rounds : 0;
+    pages += pages_for(config, holder->seq_len() + config.accept_width * rounds);
+  }
   return pages;
 }
 
-bool round_fits(const Config& config, Holders holders, int64_t in_flight) {
-  return pages_needed(config, holders, in_flight) <= config.num_pages;
-}
+bool round_fits(const Config& config, Holders holders) { return pages_needed(config, holders, 0) <= config.num_pages; }
 
-bool request_fits(const Config& config, Holders holders, const Request& request, int64_t in_flight) {
-  return pages_needed(config, holders, in_flight + 1) + pages_for(config, request.seq_len()) <= config.num_pages;
+bool request_fits(const Config& config, Holders holders, const Request& request) {
+  return pages_needed(config, holders, 1) + pages_for(config, request.seq_len()) <= config.num_pages;
 }
 
 }  // namespace specdec::scheduler

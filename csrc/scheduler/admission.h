@@ -1,8 +1,8 @@
 // Who fits into the page pool: pure functions of lengths and pages (round.md, section 6).
 //
 // A running slot of length L holds ceil((L + reserve) / page_size) pages from its next round on, and keeps them. Each
-// round launched and not yet read may have made it accept_width tokens longer. A prefilling slot counts with its
-// prompt.
+// round it takes part in that is launched and not yet read may have made it accept_width tokens longer. A prefilling
+// slot counts with its prompt.
 #pragma once
 
 #include <memory>
@@ -18,14 +18,14 @@ using Holders = std::span<const std::unique_ptr<Request>>;
 // Pages of a sequence with `seq_len` committed tokens and its reserve. No sequence outgrows max_len.
 int64_t pages_for(const Config& config, int64_t seq_len);
 
-// Pages of all holders, when every running one goes through `rounds` rounds of full acceptance first.
-int64_t pages_needed(const Config& config, Holders holders, int64_t rounds);
+// Pages of all holders, when every running one accepts all it can in its rounds in flight and in `more_rounds`.
+int64_t pages_needed(const Config& config, Holders holders, int64_t more_rounds);
 
-// May another round be launched, with `in_flight` rounds launched and not yet read?
-bool round_fits(const Config& config, Holders holders, int64_t in_flight);
+// May another round be launched?
+bool round_fits(const Config& config, Holders holders);
 
 // May the request get a slot? One extra round for every running request, so that the newcomer is not retracted at once
 // and two requests cannot evict each other in turn.
-bool request_fits(const Config& config, Holders holders, const Request& request, int64_t in_flight);
+bool request_fits(const Config& config, Holders holders, const Request& request);
 
 }  // namespace specdec::scheduler

@@ -15,9 +15,16 @@ void check_config(const Config& config) {
   check.range("page_size", config.page_size, 1, kMost);
   check.range("max_len", config.max_len, 2, kMost);
   check.range("accept_width", config.accept_width, 1, kMost);
+  check.range("max_stops", config.max_stops, 0, kMost);
   check.range("reserve", config.reserve, config.accept_width + 1, kMost);
   check.range("prefill_chunk", config.prefill_chunk, 1, kMost);
-  check.range("max_batch", config.max_batch, 1, config.num_slots);
+  check.range("rounds_in_flight", config.rounds_in_flight, 1, 64);
+  check.that(!config.batch_sizes.empty(), "batch_sizes", "is empty", "at least 1 size");
+  int64_t smallest_batch = 1;
+  for (const int64_t batch : config.batch_sizes) {
+    check.range("batch_sizes (rising)", batch, smallest_batch, config.num_slots);
+    smallest_batch = batch + 1;
+  }
   const int64_t smallest = pages_for(config, config.max_len);
   check.that(config.num_pages >= smallest && config.num_pages <= kMost, "num_pages",
              "is " + std::to_string(config.num_pages),

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 namespace specdec::scheduler {
 
@@ -9,11 +10,15 @@ struct Config {
   int64_t num_slots;
   int64_t num_pages;  // of the pool
   int64_t page_size;
-  int64_t max_len;        // tokens of a sequence, with prompt and root
-  int64_t reserve;        // KV rows a round may touch beyond seq_len
-  int64_t accept_width;   // S: most tokens a round gives a request
-  int64_t prefill_chunk;  // most prompt rows of one prefill call
-  int64_t max_batch;      // most rows of a round
+  int64_t max_len;                   // tokens of a sequence, with prompt and root
+  int64_t reserve;                   // KV rows a round may touch beyond seq_len
+  int64_t accept_width;              // S: most tokens a round gives a request
+  int64_t max_stops;                 // most stop tokens of a request
+  int64_t prefill_chunk;             // most prompt rows of one prefill call
+  int64_t rounds_in_flight;          // most rounds launched and not yet read; 1: no overlap
+  std::vector<int64_t> batch_sizes;  // rising: a round is padded to the next of them
+
+  int64_t max_batch() const { return batch_sizes.back(); }
 };
 
 // Throws ValueError for sizes that cannot work, such as a pool that one longest sequence would overflow.

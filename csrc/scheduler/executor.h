@@ -1,7 +1,8 @@
 // What the loop drives: the device side of the engine. Calls come from the thread that runs the loop, one at a time,
 // and never while the scheduler holds its lock, so an executor may submit and cancel.
 //
-// In the life of one slot: begin, prefill*, activate, round*, deactivate. Any call may throw; scheduler.h says what
+// Device state changes in the order of the calls, as one stream does it, and a call need not wait for the device. In
+// the life of one slot: begin, prefill*, activate, launch*, deactivate. Any call may throw; scheduler.h says what
 // happens then.
 #pragma once
 
@@ -23,31 +24,34 @@ struct Emission {
   int32_t status = 0;  // StatusBits, where the reason is kError; 0 where an executor call threw
 };
 
+// How far the device has come since the rings were made.
+struct Progress {
+  int64_t num_applied;    // command records
+  int64_t num_published;  // rounds
+};
+
 class Executor {
  public:
   virtual ~Executor() = default;
 
-  // The request gets the slot. `text` is its prompt and, after a retraction, what it produced since.
+  // The request gets the slot, which is empty. `text` is its prompt and, after a retraction, what it produced since.
   virtual void begin(int32_t slot, int64_t request_id, Tokens text) = 0;
   // Writes rows start .. start + tokens.size() - 1 of text[:-1]. Not called for a text of one token.
   virtual void prefill(int32_t slot, Tokens tokens, int64_t start, bool is_last) = 0;
-  // The slot's state before its first round. The root is the last token of the text.
-  virtual void activate(int32_t slot, int64_t request_id, int64_t seq_len, int32_t root, int64_t remaining,
-                        Tokens stop_tokens) = 0;
-  // One round over these running slots. Row i of the results is slots[i].
-  virtual void round(std::span<const int32_t> slots) = 0;
-  // Finished, cancelled, failed or retracted, at any time after `begin` was called: its pages go back, it is free.
+  // The slot's state has been set by a command; its first round comes next.
+  virtual void activate(int32_t slot) = 0;
+  // Starts a round of `batch` rows: applies the next command record, advances its slots, publishes. With 0, applies the
+  // record and does no more.
+  virtual void launch(int64_t batch) = 0;
+  // Finished, cancelled, failed or retracted, at any time after `begin` was called. The next command record gives the
+  // slot and its pages back.
   virtual void deactivate(int32_t slot, int64_t request_id) = 0;
-  virtual void emit(const Emission& emission) = 0;
-};
+  virtual void emit(std::span<const Emission> emissions) = 0;
 
-// Where a round leaves its results, on the host: row i belongs to slots[i].
-struct RoundResults {
-  const int32_t* out_tokens;      // [max_batch, accept_width]
-  const int32_t* out_len;         // [max_batch] 0 (stalled) to accept_width
-  const int32_t* finish_reasons;  // [max_batch] FinishReason, kNone to kContext
-  const int32_t* status;          // [max_batch] StatusBits
-  const int32_t* num_nodes;       // [max_batch] of the tree, with its root
+  // Whether the device is still at work, so that it is worth waiting for. Throws where the device has failed.
+  virtual bool busy() = 0;
+  // Waits for the device. Asked after a launch that threw.
+  virtual Progress progress() = 0;
 };
 
 }  // namespace specdec::scheduler

@@ -1,21 +1,18 @@
 // The loop: one turn of continuous batching, from top to bottom.
 //
-// This loop is synchronous: a round has been read before the next one is launched, so the number of rounds in flight is
-// 0 wherever pages are counted. Overlapping rounds changes this file and what it keeps of a round (`round_`).
+// Up to `rounds_in_flight` rounds are launched and not yet read: with 2, the device works on one while the loop reads
+// what the one before it did and launches the one behind it. So a length is known one round late, a request that ends
+// takes part in one round more, in which the device leaves it alone, and its pages come back one round late.
 #include <algorithm>
 #include <iterator>
 #include <stdexcept>
+#include <thread>
 
 #include "core/slots.h"
 #include "scheduler/admission.h"
 #include "scheduler/scheduler.h"
 
 namespace specdec::scheduler {
-namespace {
-
-constexpr int64_t kInFlight = 0;
-
-}  // namespace
 
 // One executor call on behalf of these holders of slots: if it throws, they end, and the exception goes on its way.
 template <class Call>
@@ -29,16 +26,28 @@ void Scheduler::call_for(const std::vector<Request*>& requests, Call&& call) {
 }
 
 bool Scheduler::turn() {
+  const Span span(recorder_, Work::kTurn);
+  if (unsure_) recover();
   deliver();  // what an exception of the turn before left over
   read_mail();
   make_room();
-  deliver();  // slots are given back before they are given away
+  deliver();
   admit();
   prefill_one_chunk();
-  launch_round();
-  read_results();
+  const bool launched = launch_round();
+  if (!in_flight_.empty() && (!launched || std::ssize(in_flight_) >= config_.rounds_in_flight)) read_oldest_round();
   deliver();
-  return !settled();
+  return !settled() || !in_flight_.empty() || !given_back_.empty();
+}
+
+// A launch threw. What went wrong may have come before or after the device got the record and the round.
+void Scheduler::recover() {
+  const Progress progress = executor_.progress();
+  if (progress.num_applied > num_sent_) given_back_.clear();
+  num_sent_ = progress.num_applied;
+  num_launched_ = progress.num_published;
+  unsure_ = false;
+  while (!in_flight_.empty()) read_oldest_round();  // before rounds that nobody reads wrap around the ring
 }
 
 // New requests join the queue; cancelled ones end, wherever they are.
@@ -64,20 +73,31 @@ void Scheduler::read_mail() {
   });
 }
 
-// Every slot must be sure of its pages in the next round; until then the newest request goes back to the queue. The
-// oldest is never alone in want: the pool holds one sequence of any length.
+// Every slot must be sure of its pages in the next round. Until then the rounds in flight are read, which shows how
+// much they really took; then the newest request goes back to the queue. The oldest is never alone in want: the pool
+// holds one sequence of any length.
 void Scheduler::make_room() {
-  while (!round_fits(config_, slots_.holders(), kInFlight)) retract_newest();
+  while (!round_fits(config_, slots_.holders())) {
+    if (in_flight_.empty())
+      retract_newest();
+    else
+      read_oldest_round();
+  }
 }
 
 // First come, first served: whoever does not fit holds up those behind. A request that make_room has just retracted
 // does not fit again yet, since admission asks for more than a round.
 void Scheduler::admit() {
-  while (!waiting_.empty() && !slots_.full() && request_fits(config_, slots_.holders(), *waiting_.front(), kInFlight)) {
+  while (!waiting_.empty() && !slots_.full() && request_fits(config_, slots_.holders(), *waiting_.front())) {
+    if (!given_back_.empty()) send({}, 0);  // slots and pages are given back before they are given away
     Request& request = slots_.hold(std::move(waiting_.front()));
     waiting_.pop_front();
     publish();
-    call_for({&request}, [&] { executor_.begin(request.slot, request.id, request.text); });
+    other_work_ = true;
+    call_for({&request}, [&] {
+      const Span span(recorder_, Work::kPrefill);
+      executor_.begin(request.slot, request.id, request.text);
+    });
     if (request.seq_len() == 0) activate(request);
   }
 }
@@ -91,77 +111,153 @@ void Scheduler::prefill_one_chunk() {
   const int64_t start = request.prefilled;
   const int64_t count = std::min(config_.prefill_chunk, request.seq_len() - start);
   const bool is_last = start + count == request.seq_len();
-  call_for({&request},
-           [&] { executor_.prefill(request.slot, Tokens(request.text).subspan(start, count), start, is_last); });
+  other_work_ = true;
+  call_for({&request}, [&] {
+    const Span span(recorder_, Work::kPrefill);
+    executor_.prefill(request.slot, Tokens(request.text).subspan(start, count), start, is_last);
+  });
   request.prefilled += count;
   if (is_last) activate(request);
 }
 
 void Scheduler::activate(Request& request) {
   call_for({&request}, [&] {
-    executor_.activate(request.slot, request.id, request.seq_len(), request.text.back(), request.remaining,
-                       request.stop_tokens);
+    send({.activated = &request}, 0);
+    const Span span(recorder_, Work::kPrefill);
+    executor_.activate(request.slot);
   });
   request.start_running();
 }
 
-// All running requests, or those who have waited longest where a round has fewer rows.
-void Scheduler::launch_round() {
-  round_.clear();
+// All running requests, or those who have waited longest where a round has fewer rows. False where there is nothing to
+// launch.
+bool Scheduler::launch_round() {
+  if (stuck_ && !in_flight_.empty()) return false;
+  std::vector<Request*> requests;
   for (const auto& holder : slots_.holders())
-    if (holder->running()) round_.push_back(holder.get());
-  if (round_.empty()) return;
-  if (std::ssize(round_) > config_.max_batch) {
-    std::ranges::stable_sort(round_, {}, &Request::last_round);
-    round_.resize(config_.max_batch);
+    if (holder->wants_another_round(config_.max_len)) requests.push_back(holder.get());
+  if (requests.empty()) return false;
+  if (std::ssize(requests) > config_.max_batch()) {
+    std::ranges::stable_sort(requests, {}, &Request::last_round);
+    requests.resize(config_.max_batch());
   }
 
-  ++round_number_;
+  ++turn_number_;
+  Round round{.number = num_launched_, .rows = {}, .follows = !in_flight_.empty() && !other_work_};
   std::vector<int32_t> slots;
-  for (Request* request : round_) {
-    request->last_round = round_number_;
+  for (Request* request : requests) {
+    request->last_round = turn_number_;
     slots.push_back(request->slot);
+    round.rows.push_back({request->slot, request->id});
   }
-  call_for(round_, [&] { executor_.round(slots); });
+  call_for(requests,
+           [&] { send({.slots = slots}, *std::ranges::lower_bound(config_.batch_sizes, std::ssize(requests))); });
+  for (Request* request : requests) ++request->in_flight;
+  in_flight_.push_back(std::move(round));
+  other_work_ = false;
+  return true;
 }
 
-void Scheduler::read_results() {
-  if (round_.empty()) return;
-  bool progress = false;
-  for (size_t row = 0; row < round_.size(); ++row) progress |= read_row(static_cast<int64_t>(row), *round_[row]);
+// One command record, and a round behind it unless batch is 0.
+void Scheduler::send(const Commands& commands, int64_t batch) {
+  const Span span(recorder_, Work::kLaunch);
+  wait_until([&] { return commands_.is_free(num_sent_); });
+  Commands all = commands;
+  all.given_back = given_back_;
+  commands_.write(num_sent_, all);
+  unsure_ = true;
+  executor_.launch(batch);
+  unsure_ = false;
+  given_back_.clear();
+  ++num_sent_;
+  if (batch > 0)
+    ++num_launched_;
+  else
+    other_work_ = true;
+}
+
+void Scheduler::read_oldest_round() {
+  // Nobody else takes part in its end, whatever happens: what cannot be read is dropped.
+  const Round round = std::move(in_flight_.front());
+  in_flight_.pop_front();
+  const std::vector<Request*> requests = still_held(round);
+  call_for(requests, [&] { wait_until([&] { return results_.is_published(round.number); }); });
+
+  const Span span(recorder_, Work::kRead);
+  recorder_.add_round(results_.started_at(round.number), results_.ended_at(round.number), std::ssize(round.rows),
+                      round.follows);
+  bool progress = requests.size() < round.rows.size();  // the pages of those who have ended come back
+  size_t next = 0;
+  for (size_t b = 0; b < round.rows.size() && next < requests.size(); ++b) {
+    Request& request = *requests[next];
+    if (request.id != round.rows[b].request_id) continue;  // it has ended since
+    ++next;
+    --request.in_flight;
+    progress |= read_row(results_.row(round.number, static_cast<int64_t>(b)), request);
+  }
   publish();
 
-  // Every slot stalled, although its pages were counted: somebody else holds some. Retracting would only admit the
-  // same request again, so the newest ends, and gives the others its pages.
-  if (!progress) finish_held(**std::ranges::max_element(round_, {}, &Request::id), FinishReason::kError, {}, kStalled);
+  // Every slot stalled, although its pages were counted: somebody else holds some. Once the rounds in flight show the
+  // same the newest ends, and gives the others its pages; retracting it would only admit it again.
+  stuck_ = !progress;
+  if (stuck_ && in_flight_.empty()) {
+    finish_held(**std::ranges::max_element(requests, {}, &Request::id), FinishReason::kError, kStalled);
+    stuck_ = false;
+  }
+}
+
+// The requests of a round that have not ended since, in the order of its rows.
+std::vector<Request*> Scheduler::still_held(const Round& round) const {
+  std::vector<Request*> requests;
+  for (const auto& row : round.rows) {
+    Request* request = slots_.at(row.slot);
+    if (request != nullptr && request->id == row.request_id) requests.push_back(request);
+  }
+  return requests;
 }
 
 // What the round did for one request. False when it stalled; then its state is as before the round.
-bool Scheduler::read_row(int64_t row, Request& request) {
-  const int32_t* tokens = results_.out_tokens + row * config_.accept_width;
-  const int64_t count = results_.out_len[row];
-  const auto reason = static_cast<FinishReason>(results_.finish_reasons[row]);
+bool Scheduler::read_row(const RowResult& result, Request& request) {
+  const int64_t count = result.out_len;
+  const auto reason = static_cast<FinishReason>(result.finish_reason);
   const bool goes_on = reason == FinishReason::kNone;
-  int32_t status = results_.status[row] & ~kStalled;
+  int32_t status = result.status & ~kStalled;
 
-  // The limits are the device's to keep. Arrays that break them are as little use as a broken slot.
+  // The limits are the device's to keep. Results that break them are as little use as a broken slot.
   const int64_t room = std::min({config_.accept_width, request.remaining, config_.max_len - std::ssize(request.text)});
   const bool in_range =
       count >= 0 && count <= room && reason >= FinishReason::kNone && reason <= FinishReason::kContext;
-  if (!in_range || std::any_of(tokens, tokens + count, [](int32_t token) { return token < 0; })) status |= kBadLength;
+  if (!in_range || std::any_of(result.tokens, result.tokens + count, [](int32_t token) { return token < 0; }))
+    status |= kBadLength;
   if (status != 0) {
-    finish_held(request, FinishReason::kError, {}, status);
+    finish_held(request, FinishReason::kError, status);
     return true;
   }
   if (count == 0 && goes_on) return false;
 
-  if (count > 0) request.accept(tokens, count, results_.num_nodes[row]);
-  std::vector<int32_t> produced(tokens, tokens + count);
-  if (goes_on)
-    notices_.push_back(Emission{request.id, std::move(produced), reason, request.counts});
-  else
-    finish_held(request, reason, std::move(produced));
+  if (count > 0) request.accept(result.tokens, count, result.num_nodes);
+  if (!goes_on)
+    finish_held(request, reason);
+  else if (request.streams)
+    note_tokens(request, reason, 0);
   return true;
+}
+
+// Waits for the device: at first without letting go of the core, since it may be a matter of microseconds.
+void Scheduler::wait_until(const std::function<bool()>& done) {
+  if (done()) return;
+  const Span span(recorder_, Work::kWait);
+  using Clock = std::chrono::steady_clock;
+  for (const auto end = Clock::now() + std::chrono::microseconds(30); Clock::now() < end;)
+    if (done()) return;
+  for (int naps = 1; !done(); ++naps) {
+    // Asked before the last look: what is at rest publishes no more.
+    if (naps % 8 == 0 && !executor_.busy() && !done()) {
+      unsure_ = true;
+      throw std::runtime_error("step: the device is at rest and a record is missing, expected launch to publish it");
+    }
+    std::this_thread::sleep_for(std::chrono::microseconds(10));
+  }
 }
 
 // --- running it

@@ -19,25 +19,44 @@ struct RoundCounts {
   int64_t accepted = 0;  // tokens without the bonus
 };
 
+// How a request samples: slot state, as verify_tree takes it.
+struct Sampling {
+  float temperature = 0;
+  int32_t top_k = 0;
+  float top_p = 1, min_p = 0;
+  int64_t seed = 0;
+};
+
 struct Request {
   int64_t id;
   std::vector<int32_t> text;  // the prompt and every token read so far; the last one is the root
+  int64_t emitted;            // how much of `text` has been emitted, the prompt included
   int64_t remaining;          // how many tokens it may still produce
   std::vector<int32_t> stop_tokens;
+  Sampling sampling;
+  bool streams;  // emits after every round, not only at its end
 
   RequestState state = RequestState::kQueued;
   int32_t slot = -1;
   int64_t prefilled = 0;    // rows of text[:-1] whose KV is written, while prefilling
+  int64_t in_flight = 0;    // rounds it takes part in that are launched and not yet read
   uint64_t last_round = 0;  // number of the last round it took part in
   RoundCounts counts = {};
 
   int64_t seq_len() const { return static_cast<int64_t>(text.size()) - 1; }
   bool running() const { return state == RequestState::kRunning; }
 
+  // Whether the rounds in flight may leave something to do. Each gives it a token, unless it stalls, which is seen when
+  // it is read.
+  bool wants_another_round(int64_t max_len) const {
+    return running() && in_flight < remaining && static_cast<int64_t>(text.size()) + in_flight < max_len;
+  }
+
   void take_slot(int32_t new_slot) {
     state = RequestState::kPrefilling;
     slot = new_slot;
     prefilled = 0;
+    in_flight = 0;
   }
   void start_running() { state = RequestState::kRunning; }
   // Nothing is lost: `text` holds what was produced, and is prefilled again as a prompt would be.
@@ -51,6 +70,11 @@ struct Request {
     counts.rounds += 1;
     counts.drafted += num_nodes - 1;
     counts.accepted += count - 1;
+  }
+  std::vector<int32_t> take_tokens() {
+    std::vector<int32_t> tokens(text.begin() + emitted, text.end());
+    emitted = static_cast<int64_t>(text.size());
+    return tokens;
   }
 };
 

@@ -21,17 +21,19 @@ std::vector<int32_t> checked_tokens(Check& check, const char* name, const std::v
 
 }  // namespace
 
-Scheduler::Scheduler(const Config& config, Executor& executor, const RoundResults& results)
+Scheduler::Scheduler(const Config& config, Executor& executor, const RingMemory& commands, const RingMemory& results,
+                     bool traces)
     : config_((check_config(config), config)),
       executor_(executor),
-      results_(results),
+      commands_(commands, {config.max_batch(), config.num_slots, config.max_stops}),
+      results_(results, {config.accept_width}),
+      recorder_(traces),
       slots_(config.num_slots),
       free_pages_(config.num_pages) {}
 
 // --- any thread
 
-int64_t Scheduler::submit(const std::vector<int64_t>& prompt, int64_t max_new_tokens,
-                          const std::vector<int64_t>& stop_tokens) {
+int64_t Scheduler::submit(const std::vector<int64_t>& prompt, const SubmitOptions& options) {
   Check check("submit");
   check.that(!prompt.empty(), "prompt", "is empty", "at least 1 token");
   // One token at least must still be possible. What is short enough also fits the pool: check_config saw to that.
@@ -40,10 +42,17 @@ int64_t Scheduler::submit(const std::vector<int64_t>& prompt, int64_t max_new_to
              "at most " + std::to_string(config_.max_len - 1) + " (max_len - 1)");
   auto request = std::make_unique<Request>();
   request->text = checked_tokens(check, "prompt", prompt);
-  check.that(max_new_tokens >= 1, "max_new_tokens", "is " + std::to_string(max_new_tokens), "at least 1");
+  request->emitted = static_cast<int64_t>(prompt.size());
+  check.that(options.max_new_tokens >= 1, "max_new_tokens", "is " + std::to_string(options.max_new_tokens),
+             "at least 1");
   // A larger budget than the device's int32 can hold is no budget: max_len ends the request first.
-  request->remaining = std::min(max_new_tokens, config_.max_len);
-  request->stop_tokens = checked_tokens(check, "stop_tokens", stop_tokens);
+  request->remaining = std::min(options.max_new_tokens, config_.max_len);
+  request->stop_tokens = checked_tokens(check, "stop_tokens", options.stop_tokens);
+  check.that(static_cast<int64_t>(options.stop_tokens.size()) <= config_.max_stops, "stop_tokens",
+             "has " + std::to_string(options.stop_tokens.size()) + " entries",
+             "at most " + std::to_string(config_.max_stops));
+  request->sampling = options.sampling;
+  request->streams = options.streams;
 
   const std::lock_guard lock(mutex_);
   const int64_t id = request->id = next_id_++;
@@ -88,22 +97,26 @@ bool Scheduler::settled() const {
 
 // --- the loop's bookkeeping
 
-void Scheduler::finish(const Request& request, FinishReason reason, std::vector<int32_t> tokens, int32_t status) {
-  notices_.push_back(Emission{request.id, std::move(tokens), reason, request.counts, status});
+void Scheduler::note_tokens(Request& request, FinishReason reason, int32_t status) {
+  emissions_.push_back(Emission{request.id, request.take_tokens(), reason, request.counts, status});
+}
+
+void Scheduler::finish(Request& request, FinishReason reason, int32_t status) {
+  note_tokens(request, reason, status);
   const std::lock_guard lock(mutex_);
   alive_.erase(request.id);
 }
 
-void Scheduler::finish_held(Request& request, FinishReason reason, std::vector<int32_t> tokens, int32_t status) {
-  notices_.push_back(Deactivation{request.slot, request.id});
+void Scheduler::finish_held(Request& request, FinishReason reason, int32_t status) {
+  leaving_.push_back({request.slot, request.id});
   const auto released = slots_.release(request, RequestState::kFinished);
   publish();
-  finish(*released, reason, std::move(tokens), status);
+  finish(*released, reason, status);
 }
 
 void Scheduler::retract_newest() {
   Request& newest = slots_.newest();
-  notices_.push_back(Deactivation{newest.slot, newest.id});
+  leaving_.push_back({newest.slot, newest.id});
   waiting_.push_front(slots_.release(newest, RequestState::kQueued));
   ++num_retractions_;
   publish();
@@ -115,28 +128,47 @@ void Scheduler::publish() {
 }
 
 void Scheduler::deliver() {
-  while (!notices_.empty()) {
-    const auto notice = std::move(notices_.front());
-    notices_.pop_front();
-    if (const auto* slot = std::get_if<Deactivation>(&notice)) {
-      executor_.deactivate(slot->slot, slot->request_id);
-      continue;
-    }
-    const auto& emission = std::get<Emission>(notice);
-    std::exception_ptr error;
-    try {
-      executor_.emit(emission);
-    } catch (...) {
-      error = std::current_exception();
-    }
+  while (!leaving_.empty()) {
+    const Leaving left = leaving_.front();
+    leaving_.pop_front();
+    given_back_.push_back(left.slot);
+    executor_.deactivate(left.slot, left.request_id);
+  }
+  if (!given_back_.empty() && !slots_.any_running()) send({}, 0);  // else the next round takes them along
+  emit();
+}
+
+// Wherever it is; it may have been retracted since it was noted.
+void Scheduler::end_with_error(int64_t request_id) {
+  if (Request* request = slots_.find(request_id)) finish_held(*request, FinishReason::kError);
+  std::erase_if(waiting_, [&](const auto& request) {
+    if (request->id != request_id) return false;
+    finish(*request, FinishReason::kError);
+    return true;
+  });
+}
+
+// One call for all that a turn produced.
+void Scheduler::emit() {
+  if (emissions_.empty()) return;
+  const Span span(recorder_, Work::kEmit);
+  const auto emissions = std::move(emissions_);
+  emissions_.clear();
+  std::exception_ptr error;
+  try {
+    executor_.emit(emissions);
+  } catch (...) {
+    error = std::current_exception();
+  }
+  for (const Emission& emission : emissions) {
     if (emission.reason != FinishReason::kNone) {
       const std::lock_guard lock(mutex_);
       if (--unsettled_ == 0) changed_.notify_all();
     } else if (error) {
-      finish_held(*slots_.find(emission.request_id), FinishReason::kError);
+      end_with_error(emission.request_id);
     }
-    if (error) std::rethrow_exception(error);
   }
+  if (error) std::rethrow_exception(error);
 }
 
 }  // namespace specdec::scheduler

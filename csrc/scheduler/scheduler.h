@@ -6,9 +6,11 @@
 // Exceptions. Whatever an executor call throws leaves step() unchanged, and the requests of that call end:
 //
 // - begin, prefill, activate: that request, with kError.
-// - round: every request of the round, with kError; the round's tokens are unknown and dropped.
-// - emit: that request, with kError, unless this was its last emission; the tokens count as emitted.
-// - deactivate: nobody; the slot counts as given back, and the next `begin` on it finds what was left there.
+// - launch: every request of the round, with kError; the round's tokens are unknown and dropped. (A record that only
+//   gives back slots has no requests.) The next step() asks the device how far it came, and goes on from there.
+// - busy: as launch, for the round waited for.
+// - emit: every request of the call that goes on, with kError; all tokens of the call count as emitted.
+// - deactivate: nobody; the slot counts as given back.
 //
 // They still get their `deactivate` and their last `emit`: the next step() makes those calls first. All other requests
 // go on as if nothing had happened.
@@ -21,22 +23,33 @@
 #include <functional>
 #include <mutex>
 #include <unordered_set>
-#include <variant>
 
 #include "scheduler/config.h"
 #include "scheduler/executor.h"
+#include "scheduler/recorder.h"
+#include "scheduler/rings.h"
 #include "scheduler/slots.h"
 
 namespace specdec::scheduler {
 
+// What a request is submitted with, besides its prompt.
+struct SubmitOptions {
+  int64_t max_new_tokens;
+  std::vector<int64_t> stop_tokens = {};
+  Sampling sampling = {};
+  bool streams = true;
+};
+
 class Scheduler {
  public:
-  Scheduler(const Config& config, Executor& executor, const RoundResults& results);
+  // The rings are as round/records.h has them; that of the results is deeper than rounds_in_flight.
+  Scheduler(const Config& config, Executor& executor, const RingMemory& commands, const RingMemory& results,
+            bool traces);
 
   // Queues a request and returns its id. Ids rise. Throws ValueError before anything is queued.
-  int64_t submit(const std::vector<int64_t>& prompt, int64_t max_new_tokens, const std::vector<int64_t>& stop_tokens);
+  int64_t submit(const std::vector<int64_t>& prompt, const SubmitOptions& options);
   // True if the request had not ended. It ends with kCancelled at the start of the next turn, or with the reason that a
-  // round already made brings.
+  // round already read brings.
   bool cancel(int64_t request_id);
   void abort_all();
 
@@ -53,46 +66,73 @@ class Scheduler {
   int64_t num_waiting() const;                       // requests that do not
   int64_t num_free_pages_estimate() const { return free_pages_; }
   int64_t num_retractions() const { return num_retractions_; }
+  const Recorder& recorder() const { return recorder_; }
 
  private:
+  // A round that was launched and not yet read.
+  struct Round {
+    struct Row {
+      int32_t slot;
+      int64_t request_id;
+    };
+    int64_t number;
+    std::vector<Row> rows;
+    bool follows;  // nothing but a round lies between it and the one before
+  };
+
   // --- the turn (loop.cpp)
   bool turn();
+  void recover();
   void read_mail();
   void make_room();
   void admit();
   void prefill_one_chunk();
-  void launch_round();
-  void read_results();
-  bool read_row(int64_t row, Request& request);
+  bool launch_round();
+  void read_oldest_round();
+  bool read_row(const RowResult& result, Request& request);
   void activate(Request& request);
+  void send(const Commands& commands, int64_t batch);
+  void wait_until(const std::function<bool()>& done);
+  std::vector<Request*> still_held(const Round& round) const;
   template <class Call>
   void call_for(const std::vector<Request*>& requests, Call&& call);
   bool settled() const;
 
   // --- its bookkeeping (scheduler.cpp). What the executor is to be told is noted, and told by deliver().
-  void finish(const Request& request, FinishReason reason, std::vector<int32_t> tokens = {}, int32_t status = 0);
-  void finish_held(Request& request, FinishReason reason, std::vector<int32_t> tokens = {}, int32_t status = 0);
+  void finish(Request& request, FinishReason reason, int32_t status = 0);
+  void finish_held(Request& request, FinishReason reason, int32_t status = 0);
+  void note_tokens(Request& request, FinishReason reason, int32_t status);
+  void end_with_error(int64_t request_id);
   void retract_newest();
   void publish();
-
   void deliver();
+  void emit();
 
   class LoopGuard;
 
   const Config config_;
   Executor& executor_;
-  const RoundResults results_;
+  const CommandRing commands_;
+  const ResultRing results_;
+  Recorder recorder_;
 
   // Owned by the loop.
-  struct Deactivation {
+  struct Leaving {
     int32_t slot;
     int64_t request_id;
   };
   std::deque<std::unique_ptr<Request>> waiting_;  // by id: retracted requests are older than all that wait
   Slots slots_;
-  std::deque<std::variant<Deactivation, Emission>> notices_;  // in order; each is removed just before its call
-  std::vector<Request*> round_;                               // the rows of the round to be read
-  uint64_t round_number_ = 0;
+  std::deque<Leaving> leaving_;      // to be deactivated; each is removed just before its call
+  std::vector<int32_t> given_back_;  // deactivated slots of which the device does not know yet
+  std::vector<Emission> emissions_;  // for the next emit
+  std::deque<Round> in_flight_;      // oldest first
+  int64_t num_sent_ = 0;             // command records
+  int64_t num_launched_ = 0;         // rounds
+  uint64_t turn_number_ = 0;         // of turns that launched a round
+  bool other_work_ = false;          // something else than a round went to the device since the last round
+  bool stuck_ = false;               // no slot of the round read last went on
+  bool unsure_ = false;              // a launch threw: the device may or may not have come to it
 
   // What other threads see of it.
   std::atomic<int64_t> num_held_ = 0, free_pages_, num_retractions_ = 0;

@@ -21,14 +21,18 @@ class Slots {
   // Takes the request out of its slot; `next` is the state it goes on in.
   std::unique_ptr<Request> release(Request& request, RequestState next);
 
-  // The holder with this id, or null.
+  // The holder of a slot, or the one with this id; null if there is none.
+  Request* at(int32_t slot) const { return by_slot_[slot]; }
   Request* find(int64_t id) const;
+  // Whether anybody takes part in rounds.
+  bool any_running() const;
   Request& newest() const { return *holders_.back(); }
   // Oldest first. Invalidated by hold and release.
   const std::vector<std::unique_ptr<Request>>& holders() const { return holders_; }
 
  private:
   std::vector<std::unique_ptr<Request>> holders_;
+  std::vector<Request*> by_slot_;
   std::vector<int32_t> free_;  // falling, so that the lowest is at the back
 };
 

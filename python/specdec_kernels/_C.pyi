@@ -1,6 +1,6 @@
 """The compiled module. `ops.py` documents the arguments; the order here is the order there, `stream` first."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 Tensor: TypeAlias = Any
@@ -300,6 +300,39 @@ def copy_kv(
     status: Tensor | None,
 ) -> None: ...
 
+# --- round
+def apply_commands(
+    stream: int | None,
+    commands: Tensor,
+    num_applied: Tensor,
+    started_at: Tensor,
+    seq_lens: Tensor,
+    root_tokens: Tensor,
+    remaining: Tensor,
+    stop_tokens: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seeds: Tensor,
+    finish_reasons: Tensor,
+    status: Tensor,
+    out_slots: Tensor,
+    out_given_back: Tensor,
+) -> None: ...
+def publish_results(
+    stream: int | None,
+    results: Tensor,
+    num_published: Tensor,
+    started_at: Tensor,
+    out_tokens: Tensor,
+    out_len: Tensor,
+    num_nodes: Tensor,
+    finish_reasons: Tensor,
+    status: Tensor,
+    slots: Tensor | None,
+) -> None: ...
+
 # --- ngram
 class NgramIndex:
     def __init__(self, max_tokens: int, num_slots: int, max_len: int, num_threads: int) -> None: ...
@@ -344,24 +377,22 @@ class _Executor(Protocol):
 
     def begin(self, slot: int, request_id: int, text: list[int]) -> None: ...
     def prefill(self, slot: int, tokens: list[int], start: int, is_last: bool) -> None: ...
-    def activate(
-        self, slot: int, request_id: int, seq_len: int, root: int, remaining: int, stop_tokens: list[int]
-    ) -> None: ...
-    def round(self, slots: list[int]) -> None: ...
+    def activate(self, slot: int) -> None: ...
+    def launch(self, batch: int) -> None: ...
     def deactivate(self, slot: int, request_id: int) -> None: ...
-    def emit(
-        self,
-        request_id: int,
-        tokens: list[int],
-        finish_reason: int,
-        rounds: int,
-        drafted: int,
-        accepted: int,
-        status: int,
-    ) -> None: ...
+    def emit(self, emissions: list[Emission]) -> None: ...
+    def progress(self) -> tuple[int, int]: ...
+
+# Request id, new tokens, finish reason, rounds, drafted, accepted, status.
+Emission: TypeAlias = tuple[int, list[int], int, int, int, int, int]
 
 class Scheduler:
-    """Continuous batching in C++. The arrays are contiguous int32 on the CPU; `executor.round` fills them."""
+    """Continuous batching in C++.
+
+    `commands` and `results` are the host's ends of the rings that `apply_commands` and `publish_results` work on:
+    contiguous int32, pinned where the device is a GPU. `graphs` are captured rounds by batch (0: `apply_commands` and
+    `free_pages` alone) as raw cudaGraph_t, launched on `stream`; other batches are `executor.launch` calls.
+    """
 
     def __init__(
         self,
@@ -373,16 +404,28 @@ class Scheduler:
         max_len: int,
         reserve: int,
         accept_width: int,
+        max_stops: int,
         prefill_chunk: int,
-        max_batch: int | None = None,
-        out_tokens: Tensor,
-        out_len: Tensor,
-        finish_reasons: Tensor,
-        status: Tensor,
-        num_nodes: Tensor,
+        rounds_in_flight: int,
+        batch_sizes: Sequence[int],
+        commands: Tensor,
+        results: Tensor,
+        stream: int | None = None,
+        graphs: Mapping[int, int] = {},
+        trace: bool = False,
     ) -> None: ...
     def submit(
-        self, prompt: Sequence[int] | Tensor, max_new_tokens: int, stop_tokens: Sequence[int] | Tensor = ()
+        self,
+        prompt: Sequence[int] | Tensor,
+        max_new_tokens: int,
+        stop_tokens: Sequence[int] | Tensor = (),
+        *,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: int = 0,
+        streams: bool = True,
     ) -> int: ...
     def cancel(self, request_id: int) -> bool: ...
     def abort_all(self) -> None: ...
@@ -390,6 +433,7 @@ class Scheduler:
     def run_until_idle(self) -> None: ...
     def wait_for_work(self, timeout: float) -> bool: ...
     def drain(self, timeout: float) -> bool: ...
+    def write_trace(self, path: str) -> None: ...
     @property
     def num_running(self) -> int: ...
     @property
@@ -398,6 +442,10 @@ class Scheduler:
     def num_free_pages_estimate(self) -> int: ...
     @property
     def num_retractions(self) -> int: ...
+    @property
+    def times(self) -> tuple[int, int, int, int, int, int, int]:
+        """Rounds, rows; nanoseconds of host work, of waiting, of rounds on the device; of those launched while another
+        was in flight, with nothing in between; of the gaps before these."""
 
 # --- boundary timing
 def noop1(stream: int | None, a: Tensor) -> int: ...

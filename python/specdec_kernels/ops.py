@@ -1183,3 +1183,124 @@ def copy_kv(
         ValueError: wrong dtype, shape, device or stride.
     """
     _C.copy_kv(stream, k_pools, v_pools, page_table, src_slots, dst_slots, lens, num_rows, page_refs, status)
+
+
+# --- round ------------------------------------------------------------------------------------------------------------
+
+
+def apply_commands(
+    commands: Tensor,
+    num_applied: Tensor,
+    started_at: Tensor,
+    seq_lens: Tensor,
+    root_tokens: Tensor,
+    remaining: Tensor,
+    stop_tokens: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seeds: Tensor,
+    finish_reasons: Tensor,
+    status: Tensor,
+    *,
+    out_slots: Tensor | None = None,
+    out_given_back: Tensor | None = None,
+    stream: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The next record of a ring of commands becomes slot state: how a host steers rounds whose graph is fixed.
+
+    Record number n = num_applied stands in row n % depth. Its words, floats as their bits: [0] written by this op,
+    n + 1 once the record is applied and its row free; [1] a slot to activate or -1, then its seq_len, root token,
+    remaining, temperature, top_k, top_p, min_p, seed (low word, high word) and M stop tokens; then the slots of the
+    round [max_batch] and the slots given back [num_slots], -1 behind both.
+
+    Slots given back get seq_lens, finish_reasons and status 0, before the one to activate gets its state (and
+    finish_reasons 0; its status stays, and gains BAD_PAGE if it is STALLED: then its prefill was written nowhere).
+
+    Args:
+        commands: [depth, 11 + M + max_batch + num_slots] int32; for CUDA, pinned host memory or on the device.
+        num_applied: [1] int64, incremented.
+        started_at: [1] int64, set to the device's clock in nanoseconds.
+        seq_lens, root_tokens, remaining, top_k, finish_reasons, status: [num_slots] int32, changed in place.
+        stop_tokens: [num_slots, M] int32, changed in place.
+        temperature, top_p, min_p: [num_slots] float32, changed in place.
+        seeds: [num_slots] int64, changed in place.
+
+    Returns:
+        out_slots [max_batch] int32 and out_given_back [num_slots] int32: for the ops of the round and for `free_pages`.
+
+    Raises:
+        ValueError: wrong dtype, shape or device; commands that are neither pinned nor on the device.
+    """
+    _, words = shape_of("apply_commands", "commands", commands, 2)
+    num_slots, max_stops = shape_of("apply_commands", "stop_tokens", stop_tokens, 2)
+    if out_slots is None:
+        out_slots = empty("apply_commands", seq_lens, (max(words - 11 - max_stops - num_slots, 0),), "int32")
+    if out_given_back is None:
+        out_given_back = empty("apply_commands", seq_lens, (num_slots,), "int32")
+    _C.apply_commands(
+        stream,
+        commands,
+        num_applied,
+        started_at,
+        seq_lens,
+        root_tokens,
+        remaining,
+        stop_tokens,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        seeds,
+        finish_reasons,
+        status,
+        out_slots,
+        out_given_back,
+    )
+    return out_slots, out_given_back
+
+
+def publish_results(
+    results: Tensor,
+    num_published: Tensor,
+    started_at: Tensor,
+    out_tokens: Tensor,
+    out_len: Tensor,
+    num_nodes: Tensor,
+    finish_reasons: Tensor,
+    status: Tensor,
+    *,
+    slots: Tensor | None = None,
+    stream: int | None = None,
+) -> None:
+    """What a round did becomes the next record of a ring that the host reads without waiting for the stream.
+
+    Record number n = num_published stands in row n % depth. Its words: [0] n + 1, written when all else is there; [2]
+    and [4] started_at and the clock now (int64 each); from [8] on, for each row b, out_len, finish reason, status,
+    num_nodes and S tokens. An empty row has finish reason and status 0.
+
+    Args:
+        results: [depth, words] int32, words even and at least 8 + B * (4 + S); for CUDA, pinned host memory or on the
+            device.
+        num_published: [1] int64, incremented.
+        started_at: [1] int64, from `apply_commands`.
+        out_tokens: [B, S] int32. out_len: [B] int32. Both as `commit_tokens` leaves them.
+        num_nodes: [B] int32, of each tree.
+        finish_reasons, status: [num_slots] int32.
+
+    Raises:
+        ValueError: wrong dtype, shape or device; results that are too narrow, or neither pinned nor on the device.
+    """
+    _C.publish_results(
+        stream,
+        results,
+        num_published,
+        started_at,
+        out_tokens,
+        out_len,
+        num_nodes,
+        finish_reasons,
+        status,
+        slots,
+    )

@@ -76,6 +76,11 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of weights and KV")
     parser.add_argument("--page-size", type=int, default=16, metavar="N", help="KV rows per page (16)")
+    parser.add_argument(
+        "--mem-fraction", type=float, metavar="F", help="share of the GPU's memory to take (default: what is needed)"
+    )
+    parser.add_argument("--no-cuda-graph", action="store_true", help="launch rounds kernel by kernel, for debugging")
+    parser.add_argument("--trace", metavar="FILE", help="write a Chrome trace of the rounds")
     parser.add_argument("--compile", action="store_true", help="compile the decoder layers with torch.compile")
     parser.add_argument("--no-compare", action="store_true", help="skip the plain decoding run")
     parser.set_defaults(run=run)
@@ -170,8 +175,13 @@ def generate(
             device=args.device,
             dtype=getattr(torch, args.dtype) if args.dtype else None,
             compile=args.compile,
+            mem_fraction=args.mem_fraction,
+            cuda_graph=not args.no_cuda_graph,
+            trace=args.trace if stream else None,
         )
         engine.generate(prompt, SamplingParams(max_new_tokens=8))
+    if engine.graphs:
+        console.print(f"{speculation.algorithm}: {engine.graphs}", style="dim")
     printer = Printer(console, engine) if stream else None
     if printer:
         console.print(prompt, end="", style="dim", markup=False, soft_wrap=True)

@@ -1,7 +1,16 @@
 """The engine: loads a target and a draft, batches requests continuously, and generates by speculative decoding."""
 
 from .engine import Engine
-from .outputs import GenerationError, NewTokens, RequestOutput, RequestStats
+from .outputs import EngineStats, GenerationError, NewTokens, RequestOutput, RequestStats
 from .params import SamplingParams, Speculation
 
-__all__ = ["Engine", "GenerationError", "NewTokens", "RequestOutput", "RequestStats", "SamplingParams", "Speculation"]
+__all__ = [
+    "Engine",
+    "EngineStats",
+    "GenerationError",
+    "NewTokens",
+    "RequestOutput",
+    "RequestStats",
+    "SamplingParams",
+    "Speculation",
+]

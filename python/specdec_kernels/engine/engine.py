@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoConfig, AutoTokenizer
@@ -18,12 +19,19 @@ from ..status import FinishReason, Status
 from .drafts import build_draft
 from .drafts.ngram import NgramDraft
 from .executor import Executor
-from .outputs import GenerationError, NewTokens, RequestOutput, RequestStats
+from .graphs import Graphs, capture_rounds, default_batch_sizes
+from .memory import pages_that_fit
+from .outputs import EngineStats, GenerationError, NewTokens, RequestOutput, RequestStats
 from .params import SamplingParams, Speculation
 from .prompts import as_list, check_tokens, file_tokens, token_ids
-from .state import SlotState
+from .round import Round
+from .state import Rings, SlotState
+
+if TYPE_CHECKING:
+    from .._C import Emission
 
 MAX_STOP_TOKENS = 16
+RING_DEPTH = 16  # records of commands, which the loop may be ahead of the device, and of results
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 OnTokens = Callable[[NewTokens], None]
@@ -40,12 +48,21 @@ class Engine:
         speculation: how to draft; default none.
         max_len: longest sequence, prompt included. None: 2048, or the model's limit if that is less.
         num_slots: requests that run at once; more wait.
-        num_pages: KV pages in the pool. None: enough for every slot at `max_len`.
+        num_pages: KV pages in the pool. None: enough for every slot at `max_len`, or what mem_fraction leaves.
+        mem_fraction: share of the GPU's memory that weights, captured rounds, prefill and pages may take together.
         page_size: KV rows per page.
         prefill_chunk: longest piece of a prompt run between two rounds.
         dtype: of weights and KV. None: the checkpoint's own on CUDA, float32 on the CPU.
         device: None: CUDA where torch has it and this build has kernels, else the CPU.
         compile: compile each decoder layer with torch.compile.
+        cuda_graph: capture rounds as CUDA graphs where the draft leaves the host alone (all but NGRAM), else launch
+            them kernel by kernel.
+        batch_sizes: of rounds, rising up to num_slots; a round is padded to the next of them, and each is captured.
+            None: about a third apart with graphs, every size without.
+        rounds_in_flight: rounds launched and not yet read. None: 2 on CUDA where the draft leaves the host alone (the
+            next round is launched while one runs), else 1.
+        trace: file for a Chrome trace of the loop and its rounds, rewritten at the end of every `generate`.
+        progress: show what is being captured.
 
     Raises:
         ValueError: an unsupported model, size, dtype or device; a pool that cannot hold one request of `max_len`.
@@ -60,11 +77,17 @@ class Engine:
         max_len: int | None = None,
         num_slots: int = 8,
         num_pages: int | None = None,
+        mem_fraction: float | None = None,
         page_size: int = 16,
         prefill_chunk: int = 512,
         dtype: torch.dtype | None = None,
         device: str | torch.device | None = None,
         compile: bool = False,
+        cuda_graph: bool = True,
+        batch_sizes: Sequence[int] | None = None,
+        rounds_in_flight: int | None = None,
+        trace: str | Path | None = None,
+        progress: bool = False,
     ) -> None:
         self.speculation = speculation = speculation or Speculation()
         self.device = torch.device(device or default_device())
@@ -75,6 +98,10 @@ class Engine:
             max_len = min(2048, config.max_position_embeddings)
         check_at_least(2, max_len=max_len)
         check_at_least(1, num_slots=num_slots, page_size=page_size, prefill_chunk=prefill_chunk)
+        if batch_sizes is not None:
+            check_batch_sizes(batch_sizes, num_slots)
+        if rounds_in_flight is not None and not 1 <= rounds_in_flight < RING_DEPTH:
+            raise ValueError(f"Engine: rounds_in_flight is {rounds_in_flight}, expected 1 to {RING_DEPTH - 1}")
         self.max_len = max_len
         self.dtype = dtype or (torch.float32 if self.device.type == "cpu" else config.dtype or torch.bfloat16)
         if self.dtype not in DTYPES:
@@ -88,6 +115,9 @@ class Engine:
             scratch = speculation.topk * (speculation.num_steps - 1) + 1
             reserve = max(speculation.num_nodes, speculation.num_steps + 1, scratch) + 1
         max_pages = -(-(max_len + reserve) // page_size)
+        if mem_fraction is not None:
+            check_mem_fraction(mem_fraction, num_pages, self.device)
+            num_pages = max_pages  # until it is known how many fit
         if num_pages is None:
             num_pages = num_slots * max_pages
         if num_pages < max_pages:
@@ -125,23 +155,53 @@ class Engine:
         if isinstance(self.draft, NgramDraft):
             for file in speculation.ngram_corpus:
                 self.draft.learn(file_tokens(file, self.tokenizer))
-        self._sampling: dict[int, SamplingParams] = {}  # of the requests that run, each with its seed
-        self._executor = Executor(self.target, self.draft, self.state, reserve, self._sampling.__getitem__, self._emit)
-        self._scheduler = _C.Scheduler(
-            self._executor,
-            num_slots=num_slots,
-            num_pages=num_pages,
-            page_size=page_size,
-            max_len=max_len,
-            reserve=reserve,
-            accept_width=self.draft.accept_width,
-            prefill_chunk=prefill_chunk,
-            out_tokens=self._executor.out_tokens,
-            out_len=self._executor.out_len,
-            finish_reasons=self._executor.finish_reasons,
-            status=self._executor.status,
-            num_nodes=self._executor.num_nodes,
-        )
+
+        on_cuda, overlaps = self.device.type == "cuda", self.device.type == "cuda" and self.draft.on_device
+        self._stream = torch.cuda.Stream(self.device) if on_cuda else None  # type: ignore[no-untyped-call]
+        if batch_sizes is None:
+            batch_sizes = default_batch_sizes(num_slots) if overlaps and cuda_graph else range(1, num_slots + 1)
+        if rounds_in_flight is None:
+            rounds_in_flight = 2 if overlaps else 1
+        rings = Rings.create(self.state, max_batch=num_slots, accept_width=self.draft.accept_width, depth=RING_DEPTH)
+        round = Round(self.target, self.draft, self.state, rings, reserve)
+        self._executor = Executor(round, self._emit)
+        if mem_fraction is not None:
+            assert self._stream is not None
+            chunk, batch = min(prefill_chunk, max_len - 1), num_slots if overlaps and cuda_graph else None
+            with torch.cuda.device(self.device):
+                fitting = pages_that_fit(round, mem_fraction, chunk, batch, self._stream)
+            if fitting < max_pages:
+                raise ValueError(
+                    f"Engine: mem_fraction is {mem_fraction}, which leaves room for {fitting} pages, "
+                    f"expected at least {max_pages} (one request of max_len={max_len} tokens)"
+                )
+            num_pages = min(fitting, num_slots * max_pages)
+            self._resize_pools(num_pages)
+        self.graphs: Graphs | None = None
+        if overlaps and cuda_graph:
+            assert self._stream is not None
+            with torch.cuda.device(self.device):
+                self.graphs = capture_rounds(round, batch_sizes, self._stream, progress=progress)
+        with self._on_device():
+            self._scheduler = _C.Scheduler(
+                self._executor,
+                num_slots=num_slots,
+                num_pages=num_pages,
+                page_size=page_size,
+                max_len=max_len,
+                reserve=reserve,
+                accept_width=self.draft.accept_width,
+                max_stops=MAX_STOP_TOKENS,
+                prefill_chunk=prefill_chunk,
+                rounds_in_flight=rounds_in_flight,
+                batch_sizes=list(batch_sizes),
+                commands=rings.commands,
+                results=rings.results,
+                stream=self._stream.cuda_stream if self._stream else None,
+                graphs=self.graphs.raw() if self.graphs else {},
+                trace=trace is not None,
+            )
+        self._trace = trace
         self._lock = Lock()  # held by the one `generate` that runs
         self._running: dict[int, RequestOutput] = {}
         self._failed: list[str] = []
@@ -192,17 +252,28 @@ class Engine:
         try:
             self._on_tokens, self._failed = on_tokens, []
             for output, sampling, stop in zip(outputs, each, stops, strict=True):
-                request_id = self._scheduler.submit(output.prompt_tokens, sampling.max_new_tokens, stop)
+                request_id = self._scheduler.submit(
+                    output.prompt_tokens,
+                    sampling.max_new_tokens,
+                    stop,
+                    temperature=sampling.temperature,
+                    top_k=sampling.top_k,
+                    top_p=sampling.top_p,
+                    min_p=sampling.min_p,
+                    seed=sampling.seed or 0,
+                    streams=on_tokens is not None,
+                )
                 self._running[request_id] = output
-                self._sampling[request_id] = sampling
-            self._scheduler.run_until_idle()
+            with self._on_device():
+                self._scheduler.run_until_idle()
+            if self._trace is not None:
+                self._scheduler.write_trace(str(self._trace))
             if self._failed:
                 raise GenerationError("generate: " + ", ".join(self._failed), outputs)
         finally:
             # After an exception requests are left over; the next `generate` starts by taking their slots back.
             self._scheduler.abort_all()
             self._running.clear()
-            self._sampling.clear()
             self._on_tokens = None
             self._lock.release()
         return outputs
@@ -217,7 +288,35 @@ class Engine:
             )
         return list(stop)
 
-    def _emit(
+    def _resize_pools(self, num_pages: int) -> None:
+        self.state.resize_pool(num_pages)
+        self.target.resize_pools(num_pages)
+        self.draft.resize_pools(num_pages)
+
+    def stats(self) -> EngineStats:
+        """What rounds took so far. The device's own times are those of rounds that have been read."""
+        rounds, rows, *nanoseconds = self._scheduler.times
+        return EngineStats(rounds, rows, self._scheduler.num_retractions, *(1e-9 * t for t in nanoseconds))
+
+    @contextmanager
+    def _on_device(self) -> Iterator[None]:
+        """The engine's device and stream, behind and before all that the caller's stream does."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.device(self.device):
+            caller = torch.cuda.current_stream()
+            self._stream.wait_stream(caller)
+            with torch.cuda.stream(self._stream):
+                yield
+            caller.wait_stream(self._stream)
+
+    def _emit(self, emissions: Sequence[Emission]) -> None:
+        """The scheduler's report after a turn: of requests that stream, and of those that ended."""
+        for emission in emissions:
+            self._emit_one(*emission)
+
+    def _emit_one(
         self,
         request_id: int,
         tokens: list[int],
@@ -227,7 +326,6 @@ class Engine:
         accepted: int,
         status: int,
     ) -> None:
-        """The scheduler's report on one request, after a round or at its end."""
         output = self._running.get(request_id)
         if output is None:  # of a `generate` that was interrupted
             return
@@ -248,6 +346,21 @@ def check_at_least(low: int, **arguments: int) -> None:
     for name, value in arguments.items():
         if value < low:
             raise ValueError(f"Engine: {name} is {value}, expected at least {low}")
+
+
+def check_batch_sizes(batch_sizes: Sequence[int], num_slots: int) -> None:
+    sizes = list(batch_sizes)
+    if not sizes or sizes[0] < 1 or sizes[-1] != num_slots or sorted(set(sizes)) != sizes:
+        raise ValueError(f"Engine: batch_sizes is {sizes}, expected rising sizes up to num_slots={num_slots}")
+
+
+def check_mem_fraction(mem_fraction: float, num_pages: int | None, device: torch.device) -> None:
+    if num_pages is not None:
+        raise ValueError(f"Engine: num_pages is {num_pages}, expected None beside mem_fraction")
+    if device.type != "cuda":
+        raise ValueError(f"Engine: mem_fraction is {mem_fraction}, expected None (device is {device})")
+    if not 0 < mem_fraction <= 1:
+        raise ValueError(f"Engine: mem_fraction is {mem_fraction}, expected above 0 and at most 1")
 
 
 def check_device(device: torch.device) -> None:

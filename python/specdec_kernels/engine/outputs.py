@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
 from ..status import FinishReason
 
@@ -59,3 +59,45 @@ class GenerationError(RuntimeError):
     def __init__(self, message: str, outputs: list[RequestOutput]) -> None:
         super().__init__(message)
         self.outputs = outputs
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """What the rounds of an engine took since it was made; `b - a` is what they took from one to the other.
+
+    Attributes:
+        rounds, rows: rounds read, and requests in them. retractions: requests that gave their slot back for a while.
+        host_seconds: the loop's own work, without waiting for the device and without prefill.
+        wait_seconds: waiting for the device.
+        device_seconds: rounds on the device, each from its first kernel to its last.
+        following_seconds, gap_seconds: of these, the rounds that were launched while the one before was running, with
+            nothing in between; and what lay between the two.
+    """
+
+    rounds: int
+    rows: int
+    retractions: int
+    host_seconds: float
+    wait_seconds: float
+    device_seconds: float
+    following_seconds: float
+    gap_seconds: float
+
+    def __sub__(self, before: EngineStats) -> EngineStats:
+        return EngineStats(*(now - then for now, then in zip(astuple(self), astuple(before), strict=True)))
+
+    @property
+    def host_us(self) -> float:
+        """The loop's own work for a round, in microseconds."""
+        return 1e6 * self.host_seconds / max(self.rounds, 1)
+
+    @property
+    def device_ms(self) -> float:
+        """A round on the device, in milliseconds."""
+        return 1e3 * self.device_seconds / max(self.rounds, 1)
+
+    @property
+    def idle(self) -> float | None:
+        """The share of its time that the device idles between rounds; None where none followed another at once."""
+        busy = self.following_seconds
+        return self.gap_seconds / (busy + self.gap_seconds) if busy else None

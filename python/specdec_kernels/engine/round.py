@@ -1,4 +1,4 @@
-"""One speculative round: draft, tree, target forward, verify, commit, draft-extend (docs/round.md)."""
+"""One speculative round, from the host's commands to the results it reads (docs/round.md)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,18 @@ import torch
 from torch import Tensor
 
 from ..models.causal_lm import CausalLM
-from ..ops import Accepted, alloc_pages, commit_tokens, move_kv, verify_tree
+from ..ops import (
+    Accepted,
+    alloc_pages,
+    apply_commands,
+    commit_tokens,
+    free_pages,
+    move_kv,
+    publish_results,
+    verify_tree,
+)
 from .drafts import Draft
-from .state import SlotState
+from .state import Rings, SlotState
 
 
 @dataclass(frozen=True)
@@ -21,12 +30,58 @@ class RoundResult:
     num_nodes: Tensor
 
 
-@dataclass(frozen=True)
 class Round:
-    target: CausalLM
-    draft: Draft
-    state: SlotState
-    reserve: int
+    """What the host launches, as a graph or call by call; all it reads and writes stays at its place."""
+
+    def __init__(self, target: CausalLM, draft: Draft, state: SlotState, rings: Rings, reserve: int) -> None:
+        self.target, self.draft, self.state, self.rings, self.reserve = target, draft, state, rings, reserve
+        self._no_rows = torch.zeros_like(state.seq_lens)
+
+    @torch.inference_mode()
+    def launch(self, batch: int) -> None:
+        """Apply the next record of commands, advance its first `batch` slots by one round and publish the results.
+
+        With batch 0 the record is all.
+        """
+        state, rings = self.state, self.rings
+        self._apply_commands()
+        free_pages(state.pool, self._no_rows, slots=rings.given_back, status=state.status)
+        if batch == 0:
+            return
+        slots = rings.slots[:batch]
+        result = self.run(slots)
+        publish_results(
+            rings.results,
+            rings.num_published,
+            rings.started_at,
+            result.accepted.tokens,
+            result.accepted.lengths,
+            result.num_nodes,
+            state.finish_reasons,
+            state.status,
+            slots=slots,
+        )
+
+    def _apply_commands(self) -> None:
+        state, rings = self.state, self.rings
+        apply_commands(
+            rings.commands,
+            rings.num_applied,
+            rings.started_at,
+            state.seq_lens,
+            state.root_tokens,
+            state.remaining,
+            state.stop_tokens,
+            state.temperature,
+            state.top_k,
+            state.top_p,
+            state.min_p,
+            state.seeds,
+            state.finish_reasons,
+            state.status,
+            out_slots=rings.slots,
+            out_given_back=rings.given_back,
+        )
 
     @torch.inference_mode()
     def run(self, slots: Tensor) -> RoundResult:

@@ -65,6 +65,11 @@ class SlotState:
             pool=make_page_pool(num_pages, num_slots, max_pages, page_size, like=zeros(0)),
         )
 
+    def resize_pool(self, num_pages: int) -> None:
+        """Another pool, of which every page is free."""
+        num_slots, max_pages = self.pool.page_table.shape
+        self.pool = make_page_pool(num_pages, num_slots, max_pages, self.pool.page_size, like=self.seq_lens)
+
     def rows(self, slots: Tensor, prefix_lens: Tensor, tail_len: int, **options: Tensor | int | None) -> Rows:
         """A forward pass of these slots over `prefix_lens` rows and a tail."""
         return Rows(
@@ -75,3 +80,46 @@ class SlotState:
             status=self.status,
             **options,  # type: ignore[arg-type]
         )
+
+
+@dataclass
+class Rings:
+    """How host and device talk (csrc/round/records.h): records in memory that both reach, counted on the device."""
+
+    commands: Tensor  # [depth, words], on the host
+    results: Tensor  # [depth, words], on the host
+    num_applied: Tensor  # [1] int64
+    num_published: Tensor  # [1] int64
+    started_at: Tensor  # [1] int64
+    slots: Tensor  # [max_batch]: of the round
+    given_back: Tensor  # [num_slots]: whose pages are freed before it
+
+    @classmethod
+    def create(cls, state: SlotState, *, max_batch: int, accept_width: int, depth: int) -> Rings:
+        num_slots, max_stops = state.stop_tokens.shape
+        device = state.stop_tokens.device
+
+        def shared(words: int) -> Tensor:
+            return torch.empty(depth, words, dtype=torch.int32, pin_memory=device.type == "cuda")
+
+        def counter() -> Tensor:
+            return torch.zeros(1, dtype=torch.int64, device=device)
+
+        rings = cls(
+            commands=shared(11 + max_stops + max_batch + num_slots),
+            results=shared(8 + max_batch * (4 + accept_width) + max_batch * accept_width % 2),
+            num_applied=counter(),
+            num_published=counter(),
+            started_at=counter(),
+            slots=torch.full((max_batch,), -1, dtype=torch.int32, device=device),
+            given_back=torch.full((num_slots,), -1, dtype=torch.int32, device=device),
+        )
+        rings.reset()
+        return rings
+
+    def reset(self) -> None:
+        """As if no round had been: records that do nothing, results that nobody published."""
+        self.commands.fill_(-1)
+        self.results.zero_()
+        self.num_applied.zero_()
+        self.num_published.zero_()

@@ -86,6 +86,10 @@ class KvPools(NamedTuple):
     k: Tensor
     v: Tensor
 
+    @property
+    def num_bytes(self) -> int:
+        return self.k.nbytes + self.v.nbytes
+
 
 def attach_pools(
     attentions: list[nn.Module], num_kv_heads: int, head_dim: int, num_pages: int, page_size: int, like: Tensor
@@ -100,3 +104,9 @@ def attach_pools(
         attention.register_buffer("k_pool", pools.k[layer], persistent=False)
         attention.register_buffer("v_pool", pools.v[layer], persistent=False)
     return pools
+
+
+def resize_pools(attentions: list[nn.Module], pools: KvPools, num_pages: int) -> KvPools:
+    """Other pools in their place, empty, with another number of pages."""
+    _, _, page_size, num_kv_heads, head_dim = pools.k.shape
+    return attach_pools(attentions, num_kv_heads, head_dim, num_pages, page_size, like=pools.k)

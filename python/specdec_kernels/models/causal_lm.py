@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from .attention import IMPLEMENTATION, KvPools, Rows, attach_pools
+from .attention import IMPLEMENTATION, KvPools, Rows, attach_pools, resize_pools
 
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 SUPPORTED_HEAD_DIMS = (64, 128, 256)
@@ -112,6 +112,10 @@ class CausalLM:
         output = self.model.model(input_ids=tokens, position_ids=positions, use_cache=False, rows=rows)
         hidden: Tensor = output.last_hidden_state
         return hidden
+
+    def resize_pools(self, num_pages: int) -> None:
+        """Other pools, empty, with another number of pages."""
+        self.pools = resize_pools([layer.self_attn for layer in self.layers], self.pools, num_pages)
 
     def features(self) -> Tensor | None:
         """The feature layers' states of the last forward pass, concatenated: [B, Q, len(feature_layers) * H]."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
-from .attention import IMPLEMENTATION, Rows, attach_pools
+from .attention import IMPLEMENTATION, KvPools, Rows, attach_pools, resize_pools
 from .causal_lm import SUPPORTED_HEAD_DIMS, CausalLM, head_dim_of
 from .checkpoint import load_tensors
 
@@ -70,6 +70,7 @@ class Eagle3Head(nn.Module):
     """
 
     id_map: Tensor | None
+    pools: KvPools
 
     def __init__(self, config: LlamaConfig, num_features: int, draft_vocab: int) -> None:
         super().__init__()
@@ -81,6 +82,10 @@ class Eagle3Head(nn.Module):
         self.rotary_emb = LlamaRotaryEmbedding(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.register_buffer("id_map", None, persistent=False)
+
+    def resize_pools(self, num_pages: int) -> None:
+        """Other pools, empty, with another number of pages."""
+        self.pools = resize_pools([self.midlayer.self_attn], self.pools, num_pages)
 
     def join(self, features: Tensor) -> Tensor:
         """One feature [..., H] from the target's states side by side [..., n * H]."""
@@ -154,7 +159,7 @@ def load_eagle3(folder: str | Path, target: CausalLM, *, num_pages: int, page_si
     if d2t is not None:
         head.id_map = (torch.arange(draft_vocab) + d2t).to(torch.int32)
     head.to(device=weight.device, dtype=weight.dtype).requires_grad_(False).eval()
-    attach_pools(
+    head.pools = attach_pools(
         [head.midlayer.self_attn],
         head.midlayer.self_attn.k_proj.out_features // head_dim_of(config),
         head_dim_of(config),

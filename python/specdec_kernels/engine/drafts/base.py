@@ -14,8 +14,10 @@ class Draft:
 
     Attributes:
         num_nodes: N, nodes of every tree. accept_width: S, most tokens a round can emit.
+        on_device: whether `propose` and `extend` leave the host alone, so that a graph can hold them.
     """
 
+    on_device = True
     num_nodes = 1
     accept_width = 1
 
@@ -24,6 +26,14 @@ class Draft:
         device = state.seq_lens.device
         self._no_tokens = torch.empty(len(state.seq_lens), 0, dtype=torch.int32, device=device)
         self._no_scores = torch.empty(len(state.seq_lens), 0, dtype=torch.float32, device=device)
+
+    @property
+    def num_pool_bytes(self) -> int:
+        """Of the draft's own KV pools."""
+        return 0
+
+    def resize_pools(self, num_pages: int) -> None:
+        """Make these pools anew, with another number of pages."""
 
     def begin(self, slot: int, request_id: int, tokens: list[int]) -> None:
         """The slot now belongs to a request with this text: its prompt, and what it produced before a retraction."""

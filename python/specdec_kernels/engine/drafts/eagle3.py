@@ -21,6 +21,13 @@ class Eagle3Draft(ModelDraft):
         # The head's output at each slot's last committed row, and one for slot -1: the feature all depth-1 nodes share.
         self.last_hidden = weight.new_zeros(len(state.seq_lens) + 1, weight.shape[1])
 
+    @property
+    def num_pool_bytes(self) -> int:
+        return self.head.pools.num_bytes
+
+    def resize_pools(self, num_pages: int) -> None:
+        self.head.resize_pools(num_pages)
+
     def start(self, slots: Tensor) -> Tensor:
         return self.last_hidden[slots].repeat_interleave(self.topk, dim=0)
 

@@ -12,6 +12,8 @@ from .base import Draft
 
 
 class NgramDraft(Draft):
+    on_device = False
+
     def __init__(self, state: SlotState, num_nodes: int, max_tokens: int, max_len: int) -> None:
         super().__init__(state)
         self.num_nodes = num_nodes

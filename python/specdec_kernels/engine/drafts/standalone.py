@@ -18,6 +18,13 @@ class StandaloneDraft(ModelDraft):
         super().__init__(state, num_steps, topk, num_nodes)
         self.model = model
 
+    @property
+    def num_pool_bytes(self) -> int:
+        return self.model.pools.num_bytes
+
+    def resize_pools(self, num_pages: int) -> None:
+        self.model.resize_pools(num_pages)
+
     def prefix_lens(self) -> Tensor:
         return self.state.seq_lens + 1
 

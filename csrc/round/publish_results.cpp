@@ -1,0 +1,66 @@
+#include "round/publish_results.h"
+
+#include <atomic>
+#include <cstring>
+#include <limits>
+
+#include "round/clock.h"
+#include "round/shared_memory.h"
+
+namespace specdec {
+
+void publish_results(CallStream stream, const TensorView& results, const TensorView& num_published,
+                     const TensorView& started_at, const TensorView& out_tokens, const TensorView& out_len,
+                     const TensorView& num_nodes, const TensorView& finish_reasons, const TensorView& status,
+                     const OptTensor& slots) {
+  Check check("publish_results");
+  Dim R{"num_slots"}, B{"batch"}, S{"accept_width"}, D{"depth"}, W{"words"};
+  check.output("num_published", num_published, {1}, kInt64);
+  check.tensor("started_at", started_at, {1}, kInt64);
+  check.tensor("out_tokens", out_tokens, {B, S}, kInt32);
+  check.tensor("out_len", out_len, {B}, kInt32);
+  check.tensor("num_nodes", num_nodes, {B}, kInt32);
+  check.tensor("finish_reasons", finish_reasons, {R}, kInt32);
+  check.tensor("status", status, {R}, kInt32);
+  check.slots(slots, B, R);
+  Check ring("publish_results");
+  ring.output("results", results, {D, W}, kInt32);
+  const ResultLayout layout{.accept_width = S};
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+  ring.range("depth", D, 1, kMost);
+  ring.range("words", W, layout.words(B), kMost);
+  ring.that(reinterpret_cast<uintptr_t>(results.data<void>()) % 8 == 0 && W % 2 == 0, "results",
+            "has rows that start between two multiples of 8 bytes", "an aligned tensor with an even number of words");
+
+  const PublishResultsParams params{
+      .results = shared_words(check, "results", results),
+      .num_published = num_published.data<int64_t>(),
+      .started_at = started_at.data<int64_t>(),
+      .out_tokens = out_tokens.data<int32_t>(),
+      .out_len = out_len.data<int32_t>(),
+      .num_nodes = num_nodes.data<int32_t>(),
+      .finish_reasons = finish_reasons.data<int32_t>(),
+      .status = status.data<int32_t>(),
+      .slots = data_or_null<const int32_t>(slots),
+      .batch = B,
+      .num_slots = R,
+      .depth = D,
+      .words = W,
+      .layout = layout,
+  };
+  SD_DISPATCH(check, stream, publish_results, params);
+}
+
+void publish_results_cpu(const PublishResultsParams& p) {
+  const int64_t number = *p.num_published;
+  int32_t* record = p.results + ring_row(number, p.depth) * p.words;
+  for (int64_t b = 0; b < p.batch; ++b)
+    for (int64_t word = 0; word < ResultLayout::kTokens + p.layout.accept_width; ++word)
+      record[p.layout.row(b) + word] = result_word(p, b, word);
+  const int64_t times[] = {*p.started_at, nanoseconds()};
+  std::memcpy(record + ResultLayout::kStarted, times, sizeof times);
+  *p.num_published = number + 1;
+  std::atomic_ref(record[ResultLayout::kNumber]).store(done_mark(number), std::memory_order_release);
+}
+
+}  // namespace specdec

@@ -1,0 +1,51 @@
+// Words of the two rings through which host and device talk, the same on both sides. A ring is [depth, words] int32 in
+// memory that both can reach; record number n stands in row n % depth.
+//
+// Commands, written by the host, applied once by apply_commands:
+//
+//   0         number of the record + 1, written by the device: applied, the row may be written again
+//   1         slot to activate, -1 for none; then its seq_len, root token, remaining, temperature, top_k, top_p, min_p
+//             (floats as their bits), seed (two words, the lower one first) and max_stops stop tokens
+//   then      [max_batch] slots of the round, -1 behind them
+//   then      [num_slots] slots given back, -1 behind them
+//
+// Results, written by the device, one record a round:
+//
+//   0         number of the round + 1, written last
+//   2, 4      when its commands were applied and when it published, in ns of the device's clock (two words each)
+//   8         for each row out_len, finish reason, status, num_nodes and accept_width tokens
+#pragma once
+
+#include <cstdint>
+
+#include "core/host_device.h"
+
+namespace specdec {
+
+struct CommandLayout {
+  int64_t max_batch, num_slots, max_stops;
+
+  enum : int64_t { kApplied, kSlot, kSeqLen, kRoot, kRemaining, kTemperature, kTopK, kTopP, kMinP, kSeed, kStops = 11 };
+  SD_HD int64_t slots() const { return kStops + max_stops; }
+  SD_HD int64_t given_back() const { return slots() + max_batch; }
+  SD_HD int64_t words() const { return given_back() + num_slots; }
+};
+
+struct ResultLayout {
+  int64_t accept_width;
+
+  enum : int64_t { kNumber, kStarted = 2, kEnded = 4, kRows = 8 };
+  enum : int64_t { kOutLen, kFinishReason, kStatus, kNumNodes, kTokens };  // of a row
+  SD_HD int64_t row(int64_t b) const { return kRows + b * (kTokens + accept_width); }
+  SD_HD int64_t words(int64_t batch) const { return row(batch); }
+};
+
+// Row of a ring that record number n stands in, in bounds whatever n is.
+SD_HD int64_t ring_row(int64_t n, int64_t depth) {
+  return static_cast<int64_t>(static_cast<uint64_t>(n) % static_cast<uint64_t>(depth));
+}
+
+// What word 0 of record n says once the device is done with it.
+SD_HD int32_t done_mark(int64_t n) { return static_cast<int32_t>(static_cast<uint32_t>(n) + 1); }
+
+}  // namespace specdec

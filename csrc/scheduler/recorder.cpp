@@ -1,0 +1,94 @@
+#include "scheduler/recorder.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <limits>
+#include <memory>
+#include <stdexcept>
+
+#include "round/clock.h"
+
+#if defined(SPECDEC_WITH_CUDA) && __has_include(<nvtx3/nvToolsExt.h>)
+#include <nvtx3/nvToolsExt.h>
+#define SD_NVTX(call) call
+#else
+#define SD_NVTX(call) (void)0
+#endif
+
+namespace specdec::scheduler {
+namespace {
+
+const char* name_of(Work work) {
+  constexpr const char* kNames[kNumWorks] = {"turn", "launch", "wait", "read", "prefill", "emit"};
+  return kNames[static_cast<int>(work)];
+}
+
+struct CloseFile {
+  void operator()(std::FILE* file) const { std::fclose(file); }
+};
+
+}  // namespace
+
+void Recorder::add(Work work, int64_t begin, int64_t end) {
+  nanoseconds_[static_cast<int>(work)] += end - begin;
+  if (traces_ && events_.size() < kMostEvents) events_.push_back({work, begin, end});
+}
+
+void Recorder::add_round(int64_t started_at, int64_t ended_at, int64_t rows, bool follows) {
+  num_rounds_ += 1;
+  num_rows_ += rows;
+  device_ += ended_at - started_at;
+  if (follows) {
+    following_ += ended_at - started_at;
+    gaps_ += std::max<int64_t>(started_at - last_ended_at_, 0);
+  }
+  last_ended_at_ = ended_at;
+  if (traces_ && rounds_.size() < kMostEvents) rounds_.push_back({started_at, ended_at, nanoseconds(), rows});
+}
+
+Recorder::Totals Recorder::totals() const {
+  const auto of = [&](Work work) { return nanoseconds_[static_cast<int>(work)].load(); };
+  return {.rounds = num_rounds_,
+          .rows = num_rows_,
+          .host = of(Work::kTurn) - of(Work::kWait) - of(Work::kPrefill),
+          .wait = of(Work::kWait),
+          .device = device_,
+          .following = following_,
+          .gaps = gaps_};
+}
+
+void Recorder::write_trace(const std::string& path) const {
+  const std::unique_ptr<std::FILE, CloseFile> file(std::fopen(path.c_str(), "w"));
+  if (!file) throw std::runtime_error("trace: cannot write " + path);
+
+  // The device's clock is another one; the round that was read soonest after its end says how far it is off.
+  int64_t offset = std::numeric_limits<int64_t>::max(), first = offset;
+  for (const Round& round : rounds_) offset = std::min(offset, round.read_at - round.ended_at);
+  for (const Event& event : events_) first = std::min(first, event.begin);
+
+  std::fprintf(file.get(), "{\"traceEvents\": [\n");
+  for (int thread = 0; thread < 2; ++thread)
+    std::fprintf(file.get(),
+                 "{\"name\": \"thread_name\", \"ph\": \"M\", \"pid\": 0, \"tid\": %d, \"args\": {\"name\": \"%s\"}},\n",
+                 thread, thread == 0 ? "loop" : "device");
+  const auto write = [&](const char* name, int thread, int64_t begin, int64_t end, int64_t rows) {
+    std::fprintf(file.get(), "{\"name\": \"%s\", \"ph\": \"X\", \"pid\": 0, \"tid\": %d, \"ts\": %.3f, \"dur\": %.3f",
+                 name, thread, 1e-3 * static_cast<double>(begin - first), 1e-3 * static_cast<double>(end - begin));
+    if (rows >= 0) std::fprintf(file.get(), ", \"args\": {\"rows\": %lld}", static_cast<long long>(rows));
+    std::fprintf(file.get(), "},\n");
+  };
+  for (const Event& event : events_) write(name_of(event.work), 0, event.begin, event.end, -1);
+  for (const Round& round : rounds_) write("round", 1, round.started_at + offset, round.ended_at + offset, round.rows);
+  std::fprintf(file.get(), "{\"name\": \"end\", \"ph\": \"M\", \"pid\": 0}\n]}\n");
+}
+
+Span::Span(Recorder& recorder, Work work) : recorder_(recorder), work_(work), begin_(nanoseconds()) {
+  SD_NVTX(nvtxRangePushA(name_of(work)));
+}
+
+Span::~Span() {
+  SD_NVTX(nvtxRangePop());
+  recorder_.add(work_, begin_, nanoseconds());
+}
+
+}  // namespace specdec::scheduler

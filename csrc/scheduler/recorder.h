@@ -1,0 +1,67 @@
+// Where the time goes: totals for each kind of work, NVTX ranges, and on request a trace of every piece.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace specdec::scheduler {
+
+// What the loop's thread does. A turn contains the others; `kWait` is waiting for the device, `kPrefill` the executor's
+// begin, prefill and activate.
+enum class Work { kTurn, kLaunch, kWait, kRead, kPrefill, kEmit };
+constexpr int kNumWorks = 6;
+
+class Recorder {
+ public:
+  explicit Recorder(bool traces) : traces_(traces) {}
+
+  void add(Work work, int64_t begin, int64_t end);
+  // A round, in ns of the device's clock, that was read now. `follows`: the one before it was in flight when it was
+  // launched, and nothing else was in between, so that the device should have gone from one to the other at once.
+  void add_round(int64_t started_at, int64_t ended_at, int64_t rows, bool follows);
+
+  // Any thread. Nanoseconds, but for the counts of rounds and rows.
+  struct Totals {
+    int64_t rounds, rows, host, wait, device, following, gaps;
+  };
+  Totals totals() const;
+
+  // What was traced, in the format of chrome://tracing and Perfetto. Not while the loop runs.
+  void write_trace(const std::string& path) const;
+
+ private:
+  struct Event {
+    Work work;
+    int64_t begin, end;
+  };
+  struct Round {
+    int64_t started_at, ended_at, read_at, rows;
+  };
+  static constexpr size_t kMostEvents = 1 << 20;  // then a trace ends
+
+  const bool traces_;
+  std::vector<Event> events_;
+  std::vector<Round> rounds_;
+  int64_t last_ended_at_ = 0;
+  std::array<std::atomic<int64_t>, kNumWorks> nanoseconds_{};
+  std::atomic<int64_t> num_rounds_ = 0, num_rows_ = 0, device_ = 0, following_ = 0, gaps_ = 0;
+};
+
+// A piece of work, from here to the end of the scope.
+class Span {
+ public:
+  Span(Recorder& recorder, Work work);
+  ~Span();
+  Span(const Span&) = delete;
+  Span& operator=(const Span&) = delete;
+
+ private:
+  Recorder& recorder_;
+  const Work work_;
+  const int64_t begin_;
+};
+
+}  // namespace specdec::scheduler

@@ -1,0 +1,62 @@
+// The host's ends of the two rings (round/records.h).
+#pragma once
+
+#include <span>
+
+#include "round/records.h"
+#include "scheduler/request.h"
+
+namespace specdec::scheduler {
+
+// Memory of a ring; pinned where the device is a GPU.
+struct RingMemory {
+  int32_t* words;  // [depth, width]
+  int64_t depth, width;
+  int32_t* row(int64_t number) const { return words + ring_row(number, depth) * width; }
+};
+
+// What one record tells the device.
+struct Commands {
+  const Request* activated = nullptr;
+  std::span<const int32_t> slots = {};       // of the round
+  std::span<const int32_t> given_back = {};  // slots
+};
+
+class CommandRing {
+ public:
+  CommandRing(const RingMemory& memory, const CommandLayout& layout) : memory_(memory), layout_(layout) {}
+
+  // Whether the row of record `number` may be written: the record there before has been applied.
+  bool is_free(int64_t number) const;
+  void write(int64_t number, const Commands& commands) const;
+
+ private:
+  RingMemory memory_;
+  CommandLayout layout_;
+};
+
+// One row of a round's results.
+struct RowResult {
+  int64_t out_len;
+  int32_t finish_reason, status, num_nodes;
+  const int32_t* tokens;  // [accept_width]
+};
+
+class ResultRing {
+ public:
+  ResultRing(const RingMemory& memory, const ResultLayout& layout) : memory_(memory), layout_(layout) {}
+
+  bool is_published(int64_t number) const;
+  RowResult row(int64_t number, int64_t b) const;
+  // Nanoseconds of the device's clock.
+  int64_t started_at(int64_t number) const { return time(number, ResultLayout::kStarted); }
+  int64_t ended_at(int64_t number) const { return time(number, ResultLayout::kEnded); }
+
+ private:
+  int64_t time(int64_t number, int64_t word) const;
+
+  RingMemory memory_;
+  ResultLayout layout_;
+};
+
+}  // namespace specdec::scheduler

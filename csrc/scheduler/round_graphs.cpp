@@ -1,0 +1,21 @@
+// A build without CUDA has no graphs, and no stream to ask.
+#include "scheduler/round_graphs.h"
+
+#ifndef SPECDEC_WITH_CUDA
+
+#include "core/errors.h"
+
+namespace specdec::scheduler {
+
+RoundGraphs::RoundGraphs(CUstream_st*) : stream_(nullptr) {
+  throw NotImplementedError(
+      "Scheduler: stream is given, expected None (this build of specdec_kernels has no CUDA half)");
+}
+RoundGraphs::~RoundGraphs() = default;
+void RoundGraphs::add(int64_t, CUgraph_st*) {}
+bool RoundGraphs::launch(int64_t) { return false; }
+bool RoundGraphs::busy() const { return false; }
+
+}  // namespace specdec::scheduler
+
+#endif
