@@ -5,6 +5,7 @@
 
 #include "attention/tree_attention.h"
 #include "attention/work_line.cuh"
+#include "core/floats.h"
 
 namespace specdec {
 
@@ -31,6 +32,31 @@ void allow_shared_bytes(Kernel* kernel, size_t bytes) {
   if (bytes > 48 * 1024)
     SD_CUDA_CHECK("tree_attention",
                   cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
+}
+
+// Starts a kernel of the tensor cores: `lanes` blocks for each worker.
+template <class Attention, class Kernel>
+void start_on_tensor_cores(Kernel* kernel, const TreeAttentionParams& p, const Cut& cut, Stream stream) {
+  const LaunchShape shape{.grid = static_cast<unsigned>(cut.max_workers * cut.lanes),
+                          .threads = Attention::kThreads,
+                          .shared_bytes = sizeof(typename Attention::Shared)};
+  allow_shared_bytes(kernel, shape.shared_bytes);
+  launch("tree_attention", kernel, shape, stream, p, cut);
+}
+
+// Calls f.template operator()<T>() with the storage type of a checked 16-bit dtype.
+template <class F>
+void with_16_bit_type(Dtypes dtype, F&& f) {
+  if (dtype == kBFloat16) return f.template operator()<BFloat16>();
+  return f.template operator()<Half>();
+}
+
+// Calls f.template operator()<D>() with a checked head dimension.
+template <class F>
+void with_head_dim(int64_t head_dim, F&& f) {
+  if (head_dim == 64) return f.template operator()<64>();
+  if (head_dim == 128) return f.template operator()<128>();
+  return f.template operator()<256>();
 }
 
 }  // namespace specdec

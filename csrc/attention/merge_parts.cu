@@ -197,17 +197,8 @@ void start(const TreeAttentionParams& p, const Cut& cut, Stream stream) {
 }  // namespace
 
 void merge_parts(const TreeAttentionParams& p, const Cut& cut, Stream stream) {
-  const auto of_type = [&]<class T>() {
-    switch (p.head_dim) {
-      case 64:
-        return start<T, 64>(p, cut, stream);
-      case 128:
-        return start<T, 128>(p, cut, stream);
-      default:
-        return start<T, 256>(p, cut, stream);
-    }
-  };
-  p.dtype == kBFloat16 ? of_type.template operator()<BFloat16>() : of_type.template operator()<Half>();
+  with_16_bit_type(p.dtype,
+                   [&]<class T>() { with_head_dim(p.head_dim, [&]<int D>() { start<T, D>(p, cut, stream); }); });
 }
 
 }  // namespace specdec

@@ -35,7 +35,7 @@ class MmaAttention {
   static constexpr int kMyTokens = kTokens / kShares;  // of those, a warp's
   using Stream = KvStream<kTokens, 2 * D, kStages, kWarps, 2>;
   static constexpr int kThreads = (kWarps + Stream::kProducers) * kWarp;
-  using Writer = SegmentWriter<T, D, kWarps, kShares, D>;
+  using Writer = SegmentWriter<T, D, kWarps, kShares>;
 
   struct Shared {
     Stream stream;
@@ -47,8 +47,7 @@ class MmaAttention {
     Stream& stream = shared.stream;
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
     const int first_token = warp % kShares * kMyTokens;
-    int stage = 0;
-    unsigned full_parity = 0;
+    Turn<kStages> stage;
     Turn<Stream::kSegments> turn;
     wait_for_kernels_before();
     while (true) {
@@ -61,12 +60,12 @@ class MmaAttention {
       WarpRows<D> rows;
       rows.clear();
       for (int tile = s.first_tile; tile < s.end_tile; ++tile) {
-        stream.full[stage].wait(full_parity);
-        const typename Stream::Stage& kv = stream.stages[stage];
+        stream.full[stage.at].wait(stage.parity);
+        const typename Stream::Stage& kv = stream.stages[stage.at];
         float scores[kMyTokens / 8][4];
         multiply_k(kv, first_token, q, scores);
         const float scale = rows.cap(p, scores);
-        const uint64_t there = stream.rows_there(stage, 0);
+        const uint64_t there = stream.rows_there(stage.at, 0);
         const int64_t first = int64_t{tile} * kTokens;
         // All rows see all of the tile, unless it is of the tail, before some row's window, or not all there.
         uint64_t met = ~uint64_t{0};
@@ -85,28 +84,21 @@ class MmaAttention {
         rows.follow(rows.weigh(scale, scores));
         add_v(kv, first_token, scores, met, rows);
         if (tile + 1 < s.end_tile) {
-          if (lane == 0) stream.empty[stage].arrive();
-          advance(stage, full_parity);
+          if (lane == 0) stream.empty[stage.at].arrive();
+          stage.advance();
         }
       }
       // The last tile's stage has been consumed, so it is the writer's buffer.
-      shared.writer.write(p, cut, s, lane_of_worker, rows, reinterpret_cast<float*>(&stream.stages[stage]));
+      shared.writer.write(p, cut, s, lane_of_worker, rows, reinterpret_cast<float*>(&stream.stages[stage.at]));
       Writer::sync();
-      if (lane == 0) stream.empty[stage].arrive();
-      advance(stage, full_parity);
+      if (lane == 0) stream.empty[stage.at].arrive();
+      stage.advance();
       __syncwarp();
       turn.advance();
     }
   }
 
  private:
-  __device__ static void advance(int& stage, unsigned& parity) {
-    if (++stage == kStages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-
   // Rows from first_row on as A fragments; zeros for those behind the request.
   __device__ static void load_q(const TreeAttentionParams& p, const Cut& cut, const Segment& s, int first_row,
                                 uint32_t (&q)[D / 16][4]) {
@@ -217,22 +209,17 @@ void start_mma_attention(const TreeAttentionParams& p, const Cut& cut, Stream st
   constexpr int kStages = D == 256 ? 2 : 384 / D;
   using Attention = MmaAttention<T, D, kRows, kStages>;
   const auto kernel = mma_attention_kernel<T, D, kRows, kStages>;
-  const LaunchShape shape{.grid = static_cast<unsigned>(cut.max_workers * cut.lanes),
-                          .threads = Attention::kThreads,
-                          .shared_bytes = sizeof(typename Attention::Shared)};
-  allow_shared_bytes(kernel, shape.shared_bytes);
-  launch("tree_attention", kernel, shape, stream, p, cut);
+  start_on_tensor_cores<Attention>(kernel, p, cut, stream);
 }
 
 // Of one head dimension; defined in a file of its own for each, so that they compile side by side.
 template <int D>
 void mma_attention_of(const TreeAttentionParams& p, const Cut& cut, Stream stream) {
-  const auto of_type = [&]<class T>() {
+  with_16_bit_type(p.dtype, [&]<class T>() {
     if (cut.rows == 16) return start_mma_attention<T, D, 16>(p, cut, stream);
     if (cut.rows == 32) return start_mma_attention<T, D, 32>(p, cut, stream);
     if constexpr (D < 256) return start_mma_attention<T, D, 64>(p, cut, stream);
-  };
-  p.dtype == kBFloat16 ? of_type.template operator()<BFloat16>() : of_type.template operator()<Half>();
+  });
 }
 
 }  // namespace specdec

@@ -66,7 +66,7 @@ Choice choose(const TreeAttentionParams& p) {
   cut.page_size = cutlass::FastDivmod(static_cast<int>(p.rows.page_size));
   // Two blocks on a multiprocessor hide more of each other's waiting; one has as much on its way and leaves half the
   // parts.
-  const int multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount);
+  const int multiprocessors = current_device("tree_attention").multiprocessors;
   const bool few_groups = p.batch * p.kv_heads < 2 * multiprocessors;
   const bool alone = p.head_dim == 256 || cut.rows == 128 || (c.wgmma && few_groups);
   cut.blocks = alone ? 1 : 2;
@@ -94,19 +94,8 @@ int64_t tree_attention_workspace_cuda(const TreeAttentionParams& p) {
 void tree_attention_cuda(const TreeAttentionParams& p, Stream stream) {
   if (!has_tensor_cores_for(p)) return plain_attention(p, stream);
   const auto [cut, wgmma] = choose(p);
-  const auto of_head_dim = [&]<int D>() {
-    wgmma ? wgmma_attention_of<D>(p, cut, stream) : mma_attention_of<D>(p, cut, stream);
-  };
-  switch (p.head_dim) {
-    case 64:
-      of_head_dim.operator()<64>();
-      break;
-    case 128:
-      of_head_dim.operator()<128>();
-      break;
-    default:
-      of_head_dim.operator()<256>();
-  }
+  with_head_dim(p.head_dim,
+                [&]<int D>() { wgmma ? wgmma_attention_of<D>(p, cut, stream) : mma_attention_of<D>(p, cut, stream); });
   merge_parts(p, cut, stream);
 }
 

@@ -169,9 +169,9 @@ __device__ __forceinline__ void store_lse(const TreeAttentionParams& p, const Re
 }
 
 // Writes the rows of a segment that the warps of one block have summed. kShares warps met the same 16 rows, each its
-// own tokens: warp w has rows 16 (w / kShares) to + 15. Through `buffer`, at least kWarps * 16 * kColumns floats, which
-// nobody else uses; `barrier` is the consumer warps' own named barrier.
-template <class T, int D, int kWarps, int kShares, int kColumns>
+// own tokens: warp w has rows 16 (w / kShares) to + 15. Through `buffer`, at least kWarps * 16 * D floats, which nobody
+// else uses.
+template <class T, int D, int kWarps, int kShares>
 struct SegmentWriter {
   static constexpr int kRows = kWarps / kShares * 16, kThreads = kWarps * kWarp;
   float max[kWarps][16], sum[kWarps][16];
@@ -191,44 +191,40 @@ struct SegmentWriter {
     }
     const int first = s.first_row + lane_of_worker * kRows;
     const int count = min(kRows, s.request.valid_rows * cut.group.divisor - first);
+    sync();  // the buffer is free: its stage has been consumed
 #pragma unroll
-    for (int from = 0; from < D; from += kColumns) {
-      sync();  // the buffer is free: its stage has been consumed, its columns have been read
+    for (int n = 0; n < D / 8; ++n)
 #pragma unroll
-      for (int n = 0; n < kColumns / 8; ++n)
+      for (int h = 0; h < 2; ++h) {
+        const float* x = rows.out[n] + 2 * h;
+        *reinterpret_cast<float2*>(place(buffer, warp, lane / 4 + 8 * h, 8 * n + lane % 4 * 2)) =
+            make_float2(x[0], x[1]);
+      }
+    sync();
+    for (int n = threadIdx.x; n < count * (D / 4); n += kThreads) {
+      const int row = n / (D / 4), column = n % (D / 4) * 4, w = row / 16 * kShares;
+      float top = max[w][row % 16], total = 0;
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const float* x = rows.out[from / 8 + n] + 2 * h;
-          *reinterpret_cast<float2*>(place(buffer, warp, lane / 4 + 8 * h, 8 * n + lane % 4 * 2)) =
-              make_float2(x[0], x[1]);
-        }
-      sync();
-      for (int n = threadIdx.x; n < count * (kColumns / 4); n += kThreads) {
-        const int row = n / (kColumns / 4), column = n % (kColumns / 4) * 4, w = row / 16 * kShares;
-        float top = max[w][row % 16], total = 0;
+      for (int k = 1; k < kShares; ++k) top = fmaxf(top, max[w + k][row % 16]);
+      float4 x{};
 #pragma unroll
-        for (int k = 1; k < kShares; ++k) top = fmaxf(top, max[w + k][row % 16]);
-        float4 x{};
-#pragma unroll
-        for (int k = 0; k < kShares; ++k) {
-          const float weight = top == -INFINITY ? 0 : exp2_fast(max[w + k][row % 16] - top);
-          const float4 y = *reinterpret_cast<const float4*>(place(buffer, w + k, row % 16, column));
-          x.x += weight * y.x, x.y += weight * y.y, x.z += weight * y.z, x.w += weight * y.w;
-          total += weight * sum[w + k][row % 16];
-        }
-        if (s.part < 0) {
-          const float factor = total == 0 ? 0 : p.v_scale / total;
-          const QueryRow at = query_row(cut, s.head, first + row);
-          store_out<T>(p, s.request, at, from + column,
-                       make_float4(x.x * factor, x.y * factor, x.z * factor, x.w * factor));
-          if (from + column == 0) store_lse(p, s.request, at, top, total);
-        } else {
-          float* part = part_of(p, cut, static_cast<int64_t>(s.part) * cut.lanes + lane_of_worker, D);
-          *reinterpret_cast<float4*>(part + row * D + from + column) = x;
-          if (from + column == 0) {
-            part[kRows * D + row] = top;
-            part[kRows * D + kRows + row] = total;
-          }
+      for (int k = 0; k < kShares; ++k) {
+        const float weight = top == -INFINITY ? 0 : exp2_fast(max[w + k][row % 16] - top);
+        const float4 y = *reinterpret_cast<const float4*>(place(buffer, w + k, row % 16, column));
+        x.x += weight * y.x, x.y += weight * y.y, x.z += weight * y.z, x.w += weight * y.w;
+        total += weight * sum[w + k][row % 16];
+      }
+      if (s.part < 0) {
+        const float factor = total == 0 ? 0 : p.v_scale / total;
+        const QueryRow at = query_row(cut, s.head, first + row);
+        store_out<T>(p, s.request, at, column, make_float4(x.x * factor, x.y * factor, x.z * factor, x.w * factor));
+        if (column == 0) store_lse(p, s.request, at, top, total);
+      } else {
+        float* part = part_of(p, cut, static_cast<int64_t>(s.part) * cut.lanes + lane_of_worker, D);
+        *reinterpret_cast<float4*>(part + row * D + column) = x;
+        if (column == 0) {
+          part[kRows * D + row] = top;
+          part[kRows * D + kRows + row] = total;
         }
       }
     }
@@ -237,7 +233,7 @@ struct SegmentWriter {
  private:
   // Rows are swizzled by 32 bytes: 8 lanes that write one column of 8 rows meet 8 different banks.
   __device__ static float* place(float* buffer, int warp, int row, int column) {
-    return buffer + (warp * 16 + row) * kColumns + ((column / 8 ^ row) % 8 * 8) + column % 8 + column / 64 * 64;
+    return buffer + (warp * 16 + row) * D + ((column / 8 ^ row) % 8 * 8) + column % 8 + column / 64 * 64;
   }
 };
 

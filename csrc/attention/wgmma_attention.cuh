@@ -315,17 +315,13 @@ template <class T, int D, int kGroups, int kTokens, int kStages, int kBlocks>
 void start_wgmma_attention(const TreeAttentionParams& p, const Cut& cut, Stream stream) {
   using Attention = WgmmaAttention<T, D, kGroups, kTokens, kStages>;
   const auto kernel = wgmma_attention_kernel<T, D, kGroups, kTokens, kStages, kBlocks>;
-  const LaunchShape shape{.grid = static_cast<unsigned>(cut.max_workers * cut.lanes),
-                          .threads = Attention::kThreads,
-                          .shared_bytes = sizeof(typename Attention::Shared)};
-  allow_shared_bytes(kernel, shape.shared_bytes);
-  launch("tree_attention", kernel, shape, stream, p, cut);
+  start_on_tensor_cores<Attention>(kernel, p, cut, stream);
 }
 
 // Of one head dimension; defined in a file of its own for each, so that they compile side by side.
 template <int D>
 void wgmma_attention_of(const TreeAttentionParams& p, const Cut& cut, Stream stream) {
-  const auto of_type = [&]<class T>() {
+  with_16_bit_type(p.dtype, [&]<class T>() {
     // As many stages as fit: two blocks share a multiprocessor's 228 KB, or one has 227.
     constexpr int kFew = wgmma_tokens(D, 64), kMany = wgmma_tokens(D, 128);
     if (cut.rows == 128)
@@ -333,8 +329,7 @@ void wgmma_attention_of(const TreeAttentionParams& p, const Cut& cut, Stream str
     if constexpr (D < 256)
       if (cut.blocks == 2) return start_wgmma_attention<T, D, 1, kFew, 3, 2>(p, cut, stream);
     return start_wgmma_attention<T, D, 1, kFew, D == 256 ? 3 : 6, 1>(p, cut, stream);
-  };
-  p.dtype == kBFloat16 ? of_type.template operator()<BFloat16>() : of_type.template operator()<Half>();
+  });
 }
 
 }  // namespace specdec
