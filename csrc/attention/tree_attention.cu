@@ -45,10 +45,11 @@ bool takes_wgmma(const TreeAttentionParams& p) {
   return kBuilt && device_attribute(cudaDevAttrComputeCapabilityMajor) == 9;
 }
 
-// Blocks on a multiprocessor: all of a call have to run at once. With mma.sync they are small, and two hide more of
-// each other's waiting where there is room for them.
-int blocks_at_once(const TreeAttentionParams& p, bool wgmma) {
-  if (wgmma || p.head_dim == 256) return 1;
+// Blocks on a multiprocessor: all of a call have to run at once. Two hide more of each other's waiting; where there are
+// few groups, one has as much on its way and leaves half the parts.
+int blocks_at_once(const TreeAttentionParams& p, const Cut& cut, bool wgmma, int multiprocessors) {
+  if (p.head_dim == 256) return 1;
+  if (wgmma) return cut.rows == 64 && p.batch * p.kv_heads >= 2 * multiprocessors ? 2 : 1;
   return device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor) >= 212 * 1024 ? 2 : 1;
 }
 
@@ -73,7 +74,8 @@ Choice choose(const TreeAttentionParams& p) {
   cut.group = cutlass::FastDivmod(static_cast<int>(p.q_heads / p.kv_heads));
   cut.page_size = cutlass::FastDivmod(static_cast<int>(p.rows.page_size));
   const int multiprocessors = current_device("tree_attention").multiprocessors;
-  cut.max_workers = std::clamp(multiprocessors * blocks_at_once(p, c.wgmma) / cut.lanes, 1, kMaxWorkers);
+  cut.blocks = blocks_at_once(p, cut, c.wgmma, multiprocessors);
+  cut.max_workers = std::clamp(multiprocessors * cut.blocks / cut.lanes, 1, kMaxWorkers);
   return c;
 }
 

@@ -19,6 +19,8 @@ struct Request {
   int32_t end;         // KV rows [prefix, end) are the tail that some row may see; nothing beyond is read
   int32_t shift;       // causal chain: row i sees tail rows j <= i + shift
   int32_t status;
+
+  bool operator==(const Request&) const = default;
 };
 
 SD_HD int64_t clamp_to(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
@@ -37,38 +39,21 @@ SD_HD int32_t fresh(const int32_t* x) {
 #endif
 }
 
-// What a request is made of that only the device knows.
-struct Lengths {
-  int32_t slot;         // -1: empty or stalled
-  int32_t begin, stop;  // of its rows
-  int32_t prefix;
-
-  SD_HD bool operator==(const Lengths& other) const {
-    return slot == other.slot && begin == other.begin && stop == other.stop && prefix == other.prefix;
-  }
-};
-
-// Of requests 0 to batch - 1, and for packed rows of one more: the rows behind the last request, which give zeros. What
-// has to be loaded is loaded first, so that the loads wait together.
-SD_HD Lengths lengths_of(const TreeAttentionParams& p, int64_t b) {
-  Lengths x{};
-  const int32_t q_rows = static_cast<int32_t>(p.q_rows);
-  const bool packed = p.cu_seqlens_q != nullptr;
-  x.slot = b < p.batch ? p.slots ? fresh(p.slots + b) : static_cast<int32_t>(b) : -1;
-  if (x.slot >= p.num_slots) x.slot = -1;
-  x.begin = packed ? fresh(p.cu_seqlens_q + b) : 0;
-  x.stop = packed ? (b < p.batch ? fresh(p.cu_seqlens_q + b + 1) : q_rows) : p.q_lens ? fresh(p.q_lens + b) : q_rows;
-  x.prefix = x.slot >= 0 ? fresh(p.prefix_lens + x.slot) : 0;
-  if (x.slot >= 0 && p.status != nullptr && (fresh(p.status + x.slot) & kStalled)) x.slot = -1;
-  return x;
-}
-
-SD_HD Request request_of(const TreeAttentionParams& p, int64_t b, const Lengths& x) {
+// Requests 0 to batch - 1, and for packed rows one more: the rows behind the last request, which give zeros. What has
+// to be loaded is loaded first, so that the loads wait together.
+SD_HD Request request_of(const TreeAttentionParams& p, int64_t b) {
   Request r{};
   const int32_t q_rows = static_cast<int32_t>(p.q_rows);
   const bool packed = p.cu_seqlens_q != nullptr;
-  const int32_t begin = x.begin, stop = x.stop, prefix = x.prefix;
-  r.slot = x.slot;
+  r.slot = b < p.batch ? p.slots ? fresh(p.slots + b) : static_cast<int32_t>(b) : -1;
+  if (r.slot >= p.num_slots) r.slot = -1;
+  const int32_t begin = packed ? fresh(p.cu_seqlens_q + b) : 0;
+  const int32_t stop = packed     ? (b < p.batch ? fresh(p.cu_seqlens_q + b + 1) : q_rows)
+                       : p.q_lens ? fresh(p.q_lens + b)
+                                  : q_rows;
+  const int32_t prefix = r.slot >= 0 ? fresh(p.prefix_lens + r.slot) : 0;
+  if (r.slot >= 0 && p.status != nullptr && (fresh(p.status + r.slot) & kStalled)) r.slot = -1;
+
   const int32_t first = clamp_to(begin, 0, q_rows), last = clamp_to(stop, first, q_rows);
   r.valid_rows = last - first;
   r.rows = packed ? r.valid_rows : q_rows;
@@ -91,8 +76,6 @@ SD_HD Request request_of(const TreeAttentionParams& p, int64_t b, const Lengths&
   if (r.prefix != prefix || r.end != end) r.status |= kBadLength;
   return r;
 }
-
-SD_HD Request request_of(const TreeAttentionParams& p, int64_t b) { return request_of(p, b, lengths_of(p, b)); }
 
 // The end of the KV rows that rows 0 to i may see.
 SD_HD int32_t visible_end(const TreeAttentionParams& p, const Request& r, int32_t i) {

@@ -2,7 +2,7 @@
 // tensor cores busy. One or two consumer warpgroups of 64 rows each and two to four producer warps a block. A warpgroup
 // multiplies the weights of a tile by its V while it turns the scores of the next one into weights, and where there are
 // two they drift apart by themselves, so that the tensor cores have work while exponentials are computed. Grid: lanes x
-// max_workers blocks, one per multiprocessor. Bytes: the KV of each request once per
+// max_workers blocks, one or two per multiprocessor for 64 rows, one for 128. Bytes: the KV of each request once per
 // `lanes` row tiles; neighbouring lanes walk it in step and meet it in the L2.
 #pragma once
 
@@ -62,18 +62,18 @@ __device__ __forceinline__ void pin(float (&x)[N][4]) {
     for (int e = 0; e < 4; ++e) cute::warpgroup_fence_operand(x[n][e]);
 }
 
-template <class T, int D, int kGroups, int kTokens, int kStages>
+template <class T, int D, int kGroups, int kTokens, int kStages, int kBlocks>
 class WgmmaAttention {
  public:
   static constexpr int kGroupThreads = 128, kGroupRows = 64;
   static constexpr int kRows = kGroups * kGroupRows;
-  static constexpr int kConsumers = kGroups * 4, kProducers = 4;  // warps
+  static constexpr int kConsumers = kGroups * 4, kProducers = kBlocks == 2 ? 2 : 4;  // warps
   static constexpr int kThreads = (kConsumers + kProducers) * kWarp;
   static constexpr int kWords = kTokens / 64;
   static_assert(kWords <= 2);
   // Three warpgroups have 168 registers a thread when they start: sums, scores and weights take more.
   static constexpr bool kMovesRegisters = kGroups == 2;
-  static constexpr int kConsumerRegisters = D == 256 ? 216 : 200, kProducerRegisters = 504 - 2 * kConsumerRegisters;
+  static constexpr int kConsumerRegisters = D == 256 ? 216 : 192, kProducerRegisters = 504 - 2 * kConsumerRegisters;
   using Stream = KvStream<kTokens, 2 * D, kStages, kConsumers, kProducers>;
   using QueryTile = Stage<kGroupRows, 2 * D>;  // of which k is used
 
@@ -321,11 +321,11 @@ class WgmmaAttention {
   Turn<kStages> stage_;
 };
 
-template <class T, int D, int kGroups, int kTokens, int kStages>
-__global__ void __launch_bounds__(WgmmaAttention<T, D, kGroups, kTokens, kStages>::kThreads, 1)
+template <class T, int D, int kGroups, int kTokens, int kStages, int kBlocks>
+__global__ void __launch_bounds__(WgmmaAttention<T, D, kGroups, kTokens, kStages, kBlocks>::kThreads, kBlocks)
     wgmma_attention_kernel(const __grid_constant__ TreeAttentionParams p, const __grid_constant__ Cut cut) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  using Attention = WgmmaAttention<T, D, kGroups, kTokens, kStages>;
+  using Attention = WgmmaAttention<T, D, kGroups, kTokens, kStages, kBlocks>;
   extern __shared__ __align__(1024) unsigned char memory[];
   auto& shared = *reinterpret_cast<typename Attention::Shared*>(memory);
   if (threadIdx.x == 0) shared.stream.init();
@@ -342,10 +342,10 @@ __global__ void __launch_bounds__(WgmmaAttention<T, D, kGroups, kTokens, kStages
 #endif
 }
 
-template <class T, int D, int kGroups, int kTokens, int kStages>
+template <class T, int D, int kGroups, int kTokens, int kStages, int kBlocks>
 void start_wgmma_attention(const TreeAttentionParams& p, const Cut& cut, Stream stream) {
-  using Attention = WgmmaAttention<T, D, kGroups, kTokens, kStages>;
-  const auto kernel = wgmma_attention_kernel<T, D, kGroups, kTokens, kStages>;
+  using Attention = WgmmaAttention<T, D, kGroups, kTokens, kStages, kBlocks>;
+  const auto kernel = wgmma_attention_kernel<T, D, kGroups, kTokens, kStages, kBlocks>;
   start_on_tensor_cores<Attention>(kernel, p, cut, stream);
 }
 
@@ -353,12 +353,13 @@ void start_wgmma_attention(const TreeAttentionParams& p, const Cut& cut, Stream 
 template <int D>
 void wgmma_attention_of(const TreeAttentionParams& p, const Cut& cut, Stream stream) {
   with_16_bit_type(p.dtype, [&]<class T>() {
-    // As many stages as fit into 227 KB.
+    // As many stages as fit: two blocks share a multiprocessor's 228 KB, or one has 227.
     constexpr int kFew = wgmma_tokens(D, 64), kMany = wgmma_tokens(D, 128);
-    if (cut.rows == 64)
-      start_wgmma_attention<T, D, 1, kFew, D == 256 ? 3 : 6>(p, cut, stream);
-    else
-      start_wgmma_attention<T, D, 2, kMany, D == 64 ? 6 : D == 128 ? 3 : 2>(p, cut, stream);
+    if (cut.rows == 128)
+      return start_wgmma_attention<T, D, 2, kMany, D == 64 ? 6 : D == 128 ? 3 : 2, 1>(p, cut, stream);
+    if constexpr (D < 256)
+      if (cut.blocks == 2) return start_wgmma_attention<T, D, 1, kFew, 3, 2>(p, cut, stream);
+    start_wgmma_attention<T, D, 1, kFew, D == 256 ? 3 : 6, 1>(p, cut, stream);
   });
 }
 

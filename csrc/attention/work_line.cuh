@@ -16,8 +16,9 @@ constexpr int kMaxWorkers = 512;  // two for each multiprocessor, of which no de
 
 // What is static about the cut, chosen on the host.
 struct Cut {
-  int rows;   // of a row tile: what one block computes at a time; row n is query row n / G, head n % G of its group
-  int lanes;  // blocks of a worker: neighbours that walk the same KV in step, each with its own row tile
+  int rows;    // of a row tile: what one block computes at a time; row n is query row n / G, head n % G of its group
+  int lanes;   // blocks of a worker: neighbours that walk the same KV in step, each with its own row tile
+  int blocks;  // on a multiprocessor at once
   int max_workers;                // that can run at once, up to kMaxWorkers
   cutlass::FastDivmod tile;       // divides by the KV rows of a tile
   cutlass::FastDivmod group;      // by G = q_heads / kv_heads
@@ -126,12 +127,9 @@ class WorkLine {
 
   // Whether the lengths are still those that measure() has read; true only if so.
   __device__ bool holds() const {
-    if (p_.batch > kKnown) return false;
+    if (p_.batch > kWarp) return false;
     const int lane = threadIdx.x % kWarp;
-    bool same = true;
-    if (lane < p_.batch) same = lengths_of(p_, lane) == known_[0];
-    if (kWarp + lane < p_.batch) same &= lengths_of(p_, kWarp + lane) == known_[1];
-    return __all_sync(kFullMask, same);
+    return __all_sync(kFullMask, lane >= p_.batch || request_of(p_, lane) == mine_);
   }
 
   // Goes to the begin of a worker's share; one that has no work has none.
@@ -150,7 +148,7 @@ class WorkLine {
     if (at_ >= end_) return s;
     const int split = cut_.split.divisor, first = cut_.split.div(tiles_.first);
     const int count = p_.fixed_split ? 1 : min(end_ - at_, units_ - unit_);
-    s.request = request_;
+    s.request = broadcast(mine_, lane_);
     s.head = head_;
     s.first_row = first_row_;
     s.first_tile = max((first + unit_) * split, tiles_.first);
@@ -189,10 +187,7 @@ class WorkLine {
     mine_ = Request{};
     units_of_mine_ = 0;
     if (base + lane < p_.batch) {
-      const Lengths lengths = lengths_of(p_, base + lane);
-      if (base == 0) known_[0] = lengths;
-      if (base == kWarp) known_[1] = lengths;
-      mine_ = request_of(p_, base + lane, lengths);
+      mine_ = request_of(p_, base + lane);
       units_of_mine_ = units_of(p_, cut_, mine_);
     }
     upto_ = sum_up_to_lane(units_of_mine_ * static_cast<int>(p_.kv_heads));
@@ -204,19 +199,22 @@ class WorkLine {
     for (; base_ < p_.batch; base_ += kWarp) {
       if (base_ != scanned_) scan(base_);
       const unsigned found = __ballot_sync(kFullMask, before_ + upto_ > at_);
-      if (found != 0) return enter_group_of(__ffs(found) - 1);
+      if (found != 0) {
+        lane_ = __ffs(found) - 1;
+        return enter_group_of_lane();
+      }
       before_ += __shfl_sync(kFullMask, upto_, kWarp - 1);
     }
     at_ = end_;  // only if lengths have changed since they were measured
   }
-  __device__ void enter_group_of(int lane) {
-    const int units_of_head = __shfl_sync(kFullMask, units_of_mine_, lane);
-    int left = at_ - before_ - __shfl_sync(kFullMask, upto_, lane) + units_of_head * static_cast<int>(p_.kv_heads);
-    request_ = broadcast(mine_, lane);
+  __device__ void enter_group_of_lane() {
+    const int units_of_head = __shfl_sync(kFullMask, units_of_mine_, lane_);
+    int left = at_ - before_ - __shfl_sync(kFullMask, upto_, lane_) + units_of_head * static_cast<int>(p_.kv_heads);
+    const Request request = broadcast(mine_, lane_);
     head_ = left / units_of_head;
     left -= head_ * units_of_head;
     for (first_row_ = 0;; first_row_ += cut_.rows * cut_.lanes) {
-      tiles_ = tiles_of(p_, cut_, request_, first_row_);
+      tiles_ = tiles_of(p_, cut_, request, first_row_);
       units_ = units_in(p_, cut_, tiles_);
       if (left < units_) break;
       left -= units_;
@@ -226,9 +224,6 @@ class WorkLine {
 
   const TreeAttentionParams& p_;
   const Cut& cut_;
-  // Of this lane, of the first requests.
-  static constexpr int kKnown = 2 * kWarp;
-  Lengths known_[2]{};
   // Of this lane, from the last scan.
   Request mine_;
   int units_of_mine_ = 0, upto_ = 0, scanned_ = -1;
@@ -239,7 +234,7 @@ class WorkLine {
   int worker_ = 0;
   int at_ = 0, end_ = 0;       // units of the line
   int base_ = 0, before_ = 0;  // requests of the last scan, units before them
-  Request request_;
+  int lane_ = 0;               // whose request it is
   int head_ = 0, first_row_ = 0;
   Tiles tiles_{};
   int unit_ = 0, units_ = 0;  // of the group
