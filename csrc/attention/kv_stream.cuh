@@ -114,6 +114,7 @@ struct KvStream {
       turn.advance();
       if (merging) continue;
       if (my_first == 0) ask_for_queries(p, cut, s);
+      if (my_first == kMyRows) ask_for_pages(p, cut, s);
       const int begin = visible_begin(p, s.request, cut.group.div(s.first_row));  // before it pages may be freed
       Pages pages = find_pages(p, cut, s, begin, s.first_tile * kTokens + my_first);
       for (int tile = s.first_tile; tile < s.end_tile; ++tile) {
@@ -170,6 +171,12 @@ struct KvStream {
     if (p.mask != nullptr)
       for (int64_t n = lane * 16; n < s.request.valid_rows * p.mask_words; n += kWarp * 16)
         ask(p.mask + s.request.flat_row * p.mask_words + n);
+  }
+  // Asks the page table's entries for it, as far as one line for each lane reaches: tiles look them up one by one.
+  __device__ static void ask_for_pages(const TreeAttentionParams& p, const Cut& cut, const Segment& s) {
+    const int page = cut.page_size.div(s.first_tile * kTokens) + threadIdx.x % kWarp * 32;
+    if (page <= cut.page_size.div(min(s.end_tile * kTokens, s.request.end) - 1))
+      ask(p.rows.page_table + s.request.slot * p.rows.max_pages + page);
   }
   __device__ static void ask(const void* line) { asm volatile("prefetch.global.L2 [%0];" ::"l"(line)); }
 
