@@ -370,7 +370,7 @@ def test_rows_do_not_depend_on_their_neighbours(device: torch.device, dtype: tor
 
 
 @both_paths
-@pytest.mark.parametrize("fixed_split", [None, 64, 1024])
+@pytest.mark.parametrize("fixed_split", [None, 128, 1024])
 def test_long_prefixes(device: torch.device, dtype: torch.dtype, fixed_split: int | None) -> None:
     # On a GPU their KV is cut into parts and merged.
     cache = make_cache([5000, 0, 2333, 64], [7] * 4, page_size=16, head_dim=128, dtype=dtype, device=device)
@@ -518,7 +518,7 @@ def test_sweep(device: torch.device, seed: int) -> None:
     if cache.k_pool.dtype == FP8:
         arguments |= {"k_scale": 1.5, "v_scale": 0.25}
     if draw.random() < 0.3:
-        arguments["fixed_split"] = draw.choice([64, 512])
+        arguments["fixed_split"] = draw.choice([128, 512])
     check(torch.randn(*shape, group * kv_heads, head_dim, device=device).to(dtype), cache, **arguments)
 
 
@@ -527,10 +527,10 @@ def test_workspace(device: torch.device) -> None:
     q = torch.randn(2, 9, 8, 128, device=device).bfloat16()
     want = sd.tree_attention(q, *cache.tensors())
     floats = sd.tree_attention_workspace(q, cache.k_pool, cache.page_table)
-    fixed = sd.tree_attention_workspace(q, cache.k_pool, cache.page_table, fixed_split=64)
+    fixed = sd.tree_attention_workspace(q, cache.k_pool, cache.page_table, fixed_split=128)
     with pytest.raises(ValueError) as error:
-        sd.tree_attention_workspace(q, cache.k_pool, cache.page_table, fixed_split=65)
-    assert str(error.value) == "tree_attention: fixed_split is 65, expected a positive multiple of 64"
+        sd.tree_attention_workspace(q, cache.k_pool, cache.page_table, fixed_split=64)
+    assert str(error.value) == "tree_attention: fixed_split is 64, expected a positive multiple of 128"
     if device.type == "cpu":
         assert floats == fixed == 0
         return
@@ -546,6 +546,29 @@ def test_workspace(device: torch.device) -> None:
     with pytest.raises(ValueError) as error:
         sd.tree_attention(q, *cache.tensors(), workspace=torch.empty(floats + 1, device=device)[1:])
     assert str(error.value) == "tree_attention: workspace does not start on 16 bytes, expected a tensor that does"
+
+
+@pytest.mark.skipif(not HAS_CUDA, reason="no GPU here")
+@pytest.mark.parametrize("fixed_split", [None, 128])
+def test_calls_share_a_workspace_that_holds_anything(fixed_split: int | None) -> None:
+    """Uneven requests, whose KV is cut between them, in turn with others that use the same memory otherwise."""
+    calls = []
+    for prefixes, rows, heads in (([5000, 100], 9, 8), ([77, 3000, 1200], 40, 16), ([9000], 1, 4)):
+        cache = make_cache(
+            prefixes, [rows] * len(prefixes), page_size=16, head_dim=128, dtype=torch.bfloat16, device="cuda"
+        )
+        calls.append((torch.randn(len(prefixes), rows, heads, 128, device="cuda").bfloat16(), cache))
+    sizes = [sd.tree_attention_workspace(q, c.k_pool, c.page_table, fixed_split=fixed_split) for q, c in calls]
+    alone = [sd.tree_attention(q, *cache.tensors(), fixed_split=fixed_split) for q, cache in calls]
+    for workspace in (torch.full((max(sizes),), NAN, device="cuda"), torch.randn(max(sizes), device="cuda")):
+        for _ in range(3):
+            for (q, cache), want in zip(calls, alone, strict=True):
+                out = sd.tree_attention(q, *cache.tensors(), fixed_split=fixed_split, workspace=workspace)
+                assert torch.equal(out, want)
+    for (q, cache), out in zip(calls, alone, strict=True):
+        want_out, _, _ = reference.tree_attention(q.cpu(), *map(on_cpu, cache.tensors()))
+        atol = TOLERANCES[q.dtype] * want_out.abs().max().item()
+        torch.testing.assert_close(out.cpu().double(), want_out, rtol=0, atol=atol)
 
 
 def test_scale(device: torch.device) -> None:
@@ -588,7 +611,7 @@ def test_small_with_everything(device: torch.device, pools: torch.dtype, rows: i
     cache.page_table[0, 20] = -1
     q = torch.randn(2, rows, 4, 64, device=device).bfloat16()
     check(q, cache, mask=random_trees(2, rows), soft_cap=9.0)
-    check(q, cache, window=6, q_lens=torch.tensor([rows - 1, 1], dtype=torch.int32), fixed_split=64)
+    check(q, cache, window=6, q_lens=torch.tensor([rows - 1, 1], dtype=torch.int32), fixed_split=128)
     check(q, cache, mask=random_trees(2, rows), window=100, fixed_split=128)
 
 
@@ -666,8 +689,8 @@ FP8_POOLS = {"k_pool": zeros(5, 8, 2, 64).to(FP8), "v_pool": zeros(5, 8, 2, 64).
         ({"v_scale": NAN}, "v_scale is nan, expected 1 for pools of float32"),
         (FP8_POOLS | {"k_scale": -1.0}, "k_scale is -1.000000, expected a finite float32 above 0"),
         (FP8_POOLS | {"v_scale": float("inf")}, "v_scale is inf, expected a finite float32 above 0"),
-        ({"fixed_split": 0}, "fixed_split is 0, expected a positive multiple of 64"),
-        ({"fixed_split": 100}, "fixed_split is 100, expected a positive multiple of 64"),
+        ({"fixed_split": 0}, "fixed_split is 0, expected a positive multiple of 128"),
+        ({"fixed_split": 100}, "fixed_split is 100, expected a positive multiple of 128"),
         ({"workspace": zeros(5, dtype=torch.float16)}, "workspace is float16, expected float32"),
         ({"out": zeros(2, 3, 4, 64, dtype=torch.float16)}, "out is float16, expected float32"),
         ({"lse": zeros(2, 3, 5)}, "lse has shape [2, 3, 5], expected [batch=2, q_rows=3, q_heads=4]"),

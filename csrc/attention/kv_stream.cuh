@@ -45,16 +45,16 @@ template <int kTokens_, int kRowBytes_, int kStages_, int kConsumers_, int kProd
 struct KvStream {
   static constexpr int kTokens = kTokens_, kRowBytes = kRowBytes_, kStages = kStages_;
   static constexpr int kConsumers = kConsumers_, kProducers = kProducers_;
-  static constexpr int kSegments =
-      kStages + 2;  // that the stages' tiles may belong to, the one before and the next one
-  static constexpr int kMyRows = kTokens / kProducers;  // of a tile, a producer's
-  static_assert(kTokens % 64 == 0 && kMyRows % kWarp == 0);
+  static constexpr int kSegments = kStages;                         // as many as their tiles may belong to
+  static constexpr int kMyRows = kTokens / kProducers;              // of a tile, a producer's
+  static constexpr int kChunk = kMyRows < kWarp ? kMyRows : kWarp;  // rows that a warp looks up at once
+  static_assert(kTokens % 64 == 0 && kMyRows % kChunk == 0 && kChunk % 16 == 0);
   using Stage = specdec::Stage<kTokens, kRowBytes>;
 
   alignas(1024) Stage stages[kStages];
-  uint32_t there[kStages][kTokens / kWarp];  // bit j: row j of these 32 is on a page and seen by some row
+  alignas(8) uint16_t there[kStages][kTokens / 16];  // bit j: row j of these 16 is on a page and seen by some row
   Segment segments[kSegments];
-  Mbarrier full[kStages], empty[kStages], announced[kSegments];
+  Mbarrier full[kStages], empty[kStages], announced[kSegments], read[kSegments];
 
   // By one thread, before the block's first barrier.
   __device__ void init() {
@@ -62,50 +62,59 @@ struct KvStream {
       full[s].init((kWarp + 1) * kProducers);
       empty[s].init(kConsumers);
     }
-    for (int s = 0; s < kSegments; ++s) announced[s].init(1);
+    for (int s = 0; s < kSegments; ++s) {
+      announced[s].init(1);
+      read[s].init(kConsumers);
+    }
   }
 
   // Bit j: row 64 word + j of the stage's tile is there.
   __device__ uint64_t rows_there(int stage, int word) const {
-    return there[stage][2 * word] | uint64_t{there[stage][2 * word + 1]} << 32;
+    return reinterpret_cast<const uint64_t*>(there[stage])[word];
   }
 
-  // A producer warp's whole life. The last segment that is announced has head -1.
+  // A producer warp's whole life. Behind the segments of its share come those to be merged, and at last one of head -1.
   __device__ void produce(const TreeAttentionParams& p, const Cut& cut, int worker) {
     const int lane = threadIdx.x % kWarp, my_first = (threadIdx.x / kWarp - kConsumers) * kMyRows;
     WorkLine line(p, cut);
-    Segment s;
-    s.head = -1;
-    s.parts = 0;
-    // The first pass, made while kernels before may still change what it reads, does nothing but fetch the code.
-#pragma unroll 1
-    for (bool rehearsal : {true, false}) {
-      line.measure();
-      if (worker < line.workers()) {
-        line.seek(worker);
-        s = line.next();
-      }
-      if (rehearsal) {
-        wait_for_kernels_before();
-        let_next_kernel_start();
-      }
-    }
     Turn<kSegments> turn;
     Turn<kStages> stage;
-    bool told = false;  // which group begins in this share and goes on in the next one
+    // The first pass is made while kernels before may still change what it reads. In a chain of calls they rarely do,
+    // and then it has not to be made again. All of it is written once: code has to be fetched too.
+    bool waited = false, known = false;
+    bool cut_some = false, merging = false;  // merges come when all of the share is done
+#pragma unroll 1
     while (true) {
-      // Nobody reads the slot any more: a tile of the segment behind its last one has been released, since the tile
-      // loaded last waited for the one kStages before it.
+      if (!known) {
+        line.measure();
+        line.seek(worker);
+      }
+      Segment s = line.next();
+      if (!waited) {
+        wait_for_kernels_before();
+        let_next_kernel_start();
+        waited = true;
+        if (!line.holds()) continue;
+      }
+      known = true;
+      if (s.head < 0 && cut_some && !merging) {
+        merging = true;
+        line.seek(worker);
+        continue;
+      }
+      cut_some |= s.head >= 0 && s.parts > 1;
+      s.merge = merging;
+      if (merging && s.head >= 0 && (s.parts == 1 || !s.last)) continue;
       if (lane == 0 && my_first == 0) {
+        read[turn.at].wait(turn.parity ^ 1);
         segments[turn.at] = s;
         announced[turn.at].arrive();
-        if (p.fixed_split == 0 && blockIdx.x % cut.lanes == 0 && (s.parts > 0 || (s.head < 0 && !told))) {
-          cut_groups(p)[worker] = s;
-          told = true;
-        }
       }
       if (s.head < 0) return;
       turn.advance();
+      if (merging) continue;
+      if (my_first == 0) ask_for_queries(p, cut, s);
+      if (my_first == kMyRows) ask_for_pages(p, cut, s);
       const int begin = visible_begin(p, s.request, cut.group.div(s.first_row));  // before it pages may be freed
       Pages pages = find_pages(p, cut, s, begin, s.first_tile * kTokens + my_first);
       for (int tile = s.first_tile; tile < s.end_tile; ++tile) {
@@ -117,20 +126,19 @@ struct KvStream {
         full[stage.at].arrive_after_copies();
         if (lane == 0) {
 #pragma unroll
-          for (int n = 0; n < kEach; ++n) there[stage.at][my_first / kWarp + n] = now.there[n];
+          for (int n = 0; n < kEach; ++n) now.tell(there[stage.at] + (my_first + n * kChunk) / 16, n);
           full[stage.at].arrive();
         }
         stage.advance();
       }
-      s = line.next();
     }
   }
 
  private:
-  static constexpr int kEach = kMyRows / kWarp;
+  static constexpr int kEach = kMyRows / kChunk;
 
-  // Of a producer's rows lane, lane + 32, ...: the table's entries, -1 behind the end. Nothing is computed from them
-  // when they are asked for, so that the tile before is copied while they come.
+  // Of a producer's rows lane % kChunk, that + kChunk, ...: the table's entries, -1 behind the end. Nothing is computed
+  // from them when they are asked for, so that the tile before is copied while they come.
   struct Pages {
     int page[kEach];
   };
@@ -139,7 +147,7 @@ struct KvStream {
     Pages pages;
 #pragma unroll
     for (int n = 0; n < kEach; ++n) {
-      const int row = first + n * kWarp + threadIdx.x % kWarp;
+      const int row = first + n * kChunk + threadIdx.x % kChunk;
       pages.page[n] = -1;
       if (row >= begin && row < s.request.end)  // which is no more than the table has
         pages.page[n] = __ldg(p.rows.page_table + s.request.slot * p.rows.max_pages + cut.page_size.div(row));
@@ -147,29 +155,59 @@ struct KvStream {
     return pages;
   }
 
+  // Asks the query rows of a segment and their mask into the L2: consumers need them at once when they come to it.
+  __device__ static void ask_for_queries(const TreeAttentionParams& p, const Cut& cut, const Segment& s) {
+    const int lane = threadIdx.x % kWarp, end = s.request.valid_rows * cut.group.divisor;
+    const int first = s.first_row + static_cast<int>(blockIdx.x) % cut.lanes * cut.rows;
+    const char* q = static_cast<const char*>(p.q);
+    const int bytes = kRowBytes / static_cast<int>(p.head_dim);
+#pragma unroll 1
+    for (int n = first + lane; n < min(first + cut.rows, end); n += kWarp) {
+      const QueryRow at = query_row(cut, s.head, n);
+      const char* row = q + (s.request.q_start + at.row * p.q_strides.row + at.head * p.q_strides.head) * bytes;
+#pragma unroll
+      for (int byte = 0; byte < kRowBytes; byte += 128) ask(row + byte);
+    }
+    if (p.mask != nullptr)
+      for (int64_t n = lane * 16; n < s.request.valid_rows * p.mask_words; n += kWarp * 16)
+        ask(p.mask + s.request.flat_row * p.mask_words + n);
+  }
+  // Asks the page table's entries for it, as far as one line for each lane reaches: tiles look them up one by one.
+  __device__ static void ask_for_pages(const TreeAttentionParams& p, const Cut& cut, const Segment& s) {
+    const int page = cut.page_size.div(s.first_tile * kTokens) + threadIdx.x % kWarp * 32;
+    if (page <= cut.page_size.div(min(s.end_tile * kTokens, s.request.end) - 1))
+      ask(p.rows.page_table + s.request.slot * p.rows.max_pages + page);
+  }
+  __device__ static void ask(const void* line) { asm volatile("prefetch.global.L2 [%0];" ::"l"(line)); }
+
   // Of the same rows: where they begin in their pools, in 16 bytes; 0 for those that are not `there`.
   struct Rows {
     uint32_t k[kEach], v[kEach], there[kEach];
+
+    __device__ void tell(uint16_t* to, int n) const {
+#pragma unroll
+      for (int i = 0; i < kChunk / 16; ++i) to[i] = static_cast<uint16_t>(there[n] >> 16 * i);
+    }
   };
   __device__ static Rows find_rows(const TreeAttentionParams& p, const Cut& cut, const Segment& s, int begin, int first,
                                    const Pages& pages) {
     Rows rows;
-    const int lane = threadIdx.x % kWarp, bytes = kRowBytes / static_cast<int>(p.head_dim);
+    const int lane = threadIdx.x % kWarp, mine = lane % kChunk, bytes = kRowBytes / static_cast<int>(p.head_dim);
 #pragma unroll
     for (int n = 0; n < kEach; ++n) {
-      const int row = first + n * kWarp + lane;
+      const int row = first + n * kChunk + mine;
       KvRow at;
       at.page = pages.page[n];
       at.offset = cut.page_size.rem(row);
       bool there = at.page >= 0 && at.page < p.rows.num_pages;
       if (!there && row >= begin && row < s.request.end) set_status(p.status, s.request.slot, kBadPage);
       // What no row of the request sees may not have been written: it is not read.
-      if (p.mask != nullptr && first + (n + 1) * kWarp > s.request.prefix) {
+      if (p.mask != nullptr && first + (n + 1) * kChunk > s.request.prefix) {
         uint32_t seen = 0;
 #pragma unroll 1
         for (int i = lane; i < s.request.valid_rows; i += kWarp)
-          seen |= static_cast<uint32_t>(visible_word(p, s.request, i, first + n * kWarp));
-        there &= __reduce_or_sync(kFullMask, seen) >> lane & 1;
+          seen |= static_cast<uint32_t>(visible_word(p, s.request, i, first + n * kChunk));
+        there &= __reduce_or_sync(kFullMask, seen) >> mine & 1;
       }
       rows.there[n] = __ballot_sync(kFullMask, there);
       rows.k[n] = there ? static_cast<uint32_t>(row_start(p.k_strides, at, s.head) * bytes / 16) : 0;
@@ -194,7 +232,7 @@ struct KvStream {
     for (int n = 0; n < kEach; ++n) {
       const uint32_t missing = ~rows.there[n] >> my_row;
 #pragma unroll
-      for (int begin = 0; begin < kWarp; begin += kBatch * kRowsAtOnce) {
+      for (int begin = 0; begin < kChunk; begin += kBatch * kRowsAtOnce) {
         const char *k_from[kBatch], *v_from[kBatch];
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
@@ -206,7 +244,7 @@ struct KvStream {
         for (int i = 0; i < kBatch; ++i) {
           const int row = begin + i * kRowsAtOnce;
           const unsigned bytes = missing & 1u << row ? 0 : 16;
-          const uint32_t k_to = (k ^ row % 8 * 16) + (n * kWarp + row) * 128;
+          const uint32_t k_to = (k ^ row % 8 * 16) + (n * kChunk + row) * 128;
           copy_16(k_to, k_from[i], bytes);
           copy_16(k_to + kToV, v_from[i], bytes);
         }

@@ -5,6 +5,7 @@
 
 #include "attention/tree_attention.h"
 #include "attention/work_line.cuh"
+#include "core/floats.h"
 
 namespace specdec {
 
@@ -22,15 +23,47 @@ constexpr int wgmma_tokens(int64_t head_dim, int rows) {
   return head_dim == 64 || (head_dim == 128 && rows == 128) ? 128 : 64;
 }
 
-// Rows that no worker has done alone: merges their partial results, and gives zeros to those that have none.
-void merge_parts(const TreeAttentionParams& p, const Cut& cut, Stream stream);
-
 // More dynamic shared memory than a kernel gets unasked is a property of this device's copy of it.
 template <class Kernel>
 void allow_shared_bytes(Kernel* kernel, size_t bytes) {
   if (bytes > 48 * 1024)
     SD_CUDA_CHECK("tree_attention",
                   cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
+}
+
+// Starts a kernel of the tensor cores: `lanes` blocks for each worker. They wait for each other, so they have to run at
+// once, which only a cooperative launch makes sure of.
+template <class Attention, class Kernel>
+void start_on_tensor_cores(Kernel* kernel, const TreeAttentionParams& p, const Cut& cut, Stream stream) {
+  constexpr size_t kSharedBytes = sizeof(typename Attention::Shared);
+  allow_shared_bytes(kernel, kSharedBytes);
+  cudaLaunchAttribute attributes[2];
+  attributes[0].id = cudaLaunchAttributeCooperative;
+  attributes[0].val.cooperative = 1;
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
+  const cudaLaunchConfig_t config{.gridDim = dim3(cut.max_workers * cut.lanes),
+                                  .blockDim = dim3(Attention::kThreads),
+                                  .dynamicSmemBytes = kSharedBytes,
+                                  .stream = stream,
+                                  .attrs = attributes,
+                                  .numAttrs = current_device("tree_attention").is_hopper_or_later ? 2u : 1u};
+  SD_CUDA_CHECK("tree_attention", cudaLaunchKernelEx(&config, kernel, p, cut));
+}
+
+// Calls f.template operator()<T>() with the storage type of a checked 16-bit dtype.
+template <class F>
+void with_16_bit_type(Dtypes dtype, F&& f) {
+  if (dtype == kBFloat16) return f.template operator()<BFloat16>();
+  return f.template operator()<Half>();
+}
+
+// Calls f.template operator()<D>() with a checked head dimension.
+template <class F>
+void with_head_dim(int64_t head_dim, F&& f) {
+  if (head_dim == 64) return f.template operator()<64>();
+  if (head_dim == 128) return f.template operator()<128>();
+  return f.template operator()<256>();
 }
 
 }  // namespace specdec

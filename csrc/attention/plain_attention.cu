@@ -241,16 +241,7 @@ void start(const TreeAttentionParams& p, Stream stream) {
 }  // namespace
 
 void plain_attention(const TreeAttentionParams& p, Stream stream) {
-  with_types(p, [&]<class T, class Kv>() {
-    switch (p.head_dim) {
-      case 64:
-        return start<T, Kv, 64>(p, stream);
-      case 128:
-        return start<T, Kv, 128>(p, stream);
-      default:
-        return start<T, Kv, 256>(p, stream);
-    }
-  });
+  with_types(p, [&]<class T, class Kv>() { with_head_dim(p.head_dim, [&]<int D>() { start<T, Kv, D>(p, stream); }); });
 }
 
 }  // namespace specdec

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "attention/visibility.h"
-#include "core/cuda.cuh"
+#include "core/warp_scan.cuh"
 
 namespace specdec {
 
@@ -32,11 +32,7 @@ __device__ inline RowBlock find_row_block(const TreeAttentionParams& p, int per_
   const int lane = threadIdx.x % kWarp;
   for (int64_t base = 0; base <= p.batch; base += kWarp) {
     const int64_t blocks = base + lane <= p.batch ? row_blocks(p, request_of(p, base + lane).rows, per_block) : 0;
-    int64_t upto = blocks;
-    for (int step = 1; step < kWarp; step *= 2) {
-      const int64_t before = __shfl_up_sync(kFullMask, upto, step);
-      if (lane >= step) upto += before;
-    }
+    const int64_t upto = sum_up_to_lane(blocks);
     const unsigned found = __ballot_sync(kFullMask, upto > x);
     if (found != 0) {
       const int owner = __ffs(found) - 1;

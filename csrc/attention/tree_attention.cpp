@@ -9,7 +9,7 @@
 namespace specdec {
 namespace {
 
-constexpr int64_t kTile = 64;  // KV rows; what KV is cut in
+constexpr int64_t kSplit = 128;  // KV rows, whole tiles of every kernel
 
 // The stride of a dimension that is walked; that of a dimension of size 1 may be any number.
 int64_t walked_stride(const TensorView& t, int i) { return t.shape(i) > 1 ? t.stride(i) : 0; }
@@ -60,8 +60,8 @@ struct Sizes {
       check.that(ends >= 1, "cu_seqlens_q", "is empty", "batch + 1 row numbers");
       B.value = ends - 1;
     }
-    if (fixed_split && (*fixed_split <= 0 || *fixed_split % kTile != 0))
-      check.that(false, "fixed_split", "is " + std::to_string(*fixed_split), "a positive multiple of 64");
+    if (fixed_split && (*fixed_split <= 0 || *fixed_split % kSplit != 0))
+      check.that(false, "fixed_split", "is " + std::to_string(*fixed_split), "a positive multiple of 128");
 
     TreeAttentionParams p{};
     p.dtype = dtype_of(q);
@@ -80,7 +80,7 @@ struct Sizes {
     p.num_slots = num_slots;
     p.aligned = true;
     // No request has more rows than that.
-    p.fixed_split = std::min<int64_t>(fixed_split.value_or(0), INT32_MAX / kTile * kTile);
+    p.fixed_split = std::min<int64_t>(fixed_split.value_or(0), INT32_MAX / kSplit * kSplit);
     return p;
   }
 };

@@ -3,6 +3,7 @@
 #include <string_view>
 
 #include "attention/launch.h"
+#include "attention/merge_parts.cuh"
 #include "core/errors.h"
 
 namespace specdec {
@@ -41,7 +42,15 @@ int64_t likely_rows(const TreeAttentionParams& p) {
 // that takes less time than their KV.
 bool takes_wgmma(const TreeAttentionParams& p) {
   constexpr bool kBuilt = std::string_view(SPECDEC_CUDA_ARCHITECTURES).find("90a") != std::string_view::npos;
-  return kBuilt && p.fixed_split % 128 == 0 && device_attribute(cudaDevAttrComputeCapabilityMajor) == 9;
+  return kBuilt && device_attribute(cudaDevAttrComputeCapabilityMajor) == 9;
+}
+
+// Blocks on a multiprocessor: all of a call have to run at once. Two hide more of each other's waiting; where there are
+// few groups, one has as much on its way and leaves half the parts.
+int blocks_at_once(const TreeAttentionParams& p, const Cut& cut, bool wgmma, int multiprocessors) {
+  if (p.head_dim == 256) return 1;
+  if (wgmma) return cut.rows == 64 && p.batch * p.kv_heads >= 2 * multiprocessors ? 2 : 1;
+  return device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor) >= 212 * 1024 ? 2 : 1;
 }
 
 struct Choice {
@@ -64,12 +73,8 @@ Choice choose(const TreeAttentionParams& p) {
   cut.split = cutlass::FastDivmod(p.fixed_split ? cut.tile.div(static_cast<int>(p.fixed_split)) : 1);
   cut.group = cutlass::FastDivmod(static_cast<int>(p.q_heads / p.kv_heads));
   cut.page_size = cutlass::FastDivmod(static_cast<int>(p.rows.page_size));
-  // Two blocks on a multiprocessor hide more of each other's waiting; one has as much on its way and leaves half the
-  // parts.
-  const int multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount);
-  const bool few_groups = p.batch * p.kv_heads < 2 * multiprocessors;
-  const bool alone = p.head_dim == 256 || cut.rows == 128 || (c.wgmma && few_groups);
-  cut.blocks = alone ? 1 : 2;
+  const int multiprocessors = current_device("tree_attention").multiprocessors;
+  cut.blocks = blocks_at_once(p, cut, c.wgmma, multiprocessors);
   cut.max_workers = std::clamp(multiprocessors * cut.blocks / cut.lanes, 1, kMaxWorkers);
   return c;
 }
@@ -88,26 +93,14 @@ int64_t max_parts(const TreeAttentionParams& p, const Cut& cut) {
 int64_t tree_attention_workspace_cuda(const TreeAttentionParams& p) {
   if (!has_tensor_cores_for(p)) return 0;
   const Cut cut = choose(p).cut;
-  return cut.max_workers * sizeof(Segment) / sizeof(float) + max_parts(p, cut) * cut.rows * (p.head_dim + 2);
+  return max_parts(p, cut) * part_floats(cut, p.head_dim);
 }
 
 void tree_attention_cuda(const TreeAttentionParams& p, Stream stream) {
   if (!has_tensor_cores_for(p)) return plain_attention(p, stream);
   const auto [cut, wgmma] = choose(p);
-  const auto of_head_dim = [&]<int D>() {
-    wgmma ? wgmma_attention_of<D>(p, cut, stream) : mma_attention_of<D>(p, cut, stream);
-  };
-  switch (p.head_dim) {
-    case 64:
-      of_head_dim.operator()<64>();
-      break;
-    case 128:
-      of_head_dim.operator()<128>();
-      break;
-    default:
-      of_head_dim.operator()<256>();
-  }
-  merge_parts(p, cut, stream);
+  with_head_dim(p.head_dim,
+                [&]<int D>() { wgmma ? wgmma_attention_of<D>(p, cut, stream) : mma_attention_of<D>(p, cut, stream); });
 }
 
 }  // namespace specdec

@@ -19,6 +19,8 @@ struct Request {
   int32_t end;         // KV rows [prefix, end) are the tail that some row may see; nothing beyond is read
   int32_t shift;       // causal chain: row i sees tail rows j <= i + shift
   int32_t status;
+
+  bool operator==(const Request&) const = default;
 };
 
 SD_HD int64_t clamp_to(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }

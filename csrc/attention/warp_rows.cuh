@@ -47,17 +47,12 @@ struct WarpRows {
   // Caps scores, where they are capped. Returns the scale > 0 that brings them to powers of two.
   template <int N>
   __device__ static float cap(const TreeAttentionParams& p, float (&scores)[N][4]) {
-    if (p.soft_cap == 0 && p.log2_scale > 0) return p.log2_scale;
+    if (p.soft_cap == 0) return p.log2_scale;
+    const float factor = p.log2_scale / p.soft_cap;
 #pragma unroll
     for (auto& s : scores)
 #pragma unroll
-      for (float& x : s) x *= p.log2_scale;
-    if (p.soft_cap == 0) return 1;
-    const float inverse = 1 / p.soft_cap;
-#pragma unroll
-    for (auto& s : scores)
-#pragma unroll
-      for (float& x : s) x = p.soft_cap * tanh_fast(x * inverse);
+      for (float& x : s) x = p.soft_cap * tanh_fast(x * factor);
     return 1;
   }
 
@@ -136,24 +131,6 @@ struct WarpRows {
   }
 };
 
-// Where row n of all the rows of a request and KV head is.
-struct QueryRow {
-  int row;   // of the request
-  int head;  // of all query heads
-};
-__device__ __forceinline__ QueryRow query_row(const Cut& cut, int head, int n) {
-  QueryRow at;
-  cut.group(at.row, at.head, n);
-  at.head += head * cut.group.divisor;
-  return at;
-}
-
-// Partial results in the workspace, behind the cut groups: for each part the sums [rows, D] that the maxima [rows] and
-// sums of weights [rows] behind them belong to.
-__device__ __forceinline__ float* part_of(const TreeAttentionParams& p, const Cut& cut, int64_t part, int D) {
-  return reinterpret_cast<float*>(cut_groups(p) + cut.max_workers) + part * cut.rows * (D + 2);
-}
-
 // Four neighbouring results of one row, to out.
 template <class T>
 __device__ __forceinline__ void store_out(const TreeAttentionParams& p, const Request& r, QueryRow at, int column,
@@ -167,78 +144,5 @@ __device__ __forceinline__ void store_lse(const TreeAttentionParams& p, const Re
     p.lse[(r.flat_row + at.row) * p.q_heads + at.head] =
         sum == 0 ? -INFINITY : (max + log2f(sum)) * 0.6931471805599453f;
 }
-
-// Writes the rows of a segment that the warps of one block have summed. kShares warps met the same 16 rows, each its
-// own tokens: warp w has rows 16 (w / kShares) to + 15. Through `buffer`, at least kWarps * 16 * kColumns floats, which
-// nobody else uses; `barrier` is the consumer warps' own named barrier.
-template <class T, int D, int kWarps, int kShares, int kColumns>
-struct SegmentWriter {
-  static constexpr int kRows = kWarps / kShares * 16, kThreads = kWarps * kWarp;
-  float max[kWarps][16], sum[kWarps][16];
-
-  __device__ static void sync() { asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory"); }
-
-  __device__ void write(const TreeAttentionParams& p, const Cut& cut, const Segment& s, int lane_of_worker,
-                        WarpRows<D>& rows, float* buffer) {
-    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-    rows.finish();
-    if (lane % 4 == 0) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        max[warp][lane / 4 + 8 * h] = rows.max[h];
-        sum[warp][lane / 4 + 8 * h] = rows.sum[h];
-      }
-    }
-    const int first = s.first_row + lane_of_worker * kRows;
-    const int count = min(kRows, s.request.valid_rows * cut.group.divisor - first);
-#pragma unroll
-    for (int from = 0; from < D; from += kColumns) {
-      sync();  // the buffer is free: its stage has been consumed, its columns have been read
-#pragma unroll
-      for (int n = 0; n < kColumns / 8; ++n)
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const float* x = rows.out[from / 8 + n] + 2 * h;
-          *reinterpret_cast<float2*>(place(buffer, warp, lane / 4 + 8 * h, 8 * n + lane % 4 * 2)) =
-              make_float2(x[0], x[1]);
-        }
-      sync();
-      for (int n = threadIdx.x; n < count * (kColumns / 4); n += kThreads) {
-        const int row = n / (kColumns / 4), column = n % (kColumns / 4) * 4, w = row / 16 * kShares;
-        float top = max[w][row % 16], total = 0;
-#pragma unroll
-        for (int k = 1; k < kShares; ++k) top = fmaxf(top, max[w + k][row % 16]);
-        float4 x{};
-#pragma unroll
-        for (int k = 0; k < kShares; ++k) {
-          const float weight = top == -INFINITY ? 0 : exp2_fast(max[w + k][row % 16] - top);
-          const float4 y = *reinterpret_cast<const float4*>(place(buffer, w + k, row % 16, column));
-          x.x += weight * y.x, x.y += weight * y.y, x.z += weight * y.z, x.w += weight * y.w;
-          total += weight * sum[w + k][row % 16];
-        }
-        if (s.part < 0) {
-          const float factor = total == 0 ? 0 : p.v_scale / total;
-          const QueryRow at = query_row(cut, s.head, first + row);
-          store_out<T>(p, s.request, at, from + column,
-                       make_float4(x.x * factor, x.y * factor, x.z * factor, x.w * factor));
-          if (from + column == 0) store_lse(p, s.request, at, top, total);
-        } else {
-          float* part = part_of(p, cut, static_cast<int64_t>(s.part) * cut.lanes + lane_of_worker, D);
-          *reinterpret_cast<float4*>(part + row * D + from + column) = x;
-          if (from + column == 0) {
-            part[kRows * D + row] = top;
-            part[kRows * D + kRows + row] = total;
-          }
-        }
-      }
-    }
-  }
-
- private:
-  // Rows are swizzled by 32 bytes: 8 lanes that write one column of 8 rows meet 8 different banks.
-  __device__ static float* place(float* buffer, int warp, int row, int column) {
-    return buffer + (warp * 16 + row) * kColumns + ((column / 8 ^ row) % 8 * 8) + column % 8 + column / 64 * 64;
-  }
-};
 
 }  // namespace specdec

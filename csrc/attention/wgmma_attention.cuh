@@ -14,7 +14,7 @@
 
 #include "attention/kv_stream.cuh"
 #include "attention/launch.h"
-#include "attention/warp_rows.cuh"
+#include "attention/merge_parts.cuh"
 
 namespace specdec {
 
@@ -62,18 +62,18 @@ __device__ __forceinline__ void pin(float (&x)[N][4]) {
     for (int e = 0; e < 4; ++e) cute::warpgroup_fence_operand(x[n][e]);
 }
 
-template <class T, int D, int kGroups, int kTokens, int kStages>
+template <class T, int D, int kGroups, int kTokens, int kStages, int kBlocks>
 class WgmmaAttention {
  public:
   static constexpr int kGroupThreads = 128, kGroupRows = 64;
   static constexpr int kRows = kGroups * kGroupRows;
-  static constexpr int kConsumers = kGroups * 4, kProducers = kGroups == 1 ? 2 : kTokens / kWarp;  // warps
-  // Whole warpgroups where they change their registers.
-  static constexpr int kThreads = kGroups == 1 ? (kConsumers + kProducers) * kWarp : 3 * kGroupThreads;
+  static constexpr int kConsumers = kGroups * 4, kProducers = kBlocks == 2 ? 2 : 4;  // warps
+  static constexpr int kThreads = (kConsumers + kProducers) * kWarp;
   static constexpr int kWords = kTokens / 64;
   static_assert(kWords <= 2);
   // Three warpgroups have 168 registers a thread when they start: sums, scores and weights take more.
-  static constexpr int kConsumerRegisters = D == 256 ? 216 : 208, kProducerRegisters = 504 - 2 * kConsumerRegisters;
+  static constexpr bool kMovesRegisters = kGroups == 2;
+  static constexpr int kConsumerRegisters = D == 256 ? 216 : 192, kProducerRegisters = 504 - 2 * kConsumerRegisters;
   using Stream = KvStream<kTokens, 2 * D, kStages, kConsumers, kProducers>;
   using QueryTile = Stage<kGroupRows, 2 * D>;  // of which k is used
 
@@ -89,12 +89,17 @@ class WgmmaAttention {
   __device__ void consume() {
     Turn<Stream::kSegments> turn;
     wait_for_kernels_before();
+    write_unseen_rows<T, D, kConsumers * kWarp>(p_, cut_);
     while (true) {
       stream_.announced[turn.at].wait(turn.parity);
       const Segment& s = stream_.segments[turn.at];
       if (s.head < 0) return;
-      sum_segment(s);
+      if (s.merge)
+        merge_group<T, D, kConsumers * kWarp>(p_, cut_, s, lane_of_worker_, sync_consumers);
+      else
+        do_segment(s);
       __syncwarp();
+      if (threadIdx.x % kWarp == 0) stream_.read[turn.at].arrive();
       turn.advance();
     }
   }
@@ -111,12 +116,17 @@ class WgmmaAttention {
     uint64_t bits[kWords][2];
   };
 
-  __device__ void sum_segment(const Segment& s) {
-    const int first_row = s.first_row + lane_of_worker_ * kRows + group_ * kGroupRows;
-    load_q(s, first_row);
-
+  __device__ void do_segment(const Segment& s) {
+    const int first_row = s.first_row + lane_of_worker_ * kRows;
     WarpRows<D> rows;
     rows.clear();
+    sum_tiles(s, first_row + group_ * kGroupRows, rows);
+    write(s, first_row, rows);
+    if (s.parts > 1 && s.last) leave_part<D>(p_, cut_, s, lane_of_worker_, sync_consumers);
+  }
+
+  __device__ void sum_tiles(const Segment& s, int first_row, WarpRows<D>& rows) {
+    load_q(s, first_row);
     Scores scores;
     Weights weights;
     int tile = s.first_tile;
@@ -154,8 +164,10 @@ class WgmmaAttention {
     pin(rows.out);
     release(stage_.at);
     stage_.advance();
-    write(s, rows);
+    rows.finish();
   }
+
+  __device__ static void sync_consumers() { asm volatile("bar.sync 3, %0;" ::"n"(kConsumers * kWarp) : "memory"); }
 
   __device__ void release(int stage) {
     if (threadIdx.x % kWarp == 0) stream_.empty[stage].arrive();
@@ -247,38 +259,57 @@ class WgmmaAttention {
           weights[n][2 * c + h] = pack<T>(scores[2 * n + c][2 * h], scores[2 * n + c][2 * h + 1]);
   }
 
-  // Straight from registers: four lanes have a sector of partial results, half a one of the output.
-  __device__ void write(const Segment& s, WarpRows<D>& rows) const {
-    rows.finish();
+  // Straight from registers, in pieces of 64 bytes a row: four neighbouring lanes have eight columns of a row, and of
+  // several such eights each lane takes those of one or one half.
+  __device__ void write(const Segment& s, int first_row, const WarpRows<D>& rows) const {
     const int lane = threadIdx.x % kWarp, end = s.request.valid_rows * cut_.group.divisor;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int row = group_ * kGroupRows + warp_ * 16 + lane / 4 + 8 * h,
-                n = s.first_row + lane_of_worker_ * kRows + row;
-      if (n >= end) continue;
+      const int row = group_ * kGroupRows + warp_ * 16 + lane / 4 + 8 * h;
+      const bool valid = first_row + row < end;
       const float max = rows.max[h], sum = rows.sum[h];
-      if (s.part < 0) {
-        const QueryRow at = query_row(cut_, s.head, n);
+      if (s.parts == 1) {
+        const QueryRow at = query_row(cut_, s.head, first_row + row);
         const float factor = sum == 0 ? 0 : p_.v_scale / sum;
         T* out = static_cast<T*>(p_.out) + s.request.out_start + at.row * p_.out_strides.row +
-                 at.head * p_.out_strides.head + lane % 4 * 2;
+                 at.head * p_.out_strides.head + lane % 4 * 8;
 #pragma unroll
-        for (int d = 0; d < D / 8; ++d)
-          *reinterpret_cast<uint32_t*>(out + 8 * d) =
-              pack<T>(rows.out[d][2 * h] * factor, rows.out[d][2 * h + 1] * factor);
-        if (lane % 4 == 0) store_lse(p_, s.request, at, max, sum);
+        for (int d = 0; d < D / 8; d += 4) {
+          uint32_t x[4];
+#pragma unroll
+          for (int k = 0; k < 4; ++k)
+            x[k] = pack<T>(rows.out[d + k][2 * h] * factor, rows.out[d + k][2 * h + 1] * factor);
+          swap_across(lane & 1, 1, x[0], x[1]);
+          swap_across(lane & 1, 1, x[2], x[3]);
+          swap_across(lane & 2, 2, x[0], x[2]);
+          swap_across(lane & 2, 2, x[1], x[3]);
+          if (valid) *reinterpret_cast<uint4*>(out + 8 * d) = make_uint4(x[0], x[1], x[2], x[3]);
+        }
+        if (valid && lane % 4 == 0) store_lse(p_, s.request, at, max, sum);
       } else {
-        float* part = part_of(p_, cut_, static_cast<int64_t>(s.part) * cut_.lanes + lane_of_worker_, D);
+        float* part = part_of(p_, cut_, s.part, lane_of_worker_, D);
+        float* to = part + row * D + lane % 2 * 8 + lane % 4 / 2 * 4;
 #pragma unroll
-        for (int d = 0; d < D / 8; ++d)
-          *reinterpret_cast<float2*>(part + row * D + 8 * d + lane % 4 * 2) =
-              make_float2(rows.out[d][2 * h], rows.out[d][2 * h + 1]);
-        if (lane % 4 == 0) {
+        for (int d = 0; d < D / 8; d += 2) {
+          float a[2] = {rows.out[d][2 * h], rows.out[d][2 * h + 1]};
+          float b[2] = {rows.out[d + 1][2 * h], rows.out[d + 1][2 * h + 1]};
+#pragma unroll
+          for (int e = 0; e < 2; ++e) swap_across(lane & 1, 1, a[e], b[e]);
+          if (valid) *reinterpret_cast<float4*>(to + 8 * d) = make_float4(a[0], a[1], b[0], b[1]);
+        }
+        if (valid && lane % 4 == 0) {
           part[kRows * D + row] = max;
           part[kRows * (D + 1) + row] = sum;
         }
       }
     }
+  }
+
+  // Lanes of two that differ by `step`: the lower one's b changes places with the upper one's a.
+  template <class X>
+  __device__ static void swap_across(bool upper, int step, X& a, X& b) {
+    const X other = __shfl_xor_sync(kFullMask, upper ? a : b, step);
+    (upper ? a : b) = other;
   }
 
   Shared& shared_;
@@ -291,10 +322,10 @@ class WgmmaAttention {
 };
 
 template <class T, int D, int kGroups, int kTokens, int kStages, int kBlocks>
-__global__ void __launch_bounds__(WgmmaAttention<T, D, kGroups, kTokens, kStages>::kThreads, kBlocks)
+__global__ void __launch_bounds__(WgmmaAttention<T, D, kGroups, kTokens, kStages, kBlocks>::kThreads, kBlocks)
     wgmma_attention_kernel(const __grid_constant__ TreeAttentionParams p, const __grid_constant__ Cut cut) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  using Attention = WgmmaAttention<T, D, kGroups, kTokens, kStages>;
+  using Attention = WgmmaAttention<T, D, kGroups, kTokens, kStages, kBlocks>;
   extern __shared__ __align__(1024) unsigned char memory[];
   auto& shared = *reinterpret_cast<typename Attention::Shared*>(memory);
   if (threadIdx.x == 0) shared.stream.init();
@@ -302,39 +333,34 @@ __global__ void __launch_bounds__(WgmmaAttention<T, D, kGroups, kTokens, kStages
   const int worker = blockIdx.x / cut.lanes, lane_of_worker = blockIdx.x % cut.lanes;
   const int warp = threadIdx.x / kWarp;
   if (warp < Attention::kConsumers) {
-    if constexpr (kGroups == 2) cutlass::arch::warpgroup_reg_alloc<Attention::kConsumerRegisters>();
+    if constexpr (Attention::kMovesRegisters) cutlass::arch::warpgroup_reg_alloc<Attention::kConsumerRegisters>();
     Attention(shared, p, cut, lane_of_worker).consume();
   } else {
-    if constexpr (kGroups == 2) cutlass::arch::warpgroup_reg_dealloc<Attention::kProducerRegisters>();
-    if (warp < Attention::kConsumers + Attention::kProducers) shared.stream.produce(p, cut, worker);
+    if constexpr (Attention::kMovesRegisters) cutlass::arch::warpgroup_reg_dealloc<Attention::kProducerRegisters>();
+    shared.stream.produce(p, cut, worker);
   }
 #endif
 }
 
 template <class T, int D, int kGroups, int kTokens, int kStages, int kBlocks>
 void start_wgmma_attention(const TreeAttentionParams& p, const Cut& cut, Stream stream) {
-  using Attention = WgmmaAttention<T, D, kGroups, kTokens, kStages>;
+  using Attention = WgmmaAttention<T, D, kGroups, kTokens, kStages, kBlocks>;
   const auto kernel = wgmma_attention_kernel<T, D, kGroups, kTokens, kStages, kBlocks>;
-  const LaunchShape shape{.grid = static_cast<unsigned>(cut.max_workers * cut.lanes),
-                          .threads = Attention::kThreads,
-                          .shared_bytes = sizeof(typename Attention::Shared)};
-  allow_shared_bytes(kernel, shape.shared_bytes);
-  launch("tree_attention", kernel, shape, stream, p, cut);
+  start_on_tensor_cores<Attention>(kernel, p, cut, stream);
 }
 
 // Of one head dimension; defined in a file of its own for each, so that they compile side by side.
 template <int D>
 void wgmma_attention_of(const TreeAttentionParams& p, const Cut& cut, Stream stream) {
-  const auto of_type = [&]<class T>() {
+  with_16_bit_type(p.dtype, [&]<class T>() {
     // As many stages as fit: two blocks share a multiprocessor's 228 KB, or one has 227.
     constexpr int kFew = wgmma_tokens(D, 64), kMany = wgmma_tokens(D, 128);
     if (cut.rows == 128)
       return start_wgmma_attention<T, D, 2, kMany, D == 64 ? 6 : D == 128 ? 3 : 2, 1>(p, cut, stream);
     if constexpr (D < 256)
       if (cut.blocks == 2) return start_wgmma_attention<T, D, 1, kFew, 3, 2>(p, cut, stream);
-    return start_wgmma_attention<T, D, 1, kFew, D == 256 ? 3 : 6, 1>(p, cut, stream);
-  };
-  p.dtype == kBFloat16 ? of_type.template operator()<BFloat16>() : of_type.template operator()<Half>();
+    start_wgmma_attention<T, D, 1, kFew, D == 256 ? 3 : 6, 1>(p, cut, stream);
+  });
 }
 
 }  // namespace specdec

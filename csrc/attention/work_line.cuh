@@ -8,7 +8,7 @@
 #include <cutlass/fast_math.h>
 
 #include "attention/visibility.h"
-#include "core/cuda.cuh"
+#include "core/warp_scan.cuh"
 
 namespace specdec {
 
@@ -16,33 +16,42 @@ constexpr int kMaxWorkers = 512;  // two for each multiprocessor, of which no de
 
 // What is static about the cut, chosen on the host.
 struct Cut {
-  int rows;   // of a row tile: what one block computes at a time; row n is query row n / G, head n % G of its group
-  int lanes;  // blocks of a worker: neighbours that walk the same KV in step, each with its own row tile
+  int rows;    // of a row tile: what one block computes at a time; row n is query row n / G, head n % G of its group
+  int lanes;   // blocks of a worker: neighbours that walk the same KV in step, each with its own row tile
+  int blocks;  // on a multiprocessor at once
   int max_workers;                // that can run at once, up to kMaxWorkers
-  int blocks;                     // on a multiprocessor at once
   cutlass::FastDivmod tile;       // divides by the KV rows of a tile
   cutlass::FastDivmod group;      // by G = q_heads / kv_heads
   cutlass::FastDivmod split;      // by the tiles of a split: 1, or with fixed_split what it says
   cutlass::FastDivmod page_size;  // by the rows of a page
 };
 
-// One worker's share of a group. The first part of a group is that of the worker's share which it begins in and lies at
-// 2 worker + 1; the others follow at 2 (worker + 1), 2 (worker + 2) ...; or with fixed_split each at its unit.
+// Where row n of all the rows of a request and KV head is.
+struct QueryRow {
+  int row;   // of the request
+  int head;  // of all query heads
+};
+__device__ __forceinline__ QueryRow query_row(const Cut& cut, int head, int n) {
+  QueryRow at;
+  cut.group(at.row, at.head, n);
+  at.head += head * cut.group.divisor;
+  return at;
+}
+
+// One worker's share of a group, or with fixed_split one split of it. The first part of a group is that of the worker
+// whose share it begins in and lies at 2 worker + 1; the others follow at 2 (worker + 1), 2 (worker + 2) ...; or with
+// fixed_split each at its unit.
 struct Segment {
   Request request;
   int head;                  // KV head; -1: the worker's share is done
   int first_row;             // of all lanes' row tiles
   int first_tile, end_tile;  // KV tiles
-  int part;                  // of the partial result among the workers', -1: the group is not cut, this is its result
-  int parts;                 // of the whole group where this is its first, else 0
+  int parts;                 // of the group; 1: it is not cut
+  int part, first_part;      // where this one and the group's first are, among all partial results
+  int workers, place;        // that have parts of the group, and which of them this one is
+  bool last;                 // of the worker's parts of the group
+  bool merge;                // not to be summed: the group's parts are to be merged
 };
-
-// At the start of the workspace: the first segment of each worker's last group where that goes on in the next worker's
-// share, else parts is 0. Not with fixed_split.
-__device__ __forceinline__ Segment* cut_groups(const TreeAttentionParams& p) {
-  return reinterpret_cast<Segment*>(p.workspace);
-}
-static_assert(sizeof(Segment) % 16 == 0);  // partial results lie behind them
 
 struct Tiles {
   int first, end;
@@ -102,9 +111,7 @@ class WorkLine {
       if (units_of_mine_ > 0) least = min(least, units_of_mine_);
       most = max(most, units_of_mine_);
     }
-    // A part costs about as much as a hundred rows of KV.
-    const int few = p_.fixed_split ? 1 : max(128 / cut_.tile.divisor, 1);
-    workers_ = min(cut_.max_workers, (total + few - 1) / few);
+    workers_ = min(cut_.max_workers, total);
     if (workers_ == 0) return;
     // Of even lengths, shares that end where heads do leave less to be merged, or nothing.
     if (__reduce_min_sync(kFullMask, least) == __reduce_max_sync(kFullMask, most)) {
@@ -118,60 +125,54 @@ class WorkLine {
     longer_ = total - share_ * workers_;
   }
 
-  __device__ int workers() const { return workers_; }  // that have work
+  // Whether the lengths are still those that measure() has read; true only if so.
+  __device__ bool holds() const {
+    if (p_.batch > kWarp) return false;
+    const int lane = threadIdx.x % kWarp;
+    return __all_sync(kFullMask, lane >= p_.batch || request_of(p_, lane) == mine_);
+  }
 
-  // Goes to the begin of a worker's share.
+  // Goes to the begin of a worker's share; one that has no work has none.
   __device__ void seek(int worker) {
     worker_ = worker;
-    at_ = begin(worker);
-    end_ = begin(worker + 1);
-    int left = at_;
-    for (int base = 0; base < p_.batch; base += kWarp) {
-      if (base != scanned_) scan(base);
-      const unsigned found = __ballot_sync(kFullMask, upto_ > left);
-      if (found != 0) {
-        const int lane = __ffs(found) - 1;
-        if (lane > 0) left -= __shfl_sync(kFullMask, upto_, lane - 1);
-        enter(base + lane);
-        head_ = left / units_of_head_;
-        left -= head_ * units_of_head_;
-        for (first_row_ = 0;; first_row_ += rows_of_block()) {
-          tiles_ = tiles_of(p_, cut_, request_, first_row_);
-          const int units = units_in(tiles_);
-          if (left < units) break;
-          left -= units;
-        }
-        unit_ = left;
-        return;
-      }
-      left -= __shfl_sync(kFullMask, upto_, kWarp - 1);
-    }
+    at_ = worker < workers_ ? begin(worker) : 0;
+    end_ = worker < workers_ ? begin(worker + 1) : 0;
+    base_ = before_ = unit_ = units_ = 0;
   }
 
   // The next segment of the share.
   __device__ Segment next() {
+    if (at_ < end_ && unit_ == units_) enter_group();
     Segment s;
     s.head = -1;
-    s.parts = 0;
     if (at_ >= end_) return s;
-    const int units = units_in(tiles_), split = cut_.split.divisor, first = cut_.split.div(tiles_.first);
-    const int count = p_.fixed_split ? 1 : min(end_ - at_, units - unit_);
-    s.request = request_;
+    const int split = cut_.split.divisor, first = cut_.split.div(tiles_.first);
+    const int count = p_.fixed_split ? 1 : min(end_ - at_, units_ - unit_);
+    s.request = broadcast(mine_, lane_);
     s.head = head_;
     s.first_row = first_row_;
     s.first_tile = max((first + unit_) * split, tiles_.first);
     s.end_tile = min((first + unit_ + count) * split, tiles_.end);
-    s.part = count == units ? -1 : p_.fixed_split ? at_ : 2 * worker_ + (unit_ == 0);
-    s.parts = count == units || unit_ > 0 ? 0 : p_.fixed_split ? units : worker_of(at_ + units - 1) - worker_ + 1;
+    find_parts(s, count);
+    s.merge = false;
     at_ += count;
     unit_ += count;
-    if (unit_ == units && at_ < end_) next_group();
     return s;
   }
 
  private:
-  __device__ int rows_of_block() const { return cut_.rows * cut_.lanes; }
-  __device__ int units_in(Tiles tiles) const { return specdec::units_in(p_, cut_, tiles); }
+  __device__ void find_parts(Segment& s, int count) const {
+    s.parts = s.workers = 1;
+    s.part = s.first_part = s.place = 0;
+    s.last = unit_ + count == units_ || at_ + count == end_;
+    if (count == units_) return;
+    const int begin = at_ - unit_, first_worker = worker_of(begin);
+    s.workers = worker_of(begin + units_ - 1) - first_worker + 1;
+    s.place = worker_ - first_worker;
+    s.parts = p_.fixed_split ? units_ : s.workers;
+    s.part = p_.fixed_split ? at_ : 2 * worker_ + (unit_ == 0);
+    s.first_part = p_.fixed_split ? begin : 2 * first_worker + 1;
+  }
 
   // The first `longer_` shares have one unit more than the others.
   __device__ int begin(int worker) const { return share_ * worker + min(longer_, worker); }
@@ -189,37 +190,36 @@ class WorkLine {
       mine_ = request_of(p_, base + lane);
       units_of_mine_ = units_of(p_, cut_, mine_);
     }
-    upto_ = units_of_mine_ * static_cast<int>(p_.kv_heads);
-#pragma unroll
-    for (int step = 1; step < kWarp; step *= 2) {
-      const int before = __shfl_up_sync(kFullMask, upto_, step);
-      if (lane >= step) upto_ += before;
-    }
+    upto_ = sum_up_to_lane(units_of_mine_ * static_cast<int>(p_.kv_heads));
     scanned_ = base;
   }
 
-  __device__ void enter(int b) {
-    b_ = b;
-    if (b / kWarp * kWarp != scanned_) scan(b / kWarp * kWarp);
-    request_ = broadcast(mine_, b % kWarp);
-    units_of_head_ = __shfl_sync(kFullMask, units_of_mine_, b % kWarp);
-  }
-
-  // To the next group with something to do; there is one.
-  __device__ void next_group() {
-    unit_ = 0;
-    do {
-      first_row_ += rows_of_block();
-      if (first_row_ >= request_.valid_rows * cut_.group.divisor) {
-        first_row_ = 0;
-        if (++head_ == p_.kv_heads) {
-          head_ = 0;
-          do enter(b_ + 1);
-          while (units_of_head_ == 0);
-        }
+  // Goes to the group of unit at_, which is no earlier on the line than the one before.
+  __device__ void enter_group() {
+    for (; base_ < p_.batch; base_ += kWarp) {
+      if (base_ != scanned_) scan(base_);
+      const unsigned found = __ballot_sync(kFullMask, before_ + upto_ > at_);
+      if (found != 0) {
+        lane_ = __ffs(found) - 1;
+        return enter_group_of_lane();
       }
-      tiles_ = tiles_of(p_, cut_, request_, first_row_);
-    } while (units_in(tiles_) == 0);
+      before_ += __shfl_sync(kFullMask, upto_, kWarp - 1);
+    }
+    at_ = end_;  // only if lengths have changed since they were measured
+  }
+  __device__ void enter_group_of_lane() {
+    const int units_of_head = __shfl_sync(kFullMask, units_of_mine_, lane_);
+    int left = at_ - before_ - __shfl_sync(kFullMask, upto_, lane_) + units_of_head * static_cast<int>(p_.kv_heads);
+    const Request request = broadcast(mine_, lane_);
+    head_ = left / units_of_head;
+    left -= head_ * units_of_head;
+    for (first_row_ = 0;; first_row_ += cut_.rows * cut_.lanes) {
+      tiles_ = tiles_of(p_, cut_, request, first_row_);
+      units_ = units_in(p_, cut_, tiles_);
+      if (left < units_) break;
+      left -= units_;
+    }
+    unit_ = left;
   }
 
   const TreeAttentionParams& p_;
@@ -232,12 +232,12 @@ class WorkLine {
 
   // Where the walk is.
   int worker_ = 0;
-  int at_ = 0, end_ = 0;  // units of the line
-  int b_ = 0;
-  Request request_;
-  int units_of_head_ = 0, head_ = 0, first_row_ = 0;
+  int at_ = 0, end_ = 0;       // units of the line
+  int base_ = 0, before_ = 0;  // requests of the last scan, units before them
+  int lane_ = 0;               // whose request it is
+  int head_ = 0, first_row_ = 0;
   Tiles tiles_{};
-  int unit_ = 0;  // of the group
+  int unit_ = 0, units_ = 0;  // of the group
 };
 
 }  // namespace specdec

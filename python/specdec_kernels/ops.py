@@ -589,7 +589,7 @@ def tree_attention(
             them), a query row sees the last `window` rows. None means all.
         soft_cap: scores, scaled, become soft_cap * tanh(score / soft_cap). None means they stay as they are.
         k_scale, v_scale: what a number 1.0 in float8_e4m3fn pools stands for; 1 for other pools.
-        fixed_split: cut long KV at multiples of this many rows, a multiple of 64, instead of into even parts of the
+        fixed_split: cut long KV at multiples of this many rows, a multiple of 128, instead of into even parts of the
             whole batch's KV: batch-invariant, and slower where few cuts leave multiprocessors idle. The workspace grows
             with the page table's rows over fixed_split; 1024 to 4096 is reasonable. No effect on the CPU.
         out: as q, any strides but the last; written.
@@ -644,7 +644,7 @@ def tree_attention_workspace(
         The number of float32 elements.
 
     Raises:
-        ValueError: wrong dtype, shape, device or stride; fixed_split is not a positive multiple of 64.
+        ValueError: wrong dtype, shape, device or stride; fixed_split is not a positive multiple of 128.
     """
     floats: int = _C.tree_attention_workspace(q, k_pool, page_table, cu_seqlens_q, fixed_split)
     return floats
