@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from .attention import IMPLEMENTATION, KvPools, Rows, attach_pools
 
@@ -128,6 +128,11 @@ class CausalLM:
         """Compile each decoder layer as one graph, shared by all layers (keywords go to `torch.compile`)."""
         for layer in self.layers:
             layer.compile(fullgraph=True, **options)
+
+
+def config_of(model: str | Path | nn.Module) -> Any:
+    """The config of a path, hub id or module."""
+    return model.config if isinstance(model, nn.Module) else AutoConfig.from_pretrained(str(model))
 
 
 def as_model(model: str | Path | nn.Module, dtype: torch.dtype) -> Any:

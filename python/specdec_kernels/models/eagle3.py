@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, L
 
 from .attention import IMPLEMENTATION, Rows, attach_pools
 from .causal_lm import SUPPORTED_HEAD_DIMS, CausalLM, head_dim_of
-from .checkpoint import load_tensors
+from .checkpoint import load_tensors, local_folder
 
 
 def feature_layers(config: Any, num_target_layers: int) -> tuple[int, ...]:
@@ -104,6 +104,15 @@ class Eagle3Head(nn.Module):
         return logits
 
 
+def eagle3_config_of(head: str | Path | nn.Module) -> Any:
+    """The config of a checkpoint folder, hub id or `Eagle3Head`."""
+    if isinstance(head, Eagle3Head):
+        return head.config
+    if isinstance(head, nn.Module):
+        raise ValueError(f"Speculation: draft_model is a {type(head).__name__}, expected an Eagle3Head for EAGLE3")
+    return read_config(local_folder(head, "Speculation: draft_model"))
+
+
 def read_config(folder: Path) -> LlamaConfig:
     config = LlamaConfig.from_pretrained(str(folder))
     config._attn_implementation = IMPLEMENTATION
@@ -117,15 +126,29 @@ def read_config(folder: Path) -> LlamaConfig:
     return config
 
 
-def load_eagle3(folder: str | Path, target: CausalLM, *, num_pages: int, page_size: int) -> Eagle3Head:
-    """The head of a checkpoint folder, with KV pools of the target's page geometry.
-
-    A checkpoint without `embed_tokens` or `lm_head` shares the target's. Every tensor must find its place.
+def load_eagle3(source: str | Path | Eagle3Head, target: CausalLM, *, num_pages: int, page_size: int) -> Eagle3Head:
+    """The head of a checkpoint folder or hub id, or a head that is loaded, with KV pools of the target's page geometry.
 
     Raises:
         ValueError: a variant that is not supported, or tensors that do not fit, by name.
     """
-    folder = Path(folder)
+    weight = target.embedding.weight
+    head = source if isinstance(source, Eagle3Head) else load_checkpoint(source, target)
+    head.to(device=weight.device, dtype=weight.dtype).requires_grad_(False).eval()
+    attach_pools(
+        [head.midlayer.self_attn],
+        head.midlayer.self_attn.k_proj.out_features // head_dim_of(head.config),
+        head_dim_of(head.config),
+        num_pages,
+        page_size,
+        like=weight,
+    )
+    return head
+
+
+def load_checkpoint(source: str | Path, target: CausalLM) -> Eagle3Head:
+    """A checkpoint without `embed_tokens` or `lm_head` shares the target's. Every tensor must find its place."""
+    folder = local_folder(source, "Speculation: draft_model")
     config = read_config(folder)
     weight = target.embedding.weight
     if config.hidden_size != weight.shape[1]:
@@ -153,13 +176,4 @@ def load_eagle3(folder: str | Path, target: CausalLM, *, num_pages: int, page_si
         head.lm_head = target.lm_head
     if d2t is not None:
         head.id_map = (torch.arange(draft_vocab) + d2t).to(torch.int32)
-    head.to(device=weight.device, dtype=weight.dtype).requires_grad_(False).eval()
-    attach_pools(
-        [head.midlayer.self_attn],
-        head.midlayer.self_attn.k_proj.out_features // head_dim_of(config),
-        head_dim_of(config),
-        num_pages,
-        page_size,
-        like=weight,
-    )
     return head
