@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..harness import Case
-from . import attention, draft, kv, ngram, tree, verify
+from . import attention, draft, kv, layers, ngram, tree, verify
 
-CASES: dict[str, Case] = {case.op: case for room in (draft, tree, attention, verify, kv, ngram) for case in room.CASES}
+ROOMS = (draft, tree, layers, attention, verify, kv, ngram)
+CASES: dict[str, Case] = {case.op: case for room in ROOMS for case in room.CASES}

@@ -76,7 +76,6 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of weights and KV")
     parser.add_argument("--page-size", type=int, default=16, metavar="N", help="KV rows per page (16)")
-    parser.add_argument("--compile", action="store_true", help="compile the decoder layers with torch.compile")
     parser.add_argument("--no-compare", action="store_true", help="skip the plain decoding run")
     parser.set_defaults(run=run)
 
@@ -169,7 +168,6 @@ def generate(
             page_size=args.page_size,
             device=args.device,
             dtype=getattr(torch, args.dtype) if args.dtype else None,
-            compile=args.compile,
         )
         engine.generate(prompt, SamplingParams(max_new_tokens=8))
     printer = Printer(console, engine) if stream else None

@@ -47,7 +47,6 @@ class Engine:
         prefill_chunk: longest piece of a prompt run between two rounds.
         dtype: of weights and KV. None: the checkpoint's own on CUDA, float32 on the CPU.
         device: None: CUDA where torch has it and this build has kernels, else the CPU.
-        compile: compile each decoder layer with torch.compile.
 
     Raises:
         ValueError: an unsupported model, size, dtype or device; a pool that cannot hold one request of `max_len`.
@@ -66,7 +65,6 @@ class Engine:
         prefill_chunk: int = 512,
         dtype: torch.dtype | None = None,
         device: str | torch.device | None = None,
-        compile: bool = False,
     ) -> None:
         self.speculation = speculation = speculation or Speculation()
         self.device = torch.device(device or default_device())
@@ -111,8 +109,6 @@ class Engine:
             device=self.device,
             feature_layers=layers,
         )
-        if compile:
-            self.target.compile_layers()
         self.state = SlotState.create(
             num_slots=num_slots,
             max_len=max_len,

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from .attention import IMPLEMENTATION
 from .causal_lm import head_dim_of
 from .eagle3 import Eagle3Head, feature_layers
 
@@ -75,7 +74,7 @@ def plant_causal_lm(
     """
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
         torch.manual_seed(seed)
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=IMPLEMENTATION)
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
         for name, parameter in model.named_parameters():
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 parameter.mul_(BRANCH)
@@ -109,7 +108,6 @@ def plant_eagle3(
         with torch.device("meta"):
             head = Eagle3Head(config, len(layers), len(text.draft_ids))
         head.embed_tokens = target.get_input_embeddings()
-        head.rotary_emb = type(head.rotary_emb)(config)
         for name, parameter in list(head.named_parameters()):
             if not parameter.is_meta:
                 continue
@@ -165,7 +163,6 @@ def eagle3_config(target: Any) -> LlamaConfig:
         rope_parameters=target.rope_parameters,
     )
     config.eagle_config = {"eagle_aux_hidden_state_layer_ids": layers}
-    config._attn_implementation = IMPLEMENTATION
     return config
 
 
