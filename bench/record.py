@@ -58,7 +58,7 @@ def line(r: Result) -> dict[str, Any]:
         "flops": r.flops,
         "cold": r.cold,
         "baselines": {name: micro(times.median) for name, times in r.baselines.items()},
-    }
+    } | ({"facts": dict(r.facts)} if r.facts else {})
 
 
 def micro(seconds: float | None) -> float | None:

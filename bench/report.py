@@ -12,7 +12,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from specdec_kernels.cli.bench import COLUMNS, names_of_others, row, text_of
+from specdec_kernels.cli.bench import (
+    COLUMNS,
+    ROUND,
+    ROUND_COLUMNS,
+    ROUND_HEAD,
+    names_of_others,
+    round_row,
+    row,
+    text_of,
+)
 
 HEAD = """\
 # Benchmarks
@@ -45,11 +54,22 @@ def section(name: str, run: dict[str, Any]) -> str:
     calls = [r for r in run["results"] if "call" in r["params"]]
     ops = [r for r in run["results"] if "call" not in r["params"]]
     for op in dict.fromkeys(r["op"] for r in ops):
-        lines += ["", f"### {op}", "", *op_table([r for r in ops if r["op"] == op])]
+        table = round_table if op == ROUND else op_table
+        lines += ["", f"### {op}", "", *table([r for r in ops if r["op"] == op])]
     if calls:
         lines += ["", "### call_overhead", "", "| call | ns |", "|---|---:|"]
         lines += [f"| {r['params']['call']} | {r['host_us'] * 1e3:.0f} |" for r in calls]
     return "\n".join([*lines, ""])
+
+
+def round_table(results: list[dict[str, Any]]) -> list[str]:
+    return [
+        text_of({name: results[0]["params"][name] for name in ROUND_HEAD}),
+        "",
+        "| " + " | ".join(ROUND_COLUMNS) + " |",
+        "|---|" + "---:|" * (len(ROUND_COLUMNS) - 1),
+        *("| " + " | ".join(round_row(r)) + " |" for r in results),
+    ]
 
 
 def op_table(results: list[dict[str, Any]]) -> list[str]:

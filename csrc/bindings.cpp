@@ -14,6 +14,11 @@
 #include "tree/build_tree_from_mask.h"
 #include "tree/build_tree_from_parents.h"
 #include "tree/merge_trees.h"
+// --- layers
+#include "layers/gate_rows.h"
+#include "layers/linear_rows.h"
+#include "layers/norm_rows.h"
+#include "layers/rotate_qkv.h"
 // --- attention
 #include "attention/tree_attention.h"
 // --- verify
@@ -306,6 +311,12 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
   m.def("build_tree_from_parents", &build_tree_from_parents, "links, mask and positions from parent pointers");
   m.def("build_tree_from_mask", &build_tree_from_mask, "links, mask and positions from an ancestor mask");
   m.def("merge_trees", &merge_trees, "the union of two draft trees, cut to its best nodes");
+
+  // --- layers
+  m.def("norm_rows", &norm_rows, "rows, or sums of rows, over their root mean square");
+  m.def("gate_rows", &gate_rows, "silu(gate) * up of rows that hold both");
+  m.def("linear_rows", &linear_rows, "a few rows times a weight");
+  m.def("rotate_qkv", &rotate_qkv, "normalise and rotate query and key heads, write keys and values to pages");
 
   // --- attention
   m.def("tree_attention", &tree_attention, "attention over a paged KV prefix and a tail of tree nodes");

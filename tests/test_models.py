@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -48,22 +47,6 @@ def test_greedy_text_is_that_of_transformers(
     assert len(comparison.near_ties) <= 1
 
 
-def test_compiled_layers_share_one_graph(tmp_path: Path) -> None:
-    """`layer_idx` or a pool baked into a graph would compile every layer anew."""
-    from torch._dynamo.testing import CompileCounter
-
-    folder = save_random_model(tmp_path, "qwen3")
-    engine = Engine(folder, max_len=256, num_slots=2, dtype=torch.float32, device="cpu")
-    plain = engine.generate([[1, 2, 3], [4] * 9], SamplingParams(max_new_tokens=8))
-    torch._dynamo.reset()
-    counter = CompileCounter()
-    engine.target.compile_layers(backend=counter)
-    compiled = engine.generate([[1, 2, 3], [4] * 9], SamplingParams(max_new_tokens=8))
-    assert [o.tokens for o in compiled] == [o.tokens for o in plain]
-    # Far fewer graphs than layers times shapes; the shapes are prefill and rounds of one and two slots.
-    assert 1 <= counter.frame_count <= 4, counter.frame_count
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("algorithm", ["NONE", "NGRAM", "EAGLE3", "STANDALONE"])
 def test_half_precision(algorithm: str, dtype: torch.dtype, device: torch.device) -> None:
@@ -75,19 +58,6 @@ def test_half_precision(algorithm: str, dtype: torch.dtype, device: torch.device
     assert [s.accepted + s.rounds for s in stats] == [24] * 4
     at_least = {"NONE": 1.0, "NGRAM": 1.5, "EAGLE3": 1.5, "STANDALONE": 3.0}[algorithm]
     assert sum(s.accept_length for s in stats) / 4 >= at_least
-
-
-def test_compile_option_with_inductor(tmp_path: Path) -> None:
-    """The real backend, where there is a compiler for it, on one shape: a graph takes it many seconds."""
-    folder = save_random_model(tmp_path, "llama", num_hidden_layers=2)
-    backend = "inductor" if shutil.which("c++") or shutil.which("g++") else "aot_eager"
-    plain = Engine(folder, max_len=64, num_slots=1, dtype=torch.float32, device="cpu")
-    compiled = Engine(folder, max_len=64, num_slots=1, dtype=torch.float32, device="cpu", compile=True)
-    if backend != "inductor":
-        compiled.target.compile_layers(backend=backend)
-    torch._dynamo.reset()
-    params = SamplingParams(max_new_tokens=6)
-    assert compiled.generate([5], params)[0].tokens == plain.generate([5], params)[0].tokens
 
 
 @pytest.mark.parametrize(

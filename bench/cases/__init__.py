@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from ..harness import Case
-from . import attention, draft, kv, ngram, round, tree, verify
+from . import attention, draft, kv, layers, ngram, round, tree, verify
 
-CASES: dict[str, Case] = {
-    case.op: case for room in (draft, tree, attention, verify, kv, round, ngram) for case in room.CASES
-}
+ROOMS = (draft, tree, layers, attention, verify, kv, round, ngram)
+CASES: dict[str, Case] = {case.op: case for room in ROOMS for case in room.CASES}

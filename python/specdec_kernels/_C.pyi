@@ -134,6 +134,40 @@ def merge_trees(
     out_scores: Tensor,
 ) -> None: ...
 
+# --- layers
+def norm_rows(
+    stream: int | None,
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    residual: Tensor | None,
+    out_sum: Tensor | None,
+    out: Tensor,
+) -> None: ...
+def gate_rows(stream: int | None, x: Tensor, out: Tensor) -> None: ...
+def linear_rows(stream: int | None, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None: ...
+def rotate_qkv(
+    stream: int | None,
+    qkv: Tensor,
+    rotations: Tensor,
+    positions: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    page_table: Tensor,
+    start_lens: Tensor,
+    row_offset: int,
+    slots: Tensor | None,
+    num_valid: Tensor | None,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    page_refs: Tensor | None,
+    k_scale: float,
+    v_scale: float,
+    status: Tensor | None,
+    out_q: Tensor,
+) -> None: ...
+
 # --- attention
 def tree_attention(
     stream: int | None,

@@ -17,6 +17,14 @@ def empty(op: str, like: Any, shape: Sequence[int], dtype: str) -> Any:
     raise TypeError(f"{op}: cannot allocate outputs like {type(like).__name__}, expected every out_* to be passed")
 
 
+def empty_like(op: str, like: Any, shape: Sequence[int]) -> Any:
+    """As `empty`, of the dtype of `like`."""
+    new_empty = getattr(like, "new_empty", None)
+    if new_empty is not None:
+        return new_empty(shape)
+    return empty(op, like, shape, str(getattr(like, "dtype", None)))
+
+
 def arange_like(like: Any, start: int, stop: int, step: int) -> Any:
     """`arange` of the library that `empty` allocates from."""
     library = sys.modules["torch" if hasattr(like, "new_empty") else "numpy"]

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from . import _C
-from ._alloc import arange_like, empty, shape_of
+from ._alloc import arange_like, empty, empty_like, shape_of
 
 if TYPE_CHECKING:
     Tensor: TypeAlias = Any  # anything that speaks DLPack
@@ -525,6 +525,164 @@ def merge_trees(
         out_scores,
     )
     return tree, out_scores
+
+
+# --- layers -----------------------------------------------------------------------------------------------------------
+
+
+def norm_rows(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    residual: Tensor | None = None,
+    out_sum: Tensor | None = None,
+    out: Tensor | None = None,
+    stream: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Every row over its root mean square, times a weight; with `residual`, of the sum of both.
+
+    Sums and products are float32; what is normalised is the sum as it is stored.
+
+    Args:
+        x: [T, H] float32, float16 or bfloat16; rows may be strided, here and below.
+        weight: [H] of the same dtype.
+        eps: added to the mean square, above 0.
+        residual: [T, H] like x, added to it.
+
+    Returns:
+        out [T, H], and x + residual in out_sum [T, H], which may be x or residual; without a residual, x itself.
+
+    Raises:
+        ValueError: wrong dtype, shape, device or stride; out_sum without a residual.
+    """
+    rows, width = shape_of("norm_rows", "x", x, 2)
+    if out is None:
+        out = empty_like("norm_rows", x, (rows, width))
+    if residual is not None and out_sum is None:
+        out_sum = empty_like("norm_rows", x, (rows, width))
+    _C.norm_rows(stream, x, weight, eps, residual, out_sum, out)
+    return out, x if residual is None else out_sum
+
+
+def gate_rows(x: Tensor, *, out: Tensor | None = None, stream: int | None = None) -> Tensor:
+    """silu(gate) * up of rows that hold both side by side, in float32, rounded once.
+
+    Args:
+        x: [T, 2 * I] float32, float16 or bfloat16: gate, then up; rows may be strided.
+
+    Returns:
+        out [T, I].
+
+    Raises:
+        ValueError: wrong dtype, shape, device or stride.
+    """
+    rows, width = shape_of("gate_rows", "x", x, 2)
+    if out is None:
+        out = empty_like("gate_rows", x, (rows, width // 2))
+    _C.gate_rows(stream, x, out)
+    return out
+
+
+def linear_rows(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+    stream: int | None = None,
+) -> Tensor:
+    """A few rows times a weight, at the speed at which that can be read: `x @ weight.T + bias`, summed in float32.
+
+    The bits of a row do not depend on what is beside it. On Hopper and later the op reads `weight` before the kernel
+    launched before it on the stream has finished, which must therefore not be what writes it.
+
+    Args:
+        x: [M, K] float16 or bfloat16, at most 16 rows, K a multiple of 64.
+        weight: [N, K]; rows of both may be strided, and start on 16 bytes.
+        bias: [N] of the same dtype; None for none.
+
+    Returns:
+        out [M, N].
+
+    Raises:
+        ValueError: wrong dtype, shape, device or stride; too many rows; rows off 16 bytes.
+    """
+    if out is None:
+        rows, _ = shape_of("linear_rows", "x", x, 2)
+        out = empty_like("linear_rows", x, (rows, shape_of("linear_rows", "weight", weight, 2)[0]))
+    _C.linear_rows(stream, x, weight, bias, out)
+    return out
+
+
+def rotate_qkv(
+    qkv: Tensor,
+    rotations: Tensor,
+    positions: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    page_table: Tensor,
+    start_lens: Tensor,
+    *,
+    row_offset: int = 0,
+    slots: Tensor | None = None,
+    num_valid: Tensor | None = None,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+    page_refs: Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    status: Tensor | None = None,
+    out_q: Tensor | None = None,
+    stream: int | None = None,
+) -> Tensor:
+    """What stands between a layer's query-key-value product and its attention, in one pass: query and key heads are
+    normalised and rotated, and keys and values are written to the slots' pages as `write_kv` writes them.
+
+    Args:
+        qkv: [B, Q, Hq + 2 * Hkv, D] float32, float16 or bfloat16, D 64, 128 or 256: query, key and value heads of every
+            row; free strides except the last.
+        rotations: [num_positions, D] float32: for each position the cosines of D / 2 angles, then their sines. Number d
+            of a head is rotated with number d + D / 2, as Hugging Face models have it.
+        positions: [B, Q] int32; one outside the table takes the nearest there is.
+        k_pool, v_pool, page_table, start_lens, row_offset, num_valid, page_refs, k_scale, v_scale, status: those of
+            `write_kv`, whose rows are padded here. Queries are computed for every row.
+        q_norm, k_norm: [D] of qkv's dtype, weights of a root mean square norm of each head; None for none.
+        eps: of both norms, above 0.
+
+    Returns:
+        out_q [B, Q, Hq, D].
+
+    Raises:
+        ValueError: wrong dtype, shape, device or stride; a scale that `write_kv` refuses.
+    """
+    if out_q is None:
+        batch, q_len, heads, head_dim = shape_of("rotate_qkv", "qkv", qkv, 4)
+        kv_heads = shape_of("rotate_qkv", "k_pool", k_pool, 4)[2]
+        out_q = empty_like("rotate_qkv", qkv, (batch, q_len, max(heads - 2 * kv_heads, 0), head_dim))
+    _C.rotate_qkv(
+        stream,
+        qkv,
+        rotations,
+        positions,
+        k_pool,
+        v_pool,
+        page_table,
+        start_lens,
+        row_offset,
+        slots,
+        num_valid,
+        q_norm,
+        k_norm,
+        eps,
+        page_refs,
+        k_scale,
+        v_scale,
+        status,
+        out_q,
+    )
+    return out_q
 
 
 # --- attention --------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 PATIENCE_SECONDS = 2.0
+NO_CUDA = "--device cuda needs a CUDA build of specdec_kernels and a GPU that torch can use"
 
 # The parameters of all cases: each is an option. Numbers, and what they count:
 NUMBERS = {
@@ -30,11 +31,17 @@ NUMBERS = {
     "num_steps": "draft steps",
     "prefix": "tokens before the tree",
     "page_size": "KV rows of a page",
-    "rows": "K/V rows written per request",
+    "rows": "rows, of rotate_qkv and write_kv per request",
+    "width": "numbers of a row",
+    "outs": "numbers of a row that comes out",
     "layers": "layers of KV",
     "top_n": "alternatives scored beside each token",
     "held": "tokens the n-gram index holds",
 }
+# Of `round`, beside --batch:
+ROUND = "round"
+SHAPES = ("qwen3-8b", "llama-3.1-8b", "qwen3-0.6b", "tiny")
+ALGORITHMS = ("none", "chain", "tree", "standalone")
 # Words, and which:
 WORDS = {
     "dtype": ("float32", "float16", "bfloat16"),
@@ -53,6 +60,12 @@ sizes:
     specdec bench verify_tree --batch 1,4,16,64,256 --nodes 32 --vocab 128256 --plot verify.png
     specdec bench build_tree --nodes 8,32,64 --k 10
     specdec bench all --quick
+    specdec bench round --shape qwen3-8b --algorithm none,chain,tree --batch 1,4,16,64 --accept 3.5
+
+round:
+  Whole rounds of the engine on a model of a well-known shape with planted weights: full cost, a known text, and the
+  accept length you choose. Every token is checked. Prompts are such that all requests of a batch reach --input tokens
+  together; counted are rounds in which all of them take part.
 
 columns:
   time      median time of a call; on a GPU from replays of a CUDA graph, on a CPU wall time
@@ -61,6 +74,7 @@ columns:
   floor     bytes the op must move over the bandwidth measured here first (or arithmetic over its rate, if larger)
   of floor  floor / time: 100 % cannot be beaten by memory that is cold
   inputs    cold: rotated through more memory than the L2 cache holds
+  gpu       of round: time in which the GPU works, from the profiler; idle, the share of a round in which it does not
   others    one column each, torch and installed packages (sglang, flashinfer): another way to the same result, checked
             as well, timed alike; in brackets its time over ours
 
@@ -88,6 +102,21 @@ def add_parser(subparsers: Subparsers) -> None:
         sizes.add_argument(option(name), type=numbers, metavar="N", help=meaning)
     for name, words in WORDS.items():
         sizes.add_argument(option(name), type=words_of(words), metavar="NAME", help=", ".join(words))
+    rounds = parser.add_argument_group("of round")
+    rounds.add_argument("--shape", choices=SHAPES, help="of the target (qwen3-8b on a GPU, tiny on a CPU)")
+    rounds.add_argument(
+        "--algorithm",
+        type=words_of(ALGORITHMS),
+        metavar="NAME",
+        help="none; chain and tree, of an EAGLE-3 head (5 steps; topk 1, 6 tokens; topk 10, 32 tokens); standalone, a "
+        "chain of a small model; several with commas (none,chain,tree)",
+    )
+    rounds.add_argument("--accept", type=float, metavar="N", help="tokens a round emits on average (3.5)")
+    rounds.add_argument("--input", type=int, metavar="N", help="tokens of a prompt (321; tiny: 32)")
+    rounds.add_argument("--output", type=int, metavar="N", help="tokens generated for each (215; tiny: 32)")
+    rounds.add_argument("--speculative-num-steps", type=int, metavar="N", help="instead of the algorithm's own")
+    rounds.add_argument("--speculative-eagle-topk", type=int, metavar="K", help="instead of the algorithm's own")
+    rounds.add_argument("--speculative-num-draft-tokens", type=int, metavar="N", help="instead of the algorithm's own")
     parser.set_defaults(run=run)
 
 
@@ -122,21 +151,17 @@ def run(args: argparse.Namespace) -> int:
     if not args.ops:
         list_ops(cases, overhead.NAME)
         return 0
+    if ROUND in args.ops:
+        return run_rounds(args)
     names = [*cases, overhead.NAME] if args.ops == ["all"] else args.ops
     for name in names:
         if name not in cases and name != overhead.NAME:
             return refuse(f"there is no op {name}, expected one of {', '.join([*cases, overhead.NAME])}")
-    for flag, file in (("--json", args.json), ("--plot", args.plot)):  # said before the run, not behind it
-        if file and not Path(file).absolute().parent.is_dir():
-            return refuse(f"{flag} {file} is in no existing folder")
-    if args.plot:
-        if not require("bench --plot", "bench", ["matplotlib"]):
-            return 2
-        if Path(args.plot).suffix not in PLOT_SUFFIXES:
-            return refuse(f"--plot {args.plot} is no picture, expected a name in {' or '.join(PLOT_SUFFIXES)}")
+    if (code := refuse_files(args)) is not None:
+        return code
     device = find_device(args.device)
     if device is None:
-        return refuse("--device cuda needs a CUDA build of specdec_kernels and a GPU that torch can use")
+        return refuse(NO_CUDA)
 
     chosen = {name: getattr(args, name) for name in (*NUMBERS, *WORDS) if getattr(args, name) is not None}
     try:
@@ -146,6 +171,81 @@ def run(args: argparse.Namespace) -> int:
     return bench(args, plan, overhead if overhead.NAME in names else None, device)
 
 
+def refuse_files(args: argparse.Namespace) -> int | None:
+    """The exit code where --json or --plot cannot be written: said before the run, not behind it."""
+    for flag, file in (("--json", args.json), ("--plot", args.plot)):
+        if file and not Path(file).absolute().parent.is_dir():
+            return refuse(f"{flag} {file} is in no existing folder")
+    if args.plot:
+        if not require("bench --plot", "bench", ["matplotlib"]):
+            return 2
+        if Path(args.plot).suffix not in PLOT_SUFFIXES:
+            return refuse(f"--plot {args.plot} is no picture, expected a name in {' or '.join(PLOT_SUFFIXES)}")
+    return None
+
+
+def run_rounds(args: argparse.Namespace) -> int:
+    """`specdec bench round`: the engine instead of an op."""
+    if args.ops != [ROUND]:
+        return refuse(f"{ROUND} is timed alone, expected no op beside it")
+    if not require("bench round", "engine", ["transformers", "safetensors"]):
+        return 2
+    if (code := refuse_files(args)) is not None:
+        return code
+    device = find_device(args.device)
+    if device is None:
+        return refuse(NO_CUDA)
+    try:
+        setups = round_setups(args, device)
+    except ValueError as error:
+        return refuse(str(error))
+
+    rounds = import_module("specdec_kernels.bench.round")
+    ceilings = import_module("specdec_kernels.bench.ceilings").measure_ceilings(device, args.quick)
+    batches = args.batch or ([1] if args.quick or device.type == "cpu" else [1, 4, 16, 64])
+    results = []
+    with progress(len(setups) * len(batches)) as advance:
+        for result in rounds.measure_rounds(setups, batches, ceilings):
+            results.append(result)
+            advance(f"{ROUND} {result.params['algorithm']} batch {result.params['batch']}")
+    return finish(args, results, device, ceilings)
+
+
+def round_setups(args: argparse.Namespace, device: Any) -> list[Any]:
+    """One setup for each algorithm."""
+    from dataclasses import replace
+
+    import torch
+
+    rounds = import_module("specdec_kernels.bench.round")
+    shape = args.shape or ("qwen3-8b" if device.type == "cuda" else "tiny")
+    small = shape == "tiny"
+    dtype = args.dtype[0] if args.dtype else "bfloat16" if device.type == "cuda" else "float32"
+    given = {
+        "num_steps": args.speculative_num_steps,
+        "topk": args.speculative_eagle_topk,
+        "num_nodes": args.speculative_num_draft_tokens,
+    }
+    setups = []
+    for name in args.algorithm or ("none", "chain", "tree"):
+        drafting = rounds.ALGORITHMS[name]
+        if name != "none":
+            drafting = replace(drafting, **{key: value for key, value in given.items() if value is not None})
+        setup = rounds.Setup(
+            shape=shape,
+            drafting=drafting,
+            accept=args.accept or 3.5,
+            input=args.input or (32 if small else 321),
+            output=args.output or (32 if small else 215),
+            device=device,
+            dtype=getattr(torch, dtype),
+        )
+        if setup.accept < 1:
+            raise ValueError(f"--accept is {setup.accept}, expected at least 1")
+        setups.append(setup)
+    return setups
+
+
 def refuse(message: str) -> int:
     print(f"specdec bench: {message}", file=sys.stderr)
     return 2
@@ -153,7 +253,11 @@ def refuse(message: str) -> int:
 
 def list_ops(cases: dict[str, Any], overhead: str) -> None:
     rows = [[op, ", ".join(case.grid)] for op, case in cases.items()]
-    print_table(["op", "parameters"], [*rows, [overhead, "what a call costs at the Python boundary"]], left=2)
+    rows += [
+        [overhead, "what a call costs at the Python boundary"],
+        [ROUND, "whole rounds of the engine: shape, algorithm, accept, input, output, batch"],
+    ]
+    print_table(["op", "parameters"], rows, left=2)
     print("Time one with `specdec bench <op>`; `--quick` for the smallest size only.")
 
 
@@ -190,7 +294,6 @@ def plan_of(
 def bench(args: argparse.Namespace, plan: list[tuple[Any, dict[str, Any]]], overhead: Any, device: Any) -> int:
     harness = import_module("specdec_kernels.bench.harness")
     ceilings_of = import_module("specdec_kernels.bench.ceilings").measure_ceilings
-    recorder = import_module("specdec_kernels.bench.record")
 
     results, ceilings = [], None
     with progress(len(plan) + 1) as advance:
@@ -203,7 +306,12 @@ def bench(args: argparse.Namespace, plan: list[tuple[Any, dict[str, Any]]], over
             advance(overhead.NAME)
             results += overhead.measure_calls(device, args.quick)
 
-    run_record = recorder.record(results, device, ceilings, args.command_line)
+    return finish(args, results, device, ceilings)
+
+
+def finish(args: argparse.Namespace, results: list[Any], device: Any, ceilings: Any) -> int:
+    """Shows, records and draws what was measured."""
+    run_record = import_module("specdec_kernels.bench.record").record(results, device, ceilings, args.command_line)
     show(run_record)
     if args.json:
         with open(args.json, "w") as file:
@@ -249,12 +357,43 @@ def show(run_record: dict[str, Any]) -> None:
         print(f"measured here: {bandwidth}, matrix product {ceilings['tflop_s']} Tflop/s")
 
     calls = [r for r in run_record["results"] if "call" in r["params"]]
-    ops = [r for r in run_record["results"] if "call" not in r["params"]]
+    rounds = [r for r in run_record["results"] if r["op"] == ROUND]
+    ops = [r for r in run_record["results"] if r["op"] != ROUND and "call" not in r["params"]]
+    if rounds:
+        print(text_of({name: rounds[0]["params"][name] for name in ROUND_HEAD}))
+        print_table(ROUND_COLUMNS, [round_row(r) for r in rounds])
     if ops:
         others = names_of_others(ops)
         print_table([*COLUMNS, *(f"{name} us" for name in others)], [row(r, others) for r in ops], left=2)
     if calls:
         print_table(["call", "ns"], [[r["params"]["call"], f"{r['host_us'] * 1e3:.0f}"] for r in calls])
+
+
+ROUND_HEAD = ("shape", "dtype", "input", "output")
+ROUND_COLUMNS = [
+    "algorithm", "batch", "ms/round", "p90 ms", "tokens/s", "accept length", "gpu ms", "idle", "floor ms", "of floor",
+]  # fmt: skip
+
+
+def round_row(r: dict[str, Any]) -> list[str]:
+    """The cells of one result of `round`, under ROUND_COLUMNS."""
+    p = r["params"]
+    name = p["algorithm"] + (f" ({p['num_steps']}, {p['topk']}, {p['nodes']})" if p["num_steps"] else "")
+    if r["error"]:
+        return [name, str(p["batch"]), "WRONG", *[""] * (len(ROUND_COLUMNS) - 3)]
+    facts = r["facts"]
+    return [
+        name,
+        str(p["batch"]),
+        number(r["time_us"] * 1e-3),
+        number(r["p90_us"] * 1e-3),
+        f"{facts['tokens_per_second']:.0f}",
+        f"{facts['accept_length']:.2f}",
+        number(facts["gpu_us"] * 1e-3) if "gpu_us" in facts else "",
+        f"{facts['idle']:.1%}" if "idle" in facts else "",
+        number(r["floor_us"] * 1e-3),
+        f"{r['of_floor']:.0%}",
+    ]
 
 
 COLUMNS = ["op", "size", "time us", "p90 us", "host us", "floor us", "of floor", "inputs"]

@@ -81,7 +81,6 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     parser.add_argument("--no-cuda-graph", action="store_true", help="launch rounds kernel by kernel, for debugging")
     parser.add_argument("--trace", metavar="FILE", help="write a Chrome trace of the rounds")
-    parser.add_argument("--compile", action="store_true", help="compile the decoder layers with torch.compile")
     parser.add_argument("--no-compare", action="store_true", help="skip the plain decoding run")
     parser.set_defaults(run=run)
 
@@ -174,7 +173,6 @@ def generate(
             page_size=args.page_size,
             device=args.device,
             dtype=getattr(torch, args.dtype) if args.dtype else None,
-            compile=args.compile,
             mem_fraction=args.mem_fraction,
             cuda_graph=not args.no_cuda_graph,
             trace=args.trace if stream else None,

@@ -9,12 +9,13 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoConfig, AutoTokenizer
+from torch import nn
+from transformers import AutoTokenizer
 
 from .. import _C
-from ..models.causal_lm import CausalLM
-from ..models.checkpoint import expect_folder, local_folder
-from ..models.eagle3 import feature_layers, read_config
+from ..models.causal_lm import CausalLM, config_of
+from ..models.checkpoint import expect_folder
+from ..models.eagle3 import eagle3_config_of, feature_layers
 from ..status import FinishReason, Status
 from .drafts import build_draft
 from .drafts.ngram import NgramDraft
@@ -44,7 +45,8 @@ class Engine:
     `generate` runs at a time; whatever it raises, the engine can be used again.
 
     Args:
-        model: path or hub id of the target (Llama, Mistral, Qwen2, Qwen3).
+        model: path or hub id of the target (Llama, Mistral, Qwen2, Qwen3), or the module itself, which this engine
+            then owns and which has no tokenizer.
         speculation: how to draft; default none.
         max_len: longest sequence, prompt included. None: 2048, or the model's limit if that is less.
         num_slots: requests that run at once; more wait.
@@ -54,7 +56,6 @@ class Engine:
         prefill_chunk: longest piece of a prompt run between two rounds.
         dtype: of weights and KV. None: the checkpoint's own on CUDA, float32 on the CPU.
         device: None: CUDA where torch has it and this build has kernels, else the CPU.
-        compile: compile each decoder layer with torch.compile.
         cuda_graph: capture rounds as CUDA graphs where the draft leaves the host alone (all but NGRAM), else launch
             them kernel by kernel.
         batch_sizes: of rounds, rising up to num_slots; a round is padded to the next of them, and each is captured.
@@ -71,7 +72,7 @@ class Engine:
 
     def __init__(
         self,
-        model: str | Path,
+        model: str | Path | nn.Module,
         *,
         speculation: Speculation | None = None,
         max_len: int | None = None,
@@ -82,7 +83,6 @@ class Engine:
         prefill_chunk: int = 512,
         dtype: torch.dtype | None = None,
         device: str | torch.device | None = None,
-        compile: bool = False,
         cuda_graph: bool = True,
         batch_sizes: Sequence[int] | None = None,
         rounds_in_flight: int | None = None,
@@ -93,7 +93,7 @@ class Engine:
         self.device = torch.device(device or default_device())
         check_device(self.device)
         expect_folder(model, "Engine: model")
-        config = AutoConfig.from_pretrained(str(model))
+        config = config_of(model)
         if max_len is None:
             max_len = min(2048, config.max_position_embeddings)
         check_at_least(2, max_len=max_len)
@@ -129,8 +129,7 @@ class Engine:
         layers: tuple[int, ...] = ()
         if speculation.algorithm == "EAGLE3":
             assert speculation.draft_model is not None
-            head = local_folder(speculation.draft_model, "Speculation: draft_model")
-            layers = feature_layers(read_config(head), config.num_hidden_layers)
+            layers = feature_layers(eagle3_config_of(speculation.draft_model), config.num_hidden_layers)
         self.target = CausalLM(
             model,
             max_len=max_len,
@@ -140,8 +139,6 @@ class Engine:
             device=self.device,
             feature_layers=layers,
         )
-        if compile:
-            self.target.compile_layers()
         self.state = SlotState.create(
             num_slots=num_slots,
             max_len=max_len,
@@ -376,8 +373,10 @@ def default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() and _C.cuda_version else "cpu")
 
 
-def load_tokenizer(model: str | Path) -> Any:
-    """The model's tokenizer, or None where its folder has none."""
+def load_tokenizer(model: str | Path | nn.Module) -> Any:
+    """The model's tokenizer, or None where there is no folder or it has none."""
+    if isinstance(model, nn.Module):
+        return None
     try:
         return AutoTokenizer.from_pretrained(str(model))
     except (OSError, ValueError):

@@ -7,6 +7,10 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import nn
 
 ALGORITHMS = ("NONE", "NGRAM", "EAGLE3", "STANDALONE")
 
@@ -18,7 +22,7 @@ class Speculation:
     Attributes:
         algorithm: NONE (plain decoding), NGRAM (an index over all text seen), EAGLE3 (a draft head), or STANDALONE
             (a small model with the target's tokenizer).
-        draft_model: folder or hub id of the head or small model; EAGLE3 and STANDALONE need it.
+        draft_model: folder or hub id of the head or small model, or the module itself; EAGLE3 and STANDALONE need it.
         num_steps: depth of drafting of a model draft (NGRAM drafts as deep as its nodes reach).
         topk: branches per step; 1 drafts a chain.
         num_draft_tokens: tree nodes verified per round, including the root. None: num_steps + 1 for a chain, 32 for a
@@ -28,7 +32,7 @@ class Speculation:
     """
 
     algorithm: str = "NONE"
-    draft_model: str | Path | None = None
+    draft_model: str | Path | nn.Module | None = None
     num_steps: int = 5
     topk: int = 8
     num_draft_tokens: int | None = None

@@ -1,23 +1,10 @@
-"""Our attention as a function of transformers' attention interface.
-
-A model loaded with `attn_implementation="specdec"` runs its own Hugging Face code up to the attention, then calls
-`paged_attention` below, which writes the new K/V rows into the layer's pools and attends over them. Everything the
-call needs beyond q, k, v travels as one keyword argument, `rows`, that the model passes through untouched.
-
-The pools hang on each layer's `self_attn` as non-persistent buffers, so that a compiled layer sees them as inputs and
-one graph serves all layers (reading `module.layer_idx` here would compile every layer anew).
-"""
+"""What every layer's attention shares: where rows stand, and the pools of a model's KV."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, nn
-from transformers import AttentionInterface
-
-from .. import torch_ops
-
-IMPLEMENTATION = "specdec"
 
 
 class Rows(NamedTuple):
@@ -35,49 +22,6 @@ class Rows(NamedTuple):
     mask: Tensor | None = None  # [B, Q, W] int64
     num_valid: Tensor | None = None  # [B] int32
     status: Tensor | None = None  # [num_slots] int32
-
-
-def paged_attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    rows: Rows,
-    scaling: float,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """query [B, Hq, Q, D], key and value [B, Hkv, Q, D] as transformers hands them over; returns [B, Q, Hq, D]."""
-    torch_ops.write_kv(
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        module.k_pool,
-        module.v_pool,
-        rows.page_table,
-        rows.prefix_lens,
-        row_offset=rows.row_offset,
-        slots=rows.slots,
-        num_valid=rows.num_valid,
-        status=rows.status,
-    )
-    out = torch_ops.tree_attention(
-        query.transpose(1, 2),
-        module.k_pool,
-        module.v_pool,
-        rows.page_table,
-        rows.prefix_lens,
-        slots=rows.slots,
-        q_lens=rows.num_valid,
-        tail_len=rows.tail_len,
-        mask=rows.mask,
-        scale=scaling,
-        status=rows.status,
-    )
-    return out, None
-
-
-AttentionInterface.register(IMPLEMENTATION, paged_attention)
 
 
 class KvPools(NamedTuple):

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from .attention import IMPLEMENTATION, KvPools, Rows, attach_pools, resize_pools
+from ..ops import norm_rows
+from .attention import KvPools, Rows, attach_pools, resize_pools
+from .layers import Layer, product_of, rotations_of
 
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 SUPPORTED_HEAD_DIMS = (64, 128, 256)
@@ -27,6 +29,8 @@ def check_supported(config: PretrainedConfig, max_len: int) -> None:
     slides = "sliding_attention" in (getattr(config, "layer_types", None) or ()) or config.model_type == "mistral"
     if window is not None and slides and window < max_len:
         raise ValueError(f"model: sliding_window is {window}, expected at least max_len={max_len}")
+    if config.hidden_act != "silu":
+        raise ValueError(f"model: hidden_act is {config.hidden_act!r}, expected 'silu'")
     limit = getattr(config, "max_position_embeddings", max_len)
     if max_len > limit:
         raise ValueError(f"model: max_position_embeddings is {limit}, expected at least max_len={max_len}")
@@ -41,7 +45,8 @@ class CausalLM:
     """The model with its KV pools, and one forward pass for every purpose (prefill, tree, draft step).
 
     Args:
-        model: a path or hub id for `AutoModelForCausalLM`, or a model already loaded with our attention.
+        model: a path or hub id for `AutoModelForCausalLM`, or a module already loaded, whose projections are merged
+            in place.
         max_len: the longest sequence to be served; the model must allow it.
         dtype, device: of weights and pools.
         feature_layers: layers whose entering hidden states `features` returns (for EAGLE-3); the number of layers
@@ -66,7 +71,7 @@ class CausalLM:
         check_supported(self.config, max_len)
         if any(hasattr(layer.self_attn, "k_pool") for layer in self.layers):
             raise ValueError("model: has the KV pools of another engine already, expected a module for this one alone")
-        self.model.set_attn_implementation(IMPLEMENTATION)
+        self.rotations = rotations_of(self.model.model.rotary_emb, max_len, device)
         self.model.to(device=device, dtype=dtype).requires_grad_(False).eval()
         self.pools: KvPools = attach_pools(
             [layer.self_attn for layer in self.layers],
@@ -76,12 +81,10 @@ class CausalLM:
             page_size,
             like=self.embedding.weight,
         )
+        self.max_len = max_len
         self.feature_layers = tuple(feature_layers)
-        self._features: dict[int, Tensor] = {}
-        # Pre-hooks, not output_hidden_states: that, once used, breaks every later fullgraph compile of a layer.
-        for index in self.feature_layers:
-            module = self.layers[index] if index < len(self.layers) else self.model.model.norm
-            module.register_forward_pre_hook(self._keep_feature(index), with_kwargs=True)
+        self._features: list[Tensor] = []
+        self._layers = [Layer(layer) for layer in self.layers]
 
     @property
     def config(self) -> Any:
@@ -101,16 +104,18 @@ class CausalLM:
         head: nn.Linear = self.model.get_output_embeddings()
         return head
 
-    def _keep_feature(self, index: int) -> Any:
-        def keep(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._features[index] = args[0] if args else kwargs["hidden_states"]
-
-        return keep
-
     def forward(self, tokens: Tensor, positions: Tensor, rows: Rows) -> Tensor:
         """Hidden states [B, Q, H] after the final norm, of tokens [B, Q] rotated at positions [B, Q]."""
-        output = self.model.model(input_ids=tokens, position_ids=positions, use_cache=False, rows=rows)
-        hidden: Tensor = output.last_hidden_state
+        norms = [*(layer.input_norm for layer in self._layers), self.model.model.norm]
+        x, residual = self.embedding(tokens).flatten(0, 1), None
+        entering = []  # each layer's states, and that entering the final norm
+        for layer, norm in zip([*self._layers, None], norms, strict=True):
+            normed, state = norm_rows(x, norm.weight, norm.variance_epsilon, residual=residual)
+            entering.append(state)
+            if layer is not None:
+                x, residual = layer(normed, state, positions, self.rotations, rows)
+        self._features = [entering[i].view(*tokens.shape, -1) for i in self.feature_layers]
+        hidden: Tensor = normed.view(*tokens.shape, -1)
         return hidden
 
     def resize_pools(self, num_pages: int) -> None:
@@ -121,21 +126,20 @@ class CausalLM:
         """The feature layers' states of the last forward pass, concatenated: [B, Q, len(feature_layers) * H]."""
         if not self.feature_layers:
             return None
-        return torch.cat([self._features[index] for index in self.feature_layers], dim=-1)
+        return torch.cat(self._features, dim=-1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., V] from hidden states [..., H]."""
-        logits: Tensor = self.lm_head(hidden)
-        return logits
+        return product_of(self.lm_head)(hidden)
 
-    def compile_layers(self, **options: Any) -> None:
-        """Compile each decoder layer as one graph, shared by all layers (keywords go to `torch.compile`)."""
-        for layer in self.layers:
-            layer.compile(fullgraph=True, **options)
+
+def config_of(model: str | Path | nn.Module) -> Any:
+    """The config of a path, hub id or module."""
+    return model.config if isinstance(model, nn.Module) else AutoConfig.from_pretrained(str(model))
 
 
 def as_model(model: str | Path | nn.Module, dtype: torch.dtype) -> Any:
-    """A module as it is; a path or hub id through `AutoModelForCausalLM`, with our attention."""
+    """A module as it is; a path or hub id through `AutoModelForCausalLM`."""
     if isinstance(model, nn.Module):
         return model
-    return AutoModelForCausalLM.from_pretrained(str(model), dtype=dtype, attn_implementation=IMPLEMENTATION)
+    return AutoModelForCausalLM.from_pretrained(str(model), dtype=dtype)

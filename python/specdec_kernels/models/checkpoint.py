@@ -7,11 +7,13 @@ from pathlib import Path
 import torch
 from huggingface_hub import snapshot_download
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 
-def expect_folder(model: str | Path, name: str) -> None:
-    """FileNotFoundError for what is meant as a path (and no hub id) but is no folder."""
+def expect_folder(model: str | Path | nn.Module, name: str) -> None:
+    """FileNotFoundError for what is meant as a path (and no hub id, no module) but is no folder."""
+    if isinstance(model, nn.Module):
+        return
     text = str(model)
     meant = isinstance(model, Path) or text.startswith((".", "/", "~")) or text.count("/") > 1
     if meant and not Path(text).is_dir():

@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
-from .attention import IMPLEMENTATION, KvPools, Rows, attach_pools, resize_pools
+from ..ops import norm_rows
+from .attention import KvPools, Rows, attach_pools, resize_pools
 from .causal_lm import SUPPORTED_HEAD_DIMS, CausalLM, head_dim_of
-from .checkpoint import load_tensors
+from .checkpoint import load_tensors, local_folder
+from .layers import Layer, product_of, rotations_of
 
 
 def feature_layers(config: Any, num_target_layers: int) -> tuple[int, ...]:
@@ -33,34 +35,30 @@ def feature_layers(config: Any, num_target_layers: int) -> tuple[int, ...]:
     return layers
 
 
-class WideAttention(LlamaAttention):
-    """Llama attention whose inputs are an embedding and a feature side by side."""
+class WideAttention(nn.Module):
+    """The parameters of an attention whose inputs are an embedding and a feature side by side."""
 
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__(config, layer_idx=0)
-        for name in ("q_proj", "k_proj", "v_proj"):
-            narrow = getattr(self, name)
-            wide = nn.Linear(2 * narrow.in_features, narrow.out_features, bias=narrow.bias is not None)
-            setattr(self, name, wide)
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.head_dim = head_dim_of(config)
+        hidden, bias = config.hidden_size, config.attention_bias
+        query, key = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
+        self.q_proj = nn.Linear(2 * hidden, query, bias=bias)
+        self.k_proj = nn.Linear(2 * hidden, key, bias=bias)
+        self.v_proj = nn.Linear(2 * hidden, key, bias=bias)
+        self.o_proj = nn.Linear(query, hidden, bias=bias)
 
 
 class MidLayer(nn.Module):
-    def __init__(self, config: LlamaConfig) -> None:
+    """The parameters of the one layer."""
+
+    def __init__(self, config: Any) -> None:
         super().__init__()
         self.self_attn = WideAttention(config)
         self.mlp = LlamaMLP(config)
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.hidden_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-
-    def forward(
-        self, embedding: Tensor, feature: Tensor, position_embeddings: tuple[Tensor, Tensor], rows: Rows
-    ) -> Tensor:
-        x = torch.cat([self.input_layernorm(embedding), self.hidden_norm(feature)], dim=-1)
-        attended, _ = self.self_attn(x, position_embeddings=position_embeddings, attention_mask=None, rows=rows)
-        hidden: Tensor = feature + attended
-        mlp: Tensor = self.mlp(self.post_attention_layernorm(hidden))
-        return hidden + mlp
 
 
 class Eagle3Head(nn.Module):
@@ -79,7 +77,6 @@ class Eagle3Head(nn.Module):
         self.midlayer = MidLayer(config)
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, draft_vocab, bias=False)
-        self.rotary_emb = LlamaRotaryEmbedding(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.register_buffer("id_map", None, persistent=False)
 
@@ -87,10 +84,25 @@ class Eagle3Head(nn.Module):
         """Other pools, empty, with another number of pages."""
         self.pools = resize_pools([self.midlayer.self_attn], self.pools, num_pages)
 
+    def prepare(self, target: CausalLM, num_pages: int, page_size: int) -> None:
+        """Makes ready for `forward`: on the target's device and in its dtype, with KV pools of its page geometry."""
+        weight, config = target.embedding.weight, self.config
+        kv_heads = self.midlayer.self_attn.k_proj.out_features // head_dim_of(config)
+        self.to(device=weight.device, dtype=weight.dtype).requires_grad_(False).eval()
+        self.rotations = rotations_of(LlamaRotaryEmbedding(config), target.max_len, weight.device)
+        self._layer = Layer(self.midlayer)
+        self.pools = attach_pools(
+            [self.midlayer.self_attn],
+            kv_heads,
+            head_dim_of(config),
+            num_pages,
+            page_size,
+            like=weight,
+        )
+
     def join(self, features: Tensor) -> Tensor:
         """One feature [..., H] from the target's states side by side [..., n * H]."""
-        joined: Tensor = self.fc(features)
-        return joined
+        return product_of(self.fc)(features)
 
     def forward(self, tokens: Tensor, features: Tensor, positions: Tensor, rows: Rows) -> Tensor:
         """Output before the final norm [B, Q, H], which is the feature of a recursive row.
@@ -99,19 +111,34 @@ class Eagle3Head(nn.Module):
             tokens: [B, Q]. features: [B, Q, H], joined from the target's or the head's own output.
             positions: [B, Q], where rows are rotated.
         """
-        rotation = self.rotary_emb(features, position_ids=positions)
-        hidden: Tensor = self.midlayer(self.embed_tokens(tokens), features, rotation, rows)
-        return hidden
+        layer, features = self._layer, features.flatten(0, 1)
+        width = features.shape[-1]
+        both = features.new_empty(len(features), 2 * width)
+        for x, norm, out in (
+            (self.embed_tokens(tokens).flatten(0, 1), self.midlayer.input_layernorm, both[:, :width]),
+            (features, self.midlayer.hidden_norm, both[:, width:]),
+        ):
+            norm_rows(x, norm.weight, norm.variance_epsilon, out=out)
+        x, hidden = layer(both, features, positions, self.rotations, rows)
+        return (hidden + x).view(*tokens.shape, -1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., Vd] from outputs of `forward`."""
-        logits: Tensor = self.lm_head(self.norm(hidden))
-        return logits
+        normed, _ = norm_rows(hidden.reshape(-1, hidden.shape[-1]), self.norm.weight, self.norm.variance_epsilon)
+        return product_of(self.lm_head)(normed).view(*hidden.shape[:-1], -1)
+
+
+def eagle3_config_of(head: str | Path | nn.Module) -> Any:
+    """The config of a checkpoint folder, hub id or `Eagle3Head`."""
+    if isinstance(head, Eagle3Head):
+        return head.config
+    if isinstance(head, nn.Module):
+        raise ValueError(f"Speculation: draft_model is a {type(head).__name__}, expected an Eagle3Head for EAGLE3")
+    return read_config(local_folder(head, "Speculation: draft_model"))
 
 
 def read_config(folder: Path) -> LlamaConfig:
     config = LlamaConfig.from_pretrained(str(folder))
-    config._attn_implementation = IMPLEMENTATION
     for option in ("norm_before_fc", "norm_before_residual", "parallel_drafting"):
         if getattr(config, option, False) or (getattr(config, "eagle_config", None) or {}).get(option, False):
             raise ValueError(f"EAGLE-3 head: {option} is set, expected a head without it (not supported)")
@@ -122,15 +149,20 @@ def read_config(folder: Path) -> LlamaConfig:
     return config
 
 
-def load_eagle3(folder: str | Path, target: CausalLM, *, num_pages: int, page_size: int) -> Eagle3Head:
-    """The head of a checkpoint folder, with KV pools of the target's page geometry.
-
-    A checkpoint without `embed_tokens` or `lm_head` shares the target's. Every tensor must find its place.
+def load_eagle3(source: str | Path | Eagle3Head, target: CausalLM, *, num_pages: int, page_size: int) -> Eagle3Head:
+    """The head of a checkpoint folder or hub id, or a head that is loaded, with KV pools of the target's page geometry.
 
     Raises:
         ValueError: a variant that is not supported, or tensors that do not fit, by name.
     """
-    folder = Path(folder)
+    head = source if isinstance(source, Eagle3Head) else load_checkpoint(source, target)
+    head.prepare(target, num_pages, page_size)
+    return head
+
+
+def load_checkpoint(source: str | Path, target: CausalLM) -> Eagle3Head:
+    """A checkpoint without `embed_tokens` or `lm_head` shares the target's. Every tensor must find its place."""
+    folder = local_folder(source, "Speculation: draft_model")
     config = read_config(folder)
     weight = target.embedding.weight
     if config.hidden_size != weight.shape[1]:
@@ -158,13 +190,4 @@ def load_eagle3(folder: str | Path, target: CausalLM, *, num_pages: int, page_si
         head.lm_head = target.lm_head
     if d2t is not None:
         head.id_map = (torch.arange(draft_vocab) + d2t).to(torch.int32)
-    head.to(device=weight.device, dtype=weight.dtype).requires_grad_(False).eval()
-    head.pools = attach_pools(
-        [head.midlayer.self_attn],
-        head.midlayer.self_attn.k_proj.out_features // head_dim_of(config),
-        head_dim_of(config),
-        num_pages,
-        page_size,
-        like=weight,
-    )
     return head

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from ...models.causal_lm import CausalLM
-from ...models.checkpoint import expect_folder, local_folder
-from ...models.eagle3 import load_eagle3
+from ...models.checkpoint import expect_folder
+from ...models.eagle3 import Eagle3Head, load_eagle3
 from ..params import Speculation
 from ..state import SlotState
 from .base import Draft
@@ -20,9 +22,8 @@ def build_draft(speculation: Speculation, state: SlotState, target: CausalLM, *,
     if speculation.algorithm == "NGRAM":
         return NgramDraft(state, nodes, speculation.ngram_max_tokens, max_len)
     if speculation.algorithm == "EAGLE3":
-        assert speculation.draft_model is not None
-        folder = local_folder(speculation.draft_model, "Speculation: draft_model")
-        head = load_eagle3(folder, target, num_pages=num_pages, page_size=page_size)
+        assert isinstance(speculation.draft_model, str | Path | Eagle3Head)
+        head = load_eagle3(speculation.draft_model, target, num_pages=num_pages, page_size=page_size)
         return Eagle3Draft(state, head, steps, topk, nodes)
     if speculation.algorithm == "STANDALONE":
         assert speculation.draft_model is not None

@@ -1,0 +1,121 @@
+"""Cases of the layers' ops, in the shapes of an 8B model."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import specdec_kernels as sd
+from specdec_kernels.reference import layers as reference
+
+from ..compare import bytes_of, expect_near, poisoned
+from ..harness import Baseline, Case, Params, Work
+from .kv import KV_HEADS, PAGE_SIZE, slots_of_rows
+
+Q_HEADS, HEAD_DIM = 32, 128
+EPS = 1e-6
+ERROR = 8e-3  # of 16-bit results
+
+
+def random(p: Params, device: torch.device, *shape: int) -> Tensor:
+    return torch.randn(shape, device=device).to(getattr(torch, p["dtype"]))
+
+
+def norm_rows(device: torch.device, p: Params) -> Work:
+    """With the sum before it, as layers need it."""
+    x, residual = (random(p, device, p["rows"], p["width"]) for _ in range(2))
+    weight = random(p, device, p["width"])
+    out, total = (poisoned(*x.shape, dtype=x.dtype, device=device) for _ in range(2))
+    want, want_total = reference.norm_rows(x, weight, EPS, residual)
+
+    def plain() -> Tensor:
+        return functional.rms_norm(x + residual, x.shape[1:], weight, EPS)
+
+    def check() -> None:
+        expect_near("out", out, want, ERROR)
+        expect_near("out_sum", total, want_total, ERROR)
+
+    return Work(
+        call=lambda: sd.norm_rows(x, weight, EPS, residual=residual, out_sum=total, out=out),
+        check=check,
+        bytes_moved=bytes_of(x, residual, weight, out, total),
+        baseline=Baseline("torch", plain, lambda got: expect_near("out", got, want, 2 * ERROR)),
+    )
+
+
+def gate_rows(device: torch.device, p: Params) -> Work:
+    x = random(p, device, p["rows"], 2 * p["width"])
+    out = poisoned(p["rows"], p["width"], dtype=x.dtype, device=device)
+    want = reference.gate_rows(x)
+
+    def plain() -> Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return functional.silu(gate) * up
+
+    return Work(
+        call=lambda: sd.gate_rows(x, out=out),
+        check=lambda: expect_near("out", out, want, ERROR),
+        bytes_moved=bytes_of(x, out),
+        baseline=Baseline("torch", plain, lambda got: expect_near("out", got, want, 2 * ERROR)),
+    )
+
+
+def linear_rows(device: torch.device, p: Params) -> Work:
+    x, weight = random(p, device, p["rows"], p["width"]), random(p, device, p["outs"], p["width"])
+    out = poisoned(p["rows"], p["outs"], dtype=x.dtype, device=device)
+    want = reference.linear_rows(x.cpu(), weight.cpu())
+    return Work(
+        call=lambda: sd.linear_rows(x, weight, out=out),
+        check=lambda: expect_near("out", out, want, ERROR),
+        bytes_moved=bytes_of(x, weight, out),
+        flops=2 * x.shape[0] * weight.numel(),
+        baseline=Baseline(
+            "torch", lambda: functional.linear(x, weight), lambda got: expect_near("out", got, want, ERROR)
+        ),
+    )
+
+
+def rotate_qkv(device: torch.device, p: Params) -> Work:
+    batch, rows = p["batch"], p["rows"]
+    lens, table, place = slots_of_rows(batch, rows, device)
+    qkv = random(p, device, batch, rows, Q_HEADS + 2 * KV_HEADS, HEAD_DIM)
+    norms = {name: random(p, device, HEAD_DIM) for name in ("q_norm", "k_norm")}
+    angles = torch.rand(64, HEAD_DIM // 2, device=device)
+    rotations = torch.cat([angles.cos(), angles.sin()], dim=1)
+    positions = torch.randint(64, (batch, rows), dtype=torch.int32, device=device)
+    shape = (table.numel(), PAGE_SIZE, KV_HEADS, HEAD_DIM)
+    pools = [torch.zeros(shape, dtype=qkv.dtype, device=device) for _ in "kv"]
+    out = poisoned(batch, rows, Q_HEADS, HEAD_DIM, dtype=qkv.dtype, device=device)
+
+    def check() -> None:
+        q, k, v = qkv.split([Q_HEADS, KV_HEADS, KV_HEADS], dim=2)
+        for name, got, heads in (("out_q", out, q), ("k_pool", pools[0].flatten(0, 1)[place], k)):
+            weight = norms["q_norm" if name == "out_q" else "k_norm"]
+            want = reference.rotate(reference.norm(heads, weight, EPS), rotations, positions)
+            expect_near(name, got, want, ERROR)
+        expect_near("v_pool", pools[1].flatten(0, 1)[place], v, 0)
+
+    return Work(
+        call=lambda: sd.rotate_qkv(qkv, rotations, positions, *pools, table, lens, **norms, out_q=out),
+        check=check,
+        bytes_moved=2 * bytes_of(qkv) + bytes_of(positions, lens),
+    )
+
+
+ROWS = (1, 6, 64, 384, 2048)
+CASES = (
+    Case("norm_rows", grid={"rows": ROWS, "width": (4096,), "dtype": ("bfloat16",)}, make=norm_rows),
+    Case("gate_rows", grid={"rows": ROWS, "width": (12288,), "dtype": ("bfloat16",)}, make=gate_rows),
+    Case(
+        "linear_rows",
+        grid={"rows": (1, 6, 16), "width": (4096, 12288), "outs": (4096, 6144, 24576), "dtype": ("bfloat16",)},
+        cpu_grid={"rows": (1, 6), "width": (1024,), "outs": (1024,), "dtype": ("bfloat16",)},
+        make=linear_rows,
+    ),
+    Case(
+        "rotate_qkv",
+        grid={"batch": (1, 16, 64), "rows": (1, 6, 32), "dtype": ("bfloat16",)},
+        make=rotate_qkv,
+    ),
+)

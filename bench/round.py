@@ -1,0 +1,267 @@
+"""Whole rounds of the engine, on planted models: what a token costs at a batch size and an accept length.
+
+Tokens are timed as the callback of `Engine.generate` receives them. Counted are rounds in which every request takes
+part: a request that gets its slot earlier starts with a shorter prompt, so that all reach `input` tokens, and end,
+together.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from specdec_kernels.engine import Engine, NewTokens, SamplingParams, Speculation
+from specdec_kernels.models.planted import PlantedText, plant_causal_lm, plant_eagle3
+from specdec_kernels.models.shapes import draft_vocab_of, shape_config
+from specdec_kernels.status import FinishReason
+
+from .ceilings import Ceilings
+from .harness import Result
+from .timing import times_of
+
+NAME = "round"
+WARM_UP_TOKENS = 12
+PROFILED_ROUNDS = 8
+MIN_PROMPT = 2  # a shorter one has nothing to prefill
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """How to draft: the numbers of `Speculation`, of an EAGLE-3 head or a standalone model."""
+
+    name: str
+    algorithm: str
+    num_steps: int = 0
+    topk: int = 1
+    num_nodes: int = 1
+
+
+ALGORITHMS = {
+    "none": Drafting("none", "NONE"),
+    "chain": Drafting("chain", "EAGLE3", 5, 1, 6),
+    "tree": Drafting("tree", "EAGLE3", 5, 10, 32),
+    "standalone": Drafting("standalone", "STANDALONE", 5, 1, 6),
+}
+
+
+@dataclass(frozen=True)
+class Setup:
+    shape: str
+    drafting: Drafting
+    accept: float
+    input: int
+    output: int
+    device: torch.device
+    dtype: torch.dtype
+
+    def accept_length(self) -> float:
+        return min(self.accept, self.drafting.num_steps + 1)
+
+    def params(self, batch: int) -> dict[str, Any]:
+        d = self.drafting
+        return {
+            "shape": self.shape,
+            "algorithm": d.name,
+            "batch": batch,
+            "num_steps": d.num_steps,
+            "topk": d.topk,
+            "nodes": d.num_nodes,
+            "accept": self.accept_length(),
+            "input": self.input,
+            "output": self.output,
+            "dtype": str(self.dtype).removeprefix("torch."),
+        }
+
+
+@dataclass
+class RoundClock:
+    """`on_tokens` of a `generate`: groups what arrives into rounds, and notes when each one's first tokens came."""
+
+    batch: int
+    after: Any = None  # called with the number of full rounds so far, when one begins to arrive
+    starts: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    _seen: set[int] = field(default_factory=set)
+    _sizes: list[int] = field(default_factory=list)
+
+    def __call__(self, new: NewTokens) -> None:
+        if not self.starts or new.index in self._seen:
+            if self.after is not None:
+                self.after(sum(size == self.batch for size in self._sizes))
+            self.starts.append(time.perf_counter())
+            self.tokens.append(0)
+            self._sizes.append(0)
+            self._seen.clear()
+        self._seen.add(new.index)
+        self.tokens[-1] += len(new.tokens)
+        # The last round of a request is cut by its budget and counts for no full one.
+        self._sizes[-1] += new.finish_reason == FinishReason.RUNNING
+
+    def full_rounds(self) -> tuple[list[float], list[int]]:
+        """Seconds from one full round to the next, and the tokens of each."""
+        pairs = [i for i in range(1, len(self.starts)) if self._sizes[i - 1] == self._sizes[i] == self.batch]
+        return [self.starts[i] - self.starts[i - 1] for i in pairs], [self.tokens[i] for i in pairs]
+
+
+class Bench:
+    """An engine on planted models, for batches up to `max_batch`."""
+
+    def __init__(self, setup: Setup, max_batch: int) -> None:
+        self.setup = setup
+        config = shape_config(setup.shape)
+        self.text = PlantedText.of(config.vocab_size, draft_vocab_of(config))
+        place = {"device": setup.device, "dtype": setup.dtype}
+        self.target = plant_causal_lm(config, self.text, **place)
+        self.draft: Any = None
+        accept = setup.accept_length()
+        if setup.drafting.algorithm == "EAGLE3":
+            self.draft = plant_eagle3(self.target, self.text, accept_length=accept)
+        elif setup.drafting.algorithm == "STANDALONE":
+            small = shape_config("tiny" if setup.shape == "tiny" else "qwen3-0.6b")
+            small.vocab_size = config.vocab_size
+            self.draft = plant_causal_lm(small, self.text, accept_length=accept, **place)
+        self.engine = Engine(
+            self.target,
+            speculation=speculation(setup.drafting, self.draft),
+            max_len=setup.input + setup.output + 1,
+            num_slots=max_batch,
+            device=setup.device,
+            dtype=setup.dtype,
+        )
+
+    def measure(self, batch: int, ceilings: Ceilings) -> Result:
+        setup = self.setup
+        self.generate(batch, WARM_UP_TOKENS, None)
+        clock = RoundClock(batch)
+        wrong = self.generate(batch, setup.output, clock)
+        if wrong is not None:
+            return Result(NAME, setup.params(batch), str(setup.device), error=wrong)
+        seconds, tokens = clock.full_rounds()
+        bytes_moved, flops, floor = self.floor(batch, ceilings)
+        facts = {
+            "accept_length": sum(tokens) / (len(tokens) * batch),
+            "tokens_per_second": sum(tokens) / sum(seconds),
+        }
+        median = times_of(seconds)
+        if setup.device.type == "cuda":
+            facts["gpu_us"] = self.busy(batch) * 1e6
+            facts["idle"] = max(0.0, 1 - facts["gpu_us"] * 1e-6 / median.median)
+        return Result(
+            NAME,
+            setup.params(batch),
+            str(setup.device),
+            time=median,
+            bytes_moved=bytes_moved,
+            flops=flops,
+            floor=floor,
+            cold=setup.device.type == "cuda",
+            facts={name: round(value, 4) for name, value in facts.items()},
+        )
+
+    def generate(self, batch: int, output: int, on_tokens: Any) -> str | None:
+        """A batch of pieces of the text, continued; says what is wrong with the result, if something is."""
+        accept, length = self.setup.accept_length(), self.setup.input
+        inputs = [max(MIN_PROMPT, length - round((batch - 1 - i) * accept)) for i in range(batch)]
+        outputs = [output + length - n for n in inputs]
+        at = [i * len(self.text.order) // batch for i in range(batch)]
+        results = self.engine.generate(
+            [self.text.tokens(start, n) for start, n in zip(at, inputs, strict=True)],
+            [SamplingParams(max_new_tokens=n, ignore_eos=True) for n in outputs],
+            on_tokens=on_tokens,
+        )
+        for start, n, result in zip(at, inputs, results, strict=True):
+            expected = self.text.tokens(start + n, len(result.tokens))
+            if result.tokens != expected:
+                first = next(
+                    i for i, pair in enumerate(zip(result.tokens, expected, strict=True)) if len(set(pair)) > 1
+                )
+                return f"request {result.index} strays from the planted text at token {first}"
+        return None
+
+    def busy(self, batch: int) -> float:
+        """Seconds of a round in which the GPU works, by the profiler: the union of its kernels' times."""
+        from torch.profiler import ProfilerActivity, profile
+
+        profiler = profile(activities=[ProfilerActivity.CUDA])
+
+        def after(full: int) -> None:
+            if full == 2:
+                torch.cuda.synchronize()
+                profiler.start()
+            elif full == 2 + PROFILED_ROUNDS:
+                torch.cuda.synchronize()
+                profiler.stop()
+
+        accept = self.setup.accept_length()
+        self.generate(batch, round((PROFILED_ROUNDS + 8) * accept), RoundClock(batch, after))
+        events = profiler.profiler.kineto_results.events()
+        spans = sorted(
+            (e.start_ns(), e.start_ns() + e.duration_ns())
+            for e in events
+            if e.device_type() == torch.autograd.DeviceType.CUDA
+        )
+        return union(spans) * 1e-9 / PROFILED_ROUNDS
+
+    def floor(self, batch: int, ceilings: Ceilings) -> tuple[int, int, float]:
+        """Bytes and flops of a round's forward passes, and the least seconds they could take, pass by pass.
+
+        A pass reads its weights once, and the target's all KV rows; activations and logits are not counted.
+        """
+        setup, d = self.setup, self.setup.drafting
+        item = setup.dtype.itemsize
+        config = self.target.config
+        rows = setup.input + setup.output // 2
+        kv = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * item * rows * batch
+        passes = [(weights(self.target), batch * d.num_nodes, kv)]
+        if self.draft is not None:
+            head = weights(self.draft.lm_head)
+            body = weights(self.draft) - head
+            fc = weights(self.draft.fc) if hasattr(self.draft, "fc") else 0
+            steps = [(body - fc, batch * d.topk, 0), (head, batch * d.topk, 0)] * (d.num_steps - 1)
+            passes += [*steps, (body, batch * (d.num_steps + 1), 0), (head, batch, 0)]
+        bytes_moved = [n * item + extra for n, _, extra in passes]
+        flops = [2 * n * m for n, m, _ in passes]
+        floor = sum(
+            max(b / ceilings.bytes_per_second, f / ceilings.flops_per_second)
+            for b, f in zip(bytes_moved, flops, strict=True)
+        )
+        return sum(bytes_moved), sum(flops), floor
+
+
+def speculation(d: Drafting, draft: nn.Module | None) -> Speculation:
+    if d.algorithm == "NONE":
+        return Speculation()
+    return Speculation(d.algorithm, draft, num_steps=d.num_steps, topk=d.topk, num_draft_tokens=d.num_nodes)
+
+
+def weights(module: nn.Module) -> int:
+    """Numbers that a forward pass reads, the embeddings' few rows left out."""
+    embedded = sum(m.weight.numel() for m in module.modules() if isinstance(m, nn.Embedding))
+    return sum(p.numel() for p in module.parameters()) - embedded
+
+
+def union(spans: Sequence[tuple[int, int]]) -> int:
+    """The length of the union of intervals that are sorted by their starts."""
+    total, end = 0, 0
+    for start, stop in spans:
+        total += max(0, stop - max(start, end))
+        end = max(end, stop)
+    return total
+
+
+def measure_rounds(setups: Sequence[Setup], batches: Sequence[int], ceilings: Ceilings) -> Iterator[Result]:
+    """One result for each setup and batch; a setup's models are gone before the next one's are made."""
+    for setup in setups:
+        bench = Bench(setup, max(batches))
+        for batch in batches:
+            yield bench.measure(batch, ceilings)
+        del bench
+        gc.collect()
+        if setup.device.type == "cuda":
+            torch.cuda.empty_cache()

@@ -1,0 +1,23 @@
+// gate_rows: silu(gate) * up of rows that hold gate and up side by side.
+#pragma once
+
+#include "core/dispatch.h"
+#include "core/floats.h"
+
+namespace specdec {
+
+struct GateRowsParams {
+  const void* x;  // [rows, 2 * width]
+  void* out;      // [rows, width]
+  int64_t rows, width;
+  int64_t x_stride, out_stride;  // of rows, in items
+  Dtypes dtype;
+  bool wide;  // everything can be read and written 16 bytes at a time
+};
+
+void gate_rows(CallStream stream, const TensorView& x, const TensorView& out);
+
+void gate_rows_cpu(const GateRowsParams& p);
+void gate_rows_cuda(const GateRowsParams& p, Stream stream);
+
+}  // namespace specdec

@@ -1,0 +1,104 @@
+// One block a row, whose threads hold what they read until the sum of squares is known. Reads x, residual and the
+// weight and writes sum and result once: a row of a large model is a few kilobytes, so it is latency that counts, and a
+// thread has no more than one or two 16-byte reads of each.
+#include <algorithm>
+
+#include "core/cuda.cuh"
+#include "layers/norm_rows.h"
+#include "layers/pack.cuh"
+
+namespace specdec {
+namespace {
+
+constexpr int kMaxThreads = 512;
+constexpr int kHeld = 4;  // packs of a thread; those of longer rows are read twice
+
+__device__ __forceinline__ float block_sum(float x) {
+  __shared__ float sums[kMaxThreads / kWarp];
+  for (int step = kWarp / 2; step > 0; step /= 2) x += __shfl_xor_sync(kFullMask, x, step);
+  if (threadIdx.x % kWarp == 0) sums[threadIdx.x / kWarp] = x;
+  __syncthreads();
+  x = threadIdx.x % kWarp < blockDim.x / kWarp ? sums[threadIdx.x % kWarp] : 0;
+  for (int step = kWarp / 2; step > 0; step /= 2) x += __shfl_xor_sync(kFullMask, x, step);
+  return x;
+}
+
+template <class T, int N>
+__global__ void __launch_bounds__(kMaxThreads) norm_rows_kernel(NormRowsParams p) {
+  using P = Pack<T, N>;
+  begin_kernel();
+  const int64_t row = blockIdx.x;
+  const auto* x = reinterpret_cast<const P*>(static_cast<const T*>(p.x) + row * p.x_stride);
+  const auto* residual = reinterpret_cast<const P*>(static_cast<const T*>(p.residual) + row * p.residual_stride);
+  auto* sum = reinterpret_cast<P*>(static_cast<T*>(p.out_sum) + row * p.sum_stride);
+  auto* out = reinterpret_cast<P*>(static_cast<T*>(p.out) + row * p.out_stride);
+  const auto* weight = static_cast<const P*>(p.weight);
+  const int packs = static_cast<int>(p.width / N), threads = static_cast<int>(blockDim.x);
+
+  // The sum as it is stored, which is what is normalised.
+  const auto read = [&](int i) {
+    P value = x[i];
+    if (!p.residual) return value;
+    float a[N], b[N];
+    unpack(value, a);
+    unpack(residual[i], b);
+#pragma unroll
+    for (int n = 0; n < N; ++n) a[n] += b[n];
+    return pack_of<T>(a);
+  };
+  float squares = 0;
+  const auto add = [&](const P& pack) {
+    float a[N];
+    unpack(pack, a);
+#pragma unroll
+    for (int n = 0; n < N; ++n) squares += a[n] * a[n];
+  };
+  P held[kHeld], weights[kHeld];
+#pragma unroll
+  for (int h = 0; h < kHeld; ++h) {
+    const int i = threadIdx.x + h * threads;
+    if (i < packs) {
+      held[h] = read(i);
+      weights[h] = weight[i];
+    }
+  }
+#pragma unroll
+  for (int h = 0; h < kHeld; ++h)
+    if (static_cast<int>(threadIdx.x) + h * threads < packs) add(held[h]);
+  for (int i = threadIdx.x + kHeld * threads; i < packs; i += threads) add(read(i));
+
+  const float scale = rsqrtf(block_sum(squares) / static_cast<float>(p.width) + p.eps);
+  const auto write = [&](int i, const P& pack, const P& factor) {
+    float a[N], w[N];
+    unpack(pack, a);
+    unpack(factor, w);
+#pragma unroll
+    for (int n = 0; n < N; ++n) a[n] *= scale * w[n];
+    if (p.residual) sum[i] = pack;
+    out[i] = pack_of<T>(a);
+  };
+#pragma unroll
+  for (int h = 0; h < kHeld; ++h) {
+    const int i = threadIdx.x + h * threads;
+    if (i < packs) write(i, held[h], weights[h]);
+  }
+  for (int i = threadIdx.x + kHeld * threads; i < packs; i += threads) write(i, read(i), weight[i]);
+}
+
+}  // namespace
+
+void norm_rows_cuda(const NormRowsParams& p, Stream stream) {
+  with_float_type(p.dtype, [&]<class T>() {
+    const auto start = [&]<int N>() {
+      const int64_t packs = p.width / N;
+      const auto threads = static_cast<unsigned>(std::clamp<int64_t>((packs + 31) / 32 * 32, 32, kMaxThreads));
+      launch("norm_rows", norm_rows_kernel<T, N>, {.grid = grid_x("norm_rows", p.rows), .threads = threads}, stream, p);
+    };
+    if (p.wide)
+      start.template operator()<16 / sizeof(T)>();
+    else
+      start.template operator()<1>();
+  });
+}
+
+}  // namespace specdec

@@ -1,0 +1,28 @@
+// norm_rows: each row over its root mean square, of x or of x + residual, whose sum is kept as well.
+#pragma once
+
+#include "core/dispatch.h"
+#include "core/floats.h"
+
+namespace specdec {
+
+struct NormRowsParams {
+  const void* x;         // [rows, width]
+  const void* residual;  // [rows, width] or null
+  const void* weight;    // [width]
+  void* out_sum;         // [rows, width], or null without a residual
+  void* out;             // [rows, width]
+  int64_t rows, width;
+  int64_t x_stride, residual_stride, sum_stride, out_stride;  // of rows, in items
+  float eps;
+  Dtypes dtype;
+  bool wide;  // everything can be read and written 16 bytes at a time
+};
+
+void norm_rows(CallStream stream, const TensorView& x, const TensorView& weight, double eps, const OptTensor& residual,
+               const OptTensor& out_sum, const TensorView& out);
+
+void norm_rows_cpu(const NormRowsParams& p);
+void norm_rows_cuda(const NormRowsParams& p, Stream stream);
+
+}  // namespace specdec

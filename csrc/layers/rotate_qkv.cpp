@@ -1,0 +1,169 @@
+#include "layers/rotate_qkv.h"
+
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "kv/bytes.h"
+#include "kv/pool_scale.h"
+
+namespace specdec {
+
+void rotate_qkv(CallStream stream, const TensorView& qkv, const TensorView& rotations, const TensorView& positions,
+                const TensorView& k_pool, const TensorView& v_pool, const TensorView& page_table,
+                const TensorView& start_lens, int64_t row_offset, const OptTensor& slots, const OptTensor& num_valid,
+                const OptTensor& q_norm, const OptTensor& k_norm, double eps, const OptTensor& page_refs,
+                double k_scale, double v_scale, const OptTensor& status, const TensorView& out_q) {
+  constexpr int64_t kMax = std::numeric_limits<int32_t>::max();
+  Check check("rotate_qkv");
+  Dim B{"batch"}, Q{"q_len"}, A{"query_heads + 2 * heads"}, Hq{"query_heads"}, H{"heads"}, D{"head_dim"};
+  Dim P{"num_pages"}, Z{"page_size"}, R{"num_slots"}, M{"max_pages"}, X{"num_positions"};
+  check.strided("qkv", qkv, {B, Q, A, D}, kFloats);
+  const Dtypes dtype = dtype_of(qkv);
+  check.that(D == 64 || D == 128 || D == 256, "head_dim", "is " + std::to_string(D.value), "64, 128 or 256");
+  check.tensor("rotations", rotations, {X, D}, kFloat32);
+  check.range("num_positions", X, 1, kMax);
+  check.tensor("positions", positions, {B, Q}, kInt32);
+  check.strided_output("k_pool", k_pool, {P, Z, H, D}, dtype | kFloat8);
+  check.range("heads", H, 1, kMaxRowItems / D);
+  check.range("query_heads + 2 * heads", A, 2 * H + 1, kMaxRowItems / D);
+  check.range("page_size", Z, 1, kMax);
+  check.strided_output("v_pool", v_pool, {P, Z, H, D}, dtype_of(k_pool));
+  check.tensor("page_table", page_table, {R, M}, kInt32);
+  check.tensor("start_lens", start_lens, {R}, kInt32);
+  check.range("row_offset", row_offset, -kMax, kMax);
+  check.slots(slots, B, R);
+  check.tensor("num_valid", num_valid, {B}, kInt32);
+  check.tensor("q_norm", q_norm, {D}, dtype);
+  check.tensor("k_norm", k_norm, {D}, dtype);
+  const float epsilon = check.factor("eps", eps);
+  check.tensor("page_refs", page_refs, {P}, kInt32);
+  const bool round = !(dtype == dtype_of(k_pool));
+  const float k_factor = pool_scale(check, "k_scale", k_scale, k_pool);
+  const float v_factor = pool_scale(check, "v_scale", v_scale, v_pool);
+  check.output("status", status, {R}, kInt32);
+  Hq.value = A - 2 * H;
+  check.output("out_q", out_q, {B, Q, Hq, D}, dtype);
+  if (B == 0 || Q == 0) return;
+
+  const NewRows heads{.data = bytes(qkv),
+                      .batch_stride = byte_stride(qkv, 0),
+                      .row_stride = byte_stride(qkv, 1),
+                      .head_stride = byte_stride(qkv, 2)};
+  const auto from_head = [&](int64_t head) {
+    NewRows rows = heads;
+    rows.data += head * heads.head_stride;
+    return rows;
+  };
+  const RotateQkvParams params{
+      .write = {.k = from_head(Hq),
+                .v = from_head(Hq + H),
+                .k_pool = pool_view(k_pool, 0),
+                .v_pool = pool_view(v_pool, 0),
+                .rows = {.page_table = page_table.data<int32_t>(),
+                         .page_refs = data_or_null<const int32_t>(page_refs),
+                         .max_pages = M,
+                         .num_pages = P,
+                         .page_size = Z},
+                .start_lens = start_lens.data<int32_t>(),
+                .row_offset = row_offset,
+                .slots = data_or_null<const int32_t>(slots),
+                .num_valid = data_or_null<const int32_t>(num_valid),
+                .cu_seqlens_q = nullptr,
+                .status = data_or_null<int32_t>(status),
+                .batch = B,
+                .q_len = Q,
+                .num_slots = R,
+                .heads = H,
+                .head_bytes = D * item_bytes(qkv),
+                // Of pairs of numbers in the 16-bit dtypes: what a lane of the kernel reads and writes at once.
+                .unit = copy_unit({&qkv, &k_pool, &v_pool, &out_q}),
+                .round = round,
+                .dtype = dtype,
+                .k_scale = k_factor,
+                .v_scale = v_factor},
+      .q = heads,
+      .out_q = bytes(out_q),
+      .rotations = rotations.data<float>(),
+      .positions = positions.data<int32_t>(),
+      .q_norm = data_or_null<void>(q_norm),
+      .k_norm = data_or_null<void>(k_norm),
+      .query_heads = Hq,
+      .head_dim = D,
+      .num_positions = X,
+      .eps = epsilon,
+  };
+  SD_DISPATCH(check, stream, rotate_qkv, params);
+}
+
+namespace {
+
+// A head, normalised if there is a weight, and rotated: number d and number d + head_dim / 2 are a point of the plane.
+template <class T>
+void rotate_head(const RotateQkvParams& p, const T* head, const T* norm, const float* rotation,
+                 std::vector<float>& out) {
+  const int64_t half = p.head_dim / 2;
+  for (int64_t d = 0; d < p.head_dim; ++d) out[d] = to_float(head[d]);
+  if (norm) {
+    double squares = 0;
+    for (const float x : out) squares += static_cast<double>(x) * x;
+    const float scale = 1 / std::sqrt(static_cast<float>(squares / static_cast<double>(p.head_dim)) + p.eps);
+    for (int64_t d = 0; d < p.head_dim; ++d) out[d] *= scale * to_float(norm[d]);
+  }
+  for (int64_t d = 0; d < half; ++d) {
+    const float x = out[d], y = out[half + d], cosine = rotation[d], sine = rotation[half + d];
+    out[d] = x * cosine - y * sine;
+    out[half + d] = y * cosine + x * sine;
+  }
+}
+
+template <class T>
+void store_head(const std::vector<float>& values, char* to, bool round, float scale) {
+  for (size_t d = 0; d < values.size(); ++d) {
+    if (round)
+      reinterpret_cast<Float8*>(to)[d] = to_float8(values[d], scale);
+    else
+      reinterpret_cast<T*>(to)[d] = from_float<T>(values[d]);
+  }
+}
+
+template <class T>
+void write_row(const RotateQkvParams& p, const RowsToWrite& r, int64_t b, int64_t j, const float* rotation,
+               std::vector<float>& values) {
+  const WriteKvParams& w = p.write;
+  const KvRow to =
+      find_own_row(w.rows, RowDivmod{static_cast<int>(w.rows.page_size)}, r.slot, r.start + w.row_offset + j);
+  if (to.bits) return set_status(w.status, r.slot, to.bits);
+  for (int64_t h = 0; h < w.heads; ++h) {
+    const char* const k = row_data(w.k, b, j) + h * w.k.head_stride;
+    rotate_head(p, reinterpret_cast<const T*>(k), static_cast<const T*>(p.k_norm), rotation, values);
+    store_head<T>(values, row_data(w.k_pool, to) + h * w.k_pool.head_stride, w.round, w.k_scale);
+    const auto* const v = reinterpret_cast<const T*>(row_data(w.v, b, j) + h * w.v.head_stride);
+    for (int64_t d = 0; d < p.head_dim; ++d) values[d] = to_float(v[d]);
+    store_head<T>(values, row_data(w.v_pool, to) + h * w.v_pool.head_stride, w.round, w.v_scale);
+  }
+}
+
+}  // namespace
+
+void rotate_qkv_cpu(const RotateQkvParams& p) {
+  with_float_type(p.write.dtype, [&]<class T>() {
+    std::vector<float> values(p.head_dim);
+    for (int64_t b = 0; b < p.write.batch; ++b) {
+      const RowsToWrite r = rows_to_write(p.write, b);
+      if (r.bits) set_status(p.write.status, r.slot, r.bits);
+      for (int64_t j = 0; j < p.write.q_len; ++j) {
+        const int64_t row = b * p.write.q_len + j;
+        const float* const rotation = rotation_of(p, p.positions[row]);
+        for (int64_t h = 0; h < p.query_heads; ++h) {
+          const char* const q = row_data(p.q, b, j) + h * p.q.head_stride;
+          rotate_head(p, reinterpret_cast<const T*>(q), static_cast<const T*>(p.q_norm), rotation, values);
+          store_head<T>(values, p.out_q + (row * p.query_heads + h) * p.write.head_bytes, false, 1);
+        }
+        if (j < r.count) write_row<T>(p, r, b, j, rotation, values);
+      }
+    }
+  });
+}
+
+}  // namespace specdec

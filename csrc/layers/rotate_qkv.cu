@@ -1,0 +1,138 @@
+// A warp a head: a lane holds neighbouring numbers of the first half and those that they are rotated with. blockIdx.x
+// is the row, blockIdx.y and the block's warps its heads. Reads each head once and writes it once, and the rotation and
+// the norm from the L2; with few rows all of it waits for memory once, then for the page table, so every read that does
+// not depend on another is made first.
+#include <cutlass/fast_math.h>
+
+#include "core/cuda.cuh"
+#include "layers/pack.cuh"
+#include "layers/rotate_qkv.h"
+
+namespace specdec {
+namespace {
+
+constexpr int kWarps = 4;  // heads of a block
+
+// N neighbouring numbers, read and written as packs of U.
+template <int N, int U, class T>
+__device__ __forceinline__ void read(const T* from, float (&to)[N]) {
+#pragma unroll
+  for (int n = 0; n < N; n += U) {
+    float part[U];
+    unpack(*reinterpret_cast<const Pack<T, U>*>(from + n), part);
+#pragma unroll
+    for (int u = 0; u < U; ++u) to[n + u] = part[u];
+  }
+}
+template <int N, int U, class T>
+__device__ __forceinline__ void write(const float (&from)[N], T* to) {
+#pragma unroll
+  for (int n = 0; n < N; n += U) {
+    float part[U];
+#pragma unroll
+    for (int u = 0; u < U; ++u) part[u] = from[n + u];
+    *reinterpret_cast<Pack<T, U>*>(to + n) = pack_of<T>(part);
+  }
+}
+template <int N>
+__device__ __forceinline__ void write_rounded(const float (&from)[N], Float8* to, float scale) {
+#pragma unroll
+  for (int n = 0; n < N; ++n) to[n] = to_float8(from[n], scale);
+}
+
+// N: numbers of a lane in each half of a head. U: those that move at once.
+template <class T, int N, int U>
+__global__ void __launch_bounds__(kWarps* kWarp)
+    rotate_qkv_kernel(RotateQkvParams p, cutlass::FastDivmod q_len, cutlass::FastDivmod page_size) {
+  begin_kernel();
+  const WriteKvParams& w = p.write;
+  const int row = blockIdx.x, head = blockIdx.y * kWarps + threadIdx.y, lane = threadIdx.x;
+  const int query_heads = static_cast<int>(p.query_heads), heads = static_cast<int>(w.heads);
+  if (head >= query_heads + 2 * heads) return;
+  int b, j;
+  q_len(b, j, row);
+  constexpr int half = N * kWarp;
+  const bool is_query = head < query_heads, is_value = head >= query_heads + heads;
+  // Query, key and value heads follow each other.
+  const T* from = reinterpret_cast<const T*>(row_data(p.q, b, j) + head * p.q.head_stride) + lane * N;
+  float x[N], y[N];
+  read<N, U>(from, x);
+  read<N, U>(from + half, y);
+
+  char* to;
+  RowsToWrite r;
+  if (is_query) {
+    to = p.out_q + (static_cast<int64_t>(row) * query_heads + head) * w.head_bytes;
+  } else {
+    r = rows_to_write(w, b);
+    const bool first_head = head == query_heads && lane == 0;
+    if (r.bits && j == 0 && first_head) set_status(w.status, r.slot, r.bits);
+    if (j >= r.count) return;
+    const KvRow at = find_own_row(w.rows, page_size, r.slot, r.start + w.row_offset + j);
+    if (at.bits) {
+      if (first_head) set_status(w.status, r.slot, at.bits);
+      return;
+    }
+    to = is_value ? row_data(w.v_pool, at) + (head - query_heads - heads) * w.v_pool.head_stride
+                  : row_data(w.k_pool, at) + (head - query_heads) * w.k_pool.head_stride;
+  }
+
+  if (!is_value) {
+    const float* const rotation = rotation_of(p, p.positions[row]) + lane * N;
+    float cosine[N], sine[N];
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      cosine[n] = rotation[n];
+      sine[n] = rotation[half + n];
+    }
+    if (const T* const norm = static_cast<const T*>(is_query ? p.q_norm : p.k_norm)) {
+      float squares = 0;
+#pragma unroll
+      for (int n = 0; n < N; ++n) squares += x[n] * x[n] + y[n] * y[n];
+      for (int step = kWarp / 2; step > 0; step /= 2) squares += __shfl_xor_sync(kFullMask, squares, step);
+      const float scale = rsqrtf(squares / (2 * half) + p.eps);
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+        x[n] *= scale * to_float(norm[lane * N + n]);
+        y[n] *= scale * to_float(norm[half + lane * N + n]);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      const float turned = x[n] * cosine[n] - y[n] * sine[n];
+      y[n] = y[n] * cosine[n] + x[n] * sine[n];
+      x[n] = turned;
+    }
+  }
+  if (w.round && !is_query) {
+    const float scale = is_value ? w.v_scale : w.k_scale;
+    Float8* const out = reinterpret_cast<Float8*>(to) + lane * N;
+    write_rounded(x, out, scale);
+    write_rounded(y, out + half, scale);
+  } else {
+    T* const out = reinterpret_cast<T*>(to) + lane * N;
+    write<N, U>(x, out);
+    write<N, U>(y, out + half);
+  }
+}
+
+}  // namespace
+
+void rotate_qkv_cuda(const RotateQkvParams& p, Stream stream) {
+  const WriteKvParams& w = p.write;
+  const int64_t heads = p.query_heads + 2 * w.heads;
+  const dim3 grid(grid_x("rotate_qkv", w.batch * w.q_len), static_cast<unsigned>((heads + kWarps - 1) / kWarps));
+  with_float_type(w.dtype, [&]<class T>() {
+    const auto start = [&]<int N, int U>() {
+      launch("rotate_qkv", rotate_qkv_kernel<T, N, U>, {.grid = grid, .threads = dim3(kWarp, kWarps)}, stream, p,
+             cutlass::FastDivmod(static_cast<int>(w.q_len)), cutlass::FastDivmod(static_cast<int>(w.rows.page_size)));
+    };
+    // Pairs where they can be moved as one; a head of 64 has no more than a number for each lane.
+    const bool pairs = w.unit >= static_cast<int64_t>(2 * sizeof(T));
+    if (p.head_dim == 64) return start.template operator()<1, 1>();
+    if (p.head_dim == 128) return pairs ? start.template operator()<2, 2>() : start.template operator()<2, 1>();
+    return pairs ? start.template operator()<4, 2>() : start.template operator()<4, 1>();
+  });
+}
+
+}  // namespace specdec

@@ -1,0 +1,127 @@
+"""A decoder layer as four products with our ops between them, on the weights of a Hugging Face layer.
+
+Query, key and value projections become one product, and so do gate and up. Between products a layer needs five
+launches: a norm with the residual sum before it, the rotation that also writes KV, attention, a norm, and the gate.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ..ops import gate_rows, linear_rows, norm_rows, rotate_qkv, tree_attention
+from .attention import Rows
+
+# Up to so many rows `linear_rows` is faster than the general product.
+FEW_ROWS = 16
+# Beyond the longest sequence: the deepest node of a tree, and padding.
+SPARE_POSITIONS = 320
+
+
+class Product(NamedTuple):
+    weight: Tensor
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[..., out] from [..., in]."""
+        if x.is_cuda and x.dtype != torch.float32 and x.shape[:-1].numel() <= FEW_ROWS and x.shape[-1] % 64 == 0:
+            out: Tensor = linear_rows(x.reshape(-1, x.shape[-1]), self.weight, self.bias)
+            return out.view(*x.shape[:-1], -1)
+        return functional.linear(x, self.weight, self.bias)
+
+
+def product_of(linear: nn.Linear) -> Product:
+    return Product(linear.weight, linear.bias)
+
+
+def merged(*linears: nn.Linear) -> Product:
+    """Products of one input as one. The modules keep their parameters, which become parts of the merged ones."""
+
+    def join(name: str) -> Tensor | None:
+        parts = [getattr(linear, name) for linear in linears]
+        if parts[0] is None:
+            return None
+        whole = torch.cat([part.data for part in parts])
+        for linear, part in zip(linears, torch.split(whole, [len(part) for part in parts]), strict=True):
+            setattr(linear, name, nn.Parameter(part, requires_grad=False))
+        return whole
+
+    weight = join("weight")
+    assert weight is not None
+    return Product(weight, join("bias"))
+
+
+def rotations_of(rotary: Any, max_len: int, device: torch.device) -> Tensor:
+    """[max_len + SPARE_POSITIONS, D] float32: what `rotate_qkv` takes, from a module that makes cosines and sines.
+
+    Made before the module is cast to 16 bits, which its frequencies would not survive.
+    """
+    kind = getattr(rotary, "rope_type", "default")
+    if kind in ("dynamic", "longrope"):
+        raise ValueError(f"model: rope_type is {kind!r}, expected one whose rotations depend on positions alone")
+    rotary = rotary.to(device)
+    positions = torch.arange(max_len + SPARE_POSITIONS, device=device)[None]
+    cosine, sine = rotary(torch.empty(0, dtype=torch.float32, device=device), positions)
+    half = cosine.shape[-1] // 2
+    return torch.cat([cosine[0, :, :half], sine[0, :, :half]], dim=-1).contiguous()
+
+
+class Layer:
+    """Attention and feed-forward part of one layer; its rows are [T, H], those of all requests together."""
+
+    def __init__(self, module: Any) -> None:
+        self.attention = attention = module.self_attn
+        self.head_dim: int = attention.head_dim
+        self.qkv = merged(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.out = product_of(attention.o_proj)
+        self.gate_up = merged(module.mlp.gate_proj, module.mlp.up_proj)
+        self.down = product_of(module.mlp.down_proj)
+        self.q_norm, self.k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+        self.input_norm, self.middle_norm = module.input_layernorm, module.post_attention_layernorm
+        self.eps: float = self.middle_norm.variance_epsilon
+
+    def attend(self, x: Tensor, positions: Tensor, rotations: Tensor, rows: Rows) -> Tensor:
+        """x [T, in] normalised, positions [B, Q]; writes the rows' KV."""
+        batch, q_len = positions.shape
+        pools = self.attention.k_pool, self.attention.v_pool
+        q = rotate_qkv(
+            self.qkv(x).view(batch, q_len, -1, self.head_dim),
+            rotations,
+            positions,
+            *pools,
+            rows.page_table,
+            rows.prefix_lens,
+            row_offset=rows.row_offset,
+            slots=rows.slots,
+            num_valid=rows.num_valid,
+            q_norm=None if self.q_norm is None else self.q_norm.weight,
+            k_norm=None if self.k_norm is None else self.k_norm.weight,
+            eps=self.eps,
+            status=rows.status,
+        )
+        attended = tree_attention(
+            q,
+            *pools,
+            rows.page_table,
+            rows.prefix_lens,
+            slots=rows.slots,
+            q_lens=rows.num_valid,
+            tail_len=rows.tail_len,
+            mask=rows.mask,
+            status=rows.status,
+        )
+        return self.out(attended.view(batch * q_len, -1))
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        return self.down(gate_rows(self.gate_up(x)))
+
+    def __call__(
+        self, normed: Tensor, state: Tensor, positions: Tensor, rotations: Tensor, rows: Rows
+    ) -> tuple[Tensor, Tensor]:
+        """The state of the residual stream without what is returned first, which the next norm adds."""
+        attended = self.attend(normed, positions, rotations, rows)
+        normed, state = norm_rows(attended, self.middle_norm.weight, self.eps, residual=state)
+        return self.feed_forward(normed), state

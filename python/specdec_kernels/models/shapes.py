@@ -1,0 +1,91 @@
+"""Shapes of well-known models, as Hugging Face configs written out: nothing is downloaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import LlamaConfig, Qwen3Config
+
+_CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "qwen3-8b": (
+        Qwen3Config,
+        {
+            "vocab_size": 151936,
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 40960,
+            "rms_norm_eps": 1e-6,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        },
+    ),
+    "llama-3.1-8b": (
+        LlamaConfig,
+        {
+            "vocab_size": 128256,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 5e5,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            },
+        },
+    ),
+    "qwen3-0.6b": (
+        Qwen3Config,
+        {
+            "vocab_size": 151936,
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 40960,
+            "rms_norm_eps": 1e-6,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        },
+    ),
+    "tiny": (
+        Qwen3Config,
+        {
+            "vocab_size": 2048,
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-6,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
+}
+
+SHAPES = tuple(_CONFIGS)
+
+
+def shape_config(name: str) -> Any:
+    """A new config of the shape; embeddings are untied, and no token ends a text."""
+    kind, values = _CONFIGS[name]
+    return kind(**values, tie_word_embeddings=False, bos_token_id=None, eos_token_id=None)
+
+
+def draft_vocab_of(config: Any) -> int:
+    """The vocabulary of a draft head for the shape: 32000, as published heads have, or half of a small vocabulary."""
+    vocab: int = config.vocab_size
+    return min(32000, vocab // 2)

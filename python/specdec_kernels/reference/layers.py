@@ -1,0 +1,61 @@
+"""References of the layers' ops, in float64."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .kv import write_kv
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The last dimension over its root mean square, times the weight."""
+    x = x.double()
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+
+
+def norm_rows(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    total = x if residual is None else x + residual
+    return norm(total, weight, eps), total
+
+
+def gate_rows(x: Tensor) -> Tensor:
+    gate, up = x.double().chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def rotate(x: Tensor, rotations: Tensor, positions: Tensor) -> Tensor:
+    """Heads [B, Q, H, D] at positions [B, Q]."""
+    cosine, sine = rotations.double()[positions.clamp(0, len(rotations) - 1).long()].unsqueeze(2).chunk(2, dim=-1)
+    first, second = x.double().chunk(2, dim=-1)
+    return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
+
+
+def rotate_qkv(
+    qkv: Tensor,
+    rotations: Tensor,
+    positions: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    page_table: Tensor,
+    start_lens: Tensor,
+    *,
+    row_offset: int = 0,
+    slots: Tensor | None = None,
+    num_valid: Tensor | None = None,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """Returns the queries in float64; keys are rounded once, to the pools' dtype."""
+    heads = k_pool.shape[2]
+    q, k, v = torch.split(qkv, [qkv.shape[2] - 2 * heads, heads, heads], dim=2)
+    q, k = (x if weight is None else norm(x, weight, eps) for x, weight in ((q, q_norm), (k, k_norm)))
+    k = rotate(k, rotations, positions).to(k_pool.dtype)
+    write_kv(k, v, k_pool, v_pool, page_table, start_lens, row_offset, slots, num_valid)
+    return rotate(q, rotations, positions)
+
+
+def linear_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    out = x.double() @ weight.double().T
+    return out if bias is None else out + bias.double()

@@ -1,0 +1,250 @@
+"""The layers' ops: norm_rows, gate_rows, linear_rows, rotate_qkv."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import specdec_kernels as sd
+from conftest import TOLERANCES
+from paged import INT, assert_same_bytes, page_table, poisoned
+from specdec_kernels import Status
+from specdec_kernels.reference import layers as reference
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+HALVES = DTYPES[1:]
+
+
+def check(got: torch.Tensor, want: torch.Tensor, factor: float = 1) -> None:
+    """Within a few roundings of the float64 result, relative to its scale."""
+    error = (got.double().cpu() - want.double().cpu()).abs().max()
+    assert error <= factor * TOLERANCES[got.dtype] * max(1.0, float(want.abs().max())), float(error)
+
+
+# --- norm_rows
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "width"), [(1, 1), (3, 7), (5, 64), (2, 4096), (1, 20000), (0, 8)])
+@pytest.mark.parametrize("add", [False, True])
+def test_norm_rows(rows: int, width: int, add: bool, dtype: torch.dtype, device: torch.device) -> None:
+    x, residual = (torch.randn(rows, width, device=device).to(dtype) for _ in range(2))
+    weight = torch.randn(width, device=device).to(dtype)
+    out, total = sd.norm_rows(x, weight, 1e-5, residual=residual if add else None)
+    want, want_total = reference.norm_rows(x, weight, 1e-5, residual if add else None)
+    assert torch.equal(total, want_total)
+    if rows:
+        check(out, want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_norm_rows_of_strided_rows_and_in_place(dtype: torch.dtype, device: torch.device) -> None:
+    wide = torch.randn(4, 200, device=device).to(dtype)
+    x, residual = wide[:, :64], wide[:, 101:165]  # the second is off 16 bytes
+    weight = torch.randn(64, device=device).to(dtype)
+    want, want_total = reference.norm_rows(x, weight, 1e-6, residual)
+    both = torch.full((4, 130), torch.nan, device=device).to(dtype)
+    out, total = sd.norm_rows(x, weight, 1e-6, residual=residual, out_sum=x, out=both[:, 64:128])
+    assert total is x and torch.equal(x, want_total)
+    check(out, want)
+    assert both[:, :64].isnan().all() and both[:, 128:].isnan().all()
+
+
+# --- gate_rows
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "width"), [(1, 1), (3, 7), (2, 64), (5, 1536), (0, 8)])
+def test_gate_rows(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+    x = 4 * torch.randn(rows, 2 * width, device=device).to(dtype)
+    out = sd.gate_rows(x)
+    assert out.shape == (rows, width)
+    if rows:
+        check(out, reference.gate_rows(x))
+
+
+def test_gate_rows_at_the_ends(device: torch.device) -> None:
+    gate = torch.tensor([[-1e30, -200.0, 0.0, 200.0, 1e30]], device=device)
+    out = sd.gate_rows(torch.cat([gate, torch.ones_like(gate)], dim=1))
+    assert out.tolist() == [[0, 0, 0, 200, pytest.approx(1e30)]]
+
+
+# --- linear_rows
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("rows", [0, 1, 8, 9, 16])
+@pytest.mark.parametrize(("width", "outs"), [(64, 1), (320, 17), (1088, 48), (512, 5000)])
+def test_linear_rows(rows: int, width: int, outs: int, dtype: torch.dtype, device: torch.device) -> None:
+    x = torch.randn(rows, width, device=device).to(dtype)
+    weight = torch.randn(outs, width, device=device).to(dtype)
+    for bias in (None, torch.randn(outs, device=device).to(dtype)):
+        out = torch.full((rows, outs + 8), torch.nan, device=device).to(dtype)
+        sd.linear_rows(x, weight, bias, out=out[:, :outs])
+        assert out[:, outs:].isnan().all()
+        if rows:
+            check(out[:, :outs], reference.linear_rows(x, weight, bias))
+
+
+def test_linear_rows_of_strided_rows(device: torch.device) -> None:
+    x, weight = (torch.randn(20, 128, device=device).bfloat16() for _ in range(2))
+    check(sd.linear_rows(x[::2, 32:96], weight[::3, 64:]), reference.linear_rows(x[::2, 32:96], weight[::3, 64:]))
+
+
+def test_linear_rows_does_not_depend_on_its_neighbours(device: torch.device) -> None:
+    x, weight = (torch.randn(n, 512, device=device).bfloat16() for n in (16, 80))
+    whole = sd.linear_rows(x, weight)
+    for first, last in ((0, 1), (3, 9), (8, 16)):
+        assert torch.equal(sd.linear_rows(x[first:last], weight), whole[first:last])
+
+
+@pytest.mark.parametrize(
+    ("shape", "weight", "message"),
+    [
+        ((17, 64), (4, 64), "linear_rows: rows is 17, expected 0 to 16"),
+        ((2, 96), (4, 96), "linear_rows: in_features is 96, expected a multiple of 64"),
+        ((2, 64), (4, 128), "linear_rows: weight has shape [4, 128], expected [out_features, in_features=64]"),
+    ],
+)
+def test_linear_rows_refuses(shape: tuple[int, int], weight: tuple[int, int], message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        sd.linear_rows(torch.zeros(shape).bfloat16(), torch.zeros(weight).bfloat16())
+    assert str(error.value) == message
+
+
+def test_linear_rows_refuses_rows_off_16_bytes() -> None:
+    x = torch.zeros(2, 72).bfloat16()[:, 1:65]
+    with pytest.raises(ValueError) as error:
+        sd.linear_rows(x, torch.zeros(4, 64).bfloat16())
+    assert str(error.value) == ("linear_rows: x or weight has rows off 16 bytes, expected rows that start on 16 bytes")
+
+
+# --- rotate_qkv
+
+
+def rotations(count: int, head_dim: int, device: torch.device) -> torch.Tensor:
+    angles = torch.arange(count)[:, None] * 0.9 ** torch.arange(head_dim // 2)
+    return torch.cat([angles.cos(), angles.sin()], dim=1).float().to(device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize(("batch", "q_len", "heads", "kv_heads", "page_size"), [(3, 5, 4, 2, 4), (1, 1, 3, 1, 1)])
+def test_rotate_qkv(
+    batch: int,
+    q_len: int,
+    heads: int,
+    kv_heads: int,
+    page_size: int,
+    norms: bool,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    qkv = torch.randn(batch, q_len, heads + 2 * kv_heads, head_dim).to(dtype)
+    table, num_pages = page_table(batch, 8)
+    lens = torch.randint(0, 3 * page_size, (batch,), dtype=INT)
+    positions = torch.randint(-2, 40, (batch, q_len), dtype=INT)
+    weights = {f"{name}_norm": torch.randn(head_dim).to(dtype) if norms else None for name in "qk"}
+    pools = [poisoned(num_pages, page_size, kv_heads, head_dim, dtype=dtype) for _ in range(2)]
+    valid = torch.randint(0, q_len + 1, (batch,), dtype=INT)
+    turns = rotations(33, head_dim, torch.device("cpu"))
+    inputs = [qkv, turns, positions, *pools, table, lens]
+    got_inputs = [x.clone().to(device) for x in inputs]
+    options = {"row_offset": 1, "eps": 1e-5}
+    out = sd.rotate_qkv(
+        *got_inputs,
+        **options,
+        num_valid=valid.to(device),
+        **{name: None if w is None else w.to(device) for name, w in weights.items()},
+    )
+    want = reference.rotate_qkv(*inputs, **options, num_valid=valid, **weights)
+    check(out, want, 2)
+    got_k, got_v = got_inputs[3].cpu(), got_inputs[4]
+    assert_same_bytes(got_v, pools[1])
+    assert torch.equal(got_k.isnan(), pools[0].isnan())
+    check(got_k.nan_to_num(), pools[0].nan_to_num(), 2)
+
+
+def test_rotate_qkv_of_strided_heads_rounds_for_8_bit_pools(device: torch.device) -> None:
+    wide = torch.randn(2, 3, 8, 72, device=device).bfloat16()
+    qkv = wide[:, :, 1:7, 3:67]
+    table, num_pages = page_table(2, 2)
+    pools = [torch.zeros(num_pages, 4, 2, 64, dtype=torch.float8_e4m3fn, device=device) for _ in range(2)]
+    lens = torch.tensor([1, 4], dtype=INT, device=device)
+    positions = torch.zeros(2, 3, dtype=INT, device=device)
+    turns = rotations(1, 64, device)
+    out = sd.rotate_qkv(qkv, turns, positions, *pools, table.to(device), lens, k_scale=0.5, v_scale=2.0)
+    want = [torch.zeros_like(pool) for pool in pools]
+    sd.write_kv(qkv[:, :, 2:4], qkv[:, :, 4:], *want, table.to(device), lens, k_scale=0.5, v_scale=2.0)
+    assert torch.equal(out, qkv[:, :, :2])  # position 0 is turned by nothing
+    for pool, expected in zip(pools, want, strict=True):
+        assert_same_bytes(pool, expected.cpu())
+
+
+def test_rotate_qkv_marks_what_it_cannot_write(device: torch.device) -> None:
+    table, num_pages = page_table(5, 2)
+    table[1, 1] = -1
+    pools = [poisoned(num_pages, 4, 1, 64).to(device) for _ in range(2)]
+    refs = torch.ones(num_pages, dtype=INT)
+    refs[table[2, 0]] = 2
+    arguments = {
+        "slots": torch.tensor([0, 1, 2, 3, 4, -1, 99], dtype=INT, device=device),
+        "num_valid": torch.tensor([2, 2, 2, 2, 3, 2, 2], dtype=INT, device=device),
+        "status": torch.tensor([0, 0, 0, Status.STALLED, 0], dtype=INT, device=device),
+        "page_refs": refs.to(device),
+    }
+    qkv = torch.randn(7, 2, 3, 64, device=device)
+    lens = torch.tensor([7, 3, 0, 0, 0], dtype=INT, device=device)
+    out = sd.rotate_qkv(
+        qkv,
+        rotations(2, 64, device),
+        torch.zeros(7, 2, dtype=INT, device=device),
+        *pools,
+        table.to(device),
+        lens,
+        **arguments,
+    )
+    assert arguments["status"].tolist() == [
+        Status.BAD_LENGTH,
+        Status.BAD_PAGE,
+        Status.SHARED_PAGE,
+        Status.STALLED,
+        Status.BAD_LENGTH,
+    ]
+    assert torch.equal(out, qkv[:, :, :1])
+    written = [(int(table[0, 1]), 3), (int(table[1, 0]), 3)]
+    for pool in pools:
+        assert {(page, row) for page, row in (~pool[:, :, 0, 0].isnan()).nonzero().tolist()} == set(written)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"qkv": (2, 3, 4, 96)}, "rotate_qkv: head_dim is 96, expected 64, 128 or 256"),
+        (
+            {"qkv": (2, 3, 2, 64)},
+            "rotate_qkv: query_heads + 2 * heads is 2, expected 3 to 16384",
+        ),
+        (
+            {"positions": (2, 4)},
+            "rotate_qkv: positions has shape [2, 4], expected [batch=2, q_len=3]",
+        ),
+    ],
+)
+def test_rotate_qkv_refuses(changes: dict[str, tuple[int, ...]], message: str) -> None:
+    shapes = {"qkv": (2, 3, 4, 64), "positions": (2, 3)} | changes
+    qkv = torch.zeros(shapes["qkv"])
+    pool = torch.zeros(4, 4, 1, qkv.shape[-1])
+    with pytest.raises(ValueError) as error:
+        sd.rotate_qkv(
+            qkv,
+            torch.zeros(8, qkv.shape[-1]),
+            torch.zeros(shapes["positions"], dtype=INT),
+            pool,
+            pool.clone(),
+            torch.zeros(2, 2, dtype=INT),
+            torch.zeros(2, dtype=INT),
+        )
+    assert str(error.value) == message

@@ -1,0 +1,112 @@
+"""Planted models write their text, and drafts for them are accepted as often as was asked; rounds are timed on them."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from specdec_kernels.cli import main
+from specdec_kernels.engine import Engine, SamplingParams, Speculation
+from specdec_kernels.models.planted import PlantedText, plant_causal_lm, plant_eagle3
+from specdec_kernels.models.shapes import SHAPES, draft_vocab_of, shape_config
+
+pytest.importorskip("specdec_kernels.bench.round", reason="bench/ is not beside the package here")
+
+CPU = torch.device("cpu")
+
+
+def tiny_text() -> PlantedText:
+    config = shape_config("tiny")
+    return PlantedText.of(config.vocab_size, draft_vocab_of(config))
+
+
+def run(draft: str, accept: float, topk: int, nodes: int, device: torch.device, rank: int = 0) -> float:
+    """The accept length of one long request, whose text is checked."""
+    config, text = shape_config("tiny"), tiny_text()
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    target = plant_causal_lm(config, text, device=device, dtype=dtype)
+    if draft == "EAGLE3":
+        model = plant_eagle3(target, text, accept_length=accept, rank=rank)
+    else:
+        model = plant_causal_lm(config, text, device=device, dtype=dtype, accept_length=accept, rank=rank)
+    speculation = Speculation(draft, model, num_steps=4, topk=topk, num_draft_tokens=nodes)
+    engine = Engine(target, speculation=speculation, max_len=256, num_slots=2, device=device, dtype=dtype)
+    prompts = [text.tokens(3, 10), text.tokens(600, 21)]
+    outputs = engine.generate(prompts, SamplingParams(max_new_tokens=140))
+    assert outputs[0].tokens == text.tokens(13, 140)
+    assert outputs[1].tokens == text.tokens(621, 140)
+    return sum(len(o.tokens) for o in outputs) / sum(o.stats.rounds for o in outputs)
+
+
+@pytest.mark.parametrize("draft", ["EAGLE3", "STANDALONE"])
+@pytest.mark.parametrize(("topk", "nodes"), [(1, 5), (4, 12)])
+def test_the_accept_length_is_what_was_asked(draft: str, topk: int, nodes: int, device: torch.device) -> None:
+    assert run(draft, 2.5, topk, nodes, device) == pytest.approx(2.5, abs=0.06)
+
+
+@pytest.mark.parametrize(("asked", "reached"), [(1.0, 1.0), (math.inf, 5.0)])
+def test_the_extremes(asked: float, reached: float) -> None:
+    assert run("EAGLE3", asked, 1, 5, CPU) == pytest.approx(reached, abs=0.1)
+
+
+def test_a_rank_behind_the_first_is_found_by_trees_alone() -> None:
+    assert run("STANDALONE", math.inf, 1, 5, CPU, rank=1) == 1.0
+    # The second best of the second best is a candidate, but its children are none: two wrong paths are likelier.
+    assert run("STANDALONE", math.inf, 2, 15, CPU, rank=1) == pytest.approx(3.0, abs=0.1)
+
+
+def test_the_text_stays_inside_the_draft_vocabulary() -> None:
+    text = PlantedText.of(100, 30, seed=5)
+    assert sorted(text.order.tolist()) == text.draft_ids.tolist()
+    assert text.draft_ids.max() < 100 and len(set(text.draft_ids.tolist())) == 30
+    assert text.tokens(28, 4) == [*text.order[28:].tolist(), *text.order[:2].tolist()]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_shapes_are_configs_of_their_own(shape: str) -> None:
+    config = shape_config(shape)
+    assert config.num_attention_heads % config.num_key_value_heads == 0
+    assert not config.tie_word_embeddings
+    assert draft_vocab_of(config) < config.vocab_size
+
+
+def test_a_module_that_is_no_head_is_refused() -> None:
+    config, text = shape_config("tiny"), tiny_text()
+    target = plant_causal_lm(config, text, device=CPU, dtype=torch.float32)
+    with pytest.raises(ValueError) as error:
+        Engine(target, speculation=Speculation("EAGLE3", target), device="cpu", dtype=torch.float32)
+    assert str(error.value) == ("Speculation: draft_model is a Qwen3ForCausalLM, expected an Eagle3Head for EAGLE3")
+
+
+def test_rounds_are_timed_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = tmp_path / "round.json"
+    command = ["bench", "round", "--device", "cpu", "--shape", "tiny", "--batch", "1,2", "--quick"]
+    assert main([*command, "--algorithm", "none,chain", "--output", "24", "--json", str(record)]) == 0
+    assert "chain (5, 1, 6)" in capsys.readouterr().out
+    results = json.loads(record.read_text())["results"]
+    assert [(r["params"]["algorithm"], r["params"]["batch"]) for r in results] == [
+        ("none", 1),
+        ("none", 2),
+        ("chain", 1),
+        ("chain", 2),
+    ]
+    for r in results:
+        assert r["op"] == "round" and r["error"] is None and r["time_us"] > r["floor_us"] > 0
+        expected = 1 if r["params"]["algorithm"] == "none" else 3.5
+        assert r["facts"]["accept_length"] == pytest.approx(expected, abs=0.35)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["build_tree", "round"], "round is timed alone, expected no op beside it"),
+        (["round", "--accept", "0.5"], "--accept is 0.5, expected at least 1"),
+    ],
+)
+def test_what_round_refuses(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *arguments, "--device", "cpu"]) == 2
+    assert message in capsys.readouterr().err
