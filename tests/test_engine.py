@@ -21,6 +21,7 @@ SPECULATIONS = {
     "ngram": Speculation("NGRAM"),
     "eagle3-chain": Speculation("EAGLE3", tiny_model("eagle3"), num_steps=5, topk=1),
     "eagle3-tree": Speculation("EAGLE3", tiny_model("eagle3"), num_steps=5, topk=8, num_draft_tokens=32),
+    "eagle3+ngram": Speculation("EAGLE3+NGRAM", tiny_model("eagle3"), num_steps=4, topk=4, num_draft_tokens=24),
     # The target as its own draft: every draft is right, so every round is as long as it can be.
     "standalone": Speculation("STANDALONE", TARGET, num_steps=3, topk=2, num_draft_tokens=8),
 }

@@ -17,6 +17,7 @@ from ..models.eagle3 import feature_layers, read_config
 from ..status import FinishReason, Status
 from .drafts import build_draft
 from .drafts.ngram import NgramDraft
+from .drafts.union import UnionDraft
 from .executor import Executor
 from .outputs import GenerationError, NewTokens, RequestOutput, RequestStats
 from .params import SamplingParams, Speculation
@@ -84,7 +85,7 @@ class Engine:
 
         # Rows a round may write beyond L: the tree, the accepted rows, the draft's scratch (docs/round.md).
         reserve = speculation.num_nodes + 1
-        if speculation.algorithm in ("EAGLE3", "STANDALONE"):
+        if speculation.uses_eagle3 or speculation.algorithm == "STANDALONE":
             scratch = speculation.topk * (speculation.num_steps - 1) + 1
             reserve = max(speculation.num_nodes, speculation.num_steps + 1, scratch) + 1
         max_pages = -(-(max_len + reserve) // page_size)
@@ -97,7 +98,7 @@ class Engine:
             )
 
         layers: tuple[int, ...] = ()
-        if speculation.algorithm == "EAGLE3":
+        if speculation.uses_eagle3:
             assert speculation.draft_model is not None
             head = local_folder(speculation.draft_model, "Speculation: draft_model")
             layers = feature_layers(read_config(head), config.num_hidden_layers)
@@ -122,7 +123,7 @@ class Engine:
             device=self.device,
         )
         self.draft = build_draft(speculation, self.state, self.target, num_pages=num_pages, max_len=max_len)
-        if isinstance(self.draft, NgramDraft):
+        if isinstance(self.draft, NgramDraft | UnionDraft):
             for file in speculation.ngram_corpus:
                 self.draft.learn(file_tokens(file, self.tokenizer))
         self._sampling: dict[int, SamplingParams] = {}  # of the requests that run, each with its seed
