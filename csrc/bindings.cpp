@@ -342,10 +342,12 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
   // --- ngram
   using Release = py::call_guard<py::gil_scoped_release>;
   py::class_<NgramIndex>(m, "NgramIndex", "n-gram index: drafts from text seen before")
-      .def(py::init<int64_t, int64_t, int64_t, int64_t>(), Release())
+      .def(py::init<int64_t, int64_t, int64_t, int64_t, const OptTensor&>(), Release())
       .def_static("load", &NgramIndex::load, Release())
       .def("save", &NgramIndex::save, Release())
+      .def("copy", &NgramIndex::copy, Release())
       .def("begin", &NgramIndex::begin, Release())
+      .def("length", &NgramIndex::length, Release())
       .def("insert", &NgramIndex::insert, Release())
       .def("extend", &NgramIndex::extend, Release())
       .def("release", &NgramIndex::release, Release())
@@ -356,10 +358,11 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
              const auto [h, capacity] = index.statistics();
              const double load = static_cast<double>(h.entries) / static_cast<double>(capacity);
              return py::make_tuple(h.inserted, h.held, h.entries, load, h.evictions, h.drafts, h.matches, h.drafted,
-                                   std::to_array(h.rounds_by_match), std::to_array(h.accepted_by_match));
+                                   std::to_array(h.rounds_by_match), std::to_array(h.accepted_by_match), h.refused);
            })
       .def("digest", &NgramIndex::digest, Release())
-      .def_property_readonly("num_bytes", &NgramIndex::num_bytes);
+      .def_property_readonly("num_bytes", &NgramIndex::num_bytes)
+      .def_property_readonly("device_words", &NgramIndex::device_words);
 
   // --- scheduler
   using Seconds = std::chrono::duration<double>;

@@ -22,6 +22,7 @@ SPECULATIONS = {
     "ngram": Speculation("NGRAM"),
     "eagle3-chain": Speculation("EAGLE3", tiny_model("eagle3"), num_steps=5, topk=1),
     "eagle3-tree": Speculation("EAGLE3", tiny_model("eagle3"), num_steps=5, topk=8, num_draft_tokens=32),
+    "eagle3+ngram": Speculation("EAGLE3+NGRAM", tiny_model("eagle3"), num_steps=4, topk=4, num_draft_tokens=24),
     # The target as its own draft: every draft is right, so every round is as long as it can be.
     "standalone": Speculation("STANDALONE", TARGET, num_steps=3, topk=2, num_draft_tokens=8),
 }
@@ -103,6 +104,17 @@ def test_accept_length_on_held_out_prompts(name: str, kind: str, at_least: float
     outputs = engine.generate(held_out(kind)[:60], SamplingParams(max_new_tokens=96))
     print(f"{name} on {kind}: accept length {accept_length(outputs):.2f}")
     assert accept_length(outputs) >= at_least
+
+
+@pytest.mark.parametrize("kind", ["code", "repeat"])
+def test_the_union_of_two_drafts_accepts_more_than_either(kind: str) -> None:
+    lengths = {}
+    for name in ("NGRAM", "EAGLE3", "EAGLE3+NGRAM"):
+        head = None if name == "NGRAM" else tiny_model("eagle3")
+        engine = make_engine(Speculation(name, head, num_draft_tokens=32), "batched", torch.device("cpu"))
+        outputs = engine.generate(held_out(kind)[:12], SamplingParams(max_new_tokens=64, ignore_eos=True))
+        lengths[name] = accept_length(outputs)
+    assert lengths["EAGLE3+NGRAM"] >= max(lengths.values()), lengths
 
 
 def test_stop_tokens_budget_and_context_end_a_request(device: torch.device) -> None:

@@ -25,6 +25,7 @@ SPECULATIONS = {
     "eagle3-chain": Speculation("EAGLE3", HEAD, num_steps=3, topk=1),
     "eagle3-tree": Speculation("EAGLE3", HEAD, num_steps=5, topk=8, num_draft_tokens=32),
     "eagle3-bush": Speculation("EAGLE3", HEAD, num_steps=2, topk=4, num_draft_tokens=9),
+    "eagle3+ngram": Speculation("EAGLE3+NGRAM", HEAD, num_steps=3, topk=4, num_draft_tokens=16),
     "standalone": Speculation("STANDALONE", TARGET, num_steps=3, topk=2, num_draft_tokens=8),
 }
 # Slots, page size, pages beyond those of one request.

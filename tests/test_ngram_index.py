@@ -148,8 +148,9 @@ def test_matches_model(calls: list[tuple[Any, ...]]) -> None:
             model.insert(tokens, group=group)
         elif call == "begin":
             slot, group, private, request = arguments
-            held = index.begin(slot, group=group, private=private, request=request)
-            assert held == model.begin(slot, group=group, private=private, request=request)
+            for each in (index, model):
+                each.begin(slot, group=group, private=private, request=request)
+            assert index.length(slot) == model.length(slot)
         elif call == "release":
             index.release(arguments[0])
             model.release(arguments[0])
@@ -203,7 +204,9 @@ def test_ageing_text_is_never_misread(max_tokens: int, alphabet: int, seed: int)
                     "private": rng.random() < 0.3,
                     "request": rng.choice([None, 1, 2]),
                 }
-                assert len({each.begin(slot, **options) for each in (index, twin, model)}) == 1
+                for each in (index, twin, model):
+                    each.begin(slot, **options)
+                assert index.length(slot) == twin.length(slot) == model.length(slot)
             elif action < 0.6:
                 tokens = [rng.randrange(alphabet) for _ in range(rng.choice([1, 2, 5, 30, 100]))]
                 target = rng.choice([slot, slot, None])
@@ -299,7 +302,7 @@ def test_weights_of_scopes_and_of_age() -> None:
     index = sd.NgramIndex(1000, 2, 500)
     for text, group in (([1, 5], 0), ([1, 6], 7), ([1, 7], 7), ([1, 8], 3)):
         index.insert(ints(text), group=group)
-    assert index.begin(0, group=7) == 0
+    index.begin(0, group=7)
     index.insert(ints([1]), 0)
     tree, scores, _ = draft(index, [0], 4)
     assert tree.tokens[0].tolist() == [1, 7, 6, 5]  # the group's first, its newest first; no other group's
@@ -332,17 +335,32 @@ def test_a_request_resumes_its_stream() -> None:
     index.insert(ints([7, 7]), 1)
     index.release(0)
     index.release(1)
-    assert index.begin(0, request=11) == 2  # request 10 is in slot 1 now
-    assert index.begin(1, request=10, group=1) == 0  # of another group: another request; the record is lost
-    assert index.begin(2, request=10) == 0
+    assert begun(index, 0, request=11) == 2  # request 10 is in slot 1 now
+    assert begun(index, 1, request=10, group=1) == 0  # of another group: another request; the record is lost
+    assert begun(index, 2, request=10) == 0
     index.release(0)
-    assert index.begin(1, request=11) == 2
+    assert begun(index, 1, request=11) == 2
     index.insert(ints([8, 7, 7]), 1)
     tree, _, match_len = draft(index, [1], 3)
     assert tree.tokens[0].tolist() == [7, 8, 7] and match_len.tolist() == [2]
     assert index.statistics.inserted == 10
-    assert index.begin(1, request=11) == 5  # also where it runs
-    assert index.begin(1) == 0
+    assert begun(index, 1, request=11) == 5  # also where it runs
+    assert begun(index, 1) == 0
+
+
+def begun(index: sd.NgramIndex, slot: int, **options: int) -> int:
+    index.begin(slot, **options)  # type: ignore[arg-type]
+    return index.length(slot)
+
+
+def test_text_that_is_held_is_skipped() -> None:
+    index, plain = (sd.NgramIndex(1000, 1, 50) for _ in range(2))
+    text = list(range(40))
+    plain.insert(ints(text), 0)
+    for start, end in ((0, 10), (0, 5), (3, 12), (12, 12), (0, 40), (40, 40)):
+        index.insert(ints(text[start:end]), 0, start=start)
+    assert index.length(0) == 40 and index._index.digest() == plain._index.digest()
+    assert index.statistics.inserted == 40
 
 
 def test_accepted_tokens_are_counted_by_match_length() -> None:
@@ -445,7 +463,7 @@ def test_clear_and_statistics() -> None:
     assert statistics.evictions > 0 and statistics.entries <= 200 and statistics.load <= 1
     assert statistics.inserted == 2003 and 100 <= statistics.held <= 6 * 27
     index.clear()
-    assert index.statistics == (*(0,) * 8, [0] * 33, [0] * 33) and index._index.digest() == fresh
+    assert index.statistics == (*(0,) * 8, [0] * 33, [0] * 33, 0) and index._index.digest() == fresh
     assert draft(index, [1], 4)[0].num_nodes.tolist() == [0]
 
 
@@ -504,6 +522,10 @@ REFUSED: list[tuple[Callable[[sd.NgramIndex], object], str]] = [
     (lambda i: i.extend(ints([[9]] * 3), ints([1] * 3), None), "ngram_extend: slots is None for batch=3, expected a tensor, or batch <= num_slots=2"),
     (lambda i: i.insert(ints([1]), group=-1), "ngram_insert: group is -1, expected 0 to 2147483647"),
     (lambda i: i.insert(ints([1]), 0, group=1), "ngram_insert: group is 1 with a slot, expected that of `begin`"),
+    (lambda i: i.insert(ints([1]), 1, start=6), "ngram_insert: start is 6, expected 0 to 5"),
+    (lambda i: i.insert(ints([1]), 1, start=-1), "ngram_insert: start is -1, expected 0 to 10"),
+    (lambda i: i.insert(ints([1]), start=1), "ngram_insert: start is 1, expected 0 to 0"),
+    (lambda i: i.length(2), "ngram_length: slot is 2, expected 0 to 1"),
     (lambda i: i.begin(2), "ngram_begin: slot is 2, expected 0 to 1"),
     (lambda i: i.begin(1, group=2**31), "ngram_begin: group is 2147483648, expected 0 to 2147483647"),
     (lambda i: i.begin(1, request=-1), "ngram_begin: request is -1, expected 0 to 9223372036854775807"),

@@ -26,6 +26,7 @@ SPECULATIONS = {
     "ngram": Speculation("NGRAM"),
     "eagle3-chain": Speculation("EAGLE3", tiny_model("eagle3"), num_steps=4, topk=1),
     "eagle3-tree": Speculation("EAGLE3", tiny_model("eagle3"), num_steps=4, topk=3, num_draft_tokens=12),
+    "eagle3+ngram": Speculation("EAGLE3+NGRAM", tiny_model("eagle3"), num_steps=3, topk=3, num_draft_tokens=12),
     "standalone": Speculation("STANDALONE", tiny_model("target"), num_steps=3, topk=2, num_draft_tokens=8),
 }
 every_draft = pytest.mark.parametrize("name", SPECULATIONS)
@@ -208,18 +209,17 @@ def test_the_ngram_streams_are_the_texts_of_the_requests(monkeypatch: pytest.Mon
     begun = 0
 
     class Recorder:
-        def begin(self, slot: int, request: int) -> int:
+        def begin(self, slot: int, request: int) -> None:
             nonlocal begun
             begun += 1
             running[slot] = request
-            held: int = index.begin(slot, request=request)
-            assert held in (0, len(texts.get(request, [])))
-            del texts.setdefault(request, [])[held:]
-            return held
+            index.begin(slot, request=request)
+            assert index.length(slot) in (0, len(texts.get(request, [])))
 
-        def insert(self, tokens: torch.Tensor, slot: int) -> None:
-            texts[running[slot]] += tokens.tolist()
-            index.insert(tokens, slot)
+        def insert(self, tokens: torch.Tensor, slot: int, start: int) -> None:
+            assert start == 0
+            texts[running[slot]] = tokens.tolist()
+            index.insert(tokens, slot, start=0)
 
         def extend(self, tokens: torch.Tensor, lengths: torch.Tensor, slots: torch.Tensor, match: torch.Tensor) -> None:
             for row, length, slot in zip(tokens, lengths.tolist(), slots.tolist(), strict=True):

@@ -1,7 +1,10 @@
-"""Cases of NgramIndex: one round's lookups, and bulk insertion, on text that repeats itself as code and chat do."""
+"""Cases of NgramIndex: one round's lookups and insertions, and bulk insertion, on text that repeats itself as code and
+chat do. On a GPU nothing of the index is in the L2 cache when a call starts.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,12 +30,21 @@ def repetitive_text(length: int, first_id: int = 0) -> Tensor:
     return torch.cat([phrases[i] for i in chosen])[:length].contiguous()
 
 
-def filled_index(held: int, batch: int) -> sd.NgramIndex:
+def filled_index(held: int, batch: int, device: torch.device) -> sd.NgramIndex:
     """With `held` tokens that no other text shares, so that what follows must draft as if they were not there."""
-    index = sd.NgramIndex(max_tokens=held + DOCUMENT + (batch + 1) * STREAM, num_slots=batch)
+    tokens = held + DOCUMENT + (batch + 1) * STREAM
+    index = sd.NgramIndex(tokens, num_slots=batch, max_len=2**31 - 1, device=device)
     for start in range(0, held, 1 << 20):
-        index.insert(repetitive_text(min(held - start, 1 << 20), first_id=10 * VOCAB))
+        index.insert(repetitive_text(min(held - start, 1 << 20), first_id=10 * VOCAB).to(device))
     return index
+
+
+def emptied_cache(device: torch.device) -> Callable[[], object] | None:
+    """What fills a GPU's L2 with other things."""
+    if device.type == "cpu":
+        return None
+    other = torch.empty(2 * torch.cuda.get_device_properties(device).L2_cache_size, dtype=torch.int8, device=device)
+    return other.zero_
 
 
 def outputs(batch: int, nodes: int, device: torch.device) -> dict[str, Tensor]:
@@ -59,49 +71,83 @@ def expect_drafts(plain: reference.NgramIndex, out: dict[str, Tensor], mode: str
 
 def ngram_draft(device: torch.device, p: Params) -> Work:
     batch, nodes = p["batch"], p["nodes"]
-    index, plain = filled_index(p["held"], batch), reference.NgramIndex()
+    index, plain = filled_index(p["held"], batch, device), reference.NgramIndex()
     text = repetitive_text(DOCUMENT)
     for slot in (None, *range(batch)):
         start = int(torch.randint(0, DOCUMENT - STREAM, ()))
         part = text if slot is None else text[start : start + STREAM].contiguous()
-        index.insert(part, slot)
+        index.insert(part.to(device), slot)
         plain.insert(part.tolist(), slot)
 
-    seq_lens = torch.full((batch,), STREAM - 1, dtype=torch.int32)
+    seq_lens = torch.full((batch,), STREAM - 1, dtype=torch.int32, device=device)
     out = outputs(batch, nodes, device)
     return Work(
         call=lambda: index.draft(None, seq_lens, nodes, mode=p["mode"], **out),
         check=lambda: expect_drafts(plain, out, p["mode"]),
         bytes_moved=bytes_of(seq_lens, *out.values()),
+        restore=emptied_cache(device),
+    )
+
+
+def ngram_extend(device: torch.device, p: Params) -> Work:
+    """What a round accepted, 1 to 7 tokens a row."""
+    batch, width = p["batch"], p["width"]
+    index = filled_index(p["held"], batch, device)
+    plain = reference.NgramIndex()
+    text = repetitive_text(DOCUMENT + batch * width)
+    for each, document in ((index, text.to(device)), (plain, text.tolist())):
+        each.insert(document)
+    lengths = torch.randint(1, min(width, 7) + 1, (batch,), dtype=torch.int32)
+    rows = text[: batch * width].reshape(batch, width)
+    on = rows.to(device), lengths.to(device)
+
+    def check() -> None:
+        for slot, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
+            plain.insert(row[:length], slot)
+        out = outputs(batch, 16, device)
+        index.draft(None, torch.zeros_like(on[1]), 16, **out)
+        expect_drafts(plain, out, "tree")
+
+    return Work(
+        call=lambda: index.extend(*on, None),
+        check=check,
+        bytes_moved=bytes_of(*on) + int(lengths.sum()) * 4 * 2 * 64,
+        restore=emptied_cache(device),
     )
 
 
 def ngram_insert(device: torch.device, p: Params) -> Work:
     """A document of 65536 tokens, once the index is full: the oldest text goes."""
-    index = filled_index(p["held"], batch=1)
+    index = filled_index(p["held"], 1, device)
     text = repetitive_text(CHUNK)
+    on_device = text.to(device)
 
     def check() -> None:
         plain = reference.NgramIndex()
         for slot, part in ((None, text), (0, text[100:200].contiguous())):
             plain.insert(part.tolist(), slot)
             if slot is not None:
-                index.insert(part, slot)
+                index.insert(part.to(device), slot)
         out = outputs(1, 16, device)
-        index.draft(None, torch.zeros(1, dtype=torch.int32), 16, **out)
+        index.draft(None, torch.zeros(1, dtype=torch.int32, device=device), 16, **out)
         expect_drafts(plain, out, "tree")
 
-    return Work(call=lambda: index.insert(text), check=check, bytes_moved=bytes_of(text) * 18)  # 68 bytes a token
+    return Work(call=lambda: index.insert(on_device), check=check, bytes_moved=bytes_of(text) * 18)  # 68 bytes a token
 
 
 HELD = (100_000, 1_000_000, 10_000_000)
 CASES = [
     Case(
         "ngram_draft",
-        grid={"batch": (1, 8, 64), "nodes": (8, 16, 64), "mode": ("tree", "chain"), "held": HELD},
+        grid={"batch": (1, 8, 64, 128), "nodes": (8, 16, 64), "mode": ("tree", "chain"), "held": HELD},
         base={"batch": 1, "nodes": 16, "mode": "tree", "held": 1_000_000},
         make=ngram_draft,
-        devices=("cpu",),
     ),
-    Case("ngram_insert", grid={"held": HELD}, make=ngram_insert, devices=("cpu",)),
+    Case(
+        "ngram_extend",
+        grid={"batch": (1, 16, 64, 128), "width": (16, 64), "held": HELD},
+        base={"batch": 64, "width": 16, "held": 1_000_000},
+        make=ngram_extend,
+    ),
+    Case("ngram_insert", grid={"held": HELD}, make=ngram_insert),
 ]

@@ -21,6 +21,14 @@
 
 #include "core/host_device.h"
 
+#ifdef __CUDA_ARCH__
+#define SD_UNROLL _Pragma("unroll")
+#elif defined(__CUDACC__)
+#define SD_UNROLL
+#else
+#define SD_UNROLL _Pragma("GCC unroll 8")
+#endif
+
 namespace specdec {
 
 constexpr int kNgramOrders = 4;                         // n = 1, 2, 4, 8
@@ -47,12 +55,13 @@ struct alignas(256) NgramHeader {
   uint64_t held;          // of them, not overwritten
   uint64_t entries;       // of the table, in use
   uint64_t evictions;     // entries that gave way to a new n-gram
-  // What was drafted: nothing depends on these, and `digest` leaves them out.
+  // What happened: nothing depends on these, and `digest` leaves them out.
   uint64_t drafts;                               // rows with a stream
   uint64_t matches;                              // of those, with a candidate
   uint64_t drafted;                              // nodes beyond the roots
   uint64_t rounds_by_match[kNgramMaxMatch + 1];  // rows reported, by the match length of their draft
   uint64_t accepted_by_match[kNgramMaxMatch + 1];
+  uint64_t refused;  // rows left out by a GPU, which cannot raise
 };
 static_assert(sizeof(NgramHeader) == 768);
 
@@ -138,7 +147,7 @@ SD_HD uint32_t ngram_tag(uint64_t key) {
 // The entry of that tag, or -1. All are compared, which is quicker than to stop at the first.
 SD_HD int ngram_find(const NgramSet& set, uint32_t tag) {
   int way = -1;
-#pragma GCC unroll 8
+  SD_UNROLL
   for (int w = kNgramWays - 1; w >= 0; --w) way = (set.meta[w] ^ tag) < 256 ? w : way;
   return way;
 }
@@ -199,9 +208,10 @@ struct NgramWeights {
   uint32_t own, group, global;     // in 1/16, at most 2^12
   uint32_t recency[kNgramRecent];  // of the i-th newest place of an n-gram, in 1/256
 
-  SD_HD uint32_t of(const NgramBlock& block, uint32_t stream) const {
-    if (block.owner == stream) return own;
-    return block.scope == kNgramGlobal ? global : group;  // another's own scope is never looked at
+  // Of text in a block with this owner and scope, to a stream.
+  SD_HD uint32_t of(uint32_t owner, uint32_t scope, uint32_t stream) const {
+    if (owner == stream) return own;
+    return scope == kNgramGlobal ? global : group;  // another's own scope is never looked at
   }
 };
 

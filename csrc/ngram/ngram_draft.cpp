@@ -1,14 +1,6 @@
-// Drafting: the checks of NgramIndex::draft and its CPU half.
-//
-// Candidates are places where the context's last n tokens stood: longest n first, then scope by scope (the stream's
-// own, its group's, everybody's), newest first, each place once, 32 at most. A place's match is verified backwards
-// against the stored text (up to 32 tokens), and one shorter than n, or of another scope, is a hash collision. Its
-// weight is 2^min(match, 24), times that of its scope or of the request's own text, times that of its age.
-//
-// A node is the set of candidates that agree on the path to it; its children are the groups of their next tokens.
-// p(child) = p * sum w(group) / sum w(node) telescopes to w(node) / w(root), so the order is one of integers, the same
-// on every device. A candidate whose text ends keeps its share: nobody knows what came next. The tree grows best first:
-// larger weight, then longer best match, then the earliest candidate; no two open nodes share a candidate.
+// NgramIndex::draft: the checks, and its CPU half.
+#include "ngram/ngram_draft.h"
+
 #include <algorithm>
 #include <atomic>
 #include <bit>
@@ -16,73 +8,41 @@
 #include <limits>
 #include <mutex>
 
-#include "core/exact_math.h"
 #include "core/slots.h"
+#include "ngram/append.h"
 #include "ngram/ngram_index.h"
 
 namespace specdec {
 namespace {
 
 constexpr int64_t kRowsTogether = 4;  // what a thread takes at a time
-constexpr float kLn2 = 0x1.62e43p-1f;
-
-struct Candidate {
-  NgramCursor next;  // its next token
-  uint64_t weight;
-  int match;
-};
 
 struct Candidates {
-  Candidate at[kNgramCandidates];
+  NgramCandidate at[kNgramCandidates];
   int count = 0;
   int longest = 0;
 };
 
-// A place that the table names.
-struct Place {
-  uint32_t position;
-  uint32_t scope;
-  int order;
-  int age;  // how many places of its n-gram are newer
-};
-
-// The scopes a stream looks into, where a place could have a weight: its own first, everybody's last.
-int find_scopes(const NgramSlot& slot, const NgramWeights& weights, uint32_t* scopes) {
-  int count = 0;
-  const auto look = [&](uint32_t scope, uint32_t weight) {
-    if (weight > 0 || (scope == slot.scope && weights.own > 0)) scopes[count++] = scope;
-  };
-  if (slot.scope >= kNgramPrivate) look(slot.scope, 0);
-  if (slot.group != kNgramGlobal) look(slot.group, weights.group);
-  look(kNgramGlobal, weights.global);
-  return count;
-}
-
 // The places of each order's n-gram: longest n first, then scope by scope, newest first.
 int find_places(const NgramView& v, const NgramSlot& slot, const NgramWeights& weights, const int32_t* context,
-                int context_len, Place* places) {
+                int context_len, NgramPlace* places) {
   uint32_t scopes[kNgramScopes];
-  const int num_scopes = find_scopes(slot, weights, scopes);
-  uint64_t keys[kNgramOrders][kNgramScopes];
-  int orders = 0;
+  const int num_scopes = ngram_find_scopes(slot, weights, scopes);
+  const int orders = std::bit_width(static_cast<unsigned>(std::min(context_len, kNgramLongest)));
+  uint64_t keys[kNgramScopes][kNgramOrders];
   for (int s = 0; s < num_scopes; ++s) {
-    uint64_t hash = ngram_hash_seed(scopes[s]);
-    orders = 0;
-    for (int n = 1; n <= std::min(context_len, kNgramLongest); ++n) {
-      hash = ngram_hash_step(hash, context[n - 1]);
-      if (n != 1 << orders) continue;
-      keys[orders][s] = ngram_key(hash, orders);
-      const char* set = reinterpret_cast<const char*>(v.sets + ngram_set_of(v, keys[orders][s]));
+    ngram_keys(scopes[s], [&](int n) { return context[n - 1]; }, keys[s]);
+    for (int order = 0; order < orders; ++order) {
+      const char* set = reinterpret_cast<const char*>(v.sets + ngram_set_of(v, keys[s][order]));
       for (size_t line = 0; line < sizeof(NgramSet); line += 64) __builtin_prefetch(set + line);
-      ++orders;
     }
   }
 
   int found = 0;
   for (int order = orders - 1; order >= 0; --order)
     for (int s = 0; s < num_scopes; ++s) {
-      const NgramSet& set = v.sets[ngram_set_of(v, keys[order][s])];
-      const int way = ngram_find(set, ngram_tag(keys[order][s]));
+      const NgramSet& set = v.sets[ngram_set_of(v, keys[s][order])];
+      const int way = ngram_find(set, ngram_tag(keys[s][order]));
       if (way < 0) continue;
       const int held = std::min<int>(set.meta[way] & 0xff, kNgramRecent);
       for (int i = 0; i < held; ++i) {
@@ -101,26 +61,22 @@ int find_places(const NgramView& v, const NgramSlot& slot, const NgramWeights& w
 // Every place once, with the longest n that names it, while there is room.
 Candidates find_candidates(const NgramDraftParams& p, const NgramSlot& slot) {
   const NgramView& v = p.index;
-  int32_t context[kNgramMaxMatch];  // newest first
+  int32_t context[kNgramMaxMatch] = {};  // newest first
   const int context_len = static_cast<int>(std::min<uint32_t>(slot.length, kNgramMaxMatch));
   for (int i = 0; i < context_len; ++i) context[i] = slot.tail[(slot.length - 1 - i) % kNgramMaxMatch];
-  Place places[kNgramOrders * kNgramScopes * kNgramRecent];
+  NgramPlace places[kNgramOrders * kNgramScopes * kNgramRecent];
   const int found = find_places(v, slot, p.weights, context, context_len, places);
 
   Candidates c;
   uint32_t taken[kNgramCandidates];
   for (int i = 0; i < found && c.count < kNgramCandidates; ++i) {
-    const Place& place = places[i];
+    const NgramPlace& place = places[i];
     if (std::find(taken, taken + c.count, place.position) != taken + c.count) continue;
-    const NgramCursor next = ngram_cursor(v, place.position);
-    if (!next.block || next.block->scope != place.scope) continue;  // overwritten, or another n-gram of this hash
-    const int match = ngram_match(v, next, context, context_len);
-    if (match < 1 << place.order || match < p.min_match) continue;
-    const uint64_t weight = ngram_weight(p.weights.of(*next.block, slot.stream), p.weights.recency[place.age], match);
-    if (weight == 0) continue;
+    const NgramCandidate candidate = ngram_verify(p, place, slot.stream, context, context_len);
+    if (candidate.weight == 0) continue;
     taken[c.count] = place.position;
-    c.at[c.count++] = {next, weight, match};
-    c.longest = std::max(c.longest, match);
+    c.at[c.count++] = candidate;
+    c.longest = std::max(c.longest, candidate.match);
   }
   return c;
 }
@@ -138,12 +94,6 @@ struct OpenNodes {  // disjoint members, so never more than there are candidates
   Open at[kNgramCandidates];
   uint64_t rank[kNgramCandidates];
   int count = 0;
-
-  // Larger goes first: weight, then match, then the earliest candidate. No two are equal.
-  static uint64_t rank_of(const Open& o) {
-    const auto first = static_cast<uint64_t>(std::countr_zero(o.members));
-    return o.weight << 11 | static_cast<uint64_t>(o.match) << 5 | (kNgramCandidates - 1 - first);
-  }
 
   int best() const {
     int best = 0;
@@ -171,7 +121,8 @@ struct OpenNodes {  // disjoint members, so never more than there are candidates
       at[child].weight += c.at[i].weight;
       at[child].match = std::max(at[child].match, c.at[i].match);
     }
-    for (int i = begin; i < count; ++i) rank[i] = rank_of(at[i]);
+    for (int i = begin; i < count; ++i)
+      rank[i] = ngram_rank(at[i].weight, at[i].match, std::countr_zero(at[i].members));
   }
 };
 
@@ -185,11 +136,11 @@ int32_t grow_tree(const NgramDraftParams& p, Candidates& c, int32_t* tokens, int
   for (; open.count > 0 && used < p.out.nodes; ++used) {
     const int first = open.best();
     const Open best = open.at[first];
-    const double probability = div(static_cast<double>(best.weight), static_cast<double>(total));
+    const double probability = ngram_probability(best.weight, total);
     if (probability < p.min_prob) break;  // and so are all others
     tokens[used] = best.token;
     parents[used] = best.parent;
-    scores[used] = mul(log2_of(static_cast<float>(probability)), kLn2);
+    scores[used] = ngram_score(probability);
     if (p.chain)
       open.count = 0;
     else
@@ -234,12 +185,12 @@ void NgramIndex::draft(const OptTensor& slots, const TensorView& seq_lens, int64
                        const TensorView& out_positions, const TensorView& out_first_child,
                        const TensorView& out_next_sibling, const TensorView& out_mask, const TensorView& out_num_nodes,
                        const TensorView& out_scores, const TensorView& out_match_len) {
-  Check check("ngram_draft");
+  Check check = index_check("ngram_draft");
   Dim B{"batch"}, N{"num_draft_tokens", num_draft_tokens}, S{"num_slots", view_.num_slots};
   check.tensor("slots", slots, {B}, kInt32);
   check.tensor("seq_lens", seq_lens, {B}, kInt32);
   check.slots(slots, B, S);
-  check.require_cpu();
+  require_own_device(check);
   check.range("num_draft_tokens", N, 1, kMaxTreeNodes);
   if (!(min_prob >= 0 && min_prob <= 1)) check.that(false, "min_prob", "is " + std::to_string(min_prob), "0 to 1");
   check.range("min_match", min_match, 1, kNgramMaxMatch);
@@ -259,10 +210,14 @@ void NgramIndex::draft(const OptTensor& slots, const TensorView& seq_lens, int64
       .batch = B,
       .chain = chain,
       .min_prob = min_prob,
-      .min_match = min_match,
+      .min_match = static_cast<int32_t>(min_match),
       .weights = weights,
   };
   const std::shared_lock lock(mutex_);
+  if (check.on_cuda()) {
+    if (B > 0) SD_RUN_CUDA(check, CallStream{}, ngram_draft, params);
+    return;
+  }
   workers_.run((B + kRowsTogether - 1) / kRowsTogether, [&](int64_t i) {
     ngram_draft_cpu(params, i * kRowsTogether, std::min<int64_t>(B, (i + 1) * kRowsTogether));
   });

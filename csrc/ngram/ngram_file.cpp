@@ -60,6 +60,7 @@ size_t read_all(int fd, void* data, size_t bytes) {
 }  // namespace
 
 int NgramIndex::save(int fd) const {
+  if (on_cuda()) return copy({})->save(fd);
   const std::shared_lock lock(mutex_);
   const size_t bytes = view_.slots_at();
   // The counts of drafting go on while this is written.
@@ -76,14 +77,14 @@ int NgramIndex::save(int fd) const {
       .num_blocks = view_.num_blocks,
       .num_slots = view_.num_slots,
       .max_len = config_.max_len,
-      .payload_checksum = ngram_checksum(memory_.data() + sizeof header, memory_.data() + bytes, of_header),
+      .payload_checksum = ngram_checksum(host_->data() + sizeof header, host_->data() + bytes, of_header),
       .checksum = 0,
   };
   std::memcpy(head.mark, kMark, sizeof kMark);
   head.checksum = checksum_of(head);
   if (const int error = write_all(fd, &head, sizeof head)) return error;
   if (const int error = write_all(fd, &header, sizeof header)) return error;
-  return write_all(fd, memory_.data() + sizeof header, bytes - sizeof header);
+  return write_all(fd, host_->data() + sizeof header, bytes - sizeof header);
 }
 
 std::unique_ptr<NgramIndex> NgramIndex::load(int fd, std::optional<int64_t> num_slots, std::optional<int64_t> max_len,
@@ -109,8 +110,8 @@ std::unique_ptr<NgramIndex> NgramIndex::load(int fd, std::optional<int64_t> num_
     refuse("has " + std::to_string(file.st_size) + " bytes",
            std::to_string(want) + (file.st_size < want ? ": it is truncated" : ": something follows"));
 
-  std::unique_ptr<NgramIndex> index(new NgramIndex(config));
-  std::byte* const memory = index->memory_.data();
+  std::unique_ptr<NgramIndex> index(new NgramIndex(config, {}));
+  std::byte* const memory = index->host_->data();
   if (read_all(fd, memory, bytes) != bytes) refuse("cannot be read", std::to_string(want) + " bytes");
   const NgramHeader& header = *index->view_.header;
   const bool sound = (header.next_block & ((1u << config.sizes.block_bits) - 1)) < config.sizes.num_blocks &&

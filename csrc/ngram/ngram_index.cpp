@@ -7,10 +7,12 @@
 #include <cstring>
 #include <mutex>
 #include <new>
-#include <utility>
 #include <vector>
 
+#include "core/errors.h"
 #include "core/slots.h"
+#include "ngram/append.h"
+#include "ngram/ngram_insert.h"
 
 namespace specdec {
 namespace {
@@ -31,16 +33,22 @@ void check_tokens(Check& check, const int32_t* tokens, int64_t count, int64_t ro
              "token ids of 0 or more");
 }
 
-NgramSlot empty_stream(uint32_t number, uint32_t scope) {
-  return {.request = 0,
-          .live = 0,
-          .length = 0,
-          .stream = number,
-          .block = kNgramNone,
-          .scope = scope,
-          .group = kNgramGlobal,
-          .tail = {}};
+// What only a build with kernels can do, for an index on a GPU, which others cannot make.
+#ifdef SPECDEC_WITH_CUDA
+void zero(const Check& check, void* memory, size_t bytes) {
+  DeviceGuard guard(check.device().device_id);
+  ngram_zero_cuda(memory, bytes, static_cast<Stream>(check.stream({})));
 }
+void copy(const Check& check, void* to, const void* from, size_t bytes, bool wait) {
+  DeviceGuard guard(check.device().device_id);
+  ngram_copy_cuda(to, from, bytes, wait, static_cast<Stream>(check.stream({})));
+}
+#else
+void zero(const Check& check, void*, size_t) { throw_no_cuda(check); }
+void copy(const Check& check, void*, const void*, size_t, bool) { throw_no_cuda(check); }
+#endif
+
+size_t work_at(const NgramSizes& sizes) { return (sizes.bytes() + 255) / 256 * 256; }
 
 }  // namespace
 
@@ -73,23 +81,75 @@ NgramIndex::Config NgramIndex::checked_config(Check check, int64_t max_tokens, s
   return {max_tokens, max_len, num_threads, sizes};
 }
 
-NgramIndex::NgramIndex(int64_t max_tokens, int64_t num_slots, int64_t max_len, int64_t num_threads)
-    : NgramIndex(checked_config(Check("ngram_index"), max_tokens, {}, num_slots, max_len, num_threads)) {}
+NgramIndex::NgramIndex(int64_t max_tokens, int64_t num_slots, int64_t max_len, int64_t num_threads,
+                       const OptTensor& memory)
+    : NgramIndex(checked_config(Check("ngram_index"), max_tokens, {}, num_slots, max_len, num_threads), memory) {
+  if (memory) zero(index_check("ngram_index"), device_.data<void>(), config_.sizes.bytes());
+}
 
-NgramIndex::NgramIndex(const Config& config)
+NgramIndex::NgramIndex(const Config& config, const OptTensor& memory)
     : config_(config),
-      memory_(config.sizes.bytes()),
-      view_(ngram_view(config.sizes, memory_.data())),
-      workers_(config.num_threads) {}
+      host_(memory ? nullptr : std::make_unique<ZeroedMemory>(config.sizes.bytes())),
+      device_(memory.value_or(TensorView{})),
+      view_(ngram_view(config.sizes, memory ? memory->data<void>() : host_->data())),
+      workers_(memory ? 1 : config.num_threads) {
+  if (!memory) return;
+  Check check("ngram_index");
+  Dim words{"words", device_words()};
+  check.output("memory", *memory, {words}, kInt64);
+  check.that(check.on_cuda(), "memory", "is on the cpu", "a cuda tensor");
+  check.that(reinterpret_cast<uintptr_t>(device_.data<void>()) % 256 == 0, "memory", "starts anywhere",
+             "a multiple of 256");
+  static int64_t no_size = 0;  // in place of the shape, which is the caller's
+  device_.dl.shape = &no_size;
+  device_.dl.strides = nullptr;
+}
+
+int64_t NgramIndex::device_words() const {
+  return static_cast<int64_t>((work_at(config_.sizes) + kNgramWorkBytes) / sizeof(int64_t));
+}
+
+Check NgramIndex::index_check(const char* op) const {
+  Check check(op);
+  if (on_cuda()) check.tensor("the index", device_, {0}, kInt64);
+  return check;
+}
+
+void NgramIndex::require_own_device(const Check& check) const {
+  if (!on_cuda()) check.require_cpu();
+}
+
+void NgramIndex::read(void* to, const void* from, size_t bytes, const char* op) const {
+  if (on_cuda())
+    specdec::copy(index_check(op), to, from, bytes, true);
+  else
+    std::memcpy(to, from, bytes);
+}
+
+std::unique_ptr<NgramIndex> NgramIndex::copy(const OptTensor& memory) const {
+  const std::lock_guard lock(mutex_);
+  std::unique_ptr<NgramIndex> other(new NgramIndex(config_, memory));
+  const size_t bytes = config_.sizes.bytes();
+  if (memory)
+    specdec::copy(other->index_check("ngram_copy"), other->view_.header, view_.header, bytes, true);
+  else
+    read(other->view_.header, view_.header, bytes, "ngram_copy");
+  return other;
+}
 
 void NgramIndex::clear() {
   const std::lock_guard lock(mutex_);
-  std::memset(memory_.data(), 0, memory_.bytes());
+  if (on_cuda())
+    zero(index_check("ngram_clear"), view_.header, config_.sizes.bytes());
+  else
+    std::memset(view_.header, 0, config_.sizes.bytes());
 }
 
 NgramStatistics NgramIndex::statistics() const {
   const std::lock_guard lock(mutex_);
-  return {*view_.header, uint64_t{view_.num_sets} * kNgramWays};
+  NgramStatistics statistics{{}, uint64_t{view_.num_sets} * kNgramWays};
+  read(&statistics.header, view_.header, sizeof(NgramHeader), "ngram_statistics");
+  return statistics;
 }
 
 uint64_t ngram_checksum(const std::byte* from, const std::byte* to, uint64_t hash) {
@@ -102,83 +162,122 @@ uint64_t ngram_checksum(const std::byte* from, const std::byte* to, uint64_t has
 }
 
 uint64_t NgramIndex::digest() const {
+  if (on_cuda()) return copy({})->digest();
   const std::shared_lock lock(mutex_);
-  const std::byte* const start = memory_.data();
+  const std::byte* const start = host_->data();
   const uint64_t hash = ngram_checksum(start, start + offsetof(NgramHeader, drafts), 0);
   return ngram_checksum(start + view_.sets_at(), start + view_.bytes(), hash);
 }
 
 // What writes looks at everything first: a refused call changes nothing.
 
-int64_t NgramIndex::begin(int64_t slot, int64_t group, bool is_private, std::optional<int64_t> request) {
-  Check check("ngram_begin");
+void NgramIndex::begin(int64_t slot, int64_t group, bool is_private, std::optional<int64_t> request) {
+  Check check = index_check("ngram_begin");
   check.range("slot", slot, 0, view_.num_slots - 1);
   check.range("group", group, 0, INT32_MAX);
   if (request) check.range("request", *request, 0, INT64_MAX);
-
+  const NgramBeginParams params{
+      .index = view_,
+      .slot = slot,
+      .name = request ? static_cast<uint64_t>(*request) + 1 : 0,
+      .group = static_cast<uint32_t>(group),
+      .is_private = is_private,
+  };
   const std::lock_guard lock(mutex_);
-  NgramSlot& stream = view_.slots[slot];
-  stream.live = 0;
-  const uint64_t name = request ? static_cast<uint64_t>(*request) + 1 : 0;
-  NgramSlot* const end = view_.slots + view_.num_slots;
-  NgramSlot* const ended = std::find_if(view_.slots, request ? end : view_.slots, [&](const NgramSlot& s) {
-    const bool same_scope = s.group == group && (s.scope >= kNgramPrivate) == is_private;
-    return s.request == name && !s.live && same_scope;
-  });
-  if (!request || ended == end) {
-    stream = next_stream(static_cast<uint32_t>(group), is_private);
-    stream.request = name;
-    return 0;
-  }
-  std::swap(stream, *ended);  // what the slot held may be resumed as well
-  stream.live = 1;
-  return stream.length;
+  SD_DISPATCH(check, CallStream{}, ngram_begin, params);
 }
 
-NgramSlot NgramIndex::next_stream(uint32_t group, bool is_private) {
-  uint32_t& number = view_.header->streams;
-  number = number % (kNgramPrivate - 1) + 1;  // 0 is the documents' number
-  NgramSlot stream = empty_stream(number, is_private ? kNgramPrivate | number : group);
-  stream.live = 1;
-  stream.group = group;
-  return stream;
+void ngram_begin_cpu(const NgramBeginParams& p) {
+  const NgramView& v = p.index;
+  int64_t ended = p.name == 0 ? v.num_slots : 0;
+  const auto goes_on = [&](const NgramSlot& s) {
+    return ngram_resumes(s, p.name, p.group, p.is_private) && (!s.live || &s == v.slots + p.slot);
+  };
+  while (ended < v.num_slots && !goes_on(v.slots[ended])) ++ended;
+  ngram_begin(v, p.slot, ended < v.num_slots ? ended : -1, p.name, p.group, p.is_private);
 }
 
-NgramSlot& NgramIndex::running(int64_t slot) {
-  NgramSlot& stream = view_.slots[slot];
-  if (!stream.live) stream = next_stream(kNgramGlobal, false);
-  return stream;
+int64_t NgramIndex::length(int64_t slot) const {
+  Check("ngram_length").range("slot", slot, 0, view_.num_slots - 1);
+  const std::lock_guard lock(mutex_);
+  NgramSlot stream;
+  read(&stream, view_.slots + slot, sizeof stream, "ngram_length");
+  return stream.live ? stream.length : 0;
 }
 
-void NgramIndex::insert(const TensorView& tokens, std::optional<int64_t> slot, int64_t group) {
-  Check check("ngram_insert");
+void NgramIndex::insert(const TensorView& tokens, std::optional<int64_t> slot, int64_t group,
+                        std::optional<int64_t> start) {
+  Check check = index_check("ngram_insert");
   Dim T{"tokens"};
   check.tensor("tokens", tokens, {T}, kInt32);
-  check.require_cpu();
+  require_own_device(check);
   if (slot) check.range("slot", *slot, 0, view_.num_slots - 1);
   check.range("group", group, 0, INT32_MAX);
   if (slot && group != 0) check.that(false, "group", "is " + std::to_string(group) + " with a slot", "that of `begin`");
+  if (start) check.range("start", *start, 0, slot ? config_.max_len : 0);
   const auto* data = tokens.data<const int32_t>();
-  check_tokens(check, data, T, kNoRow);
+  const auto scope = static_cast<uint32_t>(group);
+  if (on_cuda())
+    insert_on_device(check, data, T, slot, scope, start.value_or(-1));
+  else
+    insert_on_host(check, data, T, slot, scope, start.value_or(-1));
+}
 
+void NgramIndex::insert_on_host(Check& check, const int32_t* tokens, int64_t count, std::optional<int64_t> slot,
+                                uint32_t group, int64_t start) {
+  check_tokens(check, tokens, count, kNoRow);
   std::unique_lock lock(mutex_);
-  if (slot) check_length(check, *slot, T);
-  NgramSlot document = empty_stream(0, static_cast<uint32_t>(group));
-  for (int64_t done = 0; done < T; done += kTurn) {
+  if (slot && start >= 0) {
+    const NgramSlot& stream = view_.slots[*slot];
+    const int64_t length = stream.live ? stream.length : 0;
+    check.range("start", start, 0, length);
+    const int64_t held = std::min(length - start, count);
+    tokens += held;
+    count -= held;
+  }
+  if (slot) check_length(check, *slot, count);
+  NgramSlot document = ngram_empty_stream(0, group);
+  for (int64_t done = 0; done < count; done += kTurn) {
     if (done > 0) {
       lock.unlock();
       lock.lock();
     }
-    append(data + done, std::min<int64_t>(kTurn, T - done), slot ? running(*slot) : document);
+    const int64_t turn = std::min<int64_t>(kTurn, count - done);
+    ngram_append<kPiece>(view_, tokens + done, turn, slot ? ngram_running(view_, *slot) : document);
+  }
+}
+
+void NgramIndex::insert_on_device(const Check& check, const int32_t* tokens, int64_t count, std::optional<int64_t> slot,
+                                  uint32_t group, int64_t start) const {
+  const std::lock_guard lock(mutex_);
+  for (int64_t done = 0; done < count; done += kNgramChunk) {
+    [[maybe_unused]] const NgramInsertParams params{
+        .index = view_,
+        .work = device_.data<std::byte>() + work_at(view_),
+        .max_len = config_.max_len,
+        .tokens = tokens + done,
+        .lengths = nullptr,
+        .slots = nullptr,
+        .match_len = nullptr,
+        .rows = 1,
+        .width = std::min(kNgramChunk, count - done),
+        .first_slot = slot.value_or(0),
+        .is_document = !slot,
+        .is_first = done == 0,
+        .group = group,
+        .start = slot && start >= 0 ? start + done : -1,
+        .left = count - done,
+    };
+    SD_RUN_CUDA(check, CallStream{}, ngram_insert, params)
   }
 }
 
 void NgramIndex::extend(const TensorView& tokens, const TensorView& lengths, const OptTensor& slots,
                         const OptTensor& match_len) {
-  Check check("ngram_extend");
+  Check check = index_check("ngram_extend");
   Dim B{"batch"}, W{"accept_width"}, S{"num_slots", view_.num_slots};
   check.tensor("tokens", tokens, {B, W}, kInt32);
-  check.require_cpu();
+  require_own_device(check);
   check.tensor("lengths", lengths, {B}, kInt32);
   check.slots(slots, B, S);
   check.tensor("match_len", match_len, {B}, kInt32);
@@ -188,6 +287,32 @@ void NgramIndex::extend(const TensorView& tokens, const TensorView& lengths, con
   const auto* matches = data_or_null<const int32_t>(match_len);
 
   const std::lock_guard lock(mutex_);
+  if (on_cuda()) {
+    check.that(W <= kNgramChunk, "tokens", "has rows of " + std::to_string(W),
+               "at most " + std::to_string(kNgramChunk));
+    const int64_t rows_together = W > 0 ? std::min(kNgramRows, kNgramChunk / W) : 0;
+    for (int64_t b = 0; W > 0 && b < B; b += rows_together) {
+      [[maybe_unused]] const NgramInsertParams params{
+          .index = view_,
+          .work = device_.data<std::byte>() + work_at(view_),
+          .max_len = config_.max_len,
+          .tokens = rows + b * W,
+          .lengths = counts + b,
+          .slots = row_slots ? row_slots + b : nullptr,
+          .match_len = matches ? matches + b : nullptr,
+          .rows = std::min(rows_together, B - b),
+          .width = W,
+          .first_slot = row_slots ? 0 : b,
+          .is_document = false,
+          .is_first = false,
+          .group = kNgramGlobal,
+          .start = -1,
+          .left = 0,
+      };
+      SD_RUN_CUDA(check, CallStream{}, ngram_insert, params)
+    }
+    return;
+  }
   std::vector<int64_t> added(view_.num_slots);  // by the rows so far, which may name a slot twice
   for (int64_t b = 0; b < B; ++b) {
     const int64_t slot = slot_of(row_slots, b, S);
@@ -205,7 +330,7 @@ void NgramIndex::extend(const TensorView& tokens, const TensorView& lengths, con
   for (int64_t b = 0; b < B; ++b) {
     const int64_t slot = slot_of(row_slots, b, S);
     if (slot < 0 || counts[b] == 0) continue;
-    append(rows + b * W, counts[b], running(slot));
+    ngram_append<kPiece>(view_, rows + b * W, counts[b], ngram_running(view_, slot));
     if (matches == nullptr) continue;
     ++view_.header->rounds_by_match[matches[b]];
     view_.header->accepted_by_match[matches[b]] += counts[b] - 1;
@@ -221,117 +346,13 @@ void NgramIndex::check_length(Check& check, int64_t slot, int64_t added) const {
 }
 
 void NgramIndex::release(int64_t slot) {
-  Check("ngram_release").range("slot", slot, 0, view_.num_slots - 1);
+  Check check = index_check("ngram_release");
+  check.range("slot", slot, 0, view_.num_slots - 1);
   const std::lock_guard lock(mutex_);
-  view_.slots[slot].live = 0;
+  const NgramReleaseParams params{view_, slot};
+  SD_DISPATCH(check, CallStream{}, ngram_release, params);
 }
 
-NgramBlock* NgramIndex::take_block(NgramSlot& stream) {
-  NgramHeader& header = *view_.header;
-  const uint32_t index_mask = (1u << view_.block_bits) - 1;
-  if (header.blocks_taken == 0) header.next_block = 1u << view_.block_bits;  // turn 1: a zeroed block has turn 0
-  const uint32_t id = header.next_block, index = id & index_mask;
-  header.next_block = (index + 1 < view_.num_blocks ? id + 1 : (id | index_mask) + 1) & kNgramIdMask;
-
-  NgramBlock& block = view_.blocks[index];
-  if (header.blocks_taken++ >= view_.num_blocks)
-    header.held -= std::count_if(block.tokens, block.tokens + kNgramBlockTokens, [](int32_t t) { return t >= 0; });
-  block.id = id;
-  block.owner = stream.stream;
-  block.scope = stream.scope;
-  block.prev = block.next = kNgramNone;
-  std::fill_n(block.tokens, kNgramBlockTokens, -1);
-  // After the overwriting, which may have hit the stream's own last block.
-  NgramBlock* last = ngram_block(view_, stream.block);
-  if (last && last->owner == stream.stream) {
-    block.prev = stream.block;
-    last->next = id;
-  }
-  stream.block = id;
-  return &block;
-}
-
-// Writes the tokens and indexes each under the n-grams before it: a position enters the table when its token is known,
-// so the end of a stream, which has no continuation, is never a candidate.
-void NgramIndex::append(const int32_t* tokens, int64_t count, NgramSlot& s) {
-  int32_t window[kNgramLongest + kPiece];  // the piece, behind the tokens before it
-  uint32_t position[kPiece];
-  uint64_t keys[kPiece][kNgramOrders];
-
-  view_.header->inserted += count;
-  view_.header->held += count;
-  for (int64_t done = 0; done < count; done += kPiece) {
-    const int piece = static_cast<int>(std::min<int64_t>(kPiece, count - done));
-    const uint32_t start = s.length;
-    for (int j = 1; j <= kNgramLongest; ++j) window[kNgramLongest - j] = s.tail[(start - j) % kNgramMaxMatch];
-
-    uint32_t offset = start % kNgramBlockTokens;
-    NgramBlock* last = ngram_block(view_, s.block);
-    NgramBlock* block = last && last->owner == s.stream && offset > 0 ? last : nullptr;
-    for (int i = 0; i < piece; ++i) {
-      if (block == nullptr) block = take_block(s);
-      const int32_t token = tokens[done + i];
-      block->tokens[offset] = window[kNgramLongest + i] = s.tail[(start + i) % kNgramMaxMatch] = token;
-      position[i] = s.block << kNgramOffsetBits | offset;
-      if (++offset == kNgramBlockTokens) {
-        offset = 0;
-        block = nullptr;
-      }
-    }
-    s.length += piece;
-
-    for (int i = 0; i < piece; ++i) {
-      uint64_t hash = ngram_hash_seed(s.scope);
-      for (int n = 1, order = 0; n <= kNgramLongest; ++n) {
-        hash = ngram_hash_step(hash, window[kNgramLongest + i - n]);
-        if (n != 1 << order) continue;
-        keys[i][order] = ngram_key(hash, order);
-        __builtin_prefetch(view_.sets + ngram_set_of(view_, keys[i][order]), 1);
-        ++order;
-      }
-    }
-    // A known n-gram's older positions lie in another line than its tag.
-    for (int i = 0; i < piece; ++i)
-      for (const uint64_t key : keys[i]) {
-        const NgramSet& set = view_.sets[ngram_set_of(view_, key)];
-        if (const int way = ngram_find(set, ngram_tag(key)); way >= 0) __builtin_prefetch(set.older[way], 1);
-      }
-    for (int i = 0; i < piece; ++i)
-      for (int order = 0; order < kNgramOrders && start + i >= 1u << order; ++order)
-        update(keys[i][order], position[i]);
-  }
-}
-
-// A known n-gram takes the position as its newest. A new one takes the first empty entry of its set, else the one whose
-// newest position is oldest (the first of those).
-void NgramIndex::update(uint64_t key, uint32_t position) {
-  NgramSet& set = view_.sets[ngram_set_of(view_, key)];
-  const uint32_t tag = ngram_tag(key);
-  if (const int way = ngram_find(set, tag); way >= 0) {
-    uint32_t* older = set.older[way];
-#pragma GCC unroll 8
-    for (int i = kNgramOlder - 1; i > 0; --i) older[i] = older[i - 1];
-    older[0] = set.newest[way];
-    set.newest[way] = position;
-    if ((set.meta[way] & 0xff) < 0xff) ++set.meta[way];
-    return;
-  }
-  int victim = 0;
-  uint32_t oldest = 0;
-  for (int w = 0; w < kNgramWays; ++w) {
-    if ((set.meta[w] & 0xff) == 0) {
-      victim = w;
-      break;
-    }
-    const uint32_t age = ngram_age(view_, set.newest[w], position);
-    if (age > oldest) {
-      oldest = age;
-      victim = w;
-    }
-  }
-  ++((set.meta[victim] & 0xff) == 0 ? view_.header->entries : view_.header->evictions);
-  set.meta[victim] = tag | 1;
-  set.newest[victim] = position;
-}
+void ngram_release_cpu(const NgramReleaseParams& p) { p.index.slots[p.slot].live = 0; }
 
 }  // namespace specdec

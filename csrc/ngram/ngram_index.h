@@ -1,8 +1,9 @@
 // NgramIndex: drafts from text seen before. Hash of the last {1, 2, 4, 8} tokens -> the most recent places they stood.
 //
-// All state is one block of bytes (layout.h). Calls from several threads are safe: drafts run side by side, and what
-// writes does so alone; a long insert lets others in between. Equal bytes need an order of the writing calls, so one
-// thread should make them.
+// All state is one block of bytes (layout.h), in host memory of its own or in a caller's memory on a GPU. On the host,
+// calls from several threads are safe: drafts run side by side, and what writes does so alone; a long insert lets
+// others in between. Equal bytes need an order of the writing calls, so one thread should make them. On a GPU calls are
+// ordered by their streams, and what returns a number waits.
 #pragma once
 
 #include <cstddef>
@@ -10,10 +11,9 @@
 #include <optional>
 #include <shared_mutex>
 
-#include "core/check.h"
+#include "core/dispatch.h"
 #include "core/worker_pool.h"
 #include "ngram/layout.h"
-#include "tree/tree_rows.h"
 
 namespace specdec {
 
@@ -32,23 +32,6 @@ class ZeroedMemory {
   size_t bytes_;
 };
 
-struct NgramDraftParams {
-  NgramView index;
-  const int32_t* slots;     // [batch] or null
-  const int32_t* seq_lens;  // [batch]
-  TreeOut out;
-  float* out_scores;       // [batch, nodes]
-  int32_t* out_match_len;  // [batch]
-  int64_t batch;
-  bool chain;
-  double min_prob;
-  int64_t min_match;
-  NgramWeights weights;
-};
-
-// Drafts the rows from `begin` to `end`.
-void ngram_draft_cpu(const NgramDraftParams& p, int64_t begin, int64_t end);
-
 // Of bytes whose number is a multiple of 8, on from `hash`.
 uint64_t ngram_checksum(const std::byte* from, const std::byte* to, uint64_t hash);
 
@@ -59,16 +42,20 @@ struct NgramStatistics {
 
 class NgramIndex {
  public:
-  NgramIndex(int64_t max_tokens, int64_t num_slots, int64_t max_len, int64_t num_threads);
+  NgramIndex(int64_t max_tokens, int64_t num_slots, int64_t max_len, int64_t num_threads, const OptTensor& memory);
+  // int64 words of memory that an index of this size takes on a GPU: its own, and what writing works in.
+  int64_t device_words() const;
+  // A copy, streams included, on the host or on a GPU.
+  std::unique_ptr<NgramIndex> copy(const OptTensor& memory) const;
   // From what `save` wrote. No stream is running then.
   static std::unique_ptr<NgramIndex> load(int fd, std::optional<int64_t> num_slots, std::optional<int64_t> max_len,
                                           int64_t num_threads);
   // Returns 0, or what errno said.
   int save(int fd) const;
 
-  // How many tokens of its stream the index holds: 0, or where the stream of the same request had ended.
-  int64_t begin(int64_t slot, int64_t group, bool is_private, std::optional<int64_t> request);
-  void insert(const TensorView& tokens, std::optional<int64_t> slot, int64_t group);
+  void begin(int64_t slot, int64_t group, bool is_private, std::optional<int64_t> request);
+  int64_t length(int64_t slot) const;  // of its stream
+  void insert(const TensorView& tokens, std::optional<int64_t> slot, int64_t group, std::optional<int64_t> start);
   void extend(const TensorView& tokens, const TensorView& lengths, const OptTensor& slots, const OptTensor& match_len);
   void release(int64_t slot);
   void draft(const OptTensor& slots, const TensorView& seq_lens, int64_t num_draft_tokens, bool chain, double min_prob,
@@ -78,7 +65,7 @@ class NgramIndex {
              const TensorView& out_num_nodes, const TensorView& out_scores, const TensorView& out_match_len);
   void clear();
 
-  int64_t num_bytes() const { return static_cast<int64_t>(memory_.bytes()); }
+  int64_t num_bytes() const { return static_cast<int64_t>(config_.sizes.bytes()); }
   NgramStatistics statistics() const;
   // Of every byte but the counts of what was drafted.
   uint64_t digest() const;
@@ -88,19 +75,25 @@ class NgramIndex {
     int64_t max_tokens, max_len, num_threads;
     NgramSizes sizes;
   };
-  explicit NgramIndex(const Config& config);
+  NgramIndex(const Config& config, const OptTensor& memory);
   static Config checked_config(Check check, int64_t max_tokens, std::optional<int64_t> num_blocks, int64_t num_slots,
                                int64_t max_len, int64_t num_threads);
 
+  bool on_cuda() const { return !host_; }
+  // With the device of the index, which tensors must share, and its current stream; on the host it knows nothing yet.
+  Check index_check(const char* op) const;
+  void require_own_device(const Check& check) const;
+  void read(void* to, const void* from, size_t bytes, const char* op) const;  // from the index to the host
+
   void check_length(Check& check, int64_t slot, int64_t added) const;
-  NgramSlot next_stream(uint32_t group, bool is_private);
-  NgramSlot& running(int64_t slot);  // its stream, or a new one that everybody sees
-  void append(const int32_t* tokens, int64_t count, NgramSlot& stream);
-  NgramBlock* take_block(NgramSlot& stream);
-  void update(uint64_t key, uint32_t position);
+  void insert_on_host(Check& check, const int32_t* tokens, int64_t count, std::optional<int64_t> slot, uint32_t group,
+                      int64_t start);
+  void insert_on_device(const Check& check, const int32_t* tokens, int64_t count, std::optional<int64_t> slot,
+                        uint32_t group, int64_t start) const;
 
   const Config config_;
-  const ZeroedMemory memory_;
+  const std::unique_ptr<ZeroedMemory> host_;  // null on a GPU
+  TensorView device_;                         // the caller's memory there, without its shape
   const NgramView view_;
   mutable std::shared_mutex mutex_;
   mutable WorkerPool workers_;

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import _C
 from ._alloc import empty, shape_of
@@ -27,6 +27,7 @@ class NgramStatistics(NamedTuple):
     drafted: int  # nodes beyond the roots
     rounds_by_match: list[int]  # rows that `extend` got with a match_len m, at m = 0 to 32
     accepted_by_match: list[int]  # tokens accepted in those, bonus tokens left out
+    refused: int  # rows, or pieces of an `insert`, that a GPU left out
 
 
 class NgramIndex:
@@ -35,28 +36,50 @@ class NgramIndex:
     A table maps the hash of the last n tokens, n in {1, 2, 4, 8}, to the 7 most recent places they stood, over a ring
     of stored text. Every place is verified against that text before it is used, so a draft always continues something
     that was inserted. Memory is fixed at construction: when the ring is full the oldest text is overwritten, whoever
-    wrote it. The same calls give the same drafts and the same bytes. Everything lies on the CPU.
+    wrote it. The same calls give the same drafts and the same bytes, on the CPU and on a GPU.
 
     Every text belongs to a scope, and is found there only: everybody's (0), a group's, or a stream's own. A stream
     looks into its own, its group's and everybody's.
 
-    Calls hold no GIL and may come from several threads: drafts run side by side, what writes runs alone, and a long
-    `insert` lets others in between. Bytes are the same only if the writing calls come in the same order, from one
-    thread, say.
+    On a GPU all tensors are on its device, calls are ordered by the streams they are made on, and `draft`, `insert`,
+    `extend`, `begin`, `release` and `clear` are launches, which may be captured in a CUDA graph; the index must outlive
+    it. What returns a number waits for the device. What the CPU refuses because of a tensor's content (a negative
+    token, a length out of range, a stream that would exceed max_len) adds nothing and is counted in `statistics`.
+
+    On the CPU calls hold no GIL and may come from several threads: drafts run side by side, what writes runs alone, and
+    a long `insert` lets others in between. Bytes are the same only if the writing calls come in the same order, from
+    one thread, say.
 
     Args:
         max_tokens: text kept, at least; 1 to 2^30. Documents fill up their last block of 27 tokens.
         num_slots: request slots, 1 to 65536.
         max_len: the longest stream of a slot; documents have no limit.
-        num_threads: threads that share the rows of a `draft`, the caller's included; 1 to 256.
+        num_threads: threads that share the rows of a `draft`, the caller's included; 1 to 256. Of no use on a GPU.
+        device: "cpu", or a CUDA device as torch names it, where the memory is a torch tensor.
 
-    Memory is about 68.8 bytes a token of `max_tokens` and 288 a slot; `num_bytes` is exact.
+    Memory is about 68.8 bytes a token of `max_tokens` and 288 a slot; `num_bytes` is exact. A GPU takes 2.4 MB more.
     """
 
     def __init__(
-        self, max_tokens: int = 1 << 20, num_slots: int = 64, max_len: int = 4096, *, num_threads: int = 1
+        self,
+        max_tokens: int = 1 << 20,
+        num_slots: int = 64,
+        max_len: int = 4096,
+        *,
+        num_threads: int = 1,
+        device: str | Any = "cpu",
     ) -> None:
-        self._index = _C.NgramIndex(max_tokens, num_slots, max_len, num_threads)
+        self._index = _C.NgramIndex(max_tokens, num_slots, max_len, num_threads, None)
+        self._memory = device_memory(self._index, device)
+        if self._memory is not None:
+            self._index = _C.NgramIndex(max_tokens, num_slots, max_len, num_threads, self._memory)
+
+    def to(self, device: str | Any) -> NgramIndex:
+        """A copy on another device, running streams included. Waits for both devices."""
+        index = NgramIndex.__new__(NgramIndex)
+        index._memory = device_memory(self._index, device)
+        index._index = self._index.copy(index._memory)
+        return index
 
     @classmethod
     def load(
@@ -66,13 +89,14 @@ class NgramIndex:
         num_slots: int | None = None,
         max_len: int | None = None,
         num_threads: int = 1,
+        device: str | Any = "cpu",
     ) -> NgramIndex:
         """The index that `save` wrote, without its streams: their text is there as documents are.
 
         Args:
             path: the file.
             num_slots, max_len: None: as they were.
-            num_threads: as above.
+            num_threads, device: as above.
 
         Raises:
             OSError: no such file.
@@ -81,7 +105,8 @@ class NgramIndex:
         index = cls.__new__(cls)
         with open(path, "rb", buffering=0) as file:
             index._index = _C.NgramIndex.load(file.fileno(), num_slots, max_len, num_threads)
-        return index
+        index._memory = None
+        return index if str(device) == "cpu" else index.to(device)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes text and table to a file, which appears under its name only when it is complete.
@@ -108,7 +133,7 @@ class NgramIndex:
     def statistics(self) -> NgramStatistics:
         return NgramStatistics(*self._index.statistics())
 
-    def begin(self, slot: int, *, group: int = 0, private: bool = False, request: int | None = None) -> int:
+    def begin(self, slot: int, *, group: int = 0, private: bool = False, request: int | None = None) -> None:
         """Starts a stream in a slot, or resumes one; what the slot held before ends.
 
         Without it, the first tokens of a slot start a stream that everybody sees.
@@ -118,18 +143,23 @@ class NgramIndex:
             group: whose texts the stream sees beside everybody's, and where its own goes; 0 for none.
             private: its text is for itself alone, and lost when it ends.
             request: the caller's number for the request, 0 or more. Where a stream of that number, group and privacy
-                has ended in any slot that was not given away since, it is resumed.
-
-        Returns:
-            How many tokens of the request the index holds already: 0, or the length of the stream that goes on, whose
-            text must not be inserted again.
+                has ended in any slot that was not given away since, it is resumed: its text is held already, and
+                `insert` with `start` skips that.
 
         Raises:
             ValueError: a number out of range.
         """
-        return self._index.begin(slot, group, private, request)
+        self._index.begin(slot, group, private, request)
 
-    def insert(self, tokens: Tensor, slot: int | None = None, *, group: int = 0) -> None:
+    def length(self, slot: int) -> int:
+        """How many tokens the stream of a slot has; 0 without one. Waits for the device.
+
+        Raises:
+            ValueError: a number out of range.
+        """
+        return self._index.length(slot)
+
+    def insert(self, tokens: Tensor, slot: int | None = None, *, group: int = 0, start: int | None = None) -> None:
         """Adds text: a document for everybody or for a group, or the next tokens of a slot.
 
         Args:
@@ -137,12 +167,14 @@ class NgramIndex:
             slot: None for a document. Otherwise the tokens continue the stream of that slot (the prompt here, then
                 what each round accepted through `extend`).
             group: of a document: who finds it, 0 for everybody.
+            start: where tokens[0] stands in the slot's stream; what the stream holds already is skipped. None: behind
+                all of it.
 
         Raises:
             ValueError: a wrong dtype, shape or device, a negative token, a number out of range, a group with a slot, a
-                stream that would exceed max_len. The index is unchanged then.
+                start behind the stream, a stream that would exceed max_len. The index is unchanged then.
         """
-        self._index.insert(tokens, slot, group)
+        self._index.insert(tokens, slot, group, start)
 
     def extend(self, tokens: Tensor, lengths: Tensor, slots: Tensor | None, match_len: Tensor | None = None) -> None:
         """Adds what a round accepted to the streams of its slots, row after row, as `insert` would one by one.
@@ -277,6 +309,15 @@ class NgramIndex:
         )
         tree = Tree(out_tokens, out_parents, out_positions, out_first_child, out_next_sibling, out_mask, out_num_nodes)
         return tree, out_scores, out_match_len
+
+
+def device_memory(index: _C.NgramIndex, device: str | Any) -> Any:
+    """Memory for an index of this size on a GPU; None for the CPU, where it has its own."""
+    if str(device) == "cpu":
+        return None
+    import torch
+
+    return torch.empty(index.device_words, dtype=torch.int64, device=device)
 
 
 def allocate_missing(outputs: tuple[Tensor | None, ...], seq_lens: Tensor, n: int) -> tuple[Tensor, ...]:

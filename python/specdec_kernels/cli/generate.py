@@ -40,7 +40,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--model", help="target: a folder or hub id (default: the packaged tiny model)")
     parser.add_argument(
         "--speculative-algorithm",
-        choices=["NONE", "NGRAM", "EAGLE3", "STANDALONE"],
+        choices=["NONE", "NGRAM", "EAGLE3", "STANDALONE", "EAGLE3+NGRAM"],
         help="how to draft (default: EAGLE3 for the tiny model, NGRAM for any other)",
     )
     parser.add_argument("--speculative-draft-model-path", metavar="PATH", help="EAGLE-3 head or small draft model")
@@ -120,7 +120,7 @@ def compare(args: argparse.Namespace) -> None:
     model = args.model or tiny_model("target")
     algorithm = args.speculative_algorithm or ("EAGLE3" if args.model is None else "NGRAM")
     draft_model = args.speculative_draft_model_path
-    if algorithm == "EAGLE3" and draft_model is None and args.model is None:
+    if algorithm.startswith("EAGLE3") and draft_model is None and args.model is None:
         draft_model = tiny_model("eagle3")
     speculation = Speculation(
         algorithm,

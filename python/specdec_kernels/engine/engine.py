@@ -19,6 +19,7 @@ from ..models.eagle3 import eagle3_config_of, feature_layers
 from ..status import FinishReason, Status
 from .drafts import build_draft
 from .drafts.ngram import NgramDraft
+from .drafts.union import UnionDraft
 from .executor import Executor
 from .graphs import Graphs, capture_rounds, default_batch_sizes
 from .memory import pages_that_fit
@@ -111,7 +112,7 @@ class Engine:
 
         # Rows a round may write beyond L: the tree, the accepted rows, the draft's scratch (docs/round.md).
         reserve = speculation.num_nodes + 1
-        if speculation.algorithm in ("EAGLE3", "STANDALONE"):
+        if speculation.uses_eagle3 or speculation.algorithm == "STANDALONE":
             scratch = speculation.topk * (speculation.num_steps - 1) + 1
             reserve = max(speculation.num_nodes, speculation.num_steps + 1, scratch) + 1
         max_pages = -(-(max_len + reserve) // page_size)
@@ -127,7 +128,7 @@ class Engine:
             )
 
         layers: tuple[int, ...] = ()
-        if speculation.algorithm == "EAGLE3":
+        if speculation.uses_eagle3:
             assert speculation.draft_model is not None
             layers = feature_layers(eagle3_config_of(speculation.draft_model), config.num_hidden_layers)
         self.target = CausalLM(
@@ -149,7 +150,7 @@ class Engine:
             device=self.device,
         )
         self.draft = build_draft(speculation, self.state, self.target, num_pages=num_pages, max_len=max_len)
-        if isinstance(self.draft, NgramDraft):
+        if isinstance(self.draft, NgramDraft | UnionDraft):
             for file in speculation.ngram_corpus:
                 self.draft.learn(file_tokens(file, self.tokenizer))
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import nn
 
-ALGORITHMS = ("NONE", "NGRAM", "EAGLE3", "STANDALONE")
+ALGORITHMS = ("NONE", "NGRAM", "EAGLE3", "STANDALONE", "EAGLE3+NGRAM")
 
 
 @dataclass(frozen=True)
@@ -20,15 +20,16 @@ class Speculation:
     """How candidates are drafted. The names are those of the field's command lines.
 
     Attributes:
-        algorithm: NONE (plain decoding), NGRAM (an index over all text seen), EAGLE3 (a draft head), or STANDALONE
-            (a small model with the target's tokenizer).
-        draft_model: folder or hub id of the head or small model, or the module itself; EAGLE3 and STANDALONE need it.
+        algorithm: NONE (plain decoding), NGRAM (an index over all text seen), EAGLE3 (a draft head), STANDALONE (a
+            small model with the target's tokenizer), or EAGLE3+NGRAM (the best nodes of both).
+        draft_model: folder or hub id of the head or small model, or the module itself; all but NONE and NGRAM need it.
         num_steps: depth of drafting of a model draft (NGRAM drafts as deep as its nodes reach).
         topk: branches per step; 1 drafts a chain.
-        num_draft_tokens: tree nodes verified per round, including the root. None: num_steps + 1 for a chain, 32 for a
-            tree, 16 for NGRAM.
+        num_draft_tokens: tree nodes verified per round, including the root. None: num_steps + 1 for a model's
+            chain, 16 for NGRAM, else 32.
         ngram_max_tokens: tokens the n-gram index holds before the oldest age out.
-        ngram_corpus: text files that NGRAM starts with: what answers may repeat (documentation, code, past answers).
+        ngram_corpus: text files that the n-gram index starts with: what answers may repeat (documentation, code, past
+            answers).
     """
 
     algorithm: str = "NONE"
@@ -42,17 +43,25 @@ class Speculation:
     def __post_init__(self) -> None:
         if self.algorithm not in ALGORITHMS:
             raise ValueError(f"Speculation: algorithm is {self.algorithm!r}, expected one of {ALGORITHMS}")
-        needs_model = self.algorithm in ("EAGLE3", "STANDALONE")
+        needs_model = self.algorithm not in ("NONE", "NGRAM")
         if needs_model and self.draft_model is None:
             raise ValueError(f"Speculation: draft_model is None, expected a path or hub id for {self.algorithm}")
         if not needs_model and self.draft_model is not None:
             raise ValueError(f"Speculation: draft_model is given, expected None for {self.algorithm}")
-        if self.ngram_corpus and self.algorithm != "NGRAM":
+        if self.ngram_corpus and not self.uses_ngram:
             raise ValueError(f"Speculation: ngram_corpus is given, expected none for {self.algorithm}")
         for name, low, high in (("num_steps", 1, 64), ("topk", 1, 64), ("num_draft_tokens", 1, 256)):
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
                 raise ValueError(f"Speculation: {name} is {value}, expected {low} to {high}")
+
+    @property
+    def uses_eagle3(self) -> bool:
+        return self.algorithm.startswith("EAGLE3")
+
+    @property
+    def uses_ngram(self) -> bool:
+        return self.algorithm.endswith("NGRAM")
 
     @property
     def num_nodes(self) -> int:
@@ -63,7 +72,7 @@ class Speculation:
             return self.num_draft_tokens
         if self.algorithm == "NGRAM":
             return 16
-        return self.num_steps + 1 if self.topk == 1 else 32
+        return self.num_steps + 1 if self.topk == 1 and self.algorithm != "EAGLE3+NGRAM" else 32
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ class NgramIndex:
         self.texts: list[Stream] = []
         self.places: dict[tuple[Scope, tuple[int, ...]], list[tuple[Stream, int]]] = {}  # newest first
 
-    def begin(self, slot: int, *, group: int = 0, private: bool = False, request: int | None = None) -> int:
+    def begin(self, slot: int, *, group: int = 0, private: bool = False, request: int | None = None) -> None:
         self.release(slot)
         resumed = [
             at
@@ -103,9 +103,13 @@ class NgramIndex:
             stream = Stream(group=group, private=private, request=request)
             self.texts.append(stream)
         self.running[slot] = stream
-        return len(stream.tokens)
 
-    def insert(self, tokens: list[int], slot: int | None = None, *, group: int = 0) -> None:
+    def length(self, slot: int) -> int:
+        return len(self.running[slot].tokens) if slot in self.running else 0
+
+    def insert(self, tokens: list[int], slot: int | None = None, *, group: int = 0, start: int | None = None) -> None:
+        if slot is not None and start is not None:
+            tokens = tokens[self.length(slot) - start :]
         if not tokens:
             return
         if slot is None:

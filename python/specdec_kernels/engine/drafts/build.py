@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from ...models.causal_lm import CausalLM
@@ -11,8 +12,10 @@ from ..params import Speculation
 from ..state import SlotState
 from .base import Draft
 from .eagle3 import Eagle3Draft
+from .model import ModelDraft
 from .ngram import NgramDraft
 from .standalone import StandaloneDraft
+from .union import UnionDraft
 
 
 def build_draft(speculation: Speculation, state: SlotState, target: CausalLM, *, num_pages: int, max_len: int) -> Draft:
@@ -21,6 +24,16 @@ def build_draft(speculation: Speculation, state: SlotState, target: CausalLM, *,
     steps, topk, nodes = speculation.num_steps, speculation.topk, speculation.num_nodes
     if speculation.algorithm == "NGRAM":
         return NgramDraft(state, nodes, speculation.ngram_max_tokens, max_len)
+    if speculation.algorithm == "EAGLE3+NGRAM":
+        model = build_draft(
+            replace(speculation, algorithm="EAGLE3", ngram_corpus=(), num_draft_tokens=nodes),
+            state,
+            target,
+            num_pages=num_pages,
+            max_len=max_len,
+        )
+        assert isinstance(model, ModelDraft)
+        return UnionDraft(state, model, NgramDraft(state, nodes, speculation.ngram_max_tokens, max_len), nodes)
     if speculation.algorithm == "EAGLE3":
         assert isinstance(speculation.draft_model, str | Path | Eagle3Head)
         head = load_eagle3(speculation.draft_model, target, num_pages=num_pages, page_size=page_size)
@@ -29,7 +42,7 @@ def build_draft(speculation: Speculation, state: SlotState, target: CausalLM, *,
         assert speculation.draft_model is not None
         expect_folder(speculation.draft_model, "Speculation: draft_model")
         weight = target.embedding.weight
-        model = CausalLM(
+        small = CausalLM(
             speculation.draft_model,
             max_len=max_len,
             num_pages=num_pages,
@@ -37,10 +50,10 @@ def build_draft(speculation: Speculation, state: SlotState, target: CausalLM, *,
             dtype=weight.dtype,
             device=weight.device,
         )
-        if model.config.vocab_size != target.config.vocab_size:
+        if small.config.vocab_size != target.config.vocab_size:
             raise ValueError(
-                f"Speculation: draft_model has vocab_size {model.config.vocab_size}, "
+                f"Speculation: draft_model has vocab_size {small.config.vocab_size}, "
                 f"expected the target's {target.config.vocab_size}"
             )
-        return StandaloneDraft(state, model, steps, topk, nodes)
+        return StandaloneDraft(state, small, steps, topk, nodes)
     return Draft(state)

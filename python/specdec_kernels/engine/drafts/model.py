@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...ops import Tree, build_tree, expand_root, expand_tree, select_topk
+from ...ops import Candidates, Tree, build_tree, expand_root, expand_tree, select_topk
 from ..state import SlotState
 from .base import Draft
 
@@ -70,6 +70,24 @@ class ModelDraft(Draft):
         self.child_logprobs[slots] = logprobs
 
     def propose(self, slots: Tensor) -> Tree:
+        return self._tree(slots, self._candidates(slots))
+
+    def propose_scored(self, slots: Tensor) -> tuple[Tree, Tensor]:
+        """`propose`, and the log-probability of each node [B, N]: 0 for the root, -inf for unused ones."""
+        candidates = self._candidates(slots)
+        count = min(self.num_nodes - 1, candidates.scores.shape[1])
+        scores = candidates.scores.new_full((len(slots), self.num_nodes), -torch.inf)
+        scores[:, 0] = 0
+        scores[:, 1 : count + 1] = candidates.scores.topk(count).values  # nodes stand best first
+        return self._tree(slots, candidates), scores
+
+    def _tree(self, slots: Tensor, candidates: Candidates) -> Tree:
+        state = self.state
+        return build_tree(
+            *candidates, state.root_tokens, state.seq_lens, self.num_nodes, slots=slots, status=state.status
+        )
+
+    def _candidates(self, slots: Tensor) -> Candidates:
         state, k = self.state, self.topk
         candidates, frontier = expand_root(
             self.child_ids[:-1],
@@ -100,11 +118,4 @@ class ModelDraft(Draft):
             )
             if feature is not None:
                 feature = feature[parent_rows.flatten()]
-        return build_tree(
-            *candidates,
-            state.root_tokens,
-            state.seq_lens,
-            self.num_nodes,
-            slots=slots,
-            status=state.status,
-        )
+        return candidates

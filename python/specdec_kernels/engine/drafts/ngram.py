@@ -1,4 +1,4 @@
-"""NGRAM: the index over everything seen drafts on the host; its tree goes to the device once a round."""
+"""NGRAM: the index over everything seen drafts, on the device of the slots."""
 
 from __future__ import annotations
 
@@ -18,24 +18,35 @@ class NgramDraft(Draft):
         super().__init__(state)
         self.num_nodes = num_nodes
         self.accept_width = num_nodes  # a chain of all nodes is the deepest tree
-        self.index = NgramIndex(max_tokens=max_tokens, num_slots=len(state.seq_lens), max_len=max_len + num_nodes)
+        self.index = NgramIndex(
+            max_tokens=max_tokens,
+            num_slots=len(state.seq_lens),
+            max_len=max_len + num_nodes,
+            device=state.seq_lens.device,
+        )
+
+    def _tokens(self, tokens: list[int]) -> Tensor:
+        return torch.tensor(tokens, dtype=torch.int32, device=self.state.seq_lens.device)
 
     def learn(self, tokens: list[int]) -> None:
         """A document for all requests."""
-        self.index.insert(torch.tensor(tokens, dtype=torch.int32))
+        self.index.insert(self._tokens(tokens))
 
     def begin(self, slot: int, request_id: int, tokens: list[int]) -> None:
-        held = self.index.begin(slot, request=request_id)  # of a request that was retracted
-        self.index.insert(torch.tensor(tokens[held:], dtype=torch.int32), slot)
+        self.index.begin(slot, request=request_id)
+        self.index.insert(self._tokens(tokens), slot, start=0)  # of a retracted request, what is held is skipped
 
     def propose(self, slots: Tensor) -> Tree:
-        seq_lens = self.state.seq_lens[slots].cpu()
-        tree, _scores, self._match_len = self.index.draft(slots.cpu(), seq_lens, self.num_nodes)
-        return Tree(*(tensor.to(slots.device) for tensor in tree))
+        return self.propose_scored(slots)[0]
+
+    def propose_scored(self, slots: Tensor) -> tuple[Tree, Tensor, Tensor]:
+        """`propose`, the log-probability of each node [B, N], and the length of the longest match [B]."""
+        tree, scores, self._match_len = self.index.draft(slots, self.state.seq_lens[slots], self.num_nodes)
+        return tree, scores, self._match_len
 
     def extend(self, slots: Tensor, accepted: Accepted, num_valid: Tensor, features: Tensor | None) -> None:
         # All that was emitted, a finished slot's last tokens included: its text stays findable by others.
-        self.index.extend(accepted.tokens.cpu(), accepted.lengths.cpu(), slots.cpu(), self._match_len)
+        self.index.extend(accepted.tokens, accepted.lengths, slots, self._match_len)
 
     def release(self, slot: int) -> None:
         self.index.release(slot)

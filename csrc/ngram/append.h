@@ -1,0 +1,198 @@
+// What writes to the index: streams, blocks and updates, one after another. The CPU's way, and a GPU's where the rows
+// of a call depend on each other.
+#pragma once
+
+#include "ngram/layout.h"
+
+namespace specdec {
+
+SD_HD NgramSlot ngram_empty_stream(uint32_t number, uint32_t scope) {
+  return {.request = 0,
+          .live = 0,
+          .length = 0,
+          .stream = number,
+          .block = kNgramNone,
+          .scope = scope,
+          .group = kNgramGlobal,
+          .tail = {}};
+}
+
+SD_HD NgramSlot ngram_next_stream(const NgramView& v, uint32_t group, bool is_private) {
+  uint32_t& number = v.header->streams;
+  number = number % (kNgramPrivate - 1) + 1;  // 0 is the documents' number
+  NgramSlot stream = ngram_empty_stream(number, is_private ? kNgramPrivate | number : group);
+  stream.live = 1;
+  stream.group = group;
+  return stream;
+}
+
+// A slot's stream, or a new one that everybody sees.
+SD_HD NgramSlot& ngram_running(const NgramView& v, int64_t slot) {
+  NgramSlot& stream = v.slots[slot];
+  if (!stream.live) stream = ngram_next_stream(v, kNgramGlobal, false);
+  return stream;
+}
+
+// Whether a request of that name (0: none), group and privacy goes on with what is in this slot, unless it runs there.
+SD_HD bool ngram_resumes(const NgramSlot& slot, uint64_t name, uint32_t group, bool is_private) {
+  return name != 0 && slot.request == name && slot.group == group && (slot.scope >= kNgramPrivate) == is_private;
+}
+
+// Starts a stream in a slot, or goes on with the one that ended in slot `ended` (-1: none), which gets what was here:
+// that may be resumed as well.
+SD_HD void ngram_begin(const NgramView& v, int64_t slot, int64_t ended, uint64_t name, uint32_t group,
+                       bool is_private) {
+  NgramSlot& stream = v.slots[slot];
+  stream.live = 0;
+  if (ended < 0) {
+    stream = ngram_next_stream(v, group, is_private);
+    stream.request = name;
+    return;
+  }
+  const NgramSlot held = stream;
+  stream = v.slots[ended];
+  v.slots[ended] = held;
+  stream.live = 1;
+}
+
+// The id of the block that is taken n blocks after the one of that id; n is at most the number of blocks.
+SD_HD uint32_t ngram_id_after(const NgramView& v, uint32_t id, uint32_t n) {
+  uint32_t turn = id >> v.block_bits, index = (id & ((1u << v.block_bits) - 1)) + n;
+  for (; index >= v.num_blocks; index -= v.num_blocks) ++turn;
+  return (turn << v.block_bits | index) & kNgramIdMask;
+}
+
+// The id of the block that is taken next.
+SD_HD uint32_t ngram_next_id(const NgramView& v) {
+  return v.header->blocks_taken > 0 ? v.header->next_block : 1u << v.block_bits;  // turn 1: a zeroed block has turn 0
+}
+
+// The block that a stream has written last, or null when the ring has overwritten it.
+SD_HD NgramBlock* ngram_last_block(const NgramView& v, const NgramSlot& stream) {
+  NgramBlock* last = ngram_block(v, stream.block);
+  return last && last->owner == stream.stream ? last : nullptr;
+}
+
+SD_HD NgramBlock* ngram_take_block(const NgramView& v, NgramSlot& stream) {
+  NgramHeader& header = *v.header;
+  const uint32_t id = ngram_next_id(v);
+  header.next_block = ngram_id_after(v, id, 1);
+  NgramBlock& block = v.blocks[id & ((1u << v.block_bits) - 1)];
+  const bool overwrites = header.blocks_taken++ >= v.num_blocks;
+  for (int32_t& token : block.tokens) {
+    header.held -= overwrites && token >= 0;
+    token = -1;
+  }
+  block.id = id;
+  block.owner = stream.stream;
+  block.scope = stream.scope;
+  block.prev = block.next = kNgramNone;
+  // After the overwriting, which may have hit the stream's own last block.
+  if (NgramBlock* last = ngram_last_block(v, stream)) {
+    block.prev = stream.block;
+    last->next = id;
+  }
+  stream.block = id;
+  return &block;
+}
+
+// The keys of the token before which `before(1)`, `before(2)`, ... stand: one for each order, smallest first.
+template <class Before>
+SD_HD void ngram_keys(uint32_t scope, const Before& before, uint64_t (&keys)[kNgramOrders]) {
+  uint64_t hash = ngram_hash_seed(scope);
+  int order = 0;
+  SD_UNROLL
+  for (int n = 1; n <= kNgramLongest; ++n) {
+    hash = ngram_hash_step(hash, before(n));
+    if (n == 1 << order) {
+      keys[order] = ngram_key(hash, order);
+      ++order;
+    }
+  }
+}
+
+// A known n-gram takes the position as its newest. A new one takes the first empty entry of its set, else the one whose
+// newest position is oldest (the first of those).
+SD_HD void ngram_update(const NgramView& v, uint64_t key, uint32_t position) {
+  NgramSet& set = v.sets[ngram_set_of(v, key)];
+  const uint32_t tag = ngram_tag(key);
+  if (const int way = ngram_find(set, tag); way >= 0) {
+    uint32_t* older = set.older[way];
+    SD_UNROLL
+    for (int i = kNgramOlder - 1; i > 0; --i) older[i] = older[i - 1];
+    older[0] = set.newest[way];
+    set.newest[way] = position;
+    if ((set.meta[way] & 0xff) < 0xff) ++set.meta[way];
+    return;
+  }
+  int victim = 0;
+  uint32_t oldest = 0;
+  for (int w = 0; w < kNgramWays; ++w) {
+    if ((set.meta[w] & 0xff) == 0) {
+      victim = w;
+      break;
+    }
+    const uint32_t age = ngram_age(v, set.newest[w], position);
+    if (age > oldest) {
+      oldest = age;
+      victim = w;
+    }
+  }
+  ++((set.meta[victim] & 0xff) == 0 ? v.header->entries : v.header->evictions);
+  set.meta[victim] = tag | 1;
+  set.newest[victim] = position;
+}
+
+SD_HD void ngram_prefetch(const void* address) {
+#ifndef __CUDA_ARCH__
+  __builtin_prefetch(address, 1);
+#endif
+}
+
+// Writes the tokens and indexes each under the n-grams before it: a position enters the table when its token is known,
+// so the end of a stream, which has no continuation, is never a candidate. kPiece tokens are hashed and prefetched
+// together.
+template <int kPiece>
+SD_HD void ngram_append(const NgramView& v, const int32_t* tokens, int64_t count, NgramSlot& s) {
+  int32_t window[kNgramLongest + kPiece];  // the piece, behind the tokens before it
+  uint32_t position[kPiece];
+  uint64_t keys[kPiece][kNgramOrders];
+
+  v.header->inserted += count;
+  v.header->held += count;
+  for (int64_t done = 0; done < count; done += kPiece) {
+    const int piece = static_cast<int>(count - done < kPiece ? count - done : kPiece);
+    const uint32_t start = s.length;
+    for (int j = 1; j <= kNgramLongest; ++j) window[kNgramLongest - j] = s.tail[(start - j) % kNgramMaxMatch];
+
+    uint32_t offset = start % kNgramBlockTokens;
+    NgramBlock* block = offset > 0 ? ngram_last_block(v, s) : nullptr;
+    for (int i = 0; i < piece; ++i) {
+      if (block == nullptr) block = ngram_take_block(v, s);
+      const int32_t token = tokens[done + i];
+      block->tokens[offset] = window[kNgramLongest + i] = s.tail[(start + i) % kNgramMaxMatch] = token;
+      position[i] = s.block << kNgramOffsetBits | offset;
+      if (++offset == kNgramBlockTokens) {
+        offset = 0;
+        block = nullptr;
+      }
+    }
+    s.length += piece;
+
+    for (int i = 0; i < piece; ++i) {
+      ngram_keys(s.scope, [&](int n) { return window[kNgramLongest + i - n]; }, keys[i]);
+      for (const uint64_t key : keys[i]) ngram_prefetch(v.sets + ngram_set_of(v, key));
+    }
+    // A known n-gram's older positions lie in another line than its tag.
+    for (int i = 0; i < piece; ++i)
+      for (const uint64_t key : keys[i]) {
+        const NgramSet& set = v.sets[ngram_set_of(v, key)];
+        if (const int way = ngram_find(set, ngram_tag(key)); way >= 0) ngram_prefetch(set.older[way]);
+      }
+    for (int i = 0; i < piece; ++i)
+      for (int order = 0; order < kNgramOrders && start + i >= 1u << order; ++order)
+        ngram_update(v, keys[i][order], position[i]);
+  }
+}
+
+}  // namespace specdec
