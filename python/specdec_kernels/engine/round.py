@@ -85,7 +85,7 @@ class Round:
 
     @torch.inference_mode()
     def run(self, slots: Tensor) -> RoundResult:
-        """Advance slots [B] by one round; nothing here reads a device value on the host, except n-gram drafting."""
+        """Advance slots [B] by one round; nothing here reads a device value on the host."""
         state, draft = self.state, self.draft
         alloc_pages(state.pool, state.seq_lens, self.reserve, slots=slots, status=state.status)
 
