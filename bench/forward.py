@@ -3,7 +3,8 @@
     python -m specdec_kernels.bench.forward [--shape qwen3-8b] [--rows 1x1,4x1,1x32,...] [--prefix 430] [--json FILE]
 
 Rows are requests x nodes. Every time is of one CUDA graph, weights cold (a pass reads more than any cache holds). With
---kernels, the pass's time by kind of kernel, from the profiler.
+--kernels, the time of its kernels by kind, from the profiler: one that starts while another still runs counts its
+wait as well.
 """
 
 from __future__ import annotations

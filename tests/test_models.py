@@ -66,6 +66,12 @@ def test_half_precision(algorithm: str, dtype: torch.dtype, device: torch.device
         ("gpt2", {}, "model: model_type is 'gpt2', expected one of ('llama', 'mistral', 'qwen2', 'qwen3')"),
         ("mistral", {"sliding_window": 64}, "model: sliding_window is 64, expected at least max_len=256"),
         ("llama", {"head_dim": 96}, "model: head_dim is 96, expected one of (64, 128, 256)"),
+        ("qwen3", {"hidden_act": "gelu"}, "model: hidden_act is 'gelu', expected 'silu'"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "model: rope_type is 'dynamic', expected one whose rotations depend on positions alone",
+        ),
         (
             "llama",
             {"max_position_embeddings": 128},

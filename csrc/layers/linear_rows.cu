@@ -18,10 +18,10 @@
 namespace specdec {
 namespace {
 
-constexpr int kTile = 16;    // rows of the weight, and
-constexpr int kColumns = 8;  // of x, in a step
-constexpr int kSlice = 64;   // numbers of a row that a warp takes at a time: four steps
+constexpr int kTile = 16;   // rows of the weight in a step
+constexpr int kSlice = 64;  // numbers of a row that a warp takes at a time: four steps
 constexpr int kSliceBytes = kTile * kSlice * 2;
+constexpr int kTiles = 4;  // at a time, which share what is read of x
 
 // d += a b.
 template <class T>
@@ -52,22 +52,24 @@ template <class T>
 __device__ __forceinline__ const T* x_row(const LinearRowsParams& p, int64_t row) {
   return static_cast<const T*>(p.x) + (row < p.rows ? row : p.rows - 1) * p.x_stride;
 }
+template <class T>
+__device__ __forceinline__ const T* weight_row(const LinearRowsParams& p, int64_t row) {
+  return static_cast<const T*>(p.weight) + (row < p.out ? row : p.out - 1) * p.weight_stride;
+}
 
 // The warps' sums of one tile, [x's rows][weight's rows].
-template <int kWarps, int kParts>
+template <int kWarps>
 struct TileSums {
-  float of_warp[kWarps][kParts * kColumns][kTile + 4];
+  float of_warp[kWarps][kMaxLinearRows][kTile + 4];
 
-  __device__ void put(int warp, int lane, const float (&sum)[kParts][4]) {
+  __device__ void put(int warp, int lane, const float (&sum)[4]) {
 #pragma unroll
-    for (int m = 0; m < kParts; ++m)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) of_warp[warp][m * kColumns + lane % 4 * 2 + e % 2][e / 2 * 8 + lane / 4] = sum[m][e];
+    for (int e = 0; e < 4; ++e) of_warp[warp][lane % 4 * 2 + e % 2][e / 2 * 8 + lane / 4] = sum[e];
   }
   // By all warps, when all have put theirs: writes the tile's part of y.
   template <class T>
   __device__ void write(const LinearRowsParams& p, int64_t first, int thread) const {
-    for (int i = thread; i < kParts * kColumns * kTile; i += kWarps * kWarp) {
+    for (int i = thread; i < kMaxLinearRows * kTile; i += kWarps * kWarp) {
       const int r = i / kTile, c = i % kTile;
       if (r >= p.rows || first + c >= p.out) continue;
       float total = p.bias ? to_float(static_cast<const T*>(p.bias)[first + c]) : 0;
@@ -78,14 +80,16 @@ struct TileSums {
   }
 };
 
-// A warp's slices in order: of every group of the block's tiles, along the length, tile by tile.
-template <int kTiles>
+// A warp's slices in order: of every group of tiles, along the length, tile by tile.
 struct Walk {
-  int end, slices;  // tiles, and slices along the length
-  int group = 0, slice = 0, tile = 0;
+  int64_t group, end;
+  int slices;  // along the length
+  int slice = 0, tile = 0;
 
+  __device__ bool done() const { return group >= end; }
+  __device__ int count() const { return static_cast<int>(min(end - group, int64_t{kTiles})); }
   __device__ void advance() {
-    if (++tile < min(end - group, kTiles)) return;
+    if (++tile < count()) return;
     tile = 0;
     if (++slice < slices) return;
     slice = 0;
@@ -100,34 +104,31 @@ __device__ __forceinline__ void copy_async(void* to, const void* from) {
       : "memory");
 }
 
-// kTiles at a time share what is read of x.
-template <class T, int kWarps, int kParts, int kDepth, int kTiles>
+template <class T, int kWarps, int kDepth>
 __global__ void __launch_bounds__(kWarps* kWarp, 1) linear_rows_kernel(LinearRowsParams p) {
   extern __shared__ __align__(128) unsigned char dynamic[];
-  __shared__ TileSums<kWarps, kParts> sums[2];  // of every other tile
+  __shared__ TileSums<kWarps> sums[2];  // of every other tile
   const int lane = threadIdx.x, warp = threadIdx.y;
   unsigned char* const ring = dynamic + warp * kDepth * kSliceBytes;
   let_next_kernel_start();
 
-  const int64_t all_tiles = (p.out + kTile - 1) / kTile;
-  const int64_t first_row = all_tiles * blockIdx.x / gridDim.x * kTile;
-  const int tiles = static_cast<int>(all_tiles * (blockIdx.x + 1) / gridDim.x - first_row / kTile);
-  const int last_row = static_cast<int>(min(p.out - first_row, int64_t{tiles} * kTile)) - 1;
+  const int64_t tiles = (p.out + kTile - 1) / kTile;
+  const int64_t first_tile = tiles * blockIdx.x / gridDim.x, end_tile = tiles * (blockIdx.x + 1) / gridDim.x;
   const int all_slices = static_cast<int>(p.in / kSlice);
   const int slices = (all_slices - warp + kWarps - 1) / kWarps;  // this warp's: its number, and every kWarps-th
-  Walk<kTiles> reading{slices > 0 ? tiles : 0, slices};
+  Walk reading{first_tile, slices > 0 ? end_tile : first_tile, slices};
 
   // Sixteen bytes each of row lane / 8 and every fourth, whose halves change places in odd rows: so the rows that are
-  // read together meet in no bank. Rows beyond the last are read as the last, and not written.
-  const T* const weight = static_cast<const T*>(p.weight) + first_row * p.weight_stride + warp * kSlice + lane % 8 * 8;
-  unsigned char* const place = ring + lane / 8 * 128 + ((lane % 8) ^ (lane / 8 % 2 * 4)) * 16;
+  // read together meet in no bank.
   const auto fetch = [&](int stage) {
-    if (reading.group < reading.end) {
-      const int row = (reading.group + reading.tile) * kTile + lane / 8;
+    if (!reading.done()) {
+      const int64_t at = (int64_t{reading.slice} * kWarps + warp) * kSlice + lane % 8 * 8;
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        copy_async(place + stage * kSliceBytes + i * 4 * 128,
-                   weight + min(row + i * 4, last_row) * p.weight_stride + reading.slice * (kWarps * kSlice));
+      for (int i = 0; i < 4; ++i) {
+        const int row = i * 4 + lane / 8;
+        copy_async(ring + stage * kSliceBytes + row * 128 + ((lane % 8) ^ (row % 2 * 4)) * 16,
+                   weight_row<T>(p, (reading.group + reading.tile) * kTile + row) + at);
+      }
       reading.advance();
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
@@ -136,23 +137,18 @@ __global__ void __launch_bounds__(kWarps* kWarp, 1) linear_rows_kernel(LinearRow
   for (int stage = 0; stage < kDepth - 1; ++stage) fetch(stage);
 
   const int row = lane / 4;
-  const T* x[kParts];
+  const T* const x = x_row<T>(p, row) + warp * kSlice + lane % 4 * 8;
+  uint4 b[2], next[2];
+  const auto read_x = [&](int slice, uint4(&to)[2]) {
 #pragma unroll
-  for (int m = 0; m < kParts; ++m) x[m] = x_row<T>(p, m * kColumns + row) + warp * kSlice + lane % 4 * 8;
-  uint4 b[2][kParts], next[2][kParts];
-  const auto read_x = [&](int slice, uint4(&to)[2][kParts]) {
-#pragma unroll
-    for (int u = 0; u < 2; ++u)
-#pragma unroll
-      for (int m = 0; m < kParts; ++m)
-        to[u][m] = *reinterpret_cast<const uint4*>(x[m] + int64_t{slice} * kWarps * kSlice + u * 32);
+    for (int u = 0; u < 2; ++u) to[u] = *reinterpret_cast<const uint4*>(x + int64_t{slice} * kWarps * kSlice + u * 32);
   };
   wait_for_kernels_before();
 
   int stage = 0, written = 0;
-  for (int group = 0; group < tiles; group += kTiles) {
-    const int count = min(tiles - group, kTiles);
-    float sum[kTiles][kParts][4] = {};
+  for (int64_t group = first_tile; group < end_tile; group += kTiles) {
+    const int count = static_cast<int>(min(end_tile - group, int64_t{kTiles}));
+    float sum[kTiles][4] = {};
     if (slices > 0) read_x(0, b);
     for (int slice = 0; slice < slices; ++slice) {
       if (slice + 1 < slices) read_x(slice + 1, next);
@@ -172,15 +168,11 @@ __global__ void __launch_bounds__(kWarps* kWarp, 1) linear_rows_kernel(LinearRow
         // The slice read before this one is everybody's no more.
         fetch(stage == 0 ? kDepth - 1 : stage - 1);
 #pragma unroll
-        for (int u = 0; u < 2; ++u)
-#pragma unroll
-          for (int m = 0; m < kParts; ++m) multiply<T>(sum[i][m], a[u][0], a[u][1], b[u][m]);
+        for (int u = 0; u < 2; ++u) multiply<T>(sum[i], a[u][0], a[u][1], b[u]);
         if (++stage == kDepth) stage = 0;
       }
 #pragma unroll
-      for (int u = 0; u < 2; ++u)
-#pragma unroll
-        for (int m = 0; m < kParts; ++m) b[u][m] = next[u][m];
+      for (int u = 0; u < 2; ++u) b[u] = next[u];
     }
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
@@ -188,7 +180,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, 1) linear_rows_kernel(LinearRow
       auto& of_tile = sums[written++ % 2];  // whoever puts into it has seen all write the one before
       of_tile.put(warp, lane, sum[i]);
       __syncthreads();
-      of_tile.template write<T>(p, first_row + (group + i) * kTile, warp * kWarp + lane);
+      of_tile.template write<T>(p, (group + i) * kTile, warp * kWarp + lane);
     }
   }
 }
@@ -196,22 +188,24 @@ __global__ void __launch_bounds__(kWarps* kWarp, 1) linear_rows_kernel(LinearRow
 }  // namespace
 
 void linear_rows_cuda(const LinearRowsParams& p, Stream stream) {
-  const Device device = current_device("linear_rows");
-  const auto start = [&]<class T, int kWarps, int kParts, int kDepth, int kTiles>() {
+  int device = 0, most = 0;
+  SD_CUDA_CHECK("linear_rows", cudaGetDevice(&device));
+  SD_CUDA_CHECK("linear_rows", cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+  const int64_t tiles = (p.out + kTile - 1) / kTile;
+  const auto blocks = static_cast<unsigned>(std::min<int64_t>(tiles, current_device("linear_rows").multiprocessors));
+  const auto start = [&]<class T, int kWarps, int kDepth>() {
     const int bytes = kWarps * kDepth * kSliceBytes;
-    SD_CUDA_CHECK("linear_rows", cudaFuncSetAttribute(linear_rows_kernel<T, kWarps, kParts, kDepth, kTiles>,
-                                                      cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-    const int64_t tiles = (p.out + kTile - 1) / kTile;
-    const auto blocks = static_cast<unsigned>(std::min<int64_t>(tiles, device.multiprocessors));
-    launch("linear_rows", linear_rows_kernel<T, kWarps, kParts, kDepth, kTiles>,
+    const auto kernel = linear_rows_kernel<T, kWarps, kDepth>;
+    SD_CUDA_CHECK("linear_rows", cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    launch("linear_rows", kernel,
            {.grid = blocks, .threads = dim3(kWarp, kWarps), .shared_bytes = static_cast<size_t>(bytes)}, stream, p);
   };
   const auto of_type = [&]<class T>() {
-    const bool few = p.rows <= kColumns;
-    // Rings as deep as shared memory has room for, which before Hopper may be 99 kilobytes.
-    if (!device.is_hopper_or_later)
-      return few ? start.template operator()<T, 8, 1, 4, 4>() : start.template operator()<T, 8, 2, 4, 4>();
-    few ? start.template operator()<T, 16, 1, 6, 4>() : start.template operator()<T, 16, 2, 5, 4>();
+    constexpr int kWarps = 16, kDepth = 6;
+    if (most >= kWarps * kDepth * kSliceBytes + static_cast<int>(2 * sizeof(TileSums<kWarps>)))
+      start.template operator()<T, kWarps, kDepth>();
+    else
+      start.template operator()<T, 8, 4>();
   };
   if (p.dtype == kBFloat16)
     of_type.template operator()<BFloat16>();

@@ -6,7 +6,7 @@
 
 namespace specdec {
 
-constexpr int64_t kMaxLinearRows = 16;
+constexpr int64_t kMaxLinearRows = 8;
 
 struct LinearRowsParams {
   const void* x;       // [rows, in]

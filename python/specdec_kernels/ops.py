@@ -598,7 +598,7 @@ def linear_rows(
     launched before it on the stream has finished, which must therefore not be what writes it.
 
     Args:
-        x: [M, K] float16 or bfloat16, at most 16 rows, K a multiple of 64.
+        x: [M, K] float16 or bfloat16, at most 8 rows, K a multiple of 64.
         weight: [N, K]; rows of both may be strided, and start on 16 bytes.
         bias: [N] of the same dtype; None for none.
 

@@ -15,8 +15,6 @@ from torch.nn import functional
 from ..ops import gate_rows, linear_rows, norm_rows, rotate_qkv, tree_attention
 from .attention import Rows
 
-# Up to so many rows `linear_rows` is faster than the general product.
-FEW_ROWS = 16
 # Beyond the longest sequence: the deepest node of a tree, and padding.
 SPARE_POSITIONS = 320
 
@@ -26,8 +24,8 @@ class Product(NamedTuple):
     bias: Tensor | None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[..., out] from [..., in]."""
-        if x.is_cuda and x.dtype != torch.float32 and x.shape[:-1].numel() <= FEW_ROWS and x.shape[-1] % 64 == 0:
+        """[..., out] from [..., in]. `linear_rows` was measured to be the faster one for a single row."""
+        if x.is_cuda and x.dtype != torch.float32 and x.shape[:-1].numel() == 1 and x.shape[-1] % 64 == 0:
             out: Tensor = linear_rows(x.reshape(-1, x.shape[-1]), self.weight, self.bias)
             return out.view(*x.shape[:-1], -1)
         return functional.linear(x, self.weight, self.bias)
