@@ -64,7 +64,7 @@ def files(wheel: Path) -> set[str]:
 
 
 def test_everything_that_runs_is_inside(wheel: Path) -> None:
-    expected = ["__init__.py", "_C.pyi", "py.typed", "ops.py", "reference/draft.py", "engine/drafts/eagle3.py"]
+    expected = ["__init__.py", "_C.pyi", "py.typed", "ops.py", "reference/draft.py", "engine/drafts/eagle.py"]
     expected += [f"bench/{path.relative_to(ROOT / 'bench')}" for path in (ROOT / "bench").rglob("*.py")]
     for model in ("target", "eagle3"):
         expected += [f"tiny_model/{model}/{path.name}" for path in (ROOT / "examples" / "tiny" / model).iterdir()]

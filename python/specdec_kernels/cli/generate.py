@@ -40,10 +40,10 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--model", help="target: a folder or hub id (default: the packaged tiny model)")
     parser.add_argument(
         "--speculative-algorithm",
-        choices=["NONE", "NGRAM", "EAGLE3", "STANDALONE", "EAGLE3+NGRAM"],
+        choices=["NONE", "NGRAM", "EAGLE", "EAGLE3", "STANDALONE", "EAGLE3+NGRAM"],
         help="how to draft (default: EAGLE3 for the tiny model, NGRAM for any other)",
     )
-    parser.add_argument("--speculative-draft-model-path", metavar="PATH", help="EAGLE-3 head or small draft model")
+    parser.add_argument("--speculative-draft-model-path", metavar="PATH", help="EAGLE head or small draft model")
     parser.add_argument("--speculative-num-steps", type=int, default=5, metavar="N", help="depth of drafting (5)")
     parser.add_argument(
         "--speculative-eagle-topk", type=int, metavar="K", help="branches per step (8 on a GPU, 1, a chain, on the CPU)"

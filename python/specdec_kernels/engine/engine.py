@@ -112,7 +112,7 @@ class Engine:
 
         # Rows a round may write beyond L: the tree, the accepted rows, the draft's scratch (docs/round.md).
         reserve = speculation.num_nodes + 1
-        if speculation.uses_eagle3 or speculation.algorithm == "STANDALONE":
+        if speculation.uses_model:
             scratch = speculation.topk * (speculation.num_steps - 1) + 1
             reserve = max(speculation.num_nodes, speculation.num_steps + 1, scratch) + 1
         max_pages = -(-(max_len + reserve) // page_size)
@@ -128,6 +128,8 @@ class Engine:
             )
 
         layers: tuple[int, ...] = ()
+        if speculation.algorithm == "EAGLE":
+            layers = (config.num_hidden_layers,)  # the state entering the final norm
         if speculation.uses_eagle3:
             assert speculation.draft_model is not None
             layers = feature_layers(eagle3_config_of(speculation.draft_model), config.num_hidden_layers)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import nn
 
-ALGORITHMS = ("NONE", "NGRAM", "EAGLE3", "STANDALONE", "EAGLE3+NGRAM")
+ALGORITHMS = ("NONE", "NGRAM", "EAGLE", "EAGLE3", "STANDALONE", "EAGLE3+NGRAM")
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,9 @@ class Speculation:
     """How candidates are drafted. The names are those of the field's command lines.
 
     Attributes:
-        algorithm: NONE (plain decoding), NGRAM (an index over all text seen), EAGLE3 (a draft head), STANDALONE (a
-            small model with the target's tokenizer), or EAGLE3+NGRAM (the best nodes of both).
+        algorithm: NONE (plain decoding), NGRAM (an index over all text seen), EAGLE (a draft head of EAGLE or EAGLE-2),
+            EAGLE3 (one of EAGLE-3), STANDALONE (a small model with the target's tokenizer), or EAGLE3+NGRAM (the best
+            nodes of both).
         draft_model: folder or hub id of the head or small model, or the module itself; all but NONE and NGRAM need it.
         num_steps: depth of drafting of a model draft (NGRAM drafts as deep as its nodes reach).
         topk: branches per step; 1 drafts a chain.
@@ -43,7 +44,7 @@ class Speculation:
     def __post_init__(self) -> None:
         if self.algorithm not in ALGORITHMS:
             raise ValueError(f"Speculation: algorithm is {self.algorithm!r}, expected one of {ALGORITHMS}")
-        needs_model = self.algorithm not in ("NONE", "NGRAM")
+        needs_model = self.uses_model
         if needs_model and self.draft_model is None:
             raise ValueError(f"Speculation: draft_model is None, expected a path or hub id for {self.algorithm}")
         if not needs_model and self.draft_model is not None:
@@ -54,6 +55,10 @@ class Speculation:
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
                 raise ValueError(f"Speculation: {name} is {value}, expected {low} to {high}")
+
+    @property
+    def uses_model(self) -> bool:
+        return self.algorithm not in ("NONE", "NGRAM")
 
     @property
     def uses_eagle3(self) -> bool:

@@ -7,11 +7,12 @@ from pathlib import Path
 
 from ...models.causal_lm import CausalLM
 from ...models.checkpoint import expect_folder
+from ...models.eagle import load_eagle
 from ...models.eagle3 import Eagle3Head, load_eagle3
 from ..params import Speculation
 from ..state import SlotState
 from .base import Draft
-from .eagle3 import Eagle3Draft
+from .eagle import EagleDraft
 from .model import ModelDraft
 from .ngram import NgramDraft
 from .standalone import StandaloneDraft
@@ -37,7 +38,11 @@ def build_draft(speculation: Speculation, state: SlotState, target: CausalLM, *,
     if speculation.algorithm == "EAGLE3":
         assert isinstance(speculation.draft_model, str | Path | Eagle3Head)
         head = load_eagle3(speculation.draft_model, target, num_pages=num_pages, page_size=page_size)
-        return Eagle3Draft(state, head, steps, topk, nodes)
+        return EagleDraft(state, head, steps, topk, nodes)
+    if speculation.algorithm == "EAGLE":
+        assert speculation.draft_model is not None
+        eagle = load_eagle(speculation.draft_model, target, num_pages=num_pages, page_size=page_size)
+        return EagleDraft(state, eagle, steps, topk, nodes)
     if speculation.algorithm == "STANDALONE":
         assert speculation.draft_model is not None
         expect_folder(speculation.draft_model, "Speculation: draft_model")

@@ -1,4 +1,4 @@
-"""EAGLE3: a draft head over the target's features. Draft row i pairs token i+1 with the feature of position i."""
+"""EAGLE, EAGLE3: a draft head over the target's states. Draft row i pairs token i+1 with the feature of position i."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import torch
 from torch import Tensor
 
 from ...models.attention import Rows
-from ...models.eagle3 import Eagle3Head
+from ...models.draft_head import DraftHead
 from ...ops import Accepted
 from ..state import SlotState
 from .model import ModelDraft, last_valid, positions_from
 
 
-class Eagle3Draft(ModelDraft):
-    def __init__(self, state: SlotState, head: Eagle3Head, num_steps: int, topk: int, num_nodes: int) -> None:
+class EagleDraft(ModelDraft):
+    def __init__(self, state: SlotState, head: DraftHead, num_steps: int, topk: int, num_nodes: int) -> None:
         super().__init__(state, num_steps, topk, num_nodes)
         self.head = head
         self.id_map = head.id_map
-        weight = head.lm_head.weight
         # The head's output at each slot's last committed row, and one for slot -1: the feature all depth-1 nodes share.
-        self.last_hidden = weight.new_zeros(len(state.seq_lens) + 1, weight.shape[1])
+        like = head.pools.k
+        self.last_hidden = like.new_zeros(len(state.seq_lens) + 1, head.config.hidden_size)
 
     @property
     def num_pool_bytes(self) -> int:
