@@ -115,6 +115,21 @@ def build_tree_from_mask(t: Inputs, **stream: Any) -> Iterable[Tensor]:
     return sd.build_tree_from_mask(t["tokens"], t["mask"], t["lens"], **stream)
 
 
+def norm_rows(t: Inputs, **stream: Any) -> Iterable[Tensor]:
+    return sd.norm_rows(t["x"], t["weight"], 1e-6, residual=t["residual"], **stream)
+
+
+def gate_rows(t: Inputs, **stream: Any) -> Iterable[Tensor]:
+    return [sd.gate_rows(t["x"], **stream)]
+
+
+def rotate_qkv(t: Inputs, **stream: Any) -> Iterable[Tensor]:
+    out = sd.rotate_qkv(
+        t["qkv"], t["rotations"], t["positions"], t["k_pool"], t["v_pool"], t["table"], t["lens"], **stream
+    )
+    return [out, t["k_pool"], t["v_pool"]]
+
+
 def tree_attention(t: Inputs, **stream: Any) -> Iterable[Tensor]:
     out = sd.tree_attention(t["q"], t["k_pool"], t["v_pool"], t["table"], t["lens"], mask=t["mask"], **stream)
     return [out]
@@ -246,6 +261,22 @@ CASES = {
         lambda: {"tokens": ints(0, VOCAB, B, N), "mask": given_tree().mask, "lens": lens()}, build_tree_from_mask
     ),
     "merge_trees": Case(merge_trees_inputs, merge_trees),
+    "norm_rows": Case(
+        lambda: {"x": torch.randn(N, D), "residual": torch.randn(N, D), "weight": torch.randn(D)}, norm_rows
+    ),
+    "gate_rows": Case(lambda: {"x": torch.randn(N, 2 * D)}, gate_rows),
+    "rotate_qkv": Case(
+        lambda: {
+            "qkv": torch.randn(B, N, 3 * HEADS, D),
+            "rotations": torch.randn(32, D),
+            "positions": ints(0, 32, B, N),
+            "k_pool": kv(PAGES, PAGE),
+            "v_pool": kv(PAGES, PAGE),
+            "table": pages(),
+            "lens": lens(),
+        },
+        rotate_qkv,
+    ),
     "tree_attention": Case(
         lambda: {
             "q": kv(B, N),

@@ -68,7 +68,7 @@ def test_attention_opcheck(device: torch.device) -> None:
     mask = random_trees(3, 6).to(device)
     op = torch.ops.specdec.tree_attention
     all_of_them = {"slots": slots, "q_lens": lengths, "mask": mask, "tail_len": 6, "scale": 0.5, "window": 20}
-    all_of_them |= {"soft_cap": 9.0, "fixed_split": 64}
+    all_of_them |= {"soft_cap": 9.0, "fixed_split": 128}
     torch.library.opcheck(op.default, (q, *cache.tensors()))
     torch.library.opcheck(op.default, (q[0], *cache.tensors()), {"cu_seqlens_q": ends})
     torch.library.opcheck(op.default, (q, *cache.tensors()), all_of_them)
