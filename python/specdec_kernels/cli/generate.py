@@ -79,6 +79,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--mem-fraction", type=float, metavar="F", help="share of the GPU's memory to take (default: what is needed)"
     )
+    parser.add_argument("--batch-invariant", action="store_true", help="the same bits whatever runs beside a request")
     parser.add_argument("--no-cuda-graph", action="store_true", help="launch rounds kernel by kernel, for debugging")
     parser.add_argument("--trace", metavar="FILE", help="write a Chrome trace of the rounds")
     parser.add_argument("--no-compare", action="store_true", help="skip the plain decoding run")
@@ -174,6 +175,7 @@ def generate(
             device=args.device,
             dtype=getattr(torch, args.dtype) if args.dtype else None,
             mem_fraction=args.mem_fraction,
+            batch_invariant=args.batch_invariant,
             cuda_graph=not args.no_cuda_graph,
             trace=args.trace if stream else None,
         )

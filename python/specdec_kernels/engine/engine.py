@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .._C import Emission
 
 MAX_STOP_TOKENS = 16
+INVARIANT_SPLIT = 1024  # rows of KV
 RING_DEPTH = 16  # records of commands, which the loop may be ahead of the device, and of results
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -63,6 +64,9 @@ class Engine:
             None: about a third apart with graphs, every size without.
         rounds_in_flight: rounds launched and not yet read. None: 2 on CUDA where the draft leaves the host alone (the
             next round is launched while one runs), else 1.
+        batch_invariant: a request gets the same bits whatever runs beside it. Rounds all have one size, `num_slots`,
+            and attention cuts KV at fixed places, which is slower with few requests. A request that is retracted for
+            want of pages may differ from there on: what it had generated comes back as a prompt.
         trace: file for a Chrome trace of the loop and its rounds, rewritten at the end of every `generate`.
         progress: show what is being captured.
 
@@ -87,6 +91,7 @@ class Engine:
         cuda_graph: bool = True,
         batch_sizes: Sequence[int] | None = None,
         rounds_in_flight: int | None = None,
+        batch_invariant: bool = False,
         trace: str | Path | None = None,
         progress: bool = False,
     ) -> None:
@@ -101,6 +106,13 @@ class Engine:
         check_at_least(1, num_slots=num_slots, page_size=page_size, prefill_chunk=prefill_chunk)
         if batch_sizes is not None:
             check_batch_sizes(batch_sizes, num_slots)
+            if batch_invariant and len(batch_sizes) > 1:
+                raise ValueError(f"Engine: batch_sizes is {list(batch_sizes)}, expected one size with batch_invariant")
+        if batch_invariant and speculation.uses_ngram:
+            raise ValueError(
+                f"Engine: batch_invariant is set, expected not for {speculation.algorithm}, "
+                "whose drafts depend on what other requests said"
+            )
         if rounds_in_flight is not None and not 1 <= rounds_in_flight < RING_DEPTH:
             raise ValueError(f"Engine: rounds_in_flight is {rounds_in_flight}, expected 1 to {RING_DEPTH - 1}")
         self.max_len = max_len
@@ -149,6 +161,7 @@ class Engine:
             num_pages=num_pages,
             max_pages=max_pages,
             page_size=page_size,
+            fixed_split=INVARIANT_SPLIT if batch_invariant else None,
             device=self.device,
         )
         self.draft = build_draft(speculation, self.state, self.target, num_pages=num_pages, max_len=max_len)
@@ -159,7 +172,10 @@ class Engine:
         on_cuda, overlaps = self.device.type == "cuda", self.device.type == "cuda" and self.draft.on_device
         self._stream = torch.cuda.Stream(self.device) if on_cuda else None  # type: ignore[no-untyped-call]
         if batch_sizes is None:
-            batch_sizes = default_batch_sizes(num_slots) if overlaps and cuda_graph else range(1, num_slots + 1)
+            if batch_invariant:
+                batch_sizes = [num_slots]
+            else:
+                batch_sizes = default_batch_sizes(num_slots) if overlaps and cuda_graph else range(1, num_slots + 1)
         if rounds_in_flight is None:
             rounds_in_flight = 2 if overlaps else 1
         rings = Rings.create(self.state, max_batch=num_slots, accept_width=self.draft.accept_width, depth=RING_DEPTH)

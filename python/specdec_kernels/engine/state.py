@@ -32,6 +32,7 @@ class SlotState:
     finish_reasons: Tensor
     status: Tensor
     pool: PagePool
+    fixed_split: int | None  # of attention
 
     @classmethod
     def create(
@@ -43,6 +44,7 @@ class SlotState:
         num_pages: int,
         max_pages: int,
         page_size: int,
+        fixed_split: int | None,
         device: torch.device,
     ) -> SlotState:
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -63,6 +65,7 @@ class SlotState:
             finish_reasons=zeros(num_slots),
             status=zeros(num_slots),
             pool=make_page_pool(num_pages, num_slots, max_pages, page_size, like=zeros(0)),
+            fixed_split=fixed_split,
         )
 
     def resize_pool(self, num_pages: int) -> None:
@@ -78,6 +81,7 @@ class SlotState:
             prefix_lens=prefix_lens,
             tail_len=tail_len,
             status=self.status,
+            fixed_split=self.fixed_split,
             **options,  # type: ignore[arg-type]
         )
 

@@ -22,6 +22,7 @@ class Rows(NamedTuple):
     mask: Tensor | None = None  # [B, Q, W] int64
     num_valid: Tensor | None = None  # [B] int32
     status: Tensor | None = None  # [num_slots] int32
+    fixed_split: int | None = None
 
 
 class KvPools(NamedTuple):

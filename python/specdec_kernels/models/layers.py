@@ -106,6 +106,7 @@ class Layer:
             q_lens=rows.num_valid,
             tail_len=rows.tail_len,
             mask=rows.mask,
+            fixed_split=rows.fixed_split,
             status=rows.status,
         )
         return self.out(attended.view(batch * q_len, -1))

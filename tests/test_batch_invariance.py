@@ -1,0 +1,94 @@
+"""With batch_invariant, a request's logits have the same bits whatever runs beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from specdec_kernels.engine import Engine, SamplingParams, Speculation
+from specdec_kernels.tiny import tiny_model
+from tiny import held_out
+
+HEAD = tiny_model("eagle3")
+SPECULATIONS = {
+    "none": Speculation(),
+    "chain": Speculation("EAGLE3", HEAD, num_steps=3, topk=1),
+    "tree": Speculation("EAGLE3", HEAD, num_steps=4, topk=4, num_draft_tokens=16),
+    "standalone": Speculation("STANDALONE", tiny_model("target"), num_steps=2, topk=2, num_draft_tokens=6),
+}
+NUM_SLOTS, NEW_TOKENS = 5, 24
+
+Logits = dict[tuple[int, int], torch.Tensor]  # by request and length: of all nodes of that round's tree
+
+
+def make_engine(name: str, device: torch.device) -> Engine:
+    return Engine(
+        tiny_model("target"),
+        speculation=SPECULATIONS[name],
+        max_len=160,
+        num_slots=NUM_SLOTS,
+        prefill_chunk=24,
+        batch_invariant=True,
+        cuda_graph=False,  # so that the logits of a round can be looked at
+        rounds_in_flight=1,
+        dtype=torch.float32 if device.type == "cpu" else torch.bfloat16,
+        device=device,
+    )
+
+
+def logits_of(
+    engine: Engine, requests: Sequence[int], monkeypatch: pytest.MonkeyPatch
+) -> tuple[Logits, list[list[int]]]:
+    """Of each round of these requests (numbers of held-out prompts), run together, and what they generated."""
+    prompts = {n: held_out("code")[n][: 15 + 9 * n] for n in requests}
+    kept: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]] = []
+    target, round = engine.target, engine._executor.round
+    logits, run = target.logits, round.run
+
+    def keep(hidden: torch.Tensor) -> torch.Tensor:
+        kept.append(logits(hidden))
+        return kept[-1]
+
+    def run_and_look(slots: torch.Tensor) -> object:
+        kept.clear()
+        result = run(slots)
+        live = [(row, slot) for row, slot in enumerate(slots.tolist()) if slot >= 0]
+        for row, slot in live:
+            text = (int(engine.state.seq_lens_before[slot]), slot)
+            rounds.append((text, kept[0][row].clone()))
+        return result
+
+    rounds: list[tuple[tuple[int, int], torch.Tensor]] = []
+    monkeypatch.setattr(target, "logits", keep)
+    monkeypatch.setattr(round, "run", run_and_look)
+    params = [SamplingParams(NEW_TOKENS, ignore_eos=True, temperature=0.7 * (n % 2), seed=n) for n in requests]
+    outputs = engine.generate([prompts[n] for n in requests], params)
+    monkeypatch.undo()
+    # Requests get slots in order, each its own.
+    return {(requests[slot], length): x for (length, slot), x in rounds}, [out.tokens for out in outputs]
+
+
+@pytest.mark.parametrize("name", SPECULATIONS)
+def test_logits_are_the_same_in_any_company(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(name, device)
+    together, texts = logits_of(engine, [0, 1, 2, 3, 4], monkeypatch)
+    for company in ([2], [4, 2, 0], [3, 1]):
+        some, some_texts = logits_of(engine, company, monkeypatch)
+        assert some_texts == [texts[n] for n in company]
+        assert len(some) > 3 * len(company)
+        for key, logits in some.items():
+            assert torch.equal(logits, together[key]), key
+
+
+def test_what_cannot_be_invariant_is_refused() -> None:
+    def refusal(**options: object) -> str:
+        with pytest.raises(ValueError) as error:
+            Engine(tiny_model("target"), num_slots=4, batch_invariant=True, device="cpu", **options)  # type: ignore[arg-type]
+        return str(error.value)
+
+    assert refusal(speculation=Speculation("NGRAM")) == (
+        "Engine: batch_invariant is set, expected not for NGRAM, whose drafts depend on what other requests said"
+    )
+    assert refusal(batch_sizes=[2, 4]) == "Engine: batch_sizes is [2, 4], expected one size with batch_invariant"
