@@ -23,6 +23,11 @@ constexpr int wgmma_tokens(int64_t head_dim, int rows) {
   return head_dim == 64 || (head_dim == 128 && rows == 128) ? 128 : 64;
 }
 
+// The second launch where rows of a tile are 128, which merges what was cut and gives zeros to rows that see nothing.
+namespace wide {
+void merge_parts(const TreeAttentionParams& p, const Cut& cut, Stream stream);
+}
+
 // More dynamic shared memory than a kernel gets unasked is a property of this device's copy of it.
 template <class Kernel>
 void allow_shared_bytes(Kernel* kernel, size_t bytes) {

@@ -4,6 +4,7 @@
 
 #include "attention/launch.h"
 #include "attention/merge_parts.cuh"
+#include "attention/wide/work_line.cuh"
 #include "core/errors.h"
 
 namespace specdec {
@@ -93,6 +94,8 @@ int64_t max_parts(const TreeAttentionParams& p, const Cut& cut) {
 int64_t tree_attention_workspace_cuda(const TreeAttentionParams& p) {
   if (!has_tensor_cores_for(p)) return 0;
   const Cut cut = choose(p).cut;
+  if (cut.rows == 128)
+    return cut.max_workers * sizeof(wide::Segment) / sizeof(float) + max_parts(p, cut) * cut.rows * (p.head_dim + 2);
   return max_parts(p, cut) * part_floats(cut, p.head_dim);
 }
 
@@ -101,6 +104,7 @@ void tree_attention_cuda(const TreeAttentionParams& p, Stream stream) {
   const auto [cut, wgmma] = choose(p);
   with_head_dim(p.head_dim,
                 [&]<int D>() { wgmma ? wgmma_attention_of<D>(p, cut, stream) : mma_attention_of<D>(p, cut, stream); });
+  if (cut.rows == 128) wide::merge_parts(p, cut, stream);
 }
 
 }  // namespace specdec

@@ -1,85 +1,30 @@
-// tree_attention with wgmma (compute capability 9.0): for 64 or 128 rows of a KV head, where the job is to keep the
-// tensor cores busy. One or two consumer warpgroups of 64 rows each and two to four producer warps a block. A warpgroup
-// multiplies the weights of a tile by its V while it turns the scores of the next one into weights, and where there are
-// two they drift apart by themselves, so that the tensor cores have work while exponentials are computed. Grid: lanes x
-// max_workers blocks, one or two per multiprocessor for 64 rows, one for 128. Bytes: the KV of each request once per
-// `lanes` row tiles; neighbouring lanes walk it in step and meet it in the L2.
+// tree_attention with wgmma (compute capability 9.0) for up to 64 rows of a KV head: one consumer warpgroup, which
+// multiplies the weights of a tile by its V while it turns the scores of the next one into weights, and two or four
+// producer warps a block. Grid: lanes x max_workers blocks, one or two per multiprocessor. Bytes: the KV of each
+// request once per `lanes` row tiles; neighbouring lanes walk it in step and meet it in the L2.
 #pragma once
-
-#include <cutlass/arch/reg_reconfig.h>
-
-#include <cute/arch/mma_sm90.hpp>
-#include <cute/arch/mma_sm90_desc.hpp>
-#include <utility>
 
 #include "attention/kv_stream.cuh"
 #include "attention/launch.h"
 #include "attention/merge_parts.cuh"
+#include "attention/wgmma.cuh"
+#include "attention/wide/wgmma_attention.cuh"
 
 namespace specdec {
 
-// Multiplications of a warpgroup: 64 rows of A, from shared memory or registers, by 16 x N of B from shared memory.
-template <class T, int N, cute::SM90::GMMA::Major kMajorB>
-struct Wgmma {
-  using Element = std::conditional_t<std::is_same_v<T, BFloat16>, cutlass::bfloat16_t, cutlass::half_t>;
-  using Shape = cute::Shape<cute::_64, cute::Int<N>, cute::_16>;
-  using FromShared =
-      decltype(cute::SM90::GMMA::ss_op_selector<Element, Element, float, Shape, cute::SM90::GMMA::Major::K, kMajorB>());
-  using FromRegisters =
-      decltype(cute::SM90::GMMA::rs_op_selector<Element, Element, float, Shape, cute::SM90::GMMA::Major::K, kMajorB>());
-
-  // d = a b, or d += a b.
-  __device__ static void multiply(uint64_t a, uint64_t b, bool add, float (&d)[N / 8][4]) {
-    [&]<size_t... I>(std::index_sequence<I...>) {
-      FromShared::fma(a, b, d[I / 4][I % 4]...,
-                      add ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
-    }(std::make_index_sequence<N / 2>());
-  }
-  __device__ static void add(const uint32_t (&a)[4], uint64_t b, float (&d)[N / 8][4]) {
-    [&]<size_t... I>(std::index_sequence<I...>) {
-      FromRegisters::fma(a[0], a[1], a[2], a[3], b, d[I / 4][I % 4]..., cute::SM90::GMMA::ScaleOut::One);
-    }(std::make_index_sequence<N / 2>());
-  }
-};
-
-// An operand in panels of 128 bytes a row, swizzled as a Stage's, that start on 1024 bytes. Bytes from one 64 of the
-// rows of A or columns of B to the next matter only where these are what is contiguous.
-__device__ __forceinline__ uint64_t wgmma_operand(const void* start, int panel_bytes) {
-  cute::GmmaDescriptor d;
-  d.bitfield.start_address_ = static_cast<uint16_t>(__cvta_generic_to_shared(start) >> 4);
-  d.bitfield.leading_byte_offset_ = static_cast<uint16_t>(panel_bytes >> 4);
-  d.bitfield.stride_byte_offset_ = 1024 >> 4;
-  d.bitfield.layout_type_ = static_cast<uint8_t>(cute::SM90::GMMA::LayoutType::B128);
-  return d;
-}
-
-// What is read or written by wgmma stays on its side of a wait.
-template <int N>
-__device__ __forceinline__ void pin(float (&x)[N][4]) {
-#pragma unroll
-  for (int n = 0; n < N; ++n)
-#pragma unroll
-    for (int e = 0; e < 4; ++e) cute::warpgroup_fence_operand(x[n][e]);
-}
-
-template <class T, int D, int kGroups, int kTokens, int kStages, int kBlocks>
+template <class T, int D, int kTokens, int kStages, int kBlocks>
 class WgmmaAttention {
  public:
-  static constexpr int kGroupThreads = 128, kGroupRows = 64;
-  static constexpr int kRows = kGroups * kGroupRows;
-  static constexpr int kConsumers = kGroups * 4, kProducers = kBlocks == 2 ? 2 : 4;  // warps
+  static constexpr int kRows = 64, kConsumers = 4, kProducers = kBlocks == 2 ? 2 : 4;  // warps
   static constexpr int kThreads = (kConsumers + kProducers) * kWarp;
   static constexpr int kWords = kTokens / 64;
   static_assert(kWords <= 2);
-  // Three warpgroups have 168 registers a thread when they start: sums, scores and weights take more.
-  static constexpr bool kMovesRegisters = kGroups == 2;
-  static constexpr int kConsumerRegisters = D == 256 ? 216 : 192, kProducerRegisters = 504 - 2 * kConsumerRegisters;
   using Stream = KvStream<kTokens, 2 * D, kStages, kConsumers, kProducers>;
-  using QueryTile = Stage<kGroupRows, 2 * D>;  // of which k is used
+  using QueryTile = Stage<kRows, 2 * D>;  // of which k is used
 
   struct Shared {
     Stream stream;
-    alignas(1024) unsigned char q[kGroups][kGroupRows * 2 * D];
+    alignas(1024) unsigned char q[kRows * 2 * D];
   };
 
   __device__ WgmmaAttention(Shared& shared, const TreeAttentionParams& p, const Cut& cut, int lane_of_worker)
@@ -120,7 +65,7 @@ class WgmmaAttention {
     const int first_row = s.first_row + lane_of_worker_ * kRows;
     WarpRows<D> rows;
     rows.clear();
-    sum_tiles(s, first_row + group_ * kGroupRows, rows);
+    sum_tiles(s, first_row, rows);
     write(s, first_row, rows);
     if (s.parts > 1 && s.last) leave_part<D>(p_, cut_, s, lane_of_worker_, sync_consumers);
   }
@@ -167,13 +112,11 @@ class WgmmaAttention {
     rows.finish();
   }
 
-  __device__ static void sync_consumers() { asm volatile("bar.sync 3, %0;" ::"n"(kConsumers * kWarp) : "memory"); }
+  __device__ static void sync_consumers() { asm volatile("bar.sync 1, %0;" ::"n"(kConsumers * kWarp) : "memory"); }
 
   __device__ void release(int stage) {
     if (threadIdx.x % kWarp == 0) stream_.empty[stage].arrive();
   }
-
-  __device__ void sync_group() const { asm volatile("bar.sync %0, 128;" ::"r"(1 + group_) : "memory"); }
 
   // What was written to shared memory by plain stores and cp.async, and waited for, is there for wgmma too.
   __device__ static void show_to_wgmma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
@@ -183,10 +126,10 @@ class WgmmaAttention {
     constexpr int kPieces = D / 8;
     const int end = s.request.valid_rows * cut_.group.divisor;
     const T* q = static_cast<const T*>(p_.q) + s.request.q_start;
-    const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared_.q[group_]));
-    sync_group();  // nobody multiplies by the segment before any more
+    const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared_.q));
+    sync_consumers();  // nobody multiplies by the segment before any more
 #pragma unroll 4
-    for (int n = threadIdx.x % kGroupThreads; n < kGroupRows * kPieces; n += kGroupThreads) {
+    for (int n = threadIdx.x; n < kRows * kPieces; n += kConsumers * kWarp) {
       const int row = n / kPieces, piece = n % kPieces;
       const QueryRow at = query_row(cut_, s.head, first_row + row);
       const bool valid = first_row + row < end;
@@ -197,7 +140,7 @@ class WgmmaAttention {
     }
     asm volatile("cp.async.wait_all;" ::: "memory");
     show_to_wgmma();
-    sync_group();
+    sync_consumers();
   }
 
   // Of rows lane / 4 and lane / 4 + 8 of the warp.
@@ -223,7 +166,7 @@ class WgmmaAttention {
 
   // scores = q k^T.
   __device__ void multiply_k(int stage, Scores& scores) const {
-    const uint64_t q = wgmma_operand(shared_.q[group_], 0), k = wgmma_operand(stream_.stages[stage].k, 0);
+    const uint64_t q = wgmma_operand(shared_.q, 0), k = wgmma_operand(stream_.stages[stage].k, 0);
 #pragma unroll
     for (int d = 0; d < D; d += 16) {
       const int panel = d / 64, inside = d % 64 * 2;
@@ -265,7 +208,7 @@ class WgmmaAttention {
     const int lane = threadIdx.x % kWarp, end = s.request.valid_rows * cut_.group.divisor;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int row = group_ * kGroupRows + warp_ * 16 + lane / 4 + 8 * h;
+      const int row = warp_ * 16 + lane / 4 + 8 * h;
       const bool valid = first_row + row < end;
       const float max = rows.max[h], sum = rows.sum[h];
       if (s.parts == 1) {
@@ -317,15 +260,15 @@ class WgmmaAttention {
   const TreeAttentionParams& p_;
   const Cut& cut_;
   const int lane_of_worker_;
-  const int group_ = static_cast<int>(threadIdx.x) / kGroupThreads, warp_ = static_cast<int>(threadIdx.x) / kWarp % 4;
+  const int warp_ = static_cast<int>(threadIdx.x) / kWarp;
   Turn<kStages> stage_;
 };
 
-template <class T, int D, int kGroups, int kTokens, int kStages, int kBlocks>
-__global__ void __launch_bounds__(WgmmaAttention<T, D, kGroups, kTokens, kStages, kBlocks>::kThreads, kBlocks)
+template <class T, int D, int kTokens, int kStages, int kBlocks>
+__global__ void __launch_bounds__(WgmmaAttention<T, D, kTokens, kStages, kBlocks>::kThreads, kBlocks)
     wgmma_attention_kernel(const __grid_constant__ TreeAttentionParams p, const __grid_constant__ Cut cut) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  using Attention = WgmmaAttention<T, D, kGroups, kTokens, kStages, kBlocks>;
+  using Attention = WgmmaAttention<T, D, kTokens, kStages, kBlocks>;
   extern __shared__ __align__(1024) unsigned char memory[];
   auto& shared = *reinterpret_cast<typename Attention::Shared*>(memory);
   if (threadIdx.x == 0) shared.stream.init();
@@ -333,19 +276,17 @@ __global__ void __launch_bounds__(WgmmaAttention<T, D, kGroups, kTokens, kStages
   const int worker = blockIdx.x / cut.lanes, lane_of_worker = blockIdx.x % cut.lanes;
   const int warp = threadIdx.x / kWarp;
   if (warp < Attention::kConsumers) {
-    if constexpr (Attention::kMovesRegisters) cutlass::arch::warpgroup_reg_alloc<Attention::kConsumerRegisters>();
     Attention(shared, p, cut, lane_of_worker).consume();
   } else {
-    if constexpr (Attention::kMovesRegisters) cutlass::arch::warpgroup_reg_dealloc<Attention::kProducerRegisters>();
     shared.stream.produce(p, cut, worker);
   }
 #endif
 }
 
-template <class T, int D, int kGroups, int kTokens, int kStages, int kBlocks>
+template <class T, int D, int kTokens, int kStages, int kBlocks>
 void start_wgmma_attention(const TreeAttentionParams& p, const Cut& cut, Stream stream) {
-  using Attention = WgmmaAttention<T, D, kGroups, kTokens, kStages, kBlocks>;
-  const auto kernel = wgmma_attention_kernel<T, D, kGroups, kTokens, kStages, kBlocks>;
+  using Attention = WgmmaAttention<T, D, kTokens, kStages, kBlocks>;
+  const auto kernel = wgmma_attention_kernel<T, D, kTokens, kStages, kBlocks>;
   start_on_tensor_cores<Attention>(kernel, p, cut, stream);
 }
 
@@ -356,10 +297,10 @@ void wgmma_attention_of(const TreeAttentionParams& p, const Cut& cut, Stream str
     // As many stages as fit: two blocks share a multiprocessor's 228 KB, or one has 227.
     constexpr int kFew = wgmma_tokens(D, 64), kMany = wgmma_tokens(D, 128);
     if (cut.rows == 128)
-      return start_wgmma_attention<T, D, 2, kMany, D == 64 ? 6 : D == 128 ? 3 : 2, 1>(p, cut, stream);
+      return wide::start_wgmma_attention<T, D, kMany, D == 64 ? 6 : D == 128 ? 3 : 2>(p, cut, stream);
     if constexpr (D < 256)
-      if (cut.blocks == 2) return start_wgmma_attention<T, D, 1, kFew, 3, 2>(p, cut, stream);
-    start_wgmma_attention<T, D, 1, kFew, D == 256 ? 3 : 6, 1>(p, cut, stream);
+      if (cut.blocks == 2) return start_wgmma_attention<T, D, kFew, 3, 2>(p, cut, stream);
+    start_wgmma_attention<T, D, kFew, D == 256 ? 3 : 6, 1>(p, cut, stream);
   });
 }
 

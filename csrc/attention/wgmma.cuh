@@ -1,0 +1,56 @@
+// What wgmma (compute capability 9.0) multiplies, and how.
+#pragma once
+
+#include <cute/arch/mma_sm90.hpp>
+#include <cute/arch/mma_sm90_desc.hpp>
+#include <utility>
+
+#include "core/floats.h"
+
+namespace specdec {
+
+// Multiplications of a warpgroup: 64 rows of A, from shared memory or registers, by 16 x N of B from shared memory.
+template <class T, int N, cute::SM90::GMMA::Major kMajorB>
+struct Wgmma {
+  using Element = std::conditional_t<std::is_same_v<T, BFloat16>, cutlass::bfloat16_t, cutlass::half_t>;
+  using Shape = cute::Shape<cute::_64, cute::Int<N>, cute::_16>;
+  using FromShared =
+      decltype(cute::SM90::GMMA::ss_op_selector<Element, Element, float, Shape, cute::SM90::GMMA::Major::K, kMajorB>());
+  using FromRegisters =
+      decltype(cute::SM90::GMMA::rs_op_selector<Element, Element, float, Shape, cute::SM90::GMMA::Major::K, kMajorB>());
+
+  // d = a b, or d += a b.
+  __device__ static void multiply(uint64_t a, uint64_t b, bool add, float (&d)[N / 8][4]) {
+    [&]<size_t... I>(std::index_sequence<I...>) {
+      FromShared::fma(a, b, d[I / 4][I % 4]...,
+                      add ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
+    }(std::make_index_sequence<N / 2>());
+  }
+  __device__ static void add(const uint32_t (&a)[4], uint64_t b, float (&d)[N / 8][4]) {
+    [&]<size_t... I>(std::index_sequence<I...>) {
+      FromRegisters::fma(a[0], a[1], a[2], a[3], b, d[I / 4][I % 4]..., cute::SM90::GMMA::ScaleOut::One);
+    }(std::make_index_sequence<N / 2>());
+  }
+};
+
+// An operand in panels of 128 bytes a row, swizzled as a Stage's, that start on 1024 bytes. Bytes from one 64 of the
+// rows of A or columns of B to the next matter only where these are what is contiguous.
+__device__ __forceinline__ uint64_t wgmma_operand(const void* start, int panel_bytes) {
+  cute::GmmaDescriptor d;
+  d.bitfield.start_address_ = static_cast<uint16_t>(__cvta_generic_to_shared(start) >> 4);
+  d.bitfield.leading_byte_offset_ = static_cast<uint16_t>(panel_bytes >> 4);
+  d.bitfield.stride_byte_offset_ = 1024 >> 4;
+  d.bitfield.layout_type_ = static_cast<uint8_t>(cute::SM90::GMMA::LayoutType::B128);
+  return d;
+}
+
+// What is read or written by wgmma stays on its side of a wait.
+template <int N>
+__device__ __forceinline__ void pin(float (&x)[N][4]) {
+#pragma unroll
+  for (int n = 0; n < N; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) cute::warpgroup_fence_operand(x[n][e]);
+}
+
+}  // namespace specdec
