@@ -102,6 +102,17 @@ def test_accept_length_on_held_out_prompts(name: str, kind: str, at_least: float
     assert accept_length(outputs) >= at_least
 
 
+@pytest.mark.parametrize("kind", ["code", "repeat"])
+def test_the_union_of_two_drafts_accepts_more_than_either(kind: str) -> None:
+    lengths = {}
+    for name in ("NGRAM", "EAGLE3", "EAGLE3+NGRAM"):
+        head = None if name == "NGRAM" else tiny_model("eagle3")
+        engine = make_engine(Speculation(name, head, num_draft_tokens=32), "batched", torch.device("cpu"))
+        outputs = engine.generate(held_out(kind)[:12], SamplingParams(max_new_tokens=64, ignore_eos=True))
+        lengths[name] = accept_length(outputs)
+    assert lengths["EAGLE3+NGRAM"] >= max(lengths.values()), lengths
+
+
 def test_stop_tokens_budget_and_context_end_a_request(device: torch.device) -> None:
     engine = make_engine(SPECULATIONS["eagle3-tree"], "batched", device)
     prompt, text = prompts()[0], reference()[0]

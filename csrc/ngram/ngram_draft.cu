@@ -1,14 +1,14 @@
 // One block a row; every step is as wide as it can be, since what takes time is steps that wait for one another.
 //
-// A warp finds the places: slot number, slot record and sets are three loads in a row, and sets are read whole (256
-// bytes), so that finding an entry and reading its positions is one of them. Then a warp takes a place, the 32 words of
-// its block at once, and compares all 32 tokens in one step; then a warp takes a candidate and copies what follows, so
-// that nothing is read from memory while the tree grows.
+// A warp finds the places of a scope: slot number, slot record and sets are three loads in a row, and sets are read
+// whole (256 bytes), so that finding an entry and reading its positions is one of them. Then a warp takes a place, the
+// 32 words of its block at once, and compares all 32 tokens in one step; then a warp takes a candidate and copies what
+// follows, so that nothing is read from memory while the tree grows.
 //
 // Nor does the tree grow node by node: best first is the order of (weight, match, first candidate), and along a path
 // where nobody leaves, all three stay. So nodes come in segments, at most 63 for 32 candidates, which are ranked by
-// counting; a node's number is what better segments hold. Groups of candidates that agree at a depth are found for all
-// depths side by side.
+// counting; a node's number is what better segments hold. A segment ends where one of its candidates parts from
+// another, so what is needed of the texts is how long any two agree.
 //
 // Floor: 4 loads that wait for one another, 5 or 6 where a match or a draft leaves its block, of 0.6 to 0.8 us from
 // memory.
@@ -20,7 +20,7 @@
 namespace specdec {
 namespace {
 
-constexpr int kThreads = 256, kWarps = kThreads / kWarp;
+constexpr int kThreads = 512, kWarps = kThreads / kWarp;
 constexpr int kOctet = kNgramWays;  // lanes for an order's set
 constexpr int kMostPlaces = kNgramOrders * kNgramScopes * kNgramRecent;
 constexpr int kMostSegments = 2 * kNgramCandidates - 1;  // edges of a trie of so many texts
@@ -74,11 +74,9 @@ struct Segment {          // nodes one behind the other, on whose paths the same
 };
 
 struct Row {
-  NgramSlot slot;  // without its tail
-  int32_t context_len;
   int32_t places, candidates, longest, segments, count;
   uint64_t total;
-  int32_t context[kNgramMaxMatch];  // newest first
+  uint32_t held[kNgramScopes];  // byte o: how many places order o has in this scope
   NgramPlace place[kMostPlaces];
   int32_t match[kMostPlaces];
   uint64_t weight[kMostPlaces];
@@ -89,120 +87,123 @@ struct Row {
   int32_t first[kMostSegments], above[kMostSegments];  // number of the first node; the segment it hangs off, -1
 };
 
+constexpr int kAhead = 4;  // depths compared together
+
 template <int kWords>
 struct Continuations {
-  static constexpr int kDepths = 64 * kWords;
-  static constexpr int kTile = 64;  // depths grouped at a time
-  int32_t tokens[kDepths][kNgramCandidates];
-  uint32_t groups[kTile][kNgramCandidates];  // who has the same token at that depth
+  int32_t tokens[64 * kWords + kAhead][kNgramCandidates];
+  // How many tokens the texts of two candidates share; of one with itself, all it has. Rows in different banks.
+  int32_t shared[kNgramCandidates][kNgramCandidates + 1];
 };
 
-// The places of each order's n-gram: longest n first, then scope by scope, newest first. By a warp.
-__device__ __forceinline__ void find_places(const NgramDraftParams& p, Row& s) {
-  const NgramView& v = p.index;
-  const int lane = lane_id(), order = lane / kOctet, way = lane % kOctet;
-  uint32_t scopes[kNgramScopes];
-  const int num_scopes = ngram_find_scopes(s.slot, p.weights, scopes);
-  const bool looks = s.context_len >= 1 << order;
+// What a lookup knows of its request, in every warp.
+struct Request {
+  uint32_t stream, scope, group;
+  int32_t context;  // of lane m: its m-th token from the end
+  int context_len;  // 0: there is none
+};
 
-  uint32_t meta[kNgramScopes], position[kNgramScopes][kNgramRecent], tag[kNgramScopes];
+__device__ __forceinline__ Request find_request(const NgramDraftParams& p, int64_t row) {
+  const int64_t slot = slot_of(p.slots, row, p.index.num_slots);
+  if (slot < 0) return {0, 0, 0, 0, 0};
+  const NgramSlot& record = p.index.slots[slot];
+  const int32_t tail = record.tail[lane_id()];
+  const uint32_t length = record.live ? record.length : 0;
+  const auto from = static_cast<int>((length - 1 - static_cast<uint32_t>(lane_id())) % kNgramMaxMatch);
+  return {record.stream, record.scope, record.group, __shfl_sync(kFullMask, tail, from),
+          static_cast<int>(length < kNgramMaxMatch ? length : kNgramMaxMatch)};
+}
+
+// The places of each order's n-gram: longest n first, then scope by scope, newest first. A warp a scope, eight lanes an
+// order, a lane an entry. Called by all.
+__device__ __forceinline__ void find_places(const NgramDraftParams& p, const Request& request, Row& s) {
+  const NgramView& v = p.index;
+  const int lane = lane_id(), order = lane / kOctet, way = lane % kOctet, rank = warp_id();
+  NgramSlot slot;
+  slot.scope = request.scope, slot.group = request.group;
+  uint32_t scopes[kNgramScopes];
+  const int num_scopes = request.context_len > 0 ? ngram_find_scopes(slot, p.weights, scopes) : 0;
+  const uint32_t scope = rank == 0 ? scopes[0] : rank == 1 ? scopes[1] : scopes[2];
+  uint32_t position[kNgramRecent];
+  int own = 0;
+  if (rank < num_scopes) {
+    uint64_t hash = ngram_hash_seed(scope), hash_here = 0;
 #pragma unroll
-  for (int i = 0; i < kNgramScopes; ++i) {
-    meta[i] = tag[i] = 0;
-    if (i >= num_scopes) continue;
-    uint64_t keys[kNgramOrders];
-    ngram_keys(scopes[i], [&](int n) { return s.context[n - 1]; }, keys);
-    uint64_t key = keys[0];
-#pragma unroll
-    for (int o = 1; o < kNgramOrders; ++o) key = order == o ? keys[o] : key;
+    for (int n = 1; n <= kNgramLongest; ++n) {
+      hash = ngram_hash_step(hash, __shfl_sync(kFullMask, request.context, n - 1));
+      if (n == 1 << order) hash_here = hash;
+    }
+    const uint64_t key = ngram_key(hash_here, order);
     const NgramSet& set = v.sets[ngram_set_of(v, key)];
-    tag[i] = ngram_tag(key);
-    meta[i] = set.meta[way];
-    position[i][0] = set.newest[way];
+    const uint32_t meta = set.meta[way];
+    position[0] = set.newest[way];
     const auto* older = reinterpret_cast<const uint2*>(set.older[way]);
 #pragma unroll
     for (int j = 0; j < kNgramOlder / 2; ++j) {
       const uint2 two = older[j];
-      position[i][1 + 2 * j] = two.x;
-      position[i][2 + 2 * j] = two.y;
+      position[1 + 2 * j] = two.x;
+      position[2 + 2 * j] = two.y;
     }
+    const bool hit = request.context_len >= 1 << order && (meta ^ ngram_tag(key)) < 256;
+    const uint32_t hits = __ballot_sync(kFullMask, hit) >> (order * kOctet) & 0xff;
+    if (hit && way == first_bit(hits)) own = min(static_cast<int>(meta & 0xff), kNgramRecent);
+    const uint32_t held = __reduce_add_sync(kFullMask, static_cast<uint32_t>(own) << (8 * order));
+    if (lane == 0) s.held[rank] = held;
   }
-
-  int held[kNgramScopes], found = 0;
+  __syncthreads();
+  int at = 0, found = 0;
 #pragma unroll
   for (int i = 0; i < kNgramScopes; ++i) {
-    const bool hit = looks && i < num_scopes && (meta[i] ^ tag[i]) < 256;
-    const uint32_t hits = __ballot_sync(kFullMask, hit) >> (order * kOctet) & 0xff;
-    const int count = static_cast<int>(meta[i] & 0xff);
-    held[i] = hit && way == first_bit(hits) ? (count < kNgramRecent ? count : kNgramRecent) : 0;
-  }
+    const uint32_t held = i < num_scopes ? s.held[i] : 0;
 #pragma unroll
-  for (int o = kNgramOrders - 1; o >= 0; --o)
-#pragma unroll
-    for (int i = 0; i < kNgramScopes; ++i) {
-      if (i >= num_scopes) continue;
-      const int of_both = __reduce_add_sync(kFullMask, order == o ? held[i] : 0);
-      if (order == o)
-#pragma unroll
-        for (int j = 0; j < kNgramRecent; ++j)
-          if (j < held[i]) s.place[found + j] = {position[i][j], scopes[i], order, j};
-      found += of_both;
+    for (int o = 0; o < kNgramOrders; ++o) {
+      const int count = static_cast<int>(held >> (8 * o) & 0xff);
+      at += o > order || (o == order && i < rank) ? count : 0;
+      found += count;
     }
-  if (lane == 0) s.places = found;
-}
-
-// The tokens before a position that agree with the context, by a warp: lane m compares the m-th before it.
-__device__ __forceinline__ int find_match(const NgramView& v, BlockWords block, int offset, int32_t wanted,
-                                          int context_len) {
-  const int lane = lane_id();
-  int match = 0, begin = 0;  // what is before `begin` was compared
-  while (true) {
-    const int at = offset - 1 - (lane - begin);
-    const int32_t token = block.token(at >= 0 ? at : 0);
-    const bool same = lane >= begin && at >= 0 && lane < context_len && token == wanted;
-    const uint32_t differ = ~(__ballot_sync(kFullMask, same) | ((1u << begin) - 1));
-    match = differ == 0 ? kWarp : first_bit(differ);
-    begin += offset;
-    if (match < begin || match >= context_len) return match;
-    block = follow(v, block, kPrev, kNext);
-    if (!block.held) return match;
-    offset = kNgramBlockTokens;
   }
+#pragma unroll
+  for (int j = 0; j < kNgramRecent; ++j)
+    if (j < own) s.place[at + j] = {position[j], scope, order, j};
+  if (threadIdx.x == 0) s.places = found;
 }
 
-// What each place is worth to the stream, by all warps.
-__device__ __forceinline__ void verify_places(const NgramDraftParams& p, Row& s) {
-  constexpr int kTogether = 4;
+// The tokens before offset `offset` of a block that agree with the context, by a warp: lane m compares the token m
+// before it with `wanted`, where `begin` were compared in blocks before. Returns how many agree from the first on.
+__device__ __forceinline__ int compare_block(const BlockWords& block, int offset, int begin, int32_t wanted,
+                                             int context_len) {
+  const int lane = lane_id(), at = offset - 1 - (lane - begin);
+  const int32_t token = block.token(at & (kWarp - 1));
+  const bool same = lane >= begin && at >= 0 && lane < context_len && token == wanted;
+  const uint32_t differ = ~(__ballot_sync(kFullMask, same) | ((1u << begin) - 1));
+  return differ == 0 ? kWarp : first_bit(differ);
+}
+
+// What each place is worth to the stream, a warp a place.
+__device__ __forceinline__ void verify_places(const NgramDraftParams& p, const Request& request, Row& s) {
   const NgramView& v = p.index;
-  const int32_t wanted = s.context[lane_id()];
-  for (int begin = warp_id(); begin < s.places; begin += kWarps * kTogether) {
-    BlockWords blocks[kTogether];
-#pragma unroll
-    for (int k = 0; k < kTogether; ++k) {
-      const int i = begin + k * kWarps;
-      blocks[k] = {0, false};
-      if (i < s.places) blocks[k] = load_block(v, s.place[i].position >> kNgramOffsetBits);
+#pragma unroll 1
+  for (int i = warp_id(); i < s.places; i += kWarps) {
+    const NgramPlace place = s.place[i];
+    int offset = static_cast<int>(place.position & ((1u << kNgramOffsetBits) - 1)), match = 0;
+    BlockWords block = load_block(v, place.position >> kNgramOffsetBits);
+    const uint32_t owner = block.head(1);
+    if (offset >= kNgramBlockTokens || block.head(2) != place.scope) block.held = false;
+    if (offset + p.out.nodes > kNgramBlockTokens) prefetch_block(v, block.head(kNext));
+#pragma unroll 1
+    for (int begin = 0; block.held;) {
+      match = compare_block(block, offset, begin, request.context, request.context_len);
+      begin += offset;
+      if (match < begin || match >= request.context_len) break;
+      block = follow(v, block, kPrev, kNext);
+      offset = kNgramBlockTokens;
     }
-#pragma unroll
-    for (int k = 0; k < kTogether; ++k) {
-      const int i = begin + k * kWarps;
-      if (i >= s.places) break;
-      const NgramPlace place = s.place[i];
-      const auto offset = static_cast<int>(place.position & ((1u << kNgramOffsetBits) - 1));
-      const BlockWords& block = blocks[k];
-      int match = 0;
-      uint64_t weight = 0;
-      if (block.held && offset < kNgramBlockTokens && block.head(2) == place.scope) {
-        if (offset + p.out.nodes > kNgramBlockTokens) prefetch_block(v, block.head(kNext));
-        match = find_match(v, block, offset, wanted, s.context_len);
-        if (match >= 1 << place.order && match >= p.min_match)
-          weight = ngram_weight(p.weights.of(block.head(1), place.scope, s.slot.stream), p.weights.recency[place.age],
-                                match);
-      }
-      if (lane_id() == 0) {
-        s.match[i] = match;
-        s.weight[i] = weight;
-      }
+    if (lane_id() == 0) {
+      s.match[i] = match;
+      s.weight[i] =
+          match >= 1 << place.order && match >= p.min_match
+              ? ngram_weight(p.weights.of(owner, place.scope, request.stream), p.weights.recency[place.age], match)
+              : 0;
     }
   }
 }
@@ -217,8 +218,11 @@ __device__ __forceinline__ void find_candidates(Row& s) {
     for (int i = 0; i < count; ++i)
       if (s.candidate[i].position == own.position) own.weight = 0;
     const uint32_t good = __ballot_sync(kFullMask, own.weight > 0);
-    bool is_new = false;
-    if (own.weight > 0) is_new = first_bit(__match_any_sync(good, own.position)) == lane;
+    uint32_t same = 0;  // a load behind a condition would wait for it: they are all made
+#pragma unroll 8
+    for (int j = 0; j < kWarp; ++j)
+      same |= static_cast<uint32_t>(s.place[min(begin + j, kMostPlaces - 1)].position == own.position) << j;
+    const bool is_new = own.weight > 0 && (same & good & ((1u << lane) - 1)) == 0;
     const uint32_t news = __ballot_sync(kFullMask, is_new);
     const int at = count + __popc(news & ((1u << lane) - 1));
     if (is_new && at < kNgramCandidates) s.candidate[at] = own;
@@ -262,39 +266,64 @@ __device__ __forceinline__ void copy_continuations(const NgramDraftParams& p, Ro
   }
 }
 
-// The segments of the tree that all candidates make, in any order.
+// How long the texts of any two candidates agree, by all warps: a lane for one of them.
 template <int kWords>
-__device__ __forceinline__ void find_segments(const NgramDraftParams& p, Row& s, Continuations<kWords>& c) {
-  const int lane = lane_id(), depths = static_cast<int>(p.out.nodes) - 1;
-  const bool walks = static_cast<int>(threadIdx.x) < s.candidates;  // a thread a candidate
-  uint32_t group = static_cast<uint32_t>((uint64_t{1} << s.candidates) - 1);
-  int open = -1;  // the segment that this candidate is the first of
-  bool ended = !walks;
-  for (int begin = 0; begin < depths; begin += c.kTile) {
-    const int end = begin + c.kTile < depths ? begin + c.kTile : depths;
-    for (int d = begin + warp_id(); d < end; d += kWarps) {
-      const bool goes_on = lane < s.candidates && d < s.length[lane];
-      const uint32_t all = __ballot_sync(kFullMask, goes_on);
-      if (goes_on) c.groups[d - begin][lane] = __match_any_sync(all, c.tokens[d][lane]);
-      __syncwarp();
-    }
-    __syncthreads();
-    for (int d = begin; d < end && !ended; ++d) {
-      const uint32_t here = d < s.length[lane] ? c.groups[d - begin][lane] & group : 0;
-      if (here != group || d == 0) {
-        if (open >= 0) s.segment[open].length = d - s.segment[open].start;
-        open = -1;
-        if (here != 0 && first_bit(here) == lane) {
-          open = atomicAdd(&s.segments, 1);
-          s.segment[open] = {here, d == 0 ? 0 : group, d, 0};
-        }
-        group = here;
-      }
-      ended = (group & (group - 1)) == 0;  // by itself from here on
-    }
-    if (__syncthreads_and(ended)) break;
+__device__ __forceinline__ void compare_texts(Row& s, Continuations<kWords>& c) {
+  constexpr int kTogether = kNgramCandidates / kWarps;
+  const int lane = lane_id(), length = lane < s.candidates ? s.length[lane] : 0;
+  int agree[kTogether], most[kTogether];
+#pragma unroll
+  for (int k = 0; k < kTogether; ++k) {
+    const int other = warp_id() + k * kWarps;
+    agree[k] = 0;
+    most[k] = lane < other && other < s.candidates ? min(length, s.length[other]) : 0;
   }
-  if (open >= 0) s.segment[open].length = (ended ? s.length[lane] : depths) - s.segment[open].start;
+  bool any = true;
+  for (int d = 0; any; d += kAhead) {
+    int32_t tokens[kAhead];
+#pragma unroll
+    for (int q = 0; q < kAhead; ++q) tokens[q] = c.tokens[d + q][lane];
+    any = false;
+#pragma unroll
+    for (int k = 0; k < kTogether; ++k) {
+      bool same = agree[k] == d;
+#pragma unroll
+      for (int q = 0; q < kAhead; ++q) {
+        same &= (c.tokens[d + q][warp_id() + k * kWarps] == tokens[q]) & (d + q < most[k]);
+        agree[k] += same;
+      }
+      any |= same;
+    }
+    any = __any_sync(kFullMask, any);
+  }
+#pragma unroll
+  for (int k = 0; k < kTogether; ++k) {
+    const int other = warp_id() + k * kWarps;
+    if (lane < other) c.shared[other][lane] = c.shared[lane][other] = agree[k];
+    if (lane == other) c.shared[lane][lane] = length;
+  }
+}
+
+// The segments of the tree that all candidates make, in any order. By a warp, a lane a candidate, which opens those it
+// is the first of.
+template <int kWords>
+__device__ __forceinline__ void find_segments(Row& s, Continuations<kWords>& c) {
+  const int lane = lane_id(), length = lane < s.candidates ? s.length[lane] : 0;
+  uint32_t above = 0;
+  for (int start = 0; start < length;) {
+    uint32_t group = 0;
+    int end = length;
+#pragma unroll 8
+    for (int other = 0; other < kNgramCandidates; ++other) {
+      const int agree = c.shared[other][lane];
+      const bool in = agree > start;
+      group |= static_cast<uint32_t>(in) << other;
+      end = min(end, in ? agree : end);
+    }
+    if (first_bit(group) == lane) s.segment[atomicAdd(&s.segments, 1)] = {group, above, start, end - start};
+    above = group;
+    start = end;
+  }
 }
 
 // Of a chain's nodes each is the best child of the one before: the other segments lose theirs. By a warp.
@@ -329,12 +358,13 @@ __device__ __forceinline__ void number_nodes(const NgramDraftParams& p, Row& s) 
     const uint32_t group = s.segment[i].group;
     uint64_t weight = 0;
     int match = 0;
-#pragma unroll 8
-    for (int c = 0; c < kNgramCandidates; ++c)
-      if (group >> c & 1) {
-        weight += s.candidate[c].weight;
-        match = max(match, s.candidate[c].match);
-      }
+#pragma unroll 4
+    for (int c = 0; c < kNgramCandidates; ++c) {
+      const bool in = group >> c & 1;
+      const Candidate& candidate = s.candidate[c];
+      weight += in ? candidate.weight : 0;
+      match = max(match, in ? candidate.match : 0);
+    }
     s.segment_weight[i] = weight;
     s.rank[i] = ngram_rank(weight, match, first_bit(group));
   }
@@ -371,47 +401,36 @@ __global__ void __launch_bounds__(kThreads) ngram_draft_kernel(NgramDraftParams 
   } u;
   const int64_t row = blockIdx.x;
   const auto i = static_cast<int32_t>(threadIdx.x);
-  if (i < kWarp) {
-    const int64_t number = slot_of(p.slots, row, p.index.num_slots);
-    const NgramSlot* record = number < 0 ? nullptr : p.index.slots + number;
-    uint32_t length = 0;
-    if (record) {
-      const int32_t tail = record->tail[i];
-      length = record->live ? record->length : 0;
-      s.context[i] = __shfl_sync(kFullMask, tail, static_cast<int>((length - 1 - i) % kNgramMaxMatch));
-    }
-    if (i == 0) {
-      s.places = s.candidates = s.longest = s.segments = s.count = s.total = 0;
-      s.context_len = length < kNgramMaxMatch ? static_cast<int>(length) : kNgramMaxMatch;
-      if (length > 0) {
-        s.slot.stream = record->stream;
-        s.slot.scope = record->scope;
-        s.slot.group = record->group;
-      }
-    }
-    __syncwarp();
-    if (length > 0) find_places(p, s);
-  }
+  if (i == 0) s.places = s.candidates = s.longest = s.segments = s.count = s.total = 0;
+  const Request request = find_request(p, row);
+  find_places(p, request, s);
   __syncthreads();
-  verify_places(p, s);
+  verify_places(p, request, s);
   __syncthreads();
   if (i < kWarp) find_candidates(s);
   __syncthreads();
   copy_continuations(p, s, u.continuations);
   __syncthreads();
   if (s.candidates > 0) {
-    find_segments(p, s, u.continuations);
+    compare_texts(s, u.continuations);
+    __syncthreads();
+    if (i < kWarp) find_segments(s, u.continuations);
     __syncthreads();
   }
-  if (s.context_len > 0) number_nodes(p, s);
+  if (request.context_len > 0) number_nodes(p, s);
 
   TreeHead head;
-  if (s.context_len > 0) head = {.count = s.count, .root_token = s.context[0], .seq_len = p.seq_lens[row]};
+  const int32_t root = __shfl_sync(kFullMask, request.context, 0);
+  if (request.context_len > 0) head = {.count = s.count, .root_token = root, .seq_len = p.seq_lens[row]};
   int32_t token = head.root_token, parent = -1;
   float score = i == 0 && head.count > 0 ? 0 : -INFINITY;
   if (i > 0 && i < head.count) {
     int j = 0;
-    while (j < s.segments - 1 && (i < s.first[j] || i >= s.first[j] + s.segment[j].length)) ++j;
+#pragma unroll 4
+    for (int k = 0; k < s.segments; ++k) {
+      const int ahead = i - s.first[k], length = s.segment[k].length;
+      j = (ahead >= 0) & (ahead < length) ? k : j;
+    }
     const Segment own = s.segment[j];
     const int ahead = i - s.first[j], above = s.above[j];
     token = u.continuations.tokens[own.start + ahead][first_bit(own.group)];

@@ -48,28 +48,33 @@ __device__ __forceinline__ void prefetch(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
-// Sums of all threads before this one, and of all; both parts stay below 2^32.
+// Sums of all threads before this one, and of all.
+template <class T>
 struct Prefix {
-  uint64_t before, total;
+  T before, total;
 };
-template <int kThreads>
-__device__ __forceinline__ Prefix prefix_sum(uint64_t value, uint64_t (&sums)[kThreads / kWarp]) {
+template <int kThreads, class T>
+__device__ __forceinline__ Prefix<T> prefix_sum(T value, T (&sums)[kThreads / kWarp + 1]) {
+  constexpr int kWarps = kThreads / kWarp;
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  uint64_t sum = value;
+  const auto up_to = [&](T sum) {
 #pragma unroll
-  for (int step = 1; step < kWarp; step *= 2) {
-    const uint64_t below = __shfl_up_sync(kFullMask, sum, step);
-    sum += lane >= step ? below : 0;
-  }
+    for (int step = 1; step < kWarp; step *= 2) {
+      const T below = __shfl_up_sync(kFullMask, sum, step);
+      sum += lane >= step ? below : 0;
+    }
+    return sum;
+  };
+  const T sum = up_to(value);
   if (lane == kWarp - 1) sums[warp] = sum;
   __syncthreads();
-  uint64_t before = sum - value, total = 0;
-#pragma unroll
-  for (int w = 0; w < kThreads / kWarp; ++w) {
-    before += w < warp ? sums[w] : 0;
-    total += sums[w];
+  if (warp == 0) {
+    const T of_warp = lane < kWarps ? sums[lane] : 0, with = up_to(of_warp);
+    if (lane < kWarps) sums[lane] = with - of_warp;
+    if (lane == kWarp - 1) sums[kWarps] = with;
   }
-  return {before, total};
+  __syncthreads();
+  return {sums[warp] + sum - value, sums[kWarps]};
 }
 
 // One row of the call, as it will be.
@@ -88,11 +93,15 @@ struct Row {
   }
 };
 
+constexpr uint32_t kClaims = 2048;
+
 struct Rows {  // of row b, in shared memory
   NgramSlot* stream[kNgramRows];
   uint32_t count[kNgramRows], start[kNgramRows], last[kNgramRows];
   uint32_t first_token[kNgramRows], first_block[kNgramRows];
-  uint8_t goes_on[kNgramRows], bad[kNgramRows];
+  int32_t bad[kNgramRows];
+  bool goes_on[kNgramRows];
+  uint32_t claimed[kClaims];  // by a row, of the slots with this number modulo kClaims
 };
 
 __device__ __forceinline__ const int32_t* row_tokens(const NgramInsertParams& p, int64_t b, uint32_t count) {
@@ -160,11 +169,12 @@ __device__ __forceinline__ uint32_t distance(const NgramView& v, uint32_t next, 
   return to >= from ? to - from : to + v.num_blocks - from;
 }
 
-__device__ __forceinline__ uint32_t row_of_block(const Rows& rows, int64_t num_rows, uint32_t n) {
-  uint32_t low = 0, high = static_cast<uint32_t>(num_rows);  // the last row whose first block is not behind n
+// The last row whose first one is not behind n: the row of the n-th block or token, if rows without any are left out.
+__device__ __forceinline__ uint32_t row_of(const uint32_t (&first)[kNgramRows], int64_t num_rows, uint32_t n) {
+  uint32_t low = 0, high = static_cast<uint32_t>(num_rows);
   while (high - low > 1) {
     const uint32_t middle = (low + high) / 2;
-    (rows.first_block[middle] <= n ? low : high) = middle;
+    (first[middle] <= n ? low : high) = middle;
   }
   return low;
 }
@@ -176,7 +186,7 @@ __device__ __forceinline__ int write_block(const NgramInsertParams& p, const Row
   static_assert(sizeof(NgramBlock) == kWarp * 4 && offsetof(NgramBlock, tokens) == kHead * 4);
   const NgramView& v = p.index;
   const int lane = threadIdx.x % kWarp;
-  const uint32_t id = ngram_id_after(v, next, n), b = row_of_block(rows, p.rows, n), k = n - rows.first_block[b];
+  const uint32_t id = ngram_id_after(v, next, n), b = row_of(rows.first_block, p.rows, n), k = n - rows.first_block[b];
   auto* words = reinterpret_cast<int32_t*>(v.blocks + (id & ((1u << v.block_bits) - 1)));
   const uint32_t overwritten = __ballot_sync(kFullMask, lane >= kHead && words[lane] >= 0);
 
@@ -199,7 +209,7 @@ __device__ __forceinline__ int write_block(const NgramInsertParams& p, const Row
 __global__ void __launch_bounds__(kAppendThreads) ngram_append_kernel(NgramInsertParams p) {
   begin_kernel();
   __shared__ Rows rows;
-  __shared__ uint64_t sums[kAppendThreads / kWarp];
+  __shared__ uint64_t sums[kAppendThreads / kWarp + 1];
   __shared__ int overwritten;
   const NgramView& v = p.index;
   const Updates updates = updates_of(p.work);
@@ -221,16 +231,18 @@ __global__ void __launch_bounds__(kAppendThreads) ngram_append_kernel(NgramInser
     rows.stream[i] = row.stream;
     rows.count[i] = row.count;
   }
+  const auto claim = static_cast<uint32_t>(row.stream - v.slots) % kClaims;
+  if (row.count > 0) atomicExch(&rows.claimed[claim], static_cast<uint32_t>(i));
   __syncthreads();
   for (int64_t cell = i; cell < cells; cell += kAppendThreads) {
     const auto b = static_cast<uint32_t>(cell) / static_cast<uint32_t>(p.width);
     const uint32_t j = static_cast<uint32_t>(cell) % static_cast<uint32_t>(p.width);
     const int32_t token = cell == i ? first_token : p.tokens[cell];
-    if (token < 0 && (p.lengths == nullptr || j < rows.count[b])) rows.bad[b] = true;
+    if (token < 0 && (p.lengths == nullptr || j < rows.count[b])) atomicOr(&rows.bad[b], 1);
   }
   bool depends = !row.has_stream;
-  if (row.count > 0)
-    for (int32_t b = 0; b < i; ++b) depends |= rows.stream[b] == row.stream && rows.count[b] > 0;
+  if (row.count > 0 && rows.claimed[claim] != static_cast<uint32_t>(i))  // by another row: of this slot?
+    for (int32_t b = 0; b < p.rows; ++b) depends |= b != i && rows.stream[b] == row.stream && rows.count[b] > 0;
   __syncthreads();
   if (i < p.rows && rows.bad[i]) {
     row.refused = true;
@@ -238,7 +250,7 @@ __global__ void __launch_bounds__(kAppendThreads) ngram_append_kernel(NgramInser
   }
   if (row.refused) count(v.header->refused, 1);
 
-  const Prefix sum = prefix_sum<kAppendThreads>(static_cast<uint64_t>(row.blocks()) << 32 | row.count, sums);
+  const Prefix<uint64_t> sum = prefix_sum<kAppendThreads>(static_cast<uint64_t>(row.blocks()) << 32 | row.count, sums);
   const auto blocks = static_cast<uint32_t>(sum.total >> 32), tokens = static_cast<uint32_t>(sum.total);
   depends = row.count > 0 && (depends || (row.last != kNgramNone && distance(v, next, row.last) < blocks));
   if (i < p.rows) {
@@ -257,10 +269,8 @@ __global__ void __launch_bounds__(kAppendThreads) ngram_append_kernel(NgramInser
     return;
   }
 
-  for (int64_t cell = i; cell < cells; cell += kAppendThreads) {
-    const auto b = static_cast<uint32_t>(cell) / static_cast<uint32_t>(p.width);
-    const uint32_t j = static_cast<uint32_t>(cell) % static_cast<uint32_t>(p.width);
-    if (j >= rows.count[b]) continue;
+  for (uint32_t n = i; n < tokens; n += kAppendThreads) {
+    const uint32_t b = row_of(rows.first_token, p.rows, n), j = n - rows.first_token[b];
     const int32_t* text = row_tokens(p, b, rows.count[b]);
     const NgramSlot& stream = *rows.stream[b];
     const uint32_t start = rows.start[b], at = start % kNgramBlockTokens + j;
@@ -285,34 +295,40 @@ __global__ void __launch_bounds__(kAppendThreads) ngram_append_kernel(NgramInser
     }
 #pragma unroll
     for (int order = 0; order < kNgramOrders; ++order)
-      if (sets[order] != kNoSet) {
+      if (sets[order] != kNoSet && tokens <= kAppendThreads) {  // of more, the next kernel's own loads go ahead
         prefetch(v.sets + sets[order]);
         prefetch(v.sets[sets[order]].older + 2);  // its second half
       }
-    const uint32_t n = rows.first_token[b] + j;
     updates.sets[n] = {sets[0], sets[1], sets[2], sets[3]};
     updates.tags[n] = {tags[0], tags[1], tags[2], tags[3]};
     updates.positions[n] = id << kNgramOffsetBits | offset;
   }
   int gone = 0;
-  for (uint32_t n = i / kWarp; n < blocks; n += kAppendThreads / kWarp) gone += write_block(p, rows, next, taken, n);
+  constexpr uint32_t kWarps = kAppendThreads / kWarp;  // of which the last have the fewest tokens
+  for (uint32_t n = kWarps - 1 - i / kWarp; n < blocks; n += kWarps) gone += write_block(p, rows, next, taken, n);
   if (i % kWarp == 0 && gone > 0) atomicAdd(&overwritten, gone);
   __syncthreads();
 
   // What the rows read is written last.
   if (row.count > 0) {
     NgramSlot& stream = *row.stream;
-    if (fresh) stream = ngram_empty_stream(0, p.group);
+    if (fresh) {
+      stream.stream = 0;
+      stream.block = kNgramNone;
+      stream.scope = p.group;
+    }
     const uint32_t needed = row.blocks(), first = rows.first_block[i];
-    const int32_t* text = row_tokens(p, i, row.count);
-    for (uint32_t j = row.count > kNgramMaxMatch ? row.count - kNgramMaxMatch : 0; j < row.count; ++j)
-      stream.tail[(row.start + j) % kNgramMaxMatch] = text[j];
     stream.length = row.start + row.count;
     if (needed > 0) {
       if (row.last != kNgramNone) v.blocks[row.last & ((1u << v.block_bits) - 1)].next = ngram_id_after(v, next, first);
       stream.block = ngram_id_after(v, next, first + needed - 1);
     }
     count_accepted(p, i, row.count);
+  }
+  for (uint32_t n = i; n < tokens; n += kAppendThreads) {
+    const uint32_t b = row_of(rows.first_token, p.rows, n), j = n - rows.first_token[b], all = rows.count[b];
+    if (j + kNgramMaxMatch >= all)
+      rows.stream[b]->tail[(rows.start[b] + j) % kNgramMaxMatch] = row_tokens(p, b, all)[j];
   }
   if (i == 0) {
     updates.work->count = tokens;
@@ -426,15 +442,14 @@ __device__ __forceinline__ void apply(const NgramView& v, const UpdateList& list
 __global__ void __launch_bounds__(kUpdateThreads) ngram_update_kernel(NgramInsertParams p) {
   begin_kernel();
   __shared__ UpdateList list;
-  __shared__ uint64_t sums[kUpdateThreads / kWarp];
+  __shared__ uint32_t sums[kUpdateThreads / kWarp + 1];
   const Updates updates = updates_of(p.work);
   const uint32_t tokens = updates.work->count, i = threadIdx.x;
   uint32_t entries = 0, evictions = 0, listed = 0;
 
-  for (uint32_t tile = 0; tile < tokens; tile += kUpdateThreads) {
-    uint32_t sets[kNgramOrders] = {kNoSet, kNoSet, kNoSet, kNoSet}, tags[kNgramOrders] = {};
-    uint32_t position = 0, mine = 0;
-    if (tile + i < tokens) {
+  for (uint32_t tile = 0; tile == 0 || tile < tokens; tile += kUpdateThreads) {
+    uint32_t sets[kNgramOrders], tags[kNgramOrders], position, mine = 0;
+    {  // read before it is known whether there are so many: the list has room for them
       const uint4 s = updates.sets[tile + i], t = updates.tags[tile + i];
       position = updates.positions[tile + i];
       sets[0] = s.x, sets[1] = s.y, sets[2] = s.z, sets[3] = s.w;
@@ -442,10 +457,10 @@ __global__ void __launch_bounds__(kUpdateThreads) ngram_update_kernel(NgramInser
     }
 #pragma unroll
     for (int order = 0; order < kNgramOrders; ++order) {
-      const bool own = sets[order] != kNoSet && (sets[order] & (gridDim.x - 1)) == blockIdx.x;
+      const bool own = tile + i < tokens && sets[order] != kNoSet && (sets[order] & (gridDim.x - 1)) == blockIdx.x;
       mine |= static_cast<uint32_t>(own) << order;
     }
-    const Prefix sum = prefix_sum<kUpdateThreads>(__popc(mine), sums);
+    const Prefix<uint32_t> sum = prefix_sum<kUpdateThreads>(static_cast<uint32_t>(__popc(mine)), sums);
     uint32_t at = listed + static_cast<uint32_t>(sum.before);
 #pragma unroll
     for (int order = 0; order < kNgramOrders; ++order) {

@@ -46,9 +46,9 @@ class NgramIndex:
     it. What returns a number waits for the device. What the CPU refuses because of a tensor's content (a negative
     token, a length out of range, a stream that would exceed max_len) adds nothing and is counted in `statistics`.
 
-    On the CPU calls hold no GIL and may come from several threads: drafts run side by side, what writes runs alone, and a long
-    `insert` lets others in between. Bytes are the same only if the writing calls come in the same order, from one
-    thread, say.
+    On the CPU calls hold no GIL and may come from several threads: drafts run side by side, what writes runs alone, and
+    a long `insert` lets others in between. Bytes are the same only if the writing calls come in the same order, from
+    one thread, say.
 
     Args:
         max_tokens: text kept, at least; 1 to 2^30. Documents fill up their last block of 27 tokens.

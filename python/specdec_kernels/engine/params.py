@@ -24,7 +24,8 @@ class Speculation:
         num_draft_tokens: tree nodes verified per round, including the root. None: num_steps + 1 for a model's
             chain, 16 for NGRAM, else 32.
         ngram_max_tokens: tokens the n-gram index holds before the oldest age out.
-        ngram_corpus: text files that the n-gram index starts with: what answers may repeat (documentation, code, past answers).
+        ngram_corpus: text files that the n-gram index starts with: what answers may repeat (documentation, code, past
+            answers).
     """
 
     algorithm: str = "NONE"
