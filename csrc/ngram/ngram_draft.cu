@@ -87,9 +87,11 @@ struct Row {
   int32_t first[kMostSegments], above[kMostSegments];  // number of the first node; the segment it hangs off, -1
 };
 
+constexpr int kAhead = 4;  // depths compared together
+
 template <int kWords>
 struct Continuations {
-  int32_t tokens[64 * kWords][kNgramCandidates];
+  int32_t tokens[64 * kWords + kAhead][kNgramCandidates];
   // How many tokens the texts of two candidates share; of one with itself, all it has. Rows in different banks.
   int32_t shared[kNgramCandidates][kNgramCandidates + 1];
 };
@@ -216,11 +218,11 @@ __device__ __forceinline__ void find_candidates(Row& s) {
     for (int i = 0; i < count; ++i)
       if (s.candidate[i].position == own.position) own.weight = 0;
     const uint32_t good = __ballot_sync(kFullMask, own.weight > 0);
-    bool is_new = own.weight > 0;  // no earlier one is the same
-#pragma unroll 4
+    uint32_t same = 0;  // a load behind a condition would wait for it: they are all made
+#pragma unroll 8
     for (int j = 0; j < kWarp; ++j)
-      is_new =
-          is_new && !(j < lane && good >> j & 1 && s.place[min(begin + j, kMostPlaces - 1)].position == own.position);
+      same |= static_cast<uint32_t>(s.place[min(begin + j, kMostPlaces - 1)].position == own.position) << j;
+    const bool is_new = own.weight > 0 && (same & good & ((1u << lane) - 1)) == 0;
     const uint32_t news = __ballot_sync(kFullMask, is_new);
     const int at = count + __popc(news & ((1u << lane) - 1));
     if (is_new && at < kNgramCandidates) s.candidate[at] = own;
@@ -277,15 +279,20 @@ __device__ __forceinline__ void compare_texts(Row& s, Continuations<kWords>& c) 
     most[k] = lane < other && other < s.candidates ? min(length, s.length[other]) : 0;
   }
   bool any = true;
-  for (int d = 0; any; ++d) {
+  for (int d = 0; any; d += kAhead) {
+    int32_t tokens[kAhead];
+#pragma unroll
+    for (int q = 0; q < kAhead; ++q) tokens[q] = c.tokens[d + q][lane];
     any = false;
-    const int32_t token = d < length ? c.tokens[d][lane] : -1;
 #pragma unroll
     for (int k = 0; k < kTogether; ++k) {
-      const int other = warp_id() + k * kWarps;
-      const bool goes_on = agree[k] == d && d < most[k] && c.tokens[d][other] == token;
-      agree[k] += goes_on;
-      any |= goes_on;
+      bool same = agree[k] == d;
+#pragma unroll
+      for (int q = 0; q < kAhead; ++q) {
+        same &= (c.tokens[d + q][warp_id() + k * kWarps] == tokens[q]) & (d + q < most[k]);
+        agree[k] += same;
+      }
+      any |= same;
     }
     any = __any_sync(kFullMask, any);
   }
@@ -306,12 +313,12 @@ __device__ __forceinline__ void find_segments(Row& s, Continuations<kWords>& c) 
   for (int start = 0; start < length;) {
     uint32_t group = 0;
     int end = length;
-#pragma unroll 4
+#pragma unroll 8
     for (int other = 0; other < kNgramCandidates; ++other) {
-      const int agree = other < s.candidates ? c.shared[other][lane] : 0;
-      if (agree <= start) continue;
-      group |= 1u << other;
-      end = min(end, agree);
+      const int agree = c.shared[other][lane];
+      const bool in = agree > start;
+      group |= static_cast<uint32_t>(in) << other;
+      end = min(end, in ? agree : end);
     }
     if (first_bit(group) == lane) s.segment[atomicAdd(&s.segments, 1)] = {group, above, start, end - start};
     above = group;
@@ -370,7 +377,7 @@ __device__ __forceinline__ void number_nodes(const NgramDraftParams& p, Row& s) 
   if (mine) {
     const uint64_t rank = s.rank[i];
     const uint32_t parent = s.segment[i].parent;
-#pragma unroll 2
+#pragma unroll 4
     for (int j = 0; j < s.segments; ++j) {
       const int length = s.segment[j].length;
       first += s.rank[j] > rank ? length : 0;
@@ -419,7 +426,11 @@ __global__ void __launch_bounds__(kThreads) ngram_draft_kernel(NgramDraftParams 
   float score = i == 0 && head.count > 0 ? 0 : -INFINITY;
   if (i > 0 && i < head.count) {
     int j = 0;
-    while (j < s.segments - 1 && (i < s.first[j] || i >= s.first[j] + s.segment[j].length)) ++j;
+#pragma unroll 4
+    for (int k = 0; k < s.segments; ++k) {
+      const int ahead = i - s.first[k], length = s.segment[k].length;
+      j = (ahead >= 0) & (ahead < length) ? k : j;
+    }
     const Segment own = s.segment[j];
     const int ahead = i - s.first[j], above = s.above[j];
     token = u.continuations.tokens[own.start + ahead][first_bit(own.group)];

@@ -99,8 +99,9 @@ struct Rows {  // of row b, in shared memory
   NgramSlot* stream[kNgramRows];
   uint32_t count[kNgramRows], start[kNgramRows], last[kNgramRows];
   uint32_t first_token[kNgramRows], first_block[kNgramRows];
-  uint8_t goes_on[kNgramRows], bad[kNgramRows];
-  uint16_t claimed[kClaims];  // by a row, of the slots with this number modulo kClaims
+  int32_t bad[kNgramRows];
+  bool goes_on[kNgramRows];
+  uint32_t claimed[kClaims];  // by a row, of the slots with this number modulo kClaims
 };
 
 __device__ __forceinline__ const int32_t* row_tokens(const NgramInsertParams& p, int64_t b, uint32_t count) {
@@ -231,16 +232,16 @@ __global__ void __launch_bounds__(kAppendThreads) ngram_append_kernel(NgramInser
     rows.count[i] = row.count;
   }
   const auto claim = static_cast<uint32_t>(row.stream - v.slots) % kClaims;
-  if (row.count > 0) rows.claimed[claim] = static_cast<uint16_t>(i);  // any one of them
+  if (row.count > 0) atomicExch(&rows.claimed[claim], static_cast<uint32_t>(i));
   __syncthreads();
   for (int64_t cell = i; cell < cells; cell += kAppendThreads) {
     const auto b = static_cast<uint32_t>(cell) / static_cast<uint32_t>(p.width);
     const uint32_t j = static_cast<uint32_t>(cell) % static_cast<uint32_t>(p.width);
     const int32_t token = cell == i ? first_token : p.tokens[cell];
-    if (token < 0 && (p.lengths == nullptr || j < rows.count[b])) rows.bad[b] = true;
+    if (token < 0 && (p.lengths == nullptr || j < rows.count[b])) atomicOr(&rows.bad[b], 1);
   }
   bool depends = !row.has_stream;
-  if (row.count > 0 && rows.claimed[claim] != i)  // by another row: of this slot?
+  if (row.count > 0 && rows.claimed[claim] != static_cast<uint32_t>(i))  // by another row: of this slot?
     for (int32_t b = 0; b < p.rows; ++b) depends |= b != i && rows.stream[b] == row.stream && rows.count[b] > 0;
   __syncthreads();
   if (i < p.rows && rows.bad[i]) {
@@ -294,7 +295,7 @@ __global__ void __launch_bounds__(kAppendThreads) ngram_append_kernel(NgramInser
     }
 #pragma unroll
     for (int order = 0; order < kNgramOrders; ++order)
-      if (sets[order] != kNoSet) {
+      if (sets[order] != kNoSet && tokens <= kAppendThreads) {  // of more, the next kernel's own loads go ahead
         prefetch(v.sets + sets[order]);
         prefetch(v.sets[sets[order]].older + 2);  // its second half
       }
