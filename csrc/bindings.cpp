@@ -16,6 +16,7 @@
 #include "tree/merge_trees.h"
 // --- layers
 #include "layers/gate_rows.h"
+#include "layers/linear_rows.h"
 #include "layers/norm_rows.h"
 #include "layers/rotate_qkv.h"
 // --- attention
@@ -314,6 +315,7 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
   // --- layers
   m.def("norm_rows", &norm_rows, "rows, or sums of rows, over their root mean square");
   m.def("gate_rows", &gate_rows, "silu(gate) * up of rows that hold both");
+  m.def("linear_rows", &linear_rows, "a few rows times a weight");
   m.def("rotate_qkv", &rotate_qkv, "normalise and rotate query and key heads, write keys and values to pages");
 
   // --- attention

@@ -1,4 +1,4 @@
-"""The layers' ops: norm_rows, gate_rows, rotate_qkv."""
+"""The layers' ops: norm_rows, gate_rows, linear_rows, rotate_qkv."""
 
 from __future__ import annotations
 
@@ -67,6 +67,56 @@ def test_gate_rows_at_the_ends(device: torch.device) -> None:
     gate = torch.tensor([[-1e30, -200.0, 0.0, 200.0, 1e30]], device=device)
     out = sd.gate_rows(torch.cat([gate, torch.ones_like(gate)], dim=1))
     assert out.tolist() == [[0, 0, 0, 200, pytest.approx(1e30)]]
+
+
+# --- linear_rows
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("rows", [0, 1, 3, 8])
+@pytest.mark.parametrize(("width", "outs"), [(64, 1), (320, 17), (1088, 48), (512, 5000)])
+def test_linear_rows(rows: int, width: int, outs: int, dtype: torch.dtype, device: torch.device) -> None:
+    x = torch.randn(rows, width, device=device).to(dtype)
+    weight = torch.randn(outs, width, device=device).to(dtype)
+    for bias in (None, torch.randn(outs, device=device).to(dtype)):
+        out = torch.full((rows, outs + 8), torch.nan, device=device).to(dtype)
+        sd.linear_rows(x, weight, bias, out=out[:, :outs])
+        assert out[:, outs:].isnan().all()
+        if rows:
+            check(out[:, :outs], reference.linear_rows(x, weight, bias))
+
+
+def test_linear_rows_of_strided_rows(device: torch.device) -> None:
+    x, weight = (torch.randn(n, 128, device=device).bfloat16() for n in (15, 20))
+    check(sd.linear_rows(x[::2, 32:96], weight[::3, 64:]), reference.linear_rows(x[::2, 32:96], weight[::3, 64:]))
+
+
+def test_linear_rows_does_not_depend_on_its_neighbours(device: torch.device) -> None:
+    x, weight = (torch.randn(n, 512, device=device).bfloat16() for n in (8, 80))
+    whole = sd.linear_rows(x, weight)
+    for first, last in ((0, 1), (3, 5), (2, 8)):
+        assert torch.equal(sd.linear_rows(x[first:last], weight), whole[first:last])
+
+
+@pytest.mark.parametrize(
+    ("shape", "weight", "message"),
+    [
+        ((9, 64), (4, 64), "linear_rows: rows is 9, expected 0 to 8"),
+        ((2, 96), (4, 96), "linear_rows: in_features is 96, expected a multiple of 64"),
+        ((2, 64), (4, 128), "linear_rows: weight has shape [4, 128], expected [out_features, in_features=64]"),
+    ],
+)
+def test_linear_rows_refuses(shape: tuple[int, int], weight: tuple[int, int], message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        sd.linear_rows(torch.zeros(shape).bfloat16(), torch.zeros(weight).bfloat16())
+    assert str(error.value) == message
+
+
+def test_linear_rows_refuses_rows_off_16_bytes() -> None:
+    x = torch.zeros(2, 72).bfloat16()[:, 1:65]
+    with pytest.raises(ValueError) as error:
+        sd.linear_rows(x, torch.zeros(4, 64).bfloat16())
+    assert str(error.value) == ("linear_rows: x or weight has rows off 16 bytes, expected rows that start on 16 bytes")
 
 
 # --- rotate_qkv

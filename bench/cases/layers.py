@@ -61,6 +61,21 @@ def gate_rows(device: torch.device, p: Params) -> Work:
     )
 
 
+def linear_rows(device: torch.device, p: Params) -> Work:
+    x, weight = random(p, device, p["rows"], p["width"]), random(p, device, p["outs"], p["width"])
+    out = poisoned(p["rows"], p["outs"], dtype=x.dtype, device=device)
+    want = reference.linear_rows(x.cpu(), weight.cpu())
+    return Work(
+        call=lambda: sd.linear_rows(x, weight, out=out),
+        check=lambda: expect_near("out", out, want, ERROR),
+        bytes_moved=bytes_of(x, weight, out),
+        flops=2 * x.shape[0] * weight.numel(),
+        baseline=Baseline(
+            "torch", lambda: functional.linear(x, weight), lambda got: expect_near("out", got, want, ERROR)
+        ),
+    )
+
+
 def rotate_qkv(device: torch.device, p: Params) -> Work:
     batch, rows = p["batch"], p["rows"]
     lens, table, place = slots_of_rows(batch, rows, device)
@@ -92,6 +107,12 @@ ROWS = (1, 6, 64, 384, 2048)
 CASES = (
     Case("norm_rows", grid={"rows": ROWS, "width": (4096,), "dtype": ("bfloat16",)}, make=norm_rows),
     Case("gate_rows", grid={"rows": ROWS, "width": (12288,), "dtype": ("bfloat16",)}, make=gate_rows),
+    Case(
+        "linear_rows",
+        grid={"rows": (1, 6), "width": (4096, 12288), "outs": (4096, 6144, 24576), "dtype": ("bfloat16",)},
+        cpu_grid={"rows": (1, 6), "width": (1024,), "outs": (1024,), "dtype": ("bfloat16",)},
+        make=linear_rows,
+    ),
     Case(
         "rotate_qkv",
         grid={"batch": (1, 16, 64), "rows": (1, 6, 32), "dtype": ("bfloat16",)},

@@ -584,6 +584,37 @@ def gate_rows(x: Tensor, *, out: Tensor | None = None, stream: int | None = None
     return out
 
 
+def linear_rows(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+    stream: int | None = None,
+) -> Tensor:
+    """A few rows times a weight, at the speed at which that can be read: `x @ weight.T + bias`, summed in float32.
+
+    The bits of a row do not depend on what is beside it. On Hopper and later the op reads `weight` before the kernel
+    launched before it on the stream has finished, which must therefore not be what writes it.
+
+    Args:
+        x: [M, K] float16 or bfloat16, at most 8 rows, K a multiple of 64.
+        weight: [N, K]; rows of both may be strided, and start on 16 bytes.
+        bias: [N] of the same dtype; None for none.
+
+    Returns:
+        out [M, N].
+
+    Raises:
+        ValueError: wrong dtype, shape, device or stride; too many rows; rows off 16 bytes.
+    """
+    if out is None:
+        rows, _ = shape_of("linear_rows", "x", x, 2)
+        out = empty_like("linear_rows", x, (rows, shape_of("linear_rows", "weight", weight, 2)[0]))
+    _C.linear_rows(stream, x, weight, bias, out)
+    return out
+
+
 def rotate_qkv(
     qkv: Tensor,
     rotations: Tensor,

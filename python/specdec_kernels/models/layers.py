@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..ops import gate_rows, norm_rows, rotate_qkv, tree_attention
+from ..ops import gate_rows, linear_rows, norm_rows, rotate_qkv, tree_attention
 from .attention import Rows
 
 # Beyond the longest sequence: the deepest node of a tree, and padding.
@@ -24,7 +24,10 @@ class Product(NamedTuple):
     bias: Tensor | None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[..., out] from [..., in]."""
+        """[..., out] from [..., in]. `linear_rows` was measured to be the faster one for a single row."""
+        if x.is_cuda and x.dtype != torch.float32 and x.shape[:-1].numel() == 1 and x.shape[-1] % 64 == 0:
+            out: Tensor = linear_rows(x.reshape(-1, x.shape[-1]), self.weight, self.bias)
+            return out.view(*x.shape[:-1], -1)
         return functional.linear(x, self.weight, self.bias)
 
 

@@ -54,3 +54,8 @@ def rotate_qkv(
     k = rotate(k, rotations, positions).to(k_pool.dtype)
     write_kv(k, v, k_pool, v_pool, page_table, start_lens, row_offset, slots, num_valid)
     return rotate(q, rotations, positions)
+
+
+def linear_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    out = x.double() @ weight.double().T
+    return out if bias is None else out + bias.double()
