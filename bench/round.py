@@ -27,7 +27,6 @@ from .timing import times_of
 
 NAME = "round"
 WARM_UP_TOKENS = 12
-PROFILED_ROUNDS = 8
 MIN_PROMPT = 2  # a shorter one has nothing to prefill
 
 
@@ -84,7 +83,6 @@ class RoundClock:
     """`on_tokens` of a `generate`: groups what arrives into rounds, and notes when each one's first tokens came."""
 
     batch: int
-    after: Any = None  # called with the number of full rounds so far, when one begins to arrive
     starts: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     _seen: set[int] = field(default_factory=set)
@@ -92,8 +90,6 @@ class RoundClock:
 
     def __call__(self, new: NewTokens) -> None:
         if not self.starts or new.index in self._seen:
-            if self.after is not None:
-                self.after(sum(size == self.batch for size in self._sizes))
             self.starts.append(time.perf_counter())
             self.tokens.append(0)
             self._sizes.append(0)
@@ -138,8 +134,9 @@ class Bench:
     def measure(self, batch: int, ceilings: Ceilings) -> Result:
         setup = self.setup
         self.generate(batch, WARM_UP_TOKENS, None)
-        clock = RoundClock(batch)
+        clock, before = RoundClock(batch), self.engine.stats()
         wrong = self.generate(batch, setup.output, clock)
+        stats = self.engine.stats() - before
         if wrong is not None:
             return Result(NAME, setup.params(batch), str(setup.device), error=wrong)
         seconds, tokens = clock.full_rounds()
@@ -150,8 +147,9 @@ class Bench:
         }
         median = times_of(seconds)
         if setup.device.type == "cuda":
-            facts["gpu_us"] = self.busy(batch) * 1e6
-            facts["idle"] = max(0.0, 1 - facts["gpu_us"] * 1e-6 / median.median)
+            facts |= {"gpu_us": stats.device_ms * 1e3, "host_us": stats.host_us}
+            if stats.idle is not None:
+                facts["idle"] = stats.idle
         return Result(
             NAME,
             setup.params(batch),
@@ -183,30 +181,6 @@ class Bench:
                 )
                 return f"request {result.index} strays from the planted text at token {first}"
         return None
-
-    def busy(self, batch: int) -> float:
-        """Seconds of a round in which the GPU works, by the profiler: the union of its kernels' times."""
-        from torch.profiler import ProfilerActivity, profile
-
-        profiler = profile(activities=[ProfilerActivity.CUDA])
-
-        def after(full: int) -> None:
-            if full == 2:
-                torch.cuda.synchronize()
-                profiler.start()
-            elif full == 2 + PROFILED_ROUNDS:
-                torch.cuda.synchronize()
-                profiler.stop()
-
-        accept = self.setup.accept_length()
-        self.generate(batch, round((PROFILED_ROUNDS + 8) * accept), RoundClock(batch, after))
-        events = profiler.profiler.kineto_results.events()
-        spans = sorted(
-            (e.start_ns(), e.start_ns() + e.duration_ns())
-            for e in events
-            if e.device_type() == torch.autograd.DeviceType.CUDA
-        )
-        return union(spans) * 1e-9 / PROFILED_ROUNDS
 
     def floor(self, batch: int, ceilings: Ceilings) -> tuple[int, int, float]:
         """Bytes and flops of a round's forward passes, and the least seconds they could take, pass by pass.
@@ -244,15 +218,6 @@ def weights(module: nn.Module) -> int:
     """Numbers that a forward pass reads, the embeddings' few rows left out."""
     embedded = sum(m.weight.numel() for m in module.modules() if isinstance(m, nn.Embedding))
     return sum(p.numel() for p in module.parameters()) - embedded
-
-
-def union(spans: Sequence[tuple[int, int]]) -> int:
-    """The length of the union of intervals that are sorted by their starts."""
-    total, end = 0, 0
-    for start, stop in spans:
-        total += max(0, stop - max(start, end))
-        end = max(end, stop)
-    return total
 
 
 def measure_rounds(setups: Sequence[Setup], batches: Sequence[int], ceilings: Ceilings) -> Iterator[Result]:

@@ -73,7 +73,8 @@ columns:
   floor     bytes the op must move over the bandwidth measured here first (or arithmetic over its rate, if larger)
   of floor  floor / time: 100 % cannot be beaten by memory that is cold
   inputs    cold: rotated through more memory than the L2 cache holds
-  gpu       of round: time in which the GPU works, from the profiler; idle, the share of a round in which it does not
+  gpu       of round: from its first kernel to its last, a mean; idle, the GPU's share of time between rounds;
+            host, what the loop takes of the host for one (on a CPU that is the round itself, and left out)
   others    one column each, torch and installed packages (sglang, flashinfer): another way to the same result, checked
             as well, timed alike; in brackets its time over ours
 
@@ -370,7 +371,8 @@ def show(run_record: dict[str, Any]) -> None:
 
 ROUND_HEAD = ("shape", "dtype", "input", "output")
 ROUND_COLUMNS = [
-    "algorithm", "batch", "ms/round", "p90 ms", "tokens/s", "accept length", "gpu ms", "idle", "floor ms", "of floor",
+    "algorithm", "batch", "ms/round", "p90 ms", "tokens/s", "accept length", "gpu ms", "idle", "host us", "floor ms",
+    "of floor",
 ]  # fmt: skip
 
 
@@ -389,7 +391,8 @@ def round_row(r: dict[str, Any]) -> list[str]:
         f"{facts['tokens_per_second']:.0f}",
         f"{facts['accept_length']:.2f}",
         number(facts["gpu_us"] * 1e-3) if "gpu_us" in facts else "",
-        f"{facts['idle']:.1%}" if "idle" in facts else "",
+        f"{facts['idle']:.2%}" if "idle" in facts else "",
+        number(facts["host_us"]) if "host_us" in facts else "",
         number(r["floor_us"] * 1e-3),
         f"{r['of_floor']:.0%}",
     ]
