@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import _C
 from ._alloc import empty, shape_of
-from .ops import Tree
+from .ops import Tree, _tree_outputs
 
 if TYPE_CHECKING:
     from .ops import Tensor
@@ -266,26 +266,28 @@ class NgramIndex:
             or out_scores is None
             or out_match_len is None
         ):
-            passed = (
-                out_tokens,
-                out_parents,
-                out_positions,
-                out_first_child,
-                out_next_sibling,
-                out_mask,
-                out_num_nodes,
+            (batch,) = shape_of("ngram_draft", "seq_lens", seq_lens, 1)
+            out_tokens, out_parents, out_positions, out_first_child, out_next_sibling, out_mask, out_num_nodes = (
+                _tree_outputs(
+                    "ngram_draft",
+                    seq_lens,
+                    batch,
+                    n,
+                    (
+                        out_tokens,
+                        out_parents,
+                        out_positions,
+                        out_first_child,
+                        out_next_sibling,
+                        out_mask,
+                        out_num_nodes,
+                    ),
+                )
             )
-            (
-                out_tokens,
-                out_parents,
-                out_positions,
-                out_first_child,
-                out_next_sibling,
-                out_mask,
-                out_num_nodes,
-                out_scores,
-                out_match_len,
-            ) = allocate_missing((*passed, out_scores, out_match_len), seq_lens, n)
+            if out_scores is None:
+                out_scores = empty("ngram_draft", seq_lens, (batch, n), "float32")
+            if out_match_len is None:
+                out_match_len = empty("ngram_draft", seq_lens, (batch,), "int32")
         self._index.draft(
             slots,
             seq_lens,
@@ -318,14 +320,3 @@ def device_memory(index: _C.NgramIndex, device: str | Any) -> Any:
     import torch
 
     return torch.empty(index.device_words, dtype=torch.int64, device=device)
-
-
-def allocate_missing(outputs: tuple[Tensor | None, ...], seq_lens: Tensor, n: int) -> tuple[Tensor, ...]:
-    (batch,) = shape_of("ngram_draft", "seq_lens", seq_lens, 1)
-    rows = ((batch, n), "int32")
-    shapes = (*[rows] * 5, ((batch, n, (n + 63) // 64), "int64"), ((batch,), "int32"), ((batch, n), "float32"))
-    shapes = (*shapes, ((batch,), "int32"))
-    return tuple(
-        empty("ngram_draft", seq_lens, *shape) if given is None else given
-        for given, shape in zip(outputs, shapes, strict=True)
-    )

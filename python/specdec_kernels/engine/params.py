@@ -44,10 +44,9 @@ class Speculation:
     def __post_init__(self) -> None:
         if self.algorithm not in ALGORITHMS:
             raise ValueError(f"Speculation: algorithm is {self.algorithm!r}, expected one of {ALGORITHMS}")
-        needs_model = self.uses_model
-        if needs_model and self.draft_model is None:
+        if self.uses_model and self.draft_model is None:
             raise ValueError(f"Speculation: draft_model is None, expected a path or hub id for {self.algorithm}")
-        if not needs_model and self.draft_model is not None:
+        if not self.uses_model and self.draft_model is not None:
             raise ValueError(f"Speculation: draft_model is given, expected None for {self.algorithm}")
         if self.ngram_corpus and not self.uses_ngram:
             raise ValueError(f"Speculation: ngram_corpus is given, expected none for {self.algorithm}")

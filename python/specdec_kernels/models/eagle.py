@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from ..ops import norm_rows
 from .attention import Rows
 from .causal_lm import CausalLM
 from .checkpoint import load_tensors, local_folder
 from .draft_head import AttentionParameters, DraftHead, check_head, load_parameters
-from .layers import product_of
+from .layers import normed, product_of
 
 
 class EagleLayer(nn.Module):
@@ -48,21 +47,12 @@ class EagleHead(DraftHead):
         return self.layers[0]
 
     def prepare(self, target: CausalLM, num_pages: int, page_size: int) -> None:
-        # The target's, and no part of the head: in a list, which is not searched for modules.
-        self._target_modules = [target.lm_head, target.model.model.norm]
+        self._target = target  # no module itself: its parameters stay no part of the head
         super().prepare(target, num_pages, page_size)
-
-    @property
-    def lm_head(self) -> nn.Linear:
-        head: nn.Linear = self._target_modules[0]
-        return head
 
     def join(self, features: Tensor) -> Tensor:
         """The state after the target's final norm [..., H], from the one before it."""
-        norm = self._target_modules[1]
-        rows, _ = norm_rows(features.reshape(-1, features.shape[-1]), norm.weight, norm.variance_epsilon)
-        joined: Tensor = rows.view(features.shape)
-        return joined
+        return normed(self._target.model.model.norm, features)
 
     def forward(self, tokens: Tensor, features: Tensor, positions: Tensor, rows: Rows) -> Tensor:
         pairs = torch.cat([self.embed_tokens(tokens), features], dim=-1)
@@ -71,7 +61,7 @@ class EagleHead(DraftHead):
         return (hidden + x).view(*tokens.shape, -1)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return product_of(self.lm_head)(hidden)
+        return self._target.logits(hidden)
 
 
 def load_eagle(source: str | Path | nn.Module, target: CausalLM, *, num_pages: int, page_size: int) -> EagleHead:

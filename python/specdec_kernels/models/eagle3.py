@@ -20,7 +20,7 @@ from .attention import Rows
 from .causal_lm import CausalLM
 from .checkpoint import load_tensors, local_folder
 from .draft_head import AttentionParameters, DraftHead, check_head, load_parameters
-from .layers import product_of
+from .layers import normed, product_of
 
 
 def feature_layers(config: Any, num_target_layers: int) -> tuple[int, ...]:
@@ -78,8 +78,7 @@ class Eagle3Head(DraftHead):
         return (hidden + x).view(*tokens.shape, -1)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        normed, _ = norm_rows(hidden.reshape(-1, hidden.shape[-1]), self.norm.weight, self.norm.variance_epsilon)
-        return product_of(self.lm_head)(normed).view(*hidden.shape[:-1], -1)
+        return product_of(self.lm_head)(normed(self.norm, hidden))
 
 
 def eagle3_config_of(head: str | Path | nn.Module) -> Any:

@@ -35,6 +35,13 @@ def product_of(linear: nn.Linear) -> Product:
     return Product(linear.weight, linear.bias)
 
 
+def normed(norm: Any, x: Tensor) -> Tensor:
+    """[..., H] from [..., H], by a root mean square norm of the model's."""
+    rows, _ = norm_rows(x.reshape(-1, x.shape[-1]), norm.weight, norm.variance_epsilon)
+    out: Tensor = rows.view(x.shape)
+    return out
+
+
 def merged(*linears: nn.Linear) -> Product:
     """Products of one input as one. The modules keep their parameters, which become parts of the merged ones."""
 
