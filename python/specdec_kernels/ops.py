@@ -1440,8 +1440,8 @@ def publish_results(
     num_nodes, S tokens and the S nodes of out_path. An empty row has finish reason and status 0.
 
     Args:
-        results: [depth, words] int32, words even and at least 8 + B * (4 + 2 * S); for CUDA, pinned host memory or on the
-            device.
+        results: [depth, words] int32, words even and at least 8 + B * (4 + 2 * S); for CUDA, pinned host memory or on
+            the device.
         num_published: [1] int64, incremented.
         started_at: [1] int64, from `apply_commands`.
         out_tokens: [B, S] int32. out_len: [B] int32. Both as `commit_tokens` leaves them.

@@ -39,8 +39,8 @@ def capture_rounds(
     """Capture `round.launch` for every batch size and number of nodes, and for 0, on the stream that will run them.
 
     Large rounds come first and all graphs share one pool of memory: a smaller round fits into what a larger one took.
-    What a graph allocates is read by no other. A round is run before it is captured, which loads kernels and workspaces,
-    unless one with as many rows has been.
+    What a graph allocates is read by no other. A round is run before it is captured, which loads kernels and
+    workspaces, unless one with as many rows has been.
     """
     torch.cuda.synchronize(stream.device)  # what made the weights and the state is done
     torch.cuda.empty_cache()  # as every capture does: what is counted is what stays

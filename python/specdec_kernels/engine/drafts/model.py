@@ -75,7 +75,7 @@ class ModelDraft(Draft):
         return self._tree(slots, self._candidates(slots, num_nodes), num_nodes)
 
     def propose_scored(self, slots: Tensor, num_nodes: int) -> tuple[Tree, Tensor]:
-        """`propose` of 2 nodes or more, and the log-probability of each [B, N]: 0 for the root, -inf for unused ones."""
+        """`propose` of 2 nodes or more, and their log-probabilities [B, N]: 0 for the root, -inf for unused ones."""
         candidates = self._candidates(slots, num_nodes)
         count = min(num_nodes - 1, candidates.scores.shape[1])
         scores = candidates.scores.new_full((len(slots), num_nodes), -torch.inf)
