@@ -173,6 +173,21 @@ def test_it_climbs_again(cost: Callable[[int, int], float], batch: int) -> None:
     assert device.run(200).count(1) > 190
 
 
+def test_prefixes_cost_all_rungs_the_same() -> None:
+    """Which the measured costs do not show: where the round takes long anyway, drafts are worth more."""
+    device = Device(bound, 0.6, 24)
+    device.scheduler.measure_rounds()
+    device.run(100)
+    assert device.run(100).count(2) > 90
+    device.cost = lambda batch, nodes: bound(batch, nodes) + 20_000
+    assert best_nodes(device, 24) == 4
+    device.run(400)
+    assert device.run(200).count(4) > 180
+    device.cost = bound
+    device.run(200)
+    assert device.run(200).count(2) > 180
+
+
 # --- texts
 
 

@@ -9,7 +9,7 @@
 namespace specdec::scheduler {
 namespace {
 
-// A mean goes over this many latest observations: enough to tell apart what matters (a standard error of about 6 % at
+// A mean is over about this many latest observations: enough to tell apart what matters (a standard error of about 6 % at
 // usual accept lengths), few enough to follow a text that changes.
 constexpr int64_t kMemory = 32;
 // Before anything is observed a draft is good: two nodes for one bring as much as this, as if seen a few times.
@@ -50,11 +50,11 @@ RoundCosts::RoundCosts(std::vector<int64_t> batches_, std::vector<int64_t> nodes
         throw ValueError("RoundCosts: us has " + std::to_string(value) + ", expected times above 0");
 }
 
-size_t choose_rung(size_t row, std::span<const double> accepted, const RoundCosts& costs) {
+size_t choose_rung(std::span<const double> accepted, std::span<const double> us) {
   size_t best = 0;
   double best_rate = 0;
-  for (size_t rung = 0; rung < costs.nodes.size(); ++rung) {
-    const double rate = (1 + accepted[rung]) / costs.us[row][rung];
+  for (size_t rung = 0; rung < us.size(); ++rung) {
+    const double rate = (1 + accepted[rung]) / us[rung];
     if (rate > best_rate) {
       best = rung;
       best_rate = rate;
@@ -69,7 +69,7 @@ int64_t choose_num_nodes(int64_t batch, std::span<const double> accepted, const 
     throw ValueError("choose_num_nodes: accepted has " + std::to_string(accepted.size()) + " entries, expected " +
                      std::to_string(costs.nodes.size()));
   const auto row = std::ranges::lower_bound(costs.batches, batch) - costs.batches.begin();
-  return costs.nodes[choose_rung(std::min<size_t>(row, costs.batches.size() - 1), accepted, costs)];
+  return costs.nodes[choose_rung(accepted, costs.us[std::min<size_t>(row, costs.batches.size() - 1)])];
 }
 
 Ladder::Ladder(const std::vector<int64_t>& nodes) : nodes_(nodes) {
@@ -78,6 +78,11 @@ Ladder::Ladder(const std::vector<int64_t>& nodes) : nodes_(nodes) {
     gains_.push_back({kFirstGain * std::log2(static_cast<double>(count) / static_cast<double>(below)), kFirstCount});
     below = count;
   }
+}
+
+void Ladder::set_costs(RoundCosts costs) {
+  us_beyond_.assign(costs.batches.size(), 0);
+  costs_ = std::move(costs);
 }
 
 std::vector<double> Ladder::accepted() const {
@@ -89,21 +94,33 @@ std::vector<double> Ladder::accepted() const {
 
 size_t Ladder::next(size_t row) {
   if (!costs_) return nodes_.size() - 1;
-  const size_t best = choose_rung(row, accepted(), *costs_);
-  us_since_trial_ += costs_->us[row][best];
+  const std::vector<double> us = costs_now(row);
+  const size_t best = choose_rung(accepted(), us);
+  us_since_trial_ += us[best];
   if (best + 1 == nodes_.size()) return best;
-  const size_t trial = rung_to_try(row, best);
-  if (us_since_trial_ * kTrialShare < costs_->us[row][trial]) return best;
+  const size_t trial = rung_to_try(us, best);
+  if (us_since_trial_ * kTrialShare < us[trial]) return best;
   us_since_trial_ = 0;
   return trial;
 }
 
 // The highest that is not dear, since it shows those below it too; at least the next one.
-size_t Ladder::rung_to_try(size_t row, size_t best) const {
-  const std::vector<double>& us = costs_->us[row];
+size_t Ladder::rung_to_try(std::span<const double> us, size_t best) {
   size_t rung = us.size() - 1;
   while (rung > best + 1 && us[rung] > kTrialCost * us[best]) --rung;
   return rung;
+}
+
+std::vector<double> Ladder::costs_now(size_t row) const {
+  std::vector<double> us = costs_->us[row];
+  for (double& value : us) value += us_beyond_[row];
+  return us;
+}
+
+void Ladder::note_time(size_t row, size_t rung, double us) {
+  if (!costs_) return;
+  const double beyond = std::max(us - costs_->us[row][rung], 0.0);
+  us_beyond_[row] += (beyond - us_beyond_[row]) / kMemory;
 }
 
 void Ladder::observe(size_t rung, std::span<const int32_t> path) {

@@ -23,11 +23,11 @@ struct RoundCosts {
   std::vector<std::vector<double>> us;  // [batches][nodes]
 };
 
-// The rung that promises most tokens a microsecond at costs.batches[row], of equal ones the lowest. A round of rung r
-// gives a request one token, and accepted[r] more.
-size_t choose_rung(size_t row, std::span<const double> accepted, const RoundCosts& costs);
+// The rung that promises most tokens a microsecond, of equal ones the lowest. A round of rung r gives a request one
+// token, and accepted[r] more, and takes us[r].
+size_t choose_rung(std::span<const double> accepted, std::span<const double> us);
 
-// The same for any batch, as a number of nodes. Throws ValueError.
+// The same as a number of nodes. Throws ValueError.
 int64_t choose_num_nodes(int64_t batch, std::span<const double> accepted, const RoundCosts& costs);
 
 class Ladder {
@@ -35,12 +35,16 @@ class Ladder {
   explicit Ladder(const std::vector<int64_t>& nodes);
 
   // Until there are costs, every round is of the highest rung.
-  void set_costs(RoundCosts costs) { costs_ = std::move(costs); }
+  void set_costs(RoundCosts costs);
   const std::optional<RoundCosts>& costs() const { return costs_; }
 
   // The rung of the next round at costs.batches[row]. Now and then it is one above the best: what that brings is not
   // seen from below, and may have become more. Such rounds take 1/64 of the time.
   size_t next(size_t row);
+
+  // A round took so long. What it took beyond its costs, for attention over the prefixes of its requests, counts for all
+  // rungs of its batch size: each reads the same KV.
+  void note_time(size_t row, size_t rung, double us);
 
   // A request's round at this rung. `path` are the nodes it accepted, without the root.
   void observe(size_t rung, std::span<const int32_t> path);
@@ -55,11 +59,13 @@ class Ladder {
     int64_t count;
   };
 
-  size_t rung_to_try(size_t row, size_t best) const;
+  static size_t rung_to_try(std::span<const double> us, size_t best);
+  std::vector<double> costs_now(size_t row) const;
 
   const std::vector<int64_t> nodes_;
   std::vector<Gain> gains_;  // of each rung; the lowest has what its nodes bring beyond the root
   std::optional<RoundCosts> costs_;
+  std::vector<double> us_beyond_;  // [batches]
   double us_since_trial_ = 0;
 };
 

@@ -149,9 +149,12 @@ bool Scheduler::launch_round() {
   }
 
   ++turn_number_;
-  const auto size = std::ranges::lower_bound(config_.batch_sizes, std::ssize(requests)) - config_.batch_sizes.begin();
-  Round round{
-      .number = num_launched_, .rung = ladder_.next(size), .rows = {}, .follows = !in_flight_.empty() && !other_work_};
+  const size_t size = std::ranges::lower_bound(config_.batch_sizes, std::ssize(requests)) - config_.batch_sizes.begin();
+  Round round{.number = num_launched_,
+              .size = size,
+              .rung = ladder_.next(size),
+              .rows = {},
+              .follows = !in_flight_.empty() && !other_work_};
   std::vector<int32_t> slots;
   for (Request* request : requests) {
     request->last_round = turn_number_;
@@ -191,8 +194,9 @@ void Scheduler::read_oldest_round() {
   call_for(requests, [&] { wait_until([&] { return results_.is_published(round.number); }); });
 
   const Span span(recorder_, Work::kRead);
-  recorder_.add_round(results_.started_at(round.number), results_.ended_at(round.number), std::ssize(round.rows),
-                      round.rung, round.follows);
+  const int64_t started_at = results_.started_at(round.number), ended_at = results_.ended_at(round.number);
+  recorder_.add_round(started_at, ended_at, std::ssize(round.rows), round.rung, round.follows);
+  ladder_.note_time(round.size, round.rung, 1e-3 * static_cast<double>(ended_at - started_at));
   bool progress = requests.size() < round.rows.size();  // the pages of those who have ended come back
   size_t next = 0;
   for (size_t b = 0; b < round.rows.size() && next < requests.size(); ++b) {

@@ -83,7 +83,7 @@ class Scheduler {
       int64_t request_id;
     };
     int64_t number;
-    size_t rung;  // of config.nodes
+    size_t size, rung;  // of config.batch_sizes, of config.nodes
     std::vector<Row> rows;
     bool follows;  // nothing but a round lies between it and the one before
   };
