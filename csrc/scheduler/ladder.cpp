@@ -9,8 +9,8 @@
 namespace specdec::scheduler {
 namespace {
 
-// A mean is over about this many latest observations: enough to tell apart what matters (a standard error of about 6 % at
-// usual accept lengths), few enough to follow a text that changes.
+// A mean is over about this many latest observations: enough to tell apart what matters (a standard error of about 6 %
+// at usual accept lengths), few enough to follow a text that changes.
 constexpr int64_t kMemory = 32;
 // Before anything is observed a draft is good: two nodes for one bring as much as this, as if seen a few times.
 constexpr double kFirstGain = 0.7;

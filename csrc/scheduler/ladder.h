@@ -42,8 +42,8 @@ class Ladder {
   // seen from below, and may have become more. Such rounds take 1/64 of the time.
   size_t next(size_t row);
 
-  // A round took so long. What it took beyond its costs, for attention over the prefixes of its requests, counts for all
-  // rungs of its batch size: each reads the same KV.
+  // A round took so long. What it took beyond its costs, for attention over the prefixes of its requests, counts for
+  // all rungs of its batch size: each reads the same KV.
   void note_time(size_t row, size_t rung, double us);
 
   // A request's round at this rung. `path` are the nodes it accepted, without the root.
