@@ -24,7 +24,7 @@ SPECULATIONS = {
     "eagle3-tree": Speculation("EAGLE3", tiny_model("eagle3"), num_steps=5, topk=8, num_draft_tokens=32),
     "eagle3+ngram": Speculation("EAGLE3+NGRAM", tiny_model("eagle3"), num_steps=4, topk=4, num_draft_tokens=24),
     # The target as its own draft: every draft is right, so every round is as long as it can be.
-    "standalone": Speculation("STANDALONE", TARGET, num_steps=3, topk=2, num_draft_tokens=8),
+    "standalone": Speculation("STANDALONE", TARGET, num_steps=3, topk=2, num_draft_tokens=8, adaptive=False),
 }
 # Slots, page size, pages as a share of what all slots at full length would need (pages are reused in all of them),
 # rounds in flight and batch sizes.
@@ -171,6 +171,7 @@ def test_stats(device: torch.device) -> None:
     assert stats.rows >= sum(o.stats.rounds for o in outputs) and stats.rows / 3 <= stats.rounds <= stats.rows
     assert stats.host_us > 0 and stats.device_ms > 0 and stats.retractions == 0
     assert stats.idle is None or 0 <= stats.idle < 1
+    assert sum(stats.rounds_by_nodes.values()) == stats.rounds
 
 
 def test_text_prompts_and_text_results(device: torch.device) -> None:

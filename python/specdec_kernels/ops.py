@@ -1425,6 +1425,7 @@ def publish_results(
     started_at: Tensor,
     out_tokens: Tensor,
     out_len: Tensor,
+    out_path: Tensor,
     num_nodes: Tensor,
     finish_reasons: Tensor,
     status: Tensor,
@@ -1436,14 +1437,15 @@ def publish_results(
 
     Record number n = num_published stands in row n % depth. Its words: [0] n + 1, written when all else is there; [2]
     and [4] started_at and the clock now (int64 each); from [8] on, for each row b, out_len, finish reason, status,
-    num_nodes and S tokens. An empty row has finish reason and status 0.
+    num_nodes, S tokens and the S nodes of out_path. An empty row has finish reason and status 0.
 
     Args:
-        results: [depth, words] int32, words even and at least 8 + B * (4 + S); for CUDA, pinned host memory or on the
-            device.
+        results: [depth, words] int32, words even and at least 8 + B * (4 + 2 * S); for CUDA, pinned host memory or on
+            the device.
         num_published: [1] int64, incremented.
         started_at: [1] int64, from `apply_commands`.
         out_tokens: [B, S] int32. out_len: [B] int32. Both as `commit_tokens` leaves them.
+        out_path: [B, S] int32, as `verify_tree` made it: it tells the host which nodes were worth their place.
         num_nodes: [B] int32, of each tree.
         finish_reasons, status: [num_slots] int32.
 
@@ -1457,6 +1459,7 @@ def publish_results(
         started_at,
         out_tokens,
         out_len,
+        out_path,
         num_nodes,
         finish_reasons,
         status,
