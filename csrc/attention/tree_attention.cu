@@ -21,14 +21,14 @@ int device_attribute(cudaDeviceAttr attribute) {
 
 // Of the pages of one pool, from the first row to the last.
 int64_t span_bytes(const PoolStrides& s, const TreeAttentionParams& p) {
-  return 2 * (p.rows.num_pages * s.page + p.rows.page_size * s.row + p.kv_heads * s.head);
+  return (p.fp8 ? 1 : 2) * (p.rows.num_pages * s.page + p.rows.page_size * s.row + p.kv_heads * s.head);
 }
 
 // Tensor cores take 16-bit floats whose rows start on 16 bytes, of which 2^32 are counted, and need room for two stages
 // of K and V.
 bool has_tensor_cores_for(const TreeAttentionParams& p) {
   constexpr int64_t kMaxSpan = int64_t{16} << 32;
-  return p.dtype != kFloat32 && !p.fp8 && p.aligned && span_bytes(p.k_strides, p) <= kMaxSpan &&
+  return p.dtype != kFloat32 && p.aligned && span_bytes(p.k_strides, p) <= kMaxSpan &&
          span_bytes(p.v_strides, p) <= kMaxSpan &&
          (p.head_dim < 256 || device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) > 128 * 1024);
 }
@@ -40,10 +40,10 @@ int64_t likely_rows(const TreeAttentionParams& p) {
 }
 
 // wgmma is Hopper's alone, and only a build for 90a has it. It multiplies 64 rows at a time, but even for 16 of them
-// that takes less time than their KV.
+// that takes less time than their KV. It reads K and V from shared memory, where pools of 8 bits are not yet factors.
 bool takes_wgmma(const TreeAttentionParams& p) {
   constexpr bool kBuilt = std::string_view(SPECDEC_CUDA_ARCHITECTURES).find("90a") != std::string_view::npos;
-  return kBuilt && device_attribute(cudaDevAttrComputeCapabilityMajor) == 9;
+  return kBuilt && !p.fp8 && device_attribute(cudaDevAttrComputeCapabilityMajor) == 9;
 }
 
 // Blocks on a multiprocessor: all of a call have to run at once. Two hide more of each other's waiting; where there are
@@ -70,7 +70,7 @@ Choice choose(const TreeAttentionParams& p) {
   else
     cut.rows = c.wgmma ? (rows <= 64 ? 64 : 128) : rows <= 16 ? 16 : rows <= 32 || p.head_dim == 256 ? 32 : 64;
   cut.lanes = static_cast<int>(std::min<int64_t>((rows + cut.rows - 1) / cut.rows, kMaxLanes));
-  cut.tile = cutlass::FastDivmod(c.wgmma ? wgmma_tokens(p.head_dim, cut.rows) : 64);
+  cut.tile = cutlass::FastDivmod(c.wgmma ? wgmma_tokens(p.head_dim, cut.rows) : mma_tokens(p.fp8));
   cut.split = cutlass::FastDivmod(p.fixed_split ? cut.tile.div(static_cast<int>(p.fixed_split)) : 1);
   cut.group = cutlass::FastDivmod(static_cast<int>(p.q_heads / p.kv_heads));
   cut.page_size = cutlass::FastDivmod(static_cast<int>(p.rows.page_size));

@@ -179,7 +179,7 @@ class WgmmaAttention {
   }
 
   __device__ auto weigh(const Seen& seen, Scores& scores, WarpRows<D>& rows) const {
-    const float scale = rows.cap(p_, scores);
+    const Scale scale = rows.cap(p_, {p_.log2_scale, p_.log2_scale}, scores);
     if (!seen.all)
 #pragma unroll
       for (int w = 0; w < kWords; ++w) rows.hide(seen.bits[w], reinterpret_cast<float (&)[8][4]>(scores[8 * w]));
