@@ -12,13 +12,13 @@ namespace specdec {
 
 // K and V of a tile are kept in panels of 128 bytes of every row: byte c of row j lies in panel c / 128 at
 // 128 j + (c % 128 ^ (j % 8 * 16)). That is the swizzle which ldmatrix reads without bank conflicts and which the
-// tensor cores of Hopper read themselves (128 bytes, K-major for K, MN-major for V). Rows of 64 bytes lie side by side
-// in one panel: byte c at 64 j + (c ^ (j / 2 % 4 * 16)).
+// tensor cores of Hopper read themselves (128 bytes, K-major for K, MN-major for V). Shorter rows, of 64 or 32 bytes,
+// lie side by side in one panel, with the swizzles that Hopper has for those.
 template <int kTokens, int kRowBytes>
 struct Stage {
   static constexpr int kLine = kRowBytes < 128 ? kRowBytes : 128;  // bytes of a row in a panel
   static constexpr int kPanel = kTokens * kLine;
-  static_assert(kRowBytes == 64 || kRowBytes % 128 == 0);
+  static_assert(kRowBytes == 32 || kRowBytes == 64 || kRowBytes % 128 == 0);
 
   unsigned char k[kTokens * kRowBytes];
   unsigned char v[kTokens * kRowBytes];
@@ -29,7 +29,7 @@ struct Stage {
     return (piece / kPieces * kPanel + row * kLine + piece % kPieces * 16) ^ swizzle(row);
   }
   // What the place of a row's bytes in its line is changed by.
-  __device__ static constexpr int swizzle(int row) { return kLine == 128 ? row % 8 * 16 : row / 2 % 4 * 16; }
+  __device__ static constexpr int swizzle(int row) { return row / (128 / kLine) % (kLine / 16) * 16; }
 };
 
 // Which of kCount things used in turn it is, and the parity of its barrier's phase.

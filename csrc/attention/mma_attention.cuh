@@ -1,8 +1,8 @@
 // tree_attention with mma.sync (compute capability 8.0 and later): for 16, 32 or 64 rows of a KV head, where the job is
-// to stream the KV. Two producer warps and four consumer warps a block; each consumer has 16 rows and a quarter, half or
-// all of a tile's tokens, with a softmax of its own, so that consumers meet only at the end of a segment and fewer rows
-// do not mean that K and V are read more often from shared memory. Grid: lanes x max_workers blocks, one or two per
-// multiprocessor. Bytes: the KV of each request once per `lanes` row tiles.
+// to stream the KV. Two producer warps and four consumer warps a block; each consumer has 16 rows and a quarter, half
+// or all of a tile's tokens, with a softmax of its own, so that consumers meet only at the end of a segment and fewer
+// rows do not mean that K and V are read more often from shared memory. Grid: lanes x max_workers blocks, one or two
+// per multiprocessor. Bytes: the KV of each request once per `lanes` row tiles.
 #pragma once
 
 #include "attention/kv_stream.cuh"
@@ -90,8 +90,9 @@ class MmaAttention {
   static constexpr int kShares = kWarps * 16 / kRows;  // warps that share 16 rows
   static constexpr int kTokens = mma_tokens(kFp8);
   static constexpr int kMyTokens = kTokens / kShares;  // of those, a warp's
-  static constexpr int kStep = kMyTokens < Operands::kStep ? kMyTokens : Operands::kStep;  // of those, at a time
-  using Stream = KvStream<kTokens, D * static_cast<int>(sizeof(Kv)), kStages, kWarps, 2>;
+  // Of those, at a time.
+  static constexpr int kStep = kMyTokens < Operands::kStep ? kMyTokens : Operands::kStep;
+  using Stream = KvStream<kTokens, kFp8 ? D : 2 * D, kStages, kWarps, 2>;
   static constexpr int kThreads = (kWarps + Stream::kProducers) * kWarp;
   static constexpr int kBlocks = D == 256 ? 1 : 2;  // that a multiprocessor has room for
   using Writer = SegmentWriter<T, Operands, D, kWarps, kShares>;
@@ -193,16 +194,8 @@ class MmaAttention {
   // Rows from first_row on; zeros for those behind the request.
   __device__ static Scale load_q(const TreeAttentionParams& p, const Cut& cut, const Segment& s, int first_row,
                                  Operands& operands) {
-    const T* rows[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int n = first_row + threadIdx.x % kWarp / 4 + 8 * h;
-      const QueryRow at = query_row(cut, s.head, n);
-      const bool valid = n < s.request.valid_rows * cut.group.divisor;
-      rows[h] = valid ? static_cast<const T*>(p.q) + s.request.q_start + at.row * p.q_strides.row +
-                            at.head * p.q_strides.head
-                      : nullptr;
-    }
+    const int row = first_row + threadIdx.x % kWarp / 4;
+    const T* rows[2] = {q_row<T>(p, cut, s, row), q_row<T>(p, cut, s, row + 8)};
     return operands.load(p.log2_scale, rows);
   }
 };
@@ -210,9 +203,7 @@ class MmaAttention {
 template <class Attention>
 __global__ void __launch_bounds__(Attention::kThreads, Attention::kBlocks)
     mma_attention_kernel(const __grid_constant__ TreeAttentionParams p, const __grid_constant__ Cut cut) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL  // where wgmma takes pools of 16 bits, they need not be compiled
-  if constexpr (!Attention::kFp8) return;
-#endif
+#ifndef __CUDA_ARCH_FEAT_SM90_ALL  // where wgmma takes all of this, it need not be compiled
   extern __shared__ __align__(1024) unsigned char memory[];
   auto& shared = *reinterpret_cast<typename Attention::Shared*>(memory);
   if (threadIdx.x == 0) shared.stream.init();
@@ -223,6 +214,7 @@ __global__ void __launch_bounds__(Attention::kThreads, Attention::kBlocks)
     Attention::consume(shared, p, cut, lane_of_worker);
   else
     shared.stream.produce(p, cut, worker);
+#endif
 }
 
 template <class T, class Kv, int D, int kRows>

@@ -1,5 +1,5 @@
 // How a warp multiplies its 16 rows by K and V with mma.sync, out of a stage in shared memory: for pools of 16-bit
-// floats, and for those of 8-bit floats. A step is kStep tokens.
+// floats, and for those of 8-bit floats.
 #pragma once
 
 #include <cute/arch/copy_sm75.hpp>
@@ -21,6 +21,14 @@ __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint3
   Mma<T>::fma(d[0], d[1], d[2], d[3], a[0], a[1], a[2], a[3], b0, b1, d[0], d[1], d[2], d[3]);
 }
 
+// Where row n of a segment's request and head begins, null behind the request.
+template <class T>
+__device__ __forceinline__ const T* q_row(const TreeAttentionParams& p, const Cut& cut, const Segment& s, int n) {
+  if (n >= s.request.valid_rows * cut.group.divisor) return nullptr;
+  const QueryRow at = query_row(cut, s.head, n);
+  return static_cast<const T*>(p.q) + s.request.q_start + at.row * p.q_strides.row + at.head * p.q_strides.head;
+}
+
 // Calls use(i, b) for fragments 0 to kCount - 1 in order, each read by read(i, b) four fragments ahead of its use: the
 // way from shared memory is longer than what the tensor cores do with one.
 template <int kCount, class Read, class Use>
@@ -39,9 +47,9 @@ __device__ __forceinline__ void pipeline(Read&& read, Use&& use) {
 // Query rows and pools of T.
 template <class T, class Kv, int D>
 struct MmaOperands {
-  using Factor = T;           // what is multiplied
-  uint32_t q[D / 16][4];      // the rows as A fragments
+  using Factor = T;                 // what is multiplied
   static constexpr int kStep = 64;  // tokens at most
+  uint32_t q[D / 16][4];            // the rows as A fragments
 
   // `rows` of a lane: where row lane / 4 and row lane / 4 + 8 begin, null where they are behind the request.
   __device__ Scale load(float scale, const T* const (&rows)[2]) {
@@ -115,18 +123,34 @@ struct MmaOperands {
   }
 };
 
+// Four 8-bit floats as Half, in order. From compute capability 8.9 two take one instruction.
+__device__ __forceinline__ void widen(uint32_t x, uint32_t& low, uint32_t& high) {
+#if __CUDA_ARCH__ >= 890
+  asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.rn.f16x2.e4m3x2 %0, a;\ncvt.rn.f16x2.e4m3x2 %1, b;\n}"
+      : "=r"(low), "=r"(high)
+      : "r"(x));
+#else
+  const __half2_raw a = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(x), __NV_E4M3);
+  const __half2_raw b = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(x >> 16), __NV_E4M3);
+  low = a.x | static_cast<uint32_t>(a.y) << 16;
+  high = b.x | static_cast<uint32_t>(b.y) << 16;
+#endif
+}
+
 // Pools of 8-bit floats are multiplied as Half, which holds all of them and NaN. They become that in registers, behind
-// shared memory, two values an instruction from compute capability 8.9.
+// shared memory.
 template <class T, int D>
 struct MmaOperands<T, Float8, D> {
   using Factor = Half;
-  uint32_t q[D / 16][4];
   static constexpr int kStep = 32;
+  uint32_t q[D / 16][4];
 
   // The order of dimensions is free where they are summed over: a lane has pieces of 16 bytes of its tokens, each for
   // four fragments, and the rows lie accordingly.
   static constexpr int kPieces = D / 64;  // of a lane
-  __device__ static int piece_of_lane(int i) { return D == 64 ? threadIdx.x % 4 : i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2; }
+  __device__ static int piece_of_lane(int i) {
+    return D == 64 ? threadIdx.x % 4 : i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2;
+  }
 
   // Rows of BFloat16 are brought into the range of Half by a power of two each, which leaves all bits of what matters.
   __device__ Scale load(float scale, const T* const (&rows)[2]) {
@@ -149,7 +173,7 @@ struct MmaOperands<T, Float8, D> {
   template <class Stage, int N>
   __device__ __forceinline__ void multiply_k(const Stage& kv, int first_token, float (&scores)[N][4]) const {
     const int row = first_token + threadIdx.x % kWarp / 4;
-    const auto read = [&](int i, uint4 (&b)[N]) {
+    const auto read = [&](int i, uint4(&b)[N]) {
 #pragma unroll
       for (int n = 0; n < N; ++n)
         b[n] = *reinterpret_cast<const uint4*>(kv.k + kv.offset(row + 8 * n, piece_of_lane(i)));
@@ -165,14 +189,15 @@ struct MmaOperands<T, Float8, D> {
       for (int j = 0; j < 4; ++j)
 #pragma unroll
         for (int n = 0; n < N; ++n) {
-          const uint32_t x = (&b[i % 2][n].x)[j];
-          mma<Half>(scores[n], q[4 * i + j], lower_two(x), upper_two(x));
+          uint32_t low, high;
+          widen((&b[i % 2][n].x)[j], low, high);
+          mma<Half>(scores[n], q[4 * i + j], low, high);
         }
     }
   }
 
-  // ldmatrix turns pairs of bytes, two dimensions of a token: they come as two tokens' pairs in a register, of which one
-  // permutation makes pairs of tokens.
+  // ldmatrix turns pairs of bytes, two dimensions of a token: they come as two tokens' pairs in a register, of which
+  // one permutation makes pairs of tokens.
   template <class Stage, int N>
   __device__ __forceinline__ static void add_v(const Stage& kv, int first_token, const uint32_t (&weights)[N][4],
                                                uint64_t met, float (&out)[D / 8][4]) {
@@ -191,14 +216,15 @@ struct MmaOperands<T, Float8, D> {
               *reinterpret_cast<const cute::uint128_t*>(kv.v + kv.offset(row, 2 * (i % kBlocks) + lane / 16)), b[0],
               b[1], b[2], b[3]);
         },
-        [&](int i, uint32_t (&b)[4]) {
+        [&](int i, const uint32_t (&b)[4]) {
 #pragma unroll
-          for (int e = 0; e < 4; ++e) b[e] = __byte_perm(b[e], 0, 0x3120) & keep[i / kBlocks][e % 2];
+          for (int e = 0; e < 2; ++e) {  // the even dimensions of 16, the odd ones
+            uint32_t even[2], odd[2];
 #pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            float(*d)[4] = out + 4 * (i % kBlocks) + 2 * e;  // the even dimensions of 16, the odd ones
-            mma<Half>(d[0], weights[i / kBlocks], lower_two(b[2 * e]), lower_two(b[2 * e + 1]));
-            mma<Half>(d[1], weights[i / kBlocks], upper_two(b[2 * e]), upper_two(b[2 * e + 1]));
+            for (int c = 0; c < 2; ++c)
+              widen(__byte_perm(b[2 * e + c], 0, 0x3120) & keep[i / kBlocks][c], even[c], odd[c]);
+            mma<Half>(out[4 * (i % kBlocks) + 2 * e], weights[i / kBlocks], even[0], even[1]);
+            mma<Half>(out[4 * (i % kBlocks) + 2 * e + 1], weights[i / kBlocks], odd[0], odd[1]);
           }
         });
   }
@@ -234,13 +260,6 @@ struct MmaOperands<T, Float8, D> {
   }
   __device__ static float low(uint32_t pair) { return __uint_as_float(pair << 16); }
   __device__ static float high(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
-
-  // Two of four 8-bit floats as Half.
-  __device__ static uint32_t lower_two(uint32_t x) {
-    const __half2_raw y = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(x), __NV_E4M3);
-    return y.x | static_cast<uint32_t>(y.y) << 16;
-  }
-  __device__ static uint32_t upper_two(uint32_t x) { return lower_two(x >> 16); }
 };
 
 }  // namespace specdec

@@ -174,7 +174,7 @@ class WgmmaAttention {
   __device__ void add_v(int stage, const Weights& weights, WarpRows<D>& rows) const {
     const uint64_t v = wgmma_operand(stream_.stages[stage].v, Stream::Stage::kPanel);
 #pragma unroll
-    for (int n = 0; n < kTokens / 16; ++n) MultiplyV::add(weights[n], v + ((n * 16 * 128) >> 4), rows.out);
+    for (int n = 0; n < kTokens / 16; ++n) MultiplyV::multiply(weights[n], v + ((n * 16 * 128) >> 4), true, rows.out);
     cute::warpgroup_commit_batch();
   }
 
