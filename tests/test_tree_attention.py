@@ -22,8 +22,12 @@ WILD = (-1, 2**31 - 1, -(2**31), 10**6)
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 FP8 = torch.float8_e4m3fn
 
-# Without tensor cores and with them.
-both_paths = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+# Without tensor cores and with them, and from 8-bit pools.
+all_paths = pytest.mark.parametrize(
+    ("dtype", "pools"),
+    [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, FP8)],
+    ids=["float32", "bfloat16", "fp8"],
+)
 
 
 @dataclasses.dataclass
@@ -131,11 +135,13 @@ def test_tree_over_prefix(device: torch.device, dtype: torch.dtype, head_dim: in
     check(torch.randn(3, 7, q_heads, head_dim, device=device).to(dtype), cache, mask=random_trees(3, 7))
 
 
-@both_paths
+@all_paths
 @pytest.mark.parametrize("page_size", [1, 3, 16, 64, 256])
 @pytest.mark.parametrize("prefix", [0, 1, 63, 64, 65, 500])
-def test_prefix_and_page_sizes(device: torch.device, dtype: torch.dtype, page_size: int, prefix: int) -> None:
-    cache = make_cache([prefix], [5], page_size=page_size, dtype=dtype, device=device)
+def test_prefix_and_page_sizes(
+    device: torch.device, dtype: torch.dtype, pools: torch.dtype, page_size: int, prefix: int
+) -> None:
+    cache = make_cache([prefix], [5], page_size=page_size, dtype=pools, device=device)
     q = torch.randn(1, 5, 4, 64, device=device).to(dtype)
     check(q, cache, mask=random_trees(1, 5))
     check(q, cache)
@@ -143,52 +149,54 @@ def test_prefix_and_page_sizes(device: torch.device, dtype: torch.dtype, page_si
 
 @pytest.mark.parametrize("tail", [1, 2, 31, 63, 64, 65, 127, 129, 200])
 @pytest.mark.parametrize("prefix", [0, 37, 64])
-@both_paths
-def test_tails_of_several_mask_words(device: torch.device, dtype: torch.dtype, tail: int, prefix: int) -> None:
-    cache = make_cache([prefix], [tail], page_size=16, dtype=dtype, device=device)
+@all_paths
+def test_tails_of_several_mask_words(
+    device: torch.device, dtype: torch.dtype, pools: torch.dtype, tail: int, prefix: int
+) -> None:
+    cache = make_cache([prefix], [tail], page_size=16, dtype=pools, device=device)
     check(torch.randn(1, tail, 2, 64, device=device).to(dtype), cache, mask=random_trees(1, tail))
 
 
-@both_paths
-def test_random_bits_of_any_pattern(device: torch.device, dtype: torch.dtype) -> None:
+@all_paths
+def test_random_bits_of_any_pattern(device: torch.device, dtype: torch.dtype, pools: torch.dtype) -> None:
     # Also rows that see no tail node, and, behind an empty prefix, rows that see nothing at all.
-    cache = make_cache([70, 0], [100, 100], page_size=3, dtype=dtype, device=device)
+    cache = make_cache([70, 0], [100, 100], page_size=3, dtype=pools, device=device)
     visible = torch.rand(2, 100, 100) < 0.3
     visible[:, 10:20] = False
     check(torch.randn(2, 100, 4, 64, device=device).to(dtype), cache, mask=pack_bits(visible))
 
 
-@both_paths
+@all_paths
 @pytest.mark.parametrize("rows", [1, 2, 40, 150])
-def test_causal_chain(device: torch.device, dtype: torch.dtype, rows: int) -> None:
-    cache = make_cache([29, 0], [rows] * 2, page_size=16, dtype=dtype, device=device)
+def test_causal_chain(device: torch.device, dtype: torch.dtype, pools: torch.dtype, rows: int) -> None:
+    cache = make_cache([29, 0], [rows] * 2, page_size=16, dtype=pools, device=device)
     check(torch.randn(2, rows, 4, 64, device=device).to(dtype), cache)
 
 
-@both_paths
-def test_draft_decoding_tail_is_longer_than_q(device: torch.device, dtype: torch.dtype) -> None:
+@all_paths
+def test_draft_decoding_tail_is_longer_than_q(device: torch.device, dtype: torch.dtype, pools: torch.dtype) -> None:
     # k frontier rows over every node drafted so far.
     k, steps = 10, 7
-    cache = make_cache([90, 13, 0], [k * steps] * 3, page_size=16, dtype=dtype, device=device)
+    cache = make_cache([90, 13, 0], [k * steps] * 3, page_size=16, dtype=pools, device=device)
     q = torch.randn(3, k, 4, 64, device=device).to(dtype)
     check(q, cache, tail_len=k * steps, mask=random_trees(3, k * steps)[:, -k:].contiguous())
     check(q, cache, tail_len=k * steps)  # a chain whose first rows are already in the tail
 
 
-@both_paths
+@all_paths
 @pytest.mark.parametrize("window", [None, 3])
-def test_tail_shorter_than_q(device: torch.device, dtype: torch.dtype, window: int | None) -> None:
+def test_tail_shorter_than_q(device: torch.device, dtype: torch.dtype, pools: torch.dtype, window: int | None) -> None:
     # Under the causal rule the first three rows are before the whole tail.
     q = torch.randn(2, 8, 4, 64, device=device).to(dtype)
-    check(q, make_cache([0, 70], [5, 5], page_size=3, dtype=dtype, device=device), tail_len=5, window=window)
-    check(q[:1], make_cache([20], [0], page_size=3, dtype=dtype, device=device), tail_len=0, window=window)
+    check(q, make_cache([0, 70], [5, 5], page_size=3, dtype=pools, device=device), tail_len=5, window=window)
+    check(q[:1], make_cache([20], [0], page_size=3, dtype=pools, device=device), tail_len=0, window=window)
 
 
-@both_paths
-def test_padded_rows_give_zeros(device: torch.device, dtype: torch.dtype) -> None:
+@all_paths
+def test_padded_rows_give_zeros(device: torch.device, dtype: torch.dtype, pools: torch.dtype) -> None:
     q_lens = torch.tensor([3, 0, 9], dtype=torch.int32)
     # No KV behind the valid rows.
-    cache = make_cache([65, 65, 2], [3, 0, 9], page_size=16, dtype=dtype, device=device)
+    cache = make_cache([65, 65, 2], [3, 0, 9], page_size=16, dtype=pools, device=device)
     q = torch.randn(3, 9, 4, 64, device=device).to(dtype)
     q[0, 3:] = NAN
     check(q, cache, q_lens=q_lens)
@@ -196,11 +204,11 @@ def test_padded_rows_give_zeros(device: torch.device, dtype: torch.dtype) -> Non
     assert (check(q, cache, q_lens=torch.tensor([3, -2, 10], dtype=torch.int32)) == torch.tensor([0, 8, 8])).all()
 
 
-@both_paths
-def test_packed_rows(device: torch.device, dtype: torch.dtype) -> None:
+@all_paths
+def test_packed_rows(device: torch.device, dtype: torch.dtype, pools: torch.dtype) -> None:
     lengths = [5, 0, 1, 40, 17]
     ends = torch.tensor([0, 5, 5, 6, 46, 63], dtype=torch.int32)
-    cache = make_cache([30, 64, 0, 100, 129], lengths, page_size=16, dtype=dtype, device=device)
+    cache = make_cache([30, 64, 0, 100, 129], lengths, page_size=16, dtype=pools, device=device)
     q = torch.randn(70, 4, 64, device=device).to(dtype)  # 7 rows behind the last request
     check(q, cache, cu_seqlens_q=ends)
     words = torch.zeros(70, 1, dtype=torch.int64)
@@ -211,24 +219,26 @@ def test_packed_rows(device: torch.device, dtype: torch.dtype) -> None:
     check(q, cache, cu_seqlens_q=torch.zeros(1, dtype=torch.int32))  # no request: zeros
 
 
-@both_paths
-def test_packed_rows_with_a_given_tail(device: torch.device, dtype: torch.dtype) -> None:
+@all_paths
+def test_packed_rows_with_a_given_tail(device: torch.device, dtype: torch.dtype, pools: torch.dtype) -> None:
     ends = torch.tensor([0, 4, 7], dtype=torch.int32)
-    cache = make_cache([30, 10], [12, 12], page_size=16, dtype=dtype, device=device)
+    cache = make_cache([30, 10], [12, 12], page_size=16, dtype=pools, device=device)
     check(torch.randn(7, 4, 64, device=device).to(dtype), cache, cu_seqlens_q=ends, tail_len=12)
 
 
-@both_paths
-def test_more_packed_requests_than_a_warp_has_lanes(device: torch.device, dtype: torch.dtype) -> None:
+@all_paths
+def test_more_packed_requests_than_a_warp_has_lanes(
+    device: torch.device, dtype: torch.dtype, pools: torch.dtype
+) -> None:
     lengths = [i % 4 for i in range(67)]
     ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    cache = make_cache([i % 9 for i in range(67)], lengths, page_size=3, dtype=dtype, device=device)
+    cache = make_cache([i % 9 for i in range(67)], lengths, page_size=3, dtype=pools, device=device)
     check(torch.randn(sum(lengths) + 1, 4, 64, device=device).to(dtype), cache, cu_seqlens_q=ends)
 
 
-@both_paths
-def test_packed_malformed_lengths_stay_in_bounds(device: torch.device, dtype: torch.dtype) -> None:
-    cache = make_cache([5, 5, 5], [8, 8, 8], page_size=4, dtype=dtype, device=device)
+@all_paths
+def test_packed_malformed_lengths_stay_in_bounds(device: torch.device, dtype: torch.dtype, pools: torch.dtype) -> None:
+    cache = make_cache([5, 5, 5], [8, 8, 8], page_size=4, dtype=pools, device=device)
     q = torch.randn(8, 2, 64, device=device).to(dtype)
     status = torch.zeros(3, dtype=torch.int32, device=device)
     ends = torch.tensor([0, 6, 3, 2**31 - 1], dtype=torch.int32, device=device)
@@ -236,12 +246,12 @@ def test_packed_malformed_lengths_stay_in_bounds(device: torch.device, dtype: to
     assert status.tolist() == [0, 8, 8]
 
 
-@both_paths
-def test_strided_q_out_and_unaligned_pools(device: torch.device, dtype: torch.dtype) -> None:
-    cache = make_cache([70, 3], [6, 6], page_size=4, dtype=dtype, device=device)
+@all_paths
+def test_strided_q_out_and_unaligned_pools(device: torch.device, dtype: torch.dtype, pools: torch.dtype) -> None:
+    cache = make_cache([70, 3], [6, 6], page_size=4, dtype=pools, device=device)
 
     def unaligned(pool: torch.Tensor) -> torch.Tensor:
-        wide = torch.full((*pool.shape[:-1], 67), NAN, dtype=dtype, device=device)
+        wide = torch.full((*pool.shape[:-1], 67), NAN, dtype=pool.dtype, device=device)
         wide[..., 1:65] = pool
         return wide[..., 1:65]
 
@@ -255,10 +265,10 @@ def test_strided_q_out_and_unaligned_pools(device: torch.device, dtype: torch.dt
     check(q, dataclasses.replace(cache, v_pool=head_major), mask=random_trees(2, 6))
 
 
-@both_paths
-def test_unseen_rows_may_hold_nan(device: torch.device, dtype: torch.dtype) -> None:
+@all_paths
+def test_unseen_rows_may_hold_nan(device: torch.device, dtype: torch.dtype, pools: torch.dtype) -> None:
     # Node 2 holds NaN and nobody sees it, in this tile and with a weight of 0.
-    cache = make_cache([61], [6], page_size=64, dtype=dtype, device=device)
+    cache = make_cache([61], [6], page_size=64, dtype=pools, device=device)
     page = int(cache.page_table[0, 0])
     cache.k_pool[page, 63] = NAN
     cache.v_pool[page, 63] = NAN
@@ -271,7 +281,7 @@ def test_unseen_rows_may_hold_nan(device: torch.device, dtype: torch.dtype) -> N
     cache.v_pool[page, :59] = NAN
     check(q[:, :2], cache, window=3)
     # Node 4 sees it: on tensor cores that may reach other rows of the request.
-    cache = make_cache([61, 61], [6, 6], page_size=64, dtype=dtype, device=device)
+    cache = make_cache([61, 61], [6, 6], page_size=64, dtype=pools, device=device)
     cache.k_pool[int(cache.page_table[0, 0]), 63] = NAN
     cache.v_pool[int(cache.page_table[0, 0]), 63] = NAN
     visible[0, 4, 2] = True
@@ -328,11 +338,13 @@ def test_stalled_slots_are_empty(device: torch.device) -> None:
     assert status.tolist() == [1, 0]
 
 
-@both_paths
+@all_paths
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-def test_rows_do_not_depend_on_the_batch(device: torch.device, dtype: torch.dtype, packed: bool) -> None:
+def test_rows_do_not_depend_on_the_batch(
+    device: torch.device, dtype: torch.dtype, pools: torch.dtype, packed: bool
+) -> None:
     lengths = [9, 1, 30, 9, 17] if packed else [9] * 5
-    cache = make_cache([0, 7, 64, 900, 429], lengths, page_size=16, dtype=dtype, device=device)
+    cache = make_cache([0, 7, 64, 900, 429], lengths, page_size=16, dtype=pools, device=device)
     q = [torch.randn(rows, 4, 64, device=device).to(dtype) for rows in lengths]
     trees = [random_tree(rows).to(device) for rows in lengths]
     fixed_split = None if dtype == torch.float32 else 128
@@ -354,11 +366,13 @@ def test_rows_do_not_depend_on_the_batch(device: torch.device, dtype: torch.dtyp
             assert torch.equal(alone, everyone[b])
 
 
-@both_paths
+@all_paths
 @pytest.mark.parametrize("window", [None, 70])
-def test_rows_do_not_depend_on_their_neighbours(device: torch.device, dtype: torch.dtype, window: int | None) -> None:
+def test_rows_do_not_depend_on_their_neighbours(
+    device: torch.device, dtype: torch.dtype, pools: torch.dtype, window: int | None
+) -> None:
     # A chain in one call, in two chunks, and row by row.
-    cache = make_cache([300], [50], page_size=16, dtype=dtype, device=device)
+    cache = make_cache([300], [50], page_size=16, dtype=pools, device=device)
     q = torch.randn(1, 50, 4, 64, device=device).to(dtype)
     options = {"window": window, "fixed_split": None if dtype == torch.float32 else 128}
     whole = sd.tree_attention(q, *cache.tensors(), **options)
@@ -369,11 +383,11 @@ def test_rows_do_not_depend_on_their_neighbours(device: torch.device, dtype: tor
             assert torch.equal(part, whole[:, begin : begin + size])
 
 
-@both_paths
+@all_paths
 @pytest.mark.parametrize("fixed_split", [None, 128, 1024])
-def test_long_prefixes(device: torch.device, dtype: torch.dtype, fixed_split: int | None) -> None:
+def test_long_prefixes(device: torch.device, dtype: torch.dtype, pools: torch.dtype, fixed_split: int | None) -> None:
     # On a GPU their KV is cut into parts and merged.
-    cache = make_cache([5000, 0, 2333, 64], [7] * 4, page_size=16, head_dim=128, dtype=dtype, device=device)
+    cache = make_cache([5000, 0, 2333, 64], [7] * 4, page_size=16, head_dim=128, dtype=pools, device=device)
     q = torch.randn(4, 7, 8, 128, device=device).to(dtype)
     check(q, cache, mask=random_trees(4, 7), fixed_split=fixed_split)
     check(
@@ -385,19 +399,19 @@ def test_long_prefixes(device: torch.device, dtype: torch.dtype, fixed_split: in
     check(q[:1, :1], cache, slots=torch.tensor([0], dtype=torch.int32), fixed_split=fixed_split)
 
 
-@both_paths
-def test_equal_calls_give_equal_bits(device: torch.device, dtype: torch.dtype) -> None:
-    cache = make_cache([3000, 10, 700], [20] * 3, page_size=64, head_dim=128, dtype=dtype, device=device)
+@all_paths
+def test_equal_calls_give_equal_bits(device: torch.device, dtype: torch.dtype, pools: torch.dtype) -> None:
+    cache = make_cache([3000, 10, 700], [20] * 3, page_size=64, head_dim=128, dtype=pools, device=device)
     q, mask = torch.randn(3, 20, 8, 128, device=device).to(dtype), random_trees(3, 20).to(device)
     first = sd.tree_attention(q, *cache.tensors(), mask=mask)
     for _ in range(5):
         assert torch.equal(sd.tree_attention(q, *cache.tensors(), mask=mask), first)
 
 
-@both_paths
+@all_paths
 @pytest.mark.parametrize("window", [1, 2, 5, 64, 65, 200, 10_000])
-def test_window(device: torch.device, dtype: torch.dtype, window: int) -> None:
-    cache = make_cache([150, 0, 64], [9] * 3, page_size=16, dtype=dtype, device=device)
+def test_window(device: torch.device, dtype: torch.dtype, pools: torch.dtype, window: int) -> None:
+    cache = make_cache([150, 0, 64], [9] * 3, page_size=16, dtype=pools, device=device)
     q = torch.randn(3, 9, 4, 64, device=device).to(dtype)
     check(q, cache, window=window)
     check(q, cache, window=window, mask=random_trees(3, 9))
@@ -415,10 +429,10 @@ def test_window_over_several_mask_words(device: torch.device, window: int, prefi
     check(torch.randn(1, 200, 2, 64, device=device), cache, window=window, mask=pack_bits(visible))
 
 
-@both_paths
-def test_pages_before_every_window_are_not_needed(device: torch.device, dtype: torch.dtype) -> None:
+@all_paths
+def test_pages_before_every_window_are_not_needed(device: torch.device, dtype: torch.dtype, pools: torch.dtype) -> None:
     # As an engine frees them: rows 0 to 2 * 16 - 1 have no pages, and the first row sees 42 to 91.
-    cache = make_cache([91], [4], page_size=16, dtype=dtype, device=device)
+    cache = make_cache([91], [4], page_size=16, dtype=pools, device=device)
     cache.page_table[0, :2] = -1
     q = torch.randn(1, 4, 4, 64, device=device).to(dtype)
     assert check(q, cache, window=50).tolist() == [0]
@@ -449,15 +463,28 @@ def test_fp8_pools(device: torch.device, dtype: torch.dtype, head_dim: int) -> N
     check(q, cache, mask=random_trees(3, 7), k_scale=0.7, v_scale=3.25, soft_cap=5.0, window=100)
 
 
-def test_every_fp8_number(device: torch.device) -> None:
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_fp8_number(device: torch.device, dtype: torch.dtype) -> None:
     # One key whose weight is 1, so that its value comes out: all 256 patterns.
     values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).view(4, 1, 1, 64)
     table = torch.arange(4, dtype=torch.int32, device=device)[:, None]
     ones = torch.zeros(4, dtype=torch.int32, device=device)
-    q = torch.zeros(4, 1, 1, 64, device=device)
+    q = torch.zeros(4, 1, 1, 64, device=device, dtype=dtype)
     k = torch.zeros(4, 1, 1, 64).to(FP8).to(device)
     out = sd.tree_attention(q, k, values.to(device), table, ones)
-    torch.testing.assert_close(out.cpu(), values.float(), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(out.cpu(), values.to(dtype), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_fp8_pools_and_q_of_any_size(device: torch.device, head_dim: int) -> None:
+    """Scores are what bfloat16 makes them, though 8-bit pools are multiplied as float16."""
+    cache = make_cache([200], [8], page_size=16, head_dim=head_dim, dtype=FP8, device=device)
+    size = torch.tensor([1e-38, 1e-20, 1e-6, 0, 1, 1e3, 1e5, 1e6])[:, None, None]
+    q = (torch.randn(1, 8, 4, head_dim) * size).bfloat16()
+    q[0, 4, :, :5] = torch.tensor([1e-30, 2e4, 1e-3, 1e-8, -3e-2])  # beside each other
+    out = sd.tree_attention(q.to(device), *cache.tensors(), scale=1 / 128, k_scale=1 / 16)
+    want, _, _ = reference.tree_attention(q, *map(on_cpu, cache.tensors()), scale=1 / 128, k_scale=1 / 16)
+    torch.testing.assert_close(out.cpu().double(), want, rtol=0, atol=TOLERANCES[q.dtype] * want.abs().max().item())
 
 
 def flash_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -615,10 +642,10 @@ def test_small_with_everything(device: torch.device, pools: torch.dtype, rows: i
     check(q, cache, mask=random_trees(2, rows), window=100, fixed_split=128)
 
 
-@both_paths
+@all_paths
 @pytest.mark.skipif(not HAS_CUDA, reason="no GPU here")
-def test_graph_replay_with_changed_lengths_and_tables(dtype: torch.dtype) -> None:
-    cache = make_cache([40, 2500], [6, 6], page_size=16, dtype=dtype, device="cuda")
+def test_graph_replay_with_changed_lengths_and_tables(dtype: torch.dtype, pools: torch.dtype) -> None:
+    cache = make_cache([40, 2500], [6, 6], page_size=16, dtype=pools, device="cuda")
     q = torch.randn(2, 6, 4, 64, device="cuda").to(dtype)
     out, trees = torch.empty_like(q), random_trees(2, 6).cuda()
     sd.tree_attention(q, *cache.tensors(), mask=trees, out=out)

@@ -12,19 +12,24 @@ namespace specdec {
 
 // K and V of a tile are kept in panels of 128 bytes of every row: byte c of row j lies in panel c / 128 at
 // 128 j + (c % 128 ^ (j % 8 * 16)). That is the swizzle which ldmatrix reads without bank conflicts and which the
-// tensor cores of Hopper read themselves (128 bytes, K-major for K, MN-major for V).
+// tensor cores of Hopper read themselves (128 bytes, K-major for K, MN-major for V). Shorter rows, of 64 or 32 bytes,
+// lie side by side in one panel, with the swizzles that Hopper has for those.
 template <int kTokens, int kRowBytes>
 struct Stage {
-  static constexpr int kPanel = kTokens * 128;  // bytes
-  static_assert(kRowBytes % 128 == 0);
+  static constexpr int kLine = kRowBytes < 128 ? kRowBytes : 128;  // bytes of a row in a panel
+  static constexpr int kPanel = kTokens * kLine;
+  static_assert(kRowBytes == 32 || kRowBytes == 64 || kRowBytes % 128 == 0);
 
   unsigned char k[kTokens * kRowBytes];
   unsigned char v[kTokens * kRowBytes];
 
   // Of 16-byte piece `piece` of row `row`.
   __device__ static constexpr int offset(int row, int piece) {
-    return piece / 8 * kPanel + row * 128 + ((piece ^ row) % 8) * 16;
+    constexpr int kPieces = kLine / 16;
+    return (piece / kPieces * kPanel + row * kLine + piece % kPieces * 16) ^ swizzle(row);
   }
+  // What the place of a row's bytes in its line is changed by.
+  __device__ static constexpr int swizzle(int row) { return row / (128 / kLine) % (kLine / 16) * 16; }
 };
 
 // Which of kCount things used in turn it is, and the parity of its barrier's phase.
@@ -160,13 +165,11 @@ struct KvStream {
     const int lane = threadIdx.x % kWarp, end = s.request.valid_rows * cut.group.divisor;
     const int first = s.first_row + static_cast<int>(blockIdx.x) % cut.lanes * cut.rows;
     const char* q = static_cast<const char*>(p.q);
-    const int bytes = kRowBytes / static_cast<int>(p.head_dim);
 #pragma unroll 1
     for (int n = first + lane; n < min(first + cut.rows, end); n += kWarp) {
       const QueryRow at = query_row(cut, s.head, n);
-      const char* row = q + (s.request.q_start + at.row * p.q_strides.row + at.head * p.q_strides.head) * bytes;
-#pragma unroll
-      for (int byte = 0; byte < kRowBytes; byte += 128) ask(row + byte);
+      const char* row = q + 2 * (s.request.q_start + at.row * p.q_strides.row + at.head * p.q_strides.head);
+      for (int byte = 0; byte < 2 * p.head_dim; byte += 128) ask(row + byte);
     }
     if (p.mask != nullptr)
       for (int64_t n = lane * 16; n < s.request.valid_rows * p.mask_words; n += kWarp * 16)
@@ -223,7 +226,7 @@ struct KvStream {
     static_assert(kPieces <= kWarp);
     const int lane = threadIdx.x % kWarp, my_row = lane / kPieces, piece = lane % kPieces;
     const uint32_t k =
-        static_cast<uint32_t>(__cvta_generic_to_shared(to.k)) + Stage::offset(my_row, piece) + my_first * 128;
+        static_cast<uint32_t>(__cvta_generic_to_shared(to.k)) + Stage::offset(my_row, piece) + my_first * Stage::kLine;
     constexpr uint32_t kToV = kTokens * kRowBytes;
     const char* k_pool = static_cast<const char*>(p.k_pool) + piece * 16;
     const char* v_pool = static_cast<const char*>(p.v_pool) + piece * 16;
@@ -244,7 +247,7 @@ struct KvStream {
         for (int i = 0; i < kBatch; ++i) {
           const int row = begin + i * kRowsAtOnce;
           const unsigned bytes = missing & 1u << row ? 0 : 16;
-          const uint32_t k_to = (k ^ row % 8 * 16) + (n * kChunk + row) * 128;
+          const uint32_t k_to = (k ^ Stage::swizzle(row)) + (n * kChunk + row) * Stage::kLine;
           copy_16(k_to, k_from[i], bytes);
           copy_16(k_to + kToV, v_from[i], bytes);
         }

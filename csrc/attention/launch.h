@@ -12,16 +12,23 @@ namespace specdec {
 // Without tensor cores: any dtype and alignment.
 void plain_attention(const TreeAttentionParams& p, Stream stream);
 
-// mma.sync: bf16 and fp16, aligned. Rows of a tile are 16, 32 or 64.
+// mma.sync: bf16 and fp16, aligned, pools also 8-bit floats. Rows of a tile are 16, 32 or 64, KV rows of a tile are
+// mma_tokens, which have the same bytes.
 template <int D>
 void mma_attention_of(const TreeAttentionParams& p, const Cut& cut, Stream stream);
+constexpr int mma_tokens(bool fp8) { return fp8 ? 128 : 64; }
 
-// wgmma, compute capability 9.0: as mma.sync, rows of a tile are 64 or 128, KV rows of a tile are wgmma_tokens.
+// wgmma, compute capability 9.0: 16-bit pools. Rows of a tile are 64 or 128, KV rows of a tile are wgmma_tokens.
 template <int D>
 void wgmma_attention_of(const TreeAttentionParams& p, const Cut& cut, Stream stream);
 constexpr int wgmma_tokens(int64_t head_dim, int rows) {
   return head_dim == 64 || (head_dim == 128 && rows == 128) ? 128 : 64;
 }
+
+// wgmma of 8-bit pools, compute capability 9.0: rows of a tile as mma.sync has them.
+template <int D>
+void wgmma_fp8_attention_of(const TreeAttentionParams& p, const Cut& cut, Stream stream);
+constexpr int wgmma_fp8_tokens = 64;
 
 // The second launch where rows of a tile are 128, which merges what was cut and gives zeros to rows that see nothing.
 namespace wide {
@@ -61,6 +68,17 @@ template <class F>
 void with_16_bit_type(Dtypes dtype, F&& f) {
   if (dtype == kBFloat16) return f.template operator()<BFloat16>();
   return f.template operator()<Half>();
+}
+
+// Calls f.template operator()<T, Kv>() with those of q and out, and of the pools.
+template <class F>
+void with_16_bit_types(const TreeAttentionParams& p, F&& f) {
+  with_16_bit_type(p.dtype, [&]<class T>() {
+    if (p.fp8)
+      f.template operator()<T, Float8>();
+    else
+      f.template operator()<T, T>();
+  });
 }
 
 // Calls f.template operator()<D>() with a checked head dimension.

@@ -21,14 +21,14 @@ int device_attribute(cudaDeviceAttr attribute) {
 
 // Of the pages of one pool, from the first row to the last.
 int64_t span_bytes(const PoolStrides& s, const TreeAttentionParams& p) {
-  return 2 * (p.rows.num_pages * s.page + p.rows.page_size * s.row + p.kv_heads * s.head);
+  return (p.fp8 ? 1 : 2) * (p.rows.num_pages * s.page + p.rows.page_size * s.row + p.kv_heads * s.head);
 }
 
 // Tensor cores take 16-bit floats whose rows start on 16 bytes, of which 2^32 are counted, and need room for two stages
 // of K and V.
 bool has_tensor_cores_for(const TreeAttentionParams& p) {
   constexpr int64_t kMaxSpan = int64_t{16} << 32;
-  return p.dtype != kFloat32 && !p.fp8 && p.aligned && span_bytes(p.k_strides, p) <= kMaxSpan &&
+  return p.dtype != kFloat32 && p.aligned && span_bytes(p.k_strides, p) <= kMaxSpan &&
          span_bytes(p.v_strides, p) <= kMaxSpan &&
          (p.head_dim < 256 || device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) > 128 * 1024);
 }
@@ -39,43 +39,56 @@ int64_t likely_rows(const TreeAttentionParams& p) {
   return rows * (p.q_heads / p.kv_heads);
 }
 
+enum class Kernel { kMma, kWgmma, kWgmmaFp8 };
+
 // wgmma is Hopper's alone, and only a build for 90a has it. It multiplies 64 rows at a time, but even for 16 of them
 // that takes less time than their KV.
-bool takes_wgmma(const TreeAttentionParams& p) {
+Kernel kernel_for(const TreeAttentionParams& p) {
   constexpr bool kBuilt = std::string_view(SPECDEC_CUDA_ARCHITECTURES).find("90a") != std::string_view::npos;
-  return kBuilt && device_attribute(cudaDevAttrComputeCapabilityMajor) == 9;
+  if (!kBuilt || device_attribute(cudaDevAttrComputeCapabilityMajor) != 9) return Kernel::kMma;
+  return p.fp8 ? Kernel::kWgmmaFp8 : Kernel::kWgmma;
+}
+
+// Of a tile, for so many of a request and KV head. Where a row's bits must not depend on its neighbours, its tile does
+// not depend on their number.
+int tile_rows(const TreeAttentionParams& p, Kernel kernel, int64_t rows) {
+  if (kernel == Kernel::kWgmma) return rows > 64 && !p.fixed_split ? 128 : 64;
+  const int most = p.head_dim == 256 ? 32 : 64;  // whose sums fit in registers
+  return p.fixed_split || rows > 32 ? most : rows > 16 ? 32 : 16;
+}
+
+// KV rows of a tile.
+int tokens_of(const TreeAttentionParams& p, Kernel kernel, int rows) {
+  if (kernel == Kernel::kMma) return mma_tokens(p.fp8);
+  return kernel == Kernel::kWgmma ? wgmma_tokens(p.head_dim, rows) : wgmma_fp8_tokens;
 }
 
 // Blocks on a multiprocessor: all of a call have to run at once. Two hide more of each other's waiting; where there are
 // few groups, one has as much on its way and leaves half the parts.
-int blocks_at_once(const TreeAttentionParams& p, const Cut& cut, bool wgmma, int multiprocessors) {
+int blocks_at_once(const TreeAttentionParams& p, const Cut& cut, Kernel kernel, int multiprocessors) {
   if (p.head_dim == 256) return 1;
-  if (wgmma) return cut.rows == 64 && p.batch * p.kv_heads >= 2 * multiprocessors ? 2 : 1;
+  if (kernel != Kernel::kMma) return cut.rows <= 64 && p.batch * p.kv_heads >= 2 * multiprocessors ? 2 : 1;
   return device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor) >= 212 * 1024 ? 2 : 1;
 }
 
 struct Choice {
   Cut cut;
-  bool wgmma;
+  Kernel kernel;
 };
 
 Choice choose(const TreeAttentionParams& p) {
   const int64_t rows = likely_rows(p);
   Choice c{};
   Cut& cut = c.cut;
-  c.wgmma = takes_wgmma(p);
-  // Where a row's bits must not depend on its neighbours, its tile does not depend on their number.
-  if (p.fixed_split)
-    cut.rows = p.head_dim == 256 && !c.wgmma ? 32 : 64;
-  else
-    cut.rows = c.wgmma ? (rows <= 64 ? 64 : 128) : rows <= 16 ? 16 : rows <= 32 || p.head_dim == 256 ? 32 : 64;
+  c.kernel = kernel_for(p);
+  cut.rows = tile_rows(p, c.kernel, rows);
   cut.lanes = static_cast<int>(std::min<int64_t>((rows + cut.rows - 1) / cut.rows, kMaxLanes));
-  cut.tile = cutlass::FastDivmod(c.wgmma ? wgmma_tokens(p.head_dim, cut.rows) : 64);
+  cut.tile = cutlass::FastDivmod(tokens_of(p, c.kernel, cut.rows));
   cut.split = cutlass::FastDivmod(p.fixed_split ? cut.tile.div(static_cast<int>(p.fixed_split)) : 1);
   cut.group = cutlass::FastDivmod(static_cast<int>(p.q_heads / p.kv_heads));
   cut.page_size = cutlass::FastDivmod(static_cast<int>(p.rows.page_size));
   const int multiprocessors = current_device("tree_attention").multiprocessors;
-  cut.blocks = blocks_at_once(p, cut, c.wgmma, multiprocessors);
+  cut.blocks = blocks_at_once(p, cut, c.kernel, multiprocessors);
   cut.max_workers = std::clamp(multiprocessors * cut.blocks / cut.lanes, 1, kMaxWorkers);
   return c;
 }
@@ -101,9 +114,12 @@ int64_t tree_attention_workspace_cuda(const TreeAttentionParams& p) {
 
 void tree_attention_cuda(const TreeAttentionParams& p, Stream stream) {
   if (!has_tensor_cores_for(p)) return plain_attention(p, stream);
-  const auto [cut, wgmma] = choose(p);
-  with_head_dim(p.head_dim,
-                [&]<int D>() { wgmma ? wgmma_attention_of<D>(p, cut, stream) : mma_attention_of<D>(p, cut, stream); });
+  const auto [cut, kernel] = choose(p);
+  with_head_dim(p.head_dim, [&]<int D>() {
+    if (kernel == Kernel::kMma) return mma_attention_of<D>(p, cut, stream);
+    if (kernel == Kernel::kWgmma) return wgmma_attention_of<D>(p, cut, stream);
+    wgmma_fp8_attention_of<D>(p, cut, stream);
+  });
   if (cut.rows == 128) wide::merge_parts(p, cut, stream);
 }
 

@@ -31,6 +31,11 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
   }
 }
 
+// What a lane's two rows of scores are to be multiplied by, > 0.
+struct Scale {
+  float of[2];
+};
+
 template <int D>
 struct WarpRows {
   float out[D / 8][4];  // not yet divided by sum
@@ -44,16 +49,16 @@ struct WarpRows {
     sum[0] = sum[1] = 0;
   }
 
-  // Caps scores, where they are capped. Returns the scale > 0 that brings them to powers of two.
+  // Caps scores, where they are capped. `scale` brings them to powers of two; returns what does so afterwards.
   template <int N>
-  __device__ static float cap(const TreeAttentionParams& p, float (&scores)[N][4]) {
-    if (p.soft_cap == 0) return p.log2_scale;
-    const float factor = p.log2_scale / p.soft_cap;
+  __device__ static Scale cap(const TreeAttentionParams& p, Scale scale, float (&scores)[N][4]) {
+    if (p.soft_cap == 0) return scale;
+    const float factor[2] = {scale.of[0] / p.soft_cap, scale.of[1] / p.soft_cap};
 #pragma unroll
     for (auto& s : scores)
 #pragma unroll
-      for (float& x : s) x = p.soft_cap * tanh_fast(x * factor);
-    return 1;
+      for (int e = 0; e < 4; ++e) s[e] = p.soft_cap * tanh_fast(s[e] * factor[e / 2]);
+    return {1, 1};
   }
 
   // Hides what a row does not see. Bit j of seen[h]: row lane / 4 + 8 h sees the token of column j.
@@ -74,10 +79,10 @@ struct WarpRows {
     bool any;  // some row of the warp has one
   };
 
-  // Turns a tile's scores, times `scale` > 0 in powers of two, into weights. `out` is still to be brought to the same
+  // Turns a tile's scores, times `scale` in powers of two, into weights. `out` is still to be brought to the same
   // maximum.
   template <int N>
-  __device__ Fall weigh(float scale, float (&scores)[N][4]) {
+  __device__ Fall weigh(Scale scale, float (&scores)[N][4]) {
     // Weights up to 2^8 do no harm, so a maximum that rises less stays: few tiles then touch what was summed.
     constexpr float kSlack = 8;
     float top[2] = {-INFINITY, -INFINITY};
@@ -89,7 +94,7 @@ struct WarpRows {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       top[h] = fmaxf(top[h], __shfl_xor_sync(kFullMask, top[h], 1));
-      top[h] = fmaxf(top[h], __shfl_xor_sync(kFullMask, top[h], 2)) * scale;
+      top[h] = fmaxf(top[h], __shfl_xor_sync(kFullMask, top[h], 2)) * scale.of[h];
       fall.any |= top[h] > max[h] + kSlack;
     }
     fall.any = __any_sync(kFullMask, fall.any);
@@ -107,7 +112,7 @@ struct WarpRows {
     for (int n = 0; n < N; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        scores[n][e] = exp2_fast(fmaf(scores[n][e], scale, -origin[e / 2]));
+        scores[n][e] = exp2_fast(fmaf(scores[n][e], scale.of[e / 2], -origin[e / 2]));
         sum[e / 2] += scores[n][e];
       }
     return fall;

@@ -26,21 +26,25 @@ struct Wgmma {
                       add ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
     }(std::make_index_sequence<N / 2>());
   }
-  __device__ static void add(const uint32_t (&a)[4], uint64_t b, float (&d)[N / 8][4]) {
+  __device__ static void multiply(const uint32_t (&a)[4], uint64_t b, bool add, float (&d)[N / 8][4]) {
     [&]<size_t... I>(std::index_sequence<I...>) {
-      FromRegisters::fma(a[0], a[1], a[2], a[3], b, d[I / 4][I % 4]..., cute::SM90::GMMA::ScaleOut::One);
+      FromRegisters::fma(a[0], a[1], a[2], a[3], b, d[I / 4][I % 4]...,
+                         add ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
     }(std::make_index_sequence<N / 2>());
   }
 };
 
-// An operand in panels of 128 bytes a row, swizzled as a Stage's, that start on 1024 bytes. Bytes from one 64 of the
-// rows of A or columns of B to the next matter only where these are what is contiguous.
+// An operand in panels of 128 bytes a row, or kLine of them, swizzled as a Stage's, that start on 8 rows. Bytes from
+// one 64 of the rows of A or columns of B to the next matter only where these are what is contiguous.
+template <int kLine = 128>
 __device__ __forceinline__ uint64_t wgmma_operand(const void* start, int panel_bytes) {
+  using cute::SM90::GMMA::LayoutType;
+  constexpr LayoutType kLayout = kLine == 128 ? LayoutType::B128 : kLine == 64 ? LayoutType::B64 : LayoutType::B32;
   cute::GmmaDescriptor d;
   d.bitfield.start_address_ = static_cast<uint16_t>(__cvta_generic_to_shared(start) >> 4);
   d.bitfield.leading_byte_offset_ = static_cast<uint16_t>(panel_bytes >> 4);
-  d.bitfield.stride_byte_offset_ = 1024 >> 4;
-  d.bitfield.layout_type_ = static_cast<uint8_t>(cute::SM90::GMMA::LayoutType::B128);
+  d.bitfield.stride_byte_offset_ = 8 * kLine >> 4;
+  d.bitfield.layout_type_ = static_cast<uint8_t>(kLayout);
   return d;
 }
 

@@ -180,12 +180,12 @@ class WgmmaAttention {
   __device__ void add_v(int stage, const Weights& weights, WarpRows<D>& rows) const {
     const uint64_t v = wgmma_operand(stream_.stages[stage].v, Stream::Stage::kPanel);
 #pragma unroll
-    for (int n = 0; n < kTokens / 16; ++n) MultiplyV::add(weights[n], v + ((n * 16 * 128) >> 4), rows.out);
+    for (int n = 0; n < kTokens / 16; ++n) MultiplyV::multiply(weights[n], v + ((n * 16 * 128) >> 4), true, rows.out);
     cute::warpgroup_commit_batch();
   }
 
   __device__ auto weigh(const Seen& seen, Scores& scores, WarpRows<D>& rows) const {
-    const float scale = rows.cap(p_, scores);
+    const Scale scale = rows.cap(p_, {p_.log2_scale, p_.log2_scale}, scores);
     if (!seen.all)
 #pragma unroll
       for (int w = 0; w < kWords; ++w) rows.hide(seen.bits[w], reinterpret_cast<float (&)[8][4]>(scores[8 * w]));

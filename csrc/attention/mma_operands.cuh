@@ -1,0 +1,265 @@
+// How a warp multiplies its 16 rows by K and V with mma.sync, out of a stage in shared memory: for pools of 16-bit
+// floats, and for those of 8-bit floats.
+#pragma once
+
+#include <cute/arch/copy_sm75.hpp>
+#include <cute/arch/mma_sm80.hpp>
+
+#include "attention/warp_rows.cuh"
+
+namespace specdec {
+
+template <class T>
+struct Mma;
+template <>
+struct Mma<BFloat16> : cute::SM80_16x8x16_F32BF16BF16F32_TN {};
+template <>
+struct Mma<Half> : cute::SM80_16x8x16_F32F16F16F32_TN {};
+
+template <class T>
+__device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  Mma<T>::fma(d[0], d[1], d[2], d[3], a[0], a[1], a[2], a[3], b0, b1, d[0], d[1], d[2], d[3]);
+}
+
+// Where row n of a segment's request and head begins, null behind the request.
+template <class T>
+__device__ __forceinline__ const T* q_row(const TreeAttentionParams& p, const Cut& cut, const Segment& s, int n) {
+  if (n >= s.request.valid_rows * cut.group.divisor) return nullptr;
+  const QueryRow at = query_row(cut, s.head, n);
+  return static_cast<const T*>(p.q) + s.request.q_start + at.row * p.q_strides.row + at.head * p.q_strides.head;
+}
+
+// Calls use(i, b) for fragments 0 to kCount - 1 in order, each read by read(i, b) four fragments ahead of its use: the
+// way from shared memory is longer than what the tensor cores do with one.
+template <int kCount, class Read, class Use>
+__device__ __forceinline__ void pipeline(Read&& read, Use&& use) {
+  constexpr int kAhead = 4;
+  uint32_t b[kAhead][4];
+#pragma unroll
+  for (int i = 0; i < kAhead && i < kCount; ++i) read(i, b[i]);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    use(i, b[i % kAhead]);
+    if (i + kAhead < kCount) read(i + kAhead, b[i % kAhead]);
+  }
+}
+
+// Query rows and pools of T.
+template <class T, class Kv, int D>
+struct MmaOperands {
+  using Factor = T;                 // what is multiplied
+  static constexpr int kStep = 64;  // tokens at most
+  uint32_t q[D / 16][4];            // the rows as A fragments
+
+  // `rows` of a lane: where row lane / 4 and row lane / 4 + 8 begin, null where they are behind the request.
+  __device__ Scale load(float scale, const T* const (&rows)[2]) {
+    const int lane = threadIdx.x % kWarp;
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+#pragma unroll
+      for (int k = 0; k < D / 16; ++k)
+#pragma unroll
+        for (int c = 0; c < 2; ++c)
+          q[k][2 * c + h] = rows[h] ? *reinterpret_cast<const uint32_t*>(rows[h] + 16 * k + 8 * c + lane % 4 * 2) : 0;
+    return {scale, scale};
+  }
+
+  // scores = q k^T for the tokens from first_token on.
+  template <class Stage, int N>
+  __device__ __forceinline__ void multiply_k(const Stage& kv, int first_token, float (&scores)[N][4]) const {
+    constexpr int kBlocks = N / 2;
+    const int lane = threadIdx.x % kWarp;
+#pragma unroll
+    for (auto& s : scores) s[0] = s[1] = s[2] = s[3] = 0;
+    pipeline<D / 16 * kBlocks>(
+        [&](int i, uint32_t (&b)[4]) {
+          // 16 tokens by 16 dimensions: lanes 0-7 and 16-23 name rows 0-7 and 8-15 of the lower 8, the others of the
+          // upper.
+          const int row = first_token + 16 * (i % kBlocks) + lane % 8 + lane / 16 * 8;
+          cute::SM75_U32x4_LDSM_N::copy(
+              *reinterpret_cast<const cute::uint128_t*>(kv.k + kv.offset(row, 2 * (i / kBlocks) + lane / 8 % 2)), b[0],
+              b[1], b[2], b[3]);
+        },
+        [&](int i, const uint32_t (&b)[4]) {
+          mma<T>(scores[2 * (i % kBlocks)], q[i / kBlocks], b[0], b[1]);
+          mma<T>(scores[2 * (i % kBlocks) + 1], q[i / kBlocks], b[2], b[3]);
+        });
+  }
+
+  // out += weights v, of the tokens from first_token on. Those that are not in `met` have weight 0 in all rows, and
+  // their values may be NaN.
+  template <class Stage, int N>
+  __device__ __forceinline__ static void add_v(const Stage& kv, int first_token, const uint32_t (&weights)[N][4],
+                                               uint64_t met, float (&out)[D / 8][4]) {
+    constexpr int kBlocks = D / 16;
+    const int lane = threadIdx.x % kWarp;
+    uint32_t keep[N][2];  // of the two values in a register of tokens 0-7, of 8-15
+#pragma unroll
+    for (int n = 0; n < 2 * N; ++n) {
+      const uint32_t tokens = static_cast<uint32_t>(met >> (8 * n + lane % 4 * 2));
+      keep[n / 2][n % 2] = (tokens & 1 ? 0xffffu : 0) | (tokens & 2 ? 0xffff0000u : 0);
+    }
+    pipeline<N * kBlocks>(
+        [&](int i, uint32_t (&b)[4]) {
+          const int row = first_token + 16 * (i / kBlocks) + lane % 16;
+          cute::SM75_U16x8_LDSM_T::copy(
+              *reinterpret_cast<const cute::uint128_t*>(kv.v + kv.offset(row, 2 * (i % kBlocks) + lane / 16)), b[0],
+              b[1], b[2], b[3]);
+        },
+        [&](int i, uint32_t (&b)[4]) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) b[e] &= keep[i / kBlocks][e % 2];
+          mma<T>(out[2 * (i % kBlocks)], weights[i / kBlocks], b[0], b[1]);
+          mma<T>(out[2 * (i % kBlocks) + 1], weights[i / kBlocks], b[2], b[3]);
+        });
+  }
+
+  // 16 dimensions of `out` from 16 n on, of row lane / 4 + 8 h: calls store(dimension, pair of floats).
+  template <class Store>
+  __device__ __forceinline__ static void spread(const float (&out)[D / 8][4], int n, int h, Store&& store) {
+    const int column = 16 * n + threadIdx.x % 4 * 2;
+    store(column, make_float2(out[2 * n][2 * h], out[2 * n][2 * h + 1]));
+    store(column + 8, make_float2(out[2 * n + 1][2 * h], out[2 * n + 1][2 * h + 1]));
+  }
+};
+
+// Four 8-bit floats as Half, in order. From compute capability 8.9 two take one instruction.
+__device__ __forceinline__ void widen(uint32_t x, uint32_t& low, uint32_t& high) {
+#if __CUDA_ARCH__ >= 890
+  asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.rn.f16x2.e4m3x2 %0, a;\ncvt.rn.f16x2.e4m3x2 %1, b;\n}"
+      : "=r"(low), "=r"(high)
+      : "r"(x));
+#else
+  const __half2_raw a = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(x), __NV_E4M3);
+  const __half2_raw b = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(x >> 16), __NV_E4M3);
+  low = a.x | static_cast<uint32_t>(a.y) << 16;
+  high = b.x | static_cast<uint32_t>(b.y) << 16;
+#endif
+}
+
+// Pools of 8-bit floats are multiplied as Half, which holds all of them and NaN. They become that in registers, behind
+// shared memory.
+template <class T, int D>
+struct MmaOperands<T, Float8, D> {
+  using Factor = Half;
+  static constexpr int kStep = 32;
+  uint32_t q[D / 16][4];
+
+  // The order of dimensions is free where they are summed over: a lane has pieces of 16 bytes of its tokens, each for
+  // four fragments, and the rows lie accordingly.
+  static constexpr int kPieces = D / 64;  // of a lane
+  __device__ static int piece_of_lane(int i) {
+    return D == 64 ? threadIdx.x % 4 : i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2;
+  }
+
+  // Rows of BFloat16 are brought into the range of Half by a power of two each, which leaves all bits of what matters.
+  __device__ Scale load(float scale, const T* const (&rows)[2]) {
+    Scale scales{scale, scale};
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i)
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const uint4 x = rows[h] ? *reinterpret_cast<const uint4*>(rows[h] + 16 * piece_of_lane(i) + 8 * j) : uint4{};
+          q[4 * i + 2 * j][h] = x.x, q[4 * i + 2 * j][2 + h] = x.y;
+          q[4 * i + 2 * j + 1][h] = x.z, q[4 * i + 2 * j + 1][2 + h] = x.w;
+        }
+      if constexpr (std::is_same_v<T, BFloat16>) scales.of[h] *= convert_row(h);
+    }
+    return scales;
+  }
+
+  template <class Stage, int N>
+  __device__ __forceinline__ void multiply_k(const Stage& kv, int first_token, float (&scores)[N][4]) const {
+    const int row = first_token + threadIdx.x % kWarp / 4;
+    const auto read = [&](int i, uint4(&b)[N]) {
+#pragma unroll
+      for (int n = 0; n < N; ++n)
+        b[n] = *reinterpret_cast<const uint4*>(kv.k + kv.offset(row + 8 * n, piece_of_lane(i)));
+    };
+#pragma unroll
+    for (auto& s : scores) s[0] = s[1] = s[2] = s[3] = 0;
+    uint4 b[2][N];
+    read(0, b[0]);
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      if (i + 1 < kPieces) read(i + 1, b[(i + 1) % 2]);
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+          uint32_t low, high;
+          widen((&b[i % 2][n].x)[j], low, high);
+          mma<Half>(scores[n], q[4 * i + j], low, high);
+        }
+    }
+  }
+
+  // ldmatrix turns pairs of bytes, two dimensions of a token: they come as two tokens' pairs in a register, of which
+  // one permutation makes pairs of tokens.
+  template <class Stage, int N>
+  __device__ __forceinline__ static void add_v(const Stage& kv, int first_token, const uint32_t (&weights)[N][4],
+                                               uint64_t met, float (&out)[D / 8][4]) {
+    constexpr int kBlocks = D / 32;
+    const int lane = threadIdx.x % kWarp;
+    uint32_t keep[N][2];  // of the four values in a register of tokens 0-7, of 8-15
+#pragma unroll
+    for (int n = 0; n < 2 * N; ++n) {
+      const uint32_t tokens = static_cast<uint32_t>(met >> (8 * n + lane % 4 * 2));
+      keep[n / 2][n % 2] = (tokens & 1 ? 0x00ff00ffu : 0) | (tokens & 2 ? 0xff00ff00u : 0);
+    }
+    pipeline<N * kBlocks>(
+        [&](int i, uint32_t (&b)[4]) {
+          const int row = first_token + 16 * (i / kBlocks) + lane % 16;
+          cute::SM75_U16x8_LDSM_T::copy(
+              *reinterpret_cast<const cute::uint128_t*>(kv.v + kv.offset(row, 2 * (i % kBlocks) + lane / 16)), b[0],
+              b[1], b[2], b[3]);
+        },
+        [&](int i, const uint32_t (&b)[4]) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {  // the even dimensions of 16, the odd ones
+            uint32_t even[2], odd[2];
+#pragma unroll
+            for (int c = 0; c < 2; ++c)
+              widen(__byte_perm(b[2 * e + c], 0, 0x3120) & keep[i / kBlocks][c], even[c], odd[c]);
+            mma<Half>(out[4 * (i % kBlocks) + 2 * e], weights[i / kBlocks], even[0], even[1]);
+            mma<Half>(out[4 * (i % kBlocks) + 2 * e + 1], weights[i / kBlocks], odd[0], odd[1]);
+          }
+        });
+  }
+
+  template <class Store>
+  __device__ __forceinline__ static void spread(const float (&out)[D / 8][4], int n, int h, Store&& store) {
+    const int column = 16 * n + threadIdx.x % 4 * 4;
+    store(column, make_float2(out[2 * n][2 * h], out[2 * n + 1][2 * h]));
+    store(column + 2, make_float2(out[2 * n][2 * h + 1], out[2 * n + 1][2 * h + 1]));
+  }
+
+ private:
+  // Brings the largest number of row lane / 4 + 8 h below 2^15 and returns what undoes that.
+  __device__ float convert_row(int h) {
+    constexpr int kTop = 14, kLeast = -40;  // exponents; a row of less has no score worth mentioning
+    float top = 0;
+#pragma unroll
+    for (int k = 0; k < D / 16; ++k)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) top = fmaxf(top, fmaxf(fabsf(low(q[k][2 * c + h])), fabsf(high(q[k][2 * c + h]))));
+    top = fmaxf(top, __shfl_xor_sync(kFullMask, top, 1));
+    top = fmaxf(top, __shfl_xor_sync(kFullMask, top, 2));
+    const int exponent = max(static_cast<int>(__float_as_uint(top) >> 23) - 127, kLeast) - kTop;
+    const float factor = __uint_as_float(static_cast<uint32_t>(127 - exponent) << 23);
+#pragma unroll
+    for (int k = 0; k < D / 16; ++k)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        uint32_t& x = q[k][2 * c + h];
+        x = pack<Half>(low(x) * factor, high(x) * factor);
+      }
+    return __uint_as_float(static_cast<uint32_t>(127 + exponent) << 23);
+  }
+  __device__ static float low(uint32_t pair) { return __uint_as_float(pair << 16); }
+  __device__ static float high(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
+};
+
+}  // namespace specdec
