@@ -1,7 +1,7 @@
 // SerialRows (row_draws.h) by a block of threads, each of which gets every result.
 //
 // The row is cut into as many parts as the block has warps, each is summed by one of them, and the part that the draw
-// falls into is cut again, until it is a single entry: a row is read once, then 1/16 of it, then 1/256.
+// falls into is cut again, until it is a single entry: a row is read once, then 1/32 of it, then 1/1024.
 #pragma once
 
 #include "compat/row_draws.h"
@@ -11,7 +11,7 @@ namespace specdec {
 
 class BlockRows {
  public:
-  static constexpr int kWarps = 16, kThreads = kWarps * kWarp;
+  static constexpr int kWarps = 32, kThreads = kWarps * kWarp;
   using Storage = uint64_t[kWarps];  // in shared memory
 
   __device__ explicit BlockRows(Storage& storage) : of_warps_(storage) {}
@@ -44,7 +44,7 @@ class BlockRows {
   template <class T>
   __device__ uint64_t peak(const LogitRow<T>& row, int64_t vocab) {
     uint64_t best = 0;
-#pragma unroll 4
+#pragma unroll 8
     for (int64_t v = threadIdx.x; v < vocab; v += kThreads) best = max(best, peak_key(row[v], v));
     for (int step = kWarp / 2; step > 0; step /= 2) best = max(best, __shfl_xor_sync(kFullMask, best, step));
     share(best);
@@ -64,7 +64,7 @@ class BlockRows {
   __device__ void sum_parts(const Row& row, int64_t begin, int64_t end, int64_t length) {
     const int64_t first = begin + static_cast<int64_t>(threadIdx.x / kWarp) * length, last = min(first + length, end);
     uint64_t sum = 0;
-#pragma unroll 4
+#pragma unroll 8
     for (int64_t v = first + threadIdx.x % kWarp; v < last; v += kWarp) sum += row.weight(v);
     for (int step = kWarp / 2; step > 0; step /= 2) sum += __shfl_xor_sync(kFullMask, sum, step);
     share(sum);

@@ -37,9 +37,9 @@ def rejection_sample(
     """Accept the drafts of each request that rejection sampling accepts, and the token after them.
 
     A greedy request emits the argmax at each of its drafts (the lowest of equal ones), up to the first where that is
-    another. Any other draws a coin for each draft and accepts it where coin * q < p, p being softmax(target_logits); the
-    first that is not is replaced by a draw from max(p - q, 0). Where all are accepted the bonus token follows. A draft
-    out of the vocabulary, -1 in particular, is rejected. Only logits of drafts that are come to are read.
+    another. Any other draws a coin for each draft and accepts it where coin * q < p, with p = softmax(target_logits);
+    the first that is not is replaced by a draw from max(p - q, 0). Where all are accepted the bonus token follows. A
+    draft out of the vocabulary, -1 in particular, is rejected. Only logits of drafts that are come to are read.
 
     Args:
         draft_token_ids: [tokens] int32 or int64, request after request.
