@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class RoundCosts:
+class _RoundCosts(NamedTuple):
+    batches: Sequence[int]
+    nodes: Sequence[int]
+    seconds: Sequence[Sequence[float]]
+
+
+class RoundCosts(_RoundCosts):
     """What a round costs, measured on the machine that runs it.
 
     Attributes:
@@ -17,23 +22,20 @@ class RoundCosts:
         seconds: seconds[i][j] of a round with batches[i] rows of nodes[j] nodes.
     """
 
-    batches: Sequence[int]
-    nodes: Sequence[int]
-    seconds: Sequence[Sequence[float]]
+    __slots__ = ()
 
-    def __post_init__(self) -> None:
-        for name, values in (("batches", self.batches), ("nodes", self.nodes)):
+    def __new__(cls, batches: Sequence[int], nodes: Sequence[int], seconds: Sequence[Sequence[float]]) -> RoundCosts:
+        for name, values in (("batches", batches), ("nodes", nodes)):
             if not values or values[0] < 1 or not all(low < high for low, high in pairwise(values)):
                 raise ValueError(f"RoundCosts: {name} is {list(values)}, expected rising numbers from 1 on")
-        shape = [len(row) for row in self.seconds]
-        if shape != [len(self.nodes)] * len(self.batches):
-            raise ValueError(
-                f"RoundCosts: seconds has rows of {shape}, expected {len(self.batches)} of {len(self.nodes)}"
-            )
-        for row in self.seconds:
+        shape = [len(row) for row in seconds]
+        if shape != [len(nodes)] * len(batches):
+            raise ValueError(f"RoundCosts: seconds has rows of {shape}, expected {len(batches)} of {len(nodes)}")
+        for row in seconds:
             for value in row:
                 if not 0 < value < float("inf"):
                     raise ValueError(f"RoundCosts: seconds has {value}, expected times above 0")
+        return super().__new__(cls, batches, nodes, seconds)
 
 
 def choose_num_nodes(batch: int, node_probs: Sequence[float], costs: RoundCosts) -> int:
