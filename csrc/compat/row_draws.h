@@ -52,19 +52,21 @@ struct SoftmaxWeights {
 template <class T>
 struct SoftmaxProbabilities {
   SoftmaxWeights<T> weights;
-  float total;
-  SD_HD float operator()(int64_t v) const { return div(static_cast<float>(weights.weight(v)), total); }
+  float unit;  // one over the sum of the weights
+  SD_HD float operator()(int64_t v) const { return mul(static_cast<float>(weights.weight(v)), unit); }
+};
+// What a draft that had all of the probability left of them.
+template <class T>
+struct OtherWeights {
+  SoftmaxWeights<T> weights;
+  int64_t token;
+  SD_HD uint64_t weight(int64_t v) const { return v == token ? 0 : weights.weight(v); }
 };
 
-// What the draft gave each token: a row of probabilities (what is outside 0 to 1 counts as 0), all to one token, or
-// nothing at all.
+// What the draft gave each token, where outside 0 to 1 counts as 0.
 struct DraftProbabilities {
-  const float* q = nullptr;  // [vocab]
-  int64_t token = -1;
-  SD_HD float operator()(int64_t v) const {
-    if (q == nullptr) return v == token ? 1.0f : 0.0f;
-    return q[v] >= 0 && q[v] <= 1 ? q[v] : 0.0f;
-  }
+  const float* q = nullptr;  // [vocab], or null: nothing
+  SD_HD float operator()(int64_t v) const { return q != nullptr && q[v] >= 0 && q[v] <= 1 ? q[v] : 0.0f; }
 };
 
 // What a draft left of the target: max(scale * p - q, 0).

@@ -102,13 +102,15 @@ SD_HD int64_t decide_draft(const RejectionSampleParams& p, int64_t b, int64_t i,
   const uint64_t peak = rows.peak(logits, p.vocab);
   if (greedy) return peak_number(peak);
   const SoftmaxWeights<T> weights{logits, peak_value(peak)};
-  const SoftmaxProbabilities<T> target{weights, static_cast<float>(rows.total(weights, p.vocab))};
-  const DraftProbabilities proposal{p.draft_probs ? p.draft_probs + i * p.vocab : nullptr, draft};
-  if (draft >= 0 && draft < p.vocab) {
-    const float q = proposal(draft);
-    if (q > 0 && mul(p.coins[i], q) < target(draft)) return draft;
-  }
-  const int64_t token = rows.draw(Residual<SoftmaxProbabilities<T>>{target, proposal}, p.vocab, p.final_coins[b]);
+  const SoftmaxProbabilities<T> target{weights, div(1.0f, static_cast<float>(rows.total(weights, p.vocab)))};
+  const bool exists = draft >= 0 && draft < p.vocab;
+  const DraftProbabilities proposal{p.draft_probs ? p.draft_probs + i * p.vocab : nullptr};
+  const float q = p.draft_probs == nullptr ? 1.0f : exists ? proposal(draft) : 0.0f;
+  if (exists && q > 0 && mul(p.coins[i], q) < target(draft)) return draft;
+  const float coin = p.final_coins[b];
+  const int64_t token = p.draft_probs == nullptr
+                            ? rows.draw(OtherWeights<T>{weights, draft}, p.vocab, coin)
+                            : rows.draw(Residual<SoftmaxProbabilities<T>>{target, proposal}, p.vocab, coin);
   return token >= 0 ? token : peak_number(peak);
 }
 

@@ -11,7 +11,6 @@ Letters: B batch, N tree nodes, S accept row width, k topk, V vocabulary, W mask
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from . import _C

@@ -199,20 +199,29 @@ def _function(name: str) -> Any:
     given = op.register(f".{split}", required=split) if split else plain
     sizes = [1 if part is None else len(_struct_fields(part)) for part in op.results]
 
+    # Loops, which are what Dynamo (torch 2.11) understands of tuples with names.
+    structs = {name: tuple(_struct_fields(hint)) for name, hint in op.hints.items() if _is_struct(hint)}
+
     def function(*arguments: Any, **options: Any) -> Any:
         values: list[Any] = []
         for argument in arguments:
-            values += argument if isinstance(argument, tuple) else [argument]
-        for parameter, argument in list(options.items()):
             if isinstance(argument, tuple):
-                del options[parameter]
-                for field, value in zip(argument._fields, argument, strict=True):  # type: ignore[attr-defined]
-                    options[f"{parameter}_{field}"] = value
+                for value in argument:
+                    values.append(value)
+            else:
+                values.append(argument)
+        named: dict[str, Any] = {}
+        for parameter, argument in options.items():
+            if parameter in structs:
+                for field, value in zip(structs[parameter], argument, strict=True):
+                    named[f"{parameter}_{field}"] = value
+            else:
+                named[parameter] = argument
         called = given
-        if split is not None and options.get(split) is None:
-            options.pop(split, None)
+        if split is not None and named.get(split) is None:
+            named.pop(split, None)
             called = plain
-        results = called(*values, **options)
+        results = called(*values, **named)
         if name == "norm_rows" and called is plain:
             return results, values[0]
         if not sizes or sizes == [1]:
