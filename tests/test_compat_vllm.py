@@ -130,6 +130,9 @@ def test_messages() -> None:
     with pytest.raises(ValueError) as error:
         rejection_sample(drafts, [1, 2], 2, ends, torch.zeros(3, 8), logits, bonus, metadata(None))
     assert str(error.value) == "rejection_sample: draft_probs has shape [3, 8], expected [tokens=3, vocab=7]"
+    with pytest.raises(ValueError) as error:
+        rejection_sample(drafts, [1, 2], 2, ends, None, logits, bonus, metadata(None), synthetic_mode=True)
+    assert str(error.value) == "rejection_sample: synthetic_mode is True, expected False"
 
 
 # --- the proposer -----------------------------------------------------------------------------------------------------

@@ -74,14 +74,30 @@ def test_the_model_stays_what_it_was(model: Any, device: torch.device) -> None:
     hf.release(model)
 
 
+def test_a_draft_that_is_a_module_serves_one_engine_after_another(model: Any, device: torch.device) -> None:
+    draft = AutoModelForCausalLM.from_pretrained(tiny_model("target"), dtype=torch.float32).to(device)
+    batch = batch_of([held_out("repeat")[0]], device)
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    want = model.generate(**batch, **options)
+    for num_steps in (2, 3):
+        got = model.generate(
+            **batch, **options, custom_generate=hf.generate, algorithm="STANDALONE", draft_model=draft,
+            num_steps=num_steps, topk=1,
+        )  # fmt: skip
+        assert torch.equal(got, want)
+    hf.release(model)
+    assert not any("_pool" in name for name, _ in draft.named_buffers())
+
+
 def test_ends_where_the_eos_tokens_say(model: Any, device: torch.device) -> None:
     batch = batch_of(held_out("repeat")[:4], device)
     plain = model.generate(**batch, max_new_tokens=20, do_sample=False, pad_token_id=0)
     eos = plain[0, batch["input_ids"].shape[1] + 5].item()
     options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": [eos, 1], "pad_token_id": 3}
-    want = model.generate(**batch, **options)
-    got = model.generate(**batch, **options, custom_generate=hf.generate)
-    assert torch.equal(got, want) and (got == 3).any()
+    for pad in (3, None):  # None: transformers pads with the first of them
+        want = model.generate(**batch, **options | {"pad_token_id": pad})
+        got = model.generate(**batch, **options | {"pad_token_id": pad}, custom_generate=hf.generate)
+        assert torch.equal(got, want) and (got[:, -1] == (eos if pad is None else pad)).any()
 
 
 def test_max_length_counts_the_prompt(model: Any, device: torch.device) -> None:

@@ -33,6 +33,9 @@ def rejection_sample(
     target_logits: Tensor,
     bonus_token_ids: Tensor,
     sampling_metadata: Any,
+    synthetic_mode: bool = False,
+    synthetic_conditional_rates: Tensor | None = None,
+    use_fp64_gumbel: bool = False,
 ) -> Tensor:
     """Accept the drafts of each request that rejection sampling accepts, and the token after them.
 
@@ -52,13 +55,17 @@ def rejection_sample(
         bonus_token_ids: [bs, 1] or [bs] int32 or int64.
         sampling_metadata: has `all_greedy`, `all_random`, `temperature` ([bs] float32, 0 for greedy requests) and
             `generators`, a dict from a request's number in the batch to its torch.Generator.
+        synthetic_mode, synthetic_conditional_rates: False and None; made-up acceptance is for benchmarks.
+        use_fp64_gumbel: has no effect.
 
     Returns:
         [bs, max_spec_len + 1] int32, -1 behind each request's tokens.
 
     Raises:
-        ValueError: wrong dtype, shape or device.
+        ValueError: wrong dtype, shape or device; synthetic_mode.
     """
+    if synthetic_mode:
+        raise ValueError("rejection_sample: synthetic_mode is True, expected False")
     tokens, batch, device = len(draft_token_ids), len(cu_num_draft_tokens), target_logits.device
     greedy = sampling_metadata.all_greedy
     coins = torch.empty(tokens + batch, device=device)
