@@ -73,8 +73,8 @@ def test_gate_rows_at_the_ends(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("rows", [0, 1, 3, 8])
-@pytest.mark.parametrize(("width", "outs"), [(64, 1), (320, 17), (1088, 48), (512, 5000)])
+@pytest.mark.parametrize("rows", [0, 1, 3, 8, 9, 33, 64])
+@pytest.mark.parametrize(("width", "outs"), [(64, 1), (320, 17), (1088, 48), (512, 5000), (192, 40000)])
 def test_linear_rows(rows: int, width: int, outs: int, dtype: torch.dtype, device: torch.device) -> None:
     x = torch.randn(rows, width, device=device).to(dtype)
     weight = torch.randn(outs, width, device=device).to(dtype)
@@ -92,16 +92,16 @@ def test_linear_rows_of_strided_rows(device: torch.device) -> None:
 
 
 def test_linear_rows_does_not_depend_on_its_neighbours(device: torch.device) -> None:
-    x, weight = (torch.randn(n, 512, device=device).bfloat16() for n in (8, 80))
-    whole = sd.linear_rows(x, weight)
-    for first, last in ((0, 1), (3, 5), (2, 8)):
+    x, weight = (torch.randn(n, 512, device=device).bfloat16() for n in (80, 3000))
+    whole = torch.cat([sd.linear_rows(x[:40], weight), sd.linear_rows(x[40:], weight)])
+    for first, last in ((0, 1), (3, 5), (2, 8), (7, 23), (40, 80)):
         assert torch.equal(sd.linear_rows(x[first:last], weight), whole[first:last])
 
 
 @pytest.mark.parametrize(
     ("shape", "weight", "message"),
     [
-        ((9, 64), (4, 64), "linear_rows: rows is 9, expected 0 to 8"),
+        ((65, 64), (4, 64), "linear_rows: rows is 65, expected 0 to 64"),
         ((2, 96), (4, 96), "linear_rows: in_features is 96, expected a multiple of 64"),
         ((2, 64), (4, 128), "linear_rows: weight has shape [4, 128], expected [out_features, in_features=64]"),
     ],

@@ -123,6 +123,10 @@ def gate_rows(t: Inputs, **stream: Any) -> Iterable[Tensor]:
     return [sd.gate_rows(t["x"], **stream)]
 
 
+def linear_rows(t: Inputs, **stream: Any) -> Iterable[Tensor]:
+    return [sd.linear_rows(t["x"], t["weight"], t["bias"], **stream)]
+
+
 def rotate_qkv(t: Inputs, **stream: Any) -> Iterable[Tensor]:
     out = sd.rotate_qkv(
         t["qkv"], t["rotations"], t["positions"], t["k_pool"], t["v_pool"], t["table"], t["lens"], **stream
@@ -265,6 +269,14 @@ CASES = {
         lambda: {"x": torch.randn(N, D), "residual": torch.randn(N, D), "weight": torch.randn(D)}, norm_rows
     ),
     "gate_rows": Case(lambda: {"x": torch.randn(N, 2 * D)}, gate_rows),
+    "linear_rows": Case(
+        lambda: {
+            "x": torch.randn(B, 64).bfloat16(),
+            "weight": torch.randn(VOCAB, 64).bfloat16(),
+            "bias": torch.randn(VOCAB).bfloat16(),
+        },
+        linear_rows,
+    ),
     "rotate_qkv": Case(
         lambda: {
             "qkv": torch.randn(B, N, 3 * HEADS, D),

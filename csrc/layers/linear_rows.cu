@@ -1,3 +1,5 @@
+// linear_rows before and after Hopper, for eight rows at a time (grid.y).
+//
 // A block a multiprocessor, each with its share of 16-row tiles of the weight, of which every warp reads and multiplies
 // a part of the length; they add up at the end. Reads the weight once, and x once a block and group of tiles, mostly
 // from caches: the floor is the weight over the bandwidth.
@@ -11,6 +13,7 @@
 // kernel starts while those still run (programmatic dependent launch), and fills its rings before x is there: none of
 // them writes the weight.
 #include <algorithm>
+#include <string_view>
 
 #include "core/cuda.cuh"
 #include "layers/linear_rows.h"
@@ -18,6 +21,7 @@
 namespace specdec {
 namespace {
 
+constexpr int kRows = 8;    // of x, in a step
 constexpr int kTile = 16;   // rows of the weight in a step
 constexpr int kSlice = 64;  // numbers of a row that a warp takes at a time: four steps
 constexpr int kSliceBytes = kTile * kSlice * 2;
@@ -60,7 +64,7 @@ __device__ __forceinline__ const T* weight_row(const LinearRowsParams& p, int64_
 // The warps' sums of one tile, [x's rows][weight's rows].
 template <int kWarps>
 struct TileSums {
-  float of_warp[kWarps][kMaxLinearRows][kTile + 4];
+  float of_warp[kWarps][kRows][kTile + 4];
 
   __device__ void put(int warp, int lane, const float (&sum)[4]) {
 #pragma unroll
@@ -69,12 +73,13 @@ struct TileSums {
   // By all warps, when all have put theirs: writes the tile's part of y.
   template <class T>
   __device__ void write(const LinearRowsParams& p, int64_t first, int thread) const {
-    for (int i = thread; i < kMaxLinearRows * kTile; i += kWarps * kWarp) {
-      const int r = i / kTile, c = i % kTile;
+    for (int i = thread; i < kRows * kTile; i += kWarps * kWarp) {
+      const int64_t r = int64_t{blockIdx.y} * kRows + i / kTile;
+      const int c = i % kTile;
       if (r >= p.rows || first + c >= p.out) continue;
       float total = p.bias ? to_float(static_cast<const T*>(p.bias)[first + c]) : 0;
 #pragma unroll
-      for (int w = 0; w < kWarps; ++w) total += of_warp[w][r][c];
+      for (int w = 0; w < kWarps; ++w) total += of_warp[w][i / kTile][c];
       static_cast<T*>(p.y)[r * p.y_stride + first + c] = from_float<T>(total);
     }
   }
@@ -137,7 +142,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, 1) linear_rows_kernel(LinearRow
   for (int stage = 0; stage < kDepth - 1; ++stage) fetch(stage);
 
   const int row = lane / 4;
-  const T* const x = x_row<T>(p, row) + warp * kSlice + lane % 4 * 8;
+  const T* const x = x_row<T>(p, int64_t{blockIdx.y} * kRows + row) + warp * kSlice + lane % 4 * 8;
   uint4 b[2], next[2];
   const auto read_x = [&](int slice, uint4(&to)[2]) {
 #pragma unroll
@@ -188,8 +193,13 @@ __global__ void __launch_bounds__(kWarps* kWarp, 1) linear_rows_kernel(LinearRow
 }  // namespace
 
 void linear_rows_cuda(const LinearRowsParams& p, Stream stream) {
-  int device = 0, most = 0;
+  int device = 0, most = 0, major = 0;
   SD_CUDA_CHECK("linear_rows", cudaGetDevice(&device));
+  SD_CUDA_CHECK("linear_rows", cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+  constexpr bool kBuiltForWgmma = std::string_view(SPECDEC_CUDA_ARCHITECTURES).find("90a") != std::string_view::npos;
+  // The copy engine takes no rows that overlap.
+  const bool apart = (p.out == 1 || p.weight_stride >= p.in) && (p.rows == 1 || p.x_stride >= p.in);
+  if (kBuiltForWgmma && major == 9 && apart) return wgmma_linear_rows(p, stream);
   SD_CUDA_CHECK("linear_rows", cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
   const int64_t tiles = (p.out + kTile - 1) / kTile;
   const auto blocks = static_cast<unsigned>(std::min<int64_t>(tiles, current_device("linear_rows").multiprocessors));
@@ -198,7 +208,10 @@ void linear_rows_cuda(const LinearRowsParams& p, Stream stream) {
     const auto kernel = linear_rows_kernel<T, kWarps, kDepth>;
     SD_CUDA_CHECK("linear_rows", cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
     launch("linear_rows", kernel,
-           {.grid = blocks, .threads = dim3(kWarp, kWarps), .shared_bytes = static_cast<size_t>(bytes)}, stream, p);
+           {.grid = {blocks, static_cast<unsigned>((p.rows + kRows - 1) / kRows)},
+            .threads = dim3(kWarp, kWarps),
+            .shared_bytes = static_cast<size_t>(bytes)},
+           stream, p);
   };
   const auto of_type = [&]<class T>() {
     constexpr int kWarps = 16, kDepth = 6;

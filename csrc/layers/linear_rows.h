@@ -6,7 +6,7 @@
 
 namespace specdec {
 
-constexpr int64_t kMaxLinearRows = 8;
+constexpr int64_t kMaxLinearRows = 64;
 
 struct LinearRowsParams {
   const void* x;       // [rows, in]
@@ -23,5 +23,6 @@ void linear_rows(CallStream stream, const TensorView& x, const TensorView& weigh
 
 void linear_rows_cpu(const LinearRowsParams& p);
 void linear_rows_cuda(const LinearRowsParams& p, Stream stream);
+void wgmma_linear_rows(const LinearRowsParams& p, Stream stream);  // where the device has wgmma
 
 }  // namespace specdec

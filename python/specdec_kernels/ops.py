@@ -594,11 +594,11 @@ def linear_rows(
 ) -> Tensor:
     """A few rows times a weight, at the speed at which that can be read: `x @ weight.T + bias`, summed in float32.
 
-    The bits of a row do not depend on what is beside it. On Hopper and later the op reads `weight` before the kernel
-    launched before it on the stream has finished, which must therefore not be what writes it.
+    The bits of a row do not depend on what is beside it, or how much. On Hopper and later the op reads `weight` before
+    the kernel launched before it on the stream has finished, which must therefore not be what writes it.
 
     Args:
-        x: [M, K] float16 or bfloat16, at most 8 rows, K a multiple of 64.
+        x: [M, K] float16 or bfloat16, at most 64 rows, K a multiple of 64.
         weight: [N, K]; rows of both may be strided, and start on 16 bytes.
         bias: [N] of the same dtype; None for none.
 

@@ -15,6 +15,8 @@ from torch.nn import functional
 from ..ops import gate_rows, linear_rows, norm_rows, rotate_qkv, tree_attention
 from .attention import Rows
 
+# Of x, where `linear_rows` was measured to be faster than cuBLAS.
+MOST_ROWS = 64
 # Beyond the longest sequence: the deepest node of a tree, and padding.
 SPARE_POSITIONS = 320
 
@@ -24,9 +26,10 @@ class Product(NamedTuple):
     bias: Tensor | None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[..., out] from [..., in]. `linear_rows` was measured to be the faster one for a single row."""
-        if x.is_cuda and x.dtype != torch.float32 and x.shape[:-1].numel() == 1 and x.shape[-1] % 64 == 0:
-            out: Tensor = linear_rows(x.reshape(-1, x.shape[-1]), self.weight, self.bias)
+        """[..., out] from [..., in]."""
+        rows, width = x.shape[:-1].numel(), x.shape[-1]
+        if x.is_cuda and x.dtype != torch.float32 and rows <= MOST_ROWS and width % 64 == 0:
+            out: Tensor = linear_rows(x.reshape(rows, width), self.weight, self.bias)
             return out.view(*x.shape[:-1], -1)
         return functional.linear(x, self.weight, self.bias)
 
