@@ -35,6 +35,10 @@
 // --- round
 #include "round/apply_commands.h"
 #include "round/publish_results.h"
+// --- compat
+#include "compat/linked_trees.h"
+#include "compat/verify_chains.h"
+#include "compat/verify_links.h"
 // --- ngram
 #include "ngram/ngram_index.h"
 // --- scheduler
@@ -341,6 +345,14 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
   // --- round
   m.def("apply_commands", &apply_commands, "the host's next record of commands becomes slot state");
   m.def("publish_results", &publish_results, "what a round did, as the next record of the host's ring");
+
+  // --- compat: under the names that other engines call them by
+  m.def("build_tree_kernel_efficient", &build_tree_kernel_efficient, "SGLang's tree from chosen candidates");
+  m.def("reconstruct_indices_from_tree_mask", &reconstruct_indices_from_tree_mask, "SGLang's links from a mask");
+  m.def("verify_tree_greedy", &verify_tree_greedy, "SGLang's walk along the target's argmax");
+  m.def("tree_speculative_sampling_target_only", &tree_speculative_sampling_target_only, "SGLang's sampled walk");
+  m.def("chain_speculative_sampling", &chain_speculative_sampling, "SGLang's rejection sampling of chains");
+  m.def("rejection_sample", &rejection_sample, "vLLM's rejection sampling of ragged chains");
 
   // --- ngram
   using Release = py::call_guard<py::gil_scoped_release>;

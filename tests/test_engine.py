@@ -152,6 +152,24 @@ def test_streaming_gives_the_same_tokens_in_order(device: torch.device) -> None:
         assert mine[-1].finish_reason == output.finish_reason != FinishReason.RUNNING
 
 
+def test_a_request_ends_where_on_tokens_says() -> None:
+    engine, seen = make_engine(SPECULATIONS["ngram"], "batched", torch.device("cpu")), [0] * 4
+
+    def enough(new: NewTokens) -> bool:
+        seen[new.index] += len(new.tokens)
+        return new.index % 2 == 0 and seen[new.index] >= 5
+
+    outputs = engine.generate(
+        prompts()[:4], SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True), on_tokens=enough
+    )
+    for output, count in zip(outputs, seen, strict=True):
+        cancelled = output.index % 2 == 0
+        assert output.finish_reason == (FinishReason.CANCELLED if cancelled else FinishReason.LENGTH)
+        assert len(output.tokens) == count and 5 <= count <= (40 if cancelled else NEW_TOKENS)
+        assert output.tokens == reference()[output.index][:count]
+    assert engine.generate(prompts()[:1], SamplingParams(max_new_tokens=4))[0].tokens == reference()[0][:4]
+
+
 @pytest.mark.parametrize("name", SPECULATIONS)
 def test_one_token_prompts(name: str, device: torch.device) -> None:
     engine = make_engine(SPECULATIONS[name], "batched", device)

@@ -13,9 +13,8 @@
 //
 //   0         number of the round + 1, written last
 //   2, 4      when its commands were applied and when it published, in ns of the device's clock (two words each)
-//   8         for each row out_len, finish reason, status, num_nodes, accept_width tokens and the accept_width nodes
-//   that
-//             they follow
+//   8         for each row out_len, finish reason, status, num_nodes, accept_width tokens, and as many nodes that they
+//             follow
 #pragma once
 
 #include <cstdint>

@@ -37,7 +37,7 @@ INVARIANT_SPLIT = 1024  # rows of KV
 RING_DEPTH = 16  # records of commands, which the loop may be ahead of the device, and of results
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
-OnTokens = Callable[[NewTokens], None]
+OnTokens = Callable[[NewTokens], bool | None]
 
 
 class Engine:
@@ -117,7 +117,7 @@ class Engine:
             raise ValueError("Engine: speculation.adaptive is set, expected not with batch_invariant")
         if rounds_in_flight is not None and not 1 <= rounds_in_flight < RING_DEPTH:
             raise ValueError(f"Engine: rounds_in_flight is {rounds_in_flight}, expected 1 to {RING_DEPTH - 1}")
-        self.max_len = max_len
+        self.max_len, self.num_slots = max_len, num_slots
         self.dtype = dtype or (torch.float32 if self.device.type == "cpu" else config.dtype or torch.bfloat16)
         if self.dtype not in DTYPES:
             raise ValueError(f"Engine: dtype is {self.dtype}, expected one of {', '.join(map(str, DTYPES))}")
@@ -246,8 +246,8 @@ class Engine:
             prompts: uneven lengths are fine; more prompts than slots wait their turn. Token ids may be a list, a tuple,
                 an array or a tensor.
             params: one for all, or one each.
-            on_tokens: called with every round's new tokens of every request, as they are committed. What it raises
-                ends `generate`.
+            on_tokens: called with every round's new tokens of every request, as they are committed. Where it returns
+                True the request is cancelled; some rounds of it may be on their way. What it raises ends `generate`.
 
         Raises:
             ValueError, TypeError: a prompt that is empty, leaves no room below `max_len`, or holds what is no token of
@@ -319,6 +319,11 @@ class Engine:
         self.target.resize_pools(num_pages)
         self.draft.resize_pools(num_pages)
 
+    def close(self) -> None:
+        """Takes the KV pools out of the modules the engine was given, which may serve another one then."""
+        self.target.detach_pools()
+        self.draft.detach_pools()
+
     def stats(self) -> EngineStats:
         """What rounds took so far. The device's own times are those of rounds that have been read."""
         rounds, rows, *nanoseconds = self._scheduler.times
@@ -376,8 +381,11 @@ class Engine:
                 output.text = self.tokenizer.decode(output.tokens, skip_special_tokens=True)
         if output.finish_reason == FinishReason.ERROR:
             self._failed.append(f"prompts[{output.index}] ended with {Status(status).name}")
-        if self._on_tokens is not None:
-            self._on_tokens(NewTokens(output.index, tokens, output.finish_reason))
+        if self._on_tokens is None:
+            return
+        ends = self._on_tokens(NewTokens(output.index, tokens, output.finish_reason))
+        if ends and output.finish_reason == FinishReason.RUNNING:
+            self._scheduler.cancel(request_id)
 
 
 def check_at_least(low: int, **arguments: int) -> None:

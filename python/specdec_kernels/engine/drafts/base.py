@@ -35,6 +35,9 @@ class Draft:
     def resize_pools(self, num_pages: int) -> None:
         """Make these pools anew, with another number of pages."""
 
+    def detach_pools(self) -> None:
+        """Take these pools out of a module that may serve another engine."""
+
     def begin(self, slot: int, request_id: int, tokens: list[int]) -> None:
         """The slot now belongs to a request with this text: its prompt, and what it produced before a retraction."""
 

@@ -25,6 +25,9 @@ class StandaloneDraft(ModelDraft):
     def resize_pools(self, num_pages: int) -> None:
         self.model.resize_pools(num_pages)
 
+    def detach_pools(self) -> None:
+        self.model.detach_pools()
+
     def prefix_lens(self) -> Tensor:
         return self.state.seq_lens + 1
 
