@@ -211,8 +211,8 @@ def calls(op: str, device: torch.device) -> list[tuple[tuple[Any, ...], dict[str
         state = [lens, zeros(2), ints(2), zeros(2, 1), temperature, zeros(2), temperature, temperature, seeds]
         if op == "apply_commands":
             return [((commands, *counters, *state, zeros(2), status), {})]
-        results = zeros(2, 8 + 2 * (4 + 3))
-        row = (accepted.tokens, accepted.lengths, tree.num_nodes, zeros(2), status)
+        results = zeros(2, 8 + 2 * (4 + 2 * 3))
+        row = (accepted.tokens, accepted.lengths, accepted.path, tree.num_nodes, zeros(2), status)
         return [((results, *counters, *row), {}), ((results, *counters, *row), {"slots": slots})]
     new_kv = floats(2, 3, 2, 64), floats(2, 3, 2, 64)
     noise = {"seeds": seeds, "positions": ints(2), "temperature": temperature, "slots": slots}
