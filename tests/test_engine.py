@@ -233,7 +233,7 @@ def test_five_hundred_prompts_are_those_of_plain_decoding(name: str) -> None:
 @pytest.mark.parametrize("name", SPECULATIONS)
 def test_without_graphs_the_same(name: str) -> None:
     captured = make_engine(SPECULATIONS[name], "page3", torch.device("cuda"))
-    assert (captured.graphs is None) == (name == "ngram")
+    assert captured.graphs is not None
     called = Engine(
         TARGET, speculation=SPECULATIONS[name], max_len=MAX_LEN, dtype=torch.float32, device="cuda", cuda_graph=False
     )

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from conftest import HAS_CUDA
 from random_models import random_prompts, save_random_model
 from specdec_kernels import Status, free_pages
 from specdec_kernels.engine import Engine, SamplingParams, Speculation
@@ -242,6 +243,30 @@ def test_the_ngram_streams_are_the_texts_of_the_requests(monkeypatch: pytest.Mon
     assert sum(statistics.rounds_by_match) == sum(o.stats.rounds for o in outputs)
     # A request's last round may be cut short by its budget.
     assert sum(statistics.accepted_by_match) >= sum(o.stats.accepted for o in outputs)
+
+
+@pytest.mark.skipif(not HAS_CUDA, reason="no GPU here")
+@pytest.mark.parametrize("name", ["ngram", "eagle3+ngram"])
+def test_captured_rounds_feed_the_index(name: str) -> None:
+    """Two in flight, with retractions and slots that are given away: all that was said is held, once and in order."""
+    engine = make_engine(name, "cuda", num_slots=4, num_pages=60)
+    assert engine.graphs is not None
+    outputs = engine.generate(prompts()[:6], SamplingParams(max_new_tokens=60, ignore_eos=True))
+    assert engine._scheduler.num_retractions > 0
+    draft: Any = engine.draft
+    index = (draft if name == "ngram" else draft.ngram).index.to("cpu")
+    statistics = index.statistics
+    assert statistics.inserted == statistics.held == sum(len(o.prompt_tokens + o.tokens) for o in outputs)
+    assert sum(statistics.rounds_by_match) == sum(o.stats.rounds for o in outputs) and statistics.refused == 0
+    for output in outputs:
+        text = output.prompt_tokens + output.tokens
+        index.begin(0, private=True)
+        index.insert(torch.tensor(text[:-12], dtype=torch.int32), 0)
+        tree, _, match_len = index.draft(torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), 256)
+        node = 0
+        for token in text[-12:]:
+            node = next(i for i in range(256) if (tree.parents[0, i], tree.tokens[0, i]) == (node, token))
+        assert match_len[0] == min(32, len(text) - 12)
 
 
 # --- chunks

@@ -41,7 +41,7 @@ class Executor:
         # All pages up to the first round at once, as the scheduler counts them. Should there be too few, the slot is
         # stalled, which its activation turns into an error.
         alloc_pages(state.pool, state.seq_lens, len(text) - 1 + self.round.reserve, slots=slots, status=state.status)
-        self.draft.begin(slot, request_id, text)
+        self.draft.begin(slot, request_id, self._texts[slot])
 
     @torch.inference_mode()
     def prefill(self, slot: int, tokens: list[int], start: int, is_last: bool) -> None:

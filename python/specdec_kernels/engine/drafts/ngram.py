@@ -12,8 +12,6 @@ from .base import Draft
 
 
 class NgramDraft(Draft):
-    on_device = False
-
     def __init__(self, state: SlotState, num_nodes: int, max_tokens: int, max_len: int) -> None:
         super().__init__(state)
         self.num_nodes = num_nodes
@@ -25,16 +23,13 @@ class NgramDraft(Draft):
             device=state.seq_lens.device,
         )
 
-    def _tokens(self, tokens: list[int]) -> Tensor:
-        return torch.tensor(tokens, dtype=torch.int32, device=self.state.seq_lens.device)
-
     def learn(self, tokens: list[int]) -> None:
         """A document for all requests."""
-        self.index.insert(self._tokens(tokens))
+        self.index.insert(torch.tensor(tokens, dtype=torch.int32, device=self.state.seq_lens.device))
 
-    def begin(self, slot: int, request_id: int, tokens: list[int]) -> None:
+    def begin(self, slot: int, request_id: int, text: Tensor) -> None:
         self.index.begin(slot, request=request_id)
-        self.index.insert(self._tokens(tokens), slot, start=0)  # of a retracted request, what is held is skipped
+        self.index.insert(text, slot, start=0)  # of a retracted request, what is held is skipped
 
     def propose(self, slots: Tensor) -> Tree:
         return self.propose_scored(slots)[0]

@@ -17,7 +17,6 @@ class UnionDraft(Draft):
     def __init__(self, state: SlotState, model: ModelDraft, ngram: NgramDraft, num_nodes: int) -> None:
         super().__init__(state)
         self.model, self.ngram = model, ngram
-        self.on_device = model.on_device and ngram.on_device
         self.num_nodes = num_nodes
         self.accept_width = max(model.accept_width, ngram.accept_width)
 
@@ -32,9 +31,9 @@ class UnionDraft(Draft):
         """A document for all requests."""
         self.ngram.learn(tokens)
 
-    def begin(self, slot: int, request_id: int, tokens: list[int]) -> None:
-        self.model.begin(slot, request_id, tokens)
-        self.ngram.begin(slot, request_id, tokens)
+    def begin(self, slot: int, request_id: int, text: Tensor) -> None:
+        self.model.begin(slot, request_id, text)
+        self.ngram.begin(slot, request_id, text)
 
     def prefill(
         self, slot: Tensor, tokens: Tensor, next_tokens: Tensor, positions: Tensor, features: Tensor | None
