@@ -256,7 +256,8 @@ def test_released_text_is_found_until_overwritten() -> None:
     index.insert(ints([7, 8, 9]), 0)  # the slot is used again: that alone overwrites nothing
     index.insert(ints(text[:20]), 1)
     tree, scores, match_len = draft(index, [1], 31)
-    assert tree.tokens[0].tolist() == text[19:50] and int(match_len[0]) == 20 and not scores.any()
+    assert tree.tokens[0].tolist() == text[19:50] and int(match_len[0]) == 20
+    assert scores[0].exp().tolist() == pytest.approx([(22 / 24) ** depth for depth in range(31)], rel=0.05)
     filler = list(range(1000, 3000))
     index.insert(ints(filler))
     tree, _, match_len = draft(index, [1], 31)
@@ -265,7 +266,7 @@ def test_released_text_is_found_until_overwritten() -> None:
 
 def test_full_table_keeps_the_newest() -> None:
     index = sd.NgramIndex(2000, 1, 10)
-    text = torch.randperm(20_000).to(torch.int32)  # four new n-grams a token, where the table has room for two
+    text = torch.randperm(20_000).to(torch.int32)  # four new n-grams a token, where the table has room for one
     index.insert(text)
     assert index.statistics.evictions > 60_000
     for at in range(19_600, 19_999, 19):
@@ -276,7 +277,7 @@ def test_full_table_keeps_the_newest() -> None:
 
 def test_stream_outlives_its_stored_text() -> None:
     """The context is kept apart from the ring, so a request goes on drafting when all it wrote is gone."""
-    index = sd.NgramIndex(100, 1, 500)
+    index = sd.NgramIndex(200, 1, 500)
     index.insert(ints([1, 2, 3, 4, 5]), 0)
     document = list(range(10, 300))
     index.insert(ints(document))
@@ -291,11 +292,13 @@ def test_own_text_weighs_four_times() -> None:
     for follower in (5, 5, 5, 6):
         index.insert(ints([1, 2, follower]))
     tree, scores, _ = draft(index, [0], 4)
-    assert tree.tokens[0].tolist() == [2, 9, 4, 1]  # 4 of 8
-    assert scores[0].exp().tolist() == pytest.approx([1, 0.5, 0.5, 0.5])
+    goes_on = 4 / 6  # after a match of 2
+    assert tree.tokens[0].tolist() == [2, 9, 5, 4]  # 4 of 8, 3 of 8, and 4 of 8 a step further
+    want = [1, goes_on / 2, goes_on * 3 / 8, goes_on**2 / 2]
+    assert scores[0].exp().tolist() == pytest.approx(want, rel=0.01)
     tree, scores, _ = draft(index, [0], 8)
-    assert tree.tokens[0].tolist() == [2, 9, 4, 1, 2, 5, 6, 2] and tree.num_nodes.tolist() == [7]
-    assert scores[0, 5:7].exp().tolist() == pytest.approx([3 / 8, 1 / 8])
+    assert tree.tokens[0].tolist() == [2, 9, 5, 4, 1, 2, 6, 2] and tree.num_nodes.tolist() == [7]
+    assert scores[0, 6].exp() == pytest.approx(goes_on / 8, rel=0.01)
 
 
 def test_weights_of_scopes_and_of_age() -> None:
@@ -308,7 +311,7 @@ def test_weights_of_scopes_and_of_age() -> None:
     assert tree.tokens[0].tolist() == [1, 7, 6, 5]  # the group's first, its newest first; no other group's
     tree, scores, _ = draft(index, [0], 4, group_weight=2.0, recency=0.5)
     assert tree.tokens[0].tolist() == [1, 7, 6, 5]
-    assert scores[0].exp().tolist() == pytest.approx([1, 2 / 4, 1 / 4, 1 / 4])
+    assert scores[0].exp().tolist() == pytest.approx([1, 0.6 * 2 / 4, 0.6 / 4, 0.6 / 4], rel=0.01)
     assert draft(index, [0], 4, group_weight=0.0)[0].tokens.tolist() == [[1, 5, 1, 1]]
     assert draft(index, [0], 4, global_weight=0.0)[0].num_nodes.tolist() == [3]
 
@@ -381,7 +384,9 @@ def test_more_than_32_candidates_are_cut() -> None:
     index.begin(0, group=1)
     index.insert(ints(list(range(1, 9))), 0)
     tree, _, match_len = draft(index, [0], 64)
-    assert tree.num_nodes.tolist() == [15] and match_len.tolist() == [8]  # 7 texts of each scope, each 4 times
+    assert tree.num_nodes.tolist() == [31] and match_len.tolist() == [
+        8
+    ]  # 15 texts of each scope, and two of them again
 
 
 def test_chain_has_one_child_each() -> None:
@@ -443,7 +448,7 @@ def test_large_token_ids() -> None:
 
 def test_memory_is_as_documented_and_fixed() -> None:
     index = sd.NgramIndex(1 << 20, 64, 4096)
-    assert index.num_bytes == 768 + (1 << 20) // 4 * 256 + (38837 + 64 + 1) * 128 + 64 * 160
+    assert index.num_bytes == 768 + (1 << 20) // 8 * 512 + (38837 + 64 + 1) * 128 + 64 * 160
     assert index.num_bytes / (1 << 20) < 69
     small = sd.NgramIndex(50, 1, 10_000)
     before = small.num_bytes
@@ -457,10 +462,10 @@ def test_clear_and_statistics() -> None:
     fresh = index._index.digest()
     index.insert(ints([1, 2, 1]), 1)
     draft(index, [0, 1], 4)
-    assert index.statistics[:8] == (3, 3, 3, 3 / 200, 0, 1, 1, 2)  # 1 -> 2; 2 -> 1 and (1, 2) -> 1
+    assert index.statistics[:8] == (3, 3, 3, 3 / 104, 0, 1, 1, 2)  # 1 -> 2; 2 -> 1 and (1, 2) -> 1
     index.insert(torch.arange(2000, dtype=torch.int32))
     statistics = index.statistics
-    assert statistics.evictions > 0 and statistics.entries <= 200 and statistics.load <= 1
+    assert statistics.evictions > 0 and statistics.entries <= 104 and statistics.load <= 1
     assert statistics.inserted == 2003 and 100 <= statistics.held <= 6 * 27
     index.clear()
     assert index.statistics == (*(0,) * 8, [0] * 33, [0] * 33, 0) and index._index.digest() == fresh

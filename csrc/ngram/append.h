@@ -187,7 +187,10 @@ SD_HD void ngram_append(const NgramView& v, const int32_t* tokens, int64_t count
     for (int i = 0; i < piece; ++i)
       for (const uint64_t key : keys[i]) {
         const NgramSet& set = v.sets[ngram_set_of(v, key)];
-        if (const int way = ngram_find(set, ngram_tag(key)); way >= 0) ngram_prefetch(set.older[way]);
+        if (const int way = ngram_find(set, ngram_tag(key)); way >= 0) {
+          ngram_prefetch(set.older[way]);
+          ngram_prefetch(set.older[way] + kNgramOlder - 1);
+        }
       }
     for (int i = 0; i < piece; ++i)
       for (int order = 0; order < kNgramOrders && start + i >= 1u << order; ++order)

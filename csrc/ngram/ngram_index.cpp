@@ -72,8 +72,9 @@ NgramIndex::Config NgramIndex::checked_config(Check check, int64_t max_tokens, s
   // A block more for each slot: the last block of a running stream is not full.
   const int64_t blocks = num_blocks.value_or((max_tokens + kNgramBlockTokens - 1) / kNgramBlockTokens + num_slots);
   NgramSizes sizes{
-      // Two entries a token: text has 1.4 to 2 different n-grams of these orders for each of its tokens.
-      .num_sets = static_cast<uint32_t>((2 * max_tokens + kNgramWays - 1) / kNgramWays),
+      // An entry a token. Text has 1.4 to 2 different n-grams of these orders for each of its tokens, and most of them
+      // never return.
+      .num_sets = static_cast<uint32_t>((max_tokens + kNgramWays - 1) / kNgramWays),
       .num_blocks = static_cast<uint32_t>(blocks),
       .num_slots = static_cast<uint32_t>(num_slots),
       .block_bits = static_cast<uint32_t>(std::bit_width(static_cast<uint32_t>(blocks - 1))),

@@ -34,10 +34,10 @@ class NgramDraft(Draft):
     def propose(self, slots: Tensor) -> Tree:
         return self.propose_scored(slots)[0]
 
-    def propose_scored(self, slots: Tensor) -> tuple[Tree, Tensor, Tensor]:
-        """`propose`, the log-probability of each node [B, N], and the length of the longest match [B]."""
+    def propose_scored(self, slots: Tensor) -> tuple[Tree, Tensor]:
+        """`propose`, and the log-probability of each node [B, N]."""
         tree, scores, self._match_len = self.index.draft(slots, self.state.seq_lens[slots], self.num_nodes)
-        return tree, scores, self._match_len
+        return tree, scores
 
     def extend(self, slots: Tensor, accepted: Accepted, num_valid: Tensor, features: Tensor | None) -> None:
         # All that was emitted, a finished slot's last tokens included: its text stays findable by others.

@@ -44,12 +44,8 @@ class UnionDraft(Draft):
         self.model.activate(slot)
 
     def propose(self, slots: Tensor) -> Tree:
-        tree, scores, match_len = self.ngram.propose_scored(slots)
-        # The index shares out what follows the places it found, as if one of them were followed. After m tokens that
-        # agreed the next one does with (m + 1) / (m + 2), Laplace's rule of succession; and d in a row:
-        agreed = (match_len + 1)[:, None]
-        scores = scores + (agreed / (agreed + tree.positions - tree.positions[:, :1])).log()
-        union, _scores = merge_trees(tree, scores, *self.model.propose_scored(slots), self.num_nodes)
+        trees = (*self.ngram.propose_scored(slots), *self.model.propose_scored(slots))
+        union, _scores = merge_trees(*trees, self.num_nodes)
         return union
 
     def extend(self, slots: Tensor, accepted: Accepted, num_valid: Tensor, features: Tensor | None) -> None:
