@@ -271,3 +271,5 @@ def test_messages_of_parameters() -> None:
         Speculation("EAGLE3", "x", topk=65)
     with pytest.raises(ValueError, match="SamplingParams: max_new_tokens is 0, expected at least 1"):
         SamplingParams(max_new_tokens=0)
+    with pytest.raises(ValueError, match="SamplingParams: ngram_group is -1, expected 0 to 2147483647"):
+        SamplingParams(ngram_group=-1)

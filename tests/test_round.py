@@ -210,11 +210,11 @@ def test_the_ngram_streams_are_the_texts_of_the_requests(monkeypatch: pytest.Mon
     begun = 0
 
     class Recorder:
-        def begin(self, slot: int, request: int) -> None:
+        def begin(self, slot: int, group: int, request: int) -> None:
             nonlocal begun
             begun += 1
             running[slot] = request
-            index.begin(slot, request=request)
+            index.begin(slot, group=group, request=request)
             assert index.length(slot) in (0, len(texts.get(request, [])))
 
         def insert(self, tokens: torch.Tensor, slot: int, start: int) -> None:
@@ -243,6 +243,23 @@ def test_the_ngram_streams_are_the_texts_of_the_requests(monkeypatch: pytest.Mon
     assert sum(statistics.rounds_by_match) == sum(o.stats.rounds for o in outputs)
     # A request's last round may be cut short by its budget.
     assert sum(statistics.accepted_by_match) >= sum(o.stats.accepted for o in outputs)
+
+
+@pytest.mark.parametrize("name", ["ngram", "eagle3+ngram"])
+def test_groups_draft_from_their_own_texts(name: str, device: torch.device) -> None:
+    """The same request again is drafted from its first run by its own group and by everybody's, not by another."""
+    prompt = prompts()[1]
+
+    def rounds(first: int, second: int) -> int:
+        engine = make_engine(name, device, num_slots=1)
+        groups = [SamplingParams(40, ignore_eos=True, ngram_group=group) for group in (first, second)]
+        outputs = [engine.generate([prompt], params)[0] for params in groups]
+        assert outputs[0].tokens == outputs[1].tokens and not engine._executor.groups
+        return outputs[1].stats.rounds
+
+    shared, seen = rounds(7, 7), rounds(0, 7)
+    apart, hidden = rounds(7, 8), rounds(7, 0)
+    assert max(shared, seen) < min(apart, hidden)
 
 
 @pytest.mark.skipif(not HAS_CUDA, reason="no GPU here")

@@ -279,6 +279,8 @@ class Engine:
                     streams=on_tokens is not None,
                 )
                 self._running[request_id] = output
+                if sampling.ngram_group:
+                    self._executor.groups[request_id] = sampling.ngram_group
             with self._on_device():
                 self._scheduler.run_until_idle()
             if self._trace is not None:
@@ -289,6 +291,7 @@ class Engine:
             # After an exception requests are left over; the next `generate` starts by taking their slots back.
             self._scheduler.abort_all()
             self._running.clear()
+            self._executor.groups.clear()
             self._on_tokens = None
             self._lock.release()
         return outputs

@@ -35,8 +35,11 @@ class Draft:
     def resize_pools(self, num_pages: int) -> None:
         """Make these pools anew, with another number of pages."""
 
-    def begin(self, slot: int, request_id: int, text: Tensor) -> None:
-        """The slot now belongs to a request with text [T]: its prompt, and what it produced before a retraction."""
+    def begin(self, slot: int, request_id: int, group: int, text: Tensor) -> None:
+        """The slot now belongs to a request with text [T]: its prompt, and what it produced before a retraction.
+
+        `group` is who shares its text (`SamplingParams.ngram_group`).
+        """
 
     def prefill(
         self, slot: Tensor, tokens: Tensor, next_tokens: Tensor, positions: Tensor, features: Tensor | None

@@ -27,8 +27,8 @@ class NgramDraft(Draft):
         """A document for all requests."""
         self.index.insert(torch.tensor(tokens, dtype=torch.int32, device=self.state.seq_lens.device))
 
-    def begin(self, slot: int, request_id: int, text: Tensor) -> None:
-        self.index.begin(slot, request=request_id)
+    def begin(self, slot: int, request_id: int, group: int, text: Tensor) -> None:
+        self.index.begin(slot, group=group, request=request_id)
         self.index.insert(text, slot, start=0)  # of a retracted request, what is held is skipped
 
     def propose(self, slots: Tensor) -> Tree:

@@ -31,9 +31,9 @@ class UnionDraft(Draft):
         """A document for all requests."""
         self.ngram.learn(tokens)
 
-    def begin(self, slot: int, request_id: int, text: Tensor) -> None:
-        self.model.begin(slot, request_id, text)
-        self.ngram.begin(slot, request_id, text)
+    def begin(self, slot: int, request_id: int, group: int, text: Tensor) -> None:
+        self.model.begin(slot, request_id, group, text)
+        self.ngram.begin(slot, request_id, group, text)
 
     def prefill(
         self, slot: Tensor, tokens: Tensor, next_tokens: Tensor, positions: Tensor, features: Tensor | None
