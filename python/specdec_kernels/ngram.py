@@ -54,8 +54,8 @@ class NgramIndex:
         max_tokens: text kept, at least; 1 to 2^30. Documents fill up their last block of 27 tokens.
         num_slots: request slots, 1 to 65536.
         max_len: the longest stream of a slot; documents have no limit.
-        num_threads: threads that share the rows of a `draft` and the text of a long `insert`, the caller's included; 1 to
-            256. They leave the bytes that one would. Of no use on a GPU.
+        num_threads: threads that share the rows of a `draft` and the text of a long `insert`, the caller's included;
+            1 to 256. They leave the bytes that one would. Of no use on a GPU.
         device: "cpu", or a CUDA device as torch names it, where the memory is a torch tensor.
 
     Memory is about 68.8 bytes a token of `max_tokens` and 288 a slot; `num_bytes` is exact. A GPU takes 2.4 MB more.

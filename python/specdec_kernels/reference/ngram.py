@@ -158,6 +158,11 @@ class NgramIndex:
         if slot in self.running:
             self.ended[slot] = self.running.pop(slot)
 
+    def end_all(self) -> None:
+        """As a file does: texts stay, streams are forgotten."""
+        self.running.clear()
+        self.ended.clear()
+
     def candidates(self, own: Stream, min_match: int, weights: Weights) -> list[Candidate]:
         context = own.tokens
         found: list[Candidate] = []
