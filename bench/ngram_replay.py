@@ -14,6 +14,8 @@ have said; a draft is accepted as far as it agrees. Requests come one after anot
   warm    it starts with that many tokens of the other documents
   edit    the prompt is the whole document with every 40th token or so changed, dropped or doubled, and what follows is
           the document: no other request is there, as with copying in a chat
+
+With --peers, other packages' drafters replay the same (peers/ngram.py), where they are installed.
 """
 
 from __future__ import annotations
@@ -24,17 +26,21 @@ import random
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import astuple, dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import specdec_kernels as sd
 
+from .harness import Result
+from .record import record
+
+NAME = "ngram_replay"
 PIECES = re.compile(r"\n[ \t]*| ?[^\W\d_]{1,8}|\d{1,3}| ?[^\w\s]|\s|_")
 
 
@@ -47,16 +53,103 @@ class Score:
     drafted: int
     seconds: float  # inside `draft`, of this thread
 
-    def per_lookup(self, value: float) -> float:
-        return value / max(self.lookups, 1)
+    def __add__(self, other: Score) -> Score:
+        return Score(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    def facts(self) -> dict[str, float]:
+        """Per lookup."""
+        sums = {"accepted": self.accepted, "drafted": self.drafted, "us": 1e6 * self.seconds}
+        return {name: round(value / max(self.lookups, 1), 4) for name, value in sums.items()}
 
 
-def read_documents(path: Path, suffix: str) -> list[Tensor]:
+class Drafter:
+    """What is replayed against: one request after another."""
+
+    def learn(self, document: Sequence[int]) -> None:
+        """Text that is there from the start."""
+        raise NotImplementedError
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        """The next request; the one before has ended."""
+        raise NotImplementedError
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """What the round has accepted, and the token behind that."""
+        raise NotImplementedError
+
+    def draft(self) -> Any:
+        """The call that is timed."""
+        raise NotImplementedError
+
+    def nodes(self, found: Any) -> tuple[list[int], list[int]]:
+        """Tokens and parents of what `draft` returned; node 0 is the root."""
+        raise NotImplementedError
+
+
+class Index(Drafter):
+    """Ours."""
+
+    def __init__(self, drafts: int, max_tokens: int, options: dict[str, Any]) -> None:
+        self._index = sd.NgramIndex(max_tokens, 1, 1 << 20)
+        slot, zero = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+        self._tree, *rest = self._index.draft(slot, zero, drafts + 1, **options)
+        names = (*sd.Tree._fields, "scores", "match_len")
+        out = {f"out_{name}": t for name, t in zip(names, (*self._tree, *rest), strict=True)}
+        self._draft = lambda: self._index.draft(slot, zero, drafts + 1, **options, **out)
+
+    def learn(self, document: Sequence[int]) -> None:
+        self._index.insert(torch.tensor(document, dtype=torch.int32))
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self._index.begin(0)
+        self.extend(prompt)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        self._index.insert(torch.tensor(tokens, dtype=torch.int32), 0)
+
+    def draft(self) -> Any:
+        return self._draft()
+
+    def nodes(self, found: Any) -> tuple[list[int], list[int]]:
+        count = int(self._tree.num_nodes[0])
+        return self._tree.tokens[0, :count].tolist(), self._tree.parents[0, :count].tolist()
+
+
+def accepted_length(tokens: list[int], parents: list[int], truth: Sequence[int]) -> int:
+    node = length = 0
+    for token in truth:
+        child = next((c for c in range(node + 1, len(tokens)) if (parents[c], tokens[c]) == (node, token)), None)
+        if child is None:
+            break
+        node, length = child, length + 1
+    return length
+
+
+def replay(drafter: Drafter, requests: Iterable[tuple[list[int], list[int]]]) -> Score:
+    """Each request a prompt and what follows. The token behind an accepted draft, the bonus, is the truth's own."""
+    lookups = accepted = drafted = 0
+    seconds = 0.0
+    for prompt, output in requests:
+        drafter.begin(prompt)
+        at = 0
+        while at < len(output):
+            start = time.thread_time()
+            found = drafter.draft()
+            seconds += time.thread_time() - start
+            tokens, parents = drafter.nodes(found)
+            length = accepted_length(tokens, parents, output[at:])
+            drafter.extend(output[at : at + length + 1])
+            at += length + 1
+            lookups, accepted, drafted = lookups + 1, accepted + length, drafted + len(tokens) - 1
+    return Score(lookups, accepted, drafted, seconds)
+
+
+def read_documents(path: Path, suffix: str) -> list[list[int]]:
     if path.is_dir() or path.suffix not in (".npy", ".i32", ".bin"):
         files = sorted(path.rglob(f"*{suffix}")) if path.is_dir() else [path]
         ids: dict[str, int] = {}
         texts = (PIECES.findall(file.read_text("utf-8", "replace")) for file in files if file.is_file())
-        return [torch.tensor([ids.setdefault(p, len(ids)) for p in text], dtype=torch.int32) for text in texts]
+        return [[ids.setdefault(piece, len(ids) + 1) for piece in text] for text in texts]
     if path.suffix == ".npy":
         import numpy as np
 
@@ -64,7 +157,7 @@ def read_documents(path: Path, suffix: str) -> list[Tensor]:
     else:
         tokens = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.int32)
     ends = [-1, *(tokens < 0).nonzero().flatten().tolist(), len(tokens)]
-    return [tokens[start + 1 : end] for start, end in pairwise(ends)]
+    return [tokens[start + 1 : end].tolist() for start, end in pairwise(ends)]
 
 
 def edited(document: Sequence[int], rng: random.Random) -> list[int]:
@@ -81,39 +174,37 @@ def edited(document: Sequence[int], rng: random.Random) -> list[int]:
     return text
 
 
-def accepted_length(tokens: list[int], parents: list[int], count: int, truth: Sequence[int]) -> int:
-    node = length = 0
-    for token in truth:
-        child = next((c for c in range(node + 1, count) if parents[c] == node and tokens[c] == token), None)
-        if child is None:
-            break
-        node, length = child, length + 1
-    return length
+@dataclass(frozen=True)
+class Text:
+    """Documents, of which the last are requests."""
 
+    corpus: list[list[int]]
+    requests: list[list[int]]
+    prompt: int  # tokens of a prompt, and of what follows, at most
+    output: int
 
-def replay(
-    index: sd.NgramIndex, requests: Iterator[tuple[list[int], list[int]]], drafts: int, options: dict[str, Any]
-) -> Score:
-    """Each request a prompt and what follows. The token behind an accepted draft, the bonus, is the truth's own."""
-    lookups = accepted = drafted = 0
-    seconds = 0.0
-    slot, zero = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    tree, *rest = index.draft(slot, zero, drafts + 1, **options)
-    out = {f"out_{n}": t for n, t in zip((*sd.Tree._fields, "scores", "match_len"), (*tree, *rest), strict=True)}
-    for prompt, output in requests:
-        index.begin(0)
-        index.insert(torch.tensor(prompt, dtype=torch.int32), 0)
-        at = 0
-        while at < len(output):
-            start = time.thread_time()
-            index.draft(slot, zero, drafts + 1, **options, **out)
-            seconds += time.thread_time() - start
-            count = int(tree.num_nodes[0])
-            length = accepted_length(tree.tokens[0].tolist(), tree.parents[0].tolist(), count, output[at:])
-            index.insert(torch.tensor(output[at : at + length + 1], dtype=torch.int32), 0)
-            at += length + 1
-            lookups, accepted, drafted = lookups + 1, accepted + length, drafted + count - 1
-    return Score(lookups, accepted, drafted, seconds)
+    def continued(self) -> Iterator[tuple[list[int], list[int]]]:
+        for document in self.requests:
+            head = min(self.prompt, len(document) // 2)
+            yield document[:head], document[head : head + self.output]
+
+    def score(self, make: Callable[[], Drafter], held: int) -> Score:
+        """Of all requests by one drafter, which holds that much of the other documents."""
+        drafter = make()
+        for document in reversed(self.corpus):  # the nearest, and the nearest of them last
+            if held <= 0:
+                break
+            drafter.learn(document[:held])
+            held -= len(document)
+        return replay(drafter, self.continued())
+
+    def score_edits(self, make: Callable[[], Drafter]) -> Score:
+        """Of each request by a drafter of its own."""
+        rng, total = random.Random(0), Score(0, 0, 0, 0.0)
+        for document in self.requests:
+            truth = document[: self.output]
+            total += replay(make(), [(edited(truth, rng), truth)])
+        return total
 
 
 def numbers(text: str) -> list[int]:
@@ -122,7 +213,7 @@ def numbers(text: str) -> list[int]:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="ngram_replay", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=NAME, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("file", type=Path, help="tokens, or text")
     parser.add_argument("--suffix", default="", help="of the files of a folder")
@@ -135,8 +226,17 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--own-weight", type=float, default=4.0)
     parser.add_argument("--recency", type=float, default=1.0)
     parser.add_argument("--min-prob", type=float, default=0.0)
+    parser.add_argument("--peers", action="store_true", help="beside other packages' drafters")
     parser.add_argument("--json", type=Path, help="write the scores to a file, too")
     return parser.parse_args(arguments)
+
+
+def command_line(args: argparse.Namespace, arguments: Sequence[str]) -> str:
+    """Without the places of files."""
+    files = {str(args.file), str(args.json)}
+    return " ".join(
+        [f"python -m specdec_kernels.bench.{NAME}", *(Path(a).name if a in files else a for a in arguments)]
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -145,49 +245,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not documents:
         print(f"ngram_replay: {args.file} has no document of 32 tokens or more", file=sys.stderr)
         return 2
-    last = [d.tolist() for d in documents[-args.requests :]]
-    corpus = documents[: -args.requests]
+    text = Text(documents[: -args.requests], documents[-args.requests :], args.prompt, args.output)
     options = {name: getattr(args, name) for name in ("mode", "own_weight", "recency", "min_prob")}
+    tokens, asked = sum(map(len, documents)), sum(map(len, text.requests))
+    makers: dict[str, Callable[[int, int], Drafter]] = {
+        "index": lambda drafts, held: Index(drafts, max(held, 1 << 17) + asked, options)
+    }
+    if args.peers:
+        from .peers.ngram import ngram_drafters
 
-    def continued() -> Iterator[tuple[list[int], list[int]]]:
-        for document in last:
-            head = min(args.prompt, len(document) // 2)
-            yield document[:head], document[head : head + args.output]
+        makers |= {name: lambda drafts, held, make=make: make(drafts) for name, make in ngram_drafters().items()}
 
-    scores: list[dict[str, Any]] = []
-
-    def report(workload: str, drafts: int, score: Score) -> None:
-        scores.append({"workload": workload, "drafts": drafts, **asdict(score)})
-        print(
-            f"{workload:>12} {drafts:>6} {score.per_lookup(score.accepted):>9.3f} "
-            f"{score.per_lookup(score.drafted):>8.1f} {1e6 * score.per_lookup(score.seconds):>8.1f} {score.lookups:>8}",
-            flush=True,
-        )
-
-    sizes = [len(d) for d in documents]
-    print(f"{len(documents)} documents, {sum(sizes)} tokens; the last {len(last)} are requests")
-    print(f"{'':>12} {'drafts':>6} {'accepted':>9} {'drafted':>8} {'us':>8} {'lookups':>8}")
-    for held in (0, *args.warm):
+    print(f"{len(documents)} documents, {tokens} tokens; the last {len(text.requests)} are requests")
+    print(f"{'':>12} {'drafts':>6} {'':>16} {'accepted':>9} {'drafted':>8} {'us':>8} {'lookups':>8}")
+    results: list[Result] = []
+    for workload, held in [("cold", 0), *((f"warm {held:.0e}", held) for held in args.warm), ("edit", 0)]:
         for drafts in args.drafts:
-            index = sd.NgramIndex(max(held, 1 << 17) + sum(sizes[-args.requests :]), 1, 1 << 20)
-            room = held
-            for document in reversed(corpus):  # the nearest, and the nearest of them last
-                if room <= 0:
-                    break
-                index.insert(document[:room].contiguous())
-                room -= len(document)
-            report("cold" if held == 0 else f"warm {held:.0e}", drafts, replay(index, continued(), drafts, options))
-    for drafts in args.drafts:
-        sums = [0, 0, 0, 0.0]
-        rng = random.Random(0)
-        for document in last:
-            truth = document[: args.output]
-            index = sd.NgramIndex(1 << 14, 1, 1 << 14)
-            part = replay(index, iter([(edited(truth, rng), truth)]), drafts, options)
-            sums = [a + b for a, b in zip(sums, asdict(part).values(), strict=True)]
-        report("edit", drafts, Score(*sums))  # type: ignore[arg-type]
+            for name, maker in makers.items():
+                make = partial(maker, drafts, held)
+                score = text.score_edits(make) if workload == "edit" else text.score(make, held)
+                facts = score.facts()
+                params = {"text": args.file.stem, "workload": workload, "drafts": drafts, "drafter": name}
+                results.append(Result(NAME, params, "cpu", facts=facts))
+                print(
+                    f"{workload:>12} {drafts:>6} {name:>16} {facts['accepted']:>9.3f} {facts['drafted']:>8.1f} "
+                    f"{facts['us']:>8.1f} {score.lookups:>8}",
+                    flush=True,
+                )
     if args.json:
-        args.json.write_text(json.dumps({"options": options, "scores": scores}, indent=1) + "\n")
+        command = command_line(args, sys.argv[1:] if arguments is None else arguments)
+        run = record(results, torch.device("cpu"), None, command)
+        args.json.write_text(json.dumps(run, indent=1) + "\n")
     return 0
 
 

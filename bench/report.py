@@ -23,6 +23,7 @@ from specdec_kernels.cli.bench import (
     text_of,
 )
 
+REPLAY = "ngram_replay"
 HEAD = """\
 # Benchmarks
 
@@ -54,7 +55,7 @@ def section(name: str, run: dict[str, Any]) -> str:
     calls = [r for r in run["results"] if "call" in r["params"]]
     ops = [r for r in run["results"] if "call" not in r["params"]]
     for op in dict.fromkeys(r["op"] for r in ops):
-        table = round_table if op == ROUND else op_table
+        table = {ROUND: round_table, REPLAY: replay_table}.get(op, op_table)
         lines += ["", f"### {op}", "", *table([r for r in ops if r["op"] == op])]
     if calls:
         lines += ["", "### call_overhead", "", "| call | ns |", "|---|---:|"]
@@ -69,6 +70,23 @@ def round_table(results: list[dict[str, Any]]) -> list[str]:
         "| " + " | ".join(ROUND_COLUMNS) + " |",
         "|---|" + "---:|" * (len(ROUND_COLUMNS) - 1),
         *("| " + " | ".join(round_row(r)) + " |" for r in results),
+    ]
+
+
+def replay_table(results: list[dict[str, Any]]) -> list[str]:
+    """Accepted drafts per lookup, a column for each drafter."""
+    drafters = list(dict.fromkeys(r["params"]["drafter"] for r in results))
+    rows: dict[tuple[str, ...], dict[str, str]] = {}
+    for r in results:
+        p = r["params"]
+        row = rows.setdefault((p["text"], p["workload"], str(p["drafts"])), {})
+        row[p["drafter"]] = f"{r['facts']['accepted']:.3f}"
+    return [
+        "Accepted drafts per lookup.",
+        "",
+        "| text | workload | drafts | " + " | ".join(drafters) + " |",
+        "|---|---|" + "---:|" * (1 + len(drafters)),
+        *("| " + " | ".join([*size, *(row.get(name, "") for name in drafters)]) + " |" for size, row in rows.items()),
     ]
 
 

@@ -124,8 +124,8 @@ def test_files_of_other_kinds_are_refused(tmp_path: Path) -> None:
     assert refusal(file, b"") == refusal(file, b"sdngra") == refusal(file, b"PK\x03\x04" * 1000) == want
     full_index().save(file)
     data = file.read_bytes()
-    other = data[:8] + struct.pack("<I", 2) + data[12:]
-    assert refusal(file, other) == "ngram_load: file has version 2, expected version 1"
+    other = data[:8] + struct.pack("<I", 3) + data[12:]
+    assert refusal(file, other) == "ngram_load: file has version 3, expected version 2"
 
 
 def test_truncated_files_are_refused(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import specdec_kernels as sd
@@ -23,6 +23,32 @@ def ints(values: list[int]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
+class OnDevice:
+    """An index anywhere that takes and gives tensors on the CPU, and can be told in one call where to go on."""
+
+    def __init__(self, device: torch.device, *sizes: int, **options: int) -> None:
+        self._device, self._options = device, options
+        self.index = sd.NgramIndex(*sizes, device=device, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        def move(value: Any, device: torch.device | str) -> Any:
+            if isinstance(value, tuple):
+                moved = [move(item, device) for item in value]
+                return type(value)(*moved) if hasattr(value, "_fields") else tuple(moved)
+            return value.to(device) if isinstance(value, torch.Tensor) else value
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            options = {key: move(value, self._device) for key, value in options.items()}
+            return move(getattr(self.index, name)(*move(arguments, self._device), **options), "cpu")
+
+        return call
+
+    def through_a_file(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            self.index.save(Path(folder) / "index")
+            self.index = sd.NgramIndex.load(Path(folder) / "index", device=self._device, **self._options)
+
+
 def outputs(batch: int, n: int) -> dict[str, torch.Tensor]:
     """Every out_* of draft, full of garbage."""
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys((*FIELDS[:5], "scores"), (batch, n))
@@ -31,7 +57,9 @@ def outputs(batch: int, n: int) -> dict[str, torch.Tensor]:
     return {f"out_{k}": torch.full(s, -123456, dtype=dtypes.get(k, torch.int32)) for k, s in shapes.items()}
 
 
-def draft(index: sd.NgramIndex, slots: list[int], n: int, lens: list[int] | None = None, **options: Any) -> Any:
+def draft(
+    index: sd.NgramIndex | OnDevice, slots: list[int], n: int, lens: list[int] | None = None, **options: Any
+) -> Any:
     seq_lens = ints(lens if lens is not None else [100 + s for s in slots])
     return index.draft(ints(slots), seq_lens, n, **options, **outputs(len(slots), n))
 
@@ -78,7 +106,9 @@ def row_of(tree: sd.Tree, b: int) -> sd.Tree:
     return sd.Tree(*(field[b] for field in tree))
 
 
-def check_same(index: sd.NgramIndex, model: reference.NgramIndex, slots: list[int], n: int, **options: Any) -> None:
+def check_same(
+    index: sd.NgramIndex | OnDevice, model: reference.NgramIndex, slots: list[int], n: int, **options: Any
+) -> None:
     lens = [10 * s + 3 for s in slots]
     tree, scores, match_len = draft(index, slots, n, lens, **options)
     for b, slot in enumerate(slots):
@@ -116,6 +146,10 @@ def call_lists(draw: st.DrawFn) -> list[tuple[Any, ...]]:
         st.sampled_from([None, 0, 1]),
     )
     step = st.tuples(st.just("insert"), texts(alphabet, 4), st.integers(0, NUM_SLOTS - 1))
+    again = st.tuples(st.just("again"), st.integers(0, NUM_SLOTS - 1), texts(alphabet, 4), st.floats(0, 1))
+    rows = st.lists(st.tuples(st.integers(-1, NUM_SLOTS), texts(alphabet, 5)), min_size=1, max_size=5)
+    extend = st.tuples(st.just("extend"), rows)
+    file = st.tuples(st.just("file"))
     release = st.tuples(st.just("release"), st.integers(0, NUM_SLOTS - 1))
     look = st.tuples(
         st.just("draft"),
@@ -125,7 +159,8 @@ def call_lists(draw: st.DrawFn) -> list[tuple[Any, ...]]:
         st.sampled_from([1, 1, 2, 3, 9, 32]),
         st.sampled_from([(4.0, 1.0, 1.0, 1.0), (1.0, 2.5, 0.5, 0.75), (1.0, 0.0, 0.0, 0.5), (0.0, 1.0, 256.0, 1e-3)]),
     )
-    return draw(st.lists(st.one_of(insert, document, begin, step, look, look, release), max_size=25))
+    calls = (insert, document, begin, step, extend, extend, again, look, look, look, release, file)
+    return draw(st.lists(st.one_of(*calls), max_size=25))
 
 
 def options_of(mode: str, min_prob: float, min_match: int, weights: tuple[float, ...]) -> dict[str, Any]:
@@ -133,10 +168,20 @@ def options_of(mode: str, min_prob: float, min_match: int, weights: tuple[float,
     return {"mode": mode, "min_prob": min_prob, "min_match": min_match, **dict(zip(names, weights, strict=True))}
 
 
-@settings(max_examples=300, deadline=None)
-@given(call_lists())
-def test_matches_model(calls: list[tuple[Any, ...]]) -> None:
-    index, model = sd.NgramIndex(1 << 14, NUM_SLOTS, 4000), reference.NgramIndex()
+def rows_of(rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Texts as `extend` takes them: [B, S], padded with what is no token, and their lengths."""
+    width = max(map(len, rows), default=0)
+    padded = [row + [-7] * (width - len(row)) for row in rows]
+    return torch.tensor(padded, dtype=torch.int32).reshape(len(rows), width), ints([len(row) for row in rows])
+
+
+on_any_device = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@settings(on_any_device, max_examples=300)
+@given(calls=call_lists())
+def test_matches_model(calls: list[tuple[Any, ...]], device: torch.device) -> None:
+    index, model = OnDevice(device, 1 << 14, NUM_SLOTS, 4000), reference.NgramIndex()
     for call, *arguments in [*calls, ("draft", 16, "tree", 0.0, 1, (4.0, 1.0, 1.0, 1.0))]:
         if call == "insert":
             tokens, slot = arguments
@@ -146,6 +191,18 @@ def test_matches_model(calls: list[tuple[Any, ...]]) -> None:
             tokens, group = arguments
             index.insert(ints(tokens), group=group)
             model.insert(tokens, group=group)
+        elif call == "again":  # what the stream holds already, from somewhere on, and more
+            slot, tokens, share = arguments
+            held = model.running[slot].tokens if slot in model.running else []
+            start = int(share * len(held))
+            index.insert(ints(held[start:] + tokens), slot, start=start)
+            model.insert(held[start:] + tokens, slot, start=start)
+        elif call == "extend":
+            slots, texts = zip(*arguments[0], strict=True)
+            index.extend(*rows_of(texts), ints(slots))
+            for slot, tokens in arguments[0]:
+                if 0 <= slot < NUM_SLOTS:
+                    model.insert(tokens, slot)
         elif call == "begin":
             slot, group, private, request = arguments
             for each in (index, model):
@@ -154,6 +211,9 @@ def test_matches_model(calls: list[tuple[Any, ...]]) -> None:
         elif call == "release":
             index.release(arguments[0])
             model.release(arguments[0])
+        elif call == "file":
+            index.through_a_file()
+            model.end_all()
         else:
             n, *options = arguments
             check_same(index, model, [0, 1, 2], n, **options_of(*options))
@@ -183,51 +243,83 @@ def is_inside(needle: list[int], text: list[int]) -> bool:
     return any(text[i : i + len(needle)] == needle for i in range(len(text) - len(needle) + 1))
 
 
-@settings(max_examples=200, deadline=None)
-@given(st.integers(1, 200), st.integers(1, 5), st.integers(0, 2**32))
-def test_ageing_text_is_never_misread(max_tokens: int, alphabet: int, seed: int) -> None:
-    """On a ring and a table far too small, through files and scopes: each path continues text that its stream may see,
-    and twins stay equal, one of them with threads."""
+class Ring:
+    """Which tokens are held: a stream's go to blocks of 27, and whoever needs room takes the oldest."""
+
+    def __init__(self, max_tokens: int, num_slots: int) -> None:
+        self._blocks, self._taken = -(-max_tokens // 27) + num_slots, 0
+        self._block: dict[reference.Stream, list[int]] = {}  # of each token, by the order in which blocks were taken
+
+    def write(self, model: reference.NgramIndex) -> None:
+        """What the model has got since, which is one text's."""
+        for text in model.texts:
+            blocks = self._block.setdefault(text, [])
+            for at in range(len(blocks), len(text.tokens)):
+                if at % 27 == 0 or blocks[-1] <= self._taken - self._blocks:
+                    self._taken += 1
+                    blocks.append(self._taken)
+                else:
+                    blocks.append(blocks[-1])
+
+    def held(self, text: reference.Stream) -> list[int]:
+        gone = sum(block <= self._taken - self._blocks for block in self._block.get(text, []))
+        return text.tokens[gone:]
+
+
+@settings(on_any_device, max_examples=200)
+@given(max_tokens=st.integers(1, 200), alphabet=st.integers(1, 5), seed=st.integers(0, 2**32))
+def test_ageing_text_is_never_misread(max_tokens: int, alphabet: int, seed: int, device: torch.device) -> None:
+    """On a ring and a table far too small, through files and scopes: each path continues text that its stream may see
+    and that is held, and twins stay equal, one of them with threads."""
     rng = random.Random(seed)
-    index, twin = sd.NgramIndex(max_tokens, 3, 10_000), sd.NgramIndex(max_tokens, 3, 10_000, num_threads=3)
-    model = reference.NgramIndex()
-    with tempfile.TemporaryDirectory() as folder:
-        for _ in range(60):
-            action = rng.random()
-            slot = rng.randrange(3)
-            if action < 0.05:
-                for each in (index, twin, model):
-                    each.release(slot)
-            elif action < 0.2:
-                options = {
-                    "group": rng.randrange(3),
-                    "private": rng.random() < 0.3,
-                    "request": rng.choice([None, 1, 2]),
-                }
-                for each in (index, twin, model):
-                    each.begin(slot, **options)
-                assert index.length(slot) == twin.length(slot) == model.length(slot)
-            elif action < 0.6:
-                tokens = [rng.randrange(alphabet) for _ in range(rng.choice([1, 2, 5, 30, 100]))]
-                target = rng.choice([slot, slot, None])
-                group = rng.randrange(3) if target is None else 0
-                for each in (index, twin):
-                    each.insert(ints(tokens), target, group=group)
-                model.insert(tokens, target, group=group)
-            elif action < 0.63:
-                file = Path(folder) / "index"
-                index.save(file)
-                index, twin = sd.NgramIndex.load(file), sd.NgramIndex.load(file, num_threads=3)
-                model.running.clear()
-                model.ended.clear()
-            else:
-                check_ageing(index, twin, model, rng.choice(["tree", "chain"]))
-            statistics = index.statistics
-            assert 0 <= statistics.held <= min(statistics.inserted, max_tokens + 4 * 27)
-    assert index._index.digest() == twin._index.digest()
+    index = OnDevice(device, max_tokens, 3, 10_000)
+    twin = OnDevice(torch.device("cpu"), max_tokens, 3, 10_000, num_threads=3)
+    model, ring = reference.NgramIndex(), Ring(max_tokens, 3)
+    for _ in range(60):
+        action = rng.random()
+        slot = rng.randrange(3)
+        if action < 0.05:
+            for each in (index, twin, model):
+                each.release(slot)
+        elif action < 0.2:
+            options = {
+                "group": rng.randrange(3),
+                "private": rng.random() < 0.3,
+                "request": rng.choice([None, 1, 2]),
+            }
+            for each in (index, twin, model):
+                each.begin(slot, **options)
+            assert index.length(slot) == twin.length(slot) == model.length(slot)
+        elif action < 0.5:
+            tokens = [rng.randrange(alphabet) for _ in range(rng.choice([1, 2, 5, 30, 100]))]
+            target = rng.choice([slot, slot, None])
+            group = rng.randrange(3) if target is None else 0
+            for each in (index, twin):
+                each.insert(ints(tokens), target, group=group)
+            model.insert(tokens, target, group=group)
+            ring.write(model)
+        elif action < 0.6:
+            slots = [rng.randrange(-1, 3) for _ in range(3)]
+            texts = [[rng.randrange(alphabet) for _ in range(rng.randrange(6))] for _ in slots]
+            for each in (index, twin):
+                each.extend(*rows_of(texts), ints(slots))
+            for row, tokens in zip(slots, texts, strict=True):
+                if row >= 0:
+                    model.insert(tokens, row)
+                    ring.write(model)
+        elif action < 0.63:
+            index.through_a_file()
+            twin.through_a_file()
+            model.end_all()
+        else:
+            check_ageing(index, twin, model, ring, rng.choice(["tree", "chain"]))
+        statistics = index.index.statistics
+        assert statistics == twin.index.statistics
+        assert statistics.held == sum(len(ring.held(text)) for text in model.texts)
+    assert index.index._index.digest() == twin.index._index.digest()
 
 
-def check_ageing(index: sd.NgramIndex, twin: sd.NgramIndex, model: reference.NgramIndex, mode: str) -> None:
+def check_ageing(index: OnDevice, twin: OnDevice, model: reference.NgramIndex, ring: Ring, mode: str) -> None:
     tree, scores, match_len = draft(index, [0, 1, 2], 20, [5, 6, 7], mode=mode)
     for field, other in zip(tree, draft(twin, [0, 1, 2], 20, [5, 6, 7], mode=mode)[0], strict=True):
         assert torch.equal(field, other)
@@ -241,11 +333,11 @@ def check_ageing(index: sd.NgramIndex, twin: sd.NgramIndex, model: reference.Ngr
         assert (length > 0) == (int(tree.num_nodes[b]) > 1)
         suffix = own.tokens[-max(length, 1) :]
         assert own.tokens[-1] == int(tree.tokens[b, 0])
-        seen = [t.tokens for t in model.texts if t.scope in own.sees()]
+        held = [ring.held(text) for text in model.texts if text.scope in own.sees()]
         if length:
-            assert any(is_inside(suffix, t) for t in seen)
-        for path in paths(tree, b):
-            assert any(is_inside(path, t) for t in seen)
+            assert any(is_inside(suffix, text) for text in held)
+            for path in paths(tree, b):
+                assert any(is_inside(path, text) for text in held)
 
 
 def test_released_text_is_found_until_overwritten() -> None:
@@ -256,7 +348,8 @@ def test_released_text_is_found_until_overwritten() -> None:
     index.insert(ints([7, 8, 9]), 0)  # the slot is used again: that alone overwrites nothing
     index.insert(ints(text[:20]), 1)
     tree, scores, match_len = draft(index, [1], 31)
-    assert tree.tokens[0].tolist() == text[19:50] and int(match_len[0]) == 20 and not scores.any()
+    assert tree.tokens[0].tolist() == text[19:50] and int(match_len[0]) == 20
+    assert scores[0].exp().tolist() == pytest.approx([(22 / 24) ** depth for depth in range(31)], rel=0.05)
     filler = list(range(1000, 3000))
     index.insert(ints(filler))
     tree, _, match_len = draft(index, [1], 31)
@@ -265,7 +358,7 @@ def test_released_text_is_found_until_overwritten() -> None:
 
 def test_full_table_keeps_the_newest() -> None:
     index = sd.NgramIndex(2000, 1, 10)
-    text = torch.randperm(20_000).to(torch.int32)  # four new n-grams a token, where the table has room for two
+    text = torch.randperm(20_000).to(torch.int32)  # four new n-grams a token, where the table has room for one
     index.insert(text)
     assert index.statistics.evictions > 60_000
     for at in range(19_600, 19_999, 19):
@@ -276,7 +369,7 @@ def test_full_table_keeps_the_newest() -> None:
 
 def test_stream_outlives_its_stored_text() -> None:
     """The context is kept apart from the ring, so a request goes on drafting when all it wrote is gone."""
-    index = sd.NgramIndex(100, 1, 500)
+    index = sd.NgramIndex(200, 1, 500)
     index.insert(ints([1, 2, 3, 4, 5]), 0)
     document = list(range(10, 300))
     index.insert(ints(document))
@@ -291,11 +384,13 @@ def test_own_text_weighs_four_times() -> None:
     for follower in (5, 5, 5, 6):
         index.insert(ints([1, 2, follower]))
     tree, scores, _ = draft(index, [0], 4)
-    assert tree.tokens[0].tolist() == [2, 9, 4, 1]  # 4 of 8
-    assert scores[0].exp().tolist() == pytest.approx([1, 0.5, 0.5, 0.5])
+    goes_on = 4 / 6  # after a match of 2
+    assert tree.tokens[0].tolist() == [2, 9, 5, 4]  # 4 of 8, 3 of 8, and 4 of 8 a step further
+    want = [1, goes_on / 2, goes_on * 3 / 8, goes_on**2 / 2]
+    assert scores[0].exp().tolist() == pytest.approx(want, rel=0.01)
     tree, scores, _ = draft(index, [0], 8)
-    assert tree.tokens[0].tolist() == [2, 9, 4, 1, 2, 5, 6, 2] and tree.num_nodes.tolist() == [7]
-    assert scores[0, 5:7].exp().tolist() == pytest.approx([3 / 8, 1 / 8])
+    assert tree.tokens[0].tolist() == [2, 9, 5, 4, 1, 2, 6, 2] and tree.num_nodes.tolist() == [7]
+    assert scores[0, 6].exp() == pytest.approx(goes_on / 8, rel=0.01)
 
 
 def test_weights_of_scopes_and_of_age() -> None:
@@ -308,7 +403,7 @@ def test_weights_of_scopes_and_of_age() -> None:
     assert tree.tokens[0].tolist() == [1, 7, 6, 5]  # the group's first, its newest first; no other group's
     tree, scores, _ = draft(index, [0], 4, group_weight=2.0, recency=0.5)
     assert tree.tokens[0].tolist() == [1, 7, 6, 5]
-    assert scores[0].exp().tolist() == pytest.approx([1, 2 / 4, 1 / 4, 1 / 4])
+    assert scores[0].exp().tolist() == pytest.approx([1, 0.6 * 2 / 4, 0.6 / 4, 0.6 / 4], rel=0.01)
     assert draft(index, [0], 4, group_weight=0.0)[0].tokens.tolist() == [[1, 5, 1, 1]]
     assert draft(index, [0], 4, global_weight=0.0)[0].num_nodes.tolist() == [3]
 
@@ -381,7 +476,9 @@ def test_more_than_32_candidates_are_cut() -> None:
     index.begin(0, group=1)
     index.insert(ints(list(range(1, 9))), 0)
     tree, _, match_len = draft(index, [0], 64)
-    assert tree.num_nodes.tolist() == [15] and match_len.tolist() == [8]  # 7 texts of each scope, each 4 times
+    assert tree.num_nodes.tolist() == [31] and match_len.tolist() == [
+        8
+    ]  # 15 texts of each scope, and two of them again
 
 
 def test_chain_has_one_child_each() -> None:
@@ -443,7 +540,7 @@ def test_large_token_ids() -> None:
 
 def test_memory_is_as_documented_and_fixed() -> None:
     index = sd.NgramIndex(1 << 20, 64, 4096)
-    assert index.num_bytes == 768 + (1 << 20) // 4 * 256 + (38837 + 64 + 1) * 128 + 64 * 160
+    assert index.num_bytes == 768 + (1 << 20) // 8 * 512 + (38837 + 64 + 1) * 128 + 64 * 160
     assert index.num_bytes / (1 << 20) < 69
     small = sd.NgramIndex(50, 1, 10_000)
     before = small.num_bytes
@@ -457,10 +554,10 @@ def test_clear_and_statistics() -> None:
     fresh = index._index.digest()
     index.insert(ints([1, 2, 1]), 1)
     draft(index, [0, 1], 4)
-    assert index.statistics[:8] == (3, 3, 3, 3 / 200, 0, 1, 1, 2)  # 1 -> 2; 2 -> 1 and (1, 2) -> 1
+    assert index.statistics[:8] == (3, 3, 3, 3 / 104, 0, 1, 1, 2)  # 1 -> 2; 2 -> 1 and (1, 2) -> 1
     index.insert(torch.arange(2000, dtype=torch.int32))
     statistics = index.statistics
-    assert statistics.evictions > 0 and statistics.entries <= 200 and statistics.load <= 1
+    assert statistics.evictions > 0 and statistics.entries <= 104 and statistics.load <= 1
     assert statistics.inserted == 2003 and 100 <= statistics.held <= 6 * 27
     index.clear()
     assert index.statistics == (*(0,) * 8, [0] * 33, [0] * 33, 0) and index._index.digest() == fresh

@@ -35,6 +35,21 @@ def test_threads_share_the_rows(num_threads: int, batch: int) -> None:
     assert shared.statistics == alone.statistics
 
 
+@pytest.mark.parametrize("max_tokens", [1, 3000, 100_000])
+@pytest.mark.parametrize("num_threads", [2, 5])
+def test_threads_insert_what_one_would(num_threads: int, max_tokens: int) -> None:
+    """Documents and streams, from any place in a block, in a ring and a table that hold them and that do not."""
+    torch.manual_seed(max_tokens)
+    one, many = (sd.NgramIndex(max_tokens, 2, 10**6, num_threads=n) for n in (1, num_threads))
+    for size, slot, group in ((20_000, None, 0), (5, 1, 0), (1025, 1, 0), (8192, 1, 0), (8193, None, 3), (513, 0, 0)):
+        text = (torch.rand(size) ** 3 * 300).int()
+        for index in (one, many):
+            index.insert(text, slot, group=group)
+        assert one._index.digest() == many._index.digest() and one.statistics == many.statistics
+        for fields in zip(*(index.draft(None, ints([5, 6]), 16)[0] for index in (one, many)), strict=True):
+            assert torch.equal(*fields)
+
+
 def test_drafts_go_on_beside_a_long_insert() -> None:
     """From two threads, one of which finds the pool's workers taken."""
     index = cycles(32, num_threads=2)

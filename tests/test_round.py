@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from conftest import HAS_CUDA
 from random_models import random_prompts, save_random_model
 from specdec_kernels import Status, free_pages
 from specdec_kernels.engine import Engine, SamplingParams, Speculation
@@ -211,11 +212,11 @@ def test_the_ngram_streams_are_the_texts_of_the_requests(monkeypatch: pytest.Mon
     begun = 0
 
     class Recorder:
-        def begin(self, slot: int, request: int) -> None:
+        def begin(self, slot: int, group: int, request: int) -> None:
             nonlocal begun
             begun += 1
             running[slot] = request
-            index.begin(slot, request=request)
+            index.begin(slot, group=group, request=request)
             assert index.length(slot) in (0, len(texts.get(request, [])))
 
         def insert(self, tokens: torch.Tensor, slot: int, start: int) -> None:
@@ -244,6 +245,47 @@ def test_the_ngram_streams_are_the_texts_of_the_requests(monkeypatch: pytest.Mon
     assert sum(statistics.rounds_by_match) == sum(o.stats.rounds for o in outputs)
     # A request's last round may be cut short by its budget.
     assert sum(statistics.accepted_by_match) >= sum(o.stats.accepted for o in outputs)
+
+
+@pytest.mark.parametrize("name", ["ngram", "eagle3+ngram"])
+def test_groups_draft_from_their_own_texts(name: str, device: torch.device) -> None:
+    """The same request again is drafted from its first run by its own group and by everybody's, not by another."""
+    prompt = prompts()[1]
+
+    def rounds(first: int, second: int) -> int:
+        engine = make_engine(name, device, num_slots=1)
+        groups = [SamplingParams(40, ignore_eos=True, ngram_group=group) for group in (first, second)]
+        outputs = [engine.generate([prompt], params)[0] for params in groups]
+        assert outputs[0].tokens == outputs[1].tokens and not engine._executor.groups
+        return outputs[1].stats.rounds
+
+    shared, seen = rounds(7, 7), rounds(0, 7)
+    apart, hidden = rounds(7, 8), rounds(7, 0)
+    assert max(shared, seen) < min(apart, hidden)
+
+
+@pytest.mark.skipif(not HAS_CUDA, reason="no GPU here")
+@pytest.mark.parametrize("name", ["ngram", "eagle3+ngram"])
+def test_captured_rounds_feed_the_index(name: str) -> None:
+    """Two in flight, with retractions and slots that are given away: all that was said is held, once and in order."""
+    engine = make_engine(name, "cuda", num_slots=4, num_pages=60)
+    assert engine.graphs is not None
+    outputs = engine.generate(prompts()[:6], SamplingParams(max_new_tokens=60, ignore_eos=True))
+    assert engine._scheduler.num_retractions > 0
+    draft: Any = engine.draft
+    index = (draft if name == "ngram" else draft.ngram).index.to("cpu")
+    statistics = index.statistics
+    assert statistics.inserted == statistics.held == sum(len(o.prompt_tokens + o.tokens) for o in outputs)
+    assert sum(statistics.rounds_by_match) == sum(o.stats.rounds for o in outputs) and statistics.refused == 0
+    for output in outputs:
+        text = output.prompt_tokens + output.tokens
+        index.begin(0, private=True)
+        index.insert(torch.tensor(text[:-12], dtype=torch.int32), 0)
+        tree, _, match_len = index.draft(torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), 256)
+        node = 0
+        for token in text[-12:]:
+            node = next(i for i in range(256) if (tree.parents[0, i], tree.tokens[0, i]) == (node, token))
+        assert match_len[0] == min(32, len(text) - 12)
 
 
 # --- chunks

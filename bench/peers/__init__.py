@@ -1,7 +1,8 @@
 """Other packages' kernels for the work of ours, as baselines, where they are installed. None of their code is here.
 
 An adapter hands a case its peers: it allocates what the package's own engine allocates per round, calls the package's
-functions, and says how their results compare with the reference. Written for sglang 0.5.23 and flashinfer-python 0.7.2.
+functions, and says how their results compare with the reference. Written for sglang 0.5.23,
+flashinfer-python 0.7.2 and arctic-inference 0.3.0.
 """
 
 from __future__ import annotations
@@ -18,15 +19,20 @@ from ..harness import Baseline
 
 
 @cache
-def module(name: str, device: torch.device) -> Any:
-    """A module of a peer's; None without a GPU or the package, or, said on stderr, where it does not import."""
-    if device.type != "cuda" or find_spec(name.partition(".")[0]) is None:
+def installed(name: str) -> Any:
+    """A module of a peer's; None without the package, or, said on stderr, where it does not import."""
+    if find_spec(name.partition(".")[0]) is None:
         return None
     try:
         return import_module(name)
     except Exception as error:  # whatever an installation of another package may lack
         print(f"specdec bench: {name} is left out: {type(error).__name__}: {error}", file=sys.stderr)
         return None
+
+
+def module(name: str, device: torch.device) -> Any:
+    """One with kernels, which need a GPU."""
+    return installed(name) if device.type == "cuda" else None
 
 
 def that_run(*peers: Baseline) -> list[Baseline]:

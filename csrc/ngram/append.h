@@ -113,9 +113,8 @@ SD_HD void ngram_keys(uint32_t scope, const Before& before, uint64_t (&keys)[kNg
 
 // A known n-gram takes the position as its newest. A new one takes the first empty entry of its set, else the one whose
 // newest position is oldest (the first of those).
-SD_HD void ngram_update(const NgramView& v, uint64_t key, uint32_t position) {
-  NgramSet& set = v.sets[ngram_set_of(v, key)];
-  const uint32_t tag = ngram_tag(key);
+SD_HD void ngram_update(const NgramView& v, NgramSet& set, uint32_t tag, uint32_t position, uint64_t& entries,
+                        uint64_t& evictions) {
   if (const int way = ngram_find(set, tag); way >= 0) {
     uint32_t* older = set.older[way];
     SD_UNROLL
@@ -138,7 +137,7 @@ SD_HD void ngram_update(const NgramView& v, uint64_t key, uint32_t position) {
       victim = w;
     }
   }
-  ++((set.meta[victim] & 0xff) == 0 ? v.header->entries : v.header->evictions);
+  ++((set.meta[victim] & 0xff) == 0 ? entries : evictions);
   set.meta[victim] = tag | 1;
   set.newest[victim] = position;
 }
@@ -149,49 +148,60 @@ SD_HD void ngram_prefetch(const void* address) {
 #endif
 }
 
+// A known n-gram's older positions lie in other lines than its tag.
+SD_HD void ngram_prefetch_older(const NgramSet& set, uint32_t tag) {
+  if (const int way = ngram_find(set, tag); way >= 0) {
+    ngram_prefetch(set.older[way]);
+    ngram_prefetch(set.older[way] + kNgramOlder - 1);
+  }
+}
+
+// Writes tokens behind a stream. `window` gets the kNgramLongest tokens before them, and them; `position` their places.
+SD_HD void ngram_write(const NgramView& v, const int32_t* tokens, int count, NgramSlot& s, int32_t* window,
+                       uint32_t* position) {
+  const uint32_t start = s.length;
+  for (int j = 1; j <= kNgramLongest; ++j) window[kNgramLongest - j] = s.tail[(start - j) % kNgramMaxMatch];
+  uint32_t offset = start % kNgramBlockTokens;
+  NgramBlock* block = offset > 0 ? ngram_last_block(v, s) : nullptr;
+  for (int i = 0; i < count; ++i) {
+    if (block == nullptr) block = ngram_take_block(v, s);
+    block->tokens[offset] = window[kNgramLongest + i] = s.tail[(start + i) % kNgramMaxMatch] = tokens[i];
+    position[i] = s.block << kNgramOffsetBits | offset;
+    if (++offset == kNgramBlockTokens) {
+      offset = 0;
+      block = nullptr;
+    }
+  }
+  s.length += count;
+  v.header->inserted += count;
+  v.header->held += count;
+}
+
 // Writes the tokens and indexes each under the n-grams before it: a position enters the table when its token is known,
 // so the end of a stream, which has no continuation, is never a candidate. kPiece tokens are hashed and prefetched
 // together.
 template <int kPiece>
 SD_HD void ngram_append(const NgramView& v, const int32_t* tokens, int64_t count, NgramSlot& s) {
-  int32_t window[kNgramLongest + kPiece];  // the piece, behind the tokens before it
+  int32_t window[kNgramLongest + kPiece];
   uint32_t position[kPiece];
   uint64_t keys[kPiece][kNgramOrders];
 
-  v.header->inserted += count;
-  v.header->held += count;
   for (int64_t done = 0; done < count; done += kPiece) {
     const int piece = static_cast<int>(count - done < kPiece ? count - done : kPiece);
     const uint32_t start = s.length;
-    for (int j = 1; j <= kNgramLongest; ++j) window[kNgramLongest - j] = s.tail[(start - j) % kNgramMaxMatch];
-
-    uint32_t offset = start % kNgramBlockTokens;
-    NgramBlock* block = offset > 0 ? ngram_last_block(v, s) : nullptr;
-    for (int i = 0; i < piece; ++i) {
-      if (block == nullptr) block = ngram_take_block(v, s);
-      const int32_t token = tokens[done + i];
-      block->tokens[offset] = window[kNgramLongest + i] = s.tail[(start + i) % kNgramMaxMatch] = token;
-      position[i] = s.block << kNgramOffsetBits | offset;
-      if (++offset == kNgramBlockTokens) {
-        offset = 0;
-        block = nullptr;
-      }
-    }
-    s.length += piece;
-
+    ngram_write(v, tokens + done, piece, s, window, position);
     for (int i = 0; i < piece; ++i) {
       ngram_keys(s.scope, [&](int n) { return window[kNgramLongest + i - n]; }, keys[i]);
       for (const uint64_t key : keys[i]) ngram_prefetch(v.sets + ngram_set_of(v, key));
     }
-    // A known n-gram's older positions lie in another line than its tag.
     for (int i = 0; i < piece; ++i)
-      for (const uint64_t key : keys[i]) {
-        const NgramSet& set = v.sets[ngram_set_of(v, key)];
-        if (const int way = ngram_find(set, ngram_tag(key)); way >= 0) ngram_prefetch(set.older[way]);
+      for (const uint64_t key : keys[i]) ngram_prefetch_older(v.sets[ngram_set_of(v, key)], ngram_tag(key));
+    for (int i = 0; i < piece; ++i)
+      for (int order = 0; order < kNgramOrders && start + i >= 1u << order; ++order) {
+        const uint64_t key = keys[i][order];
+        ngram_update(v, v.sets[ngram_set_of(v, key)], ngram_tag(key), position[i], v.header->entries,
+                     v.header->evictions);
       }
-    for (int i = 0; i < piece; ++i)
-      for (int order = 0; order < kNgramOrders && start + i >= 1u << order; ++order)
-        ngram_update(v, keys[i][order], position[i]);
   }
 }
 

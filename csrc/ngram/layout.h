@@ -7,8 +7,8 @@
 // which its blocks were taken. A block's id counts the ring's turns, so a reference to an overwritten block is known by
 // its id: no reference is ever cleaned up.
 //
-// Table: sets of 8 entries. The hash of (scope, order n, last n tokens) names the set and the tag; an entry holds the 7
-// most recent positions of the token that followed. An update reads and writes one set, and only its first 64 bytes
+// Table: sets of 8 entries. The hash of (scope, order n, last n tokens) names the set and the tag; an entry holds the
+// 15 most recent positions of the token that followed. An update reads and writes one set, and only its first 64 bytes
 // when the n-gram is new. Updates happen in the order (request order, position, order n ascending), and what one does
 // depends on its set, its key and its position alone: sorted by set, stably, they give the same bytes.
 //
@@ -34,11 +34,12 @@ namespace specdec {
 constexpr int kNgramOrders = 4;                         // n = 1, 2, 4, 8
 constexpr int kNgramLongest = 1 << (kNgramOrders - 1);  // the longest hashed n
 constexpr int kNgramWays = 8;                           // entries of a set
-constexpr int kNgramOlder = 6;                          // positions of an entry behind the newest
+constexpr int kNgramOlder = 14;                         // positions of an entry behind the newest
 constexpr int kNgramRecent = 1 + kNgramOlder;           // positions of an entry
 constexpr int kNgramScopes = 3;                         // its own, its group's and everybody's: what a stream sees
-constexpr int kNgramCandidates = 32;                    // of a draft: a warp's lanes
-constexpr int kNgramMaxMatch = 32;                      // longest match that is verified
+constexpr int kNgramPlaces = kNgramOrders * kNgramScopes * kNgramRecent;  // that a draft may look at
+constexpr int kNgramCandidates = 32;                                      // of a draft: a warp's lanes
+constexpr int kNgramMaxMatch = 32;                                        // longest match that is verified
 constexpr int kNgramMaxWeightLog = 24;
 constexpr int kNgramBlockTokens = 27;
 constexpr int kNgramOffsetBits = 5;  // position = block id << 5 | offset
@@ -68,9 +69,9 @@ static_assert(sizeof(NgramHeader) == 768);
 struct alignas(256) NgramSet {
   uint32_t meta[kNgramWays];                // tag << 8 | count; count 0 = empty, saturates at 255
   uint32_t newest[kNgramWays];              // position
-  uint32_t older[kNgramWays][kNgramOlder];  // newest first, min(count, 7) - 1 of them valid
+  uint32_t older[kNgramWays][kNgramOlder];  // newest first, min(count, 15) - 1 of them valid
 };
-static_assert(sizeof(NgramSet) == 256);
+static_assert(sizeof(NgramSet) == 512);
 
 struct alignas(128) NgramBlock {
   uint32_t id;

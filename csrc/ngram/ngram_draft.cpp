@@ -64,17 +64,18 @@ Candidates find_candidates(const NgramDraftParams& p, const NgramSlot& slot) {
   int32_t context[kNgramMaxMatch] = {};  // newest first
   const int context_len = static_cast<int>(std::min<uint32_t>(slot.length, kNgramMaxMatch));
   for (int i = 0; i < context_len; ++i) context[i] = slot.tail[(slot.length - 1 - i) % kNgramMaxMatch];
-  NgramPlace places[kNgramOrders * kNgramScopes * kNgramRecent];
+  NgramPlace places[kNgramPlaces];
   const int found = find_places(v, slot, p.weights, context, context_len, places);
 
   Candidates c;
-  uint32_t taken[kNgramCandidates];
+  uint32_t seen[kNgramPlaces];
+  int distinct = 0;
   for (int i = 0; i < found && c.count < kNgramCandidates; ++i) {
     const NgramPlace& place = places[i];
-    if (std::find(taken, taken + c.count, place.position) != taken + c.count) continue;
+    if (std::find(seen, seen + distinct, place.position) != seen + distinct) continue;
+    seen[distinct++] = place.position;
     const NgramCandidate candidate = ngram_verify(p, place, slot.stream, context, context_len);
     if (candidate.weight == 0) continue;
-    taken[c.count] = place.position;
     c.at[c.count++] = candidate;
     c.longest = std::max(c.longest, candidate.match);
   }
@@ -85,14 +86,15 @@ Candidates find_candidates(const NgramDraftParams& p, const NgramSlot& slot) {
 struct Open {
   uint32_t members;  // bit i: candidate i
   int32_t token;
-  int32_t parent;
+  int32_t parent, depth;
   int match;  // the longest of its candidates
   uint64_t weight;
+  int32_t log2_p;  // but for the weight of all
 };
 
 struct OpenNodes {  // disjoint members, so never more than there are candidates
   Open at[kNgramCandidates];
-  uint64_t rank[kNgramCandidates];
+  uint32_t rank[kNgramCandidates];
   int count = 0;
 
   int best() const {
@@ -108,7 +110,7 @@ struct OpenNodes {  // disjoint members, so never more than there are candidates
   }
 
   // Adds the children of a node: one for each different next token of its members.
-  void add_children(const Candidates& c, uint32_t members, int32_t node) {
+  void add_children(const NgramDraftParams& p, const Candidates& c, uint32_t members, int32_t node, int32_t depth) {
     const int begin = count;
     for (; members != 0; members &= members - 1) {
       const int i = std::countr_zero(members);
@@ -116,13 +118,15 @@ struct OpenNodes {  // disjoint members, so never more than there are candidates
       if (token < 0) continue;
       int child = begin;
       while (child < count && at[child].token != token) ++child;
-      if (child == count) at[count++] = {.members = 0, .token = token, .parent = node, .match = 0, .weight = 0};
+      if (child == count) at[count++] = {0, token, node, depth, 0, 0, 0};
       at[child].members |= 1u << i;
       at[child].weight += c.at[i].weight;
       at[child].match = std::max(at[child].match, c.at[i].match);
     }
-    for (int i = begin; i < count; ++i)
-      rank[i] = ngram_rank(at[i].weight, at[i].match, std::countr_zero(at[i].members));
+    for (int i = begin; i < count; ++i) {
+      at[i].log2_p = ngram_log2(at[i].weight) - depth * p.step[at[i].match];
+      rank[i] = ngram_rank(at[i].log2_p, ngram_tie(at[i].match, std::countr_zero(at[i].members)));
+    }
   }
 };
 
@@ -131,22 +135,23 @@ int32_t grow_tree(const NgramDraftParams& p, Candidates& c, int32_t* tokens, int
   OpenNodes open;
   uint64_t total = 0;
   for (int i = 0; i < c.count; ++i) total += c.at[i].weight;
-  open.add_children(c, static_cast<uint32_t>((uint64_t{1} << c.count) - 1), 0);
+  const int32_t log2_total = total > 0 ? ngram_log2(total) : 0;
+  open.add_children(p, c, static_cast<uint32_t>((uint64_t{1} << c.count) - 1), 0, 1);
   int32_t used = 1;
   for (; open.count > 0 && used < p.out.nodes; ++used) {
     const int first = open.best();
     const Open best = open.at[first];
-    const double probability = ngram_probability(best.weight, total);
-    if (probability < p.min_prob) break;  // and so are all others
+    const int32_t log2_p = best.log2_p - log2_total;
+    if (log2_p < p.min_log2_p) break;  // and so are all others
     tokens[used] = best.token;
     parents[used] = best.parent;
-    scores[used] = ngram_score(probability);
+    scores[used] = ngram_score(log2_p);
     if (p.chain)
       open.count = 0;
     else
       open.remove(first);
     for (uint32_t m = best.members; m != 0; m &= m - 1) ngram_forward(p.index, c.at[std::countr_zero(m)].next);
-    open.add_children(c, best.members, used);
+    open.add_children(p, c, best.members, used, best.depth + 1);
   }
   return used;
 }
@@ -175,6 +180,8 @@ NgramWeights checked_weights(Check& check, double own, double group, double glob
   return weights;
 }
 
+int32_t in_log2(double value) { return static_cast<int32_t>(std::lround(std::log2(value) * (1 << kNgramLogBits))); }
+
 void count(uint64_t& counter, uint64_t by) { std::atomic_ref(counter).fetch_add(by, std::memory_order_relaxed); }
 
 }  // namespace
@@ -200,7 +207,7 @@ void NgramIndex::draft(const OptTensor& slots, const TensorView& seq_lens, int64
   check.output("out_scores", out_scores, {B, N}, kFloat32);
   check.output("out_match_len", out_match_len, {B}, kInt32);
 
-  const NgramDraftParams params{
+  NgramDraftParams params{
       .index = view_,
       .slots = data_or_null<const int32_t>(slots),
       .seq_lens = seq_lens.data<const int32_t>(),
@@ -209,10 +216,12 @@ void NgramIndex::draft(const OptTensor& slots, const TensorView& seq_lens, int64
       .out_match_len = out_match_len.data<int32_t>(),
       .batch = B,
       .chain = chain,
-      .min_prob = min_prob,
+      .min_log2_p = min_prob > 0 ? in_log2(min_prob) : std::numeric_limits<int32_t>::min(),
       .min_match = static_cast<int32_t>(min_match),
       .weights = weights,
+      .step = {},
   };
+  for (int match = 0; match <= kNgramMaxMatch; ++match) params.step[match] = in_log2((match + 4.0) / (match + 2.0));
   const std::shared_lock lock(mutex_);
   if (check.on_cuda()) {
     if (B > 0) SD_RUN_CUDA(check, CallStream{}, ngram_draft, params);

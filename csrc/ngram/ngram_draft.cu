@@ -1,14 +1,15 @@
 // One block a row; every step is as wide as it can be, since what takes time is steps that wait for one another.
 //
 // A warp finds the places of a scope: slot number, slot record and sets are three loads in a row, and sets are read
-// whole (256 bytes), so that finding an entry and reading its positions is one of them. Then a warp takes a place, the
+// whole (512 bytes), so that finding an entry and reading its positions is one of them. Then a warp takes a place, the
 // 32 words of its block at once, and compares all 32 tokens in one step; then a warp takes a candidate and copies what
 // follows, so that nothing is read from memory while the tree grows.
 //
-// Nor does the tree grow node by node: best first is the order of (weight, match, first candidate), and along a path
-// where nobody leaves, all three stay. So nodes come in segments, at most 63 for 32 candidates, which are ranked by
-// counting; a node's number is what better segments hold. A segment ends where one of its candidates parts from
-// another, so what is needed of the texts is how long any two agree.
+// Nor does the tree grow node by node. Along a path where no candidate leaves, log2 p falls by the same step from node
+// to node: such a segment, of which 32 candidates have at most 63, holds as many nodes above a bound as a division
+// says. So the bound that leaves enough nodes is found by bisection, and a node's number by counting over the segments
+// what is better. A segment ends where one of its candidates parts from another, so what is needed of the texts is how
+// long any two agree.
 //
 // Floor: 4 loads that wait for one another, 5 or 6 where a match or a draft leaves its block, of 0.6 to 0.8 us from
 // memory.
@@ -21,10 +22,10 @@ namespace specdec {
 namespace {
 
 constexpr int kThreads = 512, kWarps = kThreads / kWarp;
-constexpr int kOctet = kNgramWays;  // lanes for an order's set
-constexpr int kMostPlaces = kNgramOrders * kNgramScopes * kNgramRecent;
-constexpr int kMostSegments = 2 * kNgramCandidates - 1;  // edges of a trie of so many texts
-constexpr int kHead = kWarp - kNgramBlockTokens;         // words of a block before its tokens
+constexpr int kOctet = kNgramWays;                          // lanes for an order's set
+constexpr int kMostSegments = 2 * kNgramCandidates - 1;     // edges of a trie of so many texts
+constexpr int kMostListed = kMaxTreeNodes + kMostSegments;  // nodes at or above a bound: each segment has one at it
+constexpr int kHead = kWarp - kNgramBlockTokens;            // words of a block before its tokens
 static_assert(kNgramOrders * kOctet == kWarp && kNgramCandidates == kWarp && kNgramMaxMatch == kWarp);
 static_assert(sizeof(NgramBlock) == kWarp * sizeof(int32_t) && offsetof(NgramBlock, tokens) == kHead * sizeof(int32_t));
 
@@ -58,7 +59,7 @@ constexpr int kPrev = 3, kNext = 4;
 
 __device__ __forceinline__ void prefetch_block(const NgramView& v, uint32_t id) {
   const uint32_t index = id & ((1u << v.block_bits) - 1);
-  if (index < v.num_blocks && lane_id() == 0) asm volatile("prefetch.global.L2 [%0];" ::"l"(v.blocks + index));
+  if (index < v.num_blocks) asm volatile("prefetch.global.L2 [%0];" ::"l"(v.blocks + index));
 }
 
 struct Candidate {
@@ -74,17 +75,25 @@ struct Segment {          // nodes one behind the other, on whose paths the same
 };
 
 struct Row {
-  int32_t places, candidates, longest, segments, count;
-  uint64_t total;
+  int32_t places, candidates, longest, log2_total, segments, count;
   uint32_t held[kNgramScopes];  // byte o: how many places order o has in this scope
-  NgramPlace place[kMostPlaces];
-  int32_t match[kMostPlaces];
-  uint64_t weight[kMostPlaces];
+  union {
+    struct {
+      NgramPlace place[kNgramPlaces];
+      int32_t match[kNgramPlaces];
+      uint64_t weight[kNgramPlaces];
+    } found;
+    struct {  // later
+      int32_t number[kMostListed];
+      int32_t token[kMaxTreeNodes], parent[kMaxTreeNodes], log2_p[kMaxTreeNodes];
+    } node;
+  };
   Candidate candidate[kNgramCandidates];
   int32_t length[kNgramCandidates];  // tokens that follow
   Segment segment[kMostSegments];
-  uint64_t segment_weight[kMostSegments], rank[kMostSegments];
-  int32_t first[kMostSegments], above[kMostSegments];  // number of the first node; the segment it hangs off, -1
+  int32_t log2_w[kMostSegments], step[kMostSegments], above[kMostSegments];  // the segment it hangs off, -1: the root
+  uint32_t per_step[kMostSegments], tie[kMostSegments];                      // 2^32 / step
+  int32_t first[kMostSegments], kept[kMostSegments];                         // of its nodes, in the list
 };
 
 constexpr int kAhead = 4;  // depths compared together
@@ -147,6 +156,9 @@ __device__ __forceinline__ void find_places(const NgramDraftParams& p, const Req
     const bool hit = request.context_len >= 1 << order && (meta ^ ngram_tag(key)) < 256;
     const uint32_t hits = __ballot_sync(kFullMask, hit) >> (order * kOctet) & 0xff;
     if (hit && way == first_bit(hits)) own = min(static_cast<int>(meta & 0xff), kNgramRecent);
+#pragma unroll
+    for (int j = 0; j < kNgramRecent; ++j)
+      if (j < own) prefetch_block(v, position[j] >> kNgramOffsetBits);
     const uint32_t held = __reduce_add_sync(kFullMask, static_cast<uint32_t>(own) << (8 * order));
     if (lane == 0) s.held[rank] = held;
   }
@@ -164,7 +176,7 @@ __device__ __forceinline__ void find_places(const NgramDraftParams& p, const Req
   }
 #pragma unroll
   for (int j = 0; j < kNgramRecent; ++j)
-    if (j < own) s.place[at + j] = {position[j], scope, order, j};
+    if (j < own) s.found.place[at + j] = {position[j], scope, order, j};
   if (threadIdx.x == 0) s.places = found;
 }
 
@@ -179,17 +191,24 @@ __device__ __forceinline__ int compare_block(const BlockWords& block, int offset
   return differ == 0 ? kWarp : first_bit(differ);
 }
 
-// What each place is worth to the stream, a warp a place.
+// What each place is worth to the stream, a warp a place; nothing if a longer n has named it.
 __device__ __forceinline__ void verify_places(const NgramDraftParams& p, const Request& request, Row& s) {
   const NgramView& v = p.index;
 #pragma unroll 1
   for (int i = warp_id(); i < s.places; i += kWarps) {
-    const NgramPlace place = s.place[i];
+    const NgramPlace place = s.found.place[i];
+    bool named = false;
+    for (int j = lane_id(); j < i; j += kWarp) named |= s.found.place[j].position == place.position;
+    if (__any_sync(kFullMask, named)) {
+      if (lane_id() == 0) s.found.weight[i] = 0;
+      continue;
+    }
     int offset = static_cast<int>(place.position & ((1u << kNgramOffsetBits) - 1)), match = 0;
     BlockWords block = load_block(v, place.position >> kNgramOffsetBits);
     const uint32_t owner = block.head(1);
     if (offset >= kNgramBlockTokens || block.head(2) != place.scope) block.held = false;
-    if (offset + p.out.nodes > kNgramBlockTokens) prefetch_block(v, block.head(kNext));
+    const uint32_t next = block.head(kNext);
+    if (lane_id() == 0 && offset + p.out.nodes > kNgramBlockTokens) prefetch_block(v, next);
 #pragma unroll 1
     for (int begin = 0; block.held;) {
       match = compare_block(block, offset, begin, request.context, request.context_len);
@@ -199,8 +218,8 @@ __device__ __forceinline__ void verify_places(const NgramDraftParams& p, const R
       offset = kNgramBlockTokens;
     }
     if (lane_id() == 0) {
-      s.match[i] = match;
-      s.weight[i] =
+      s.found.match[i] = match;
+      s.found.weight[i] =
           match >= 1 << place.order && match >= p.min_match
               ? ngram_weight(p.weights.of(owner, place.scope, request.stream), p.weights.recency[place.age], match)
               : 0;
@@ -208,27 +227,19 @@ __device__ __forceinline__ void verify_places(const NgramDraftParams& p, const R
   }
 }
 
-// Every place once, with the longest n that names it, while there is room. By a warp.
+// The places that are worth something, while there is room. By a warp.
 __device__ __forceinline__ void find_candidates(Row& s) {
   const int lane = lane_id();
   int count = 0;
   for (int begin = 0; begin < s.places && count < kNgramCandidates; begin += kWarp) {
-    Candidate own{0, 0, 0};
-    if (begin + lane < s.places) own = {s.place[begin + lane].position, s.match[begin + lane], s.weight[begin + lane]};
-    for (int i = 0; i < count; ++i)
-      if (s.candidate[i].position == own.position) own.weight = 0;
-    const uint32_t good = __ballot_sync(kFullMask, own.weight > 0);
-    uint32_t same = 0;  // a load behind a condition would wait for it: they are all made
-#pragma unroll 8
-    for (int j = 0; j < kWarp; ++j)
-      same |= static_cast<uint32_t>(s.place[min(begin + j, kMostPlaces - 1)].position == own.position) << j;
-    const bool is_new = own.weight > 0 && (same & good & ((1u << lane) - 1)) == 0;
-    const uint32_t news = __ballot_sync(kFullMask, is_new);
-    const int at = count + __popc(news & ((1u << lane) - 1));
-    if (is_new && at < kNgramCandidates) s.candidate[at] = own;
-    count += __popc(news);
-    __syncwarp();
+    const int i = begin + lane;
+    const uint64_t weight = i < s.places ? s.found.weight[i] : 0;
+    const uint32_t good = __ballot_sync(kFullMask, weight > 0);
+    const int at = count + __popc(good & ((1u << lane) - 1));
+    if (weight > 0 && at < kNgramCandidates) s.candidate[at] = {s.found.place[i].position, s.found.match[i], weight};
+    count += __popc(good);
   }
+  __syncwarp();
   if (count > kNgramCandidates) count = kNgramCandidates;
   const Candidate own = lane < count ? s.candidate[lane] : Candidate{0, 0, 0};
   const int longest = static_cast<int>(__reduce_max_sync(kFullMask, static_cast<unsigned>(own.match)));
@@ -238,7 +249,7 @@ __device__ __forceinline__ void find_candidates(Row& s) {
   if (lane == 0) {
     s.candidates = count;
     s.longest = longest;
-    s.total = low + (uint64_t{high} << 24);
+    if (count > 0) s.log2_total = ngram_log2(low + (uint64_t{high} << 24));
   }
 }
 
@@ -330,17 +341,16 @@ __device__ __forceinline__ void find_segments(Row& s, Continuations<kWords>& c) 
 __device__ __forceinline__ void keep_chain(Row& s) {
   const int lane = lane_id();
   uint32_t kept[2] = {}, above = 0;
+  const auto rank_of = [&](int i) { return ngram_rank(s.log2_w[i] - (s.segment[i].start + 1) * s.step[i], s.tie[i]); };
   while (true) {
-    uint64_t best = 0;
+    uint32_t best = 0;
     for (int i = lane; i < s.segments; i += kWarp)
-      if (s.segment[i].parent == above && s.rank[i] > best) best = s.rank[i];
-    const uint32_t high = __reduce_max_sync(kFullMask, static_cast<uint32_t>(best >> 32));
-    const uint32_t low =
-        __reduce_max_sync(kFullMask, static_cast<uint32_t>(best >> 32) == high ? static_cast<uint32_t>(best) : 0);
-    if ((high | low) == 0) break;
+      if (s.segment[i].parent == above) best = max(best, rank_of(i));
+    best = __reduce_max_sync(kFullMask, best);
+    if (best == 0) break;
     uint32_t group = 0;
     for (int i = lane; i < s.segments; i += kWarp)
-      if (s.rank[i] == (uint64_t{high} << 32 | low)) {
+      if (s.segment[i].parent == above && rank_of(i) == best) {
         kept[i / kWarp] = 1;
         group = s.segment[i].group;
       }
@@ -350,44 +360,97 @@ __device__ __forceinline__ void keep_chain(Row& s) {
     if (!kept[i / kWarp]) s.segment[i].length = 0;
 }
 
-// Where the segments' nodes stand in the tree.
-__device__ __forceinline__ void number_nodes(const NgramDraftParams& p, Row& s) {
-  const auto i = static_cast<int>(threadIdx.x);
-  const bool mine = i < s.segments;
-  if (mine) {
-    const uint32_t group = s.segment[i].group;
+// How many nodes of a segment have at least this log2 p.
+__device__ __forceinline__ int nodes_from(const Row& s, int i, int32_t least) {
+  const int32_t room = s.log2_w[i] - least;
+  const int depth = room < 0 ? 0 : static_cast<int>(__umulhi(static_cast<uint32_t>(room), s.per_step[i]));
+  return min(max(depth - s.segment[i].start, 0), s.segment[i].length);
+}
+
+// Lists the best nodes, as many as the tree takes and those that equal the last, segment by segment. By a warp.
+__device__ __forceinline__ int list_nodes(Row& s, int most) {
+  const int lane = lane_id();
+  const auto count_from = [&](int32_t least) {
+    int nodes = 0;
+    for (int i = lane; i < s.segments; i += kWarp) nodes += nodes_from(s, i, least);
+    return static_cast<int>(__reduce_add_sync(kFullMask, static_cast<unsigned>(nodes)));
+  };
+  int32_t least = -kNgramRankBase;
+  if (count_from(least) > most)
+    for (int32_t step = kNgramRankBase; step > 0; step /= 2)
+      if (count_from(least + step) >= most) least += step;
+  int listed = 0;
+  for (int begin = 0; begin < s.segments; begin += kWarp) {
+    const int i = begin + lane, own = i < s.segments ? nodes_from(s, i, least) : 0;
+    int up_to = own;
+#pragma unroll
+    for (int step = 1; step < kWarp; step *= 2) {
+      const int below = __shfl_up_sync(kFullMask, up_to, step);
+      up_to += lane >= step ? below : 0;
+    }
+    if (i < s.segments) {
+      s.first[i] = listed + up_to - own;
+      s.kept[i] = own;
+    }
+    listed += __shfl_sync(kFullMask, up_to, kWarp - 1);
+  }
+  return listed;
+}
+
+// The tree's nodes, by their numbers.
+template <int kWords>
+__device__ __forceinline__ void number_nodes(const NgramDraftParams& p, Row& s, const Continuations<kWords>& c) {
+  const auto t = static_cast<int>(threadIdx.x), nodes = static_cast<int>(p.out.nodes);
+  if (t < s.segments) {
+    const Segment own = s.segment[t];
     uint64_t weight = 0;
-    int match = 0;
+    int match = 0, above = -1;
 #pragma unroll 4
-    for (int c = 0; c < kNgramCandidates; ++c) {
-      const bool in = group >> c & 1;
-      const Candidate& candidate = s.candidate[c];
+    for (int i = 0; i < kNgramCandidates; ++i) {
+      const bool in = own.group >> i & 1;
+      const Candidate& candidate = s.candidate[i];
       weight += in ? candidate.weight : 0;
       match = max(match, in ? candidate.match : 0);
     }
-    s.segment_weight[i] = weight;
-    s.rank[i] = ngram_rank(weight, match, first_bit(group));
+    for (int i = 0; i < s.segments; ++i) above = s.segment[i].group == own.parent ? i : above;
+    const int32_t step = p.step[match];
+    s.log2_w[t] = ngram_log2(weight);
+    s.step[t] = step;
+    s.per_step[t] = 0xffffffffu / static_cast<uint32_t>(step) + 1;
+    s.tie[t] = ngram_tie(match, first_bit(own.group));
+    s.above[t] = above;
   }
   __syncthreads();
-  if (p.chain) {
-    if (i < kWarp) keep_chain(s);
-    __syncthreads();
+  if (t < kWarp) {
+    if (p.chain) keep_chain(s);
+    __syncwarp();
+    const int listed = list_nodes(s, nodes - 1);
+    if (t == 0) s.count = listed;
   }
-  int first = 1, above = -1, all = 1;
-  if (mine) {
-    const uint64_t rank = s.rank[i];
-    const uint32_t parent = s.segment[i].parent;
+  __syncthreads();
+  const int listed = s.count;
+  int j = 0, depth = 0, number = nodes;
+  int32_t log2_p = 0;
+  if (t < listed) {
 #pragma unroll 4
-    for (int j = 0; j < s.segments; ++j) {
-      const int length = s.segment[j].length;
-      first += s.rank[j] > rank ? length : 0;
-      all += length;
-      above = s.segment[j].group == parent ? j : above;
-    }
-    s.first[i] = first;
-    s.above[i] = above;
+    for (int i = 0; i < s.segments; ++i) j = (t >= s.first[i]) & (t < s.first[i] + s.kept[i]) ? i : j;
+    depth = s.segment[j].start + t - s.first[j] + 1;
+    log2_p = s.log2_w[j] - depth * s.step[j];
+    number = 1;
+#pragma unroll 4
+    for (int i = 0; i < s.segments; ++i) number += nodes_from(s, i, log2_p + (s.tie[i] > s.tie[j] ? 0 : 1));
+    s.node.number[t] = number;
   }
-  if (i == 0) s.count = all < p.out.nodes ? all : static_cast<int>(p.out.nodes);
+  __syncthreads();
+  if (number < nodes) {
+    const int above = s.above[j];
+    s.node.token[number] = c.tokens[depth - 1][first_bit(s.segment[j].group)];
+    s.node.parent[number] = t > s.first[j] ? s.node.number[t - 1]
+                            : above >= 0   ? s.node.number[s.first[above] + s.kept[above] - 1]
+                                           : 0;
+    s.node.log2_p[number] = log2_p - s.log2_total;
+  }
+  if (t == 0) s.count = min(listed + 1, nodes);
   __syncthreads();
 }
 
@@ -401,7 +464,7 @@ __global__ void __launch_bounds__(kThreads) ngram_draft_kernel(NgramDraftParams 
   } u;
   const int64_t row = blockIdx.x;
   const auto i = static_cast<int32_t>(threadIdx.x);
-  if (i == 0) s.places = s.candidates = s.longest = s.segments = s.count = s.total = 0;
+  if (i == 0) s.places = s.candidates = s.longest = s.log2_total = s.segments = s.count = 0;
   const Request request = find_request(p, row);
   find_places(p, request, s);
   __syncthreads();
@@ -417,7 +480,7 @@ __global__ void __launch_bounds__(kThreads) ngram_draft_kernel(NgramDraftParams 
     if (i < kWarp) find_segments(s, u.continuations);
     __syncthreads();
   }
-  if (request.context_len > 0) number_nodes(p, s);
+  if (request.context_len > 0) number_nodes(p, s, u.continuations);
 
   TreeHead head;
   const int32_t root = __shfl_sync(kFullMask, request.context, 0);
@@ -425,19 +488,10 @@ __global__ void __launch_bounds__(kThreads) ngram_draft_kernel(NgramDraftParams 
   int32_t token = head.root_token, parent = -1;
   float score = i == 0 && head.count > 0 ? 0 : -INFINITY;
   if (i > 0 && i < head.count) {
-    int j = 0;
-#pragma unroll 4
-    for (int k = 0; k < s.segments; ++k) {
-      const int ahead = i - s.first[k], length = s.segment[k].length;
-      j = (ahead >= 0) & (ahead < length) ? k : j;
-    }
-    const Segment own = s.segment[j];
-    const int ahead = i - s.first[j], above = s.above[j];
-    token = u.continuations.tokens[own.start + ahead][first_bit(own.group)];
-    parent = ahead > 0 ? i - 1 : above < 0 ? 0 : s.first[above] + s.segment[above].length - 1;
-    // Weights fall, so a probability that is too small is followed by such alone.
-    const double probability = ngram_probability(s.segment_weight[j], s.total);
-    if (probability >= p.min_prob) score = ngram_score(probability);
+    token = s.node.token[i];
+    parent = s.node.parent[i];
+    // They fall, so one that is too small is followed by such alone.
+    if (s.node.log2_p[i] >= p.min_log2_p) score = ngram_score(s.node.log2_p[i]);
   }
   head.count = __syncthreads_count(score > -INFINITY);
   clear_nodes(u.nodes);

@@ -5,12 +5,18 @@
 // against the stored text (up to 32 tokens), and one shorter than n, or of another scope, is a hash collision. Its
 // weight is 2^min(match, 24), times that of its scope or of the request's own text, times that of its age.
 //
-// A node is the set of candidates that agree on the path to it; its children are the groups of their next tokens.
-// p(child) = p * sum w(group) / sum w(node) telescopes to w(node) / w(root), so the order is one of integers, the same
-// on every device. A candidate whose text ends keeps its share: nobody knows what came next. The tree grows best first:
-// larger weight, then longer best match, then the earliest candidate; no two open nodes share a candidate.
+// A node is the set of candidates that agree on the path to it; its children are the groups of their next tokens. Its
+// share is w(node) / w(root); a candidate whose text ends keeps its own, as nobody knows what came next. That the text
+// goes on like one of them at all is as likely, for each token, as (m + 2) / (m + 4) after the m tokens of the longest
+// match: what a rule that held m times is worth to one who knew nothing before (a prior of Beta(2, 2)).
+// p(node) = share * that to the power of its depth.
+//
+// The tree grows best first: larger p, then longer match, then the earliest candidate. Logarithms in whole 1/256 make
+// that an order of integers, the same on every device. Shares and matches fall along a path, so p does, strictly; and
+// no two open nodes share a candidate, so no two nodes are equal.
 #pragma once
 
+#include "core/bits.h"
 #include "core/dispatch.h"
 #include "core/exact_math.h"
 #include "ngram/layout.h"
@@ -27,9 +33,10 @@ struct NgramDraftParams {
   int32_t* out_match_len;  // [batch]
   int64_t batch;
   bool chain;
-  double min_prob;
+  int32_t min_log2_p;  // of a node, in 1/256
   int32_t min_match;
   NgramWeights weights;
+  int32_t step[kNgramMaxMatch + 1];  // what each token of a path takes from the log2 of its p, by match
 };
 
 // A place that the table names.
@@ -70,18 +77,36 @@ SD_HD NgramCandidate ngram_verify(const NgramDraftParams& p, const NgramPlace& p
   return found;
 }
 
-// Of open nodes, the one of the largest rank goes first: by weight, then match, then the earliest candidate, so that
-// no two are equal.
-SD_HD uint64_t ngram_rank(uint64_t weight, int match, int first) {
-  return weight << 11 | static_cast<uint64_t>(match) << 5 | static_cast<uint64_t>(kNgramCandidates - 1 - first);
+constexpr int kNgramLogBits = 8;
+
+// log2 in 1/256 of a number above 0, rounded down.
+SD_HD int32_t ngram_log2(uint64_t x) {
+  const int log = highest_bit(x);
+  auto mantissa = static_cast<uint32_t>(x << (63 - log) >> 32);
+  int32_t found = log;
+  for (int i = 0; i < kNgramLogBits; ++i) {  // of its square, the log2 has one bit more before the point
+    const uint64_t square = static_cast<uint64_t>(mantissa) * mantissa;
+    const auto above = static_cast<int32_t>(square >> 63);
+    mantissa = static_cast<uint32_t>(square >> (31 + above));
+    found = found * 2 + above;
+  }
+  return found;
 }
 
-SD_HD double ngram_probability(uint64_t weight, uint64_t total) {
-  return div(static_cast<double>(weight), static_cast<double>(total));
+// Of nodes, the one of the largest rank goes first: log2 p, then the match, then the earliest candidate.
+constexpr int kNgramTieBits = 11;
+constexpr int32_t kNgramRankBase = 1 << 16;  // above what 256 steps take
+SD_HD uint32_t ngram_tie(int match, int first) {
+  return static_cast<uint32_t>(match) << 5 | static_cast<uint32_t>(kNgramCandidates - 1 - first);
 }
-SD_HD float ngram_score(double probability) {
-  constexpr float kLn2 = 0x1.62e43p-1f;
-  return mul(log2_of(static_cast<float>(probability)), kLn2);
+SD_HD uint32_t ngram_rank(int32_t log2_p, uint32_t tie) {
+  return static_cast<uint32_t>(kNgramRankBase + log2_p) << kNgramTieBits | tie;
+}
+
+// log p of log2 p in 1/256.
+SD_HD float ngram_score(int32_t log2_p) {
+  constexpr float kUnit = 0x1.62e43p-1f / (1 << kNgramLogBits);
+  return mul(static_cast<float>(log2_p), kUnit);
 }
 
 // The rows from `begin` to `end`.

@@ -15,7 +15,7 @@ namespace specdec {
 namespace {
 
 constexpr char kMark[8] = {'s', 'd', 'n', 'g', 'r', 'a', 'm', '\n'};
-constexpr uint32_t kVersion = 1;  // of the layout and the hash, too
+constexpr uint32_t kVersion = 2;  // of the layout and the hash, too
 
 struct FileHead {
   char mark[8];

@@ -12,13 +12,14 @@
 #include "core/errors.h"
 #include "core/slots.h"
 #include "ngram/append.h"
+#include "ngram/bulk_append.h"
 #include "ngram/ngram_insert.h"
 
 namespace specdec {
 namespace {
 
 constexpr int kPiece = 64;       // tokens hashed and prefetched together
-constexpr int64_t kTurn = 1024;  // tokens inserted before others get their turn
+constexpr int64_t kTurn = 1024;  // tokens inserted before others get their turn; threads together take more
 constexpr int64_t kMaxTokens = int64_t{1} << 30;
 constexpr int64_t kMaxSlots = int64_t{1} << 16;
 constexpr int64_t kMaxThreads = 256;
@@ -72,8 +73,9 @@ NgramIndex::Config NgramIndex::checked_config(Check check, int64_t max_tokens, s
   // A block more for each slot: the last block of a running stream is not full.
   const int64_t blocks = num_blocks.value_or((max_tokens + kNgramBlockTokens - 1) / kNgramBlockTokens + num_slots);
   NgramSizes sizes{
-      // Two entries a token: text has 1.4 to 2 different n-grams of these orders for each of its tokens.
-      .num_sets = static_cast<uint32_t>((2 * max_tokens + kNgramWays - 1) / kNgramWays),
+      // An entry a token. Text has 1.4 to 2 different n-grams of these orders for each of its tokens, and most of them
+      // never return.
+      .num_sets = static_cast<uint32_t>((max_tokens + kNgramWays - 1) / kNgramWays),
       .num_blocks = static_cast<uint32_t>(blocks),
       .num_slots = static_cast<uint32_t>(num_slots),
       .block_bits = static_cast<uint32_t>(std::bit_width(static_cast<uint32_t>(blocks - 1))),
@@ -237,13 +239,21 @@ void NgramIndex::insert_on_host(Check& check, const int32_t* tokens, int64_t cou
   }
   if (slot) check_length(check, *slot, count);
   NgramSlot document = ngram_empty_stream(0, group);
-  for (int64_t done = 0; done < count; done += kTurn) {
+  const bool in_bulk = config_.num_threads > 1 && count > kTurn;
+  std::optional<NgramBulk> bulk;
+  if (in_bulk) bulk.emplace();
+  const int64_t most = in_bulk ? NgramBulk::kTokens : kTurn;
+  for (int64_t done = 0; done < count; done += most) {
     if (done > 0) {
       lock.unlock();
       lock.lock();
     }
-    const int64_t turn = std::min<int64_t>(kTurn, count - done);
-    ngram_append<kPiece>(view_, tokens + done, turn, slot ? ngram_running(view_, *slot) : document);
+    const int64_t turn = std::min(most, count - done);
+    NgramSlot& stream = slot ? ngram_running(view_, *slot) : document;
+    if (in_bulk)
+      bulk->append(view_, tokens + done, static_cast<int>(turn), stream, workers_);
+    else
+      ngram_append<kPiece>(view_, tokens + done, turn, stream);
   }
 }
 

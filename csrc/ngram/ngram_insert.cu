@@ -296,8 +296,9 @@ __global__ void __launch_bounds__(kAppendThreads) ngram_append_kernel(NgramInser
 #pragma unroll
     for (int order = 0; order < kNgramOrders; ++order)
       if (sets[order] != kNoSet && tokens <= kAppendThreads) {  // of more, the next kernel's own loads go ahead
-        prefetch(v.sets + sets[order]);
-        prefetch(v.sets[sets[order]].older + 2);  // its second half
+        const auto* set = reinterpret_cast<const char*>(v.sets + sets[order]);
+#pragma unroll
+        for (size_t line = 0; line < sizeof(NgramSet); line += 128) prefetch(set + line);
       }
     updates.sets[n] = {sets[0], sets[1], sets[2], sets[3]};
     updates.tags[n] = {tags[0], tags[1], tags[2], tags[3]};

@@ -54,7 +54,8 @@ class NgramIndex:
         max_tokens: text kept, at least; 1 to 2^30. Documents fill up their last block of 27 tokens.
         num_slots: request slots, 1 to 65536.
         max_len: the longest stream of a slot; documents have no limit.
-        num_threads: threads that share the rows of a `draft`, the caller's included; 1 to 256. Of no use on a GPU.
+        num_threads: threads that share the rows of a `draft` and the text of a long `insert`, the caller's included;
+            1 to 256. They leave the bytes that one would. Of no use on a GPU.
         device: "cpu", or a CUDA device as torch names it, where the memory is a torch tensor.
 
     Memory is about 68.8 bytes a token of `max_tokens` and 288 a slot; `num_bytes` is exact. A GPU takes 2.4 MB more.
@@ -225,12 +226,13 @@ class NgramIndex:
         """A tree of what may follow the stream of each slot, best first, from all text inserted so far.
 
         Candidates are the places found for the last 8, 4, 2, 1 tokens, in this order, in the stream's own scope, its
-        group's and everybody's, in this order, and the most recent first; at most 32. One whose text agrees with the
-        request over the last m tokens (m verified up to 32) weighs 2^min(m, 24), times the weight of its scope or, in
-        the request's own stream, `own_weight`, times recency^i if i of the places of its n-gram are newer. A node is
-        reached by the candidates that agree with the path to it: p(node) = their weight / the weight of all. The tree
-        takes the node of largest p next; ties go to the longer best match, then to the earlier candidate. It is never
-        filled up: `num_nodes` says how many there are.
+        group's and everybody's, in this order, and the 15 most recent of each first; at most 32. One whose text agrees
+        with the request over the last m tokens (m verified up to 32) weighs 2^min(m, 24), times the weight of its scope
+        or, in the request's own stream, `own_weight`, times recency^i if i of the places of its n-gram are newer. A
+        node of depth d is reached by the candidates that agree with the path to it, the longest match of which is m:
+        p(node) = ((m + 2) / (m + 4))^d * their weight / the weight of all. The tree takes the node of largest p next
+        (log2 p in steps of 1/256); ties go to the longer match, then to the earlier candidate. It is never filled up:
+        `num_nodes` says how many there are.
 
         Args:
             slots: [B] int32 or None; -1 or a slot without a stream is an empty row.

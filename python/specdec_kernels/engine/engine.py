@@ -58,12 +58,11 @@ class Engine:
         prefill_chunk: longest piece of a prompt run between two rounds.
         dtype: of weights and KV. None: the checkpoint's own on CUDA, float32 on the CPU.
         device: None: CUDA where torch has it and this build has kernels, else the CPU.
-        cuda_graph: capture rounds as CUDA graphs where the draft leaves the host alone (all but NGRAM), else launch
-            them kernel by kernel.
+        cuda_graph: on CUDA, capture rounds as CUDA graphs, else launch them kernel by kernel.
         batch_sizes: of rounds, rising up to num_slots; a round is padded to the next of them, and each is captured.
             None: about a third apart with graphs, every size without.
-        rounds_in_flight: rounds launched and not yet read. None: 2 on CUDA where the draft leaves the host alone (the
-            next round is launched while one runs), else 1.
+        rounds_in_flight: rounds launched and not yet read. None: 2 on CUDA (the next round is launched while one
+            runs), else 1.
         batch_invariant: a request gets the same bits whatever runs beside it. Rounds all have one size, `num_slots` and
             all nodes, and attention cuts KV at fixed places, which is slower with few requests. A request that is
             retracted for want of pages may differ from there on: what it had generated comes back as a prompt.
@@ -171,25 +170,25 @@ class Engine:
             for file in speculation.ngram_corpus:
                 self.draft.learn(file_tokens(file, self.tokenizer))
 
-        on_cuda, overlaps = self.device.type == "cuda", self.device.type == "cuda" and self.draft.on_device
+        on_cuda = self.device.type == "cuda"
         self._stream = torch.cuda.Stream(self.device) if on_cuda else None  # type: ignore[no-untyped-call]
         if batch_sizes is None:
             if batch_invariant:
                 batch_sizes = [num_slots]
             else:
-                batch_sizes = default_batch_sizes(num_slots) if overlaps and cuda_graph else range(1, num_slots + 1)
+                batch_sizes = default_batch_sizes(num_slots) if on_cuda and cuda_graph else range(1, num_slots + 1)
         if rounds_in_flight is None:
-            rounds_in_flight = 2 if overlaps else 1
+            rounds_in_flight = 2 if on_cuda else 1
         adaptive = speculation.adaptive
         if adaptive is None:
-            adaptive = overlaps and cuda_graph and not batch_invariant
+            adaptive = on_cuda and cuda_graph and not batch_invariant
         nodes = speculation.ladder if adaptive else [speculation.num_nodes]
         rings = Rings.create(self.state, max_batch=num_slots, accept_width=self.draft.accept_width, depth=RING_DEPTH)
         round = Round(self.target, self.draft, self.state, rings, reserve)
         self._executor = Executor(round, self._emit)
         if mem_fraction is not None:
             assert self._stream is not None
-            chunk, batch = min(prefill_chunk, max_len - 1), num_slots if overlaps and cuda_graph else None
+            chunk, batch = min(prefill_chunk, max_len - 1), num_slots if on_cuda and cuda_graph else None
             with torch.cuda.device(self.device):
                 fitting = pages_that_fit(round, mem_fraction, chunk, batch, self._stream)
             if fitting < max_pages:
@@ -200,7 +199,7 @@ class Engine:
             num_pages = min(fitting, num_slots * max_pages)
             self._resize_pools(num_pages)
         self.graphs: Graphs | None = None
-        if overlaps and cuda_graph:
+        if on_cuda and cuda_graph:
             assert self._stream is not None
             with torch.cuda.device(self.device):
                 self.graphs = capture_rounds(round, batch_sizes, nodes, self._stream, progress=progress)
@@ -290,6 +289,8 @@ class Engine:
                     streams=on_tokens is not None,
                 )
                 self._running[request_id] = output
+                if sampling.ngram_group:
+                    self._executor.groups[request_id] = sampling.ngram_group
             with self._on_device():
                 self._scheduler.run_until_idle()
             if self._trace is not None:
@@ -300,6 +301,7 @@ class Engine:
             # After an exception requests are left over; the next `generate` starts by taking their slots back.
             self._scheduler.abort_all()
             self._running.clear()
+            self._executor.groups.clear()
             self._on_tokens = None
             self._lock.release()
         return outputs

@@ -27,6 +27,7 @@ class Executor:
         self.round, self.emit = round, emit
         self.target, self.draft, self.state = round.target, round.draft, round.state
         self.launch = round.launch
+        self.groups: dict[int, int] = {}  # of the n-gram index, by request; none: 0
         self._texts: dict[int, Tensor] = {}  # per slot in prefill
         self._slots = torch.arange(len(self.state.seq_lens), dtype=torch.int32, device=self._device)
 
@@ -41,7 +42,7 @@ class Executor:
         # All pages up to the first round at once, as the scheduler counts them. Should there be too few, the slot is
         # stalled, which its activation turns into an error.
         alloc_pages(state.pool, state.seq_lens, len(text) - 1 + self.round.reserve, slots=slots, status=state.status)
-        self.draft.begin(slot, request_id, text)
+        self.draft.begin(slot, request_id, self.groups.get(request_id, 0), self._texts[slot])
 
     @torch.inference_mode()
     def prefill(self, slot: int, tokens: list[int], start: int, is_last: bool) -> None:

@@ -104,6 +104,8 @@ class SamplingParams:
         min_p: of these, draw from those at least this times as likely as the likeliest; 0, from all.
         seed: of the draws, an integer of 64 bits. Requests that share it draw alike. None: another one each time,
             which the request's output names.
+        ngram_group: who shares this text as n-gram drafts (a tenant; the samples of one prompt): 1 to 2^31 - 1, or 0
+            for everybody. A group's requests draft from its texts and everybody's, and only they do from its own.
     """
 
     max_new_tokens: int = 128
@@ -114,6 +116,7 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int | None = None
+    ngram_group: int = 0
 
     def __post_init__(self) -> None:
         def expect(name: str, good: bool, what: str) -> None:
@@ -126,6 +129,7 @@ class SamplingParams:
         expect("top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
         expect("min_p", 0 <= self.min_p <= 1, "0 to 1")
         expect("seed", self.seed is None or -(2**63) <= self.seed < 2**63, "64 bits with a sign, or None")
+        expect("ngram_group", 0 <= self.ngram_group < 2**31, "0 to 2147483647")
 
     def with_seed(self) -> SamplingParams:
         """These, with a seed drawn where there is none and one is needed."""

@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 ORDERS = (1, 2, 4, 8)
-RECENT = 7  # places kept for each n-gram of a scope
+RECENT = 15  # places kept for each n-gram of a scope
 MAX_MATCH = 32
 MAX_CANDIDATES = 32
+
+LOG2_UNIT = 256  # probabilities are compared by their log2 in whole 1/256
 
 Scope = object  # EVERYBODY, the number of a group, or a private stream
 EVERYBODY = 0
@@ -66,6 +68,25 @@ class Weights:
         return scope * math.floor(256 * self.recency**newer + 0.5)
 
 
+def log2(x: int) -> int:
+    """In 1/256, rounded down: of a square, the log2 has one bit more before the point."""
+    found = x.bit_length() - 1
+    mantissa = (x << 63 - found) >> 32
+    for _ in range(LOG2_UNIT.bit_length() - 1):
+        square = mantissa * mantissa
+        above = square >> 63
+        mantissa = square >> 31 + above
+        found = 2 * found + above
+    return found
+
+
+def in_log2(value: float) -> int:
+    return math.floor(math.log2(value) * LOG2_UNIT + 0.5)
+
+
+STEP = [in_log2((match + 4) / (match + 2)) for match in range(MAX_MATCH + 1)]
+
+
 @dataclass
 class Node:
     members: list[int]  # candidate numbers, rising
@@ -75,8 +96,13 @@ class Node:
     parent: int
     depth: int
 
+    @property
+    def log2_p(self) -> int:
+        """But for the weight of all."""
+        return log2(self.weight) - self.depth * STEP[self.match]
+
     def order(self) -> tuple[int, int, int]:
-        return (-self.weight, -self.match, self.members[0])
+        return (-self.log2_p, -self.match, self.members[0])
 
 
 class NgramIndex:
@@ -132,6 +158,11 @@ class NgramIndex:
         if slot in self.running:
             self.ended[slot] = self.running.pop(slot)
 
+    def end_all(self) -> None:
+        """As a file does: texts stay, streams are forgotten."""
+        self.running.clear()
+        self.ended.clear()
+
     def candidates(self, own: Stream, min_match: int, weights: Weights) -> list[Candidate]:
         context = own.tokens
         found: list[Candidate] = []
@@ -172,7 +203,8 @@ class NgramIndex:
             return None
         weights = Weights(round(own_weight * 16), round(group_weight * 16), round(global_weight * 16), recency)
         candidates = self.candidates(own, min_match, weights)
-        total = sum(c.weight for c in candidates)
+        total = log2(sum(c.weight for c in candidates)) if candidates else 0
+        least = in_log2(min_prob) if min_prob > 0 else -math.inf
 
         def children(members: list[int], parent: int, depth: int) -> list[Node]:
             groups: dict[int, list[int]] = {}
@@ -181,7 +213,14 @@ class NgramIndex:
                 if token is not None:
                     groups.setdefault(token, []).append(i)
             return [
-                Node(g, sum(candidates[i].weight for i in g), max(candidates[i].match for i in g), token, parent, depth)
+                Node(
+                    g,
+                    sum(candidates[i].weight for i in g),
+                    max(candidates[i].match for i in g),
+                    token,
+                    parent,
+                    depth + 1,
+                )
                 for token, g in groups.items()
             ]
 
@@ -189,12 +228,12 @@ class NgramIndex:
         open_nodes = children(list(range(len(candidates))), 0, 0)
         while open_nodes and len(draft.tokens) < num_draft_tokens:
             best = min(open_nodes, key=Node.order)
-            if best.weight / total < min_prob:
+            if best.log2_p - total < least:
                 break
             open_nodes.remove(best)
             draft.tokens.append(best.token)
             draft.parents.append(best.parent)
-            draft.scores.append(math.log(best.weight / total))
-            below = children(best.members, len(draft.tokens) - 1, best.depth + 1)
+            draft.scores.append((best.log2_p - total) * math.log(2) / LOG2_UNIT)
+            below = children(best.members, len(draft.tokens) - 1, best.depth)
             open_nodes = below if mode == "chain" else open_nodes + below
         return draft

@@ -12,12 +12,12 @@ from ..state import SlotState
 class Draft:
     """Drafts nothing: every tree is its root, every round emits the bonus token alone.
 
+    `propose` and `extend` leave the host alone, so that a graph can hold them.
+
     Attributes:
         num_nodes: N, most nodes of a tree. accept_width: S, most tokens a round can emit.
-        on_device: whether `propose` and `extend` leave the host alone, so that a graph can hold them.
     """
 
-    on_device = True
     num_nodes = 1
     accept_width = 1
 
@@ -38,8 +38,11 @@ class Draft:
     def detach_pools(self) -> None:
         """Take these pools out of a module that may serve another engine."""
 
-    def begin(self, slot: int, request_id: int, tokens: list[int]) -> None:
-        """The slot now belongs to a request with this text: its prompt, and what it produced before a retraction."""
+    def begin(self, slot: int, request_id: int, group: int, text: Tensor) -> None:
+        """The slot now belongs to a request with text [T]: its prompt, and what it produced before a retraction.
+
+        `group` is who shares its text (`SamplingParams.ngram_group`).
+        """
 
     def prefill(
         self, slot: Tensor, tokens: Tensor, next_tokens: Tensor, positions: Tensor, features: Tensor | None

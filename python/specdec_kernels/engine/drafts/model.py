@@ -42,7 +42,7 @@ class ModelDraft(Draft):
         self.child_ids = torch.zeros(slots + 1, topk, dtype=torch.int32, device=device)
         self.child_logprobs = torch.full((slots + 1, topk), -torch.inf, device=device)
 
-    def begin(self, slot: int, request_id: int, tokens: list[int]) -> None:
+    def begin(self, slot: int, request_id: int, group: int, text: Tensor) -> None:
         # Without a prefilled row there are no children: a one-token prompt starts with a root-only tree.
         self.child_logprobs[slot] = -torch.inf
 

@@ -12,8 +12,6 @@ from .base import Draft
 
 
 class NgramDraft(Draft):
-    on_device = False
-
     def __init__(self, state: SlotState, num_nodes: int, max_tokens: int, max_len: int) -> None:
         super().__init__(state)
         self.num_nodes = num_nodes
@@ -26,16 +24,13 @@ class NgramDraft(Draft):
             device=state.seq_lens.device,
         )
 
-    def _tokens(self, tokens: list[int]) -> Tensor:
-        return torch.tensor(tokens, dtype=torch.int32, device=self.state.seq_lens.device)
-
     def learn(self, tokens: list[int]) -> None:
         """A document for all requests."""
-        self.index.insert(self._tokens(tokens))
+        self.index.insert(torch.tensor(tokens, dtype=torch.int32, device=self.state.seq_lens.device))
 
-    def begin(self, slot: int, request_id: int, tokens: list[int]) -> None:
-        self.index.begin(slot, request=request_id)
-        self.index.insert(self._tokens(tokens), slot, start=0)  # of a retracted request, what is held is skipped
+    def begin(self, slot: int, request_id: int, group: int, text: Tensor) -> None:
+        self.index.begin(slot, group=group, request=request_id)
+        self.index.insert(text, slot, start=0)  # of a retracted request, what is held is skipped
 
     def propose(self, slots: Tensor, num_nodes: int) -> Tree:
         if num_nodes == 1:
@@ -43,11 +38,10 @@ class NgramDraft(Draft):
             return self.roots(slots)
         return self.propose_scored(slots, num_nodes)[0]
 
-    def propose_scored(self, slots: Tensor, num_nodes: int) -> tuple[Tree, Tensor, Tensor]:
-        """`propose` of 2 nodes or more, the log-probability of each [B, N], and the length of the longest match [B]."""
-        tree, scores, match_len = self.index.draft(slots, self.state.seq_lens[slots], num_nodes)
-        self._match_len = match_len
-        return tree, scores, match_len
+    def propose_scored(self, slots: Tensor, num_nodes: int) -> tuple[Tree, Tensor]:
+        """`propose` of 2 nodes or more, and the log-probability of each [B, N]."""
+        tree, scores, self._match_len = self.index.draft(slots, self.state.seq_lens[slots], num_nodes)
+        return tree, scores
 
     def extend(
         self, slots: Tensor, accepted: Accepted, num_valid: Tensor, features: Tensor | None, num_nodes: int

@@ -17,7 +17,6 @@ class UnionDraft(Draft):
     def __init__(self, state: SlotState, model: ModelDraft, ngram: NgramDraft, num_nodes: int) -> None:
         super().__init__(state)
         self.model, self.ngram = model, ngram
-        self.on_device = model.on_device and ngram.on_device
         self.num_nodes = num_nodes
         self.accept_width = max(model.accept_width, ngram.accept_width)
 
@@ -32,9 +31,9 @@ class UnionDraft(Draft):
         """A document for all requests."""
         self.ngram.learn(tokens)
 
-    def begin(self, slot: int, request_id: int, tokens: list[int]) -> None:
-        self.model.begin(slot, request_id, tokens)
-        self.ngram.begin(slot, request_id, tokens)
+    def begin(self, slot: int, request_id: int, group: int, text: Tensor) -> None:
+        self.model.begin(slot, request_id, group, text)
+        self.ngram.begin(slot, request_id, group, text)
 
     def prefill(
         self, slot: Tensor, tokens: Tensor, next_tokens: Tensor, positions: Tensor, features: Tensor | None
@@ -47,13 +46,8 @@ class UnionDraft(Draft):
     def propose(self, slots: Tensor, num_nodes: int) -> Tree:
         if num_nodes == 1:
             return self.ngram.propose(slots, 1)
-        # All the index has, since what follows puts its nodes into another order.
-        tree, scores, match_len = self.ngram.propose_scored(slots, self.num_nodes)
-        # The index shares out what follows the places it found, as if one of them were followed. After m tokens that
-        # agreed the next one does with (m + 1) / (m + 2), Laplace's rule of succession; and d in a row:
-        agreed = (match_len + 1)[:, None]
-        scores = scores + (agreed / (agreed + tree.positions - tree.positions[:, :1])).log()
-        union, _scores = merge_trees(tree, scores, *self.model.propose_scored(slots, num_nodes), num_nodes)
+        trees = (*self.ngram.propose_scored(slots, num_nodes), *self.model.propose_scored(slots, num_nodes))
+        union, _scores = merge_trees(*trees, num_nodes)
         return union
 
     def extend(
