@@ -99,7 +99,7 @@ class Result:
     floor: float | None = None
     cold: bool = False  # inputs rotated through more than the L2 cache
     baselines: Mapping[str, Times] = field(default_factory=dict)
-    facts: Mapping[str, float] = field(default_factory=dict)  # more that was seen, of `round`
+    facts: Mapping[str, float | str] = field(default_factory=dict)  # more that was seen, of `round`
 
     @property
     def of_floor(self) -> float | None:

@@ -58,6 +58,7 @@ class Setup:
     output: int
     device: torch.device
     dtype: torch.dtype
+    adaptive: bool = False
 
     def accept_length(self) -> float:
         return min(self.accept, self.drafting.num_steps + 1)
@@ -71,6 +72,7 @@ class Setup:
             "num_steps": d.num_steps,
             "topk": d.topk,
             "nodes": d.num_nodes,
+            "adaptive": self.adaptive,
             "accept": self.accept_length(),
             "input": self.input,
             "output": self.output,
@@ -124,7 +126,7 @@ class Bench:
             self.draft = plant_causal_lm(small, self.text, accept_length=accept, **place)
         self.engine = Engine(
             self.target,
-            speculation=speculation(setup.drafting, self.draft),
+            speculation=speculation(setup.drafting, self.draft, setup.adaptive),
             max_len=setup.input + setup.output + 1,
             num_slots=max_batch,
             device=setup.device,
@@ -133,14 +135,15 @@ class Bench:
 
     def measure(self, batch: int, ceilings: Ceilings) -> Result:
         setup = self.setup
-        self.generate(batch, WARM_UP_TOKENS, None)
+        self.generate(batch, setup.output if setup.adaptive else WARM_UP_TOKENS, None)  # what drafts bring is learnt
         clock, before = RoundClock(batch), self.engine.stats()
         wrong = self.generate(batch, setup.output, clock)
         stats = self.engine.stats() - before
         if wrong is not None:
             return Result(NAME, setup.params(batch), str(setup.device), error=wrong)
         seconds, tokens = clock.full_rounds()
-        bytes_moved, flops, floor = self.floor(batch, ceilings)
+        shares = {nodes: count / stats.rounds for nodes, count in stats.rounds_by_nodes.items() if count}
+        bytes_moved, flops, floor = self.floor(batch, shares, ceilings)
         facts = {
             "accept_length": sum(tokens) / (len(tokens) * batch),
             "tokens_per_second": sum(tokens) / sum(seconds),
@@ -159,7 +162,7 @@ class Bench:
             flops=flops,
             floor=floor,
             cold=setup.device.type == "cuda",
-            facts={name: round(value, 4) for name, value in facts.items()},
+            facts={name: round(value, 4) for name, value in facts.items()} | {"nodes": nodes_text(shares)},
         )
 
     def generate(self, batch: int, output: int, on_tokens: Any) -> str | None:
@@ -182,7 +185,13 @@ class Bench:
                 return f"request {result.index} strays from the planted text at token {first}"
         return None
 
-    def floor(self, batch: int, ceilings: Ceilings) -> tuple[int, int, float]:
+    def floor(self, batch: int, shares: dict[int, float], ceilings: Ceilings) -> tuple[int, int, float]:
+        """`floor_of`, as a mean of the rounds' numbers of nodes."""
+        floors = [[share * value for value in self.floor_of(batch, n, ceilings)] for n, share in shares.items()]
+        bytes_moved, flops, seconds = map(sum, zip(*floors, strict=True))
+        return round(bytes_moved), round(flops), seconds
+
+    def floor_of(self, batch: int, num_nodes: int, ceilings: Ceilings) -> tuple[int, int, float]:
         """Bytes and flops of a round's forward passes, and the least seconds they could take, pass by pass.
 
         A pass reads its weights once, and the target's all KV rows; activations and logits are not counted.
@@ -192,13 +201,14 @@ class Bench:
         config = self.target.config
         rows = setup.input + setup.output // 2
         kv = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * item * rows * batch
-        passes = [(weights(self.target), batch * d.num_nodes, kv)]
+        passes = [(weights(self.target), batch * num_nodes, kv)]
         if self.draft is not None:
+            num_steps = min(d.num_steps, num_nodes - 1)
             head = weights(self.draft.lm_head)
             body = weights(self.draft) - head
             fc = weights(self.draft.fc) if hasattr(self.draft, "fc") else 0
-            steps = [(body - fc, batch * d.topk, 0), (head, batch * d.topk, 0)] * (d.num_steps - 1)
-            passes += [*steps, (body, batch * (d.num_steps + 1), 0), (head, batch, 0)]
+            steps = [(body - fc, batch * d.topk, 0), (head, batch * d.topk, 0)] * max(num_steps - 1, 0)
+            passes += [*steps, (body, batch * (num_steps + 1), 0), (head, batch, 0)]
         bytes_moved = [n * item + extra for n, _, extra in passes]
         flops = [2 * n * m for n, m, _ in passes]
         floor = sum(
@@ -208,10 +218,17 @@ class Bench:
         return sum(bytes_moved), sum(flops), floor
 
 
-def speculation(d: Drafting, draft: nn.Module | None) -> Speculation:
+def nodes_text(shares: dict[int, float]) -> str:
+    """What share of the rounds had trees of how many nodes."""
+    return ", ".join(f"{nodes}: {share:.0%}" for nodes, share in shares.items())
+
+
+def speculation(d: Drafting, draft: nn.Module | None, adaptive: bool) -> Speculation:
     if d.algorithm == "NONE":
         return Speculation()
-    return Speculation(d.algorithm, draft, num_steps=d.num_steps, topk=d.topk, num_draft_tokens=d.num_nodes)
+    return Speculation(
+        d.algorithm, draft, num_steps=d.num_steps, topk=d.topk, num_draft_tokens=d.num_nodes, adaptive=adaptive
+    )
 
 
 def weights(module: nn.Module) -> int:

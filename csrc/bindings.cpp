@@ -35,6 +35,10 @@
 // --- round
 #include "round/apply_commands.h"
 #include "round/publish_results.h"
+// --- compat
+#include "compat/linked_trees.h"
+#include "compat/verify_chains.h"
+#include "compat/verify_links.h"
 // --- ngram
 #include "ngram/ngram_index.h"
 // --- scheduler
@@ -140,8 +144,8 @@ class PyExecutor : public specdec::scheduler::Executor {
     call("prefill", slot, tokens, start, is_last);
   }
   void activate(int32_t slot) override { call("activate", slot); }
-  void launch(int64_t batch) override {
-    if (!graphs_ || !graphs_->launch(batch)) call("launch", batch);
+  void launch(int64_t batch, int64_t num_nodes) override {
+    if (!graphs_ || !graphs_->launch(batch, num_nodes)) call("launch", batch, num_nodes);
   }
   void deactivate(int32_t slot, int64_t request_id) override { call("deactivate", slot, request_id); }
   void emit(std::span<const Emission> emissions) override {
@@ -244,9 +248,10 @@ std::vector<int64_t> token_list(const char* name, const py::object& tokens) {
 std::unique_ptr<PyScheduler> make_scheduler(py::object executor, int64_t num_slots, int64_t num_pages,
                                             int64_t page_size, int64_t max_len, int64_t reserve, int64_t accept_width,
                                             int64_t max_stops, int64_t prefill_chunk, int64_t rounds_in_flight,
-                                            std::vector<int64_t> batch_sizes, const py::object& commands,
-                                            const py::object& results, std::optional<intptr_t> stream,
-                                            const std::map<int64_t, intptr_t>& graphs, bool trace) {
+                                            std::vector<int64_t> batch_sizes, std::vector<int64_t> nodes,
+                                            const py::object& commands, const py::object& results,
+                                            std::optional<intptr_t> stream,
+                                            const std::map<std::pair<int64_t, int64_t>, intptr_t>& graphs, bool trace) {
   const specdec::scheduler::Config config{.num_slots = num_slots,
                                           .num_pages = num_pages,
                                           .page_size = page_size,
@@ -256,7 +261,8 @@ std::unique_ptr<PyScheduler> make_scheduler(py::object executor, int64_t num_slo
                                           .max_stops = max_stops,
                                           .prefill_chunk = prefill_chunk,
                                           .rounds_in_flight = rounds_in_flight,
-                                          .batch_sizes = std::move(batch_sizes)};
+                                          .batch_sizes = std::move(batch_sizes),
+                                          .nodes = std::move(nodes)};
   specdec::scheduler::check_config(config);
   specdec::Check check("Scheduler");
   const auto ring = [&](const char* name, const py::object& object, int64_t min_depth, int64_t min_width) {
@@ -277,7 +283,8 @@ std::unique_ptr<PyScheduler> make_scheduler(py::object executor, int64_t num_slo
   check.that(stream || graphs.empty(), "stream", "is None", "the stream that graphs are launched on");
   std::unique_ptr<RoundGraphs> round_graphs;
   if (stream) round_graphs = std::make_unique<RoundGraphs>(reinterpret_cast<CUstream_st*>(*stream));
-  for (const auto& [batch, graph] : graphs) round_graphs->add(batch, reinterpret_cast<CUgraph_st*>(graph));
+  for (const auto& [size, graph] : graphs)
+    round_graphs->add(size.first, size.second, reinterpret_cast<CUgraph_st*>(graph));
   return std::make_unique<PyScheduler>(std::move(executor), std::move(round_graphs), py::make_tuple(commands, results),
                                        config, command_ring, result_ring, trace);
 }
@@ -339,6 +346,14 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
   m.def("apply_commands", &apply_commands, "the host's next record of commands becomes slot state");
   m.def("publish_results", &publish_results, "what a round did, as the next record of the host's ring");
 
+  // --- compat: under the names that other engines call them by
+  m.def("build_tree_kernel_efficient", &build_tree_kernel_efficient, "SGLang's tree from chosen candidates");
+  m.def("reconstruct_indices_from_tree_mask", &reconstruct_indices_from_tree_mask, "SGLang's links from a mask");
+  m.def("verify_tree_greedy", &verify_tree_greedy, "SGLang's walk along the target's argmax");
+  m.def("tree_speculative_sampling_target_only", &tree_speculative_sampling_target_only, "SGLang's sampled walk");
+  m.def("chain_speculative_sampling", &chain_speculative_sampling, "SGLang's rejection sampling of chains");
+  m.def("rejection_sample", &rejection_sample, "vLLM's rejection sampling of ragged chains");
+
   // --- ngram
   using Release = py::call_guard<py::gil_scoped_release>;
   py::class_<NgramIndex>(m, "NgramIndex", "n-gram index: drafts from text seen before")
@@ -365,11 +380,24 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
       .def_property_readonly("device_words", &NgramIndex::device_words);
 
   // --- scheduler
+  using specdec::scheduler::RoundCosts;
+  py::class_<RoundCosts>(m, "RoundCosts", "what rounds cost, in microseconds, by batch and number of nodes")
+      .def(py::init<std::vector<int64_t>, std::vector<int64_t>, std::vector<std::vector<double>>>(), "batches"_a,
+           "nodes"_a, "us"_a)
+      .def_readonly("batches", &RoundCosts::batches)
+      .def_readonly("nodes", &RoundCosts::nodes)
+      .def_readonly("us", &RoundCosts::us)
+      .def(
+          "choose_num_nodes",
+          [](const RoundCosts& costs, int64_t batch, const std::vector<double>& accepted) {
+            return specdec::scheduler::choose_num_nodes(batch, accepted, costs);
+          },
+          "batch"_a, "accepted"_a);
   using Seconds = std::chrono::duration<double>;
   py::class_<PyScheduler>(m, "Scheduler", py::custom_type_setup(collect_executor))
       .def(py::init(&make_scheduler), "executor"_a, py::kw_only(), "num_slots"_a, "num_pages"_a, "page_size"_a,
            "max_len"_a, "reserve"_a, "accept_width"_a, "max_stops"_a, "prefill_chunk"_a, "rounds_in_flight"_a,
-           "batch_sizes"_a, "commands"_a, "results"_a, "stream"_a = py::none(), "graphs"_a = py::dict(),
+           "batch_sizes"_a, "nodes"_a, "commands"_a, "results"_a, "stream"_a = py::none(), "graphs"_a = py::dict(),
            "trace"_a = false)
       .def(
           "submit",
@@ -384,6 +412,7 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
           "top_k"_a = 0, "top_p"_a = 1.0f, "min_p"_a = 0.0f, "seed"_a = 0, "streams"_a = true)
       .def("cancel", &PyScheduler::cancel)
       .def("abort_all", &PyScheduler::abort_all)
+      .def("measure_rounds", &PyScheduler::measure_rounds, Release())
       .def("step", &PyScheduler::step, Release())
       .def(
           "run_until_idle", [](PyScheduler& s) { s.run_until_idle(SignalCheck()); }, Release())
@@ -401,6 +430,8 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
                                const auto t = s.recorder().totals();
                                return py::make_tuple(t.rounds, t.rows, t.host, t.wait, t.device, t.following, t.gaps);
                              })
+      .def_property_readonly("rounds_by_rung", [](const PyScheduler& s) { return s.recorder().rounds_by_rung(); })
+      .def_property_readonly("costs", [](const PyScheduler& s) { return s.ladder().costs(); })
       .def("write_trace", [](const PyScheduler& s, const std::string& path) { s.recorder().write_trace(path); });
 
   // --- what `specdec bench call_overhead` times: the boundary alone

@@ -51,9 +51,9 @@ def logits_of(
         kept.append(logits(hidden))
         return kept[-1]
 
-    def run_and_look(slots: torch.Tensor) -> object:
+    def run_and_look(slots: torch.Tensor, num_nodes: int) -> object:
         kept.clear()
-        result = run(slots)
+        result = run(slots, num_nodes)
         live = [(row, slot) for row, slot in enumerate(slots.tolist()) if slot >= 0]
         for row, slot in live:
             text = (int(engine.state.seq_lens_before[slot]), slot)

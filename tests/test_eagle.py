@@ -125,8 +125,8 @@ def test_chains_are_those_of_the_published_forward(bias: bool, tmp_path: Path, m
     drafted: list[tuple[int, list[int]]] = []  # length of the text, chain behind it
     propose = engine.draft.propose
 
-    def keep(slots: Tensor) -> Any:
-        tree = propose(slots)
+    def keep(slots: Tensor, num_nodes: int) -> Any:
+        tree = propose(slots, num_nodes)
         drafted.extend(zip(tree.positions[:, 0].tolist(), tree.tokens[:, 1:].tolist(), strict=True))
         return tree
 

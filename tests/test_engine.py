@@ -24,7 +24,7 @@ SPECULATIONS = {
     "eagle3-tree": Speculation("EAGLE3", tiny_model("eagle3"), num_steps=5, topk=8, num_draft_tokens=32),
     "eagle3+ngram": Speculation("EAGLE3+NGRAM", tiny_model("eagle3"), num_steps=4, topk=4, num_draft_tokens=24),
     # The target as its own draft: every draft is right, so every round is as long as it can be.
-    "standalone": Speculation("STANDALONE", TARGET, num_steps=3, topk=2, num_draft_tokens=8),
+    "standalone": Speculation("STANDALONE", TARGET, num_steps=3, topk=2, num_draft_tokens=8, adaptive=False),
 }
 # Slots, page size, pages as a share of what all slots at full length would need (pages are reused in all of them),
 # rounds in flight and batch sizes.
@@ -152,6 +152,24 @@ def test_streaming_gives_the_same_tokens_in_order(device: torch.device) -> None:
         assert mine[-1].finish_reason == output.finish_reason != FinishReason.RUNNING
 
 
+def test_a_request_ends_where_on_tokens_says() -> None:
+    engine, seen = make_engine(SPECULATIONS["ngram"], "batched", torch.device("cpu")), [0] * 4
+
+    def enough(new: NewTokens) -> bool:
+        seen[new.index] += len(new.tokens)
+        return new.index % 2 == 0 and seen[new.index] >= 5
+
+    outputs = engine.generate(
+        prompts()[:4], SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True), on_tokens=enough
+    )
+    for output, count in zip(outputs, seen, strict=True):
+        cancelled = output.index % 2 == 0
+        assert output.finish_reason == (FinishReason.CANCELLED if cancelled else FinishReason.LENGTH)
+        assert len(output.tokens) == count and 5 <= count <= (40 if cancelled else NEW_TOKENS)
+        assert output.tokens == reference()[output.index][:count]
+    assert engine.generate(prompts()[:1], SamplingParams(max_new_tokens=4))[0].tokens == reference()[0][:4]
+
+
 @pytest.mark.parametrize("name", SPECULATIONS)
 def test_one_token_prompts(name: str, device: torch.device) -> None:
     engine = make_engine(SPECULATIONS[name], "batched", device)
@@ -171,6 +189,7 @@ def test_stats(device: torch.device) -> None:
     assert stats.rows >= sum(o.stats.rounds for o in outputs) and stats.rows / 3 <= stats.rounds <= stats.rows
     assert stats.host_us > 0 and stats.device_ms > 0 and stats.retractions == 0
     assert stats.idle is None or 0 <= stats.idle < 1
+    assert sum(stats.rounds_by_nodes.values()) == stats.rounds
 
 
 def test_text_prompts_and_text_results(device: torch.device) -> None:

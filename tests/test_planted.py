@@ -33,7 +33,7 @@ def run(draft: str, accept: float, topk: int, nodes: int, device: torch.device, 
         model = plant_eagle3(target, text, accept_length=accept, rank=rank)
     else:
         model = plant_causal_lm(config, text, device=device, dtype=dtype, accept_length=accept, rank=rank)
-    speculation = Speculation(draft, model, num_steps=4, topk=topk, num_draft_tokens=nodes)
+    speculation = Speculation(draft, model, num_steps=4, topk=topk, num_draft_tokens=nodes, adaptive=False)
     engine = Engine(target, speculation=speculation, max_len=256, num_slots=2, device=device, dtype=dtype)
     prompts = [text.tokens(3, 10), text.tokens(600, 21)]
     outputs = engine.generate(prompts, SamplingParams(max_new_tokens=140))

@@ -19,8 +19,8 @@ def ints(*shape: int) -> torch.Tensor:
 
 
 def rows(batch: int, width: int, slots: int) -> dict[str, torch.Tensor]:
-    row = {"out_tokens": ints(batch, width), "out_len": ints(batch), "num_nodes": ints(batch)}
-    return row | {"finish_reasons": ints(slots), "status": ints(slots)}
+    row = {"out_tokens": ints(batch, width), "out_len": ints(batch), "out_path": ints(batch, width)}
+    return row | {"num_nodes": ints(batch), "finish_reasons": ints(slots), "status": ints(slots)}
 
 
 def ring(words: int, device: torch.device) -> torch.Tensor:
@@ -34,8 +34,7 @@ def counter(device: torch.device | str, value: int = 0) -> torch.Tensor:
 @pytest.mark.sanitize
 @pytest.mark.parametrize(("batch", "width", "slots"), [(3, 2, 5), (1, 1, 1), (0, 4, 2), (70, 33, 300)])
 def test_records_in_order(device: torch.device, batch: int, width: int, slots: int) -> None:
-    words = 8 + (batch + 1) * (4 + width) + 1
-    words += words % 2
+    words = 8 + (batch + 1) * (4 + 2 * width)
     got, want = ring(words, device), ring(words, torch.device("cpu"))
     published, started_at, count = counter(device), counter(device, 5 * 2**33 + 9), counter("cpu")
     for number in range(2 * DEPTH + 1):
@@ -54,9 +53,11 @@ def test_records_in_order(device: torch.device, batch: int, width: int, slots: i
 
 def test_rows_without_slots(device: torch.device) -> None:
     given = {name: tensor.to(device) for name, tensor in rows(2, 1, 3).items()}
-    got = ring(18, device)
+    got = ring(20, device)
     sd.publish_results(got, counter(device), counter(device), **given)
-    assert got[0, [9, 10, 14, 15]].tolist() == [
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    assert got[0, [9, 10, 15, 16]].tolist() == [
         int(given[name][slot]) for slot in (0, 1) for name in ("finish_reasons", "status")
     ]
 
@@ -74,17 +75,18 @@ def test_any_count_names_a_record(device: torch.device, count: int) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"results": torch.zeros(3, 18, dtype=INT)}, "publish_results: words is 18, expected 20 to 2147483647"),
-        ({"results": torch.zeros(0, 20, dtype=INT)}, "publish_results: depth is 0, expected 1 to 2147483647"),
-        ({"results": torch.zeros(3, 21, dtype=INT)}, "publish_results: results has rows that start between two multiples of 8 bytes, expected an aligned tensor with an even number of words"),
+        ({"results": torch.zeros(3, 22, dtype=INT)}, "publish_results: words is 22, expected 24 to 2147483647"),
+        ({"results": torch.zeros(0, 24, dtype=INT)}, "publish_results: depth is 0, expected 1 to 2147483647"),
+        ({"results": torch.zeros(3, 25, dtype=INT)}, "publish_results: results has rows that start between two multiples of 8 bytes, expected an aligned tensor with an even number of words"),
         ({"out_len": torch.zeros(3, dtype=INT)}, "publish_results: out_len has shape [3], expected [batch=2]"),
+        ({"out_path": torch.zeros(2, 3, dtype=INT)}, "publish_results: out_path has shape [2, 3], expected [batch=2, accept_width=2]"),
         ({"status": torch.zeros(4, dtype=INT)}, "publish_results: status has shape [4], expected [num_slots=3]"),
         ({"num_published": torch.zeros(1, dtype=INT)}, "publish_results: num_published is int32, expected int64"),
     ],
-    ids=["words", "depth", "alignment", "out_len", "status", "counter"],
+    ids=["words", "depth", "alignment", "out_len", "out_path", "status", "counter"],
 )  # fmt: skip
 def test_messages(change: dict[str, Any], message: str) -> None:
-    ready = {"results": ring(20, torch.device("cpu")), "num_published": counter("cpu"), "started_at": counter("cpu")}
+    ready = {"results": ring(24, torch.device("cpu")), "num_published": counter("cpu"), "started_at": counter("cpu")}
     with pytest.raises(ValueError) as error:
         sd.publish_results(**(ready | rows(2, 2, 3) | change))
     assert str(error.value) == message

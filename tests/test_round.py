@@ -61,9 +61,11 @@ def give_back(engine: Engine, slot: int) -> None:
     free_pages(state.pool, torch.zeros_like(state.seq_lens), slots=slots)
 
 
-def run(engine: Engine, slots: list[int]) -> dict[int, list[int]]:
-    """One round; the new tokens of each slot named."""
-    result = engine._executor.round.run(torch.tensor(slots, dtype=torch.int32, device=engine.device))
+def run(engine: Engine, slots: list[int], num_nodes: int | None = None) -> dict[int, list[int]]:
+    """One round, of all nodes or so many; the new tokens of each slot named."""
+    result = engine._executor.round.run(
+        torch.tensor(slots, dtype=torch.int32, device=engine.device), num_nodes or engine.draft.num_nodes
+    )
     lengths = result.accepted.lengths.tolist()
     return {
         slot: row[:length]
@@ -335,8 +337,8 @@ def test_eagle3_trees_are_those_of_the_training_code(
     trees: list[Any] = []
     propose = engine.draft.propose
 
-    def keep(slots: torch.Tensor) -> Any:
-        trees.append(propose(slots))
+    def keep(slots: torch.Tensor, num_nodes: int) -> Any:
+        trees.append(propose(slots, num_nodes))
         return trees[-1]
 
     monkeypatch.setattr(engine.draft, "propose", keep)

@@ -37,6 +37,7 @@ class Sizes:
     max_stops: int = 2
     rounds_in_flight: int = 1
     batch_sizes: tuple[int, ...] = (1, 2, 3)
+    nodes: tuple[int, ...] = (4,)
 
     @property
     def max_batch(self) -> int:
@@ -58,6 +59,7 @@ class Sizes:
             prefill_chunk=rng.randint(1, 12),
             rounds_in_flight=rounds_in_flight,
             batch_sizes=tuple(sorted({*smaller, num_slots if rng.random() < 0.7 else rng.randint(1, num_slots)})),
+            nodes=tuple(sorted(rng.sample(range(1, 9), rng.randint(1, 3)))),
         )
         smallest = sizes.pages(max_len)
         return Sizes(**{**vars(sizes), "num_pages": rng.choice([smallest, smallest + 1, 2 * smallest, 9 * smallest])})
@@ -112,7 +114,7 @@ DEPTH = 5
 
 def rings(sizes: Sizes, depth: int = DEPTH) -> dict[str, Any]:
     commands = 11 + sizes.max_stops + sizes.max_batch + sizes.num_slots
-    results = 8 + sizes.max_batch * (4 + sizes.accept_width)
+    results = 8 + sizes.max_batch * (4 + 2 * sizes.accept_width)
     return {"commands": np.full((depth, commands), -1, np.int32), "results": np.zeros((depth, results), np.int32)}
 
 
@@ -297,7 +299,7 @@ class Device:
         assert (slots[count:] == -1).all()
         return slots[:count].tolist()
 
-    def launch(self, batch: int) -> None:
+    def launch(self, batch: int, num_nodes: int) -> None:
         record = self.commands[self.num_applied % DEPTH]
         first = 11 + self.sizes.max_stops
         named = [record[1]] if batch == 0 else record[first : first + batch]
@@ -308,10 +310,11 @@ class Device:
             self.may_fail(method, *ids)
         slots = self.apply_commands()
         if batch == 0:
-            assert not slots
+            assert not slots and not num_nodes
             if late:
                 self.may_fail(method, *ids)
             return
+        assert num_nodes in self.sizes.nodes
         self.check_rows(slots, batch)
         self.results[self.num_published % DEPTH] = self.rng.choice([-1, 2**31 - 1])
         for row, slot in enumerate(slots):
@@ -341,9 +344,9 @@ class Device:
             assert self.needed(1) + pages > sizes.num_pages or first.cancelled, "who fits is admitted"
 
     def result(self, row: int) -> np.ndarray:
-        """out_len, finish reason, status, num_nodes and the tokens of a row of the round that is running."""
-        begin = 8 + row * (4 + self.sizes.accept_width)
-        return self.results[self.num_published % DEPTH, begin : begin + 4 + self.sizes.accept_width]
+        """out_len, finish reason, status, num_nodes, tokens and path of a row of the round that is running."""
+        width = 4 + 2 * self.sizes.accept_width
+        return self.results[self.num_published % DEPTH, 8 + row * width :][:width]
 
     def progress(self) -> tuple[int, int]:
         return self.num_applied, self.num_published
@@ -731,7 +734,7 @@ def test_interrupt_between_turns() -> None:
     commands, results = made["commands"], made["results"]
     # What the device would write is there beforehand: records applied, rounds of a token each.
     commands[:, 0] = results[:, 0] = np.arange(depth) + 1
-    results[:, 8:] = [1, 0, 0, 1, 5]
+    results[:, 8:] = [1, 0, 0, 1, 5, 0]
     executor = SimpleNamespace(
         begin=ignore, prefill=ignore, activate=ignore, launch=ignore, deactivate=ignore, emit=ignore
     )
@@ -805,13 +808,16 @@ def test_submit_wants_ints() -> None:
         ({"batch_sizes": []}, "Scheduler: batch_sizes is empty, expected at least 1 size"),
         ({"batch_sizes": [1, 4]}, "Scheduler: batch_sizes (rising) is 4, expected 2 to 3"),
         ({"batch_sizes": [2, 2]}, "Scheduler: batch_sizes (rising) is 2, expected 3 to 3"),
+        ({"nodes": []}, "Scheduler: nodes is empty, expected at least 1 number"),
+        ({"nodes": [0, 4]}, "Scheduler: nodes (rising) is 0, expected 1 to 2147483647"),
+        ({"nodes": [4, 4]}, "Scheduler: nodes (rising) is 4, expected 5 to 2147483647"),
         ({"num_pages": 7}, "Scheduler: num_pages is 7, expected 8 to 2147483647 (one sequence of max_len tokens must fit)"),
         ({"commands": np.zeros((5, 18), np.int32)}, "Scheduler: commands.shape[1] is 18, expected 19 to 2147483647"),
         ({"commands": np.zeros((1, 19), np.int32)}, "Scheduler: commands.shape[0] is 1, expected 2 to 2147483647"),
-        ({"results": np.zeros((1, 32), np.int32)}, "Scheduler: results.shape[0] is 1, expected 2 to 2147483647"),
-        ({"results": np.zeros((5, 31), np.int32)}, "Scheduler: results.shape[1] is 31, expected 32 to 2147483647"),
-        ({"results": np.zeros((5, 32), np.int64)}, "Scheduler: results is int64, expected int32"),
-        ({"graphs": {1: 1}}, "Scheduler: stream is None, expected the stream that graphs are launched on"),
+        ({"results": np.zeros((1, 44), np.int32)}, "Scheduler: results.shape[0] is 1, expected 2 to 2147483647"),
+        ({"results": np.zeros((5, 43), np.int32)}, "Scheduler: results.shape[1] is 43, expected 44 to 2147483647"),
+        ({"results": np.zeros((5, 44), np.int64)}, "Scheduler: results is int64, expected int32"),
+        ({"graphs": {(1, 4): 1}}, "Scheduler: stream is None, expected the stream that graphs are launched on"),
     ],
 )  # fmt: skip
 def test_constructor_messages(change: dict[str, Any], message: str) -> None:
@@ -826,7 +832,7 @@ def test_a_device_that_forgets_to_publish() -> None:
     lost = device.submit([1], 9)
     device.sent[lost].failed = True
     launch = device.launch
-    device.launch = lambda batch: launch(batch) if batch == 0 else None  # type: ignore[method-assign]
+    device.launch = lambda batch, nodes: launch(batch, nodes) if batch == 0 else None  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="step: the device is at rest and a record is missing, expected launch to"):
         device.step()
     device.launch = launch  # type: ignore[method-assign]

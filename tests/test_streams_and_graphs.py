@@ -227,11 +227,12 @@ def apply_commands(t: Inputs, **stream: Any) -> Iterable[Tensor]:
 
 def publish_results_inputs() -> Inputs:
     return {
-        "results": torch.zeros(1, 8 + B * (4 + STEPS) + 1, dtype=torch.int32),
+        "results": torch.zeros(1, 8 + B * (4 + 2 * STEPS), dtype=torch.int32),
         "num_published": torch.randint(0, 99, (1,)),
         "started_at": torch.zeros(1, dtype=torch.int64),
         "out_tokens": ints(0, VOCAB, B, STEPS),
         "out_len": ints(0, STEPS, B),
+        "out_path": ints(0, 9, B, STEPS),
         "num_nodes": ints(1, 9, B),
         "finish_reasons": ints(0, 4, B),
         "status": ints(0, 4, B),

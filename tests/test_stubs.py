@@ -94,8 +94,31 @@ def test_op_has_its_name_in_csrc_and_tests(op: str) -> None:
     assert any(re.search(rf"\b{op}\b", path.read_text()) for path in (ROOT / "tests").glob("test_*.py"))
 
 
+COMPAT = Path(specdec_kernels.__file__).parent / "compat"
+
+
+def compat_ops() -> set[str]:
+    """Functions of compat/ that call the compiled one of the same name."""
+    functions = [
+        node
+        for path in COMPAT.glob("*.py")
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef)
+    ]
+    return {node.name for node in functions if f"_C.{node.name}(" in ast.unparse(node)}
+
+
+def test_compat_ops_have_their_names_in_csrc_and_tests() -> None:
+    assert compat_ops()
+    headers = [path.read_text() for path in (ROOT / "csrc" / "compat").glob("*.h")]
+    tests = [path.read_text() for path in (ROOT / "tests").glob("test_compat_*.py")]
+    for op in compat_ops():
+        assert sum(f"void {op}(CallStream " in text for text in headers) == 1, op
+        assert any(f"{op}(" in text for text in tests), op
+
+
 def test_every_compiled_function_is_an_op_its_workspace_or_a_timing_aid() -> None:
     functions = {node.name for node in STUB.body if isinstance(node, ast.FunctionDef)}
-    ops_and_sizes = {name for name in functions if not name.startswith("noop")}
+    ops_and_sizes = {name for name in functions if not name.startswith("noop")} - compat_ops()
     assert {name for name in ops_and_sizes if native_halves(name)} == {op for op in public_ops() if native_halves(op)}
     assert {name.removesuffix("_workspace") for name in ops_and_sizes} <= set(public_ops())

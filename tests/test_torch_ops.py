@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import specdec_kernels as sd
 from specdec_kernels import torch_ops
+from specdec_kernels._op_list import public_ops
 from test_tree_attention import make_cache, random_trees
 
 BACKENDS = ["eager", "aot_eager"]
@@ -168,3 +170,156 @@ def test_lazy_views_are_refused() -> None:
         torch_ops.write_kv(k, k, neg_view(*cache.k_pool.shape), cache.v_pool, cache.page_table, cache.prefix_lens)
     with pytest.raises(ValueError, match="status is a conj view"):
         torch_ops.tree_attention(q, *cache.tensors(), status=torch.zeros(1, dtype=torch.complex64).conj())
+
+
+# --- every op ---------------------------------------------------------------------------------------------------------
+
+
+def calls(op: str, device: torch.device) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Arguments of one or two small calls of an op; equal ones every time."""
+    random = torch.Generator().manual_seed(3)
+
+    def ints(*shape: int, high: int = 9, low: int = 0) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=random).int().to(device)
+
+    def floats(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.randn(shape, generator=random).to(device, dtype)
+
+    def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    slots, status = torch.tensor([1, 0], dtype=torch.int32, device=device), zeros(2)
+    lens, seeds = torch.tensor([5, 3], dtype=torch.int32, device=device), ints(2).long()
+    temperature = torch.tensor([0.0, 0.8], device=device)
+    candidates, frontier = sd.expand_root(ints(2, 2), -floats(2, 2).abs(), lens, 3)
+    parents = torch.tensor([[-1, 0, 0, 1]] * 2, dtype=torch.int32, device=device)
+    tree = sd.build_tree_from_parents(ints(2, 4, high=8), parents, lens)
+    accepted = sd.verify_tree(floats(2, 4, 8), tree, 3)
+    pool = sd.make_page_pool(12, 2, 5, 4, like=status)
+    pools = floats(2, 12, 4, 2, 64), floats(2, 12, 4, 2, 64)
+    if op not in ("alloc_pages",):
+        sd.alloc_pages(pool, lens, 4)
+    table, both = pool.page_table, {"slots": slots, "status": status}
+    if op == "free_pages":
+        return [((pool, lens), {}), ((), {"pool": pool, "keep_lens": zeros(2), **both})]
+    if op == "fork_pages":
+        sd.free_pages(pool, zeros(2), slots=slots[:1])
+        return [((pool, slots[1:], slots[:1], lens), {"status": status})]
+    if op in ("apply_commands", "publish_results"):
+        commands = torch.full((2, 11 + 1 + 2 + 2), -1, dtype=torch.int32, device=device)
+        counters = [zeros(1, dtype=torch.int64) for _ in range(2)]
+        state = [lens, zeros(2), ints(2), zeros(2, 1), temperature, zeros(2), temperature, temperature, seeds]
+        if op == "apply_commands":
+            return [((commands, *counters, *state, zeros(2), status), {})]
+        results = zeros(2, 8 + 2 * (4 + 2 * 3))
+        row = (accepted.tokens, accepted.lengths, accepted.path, tree.num_nodes, zeros(2), status)
+        return [((results, *counters, *row), {}), ((results, *counters, *row), {"slots": slots})]
+    new_kv = floats(2, 3, 2, 64), floats(2, 3, 2, 64)
+    noise = {"seeds": seeds, "positions": ints(2), "temperature": temperature, "slots": slots}
+    sampling = {"temperature": temperature, "top_k": ints(2), "top_p": temperature + 0.1, "seeds": seeds}
+    mask = torch.tensor([[1, 3, 5, 11]] * 2, device=device)[:, :, None]
+    commit = (
+        accepted.tokens,
+        accepted.lengths,
+        zeros(2, 1),
+        lens.clone(),
+        lens + 20,
+        lens,
+        zeros(2),
+        zeros(2),
+        zeros(2),
+    )
+    return {
+        "select_topk": [((floats(3, 20), 4), {}), ((floats(3, 20), 4), {"id_map": ints(20)})],
+        "sample_draft": [((floats(2, 20), 4), noise)],
+        "expand_root": [((ints(2, 2), -floats(2, 2).abs(), lens, 3), {"slots": slots, "position_offset": 1})],
+        "expand_tree": [
+            ((ints(2, 2, 2), -floats(2, 2, 2).abs(), 2, *candidates, frontier.nodes, frontier.mask, lens), {})
+        ],
+        "build_tree": [((*candidates, lens, lens, 4), {}), ((*candidates, lens, lens, 3), {"order": "given", **both})],
+        "build_tree_from_parents": [((ints(2, 4), parents, lens), {}), ((ints(2, 4), parents, lens), both)],
+        "build_tree_from_mask": [((ints(2, 4), mask, lens), {}), ((ints(2, 4), mask, lens), both)],
+        "merge_trees": [((tree, floats(2, 4), tree, floats(2, 4), 5), {})],
+        "norm_rows": [
+            ((floats(3, 64), floats(64), 1e-5), {}),
+            ((floats(3, 64), floats(64), 1e-5), {"residual": floats(3, 64)}),
+        ],
+        "gate_rows": [((floats(3, 64),), {})],
+        "linear_rows": [((floats(3, 64, dtype=torch.bfloat16), floats(24, 64, dtype=torch.bfloat16)), {})],
+        "rotate_qkv": [
+            ((floats(2, 3, 8, 64), floats(30, 64), ints(2, 3), pools[0][0], pools[1][0], table, lens), {}),
+            ((floats(2, 3, 8, 64), floats(30, 64), ints(2, 3), pools[0][0], pools[1][0], table, lens), both),
+        ],
+        "tree_attention": [((floats(2, 3, 4, 64), pools[0][0], pools[1][0], table, lens), both)],
+        "verify_tree": [
+            ((floats(2, 4, 8), tree, 3), {}),
+            ((floats(2, 4, 8),), {"tree": tree, "accept_width": 3, **sampling, **both}),
+        ],
+        "score_tokens": [((floats(2, 4, 8), accepted.path, accepted.tokens, accepted.lengths), {"top_n": 2})],
+        "commit_tokens": [(commit, {}), (commit, both)],
+        "alloc_pages": [((pool, lens, 4), {}), ((pool, lens), {"reserve": 2, **both})],
+        "write_kv": [((*new_kv, pools[0][0], pools[1][0], table, lens), {"num_valid": lens - 2, **both})],
+        "move_kv": [((*pools, table, accepted.path, accepted.lengths, lens), both)],
+        "copy_kv": [((*pools, table, slots[:1], slots[1:], lens, lens[:1] * 0 + 2), {"status": status})],
+    }[op]
+
+
+def same(got: Any, want: Any) -> None:
+    """Equal, tuples and their types included."""
+    if isinstance(want, tuple):
+        assert type(got) is type(want) and len(got) == len(want)
+        for each, expected in zip(got, want, strict=True):
+            same(each, expected)
+    elif want is None or not isinstance(want, torch.Tensor):
+        assert got == want
+    else:
+        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+
+
+CLOCKED = {"apply_commands", "publish_results"}  # write what time it is
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("op", torch_ops.OPS)
+def test_every_op_compiles_whole_and_does_the_same(op: str, device: torch.device) -> None:
+    compiled = torch.compile(
+        lambda *args, **options: getattr(torch_ops, op)(*args, **options), fullgraph=True, backend="aot_eager"
+    )
+    for number in range(len(calls(op, device))):
+        arguments, options = calls(op, device)[number]
+        want = getattr(sd, op)(*arguments, **options)
+        for function in (getattr(torch_ops, op), compiled):
+            others, other_options = calls(op, device)[number]
+            got = function(*others, **other_options)
+            same(got, want)
+            if op not in CLOCKED:
+                same((others, *other_options.values()), (arguments, *options.values()))
+
+
+@pytest.mark.parametrize("op", torch_ops.OPS)
+def test_every_op_passes_opcheck(op: str, device: torch.device) -> None:
+    for arguments, options in calls(op, device):
+        operators = getattr(torch.ops.specdec, op)
+        (split,) = {"status", "residual"} & set(operators.overloads()) or {"default"}
+        overload = getattr(operators, split if split in options else "default")
+        flat: list[Any] = []
+        for argument in arguments:
+            flat += argument if isinstance(argument, tuple) else [argument]
+        named = {}
+        for name, value in options.items():
+            fields = value._asdict().items() if isinstance(value, tuple) else [("", value)]
+            named |= {f"{name}_{field}".removesuffix("_"): part for field, part in fields}
+        checks = ["test_schema", "test_autograd_registration", "test_faketensor"]
+        if op not in CLOCKED:
+            checks.append("test_aot_dispatch_dynamic")
+        torch.library.opcheck(overload, tuple(flat), named, test_utils=checks)
+
+
+def test_every_op_is_there() -> None:
+    assert set(torch_ops.OPS) == set(public_ops()) - {"make_page_pool", "tree_attention_workspace"}
+
+
+def test_lazy_views_are_refused_inside_tuples() -> None:
+    pool = sd.make_page_pool(4, 1, 2, 4, like=torch.zeros(1))
+    with pytest.raises(ValueError, match="alloc_pages: lens is a conj view"):
+        torch_ops.alloc_pages(pool, torch.zeros(1, dtype=torch.complex64).conj(), 1)

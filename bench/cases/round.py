@@ -57,12 +57,13 @@ def publish_results(device: torch.device, p: Params) -> Work:
     given = {
         "out_tokens": torch.randint(0, 32000, (batch, WIDTH), dtype=torch.int32, device=device),
         "out_len": torch.randint(1, WIDTH + 1, (batch,), dtype=torch.int32, device=device),
+        "out_path": torch.randint(0, 32, (batch, WIDTH), dtype=torch.int32, device=device),
         "num_nodes": torch.randint(1, 33, (batch,), dtype=torch.int32, device=device),
         "finish_reasons": torch.randint(0, 3, (batch,), dtype=torch.int32, device=device),
         "status": torch.randint(0, 3, (batch,), dtype=torch.int32, device=device),
         "slots": torch.randperm(batch, device=device).int(),
     }
-    results = ring(8 + batch * (4 + WIDTH), device)
+    results = ring(8 + batch * (4 + 2 * WIDTH), device)
     num_published, started_at = counter(device), counter(device)
 
     def check() -> None:

@@ -1,6 +1,6 @@
 // One block a row, whose threads hold what they read until the sum of squares is known. Reads x, residual and the
-// weight and writes sum and result once: a row of a large model is a few kilobytes, so it is latency that counts, and a
-// thread has no more than one or two 16-byte reads of each.
+// weight and writes sum and result once. With few rows it is latency that counts, and a thread has no more than one or
+// two 16-byte reads of each; with many, fewer threads with more reads on the way wait less for each other.
 #include <algorithm>
 
 #include "core/cuda.cuh"
@@ -91,7 +91,9 @@ void norm_rows_cuda(const NormRowsParams& p, Stream stream) {
   with_float_type(p.dtype, [&]<class T>() {
     const auto start = [&]<int N>() {
       const int64_t packs = p.width / N;
-      const auto threads = static_cast<unsigned>(std::clamp<int64_t>((packs + 31) / 32 * 32, 32, kMaxThreads));
+      const int64_t held = p.rows > 2 * current_device("norm_rows").multiprocessors ? kHeld : 1;
+      const int64_t warps = (packs + held * kWarp - 1) / (held * kWarp);
+      const auto threads = static_cast<unsigned>(std::min<int64_t>(warps * kWarp, kMaxThreads));
       launch("norm_rows", norm_rows_kernel<T, N>, {.grid = grid_x("norm_rows", p.rows), .threads = threads}, stream, p);
     };
     if (p.wide)

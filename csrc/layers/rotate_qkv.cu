@@ -1,7 +1,7 @@
-// A warp a head: a lane holds neighbouring numbers of the first half and those that they are rotated with. blockIdx.x
-// is the row, blockIdx.y and the block's warps its heads. Reads each head once and writes it once, and the rotation and
-// the norm from the L2; with few rows all of it waits for memory once, then for the page table, so every read that does
-// not depend on another is made first.
+// A few lanes a head: each holds eight neighbouring numbers of the first half and those that they are rotated with.
+// blockIdx.x is the row, blockIdx.y and the block's lanes its heads. Reads each head once and writes it once, and the
+// rotation and the norm from caches; with few rows all of it waits for memory once, then for the page table, so every
+// read that does not depend on another is made first.
 #include <cutlass/fast_math.h>
 
 #include "core/cuda.cuh"
@@ -11,7 +11,13 @@
 namespace specdec {
 namespace {
 
-constexpr int kWarps = 4;  // heads of a block
+constexpr int kWarps = 4;    // of a block
+constexpr int kNumbers = 8;  // of a lane, in each half of a head
+
+template <int D>
+constexpr int kLanes = D / 2 / kNumbers;  // of a head
+template <int D>
+constexpr int kHeads = kWarps * kWarp / kLanes<D>;  // of a block
 
 // N neighbouring numbers, read and written as packs of U.
 template <int N, int U, class T>
@@ -40,18 +46,18 @@ __device__ __forceinline__ void write_rounded(const float (&from)[N], Float8* to
   for (int n = 0; n < N; ++n) to[n] = to_float8(from[n], scale);
 }
 
-// N: numbers of a lane in each half of a head. U: those that move at once.
-template <class T, int N, int U>
+// U: numbers that move at once.
+template <class T, int D, int U>
 __global__ void __launch_bounds__(kWarps* kWarp)
     rotate_qkv_kernel(RotateQkvParams p, cutlass::FastDivmod q_len, cutlass::FastDivmod page_size) {
   begin_kernel();
   const WriteKvParams& w = p.write;
-  const int row = blockIdx.x, head = blockIdx.y * kWarps + threadIdx.y, lane = threadIdx.x;
+  constexpr int N = kNumbers, half = D / 2;
+  const int row = blockIdx.x, head = blockIdx.y * kHeads<D> + threadIdx.x / kLanes<D>, lane = threadIdx.x % kLanes<D>;
   const int query_heads = static_cast<int>(p.query_heads), heads = static_cast<int>(w.heads);
   if (head >= query_heads + 2 * heads) return;
   int b, j;
   q_len(b, j, row);
-  constexpr int half = N * kWarp;
   const bool is_query = head < query_heads, is_value = head >= query_heads + heads;
   // Query, key and value heads follow each other.
   const T* from = reinterpret_cast<const T*>(row_data(p.q, b, j) + head * p.q.head_stride) + lane * N;
@@ -89,7 +95,10 @@ __global__ void __launch_bounds__(kWarps* kWarp)
       float squares = 0;
 #pragma unroll
       for (int n = 0; n < N; ++n) squares += x[n] * x[n] + y[n] * y[n];
-      for (int step = kWarp / 2; step > 0; step /= 2) squares += __shfl_xor_sync(kFullMask, squares, step);
+      // Other heads of the warp may have left.
+      const unsigned lanes = ((1u << kLanes<D>)-1) << (threadIdx.x % kWarp - lane);
+#pragma unroll
+      for (int step = kLanes<D> / 2; step > 0; step /= 2) squares += __shfl_xor_sync(lanes, squares, step);
       const float scale = rsqrtf(squares / (2 * half) + p.eps);
 #pragma unroll
       for (int n = 0; n < N; ++n) {
@@ -121,17 +130,20 @@ __global__ void __launch_bounds__(kWarps* kWarp)
 void rotate_qkv_cuda(const RotateQkvParams& p, Stream stream) {
   const WriteKvParams& w = p.write;
   const int64_t heads = p.query_heads + 2 * w.heads;
-  const dim3 grid(grid_x("rotate_qkv", w.batch * w.q_len), static_cast<unsigned>((heads + kWarps - 1) / kWarps));
+  const auto start = [&]<class T, int D, int U>() {
+    const dim3 grid(grid_x("rotate_qkv", w.batch * w.q_len),
+                    static_cast<unsigned>((heads + kHeads<D> - 1) / kHeads<D>));
+    launch("rotate_qkv", rotate_qkv_kernel<T, D, U>, {.grid = grid, .threads = kWarps * kWarp}, stream, p,
+           cutlass::FastDivmod(static_cast<int>(w.q_len)), cutlass::FastDivmod(static_cast<int>(w.rows.page_size)));
+  };
   with_float_type(w.dtype, [&]<class T>() {
-    const auto start = [&]<int N, int U>() {
-      launch("rotate_qkv", rotate_qkv_kernel<T, N, U>, {.grid = grid, .threads = dim3(kWarp, kWarps)}, stream, p,
-             cutlass::FastDivmod(static_cast<int>(w.q_len)), cutlass::FastDivmod(static_cast<int>(w.rows.page_size)));
+    const auto of_dim = [&]<int D>() {
+      constexpr int kMost = 16 / sizeof(T);
+      w.unit == 16 ? start.template operator()<T, D, kMost>() : start.template operator()<T, D, 1>();
     };
-    // Pairs where they can be moved as one; a head of 64 has no more than a number for each lane.
-    const bool pairs = w.unit >= static_cast<int64_t>(2 * sizeof(T));
-    if (p.head_dim == 64) return start.template operator()<1, 1>();
-    if (p.head_dim == 128) return pairs ? start.template operator()<2, 2>() : start.template operator()<2, 1>();
-    return pairs ? start.template operator()<4, 2>() : start.template operator()<4, 1>();
+    if (p.head_dim == 64) return of_dim.template operator()<64>();
+    if (p.head_dim == 128) return of_dim.template operator()<128>();
+    of_dim.template operator()<256>();
   });
 }
 

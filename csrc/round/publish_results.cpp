@@ -11,14 +11,15 @@ namespace specdec {
 
 void publish_results(CallStream stream, const TensorView& results, const TensorView& num_published,
                      const TensorView& started_at, const TensorView& out_tokens, const TensorView& out_len,
-                     const TensorView& num_nodes, const TensorView& finish_reasons, const TensorView& status,
-                     const OptTensor& slots) {
+                     const TensorView& out_path, const TensorView& num_nodes, const TensorView& finish_reasons,
+                     const TensorView& status, const OptTensor& slots) {
   Check check("publish_results");
   Dim R{"num_slots"}, B{"batch"}, S{"accept_width"}, D{"depth"}, W{"words"};
   check.output("num_published", num_published, {1}, kInt64);
   check.tensor("started_at", started_at, {1}, kInt64);
   check.tensor("out_tokens", out_tokens, {B, S}, kInt32);
   check.tensor("out_len", out_len, {B}, kInt32);
+  check.tensor("out_path", out_path, {B, S}, kInt32);
   check.tensor("num_nodes", num_nodes, {B}, kInt32);
   check.tensor("finish_reasons", finish_reasons, {R}, kInt32);
   check.tensor("status", status, {R}, kInt32);
@@ -38,6 +39,7 @@ void publish_results(CallStream stream, const TensorView& results, const TensorV
       .started_at = started_at.data<int64_t>(),
       .out_tokens = out_tokens.data<int32_t>(),
       .out_len = out_len.data<int32_t>(),
+      .out_path = out_path.data<int32_t>(),
       .num_nodes = num_nodes.data<int32_t>(),
       .finish_reasons = finish_reasons.data<int32_t>(),
       .status = status.data<int32_t>(),
@@ -55,7 +57,7 @@ void publish_results_cpu(const PublishResultsParams& p) {
   const int64_t number = *p.num_published;
   int32_t* record = p.results + ring_row(number, p.depth) * p.words;
   for (int64_t b = 0; b < p.batch; ++b)
-    for (int64_t word = 0; word < ResultLayout::kTokens + p.layout.accept_width; ++word)
+    for (int64_t word = 0; word < p.layout.row_words(); ++word)
       record[p.layout.row(b) + word] = result_word(p, b, word);
   const int64_t times[] = {*p.started_at, nanoseconds()};
   std::memcpy(record + ResultLayout::kStarted, times, sizeof times);

@@ -13,7 +13,7 @@ __global__ void __launch_bounds__(kThreads) publish_results_kernel(PublishResult
   begin_kernel();
   const int64_t number = *p.num_published;
   int32_t* record = p.results + ring_row(number, p.depth) * p.words;
-  const int64_t width = ResultLayout::kTokens + p.layout.accept_width;
+  const int64_t width = p.layout.row_words();
   for (int64_t i = threadIdx.x; i < p.batch * width; i += kThreads)
     record[ResultLayout::kRows + i] = result_word(p, i / width, i % width);
   if (threadIdx.x == 0) {

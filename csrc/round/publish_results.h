@@ -13,6 +13,7 @@ struct PublishResultsParams {
   const int64_t* started_at;      // [1]
   const int32_t* out_tokens;      // [batch, layout.accept_width]
   const int32_t* out_len;         // [batch]
+  const int32_t* out_path;        // [batch, layout.accept_width]
   const int32_t* num_nodes;       // [batch]
   const int32_t* finish_reasons;  // [num_slots]
   const int32_t* status;          // [num_slots]
@@ -23,15 +24,17 @@ struct PublishResultsParams {
 
 void publish_results(CallStream stream, const TensorView& results, const TensorView& num_published,
                      const TensorView& started_at, const TensorView& out_tokens, const TensorView& out_len,
-                     const TensorView& num_nodes, const TensorView& finish_reasons, const TensorView& status,
-                     const OptTensor& slots);
+                     const TensorView& out_path, const TensorView& num_nodes, const TensorView& finish_reasons,
+                     const TensorView& status, const OptTensor& slots);
 
 void publish_results_cpu(const PublishResultsParams& p);
 void publish_results_cuda(const PublishResultsParams& p, Stream stream);
 
 // Word `word` of row b.
 SD_HD int32_t result_word(const PublishResultsParams& p, int64_t b, int64_t word) {
-  if (word >= ResultLayout::kTokens) return p.out_tokens[b * p.layout.accept_width + word - ResultLayout::kTokens];
+  const ResultLayout& layout = p.layout;
+  if (word >= layout.path()) return p.out_path[b * layout.accept_width + word - layout.path()];
+  if (word >= ResultLayout::kTokens) return p.out_tokens[b * layout.accept_width + word - ResultLayout::kTokens];
   if (word == ResultLayout::kOutLen) return p.out_len[b];
   if (word == ResultLayout::kNumNodes) return p.num_nodes[b];
   const int64_t slot = slot_of(p.slots, b, p.num_slots);

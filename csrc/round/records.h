@@ -13,7 +13,8 @@
 //
 //   0         number of the round + 1, written last
 //   2, 4      when its commands were applied and when it published, in ns of the device's clock (two words each)
-//   8         for each row out_len, finish reason, status, num_nodes and accept_width tokens
+//   8         for each row out_len, finish reason, status, num_nodes, accept_width tokens, and as many nodes that they
+//             follow
 #pragma once
 
 #include <cstdint>
@@ -36,7 +37,9 @@ struct ResultLayout {
 
   enum : int64_t { kNumber, kStarted = 2, kEnded = 4, kRows = 8 };
   enum : int64_t { kOutLen, kFinishReason, kStatus, kNumNodes, kTokens };  // of a row
-  SD_HD int64_t row(int64_t b) const { return kRows + b * (kTokens + accept_width); }
+  SD_HD int64_t path() const { return kTokens + accept_width; }            // of a row
+  SD_HD int64_t row_words() const { return path() + accept_width; }
+  SD_HD int64_t row(int64_t b) const { return kRows + b * row_words(); }
   SD_HD int64_t words(int64_t batch) const { return row(batch); }
 };
 

@@ -25,6 +25,12 @@ void check_config(const Config& config) {
     check.range("batch_sizes (rising)", batch, smallest_batch, config.num_slots);
     smallest_batch = batch + 1;
   }
+  check.that(!config.nodes.empty(), "nodes", "is empty", "at least 1 number");
+  int64_t fewest_nodes = 1;
+  for (const int64_t nodes : config.nodes) {
+    check.range("nodes (rising)", nodes, fewest_nodes, kMost);
+    fewest_nodes = nodes + 1;
+  }
   const int64_t smallest = pages_for(config, config.max_len);
   check.that(config.num_pages >= smallest && config.num_pages <= kMost, "num_pages",
              "is " + std::to_string(config.num_pages),

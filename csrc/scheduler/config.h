@@ -17,6 +17,7 @@ struct Config {
   int64_t prefill_chunk;             // most prompt rows of one prefill call
   int64_t rounds_in_flight;          // most rounds launched and not yet read; 1: no overlap
   std::vector<int64_t> batch_sizes;  // rising: a round is padded to the next of them
+  std::vector<int64_t> nodes;        // rising: what a round's trees may have
 
   int64_t max_batch() const { return batch_sizes.back(); }
 };

@@ -40,9 +40,9 @@ class Executor {
   virtual void prefill(int32_t slot, Tokens tokens, int64_t start, bool is_last) = 0;
   // The slot's state has been set by a command; its first round comes next.
   virtual void activate(int32_t slot) = 0;
-  // Starts a round of `batch` rows: applies the next command record, advances its slots, publishes. With 0, applies the
-  // record and does no more.
-  virtual void launch(int64_t batch) = 0;
+  // Starts a round of `batch` rows with trees of `num_nodes`: applies the next command record, advances its slots,
+  // publishes. With a batch of 0, applies the record and does no more.
+  virtual void launch(int64_t batch, int64_t num_nodes) = 0;
   // Finished, cancelled, failed or retracted, at any time after `begin` was called. The next command record gives the
   // slot and its pages back.
   virtual void deactivate(int32_t slot, int64_t request_id) = 0;

@@ -5,6 +5,7 @@
 // takes part in one round more, in which the device leaves it alone, and its pages come back one round late.
 #include <algorithm>
 #include <iterator>
+#include <limits>
 #include <stdexcept>
 #include <thread>
 
@@ -13,6 +14,11 @@
 #include "scheduler/scheduler.h"
 
 namespace specdec::scheduler {
+namespace {
+
+constexpr int kTimedRounds = 3;
+
+}  // namespace
 
 // One executor call on behalf of these holders of slots: if it throws, they end, and the exception goes on its way.
 template <class Call>
@@ -89,7 +95,7 @@ void Scheduler::make_room() {
 // does not fit again yet, since admission asks for more than a round.
 void Scheduler::admit() {
   while (!waiting_.empty() && !slots_.full() && request_fits(config_, slots_.holders(), *waiting_.front())) {
-    if (!given_back_.empty()) send({}, 0);  // slots and pages are given back before they are given away
+    if (!given_back_.empty()) send({});  // slots and pages are given back before they are given away
     Request& request = slots_.hold(std::move(waiting_.front()));
     waiting_.pop_front();
     publish();
@@ -122,7 +128,7 @@ void Scheduler::prefill_one_chunk() {
 
 void Scheduler::activate(Request& request) {
   call_for({&request}, [&] {
-    send({.activated = &request}, 0);
+    send({.activated = &request});
     const Span span(recorder_, Work::kPrefill);
     executor_.activate(request.slot);
   });
@@ -143,15 +149,19 @@ bool Scheduler::launch_round() {
   }
 
   ++turn_number_;
-  Round round{.number = num_launched_, .rows = {}, .follows = !in_flight_.empty() && !other_work_};
+  const size_t size = std::ranges::lower_bound(config_.batch_sizes, std::ssize(requests)) - config_.batch_sizes.begin();
+  Round round{.number = num_launched_,
+              .size = size,
+              .rung = ladder_.next(size),
+              .rows = {},
+              .follows = !in_flight_.empty() && !other_work_};
   std::vector<int32_t> slots;
   for (Request* request : requests) {
     request->last_round = turn_number_;
     slots.push_back(request->slot);
     round.rows.push_back({request->slot, request->id});
   }
-  call_for(requests,
-           [&] { send({.slots = slots}, *std::ranges::lower_bound(config_.batch_sizes, std::ssize(requests))); });
+  call_for(requests, [&] { send({.slots = slots}, config_.batch_sizes[size], config_.nodes[round.rung]); });
   for (Request* request : requests) ++request->in_flight;
   in_flight_.push_back(std::move(round));
   other_work_ = false;
@@ -159,14 +169,14 @@ bool Scheduler::launch_round() {
 }
 
 // One command record, and a round behind it unless batch is 0.
-void Scheduler::send(const Commands& commands, int64_t batch) {
+void Scheduler::send(const Commands& commands, int64_t batch, int64_t num_nodes) {
   const Span span(recorder_, Work::kLaunch);
   wait_until([&] { return commands_.is_free(num_sent_); });
   Commands all = commands;
   all.given_back = given_back_;
   commands_.write(num_sent_, all);
   unsure_ = true;
-  executor_.launch(batch);
+  executor_.launch(batch, num_nodes);
   unsure_ = false;
   given_back_.clear();
   ++num_sent_;
@@ -184,8 +194,9 @@ void Scheduler::read_oldest_round() {
   call_for(requests, [&] { wait_until([&] { return results_.is_published(round.number); }); });
 
   const Span span(recorder_, Work::kRead);
-  recorder_.add_round(results_.started_at(round.number), results_.ended_at(round.number), std::ssize(round.rows),
-                      round.follows);
+  const int64_t started_at = results_.started_at(round.number), ended_at = results_.ended_at(round.number);
+  recorder_.add_round(started_at, ended_at, std::ssize(round.rows), round.rung, round.follows);
+  ladder_.note_time(round.size, round.rung, 1e-3 * static_cast<double>(ended_at - started_at));
   bool progress = requests.size() < round.rows.size();  // the pages of those who have ended come back
   size_t next = 0;
   for (size_t b = 0; b < round.rows.size() && next < requests.size(); ++b) {
@@ -193,7 +204,7 @@ void Scheduler::read_oldest_round() {
     if (request.id != round.rows[b].request_id) continue;  // it has ended since
     ++next;
     --request.in_flight;
-    progress |= read_row(results_.row(round.number, static_cast<int64_t>(b)), request);
+    progress |= read_row(results_.row(round.number, static_cast<int64_t>(b)), round.rung, request);
   }
   publish();
 
@@ -217,7 +228,7 @@ std::vector<Request*> Scheduler::still_held(const Round& round) const {
 }
 
 // What the round did for one request. False when it stalled; then its state is as before the round.
-bool Scheduler::read_row(const RowResult& result, Request& request) {
+bool Scheduler::read_row(const RowResult& result, size_t rung, Request& request) {
   const int64_t count = result.out_len;
   const auto reason = static_cast<FinishReason>(result.finish_reason);
   const bool goes_on = reason == FinishReason::kNone;
@@ -236,10 +247,12 @@ bool Scheduler::read_row(const RowResult& result, Request& request) {
   if (count == 0 && goes_on) return false;
 
   if (count > 0) request.accept(result.tokens, count, result.num_nodes);
-  if (!goes_on)
+  if (!goes_on) {
     finish_held(request, reason);
-  else if (request.streams)
-    note_tokens(request, reason, 0);
+    return true;
+  }
+  ladder_.observe(rung, {result.path + 1, result.path + count});  // of a last round some may have been cut off
+  if (request.streams) note_tokens(request, reason, 0);
   return true;
 }
 
@@ -283,6 +296,33 @@ bool Scheduler::step() {
 void Scheduler::run_until_idle(const std::function<void()>& between_turns) {
   const LoopGuard guard(*this);
   while (turn()) between_turns();
+}
+
+// --- what rounds cost
+
+void Scheduler::measure_rounds() {
+  const LoopGuard guard(*this);
+  if (num_held_ > 0 || !in_flight_.empty())
+    throw std::runtime_error("measure_rounds: requests hold slots, expected none");
+  std::vector<std::vector<double>> us;
+  for (const int64_t batch : config_.batch_sizes) {
+    us.emplace_back();
+    for (const int64_t nodes : config_.nodes) us.back().push_back(1e-3 * static_cast<double>(time_round(batch, nodes)));
+  }
+  ladder_.set_costs({config_.batch_sizes, config_.nodes, std::move(us)});
+  recorder_.reset();
+}
+
+// Nanoseconds of the device's own clock, the least of some rounds.
+int64_t Scheduler::time_round(int64_t batch, int64_t num_nodes) {
+  int64_t least = std::numeric_limits<int64_t>::max();
+  for (int i = 0; i < kTimedRounds; ++i) {
+    const int64_t number = num_launched_;
+    send({}, batch, num_nodes);
+    wait_until([&] { return results_.is_published(number); });
+    least = std::min(least, results_.ended_at(number) - results_.started_at(number));
+  }
+  return std::max<int64_t>(least, 1);
 }
 
 }  // namespace specdec::scheduler

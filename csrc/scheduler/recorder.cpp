@@ -34,8 +34,9 @@ void Recorder::add(Work work, int64_t begin, int64_t end) {
   if (traces_ && events_.size() < kMostEvents) events_.push_back({work, begin, end});
 }
 
-void Recorder::add_round(int64_t started_at, int64_t ended_at, int64_t rows, bool follows) {
+void Recorder::add_round(int64_t started_at, int64_t ended_at, int64_t rows, size_t rung, bool follows) {
   num_rounds_ += 1;
+  by_rung_[rung] += 1;
   num_rows_ += rows;
   device_ += ended_at - started_at;
   if (follows) {
@@ -43,7 +44,13 @@ void Recorder::add_round(int64_t started_at, int64_t ended_at, int64_t rows, boo
     gaps_ += std::max<int64_t>(started_at - last_ended_at_, 0);
   }
   last_ended_at_ = ended_at;
-  if (traces_ && rounds_.size() < kMostEvents) rounds_.push_back({started_at, ended_at, nanoseconds(), rows});
+  if (traces_ && rounds_.size() < kMostEvents)
+    rounds_.push_back({started_at, ended_at, nanoseconds(), rows, nodes_[rung]});
+}
+
+void Recorder::reset() {
+  for (auto& nanoseconds : nanoseconds_) nanoseconds = 0;
+  events_.clear();
 }
 
 Recorder::Totals Recorder::totals() const {
@@ -71,14 +78,19 @@ void Recorder::write_trace(const std::string& path) const {
     std::fprintf(file.get(),
                  "{\"name\": \"thread_name\", \"ph\": \"M\", \"pid\": 0, \"tid\": %d, \"args\": {\"name\": \"%s\"}},\n",
                  thread, thread == 0 ? "loop" : "device");
-  const auto write = [&](const char* name, int thread, int64_t begin, int64_t end, int64_t rows) {
+  const auto write = [&](const char* name, int thread, int64_t begin, int64_t end) {
     std::fprintf(file.get(), "{\"name\": \"%s\", \"ph\": \"X\", \"pid\": 0, \"tid\": %d, \"ts\": %.3f, \"dur\": %.3f",
                  name, thread, 1e-3 * static_cast<double>(begin - first), 1e-3 * static_cast<double>(end - begin));
-    if (rows >= 0) std::fprintf(file.get(), ", \"args\": {\"rows\": %lld}", static_cast<long long>(rows));
-    std::fprintf(file.get(), "},\n");
   };
-  for (const Event& event : events_) write(name_of(event.work), 0, event.begin, event.end, -1);
-  for (const Round& round : rounds_) write("round", 1, round.started_at + offset, round.ended_at + offset, round.rows);
+  for (const Event& event : events_) {
+    write(name_of(event.work), 0, event.begin, event.end);
+    std::fprintf(file.get(), "},\n");
+  }
+  for (const Round& round : rounds_) {
+    write("round", 1, round.started_at + offset, round.ended_at + offset);
+    std::fprintf(file.get(), ", \"args\": {\"rows\": %lld, \"nodes\": %lld}},\n", static_cast<long long>(round.rows),
+                 static_cast<long long>(round.nodes));
+  }
   std::fprintf(file.get(), "{\"name\": \"end\", \"ph\": \"M\", \"pid\": 0}\n]}\n");
 }
 

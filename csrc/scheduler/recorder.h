@@ -16,18 +16,24 @@ constexpr int kNumWorks = 6;
 
 class Recorder {
  public:
-  explicit Recorder(bool traces) : traces_(traces) {}
+  // `nodes`: what the trees of a round may have.
+  Recorder(bool traces, const std::vector<int64_t>& nodes) : traces_(traces), nodes_(nodes), by_rung_(nodes.size()) {}
 
   void add(Work work, int64_t begin, int64_t end);
-  // A round, in ns of the device's clock, that was read now. `follows`: the one before it was in flight when it was
-  // launched, and nothing else was in between, so that the device should have gone from one to the other at once.
-  void add_round(int64_t started_at, int64_t ended_at, int64_t rows, bool follows);
+  // A round with trees of nodes[rung], in ns of the device's clock, that was read now. `follows`: the one before it was
+  // in flight when it was launched, and nothing else was in between, so that the device should have gone from one to
+  // the other at once.
+  void add_round(int64_t started_at, int64_t ended_at, int64_t rows, size_t rung, bool follows);
+
+  // As if nothing had been.
+  void reset();
 
   // Any thread. Nanoseconds, but for the counts of rounds and rows.
   struct Totals {
     int64_t rounds, rows, host, wait, device, following, gaps;
   };
   Totals totals() const;
+  std::vector<int64_t> rounds_by_rung() const { return {by_rung_.begin(), by_rung_.end()}; }
 
   // What was traced, in the format of chrome://tracing and Perfetto. Not while the loop runs.
   void write_trace(const std::string& path) const;
@@ -38,16 +44,18 @@ class Recorder {
     int64_t begin, end;
   };
   struct Round {
-    int64_t started_at, ended_at, read_at, rows;
+    int64_t started_at, ended_at, read_at, rows, nodes;
   };
   static constexpr size_t kMostEvents = 1 << 20;  // then a trace ends
 
   const bool traces_;
+  const std::vector<int64_t> nodes_;
   std::vector<Event> events_;
   std::vector<Round> rounds_;
   int64_t last_ended_at_ = 0;
   std::array<std::atomic<int64_t>, kNumWorks> nanoseconds_{};
   std::atomic<int64_t> num_rounds_ = 0, num_rows_ = 0, device_ = 0, following_ = 0, gaps_ = 0;
+  std::vector<std::atomic<int64_t>> by_rung_;
 };
 
 // A piece of work, from here to the end of the scope.

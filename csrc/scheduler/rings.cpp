@@ -52,8 +52,8 @@ bool ResultRing::is_published(int64_t number) const {
 
 RowResult ResultRing::row(int64_t number, int64_t b) const {
   const int32_t* words = memory_.row(number) + layout_.row(b);
-  return {words[ResultLayout::kOutLen], words[ResultLayout::kFinishReason], words[ResultLayout::kStatus],
-          words[ResultLayout::kNumNodes], words + ResultLayout::kTokens};
+  return {words[ResultLayout::kOutLen],   words[ResultLayout::kFinishReason], words[ResultLayout::kStatus],
+          words[ResultLayout::kNumNodes], words + ResultLayout::kTokens,      words + layout_.path()};
 }
 
 int64_t ResultRing::time(int64_t number, int64_t word) const {

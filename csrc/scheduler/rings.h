@@ -40,6 +40,7 @@ struct RowResult {
   int64_t out_len;
   int32_t finish_reason, status, num_nodes;
   const int32_t* tokens;  // [accept_width]
+  const int32_t* path;    // [accept_width]
 };
 
 class ResultRing {

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <map>
+#include <utility>
 
 struct CUgraph_st;  // cudaGraph_t and cudaGraphExec_t are pointers to these
 struct CUgraphExec_st;
@@ -18,17 +19,17 @@ class RoundGraphs {
   RoundGraphs(const RoundGraphs&) = delete;
   RoundGraphs& operator=(const RoundGraphs&) = delete;
 
-  // The graph of rounds of `batch` rows. What it reads and writes must stay where it is.
-  void add(int64_t batch, CUgraph_st* graph);
-  // False where there is no graph for this batch.
-  bool launch(int64_t batch);
+  // The graph of rounds of `batch` rows with trees of `num_nodes`. What it reads and writes must stay where it is.
+  void add(int64_t batch, int64_t num_nodes, CUgraph_st* graph);
+  // False where there is no such graph.
+  bool launch(int64_t batch, int64_t num_nodes);
   // Whether the stream has work left. Throws where it failed.
   bool busy() const;
 
  private:
   CUstream_st* stream_;
   int device_ = 0;
-  std::map<int64_t, CUgraphExec_st*> graphs_;
+  std::map<std::pair<int64_t, int64_t>, CUgraphExec_st*> graphs_;
 };
 
 }  // namespace specdec::scheduler

@@ -27,7 +27,8 @@ Scheduler::Scheduler(const Config& config, Executor& executor, const RingMemory&
       executor_(executor),
       commands_(commands, {config.max_batch(), config.num_slots, config.max_stops}),
       results_(results, {config.accept_width}),
-      recorder_(traces),
+      recorder_(traces, config.nodes),
+      ladder_(config.nodes),
       slots_(config.num_slots),
       free_pages_(config.num_pages) {}
 
@@ -134,7 +135,7 @@ void Scheduler::deliver() {
     given_back_.push_back(left.slot);
     executor_.deactivate(left.slot, left.request_id);
   }
-  if (!given_back_.empty() && !slots_.any_running()) send({}, 0);  // else the next round takes them along
+  if (!given_back_.empty() && !slots_.any_running()) send({});  // else the next round takes them along
   emit();
 }
 

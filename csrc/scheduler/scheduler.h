@@ -26,6 +26,7 @@
 
 #include "scheduler/config.h"
 #include "scheduler/executor.h"
+#include "scheduler/ladder.h"
 #include "scheduler/recorder.h"
 #include "scheduler/rings.h"
 #include "scheduler/slots.h"
@@ -53,6 +54,11 @@ class Scheduler {
   bool cancel(int64_t request_id);
   void abort_all();
 
+  // Times a round of every batch size and number of nodes, without requests, and from then on chooses the number of
+  // each round's nodes by that. Part of the loop, before any request has a slot; what an executor call throws leaves
+  // it.
+  void measure_rounds();
+
   // One turn. False when nothing is left to do.
   bool step();
   // Turns until nothing is left; `between_turns` may throw to stop earlier, which loses nothing.
@@ -67,6 +73,7 @@ class Scheduler {
   int64_t num_free_pages_estimate() const { return free_pages_; }
   int64_t num_retractions() const { return num_retractions_; }
   const Recorder& recorder() const { return recorder_; }
+  const Ladder& ladder() const { return ladder_; }
 
  private:
   // A round that was launched and not yet read.
@@ -76,6 +83,7 @@ class Scheduler {
       int64_t request_id;
     };
     int64_t number;
+    size_t size, rung;  // of config.batch_sizes, of config.nodes
     std::vector<Row> rows;
     bool follows;  // nothing but a round lies between it and the one before
   };
@@ -89,9 +97,10 @@ class Scheduler {
   void prefill_one_chunk();
   bool launch_round();
   void read_oldest_round();
-  bool read_row(const RowResult& result, Request& request);
+  bool read_row(const RowResult& result, size_t rung, Request& request);
   void activate(Request& request);
-  void send(const Commands& commands, int64_t batch);
+  void send(const Commands& commands, int64_t batch = 0, int64_t num_nodes = 0);
+  int64_t time_round(int64_t batch, int64_t num_nodes);
   void wait_until(const std::function<bool()>& done);
   std::vector<Request*> still_held(const Round& round) const;
   template <class Call>
@@ -115,6 +124,7 @@ class Scheduler {
   const CommandRing commands_;
   const ResultRing results_;
   Recorder recorder_;
+  Ladder ladder_;
 
   // Owned by the loop.
   struct Leaving {

@@ -361,10 +361,92 @@ def publish_results(
     started_at: Tensor,
     out_tokens: Tensor,
     out_len: Tensor,
+    out_path: Tensor,
     num_nodes: Tensor,
     finish_reasons: Tensor,
     status: Tensor,
     slots: Tensor | None,
+) -> None: ...
+
+# --- compat
+def build_tree_kernel_efficient(
+    stream: int | None,
+    parent_list: Tensor,
+    selected_index: Tensor,
+    verified_seq_len: Tensor,
+    tree_mask: Tensor,
+    positions: Tensor,
+    retrive_index: Tensor,
+    retrive_next_token: Tensor,
+    retrive_next_sibling: Tensor,
+    topk: int,
+    depth: int,
+    draft_token_num: int,
+    tree_mask_mode: int,
+) -> None: ...
+def reconstruct_indices_from_tree_mask(
+    stream: int | None,
+    tree_mask: Tensor,
+    verified_seq_len: Tensor,
+    positions: Tensor,
+    retrive_index: Tensor,
+    retrive_next_token: Tensor,
+    retrive_next_sibling: Tensor,
+    batch_size: int,
+    draft_token_num: int,
+) -> None: ...
+def verify_tree_greedy(
+    stream: int | None,
+    predicts: Tensor,
+    accept_index: Tensor,
+    accept_token_num: Tensor,
+    candidates: Tensor,
+    retrive_index: Tensor,
+    retrive_next_token: Tensor,
+    retrive_next_sibling: Tensor,
+    target_predict: Tensor,
+) -> None: ...
+def tree_speculative_sampling_target_only(
+    stream: int | None,
+    predicts: Tensor,
+    accept_index: Tensor,
+    accept_token_num: Tensor,
+    candidates: Tensor,
+    retrive_index: Tensor,
+    retrive_next_token: Tensor,
+    retrive_next_sibling: Tensor,
+    uniform_samples: Tensor,
+    uniform_samples_for_final_sampling: Tensor,
+    target_probs: Tensor,
+    draft_probs: Tensor,
+    threshold_single: float,
+    threshold_acc: float,
+) -> None: ...
+def chain_speculative_sampling(
+    stream: int | None,
+    predicts: Tensor,
+    accept_index: Tensor,
+    accept_token_num: Tensor,
+    candidates: Tensor,
+    retrive_index: Tensor,
+    uniform_samples: Tensor,
+    uniform_samples_for_final_sampling: Tensor,
+    target_probs: Tensor,
+    draft_probs: Tensor,
+    block_verification: bool,
+) -> None: ...
+def rejection_sample(
+    stream: int | None,
+    draft_token_ids: Tensor,
+    max_spec_len: int,
+    cu_num_draft_tokens: Tensor,
+    draft_probs: Tensor | None,
+    target_logits: Tensor,
+    bonus_token_ids: Tensor,
+    temperature: Tensor | None,
+    uniform_probs: Tensor,
+    final_probs: Tensor,
+    output_token_ids: Tensor,
 ) -> None: ...
 
 # --- ngram
@@ -418,7 +500,7 @@ class _Executor(Protocol):
     def begin(self, slot: int, request_id: int, text: list[int]) -> None: ...
     def prefill(self, slot: int, tokens: list[int], start: int, is_last: bool) -> None: ...
     def activate(self, slot: int) -> None: ...
-    def launch(self, batch: int) -> None: ...
+    def launch(self, batch: int, num_nodes: int) -> None: ...
     def deactivate(self, slot: int, request_id: int) -> None: ...
     def emit(self, emissions: list[Emission]) -> None: ...
     def progress(self) -> tuple[int, int]: ...
@@ -426,12 +508,36 @@ class _Executor(Protocol):
 # Request id, new tokens, finish reason, rounds, drafted, accepted, status.
 Emission: TypeAlias = tuple[int, list[int], int, int, int, int, int]
 
+class RoundCosts:
+    """What a round costs on the machine that runs it.
+
+    Attributes:
+        batches: rising numbers of rows that a round may have (of a round with fewer, the next one counts).
+        nodes: rising numbers of nodes that its trees may have, root included.
+        us: us[i][j] microseconds of a round with batches[i] rows of nodes[j] nodes.
+    """
+
+    def __init__(self, batches: Sequence[int], nodes: Sequence[int], us: Sequence[Sequence[float]]) -> None: ...
+    @property
+    def batches(self) -> list[int]: ...
+    @property
+    def nodes(self) -> list[int]: ...
+    @property
+    def us(self) -> list[list[float]]: ...
+    def choose_num_nodes(self, batch: int, accepted: Sequence[float]) -> int:
+        """The one of `nodes` that promises most tokens a second, of equal ones the least.
+
+        A round of nodes[j] gives each row one token, and as many more as it accepts drafts: accepted[j], in the mean.
+        Where 1 is among the nodes, not to draft is a choice. ValueError: a batch below 1.
+        """
+
 class Scheduler:
     """Continuous batching in C++.
 
     `commands` and `results` are the host's ends of the rings that `apply_commands` and `publish_results` work on:
-    contiguous int32, pinned where the device is a GPU. `graphs` are captured rounds by batch (0: `apply_commands` and
-    `free_pages` alone) as raw cudaGraph_t, launched on `stream`; other batches are `executor.launch` calls.
+    contiguous int32, pinned where the device is a GPU. `graphs` are captured rounds by batch and number of nodes (0 and
+    0: `apply_commands` and `free_pages` alone) as raw cudaGraph_t, launched on `stream`; others are `executor.launch`
+    calls. Of several `nodes` the last one counts until `measure_rounds`.
     """
 
     def __init__(
@@ -448,10 +554,11 @@ class Scheduler:
         prefill_chunk: int,
         rounds_in_flight: int,
         batch_sizes: Sequence[int],
+        nodes: Sequence[int],
         commands: Tensor,
         results: Tensor,
         stream: int | None = None,
-        graphs: Mapping[int, int] = {},
+        graphs: Mapping[tuple[int, int], int] = {},
         trace: bool = False,
     ) -> None: ...
     def submit(
@@ -469,6 +576,7 @@ class Scheduler:
     ) -> int: ...
     def cancel(self, request_id: int) -> bool: ...
     def abort_all(self) -> None: ...
+    def measure_rounds(self) -> None: ...
     def step(self) -> bool: ...
     def run_until_idle(self) -> None: ...
     def wait_for_work(self, timeout: float) -> bool: ...
@@ -486,6 +594,10 @@ class Scheduler:
     def times(self) -> tuple[int, int, int, int, int, int, int]:
         """Rounds, rows; nanoseconds of host work, of waiting, of rounds on the device; of those launched while another
         was in flight, with nothing in between; of the gaps before these."""
+    @property
+    def rounds_by_rung(self) -> list[int]: ...
+    @property
+    def costs(self) -> RoundCosts | None: ...
 
 # --- boundary timing
 def noop1(stream: int | None, a: Tensor) -> int: ...

@@ -3,9 +3,8 @@
 The ops take any tensor with DLPack (torch, NumPy, CuPy, JAX); importing this package imports none of those.
 """
 
-from ._C import cuda_architectures, cuda_version
+from ._C import RoundCosts, cuda_architectures, cuda_version
 from ._C import version as __version__
-from .draft_size import RoundCosts, choose_num_nodes
 from .ngram import NgramIndex, NgramStatistics
 from .ops import (
     Accepted,
@@ -63,7 +62,6 @@ __all__ = [
     "build_tree",
     "build_tree_from_mask",
     "build_tree_from_parents",
-    "choose_num_nodes",
     "commit_tokens",
     "copy_kv",
     "cuda_architectures",

@@ -266,12 +266,11 @@ class NgramIndex:
             or out_scores is None
             or out_match_len is None
         ):
-            (batch,) = shape_of("ngram_draft", "seq_lens", seq_lens, 1)
             out_tokens, out_parents, out_positions, out_first_child, out_next_sibling, out_mask, out_num_nodes = (
                 _tree_outputs(
                     "ngram_draft",
+                    "seq_lens",
                     seq_lens,
-                    batch,
                     n,
                     (
                         out_tokens,
@@ -282,8 +281,10 @@ class NgramIndex:
                         out_mask,
                         out_num_nodes,
                     ),
+                    ndim=1,
                 )
             )
+            (batch,) = shape_of("ngram_draft", "seq_lens", seq_lens, 1)
             if out_scores is None:
                 out_scores = empty("ngram_draft", seq_lens, (batch, n), "float32")
             if out_match_len is None:

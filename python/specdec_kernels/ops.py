@@ -11,7 +11,6 @@ Letters: B batch, N tree nodes, S accept row width, k topk, V vocabulary, W mask
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from . import _C
@@ -47,11 +46,10 @@ def select_topk(
     Raises:
         ValueError: wrong dtype, shape, device or stride; k out of range.
     """
-    rows, _ = shape_of("select_topk", "logits", logits, 2)
-    if out_ids is None:
-        out_ids = empty("select_topk", logits, (rows, k), "int32")
-    if out_logprobs is None:
-        out_logprobs = empty("select_topk", logits, (rows, k), "float32")
+    if out_ids is None or out_logprobs is None:
+        rows, _ = shape_of("select_topk", "logits", logits, 2)
+        out_ids = empty("select_topk", logits, (rows, k), "int32") if out_ids is None else out_ids
+        out_logprobs = empty("select_topk", logits, (rows, k), "float32") if out_logprobs is None else out_logprobs
     _C.select_topk(stream, logits, k, id_map, out_ids, out_logprobs)
     return out_ids, out_logprobs
 
@@ -97,11 +95,10 @@ def sample_draft(
     Raises:
         ValueError: wrong dtype, shape, device or stride; k out of range; R no multiple of B.
     """
-    rows, _ = shape_of("sample_draft", "logits", logits, 2)
-    if out_ids is None:
-        out_ids = empty("sample_draft", logits, (rows, k), "int32")
-    if out_logprobs is None:
-        out_logprobs = empty("sample_draft", logits, (rows, k), "float32")
+    if out_ids is None or out_logprobs is None:
+        rows, _ = shape_of("sample_draft", "logits", logits, 2)
+        out_ids = empty("sample_draft", logits, (rows, k), "int32") if out_ids is None else out_ids
+        out_logprobs = empty("sample_draft", logits, (rows, k), "float32") if out_logprobs is None else out_logprobs
     _C.sample_draft(stream, logits, k, seeds, positions, temperature, slots, id_map, out_ids, out_logprobs)
     return out_ids, out_logprobs
 
@@ -254,13 +251,11 @@ def expand_tree(
         ValueError: wrong dtype, shape, device or stride; a number out of range.
     """
     op = "expand_tree"
-    batch, k, _ = shape_of(op, "topk_ids", topk_ids, 3)
-    if out_tokens is None:
-        out_tokens = empty(op, topk_ids, (batch, k), "int32")
-    if out_parent_rows is None:
-        out_parent_rows = empty(op, topk_ids, (batch, k), "int32")
-    if out_positions is None:
-        out_positions = empty(op, topk_ids, (batch, k), "int32")
+    if out_tokens is None or out_parent_rows is None or out_positions is None:
+        batch, k, _ = shape_of(op, "topk_ids", topk_ids, 3)
+        out_tokens = empty(op, topk_ids, (batch, k), "int32") if out_tokens is None else out_tokens
+        out_parent_rows = empty(op, topk_ids, (batch, k), "int32") if out_parent_rows is None else out_parent_rows
+        out_positions = empty(op, topk_ids, (batch, k), "int32") if out_positions is None else out_positions
     _C.expand_tree(
         stream,
         topk_ids,
@@ -300,8 +295,17 @@ class Tree(NamedTuple):
     num_nodes: Tensor  # [B] int32, including the root
 
 
-def _tree_outputs(op: str, like: Tensor, batch: int, nodes: int, passed: Sequence[Tensor | None]) -> Tree:
-    nodes = max(nodes, 0)  # the op itself refuses a number out of range
+def _tree_outputs(
+    op: str, name: str, like: Tensor, nodes: int | None, passed: tuple[Tensor | None, ...], ndim: int = 2
+) -> Tree:
+    """What was passed, completed: rows as many as `like` has, of `nodes` nodes (None: as `like`)."""
+    for out in passed:
+        if out is None:
+            break
+    else:
+        return Tree(*passed)
+    batch, *columns = shape_of(op, name, like, ndim)
+    nodes = max(columns[0] if nodes is None else nodes, 0)  # the op itself refuses a number out of range
     row = (batch, nodes)
     shapes = (row, row, row, row, row, (batch, nodes, (nodes + 63) // 64), (batch,))
     dtypes = ("int32",) * 5 + ("int64", "int32")
@@ -357,9 +361,8 @@ def build_tree(
     Raises:
         ValueError: wrong dtype, shape, device or stride; N or the order out of range.
     """
-    batch, _ = shape_of("build_tree", "cand_tokens", cand_tokens, 2)
     passed = (out_tokens, out_parents, out_positions, out_first_child, out_next_sibling, out_mask, out_num_nodes)
-    tree = _tree_outputs("build_tree", cand_tokens, batch, num_draft_tokens, passed)
+    tree = _tree_outputs("build_tree", "cand_tokens", cand_tokens, num_draft_tokens, passed)
     _C.build_tree(
         stream,
         cand_tokens,
@@ -412,9 +415,8 @@ def build_tree_from_parents(
     Raises:
         ValueError: wrong dtype, shape, device or stride; N out of range.
     """
-    batch, nodes = shape_of("build_tree_from_parents", "tokens", tokens, 2)
     passed = (out_tokens, out_parents, out_positions, out_first_child, out_next_sibling, out_mask, out_num_nodes)
-    tree = _tree_outputs("build_tree_from_parents", tokens, batch, nodes, passed)
+    tree = _tree_outputs("build_tree_from_parents", "tokens", tokens, None, passed)
     _C.build_tree_from_parents(stream, tokens, parents, seq_lens, num_nodes, slots, status, *tree)
     return tree
 
@@ -456,9 +458,8 @@ def build_tree_from_mask(
     Raises:
         ValueError: wrong dtype, shape, device or stride; N out of range.
     """
-    batch, nodes = shape_of("build_tree_from_mask", "tokens", tokens, 2)
     passed = (out_tokens, out_parents, out_positions, out_first_child, out_next_sibling, out_mask, out_num_nodes)
-    tree = _tree_outputs("build_tree_from_mask", tokens, batch, nodes, passed)
+    tree = _tree_outputs("build_tree_from_mask", "tokens", tokens, None, passed)
     _C.build_tree_from_mask(stream, tokens, mask, seq_lens, num_nodes, slots, status, *tree)
     return tree
 
@@ -503,10 +504,10 @@ def merge_trees(
     Raises:
         ValueError: wrong dtype, shape, device or stride; N out of range.
     """
-    batch, _ = shape_of("merge_trees", "a_scores", a_scores, 2)
     passed = (out_tokens, out_parents, out_positions, out_first_child, out_next_sibling, out_mask, out_num_nodes)
-    tree = _tree_outputs("merge_trees", a_scores, batch, num_draft_tokens, passed)
+    tree = _tree_outputs("merge_trees", "a_scores", a_scores, num_draft_tokens, passed)
     if out_scores is None:
+        batch, _ = shape_of("merge_trees", "a_scores", a_scores, 2)
         out_scores = empty("merge_trees", a_scores, (batch, max(num_draft_tokens, 0)), "float32")
     _C.merge_trees(
         stream,
@@ -556,11 +557,10 @@ def norm_rows(
     Raises:
         ValueError: wrong dtype, shape, device or stride; out_sum without a residual.
     """
-    rows, width = shape_of("norm_rows", "x", x, 2)
     if out is None:
-        out = empty_like("norm_rows", x, (rows, width))
+        out = empty_like("norm_rows", x, shape_of("norm_rows", "x", x, 2))
     if residual is not None and out_sum is None:
-        out_sum = empty_like("norm_rows", x, (rows, width))
+        out_sum = empty_like("norm_rows", x, shape_of("norm_rows", "x", x, 2))
     _C.norm_rows(stream, x, weight, eps, residual, out_sum, out)
     return out, x if residual is None else out_sum
 
@@ -577,8 +577,8 @@ def gate_rows(x: Tensor, *, out: Tensor | None = None, stream: int | None = None
     Raises:
         ValueError: wrong dtype, shape, device or stride.
     """
-    rows, width = shape_of("gate_rows", "x", x, 2)
     if out is None:
+        rows, width = shape_of("gate_rows", "x", x, 2)
         out = empty_like("gate_rows", x, (rows, width // 2))
     _C.gate_rows(stream, x, out)
     return out
@@ -900,14 +900,12 @@ def verify_tree(
         ValueError: wrong dtype, shape, device or stride; accept_width < 1; seeds missing, or parameters of sampling
             without temperature; draft_rows missing, or parameters of drafts without draft_logits.
     """
-    batch, _, _ = shape_of("verify_tree", "logits", logits, 3)
-    width = max(accept_width, 0)  # a bad width is for the op to name
-    if out_tokens is None:
-        out_tokens = empty("verify_tree", logits, (batch, width), "int32")
-    if out_len is None:
-        out_len = empty("verify_tree", logits, (batch,), "int32")
-    if out_path is None:
-        out_path = empty("verify_tree", logits, (batch, width), "int32")
+    if out_tokens is None or out_len is None or out_path is None:
+        batch, _, _ = shape_of("verify_tree", "logits", logits, 3)
+        width = max(accept_width, 0)  # a bad width is for the op to name
+        out_tokens = empty("verify_tree", logits, (batch, width), "int32") if out_tokens is None else out_tokens
+        out_len = empty("verify_tree", logits, (batch,), "int32") if out_len is None else out_len
+        out_path = empty("verify_tree", logits, (batch, width), "int32") if out_path is None else out_path
     _C.verify_tree(
         stream,
         logits,
@@ -1127,7 +1125,8 @@ def alloc_pages(
     Raises:
         ValueError: wrong dtype, shape, device or stride; reserve < 0.
     """
-    _C.alloc_pages(stream, *pool, lens, reserve, slots, status)
+    table, counts, refs, stack, num_free, page_size = pool  # quicker than a starred argument
+    _C.alloc_pages(stream, table, counts, refs, stack, num_free, page_size, lens, reserve, slots, status)
 
 
 def free_pages(
@@ -1153,7 +1152,8 @@ def free_pages(
     Raises:
         ValueError: wrong dtype, shape, device or stride.
     """
-    _C.free_pages(stream, *pool, keep_lens, slots, status)
+    table, counts, refs, stack, num_free, page_size = pool
+    _C.free_pages(stream, table, counts, refs, stack, num_free, page_size, keep_lens, slots, status)
 
 
 def fork_pages(
@@ -1201,7 +1201,10 @@ def fork_pages(
     if out_num_rows is None:
         (batch,) = shape_of("fork_pages", "src_slots", src_slots, 1)
         out_num_rows = empty("fork_pages", src_slots, (batch,), "int32")
-    _C.fork_pages(stream, *pool, src_slots, dst_slots, lens, status, out_num_rows)
+    table, counts, refs, stack, num_free, page_size = pool
+    _C.fork_pages(
+        stream, table, counts, refs, stack, num_free, page_size, src_slots, dst_slots, lens, status, out_num_rows
+    )
     return out_num_rows
 
 
@@ -1425,6 +1428,7 @@ def publish_results(
     started_at: Tensor,
     out_tokens: Tensor,
     out_len: Tensor,
+    out_path: Tensor,
     num_nodes: Tensor,
     finish_reasons: Tensor,
     status: Tensor,
@@ -1436,14 +1440,15 @@ def publish_results(
 
     Record number n = num_published stands in row n % depth. Its words: [0] n + 1, written when all else is there; [2]
     and [4] started_at and the clock now (int64 each); from [8] on, for each row b, out_len, finish reason, status,
-    num_nodes and S tokens. An empty row has finish reason and status 0.
+    num_nodes, S tokens and the S nodes of out_path. An empty row has finish reason and status 0.
 
     Args:
-        results: [depth, words] int32, words even and at least 8 + B * (4 + S); for CUDA, pinned host memory or on the
-            device.
+        results: [depth, words] int32, words even and at least 8 + B * (4 + 2 * S); for CUDA, pinned host memory or on
+            the device.
         num_published: [1] int64, incremented.
         started_at: [1] int64, from `apply_commands`.
         out_tokens: [B, S] int32. out_len: [B] int32. Both as `commit_tokens` leaves them.
+        out_path: [B, S] int32, as `verify_tree` made it: it tells the host which nodes were worth their place.
         num_nodes: [B] int32, of each tree.
         finish_reasons, status: [num_slots] int32.
 
@@ -1457,6 +1462,7 @@ def publish_results(
         started_at,
         out_tokens,
         out_len,
+        out_path,
         num_nodes,
         finish_reasons,
         status,

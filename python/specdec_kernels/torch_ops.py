@@ -1,29 +1,173 @@
-"""The ops that models call, registered with PyTorch: what `torch.compile` traces inside a layer.
+"""Every op, registered with PyTorch: what `torch.compile` traces without a graph break.
 
     from specdec_kernels import torch_ops
     torch_ops.write_kv(k, v, k_pool, v_pool, page_table, prefix_lens)
     out = torch_ops.tree_attention(q, k_pool, v_pool, page_table, prefix_lens, mask=mask)
 
-Dynamo cannot look into a compiled module, but keeps an operator of `torch.library` as one node of its graph. Arguments
-are those of `specdec_kernels.ops`, without `out`, `lse`, `workspace` and `stream`: the operators run on the current
-stream. Calling one costs some microseconds more than the plain op, so code outside compiled layers uses that.
+Dynamo cannot look into a compiled module, but keeps an operator of `torch.library` as one node of its graph. Functions
+here are those of `specdec_kernels.ops`, with their arguments and results, without the outputs that a caller may pass
+(`out`, `out_*`, `lse`, `workspace`) and `stream`: operators allocate what they return and run on the current stream.
+Calling one costs some microseconds more than the plain op, so code that is not compiled uses that.
 
 Importing this module imports torch; nothing else in the package imports it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import inspect
+import types
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
 
 from . import ops
-
-__all__ = ["tree_attention", "write_kv"]
+from ._op_list import native_halves, public_ops
 
 _library: Any = torch.library.Library("specdec", "DEF")  # type: ignore[no-untyped-call]
+
+_POOL = tuple(f"pool_{name}" for name in ("page_table", "page_counts", "page_refs", "free_stack", "num_free"))
+
+# What each op changes in place. Those left out change nothing.
+_CHANGED: dict[str, tuple[str, ...]] = {
+    "expand_tree": ("cand_tokens", "cand_parents", "cand_scores", "frontier", "mask"),
+    "build_tree": ("status",),
+    "build_tree_from_parents": ("status",),
+    "build_tree_from_mask": ("status",),
+    "rotate_qkv": ("k_pool", "v_pool", "status"),
+    "tree_attention": ("status",),
+    "verify_tree": ("status",),
+    "commit_tokens": (
+        "out_tokens", "out_len", "remaining", "seq_lens", "seq_lens_before", "root_tokens", "finish_reasons", "status",
+    ),
+    "alloc_pages": (*_POOL, "status"),
+    "free_pages": (*_POOL, "status"),
+    "fork_pages": (*_POOL, "status"),
+    "write_kv": ("k_pool", "v_pool", "status"),
+    "move_kv": ("k_pools", "v_pools", "status"),
+    "copy_kv": ("k_pools", "v_pools", "status"),
+    "apply_commands": (
+        "commands", "num_applied", "started_at", "seq_lens", "root_tokens", "remaining", "stop_tokens", "temperature",
+        "top_k", "top_p", "min_p", "seeds", "finish_reasons", "status",
+    ),
+    "publish_results": ("results", "num_published"),
+}  # fmt: skip
+
+_SCHEMA_TYPES = {Tensor: "Tensor", int: "SymInt", float: "float", bool: "bool"}
+
+
+def _is_struct(hint: Any) -> bool:
+    return isinstance(hint, type) and issubclass(hint, tuple)
+
+
+def _struct_fields(hint: Any) -> dict[str, Any]:
+    return get_type_hints(hint, vars(ops) | {"Tensor": Tensor})
+
+
+def _schema_type(hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        return "str"
+    alternatives = get_args(hint)
+    if type(None) in alternatives:
+        (hint,) = (each for each in alternatives if each is not type(None))
+        return _SCHEMA_TYPES[hint] + "?"
+    return _SCHEMA_TYPES[hint]
+
+
+def _default(value: Any) -> str:
+    return "" if value is inspect.Parameter.empty else f'="{value}"' if isinstance(value, str) else f"={value}"
+
+
+class _Op:
+    """One op as operators see it: tuples of tensors are taken apart, arguments for outputs are gone."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.call = name, getattr(ops, name)
+        self.hints = get_type_hints(self.call, vars(ops) | {"Tensor": Tensor})
+        outputs = ("out", "lse", "workspace", "stream")
+        self.parameters = [
+            parameter
+            for parameter in inspect.signature(self.call).parameters.values()
+            if not (parameter.kind is parameter.KEYWORD_ONLY and parameter.name.startswith(outputs))
+        ]
+        self.changed = _CHANGED.get(name, ())
+        result = self.hints["return"]
+        parts = get_args(result) if get_origin(result) is tuple else (result,)
+        self.results = [] if result is type(None) else [part if _is_struct(part) else None for part in parts]
+        self.is_single = get_origin(result) is not tuple
+        # The same function with no compiled half: it allocates the outputs, whose shapes and dtypes are the fake's.
+        nothing = types.SimpleNamespace(tree_attention_workspace=lambda *_: 0, **{name: lambda *_: None})
+        self.fake = types.FunctionType(
+            self.call.__code__, vars(ops) | {"_C": nothing}, name, self.call.__defaults__, self.call.__closure__
+        )
+        self.fake.__kwdefaults__ = self.call.__kwdefaults__
+
+    def schema(self, overload: str, without: str | None, required: str | None) -> str:
+        arguments: list[str] = []
+        marks = (chr(ord("a") + i) for i in range(26))
+        for parameter in self.parameters:
+            if parameter.name == without:
+                continue
+            if parameter.kind is parameter.KEYWORD_ONLY and "*" not in arguments:
+                arguments.append("*")
+            hint = self.hints[parameter.name]
+            fields = {parameter.name: hint}
+            if _is_struct(hint):
+                fields = {f"{parameter.name}_{field}": kind for field, kind in _struct_fields(hint).items()}
+            for field, kind in fields.items():
+                kind, default = _schema_type(kind), _default(parameter.default)
+                if field == required:
+                    kind, default = kind.removesuffix("?"), ""
+                if field in self.changed:
+                    kind = kind.replace("Tensor", f"Tensor({next(marks)}!)")
+                arguments.append(f"{kind} {field}{default}")
+        count = sum(1 if part is None else len(_struct_fields(part)) for part in self.results)
+        if self.name == "norm_rows" and required is None:
+            count = 1  # the sum is x then, which an operator must not return
+        results = "Tensor" if count == 1 else "(" + ", ".join(["Tensor"] * count) + ")"
+        return f"{self.name}{overload}({', '.join(arguments)}) -> {results}"
+
+    def implementation(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """The kernel of an operator: puts tuples together, and takes the results apart."""
+
+        def kernel(*values: Any, **options: Any) -> Any:
+            rest, arguments = iter(values), []
+            for parameter in self.parameters:
+                if parameter.kind is parameter.KEYWORD_ONLY:
+                    break
+                hint = self.hints[parameter.name]
+                if _is_struct(hint):
+                    arguments.append(hint(*(next(rest) for _ in _struct_fields(hint))))
+                else:
+                    arguments += [value for value in [next(rest, _MISSING)] if value is not _MISSING]
+            results = [result for result in _flat(call(*arguments, **options)) if result is not values[0]]
+            return results[0] if len(results) == 1 else tuple(results) or None
+
+        return kernel
+
+    def register(self, overload: str = "", without: str | None = None, required: str | None = None) -> Any:
+        """Defines an operator and returns its overload, which is the shortest way to call it."""
+        _library.define(self.schema(overload, without, required))
+        op = getattr(getattr(torch.ops.specdec, self.name), overload.removeprefix(".") or "default")
+        torch.library.register_fake(op, self.implementation(self.fake), lib=_library)
+        for key in ("CPU", "CUDA"):
+            _library.impl(op, self.implementation(self.call), key)
+        for key in ("Conjugate", "Negative"):
+            _library.impl(op, _refuse_lazy_views(op), key)
+        return op
+
+
+_MISSING = object()
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    """The tensors of nested tuples, in order."""
+    if isinstance(value, tuple):
+        for each in value:
+            yield from _flat(each)
+    elif value is not None:
+        yield value
 
 
 def _refuse_lazy_views(op: Any) -> Callable[..., None]:
@@ -41,57 +185,63 @@ def _refuse_lazy_views(op: Any) -> Callable[..., None]:
     return refuse
 
 
-def _register(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """Defines the operator and returns its overload, which is the shortest way to call it."""
-    _library.define(schema)
-    name, _, overload = schema.split("(", 1)[0].partition(".")
-    op = getattr(getattr(torch.ops.specdec, name), overload or "default")
-    torch.library.register_fake(op, fake, lib=_library)
-    for key in ("CPU", "CUDA"):
-        _library.impl(op, kernel, key)
-    for key in ("Conjugate", "Negative"):
-        _library.impl(op, _refuse_lazy_views(op), key)
-    return op
+def _function(name: str) -> Any:
+    """The op as a function over its operators; the operator itself where the two take and return the same.
+
+    An op that returns tensors and changes nothing but an optional argument has two operators, with that argument and
+    without, because Inductor (torch 2.13) fails on one whose only mutable argument is None.
+    """
+    op = _Op(name)
+    split = "residual" if name == "norm_rows" else "status" if op.changed == ("status",) else None
+    plain = op.register(without=split)
+    if split is None and not any(op.results) and not any(_is_struct(hint) for hint in op.hints.values()):
+        return plain
+    given = op.register(f".{split}", required=split) if split else plain
+    sizes = [1 if part is None else len(_struct_fields(part)) for part in op.results]
+
+    # Loops, which are what Dynamo (torch 2.11) understands of tuples with names.
+    structs = {name: tuple(_struct_fields(hint)) for name, hint in op.hints.items() if _is_struct(hint)}
+
+    def function(*arguments: Any, **options: Any) -> Any:
+        values: list[Any] = []
+        for argument in arguments:
+            if isinstance(argument, tuple):
+                for value in argument:
+                    values.append(value)
+            else:
+                values.append(argument)
+        named: dict[str, Any] = {}
+        for parameter, argument in options.items():
+            if parameter in structs:
+                for field, value in zip(structs[parameter], argument, strict=True):
+                    named[f"{parameter}_{field}"] = value
+            else:
+                named[parameter] = argument
+        called = given
+        if split is not None and named.get(split) is None:
+            named.pop(split, None)
+            called = plain
+        results = called(*values, **named)
+        if name == "norm_rows" and called is plain:
+            return results, values[0]
+        if not sizes or sizes == [1]:
+            return results
+        parts, at = [], 0
+        for part, size in zip(op.results, sizes, strict=True):
+            piece = results[at : at + size]
+            parts.append(piece[0] if part is None else part(*piece))
+            at += size
+        return parts[0] if op.is_single else tuple(parts)
+
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = f"`ops.{name}` as an operator."
+    return function
 
 
-def _tree_attention_fake(q: Tensor, *_arguments: Any, **_options: Any) -> Tensor:
-    return q.new_empty(q.shape)
+# Ops with a compiled half; the others are plain Python.
+OPS = tuple(name for name in public_ops() if native_halves(name))
+globals().update({name: _function(name) for name in OPS})
 
+if TYPE_CHECKING:
 
-_TREE_ATTENTION = (
-    "(Tensor q, Tensor k_pool, Tensor v_pool, Tensor page_table, Tensor prefix_lens, *, Tensor? slots=None, "
-    "Tensor? q_lens=None, Tensor? cu_seqlens_q=None, SymInt? tail_len=None, Tensor? mask=None, float? scale=None, "
-    "SymInt? window=None, float? soft_cap=None, float k_scale=1.0, float v_scale=1.0, int? fixed_split=None"
-)
-# Two overloads, because Inductor (torch 2.13) fails on an operator that returns a tensor and whose only mutable
-# argument is optional and None.
-_attend = _register(f"tree_attention{_TREE_ATTENTION}) -> Tensor", ops.tree_attention, _tree_attention_fake)
-_attend_with_status = _register(
-    f"tree_attention.status{_TREE_ATTENTION}, Tensor(a!) status) -> Tensor", ops.tree_attention, _tree_attention_fake
-)
-
-
-def tree_attention(*arguments: Tensor, status: Tensor | None = None, **options: Any) -> Tensor:
-    """`ops.tree_attention` into a new, contiguous output: five tensors in its order, the rest by keyword."""
-    if status is None:
-        out: Tensor = _attend(*arguments, **options)
-    else:
-        out = _attend_with_status(*arguments, status=status, **options)
-    return out
-
-
-def _write_kv(*arguments: Any, **options: Any) -> None:
-    ops.write_kv(*arguments, **options)
-
-
-def _write_kv_fake(*_arguments: Any, **_options: Any) -> None:
-    pass
-
-
-write_kv = _register(
-    "write_kv(Tensor k, Tensor v, Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor page_table, Tensor start_lens, *, "
-    "SymInt row_offset=0, Tensor? slots=None, Tensor? num_valid=None, Tensor? cu_seqlens_q=None, "
-    "Tensor? page_refs=None, float k_scale=1.0, float v_scale=1.0, Tensor(c!)? status=None) -> ()",
-    _write_kv,
-    _write_kv_fake,
-)
+    def __getattr__(name: str) -> Any: ...

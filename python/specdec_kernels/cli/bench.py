@@ -33,6 +33,7 @@ NUMBERS = {
     "page_size": "KV rows of a page",
     "rows": "rows, of rotate_qkv and write_kv per request",
     "width": "numbers of a row",
+    "outs": "numbers of a row that linear_rows makes",
     "layers": "layers of KV",
     "top_n": "alternatives scored beside each token",
     "held": "tokens the n-gram index holds",
@@ -74,7 +75,8 @@ columns:
   of floor  floor / time: 100 % cannot be beaten by memory that is cold
   inputs    cold: rotated through more memory than the L2 cache holds
   gpu       of round: from its first kernel to its last, a mean; idle, the GPU's share of time between rounds;
-            host, what the loop takes of the host for one (on a CPU that is the round itself, and left out)
+            host, what the loop takes of the host for one (on a CPU that is the round itself, and left out); rounds
+            by nodes, how many nodes their trees had, which --speculative-adaptive chooses
   others    one column each, torch and installed packages (sglang, flashinfer): another way to the same result, checked
             as well, timed alike; in brackets its time over ours
 
@@ -117,6 +119,9 @@ def add_parser(subparsers: Subparsers) -> None:
     rounds.add_argument("--speculative-num-steps", type=int, metavar="N", help="instead of the algorithm's own")
     rounds.add_argument("--speculative-eagle-topk", type=int, metavar="K", help="instead of the algorithm's own")
     rounds.add_argument("--speculative-num-draft-tokens", type=int, metavar="N", help="instead of the algorithm's own")
+    rounds.add_argument(
+        "--speculative-adaptive", action="store_true", help="choose in each round how many of these nodes to draft"
+    )
     parser.set_defaults(run=run)
 
 
@@ -239,6 +244,7 @@ def round_setups(args: argparse.Namespace, device: Any) -> list[Any]:
             output=args.output or (32 if small else 215),
             device=device,
             dtype=getattr(torch, dtype),
+            adaptive=args.speculative_adaptive,
         )
         if setup.accept < 1:
             raise ValueError(f"--accept is {setup.accept}, expected at least 1")
@@ -372,7 +378,7 @@ def show(run_record: dict[str, Any]) -> None:
 ROUND_HEAD = ("shape", "dtype", "input", "output")
 ROUND_COLUMNS = [
     "algorithm", "batch", "ms/round", "p90 ms", "tokens/s", "accept length", "gpu ms", "idle", "host us", "floor ms",
-    "of floor",
+    "of floor", "rounds by nodes",
 ]  # fmt: skip
 
 
@@ -395,6 +401,7 @@ def round_row(r: dict[str, Any]) -> list[str]:
         number(facts["host_us"]) if "host_us" in facts else "",
         number(r["floor_us"] * 1e-3),
         f"{r['of_floor']:.0%}",
+        facts.get("nodes", ""),
     ]
 
 

@@ -55,6 +55,11 @@ def add_parser(subparsers: Subparsers) -> None:
         help="nodes verified per round, root included (32 for a tree, steps + 1 for a chain, 16 for NGRAM)",
     )
     parser.add_argument(
+        "--speculative-adaptive",
+        action=argparse.BooleanOptionalAction,
+        help="choose in each round how many of these nodes to draft (default: where rounds are CUDA graphs)",
+    )
+    parser.add_argument(
         "--speculative-ngram-corpus",
         action="append",
         default=[],
@@ -130,6 +135,7 @@ def compare(args: argparse.Namespace) -> None:
         # A GPU scores a tree in the time of a token; a CPU pays for every node, so there a chain is the faster choice.
         topk=args.speculative_eagle_topk or (8 if str(args.device or default_device()).startswith("cuda") else 1),
         num_draft_tokens=args.speculative_num_draft_tokens,
+        adaptive=args.speculative_adaptive,
         ngram_corpus=args.speculative_ngram_corpus,
     )
     sampling = SamplingParams(

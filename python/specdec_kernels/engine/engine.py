@@ -37,7 +37,7 @@ INVARIANT_SPLIT = 1024  # rows of KV
 RING_DEPTH = 16  # records of commands, which the loop may be ahead of the device, and of results
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
-OnTokens = Callable[[NewTokens], None]
+OnTokens = Callable[[NewTokens], bool | None]
 
 
 class Engine:
@@ -64,9 +64,9 @@ class Engine:
             None: about a third apart with graphs, every size without.
         rounds_in_flight: rounds launched and not yet read. None: 2 on CUDA where the draft leaves the host alone (the
             next round is launched while one runs), else 1.
-        batch_invariant: a request gets the same bits whatever runs beside it. Rounds all have one size, `num_slots`,
-            and attention cuts KV at fixed places, which is slower with few requests. A request that is retracted for
-            want of pages may differ from there on: what it had generated comes back as a prompt.
+        batch_invariant: a request gets the same bits whatever runs beside it. Rounds all have one size, `num_slots` and
+            all nodes, and attention cuts KV at fixed places, which is slower with few requests. A request that is
+            retracted for want of pages may differ from there on: what it had generated comes back as a prompt.
         trace: file for a Chrome trace of the loop and its rounds, rewritten at the end of every `generate`.
         progress: show what is being captured.
 
@@ -113,9 +113,11 @@ class Engine:
                 f"Engine: batch_invariant is set, expected not for {speculation.algorithm}, "
                 "whose drafts depend on what other requests said"
             )
+        if batch_invariant and speculation.adaptive:
+            raise ValueError("Engine: speculation.adaptive is set, expected not with batch_invariant")
         if rounds_in_flight is not None and not 1 <= rounds_in_flight < RING_DEPTH:
             raise ValueError(f"Engine: rounds_in_flight is {rounds_in_flight}, expected 1 to {RING_DEPTH - 1}")
-        self.max_len = max_len
+        self.max_len, self.num_slots = max_len, num_slots
         self.dtype = dtype or (torch.float32 if self.device.type == "cpu" else config.dtype or torch.bfloat16)
         if self.dtype not in DTYPES:
             raise ValueError(f"Engine: dtype is {self.dtype}, expected one of {', '.join(map(str, DTYPES))}")
@@ -178,6 +180,10 @@ class Engine:
                 batch_sizes = default_batch_sizes(num_slots) if overlaps and cuda_graph else range(1, num_slots + 1)
         if rounds_in_flight is None:
             rounds_in_flight = 2 if overlaps else 1
+        adaptive = speculation.adaptive
+        if adaptive is None:
+            adaptive = overlaps and cuda_graph and not batch_invariant
+        nodes = speculation.ladder if adaptive else [speculation.num_nodes]
         rings = Rings.create(self.state, max_batch=num_slots, accept_width=self.draft.accept_width, depth=RING_DEPTH)
         round = Round(self.target, self.draft, self.state, rings, reserve)
         self._executor = Executor(round, self._emit)
@@ -197,7 +203,7 @@ class Engine:
         if overlaps and cuda_graph:
             assert self._stream is not None
             with torch.cuda.device(self.device):
-                self.graphs = capture_rounds(round, batch_sizes, self._stream, progress=progress)
+                self.graphs = capture_rounds(round, batch_sizes, nodes, self._stream, progress=progress)
         with self._on_device():
             self._scheduler = _C.Scheduler(
                 self._executor,
@@ -211,12 +217,16 @@ class Engine:
                 prefill_chunk=prefill_chunk,
                 rounds_in_flight=rounds_in_flight,
                 batch_sizes=list(batch_sizes),
+                nodes=nodes,
                 commands=rings.commands,
                 results=rings.results,
                 stream=self._stream.cuda_stream if self._stream else None,
                 graphs=self.graphs.raw() if self.graphs else {},
                 trace=trace is not None,
             )
+            if len(nodes) > 1:
+                self._scheduler.measure_rounds()
+        self._nodes = nodes
         self._trace = trace
         self._lock = Lock()  # held by the one `generate` that runs
         self._running: dict[int, RequestOutput] = {}
@@ -236,8 +246,8 @@ class Engine:
             prompts: uneven lengths are fine; more prompts than slots wait their turn. Token ids may be a list, a tuple,
                 an array or a tensor.
             params: one for all, or one each.
-            on_tokens: called with every round's new tokens of every request, as they are committed. What it raises
-                ends `generate`.
+            on_tokens: called with every round's new tokens of every request, as they are committed. Where it returns
+                True the request is cancelled; some rounds of it may be on their way. What it raises ends `generate`.
 
         Raises:
             ValueError, TypeError: a prompt that is empty, leaves no room below `max_len`, or holds what is no token of
@@ -309,10 +319,27 @@ class Engine:
         self.target.resize_pools(num_pages)
         self.draft.resize_pools(num_pages)
 
+    def close(self) -> None:
+        """Takes the KV pools out of the modules the engine was given, which may serve another one then."""
+        self.target.detach_pools()
+        self.draft.detach_pools()
+
     def stats(self) -> EngineStats:
         """What rounds took so far. The device's own times are those of rounds that have been read."""
         rounds, rows, *nanoseconds = self._scheduler.times
-        return EngineStats(rounds, rows, self._scheduler.num_retractions, *(1e-9 * t for t in nanoseconds))
+        host, wait, device, following, gaps = (1e-9 * t for t in nanoseconds)
+        return EngineStats(
+            rounds=rounds,
+            rows=rows,
+            retractions=self._scheduler.num_retractions,
+            host_seconds=host,
+            wait_seconds=wait,
+            device_seconds=device,
+            following_seconds=following,
+            gap_seconds=gaps,
+            rounds_by_nodes=dict(zip(self._nodes, self._scheduler.rounds_by_rung, strict=True)),
+            costs=self._scheduler.costs,
+        )
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:
@@ -354,8 +381,11 @@ class Engine:
                 output.text = self.tokenizer.decode(output.tokens, skip_special_tokens=True)
         if output.finish_reason == FinishReason.ERROR:
             self._failed.append(f"prompts[{output.index}] ended with {Status(status).name}")
-        if self._on_tokens is not None:
-            self._on_tokens(NewTokens(output.index, tokens, output.finish_reason))
+        if self._on_tokens is None:
+            return
+        ends = self._on_tokens(NewTokens(output.index, tokens, output.finish_reason))
+        if ends and output.finish_reason == FinishReason.RUNNING:
+            self._scheduler.cancel(request_id)
 
 
 def check_at_least(low: int, **arguments: int) -> None:

@@ -1,4 +1,4 @@
-"""Rounds captured as CUDA graphs: one for each batch size, and one that applies commands alone."""
+"""Rounds captured as CUDA graphs: one for each batch size and number of nodes, and one that applies commands alone."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from .round import Round
 
 @dataclass(frozen=True)
 class Graphs:
-    """Captured rounds by batch, and what capturing them cost."""
+    """Captured rounds by batch and number of nodes, and what capturing them cost."""
 
-    by_batch: dict[int, torch.cuda.CUDAGraph]  # kept for as long as they may run: they own their memory
+    by_size: dict[tuple[int, int], torch.cuda.CUDAGraph]  # kept for as long as they may run: they own their memory
     seconds: float
     num_bytes: int
 
     def __str__(self) -> str:
-        return f"captured {len(self.by_batch)} graphs in {self.seconds:.1f} s, {self.num_bytes / 2**20:.0f} MiB"
+        return f"captured {len(self.by_size)} graphs in {self.seconds:.1f} s, {self.num_bytes / 2**20:.0f} MiB"
 
-    def raw(self) -> dict[int, int]:
+    def raw(self) -> dict[tuple[int, int], int]:
         """The graphs as cudaGraph_t."""
-        return {batch: graph.raw_cuda_graph() for batch, graph in self.by_batch.items()}
+        return {size: graph.raw_cuda_graph() for size, graph in self.by_size.items()}
 
 
 def default_batch_sizes(num_slots: int) -> list[int]:
@@ -34,28 +34,34 @@ def default_batch_sizes(num_slots: int) -> list[int]:
 
 
 def capture_rounds(
-    round: Round, batch_sizes: Sequence[int], stream: torch.cuda.Stream, *, progress: bool = False
+    round: Round, batch_sizes: Sequence[int], nodes: Sequence[int], stream: torch.cuda.Stream, *, progress: bool = False
 ) -> Graphs:
-    """Capture `round.launch` for every batch size and for 0, on the stream that will run them.
+    """Capture `round.launch` for every batch size and number of nodes, and for 0, on the stream that will run them.
 
-    Large batches come first and all graphs share one pool of memory: a smaller round fits into what a larger one took.
-    What a graph allocates is read by no other.
+    Large rounds come first and all graphs share one pool of memory: a smaller round fits into what a larger one took.
+    What a graph allocates is read by no other. A round is run before it is captured, which loads kernels and
+    workspaces, unless one with as many rows has been.
     """
     torch.cuda.synchronize(stream.device)  # what made the weights and the state is done
     torch.cuda.empty_cache()  # as every capture does: what is counted is what stays
     begin, pool = time.perf_counter(), torch.cuda.graph_pool_handle()
     before = torch.cuda.memory_reserved(stream.device)
-    graphs: dict[int, torch.cuda.CUDAGraph] = {}
-    bar = Bar(len(batch_sizes) + 1) if progress else None
-    for batch in (*sorted(batch_sizes, reverse=True), 0):
-        with torch.cuda.stream(stream):
-            round.launch(batch)  # loads kernels and workspaces, which a capture must not
+    graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+    sizes = [(batch, count) for batch in sorted(batch_sizes, reverse=True) for count in sorted(nodes, reverse=True)]
+    bar = Bar(len(sizes) + 1) if progress else None
+    warm: set[int] = set()
+    for size in (*sizes, (0, 0)):
+        rows = size[0] * size[1]
+        if rows not in warm or size[1] == max(nodes):
+            with torch.cuda.stream(stream):
+                round.launch(*size)
+            warm.add(rows)
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         with torch.cuda.graph(graph, pool=pool, stream=stream):
-            round.launch(batch)
-        graphs[batch] = graph
+            round.launch(*size)
+        graphs[size] = graph
         if bar:
-            bar.advance(batch)
+            bar.advance(*size)
     stream.synchronize()
     round.rings.reset()  # of the rounds that only warmed up
     captured = Graphs(graphs, time.perf_counter() - begin, torch.cuda.memory_reserved(stream.device) - before)
@@ -74,8 +80,8 @@ class Bar:
         self._task = self._progress.add_task("capturing rounds", total=total)
         self._progress.start()
 
-    def advance(self, batch: int) -> None:
-        self._progress.update(self._task, advance=1, description=f"capturing rounds (batch {batch})")
+    def advance(self, batch: int, num_nodes: int) -> None:
+        self._progress.update(self._task, advance=1, description=f"capturing rounds (batch {batch}, {num_nodes} nodes)")
 
     def finish(self, graphs: Graphs) -> None:
         self._progress.stop()

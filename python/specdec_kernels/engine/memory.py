@@ -23,7 +23,7 @@ def pages_that_fit(
         positions = torch.arange(prefill_chunk, dtype=torch.int32, device=device)[None]
         rows = state.rows(nobody, state.seq_lens, tail_len=prefill_chunk)
         round.target.forward(torch.zeros_like(positions), positions, rows)
-    graphs = capture_rounds(round, [batch], stream) if batch is not None else None
+    graphs = capture_rounds(round, [batch], [round.draft.num_nodes], stream) if batch is not None else None
     free, total = torch.cuda.mem_get_info(device)
     pages = len(state.pool.free_stack)
     bytes_per_page = (round.target.pools.num_bytes + round.draft.num_pool_bytes) // pages

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field, fields
 
+from .._C import RoundCosts
 from ..status import FinishReason
 
 
@@ -72,6 +73,8 @@ class EngineStats:
         device_seconds: rounds on the device, each from its first kernel to its last.
         following_seconds, gap_seconds: of these, the rounds that were launched while the one before was running, with
             nothing in between; and what lay between the two.
+        rounds_by_nodes: rounds read, by the number of nodes that their trees might have.
+        costs: what a round takes, as measured when the engine was made; None where it is not adaptive.
     """
 
     rounds: int
@@ -82,9 +85,17 @@ class EngineStats:
     device_seconds: float
     following_seconds: float
     gap_seconds: float
+    rounds_by_nodes: dict[int, int]
+    costs: RoundCosts | None
 
     def __sub__(self, before: EngineStats) -> EngineStats:
-        return EngineStats(*(now - then for now, then in zip(astuple(self), astuple(before), strict=True)))
+        rounds = {nodes: count - before.rounds_by_nodes[nodes] for nodes, count in self.rounds_by_nodes.items()}
+        counts = [field.name for field in fields(self) if field.name not in ("rounds_by_nodes", "costs")]
+        return EngineStats(
+            **{name: getattr(self, name) - getattr(before, name) for name in counts},
+            rounds_by_nodes=rounds,
+            costs=self.costs,
+        )
 
     @property
     def host_us(self) -> float:

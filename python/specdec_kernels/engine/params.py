@@ -28,6 +28,8 @@ class Speculation:
         topk: branches per step; 1 drafts a chain.
         num_draft_tokens: tree nodes verified per round, including the root. None: num_steps + 1 for a model's
             chain, 16 for NGRAM, else 32.
+        adaptive: choose for each round how many of these nodes to draft, from measured costs and the acceptance seen so
+            far, down to none. None: where rounds are captured as CUDA graphs.
         ngram_max_tokens: tokens the n-gram index holds before the oldest age out.
         ngram_corpus: text files that the n-gram index starts with: what answers may repeat (documentation, code, past
             answers).
@@ -38,6 +40,7 @@ class Speculation:
     num_steps: int = 5
     topk: int = 8
     num_draft_tokens: int | None = None
+    adaptive: bool | None = None
     ngram_max_tokens: int = 1 << 20
     ngram_corpus: Sequence[str | Path] = ()
 
@@ -77,6 +80,11 @@ class Speculation:
         if self.algorithm == "NGRAM":
             return 16
         return self.num_steps + 1 if self.topk == 1 and self.algorithm != "EAGLE3+NGRAM" else 32
+
+    @property
+    def ladder(self) -> list[int]:
+        """The numbers of nodes that an adaptive engine chooses from: 1, plain decoding, and twice as many each."""
+        return [1 << power for power in range(8) if 1 << power < self.num_nodes] + [self.num_nodes]
 
 
 @dataclass(frozen=True)

@@ -38,10 +38,10 @@ class Round:
         self._no_rows = torch.zeros_like(state.seq_lens)
 
     @torch.inference_mode()
-    def launch(self, batch: int) -> None:
+    def launch(self, batch: int, num_nodes: int) -> None:
         """Apply the next record of commands, advance its first `batch` slots by one round and publish the results.
 
-        With batch 0 the record is all.
+        With batch 0 the record is all. `num_nodes` of each tree are at most the draft's own.
         """
         state, rings = self.state, self.rings
         self._apply_commands()
@@ -49,13 +49,14 @@ class Round:
         if batch == 0:
             return
         slots = rings.slots[:batch]
-        result = self.run(slots)
+        result = self.run(slots, num_nodes)
         publish_results(
             rings.results,
             rings.num_published,
             rings.started_at,
             result.accepted.tokens,
             result.accepted.lengths,
+            result.accepted.path,
             result.num_nodes,
             state.finish_reasons,
             state.status,
@@ -84,13 +85,13 @@ class Round:
         )
 
     @torch.inference_mode()
-    def run(self, slots: Tensor) -> RoundResult:
+    def run(self, slots: Tensor, num_nodes: int) -> RoundResult:
         """Advance slots [B] by one round; nothing here reads a device value on the host."""
         state, draft = self.state, self.draft
         alloc_pages(state.pool, state.seq_lens, self.reserve, slots=slots, status=state.status)
 
-        tree = draft.propose(slots)
-        rows = state.rows(slots, state.seq_lens, tail_len=draft.num_nodes, mask=tree.mask, num_valid=tree.num_nodes)
+        tree = draft.propose(slots, num_nodes)
+        rows = state.rows(slots, state.seq_lens, tail_len=num_nodes, mask=tree.mask, num_valid=tree.num_nodes)
         hidden = self.target.forward(tree.tokens, tree.positions, rows)
         features = self.target.features()
 
@@ -130,5 +131,5 @@ class Round:
             slots=slots,
             status=state.status,
         )
-        draft.extend(slots, accepted, num_valid, features)
+        draft.extend(slots, accepted, num_valid, features, num_nodes)
         return RoundResult(accepted, tree.num_nodes)

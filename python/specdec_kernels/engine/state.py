@@ -111,7 +111,7 @@ class Rings:
 
         rings = cls(
             commands=shared(11 + max_stops + max_batch + num_slots),
-            results=shared(8 + max_batch * (4 + accept_width) + max_batch * accept_width % 2),
+            results=shared(8 + max_batch * (4 + 2 * accept_width)),
             num_applied=counter(),
             num_published=counter(),
             started_at=counter(),

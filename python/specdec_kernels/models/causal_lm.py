@@ -72,7 +72,9 @@ class CausalLM:
         if any(hasattr(layer.self_attn, "k_pool") for layer in self.layers):
             raise ValueError("model: has the KV pools of another engine already, expected a module for this one alone")
         self.rotations = rotations_of(self.model.model.rotary_emb, max_len, device)
-        self.model.to(device=device, dtype=dtype).requires_grad_(False).eval()
+        if any(parameter.dtype != dtype for parameter in self.model.parameters()):
+            self.model.to(dtype=dtype)  # buffers too, so not for nothing: a module's own rotations would not survive it
+        self.model.to(device=device).requires_grad_(False).eval()
         self.pools: KvPools = attach_pools(
             [layer.self_attn for layer in self.layers],
             self.config.num_key_value_heads,
@@ -121,6 +123,11 @@ class CausalLM:
     def resize_pools(self, num_pages: int) -> None:
         """Other pools, empty, with another number of pages."""
         self.pools = resize_pools([layer.self_attn for layer in self.layers], self.pools, num_pages)
+
+    def detach_pools(self) -> None:
+        """Leaves the module as another one may take it."""
+        for layer in self.layers:
+            del layer.self_attn.k_pool, layer.self_attn.v_pool
 
     def features(self) -> Tensor | None:
         """The feature layers' states of the last forward pass, concatenated: [B, Q, len(feature_layers) * H]."""

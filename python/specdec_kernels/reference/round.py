@@ -39,6 +39,7 @@ def publish_results(
     num_published: Tensor,
     out_tokens: Tensor,
     out_len: Tensor,
+    out_path: Tensor,
     num_nodes: Tensor,
     finish_reasons: Tensor,
     status: Tensor,
@@ -54,5 +55,5 @@ def publish_results(
         inside = 0 <= slot < len(status)
         reason, bits = (finish_reasons[slot], status[slot]) if inside else (0, 0)
         head = torch.tensor([out_len[b], reason, bits, num_nodes[b]], dtype=torch.int32)
-        begin = 8 + b * (4 + width)
-        record[begin : begin + 4 + width] = torch.cat([head, out_tokens[b]])
+        begin = 8 + b * (4 + 2 * width)
+        record[begin : begin + 4 + 2 * width] = torch.cat([head, out_tokens[b], out_path[b]])

@@ -13,7 +13,7 @@ class Draft:
     """Drafts nothing: every tree is its root, every round emits the bonus token alone.
 
     Attributes:
-        num_nodes: N, nodes of every tree. accept_width: S, most tokens a round can emit.
+        num_nodes: N, most nodes of a tree. accept_width: S, most tokens a round can emit.
         on_device: whether `propose` and `extend` leave the host alone, so that a graph can hold them.
     """
 
@@ -35,6 +35,9 @@ class Draft:
     def resize_pools(self, num_pages: int) -> None:
         """Make these pools anew, with another number of pages."""
 
+    def detach_pools(self) -> None:
+        """Take these pools out of a module that may serve another engine."""
+
     def begin(self, slot: int, request_id: int, tokens: list[int]) -> None:
         """The slot now belongs to a request with this text: its prompt, and what it produced before a retraction."""
 
@@ -46,8 +49,12 @@ class Draft:
     def activate(self, slot: Tensor) -> None:
         """Prefill is complete: the slot's root and length are set, its first round comes next."""
 
-    def propose(self, slots: Tensor) -> Tree:
-        """This round's trees of slots [B]."""
+    def propose(self, slots: Tensor, num_nodes: int) -> Tree:
+        """This round's trees of slots [B]: of a larger `num_nodes`, the first nodes are those of a smaller one."""
+        return self.roots(slots)
+
+    def roots(self, slots: Tensor) -> Tree:
+        """Trees that are their root."""
         batch = len(slots)
         return build_tree(
             self._no_tokens[:batch],
@@ -55,15 +62,18 @@ class Draft:
             self._no_scores[:batch],
             self.state.root_tokens,
             self.state.seq_lens,
-            self.num_nodes,
+            1,
             slots=slots,
             status=self.state.status,
         )
 
-    def extend(self, slots: Tensor, accepted: Accepted, num_valid: Tensor, features: Tensor | None) -> None:
+    def extend(
+        self, slots: Tensor, accepted: Accepted, num_valid: Tensor, features: Tensor | None, num_nodes: int
+    ) -> None:
         """The round's tokens are committed; `num_valid` [B] of each row count (0: nothing, or the slot finished).
 
-        `features` [B, N, n * H] are the target's states of the tree's nodes, if the draft asked for any.
+        `features` [B, num_nodes, n * H] are the target's states of the tree's nodes, if the draft asked for any. No row
+        has more than `num_nodes` tokens.
         """
 
     def release(self, slot: int) -> None:

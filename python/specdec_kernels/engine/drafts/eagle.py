@@ -45,15 +45,17 @@ class EagleDraft(ModelDraft):
         hidden = self.head(next_tokens, self.head.join(features), positions, rows)
         self._keep(slot, hidden[:, -1])
 
-    def extend(self, slots: Tensor, accepted: Accepted, num_valid: Tensor, features: Tensor | None) -> None:
+    def extend(
+        self, slots: Tensor, accepted: Accepted, num_valid: Tensor, features: Tensor | None, num_nodes: int
+    ) -> None:
         assert features is not None
         # Gather before `fc`: S rows instead of N. Padded rows repeat a real one and are written nowhere.
-        path = accepted.path.long()[:, :, None].expand(-1, -1, features.shape[-1])
-        features = self.head.join(features.gather(1, path))
-        width = accepted.path.shape[1]
+        tokens, path = accepted.tokens[:, :num_nodes].clamp(min=0), accepted.path[:, :num_nodes].long()
+        features = self.head.join(features.gather(1, path[:, :, None].expand(-1, -1, features.shape[-1])))
+        width = tokens.shape[1]
         before = self.state.seq_lens_before
         rows = self.state.rows(slots, before, tail_len=width, num_valid=num_valid)
-        hidden = self.head(accepted.tokens.clamp(min=0), features, positions_from(before[slots], width), rows)
+        hidden = self.head(tokens, features, positions_from(before[slots], width), rows)
         self._keep(slots, last_valid(hidden, num_valid), num_valid > 0)
 
     def _keep(self, slots: Tensor, hidden: Tensor, valid: Tensor | None = None) -> None:

@@ -69,37 +69,38 @@ class ModelDraft(Draft):
         self.child_ids[slots] = ids
         self.child_logprobs[slots] = logprobs
 
-    def propose(self, slots: Tensor) -> Tree:
-        return self._tree(slots, self._candidates(slots))
+    def propose(self, slots: Tensor, num_nodes: int) -> Tree:
+        if num_nodes == 1:
+            return self.roots(slots)
+        return self._tree(slots, self._candidates(slots, num_nodes), num_nodes)
 
-    def propose_scored(self, slots: Tensor) -> tuple[Tree, Tensor]:
-        """`propose`, and the log-probability of each node [B, N]: 0 for the root, -inf for unused ones."""
-        candidates = self._candidates(slots)
-        count = min(self.num_nodes - 1, candidates.scores.shape[1])
-        scores = candidates.scores.new_full((len(slots), self.num_nodes), -torch.inf)
+    def propose_scored(self, slots: Tensor, num_nodes: int) -> tuple[Tree, Tensor]:
+        """`propose` of 2 nodes or more, and their log-probabilities [B, N]: 0 for the root, -inf for unused ones."""
+        candidates = self._candidates(slots, num_nodes)
+        count = min(num_nodes - 1, candidates.scores.shape[1])
+        scores = candidates.scores.new_full((len(slots), num_nodes), -torch.inf)
         scores[:, 0] = 0
         scores[:, 1 : count + 1] = candidates.scores.topk(count).values  # nodes stand best first
-        return self._tree(slots, candidates), scores
+        return self._tree(slots, candidates, num_nodes), scores
 
-    def _tree(self, slots: Tensor, candidates: Candidates) -> Tree:
+    def _tree(self, slots: Tensor, candidates: Candidates, num_nodes: int) -> Tree:
         state = self.state
-        return build_tree(
-            *candidates, state.root_tokens, state.seq_lens, self.num_nodes, slots=slots, status=state.status
-        )
+        return build_tree(*candidates, state.root_tokens, state.seq_lens, num_nodes, slots=slots, status=state.status)
 
-    def _candidates(self, slots: Tensor) -> Candidates:
+    def _candidates(self, slots: Tensor, num_nodes: int) -> Candidates:
         state, k = self.state, self.topk
+        num_steps = min(self.num_steps, num_nodes - 1)  # deeper than its nodes in a row no tree can be
         candidates, frontier = expand_root(
             self.child_ids[:-1],
             self.child_logprobs[:-1],
             state.seq_lens,
-            self.num_steps,
+            num_steps,
             slots=slots,
             position_offset=self.position_offset,
         )
         tokens, positions, feature = frontier.tokens, frontier.positions, self.start(slots)
         prefix_lens = self.prefix_lens()
-        for step in range(2, self.num_steps + 1):
+        for step in range(2, num_steps + 1):
             rows = state.rows(
                 slots, prefix_lens, tail_len=(step - 1) * k, row_offset=(step - 2) * k, mask=frontier.mask
             )

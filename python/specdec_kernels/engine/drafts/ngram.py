@@ -18,6 +18,7 @@ class NgramDraft(Draft):
         super().__init__(state)
         self.num_nodes = num_nodes
         self.accept_width = num_nodes  # a chain of all nodes is the deepest tree
+        self._match_len: Tensor | None = None  # of this round's drafts, if it has any
         self.index = NgramIndex(
             max_tokens=max_tokens,
             num_slots=len(state.seq_lens),
@@ -36,15 +37,21 @@ class NgramDraft(Draft):
         self.index.begin(slot, request=request_id)
         self.index.insert(self._tokens(tokens), slot, start=0)  # of a retracted request, what is held is skipped
 
-    def propose(self, slots: Tensor) -> Tree:
-        return self.propose_scored(slots)[0]
+    def propose(self, slots: Tensor, num_nodes: int) -> Tree:
+        if num_nodes == 1:
+            self._match_len = None
+            return self.roots(slots)
+        return self.propose_scored(slots, num_nodes)[0]
 
-    def propose_scored(self, slots: Tensor) -> tuple[Tree, Tensor, Tensor]:
-        """`propose`, the log-probability of each node [B, N], and the length of the longest match [B]."""
-        tree, scores, self._match_len = self.index.draft(slots, self.state.seq_lens[slots], self.num_nodes)
-        return tree, scores, self._match_len
+    def propose_scored(self, slots: Tensor, num_nodes: int) -> tuple[Tree, Tensor, Tensor]:
+        """`propose` of 2 nodes or more, the log-probability of each [B, N], and the length of the longest match [B]."""
+        tree, scores, match_len = self.index.draft(slots, self.state.seq_lens[slots], num_nodes)
+        self._match_len = match_len
+        return tree, scores, match_len
 
-    def extend(self, slots: Tensor, accepted: Accepted, num_valid: Tensor, features: Tensor | None) -> None:
+    def extend(
+        self, slots: Tensor, accepted: Accepted, num_valid: Tensor, features: Tensor | None, num_nodes: int
+    ) -> None:
         # All that was emitted, a finished slot's last tokens included: its text stays findable by others.
         self.index.extend(accepted.tokens, accepted.lengths, slots, self._match_len)
 

@@ -25,6 +25,9 @@ class StandaloneDraft(ModelDraft):
     def resize_pools(self, num_pages: int) -> None:
         self.model.resize_pools(num_pages)
 
+    def detach_pools(self) -> None:
+        self.model.detach_pools()
+
     def prefix_lens(self) -> Tensor:
         return self.state.seq_lens + 1
 
@@ -41,8 +44,10 @@ class StandaloneDraft(ModelDraft):
         """The root's own row, which gives the first children."""
         self._run(slot, self.state.root_tokens[slot][:, None], self.state.seq_lens, None)
 
-    def extend(self, slots: Tensor, accepted: Accepted, num_valid: Tensor, features: Tensor | None) -> None:
-        self._run(slots, accepted.tokens.clamp(min=0), self.state.seq_lens_before + 1, num_valid)
+    def extend(
+        self, slots: Tensor, accepted: Accepted, num_valid: Tensor, features: Tensor | None, num_nodes: int
+    ) -> None:
+        self._run(slots, accepted.tokens[:, :num_nodes].clamp(min=0), self.state.seq_lens_before + 1, num_valid)
 
     def _run(self, slots: Tensor, tokens: Tensor, prefix_lens: Tensor, num_valid: Tensor | None) -> None:
         """Rows of tokens [B, Q] behind `prefix_lens`; the last valid one becomes the slots' draft state."""

@@ -44,18 +44,23 @@ class UnionDraft(Draft):
     def activate(self, slot: Tensor) -> None:
         self.model.activate(slot)
 
-    def propose(self, slots: Tensor) -> Tree:
-        tree, scores, match_len = self.ngram.propose_scored(slots)
+    def propose(self, slots: Tensor, num_nodes: int) -> Tree:
+        if num_nodes == 1:
+            return self.ngram.propose(slots, 1)
+        # All the index has, since what follows puts its nodes into another order.
+        tree, scores, match_len = self.ngram.propose_scored(slots, self.num_nodes)
         # The index shares out what follows the places it found, as if one of them were followed. After m tokens that
         # agreed the next one does with (m + 1) / (m + 2), Laplace's rule of succession; and d in a row:
         agreed = (match_len + 1)[:, None]
         scores = scores + (agreed / (agreed + tree.positions - tree.positions[:, :1])).log()
-        union, _scores = merge_trees(tree, scores, *self.model.propose_scored(slots), self.num_nodes)
+        union, _scores = merge_trees(tree, scores, *self.model.propose_scored(slots, num_nodes), num_nodes)
         return union
 
-    def extend(self, slots: Tensor, accepted: Accepted, num_valid: Tensor, features: Tensor | None) -> None:
-        self.model.extend(slots, accepted, num_valid, features)
-        self.ngram.extend(slots, accepted, num_valid, features)
+    def extend(
+        self, slots: Tensor, accepted: Accepted, num_valid: Tensor, features: Tensor | None, num_nodes: int
+    ) -> None:
+        self.model.extend(slots, accepted, num_valid, features, num_nodes)
+        self.ngram.extend(slots, accepted, num_valid, features, num_nodes)
 
     def release(self, slot: int) -> None:
         self.model.release(slot)

@@ -1,0 +1,83 @@
+// SerialRows (row_draws.h) by a block of threads, each of which gets every result.
+//
+// The row is cut into as many parts as the block has warps, each is summed by one of them, and the part that the draw
+// falls into is cut again, until it is a single entry: a row is read once, then 1/32 of it, then 1/1024.
+#pragma once
+
+#include "compat/row_draws.h"
+#include "core/cuda.cuh"
+
+namespace specdec {
+
+class BlockRows {
+ public:
+  static constexpr int kWarps = 32, kThreads = kWarps * kWarp;
+  using Storage = uint64_t[kWarps];  // in shared memory
+
+  __device__ explicit BlockRows(Storage& storage) : of_warps_(storage) {}
+
+  template <class Row>
+  __device__ uint64_t total(const Row& row, int64_t vocab) {
+    sum_parts(row, 0, vocab, part_length(vocab));
+    uint64_t sum = 0;
+    for (int w = 0; w < kWarps; ++w) sum += of_warps_[w];
+    return sum;
+  }
+
+  template <class Row>
+  __device__ int64_t draw(const Row& row, int64_t vocab, float coin) {
+    uint64_t left = total(row, vocab);
+    if (left == 0) return -1;
+    left = share_of(coin, left);
+    int64_t begin = 0, end = vocab;
+    while (true) {  // the entry is in [begin, end), whose parts are summed
+      const int64_t length = part_length(end - begin);
+      int w = 0;
+      for (; w < kWarps - 1 && of_warps_[w] <= left; ++w) left -= of_warps_[w];
+      begin += w * length;
+      end = min(begin + length, end);
+      if (length == 1) return begin;
+      sum_parts(row, begin, end, part_length(end - begin));
+    }
+  }
+
+  template <class T>
+  __device__ uint64_t peak(const LogitRow<T>& row, int64_t vocab) {
+    uint64_t best = 0;
+#pragma unroll 8
+    for (int64_t v = threadIdx.x; v < vocab; v += kThreads) best = max(best, peak_key(row[v], v));
+    for (int step = kWarp / 2; step > 0; step /= 2) best = max(best, __shfl_xor_sync(kFullMask, best, step));
+    share(best);
+    for (int w = 0; w < kWarps; ++w) best = max(best, of_warps_[w]);
+    return best;
+  }
+
+  __device__ bool writes() const { return threadIdx.x == 0; }
+  // Of the one thread that writes, for the others.
+  __device__ void wait_for_writes() const { __syncthreads(); }
+
+ private:
+  __device__ static int64_t part_length(int64_t size) { return (size + kWarps - 1) / kWarps; }
+
+  // of_warps_[w] becomes the sum of the w-th part of [begin, end).
+  template <class Row>
+  __device__ void sum_parts(const Row& row, int64_t begin, int64_t end, int64_t length) {
+    const int64_t first = begin + static_cast<int64_t>(threadIdx.x / kWarp) * length, last = min(first + length, end);
+    uint64_t sum = 0;
+#pragma unroll 8
+    for (int64_t v = first + threadIdx.x % kWarp; v < last; v += kWarp) sum += row.weight(v);
+    for (int step = kWarp / 2; step > 0; step /= 2) sum += __shfl_xor_sync(kFullMask, sum, step);
+    share(sum);
+  }
+
+  // Every warp's value, when every thread has done with those before.
+  __device__ void share(uint64_t of_warp) {
+    __syncthreads();
+    if (threadIdx.x % kWarp == 0) of_warps_[threadIdx.x / kWarp] = of_warp;
+    __syncthreads();
+  }
+
+  Storage& of_warps_;
+};
+
+}  // namespace specdec

@@ -1,0 +1,170 @@
+#include "compat/linked_trees.h"
+
+#include <algorithm>
+#include <limits>
+
+namespace specdec {
+namespace {
+
+// A mask of bytes (bool, or 8-bit integers), of any shape: its elements.
+uint8_t* mask_bytes(Check& check, const TensorView& mask, bool written) {
+  const DLDataType type = mask.dl.dtype;
+  const bool bytes =
+      type.bits == 8 && type.lanes == 1 && (type.code == kDLBool || type.code == kDLUInt || type.code == kDLInt);
+  check.that(bytes, "tree_mask", "is " + dtype_name(mask), "bool or uint8");
+  int64_t stride = 1;
+  for (int64_t i = mask.ndim() - 1; i >= 0; --i) {
+    const bool follows = mask.shape(static_cast<int>(i)) == 1 || mask.stride(static_cast<int>(i)) == stride;
+    check.that(follows || mask.numel() == 0, "tree_mask", "is not contiguous", "a contiguous tensor");
+    stride *= mask.shape(static_cast<int>(i));
+  }
+  const DLDevice device = mask.dl.device, first = check.device();
+  const bool here = check.on_cuda() ? device.device_type == kDLCUDA && device.device_id == first.device_id
+                                    : device.device_type != kDLCUDA;
+  check.that(here, "tree_mask", "is on another device", std::string("that of ") + check.first_name());
+  check.that(!written || !mask.read_only, "tree_mask", "is read-only", "a writable tensor");
+  check.that(mask.dl.data != nullptr || mask.numel() == 0, "tree_mask", "has no storage (a fake tensor?)",
+             "a tensor with data");
+  return mask.data<uint8_t>();
+}
+
+// Checks what both ops have, in their order.
+LinkedTrees check_linked(Check& check, Dim& batch, Dim& nodes, const TensorView& seq_lens, const TensorView& positions,
+                         const TensorView& retrieve_index, const TensorView& next_token,
+                         const TensorView& next_sibling) {
+  check.tensor("verified_seq_len", seq_lens, {batch}, kInt64);
+  check.range("batch", batch, 0, kMaxLinkedBatch);
+  check.range("draft_token_num", nodes, 1, kMaxLinkedNodes);
+  check.output("retrive_index", retrieve_index, {batch, nodes}, kInt64);
+  check.output("retrive_next_token", next_token, {batch, nodes}, kInt64);
+  check.output("retrive_next_sibling", next_sibling, {batch, nodes}, kInt64);
+  if (positions.ndim() == 2)
+    check.output("positions", positions, {batch, nodes}, kInt64);
+  else
+    check.output("positions", positions, {batch * nodes}, kInt64);
+  return {.positions = positions.data<int64_t>(),
+          .retrieve_index = retrieve_index.data<int64_t>(),
+          .next_token = next_token.data<int64_t>(),
+          .next_sibling = next_sibling.data<int64_t>(),
+          .seq_lens = seq_lens.data<const int64_t>(),
+          .batch = batch,
+          .nodes = nodes};
+}
+
+}  // namespace
+
+void build_tree_kernel_efficient(CallStream stream, const TensorView& parent_list, const TensorView& selected_index,
+                                 const TensorView& verified_seq_len, const TensorView& tree_mask,
+                                 const TensorView& positions, const TensorView& retrive_index,
+                                 const TensorView& retrive_next_token, const TensorView& retrive_next_sibling,
+                                 int64_t topk, int64_t depth, int64_t draft_token_num, int64_t tree_mask_mode) {
+  Check check("build_tree_kernel_efficient");
+  Dim B{"batch"}, D{"draft_token_num", draft_token_num}, P{"parents"};
+  check.range("topk", topk, 1, std::numeric_limits<int32_t>::max());
+  check.range("depth", depth, 1, std::numeric_limits<int32_t>::max());
+  check.range("tree_mask_mode", tree_mask_mode, kFullMaskRows, kPackedMaskRows);
+  const LinkedTrees out =
+      check_linked(check, B, D, verified_seq_len, positions, retrive_index, retrive_next_token, retrive_next_sibling);
+  check.tensor("parent_list", parent_list, {B, P}, kInt64);
+  if (depth > 1) check.range("parent_list.shape[1]", P, topk * (depth - 1) + 1, std::numeric_limits<int64_t>::max());
+  check.tensor("selected_index", selected_index, {B, D - 1}, kInt64);
+  uint8_t* mask = mask_bytes(check, tree_mask, true);
+  check.that(tree_mask_mode != kPackedMaskRows || D <= 32, "draft_token_num", "is " + std::to_string(D),
+             "at most 32 for packed masks");
+  if (B == 0) return;
+
+  const BuildTreeKernelEfficientParams params{.out = out,
+                                              .parent_list = parent_list.data<const int64_t>(),
+                                              .selected_index = selected_index.data<const int64_t>(),
+                                              .mask = mask,
+                                              .parent_columns = P,
+                                              .mask_bytes = tree_mask.numel(),
+                                              .topk = topk,
+                                              .layout = tree_mask_mode};
+  if (tree_mask_mode != kFullMaskRows) {  // whose size the device alone knows
+    const int64_t row = tree_mask_mode == kTreeMaskRows ? D.value : params.packed_bytes();
+    check.that(tree_mask.numel() >= B * D * row, "tree_mask", "has " + std::to_string(tree_mask.numel()) + " bytes",
+               "at least " + std::to_string(B * D * row));
+  }
+  SD_DISPATCH(check, stream, build_tree_kernel_efficient, params);
+}
+
+void build_tree_kernel_efficient_cpu(const BuildTreeKernelEfficientParams& p) {
+  const int64_t n = p.out.nodes;
+  int64_t prefixes = 0;
+  for (int64_t b = 0; b < p.out.batch; ++b) {
+    const int64_t* selected = p.selected_index + b * (n - 1);
+    int64_t parents[kMaxLinkedNodes], depths[kMaxLinkedNodes] = {}, children[kMaxLinkedNodes],
+                                      siblings[kMaxLinkedNodes];
+    bool sees[kMaxLinkedNodes][kMaxLinkedNodes];
+    for (int64_t i = 0; i < n; ++i) {
+      const int64_t candidate = i > 0 ? p.parent_candidate(b, selected[i - 1]) : -2;
+      parents[i] = candidate == -1 ? 0 : -1;
+      for (int64_t j = 1; candidate >= 0 && j < i && parents[i] < 0; ++j)
+        if (selected[j - 1] == candidate) parents[i] = j;
+      children[i] = siblings[i] = -1;
+      depths[i] = parents[i] < 0 ? 0 : depths[parents[i]] + 1;
+      std::fill_n(sees[i], n, false);
+      if (parents[i] >= 0) std::copy_n(sees[parents[i]], n, sees[i]);
+      sees[i][0] = sees[i][i] = true;
+    }
+    for (int64_t i = n - 1; i > 0; --i) {
+      if (parents[i] < 0) continue;
+      siblings[i] = children[parents[i]];
+      children[parents[i]] = i;
+    }
+    const int64_t prefix = prefix_of(p.out, b);
+    for (int64_t i = 0; i < n; ++i) {
+      p.out.write(b, i, depths[i], children[i], siblings[i]);
+      const int64_t at = p.mask_row(b, i, prefixes, prefix);
+      if (at < 0) continue;
+      if (p.layout == kPackedMaskRows) std::fill_n(p.mask + at, p.packed_bytes(), uint8_t{0});
+      for (int64_t j = 0; j < n; ++j) {
+        if (p.layout == kPackedMaskRows)
+          p.mask[at + j / 8] |= static_cast<uint8_t>(sees[i][j] << j % 8);
+        else
+          p.mask[at + j] = sees[i][j];
+      }
+    }
+    prefixes += prefix;
+  }
+}
+
+void reconstruct_indices_from_tree_mask(CallStream stream, const TensorView& tree_mask,
+                                        const TensorView& verified_seq_len, const TensorView& positions,
+                                        const TensorView& retrive_index, const TensorView& retrive_next_token,
+                                        const TensorView& retrive_next_sibling, int64_t batch_size,
+                                        int64_t draft_token_num) {
+  Check check("reconstruct_indices_from_tree_mask");
+  Dim B{"batch_size", batch_size}, D{"draft_token_num", draft_token_num};
+  check.range("batch_size", batch_size, 0, std::numeric_limits<int32_t>::max());
+  const LinkedTrees out =
+      check_linked(check, B, D, verified_seq_len, positions, retrive_index, retrive_next_token, retrive_next_sibling);
+  const uint8_t* mask = mask_bytes(check, tree_mask, false);
+  check.that(tree_mask.numel() == B * D * D, "tree_mask", "has " + std::to_string(tree_mask.numel()) + " elements",
+             std::to_string(B * D * D));
+  if (B == 0) return;
+  const ReconstructIndicesFromTreeMaskParams params{out, mask};
+  SD_DISPATCH(check, stream, reconstruct_indices_from_tree_mask, params);
+}
+
+void reconstruct_indices_from_tree_mask_cpu(const ReconstructIndicesFromTreeMaskParams& p) {
+  const int64_t n = p.out.nodes;
+  for (int64_t b = 0; b < p.out.batch; ++b) {
+    const auto sees = [&](int64_t i, int64_t j) { return p.mask[(b * n + i) * n + j] != 0; };
+    int64_t parents[kMaxLinkedNodes];
+    for (int64_t i = 0; i < n; ++i) {
+      parents[i] = i - 1;
+      while (parents[i] >= 0 && !sees(i, parents[i])) --parents[i];
+    }
+    for (int64_t i = 0; i < n; ++i) {
+      int64_t depth = 0, child = i + 1, sibling = i + 1;
+      for (int64_t j = 0; j < i; ++j) depth += sees(i, j);
+      while (child < n && !sees(child, i)) ++child;
+      while (sibling < n && (parents[i] < 0 || parents[sibling] != parents[i])) ++sibling;
+      p.out.write(b, i, depth, child < n ? child : -1, sibling < n ? sibling : -1);
+    }
+  }
+}
+
+}  // namespace specdec

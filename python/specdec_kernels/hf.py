@@ -1,0 +1,291 @@
+"""`model.generate` of transformers, by speculative decoding.
+
+    from specdec_kernels import hf
+    model.generate(**inputs, max_new_tokens=200, custom_generate=hf.generate, algorithm="EAGLE3", draft_model=folder)
+
+The model's own weights are used: its projections are merged in place, so that it takes no more memory and still runs as
+before, but for inference alone (its parameters require no gradients any more). The engine is made at the first call and
+kept with the model; a call with other options, or that needs more room, makes another in its place. `release` gives its
+memory back.
+
+transformers itself keeps `streamer=` from a custom_generate: here it is called `stream_to`.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from .engine import Engine, NewTokens, SamplingParams, Speculation
+from .models.causal_lm import check_supported
+
+__all__ = ["generate", "release"]
+
+_ATTRIBUTE = "_specdec_engine"
+_LARGEST_BATCH = 64  # sequences that run at once, unless num_slots says otherwise
+
+# What transformers hands over beside its arguments, and the loop needs no more of than it checks.
+_UNUSED = {"position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"}
+
+
+def generate(
+    model: Any,
+    input_ids: Tensor,
+    logits_processor: Sequence[Any] = (),
+    stopping_criteria: Sequence[Any] = (),
+    generation_config: GenerationConfig | None = None,
+    *,
+    algorithm: str = "NGRAM",
+    draft_model: str | Path | nn.Module | None = None,
+    num_steps: int = 5,
+    topk: int = 8,
+    num_draft_tokens: int | None = None,
+    adaptive: bool | None = None,
+    ngram_max_tokens: int = 1 << 20,
+    max_len: int | None = None,
+    num_slots: int | None = None,
+    mem_fraction: float | None = None,
+    page_size: int = 16,
+    prefill_chunk: int = 512,
+    cuda_graph: bool = True,
+    batch_invariant: bool = False,
+    seed: int | None = None,
+    stream_to: Any = None,
+    **model_kwargs: Any,
+) -> Tensor | GenerateDecoderOnlyOutput:
+    """The decoding loop that `model.generate(..., custom_generate=hf.generate)` calls; the text is the model's own.
+
+    Honoured of the generation config: max_length and max_new_tokens, end-of-sequence tokens, do_sample with
+    temperature, top_k, top_p and min_p, num_return_sequences, return_dict_in_generate (sequences alone). A sampled text
+    is distributed as the model's, but is not the one that transformers draws with the same seed. Stopping criteria are
+    asked after every token of every sequence, each of which they see alone, without scores.
+
+    Args:
+        algorithm, draft_model, num_steps, topk, num_draft_tokens, adaptive, ngram_max_tokens: as for `Speculation`.
+        max_len, num_slots, mem_fraction, page_size, prefill_chunk, cuda_graph, batch_invariant: as for `Engine`. None:
+            max_len and num_slots that the calls so far needed, in powers of two, num_slots up to 64; further sequences
+            wait their turn.
+        seed: of what is drawn. None: drawn from torch's default generator, so `torch.manual_seed` fixes it.
+        stream_to: a streamer of transformers, for a single sequence.
+
+    Returns:
+        [sequences, length] int64 like input_ids, padded with the pad token behind what ended earlier.
+
+    Raises:
+        ValueError: what is not supported, by name: another architecture, a logits processor beside those above, beams,
+            scores, inputs that are not token ids.
+    """
+    config = generation_config or model.generation_config
+    _check_config(config)
+    _check_model_kwargs(model_kwargs)
+    sampling = _sampling_of(config, logits_processor)
+    prompts = _prompts(input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids"))
+    batch, width = input_ids.shape
+    longest = max(map(len, prompts), default=0)
+    room = min((c.max_length for c in stopping_criteria if isinstance(c, MaxLengthCriteria)), default=config.max_length)
+    if stream_to is not None and batch != 1:
+        raise ValueError(f"hf.generate: stream_to is given for {batch} sequences, expected one")
+
+    engine = _engine_of(
+        model,
+        Speculation(
+            algorithm, draft_model, num_steps, topk, num_draft_tokens, adaptive, ngram_max_tokens=ngram_max_tokens
+        ),
+        needed_len=longest + room - width,
+        needed_slots=batch,
+        max_len=max_len,
+        num_slots=num_slots,
+        options={
+            "mem_fraction": mem_fraction,
+            "page_size": page_size,
+            "prefill_chunk": prefill_chunk,
+            "cuda_graph": cuda_graph,
+            "batch_invariant": batch_invariant,
+        },
+    )
+    stop = [int(t) for c in stopping_criteria if isinstance(c, EosTokenCriteria) for t in c.eos_token_id]
+    others = [c for c in stopping_criteria if not isinstance(c, MaxLengthCriteria | EosTokenCriteria)]
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    seeds = torch.randint(2**62, (batch,), generator=generator).tolist()
+    params = [SamplingParams(room - width, stop, seed=each, **sampling) for each in seeds]
+
+    watch = _Watch(input_ids, others, stream_to)
+    outputs = engine.generate(prompts, params, on_tokens=watch if others or stream_to is not None else None)
+    if stream_to is not None:
+        stream_to.end()
+    texts = [output.tokens[: watch.ends.get(output.index)] for output in outputs]
+    sequences = _padded(input_ids, texts, config)
+    if config.return_dict_in_generate:
+        return GenerateDecoderOnlyOutput(sequences=sequences)  # type: ignore[arg-type]
+    return sequences
+
+
+def release(model: Any) -> None:
+    """Gives back the memory of the engine that `generate` has kept with the model."""
+    engine = model.__dict__.pop(_ATTRIBUTE, None)
+    if engine is None:
+        return
+    engine[1].close()
+    del engine
+    gc.collect()  # an engine and its executor know each other
+
+
+class _Watch:
+    """Sees every new token: streams it, and asks the criteria whether it was the last."""
+
+    def __init__(self, input_ids: Tensor, criteria: list[Any], streamer: Any) -> None:
+        self.input_ids, self.criteria, self.streamer = input_ids, criteria, streamer
+        self.ends: dict[int, int] = {}  # of sequences that a criterion ended, their number of new tokens
+        self._texts: dict[int, list[int]] = {}
+        if streamer is not None:
+            streamer.put(input_ids.cpu())
+
+    def __call__(self, new: NewTokens) -> bool:
+        """Whether the sequence ends here."""
+        text = self._texts.setdefault(new.index, [])
+        for token in new.tokens:
+            if new.index in self.ends:
+                break
+            text.append(token)
+            if self.streamer is not None:
+                self.streamer.put(torch.tensor([token]))
+            if self.criteria:
+                row = torch.cat([self.input_ids[new.index], self.input_ids.new_tensor(text)])[None]
+                if any(bool(criterion(row, None).any()) for criterion in self.criteria):
+                    self.ends[new.index] = len(text)
+        return new.index in self.ends
+
+
+def _check_config(config: GenerationConfig) -> None:
+    mode = config.get_generation_mode()
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        raise ValueError(f"hf.generate: the generation config asks for {mode.value}, expected greedy_search or sample")
+    for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states", "token_healing"):
+        if getattr(config, name, None):
+            raise ValueError(f"hf.generate: {name} is True, expected False")
+
+
+def _check_model_kwargs(model_kwargs: dict[str, Any]) -> None:
+    cache = model_kwargs.get("past_key_values")
+    if cache is not None and cache.get_seq_length() > 0:
+        raise ValueError("hf.generate: past_key_values holds a text already, expected an empty cache or None")
+    for name, value in model_kwargs.items():
+        if value is not None and name not in _UNUSED and name != "attention_mask":
+            raise ValueError(f"hf.generate: {name} is given, expected token ids and an attention mask alone")
+
+
+def _sampling_of(config: GenerationConfig, processors: Sequence[Any]) -> dict[str, Any]:
+    """SamplingParams of the processors that transformers made of the config; ValueError for any other."""
+    values: dict[str, Any] = {"temperature": 1.0 if config.do_sample else 0.0}
+    for processor in processors:
+        kinds = {
+            TemperatureLogitsWarper: "temperature",
+            TopKLogitsWarper: "top_k",
+            TopPLogitsWarper: "top_p",
+            MinPLogitsWarper: "min_p",
+        }
+        name = kinds.get(type(processor))
+        if name is None:
+            raise ValueError(
+                f"hf.generate: logits_processor has {type(processor).__name__}, "
+                "expected temperature, top_k, top_p and min_p alone"
+            )
+        if config.do_sample:
+            values[name] = getattr(processor, name)
+    return values
+
+
+def _prompts(input_ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> list[list[int]]:
+    """Each row's tokens without the padding to their left."""
+    rows: list[list[int]] = input_ids.tolist()
+    mask = torch.ones_like(input_ids) if mask is None else mask
+    if mask.shape != input_ids.shape:
+        raise ValueError(
+            f"hf.generate: attention_mask has shape {list(mask.shape)}, expected {list(input_ids.shape)} like input_ids"
+        )
+    starts = (mask == 0).sum(-1).tolist()
+    for row, start in enumerate(starts):
+        if not bool(mask[row, start:].all()):
+            raise ValueError(f"hf.generate: attention_mask[{row}] has zeros behind ones, expected padding on the left")
+    if positions is not None and not bool(((positions == mask.cumsum(-1) - 1) | (mask == 0)).all()):
+        raise ValueError("hf.generate: position_ids is given, expected positions that follow from the attention mask")
+    return [row[start:] for row, start in zip(rows, starts, strict=True)]
+
+
+def _padded(input_ids: Tensor, texts: list[list[int]], config: GenerationConfig) -> Tensor:
+    width = max(map(len, texts), default=0)
+    pad = config.pad_token_id
+    if pad is None:
+        eos = config.eos_token_id
+        pad = eos[0] if isinstance(eos, list) else eos
+    if pad is None and any(len(text) < width for text in texts):
+        raise ValueError("hf.generate: pad_token_id is None, expected one, since the sequences differ in length")
+    new = [text + [pad] * (width - len(text)) for text in texts]
+    return torch.cat([input_ids, torch.tensor(new, dtype=input_ids.dtype, device=input_ids.device).view(-1, width)], 1)
+
+
+def _engine_of(
+    model: Any,
+    speculation: Speculation,
+    *,
+    needed_len: int,
+    needed_slots: int,
+    max_len: int | None,
+    num_slots: int | None,
+    options: dict[str, Any],
+) -> Engine:
+    """The engine kept with the model, or one made for this call, at least as large as the one before."""
+    limit: int = model.config.max_position_embeddings
+    key = (speculation, max_len, num_slots, tuple(options.items()), model.dtype, model.device)
+    kept_key, kept = model.__dict__.get(_ATTRIBUTE, (None, None))
+    wanted_len = max_len or min(limit, _power_of_two(max(needed_len, 512)))
+    wanted_slots = num_slots or min(_LARGEST_BATCH, _power_of_two(needed_slots))
+    if needed_len > wanted_len:
+        raise ValueError(f"hf.generate: the longest text may have {needed_len} tokens, expected at most {wanted_len}")
+    if kept is not None and kept_key == key:
+        if kept.max_len >= wanted_len and kept.num_slots >= wanted_slots:
+            engine: Engine = kept
+            return engine
+        wanted_len, wanted_slots = max(wanted_len, kept.max_len), max(wanted_slots, kept.num_slots)
+    _check_module(model, wanted_len)
+    release(model)
+    engine = Engine(
+        model,
+        speculation=speculation,
+        max_len=wanted_len,
+        num_slots=wanted_slots,
+        dtype=model.dtype,
+        device=model.device,
+        **options,
+    )
+    model.__dict__[_ATTRIBUTE] = (key, engine)
+    return engine
+
+
+def _check_module(model: Any, max_len: int) -> None:
+    check_supported(model.config, max_len)
+    for name, module in model.named_modules():
+        is_product = name.endswith(("_proj", "lm_head"))
+        if is_product and type(module) is not nn.Linear:
+            raise ValueError(f"hf.generate: {name} is a {type(module).__name__}, expected a plain nn.Linear")
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) > 1:
+        raise ValueError(f"hf.generate: the model is on {len(devices)} devices, expected one")
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << max(size - 1, 0).bit_length()

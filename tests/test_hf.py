@@ -1,0 +1,223 @@
+"""hf.generate: what `model.generate` of transformers gives, by speculative decoding, with the model's own weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList, TextStreamer
+
+from specdec_kernels import hf
+from specdec_kernels.tiny import tiny_model
+from tiny import held_out, reference_model, tokenizer
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, Any]:
+    return {}
+
+
+@pytest.fixture
+def model(models: dict[str, Any], device: torch.device) -> Any:
+    """The tiny target, one for all tests of a device."""
+    if device.type not in models:
+        loaded = AutoModelForCausalLM.from_pretrained(tiny_model("target"), dtype=torch.float32)
+        models[device.type] = loaded.to(device)
+    return models[device.type]
+
+
+def batch_of(prompts: list[list[int]], device: torch.device) -> dict[str, torch.Tensor]:
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=device)
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+DRAFTS: dict[str, dict[str, Any]] = {
+    "NGRAM": {},
+    "NONE": {"algorithm": "NONE"},
+    "EAGLE3": {"algorithm": "EAGLE3", "draft_model": str(tiny_model("eagle3")), "num_steps": 3, "topk": 4},
+    "STANDALONE": {"algorithm": "STANDALONE", "draft_model": str(tiny_model("target")), "num_steps": 2, "topk": 1},
+}
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_greedy_text_is_that_of_transformers(model: Any, device: torch.device, draft: str) -> None:
+    batch = batch_of(held_out("repeat")[:3] + held_out("code")[:2], device)
+    want = reference_model().generate(
+        **{k: v.cpu() for k, v in batch.items()}, max_new_tokens=24, do_sample=False, pad_token_id=0
+    )
+    got = model.generate(
+        **batch, max_new_tokens=24, do_sample=False, pad_token_id=0, custom_generate=hf.generate, **DRAFTS[draft]
+    )
+    assert got.dtype == want.dtype and torch.equal(got.cpu(), want)
+
+
+def test_the_model_stays_what_it_was(model: Any, device: torch.device) -> None:
+    """Its weights are shared, its own generate gives the same text, and a second call takes the same engine."""
+    batch = batch_of([held_out("repeat")[0]], device)
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    first = model.generate(**batch, **options, custom_generate=hf.generate)
+    engine = model.__dict__["_specdec_engine"][1]
+    assert engine.target.model is model
+    assert torch.equal(model.generate(**batch, **options), first)
+    assert torch.equal(model.generate(**batch, **options, custom_generate=hf.generate), first)
+    assert model.__dict__["_specdec_engine"][1] is engine
+    longer = model.generate(**batch, **options | {"max_new_tokens": 400}, custom_generate=hf.generate)
+    assert torch.equal(longer[:, : first.shape[1]], first)
+    assert model.__dict__["_specdec_engine"][1] is not engine
+    hf.release(model)
+    assert "_specdec_engine" not in model.__dict__ and not any("k_pool" in name for name, _ in model.named_buffers())
+    hf.release(model)
+
+
+def test_a_draft_that_is_a_module_serves_one_engine_after_another(model: Any, device: torch.device) -> None:
+    draft = AutoModelForCausalLM.from_pretrained(tiny_model("target"), dtype=torch.float32).to(device)
+    batch = batch_of([held_out("repeat")[0]], device)
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    want = model.generate(**batch, **options)
+    for num_steps in (2, 3):
+        got = model.generate(
+            **batch, **options, custom_generate=hf.generate, algorithm="STANDALONE", draft_model=draft,
+            num_steps=num_steps, topk=1,
+        )  # fmt: skip
+        assert torch.equal(got, want)
+    hf.release(model)
+    assert not any("_pool" in name for name, _ in draft.named_buffers())
+
+
+def test_ends_where_the_eos_tokens_say(model: Any, device: torch.device) -> None:
+    batch = batch_of(held_out("repeat")[:4], device)
+    plain = model.generate(**batch, max_new_tokens=20, do_sample=False, pad_token_id=0)
+    eos = plain[0, batch["input_ids"].shape[1] + 5].item()
+    options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": [eos, 1], "pad_token_id": 3}
+    for pad in (3, None):  # None: transformers pads with the first of them
+        want = model.generate(**batch, **options | {"pad_token_id": pad})
+        got = model.generate(**batch, **options | {"pad_token_id": pad}, custom_generate=hf.generate)
+        assert torch.equal(got, want) and (got[:, -1] == (eos if pad is None else pad)).any()
+
+
+def test_max_length_counts_the_prompt(model: Any, device: torch.device) -> None:
+    batch = batch_of([held_out("code")[0], held_out("code")[1][:5]], device)
+    width = batch["input_ids"].shape[1]
+    options = {"max_length": width + 7, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
+    want = model.generate(**batch, **options).sequences
+    got = model.generate(**batch, **options, custom_generate=hf.generate)
+    assert torch.equal(got.sequences, want) and want.shape[1] == width + 7
+
+
+def test_sampling_follows_the_seed_and_the_filters(model: Any, device: torch.device) -> None:
+    batch = batch_of([held_out("code")[0]], device)
+    options = {"max_new_tokens": 12, "do_sample": True, "temperature": 0.9, "top_k": 20, "top_p": 0.95, "min_p": 0.01}
+    options |= {"pad_token_id": 0, "num_return_sequences": 3, "custom_generate": hf.generate}
+    first = model.generate(**batch, **options, seed=5)
+    assert first.shape[0] == 3 and not torch.equal(first[0], first[1])
+    assert torch.equal(model.generate(**batch, **options, seed=5), first)
+    assert not torch.equal(model.generate(**batch, **options, seed=6), first)
+    drafted = model.generate(**batch, **options, seed=5, **DRAFTS["EAGLE3"])
+    assert torch.equal(drafted, first)  # the seed fixes the text, whatever drafts
+    torch.manual_seed(1)
+    a = model.generate(**batch, **options)
+    torch.manual_seed(1)
+    assert torch.equal(model.generate(**batch, **options), a)
+    greedy = model.generate(**batch, max_new_tokens=12, do_sample=False, pad_token_id=0)
+    one = model.generate(**batch, **options | {"top_k": 1, "num_return_sequences": 1})
+    assert torch.equal(one, greedy)
+
+
+class Ends(StoppingCriteria):
+    """After `count` new tokens."""
+
+    def __init__(self, width: int, count: int) -> None:
+        self.width, self.count, self.asked = width, count, 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self.asked += 1
+        return torch.full((len(input_ids),), input_ids.shape[1] - self.width >= self.count)
+
+
+def test_stopping_criteria_are_asked_after_every_token(model: Any, device: torch.device) -> None:
+    batch = batch_of(held_out("repeat")[:3], device)
+    width = batch["input_ids"].shape[1]
+    plain = model.generate(**batch, max_new_tokens=9, do_sample=False, pad_token_id=0)
+    ends = Ends(width, 9)
+    got = model.generate(
+        **batch, max_new_tokens=60, do_sample=False, pad_token_id=0, custom_generate=hf.generate,
+        stopping_criteria=StoppingCriteriaList([ends]),
+    )  # fmt: skip
+    assert torch.equal(got, plain) and ends.asked == 27
+
+
+def test_streams_to_a_text_streamer(model: Any, device: torch.device, capsys: pytest.CaptureFixture[str]) -> None:
+    batch = batch_of([held_out("code")[0]], device)
+    options = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
+    model.generate(**batch, **options, streamer=TextStreamer(tokenizer(), skip_prompt=True))
+    want = capsys.readouterr().out
+    model.generate(
+        **batch, **options, custom_generate=hf.generate, stream_to=TextStreamer(tokenizer(), skip_prompt=True)
+    )
+    assert capsys.readouterr().out == want and want.strip()
+
+
+def message(model: Any, batch: dict[str, torch.Tensor], **options: Any) -> str:
+    arguments = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "custom_generate": hf.generate}
+    with pytest.raises(ValueError) as error:
+        model.generate(**batch, **arguments | options)
+    return str(error.value)
+
+
+def test_refuses_the_rest_by_name(model: Any) -> None:
+    batch = batch_of([[5, 6, 7], [5, 6]], model.device)
+    assert message(model, batch, num_beams=2) == (
+        "hf.generate: the generation config asks for beam_search, expected greedy_search or sample"
+    )
+    assert message(model, batch, repetition_penalty=1.5) == (
+        "hf.generate: logits_processor has RepetitionPenaltyLogitsProcessor, "
+        "expected temperature, top_k, top_p and min_p alone"
+    )
+    assert message(model, batch, return_dict_in_generate=True, output_scores=True) == (
+        "hf.generate: output_scores is True, expected False"
+    )
+    assert message(model, batch, stream_to=TextStreamer(tokenizer())) == (
+        "hf.generate: stream_to is given for 2 sequences, expected one"
+    )
+    right = {"input_ids": batch["input_ids"], "attention_mask": torch.tensor([[1, 1, 0], [1, 1, 1]]).to(model.device)}
+    assert message(model, right) == (
+        "hf.generate: attention_mask[0] has zeros behind ones, expected padding on the left"
+    )
+    shifted = batch | {"position_ids": torch.arange(3, device=model.device).expand(2, -1) + 4}
+    assert message(model, shifted) == (
+        "hf.generate: position_ids is given, expected positions that follow from the attention mask"
+    )
+    assert message(model, batch, max_new_tokens=100, max_len=64) == (
+        "hf.generate: the longest text may have 103 tokens, expected at most 64"
+    )
+    model.generate(**batch, max_new_tokens=4, do_sample=False, pad_token_id=0, custom_generate=hf.generate, max_len=64)
+    assert "may have 103 tokens" in message(model, batch, max_new_tokens=100, max_len=64)  # also where it is kept
+
+
+def test_refuses_products_that_are_not_plain(device: torch.device) -> None:
+    class Adapted(torch.nn.Linear):
+        pass
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model("target"), dtype=torch.float32).to(device)
+    attention = model.model.layers[0].self_attn
+    attention.q_proj.__class__ = Adapted
+    batch = batch_of([[5, 6, 7]], device)
+    assert message(model, batch) == (
+        "hf.generate: model.layers.0.self_attn.q_proj is a Adapted, expected a plain nn.Linear"
+    )
+
+
+def test_half_precision_keeps_the_models_rotations(device: torch.device) -> None:
+    """An engine in 16 bits leaves the frequencies of the module's own forward pass as they are."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model("target"), dtype=torch.bfloat16).to(device)
+    before = model.model.rotary_emb.inv_freq.clone()
+    batch = batch_of([held_out("code")[0]], device)
+    model.generate(**batch, max_new_tokens=4, do_sample=False, pad_token_id=0, custom_generate=hf.generate)
+    assert model.model.rotary_emb.inv_freq.dtype == torch.float32 and torch.equal(
+        model.model.rotary_emb.inv_freq, before
+    )
