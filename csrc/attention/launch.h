@@ -28,7 +28,7 @@ constexpr int wgmma_tokens(int64_t head_dim, int rows) {
 // wgmma of 8-bit pools, compute capability 9.0: rows of a tile as mma.sync has them.
 template <int D>
 void wgmma_fp8_attention_of(const TreeAttentionParams& p, const Cut& cut, Stream stream);
-constexpr int wgmma_fp8_tokens = 64;
+constexpr int kWgmmaFp8Tokens = 64;
 
 // The second launch where rows of a tile are 128, which merges what was cut and gives zeros to rows that see nothing.
 namespace wide {

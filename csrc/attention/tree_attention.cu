@@ -60,7 +60,7 @@ int tile_rows(const TreeAttentionParams& p, Kernel kernel, int64_t rows) {
 // KV rows of a tile.
 int tokens_of(const TreeAttentionParams& p, Kernel kernel, int rows) {
   if (kernel == Kernel::kMma) return mma_tokens(p.fp8);
-  return kernel == Kernel::kWgmma ? wgmma_tokens(p.head_dim, rows) : wgmma_fp8_tokens;
+  return kernel == Kernel::kWgmma ? wgmma_tokens(p.head_dim, rows) : kWgmmaFp8Tokens;
 }
 
 // Blocks on a multiprocessor: all of a call have to run at once. Two hide more of each other's waiting; where there are

@@ -18,7 +18,7 @@ namespace specdec {
 template <class T, int D, int kRows>
 class WgmmaFp8Attention {
  public:
-  static constexpr int kTokens = wgmma_fp8_tokens, kConsumers = 4, kStages = D == 256 ? 5 : 640 / D;
+  static constexpr int kTokens = kWgmmaFp8Tokens, kConsumers = 4, kStages = D == 256 ? 5 : 640 / D;
   static constexpr int kBlocks = D == 256 ? 1 : 2;  // that a multiprocessor has room for
   using Stream = KvStream<kTokens, D, kStages, kConsumers, 2>;
   static constexpr int kThreads = (kConsumers + Stream::kProducers) * kWarp;
@@ -146,7 +146,7 @@ class WgmmaFp8Attention {
     show_to_wgmma();
   }
 
-  // The values of a tile are multiplied while the next one's keys come.
+  // Scores, weights, and what the values add, which is multiplied while the next tile's keys come.
   __device__ void add_tile(const Segment& s, int first_row, int tile, Fragments& fragments, Sums& sums, Out& out) {
     stream_.full[stage_.at].wait(stage_.parity);
     const typename Stream::Stage& kv = stream_.stages[stage_.at];
@@ -207,13 +207,15 @@ class WgmmaFp8Attention {
 
   // 64 tokens of this warp's 16 kHalves dimensions, as MmaOperands has them.
   __device__ __forceinline__ void load_v(const typename Stream::Stage& kv, uint32_t (&x)[8 * kHalves]) const {
-    constexpr int kAtOnce = 32 / kHalves;  // tokens
+    // 32 tokens by 16 dimensions at once, or 16 by 32.
+    constexpr int kAtOnce = kHalves == 1 ? 32 : 16, kBeside = kHalves == 1 ? 1 : kHalves / 2;
 #pragma unroll
-    for (int i = 0; i < 2 * kHalves; ++i)
-      cute::SM75_U16x8_LDSM_T::copy(
-          *reinterpret_cast<const cute::uint128_t*>(
-              kv.v + kv.offset(kAtOnce * i + lane_ % kAtOnce, kHalves * warp_ + lane_ / kAtOnce)),
-          x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]);
+    for (int i = 0; i < 2 * kHalves; ++i) {
+      const int row = i / kBeside * kAtOnce + lane_ % kAtOnce;
+      const int piece = kHalves * warp_ + i % kBeside * 2 + lane_ / kAtOnce;
+      cute::SM75_U16x8_LDSM_T::copy(*reinterpret_cast<const cute::uint128_t*>(kv.v + kv.offset(row, piece)), x[4 * i],
+                                    x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]);
+    }
   }
   // Rows of the product are the even dimensions of 16, then the odd ones.
   __device__ __forceinline__ static void widen_v(const uint32_t (&x)[8 * kHalves], Fragments& fragments) {
