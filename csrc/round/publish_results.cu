@@ -13,9 +13,17 @@ __global__ void __launch_bounds__(kThreads) publish_results_kernel(PublishResult
   begin_kernel();
   const int64_t number = *p.num_published;
   int32_t* record = p.results + ring_row(number, p.depth) * p.words;
-  const int64_t width = ResultLayout::kTokens + p.layout.accept_width;
+  const int64_t width = p.layout.logprobs(), score_words = p.layout.row_words() - width;
   for (int64_t i = threadIdx.x; i < p.batch * width; i += kThreads)
-    record[ResultLayout::kRows + i] = result_word(p, i / width, i % width);
+    record[p.layout.row(i / width) + i % width] = result_word(p, i / width, i % width);
+  for (int64_t first = 0; first < p.batch && score_words > 0; first += kWarp) {  // every warp looks at the same rows
+    const int64_t mine = first + threadIdx.x % kWarp;
+    for (unsigned rows = __ballot_sync(kFullMask, mine < p.batch && has_scores(p, mine)); rows != 0; rows &= rows - 1) {
+      const int64_t b = first + __ffs(rows) - 1;
+      for (int64_t i = threadIdx.x; i < score_words; i += kThreads)
+        record[p.layout.row(b) + width + i] = score_word(p, b, i);
+    }
+  }
   if (threadIdx.x == 0) {
     auto* times = reinterpret_cast<int64_t*>(record + ResultLayout::kStarted);
     times[0] = *p.started_at;
