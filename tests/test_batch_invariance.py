@@ -15,6 +15,7 @@ HEAD = tiny_model("eagle3")
 SPECULATIONS = {
     "none": Speculation(),
     "chain": Speculation("EAGLE3", HEAD, num_steps=3, topk=1),
+    "drawn": Speculation("EAGLE3", HEAD, num_steps=3, topk=1, sampled_drafts=True),
     "tree": Speculation("EAGLE3", HEAD, num_steps=4, topk=4, num_draft_tokens=16),
     "standalone": Speculation("STANDALONE", tiny_model("target"), num_steps=2, topk=2, num_draft_tokens=6),
 }

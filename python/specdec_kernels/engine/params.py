@@ -29,6 +29,9 @@ class Speculation:
         topk: branches per step; 1 drafts a chain.
         num_draft_tokens: tree nodes verified per round, including the root. None: num_steps + 1 for a model's
             chain, 16 for NGRAM, else 32.
+        sampled_drafts: draw the drafts of requests that sample, and accept or reject them as a block, instead of taking
+            the likeliest: rounds of a chain (topk 1) give more tokens. One seed then gives one text for this draft
+            alone, as long as the request is not retracted.
         ngram_max_tokens: tokens the n-gram index holds before the oldest age out.
         ngram_corpus: text files that the n-gram index starts with: what answers may repeat (documentation, code, past
             answers).
@@ -39,6 +42,7 @@ class Speculation:
     num_steps: int = 5
     topk: int = 8
     num_draft_tokens: int | None = None
+    sampled_drafts: bool = False
     ngram_max_tokens: int = 1 << 20
     ngram_corpus: Sequence[str | Path] = ()
 
@@ -55,6 +59,12 @@ class Speculation:
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
                 raise ValueError(f"Speculation: {name} is {value}, expected {low} to {high}")
+
+        if self.sampled_drafts and (self.topk != 1 or self.algorithm not in ("EAGLE", "EAGLE3", "STANDALONE")):
+            raise ValueError(
+                f"Speculation: sampled_drafts is True, expected False for {self.algorithm} with topk {self.topk} "
+                "(a chain of EAGLE, EAGLE3 or STANDALONE can be drawn)"
+            )
 
     @property
     def uses_model(self) -> bool:

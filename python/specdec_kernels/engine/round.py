@@ -104,6 +104,7 @@ class Round:
         logits = self.target.logits(hidden)
 
         mask_stops(logits, tree.positions, state.stop_tokens, state.stops_from, slots=slots)
+        drawn_from = draft.drawn_from._asdict() if draft.drawn_from else {}
         accepted = verify_tree(
             logits,
             tree,
@@ -114,6 +115,8 @@ class Round:
             top_p=state.top_p,
             min_p=state.min_p,
             seeds=state.seeds,
+            **drawn_from,
+            block_verification=draft.drawn_from is not None,
             status=state.status,
         )
         num_valid = commit_tokens(
