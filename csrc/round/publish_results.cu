@@ -1,5 +1,5 @@
-// One block, a thread a word, written straight into host memory: posted writes, so the kernel waits for the bus only
-// once, at the fence before the number that says that all is there.
+// One block, a thread a word and a warp a row of scores, written straight into host memory: posted writes, so the
+// kernel waits for the bus only once, at the fence before the number that says that all is there.
 #include "core/cuda.cuh"
 #include "round/clock.h"
 #include "round/publish_results.h"
@@ -7,7 +7,7 @@
 namespace specdec {
 namespace {
 
-constexpr int kThreads = 512;
+constexpr int kThreads = 512, kWarps = kThreads / kWarp;
 
 __global__ void __launch_bounds__(kThreads) publish_results_kernel(PublishResultsParams p) {
   begin_kernel();
@@ -16,12 +16,16 @@ __global__ void __launch_bounds__(kThreads) publish_results_kernel(PublishResult
   const int64_t width = p.layout.logprobs(), score_words = p.layout.row_words() - width;
   for (int64_t i = threadIdx.x; i < p.batch * width; i += kThreads)
     record[p.layout.row(i / width) + i % width] = result_word(p, i / width, i % width);
-  for (int64_t first = 0; first < p.batch && score_words > 0; first += kWarp) {  // every warp looks at the same rows
-    const int64_t mine = first + threadIdx.x % kWarp;
-    for (unsigned rows = __ballot_sync(kFullMask, mine < p.batch && has_scores(p, mine)); rows != 0; rows &= rows - 1) {
-      const int64_t b = first + __ffs(rows) - 1;
-      for (int64_t i = threadIdx.x; i < score_words; i += kThreads)
-        record[p.layout.row(b) + width + i] = score_word(p, b, i);
+  // Scores: every warp looks at the same rows, and the warps take turns at those that have any.
+  const int64_t lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  int64_t seen = 0;
+  for (int64_t first = 0; first < p.batch && score_words > 0; first += kWarp) {
+    const bool mine = first + lane < p.batch && has_scores(p, first + lane);
+    for (unsigned rows = __ballot_sync(kFullMask, mine); rows != 0; rows &= rows - 1) {
+      if (seen++ % kWarps != warp) continue;
+      const int64_t b = first + __ffs(static_cast<int>(rows)) - 1;
+#pragma unroll 4
+      for (int64_t i = lane; i < score_words; i += kWarp) record[p.layout.row(b) + width + i] = score_word(p, b, i);
     }
   }
   if (threadIdx.x == 0) {
