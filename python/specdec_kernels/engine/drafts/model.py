@@ -157,5 +157,6 @@ class ModelDraft(Draft):
             if feature is not None:
                 feature = feature[parent_rows.flatten()]
         if self.draws:
-            self.drawn_from = DrawnFrom(torch.stack(drawn_from, 1), self._draft_rows[: len(slots)], self.id_map)
+            draft_rows = self._draft_rows[: len(slots)]
+            self.drawn_from = DrawnFrom(torch.stack(drawn_from, 1), draft_rows, self.id_map)
         return candidates
