@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -105,8 +106,8 @@ def test_rounds_draw_anew() -> None:
     drawn: dict[int, list[int]] = {}
     propose = engine.draft.propose
 
-    def keep(slots: torch.Tensor) -> object:
-        tree = propose(slots)
+    def keep(*arguments: Any) -> object:
+        tree = propose(*arguments)
         for position, token in zip(tree.positions[0, 1:].tolist(), tree.tokens[0, 1:].tolist(), strict=True):
             drawn.setdefault(position, []).append(token)
         return tree
