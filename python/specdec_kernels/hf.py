@@ -101,7 +101,7 @@ def generate(
 
     engine = _engine_of(
         model,
-        Speculation(algorithm, draft_model, num_steps, topk, num_draft_tokens, ngram_max_tokens),
+        Speculation(algorithm, draft_model, num_steps, topk, num_draft_tokens, ngram_max_tokens=ngram_max_tokens),
         needed_len=longest + room - width,
         needed_slots=batch,
         max_len=max_len,
