@@ -12,13 +12,18 @@ from specdec_kernels.reference import round as reference
 
 INT = torch.int32
 DEPTH = 3
+SCORES = {
+    "logprobs": torch.zeros(2, 2),
+    "top_ids": torch.zeros(2, 2, 1, dtype=INT),
+    "top_logprobs": torch.zeros(2, 2, 1),
+}
 
 
 def ints(*shape: int) -> torch.Tensor:
     return torch.randint(-(2**31), 2**31, shape).to(INT)
 
 
-def rows(batch: int, width: int, slots: int) -> dict[str, Any]:
+def rows(batch: int, width: int, slots: int) -> dict[str, torch.Tensor]:
     row = {"out_tokens": ints(batch, width), "out_len": ints(batch), "out_path": ints(batch, width)}
     return row | {"num_nodes": ints(batch), "finish_reasons": ints(slots), "status": ints(slots)}
 
@@ -44,11 +49,9 @@ def test_records_in_order(device: torch.device, batch: int, width: int, slots: i
         named = torch.randint(-2, slots + 1, (batch,), dtype=INT)
         given_on_device = {name: tensor.to(device) for name, tensor in given.items()}
         scores = sd.TokenScores(torch.randn(batch, width), ints(batch, width, top_n), torch.randn(batch, width, top_n))
-        with_scores: dict[str, Any] = {"scores": scores, "num_logprobs": torch.randint(-2, 3, (slots,), dtype=INT)}
         if number % 2:
-            given |= with_scores
-            scores_on_device = sd.TokenScores(*(part.to(device) for part in scores))
-            given_on_device |= {"scores": scores_on_device, "num_logprobs": with_scores["num_logprobs"].to(device)}
+            given |= scores._asdict() | {"num_logprobs": torch.randint(-2, 3, (slots,), dtype=INT)}
+            given_on_device = {name: tensor.to(device) for name, tensor in given.items()}
         sd.publish_results(got, published, started_at, **given_on_device, slots=named.to(device))
         reference.publish_results(want, count, **given, slots=named)
         if device.type == "cuda":
@@ -87,8 +90,8 @@ def test_any_count_names_a_record(device: torch.device, count: int) -> None:
         ({"out_len": torch.zeros(3, dtype=INT)}, "publish_results: out_len has shape [3], expected [batch=2]"),
         ({"out_path": torch.zeros(2, 3, dtype=INT)}, "publish_results: out_path has shape [2, 3], expected [batch=2, accept_width=2]"),
         ({"status": torch.zeros(4, dtype=INT)}, "publish_results: status has shape [4], expected [num_slots=3]"),
-        ({"scores": sd.TokenScores(torch.zeros(2, 2), torch.zeros(2, 2, 1, dtype=INT), torch.zeros(2, 2, 1)), "num_logprobs": torch.zeros(3, dtype=INT)}, "publish_results: words is 24, expected 36 to 2147483647"),
-        ({"scores": sd.TokenScores(torch.zeros(2, 2), torch.zeros(2, 2, 1, dtype=INT), torch.zeros(2, 2, 1))}, "publish_results: num_logprobs is None, expected a tensor, since logprobs is given"),
+        (SCORES | {"num_logprobs": torch.zeros(3, dtype=INT)}, "publish_results: words is 24, expected 36 to 2147483647"),
+        (SCORES, "publish_results: num_logprobs is None, expected a tensor, since logprobs is given"),
         ({"num_logprobs": torch.zeros(3, dtype=INT)}, "publish_results: num_logprobs is given, expected None, since logprobs is None"),
         ({"num_published": torch.zeros(1, dtype=INT)}, "publish_results: num_published is int32, expected int64"),
     ],

@@ -1471,7 +1471,9 @@ def publish_results(
     status: Tensor,
     *,
     slots: Tensor | None = None,
-    scores: TokenScores | None = None,
+    logprobs: Tensor | None = None,
+    top_ids: Tensor | None = None,
+    top_logprobs: Tensor | None = None,
     num_logprobs: Tensor | None = None,
     stream: int | None = None,
 ) -> None:
@@ -1492,13 +1494,13 @@ def publish_results(
         out_path: [B, S] int32, as `verify_tree` made it: it tells the host which nodes were worth their place.
         num_nodes: [B] int32, of each tree.
         finish_reasons, status: [num_slots] int32.
-        scores: from `score_tokens`. num_logprobs: [num_slots] int32, given with them: negative if the slot did not ask.
+        logprobs, top_ids, top_logprobs: scores, from `score_tokens`.
+        num_logprobs: [num_slots] int32, given with scores: negative if the slot did not ask.
 
     Raises:
         ValueError: wrong dtype, shape or device; scores or num_logprobs alone; results that are too narrow, or neither
             pinned nor on the device.
     """
-    logprobs, top_ids, top_logprobs = scores or (None, None, None)
     _C.publish_results(
         stream,
         results,

@@ -65,7 +65,7 @@ class Round:
             state.finish_reasons,
             state.status,
             slots=slots,
-            scores=result.scores,
+            **result.scores._asdict(),
             num_logprobs=state.num_logprobs,
         )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..ops import TokenScores
 from ..status import Status
 
 State = dict[str, Tensor]  # of the slots, by the argument names of `ops.apply_commands`
@@ -46,7 +45,9 @@ def publish_results(
     finish_reasons: Tensor,
     status: Tensor,
     slots: Tensor | None = None,
-    scores: TokenScores | None = None,
+    logprobs: Tensor | None = None,
+    top_ids: Tensor | None = None,
+    top_logprobs: Tensor | None = None,
     num_logprobs: Tensor | None = None,
 ) -> None:
     """But for the times, words 2 to 5."""
@@ -60,7 +61,8 @@ def publish_results(
         reason, bits = (finish_reasons[slot], status[slot]) if inside else (0, 0)
         head = torch.tensor([out_len[b], reason, bits, num_nodes[b]], dtype=torch.int32)
         words, row_words = torch.cat([head, out_tokens[b], out_path[b]]), 4 + 2 * width
-        if scores is not None:
+        if logprobs is not None and top_ids is not None and top_logprobs is not None:
+            scores = (logprobs, top_ids, top_logprobs)
             row_words += sum(part[b].numel() for part in scores)
             if num_logprobs is not None and inside and num_logprobs[slot] >= 0:
                 words = torch.cat([words, *(part[b].flatten().view(torch.int32) for part in scores)])
