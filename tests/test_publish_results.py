@@ -66,6 +66,8 @@ def test_rows_without_slots(device: torch.device) -> None:
     given = {name: tensor.to(device) for name, tensor in rows(2, 1, 3).items()}
     got = ring(20, device)
     sd.publish_results(got, counter(device), counter(device), **given)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
     assert got[0, [9, 10, 15, 16]].tolist() == [
         int(given[name][slot]) for slot in (0, 1) for name in ("finish_reasons", "status")
     ]
