@@ -208,11 +208,23 @@ def calls(op: str, device: torch.device) -> list[tuple[tuple[Any, ...], dict[str
     if op in ("apply_commands", "publish_results"):
         commands = torch.full((2, 13 + 1 + 2 + 2), -1, dtype=torch.int32, device=device)
         counters = [zeros(1, dtype=torch.int64) for _ in range(2)]
-        state = [lens, zeros(2), ints(2), zeros(2, 1), temperature, zeros(2), temperature, temperature, seeds, zeros(2), zeros(2)]
+        state = [
+            lens,
+            zeros(2),
+            ints(2),
+            zeros(2, 1),
+            temperature,
+            zeros(2),
+            temperature,
+            temperature,
+            seeds,
+            zeros(2),
+            zeros(2),
+        ]
         if op == "apply_commands":
             return [((commands, *counters, *state, zeros(2), status), {})]
-        results = zeros(2, 8 + 2 * (4 + 3))
-        row = (accepted.tokens, accepted.lengths, tree.num_nodes, zeros(2), status)
+        results = zeros(2, 8 + 2 * (4 + 2 * 3))
+        row = (accepted.tokens, accepted.lengths, accepted.path, tree.num_nodes, zeros(2), status)
         return [((results, *counters, *row), {}), ((results, *counters, *row), {"slots": slots})]
     new_kv = floats(2, 3, 2, 64), floats(2, 3, 2, 64)
     noise = {"seeds": seeds, "positions": ints(2), "temperature": temperature, "slots": slots}

@@ -54,6 +54,7 @@ def generate(
     num_steps: int = 5,
     topk: int = 8,
     num_draft_tokens: int | None = None,
+    adaptive: bool | None = None,
     ngram_max_tokens: int = 1 << 20,
     max_len: int | None = None,
     num_slots: int | None = None,
@@ -74,7 +75,7 @@ def generate(
     asked after every token of every sequence, each of which they see alone, without scores.
 
     Args:
-        algorithm, draft_model, num_steps, topk, num_draft_tokens, ngram_max_tokens: as for `Speculation`.
+        algorithm, draft_model, num_steps, topk, num_draft_tokens, adaptive, ngram_max_tokens: as for `Speculation`.
         max_len, num_slots, mem_fraction, page_size, prefill_chunk, cuda_graph, batch_invariant: as for `Engine`. None:
             max_len and num_slots that the calls so far needed, in powers of two, num_slots up to 64; further sequences
             wait their turn.
@@ -101,7 +102,9 @@ def generate(
 
     engine = _engine_of(
         model,
-        Speculation(algorithm, draft_model, num_steps, topk, num_draft_tokens, ngram_max_tokens=ngram_max_tokens),
+        Speculation(
+            algorithm, draft_model, num_steps, topk, num_draft_tokens, adaptive, ngram_max_tokens=ngram_max_tokens
+        ),
         needed_len=longest + room - width,
         needed_slots=batch,
         max_len=max_len,

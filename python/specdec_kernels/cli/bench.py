@@ -33,6 +33,7 @@ NUMBERS = {
     "page_size": "KV rows of a page",
     "rows": "rows, of rotate_qkv and write_kv per request",
     "width": "numbers of a row",
+    "outs": "numbers of a row that linear_rows makes",
     "layers": "layers of KV",
     "top_n": "alternatives scored beside each token",
     "held": "tokens the n-gram index holds",

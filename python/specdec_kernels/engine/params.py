@@ -44,8 +44,8 @@ class Speculation:
     num_steps: int = 5
     topk: int = 8
     num_draft_tokens: int | None = None
-    sampled_drafts: bool = False
     adaptive: bool | None = None
+    sampled_drafts: bool = False
     ngram_max_tokens: int = 1 << 20
     ngram_corpus: Sequence[str | Path] = ()
 
