@@ -23,6 +23,7 @@
 #include "attention/tree_attention.h"
 // --- verify
 #include "verify/commit_tokens.h"
+#include "verify/mask_stops.h"
 #include "verify/score_tokens.h"
 #include "verify/verify_tree.h"
 // --- kv
@@ -153,7 +154,8 @@ class PyExecutor : public specdec::scheduler::Executor {
     py::list list;
     for (const Emission& e : emissions)
       list.append(py::make_tuple(e.request_id, e.tokens, static_cast<int32_t>(e.reason), e.counts.rounds,
-                                 e.counts.drafted, e.counts.accepted, e.status));
+                                 e.counts.drafted, e.counts.accepted, e.status, e.scores.logprobs, e.scores.top_ids,
+                                 e.scores.top_logprobs));
     object_.attr("emit")(list);
   }
   bool busy() override { return graphs_ && graphs_->busy(); }
@@ -247,10 +249,10 @@ std::vector<int64_t> token_list(const char* name, const py::object& tokens) {
 
 std::unique_ptr<PyScheduler> make_scheduler(py::object executor, int64_t num_slots, int64_t num_pages,
                                             int64_t page_size, int64_t max_len, int64_t reserve, int64_t accept_width,
-                                            int64_t max_stops, int64_t prefill_chunk, int64_t rounds_in_flight,
-                                            std::vector<int64_t> batch_sizes, std::vector<int64_t> nodes,
-                                            const py::object& commands, const py::object& results,
-                                            std::optional<intptr_t> stream,
+                                            int64_t max_stops, int64_t max_logprobs, int64_t prefill_chunk,
+                                            int64_t rounds_in_flight, std::vector<int64_t> batch_sizes,
+                                            std::vector<int64_t> nodes, const py::object& commands,
+                                            const py::object& results, std::optional<intptr_t> stream,
                                             const std::map<std::pair<int64_t, int64_t>, intptr_t>& graphs, bool trace) {
   const specdec::scheduler::Config config{.num_slots = num_slots,
                                           .num_pages = num_pages,
@@ -259,6 +261,7 @@ std::unique_ptr<PyScheduler> make_scheduler(py::object executor, int64_t num_slo
                                           .reserve = reserve,
                                           .accept_width = accept_width,
                                           .max_stops = max_stops,
+                                          .max_logprobs = max_logprobs,
                                           .prefill_chunk = prefill_chunk,
                                           .rounds_in_flight = rounds_in_flight,
                                           .batch_sizes = std::move(batch_sizes),
@@ -277,7 +280,7 @@ std::unique_ptr<PyScheduler> make_scheduler(py::object executor, int64_t num_slo
   };
   const specdec::CommandLayout command_layout{config.max_batch(), num_slots, max_stops};
   const auto command_ring = ring("commands", commands, 2, command_layout.words());
-  const specdec::ResultLayout result_layout{accept_width};
+  const specdec::ResultLayout result_layout{accept_width, max_logprobs};
   const auto result_ring = ring("results", results, rounds_in_flight + 1, result_layout.words(config.max_batch()));
 
   check.that(stream || graphs.empty(), "stream", "is None", "the stream that graphs are launched on");
@@ -331,6 +334,7 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
 
   // --- verify
   m.def("verify_tree", &verify_tree, "accepted drafts and bonus token, straight from the target's logits");
+  m.def("mask_stops", &mask_stops, "no stop tokens where it is too early for them");
   m.def("score_tokens", &score_tokens, "log-probabilities of emitted tokens and of the best alternatives");
   m.def("commit_tokens", &commit_tokens, "cut emitted tokens at stop tokens and limits, advance the slots");
 
@@ -396,20 +400,24 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
   using Seconds = std::chrono::duration<double>;
   py::class_<PyScheduler>(m, "Scheduler", py::custom_type_setup(collect_executor))
       .def(py::init(&make_scheduler), "executor"_a, py::kw_only(), "num_slots"_a, "num_pages"_a, "page_size"_a,
-           "max_len"_a, "reserve"_a, "accept_width"_a, "max_stops"_a, "prefill_chunk"_a, "rounds_in_flight"_a,
-           "batch_sizes"_a, "nodes"_a, "commands"_a, "results"_a, "stream"_a = py::none(), "graphs"_a = py::dict(),
-           "trace"_a = false)
+           "max_len"_a, "reserve"_a, "accept_width"_a, "max_stops"_a, "max_logprobs"_a = -1, "prefill_chunk"_a,
+           "rounds_in_flight"_a, "batch_sizes"_a, "nodes"_a, "commands"_a, "results"_a, "stream"_a = py::none(),
+           "graphs"_a = py::dict(), "trace"_a = false)
       .def(
           "submit",
           [](PyScheduler& s, const py::object& prompt, int64_t max_new_tokens, const py::object& stop_tokens,
-             float temperature, int32_t top_k, float top_p, float min_p, int64_t seed, bool streams) {
+             float temperature, int32_t top_k, float top_p, float min_p, int64_t seed, int64_t min_new_tokens,
+             int64_t num_logprobs, bool streams) {
             return s.submit(token_list("prompt", prompt), {.max_new_tokens = max_new_tokens,
                                                            .stop_tokens = token_list("stop_tokens", stop_tokens),
                                                            .sampling = {temperature, top_k, top_p, min_p, seed},
-                                                           .streams = streams});
+                                                           .streams = streams,
+                                                           .min_new_tokens = min_new_tokens,
+                                                           .num_logprobs = num_logprobs});
           },
           "prompt"_a, "max_new_tokens"_a, "stop_tokens"_a = py::tuple(), py::kw_only(), "temperature"_a = 0.0f,
-          "top_k"_a = 0, "top_p"_a = 1.0f, "min_p"_a = 0.0f, "seed"_a = 0, "streams"_a = true)
+          "top_k"_a = 0, "top_p"_a = 1.0f, "min_p"_a = 0.0f, "seed"_a = 0, "min_new_tokens"_a = 0,
+          "num_logprobs"_a = -1, "streams"_a = true)
       .def("cancel", &PyScheduler::cancel)
       .def("abort_all", &PyScheduler::abort_all)
       .def("measure_rounds", &PyScheduler::measure_rounds, Release())

@@ -15,7 +15,7 @@ R, M, B, DEPTH = 5, 3, 4, 3  # slots, stop tokens, most rows, records
 
 
 def state_of(device: torch.device | str = "cpu", slots: int = R, stops: int = M) -> dict[str, torch.Tensor]:
-    ints = ("seq_lens", "root_tokens", "remaining", "top_k", "finish_reasons", "status")
+    ints = ("seq_lens", "root_tokens", "remaining", "top_k", "stops_from", "num_logprobs", "finish_reasons", "status")
     state = {name: torch.randint(1, 99, (slots,), dtype=INT) for name in ints}
     state["stop_tokens"] = torch.randint(0, 99, (slots, stops), dtype=INT)
     state |= {name: torch.rand(slots) for name in ("temperature", "top_p", "min_p")}
@@ -27,15 +27,15 @@ def record(
     slots: list[int], activate: int = -1, given_back: list[int] | None = None, sizes: tuple[int, int, int] = (R, M, B)
 ) -> torch.Tensor:
     num_slots, stops, batch = sizes
-    words = torch.full((11 + stops + batch + num_slots,), -1, dtype=INT)
+    words = torch.full((13 + stops + batch + num_slots,), -1, dtype=INT)
     words[1] = activate
-    words[2:11] = torch.randint(-(2**31), 2**31, (9,))
+    words[2:13] = torch.randint(-(2**31), 2**31, (11,))
     for word in (5, 7, 8):  # floats
         words[word] = torch.rand(1).view(INT)[0]
-    words[11 : 11 + stops] = torch.randint(-1, 99, (stops,))
-    words[11 + stops : 11 + stops + len(slots)] = torch.tensor(slots, dtype=INT)
+    words[13 : 13 + stops] = torch.randint(-1, 99, (stops,))
+    words[13 + stops : 13 + stops + len(slots)] = torch.tensor(slots, dtype=INT)
     gone = given_back or []
-    words[11 + stops + batch :][: len(gone)] = torch.tensor(gone, dtype=INT)
+    words[13 + stops + batch :][: len(gone)] = torch.tensor(gone, dtype=INT)
     return words
 
 
@@ -137,9 +137,9 @@ def test_the_clock_goes_forward(device: torch.device) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"commands": torch.zeros(2, 22, dtype=INT), "out_slots": torch.zeros(4, dtype=INT)}, "apply_commands: commands has shape [2, 22], expected [depth, words=23]"),
-        ({"commands": torch.zeros(0, 23, dtype=INT)}, "apply_commands: depth is 0, expected 1 to 2147483647"),
-        ({"commands": torch.zeros(2, 23)}, "apply_commands: commands is float32, expected int32"),
+        ({"commands": torch.zeros(2, 24, dtype=INT), "out_slots": torch.zeros(4, dtype=INT)}, "apply_commands: commands has shape [2, 24], expected [depth, words=25]"),
+        ({"commands": torch.zeros(0, 25, dtype=INT)}, "apply_commands: depth is 0, expected 1 to 2147483647"),
+        ({"commands": torch.zeros(2, 25)}, "apply_commands: commands is float32, expected int32"),
         ({"seeds": torch.zeros(5, dtype=INT)}, "apply_commands: seeds is int32, expected int64"),
         ({"status": torch.zeros(4, dtype=INT)}, "apply_commands: status has shape [4], expected [num_slots=5]"),
         ({"num_applied": torch.zeros(1, dtype=INT)}, "apply_commands: num_applied is int32, expected int64"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ HEAD = tiny_model("eagle3")
 SPECULATIONS = {
     "none": Speculation(),
     "chain": Speculation("EAGLE3", HEAD, num_steps=3, topk=1),
+    "drawn": Speculation("EAGLE3", HEAD, num_steps=3, topk=1, sampled_drafts=True),
     "tree": Speculation("EAGLE3", HEAD, num_steps=4, topk=4, num_draft_tokens=16),
     "standalone": Speculation("STANDALONE", tiny_model("target"), num_steps=2, topk=2, num_draft_tokens=6),
 }
@@ -23,7 +25,7 @@ NUM_SLOTS, NEW_TOKENS = 5, 24
 Logits = dict[tuple[int, int], torch.Tensor]  # by request and length: of all nodes of that round's tree
 
 
-def make_engine(name: str, device: torch.device) -> Engine:
+def make_engine(name: str, device: torch.device, **options: Any) -> Engine:
     return Engine(
         tiny_model("target"),
         speculation=SPECULATIONS[name],
@@ -31,10 +33,9 @@ def make_engine(name: str, device: torch.device) -> Engine:
         num_slots=NUM_SLOTS,
         prefill_chunk=24,
         batch_invariant=True,
-        cuda_graph=False,  # so that the logits of a round can be looked at
-        rounds_in_flight=1,
         dtype=torch.float32 if device.type == "cpu" else torch.bfloat16,
         device=device,
+        **options,
     )
 
 
@@ -72,7 +73,8 @@ def logits_of(
 
 @pytest.mark.parametrize("name", SPECULATIONS)
 def test_logits_are_the_same_in_any_company(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make_engine(name, device)
+    # Call by call, so that the logits of a round can be looked at.
+    engine = make_engine(name, device, cuda_graph=False, rounds_in_flight=1)
     together, texts = logits_of(engine, [0, 1, 2, 3, 4], monkeypatch)
     for company in ([2], [4, 2, 0], [3, 1]):
         some, some_texts = logits_of(engine, company, monkeypatch)
@@ -80,6 +82,22 @@ def test_logits_are_the_same_in_any_company(name: str, device: torch.device, mon
         assert len(some) > 3 * len(company)
         for key, logits in some.items():
             assert torch.equal(logits, together[key]), key
+
+
+@pytest.mark.parametrize("name", SPECULATIONS)
+def test_texts_are_the_same_in_any_company(name: str, device: torch.device) -> None:
+    """Greedy and sampled; on a GPU captured and overlapped; with more requests than slots, in other orders."""
+    engine = make_engine(name, device)
+    prompts = [prompt[: 5 + 7 * n] for n, prompt in enumerate(held_out("code")[:9])]
+    params = [
+        SamplingParams(NEW_TOKENS, ignore_eos=True, temperature=0.9 * (n % 2), seed=n, logprobs=2) for n in range(9)
+    ]
+    alone = [engine.generate(prompt, sampling)[0] for prompt, sampling in zip(prompts, params, strict=True)]
+    for order in (range(9), torch.randperm(9).tolist()[:7]):
+        for n, output in zip(
+            order, engine.generate([prompts[n] for n in order], [params[n] for n in order]), strict=True
+        ):
+            assert (output.tokens, output.logprobs) == (alone[n].tokens, alone[n].logprobs), n
 
 
 def test_what_cannot_be_invariant_is_refused() -> None:

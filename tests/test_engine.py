@@ -230,6 +230,7 @@ def test_pools_of_a_share_of_the_memory(name: str) -> None:
         Engine(TARGET, speculation=SPECULATIONS[name], mem_fraction=1e-5, **sizes)  # type: ignore[arg-type]
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(not HAS_CUDA, reason="no GPU here")
 @pytest.mark.parametrize("name", ["eagle3-tree", "standalone"])
 def test_five_hundred_prompts_are_those_of_plain_decoding(name: str) -> None:

@@ -12,6 +12,11 @@ from specdec_kernels.reference import round as reference
 
 INT = torch.int32
 DEPTH = 3
+SCORES = {
+    "logprobs": torch.zeros(2, 2),
+    "top_ids": torch.zeros(2, 2, 1, dtype=INT),
+    "top_logprobs": torch.zeros(2, 2, 1),
+}
 
 
 def ints(*shape: int) -> torch.Tensor:
@@ -34,13 +39,19 @@ def counter(device: torch.device | str, value: int = 0) -> torch.Tensor:
 @pytest.mark.sanitize
 @pytest.mark.parametrize(("batch", "width", "slots"), [(3, 2, 5), (1, 1, 1), (0, 4, 2), (70, 33, 300)])
 def test_records_in_order(device: torch.device, batch: int, width: int, slots: int) -> None:
-    words = 8 + (batch + 1) * (4 + 2 * width)
+    top_n = 3
+    words = 8 + (batch + 1) * (4 + width * (3 + 2 * top_n)) + 1
+    words += words % 2
     got, want = ring(words, device), ring(words, torch.device("cpu"))
     published, started_at, count = counter(device), counter(device, 5 * 2**33 + 9), counter("cpu")
     for number in range(2 * DEPTH + 1):
         given = rows(batch, width, slots)
         named = torch.randint(-2, slots + 1, (batch,), dtype=INT)
         given_on_device = {name: tensor.to(device) for name, tensor in given.items()}
+        scores = sd.TokenScores(torch.randn(batch, width), ints(batch, width, top_n), torch.randn(batch, width, top_n))
+        if number % 2:
+            given |= scores._asdict() | {"num_logprobs": torch.randint(-2, 3, (slots,), dtype=INT)}
+            given_on_device = {name: tensor.to(device) for name, tensor in given.items()}
         sd.publish_results(got, published, started_at, **given_on_device, slots=named.to(device))
         reference.publish_results(want, count, **given, slots=named)
         if device.type == "cuda":
@@ -81,9 +92,12 @@ def test_any_count_names_a_record(device: torch.device, count: int) -> None:
         ({"out_len": torch.zeros(3, dtype=INT)}, "publish_results: out_len has shape [3], expected [batch=2]"),
         ({"out_path": torch.zeros(2, 3, dtype=INT)}, "publish_results: out_path has shape [2, 3], expected [batch=2, accept_width=2]"),
         ({"status": torch.zeros(4, dtype=INT)}, "publish_results: status has shape [4], expected [num_slots=3]"),
+        (SCORES | {"num_logprobs": torch.zeros(3, dtype=INT)}, "publish_results: words is 24, expected 36 to 2147483647"),
+        (SCORES, "publish_results: num_logprobs is None, expected a tensor, since logprobs is given"),
+        ({"num_logprobs": torch.zeros(3, dtype=INT)}, "publish_results: num_logprobs is given, expected None, since logprobs is None"),
         ({"num_published": torch.zeros(1, dtype=INT)}, "publish_results: num_published is int32, expected int64"),
     ],
-    ids=["words", "depth", "alignment", "out_len", "out_path", "status", "counter"],
+    ids=["words", "depth", "alignment", "out_len", "out_path", "status", "words of scores", "scores alone", "no scores", "counter"],
 )  # fmt: skip
 def test_messages(change: dict[str, Any], message: str) -> None:
     ready = {"results": ring(24, torch.device("cpu")), "num_published": counter("cpu"), "started_at": counter("cpu")}

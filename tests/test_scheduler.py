@@ -35,6 +35,7 @@ class Sizes:
     accept_width: int = 4
     prefill_chunk: int = 5
     max_stops: int = 2
+    max_logprobs: int = 2
     rounds_in_flight: int = 1
     batch_sizes: tuple[int, ...] = (1, 2, 3)
     nodes: tuple[int, ...] = (4,)
@@ -45,6 +46,11 @@ class Sizes:
 
     def pages(self, rows: int) -> int:
         return -(-(min(rows, self.max_len) + self.reserve) // self.page_size)
+
+    @property
+    def row_words(self) -> int:
+        scores = self.accept_width * (1 + 2 * self.max_logprobs) if self.max_logprobs >= 0 else 0
+        return 4 + 2 * self.accept_width + scores
 
     @staticmethod
     def random(rng: random.Random, rounds_in_flight: int = 1) -> Sizes:
@@ -58,6 +64,7 @@ class Sizes:
             accept_width=accept_width,
             prefill_chunk=rng.randint(1, 12),
             rounds_in_flight=rounds_in_flight,
+            max_logprobs=rng.choice([0, 1, 3]),
             batch_sizes=tuple(sorted({*smaller, num_slots if rng.random() < 0.7 else rng.randint(1, num_slots)})),
             nodes=tuple(sorted(rng.sample(range(1, 9), rng.randint(1, 3)))),
         )
@@ -68,6 +75,14 @@ class Sizes:
 def token(request_id: int, position: int) -> int:
     """The token of a request at a position, whatever happens to it: a lost or repeated one is seen."""
     return (request_id * 7919 + position * 104729) % 997
+
+
+def scores_of(tokens: list[int], num_logprobs: int) -> tuple[list[float], list[int], list[float]]:
+    """Those of tokens, by their values: own log-probability, best entries and theirs."""
+    if num_logprobs < 0:
+        return [], [], []
+    tops = [token + i for token in tokens for i in range(num_logprobs)]
+    return [token / -4 for token in tokens], tops, [token / -8 for token in tops]
 
 
 @dataclass
@@ -98,6 +113,8 @@ class Sent:
     reason: int = 0
     status: int = 0
     counts: tuple[int, int, int] = (0, 0, 0)
+    min_new_tokens: int = 0
+    num_logprobs: int = -1
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
@@ -113,8 +130,8 @@ DEPTH = 5
 
 
 def rings(sizes: Sizes, depth: int = DEPTH) -> dict[str, Any]:
-    commands = 11 + sizes.max_stops + sizes.max_batch + sizes.num_slots
-    results = 8 + sizes.max_batch * (4 + 2 * sizes.accept_width)
+    commands = 13 + sizes.max_stops + sizes.max_batch + sizes.num_slots
+    results = 8 + sizes.max_batch * sizes.row_words
     return {"commands": np.full((depth, commands), -1, np.int32), "results": np.zeros((depth, results), np.int32)}
 
 
@@ -153,10 +170,15 @@ class Device:
         }
 
     def submit(self, prompt: list[int], max_new_tokens: int, stop_tokens: list[int] = []) -> int:  # noqa: B006
+        number = len(self.sent)
+        wants = {
+            "min_new_tokens": min(number % 3, max_new_tokens),
+            "num_logprobs": number % (self.sizes.max_logprobs + 2) - 1,
+        }
         request_id = self.scheduler.submit(
-            prompt, max_new_tokens, stop_tokens, **self.sampling(len(self.sent)), streams=self.streams
+            prompt, max_new_tokens, stop_tokens, **self.sampling(number), streams=self.streams, **wants
         )
-        self.sent[request_id] = Sent(prompt, max_new_tokens, stop_tokens)
+        self.sent[request_id] = Sent(prompt, max_new_tokens, stop_tokens, **wants)
         return request_id
 
     def submit_any(self) -> int:
@@ -279,7 +301,7 @@ class Device:
         sizes, record = self.sizes, self.commands[self.num_applied % DEPTH]
         self.num_applied += 1
         record[0] = self.num_applied
-        command, slots, given_back = np.split(record[1:], [10 + sizes.max_stops, len(record) - 1 - sizes.num_slots])
+        command, slots, given_back = np.split(record[1:], [12 + sizes.max_stops, len(record) - 1 - sizes.num_slots])
         assert [*given_back] == [*given_back[given_back >= 0], *[-1] * (given_back < 0).sum()]
         for slot in given_back[given_back >= 0].tolist():
             assert self.slots.pop(slot).left
@@ -293,7 +315,9 @@ class Device:
             want = self.sampling(state.request_id)
             assert [floats[4], command[5], floats[6], floats[7]] == [*want.values()][:4]
             assert command[8:10].view(np.int64) == want["seed"]
-            assert command[10:].tolist() == (sent.stop_tokens + [-1] * sizes.max_stops)[: sizes.max_stops]
+            first_stop = min(len(sent.prompt) + sent.min_new_tokens, sizes.max_len) if sent.min_new_tokens else 0
+            assert command[10:12].tolist() == [first_stop, sent.num_logprobs]
+            assert command[12:].tolist() == (sent.stop_tokens + [-1] * sizes.max_stops)[: sizes.max_stops]
             state.active = True
         count = int((slots >= 0).sum())
         assert (slots[count:] == -1).all()
@@ -301,7 +325,7 @@ class Device:
 
     def launch(self, batch: int, num_nodes: int) -> None:
         record = self.commands[self.num_applied % DEPTH]
-        first = 11 + self.sizes.max_stops
+        first = 13 + self.sizes.max_stops
         named = [record[1]] if batch == 0 else record[first : first + batch]
         ids = [self.slots[int(s)].request_id for s in named if s >= 0]
         method = "round" if batch else "record"
@@ -344,9 +368,9 @@ class Device:
             assert self.needed(1) + pages > sizes.num_pages or first.cancelled, "who fits is admitted"
 
     def result(self, row: int) -> np.ndarray:
-        """out_len, finish reason, status, num_nodes, tokens and path of a row of the round that is running."""
-        width = 4 + 2 * self.sizes.accept_width
-        return self.results[self.num_published % DEPTH, 8 + row * width :][:width]
+        """out_len, finish reason, status, num_nodes, tokens, path and scores of a row of the round that is running."""
+        begin = 8 + row * self.sizes.row_words
+        return self.results[self.num_published % DEPTH, begin : begin + self.sizes.row_words]
 
     def progress(self) -> tuple[int, int]:
         return self.num_applied, self.num_published
@@ -361,6 +385,13 @@ class Device:
         result = self.result(row)
         result[:4] = [len(new), reason if state.finished else 0, 0 if count else STALLED, nodes]
         result[4 : 4 + len(new)] = new
+        width, top_n = self.sizes.accept_width, self.sizes.max_logprobs
+        logprobs, top_ids, top_logprobs = np.split(result[4 + 2 * width :], [width, width * (1 + top_n)])
+        for j, a in enumerate(new if sent.num_logprobs >= 0 else []):
+            own, ids, values = scores_of([a], sent.num_logprobs)
+            logprobs.view(np.float32)[j] = own[0]
+            top_ids[j * top_n :][: len(ids)] = ids
+            top_logprobs.view(np.float32)[j * top_n :][: len(ids)] = values
         sent.produced += new
         state.text += new
         state.rows += len(new)
@@ -383,10 +414,11 @@ class Device:
         state.left = True
         self.may_fail("deactivate")
 
-    def emit(self, emissions: list[tuple[int, list[int], int, int, int, int, int]]) -> None:
+    def emit(self, emissions: list[tuple[Any, ...]]) -> None:
         assert emissions
-        for request_id, tokens, reason, *counts, status in emissions:
+        for request_id, tokens, reason, *counts, status, logprobs, top_ids, top_logprobs in emissions:
             sent = self.sent[request_id]
+            assert (logprobs, top_ids, top_logprobs) == scores_of(tokens, sent.num_logprobs)
             assert not sent.reason, "nothing follows the last emission"
             assert reason or (tokens and self.streams)
             sent.emitted += tokens
@@ -729,7 +761,15 @@ def test_interrupt_between_turns() -> None:
     interrupt.argtypes, interrupt.restype = [ctypes.py_object], None
     ignore = "".format
     depth, length = 100_000, 90_000  # more rounds than the loop makes before it looks
-    sizes = Sizes(num_slots=1, batch_sizes=(1,), accept_width=1, max_len=length, page_size=length, num_pages=2)
+    sizes = Sizes(
+        num_slots=1,
+        batch_sizes=(1,),
+        accept_width=1,
+        max_logprobs=-1,
+        max_len=length,
+        page_size=length,
+        num_pages=2,
+    )
     made = rings(sizes, depth)
     commands, results = made["commands"], made["results"]
     # What the device would write is there beforehand: records applied, rounds of a token each.
@@ -812,11 +852,11 @@ def test_submit_wants_ints() -> None:
         ({"nodes": [0, 4]}, "Scheduler: nodes (rising) is 0, expected 1 to 2147483647"),
         ({"nodes": [4, 4]}, "Scheduler: nodes (rising) is 4, expected 5 to 2147483647"),
         ({"num_pages": 7}, "Scheduler: num_pages is 7, expected 8 to 2147483647 (one sequence of max_len tokens must fit)"),
-        ({"commands": np.zeros((5, 18), np.int32)}, "Scheduler: commands.shape[1] is 18, expected 19 to 2147483647"),
-        ({"commands": np.zeros((1, 19), np.int32)}, "Scheduler: commands.shape[0] is 1, expected 2 to 2147483647"),
-        ({"results": np.zeros((1, 44), np.int32)}, "Scheduler: results.shape[0] is 1, expected 2 to 2147483647"),
-        ({"results": np.zeros((5, 43), np.int32)}, "Scheduler: results.shape[1] is 43, expected 44 to 2147483647"),
-        ({"results": np.zeros((5, 44), np.int64)}, "Scheduler: results is int64, expected int32"),
+        ({"commands": np.zeros((5, 20), np.int32)}, "Scheduler: commands.shape[1] is 20, expected 21 to 2147483647"),
+        ({"commands": np.zeros((1, 21), np.int32)}, "Scheduler: commands.shape[0] is 1, expected 2 to 2147483647"),
+        ({"results": np.zeros((1, 104), np.int32)}, "Scheduler: results.shape[0] is 1, expected 2 to 2147483647"),
+        ({"results": np.zeros((5, 103), np.int32)}, "Scheduler: results.shape[1] is 103, expected 104 to 2147483647"),
+        ({"results": np.zeros((5, 104), np.int64)}, "Scheduler: results is int64, expected int32"),
         ({"graphs": {(1, 4): 1}}, "Scheduler: stream is None, expected the stream that graphs are launched on"),
     ],
 )  # fmt: skip

@@ -73,6 +73,31 @@ def test_what_verify_tree_emits(device: torch.device) -> None:
     assert scores.logprobs[0, 2] == scores.logprobs[1, 1] == -torch.inf
 
 
+@pytest.mark.sanitize
+@pytest.mark.parametrize("top_n", [0, 4])
+def test_what_slots_ask_for(device: torch.device, top_n: int) -> None:
+    """Nothing, the tokens alone, some of the best entries, more than there are; and rows that are empty."""
+    path, tokens, _ = random_rows(7, 3, 4, 70)
+    lengths = torch.full((7,), 3, dtype=torch.int32)
+    slots = torch.tensor([4, 0, -1, 2, 1, 5, 3], dtype=torch.int32)
+    wanted = torch.tensor([-1, 0, 2, 9, -(2**31)], dtype=torch.int32)
+    logits = torch.randn(7, 3, 70, device=device)
+    logits[0] = logits[1] = torch.nan  # not read
+    got = sd.score_tokens(
+        logits,
+        *(t.to(device) for t in (path, tokens, lengths)),
+        top_n=top_n,
+        slots=slots.to(device),
+        num_logprobs=wanted.to(device),
+        **poisoned(7, 4, top_n, device),
+    )
+    want = reference.score_tokens(logits.cpu(), path, tokens, lengths, top_n, slots, wanted)
+    assert torch.equal(got.top_ids.cpu(), want.top_ids)
+    for g, w in ((got.logprobs, want.logprobs), (got.top_logprobs, want.top_logprobs)):
+        torch.testing.assert_close(g.cpu().double(), w, rtol=0, atol=2e-5)
+    assert (got.logprobs > -torch.inf).sum(1).tolist() == [0, 0, 0, 3, 3, 0, 3]
+
+
 @pytest.mark.parametrize("wild", WILD, ids=str)
 def test_nodes_and_tokens_out_of_range_count_as_unused(device: torch.device, wild: int) -> None:
     path, tokens, lengths = random_rows(2, 4, 5, 50)
@@ -140,6 +165,9 @@ def int32(*shape: int) -> torch.Tensor:
         ({"lengths": torch.zeros(2)}, "score_tokens: lengths is float32, expected int32"),
         ({"top_n": -1}, "score_tokens: top_n is -1, expected 0 to 8"),
         ({"top_n": 9}, "score_tokens: top_n is 9, expected 0 to 8"),
+        ({"slots": int32(2)}, "score_tokens: slots is given, expected None, since num_logprobs is None"),
+        ({"slots": int32(3), "num_logprobs": int32(4)}, "score_tokens: slots has shape [3], expected [batch=2]"),
+        ({"num_logprobs": int32(1)}, "score_tokens: slots is None for batch=2, expected a tensor, or batch <= num_slots=1"),
         ({"out_logprobs": torch.zeros(2, 3)}, "score_tokens: out_logprobs has shape [2, 3], expected [batch=2, accept_width=4]"),
         ({"out_top_ids": int32(2, 4, 3)}, "score_tokens: out_top_ids has shape [2, 4, 3], expected [batch=2, accept_width=4, top_n=2]"),
         ({"out_top_logprobs": torch.zeros(2, 2)}, "score_tokens: out_top_logprobs has shape [2, 2], expected [batch=2, accept_width=4, top_n=2]"),

@@ -1,6 +1,6 @@
 """Many requests through a pool that is too small for them: each ends as it would alone, and nothing is left behind.
 
-SPECDEC_SOAK=20000 makes a long soak of it: so many requests in all, shared by the tests of this file.
+SPECDEC_SOAK=20000 pytest -m soak makes a long soak of it: so many requests in all, shared by the tests of this file.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from specdec_kernels.tiny import tiny_model
 from test_engine_sampling import KINDS, close_draws
 from tiny import Comparison, held_out, reference_model
 
+pytestmark = pytest.mark.soak
 MAX_LEN = 160
 NUM_TEXTS = 24  # kinds of requests that are decoded alone first
 SPECULATIONS = {
     "none": Speculation(),
     "ngram": Speculation("NGRAM", num_draft_tokens=6),
     "chain": Speculation("EAGLE3", tiny_model("eagle3"), num_steps=3, topk=1),
+    "drawn": Speculation("EAGLE3", tiny_model("eagle3"), num_steps=3, topk=1, sampled_drafts=True),
     "tree": Speculation("EAGLE3", tiny_model("eagle3"), num_steps=4, topk=4, num_draft_tokens=16),
     "standalone": Speculation("STANDALONE", tiny_model("target"), num_steps=2, topk=2, num_draft_tokens=5),
 }
@@ -61,8 +63,16 @@ def cut(tokens: list[int], sampling: SamplingParams) -> tuple[list[int], FinishR
     return tokens, FinishReason.CONTEXT
 
 
-def check(output: RequestOutput, alone: RequestOutput, sampling: SamplingParams, comparison: Comparison) -> bool:
+def check(
+    output: RequestOutput, alone: RequestOutput, sampling: SamplingParams, comparison: Comparison, drawn: bool
+) -> bool:
     """False where the text is another one because of a draw or margin too close to call."""
+    if drawn and sampling.temperature > 0:  # a text of its own
+        want, reason = cut(output.tokens, sampling)
+        ends = len(output.tokens) == MAX_LEN - len(output.prompt_tokens) or reason != FinishReason.CONTEXT
+        assert output.tokens == want
+        assert output.finish_reason == FinishReason.CANCELLED or (ends and output.finish_reason == reason)
+        return True
     want, reason = cut(alone.tokens, sampling)
     if output.finish_reason == FinishReason.CANCELLED and output.tokens == want[: len(output.tokens)]:
         return True
@@ -113,7 +123,7 @@ def test_soak(name: str, device: torch.device) -> None:
     outputs = engine.generate([text.prompt_tokens for text, _ in chosen], params, on_tokens=on_tokens)
     comparison = Comparison(reference_model())
     others = sum(
-        not check(output, text, sampling, comparison)
+        not check(output, text, sampling, comparison, SPECULATIONS[name].sampled_drafts)
         for output, (text, _), sampling in zip(outputs, chosen, params, strict=True)
     )
     reasons = [output.finish_reason for output in outputs]

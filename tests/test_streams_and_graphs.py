@@ -144,6 +144,11 @@ def verify_tree(t: Inputs, **stream: Any) -> Iterable[Tensor]:
     return sd.verify_tree(t["logits"], tree, N, **stream)
 
 
+def mask_stops(t: Inputs, **stream: Any) -> Iterable[Tensor]:
+    sd.mask_stops(*t.values(), **stream)
+    return [t["logits"]]
+
+
 def score_tokens(t: Inputs, **stream: Any) -> Iterable[Tensor]:
     return sd.score_tokens(t["logits"], t["path"], t["tokens"], t["lengths"], top_n=2, **stream)
 
@@ -206,9 +211,9 @@ def merge_trees(t: Inputs, **stream: Any) -> Iterable[Tensor]:
 
 
 def apply_commands_inputs() -> Inputs:
-    commands = torch.cat([ints(0, B, 1, 11), ints(0, VOCAB, 1, 2), ints(-1, B, 1, 2 * B)], 1)
+    commands = torch.cat([ints(0, B, 1, 13), ints(0, VOCAB, 1, 2), ints(-1, B, 1, 2 * B)], 1)
     commands[0, [5, 7, 8]] = torch.rand(3).view(torch.int32)
-    names = ("seq_lens", "root_tokens", "remaining", "top_k", "finish_reasons", "status")
+    names = ("seq_lens", "root_tokens", "remaining", "top_k", "stops_from", "num_logprobs", "finish_reasons", "status")
     return {
         "commands": commands,
         "num_applied": torch.randint(0, 99, (1,)),
@@ -302,6 +307,15 @@ CASES = {
         tree_attention,
     ),
     "verify_tree": Case(lambda: {"logits": torch.randn(B, N, 4), **given_tree()._asdict()}, verify_tree),
+    "mask_stops": Case(
+        lambda: {
+            "logits": torch.randn(B, N, VOCAB),
+            "positions": ints(0, 9, B, N),
+            "stop_tokens": ints(-1, VOCAB, B, 3),
+            "stops_from": ints(0, 9, B),
+        },
+        mask_stops,
+    ),
     "score_tokens": Case(
         lambda: {
             "logits": torch.randn(B, N, VOCAB),

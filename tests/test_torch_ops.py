@@ -206,9 +206,21 @@ def calls(op: str, device: torch.device) -> list[tuple[tuple[Any, ...], dict[str
         sd.free_pages(pool, zeros(2), slots=slots[:1])
         return [((pool, slots[1:], slots[:1], lens), {"status": status})]
     if op in ("apply_commands", "publish_results"):
-        commands = torch.full((2, 11 + 1 + 2 + 2), -1, dtype=torch.int32, device=device)
+        commands = torch.full((2, 13 + 1 + 2 + 2), -1, dtype=torch.int32, device=device)
         counters = [zeros(1, dtype=torch.int64) for _ in range(2)]
-        state = [lens, zeros(2), ints(2), zeros(2, 1), temperature, zeros(2), temperature, temperature, seeds]
+        state = [
+            lens,
+            zeros(2),
+            ints(2),
+            zeros(2, 1),
+            temperature,
+            zeros(2),
+            temperature,
+            temperature,
+            seeds,
+            zeros(2),
+            zeros(2),
+        ]
         if op == "apply_commands":
             return [((commands, *counters, *state, zeros(2), status), {})]
         results = zeros(2, 8 + 2 * (4 + 2 * 3))
@@ -256,6 +268,7 @@ def calls(op: str, device: torch.device) -> list[tuple[tuple[Any, ...], dict[str
             ((floats(2, 4, 8),), {"tree": tree, "accept_width": 3, **sampling, **both}),
         ],
         "score_tokens": [((floats(2, 4, 8), accepted.path, accepted.tokens, accepted.lengths), {"top_n": 2})],
+        "mask_stops": [((floats(2, 4, 20), ints(2, 4), ints(2, 1), lens), {"slots": slots})],
         "commit_tokens": [(commit, {}), (commit, both)],
         "alloc_pages": [((pool, lens, 4), {}), ((pool, lens), {"reserve": 2, **both})],
         "write_kv": [((*new_kv, pools[0][0], pools[1][0], table, lens), {"num_valid": lens - 2, **both})],

@@ -28,13 +28,22 @@ def apply_commands(device: torch.device, p: Params) -> Work:
     batch = p["batch"]
     state = {
         name: torch.randint(0, 99, (batch,), dtype=torch.int32, device=device)
-        for name in ("seq_lens", "root_tokens", "remaining", "top_k", "finish_reasons", "status")
+        for name in (
+            "seq_lens",
+            "root_tokens",
+            "remaining",
+            "top_k",
+            "stops_from",
+            "num_logprobs",
+            "finish_reasons",
+            "status",
+        )
     }
     state["stop_tokens"] = torch.randint(0, 99, (batch, MAX_STOPS), dtype=torch.int32, device=device)
     state |= {name: torch.rand(batch, device=device) for name in ("temperature", "top_p", "min_p")}
     state["seeds"] = torch.randint(0, 2**62, (batch,), device=device)
-    commands = ring(11 + MAX_STOPS + 2 * batch, device)
-    commands[0, 11 + MAX_STOPS : 11 + MAX_STOPS + batch] = torch.randperm(batch)
+    commands = ring(13 + MAX_STOPS + 2 * batch, device)
+    commands[0, 13 + MAX_STOPS : 13 + MAX_STOPS + batch] = torch.randperm(batch)
     num_applied, started_at = counter(device), counter(device)
     outputs = {
         name: torch.full((batch,), -7, dtype=torch.int32, device=device) for name in ("out_slots", "out_given_back")

@@ -121,6 +121,26 @@ def verify_tree(device: torch.device, p: Params) -> Work:
     )
 
 
+def mask_stops(device: torch.device, p: Params) -> Work:
+    """One request has a minimum; 16 stop tokens each."""
+    batch, vocab, nodes, stops = p["batch"], p["vocab"], p["nodes"], 16
+    logits = torch.randn(batch, nodes, vocab, device=device).to(torch.bfloat16)
+    positions = torch.randint(0, 99, (batch, nodes), dtype=torch.int32, device=device)
+    stop_tokens = torch.randint(0, vocab, (batch, stops), dtype=torch.int32, device=device)
+    stops_from = torch.zeros(batch, dtype=torch.int32, device=device)
+    stops_from[0] = 50
+    before = logits.cpu().clone()
+
+    def check() -> None:
+        reference.mask_stops(before, positions.cpu(), stop_tokens.cpu(), stops_from.cpu())
+        expect_equal("logits", logits, before)
+
+    call = lambda: sd.mask_stops(logits, positions, stop_tokens, stops_from)  # noqa: E731
+    return Work(
+        call, check, bytes_of(positions[:1], stop_tokens[:1], stops_from) + nodes * stops * logits.element_size()
+    )
+
+
 def score_tokens(device: torch.device, p: Params) -> Work:
     """A verified path of ACCEPTED drafts and the bonus token, in logits of 8 nodes a request."""
     batch, vocab, top_n, nodes = p["batch"], p["vocab"], p["top_n"], 8
@@ -205,6 +225,7 @@ CASES = [
         },
         make=verify_tree,
     ),
+    Case("mask_stops", grid={"batch": (1, 64), "vocab": (128256,), "nodes": (6, 32)}, make=mask_stops),
     Case(
         "score_tokens",
         grid={"batch": (1, 8, 64), "vocab": (32000, 128256, 151936), "top_n": (5, 0)},

@@ -12,9 +12,10 @@ namespace specdec {
 void publish_results(CallStream stream, const TensorView& results, const TensorView& num_published,
                      const TensorView& started_at, const TensorView& out_tokens, const TensorView& out_len,
                      const TensorView& out_path, const TensorView& num_nodes, const TensorView& finish_reasons,
-                     const TensorView& status, const OptTensor& slots) {
+                     const TensorView& status, const OptTensor& slots, const OptTensor& logprobs,
+                     const OptTensor& top_ids, const OptTensor& top_logprobs, const OptTensor& num_logprobs) {
   Check check("publish_results");
-  Dim R{"num_slots"}, B{"batch"}, S{"accept_width"}, D{"depth"}, W{"words"};
+  Dim R{"num_slots"}, B{"batch"}, S{"accept_width"}, K{"top_n"}, D{"depth"}, W{"words"};
   check.output("num_published", num_published, {1}, kInt64);
   check.tensor("started_at", started_at, {1}, kInt64);
   check.tensor("out_tokens", out_tokens, {B, S}, kInt32);
@@ -24,9 +25,19 @@ void publish_results(CallStream stream, const TensorView& results, const TensorV
   check.tensor("finish_reasons", finish_reasons, {R}, kInt32);
   check.tensor("status", status, {R}, kInt32);
   check.slots(slots, B, R);
+  check.tensor("logprobs", logprobs, {B, S}, kFloat32);
+  for (const auto& [name, given] : {std::pair{"top_ids", top_ids.has_value()},
+                                    {"top_logprobs", top_logprobs.has_value()},
+                                    {"num_logprobs", num_logprobs.has_value()}}) {
+    check.that(given || !logprobs, name, "is None", "a tensor, since logprobs is given");
+    check.that(!given || logprobs, name, "is given", "None, since logprobs is None");
+  }
+  check.tensor("top_ids", top_ids, {B, S, K}, kInt32);
+  check.tensor("top_logprobs", top_logprobs, {B, S, K}, kFloat32);
+  check.tensor("num_logprobs", num_logprobs, {R}, kInt32);
   Check ring("publish_results");
   ring.output("results", results, {D, W}, kInt32);
-  const ResultLayout layout{.accept_width = S};
+  const ResultLayout layout{.accept_width = S, .top_n = logprobs ? K.value : ResultLayout::kNoScores};
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
   ring.range("depth", D, 1, kMost);
   ring.range("words", W, layout.words(B), kMost);
@@ -44,6 +55,10 @@ void publish_results(CallStream stream, const TensorView& results, const TensorV
       .finish_reasons = finish_reasons.data<int32_t>(),
       .status = status.data<int32_t>(),
       .slots = data_or_null<const int32_t>(slots),
+      .logprobs = data_or_null<const float>(logprobs),
+      .top_ids = data_or_null<const int32_t>(top_ids),
+      .top_logprobs = data_or_null<const float>(top_logprobs),
+      .num_logprobs = data_or_null<const int32_t>(num_logprobs),
       .batch = B,
       .num_slots = R,
       .depth = D,
@@ -56,9 +71,13 @@ void publish_results(CallStream stream, const TensorView& results, const TensorV
 void publish_results_cpu(const PublishResultsParams& p) {
   const int64_t number = *p.num_published;
   int32_t* record = p.results + ring_row(number, p.depth) * p.words;
-  for (int64_t b = 0; b < p.batch; ++b)
-    for (int64_t word = 0; word < p.layout.row_words(); ++word)
-      record[p.layout.row(b) + word] = result_word(p, b, word);
+  const int64_t first_score = p.layout.logprobs();
+  for (int64_t b = 0; b < p.batch; ++b) {
+    int32_t* row = record + p.layout.row(b);
+    const int64_t end = has_scores(p, b) ? p.layout.row_words() : first_score;
+    for (int64_t word = 0; word < end; ++word)
+      row[word] = word < first_score ? result_word(p, b, word) : score_word(p, b, word - first_score);
+  }
   const int64_t times[] = {*p.started_at, nanoseconds()};
   std::memcpy(record + ResultLayout::kStarted, times, sizeof times);
   *p.num_published = number + 1;

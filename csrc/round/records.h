@@ -5,7 +5,8 @@
 //
 //   0         number of the record + 1, written by the device: applied, the row may be written again
 //   1         slot to activate, -1 for none; then its seq_len, root token, remaining, temperature, top_k, top_p, min_p
-//             (floats as their bits), seed (two words, the lower one first) and max_stops stop tokens
+//             (floats as their bits), seed (two words, the lower one first), stops_from, num_logprobs and max_stops
+//             stop tokens
 //   then      [max_batch] slots of the round, -1 behind them
 //   then      [num_slots] slots given back, -1 behind them
 //
@@ -14,7 +15,8 @@
 //   0         number of the round + 1, written last
 //   2, 4      when its commands were applied and when it published, in ns of the device's clock (two words each)
 //   8         for each row out_len, finish reason, status, num_nodes, accept_width tokens, and as many nodes that they
-//             follow
+//             follow; with scores also the log-probability of each token (floats as their bits), the ids of the top_n
+//             best entries beside each, and their log-probabilities, which are only written for slots that asked
 #pragma once
 
 #include <cstdint>
@@ -26,7 +28,8 @@ namespace specdec {
 struct CommandLayout {
   int64_t max_batch, num_slots, max_stops;
 
-  enum : int64_t { kApplied, kSlot, kSeqLen, kRoot, kRemaining, kTemperature, kTopK, kTopP, kMinP, kSeed, kStops = 11 };
+  enum : int64_t { kApplied, kSlot, kSeqLen, kRoot, kRemaining, kTemperature, kTopK, kTopP, kMinP, kSeed };
+  enum : int64_t { kStopsFrom = kSeed + 2, kNumLogprobs, kStops };
   SD_HD int64_t slots() const { return kStops + max_stops; }
   SD_HD int64_t given_back() const { return slots() + max_batch; }
   SD_HD int64_t words() const { return given_back() + num_slots; }
@@ -34,11 +37,16 @@ struct CommandLayout {
 
 struct ResultLayout {
   int64_t accept_width;
+  int64_t top_n = kNoScores;
 
+  enum : int64_t { kNoScores = -1 };
   enum : int64_t { kNumber, kStarted = 2, kEnded = 4, kRows = 8 };
-  enum : int64_t { kOutLen, kFinishReason, kStatus, kNumNodes, kTokens };  // of a row
-  SD_HD int64_t path() const { return kTokens + accept_width; }            // of a row
-  SD_HD int64_t row_words() const { return path() + accept_width; }
+  enum : int64_t { kOutLen, kFinishReason, kStatus, kNumNodes, kTokens };          // of a row
+  SD_HD int64_t path() const { return kTokens + accept_width; }                    // likewise
+  SD_HD int64_t logprobs() const { return path() + accept_width; }                 // likewise, with scores
+  SD_HD int64_t top_ids() const { return logprobs() + accept_width; }              // likewise
+  SD_HD int64_t top_logprobs() const { return top_ids() + accept_width * top_n; }  // likewise
+  SD_HD int64_t row_words() const { return top_n == kNoScores ? logprobs() : top_logprobs() + accept_width * top_n; }
   SD_HD int64_t row(int64_t b) const { return kRows + b * row_words(); }
   SD_HD int64_t words(int64_t batch) const { return row(batch); }
 };

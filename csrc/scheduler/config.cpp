@@ -16,6 +16,7 @@ void check_config(const Config& config) {
   check.range("max_len", config.max_len, 2, kMost);
   check.range("accept_width", config.accept_width, 1, kMost);
   check.range("max_stops", config.max_stops, 0, kMost);
+  check.range("max_logprobs", config.max_logprobs, -1, kMost);
   check.range("reserve", config.reserve, config.accept_width + 1, kMost);
   check.range("prefill_chunk", config.prefill_chunk, 1, kMost);
   check.range("rounds_in_flight", config.rounds_in_flight, 1, 64);

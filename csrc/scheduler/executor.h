@@ -22,6 +22,7 @@ struct Emission {
   FinishReason reason = FinishReason::kNone;
   RoundCounts counts;
   int32_t status = 0;  // StatusBits, where the reason is kError; 0 where an executor call threw
+  Scores scores;       // of the tokens; empty where they were not asked for
 };
 
 // How far the device has come since the rings were made.

@@ -247,6 +247,7 @@ bool Scheduler::read_row(const RowResult& result, size_t rung, Request& request)
   if (count == 0 && goes_on) return false;
 
   if (count > 0) request.accept(result.tokens, count, result.num_nodes);
+  if (request.num_logprobs >= 0) result.add_scores(count, request.num_logprobs, request.scores);
   if (!goes_on) {
     finish_held(request, reason);
     return true;

@@ -27,6 +27,14 @@ struct Sampling {
   int64_t seed = 0;
 };
 
+// What results say of some tokens beside them, if the request asked for it: the log-probability of each, and of the
+// best entries of the logits it was chosen from.
+struct Scores {
+  std::vector<float> logprobs;
+  std::vector<int32_t> top_ids;     // num_logprobs a token, best first
+  std::vector<float> top_logprobs;  // likewise
+};
+
 struct Request {
   int64_t id;
   std::vector<int32_t> text;  // the prompt and every token read so far; the last one is the root
@@ -34,7 +42,10 @@ struct Request {
   int64_t remaining;          // how many tokens it may still produce
   std::vector<int32_t> stop_tokens;
   Sampling sampling;
-  bool streams;  // emits after every round, not only at its end
+  bool streams;            // emits after every round, not only at its end
+  int32_t stops_from = 0;  // first position where a stop token may stand; 0: anywhere
+  // How many of the best entries of its logits each token's log-probability is wanted with; -1: not even its own.
+  int32_t num_logprobs = -1;
 
   RequestState state = RequestState::kQueued;
   int32_t slot = -1;
@@ -42,6 +53,7 @@ struct Request {
   int64_t in_flight = 0;    // rounds it takes part in that are launched and not yet read
   uint64_t last_round = 0;  // number of the last round it took part in
   RoundCounts counts = {};
+  Scores scores = {};  // of the tokens not yet emitted
 
   int64_t seq_len() const { return static_cast<int64_t>(text.size()) - 1; }
   bool running() const { return state == RequestState::kRunning; }
@@ -71,6 +83,7 @@ struct Request {
     counts.drafted += num_nodes - 1;
     counts.accepted += count - 1;
   }
+  Scores take_scores() { return std::exchange(scores, {}); }
   std::vector<int32_t> take_tokens() {
     std::vector<int32_t> tokens(text.begin() + emitted, text.end());
     emitted = static_cast<int64_t>(text.size());

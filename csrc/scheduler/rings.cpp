@@ -4,6 +4,7 @@
 #include <atomic>
 #include <bit>
 #include <cstring>
+#include <iterator>
 
 namespace specdec::scheduler {
 namespace {
@@ -38,6 +39,8 @@ void CommandRing::write(int64_t number, const Commands& commands) const {
     const auto seed = static_cast<uint64_t>(sampling.seed);
     words[Layout::kSeed] = static_cast<int32_t>(static_cast<uint32_t>(seed));
     words[Layout::kSeed + 1] = static_cast<int32_t>(static_cast<uint32_t>(seed >> 32));
+    words[Layout::kStopsFrom] = request->stops_from;
+    words[Layout::kNumLogprobs] = request->num_logprobs;
     write_padded(words + Layout::kStops, request->stop_tokens, layout_.max_stops);
   } else {
     words[Layout::kSlot] = -1;
@@ -52,8 +55,26 @@ bool ResultRing::is_published(int64_t number) const {
 
 RowResult ResultRing::row(int64_t number, int64_t b) const {
   const int32_t* words = memory_.row(number) + layout_.row(b);
-  return {words[ResultLayout::kOutLen],   words[ResultLayout::kFinishReason], words[ResultLayout::kStatus],
-          words[ResultLayout::kNumNodes], words + ResultLayout::kTokens,      words + layout_.path()};
+  return {.out_len = words[ResultLayout::kOutLen],
+          .finish_reason = words[ResultLayout::kFinishReason],
+          .status = words[ResultLayout::kStatus],
+          .num_nodes = words[ResultLayout::kNumNodes],
+          .tokens = words + ResultLayout::kTokens,
+          .path = words + layout_.path(),
+          .logprobs = words + layout_.logprobs(),
+          .top_ids = words + layout_.top_ids(),
+          .top_logprobs = words + layout_.top_logprobs(),
+          .top_n = layout_.top_n};
+}
+
+void RowResult::add_scores(int64_t count, int64_t num_logprobs, Scores& scores) const {
+  const auto as_float = [](int32_t word) { return std::bit_cast<float>(word); };
+  std::transform(logprobs, logprobs + count, std::back_inserter(scores.logprobs), as_float);
+  for (int64_t j = 0; j < count; ++j) {
+    const int32_t *ids = top_ids + j * top_n, *of_ids = top_logprobs + j * top_n;
+    scores.top_ids.insert(scores.top_ids.end(), ids, ids + num_logprobs);
+    std::transform(of_ids, of_ids + num_logprobs, std::back_inserter(scores.top_logprobs), as_float);
+  }
 }
 
 int64_t ResultRing::time(int64_t number, int64_t word) const {

@@ -41,6 +41,13 @@ struct RowResult {
   int32_t finish_reason, status, num_nodes;
   const int32_t* tokens;  // [accept_width]
   const int32_t* path;    // [accept_width]
+  // Where the request asked for them, floats as their bits.
+  const int32_t* logprobs;                // [accept_width]
+  const int32_t *top_ids, *top_logprobs;  // [accept_width, top_n]
+  int64_t top_n;
+
+  // Appends those of the first `count` tokens.
+  void add_scores(int64_t count, int64_t num_logprobs, Scores& scores) const;
 };
 
 class ResultRing {

@@ -26,7 +26,7 @@ Scheduler::Scheduler(const Config& config, Executor& executor, const RingMemory&
     : config_((check_config(config), config)),
       executor_(executor),
       commands_(commands, {config.max_batch(), config.num_slots, config.max_stops}),
-      results_(results, {config.accept_width}),
+      results_(results, {config.accept_width, config.max_logprobs}),
       recorder_(traces, config.nodes),
       ladder_(config.nodes),
       slots_(config.num_slots),
@@ -54,6 +54,12 @@ int64_t Scheduler::submit(const std::vector<int64_t>& prompt, const SubmitOption
              "at most " + std::to_string(config_.max_stops));
   request->sampling = options.sampling;
   request->streams = options.streams;
+  check.that(options.min_new_tokens >= 0 && options.min_new_tokens <= options.max_new_tokens, "min_new_tokens",
+             "is " + std::to_string(options.min_new_tokens), "0 to max_new_tokens");
+  if (options.min_new_tokens > 0)  // what max_len cuts off needs no minimum
+    request->stops_from = static_cast<int32_t>(std::min(request->emitted + options.min_new_tokens, config_.max_len));
+  check.range("num_logprobs", options.num_logprobs, -1, config_.max_logprobs);
+  request->num_logprobs = static_cast<int32_t>(options.num_logprobs);
 
   const std::lock_guard lock(mutex_);
   const int64_t id = request->id = next_id_++;
@@ -99,7 +105,8 @@ bool Scheduler::settled() const {
 // --- the loop's bookkeeping
 
 void Scheduler::note_tokens(Request& request, FinishReason reason, int32_t status) {
-  emissions_.push_back(Emission{request.id, request.take_tokens(), reason, request.counts, status});
+  emissions_.push_back(
+      Emission{request.id, request.take_tokens(), reason, request.counts, status, request.take_scores()});
 }
 
 void Scheduler::finish(Request& request, FinishReason reason, int32_t status) {

@@ -39,6 +39,8 @@ struct SubmitOptions {
   std::vector<int64_t> stop_tokens = {};
   Sampling sampling = {};
   bool streams = true;
+  int64_t min_new_tokens = 0;  // no stop token comes before
+  int64_t num_logprobs = -1;   // as in Request
 };
 
 class Scheduler {

@@ -1,5 +1,6 @@
 // One block a token, or a cluster of up to 8 where tokens are few, as in select_topk (core/row_topk.cuh). Reads the
-// logits of the nodes that emitted a token once, and nothing else of them.
+// logits of the nodes that emitted a token once, and nothing else of them. A token that nobody wants scored costs its
+// blocks two reads and their launch.
 #include "core/row_topk.cuh"
 #include "verify/score_tokens.h"
 
@@ -15,18 +16,21 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocksPerProcessor)
   __shared__ RowTopkStorage storage;
   const int64_t r = blockIdx.x >> log2_blocks;
   const bool first_block = (blockIdx.x & ((1 << log2_blocks) - 1)) == 0;
-  const int top_n = static_cast<int>(p.top_n), thread = static_cast<int>(threadIdx.x);
-  int32_t* top_ids = p.out_top_ids + r * top_n;
-  float* top_logprobs = p.out_top_logprobs + r * top_n;
+  const int thread = static_cast<int>(threadIdx.x);
+  int32_t* top_ids = p.out_top_ids + r * p.top_n;
+  float* top_logprobs = p.out_top_logprobs + r * p.top_n;
 
-  const auto width = static_cast<uint32_t>(p.width), token = static_cast<uint32_t>(r);  // 64-bit division is slow
-  const int64_t start = logits_of_token(p, token / width, token % width);
+  const auto width = static_cast<uint32_t>(p.width), number = static_cast<uint32_t>(r);  // 64-bit division is slow
+  const int wanted = static_cast<int>(wanted_top(p, number / width));
+  int64_t start = logits_of_token(p, number / width, number % width);  // its reads do not wait for those before
+  if (wanted < 0) start = -1;
+  const int top_n = start < 0 ? 0 : wanted;
+  if (first_block && thread >= top_n && thread < p.top_n) {
+    top_ids[thread] = -1;
+    top_logprobs[thread] = -INFINITY;
+  }
   if (start < 0) {
     if (first_block && thread == 0) p.out_logprobs[r] = -INFINITY;
-    if (first_block && thread < top_n) {
-      top_ids[thread] = -1;
-      top_logprobs[thread] = -INFINITY;
-    }
     return;
   }
   const T* row = static_cast<const T*>(p.logits) + start;

@@ -3,6 +3,7 @@
 
 #include "core/dispatch.h"
 #include "core/host_device.h"
+#include "core/slots.h"
 
 namespace specdec {
 
@@ -10,16 +11,27 @@ struct ScoreTokensParams {
   const void* logits;  // [batch, num_nodes, vocab], float dtype; requests and nodes this many elements apart:
   Dtypes logits_dtype;
   int64_t logits_batch_stride, logits_node_stride;
-  const int32_t* path;      // [batch, width]: the node whose logits chose each token
-  const int32_t* tokens;    // [batch, width]
-  const int32_t* lengths;   // [batch]: tokens in use of each row
+  const int32_t* path;     // [batch, width]: the node whose logits chose each token
+  const int32_t* tokens;   // [batch, width]
+  const int32_t* lengths;  // [batch]: tokens in use of each row
+  const int32_t* slots;    // [batch] or null
+  // [num_slots] or null: how many of the top_n a slot wants, all where null; below 0, its tokens are not scored.
+  const int32_t* num_logprobs;
   float* out_logprobs;      // [batch, width]
   int32_t* out_top_ids;     // [batch, width, top_n]
   float* out_top_logprobs;  // [batch, width, top_n]
-  int64_t batch, num_nodes, vocab, width, top_n;
+  int64_t batch, num_nodes, vocab, width, top_n, num_slots;
 };
 
 constexpr int64_t kMaxTopAlternatives = 64;
+
+// How many of the best entries row b wants; below 0, it is not scored.
+SD_HD int64_t wanted_top(const ScoreTokensParams& p, int64_t b) {
+  if (!p.num_logprobs) return p.top_n;
+  const int64_t slot = slot_of(p.slots, b, p.num_slots);
+  const int64_t wanted = slot < 0 ? -1 : p.num_logprobs[slot];
+  return wanted < p.top_n ? wanted : p.top_n;
+}
 
 // Where the logits of token j of row b begin, in elements, or -1 where there is no such token: beyond the length, or
 // with a node or token out of range.
@@ -30,8 +42,8 @@ SD_HD int64_t logits_of_token(const ScoreTokensParams& p, int64_t b, int64_t j) 
 }
 
 void score_tokens(CallStream stream, const TensorView& logits, const TensorView& path, const TensorView& tokens,
-                  const TensorView& lengths, int64_t top_n, const TensorView& out_logprobs,
-                  const TensorView& out_top_ids, const TensorView& out_top_logprobs);
+                  const TensorView& lengths, int64_t top_n, const OptTensor& slots, const OptTensor& num_logprobs,
+                  const TensorView& out_logprobs, const TensorView& out_top_ids, const TensorView& out_top_logprobs);
 
 void score_tokens_cpu(const ScoreTokensParams& p);
 void score_tokens_cuda(const ScoreTokensParams& p, Stream stream);

@@ -225,6 +225,14 @@ def verify_tree(
     out_len: Tensor,
     out_path: Tensor,
 ) -> None: ...
+def mask_stops(
+    stream: int | None,
+    logits: Tensor,
+    positions: Tensor,
+    stop_tokens: Tensor,
+    stops_from: Tensor,
+    slots: Tensor | None,
+) -> None: ...
 def score_tokens(
     stream: int | None,
     logits: Tensor,
@@ -232,6 +240,8 @@ def score_tokens(
     tokens: Tensor,
     lengths: Tensor,
     top_n: int,
+    slots: Tensor | None,
+    num_logprobs: Tensor | None,
     out_logprobs: Tensor,
     out_top_ids: Tensor,
     out_top_logprobs: Tensor,
@@ -349,6 +359,8 @@ def apply_commands(
     top_p: Tensor,
     min_p: Tensor,
     seeds: Tensor,
+    stops_from: Tensor,
+    num_logprobs: Tensor,
     finish_reasons: Tensor,
     status: Tensor,
     out_slots: Tensor,
@@ -366,6 +378,10 @@ def publish_results(
     finish_reasons: Tensor,
     status: Tensor,
     slots: Tensor | None,
+    logprobs: Tensor | None,
+    top_ids: Tensor | None,
+    top_logprobs: Tensor | None,
+    num_logprobs: Tensor | None,
 ) -> None: ...
 
 # --- compat
@@ -505,8 +521,9 @@ class _Executor(Protocol):
     def emit(self, emissions: list[Emission]) -> None: ...
     def progress(self) -> tuple[int, int]: ...
 
-# Request id, new tokens, finish reason, rounds, drafted, accepted, status.
-Emission: TypeAlias = tuple[int, list[int], int, int, int, int, int]
+# Request id, new tokens, finish reason, rounds, drafted, accepted, status; and where they were asked for, the tokens'
+# log-probabilities, the ids of the best alternatives to each, and theirs.
+Emission: TypeAlias = tuple[int, list[int], int, int, int, int, int, list[float], list[int], list[float]]
 
 class RoundCosts:
     """What a round costs on the machine that runs it.
@@ -551,6 +568,7 @@ class Scheduler:
         reserve: int,
         accept_width: int,
         max_stops: int,
+        max_logprobs: int = -1,
         prefill_chunk: int,
         rounds_in_flight: int,
         batch_sizes: Sequence[int],
@@ -572,6 +590,8 @@ class Scheduler:
         top_p: float = 1.0,
         min_p: float = 0.0,
         seed: int = 0,
+        min_new_tokens: int = 0,
+        num_logprobs: int = -1,
         streams: bool = True,
     ) -> int: ...
     def cancel(self, request_id: int) -> bool: ...

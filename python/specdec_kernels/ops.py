@@ -937,6 +937,32 @@ def verify_tree(
     return Accepted(out_tokens, out_len, out_path)
 
 
+def mask_stops(
+    logits: Tensor,
+    positions: Tensor,
+    stop_tokens: Tensor,
+    stops_from: Tensor,
+    *,
+    slots: Tensor | None = None,
+    stream: int | None = None,
+) -> None:
+    """Rule out stop tokens where it is too early for them, before `verify_tree`.
+
+    A slot's stop tokens get logit -inf at every node whose next token would stand at a position before
+    `stops_from[slot]`.
+
+    Args:
+        logits: [B, N, V] float32, float16 or bfloat16, free strides except the last, changed in place.
+        positions: [B, N] int32, of the nodes' tokens.
+        stop_tokens: [num_slots, M] int32; what is no token (-1) is none.
+        stops_from: [num_slots] int32, the first position where a stop token may stand; 0 (and below): anywhere.
+
+    Raises:
+        ValueError: wrong dtype, shape, device or stride.
+    """
+    _C.mask_stops(stream, logits, positions, stop_tokens, stops_from, slots)
+
+
 class TokenScores(NamedTuple):
     """Log-probabilities of emitted tokens, and of the best alternatives to each."""
 
@@ -952,6 +978,8 @@ def score_tokens(
     lengths: Tensor,
     *,
     top_n: int = 0,
+    slots: Tensor | None = None,
+    num_logprobs: Tensor | None = None,
     out_logprobs: Tensor | None = None,
     out_top_ids: Tensor | None = None,
     out_top_logprobs: Tensor | None = None,
@@ -960,7 +988,7 @@ def score_tokens(
     """What `verify_tree` emitted, scored: log-softmax of the raw logits that chose each token.
 
     Logits of other nodes are not read. A token beyond its row's length has log-probability -inf and ids -1, and so has
-    one whose node or token is out of range.
+    one whose node or token is out of range, or whose request did not ask.
 
     Args:
         logits: [B, N, V] float32, float16 or bfloat16; only the last dimension need be contiguous. NaN counts as -inf,
@@ -969,12 +997,14 @@ def score_tokens(
         tokens: [B, S] int32.
         lengths: [B] int32, tokens in use of each row.
         top_n: how many of the best entries of each token's logits to list, 0 to min(V, 64); ties to the lower id.
+        num_logprobs: [num_slots] int32, how many of the top_n a slot wants, with ids -1 and -inf behind them; -1 (and
+            below) if not even its tokens are to be scored. Then their logits are not read. None: all of all rows.
 
     Returns:
         TokenScores; every element of it is written, and none is above 0.
 
     Raises:
-        ValueError: wrong dtype, shape, device or stride; top_n out of range.
+        ValueError: wrong dtype, shape, device or stride; top_n out of range; slots without num_logprobs.
     """
     op = "score_tokens"
     batch, width = shape_of(op, "path", path, 2)
@@ -984,7 +1014,9 @@ def score_tokens(
         out_top_ids = empty(op, logits, (batch, width, max(top_n, 0)), "int32")
     if out_top_logprobs is None:
         out_top_logprobs = empty(op, logits, (batch, width, max(top_n, 0)), "float32")
-    _C.score_tokens(stream, logits, path, tokens, lengths, top_n, out_logprobs, out_top_ids, out_top_logprobs)
+    _C.score_tokens(
+        stream, logits, path, tokens, lengths, top_n, slots, num_logprobs, out_logprobs, out_top_ids, out_top_logprobs
+    )
     return TokenScores(out_logprobs, out_top_ids, out_top_logprobs)
 
 
@@ -1362,6 +1394,8 @@ def apply_commands(
     top_p: Tensor,
     min_p: Tensor,
     seeds: Tensor,
+    stops_from: Tensor,
+    num_logprobs: Tensor,
     finish_reasons: Tensor,
     status: Tensor,
     *,
@@ -1373,17 +1407,18 @@ def apply_commands(
 
     Record number n = num_applied stands in row n % depth. Its words, floats as their bits: [0] written by this op,
     n + 1 once the record is applied and its row free; [1] a slot to activate or -1, then its seq_len, root token,
-    remaining, temperature, top_k, top_p, min_p, seed (low word, high word) and M stop tokens; then the slots of the
-    round [max_batch] and the slots given back [num_slots], -1 behind both.
+    remaining, temperature, top_k, top_p, min_p, seed (low word, high word), stops_from, num_logprobs and M stop tokens;
+    then the slots of the round [max_batch] and the slots given back [num_slots], -1 behind both.
 
     Slots given back get seq_lens, finish_reasons and status 0, before the one to activate gets its state (and
     finish_reasons 0; its status stays, and gains BAD_PAGE if it is STALLED: then its prefill was written nowhere).
 
     Args:
-        commands: [depth, 11 + M + max_batch + num_slots] int32; for CUDA, pinned host memory or on the device.
+        commands: [depth, 13 + M + max_batch + num_slots] int32; for CUDA, pinned host memory or on the device.
         num_applied: [1] int64, incremented.
         started_at: [1] int64, set to the device's clock in nanoseconds.
-        seq_lens, root_tokens, remaining, top_k, finish_reasons, status: [num_slots] int32, changed in place.
+        seq_lens, root_tokens, remaining, top_k, stops_from, num_logprobs, finish_reasons, status: [num_slots] int32,
+            changed in place.
         stop_tokens: [num_slots, M] int32, changed in place.
         temperature, top_p, min_p: [num_slots] float32, changed in place.
         seeds: [num_slots] int64, changed in place.
@@ -1397,7 +1432,7 @@ def apply_commands(
     _, words = shape_of("apply_commands", "commands", commands, 2)
     num_slots, max_stops = shape_of("apply_commands", "stop_tokens", stop_tokens, 2)
     if out_slots is None:
-        out_slots = empty("apply_commands", seq_lens, (max(words - 11 - max_stops - num_slots, 0),), "int32")
+        out_slots = empty("apply_commands", seq_lens, (max(words - 13 - max_stops - num_slots, 0),), "int32")
     if out_given_back is None:
         out_given_back = empty("apply_commands", seq_lens, (num_slots,), "int32")
     _C.apply_commands(
@@ -1414,6 +1449,8 @@ def apply_commands(
         top_p,
         min_p,
         seeds,
+        stops_from,
+        num_logprobs,
         finish_reasons,
         status,
         out_slots,
@@ -1434,26 +1471,35 @@ def publish_results(
     status: Tensor,
     *,
     slots: Tensor | None = None,
+    logprobs: Tensor | None = None,
+    top_ids: Tensor | None = None,
+    top_logprobs: Tensor | None = None,
+    num_logprobs: Tensor | None = None,
     stream: int | None = None,
 ) -> None:
     """What a round did becomes the next record of a ring that the host reads without waiting for the stream.
 
     Record number n = num_published stands in row n % depth. Its words: [0] n + 1, written when all else is there; [2]
     and [4] started_at and the clock now (int64 each); from [8] on, for each row b, out_len, finish reason, status,
-    num_nodes, S tokens and the S nodes of out_path. An empty row has finish reason and status 0.
+    num_nodes, S tokens and the S nodes of out_path. An empty row has finish reason and status 0. With scores each row
+    goes on with S log-probabilities, S * top_n ids and their log-probabilities, floats as their bits; those of slots
+    that did not ask are not written.
 
     Args:
-        results: [depth, words] int32, words even and at least 8 + B * (4 + 2 * S); for CUDA, pinned host memory or on
-            the device.
+        results: [depth, words] int32, words even and at least 8 + B * (4 + 2 * S), with scores
+            8 + B * (4 + 3 * S + 2 * S * top_n); for CUDA, pinned host memory or on the device.
         num_published: [1] int64, incremented.
         started_at: [1] int64, from `apply_commands`.
         out_tokens: [B, S] int32. out_len: [B] int32. Both as `commit_tokens` leaves them.
         out_path: [B, S] int32, as `verify_tree` made it: it tells the host which nodes were worth their place.
         num_nodes: [B] int32, of each tree.
         finish_reasons, status: [num_slots] int32.
+        logprobs, top_ids, top_logprobs: scores, from `score_tokens`.
+        num_logprobs: [num_slots] int32, given with scores: negative if the slot did not ask.
 
     Raises:
-        ValueError: wrong dtype, shape or device; results that are too narrow, or neither pinned nor on the device.
+        ValueError: wrong dtype, shape or device; scores or num_logprobs alone; results that are too narrow, or neither
+            pinned nor on the device.
     """
     _C.publish_results(
         stream,
@@ -1467,4 +1513,8 @@ def publish_results(
         finish_reasons,
         status,
         slots,
+        logprobs,
+        top_ids,
+        top_logprobs,
+        num_logprobs,
     )

@@ -20,7 +20,7 @@ class FinishReason(IntEnum):
     """`finish_reasons[slot]`; the last two are never on the device, but in what the scheduler reports."""
 
     RUNNING = 0
-    STOP = 1  # a stop token, kept as the last one
+    STOP = 1  # a stop token, kept as the last one, or (found by the host) a stop string
     LENGTH = 2  # the budget of new tokens is used up
     CONTEXT = 3  # the sequence reached its maximal length
     CANCELLED = 4

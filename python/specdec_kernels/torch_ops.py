@@ -37,6 +37,7 @@ _CHANGED: dict[str, tuple[str, ...]] = {
     "build_tree_from_mask": ("status",),
     "rotate_qkv": ("k_pool", "v_pool", "status"),
     "tree_attention": ("status",),
+    "mask_stops": ("logits",),
     "verify_tree": ("status",),
     "commit_tokens": (
         "out_tokens", "out_len", "remaining", "seq_lens", "seq_lens_before", "root_tokens", "finish_reasons", "status",
@@ -49,7 +50,7 @@ _CHANGED: dict[str, tuple[str, ...]] = {
     "copy_kv": ("k_pools", "v_pools", "status"),
     "apply_commands": (
         "commands", "num_applied", "started_at", "seq_lens", "root_tokens", "remaining", "stop_tokens", "temperature",
-        "top_k", "top_p", "min_p", "seeds", "finish_reasons", "status",
+        "top_k", "top_p", "min_p", "seeds", "stops_from", "num_logprobs", "finish_reasons", "status",
     ),
     "publish_results": ("results", "num_published"),
 }  # fmt: skip

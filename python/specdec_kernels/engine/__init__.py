@@ -1,7 +1,7 @@
 """The engine: loads a target and a draft, batches requests continuously, and generates by speculative decoding."""
 
 from .engine import Engine
-from .outputs import EngineStats, GenerationError, NewTokens, RequestOutput, RequestStats
+from .outputs import EngineStats, GenerationError, NewTokens, RequestOutput, RequestStats, TokenLogprob
 from .params import SamplingParams, Speculation
 
 __all__ = [
@@ -13,4 +13,5 @@ __all__ = [
     "RequestStats",
     "SamplingParams",
     "Speculation",
+    "TokenLogprob",
 ]

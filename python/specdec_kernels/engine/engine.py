@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -23,11 +24,12 @@ from .drafts.union import UnionDraft
 from .executor import Executor
 from .graphs import Graphs, capture_rounds, default_batch_sizes
 from .memory import pages_that_fit
-from .outputs import EngineStats, GenerationError, NewTokens, RequestOutput, RequestStats
-from .params import SamplingParams, Speculation
+from .outputs import EngineStats, GenerationError, NewTokens, RequestOutput, RequestStats, TokenLogprob
+from .params import MAX_LOGPROBS, SamplingParams, Speculation
 from .prompts import as_list, check_tokens, file_tokens, token_ids
 from .round import Round
 from .state import Rings, SlotState
+from .stop_strings import StopStrings
 
 if TYPE_CHECKING:
     from .._C import Emission
@@ -38,6 +40,15 @@ RING_DEPTH = 16  # records of commands, which the loop may be ahead of the devic
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 OnTokens = Callable[[NewTokens], bool | None]
+
+
+@dataclass
+class Running:
+    """What the engine knows of a request whose last emission has not come."""
+
+    output: RequestOutput
+    num_logprobs: int
+    stop: StopStrings | None
 
 
 class Engine:
@@ -181,9 +192,12 @@ class Engine:
             rounds_in_flight = 2 if on_cuda else 1
         adaptive = speculation.adaptive
         if adaptive is None:
-            adaptive = on_cuda and cuda_graph and not batch_invariant
+            adaptive = on_cuda and cuda_graph and not batch_invariant and not speculation.sampled_drafts
         nodes = speculation.ladder if adaptive else [speculation.num_nodes]
-        rings = Rings.create(self.state, max_batch=num_slots, accept_width=self.draft.accept_width, depth=RING_DEPTH)
+        top_n = min(MAX_LOGPROBS, config.vocab_size)
+        rings = Rings.create(
+            self.state, max_batch=num_slots, accept_width=self.draft.accept_width, top_n=top_n, depth=RING_DEPTH
+        )
         round = Round(self.target, self.draft, self.state, rings, reserve)
         self._executor = Executor(round, self._emit)
         if mem_fraction is not None:
@@ -213,6 +227,7 @@ class Engine:
                 reserve=reserve,
                 accept_width=self.draft.accept_width,
                 max_stops=MAX_STOP_TOKENS,
+                max_logprobs=top_n,
                 prefill_chunk=prefill_chunk,
                 rounds_in_flight=rounds_in_flight,
                 batch_sizes=list(batch_sizes),
@@ -228,7 +243,7 @@ class Engine:
         self._nodes = nodes
         self._trace = trace
         self._lock = Lock()  # held by the one `generate` that runs
-        self._running: dict[int, RequestOutput] = {}
+        self._running: dict[int, Running] = {}
         self._failed: list[str] = []
         self._on_tokens: OnTokens | None = None
 
@@ -263,10 +278,16 @@ class Engine:
                 f"generate: params has {len(each)} entries, expected one, or {len(token_lists)} like prompts"
             )
         stops = [self._stop_tokens(sampling) for sampling in each]
+        stop_strings = [self._stop_strings(sampling) for sampling in each]
         each = [sampling.with_seed() for sampling in each]
 
         outputs = [
-            RequestOutput(index, tokens, seed=sampling.seed if sampling.temperature > 0 else None)
+            RequestOutput(
+                index,
+                tokens,
+                seed=sampling.seed if sampling.temperature > 0 else None,
+                logprobs=[] if sampling.num_logprobs >= 0 else None,
+            )
             for index, (tokens, sampling) in enumerate(zip(token_lists, each, strict=True))
         ]
         if not self._lock.acquire(blocking=False):
@@ -276,7 +297,8 @@ class Engine:
             )
         try:
             self._on_tokens, self._failed = on_tokens, []
-            for output, sampling, stop in zip(outputs, each, stops, strict=True):
+            for output, sampling, stop, strings in zip(outputs, each, stops, stop_strings, strict=True):
+                num_logprobs = min(sampling.num_logprobs, self.target.config.vocab_size)
                 request_id = self._scheduler.submit(
                     output.prompt_tokens,
                     sampling.max_new_tokens,
@@ -286,9 +308,11 @@ class Engine:
                     top_p=sampling.top_p,
                     min_p=sampling.min_p,
                     seed=sampling.seed or 0,
-                    streams=on_tokens is not None,
+                    min_new_tokens=sampling.min_new_tokens,
+                    num_logprobs=num_logprobs,
+                    streams=on_tokens is not None or strings is not None,
                 )
-                self._running[request_id] = output
+                self._running[request_id] = Running(output, num_logprobs, strings)
                 if sampling.ngram_group:
                     self._executor.groups[request_id] = sampling.ngram_group
             with self._on_device():
@@ -315,6 +339,14 @@ class Engine:
                 f"SamplingParams: stop_token_ids has {len(stop)} entries, expected at most {MAX_STOP_TOKENS}"
             )
         return list(stop)
+
+    def _stop_strings(self, sampling: SamplingParams) -> StopStrings | None:
+        if not sampling.stop_strings:
+            return None
+        if not getattr(self.tokenizer, "is_fast", False):
+            lack = "has no tokenizer" if self.tokenizer is None else "has a tokenizer that is not one of `tokenizers`"
+            raise ValueError(f"SamplingParams: stop is given, expected none (the model folder {lack})")
+        return StopStrings(self.tokenizer, sampling.stop_strings, sampling.min_new_tokens)
 
     def _resize_pools(self, num_pages: int) -> None:
         self.state.resize_pool(num_pages)
@@ -370,24 +402,46 @@ class Engine:
         drafted: int,
         accepted: int,
         status: int,
+        logprobs: list[float],
+        top_ids: list[int],
+        top_logprobs: list[float],
     ) -> None:
-        output = self._running.get(request_id)
-        if output is None:  # of a `generate` that was interrupted
+        running = self._running.get(request_id)
+        if running is None:  # of a `generate` that was interrupted, or ended by a stop string
             return
+        output, stop = running.output, running.stop
+        scores = token_logprobs(logprobs, top_ids, top_logprobs, running.num_logprobs)
+        kept = stop.find(tokens) if stop else None
+        if kept is not None:
+            finish_reason = FinishReason.STOP
+            accepted -= len(tokens) - kept
+            tokens, scores = tokens[:kept], scores[:kept]
+            self._scheduler.cancel(request_id)
         output.tokens += tokens
+        if output.logprobs is not None:
+            output.logprobs += scores
         output.stats = RequestStats(rounds, drafted, accepted)
         output.finish_reason = FinishReason(finish_reason)
         if output.finish_reason != FinishReason.RUNNING:
             del self._running[request_id]
-            if self.tokenizer is not None:
+            if stop and kept is not None:
+                output.text = stop.text
+            elif self.tokenizer is not None:
                 output.text = self.tokenizer.decode(output.tokens, skip_special_tokens=True)
         if output.finish_reason == FinishReason.ERROR:
             self._failed.append(f"prompts[{output.index}] ended with {Status(status).name}")
         if self._on_tokens is None:
             return
-        ends = self._on_tokens(NewTokens(output.index, tokens, output.finish_reason))
-        if ends and output.finish_reason == FinishReason.RUNNING:
+        new = NewTokens(output.index, tokens, output.finish_reason, None if output.logprobs is None else scores)
+        if self._on_tokens(new) and output.finish_reason == FinishReason.RUNNING:
             self._scheduler.cancel(request_id)
+
+
+def token_logprobs(
+    logprobs: list[float], top_ids: list[int], top_logprobs: list[float], num_top: int
+) -> list[TokenLogprob]:
+    tops = list(zip(top_ids, top_logprobs, strict=True))
+    return [TokenLogprob(own, tops[i * num_top : (i + 1) * num_top]) for i, own in enumerate(logprobs)]
 
 
 def check_at_least(low: int, **arguments: int) -> None:

@@ -27,6 +27,18 @@ class RequestStats:
 
 
 @dataclass(frozen=True)
+class TokenLogprob:
+    """How likely the target held a token, and the tokens it held likeliest at its place, best first.
+
+    Of the model's own distribution: log-softmax of its logits, before temperature and filters. Only stop tokens that
+    `min_new_tokens` rules out have no part in it.
+    """
+
+    logprob: float
+    top: list[tuple[int, float]]  # token, log-probability
+
+
+@dataclass(frozen=True)
 class NewTokens:
     """One round's tokens of one request, as the streaming callback receives them.
 
@@ -36,11 +48,16 @@ class NewTokens:
     index: int  # of the prompt in the list given to `generate`
     tokens: list[int]
     finish_reason: FinishReason
+    logprobs: list[TokenLogprob] | None = None  # of the tokens, where they were asked for
 
 
 @dataclass
 class RequestOutput:
-    """The result of one request. `text` is None where the engine has no tokenizer, `seed` where nothing was drawn."""
+    """The result of one request.
+
+    `text` is None where the engine has no tokenizer, `seed` where nothing was drawn, `logprobs` (one for each token)
+    where they were not asked for.
+    """
 
     index: int
     prompt_tokens: list[int]
@@ -49,6 +66,7 @@ class RequestOutput:
     finish_reason: FinishReason = FinishReason.RUNNING
     stats: RequestStats = field(default_factory=RequestStats)
     seed: int | None = None
+    logprobs: list[TokenLogprob] | None = None
 
 
 class GenerationError(RuntimeError):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import nn
 
+MAX_LOGPROBS = 20
 ALGORITHMS = ("NONE", "NGRAM", "EAGLE", "EAGLE3", "STANDALONE", "EAGLE3+NGRAM")
 
 
@@ -28,8 +29,11 @@ class Speculation:
         topk: branches per step; 1 drafts a chain.
         num_draft_tokens: tree nodes verified per round, including the root. None: num_steps + 1 for a model's
             chain, 16 for NGRAM, else 32.
+        sampled_drafts: draw the drafts of requests that sample, and accept or reject them as a block, instead of taking
+            the likeliest: rounds of a chain (topk 1) give more tokens. One seed then gives one text for this draft
+            alone, as long as the request is not retracted and `adaptive` is not set.
         adaptive: choose for each round how many of these nodes to draft, from measured costs and the acceptance seen so
-            far, down to none. None: where rounds are captured as CUDA graphs.
+            far, down to none. None: where rounds are captured as CUDA graphs and no drafts are drawn.
         ngram_max_tokens: tokens the n-gram index holds before the oldest age out.
         ngram_corpus: text files that the n-gram index starts with: what answers may repeat (documentation, code, past
             answers).
@@ -41,6 +45,7 @@ class Speculation:
     topk: int = 8
     num_draft_tokens: int | None = None
     adaptive: bool | None = None
+    sampled_drafts: bool = False
     ngram_max_tokens: int = 1 << 20
     ngram_corpus: Sequence[str | Path] = ()
 
@@ -57,6 +62,12 @@ class Speculation:
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
                 raise ValueError(f"Speculation: {name} is {value}, expected {low} to {high}")
+
+        if self.sampled_drafts and (self.topk != 1 or self.algorithm not in ("EAGLE", "EAGLE3", "STANDALONE")):
+            raise ValueError(
+                f"Speculation: sampled_drafts is True, expected False for {self.algorithm} with topk {self.topk} "
+                "(a chain of EAGLE, EAGLE3 or STANDALONE can be drawn)"
+            )
 
     @property
     def uses_model(self) -> bool:
@@ -106,6 +117,12 @@ class SamplingParams:
             which the request's output names.
         ngram_group: who shares this text as n-gram drafts (a tenant; the samples of one prompt): 1 to 2^31 - 1, or 0
             for everybody. A group's requests draft from its texts and everybody's, and only they do from its own.
+        min_new_tokens: the first so many tokens are no stop tokens (the target chooses among the others), and complete
+            no stop string.
+        stop: a string, or several, before which the text is cut off; of the tokens, those are kept that completed it.
+            Looked for on the host, as results come in.
+        logprobs: True: the log-probability of each token. A number: also those of the so many likeliest tokens in its
+            place, at most 20. They are of the model's own distribution, before temperature and filters.
     """
 
     max_new_tokens: int = 128
@@ -117,6 +134,9 @@ class SamplingParams:
     min_p: float = 0.0
     seed: int | None = None
     ngram_group: int = 0
+    min_new_tokens: int = 0
+    stop: str | Sequence[str] = ()
+    logprobs: bool | int | None = None
 
     def __post_init__(self) -> None:
         def expect(name: str, good: bool, what: str) -> None:
@@ -124,12 +144,27 @@ class SamplingParams:
                 raise ValueError(f"SamplingParams: {name} is {getattr(self, name)}, expected {what}")
 
         expect("max_new_tokens", self.max_new_tokens >= 1, "at least 1")
+        expect("min_new_tokens", 0 <= self.min_new_tokens <= self.max_new_tokens, "0 to max_new_tokens")
+        expect("stop", all(self.stop_strings), "strings that are not empty")
+        good = self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS
+        expect("logprobs", good, f"True, or 0 to {MAX_LOGPROBS}")
         expect("temperature", 0 <= self.temperature < math.inf, "a number from 0 (greedy) on")
         expect("top_k", 0 <= self.top_k < 2**31, "at least 1, or 0 for all tokens")
         expect("top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
         expect("min_p", 0 <= self.min_p <= 1, "0 to 1")
         expect("seed", self.seed is None or -(2**63) <= self.seed < 2**63, "64 bits with a sign, or None")
         expect("ngram_group", 0 <= self.ngram_group < 2**31, "0 to 2147483647")
+
+    @property
+    def stop_strings(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop)
+
+    @property
+    def num_logprobs(self) -> int:
+        """How many of the likeliest tokens are wanted beside each token; -1: not even its own log-probability."""
+        if self.logprobs is None or self.logprobs is False:
+            return -1
+        return 0 if self.logprobs is True else self.logprobs
 
     def with_seed(self) -> SamplingParams:
         """These, with a seed drawn where there is none and one is needed."""

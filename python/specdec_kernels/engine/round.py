@@ -10,12 +10,15 @@ from torch import Tensor
 from ..models.causal_lm import CausalLM
 from ..ops import (
     Accepted,
+    TokenScores,
     alloc_pages,
     apply_commands,
     commit_tokens,
     free_pages,
+    mask_stops,
     move_kv,
     publish_results,
+    score_tokens,
     verify_tree,
 )
 from .drafts import Draft
@@ -24,9 +27,10 @@ from .state import Rings, SlotState
 
 @dataclass(frozen=True)
 class RoundResult:
-    """Device tensors of one round's rows: what was committed, and how many nodes each tree had [B]."""
+    """Device tensors of one round's rows: what was committed, how likely, and how many nodes each tree had [B]."""
 
     accepted: Accepted
+    scores: TokenScores
     num_nodes: Tensor
 
 
@@ -61,6 +65,8 @@ class Round:
             state.finish_reasons,
             state.status,
             slots=slots,
+            **result.scores._asdict(),
+            num_logprobs=state.num_logprobs,
         )
 
     def _apply_commands(self) -> None:
@@ -78,6 +84,8 @@ class Round:
             state.top_p,
             state.min_p,
             state.seeds,
+            state.stops_from,
+            state.num_logprobs,
             state.finish_reasons,
             state.status,
             out_slots=rings.slots,
@@ -94,9 +102,12 @@ class Round:
         rows = state.rows(slots, state.seq_lens, tail_len=num_nodes, mask=tree.mask, num_valid=tree.num_nodes)
         hidden = self.target.forward(tree.tokens, tree.positions, rows)
         features = self.target.features()
+        logits = self.target.logits(hidden)
 
+        mask_stops(logits, tree.positions, state.stop_tokens, state.stops_from, slots=slots)
+        drawn_from = draft.drawn_from._asdict() if draft.drawn_from else {}
         accepted = verify_tree(
-            self.target.logits(hidden),
+            logits,
             tree,
             draft.accept_width,
             slots=slots,
@@ -105,6 +116,8 @@ class Round:
             top_p=state.top_p,
             min_p=state.min_p,
             seeds=state.seeds,
+            **drawn_from,
+            block_verification=draft.drawn_from is not None,
             status=state.status,
         )
         num_valid = commit_tokens(
@@ -120,6 +133,15 @@ class Round:
             slots=slots,
             status=state.status,
         )
+        scores = score_tokens(
+            logits,
+            accepted.path,
+            accepted.tokens,
+            accepted.lengths,
+            top_n=self.rings.top_n,
+            slots=slots,
+            num_logprobs=state.num_logprobs,
+        )
         pools = self.target.pools
         move_kv(
             pools.k,
@@ -132,4 +154,4 @@ class Round:
             status=state.status,
         )
         draft.extend(slots, accepted, num_valid, features, num_nodes)
-        return RoundResult(accepted, tree.num_nodes)
+        return RoundResult(accepted, scores, tree.num_nodes)

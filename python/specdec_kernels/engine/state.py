@@ -29,6 +29,8 @@ class SlotState:
     top_p: Tensor  # float32
     min_p: Tensor  # float32
     seeds: Tensor  # int64
+    stops_from: Tensor  # first position where a stop token may stand
+    num_logprobs: Tensor  # best entries to score beside each token; -1: score nothing
     finish_reasons: Tensor
     status: Tensor
     pool: PagePool
@@ -62,6 +64,8 @@ class SlotState:
             top_p=zeros(num_slots, dtype=torch.float32),
             min_p=zeros(num_slots, dtype=torch.float32),
             seeds=zeros(num_slots, dtype=torch.int64),
+            stops_from=zeros(num_slots),
+            num_logprobs=zeros(num_slots) - 1,
             finish_reasons=zeros(num_slots),
             status=zeros(num_slots),
             pool=make_page_pool(num_pages, num_slots, max_pages, page_size, like=zeros(0)),
@@ -97,9 +101,10 @@ class Rings:
     started_at: Tensor  # [1] int64
     slots: Tensor  # [max_batch]: of the round
     given_back: Tensor  # [num_slots]: whose pages are freed before it
+    top_n: int  # most best entries scored beside a token
 
     @classmethod
-    def create(cls, state: SlotState, *, max_batch: int, accept_width: int, depth: int) -> Rings:
+    def create(cls, state: SlotState, *, max_batch: int, accept_width: int, top_n: int, depth: int) -> Rings:
         num_slots, max_stops = state.stop_tokens.shape
         device = state.stop_tokens.device
 
@@ -110,13 +115,14 @@ class Rings:
             return torch.zeros(1, dtype=torch.int64, device=device)
 
         rings = cls(
-            commands=shared(11 + max_stops + max_batch + num_slots),
-            results=shared(8 + max_batch * (4 + 2 * accept_width)),
+            commands=shared(13 + max_stops + max_batch + num_slots),
+            results=shared(8 + max_batch * (4 + accept_width * (3 + 2 * top_n) + accept_width % 2)),
             num_applied=counter(),
             num_published=counter(),
             started_at=counter(),
             slots=torch.full((max_batch,), -1, dtype=torch.int32, device=device),
             given_back=torch.full((num_slots,), -1, dtype=torch.int32, device=device),
+            top_n=top_n,
         )
         rings.reset()
         return rings

@@ -15,7 +15,7 @@ def apply_commands(commands: Tensor, num_applied: Tensor, state: State) -> tuple
     record = commands[int(num_applied) % len(commands)]
     num_applied += 1
     record[0] = int(num_applied)
-    slots, given_back = record[11 + max_stops : -num_slots], record[-num_slots:]
+    slots, given_back = record[13 + max_stops : -num_slots], record[-num_slots:]
     for slot in given_back.tolist():
         if 0 <= slot < num_slots:
             for name in ("seq_lens", "finish_reasons", "status"):
@@ -27,7 +27,8 @@ def apply_commands(commands: Tensor, num_applied: Tensor, state: State) -> tuple
             state[name][slot] = word.view(state[name].dtype)
         low, high = record[9:11].tolist()
         state["seeds"][slot] = high * 2**32 + low % 2**32
-        state["stop_tokens"][slot] = record[11 : 11 + max_stops]
+        state["stops_from"][slot], state["num_logprobs"][slot] = record[11:13]
+        state["stop_tokens"][slot] = record[13 : 13 + max_stops]
         state["finish_reasons"][slot] = 0
         if state["status"][slot] & Status.STALLED:
             state["status"][slot] |= Status.BAD_PAGE
@@ -44,6 +45,10 @@ def publish_results(
     finish_reasons: Tensor,
     status: Tensor,
     slots: Tensor | None = None,
+    logprobs: Tensor | None = None,
+    top_ids: Tensor | None = None,
+    top_logprobs: Tensor | None = None,
+    num_logprobs: Tensor | None = None,
 ) -> None:
     """But for the times, words 2 to 5."""
     batch, width = out_tokens.shape
@@ -55,5 +60,11 @@ def publish_results(
         inside = 0 <= slot < len(status)
         reason, bits = (finish_reasons[slot], status[slot]) if inside else (0, 0)
         head = torch.tensor([out_len[b], reason, bits, num_nodes[b]], dtype=torch.int32)
-        begin = 8 + b * (4 + 2 * width)
-        record[begin : begin + 4 + 2 * width] = torch.cat([head, out_tokens[b], out_path[b]])
+        words, row_words = torch.cat([head, out_tokens[b], out_path[b]]), 4 + 2 * width
+        if logprobs is not None and top_ids is not None and top_logprobs is not None:
+            scores = (logprobs, top_ids, top_logprobs)
+            row_words += sum(part[b].numel() for part in scores)
+            if num_logprobs is not None and inside and num_logprobs[slot] >= 0:
+                words = torch.cat([words, *(part[b].flatten().view(torch.int32) for part in scores)])
+        begin = 8 + b * row_words
+        record[begin : begin + len(words)] = words

@@ -125,19 +125,45 @@ def verify_tree(
     return Accepted(tokens, lengths, path)
 
 
-def score_tokens(logits: Tensor, path: Tensor, tokens: Tensor, lengths: Tensor, top_n: int = 0) -> TokenScores:
+def mask_stops(
+    logits: Tensor, positions: Tensor, stop_tokens: Tensor, stops_from: Tensor, slots: Tensor | None = None
+) -> None:
+    batch, num_nodes, vocab = logits.shape
+    for b in range(batch):
+        slot = b if slots is None else int(slots[b])
+        if not 0 <= slot < len(stops_from) or stops_from[slot] <= 0:
+            continue
+        stops = [token for token in stop_tokens[slot].tolist() if 0 <= token < vocab]
+        for node in range(num_nodes):
+            if positions[b, node].long() + 1 < stops_from[slot]:
+                logits[b, node, stops] = -torch.inf
+
+
+def score_tokens(
+    logits: Tensor,
+    path: Tensor,
+    tokens: Tensor,
+    lengths: Tensor,
+    top_n: int = 0,
+    slots: Tensor | None = None,
+    num_logprobs: Tensor | None = None,
+) -> TokenScores:
     batch, width = path.shape
     logprobs = torch.full((batch, width), -torch.inf, dtype=torch.float64)
     top_ids = torch.full((batch, width, top_n), -1, dtype=torch.int32)
     top_logprobs = torch.full((batch, width, top_n), -torch.inf, dtype=torch.float64)
     num_nodes, vocab = logits.shape[1:]
     for b in range(batch):
+        wanted = top_n
+        if num_logprobs is not None:
+            slot = b if slots is None else int(slots[b])
+            wanted = min(int(num_logprobs[slot]), top_n) if 0 <= slot < len(num_logprobs) else -1
         for j in range(min(width, int(lengths[b]))):
             node, token = int(path[b, j]), int(tokens[b, j])
-            if 0 <= node < num_nodes and 0 <= token < vocab:
+            if wanted >= 0 and 0 <= node < num_nodes and 0 <= token < vocab:
                 ids, values = select_topk(logits[b, node][None], vocab)
                 logprobs[b, j] = values[ids == token].item()
-                top_ids[b, j], top_logprobs[b, j] = ids[0, :top_n], values[0, :top_n]
+                top_ids[b, j, :wanted], top_logprobs[b, j, :wanted] = ids[0, :wanted], values[0, :wanted]
     return TokenScores(logprobs, top_ids, top_logprobs)
 
 

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from ...ops import Accepted, Tree, build_tree
 from ..state import SlotState
+
+
+class DrawnFrom(NamedTuple):
+    """What a round's candidates were drawn from, as `verify_tree` takes it."""
+
+    draft_logits: Tensor  # [B, Q, Vd]
+    draft_rows: Tensor  # [B, N]
+    id_map: Tensor | None  # [Vd]
 
 
 class Draft:
@@ -16,10 +26,12 @@ class Draft:
 
     Attributes:
         num_nodes: N, most nodes of a tree. accept_width: S, most tokens a round can emit.
+        drawn_from: where the last `propose` drew its candidates; None: they were chosen.
     """
 
     num_nodes = 1
     accept_width = 1
+    drawn_from: DrawnFrom | None = None
 
     def __init__(self, state: SlotState) -> None:
         self.state = state

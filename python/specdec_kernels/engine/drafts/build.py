@@ -23,6 +23,7 @@ def build_draft(speculation: Speculation, state: SlotState, target: CausalLM, *,
     """Load whatever the algorithm needs, beside the target (same dtype and device, pools of the same pages)."""
     page_size = state.pool.page_size
     steps, topk, nodes = speculation.num_steps, speculation.topk, speculation.num_nodes
+    draws = speculation.sampled_drafts
     if speculation.algorithm == "NGRAM":
         return NgramDraft(state, nodes, speculation.ngram_max_tokens, max_len)
     if speculation.algorithm == "EAGLE3+NGRAM":
@@ -38,11 +39,11 @@ def build_draft(speculation: Speculation, state: SlotState, target: CausalLM, *,
     if speculation.algorithm == "EAGLE3":
         assert isinstance(speculation.draft_model, str | Path | Eagle3Head)
         head = load_eagle3(speculation.draft_model, target, num_pages=num_pages, page_size=page_size)
-        return EagleDraft(state, head, steps, topk, nodes)
+        return EagleDraft(state, head, steps, topk, nodes, draws)
     if speculation.algorithm == "EAGLE":
         assert speculation.draft_model is not None
         eagle = load_eagle(speculation.draft_model, target, num_pages=num_pages, page_size=page_size)
-        return EagleDraft(state, eagle, steps, topk, nodes)
+        return EagleDraft(state, eagle, steps, topk, nodes, draws)
     if speculation.algorithm == "STANDALONE":
         assert speculation.draft_model is not None
         expect_folder(speculation.draft_model, "Speculation: draft_model")
@@ -60,5 +61,5 @@ def build_draft(speculation: Speculation, state: SlotState, target: CausalLM, *,
                 f"Speculation: draft_model has vocab_size {small.config.vocab_size}, "
                 f"expected the target's {target.config.vocab_size}"
             )
-        return StandaloneDraft(state, small, steps, topk, nodes)
+        return StandaloneDraft(state, small, steps, topk, nodes, draws)
     return Draft(state)

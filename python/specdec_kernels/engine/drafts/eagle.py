@@ -13,13 +13,17 @@ from .model import ModelDraft, last_valid, positions_from
 
 
 class EagleDraft(ModelDraft):
-    def __init__(self, state: SlotState, head: DraftHead, num_steps: int, topk: int, num_nodes: int) -> None:
-        super().__init__(state, num_steps, topk, num_nodes)
+    def __init__(
+        self, state: SlotState, head: DraftHead, num_steps: int, topk: int, num_nodes: int, draws: bool = False
+    ) -> None:
+        super().__init__(state, num_steps, topk, num_nodes, draws)
         self.head = head
         self.id_map = head.id_map
         # The head's output at each slot's last committed row, and one for slot -1: the feature all depth-1 nodes share.
         like = head.pools.k
         self.last_hidden = like.new_zeros(len(state.seq_lens) + 1, head.config.hidden_size)
+        if draws:
+            self.keep_logits(head.logits(self.last_hidden[:1]))
 
     @property
     def num_pool_bytes(self) -> int:

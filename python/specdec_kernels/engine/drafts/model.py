@@ -8,9 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...ops import Candidates, Tree, build_tree, expand_root, expand_tree, select_topk
+from ...ops import Candidates, Tree, build_tree, expand_root, expand_tree, sample_draft, select_topk
 from ..state import SlotState
-from .base import Draft
+from .base import Draft, DrawnFrom
+
+SEED_OF_ROUND = -0x61C8864680B583EB  # odd, 2^64 over the golden ratio: far from what seeds differ by
 
 
 def last_valid(hidden: Tensor, num_valid: Tensor) -> Tensor:
@@ -29,22 +31,34 @@ class ModelDraft(Draft):
 
     Draft state, per slot: the root's k best children (ids, log-probabilities), ready before the round starts. One row
     more, behind the slots, is what empty rows of a batch (slot -1) read and write.
+
+    With `draws` (and k = 1) children of requests that sample are drawn, for `verify_tree` to accept or reject as a
+    block. Then the root's logits are kept instead, and its child is drawn in the round, where the request's parameters
+    are known.
     """
 
     position_offset = 0  # a depth-d node is rotated at L + position_offset + d - 1
     id_map: Tensor | None = None
 
-    def __init__(self, state: SlotState, num_steps: int, topk: int, num_nodes: int) -> None:
+    def __init__(self, state: SlotState, num_steps: int, topk: int, num_nodes: int, draws: bool) -> None:
         super().__init__(state)
-        self.num_steps, self.topk, self.num_nodes = num_steps, topk, num_nodes
+        self.num_steps, self.topk, self.num_nodes, self.draws = num_steps, topk, num_nodes, draws
         self.accept_width = num_steps + 1
         slots, device = len(state.seq_lens), state.seq_lens.device
         self.child_ids = torch.zeros(slots + 1, topk, dtype=torch.int32, device=device)
         self.child_logprobs = torch.full((slots + 1, topk), -torch.inf, device=device)
+        rows = torch.arange(-1, num_nodes - 1, dtype=torch.int32, device=device)  # node i is drawn from row i - 1
+        self._draft_rows = rows.where(rows < num_steps, -1).repeat(slots, 1)
+
+    def keep_logits(self, like: Tensor) -> None:
+        """Makes room for the slots' logits [Vd] behind the root, of which `like` has a row."""
+        self.root_logits = like.new_full((len(self.child_ids), like.shape[-1]), -torch.inf)
 
     def begin(self, slot: int, request_id: int, group: int, text: Tensor) -> None:
         # Without a prefilled row there are no children: a one-token prompt starts with a root-only tree.
         self.child_logprobs[slot] = -torch.inf
+        if self.draws:
+            self.root_logits[slot] = -torch.inf
 
     def prefix_lens(self) -> Tensor:
         """[num_slots] draft rows committed before the round."""
@@ -61,7 +75,10 @@ class ModelDraft(Draft):
         raise NotImplementedError
 
     def set_root_children(self, slots: Tensor, logits: Tensor, valid: Tensor | None = None) -> None:
-        """Rank logits [B, Vd] into the slots' draft state; rows with `valid` [B] false keep theirs."""
+        """Rank or keep logits [B, Vd] as the slots' draft state; rows with `valid` [B] false keep theirs."""
+        if self.draws:
+            self.root_logits[slots] = logits if valid is None else logits.where(valid[:, None], self.root_logits[slots])
+            return
         ids, logprobs = select_topk(logits, self.topk, id_map=self.id_map)
         if valid is not None:
             ids = torch.where(valid[:, None], ids, self.child_ids[slots])
@@ -70,6 +87,7 @@ class ModelDraft(Draft):
         self.child_logprobs[slots] = logprobs
 
     def propose(self, slots: Tensor, num_nodes: int) -> Tree:
+        self.drawn_from = None
         if num_nodes == 1:
             return self.roots(slots)
         return self._tree(slots, self._candidates(slots, num_nodes), num_nodes)
@@ -90,6 +108,27 @@ class ModelDraft(Draft):
     def _candidates(self, slots: Tensor, num_nodes: int) -> Candidates:
         state, k = self.state, self.topk
         num_steps = min(self.num_steps, num_nodes - 1)  # deeper than its nodes in a row no tree can be
+        drawn_from: list[Tensor] = []  # logits [B, Vd] of each step
+        # The drafts of a block that is rejected are thrown away: their noise must not come back in the next round.
+        seeds = torch.add(state.seeds, state.seq_lens, alpha=SEED_OF_ROUND) if self.draws else state.seeds
+
+        def children(logits: Tensor) -> tuple[Tensor, Tensor]:
+            if not self.draws:
+                return select_topk(logits, k, id_map=self.id_map)
+            drawn_from.append(logits)
+            positions = state.seq_lens[slots] + len(drawn_from)
+            return sample_draft(
+                logits,
+                1,
+                seeds=seeds,
+                positions=positions,
+                temperature=state.temperature,
+                slots=slots,
+                id_map=self.id_map,
+            )
+
+        if self.draws:
+            self.child_ids[slots], self.child_logprobs[slots] = children(self.root_logits[slots])
         candidates, frontier = expand_root(
             self.child_ids[:-1],
             self.child_logprobs[:-1],
@@ -105,7 +144,7 @@ class ModelDraft(Draft):
                 slots, prefix_lens, tail_len=(step - 1) * k, row_offset=(step - 2) * k, mask=frontier.mask
             )
             logits, feature = self.step(tokens, positions, feature, rows)
-            ids, logprobs = select_topk(logits, k, id_map=self.id_map)
+            ids, logprobs = children(logits)
             tokens, parent_rows, positions = expand_tree(
                 ids.view(-1, k, k),
                 logprobs.view(-1, k, k),
@@ -119,4 +158,7 @@ class ModelDraft(Draft):
             )
             if feature is not None:
                 feature = feature[parent_rows.flatten()]
+        if self.draws:
+            draft_rows = self._draft_rows[: len(slots), :num_nodes].contiguous()
+            self.drawn_from = DrawnFrom(torch.stack(drawn_from, 1), draft_rows, self.id_map)
         return candidates

@@ -14,9 +14,13 @@ from .model import ModelDraft, last_valid, positions_from
 class StandaloneDraft(ModelDraft):
     position_offset = 1
 
-    def __init__(self, state: SlotState, model: CausalLM, num_steps: int, topk: int, num_nodes: int) -> None:
-        super().__init__(state, num_steps, topk, num_nodes)
+    def __init__(
+        self, state: SlotState, model: CausalLM, num_steps: int, topk: int, num_nodes: int, draws: bool = False
+    ) -> None:
+        super().__init__(state, num_steps, topk, num_nodes, draws)
         self.model = model
+        if draws:
+            self.keep_logits(model.embedding.weight.new_empty(1, model.config.vocab_size))
 
     @property
     def num_pool_bytes(self) -> int:

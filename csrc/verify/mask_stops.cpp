@@ -1,0 +1,44 @@
+#include "verify/mask_stops.h"
+
+namespace specdec {
+
+void mask_stops(CallStream stream, const TensorView& logits, const TensorView& positions, const TensorView& stop_tokens,
+                const TensorView& stops_from, const OptTensor& slots) {
+  Check check("mask_stops");
+  Dim B{"batch"}, N{"num_nodes"}, V{"vocab"}, R{"num_slots"}, M{"max_stops"};
+  check.strided_output("logits", logits, {B, N, V}, kFloats);
+  check.tensor("positions", positions, {B, N}, kInt32);
+  check.tensor("stop_tokens", stop_tokens, {R, M}, kInt32);
+  check.tensor("stops_from", stops_from, {R}, kInt32);
+  check.slots(slots, B, R);
+  if (B == 0) return;
+
+  const MaskStopsParams params{
+      .logits = logits.data<void>(),
+      .logits_dtype = dtype_of(logits),
+      .logits_batch_stride = logits.stride(0),
+      .logits_node_stride = logits.stride(1),
+      .positions = positions.data<const int32_t>(),
+      .stop_tokens = stop_tokens.data<const int32_t>(),
+      .stops_from = stops_from.data<const int32_t>(),
+      .slots = data_or_null<const int32_t>(slots),
+      .batch = B,
+      .num_nodes = N,
+      .vocab = V,
+      .max_stops = M,
+      .num_slots = R,
+  };
+  SD_DISPATCH(check, stream, mask_stops, params);
+}
+
+void mask_stops_cpu(const MaskStopsParams& p) {
+  with_float_type(p.logits_dtype, [&]<class T>() {
+    for (int64_t b = 0; b < p.batch; ++b) {
+      const int64_t slot = slot_with_minimum(p, b);
+      for (int64_t i = 0; slot >= 0 && i < p.num_nodes * p.max_stops; ++i)
+        mask_stop<T>(p, b, slot, i / p.max_stops, i % p.max_stops);
+    }
+  });
+}
+
+}  // namespace specdec

@@ -1,0 +1,27 @@
+// One block a request, one thread a node and stop token. Where nobody has a minimum the launch is the cost.
+#include "core/cuda.cuh"
+#include "verify/mask_stops.h"
+
+namespace specdec {
+namespace {
+
+constexpr int kThreads = 128;
+
+template <class T>
+__global__ void __launch_bounds__(kThreads) mask_stops_kernel(MaskStopsParams p) {
+  begin_kernel();
+  const int64_t b = blockIdx.x, slot = slot_with_minimum(p, b);
+  if (slot < 0) return;
+  const auto stops = static_cast<uint32_t>(p.max_stops), count = static_cast<uint32_t>(p.num_nodes) * stops;
+  for (uint32_t i = threadIdx.x; i < count; i += kThreads) mask_stop<T>(p, b, slot, i / stops, i % stops);
+}
+
+}  // namespace
+
+void mask_stops_cuda(const MaskStopsParams& p, Stream stream) {
+  with_float_type(p.logits_dtype, [&]<class T>() {
+    launch("mask_stops", mask_stops_kernel<T>, {.grid = grid_x("mask_stops", p.batch), .threads = kThreads}, stream, p);
+  });
+}
+
+}  // namespace specdec

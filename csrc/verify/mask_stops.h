@@ -1,0 +1,43 @@
+// mask_stops: stop tokens get no probability where it is too early for them.
+#pragma once
+
+#include "core/dispatch.h"
+#include "core/floats.h"
+#include "core/slots.h"
+
+namespace specdec {
+
+struct MaskStopsParams {
+  void* logits;  // [batch, num_nodes, vocab], float dtype; requests and nodes this many elements apart:
+  Dtypes logits_dtype;
+  int64_t logits_batch_stride, logits_node_stride;
+  const int32_t* positions;    // [batch, num_nodes]: of the nodes' tokens
+  const int32_t* stop_tokens;  // [num_slots, max_stops], -1 for none
+  const int32_t* stops_from;   // [num_slots]: first position where a stop token may stand; 0 and below: anywhere
+  const int32_t* slots;        // [batch] or null
+  int64_t batch, num_nodes, vocab, max_stops, num_slots;
+};
+
+void mask_stops(CallStream stream, const TensorView& logits, const TensorView& positions, const TensorView& stop_tokens,
+                const TensorView& stops_from, const OptTensor& slots);
+
+void mask_stops_cpu(const MaskStopsParams& p);
+void mask_stops_cuda(const MaskStopsParams& p, Stream stream);
+
+// The slot of row b if it has a minimum, else -1.
+SD_HD int64_t slot_with_minimum(const MaskStopsParams& p, int64_t b) {
+  const int64_t slot = slot_of(p.slots, b, p.num_slots);
+  return slot >= 0 && p.stops_from[slot] > 0 ? slot : -1;
+}
+
+// Masks stop token m of a slot after one node.
+template <class T>
+SD_HD void mask_stop(const MaskStopsParams& p, int64_t b, int64_t slot, int64_t node, int64_t m) {
+  const int32_t token = p.stop_tokens[slot * p.max_stops + m];
+  const bool early = int64_t{p.positions[b * p.num_nodes + node]} + 1 < p.stops_from[slot];
+  if (!early || token < 0 || token >= p.vocab) return;
+  T* row = static_cast<T*>(p.logits) + b * p.logits_batch_stride + node * p.logits_node_stride;
+  row[token] = from_float<T>(-INFINITY);
+}
+
+}  // namespace specdec
