@@ -622,8 +622,10 @@ def test_empty_batch_and_no_rows(device: torch.device, batch: int, rows: int) ->
 @pytest.mark.sanitize
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_small(device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
-    cache = make_cache([66, 0], [3, 3], page_size=3, head_dim=head_dim, dtype=dtype, device=device)
+@pytest.mark.parametrize("fp8", [False, True], ids=["same", "fp8"])
+def test_small(device: torch.device, dtype: torch.dtype, head_dim: int, fp8: bool) -> None:
+    pools = FP8 if fp8 else dtype
+    cache = make_cache([66, 0], [3, 3], page_size=3, head_dim=head_dim, dtype=pools, device=device)
     check(torch.randn(2, 3, 4, head_dim, device=device).to(dtype), cache, mask=random_trees(2, 3))
     ends = torch.tensor([0, 1, 3], dtype=torch.int32)
     check(torch.randn(4, 4, head_dim, device=device).to(dtype), cache, cu_seqlens_q=ends)
