@@ -142,6 +142,11 @@ class Bench:
         if wrong is not None:
             return Result(NAME, setup.params(batch), str(setup.device), error=wrong)
         seconds, tokens = clock.full_rounds()
+        if not seconds:
+            short = (
+                f"no round had all {batch} requests: the first ended before the last began, which takes more --output"
+            )
+            return Result(NAME, setup.params(batch), str(setup.device), error=short)
         shares = {nodes: count / stats.rounds for nodes, count in stats.rounds_by_nodes.items() if count}
         bytes_moved, flops, floor = self.floor(batch, shares, ceilings)
         facts = {

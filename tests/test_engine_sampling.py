@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import pytest
@@ -18,15 +19,16 @@ MAX_LEN = 256
 NEW_TOKENS = 32
 NOISE = 1e-4  # what float32 logits of other shapes change in a probability
 
+# Every round drafts all it may: else so small a model, which costs as much for one node as for many, soon drafts little.
 SPECULATIONS = {
     "none": Speculation("NONE"),
     "ngram": Speculation("NGRAM"),
     "ngram-8": Speculation("NGRAM", num_draft_tokens=8),
-    "eagle3-chain": Speculation("EAGLE3", HEAD, num_steps=3, topk=1),
-    "eagle3-tree": Speculation("EAGLE3", HEAD, num_steps=5, topk=8, num_draft_tokens=32),
-    "eagle3-bush": Speculation("EAGLE3", HEAD, num_steps=2, topk=4, num_draft_tokens=9),
-    "eagle3+ngram": Speculation("EAGLE3+NGRAM", HEAD, num_steps=3, topk=4, num_draft_tokens=16),
-    "standalone": Speculation("STANDALONE", TARGET, num_steps=3, topk=2, num_draft_tokens=8),
+    "eagle3-chain": Speculation("EAGLE3", HEAD, num_steps=3, topk=1, adaptive=False),
+    "eagle3-tree": Speculation("EAGLE3", HEAD, num_steps=5, topk=8, num_draft_tokens=32, adaptive=False),
+    "eagle3-bush": Speculation("EAGLE3", HEAD, num_steps=2, topk=4, num_draft_tokens=9, adaptive=False),
+    "eagle3+ngram": Speculation("EAGLE3+NGRAM", HEAD, num_steps=3, topk=4, num_draft_tokens=16, adaptive=False),
+    "standalone": Speculation("STANDALONE", TARGET, num_steps=3, topk=2, num_draft_tokens=8, adaptive=False),
 }
 # Slots, page size, pages beyond those of one request.
 LAYOUTS = {"single": (1, 16, 0), "batched": (8, 16, 200), "page1": (3, 1, 500), "page3": (4, 3, 40)}
@@ -79,15 +81,16 @@ def close_draws(prompt: list[int], tokens: list[int], sampling: SamplingParams) 
         logits = reference_model()(torch.tensor([prompt + tokens])).logits[0, -1]
     u = reference.uniform(sampling.seed, len(prompt) + len(tokens))
     draws = set()
-    for slack in (-NOISE, 0.0, NOISE):
+    slacks = (-NOISE, 0.0, NOISE)
+    for more_p, more_min_p in itertools.product(slacks, slacks):
         p = reference.filtered(
             logits,
             sampling.temperature,
             sampling.top_k,
-            sampling.top_p + slack if sampling.top_p < 1 else 1.0,
-            sampling.min_p * (1 + slack),
+            sampling.top_p + more_p if sampling.top_p < 1 else 1.0,
+            sampling.min_p * (1 + more_min_p),
         )
-        draws |= {reference.drawn(p, min(max(u + e, 0.0), 1 - 1e-12)) for e in (-NOISE, 0.0, NOISE)}
+        draws |= {reference.drawn(p, min(max(u + e, 0.0), 1 - 1e-12)) for e in slacks}
     return draws
 
 

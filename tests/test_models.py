@@ -51,7 +51,7 @@ def test_greedy_text_is_that_of_transformers(
 @pytest.mark.parametrize("algorithm", ["NONE", "NGRAM", "EAGLE3", "STANDALONE"])
 def test_half_precision(algorithm: str, dtype: torch.dtype, device: torch.device) -> None:
     draft = {"EAGLE3": tiny_model("eagle3"), "STANDALONE": tiny_model("target")}.get(algorithm)
-    speculation = Speculation(algorithm, draft, num_steps=3, topk=2, num_draft_tokens=8)
+    speculation = Speculation(algorithm, draft, num_steps=3, topk=2, num_draft_tokens=8, adaptive=False)
     engine = Engine(tiny_model("target"), speculation=speculation, max_len=512, dtype=dtype, device=device)
     outputs = engine.generate(held_out("repeat")[:4], SamplingParams(max_new_tokens=24, ignore_eos=True))
     stats = [output.stats for output in outputs]
