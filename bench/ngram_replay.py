@@ -37,6 +37,7 @@ import torch
 
 import specdec_kernels as sd
 
+from .drafter import Drafter
 from .harness import Result
 from .record import record
 
@@ -60,30 +61,6 @@ class Score:
         """Per lookup."""
         sums = {"accepted": self.accepted, "drafted": self.drafted, "us": 1e6 * self.seconds}
         return {name: round(value / max(self.lookups, 1), 4) for name, value in sums.items()}
-
-
-class Drafter:
-    """What is replayed against: one request after another."""
-
-    def learn(self, document: Sequence[int]) -> None:
-        """Text that is there from the start."""
-        raise NotImplementedError
-
-    def begin(self, prompt: Sequence[int]) -> None:
-        """The next request; the one before has ended."""
-        raise NotImplementedError
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        """What the round has accepted, and the token behind that."""
-        raise NotImplementedError
-
-    def draft(self) -> Any:
-        """The call that is timed."""
-        raise NotImplementedError
-
-    def nodes(self, found: Any) -> tuple[list[int], list[int]]:
-        """Tokens and parents of what `draft` returned; node 0 is the root."""
-        raise NotImplementedError
 
 
 class Index(Drafter):

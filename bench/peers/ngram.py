@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..ngram_replay import Drafter
+from ..drafter import Drafter
 from . import installed
 
 TRIE_DEPTH, TRIE_NODES = 18, 10_000_000  # what sglang serves with

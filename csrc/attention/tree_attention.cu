@@ -1,11 +1,11 @@
 // Which kernel a call of tree_attention gets, from what is static about it: neither lengths nor tables are known here.
 #include <algorithm>
-#include <string_view>
 
 #include "attention/launch.h"
 #include "attention/merge_parts.cuh"
 #include "attention/wide/work_line.cuh"
 #include "core/errors.h"
+#include "core/wgmma.cuh"
 
 namespace specdec {
 namespace {
@@ -41,11 +41,9 @@ int64_t likely_rows(const TreeAttentionParams& p) {
 
 enum class Kernel { kMma, kWgmma, kWgmmaFp8 };
 
-// wgmma is Hopper's alone, and only a build for 90a has it. It multiplies 64 rows at a time, but even for 16 of them
-// that takes less time than their KV.
+// wgmma multiplies 64 rows at a time, but even for 16 of them that takes less time than their KV.
 Kernel kernel_for(const TreeAttentionParams& p) {
-  constexpr bool kBuilt = std::string_view(SPECDEC_CUDA_ARCHITECTURES).find("90a") != std::string_view::npos;
-  if (!kBuilt || device_attribute(cudaDevAttrComputeCapabilityMajor) != 9) return Kernel::kMma;
+  if (!has_wgmma("tree_attention")) return Kernel::kMma;
   return p.fp8 ? Kernel::kWgmmaFp8 : Kernel::kWgmma;
 }
 

@@ -7,8 +7,8 @@
 #include "attention/kv_stream.cuh"
 #include "attention/launch.h"
 #include "attention/merge_parts.cuh"
-#include "attention/wgmma.cuh"
 #include "attention/wide/wgmma_attention.cuh"
+#include "core/wgmma.cuh"
 
 namespace specdec {
 

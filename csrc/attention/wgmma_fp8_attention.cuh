@@ -11,7 +11,7 @@
 #include "attention/launch.h"
 #include "attention/merge_parts.cuh"
 #include "attention/mma_operands.cuh"
-#include "attention/wgmma.cuh"
+#include "core/wgmma.cuh"
 
 namespace specdec {
 

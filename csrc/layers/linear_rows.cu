@@ -13,9 +13,9 @@
 // kernel starts while those still run (programmatic dependent launch), and fills its rings before x is there: none of
 // them writes the weight.
 #include <algorithm>
-#include <string_view>
 
 #include "core/cuda.cuh"
+#include "core/wgmma.cuh"
 #include "layers/linear_rows.h"
 
 namespace specdec {
@@ -193,13 +193,11 @@ __global__ void __launch_bounds__(kWarps* kWarp, 1) linear_rows_kernel(LinearRow
 }  // namespace
 
 void linear_rows_cuda(const LinearRowsParams& p, Stream stream) {
-  int device = 0, most = 0, major = 0;
-  SD_CUDA_CHECK("linear_rows", cudaGetDevice(&device));
-  SD_CUDA_CHECK("linear_rows", cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-  constexpr bool kBuiltForWgmma = std::string_view(SPECDEC_CUDA_ARCHITECTURES).find("90a") != std::string_view::npos;
   // The copy engine takes no rows that overlap.
   const bool apart = (p.out == 1 || p.weight_stride >= p.in) && (p.rows == 1 || p.x_stride >= p.in);
-  if (kBuiltForWgmma && major == 9 && apart) return wgmma_linear_rows(p, stream);
+  if (apart && has_wgmma("linear_rows")) return wgmma_linear_rows(p, stream);
+  int device = 0, most = 0;
+  SD_CUDA_CHECK("linear_rows", cudaGetDevice(&device));
   SD_CUDA_CHECK("linear_rows", cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
   const int64_t tiles = (p.out + kTile - 1) / kTile;
   const auto blocks = static_cast<unsigned>(std::min<int64_t>(tiles, current_device("linear_rows").multiprocessors));

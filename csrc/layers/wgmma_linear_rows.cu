@@ -16,10 +16,10 @@
 #include <cute/arch/copy_sm90_desc.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
 
-#include "attention/wgmma.cuh"
 #include "core/cluster.cuh"
 #include "core/errors.h"
 #include "core/mbarrier.cuh"
+#include "core/wgmma.cuh"
 #include "layers/linear_rows.h"
 
 namespace specdec {

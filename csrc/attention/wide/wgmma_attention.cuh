@@ -7,8 +7,8 @@
 
 #include "attention/launch.h"
 #include "attention/warp_rows.cuh"
-#include "attention/wgmma.cuh"
 #include "attention/wide/kv_stream.cuh"
+#include "core/wgmma.cuh"
 
 namespace specdec::wide {
 
