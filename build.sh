@@ -10,6 +10,7 @@ usage: ./build.sh <verb>
   test    install, then run every check: formatting, types, tests                  (arguments go to pytest)
   dev     install editable into .venv with a persistent build directory
   wheel   build a wheel into dist/
+  docs    build the site of docs/ into build/site
 
 PYTHON names the interpreter (python3), SPECDEC_CUDA_ARCHITECTURES the GPUs to build for
 (this machine's, else 90a-real; a wheel: all).
@@ -114,6 +115,19 @@ wheel() {
   ls -l dist/*.whl
 }
 
+# The docstrings are read from the source: nothing is compiled.
+docs() {
+  setup_build
+  local stamp=$venv/.site-requirements
+  if outdated "$stamp"; then
+    echo "installing mkdocs"
+    pip_install mkdocs-material "mkdocstrings[python]" ruff # ruff sets the signatures
+    touch "$stamp"
+  fi
+  "$bin/mkdocs" build --strict --quiet
+  echo "build/site/index.html"
+}
+
 verb=${1:-}
 [ $# -eq 0 ] || shift
 # No `&&` behind a verb: it would switch `set -e` off inside.
@@ -122,6 +136,7 @@ case "$verb" in
   test) run_tests "$@" ;;
   dev) dev ;;
   wheel) wheel ;;
+  docs) docs ;;
   "") usage ;;
   *) usage >&2 && exit 2 ;;
 esac
