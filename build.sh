@@ -8,9 +8,9 @@ usage() {
 usage: ./build.sh <verb>
   demo    install, then generate text with the tiny model by speculative decoding  (arguments go to specdec generate)
   test    install, then run every check: formatting, types, tests                  (arguments go to pytest)
+  docs    build the site of docs/ into build/site
   dev     install editable into .venv with a persistent build directory
   wheel   build a wheel into dist/
-  docs    build the site of docs/ into build/site
 
 PYTHON names the interpreter (python3), SPECDEC_CUDA_ARCHITECTURES the GPUs to build for
 (this machine's, else 90a-real; a wheel: all).
@@ -134,9 +134,9 @@ verb=${1:-}
 case "$verb" in
   demo) demo "$@" ;;
   test) run_tests "$@" ;;
+  docs) docs ;;
   dev) dev ;;
   wheel) wheel ;;
-  docs) docs ;;
   "") usage ;;
   *) usage >&2 && exit 2 ;;
 esac
