@@ -8,6 +8,7 @@ usage() {
 usage: ./build.sh <verb>
   demo    install, then generate text with the tiny model by speculative decoding  (arguments go to specdec generate)
   test    install, then run every check: formatting, types, tests                  (arguments go to pytest)
+  docs    build the site of docs/ into build/site
   dev     install editable into .venv with a persistent build directory
   wheel   build a wheel into dist/
 
@@ -114,12 +115,26 @@ wheel() {
   ls -l dist/*.whl
 }
 
+# The docstrings are read from the source: nothing is compiled.
+docs() {
+  setup_build
+  local stamp=$venv/.site-requirements
+  if outdated "$stamp"; then
+    echo "installing mkdocs"
+    pip_install mkdocs-material "mkdocstrings[python]" ruff # ruff sets the signatures
+    touch "$stamp"
+  fi
+  "$bin/mkdocs" build --strict --quiet
+  echo "build/site/index.html"
+}
+
 verb=${1:-}
 [ $# -eq 0 ] || shift
 # No `&&` behind a verb: it would switch `set -e` off inside.
 case "$verb" in
   demo) demo "$@" ;;
   test) run_tests "$@" ;;
+  docs) docs ;;
   dev) dev ;;
   wheel) wheel ;;
   "") usage ;;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import re
 import subprocess
@@ -10,11 +11,15 @@ from pathlib import Path
 
 import pytest
 
+import specdec_kernels as sd
 from specdec_kernels._op_list import native_halves, public_ops
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
-PAGES = [README, *sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("examples/*/*.md"))]
+PAGES = [README, *sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("examples/*/*.md"))]
+
+# What the ops take and return, and the classes beside them.
+TYPES = {name for name, value in vars(sd).items() if inspect.isclass(value) and name != "RoundCosts"}
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
 
@@ -72,7 +77,7 @@ def verbs() -> list[str]:
 
 
 def test_verbs_named_are_verbs_of_build_sh() -> None:
-    assert verbs() == ["demo", "test", "dev", "wheel"]
+    assert verbs() == ["demo", "test", "docs", "dev", "wheel"]
     for page in PAGES:
         named = set(re.findall(r"\./build\.sh ([a-z]+)", page.read_text()))
         assert named <= set(verbs()), f"{page.name} names {named - set(verbs())}"
@@ -89,6 +94,24 @@ def test_op_table_names_the_ops() -> None:
     named = {name: (cpu, cuda) for _, names, _, cpu, cuda, _ in rows for name in re.findall(r"`(\w+)`", names)}
     expected = {op: ("✓", "✓") for op in public_ops() if native_halves(op)}
     assert named == expected | {"NgramIndex": ("✓", "✓")}
+
+
+def test_site_has_every_page_once() -> None:
+    nav = re.findall(r"- (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(nav) == sorted(str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md"))
+
+
+def test_site_has_every_public_name_once() -> None:
+    """What `import specdec_kernels` gives, each with its docstring on the page of its room."""
+    pages = "".join(page.read_text() for page in sorted((ROOT / "docs" / "ops").glob("*.md")))
+    shown = re.findall(r"^::: specdec_kernels\.[\w.]*?(\w+)$", pages, re.MULTILINE)
+    assert sorted(shown) == sorted({*public_ops(), *TYPES})
+
+
+def test_ops_are_called_in_the_examples_of_their_pages() -> None:
+    for page in sorted((ROOT / "docs" / "ops").glob("*.md")):
+        for op in re.findall(r"^::: specdec_kernels\.ops\.([a-z]\w+)$", page.read_text(), re.MULTILINE):
+            assert any(f"sd.{op}(" in block for block in python_blocks(page)), f"{page.name} does not call {op}"
 
 
 def test_design_page_names_every_room_of_csrc() -> None:
