@@ -199,8 +199,8 @@ wheel() {
     cu12 | cu13)
       nvcc=$(find_nvcc "${variant#cu}")
       [ -n "$nvcc" ] || fail "there is no nvcc of CUDA ${variant#cu}, expected one on the PATH or in" \
-        "/usr/local/cuda-${variant#cu}.*/bin (NVIDIA's packages cuda-nvcc-${toolkit[$variant]} and" \
-        "cuda-cudart-dev-${toolkit[$variant]}; the wheel nvidia-cuda-nvcc-cu12 on PyPI holds ptxas but no nvcc)"
+        "/usr/local/cuda-${variant#cu}.*/bin (NVIDIA's packages cuda-{nvcc,cudart-dev,cccl,nvtx}-${toolkit[$variant]};" \
+        "PyPI's nvidia-cuda-nvcc-cu12 holds ptxas but no nvcc)"
       PATH="$(dirname "$nvcc"):$PATH"
       setup_cuda
       ;;
