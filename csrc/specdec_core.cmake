@@ -1,0 +1,53 @@
+# Two header sets that live in wheels, found through the Python that builds: nothing is vendored.
+function(wheel_headers package subdirectory result)
+  execute_process(
+    COMMAND ${Python_EXECUTABLE} -c
+            "import importlib.util as u, os; print(os.path.dirname(u.find_spec('${package}').origin), end='')"
+    OUTPUT_VARIABLE root RESULT_VARIABLE failed ERROR_QUIET)
+  if(failed OR NOT EXISTS ${root}/${subdirectory})
+    message(FATAL_ERROR "The build needs the headers of the Python package ${package} (see build.sh: setup_build)")
+  endif()
+  set(${result} ${root}/${subdirectory} PARENT_SCOPE)
+endfunction()
+wheel_headers(tvm_ffi include DLPACK_INCLUDE)
+
+# specdec_core: every op, free of Python. With nvcc it has the CUDA halves too; without, only the CPU ones.
+file(GLOB_RECURSE CORE_SOURCES CONFIGURE_DEPENDS csrc/*.cpp)
+list(FILTER CORE_SOURCES EXCLUDE REGEX "csrc/bindings.cpp|csrc/core/python_tensor.cpp")
+add_library(specdec_core STATIC ${CORE_SOURCES})
+target_include_directories(specdec_core PUBLIC csrc)
+target_include_directories(specdec_core SYSTEM PUBLIC ${DLPACK_INCLUDE})
+target_link_libraries(specdec_core PUBLIC Threads::Threads)
+target_compile_options(specdec_core PUBLIC $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -ffp-contract=off -ffile-prefix-map=${CMAKE_SOURCE_DIR}/=>)
+# Its sums may be fused: they need not have the bits that another device gives. (It must not include core/exact_math.h:
+# the linker keeps one copy of an inline function.)
+set_source_files_properties(csrc/attention/tree_attention_cpu.cpp PROPERTIES COMPILE_OPTIONS -ffp-contract=fast)
+
+if(SPECDEC_CUDA)
+  include(CheckLanguage)
+  check_language(CUDA)
+endif()
+if(CMAKE_CUDA_COMPILER)
+  if(NOT CMAKE_CUDA_ARCHITECTURES)
+    set(CMAKE_CUDA_ARCHITECTURES 90a-real)
+  endif()
+  enable_language(CUDA)
+  find_package(CUDAToolkit REQUIRED)
+  wheel_headers(cutlass_library source/include CUTLASS_INCLUDE)
+  set(CMAKE_CUDA_STANDARD 20)
+  set(CMAKE_CUDA_RUNTIME_LIBRARY Static) # the wheel asks the host for a driver only
+  set(CMAKE_CUDA_VISIBILITY_PRESET hidden)
+
+  file(GLOB_RECURSE CUDA_SOURCES CONFIGURE_DEPENDS csrc/*.cu)
+  target_sources(specdec_core PRIVATE ${CUDA_SOURCES})
+  target_include_directories(specdec_core SYSTEM PRIVATE ${CUTLASS_INCLUDE})
+  target_link_libraries(specdec_core PUBLIC CUDA::cudart_static)
+  list(JOIN CMAKE_CUDA_ARCHITECTURES " " ARCHITECTURES) # with semicolons it would be several definitions
+  target_compile_definitions(
+    specdec_core PUBLIC SPECDEC_WITH_CUDA SPECDEC_CUDA_VERSION="${CUDAToolkit_VERSION_MAJOR}.${CUDAToolkit_VERSION_MINOR}"
+                        SPECDEC_CUDA_ARCHITECTURES="${ARCHITECTURES}")
+  target_compile_options(
+    specdec_core
+    PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr --extended-lambda -lineinfo
+            -Xcompiler=-Wall,-ffp-contract=off,-ffile-prefix-map=${CMAKE_SOURCE_DIR}/=>)
+endif()
