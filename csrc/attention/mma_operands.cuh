@@ -3,23 +3,11 @@
 #pragma once
 
 #include <cute/arch/copy_sm75.hpp>
-#include <cute/arch/mma_sm80.hpp>
 
 #include "attention/warp_rows.cuh"
+#include "core/mma.cuh"
 
 namespace specdec {
-
-template <class T>
-struct Mma;
-template <>
-struct Mma<BFloat16> : cute::SM80_16x8x16_F32BF16BF16F32_TN {};
-template <>
-struct Mma<Half> : cute::SM80_16x8x16_F32F16F16F32_TN {};
-
-template <class T>
-__device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  Mma<T>::fma(d[0], d[1], d[2], d[3], a[0], a[1], a[2], a[3], b0, b1, d[0], d[1], d[2], d[3]);
-}
 
 // Where row n of a segment's request and head begins, null behind the request.
 template <class T>

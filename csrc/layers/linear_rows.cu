@@ -15,6 +15,7 @@
 #include <algorithm>
 
 #include "core/cuda.cuh"
+#include "core/mma.cuh"
 #include "core/wgmma.cuh"
 #include "layers/linear_rows.h"
 
@@ -27,28 +28,11 @@ constexpr int kSlice = 64;  // numbers of a row that a warp takes at a time: fou
 constexpr int kSliceBytes = kTile * kSlice * 2;
 constexpr int kTiles = 4;  // at a time, which share what is read of x
 
-// d += a b.
-template <class T>
-__device__ __forceinline__ void multiply(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
-                                         uint32_t b1) {
-  if constexpr (std::is_same_v<T, BFloat16>)
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-  else
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-// Two steps: a thread's eight numbers of two rows of the weight and of one of x.
+// d += a b, two steps: a thread's eight numbers of two rows of the weight and of one of x.
 template <class T>
 __device__ __forceinline__ void multiply(float (&d)[4], const uint4& top, const uint4& bottom, const uint4& x) {
-  multiply<T>(d, top.x, bottom.x, top.y, bottom.y, x.x, x.y);
-  multiply<T>(d, top.z, bottom.z, top.w, bottom.w, x.z, x.w);
+  mma<T>(d, {top.x, bottom.x, top.y, bottom.y}, x.x, x.y);
+  mma<T>(d, {top.z, bottom.z, top.w, bottom.w}, x.z, x.w);
 }
 
 // Rows beyond the last are read as the last, and not written.
