@@ -11,6 +11,23 @@ function(wheel_headers package subdirectory result)
 endfunction()
 wheel_headers(tvm_ffi include DLPACK_INCLUDE)
 
+# CUDA's defaults, which a target takes over when it is made.
+if(SPECDEC_CUDA)
+  include(CheckLanguage)
+  check_language(CUDA)
+endif()
+if(CMAKE_CUDA_COMPILER)
+  if(NOT CMAKE_CUDA_ARCHITECTURES)
+    set(CMAKE_CUDA_ARCHITECTURES 90a-real)
+  endif()
+  set(CMAKE_CUDA_STANDARD 20)
+  set(CMAKE_CUDA_RUNTIME_LIBRARY Static) # the wheel asks the host for a driver only
+  set(CMAKE_CUDA_VISIBILITY_PRESET hidden)
+  enable_language(CUDA)
+  find_package(CUDAToolkit REQUIRED)
+  wheel_headers(cutlass_library source/include CUTLASS_INCLUDE)
+endif()
+
 # specdec_core: every op, free of Python. With nvcc it has the CUDA halves too; without, only the CPU ones.
 file(GLOB_RECURSE CORE_SOURCES CONFIGURE_DEPENDS csrc/*.cpp)
 list(FILTER CORE_SOURCES EXCLUDE REGEX "csrc/bindings.cpp|csrc/core/python_tensor.cpp")
@@ -23,21 +40,7 @@ target_compile_options(specdec_core PUBLIC $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wext
 # the linker keeps one copy of an inline function.)
 set_source_files_properties(csrc/attention/tree_attention_cpu.cpp PROPERTIES COMPILE_OPTIONS -ffp-contract=fast)
 
-if(SPECDEC_CUDA)
-  include(CheckLanguage)
-  check_language(CUDA)
-endif()
 if(CMAKE_CUDA_COMPILER)
-  if(NOT CMAKE_CUDA_ARCHITECTURES)
-    set(CMAKE_CUDA_ARCHITECTURES 90a-real)
-  endif()
-  enable_language(CUDA)
-  find_package(CUDAToolkit REQUIRED)
-  wheel_headers(cutlass_library source/include CUTLASS_INCLUDE)
-  set(CMAKE_CUDA_STANDARD 20)
-  set(CMAKE_CUDA_RUNTIME_LIBRARY Static) # the wheel asks the host for a driver only
-  set(CMAKE_CUDA_VISIBILITY_PRESET hidden)
-
   file(GLOB_RECURSE CUDA_SOURCES CONFIGURE_DEPENDS csrc/*.cu)
   target_sources(specdec_core PRIVATE ${CUDA_SOURCES})
   target_include_directories(specdec_core SYSTEM PRIVATE ${CUTLASS_INCLUDE})

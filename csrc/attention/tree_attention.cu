@@ -43,7 +43,7 @@ enum class Kernel { kMma, kWgmma, kWgmmaFp8 };
 
 // wgmma multiplies 64 rows at a time, but even for 16 of them that takes less time than their KV.
 Kernel kernel_for(const TreeAttentionParams& p) {
-  if (!has_wgmma("tree_attention")) return Kernel::kMma;
+  if (!current_device("tree_attention").has_wgmma) return Kernel::kMma;
   return p.fp8 ? Kernel::kWgmmaFp8 : Kernel::kWgmma;
 }
 

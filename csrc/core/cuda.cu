@@ -1,5 +1,5 @@
 #include <atomic>
-#include <cstdlib>
+#include <string_view>
 
 #include "core/cluster.cuh"
 #include "core/errors.h"
@@ -24,8 +24,9 @@ unsigned grid_x(const char* op, int64_t blocks) {
 
 Device current_device(const char* op) {
   // Asked once of each device: an op needs the answer twice, and each attribute costs it 30 ns.
-  constexpr int kRemembered = 64;
-  static std::atomic<int> remembered[kRemembered];  // multiprocessors, negative before Hopper; 0: not asked yet
+  constexpr int kRemembered = 64, kMajors = 64;
+  constexpr bool kBuiltForWgmma = std::string_view(SPECDEC_CUDA_ARCHITECTURES).find("90a") != std::string_view::npos;
+  static std::atomic<int> remembered[kRemembered];  // multiprocessors * kMajors + major; 0: not asked yet
   int device = 0;
   SD_CUDA_CHECK(op, cudaGetDevice(&device));
   int known = device < kRemembered ? remembered[device].load(std::memory_order_relaxed) : 0;
@@ -33,10 +34,13 @@ Device current_device(const char* op) {
     int multiprocessors = 0, major = 0;
     SD_CUDA_CHECK(op, cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
     SD_CUDA_CHECK(op, cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-    known = major >= 9 ? multiprocessors : -multiprocessors;
+    known = multiprocessors * kMajors + major;
     if (device < kRemembered) remembered[device].store(known, std::memory_order_relaxed);
   }
-  return {.multiprocessors = std::abs(known), .is_hopper_or_later = known > 0};
+  const int major = known % kMajors;
+  return {.multiprocessors = known / kMajors,
+          .is_hopper_or_later = major >= 9,
+          .has_wgmma = kBuiltForWgmma && major == 9};
 }
 
 unsigned cluster_size(const char* op, int64_t tasks, int blocks_per_sm, int64_t useful) {

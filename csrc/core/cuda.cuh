@@ -34,6 +34,7 @@ struct LaunchShape {
 struct Device {
   int multiprocessors;
   bool is_hopper_or_later;  // has clusters and programmatic dependent launch
+  bool has_wgmma;           // as Hopper alone does, and this build its instructions
 };
 Device current_device(const char* op);
 

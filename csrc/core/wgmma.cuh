@@ -3,22 +3,12 @@
 
 #include <cute/arch/mma_sm90.hpp>
 #include <cute/arch/mma_sm90_desc.hpp>
-#include <string_view>
 #include <utility>
 
 #include "core/cuda.cuh"
 #include "core/floats.h"
 
 namespace specdec {
-
-// Whether the current device has it, as Hopper alone does, and this build its instructions.
-inline bool has_wgmma(const char* op) {
-  constexpr bool kBuilt = std::string_view(SPECDEC_CUDA_ARCHITECTURES).find("90a") != std::string_view::npos;
-  int device = 0, major = 0;
-  SD_CUDA_CHECK(op, cudaGetDevice(&device));
-  SD_CUDA_CHECK(op, cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-  return kBuilt && major == 9;
-}
 
 // Multiplications of a warpgroup: 64 rows of A, from shared memory or registers, by 16 x N of B from shared memory.
 template <class T, int N, cute::SM90::GMMA::Major kMajorB>
