@@ -24,7 +24,7 @@ SPARE_POSITIONS = 320
 # Of x and of the weight, up to where `linear_rows` was measured to be faster than cuBLAS: of any weight, and on Hopper
 # of one whose rows its blocks take at once.
 FEW_ROWS = 64
-MORE_ROWS, MORE_OUTS = 96, 32768
+MORE_ROWS, MORE_OUTS = 128, 32768
 
 
 @cache
