@@ -17,6 +17,7 @@ from ..compare import bytes_of, expect_close, expect_equal, poisoned
 from ..harness import Case, Params, Work
 
 DOCUMENT, STREAM, CHUNK = 40_000, 300, 1 << 16
+ROUND = 4  # tokens accepted in one
 VOCAB = 32_000
 
 
@@ -30,10 +31,10 @@ def repetitive_text(length: int, first_id: int = 0) -> Tensor:
     return torch.cat([phrases[i] for i in chosen])[:length].contiguous()
 
 
-def filled_index(held: int, batch: int, device: torch.device) -> sd.NgramIndex:
+def filled_index(held: int, batch: int, device: torch.device, threads: int = 1) -> sd.NgramIndex:
     """With `held` tokens that no other text shares, so that what follows must draft as if they were not there."""
     tokens = held + DOCUMENT + (batch + 1) * STREAM
-    index = sd.NgramIndex(tokens, num_slots=batch, max_len=2**31 - 1, device=device)
+    index = sd.NgramIndex(tokens, num_slots=batch, max_len=2**31 - 1, num_threads=threads, device=device)
     for start in range(0, held, 1 << 20):
         index.insert(repetitive_text(min(held - start, 1 << 20), first_id=10 * VOCAB).to(device))
     return index
@@ -71,16 +72,23 @@ def expect_drafts(plain: reference.NgramIndex, out: dict[str, Tensor], mode: str
 
 def ngram_draft(device: torch.device, p: Params) -> Work:
     batch, nodes = p["batch"], p["nodes"]
-    index, plain = filled_index(p["held"], batch, device), reference.NgramIndex()
+    index, plain = filled_index(p["held"], batch, device, p.get("threads", 1)), reference.NgramIndex()
     text = repetitive_text(DOCUMENT)
-    for slot in (None, *range(batch)):
-        start = int(torch.randint(0, DOCUMENT - STREAM, ()))
-        part = text if slot is None else text[start : start + STREAM].contiguous()
-        index.insert(part.to(device), slot)
-        plain.insert(part.tolist(), slot)
-
     seq_lens = torch.full((batch,), STREAM - 1, dtype=torch.int32, device=device)
     out = outputs(batch, nodes, device)
+    starts = torch.randint(0, DOCUMENT - STREAM, (batch,)).tolist()
+
+    def insert(part: Tensor, slot: int | None) -> None:
+        index.insert(part.contiguous().to(device), slot)
+        plain.insert(part.tolist(), slot)
+
+    insert(text, None)
+    for slot, start in enumerate(starts):
+        insert(text[start : start + STREAM - ROUND], slot)
+    index.draft(None, seq_lens, nodes, mode=p["mode"], **out)  # the round before
+    for slot, start in enumerate(starts):
+        plain.draft(slot, nodes, mode=p["mode"])
+        insert(text[start : start + STREAM][-ROUND:], slot)
     return Work(
         call=lambda: index.draft(None, seq_lens, nodes, mode=p["mode"], **out),
         check=lambda: expect_drafts(plain, out, p["mode"]),
@@ -136,11 +144,13 @@ def ngram_insert(device: torch.device, p: Params) -> Work:
 
 
 HELD = (100_000, 1_000_000, 10_000_000)
+DRAFTS = {"batch": (1, 8, 64, 128), "nodes": (8, 16, 64), "mode": ("tree", "chain"), "held": HELD}
 CASES = [
     Case(
         "ngram_draft",
-        grid={"batch": (1, 8, 64, 128), "nodes": (8, 16, 64), "mode": ("tree", "chain"), "held": HELD},
-        base={"batch": 1, "nodes": 16, "mode": "tree", "held": 1_000_000},
+        grid=DRAFTS,
+        cpu_grid={**DRAFTS, "threads": (1, 2, 4, 8, 16)},
+        base={"batch": 1, "nodes": 16, "mode": "tree", "held": 1_000_000, "threads": 1},
         make=ngram_draft,
     ),
     Case(
