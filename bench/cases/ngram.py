@@ -31,10 +31,10 @@ def repetitive_text(length: int, first_id: int = 0) -> Tensor:
     return torch.cat([phrases[i] for i in chosen])[:length].contiguous()
 
 
-def filled_index(held: int, batch: int, device: torch.device, threads: int = 1) -> sd.NgramIndex:
+def filled_index(held: int, batch: int, device: torch.device) -> sd.NgramIndex:
     """With `held` tokens that no other text shares, so that what follows must draft as if they were not there."""
     tokens = held + DOCUMENT + (batch + 1) * STREAM
-    index = sd.NgramIndex(tokens, num_slots=batch, max_len=2**31 - 1, num_threads=threads, device=device)
+    index = sd.NgramIndex(tokens, num_slots=batch, max_len=2**31 - 1, device=device)
     for start in range(0, held, 1 << 20):
         index.insert(repetitive_text(min(held - start, 1 << 20), first_id=10 * VOCAB).to(device))
     return index
@@ -72,7 +72,7 @@ def expect_drafts(plain: reference.NgramIndex, out: dict[str, Tensor], mode: str
 
 def ngram_draft(device: torch.device, p: Params) -> Work:
     batch, nodes = p["batch"], p["nodes"]
-    index, plain = filled_index(p["held"], batch, device, p.get("threads", 1)), reference.NgramIndex()
+    index, plain = filled_index(p["held"], batch, device), reference.NgramIndex()
     text = repetitive_text(DOCUMENT)
     seq_lens = torch.full((batch,), STREAM - 1, dtype=torch.int32, device=device)
     out = outputs(batch, nodes, device)
@@ -144,13 +144,11 @@ def ngram_insert(device: torch.device, p: Params) -> Work:
 
 
 HELD = (100_000, 1_000_000, 10_000_000)
-DRAFTS = {"batch": (1, 8, 64, 128), "nodes": (8, 16, 64), "mode": ("tree", "chain"), "held": HELD}
 CASES = [
     Case(
         "ngram_draft",
-        grid=DRAFTS,
-        cpu_grid={**DRAFTS, "threads": (1, 2, 4, 8, 16)},
-        base={"batch": 1, "nodes": 16, "mode": "tree", "held": 1_000_000, "threads": 1},
+        grid={"batch": (1, 8, 64, 128), "nodes": (8, 16, 64), "mode": ("tree", "chain"), "held": HELD},
+        base={"batch": 1, "nodes": 16, "mode": "tree", "held": 1_000_000},
         make=ngram_draft,
     ),
     Case(

@@ -91,7 +91,7 @@ struct alignas(8) NgramFollowed {
 };
 
 // A stream that has ended stays until its slot is given away, so that its request may resume it.
-struct NgramSlot {
+struct alignas(16) NgramSlot {
   uint64_t request;  // the caller's number + 1, 0 = none
   uint32_t live;
   uint32_t length;               // tokens of the stream

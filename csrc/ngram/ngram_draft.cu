@@ -141,7 +141,8 @@ __device__ __forceinline__ int find_places(const NgramDraftParams& p, const Requ
     const int last = ngram_followed(request.followed, request.length);
     const NgramFollowed followed{last == 0 ? request.followed[0].position : request.followed[1].position,
                                  last == 0 ? request.followed[0].length : request.followed[1].length};
-    s.places.position[0] = num_scopes > 0 ? ngram_follow(v, followed, request.length) : kNgramNone;
+    const uint32_t place = num_scopes > 0 ? ngram_follow(v, followed, request.length) : kNgramNone;
+    if (lane == 0) s.places.position[0] = place;
   }
   if (rank >= num_scopes) return num_scopes;
   const uint32_t scope = rank == 0 ? scopes[0] : rank == 1 ? scopes[1] : scopes[2];
