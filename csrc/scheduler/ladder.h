@@ -32,7 +32,8 @@ int64_t choose_num_nodes(int64_t batch, std::span<const double> accepted, const 
 
 class Ladder {
  public:
-  explicit Ladder(const std::vector<int64_t>& nodes);
+  // A round gives a request `accept_width` tokens at most.
+  Ladder(const std::vector<int64_t>& nodes, int64_t accept_width);
 
   // Until there are costs, every round is of the highest rung.
   void set_costs(RoundCosts costs);

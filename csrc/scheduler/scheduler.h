@@ -5,7 +5,7 @@
 //
 // Exceptions. Whatever an executor call throws leaves step() unchanged, and the requests of that call end:
 //
-// - begin, prefill, activate: that request, with kError.
+// - begin, prefill, activate: every request of the call, with kError.
 // - launch: every request of the round, with kError; the round's tokens are unknown and dropped. (A record that only
 //   gives back slots has no requests.) The next step() asks the device how far it came, and goes on from there.
 // - busy: as launch, for the round waited for.
@@ -96,11 +96,11 @@ class Scheduler {
   void read_mail();
   void make_room();
   void admit();
-  void prefill_one_chunk();
+  void prefill();
+  void activate();
   bool launch_round();
   void read_oldest_round();
   bool read_row(const RowResult& result, size_t rung, Request& request);
-  void activate(Request& request);
   void send(const Commands& commands, int64_t batch = 0, int64_t num_nodes = 0);
   int64_t time_round(int64_t batch, int64_t num_nodes);
   void wait_until(const std::function<bool()>& done);
