@@ -250,7 +250,7 @@ class Device:
     def needed(self, rounds: int) -> int:
         growth = self.sizes.accept_width * rounds
         held = [s for s in self.slots.values() if not s.left]
-        return sum(self.sizes.pages(len(s.text) - 1 + (growth if s.active else 0)) for s in held)
+        return sum(self.sizes.pages(len(s.text) - 1 + (growth if s.started else 0)) for s in held)
 
     def take_pages(self, slot: Slot) -> None:
         slot.pages = max(slot.pages, self.sizes.pages(len(slot.text) - 1))
