@@ -156,7 +156,7 @@ def test_drafts_that_never_come_true_cost_next_to_nothing() -> None:
     rounds = device.run(2000)
     tried = [i for i, nodes in enumerate(rounds) if nodes > 1]
     assert {rounds[i] for i in tried} == {2}  # the next rung is twice as dear already
-    assert 10 <= len(tried) <= 2000 / 64 and all(b - a >= 64 for a, b in pairwise(tried))
+    assert 10 <= len(tried) <= 2000 / 64 and all(b == a + 1 or b - a >= 64 for a, b in pairwise(tried))
     assert device.us < 1.02 * 2000 * bound(64, 1)
 
 
@@ -164,7 +164,7 @@ def test_cheap_rungs_are_all_tried_at_once() -> None:
     device = Device(flat, 0.0)
     device.scheduler.measure_rounds()
     rounds = device.run(2000)[500:]
-    assert set(rounds) == {1, NODES[-1]} and rounds.count(NODES[-1]) <= 1500 / 64 + 1
+    assert set(rounds) == {1, NODES[-1]} and rounds.count(NODES[-1]) <= 1500 / 64 + 2
 
 
 @pytest.mark.parametrize(("cost", "batch"), [(flat, 1), (bound, 8), (bound, 40)])
@@ -174,7 +174,7 @@ def test_it_climbs_again(cost: Callable[[int, int], float], batch: int) -> None:
     device.run(300)
     assert device.run(500).count(1) > 480
     device.rate = 0.95
-    device.run(1500 if batch == 1 else 400)
+    device.run(3000 if batch == 1 else 1200)
     rounds = device.run(100)
     assert rounds.count(best_nodes(device, batch)) > 80, rounds
     device.rate = 0.0
@@ -182,14 +182,20 @@ def test_it_climbs_again(cost: Callable[[int, int], float], batch: int) -> None:
     assert device.run(200).count(1) > 190
 
 
-def test_it_starts_high_enough_to_see() -> None:
+def test_larger_trees_are_not_judged_from_where_small_ones_end() -> None:
     """A text in which every fourth draft is wrong, and requests that come together: in rounds of two nodes most would
     begin amid such a piece, from where larger trees look worse than they are."""
     us = {1: 5400, 2: 5500, 4: 8600, 8: 14500, 16: 24000}
     device = Device(lambda _batch, nodes: us[nodes], 0.0, 64)
     device.wrong_each = 4
     device.scheduler.measure_rounds()
-    assert device.run(300).count(4) > 285
+    assert device.run(300).count(4) > 270
+    device.wrong_each = 1
+    device.run(300)
+    assert device.run(100).count(1) > 90
+    device.wrong_each = 4
+    device.run(600)
+    assert device.run(100).count(4) > 80
 
 
 def test_prefixes_cost_all_rungs_the_same() -> None:

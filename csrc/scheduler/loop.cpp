@@ -172,9 +172,11 @@ bool Scheduler::launch_round() {
 
   ++turn_number_;
   const size_t size = std::ranges::lower_bound(config_.batch_sizes, std::ssize(requests)) - config_.batch_sizes.begin();
+  const size_t rung = ladder_.next(size);
   Round round{.number = num_launched_,
               .size = size,
-              .rung = ladder_.next(size),
+              .rung = rung,
+              .shown = std::min(rung, last_rung_),
               .rows = {},
               .follows = !in_flight_.empty() && !other_work_};
   std::vector<int32_t> slots;
@@ -187,6 +189,7 @@ bool Scheduler::launch_round() {
   for (Request* request : requests) ++request->in_flight;
   in_flight_.push_back(std::move(round));
   other_work_ = false;
+  last_rung_ = rung;
   return true;
 }
 
@@ -226,7 +229,7 @@ void Scheduler::read_oldest_round() {
     if (request.id != round.rows[b].request_id) continue;  // it has ended since
     ++next;
     --request.in_flight;
-    progress |= read_row(results_.row(round.number, static_cast<int64_t>(b)), round.rung, request);
+    progress |= read_row(results_.row(round.number, static_cast<int64_t>(b)), round.shown, request);
   }
   publish();
 
@@ -250,7 +253,7 @@ std::vector<Request*> Scheduler::still_held(const Round& round) const {
 }
 
 // What the round did for one request. False when it stalled; then its state is as before the round.
-bool Scheduler::read_row(const RowResult& result, size_t rung, Request& request) {
+bool Scheduler::read_row(const RowResult& result, size_t shown_rung, Request& request) {
   const int64_t count = result.out_len;
   const auto reason = static_cast<FinishReason>(result.finish_reason);
   const bool goes_on = reason == FinishReason::kNone;
@@ -274,7 +277,7 @@ bool Scheduler::read_row(const RowResult& result, size_t rung, Request& request)
     finish_held(request, reason);
     return true;
   }
-  ladder_.observe(rung, {result.path + 1, result.path + count});  // of a last round some may have been cut off
+  ladder_.observe(shown_rung, {result.path + 1, result.path + count});  // of a last round some may have been cut off
   if (request.streams) note_tokens(request, reason, 0);
   return true;
 }

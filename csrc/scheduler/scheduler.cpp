@@ -30,6 +30,7 @@ Scheduler::Scheduler(const Config& config, Executor& executor, const RingMemory&
       recorder_(traces, config.nodes),
       ladder_(config.nodes, config.accept_width),
       slots_(config.num_slots),
+      last_rung_(config.nodes.size() - 1),
       free_pages_(config.num_pages) {}
 
 // --- any thread

@@ -86,6 +86,7 @@ class Scheduler {
     };
     int64_t number;
     size_t size, rung;  // of config.batch_sizes, of config.nodes
+    size_t shown;       // the highest rung of which it shows what it brings
     std::vector<Row> rows;
     bool follows;  // nothing but a round lies between it and the one before
   };
@@ -100,7 +101,7 @@ class Scheduler {
   void activate();
   bool launch_round();
   void read_oldest_round();
-  bool read_row(const RowResult& result, size_t rung, Request& request);
+  bool read_row(const RowResult& result, size_t shown_rung, Request& request);
   void send(const Commands& commands, int64_t batch = 0, int64_t num_nodes = 0);
   int64_t time_round(int64_t batch, int64_t num_nodes);
   void wait_until(const std::function<bool()>& done);
@@ -142,6 +143,7 @@ class Scheduler {
   int64_t num_sent_ = 0;             // command records
   int64_t num_launched_ = 0;         // rounds
   uint64_t turn_number_ = 0;         // of turns that launched a round
+  size_t last_rung_;                 // of the last round launched
   bool other_work_ = false;          // something else than a round went to the device since the last round
   bool stuck_ = false;               // no slot of the round read last went on
   bool unsure_ = false;              // a launch threw: the device may or may not have come to it
