@@ -38,9 +38,8 @@ Device current_device(const char* op) {
     if (device < kRemembered) remembered[device].store(known, std::memory_order_relaxed);
   }
   const int major = known % kMajors;
-  return {.multiprocessors = known / kMajors,
-          .is_hopper_or_later = major >= 9,
-          .has_wgmma = kBuiltForWgmma && major == 9};
+  return {
+      .multiprocessors = known / kMajors, .is_hopper_or_later = major >= 9, .has_wgmma = kBuiltForWgmma && major == 9};
 }
 
 unsigned cluster_size(const char* op, int64_t tasks, int blocks_per_sm, int64_t useful) {
