@@ -73,7 +73,7 @@ def test_gate_rows_at_the_ends(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("rows", [0, 1, 3, 8, 9, 33, 64])
+@pytest.mark.parametrize("rows", [0, 1, 3, 8, 9, 33, 64, 90, 128])
 @pytest.mark.parametrize(("width", "outs"), [(64, 1), (320, 17), (1088, 48), (512, 5000), (192, 40000)])
 def test_linear_rows(rows: int, width: int, outs: int, dtype: torch.dtype, device: torch.device) -> None:
     x = torch.randn(rows, width, device=device).to(dtype)
@@ -86,29 +86,50 @@ def test_linear_rows(rows: int, width: int, outs: int, dtype: torch.dtype, devic
             check(out[:, :outs], reference.linear_rows(x, weight, bias))
 
 
-def test_linear_rows_of_strided_rows(device: torch.device) -> None:
-    x, weight = (torch.randn(n, 128, device=device).bfloat16() for n in (15, 20))
-    check(sd.linear_rows(x[::2, 32:96], weight[::3, 64:]), reference.linear_rows(x[::2, 32:96], weight[::3, 64:]))
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("rows", [0, 2, 14, 32, 64, 70, 128])
+@pytest.mark.parametrize(("width", "outs"), [(64, 8), (1152, 40), (512, 2504), (192, 20000)])
+def test_linear_rows_gated(rows: int, width: int, outs: int, dtype: torch.dtype, device: torch.device) -> None:
+    x = torch.randn(rows, width, device=device).to(dtype)
+    weight = (torch.randn(2 * outs, width, device=device) * width**-0.5).to(dtype)
+    for bias in (None, torch.randn(2 * outs, device=device).to(dtype)):
+        out = torch.full((rows, outs + 8), torch.nan, device=device).to(dtype)
+        sd.linear_rows(x, weight, bias, gated=True, out=out[:, :outs])
+        assert out[:, outs:].isnan().all()
+        if rows:
+            check(out[:, :outs], reference.linear_rows(x, weight, bias, gated=True))
 
 
-def test_linear_rows_does_not_depend_on_its_neighbours(device: torch.device) -> None:
-    x, weight = (torch.randn(n, 512, device=device).bfloat16() for n in (80, 3000))
-    whole = torch.cat([sd.linear_rows(x[:40], weight), sd.linear_rows(x[40:], weight)])
-    for first, last in ((0, 1), (3, 5), (2, 8), (7, 23), (40, 80)):
-        assert torch.equal(sd.linear_rows(x[first:last], weight), whole[first:last])
+@pytest.mark.sanitize
+@pytest.mark.parametrize("gated", [False, True])
+def test_linear_rows_of_strided_rows(gated: bool, device: torch.device) -> None:
+    for rows, width, outs in ((15, 64, 32), (200, 256, 96)):
+        x, weight = (torch.randn(n, width + 96, device=device).bfloat16() for n in (rows, 2 * outs))
+        x, weight = x[::2, 32 : 32 + width], weight[::2, 64 : 64 + width]
+        check(sd.linear_rows(x, weight, gated=gated), reference.linear_rows(x, weight, gated=gated))
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("outs", [3008, 20000])
+def test_linear_rows_does_not_depend_on_its_neighbours(outs: int, gated: bool, device: torch.device) -> None:
+    x, weight = (torch.randn(n, 512, device=device).bfloat16() for n in (200, outs))
+    whole = torch.cat([sd.linear_rows(part, weight, gated=gated) for part in x.split(40)])
+    for first, last in ((0, 1), (3, 5), (2, 8), (7, 23), (40, 80), (30, 110), (70, 198)):
+        assert torch.equal(sd.linear_rows(x[first:last], weight, gated=gated), whole[first:last])
 
 
 @pytest.mark.parametrize(
-    ("shape", "weight", "message"),
+    ("shape", "weight", "gated", "message"),
     [
-        ((65, 64), (4, 64), "linear_rows: rows is 65, expected 0 to 64"),
-        ((2, 96), (4, 96), "linear_rows: in_features is 96, expected a multiple of 64"),
-        ((2, 64), (4, 128), "linear_rows: weight has shape [4, 128], expected [out_features, in_features=64]"),
+        ((129, 64), (4, 64), False, "linear_rows: rows is 129, expected 0 to 128"),
+        ((2, 96), (4, 96), False, "linear_rows: in_features is 96, expected a multiple of 64"),
+        ((2, 64), (4, 128), False, "linear_rows: weight has shape [4, 128], expected [out_features, in_features=64]"),
+        ((2, 64), (24, 64), True, "linear_rows: 2 * out_features is 24, expected a multiple of 16"),
     ],
 )
-def test_linear_rows_refuses(shape: tuple[int, int], weight: tuple[int, int], message: str) -> None:
+def test_linear_rows_refuses(shape: tuple[int, int], weight: tuple[int, int], gated: bool, message: str) -> None:
     with pytest.raises(ValueError) as error:
-        sd.linear_rows(torch.zeros(shape).bfloat16(), torch.zeros(weight).bfloat16())
+        sd.linear_rows(torch.zeros(shape).bfloat16(), torch.zeros(weight).bfloat16(), gated=gated)
     assert str(error.value) == message
 
 

@@ -257,7 +257,10 @@ def calls(op: str, device: torch.device) -> list[tuple[tuple[Any, ...], dict[str
             ((floats(3, 64), floats(64), 1e-5), {"residual": floats(3, 64)}),
         ],
         "gate_rows": [((floats(3, 64),), {})],
-        "linear_rows": [((floats(3, 64, dtype=torch.bfloat16), floats(24, 64, dtype=torch.bfloat16)), {})],
+        "linear_rows": [
+            ((floats(3, 64, dtype=torch.bfloat16), floats(48, 64, dtype=torch.bfloat16)), options)
+            for options in ({}, {"gated": True})
+        ],
         "rotate_qkv": [
             ((floats(2, 3, 8, 64), floats(30, 64), ints(2, 3), pools[0][0], pools[1][0], table, lens), {}),
             ((floats(2, 3, 8, 64), floats(30, 64), ints(2, 3), pools[0][0], pools[1][0], table, lens), both),

@@ -109,7 +109,7 @@ CASES = (
     Case("gate_rows", grid={"rows": ROWS, "width": (12288,), "dtype": ("bfloat16",)}, make=gate_rows),
     Case(
         "linear_rows",
-        grid={"rows": (1, 16, 64), "width": (4096, 12288), "outs": (4096, 6144, 24576), "dtype": ("bfloat16",)},
+        grid={"rows": (1, 16, 64, 128), "width": (4096, 12288), "outs": (4096, 6144, 24576), "dtype": ("bfloat16",)},
         cpu_grid={"rows": (1, 6), "width": (1024,), "outs": (1024,), "dtype": ("bfloat16",)},
         make=linear_rows,
     ),

@@ -36,14 +36,50 @@ void write_head(const WriteKvParams& p, const char* from, char* to, float scale)
 
 }  // namespace
 
+WriteKvParams WriteKvArguments::check(Check& check, Dim& batch, Dim& heads, Dim& head_dim, Dtypes dtype) const {
+  constexpr int64_t kMax = std::numeric_limits<int32_t>::max();
+  Dim P{"num_pages"}, Z{"page_size"}, R{"num_slots"}, M{"max_pages"};
+  check.strided_output("k_pool", k_pool, {P, Z, heads, head_dim}, dtype | kFloat8);
+  check.range("page_size", Z, 1, kMax);
+  check.strided_output("v_pool", v_pool, {P, Z, heads, head_dim}, dtype_of(k_pool));
+  check.tensor("page_table", page_table, {R, M}, kInt32);
+  check.tensor("start_lens", start_lens, {R}, kInt32);
+  check.range("row_offset", row_offset, -kMax, kMax);
+  check.slots(slots, batch, R);
+  check.tensor("num_valid", num_valid, {batch}, kInt32);
+  check.tensor("page_refs", page_refs, {P}, kInt32);
+  const float k_factor = pool_scale(check, "k_scale", k_scale, k_pool);
+  const float v_factor = pool_scale(check, "v_scale", v_scale, v_pool);
+  check.output("status", status, {R}, kInt32);
+  WriteKvParams p{};
+  p.k_pool = pool_view(k_pool, 0);
+  p.v_pool = pool_view(v_pool, 0);
+  p.rows = {.page_table = page_table.data<int32_t>(),
+            .page_refs = data_or_null<const int32_t>(page_refs),
+            .max_pages = M,
+            .num_pages = P,
+            .page_size = Z};
+  p.start_lens = start_lens.data<int32_t>();
+  p.row_offset = row_offset;
+  p.slots = data_or_null<const int32_t>(slots);
+  p.num_valid = data_or_null<const int32_t>(num_valid);
+  p.status = data_or_null<int32_t>(status);
+  p.batch = batch;
+  p.num_slots = R;
+  p.heads = heads;
+  p.round = !(dtype == dtype_of(k_pool));  // rows that have 8 bits already are copied
+  p.dtype = dtype;
+  p.k_scale = k_factor;
+  p.v_scale = v_factor;
+  return p;
+}
+
 void write_kv(CallStream stream, const TensorView& k, const TensorView& v, const TensorView& k_pool,
               const TensorView& v_pool, const TensorView& page_table, const TensorView& start_lens, int64_t row_offset,
               const OptTensor& slots, const OptTensor& num_valid, const OptTensor& cu_seqlens_q,
               const OptTensor& page_refs, double k_scale, double v_scale, const OptTensor& status) {
-  constexpr int64_t kMax = std::numeric_limits<int32_t>::max();
   Check check("write_kv");
-  Dim B{"batch"}, Q{"q_len"}, T{"tokens"}, H{"heads"}, D{"head_dim"};
-  Dim P{"num_pages"}, Z{"page_size"}, R{"num_slots"}, M{"max_pages"}, ends{"batch + 1"};
+  Dim B{"batch"}, Q{"q_len"}, T{"tokens"}, H{"heads"}, D{"head_dim"}, ends{"batch + 1"};
   const bool packed = cu_seqlens_q.has_value();
   if (packed)
     check.strided("k", k, {T, H, D}, kKvDtypes);
@@ -55,54 +91,22 @@ void write_kv(CallStream stream, const TensorView& k, const TensorView& v, const
   else
     check.strided("v", v, {B, Q, H, D}, dtype);
   check.range("heads * head_dim", H * D, 1, kMaxRowItems);
-  check.strided_output("k_pool", k_pool, {P, Z, H, D}, dtype | kFloat8);
-  check.range("page_size", Z, 1, kMax);
-  check.strided_output("v_pool", v_pool, {P, Z, H, D}, dtype_of(k_pool));
-  check.tensor("page_table", page_table, {R, M}, kInt32);
-  check.tensor("start_lens", start_lens, {R}, kInt32);
-  check.range("row_offset", row_offset, -kMax, kMax);
   check.tensor("cu_seqlens_q", cu_seqlens_q, {ends}, kInt32);
   if (packed) {
-    check.range("batch + 1", ends, 1, kMax);
+    check.range("batch + 1", ends, 1, std::numeric_limits<int32_t>::max());
     B.value = ends - 1;
   }
-  check.slots(slots, B, R);
-  check.tensor("num_valid", num_valid, {B}, kInt32);
-  check.tensor("page_refs", page_refs, {P}, kInt32);
-  // Rows that have 8 bits already are copied.
-  const bool round = !(dtype == dtype_of(k_pool));
-  const float k_factor = pool_scale(check, "k_scale", k_scale, round ? k_pool : k);
-  const float v_factor = pool_scale(check, "v_scale", v_scale, round ? v_pool : v);
-  check.output("status", status, {R}, kInt32);
+  const WriteKvArguments to{k_pool,    v_pool,    page_table, start_lens, row_offset, slots,
+                            num_valid, page_refs, k_scale,    v_scale,    status};
+  WriteKvParams params = to.check(check, B, H, D, dtype);
   if (B == 0) return;
 
-  const WriteKvParams params{
-      .k = new_rows(k, packed),
-      .v = new_rows(v, packed),
-      .k_pool = pool_view(k_pool, 0),
-      .v_pool = pool_view(v_pool, 0),
-      .rows = {.page_table = page_table.data<int32_t>(),
-               .page_refs = data_or_null<const int32_t>(page_refs),
-               .max_pages = M,
-               .num_pages = P,
-               .page_size = Z},
-      .start_lens = start_lens.data<int32_t>(),
-      .row_offset = row_offset,
-      .slots = data_or_null<const int32_t>(slots),
-      .num_valid = data_or_null<const int32_t>(num_valid),
-      .cu_seqlens_q = data_or_null<const int32_t>(cu_seqlens_q),
-      .status = data_or_null<int32_t>(status),
-      .batch = B,
-      .q_len = packed ? T : Q,
-      .num_slots = R,
-      .heads = H,
-      .head_bytes = D * item_bytes(k),
-      .unit = round ? rounding_unit(k, v, k_pool, v_pool) : copy_unit({&k, &v, &k_pool, &v_pool}),
-      .round = round,
-      .dtype = dtype,
-      .k_scale = k_factor,
-      .v_scale = v_factor,
-  };
+  params.k = new_rows(k, packed);
+  params.v = new_rows(v, packed);
+  params.cu_seqlens_q = data_or_null<const int32_t>(cu_seqlens_q);
+  params.q_len = packed ? T : Q;
+  params.head_bytes = D * item_bytes(k);
+  params.unit = params.round ? rounding_unit(k, v, k_pool, v_pool) : copy_unit({&k, &v, &k_pool, &v_pool});
   SD_DISPATCH(check, stream, write_kv, params);
 }
 

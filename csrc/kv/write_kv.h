@@ -1,6 +1,7 @@
 // write_kv: scatters the valid rows of new K and V into the slots' pages, rounded to 8 bits where the pools have those.
 #pragma once
 
+#include "core/check.h"
 #include "core/dispatch.h"
 #include "core/exact_math.h"
 #include "core/floats.h"
@@ -30,6 +31,18 @@ struct WriteKvParams {
   bool round;                // to float8_e4m3fn, divided by a scale; else bytes are copied
   Dtypes dtype;              // of k and v
   float k_scale, v_scale;
+};
+
+// What an op is told about where it writes.
+struct WriteKvArguments {
+  const TensorView &k_pool, &v_pool, &page_table, &start_lens;
+  int64_t row_offset;
+  const OptTensor &slots, &num_valid, &page_refs;
+  double k_scale, v_scale;
+  const OptTensor& status;
+
+  // Checks it for rows of this dtype, and binds sizes not met before. What rows are written is left to the caller.
+  WriteKvParams check(Check& check, Dim& batch, Dim& heads, Dim& head_dim, Dtypes dtype) const;
 };
 
 // The nearest 8-bit number, ties to even; beyond 448, 448.

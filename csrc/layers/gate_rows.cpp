@@ -1,7 +1,5 @@
 #include "layers/gate_rows.h"
 
-#include <cmath>
-
 #include "kv/bytes.h"
 
 namespace specdec {
@@ -34,10 +32,8 @@ void gate_rows_cpu(const GateRowsParams& p) {
     for (int64_t row = 0; row < p.rows; ++row) {
       const auto* gate = static_cast<const T*>(p.x) + row * p.x_stride;
       auto* out = static_cast<T*>(p.out) + row * p.out_stride;
-      for (int64_t i = 0; i < p.width; ++i) {
-        const float g = to_float(gate[i]);
-        out[i] = from_float<T>(g / (1 + std::exp(-g)) * to_float(gate[p.width + i]));
-      }
+      for (int64_t i = 0; i < p.width; ++i)
+        out[i] = from_float<T>(gated(to_float(gate[i]), to_float(gate[p.width + i])));
     }
   });
 }

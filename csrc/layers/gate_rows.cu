@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(kThreads) gate_rows_kernel(GateRowsParams p) {
     unpack(reinterpret_cast<const P*>(x)[i], gate);
     unpack(reinterpret_cast<const P*>(x + p.width)[i], up);
 #pragma unroll
-    for (int n = 0; n < N; ++n) up[n] *= __fdividef(gate[n], 1 + __expf(-gate[n]));
+    for (int n = 0; n < N; ++n) up[n] = gated(gate[n], up[n]);
     reinterpret_cast<P*>(static_cast<T*>(p.out) + row * p.out_stride)[i] = pack_of<T>(up);
   }
 }

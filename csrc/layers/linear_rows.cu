@@ -17,6 +17,7 @@
 #include "core/cuda.cuh"
 #include "core/mma.cuh"
 #include "core/wgmma.cuh"
+#include "layers/gate_rows.h"
 #include "layers/linear_rows.h"
 
 namespace specdec {
@@ -40,33 +41,45 @@ template <class T>
 __device__ __forceinline__ const T* x_row(const LinearRowsParams& p, int64_t row) {
   return static_cast<const T*>(p.x) + (row < p.rows ? row : p.rows - 1) * p.x_stride;
 }
+// Numbers of a row of y that a tile makes. A gated one has eight gates, and eight rows of what is gated.
+SD_HD int outs_of_tile(const LinearRowsParams& p) { return p.gated ? kTile / 2 : kTile; }
 template <class T>
-__device__ __forceinline__ const T* weight_row(const LinearRowsParams& p, int64_t row) {
-  return static_cast<const T*>(p.weight) + (row < p.out ? row : p.out - 1) * p.weight_stride;
+__device__ __forceinline__ const T* weight_row(const LinearRowsParams& p, int64_t tile, int i) {
+  const int64_t row = p.gated ? tile * (kTile / 2) + i % 8 + i / 8 * p.out : tile * kTile + i;
+  return static_cast<const T*>(p.weight) + (p.gated || row < p.out ? row : p.out - 1) * p.weight_stride;
 }
 
 // The warps' sums of one tile, [x's rows][weight's rows].
 template <int kWarps>
-struct TileSums {
-  float of_warp[kWarps][kRows][kTile + 4];
-
+class TileSums {
+ public:
   __device__ void put(int warp, int lane, const float (&sum)[4]) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) of_warp[warp][lane % 4 * 2 + e % 2][e / 2 * 8 + lane / 4] = sum[e];
   }
   // By all warps, when all have put theirs: writes the tile's part of y.
   template <class T>
-  __device__ void write(const LinearRowsParams& p, int64_t first, int thread) const {
-    for (int i = thread; i < kRows * kTile; i += kWarps * kWarp) {
-      const int64_t r = int64_t{blockIdx.y} * kRows + i / kTile;
-      const int c = i % kTile;
-      if (r >= p.rows || first + c >= p.out) continue;
-      float total = p.bias ? to_float(static_cast<const T*>(p.bias)[first + c]) : 0;
-#pragma unroll
-      for (int w = 0; w < kWarps; ++w) total += of_warp[w][i / kTile][c];
-      static_cast<T*>(p.y)[r * p.y_stride + first + c] = from_float<T>(total);
+  __device__ void write(const LinearRowsParams& p, int64_t tile, int thread) const {
+    const int outs = outs_of_tile(p);
+    for (int i = thread; i < kRows * outs; i += kWarps * kWarp) {
+      const int64_t r = int64_t{blockIdx.y} * kRows + i / outs, n = tile * outs + i % outs;
+      if (r >= p.rows || n >= p.out) continue;
+      float value = total<T>(p, i / outs, i % outs, n);
+      if (p.gated) value = gated(value, total<T>(p, i / outs, kTile / 2 + i % outs, p.out + n));
+      static_cast<T*>(p.y)[r * p.y_stride + n] = from_float<T>(value);
     }
   }
+
+ private:
+  template <class T>
+  __device__ float total(const LinearRowsParams& p, int x_row, int row, int64_t weight_row) const {
+    float sum = p.bias ? to_float(static_cast<const T*>(p.bias)[weight_row]) : 0;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) sum += of_warp[w][x_row][row];
+    return sum;
+  }
+
+  float of_warp[kWarps][kRows][kTile + 4];
 };
 
 // A warp's slices in order: of every group of tiles, along the length, tile by tile.
@@ -101,7 +114,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, 1) linear_rows_kernel(LinearRow
   unsigned char* const ring = dynamic + warp * kDepth * kSliceBytes;
   let_next_kernel_start();
 
-  const int64_t tiles = (p.out + kTile - 1) / kTile;
+  const int64_t tiles = (p.out + outs_of_tile(p) - 1) / outs_of_tile(p);
   const int64_t first_tile = tiles * blockIdx.x / gridDim.x, end_tile = tiles * (blockIdx.x + 1) / gridDim.x;
   const int all_slices = static_cast<int>(p.in / kSlice);
   const int slices = (all_slices - warp + kWarps - 1) / kWarps;  // this warp's: its number, and every kWarps-th
@@ -116,7 +129,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, 1) linear_rows_kernel(LinearRow
       for (int i = 0; i < 4; ++i) {
         const int row = i * 4 + lane / 8;
         copy_async(ring + stage * kSliceBytes + row * 128 + ((lane % 8) ^ (row % 2 * 4)) * 16,
-                   weight_row<T>(p, (reading.group + reading.tile) * kTile + row) + at);
+                   weight_row<T>(p, reading.group + reading.tile, row) + at);
       }
       reading.advance();
     }
@@ -169,7 +182,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, 1) linear_rows_kernel(LinearRow
       auto& of_tile = sums[written++ % 2];  // whoever puts into it has seen all write the one before
       of_tile.put(warp, lane, sum[i]);
       __syncthreads();
-      of_tile.template write<T>(p, (group + i) * kTile, warp * kWarp + lane);
+      of_tile.template write<T>(p, group + i, warp * kWarp + lane);
     }
   }
 }
@@ -183,7 +196,7 @@ void linear_rows_cuda(const LinearRowsParams& p, Stream stream) {
   int device = 0, most = 0;
   SD_CUDA_CHECK("linear_rows", cudaGetDevice(&device));
   SD_CUDA_CHECK("linear_rows", cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
-  const int64_t tiles = (p.out + kTile - 1) / kTile;
+  const int64_t tiles = (p.out + outs_of_tile(p) - 1) / outs_of_tile(p);
   const auto blocks = static_cast<unsigned>(std::min<int64_t>(tiles, current_device("linear_rows").multiprocessors));
   const auto start = [&]<class T, int kWarps, int kDepth>() {
     const int bytes = kWarps * kDepth * kSliceBytes;

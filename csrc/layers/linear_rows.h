@@ -6,19 +6,20 @@
 
 namespace specdec {
 
-constexpr int64_t kMaxLinearRows = 64;
+constexpr int64_t kMaxLinearRows = 128;
 
 struct LinearRowsParams {
   const void* x;       // [rows, in]
-  const void* weight;  // [out, in]
-  const void* bias;    // [out] or null
+  const void* weight;  // [out, in]; gated: [2 * out, in], of which the first half are gates
+  const void* bias;    // of as many rows, or null
   void* y;             // [rows, out]
   int64_t rows, in, out;
   int64_t x_stride, weight_stride, y_stride;  // of rows, in items
   Dtypes dtype;
+  bool gated;  // y is silu(gate) * up; out is a multiple of 8
 };
 
-void linear_rows(CallStream stream, const TensorView& x, const TensorView& weight, const OptTensor& bias,
+void linear_rows(CallStream stream, const TensorView& x, const TensorView& weight, const OptTensor& bias, bool gated,
                  const TensorView& out);
 
 void linear_rows_cpu(const LinearRowsParams& p);

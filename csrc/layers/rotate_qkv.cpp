@@ -5,7 +5,6 @@
 #include <vector>
 
 #include "kv/bytes.h"
-#include "kv/pool_scale.h"
 
 namespace specdec {
 
@@ -14,34 +13,23 @@ void rotate_qkv(CallStream stream, const TensorView& qkv, const TensorView& rota
                 const TensorView& start_lens, int64_t row_offset, const OptTensor& slots, const OptTensor& num_valid,
                 const OptTensor& q_norm, const OptTensor& k_norm, double eps, const OptTensor& page_refs,
                 double k_scale, double v_scale, const OptTensor& status, const TensorView& out_q) {
-  constexpr int64_t kMax = std::numeric_limits<int32_t>::max();
   Check check("rotate_qkv");
   Dim B{"batch"}, Q{"q_len"}, A{"query_heads + 2 * heads"}, Hq{"query_heads"}, H{"heads"}, D{"head_dim"};
-  Dim P{"num_pages"}, Z{"page_size"}, R{"num_slots"}, M{"max_pages"}, X{"num_positions"};
+  Dim X{"num_positions"};
   check.strided("qkv", qkv, {B, Q, A, D}, kFloats);
   const Dtypes dtype = dtype_of(qkv);
   check.that(D == 64 || D == 128 || D == 256, "head_dim", "is " + std::to_string(D.value), "64, 128 or 256");
   check.tensor("rotations", rotations, {X, D}, kFloat32);
-  check.range("num_positions", X, 1, kMax);
+  check.range("num_positions", X, 1, std::numeric_limits<int32_t>::max());
   check.tensor("positions", positions, {B, Q}, kInt32);
-  check.strided_output("k_pool", k_pool, {P, Z, H, D}, dtype | kFloat8);
+  const WriteKvArguments to{k_pool,    v_pool,    page_table, start_lens, row_offset, slots,
+                            num_valid, page_refs, k_scale,    v_scale,    status};
+  WriteKvParams write = to.check(check, B, H, D, dtype);
   check.range("heads", H, 1, kMaxRowItems / D);
   check.range("query_heads + 2 * heads", A, 2 * H + 1, kMaxRowItems / D);
-  check.range("page_size", Z, 1, kMax);
-  check.strided_output("v_pool", v_pool, {P, Z, H, D}, dtype_of(k_pool));
-  check.tensor("page_table", page_table, {R, M}, kInt32);
-  check.tensor("start_lens", start_lens, {R}, kInt32);
-  check.range("row_offset", row_offset, -kMax, kMax);
-  check.slots(slots, B, R);
-  check.tensor("num_valid", num_valid, {B}, kInt32);
   check.tensor("q_norm", q_norm, {D}, dtype);
   check.tensor("k_norm", k_norm, {D}, dtype);
   const float epsilon = check.factor("eps", eps);
-  check.tensor("page_refs", page_refs, {P}, kInt32);
-  const bool round = !(dtype == dtype_of(k_pool));
-  const float k_factor = pool_scale(check, "k_scale", k_scale, k_pool);
-  const float v_factor = pool_scale(check, "v_scale", v_scale, v_pool);
-  check.output("status", status, {R}, kInt32);
   Hq.value = A - 2 * H;
   check.output("out_q", out_q, {B, Q, Hq, D}, dtype);
   if (B == 0 || Q == 0) return;
@@ -55,33 +43,14 @@ void rotate_qkv(CallStream stream, const TensorView& qkv, const TensorView& rota
     rows.data += head * heads.head_stride;
     return rows;
   };
+  write.k = from_head(Hq);
+  write.v = from_head(Hq + H);
+  write.q_len = Q;
+  write.head_bytes = D * item_bytes(qkv);
+  // Of pairs of numbers in the 16-bit dtypes: what a lane of the kernel reads and writes at once.
+  write.unit = copy_unit({&qkv, &k_pool, &v_pool, &out_q});
   const RotateQkvParams params{
-      .write = {.k = from_head(Hq),
-                .v = from_head(Hq + H),
-                .k_pool = pool_view(k_pool, 0),
-                .v_pool = pool_view(v_pool, 0),
-                .rows = {.page_table = page_table.data<int32_t>(),
-                         .page_refs = data_or_null<const int32_t>(page_refs),
-                         .max_pages = M,
-                         .num_pages = P,
-                         .page_size = Z},
-                .start_lens = start_lens.data<int32_t>(),
-                .row_offset = row_offset,
-                .slots = data_or_null<const int32_t>(slots),
-                .num_valid = data_or_null<const int32_t>(num_valid),
-                .cu_seqlens_q = nullptr,
-                .status = data_or_null<int32_t>(status),
-                .batch = B,
-                .q_len = Q,
-                .num_slots = R,
-                .heads = H,
-                .head_bytes = D * item_bytes(qkv),
-                // Of pairs of numbers in the 16-bit dtypes: what a lane of the kernel reads and writes at once.
-                .unit = copy_unit({&qkv, &k_pool, &v_pool, &out_q}),
-                .round = round,
-                .dtype = dtype,
-                .k_scale = k_factor,
-                .v_scale = v_factor},
+      .write = write,
       .q = heads,
       .out_q = bytes(out_q),
       .rotations = rotations.data<float>(),

@@ -1,18 +1,20 @@
 // linear_rows on Hopper: wgmma, with rows of the weight as its 64 rows and rows of x as its columns.
 //
-// Grid: a block for each multiprocessor. The weight alone counts, so all of shared memory is a ring of it on its way in
-// (TMA, slices of 64 numbers of each row), with the same slices of x beside it; a warp copies, and a warpgroup for each
-// of up to four tiles multiplies. A tile has as many rows as make the blocks' shares even, 64 at most; wgmma multiplies
-// 64 whatever they are. Where the weight has few rows, so that x would be read as often as it, two blocks (a cluster)
-// share theirs, take half of the length each, and add up. How the work is cut depends on the weight's shape alone, so a
-// row's bits do not depend on what stands beside it, or how much.
+// Grid: a block for each multiprocessor. The weight counts most, so all of shared memory is a ring of it on its way in
+// (TMA, slices of 64 numbers of each row), with the same slices of x beside it; a warp copies the one and a warp the
+// other, and a warpgroup for each of up to four tiles multiplies. A tile has as many rows as make the blocks' shares
+// even, 64 at most; wgmma multiplies 64 whatever they are. Where the weight has few rows, so that x would be read as
+// often as it, two blocks take half of the length each, and add up. How the length is cut depends on the weight's shape
+// alone, so a row's bits do not depend on what stands beside it, or how much.
 //
 // A round is a chain of such products with small kernels between them, during which the memory would idle; so this
 // kernel starts while those still run (programmatic dependent launch), and fills its ring before x is there: none of
-// them writes the weight.
+// them writes the weight. A gate is taken here for the same reason: a tile is then eight rows of the gate and the same
+// eight of what is gated, in turn, which makes the two sums those of one thread.
 #include <cuda.h>
 
 #include <algorithm>
+#include <climits>
 #include <cute/arch/copy_sm90_desc.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
 
@@ -20,6 +22,7 @@
 #include "core/errors.h"
 #include "core/mbarrier.cuh"
 #include "core/wgmma.cuh"
+#include "layers/gate_rows.h"
 #include "layers/linear_rows.h"
 
 namespace specdec {
@@ -28,45 +31,43 @@ namespace {
 constexpr int kTile = 64;     // rows of the weight that a warpgroup multiplies, of which a tile may fill the first ones
 constexpr int kSlice = 64;    // numbers of a row that lie together: 128 bytes, a row of a swizzled panel
 constexpr int kMaxTiles = 4;  // in a stage, a warpgroup for each
-constexpr int kMaxDepth = 4, kEnoughStages = 6, kMaxStages = 24;
-constexpr int kRingBytes = 220 * 1024;
+constexpr int kMaxDepth = 4, kMaxStages = 24;
+constexpr int kRingBytes = 226 * 1024;
 constexpr int kWarpgroup = 4 * kWarp;
-constexpr int kPartRow = kTile + 4;  // floats of a column of partial sums: lanes meet in no bank
 
 struct WgmmaLinearRows {
   CUtensorMap weight, x;
   LinearRowsParams p;
-  int tile_rows;      // a multiple of 8, so that panels start on 1024 bytes
-  int tiles;          // of a block, or of the two of a cluster
+  int split;          // blocks that share the length, a cluster
+  int tile_rows;      // a multiple of 8, so that panels start on 1024 bytes; of 16 if they are gated
   int tiles_at_once;  // of a stage
+  int groups;         // of so many tiles, of a block
   int depth;          // slices of a stage
   int stages;
 
-  __device__ int panel_bytes() const { return tile_rows * 128; }
+  __device__ int slice_bytes() const { return tiles_at_once * tile_rows * 128; }
 };
 
-// The part of the work that is this block's: tiles first to end, in groups that share what is read of x; and of the
-// length, slices from first_slice on.
+// The part of the work that is this block's: so many tiles from the first on, which may lie behind the last there is;
+// and of the length, slices from first_slice on.
 struct Share {
-  int first, end, first_slice, slices;
+  int part, first, first_slice, slices;
 
   __device__ explicit Share(const WgmmaLinearRows& w) {
-    const int split = static_cast<int>(Cluster::size()), rank = static_cast<int>(Cluster::rank());
-    first = static_cast<int>(blockIdx.x) / split * w.tiles;
-    end = min(first + w.tiles, static_cast<int>((w.p.out + w.tile_rows - 1) / w.tile_rows));
-    slices = static_cast<int>(w.p.in / kSlice) / split;
-    first_slice = slices * rank;
+    part = static_cast<int>(Cluster::rank());
+    first = static_cast<int>(blockIdx.x) / w.split * w.groups * w.tiles_at_once;
+    slices = static_cast<int>(w.p.in / kSlice) / w.split;
+    first_slice = slices * part;
   }
 };
 
-// Where a walk through the ring is: its parity is that of the phase it waits for.
+// Where a walk through the ring is, and how often it has been around.
 struct Turn {
-  int at = 0;
-  unsigned parity = 0;
+  int at = 0, lap = 0;
   __device__ void advance(int stages) {
     if (++at < stages) return;
     at = 0;
-    parity ^= 1;
+    ++lap;
   }
 };
 
@@ -81,27 +82,36 @@ class LinearRows {
   __device__ LinearRows(const WgmmaLinearRows& w, Barriers& barriers, unsigned char* ring)
       : w_(w), share_(w), barriers_(barriers), ring_(ring) {}
 
-  // By one thread.
-  __device__ void copy() {
-    // What fits is on its way before x is there, and x follows.
-    Walk weights = walk(), xs = walk();
-    for (int stage = 0; stage < w_.stages && !weights.done(); ++stage) {
-      expect(weights, stage);
-      copy_weight(weights, stage);
-      weights.advance();
-    }
+  // By a thread. What fits is on its way before x is there.
+  __device__ void copy_weight() {
+    constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST);
+    const int bytes = w_.depth * (w_.slice_bytes() + kXBytes), rows = w_.tiles_at_once * w_.tile_rows;
+    Turn turn;
+    int row = share_.first * w_.tile_rows;
+    for (int group = 0; group < w_.groups; ++group, row += rows)
+      for (int slice = 0; slice < share_.slices; slice += w_.depth, turn.advance(w_.stages)) {
+        wait_until_free(turn);
+        uint64_t* const full = &barriers_.full[turn.at].state;
+        cute::set_barrier_transaction_bytes(*full, bytes);
+        void* const to = stage_at(turn.at);
+        if (w_.p.gated)
+          cute::SM90_TMA_LOAD_5D::copy(&w_.weight, full, kHint, to, 0, 0, 0, row / 16, share_.first_slice + slice);
+        else
+          cute::SM90_TMA_LOAD_3D::copy(&w_.weight, full, kHint, to, 0, row, share_.first_slice + slice);
+      }
+  }
+
+  // By another.
+  __device__ void copy_x() {
+    constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_LAST);
     wait_for_kernels_before();
-    for (int stage = 0; stage < w_.stages && !xs.done(); ++stage) {
-      copy_x(xs, stage);
-      xs.advance();
-    }
-    for (Turn turn; !weights.done(); turn.advance(w_.stages)) {
-      barriers_.empty[turn.at].wait(turn.parity);
-      expect(weights, turn.at);
-      copy_weight(weights, turn.at);
-      copy_x(weights, turn.at);
-      weights.advance();
-    }
+    Turn turn;
+    for (int group = 0; group < w_.groups; ++group)
+      for (int slice = 0; slice < share_.slices; slice += w_.depth, turn.advance(w_.stages)) {
+        wait_until_free(turn);
+        cute::SM90_TMA_LOAD_3D::copy(&w_.x, &barriers_.full[turn.at].state, kHint, x_of(turn.at), 0, 0,
+                                     share_.first_slice + slice);
+      }
   }
 
   // By each warpgroup, for its tile of each group.
@@ -110,23 +120,21 @@ class LinearRows {
     Sums sums = {};
     Turn turn;
     wait_for_kernels_before();  // of whom one may still write to `out`
-    for (int group = share_.first; group < share_.end; group += w_.tiles_at_once) {
-      const bool present = group + mine < share_.end;
+    for (int group = 0; group < w_.groups; ++group) {
+      const int tile = share_.first + group * w_.tiles_at_once + mine;
       int before = -1;
       for (int slice = 0; slice < share_.slices; slice += w_.depth) {
-        barriers_.full[turn.at].wait(turn.parity);
-        if (present) {
-          pin(sums);
-          cute::warpgroup_arrive();
-          uint64_t weight = wgmma_operand(stage_at(turn.at) + mine * tile_bytes(), 0);
-          uint64_t x = wgmma_operand(x_of(turn.at), 0);
-          for (int i = 0; i < w_.depth; ++i, weight += w_.panel_bytes() >> 4, x += kXBytes >> 4)
+        barriers_.full[turn.at].wait(turn.lap % 2);
+        pin(sums);
+        cute::warpgroup_arrive();
+        uint64_t weight = wgmma_operand(stage_at(turn.at) + mine * w_.tile_rows * 128, 0);
+        uint64_t x = wgmma_operand(x_of(turn.at), 0);
+        for (int i = 0; i < w_.depth; ++i, weight += w_.slice_bytes() >> 4, x += kXBytes >> 4)
 #pragma unroll
-            for (int k = 0; k < kSlice / 16; ++k)
-              Multiply::multiply(weight + 2 * k, x + 2 * k, slice > 0 || i > 0 || k > 0, sums);
-          cute::warpgroup_commit_batch();
-          cute::warpgroup_wait<1>();
-        }
+          for (int k = 0; k < kSlice / 16; ++k)
+            Multiply::multiply(weight + 2 * k, x + 2 * k, slice > 0 || i > 0 || k > 0, sums);
+        cute::warpgroup_commit_batch();
+        cute::warpgroup_wait<1>();
         if (before >= 0) release(before);
         before = turn.at;
         turn.advance(w_.stages);
@@ -134,105 +142,87 @@ class LinearRows {
       cute::warpgroup_wait<0>();
       pin(sums);
       if (before >= 0) release(before);
-      if (Cluster::size() > 1) {
-        sync_warpgroups();  // the ring is nobody's any more: there is one group
-        put(mine, present, sums);
-      } else if (present) {
-        write(group + mine, sums);
-      }
+      w_.split > 1 ? add_up_and_write(tile, sums) : write(tile, sums);
     }
-  }
-
-  // What both blocks of a cluster put, added up, each block half of the rows.
-  __device__ void add_up() {
-    Cluster::sync();
-    const int quads = (share_.end - share_.first) * w_.tile_rows / 8, first = static_cast<int>(Cluster::rank()) * quads;
-    for (int i = threadIdx.x; i < quads * w_.p.rows; i += w_.tiles_at_once * kWarpgroup) {
-      const int column = i / quads, row = (first + i % quads) * 4;
-      float* const place = sums_of(row / w_.tile_rows, column) + row % w_.tile_rows;
-      const float4 a = *reinterpret_cast<const float4*>(Cluster::at(place, 0));
-      const float4 b = *reinterpret_cast<const float4*>(Cluster::at(place, 1));
-      const int64_t out = int64_t{share_.first} * w_.tile_rows + row;
-      put_out(column, out, a.x + b.x), put_out(column, out + 1, a.y + b.y);
-      put_out(column, out + 2, a.z + b.z), put_out(column, out + 3, a.w + b.w);
-    }
-    Cluster::sync();  // the other may still read this block's
   }
 
  private:
   using Multiply = Wgmma<T, kColumns, cute::SM90::GMMA::Major::K>;
   using Sums = float[kColumns / 8][4];
 
-  // The stages in the order they are filled.
-  struct Walk {
-    int group, slice, end_group, slices, tiles_at_once, depth;
-    __device__ bool done() const { return group >= end_group; }
-    __device__ int tiles() const { return min(end_group - group, tiles_at_once); }
-    __device__ void advance() {
-      if ((slice += depth) < slices) return;
-      slice = 0;
-      group += tiles_at_once;
+  // A stage: its slices of the tiles, and then those of x. Behind the stages is what another block of the cluster
+  // leaves.
+  __device__ unsigned char* stage_at(int stage) const {
+    return ring_ + stage * w_.depth * (w_.slice_bytes() + kXBytes);
+  }
+  __device__ unsigned char* x_of(int stage) const { return stage_at(stage) + w_.depth * w_.slice_bytes(); }
+  __device__ float2* left() const { return reinterpret_cast<float2*>(stage_at(w_.stages)); }
+
+  __device__ void wait_until_free(const Turn& turn) {
+    if (turn.lap > 0) barriers_.empty[turn.at].wait((turn.lap - 1) % 2);
+  }
+  // By one thread: wgmma has read what it has for the whole warpgroup.
+  __device__ void release(int stage) {
+    if (threadIdx.x % kWarpgroup == 0) barriers_.empty[stage].arrive();
+  }
+
+  // Where a thread writes. Its sums are of rows lane / 4 and lane / 4 + 8 of its warp's 16, and of columns 2 (lane % 4)
+  // and the next of every eight. All of it is known before, since code that runs once waits for its instructions.
+  struct Place {
+    T* y;  // of the first column
+    int64_t stride;
+    int columns;  // from there to the last
+    bool gated, has_low, has_high;
+    float low_bias, high_bias;
+
+    __device__ void put(int column, float low, float high) const {
+      if (column >= columns) return;
+      T* const to = y + column * stride;
+      low += low_bias, high += high_bias;
+      if (gated) low = specdec::gated(low, high);
+      if (has_low) to[0] = from_float<T>(low);
+      if (has_high) to[8] = from_float<T>(high);
     }
   };
-  __device__ Walk walk() const { return {share_.first, 0, share_.end, share_.slices, w_.tiles_at_once, w_.depth}; }
-
-  // A stage: of each tile its slices, panel after panel, and then those of x.
-  __device__ int tile_bytes() const { return w_.depth * w_.panel_bytes(); }
-  __device__ int x_bytes() const { return w_.depth * kXBytes; }
-  __device__ unsigned char* stage_at(int stage) const {
-    return ring_ + stage * (w_.tiles_at_once * tile_bytes() + x_bytes());
+  __device__ Place place(int tile, int odd) const {
+    const LinearRowsParams& p = w_.p;
+    const int thread = threadIdx.x % kWarpgroup, warp = thread / kWarp, lane = thread % kWarp;
+    const int row = warp * 16 + lane / 4, column = lane % 4 * 2 + odd;
+    const int64_t first = int64_t{tile} * w_.tile_rows;
+    const int64_t out = p.gated ? first / 2 + warp * 8 + lane / 4 : first + row, high = p.gated ? p.out + out : out + 8;
+    const bool has_low = row < w_.tile_rows && out < p.out, has_high = row + 8 < w_.tile_rows && out + 8 < p.out;
+    const T* const bias = static_cast<const T*>(p.bias);
+    return {.y = static_cast<T*>(p.y) + column * p.y_stride + out,
+            .stride = p.y_stride,
+            .columns = static_cast<int>(p.rows) - column,
+            .gated = p.gated,
+            .has_low = has_low,
+            .has_high = has_high && !p.gated,
+            .low_bias = bias && has_low ? to_float(bias[out]) : 0,
+            .high_bias = bias && (p.gated ? has_low : has_high) ? to_float(bias[high]) : 0};
   }
-  __device__ unsigned char* x_of(int stage) const { return stage_at(stage) + w_.tiles_at_once * tile_bytes(); }
-
-  __device__ void expect(const Walk& walk, int stage) const {
-    cute::set_barrier_transaction_bytes(barriers_.full[stage].state, walk.tiles() * tile_bytes() + x_bytes());
-  }
-  __device__ void copy_weight(const Walk& walk, int stage) const {
-    for (int i = 0; i < walk.tiles(); ++i)
-      copy(w_.weight, stage, cute::TMA::CacheHintSm90::EVICT_FIRST, stage_at(stage) + i * tile_bytes(),
-           (walk.group + i) * w_.tile_rows, walk.slice);
-  }
-  __device__ void copy_x(const Walk& walk, int stage) const {
-    copy(w_.x, stage, cute::TMA::CacheHintSm90::EVICT_LAST, x_of(stage), 0, walk.slice);
-  }
-  __device__ void copy(const CUtensorMap& from, int stage, cute::TMA::CacheHintSm90 hint, void* to, int row,
-                       int slice) const {
-    cute::SM90_TMA_LOAD_3D::copy(&from, &barriers_.full[stage].state, static_cast<uint64_t>(hint), to, 0, row,
-                                 share_.first_slice + slice);
-  }
-  __device__ void release(int stage) {
-    if (threadIdx.x % kWarp == 0) barriers_.empty[stage].arrive();
-  }
-
-  // A block's sums of a tile, for one row of x; they lie where the ring was.
-  __device__ float* sums_of(int tile, int column) const {
-    return reinterpret_cast<float*>(ring_) + (tile * kColumns + column) * kPartRow;
-  }
-  // A thread's sums are of rows lane / 4 and lane / 4 + 8 of its warp's 16, and of columns 2 (lane % 4) and the next.
-  template <class F>
-  __device__ static void for_each_sum(const Sums& sums, F&& f) {
-    const int thread = threadIdx.x % kWarpgroup, lane = thread % kWarp;
+  __device__ void write(int tile, const Sums& sums) const {
+    const Place to = place(tile, 0);
 #pragma unroll
     for (int n = 0; n < kColumns / 8; ++n)
 #pragma unroll
-      for (int e = 0; e < 4; ++e)
-        f(thread / kWarp * 16 + e / 2 * 8 + lane / 4, n * 8 + lane % 4 * 2 + e % 2, sums[n][e]);
+      for (int c = 0; c < 2; ++c) to.put(n * 8 + c, sums[n][c], sums[n][2 + c]);
   }
-  __device__ void put(int tile, bool present, const Sums& sums) const {
-    if (present) for_each_sum(sums, [&](int row, int column, float sum) { sums_of(tile, column)[row] = sum; });
-  }
-  __device__ void write(int tile, const Sums& sums) const {
-    for_each_sum(sums, [&](int row, int column, float sum) {
-      if (row < w_.tile_rows) put_out(column, int64_t{tile} * w_.tile_rows + row, sum);
-    });
-  }
-  __device__ void sync_warpgroups() const {
-    asm volatile("bar.sync 1, %0;" ::"r"(w_.tiles_at_once * kWarpgroup) : "memory");
-  }
-  __device__ void put_out(int row, int64_t out, float sum) const {
-    if (row >= w_.p.rows || out >= w_.p.out) return;
-    if (w_.p.bias) sum += to_float(static_cast<const T*>(w_.p.bias)[out]);
-    static_cast<T*>(w_.p.y)[row * w_.p.y_stride + out] = from_float<T>(sum);
+  // Of two blocks with the same tiles one writes the even columns and the other the odd ones, of which each gets the
+  // other's sums.
+  __device__ void add_up_and_write(int tile, const Sums& sums) const {
+    const bool odd = share_.part == 1;
+    const int threads = w_.tiles_at_once * kWarpgroup;
+    float2* there = Cluster::at(left(), static_cast<unsigned>(1 - share_.part)) + threadIdx.x;
+#pragma unroll
+    for (int n = 0; n < kColumns / 8; ++n, there += threads)
+      *there = odd ? float2{sums[n][0], sums[n][2]} : float2{sums[n][1], sums[n][3]};
+    const Place to = place(tile, share_.part);
+    Cluster::sync();
+    const float2* here = left() + threadIdx.x;
+#pragma unroll
+    for (int n = 0; n < kColumns / 8; ++n, here += threads)
+      to.put(n * 8, (odd ? sums[n][1] : sums[n][0]) + here->x, (odd ? sums[n][3] : sums[n][2]) + here->y);
   }
 
   const WgmmaLinearRows& w_;
@@ -242,7 +232,7 @@ class LinearRows {
 };
 
 template <class T, int kColumns>
-__global__ void __launch_bounds__(kMaxTiles* kWarpgroup + kWarp, 1)
+__global__ void __launch_bounds__(kMaxTiles* kWarpgroup + 2 * kWarp, 1)
     wgmma_linear_rows_kernel(const __grid_constant__ WgmmaLinearRows w) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using Kernel = LinearRows<T, kColumns>;
@@ -254,26 +244,28 @@ __global__ void __launch_bounds__(kMaxTiles* kWarpgroup + kWarp, 1)
     cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&w.x));
     for (int i = 0; i < w.stages; ++i) {
       barriers.full[i].init(1);
-      barriers.empty[i].init(4 * w.tiles_at_once);
+      barriers.empty[i].init(w.tiles_at_once);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
+  if (Cluster::size() > 1) Cluster::arrive();  // the others may now reach this block's shared memory
   Kernel kernel(w, barriers, ring);
-  if (static_cast<int>(threadIdx.x) >= w.tiles_at_once * kWarpgroup) {
-    if (threadIdx.x % kWarp == 0) kernel.copy();
-    // It has nothing to add, but a cluster's barrier waits for all who have not left.
+  const int warp = static_cast<int>(threadIdx.x) / kWarp - 4 * w.tiles_at_once;  // behind those that multiply
+  if (warp == 0) {
+    if (threadIdx.x % kWarp == 0) kernel.copy_weight();
     return;
   }
-  kernel.multiply();
-  if (Cluster::size() > 1) kernel.add_up();
+  if (Cluster::size() > 1) Cluster::wait();
+  if (warp < 0) return kernel.multiply();
+  if (threadIdx.x % kWarp == 0) kernel.copy_x();
 #endif
 }
 
-// Rows as slices, of which a copy takes `depth` of each of `box_rows` rows: panels one after the other. The driver's
-// function for that is asked for at run time: the module links no driver.
-CUtensorMap tensor_map(const void* data, Dtypes dtype, int64_t rows, int64_t width, int64_t stride, int box_rows,
-                       int depth) {
+// The driver's function is asked for at run time: the module links no driver.
+template <int kDims>
+CUtensorMap tensor_map(const void* data, Dtypes dtype, const cuuint64_t (&sizes)[kDims],
+                       const cuuint64_t (&strides)[kDims - 1], const cuuint32_t (&box)[kDims]) {
   static const auto encode = [] {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult found;
@@ -283,62 +275,88 @@ CUtensorMap tensor_map(const void* data, Dtypes dtype, int64_t rows, int64_t wid
     return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
   }();
   CUtensorMap map;
-  const cuuint64_t sizes[] = {kSlice, static_cast<cuuint64_t>(rows), static_cast<cuuint64_t>(width) / kSlice};
-  const cuuint64_t strides[] = {static_cast<cuuint64_t>(rows > 1 ? stride : width) * 2, kSlice * 2};
-  const cuuint32_t box[] = {kSlice, static_cast<cuuint32_t>(box_rows), static_cast<cuuint32_t>(depth)};
-  const cuuint32_t step[] = {1, 1, 1};
+  const cuuint32_t step[] = {1, 1, 1, 1, 1};
   const auto type = dtype == kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  if (encode(&map, type, 3, const_cast<void*>(data), sizes, strides, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
+  if (encode(&map, type, kDims, const_cast<void*>(data), sizes, strides, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
              CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
              CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) != CUDA_SUCCESS)
     throw CudaError("linear_rows: the driver refused to describe a tensor");
   return map;
 }
 
+// Rows as slices, of which a copy takes `depth` of each of `box_rows` rows: panels one after the other.
+CUtensorMap rows_map(const void* data, Dtypes dtype, int64_t rows, int64_t width, int64_t stride, int box_rows,
+                     int depth) {
+  const auto size = [](auto x) { return static_cast<cuuint64_t>(x); };
+  const auto part = [](int x) { return static_cast<cuuint32_t>(x); };
+  return tensor_map<3>(data, dtype, {kSlice, size(rows), size(width / kSlice)},
+                       {size(rows > 1 ? stride : width) * 2, kSlice * 2}, {kSlice, part(box_rows), part(depth)});
+}
+
+// The same of the weight of a gate above that of what is gated: eight rows of the one and of the other in turn.
+CUtensorMap gated_map(const LinearRowsParams& p, int box_rows, int depth) {
+  const auto size = [](int64_t x) { return static_cast<cuuint64_t>(x); };
+  const auto part = [](int x) { return static_cast<cuuint32_t>(x); };
+  const int64_t row = p.weight_stride * 2;
+  return tensor_map<5>(p.weight, p.dtype, {kSlice, 8, 2, size(p.out / 8), size(p.in / kSlice)},
+                       {size(row), size(row * p.out), size(row * 8), kSlice * 2},
+                       {kSlice, 8, 2, part(box_rows / 16), part(depth)});
+}
+
 // How a weight is shared out.
 struct Cut {
-  int split, clusters, tile_rows, tiles, tiles_at_once, depth, stages, bytes;
+  int split, clusters, tile_rows, tiles_at_once, groups, depth, stages, bytes;
 
-  Cut(int out, int slices, int columns, int multiprocessors) {
+  Cut(int rows, int slices, int columns, bool gated, int multiprocessors) {
     const auto parts = [](int whole, int part) { return (whole + part - 1) / part; };
-    split = slices % 2 == 0 && parts(out, multiprocessors / 2) <= kMaxTiles * kTile ? 2 : 1;
-    const int rows = parts(out, multiprocessors / split);
-    tiles = parts(rows, kTile);
-    tile_rows = parts(parts(rows, tiles), 8) * 8;
-    clusters = parts(out, tiles * tile_rows);
-    tiles_at_once = parts(tiles, parts(tiles, kMaxTiles));
+    split = slices % 2 == 0 && parts(rows, multiprocessors / 2) <= kMaxTiles * kTile ? 2 : 1;
+    const int share = parts(rows, multiprocessors / split), step = gated ? 16 : 8;
+    int least = INT_MAX;  // rows that a block takes
+    for (int tiles = 1; tiles <= kMaxTiles; ++tiles) {
+      const int of_tiles = parts(share, tiles * kTile), all = of_tiles * tiles;
+      if (split > 1 && of_tiles > 1) continue;  // what is added up is one group
+      const int taken = all * parts(parts(share, all), step) * step;
+      if (taken > least || (taken == least && of_tiles == groups)) continue;
+      least = taken, tiles_at_once = tiles, groups = of_tiles, tile_rows = taken / all;
+    }
+    clusters = parts(rows, least);
     // wgmma reads what is behind a tile of fewer rows as well, wherever it ends.
-    const int behind = (kTile - tile_rows) * 128, slice = (tiles_at_once * tile_rows + columns) * 128;
-    // A copy and a barrier for each slice of few rows would cost more time than its bytes.
+    const int left = split > 1 ? tiles_at_once * kWarpgroup * columns : 0;
+    const int behind = std::max((kTile - tile_rows) * 128, left), slice = (tiles_at_once * tile_rows + columns) * 128;
+    // A copy and a barrier for each slice would cost more time than its bytes; but the more stages, the more even is
+    // what is on its way, which matters most where x takes little of it.
+    const int enough = columns > 32 ? 4 : 6;
     for (depth = 1; depth < kMaxDepth && slices % (2 * depth * split) == 0;) {
-      if (kEnoughStages * 2 * depth * slice + behind > kRingBytes) break;
+      if (enough * 2 * depth * slice + behind > kRingBytes) break;
       depth *= 2;
     }
     stages = std::min(kMaxStages, (kRingBytes - behind) / (depth * slice));
-    const int sums = split > 1 ? tiles * columns * kPartRow * static_cast<int>(sizeof(float)) : 0;
-    bytes = std::max(stages * depth * slice + behind, sums);
+    bytes = stages * depth * slice + behind;
   }
 };
 
 template <class T, int kColumns>
 void start(const LinearRowsParams& p, Stream stream) {
-  const Cut cut(static_cast<int>(p.out), static_cast<int>(p.in / kSlice), kColumns,
+  const auto kernel = wgmma_linear_rows_kernel<T, kColumns>;
+  SD_CUDA_CHECK("linear_rows", cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kRingBytes));
+  const Cut cut(static_cast<int>(p.gated ? 2 * p.out : p.out), static_cast<int>(p.in / kSlice), kColumns, p.gated,
                 current_device("linear_rows").multiprocessors);
   const WgmmaLinearRows w{
-      .weight = tensor_map(p.weight, p.dtype, p.out, p.in, p.weight_stride, cut.tile_rows, cut.depth),
-      .x = tensor_map(p.x, p.dtype, p.rows, p.in, p.x_stride, kColumns, cut.depth),
+      .weight = p.gated ? gated_map(p, cut.tiles_at_once * cut.tile_rows, cut.depth)
+                        : rows_map(p.weight, p.dtype, p.out, p.in, p.weight_stride, cut.tiles_at_once * cut.tile_rows,
+                                   cut.depth),
+      .x = rows_map(p.x, p.dtype, p.rows, p.in, p.x_stride, kColumns, cut.depth),
       .p = p,
+      .split = cut.split,
       .tile_rows = cut.tile_rows,
-      .tiles = cut.tiles,
       .tiles_at_once = cut.tiles_at_once,
+      .groups = cut.groups,
       .depth = cut.depth,
       .stages = cut.stages,
   };
-  const auto kernel = wgmma_linear_rows_kernel<T, kColumns>;
-  SD_CUDA_CHECK("linear_rows", cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, cut.bytes));
   launch("linear_rows", kernel,
          {.grid = static_cast<unsigned>(cut.clusters * cut.split),
-          .threads = static_cast<unsigned>(cut.tiles_at_once * kWarpgroup + kWarp),
+          .threads = static_cast<unsigned>(cut.tiles_at_once * kWarpgroup + 2 * kWarp),
           .shared_bytes = static_cast<size_t>(cut.bytes),
           .cluster = static_cast<unsigned>(cut.split)},
          stream, w);
@@ -351,7 +369,9 @@ void wgmma_linear_rows(const LinearRowsParams& p, Stream stream) {
     if (p.rows <= 8) return start<T, 8>(p, stream);
     if (p.rows <= 16) return start<T, 16>(p, stream);
     if (p.rows <= 32) return start<T, 32>(p, stream);
-    start<T, 64>(p, stream);
+    if (p.rows <= 64) return start<T, 64>(p, stream);
+    if (p.rows <= 96) return start<T, 96>(p, stream);
+    start<T, 128>(p, stream);
   };
   if (p.dtype == kBFloat16)
     of_type.template operator()<BFloat16>();

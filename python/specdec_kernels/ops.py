@@ -589,6 +589,7 @@ def linear_rows(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
+    gated: bool = False,
     out: Tensor | None = None,
     stream: int | None = None,
 ) -> Tensor:
@@ -598,9 +599,11 @@ def linear_rows(
     the kernel launched before it on the stream has finished, which must therefore not be what writes it.
 
     Args:
-        x: [M, K] float16 or bfloat16, at most 64 rows, K a multiple of 64.
-        weight: [N, K]; rows of both may be strided, and start on 16 bytes.
-        bias: [N] of the same dtype; None for none.
+        x: [M, K] float16 or bfloat16, at most 128 rows, K a multiple of 64.
+        weight: [N, K]; rows of both may be strided, and start on 16 bytes. Gated: [2 * N, K], those of the gate and
+            then of up, N a multiple of 8.
+        bias: of as many numbers and of the same dtype; None for none.
+        gated: return silu(gate) * up, as `gate_rows` would, rounded once.
 
     Returns:
         out [M, N].
@@ -610,8 +613,9 @@ def linear_rows(
     """
     if out is None:
         rows, _ = shape_of("linear_rows", "x", x, 2)
-        out = empty_like("linear_rows", x, (rows, shape_of("linear_rows", "weight", weight, 2)[0]))
-    _C.linear_rows(stream, x, weight, bias, out)
+        outs = shape_of("linear_rows", "weight", weight, 2)[0]
+        out = empty_like("linear_rows", x, (rows, outs // 2 if gated else outs))
+    _C.linear_rows(stream, x, weight, bias, gated, out)
     return out
 
 

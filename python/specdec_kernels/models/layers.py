@@ -1,11 +1,13 @@
 """A decoder layer as four products with our ops between them, on the weights of a Hugging Face layer.
 
-Query, key and value projections become one product, and so do gate and up. Between products a layer needs five
-launches: a norm with the residual sum before it, the rotation that also writes KV, attention, a norm, and the gate.
+Query, key and value projections become one product, and so do gate and up. Between products a layer needs four
+launches: a norm with the residual sum before it, the rotation that also writes KV, attention, and a norm; and of many
+rows a fifth, the gate, which `linear_rows` takes itself.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -15,10 +17,19 @@ from torch.nn import functional
 from ..ops import gate_rows, linear_rows, norm_rows, rotate_qkv, tree_attention
 from .attention import Rows
 
-# Of x, where `linear_rows` was measured to be faster than cuBLAS.
-MOST_ROWS = 64
 # Beyond the longest sequence: the deepest node of a tree, and padding.
 SPARE_POSITIONS = 320
+
+
+# Of x and of the weight, up to where `linear_rows` was measured to be faster than cuBLAS: of any weight, and on Hopper
+# of one whose rows its blocks take at once.
+FEW_ROWS = 64
+MORE_ROWS, MORE_OUTS = 128, 32768
+
+
+@cache
+def is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) == (9, 0)
 
 
 class Product(NamedTuple):
@@ -27,11 +38,24 @@ class Product(NamedTuple):
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., out] from [..., in]."""
-        rows, width = x.shape[:-1].numel(), x.shape[-1]
-        if x.is_cuda and x.dtype != torch.float32 and rows <= MOST_ROWS and width % 64 == 0:
-            out: Tensor = linear_rows(x.reshape(rows, width), self.weight, self.bias)
-            return out.view(*x.shape[:-1], -1)
-        return functional.linear(x, self.weight, self.bias)
+        return self._rows(x) if self._has_few(x) else functional.linear(x, self.weight, self.bias)
+
+    def gated(self, x: Tensor) -> Tensor:
+        """silu(gate) * up [rows, out / 2] from x [rows, in], of a product that makes gate and up."""
+        if self._has_few(x) and len(self.weight) % 16 == 0:
+            return self._rows(x, gated=True)
+        out: Tensor = gate_rows(functional.linear(x, self.weight, self.bias))
+        return out
+
+    def _has_few(self, x: Tensor) -> bool:
+        if not x.is_cuda or x.dtype == torch.float32 or x.shape[-1] % 64:
+            return False
+        rows = x.shape[:-1].numel()
+        return rows <= FEW_ROWS or (rows <= MORE_ROWS and len(self.weight) <= MORE_OUTS and is_hopper(x.device))
+
+    def _rows(self, x: Tensor, gated: bool = False) -> Tensor:
+        out: Tensor = linear_rows(x.reshape(-1, x.shape[-1]), self.weight, self.bias, gated=gated)
+        return out.view(*x.shape[:-1], -1)
 
 
 def product_of(linear: nn.Linear) -> Product:
@@ -125,7 +149,7 @@ class Layer:
         return self.out(attended.view(batch * q_len, -1))
 
     def feed_forward(self, x: Tensor) -> Tensor:
-        return self.down(gate_rows(self.gate_up(x)))
+        return self.down(self.gate_up.gated(x))
 
     def __call__(
         self, normed: Tensor, state: Tensor, positions: Tensor, rotations: Tensor, rows: Rows

@@ -56,6 +56,8 @@ def rotate_qkv(
     return rotate(q, rotations, positions)
 
 
-def linear_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> Tensor:
     out = x.double() @ weight.double().T
-    return out if bias is None else out + bias.double()
+    if bias is not None:
+        out = out + bias.double()
+    return gate_rows(out) if gated else out
