@@ -86,6 +86,31 @@ struct type_caster<specdec::OptTensor> {
   specdec::OptTensor value_;
 };
 
+// Taken apart here, which is quicker than six arguments from Python.
+template <>
+struct type_caster<specdec::PoolTensors> {
+  static constexpr auto name = const_name("PagePool");
+  bool load(handle src, bool convert) {
+    if (!PyTuple_Check(src.ptr()) || PyTuple_GET_SIZE(src.ptr()) != kTensors + 1)
+      throw specdec::TypeError(std::string("expected a PagePool, got ") + Py_TYPE(src.ptr())->tp_name);
+    for (int i = 0; i < kTensors; ++i)
+      if (!tensors_[i].load(PyTuple_GET_ITEM(src.ptr(), i))) throw error_already_set();
+    make_caster<int64_t> page_size;
+    if (!page_size.load(PyTuple_GET_ITEM(src.ptr(), kTensors), convert)) return false;
+    value_.page_size = cast_op<int64_t>(page_size);
+    return true;
+  }
+  template <class>
+  using cast_op_type = specdec::PoolTensors&;
+  operator specdec::PoolTensors&() { return value_; }
+
+ private:
+  static constexpr int kTensors = 5;
+  specdec::PyTensor tensors_[kTensors];
+  specdec::PoolTensors value_{tensors_[0].view, tensors_[1].view, tensors_[2].view,
+                              tensors_[3].view, tensors_[4].view, 0};
+};
+
 template <>
 struct type_caster<specdec::CallStream> {
   static constexpr auto name = const_name("int | None");

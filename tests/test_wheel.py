@@ -171,21 +171,35 @@ print(sd.select_topk(np.array([[0, 3, 1, 2]], np.float32), 2)[0].tolist())
     assert native_build.run([python, "-c", program], PYTHONPATH=str(packages)) == "[[1, 3]]\n"
 
 
-def test_ops_run_with_torch(wheel: Path, python: Path) -> None:
+def torch_for(tag: str, release: str) -> Path:
+    """A folder with that torch for that Python: the one installed here, or of SPECDEC_TORCHES (separated by colons, made
+    by `pip install --target`). Of releases PyPI has CUDA builds alone, which do not import without NVIDIA's packages:
+    gigabytes that no test downloads."""
+    here = importlib.util.find_spec("torch")
+    folders = [] if here is None or here.origin is None else [str(Path(here.origin).parents[1])]
+    for folder in map(Path, [*folders, *filter(None, os.environ.get("SPECDEC_TORCHES", "").split(":"))]):
+        told = (folder / "torch" / "version.py").read_text()
+        if f"__version__ = '{release}." in told and list((folder / "torch").glob(f"_C.cpython-{tag[2:]}-*")):
+            return folder
+    pytest.skip(f"there is no torch {release} for {tag} here (SPECDEC_TORCHES names folders of others)")
+
+
+@pytest.mark.parametrize("release", ["2.10", "2.11", "2.12", "2.13"])
+def test_ops_run_with_torch(wheel: Path, python: Path, release: str) -> None:
     """Behind the wheel on the path, so that the specdec_kernels under test is the wheel's."""
-    torch = importlib.util.find_spec("torch")
-    if torch is None or wheel.name.split("-")[2] != HERE:
-        pytest.skip(f"there is no torch for {wheel.name.split('-')[2]} here")
+    folder = torch_for(wheel.name.split("-")[2], release)
     program = f"""
 import sys
-sys.path.append({str(Path(torch.origin).parents[1])!r})
+sys.path.append({str(folder)!r})
 import torch, specdec_kernels as sd
 
 tokens, parents = torch.tensor([[7, 3, 5, 9]]).int(), torch.tensor([[-1, 0, 0, 1]]).int()
 tree = sd.build_tree_from_parents(tokens, parents, torch.tensor([10]).int())
 logits = torch.zeros(1, 4, 16)
 logits[0, 0, 3] = logits[0, 1, 9] = logits[0, 3, 4] = 1
-print(sd.verify_tree(logits, tree, accept_width=3).tokens.tolist(), sd.__file__)
+print(torch.__version__, sd.verify_tree(logits, tree, accept_width=3).tokens.tolist(), sd.__file__)
 """
-    tokens, file = native_build.run([python, "-c", program], PYTHONPATH="").rsplit(" ", 1)
-    assert tokens == "[[3, 9, 4]]" and Path(file).is_relative_to(python.parents[1])
+    said, tokens, file = re.fullmatch(
+        r"(\S+) (.*\]) (.*)\n", native_build.run([python, "-c", program], PYTHONPATH="")
+    ).groups()
+    assert said.startswith(f"{release}.") and tokens == "[[3, 9, 4]]" and Path(file).is_relative_to(python.parents[1])

@@ -4,13 +4,11 @@
 
 namespace specdec {
 
-void alloc_pages(CallStream stream, const TensorView& page_table, const TensorView& page_counts,
-                 const TensorView& page_refs, const TensorView& free_stack, const TensorView& num_free,
-                 int64_t page_size, const TensorView& lens, int64_t reserve, const OptTensor& slots,
-                 const OptTensor& status) {
+void alloc_pages(CallStream stream, const PoolTensors& tensors, const TensorView& lens, int64_t reserve,
+                 const OptTensor& slots, const OptTensor& status) {
   Check check("alloc_pages");
   Dim B{"batch"}, R{"num_slots"};
-  const PagePool pool = check_pool(check, page_table, page_counts, page_refs, free_stack, num_free, page_size, R);
+  const PagePool pool = check_pool(check, tensors, R);
   check.tensor("lens", lens, {R}, kInt32);
   check.range("reserve", reserve, 0, std::numeric_limits<int32_t>::max());
   if (!slots) B.value = R;

@@ -15,10 +15,8 @@ struct AllocPagesParams {
   int64_t batch;
 };
 
-void alloc_pages(CallStream stream, const TensorView& page_table, const TensorView& page_counts,
-                 const TensorView& page_refs, const TensorView& free_stack, const TensorView& num_free,
-                 int64_t page_size, const TensorView& lens, int64_t reserve, const OptTensor& slots,
-                 const OptTensor& status);
+void alloc_pages(CallStream stream, const PoolTensors& tensors, const TensorView& lens, int64_t reserve,
+                 const OptTensor& slots, const OptTensor& status);
 
 void alloc_pages_cpu(const AllocPagesParams& p);
 void alloc_pages_cuda(const AllocPagesParams& p, Stream stream);

@@ -2,13 +2,11 @@
 
 namespace specdec {
 
-void fork_pages(CallStream stream, const TensorView& page_table, const TensorView& page_counts,
-                const TensorView& page_refs, const TensorView& free_stack, const TensorView& num_free,
-                int64_t page_size, const TensorView& src_slots, const TensorView& dst_slots, const TensorView& lens,
-                const OptTensor& status, const TensorView& out_num_rows) {
+void fork_pages(CallStream stream, const PoolTensors& tensors, const TensorView& src_slots, const TensorView& dst_slots,
+                const TensorView& lens, const OptTensor& status, const TensorView& out_num_rows) {
   Check check("fork_pages");
   Dim B{"batch"}, R{"num_slots"};
-  const PagePool pool = check_pool(check, page_table, page_counts, page_refs, free_stack, num_free, page_size, R);
+  const PagePool pool = check_pool(check, tensors, R);
   check.tensor("src_slots", src_slots, {B}, kInt32);
   check.range("batch", B, 0, kMaxForks);
   check.tensor("dst_slots", dst_slots, {B}, kInt32);

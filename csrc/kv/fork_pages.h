@@ -19,10 +19,8 @@ struct ForkPagesParams {
   int64_t batch;
 };
 
-void fork_pages(CallStream stream, const TensorView& page_table, const TensorView& page_counts,
-                const TensorView& page_refs, const TensorView& free_stack, const TensorView& num_free,
-                int64_t page_size, const TensorView& src_slots, const TensorView& dst_slots, const TensorView& lens,
-                const OptTensor& status, const TensorView& out_num_rows);
+void fork_pages(CallStream stream, const PoolTensors& tensors, const TensorView& src_slots, const TensorView& dst_slots,
+                const TensorView& lens, const OptTensor& status, const TensorView& out_num_rows);
 
 void fork_pages_cpu(const ForkPagesParams& p);
 void fork_pages_cuda(const ForkPagesParams& p, Stream stream);

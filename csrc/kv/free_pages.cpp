@@ -2,12 +2,11 @@
 
 namespace specdec {
 
-void free_pages(CallStream stream, const TensorView& page_table, const TensorView& page_counts,
-                const TensorView& page_refs, const TensorView& free_stack, const TensorView& num_free,
-                int64_t page_size, const TensorView& keep_lens, const OptTensor& slots, const OptTensor& status) {
+void free_pages(CallStream stream, const PoolTensors& tensors, const TensorView& keep_lens, const OptTensor& slots,
+                const OptTensor& status) {
   Check check("free_pages");
   Dim B{"batch"}, R{"num_slots"};
-  const PagePool pool = check_pool(check, page_table, page_counts, page_refs, free_stack, num_free, page_size, R);
+  const PagePool pool = check_pool(check, tensors, R);
   check.tensor("keep_lens", keep_lens, {R}, kInt32);
   if (!slots) B.value = R;
   check.slots(slots, B, R);

@@ -14,9 +14,8 @@ struct FreePagesParams {
   int64_t batch;
 };
 
-void free_pages(CallStream stream, const TensorView& page_table, const TensorView& page_counts,
-                const TensorView& page_refs, const TensorView& free_stack, const TensorView& num_free,
-                int64_t page_size, const TensorView& keep_lens, const OptTensor& slots, const OptTensor& status);
+void free_pages(CallStream stream, const PoolTensors& tensors, const TensorView& keep_lens, const OptTensor& slots,
+                const OptTensor& status);
 
 void free_pages_cpu(const FreePagesParams& p);
 void free_pages_cuda(const FreePagesParams& p, Stream stream);

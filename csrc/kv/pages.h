@@ -17,10 +17,14 @@ struct PagePool {
   int64_t page_size;
 };
 
+// What callers pass: `PagePool` of ops.py.
+struct PoolTensors {
+  const TensorView &page_table, &page_counts, &page_refs, &free_stack, &num_free;
+  int64_t page_size;
+};
+
 // Checks the pool's tensors and gathers them; binds num_slots.
-PagePool check_pool(Check& check, const TensorView& page_table, const TensorView& page_counts,
-                    const TensorView& page_refs, const TensorView& free_stack, const TensorView& num_free,
-                    int64_t page_size, Dim& num_slots);
+PagePool check_pool(Check& check, const PoolTensors& pool, Dim& num_slots);
 
 // Pages that `rows` rows of KV need.
 SD_HD int64_t pages_for(const PagePool& pool, int64_t rows) { return (rows + pool.page_size - 1) / pool.page_size; }

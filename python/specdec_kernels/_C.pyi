@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 Tensor: TypeAlias = Any
+PagePool: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int]  # ops.PagePool
 
 version: str
 cuda_version: str | None
@@ -267,12 +268,7 @@ def commit_tokens(
 # --- kv
 def alloc_pages(
     stream: int | None,
-    page_table: Tensor,
-    page_counts: Tensor,
-    page_refs: Tensor,
-    free_stack: Tensor,
-    num_free: Tensor,
-    page_size: int,
+    pool: PagePool,
     lens: Tensor,
     reserve: int,
     slots: Tensor | None,
@@ -280,24 +276,14 @@ def alloc_pages(
 ) -> None: ...
 def free_pages(
     stream: int | None,
-    page_table: Tensor,
-    page_counts: Tensor,
-    page_refs: Tensor,
-    free_stack: Tensor,
-    num_free: Tensor,
-    page_size: int,
+    pool: PagePool,
     keep_lens: Tensor,
     slots: Tensor | None,
     status: Tensor | None,
 ) -> None: ...
 def fork_pages(
     stream: int | None,
-    page_table: Tensor,
-    page_counts: Tensor,
-    page_refs: Tensor,
-    free_stack: Tensor,
-    num_free: Tensor,
-    page_size: int,
+    pool: PagePool,
     src_slots: Tensor,
     dst_slots: Tensor,
     lens: Tensor,

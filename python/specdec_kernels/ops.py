@@ -1161,8 +1161,7 @@ def alloc_pages(
     Raises:
         ValueError: wrong dtype, shape, device or stride; reserve < 0.
     """
-    table, counts, refs, stack, num_free, page_size = pool  # quicker than a starred argument
-    _C.alloc_pages(stream, table, counts, refs, stack, num_free, page_size, lens, reserve, slots, status)
+    _C.alloc_pages(stream, pool, lens, reserve, slots, status)
 
 
 def free_pages(
@@ -1188,8 +1187,7 @@ def free_pages(
     Raises:
         ValueError: wrong dtype, shape, device or stride.
     """
-    table, counts, refs, stack, num_free, page_size = pool
-    _C.free_pages(stream, table, counts, refs, stack, num_free, page_size, keep_lens, slots, status)
+    _C.free_pages(stream, pool, keep_lens, slots, status)
 
 
 def fork_pages(
@@ -1237,10 +1235,7 @@ def fork_pages(
     if out_num_rows is None:
         (batch,) = shape_of("fork_pages", "src_slots", src_slots, 1)
         out_num_rows = empty("fork_pages", src_slots, (batch,), "int32")
-    table, counts, refs, stack, num_free, page_size = pool
-    _C.fork_pages(
-        stream, table, counts, refs, stack, num_free, page_size, src_slots, dst_slots, lens, status, out_num_rows
-    )
+    _C.fork_pages(stream, pool, src_slots, dst_slots, lens, status, out_num_rows)
     return out_num_rows
 
 
