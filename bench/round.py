@@ -1,8 +1,7 @@
 """Whole rounds of the engine, on planted models: what a token costs at a batch size and an accept length.
 
 Tokens are timed as the callback of `Engine.generate` receives them. Counted are rounds in which every request takes
-part: a request that gets its slot earlier starts with a shorter prompt, so that all reach `input` tokens, and end,
-together.
+part; the whole run, from the call to its end, is told beside them.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from .timing import times_of
 
 NAME = "round"
 WARM_UP_TOKENS = 12
-MIN_PROMPT = 2  # a shorter one has nothing to prefill
 
 
 @dataclass(frozen=True)
@@ -85,12 +83,16 @@ class RoundClock:
     """`on_tokens` of a `generate`: groups what arrives into rounds, and notes when each one's first tokens came."""
 
     batch: int
+    began: float = 0.0
+    first_tokens: dict[int, float] = field(default_factory=dict)  # when each request had some
     starts: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     _seen: set[int] = field(default_factory=set)
     _sizes: list[int] = field(default_factory=list)
 
     def __call__(self, new: NewTokens) -> None:
+        if new.index not in self.first_tokens:
+            self.first_tokens[new.index] = time.perf_counter()
         if not self.starts or new.index in self._seen:
             self.starts.append(time.perf_counter())
             self.tokens.append(0)
@@ -105,6 +107,15 @@ class RoundClock:
         """Seconds from one full round to the next, and the tokens of each."""
         pairs = [i for i in range(1, len(self.starts)) if self._sizes[i - 1] == self._sizes[i] == self.batch]
         return [self.starts[i] - self.starts[i - 1] for i in pairs], [self.tokens[i] for i in pairs]
+
+    def run(self) -> dict[str, float]:
+        """Of the whole run: its tokens a second, and how long requests waited for their first tokens."""
+        waits = sorted(at - self.began for at in self.first_tokens.values())
+        return {
+            "run_tokens_per_second": sum(self.tokens) / (time.perf_counter() - self.began),
+            "first_token_ms": 1e3 * waits[len(waits) // 2],
+            "last_first_token_ms": 1e3 * waits[-1],
+        }
 
 
 class Bench:
@@ -136,8 +147,9 @@ class Bench:
     def measure(self, batch: int, ceilings: Ceilings) -> Result:
         setup = self.setup
         self.generate(batch, setup.output if setup.adaptive else WARM_UP_TOKENS, None)  # what drafts bring is learnt
-        clock, before = RoundClock(batch), self.engine.stats()
+        before, clock = self.engine.stats(), RoundClock(batch, time.perf_counter())
         wrong = self.generate(batch, setup.output, clock)
+        run = clock.run()
         stats = self.engine.stats() - before
         if wrong is not None:
             return Result(NAME, setup.params(batch), str(setup.device), error=wrong)
@@ -152,10 +164,16 @@ class Bench:
         facts = {
             "accept_length": sum(tokens) / (len(tokens) * batch),
             "tokens_per_second": sum(tokens) / sum(seconds),
+            **run,
         }
         median = times_of(seconds)
         if setup.device.type == "cuda":
-            facts |= {"gpu_us": stats.device_ms * 1e3, "host_us": stats.host_us}
+            facts |= {
+                "gpu_us": stats.device_ms * 1e3,
+                "host_us": stats.host_us,
+                "emit_us": stats.emit_us,
+                "wait_us": stats.wait_us,
+            }
             if stats.idle is not None:
                 facts["idle"] = stats.idle
         return Result(
@@ -172,17 +190,15 @@ class Bench:
 
     def generate(self, batch: int, output: int, on_tokens: Any) -> str | None:
         """A batch of pieces of the text, continued; says what is wrong with the result, if something is."""
-        accept, length = self.setup.accept_length(), self.setup.input
-        inputs = [max(MIN_PROMPT, length - round((batch - 1 - i) * accept)) for i in range(batch)]
-        outputs = [output + length - n for n in inputs]
+        length = self.setup.input
         at = [i * len(self.text.order) // batch for i in range(batch)]
         results = self.engine.generate(
-            [self.text.tokens(start, n) for start, n in zip(at, inputs, strict=True)],
-            [SamplingParams(max_new_tokens=n, ignore_eos=True) for n in outputs],
+            [self.text.tokens(start, length) for start in at],
+            SamplingParams(max_new_tokens=output, ignore_eos=True),
             on_tokens=on_tokens,
         )
-        for start, n, result in zip(at, inputs, results, strict=True):
-            expected = self.text.tokens(start + n, len(result.tokens))
+        for start, result in zip(at, results, strict=True):
+            expected = self.text.tokens(start + length, len(result.tokens))
             if result.tokens != expected:
                 first = next(
                     i for i, pair in enumerate(zip(result.tokens, expected, strict=True)) if len(set(pair)) > 1

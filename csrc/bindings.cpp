@@ -154,6 +154,7 @@ void raise_as(PyObject* type) {
 
 // --- scheduler: the loop runs without the GIL, and takes it for each call of the Python executor.
 
+using specdec::scheduler::Chunk;
 using specdec::scheduler::Emission;
 using specdec::scheduler::RoundGraphs;
 using specdec::scheduler::Tokens;
@@ -166,10 +167,13 @@ class PyExecutor : public specdec::scheduler::Executor {
   py::object& object() { return object_; }
 
   void begin(int32_t slot, int64_t request_id, Tokens text) override { call("begin", slot, request_id, text); }
-  void prefill(int32_t slot, Tokens tokens, int64_t start, bool is_last) override {
-    call("prefill", slot, tokens, start, is_last);
+  void prefill(std::span<const Chunk> chunks) override {
+    py::gil_scoped_acquire gil;
+    py::list list;
+    for (const Chunk& chunk : chunks) list.append(py::make_tuple(chunk.slot, chunk.start, argument(chunk.tokens)));
+    object_.attr("prefill")(list);
   }
-  void activate(int32_t slot) override { call("activate", slot); }
+  void activate(std::span<const int32_t> slots) override { call("activate", slots); }
   void launch(int64_t batch, int64_t num_nodes) override {
     if (!graphs_ || !graphs_->launch(batch, num_nodes)) call("launch", batch, num_nodes);
   }
@@ -275,9 +279,10 @@ std::vector<int64_t> token_list(const char* name, const py::object& tokens) {
 std::unique_ptr<PyScheduler> make_scheduler(py::object executor, int64_t num_slots, int64_t num_pages,
                                             int64_t page_size, int64_t max_len, int64_t reserve, int64_t accept_width,
                                             int64_t max_stops, int64_t max_logprobs, int64_t prefill_chunk,
-                                            int64_t rounds_in_flight, std::vector<int64_t> batch_sizes,
-                                            std::vector<int64_t> nodes, const py::object& commands,
-                                            const py::object& results, std::optional<intptr_t> stream,
+                                            int64_t prefill_requests, int64_t rounds_in_flight,
+                                            std::vector<int64_t> batch_sizes, std::vector<int64_t> nodes,
+                                            const py::object& commands, const py::object& results,
+                                            std::optional<intptr_t> stream,
                                             const std::map<std::pair<int64_t, int64_t>, intptr_t>& graphs, bool trace) {
   const specdec::scheduler::Config config{.num_slots = num_slots,
                                           .num_pages = num_pages,
@@ -288,6 +293,7 @@ std::unique_ptr<PyScheduler> make_scheduler(py::object executor, int64_t num_slo
                                           .max_stops = max_stops,
                                           .max_logprobs = max_logprobs,
                                           .prefill_chunk = prefill_chunk,
+                                          .prefill_requests = prefill_requests,
                                           .rounds_in_flight = rounds_in_flight,
                                           .batch_sizes = std::move(batch_sizes),
                                           .nodes = std::move(nodes)};
@@ -426,8 +432,8 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
   py::class_<PyScheduler>(m, "Scheduler", py::custom_type_setup(collect_executor))
       .def(py::init(&make_scheduler), "executor"_a, py::kw_only(), "num_slots"_a, "num_pages"_a, "page_size"_a,
            "max_len"_a, "reserve"_a, "accept_width"_a, "max_stops"_a, "max_logprobs"_a = -1, "prefill_chunk"_a,
-           "rounds_in_flight"_a, "batch_sizes"_a, "nodes"_a, "commands"_a, "results"_a, "stream"_a = py::none(),
-           "graphs"_a = py::dict(), "trace"_a = false)
+           "prefill_requests"_a, "rounds_in_flight"_a, "batch_sizes"_a, "nodes"_a, "commands"_a, "results"_a,
+           "stream"_a = py::none(), "graphs"_a = py::dict(), "trace"_a = false)
       .def(
           "submit",
           [](PyScheduler& s, const py::object& prompt, int64_t max_new_tokens, const py::object& stop_tokens,
@@ -461,7 +467,8 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
       .def_property_readonly("times",
                              [](const PyScheduler& s) {
                                const auto t = s.recorder().totals();
-                               return py::make_tuple(t.rounds, t.rows, t.host, t.wait, t.device, t.following, t.gaps);
+                               return py::make_tuple(t.rounds, t.rows, t.host, t.wait, t.prefill, t.emit, t.device,
+                                                     t.following, t.gaps);
                              })
       .def_property_readonly("rounds_by_rung", [](const PyScheduler& s) { return s.recorder().rounds_by_rung(); })
       .def_property_readonly("costs", [](const PyScheduler& s) { return s.ladder().costs(); })

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch
 from conftest import HAS_CUDA
 from specdec_kernels import FinishReason
 from specdec_kernels.engine import Engine, NewTokens, SamplingParams, Speculation
+from specdec_kernels.engine.memory import pages_that_fit
 from specdec_kernels.tiny import tiny_model
 from tiny import Comparison, greedy_by_transformers, held_out, reference_model, tokenizer
 
@@ -228,6 +231,37 @@ def test_pools_of_a_share_of_the_memory(name: str) -> None:
         comparison.check(prompt, output.tokens, want)
     with pytest.raises(ValueError, match=r"Engine: mem_fraction is 1e-05, which leaves room for 0 pages, expected at"):
         Engine(TARGET, speculation=SPECULATIONS[name], mem_fraction=1e-5, **sizes)  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(not HAS_CUDA, reason="no GPU here")
+@pytest.mark.parametrize("name", ["none", "eagle3-tree", "standalone"])
+def test_a_trial_takes_all_memory_beside_the_pools(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds of all sizes and the largest prefill: nothing comes on top when the engine runs."""
+    noted: list[int] = []
+
+    def beside_pools(executor: Any) -> int:
+        return torch.cuda.memory_reserved() - executor.target.pools.num_bytes - executor.draft.num_pool_bytes
+
+    def pages(executor: Any, *arguments: Any) -> int:
+        fitting = pages_that_fit(executor, *arguments)
+        noted.append(beside_pools(executor))
+        return fitting
+
+    monkeypatch.setattr("specdec_kernels.engine.engine.pages_that_fit", pages)
+    speculation = replace(SPECULATIONS[name], adaptive=True) if name != "none" else SPECULATIONS[name]
+    engine = Engine(
+        TARGET,
+        speculation=speculation,
+        mem_fraction=0.3,
+        max_len=MAX_LEN,
+        num_slots=24,
+        prefill_chunk=2000,
+        device="cuda",
+    )
+    assert engine.graphs and len(engine.graphs.by_size) > 8
+    longest = [(prompt * MAX_LEN)[: MAX_LEN - 30] for prompt in prompts()[:24]]
+    engine.generate(longest, SamplingParams(max_new_tokens=20, ignore_eos=True))
+    assert beside_pools(engine._executor) <= noted[0] + 2**25  # the allocator rounds pools of other sizes otherwise
 
 
 @pytest.mark.soak

@@ -50,9 +50,9 @@ def begin(engine: Engine, slot: int, text: list[int], chunk: int = 1000, budget:
     executor.begin(slot, slot, text)
     for start in range(0, rows, chunk):
         count = min(chunk, rows - start)
-        executor.prefill(slot, text[start : start + count], start, start + count == rows)
+        executor.prefill([(slot, start, text[start : start + count + 1])])
     state.seq_lens[slot], state.root_tokens[slot], state.remaining[slot] = rows, text[-1], budget
-    executor.activate(slot)
+    executor.activate([slot])
 
 
 def give_back(engine: Engine, slot: int) -> None:

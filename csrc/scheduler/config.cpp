@@ -19,6 +19,7 @@ void check_config(const Config& config) {
   check.range("max_logprobs", config.max_logprobs, -1, kMost);
   check.range("reserve", config.reserve, config.accept_width + 1, kMost);
   check.range("prefill_chunk", config.prefill_chunk, 1, kMost);
+  check.range("prefill_requests", config.prefill_requests, 1, kMost);
   check.range("rounds_in_flight", config.rounds_in_flight, 1, 64);
   check.that(!config.batch_sizes.empty(), "batch_sizes", "is empty", "at least 1 size");
   int64_t smallest_batch = 1;

@@ -16,6 +16,7 @@ struct Config {
   int64_t max_stops;                 // most stop tokens of a request
   int64_t max_logprobs;              // most alternatives to a token whose scores results hold; -1: they hold none
   int64_t prefill_chunk;             // most prompt rows of one prefill call
+  int64_t prefill_requests;          // most requests of one prefill or activate call
   int64_t rounds_in_flight;          // most rounds launched and not yet read; 1: no overlap
   std::vector<int64_t> batch_sizes;  // rising: a round is padded to the next of them
   std::vector<int64_t> nodes;        // rising: what a round's trees may have

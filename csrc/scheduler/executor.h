@@ -31,16 +31,24 @@ struct Progress {
   int64_t num_published;  // rounds
 };
 
+// Rows start .. start + num_rows() - 1 of a text but its last token: their tokens, and the one that follows them.
+struct Chunk {
+  int32_t slot;
+  int64_t start;
+  Tokens tokens;
+  int64_t num_rows() const { return std::ssize(tokens) - 1; }
+};
+
 class Executor {
  public:
   virtual ~Executor() = default;
 
   // The request gets the slot, which is empty. `text` is its prompt and, after a retraction, what it produced since.
   virtual void begin(int32_t slot, int64_t request_id, Tokens text) = 0;
-  // Writes rows start .. start + tokens.size() - 1 of text[:-1]. Not called for a text of one token.
-  virtual void prefill(int32_t slot, Tokens tokens, int64_t start, bool is_last) = 0;
-  // The slot's state has been set by a command; its first round comes next.
-  virtual void activate(int32_t slot) = 0;
+  // Writes the rows of some slots' texts, in one pass if it can. Not called for a text of one token.
+  virtual void prefill(std::span<const Chunk> chunks) = 0;
+  // The slots' state has been set by commands; their first round comes next.
+  virtual void activate(std::span<const int32_t> slots) = 0;
   // Starts a round of `batch` rows with trees of `num_nodes`: applies the next command record, advances its slots,
   // publishes. With a batch of 0, applies the record and does no more.
   virtual void launch(int64_t batch, int64_t num_nodes) = 0;

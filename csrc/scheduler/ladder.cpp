@@ -12,12 +12,13 @@ namespace {
 // A mean is over about this many latest observations: enough to tell apart what matters (a standard error of about 6 %
 // at usual accept lengths), few enough to follow a text that changes.
 constexpr int64_t kMemory = 32;
-// Before anything is observed a draft is good: two nodes for one bring as much as this, as if seen a few times.
-constexpr double kFirstGain = 0.7;
+// Before anything is observed drafts are as good as they can be, as if seen a few times: what a rung does not bring is
+// seen as soon as it is tried, and what it would bring is not seen from below.
 constexpr int64_t kFirstCount = 4;
-// The share of the time that goes into rungs above the best, and how much more than the best such a round may cost
-// where several are above it.
+// The share of the time that goes into rungs above the best, in trials of so many rounds (the first shows nothing of
+// them, see observe), and how much more than the best such a round may cost where several are above it.
 constexpr double kTrialShare = 1.0 / 64;
+constexpr int kTrialRounds = 2;
 constexpr double kTrialCost = 2;
 
 std::string text_of(const std::vector<int64_t>& values) {
@@ -72,11 +73,12 @@ int64_t choose_num_nodes(int64_t batch, std::span<const double> accepted, const 
   return costs.nodes[choose_rung(accepted, costs.us[std::min<size_t>(row, costs.batches.size() - 1)])];
 }
 
-Ladder::Ladder(const std::vector<int64_t>& nodes) : nodes_(nodes) {
+Ladder::Ladder(const std::vector<int64_t>& nodes, int64_t accept_width) : nodes_(nodes) {
   int64_t below = 1;
   for (const int64_t count : nodes_) {
-    gains_.push_back({kFirstGain * std::log2(static_cast<double>(count) / static_cast<double>(below)), kFirstCount});
-    below = count;
+    const int64_t most = std::min(count, accept_width);
+    gains_.push_back({static_cast<double>(most - below), kFirstCount});
+    below = most;
   }
 }
 
@@ -97,11 +99,15 @@ size_t Ladder::next(size_t row) {
   const std::vector<double> us = costs_now(row);
   const size_t best = choose_rung(accepted(), us);
   us_since_trial_ += us[best];
-  if (best + 1 == nodes_.size()) return best;
-  const size_t trial = rung_to_try(us, best);
-  if (us_since_trial_ * kTrialShare < us[trial]) return best;
-  us_since_trial_ = 0;
-  return trial;
+  if (rounds_to_try_ == 0) {
+    if (best + 1 == nodes_.size()) return best;
+    trial_ = rung_to_try(us, best);
+    if (us_since_trial_ * kTrialShare < kTrialRounds * us[trial_]) return best;
+    us_since_trial_ = 0;
+    rounds_to_try_ = kTrialRounds;
+  }
+  --rounds_to_try_;
+  return std::max(best, trial_);
 }
 
 // The highest that is not dear, since it shows those below it too; at least the next one.

@@ -32,21 +32,24 @@ int64_t choose_num_nodes(int64_t batch, std::span<const double> accepted, const 
 
 class Ladder {
  public:
-  explicit Ladder(const std::vector<int64_t>& nodes);
+  // A round gives a request `accept_width` tokens at most.
+  Ladder(const std::vector<int64_t>& nodes, int64_t accept_width);
 
   // Until there are costs, every round is of the highest rung.
   void set_costs(RoundCosts costs);
   const std::optional<RoundCosts>& costs() const { return costs_; }
 
-  // The rung of the next round at costs.batches[row]. Now and then it is one above the best: what that brings is not
-  // seen from below, and may have become more. Such rounds take 1/64 of the time.
+  // The rung of the next round at costs.batches[row]. Now and then it is one above the best, twice in a row: what that
+  // brings is not seen from below, and may have become more. Such rounds take 1/64 of the time.
   size_t next(size_t row);
 
   // A round took so long. What it took beyond its costs, for attention over the prefixes of its requests, counts for
   // all rungs of its batch size: each reads the same KV.
   void note_time(size_t row, size_t rung, double us);
 
-  // A request's round at this rung. `path` are the nodes it accepted, without the root.
+  // A request's round at this rung or a higher one. `path` are the nodes it accepted, without the root. Of rungs above
+  // the round's before nothing is learnt: where few nodes ended, a larger tree often begins amid a piece that it would
+  // have taken whole, and looks worse than it is.
   void observe(size_t rung, std::span<const int32_t> path);
 
   // Drafts that a tree of each rung is expected to have accepted.
@@ -67,6 +70,8 @@ class Ladder {
   std::optional<RoundCosts> costs_;
   std::vector<double> us_beyond_;  // [batches]
   double us_since_trial_ = 0;
+  size_t trial_ = 0;
+  int rounds_to_try_ = 0;
 };
 
 }  // namespace specdec::scheduler

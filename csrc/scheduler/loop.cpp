@@ -39,7 +39,8 @@ bool Scheduler::turn() {
   make_room();
   deliver();
   admit();
-  prefill_one_chunk();
+  prefill();
+  activate();
   const bool launched = launch_round();
   if (!in_flight_.empty() && (!launched || std::ssize(in_flight_) >= config_.rounds_in_flight)) read_oldest_round();
   deliver();
@@ -104,35 +105,56 @@ void Scheduler::admit() {
       const Span span(recorder_, Work::kPrefill);
       executor_.begin(request.slot, request.id, request.text);
     });
-    if (request.seq_len() == 0) activate(request);
   }
 }
 
-// One chunk of the oldest prefill, so that no decoding request waits for more than that between its rounds.
-void Scheduler::prefill_one_chunk() {
-  const auto oldest = std::ranges::find(slots_.holders(), RequestState::kPrefilling, &Request::state);
-  if (oldest == slots_.holders().end()) return;
+// One call for the oldest prefills, with a chunk of as many as its rows are enough for: a decoding request waits for no
+// more than that between its rounds.
+void Scheduler::prefill() {
+  std::vector<Request*> requests;
+  std::vector<Chunk> chunks;
+  int64_t room = config_.prefill_chunk;
+  for (const auto& holder : slots_.holders()) {
+    const int64_t count = std::min(room, holder->rows_to_prefill());
+    if (count == 0 || std::ssize(chunks) == config_.prefill_requests) continue;
+    const int64_t start = holder->prefilled;
+    requests.push_back(holder.get());
+    chunks.push_back({holder->slot, start, Tokens(holder->text).subspan(start, count + 1)});
+    room -= count;
+  }
+  if (chunks.empty()) return;
 
-  Request& request = **oldest;
-  const int64_t start = request.prefilled;
-  const int64_t count = std::min(config_.prefill_chunk, request.seq_len() - start);
-  const bool is_last = start + count == request.seq_len();
   other_work_ = true;
-  call_for({&request}, [&] {
+  call_for(requests, [&] {
     const Span span(recorder_, Work::kPrefill);
-    executor_.prefill(request.slot, Tokens(request.text).subspan(start, count), start, is_last);
+    executor_.prefill(chunks);
   });
-  request.prefilled += count;
-  if (is_last) activate(request);
+  for (size_t i = 0; i < chunks.size(); ++i) requests[i]->prefilled += chunks[i].num_rows();
 }
 
-void Scheduler::activate(Request& request) {
-  call_for({&request}, [&] {
-    send({.activated = &request});
-    const Span span(recorder_, Work::kPrefill);
-    executor_.activate(request.slot);
-  });
-  request.start_running();
+// Whoever is prefilled takes part in rounds from now on. Each gets a command record of its own, then they share calls.
+void Scheduler::activate() {
+  for (const auto& holder : slots_.holders()) {
+    if (holder->state != RequestState::kPrefilling || holder->rows_to_prefill() > 0) continue;
+    call_for({holder.get()}, [&] { send({.activated = holder.get()}); });
+    holder->state = RequestState::kStarting;
+  }
+  while (true) {
+    std::vector<Request*> requests;
+    std::vector<int32_t> slots;
+    for (const auto& holder : slots_.holders()) {
+      // Perhaps since a turn that an exception ended.
+      if (holder->state != RequestState::kStarting || std::ssize(slots) == config_.prefill_requests) continue;
+      requests.push_back(holder.get());
+      slots.push_back(holder->slot);
+    }
+    if (slots.empty()) return;
+    call_for(requests, [&] {
+      const Span span(recorder_, Work::kPrefill);
+      executor_.activate(slots);
+    });
+    for (Request* request : requests) request->state = RequestState::kRunning;
+  }
 }
 
 // All running requests, or those who have waited longest where a round has fewer rows. False where there is nothing to
@@ -150,9 +172,11 @@ bool Scheduler::launch_round() {
 
   ++turn_number_;
   const size_t size = std::ranges::lower_bound(config_.batch_sizes, std::ssize(requests)) - config_.batch_sizes.begin();
+  const size_t rung = ladder_.next(size);
   Round round{.number = num_launched_,
               .size = size,
-              .rung = ladder_.next(size),
+              .rung = rung,
+              .shown = std::min(rung, last_rung_),
               .rows = {},
               .follows = !in_flight_.empty() && !other_work_};
   std::vector<int32_t> slots;
@@ -165,6 +189,7 @@ bool Scheduler::launch_round() {
   for (Request* request : requests) ++request->in_flight;
   in_flight_.push_back(std::move(round));
   other_work_ = false;
+  last_rung_ = rung;
   return true;
 }
 
@@ -204,7 +229,7 @@ void Scheduler::read_oldest_round() {
     if (request.id != round.rows[b].request_id) continue;  // it has ended since
     ++next;
     --request.in_flight;
-    progress |= read_row(results_.row(round.number, static_cast<int64_t>(b)), round.rung, request);
+    progress |= read_row(results_.row(round.number, static_cast<int64_t>(b)), round.shown, request);
   }
   publish();
 
@@ -228,7 +253,7 @@ std::vector<Request*> Scheduler::still_held(const Round& round) const {
 }
 
 // What the round did for one request. False when it stalled; then its state is as before the round.
-bool Scheduler::read_row(const RowResult& result, size_t rung, Request& request) {
+bool Scheduler::read_row(const RowResult& result, size_t shown_rung, Request& request) {
   const int64_t count = result.out_len;
   const auto reason = static_cast<FinishReason>(result.finish_reason);
   const bool goes_on = reason == FinishReason::kNone;
@@ -252,7 +277,7 @@ bool Scheduler::read_row(const RowResult& result, size_t rung, Request& request)
     finish_held(request, reason);
     return true;
   }
-  ladder_.observe(rung, {result.path + 1, result.path + count});  // of a last round some may have been cut off
+  ladder_.observe(shown_rung, {result.path + 1, result.path + count});  // of a last round some may have been cut off
   if (request.streams) note_tokens(request, reason, 0);
   return true;
 }

@@ -57,8 +57,10 @@ Recorder::Totals Recorder::totals() const {
   const auto of = [&](Work work) { return nanoseconds_[static_cast<int>(work)].load(); };
   return {.rounds = num_rounds_,
           .rows = num_rows_,
-          .host = of(Work::kTurn) - of(Work::kWait) - of(Work::kPrefill),
+          .host = of(Work::kTurn) - of(Work::kWait) - of(Work::kPrefill) - of(Work::kEmit),
           .wait = of(Work::kWait),
+          .prefill = of(Work::kPrefill),
+          .emit = of(Work::kEmit),
           .device = device_,
           .following = following_,
           .gaps = gaps_};

@@ -10,7 +10,7 @@
 namespace specdec::scheduler {
 
 // What the loop's thread does. A turn contains the others; `kWait` is waiting for the device, `kPrefill` the executor's
-// begin, prefill and activate.
+// begin, prefill and activate, `kEmit` its emit.
 enum class Work { kTurn, kLaunch, kWait, kRead, kPrefill, kEmit };
 constexpr int kNumWorks = 6;
 
@@ -28,9 +28,10 @@ class Recorder {
   // As if nothing had been.
   void reset();
 
-  // Any thread. Nanoseconds, but for the counts of rounds and rows.
+  // Any thread. Nanoseconds, but for the counts of rounds and rows. Of the loop's time, `host` is what is left without
+  // the other three.
   struct Totals {
-    int64_t rounds, rows, host, wait, device, following, gaps;
+    int64_t rounds, rows, host, wait, prefill, emit, device, following, gaps;
   };
   Totals totals() const;
   std::vector<int64_t> rounds_by_rung() const { return {by_rung_.begin(), by_rung_.end()}; }

@@ -1,4 +1,5 @@
-// A request and its life: queued -> prefilling -> running -> finished, and back to queued when it is retracted.
+// A request and its life: queued -> prefilling -> starting -> running -> finished, and back to queued when it is
+// retracted. Starting: the device knows its length and root, and its first round is about to come.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +8,7 @@
 
 namespace specdec::scheduler {
 
-enum class RequestState { kQueued, kPrefilling, kRunning, kFinished };
+enum class RequestState { kQueued, kPrefilling, kStarting, kRunning, kFinished };
 
 // What `emit` reports. Up to kContext the device decides (commit_tokens); the rest is the scheduler's.
 enum class FinishReason : int32_t { kNone = 0, kStop = 1, kLength = 2, kContext = 3, kCancelled = 4, kError = 5 };
@@ -57,6 +58,7 @@ struct Request {
 
   int64_t seq_len() const { return static_cast<int64_t>(text.size()) - 1; }
   bool running() const { return state == RequestState::kRunning; }
+  int64_t rows_to_prefill() const { return state == RequestState::kPrefilling ? seq_len() - prefilled : 0; }
 
   // Whether the rounds in flight may leave something to do. Each gives it a token, unless it stalls, which is seen when
   // it is read.
@@ -70,7 +72,6 @@ struct Request {
     prefilled = 0;
     in_flight = 0;
   }
-  void start_running() { state = RequestState::kRunning; }
   // Nothing is lost: `text` holds what was produced, and is prefilled again as a prompt would be.
   void leave_slot(RequestState next) {
     state = next;

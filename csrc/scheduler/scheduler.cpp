@@ -28,8 +28,9 @@ Scheduler::Scheduler(const Config& config, Executor& executor, const RingMemory&
       commands_(commands, {config.max_batch(), config.num_slots, config.max_stops}),
       results_(results, {config.accept_width, config.max_logprobs}),
       recorder_(traces, config.nodes),
-      ladder_(config.nodes),
+      ladder_(config.nodes, config.accept_width),
       slots_(config.num_slots),
+      last_rung_(config.nodes.size() - 1),
       free_pages_(config.num_pages) {}
 
 // --- any thread

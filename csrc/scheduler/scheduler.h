@@ -5,7 +5,7 @@
 //
 // Exceptions. Whatever an executor call throws leaves step() unchanged, and the requests of that call end:
 //
-// - begin, prefill, activate: that request, with kError.
+// - begin, prefill, activate: every request of the call, with kError.
 // - launch: every request of the round, with kError; the round's tokens are unknown and dropped. (A record that only
 //   gives back slots has no requests.) The next step() asks the device how far it came, and goes on from there.
 // - busy: as launch, for the round waited for.
@@ -86,6 +86,7 @@ class Scheduler {
     };
     int64_t number;
     size_t size, rung;  // of config.batch_sizes, of config.nodes
+    size_t shown;       // the highest rung of which it shows what it brings
     std::vector<Row> rows;
     bool follows;  // nothing but a round lies between it and the one before
   };
@@ -96,11 +97,11 @@ class Scheduler {
   void read_mail();
   void make_room();
   void admit();
-  void prefill_one_chunk();
+  void prefill();
+  void activate();
   bool launch_round();
   void read_oldest_round();
-  bool read_row(const RowResult& result, size_t rung, Request& request);
-  void activate(Request& request);
+  bool read_row(const RowResult& result, size_t shown_rung, Request& request);
   void send(const Commands& commands, int64_t batch = 0, int64_t num_nodes = 0);
   int64_t time_round(int64_t batch, int64_t num_nodes);
   void wait_until(const std::function<bool()>& done);
@@ -142,6 +143,7 @@ class Scheduler {
   int64_t num_sent_ = 0;             // command records
   int64_t num_launched_ = 0;         // rounds
   uint64_t turn_number_ = 0;         // of turns that launched a round
+  size_t last_rung_;                 // of the last round launched
   bool other_work_ = false;          // something else than a round went to the device since the last round
   bool stuck_ = false;               // no slot of the round read last went on
   bool unsure_ = false;              // a launch threw: the device may or may not have come to it

@@ -502,8 +502,8 @@ class _Executor(Protocol):
     """What the scheduler drives: csrc/scheduler/executor.h says when each call comes, scheduler.h what a raise does."""
 
     def begin(self, slot: int, request_id: int, text: list[int]) -> None: ...
-    def prefill(self, slot: int, tokens: list[int], start: int, is_last: bool) -> None: ...
-    def activate(self, slot: int) -> None: ...
+    def prefill(self, chunks: list[tuple[int, int, list[int]]]) -> None: ...  # slot, start, tokens each
+    def activate(self, slots: list[int]) -> None: ...
     def launch(self, batch: int, num_nodes: int) -> None: ...
     def deactivate(self, slot: int, request_id: int) -> None: ...
     def emit(self, emissions: list[Emission]) -> None: ...
@@ -558,6 +558,7 @@ class Scheduler:
         max_stops: int,
         max_logprobs: int = -1,
         prefill_chunk: int,
+        prefill_requests: int,
         rounds_in_flight: int,
         batch_sizes: Sequence[int],
         nodes: Sequence[int],
@@ -599,9 +600,9 @@ class Scheduler:
     @property
     def num_retractions(self) -> int: ...
     @property
-    def times(self) -> tuple[int, int, int, int, int, int, int]:
-        """Rounds, rows; nanoseconds of host work, of waiting, of rounds on the device; of those launched while another
-        was in flight, with nothing in between; of the gaps before these."""
+    def times(self) -> tuple[int, int, int, int, int, int, int, int, int]:
+        """Rounds, rows; nanoseconds of host work, of waiting, prefill and emit, of rounds on the device; of those
+        launched while another was in flight, with nothing in between; of the gaps before these."""
     @property
     def rounds_by_rung(self) -> list[int]: ...
     @property

@@ -60,7 +60,7 @@ def generate(
     num_slots: int | None = None,
     mem_fraction: float | None = None,
     page_size: int = 16,
-    prefill_chunk: int = 512,
+    prefill_chunk: int = 2048,
     cuda_graph: bool = True,
     batch_invariant: bool = False,
     seed: int | None = None,

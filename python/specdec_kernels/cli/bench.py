@@ -64,8 +64,8 @@ sizes:
 
 round:
   Whole rounds of the engine on a model of a well-known shape with planted weights: full cost, a known text, and the
-  accept length you choose. Every token is checked. Prompts are such that all requests of a batch reach --input tokens
-  together; counted are rounds in which all of them take part.
+  accept length you choose. Every token is checked. All requests of a batch come at once; counted are rounds in which
+  all of them take part, and the run, from their coming to the last one's end.
 
 columns:
   time      median time of a call; on a GPU from replays of a CUDA graph, on a CPU wall time
@@ -75,8 +75,11 @@ columns:
   of floor  floor / time: 100 % cannot be beaten by memory that is cold
   inputs    cold: rotated through more memory than the L2 cache holds
   gpu       of round: from its first kernel to its last, a mean; idle, the GPU's share of time between rounds;
-            host, what the loop takes of the host for one (on a CPU that is the round itself, and left out); rounds
-            by nodes, how many nodes their trees had, which --speculative-adaptive chooses
+            host, what the loop takes of the host for one (on a CPU that is the round itself, and left out); emit,
+            handing out its tokens, which this bench takes as they come; wait, waiting for the device; means of all
+            rounds; nodes, how many their trees had, which --speculative-adaptive chooses
+  run       of round: tokens a second of the whole run, prefill included; first token, when half of the requests had
+            theirs
   others    one column each, torch and installed packages (sglang, flashinfer): another way to the same result, checked
             as well, timed alike; in brackets its time over ours
 
@@ -377,8 +380,8 @@ def show(run_record: dict[str, Any]) -> None:
 
 ROUND_HEAD = ("shape", "dtype", "input", "output")
 ROUND_COLUMNS = [
-    "algorithm", "batch", "ms/round", "p90 ms", "tokens/s", "accept length", "gpu ms", "idle", "host us", "floor ms",
-    "of floor", "rounds by nodes",
+    "algorithm", "batch", "ms/round", "p90 ms", "tokens/s", "accept length", "gpu ms", "idle", "host us", "emit us",
+    "wait us", "floor ms", "of floor", "run tokens/s", "first token ms", "rounds by nodes",
 ]  # fmt: skip
 
 
@@ -398,9 +401,10 @@ def round_row(r: dict[str, Any]) -> list[str]:
         f"{facts['accept_length']:.2f}",
         number(facts["gpu_us"] * 1e-3) if "gpu_us" in facts else "",
         f"{facts['idle']:.2%}" if "idle" in facts else "",
-        number(facts["host_us"]) if "host_us" in facts else "",
+        *(number(facts[name]) if name in facts else "" for name in ("host_us", "emit_us", "wait_us")),
         number(r["floor_us"] * 1e-3),
         f"{r['of_floor']:.0%}",
+        *(f"{facts[name]:.0f}" if name in facts else "" for name in ("run_tokens_per_second", "first_token_ms")),
         facts.get("nodes", ""),
     ]
 

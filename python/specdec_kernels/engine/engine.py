@@ -66,7 +66,7 @@ class Engine:
         num_pages: KV pages in the pool. None: enough for every slot at `max_len`, or what mem_fraction leaves.
         mem_fraction: share of the GPU's memory that weights, captured rounds, prefill and pages may take together.
         page_size: KV rows per page.
-        prefill_chunk: longest piece of a prompt run between two rounds.
+        prefill_chunk: most rows of prompts run between two rounds; a prompt is cut where they are full.
         dtype: of weights and KV. None: the checkpoint's own on CUDA, float32 on the CPU.
         device: None: CUDA where torch has it and this build has kernels, else the CPU.
         cuda_graph: on CUDA, capture rounds as CUDA graphs, else launch them kernel by kernel.
@@ -95,7 +95,7 @@ class Engine:
         num_pages: int | None = None,
         mem_fraction: float | None = None,
         page_size: int = 16,
-        prefill_chunk: int = 512,
+        prefill_chunk: int = 2048,
         dtype: torch.dtype | None = None,
         device: str | torch.device | None = None,
         cuda_graph: bool = True,
@@ -200,11 +200,42 @@ class Engine:
         )
         round = Round(self.target, self.draft, self.state, rings, reserve)
         self._executor = Executor(round, self._emit)
+
+        def start(num_pages: int) -> tuple[Graphs | None, _C.Scheduler]:
+            graphs = None
+            with self._on_device():
+                if self._stream and cuda_graph:
+                    graphs = capture_rounds(round, batch_sizes, nodes, self._stream, progress=progress)
+                scheduler = _C.Scheduler(
+                    self._executor,
+                    num_slots=num_slots,
+                    num_pages=num_pages,
+                    page_size=page_size,
+                    max_len=max_len,
+                    reserve=reserve,
+                    accept_width=self.draft.accept_width,
+                    max_stops=MAX_STOP_TOKENS,
+                    max_logprobs=top_n,
+                    prefill_chunk=prefill_chunk,
+                    prefill_requests=1 if batch_invariant else num_slots,
+                    rounds_in_flight=rounds_in_flight,
+                    batch_sizes=list(batch_sizes),
+                    nodes=nodes,
+                    commands=rings.commands,
+                    results=rings.results,
+                    stream=self._stream.cuda_stream if self._stream else None,
+                    graphs=graphs.raw() if graphs else {},
+                    trace=trace is not None,
+                )
+            return graphs, scheduler
+
         if mem_fraction is not None:
-            assert self._stream is not None
-            chunk, batch = min(prefill_chunk, max_len - 1), num_slots if on_cuda and cuda_graph else None
-            with torch.cuda.device(self.device):
-                fitting = pages_that_fit(round, mem_fraction, chunk, batch, self._stream)
+            # All is made and tried out with the smallest pool, and made anew with the largest that fits beside it.
+            trial = start(max_pages)
+            with self._on_device():
+                fitting = pages_that_fit(self._executor, mem_fraction, prefill_chunk)
+            del trial
+            torch.cuda.empty_cache()
             if fitting < max_pages:
                 raise ValueError(
                     f"Engine: mem_fraction is {mem_fraction}, which leaves room for {fitting} pages, "
@@ -212,33 +243,9 @@ class Engine:
                 )
             num_pages = min(fitting, num_slots * max_pages)
             self._resize_pools(num_pages)
-        self.graphs: Graphs | None = None
-        if on_cuda and cuda_graph:
-            assert self._stream is not None
-            with torch.cuda.device(self.device):
-                self.graphs = capture_rounds(round, batch_sizes, nodes, self._stream, progress=progress)
-        with self._on_device():
-            self._scheduler = _C.Scheduler(
-                self._executor,
-                num_slots=num_slots,
-                num_pages=num_pages,
-                page_size=page_size,
-                max_len=max_len,
-                reserve=reserve,
-                accept_width=self.draft.accept_width,
-                max_stops=MAX_STOP_TOKENS,
-                max_logprobs=top_n,
-                prefill_chunk=prefill_chunk,
-                rounds_in_flight=rounds_in_flight,
-                batch_sizes=list(batch_sizes),
-                nodes=nodes,
-                commands=rings.commands,
-                results=rings.results,
-                stream=self._stream.cuda_stream if self._stream else None,
-                graphs=self.graphs.raw() if self.graphs else {},
-                trace=trace is not None,
-            )
-            if len(nodes) > 1:
+        self.graphs, self._scheduler = start(num_pages)
+        if len(nodes) > 1:
+            with self._on_device():
                 self._scheduler.measure_rounds()
         self._nodes = nodes
         self._trace = trace
@@ -361,13 +368,15 @@ class Engine:
     def stats(self) -> EngineStats:
         """What rounds took so far. The device's own times are those of rounds that have been read."""
         rounds, rows, *nanoseconds = self._scheduler.times
-        host, wait, device, following, gaps = (1e-9 * t for t in nanoseconds)
+        host, wait, prefill, emit, device, following, gaps = (1e-9 * t for t in nanoseconds)
         return EngineStats(
             rounds=rounds,
             rows=rows,
             retractions=self._scheduler.num_retractions,
             host_seconds=host,
             wait_seconds=wait,
+            prefill_seconds=prefill,
+            emit_seconds=emit,
             device_seconds=device,
             following_seconds=following,
             gap_seconds=gaps,

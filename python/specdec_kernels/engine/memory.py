@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
-from .graphs import capture_rounds
-from .round import Round
+from .executor import Executor
+from .prefill import MOST_PADDING
 
 
-def pages_that_fit(
-    round: Round, mem_fraction: float, prefill_chunk: int, batch: int | None, stream: torch.cuda.Stream
-) -> int:
-    """Pages for `mem_fraction` of the GPU's memory, beside the weights, a prefill and captured rounds.
+def pages_that_fit(executor: Executor, mem_fraction: float, prefill_chunk: int) -> int:
+    """Pages for `mem_fraction` of the GPU's memory, beside all that is there now and a largest prefill.
 
-    Both are tried out, with slots that nobody holds: one largest chunk, and the round of the largest batch, whose
-    memory the smaller ones share (None: nothing is captured). The pools at hand are counted as room.
+    That is run with slots that nobody holds, which leaves them as they were. The pools at hand are counted as room.
     """
-    state, device = round.state, stream.device
+    state, device = executor.state, executor.state.seq_lens.device
+    largest_prefill(executor, prefill_chunk)
     torch.cuda.synchronize(device)
-    with torch.cuda.stream(stream), torch.inference_mode():
-        nobody = torch.full((1,), -1, dtype=torch.int32, device=device)
-        positions = torch.arange(prefill_chunk, dtype=torch.int32, device=device)[None]
-        rows = state.rows(nobody, state.seq_lens, tail_len=prefill_chunk)
-        round.target.forward(torch.zeros_like(positions), positions, rows)
-    graphs = capture_rounds(round, [batch], [round.draft.num_nodes], stream) if batch is not None else None
     free, total = torch.cuda.mem_get_info(device)
     pages = len(state.pool.free_stack)
-    bytes_per_page = (round.target.pools.num_bytes + round.draft.num_pool_bytes) // pages
+    bytes_per_page = (executor.target.pools.num_bytes + executor.draft.num_pool_bytes) // pages
     room = int(mem_fraction * total) - (total - free) + pages * bytes_per_page
-    del graphs
-    torch.cuda.empty_cache()
     return max(room, 0) // bytes_per_page
+
+
+def largest_prefill(executor: Executor, prefill_chunk: int) -> None:
+    """As many rows as a call can have, padding included, of slots without pages: nothing is written."""
+    state = executor.state
+    rows, longest = math.ceil((1 + MOST_PADDING) * prefill_chunk), int(state.max_lens[0]) - 1
+    lengths = [min(longest, rows - start) for start in range(0, rows, longest)][: len(state.seq_lens)]
+    executor.prefill([(slot, 0, [0] * (length + 1)) for slot, length in enumerate(lengths)])
+    executor.activate(list(range(len(lengths))))
+    for tensor in (state.seq_lens, state.status):
+        tensor.zero_()

@@ -86,8 +86,10 @@ class EngineStats:
 
     Attributes:
         rounds, rows: rounds read, and requests in them. retractions: requests that gave their slot back for a while.
-        host_seconds: the loop's own work, without waiting for the device and without prefill.
-        wait_seconds: waiting for the device.
+        host_seconds: the loop's own work: launching rounds, reading what they did, keeping its books.
+        wait_seconds: the loop's waiting for the device.
+        prefill_seconds: launching prefill, and waiting where the device's queue of launches is full.
+        emit_seconds: handing out results, with what `on_tokens` makes of them.
         device_seconds: rounds on the device, each from its first kernel to its last.
         following_seconds, gap_seconds: of these, the rounds that were launched while the one before was running, with
             nothing in between; and what lay between the two.
@@ -100,6 +102,8 @@ class EngineStats:
     retractions: int
     host_seconds: float
     wait_seconds: float
+    prefill_seconds: float
+    emit_seconds: float
     device_seconds: float
     following_seconds: float
     gap_seconds: float
@@ -119,6 +123,16 @@ class EngineStats:
     def host_us(self) -> float:
         """The loop's own work for a round, in microseconds."""
         return 1e6 * self.host_seconds / max(self.rounds, 1)
+
+    @property
+    def wait_us(self) -> float:
+        """The loop's waiting for the device in a round, in microseconds."""
+        return 1e6 * self.wait_seconds / max(self.rounds, 1)
+
+    @property
+    def emit_us(self) -> float:
+        """Handing out the results of a round, in microseconds."""
+        return 1e6 * self.emit_seconds / max(self.rounds, 1)
 
     @property
     def device_ms(self) -> float:

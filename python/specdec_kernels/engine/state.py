@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,12 @@ from torch import Tensor
 
 from ..models.attention import Rows
 from ..ops import PagePool, make_page_pool
+
+
+def to_device(numbers: array[int], device: torch.device) -> Tensor:
+    """int32 on the device, behind what is on the stream: a pageable copy would wait for the rounds in flight."""
+    tensor = torch.frombuffer(numbers, dtype=torch.int32)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 @dataclass

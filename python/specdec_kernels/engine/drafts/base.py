@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...ops import Accepted, Tree, build_tree
+from ..prefill import Prefill
 from ..state import SlotState
 
 
@@ -50,19 +51,17 @@ class Draft:
     def detach_pools(self) -> None:
         """Take these pools out of a module that may serve another engine."""
 
-    def begin(self, slot: int, request_id: int, group: int, text: Tensor) -> None:
-        """The slot now belongs to a request with text [T]: its prompt, and what it produced before a retraction.
+    def begin(self, slot: int, request_id: int, group: int, text: list[int]) -> None:
+        """The slot now belongs to a request with this text: its prompt, and what it produced before a retraction.
 
         `group` is who shares its text (`SamplingParams.ngram_group`).
         """
 
-    def prefill(
-        self, slot: Tensor, tokens: Tensor, next_tokens: Tensor, positions: Tensor, features: Tensor | None
-    ) -> None:
-        """The target has just run `tokens` [1, n] at `positions`; `next_tokens` [1, n] stand one further each."""
+    def prefill(self, prefill: Prefill, features: Tensor | None) -> None:
+        """The target has just run these pieces of prompts; `features` [P, Q, n * H] are its states, as in `extend`."""
 
-    def activate(self, slot: Tensor) -> None:
-        """Prefill is complete: the slot's root and length are set, its first round comes next."""
+    def activate(self, slots: Tensor) -> None:
+        """Prefill of slots [R] is complete: their roots and lengths are set, their first round comes next."""
 
     def propose(self, slots: Tensor, num_nodes: int) -> Tree:
         """This round's trees of slots [B]: of a larger `num_nodes`, the first nodes are those of a smaller one."""

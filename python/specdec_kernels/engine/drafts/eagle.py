@@ -8,6 +8,7 @@ from torch import Tensor
 from ...models.attention import Rows
 from ...models.draft_head import DraftHead
 from ...ops import Accepted
+from ..prefill import Prefill
 from ..state import SlotState
 from .model import ModelDraft, last_valid, positions_from
 
@@ -41,13 +42,10 @@ class EagleDraft(ModelDraft):
         hidden = self.head(tokens, feature.view(batch, k, -1), positions, rows).flatten(0, 1)
         return self.head.logits(hidden), hidden
 
-    def prefill(
-        self, slot: Tensor, tokens: Tensor, next_tokens: Tensor, positions: Tensor, features: Tensor | None
-    ) -> None:
+    def prefill(self, prefill: Prefill, features: Tensor | None) -> None:
         assert features is not None
-        rows = self.state.rows(slot, self.state.seq_lens, tail_len=next_tokens.shape[1])
-        hidden = self.head(next_tokens, self.head.join(features), positions, rows)
-        self._keep(slot, hidden[:, -1])
+        hidden = self.head(prefill.next_tokens, self.head.join(features), prefill.positions, prefill.rows)
+        self._keep(prefill.slots, hidden.flatten(0, 1)[prefill.last_rows])
 
     def extend(
         self, slots: Tensor, accepted: Accepted, num_valid: Tensor, features: Tensor | None, num_nodes: int

@@ -54,7 +54,7 @@ class ModelDraft(Draft):
         """Makes room for the slots' logits [Vd] behind the root, of which `like` has a row."""
         self.root_logits = like.new_full((len(self.child_ids), like.shape[-1]), -torch.inf)
 
-    def begin(self, slot: int, request_id: int, group: int, text: Tensor) -> None:
+    def begin(self, slot: int, request_id: int, group: int, text: list[int]) -> None:
         # Without a prefilled row there are no children: a one-token prompt starts with a root-only tree.
         self.child_logprobs[slot] = -torch.inf
         if self.draws:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
+
 import torch
 from torch import Tensor
 
 from ...ngram import NgramIndex
 from ...ops import Accepted, Tree
-from ..state import SlotState
+from ..state import SlotState, to_device
 from .base import Draft
 
 
@@ -28,9 +30,10 @@ class NgramDraft(Draft):
         """A document for all requests."""
         self.index.insert(torch.tensor(tokens, dtype=torch.int32, device=self.state.seq_lens.device))
 
-    def begin(self, slot: int, request_id: int, group: int, text: Tensor) -> None:
+    def begin(self, slot: int, request_id: int, group: int, text: list[int]) -> None:
         self.index.begin(slot, group=group, request=request_id)
-        self.index.insert(text, slot, start=0)  # of a retracted request, what is held is skipped
+        tokens = to_device(array("i", text), self.state.seq_lens.device)
+        self.index.insert(tokens, slot, start=0)  # of a retracted request, what is held is skipped
 
     def propose(self, slots: Tensor, num_nodes: int) -> Tree:
         if num_nodes == 1:

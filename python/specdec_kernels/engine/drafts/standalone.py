@@ -7,6 +7,7 @@ from torch import Tensor
 from ...models.attention import Rows
 from ...models.causal_lm import CausalLM
 from ...ops import Accepted
+from ..prefill import Prefill
 from ..state import SlotState
 from .model import ModelDraft, last_valid, positions_from
 
@@ -38,15 +39,12 @@ class StandaloneDraft(ModelDraft):
     def step(self, tokens: Tensor, positions: Tensor, feature: Tensor | None, rows: Rows) -> tuple[Tensor, None]:  # type: ignore[override]
         return self.model.logits(self.model.forward(tokens, positions, rows)).flatten(0, 1), None
 
-    def prefill(
-        self, slot: Tensor, tokens: Tensor, next_tokens: Tensor, positions: Tensor, features: Tensor | None
-    ) -> None:
-        rows = self.state.rows(slot, self.state.seq_lens, tail_len=tokens.shape[1])
-        self.model.forward(tokens, positions, rows)
+    def prefill(self, prefill: Prefill, features: Tensor | None) -> None:
+        self.model.forward(prefill.tokens, prefill.positions, prefill.rows)
 
-    def activate(self, slot: Tensor) -> None:
-        """The root's own row, which gives the first children."""
-        self._run(slot, self.state.root_tokens[slot][:, None], self.state.seq_lens, None)
+    def activate(self, slots: Tensor) -> None:
+        """The roots' own rows, which give the first children."""
+        self._run(slots, self.state.root_tokens[slots][:, None], self.state.seq_lens, None)
 
     def extend(
         self, slots: Tensor, accepted: Accepted, num_valid: Tensor, features: Tensor | None, num_nodes: int

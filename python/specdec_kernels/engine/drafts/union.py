@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ...ops import Accepted, Tree, merge_trees
+from ..prefill import Prefill
 from ..state import SlotState
 from .base import Draft
 from .model import ModelDraft
@@ -31,17 +32,15 @@ class UnionDraft(Draft):
         """A document for all requests."""
         self.ngram.learn(tokens)
 
-    def begin(self, slot: int, request_id: int, group: int, text: Tensor) -> None:
+    def begin(self, slot: int, request_id: int, group: int, text: list[int]) -> None:
         self.model.begin(slot, request_id, group, text)
         self.ngram.begin(slot, request_id, group, text)
 
-    def prefill(
-        self, slot: Tensor, tokens: Tensor, next_tokens: Tensor, positions: Tensor, features: Tensor | None
-    ) -> None:
-        self.model.prefill(slot, tokens, next_tokens, positions, features)
+    def prefill(self, prefill: Prefill, features: Tensor | None) -> None:
+        self.model.prefill(prefill, features)
 
-    def activate(self, slot: Tensor) -> None:
-        self.model.activate(slot)
+    def activate(self, slots: Tensor) -> None:
+        self.model.activate(slots)
 
     def propose(self, slots: Tensor, num_nodes: int) -> Tree:
         if num_nodes == 1:
