@@ -357,6 +357,7 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
   m.def("norm_rows", &norm_rows, "rows, or sums of rows, over their root mean square");
   m.def("gate_rows", &gate_rows, "silu(gate) * up of rows that hold both");
   m.def("linear_rows", &linear_rows, "a few rows times a weight");
+  m.def("has_wgmma", &has_wgmma, "whether the CUDA device that is current has wgmma, and this build its instructions");
   m.def("rotate_qkv", &rotate_qkv, "normalise and rotate query and key heads, write keys and values to pages");
 
   // --- attention

@@ -132,13 +132,14 @@ void Scheduler::prefill() {
   for (size_t i = 0; i < chunks.size(); ++i) requests[i]->prefilled += chunks[i].num_rows();
 }
 
-// Whoever is prefilled takes part in rounds from now on. Each gets a command record of its own, then they share calls.
+// Whoever is prefilled takes part in rounds from now on: one record tells the device of all, then they share calls.
 void Scheduler::activate() {
-  for (const auto& holder : slots_.holders()) {
-    if (holder->state != RequestState::kPrefilling || holder->rows_to_prefill() > 0) continue;
-    call_for({holder.get()}, [&] { send({.activated = holder.get()}); });
-    holder->state = RequestState::kStarting;
-  }
+  std::vector<Request*> prefilled;
+  for (const auto& holder : slots_.holders())
+    if (holder->state == RequestState::kPrefilling && holder->rows_to_prefill() == 0) prefilled.push_back(holder.get());
+  if (!prefilled.empty()) call_for(prefilled, [&] { send({.activated = prefilled}); });
+  for (Request* request : prefilled) request->state = RequestState::kStarting;
+
   while (true) {
     std::vector<Request*> requests;
     std::vector<int32_t> slots;

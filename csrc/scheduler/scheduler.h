@@ -6,8 +6,9 @@
 // Exceptions. Whatever an executor call throws leaves step() unchanged, and the requests of that call end:
 //
 // - begin, prefill, activate: every request of the call, with kError.
-// - launch: every request of the round, with kError; the round's tokens are unknown and dropped. (A record that only
-//   gives back slots has no requests.) The next step() asks the device how far it came, and goes on from there.
+// - launch: every request of the round, or that was to be activated, with kError; the round's tokens are unknown and
+//   dropped. (A record that only gives back slots has no requests.) The next step() asks the device how far it came,
+//   and goes on from there.
 // - busy: as launch, for the round waited for.
 // - emit: every request of the call that goes on, with kError; all tokens of the call count as emitted.
 // - deactivate: nobody; the slot counts as given back.
