@@ -57,7 +57,7 @@ def random_draft(rng: random.Random) -> dict[str, Any]:
     if rng.random() < 0.4:
         options |= {
             "min_prob": rng.choice([0.0, 0.05, 0.3, 1.0]),
-            "min_match": rng.choice([1, 2, 5, 32]),
+            "min_match": rng.choice([0, 1, 2, 5, 32]),
             "own_weight": rng.choice([0.0, 1.0, 4.0, 256.0]),
             "group_weight": rng.choice([0.0, 1.0, 2.5]),
             "global_weight": rng.choice([0.0, 1.0, 0.5]),

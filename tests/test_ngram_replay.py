@@ -18,8 +18,8 @@ def test_counts_what_verification_would_accept() -> None:
     index = replay.Index(2, 1000, {})
     index.learn([1, 2, 3, 4, 5, 6, 7, 8])
     score = replay.replay(index, [([9, 1], [2, 3, 4, 40, 5, 6, 7, 8])])
-    # 1 -> 2 3 and the bonus 4; 4 -> (5 6), bonus 40; nothing known of 40, bonus 5; 5 -> 6 7 and the bonus 8.
-    assert (score.lookups, score.accepted, score.drafted) == (4, 4, 6)
+    # 1 -> 2 3 and the bonus 4; 4 -> (5 6), bonus 40; 40 for 5 -> (6 7), bonus 5; 5 -> 6 7 and the bonus 8.
+    assert (score.lookups, score.accepted, score.drafted) == (4, 4, 8)
 
 
 def test_accepted_length_walks_the_branches() -> None:

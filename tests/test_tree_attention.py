@@ -192,6 +192,25 @@ def test_tail_shorter_than_q(device: torch.device, dtype: torch.dtype, pools: to
     check(q[:1], make_cache([20], [0], page_size=3, dtype=pools, device=device), tail_len=0, window=window)
 
 
+@pytest.mark.parametrize("rows", [1, 4, 5, 16, 17, 40, 64])
+@pytest.mark.parametrize(
+    "prefixes",
+    [[0], [1], [15], [2000], [0, 700], [33, 1], [0, 0, 130], [1100, 64, 16, 0], [127, 128, 129, 4000]],
+    ids=str,
+)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_few_requests(device: torch.device, head_dim: int, prefixes: list[int], rows: int) -> None:
+    """As many row tiles and parts of the KV as there are, some of them empty, or less than a tile."""
+    batch = len(prefixes)
+    cache = make_cache(prefixes, [rows] * batch, page_size=16, head_dim=head_dim, dtype=torch.bfloat16, device=device)
+    q = torch.randn(batch, rows, 8, head_dim, device=device).bfloat16()
+    check(q, cache, mask=random_trees(batch, rows))
+    check(q, cache, q_lens=torch.randint(0, rows + 1, (batch,), dtype=torch.int32), window=100)
+    ends = torch.tensor([0] * batch + [rows], dtype=torch.int32)  # all rows in the last request
+    check(q[0], cache, cu_seqlens_q=ends)
+    assert torch.equal(sd.tree_attention(q, *cache.tensors()), sd.tree_attention(q, *cache.tensors()))
+
+
 @all_paths
 def test_padded_rows_give_zeros(device: torch.device, dtype: torch.dtype, pools: torch.dtype) -> None:
     q_lens = torch.tensor([3, 0, 9], dtype=torch.int32)
@@ -512,7 +531,7 @@ def test_sweep(device: torch.device, seed: int) -> None:
     """Everything at once, drawn at random."""
     draw = random.Random(seed)
     dtype = draw.choice([torch.bfloat16, torch.bfloat16, torch.float16, torch.float32])
-    head_dim, group, kv_heads = draw.choice([64, 128, 256]), draw.choice([1, 2, 4, 5, 7, 8]), draw.choice([1, 2, 3])
+    head_dim, group, kv_heads = draw.choice([64, 128, 256]), draw.choice([1, 2, 4, 5, 7, 8]), draw.choice([1, 2, 3, 20])
     batch, most = draw.randint(1, 5), draw.choice([1, 4, 16, 33, 70])
     lengths = [draw.randint(0, most) for _ in range(batch)]
     spare = draw.choice([None, 0, draw.randint(1, 150)])  # rows of the tail beyond the queries
@@ -550,8 +569,9 @@ def test_sweep(device: torch.device, seed: int) -> None:
 
 
 def test_workspace(device: torch.device) -> None:
-    cache = make_cache([900, 3000], [9] * 2, page_size=16, head_dim=128, dtype=torch.bfloat16, device=device)
-    q = torch.randn(2, 9, 8, 128, device=device).bfloat16()
+    # Of head_dim 256, since few requests of less may need none.
+    cache = make_cache([900, 3000], [9] * 2, page_size=16, head_dim=256, dtype=torch.bfloat16, device=device)
+    q = torch.randn(2, 9, 8, 256, device=device).bfloat16()
     want = sd.tree_attention(q, *cache.tensors())
     floats = sd.tree_attention_workspace(q, cache.k_pool, cache.page_table)
     fixed = sd.tree_attention_workspace(q, cache.k_pool, cache.page_table, fixed_split=128)
@@ -576,15 +596,15 @@ def test_workspace(device: torch.device) -> None:
 
 
 @pytest.mark.skipif(not HAS_CUDA, reason="no GPU here")
-@pytest.mark.parametrize("fixed_split", [None, 128])
-def test_calls_share_a_workspace_that_holds_anything(fixed_split: int | None) -> None:
+@pytest.mark.parametrize(("fixed_split", "head_dim"), [(None, 128), (None, 256), (128, 128)])
+def test_calls_share_a_workspace_that_holds_anything(fixed_split: int | None, head_dim: int) -> None:
     """Uneven requests, whose KV is cut between them, in turn with others that use the same memory otherwise."""
     calls = []
     for prefixes, rows, heads in (([5000, 100], 9, 8), ([77, 3000, 1200], 40, 16), ([9000], 1, 4)):
         cache = make_cache(
-            prefixes, [rows] * len(prefixes), page_size=16, head_dim=128, dtype=torch.bfloat16, device="cuda"
+            prefixes, [rows] * len(prefixes), page_size=16, head_dim=head_dim, dtype=torch.bfloat16, device="cuda"
         )
-        calls.append((torch.randn(len(prefixes), rows, heads, 128, device="cuda").bfloat16(), cache))
+        calls.append((torch.randn(len(prefixes), rows, heads, head_dim, device="cuda").bfloat16(), cache))
     sizes = [sd.tree_attention_workspace(q, c.k_pool, c.page_table, fixed_split=fixed_split) for q, c in calls]
     alone = [sd.tree_attention(q, *cache.tensors(), fixed_split=fixed_split) for q, cache in calls]
     for workspace in (torch.full((max(sizes),), NAN, device="cuda"), torch.randn(max(sizes), device="cuda")):

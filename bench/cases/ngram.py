@@ -17,6 +17,7 @@ from ..compare import bytes_of, expect_close, expect_equal, poisoned
 from ..harness import Case, Params, Work
 
 DOCUMENT, STREAM, CHUNK = 40_000, 300, 1 << 16
+ROUND = 4  # tokens accepted in one
 VOCAB = 32_000
 
 
@@ -73,14 +74,21 @@ def ngram_draft(device: torch.device, p: Params) -> Work:
     batch, nodes = p["batch"], p["nodes"]
     index, plain = filled_index(p["held"], batch, device), reference.NgramIndex()
     text = repetitive_text(DOCUMENT)
-    for slot in (None, *range(batch)):
-        start = int(torch.randint(0, DOCUMENT - STREAM, ()))
-        part = text if slot is None else text[start : start + STREAM].contiguous()
-        index.insert(part.to(device), slot)
-        plain.insert(part.tolist(), slot)
-
     seq_lens = torch.full((batch,), STREAM - 1, dtype=torch.int32, device=device)
     out = outputs(batch, nodes, device)
+    starts = torch.randint(0, DOCUMENT - STREAM, (batch,)).tolist()
+
+    def insert(part: Tensor, slot: int | None) -> None:
+        index.insert(part.contiguous().to(device), slot)
+        plain.insert(part.tolist(), slot)
+
+    insert(text, None)
+    for slot, start in enumerate(starts):
+        insert(text[start : start + STREAM - ROUND], slot)
+    index.draft(None, seq_lens, nodes, mode=p["mode"], **out)  # the round before
+    for slot, start in enumerate(starts):
+        plain.draft(slot, nodes, mode=p["mode"])
+        insert(text[start : start + STREAM][-ROUND:], slot)
     return Work(
         call=lambda: index.draft(None, seq_lens, nodes, mode=p["mode"], **out),
         check=lambda: expect_drafts(plain, out, p["mode"]),

@@ -121,11 +121,12 @@ struct KvStream {
       if (my_first == 0) ask_for_queries(p, cut, s);
       if (my_first == kMyRows) ask_for_pages(p, cut, s);
       const int begin = visible_begin(p, s.request, cut.group.div(s.first_row));  // before it pages may be freed
-      Pages pages = find_pages(p, cut, s, begin, s.first_tile * kTokens + my_first);
+      const Span range{begin, s.request.end};
+      Pages pages = find_pages(p, cut, s, range, s.first_tile * kTokens + my_first);
       for (int tile = s.first_tile; tile < s.end_tile; ++tile) {
         const int first = tile * kTokens + my_first;
-        const Rows now = find_rows(p, cut, s, begin, first, pages);
-        if (tile + 1 < s.end_tile) pages = find_pages(p, cut, s, begin, first + kTokens);
+        const Rows now = find_rows(p, cut, s, range, first, pages);
+        if (tile + 1 < s.end_tile) pages = find_pages(p, cut, s, range, first + kTokens);
         empty[stage.at].wait(stage.parity ^ 1);  // the first round is empty
         copy(p, stages[stage.at], my_first, now);
         full[stage.at].arrive_after_copies();
@@ -139,22 +140,22 @@ struct KvStream {
     }
   }
 
- private:
+ protected:
   static constexpr int kEach = kMyRows / kChunk;
 
-  // Of a producer's rows lane % kChunk, that + kChunk, ...: the table's entries, -1 behind the end. Nothing is computed
-  // from them when they are asked for, so that the tile before is copied while they come.
+  // Of a producer's rows lane % kChunk, that + kChunk, ...: the table's entries, -1 outside the range. Nothing is
+  // computed from them when they are asked for, so that the tile before is copied while they come.
   struct Pages {
     int page[kEach];
   };
-  __device__ static Pages find_pages(const TreeAttentionParams& p, const Cut& cut, const Segment& s, int begin,
+  __device__ static Pages find_pages(const TreeAttentionParams& p, const Cut& cut, const Segment& s, Span range,
                                      int first) {
     Pages pages;
 #pragma unroll
     for (int n = 0; n < kEach; ++n) {
       const int row = first + n * kChunk + threadIdx.x % kChunk;
       pages.page[n] = -1;
-      if (row >= begin && row < s.request.end)  // which is no more than the table has
+      if (row >= range.begin && row < range.end)  // which is no more than the table has
         pages.page[n] = __ldg(p.rows.page_table + s.request.slot * p.rows.max_pages + cut.page_size.div(row));
     }
     return pages;
@@ -192,8 +193,8 @@ struct KvStream {
       for (int i = 0; i < kChunk / 16; ++i) to[i] = static_cast<uint16_t>(there[n] >> 16 * i);
     }
   };
-  __device__ static Rows find_rows(const TreeAttentionParams& p, const Cut& cut, const Segment& s, int begin, int first,
-                                   const Pages& pages) {
+  __device__ static Rows find_rows(const TreeAttentionParams& p, const Cut& cut, const Segment& s, Span range,
+                                   int first, const Pages& pages) {
     Rows rows;
     const int lane = threadIdx.x % kWarp, mine = lane % kChunk, bytes = kRowBytes / static_cast<int>(p.head_dim);
 #pragma unroll
@@ -203,7 +204,7 @@ struct KvStream {
       at.page = pages.page[n];
       at.offset = cut.page_size.rem(row);
       bool there = at.page >= 0 && at.page < p.rows.num_pages;
-      if (!there && row >= begin && row < s.request.end) set_status(p.status, s.request.slot, kBadPage);
+      if (!there && row >= range.begin && row < range.end) set_status(p.status, s.request.slot, kBadPage);
       // What no row of the request sees may not have been written: it is not read.
       if (p.mask != nullptr && first + (n + 1) * kChunk > s.request.prefix) {
         uint32_t seen = 0;

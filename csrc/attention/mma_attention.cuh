@@ -12,18 +12,19 @@
 
 namespace specdec {
 
-// Writes the rows of a segment that the warps of one block have summed. kShares warps met the same 16 rows, each its
+// Sums the rows that the warps of one block have summed. kShares warps met the same 16 rows, each its
 // own tokens: warp w has rows 16 (w / kShares) to + 15. Through `buffer`, at least kWarps * 16 * D floats, which nobody
 // else uses.
-template <class T, class Operands, int D, int kWarps, int kShares>
+template <class Operands, int D, int kWarps, int kShares>
 struct SegmentWriter {
   static constexpr int kRows = kWarps / kShares * 16, kThreads = kWarps * kWarp;
   float max[kWarps][16], sum[kWarps][16];
 
   __device__ static void sync() { asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory"); }
 
-  __device__ void write(const TreeAttentionParams& p, const Cut& cut, const Segment& s, int lane_of_worker,
-                        WarpRows<D>& rows, float* buffer) {
+  // Calls store(row, column, four sums from there on, maximum, sum of weights) for rows 0 to count - 1.
+  template <class Store>
+  __device__ __forceinline__ void write(int count, WarpRows<D>& rows, float* buffer, Store&& store) {
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     rows.finish();
     if (lane % 4 == 0) {
@@ -33,8 +34,6 @@ struct SegmentWriter {
         sum[warp][lane / 4 + 8 * h] = rows.sum[h];
       }
     }
-    const int first = s.first_row + lane_of_worker * kRows;
-    const int count = min(kRows, s.request.valid_rows * cut.group.divisor - first);
     sync();  // the buffer is free: its stage has been consumed
 #pragma unroll
     for (int n = 0; n < D / 16; ++n)
@@ -57,19 +56,7 @@ struct SegmentWriter {
         x.x += weight * y.x, x.y += weight * y.y, x.z += weight * y.z, x.w += weight * y.w;
         total += weight * sum[w + k][row % 16];
       }
-      if (s.parts == 1) {
-        const float factor = total == 0 ? 0 : p.v_scale / total;
-        const QueryRow at = query_row(cut, s.head, first + row);
-        store_out<T>(p, s.request, at, column, make_float4(x.x * factor, x.y * factor, x.z * factor, x.w * factor));
-        if (column == 0) store_lse(p, s.request, at, top, total);
-      } else {
-        float* part = part_of(p, cut, s.part, lane_of_worker, D);
-        *reinterpret_cast<float4*>(part + row * D + column) = x;
-        if (column == 0) {
-          part[kRows * D + row] = top;
-          part[kRows * D + kRows + row] = total;
-        }
-      }
+      store(row, column, x, top, total);
     }
   }
 
@@ -95,7 +82,7 @@ class MmaAttention {
   using Stream = KvStream<kTokens, kFp8 ? D : 2 * D, kStages, kWarps, 2>;
   static constexpr int kThreads = (kWarps + Stream::kProducers) * kWarp;
   static constexpr int kBlocks = D == 256 ? 1 : 2;  // that a multiprocessor has room for
-  using Writer = SegmentWriter<T, Operands, D, kWarps, kShares>;
+  using Writer = SegmentWriter<Operands, D, kWarps, kShares>;
 
   struct Shared {
     Stream stream;
@@ -136,26 +123,60 @@ class MmaAttention {
     rows.clear();
     for (int tile = s.first_tile; tile < s.end_tile; ++tile) {
       stream.full[stage.at].wait(stage.parity);
-#pragma unroll 1
-      for (int step = 0; step < kMyTokens; step += kStep) {
-        const int first_token = warp % kShares * kMyTokens + step;
-        const uint64_t there = stream.rows_there(stage.at, first_token / 64) >> first_token % 64;
-        add_tokens(p, cut, s, first_row, operands, scale, stream.stages[stage.at], int64_t{tile} * kTokens, first_token,
-                   there, rows);
-      }
+      add_tile(p, cut, s, first_row, operands, scale, stream, stage.at, int64_t{tile} * kTokens, rows);
       if (tile + 1 < s.end_tile) {
         if (lane == 0) stream.empty[stage.at].arrive();
         stage.advance();
       }
     }
     // The last tile's stage has been consumed, so it is the writer's buffer.
-    shared.writer.write(p, cut, s, lane_of_worker, rows, reinterpret_cast<float*>(&stream.stages[stage.at]));
+    const int first = s.first_row + lane_of_worker * kRows;
+    shared.writer.write(min(kRows, s.request.valid_rows * cut.group.divisor - first), rows,
+                        reinterpret_cast<float*>(&stream.stages[stage.at]),
+                        [&](int row, int column, float4 x, float top, float total) {
+                          store(p, cut, s, lane_of_worker, row, column, x, top, total);
+                        });
     Writer::sync();
     if (s.parts > 1 && s.last) leave_part<D>(p, cut, s, lane_of_worker, Writer::sync);
     if (lane == 0) stream.empty[stage.at].arrive();
     stage.advance();
   }
 
+  // Four sums of a row: to out, or to the workspace where others have sums of it too.
+  __device__ __forceinline__ static void store(const TreeAttentionParams& p, const Cut& cut, const Segment& s,
+                                               int lane_of_worker, int row, int column, float4 x, float top,
+                                               float total) {
+    if (s.parts == 1) {
+      const float factor = total == 0 ? 0 : p.v_scale / total;
+      const QueryRow at = query_row(cut, s.head, s.first_row + lane_of_worker * kRows + row);
+      store_out<T>(p, s.request, at, column, make_float4(x.x * factor, x.y * factor, x.z * factor, x.w * factor));
+      if (column == 0) store_lse(p, s.request, at, top, total);
+    } else {
+      float* part = part_of(p, cut, s.part, lane_of_worker, D);
+      *reinterpret_cast<float4*>(part + row * D + column) = x;
+      if (column == 0) {
+        part[kRows * D + row] = top;
+        part[kRows * D + kRows + row] = total;
+      }
+    }
+  }
+
+ public:
+  // A warp's tokens of the tile in a stage, which starts at KV row `first`; its rows are those from first_row on.
+  template <class AnyStream>
+  __device__ __forceinline__ static void add_tile(const TreeAttentionParams& p, const Cut& cut, const Segment& s,
+                                                  int first_row, const Operands& operands, Scale scale,
+                                                  const AnyStream& stream, int stage, int64_t first,
+                                                  WarpRows<D>& rows) {
+#pragma unroll 1
+    for (int step = 0; step < kMyTokens; step += kStep) {
+      const int first_token = threadIdx.x / kWarp % kShares * kMyTokens + step;
+      const uint64_t there = stream.rows_there(stage, first_token / 64) >> first_token % 64;
+      add_tokens(p, cut, s, first_row, operands, scale, stream.stages[stage], first, first_token, there, rows);
+    }
+  }
+
+ private:
   // kStep tokens of the tile that starts at KV row `first`; bit j of `there`: token first_token + j is there.
   __device__ __forceinline__ static void add_tokens(const TreeAttentionParams& p, const Cut& cut, const Segment& s,
                                                     int first_row, const Operands& operands, Scale scale,
@@ -169,13 +190,14 @@ class MmaAttention {
     // All rows see all of the tokens, unless some are of the tail, before some row's window, or not there.
     uint64_t met = ~uint64_t{0};
     if (~there & low_bits(kStep) || first + kStep > s.request.prefix || p.window != INT64_MAX) {
-      uint64_t seen[2];
+      uint64_t seen[2] = {there, there};
       const int last = s.request.valid_rows * cut.group.divisor - 1;
+      if (!all_see(p, s.request, first, there & low_bits(kStep)))
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int i = cut.group.div(min(first_row + lane / 4 + 8 * h, last));
-        seen[h] = visible_word(p, s.request, i, first) & there;
-      }
+        for (int h = 0; h < 2; ++h) {
+          const int i = cut.group.div(min(first_row + lane / 4 + 8 * h, last));
+          seen[h] &= visible_word(p, s.request, i, first);
+        }
       rows.hide(seen, scores);
       met = seen[0] | seen[1];
       for (int step = 4; step < kWarp; step *= 2) met |= __shfl_xor_sync(kFullMask, met, step);
@@ -191,6 +213,7 @@ class MmaAttention {
     operands.add_v(kv, first_token, weights, met, rows.out);
   }
 
+ public:
   // Rows from first_row on; zeros for those behind the request.
   __device__ static Scale load_q(const TreeAttentionParams& p, const Cut& cut, const Segment& s, int first_row,
                                  Operands& operands) {

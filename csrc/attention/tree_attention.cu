@@ -4,6 +4,7 @@
 #include "attention/launch.h"
 #include "attention/merge_parts.cuh"
 #include "attention/wide/work_line.cuh"
+#include "core/cluster.cuh"
 #include "core/errors.h"
 #include "core/wgmma.cuh"
 
@@ -39,7 +40,7 @@ int64_t likely_rows(const TreeAttentionParams& p) {
   return rows * (p.q_heads / p.kv_heads);
 }
 
-enum class Kernel { kMma, kWgmma, kWgmmaFp8 };
+enum class Kernel { kMma, kWgmma, kWgmmaFp8, kCluster };
 
 // wgmma multiplies 64 rows at a time, but even for 16 of them that takes less time than their KV.
 Kernel kernel_for(const TreeAttentionParams& p) {
@@ -50,6 +51,7 @@ Kernel kernel_for(const TreeAttentionParams& p) {
 // Of a tile, for so many of a request and KV head. Where a row's bits must not depend on its neighbours, its tile does
 // not depend on their number.
 int tile_rows(const TreeAttentionParams& p, Kernel kernel, int64_t rows) {
+  if (kernel == Kernel::kCluster) return rows > 16 ? 64 : 16;
   if (kernel == Kernel::kWgmma) return rows > 64 && !p.fixed_split ? 128 : 64;
   const int most = p.head_dim == 256 ? 32 : 64;  // whose sums fit in registers
   return p.fixed_split || rows > 32 ? most : rows > 16 ? 32 : 16;
@@ -58,6 +60,7 @@ int tile_rows(const TreeAttentionParams& p, Kernel kernel, int64_t rows) {
 // KV rows of a tile.
 int tokens_of(const TreeAttentionParams& p, Kernel kernel, int rows) {
   if (kernel == Kernel::kMma) return mma_tokens(p.fp8);
+  if (kernel == Kernel::kCluster) return 64;
   return kernel == Kernel::kWgmma ? wgmma_tokens(p.head_dim, rows) : kWgmmaFp8Tokens;
 }
 
@@ -74,11 +77,27 @@ struct Choice {
   Kernel kernel;
 };
 
+// Blocks of a cluster for each KV head of a request and tile of its rows, where these are few; else 0. What one block
+// copies and multiplies in a given time is less than its share of the whole device's memory, so that long KV, as far as
+// the table has room for it, is left to the work line.
+int cluster_blocks(const TreeAttentionParams& p, int64_t rows) {
+  const Device device = current_device("tree_attention");
+  const int64_t tiles = (rows + 63) / 64, clusters = p.batch * p.kv_heads * tiles;
+  if (!device.has_wgmma || p.fp8 || p.fixed_split || p.head_dim == 256) return 0;
+  if (clusters == 0 || tiles > kMaxLanes || 2 * clusters > device.multiprocessors) return 0;
+  const bool reach_the_memory = rows <= 16 && clusters >= 8 && clusters <= 16;
+  const int64_t most = reach_the_memory ? INT32_MAX : tiles > 1 ? 2560 : clusters < 8 ? 8192 : 16384;
+  if (row_capacity(p.rows) > most) return 0;
+  // Two calls' blocks are on the device at once, in whole clusters, for which not all of it has room.
+  return static_cast<int>(std::clamp<int64_t>(device.multiprocessors * 3 / 4 / clusters, 2, kMaxCluster));
+}
+
 Choice choose(const TreeAttentionParams& p) {
   const int64_t rows = likely_rows(p);
   Choice c{};
   Cut& cut = c.cut;
-  c.kernel = kernel_for(p);
+  cut.cluster = cluster_blocks(p, rows);
+  c.kernel = cut.cluster ? Kernel::kCluster : kernel_for(p);
   cut.rows = tile_rows(p, c.kernel, rows);
   cut.lanes = static_cast<int>(std::min<int64_t>((rows + cut.rows - 1) / cut.rows, kMaxLanes));
   cut.tile = cutlass::FastDivmod(tokens_of(p, c.kernel, cut.rows));
@@ -105,6 +124,7 @@ int64_t max_parts(const TreeAttentionParams& p, const Cut& cut) {
 int64_t tree_attention_workspace_cuda(const TreeAttentionParams& p) {
   if (!has_tensor_cores_for(p)) return 0;
   const Cut cut = choose(p).cut;
+  if (cut.cluster) return 0;
   if (cut.rows == 128)
     return cut.max_workers * sizeof(wide::Segment) / sizeof(float) + max_parts(p, cut) * cut.rows * (p.head_dim + 2);
   return max_parts(p, cut) * part_floats(cut, p.head_dim);
@@ -113,6 +133,10 @@ int64_t tree_attention_workspace_cuda(const TreeAttentionParams& p) {
 void tree_attention_cuda(const TreeAttentionParams& p, Stream stream) {
   if (!has_tensor_cores_for(p)) return plain_attention(p, stream);
   const auto [cut, kernel] = choose(p);
+  if (kernel == Kernel::kCluster) {
+    if (p.head_dim == 64) return few::cluster_attention_of<64>(p, cut, stream);
+    return few::cluster_attention_of<128>(p, cut, stream);
+  }
   with_head_dim(p.head_dim, [&]<int D>() {
     if (kernel == Kernel::kMma) return mma_attention_of<D>(p, cut, stream);
     if (kernel == Kernel::kWgmma) return wgmma_attention_of<D>(p, cut, stream);

@@ -118,6 +118,11 @@ SD_HD uint64_t visible_word(const TreeAttentionParams& p, const Request& r, int3
   return seen & by_mask;
 }
 
+// Whether every row of the request sees all of the KV rows first + j for which bit j of `there` is set.
+SD_HD bool all_see(const TreeAttentionParams& p, const Request& r, int64_t first, uint64_t there) {
+  return p.window == INT64_MAX && (there & ~low_bits(r.prefix - first)) == 0;
+}
+
 // Where a head of a KV row begins in its pool, in elements.
 SD_HD int64_t row_start(const PoolStrides& strides, KvRow at, int64_t head) {
   return at.page * strides.page + at.offset * strides.row + head * strides.head;

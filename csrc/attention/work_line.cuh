@@ -20,6 +20,7 @@ struct Cut {
   int lanes;   // blocks of a worker: neighbours that walk the same KV in step, each with its own row tile
   int blocks;  // on a multiprocessor at once
   int max_workers;                // that can run at once, up to kMaxWorkers
+  int cluster;                    // blocks of a cluster, where each has a request and KV head of its own; else 0
   cutlass::FastDivmod tile;       // divides by the KV rows of a tile
   cutlass::FastDivmod group;      // by G = q_heads / kv_heads
   cutlass::FastDivmod split;      // by the tiles of a split: 1, or with fixed_split what it says
@@ -53,21 +54,29 @@ struct Segment {
   bool merge;                // not to be summed: the group's parts are to be merged
 };
 
+// KV rows [begin, end).
+struct Span {
+  int begin, end;
+};
+
+// Those that some of `count` query rows from `first_row` on, of which there is one at least, may see.
+__device__ __forceinline__ Span span_of(const TreeAttentionParams& p, const Cut& cut, const Request& r, int first_row,
+                                        int count) {
+  if (p.mask != nullptr && p.window == INT64_MAX) return {0, r.end};
+  const int end_row = min(first_row + count, r.valid_rows * cut.group.divisor);
+  const int begin = visible_begin(p, r, cut.group.div(first_row));
+  return {begin, max(begin, visible_end(p, r, cut.group.div(end_row - 1)))};
+}
+
 struct Tiles {
   int first, end;
 };
 
-// Of the KV rows that some of the query rows from `first_row` on may see.
 __device__ __forceinline__ Tiles tiles_of(const TreeAttentionParams& p, const Cut& cut, const Request& r,
                                           int first_row) {
-  int begin = 0, end = r.end;
-  if (p.mask == nullptr || p.window != INT64_MAX) {
-    const int end_row = min(first_row + cut.rows * cut.lanes, r.valid_rows * cut.group.divisor);
-    begin = visible_begin(p, r, cut.group.div(first_row));
-    end = max(begin, visible_end(p, r, cut.group.div(end_row - 1)));
-  }
-  const int first = cut.tile.div(begin);
-  return {first, begin == end ? first : cut.tile.div(end - 1) + 1};
+  const Span span = span_of(p, cut, r, first_row, cut.rows * cut.lanes);
+  const int first = cut.tile.div(span.begin);
+  return {first, span.begin == span.end ? first : cut.tile.div(span.end - 1) + 1};
 }
 
 // Of units that have to be done for these tiles: tiles, or with fixed_split splits.

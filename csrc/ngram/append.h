@@ -14,6 +14,7 @@ SD_HD NgramSlot ngram_empty_stream(uint32_t number, uint32_t scope) {
           .block = kNgramNone,
           .scope = scope,
           .group = kNgramGlobal,
+          .followed = {{kNgramNone, 0}, {kNgramNone, 0}},
           .tail = {}};
 }
 

@@ -12,6 +12,8 @@
 // when the n-gram is new. Updates happen in the order (request order, position, order n ascending), and what one does
 // depends on its set, its key and its position alone: sorted by set, stably, they give the same bytes.
 //
+// Slots: a stream's record: where its text goes, its last tokens, and which place its drafts follow.
+//
 // Scopes: every text belongs to one, which its blocks name. 0 is everybody's, 1 to 2^31 - 1 are groups, above that are
 // streams of their own. Texts of different scopes share the memory and nothing else.
 #pragma once
@@ -37,10 +39,11 @@ constexpr int kNgramWays = 8;                           // entries of a set
 constexpr int kNgramOlder = 14;                         // positions of an entry behind the newest
 constexpr int kNgramRecent = 1 + kNgramOlder;           // positions of an entry
 constexpr int kNgramScopes = 3;                         // its own, its group's and everybody's: what a stream sees
-constexpr int kNgramPlaces = kNgramOrders * kNgramScopes * kNgramRecent;  // that a draft may look at
-constexpr int kNgramCandidates = 32;                                      // of a draft: a warp's lanes
-constexpr int kNgramMaxMatch = 32;                                        // longest match that is verified
+constexpr int kNgramPlaces = 1 + kNgramOrders * kNgramScopes * kNgramRecent;  // that a draft may look at
+constexpr int kNgramCandidates = 32;                                          // of a draft: a warp's lanes
+constexpr int kNgramMaxMatch = 32;                                            // longest match that is verified
 constexpr int kNgramMaxWeightLog = 24;
+constexpr uint32_t kNgramMaxStep = 256;  // tokens between two drafts of a stream, for the second to go on
 constexpr int kNgramBlockTokens = 27;
 constexpr int kNgramOffsetBits = 5;  // position = block id << 5 | offset
 constexpr uint32_t kNgramIdMask = (1u << (32 - kNgramOffsetBits)) - 1;
@@ -82,8 +85,13 @@ struct alignas(128) NgramBlock {
 };
 static_assert(sizeof(NgramBlock) == 128);
 
+// A place whose text agreed furthest with a stream when that had so many tokens.
+struct alignas(8) NgramFollowed {
+  uint32_t position, length;
+};
+
 // A stream that has ended stays until its slot is given away, so that its request may resume it.
-struct NgramSlot {
+struct alignas(16) NgramSlot {
   uint64_t request;  // the caller's number + 1, 0 = none
   uint32_t live;
   uint32_t length;               // tokens of the stream
@@ -91,9 +99,10 @@ struct NgramSlot {
   uint32_t block;                // id of the block written last
   uint32_t scope;                // where its text goes
   uint32_t group;                // what else it sees, 0 = no group
+  NgramFollowed followed[2];     // at the last drafts of different lengths
   int32_t tail[kNgramMaxMatch];  // token p of the stream is at p % 32: the context, whatever the ring forgot
 };
-static_assert(sizeof(NgramSlot) == 160);
+static_assert(sizeof(NgramSlot) == 176 && offsetof(NgramSlot, followed) % 16 == 0);
 
 struct NgramSizes {
   uint32_t num_sets, num_blocks, num_slots;
@@ -191,6 +200,32 @@ SD_HD void ngram_backward(const NgramView& v, NgramCursor& c) {
   const uint32_t id = c.block->id;
   c = {ngram_block(v, c.block->prev), kNgramBlockTokens - 1};
   if (c.block && c.block->next != id) c.block = nullptr;
+}
+
+// n tokens further on.
+SD_HD void ngram_advance(const NgramView& v, NgramCursor& c, uint32_t n) {
+  c.offset += n;
+  while (c.block && c.offset >= kNgramBlockTokens) {
+    const uint32_t left = c.offset - kNgramBlockTokens;
+    c.offset = kNgramBlockTokens - 1;
+    ngram_forward(v, c);
+    c.offset = left;
+  }
+}
+
+// The place that the last draft followed before the stream, of that length now, grew: its newer one, unless there was a
+// draft since. So drafts of a length leave the same, in whatever order.
+SD_HD int ngram_followed(const NgramFollowed (&at)[2], uint32_t length) {
+  return at[1].length != length && (at[0].length == length || at[1].length > at[0].length) ? 1 : 0;
+}
+
+// Where that goes on, or kNgramNone.
+SD_HD uint32_t ngram_follow(const NgramView& v, const NgramFollowed& place, uint32_t length) {
+  const uint32_t step = length - place.length;
+  NgramCursor c = ngram_cursor(v, place.position);
+  if (step > kNgramMaxStep) return kNgramNone;
+  if (c.block) ngram_advance(v, c, step);
+  return c.block ? c.block->id << kNgramOffsetBits | c.offset : kNgramNone;
 }
 
 // How many tokens before `c` agree with the context, newest first.

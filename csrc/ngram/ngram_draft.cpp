@@ -21,11 +21,12 @@ struct Candidates {
   NgramCandidate at[kNgramCandidates];
   int count = 0;
   int longest = 0;
+  uint32_t best = kNgramNone;  // the place of the first of those
 };
 
-// The places of each order's n-gram: longest n first, then scope by scope, newest first.
-int find_places(const NgramView& v, const NgramSlot& slot, const NgramWeights& weights, const int32_t* context,
-                int context_len, NgramPlace* places) {
+// The place followed, then those of each order's n-gram: longest n first, then scope by scope, newest first.
+int find_places(const NgramView& v, const NgramSlot& slot, uint32_t followed, const NgramWeights& weights,
+                const int32_t* context, int context_len, NgramPlace* places) {
   uint32_t scopes[kNgramScopes];
   const int num_scopes = ngram_find_scopes(slot, weights, scopes);
   const int orders = std::bit_width(static_cast<unsigned>(std::min(context_len, kNgramLongest)));
@@ -39,6 +40,8 @@ int find_places(const NgramView& v, const NgramSlot& slot, const NgramWeights& w
   }
 
   int found = 0;
+  if (const NgramCursor at = ngram_cursor(v, followed); at.block && ngram_sees(slot.scope, slot.group, at.block->scope))
+    places[found++] = {followed, at.block->scope, 0, 0};
   for (int order = orders - 1; order >= 0; --order)
     for (int s = 0; s < num_scopes; ++s) {
       const NgramSet& set = v.sets[ngram_set_of(v, keys[s][order])];
@@ -47,7 +50,7 @@ int find_places(const NgramView& v, const NgramSlot& slot, const NgramWeights& w
       const int held = std::min<int>(set.meta[way] & 0xff, kNgramRecent);
       for (int i = 0; i < held; ++i) {
         const uint32_t position = i == 0 ? set.newest[way] : set.older[way][i - 1];
-        places[found++] = {position, scopes[s], order, i};
+        places[found++] = {position, scopes[s], 1 << order, i};
         // All the text is on its way before any is read.
         const uint32_t index = (position >> kNgramOffsetBits) & ((1u << v.block_bits) - 1);
         const char* block = reinterpret_cast<const char*>(v.blocks + index);
@@ -59,13 +62,13 @@ int find_places(const NgramView& v, const NgramSlot& slot, const NgramWeights& w
 }
 
 // Every place once, with the longest n that names it, while there is room.
-Candidates find_candidates(const NgramDraftParams& p, const NgramSlot& slot) {
+Candidates find_candidates(const NgramDraftParams& p, const NgramSlot& slot, uint32_t followed) {
   const NgramView& v = p.index;
   int32_t context[kNgramMaxMatch] = {};  // newest first
   const int context_len = static_cast<int>(std::min<uint32_t>(slot.length, kNgramMaxMatch));
   for (int i = 0; i < context_len; ++i) context[i] = slot.tail[(slot.length - 1 - i) % kNgramMaxMatch];
   NgramPlace places[kNgramPlaces];
-  const int found = find_places(v, slot, p.weights, context, context_len, places);
+  const int found = find_places(v, slot, followed, p.weights, context, context_len, places);
 
   Candidates c;
   uint32_t seen[kNgramPlaces];
@@ -77,9 +80,22 @@ Candidates find_candidates(const NgramDraftParams& p, const NgramSlot& slot) {
     const NgramCandidate candidate = ngram_verify(p, place, slot.stream, context, context_len);
     if (candidate.weight == 0) continue;
     c.at[c.count++] = candidate;
-    c.longest = std::max(c.longest, candidate.match);
+    if (c.count > 1 && candidate.match <= c.longest) continue;
+    c.longest = candidate.match;
+    c.best = place.position;
   }
   return c;
+}
+
+// The candidates of a stream, and what the next draft follows. Rows may name a slot twice, side by side.
+Candidates follow_candidates(const NgramDraftParams& p, NgramSlot& slot) {
+  using Atomic = std::atomic_ref<NgramFollowed>;
+  const NgramFollowed at[2] = {Atomic(slot.followed[0]).load(std::memory_order_relaxed),
+                               Atomic(slot.followed[1]).load(std::memory_order_relaxed)};
+  const int last = ngram_followed(at, slot.length);
+  const Candidates found = find_candidates(p, slot, ngram_follow(p.index, at[last], slot.length));
+  if (found.count > 0) Atomic(slot.followed[1 - last]).store({found.best, slot.length}, std::memory_order_relaxed);
+  return found;
 }
 
 // A node that may be added: the candidates that agree on the path to it.
@@ -200,7 +216,7 @@ void NgramIndex::draft(const OptTensor& slots, const TensorView& seq_lens, int64
   require_own_device(check);
   check.range("num_draft_tokens", N, 1, kMaxTreeNodes);
   if (!(min_prob >= 0 && min_prob <= 1)) check.that(false, "min_prob", "is " + std::to_string(min_prob), "0 to 1");
-  check.range("min_match", min_match, 1, kNgramMaxMatch);
+  check.range("min_match", min_match, 0, kNgramMaxMatch);
   const NgramWeights weights = checked_weights(check, own_weight, group_weight, global_weight, recency);
   const TreeOut out = check_tree_out(check, B, N, out_tokens, out_parents, out_positions, out_first_child,
                                      out_next_sibling, out_mask, out_num_nodes);
@@ -252,9 +268,9 @@ void ngram_draft_cpu(const NgramDraftParams& p, int64_t begin, int64_t end) {
     TreeRow row{{}, tokens, parents};
 
     const int64_t number = slot_of(p.slots, b, p.index.num_slots);
-    const NgramSlot* slot = number < 0 ? nullptr : p.index.slots + number;
+    NgramSlot* slot = number < 0 ? nullptr : p.index.slots + number;
     if (slot && slot->live && slot->length > 0) {
-      Candidates candidates = find_candidates(p, *slot);
+      Candidates candidates = follow_candidates(p, *slot);
       row.root_token = tokens[0] = slot->tail[(slot->length - 1) % kNgramMaxMatch];
       parents[0] = -1;
       scores[0] = 0;

@@ -1,19 +1,22 @@
-// One block a row; every step is as wide as it can be, since what takes time is steps that wait for one another.
+// One block a row; every step is as wide as it can be, since what takes time is steps that wait for one another, and
+// instructions that are executed once each.
 //
-// A warp finds the places of a scope: slot number, slot record and sets are three loads in a row, and sets are read
-// whole (512 bytes), so that finding an entry and reading its positions is one of them. Then a warp takes a place, the
-// 32 words of its block at once, and compares all 32 tokens in one step; then a warp takes a candidate and copies what
-// follows, so that nothing is read from memory while the tree grows.
+// A warp takes an n-gram of a scope: slot number, slot record and set are three loads in a row, and a set is read whole
+// (512 bytes), so that finding an entry and reading its positions is one of them. Then eight lanes take a place: its
+// block is one load of 16 bytes a lane, which 64 places do at the same time, and so are the blocks beside it, which are
+// most often those before and behind it in its text. That tells the match, and what follows, so nothing is read from
+// memory while the tree grows.
 //
 // Nor does the tree grow node by node. Along a path where no candidate leaves, log2 p falls by the same step from node
 // to node: such a segment, of which 32 candidates have at most 63, holds as many nodes above a bound as a division
-// says. So the bound that leaves enough nodes is found by bisection, and a node's number by counting over the segments
-// what is better. A segment ends where one of its candidates parts from another, so what is needed of the texts is how
-// long any two agree.
+// says. So the bound that leaves enough nodes is found by bisection, and a node's number by counting what is better. A
+// segment ends where one of its candidates parts from another, so what is needed of the texts is how long any two
+// agree; it is that candidate's which is the first of those on it.
 //
-// Floor: 4 loads that wait for one another, 5 or 6 where a match or a draft leaves its block, of 0.6 to 0.8 us from
-// memory.
+// Floor: 3 loads that wait for one another, one or two more where the blocks of a text lie apart or a draft is longer
+// than a block, of 0.6 to 0.8 us from memory.
 #include "core/slots.h"
+#include "core/warp_scan.cuh"
 #include "ngram/append.h"
 #include "ngram/ngram_draft.h"
 #include "tree/tree_nodes.cuh"
@@ -22,483 +25,559 @@ namespace specdec {
 namespace {
 
 constexpr int kThreads = 512, kWarps = kThreads / kWarp;
-constexpr int kOctet = kNgramWays;                          // lanes for an order's set
+constexpr int kOctet = 8;                                   // lanes that hold a block, 16 bytes each
+constexpr int kTogether = kThreads / kOctet;                // places verified at a time
+constexpr int kMostPlaces = 3 * kTogether;                  // that may be verified
+constexpr int kNgrams = kNgramOrders * kNgramScopes;        // that are looked up
 constexpr int kMostSegments = 2 * kNgramCandidates - 1;     // edges of a trie of so many texts
 constexpr int kMostListed = kMaxTreeNodes + kMostSegments;  // nodes at or above a bound: each segment has one at it
 constexpr int kHead = kWarp - kNgramBlockTokens;            // words of a block before its tokens
-static_assert(kNgramOrders * kOctet == kWarp && kNgramCandidates == kWarp && kNgramMaxMatch == kWarp);
-static_assert(sizeof(NgramBlock) == kWarp * sizeof(int32_t) && offsetof(NgramBlock, tokens) == kHead * sizeof(int32_t));
+constexpr uint32_t kNoBlock = 0xffffffff;                   // as an index
+static_assert(kNgrams < kWarps && kNgramPlaces <= kMostPlaces && kNgramCandidates == kWarp && kNgramMaxMatch == kWarp);
+static_assert(sizeof(NgramSet) == kWarp * sizeof(uint4) && sizeof(NgramBlock) == kOctet * sizeof(uint4));
+static_assert(kThreads >= kMostListed && kMaxTreeNodes <= 256);  // numbers and depths are bytes
 
 __device__ __forceinline__ int lane_id() { return static_cast<int>(threadIdx.x) % kWarp; }
 __device__ __forceinline__ int warp_id() { return static_cast<int>(threadIdx.x) / kWarp; }
 __device__ __forceinline__ int first_bit(uint32_t bits) { return __ffs(static_cast<int>(bits)) - 1; }
 
-// A block of the store in the registers of a warp, a word a lane.
-struct BlockWords {
-  int32_t word;
-  bool held;  // not overwritten
-
-  __device__ uint32_t head(int i) const { return static_cast<uint32_t>(__shfl_sync(kFullMask, word, i)); }
-  __device__ int32_t token(int offset) const { return __shfl_sync(kFullMask, word, (kHead + offset) % kWarp); }
-};
-
-__device__ __forceinline__ BlockWords load_block(const NgramView& v, uint32_t id) {
-  const uint32_t index = id & ((1u << v.block_bits) - 1);
-  if (index >= v.num_blocks) return {0, false};
-  const int32_t word = reinterpret_cast<const int32_t*>(v.blocks + index)[lane_id()];
-  return {word, static_cast<uint32_t>(__shfl_sync(kFullMask, word, 0)) == id};
-}
-
-// The block that a link of block `from` leads to, if that one links back.
-__device__ __forceinline__ BlockWords follow(const NgramView& v, const BlockWords& block, int link, int back) {
-  BlockWords other = load_block(v, block.head(link));
-  other.held = other.held && other.head(back) == block.head(0);
-  return other;
-}
-constexpr int kPrev = 3, kNext = 4;
-
-__device__ __forceinline__ void prefetch_block(const NgramView& v, uint32_t id) {
-  const uint32_t index = id & ((1u << v.block_bits) - 1);
-  if (index < v.num_blocks) asm volatile("prefetch.global.L2 [%0];" ::"l"(v.blocks + index));
-}
-
-struct Candidate {
-  uint32_t position;
-  int32_t match;
+struct alignas(16) Candidate {
   uint64_t weight;
+  int32_t match;
+  int32_t length;  // tokens that follow
 };
 
-struct Segment {          // nodes one behind the other, on whose paths the same candidates agree
-  uint32_t group;         // the candidates; no other segment's
-  uint32_t parent;        // that of the segment it hangs off, 0: the root
+// Nodes one behind the other, on whose paths the same candidates agree. No two segments' are the same.
+struct alignas(16) Segment {
+  int32_t log2_w, step;  // of the candidates, and what a depth takes from it
+  uint32_t per_step;     // 2^32 / step
+  uint32_t tie;
   int32_t start, length;  // depths
+  uint32_t owner;         // the first of the candidates
+
+  __device__ int32_t log2_p(int depth) const { return log2_w - depth * step; }
+  // How many of its nodes have at least this log2 p.
+  __device__ int nodes_from(int32_t least) const {
+    const int32_t room = log2_w - least;
+    const int depth = room < 0 ? 0 : static_cast<int>(__umulhi(static_cast<uint32_t>(room), per_step));
+    return min(max(depth - start, 0), length);
+  }
 };
 
-struct Row {
-  int32_t places, candidates, longest, log2_total, segments, count;
-  uint32_t held[kNgramScopes];  // byte o: how many places order o has in this scope
-  union {
-    struct {
-      NgramPlace place[kNgramPlaces];
-      int32_t match[kNgramPlaces];
-      uint64_t weight[kNgramPlaces];
-    } found;
-    struct {  // later
-      int32_t number[kMostListed];
-      int32_t token[kMaxTreeNodes], parent[kMaxTreeNodes], log2_p[kMaxTreeNodes];
-    } node;
-  };
-  Candidate candidate[kNgramCandidates];
-  int32_t length[kNgramCandidates];  // tokens that follow
-  Segment segment[kMostSegments];
-  int32_t log2_w[kMostSegments], step[kMostSegments], above[kMostSegments];  // the segment it hangs off, -1: the root
-  uint32_t per_step[kMostSegments], tie[kMostSegments];                      // 2^32 / step
-  int32_t first[kMostSegments], kept[kMostSegments];                         // of its nodes, in the list
-};
+// The name of a node: its depth, and the first candidate on the path to it. 0: the root.
+__device__ __forceinline__ uint32_t name_of(uint32_t owner, int depth) {
+  return depth == 0 ? 0 : owner << 8 | static_cast<uint32_t>(depth);
+}
 
-constexpr int kAhead = 4;  // depths compared together
+struct Places {
+  uint4 set[kNgrams][kWarp];
+  // The one followed, then those of the n-grams: longest n first, then scope by scope, newest first.
+  alignas(16) uint32_t position[kMostPlaces];
+  uint32_t scope[kNgrams];
+  int32_t least[kNgrams];  // their match
+  bool good[kMostPlaces];
+};
 
 template <int kWords>
-struct Continuations {
-  int32_t tokens[64 * kWords + kAhead][kNgramCandidates];
-  // How many tokens the texts of two candidates share; of one with itself, all it has. Rows in different banks.
-  int32_t shared[kNgramCandidates][kNgramCandidates + 1];
+struct Row {
+  int32_t context[kNgramMaxMatch];
+  int32_t longest, log2_total, segments;
+  Candidate candidate[kNgramCandidates];
+  uint32_t position[kNgramCandidates];
+  int32_t text[kNgramCandidates][64 * kWords];         // what follows each
+  uint8_t shared[kNgramCandidates][kNgramCandidates];  // how many tokens of it two of them share; one with itself: all
+  uint32_t leaves[kNgramCandidates];  // the name of the node behind which it is the first of its path's candidates
+  Segment segment[kMostSegments];
+  alignas(16) uint32_t listed_rank[kMostListed + 4];
+  uint16_t listed_name[kMostListed];
+  uint16_t listed[kMaxTreeNodes];  // where the node of that number is
+  union {
+    Places places;                                  // first
+    uint8_t number[kNgramCandidates][64 * kWords];  // of the node of that name
+    TreeNodes<kWords> nodes;                        // last
+  };
 };
 
 // What a lookup knows of its request, in every warp.
 struct Request {
-  uint32_t stream, scope, group;
+  NgramSlot* slot;
+  uint32_t stream, scope, group, length;
+  NgramFollowed followed[2];
   int32_t context;  // of lane m: its m-th token from the end
   int context_len;  // 0: there is none
 };
 
 __device__ __forceinline__ Request find_request(const NgramDraftParams& p, int64_t row) {
   const int64_t slot = slot_of(p.slots, row, p.index.num_slots);
-  if (slot < 0) return {0, 0, 0, 0, 0};
-  const NgramSlot& record = p.index.slots[slot];
+  if (slot < 0) return {};
+  NgramSlot& record = p.index.slots[slot];
   const int32_t tail = record.tail[lane_id()];
+  const uint4 followed = reinterpret_cast<const uint4&>(record.followed);
   const uint32_t length = record.live ? record.length : 0;
   const auto from = static_cast<int>((length - 1 - static_cast<uint32_t>(lane_id())) % kNgramMaxMatch);
-  return {record.stream, record.scope, record.group, __shfl_sync(kFullMask, tail, from),
-          static_cast<int>(length < kNgramMaxMatch ? length : kNgramMaxMatch)};
+  return {.slot = &record,
+          .stream = record.stream,
+          .scope = record.scope,
+          .group = record.group,
+          .length = length,
+          .followed = {{followed.x, followed.y}, {followed.z, followed.w}},
+          .context = __shfl_sync(kFullMask, tail, from),
+          .context_len = static_cast<int>(length < kNgramMaxMatch ? length : kNgramMaxMatch)};
 }
 
-// The places of each order's n-gram: longest n first, then scope by scope, newest first. A warp a scope, eight lanes an
-// order, a lane an entry. Called by all.
-__device__ __forceinline__ void find_places(const NgramDraftParams& p, const Request& request, Row& s) {
+// The places of the n-grams that end the context, a warp each, and that which is followed. Returns how many rounds it
+// takes to verify as many as there may be.
+template <class Row>
+__device__ __forceinline__ int find_places(const NgramDraftParams& p, const Request& request, Row& s) {
   const NgramView& v = p.index;
-  const int lane = lane_id(), order = lane / kOctet, way = lane % kOctet, rank = warp_id();
+  const int lane = lane_id(), order = kNgramOrders - 1 - warp_id() % kNgramOrders, rank = warp_id() / kNgramOrders;
   NgramSlot slot;
   slot.scope = request.scope, slot.group = request.group;
-  uint32_t scopes[kNgramScopes];
+  uint32_t scopes[kNgramScopes] = {};
   const int num_scopes = request.context_len > 0 ? ngram_find_scopes(slot, p.weights, scopes) : 0;
+  if (warp_id() == kNgrams) {
+    const int rest = 1 + num_scopes * kNgramOrders * kNgramRecent;
+    if (rest + lane < num_scopes * kTogether) s.places.position[rest + lane] = kNgramNone;
+    const int last = ngram_followed(request.followed, request.length);
+    const NgramFollowed followed{last == 0 ? request.followed[0].position : request.followed[1].position,
+                                 last == 0 ? request.followed[0].length : request.followed[1].length};
+    const uint32_t place = num_scopes > 0 ? ngram_follow(v, followed, request.length) : kNgramNone;
+    if (lane == 0) s.places.position[0] = place;
+  }
+  if (rank >= num_scopes) return num_scopes;
   const uint32_t scope = rank == 0 ? scopes[0] : rank == 1 ? scopes[1] : scopes[2];
-  uint32_t position[kNgramRecent];
-  int own = 0;
-  if (rank < num_scopes) {
-    uint64_t hash = ngram_hash_seed(scope), hash_here = 0;
+  uint64_t hash = ngram_hash_seed(scope);
 #pragma unroll
-    for (int n = 1; n <= kNgramLongest; ++n) {
-      hash = ngram_hash_step(hash, __shfl_sync(kFullMask, request.context, n - 1));
-      if (n == 1 << order) hash_here = hash;
+  for (int n = 0; n < kNgramLongest; ++n) {
+    const uint64_t longer = ngram_hash_step(hash, __shfl_sync(kFullMask, request.context, n));
+    hash = n < 1 << order ? longer : hash;
+  }
+  const uint64_t key = ngram_key(hash, order);
+  const int i = warp_id() % kNgramOrders * num_scopes + rank;
+  s.places.set[i][lane] = reinterpret_cast<const uint4*>(v.sets + ngram_set_of(v, key))[lane];
+  __syncwarp();
+  const auto& set = reinterpret_cast<const NgramSet&>(s.places.set[i]);
+  const uint32_t meta = set.meta[lane % kNgramWays];
+  const uint32_t hits = __ballot_sync(kFullMask, (meta ^ ngram_tag(key)) < 256);
+  const int way = hits == 0 ? 0 : first_bit(hits);
+  const auto count = static_cast<int>(__shfl_sync(kFullMask, meta, way) & 0xff);
+  const int held = hits != 0 && request.context_len >= 1 << order ? min(count, kNgramRecent) : 0;
+  if (lane < kNgramRecent) {
+    const uint32_t position = lane == 0 ? set.newest[way] : set.older[way][max(lane, 1) - 1];
+    s.places.position[1 + i * kNgramRecent + lane] = lane < held ? position : kNgramNone;  // which is no position
+  }
+  if (lane == 0) {
+    s.places.scope[i] = scope;
+    s.places.least[i] = 1 << order;
+  }
+  return num_scopes;
+}
+
+// A block of the store in the registers of eight lanes, four words each.
+struct BlockWords {
+  uint4 words;
+
+  __device__ void load(const NgramView& v, uint32_t index) {
+    words = {};  // which is no block with a link to it
+    if (index < v.num_blocks) words = reinterpret_cast<const uint4*>(v.blocks + index)[lane_id() % kOctet];
+  }
+  __device__ uint32_t id() const { return __shfl_sync(kFullMask, words.x, 0, kOctet); }
+  __device__ uint32_t owner() const { return __shfl_sync(kFullMask, words.y, 0, kOctet); }
+  __device__ uint32_t scope() const { return __shfl_sync(kFullMask, words.z, 0, kOctet); }
+  __device__ uint32_t prev() const { return __shfl_sync(kFullMask, words.w, 0, kOctet); }
+  __device__ uint32_t next() const { return __shfl_sync(kFullMask, words.x, 1, kOctet); }
+
+  // For which of its tokens `is(word, token)` holds: bit `word`, for all lanes.
+  template <class Is>
+  __device__ uint32_t which(const Is& is) const {
+    const int first = lane_id() % kOctet * 4;
+    uint32_t bits = 0;
+#pragma unroll
+    for (int c = 0; c < 4; ++c) bits |= static_cast<uint32_t>(first + c >= kHead && is(first + c, token(c))) << c;
+    bits <<= first;
+#pragma unroll
+    for (int step = 1; step < kOctet; step *= 2) bits |= __shfl_xor_sync(kFullMask, bits, step);
+    return bits;
+  }
+  __device__ int32_t token(int c) const {
+    return static_cast<int32_t>(c == 0 ? words.x : c == 1 ? words.y : c == 2 ? words.z : words.w);
+  }
+};
+
+// What eight lanes know of a place. All lanes of a warp go through all of it, as its warp's votes need them.
+struct Place {
+  BlockWords own, before, after;  // its block, and those beside it
+  uint32_t index;
+  int offset;
+  bool held;
+
+  __device__ void load(const NgramView& v, uint32_t position, int depths) {
+    index = position >> kNgramOffsetBits & ((1u << v.block_bits) - 1);
+    offset = static_cast<int>(position & ((1u << kNgramOffsetBits) - 1));
+    held = offset < kNgramBlockTokens;
+    own.words = before.words = after.words = {};
+    if (!held) return;
+    own.load(v, index);
+    before.load(v, index - 1);
+    if (offset + depths > kNgramBlockTokens) after.load(v, index + 1);
+    const int further = 2 + lane_id() % kOctet;
+    if (offset + depths > further * kNgramBlockTokens && index + further < v.num_blocks)
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(v.blocks + index + further));
+  }
+
+  // How many of its block's tokens before word `end` agree with the context from its m-th token on.
+  template <class Row>
+  __device__ static int agree(const BlockWords& block, int end, int m, const Row& s, int context_len) {
+    const uint32_t same = block.which([&](int word, int32_t token) {
+      const int at = m + end - 1 - word;
+      return word < end && at < context_len && token == s.context[at % kNgramMaxMatch];
+    });
+    return __clz(static_cast<int>(~(same << (kWarp - end))));
+  }
+
+  template <class Row>
+  __device__ int match(const NgramView& v, const Row& s, int context_len) const {
+    int found = agree(own, held ? kHead + offset : kHead, 0, s, context_len);
+    bool more = held && found == offset && found < context_len;
+    BlockWords block = own, other = before;
+    uint32_t likely = index - 1;
+#pragma unroll 1
+    while (__any_sync(kFullMask, more)) {
+      const uint32_t id = block.id(), link = block.prev(), at = link & ((1u << v.block_bits) - 1);
+      if (more && at != likely) other.load(v, at);
+      const bool linked = (other.id() == link) & (other.next() == id);
+      more = more && linked;
+      const int run = agree(other, kWarp, found, s, context_len);
+      if (more) found += run;
+      more = more && run == kNgramBlockTokens && found < context_len;
+      block = other;
+      likely = kNoBlock;
     }
-    const uint64_t key = ngram_key(hash_here, order);
-    const NgramSet& set = v.sets[ngram_set_of(v, key)];
-    const uint32_t meta = set.meta[way];
-    position[0] = set.newest[way];
-    const auto* older = reinterpret_cast<const uint2*>(set.older[way]);
+    return found;
+  }
+
+  // Copies what follows, and returns how much it is.
+  __device__ int copy(const NgramView& v, bool wanted, int depths, int32_t* text) const {
+    int depth = 0, from = wanted ? offset : 0;
+    bool more = wanted;
+    BlockWords block = own, other = after;
+    uint32_t likely = index + 1;
+#pragma unroll 1
+    while (__any_sync(kFullMask, more)) {
+      const uint32_t written = block.which([](int, int32_t token) { return token >= 0; });
+      const int run = more ? first_bit(~(written >> (kHead + from))) : 0;
 #pragma unroll
-    for (int j = 0; j < kNgramOlder / 2; ++j) {
-      const uint2 two = older[j];
-      position[1 + 2 * j] = two.x;
-      position[2 + 2 * j] = two.y;
+      for (int c = 0; c < 4; ++c) {
+        const int k = lane_id() % kOctet * 4 + c - kHead - from;
+        if (k >= 0 && k < run && depth + k < depths) text[depth + k] = block.token(c);
+      }
+      depth += run;
+      more = more && run == kNgramBlockTokens - from && depth < depths;
+      from = 0;
+      const uint32_t id = block.id(), link = block.next(), at = link & ((1u << v.block_bits) - 1);
+      if (more && at != likely) other.load(v, at);
+      const bool linked = (other.id() == link) & (other.prev() == id);
+      more = more && linked;
+      block = other;
+      likely = kNoBlock;
     }
-    const bool hit = request.context_len >= 1 << order && (meta ^ ngram_tag(key)) < 256;
-    const uint32_t hits = __ballot_sync(kFullMask, hit) >> (order * kOctet) & 0xff;
-    if (hit && way == first_bit(hits)) own = min(static_cast<int>(meta & 0xff), kNgramRecent);
-#pragma unroll
-    for (int j = 0; j < kNgramRecent; ++j)
-      if (j < own) prefetch_block(v, position[j] >> kNgramOffsetBits);
-    const uint32_t held = __reduce_add_sync(kFullMask, static_cast<uint32_t>(own) << (8 * order));
-    if (lane == 0) s.held[rank] = held;
+    return min(depth, depths);
+  }
+};
+
+// Verifies the places, and keeps those that are worth something while there is room, with what follows them. Returns
+// how many.
+template <class Row>
+__device__ __forceinline__ int find_candidates(const NgramDraftParams& p, const Request& request, int rounds, Row& s) {
+  static_assert(kTogether == 2 * kWarp);
+  const int lane = lane_id(), depths = static_cast<int>(p.out.nodes) - 1;
+  int count = 0;
+#pragma unroll 1
+  for (int begin = 0; begin < rounds * kTogether && count < kNgramCandidates; begin += kTogether) {
+    const int i = begin + static_cast<int>(threadIdx.x) / kOctet;
+    const int ngram = max(i - 1, 0) / kNgramRecent, age = max(i - 1, 0) % kNgramRecent;
+    const uint32_t position = s.places.position[i];
+    Place place;
+    place.load(p.index, position, depths);
+    bool named = false;  // by a longer n
+#pragma unroll 1
+    for (int j = lane % kOctet * 4; j < i; j += 4 * kOctet) {
+      const uint4 four = reinterpret_cast<const uint4&>(s.places.position[j]);
+      named |= four.x == position || (j + 1 < i && four.y == position) || (j + 2 < i && four.z == position) ||
+               (j + 3 < i && four.w == position);
+    }
+    named = (__ballot_sync(kFullMask, named) >> (lane / kOctet * kOctet) & 0xff) != 0;
+    const uint32_t id = place.own.id(), owner = place.own.owner(), scope = place.own.scope();
+    const bool seen = i == 0 ? ngram_sees(request.scope, request.group, scope) : scope == s.places.scope[ngram];
+    const uint32_t written = place.own.which([](int, int32_t token) { return token >= 0; });
+    place.held = place.held && !named && seen && id == position >> kNgramOffsetBits;
+    place.held = place.held && (written >> (kHead + place.offset) % kWarp & 1) != 0;
+    int match = 0;
+    uint64_t weight = 0;
+    if (__any_sync(kFullMask, place.held)) match = place.match(p.index, s, request.context_len);
+    if (place.held && match >= (i == 0 ? 0 : s.places.least[ngram]) && match >= p.min_match)
+      weight = ngram_weight(p.weights.of(owner, scope, request.stream), p.weights.recency[age], match);
+    if (lane % kOctet == 0) s.places.good[i] = weight > 0;
+    __syncthreads();
+
+    const uint64_t low = __ballot_sync(kFullMask, s.places.good[begin + lane]);
+    const uint64_t good = low | uint64_t{__ballot_sync(kFullMask, s.places.good[begin + kWarp + lane])} << kWarp;
+    const int at = count + __popcll(good & low_bits(i - begin));
+    const bool chosen = weight > 0 && at < kNgramCandidates;
+    const int length = place.copy(p.index, chosen, depths, s.text[chosen ? at : 0]);
+    if (chosen && lane % kOctet == 0) {
+      s.candidate[at] = {weight, match, length};
+      s.position[at] = position;
+    }
+    count = min(count + __popcll(good), kNgramCandidates);
   }
   __syncthreads();
-  int at = 0, found = 0;
-#pragma unroll
-  for (int i = 0; i < kNgramScopes; ++i) {
-    const uint32_t held = i < num_scopes ? s.held[i] : 0;
-#pragma unroll
-    for (int o = 0; o < kNgramOrders; ++o) {
-      const int count = static_cast<int>(held >> (8 * o) & 0xff);
-      at += o > order || (o == order && i < rank) ? count : 0;
-      found += count;
-    }
-  }
-#pragma unroll
-  for (int j = 0; j < kNgramRecent; ++j)
-    if (j < own) s.found.place[at + j] = {position[j], scope, order, j};
-  if (threadIdx.x == 0) s.places = found;
+  return count;
 }
 
-// The tokens before offset `offset` of a block that agree with the context, by a warp: lane m compares the token m
-// before it with `wanted`, where `begin` were compared in blocks before. Returns how many agree from the first on.
-__device__ __forceinline__ int compare_block(const BlockWords& block, int offset, int begin, int32_t wanted,
-                                             int context_len) {
-  const int lane = lane_id(), at = offset - 1 - (lane - begin);
-  const int32_t token = block.token(at & (kWarp - 1));
-  const bool same = lane >= begin && at >= 0 && lane < context_len && token == wanted;
-  const uint32_t differ = ~(__ballot_sync(kFullMask, same) | ((1u << begin) - 1));
-  return differ == 0 ? kWarp : first_bit(differ);
-}
-
-// What each place is worth to the stream, a warp a place; nothing if a longer n has named it.
-__device__ __forceinline__ void verify_places(const NgramDraftParams& p, const Request& request, Row& s) {
-  const NgramView& v = p.index;
+// How long the texts of any two candidates agree, a warp for one of them; and what is needed of all candidates.
+template <class Row>
+__device__ __forceinline__ void compare_texts(const Request& request, Row& s, int count) {
+  constexpr int kPairs = 4;
+  const int lane = lane_id();
+  for (int i = warp_id(); i < count; i += kWarps) {
+    const int length = s.candidate[i].length;
+    const int32_t token = s.text[i][lane];
 #pragma unroll 1
-  for (int i = warp_id(); i < s.places; i += kWarps) {
-    const NgramPlace place = s.found.place[i];
-    bool named = false;
-    for (int j = lane_id(); j < i; j += kWarp) named |= s.found.place[j].position == place.position;
-    if (__any_sync(kFullMask, named)) {
-      if (lane_id() == 0) s.found.weight[i] = 0;
-      continue;
-    }
-    int offset = static_cast<int>(place.position & ((1u << kNgramOffsetBits) - 1)), match = 0;
-    BlockWords block = load_block(v, place.position >> kNgramOffsetBits);
-    const uint32_t owner = block.head(1);
-    if (offset >= kNgramBlockTokens || block.head(2) != place.scope) block.held = false;
-    const uint32_t next = block.head(kNext);
-    if (lane_id() == 0 && offset + p.out.nodes > kNgramBlockTokens) prefetch_block(v, next);
+    for (int first = 0; first <= count / 2; first += kPairs) {
+      int other[kPairs], agree[kPairs];
+#pragma unroll
+      for (int k = 0; k < kPairs; ++k) {
+        const int j = i + min(first + k, count / 2);
+        other[k] = j < count ? j : j - count;
+        const bool same = lane < min(length, s.candidate[other[k]].length) && s.text[other[k]][lane] == token;
+        agree[k] = first_bit(~__ballot_sync(kFullMask, same));
+      }
+#pragma unroll
+      for (int k = 0; k < kPairs; ++k) {
+        const int most = min(length, s.candidate[other[k]].length);
 #pragma unroll 1
-    for (int begin = 0; block.held;) {
-      match = compare_block(block, offset, begin, request.context, request.context_len);
-      begin += offset;
-      if (match < begin || match >= request.context_len) break;
-      block = follow(v, block, kPrev, kNext);
-      offset = kNgramBlockTokens;
-    }
-    if (lane_id() == 0) {
-      s.found.match[i] = match;
-      s.found.weight[i] =
-          match >= 1 << place.order && match >= p.min_match
-              ? ngram_weight(p.weights.of(owner, place.scope, request.stream), p.weights.recency[place.age], match)
-              : 0;
-    }
-  }
-}
-
-// The places that are worth something, while there is room. By a warp.
-__device__ __forceinline__ void find_candidates(Row& s) {
-  const int lane = lane_id();
-  int count = 0;
-  for (int begin = 0; begin < s.places && count < kNgramCandidates; begin += kWarp) {
-    const int i = begin + lane;
-    const uint64_t weight = i < s.places ? s.found.weight[i] : 0;
-    const uint32_t good = __ballot_sync(kFullMask, weight > 0);
-    const int at = count + __popc(good & ((1u << lane) - 1));
-    if (weight > 0 && at < kNgramCandidates) s.candidate[at] = {s.found.place[i].position, s.found.match[i], weight};
-    count += __popc(good);
-  }
-  __syncwarp();
-  if (count > kNgramCandidates) count = kNgramCandidates;
-  const Candidate own = lane < count ? s.candidate[lane] : Candidate{0, 0, 0};
-  const int longest = static_cast<int>(__reduce_max_sync(kFullMask, static_cast<unsigned>(own.match)));
-  // Weights are below 2^45.
-  const uint32_t low = __reduce_add_sync(kFullMask, static_cast<uint32_t>(own.weight) & 0xffffff);
-  const uint32_t high = __reduce_add_sync(kFullMask, static_cast<uint32_t>(own.weight >> 24));
-  if (lane == 0) {
-    s.candidates = count;
-    s.longest = longest;
-    if (count > 0) s.log2_total = ngram_log2(low + (uint64_t{high} << 24));
-  }
-}
-
-// Copies what follows each candidate, as deep as a tree can be. By all warps.
-template <int kWords>
-__device__ __forceinline__ void copy_continuations(const NgramDraftParams& p, Row& s, Continuations<kWords>& c) {
-  const NgramView& v = p.index;
-  const int lane = lane_id(), depths = static_cast<int>(p.out.nodes) - 1;
-  for (int i = warp_id(); i < s.candidates; i += kWarps) {
-    const uint32_t position = s.candidate[i].position;
-    auto offset = static_cast<int>(position & ((1u << kNgramOffsetBits) - 1));
-    BlockWords block = load_block(v, position >> kNgramOffsetBits);
-    int depth = 0;
-    while (block.held) {
-      const int32_t there = block.token(offset + lane), token = lane < kNgramBlockTokens - offset ? there : -1;
-      const int written =
-          first_bit(~__ballot_sync(kFullMask, token >= 0));  // a block has fewer tokens than a warp lanes
-      if (lane < written && depth + lane < depths) c.tokens[depth + lane][i] = token;
-      depth += written;
-      if (depth >= depths || written < kNgramBlockTokens - offset) break;
-      offset = 0;
-      block = follow(v, block, kNext, kPrev);
-    }
-    if (lane == 0) s.length[i] = depth < depths ? depth : depths;
-  }
-}
-
-// How long the texts of any two candidates agree, by all warps: a lane for one of them.
-template <int kWords>
-__device__ __forceinline__ void compare_texts(Row& s, Continuations<kWords>& c) {
-  constexpr int kTogether = kNgramCandidates / kWarps;
-  const int lane = lane_id(), length = lane < s.candidates ? s.length[lane] : 0;
-  int agree[kTogether], most[kTogether];
-#pragma unroll
-  for (int k = 0; k < kTogether; ++k) {
-    const int other = warp_id() + k * kWarps;
-    agree[k] = 0;
-    most[k] = lane < other && other < s.candidates ? min(length, s.length[other]) : 0;
-  }
-  bool any = true;
-  for (int d = 0; any; d += kAhead) {
-    int32_t tokens[kAhead];
-#pragma unroll
-    for (int q = 0; q < kAhead; ++q) tokens[q] = c.tokens[d + q][lane];
-    any = false;
-#pragma unroll
-    for (int k = 0; k < kTogether; ++k) {
-      bool same = agree[k] == d;
-#pragma unroll
-      for (int q = 0; q < kAhead; ++q) {
-        same &= (c.tokens[d + q][warp_id() + k * kWarps] == tokens[q]) & (d + q < most[k]);
-        agree[k] += same;
+        for (int begin = kWarp; agree[k] < 0; begin += kWarp) {
+          const int at = begin + lane;
+          const bool same = at < most && s.text[other[k]][at] == s.text[i][at];
+          const uint32_t differ = ~__ballot_sync(kFullMask, same);
+          if (differ != 0) agree[k] = begin + first_bit(differ);
+        }
+        // Of an even number, the pairs half of it apart are met twice.
+        if (lane == 0 && (2 * (first + k) < count || i <= other[k]))
+          s.shared[i][other[k]] = s.shared[other[k]][i] = static_cast<uint8_t>(agree[k]);
       }
-      any |= same;
     }
-    any = __any_sync(kFullMask, any);
   }
-#pragma unroll
-  for (int k = 0; k < kTogether; ++k) {
-    const int other = warp_id() + k * kWarps;
-    if (lane < other) c.shared[other][lane] = c.shared[lane][other] = agree[k];
-    if (lane == other) c.shared[lane][lane] = length;
+  if (warp_id() == kWarps - 1) {
+    const Candidate own = lane < count ? s.candidate[lane] : Candidate{0, 0, 0};
+    const auto longest = __reduce_max_sync(kFullMask, static_cast<unsigned>(own.match));
+    // Weights are below 2^45.
+    const uint32_t low = __reduce_add_sync(kFullMask, static_cast<uint32_t>(own.weight) & 0xffffff);
+    const uint32_t high = __reduce_add_sync(kFullMask, static_cast<uint32_t>(own.weight >> 24));
+    const int best = first_bit(__ballot_sync(kFullMask, lane < count && own.match == static_cast<int>(longest)));
+    if (lane == 0) {  // that is what the next draft follows, in one store, as a row may have the same slot
+      const int last = ngram_followed(request.followed, request.length);
+      reinterpret_cast<uint2&>(request.slot->followed[1 - last]) = {s.position[best], request.length};
+      s.longest = static_cast<int>(longest);
+      s.log2_total = ngram_log2(low + (uint64_t{high} << 24));
+    }
   }
+  __syncthreads();
 }
 
-// The segments of the tree that all candidates make, in any order. By a warp, a lane a candidate, which opens those it
-// is the first of.
-template <int kWords>
-__device__ __forceinline__ void find_segments(Row& s, Continuations<kWords>& c) {
-  const int lane = lane_id(), length = lane < s.candidates ? s.length[lane] : 0;
-  uint32_t above = 0;
-  for (int start = 0; start < length;) {
-    uint32_t group = 0;
-    int end = length;
-#pragma unroll 8
-    for (int other = 0; other < kNgramCandidates; ++other) {
-      const int agree = c.shared[other][lane];
-      const bool in = agree > start;
-      group |= static_cast<uint32_t>(in) << other;
-      end = min(end, in ? agree : end);
-    }
-    if (first_bit(group) == lane) s.segment[atomicAdd(&s.segments, 1)] = {group, above, start, end - start};
-    above = group;
-    start = end;
-  }
-}
-
-// Of a chain's nodes each is the best child of the one before: the other segments lose theirs. By a warp.
-__device__ __forceinline__ void keep_chain(Row& s) {
+// The segments of the tree that all candidates make, in any order: a warp for those that a candidate is the first of. A
+// lane compares it with another, and has the segment that ends where they part.
+template <class Row>
+__device__ __forceinline__ void find_segments(const NgramDraftParams& p, Row& s, int count) {
   const int lane = lane_id();
-  uint32_t kept[2] = {}, above = 0;
-  const auto rank_of = [&](int i) { return ngram_rank(s.log2_w[i] - (s.segment[i].start + 1) * s.step[i], s.tie[i]); };
-  while (true) {
-    uint32_t best = 0;
-    for (int i = lane; i < s.segments; i += kWarp)
-      if (s.segment[i].parent == above) best = max(best, rank_of(i));
-    best = __reduce_max_sync(kFullMask, best);
-    if (best == 0) break;
-    uint32_t group = 0;
-    for (int i = lane; i < s.segments; i += kWarp)
-      if (s.segment[i].parent == above && rank_of(i) == best) {
-        kept[i / kWarp] = 1;
-        group = s.segment[i].group;
-      }
-    above = __reduce_max_sync(kFullMask, group);
-  }
-  for (int i = lane; i < s.segments; i += kWarp)
-    if (!kept[i / kWarp]) s.segment[i].length = 0;
-}
-
-// How many nodes of a segment have at least this log2 p.
-__device__ __forceinline__ int nodes_from(const Row& s, int i, int32_t least) {
-  const int32_t room = s.log2_w[i] - least;
-  const int depth = room < 0 ? 0 : static_cast<int>(__umulhi(static_cast<uint32_t>(room), s.per_step[i]));
-  return min(max(depth - s.segment[i].start, 0), s.segment[i].length);
-}
-
-// Lists the best nodes, as many as the tree takes and those that equal the last, segment by segment. By a warp.
-__device__ __forceinline__ int list_nodes(Row& s, int most) {
-  const int lane = lane_id();
-  const auto count_from = [&](int32_t least) {
-    int nodes = 0;
-    for (int i = lane; i < s.segments; i += kWarp) nodes += nodes_from(s, i, least);
-    return static_cast<int>(__reduce_add_sync(kFullMask, static_cast<unsigned>(nodes)));
-  };
-  int32_t least = -kNgramRankBase;
-  if (count_from(least) > most)
-    for (int32_t step = kNgramRankBase; step > 0; step /= 2)
-      if (count_from(least + step) >= most) least += step;
-  int listed = 0;
-  for (int begin = 0; begin < s.segments; begin += kWarp) {
-    const int i = begin + lane, own = i < s.segments ? nodes_from(s, i, least) : 0;
-    int up_to = own;
-#pragma unroll
-    for (int step = 1; step < kWarp; step *= 2) {
-      const int below = __shfl_up_sync(kFullMask, up_to, step);
-      up_to += lane >= step ? below : 0;
-    }
-    if (i < s.segments) {
-      s.first[i] = listed + up_to - own;
-      s.kept[i] = own;
-    }
-    listed += __shfl_sync(kFullMask, up_to, kWarp - 1);
-  }
-  return listed;
-}
-
-// The tree's nodes, by their numbers.
-template <int kWords>
-__device__ __forceinline__ void number_nodes(const NgramDraftParams& p, Row& s, const Continuations<kWords>& c) {
-  const auto t = static_cast<int>(threadIdx.x), nodes = static_cast<int>(p.out.nodes);
-  if (t < s.segments) {
-    const Segment own = s.segment[t];
+  for (int i = warp_id(); i < count; i += kWarps) {
+    const int end = lane < count ? s.shared[i][lane] : 0;
+    const auto begin = static_cast<int>(__reduce_max_sync(kFullMask, static_cast<unsigned>(lane < i ? end : 0)));
+    const uint32_t there = __ballot_sync(kFullMask, lane < i && end == begin);
+    const uint32_t leaves = begin > 0 ? name_of(static_cast<uint32_t>(first_bit(there)), begin) : 0;
+    bool opens = lane >= i && end > begin;  // and no lane before has the same
+    int match = 0, start = begin;
     uint64_t weight = 0;
-    int match = 0, above = -1;
-#pragma unroll 4
-    for (int i = 0; i < kNgramCandidates; ++i) {
-      const bool in = own.group >> i & 1;
-      const Candidate& candidate = s.candidate[i];
+#pragma unroll 2
+    for (int k = i; k < count; ++k) {
+      const int other = __shfl_sync(kFullMask, end, k);
+      const Candidate candidate = s.candidate[k];
+      const bool in = other >= end;
       weight += in ? candidate.weight : 0;
       match = max(match, in ? candidate.match : 0);
+      start = max(start, in ? 0 : other);
+      opens &= other != end || k >= lane;
     }
-    for (int i = 0; i < s.segments; ++i) above = s.segment[i].group == own.parent ? i : above;
-    const int32_t step = p.step[match];
-    s.log2_w[t] = ngram_log2(weight);
-    s.step[t] = step;
-    s.per_step[t] = 0xffffffffu / static_cast<uint32_t>(step) + 1;
-    s.tie[t] = ngram_tie(match, first_bit(own.group));
-    s.above[t] = above;
+    const uint32_t opened = __ballot_sync(kFullMask, opens);
+    const int at = lane == 0 ? atomicAdd(&s.segments, __popc(opened)) : 0;
+    const int here = __shfl_sync(kFullMask, at, 0) + __popc(opened & ((1u << lane) - 1));
+    if (lane == 0) s.leaves[i] = leaves;
+    if (opens) {
+      const int32_t step = p.step[match];
+      s.segment[here] = {.log2_w = ngram_log2(weight),
+                         .step = step,
+                         .per_step = 0xffffffffu / static_cast<uint32_t>(step) + 1,
+                         .tie = ngram_tie(match, i),
+                         .start = start,
+                         .length = end - start,
+                         .owner = static_cast<uint32_t>(i)};
+    }
   }
-  __syncthreads();
-  if (t < kWarp) {
-    if (p.chain) keep_chain(s);
-    __syncwarp();
-    const int listed = list_nodes(s, nodes - 1);
-    if (t == 0) s.count = listed;
-  }
-  __syncthreads();
-  const int listed = s.count;
-  int j = 0, depth = 0, number = nodes;
-  int32_t log2_p = 0;
-  if (t < listed) {
-#pragma unroll 4
-    for (int i = 0; i < s.segments; ++i) j = (t >= s.first[i]) & (t < s.first[i] + s.kept[i]) ? i : j;
-    depth = s.segment[j].start + t - s.first[j] + 1;
-    log2_p = s.log2_w[j] - depth * s.step[j];
-    number = 1;
-#pragma unroll 4
-    for (int i = 0; i < s.segments; ++i) number += nodes_from(s, i, log2_p + (s.tie[i] > s.tie[j] ? 0 : 1));
-    s.node.number[t] = number;
-  }
-  __syncthreads();
-  if (number < nodes) {
-    const int above = s.above[j];
-    s.node.token[number] = c.tokens[depth - 1][first_bit(s.segment[j].group)];
-    s.node.parent[number] = t > s.first[j] ? s.node.number[t - 1]
-                            : above >= 0   ? s.node.number[s.first[above] + s.kept[above] - 1]
-                                           : 0;
-    s.node.log2_p[number] = log2_p - s.log2_total;
-  }
-  if (t == 0) s.count = min(listed + 1, nodes);
   __syncthreads();
 }
 
+// The segments in the registers of a warp, two a lane.
+struct Segments {
+  Segment own[2];
+
+  template <class Row>
+  __device__ void load(const Row& s) {
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      const int i = lane_id() + k * kWarp;
+      own[k] = i < s.segments ? s.segment[i] : Segment{};
+    }
+  }
+
+  // Of a chain's nodes each is the best child of the one before: the other segments lose theirs.
+  template <class Row>
+  __device__ void keep_chain(const Row& s) {
+    uint32_t rank[2], parent[2], at = 0;
+    bool kept[2] = {};
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      const uint32_t leaves = s.leaves[own[k].owner];
+      const bool begins = own[k].start == static_cast<int>(leaves & 0xff);
+      parent[k] = begins ? leaves : name_of(own[k].owner, own[k].start);
+      rank[k] = own[k].length > 0 ? ngram_rank(own[k].log2_p(own[k].start + 1), own[k].tie) : 0;
+    }
+    while (true) {
+      const uint32_t here = max(parent[0] == at ? rank[0] : 0, parent[1] == at ? rank[1] : 0);
+      const uint32_t best = __reduce_max_sync(kFullMask, here);
+      if (best == 0) break;
+      uint32_t end = 0;
+#pragma unroll
+      for (int k = 0; k < 2; ++k)
+        if (parent[k] == at && rank[k] == best) {
+          kept[k] = true;
+          end = name_of(own[k].owner, own[k].start + own[k].length);
+        }
+      at = __reduce_max_sync(kFullMask, end);
+    }
+#pragma unroll
+    for (int k = 0; k < 2; ++k) own[k].length = kept[k] ? own[k].length : 0;
+  }
+
+  // The largest log2 p that as many nodes have at least. By all warps, which try fifteen at a time.
+  __device__ int32_t bound(int most) const {
+    int32_t best = -kNgramRankBase, least = best;
+    const int all = own[0].length + own[1].length;
+    if (__reduce_add_sync(kFullMask, all) <= most) return least;
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      if (own[k].length > 0) best = max(best, own[k].log2_p(own[k].start + 1));
+      if (own[k].length >= most) least = max(least, own[k].log2_p(own[k].start + most));
+    }
+    best = __reduce_max_sync(kFullMask, best);
+    least = __reduce_max_sync(kFullMask, least);
+    static_assert(kWarps == 16);
+    const int bits = kWarp - __clz(best - least);
+#pragma unroll 1
+    for (int at = (bits + 3) / 4 * 4 - 4; at >= 0; at -= 4) {
+      const int32_t tried = least + ((warp_id() + 1) << at);
+      const int nodes = __reduce_add_sync(kFullMask, own[0].nodes_from(tried) + own[1].nodes_from(tried));
+      least += __syncthreads_count(lane_id() == 0 && warp_id() < kWarps - 1 && nodes >= most) << at;
+    }
+    return least;
+  }
+};
+
+// Names the tree's nodes by their numbers, and returns how many there are, with the root.
+template <class Row>
+__device__ __forceinline__ int number_nodes(const NgramDraftParams& p, Row& s) {
+  const auto t = static_cast<int>(threadIdx.x), nodes = static_cast<int>(p.out.nodes);
+  const int lane = lane_id();
+  // Every warp finds which nodes there are, and lists those of some segments.
+  Segments segments;
+  segments.load(s);
+  if (p.chain) segments.keep_chain(s);
+  const int32_t least = max(segments.bound(nodes - 1), p.min_log2_p + s.log2_total);
+  const int kept[2] = {segments.own[0].nodes_from(least), segments.own[1].nodes_from(least)};
+  const uint32_t up_to = sum_up_to_lane(static_cast<uint32_t>(kept[0] | kept[1] << 16));
+  const uint32_t all = __shfl_sync(kFullMask, up_to, kWarp - 1);
+  const int listed = static_cast<int>((all & 0xffff) + (all >> 16));
+  const int first[2] = {static_cast<int>(up_to & 0xffff) - kept[0],
+                        static_cast<int>((all & 0xffff) + (up_to >> 16)) - kept[1]};
+#pragma unroll 1
+  for (int i = warp_id(); i < s.segments; i += kWarps) {
+    const Segment& segment = s.segment[i];
+    const int here = __shfl_sync(kFullMask, i < kWarp ? kept[0] : kept[1], i % kWarp);
+    const int at = __shfl_sync(kFullMask, i < kWarp ? first[0] : first[1], i % kWarp);
+    for (int q = lane; q < here; q += kWarp) {
+      const int depth = segment.start + 1 + q;
+      s.listed_rank[at + q] = ngram_rank(segment.log2_p(depth), segment.tie);
+      s.listed_name[at + q] = static_cast<uint16_t>(name_of(segment.owner, depth));
+    }
+  }
+  if (t < 4) s.listed_rank[listed + t] = 0;
+  __syncthreads();
+
+  if (t < listed) {
+    const uint32_t rank = s.listed_rank[t], name = s.listed_name[t];
+    int number = 1;
+#pragma unroll 2
+    for (int i = 0; i < listed; i += 4) {
+      const uint4 four = reinterpret_cast<const uint4&>(s.listed_rank[i]);
+      number += (four.x > rank) + (four.y > rank) + (four.z > rank) + (four.w > rank);
+    }
+    if (number < nodes) {
+      s.listed[number] = static_cast<uint16_t>(t);
+      s.number[name >> 8][name & 0xff] = static_cast<uint8_t>(number);
+    }
+  }
+  __syncthreads();
+  return min(listed + 1, nodes);
+}
+
 template <int kWords>
-__global__ void __launch_bounds__(kThreads) ngram_draft_kernel(NgramDraftParams p) {
+__global__ void __launch_bounds__(kThreads, 2) ngram_draft_kernel(NgramDraftParams p) {
   begin_kernel();
-  __shared__ Row s;
-  __shared__ union {
-    Continuations<kWords> continuations;
-    TreeNodes<kWords> nodes;  // later
-  } u;
+  __shared__ Row<kWords> s;
   const int64_t row = blockIdx.x;
   const auto i = static_cast<int32_t>(threadIdx.x);
-  if (i == 0) s.places = s.candidates = s.longest = s.log2_total = s.segments = s.count = 0;
   const Request request = find_request(p, row);
-  find_places(p, request, s);
+  if (i < kWarp) s.context[i] = request.context;
+  if (i == 0) s.longest = s.log2_total = s.segments = 0;
+  const int rounds = find_places(p, request, s);
   __syncthreads();
-  verify_places(p, request, s);
-  __syncthreads();
-  if (i < kWarp) find_candidates(s);
-  __syncthreads();
-  copy_continuations(p, s, u.continuations);
-  __syncthreads();
-  if (s.candidates > 0) {
-    compare_texts(s, u.continuations);
-    __syncthreads();
-    if (i < kWarp) find_segments(s, u.continuations);
-    __syncthreads();
+  const int candidates = find_candidates(p, request, rounds, s);
+  int count = request.context_len > 0;
+  if (candidates > 0) {
+    compare_texts(request, s, candidates);
+    find_segments(p, s, candidates);
+    count = number_nodes(p, s);
   }
-  if (request.context_len > 0) number_nodes(p, s, u.continuations);
 
   TreeHead head;
   const int32_t root = __shfl_sync(kFullMask, request.context, 0);
-  if (request.context_len > 0) head = {.count = s.count, .root_token = root, .seq_len = p.seq_lens[row]};
+  if (count > 0) head = {.count = count, .root_token = root, .seq_len = p.seq_lens[row]};
   int32_t token = head.root_token, parent = -1;
-  float score = i == 0 && head.count > 0 ? 0 : -INFINITY;
-  if (i > 0 && i < head.count) {
-    token = s.node.token[i];
-    parent = s.node.parent[i];
-    // They fall, so one that is too small is followed by such alone.
-    if (s.node.log2_p[i] >= p.min_log2_p) score = ngram_score(s.node.log2_p[i]);
+  float score = i == 0 && count > 0 ? 0 : -INFINITY;
+  if (i > 0 && i < count) {
+    const uint32_t name = s.listed_name[s.listed[i]], rank = s.listed_rank[s.listed[i]], owner = name >> 8,
+                   depth = name & 0xff, leaves = s.leaves[owner];
+    const uint32_t above = depth == (leaves & 0xff) + 1 ? leaves : name - 1;
+    token = s.text[owner][depth - 1];
+    parent = above == 0 ? 0 : s.number[above >> 8][above & 0xff];
+    score = ngram_score(static_cast<int32_t>(rank >> kNgramTieBits) - kNgramRankBase - s.log2_total);
   }
-  head.count = __syncthreads_count(score > -INFINITY);
-  clear_nodes(u.nodes);
-  __syncthreads();
   if (i < p.out.nodes) p.out_scores[row * p.out.nodes + i] = score;
-  if (i >= head.count) parent = -1;
-  write_nodes(p.out, row, head, token, parent, u.nodes);
+  __syncthreads();
+  if (i >= s.nodes.kNodes) return;  // who is left waits for fewer
+  clear_nodes(s.nodes);
+  __syncthreads();
+  write_nodes(p.out, row, head, token, parent, s.nodes);
   if (i == 0) {
     p.out_match_len[row] = s.longest;
     if (head.count > 0) {

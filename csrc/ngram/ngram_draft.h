@@ -5,6 +5,10 @@
 // against the stored text (up to 32 tokens), and one shorter than n, or of another scope, is a hash collision. Its
 // weight is 2^min(match, 24), times that of its scope or of the request's own text, times that of its age.
 //
+// Before them all comes the place that agreed furthest at the last draft, as many tokens further on as the stream has
+// grown, even if they do not agree: what follows a text mostly goes on following it, also behind a token that is
+// another. No hash would find such a place, or one in a run of a token that is longer than any n.
+//
 // A node is the set of candidates that agree on the path to it; its children are the groups of their next tokens. Its
 // share is w(node) / w(root); a candidate whose text ends keeps its own, as nobody knows what came next. That the text
 // goes on like one of them at all is as likely, for each token, as (m + 2) / (m + 4) after the m tokens of the longest
@@ -43,8 +47,8 @@ struct NgramDraftParams {
 struct NgramPlace {
   uint32_t position;
   uint32_t scope;
-  int32_t order;
-  int32_t age;  // how many places of its n-gram are newer
+  int32_t least;  // its match, if it is no collision
+  int32_t age;    // how many places of its n-gram are newer
 };
 
 struct NgramCandidate {
@@ -65,13 +69,19 @@ SD_HD int ngram_find_scopes(const NgramSlot& slot, const NgramWeights& weights, 
   return count;
 }
 
+// Whether a stream looks into texts of that scope.
+SD_HD bool ngram_sees(uint32_t own, uint32_t group, uint32_t scope) {
+  return scope == kNgramGlobal || scope == own || scope == group;
+}
+
 // What a place is worth to a stream, whose last tokens are `context`, newest first. (A GPU compares with a warp.)
 SD_HD NgramCandidate ngram_verify(const NgramDraftParams& p, const NgramPlace& place, uint32_t stream,
                                   const int32_t* context, int context_len) {
   NgramCandidate found{ngram_cursor(p.index, place.position), 0, 0};
   if (!found.next.block || found.next.block->scope != place.scope) return found;  // overwritten, or another n-gram
+  if (ngram_token(found.next) < 0) return found;
   found.match = ngram_match(p.index, found.next, context, context_len);
-  if (found.match >= 1 << place.order && found.match >= p.min_match)
+  if (found.match >= place.least && found.match >= p.min_match)
     found.weight = ngram_weight(p.weights.of(found.next.block->owner, place.scope, stream),
                                 p.weights.recency[place.age], found.match);
   return found;

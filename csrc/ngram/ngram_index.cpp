@@ -102,6 +102,7 @@ NgramIndex::NgramIndex(const Config& config, const OptTensor& memory)
   check.that(check.on_cuda(), "memory", "is on the cpu", "a cuda tensor");
   check.that(reinterpret_cast<uintptr_t>(device_.data<void>()) % 256 == 0, "memory", "starts anywhere",
              "a multiple of 256");
+  zero(check, device_.data<std::byte>() + work_at(view_), kNgramWorkBytes);
   static int64_t no_size = 0;  // in place of the shape, which is the caller's
   device_.dl.shape = &no_size;
   device_.dl.strides = nullptr;

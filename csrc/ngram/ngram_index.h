@@ -2,7 +2,8 @@
 //
 // All state is one block of bytes (layout.h), in host memory of its own or in a caller's memory on a GPU. On the host,
 // calls from several threads are safe: drafts run side by side, and what writes does so alone; a long insert lets
-// others in between. Equal bytes need an order of the writing calls, so one thread should make them. On a GPU calls are
+// others in between. Equal bytes need an order of the writing calls and of a slot's drafts, which note in it what the
+// next one follows, so one thread should make them. On a GPU calls are
 // ordered by their streams, and what returns a number waits.
 #pragma once
 

@@ -1,19 +1,20 @@
-// Two kernels add tokens to the index.
+// One kernel adds tokens to the index, so that a round is one launch.
 //
-// ngram_append_kernel, one block: a thread a row finds where its tokens go, the blocks of the ring are given out by a
-// prefix sum over the rows, then a thread a token writes it and its four updates, and a warp a block writes that. What
-// a row finds when its turn comes does not depend on the rows before, with exceptions that are rare (a ring so small
-// that the call overwrites what it continues, a slot named twice, tokens of a slot without a stream): then one thread
-// does it all, as the CPU would.
+// Every block makes the same plan from the same reads: a thread a row finds where its tokens go, and the blocks of the
+// ring are given out by prefix sums over the rows. Then a thread hashes a token, and each block keeps the updates of
+// its own sets, in order; eight lanes, one for each entry, take a set into registers and apply its updates. So no
+// update waits for another but in its own set, and the order is kept without a sort. The ring's blocks are shared out,
+// as nobody reads those. What the plan reads, slots and header, the block writes that is the last to have its plan.
 //
-// ngram_update_kernel, many blocks: each reads all updates and keeps those of its own sets, in order; eight lanes, one
-// for each entry, then take a set into registers and apply its updates. So no update waits for another but in its own
-// set, and the order is kept without a sort.
+// What a row finds when its turn comes does not depend on the rows before, with exceptions that are rare (a ring so
+// small that the call overwrites what it continues, a slot named twice, tokens of a slot without a stream): then one
+// thread does it all, as the CPU would.
 //
-// A round is latency: slot numbers, slot records, last blocks, overwritten blocks; updates, sets. In bulk a token is 36
-// bytes of updates written once and read by every block from L2, and about 400 of hashing instructions.
+// A round is latency: slot numbers, slot records, last blocks and sets, the latter on their way together. In bulk every
+// block hashes every token, about 400 instructions, and reads it from L2.
 #include "core/cuda.cuh"
 #include "core/slots.h"
+#include "core/warp_scan.cuh"
 #include "ngram/append.h"
 #include "ngram/ngram_insert.h"
 
@@ -21,24 +22,12 @@ namespace specdec {
 namespace {
 
 constexpr uint32_t kNoSet = 0xffffffff;
-constexpr int kAppendThreads = 1024;
-constexpr int kUpdateThreads = 512;
-constexpr int kMostUpdateBlocks = 128;
-constexpr int kUpdatesPerBlock = 32;  // to aim at
-
-// What the first kernel leaves to the second, token after token.
-struct Updates {
-  NgramWork* work;
-  uint4* sets;          // [kNgramChunk], of each order; kNoSet: none
-  uint4* tags;          // [kNgramChunk]
-  uint32_t* positions;  // [kNgramChunk]
-};
-
-__device__ __forceinline__ Updates updates_of(void* memory) {
-  auto* work = static_cast<NgramWork*>(memory);
-  auto* sets = reinterpret_cast<uint4*>(work + 1);
-  return {work, sets, sets + kNgramChunk, reinterpret_cast<uint32_t*>(sets + 2 * kNgramChunk)};
-}
+constexpr int kThreads = 512, kWarps = kThreads / kWarp;
+constexpr int kPerTile = kThreads * kNgramOrders;  // updates of as many tokens as there are threads
+constexpr int kEnough = 64;                        // updates that are applied together, if there are as many
+constexpr int kMostBlocks = 128;
+constexpr int kUpdatesPerBlock = 128;  // to aim at, if all rows are full
+static_assert(kThreads >= kNgramRows && kEnough == kThreads / kNgramWays);
 
 __device__ __forceinline__ void count(uint64_t& counter, uint64_t by) {
   if (by != 0) atomicAdd(reinterpret_cast<unsigned long long*>(&counter), static_cast<unsigned long long>(by));
@@ -48,91 +37,118 @@ __device__ __forceinline__ void prefetch(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
-// Sums of all threads before this one, and of all.
-template <class T>
+// Sums of all threads before this one, and of all. Two calls have a barrier between them.
 struct Prefix {
-  T before, total;
+  uint32_t before, total;
 };
-template <int kThreads, class T>
-__device__ __forceinline__ Prefix<T> prefix_sum(T value, T (&sums)[kThreads / kWarp + 1]) {
-  constexpr int kWarps = kThreads / kWarp;
+__device__ __forceinline__ Prefix prefix_sum(uint32_t value, uint32_t (&sums)[kWarps]) {
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  const auto up_to = [&](T sum) {
-#pragma unroll
-    for (int step = 1; step < kWarp; step *= 2) {
-      const T below = __shfl_up_sync(kFullMask, sum, step);
-      sum += lane >= step ? below : 0;
-    }
-    return sum;
-  };
-  const T sum = up_to(value);
+  const uint32_t sum = sum_up_to_lane(value);
   if (lane == kWarp - 1) sums[warp] = sum;
   __syncthreads();
-  if (warp == 0) {
-    const T of_warp = lane < kWarps ? sums[lane] : 0, with = up_to(of_warp);
-    if (lane < kWarps) sums[lane] = with - of_warp;
-    if (lane == kWarp - 1) sums[kWarps] = with;
-  }
-  __syncthreads();
-  return {sums[warp] + sum - value, sums[kWarps]};
+  const uint32_t of_warp = lane < kWarps ? sums[lane] : 0, with = sum_up_to_lane(of_warp);
+  return {__shfl_sync(kFullMask, with - of_warp, warp) + sum - value, __shfl_sync(kFullMask, with, kWarp - 1)};
 }
 
 // One row of the call, as it will be.
 struct Row {
-  NgramSlot* stream;
-  uint32_t count, start;
-  uint32_t last;  // id of the stream's last block, or kNgramNone
-  bool goes_on;   // in that block
-  bool has_stream;
-  bool refused;
-
-  // Blocks it needs.
-  __device__ uint32_t blocks() const {
-    if (count == 0) return 0;
-    return (start % kNgramBlockTokens + count - 1) / kNgramBlockTokens + !goes_on;
-  }
+  int64_t slot = -1;
+  uint32_t count = 0, start = 0;
+  uint32_t stream = 0, scope = 0, block = kNgramNone;  // of its record
+  uint32_t id = 0, owner = 0;                          // of what is in its last block's place
+  bool has_stream = true;
+  bool refused = false;
 };
 
 constexpr uint32_t kClaims = 2048;
+constexpr int kTailParts = kNgramLongest / 4 + 1;  // 16 bytes each, wherever the tokens begin
 
-struct Rows {  // of row b, in shared memory
-  NgramSlot* stream[kNgramRows];
-  uint32_t count[kNgramRows], start[kNgramRows], last[kNgramRows];
+struct Updates {
+  uint32_t count;
+  uint32_t sets[kEnough + kPerTile], tags[kEnough + kPerTile], positions[kEnough + kPerTile];
+};
+
+struct Plan {  // of row b, in shared memory
+  uint32_t slot[kNgramRows], count[kNgramRows], start[kNgramRows];
+  uint32_t stream[kNgramRows], scope[kNgramRows];
+  uint32_t last[kNgramRows];  // id of the stream's last block, or kNgramNone
   uint32_t first_token[kNgramRows], first_block[kNgramRows];
+  int4 tail[kTailParts][kNgramRows];  // of its record: the tokens before its own, and some more
   int32_t bad[kNgramRows];
-  bool goes_on[kNgramRows];
-  uint32_t claimed[kClaims];  // by a row, of the slots with this number modulo kClaims
+  bool goes_on[kNgramRows];  // in its last block
+  uint32_t next;             // id of the ring's next block
+  uint64_t taken;
+  uint32_t entries, evictions, overwritten;  // by this block
+
+  // The n-th token before those of row b.
+  __device__ int32_t before(uint32_t b, uint32_t n) const {
+    const uint32_t at = start[b] - n, part = (at / 4 - (start[b] - kNgramLongest) / 4) % (kNgramMaxMatch / 4);
+    return reinterpret_cast<const int32_t*>(&tail[part][b])[at % 4];
+  }
+  union {
+    uint32_t claimed[kClaims];  // first: by a row, of the slots with this number modulo kClaims
+    Updates updates;
+  };
 };
 
 __device__ __forceinline__ const int32_t* row_tokens(const NgramInsertParams& p, int64_t b, uint32_t count) {
   return p.tokens + b * p.width + (p.lengths == nullptr ? p.width - count : 0);  // what is held already is skipped
 }
 
-__device__ __forceinline__ Row find_row(const NgramInsertParams& p, NgramWork* work, int64_t b) {
+__device__ __forceinline__ NgramSlot& stream_of(const NgramInsertParams& p, NgramWork* work, int64_t slot) {
+  return p.is_document ? work->document : p.index.slots[slot];
+}
+
+// 16 bytes of memory, and those around on their way into the L2 cache.
+__device__ __forceinline__ uint4 load_ahead(const void* address) {
+  uint4 words;
+  asm volatile("ld.global.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+               : "l"(address)
+               : "memory");
+  return words;
+}
+
+// Row b, and the tokens before it.
+__device__ __forceinline__ Row find_row(const NgramInsertParams& p, NgramWork* work, int64_t b, Plan& s) {
   const NgramView& v = p.index;
-  Row row{nullptr, 0, 0, kNgramNone, false, true, false};
-  const int64_t slot = p.is_document ? 0 : slot_of(p.slots, p.first_slot + b, v.num_slots);
-  if (slot < 0) return row;
-  row.stream = p.is_document ? &work->document : v.slots + slot;
-  prefetch(row.stream->tail + kNgramMaxMatch / 2);  // for the keys
+  Row row;
+  row.slot = p.is_document ? 0 : slot_of(p.slots, p.first_slot + b, v.num_slots);
+  if (row.slot < 0) return row;
+  const NgramSlot& record = stream_of(p, work, row.slot);
+  static_assert(offsetof(NgramSlot, live) == 8 && offsetof(NgramSlot, length) == 12);
+  static_assert(offsetof(NgramSlot, stream) == 16 && offsetof(NgramSlot, block) == 20 &&
+                offsetof(NgramSlot, scope) == 24);
+  const uint4 first = load_ahead(&record), second = load_ahead(&record.stream);
   const bool fresh = p.is_document && p.is_first;
-  const bool live = p.is_document || row.stream->live;
-  const int64_t length = live && !fresh ? row.stream->length : 0;
   const int64_t given = p.lengths ? p.lengths[b] : p.width;
+  const int32_t match_len = p.match_len ? p.match_len[b] : 0;
+  const bool live = p.is_document || first.z != 0;
+  const int64_t length = live && !fresh ? first.w : 0;
+  row.stream = fresh ? 0 : second.x;
+  row.scope = fresh ? p.group : second.z;
+  if (live && !fresh) row.block = second.y;
+  if (const uint32_t index = row.block & ((1u << v.block_bits) - 1); index < v.num_blocks) {
+    const uint2 head = reinterpret_cast<const uint2&>(v.blocks[index]);
+    row.id = head.x;
+    row.owner = head.y;
+  }
+  int4 tail[kTailParts];
+#pragma unroll
+  for (uint32_t part = 0; part < kTailParts; ++part)
+    tail[part] = reinterpret_cast<const int4*>(
+        record.tail)[((static_cast<uint32_t>(length) - kNgramLongest) / 4 + part) % (kNgramMaxMatch / 4)];
+#pragma unroll
+  for (int part = 0; part < kTailParts; ++part) s.tail[part][b] = tail[part];
   const int64_t held = p.start < 0 ? 0 : length - p.start;  // of the text
   const int64_t skipped = held < given ? held : given, left = p.left > given ? p.left : given;
   const int64_t added = left - (held < left ? held : left);
   row.refused = given < 0 || given > p.width || held < 0 || (!p.is_document && length + added > p.max_len) ||
-                (p.match_len && (p.match_len[b] < 0 || p.match_len[b] > kNgramMaxMatch));
+                match_len < 0 || match_len > kNgramMaxMatch;
   if (row.refused || given == skipped) return row;
   row.count = static_cast<uint32_t>(given - skipped);
   row.start = static_cast<uint32_t>(length);
   row.has_stream = live;
-  if (live && !fresh) {
-    const uint32_t last = row.stream->block;
-    if (ngram_last_block(v, *row.stream) != nullptr) row.last = last;
-    row.goes_on = row.last != kNgramNone && row.start % kNgramBlockTokens != 0;
-  }
   return row;
 }
 
@@ -143,16 +159,16 @@ __device__ __forceinline__ void count_accepted(const NgramInsertParams& p, int64
 }
 
 // By one thread, row after row.
-__device__ __noinline__ void append_in_turn(const NgramInsertParams& p, const Rows& rows) {
+__device__ __noinline__ void append_in_turn(const NgramInsertParams& p, NgramWork* work, const Plan& s) {
   const NgramView& v = p.index;
   for (int64_t b = 0; b < p.rows; ++b) {
-    const uint32_t tokens = rows.count[b];
+    const uint32_t tokens = s.count[b];
     if (tokens == 0) continue;
-    NgramSlot& stream = *rows.stream[b];
+    NgramSlot& stream = stream_of(p, work, s.slot[b]);
     if (p.is_document && p.is_first) {
       stream = ngram_empty_stream(0, p.group);
     } else if (!p.is_document) {
-      ngram_running(v, rows.stream[b] - v.slots);
+      ngram_running(v, s.slot[b]);
       if (int64_t{stream.length} + tokens > p.max_len) {  // a slot named twice
         ++v.header->refused;
         continue;
@@ -179,166 +195,73 @@ __device__ __forceinline__ uint32_t row_of(const uint32_t (&first)[kNgramRows], 
   return low;
 }
 
-// The n-th block that the call takes, by a warp. Returns how many tokens it overwrote, to lane 0.
-__device__ __forceinline__ int write_block(const NgramInsertParams& p, const Rows& rows, uint32_t next, uint64_t taken,
-                                           uint32_t n) {
+// The n-th block that the call takes, by a warp. Returns how many tokens it overwrote.
+__device__ __forceinline__ int write_block(const NgramInsertParams& p, const Plan& s, uint32_t n) {
   constexpr int kHead = kWarp - kNgramBlockTokens;
   static_assert(sizeof(NgramBlock) == kWarp * 4 && offsetof(NgramBlock, tokens) == kHead * 4);
   const NgramView& v = p.index;
   const int lane = threadIdx.x % kWarp;
-  const uint32_t id = ngram_id_after(v, next, n), b = row_of(rows.first_block, p.rows, n), k = n - rows.first_block[b];
+  const uint32_t id = ngram_id_after(v, s.next, n), b = row_of(s.first_block, p.rows, n), k = n - s.first_block[b];
   auto* words = reinterpret_cast<int32_t*>(v.blocks + (id & ((1u << v.block_bits) - 1)));
   const uint32_t overwritten = __ballot_sync(kFullMask, lane >= kHead && words[lane] >= 0);
 
-  const uint32_t tokens = rows.count[b], offset = rows.start[b] % kNgramBlockTokens;
-  const bool goes_on = rows.goes_on[b],
-             is_last = n + 1 == rows.first_block[b] + (offset + tokens - 1) / kNgramBlockTokens + !goes_on;
+  const uint32_t tokens = s.count[b], offset = s.start[b] % kNgramBlockTokens;
+  const bool goes_on = s.goes_on[b],
+             is_last = n + 1 == s.first_block[b] + (offset + tokens - 1) / kNgramBlockTokens + !goes_on;
   const int64_t token = int64_t{k + goes_on} * kNgramBlockTokens + lane - kHead - offset;
-  const NgramSlot& stream = *rows.stream[b];
-  const bool fresh = p.is_document && p.is_first;
   int32_t word = lane >= kHead && token >= 0 && token < tokens ? row_tokens(p, b, tokens)[token] : -1;
   if (lane == 0) word = static_cast<int32_t>(id);
-  if (lane == 1) word = fresh ? 0 : static_cast<int32_t>(stream.stream);
-  if (lane == 2) word = static_cast<int32_t>(fresh ? p.group : stream.scope);
-  if (lane == 3) word = static_cast<int32_t>(k == 0 ? rows.last[b] : ngram_id_after(v, next, n - 1));
-  if (lane == 4) word = static_cast<int32_t>(is_last ? kNgramNone : ngram_id_after(v, next, n + 1));
+  if (lane == 1) word = static_cast<int32_t>(s.stream[b]);
+  if (lane == 2) word = static_cast<int32_t>(s.scope[b]);
+  if (lane == 3) word = static_cast<int32_t>(k == 0 ? s.last[b] : ngram_id_after(v, s.next, n - 1));
+  if (lane == 4) word = static_cast<int32_t>(is_last ? kNgramNone : ngram_id_after(v, s.next, n + 1));
   words[lane] = word;
-  return taken + n >= v.num_blocks ? __popc(overwritten) : 0;
+  return s.taken + n >= v.num_blocks ? __popc(overwritten) : 0;
 }
 
-__global__ void __launch_bounds__(kAppendThreads) ngram_append_kernel(NgramInsertParams p) {
-  begin_kernel();
-  __shared__ Rows rows;
-  __shared__ uint64_t sums[kAppendThreads / kWarp + 1];
-  __shared__ int overwritten;
-  const NgramView& v = p.index;
-  const Updates updates = updates_of(p.work);
-  const auto i = static_cast<int32_t>(threadIdx.x);
-  const int64_t cells = p.rows * p.width;
-  const bool fresh = p.is_document && p.is_first;
-  const uint32_t next = ngram_next_id(v);
-  const uint64_t taken = v.header->blocks_taken;
+// What one token changes of the table. Of a block's own sets; of the others kNoSet.
+struct TokenUpdates {
+  uint32_t row, sets[kNgramOrders], tags[kNgramOrders];
+  int own = 0;  // how many
 
-  // What is read later and where it lies is known, or likely, is on its way at once.
-  const int32_t first_token = i < cells ? p.tokens[i] : 0;
-  const uint32_t likely = ngram_id_after(v, next, i / kWarp % v.num_blocks);
-  if (i % kWarp == 0) prefetch(v.blocks + (likely & ((1u << v.block_bits) - 1)));
-  if (i < p.rows) rows.bad[i] = false;
-  if (i == 0) overwritten = 0;
-  Row row{nullptr, 0, 0, kNgramNone, false, true, false};
-  if (i < p.rows) {
-    row = find_row(p, updates.work, i);
-    rows.stream[i] = row.stream;
-    rows.count[i] = row.count;
-  }
-  const auto claim = static_cast<uint32_t>(row.stream - v.slots) % kClaims;
-  if (row.count > 0) atomicExch(&rows.claimed[claim], static_cast<uint32_t>(i));
-  __syncthreads();
-  for (int64_t cell = i; cell < cells; cell += kAppendThreads) {
-    const auto b = static_cast<uint32_t>(cell) / static_cast<uint32_t>(p.width);
-    const uint32_t j = static_cast<uint32_t>(cell) % static_cast<uint32_t>(p.width);
-    const int32_t token = cell == i ? first_token : p.tokens[cell];
-    if (token < 0 && (p.lengths == nullptr || j < rows.count[b])) atomicOr(&rows.bad[b], 1);
-  }
-  bool depends = !row.has_stream;
-  if (row.count > 0 && rows.claimed[claim] != static_cast<uint32_t>(i))  // by another row: of this slot?
-    for (int32_t b = 0; b < p.rows; ++b) depends |= b != i && rows.stream[b] == row.stream && rows.count[b] > 0;
-  __syncthreads();
-  if (i < p.rows && rows.bad[i]) {
-    row.refused = true;
-    row.count = 0;
-  }
-  if (row.refused) count(v.header->refused, 1);
-
-  const Prefix<uint64_t> sum = prefix_sum<kAppendThreads>(static_cast<uint64_t>(row.blocks()) << 32 | row.count, sums);
-  const auto blocks = static_cast<uint32_t>(sum.total >> 32), tokens = static_cast<uint32_t>(sum.total);
-  depends = row.count > 0 && (depends || (row.last != kNgramNone && distance(v, next, row.last) < blocks));
-  if (i < p.rows) {
-    rows.count[i] = row.count;
-    rows.start[i] = row.start;
-    rows.last[i] = row.last;
-    rows.goes_on[i] = row.goes_on;
-    rows.first_token[i] = static_cast<uint32_t>(sum.before);
-    rows.first_block[i] = static_cast<uint32_t>(sum.before >> 32);
-  }
-  if (__syncthreads_or(depends || blocks > v.num_blocks)) {
-    if (i == 0) {
-      append_in_turn(p, rows);
-      updates.work->count = 0;
+  __device__ void find(const NgramInsertParams& p, const Plan& s, uint32_t n, uint32_t tokens) {
+    own = 0;
+#pragma unroll
+    for (uint32_t& set : sets) set = kNoSet;
+    if (n >= tokens) return;
+    const NgramView& v = p.index;
+    const uint32_t b = row = row_of(s.first_token, p.rows, n), start = s.start[b];
+    const auto j = static_cast<int>(n - s.first_token[b]);
+    const int32_t* text = row_tokens(p, b, s.count[b]);
+    int32_t before[kNgramLongest];
+#pragma unroll
+    for (int i = 0; i < kNgramLongest; ++i) {
+      const int32_t given = i < j ? text[j - 1 - i] : 0, held = i < j ? 0 : s.before(b, i - j + 1);
+      before[i] = i < j ? given : held;
     }
-    return;
-  }
-
-  for (uint32_t n = i; n < tokens; n += kAppendThreads) {
-    const uint32_t b = row_of(rows.first_token, p.rows, n), j = n - rows.first_token[b];
-    const int32_t* text = row_tokens(p, b, rows.count[b]);
-    const NgramSlot& stream = *rows.stream[b];
-    const uint32_t start = rows.start[b], at = start % kNgramBlockTokens + j;
-    const uint32_t k = at / kNgramBlockTokens, offset = at % kNgramBlockTokens;
-    const bool old = rows.goes_on[b] && k == 0;
-    const uint32_t id = old ? rows.last[b] : ngram_id_after(v, next, rows.first_block[b] + k - rows.goes_on[b]);
-    if (old) v.blocks[id & ((1u << v.block_bits) - 1)].tokens[offset] = text[j];
-
     uint64_t keys[kNgramOrders];
-    ngram_keys(
-        fresh ? p.group : stream.scope,
-        [&](int n) {
-          if (static_cast<int>(j) >= n) return text[static_cast<int>(j) - n];
-          return start + j >= static_cast<uint32_t>(n) ? stream.tail[(start + j - n) % kNgramMaxMatch] : 0;
-        },
-        keys);
-    uint32_t sets[kNgramOrders], tags[kNgramOrders];
+    ngram_keys(s.scope[b], [&](int i) { return before[i - 1]; }, keys);
 #pragma unroll
     for (int order = 0; order < kNgramOrders; ++order) {
-      sets[order] = start + j >= 1u << order ? ngram_set_of(v, keys[order]) : kNoSet;
+      const uint32_t set = ngram_set_of(v, keys[order]);
+      if (start + static_cast<uint32_t>(j) < 1u << order || (set & (gridDim.x - 1)) != blockIdx.x) continue;
+      sets[order] = set;
       tags[order] = ngram_tag(keys[order]);
+      ++own;
+      const auto* at = reinterpret_cast<const char*>(v.sets + set);
+#pragma unroll
+      for (size_t line = 0; line < sizeof(NgramSet); line += 128) prefetch(at + line);
     }
-#pragma unroll
-    for (int order = 0; order < kNgramOrders; ++order)
-      if (sets[order] != kNoSet && tokens <= kAppendThreads) {  // of more, the next kernel's own loads go ahead
-        const auto* set = reinterpret_cast<const char*>(v.sets + sets[order]);
-#pragma unroll
-        for (size_t line = 0; line < sizeof(NgramSet); line += 128) prefetch(set + line);
-      }
-    updates.sets[n] = {sets[0], sets[1], sets[2], sets[3]};
-    updates.tags[n] = {tags[0], tags[1], tags[2], tags[3]};
-    updates.positions[n] = id << kNgramOffsetBits | offset;
   }
-  int gone = 0;
-  constexpr uint32_t kWarps = kAppendThreads / kWarp;  // of which the last have the fewest tokens
-  for (uint32_t n = kWarps - 1 - i / kWarp; n < blocks; n += kWarps) gone += write_block(p, rows, next, taken, n);
-  if (i % kWarp == 0 && gone > 0) atomicAdd(&overwritten, gone);
-  __syncthreads();
+};
 
-  // What the rows read is written last.
-  if (row.count > 0) {
-    NgramSlot& stream = *row.stream;
-    if (fresh) {
-      stream.stream = 0;
-      stream.block = kNgramNone;
-      stream.scope = p.group;
-    }
-    const uint32_t needed = row.blocks(), first = rows.first_block[i];
-    stream.length = row.start + row.count;
-    if (needed > 0) {
-      if (row.last != kNgramNone) v.blocks[row.last & ((1u << v.block_bits) - 1)].next = ngram_id_after(v, next, first);
-      stream.block = ngram_id_after(v, next, first + needed - 1);
-    }
-    count_accepted(p, i, row.count);
-  }
-  for (uint32_t n = i; n < tokens; n += kAppendThreads) {
-    const uint32_t b = row_of(rows.first_token, p.rows, n), j = n - rows.first_token[b], all = rows.count[b];
-    if (j + kNgramMaxMatch >= all)
-      rows.stream[b]->tail[(rows.start[b] + j) % kNgramMaxMatch] = row_tokens(p, b, all)[j];
-  }
-  if (i == 0) {
-    updates.work->count = tokens;
-    NgramHeader& header = *v.header;
-    if (blocks > 0) header.next_block = ngram_id_after(v, next, blocks);
-    header.blocks_taken = taken + blocks;
-    header.inserted += tokens;
-    header.held += tokens - static_cast<uint64_t>(overwritten);
-  }
+// Where the n-th token goes, which is row b's, and whether that block is there already.
+__device__ __forceinline__ uint32_t position_of(const NgramInsertParams& p, const Plan& s, uint32_t b, uint32_t n,
+                                                bool& is_old) {
+  const uint32_t at = s.start[b] % kNgramBlockTokens + n - s.first_token[b], k = at / kNgramBlockTokens;
+  is_old = s.goes_on[b] && k == 0;
+  const uint32_t id = is_old ? s.last[b] : ngram_id_after(p.index, s.next, s.first_block[b] + k - s.goes_on[b]);
+  return id << kNgramOffsetBits | at % kNgramBlockTokens;
 }
 
 // A set in the registers of eight lanes, one for each entry.
@@ -403,21 +326,12 @@ struct SetLanes {
   }
 };
 
-constexpr int kPerTile = kUpdateThreads * kNgramOrders;
-constexpr int kEnough = 256;  // updates that are applied together, if there are as many
-
-struct UpdateList {
-  uint32_t count;
-  uint32_t sets[kEnough + kPerTile], tags[kEnough + kPerTile], positions[kEnough + kPerTile];
-};
-
 // Applies the list in order, eight lanes a set.
-__device__ __forceinline__ void apply(const NgramView& v, const UpdateList& list, uint32_t& entries,
-                                      uint32_t& evictions) {
+__device__ __forceinline__ void apply(const NgramView& v, const Updates& list, uint32_t& entries, uint32_t& evictions) {
   const int lane = threadIdx.x % kWarp, way = lane % kNgramWays;
   const uint32_t mask = 0xffu << (lane - way);
   const uint32_t n = list.count;
-  for (uint32_t i = threadIdx.x / kNgramWays; i < n; i += kUpdateThreads / kNgramWays) {
+  for (uint32_t i = threadIdx.x / kNgramWays; i < n; i += kThreads / kNgramWays) {
     const uint32_t set = list.sets[i];
     SetLanes own{.mask = mask, .way = way, .meta = 0, .newest = 0, .older = {}};
     own.load(v.sets[set]);  // on its way while the list is looked through
@@ -440,50 +354,159 @@ __device__ __forceinline__ void apply(const NgramView& v, const UpdateList& list
   }
 }
 
-__global__ void __launch_bounds__(kUpdateThreads) ngram_update_kernel(NgramInsertParams p) {
+__global__ void __launch_bounds__(kThreads, 1) ngram_insert_kernel(NgramInsertParams p) {
   begin_kernel();
-  __shared__ UpdateList list;
-  __shared__ uint32_t sums[kUpdateThreads / kWarp + 1];
-  const Updates updates = updates_of(p.work);
-  const uint32_t tokens = updates.work->count, i = threadIdx.x;
-  uint32_t entries = 0, evictions = 0, listed = 0;
+  __shared__ Plan s;
+  __shared__ uint32_t sums[kWarps];
+  const NgramView& v = p.index;
+  auto* const work = static_cast<NgramWork*>(p.work);
+  const auto i = static_cast<int32_t>(threadIdx.x);
+  const int64_t cells = p.rows * p.width;
+  const int lane = i % kWarp;
 
-  for (uint32_t tile = 0; tile == 0 || tile < tokens; tile += kUpdateThreads) {
-    uint32_t sets[kNgramOrders], tags[kNgramOrders], position, mine = 0;
-    {  // read before it is known whether there are so many: the list has room for them
-      const uint4 s = updates.sets[tile + i], t = updates.tags[tile + i];
-      position = updates.positions[tile + i];
-      sets[0] = s.x, sets[1] = s.y, sets[2] = s.z, sets[3] = s.w;
-      tags[0] = t.x, tags[1] = t.y, tags[2] = t.z, tags[3] = t.w;
-    }
+  // The plan.
+  const int32_t first_token = i < cells ? p.tokens[i] : 0;
+  Row row;
+  if (i < p.rows) {
+    row = find_row(p, work, i, s);
+    s.slot[i] = static_cast<uint32_t>(row.slot);
+    s.count[i] = row.count;
+    s.start[i] = row.start;
+    s.stream[i] = row.stream;
+    s.scope[i] = row.scope;
+    s.bad[i] = 0;
+  }
+  const uint32_t claim = static_cast<uint32_t>(row.slot) % kClaims;
+  if (row.count > 0) atomicExch(&s.claimed[claim], static_cast<uint32_t>(i));
+  if (i == kThreads - 1) {
+    s.next = ngram_next_id(v);
+    s.taken = v.header->blocks_taken;
+    s.entries = s.evictions = s.overwritten = 0;
+  }
+  __syncthreads();
+  // The last warps have the fewest updates, and take the first blocks.
+  const uint32_t first_block = blockIdx.x + (kWarps - 1 - i / kWarp) * gridDim.x;
+  if (lane == 0 && first_block < p.rows && first_block < v.num_blocks)  // as likely as not
+    prefetch(v.blocks + (ngram_id_after(v, s.next, first_block) & ((1u << v.block_bits) - 1)));
+  for (int64_t cell = i; cell < cells; cell += kThreads) {
+    const auto b = static_cast<uint32_t>(cell) / static_cast<uint32_t>(p.width);
+    const uint32_t j = static_cast<uint32_t>(cell) % static_cast<uint32_t>(p.width);
+    const int32_t token = cell == i ? first_token : p.tokens[cell];
+    if (token < 0 && (p.lengths == nullptr || j < s.count[b])) atomicOr(&s.bad[b], 1);
+  }
+  bool depends = row.count > 0 && !row.has_stream;
+  if (row.count > 0 && s.claimed[claim] != static_cast<uint32_t>(i))  // by another row: of this slot?
+    for (int32_t b = 0; b < p.rows; ++b) depends |= b != i && s.slot[b] == row.slot && s.count[b] > 0;
+  __syncthreads();
+  if (i < p.rows && s.bad[i] != 0) {
+    row.refused = true;
+    row.count = 0;
+  }
+  uint32_t needed = 0, last = kNgramNone;
+  if (row.count > 0) {
+    if (row.id == row.block && row.owner == row.stream) last = row.block;
+    const bool goes_on = last != kNgramNone && row.start % kNgramBlockTokens != 0;
+    needed = (row.start % kNgramBlockTokens + row.count - 1) / kNgramBlockTokens + !goes_on;
+    s.last[i] = last;
+    s.goes_on[i] = goes_on;
+  }
+  constexpr int kBits = 17;  // for tokens; blocks, fewer by 27 but for one a row, have the others
+  static_assert(kNgramChunk < 1 << kBits && kNgramChunk / kNgramBlockTokens + 2 * kNgramRows < 1 << (32 - kBits));
+  const Prefix sum = prefix_sum(needed << kBits | row.count, sums);
+  const uint32_t tokens = sum.total % (1u << kBits), blocks = sum.total >> kBits, before = sum.before >> kBits;
+  if (i < p.rows) {
+    s.count[i] = row.count;
+    s.first_token[i] = sum.before % (1u << kBits);
+    s.first_block[i] = before;
+  }
+  depends = row.count > 0 && (depends || (last != kNgramNone && distance(v, s.next, last) < blocks));
+  const bool in_turn = __syncthreads_or(depends || blocks > v.num_blocks);
+  // All that the plan reads has arrived.
+  const uint32_t others = i == 0 && gridDim.x > 1 ? atomicAdd(&work->planned, 1) : 0;
+
+  // The updates, tile after tile, and the tokens that go into blocks that are there already.
+  TokenUpdates found;
+  found.find(p, s, i, in_turn ? 0 : tokens);
+  uint32_t entries = 0, evictions = 0, listed = 0;
+  for (uint32_t tile = 0; !in_turn && tile < tokens; tile += kThreads) {
+    const uint32_t n = tile + i;
+    const Prefix own = prefix_sum(static_cast<uint32_t>(found.own), sums);
+    if (n < tokens) {
+      bool is_old;
+      const uint32_t b = found.row, position = position_of(p, s, b, n, is_old);
+      uint32_t at = listed + own.before;
 #pragma unroll
-    for (int order = 0; order < kNgramOrders; ++order) {
-      const bool own = tile + i < tokens && sets[order] != kNoSet && (sets[order] & (gridDim.x - 1)) == blockIdx.x;
-      mine |= static_cast<uint32_t>(own) << order;
+      for (int order = 0; order < kNgramOrders; ++order) {
+        if (found.sets[order] == kNoSet) continue;
+        s.updates.sets[at] = found.sets[order];
+        s.updates.tags[at] = found.tags[order];
+        s.updates.positions[at++] = position;
+      }
+      if (is_old && tile / kThreads % gridDim.x == blockIdx.x) {
+        NgramBlock& block = v.blocks[s.last[b] & ((1u << v.block_bits) - 1)];
+        block.tokens[position & ((1u << kNgramOffsetBits) - 1)] = row_tokens(p, b, s.count[b])[n - s.first_token[b]];
+      }
     }
-    const Prefix<uint32_t> sum = prefix_sum<kUpdateThreads>(static_cast<uint32_t>(__popc(mine)), sums);
-    uint32_t at = listed + static_cast<uint32_t>(sum.before);
-#pragma unroll
-    for (int order = 0; order < kNgramOrders; ++order) {
-      if (!(mine >> order & 1)) continue;
-      list.sets[at] = sets[order];
-      list.tags[at] = tags[order];
-      list.positions[at++] = position;
-    }
-    listed += static_cast<uint32_t>(sum.total);
-    if (i == 0) list.count = listed;
+    listed += own.total;
+    found.find(p, s, n + kThreads, tokens);
+    if (i == 0) s.updates.count = listed;
     __syncthreads();
-    if (listed > kEnough || tile + kUpdateThreads >= tokens) {
-      apply(p.index, list, entries, evictions);
+    if (listed > kEnough || tile + kThreads >= tokens) {
+      apply(v, s.updates, entries, evictions);
       listed = 0;
-      __syncthreads();
+      if (tile + kThreads < tokens) __syncthreads();
     }
   }
   entries = __reduce_add_sync(kFullMask, entries);
   evictions = __reduce_add_sync(kFullMask, evictions);
-  if (i % kWarp == 0) {
-    count(p.index.header->entries, entries);
-    count(p.index.header->evictions, evictions);
+  uint32_t gone = 0;
+  for (uint32_t n = first_block; !in_turn && n < blocks; n += kWarps * gridDim.x) gone += write_block(p, s, n);
+  if (lane == 0) {
+    if (entries > 0) atomicAdd(&s.entries, entries);
+    if (evictions > 0) atomicAdd(&s.evictions, evictions);
+    if (gone > 0) atomicAdd(&s.overwritten, gone);
+  }
+
+  // What plans are made from.
+  const bool is_last = __syncthreads_or(i == 0 && others == gridDim.x - 1);
+  if (i == 0) {
+    count(v.header->entries, s.entries);
+    count(v.header->evictions, s.evictions);
+    count(v.header->held, -uint64_t{s.overwritten});
+  }
+  if (!is_last) return;
+  if (i == 0) work->planned = 0;
+  if (row.refused) count(v.header->refused, 1);
+  if (in_turn) {
+    if (i == 0) append_in_turn(p, work, s);
+    return;
+  }
+  if (row.count > 0) {
+    NgramSlot& stream = stream_of(p, work, row.slot);
+    if (p.is_document && p.is_first) {
+      stream.stream = 0;
+      stream.block = kNgramNone;
+      stream.scope = p.group;
+    }
+    stream.length = row.start + row.count;
+    if (needed > 0) {
+      if (last != kNgramNone) v.blocks[last & ((1u << v.block_bits) - 1)].next = ngram_id_after(v, s.next, before);
+      stream.block = ngram_id_after(v, s.next, before + needed - 1);
+    }
+    count_accepted(p, i, row.count);
+  }
+  for (int64_t b = i / kWarp; b < p.rows; b += kWarps) {
+    const uint32_t all = s.count[b];
+    if (static_cast<uint32_t>(lane) < all)
+      stream_of(p, work, s.slot[b]).tail[(s.start[b] + all - 1 - lane) % kNgramMaxMatch] =
+          row_tokens(p, b, all)[all - 1 - lane];
+  }
+  if (i == 0) {
+    NgramHeader& header = *v.header;
+    if (blocks > 0) header.next_block = ngram_id_after(v, s.next, blocks);
+    header.blocks_taken = s.taken + blocks;
+    header.inserted += tokens;
+    count(header.held, tokens);
   }
 }
 
@@ -507,10 +530,9 @@ __global__ void __launch_bounds__(kBeginThreads) ngram_begin_kernel(NgramBeginPa
 }  // namespace
 
 void ngram_insert_cuda(const NgramInsertParams& p, Stream stream) {
-  launch("ngram_insert", ngram_append_kernel, {.grid = 1, .threads = kAppendThreads}, stream, p);
   unsigned blocks = 1;
-  while (blocks < kMostUpdateBlocks && 2 * blocks * kUpdatesPerBlock <= p.rows * p.width * kNgramOrders) blocks *= 2;
-  launch("ngram_insert", ngram_update_kernel, {.grid = blocks, .threads = kUpdateThreads}, stream, p);
+  while (blocks < kMostBlocks && 2 * blocks * kUpdatesPerBlock <= p.rows * p.width * kNgramOrders) blocks *= 2;
+  launch("ngram_insert", ngram_insert_kernel, {.grid = blocks, .threads = kThreads}, stream, p);
 }
 
 void ngram_begin_cuda(const NgramBeginParams& p, Stream stream) {

@@ -7,15 +7,15 @@
 namespace specdec {
 
 constexpr int64_t kNgramChunk = 1 << 16;  // tokens of one call of ngram_insert_cuda
-constexpr int64_t kNgramRows = 1024;      // rows of one
+constexpr int64_t kNgramRows = 256;       // rows of one
 
-// What writing works in. Behind it lie the updates of a call: sets and tags of each order, and a position.
+// What writing works in. Zero at first.
 struct alignas(256) NgramWork {
-  uint32_t count;      // tokens to be indexed
+  uint32_t planned;    // blocks of a running call that have their plan
   NgramSlot document;  // the one being inserted
 };
 
-constexpr size_t kNgramWorkBytes = sizeof(NgramWork) + kNgramChunk * 36;
+constexpr size_t kNgramWorkBytes = sizeof(NgramWork);
 
 struct NgramInsertParams {
   NgramView index;

@@ -23,7 +23,7 @@ class NgramStatistics(NamedTuple):
     load: float  # the share of its entries in use
     evictions: int  # entries that gave way to a new n-gram
     drafts: int  # rows drafted for a slot with a stream
-    matches: int  # of those, with at least one candidate
+    matches: int  # of those, with a match of one token or more
     drafted: int  # nodes beyond the roots
     rounds_by_match: list[int]  # rows that `extend` got with a match_len m, at m = 0 to 32
     accepted_by_match: list[int]  # tokens accepted in those, bonus tokens left out
@@ -33,7 +33,7 @@ class NgramStatistics(NamedTuple):
 class NgramIndex:
     """Drafts token trees from the places where the last tokens of a request stood before.
 
-    A table maps the hash of the last n tokens, n in {1, 2, 4, 8}, to the 7 most recent places they stood, over a ring
+    A table maps the hash of the last n tokens, n in {1, 2, 4, 8}, to the 15 most recent places they stood, over a ring
     of stored text. Every place is verified against that text before it is used, so a draft always continues something
     that was inserted. Memory is fixed at construction: when the ring is full the oldest text is overwritten, whoever
     wrote it. The same calls give the same drafts and the same bytes, on the CPU and on a GPU.
@@ -48,7 +48,7 @@ class NgramIndex:
 
     On the CPU calls hold no GIL and may come from several threads: drafts run side by side, what writes runs alone, and
     a long `insert` lets others in between. Bytes are the same only if the writing calls come in the same order, from
-    one thread, say.
+    one thread, say, and so do the drafts of a slot, which note there what the next one follows.
 
     Args:
         max_tokens: text kept, at least; 1 to 2^30. Documents fill up their last block of 27 tokens.
@@ -58,7 +58,7 @@ class NgramIndex:
             1 to 256. They leave the bytes that one would. Of no use on a GPU.
         device: "cpu", or a CUDA device as torch names it, where the memory is a torch tensor.
 
-    Memory is about 68.8 bytes a token of `max_tokens` and 288 a slot; `num_bytes` is exact. A GPU takes 2.4 MB more.
+    Memory is about 68.8 bytes a token of `max_tokens` and 304 a slot; `num_bytes` is exact.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class NgramIndex:
         *,
         mode: str = "tree",
         min_prob: float = 0.0,
-        min_match: int = 1,
+        min_match: int = 0,
         own_weight: float = 4.0,
         group_weight: float = 1.0,
         global_weight: float = 1.0,
@@ -226,10 +226,13 @@ class NgramIndex:
         """A tree of what may follow the stream of each slot, best first, from all text inserted so far.
 
         Candidates are the places found for the last 8, 4, 2, 1 tokens, in this order, in the stream's own scope, its
-        group's and everybody's, in this order, and the 15 most recent of each first; at most 32. One whose text agrees
-        with the request over the last m tokens (m verified up to 32) weighs 2^min(m, 24), times the weight of its scope
-        or, in the request's own stream, `own_weight`, times recency^i if i of the places of its n-gram are newer. A
-        node of depth d is reached by the candidates that agree with the path to it, the longest match of which is m:
+        group's and everybody's, in this order, and the 15 most recent of each first; at most 32. Before them comes the
+        place that agreed furthest at the stream's last draft, as many tokens further on as the stream has grown since
+        (256 at most), whether they agree or not, so that a draft goes on behind a token that was another. One whose
+        text agrees with the request over the last m tokens (m verified up to 32) weighs 2^min(m, 24), times the weight
+        of its scope or, in the request's own stream, `own_weight`, times recency^i if i of the places of its n-gram are
+        newer. A node of depth d is reached by the candidates that agree with the path to it, the longest match of which
+        is m:
         p(node) = ((m + 2) / (m + 4))^d * their weight / the weight of all. The tree takes the node of largest p next
         (log2 p in steps of 1/256); ties go to the longer match, then to the earlier candidate. It is never filled up:
         `num_nodes` says how many there are.
@@ -240,7 +243,7 @@ class NgramIndex:
             num_draft_tokens: N, nodes including the root, 1 to 256.
             mode: "tree", or "chain": always the best child, so no node has two.
             min_prob: no node with a smaller p.
-            min_match: no candidate with a shorter match, 1 to 32.
+            min_match: no candidate with a shorter match, 0 to 32.
             own_weight, group_weight, global_weight: of a candidate's text, 0 to 256 in steps of 1/16; 0 leaves it out.
             recency: above 0, at most 1; its powers are rounded to 1/256.
 

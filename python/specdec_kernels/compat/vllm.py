@@ -112,7 +112,7 @@ class NgramProposer:
     def __init__(self, vllm_config: Any, *, max_tokens: int = 1 << 20) -> None:
         speculation = vllm_config.speculative_config
         self.num_speculative_tokens: int = speculation.num_speculative_tokens
-        self.min_match: int = getattr(speculation, "prompt_lookup_min", None) or 1
+        self.min_match: int = getattr(speculation, "prompt_lookup_min", None) or 0
         self.max_model_len: int = vllm_config.model_config.max_model_len
         self._num_slots: int = vllm_config.scheduler_config.max_num_seqs
         self.index = NgramIndex(max_tokens, self._num_slots, self.max_model_len)

@@ -10,6 +10,7 @@ ORDERS = (1, 2, 4, 8)
 RECENT = 15  # places kept for each n-gram of a scope
 MAX_MATCH = 32
 MAX_CANDIDATES = 32
+MAX_STEP = 256  # tokens between two drafts, for the second to follow what the first did
 
 LOG2_UNIT = 256  # probabilities are compared by their log2 in whole 1/256
 
@@ -23,6 +24,7 @@ class Stream:
     group: int = EVERYBODY
     private: bool = False
     request: int | None = None
+    followed: dict[int, tuple[Stream, int]] = field(default_factory=dict)  # at that length: what agreed furthest
 
     @property
     def scope(self) -> Scope:
@@ -166,14 +168,19 @@ class NgramIndex:
     def candidates(self, own: Stream, min_match: int, weights: Weights) -> list[Candidate]:
         context = own.tokens
         found: list[Candidate] = []
-        named = (
-            (n, newer, stream, at)
+        named = [
+            (newer, stream, at)
             for n in reversed(ORDERS)
             if len(context) >= n
             for scope in own.sees()
             for newer, (stream, at) in enumerate(self.places.get((scope, tuple(context[-n:])), []))
-        )
-        for _n, newer, stream, at in named:
+        ]
+        before = max((length for length in own.followed if length < len(context)), default=-MAX_STEP)
+        if len(context) - before <= MAX_STEP:
+            stream, at = own.followed[before]
+            if (at := at + len(context) - before) < len(stream.tokens):
+                named.insert(0, (0, stream, at))
+        for newer, stream, at in named:
             if any(c.stream is stream and c.at == at for c in found) or len(found) == MAX_CANDIDATES:
                 continue
             match = 0
@@ -182,6 +189,9 @@ class NgramIndex:
             weight = weights.of(stream, own, newer) * 2 ** min(match, 24)
             if match >= min_match and weight > 0:
                 found.append(Candidate(stream, at, match, weight))
+        if found:
+            best = max(found, key=lambda c: c.match)  # the first of those
+            own.followed[len(context)] = best.stream, best.at
         return found
 
     def draft(
@@ -191,7 +201,7 @@ class NgramIndex:
         *,
         mode: str = "tree",
         min_prob: float = 0.0,
-        min_match: int = 1,
+        min_match: int = 0,
         own_weight: float = 4.0,
         group_weight: float = 1.0,
         global_weight: float = 1.0,

@@ -1,0 +1,178 @@
+// tree_attention where requests are few (compute capability 9.0, pools of 16 bits): a thread-block cluster for each
+// request, KV head and tile of 16 or 64 rows. Its blocks read even shares of the KV and merge what they have summed
+// through each other's shared memory, so that neither a walk of all work nor the workspace stands between the lengths
+// and the result. Four producer warps and four consumer warps a block. Grid: [blocks of a cluster, KV heads, requests x
+// row tiles], at most two blocks a multiprocessor, half of its room for each: the next call's blocks start while this
+// one's run, and find out what to copy first. Bytes: the KV of each request once per row tile.
+#pragma once
+
+#include <cutlass/arch/reg_reconfig.h>
+
+#include "attention/few/mma_share.cuh"
+#include "attention/few/wgmma_share.cuh"
+#include "attention/launch.h"
+
+namespace specdec::few {
+
+template <class T, int D, int kRows>
+class ClusterAttention {
+ public:
+  static constexpr int kConsumers = 4;
+  using Stream = ShareStream<64, 2 * D, 384 / D, kConsumers>;
+  using Summer = std::conditional_t<kRows == 16, MmaShare<T, D, Stream>, WgmmaShare<T, D, Stream>>;
+  static constexpr int kWarps = kConsumers + Stream::kProducers, kThreads = kWarps * kWarp;
+  static constexpr int kConsumerRegisters = 168, kProducerRegisters = 88;
+  static constexpr bool kPartsInStages = Summer::kPartsInStages;
+  using Parts = few::Parts<D, kRows>;
+
+  struct Shared {
+    typename Summer::Queries queries;
+    typename Stream::Shared stream;
+    typename Summer::Shared summer;
+    std::conditional_t<kPartsInStages, char, Parts> parts;
+  };
+  static_assert(sizeof(Shared) <= 113 * 1024);  // two blocks share a multiprocessor's 228 KB, of which each costs one
+
+  __device__ ClusterAttention(Shared& shared, const TreeAttentionParams& p, const Cut& cut)
+      : shared_(shared), p_(p), cut_(cut) {
+    s_.head = static_cast<int>(blockIdx.y);
+    s_.first_row = static_cast<int>(blockIdx.z) % cut.lanes * kRows;
+    s_.request = request_of(p, request_);  // as long as kernels before run, only what it is likely to be
+  }
+
+  // A producer warp's whole life.
+  __device__ void produce() {
+    Stream stream(shared_.stream, p_, cut_, s_);
+    Summer summer(shared_.queries, shared_.stream, shared_.summer, p_, cut_, s_);
+    if constexpr (!kPartsInStages) Cluster::arrive();
+    stream.copy_first(request_);
+    wait_if_idle();
+    while (has_rows()) {
+      if constexpr (kPartsInStages)
+        Cluster::arrive();
+      else
+        sync();
+      Cluster::wait();
+      if constexpr (!kPartsInStages) summer.template put<kThreads>(parts());
+      finish();
+      if (has_rows()) stream.copy();
+    }
+  }
+
+  // A consumer warp's.
+  __device__ void consume() {
+    Summer summer(shared_.queries, shared_.stream, shared_.summer, p_, cut_, s_);
+    if constexpr (!kPartsInStages) Cluster::arrive();
+    wait_for_kernels_before();
+    summer.ask_for_q();
+    shared_.stream.known.wait(0);
+    if (!(shared_.stream.request == s_.request)) {
+      asm volatile("cp.async.wait_all;" ::: "memory");
+      s_.request = shared_.stream.request;
+      summer.ask_for_q();
+    }
+    if (blockIdx.x == 0 && blockIdx.y == 0 && s_.first_row == 0 && threadIdx.x == 0 && s_.request.status != 0)
+      set_status(p_.status, s_.request.slot, s_.request.status);
+    wait_if_idle();
+    Turn<Stream::kStages> stage;
+    while (has_rows()) {
+      summer.sum(share_of(p_, cut_, s_.request, s_.first_row), stage);
+      if constexpr (kPartsInStages)
+        Cluster::arrive();
+      else
+        sync();
+      Cluster::wait();
+      if constexpr (kPartsInStages)
+        summer.put(parts());
+      else
+        summer.template put<kThreads>(parts());
+      finish();
+      if (has_rows()) summer.ask_for_q();
+    }
+    if (p_.cu_seqlens_q != nullptr) write_rows_behind<T, D, kConsumers>(p_, cut_);
+  }
+
+ private:
+  // Of the request, from the tile on; the same in all threads of a cluster.
+  __device__ bool has_rows() const { return s_.first_row < s_.request.rows * cut_.group.divisor; }
+
+  // For what has been begun with nothing to follow.
+  __device__ void wait_if_idle() const {
+    if constexpr (!kPartsInStages)
+      if (!has_rows()) Cluster::wait();
+  }
+
+  // When all parts are where they belong; goes to the next tile of rows that are this cluster's. Parts may be put again
+  // when all have finished.
+  __device__ void finish() {
+    Cluster::arrive();
+    Cluster::wait();
+    parts().template finish<T, kWarps>(p_, cut_, s_);
+    s_.first_row += cut_.lanes * kRows;
+    if (!has_rows()) return;
+    if constexpr (kPartsInStages)
+      Cluster::sync();
+    else
+      Cluster::arrive();
+  }
+
+  __device__ static void sync() { asm volatile("bar.sync 2, %0;" ::"n"(kThreads) : "memory"); }
+
+  __device__ Parts& parts() const {
+    if constexpr (kPartsInStages) {
+      static_assert(sizeof(Parts) <= Stream::kStages * sizeof(typename Stream::Stage));
+      return reinterpret_cast<Parts&>(shared_.stream.stages);
+    } else {
+      return shared_.parts;
+    }
+  }
+
+  Shared& shared_;
+  const TreeAttentionParams& p_;
+  const Cut& cut_;
+  const int request_ = static_cast<int>(blockIdx.z) / cut_.lanes;
+  Segment s_;
+};
+
+template <class Attention>
+__global__ void __launch_bounds__(Attention::kThreads, 2)
+    cluster_attention_kernel(const __grid_constant__ TreeAttentionParams p, const __grid_constant__ Cut cut) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ __align__(1024) unsigned char memory[];
+  auto& shared = *reinterpret_cast<typename Attention::Shared*>(memory);
+  if (threadIdx.x == 0) shared.stream.init();
+  __syncthreads();
+  if (threadIdx.x / kWarp < Attention::kConsumers) {
+    cutlass::arch::warpgroup_reg_alloc<Attention::kConsumerRegisters>();
+    Attention(shared, p, cut).consume();
+  } else {
+    cutlass::arch::warpgroup_reg_dealloc<Attention::kProducerRegisters>();
+    Attention(shared, p, cut).produce();
+  }
+#endif
+}
+
+template <class T, int D, int kRows>
+void start_cluster_attention(const TreeAttentionParams& p, const Cut& cut, Stream stream) {
+  using Attention = ClusterAttention<T, D, kRows>;
+  const auto kernel = cluster_attention_kernel<Attention>;
+  const auto size = static_cast<unsigned>(cut.cluster);
+  const LaunchShape shape{
+      .grid = dim3(size, static_cast<unsigned>(p.kv_heads), static_cast<unsigned>(p.batch * cut.lanes)),
+      .threads = Attention::kThreads,
+      .shared_bytes = sizeof(typename Attention::Shared),
+      .cluster = size};
+  allow_shared_bytes(kernel, shape.shared_bytes);
+  launch("tree_attention", kernel, shape, stream, p, cut);
+}
+
+// Of one head dimension; defined in a file of its own for each, so that they compile side by side.
+template <int D>
+void cluster_attention_of(const TreeAttentionParams& p, const Cut& cut, Stream stream) {
+  with_16_bit_type(p.dtype, [&]<class T>() {
+    if (cut.rows == 16) return start_cluster_attention<T, D, 16>(p, cut, stream);
+    start_cluster_attention<T, D, 64>(p, cut, stream);
+  });
+}
+
+}  // namespace specdec::few
