@@ -617,6 +617,21 @@ def test_prompts_share_a_call() -> None:
     ]
 
 
+def test_a_round_behind_a_pass_knows_of_those_before() -> None:
+    """They are read while the device is at the pass."""
+    device = Device(Sizes(rounds_in_flight=2, accept_width=1, batch_sizes=(1, 2, 3)))
+    device.submit([1] * 4, 9, [token(0, 5)])  # ends with the second round
+    rows: list[list[int]] = []
+    check_rows = device.check_rows
+    device.check_rows = lambda slots, batch: (rows.append(slots), check_rows(slots, batch))  # type: ignore[method-assign]
+    device.step()
+    device.step()
+    device.submit([1] * 4, 2)
+    device.step()
+    assert rows == [[0], [0], [1]]
+    device.run()
+
+
 def test_one_token_prompts_need_no_prefill() -> None:
     device = Device(Sizes())
     device.submit([5], 1)

@@ -98,9 +98,10 @@ class Scheduler {
   void read_mail();
   void make_room();
   void admit();
-  void prefill();
+  bool prefill();
   void activate();
   bool launch_round();
+  void read_rounds();
   void read_oldest_round();
   bool read_row(const RowResult& result, size_t shown_rung, Request& request);
   void send(const Commands& commands, int64_t batch = 0, int64_t num_nodes = 0);
