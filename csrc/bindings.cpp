@@ -177,7 +177,7 @@ class PyExecutor : public specdec::scheduler::Executor {
   void launch(int64_t batch, int64_t num_nodes) override {
     if (!graphs_ || !graphs_->launch(batch, num_nodes)) call("launch", batch, num_nodes);
   }
-  void deactivate(int32_t slot, int64_t request_id) override { call("deactivate", slot, request_id); }
+  void deactivate(std::span<const int32_t> slots) override { call("deactivate", slots); }
   void emit(std::span<const Emission> emissions) override {
     py::gil_scoped_acquire gil;
     py::list list;

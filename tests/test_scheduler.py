@@ -422,15 +422,18 @@ class Device:
             )
         self.spoil(row, sent)
 
-    def deactivate(self, slot: int, request_id: int) -> None:
-        state, sent = self.slots[slot], self.sent[request_id]
-        assert state.request_id == request_id and not state.left
-        cancelled = request_id in self.to_cancel if self.visible else sent.cancelled
-        if not (state.finished or cancelled or sent.failed):
-            newest = [s for s, other in self.slots.items() if not other.left][-1]
-            assert slot == newest and self.needed(0) > self.sizes.num_pages, "only the newest, only in want of pages"
-            self.retracted.append(request_id)
-        state.left = True
+    def deactivate(self, slots: list[int]) -> None:
+        assert slots
+        for slot in slots:
+            state = self.slots[slot]
+            request_id, sent = state.request_id, self.sent[state.request_id]
+            assert not state.left
+            cancelled = request_id in self.to_cancel if self.visible else sent.cancelled
+            if not (state.finished or cancelled or sent.failed):
+                newest = [s for s, other in self.slots.items() if not other.left][-1]
+                assert slot == newest and self.needed(0) > self.sizes.num_pages, "only the newest, in want of pages"
+                self.retracted.append(request_id)
+            state.left = True
         self.may_fail("deactivate")
 
     def emit(self, emissions: list[tuple[Any, ...]]) -> None:

@@ -50,8 +50,9 @@ class Executor:
         self.draft.activate(torch.cat([self._slots[slot : slot + 1] for slot in slots]))
 
     @torch.inference_mode()
-    def deactivate(self, slot: int, request_id: int) -> None:
-        self.draft.release(slot)
+    def deactivate(self, slots: list[int]) -> None:
+        for slot in slots:
+            self.draft.release(slot)
 
     def progress(self) -> tuple[int, int]:
         return int(self.round.rings.num_applied), int(self.round.rings.num_published)
