@@ -160,18 +160,17 @@ setup_repair() {
 
 # The ops of one variant, compiled once for all Pythons into a directory that persists.
 build_core() {
-  local variant=$1 core=$2 cuda=OFF
-  [ "$variant" = cpu ] || cuda=ON
+  local core=$1 cuda=$2
   cmake -S . -B "$core" -G Ninja -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE="$PWD/$bin/python" \
     -Dpybind11_DIR="$("$bin/python" -m pybind11 --cmakedir)" -DSKBUILD_PROJECT_VERSION="$(cat VERSION)" \
-    -DSPECDEC_CUDA=$cuda -DCMAKE_CUDA_ARCHITECTURES="${SPECDEC_CUDA_ARCHITECTURES:-$all_architectures}" >/dev/null
+    -DSPECDEC_CUDA="$cuda" -DSPECDEC_SMALL=ON \
+    -DCMAKE_CUDA_ARCHITECTURES="${SPECDEC_CUDA_ARCHITECTURES:-$all_architectures}" >/dev/null
   cmake --build "$core" --target specdec_core >"$core/build.log" || fail "the core does not build: $(cat "$core/build.log")"
 }
 
 # The module for one Python around the core, and the tag that says which systems it runs on.
 build_wheel() {
-  local python=$1 variant=$2 core=$3 cuda=OFF tag environment raw
-  [ "$variant" = cpu ] || cuda=ON
+  local python=$1 variant=$2 core=$3 cuda=$4 tag environment raw
   tag=$("$python" -c 'import sys; print("cp%d%d" % sys.version_info[:2])')
   environment=build/wheel-$variant/$tag
   raw=$environment/raw
@@ -184,7 +183,7 @@ build_wheel() {
   rm -rf "$raw" dist/specdec_kernels-*"+$variant-$tag-"*.whl
   SPECDEC_WHEEL=$variant "$environment/bin/python" -m pip wheel --quiet --disable-pip-version-check \
     --no-build-isolation --no-deps -w "$raw" . -Cbuild-dir="$environment/module" \
-    -Ccmake.define.SPECDEC_CORE="$PWD/$core" -Ccmake.define.SPECDEC_CUDA=$cuda
+    -Ccmake.define.SPECDEC_CORE="$PWD/$core" -Ccmake.define.SPECDEC_CUDA="$cuda"
   if [ -e "$venv/.repair-requirements" ]; then
     "$bin/auditwheel" repair --wheel-dir dist "$raw"/*.whl >"$environment/auditwheel.log" 2>&1 ||
       fail "auditwheel refuses $raw/*.whl: $(cat "$environment/auditwheel.log")"
@@ -195,7 +194,8 @@ build_wheel() {
 
 wheel() {
   setup_build
-  local variant=${1:-$(variant_here)} nvcc pythons python
+  local variant=${1:-$(variant_here)} cuda=OFF nvcc pythons python
+  local core=build/core-$variant
   case "$variant" in
     cpu) ;;
     cu12 | cu13)
@@ -205,16 +205,17 @@ wheel() {
         "PyPI's nvidia-cuda-nvcc-cu12 holds ptxas but no nvcc)"
       PATH="$(dirname "$nvcc"):$PATH"
       setup_cuda
+      cuda=ON
       ;;
     *) fail "wheel: $variant is no variant, expected cu13, cu12 or cpu" ;;
   esac
   setup_repair
   pythons=$(find_pythons)
   echo "building the core of $variant, once for all Pythons"
-  build_core "$variant" "build/core-$variant"
+  build_core "$core" "$cuda"
   for python in $pythons; do
     echo "building the wheel for $("$python" --version)"
-    build_wheel "$python" "$variant" "build/core-$variant"
+    build_wheel "$python" "$variant" "$core" "$cuda"
   done
   ls -l dist/*"+$variant-"*.whl
 }

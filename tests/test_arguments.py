@@ -150,13 +150,33 @@ def test_non_tensor_through_ops() -> None:
 @pytest.mark.parametrize(
     ("function", "arguments", "message"),
     [
-        ("select_topk", (None, LOGITS, "2", None, LOGITS, LOGITS), "argument 2 is of type str, expected int of 64 bits"),
-        ("select_topk", (None, LOGITS, 2.5, None, LOGITS, LOGITS), "argument 2 is of type float, expected int of 64 bits"),
-        ("select_topk", (None, LOGITS, 2**63, None, LOGITS, LOGITS), "argument 2 is of type int, expected int of 64 bits"),
+        (
+            "select_topk",
+            (None, LOGITS, "2", None, LOGITS, LOGITS),
+            "argument 2 is of type str, expected int of 64 bits",
+        ),
+        (
+            "select_topk",
+            (None, LOGITS, 2.5, None, LOGITS, LOGITS),
+            "argument 2 is of type float, expected int of 64 bits",
+        ),
+        (
+            "select_topk",
+            (None, LOGITS, 2**63, None, LOGITS, LOGITS),
+            "argument 2 is of type int, expected int of 64 bits",
+        ),
         ("norm_rows", (None, LOGITS, LOGITS, [], None, None, LOGITS), "argument 3 is of type list, expected float"),
         ("linear_rows", (None, LOGITS, LOGITS, None, "yes", LOGITS), "argument 4 is of type str, expected bool"),
-        ("tree_attention_workspace", (*[LOGITS] * 4, "x"), "argument 4 is of type str, expected int of 64 bits or None"),
-        ("free_pages", (None, (*[LOGITS] * 5, None), LOGITS, None, None), "argument 1 is of type tuple, expected PagePool"),
+        (
+            "tree_attention_workspace",
+            (*[LOGITS] * 4, "x"),
+            "argument 4 is of type str, expected int of 64 bits or None",
+        ),
+        (
+            "free_pages",
+            (None, (*[LOGITS] * 5, None), LOGITS, None, None),
+            "argument 1 is of type tuple, expected PagePool",
+        ),
         ("free_pages", (None, LOGITS), "2 arguments, expected 5"),
     ],
 )
