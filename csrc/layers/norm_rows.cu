@@ -36,36 +36,41 @@ __global__ void __launch_bounds__(kMaxThreads) norm_rows_kernel(NormRowsParams p
   const int packs = static_cast<int>(p.width / N), threads = static_cast<int>(blockDim.x);
 
   // The sum as it is stored, which is what is normalised.
-  const auto read = [&](int i) {
-    P value = x[i];
-    if (!p.residual) return value;
+  const auto add = [](P& value, const P& more) {
     float a[N], b[N];
     unpack(value, a);
-    unpack(residual[i], b);
+    unpack(more, b);
 #pragma unroll
     for (int n = 0; n < N; ++n) a[n] += b[n];
-    return pack_of<T>(a);
+    value = pack_of<T>(a);
+  };
+  const auto read = [&](int i) {
+    P value = x[i];
+    if (p.residual) add(value, residual[i]);
+    return value;
   };
   float squares = 0;
-  const auto add = [&](const P& pack) {
+  const auto square = [&](const P& pack) {
     float a[N];
     unpack(pack, a);
 #pragma unroll
     for (int n = 0; n < N; ++n) squares += a[n] * a[n];
   };
-  P held[kHeld], weights[kHeld];
+  // All that is held is on its way before any of it is looked at.
+  P held[kHeld], more[kHeld], weights[kHeld];
+  const auto each_held = [&](auto&& use) {
 #pragma unroll
-  for (int h = 0; h < kHeld; ++h) {
-    const int i = threadIdx.x + h * threads;
-    if (i < packs) {
-      held[h] = read(i);
-      weights[h] = weight[i];
+    for (int h = 0; h < kHeld; ++h) {
+      const int i = static_cast<int>(threadIdx.x) + h * threads;
+      if (i < packs) use(h, i);
     }
-  }
-#pragma unroll
-  for (int h = 0; h < kHeld; ++h)
-    if (static_cast<int>(threadIdx.x) + h * threads < packs) add(held[h]);
-  for (int i = threadIdx.x + kHeld * threads; i < packs; i += threads) add(read(i));
+  };
+  each_held([&](int h, int i) { held[h] = x[i]; });
+  if (p.residual) each_held([&](int h, int i) { more[h] = residual[i]; });
+  each_held([&](int h, int i) { weights[h] = weight[i]; });
+  if (p.residual) each_held([&](int h, int) { add(held[h], more[h]); });
+  each_held([&](int h, int) { square(held[h]); });
+  for (int i = threadIdx.x + kHeld * threads; i < packs; i += threads) square(read(i));
 
   const float scale = rsqrtf(block_sum(squares) / static_cast<float>(p.width) + p.eps);
   const auto write = [&](int i, const P& pack, const P& factor) {
@@ -77,11 +82,7 @@ __global__ void __launch_bounds__(kMaxThreads) norm_rows_kernel(NormRowsParams p
     if (p.residual) sum[i] = pack;
     out[i] = pack_of<T>(a);
   };
-#pragma unroll
-  for (int h = 0; h < kHeld; ++h) {
-    const int i = threadIdx.x + h * threads;
-    if (i < packs) write(i, held[h], weights[h]);
-  }
+  each_held([&](int h, int i) { write(i, held[h], weights[h]); });
   for (int i = threadIdx.x + kHeld * threads; i < packs; i += threads) write(i, read(i), weight[i]);
 }
 
