@@ -18,7 +18,7 @@ from .attention import Rows
 from .causal_lm import CausalLM
 from .checkpoint import load_tensors, local_folder
 from .draft_head import AttentionParameters, DraftHead, HeadOutput, check_head, load_parameters
-from .layers import normed, product_of
+from .layers import embedded, normed, product_of
 
 
 class EagleLayer(nn.Module):
@@ -55,7 +55,7 @@ class EagleHead(DraftHead):
         return normed(self._target.model.model.norm, features)
 
     def forward(self, tokens: Tensor, features: Tensor, positions: Tensor, rows: Rows) -> HeadOutput:
-        pairs = torch.cat([self.embed_tokens(tokens), features], dim=-1)
+        pairs = torch.cat([embedded(self.embed_tokens, tokens), features], dim=-1)
         state = product_of(self.fc)(pairs.flatten(0, 1))
         x, hidden = self._layer(state, state, positions, self.rotations, rows)
         hidden = (hidden + x).view(*tokens.shape, -1)

@@ -20,7 +20,7 @@ from .attention import Rows
 from .causal_lm import CausalLM
 from .checkpoint import load_tensors, local_folder
 from .draft_head import AttentionParameters, DraftHead, HeadOutput, check_head, load_parameters
-from .layers import product_of
+from .layers import embedded, product_of
 
 
 def feature_layers(config: Any, num_target_layers: int) -> tuple[int, ...]:
@@ -69,7 +69,7 @@ class Eagle3Head(DraftHead):
         width = features.shape[-1]
         both = features.new_empty(len(features), 2 * width)
         for x, norm, out in (
-            (self.embed_tokens(tokens).flatten(0, 1), self.midlayer.input_layernorm, both[:, :width]),
+            (embedded(self.embed_tokens, tokens).flatten(0, 1), self.midlayer.input_layernorm, both[:, :width]),
             (features, self.midlayer.hidden_norm, both[:, width:]),
         ):
             norm_rows(x, norm.weight, norm.variance_epsilon, out=out)

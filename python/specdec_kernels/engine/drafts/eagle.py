@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ...models.attention import Rows
@@ -51,8 +50,8 @@ class EagleDraft(ModelDraft):
     ) -> None:
         assert features is not None
         # Gather before `fc`: S rows instead of N. Padded rows repeat a real one and are written nowhere.
-        tokens, path = accepted.tokens[:, :num_nodes].clamp(min=0), accepted.path[:, :num_nodes].long()
-        features = self.head.join(features.gather(1, path[:, :, None].expand(-1, -1, features.shape[-1])))
+        tokens, path = accepted.tokens[:, :num_nodes].clamp(min=0), accepted.path[:, :num_nodes]
+        features = self.head.join(features.flatten(0, 1)[self.rows_of(path, num_nodes)])
         width = tokens.shape[1]
         before = self.state.seq_lens_before
         rows = self.state.rows(slots, before, tail_len=width, num_valid=num_valid)
@@ -60,7 +59,7 @@ class EagleDraft(ModelDraft):
         self._keep(self.rows_to_keep(slots, num_valid), output, self.last_valid(num_valid, width))
 
     def _keep(self, rows: Tensor, output: HeadOutput, last: Tensor) -> None:
-        """The head's output at rows `last` [B] becomes the draft state: its own children, and the feature they share."""
+        """The output at rows `last` [B] becomes the draft state: its children, and the feature they share."""
         hidden, normed = (x.flatten(0, 1)[last] for x in output)
         self.set_root_children(rows, self.head.logits(normed))
         self.last_hidden[rows] = hidden

@@ -39,7 +39,8 @@ class ModelDraft(Draft):
         most = max(self.accept_width, num_nodes)  # tokens of a round, when others draft as well
         self._columns = torch.arange(most, dtype=torch.int32, device=device)
         widths = torch.arange(most + 1, device=device)
-        self._before_first = widths[:, None] * torch.arange(slots, device=device) - 1
+        self._first = widths[:, None] * torch.arange(slots, device=device)
+        self._before_first = self._first - 1
         rows = torch.arange(-1, num_nodes - 1, dtype=torch.int32, device=device)  # node i is drawn from row i - 1
         self._draft_rows = rows.where(rows < num_steps, -1).repeat(slots, 1)
 
@@ -70,6 +71,10 @@ class ModelDraft(Draft):
     def positions_from(self, starts: Tensor, width: int) -> Tensor:
         """starts[b] and the positions behind it, [B, width]."""
         return starts[:, None] + self._columns[:width]
+
+    def rows_of(self, path: Tensor, width: int) -> Tensor:
+        """Row path[b, j] of each request's `width`, among all B * width."""
+        return path + self._first[width, : len(path), None]
 
     def last_valid(self, num_valid: Tensor, width: int) -> Tensor:
         """[B], of B * width rows: the last valid one of each request. One that has none names any row."""
