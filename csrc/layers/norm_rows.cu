@@ -1,6 +1,7 @@
 // One block a row, whose threads hold what they read until the sum of squares is known. Reads x, residual and the
-// weight and writes sum and result once. With few rows it is latency that counts, and a thread has no more than one or
-// two 16-byte reads of each; with many, fewer threads with more reads on the way wait less for each other.
+// weight and writes sum and result once, the reads all on their way before one is looked at. With few rows it is
+// latency that counts, and a thread has one 16-byte read of each; with many, fewer threads with two wait less for each
+// other. Registers are kept so few that a multiprocessor has 1024 threads or more.
 #include <algorithm>
 
 #include "core/cuda.cuh"
@@ -11,7 +12,6 @@ namespace specdec {
 namespace {
 
 constexpr int kMaxThreads = 512;
-constexpr int kHeld = 4;  // packs of a thread; those of longer rows are read twice
 
 __device__ __forceinline__ float block_sum(float x) {
   __shared__ float sums[kMaxThreads / kWarp];
@@ -23,8 +23,9 @@ __device__ __forceinline__ float block_sum(float x) {
   return x;
 }
 
-template <class T, int N>
-__global__ void __launch_bounds__(kMaxThreads) norm_rows_kernel(NormRowsParams p) {
+// kHeld: packs that a thread holds; the others of longer rows are read twice.
+template <class T, int N, int kHeld>
+__global__ void __launch_bounds__(kMaxThreads, kHeld == 1 ? 3 : 2) norm_rows_kernel(NormRowsParams p) {
   using P = Pack<T, N>;
   begin_kernel();
   const int64_t row = blockIdx.x;
@@ -90,17 +91,17 @@ __global__ void __launch_bounds__(kMaxThreads) norm_rows_kernel(NormRowsParams p
 
 void norm_rows_cuda(const NormRowsParams& p, Stream stream) {
   with_float_type(p.dtype, [&]<class T>() {
-    const auto start = [&]<int N>() {
-      const int64_t packs = p.width / N;
-      const int64_t held = p.rows > 2 * current_device("norm_rows").multiprocessors ? kHeld : 1;
-      const int64_t warps = (packs + held * kWarp - 1) / (held * kWarp);
+    const auto start = [&]<int N, int kHeld>() {
+      const int64_t warps = (p.width / N + kHeld * kWarp - 1) / (kHeld * kWarp);
       const auto threads = static_cast<unsigned>(std::min<int64_t>(warps * kWarp, kMaxThreads));
-      launch("norm_rows", norm_rows_kernel<T, N>, {.grid = grid_x("norm_rows", p.rows), .threads = threads}, stream, p);
+      launch("norm_rows", norm_rows_kernel<T, N, kHeld>, {.grid = grid_x("norm_rows", p.rows), .threads = threads},
+             stream, p);
     };
-    if (p.wide)
-      start.template operator()<16 / sizeof(T)>();
-    else
-      start.template operator()<1>();
+    const auto of_pack = [&]<int N>() {
+      const bool many = p.rows > 3 * current_device("norm_rows").multiprocessors;
+      many ? start.template operator()<N, 2>() : start.template operator()<N, 1>();
+    };
+    p.wide ? of_pack.template operator()<16 / sizeof(T)>() : of_pack.template operator()<1>();
   });
 }
 
