@@ -10,8 +10,9 @@
 // small that the call overwrites what it continues, a slot named twice, tokens of a slot without a stream): then one
 // thread does it all, as the CPU would.
 //
-// A round is latency: slot numbers, slot records, last blocks and sets, the latter on their way together. In bulk every
-// block hashes every token, about 400 instructions, and reads it from L2.
+// A round is latency, and less of memory (slot numbers, slot records, sets, of 0.4 us each, all that can be on its way
+// together) than of instructions, of which code that runs once takes one in four to five cycles: so a round has a
+// kernel of its own, without what it never is. In bulk every block hashes every token, and reads it from L2.
 #include "core/cuda.cuh"
 #include "core/slots.h"
 #include "core/warp_scan.cuh"
@@ -26,9 +27,9 @@ constexpr int kThreads = 512, kWarps = kThreads / kWarp;
 constexpr int kPerTile = kThreads * kNgramOrders;  // updates of as many tokens as there are threads
 constexpr int kEnough = 64;                        // updates that are applied together, if there are as many
 constexpr int kMostBlocks = 128;
-constexpr int kUpdatesPerBlock = 128;             // to aim at, if all rows are full
-constexpr int kRowWarps = kNgramRows / kWarp;     // that plan a row a thread
-constexpr int kTailParts = kNgramMaxMatch / 4;    // 16 bytes each
+constexpr int kUpdatesPerBlock = 128;           // to aim at, if all rows are full
+constexpr int kRowWarps = kNgramRows / kWarp;   // that plan a row a thread
+constexpr int kTailParts = kNgramMaxMatch / 4;  // 16 bytes each
 constexpr uint32_t kClaims = 2048;
 static_assert(kThreads >= kNgramRows && kEnough == kThreads / kNgramWays && kNgramRows % kWarp == 0);
 
@@ -66,7 +67,7 @@ struct Row {
   bool refused = false;
 };
 
-struct Updates {  // in order
+struct Updates {                                      // in order
   alignas(16) uint32_t sets[kEnough + kPerTile + 4];  // ends in four that are none
   uint32_t tags[kEnough + kPerTile], cells[kEnough + kPerTile];
 };
@@ -77,10 +78,10 @@ struct Plan {  // of row b, in shared memory
   uint32_t first_bad[kNgramRows];  // of its tokens, the first below 0
   uint32_t last[kNgramRows];       // id of the stream's last block, or kNgramNone
   uint32_t first_block[kNgramRows];
-  bool goes_on[kNgramRows];                               // in its last block
+  bool goes_on[kNgramRows];                              // in its last block
   alignas(16) int32_t tail[kNgramRows][kNgramMaxMatch];  // of its record
-  uint32_t widest;                                        // of the counts
-  uint32_t next;                                          // id of the ring's next block
+  uint32_t widest;                                       // of the counts
+  uint32_t next;                                         // id of the ring's next block
   uint64_t taken;
   uint32_t sums[kRowWarps];                  // of the rows of a warp
   uint32_t found[kWarps];                    // updates, by a warp
@@ -106,14 +107,14 @@ __device__ __forceinline__ int64_t slot_of_row(const NgramInsertParams& p, int64
   return p.is_document ? 0 : slot_of(p.slots, p.first_slot + b, p.index.num_slots);
 }
 
+// Everything is read whether it is needed or not, so that nothing waits for a condition.
 __device__ __forceinline__ Row find_row(const NgramInsertParams& p, NgramWork* work, int64_t b) {
   const NgramView& v = p.index;
   const int64_t given = p.lengths ? p.lengths[b] : p.width;
   const int32_t match_len = p.match_len ? p.match_len[b] : 0;
   Row row;
   row.slot = slot_of_row(p, b);
-  if (row.slot < 0) return row;
-  const NgramSlot& record = stream_of(p, work, row.slot);
+  const NgramSlot& record = stream_of(p, work, row.slot < 0 ? 0 : row.slot);
   static_assert(offsetof(NgramSlot, live) == 8 && offsetof(NgramSlot, length) == 12);
   static_assert(offsetof(NgramSlot, stream) == 16 && offsetof(NgramSlot, block) == 20 &&
                 offsetof(NgramSlot, scope) == 24);
@@ -123,43 +124,47 @@ __device__ __forceinline__ Row find_row(const NgramInsertParams& p, NgramWork* w
   const int64_t length = live && !fresh ? first.w : 0;
   row.stream = fresh ? 0 : second.x;
   row.scope = fresh ? p.group : second.z;
-  if (live && !fresh) row.block = second.y;
-  if (const uint32_t index = row.block & ((1u << v.block_bits) - 1); index < v.num_blocks) {
-    const uint2 head = reinterpret_cast<const uint2&>(v.blocks[index]);
-    row.id = head.x;
-    row.owner = head.y;
-  }
+  row.block = live && !fresh ? second.y : kNgramNone;
+  const uint32_t index = row.block & ((1u << v.block_bits) - 1);
+  const uint2 head = reinterpret_cast<const uint2&>(v.blocks[index < v.num_blocks ? index : 0]);
+  row.id = head.x;  // another's, if there is no such block
+  row.owner = head.y;
   const int64_t held = p.start < 0 ? 0 : length - p.start;  // of the text
   const int64_t skipped = held < given ? held : given, left = p.left > given ? p.left : given;
   const int64_t added = left - (held < left ? held : left);
-  row.refused = given < 0 || given > p.width || held < 0 || (!p.is_document && length + added > p.max_len) ||
-                match_len < 0 || match_len > kNgramMaxMatch;
-  if (row.refused || given == skipped) return row;
-  row.count = static_cast<uint32_t>(given - skipped);
+  row.refused =
+      row.slot >= 0 && (given < 0 || given > p.width || held < 0 || (!p.is_document && length + added > p.max_len) ||
+                        match_len < 0 || match_len > kNgramMaxMatch);
+  row.count = row.slot >= 0 && !row.refused ? static_cast<uint32_t>(given - skipped) : 0;
   row.start = static_cast<uint32_t>(length);
   row.has_stream = live;
   return row;
 }
 
-// Finds the first bad token of each row, and brings all of them near.
-__device__ __forceinline__ void check_tokens(const NgramInsertParams& p, Plan& s) {
-  constexpr int kTogether = 4;
-  const auto cells = static_cast<uint32_t>(p.rows * p.width), width = static_cast<uint32_t>(p.width);
-  for (uint32_t begin = threadIdx.x; begin < cells; begin += kTogether * kThreads) {
-    int32_t token[kTogether];
+// Tokens that are checked together.
+struct TokenBatch {
+  static constexpr uint32_t kTokens = 4;
+  int32_t token[kTokens];
+
+  __device__ void load(const NgramInsertParams& p, uint32_t begin, uint32_t cells) {
 #pragma unroll
-    for (uint32_t k = 0; k < kTogether; ++k)
-      token[k] = begin + k * kThreads < cells ? p.tokens[begin + k * kThreads] : 0;
+    for (uint32_t k = 0; k < kTokens; ++k) {
+      const uint32_t cell = begin + k * kThreads;
+      token[k] = cell < cells ? p.tokens[cell] : 0;
+    }
+  }
+  __device__ void check(const NgramInsertParams& p, uint32_t begin, Plan& s) const {
     uint32_t bad = 0;
 #pragma unroll
-    for (uint32_t k = 0; k < kTogether; ++k) bad |= static_cast<uint32_t>(token[k] < 0) << k;
+    for (uint32_t k = 0; k < kTokens; ++k) bad |= static_cast<uint32_t>(token[k] < 0) << k;
 #pragma unroll 1
     for (; bad != 0; bad &= bad - 1) {
       const uint32_t cell = begin + (__ffs(static_cast<int>(bad)) - 1) * kThreads;
+      const auto width = static_cast<uint32_t>(p.width);
       atomicMin(&s.first_bad[cell / width], p.lengths == nullptr ? 0 : cell % width);
     }
   }
-}
+};
 
 __device__ __forceinline__ void count_accepted(const NgramInsertParams& p, int64_t b, uint32_t tokens) {
   if (p.match_len == nullptr || tokens == 0) return;
@@ -403,6 +408,9 @@ __global__ void __launch_bounds__(kThreads, 1) ngram_insert_kernel(const __grid_
   __syncthreads();
 
   // What is read before anything is known, all on its way together.
+  const auto given_cells = static_cast<uint32_t>(p.rows * p.width);
+  TokenBatch batch;
+  batch.load(p, i, given_cells);
   constexpr uint32_t kTurns = kNgramRows * kTailParts / kThreads;
   int64_t slots[kTurns];
 #pragma unroll
@@ -416,8 +424,10 @@ __global__ void __launch_bounds__(kThreads, 1) ngram_insert_kernel(const __grid_
     if (slots[turn] >= 0) copy_ahead(&s.tail[b][at], &stream_of(p, work, slots[turn]).tail[at]);
   }
   if (i == kThreads - 1) {
-    s.next = ngram_next_id(v);
-    s.taken = v.header->blocks_taken;
+    const uint64_t taken = v.header->blocks_taken;
+    const uint32_t next = v.header->next_block;
+    s.next = taken > 0 ? next : 1u << v.block_bits;  // ngram_next_id
+    s.taken = taken;
   }
   Row row;
   if (i < rows) {
@@ -434,7 +444,13 @@ __global__ void __launch_bounds__(kThreads, 1) ngram_insert_kernel(const __grid_
     const uint32_t widest = __reduce_max_sync(kFullMask, row.count);
     if (lane == 0) atomicMax(&s.widest, widest);
   }
-  check_tokens(p, s);
+  batch.check(p, i, s);
+#pragma unroll 1
+  for (uint32_t begin = i + TokenBatch::kTokens * kThreads; begin < given_cells;
+       begin += TokenBatch::kTokens * kThreads) {
+    batch.load(p, begin, given_cells);
+    batch.check(p, begin, s);
+  }
   arrived();
   __syncthreads();
 
