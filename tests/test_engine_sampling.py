@@ -90,7 +90,8 @@ def close_draws(prompt: list[int], tokens: list[int], sampling: SamplingParams) 
             sampling.top_p + more_p if sampling.top_p < 1 else 1.0,
             sampling.min_p * (1 + more_min_p),
         )
-        draws |= {reference.drawn(p, min(max(u + e, 0.0), 1 - 1e-12)) for e in slacks}
+        low, high = (reference.drawn(p, min(max(u + e, 0.0), 1 - 1e-12)) for e in (-NOISE, NOISE))
+        draws |= {token for token in range(low, high + 1) if p[token] > 0}
     return draws
 
 

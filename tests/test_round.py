@@ -408,7 +408,7 @@ def test_one_step_of_drafting(device: torch.device, tmp_path: Path) -> None:
     folder = save_random_model(tmp_path / "target", "llama")
     want = [o.tokens for o in Engine(folder, max_len=MAX_LEN, device=device).generate(random_prompts(3), EIGHT)]
     torch.manual_seed(20)
-    speculation = Speculation("STANDALONE", folder, num_steps=1, topk=2, num_draft_tokens=8)
+    speculation = Speculation("STANDALONE", folder, num_steps=1, topk=2, num_draft_tokens=8, adaptive=False)
     engine = Engine(folder, speculation=speculation, max_len=MAX_LEN, device=device)
     got = engine.generate(random_prompts(3), EIGHT)
     assert [len(o.tokens) for o in got] == [len(text) for text in want]
