@@ -254,7 +254,7 @@ class PyExecutor : public specdec::scheduler::Executor {
   void launch(int64_t batch, int64_t num_nodes) override {
     if (!graphs_ || !graphs_->launch(batch, num_nodes)) call("launch", batch, num_nodes);
   }
-  void deactivate(int32_t slot, int64_t request_id) override { call("deactivate", slot, request_id); }
+  void deactivate(std::span<const int32_t> slots) override { call("deactivate", slots); }
   void emit(std::span<const Emission> emissions) override {
     py::gil_scoped_acquire gil;
     py::list list;
@@ -436,6 +436,7 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
   def_op<&norm_rows>(m, "norm_rows", "rows, or sums of rows, over their root mean square");
   def_op<&gate_rows>(m, "gate_rows", "silu(gate) * up of rows that hold both");
   def_op<&linear_rows>(m, "linear_rows", "a few rows times a weight");
+  m.def("has_wgmma", &has_wgmma, "whether the CUDA device that is current has wgmma, and this build its instructions");
   def_op<&rotate_qkv>(m, "rotate_qkv", "normalise and rotate query and key heads, write keys and values to pages");
 
   // --- attention
