@@ -37,39 +37,29 @@ class WorkLine {
 
   // Reads the lengths; everything else is asked afterwards.
   __device__ void measure() {
-    whole_ = false;
+    int total = 0, heads = 0, least = INT32_MAX, most = 0;  // units of all, heads that have some, units of a head
     scanned_ = -1;
+    for (int base = 0; base < p_.batch; base += kWarp) {
+      scan(base);
+      total += __shfl_sync(kFullMask, upto_, kWarp - 1);
+      heads += __popc(__ballot_sync(kFullMask, units_of_mine_ > 0)) * static_cast<int>(p_.kv_heads);
+      if (units_of_mine_ > 0) least = min(least, units_of_mine_);
+      most = max(most, units_of_mine_);
+    }
     // A part costs about as much as a hundred rows of KV.
     const int few = max(128 / cut_.tile.divisor, 1);
-#pragma unroll 1
-    while (true) {
-      int total = 0, heads = 0, least = INT32_MAX, most = 0;  // units of all, heads that have some, units of a head
-      for (int base = 0; base < p_.batch; base += kWarp) {
-        scan(base);
-        total += __shfl_sync(kFullMask, upto_, kWarp - 1);
-        heads += __popc(__ballot_sync(kFullMask, units_of_mine_ > 0)) * static_cast<int>(p_.kv_heads);
-        if (units_of_mine_ > 0) least = min(least, units_of_mine_);
-        most = max(most, units_of_mine_);
-      }
-      workers_ = min(cut_.max_workers, whole_ ? total : (total + few - 1) / few);
-      if (workers_ == 0) return;
-      share_ = total / workers_;
+    workers_ = min(cut_.max_workers, (total + few - 1) / few);
+    if (workers_ == 0) return;
+    // Of even lengths, shares that end where heads do leave less to be merged, or nothing.
+    if (__reduce_min_sync(kFullMask, least) == __reduce_max_sync(kFullMask, most)) {
       const int each = (heads + workers_ - 1) / workers_;  // heads of a worker
-      most = __reduce_max_sync(kFullMask, most);
-      const bool even = __reduce_min_sync(kFullMask, least) == most;
-      if (even && !whole_) {
-        // Of even lengths, shares that end where heads do leave less to be merged, or nothing.
-        if (each == 1)
-          workers_ -= workers_ % heads;
-        else if (heads % each == 0 && heads / each * 16 >= workers_ * 15)
-          workers_ = heads / each;
-        share_ = total / workers_;
-      }
-      longer_ = total - share_ * workers_;
-      // Nor is there anything to be merged where whole groups are shares that are nearly even.
-      if (whole_ || even || each * most - share_ > few) return;
-      whole_ = true;
+      if (each == 1)
+        workers_ -= workers_ % heads;
+      else if (heads % each == 0 && heads / each * 16 >= workers_ * 15)
+        workers_ = heads / each;
     }
+    share_ = total / workers_;
+    longer_ = total - share_ * workers_;
   }
 
   // Whether holds() may be true: it compares one request with each lane.
@@ -123,7 +113,7 @@ class WorkLine {
     s.head = head_;
     s.first_row = first_row_;
     s.first_tile = tiles_.first + unit_;
-    s.end_tile = whole_ ? tiles_.end : s.first_tile + count;
+    s.end_tile = s.first_tile + count;
     s.part = count == units ? -1 : 2 * worker_ + (unit_ == 0);
     s.parts = count == units || unit_ > 0 ? 0 : worker_of(at_ + units - 1) - worker_ + 1;
     at_ += count;
@@ -134,14 +124,7 @@ class WorkLine {
 
  private:
   __device__ int rows_of_block() const { return cut_.rows * cut_.lanes; }
-  __device__ int units_in(Tiles tiles) const { return whole_ ? tiles.end > tiles.first : tiles.end - tiles.first; }
-  // Of one head of a request.
-  __device__ int units_of(const Request& r) const {
-    const int end = r.valid_rows * cut_.group.divisor;
-    int units = 0;
-    for (int row = 0; row < end; row += rows_of_block()) units += units_in(tiles_of(p_, cut_, r, row));
-    return units;
-  }
+  __device__ int units_in(Tiles tiles) const { return specdec::units_in(p_, cut_, tiles); }
 
   // The first `longer_` shares have one unit more than the others.
   __device__ int begin(int worker) const { return share_ * worker + min(longer_, worker); }
@@ -150,12 +133,15 @@ class WorkLine {
     return behind < 0 ? unit / (share_ + 1) : longer_ + behind / share_;
   }
 
-  // Each lane takes request base + lane: upto_ becomes the units of it and of the lanes before it. What the last scan
-  // has read is not read again, so that no two passes over one scan's requests differ.
+  // Each lane takes request base + lane: upto_ becomes the units of it and of the lanes before it.
   __device__ void scan(int base) {
-    const int b = base + static_cast<int>(threadIdx.x) % kWarp;
-    if (base != scanned_) mine_ = b < p_.batch ? request_of(p_, b) : Request{};
-    units_of_mine_ = b < p_.batch ? units_of(mine_) : 0;
+    const int lane = threadIdx.x % kWarp;
+    mine_ = Request{};
+    units_of_mine_ = 0;
+    if (base + lane < p_.batch) {
+      mine_ = request_of(p_, base + lane);
+      units_of_mine_ = units_of(p_, cut_, mine_);
+    }
     upto_ = sum_up_to_lane(units_of_mine_ * static_cast<int>(p_.kv_heads));
     scanned_ = base;
   }
@@ -190,7 +176,6 @@ class WorkLine {
   Request mine_;
   int units_of_mine_ = 0, upto_ = 0, scanned_ = -1;
 
-  bool whole_ = false;  // groups are not cut: each is one unit
   int workers_ = 0, share_ = 0, longer_ = 0;
 
   // Where the walk is.
