@@ -41,25 +41,20 @@ struct KvStream {
     const int lane = threadIdx.x % kWarp, my_first = (threadIdx.x / kWarp - kConsumers) * kMyRows;
     WorkLine line(p, cut);
     Segment s;
-    // The first pass is made while kernels before may still change what it reads. In a chain of calls they rarely do,
-    // and then it has not to be made again.
-    bool waited = false;
+    s.head = -1;
+    s.parts = 0;
+    // The first pass, made while kernels before may still change what it reads, does nothing but fetch the code.
 #pragma unroll 1
-    while (true) {
-      if (waited || line.can_hold()) {
-        s.head = -1;
-        s.parts = 0;
-        line.measure();
-        if (worker < line.workers()) {
-          line.seek(worker);
-          s = line.next();
-        }
+    for (bool rehearsal : {true, false}) {
+      line.measure();
+      if (worker < line.workers()) {
+        line.seek(worker);
+        s = line.next();
       }
-      if (waited) break;
-      wait_for_kernels_before();
-      let_next_kernel_start();
-      waited = true;
-      if (line.holds()) break;
+      if (rehearsal) {
+        wait_for_kernels_before();
+        let_next_kernel_start();
+      }
     }
     Turn<kSegments> turn;
     Turn<kStages> stage;

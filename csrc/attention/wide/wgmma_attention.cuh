@@ -36,10 +36,16 @@ class WgmmaAttention {
 
   // A consumer warp's whole life.
   __device__ void consume() {
+    Turn<Stream::kSegments> turn;
     wait_for_kernels_before();
-    const Segment* s = &next_segment();
-    if (s->head >= 0) ask_for_q(*s);
-    while (s->head >= 0) s = &sum_segment(*s);
+    while (true) {
+      stream_.announced[turn.at].wait(turn.parity);
+      const Segment& s = stream_.segments[turn.at];
+      if (s.head < 0) return;
+      sum_segment(s);
+      __syncwarp();
+      turn.advance();
+    }
   }
 
  private:
@@ -54,18 +60,9 @@ class WgmmaAttention {
     uint64_t bits[kWords][2];
   };
 
-  // Waits until the next one of the block's is known.
-  __device__ const Segment& next_segment() {
-    const Segment& s = stream_.segments[turn_.at];
-    stream_.announced[turn_.at].wait(turn_.parity);
-    turn_.advance();
-    return s;
-  }
-
-  // Of a segment whose q has been asked for; returns the next one, whose then has.
-  __device__ const Segment& sum_segment(const Segment& s) {
-    const int first_row = first_row_of(s);
-    wait_for_q();
+  __device__ void sum_segment(const Segment& s) {
+    const int first_row = s.first_row + lane_of_worker_ * kRows + group_ * kGroupRows;
+    load_q(s, first_row);
 
     WarpRows<D> rows;
     rows.clear();
@@ -102,14 +99,11 @@ class WgmmaAttention {
     pin(rows.out);
     cute::warpgroup_arrive();
     add_v(stage_.at, weights, rows);
-    const Segment& next = next_segment();
-    if (next.head >= 0) ask_for_q(next);
     cute::warpgroup_wait<0>();
     pin(rows.out);
     release(stage_.at);
     stage_.advance();
     write(s, rows);
-    return next;
   }
 
   __device__ void release(int stage) {
@@ -121,15 +115,9 @@ class WgmmaAttention {
   // What was written to shared memory by plain stores and cp.async, and waited for, is there for wgmma too.
   __device__ static void show_to_wgmma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-  // Of the group's rows in a segment, the first.
-  __device__ int first_row_of(const Segment& s) const {
-    return s.first_row + lane_of_worker_ * kRows + group_ * kGroupRows;
-  }
-
-  // Begins to load the group's rows of q; zeros for those behind the request.
-  __device__ void ask_for_q(const Segment& s) {
+  // The group's rows of q; zeros for those behind the request.
+  __device__ void load_q(const Segment& s, int first_row) {
     constexpr int kPieces = D / 8;
-    const int first_row = first_row_of(s);
     const int end = s.request.valid_rows * cut_.group.divisor;
     const T* q = static_cast<const T*>(p_.q) + s.request.q_start;
     const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared_.q[group_]));
@@ -144,8 +132,6 @@ class WgmmaAttention {
                    "r"(valid ? 16 : 0)
                    : "memory");
     }
-  }
-  __device__ void wait_for_q() const {
     asm volatile("cp.async.wait_all;" ::: "memory");
     show_to_wgmma();
     sync_group();
@@ -250,7 +236,6 @@ class WgmmaAttention {
   const Cut& cut_;
   const int lane_of_worker_;
   const int group_ = static_cast<int>(threadIdx.x) / kGroupThreads, warp_ = static_cast<int>(threadIdx.x) / kWarp % 4;
-  Turn<Stream::kSegments> turn_;  // of the next segment
   Turn<kStages> stage_;
 };
 

@@ -62,16 +62,6 @@ class WorkLine {
     longer_ = total - share_ * workers_;
   }
 
-  // Whether holds() may be true: it compares one request with each lane.
-  __device__ bool can_hold() const { return p_.batch <= kWarp; }
-
-  // Whether the lengths are still those that measure() has read; true only if so.
-  __device__ bool holds() const {
-    if (!can_hold()) return false;
-    const int lane = threadIdx.x % kWarp;
-    return __all_sync(kFullMask, lane >= p_.batch || request_of(p_, lane) == mine_);
-  }
-
   __device__ int workers() const { return workers_; }  // that have work
 
   // Goes to the begin of a worker's share.
