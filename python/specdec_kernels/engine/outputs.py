@@ -89,8 +89,8 @@ class EngineStats:
         host_seconds: the loop's own work: launching rounds and records of commands, reading what rounds did, giving
             back slots, keeping its books. What `wait_seconds`, `prefill_seconds` and `emit_seconds` count is not in it.
         wait_seconds: the loop's waiting for the device.
-        prefill_seconds: admitting requests and launching prefill; where a pass is not captured and has more kernels than
-            the device's queue has room for, waiting for that.
+        prefill_seconds: admitting requests and launching prefill; where a pass is not captured and has more kernels
+            than the device's queue has room for, waiting for that.
         emit_seconds: handing out results, with what `on_tokens` makes of them.
         device_seconds: rounds on the device, each from its first kernel to its last.
         following_seconds, gap_seconds: of these, the rounds that were launched while the one before was running, with
