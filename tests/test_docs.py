@@ -1,4 +1,4 @@
-"""The README and the pages of docs/ are true where a program can tell: code runs, commands are known, links lead somewhere."""
+"""The README and the pages of docs/ are true where a program can tell: code, commands, quotations, links and tables."""
 
 from __future__ import annotations
 
