@@ -121,25 +121,28 @@ class EngineStats:
             costs=self.costs,
         )
 
+    def _of_a_round(self, seconds: float) -> float:
+        return seconds / max(self.rounds, 1)
+
     @property
     def host_us(self) -> float:
         """The loop's own work for a round, in microseconds."""
-        return 1e6 * self.host_seconds / max(self.rounds, 1)
+        return 1e6 * self._of_a_round(self.host_seconds)
 
     @property
     def wait_us(self) -> float:
         """The loop's waiting for the device in a round, in microseconds."""
-        return 1e6 * self.wait_seconds / max(self.rounds, 1)
+        return 1e6 * self._of_a_round(self.wait_seconds)
 
     @property
     def emit_us(self) -> float:
         """Handing out the results of a round, in microseconds."""
-        return 1e6 * self.emit_seconds / max(self.rounds, 1)
+        return 1e6 * self._of_a_round(self.emit_seconds)
 
     @property
     def device_ms(self) -> float:
         """A round on the device, in milliseconds."""
-        return 1e3 * self.device_seconds / max(self.rounds, 1)
+        return 1e3 * self._of_a_round(self.device_seconds)
 
     @property
     def idle(self) -> float | None:
