@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from ..ops import alloc_pages
 from .passes import Passes
 from .prefill import Chunk
 from .round import Round
+from .state import to_device
 
 if TYPE_CHECKING:
     from .._C import Emission
@@ -47,7 +49,7 @@ class Executor:
 
     @torch.inference_mode()
     def activate(self, slots: list[int]) -> None:
-        self.draft.activate(torch.cat([self._slots[slot : slot + 1] for slot in slots]))
+        self.draft.activate(to_device(array("i", slots), self.state.seq_lens.device))
 
     @torch.inference_mode()
     def deactivate(self, slots: list[int]) -> None:
