@@ -439,5 +439,5 @@ def test_memsets_of_a_round_become_kernels(monkeypatch: pytest.MonkeyPatch) -> N
     assert [o.tokens for o in got] == [o.tokens for o in want]
     assert not any(part.any() for part in parts)
     for part in parts:
-        part.fill_(7)
+        part.view(torch.uint8).fill_(7)
     assert (scratch == 7).all()
