@@ -60,7 +60,7 @@ def expect_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> 
 
 
 @pytest.mark.sanitize
-@pytest.mark.parametrize(("slots", "stops", "batch"), [(R, M, B), (1, 0, 1), (300, 70, 300)])
+@pytest.mark.parametrize(("slots", "stops", "batch"), [(R, M, B), (1, 0, 1), (300, 70, 300), (700, 20, 600)])
 def test_records_in_order(device: torch.device, slots: int, stops: int, batch: int) -> None:
     """Round the ring and on; rows are free once they are applied."""
     sizes = (slots, stops, batch)

@@ -16,6 +16,7 @@ from conftest import HAS_CUDA
 from random_models import random_prompts, save_random_model
 from specdec_kernels import Status, free_pages
 from specdec_kernels.engine import Engine, SamplingParams, Speculation
+from specdec_kernels.engine.round import Round
 from specdec_kernels.models.eagle3 import feature_layers, read_config
 from specdec_kernels.tiny import tiny_model
 from tiny import held_out, reference_model
@@ -413,3 +414,30 @@ def test_one_step_of_drafting(device: torch.device, tmp_path: Path) -> None:
     got = engine.generate(random_prompts(3), EIGHT)
     assert [len(o.tokens) for o in got] == [len(text) for text in want]
     assert all(o.stats.accept_length > 1.5 for o in got)
+
+
+@pytest.mark.sanitize
+@pytest.mark.skipif(not HAS_CUDA, reason="no GPU here")
+def test_memsets_of_a_round_become_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of words of any size, at odd addresses, before and behind other nodes."""
+    scratch = torch.zeros(300_000, dtype=torch.uint8, device="cuda")
+    parts = [scratch[1:4], scratch[16 : 16 + 130_001], scratch[200_000:200_256].view(torch.int32), scratch[-1:]]
+    launch = Round.launch
+
+    def zeroing(round: Round, batch: int, num_nodes: int) -> None:
+        for part in parts[:2]:
+            part.zero_()
+        launch(round, batch, num_nodes)
+        for part in parts[2:]:
+            part.zero_()
+
+    want = make_engine("eagle3-chain", "cuda").generate(prompts()[:2], EIGHT)
+    monkeypatch.setattr(Round, "launch", zeroing)
+    engine = make_engine("eagle3-chain", "cuda", batch_sizes=[3])
+    scratch.fill_(7)
+    got = engine.generate(prompts()[:2], EIGHT)
+    assert [o.tokens for o in got] == [o.tokens for o in want]
+    assert not any(part.any() for part in parts)
+    for part in parts:
+        part.view(torch.uint8).fill_(7)
+    assert (scratch == 7).all()

@@ -1,5 +1,6 @@
-// One block. What every record has is read at once, some hundred bytes over the bus: one trip to host memory is the
-// cost, about a microsecond, and the launch. Activations take one trip more, a warp each.
+// One block. A trip to host memory takes about a microsecond, and what several warps ask for at a time is fetched for
+// one after the other. So every word is read once, by warps that each have lines of their own, and all at once: one
+// trip, and one more where slots are activated, a warp each.
 #include "core/cuda.cuh"
 #include "round/apply_commands.h"
 #include "round/clock.h"
@@ -8,39 +9,61 @@ namespace specdec {
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / kWarp;
+constexpr int kWords = 4;  // of a thread on their way at a time
+static_assert(CommandLayout::kStops <= kWarp);
 
 __global__ void __launch_bounds__(kThreads) apply_commands_kernel(ApplyCommandsParams p) {
   begin_kernel();
   using Layout = CommandLayout;
   const Layout& layout = p.layout;
   const int64_t number = *p.num_applied, thread = threadIdx.x;
-  volatile int32_t* record = p.commands + ring_row(number, p.depth) * layout.words();  // the host writes it: no cache
-  if (thread == 0) *p.started_at = nanoseconds();
+  // The host writes it: no cache.
+  volatile int32_t* record = p.commands + ring_row(number, p.depth) * layout.words();
+  if (thread == kThreads - 1) *p.started_at = nanoseconds();
 
-  const int64_t num_activated = min(static_cast<int64_t>(record[Layout::kNumActivated]), layout.num_slots);
-  for (int64_t i = thread; i < max(layout.max_batch, layout.num_slots); i += kThreads) {
-    // All words are on their way before the first is needed.
-    const int32_t named = i < layout.max_batch ? record[Layout::kSlots + i] : -1;
-    const int32_t given_back = i < layout.num_slots ? record[layout.given_back() + i] : -1;
-    if (i < layout.max_batch) p.slots[i] = named;
-    if (i < layout.num_slots) p.given_back[i] = given_back;
-    const int64_t slot = slot_of(&given_back, 0, layout.num_slots);
-    if (slot >= 0) reset_slot(p, slot);
+  __shared__ int64_t num_activated;
+  const int64_t end = layout.activation(0);
+  const auto begin_of_line = -static_cast<int64_t>(reinterpret_cast<uintptr_t>(record) / sizeof(int32_t) % kWarp);
+  for (int64_t first = begin_of_line + thread; first < end; first += kWords * kThreads) {
+    int32_t words[kWords];
+#pragma unroll
+    for (int j = 0; j < kWords; ++j) {
+      const int64_t i = first + j * kThreads;
+      words[j] = i >= Layout::kNumActivated && i < end ? record[i] : -1;
+    }
+#pragma unroll
+    for (int j = 0; j < kWords; ++j) {
+      const int64_t i = first + j * kThreads;
+      if (i == Layout::kNumActivated) num_activated = min(static_cast<int64_t>(words[j]), layout.num_slots);
+      if (i >= Layout::kSlots && i < layout.given_back()) p.slots[i - Layout::kSlots] = words[j];
+      if (i >= layout.given_back() && i < end) {
+        p.given_back[i - layout.given_back()] = words[j];
+        const int64_t slot = slot_of(&words[j], 0, layout.num_slots);
+        if (slot >= 0) reset_slot(p, slot);
+      }
+    }
   }
   __syncthreads();  // a slot to activate may have been given back by this very record
 
   __shared__ int32_t words[kWarps][Layout::kStops];
-  const int64_t warp = thread / kWarp, lane = thread % kWarp;
+  const int64_t warp = thread / kWarp, lane = thread % kWarp, size = layout.activation(1) - layout.activation(0);
   for (int64_t i = warp; i < num_activated; i += kWarps) {
     volatile int32_t* activation = record + layout.activation(i);
-    if (lane < Layout::kStops) words[warp][lane] = activation[lane];
-    __syncwarp();
-    const int64_t slot = slot_of(words[warp] + Layout::kSlot, 0, layout.num_slots);
-    if (slot >= 0) {
-      if (lane == 0) activate_slot(p, slot, words[warp]);
-      for (int64_t j = lane; j < layout.max_stops; j += kWarp)
-        p.stop_tokens[slot * layout.max_stops + j] = activation[Layout::kStops + j];
+    int64_t slot = -1;
+    for (int64_t first = 0; first < size; first += kWarp) {
+      const int64_t j = first + lane;
+      const int32_t word = j < size ? activation[j] : -1;
+      if (first == 0) {
+        const int32_t named = __shfl_sync(kFullMask, word, Layout::kSlot);
+        slot = slot_of(&named, 0, layout.num_slots);
+      }
+      if (j < Layout::kStops)
+        words[warp][j] = word;
+      else if (j < size && slot >= 0)
+        p.stop_tokens[slot * layout.max_stops + j - Layout::kStops] = word;
     }
+    __syncwarp();
+    if (lane == 0 && slot >= 0) activate_slot(p, slot, words[warp]);
     __syncwarp();  // the words may be overwritten
   }
   __syncthreads();  // the record has been read: the host may have it back

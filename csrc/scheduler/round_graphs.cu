@@ -1,10 +1,82 @@
+#include <algorithm>
+#include <vector>
+
 #include "core/cuda.cuh"
 #include "scheduler/round_graphs.h"
 
 namespace specdec::scheduler {
 namespace {
+
 constexpr const char* kName = "round graph";
+constexpr int kThreads = 256, kMostBlocks = 512;
+
+// A word of 1, 2 or 4 bytes, `count` times.
+template <class T>
+__global__ void __launch_bounds__(kThreads) fill_kernel(T* out, T value, size_t count) {
+  const size_t step = static_cast<size_t>(gridDim.x) * kThreads;
+  for (size_t i = static_cast<size_t>(blockIdx.x) * kThreads + threadIdx.x; i < count; i += step) out[i] = value;
 }
+
+template <class T>
+cudaGraphNode_t add_fill(cudaGraph_t graph, const std::vector<cudaGraphNode_t>& before, const cudaMemsetParams& set) {
+  T* out = static_cast<T*>(set.dst);
+  T value = static_cast<T>(set.value);
+  size_t count = set.width;
+  void* arguments[] = {&out, &value, &count};
+  cudaKernelNodeParams kernel{};
+  kernel.func = reinterpret_cast<void*>(fill_kernel<T>);
+  kernel.gridDim = dim3(static_cast<unsigned>(std::min<size_t>((count + kThreads - 1) / kThreads, kMostBlocks)));
+  kernel.blockDim = dim3(kThreads);
+  kernel.kernelParams = arguments;
+  cudaGraphNode_t node = nullptr;
+  SD_CUDA_CHECK(kName, cudaGraphAddKernelNode(&node, graph, before.data(), before.size(), &kernel));
+  return node;
+}
+
+// The nodes that `get` (of a graph or of a node) has to give.
+template <class Get>
+std::vector<cudaGraphNode_t> nodes_of(Get&& get) {
+  size_t count = 0;
+  SD_CUDA_CHECK(kName, get(nullptr, &count));
+  std::vector<cudaGraphNode_t> nodes(count);
+  if (count > 0) SD_CUDA_CHECK(kName, get(nodes.data(), &count));
+  return nodes;
+}
+
+#if CUDART_VERSION >= 13000  // where these take what kind the edges are, which of a memset are plain
+#define SD_PLAIN_EDGES nullptr,
+#else
+#define SD_PLAIN_EDGES
+#endif
+
+// Kernels in place of memsets. Kernels one behind the other the device starts by itself; each memset between them, of
+// which cuBLAS captures dozens in a round of many rows, costs the host one to two microseconds of every launch.
+void replace_memsets(cudaGraph_t graph) {
+  for (cudaGraphNode_t node :
+       nodes_of([&](cudaGraphNode_t* nodes, size_t* count) { return cudaGraphGetNodes(graph, nodes, count); })) {
+    cudaGraphNodeType type{};
+    SD_CUDA_CHECK(kName, cudaGraphNodeGetType(node, &type));
+    if (type != cudaGraphNodeTypeMemset) continue;
+    cudaMemsetParams set{};
+    SD_CUDA_CHECK(kName, cudaGraphMemsetNodeGetParams(node, &set));
+    if (set.height != 1 || set.width == 0) continue;
+
+    const auto before = nodes_of([&](cudaGraphNode_t* nodes, size_t* count) {
+      return cudaGraphNodeGetDependencies(node, nodes, SD_PLAIN_EDGES count);
+    });
+    const auto behind = nodes_of([&](cudaGraphNode_t* nodes, size_t* count) {
+      return cudaGraphNodeGetDependentNodes(node, nodes, SD_PLAIN_EDGES count);
+    });
+    const cudaGraphNode_t fill = set.elementSize == 4   ? add_fill<uint32_t>(graph, before, set)
+                                 : set.elementSize == 2 ? add_fill<uint16_t>(graph, before, set)
+                                                        : add_fill<uint8_t>(graph, before, set);
+    const std::vector<cudaGraphNode_t> fills(behind.size(), fill);
+    SD_CUDA_CHECK(kName, cudaGraphAddDependencies(graph, fills.data(), behind.data(), SD_PLAIN_EDGES behind.size()));
+    SD_CUDA_CHECK(kName, cudaGraphDestroyNode(node));
+  }
+}
+
+}  // namespace
 
 RoundGraphs::RoundGraphs(CUstream_st* stream) : stream_(stream) { SD_CUDA_CHECK(kName, cudaGetDevice(&device_)); }
 
@@ -15,6 +87,7 @@ RoundGraphs::~RoundGraphs() {
 void RoundGraphs::add(int64_t batch, int64_t num_nodes, CUgraph_st* graph) {
   const DeviceGuard guard(device_);
   cudaGraphExec_t& executable = graphs_[{batch, num_nodes}];
+  replace_memsets(graph);
   SD_CUDA_CHECK(kName, cudaGraphInstantiate(&executable, graph, 0));
   SD_CUDA_CHECK(kName, cudaGraphUpload(executable, stream_));  // else its first launch would
 }

@@ -19,7 +19,8 @@ class RoundGraphs {
   RoundGraphs(const RoundGraphs&) = delete;
   RoundGraphs& operator=(const RoundGraphs&) = delete;
 
-  // The graph of rounds of `batch` rows with trees of `num_nodes`. What it reads and writes must stay where it is.
+  // The graph of rounds of `batch` rows with trees of `num_nodes`; its memsets become kernels. What it reads and writes
+  // must stay where it is.
   void add(int64_t batch, int64_t num_nodes, CUgraph_st* graph);
   // False where there is no such graph.
   bool launch(int64_t batch, int64_t num_nodes);
