@@ -51,10 +51,10 @@ Kernel kernel_for(const TreeAttentionParams& p) {
 // Row tiles of 64 of a request and KV head.
 int64_t tiles_of_64(int64_t rows) { return (rows + 63) / 64; }
 
-// Of a cluster's tile. 128 take a multiprocessor for each block, and are better where clusters of 64 would be of few
-// blocks, unless KV is as short as the table has room for.
+// Of a cluster's tile. Of 128 rows a block takes a multiprocessor for itself, which is better where there would be more
+// clusters of 64 rows, of few blocks each, unless the table has room for short KV only.
 int cluster_rows(const TreeAttentionParams& p, int64_t rows) {
-  if (rows <= 16) return 16;
+  if (rows <= 64) return rows <= 16 ? 16 : 64;
   return p.batch * p.kv_heads * tiles_of_64(rows) <= 16 || row_capacity(p.rows) <= 1088 ? 64 : 128;
 }
 
@@ -97,10 +97,10 @@ int cluster_blocks(const TreeAttentionParams& p, int64_t rows) {
   if (clusters == 0 || tiles > kMaxLanes || 2 * clusters > device.multiprocessors) return 0;
   const bool reach_the_memory = rows <= 16 && clusters >= 8 && clusters <= 16;
   const int64_t most = reach_the_memory ? INT32_MAX
-                       : clusters > 32  ? 2560
                        : clusters < 8   ? 8192
-                       : tiles > 1      ? 10240
-                                        : 16384;
+                       : tiles == 1     ? 16384
+                       : clusters <= 32 ? 10240
+                                        : 5120;
   if (row_capacity(p.rows) > most) return 0;
   // Clusters are whole, for which not all of the device has room. Of up to 64 rows two calls' blocks are there at once.
   const int64_t tiles_here = (rows - 1) / cluster_rows(p, rows) + 1;
