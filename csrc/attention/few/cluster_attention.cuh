@@ -1,10 +1,10 @@
 // tree_attention where requests are few (compute capability 9.0, pools of 16 bits): a thread-block cluster for each
-// request, KV head and tile of 16, 64 or 128 rows. Its blocks read even shares of the KV and merge what they have summed
-// through each other's shared memory, so that neither a walk of all work nor the workspace stands between the lengths
-// and the result. Four producer warps and four consumer warps a block, eight of them for 128 rows. Grid: [blocks of a
-// cluster, KV heads, requests x row tiles], at most two blocks a multiprocessor, half of its room for each: the next
-// call's blocks start while this one's run, and find out what to copy first; or one of 128 rows. Bytes: the KV of each
-// request once per row tile.
+// request, KV head and tile of 16, 64 or 128 rows. Its blocks read even shares of the KV and merge what they have
+// summed through each other's shared memory, so that neither a walk of all work nor the workspace stands between the
+// lengths and the result. Four producer warps and four consumer warps a block, eight of them for 128 rows. Grid:
+// [blocks of a cluster, KV heads, requests x row tiles], at most two blocks a multiprocessor, half of its room for
+// each: the next call's blocks start while this one's run, and find out what to copy first; or one of 128 rows. Bytes:
+// the KV of each request once per row tile.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
