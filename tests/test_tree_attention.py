@@ -70,9 +70,9 @@ def make_cache(
     return Cache(k.to(dtype).to(device)[1], v.to(dtype).to(device)[1], table.to(device), lens.to(device))
 
 
-def with_room(cache: Cache) -> None:
-    """Adds entries to the table until it has room for longer prefixes than clusters are chosen for."""
-    entries = 20_000 // cache.k_pool.shape[1]
+def with_room(cache: Cache, rows: int = 20_000) -> None:
+    """Adds entries to the table, by default until it has room for longer prefixes than clusters are chosen for."""
+    entries = rows // cache.k_pool.shape[1]
     cache.page_table = torch.nn.functional.pad(cache.page_table, (0, entries), value=-1)
 
 
@@ -679,6 +679,19 @@ def test_small_wide_row_tiles(device: torch.device, page_size: int) -> None:
     cache = make_cache(lens, [rows] * 4, page_size=page_size, head_dim=head_dim, dtype=torch.bfloat16, device=device)
     with_room(cache)
     cache.page_table[2, 100 // page_size] = -1
+    q = torch.randn(4, rows, 8, head_dim, device=device).bfloat16()
+    check(q, cache, mask=random_trees(4, rows))
+    check(q, cache, window=150, q_lens=torch.tensor([40, 3, 40, 17], dtype=torch.int32))
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_small_tall_tiles_in_clusters(device: torch.device, head_dim: int) -> None:
+    """More rows than one warpgroup multiplies, of requests so few that each has clusters."""
+    rows, lens = 40, [400, 0, 256, 131]
+    cache = make_cache(lens, [rows] * 4, page_size=16, head_dim=head_dim, dtype=torch.bfloat16, device=device)
+    with_room(cache, 2000)
+    cache.page_table[2, 6] = -1
     q = torch.randn(4, rows, 8, head_dim, device=device).bfloat16()
     check(q, cache, mask=random_trees(4, rows))
     check(q, cache, window=150, q_lens=torch.tensor([40, 3, 40, 17], dtype=torch.int32))

@@ -185,6 +185,8 @@ class MmaAttention {
     const int lane = threadIdx.x % kWarp;
     float scores[kStep / 8][4];
     operands.multiply_k(kv, first_token, scores);
+    Pipeline<kStep / 16 * Operands::kBlocks> values;
+    if constexpr (kStep == 16) values.begin(Operands::read_v(kv, first_token));  // registers are there: while they come
     scale = rows.cap(p, scale, scores);
     first += first_token;
     // All rows see all of the tokens, unless some are of the tail, before some row's window, or not there.
@@ -210,7 +212,8 @@ class MmaAttention {
       for (int e = 0; e < 4; ++e)
         weights[n][e] =
             pack<typename Operands::Factor>(scores[2 * n + e / 2][e % 2 * 2], scores[2 * n + e / 2][e % 2 * 2 + 1]);
-    operands.add_v(kv, first_token, weights, met, rows.out);
+    if constexpr (kStep > 16) values.begin(Operands::read_v(kv, first_token));
+    operands.add_v(kv, first_token, weights, met, values, rows.out);
   }
 
  public:

@@ -17,20 +17,28 @@ __device__ __forceinline__ const T* q_row(const TreeAttentionParams& p, const Cu
   return static_cast<const T*>(p.q) + s.request.q_start + at.row * p.q_strides.row + at.head * p.q_strides.head;
 }
 
-// Calls use(i, b) for fragments 0 to kCount - 1 in order, each read by read(i, b) four fragments ahead of its use: the
-// way from shared memory is longer than what the tensor cores do with one.
-template <int kCount, class Read, class Use>
-__device__ __forceinline__ void pipeline(Read&& read, Use&& use) {
-  constexpr int kAhead = 4;
+// Fragments 0 to kCount - 1, each read by read(i, b) four fragments ahead of its use: the way from shared memory is
+// longer than what the tensor cores do with one.
+template <int kCount>
+struct Pipeline {
+  static constexpr int kAhead = 4;
   uint32_t b[kAhead][4];
+
+  template <class Read>
+  __device__ __forceinline__ void begin(Read&& read) {
 #pragma unroll
-  for (int i = 0; i < kAhead && i < kCount; ++i) read(i, b[i]);
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    use(i, b[i % kAhead]);
-    if (i + kAhead < kCount) read(i + kAhead, b[i % kAhead]);
+    for (int i = 0; i < kAhead && i < kCount; ++i) read(i, b[i]);
   }
-}
+  // Calls use(i, b) for each in order.
+  template <class Read, class Use>
+  __device__ __forceinline__ void run(Read&& read, Use&& use) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      use(i, b[i % kAhead]);
+      if (i + kAhead < kCount) read(i + kAhead, b[i % kAhead]);
+    }
+  }
+};
 
 // Query rows and pools of T.
 template <class T, class Kv, int D>
@@ -55,31 +63,52 @@ struct MmaOperands {
   // scores = q k^T for the tokens from first_token on.
   template <class Stage, int N>
   __device__ __forceinline__ void multiply_k(const Stage& kv, int first_token, float (&scores)[N][4]) const {
-    constexpr int kBlocks = N / 2;
+    constexpr int kAtOnce = N / 2;
+    constexpr int kChains = kAtOnce == 1 ? 2 : 1;  // for a score: products that wait for each other are slow
     const int lane = threadIdx.x % kWarp;
+    float sums[kChains][N][4]{};
+    const auto read = [&](int i, uint32_t (&b)[4]) {
+      // 16 tokens by 16 dimensions: lanes 0-7 and 16-23 name rows 0-7 and 8-15 of the lower 8, the others of the upper.
+      const int row = first_token + 16 * (i % kAtOnce) + lane % 8 + lane / 16 * 8;
+      cute::SM75_U32x4_LDSM_N::copy(
+          *reinterpret_cast<const cute::uint128_t*>(kv.k + kv.offset(row, 2 * (i / kAtOnce) + lane / 8 % 2)), b[0],
+          b[1], b[2], b[3]);
+    };
+    Pipeline<D / 16 * kAtOnce> keys;
+    keys.begin(read);
+    keys.run(read, [&](int i, const uint32_t (&b)[4]) {
+      auto& sum = sums[i / kAtOnce % kChains];
+      mma<T>(sum[2 * (i % kAtOnce)], q[i / kAtOnce], b[0], b[1]);
+      mma<T>(sum[2 * (i % kAtOnce) + 1], q[i / kAtOnce], b[2], b[3]);
+    });
 #pragma unroll
-    for (auto& s : scores) s[0] = s[1] = s[2] = s[3] = 0;
-    pipeline<D / 16 * kBlocks>(
-        [&](int i, uint32_t (&b)[4]) {
-          // 16 tokens by 16 dimensions: lanes 0-7 and 16-23 name rows 0-7 and 8-15 of the lower 8, the others of the
-          // upper.
-          const int row = first_token + 16 * (i % kBlocks) + lane % 8 + lane / 16 * 8;
-          cute::SM75_U32x4_LDSM_N::copy(
-              *reinterpret_cast<const cute::uint128_t*>(kv.k + kv.offset(row, 2 * (i / kBlocks) + lane / 8 % 2)), b[0],
-              b[1], b[2], b[3]);
-        },
-        [&](int i, const uint32_t (&b)[4]) {
-          mma<T>(scores[2 * (i % kBlocks)], q[i / kBlocks], b[0], b[1]);
-          mma<T>(scores[2 * (i % kBlocks) + 1], q[i / kBlocks], b[2], b[3]);
-        });
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) scores[n][e] = kChains == 1 ? sums[0][n][e] : sums[0][n][e] + sums[kChains - 1][n][e];
   }
 
-  // out += weights v, of the tokens from first_token on. Those that are not in `met` have weight 0 in all rows, and
-  // their values may be NaN.
+  static constexpr int kBlocks = D / 16;  // of a token's values, each of one fragment for 16 tokens
+  template <class Stage>
+  __device__ __forceinline__ static auto read_v(const Stage& kv, int first_token) {
+    return [&kv, first_token](int i, uint32_t (&b)[4]) {
+      const int lane = threadIdx.x % kWarp, row = first_token + 16 * (i / kBlocks) + lane % 16;
+      cute::SM75_U16x8_LDSM_T::copy(
+          *reinterpret_cast<const cute::uint128_t*>(kv.v + kv.offset(row, 2 * (i % kBlocks) + lane / 16)), b[0], b[1],
+          b[2], b[3]);
+    };
+  }
+
+  // out += weights v, of the tokens from first_token on, whose values have begun to come. Those that are not in `met`
+  // have weight 0 in all rows, and their values may be NaN.
   template <class Stage, int N>
   __device__ __forceinline__ static void add_v(const Stage& kv, int first_token, const uint32_t (&weights)[N][4],
-                                               uint64_t met, float (&out)[D / 8][4]) {
-    constexpr int kBlocks = D / 16;
+                                               uint64_t met, Pipeline<N * kBlocks>& values, float (&out)[D / 8][4]) {
+    const auto use = [&](int i, const uint32_t (&b)[4]) {
+      mma<T>(out[2 * (i % kBlocks)], weights[i / kBlocks], b[0], b[1]);
+      mma<T>(out[2 * (i % kBlocks) + 1], weights[i / kBlocks], b[2], b[3]);
+    };
+    if constexpr (N == 1)
+      if (met == ~uint64_t{0}) return values.run(read_v(kv, first_token), use);
     const int lane = threadIdx.x % kWarp;
     uint32_t keep[N][2];  // of the two values in a register of tokens 0-7, of 8-15
 #pragma unroll
@@ -87,19 +116,11 @@ struct MmaOperands {
       const uint32_t tokens = static_cast<uint32_t>(met >> (8 * n + lane % 4 * 2));
       keep[n / 2][n % 2] = (tokens & 1 ? 0xffffu : 0) | (tokens & 2 ? 0xffff0000u : 0);
     }
-    pipeline<N * kBlocks>(
-        [&](int i, uint32_t (&b)[4]) {
-          const int row = first_token + 16 * (i / kBlocks) + lane % 16;
-          cute::SM75_U16x8_LDSM_T::copy(
-              *reinterpret_cast<const cute::uint128_t*>(kv.v + kv.offset(row, 2 * (i % kBlocks) + lane / 16)), b[0],
-              b[1], b[2], b[3]);
-        },
-        [&](int i, uint32_t (&b)[4]) {
+    values.run(read_v(kv, first_token), [&](int i, uint32_t (&b)[4]) {
 #pragma unroll
-          for (int e = 0; e < 4; ++e) b[e] &= keep[i / kBlocks][e % 2];
-          mma<T>(out[2 * (i % kBlocks)], weights[i / kBlocks], b[0], b[1]);
-          mma<T>(out[2 * (i % kBlocks) + 1], weights[i / kBlocks], b[2], b[3]);
-        });
+      for (int e = 0; e < 4; ++e) b[e] &= keep[i / kBlocks][e % 2];
+      use(i, b);
+    });
   }
 
   // 16 dimensions of `out` from 16 n on, of row lane / 4 + 8 h: calls store(dimension, pair of floats).
@@ -184,12 +205,22 @@ struct MmaOperands<T, Float8, D> {
     }
   }
 
+  static constexpr int kBlocks = D / 32;
+  template <class Stage>
+  __device__ __forceinline__ static auto read_v(const Stage& kv, int first_token) {
+    return [&kv, first_token](int i, uint32_t (&b)[4]) {
+      const int lane = threadIdx.x % kWarp, row = first_token + 16 * (i / kBlocks) + lane % 16;
+      cute::SM75_U16x8_LDSM_T::copy(
+          *reinterpret_cast<const cute::uint128_t*>(kv.v + kv.offset(row, 2 * (i % kBlocks) + lane / 16)), b[0], b[1],
+          b[2], b[3]);
+    };
+  }
+
   // ldmatrix turns pairs of bytes, two dimensions of a token: they come as two tokens' pairs in a register, of which
   // one permutation makes pairs of tokens.
   template <class Stage, int N>
   __device__ __forceinline__ static void add_v(const Stage& kv, int first_token, const uint32_t (&weights)[N][4],
-                                               uint64_t met, float (&out)[D / 8][4]) {
-    constexpr int kBlocks = D / 32;
+                                               uint64_t met, Pipeline<N * kBlocks>& values, float (&out)[D / 8][4]) {
     const int lane = threadIdx.x % kWarp;
     uint32_t keep[N][2];  // of the four values in a register of tokens 0-7, of 8-15
 #pragma unroll
@@ -197,24 +228,16 @@ struct MmaOperands<T, Float8, D> {
       const uint32_t tokens = static_cast<uint32_t>(met >> (8 * n + lane % 4 * 2));
       keep[n / 2][n % 2] = (tokens & 1 ? 0x00ff00ffu : 0) | (tokens & 2 ? 0xff00ff00u : 0);
     }
-    pipeline<N * kBlocks>(
-        [&](int i, uint32_t (&b)[4]) {
-          const int row = first_token + 16 * (i / kBlocks) + lane % 16;
-          cute::SM75_U16x8_LDSM_T::copy(
-              *reinterpret_cast<const cute::uint128_t*>(kv.v + kv.offset(row, 2 * (i % kBlocks) + lane / 16)), b[0],
-              b[1], b[2], b[3]);
-        },
-        [&](int i, const uint32_t (&b)[4]) {
+    values.run(read_v(kv, first_token), [&](int i, const uint32_t (&b)[4]) {
 #pragma unroll
-          for (int e = 0; e < 2; ++e) {  // the even dimensions of 16, the odd ones
-            uint32_t even[2], odd[2];
+      for (int e = 0; e < 2; ++e) {  // the even dimensions of 16, the odd ones
+        uint32_t even[2], odd[2];
 #pragma unroll
-            for (int c = 0; c < 2; ++c)
-              widen(__byte_perm(b[2 * e + c], 0, 0x3120) & keep[i / kBlocks][c], even[c], odd[c]);
-            mma<Half>(out[4 * (i % kBlocks) + 2 * e], weights[i / kBlocks], even[0], even[1]);
-            mma<Half>(out[4 * (i % kBlocks) + 2 * e + 1], weights[i / kBlocks], odd[0], odd[1]);
-          }
-        });
+        for (int c = 0; c < 2; ++c) widen(__byte_perm(b[2 * e + c], 0, 0x3120) & keep[i / kBlocks][c], even[c], odd[c]);
+        mma<Half>(out[4 * (i % kBlocks) + 2 * e], weights[i / kBlocks], even[0], even[1]);
+        mma<Half>(out[4 * (i % kBlocks) + 2 * e + 1], weights[i / kBlocks], odd[0], odd[1]);
+      }
+    });
   }
 
   template <class Store>

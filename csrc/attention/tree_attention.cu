@@ -48,10 +48,20 @@ Kernel kernel_for(const TreeAttentionParams& p) {
   return p.fp8 ? Kernel::kWgmmaFp8 : Kernel::kWgmma;
 }
 
+// Row tiles of 64 of a request and KV head.
+int64_t tiles_of_64(int64_t rows) { return (rows + 63) / 64; }
+
+// Of a cluster's tile. Of 128 rows a block takes a multiprocessor for itself, which is better where there would be more
+// clusters of 64 rows, of few blocks each, unless the table has room for short KV only.
+int cluster_rows(const TreeAttentionParams& p, int64_t rows) {
+  if (rows <= 64) return rows <= 16 ? 16 : 64;
+  return p.batch * p.kv_heads * tiles_of_64(rows) <= 16 || row_capacity(p.rows) <= 1088 ? 64 : 128;
+}
+
 // Of a tile, for so many of a request and KV head. Where a row's bits must not depend on its neighbours, its tile does
 // not depend on their number.
 int tile_rows(const TreeAttentionParams& p, Kernel kernel, int64_t rows) {
-  if (kernel == Kernel::kCluster) return rows > 16 ? 64 : 16;
+  if (kernel == Kernel::kCluster) return cluster_rows(p, rows);
   if (kernel == Kernel::kWgmma) return rows > 64 && !p.fixed_split ? 128 : 64;
   const int most = p.head_dim == 256 ? 32 : 64;  // whose sums fit in registers
   return p.fixed_split || rows > 32 ? most : rows > 16 ? 32 : 16;
@@ -77,19 +87,25 @@ struct Choice {
   Kernel kernel;
 };
 
-// Blocks of a cluster for each KV head of a request and tile of its rows, where these are few; else 0. What one block
-// copies and multiplies in a given time is less than its share of the whole device's memory, so that long KV, as far as
-// the table has room for it, is left to the work line.
+// Blocks of a cluster for each KV head of a request and tile of its rows, where these are few; else 0. What clusters
+// copy and multiply in a given time is less than the whole device could, so that long KV, as far as the table has room
+// for it, is left to the work line.
 int cluster_blocks(const TreeAttentionParams& p, int64_t rows) {
   const Device device = current_device("tree_attention");
-  const int64_t tiles = (rows + 63) / 64, clusters = p.batch * p.kv_heads * tiles;
+  const int64_t tiles = tiles_of_64(rows), clusters = p.batch * p.kv_heads * tiles;
   if (!device.has_wgmma || p.fp8 || p.fixed_split || p.head_dim == 256) return 0;
   if (clusters == 0 || tiles > kMaxLanes || 2 * clusters > device.multiprocessors) return 0;
   const bool reach_the_memory = rows <= 16 && clusters >= 8 && clusters <= 16;
-  const int64_t most = reach_the_memory ? INT32_MAX : tiles > 1 ? 2560 : clusters < 8 ? 8192 : 16384;
+  const int64_t most = reach_the_memory ? INT32_MAX
+                       : clusters < 8   ? 8192
+                       : tiles == 1     ? 16384
+                       : clusters <= 32 ? 10240
+                                        : 5120;
   if (row_capacity(p.rows) > most) return 0;
-  // Two calls' blocks are on the device at once, in whole clusters, for which not all of it has room.
-  return static_cast<int>(std::clamp<int64_t>(device.multiprocessors * 3 / 4 / clusters, 2, kMaxCluster));
+  // Clusters are whole, for which not all of the device has room. Of up to 64 rows two calls' blocks are there at once.
+  const int64_t tiles_here = (rows - 1) / cluster_rows(p, rows) + 1;
+  return static_cast<int>(
+      std::clamp<int64_t>(device.multiprocessors * 3 / 4 / (p.batch * p.kv_heads * tiles_here), 2, kMaxCluster));
 }
 
 Choice choose(const TreeAttentionParams& p) {

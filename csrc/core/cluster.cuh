@@ -23,6 +23,9 @@ struct Cluster {
   __device__ static void sync() { cooperative_groups::this_cluster().sync(); }
   __device__ static void arrive() { cooperative_groups::this_cluster().barrier_arrive(); }
   __device__ static void wait() { cooperative_groups::this_cluster().barrier_wait(); }
+  // Of a barrier before which nothing is written for others but barriers made by init().
+  __device__ static void arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
+  __device__ static void show_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 #else
   __device__ static unsigned size() { return 1; }
   __device__ static int size_log2() { return 0; }
@@ -34,6 +37,8 @@ struct Cluster {
   __device__ static void sync() { __syncthreads(); }
   // Not called by a block by itself.
   __device__ static void arrive() {}
+  __device__ static void arrive_relaxed() {}
+  __device__ static void show_barriers() {}
   __device__ static void wait() {}
 #endif
 };

@@ -20,6 +20,12 @@ struct Mbarrier {
   __device__ void arrive_after_copies() {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(address()) : "memory");
   }
+  // An arrival after which the phase lasts until so many bytes have come besides (compute capability 9.0).
+  __device__ void arrive_expecting(unsigned bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(address()), "r"(bytes) : "memory");
+#endif
+  }
   // Until the phase of this parity is over: 0 for the first, 1 for the second, 0 for the third.
   __device__ void wait(unsigned parity) {
 #if __CUDA_ARCH__ >= 900

@@ -1,9 +1,10 @@
 // tree_attention where requests are few (compute capability 9.0, pools of 16 bits): a thread-block cluster for each
-// request, KV head and tile of 16 or 64 rows. Its blocks read even shares of the KV and merge what they have summed
-// through each other's shared memory, so that neither a walk of all work nor the workspace stands between the lengths
-// and the result. Four producer warps and four consumer warps a block. Grid: [blocks of a cluster, KV heads, requests x
-// row tiles], at most two blocks a multiprocessor, half of its room for each: the next call's blocks start while this
-// one's run, and find out what to copy first. Bytes: the KV of each request once per row tile.
+// request, KV head and tile of 16, 64 or 128 rows. Its blocks read even shares of the KV and merge what they have
+// summed through each other's shared memory, so that neither a walk of all work nor the workspace stands between the
+// lengths and the result. Four producer warps and four consumer warps a block, eight of them for 128 rows. Grid:
+// [blocks of a cluster, KV heads, requests x row tiles], at most two blocks a multiprocessor, half of its room for
+// each: the next call's blocks start while this one's run, and find out what to copy first; or one of 128 rows. Bytes:
+// the KV of each request once per row tile.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -17,11 +18,12 @@ namespace specdec::few {
 template <class T, int D, int kRows>
 class ClusterAttention {
  public:
-  static constexpr int kConsumers = 4;
-  using Stream = ShareStream<64, 2 * D, 384 / D, kConsumers>;
+  static constexpr int kConsumers = kRows == 128 ? 8 : 4;
+  static constexpr int kBlocks = kRows == 128 ? 1 : 2;  // on a multiprocessor
+  using Stream = ShareStream<64, 2 * D, (kRows == 128 ? 640 : 384) / D, kConsumers>;
   using Summer = std::conditional_t<kRows == 16, MmaShare<T, D, Stream>, WgmmaShare<T, D, Stream>>;
   static constexpr int kWarps = kConsumers + Stream::kProducers, kThreads = kWarps * kWarp;
-  static constexpr int kConsumerRegisters = 168, kProducerRegisters = 88;
+  static constexpr int kConsumerRegisters = kRows == 128 ? 208 : 168, kProducerRegisters = 88;
   static constexpr bool kPartsInStages = Summer::kPartsInStages;
   using Parts = few::Parts<D, kRows>;
 
@@ -30,8 +32,16 @@ class ClusterAttention {
     typename Stream::Shared stream;
     typename Summer::Shared summer;
     std::conditional_t<kPartsInStages, char, Parts> parts;
+    Mbarrier parts_there;
+
+    // By one thread, before the block's first barrier.
+    __device__ void init() {
+      stream.init();
+      parts_there.init(1);
+      Cluster::show_barriers();
+    }
   };
-  static_assert(sizeof(Shared) <= 113 * 1024);  // two blocks share a multiprocessor's 228 KB, of which each costs one
+  static_assert(sizeof(Shared) <= (228 / kBlocks - 1) * 1024);  // of a multiprocessor's 228 KB each block costs one
 
   __device__ ClusterAttention(Shared& shared, const TreeAttentionParams& p, const Cut& cut)
       : shared_(shared), p_(p), cut_(cut) {
@@ -44,16 +54,16 @@ class ClusterAttention {
   __device__ void produce() {
     Stream stream(shared_.stream, p_, cut_, s_);
     Summer summer(shared_.queries, shared_.stream, shared_.summer, p_, cut_, s_);
-    if constexpr (!kPartsInStages) Cluster::arrive();
-    stream.copy_first(request_);
+    if constexpr (!kPartsInStages) Cluster::arrive_relaxed();
+    stream.copy_first();
     wait_if_idle();
     while (has_rows()) {
       if constexpr (kPartsInStages)
-        Cluster::arrive();
+        Cluster::arrive_relaxed();
       else
         sync();
       Cluster::wait();
-      if constexpr (!kPartsInStages) summer.template put<kThreads>(parts());
+      if constexpr (!kPartsInStages) summer.template put<kThreads>(parts(), shared_.parts_there);
       finish();
       if (has_rows()) stream.copy();
     }
@@ -62,14 +72,20 @@ class ClusterAttention {
   // A consumer warp's.
   __device__ void consume() {
     Summer summer(shared_.queries, shared_.stream, shared_.summer, p_, cut_, s_);
-    if constexpr (!kPartsInStages) Cluster::arrive();
+    if constexpr (!kPartsInStages) Cluster::arrive_relaxed();
+    if constexpr (kBlocks > 1) ask_for_queries();
     wait_for_kernels_before();
     summer.ask_for_q();
-    shared_.stream.known.wait(0);
-    if (!(shared_.stream.request == s_.request)) {
-      asm volatile("cp.async.wait_all;" ::: "memory");
-      s_.request = shared_.stream.request;
+    const Request truth = request_of(p_, request_);
+    if (threadIdx.x == 0) {
+      shared_.stream.request = truth;
+      shared_.stream.known.arrive();
+    }
+    summer.take_q();
+    if (!(truth == s_.request)) {
+      s_.request = truth;
       summer.ask_for_q();
+      summer.take_q();
     }
     if (blockIdx.x == 0 && blockIdx.y == 0 && s_.first_row == 0 && threadIdx.x == 0 && s_.request.status != 0)
       set_status(p_.status, s_.request.slot, s_.request.status);
@@ -77,22 +93,38 @@ class ClusterAttention {
     Turn<Stream::kStages> stage;
     while (has_rows()) {
       summer.sum(share_of(p_, cut_, s_.request, s_.first_row), stage);
+      if (threadIdx.x == 0)
+        shared_.parts_there.arrive_expecting(
+            Parts::bytes(min(kRows, s_.request.valid_rows * cut_.group.divisor - s_.first_row)));
       if constexpr (kPartsInStages)
-        Cluster::arrive();
+        Cluster::arrive_relaxed();
       else
         sync();
       Cluster::wait();
       if constexpr (kPartsInStages)
-        summer.put(parts());
+        summer.put(parts(), shared_.parts_there);
       else
-        summer.template put<kThreads>(parts());
+        summer.template put<kThreads>(parts(), shared_.parts_there);
       finish();
-      if (has_rows()) summer.ask_for_q();
+      if (!has_rows()) break;
+      summer.ask_for_q();
+      summer.take_q();
     }
     if (p_.cu_seqlens_q != nullptr) write_rows_behind<T, D, kConsumers>(p_, cut_);
   }
 
  private:
+  // Asks the tile's rows of q, and the masks, into the L2, by the consumers: whoever writes them meets them there.
+  __device__ void ask_for_queries() const {
+    constexpr int kLines = 2 * D / 128, kThreadsHere = kConsumers * kWarp;
+    for (int n = threadIdx.x; n < kRows * kLines; n += kThreadsHere)
+      if (const T* row = q_row<T>(p_, cut_, s_, s_.first_row + n / kLines)) ask(row + n % kLines * 64);
+    if (p_.mask != nullptr)
+      for (int64_t n = threadIdx.x * 16; n < s_.request.valid_rows * p_.mask_words; n += kThreadsHere * 16)
+        ask(p_.mask + s_.request.flat_row * p_.mask_words + n);
+  }
+  __device__ static void ask(const void* line) { asm volatile("prefetch.global.L2 [%0];" ::"l"(line)); }
+
   // Of the request, from the tile on; the same in all threads of a cluster.
   __device__ bool has_rows() const { return s_.first_row < s_.request.rows * cut_.group.divisor; }
 
@@ -105,8 +137,8 @@ class ClusterAttention {
   // When all parts are where they belong; goes to the next tile of rows that are this cluster's. Parts may be put again
   // when all have finished.
   __device__ void finish() {
-    Cluster::arrive();
-    Cluster::wait();
+    shared_.parts_there.wait(parity_);
+    parity_ ^= 1;
     parts().template finish<T, kWarps>(p_, cut_, s_);
     s_.first_row += cut_.lanes * kRows;
     if (!has_rows()) return;
@@ -132,15 +164,16 @@ class ClusterAttention {
   const Cut& cut_;
   const int request_ = static_cast<int>(blockIdx.z) / cut_.lanes;
   Segment s_;
+  unsigned parity_ = 0;  // of the tile's parts
 };
 
 template <class Attention>
-__global__ void __launch_bounds__(Attention::kThreads, 2)
+__global__ void __launch_bounds__(Attention::kThreads, Attention::kBlocks)
     cluster_attention_kernel(const __grid_constant__ TreeAttentionParams p, const __grid_constant__ Cut cut) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) unsigned char memory[];
   auto& shared = *reinterpret_cast<typename Attention::Shared*>(memory);
-  if (threadIdx.x == 0) shared.stream.init();
+  if (threadIdx.x == 0) shared.init();
   __syncthreads();
   if (threadIdx.x / kWarp < Attention::kConsumers) {
     cutlass::arch::warpgroup_reg_alloc<Attention::kConsumerRegisters>();
@@ -171,7 +204,8 @@ template <int D>
 void cluster_attention_of(const TreeAttentionParams& p, const Cut& cut, Stream stream) {
   with_16_bit_type(p.dtype, [&]<class T>() {
     if (cut.rows == 16) return start_cluster_attention<T, D, 16>(p, cut, stream);
-    start_cluster_attention<T, D, 64>(p, cut, stream);
+    if (cut.rows == 64) return start_cluster_attention<T, D, 64>(p, cut, stream);
+    start_cluster_attention<T, D, 128>(p, cut, stream);
   });
 }
 

@@ -39,24 +39,28 @@ class MmaShare {
     }
   }
 
-  // By the consumers.
-  __device__ void sum(Span share, Turn<Stream::kStages>& stage) const {
+  // When they are there.
+  __device__ void take_q() {
     asm volatile("cp.async.wait_all;" ::: "memory");
     sync();
-    typename Mma::Operands operands;
 #pragma unroll
     for (int k = 0; k < D / 16; ++k) {
       const int lane = threadIdx.x % kWarp;
       cute::SM75_U32x4_LDSM_N::copy(
           *reinterpret_cast<const cute::uint128_t*>(queries_.q + QueryTile::offset(lane % 16, 2 * k + lane / 16)),
-          operands.q[k][0], operands.q[k][1], operands.q[k][2], operands.q[k][3]);
+          operands_.q[k][0], operands_.q[k][1], operands_.q[k][2], operands_.q[k][3]);
     }
+    sync();
+  }
+
+  // By the consumers.
+  __device__ void sum(Span share, Turn<Stream::kStages>& stage) const {
     const Scale scale{p_.log2_scale, p_.log2_scale};
     WarpRows<D> rows;
     rows.clear();
     for (int first = share.begin; first < share.end; first += Stream::kTokens) {
       stream_.full[stage.at].wait(stage.parity);
-      Mma::add_tile(p_, cut_, s_, s_.first_row, operands, scale, stream_, stage.at, first, rows);
+      Mma::add_tile(p_, cut_, s_, s_.first_row, operands_, scale, stream_, stage.at, first, rows);
       if (threadIdx.x % kWarp == 0) stream_.empty[stage.at].arrive();
       stage.advance();
     }
@@ -78,7 +82,7 @@ class MmaShare {
 
   // By all threads of the block, behind a barrier of them: to the blocks that finish the rows.
   template <int kThreads>
-  __device__ void put(Parts<D, kRows>& parts) const {
+  __device__ void put(Parts<D, kRows>& parts, const Mbarrier& there) const {
     const int count = s_.request.valid_rows * cut_.group.divisor - s_.first_row;
 #pragma unroll
     for (int begin = 0; begin < kRows * D / 4; begin += kThreads) {
@@ -98,8 +102,8 @@ class MmaShare {
         total += weight * shared_.sum[w][row];
       }
       const auto to = Parts<D, kRows>::place_of(row);
-      parts.put(to, column, x);
-      if (column == 0) parts.put(to, top, total);
+      parts.put(to, column, x, there);
+      if (column == 0) parts.put(to, top, total, there);
     }
   }
 
@@ -122,6 +126,7 @@ class MmaShare {
   const TreeAttentionParams& p_;
   const Cut& cut_;
   const Segment& s_;
+  typename Mma::Operands operands_;
 };
 
 }  // namespace specdec::few

@@ -5,14 +5,15 @@
 
 #include "attention/merge_parts.cuh"
 #include "core/cluster.cuh"
+#include "core/mbarrier.cuh"
 
 namespace specdec::few {
 
 template <int D, int kRows>
 struct Parts {
-  static constexpr int kSlots = kRows == 16 ? 21 : 70;  // rows that a block finishes, times the blocks: at most
-  alignas(16) float out[kSlots][D];                     // not yet divided by the sums of weights
-  float max[kSlots], sum[kSlots];
+  static constexpr int kSlots = kRows == 16 ? 21 : kRows + 6;  // rows that a block finishes, times the blocks: at most
+  alignas(16) float out[kSlots][D];                            // not yet divided by the sums of weights
+  alignas(8) float2 weights[kSlots];                           // their maximum and sum
 
   // Of a row that this block has summed, in the block that finishes it.
   struct Place {
@@ -23,12 +24,25 @@ struct Parts {
     const unsigned size = Cluster::size();
     return {row % size, static_cast<int>(row / size * size + Cluster::rank())};
   }
-  __device__ void put(Place to, int column, float4 x) {
-    *reinterpret_cast<float4*>(Cluster::at(&out[to.slot][column], to.rank)) = x;
+  // Stores count themselves in at the barrier `there` of the block that they go to.
+  __device__ void put(Place to, int column, float4 x, const Mbarrier& there) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+                     address(&out[to.slot][column], to.rank)),
+                 "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(address(&there, to.rank))
+                 : "memory");
   }
-  __device__ void put(Place to, float top, float total) {
-    *Cluster::at(&max[to.slot], to.rank) = top;
-    *Cluster::at(&sum[to.slot], to.rank) = total;
+  __device__ void put(Place to, float top, float total, const Mbarrier& there) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(
+                     address(&weights[to.slot], to.rank)),
+                 "f"(top), "f"(total), "r"(address(&there, to.rank))
+                 : "memory");
+  }
+  // That come to this block, of `count` rows.
+  __device__ static unsigned bytes(int count) {
+    const int size = static_cast<int>(Cluster::size()), behind = count - static_cast<int>(Cluster::rank());
+    return behind <= 0
+               ? 0
+               : static_cast<unsigned>((behind + size - 1) / size * size) * (sizeof(float) * D + sizeof(float2));
   }
 
   // Writes what this block finishes of the rows from s.first_row on, of which `valid` are valid: zeros for the others.
@@ -42,8 +56,9 @@ struct Parts {
     for (int row = static_cast<int>(Cluster::rank()) + slot; row < end; row += kWarps * size, slot += kWarps * size) {
       RowSum<D> total;
       if (row < valid) {
-        float top = -INFINITY;
-        if (lane < size) top = max[slot + lane];
+        float2 part{-INFINITY, 0};
+        if (lane < size) part = weights[slot + lane];
+        const float top = part.x;
         total.top = top;
 #pragma unroll
         for (int step = kMaxCluster / 2; step > 0; step /= 2)
@@ -51,7 +66,7 @@ struct Parts {
         const float origin = __shfl_sync(kFullMask, total.top, 0);
         const float weight = origin == -INFINITY ? 0 : exp2_fast(top - origin);
         total.top = origin;
-        const float mine = lane < size ? weight * sum[slot + lane] : 0;
+        const float mine = weight * part.y;
         total.total = mine;
 #pragma unroll
         for (int step = kMaxCluster / 2; step > 0; step /= 2)
@@ -68,6 +83,15 @@ struct Parts {
       }
       write_row<T>(p, cut, s.request, s.head, s.first_row + row, total);
     }
+  }
+
+ private:
+  __device__ static uint32_t address(const void* shared, unsigned rank) {
+    uint32_t there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;"
+        : "=r"(there)
+        : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))), "r"(rank));
+    return there;
   }
 };
 

@@ -42,8 +42,8 @@ class ShareStream : KvStream<kTokens_, kRowBytes_, kStages_, kConsumers_, 2> {
     Stage stages[kStages];
     alignas(8) uint16_t there[kStages][kTokens / 16];
     Mbarrier full[kStages], empty[kStages];
-    Mbarrier known;  // `request` is
-    Request request;
+    Mbarrier known;   // `request` is
+    Request request;  // as consumers see it once kernels before have finished
 
     // By one thread, before the block's first barrier.
     __device__ void init() {
@@ -64,30 +64,27 @@ class ShareStream : KvStream<kTokens_, kRowBytes_, kStages_, kConsumers_, 2> {
     if (mine_ == 1) stage_.advance();
   }
 
-  // Copies the first share. Everything is found out while kernels before run, and again while the rows so found are on
-  // their way: they count only if it was true.
-  __device__ void copy_first(int request) {
+  // Copies the first share. Where its first tiles are is found out while kernels before run, which lets them be asked
+  // into the L2, and again while they are on their way from there: they count only if it was true.
+  __device__ void copy_first() {
     Span share = share_of(p_, cut_, s_.request, s_.first_row);
     int first = my_begin(share);
     const Pages pages = load_pages(share, first);
     Rows rows;
     bool guessed = guess(share, first, pages, rows);
-    ask_for_rows(share, first + 2 * kTokens);
+    ask_for_rows(first, pages);
     wait_for_kernels_before();
     let_next_kernel_start();
-    if (guessed) Base::copy(p_, shared_.stages[stage_.at], my_first(), rows);
     Pages now = load_pages(share, first), next = load_pages(share, first + 2 * kTokens);
-    const Request truth = request_of(p_, request);
+    if (guessed) Base::copy(p_, shared_.stages[stage_.at], my_first(), rows);
+    shared_.known.wait(0);
+    const Request truth = shared_.request;
     if (!(truth == s_.request)) {
       guessed = false;
       s_.request = truth;
       share = share_of(p_, cut_, truth, s_.first_row);
       first = my_begin(share);
       now = load_pages(share, first);
-    }
-    if (threadIdx.x == kConsumers * kWarp) {
-      shared_.request = truth;
-      shared_.known.arrive();
     }
     guessed = __all_sync(kFullMask, guessed && now.page[0] == pages.page[0]);
     if (guessed) {
@@ -151,10 +148,10 @@ class ShareStream : KvStream<kTokens_, kRowBytes_, kStages_, kConsumers_, 2> {
            __all_sync(kFullMask, there || row >= share.end);
   }
 
-  // Asks a producer's part of a tile into the L2.
-  __device__ void ask_for_rows(Span share, int first) const {
+  // Asks a producer's part of a tile into the L2: whoever still writes it meets it there.
+  __device__ void ask_for_rows(int first, const Pages& pages) const {
     const int row = first + my_first() + static_cast<int>(threadIdx.x) % kWarp;
-    const KvRow at{load_pages(share, first).page[0], cut_.page_size.rem(row)};
+    const KvRow at{pages.page[0], cut_.page_size.rem(row)};
     if (at.page < 0 || at.page >= p_.rows.num_pages) return;
     const int bytes = kRowBytes / static_cast<int>(p_.head_dim);
     ask(static_cast<const char*>(p_.k_pool) + row_start(p_.k_strides, at, s_.head) * bytes);

@@ -1,5 +1,5 @@
-// How one warpgroup sums up to 64 rows over a block's share with wgmma: a tile's V is multiplied while the scores of
-// the next one become weights.
+// How one or two warpgroups sum 64 rows each over a block's share with wgmma: a tile's V is multiplied while the scores
+// of the next one become weights.
 #pragma once
 
 #include "attention/few/parts.cuh"
@@ -11,8 +11,8 @@ namespace specdec::few {
 template <class T, int D, class Stream>
 class WgmmaShare {
  public:
-  static constexpr int kRows = 64;
-  static_assert(Stream::kConsumers == 4 && Stream::kTokens == 64);
+  static constexpr int kRows = 16 * Stream::kConsumers;
+  static_assert(kRows % 64 == 0 && Stream::kTokens == 64);
   using QueryTile = Stage<kRows, 2 * D>;        // of which k is used
   static constexpr bool kPartsInStages = true;  // there is no room for them besides
   struct Queries {
@@ -42,19 +42,23 @@ class WgmmaShare {
     }
   }
 
-  // By the consumers.
-  __device__ void sum(Span share, Turn<Stream::kStages>& stage) {
-    rows_.clear();
+  // When they are there.
+  __device__ void take_q() const {
     asm volatile("cp.async.wait_all;" ::: "memory");
     show_to_wgmma();
     sync();
+  }
+
+  // By the consumers.
+  __device__ void sum(Span share, Turn<Stream::kStages>& stage) {
+    rows_.clear();
     if (share.begin < share.end) sum_tiles(share, stage, rows_);
     rows_.finish();
     sync();  // nobody multiplies by these rows of q any more
   }
 
   // By the consumers: to the blocks that finish the rows.
-  __device__ void put(Parts<D, kRows>& parts) const {
+  __device__ void put(Parts<D, kRows>& parts, const Mbarrier& there) const {
     const WarpRows<D>& rows = rows_;
     const int lane = threadIdx.x % kWarp;
 #pragma unroll
@@ -72,9 +76,9 @@ class WgmmaShare {
           const float other = __shfl_xor_sync(kFullMask, lane & 1 ? a[e] : b[e], 1);
           (lane & 1 ? a[e] : b[e]) = other;
         }
-        if (valid) parts.put(to, 8 * d + lane % 2 * 8 + lane % 4 / 2 * 4, make_float4(a[0], a[1], b[0], b[1]));
+        if (valid) parts.put(to, 8 * d + lane % 2 * 8 + lane % 4 / 2 * 4, make_float4(a[0], a[1], b[0], b[1]), there);
       }
-      if (valid && lane % 4 == 0) parts.put(to, rows.max[h], rows.sum[h]);
+      if (valid && lane % 4 == 0) parts.put(to, rows.max[h], rows.sum[h], there);
     }
   }
 
@@ -160,14 +164,23 @@ class WgmmaShare {
     return seen;
   }
 
+  // The half of an operand in which addresses are, as what all lanes have in common: the compiler then computes the
+  // others from it once for all of them, which is where wgmma takes operands from.
+  static constexpr uint64_t kHigh = ~uint64_t{0} << 32;
+  __device__ static uint32_t low_of(uint64_t operand) {
+    return __shfl_sync(kFullMask, static_cast<uint32_t>(operand), 0);
+  }
+
   // scores = q k^T.
   __device__ void multiply_k(int stage, Scores& scores) const {
-    const uint64_t q = wgmma_operand(queries_.q, 0), k = wgmma_operand(stream_.stages[stage].k, 0);
+    const uint64_t q = wgmma_operand(queries_.q + (kRows == 64 ? 0 : warp_ / 4 * 64 * QueryTile::kLine), 0);
+    const uint64_t k = wgmma_operand(stream_.stages[stage].k, 0);
+    const uint32_t q_low = low_of(q), k_low = low_of(k);
 #pragma unroll
     for (int d = 0; d < D; d += 16) {
       const int panel = d / 64, inside = d % 64 * 2;
-      MultiplyK::multiply(q + ((panel * QueryTile::kPanel + inside) >> 4), k + ((panel * Tile::kPanel + inside) >> 4),
-                          d > 0, scores);
+      MultiplyK::multiply((q & kHigh) | (q_low + ((panel * QueryTile::kPanel + inside) >> 4)),
+                          (k & kHigh) | (k_low + ((panel * Tile::kPanel + inside) >> 4)), d > 0, scores);
     }
     cute::warpgroup_commit_batch();
   }
@@ -175,9 +188,10 @@ class WgmmaShare {
   // rows.out += weights v.
   __device__ void add_v(int stage, const Weights& weights, WarpRows<D>& rows) const {
     const uint64_t v = wgmma_operand(stream_.stages[stage].v, Tile::kPanel);
+    const uint32_t low = low_of(v);
 #pragma unroll
     for (int n = 0; n < Stream::kTokens / 16; ++n)
-      MultiplyV::multiply(weights[n], v + ((n * 16 * 128) >> 4), true, rows.out);
+      MultiplyV::multiply(weights[n], (v & kHigh) | (low + ((n * 16 * 128) >> 4)), true, rows.out);
     cute::warpgroup_commit_batch();
   }
 
