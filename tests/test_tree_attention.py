@@ -671,10 +671,10 @@ def test_small_with_everything(device: torch.device, pools: torch.dtype, rows: i
 
 
 @pytest.mark.sanitize
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("page_size", [3, 32])
-def test_small_wide_row_tiles(device: torch.device, page_size: int) -> None:
-    """More rows than one warpgroup multiplies, on the work line."""
-    head_dim = 64
+def test_small_wide_row_tiles(device: torch.device, page_size: int, head_dim: int) -> None:
+    """More rows than one warpgroup multiplies, behind prefixes of whole tiles, copied row by row and in boxes."""
     rows, lens = 40, [400, 0, 256, 131]
     cache = make_cache(lens, [rows] * 4, page_size=page_size, head_dim=head_dim, dtype=torch.bfloat16, device=device)
     with_room(cache)
@@ -707,6 +707,26 @@ def test_work_line(device: torch.device, head_dim: int, page_size: int, rows: in
     with_room(cache)
     q = torch.randn(4, rows, 4, head_dim, device=device).half()
     check(q, cache, mask=random_trees(4, rows))
+
+
+@pytest.mark.parametrize("rows", [3, 20])
+@pytest.mark.parametrize("batch", [40, 130])
+def test_many_requests(device: torch.device, batch: int, rows: int) -> None:
+    """More than a warp's lanes know at once, and more than are known at all."""
+    lens = torch.randint(0, 200, (batch,)).tolist()
+    cache = make_cache(lens, [rows] * batch, page_size=16, dtype=torch.bfloat16, device=device)
+    q = torch.randn(batch, rows, 8, 64, device=device).bfloat16()
+    check(q, cache, mask=random_trees(batch, rows))
+    check(q, cache, q_lens=torch.randint(0, rows + 1, (batch,), dtype=torch.int32))
+
+
+@pytest.mark.parametrize("rows", [9, 40])
+def test_pools_whose_heads_share_rows(device: torch.device, rows: int) -> None:
+    """Strides that the copy engine does not have."""
+    cache = make_cache([400, 33], [rows] * 2, page_size=16, kv_heads=1, dtype=torch.bfloat16, device=device)
+    with_room(cache)
+    cache.k_pool, cache.v_pool = (pool.expand(-1, -1, 2, -1) for pool in (cache.k_pool, cache.v_pool))
+    check(torch.randn(2, rows, 8, 64, device=device).bfloat16(), cache, mask=random_trees(2, rows))
 
 
 @all_paths

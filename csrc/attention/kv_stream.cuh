@@ -1,10 +1,12 @@
 // The KV of a worker's share as a stream of tiles through shared memory. A few warps produce it, since one alone starts
-// a copy every 60 cycles only: each walks the work line, looks up its rows' pages one tile ahead and copies rows with
-// cp.async, 16 bytes at a time, so that every page size and any strides are one path and a row of one head (128 bytes
-// or more) is whole sectors anyway. The other warps consume it and free each stage when they are done with it; only
-// barriers connect them.
+// a copy every 60 cycles only: they walk the work line, and each looks up its rows' pages one tile ahead and copies
+// rows with cp.async, 16 bytes at a time, so that every page size and any strides are one path and a row of one
+// head (128 bytes or more) is whole sectors anyway. For many query rows the copy engine takes boxes of 16 KV rows,
+// where all of them are in the prefix and on one page: exponentials have no copies to queue with then. The other warps
+// consume the stream and free each stage when they are done with it; only barriers connect them.
 #pragma once
 
+#include "attention/pool_maps.h"
 #include "attention/work_line.cuh"
 #include "core/mbarrier.cuh"
 
@@ -45,11 +47,14 @@ struct Turn {
   }
 };
 
-// Warps 0 to kConsumers - 1 of the block consume, the next kProducers produce.
-template <int kTokens_, int kRowBytes_, int kStages_, int kConsumers_, int kProducers_>
+// Warps 0 to kConsumers - 1 of the block consume, the next kProducers produce. K and V of a tile come and go together;
+// in a mapped stream, which has copies from the copy engine where it can, each for itself: scores do not wait for V,
+// and the next K comes while V is still multiplied.
+template <int kTokens_, int kRowBytes_, int kStages_, int kConsumers_, int kProducers_, bool kMapped_ = false>
 struct KvStream {
   static constexpr int kTokens = kTokens_, kRowBytes = kRowBytes_, kStages = kStages_;
   static constexpr int kConsumers = kConsumers_, kProducers = kProducers_;
+  static constexpr bool kMapped = kMapped_;
   static constexpr int kSegments = kStages;                         // as many as their tiles may belong to
   static constexpr int kMyRows = kTokens / kProducers;              // of a tile, a producer's
   static constexpr int kChunk = kMyRows < kWarp ? kMyRows : kWarp;  // rows that a warp looks up at once
@@ -60,16 +65,21 @@ struct KvStream {
   alignas(8) uint16_t there[kStages][kTokens / 16];  // bit j: row j of these 16 is on a page and seen by some row
   Segment segments[kSegments];
   Mbarrier full[kStages], empty[kStages], announced[kSegments], read[kSegments];
+  Mbarrier full_v[kMapped ? kStages : 1], empty_v[kMapped ? kStages : 1];  // those before are then of K and `there`
 
   // By one thread, before the block's first barrier.
   __device__ void init() {
     for (int s = 0; s < kStages; ++s) {
       full[s].init((kWarp + 1) * kProducers);
       empty[s].init(kConsumers);
+      if constexpr (kMapped) {
+        full_v[s].init(kWarp * kProducers);
+        empty_v[s].init(kConsumers);
+      }
     }
     for (int s = 0; s < kSegments; ++s) {
       announced[s].init(1);
-      read[s].init(kConsumers);
+      read[s].init(kConsumers + (kMapped ? kProducers : 0));
     }
   }
 
@@ -78,70 +88,84 @@ struct KvStream {
     return reinterpret_cast<const uint64_t*>(there[stage])[word];
   }
 
-  // A producer warp's whole life. Behind the segments of its share come those to be merged, and at last one of head -1.
-  __device__ void produce(const TreeAttentionParams& p, const Cut& cut, int worker) {
-    const int lane = threadIdx.x % kWarp, my_first = (threadIdx.x / kWarp - kConsumers) * kMyRows;
-    WorkLine line(p, cut);
+  // A producer warp's whole life. Each walks the line for itself, and the first one announces its segments to the
+  // consumers; in a mapped stream, where registers are short, it alone walks, and the others wait for what it
+  // announces.
+  __device__ void produce(const TreeAttentionParams& p, const Cut& cut, int worker, const PoolMaps* maps = nullptr) {
+    const int producer = threadIdx.x / kWarp - kConsumers;
+    WalkState walk;
+    KnownRequests known;
+    // Between its steps such a walk rests in memory.
+    if constexpr (kMapped) asm volatile("" ::"l"(&walk) : "memory");
     Turn<kSegments> turn;
     Turn<kStages> stage;
-    // The first pass is made while kernels before may still change what it reads. In a chain of calls they rarely do,
-    // and then it has not to be made again. All of it is written once: code has to be fetched too.
-    bool waited = false, known = false;
-    bool cut_some = false, merging = false;  // merges come when all of the share is done
 #pragma unroll 1
     while (true) {
-      if (!known) {
-        line.measure();
-        line.seek(worker);
+      Segment mine;
+      if (!kMapped || producer == 0) {
+        WorkLine line(p, cut, walk, known);
+        mine = line.next_of(worker);
+        if (producer == 0) announce(mine, turn);
+        walk = line;
       }
-      Segment s = line.next();
-      if (!waited) {
-        wait_for_kernels_before();
-        let_next_kernel_start();
-        waited = true;
-        if (!line.holds()) continue;
-      }
-      known = true;
-      if (s.head < 0 && cut_some && !merging) {
-        merging = true;
-        line.seek(worker);
-        continue;
-      }
-      cut_some |= s.head >= 0 && s.parts > 1;
-      s.merge = merging;
-      if (merging && s.head >= 0 && (s.parts == 1 || !s.last)) continue;
-      if (lane == 0 && my_first == 0) {
-        read[turn.at].wait(turn.parity ^ 1);
-        segments[turn.at] = s;
-        announced[turn.at].arrive();
-      }
+      if constexpr (kMapped) announced[turn.at].wait(turn.parity);
+      const Segment& s = kMapped ? segments[turn.at] : mine;
       if (s.head < 0) return;
-      turn.advance();
-      if (merging) continue;
-      if (my_first == 0) ask_for_queries(p, cut, s);
-      if (my_first == kMyRows) ask_for_pages(p, cut, s);
-      const int begin = visible_begin(p, s.request, cut.group.div(s.first_row));  // before it pages may be freed
-      const Span range{begin, s.request.end};
-      Pages pages = find_pages(p, cut, s, range, s.first_tile * kTokens + my_first);
-      for (int tile = s.first_tile; tile < s.end_tile; ++tile) {
-        const int first = tile * kTokens + my_first;
-        const Rows now = find_rows(p, cut, s, range, first, pages);
-        if (tile + 1 < s.end_tile) pages = find_pages(p, cut, s, range, first + kTokens);
-        empty[stage.at].wait(stage.parity ^ 1);  // the first round is empty
-        copy(p, stages[stage.at], my_first, now);
-        full[stage.at].arrive_after_copies();
-        if (lane == 0) {
-#pragma unroll
-          for (int n = 0; n < kEach; ++n) now.tell(there[stage.at] + (my_first + n * kChunk) / 16, n);
-          full[stage.at].arrive();
-        }
-        stage.advance();
+      if (!s.merge) copy_segment(p, cut, s, producer, stage, maps);
+      if constexpr (kMapped) {
+        __syncwarp();
+        if (threadIdx.x % kWarp == 0) read[turn.at].arrive();
       }
+      turn.advance();
     }
   }
 
  protected:
   static constexpr int kEach = kMyRows / kChunk;
+
+  __device__ __forceinline__ void announce(const Segment& s, Turn<kSegments> turn) {
+    if (threadIdx.x % kWarp == 0) {
+      read[turn.at].wait(turn.parity ^ 1);
+      segments[turn.at] = s;
+      announced[turn.at].arrive();
+    }
+    __syncwarp();
+  }
+
+  // A producer's rows of all tiles of a segment.
+  __device__ __forceinline__ void copy_segment(const TreeAttentionParams& p, const Cut& cut, const Segment& s,
+                                               int producer, Turn<kStages>& stage, const PoolMaps* maps) {
+    if (producer == 0 && !kMapped) ask_for_queries(p, cut, s);
+    if (producer == 1) ask_for_lookups(p, cut, s);
+    const int my_first = producer * kMyRows, end_tile = s.end_tile;
+    // Before its begin pages may be freed.
+    const Span range{visible_begin(p, s.request, cut.group.div(s.first_row)), s.request.end};
+    Pages pages = find_pages(p, cut, s, range, s.first_tile * kTokens + my_first);
+#pragma unroll 1
+    for (int tile = s.first_tile; tile < end_tile; ++tile, stage.advance()) {
+      const int first = tile * kTokens + my_first;
+      if constexpr (kMapped) {
+        if (maps->usable && copy_boxes(p, cut, s, *maps, range, first, my_first, stage, pages)) {
+          if (tile + 1 < end_tile) pages = find_pages(p, cut, s, range, first + kTokens);
+          continue;
+        }
+      }
+      const Rows now = find_rows(p, cut, s, range, first, pages);
+      if (tile + 1 < end_tile) pages = find_pages(p, cut, s, range, first + kTokens);
+      Stage& to = stages[stage.at];
+      empty[stage.at].wait(stage.parity ^ 1);  // the first round is empty
+      copy(p.k_pool, to.k, my_first, now.k, now.there);
+      if constexpr (kMapped) {
+        tell(stage.at, my_first, now);
+        empty_v[stage.at].wait(stage.parity ^ 1);
+      }
+      copy(p.v_pool, to.v, my_first, now.v, now.there);
+      if constexpr (kMapped)
+        full_v[stage.at].arrive_after_copies();
+      else
+        tell(stage.at, my_first, now);
+    }
+  }
 
   // Of a producer's rows lane % kChunk, that + kChunk, ...: the table's entries, -1 outside the range. Nothing is
   // computed from them when they are asked for, so that the tile before is copied while they come.
@@ -161,7 +185,7 @@ struct KvStream {
     return pages;
   }
 
-  // Asks the query rows of a segment and their mask into the L2: consumers need them at once when they come to it.
+  // Asks the query rows of a segment into the L2: consumers need them at once when they come to it.
   __device__ static void ask_for_queries(const TreeAttentionParams& p, const Cut& cut, const Segment& s) {
     const int lane = threadIdx.x % kWarp, end = s.request.valid_rows * cut.group.divisor;
     const int first = s.first_row + static_cast<int>(blockIdx.x) % cut.lanes * cut.rows;
@@ -172,15 +196,16 @@ struct KvStream {
       const char* row = q + 2 * (s.request.q_start + at.row * p.q_strides.row + at.head * p.q_strides.head);
       for (int byte = 0; byte < 2 * p.head_dim; byte += 128) ask(row + byte);
     }
+  }
+  // And what its tiles look up one by one: the page table's entries, as far as one line for each lane reaches, and the
+  // mask.
+  __device__ static void ask_for_lookups(const TreeAttentionParams& p, const Cut& cut, const Segment& s) {
+    const int lane = threadIdx.x % kWarp, page = cut.page_size.div(s.first_tile * kTokens) + lane * 32;
+    if (page <= cut.page_size.div(min(s.end_tile * kTokens, s.request.end) - 1))
+      ask(p.rows.page_table + s.request.slot * p.rows.max_pages + page);
     if (p.mask != nullptr)
       for (int64_t n = lane * 16; n < s.request.valid_rows * p.mask_words; n += kWarp * 16)
         ask(p.mask + s.request.flat_row * p.mask_words + n);
-  }
-  // Asks the page table's entries for it, as far as one line for each lane reaches: tiles look them up one by one.
-  __device__ static void ask_for_pages(const TreeAttentionParams& p, const Cut& cut, const Segment& s) {
-    const int page = cut.page_size.div(s.first_tile * kTokens) + threadIdx.x % kWarp * 32;
-    if (page <= cut.page_size.div(min(s.end_tile * kTokens, s.request.end) - 1))
-      ask(p.rows.page_table + s.request.slot * p.rows.max_pages + page);
   }
   __device__ static void ask(const void* line) { asm volatile("prefetch.global.L2 [%0];" ::"l"(line)); }
 
@@ -220,37 +245,74 @@ struct KvStream {
     return rows;
   }
 
+  // A warp's rows of a tile by the copy engine: where all of them lie in the prefix, in pages of whole boxes.
+  __device__ __forceinline__ bool copy_boxes(const TreeAttentionParams& p, const Cut& cut, const Segment& s,
+                                             const PoolMaps& maps, Span range, int first, int my_first,
+                                             Turn<kStages> stage, const Pages& pages) {
+    constexpr int kPanels = kRowBytes / 128;
+    const int lane = threadIdx.x % kWarp;
+    bool whole = first >= range.begin && first + kMyRows <= s.request.prefix;
+#pragma unroll
+    for (int n = 0; n < kEach; ++n) whole &= pages.page[n] >= 0 && pages.page[n] < p.rows.num_pages;
+    if (!__all_sync(kFullMask, whole)) return false;
+    const bool mine = lane < kChunk && lane % kMapRows < kPanels;  // to start copies
+    const int panel = lane % kMapRows, row = my_first + lane / kMapRows * kMapRows, head = s.head;
+    const auto start = [&](Mbarrier& full, const CUtensorMap& map, unsigned char* to) {
+#pragma unroll
+      for (int n = 0; n < kEach; ++n)
+        if (mine)
+          full.copy_box(to + panel * Stage::kPanel + (row + n * kChunk) * 128, &map, panel * 64, head,
+                        cut.page_size.rem(first + row - my_first + n * kChunk), pages.page[n]);
+    };
+    empty[stage.at].wait(stage.parity ^ 1);
+    if (lane == 0) {
+      for (int n = 0; n < kMyRows / 16; ++n) there[stage.at][my_first / 16 + n] = 0xffff;
+      full[stage.at].arrive_expecting(kWarp + 1, kMyRows * kRowBytes);
+    }
+    __syncwarp();
+    start(full[stage.at], maps.k, stages[stage.at].k);
+    empty_v[stage.at].wait(stage.parity ^ 1);
+    if (lane == 0) full_v[stage.at].arrive_expecting(kWarp, kMyRows * kRowBytes);
+    __syncwarp();
+    start(full_v[stage.at], maps.v, stages[stage.at].v);
+    return true;
+  }
+
+  // The rows copied so far are what `full` waits for.
+  __device__ __forceinline__ void tell(int stage, int my_first, const Rows& rows) {
+    full[stage].arrive_after_copies();
+    if (threadIdx.x % kWarp != 0) return;
+#pragma unroll
+    for (int n = 0; n < kEach; ++n) rows.tell(there[stage] + (my_first + n * kChunk) / 16, n);
+    full[stage].arrive();
+  }
+
   // Zeros where there is no row: whatever is stored there must not be met, even with weight 0.
-  __device__ __forceinline__ static void copy(const TreeAttentionParams& p, Stage& to, int my_first, const Rows& rows) {
+  __device__ __forceinline__ static void copy(const void* from, unsigned char* to, int my_first,
+                                              const uint32_t (&starts)[kEach], const uint32_t (&there)[kEach]) {
     constexpr int kPieces = kRowBytes / 16, kRowsAtOnce = kWarp / kPieces;
-    constexpr int kBatch = 4;  // of a warp's copies of K and of V: their addresses are ready before the first is needed
+    // Of a warp's copies: their addresses are ready before the first is needed.
+    constexpr int kBatch = kChunk / kRowsAtOnce < 8 ? kChunk / kRowsAtOnce : 8;
     static_assert(kPieces <= kWarp);
     const int lane = threadIdx.x % kWarp, my_row = lane / kPieces, piece = lane % kPieces;
-    const uint32_t k =
-        static_cast<uint32_t>(__cvta_generic_to_shared(to.k)) + Stage::offset(my_row, piece) + my_first * Stage::kLine;
-    constexpr uint32_t kToV = kTokens * kRowBytes;
-    const char* k_pool = static_cast<const char*>(p.k_pool) + piece * 16;
-    const char* v_pool = static_cast<const char*>(p.v_pool) + piece * 16;
-    asm volatile("" : "+l"(k_pool), "+l"(v_pool));  // one sum, not one for each copy
+    const uint32_t my_to =
+        static_cast<uint32_t>(__cvta_generic_to_shared(to)) + Stage::offset(my_row, piece) + my_first * Stage::kLine;
+    const char* pool = static_cast<const char*>(from) + piece * 16;
+    asm volatile("" : "+l"(pool));  // one sum, not one for each copy
 #pragma unroll
     for (int n = 0; n < kEach; ++n) {
-      const uint32_t missing = ~rows.there[n] >> my_row;
+      const uint32_t missing = ~there[n] >> my_row;
 #pragma unroll
       for (int begin = 0; begin < kChunk; begin += kBatch * kRowsAtOnce) {
-        const char *k_from[kBatch], *v_from[kBatch];
+        const char* row_from[kBatch];
 #pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-          const int row = begin + i * kRowsAtOnce + my_row;
-          k_from[i] = k_pool + __shfl_sync(kFullMask, rows.k[n], row) * int64_t{16};
-          v_from[i] = v_pool + __shfl_sync(kFullMask, rows.v[n], row) * int64_t{16};
-        }
+        for (int i = 0; i < kBatch; ++i)
+          row_from[i] = pool + __shfl_sync(kFullMask, starts[n], begin + i * kRowsAtOnce + my_row) * int64_t{16};
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
           const int row = begin + i * kRowsAtOnce;
-          const unsigned bytes = missing & 1u << row ? 0 : 16;
-          const uint32_t k_to = (k ^ Stage::swizzle(row)) + (n * kChunk + row) * Stage::kLine;
-          copy_16(k_to, k_from[i], bytes);
-          copy_16(k_to + kToV, v_from[i], bytes);
+          copy_16((my_to ^ Stage::swizzle(row)) + (n * kChunk + row) * Stage::kLine, row_from[i],
+                  missing & 1u << row ? 0 : 16);
         }
       }
     }

@@ -37,11 +37,6 @@ template <int D>
 void cluster_attention_of(const TreeAttentionParams& p, const Cut& cut, Stream stream);
 }
 
-// The second launch where rows of a tile are 128, which merges what was cut and gives zeros to rows that see nothing.
-namespace wide {
-void merge_parts(const TreeAttentionParams& p, const Cut& cut, Stream stream);
-}
-
 // More dynamic shared memory than a kernel gets unasked is a property of this device's copy of it.
 template <class Kernel>
 void allow_shared_bytes(Kernel* kernel, size_t bytes) {
@@ -52,8 +47,9 @@ void allow_shared_bytes(Kernel* kernel, size_t bytes) {
 
 // Starts a kernel of the tensor cores: `lanes` blocks for each worker. They wait for each other, so they have to run at
 // once, which only a cooperative launch makes sure of.
-template <class Attention, class Kernel>
-void start_on_tensor_cores(Kernel* kernel, const TreeAttentionParams& p, const Cut& cut, Stream stream) {
+template <class Attention, class Kernel, class... More>
+void start_on_tensor_cores(Kernel* kernel, const TreeAttentionParams& p, const Cut& cut, Stream stream,
+                           const More&... more) {
   constexpr size_t kSharedBytes = sizeof(typename Attention::Shared);
   allow_shared_bytes(kernel, kSharedBytes);
   cudaLaunchAttribute attributes[2];
@@ -67,7 +63,7 @@ void start_on_tensor_cores(Kernel* kernel, const TreeAttentionParams& p, const C
                                   .stream = stream,
                                   .attrs = attributes,
                                   .numAttrs = current_device("tree_attention").is_hopper_or_later ? 2u : 1u};
-  SD_CUDA_CHECK("tree_attention", cudaLaunchKernelEx(&config, kernel, p, cut));
+  SD_CUDA_CHECK("tree_attention", cudaLaunchKernelEx(&config, kernel, p, cut, more...));
 }
 
 // Calls f.template operator()<T>() with the storage type of a checked 16-bit dtype.

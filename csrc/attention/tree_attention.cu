@@ -3,7 +3,6 @@
 
 #include "attention/launch.h"
 #include "attention/merge_parts.cuh"
-#include "attention/wide/work_line.cuh"
 #include "core/cluster.cuh"
 #include "core/errors.h"
 #include "core/wgmma.cuh"
@@ -141,8 +140,6 @@ int64_t tree_attention_workspace_cuda(const TreeAttentionParams& p) {
   if (!has_tensor_cores_for(p)) return 0;
   const Cut cut = choose(p).cut;
   if (cut.cluster) return 0;
-  if (cut.rows == 128)
-    return cut.max_workers * sizeof(wide::Segment) / sizeof(float) + max_parts(p, cut) * cut.rows * (p.head_dim + 2);
   return max_parts(p, cut) * part_floats(cut, p.head_dim);
 }
 
@@ -158,7 +155,6 @@ void tree_attention_cuda(const TreeAttentionParams& p, Stream stream) {
     if (kernel == Kernel::kWgmma) return wgmma_attention_of<D>(p, cut, stream);
     wgmma_fp8_attention_of<D>(p, cut, stream);
   });
-  if (cut.rows == 128) wide::merge_parts(p, cut, stream);
 }
 
 }  // namespace specdec

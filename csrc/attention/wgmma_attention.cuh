@@ -1,30 +1,37 @@
-// tree_attention with wgmma (compute capability 9.0) for up to 64 rows of a KV head: one consumer warpgroup, which
-// multiplies the weights of a tile by its V while it turns the scores of the next one into weights, and two or four
-// producer warps a block. Grid: lanes x max_workers blocks, one or two per multiprocessor. Bytes: the KV of each
-// request once per `lanes` row tiles; neighbouring lanes walk it in step and meet it in the L2.
+// tree_attention with wgmma (compute capability 9.0). One consumer warpgroup for up to 64 rows of a KV head, two for
+// more, each of which multiplies the weights of a tile by its V while it turns the scores of the next one into weights;
+// two of them drift apart by themselves, so that the tensor cores have work while exponentials are computed. Two or
+// four producer warps. Grid: lanes x max_workers blocks, one or two per multiprocessor. Bytes: the KV of each request
+// once per `lanes` row tiles; neighbouring lanes walk it in step and meet it in the L2.
 #pragma once
+
+#include <cutlass/arch/reg_reconfig.h>
 
 #include "attention/kv_stream.cuh"
 #include "attention/launch.h"
 #include "attention/merge_parts.cuh"
-#include "attention/wide/wgmma_attention.cuh"
 #include "core/wgmma.cuh"
 
 namespace specdec {
 
-template <class T, int D, int kTokens, int kStages, int kBlocks>
+template <class T, int D, int kGroups, int kTokens, int kStages, int kBlocks>
 class WgmmaAttention {
  public:
-  static constexpr int kRows = 64, kConsumers = 4, kProducers = kBlocks == 2 ? 2 : 4;  // warps
+  static constexpr int kGroupRows = 64, kGroupThreads = 128, kRows = kGroups * kGroupRows;
+  static constexpr int kConsumers = kGroups * 4, kProducers = kBlocks == 2 ? 2 : 4;  // warps
   static constexpr int kThreads = (kConsumers + kProducers) * kWarp;
+  // Three warpgroups have 168 registers a thread when they start: sums, scores and weights take more.
+  static constexpr bool kMovesRegisters = kGroups == 2;
+  static constexpr int kConsumerRegisters = 208, kProducerRegisters = 504 - 2 * kConsumerRegisters;
   static constexpr int kWords = kTokens / 64;
   static_assert(kWords <= 2);
-  using Stream = KvStream<kTokens, 2 * D, kStages, kConsumers, kProducers>;
-  using QueryTile = Stage<kRows, 2 * D>;  // of which k is used
+  // One warpgroup gets its KV as fast from plain copies.
+  using Stream = KvStream<kTokens, 2 * D, kStages, kConsumers, kProducers, kGroups == 2>;
+  using QueryTile = Stage<kGroupRows, 2 * D>;  // of which k is used
 
   struct Shared {
     Stream stream;
-    alignas(1024) unsigned char q[kRows * 2 * D];
+    alignas(1024) unsigned char q[kGroups][kGroupRows * 2 * D];
   };
 
   __device__ WgmmaAttention(Shared& shared, const TreeAttentionParams& p, const Cut& cut, int lane_of_worker)
@@ -32,20 +39,19 @@ class WgmmaAttention {
 
   // A consumer warp's whole life.
   __device__ void consume() {
-    Turn<Stream::kSegments> turn;
     wait_for_kernels_before();
     write_unseen_rows<T, D, kConsumers * kWarp>(p_, cut_);
     while (true) {
-      stream_.announced[turn.at].wait(turn.parity);
-      const Segment& s = stream_.segments[turn.at];
+      const Segment& s = wait_for_segment();
       if (s.head < 0) return;
+      const int turn = turn_.at;
+      turn_.advance();
       if (s.merge)
         merge_group<T, D, kConsumers * kWarp>(p_, cut_, s, lane_of_worker_, sync_consumers);
       else
         do_segment(s);
       __syncwarp();
-      if (threadIdx.x % kWarp == 0) stream_.read[turn.at].arrive();
-      turn.advance();
+      if (threadIdx.x % kWarp == 0) stream_.read[turn].arrive();
     }
   }
 
@@ -61,92 +67,138 @@ class WgmmaAttention {
     uint64_t bits[kWords][2];
   };
 
+  // The next one.
+  __device__ const Segment& wait_for_segment() {
+    stream_.announced[turn_.at].wait(turn_.parity);
+    return stream_.segments[turn_.at];
+  }
+
   __device__ void do_segment(const Segment& s) {
-    const int first_row = s.first_row + lane_of_worker_ * kRows;
     WarpRows<D> rows;
     rows.clear();
-    sum_tiles(s, first_row, rows);
-    write(s, first_row, rows);
+    sum_tiles(s, rows);
+    write(s, rows);
     if (s.parts > 1 && s.last) leave_part<D>(p_, cut_, s, lane_of_worker_, sync_consumers);
   }
 
-  __device__ void sum_tiles(const Segment& s, int first_row, WarpRows<D>& rows) {
-    load_q(s, first_row);
+  __device__ void sum_tiles(const Segment& s, WarpRows<D>& rows) {
+    if (!asked_for_q_) ask_for_q(s);
+    wait_for_q();
     Scores scores;
     Weights weights;
     int tile = s.first_tile;
     const int end_tile = s.end_tile;
-    Seen seen = wait_for_tile(s, first_row, tile);
+    wait_for_k();
     cute::warpgroup_arrive();
-    multiply_k(stage_.at, scores);
+    multiply_k(scores);
+    Seen seen = seen_of(s, tile);
     cute::warpgroup_wait<0>();
     pin(scores);
+    leave_k();
     rows.follow(weigh(seen, scores, rows));
     pack_weights(scores, weights);
 
     while (++tile < end_tile) {
-      const int before = stage_.at;
+      const Turn<kStages> before = stage_;
       stage_.advance();
-      seen = wait_for_tile(s, first_row, tile);
+      wait_for_v(before);
+      wait_for_k();
       pin(rows.out);
       cute::warpgroup_arrive();
-      multiply_k(stage_.at, scores);
+      multiply_k(scores);
       add_v(before, weights, rows);
+      seen = seen_of(s, tile);
       cute::warpgroup_wait<1>();
       pin(scores);
+      leave_k();
       const auto fall = weigh(seen, scores, rows);
+      // Never so, which the compiler does not know: else it waits before it computes exponentials. (Of one warpgroup it
+      // then waits for each product.)
+      if constexpr (kGroups == 2)
+        if (rows.sum[0] < 0 || rows.sum[1] < 0) __trap();
       cute::warpgroup_wait<0>();
       pin(rows.out);
       pin(scores);  // the weights' registers are free
-      release(before);
+      leave_v(before);
       rows.follow(fall);
       pack_weights(scores, weights);
     }
+    wait_for_v(stage_);
     pin(rows.out);
     cute::warpgroup_arrive();
-    add_v(stage_.at, weights, rows);
+    add_v(stage_, weights, rows);
+    const Segment& next = wait_for_segment();
+    asked_for_q_ = next.head >= 0 && !next.merge;
+    if (asked_for_q_) ask_for_q(next);
     cute::warpgroup_wait<0>();
     pin(rows.out);
-    release(stage_.at);
+    leave_v(stage_);
     stage_.advance();
     rows.finish();
   }
 
   __device__ static void sync_consumers() { asm volatile("bar.sync 1, %0;" ::"n"(kConsumers * kWarp) : "memory"); }
+  __device__ void sync_group() const {
+    asm volatile("bar.sync %0, %1;" ::"r"(kGroups == 1 ? 1 : 2 + group_), "n"(kGroupThreads) : "memory");
+  }
 
-  __device__ void release(int stage) {
-    if (threadIdx.x % kWarp == 0) stream_.empty[stage].arrive();
+  // K and V of a tile, which come and go together unless the stream is mapped.
+  __device__ void wait_for_k() const {
+    stream_.full[stage_.at].wait(stage_.parity);
+    show_to_wgmma();
+  }
+  __device__ void wait_for_v(Turn<kStages> stage) const {
+    if constexpr (Stream::kMapped) {
+      stream_.full_v[stage.at].wait(stage.parity);
+      show_to_wgmma();
+    }
+  }
+  __device__ void leave_k() const {
+    if constexpr (Stream::kMapped)
+      if (threadIdx.x % kWarp == 0) stream_.empty[stage_.at].arrive();
+  }
+  __device__ void leave_v(Turn<kStages> stage) const {
+    if (threadIdx.x % kWarp != 0) return;
+    if constexpr (Stream::kMapped)
+      stream_.empty_v[stage.at].arrive();
+    else
+      stream_.empty[stage.at].arrive();
   }
 
   // What was written to shared memory by plain stores and cp.async, and waited for, is there for wgmma too.
   __device__ static void show_to_wgmma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-  // The group's rows of q; zeros for those behind the request.
-  __device__ void load_q(const Segment& s, int first_row) {
+  // Of the group's rows in a segment, the first.
+  __device__ int first_row(const Segment& s) const {
+    return s.first_row + lane_of_worker_ * kRows + group_ * kGroupRows;
+  }
+
+  // Begins to load the group's rows of q; zeros for those behind the request.
+  __device__ void ask_for_q(const Segment& s) {
     constexpr int kPieces = D / 8;
-    const int end = s.request.valid_rows * cut_.group.divisor;
+    const int first = first_row(s), end = s.request.valid_rows * cut_.group.divisor;
     const T* q = static_cast<const T*>(p_.q) + s.request.q_start;
-    const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared_.q));
-    sync_consumers();  // nobody multiplies by the segment before any more
+    const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared_.q[group_]));
+    sync_group();  // nobody multiplies by the segment before any more
 #pragma unroll 4
-    for (int n = threadIdx.x; n < kRows * kPieces; n += kConsumers * kWarp) {
+    for (int n = threadIdx.x % kGroupThreads; n < kGroupRows * kPieces; n += kGroupThreads) {
       const int row = n / kPieces, piece = n % kPieces;
-      const QueryRow at = query_row(cut_, s.head, first_row + row);
-      const bool valid = first_row + row < end;
+      const QueryRow at = query_row(cut_, s.head, first + row);
+      const bool valid = first + row < end;
       const T* from = valid ? q + at.row * p_.q_strides.row + at.head * p_.q_strides.head + piece * 8 : q;
       asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + QueryTile::offset(row, piece)), "l"(from),
                    "r"(valid ? 16 : 0)
                    : "memory");
     }
+  }
+  __device__ void wait_for_q() const {
     asm volatile("cp.async.wait_all;" ::: "memory");
     show_to_wgmma();
-    sync_consumers();
+    sync_group();
   }
 
   // Of rows lane / 4 and lane / 4 + 8 of the warp.
-  __device__ Seen wait_for_tile(const Segment& s, int first_row, int tile) {
-    stream_.full[stage_.at].wait(stage_.parity);
-    show_to_wgmma();
+  __device__ Seen seen_of(const Segment& s, int tile) const {
     Seen seen;
     const int64_t first = int64_t{tile} * kTokens;
     seen.all = first + kTokens <= s.request.prefix && first >= s.request.end - p_.window;
@@ -155,7 +207,7 @@ class WgmmaAttention {
     if (seen.all) return seen;
     // Each lane looks at 64 tokens of one of the warp's rows.
     const int lane = threadIdx.x % kWarp, last = s.request.valid_rows * cut_.group.divisor - 1;
-    const int i = cut_.group.div(min(first_row + warp_ * 16 + lane % 16, last)), my_word = lane / 16 % kWords;
+    const int i = cut_.group.div(min(first_row(s) + warp_ * 16 + lane % 16, last)), my_word = lane / 16 % kWords;
     const uint64_t mine = visible_word(p_, s.request, i, first + 64 * my_word) & stream_.rows_there(stage_.at, my_word);
 #pragma unroll
     for (int w = 0; w < kWords; ++w)
@@ -165,8 +217,8 @@ class WgmmaAttention {
   }
 
   // scores = q k^T.
-  __device__ void multiply_k(int stage, Scores& scores) const {
-    const uint64_t q = wgmma_operand(shared_.q, 0), k = wgmma_operand(stream_.stages[stage].k, 0);
+  __device__ void multiply_k(Scores& scores) const {
+    const uint64_t q = wgmma_operand(shared_.q[group_], 0), k = wgmma_operand(stream_.stages[stage_.at].k, 0);
 #pragma unroll
     for (int d = 0; d < D; d += 16) {
       const int panel = d / 64, inside = d % 64 * 2;
@@ -177,8 +229,8 @@ class WgmmaAttention {
   }
 
   // rows.out += weights v.
-  __device__ void add_v(int stage, const Weights& weights, WarpRows<D>& rows) const {
-    const uint64_t v = wgmma_operand(stream_.stages[stage].v, Stream::Stage::kPanel);
+  __device__ void add_v(Turn<kStages> stage, const Weights& weights, WarpRows<D>& rows) const {
+    const uint64_t v = wgmma_operand(stream_.stages[stage.at].v, Stream::Stage::kPanel);
 #pragma unroll
     for (int n = 0; n < kTokens / 16; ++n) MultiplyV::multiply(weights[n], v + ((n * 16 * 128) >> 4), true, rows.out);
     cute::warpgroup_commit_batch();
@@ -204,15 +256,16 @@ class WgmmaAttention {
 
   // Straight from registers, in pieces of 64 bytes a row: four neighbouring lanes have eight columns of a row, and of
   // several such eights each lane takes those of one or one half.
-  __device__ void write(const Segment& s, int first_row, const WarpRows<D>& rows) const {
+  __device__ void write(const Segment& s, const WarpRows<D>& rows) const {
     const int lane = threadIdx.x % kWarp, end = s.request.valid_rows * cut_.group.divisor;
+    const int first_of_block = s.first_row + lane_of_worker_ * kRows;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int row = warp_ * 16 + lane / 4 + 8 * h;
-      const bool valid = first_row + row < end;
+      const int row = group_ * kGroupRows + warp_ * 16 + lane / 4 + 8 * h;
+      const bool valid = first_of_block + row < end;
       const float max = rows.max[h], sum = rows.sum[h];
       if (s.parts == 1) {
-        const QueryRow at = query_row(cut_, s.head, first_row + row);
+        const QueryRow at = query_row(cut_, s.head, first_of_block + row);
         const float factor = sum == 0 ? 0 : p_.v_scale / sum;
         T* out = static_cast<T*>(p_.out) + s.request.out_start + at.row * p_.out_strides.row +
                  at.head * p_.out_strides.head + lane % 4 * 8;
@@ -260,15 +313,20 @@ class WgmmaAttention {
   const TreeAttentionParams& p_;
   const Cut& cut_;
   const int lane_of_worker_;
-  const int warp_ = static_cast<int>(threadIdx.x) / kWarp;
+  // Known to be the same for a warp, so that operands' places are computed once for all its lanes.
+  const int group_ = kGroups == 1 ? 0 : __shfl_sync(kFullMask, static_cast<int>(threadIdx.x) / kGroupThreads, 0);
+  const int warp_ = static_cast<int>(threadIdx.x) / kWarp % 4;
+  Turn<Stream::kSegments> turn_;  // of the next segment
   Turn<kStages> stage_;
+  bool asked_for_q_ = false;  // of the next segment
 };
 
-template <class T, int D, int kTokens, int kStages, int kBlocks>
-__global__ void __launch_bounds__(WgmmaAttention<T, D, kTokens, kStages, kBlocks>::kThreads, kBlocks)
-    wgmma_attention_kernel(const __grid_constant__ TreeAttentionParams p, const __grid_constant__ Cut cut) {
+template <class T, int D, int kGroups, int kTokens, int kStages, int kBlocks>
+__global__ void __launch_bounds__(WgmmaAttention<T, D, kGroups, kTokens, kStages, kBlocks>::kThreads, kBlocks)
+    wgmma_attention_kernel(const __grid_constant__ TreeAttentionParams p, const __grid_constant__ Cut cut,
+                           const __grid_constant__ PoolMaps maps) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  using Attention = WgmmaAttention<T, D, kTokens, kStages, kBlocks>;
+  using Attention = WgmmaAttention<T, D, kGroups, kTokens, kStages, kBlocks>;
   extern __shared__ __align__(1024) unsigned char memory[];
   auto& shared = *reinterpret_cast<typename Attention::Shared*>(memory);
   if (threadIdx.x == 0) shared.stream.init();
@@ -276,18 +334,20 @@ __global__ void __launch_bounds__(WgmmaAttention<T, D, kTokens, kStages, kBlocks
   const int worker = blockIdx.x / cut.lanes, lane_of_worker = blockIdx.x % cut.lanes;
   const int warp = threadIdx.x / kWarp;
   if (warp < Attention::kConsumers) {
+    if constexpr (Attention::kMovesRegisters) cutlass::arch::warpgroup_reg_alloc<Attention::kConsumerRegisters>();
     Attention(shared, p, cut, lane_of_worker).consume();
   } else {
-    shared.stream.produce(p, cut, worker);
+    if constexpr (Attention::kMovesRegisters) cutlass::arch::warpgroup_reg_dealloc<Attention::kProducerRegisters>();
+    shared.stream.produce(p, cut, worker, &maps);
   }
 #endif
 }
 
-template <class T, int D, int kTokens, int kStages, int kBlocks>
+template <class T, int D, int kGroups, int kTokens, int kStages, int kBlocks>
 void start_wgmma_attention(const TreeAttentionParams& p, const Cut& cut, Stream stream) {
-  using Attention = WgmmaAttention<T, D, kTokens, kStages, kBlocks>;
-  const auto kernel = wgmma_attention_kernel<T, D, kTokens, kStages, kBlocks>;
-  start_on_tensor_cores<Attention>(kernel, p, cut, stream);
+  using Attention = WgmmaAttention<T, D, kGroups, kTokens, kStages, kBlocks>;
+  const auto kernel = wgmma_attention_kernel<T, D, kGroups, kTokens, kStages, kBlocks>;
+  start_on_tensor_cores<Attention>(kernel, p, cut, stream, pool_maps_of(p));
 }
 
 // Of one head dimension; defined in a file of its own for each, so that they compile side by side.
@@ -297,10 +357,10 @@ void wgmma_attention_of(const TreeAttentionParams& p, const Cut& cut, Stream str
     // As many stages as fit: two blocks share a multiprocessor's 228 KB, or one has 227.
     constexpr int kFew = wgmma_tokens(D, 64), kMany = wgmma_tokens(D, 128);
     if (cut.rows == 128)
-      return wide::start_wgmma_attention<T, D, kMany, D == 64 ? 6 : D == 128 ? 3 : 2>(p, cut, stream);
+      return start_wgmma_attention<T, D, 2, kMany, D == 64 ? 6 : D == 128 ? 3 : 2, 1>(p, cut, stream);
     if constexpr (D < 256)
-      if (cut.blocks == 2) return start_wgmma_attention<T, D, kFew, 3, 2>(p, cut, stream);
-    start_wgmma_attention<T, D, kFew, D == 256 ? 3 : 6, 1>(p, cut, stream);
+      if (cut.blocks == 2) return start_wgmma_attention<T, D, 1, kFew, 3, 2>(p, cut, stream);
+    start_wgmma_attention<T, D, 1, kFew, D == 256 ? 3 : 6, 1>(p, cut, stream);
   });
 }
 

@@ -8,6 +8,7 @@
 #include <cutlass/fast_math.h>
 
 #include "attention/visibility.h"
+#include "core/cuda.cuh"
 #include "core/warp_scan.cuh"
 
 namespace specdec {
@@ -104,17 +105,75 @@ __device__ __forceinline__ T broadcast(const T& x, int lane) {
   return y;
 }
 
-// The line as one warp sees it; all its lanes call all of this together.
-class WorkLine {
- public:
-  __device__ WorkLine(const TreeAttentionParams& p, const Cut& cut) : p_(p), cut_(cut) {}
+// Requests of this lane, of the first scans: lane l has l, l + 32, ... They are read once.
+constexpr int kKnownRequests = 4;
+using KnownRequests = Request[kKnownRequests];
 
+// What a walk knows, to be kept while it rests.
+class WalkState {
+ protected:
+  // Of this lane, from the last scan.
+  Request mine_{};
+  int units_of_mine_ = 0, upto_ = 0, scanned_ = -1;
+
+  int workers_ = 0, share_ = 0, longer_ = 0;
+
+  // Where the walk is.
+  int worker_ = 0;
+  int at_ = 0, end_ = 0;       // units of the line
+  int base_ = 0, before_ = 0;  // requests of the last scan, units before them
+  int lane_ = 0;               // whose request it is
+  int head_ = 0, first_row_ = 0;
+  Tiles tiles_{};
+  int unit_ = 0, units_ = 0;  // of the group
+
+  // Of next_of().
+  bool waited_ = false, known_ = false, cut_some_ = false, merging_ = false;
+};
+
+// The line as one warp sees it; all its lanes call all of this together.
+class WorkLine : public WalkState {
+ public:
+  __device__ WorkLine(const TreeAttentionParams& p, const Cut& cut, const WalkState& state, KnownRequests& known)
+      : WalkState(state), p_(p), cut_(cut), known_requests_(known) {}
+
+  // What a worker has to do next: the segments of its share, behind them those to be merged, and at last one of head
+  // -1. The first call waits for the kernels before. The walk is made while they may still change what it reads: in a
+  // chain of calls they rarely do, and then it has not to be made again. All of it is written once: code has to be
+  // fetched too.
+  __device__ __forceinline__ Segment next_of(int worker) {
+#pragma unroll 1
+    while (true) {
+      if (!known_) {
+        measure();
+        seek(worker);
+      }
+      Segment s = next();
+      if (!waited_) {
+        wait_for_kernels_before();
+        let_next_kernel_start();
+        waited_ = true;
+        if (!holds()) continue;
+      }
+      known_ = true;
+      if (s.head < 0 && cut_some_ && !merging_) {
+        merging_ = true;  // which comes when all of the share is done
+        seek(worker);
+        continue;
+      }
+      cut_some_ |= s.head >= 0 && s.parts > 1;
+      s.merge = merging_;
+      if (!merging_ || s.head < 0 || (s.parts > 1 && s.last)) return s;
+    }
+  }
+
+ private:
   // Reads the lengths; everything else is asked afterwards.
   __device__ void measure() {
     int total = 0, heads = 0, least = INT32_MAX, most = 0;  // units of all, heads that have some, units of a head
     scanned_ = -1;
     for (int base = 0; base < p_.batch; base += kWarp) {
-      scan(base);
+      scan(base, false);
       total += __shfl_sync(kFullMask, upto_, kWarp - 1);
       heads += __popc(__ballot_sync(kFullMask, units_of_mine_ > 0)) * static_cast<int>(p_.kv_heads);
       if (units_of_mine_ > 0) least = min(least, units_of_mine_);
@@ -136,9 +195,11 @@ class WorkLine {
 
   // Whether the lengths are still those that measure() has read; true only if so.
   __device__ bool holds() const {
-    if (p_.batch > kWarp) return false;
-    const int lane = threadIdx.x % kWarp;
-    return __all_sync(kFullMask, lane >= p_.batch || request_of(p_, lane) == mine_);
+    if (p_.batch > kKnownRequests * kWarp) return false;
+    bool same = true;
+#pragma unroll 1
+    for (int b = threadIdx.x % kWarp; b < p_.batch; b += kWarp) same &= request_of(p_, b) == known_requests_[b / kWarp];
+    return __all_sync(kFullMask, same);
   }
 
   // Goes to the begin of a worker's share; one that has no work has none.
@@ -169,7 +230,6 @@ class WorkLine {
     return s;
   }
 
- private:
   __device__ void find_parts(Segment& s, int count) const {
     s.parts = s.workers = 1;
     s.part = s.first_part = s.place = 0;
@@ -191,12 +251,13 @@ class WorkLine {
   }
 
   // Each lane takes request base + lane: upto_ becomes the units of it and of the lanes before it.
-  __device__ void scan(int base) {
-    const int lane = threadIdx.x % kWarp;
+  __device__ void scan(int base, bool again) {
+    const int b = base + static_cast<int>(threadIdx.x) % kWarp, n = base / kWarp;
     mine_ = Request{};
     units_of_mine_ = 0;
-    if (base + lane < p_.batch) {
-      mine_ = request_of(p_, base + lane);
+    if (b < p_.batch) {
+      mine_ = again && n < kKnownRequests ? known_requests_[n] : request_of(p_, b);
+      if (n < kKnownRequests) known_requests_[n] = mine_;
       units_of_mine_ = units_of(p_, cut_, mine_);
     }
     upto_ = sum_up_to_lane(units_of_mine_ * static_cast<int>(p_.kv_heads));
@@ -206,7 +267,7 @@ class WorkLine {
   // Goes to the group of unit at_, which is no earlier on the line than the one before.
   __device__ void enter_group() {
     for (; base_ < p_.batch; base_ += kWarp) {
-      if (base_ != scanned_) scan(base_);
+      if (base_ != scanned_) scan(base_, true);
       const unsigned found = __ballot_sync(kFullMask, before_ + upto_ > at_);
       if (found != 0) {
         lane_ = __ffs(found) - 1;
@@ -233,20 +294,7 @@ class WorkLine {
 
   const TreeAttentionParams& p_;
   const Cut& cut_;
-  // Of this lane, from the last scan.
-  Request mine_;
-  int units_of_mine_ = 0, upto_ = 0, scanned_ = -1;
-
-  int workers_ = 0, share_ = 0, longer_ = 0;
-
-  // Where the walk is.
-  int worker_ = 0;
-  int at_ = 0, end_ = 0;       // units of the line
-  int base_ = 0, before_ = 0;  // requests of the last scan, units before them
-  int lane_ = 0;               // whose request it is
-  int head_ = 0, first_row_ = 0;
-  Tiles tiles_{};
-  int unit_ = 0, units_ = 0;  // of the group
+  KnownRequests& known_requests_;
 };
 
 }  // namespace specdec

@@ -16,6 +16,24 @@ struct Mbarrier {
   __device__ void arrive() {
     asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(address()) : "memory");
   }
+  // So many arrivals; the phase also waits for so many bytes of the copy engine's, which Hopper has.
+  __device__ void arrive_expecting(unsigned arrivals, unsigned bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(address()), "r"(bytes) : "memory");
+    asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0], %1;\n}" ::"r"(address()), "r"(arrivals)
+                 : "memory");
+#endif
+  }
+  // Starts the copy of a box of four dimensions, which the phase waits for.
+  __device__ void copy_box(void* to, const void* map, int x0, int x1, int x2, int x3) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
+        "[%2];" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))),
+        "l"(map), "r"(address()), "r"(x0), "r"(x1), "r"(x2), "r"(x3)
+        : "memory");
+#endif
+  }
   // One of the barrier's arrivals, made when all cp.async of this thread so far have landed.
   __device__ void arrive_after_copies() {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(address()) : "memory");

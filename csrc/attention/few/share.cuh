@@ -76,7 +76,7 @@ class ShareStream : KvStream<kTokens_, kRowBytes_, kStages_, kConsumers_, 2> {
     wait_for_kernels_before();
     let_next_kernel_start();
     Pages now = load_pages(share, first), next = load_pages(share, first + 2 * kTokens);
-    if (guessed) Base::copy(p_, shared_.stages[stage_.at], my_first(), rows);
+    if (guessed) copy(rows);
     shared_.known.wait(0);
     const Request truth = shared_.request;
     if (!(truth == s_.request)) {
@@ -110,10 +110,16 @@ class ShareStream : KvStream<kTokens_, kRowBytes_, kStages_, kConsumers_, 2> {
       const Rows rows = Base::find_rows(p_, cut_, s_, share, first + my_first(), pages);
       pages = load_pages(share, first + 2 * kTokens);
       shared_.empty[stage_.at].wait(stage_.parity ^ 1);  // the first round is empty
-      Base::copy(p_, shared_.stages[stage_.at], my_first(), rows);
+      copy(rows);
       publish(rows);
     }
     mine_ ^= (share.end - share.begin + kTokens - 1) / kTokens & 1;
+  }
+
+  __device__ void copy(const Rows& rows) const {
+    Stage& to = shared_.stages[stage_.at];
+    Base::copy(p_.k_pool, to.k, my_first(), rows.k, rows.there);
+    Base::copy(p_.v_pool, to.v, my_first(), rows.v, rows.there);
   }
 
   __device__ void publish(const Rows& rows) {

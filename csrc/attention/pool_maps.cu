@@ -1,0 +1,43 @@
+#include "attention/pool_maps.h"
+#include "core/cuda.cuh"
+
+namespace specdec {
+namespace {
+
+// The driver's function, which is not linked against: a library built with CUDA also has to load without a driver.
+auto encoder() {
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult result{};
+  SD_CUDA_CHECK("tree_attention", cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
+                                                                   cudaEnableDefault, &result));
+  return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
+}
+
+// Whether the engine has a map of such strides.
+bool encode(CUtensorMap& map, const void* pool, const PoolStrides& strides, const TreeAttentionParams& p) {
+  static const auto encode_tiled = encoder();
+  if (encode_tiled == nullptr) return false;
+  const int64_t sizes[4] = {p.head_dim, p.kv_heads, p.rows.page_size, p.rows.num_pages};
+  const int64_t steps[4] = {1, strides.head, strides.row, strides.page};
+  const cuuint32_t box[4] = {64, 1, kMapRows, 1}, each[4] = {1, 1, 1, 1};
+  cuuint64_t counts[4], bytes[4];
+  for (int i = 0; i < 4; ++i) {
+    if (sizes[i] > 1 && steps[i] <= 0) return false;
+    counts[i] = static_cast<cuuint64_t>(sizes[i]);
+    bytes[i] = sizes[i] > 1 ? static_cast<cuuint64_t>(2 * steps[i]) : 16;  // of a single one, any will do
+  }
+  return encode_tiled(&map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 4, const_cast<void*>(pool), counts, bytes + 1, box, each,
+                      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+}  // namespace
+
+PoolMaps pool_maps_of(const TreeAttentionParams& p) {
+  PoolMaps maps{};
+  maps.usable = p.rows.page_size % kMapRows == 0 && p.rows.num_pages > 0 && encode(maps.k, p.k_pool, p.k_strides, p) &&
+                encode(maps.v, p.v_pool, p.v_strides, p);
+  return maps;
+}
+
+}  // namespace specdec
