@@ -1,18 +1,22 @@
 // One kernel adds tokens to the index, so that a round is one launch.
 //
-// Every block makes the same plan from the same reads: a thread a row finds where its tokens go, and the blocks of the
-// ring are given out by prefix sums over the rows. Then a thread hashes a token, and each block keeps the updates of
-// its own sets, in order; eight lanes, one for each entry, take a set into registers and apply its updates. So no
-// update waits for another but in its own set, and the order is kept without a sort. The ring's blocks are shared out,
-// as nobody reads those. What the plan reads, slots and header, the block writes that is the last to have its plan.
+// Every block makes the same plan from the same reads: a thread a row, the planners, finds where its tokens go, and the
+// blocks of the ring are given out by prefix sums over the rows. The other threads, the updaters, hash a token each in
+// the meantime, which takes the rows' lengths and last tokens alone, and keep the updates of the block's own sets, in
+// order; eight lanes, one for each entry, take a set into registers and apply its updates. So no update waits for
+// another but in its own set, and the order is kept without a sort. While they do, the planners share out and write the
+// ring's blocks, as nobody reads those. What the plan reads, slots and header, is written by the block that is the last
+// to have its plan.
 //
 // What a row finds when its turn comes does not depend on the rows before, with exceptions that are rare (a ring so
 // small that the call overwrites what it continues, a slot named twice, tokens of a slot without a stream): then one
 // thread does it all, as the CPU would.
 //
-// A round is latency, and less of memory (slot numbers, slot records, sets, of 0.4 us each, all that can be on its way
-// together) than of instructions, of which code that runs once takes one in four to five cycles: so a round has a
-// kernel of its own, without what it never is. In bulk every block hashes every token, and reads it from L2.
+// A round is latency, and less of memory (slot numbers, slot records, sets, the latter on their way together, of 0.4
+// us) than of instructions: code that runs once takes four to five cycles for each. So the two kinds of threads have
+// code of their own that runs at the same time, what a round never is is left out of its kernel, and lanes of a warp go
+// through the same code where sets differ: votes of some of a warp's lanes take much longer. In bulk every block hashes
+// every token and reads it from L2.
 #include "core/cuda.cuh"
 #include "core/slots.h"
 #include "core/warp_scan.cuh"
@@ -23,15 +27,16 @@ namespace specdec {
 namespace {
 
 constexpr uint32_t kNoSet = 0xffffffff;
-constexpr int kThreads = 512, kWarps = kThreads / kWarp;
-constexpr int kPerTile = kThreads * kNgramOrders;  // updates of as many tokens as there are threads
-constexpr int kEnough = 64;                        // updates that are applied together, if there are as many
+constexpr int kUpdaters = 512, kUpdaterWarps = kUpdaters / kWarp;         // threads that find and apply updates
+constexpr int kPlanners = kNgramRows, kPlannerWarps = kPlanners / kWarp;  // behind them, one for each row
+constexpr int kThreads = kUpdaters + kPlanners;
+constexpr int kPerTile = kUpdaters * kNgramOrders;  // updates of as many tokens as there are threads
+constexpr int kEnough = kUpdaters / kNgramWays;     // updates that are applied together, if there are as many
 constexpr int kMostBlocks = 128;
 constexpr int kUpdatesPerBlock = 128;           // to aim at, if all rows are full
-constexpr int kRowWarps = kNgramRows / kWarp;   // that plan a row a thread
 constexpr int kTailParts = kNgramMaxMatch / 4;  // 16 bytes each
-constexpr uint32_t kClaims = 2048;
-static_assert(kThreads >= kNgramRows && kEnough == kThreads / kNgramWays && kNgramRows % kWarp == 0);
+constexpr uint32_t kClaims = 512;               // places for the slots of all rows
+static_assert(kPlanners % kWarp == 0 && kUpdaterWarps <= kWarp && kClaims > kNgramRows);
 
 __device__ __forceinline__ int lane_id() { return static_cast<int>(threadIdx.x) % kWarp; }
 __device__ __forceinline__ int warp_id() { return static_cast<int>(threadIdx.x) / kWarp; }
@@ -47,6 +52,13 @@ __device__ __forceinline__ void prefetch(const void* address) {
 __device__ __forceinline__ void prefetch(const NgramSet& set) {
 #pragma unroll
   for (size_t line = 0; line < sizeof(NgramSet); line += 128) prefetch(reinterpret_cast<const char*>(&set) + line);
+}
+
+// Barriers of all threads, and of those with the same work.
+enum Barrier { kAll, kOfUpdaters, kOfPlanners };
+__device__ __forceinline__ void wait_at(Barrier barrier) {
+  const int threads = barrier == kOfUpdaters ? kUpdaters : barrier == kOfPlanners ? kPlanners : kThreads;
+  asm volatile("bar.sync %0, %1;" ::"r"(static_cast<int>(barrier)), "r"(threads) : "memory");
 }
 
 // 16 bytes of global memory on their way to shared memory, until arrived().
@@ -67,32 +79,32 @@ struct Row {
   bool refused = false;
 };
 
-struct Updates {                                      // in order
-  alignas(16) uint32_t sets[kEnough + kPerTile + 4];  // ends in four that are none
+struct Updates {                                          // in order
+  alignas(16) uint32_t sets[kEnough + kPerTile + kWarp];  // ends in as many that are none
   uint32_t tags[kEnough + kPerTile], cells[kEnough + kPerTile];
 };
 
 struct Plan {  // of row b, in shared memory
-  uint32_t slot[kNgramRows], count[kNgramRows], start[kNgramRows];
-  uint32_t stream[kNgramRows], scope[kNgramRows];
-  uint32_t first_bad[kNgramRows];  // of its tokens, the first below 0
+  uint32_t slot[kNgramRows], start[kNgramRows], stream[kNgramRows], scope[kNgramRows];
+  uint32_t given[kNgramRows];      // its tokens
+  uint32_t first_bad[kNgramRows];  // of those, the first below 0
+  uint32_t added[kNgramRows];      // 0 if one is bad
   uint32_t last[kNgramRows];       // id of the stream's last block, or kNgramNone
   uint32_t first_block[kNgramRows];
   bool goes_on[kNgramRows];                              // in its last block
   alignas(16) int32_t tail[kNgramRows][kNgramMaxMatch];  // of its record
-  uint32_t widest;                                       // of the counts
   uint32_t next;                                         // id of the ring's next block
   uint64_t taken;
-  uint32_t sums[kRowWarps];                  // of the rows of a warp
-  uint32_t found[kWarps];                    // updates, by a warp
-  uint32_t entries, evictions, overwritten;  // by this block
-  union {
-    uint32_t claimed[kClaims];  // first: by a row, of the slots with this number modulo kClaims
-    Updates updates;
-  };
+  uint32_t sums[kPlannerWarps], widest[kPlannerWarps];  // of the rows of a warp
+  uint32_t found[kUpdaterWarps];                        // updates, by a warp
+  uint32_t entries, evictions;                          // by this block
+  uint32_t in_turn;                                     // 1: row after row, by one thread
+  bool is_last;                                         // of the blocks, to have its plan
+  uint32_t claimed[kClaims];                            // slots, each once, at or behind the place of its number
+  Updates updates;
 
-  // How many tokens row b adds, before and after its first bad token was found.
-  __device__ uint32_t tokens_of(uint32_t b) const { return first_bad[b] < count[b] ? 0 : count[b]; }
+  // What the updaters work with, while `added` is not known.
+  __device__ uint32_t tokens_of(uint32_t b) const { return first_bad[b] < given[b] ? 0 : given[b]; }
 };
 
 __device__ __forceinline__ const int32_t* row_tokens(const NgramInsertParams& p, int64_t b, uint32_t count) {
@@ -149,7 +161,7 @@ struct TokenBatch {
   __device__ void load(const NgramInsertParams& p, uint32_t begin, uint32_t cells) {
 #pragma unroll
     for (uint32_t k = 0; k < kTokens; ++k) {
-      const uint32_t cell = begin + k * kThreads;
+      const uint32_t cell = begin + k * kUpdaters;
       token[k] = cell < cells ? p.tokens[cell] : 0;
     }
   }
@@ -159,7 +171,7 @@ struct TokenBatch {
     for (uint32_t k = 0; k < kTokens; ++k) bad |= static_cast<uint32_t>(token[k] < 0) << k;
 #pragma unroll 1
     for (; bad != 0; bad &= bad - 1) {
-      const uint32_t cell = begin + (__ffs(static_cast<int>(bad)) - 1) * kThreads;
+      const uint32_t cell = begin + (__ffs(static_cast<int>(bad)) - 1) * kUpdaters;
       const auto width = static_cast<uint32_t>(p.width);
       atomicMin(&s.first_bad[cell / width], p.lengths == nullptr ? 0 : cell % width);
     }
@@ -176,7 +188,7 @@ __device__ __forceinline__ void count_accepted(const NgramInsertParams& p, int64
 __device__ __noinline__ void append_in_turn(const NgramInsertParams& p, NgramWork* work, const Plan& s) {
   const NgramView& v = p.index;
   for (int64_t b = 0; b < p.rows; ++b) {
-    const uint32_t tokens = s.count[b];
+    const uint32_t tokens = s.added[b];
     if (tokens == 0) continue;
     NgramSlot& stream = stream_of(p, work, s.slot[b]);
     if (p.is_document && p.is_first) {
@@ -213,7 +225,7 @@ __device__ __forceinline__ int write_block(const NgramInsertParams& p, const Pla
     const uint32_t middle = (b + high) / 2;
     (s.first_block[middle] <= n ? b : high) = middle;
   }
-  const uint32_t k = n - s.first_block[b], tokens = s.count[b], offset = s.start[b] % kNgramBlockTokens;
+  const uint32_t k = n - s.first_block[b], tokens = s.added[b], offset = s.start[b] % kNgramBlockTokens;
   const bool goes_on = s.goes_on[b],
              is_last = n + 1 == s.first_block[b] + (offset + tokens - 1) / kNgramBlockTokens + !goes_on;
   const int64_t token = int64_t{k + goes_on} * kNgramBlockTokens + lane - kHead - offset;
@@ -247,21 +259,20 @@ struct TokenUpdates {
     const NgramView& v = p.index;
     const uint32_t b = cells.row(cell), j = cells.token(cell), start = s.start[b], tokens = s.tokens_of(b);
     if (j >= tokens) return;
-    const int32_t* text = row_tokens(p, b, tokens);
+    const int32_t* text = row_tokens(p, b, tokens) + j;
+    const int32_t* tail = s.tail[b];
+    const uint32_t at = start + j;
     int32_t before[kNgramLongest];
 #pragma unroll
-    for (uint32_t i = 0; i < kNgramLongest; ++i) {
-      const int32_t given = i < j ? text[j - 1 - i] : 0;
-      const int32_t held = i < j ? 0 : s.tail[b][(start + j - 1 - i) % kNgramMaxMatch];
-      before[i] = i < j ? given : held;
-    }
+    for (uint32_t n = 1; n <= kNgramLongest; ++n)
+      before[n - 1] = n <= j ? text[-static_cast<int>(n)] : tail[(at - n) % kNgramMaxMatch];
     uint64_t keys[kNgramOrders];
     ngram_keys(s.scope[b], [&](int i) { return before[i - 1]; }, keys);
 #pragma unroll
     for (int order = 0; order < kNgramOrders; ++order) {
       const uint32_t set = ngram_set_of(v, keys[order]);
       tags[order] = ngram_tag(keys[order]);
-      if (start + j < 1u << order || (set & (gridDim.x - 1)) != blockIdx.x) continue;
+      if (at < 1u << order || (set & (gridDim.x - 1)) != blockIdx.x) continue;
       sets[order] = set;
       prefetch(v.sets[set]);
     }
@@ -287,9 +298,8 @@ __device__ __forceinline__ uint32_t position_of(const NgramInsertParams& p, cons
   return id << kNgramOffsetBits | at % kNgramBlockTokens;
 }
 
-// A set in the registers of eight lanes, one for each entry.
+// Sets in the registers of a warp, eight lanes each, one for each entry. All lanes of the warp go through all of it.
 struct SetLanes {
-  uint32_t mask;  // the lanes
   int way;
   uint32_t meta, newest, older[kNgramOlder];
   bool changed = false;
@@ -313,55 +323,59 @@ struct SetLanes {
 #pragma unroll
     for (int i = 0; i < kNgramOlder / 2; ++i) twos[i] = {older[2 * i], older[2 * i + 1]};
   }
-  // Whether this is the first lane for which `is` holds; `any`: whether one is.
-  __device__ bool is_first(bool is, bool& any) const {
-    const uint32_t which = __ballot_sync(mask, is) & mask;
-    any = which != 0;
-    return any && __ffs(static_cast<int>(which)) - 1 == lane_id();
+  // For which of the set's lanes `is` holds.
+  __device__ uint32_t which(bool is) const {
+    return __ballot_sync(kFullMask, is) >> (lane_id() - way) & ((1u << kNgramWays) - 1);
   }
+  __device__ bool is_first_of(uint32_t lanes) const { return __ffs(static_cast<int>(lanes)) - 1 == way; }
 
-  // ngram_update (append.h).
-  __device__ void update(const NgramView& v, uint32_t tag, uint32_t position, uint32_t& entries, uint32_t& evictions) {
-    bool any;
-    const bool hit = is_first((meta ^ tag) < 256, any);
-    if (any) {
-      if (!hit) return;
+  // ngram_update (append.h), where it is `wanted`.
+  __device__ void update(const NgramView& v, bool wanted, uint32_t tag, uint32_t position, uint32_t& entries,
+                         uint32_t& evictions) {
+    const uint32_t hits = which((meta ^ tag) < 256), empty = which((meta & 0xff) == 0);
+    const bool is_new = wanted && hits == 0, evicts = is_new && empty == 0;
+    uint32_t victims = empty;
+    if (__any_sync(kFullMask, evicts)) {
+      const uint32_t age = ngram_age(v, newest, position);
+      uint32_t oldest = age;
+#pragma unroll
+      for (int step = 1; step < kNgramWays; step *= 2) oldest = max(oldest, __shfl_xor_sync(kFullMask, oldest, step));
+      const uint32_t lanes = which(age == oldest);
+      if (evicts) victims = lanes;
+    }
+    if (wanted && is_first_of(hits)) {
 #pragma unroll
       for (int i = kNgramOlder - 1; i > 0; --i) older[i] = older[i - 1];
       older[0] = newest;
       newest = position;
       meta += (meta & 0xff) < 0xff;
       changed = true;
-      return;
     }
-    bool victim = is_first((meta & 0xff) == 0, any);
-    if (any) {
-      entries += victim;
-    } else {
-      const uint32_t age = ngram_age(v, newest, position);
-      victim = is_first(age == __reduce_max_sync(mask, age), any);
-      evictions += victim;
+    if (is_new && is_first_of(victims)) {
+      entries += !evicts;
+      evictions += evicts;
+      meta = tag | 1;
+      newest = position;
+      changed = true;
     }
-    if (!victim) return;
-    meta = tag | 1;
-    newest = position;
-    changed = true;
   }
 };
 
 // Applies a list of n in order, eight lanes a set.
 __device__ __forceinline__ void apply(const NgramInsertParams& p, const Plan& s, const Cells& cells, uint32_t n,
                                       uint32_t& entries, uint32_t& evictions) {
+  constexpr uint32_t kSets = kWarp / kNgramWays;  // of a warp
   const NgramView& v = p.index;
   const Updates& list = s.updates;
-  const int lane = lane_id(), way = lane % kNgramWays;
-  const uint32_t mask = 0xffu << (lane - way);
-  for (uint32_t i = threadIdx.x / kNgramWays; i < n; i += kThreads / kNgramWays) {
-    const uint32_t set = list.sets[i];
-    SetLanes own{.mask = mask, .way = way, .meta = 0, .newest = 0, .older = {}};
-    own.load(v.sets[set]);  // on its way while the list is looked through
+  const int way = lane_id() % kNgramWays;
+#pragma unroll 1
+  for (uint32_t begin = warp_id() * kSets; begin < n; begin += kUpdaterWarps * kSets) {
+    const uint32_t i = begin + lane_id() / kNgramWays, set = list.sets[i];  // none behind the last
+    SetLanes own{.way = way, .meta = 0, .newest = 0, .older = {}};
+    own.load(v.sets[i < n ? set : 0]);  // on its way while the list is looked through
     bool before = false, behind = false;
-    for (uint32_t at = way * 4; at < n; at += 4 * kNgramWays) {
+#pragma unroll 1
+    for (uint32_t at = way * 4; at < n; at += kWarp) {
       const uint4 four = reinterpret_cast<const uint4&>(list.sets[at]);
       const bool same[4] = {four.x == set, four.y == set, four.z == set, four.w == set};
 #pragma unroll
@@ -370,196 +384,134 @@ __device__ __forceinline__ void apply(const NgramInsertParams& p, const Plan& s,
         behind |= same[c] && at + c > i;
       }
     }
-    if ((__ballot_sync(mask, before) & mask) != 0) continue;  // the lanes of the first of its set do it
-    const bool alone = (__ballot_sync(mask, behind) & mask) == 0;
-    for (uint32_t next = i; next < n;) {
+    // The lanes of the first of its set do all that there are.
+    const bool is_first = own.which(before) == 0, is_last = own.which(behind) == 0;  // votes of all lanes
+    bool wanted = i < n && is_first, more = wanted && !is_last;
+    uint32_t next = i < n ? i : 0;
+#pragma unroll 1
+    while (true) {
       const uint32_t cell = list.cells[next];
-      own.update(v, list.tags[next], position_of(p, s, cells.row(cell), cells.token(cell)), entries, evictions);
-      if (alone) break;
-      uint32_t at = (next + 1) / kNgramWays * kNgramWays, which = 0;
-      for (; at < n; at += kNgramWays) {
-        const uint32_t j = at + way;
-        which = __ballot_sync(mask, j > next && j < n && list.sets[j] == set) >> (lane - way) & 0xff;
-        if (which != 0) break;
+      own.update(v, wanted, list.tags[next], position_of(p, s, cells.row(cell), cells.token(cell)), entries, evictions);
+      if (!__any_sync(kFullMask, more)) break;
+      wanted = false;
+      uint32_t at = (next + 1) / kNgramWays * kNgramWays;
+#pragma unroll 1
+      for (; __any_sync(kFullMask, more); at += kNgramWays) {
+        const uint32_t j = at + way, lanes = own.which(more && j > next && j < n && list.sets[j] == set);
+        if (lanes != 0) {
+          next = at + __ffs(static_cast<int>(lanes)) - 1;
+          wanted = true;
+        }
+        more = more && lanes == 0 && at + kNgramWays < n;
       }
-      next = which == 0 ? n : at + __ffs(static_cast<int>(which)) - 1;
+      more = wanted;
     }
-    own.store(v.sets[set]);
+    own.store(v.sets[i < n ? set : 0]);
   }
 }
 
+// What a row adds, and the blocks of the ring that it takes, in one sum.
+constexpr int kTokenBits = 17;  // blocks, fewer by 27 but for one a row, have the others
+static_assert(kNgramChunk < 1 << kTokenBits &&
+              kNgramChunk / kNgramBlockTokens + 2 * kNgramRows < 1 << (32 - kTokenBits));
+
 template <bool kIsRound>
-__global__ void __launch_bounds__(kThreads, 1) ngram_insert_kernel(const __grid_constant__ NgramInsertParams given) {
-  begin_kernel();
-  NgramInsertParams p = given;
-  if constexpr (kIsRound) {  // as insert_rows launches it: code that a round does not need is left out
-    p.is_document = p.is_first = false;
-    p.start = -1;
-    p.left = 0;
-  }
-  __shared__ Plan s;
+__device__ __forceinline__ Cells cells_of(const NgramInsertParams& p, const Plan& s) {
+  if constexpr (!kIsRound) return {.log_width = 31, .all = s.tokens_of(0)};
+  uint32_t widest = 1;
+#pragma unroll
+  for (const uint32_t of_warp : s.widest) widest = max(widest, of_warp);
+  const uint32_t log_width = kWarp - __clz(static_cast<int>(widest - 1));
+  return {.log_width = log_width, .all = static_cast<uint32_t>(p.rows) << log_width};
+}
+
+// What a planner does: finds where its row goes, and writes what is not the table.
+template <bool kIsRound>
+__device__ __forceinline__ void plan(const NgramInsertParams& p, const NgramInsertParams& given, Plan& s) {
   const NgramView& v = p.index;
   auto* const work = static_cast<NgramWork*>(p.work);
-  const auto i = threadIdx.x;
-  const int lane = lane_id(), warp = warp_id();
-  const auto rows = static_cast<uint32_t>(p.rows);
-  if (i < rows) s.first_bad[i] = kNgramNone;
-  if (i == 0) s.widest = s.entries = s.evictions = s.overwritten = 0;
-  __syncthreads();
-
-  // What is read before anything is known, all on its way together.
-  const auto given_cells = static_cast<uint32_t>(p.rows * p.width);
-  TokenBatch batch;
-  batch.load(p, i, given_cells);
-  constexpr uint32_t kTurns = kNgramRows * kTailParts / kThreads;
-  int64_t slots[kTurns];
-#pragma unroll
-  for (uint32_t turn = 0; turn < kTurns; ++turn) {
-    const uint32_t b = (turn * kThreads + i) / kTailParts;
-    slots[turn] = b < rows ? slot_of_row(p, b) : -1;
+  const auto rows = static_cast<uint32_t>(p.rows), i = threadIdx.x - kUpdaters;
+  const int lane = lane_id(), warp = warp_id() - kUpdaterWarps;
+  s.first_bad[i] = kNgramNone;
+  for (uint32_t claim = i; claim < kClaims; claim += kPlanners) s.claimed[claim] = kNgramNone;
+  if (i == 0) {
+    s.entries = s.evictions = 0;
+    s.in_turn = 0;
   }
-#pragma unroll
-  for (uint32_t turn = 0; turn < kTurns; ++turn) {
-    const uint32_t b = (turn * kThreads + i) / kTailParts, at = i % kTailParts * 4;
-    if (slots[turn] >= 0) copy_ahead(&s.tail[b][at], &stream_of(p, work, slots[turn]).tail[at]);
-  }
-  if (i == kThreads - 1) {
+  wait_at(kAll);
+  if (i == kPlanners - 1) {
     const uint64_t taken = v.header->blocks_taken;
     const uint32_t next = v.header->next_block;
     s.next = taken > 0 ? next : 1u << v.block_bits;  // ngram_next_id
     s.taken = taken;
   }
   Row row;
-  if (i < rows) {
-    row = find_row(p, work, i);
-    s.slot[i] = static_cast<uint32_t>(row.slot);
-    s.count[i] = row.count;
-    s.start[i] = row.start;
-    s.stream[i] = row.stream;
-    s.scope[i] = row.scope;
-  }
-  const uint32_t claim = static_cast<uint32_t>(row.slot) % kClaims;
-  if (row.count > 0) atomicExch(&s.claimed[claim], i);
-  if (warp < kRowWarps) {
-    const uint32_t widest = __reduce_max_sync(kFullMask, row.count);
-    if (lane == 0) atomicMax(&s.widest, widest);
-  }
-  batch.check(p, i, s);
-#pragma unroll 1
-  for (uint32_t begin = i + TokenBatch::kTokens * kThreads; begin < given_cells;
-       begin += TokenBatch::kTokens * kThreads) {
-    batch.load(p, begin, given_cells);
-    batch.check(p, begin, s);
-  }
-  arrived();
-  __syncthreads();
+  if (i < rows) row = find_row(p, work, i);
+  s.slot[i] = static_cast<uint32_t>(row.slot);
+  s.given[i] = row.count;
+  s.start[i] = row.start;
+  s.stream[i] = row.stream;
+  s.scope[i] = row.scope;
+  const uint32_t widest = __reduce_max_sync(kFullMask, row.count);
+  if (lane == 0) s.widest[warp] = widest;
+  wait_at(kAll);
 
-  // The last warps have the fewest updates, and take the first blocks.
-  const uint32_t first_block = blockIdx.x + (kWarps - 1 - warp) * gridDim.x;
+  const uint32_t first_block = blockIdx.x + warp * gridDim.x;
   if (lane == 0 && first_block < rows && first_block < v.num_blocks)  // as likely as not
     prefetch(v.blocks + (ngram_id_after(v, s.next, first_block) & ((1u << v.block_bits) - 1)));
-  Cells cells{.log_width = 31, .all = s.tokens_of(0)};
-  if constexpr (kIsRound) {
-    cells.log_width = s.widest > 1 ? kWarp - __clz(static_cast<int>(s.widest - 1)) : 0;
-    cells.all = rows << cells.log_width;
-  }
-
-  // The updates, tile after tile, while the plan is made.
-  TokenUpdates updates;
-  constexpr int kBits = 17;  // for tokens; blocks, fewer by 27 but for one a row, have the others
-  static_assert(kNgramChunk < 1 << kBits && kNgramChunk / kNgramBlockTokens + 2 * kNgramRows < 1 << (32 - kBits));
-  uint32_t last = kNgramNone, needed = 0, sum = 0, total = 0, others = 0;
-  uint32_t entries = 0, evictions = 0, listed = 0;
-  bool depends = false, in_turn = false;
-  for (uint32_t tile = 0;; tile += kThreads) {
-    updates.find(p, s, cells, tile + i);
-    const bool is_end = tile > 0 && tile >= cells.all;
-    if (listed > kEnough || is_end) {
-      apply(p, s, cells, listed, entries, evictions);
-      listed = 0;
-    }
-    if (is_end) break;
-
-    uint32_t before, all;
-    updates.count(before, all);
-    if (lane == 0) s.found[warp] = all;
-    if (tile == 0 && warp < kRowWarps) {
-      depends = row.count > 0 && !row.has_stream;
-      if (row.count > 0 && s.claimed[claim] != i)  // by another row: of this slot?
+  bool depends = row.count > 0 && !row.has_stream;
+  const auto slot = static_cast<uint32_t>(row.slot);
 #pragma unroll 1
-        for (uint32_t b = 0; b < rows; ++b) depends |= b != i && s.slot[b] == row.slot && s.count[b] > 0;
-      if (i < rows && (s.first_bad[i] < row.count || (p.lengths == nullptr && s.first_bad[i] == 0))) {
-        row.refused = true;
-        row.count = 0;
-      }
-      if (row.count > 0) {
-        if (row.id == row.block && row.owner == row.stream) last = row.block;
-        const bool goes_on = last != kNgramNone && row.start % kNgramBlockTokens != 0;
-        needed = (row.start % kNgramBlockTokens + row.count - 1) / kNgramBlockTokens + !goes_on;
-        s.last[i] = last;
-        s.goes_on[i] = goes_on;
-      }
-      sum = sum_up_to_lane(needed << kBits | row.count);
-      if (lane == kWarp - 1) s.sums[warp] = sum;
-    }
-    __syncthreads();
-
-    const uint32_t of_warp = lane < kWarps ? s.found[lane] : 0;
-    uint32_t at = listed + before + __reduce_add_sync(kFullMask, lane < warp ? of_warp : 0);
-    listed += __reduce_add_sync(kFullMask, of_warp);
+  for (uint32_t claim = slot, old = 0; row.count > 0 && old != kNgramNone && !depends; ++claim) {
+    old = atomicCAS(&s.claimed[claim % kClaims], kNgramNone, slot);
+    depends = old == slot;  // is another row's as well
+  }
+  if (i < rows && (s.first_bad[i] < row.count || (p.lengths == nullptr && s.first_bad[i] == 0))) {
+    row.refused = true;
+    row.count = 0;
+  }
+  const uint32_t last = row.id == row.block && row.owner == row.stream ? row.block : kNgramNone;
+  const uint32_t offset = row.start % kNgramBlockTokens;
+  const bool goes_on = last != kNgramNone && offset != 0;
+  const uint32_t needed = row.count == 0 ? 0 : (offset + row.count - 1) / kNgramBlockTokens + !goes_on;
+  s.added[i] = row.count;
+  s.last[i] = last;
+  s.goes_on[i] = goes_on;
+  uint32_t sum = sum_up_to_lane(needed << kTokenBits | row.count), total = 0;
+  if (lane == kWarp - 1) s.sums[warp] = sum;
+  wait_at(kOfPlanners);
+  // All that the plan reads has arrived.
+  const uint32_t others = i == 0 && gridDim.x > 1 ? atomicAdd(&work->planned, 1) : 0;
 #pragma unroll
-    for (int order = 0; order < kNgramOrders; ++order) {
-      if (updates.sets[order] == kNoSet) continue;
-      s.updates.sets[at] = updates.sets[order];
-      s.updates.tags[at] = updates.tags[order];
-      s.updates.cells[at++] = tile + i;
+  for (int w = 0; w < kPlannerWarps; ++w) {
+    sum += w < warp ? s.sums[w] : 0;
+    total += s.sums[w];
+  }
+  const uint32_t blocks = total >> kTokenBits, tokens = total % (1u << kTokenBits), mine = (sum >> kTokenBits) - needed;
+  s.first_block[i] = mine;
+  depends |= row.count > 0 && last != kNgramNone && distance(v, s.next, last) < blocks;
+  if (depends || blocks > v.num_blocks) atomicOr(&s.in_turn, 1);
+  wait_at(kAll);
+
+  const bool in_turn = s.in_turn != 0;
+  if (!in_turn) {
+    // The tokens that go into blocks that are there already.
+    const Cells cells = cells_of<kIsRound>(p, s);
+    const uint32_t most = kIsRound ? cells.all : min(cells.all, kNgramBlockTokens);
+    for (uint32_t cell = blockIdx.x * kPlanners + i; cell < most; cell += kPlanners * gridDim.x) {
+      const uint32_t b = cells.row(cell), j = cells.token(cell), at = s.start[b] % kNgramBlockTokens + j;
+      if (j >= s.added[b] || !s.goes_on[b] || at >= kNgramBlockTokens) continue;
+      v.blocks[s.last[b] & ((1u << v.block_bits) - 1)].tokens[at] = row_tokens(p, b, s.added[b])[j];
     }
-    if (i < 4) s.updates.sets[listed + i] = kNoSet;
-    if (tile == 0) {
-      total = 0;
-      for (int w = 0; w < kRowWarps; ++w) {
-        sum += w < warp ? s.sums[w] : 0;
-        total += s.sums[w];
-      }
-      if (i == 0 && gridDim.x > 1) others = atomicAdd(&work->planned, 1);  // all that the plan reads has arrived
-      const uint32_t blocks = total >> kBits;
-      depends |= row.count > 0 && last != kNgramNone && distance(v, s.next, last) < blocks;
-      depends |= blocks > v.num_blocks;
-      if (i < rows) {
-        s.count[i] = row.count;
-        s.first_block[i] = (sum >> kBits) - needed;
-      }
-    }
-    in_turn = __syncthreads_or(depends);
-    if (in_turn) break;
+    uint32_t gone = 0;
+    for (uint32_t n = first_block; n < blocks; n += kPlannerWarps * gridDim.x) gone += write_block(p, s, n);
+    if (lane == 0) count(v.header->held, -uint64_t{gone});
   }
 
-  entries = __reduce_add_sync(kFullMask, entries);
-  evictions = __reduce_add_sync(kFullMask, evictions);
-  const uint32_t blocks = total >> kBits, tokens = total % (1u << kBits);
-  uint32_t gone = 0;
-  for (uint32_t n = first_block; !in_turn && n < blocks; n += kWarps * gridDim.x) gone += write_block(p, s, n);
-  // The tokens that go into blocks that are there already.
-  const uint32_t most = kIsRound ? cells.all : min(cells.all, kNgramBlockTokens);
-  for (uint32_t cell = (blockIdx.x + 1) * kThreads - 1 - i; !in_turn && cell < most; cell += kThreads * gridDim.x) {
-    const uint32_t b = cells.row(cell), j = cells.token(cell), at = s.start[b] % kNgramBlockTokens + j;
-    if (j >= s.count[b] || !s.goes_on[b] || at >= kNgramBlockTokens) continue;
-    v.blocks[s.last[b] & ((1u << v.block_bits) - 1)].tokens[at] = row_tokens(p, b, s.count[b])[j];
-  }
-  if (lane == 0) {
-    if (entries > 0) atomicAdd(&s.entries, entries);
-    if (evictions > 0) atomicAdd(&s.evictions, evictions);
-    if (gone > 0) atomicAdd(&s.overwritten, gone);
-  }
-
-  // What plans are made from.
-  const bool is_last = __syncthreads_or(i == 0 && others == gridDim.x - 1);
-  if (i == 0) {
-    count(v.header->entries, s.entries);
-    count(v.header->evictions, s.evictions);
-    count(v.header->held, -uint64_t{s.overwritten});
-  }
-  if (!is_last) return;
+  // What plans are made from, by the block that is the last to have its own.
+  if (i == 0) s.is_last = others == gridDim.x - 1;
+  wait_at(kOfPlanners);
+  if (!s.is_last) return;
   if (i == 0) work->planned = 0;
   if (row.refused) count(v.header->refused, 1);
   if (in_turn) {
@@ -575,17 +527,17 @@ __global__ void __launch_bounds__(kThreads, 1) ngram_insert_kernel(const __grid_
     }
     stream.length = row.start + row.count;
     if (needed > 0) {
-      const uint32_t first = s.first_block[i];
-      if (last != kNgramNone) v.blocks[last & ((1u << v.block_bits) - 1)].next = ngram_id_after(v, s.next, first);
-      stream.block = ngram_id_after(v, s.next, first + needed - 1);
+      if (last != kNgramNone) v.blocks[last & ((1u << v.block_bits) - 1)].next = ngram_id_after(v, s.next, mine);
+      stream.block = ngram_id_after(v, s.next, mine + needed - 1);
     }
     count_accepted(p, i, row.count);
   }
-  for (uint32_t t = i; t < rows * kNgramWays; t += kThreads) {
-    const uint32_t b = t / kNgramWays, all = s.count[b];
-    for (uint32_t k = t % kNgramWays; k < all && k < kNgramMaxMatch; k += kNgramWays)
-      stream_of(p, work, s.slot[b]).tail[(s.start[b] + all - 1 - k) % kNgramMaxMatch] =
-          row_tokens(p, b, all)[all - 1 - k];
+  constexpr uint32_t kTogether = 8;  // tokens of a row
+  for (uint32_t t = i; t < rows * kTogether; t += kPlanners) {
+    const uint32_t b = t / kTogether, added = s.added[b];
+    for (uint32_t k = t % kTogether; k < added && k < kNgramMaxMatch; k += kTogether)
+      stream_of(p, work, s.slot[b]).tail[(s.start[b] + added - 1 - k) % kNgramMaxMatch] =
+          row_tokens(p, b, added)[added - 1 - k];
   }
   if (i == 0) {
     NgramHeader& header = *v.header;
@@ -596,6 +548,105 @@ __global__ void __launch_bounds__(kThreads, 1) ngram_insert_kernel(const __grid_
     count(header.inserted, tokens);
     count(header.held, tokens);
   }
+}
+
+// What an updater does: finds the updates of the block's own sets, tile after tile, and applies them.
+template <bool kIsRound>
+__device__ __forceinline__ void update(const NgramInsertParams& p, Plan& s) {
+  const NgramView& v = p.index;
+  auto* const work = static_cast<NgramWork*>(p.work);
+  const auto rows = static_cast<uint32_t>(p.rows), all_cells = static_cast<uint32_t>(p.rows * p.width);
+  const uint32_t i = threadIdx.x;
+  const int lane = lane_id(), warp = warp_id();
+
+  // Tokens and tails, all on their way together.
+  TokenBatch batch;
+  batch.load(p, i, all_cells);
+  wait_at(kAll);  // for what the planners clear, who do not wait for memory before
+  constexpr uint32_t kTurns = kNgramRows * kTailParts / kUpdaters;
+  int64_t slots[kTurns];
+#pragma unroll
+  for (uint32_t turn = 0; turn < kTurns; ++turn) {
+    const uint32_t b = (turn * kUpdaters + i) / kTailParts;
+    slots[turn] = b < rows ? slot_of_row(p, b) : -1;
+  }
+#pragma unroll
+  for (uint32_t turn = 0; turn < kTurns; ++turn) {
+    const uint32_t b = (turn * kUpdaters + i) / kTailParts, at = i % kTailParts * 4;
+    if (slots[turn] >= 0) copy_ahead(&s.tail[b][at], &stream_of(p, work, slots[turn]).tail[at]);
+  }
+  batch.check(p, i, s);
+#pragma unroll 1
+  for (uint32_t begin = i + TokenBatch::kTokens * kUpdaters; begin < all_cells;
+       begin += TokenBatch::kTokens * kUpdaters) {
+    batch.load(p, begin, all_cells);
+    batch.check(p, begin, s);
+  }
+  arrived();
+  wait_at(kAll);
+
+  const Cells cells = cells_of<kIsRound>(p, s);
+  TokenUpdates found;
+  uint32_t entries = 0, evictions = 0, listed = 0;
+#pragma unroll 1
+  for (uint32_t tile = 0;; tile += kUpdaters) {
+    found.find(p, s, cells, tile + i);
+    const bool is_end = tile > 0 && tile >= cells.all;
+    if (listed > kEnough || is_end) {
+      apply(p, s, cells, listed, entries, evictions);
+      listed = 0;
+    }
+    if (is_end) break;
+
+    uint32_t before, all;
+    found.count(before, all);
+    if (lane == 0) s.found[warp] = all;
+    wait_at(kOfUpdaters);
+    const uint32_t of_warp = lane < kUpdaterWarps ? s.found[lane] : 0;
+    uint32_t at = listed + before + __reduce_add_sync(kFullMask, lane < warp ? of_warp : 0);
+    listed += __reduce_add_sync(kFullMask, of_warp);
+#pragma unroll
+    for (int order = 0; order < kNgramOrders; ++order) {
+      if (found.sets[order] == kNoSet) continue;
+      s.updates.sets[at] = found.sets[order];
+      s.updates.tags[at] = found.tags[order];
+      s.updates.cells[at++] = tile + i;
+    }
+    if (i < kWarp) s.updates.sets[listed + i] = kNoSet;
+    if (tile > 0) {
+      wait_at(kOfUpdaters);
+    } else {
+      wait_at(kAll);
+      if (s.in_turn != 0) return;
+    }
+  }
+  entries = __reduce_add_sync(kFullMask, entries);
+  evictions = __reduce_add_sync(kFullMask, evictions);
+  if (lane == 0) {
+    if (entries > 0) atomicAdd(&s.entries, entries);
+    if (evictions > 0) atomicAdd(&s.evictions, evictions);
+  }
+  wait_at(kOfUpdaters);
+  if (i == 0) {
+    count(v.header->entries, s.entries);
+    count(v.header->evictions, s.evictions);
+  }
+}
+
+template <bool kIsRound>
+__global__ void __launch_bounds__(kThreads, 1) ngram_insert_kernel(const __grid_constant__ NgramInsertParams given) {
+  begin_kernel();
+  __shared__ Plan s;
+  NgramInsertParams p = given;
+  if constexpr (kIsRound) {  // what a round never is: code that it does not need takes time too
+    p.is_document = p.is_first = false;
+    p.start = -1;
+    p.left = 0;
+  }
+  if (warp_id() < kUpdaterWarps)
+    update<kIsRound>(p, s);
+  else
+    plan<kIsRound>(p, given, s);
 }
 
 constexpr int kBeginThreads = 256;
