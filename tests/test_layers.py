@@ -25,7 +25,9 @@ def check(got: torch.Tensor, want: torch.Tensor, factor: float = 1) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("rows", "width"), [(1, 1), (3, 7), (5, 64), (2, 4096), (1, 20000), (0, 8)])
+@pytest.mark.parametrize(
+    ("rows", "width"), [(1, 1), (3, 7), (5, 64), (2, 4096), (1, 20000), (0, 8), (1100, 72), (1100, 5000)]
+)
 @pytest.mark.parametrize("add", [False, True])
 def test_norm_rows(rows: int, width: int, add: bool, dtype: torch.dtype, device: torch.device) -> None:
     x, residual = (torch.randn(rows, width, device=device).to(dtype) for _ in range(2))
@@ -37,6 +39,7 @@ def test_norm_rows(rows: int, width: int, add: bool, dtype: torch.dtype, device:
         check(out, want)
 
 
+@pytest.mark.sanitize
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_norm_rows_of_strided_rows_and_in_place(dtype: torch.dtype, device: torch.device) -> None:
     wide = torch.randn(4, 200, device=device).to(dtype)
@@ -204,6 +207,7 @@ def test_rotate_qkv_of_strided_heads_rounds_for_8_bit_pools(device: torch.device
         assert_same_bytes(pool, expected.cpu())
 
 
+@pytest.mark.sanitize
 def test_rotate_qkv_marks_what_it_cannot_write(device: torch.device) -> None:
     table, num_pages = page_table(5, 2)
     table[1, 1] = -1

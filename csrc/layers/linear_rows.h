@@ -26,4 +26,7 @@ void linear_rows_cpu(const LinearRowsParams& p);
 void linear_rows_cuda(const LinearRowsParams& p, Stream stream);
 void wgmma_linear_rows(const LinearRowsParams& p, Stream stream);  // where the device has wgmma
 
+// Whether the CUDA device that is current has it, and this build its instructions.
+bool has_wgmma();
+
 }  // namespace specdec

@@ -1,6 +1,7 @@
 // One block a row, whose threads hold what they read until the sum of squares is known. Reads x, residual and the
-// weight and writes sum and result once. With few rows it is latency that counts, and a thread has no more than one or
-// two 16-byte reads of each; with many, fewer threads with more reads on the way wait less for each other.
+// weight and writes sum and result once, the reads all on their way before one is looked at. With few rows it is
+// latency that counts, and a thread has one 16-byte read of each; with many, fewer threads with two wait less for each
+// other. Registers are kept so few that a multiprocessor has 1024 threads or more.
 #include <algorithm>
 
 #include "core/cuda.cuh"
@@ -11,7 +12,6 @@ namespace specdec {
 namespace {
 
 constexpr int kMaxThreads = 512;
-constexpr int kHeld = 4;  // packs of a thread; those of longer rows are read twice
 
 __device__ __forceinline__ float block_sum(float x) {
   __shared__ float sums[kMaxThreads / kWarp];
@@ -23,8 +23,9 @@ __device__ __forceinline__ float block_sum(float x) {
   return x;
 }
 
-template <class T, int N>
-__global__ void __launch_bounds__(kMaxThreads) norm_rows_kernel(NormRowsParams p) {
+// kHeld: packs that a thread holds; the others of longer rows are read twice.
+template <class T, int N, int kHeld>
+__global__ void __launch_bounds__(kMaxThreads, kHeld == 1 ? 3 : 2) norm_rows_kernel(NormRowsParams p) {
   using P = Pack<T, N>;
   begin_kernel();
   const int64_t row = blockIdx.x;
@@ -36,36 +37,41 @@ __global__ void __launch_bounds__(kMaxThreads) norm_rows_kernel(NormRowsParams p
   const int packs = static_cast<int>(p.width / N), threads = static_cast<int>(blockDim.x);
 
   // The sum as it is stored, which is what is normalised.
-  const auto read = [&](int i) {
-    P value = x[i];
-    if (!p.residual) return value;
+  const auto add = [](P& value, const P& more) {
     float a[N], b[N];
     unpack(value, a);
-    unpack(residual[i], b);
+    unpack(more, b);
 #pragma unroll
     for (int n = 0; n < N; ++n) a[n] += b[n];
-    return pack_of<T>(a);
+    value = pack_of<T>(a);
+  };
+  const auto read = [&](int i) {
+    P value = x[i];
+    if (p.residual) add(value, residual[i]);
+    return value;
   };
   float squares = 0;
-  const auto add = [&](const P& pack) {
+  const auto square = [&](const P& pack) {
     float a[N];
     unpack(pack, a);
 #pragma unroll
     for (int n = 0; n < N; ++n) squares += a[n] * a[n];
   };
-  P held[kHeld], weights[kHeld];
+  // All that is held is on its way before any of it is looked at.
+  P held[kHeld], more[kHeld], weights[kHeld];
+  const auto each_held = [&](auto&& use) {
 #pragma unroll
-  for (int h = 0; h < kHeld; ++h) {
-    const int i = threadIdx.x + h * threads;
-    if (i < packs) {
-      held[h] = read(i);
-      weights[h] = weight[i];
+    for (int h = 0; h < kHeld; ++h) {
+      const int i = static_cast<int>(threadIdx.x) + h * threads;
+      if (i < packs) use(h, i);
     }
-  }
-#pragma unroll
-  for (int h = 0; h < kHeld; ++h)
-    if (static_cast<int>(threadIdx.x) + h * threads < packs) add(held[h]);
-  for (int i = threadIdx.x + kHeld * threads; i < packs; i += threads) add(read(i));
+  };
+  each_held([&](int h, int i) { held[h] = x[i]; });
+  if (p.residual) each_held([&](int h, int i) { more[h] = residual[i]; });
+  each_held([&](int h, int i) { weights[h] = weight[i]; });
+  if (p.residual) each_held([&](int h, int) { add(held[h], more[h]); });
+  each_held([&](int h, int) { square(held[h]); });
+  for (int i = threadIdx.x + kHeld * threads; i < packs; i += threads) square(read(i));
 
   const float scale = rsqrtf(block_sum(squares) / static_cast<float>(p.width) + p.eps);
   const auto write = [&](int i, const P& pack, const P& factor) {
@@ -77,11 +83,7 @@ __global__ void __launch_bounds__(kMaxThreads) norm_rows_kernel(NormRowsParams p
     if (p.residual) sum[i] = pack;
     out[i] = pack_of<T>(a);
   };
-#pragma unroll
-  for (int h = 0; h < kHeld; ++h) {
-    const int i = threadIdx.x + h * threads;
-    if (i < packs) write(i, held[h], weights[h]);
-  }
+  each_held([&](int h, int i) { write(i, held[h], weights[h]); });
   for (int i = threadIdx.x + kHeld * threads; i < packs; i += threads) write(i, read(i), weight[i]);
 }
 
@@ -89,17 +91,17 @@ __global__ void __launch_bounds__(kMaxThreads) norm_rows_kernel(NormRowsParams p
 
 void norm_rows_cuda(const NormRowsParams& p, Stream stream) {
   with_float_type(p.dtype, [&]<class T>() {
-    const auto start = [&]<int N>() {
-      const int64_t packs = p.width / N;
-      const int64_t held = p.rows > 2 * current_device("norm_rows").multiprocessors ? kHeld : 1;
-      const int64_t warps = (packs + held * kWarp - 1) / (held * kWarp);
+    const auto start = [&]<int N, int kHeld>() {
+      const int64_t warps = (p.width / N + kHeld * kWarp - 1) / (kHeld * kWarp);
       const auto threads = static_cast<unsigned>(std::min<int64_t>(warps * kWarp, kMaxThreads));
-      launch("norm_rows", norm_rows_kernel<T, N>, {.grid = grid_x("norm_rows", p.rows), .threads = threads}, stream, p);
+      launch("norm_rows", norm_rows_kernel<T, N, kHeld>, {.grid = grid_x("norm_rows", p.rows), .threads = threads},
+             stream, p);
     };
-    if (p.wide)
-      start.template operator()<16 / sizeof(T)>();
-    else
-      start.template operator()<1>();
+    const auto of_pack = [&]<int N>() {
+      const bool many = p.rows > 3 * current_device("norm_rows").multiprocessors;
+      many ? start.template operator()<N, 2>() : start.template operator()<N, 1>();
+    };
+    p.wide ? of_pack.template operator()<16 / sizeof(T)>() : of_pack.template operator()<1>();
   });
 }
 

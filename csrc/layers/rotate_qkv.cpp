@@ -47,8 +47,9 @@ void rotate_qkv(CallStream stream, const TensorView& qkv, const TensorView& rota
   write.v = from_head(Hq + H);
   write.q_len = Q;
   write.head_bytes = D * item_bytes(qkv);
-  // Of pairs of numbers in the 16-bit dtypes: what a lane of the kernel reads and writes at once.
-  write.unit = copy_unit({&qkv, &k_pool, &v_pool, &out_q});
+  // What a lane of the kernel reads and writes at once.
+  write.unit =
+      copy_unit({&qkv, &k_pool, &v_pool, &out_q, &rotations, q_norm ? &*q_norm : &qkv, k_norm ? &*k_norm : &qkv});
   const RotateQkvParams params{
       .write = write,
       .q = heads,

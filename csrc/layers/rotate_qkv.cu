@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kWarps* kWarp)
     rotate_qkv_kernel(RotateQkvParams p, cutlass::FastDivmod q_len, cutlass::FastDivmod page_size) {
   begin_kernel();
   const WriteKvParams& w = p.write;
-  constexpr int N = kNumbers, half = D / 2;
+  constexpr int N = kNumbers, half = D / 2, kFloatsAtOnce = U > 1 ? 4 : 1;
   const int row = blockIdx.x, head = blockIdx.y * kHeads<D> + threadIdx.x / kLanes<D>, lane = threadIdx.x % kLanes<D>;
   const int query_heads = static_cast<int>(p.query_heads), heads = static_cast<int>(w.heads);
   if (head >= query_heads + 2 * heads) return;
@@ -64,6 +64,12 @@ __global__ void __launch_bounds__(kWarps* kWarp)
   float x[N], y[N];
   read<N, U>(from, x);
   read<N, U>(from + half, y);
+  float cosine[N], sine[N];
+  if (!is_value) {
+    const float* const rotation = rotation_of(p, p.positions[row]) + lane * N;
+    read<N, kFloatsAtOnce>(rotation, cosine);
+    read<N, kFloatsAtOnce>(rotation + half, sine);
+  }
 
   char* to;
   RowsToWrite r;
@@ -84,13 +90,6 @@ __global__ void __launch_bounds__(kWarps* kWarp)
   }
 
   if (!is_value) {
-    const float* const rotation = rotation_of(p, p.positions[row]) + lane * N;
-    float cosine[N], sine[N];
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-      cosine[n] = rotation[n];
-      sine[n] = rotation[half + n];
-    }
     if (const T* const norm = static_cast<const T*>(is_query ? p.q_norm : p.k_norm)) {
       float squares = 0;
 #pragma unroll
@@ -100,10 +99,13 @@ __global__ void __launch_bounds__(kWarps* kWarp)
 #pragma unroll
       for (int step = kLanes<D> / 2; step > 0; step /= 2) squares += __shfl_xor_sync(lanes, squares, step);
       const float scale = rsqrtf(squares / (2 * half) + p.eps);
+      float low[N], high[N];
+      read<N, U>(norm + lane * N, low);
+      read<N, U>(norm + half + lane * N, high);
 #pragma unroll
       for (int n = 0; n < N; ++n) {
-        x[n] *= scale * to_float(norm[lane * N + n]);
-        y[n] *= scale * to_float(norm[half + lane * N + n]);
+        x[n] *= scale * low[n];
+        y[n] *= scale * high[n];
       }
     }
 #pragma unroll

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from ..ops import norm_rows
 from .attention import KvPools, Rows, attach_pools, resize_pools
-from .layers import Layer, product_of, rotations_of
+from .layers import Layer, embedded, product_of, rotations_of
 
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 SUPPORTED_HEAD_DIMS = (64, 128, 256)
@@ -109,7 +109,7 @@ class CausalLM:
     def forward(self, tokens: Tensor, positions: Tensor, rows: Rows) -> Tensor:
         """Hidden states [B, Q, H] after the final norm, of tokens [B, Q] rotated at positions [B, Q]."""
         norms = [*(layer.input_norm for layer in self._layers), self.model.model.norm]
-        x, residual = self.embedding(tokens).flatten(0, 1), None
+        x, residual = embedded(self.embedding, tokens).flatten(0, 1), None
         entering = []  # each layer's states, and that entering the final norm
         for layer, norm in zip([*self._layers, None], norms, strict=True):
             normed, state = norm_rows(x, norm.weight, norm.variance_epsilon, residual=residual)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from transformers import LlamaConfig
@@ -11,6 +11,13 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from .attention import KvPools, Rows, attach_pools, resize_pools
 from .causal_lm import SUPPORTED_HEAD_DIMS, CausalLM, head_dim_of
 from .layers import Layer, rotations_of
+
+
+class HeadOutput(NamedTuple):
+    """Of each row [B, Q, H]."""
+
+    hidden: Tensor  # the feature of a recursive row
+    normed: Tensor  # what `logits` takes
 
 
 class DraftHead(nn.Module):
@@ -51,8 +58,8 @@ class DraftHead(nn.Module):
         """One feature [..., H] from the target's states side by side [..., n * H]."""
         raise NotImplementedError
 
-    def forward(self, tokens: Tensor, features: Tensor, positions: Tensor, rows: Rows) -> Tensor:
-        """Output [B, Q, H], which is the feature of a recursive row.
+    def forward(self, tokens: Tensor, features: Tensor, positions: Tensor, rows: Rows) -> HeadOutput:
+        """The head's one layer.
 
         Args:
             tokens: [B, Q]. features: [B, Q, H], joined from the target's or the head's own output.
@@ -60,8 +67,8 @@ class DraftHead(nn.Module):
         """
         raise NotImplementedError
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[..., Vd] from outputs of `forward`."""
+    def logits(self, normed: Tensor) -> Tensor:
+        """[..., Vd] from [..., H]."""
         raise NotImplementedError
 
 

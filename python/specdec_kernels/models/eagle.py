@@ -17,8 +17,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from .attention import Rows
 from .causal_lm import CausalLM
 from .checkpoint import load_tensors, local_folder
-from .draft_head import AttentionParameters, DraftHead, check_head, load_parameters
-from .layers import normed, product_of
+from .draft_head import AttentionParameters, DraftHead, HeadOutput, check_head, load_parameters
+from .layers import embedded, normed, product_of
 
 
 class EagleLayer(nn.Module):
@@ -54,14 +54,15 @@ class EagleHead(DraftHead):
         """The state after the target's final norm [..., H], from the one before it."""
         return normed(self._target.model.model.norm, features)
 
-    def forward(self, tokens: Tensor, features: Tensor, positions: Tensor, rows: Rows) -> Tensor:
-        pairs = torch.cat([self.embed_tokens(tokens), features], dim=-1)
+    def forward(self, tokens: Tensor, features: Tensor, positions: Tensor, rows: Rows) -> HeadOutput:
+        pairs = torch.cat([embedded(self.embed_tokens, tokens), features], dim=-1)
         state = product_of(self.fc)(pairs.flatten(0, 1))
         x, hidden = self._layer(state, state, positions, self.rotations, rows)
-        return (hidden + x).view(*tokens.shape, -1)
+        hidden = (hidden + x).view(*tokens.shape, -1)
+        return HeadOutput(hidden, hidden)  # it stands for the target's normed state
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self._target.logits(hidden)
+    def logits(self, normed: Tensor) -> Tensor:
+        return self._target.logits(normed)
 
 
 def load_eagle(source: str | Path | nn.Module, target: CausalLM, *, num_pages: int, page_size: int) -> EagleHead:

@@ -19,8 +19,8 @@ from ..ops import norm_rows
 from .attention import Rows
 from .causal_lm import CausalLM
 from .checkpoint import load_tensors, local_folder
-from .draft_head import AttentionParameters, DraftHead, check_head, load_parameters
-from .layers import normed, product_of
+from .draft_head import AttentionParameters, DraftHead, HeadOutput, check_head, load_parameters
+from .layers import embedded, product_of
 
 
 def feature_layers(config: Any, num_target_layers: int) -> tuple[int, ...]:
@@ -64,21 +64,21 @@ class Eagle3Head(DraftHead):
     def join(self, features: Tensor) -> Tensor:
         return product_of(self.fc)(features)
 
-    def forward(self, tokens: Tensor, features: Tensor, positions: Tensor, rows: Rows) -> Tensor:
-        """The output is the one before the head's final norm."""
+    def forward(self, tokens: Tensor, features: Tensor, positions: Tensor, rows: Rows) -> HeadOutput:
         layer, features = self._layer, features.flatten(0, 1)
         width = features.shape[-1]
         both = features.new_empty(len(features), 2 * width)
         for x, norm, out in (
-            (self.embed_tokens(tokens).flatten(0, 1), self.midlayer.input_layernorm, both[:, :width]),
+            (embedded(self.embed_tokens, tokens).flatten(0, 1), self.midlayer.input_layernorm, both[:, :width]),
             (features, self.midlayer.hidden_norm, both[:, width:]),
         ):
             norm_rows(x, norm.weight, norm.variance_epsilon, out=out)
-        x, hidden = layer(both, features, positions, self.rotations, rows)
-        return (hidden + x).view(*tokens.shape, -1)
+        x, state = layer(both, features, positions, self.rotations, rows)
+        normed, hidden = norm_rows(x, self.norm.weight, self.norm.variance_epsilon, residual=state)
+        return HeadOutput(hidden.view(*tokens.shape, -1), normed.view(*tokens.shape, -1))
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return product_of(self.lm_head)(normed(self.norm, hidden))
+    def logits(self, normed: Tensor) -> Tensor:
+        return product_of(self.lm_head)(normed)
 
 
 def eagle3_config_of(head: str | Path | nn.Module) -> Any:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ...models.attention import Rows
-from ...models.draft_head import DraftHead
+from ...models.draft_head import DraftHead, HeadOutput
 from ...ops import Accepted
 from ..prefill import Prefill
 from ..state import SlotState
-from .model import ModelDraft, last_valid, positions_from
+from .model import ModelDraft
 
 
 class EagleDraft(ModelDraft):
@@ -34,35 +33,33 @@ class EagleDraft(ModelDraft):
         self.head.resize_pools(num_pages)
 
     def start(self, slots: Tensor) -> Tensor:
-        return self.last_hidden[slots].repeat_interleave(self.topk, dim=0)
+        return self.last_hidden[slots[:, None].expand(-1, self.topk)].flatten(0, 1)
 
     def step(self, tokens: Tensor, positions: Tensor, feature: Tensor | None, rows: Rows) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         assert feature is not None
-        batch, k = tokens.shape
-        hidden = self.head(tokens, feature.view(batch, k, -1), positions, rows).flatten(0, 1)
-        return self.head.logits(hidden), hidden
+        hidden, normed = self.head(tokens, feature.view(*tokens.shape, -1), positions, rows)
+        return self.head.logits(normed).flatten(0, 1), hidden.flatten(0, 1)
 
     def prefill(self, prefill: Prefill, features: Tensor | None) -> None:
         assert features is not None
-        hidden = self.head(prefill.next_tokens, self.head.join(features), prefill.positions, prefill.rows)
-        self._keep(prefill.slots, hidden.flatten(0, 1)[prefill.last_rows])
+        output = self.head(prefill.next_tokens, self.head.join(features), prefill.positions, prefill.rows)
+        self._keep(prefill.slots.long(), output, prefill.last_rows)
 
     def extend(
         self, slots: Tensor, accepted: Accepted, num_valid: Tensor, features: Tensor | None, num_nodes: int
     ) -> None:
         assert features is not None
         # Gather before `fc`: S rows instead of N. Padded rows repeat a real one and are written nowhere.
-        tokens, path = accepted.tokens[:, :num_nodes].clamp(min=0), accepted.path[:, :num_nodes].long()
-        features = self.head.join(features.gather(1, path[:, :, None].expand(-1, -1, features.shape[-1])))
+        tokens, path = accepted.tokens[:, :num_nodes].clamp(min=0), accepted.path[:, :num_nodes]
+        features = self.head.join(features.flatten(0, 1)[self.rows_of(path, num_nodes)])
         width = tokens.shape[1]
         before = self.state.seq_lens_before
         rows = self.state.rows(slots, before, tail_len=width, num_valid=num_valid)
-        hidden = self.head(tokens, features, positions_from(before[slots], width), rows)
-        self._keep(slots, last_valid(hidden, num_valid), num_valid > 0)
+        output = self.head(tokens, features, self.positions_from(before[slots], width), rows)
+        self._keep(self.rows_to_keep(slots, num_valid), output, self.last_valid(num_valid, width))
 
-    def _keep(self, slots: Tensor, hidden: Tensor, valid: Tensor | None = None) -> None:
-        """Row [B, H] becomes the slots' draft state: its own children, and the feature they share."""
-        self.set_root_children(slots, self.head.logits(hidden), valid)
-        self.last_hidden[slots] = (
-            hidden if valid is None else torch.where(valid[:, None], hidden, self.last_hidden[slots])
-        )
+    def _keep(self, rows: Tensor, output: HeadOutput, last: Tensor) -> None:
+        """The output at rows `last` [B] becomes the draft state: its children, and the feature they share."""
+        hidden, normed = (x.flatten(0, 1)[last] for x in output)
+        self.set_root_children(rows, self.head.logits(normed))
+        self.last_hidden[rows] = hidden

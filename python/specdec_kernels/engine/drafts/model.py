@@ -15,22 +15,11 @@ from .base import Draft, DrawnFrom
 SEED_OF_ROUND = -0x61C8864680B583EB  # odd, 2^64 over the golden ratio: far from what seeds differ by
 
 
-def last_valid(hidden: Tensor, num_valid: Tensor) -> Tensor:
-    """Row num_valid[b] - 1 of each request, [B, H] from [B, Q, H]; row 0 where nothing is valid."""
-    last = (num_valid.long() - 1).clamp(min=0)[:, None, None].expand(-1, 1, hidden.shape[-1])
-    return hidden.gather(1, last)[:, 0]
-
-
-def positions_from(starts: Tensor, width: int) -> Tensor:
-    """starts[b] and the positions behind it, [B, width]."""
-    return starts[:, None] + torch.arange(width, dtype=torch.int32, device=starts.device)
-
-
 class ModelDraft(Draft):
     """The loop that EAGLE heads and standalone models share; they supply `step` and feed `set_root_children`.
 
     Draft state, per slot: the root's k best children (ids, log-probabilities), ready before the round starts. One row
-    more, behind the slots, is what empty rows of a batch (slot -1) read and write.
+    more, behind the slots, is what empty rows of a batch (slot -1) read, and rows that have nothing to keep write.
 
     With `draws` (and k = 1) children of requests that sample are drawn, for `verify_tree` to accept or reject as a
     block. Then the root's logits are kept instead, and its child is drawn in the round, where the request's parameters
@@ -47,6 +36,11 @@ class ModelDraft(Draft):
         slots, device = len(state.seq_lens), state.seq_lens.device
         self.child_ids = torch.zeros(slots + 1, topk, dtype=torch.int32, device=device)
         self.child_logprobs = torch.full((slots + 1, topk), -torch.inf, device=device)
+        most = max(self.accept_width, num_nodes)  # tokens of a round, when others draft as well
+        self._columns = torch.arange(most, dtype=torch.int32, device=device)
+        widths = torch.arange(most + 1, device=device)
+        self._first = widths[:, None] * torch.arange(slots, device=device)
+        self._before_first = self._first - 1
         rows = torch.arange(-1, num_nodes - 1, dtype=torch.int32, device=device)  # node i is drawn from row i - 1
         self._draft_rows = rows.where(rows < num_steps, -1).repeat(slots, 1)
 
@@ -74,17 +68,28 @@ class ModelDraft(Draft):
         """Logits [B * k, Vd] of frontier nodes [B, k], and their own features [B * k, ...]."""
         raise NotImplementedError
 
-    def set_root_children(self, slots: Tensor, logits: Tensor, valid: Tensor | None = None) -> None:
-        """Rank or keep logits [B, Vd] as the slots' draft state; rows with `valid` [B] false keep theirs."""
+    def positions_from(self, starts: Tensor, width: int) -> Tensor:
+        """starts[b] and the positions behind it, [B, width]."""
+        return starts[:, None] + self._columns[:width]
+
+    def rows_of(self, path: Tensor, width: int) -> Tensor:
+        """Row path[b, j] of each request's `width`, among all B * width."""
+        return path + self._first[width, : len(path), None]
+
+    def last_valid(self, num_valid: Tensor, width: int) -> Tensor:
+        """[B], of B * width rows: the last valid one of each request. One that has none names any row."""
+        return num_valid + self._before_first[width, : len(num_valid)]
+
+    def rows_to_keep(self, slots: Tensor, num_valid: Tensor) -> Tensor:
+        """[B] int64: the draft state's row of each slot; where nothing is valid, the one behind them."""
+        return torch.where(num_valid > 0, slots, -1).long()
+
+    def set_root_children(self, rows: Tensor, logits: Tensor) -> None:
+        """Rank or keep logits [B, Vd] as these rows of the draft state."""
         if self.draws:
-            self.root_logits[slots] = logits if valid is None else logits.where(valid[:, None], self.root_logits[slots])
+            self.root_logits[rows] = logits
             return
-        ids, logprobs = select_topk(logits, self.topk, id_map=self.id_map)
-        if valid is not None:
-            ids = torch.where(valid[:, None], ids, self.child_ids[slots])
-            logprobs = torch.where(valid[:, None], logprobs, self.child_logprobs[slots])
-        self.child_ids[slots] = ids
-        self.child_logprobs[slots] = logprobs
+        self.child_ids[rows], self.child_logprobs[rows] = select_topk(logits, self.topk, id_map=self.id_map)
 
     def propose(self, slots: Tensor, num_nodes: int) -> Tree:
         self.drawn_from = None
@@ -156,7 +161,7 @@ class ModelDraft(Draft):
                 slots=slots,
                 position_offset=self.position_offset,
             )
-            if feature is not None:
+            if feature is not None and k > 1 and step < num_steps:  # a chain's rows stay where they are
                 feature = feature[parent_rows.flatten()]
         if self.draws:
             draft_rows = self._draft_rows[: len(slots), :num_nodes].contiguous()

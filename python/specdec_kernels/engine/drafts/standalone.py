@@ -9,7 +9,7 @@ from ...models.causal_lm import CausalLM
 from ...ops import Accepted
 from ..prefill import Prefill
 from ..state import SlotState
-from .model import ModelDraft, last_valid, positions_from
+from .model import ModelDraft
 
 
 class StandaloneDraft(ModelDraft):
@@ -55,8 +55,9 @@ class StandaloneDraft(ModelDraft):
         """Rows of tokens [B, Q] behind `prefix_lens`; the last valid one becomes the slots' draft state."""
         width = tokens.shape[1]
         rows = self.state.rows(slots, prefix_lens, tail_len=width, num_valid=num_valid)
-        hidden = self.model.forward(tokens, positions_from(prefix_lens[slots], width), rows)
+        hidden = self.model.forward(tokens, self.positions_from(prefix_lens[slots], width), rows)
         if num_valid is None:
-            self.set_root_children(slots, self.model.logits(hidden[:, -1]))
+            self.set_root_children(slots.long(), self.model.logits(hidden[:, -1]))
             return
-        self.set_root_children(slots, self.model.logits(last_valid(hidden, num_valid)), num_valid > 0)
+        last = hidden.flatten(0, 1)[self.last_valid(num_valid, width)]
+        self.set_root_children(self.rows_to_keep(slots, num_valid), self.model.logits(last))
