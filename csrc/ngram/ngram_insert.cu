@@ -13,10 +13,10 @@
 // thread does it all, as the CPU would.
 //
 // A round is latency, and less of memory (slot numbers, slot records, sets, the latter on their way together, of 0.4
-// us) than of instructions: code that runs once takes four to five cycles for each. So the two kinds of threads have
-// code of their own that runs at the same time, what a round never is is left out of its kernel, and lanes of a warp go
-// through the same code where sets differ: votes of some of a warp's lanes take much longer. In bulk every block hashes
-// every token and reads it from L2.
+// us; the start takes 0.55) than of instructions: code that runs once takes four to five cycles for each. So the two
+// kinds of threads have code of their own that runs at the same time, what a round never is is left out of its kernel,
+// warps that have nothing to do skip what others do, and lanes of a warp go through the same code where sets differ:
+// votes of some of a warp's lanes take much longer. In bulk every block hashes every token and reads it from L2.
 #include "ngram/insert/planner.cuh"
 #include "ngram/insert/updater.cuh"
 

@@ -60,8 +60,8 @@ struct Places {
 
 template <int kWords>
 struct Row {
-  static constexpr int kMostListed =
-      64 * kWords + kMostSegments;  // nodes at or above a bound: each segment has one at it
+  // Nodes at or above a bound: each segment has one at it.
+  static constexpr int kMostListed = 64 * kWords + kMostSegments;
   static constexpr int kListedParts = (kMostListed + kWarp - 1) / kWarp;
 
   __device__ int32_t log2_total() const { return segment[kMostSegments].log2_w; }
@@ -73,10 +73,12 @@ struct Row {
   // What follows each; four words more let lanes that read different ones do so at once.
   alignas(16) int32_t text[kNgramCandidates][64 * kWords + 4];
   uint8_t shared[kNgramCandidates][kNgramCandidates];  // how many tokens of it two of them share; one with itself: all
-  uint32_t leaves[kNgramCandidates];   // the name of the node behind which it is the first of its path's candidates
-  uint64_t weight[kMostSegments + 1];  // of the segments, then of all candidates
+  uint32_t leaves[kNgramCandidates];  // the name of the node behind which it is the first of its path's candidates
   Segment segment[kMostSegments + 1];
-  uint32_t listed_rank[kMostListed];
+  union {
+    uint64_t weight[kMostSegments + 1];  // of the segments, then of all candidates: first
+    uint32_t listed_rank[kMostListed];
+  };
   uint16_t listed_name[kMostListed];
   uint16_t listed[64 * kWords];  // where the node of that number is
   union {
