@@ -13,8 +13,8 @@
 // segment ends where one of its candidates parts from another, so what is needed of the texts is how long any two
 // agree; it is that candidate's which is the first of those on it.
 //
-// Floor: the start (0.55 us) and 3 loads that wait for one another, one or two more where the blocks of a text lie apart
-// or a draft is longer than a block, of 0.4 us from memory.
+// Floor: the start (0.55 us) and 3 loads that wait for one another, one or two more where the blocks of a text lie
+// apart or a draft is longer than a block, of 0.4 us from memory.
 #include "ngram/draft/candidates.cuh"
 #include "ngram/draft/nodes.cuh"
 #include "ngram/draft/places.cuh"
