@@ -182,18 +182,16 @@ decltype(auto) read_argument(py::detail::make_caster<T>& caster, PyObject* objec
   return py::detail::cast_op<T>(caster);
 }
 
-template <auto function>
-struct Op;
-
-template <class Result, class... Args, Result (*function)(Args...)>
-struct Op<function> {
-  static inline PyMethodDef method;
-
-  static PyObject* call(PyObject*, PyObject* const* objects, Py_ssize_t num_objects) try {
+template <class... Args>
+struct Arguments {
+  // Reads them and calls `function` with them.
+  template <class Function>
+  static PyObject* pass_to(const Function& function, const char* op, PyObject* const* objects,
+                           Py_ssize_t num_objects) try {
     if (num_objects != sizeof...(Args))
-      throw specdec::TypeError(std::string(method.ml_name) + ": " + std::to_string(num_objects) +
-                               " arguments, expected " + std::to_string(sizeof...(Args)));
-    return call_with(objects, std::index_sequence_for<Args...>());
+      throw specdec::TypeError(std::string(op) + ": " + std::to_string(num_objects) + " arguments, expected " +
+                               std::to_string(sizeof...(Args)));
+    return pass_to(function, op, objects, std::index_sequence_for<Args...>());
   } catch (py::error_already_set& error) {
     error.restore();
     return nullptr;
@@ -203,12 +201,13 @@ struct Op<function> {
   }
 
  private:
-  template <size_t... I>
-  static PyObject* call_with(PyObject* const* objects, std::index_sequence<I...>) {
+  template <class Function, size_t... I>
+  static PyObject* pass_to(const Function& function, const char* op, PyObject* const* objects,
+                           std::index_sequence<I...>) {
     std::tuple<py::detail::make_caster<Args>...> casters;
     std::tuple<decltype(read_argument<Args>(std::get<I>(casters), nullptr, nullptr, 0))...> arguments{
-        read_argument<Args>(std::get<I>(casters), objects[I], method.ml_name, I)...};  // braces: in this order
-    if constexpr (std::is_void_v<Result>) {
+        read_argument<Args>(std::get<I>(casters), objects[I], op, I)...};  // braces: in this order
+    if constexpr (std::is_void_v<decltype(std::apply(function, arguments))>) {
       std::apply(function, arguments);
       Py_RETURN_NONE;
     } else {
@@ -218,10 +217,49 @@ struct Op<function> {
 };
 
 template <auto function>
+struct Op;
+
+template <class Result, class... Args, Result (*function)(Args...)>
+struct Op<function> {
+  static inline PyMethodDef method;
+
+  static PyObject* call(PyObject*, PyObject* const* objects, Py_ssize_t num_objects) {
+    return Arguments<Args...>::pass_to(function, method.ml_name, objects, num_objects);
+  }
+};
+
+// A method, which runs without the GIL.
+template <class Class, class... Args, void (Class::*function)(Args...)>
+struct Op<function> {
+  static inline PyMethodDef method;
+
+  static PyObject* call(PyObject* self, PyObject* const* objects, Py_ssize_t num_objects) {
+    const auto run = [&](auto&&... arguments) {
+      auto& object = py::cast<Class&>(py::handle(self));
+      const py::gil_scoped_release release;
+      (object.*function)(arguments...);
+    };
+    return Arguments<Args...>::pass_to(run, method.ml_name, objects, num_objects);
+  }
+};
+
+template <auto function>
+PyMethodDef* method_of(const char* name, const char* doc) {
+  Op<function>::method = {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&Op<function>::call)),
+                          METH_FASTCALL, doc};
+  return &Op<function>::method;
+}
+
+template <auto function>
 void def_op(py::module_& m, const char* name, const char* doc) {
-  PyMethodDef& method = Op<function>::method;
-  method = {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&Op<function>::call)), METH_FASTCALL, doc};
-  m.add_object(name, py::reinterpret_steal<py::object>(PyCFunction_NewEx(&method, nullptr, m.attr("__name__").ptr())));
+  PyObject* op = PyCFunction_NewEx(method_of<function>(name, doc), nullptr, m.attr("__name__").ptr());
+  m.add_object(name, py::reinterpret_steal<py::object>(op));
+}
+
+template <auto function>
+void def_method(py::handle type, const char* name, const char* doc) {
+  PyObject* method = PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(type.ptr()), method_of<function>(name, doc));
+  py::setattr(type, name, py::reinterpret_steal<py::object>(method));
 }
 
 template <class... Tensors>
@@ -472,17 +510,17 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
 
   // --- ngram
   using Release = py::call_guard<py::gil_scoped_release>;
-  py::class_<NgramIndex>(m, "NgramIndex", "n-gram index: drafts from text seen before")
-      .def(py::init<int64_t, int64_t, int64_t, int64_t, const OptTensor&>(), Release())
+  py::class_<NgramIndex> index(m, "NgramIndex", "n-gram index: drafts from text seen before");
+  def_method<&NgramIndex::extend>(index, "extend", "what a round has added to the streams of its slots");
+  def_method<&NgramIndex::draft>(index, "draft", "trees of what may follow the streams of slots");
+  index.def(py::init<int64_t, int64_t, int64_t, int64_t, const OptTensor&>(), Release())
       .def_static("load", &NgramIndex::load, Release())
       .def("save", &NgramIndex::save, Release())
       .def("copy", &NgramIndex::copy, Release())
       .def("begin", &NgramIndex::begin, Release())
       .def("length", &NgramIndex::length, Release())
       .def("insert", &NgramIndex::insert, Release())
-      .def("extend", &NgramIndex::extend, Release())
       .def("release", &NgramIndex::release, Release())
-      .def("draft", &NgramIndex::draft, Release())
       .def("clear", &NgramIndex::clear, Release())
       .def("statistics",
            [](const NgramIndex& index) {

@@ -12,6 +12,12 @@
 
 namespace specdec {
 
+// Four sums of a row, its maximum, and the sum of its weights.
+struct RowSums {
+  float4 x;
+  float top, total;
+};
+
 // Sums the rows that the warps of one block have summed. kShares warps met the same 16 rows, each its
 // own tokens: warp w has rows 16 (w / kShares) to + 15. Through `buffer`, at least kWarps * 16 * D floats, which nobody
 // else uses.
@@ -22,9 +28,8 @@ struct SegmentWriter {
 
   __device__ static void sync() { asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory"); }
 
-  // Calls store(row, column, four sums from there on, maximum, sum of weights) for rows 0 to count - 1.
-  template <class Store>
-  __device__ __forceinline__ void write(int count, WarpRows<D>& rows, float* buffer, Store&& store) {
+  // What the warps of this thread's block have of their rows goes to the buffer.
+  __device__ __forceinline__ void leave(WarpRows<D>& rows, float* buffer) {
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     rows.finish();
     if (lane % 4 == 0) {
@@ -43,21 +48,22 @@ struct SegmentWriter {
           *reinterpret_cast<float2*>(place(buffer, warp, lane / 4 + 8 * h, column)) = x;
         });
     sync();
-    for (int n = threadIdx.x; n < count * (D / 4); n += kThreads) {
-      const int row = n / (D / 4), column = n % (D / 4) * 4, w = row / 16 * kShares;
-      float top = max[w][row % 16], total = 0;
+  }
+
+  // Then: four of a row's sums, from a column on.
+  __device__ __forceinline__ RowSums sums_of(int row, int column, float* buffer) const {
+    const int w = row / 16 * kShares;
+    RowSums all{.x = {}, .top = max[w][row % 16], .total = 0};
 #pragma unroll
-      for (int k = 1; k < kShares; ++k) top = fmaxf(top, max[w + k][row % 16]);
-      float4 x{};
+    for (int k = 1; k < kShares; ++k) all.top = fmaxf(all.top, max[w + k][row % 16]);
 #pragma unroll
-      for (int k = 0; k < kShares; ++k) {
-        const float weight = top == -INFINITY ? 0 : exp2_fast(max[w + k][row % 16] - top);
-        const float4 y = *reinterpret_cast<const float4*>(place(buffer, w + k, row % 16, column));
-        x.x += weight * y.x, x.y += weight * y.y, x.z += weight * y.z, x.w += weight * y.w;
-        total += weight * sum[w + k][row % 16];
-      }
-      store(row, column, x, top, total);
+    for (int k = 0; k < kShares; ++k) {
+      const float weight = all.top == -INFINITY ? 0 : exp2_fast(max[w + k][row % 16] - all.top);
+      const float4 y = *reinterpret_cast<const float4*>(place(buffer, w + k, row % 16, column));
+      all.x.x += weight * y.x, all.x.y += weight * y.y, all.x.z += weight * y.z, all.x.w += weight * y.w;
+      all.total += weight * sum[w + k][row % 16];
     }
+    return all;
   }
 
  private:
@@ -131,11 +137,13 @@ class MmaAttention {
     }
     // The last tile's stage has been consumed, so it is the writer's buffer.
     const int first = s.first_row + lane_of_worker * kRows;
-    shared.writer.write(min(kRows, s.request.valid_rows * cut.group.divisor - first), rows,
-                        reinterpret_cast<float*>(&stream.stages[stage.at]),
-                        [&](int row, int column, float4 x, float top, float total) {
-                          store(p, cut, s, lane_of_worker, row, column, x, top, total);
-                        });
+    const int count = min(kRows, s.request.valid_rows * cut.group.divisor - first);
+    auto* const buffer = reinterpret_cast<float*>(&stream.stages[stage.at]);
+    shared.writer.leave(rows, buffer);
+    for (int n = threadIdx.x; n < count * (D / 4); n += Writer::kThreads) {
+      const int row = n / (D / 4), column = n % (D / 4) * 4;
+      store(p, cut, s, lane_of_worker, row, column, shared.writer.sums_of(row, column, buffer));
+    }
     Writer::sync();
     if (s.parts > 1 && s.last) leave_part<D>(p, cut, s, lane_of_worker, Writer::sync);
     if (lane == 0) stream.empty[stage.at].arrive();
@@ -144,8 +152,8 @@ class MmaAttention {
 
   // Four sums of a row: to out, or to the workspace where others have sums of it too.
   __device__ __forceinline__ static void store(const TreeAttentionParams& p, const Cut& cut, const Segment& s,
-                                               int lane_of_worker, int row, int column, float4 x, float top,
-                                               float total) {
+                                               int lane_of_worker, int row, int column, const RowSums& sums) {
+    const auto& [x, top, total] = sums;
     if (s.parts == 1) {
       const float factor = total == 0 ? 0 : p.v_scale / total;
       const QueryRow at = query_row(cut, s.head, s.first_row + lane_of_worker * kRows + row);

@@ -60,8 +60,12 @@ struct NgramCandidate {
 // The scopes a stream looks into, where a place could have a weight: its own first, everybody's last.
 SD_HD int ngram_find_scopes(const NgramSlot& slot, const NgramWeights& weights, uint32_t (&scopes)[kNgramScopes]) {
   int count = 0;
+  for (uint32_t& scope : scopes) scope = kNgramGlobal;
   const auto look = [&](uint32_t scope, uint32_t weight) {
-    if (weight > 0 || (scope == slot.scope && weights.own > 0)) scopes[count++] = scope;
+    if (weight == 0 && (scope != slot.scope || weights.own == 0)) return;
+    SD_UNROLL
+    for (int i = 0; i < kNgramScopes; ++i) scopes[i] = i == count ? scope : scopes[i];  // stays in registers
+    ++count;
   };
   if (slot.scope >= kNgramPrivate) look(slot.scope, 0);
   if (slot.group != kNgramGlobal) look(slot.group, weights.group);

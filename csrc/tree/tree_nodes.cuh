@@ -1,8 +1,8 @@
 // write_row (tree_rows.h) by a block: one thread a node, from the nodes' parents.
 //
 // A node's children are a set of bits in shared memory, so that its first child is the lowest bit of its own set and
-// its next sibling the next bit of its parent's. Ancestors come from a few steps up, and where that is not enough from
-// pointer doubling: log2(depth) turns for any tree.
+// its next sibling the next bit of its parent's. Ancestors come from pointer doubling: log2(depth) turns for any tree.
+// While the nodes are a warp's lanes it needs no memory; else a few steps up come first, which mostly do.
 #pragma once
 
 #include "core/bits.h"
@@ -48,6 +48,18 @@ template <int kWords>
 __device__ __forceinline__ void find_ancestors(TreeNodes<kWords>& s, int32_t i, int32_t nodes,
                                                uint64_t (&bits)[kWords]) {
   constexpr int kSteps = 6;  // seldom is a draft deeper
+  if (nodes <= kWarp) {
+    if (i >= kWarp) return;
+    int32_t at = i < nodes ? s.up[i] : i;
+    uint32_t own = 1u << at;
+#pragma unroll
+    for (int step = 1; step < kWarp; step *= 2) {
+      own |= __shfl_sync(kFullMask, own, at);
+      at = __shfl_sync(kFullMask, at, at);
+    }
+    bits[0] |= own;
+    return;
+  }
   int32_t at = i < nodes ? i : 0;
   bool moved = false;
 #pragma unroll
@@ -58,7 +70,6 @@ __device__ __forceinline__ void find_ancestors(TreeNodes<kWords>& s, int32_t i, 
     moved = up != at;
     at = up;
   }
-  if (nodes <= kSteps) return;
   while (__syncthreads_or(moved)) {  // `bits` has what is from i up to `at`
     if (i < nodes) {
       s.up[i] = at;

@@ -2,14 +2,13 @@
 #pragma once
 
 #include "core/cluster.cuh"
+#include "core/lanes.cuh"
 #include "verify/logit_row.h"
 
 namespace specdec {
 
 constexpr int kRowThreads = 512, kRowWarps = kRowThreads / kWarp;
 
-__device__ __forceinline__ int lane_id() { return threadIdx.x % kWarp; }
-__device__ __forceinline__ int warp_id() { return threadIdx.x / kWarp; }
 __device__ __forceinline__ int row_warps() { return kRowWarps * static_cast<int>(Cluster::size()); }
 __device__ __forceinline__ int row_warp() { return kRowWarps * static_cast<int>(Cluster::rank()) + warp_id(); }
 
