@@ -1,4 +1,4 @@
-// linear_rows: a few rows times a weight, at the speed at which the weight can be read.
+// linear_rows: rows times a weight; a few of them at the speed at which the weight can be read.
 #pragma once
 
 #include "core/dispatch.h"
@@ -6,7 +6,8 @@
 
 namespace specdec {
 
-constexpr int64_t kMaxLinearRows = 128;
+constexpr int64_t kMaxLinearRows = 1 << 18;
+constexpr int64_t kFewLinearRows = 128;  // beyond, arithmetic counts
 
 struct LinearRowsParams {
   const void* x;       // [rows, in]
@@ -24,6 +25,8 @@ void linear_rows(CallStream stream, const TensorView& x, const TensorView& weigh
 
 void linear_rows_cpu(const LinearRowsParams& p);
 void linear_rows_cuda(const LinearRowsParams& p, Stream stream);
-void wgmma_linear_rows(const LinearRowsParams& p, Stream stream);  // where the device has wgmma
+// Where the device has wgmma.
+void wgmma_linear_rows(const LinearRowsParams& p, Stream stream);
+void wgmma_many_rows(const LinearRowsParams& p, Stream stream);
 
 }  // namespace specdec
