@@ -25,10 +25,15 @@ fail() {
 python=${PYTHON:-python3}
 venv=.venv
 bin=$venv/bin
+PATH=$PATH:/usr/local/cuda/bin
 # What wheels hold kernels for. Machine code runs on later minor versions too (80 on 86, 100 on 103, 120 on 121); 89 is
 # there for its conversion of 8-bit floats, and 120 also as PTX, for what comes after.
 all_architectures="80-real;89-real;90a-real;100-real;120"
-declare -A toolkit=([cu12]=12-9 [cu13]=13-0)
+declare -A nvcc_is_in=(
+  [cu12]="NVIDIA's packages cuda-{nvcc,cudart-dev,cccl,nvtx}-12-9;\
+ PyPI's nvidia-cuda-nvcc-cu12 is without nvcc, cicc, cudafe++, fatbinary and nvlink"
+  [cu13]="NVIDIA's packages cuda-{nvcc,cudart-dev,cccl,nvtx}-13-0"
+)
 
 # What pip cannot install, said before anything is made.
 check_machine() {
@@ -52,7 +57,7 @@ outdated() { [ ! -e "$1" ] || [ constraints.txt -nt "$1" ] || [ pyproject.toml -
 setup_build() {
   [ -x "$bin/python" ] || check_machine
   "$bin/python" -m pip --version >/dev/null 2>&1 || "$python" -m venv --clear "$venv"
-  export PATH="$PWD/$bin:$PATH:/usr/local/cuda/bin"
+  export PATH="$PWD/$bin:$PATH"
   local stamp=$venv/.build-requirements
   if outdated "$stamp"; then
     echo "installing build requirements into $venv"
@@ -158,20 +163,19 @@ setup_repair() {
   fi
 }
 
-# The ops of one variant, compiled once for all Pythons into a directory that persists.
+# The ops of one variant, compiled once for all Pythons into a directory that persists; without nvcc, for the CPU alone.
 build_core() {
-  local variant=$1 core=$2 cuda=OFF
-  [ "$variant" = cpu ] || cuda=ON
+  local core=$1 nvcc=$2
   cmake -S . -B "$core" -G Ninja -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE="$PWD/$bin/python" \
     -Dpybind11_DIR="$("$bin/python" -m pybind11 --cmakedir)" -DSKBUILD_PROJECT_VERSION="$(cat VERSION)" \
-    -DSPECDEC_CUDA=$cuda -DCMAKE_CUDA_ARCHITECTURES="${SPECDEC_CUDA_ARCHITECTURES:-$all_architectures}" >/dev/null
+    ${nvcc:+-DCMAKE_CUDA_COMPILER="$nvcc"} -DSPECDEC_CUDA="${nvcc:+ON}" -DSPECDEC_SMALL=ON \
+    -DCMAKE_CUDA_ARCHITECTURES="${SPECDEC_CUDA_ARCHITECTURES:-$all_architectures}" >/dev/null
   cmake --build "$core" --target specdec_core >"$core/build.log" || fail "the core does not build: $(cat "$core/build.log")"
 }
 
 # The module for one Python around the core, and the tag that says which systems it runs on.
 build_wheel() {
-  local python=$1 variant=$2 core=$3 cuda=OFF tag environment raw
-  [ "$variant" = cpu ] || cuda=ON
+  local python=$1 variant=$2 core=$3 nvcc=$4 tag environment raw
   tag=$("$python" -c 'import sys; print("cp%d%d" % sys.version_info[:2])')
   environment=build/wheel-$variant/$tag
   raw=$environment/raw
@@ -184,7 +188,7 @@ build_wheel() {
   rm -rf "$raw" dist/specdec_kernels-*"+$variant-$tag-"*.whl
   SPECDEC_WHEEL=$variant "$environment/bin/python" -m pip wheel --quiet --disable-pip-version-check \
     --no-build-isolation --no-deps -w "$raw" . -Cbuild-dir="$environment/module" \
-    -Ccmake.define.SPECDEC_CORE="$PWD/$core" -Ccmake.define.SPECDEC_CUDA=$cuda
+    -Ccmake.define.SPECDEC_CORE="$PWD/$core" -Ccmake.define.SPECDEC_CUDA="${nvcc:+ON}"
   if [ -e "$venv/.repair-requirements" ]; then
     "$bin/auditwheel" repair --wheel-dir dist "$raw"/*.whl >"$environment/auditwheel.log" 2>&1 ||
       fail "auditwheel refuses $raw/*.whl: $(cat "$environment/auditwheel.log")"
@@ -194,27 +198,29 @@ build_wheel() {
 }
 
 wheel() {
-  setup_build
-  local variant=${1:-$(variant_here)} nvcc pythons python
+  local variant=${1:-$(variant_here)} nvcc="" pythons python
+  local core=build/core-$variant
   case "$variant" in
     cpu) ;;
     cu12 | cu13)
       nvcc=$(find_nvcc "${variant#cu}")
       [ -n "$nvcc" ] || fail "there is no nvcc of CUDA ${variant#cu}, expected one on the PATH or in" \
-        "/usr/local/cuda-${variant#cu}.*/bin (NVIDIA's packages cuda-{nvcc,cudart-dev,cccl,nvtx}-${toolkit[$variant]};" \
-        "PyPI's nvidia-cuda-nvcc-cu12 holds ptxas but no nvcc)"
-      PATH="$(dirname "$nvcc"):$PATH"
-      setup_cuda
+        "/usr/local/cuda-${variant#cu}.*/bin (${nvcc_is_in[$variant]})"
       ;;
     *) fail "wheel: $variant is no variant, expected cu13, cu12 or cpu" ;;
   esac
+  setup_build
+  if [ -n "$nvcc" ]; then
+    PATH="$(dirname "$nvcc"):$PATH"
+    setup_cuda
+  fi
   setup_repair
   pythons=$(find_pythons)
   echo "building the core of $variant, once for all Pythons"
-  build_core "$variant" "build/core-$variant"
+  build_core "$core" "$nvcc"
   for python in $pythons; do
     echo "building the wheel for $("$python" --version)"
-    build_wheel "$python" "$variant" "build/core-$variant"
+    build_wheel "$python" "$variant" "$core" "$nvcc"
   done
   ls -l dist/*"+$variant-"*.whl
 }

@@ -57,15 +57,16 @@ template <>
 struct type_caster<specdec::TensorView> {
   static constexpr auto name = const_name("Tensor");
   bool load(handle src, bool) {
-    if (!tensor_.load(src.ptr())) throw error_already_set();
+    if (!tensor_.load(src.ptr(), view_)) throw error_already_set();
     return true;
   }
   template <class>
   using cast_op_type = specdec::TensorView&;
-  operator specdec::TensorView&() { return tensor_.view; }
+  operator specdec::TensorView&() { return view_; }
 
  private:
   specdec::PyTensor tensor_;
+  specdec::TensorView view_;
 };
 
 template <>
@@ -73,8 +74,7 @@ struct type_caster<specdec::OptTensor> {
   static constexpr auto name = const_name("Tensor | None");
   bool load(handle src, bool) {
     if (src.is_none()) return true;
-    if (!tensor_.load(src.ptr())) throw error_already_set();
-    value_ = tensor_.view;
+    if (!tensor_.load(src.ptr(), value_.emplace())) throw error_already_set();
     return true;
   }
   template <class>
@@ -94,7 +94,7 @@ struct type_caster<specdec::PoolTensors> {
     if (!PyTuple_Check(src.ptr()) || PyTuple_GET_SIZE(src.ptr()) != kTensors + 1)
       throw specdec::TypeError(std::string("expected a PagePool, got ") + Py_TYPE(src.ptr())->tp_name);
     for (int i = 0; i < kTensors; ++i)
-      if (!tensors_[i].load(PyTuple_GET_ITEM(src.ptr(), i))) throw error_already_set();
+      if (!tensors_[i].load(PyTuple_GET_ITEM(src.ptr(), i), views_[i])) throw error_already_set();
     make_caster<int64_t> page_size;
     if (!page_size.load(PyTuple_GET_ITEM(src.ptr(), kTensors), convert)) return false;
     value_.page_size = cast_op<int64_t>(page_size);
@@ -107,15 +107,17 @@ struct type_caster<specdec::PoolTensors> {
  private:
   static constexpr int kTensors = 5;
   specdec::PyTensor tensors_[kTensors];
-  specdec::PoolTensors value_{tensors_[0].view, tensors_[1].view, tensors_[2].view,
-                              tensors_[3].view, tensors_[4].view, 0};
+  specdec::TensorView views_[kTensors];
+  specdec::PoolTensors value_{views_[0], views_[1], views_[2], views_[3], views_[4], 0};
 };
 
 template <>
 struct type_caster<specdec::CallStream> {
   static constexpr auto name = const_name("int | None");
   type_caster() = default;
-  ~type_caster() { specdec::set_call_stream({}); }  // the call is over
+  ~type_caster() {
+    if (value_.given) specdec::set_call_stream({});  // the call is over
+  }
   bool load(handle src, bool convert) {
     if (!src.is_none()) {
       make_caster<intptr_t> raw;
@@ -123,8 +125,8 @@ struct type_caster<specdec::CallStream> {
         throw specdec::TypeError(std::string("expected stream to be None or a raw cudaStream_t as an int, got ") +
                                  Py_TYPE(src.ptr())->tp_name);
       value_ = {true, reinterpret_cast<void*>(cast_op<intptr_t>(raw))};
+      specdec::set_call_stream(value_);
     }
-    specdec::set_call_stream(value_);
     return true;
   }
   template <class>
@@ -152,6 +154,81 @@ void raise_as(PyObject* type) {
   });
 }
 
+// --- ops: functions of C (METH_FASTCALL) that read their arguments with pybind11's casters. Its own dispatcher looks
+// for overloads, keywords and defaults, which ops do not have, for as long as it takes to read a tensor.
+
+template <class T>
+constexpr const char* kTypeName = "tensor";  // whose caster says so itself
+template <>
+constexpr const char* kTypeName<specdec::PoolTensors> = "PagePool";
+template <>
+constexpr const char* kTypeName<int64_t> = "int of 64 bits";
+template <>
+constexpr const char* kTypeName<std::optional<int64_t>> = "int of 64 bits or None";
+template <>
+constexpr const char* kTypeName<double> = "float";
+template <>
+constexpr const char* kTypeName<std::optional<double>> = "float or None";
+template <>
+constexpr const char* kTypeName<bool> = "bool";
+template <>
+constexpr const char* kTypeName<std::string> = "str";
+
+template <class T>
+decltype(auto) read_argument(py::detail::make_caster<T>& caster, PyObject* object, const char* op, size_t i) {
+  if (!caster.load(object, true))
+    throw specdec::TypeError(std::string(op) + ": argument " + std::to_string(i) + " is of type " +
+                             Py_TYPE(object)->tp_name + ", expected " + kTypeName<std::decay_t<T>>);
+  return py::detail::cast_op<T>(caster);
+}
+
+template <auto function>
+struct Op;
+
+template <class Result, class... Args, Result (*function)(Args...)>
+struct Op<function> {
+  static inline PyMethodDef method;
+
+  static PyObject* call(PyObject*, PyObject* const* objects, Py_ssize_t num_objects) try {
+    if (num_objects != sizeof...(Args))
+      throw specdec::TypeError(std::string(method.ml_name) + ": " + std::to_string(num_objects) +
+                               " arguments, expected " + std::to_string(sizeof...(Args)));
+    return call_with(objects, std::index_sequence_for<Args...>());
+  } catch (py::error_already_set& error) {
+    error.restore();
+    return nullptr;
+  } catch (...) {
+    py::detail::try_translate_exceptions();
+    return nullptr;
+  }
+
+ private:
+  template <size_t... I>
+  static PyObject* call_with(PyObject* const* objects, std::index_sequence<I...>) {
+    std::tuple<py::detail::make_caster<Args>...> casters;
+    std::tuple<decltype(read_argument<Args>(std::get<I>(casters), nullptr, nullptr, 0))...> arguments{
+        read_argument<Args>(std::get<I>(casters), objects[I], method.ml_name, I)...};  // braces: in this order
+    if constexpr (std::is_void_v<Result>) {
+      std::apply(function, arguments);
+      Py_RETURN_NONE;
+    } else {
+      return py::cast(std::apply(function, arguments)).release().ptr();
+    }
+  }
+};
+
+template <auto function>
+void def_op(py::module_& m, const char* name, const char* doc) {
+  PyMethodDef& method = Op<function>::method;
+  method = {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&Op<function>::call)), METH_FASTCALL, doc};
+  m.add_object(name, py::reinterpret_steal<py::object>(PyCFunction_NewEx(&method, nullptr, m.attr("__name__").ptr())));
+}
+
+template <class... Tensors>
+int64_t noop(specdec::CallStream, const Tensors&... tensors) {
+  return (tensors.ndim() + ...);
+}
+
 // --- scheduler: the loop runs without the GIL, and takes it for each call of the Python executor.
 
 using specdec::scheduler::Chunk;
@@ -177,7 +254,7 @@ class PyExecutor : public specdec::scheduler::Executor {
   void launch(int64_t batch, int64_t num_nodes) override {
     if (!graphs_ || !graphs_->launch(batch, num_nodes)) call("launch", batch, num_nodes);
   }
-  void deactivate(int32_t slot, int64_t request_id) override { call("deactivate", slot, request_id); }
+  void deactivate(std::span<const int32_t> slots) override { call("deactivate", slots); }
   void emit(std::span<const Emission> emissions) override {
     py::gil_scoped_acquire gil;
     py::list list;
@@ -267,12 +344,13 @@ std::vector<int64_t> token_list(const char* name, const py::object& tokens) {
     }
   }
   specdec::PyTensor tensor;
-  if (!tensor.load(tokens.ptr())) throw py::error_already_set();
+  specdec::TensorView view;
+  if (!tensor.load(tokens.ptr(), view)) throw py::error_already_set();
   specdec::Check check("submit");
   specdec::Dim length{"length"};
-  check.tensor(name, tensor.view, {length}, specdec::kInt32);
+  check.tensor(name, view, {length}, specdec::kInt32);
   check.require_cpu();
-  const auto* data = tensor.view.data<int32_t>();
+  const auto* data = view.data<int32_t>();
   return {data, data + length};
 }
 
@@ -301,13 +379,14 @@ std::unique_ptr<PyScheduler> make_scheduler(py::object executor, int64_t num_slo
   specdec::Check check("Scheduler");
   const auto ring = [&](const char* name, const py::object& object, int64_t min_depth, int64_t min_width) {
     specdec::PyTensor tensor;
-    if (!tensor.load(object.ptr())) throw py::error_already_set();
+    specdec::TensorView view;
+    if (!tensor.load(object.ptr(), view)) throw py::error_already_set();
     specdec::Dim depth{"depth"}, width{"width"};
-    check.output(name, tensor.view, {depth, width}, specdec::kInt32);
+    check.output(name, view, {depth, width}, specdec::kInt32);
     check.require_cpu();
     check.range((std::string(name) + ".shape[0]").c_str(), depth, min_depth, std::numeric_limits<int32_t>::max());
     check.range((std::string(name) + ".shape[1]").c_str(), width, min_width, std::numeric_limits<int32_t>::max());
-    return specdec::scheduler::RingMemory{tensor.view.data<int32_t>(), depth, width};
+    return specdec::scheduler::RingMemory{view.data<int32_t>(), depth, width};
   };
   const specdec::CommandLayout command_layout{config.max_batch(), num_slots, max_stops};
   const auto command_ring = ring("commands", commands, 2, command_layout.words());
@@ -342,52 +421,54 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
 #endif
 
   // --- draft
-  m.def("select_topk", &select_topk, "log-softmax and top-k of each row of logits");
-  m.def("sample_draft", &sample_draft, "draws without replacement from each row of draft logits");
-  m.def("expand_root", &expand_root, "draft step 1: the root's children become candidates and frontier");
-  m.def("expand_tree", &expand_tree, "a later draft step: append children, keep the best k as the frontier");
+  def_op<&select_topk>(m, "select_topk", "log-softmax and top-k of each row of logits");
+  def_op<&sample_draft>(m, "sample_draft", "draws without replacement from each row of draft logits");
+  def_op<&expand_root>(m, "expand_root", "draft step 1: the root's children become candidates and frontier");
+  def_op<&expand_tree>(m, "expand_tree", "a later draft step: append children, keep the best k as the frontier");
 
   // --- tree
-  m.def("build_tree", &build_tree, "the best candidates as a tree with links, mask and positions");
-  m.def("build_tree_from_parents", &build_tree_from_parents, "links, mask and positions from parent pointers");
-  m.def("build_tree_from_mask", &build_tree_from_mask, "links, mask and positions from an ancestor mask");
-  m.def("merge_trees", &merge_trees, "the union of two draft trees, cut to its best nodes");
+  def_op<&build_tree>(m, "build_tree", "the best candidates as a tree with links, mask and positions");
+  def_op<&build_tree_from_parents>(m, "build_tree_from_parents", "links, mask and positions from parent pointers");
+  def_op<&build_tree_from_mask>(m, "build_tree_from_mask", "links, mask and positions from an ancestor mask");
+  def_op<&merge_trees>(m, "merge_trees", "the union of two draft trees, cut to its best nodes");
 
   // --- layers
-  m.def("norm_rows", &norm_rows, "rows, or sums of rows, over their root mean square");
-  m.def("gate_rows", &gate_rows, "silu(gate) * up of rows that hold both");
-  m.def("linear_rows", &linear_rows, "a few rows times a weight");
-  m.def("rotate_qkv", &rotate_qkv, "normalise and rotate query and key heads, write keys and values to pages");
+  def_op<&norm_rows>(m, "norm_rows", "rows, or sums of rows, over their root mean square");
+  def_op<&gate_rows>(m, "gate_rows", "silu(gate) * up of rows that hold both");
+  def_op<&linear_rows>(m, "linear_rows", "a few rows times a weight");
+  m.def("has_wgmma", &has_wgmma, "whether the CUDA device that is current has wgmma, and this build its instructions");
+  def_op<&rotate_qkv>(m, "rotate_qkv", "normalise and rotate query and key heads, write keys and values to pages");
 
   // --- attention
-  m.def("tree_attention", &tree_attention, "attention over a paged KV prefix and a tail of tree nodes");
-  m.def("tree_attention_workspace", &tree_attention_workspace, "floats of workspace that a tree_attention call needs");
+  def_op<&tree_attention>(m, "tree_attention", "attention over a paged KV prefix and a tail of tree nodes");
+  def_op<&tree_attention_workspace>(m, "tree_attention_workspace",
+                                    "floats of workspace that a tree_attention call needs");
 
   // --- verify
-  m.def("verify_tree", &verify_tree, "accepted drafts and bonus token, straight from the target's logits");
-  m.def("mask_stops", &mask_stops, "no stop tokens where it is too early for them");
-  m.def("score_tokens", &score_tokens, "log-probabilities of emitted tokens and of the best alternatives");
-  m.def("commit_tokens", &commit_tokens, "cut emitted tokens at stop tokens and limits, advance the slots");
+  def_op<&verify_tree>(m, "verify_tree", "accepted drafts and bonus token, straight from the target's logits");
+  def_op<&mask_stops>(m, "mask_stops", "no stop tokens where it is too early for them");
+  def_op<&score_tokens>(m, "score_tokens", "log-probabilities of emitted tokens and of the best alternatives");
+  def_op<&commit_tokens>(m, "commit_tokens", "cut emitted tokens at stop tokens and limits, advance the slots");
 
   // --- kv
-  m.def("alloc_pages", &alloc_pages, "top page tables up to the rows about to be written");
-  m.def("free_pages", &free_pages, "take back the pages beyond the rows that slots keep");
-  m.def("fork_pages", &fork_pages, "give empty slots the first rows of other slots, by reference");
-  m.def("write_kv", &write_kv, "scatter the valid rows of new K and V into the slots' pages");
-  m.def("move_kv", &move_kv, "bring the KV rows of an accepted path together, in every layer");
-  m.def("copy_kv", &copy_kv, "copy rows of one slot to the same rows of another, in every layer");
+  def_op<&alloc_pages>(m, "alloc_pages", "top page tables up to the rows about to be written");
+  def_op<&free_pages>(m, "free_pages", "take back the pages beyond the rows that slots keep");
+  def_op<&fork_pages>(m, "fork_pages", "give empty slots the first rows of other slots, by reference");
+  def_op<&write_kv>(m, "write_kv", "scatter the valid rows of new K and V into the slots' pages");
+  def_op<&move_kv>(m, "move_kv", "bring the KV rows of an accepted path together, in every layer");
+  def_op<&copy_kv>(m, "copy_kv", "copy rows of one slot to the same rows of another, in every layer");
 
   // --- round
-  m.def("apply_commands", &apply_commands, "the host's next record of commands becomes slot state");
-  m.def("publish_results", &publish_results, "what a round did, as the next record of the host's ring");
+  def_op<&apply_commands>(m, "apply_commands", "the host's next record of commands becomes slot state");
+  def_op<&publish_results>(m, "publish_results", "what a round did, as the next record of the host's ring");
 
   // --- compat: under the names that other engines call them by
-  m.def("build_tree_kernel_efficient", &build_tree_kernel_efficient, "SGLang's tree from chosen candidates");
-  m.def("reconstruct_indices_from_tree_mask", &reconstruct_indices_from_tree_mask, "SGLang's links from a mask");
-  m.def("verify_tree_greedy", &verify_tree_greedy, "SGLang's walk along the target's argmax");
-  m.def("tree_speculative_sampling_target_only", &tree_speculative_sampling_target_only, "SGLang's sampled walk");
-  m.def("chain_speculative_sampling", &chain_speculative_sampling, "SGLang's rejection sampling of chains");
-  m.def("rejection_sample", &rejection_sample, "vLLM's rejection sampling of ragged chains");
+  def_op<&build_tree_kernel_efficient>(m, "build_tree_kernel_efficient", "SGLang's tree from chosen candidates");
+  def_op<&reconstruct_indices_from_tree_mask>(m, "reconstruct_indices_from_tree_mask", "SGLang's links from a mask");
+  def_op<&verify_tree_greedy>(m, "verify_tree_greedy", "SGLang's walk along the target's argmax");
+  def_op<&tree_speculative_sampling_target_only>(m, "tree_speculative_sampling_target_only", "SGLang's sampled walk");
+  def_op<&chain_speculative_sampling>(m, "chain_speculative_sampling", "SGLang's rejection sampling of chains");
+  def_op<&rejection_sample>(m, "rejection_sample", "vLLM's rejection sampling of ragged chains");
 
   // --- ngram
   using Release = py::call_guard<py::gil_scoped_release>;
@@ -475,11 +556,8 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
       .def("write_trace", [](const PyScheduler& s, const std::string& path) { s.recorder().write_trace(path); });
 
   // --- what `specdec bench call_overhead` times: the boundary alone
-  m.def("noop1", [](CallStream, const TensorView& a) { return a.ndim(); });
-  m.def("noop4", [](CallStream, const TensorView& a, const TensorView&, const TensorView&, const TensorView& d) {
-    return a.ndim() + d.ndim();
-  });
-  m.def("noop8",
-        [](CallStream, const TensorView& a, const TensorView&, const TensorView&, const TensorView&, const TensorView&,
-           const TensorView&, const TensorView&, const TensorView& h) { return a.ndim() + h.ndim(); });
+  using T = TensorView;
+  def_op<&noop<T>>(m, "noop1", "takes one tensor");
+  def_op<&noop<T, T, T, T>>(m, "noop4", "takes four tensors");
+  def_op<&noop<T, T, T, T, T, T, T, T>>(m, "noop8", "takes eight tensors");
 }

@@ -49,8 +49,15 @@ if(CMAKE_CUDA_COMPILER)
   target_compile_definitions(
     specdec_core PUBLIC SPECDEC_WITH_CUDA SPECDEC_CUDA_VERSION="${CUDAToolkit_VERSION_MAJOR}.${CUDAToolkit_VERSION_MINOR}"
                         SPECDEC_CUDA_ARCHITECTURES="${ARCHITECTURES}")
+  if(NOT SPECDEC_SMALL)
+    set(SIZE_OPTIONS -lineinfo)
+  elseif(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 13)
+    set(SIZE_OPTIONS -Xfatbin=-compress-all) # which every driver of CUDA 12 reads; the other from 550 on
+  else()
+    set(SIZE_OPTIONS --compress-mode=size)
+  endif()
   target_compile_options(
     specdec_core
-    PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr --extended-lambda -lineinfo
+    PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr --extended-lambda ${SIZE_OPTIONS}
             -Xcompiler=-Wall,-ffp-contract=off,-ffile-prefix-map=${CMAKE_SOURCE_DIR}/=>)
 endif()

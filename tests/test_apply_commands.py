@@ -24,18 +24,25 @@ def state_of(device: torch.device | str = "cpu", slots: int = R, stops: int = M)
 
 
 def record(
-    slots: list[int], activate: int = -1, given_back: list[int] | None = None, sizes: tuple[int, int, int] = (R, M, B)
+    slots: list[int],
+    activated: list[int] | None = None,
+    given_back: list[int] | None = None,
+    sizes: tuple[int, int, int] = (R, M, B),
 ) -> torch.Tensor:
+    """Behind the activations named stand others, which are none."""
     num_slots, stops, batch = sizes
-    words = torch.full((13 + stops + batch + num_slots,), -1, dtype=INT)
-    words[1] = activate
-    words[2:13] = torch.randint(-(2**31), 2**31, (11,))
-    for word in (5, 7, 8):  # floats
-        words[word] = torch.rand(1).view(INT)[0]
-    words[13 : 13 + stops] = torch.randint(-1, 99, (stops,))
-    words[13 + stops : 13 + stops + len(slots)] = torch.tensor(slots, dtype=INT)
-    gone = given_back or []
-    words[13 + stops + batch :][: len(gone)] = torch.tensor(gone, dtype=INT)
+    active, gone = activated or [], given_back or []
+    words = torch.full((2 + batch + num_slots * (13 + stops),), -1, dtype=INT)
+    words[1] = len(active)
+    words[2 : 2 + len(slots)] = torch.tensor(slots, dtype=INT)
+    words[2 + batch :][: len(gone)] = torch.tensor(gone, dtype=INT)
+    activations = words[2 + batch + num_slots :].view(num_slots, 12 + stops)
+    activations[:, 0] = torch.randint(num_slots, (num_slots,))
+    activations[: len(active), 0] = torch.tensor(active, dtype=INT)
+    activations[:, 1:12] = torch.randint(-(2**31), 2**31, (num_slots, 11))
+    for word in (4, 6, 7):  # floats
+        activations[:, word] = torch.rand(num_slots).view(INT)
+    activations[:, 12:] = torch.randint(-1, 99, (num_slots, stops))
     return words
 
 
@@ -65,7 +72,7 @@ def test_records_in_order(device: torch.device, slots: int, stops: int, batch: i
     for number in range(2 * DEPTH + 1):
         named = torch.randperm(slots)[: torch.randint(0, batch + 1, ())].tolist()
         gone = torch.randperm(slots)[: torch.randint(0, slots + 1, ())].tolist()
-        active = int(torch.randint(-1, slots, ()))
+        active = torch.randperm(slots)[: torch.randint(0, slots + 1, ())].tolist()
         commands[number % DEPTH] = record(named, active, gone, sizes)
         host = commands.clone()
         outputs = sd.apply_commands(commands, num_applied, started_at, **got)
@@ -79,8 +86,8 @@ def test_records_in_order(device: torch.device, slots: int, stops: int, batch: i
 
 def test_a_slot_given_back_and_activated_at_once(device: torch.device) -> None:
     state = state_of(device)
-    commands = shared(record([2], 2, [2])[None].clone(), device)
-    seq_len = int(commands[0, 2])
+    commands = shared(record([2], [2], [2])[None].clone(), device)
+    seq_len = int(commands[0, 2 + B + R + 1])
     sd.apply_commands(commands, *counters(device), **state)
     assert int(state["seq_lens"][2]) == seq_len and int(state["status"][2]) == 0
 
@@ -90,7 +97,7 @@ def test_status_survives_activation(device: torch.device) -> None:
     state = state_of(device)
     state["status"][1] = sd.Status.BAD_LENGTH
     before = state["status"].clone()
-    sd.apply_commands(shared(record([1], 1)[None].clone(), device), *counters(device), **state)
+    sd.apply_commands(shared(record([1], [1])[None].clone(), device), *counters(device), **state)
     assert torch.equal(state["status"], before) and int(state["finish_reasons"][1]) == 0
 
 
@@ -98,7 +105,7 @@ def test_a_slot_without_pages_does_not_start(device: torch.device) -> None:
     """Its prefill was written nowhere, and pages that it gets later would hide that."""
     state = state_of(device)
     state["status"][1] = sd.Status.STALLED
-    sd.apply_commands(shared(record([1], 1)[None].clone(), device), *counters(device), **state)
+    sd.apply_commands(shared(record([1], [1])[None].clone(), device), *counters(device), **state)
     assert int(state["status"][1]) == sd.Status.STALLED | sd.Status.BAD_PAGE
 
 
@@ -107,10 +114,23 @@ def test_slots_out_of_range_change_nothing(device: torch.device, bad: int) -> No
     state = state_of(device)
     before = {name: tensor.cpu().clone() for name, tensor in state.items()}
     slots, given_back = sd.apply_commands(
-        shared(record([bad], bad, [bad])[None].clone(), device), *counters(device), **state
+        shared(record([bad], [bad], [bad])[None].clone(), device), *counters(device), **state
     )
     expect_same(state, before)
     assert int(slots[0]) == int(given_back[0]) == bad
+
+
+@pytest.mark.parametrize("count", [-(2**31), -1, 0, R + 1, 2**31 - 1])
+def test_any_count_of_activations(device: torch.device, count: int) -> None:
+    """As many as there is room for, or none."""
+    want = state_of()
+    got = {name: tensor.to(device) for name, tensor in want.items()}
+    words = record([], [3, 1, -5, 0, 2])
+    words[1] = count
+    commands = shared(words[None].clone(), device)
+    reference.apply_commands(words[None].clone(), torch.zeros(1, dtype=torch.int64), want)
+    sd.apply_commands(commands, *counters(device), **got)
+    expect_same(got, want)
 
 
 def test_any_count_names_a_record(device: torch.device) -> None:
@@ -137,9 +157,9 @@ def test_the_clock_goes_forward(device: torch.device) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"commands": torch.zeros(2, 24, dtype=INT), "out_slots": torch.zeros(4, dtype=INT)}, "apply_commands: commands has shape [2, 24], expected [depth, words=25]"),
-        ({"commands": torch.zeros(0, 25, dtype=INT)}, "apply_commands: depth is 0, expected 1 to 2147483647"),
-        ({"commands": torch.zeros(2, 25)}, "apply_commands: commands is float32, expected int32"),
+        ({"commands": torch.zeros(2, 85, dtype=INT), "out_slots": torch.zeros(4, dtype=INT)}, "apply_commands: commands has shape [2, 85], expected [depth, words=86]"),
+        ({"commands": torch.zeros(0, 86, dtype=INT)}, "apply_commands: depth is 0, expected 1 to 2147483647"),
+        ({"commands": torch.zeros(2, 86)}, "apply_commands: commands is float32, expected int32"),
         ({"seeds": torch.zeros(5, dtype=INT)}, "apply_commands: seeds is int32, expected int64"),
         ({"status": torch.zeros(4, dtype=INT)}, "apply_commands: status has shape [4], expected [num_slots=5]"),
         ({"num_applied": torch.zeros(1, dtype=INT)}, "apply_commands: num_applied is int32, expected int64"),

@@ -1,4 +1,4 @@
-"""The README and the pages of docs/ are true where a program can tell: their code runs, their links lead somewhere."""
+"""The README and the pages of docs/ are true where a program can tell: code, commands, quotations, links and tables."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import io
 import re
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 
 import specdec_kernels as sd
 from specdec_kernels._op_list import native_halves, public_ops
+from specdec_kernels.cli import make_parser
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
@@ -24,8 +26,12 @@ TYPES = {name for name, value in vars(sd).items() if inspect.isclass(value) and 
 every_page = pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
 
 
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
 def python_blocks(page: Path) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    return blocks(page, "python")
 
 
 def without_code(page: Path) -> str:
@@ -53,6 +59,20 @@ def test_code_runs_and_prints_what_it_says(page: Path) -> None:
             exec(compile(block, f"{page.name}, Python block {number}", "exec"), namespace)
         if printed_by(block):
             assert out.getvalue().splitlines() == printed_by(block)
+
+
+@every_page
+def test_commands_are_understood(page: Path) -> None:
+    """`specdec` ends the process where it does not know a command or an option."""
+    for command in re.findall(r"^specdec (.*)$", "".join(blocks(page, "bash")), re.MULTILINE):
+        make_parser().parse_args(shlex.split(command, comments=True))
+
+
+@every_page
+def test_cpp_is_quoted_from_the_source(page: Path) -> None:
+    source = {line.strip() for path in (ROOT / "csrc").rglob("*.cpp") for line in path.read_text().splitlines()}
+    for block in blocks(page, "cpp"):
+        assert set(block.splitlines()) <= source
 
 
 def test_readme_shows_the_ops_and_the_engine() -> None:

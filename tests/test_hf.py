@@ -6,7 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList, TextStreamer
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    LogitsProcessorList,
+    MinLengthLogitsProcessor,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+    TemperatureLogitsWarper,
+    TextStreamer,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from specdec_kernels import hf
 from specdec_kernels.tiny import tiny_model
@@ -109,6 +121,57 @@ def test_max_length_counts_the_prompt(model: Any, device: torch.device) -> None:
     assert torch.equal(got.sequences, want) and want.shape[1] == width + 7
 
 
+@pytest.mark.parametrize("least", [{"min_new_tokens": 9}, {"min_length": 9}])
+@pytest.mark.filterwarnings("ignore:Unfeasible length constraints:UserWarning")
+def test_ends_no_sooner_than_it_may(model: Any, device: torch.device, least: dict[str, int]) -> None:
+    """min_length counts the prompt, padding included; a minimum above the budget is the budget."""
+    batch = batch_of([held_out("repeat")[0], held_out("repeat")[1][:40]], device)
+    plain = model.generate(**batch, max_new_tokens=20, do_sample=False, pad_token_id=0)
+    width = batch["input_ids"].shape[1]
+    options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": plain[0, width + 2].item(), "pad_token_id": 3}
+    options |= {name: value + (width if name == "min_length" else 0) for name, value in least.items()}
+    want = model.generate(**batch, **options)
+    got = model.generate(**batch, **options, custom_generate=hf.generate)
+    assert torch.equal(got, want) and got.shape[1] > width + 9
+    short = options | {"max_new_tokens": 4}
+    assert torch.equal(model.generate(**batch, **short, custom_generate=hf.generate), model.generate(**batch, **short))
+
+
+def test_a_criterion_that_raises_leaves_the_engine_whole(model: Any, device: torch.device) -> None:
+    def broken(input_ids: torch.Tensor, scores: Any) -> torch.Tensor:
+        raise OSError("disk on fire")
+
+    batch = batch_of([held_out("code")[0]], device)
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    with pytest.raises(OSError, match="disk on fire"):
+        model.generate(**batch, **options, stopping_criteria=[broken], custom_generate=hf.generate)
+    got = model.generate(**batch, **options, custom_generate=hf.generate)
+    assert torch.equal(got, model.generate(**batch, **options))
+
+
+def test_ends_at_a_string_or_after_a_time(model: Any, device: torch.device) -> None:
+    batch = batch_of([held_out("repeat")[0]], device)
+    options = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
+    criteria = [StopStringCriteria(tokenizer(), ["self"])]
+    want = model.generate(**batch, **options, stopping_criteria=criteria)
+    got = model.generate(**batch, **options, stopping_criteria=criteria, custom_generate=hf.generate)
+    assert torch.equal(got, want) and got.shape[1] < batch["input_ids"].shape[1] + 16
+    late = model.generate(**batch, **options, max_time=0.0, custom_generate=hf.generate)
+    assert late.shape[1] == batch["input_ids"].shape[1] + 1
+
+
+def test_how_transformers_computes_means_nothing(model: Any, device: torch.device) -> None:
+    batch = batch_of([held_out("code")[0]], device)
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    want = model.generate(**batch, **options)
+    for name, value in {
+        "past_key_values": DynamicCache(), "cache_implementation": "static", "use_cache": False,
+        "renormalize_logits": True,
+    }.items():  # fmt: skip
+        got = model.generate(**batch, **options, **{name: value}, custom_generate=hf.generate)
+        assert torch.equal(got, want), name
+
+
 def test_sampling_follows_the_seed_and_the_filters(model: Any, device: torch.device) -> None:
     batch = batch_of([held_out("code")[0]], device)
     options = {"max_new_tokens": 12, "do_sample": True, "temperature": 0.9, "top_k": 20, "top_p": 0.95, "min_p": 0.01}
@@ -176,7 +239,17 @@ def test_refuses_the_rest_by_name(model: Any) -> None:
     )
     assert message(model, batch, repetition_penalty=1.5) == (
         "hf.generate: logits_processor has RepetitionPenaltyLogitsProcessor, "
-        "expected temperature, top_k, top_p and min_p alone"
+        "expected those of min_length, min_new_tokens, temperature, top_k, top_p and min_p alone"
+    )
+    one = batch_of([[5, 6, 7]], model.device)
+    assert message(model, one, streamer=TextStreamer(tokenizer())) == (
+        "hf.generate: streamer is given, which transformers keeps to itself, expected stream_to="
+    )
+    assert message(model, batch, assistant_model=model) == (
+        "hf.generate: assistant_model is given, which transformers keeps to itself, expected draft_model="
+    )
+    assert message(model, batch, synced_gpus=True) == (
+        "hf.generate: synced_gpus is given, which transformers keeps to itself, expected False"
     )
     assert message(model, batch, return_dict_in_generate=True, output_scores=True) == (
         "hf.generate: output_scores is True, expected False"
@@ -195,8 +268,58 @@ def test_refuses_the_rest_by_name(model: Any) -> None:
     assert message(model, batch, max_new_tokens=100, max_len=64) == (
         "hf.generate: the longest text may have 103 tokens, expected at most 64"
     )
+    filled = DynamicCache()
+    model(**batch, past_key_values=filled)
+    assert message(model, batch, past_key_values=filled) == (
+        "hf.generate: past_key_values holds a text already, expected an empty cache or None"
+    )
     model.generate(**batch, max_new_tokens=4, do_sample=False, pad_token_id=0, custom_generate=hf.generate, max_len=64)
     assert "may have 103 tokens" in message(model, batch, max_new_tokens=100, max_len=64)  # also where it is kept
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"penalty_alpha": 0.6, "top_k": 4}, "asks for contrastive_search"),
+        ({"dola_layers": "low"}, "asks for dola_generation"),
+        ({"prompt_lookup_num_tokens": 3}, "asks for assisted_generation"),
+        ({"num_beams": 2, "force_words_ids": [[3]]}, "asks for constrained_beam_search"),
+        ({"num_beams": 2, "do_sample": True}, "asks for beam_sample"),
+        ({"prefix_allowed_tokens_fn": lambda batch, ids: [1]}, "has PrefixConstrainedLogitsProcessor"),
+        ({"bad_words_ids": [[3]]}, "has NoBadWordsLogitsProcessor"),
+        ({"no_repeat_ngram_size": 2}, "has NoRepeatNGramLogitsProcessor"),
+        ({"guidance_scale": 2.0}, "has UnbatchedClassifierFreeGuidanceLogitsProcessor"),
+        ({"typical_p": 0.5, "do_sample": True}, "has TypicalLogitsWarper"),
+        ({"return_dict_in_generate": True, "output_logits": True}, "output_logits is True"),
+        ({"return_dict_in_generate": True, "output_attentions": True}, "output_attentions is True"),
+        ({"return_dict_in_generate": True, "output_hidden_states": True}, "output_hidden_states is True"),
+        ({"labels": torch.zeros(2, 3)}, "labels is given"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
+)
+@pytest.mark.filterwarnings("ignore:.*compiled model:UserWarning")
+def test_refuses_every_other_way_to_decode(model: Any, options: dict[str, Any], named: str) -> None:
+    assert f" {named}, expected " in message(model, batch_of([[5, 6, 7], [5, 6]], model.device), **options)
+
+
+def test_refuses_processors_that_act_in_another_way(model: Any) -> None:
+    batch = batch_of([[5, 6, 7]], model.device)
+    sample = {"do_sample": True, "top_k": 0, "eos_token_id": 2}
+
+    def said(*processors: Any, **options: Any) -> str:
+        return message(model, batch, logits_processor=LogitsProcessorList(processors), **sample | options)
+
+    assert said(TemperatureLogitsWarper(0.5), temperature=0.7) == (
+        "hf.generate: logits_processor has TemperatureLogitsWarper behind TemperatureLogitsWarper, "
+        "expected each once, in the order min_length, min_new_tokens, temperature, top_k, top_p, min_p"
+    )
+    assert " TopKLogitsWarper behind TopPLogitsWarper, " in said(TopPLogitsWarper(0.5), TopKLogitsWarper(5))
+    assert said(TopPLogitsWarper(0.5, min_tokens_to_keep=2)) == (
+        "hf.generate: min_tokens_to_keep of TopPLogitsWarper is 2, expected 1"
+    )
+    assert said(MinLengthLogitsProcessor(9, 3)) == (
+        "hf.generate: MinLengthLogitsProcessor is of other tokens than those that end a text, expected the same"
+    )
 
 
 def test_refuses_products_that_are_not_plain(device: torch.device) -> None:

@@ -30,7 +30,7 @@ class Device:
 
     def __init__(self, cost: Callable[[int, int], float], rate: float, batch: int = 1) -> None:
         self.cost, self.rate, self.rng = cost, rate, random.Random(5)
-        self.commands = np.full((DEPTH, 13 + 2 * batch), -1, np.int32)
+        self.commands = np.full((DEPTH, 2 + batch + batch * 13), -1, np.int32)
         self.results = np.zeros((DEPTH, 8 + batch * (4 + 2 * WIDTH)), np.int32)
         self.num_applied = self.num_published = 0
         self.rounds: list[int] = []  # the nodes of each
@@ -62,7 +62,7 @@ class Device:
         result = self.results[self.num_published % DEPTH]
         began, us = 10**9 * self.num_published, self.cost(batch, num_nodes)
         result[2:6].view(np.int64)[:] = [began, began + int(1000 * us)]
-        rows = int((record[13 : 13 + batch] >= 0).sum())
+        rows = int((record[2 : 2 + batch] >= 0).sum())
         for b, row in enumerate(result[8:].reshape(-1, 4 + 2 * WIDTH)[:rows]):
             accepted = 0
             while accepted + 1 < num_nodes and self.is_right(b, accepted):

@@ -133,7 +133,7 @@ DEPTH = 5
 
 
 def rings(sizes: Sizes, depth: int = DEPTH) -> dict[str, Any]:
-    commands = 13 + sizes.max_stops + sizes.max_batch + sizes.num_slots
+    commands = 2 + sizes.max_batch + sizes.num_slots * (13 + sizes.max_stops)
     results = 8 + sizes.max_batch * sizes.row_words
     return {"commands": np.full((depth, commands), -1, np.int32), "results": np.zeros((depth, results), np.int32)}
 
@@ -310,16 +310,22 @@ class Device:
         for state in states:
             state.started = True
 
+    def activations(self, record: np.ndarray) -> np.ndarray:
+        """Slot and state of each."""
+        sizes = self.sizes
+        width = 12 + sizes.max_stops
+        return record[-sizes.num_slots * width :].reshape(sizes.num_slots, width)[: record[1]]
+
     def apply_commands(self) -> list[int]:
         """The next record; returns the slots of the round."""
         sizes, record = self.sizes, self.commands[self.num_applied % DEPTH]
         self.num_applied += 1
         record[0] = self.num_applied
-        command, slots, given_back = np.split(record[1:], [12 + sizes.max_stops, len(record) - 1 - sizes.num_slots])
+        slots, given_back, _ = np.split(record[2:], [sizes.max_batch, sizes.max_batch + sizes.num_slots])
         assert [*given_back] == [*given_back[given_back >= 0], *[-1] * (given_back < 0).sum()]
         for slot in given_back[given_back >= 0].tolist():
             assert self.slots.pop(slot).left
-        if command[0] >= 0:
+        for command in self.activations(record):
             slot, seq_len, root, remaining = command[:4].tolist()
             state = self.slots[slot]
             sent, floats = self.sent[state.request_id], command.view(np.float32)
@@ -339,8 +345,7 @@ class Device:
 
     def launch(self, batch: int, num_nodes: int) -> None:
         record = self.commands[self.num_applied % DEPTH]
-        first = 13 + self.sizes.max_stops
-        named = [record[1]] if batch == 0 else record[first : first + batch]
+        named = self.activations(record)[:, 0] if batch == 0 else record[2 : 2 + batch]
         ids = [self.slots[int(s)].request_id for s in named if s >= 0]
         method = "round" if batch else "record"
         late = self.rng.random() < 0.5  # a launch may throw before or after it has done its work
@@ -417,15 +422,18 @@ class Device:
             )
         self.spoil(row, sent)
 
-    def deactivate(self, slot: int, request_id: int) -> None:
-        state, sent = self.slots[slot], self.sent[request_id]
-        assert state.request_id == request_id and not state.left
-        cancelled = request_id in self.to_cancel if self.visible else sent.cancelled
-        if not (state.finished or cancelled or sent.failed):
-            newest = [s for s, other in self.slots.items() if not other.left][-1]
-            assert slot == newest and self.needed(0) > self.sizes.num_pages, "only the newest, only in want of pages"
-            self.retracted.append(request_id)
-        state.left = True
+    def deactivate(self, slots: list[int]) -> None:
+        assert slots
+        for slot in slots:
+            state = self.slots[slot]
+            request_id, sent = state.request_id, self.sent[state.request_id]
+            assert not state.left
+            cancelled = request_id in self.to_cancel if self.visible else sent.cancelled
+            if not (state.finished or cancelled or sent.failed):
+                newest = [s for s, other in self.slots.items() if not other.left][-1]
+                assert slot == newest and self.needed(0) > self.sizes.num_pages, "only the newest, in want of pages"
+                self.retracted.append(request_id)
+            state.left = True
         self.may_fail("deactivate")
 
     def emit(self, emissions: list[tuple[Any, ...]]) -> None:
@@ -608,8 +616,23 @@ def test_prompts_share_a_call() -> None:
     assert calls == [[(0, 0, 3), (1, 0, 4)], [(1, 4, 3), (2, 0, 2)]]
     assert device.events == [
         *["begin", "begin", "begin", "prefill", "record", "activate", "round", "emit"],
-        *["prefill", "record", "record", "activate", "round", "emit"],
+        *["prefill", "record", "activate", "round", "emit"],
     ]
+
+
+def test_a_round_behind_a_pass_knows_of_those_before() -> None:
+    """They are read while the device is at the pass."""
+    device = Device(Sizes(rounds_in_flight=2, accept_width=1, batch_sizes=(1, 2, 3)))
+    device.submit([1] * 4, 9, [token(0, 5)])  # ends with the second round
+    rows: list[list[int]] = []
+    check_rows = device.check_rows
+    device.check_rows = lambda slots, batch: (rows.append(slots), check_rows(slots, batch))  # type: ignore[method-assign]
+    device.step()
+    device.step()
+    device.submit([1] * 4, 2)
+    device.step()
+    assert rows == [[0], [0], [1]]
+    device.run()
 
 
 def test_one_token_prompts_need_no_prefill() -> None:
@@ -889,8 +912,8 @@ def test_submit_wants_ints() -> None:
         ({"nodes": [0, 4]}, "Scheduler: nodes (rising) is 0, expected 1 to 2147483647"),
         ({"nodes": [4, 4]}, "Scheduler: nodes (rising) is 4, expected 5 to 2147483647"),
         ({"num_pages": 7}, "Scheduler: num_pages is 7, expected 8 to 2147483647 (one sequence of max_len tokens must fit)"),
-        ({"commands": np.zeros((5, 20), np.int32)}, "Scheduler: commands.shape[1] is 20, expected 21 to 2147483647"),
-        ({"commands": np.zeros((1, 21), np.int32)}, "Scheduler: commands.shape[0] is 1, expected 2 to 2147483647"),
+        ({"commands": np.zeros((5, 20), np.int32)}, "Scheduler: commands.shape[1] is 20, expected 50 to 2147483647"),
+        ({"commands": np.zeros((1, 50), np.int32)}, "Scheduler: commands.shape[0] is 1, expected 2 to 2147483647"),
         ({"results": np.zeros((1, 104), np.int32)}, "Scheduler: results.shape[0] is 1, expected 2 to 2147483647"),
         ({"results": np.zeros((5, 103), np.int32)}, "Scheduler: results.shape[1] is 103, expected 104 to 2147483647"),
         ({"results": np.zeros((5, 104), np.int64)}, "Scheduler: results is int64, expected int32"),

@@ -211,8 +211,17 @@ def merge_trees(t: Inputs, **stream: Any) -> Iterable[Tensor]:
 
 
 def apply_commands_inputs() -> Inputs:
-    commands = torch.cat([ints(0, B, 1, 13), ints(0, VOCAB, 1, 2), ints(-1, B, 1, 2 * B)], 1)
-    commands[0, [5, 7, 8]] = torch.rand(3).view(torch.int32)
+    floats = torch.rand(3, B, 1).view(torch.int32)
+    ids, top_k, seeds = ints(0, VOCAB, B, 3), ints(0, VOCAB, B, 1), ints(0, 99, B, 2)
+    activations = [torch.randperm(B, dtype=torch.int32)[:, None], ids, floats[0], top_k, *floats[1:], seeds]
+    activations += [ints(0, 9, B, 2), ints(0, VOCAB, B, 2)]
+    record = [
+        torch.tensor([0, B], dtype=torch.int32),
+        ints(-1, B, B),
+        ints(-1, B, B),
+        torch.cat(activations, 1).flatten(),
+    ]
+    commands = torch.cat(record)[None]
     names = ("seq_lens", "root_tokens", "remaining", "top_k", "stops_from", "num_logprobs", "finish_reasons", "status")
     return {
         "commands": commands,

@@ -206,7 +206,7 @@ def calls(op: str, device: torch.device) -> list[tuple[tuple[Any, ...], dict[str
         sd.free_pages(pool, zeros(2), slots=slots[:1])
         return [((pool, slots[1:], slots[:1], lens), {"status": status})]
     if op in ("apply_commands", "publish_results"):
-        commands = torch.full((2, 13 + 1 + 2 + 2), -1, dtype=torch.int32, device=device)
+        commands = torch.full((2, 2 + 2 + 2 * (13 + 1)), -1, dtype=torch.int32, device=device)
         counters = [zeros(1, dtype=torch.int64) for _ in range(2)]
         state = [
             lens,

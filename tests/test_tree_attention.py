@@ -70,6 +70,12 @@ def make_cache(
     return Cache(k.to(dtype).to(device)[1], v.to(dtype).to(device)[1], table.to(device), lens.to(device))
 
 
+def with_room(cache: Cache) -> None:
+    """Adds entries to the table until it has room for longer prefixes than clusters are chosen for."""
+    entries = 20_000 // cache.k_pool.shape[1]
+    cache.page_table = torch.nn.functional.pad(cache.page_table, (0, entries), value=-1)
+
+
 def pack_bits(visible: torch.Tensor) -> torch.Tensor:
     """bool [..., tail] to int64 words [..., ceil(tail / 64)]."""
     words = torch.zeros(*visible.shape[:-1], -(-visible.shape[-1] // 64), dtype=torch.int64)
@@ -662,6 +668,32 @@ def test_small_with_everything(device: torch.device, pools: torch.dtype, rows: i
     check(q, cache, mask=random_trees(2, rows), soft_cap=9.0)
     check(q, cache, window=6, q_lens=torch.tensor([rows - 1, 1], dtype=torch.int32), fixed_split=128)
     check(q, cache, mask=random_trees(2, rows), window=100, fixed_split=128)
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("page_size", [3, 32])
+def test_small_wide_row_tiles(device: torch.device, page_size: int) -> None:
+    """More rows than one warpgroup multiplies, on the work line."""
+    head_dim = 64
+    rows, lens = 40, [400, 0, 256, 131]
+    cache = make_cache(lens, [rows] * 4, page_size=page_size, head_dim=head_dim, dtype=torch.bfloat16, device=device)
+    with_room(cache)
+    cache.page_table[2, 100 // page_size] = -1
+    q = torch.randn(4, rows, 8, head_dim, device=device).bfloat16()
+    check(q, cache, mask=random_trees(4, rows))
+    check(q, cache, window=150, q_lens=torch.tensor([40, 3, 40, 17], dtype=torch.int32))
+
+
+@pytest.mark.parametrize("rows", [9, 33, 64, 150])
+@pytest.mark.parametrize("page_size", [1, 48, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_work_line(device: torch.device, head_dim: int, page_size: int, rows: int) -> None:
+    """What is not for clusters, in row tiles of every size."""
+    lens = [1000, 77, 0, 640]
+    cache = make_cache(lens, [rows] * 4, page_size=page_size, head_dim=head_dim, dtype=torch.float16, device=device)
+    with_room(cache)
+    q = torch.randn(4, rows, 4, head_dim, device=device).half()
+    check(q, cache, mask=random_trees(4, rows))
 
 
 @all_paths

@@ -112,6 +112,17 @@ def files(wheel: Path) -> set[str]:
     return {name for name in zipfile.ZipFile(wheel).namelist() if not name.endswith("/")}
 
 
+@pytest.mark.skipif(bool(list(Path("/usr/local").glob("cuda-12*"))), reason="CUDA 12 is here")
+def test_a_wheel_without_its_compiler_is_refused_before_anything_is_made() -> None:
+    environment = {"PATH": "/usr/bin:/bin", "PYTHON": "/nowhere/python"}
+    done = subprocess.run([ROOT / "build.sh", "wheel", "cu12"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr == (
+        "build.sh: there is no nvcc of CUDA 12, expected one on the PATH or in /usr/local/cuda-12.*/bin (NVIDIA's packages "
+        "cuda-{nvcc,cudart-dev,cccl,nvtx}-12-9; PyPI's nvidia-cuda-nvcc-cu12 is without nvcc, cicc, cudafe++, fatbinary and "
+        "nvlink)\n"
+    )
+
+
 def test_everything_that_runs_is_inside(wheel: Path) -> None:
     expected = ["__init__.py", "_C.pyi", "py.typed", "ops.py", "reference/draft.py", "engine/drafts/eagle.py"]
     expected += [f"bench/{path.relative_to(ROOT / 'bench')}" for path in (ROOT / "bench").rglob("*.py")]

@@ -31,7 +31,7 @@ void wgmma_fp8_attention_of(const TreeAttentionParams& p, const Cut& cut, Stream
 constexpr int kWgmmaFp8Tokens = 64;
 
 // Clusters, compute capability 9.0, where requests are few: 16-bit pools, head dimensions of 64 and 128. Rows of a tile
-// are 16, 32 or 64.
+// are 16 or 64.
 namespace few {
 template <int D>
 void cluster_attention_of(const TreeAttentionParams& p, const Cut& cut, Stream stream);

@@ -103,6 +103,12 @@ SD_HD int32_t visible_begin(const TreeAttentionParams& p, const Request& r, int3
 SD_HD uint64_t visible_word(const TreeAttentionParams& p, const Request& r, int32_t i, int64_t first) {
   uint64_t seen = low_bits(visible_end(p, r, i) - first);
   const int64_t tail = first - r.prefix;  // of bit 0
+  if (p.mask != nullptr && p.mask_words == 1 && p.window == INT64_MAX) {
+    // What follows, in few instructions: trees mostly have one word, and no loop has fetched them before.
+    if (tail <= -64) return seen;
+    const uint64_t word = static_cast<uint64_t>(p.mask[r.flat_row + i]);
+    return seen & (tail < 0 ? low_bits(-tail) | word << -tail : tail < 64 ? word >> tail : 0);
+  }
   // Rows of the path that lie before the window, oldest first: of the prefix, then of the tail.
   int64_t outside = p.window == INT64_MAX ? 0 : int64_t{r.prefix} + tail_rows_seen(p, r, i) - p.window;
   seen &= ~low_bits((p.mask ? clamp_to(outside, INT64_MIN, int64_t{r.prefix}) : outside) - first);

@@ -5,6 +5,7 @@
 // lanes x max_workers blocks, one or two per multiprocessor. Bytes: the KV of each request once per `lanes` row tiles.
 #pragma once
 
+#include <cfloat>
 #include <cute/arch/copy_sm90.hpp>
 
 #include "attention/kv_stream.cuh"

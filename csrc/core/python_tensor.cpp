@@ -1,6 +1,8 @@
 #include "core/python_tensor.h"
 
+#include <atomic>
 #include <memory>
+#include <mutex>
 #include <string>
 
 #include "core/errors.h"
@@ -31,25 +33,38 @@ const DLPackExchangeAPI* find_api(PyTypeObject* type) {
   return api != nullptr && api->dltensor_from_py_object_no_sync != nullptr ? api : nullptr;
 }
 
-struct ApiOfType {
-  PyTypeObject* type = nullptr;
+// The first types met, for good: what is found here is looked up no more, without a lock or a thread-local, which cost
+// a tenth of reading the tensor. A type has its reference, so that its address is never another type's. A process has
+// one or two; the types beyond the eighth are looked up at every call.
+struct KnownType {
+  std::atomic<PyTypeObject*> type{nullptr};  // written last
   const DLPackExchangeAPI* api = nullptr;
 };
-// Two entries a thread: torch.Tensor beside nn.Parameter is the common mix. A cached type is kept alive, so that its
-// address is never another type's.
-thread_local ApiOfType api_cache[2];
+KnownType known_types[8];
+std::mutex known_types_mutex;
+
+const DLPackExchangeAPI* find_and_remember_api(PyTypeObject* type) {
+  const DLPackExchangeAPI* api = find_api(type);  // may run Python code: not under the lock
+  const std::lock_guard lock(known_types_mutex);
+  for (KnownType& known : known_types) {
+    PyTypeObject* const other = known.type.load(std::memory_order_relaxed);
+    if (other == type) break;
+    if (other != nullptr) continue;
+    Py_INCREF(type);
+    known.api = api;
+    known.type.store(type, std::memory_order_release);
+    break;
+  }
+  return api;
+}
 
 const DLPackExchangeAPI* api_of(PyTypeObject* type) {
-  if (api_cache[0].type == type) return api_cache[0].api;
-  if (api_cache[1].type == type) return api_cache[1].api;
-  // Looking up and letting go may run Python code, which may come back here: the cache is whole at both moments.
-  const ApiOfType found{type, find_api(type)};
-  Py_INCREF(type);
-  PyTypeObject* const oldest = api_cache[1].type;
-  api_cache[1] = api_cache[0];
-  api_cache[0] = found;
-  Py_XDECREF(oldest);
-  return found.api;
+  for (const KnownType& known : known_types) {
+    PyTypeObject* const other = known.type.load(std::memory_order_acquire);
+    if (other == type) return known.api;
+    if (other == nullptr) break;
+  }
+  return find_and_remember_api(type);
 }
 
 [[noreturn]] void throw_not_a_tensor(PyObject* object) {
@@ -101,13 +116,13 @@ Owned export_capsule(PyObject* object) {
 
 void set_call_stream(CallStream stream) { call_stream = stream; }
 
-bool PyTensor::load(PyObject* object) {
+bool PyTensor::load(PyObject* object, TensorView& view) {
   view.api = api_of(Py_TYPE(object));
-  if (view.api == nullptr) return load_capsule(object);
+  if (view.api == nullptr) return load_capsule(object, view);
   return view.api->dltensor_from_py_object_no_sync(object, &view.dl) == 0;
 }
 
-bool PyTensor::load_capsule(PyObject* object) {
+bool PyTensor::load_capsule(PyObject* object, TensorView& view) {
   capsule_ = export_capsule(object).release();
   if (capsule_ == nullptr) return false;
   // The capsule is not renamed ("used_..."): its own destructor releases the tensor when this PyTensor goes.

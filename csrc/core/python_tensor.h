@@ -7,7 +7,7 @@
 
 namespace specdec {
 
-// A view and, for the __dlpack__ fallback, the capsule that keeps the exported tensor alive.
+// A Python tensor that a view is read from: for the __dlpack__ fallback, the capsule that keeps it alive.
 class PyTensor {
  public:
   PyTensor() = default;
@@ -16,11 +16,10 @@ class PyTensor {
   ~PyTensor() { Py_XDECREF(capsule_); }
 
   // Throws TypeError for a non-tensor. Returns false with a Python exception set when the producer refuses.
-  bool load(PyObject* object);
-  TensorView view;
+  bool load(PyObject* object, TensorView& view);
 
  private:
-  bool load_capsule(PyObject* object);
+  bool load_capsule(PyObject* object, TensorView& view);
   PyObject* capsule_ = nullptr;
 };
 

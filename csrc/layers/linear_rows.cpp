@@ -57,4 +57,8 @@ void linear_rows_cpu(const LinearRowsParams& p) {
   });
 }
 
+#ifndef SPECDEC_WITH_CUDA
+bool has_wgmma() { return false; }
+#endif
+
 }  // namespace specdec

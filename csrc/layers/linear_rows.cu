@@ -222,4 +222,6 @@ void linear_rows_cuda(const LinearRowsParams& p, Stream stream) {
     of_type.template operator()<Half>();
 }
 
+bool has_wgmma() { return current_device("linear_rows").has_wgmma; }
+
 }  // namespace specdec

@@ -29,4 +29,7 @@ void linear_rows_cuda(const LinearRowsParams& p, Stream stream);
 void wgmma_linear_rows(const LinearRowsParams& p, Stream stream);
 void wgmma_many_rows(const LinearRowsParams& p, Stream stream);
 
+// Whether the CUDA device that is current has it, and this build its instructions.
+bool has_wgmma();
+
 }  // namespace specdec

@@ -2,6 +2,7 @@
 #include "ngram/ngram_draft.h"
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <bit>
 #include <cmath>
@@ -190,13 +191,25 @@ NgramWeights checked_weights(Check& check, double own, double group, double glob
     check.that(false, "recency", "is " + std::to_string(recency), "above 0, at most 1");
   double power = 1;
   for (uint32_t& of_place : weights.recency) {
-    of_place = fixed_point(power, 256);
+    of_place = recency == 1 ? 256 : fixed_point(power, 256);  // most often, and quicker
     power *= recency;
   }
   return weights;
 }
 
 int32_t in_log2(double value) { return static_cast<int32_t>(std::lround(std::log2(value) * (1 << kNgramLogBits))); }
+
+using Steps = std::array<int32_t, kNgramMaxMatch + 1>;
+
+// What each token of a path costs, by match. Worked out once: 33 logarithms take as long as half a lookup.
+const Steps& path_steps() {
+  static const Steps steps = [] {
+    Steps made;
+    for (int match = 0; match <= kNgramMaxMatch; ++match) made[match] = in_log2((match + 4.0) / (match + 2.0));
+    return made;
+  }();
+  return steps;
+}
 
 void count(uint64_t& counter, uint64_t by) { std::atomic_ref(counter).fetch_add(by, std::memory_order_relaxed); }
 
@@ -237,7 +250,7 @@ void NgramIndex::draft(const OptTensor& slots, const TensorView& seq_lens, int64
       .weights = weights,
       .step = {},
   };
-  for (int match = 0; match <= kNgramMaxMatch; ++match) params.step[match] = in_log2((match + 4.0) / (match + 2.0));
+  std::copy(path_steps().begin(), path_steps().end(), params.step);
   const std::shared_lock lock(mutex_);
   if (check.on_cuda()) {
     if (B > 0) SD_RUN_CUDA(check, CallStream{}, ngram_draft, params);

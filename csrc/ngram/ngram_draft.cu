@@ -47,6 +47,12 @@ struct alignas(16) Candidate {
   int32_t length;  // tokens that follow
 };
 
+// Of a warp's weights, which are below 2^45.
+__device__ __forceinline__ uint64_t sum_weights(uint64_t weight) {
+  const uint32_t low = __reduce_add_sync(kFullMask, static_cast<uint32_t>(weight) & 0xffffff);
+  return low + (uint64_t{__reduce_add_sync(kFullMask, static_cast<uint32_t>(weight >> 24))} << 24);
+}
+
 // Nodes one behind the other, on whose paths the same candidates agree. No two segments' are the same.
 struct alignas(16) Segment {
   int32_t log2_w, step;  // of the candidates, and what a depth takes from it
@@ -84,7 +90,8 @@ struct Row {
   int32_t longest, log2_total, segments;
   Candidate candidate[kNgramCandidates];
   uint32_t position[kNgramCandidates];
-  int32_t text[kNgramCandidates][64 * kWords];         // what follows each
+  // What follows each; four words more let lanes that read different ones do so at once.
+  alignas(16) int32_t text[kNgramCandidates][64 * kWords + 4];
   uint8_t shared[kNgramCandidates][kNgramCandidates];  // how many tokens of it two of them share; one with itself: all
   uint32_t leaves[kNgramCandidates];  // the name of the node behind which it is the first of its path's candidates
   Segment segment[kMostSegments];
@@ -335,93 +342,78 @@ __device__ __forceinline__ int find_candidates(const NgramDraftParams& p, const 
   return count;
 }
 
-// How long the texts of any two candidates agree, a warp for one of them; and what is needed of all candidates.
+// How long the texts of any two candidates agree, a lane for two of them; and what is needed of all candidates.
 template <class Row>
 __device__ __forceinline__ void compare_texts(const Request& request, Row& s, int count) {
-  constexpr int kPairs = 4;
   const int lane = lane_id();
-  for (int i = warp_id(); i < count; i += kWarps) {
-    const int length = s.candidate[i].length;
-    const int32_t token = s.text[i][lane];
+  // A warp has the pairs of its candidate with those behind it, and in its other lanes those of the one as far from the
+  // end.
+  if (const int first = warp_id(); 2 * first < count) {
+    const bool mirrored = lane < first;
+    const int i = mirrored ? count - 1 - first : first, j = mirrored ? count - 1 - lane : lane;
+    const bool is_pair = i < j && j < count && (!mirrored || i != first);
+    const int most = is_pair ? min(s.candidate[i].length, s.candidate[j].length) : 0;
+    int agree = 0;
 #pragma unroll 1
-    for (int first = 0; first <= count / 2; first += kPairs) {
-      int other[kPairs], agree[kPairs];
-#pragma unroll
-      for (int k = 0; k < kPairs; ++k) {
-        const int j = i + min(first + k, count / 2);
-        other[k] = j < count ? j : j - count;
-        const bool same = lane < min(length, s.candidate[other[k]].length) && s.text[other[k]][lane] == token;
-        agree[k] = first_bit(~__ballot_sync(kFullMask, same));
-      }
-#pragma unroll
-      for (int k = 0; k < kPairs; ++k) {
-        const int most = min(length, s.candidate[other[k]].length);
-#pragma unroll 1
-        for (int begin = kWarp; agree[k] < 0; begin += kWarp) {
-          const int at = begin + lane;
-          const bool same = at < most && s.text[other[k]][at] == s.text[i][at];
-          const uint32_t differ = ~__ballot_sync(kFullMask, same);
-          if (differ != 0) agree[k] = begin + first_bit(differ);
-        }
-        // Of an even number, the pairs half of it apart are met twice.
-        if (lane == 0 && (2 * (first + k) < count || i <= other[k]))
-          s.shared[i][other[k]] = s.shared[other[k]][i] = static_cast<uint8_t>(agree[k]);
-      }
+    for (bool more = most > 0; more;) {
+      const int4 ours = reinterpret_cast<const int4&>(s.text[i][agree]);
+      const int4 theirs = reinterpret_cast<const int4&>(s.text[j][agree]);
+      const int same = ours.x != theirs.x   ? 0
+                       : ours.y != theirs.y ? 1
+                       : ours.z != theirs.z ? 2
+                                            : 3 + (ours.w == theirs.w);
+      agree += same;
+      more = same == 4 && agree < most;
     }
+    if (is_pair) s.shared[i][j] = s.shared[j][i] = static_cast<uint8_t>(min(agree, most));
   }
   if (warp_id() == kWarps - 1) {
     const Candidate own = lane < count ? s.candidate[lane] : Candidate{0, 0, 0};
+    s.shared[lane][lane] = static_cast<uint8_t>(own.length);
     const auto longest = __reduce_max_sync(kFullMask, static_cast<unsigned>(own.match));
-    // Weights are below 2^45.
-    const uint32_t low = __reduce_add_sync(kFullMask, static_cast<uint32_t>(own.weight) & 0xffffff);
-    const uint32_t high = __reduce_add_sync(kFullMask, static_cast<uint32_t>(own.weight >> 24));
+    const uint64_t total = sum_weights(own.weight);
     const int best = first_bit(__ballot_sync(kFullMask, lane < count && own.match == static_cast<int>(longest)));
     if (lane == 0) {  // that is what the next draft follows, in one store, as a row may have the same slot
       const int last = ngram_followed(request.followed, request.length);
       reinterpret_cast<uint2&>(request.slot->followed[1 - last]) = {s.position[best], request.length};
       s.longest = static_cast<int>(longest);
-      s.log2_total = ngram_log2(low + (uint64_t{high} << 24));
+      s.log2_total = ngram_log2(total);
     }
   }
   __syncthreads();
 }
 
-// The segments of the tree that all candidates make, in any order: a warp for those that a candidate is the first of. A
-// lane compares it with another, and has the segment that ends where they part.
+// The segments of the tree that all candidates make, in any order: a warp for those that a candidate is the first of,
+// from the last to the one that begins where the candidate parts from those before it.
 template <class Row>
 __device__ __forceinline__ void find_segments(const NgramDraftParams& p, Row& s, int count) {
   const int lane = lane_id();
+  const Candidate candidate = lane < count ? s.candidate[lane] : Candidate{0, 0, 0};
   for (int i = warp_id(); i < count; i += kWarps) {
     const int end = lane < count ? s.shared[i][lane] : 0;
     const auto begin = static_cast<int>(__reduce_max_sync(kFullMask, static_cast<unsigned>(lane < i ? end : 0)));
     const uint32_t there = __ballot_sync(kFullMask, lane < i && end == begin);
-    const uint32_t leaves = begin > 0 ? name_of(static_cast<uint32_t>(first_bit(there)), begin) : 0;
-    bool opens = lane >= i && end > begin;  // and no lane before has the same
-    int match = 0, start = begin;
-    uint64_t weight = 0;
-#pragma unroll 2
-    for (int k = i; k < count; ++k) {
-      const int other = __shfl_sync(kFullMask, end, k);
-      const Candidate candidate = s.candidate[k];
-      const bool in = other >= end;
-      weight += in ? candidate.weight : 0;
-      match = max(match, in ? candidate.match : 0);
-      start = max(start, in ? 0 : other);
-      opens &= other != end || k >= lane;
-    }
-    const uint32_t opened = __ballot_sync(kFullMask, opens);
-    const int at = lane == 0 ? atomicAdd(&s.segments, __popc(opened)) : 0;
-    const int here = __shfl_sync(kFullMask, at, 0) + __popc(opened & ((1u << lane) - 1));
-    if (lane == 0) s.leaves[i] = leaves;
-    if (opens) {
-      const int32_t step = p.step[match];
-      s.segment[here] = {.log2_w = ngram_log2(weight),
-                         .step = step,
-                         .per_step = 0xffffffffu / static_cast<uint32_t>(step) + 1,
-                         .tie = ngram_tie(match, i),
-                         .start = start,
-                         .length = end - start,
-                         .owner = static_cast<uint32_t>(i)};
+    if (lane == 0) s.leaves[i] = begin > 0 ? name_of(static_cast<uint32_t>(first_bit(there)), begin) : 0;
+    int ends = s.candidate[i].length;  // as it agrees with itself so long
+#pragma unroll 1
+    while (ends > begin) {
+      const bool in = lane >= i && end >= ends;
+      const uint64_t weight = sum_weights(in ? candidate.weight : 0);
+      const auto match =
+          static_cast<int>(__reduce_max_sync(kFullMask, static_cast<unsigned>(in ? candidate.match : 0)));
+      const auto start =
+          max(begin, static_cast<int>(__reduce_max_sync(kFullMask, static_cast<unsigned>(in ? 0 : end))));
+      if (lane == 0) {
+        const int32_t step = p.step[match];
+        s.segment[atomicAdd(&s.segments, 1)] = {.log2_w = ngram_log2(weight),
+                                                .step = step,
+                                                .per_step = 0xffffffffu / static_cast<uint32_t>(step) + 1,
+                                                .tie = ngram_tie(match, i),
+                                                .start = start,
+                                                .length = ends - start,
+                                                .owner = static_cast<uint32_t>(i)};
+      }
+      ends = start;
     }
   }
   __syncthreads();

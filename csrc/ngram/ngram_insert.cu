@@ -10,8 +10,9 @@
 // small that the call overwrites what it continues, a slot named twice, tokens of a slot without a stream): then one
 // thread does it all, as the CPU would.
 //
-// A round is latency: slot numbers, slot records, last blocks and sets, the latter on their way together. In bulk every
-// block hashes every token, about 400 instructions, and reads it from L2.
+// A round is latency, and less of memory (slot numbers, slot records, sets, of 0.4 us each, all that can be on its way
+// together) than of instructions, of which code that runs once takes one in four to five cycles: so a round has a
+// kernel of its own, without what it never is. In bulk every block hashes every token, and reads it from L2.
 #include "core/cuda.cuh"
 #include "core/slots.h"
 #include "core/warp_scan.cuh"
@@ -26,8 +27,14 @@ constexpr int kThreads = 512, kWarps = kThreads / kWarp;
 constexpr int kPerTile = kThreads * kNgramOrders;  // updates of as many tokens as there are threads
 constexpr int kEnough = 64;                        // updates that are applied together, if there are as many
 constexpr int kMostBlocks = 128;
-constexpr int kUpdatesPerBlock = 128;  // to aim at, if all rows are full
-static_assert(kThreads >= kNgramRows && kEnough == kThreads / kNgramWays);
+constexpr int kUpdatesPerBlock = 128;           // to aim at, if all rows are full
+constexpr int kRowWarps = kNgramRows / kWarp;   // that plan a row a thread
+constexpr int kTailParts = kNgramMaxMatch / 4;  // 16 bytes each
+constexpr uint32_t kClaims = 2048;
+static_assert(kThreads >= kNgramRows && kEnough == kThreads / kNgramWays && kNgramRows % kWarp == 0);
+
+__device__ __forceinline__ int lane_id() { return static_cast<int>(threadIdx.x) % kWarp; }
+__device__ __forceinline__ int warp_id() { return static_cast<int>(threadIdx.x) / kWarp; }
 
 __device__ __forceinline__ void count(uint64_t& counter, uint64_t by) {
   if (by != 0) atomicAdd(reinterpret_cast<unsigned long long*>(&counter), static_cast<unsigned long long>(by));
@@ -37,18 +44,18 @@ __device__ __forceinline__ void prefetch(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
-// Sums of all threads before this one, and of all. Two calls have a barrier between them.
-struct Prefix {
-  uint32_t before, total;
-};
-__device__ __forceinline__ Prefix prefix_sum(uint32_t value, uint32_t (&sums)[kWarps]) {
-  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  const uint32_t sum = sum_up_to_lane(value);
-  if (lane == kWarp - 1) sums[warp] = sum;
-  __syncthreads();
-  const uint32_t of_warp = lane < kWarps ? sums[lane] : 0, with = sum_up_to_lane(of_warp);
-  return {__shfl_sync(kFullMask, with - of_warp, warp) + sum - value, __shfl_sync(kFullMask, with, kWarp - 1)};
+__device__ __forceinline__ void prefetch(const NgramSet& set) {
+#pragma unroll
+  for (size_t line = 0; line < sizeof(NgramSet); line += 128) prefetch(reinterpret_cast<const char*>(&set) + line);
 }
+
+// 16 bytes of global memory on their way to shared memory, until arrived().
+__device__ __forceinline__ void copy_ahead(void* to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))),
+               "l"(from)
+               : "memory");
+}
+__device__ __forceinline__ void arrived() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // One row of the call, as it will be.
 struct Row {
@@ -60,35 +67,32 @@ struct Row {
   bool refused = false;
 };
 
-constexpr uint32_t kClaims = 2048;
-constexpr int kTailParts = kNgramLongest / 4 + 1;  // 16 bytes each, wherever the tokens begin
-
-struct Updates {
-  uint32_t count;
-  uint32_t sets[kEnough + kPerTile], tags[kEnough + kPerTile], positions[kEnough + kPerTile];
+struct Updates {                                      // in order
+  alignas(16) uint32_t sets[kEnough + kPerTile + 4];  // ends in four that are none
+  uint32_t tags[kEnough + kPerTile], cells[kEnough + kPerTile];
 };
 
 struct Plan {  // of row b, in shared memory
   uint32_t slot[kNgramRows], count[kNgramRows], start[kNgramRows];
   uint32_t stream[kNgramRows], scope[kNgramRows];
-  uint32_t last[kNgramRows];  // id of the stream's last block, or kNgramNone
-  uint32_t first_token[kNgramRows], first_block[kNgramRows];
-  int4 tail[kTailParts][kNgramRows];  // of its record: the tokens before its own, and some more
-  int32_t bad[kNgramRows];
-  bool goes_on[kNgramRows];  // in its last block
-  uint32_t next;             // id of the ring's next block
+  uint32_t first_bad[kNgramRows];  // of its tokens, the first below 0
+  uint32_t last[kNgramRows];       // id of the stream's last block, or kNgramNone
+  uint32_t first_block[kNgramRows];
+  bool goes_on[kNgramRows];                              // in its last block
+  alignas(16) int32_t tail[kNgramRows][kNgramMaxMatch];  // of its record
+  uint32_t widest;                                       // of the counts
+  uint32_t next;                                         // id of the ring's next block
   uint64_t taken;
+  uint32_t sums[kRowWarps];                  // of the rows of a warp
+  uint32_t found[kWarps];                    // updates, by a warp
   uint32_t entries, evictions, overwritten;  // by this block
-
-  // The n-th token before those of row b.
-  __device__ int32_t before(uint32_t b, uint32_t n) const {
-    const uint32_t at = start[b] - n, part = (at / 4 - (start[b] - kNgramLongest) / 4) % (kNgramMaxMatch / 4);
-    return reinterpret_cast<const int32_t*>(&tail[part][b])[at % 4];
-  }
   union {
     uint32_t claimed[kClaims];  // first: by a row, of the slots with this number modulo kClaims
     Updates updates;
   };
+
+  // How many tokens row b adds, before and after its first bad token was found.
+  __device__ uint32_t tokens_of(uint32_t b) const { return first_bad[b] < count[b] ? 0 : count[b]; }
 };
 
 __device__ __forceinline__ const int32_t* row_tokens(const NgramInsertParams& p, int64_t b, uint32_t count) {
@@ -99,58 +103,68 @@ __device__ __forceinline__ NgramSlot& stream_of(const NgramInsertParams& p, Ngra
   return p.is_document ? work->document : p.index.slots[slot];
 }
 
-// 16 bytes of memory, and those around on their way into the L2 cache.
-__device__ __forceinline__ uint4 load_ahead(const void* address) {
-  uint4 words;
-  asm volatile("ld.global.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
-               : "l"(address)
-               : "memory");
-  return words;
+__device__ __forceinline__ int64_t slot_of_row(const NgramInsertParams& p, int64_t b) {
+  return p.is_document ? 0 : slot_of(p.slots, p.first_slot + b, p.index.num_slots);
 }
 
-// Row b, and the tokens before it.
-__device__ __forceinline__ Row find_row(const NgramInsertParams& p, NgramWork* work, int64_t b, Plan& s) {
+// Everything is read whether it is needed or not, so that nothing waits for a condition.
+__device__ __forceinline__ Row find_row(const NgramInsertParams& p, NgramWork* work, int64_t b) {
   const NgramView& v = p.index;
+  const int64_t given = p.lengths ? p.lengths[b] : p.width;
+  const int32_t match_len = p.match_len ? p.match_len[b] : 0;
   Row row;
-  row.slot = p.is_document ? 0 : slot_of(p.slots, p.first_slot + b, v.num_slots);
-  if (row.slot < 0) return row;
-  const NgramSlot& record = stream_of(p, work, row.slot);
+  row.slot = slot_of_row(p, b);
+  const NgramSlot& record = stream_of(p, work, row.slot < 0 ? 0 : row.slot);
   static_assert(offsetof(NgramSlot, live) == 8 && offsetof(NgramSlot, length) == 12);
   static_assert(offsetof(NgramSlot, stream) == 16 && offsetof(NgramSlot, block) == 20 &&
                 offsetof(NgramSlot, scope) == 24);
-  const uint4 first = load_ahead(&record), second = load_ahead(&record.stream);
+  const uint4 first = reinterpret_cast<const uint4&>(record), second = reinterpret_cast<const uint4&>(record.stream);
   const bool fresh = p.is_document && p.is_first;
-  const int64_t given = p.lengths ? p.lengths[b] : p.width;
-  const int32_t match_len = p.match_len ? p.match_len[b] : 0;
   const bool live = p.is_document || first.z != 0;
   const int64_t length = live && !fresh ? first.w : 0;
   row.stream = fresh ? 0 : second.x;
   row.scope = fresh ? p.group : second.z;
-  if (live && !fresh) row.block = second.y;
-  if (const uint32_t index = row.block & ((1u << v.block_bits) - 1); index < v.num_blocks) {
-    const uint2 head = reinterpret_cast<const uint2&>(v.blocks[index]);
-    row.id = head.x;
-    row.owner = head.y;
-  }
-  int4 tail[kTailParts];
-#pragma unroll
-  for (uint32_t part = 0; part < kTailParts; ++part)
-    tail[part] = reinterpret_cast<const int4*>(
-        record.tail)[((static_cast<uint32_t>(length) - kNgramLongest) / 4 + part) % (kNgramMaxMatch / 4)];
-#pragma unroll
-  for (int part = 0; part < kTailParts; ++part) s.tail[part][b] = tail[part];
+  row.block = live && !fresh ? second.y : kNgramNone;
+  const uint32_t index = row.block & ((1u << v.block_bits) - 1);
+  const uint2 head = reinterpret_cast<const uint2&>(v.blocks[index < v.num_blocks ? index : 0]);
+  row.id = head.x;  // another's, if there is no such block
+  row.owner = head.y;
   const int64_t held = p.start < 0 ? 0 : length - p.start;  // of the text
   const int64_t skipped = held < given ? held : given, left = p.left > given ? p.left : given;
   const int64_t added = left - (held < left ? held : left);
-  row.refused = given < 0 || given > p.width || held < 0 || (!p.is_document && length + added > p.max_len) ||
-                match_len < 0 || match_len > kNgramMaxMatch;
-  if (row.refused || given == skipped) return row;
-  row.count = static_cast<uint32_t>(given - skipped);
+  row.refused =
+      row.slot >= 0 && (given < 0 || given > p.width || held < 0 || (!p.is_document && length + added > p.max_len) ||
+                        match_len < 0 || match_len > kNgramMaxMatch);
+  row.count = row.slot >= 0 && !row.refused ? static_cast<uint32_t>(given - skipped) : 0;
   row.start = static_cast<uint32_t>(length);
   row.has_stream = live;
   return row;
 }
+
+// Tokens that are checked together.
+struct TokenBatch {
+  static constexpr uint32_t kTokens = 4;
+  int32_t token[kTokens];
+
+  __device__ void load(const NgramInsertParams& p, uint32_t begin, uint32_t cells) {
+#pragma unroll
+    for (uint32_t k = 0; k < kTokens; ++k) {
+      const uint32_t cell = begin + k * kThreads;
+      token[k] = cell < cells ? p.tokens[cell] : 0;
+    }
+  }
+  __device__ void check(const NgramInsertParams& p, uint32_t begin, Plan& s) const {
+    uint32_t bad = 0;
+#pragma unroll
+    for (uint32_t k = 0; k < kTokens; ++k) bad |= static_cast<uint32_t>(token[k] < 0) << k;
+#pragma unroll 1
+    for (; bad != 0; bad &= bad - 1) {
+      const uint32_t cell = begin + (__ffs(static_cast<int>(bad)) - 1) * kThreads;
+      const auto width = static_cast<uint32_t>(p.width);
+      atomicMin(&s.first_bad[cell / width], p.lengths == nullptr ? 0 : cell % width);
+    }
+  }
+};
 
 __device__ __forceinline__ void count_accepted(const NgramInsertParams& p, int64_t b, uint32_t tokens) {
   if (p.match_len == nullptr || tokens == 0) return;
@@ -185,27 +199,21 @@ __device__ __forceinline__ uint32_t distance(const NgramView& v, uint32_t next, 
   return to >= from ? to - from : to + v.num_blocks - from;
 }
 
-// The last row whose first one is not behind n: the row of the n-th block or token, if rows without any are left out.
-__device__ __forceinline__ uint32_t row_of(const uint32_t (&first)[kNgramRows], int64_t num_rows, uint32_t n) {
-  uint32_t low = 0, high = static_cast<uint32_t>(num_rows);
-  while (high - low > 1) {
-    const uint32_t middle = (low + high) / 2;
-    (first[middle] <= n ? low : high) = middle;
-  }
-  return low;
-}
-
 // The n-th block that the call takes, by a warp. Returns how many tokens it overwrote.
 __device__ __forceinline__ int write_block(const NgramInsertParams& p, const Plan& s, uint32_t n) {
   constexpr int kHead = kWarp - kNgramBlockTokens;
   static_assert(sizeof(NgramBlock) == kWarp * 4 && offsetof(NgramBlock, tokens) == kHead * 4);
   const NgramView& v = p.index;
-  const int lane = threadIdx.x % kWarp;
-  const uint32_t id = ngram_id_after(v, s.next, n), b = row_of(s.first_block, p.rows, n), k = n - s.first_block[b];
+  const int lane = lane_id();
+  const uint32_t id = ngram_id_after(v, s.next, n);
   auto* words = reinterpret_cast<int32_t*>(v.blocks + (id & ((1u << v.block_bits) - 1)));
-  const uint32_t overwritten = __ballot_sync(kFullMask, lane >= kHead && words[lane] >= 0);
-
-  const uint32_t tokens = s.count[b], offset = s.start[b] % kNgramBlockTokens;
+  const int32_t before = words[lane];
+  uint32_t b = 0;  // the row: the last whose first block is not behind n, as those without any are left out
+  for (uint32_t high = static_cast<uint32_t>(p.rows); high - b > 1;) {
+    const uint32_t middle = (b + high) / 2;
+    (s.first_block[middle] <= n ? b : high) = middle;
+  }
+  const uint32_t k = n - s.first_block[b], tokens = s.count[b], offset = s.start[b] % kNgramBlockTokens;
   const bool goes_on = s.goes_on[b],
              is_last = n + 1 == s.first_block[b] + (offset + tokens - 1) / kNgramBlockTokens + !goes_on;
   const int64_t token = int64_t{k + goes_on} * kNgramBlockTokens + lane - kHead - offset;
@@ -216,27 +224,35 @@ __device__ __forceinline__ int write_block(const NgramInsertParams& p, const Pla
   if (lane == 3) word = static_cast<int32_t>(k == 0 ? s.last[b] : ngram_id_after(v, s.next, n - 1));
   if (lane == 4) word = static_cast<int32_t>(is_last ? kNgramNone : ngram_id_after(v, s.next, n + 1));
   words[lane] = word;
+  const uint32_t overwritten = __ballot_sync(kFullMask, lane >= kHead && before >= 0);
   return s.taken + n >= v.num_blocks ? __popc(overwritten) : 0;
 }
 
+// A token of the call: the j-th of row b. In order, each row as wide as the widest, rounded up to a power of two.
+struct Cells {
+  uint32_t log_width, all;
+
+  __device__ uint32_t row(uint32_t cell) const { return cell >> log_width; }
+  __device__ uint32_t token(uint32_t cell) const { return cell & ((1u << log_width) - 1); }
+};
+
 // What one token changes of the table. Of a block's own sets; of the others kNoSet.
 struct TokenUpdates {
-  uint32_t row, sets[kNgramOrders], tags[kNgramOrders];
-  int own = 0;  // how many
+  uint32_t sets[kNgramOrders], tags[kNgramOrders];
 
-  __device__ void find(const NgramInsertParams& p, const Plan& s, uint32_t n, uint32_t tokens) {
-    own = 0;
+  __device__ void find(const NgramInsertParams& p, const Plan& s, const Cells& cells, uint32_t cell) {
 #pragma unroll
     for (uint32_t& set : sets) set = kNoSet;
-    if (n >= tokens) return;
+    if (cell >= cells.all) return;
     const NgramView& v = p.index;
-    const uint32_t b = row = row_of(s.first_token, p.rows, n), start = s.start[b];
-    const auto j = static_cast<int>(n - s.first_token[b]);
-    const int32_t* text = row_tokens(p, b, s.count[b]);
+    const uint32_t b = cells.row(cell), j = cells.token(cell), start = s.start[b], tokens = s.tokens_of(b);
+    if (j >= tokens) return;
+    const int32_t* text = row_tokens(p, b, tokens);
     int32_t before[kNgramLongest];
 #pragma unroll
-    for (int i = 0; i < kNgramLongest; ++i) {
-      const int32_t given = i < j ? text[j - 1 - i] : 0, held = i < j ? 0 : s.before(b, i - j + 1);
+    for (uint32_t i = 0; i < kNgramLongest; ++i) {
+      const int32_t given = i < j ? text[j - 1 - i] : 0;
+      const int32_t held = i < j ? 0 : s.tail[b][(start + j - 1 - i) % kNgramMaxMatch];
       before[i] = i < j ? given : held;
     }
     uint64_t keys[kNgramOrders];
@@ -244,22 +260,29 @@ struct TokenUpdates {
 #pragma unroll
     for (int order = 0; order < kNgramOrders; ++order) {
       const uint32_t set = ngram_set_of(v, keys[order]);
-      if (start + static_cast<uint32_t>(j) < 1u << order || (set & (gridDim.x - 1)) != blockIdx.x) continue;
-      sets[order] = set;
       tags[order] = ngram_tag(keys[order]);
-      ++own;
-      const auto* at = reinterpret_cast<const char*>(v.sets + set);
+      if (start + j < 1u << order || (set & (gridDim.x - 1)) != blockIdx.x) continue;
+      sets[order] = set;
+      prefetch(v.sets[set]);
+    }
+  }
+
+  // Of this lane and those before it, and of the warp.
+  __device__ void count(uint32_t& before, uint32_t& all) const {
+    before = all = 0;
 #pragma unroll
-      for (size_t line = 0; line < sizeof(NgramSet); line += 128) prefetch(at + line);
+    for (const uint32_t set : sets) {
+      const uint32_t lanes = __ballot_sync(kFullMask, set != kNoSet);
+      before += __popc(lanes & ((1u << lane_id()) - 1));
+      all += __popc(lanes);
     }
   }
 };
 
-// Where the n-th token goes, which is row b's, and whether that block is there already.
-__device__ __forceinline__ uint32_t position_of(const NgramInsertParams& p, const Plan& s, uint32_t b, uint32_t n,
-                                                bool& is_old) {
-  const uint32_t at = s.start[b] % kNgramBlockTokens + n - s.first_token[b], k = at / kNgramBlockTokens;
-  is_old = s.goes_on[b] && k == 0;
+// Where the j-th token of row b goes.
+__device__ __forceinline__ uint32_t position_of(const NgramInsertParams& p, const Plan& s, uint32_t b, uint32_t j) {
+  const uint32_t at = s.start[b] % kNgramBlockTokens + j, k = at / kNgramBlockTokens;
+  const bool is_old = s.goes_on[b] && k == 0;
   const uint32_t id = is_old ? s.last[b] : ngram_id_after(p.index, s.next, s.first_block[b] + k - s.goes_on[b]);
   return id << kNgramOffsetBits | at % kNgramBlockTokens;
 }
@@ -294,7 +317,7 @@ struct SetLanes {
   __device__ bool is_first(bool is, bool& any) const {
     const uint32_t which = __ballot_sync(mask, is) & mask;
     any = which != 0;
-    return any && __ffs(static_cast<int>(which)) - 1 == static_cast<int>(threadIdx.x) % kWarp;
+    return any && __ffs(static_cast<int>(which)) - 1 == lane_id();
   }
 
   // ngram_update (append.h).
@@ -326,141 +349,203 @@ struct SetLanes {
   }
 };
 
-// Applies the list in order, eight lanes a set.
-__device__ __forceinline__ void apply(const NgramView& v, const Updates& list, uint32_t& entries, uint32_t& evictions) {
-  const int lane = threadIdx.x % kWarp, way = lane % kNgramWays;
+// Applies a list of n in order, eight lanes a set.
+__device__ __forceinline__ void apply(const NgramInsertParams& p, const Plan& s, const Cells& cells, uint32_t n,
+                                      uint32_t& entries, uint32_t& evictions) {
+  const NgramView& v = p.index;
+  const Updates& list = s.updates;
+  const int lane = lane_id(), way = lane % kNgramWays;
   const uint32_t mask = 0xffu << (lane - way);
-  const uint32_t n = list.count;
   for (uint32_t i = threadIdx.x / kNgramWays; i < n; i += kThreads / kNgramWays) {
     const uint32_t set = list.sets[i];
     SetLanes own{.mask = mask, .way = way, .meta = 0, .newest = 0, .older = {}};
     own.load(v.sets[set]);  // on its way while the list is looked through
-    bool is_first = true;   // of its set; else that one's lanes do it
-    for (uint32_t at = 0; at < i && is_first; at += kNgramWays) {
-      const uint32_t j = at + way;
-      is_first = (__ballot_sync(mask, j < i && list.sets[j] == set) & mask) == 0;
-    }
-    if (!is_first) continue;
-    for (uint32_t at = i / kNgramWays * kNgramWays; at < n; at += kNgramWays) {
-      const uint32_t j = at + way;
-      const bool mine = j >= i && j < n && list.sets[j] == set;
-      uint32_t left = __ballot_sync(mask, mine) >> (lane - way) & 0xff;
-      for (; left != 0; left &= left - 1) {
-        const uint32_t next = at + __ffs(static_cast<int>(left)) - 1;
-        own.update(v, list.tags[next], list.positions[next], entries, evictions);
+    bool before = false, behind = false;
+    for (uint32_t at = way * 4; at < n; at += 4 * kNgramWays) {
+      const uint4 four = reinterpret_cast<const uint4&>(list.sets[at]);
+      const bool same[4] = {four.x == set, four.y == set, four.z == set, four.w == set};
+#pragma unroll
+      for (uint32_t c = 0; c < 4; ++c) {
+        before |= same[c] && at + c < i;
+        behind |= same[c] && at + c > i;
       }
+    }
+    if ((__ballot_sync(mask, before) & mask) != 0) continue;  // the lanes of the first of its set do it
+    const bool alone = (__ballot_sync(mask, behind) & mask) == 0;
+    for (uint32_t next = i; next < n;) {
+      const uint32_t cell = list.cells[next];
+      own.update(v, list.tags[next], position_of(p, s, cells.row(cell), cells.token(cell)), entries, evictions);
+      if (alone) break;
+      uint32_t at = (next + 1) / kNgramWays * kNgramWays, which = 0;
+      for (; at < n; at += kNgramWays) {
+        const uint32_t j = at + way;
+        which = __ballot_sync(mask, j > next && j < n && list.sets[j] == set) >> (lane - way) & 0xff;
+        if (which != 0) break;
+      }
+      next = which == 0 ? n : at + __ffs(static_cast<int>(which)) - 1;
     }
     own.store(v.sets[set]);
   }
 }
 
-__global__ void __launch_bounds__(kThreads, 1) ngram_insert_kernel(NgramInsertParams p) {
+template <bool kIsRound>
+__global__ void __launch_bounds__(kThreads, 1) ngram_insert_kernel(const __grid_constant__ NgramInsertParams given) {
   begin_kernel();
+  NgramInsertParams p = given;
+  if constexpr (kIsRound) {  // as insert_rows launches it: code that a round does not need is left out
+    p.is_document = p.is_first = false;
+    p.start = -1;
+    p.left = 0;
+  }
   __shared__ Plan s;
-  __shared__ uint32_t sums[kWarps];
   const NgramView& v = p.index;
   auto* const work = static_cast<NgramWork*>(p.work);
-  const auto i = static_cast<int32_t>(threadIdx.x);
-  const int64_t cells = p.rows * p.width;
-  const int lane = i % kWarp;
+  const auto i = threadIdx.x;
+  const int lane = lane_id(), warp = warp_id();
+  const auto rows = static_cast<uint32_t>(p.rows);
+  if (i < rows) s.first_bad[i] = kNgramNone;
+  if (i == 0) s.widest = s.entries = s.evictions = s.overwritten = 0;
+  __syncthreads();
 
-  // The plan.
-  const int32_t first_token = i < cells ? p.tokens[i] : 0;
+  // What is read before anything is known, all on its way together.
+  const auto given_cells = static_cast<uint32_t>(p.rows * p.width);
+  TokenBatch batch;
+  batch.load(p, i, given_cells);
+  constexpr uint32_t kTurns = kNgramRows * kTailParts / kThreads;
+  int64_t slots[kTurns];
+#pragma unroll
+  for (uint32_t turn = 0; turn < kTurns; ++turn) {
+    const uint32_t b = (turn * kThreads + i) / kTailParts;
+    slots[turn] = b < rows ? slot_of_row(p, b) : -1;
+  }
+#pragma unroll
+  for (uint32_t turn = 0; turn < kTurns; ++turn) {
+    const uint32_t b = (turn * kThreads + i) / kTailParts, at = i % kTailParts * 4;
+    if (slots[turn] >= 0) copy_ahead(&s.tail[b][at], &stream_of(p, work, slots[turn]).tail[at]);
+  }
+  if (i == kThreads - 1) {
+    const uint64_t taken = v.header->blocks_taken;
+    const uint32_t next = v.header->next_block;
+    s.next = taken > 0 ? next : 1u << v.block_bits;  // ngram_next_id
+    s.taken = taken;
+  }
   Row row;
-  if (i < p.rows) {
-    row = find_row(p, work, i, s);
+  if (i < rows) {
+    row = find_row(p, work, i);
     s.slot[i] = static_cast<uint32_t>(row.slot);
     s.count[i] = row.count;
     s.start[i] = row.start;
     s.stream[i] = row.stream;
     s.scope[i] = row.scope;
-    s.bad[i] = 0;
   }
   const uint32_t claim = static_cast<uint32_t>(row.slot) % kClaims;
-  if (row.count > 0) atomicExch(&s.claimed[claim], static_cast<uint32_t>(i));
-  if (i == kThreads - 1) {
-    s.next = ngram_next_id(v);
-    s.taken = v.header->blocks_taken;
-    s.entries = s.evictions = s.overwritten = 0;
+  if (row.count > 0) atomicExch(&s.claimed[claim], i);
+  if (warp < kRowWarps) {
+    const uint32_t widest = __reduce_max_sync(kFullMask, row.count);
+    if (lane == 0) atomicMax(&s.widest, widest);
   }
+  batch.check(p, i, s);
+#pragma unroll 1
+  for (uint32_t begin = i + TokenBatch::kTokens * kThreads; begin < given_cells;
+       begin += TokenBatch::kTokens * kThreads) {
+    batch.load(p, begin, given_cells);
+    batch.check(p, begin, s);
+  }
+  arrived();
   __syncthreads();
+
   // The last warps have the fewest updates, and take the first blocks.
-  const uint32_t first_block = blockIdx.x + (kWarps - 1 - i / kWarp) * gridDim.x;
-  if (lane == 0 && first_block < p.rows && first_block < v.num_blocks)  // as likely as not
+  const uint32_t first_block = blockIdx.x + (kWarps - 1 - warp) * gridDim.x;
+  if (lane == 0 && first_block < rows && first_block < v.num_blocks)  // as likely as not
     prefetch(v.blocks + (ngram_id_after(v, s.next, first_block) & ((1u << v.block_bits) - 1)));
-  for (int64_t cell = i; cell < cells; cell += kThreads) {
-    const auto b = static_cast<uint32_t>(cell) / static_cast<uint32_t>(p.width);
-    const uint32_t j = static_cast<uint32_t>(cell) % static_cast<uint32_t>(p.width);
-    const int32_t token = cell == i ? first_token : p.tokens[cell];
-    if (token < 0 && (p.lengths == nullptr || j < s.count[b])) atomicOr(&s.bad[b], 1);
+  Cells cells{.log_width = 31, .all = s.tokens_of(0)};
+  if constexpr (kIsRound) {
+    cells.log_width = s.widest > 1 ? kWarp - __clz(static_cast<int>(s.widest - 1)) : 0;
+    cells.all = rows << cells.log_width;
   }
-  bool depends = row.count > 0 && !row.has_stream;
-  if (row.count > 0 && s.claimed[claim] != static_cast<uint32_t>(i))  // by another row: of this slot?
-    for (int32_t b = 0; b < p.rows; ++b) depends |= b != i && s.slot[b] == row.slot && s.count[b] > 0;
-  __syncthreads();
-  if (i < p.rows && s.bad[i] != 0) {
-    row.refused = true;
-    row.count = 0;
-  }
-  uint32_t needed = 0, last = kNgramNone;
-  if (row.count > 0) {
-    if (row.id == row.block && row.owner == row.stream) last = row.block;
-    const bool goes_on = last != kNgramNone && row.start % kNgramBlockTokens != 0;
-    needed = (row.start % kNgramBlockTokens + row.count - 1) / kNgramBlockTokens + !goes_on;
-    s.last[i] = last;
-    s.goes_on[i] = goes_on;
-  }
+
+  // The updates, tile after tile, while the plan is made.
+  TokenUpdates updates;
   constexpr int kBits = 17;  // for tokens; blocks, fewer by 27 but for one a row, have the others
   static_assert(kNgramChunk < 1 << kBits && kNgramChunk / kNgramBlockTokens + 2 * kNgramRows < 1 << (32 - kBits));
-  const Prefix sum = prefix_sum(needed << kBits | row.count, sums);
-  const uint32_t tokens = sum.total % (1u << kBits), blocks = sum.total >> kBits, before = sum.before >> kBits;
-  if (i < p.rows) {
-    s.count[i] = row.count;
-    s.first_token[i] = sum.before % (1u << kBits);
-    s.first_block[i] = before;
-  }
-  depends = row.count > 0 && (depends || (last != kNgramNone && distance(v, s.next, last) < blocks));
-  const bool in_turn = __syncthreads_or(depends || blocks > v.num_blocks);
-  // All that the plan reads has arrived.
-  const uint32_t others = i == 0 && gridDim.x > 1 ? atomicAdd(&work->planned, 1) : 0;
-
-  // The updates, tile after tile, and the tokens that go into blocks that are there already.
-  TokenUpdates found;
-  found.find(p, s, i, in_turn ? 0 : tokens);
+  uint32_t last = kNgramNone, needed = 0, sum = 0, total = 0, others = 0;
   uint32_t entries = 0, evictions = 0, listed = 0;
-  for (uint32_t tile = 0; !in_turn && tile < tokens; tile += kThreads) {
-    const uint32_t n = tile + i;
-    const Prefix own = prefix_sum(static_cast<uint32_t>(found.own), sums);
-    if (n < tokens) {
-      bool is_old;
-      const uint32_t b = found.row, position = position_of(p, s, b, n, is_old);
-      uint32_t at = listed + own.before;
-#pragma unroll
-      for (int order = 0; order < kNgramOrders; ++order) {
-        if (found.sets[order] == kNoSet) continue;
-        s.updates.sets[at] = found.sets[order];
-        s.updates.tags[at] = found.tags[order];
-        s.updates.positions[at++] = position;
-      }
-      if (is_old && tile / kThreads % gridDim.x == blockIdx.x) {
-        NgramBlock& block = v.blocks[s.last[b] & ((1u << v.block_bits) - 1)];
-        block.tokens[position & ((1u << kNgramOffsetBits) - 1)] = row_tokens(p, b, s.count[b])[n - s.first_token[b]];
-      }
-    }
-    listed += own.total;
-    found.find(p, s, n + kThreads, tokens);
-    if (i == 0) s.updates.count = listed;
-    __syncthreads();
-    if (listed > kEnough || tile + kThreads >= tokens) {
-      apply(v, s.updates, entries, evictions);
+  bool depends = false, in_turn = false;
+  for (uint32_t tile = 0;; tile += kThreads) {
+    updates.find(p, s, cells, tile + i);
+    const bool is_end = tile > 0 && tile >= cells.all;
+    if (listed > kEnough || is_end) {
+      apply(p, s, cells, listed, entries, evictions);
       listed = 0;
-      if (tile + kThreads < tokens) __syncthreads();
     }
+    if (is_end) break;
+
+    uint32_t before, all;
+    updates.count(before, all);
+    if (lane == 0) s.found[warp] = all;
+    if (tile == 0 && warp < kRowWarps) {
+      depends = row.count > 0 && !row.has_stream;
+      if (row.count > 0 && s.claimed[claim] != i)  // by another row: of this slot?
+#pragma unroll 1
+        for (uint32_t b = 0; b < rows; ++b) depends |= b != i && s.slot[b] == row.slot && s.count[b] > 0;
+      if (i < rows && (s.first_bad[i] < row.count || (p.lengths == nullptr && s.first_bad[i] == 0))) {
+        row.refused = true;
+        row.count = 0;
+      }
+      if (row.count > 0) {
+        if (row.id == row.block && row.owner == row.stream) last = row.block;
+        const bool goes_on = last != kNgramNone && row.start % kNgramBlockTokens != 0;
+        needed = (row.start % kNgramBlockTokens + row.count - 1) / kNgramBlockTokens + !goes_on;
+        s.last[i] = last;
+        s.goes_on[i] = goes_on;
+      }
+      sum = sum_up_to_lane(needed << kBits | row.count);
+      if (lane == kWarp - 1) s.sums[warp] = sum;
+    }
+    __syncthreads();
+
+    const uint32_t of_warp = lane < kWarps ? s.found[lane] : 0;
+    uint32_t at = listed + before + __reduce_add_sync(kFullMask, lane < warp ? of_warp : 0);
+    listed += __reduce_add_sync(kFullMask, of_warp);
+#pragma unroll
+    for (int order = 0; order < kNgramOrders; ++order) {
+      if (updates.sets[order] == kNoSet) continue;
+      s.updates.sets[at] = updates.sets[order];
+      s.updates.tags[at] = updates.tags[order];
+      s.updates.cells[at++] = tile + i;
+    }
+    if (i < 4) s.updates.sets[listed + i] = kNoSet;
+    if (tile == 0) {
+      total = 0;
+      for (int w = 0; w < kRowWarps; ++w) {
+        sum += w < warp ? s.sums[w] : 0;
+        total += s.sums[w];
+      }
+      if (i == 0 && gridDim.x > 1) others = atomicAdd(&work->planned, 1);  // all that the plan reads has arrived
+      const uint32_t blocks = total >> kBits;
+      depends |= row.count > 0 && last != kNgramNone && distance(v, s.next, last) < blocks;
+      depends |= blocks > v.num_blocks;
+      if (i < rows) {
+        s.count[i] = row.count;
+        s.first_block[i] = (sum >> kBits) - needed;
+      }
+    }
+    in_turn = __syncthreads_or(depends);
+    if (in_turn) break;
   }
+
   entries = __reduce_add_sync(kFullMask, entries);
   evictions = __reduce_add_sync(kFullMask, evictions);
+  const uint32_t blocks = total >> kBits, tokens = total % (1u << kBits);
   uint32_t gone = 0;
   for (uint32_t n = first_block; !in_turn && n < blocks; n += kWarps * gridDim.x) gone += write_block(p, s, n);
+  // The tokens that go into blocks that are there already.
+  const uint32_t most = kIsRound ? cells.all : min(cells.all, kNgramBlockTokens);
+  for (uint32_t cell = (blockIdx.x + 1) * kThreads - 1 - i; !in_turn && cell < most; cell += kThreads * gridDim.x) {
+    const uint32_t b = cells.row(cell), j = cells.token(cell), at = s.start[b] % kNgramBlockTokens + j;
+    if (j >= s.count[b] || !s.goes_on[b] || at >= kNgramBlockTokens) continue;
+    v.blocks[s.last[b] & ((1u << v.block_bits) - 1)].tokens[at] = row_tokens(p, b, s.count[b])[j];
+  }
   if (lane == 0) {
     if (entries > 0) atomicAdd(&s.entries, entries);
     if (evictions > 0) atomicAdd(&s.evictions, evictions);
@@ -478,7 +563,7 @@ __global__ void __launch_bounds__(kThreads, 1) ngram_insert_kernel(NgramInsertPa
   if (i == 0) work->planned = 0;
   if (row.refused) count(v.header->refused, 1);
   if (in_turn) {
-    if (i == 0) append_in_turn(p, work, s);
+    if (i == 0) append_in_turn(given, work, s);
     return;
   }
   if (row.count > 0) {
@@ -490,22 +575,25 @@ __global__ void __launch_bounds__(kThreads, 1) ngram_insert_kernel(NgramInsertPa
     }
     stream.length = row.start + row.count;
     if (needed > 0) {
-      if (last != kNgramNone) v.blocks[last & ((1u << v.block_bits) - 1)].next = ngram_id_after(v, s.next, before);
-      stream.block = ngram_id_after(v, s.next, before + needed - 1);
+      const uint32_t first = s.first_block[i];
+      if (last != kNgramNone) v.blocks[last & ((1u << v.block_bits) - 1)].next = ngram_id_after(v, s.next, first);
+      stream.block = ngram_id_after(v, s.next, first + needed - 1);
     }
     count_accepted(p, i, row.count);
   }
-  for (int64_t b = i / kWarp; b < p.rows; b += kWarps) {
-    const uint32_t all = s.count[b];
-    if (static_cast<uint32_t>(lane) < all)
-      stream_of(p, work, s.slot[b]).tail[(s.start[b] + all - 1 - lane) % kNgramMaxMatch] =
-          row_tokens(p, b, all)[all - 1 - lane];
+  for (uint32_t t = i; t < rows * kNgramWays; t += kThreads) {
+    const uint32_t b = t / kNgramWays, all = s.count[b];
+    for (uint32_t k = t % kNgramWays; k < all && k < kNgramMaxMatch; k += kNgramWays)
+      stream_of(p, work, s.slot[b]).tail[(s.start[b] + all - 1 - k) % kNgramMaxMatch] =
+          row_tokens(p, b, all)[all - 1 - k];
   }
   if (i == 0) {
     NgramHeader& header = *v.header;
-    if (blocks > 0) header.next_block = ngram_id_after(v, s.next, blocks);
-    header.blocks_taken = s.taken + blocks;
-    header.inserted += tokens;
+    if (blocks > 0) {
+      header.next_block = ngram_id_after(v, s.next, blocks);
+      header.blocks_taken = s.taken + blocks;
+    }
+    count(header.inserted, tokens);
     count(header.held, tokens);
   }
 }
@@ -532,7 +620,11 @@ __global__ void __launch_bounds__(kBeginThreads) ngram_begin_kernel(NgramBeginPa
 void ngram_insert_cuda(const NgramInsertParams& p, Stream stream) {
   unsigned blocks = 1;
   while (blocks < kMostBlocks && 2 * blocks * kUpdatesPerBlock <= p.rows * p.width * kNgramOrders) blocks *= 2;
-  launch("ngram_insert", ngram_insert_kernel, {.grid = blocks, .threads = kThreads}, stream, p);
+  const LaunchShape shape{.grid = blocks, .threads = kThreads};
+  if (p.lengths != nullptr)
+    launch("ngram_insert", ngram_insert_kernel<true>, shape, stream, p);
+  else
+    launch("ngram_insert", ngram_insert_kernel<false>, shape, stream, p);
 }
 
 void ngram_begin_cuda(const NgramBeginParams& p, Stream stream) {

@@ -7,7 +7,7 @@
 namespace specdec {
 
 constexpr int64_t kNgramChunk = 1 << 16;  // tokens of one call of ngram_insert_cuda
-constexpr int64_t kNgramRows = 256;       // rows of one
+constexpr int64_t kNgramRows = 128;       // rows of one
 
 // What writing works in. Zero at first.
 struct alignas(256) NgramWork {

@@ -70,16 +70,19 @@ void apply_commands_cpu(const ApplyCommandsParams& p) {
   int32_t* record = p.commands + ring_row(number, p.depth) * layout.words();
   *p.started_at = nanoseconds();
 
-  std::copy_n(record + layout.slots(), layout.max_batch, p.slots);
+  std::copy_n(record + CommandLayout::kSlots, layout.max_batch, p.slots);
   std::copy_n(record + layout.given_back(), layout.num_slots, p.given_back);
   for (int64_t i = 0; i < layout.num_slots; ++i) {
     const int64_t slot = slot_of(p.given_back, i, layout.num_slots);
     if (slot >= 0) reset_slot(p, slot);
   }
-  const int64_t slot = slot_of(record + CommandLayout::kSlot, 0, layout.num_slots);
-  if (slot >= 0) {
-    activate_slot(p, slot, record);
-    std::copy_n(record + CommandLayout::kStops, layout.max_stops, p.stop_tokens + slot * layout.max_stops);
+  const int64_t num_activated = std::min<int64_t>(record[CommandLayout::kNumActivated], layout.num_slots);
+  for (int64_t i = 0; i < num_activated; ++i) {
+    const int32_t* words = record + layout.activation(i);
+    const int64_t slot = slot_of(words + CommandLayout::kSlot, 0, layout.num_slots);
+    if (slot < 0) continue;
+    activate_slot(p, slot, words);
+    std::copy_n(words + CommandLayout::kStops, layout.max_stops, p.stop_tokens + slot * layout.max_stops);
   }
   *p.num_applied = number + 1;
   record[CommandLayout::kApplied] = done_mark(number);

@@ -4,11 +4,12 @@
 // Commands, written by the host, applied once by apply_commands:
 //
 //   0         number of the record + 1, written by the device: applied, the row may be written again
-//   1         slot to activate, -1 for none; then its seq_len, root token, remaining, temperature, top_k, top_p, min_p
-//             (floats as their bits), seed (two words, the lower one first), stops_from, num_logprobs and max_stops
-//             stop tokens
-//   then      [max_batch] slots of the round, -1 behind them
+//   1         how many slots to activate; fewer than 1 is none
+//   2         [max_batch] slots of the round, -1 behind them
 //   then      [num_slots] slots given back, -1 behind them
+//   then      of each slot to activate, all different: slot, seq_len, root token, remaining, temperature, top_k, top_p,
+//             min_p (floats as their bits), seed (two words, the lower one first), stops_from, num_logprobs and
+//             max_stops stop tokens
 //
 // Results, written by the device, one record a round:
 //
@@ -28,11 +29,12 @@ namespace specdec {
 struct CommandLayout {
   int64_t max_batch, num_slots, max_stops;
 
-  enum : int64_t { kApplied, kSlot, kSeqLen, kRoot, kRemaining, kTemperature, kTopK, kTopP, kMinP, kSeed };
-  enum : int64_t { kStopsFrom = kSeed + 2, kNumLogprobs, kStops };
-  SD_HD int64_t slots() const { return kStops + max_stops; }
-  SD_HD int64_t given_back() const { return slots() + max_batch; }
-  SD_HD int64_t words() const { return given_back() + num_slots; }
+  enum : int64_t { kApplied, kNumActivated, kSlots };
+  enum : int64_t { kSlot, kSeqLen, kRoot, kRemaining, kTemperature, kTopK, kTopP, kMinP, kSeed };  // of an activation
+  enum : int64_t { kStopsFrom = kSeed + 2, kNumLogprobs, kStops };                                 // likewise
+  SD_HD int64_t given_back() const { return kSlots + max_batch; }
+  SD_HD int64_t activation(int64_t i) const { return given_back() + num_slots + i * (kStops + max_stops); }
+  SD_HD int64_t words() const { return activation(num_slots); }
 };
 
 struct ResultLayout {

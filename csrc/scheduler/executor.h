@@ -52,9 +52,9 @@ class Executor {
   // Starts a round of `batch` rows with trees of `num_nodes`: applies the next command record, advances its slots,
   // publishes. With a batch of 0, applies the record and does no more.
   virtual void launch(int64_t batch, int64_t num_nodes) = 0;
-  // Finished, cancelled, failed or retracted, at any time after `begin` was called. The next command record gives the
-  // slot and its pages back.
-  virtual void deactivate(int32_t slot, int64_t request_id) = 0;
+  // Their requests are finished, cancelled, failed or retracted, at any time after `begin` was called. The next command
+  // record gives the slots and their pages back.
+  virtual void deactivate(std::span<const int32_t> slots) = 0;
   virtual void emit(std::span<const Emission> emissions) = 0;
 
   // Whether the device is still at work, so that it is worth waiting for. Throws where the device has failed.

@@ -39,7 +39,9 @@ bool Scheduler::turn() {
   make_room();
   deliver();
   admit();
-  prefill();
+  // While the device is at a pass, what it did before is read: then the next round knows of it, and its launch finds
+  // room in the device's queue, which hundreds of launches of a pass and those of a round before it could fill.
+  if (prefill()) read_rounds();
   activate();
   const bool launched = launch_round();
   if (!in_flight_.empty() && (!launched || std::ssize(in_flight_) >= config_.rounds_in_flight)) read_oldest_round();
@@ -54,7 +56,7 @@ void Scheduler::recover() {
   num_sent_ = progress.num_applied;
   num_launched_ = progress.num_published;
   unsure_ = false;
-  while (!in_flight_.empty()) read_oldest_round();  // before rounds that nobody reads wrap around the ring
+  read_rounds();  // before rounds that nobody reads wrap around the ring
 }
 
 // New requests join the queue; cancelled ones end, wherever they are.
@@ -109,8 +111,8 @@ void Scheduler::admit() {
 }
 
 // One call for the oldest prefills, with a chunk of as many as its rows are enough for: a decoding request waits for no
-// more than that between its rounds.
-void Scheduler::prefill() {
+// more than that between its rounds. False where there are none.
+bool Scheduler::prefill() {
   std::vector<Request*> requests;
   std::vector<Chunk> chunks;
   int64_t room = config_.prefill_chunk;
@@ -122,7 +124,7 @@ void Scheduler::prefill() {
     chunks.push_back({holder->slot, start, Tokens(holder->text).subspan(start, count + 1)});
     room -= count;
   }
-  if (chunks.empty()) return;
+  if (chunks.empty()) return false;
 
   other_work_ = true;
   call_for(requests, [&] {
@@ -130,15 +132,17 @@ void Scheduler::prefill() {
     executor_.prefill(chunks);
   });
   for (size_t i = 0; i < chunks.size(); ++i) requests[i]->prefilled += chunks[i].num_rows();
+  return true;
 }
 
-// Whoever is prefilled takes part in rounds from now on. Each gets a command record of its own, then they share calls.
+// Whoever is prefilled takes part in rounds from now on: one record tells the device of all, then they share calls.
 void Scheduler::activate() {
-  for (const auto& holder : slots_.holders()) {
-    if (holder->state != RequestState::kPrefilling || holder->rows_to_prefill() > 0) continue;
-    call_for({holder.get()}, [&] { send({.activated = holder.get()}); });
-    holder->state = RequestState::kStarting;
-  }
+  std::vector<Request*> prefilled;
+  for (const auto& holder : slots_.holders())
+    if (holder->state == RequestState::kPrefilling && holder->rows_to_prefill() == 0) prefilled.push_back(holder.get());
+  if (!prefilled.empty()) call_for(prefilled, [&] { send({.activated = prefilled}); });
+  for (Request* request : prefilled) request->state = RequestState::kStarting;
+
   while (true) {
     std::vector<Request*> requests;
     std::vector<int32_t> slots;
@@ -209,6 +213,10 @@ void Scheduler::send(const Commands& commands, int64_t batch, int64_t num_nodes)
     ++num_launched_;
   else
     other_work_ = true;
+}
+
+void Scheduler::read_rounds() {
+  while (!in_flight_.empty()) read_oldest_round();
 }
 
 void Scheduler::read_oldest_round() {

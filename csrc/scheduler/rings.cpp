@@ -25,8 +25,12 @@ bool CommandRing::is_free(int64_t number) const {
 
 void CommandRing::write(int64_t number, const Commands& commands) const {
   using Layout = CommandLayout;
-  int32_t* words = memory_.row(number);
-  if (const Request* request = commands.activated) {
+  int32_t* record = memory_.row(number);
+  write_padded(record + Layout::kSlots, commands.slots, layout_.max_batch);
+  write_padded(record + layout_.given_back(), commands.given_back, layout_.num_slots);
+  record[Layout::kNumActivated] = static_cast<int32_t>(commands.activated.size());
+  int32_t* words = record + layout_.activation(0);
+  for (const Request* request : commands.activated) {
     words[Layout::kSlot] = request->slot;
     words[Layout::kSeqLen] = static_cast<int32_t>(request->seq_len());
     words[Layout::kRoot] = request->text.back();
@@ -42,11 +46,8 @@ void CommandRing::write(int64_t number, const Commands& commands) const {
     words[Layout::kStopsFrom] = request->stops_from;
     words[Layout::kNumLogprobs] = request->num_logprobs;
     write_padded(words + Layout::kStops, request->stop_tokens, layout_.max_stops);
-  } else {
-    words[Layout::kSlot] = -1;
+    words += Layout::kStops + layout_.max_stops;
   }
-  write_padded(words + layout_.slots(), commands.slots, layout_.max_batch);
-  write_padded(words + layout_.given_back(), commands.given_back, layout_.num_slots);
 }
 
 bool ResultRing::is_published(int64_t number) const {

@@ -17,7 +17,7 @@ struct RingMemory {
 
 // What one record tells the device.
 struct Commands {
-  const Request* activated = nullptr;
+  std::span<Request* const> activated = {};
   std::span<const int32_t> slots = {};       // of the round
   std::span<const int32_t> given_back = {};  // slots
 };

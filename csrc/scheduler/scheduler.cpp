@@ -4,6 +4,7 @@
 #include <exception>
 #include <limits>
 #include <string>
+#include <utility>
 
 #include "core/check.h"
 #include "scheduler/admission.h"
@@ -117,7 +118,7 @@ void Scheduler::finish(Request& request, FinishReason reason, int32_t status) {
 }
 
 void Scheduler::finish_held(Request& request, FinishReason reason, int32_t status) {
-  leaving_.push_back({request.slot, request.id});
+  leaving_.push_back(request.slot);
   const auto released = slots_.release(request, RequestState::kFinished);
   publish();
   finish(*released, reason, status);
@@ -125,7 +126,7 @@ void Scheduler::finish_held(Request& request, FinishReason reason, int32_t statu
 
 void Scheduler::retract_newest() {
   Request& newest = slots_.newest();
-  leaving_.push_back({newest.slot, newest.id});
+  leaving_.push_back(newest.slot);
   waiting_.push_front(slots_.release(newest, RequestState::kQueued));
   ++num_retractions_;
   publish();
@@ -137,11 +138,10 @@ void Scheduler::publish() {
 }
 
 void Scheduler::deliver() {
-  while (!leaving_.empty()) {
-    const Leaving left = leaving_.front();
-    leaving_.pop_front();
-    given_back_.push_back(left.slot);
-    executor_.deactivate(left.slot, left.request_id);
+  if (!leaving_.empty()) {
+    const auto slots = std::exchange(leaving_, {});
+    given_back_.insert(given_back_.end(), slots.begin(), slots.end());
+    executor_.deactivate(slots);
   }
   if (!given_back_.empty() && !slots_.any_running()) send({});  // else the next round takes them along
   emit();

@@ -6,11 +6,12 @@
 // Exceptions. Whatever an executor call throws leaves step() unchanged, and the requests of that call end:
 //
 // - begin, prefill, activate: every request of the call, with kError.
-// - launch: every request of the round, with kError; the round's tokens are unknown and dropped. (A record that only
-//   gives back slots has no requests.) The next step() asks the device how far it came, and goes on from there.
+// - launch: every request of the round, or that was to be activated, with kError; the round's tokens are unknown and
+//   dropped. (A record that only gives back slots has no requests.) The next step() asks the device how far it came,
+//   and goes on from there.
 // - busy: as launch, for the round waited for.
 // - emit: every request of the call that goes on, with kError; all tokens of the call count as emitted.
-// - deactivate: nobody; the slot counts as given back.
+// - deactivate: nobody; the slots count as given back.
 //
 // They still get their `deactivate` and their last `emit`: the next step() makes those calls first. All other requests
 // go on as if nothing had happened.
@@ -97,9 +98,10 @@ class Scheduler {
   void read_mail();
   void make_room();
   void admit();
-  void prefill();
+  bool prefill();
   void activate();
   bool launch_round();
+  void read_rounds();
   void read_oldest_round();
   bool read_row(const RowResult& result, size_t shown_rung, Request& request);
   void send(const Commands& commands, int64_t batch = 0, int64_t num_nodes = 0);
@@ -130,13 +132,9 @@ class Scheduler {
   Ladder ladder_;
 
   // Owned by the loop.
-  struct Leaving {
-    int32_t slot;
-    int64_t request_id;
-  };
   std::deque<std::unique_ptr<Request>> waiting_;  // by id: retracted requests are older than all that wait
   Slots slots_;
-  std::deque<Leaving> leaving_;      // to be deactivated; each is removed just before its call
+  std::vector<int32_t> leaving_;     // slots to be deactivated
   std::vector<int32_t> given_back_;  // deactivated slots of which the device does not know yet
   std::vector<Emission> emissions_;  // for the next emit
   std::deque<Round> in_flight_;      // oldest first

@@ -8,27 +8,35 @@ before, but for inference alone (its parameters require no gradients any more). 
 kept with the model; a call with other options, or that needs more room, makes another in its place. `release` gives its
 memory back.
 
-transformers itself keeps `streamer=` from a custom_generate: here it is called `stream_to`.
+transformers itself keeps `streamer=` and `assistant_model=` from a custom_generate: here they are called `stream_to`
+and `draft_model`. It keeps the tokenizer, too: for `stop_strings=` put a `StopStringCriteria(tokenizer, ...)` among
+the stopping criteria.
 """
 
 from __future__ import annotations
 
 import gc
+import inspect
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
 from transformers.generation.logits_process import (
+    LogitNormalization,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
-from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
 
 from .engine import Engine, NewTokens, SamplingParams, Speculation
 from .models.causal_lm import check_supported
@@ -37,6 +45,16 @@ __all__ = ["generate", "release"]
 
 _ATTRIBUTE = "_specdec_engine"
 _LARGEST_BATCH = 64  # sequences that run at once, unless num_slots says otherwise
+
+# The processors that sampling here is made of, in the order in which it applies them, and their parameters.
+_PROCESSORS = {
+    MinLengthLogitsProcessor: "min_new_tokens",
+    MinNewTokensLengthLogitsProcessor: "min_new_tokens",
+    TemperatureLogitsWarper: "temperature",
+    TopKLogitsWarper: "top_k",
+    TopPLogitsWarper: "top_p",
+    MinPLogitsWarper: "min_p",
+}
 
 # What transformers hands over beside its arguments, and the loop needs no more of than it checks.
 _UNUSED = {"position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"}
@@ -69,10 +87,11 @@ def generate(
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """The decoding loop that `model.generate(..., custom_generate=hf.generate)` calls; the text is the model's own.
 
-    Honoured of the generation config: max_length and max_new_tokens, end-of-sequence tokens, do_sample with
-    temperature, top_k, top_p and min_p, num_return_sequences, return_dict_in_generate (sequences alone). A sampled text
-    is distributed as the model's, but is not the one that transformers draws with the same seed. Stopping criteria are
-    asked after every token of every sequence, each of which they see alone, without scores.
+    Honoured of the generation config: max_length and max_new_tokens, min_length and min_new_tokens, end-of-sequence
+    tokens, do_sample with temperature, top_k, top_p and min_p, num_return_sequences, return_dict_in_generate (sequences
+    alone). A sampled text is distributed as the model's, but is not the one that transformers draws with the same seed.
+    Stopping criteria are asked after every token of every sequence, each of which they see alone, without scores. What
+    only says how transformers computes (use_cache, cache_implementation, an empty past_key_values) means nothing here.
 
     Args:
         algorithm, draft_model, num_steps, topk, num_draft_tokens, adaptive, ngram_max_tokens: as for `Speculation`.
@@ -86,19 +105,21 @@ def generate(
         [sequences, length] int64 like input_ids, padded with the pad token behind what ended earlier.
 
     Raises:
-        ValueError: what is not supported, by name: another architecture, a logits processor beside those above, beams,
-            scores, inputs that are not token ids.
+        ValueError: what is not supported, by name: another architecture, a logits processor beside those of the config
+            above or in another order, beams, an assistant model, scores, inputs that are not token ids.
     """
     config = generation_config or model.generation_config
+    _check_kept_arguments(sys._getframe(1))
     _check_config(config)
     _check_model_kwargs(model_kwargs)
-    sampling = _sampling_of(config, logits_processor)
     prompts = _prompts(input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids"))
     batch, width = input_ids.shape
     longest = max(map(len, prompts), default=0)
     room = min((c.max_length for c in stopping_criteria if isinstance(c, MaxLengthCriteria)), default=config.max_length)
     if stream_to is not None and batch != 1:
         raise ValueError(f"hf.generate: stream_to is given for {batch} sequences, expected one")
+    stop = [int(t) for c in stopping_criteria if isinstance(c, EosTokenCriteria) for t in c.eos_token_id]
+    sampling = _sampling_of(config.do_sample, logits_processor, stop, width, room - width)
 
     engine = _engine_of(
         model,
@@ -117,7 +138,6 @@ def generate(
             "batch_invariant": batch_invariant,
         },
     )
-    stop = [int(t) for c in stopping_criteria if isinstance(c, EosTokenCriteria) for t in c.eos_token_id]
     others = [c for c in stopping_criteria if not isinstance(c, MaxLengthCriteria | EosTokenCriteria)]
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     seeds = torch.randint(2**62, (batch,), generator=generator).tolist()
@@ -170,6 +190,16 @@ class _Watch:
         return new.index in self.ends
 
 
+def _check_kept_arguments(caller: FrameType) -> None:
+    """Arguments that transformers keeps to itself, found where it holds them: unheard, a streamer would say nothing and
+    an assistant would not be asked."""
+    if caller.f_code is not inspect.unwrap(GenerationMixin.generate).__code__:
+        return
+    for name, expected in (("streamer", "stream_to="), ("assistant_model", "draft_model="), ("synced_gpus", "False")):
+        if caller.f_locals.get(name):
+            raise ValueError(f"hf.generate: {name} is given, which transformers keeps to itself, expected {expected}")
+
+
 def _check_config(config: GenerationConfig) -> None:
     mode = config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
@@ -188,25 +218,48 @@ def _check_model_kwargs(model_kwargs: dict[str, Any]) -> None:
             raise ValueError(f"hf.generate: {name} is given, expected token ids and an attention mask alone")
 
 
-def _sampling_of(config: GenerationConfig, processors: Sequence[Any]) -> dict[str, Any]:
+def _sampling_of(
+    do_sample: bool, processors: Sequence[Any], stop: list[int], width: int, max_new_tokens: int
+) -> dict[str, Any]:
     """SamplingParams of the processors that transformers made of the config; ValueError for any other."""
-    values: dict[str, Any] = {"temperature": 1.0 if config.do_sample else 0.0}
+    values: dict[str, Any] = {"temperature": 1.0 if do_sample else 0.0, "min_new_tokens": 0}
+    order = list(_PROCESSORS)
+    before = None
     for processor in processors:
-        kinds = {
-            TemperatureLogitsWarper: "temperature",
-            TopKLogitsWarper: "top_k",
-            TopPLogitsWarper: "top_p",
-            MinPLogitsWarper: "min_p",
-        }
-        name = kinds.get(type(processor))
-        if name is None:
+        kind = type(processor)
+        if kind is LogitNormalization:
+            continue  # no probability changes
+        if kind not in _PROCESSORS:
             raise ValueError(
-                f"hf.generate: logits_processor has {type(processor).__name__}, "
-                "expected temperature, top_k, top_p and min_p alone"
+                f"hf.generate: logits_processor has {kind.__name__}, "
+                "expected those of min_length, min_new_tokens, temperature, top_k, top_p and min_p alone"
             )
-        if config.do_sample:
+        if before is not None and order.index(kind) <= order.index(before):
+            raise ValueError(
+                f"hf.generate: logits_processor has {kind.__name__} behind {before.__name__}, "
+                "expected each once, in the order min_length, min_new_tokens, temperature, top_k, top_p, min_p"
+            )
+        before, name = kind, _PROCESSORS[kind]
+        if name == "min_new_tokens":
+            least = min(_min_new_tokens(processor, stop, width), max_new_tokens)
+            values[name] = max(values[name], least)
+        elif do_sample:
+            if (keep := getattr(processor, "min_tokens_to_keep", 1)) != 1:
+                raise ValueError(f"hf.generate: min_tokens_to_keep of {kind.__name__} is {keep}, expected 1")
             values[name] = getattr(processor, name)
     return values
+
+
+def _min_new_tokens(processor: Any, stop: list[int], width: int) -> int:
+    if set(processor.eos_token_id.tolist()) != set(stop):
+        raise ValueError(
+            f"hf.generate: {type(processor).__name__} is of other tokens than those that end a text, expected the same"
+        )
+    if isinstance(processor, MinLengthLogitsProcessor):
+        length: int = processor.min_length
+    else:
+        length = processor.prompt_length_to_skip + processor.min_new_tokens
+    return max(length - width, 0)
 
 
 def _prompts(input_ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> list[list[int]]:

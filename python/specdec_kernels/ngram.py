@@ -315,7 +315,9 @@ class NgramIndex:
             out_scores,
             out_match_len,
         )
-        tree = Tree(out_tokens, out_parents, out_positions, out_first_child, out_next_sibling, out_mask, out_num_nodes)
+        tree = tuple.__new__(  # as Tree() does, three times as fast: that shows beside a lookup, too
+            Tree, (out_tokens, out_parents, out_positions, out_first_child, out_next_sibling, out_mask, out_num_nodes)
+        )
         return tree, out_scores, out_match_len
 
 

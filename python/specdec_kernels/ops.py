@@ -1406,15 +1406,16 @@ def apply_commands(
     """The next record of a ring of commands becomes slot state: how a host steers rounds whose graph is fixed.
 
     Record number n = num_applied stands in row n % depth. Its words, floats as their bits: [0] written by this op,
-    n + 1 once the record is applied and its row free; [1] a slot to activate or -1, then its seq_len, root token,
-    remaining, temperature, top_k, top_p, min_p, seed (low word, high word), stops_from, num_logprobs and M stop tokens;
-    then the slots of the round [max_batch] and the slots given back [num_slots], -1 behind both.
+    n + 1 once the record is applied and its row free; [1] how many slots to activate; then the slots of the round
+    [max_batch] and the slots given back [num_slots], -1 behind both; then of each slot to activate, all different,
+    slot, seq_len, root token, remaining, temperature, top_k, top_p, min_p, seed (low word, high word), stops_from,
+    num_logprobs and M stop tokens.
 
-    Slots given back get seq_lens, finish_reasons and status 0, before the one to activate gets its state (and
-    finish_reasons 0; its status stays, and gains BAD_PAGE if it is STALLED: then its prefill was written nowhere).
+    Slots given back get seq_lens, finish_reasons and status 0, before those to activate get their state (and
+    finish_reasons 0; their status stays, and gains BAD_PAGE if it is STALLED: then their prefill was written nowhere).
 
     Args:
-        commands: [depth, 13 + M + max_batch + num_slots] int32; for CUDA, pinned host memory or on the device.
+        commands: [depth, 2 + max_batch + num_slots * (13 + M)] int32; for CUDA, pinned host memory or on the device.
         num_applied: [1] int64, incremented.
         started_at: [1] int64, set to the device's clock in nanoseconds.
         seq_lens, root_tokens, remaining, top_k, stops_from, num_logprobs, finish_reasons, status: [num_slots] int32,
@@ -1432,7 +1433,8 @@ def apply_commands(
     _, words = shape_of("apply_commands", "commands", commands, 2)
     num_slots, max_stops = shape_of("apply_commands", "stop_tokens", stop_tokens, 2)
     if out_slots is None:
-        out_slots = empty("apply_commands", seq_lens, (max(words - 13 - max_stops - num_slots, 0),), "int32")
+        max_batch = max(words - 2 - num_slots * (13 + max_stops), 0)
+        out_slots = empty("apply_commands", seq_lens, (max_batch,), "int32")
     if out_given_back is None:
         out_given_back = empty("apply_commands", seq_lens, (num_slots,), "int32")
     _C.apply_commands(

@@ -22,10 +22,11 @@ from .drafts import build_draft
 from .drafts.ngram import NgramDraft
 from .drafts.union import UnionDraft
 from .executor import Executor
-from .graphs import Graphs, capture_rounds, default_batch_sizes
+from .graphs import Graphs, capture, default_batch_sizes
 from .memory import pages_that_fit
 from .outputs import EngineStats, GenerationError, NewTokens, RequestOutput, RequestStats, TokenLogprob
 from .params import MAX_LOGPROBS, SamplingParams, Speculation
+from .passes import captured_shapes
 from .prompts import as_list, check_tokens, file_tokens, token_ids
 from .round import Round
 from .state import Rings, SlotState
@@ -205,7 +206,9 @@ class Engine:
             graphs = None
             with self._on_device():
                 if self._stream and cuda_graph:
-                    graphs = capture_rounds(round, batch_sizes, nodes, self._stream, progress=progress)
+                    shapes = captured_shapes(prefill_chunk, num_slots, max_len)
+                    passes = self._executor.passes
+                    graphs = capture(round, batch_sizes, nodes, passes, shapes, self._stream, progress=progress)
                 scheduler = _C.Scheduler(
                     self._executor,
                     num_slots=num_slots,
@@ -235,6 +238,7 @@ class Engine:
             with self._on_device():
                 fitting = pages_that_fit(self._executor, mem_fraction, prefill_chunk)
             del trial
+            self._executor.passes.captured.clear()
             torch.cuda.empty_cache()
             if fitting < max_pages:
                 raise ValueError(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from ..ops import alloc_pages
-from .prefill import Chunk, Prefill
+from .passes import Passes
+from .prefill import Chunk
 from .round import Round
+from .state import to_device
 
 if TYPE_CHECKING:
     from .._C import Emission
@@ -25,6 +28,7 @@ class Executor:
 
     def __init__(self, round: Round, emit: Emit) -> None:
         self.round, self.emit = round, emit
+        self.passes = Passes(round.target, round.draft, round.state)
         self.target, self.draft, self.state = round.target, round.draft, round.state
         self.launch = round.launch
         self.groups: dict[int, int] = {}  # of the n-gram index, by request; none: 0
@@ -41,18 +45,16 @@ class Executor:
 
     @torch.inference_mode()
     def prefill(self, chunks: list[Chunk]) -> None:
-        prefill = Prefill.of(chunks, self.state)
-        self.target.forward(prefill.tokens, prefill.positions, prefill.rows)
-        self.draft.prefill(prefill, self.target.features())
-        prefill.finish(self.state)
+        self.passes.run(chunks)
 
     @torch.inference_mode()
     def activate(self, slots: list[int]) -> None:
-        self.draft.activate(torch.cat([self._slots[slot : slot + 1] for slot in slots]))
+        self.draft.activate(to_device(array("i", slots), self.state.seq_lens.device))
 
     @torch.inference_mode()
-    def deactivate(self, slot: int, request_id: int) -> None:
-        self.draft.release(slot)
+    def deactivate(self, slots: list[int]) -> None:
+        for slot in slots:
+            self.draft.release(slot)
 
     def progress(self) -> tuple[int, int]:
         return int(self.round.rings.num_applied), int(self.round.rings.num_published)

@@ -7,7 +7,8 @@ import math
 import torch
 
 from .executor import Executor
-from .prefill import MOST_PADDING
+from .prefill import MOST_PADDING, Shape, pack
+from .state import to_device
 
 
 def pages_that_fit(executor: Executor, mem_fraction: float, prefill_chunk: int) -> int:
@@ -26,11 +27,16 @@ def pages_that_fit(executor: Executor, mem_fraction: float, prefill_chunk: int) 
 
 
 def largest_prefill(executor: Executor, prefill_chunk: int) -> None:
-    """As many rows as a call can have, padding included, of slots without pages: nothing is written."""
+    """As many rows as a call can have, padding included, of slots without pages: nothing is written.
+
+    Launched call by call, since captured passes have their memory already.
+    """
     state = executor.state
     rows, longest = math.ceil((1 + MOST_PADDING) * prefill_chunk), int(state.max_lens[0]) - 1
     lengths = [min(longest, rows - start) for start in range(0, rows, longest)][: len(state.seq_lens)]
-    executor.prefill([(slot, 0, [0] * (length + 1)) for slot, length in enumerate(lengths)])
+    shape = Shape.fitting(lengths)
+    packed = pack([(slot, 0, [0] * (length + 1)) for slot, length in enumerate(lengths)], shape)
+    executor.passes.launch(to_device(packed, state.seq_lens.device), shape)
     executor.activate(list(range(len(lengths))))
     for tensor in (state.seq_lens, state.status):
         tensor.zero_()

@@ -86,9 +86,11 @@ class EngineStats:
 
     Attributes:
         rounds, rows: rounds read, and requests in them. retractions: requests that gave their slot back for a while.
-        host_seconds: the loop's own work: launching rounds, reading what they did, keeping its books.
+        host_seconds: the loop's own work: launching rounds and records of commands, reading what rounds did, giving
+            back slots, keeping its books. What `wait_seconds`, `prefill_seconds` and `emit_seconds` count is not in it.
         wait_seconds: the loop's waiting for the device.
-        prefill_seconds: launching prefill, and waiting where the device's queue of launches is full.
+        prefill_seconds: admitting requests and launching prefill; where a pass is not captured and has more kernels
+            than the device's queue has room for, waiting for that.
         emit_seconds: handing out results, with what `on_tokens` makes of them.
         device_seconds: rounds on the device, each from its first kernel to its last.
         following_seconds, gap_seconds: of these, the rounds that were launched while the one before was running, with
@@ -119,25 +121,28 @@ class EngineStats:
             costs=self.costs,
         )
 
+    def _of_a_round(self, seconds: float) -> float:
+        return seconds / max(self.rounds, 1)
+
     @property
     def host_us(self) -> float:
         """The loop's own work for a round, in microseconds."""
-        return 1e6 * self.host_seconds / max(self.rounds, 1)
+        return 1e6 * self._of_a_round(self.host_seconds)
 
     @property
     def wait_us(self) -> float:
         """The loop's waiting for the device in a round, in microseconds."""
-        return 1e6 * self.wait_seconds / max(self.rounds, 1)
+        return 1e6 * self._of_a_round(self.wait_seconds)
 
     @property
     def emit_us(self) -> float:
         """Handing out the results of a round, in microseconds."""
-        return 1e6 * self.emit_seconds / max(self.rounds, 1)
+        return 1e6 * self._of_a_round(self.emit_seconds)
 
     @property
     def device_ms(self) -> float:
         """A round on the device, in milliseconds."""
-        return 1e3 * self.device_seconds / max(self.rounds, 1)
+        return 1e3 * self._of_a_round(self.device_seconds)
 
     @property
     def idle(self) -> float | None:

@@ -10,11 +10,69 @@ import torch
 from torch import Tensor
 
 from ..models.attention import Rows
-from .state import SlotState, to_device
+from .state import SlotState
 
 MOST_PADDING = 0.1  # of a pass of several chunks
 
 Chunk = tuple[int, int, list[int]]  # slot, first row, tokens: one more than rows, for the last row's successor
+
+
+class Shape(NamedTuple):
+    """Sizes of a pass: P pieces of Q rows, which are those of R chunks."""
+
+    pieces: int
+    length: int
+    chunks: int
+
+    @property
+    def rows(self) -> int:
+        return self.pieces * self.length
+
+    @property
+    def sizes(self) -> list[int]:
+        """Of what `pack` packs."""
+        return [*3 * [self.pieces], *3 * [self.chunks], self.pieces * (self.length + 1)]
+
+    @classmethod
+    def fitting(cls, lengths: Sequence[int]) -> Shape:
+        """The longest pieces that are little more than chunks of these lengths."""
+        longest, most = max(lengths), (1 + MOST_PADDING) * sum(lengths)
+        powers = (1 << power for power in reversed(range(longest.bit_length())))
+        shapes = (cls(num_pieces(lengths, q), q, len(lengths)) for q in (longest, *powers))
+        return next(shape for shape in shapes if shape.rows <= most)
+
+
+def num_pieces(lengths: Sequence[int], length: int) -> int:
+    """Pieces that chunks of these lengths are cut into."""
+    return sum(-(-n // length) for n in lengths)
+
+
+def pack(chunks: Sequence[Chunk], shape: Shape) -> array[int]:
+    """What the host knows of a pass, as numbers for one copy to the device.
+
+    A shape may have room for more: then there are pieces without rows, and the last chunk is there several times.
+    """
+    length = shape.length
+    piece_slots, starts, counts, tokens = array("i"), array("i"), array("i"), array("i")
+    slots, ends, last_rows = array("i"), array("i"), array("i")
+    for slot, start, chunk in chunks:
+        num_rows = len(chunk) - 1
+        for begin in range(0, num_rows, length):
+            count = min(length, num_rows - begin)
+            piece_slots.append(slot)
+            starts.append(start + begin)
+            counts.append(count)
+            tokens.extend(chunk[begin : begin + count + 1])
+            tokens.extend([0] * (length - count))
+        slots.append(slot)
+        ends.append(start + num_rows)
+        last_rows.append((len(counts) - 1) * length + counts[-1] - 1)
+    for of_pieces, empty in ((piece_slots, slots[-1]), (starts, 0), (counts, 0)):
+        of_pieces.extend([empty] * (shape.pieces - len(of_pieces)))
+    for of_chunks in (slots, ends, last_rows):
+        of_chunks.extend([of_chunks[-1]] * (shape.chunks - len(of_chunks)))
+    tokens.extend([0] * (shape.pieces * (length + 1) - len(tokens)))
+    return sum([piece_slots, starts, counts, slots, ends, last_rows, tokens], array("i"))
 
 
 class Prefill(NamedTuple):
@@ -33,50 +91,27 @@ class Prefill(NamedTuple):
     last_rows: Tensor  # [R] int32: the last row of each chunk, of P * Q
 
     @classmethod
-    def of(cls, chunks: Sequence[Chunk], state: SlotState) -> Prefill:
-        """What the host knows of it goes to the device in one copy, behind what is on the stream."""
-        length = piece_length([len(tokens) - 1 for _, _, tokens in chunks])
-        piece_slots, starts, counts, tokens = array("i"), array("i"), array("i"), array("i")
-        slots, ends, last_rows = array("i"), array("i"), array("i")
-        for slot, start, chunk in chunks:
-            num_rows = len(chunk) - 1
-            for begin in range(0, num_rows, length):
-                count = min(length, num_rows - begin)
-                piece_slots.append(slot)
-                starts.append(start + begin)
-                counts.append(count)
-                tokens.extend(chunk[begin : begin + count + 1])
-                tokens.extend([0] * (length - count))
-            slots.append(slot)
-            ends.append(start + num_rows)
-            last_rows.append((len(counts) - 1) * length + counts[-1] - 1)
-        parts = [piece_slots, starts, counts, slots, ends, last_rows, tokens]
-        packed = to_device(sum(parts, array("i")), state.seq_lens.device)
-        on_device = torch.split(packed, [len(part) for part in parts])
-        piece_slots_, starts_, counts_, slots_, ends_, last_rows_, tokens_ = on_device
-        tokens_ = tokens_.view(len(counts), length + 1)
-        pieces, columns = (torch.arange(n, dtype=torch.int32, device=starts_.device) for n in tokens_[:, :-1].shape)
+    def of(cls, packed: Tensor, shape: Shape, state: SlotState) -> Prefill:
+        """From what `pack` packed, on the device; nothing here reads it on the host."""
+        piece_slots, starts, counts, slots, ends, last_rows, tokens = torch.split(packed, shape.sizes)
+        tokens = tokens.view(shape.pieces, shape.length + 1)
+        pieces, columns = (
+            torch.arange(n, dtype=torch.int32, device=packed.device) for n in (shape.pieces, shape.length)
+        )
         rows = Rows(
             slots=pieces,
-            page_table=state.pool.page_table[piece_slots_],
-            prefix_lens=starts_,
-            tail_len=length,
-            num_valid=counts_,
-            status=state.status[piece_slots_],
+            page_table=state.pool.page_table[piece_slots],
+            prefix_lens=starts,
+            tail_len=shape.length,
+            num_valid=counts,
+            status=state.status[piece_slots],
             fixed_split=state.fixed_split,
         )
-        positions = starts_[:, None] + columns
-        return cls(tokens_[:, :-1], tokens_[:, 1:], positions, rows, piece_slots_, slots_, ends_, last_rows_)
+        positions = starts[:, None] + columns
+        return cls(tokens[:, :-1], tokens[:, 1:], positions, rows, piece_slots, slots, ends, last_rows)
 
     def finish(self, state: SlotState) -> None:
         """All models have run it: the slots have its rows, and what was wrong with a piece is their status."""
         assert self.rows.status is not None
         state.status.scatter_reduce_(0, self.piece_slots.long(), self.rows.status, "amax")  # at least what it was
         state.seq_lens[self.slots] = self.ends
-
-
-def piece_length(lengths: Sequence[int]) -> int:
-    """The longest Q for which pieces of Q rows are little more than the chunks of these lengths."""
-    longest, most = max(lengths), (1 + MOST_PADDING) * sum(lengths)
-    powers = (1 << power for power in reversed(range(longest.bit_length())))
-    return next(q for q in (longest, *powers) if sum(-(-n // q) * q for n in lengths) <= most)

@@ -122,7 +122,7 @@ class Rings:
             return torch.zeros(1, dtype=torch.int64, device=device)
 
         rings = cls(
-            commands=shared(13 + max_stops + max_batch + num_slots),
+            commands=shared(2 + max_batch + num_slots * (13 + max_stops)),
             results=shared(8 + max_batch * (4 + accept_width * (3 + 2 * top_n) + accept_width % 2)),
             num_applied=counter(),
             num_published=counter(),

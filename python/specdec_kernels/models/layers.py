@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from .. import _C
 from ..ops import gate_rows, linear_rows, norm_rows, rotate_qkv, tree_attention
 from .attention import Rows
 
@@ -30,8 +31,9 @@ SMALL_INDEX = 16  # up to which torch's embedding has a kernel of its own
 
 
 @cache
-def is_hopper(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) == (9, 0)
+def has_wgmma(device: torch.device) -> bool:
+    with torch.cuda.device(device):
+        return _C.has_wgmma()
 
 
 class Product(NamedTuple):
@@ -53,7 +55,7 @@ class Product(NamedTuple):
         if not x.is_cuda or x.dtype == torch.float32 or x.shape[-1] % 64:
             return False
         rows = x.shape[:-1].numel()
-        return rows <= FEW_ROWS or (rows <= MORE_ROWS and len(self.weight) <= MORE_OUTS and is_hopper(x.device))
+        return rows <= FEW_ROWS or (rows <= MORE_ROWS and len(self.weight) <= MORE_OUTS and has_wgmma(x.device))
 
     def _has_many(self, x: Tensor) -> bool:
         if not x.is_cuda or x.dtype == torch.float32 or x.shape[-1] % 64:

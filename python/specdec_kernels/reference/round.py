@@ -15,20 +15,24 @@ def apply_commands(commands: Tensor, num_applied: Tensor, state: State) -> tuple
     record = commands[int(num_applied) % len(commands)]
     num_applied += 1
     record[0] = int(num_applied)
-    slots, given_back = record[13 + max_stops : -num_slots], record[-num_slots:]
+    width = 12 + max_stops
+    max_batch = len(record) - 2 - num_slots * (1 + width)
+    slots, given_back, activations = torch.split(record[2:], [max_batch, num_slots, num_slots * width])
     for slot in given_back.tolist():
         if 0 <= slot < num_slots:
             for name in ("seq_lens", "finish_reasons", "status"):
                 state[name][slot] = 0
-    slot = int(record[1])
-    if 0 <= slot < num_slots:
-        words = ("seq_lens", "root_tokens", "remaining", "temperature", "top_k", "top_p", "min_p")
-        for name, word in zip(words, record[2:9], strict=True):
+    for words in activations.view(num_slots, width)[: max(int(record[1]), 0)]:
+        slot = int(words[0])
+        if not 0 <= slot < num_slots:
+            continue
+        names = ("seq_lens", "root_tokens", "remaining", "temperature", "top_k", "top_p", "min_p")
+        for name, word in zip(names, words[1:8], strict=True):
             state[name][slot] = word.view(state[name].dtype)
-        low, high = record[9:11].tolist()
+        low, high = words[8:10].tolist()
         state["seeds"][slot] = high * 2**32 + low % 2**32
-        state["stops_from"][slot], state["num_logprobs"][slot] = record[11:13]
-        state["stop_tokens"][slot] = record[13 : 13 + max_stops]
+        state["stops_from"][slot], state["num_logprobs"][slot] = words[10:12]
+        state["stop_tokens"][slot] = words[12:]
         state["finish_reasons"][slot] = 0
         if state["status"][slot] & Status.STALLED:
             state["status"][slot] |= Status.BAD_PAGE
