@@ -52,15 +52,16 @@ class Product(NamedTuple):
         return out
 
     def _has_few(self, x: Tensor) -> bool:
-        if not x.is_cuda or x.dtype == torch.float32 or x.shape[-1] % 64:
-            return False
         rows = x.shape[:-1].numel()
-        return rows <= FEW_ROWS or (rows <= MORE_ROWS and len(self.weight) <= MORE_OUTS and has_wgmma(x.device))
+        return self._fits(x) and (
+            rows <= FEW_ROWS or (rows <= MORE_ROWS and len(self.weight) <= MORE_OUTS and has_wgmma(x.device))
+        )
 
     def _has_many(self, x: Tensor) -> bool:
-        if not x.is_cuda or x.dtype == torch.float32 or x.shape[-1] % 64:
-            return False
-        return x.shape[:-1].numel() >= MANY_ROWS and is_hopper(x.device)
+        return self._fits(x) and x.shape[:-1].numel() >= MANY_ROWS and has_wgmma(x.device)
+
+    def _fits(self, x: Tensor) -> bool:
+        return x.is_cuda and x.dtype != torch.float32 and x.shape[-1] % 64 == 0
 
     def _rows(self, x: Tensor, gated: bool = False) -> Tensor:
         out: Tensor = linear_rows(x.reshape(-1, x.shape[-1]), self.weight, self.bias, gated=gated)
