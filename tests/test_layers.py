@@ -9,6 +9,7 @@ import specdec_kernels as sd
 from conftest import TOLERANCES
 from paged import INT, assert_same_bytes, page_table, poisoned
 from specdec_kernels import Status
+from specdec_kernels.models.layers import Product
 from specdec_kernels.reference import layers as reference
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -148,6 +149,14 @@ def test_linear_rows_of_many_do_not_depend_on_their_number(gated: bool, device: 
     whole = sd.linear_rows(x, weight, gated=gated)
     for first, last in ((0, 129), (3, 195), (100, 484), (128, 640), (1, 700)):
         assert torch.equal(sd.linear_rows(x[first:last], weight, gated=gated), whole[first:last])
+
+
+@pytest.mark.parametrize("rows", [1, 100, 192, 256, 320])  # few; none; those that fill the tiles of many; none
+def test_a_layers_gate_does_not_depend_on_who_takes_it(rows: int, device: torch.device) -> None:
+    outs = 12288 if device.type == "cuda" else 8
+    x, weight = torch.randn(rows, 128, device=device).bfloat16(), torch.randn(2 * outs, 128, device=device).bfloat16()
+    got = Product(weight * 128**-0.5, None).gated(x)
+    check(got, reference.linear_rows(x, weight * 128**-0.5, gated=True), factor=2)
 
 
 @pytest.mark.parametrize(

@@ -31,5 +31,7 @@ void wgmma_many_rows(const LinearRowsParams& p, Stream stream);
 
 // Whether the CUDA device that is current has it, and this build its instructions.
 bool has_wgmma();
+// Whether so many more than kFewLinearRows rows, by a weight of so many, keep nine tenths of such a device busy.
+bool many_rows_fill(int64_t rows, int64_t weight_rows);
 
 }  // namespace specdec

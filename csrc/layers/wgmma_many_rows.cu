@@ -57,6 +57,7 @@ struct Turn {
 template <class T, int kGroups, int kPanels, bool kGated>
 class ManyRowsKernel {
  public:
+  static constexpr int kEights = kGated ? 2 : 1;  // of columns, that make eight numbers of y
   static constexpr int kRows = kGroups * kPanels * kPanelRows;
   static constexpr int kXBytes = kRows * 128, kStageBytes = kXBytes + kColumns * 128;
   static constexpr int kStages = kRingBytes / kStageBytes;
@@ -133,7 +134,6 @@ class ManyRowsKernel {
   // A thread's: of rows lane / 4 and lane / 4 + 8 of its warp's 16, and of columns 2 (lane % 4) and the next of every
   // eight. Of gated columns eight are gates and the next eight what is gated.
   using Sums = float[kColumns / 8][4];
-  static constexpr int kEights = kGated ? 2 : 1;  // that make eight numbers of y
 
   template <class F>
   __device__ void for_each_tile(F f) const {
@@ -271,7 +271,11 @@ __global__ void __launch_bounds__((kGroups + 1) * kWarpgroup, 1) many_rows_kerne
 
 int parts(int64_t whole, int64_t part) { return static_cast<int>((whole + part - 1) / part); }
 
-int pairs_of_columns(const LinearRowsParams& p) { return parts(p.gated ? 2 * p.out : p.out, kPair * kColumns); }
+// Rows that a multiprocessor multiplies, with tiles of so many, and those included for which it waits in the last turn.
+int64_t turns(int64_t rows, int64_t weight_rows, int tile_rows, int multiprocessors) {
+  const int64_t pairs = int64_t{parts(rows, tile_rows)} * parts(weight_rows, kPair * kColumns);
+  return int64_t{tile_rows} * parts(pairs, multiprocessors / kPair);
+}
 
 template <class T, int kGroups, int kPanels, bool kGated>
 void start(const LinearRowsParams& p, int multiprocessors, Stream stream) {
@@ -292,7 +296,7 @@ void start(const LinearRowsParams& p, int multiprocessors, Stream stream) {
   w.x = tensor_map<2>("linear_rows", p.x, p.dtype, {size(p.in), size(p.rows)}, {size(p.x_stride * 2)},
                       {kSlice, Kernel::kRows / kPair});
   w.row_tiles = parts(p.rows, Kernel::kRows);
-  w.pairs = w.row_tiles * pairs_of_columns(p);
+  w.pairs = w.row_tiles * parts(Kernel::kEights * p.out, kPair * kColumns);
   w.slices = static_cast<int>(p.in / kSlice);
   w.wide = p.out % 8 == 0 && (reinterpret_cast<uintptr_t>(p.y) | static_cast<uintptr_t>(p.y_stride * 2)) % 16 == 0;
   launch("linear_rows", kernel,
@@ -307,12 +311,9 @@ void start(const LinearRowsParams& p, int multiprocessors, Stream stream) {
 
 void wgmma_many_rows(const LinearRowsParams& p, Stream stream) {
   const int processors = current_device("linear_rows").multiprocessors;
-  // Rows that a multiprocessor multiplies, those that are idle in the last turn included, with tiles of so many.
-  const auto cost = [&](int rows) {
-    return rows * parts(int64_t{parts(p.rows, rows)} * pairs_of_columns(p), processors / kPair);
-  };
   const auto of_type = [&]<class T, bool kGated>() {
-    if (cost(192) < cost(256))
+    const int64_t weight_rows = kGated ? 2 * p.out : p.out;
+    if (turns(p.rows, weight_rows, 192, processors) < turns(p.rows, weight_rows, 256, processors))
       start<T, 3, 1, kGated>(p, processors, stream);
     else
       start<T, 2, 2, kGated>(p, processors, stream);
@@ -321,6 +322,14 @@ void wgmma_many_rows(const LinearRowsParams& p, Stream stream) {
     p.gated ? of_type.template operator()<BFloat16, true>() : of_type.template operator()<BFloat16, false>();
   else
     p.gated ? of_type.template operator()<Half, true>() : of_type.template operator()<Half, false>();
+}
+
+bool many_rows_fill(int64_t rows, int64_t weight_rows) {
+  const Device device = current_device("linear_rows");
+  if (!device.has_wgmma || rows <= kFewLinearRows) return false;
+  const int64_t taken = std::min(turns(rows, weight_rows, 192, device.multiprocessors),
+                                 turns(rows, weight_rows, 256, device.multiprocessors));
+  return rows * weight_rows * 10 >= taken * kColumns * device.multiprocessors * 9;
 }
 
 }  // namespace specdec

@@ -596,8 +596,8 @@ def linear_rows(
     """Rows times a weight: `x @ weight.T + bias`, summed in float32, a few at the speed of reading the weight.
 
     The bits of a row do not depend on what is beside it, nor on how much, up to 128 rows and from 129 on (a sum may be
-    cut otherwise there). On Hopper and later the op reads `weight` before
-    the kernel launched before it on the stream has finished, which must therefore not be what writes it.
+    cut otherwise there). On Hopper and later the op reads `weight` before the kernel launched before it on the stream
+    has finished, which must therefore not be what writes it.
 
     Args:
         x: [M, K] float16 or bfloat16, at most 262144 rows, K a multiple of 64.

@@ -1,8 +1,8 @@
 """A decoder layer as four products with our ops between them, on the weights of a Hugging Face layer.
 
 Query, key and value projections become one product, and so do gate and up. Between products a layer needs four
-launches: a norm with the residual sum before it, the rotation that also writes KV, attention, and a norm; and of many
-rows a fifth, the gate, which `linear_rows` takes itself.
+launches: a norm with the residual sum before it, the rotation that also writes KV, attention, and a norm; and a fifth,
+the gate, of many rows that `linear_rows` does not take.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ SPARE_POSITIONS = 320
 
 
 # Of x and of the weight, up to where `linear_rows` was measured to be faster than cuBLAS: of any weight, and on Hopper
-# of one whose rows its blocks take at once.
+# of one whose rows its blocks take at once. Of more rows it is where it takes the gate, too, and they fill its tiles.
 FEW_ROWS = 64
 MORE_ROWS, MORE_OUTS = 128, 32768
-MANY_ROWS = 129  # from where a product with its gate is, on Hopper, faster than cuBLAS and the gate behind it
 SMALL_INDEX = 16  # up to which torch's embedding has a kernel of its own
 
 
@@ -58,7 +57,10 @@ class Product(NamedTuple):
         )
 
     def _has_many(self, x: Tensor) -> bool:
-        return self._fits(x) and x.shape[:-1].numel() >= MANY_ROWS and has_wgmma(x.device)
+        if not self._fits(x):
+            return False
+        with torch.cuda.device(x.device):
+            return _C.many_rows_fill(x.shape[:-1].numel(), len(self.weight))
 
     def _fits(self, x: Tensor) -> bool:
         return x.is_cuda and x.dtype != torch.float32 and x.shape[-1] % 64 == 0
