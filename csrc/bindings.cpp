@@ -475,6 +475,9 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
   def_op<&gate_rows>(m, "gate_rows", "silu(gate) * up of rows that hold both");
   def_op<&linear_rows>(m, "linear_rows", "a few rows times a weight");
   m.def("has_wgmma", &has_wgmma, "whether the CUDA device that is current has wgmma, and this build its instructions");
+  m.def("many_rows_fill", &many_rows_fill,
+        "whether so many rows by a weight of so many are enough for the kernel of many rows, on the CUDA device that "
+        "is current");
   def_op<&rotate_qkv>(m, "rotate_qkv", "normalise and rotate query and key heads, write keys and values to pages");
 
   // --- attention

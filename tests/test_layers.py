@@ -9,6 +9,7 @@ import specdec_kernels as sd
 from conftest import TOLERANCES
 from paged import INT, assert_same_bytes, page_table, poisoned
 from specdec_kernels import Status
+from specdec_kernels.models.layers import Product
 from specdec_kernels.reference import layers as reference
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -106,7 +107,7 @@ def test_linear_rows_gated(rows: int, width: int, outs: int, dtype: torch.dtype,
 @pytest.mark.sanitize
 @pytest.mark.parametrize("gated", [False, True])
 def test_linear_rows_of_strided_rows(gated: bool, device: torch.device) -> None:
-    for rows, width, outs in ((15, 64, 32), (200, 256, 96)):
+    for rows, width, outs in ((15, 64, 32), (200, 256, 96), (300, 512, 96), (600, 512, 128)):
         x, weight = (torch.randn(n, width + 96, device=device).bfloat16() for n in (rows, 2 * outs))
         x, weight = x[::2, 32 : 32 + width], weight[::2, 64 : 64 + width]
         check(sd.linear_rows(x, weight, gated=gated), reference.linear_rows(x, weight, gated=gated))
@@ -121,10 +122,47 @@ def test_linear_rows_does_not_depend_on_its_neighbours(outs: int, gated: bool, d
         assert torch.equal(sd.linear_rows(x[first:last], weight, gated=gated), whole[first:last])
 
 
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "width", "outs"), [(129, 64, 8), (300, 320, 48), (130, 512, 20000), (384, 64, 12288), (500, 192, 2504)]
+)
+def test_linear_rows_of_many(
+    rows: int, width: int, outs: int, gated: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    outs = min(outs, 48) if device.type == "cpu" else outs
+    outs, all_outs = (outs, 2 * outs) if gated else (outs - 3, outs - 3)
+    x = torch.randn(rows, width, device=device).to(dtype)
+    weight = (torch.randn(all_outs, width, device=device) * width**-0.5).to(dtype)
+    for bias in (None, torch.randn(all_outs, device=device).to(dtype)):
+        want = reference.linear_rows(x, weight, bias, gated=gated)
+        for start in (0, 8 if bias is None else 1):  # the last off 16 bytes
+            out = torch.full((rows, outs + 16), torch.nan, device=device).to(dtype)
+            sd.linear_rows(x, weight, bias, gated=gated, out=out[:, start : start + outs])
+            assert out[:, :start].isnan().all() and out[:, start + outs :].isnan().all()
+            check(out[:, start : start + outs], want)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_linear_rows_of_many_do_not_depend_on_their_number(gated: bool, device: torch.device) -> None:
+    x, weight = (torch.randn(n, 320, device=device).bfloat16() for n in (700, 24576 if device.type == "cuda" else 64))
+    whole = sd.linear_rows(x, weight, gated=gated)
+    for first, last in ((0, 129), (3, 195), (100, 484), (128, 640), (1, 700)):
+        assert torch.equal(sd.linear_rows(x[first:last], weight, gated=gated), whole[first:last])
+
+
+@pytest.mark.parametrize("rows", [1, 100, 192, 256, 320])  # few; none; those that fill the tiles of many; none
+def test_a_layers_gate_does_not_depend_on_who_takes_it(rows: int, device: torch.device) -> None:
+    outs = 12288 if device.type == "cuda" else 8
+    x, weight = torch.randn(rows, 128, device=device).bfloat16(), torch.randn(2 * outs, 128, device=device).bfloat16()
+    got = Product(weight * 128**-0.5, None).gated(x)
+    check(got, reference.linear_rows(x, weight * 128**-0.5, gated=True), factor=2)
+
+
 @pytest.mark.parametrize(
     ("shape", "weight", "gated", "message"),
     [
-        ((129, 64), (4, 64), False, "linear_rows: rows is 129, expected 0 to 128"),
+        ((262145, 64), (4, 64), False, "linear_rows: rows is 262145, expected 0 to 262144"),
         ((2, 96), (4, 96), False, "linear_rows: in_features is 96, expected a multiple of 64"),
         ((2, 64), (4, 128), False, "linear_rows: weight has shape [4, 128], expected [out_features, in_features=64]"),
         ((2, 64), (24, 64), True, "linear_rows: 2 * out_features is 24, expected a multiple of 16"),

@@ -59,6 +59,7 @@ void linear_rows_cpu(const LinearRowsParams& p) {
 
 #ifndef SPECDEC_WITH_CUDA
 bool has_wgmma() { return false; }
+bool many_rows_fill(int64_t, int64_t) { return false; }
 #endif
 
 }  // namespace specdec

@@ -192,7 +192,8 @@ __global__ void __launch_bounds__(kWarps* kWarp, 1) linear_rows_kernel(LinearRow
 void linear_rows_cuda(const LinearRowsParams& p, Stream stream) {
   // The copy engine takes no rows that overlap.
   const bool apart = (p.out == 1 || p.weight_stride >= p.in) && (p.rows == 1 || p.x_stride >= p.in);
-  if (apart && current_device("linear_rows").has_wgmma) return wgmma_linear_rows(p, stream);
+  if (apart && current_device("linear_rows").has_wgmma)
+    return p.rows > kFewLinearRows ? wgmma_many_rows(p, stream) : wgmma_linear_rows(p, stream);
   int device = 0, most = 0;
   SD_CUDA_CHECK("linear_rows", cudaGetDevice(&device));
   SD_CUDA_CHECK("linear_rows", cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));

@@ -1,4 +1,4 @@
-// linear_rows: a few rows times a weight, at the speed at which the weight can be read.
+// linear_rows: rows times a weight; a few of them at the speed at which the weight can be read.
 #pragma once
 
 #include "core/dispatch.h"
@@ -6,7 +6,8 @@
 
 namespace specdec {
 
-constexpr int64_t kMaxLinearRows = 128;
+constexpr int64_t kMaxLinearRows = 1 << 18;
+constexpr int64_t kFewLinearRows = 128;  // beyond, arithmetic counts
 
 struct LinearRowsParams {
   const void* x;       // [rows, in]
@@ -24,9 +25,13 @@ void linear_rows(CallStream stream, const TensorView& x, const TensorView& weigh
 
 void linear_rows_cpu(const LinearRowsParams& p);
 void linear_rows_cuda(const LinearRowsParams& p, Stream stream);
-void wgmma_linear_rows(const LinearRowsParams& p, Stream stream);  // where the device has wgmma
+// Where the device has wgmma.
+void wgmma_linear_rows(const LinearRowsParams& p, Stream stream);
+void wgmma_many_rows(const LinearRowsParams& p, Stream stream);
 
 // Whether the CUDA device that is current has it, and this build its instructions.
 bool has_wgmma();
+// Whether so many more than kFewLinearRows rows, by a weight of so many, keep nine tenths of such a device busy.
+bool many_rows_fill(int64_t rows, int64_t weight_rows);
 
 }  // namespace specdec

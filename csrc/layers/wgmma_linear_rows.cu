@@ -11,16 +11,14 @@
 // kernel starts while those still run (programmatic dependent launch), and fills its ring before x is there: none of
 // them writes the weight. A gate is taken here for the same reason: a tile is then eight rows of the gate and the same
 // eight of what is gated, in turn, which makes the two sums those of one thread.
-#include <cuda.h>
-
 #include <algorithm>
 #include <climits>
 #include <cute/arch/copy_sm90_desc.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
 
 #include "core/cluster.cuh"
-#include "core/errors.h"
 #include "core/mbarrier.cuh"
+#include "core/tensor_map.h"
 #include "core/wgmma.cuh"
 #include "layers/gate_rows.h"
 #include "layers/linear_rows.h"
@@ -262,34 +260,12 @@ __global__ void __launch_bounds__(kMaxTiles* kWarpgroup + 2 * kWarp, 1)
 #endif
 }
 
-// The driver's function is asked for at run time: the module links no driver.
-template <int kDims>
-CUtensorMap tensor_map(const void* data, Dtypes dtype, const cuuint64_t (&sizes)[kDims],
-                       const cuuint64_t (&strides)[kDims - 1], const cuuint32_t (&box)[kDims]) {
-  static const auto encode = [] {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult found;
-    SD_CUDA_CHECK("linear_rows", cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
-                                                                  cudaEnableDefault, &found));
-    if (function == nullptr) throw CudaError("linear_rows: the driver has no cuTensorMapEncodeTiled, expected CUDA 12");
-    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
-  }();
-  CUtensorMap map;
-  const cuuint32_t step[] = {1, 1, 1, 1, 1};
-  const auto type = dtype == kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  if (encode(&map, type, kDims, const_cast<void*>(data), sizes, strides, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) != CUDA_SUCCESS)
-    throw CudaError("linear_rows: the driver refused to describe a tensor");
-  return map;
-}
-
 // Rows as slices, of which a copy takes `depth` of each of `box_rows` rows: panels one after the other.
 CUtensorMap rows_map(const void* data, Dtypes dtype, int64_t rows, int64_t width, int64_t stride, int box_rows,
                      int depth) {
   const auto size = [](auto x) { return static_cast<cuuint64_t>(x); };
   const auto part = [](int x) { return static_cast<cuuint32_t>(x); };
-  return tensor_map<3>(data, dtype, {kSlice, size(rows), size(width / kSlice)},
+  return tensor_map<3>("linear_rows", data, dtype, {kSlice, size(rows), size(width / kSlice)},
                        {size(rows > 1 ? stride : width) * 2, kSlice * 2}, {kSlice, part(box_rows), part(depth)});
 }
 
@@ -298,7 +274,7 @@ CUtensorMap gated_map(const LinearRowsParams& p, int box_rows, int depth) {
   const auto size = [](int64_t x) { return static_cast<cuuint64_t>(x); };
   const auto part = [](int x) { return static_cast<cuuint32_t>(x); };
   const int64_t row = p.weight_stride * 2;
-  return tensor_map<5>(p.weight, p.dtype, {kSlice, 8, 2, size(p.out / 8), size(p.in / kSlice)},
+  return tensor_map<5>("linear_rows", p.weight, p.dtype, {kSlice, 8, 2, size(p.out / 8), size(p.in / kSlice)},
                        {size(row), size(row * p.out), size(row * 8), kSlice * 2},
                        {kSlice, 8, 2, part(box_rows / 16), part(depth)});
 }

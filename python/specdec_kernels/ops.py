@@ -593,13 +593,14 @@ def linear_rows(
     out: Tensor | None = None,
     stream: int | None = None,
 ) -> Tensor:
-    """A few rows times a weight, at the speed at which that can be read: `x @ weight.T + bias`, summed in float32.
+    """Rows times a weight: `x @ weight.T + bias`, summed in float32, a few at the speed of reading the weight.
 
-    The bits of a row do not depend on what is beside it, or how much. On Hopper and later the op reads `weight` before
-    the kernel launched before it on the stream has finished, which must therefore not be what writes it.
+    The bits of a row do not depend on what is beside it, nor on how much, up to 128 rows and from 129 on (a sum may be
+    cut otherwise there). On Hopper and later the op reads `weight` before the kernel launched before it on the stream
+    has finished, which must therefore not be what writes it.
 
     Args:
-        x: [M, K] float16 or bfloat16, at most 128 rows, K a multiple of 64.
+        x: [M, K] float16 or bfloat16, at most 262144 rows, K a multiple of 64.
         weight: [N, K]; rows of both may be strided, and start on 16 bytes. Gated: [2 * N, K], those of the gate and
             then of up, N a multiple of 8.
         bias: of as many numbers and of the same dtype; None for none.

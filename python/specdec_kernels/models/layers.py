@@ -1,8 +1,8 @@
 """A decoder layer as four products with our ops between them, on the weights of a Hugging Face layer.
 
 Query, key and value projections become one product, and so do gate and up. Between products a layer needs four
-launches: a norm with the residual sum before it, the rotation that also writes KV, attention, and a norm; and of many
-rows a fifth, the gate, which `linear_rows` takes itself.
+launches: a norm with the residual sum before it, the rotation that also writes KV, attention, and a norm; and a fifth,
+the gate, of many rows that `linear_rows` does not take.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SPARE_POSITIONS = 320
 
 
 # Of x and of the weight, up to where `linear_rows` was measured to be faster than cuBLAS: of any weight, and on Hopper
-# of one whose rows its blocks take at once.
+# of one whose rows its blocks take at once. Of more rows it is where it takes the gate, too, and they fill its tiles.
 FEW_ROWS = 64
 MORE_ROWS, MORE_OUTS = 128, 32768
 SMALL_INDEX = 16  # up to which torch's embedding has a kernel of its own
@@ -45,16 +45,25 @@ class Product(NamedTuple):
 
     def gated(self, x: Tensor) -> Tensor:
         """silu(gate) * up [rows, out / 2] from x [rows, in], of a product that makes gate and up."""
-        if self._has_few(x) and len(self.weight) % 16 == 0:
+        if len(self.weight) % 16 == 0 and (self._has_few(x) or self._has_many(x)):
             return self._rows(x, gated=True)
         out: Tensor = gate_rows(functional.linear(x, self.weight, self.bias))
         return out
 
     def _has_few(self, x: Tensor) -> bool:
-        if not x.is_cuda or x.dtype == torch.float32 or x.shape[-1] % 64:
-            return False
         rows = x.shape[:-1].numel()
-        return rows <= FEW_ROWS or (rows <= MORE_ROWS and len(self.weight) <= MORE_OUTS and has_wgmma(x.device))
+        return self._fits(x) and (
+            rows <= FEW_ROWS or (rows <= MORE_ROWS and len(self.weight) <= MORE_OUTS and has_wgmma(x.device))
+        )
+
+    def _has_many(self, x: Tensor) -> bool:
+        if not self._fits(x):
+            return False
+        with torch.cuda.device(x.device):
+            return _C.many_rows_fill(x.shape[:-1].numel(), len(self.weight))
+
+    def _fits(self, x: Tensor) -> bool:
+        return x.is_cuda and x.dtype != torch.float32 and x.shape[-1] % 64 == 0
 
     def _rows(self, x: Tensor, gated: bool = False) -> Tensor:
         out: Tensor = linear_rows(x.reshape(-1, x.shape[-1]), self.weight, self.bias, gated=gated)

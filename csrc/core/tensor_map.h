@@ -1,0 +1,36 @@
+// What the copy engine (TMA, compute capability 9.0) is told of a tensor.
+#pragma once
+
+#include <cuda.h>
+
+#include "core/cuda.cuh"
+#include "core/errors.h"
+
+namespace specdec {
+
+// Of 16-bit numbers, of which a copy brings a box to panels of 128 bytes a row, swizzled as wgmma reads them; what lies
+// outside of the tensor is zero. Strides are in bytes, of all dimensions but the first. The driver's function is asked
+// for at run time: the module links no driver.
+template <int kDims>
+CUtensorMap tensor_map(const char* op, const void* data, Dtypes dtype, const cuuint64_t (&sizes)[kDims],
+                       const cuuint64_t (&strides)[kDims - 1], const cuuint32_t (&box)[kDims]) {
+  static const auto encode = [op] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    SD_CUDA_CHECK(
+        op, cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found));
+    if (function == nullptr)
+      throw CudaError(std::string(op) + ": the driver has no cuTensorMapEncodeTiled, expected CUDA 12");
+    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
+  }();
+  CUtensorMap map;
+  const cuuint32_t step[] = {1, 1, 1, 1, 1};
+  const auto type = dtype == kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  if (encode(&map, type, kDims, const_cast<void*>(data), sizes, strides, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
+             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) != CUDA_SUCCESS)
+    throw CudaError(std::string(op) + ": the driver refused to describe a tensor");
+  return map;
+}
+
+}  // namespace specdec
