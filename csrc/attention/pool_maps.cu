@@ -1,21 +1,12 @@
 #include "attention/pool_maps.h"
-#include "core/cuda.cuh"
+#include "core/tensor_map.h"
 
 namespace specdec {
 namespace {
 
-// The driver's function, which is not linked against: a library built with CUDA also has to load without a driver.
-auto encoder() {
-  void* function = nullptr;
-  cudaDriverEntryPointQueryResult result{};
-  SD_CUDA_CHECK("tree_attention", cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
-                                                                   cudaEnableDefault, &result));
-  return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
-}
-
 // Whether the engine has a map of such strides.
 bool encode(CUtensorMap& map, const void* pool, const PoolStrides& strides, const TreeAttentionParams& p) {
-  static const auto encode_tiled = encoder();
+  const auto encode_tiled = tensor_map_encoder("tree_attention");
   if (encode_tiled == nullptr) return false;
   const int64_t sizes[4] = {p.head_dim, p.kv_heads, p.rows.page_size, p.rows.num_pages};
   const int64_t steps[4] = {1, strides.head, strides.row, strides.page};

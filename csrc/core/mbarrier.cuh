@@ -16,7 +16,13 @@ struct Mbarrier {
   __device__ void arrive() {
     asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(address()) : "memory");
   }
-  // So many arrivals; the phase also waits for so many bytes of the copy engine's, which Hopper has.
+  // An arrival after which the phase lasts until so many bytes have come besides (compute capability 9.0).
+  __device__ void arrive_expecting(unsigned bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(address()), "r"(bytes) : "memory");
+#endif
+  }
+  // The same with more arrivals than one, which no one instruction makes.
   __device__ void arrive_expecting(unsigned arrivals, unsigned bytes) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(address()), "r"(bytes) : "memory");
@@ -37,12 +43,6 @@ struct Mbarrier {
   // One of the barrier's arrivals, made when all cp.async of this thread so far have landed.
   __device__ void arrive_after_copies() {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(address()) : "memory");
-  }
-  // An arrival after which the phase lasts until so many bytes have come besides (compute capability 9.0).
-  __device__ void arrive_expecting(unsigned bytes) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(address()), "r"(bytes) : "memory");
-#endif
   }
   // Until the phase of this parity is over: 0 for the first, 1 for the second, 0 for the third.
   __device__ void wait(unsigned parity) {

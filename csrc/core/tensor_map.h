@@ -8,21 +8,26 @@
 
 namespace specdec {
 
-// Of 16-bit numbers, of which a copy brings a box to panels of 128 bytes a row, swizzled as wgmma reads them; what lies
-// outside of the tensor is zero. Strides are in bytes, of all dimensions but the first. The driver's function is asked
-// for at run time: the module links no driver.
-template <int kDims>
-CUtensorMap tensor_map(const char* op, const void* data, Dtypes dtype, const cuuint64_t (&sizes)[kDims],
-                       const cuuint64_t (&strides)[kDims - 1], const cuuint32_t (&box)[kDims]) {
+// The driver's function, asked for at run time: the module links no driver. Null where the driver has none.
+inline auto tensor_map_encoder(const char* op) {
   static const auto encode = [op] {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult found;
     SD_CUDA_CHECK(
         op, cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found));
-    if (function == nullptr)
-      throw CudaError(std::string(op) + ": the driver has no cuTensorMapEncodeTiled, expected CUDA 12");
     return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
   }();
+  return encode;
+}
+
+// Of 16-bit numbers, of which a copy brings a box to panels of 128 bytes a row, swizzled as wgmma reads them; what lies
+// outside of the tensor is zero. Strides are in bytes, of all dimensions but the first.
+template <int kDims>
+CUtensorMap tensor_map(const char* op, const void* data, Dtypes dtype, const cuuint64_t (&sizes)[kDims],
+                       const cuuint64_t (&strides)[kDims - 1], const cuuint32_t (&box)[kDims]) {
+  const auto encode = tensor_map_encoder(op);
+  if (encode == nullptr)
+    throw CudaError(std::string(op) + ": the driver has no cuTensorMapEncodeTiled, expected CUDA 12");
   CUtensorMap map;
   const cuuint32_t step[] = {1, 1, 1, 1, 1};
   const auto type = dtype == kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
