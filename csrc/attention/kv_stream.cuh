@@ -9,6 +9,7 @@
 #include "attention/pool_maps.h"
 #include "attention/work_line.cuh"
 #include "core/mbarrier.cuh"
+#include "core/prefetch.cuh"
 
 namespace specdec {
 
@@ -194,7 +195,7 @@ struct KvStream {
     for (int n = first + lane; n < min(first + cut.rows, end); n += kWarp) {
       const QueryRow at = query_row(cut, s.head, n);
       const char* row = q + 2 * (s.request.q_start + at.row * p.q_strides.row + at.head * p.q_strides.head);
-      for (int byte = 0; byte < 2 * p.head_dim; byte += 128) ask(row + byte);
+      for (int byte = 0; byte < 2 * p.head_dim; byte += 128) prefetch(row + byte);
     }
   }
   // And what its tiles look up one by one: the page table's entries, as far as one line for each lane reaches, and the
@@ -202,12 +203,11 @@ struct KvStream {
   __device__ static void ask_for_lookups(const TreeAttentionParams& p, const Cut& cut, const Segment& s) {
     const int lane = threadIdx.x % kWarp, page = cut.page_size.div(s.first_tile * kTokens) + lane * 32;
     if (page <= cut.page_size.div(min(s.end_tile * kTokens, s.request.end) - 1))
-      ask(p.rows.page_table + s.request.slot * p.rows.max_pages + page);
+      prefetch(p.rows.page_table + s.request.slot * p.rows.max_pages + page);
     if (p.mask != nullptr)
       for (int64_t n = lane * 16; n < s.request.valid_rows * p.mask_words; n += kWarp * 16)
-        ask(p.mask + s.request.flat_row * p.mask_words + n);
+        prefetch(p.mask + s.request.flat_row * p.mask_words + n);
   }
-  __device__ static void ask(const void* line) { asm volatile("prefetch.global.L2 [%0];" ::"l"(line)); }
 
   // Of the same rows: where they begin in their pools, in 16 bytes; 0 for those that are not `there`.
   struct Rows {

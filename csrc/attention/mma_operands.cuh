@@ -40,6 +40,18 @@ struct Pipeline {
   }
 };
 
+// Reads, as a Pipeline does, the values of the tokens from first_token on: fragment i is block i % kBlocks, 32 bytes of
+// each of 16 tokens' values, transposed in units of 16 bits.
+template <int kBlocks, class Stage>
+__device__ __forceinline__ auto read_values(const Stage& kv, int first_token) {
+  return [&kv, first_token](int i, uint32_t (&b)[4]) {
+    const int lane = threadIdx.x % kWarp, row = first_token + 16 * (i / kBlocks) + lane % 16;
+    cute::SM75_U16x8_LDSM_T::copy(
+        *reinterpret_cast<const cute::uint128_t*>(kv.v + kv.offset(row, 2 * (i % kBlocks) + lane / 16)), b[0], b[1],
+        b[2], b[3]);
+  };
+}
+
 // Query rows and pools of T.
 template <class T, class Kv, int D>
 struct MmaOperands {
@@ -90,12 +102,7 @@ struct MmaOperands {
   static constexpr int kBlocks = D / 16;  // of a token's values, each of one fragment for 16 tokens
   template <class Stage>
   __device__ __forceinline__ static auto read_v(const Stage& kv, int first_token) {
-    return [&kv, first_token](int i, uint32_t (&b)[4]) {
-      const int lane = threadIdx.x % kWarp, row = first_token + 16 * (i / kBlocks) + lane % 16;
-      cute::SM75_U16x8_LDSM_T::copy(
-          *reinterpret_cast<const cute::uint128_t*>(kv.v + kv.offset(row, 2 * (i % kBlocks) + lane / 16)), b[0], b[1],
-          b[2], b[3]);
-    };
+    return read_values<kBlocks>(kv, first_token);
   }
 
   // out += weights v, of the tokens from first_token on, whose values have begun to come. Those that are not in `met`
@@ -208,12 +215,7 @@ struct MmaOperands<T, Float8, D> {
   static constexpr int kBlocks = D / 32;
   template <class Stage>
   __device__ __forceinline__ static auto read_v(const Stage& kv, int first_token) {
-    return [&kv, first_token](int i, uint32_t (&b)[4]) {
-      const int lane = threadIdx.x % kWarp, row = first_token + 16 * (i / kBlocks) + lane % 16;
-      cute::SM75_U16x8_LDSM_T::copy(
-          *reinterpret_cast<const cute::uint128_t*>(kv.v + kv.offset(row, 2 * (i % kBlocks) + lane / 16)), b[0], b[1],
-          b[2], b[3]);
-    };
+    return read_values<kBlocks>(kv, first_token);
   }
 
   // ldmatrix turns pairs of bytes, two dimensions of a token: they come as two tokens' pairs in a register, of which

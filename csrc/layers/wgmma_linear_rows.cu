@@ -244,7 +244,7 @@ __global__ void __launch_bounds__(kMaxTiles* kWarpgroup + 2 * kWarp, 1)
       barriers.full[i].init(1);
       barriers.empty[i].init(w.tiles_at_once);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    Cluster::show_barriers();
   }
   __syncthreads();
   if (Cluster::size() > 1) Cluster::arrive();  // the others may now reach this block's shared memory

@@ -251,7 +251,7 @@ __global__ void __launch_bounds__((kGroups + 1) * kWarpgroup, 1) many_rows_kerne
       barriers.full[i].init(1);
       barriers.empty[i].init(kPair * kGroups);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    Cluster::show_barriers();
   }
   Cluster::sync();  // the other block may now reach this one's shared memory
   Kernel kernel(w, barriers, ring);

@@ -254,7 +254,7 @@ class Exchange {
     if (threadIdx.x == 0) {
       init_barrier(s_.barriers[0]);
       init_barrier(s_.barriers[1]);
-      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+      Cluster::show_barriers();
     }
     Cluster::arrive();
 #endif

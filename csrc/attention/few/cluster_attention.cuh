@@ -118,12 +118,11 @@ class ClusterAttention {
   __device__ void ask_for_queries() const {
     constexpr int kLines = 2 * D / 128, kThreadsHere = kConsumers * kWarp;
     for (int n = threadIdx.x; n < kRows * kLines; n += kThreadsHere)
-      if (const T* row = q_row<T>(p_, cut_, s_, s_.first_row + n / kLines)) ask(row + n % kLines * 64);
+      if (const T* row = q_row<T>(p_, cut_, s_, s_.first_row + n / kLines)) prefetch(row + n % kLines * 64);
     if (p_.mask != nullptr)
       for (int64_t n = threadIdx.x * 16; n < s_.request.valid_rows * p_.mask_words; n += kThreadsHere * 16)
-        ask(p_.mask + s_.request.flat_row * p_.mask_words + n);
+        prefetch(p_.mask + s_.request.flat_row * p_.mask_words + n);
   }
-  __device__ static void ask(const void* line) { asm volatile("prefetch.global.L2 [%0];" ::"l"(line)); }
 
   // Of the request, from the tile on; the same in all threads of a cluster.
   __device__ bool has_rows() const { return s_.first_row < s_.request.rows * cut_.group.divisor; }

@@ -1,6 +1,7 @@
 // What the text at those places is worth, and what follows it.
 #pragma once
 
+#include "core/prefetch.cuh"
 #include "ngram/draft/row.cuh"
 
 namespace specdec::ngram_draft {
@@ -57,7 +58,7 @@ struct Place {
     if (offset + depths > kNgramBlockTokens) after.load(v, index + 1);
     const int further = 2 + lane_id() % kOctet;
     if (offset + depths > further * kNgramBlockTokens && index + further < v.num_blocks)
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(v.blocks + index + further));
+      prefetch(v.blocks + index + further);
   }
 
   // How many of its block's tokens before word `end` agree with the context from its m-th token on.

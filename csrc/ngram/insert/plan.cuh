@@ -2,6 +2,7 @@
 #pragma once
 
 #include "core/lanes.cuh"
+#include "core/prefetch.cuh"
 #include "core/slots.h"
 #include "ngram/ngram_insert.h"
 
@@ -23,10 +24,7 @@ __device__ __forceinline__ void count(uint64_t& counter, uint64_t by) {
   if (by != 0) atomicAdd(reinterpret_cast<unsigned long long*>(&counter), static_cast<unsigned long long>(by));
 }
 
-__device__ __forceinline__ void prefetch(const void* address) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
-}
-
+using specdec::prefetch;
 __device__ __forceinline__ void prefetch(const NgramSet& set) {
 #pragma unroll
   for (size_t line = 0; line < sizeof(NgramSet); line += 128) prefetch(reinterpret_cast<const char*>(&set) + line);
