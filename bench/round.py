@@ -2,6 +2,12 @@
 
 Tokens are timed as the callback of `Engine.generate` receives them. Counted are rounds in which every request takes
 part; the whole run, from the call to its end, is told beside them.
+
+What the host does is a mean over all rounds of the run, those in which requests join and leave included. `host us` is
+the time of the loop's thread between its first turn and its last, but for what it waits for the device (`wait us`), what
+it takes to launch prefill, and what it hands out results for (`emit us`, with this module's callback): launching rounds,
+reading what they did, giving slots away and back. A launch that waits for room in the device's queue counts as work, and
+polling as waiting.
 """
 
 from __future__ import annotations
@@ -84,35 +90,38 @@ class RoundClock:
 
     batch: int
     began: float = 0.0
-    first_tokens: dict[int, float] = field(default_factory=dict)  # when each request had some
-    starts: list[float] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    _seen: set[int] = field(default_factory=set)
-    _sizes: list[int] = field(default_factory=list)
+    # Noted as it arrives, and looked at afterwards: this counts as handing out.
+    arrivals: list[tuple[float, NewTokens]] = field(default_factory=list)
 
     def __call__(self, new: NewTokens) -> None:
-        if new.index not in self.first_tokens:
-            self.first_tokens[new.index] = time.perf_counter()
-        if not self.starts or new.index in self._seen:
-            self.starts.append(time.perf_counter())
-            self.tokens.append(0)
-            self._sizes.append(0)
-            self._seen.clear()
-        self._seen.add(new.index)
-        self.tokens[-1] += len(new.tokens)
-        # The last round of a request is cut by its budget and counts for no full one.
-        self._sizes[-1] += new.finish_reason == FinishReason.RUNNING
+        self.arrivals.append((time.perf_counter(), new))
 
     def full_rounds(self) -> tuple[list[float], list[int]]:
         """Seconds from one full round to the next, and the tokens of each."""
-        pairs = [i for i in range(1, len(self.starts)) if self._sizes[i - 1] == self._sizes[i] == self.batch]
-        return [self.starts[i] - self.starts[i - 1] for i in pairs], [self.tokens[i] for i in pairs]
+        starts: list[float] = []
+        tokens: list[int] = []
+        sizes: list[int] = []
+        seen: set[int] = set()
+        for at, new in self.arrivals:
+            if not starts or new.index in seen:
+                starts.append(at)
+                tokens.append(0)
+                sizes.append(0)
+                seen.clear()
+            seen.add(new.index)
+            tokens[-1] += len(new.tokens)
+            # The last round of a request is cut by its budget and counts for no full one.
+            sizes[-1] += new.finish_reason == FinishReason.RUNNING
+        pairs = [i for i in range(1, len(starts)) if sizes[i - 1] == sizes[i] == self.batch]
+        return [starts[i] - starts[i - 1] for i in pairs], [tokens[i] for i in pairs]
 
     def run(self) -> dict[str, float]:
         """Of the whole run: its tokens a second, and how long requests waited for their first tokens."""
-        waits = sorted(at - self.began for at in self.first_tokens.values())
+        now = time.perf_counter()
+        first_tokens = {new.index: at for at, new in reversed(self.arrivals)}
+        waits = sorted(at - self.began for at in first_tokens.values())
         return {
-            "run_tokens_per_second": sum(self.tokens) / (time.perf_counter() - self.began),
+            "run_tokens_per_second": sum(len(new.tokens) for _, new in self.arrivals) / (now - self.began),
             "first_token_ms": 1e3 * waits[len(waits) // 2],
             "last_first_token_ms": 1e3 * waits[-1],
         }

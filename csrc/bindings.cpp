@@ -271,6 +271,7 @@ int64_t noop(specdec::CallStream, const Tensors&... tensors) {
 
 using specdec::scheduler::Chunk;
 using specdec::scheduler::Emission;
+using specdec::scheduler::Emissions;
 using specdec::scheduler::RoundGraphs;
 using specdec::scheduler::Tokens;
 
@@ -293,13 +294,18 @@ class PyExecutor : public specdec::scheduler::Executor {
     if (!graphs_ || !graphs_->launch(batch, num_nodes)) call("launch", batch, num_nodes);
   }
   void deactivate(std::span<const int32_t> slots) override { call("deactivate", slots); }
-  void emit(std::span<const Emission> emissions) override {
+  void emit(const Emissions& emissions) override {
     py::gil_scoped_acquire gil;
     py::list list;
-    for (const Emission& e : emissions)
-      list.append(py::make_tuple(e.request_id, e.tokens, static_cast<int32_t>(e.reason), e.counts.rounds,
-                                 e.counts.drafted, e.counts.accepted, e.status, e.scores.logprobs, e.scores.top_ids,
-                                 e.scores.top_logprobs));
+    const int32_t* tokens = emissions.tokens.data();
+    for (const Emission& e : emissions.each) {
+      py::list new_tokens(e.num_tokens);
+      for (int64_t i = 0; i < e.num_tokens; ++i) new_tokens[i] = *tokens++;
+      py::object scores = py::none();
+      if (e.scores) scores = py::make_tuple(e.scores->logprobs, e.scores->top_ids, e.scores->top_logprobs);
+      list.append(py::make_tuple(e.request_id, std::move(new_tokens), static_cast<int32_t>(e.reason), e.counts.rounds,
+                                 e.counts.drafted, e.counts.accepted, e.status, std::move(scores)));
+    }
     object_.attr("emit")(list);
   }
   bool busy() override { return graphs_ && graphs_->busy(); }

@@ -50,7 +50,7 @@ def test_a_trace_of_the_rounds(capsys: Capture, tmp_path: Path) -> None:
     )
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     names = [event["name"] for event in events if event["ph"] == "X"]
-    assert {"turn", "launch", "read", "round", "prefill", "emit"} <= set(names)
+    assert {"turn", "admit", "prefill", "plan", "commands", "launch", "read", "round", "emit"} <= set(names)
     assert {event["args"]["nodes"] for event in events if event["name"] == "round"} == {6}
 
 

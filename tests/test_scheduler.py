@@ -50,8 +50,11 @@ class Sizes:
 
     @property
     def row_words(self) -> int:
-        scores = self.accept_width * (1 + 2 * self.max_logprobs) if self.max_logprobs >= 0 else 0
-        return 4 + 2 * self.accept_width + scores
+        return 4 + 2 * self.accept_width
+
+    @property
+    def score_words(self) -> int:
+        return self.accept_width * (1 + 2 * self.max_logprobs) if self.max_logprobs >= 0 else 0
 
     @staticmethod
     def random(rng: random.Random, rounds_in_flight: int = 1) -> Sizes:
@@ -81,8 +84,6 @@ def token(request_id: int, position: int) -> int:
 
 def scores_of(tokens: list[int], num_logprobs: int) -> tuple[list[float], list[int], list[float]]:
     """Those of tokens, by their values: own log-probability, best entries and theirs."""
-    if num_logprobs < 0:
-        return [], [], []
     tops = [token + i for token in tokens for i in range(num_logprobs)]
     return [token / -4 for token in tokens], tops, [token / -8 for token in tops]
 
@@ -134,7 +135,7 @@ DEPTH = 5
 
 def rings(sizes: Sizes, depth: int = DEPTH) -> dict[str, Any]:
     commands = 2 + sizes.max_batch + sizes.num_slots * (13 + sizes.max_stops)
-    results = 8 + sizes.max_batch * sizes.row_words
+    results = 8 + sizes.max_batch * (sizes.row_words + sizes.score_words)
     return {"commands": np.full((depth, commands), -1, np.int32), "results": np.zeros((depth, results), np.int32)}
 
 
@@ -387,9 +388,14 @@ class Device:
             assert self.needed(1) + pages > sizes.num_pages or first.cancelled, "who fits is admitted"
 
     def result(self, row: int) -> np.ndarray:
-        """out_len, finish reason, status, num_nodes, tokens, path and scores of a row of the round that is running."""
+        """out_len, finish reason, status, num_nodes, tokens and path of a row of the round that is running."""
         begin = 8 + row * self.sizes.row_words
         return self.results[self.num_published % DEPTH, begin : begin + self.sizes.row_words]
+
+    def scores(self, row: int) -> np.ndarray:
+        """Log-probabilities, best entries and theirs; the last row's stand first, at the record's end the first's."""
+        record, words = self.results[self.num_published % DEPTH], self.sizes.score_words
+        return record[len(record) - (row + 1) * words :][:words]
 
     def progress(self) -> tuple[int, int]:
         return self.num_applied, self.num_published
@@ -405,7 +411,7 @@ class Device:
         result[:4] = [len(new), reason if state.finished else 0, 0 if count else STALLED, nodes]
         result[4 : 4 + len(new)] = new
         width, top_n = self.sizes.accept_width, self.sizes.max_logprobs
-        logprobs, top_ids, top_logprobs = np.split(result[4 + 2 * width :], [width, width * (1 + top_n)])
+        logprobs, top_ids, top_logprobs = np.split(self.scores(row), [width, width * (1 + top_n)])
         for j, a in enumerate(new if sent.num_logprobs >= 0 else []):
             own, ids, values = scores_of([a], sent.num_logprobs)
             logprobs.view(np.float32)[j] = own[0]
@@ -438,9 +444,9 @@ class Device:
 
     def emit(self, emissions: list[tuple[Any, ...]]) -> None:
         assert emissions
-        for request_id, tokens, reason, *counts, status, logprobs, top_ids, top_logprobs in emissions:
+        for request_id, tokens, reason, *counts, status, scores in emissions:
             sent = self.sent[request_id]
-            assert (logprobs, top_ids, top_logprobs) == scores_of(tokens, sent.num_logprobs)
+            assert scores == (None if sent.num_logprobs < 0 else scores_of(tokens, sent.num_logprobs))
             assert not sent.reason, "nothing follows the last emission"
             assert reason or (tokens and self.streams)
             sent.emitted += tokens
@@ -989,5 +995,5 @@ def test_times_and_trace(tmp_path: Path) -> None:
     traced.step()
     traced.write_trace(str(tmp_path / "trace.json"))
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert [e["name"] for e in events if e["ph"] == "X"] == ["turn"]
+    assert [e["name"] for e in events if e["ph"] == "X"] == ["admit", "plan", "turn"]
     assert not [e for e in json.loads((tmp_path / "none.json").read_text())["traceEvents"] if e["ph"] == "X"]

@@ -71,12 +71,10 @@ void publish_results(CallStream stream, const TensorView& results, const TensorV
 void publish_results_cpu(const PublishResultsParams& p) {
   const int64_t number = *p.num_published;
   int32_t* record = p.results + ring_row(number, p.depth) * p.words;
-  const int64_t first_score = p.layout.logprobs();
   for (int64_t b = 0; b < p.batch; ++b) {
-    int32_t* row = record + p.layout.row(b);
-    const int64_t end = has_scores(p, b) ? p.layout.row_words() : first_score;
-    for (int64_t word = 0; word < end; ++word)
-      row[word] = word < first_score ? result_word(p, b, word) : score_word(p, b, word - first_score);
+    for (int64_t i = 0; i < p.layout.row_words(); ++i) record[p.layout.row(b) + i] = result_word(p, b, i);
+    if (!has_scores(p, b)) continue;
+    for (int64_t i = 0; i < p.layout.score_words(); ++i) record[p.layout.scores(b, p.words) + i] = score_word(p, b, i);
   }
   const int64_t times[] = {*p.started_at, nanoseconds()};
   std::memcpy(record + ResultLayout::kStarted, times, sizeof times);

@@ -13,9 +13,9 @@ __global__ void __launch_bounds__(kThreads) publish_results_kernel(PublishResult
   begin_kernel();
   const int64_t number = *p.num_published;
   int32_t* record = p.results + ring_row(number, p.depth) * p.words;
-  const int64_t width = p.layout.logprobs(), score_words = p.layout.row_words() - width;
+  const int64_t width = p.layout.row_words(), score_words = p.layout.score_words();
   for (int64_t i = threadIdx.x; i < p.batch * width; i += kThreads)
-    record[p.layout.row(i / width) + i % width] = result_word(p, i / width, i % width);
+    record[ResultLayout::kRows + i] = result_word(p, i / width, i % width);
   // Scores: every warp looks at the same rows, and the warps take turns at those that have any.
   const int64_t lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   int64_t seen = 0;
@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(kThreads) publish_results_kernel(PublishResult
       if (seen++ % kWarps != warp) continue;
       const int64_t b = first + __ffs(static_cast<int>(rows)) - 1;
 #pragma unroll 4
-      for (int64_t i = lane; i < score_words; i += kWarp) record[p.layout.row(b) + width + i] = score_word(p, b, i);
+      for (int64_t i = lane; i < score_words; i += kWarp) record[p.layout.scores(b, p.words) + i] = score_word(p, b, i);
     }
   }
   if (threadIdx.x == 0) {

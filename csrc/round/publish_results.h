@@ -57,7 +57,7 @@ SD_HD bool has_scores(const PublishResultsParams& p, int64_t b) {
   return slot >= 0 && p.num_logprobs[slot] >= 0;
 }
 
-// Word `word` of those behind the tokens of row b, which has scores.
+// Word `word` of the scores of row b, which has some.
 SD_HD int32_t score_word(const PublishResultsParams& p, int64_t b, int64_t word) {
   const int64_t width = p.layout.accept_width, tops = width * p.layout.top_n;
   if (word < width) return std::bit_cast<int32_t>(p.logprobs[b * width + word]);

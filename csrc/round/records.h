@@ -16,8 +16,10 @@
 //   0         number of the round + 1, written last
 //   2, 4      when its commands were applied and when it published, in ns of the device's clock (two words each)
 //   8         for each row out_len, finish reason, status, num_nodes, accept_width tokens, and as many nodes that they
-//             follow; with scores also the log-probability of each token (floats as their bits), the ids of the top_n
-//             best entries beside each, and their log-probabilities, which are only written for slots that asked
+//             follow: what the host reads of every round stands together
+//   last      with scores, for each row, the last row first: the log-probability of each token (floats as their bits),
+//             the ids of the top_n best entries beside each, and their log-probabilities, which are only written for
+//             slots that asked
 #pragma once
 
 #include <cstdint>
@@ -43,14 +45,18 @@ struct ResultLayout {
 
   enum : int64_t { kNoScores = -1 };
   enum : int64_t { kNumber, kStarted = 2, kEnded = 4, kRows = 8 };
-  enum : int64_t { kOutLen, kFinishReason, kStatus, kNumNodes, kTokens };          // of a row
-  SD_HD int64_t path() const { return kTokens + accept_width; }                    // likewise
-  SD_HD int64_t logprobs() const { return path() + accept_width; }                 // likewise, with scores
-  SD_HD int64_t top_ids() const { return logprobs() + accept_width; }              // likewise
-  SD_HD int64_t top_logprobs() const { return top_ids() + accept_width * top_n; }  // likewise
-  SD_HD int64_t row_words() const { return top_n == kNoScores ? logprobs() : top_logprobs() + accept_width * top_n; }
+  enum : int64_t { kOutLen, kFinishReason, kStatus, kNumNodes, kTokens };  // of a row
+  SD_HD int64_t path() const { return kTokens + accept_width; }            // likewise
+  SD_HD int64_t row_words() const { return path() + accept_width; }
   SD_HD int64_t row(int64_t b) const { return kRows + b * row_words(); }
-  SD_HD int64_t words(int64_t batch) const { return row(batch); }
+
+  SD_HD int64_t top_ids() const { return accept_width; }                           // of the scores of a row
+  SD_HD int64_t top_logprobs() const { return top_ids() + accept_width * top_n; }  // likewise
+  SD_HD int64_t score_words() const { return top_n == kNoScores ? 0 : top_logprobs() + accept_width * top_n; }
+  // In a record of so many words.
+  SD_HD int64_t scores(int64_t b, int64_t words) const { return words - (b + 1) * score_words(); }
+
+  SD_HD int64_t words(int64_t batch) const { return row(batch) + batch * score_words(); }
 };
 
 // Row of a ring that record number n stands in, in bounds whatever n is.

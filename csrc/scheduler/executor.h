@@ -7,7 +7,9 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <span>
+#include <vector>
 
 #include "scheduler/request.h"
 
@@ -17,12 +19,22 @@ using Tokens = std::span<const int32_t>;
 
 // Some new tokens of one request, possibly none; the last emission of a request is the one with a finish reason.
 struct Emission {
-  int64_t request_id;
-  std::vector<int32_t> tokens;
+  int64_t request_id, num_tokens;
   FinishReason reason = FinishReason::kNone;
-  RoundCounts counts;
   int32_t status = 0;  // StatusBits, where the reason is kError; 0 where an executor call threw
-  Scores scores;       // of the tokens; empty where they were not asked for
+  RoundCounts counts;
+  std::unique_ptr<const Scores> scores;  // of the tokens; null where they were not asked for
+};
+
+// What a turn has to report. The tokens stand together: a round of many requests is copied once, and allocates nothing.
+struct Emissions {
+  std::vector<Emission> each;
+  std::vector<int32_t> tokens;  // of each, one after another
+
+  void clear() {
+    each.clear();
+    tokens.clear();
+  }
 };
 
 // How far the device has come since the rings were made.
@@ -55,7 +67,7 @@ class Executor {
   // Their requests are finished, cancelled, failed or retracted, at any time after `begin` was called. The next command
   // record gives the slots and their pages back.
   virtual void deactivate(std::span<const int32_t> slots) = 0;
-  virtual void emit(std::span<const Emission> emissions) = 0;
+  virtual void emit(const Emissions& emissions) = 0;
 
   // Whether the device is still at work, so that it is worth waiting for. Throws where the device has failed.
   virtual bool busy() = 0;

@@ -130,13 +130,14 @@ void Ladder::note_time(size_t row, size_t rung, double us) {
 }
 
 void Ladder::observe(size_t rung, std::span<const int32_t> path) {
-  int64_t below = 1;
+  if (gains_.size() == 1) return;  // there is nothing to choose
+  size_t at = 0;
   for (size_t i = 0; i <= rung; ++i) {
     Gain& gain = gains_[i];
-    const auto accepted = std::ranges::count_if(path, [&](int32_t node) { return node >= below && node < nodes_[i]; });
+    const size_t before = at;
+    while (at < path.size() && path[at] < nodes_[i]) ++at;
     gain.count = std::min(gain.count + 1, kMemory);
-    gain.mean += (static_cast<double>(accepted) - gain.mean) / static_cast<double>(gain.count);
-    below = nodes_[i];
+    gain.mean += (static_cast<double>(at - before) - gain.mean) / static_cast<double>(gain.count);
   }
 }
 

@@ -47,9 +47,9 @@ class Ladder {
   // all rungs of its batch size: each reads the same KV.
   void note_time(size_t row, size_t rung, double us);
 
-  // A request's round at this rung or a higher one. `path` are the nodes it accepted, without the root. Of rungs above
-  // the round's before nothing is learnt: where few nodes ended, a larger tree often begins amid a piece that it would
-  // have taken whole, and looks worse than it is.
+  // A request's round at this rung or a higher one. `path` are the nodes it accepted, rising, without the root. Of
+  // rungs above the round's before nothing is learnt: where few nodes ended, a larger tree often begins amid a piece
+  // that it would have taken whole, and looks worse than it is.
   void observe(size_t rung, std::span<const int32_t> path);
 
   // Drafts that a tree of each rung is expected to have accepted.

@@ -10,6 +10,7 @@
 #include <thread>
 
 #include "core/slots.h"
+#include "round/clock.h"
 #include "scheduler/admission.h"
 #include "scheduler/scheduler.h"
 
@@ -17,6 +18,9 @@ namespace specdec::scheduler {
 namespace {
 
 constexpr int kTimedRounds = 3;
+// A round is expected to take what the last one of its kind took, give or take this share and this time (for what
+// waking up takes, too), in ns; beyond the last number nothing is expected.
+constexpr int64_t kTakesMore = 64, kAtLeast = 150'000, kLongest = 1'000'000'000;
 
 }  // namespace
 
@@ -35,9 +39,6 @@ bool Scheduler::turn() {
   const Span span(recorder_, Work::kTurn);
   if (unsure_) recover();
   deliver();  // what an exception of the turn before left over
-  read_mail();
-  make_room();
-  deliver();
   admit();
   // While the device is at a pass, what it did before is read: then the next round knows of it, and its launch finds
   // room in the device's queue, which hundreds of launches of a pass and those of a round before it could fill.
@@ -57,6 +58,15 @@ void Scheduler::recover() {
   num_launched_ = progress.num_published;
   unsure_ = false;
   read_rounds();  // before rounds that nobody reads wrap around the ring
+}
+
+// Who joins, and who leaves.
+void Scheduler::admit() {
+  const Span span(recorder_, Work::kAdmit);
+  read_mail();
+  make_room();
+  deliver();
+  give_slots();
 }
 
 // New requests join the queue; cancelled ones end, wherever they are.
@@ -96,10 +106,11 @@ void Scheduler::make_room() {
 
 // First come, first served: whoever does not fit holds up those behind. A request that make_room has just retracted
 // does not fit again yet, since admission asks for more than a round.
-void Scheduler::admit() {
+void Scheduler::give_slots() {
   while (!waiting_.empty() && !slots_.full() && request_fits(config_, slots_.holders(), *waiting_.front())) {
     if (!given_back_.empty()) send({});  // slots and pages are given back before they are given away
     Request& request = slots_.hold(std::move(waiting_.front()));
+    request.text.reserve(std::min(request.text.size() + request.remaining, static_cast<size_t>(config_.max_len)));
     waiting_.pop_front();
     publish();
     other_work_ = true;
@@ -165,7 +176,9 @@ void Scheduler::activate() {
 // launch.
 bool Scheduler::launch_round() {
   if (stuck_ && !in_flight_.empty()) return false;
+  const Span span(recorder_, Work::kPlan);
   std::vector<Request*> requests;
+  requests.reserve(slots_.size());
   for (const auto& holder : slots_.holders())
     if (holder->wants_another_round(config_.max_len)) requests.push_back(holder.get());
   if (requests.empty()) return false;
@@ -184,6 +197,8 @@ bool Scheduler::launch_round() {
               .rows = {},
               .follows = !in_flight_.empty() && !other_work_};
   std::vector<int32_t> slots;
+  slots.reserve(requests.size());
+  round.rows.reserve(requests.size());
   for (Request* request : requests) {
     request->last_round = turn_number_;
     slots.push_back(request->slot);
@@ -199,14 +214,19 @@ bool Scheduler::launch_round() {
 
 // One command record, and a round behind it unless batch is 0.
 void Scheduler::send(const Commands& commands, int64_t batch, int64_t num_nodes) {
-  const Span span(recorder_, Work::kLaunch);
   wait_until([&] { return commands_.is_free(num_sent_); });
   Commands all = commands;
   all.given_back = given_back_;
-  commands_.write(num_sent_, all);
-  unsure_ = true;
-  executor_.launch(batch, num_nodes);
-  unsure_ = false;
+  {
+    const Span span(recorder_, Work::kCommands);
+    commands_.write(num_sent_, all);
+  }
+  {
+    const Span span(recorder_, Work::kLaunch);
+    unsure_ = true;
+    executor_.launch(batch, num_nodes);
+    unsure_ = false;
+  }
   given_back_.clear();
   ++num_sent_;
   if (batch > 0)
@@ -224,10 +244,11 @@ void Scheduler::read_oldest_round() {
   const Round round = std::move(in_flight_.front());
   in_flight_.pop_front();
   const std::vector<Request*> requests = still_held(round);
-  call_for(requests, [&] { wait_until([&] { return results_.is_published(round.number); }); });
+  call_for(requests, [&] { await(round); });
 
   const Span span(recorder_, Work::kRead);
   const int64_t started_at = results_.started_at(round.number), ended_at = results_.ended_at(round.number);
+  took_[round.size][round.rung] = ended_at - started_at;
   recorder_.add_round(started_at, ended_at, std::ssize(round.rows), round.rung, round.follows);
   ladder_.note_time(round.size, round.rung, 1e-3 * static_cast<double>(ended_at - started_at));
   bool progress = requests.size() < round.rows.size();  // the pages of those who have ended come back
@@ -253,6 +274,7 @@ void Scheduler::read_oldest_round() {
 // The requests of a round that have not ended since, in the order of its rows.
 std::vector<Request*> Scheduler::still_held(const Round& round) const {
   std::vector<Request*> requests;
+  requests.reserve(round.rows.size());
   for (const auto& row : round.rows) {
     Request* request = slots_.at(row.slot);
     if (request != nullptr && request->id == row.request_id) requests.push_back(request);
@@ -271,8 +293,11 @@ bool Scheduler::read_row(const RowResult& result, size_t shown_rung, Request& re
   const int64_t room = std::min({config_.accept_width, request.remaining, config_.max_len - std::ssize(request.text)});
   const bool in_range =
       count >= 0 && count <= room && reason >= FinishReason::kNone && reason <= FinishReason::kContext;
-  if (!in_range || std::any_of(result.tokens, result.tokens + count, [](int32_t token) { return token < 0; }))
-    status |= kBadLength;
+  // Over the whole width: how many tokens there are cannot be guessed, and a loop that ends elsewhere in every row
+  // costs more than what it does.
+  int32_t signs = 0;
+  for (int64_t j = 0; j < config_.accept_width; ++j) signs |= j < count ? result.tokens[j] : 0;
+  if (!in_range || signs < 0) status |= kBadLength;
   if (status != 0) {
     finish_held(request, FinishReason::kError, status);
     return true;
@@ -280,7 +305,7 @@ bool Scheduler::read_row(const RowResult& result, size_t shown_rung, Request& re
   if (count == 0 && goes_on) return false;
 
   if (count > 0) request.accept(result.tokens, count, result.num_nodes);
-  if (request.num_logprobs >= 0) result.add_scores(count, request.num_logprobs, request.scores);
+  if (request.num_logprobs >= 0) result.add_scores(count, request.num_logprobs, *request.scores);
   if (!goes_on) {
     finish_held(request, reason);
     return true;
@@ -288,6 +313,22 @@ bool Scheduler::read_row(const RowResult& result, size_t shown_rung, Request& re
   ladder_.observe(shown_rung, {result.path + 1, result.path + count});  // of a last round some may have been cut off
   if (request.streams) note_tokens(request, reason, 0);
   return true;
+}
+
+// Waits for a round. Where the one before it was waited for, too, it is known when it will end: until shortly before,
+// the thread sleeps in one go, which takes less of a core than many naps; what is left it polls.
+void Scheduler::await(const Round& round) {
+  const auto done = [&] { return results_.is_published(round.number); };
+  const int64_t began = std::exchange(began_, 0), took = took_[round.size][round.rung];
+  if (done()) return;
+  if (began > 0 && round.follows && took > 0 && took < kLongest) {
+    const Span span(recorder_, Work::kWait);
+    const int64_t end = began + took, margin = kAtLeast + took / kTakesMore, left = end - margin - nanoseconds();
+    if (left > 0) std::this_thread::sleep_for(std::chrono::nanoseconds(left));
+    while (!done() && nanoseconds() < end + margin) continue;
+  }
+  wait_until(done);
+  began_ = nanoseconds();  // as what follows it did
 }
 
 // Waits for the device: at first without letting go of the core, since it may be a matter of microseconds.

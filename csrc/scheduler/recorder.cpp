@@ -19,7 +19,8 @@ namespace specdec::scheduler {
 namespace {
 
 const char* name_of(Work work) {
-  constexpr const char* kNames[kNumWorks] = {"turn", "launch", "wait", "read", "prefill", "emit"};
+  constexpr const char* kNames[kNumWorks] = {"turn",   "admit", "prefill", "plan", "commands",
+                                             "launch", "wait",  "read",    "emit"};
   return kNames[static_cast<int>(work)];
 }
 

@@ -9,10 +9,12 @@
 
 namespace specdec::scheduler {
 
-// What the loop's thread does. A turn contains the others; `kWait` is waiting for the device, `kPrefill` the executor's
-// begin, prefill and activate, `kEmit` its emit.
-enum class Work { kTurn, kLaunch, kWait, kRead, kPrefill, kEmit };
-constexpr int kNumWorks = 6;
+// What the loop's thread does. A turn contains the others: `kAdmit` is who joins and who leaves, `kPrefill` the
+// executor's begin, prefill and activate, `kPlan` the choice of a round, with its record of commands (`kCommands`) and
+// its launch (`kLaunch`), `kWait` waiting for the device, `kRead` what a round's results change, `kEmit` the executor's
+// emit.
+enum class Work { kTurn, kAdmit, kPrefill, kPlan, kCommands, kLaunch, kWait, kRead, kEmit };
+constexpr int kNumWorks = 9;
 
 class Recorder {
  public:

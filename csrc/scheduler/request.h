@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -36,25 +37,27 @@ struct Scores {
   std::vector<float> top_logprobs;  // likewise
 };
 
-struct Request {
+// What every round reads or writes of a request stands first, in two lines of the cache: a loop that has waited for a
+// round finds its caches cold, and then each line of each request costs more than what is done with it.
+struct alignas(64) Request {
   int64_t id;
   std::vector<int32_t> text;  // the prompt and every token read so far; the last one is the root
   int64_t emitted;            // how much of `text` has been emitted, the prompt included
   int64_t remaining;          // how many tokens it may still produce
-  std::vector<int32_t> stop_tokens;
-  Sampling sampling;
-  bool streams;            // emits after every round, not only at its end
-  int32_t stops_from = 0;  // first position where a stop token may stand; 0: anywhere
-  // How many of the best entries of its logits each token's log-probability is wanted with; -1: not even its own.
-  int32_t num_logprobs = -1;
-
+  int64_t in_flight = 0;      // rounds it takes part in that are launched and not yet read
+  uint64_t last_round = 0;    // number of the last round it took part in
+  RoundCounts counts = {};
   RequestState state = RequestState::kQueued;
   int32_t slot = -1;
-  int64_t prefilled = 0;    // rows of text[:-1] whose KV is written, while prefilling
-  int64_t in_flight = 0;    // rounds it takes part in that are launched and not yet read
-  uint64_t last_round = 0;  // number of the last round it took part in
-  RoundCounts counts = {};
-  Scores scores = {};  // of the tokens not yet emitted
+  // How many of the best entries of its logits each token's log-probability is wanted with; -1: not even its own.
+  int32_t num_logprobs = -1;
+  bool streams;  // emits after every round, not only at its end
+
+  int32_t stops_from = 0;  // first position where a stop token may stand; 0: anywhere
+  int64_t prefilled = 0;   // rows of text[:-1] whose KV is written, while prefilling
+  std::vector<int32_t> stop_tokens;
+  Sampling sampling;
+  std::unique_ptr<Scores> scores = {};  // of the tokens not yet emitted, where they were asked for
 
   int64_t seq_len() const { return static_cast<int64_t>(text.size()) - 1; }
   bool running() const { return state == RequestState::kRunning; }
@@ -84,11 +87,14 @@ struct Request {
     counts.drafted += num_nodes - 1;
     counts.accepted += count - 1;
   }
-  Scores take_scores() { return std::exchange(scores, {}); }
-  std::vector<int32_t> take_tokens() {
-    std::vector<int32_t> tokens(text.begin() + emitted, text.end());
-    emitted = static_cast<int64_t>(text.size());
-    return tokens;
+  // Appends what has not been emitted yet, and returns how much that is.
+  int64_t take_tokens(std::vector<int32_t>& tokens) {
+    const auto begin = text.begin() + std::exchange(emitted, static_cast<int64_t>(text.size()));
+    tokens.insert(tokens.end(), begin, text.end());
+    return text.end() - begin;
+  }
+  std::unique_ptr<const Scores> take_scores() {
+    return num_logprobs < 0 ? nullptr : std::exchange(scores, std::make_unique<Scores>());
   }
 };
 

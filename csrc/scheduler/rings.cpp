@@ -55,16 +55,17 @@ bool ResultRing::is_published(int64_t number) const {
 }
 
 RowResult ResultRing::row(int64_t number, int64_t b) const {
-  const int32_t* words = memory_.row(number) + layout_.row(b);
+  const int32_t *record = memory_.row(number), *words = record + layout_.row(b);
+  const int32_t* scores = record + layout_.scores(b, memory_.width);
   return {.out_len = words[ResultLayout::kOutLen],
           .finish_reason = words[ResultLayout::kFinishReason],
           .status = words[ResultLayout::kStatus],
           .num_nodes = words[ResultLayout::kNumNodes],
           .tokens = words + ResultLayout::kTokens,
           .path = words + layout_.path(),
-          .logprobs = words + layout_.logprobs(),
-          .top_ids = words + layout_.top_ids(),
-          .top_logprobs = words + layout_.top_logprobs(),
+          .logprobs = scores,
+          .top_ids = scores + layout_.top_ids(),
+          .top_logprobs = scores + layout_.top_logprobs(),
           .top_n = layout_.top_n};
 }
 

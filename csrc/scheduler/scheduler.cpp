@@ -32,6 +32,7 @@ Scheduler::Scheduler(const Config& config, Executor& executor, const RingMemory&
       ladder_(config.nodes, config.accept_width),
       slots_(config.num_slots),
       last_rung_(config.nodes.size() - 1),
+      took_(config.batch_sizes.size(), std::vector<int64_t>(config.nodes.size())),
       free_pages_(config.num_pages) {}
 
 // --- any thread
@@ -62,6 +63,7 @@ int64_t Scheduler::submit(const std::vector<int64_t>& prompt, const SubmitOption
     request->stops_from = static_cast<int32_t>(std::min(request->emitted + options.min_new_tokens, config_.max_len));
   check.range("num_logprobs", options.num_logprobs, -1, config_.max_logprobs);
   request->num_logprobs = static_cast<int32_t>(options.num_logprobs);
+  if (options.num_logprobs >= 0) request->scores = std::make_unique<Scores>();
 
   const std::lock_guard lock(mutex_);
   const int64_t id = request->id = next_id_++;
@@ -107,8 +109,8 @@ bool Scheduler::settled() const {
 // --- the loop's bookkeeping
 
 void Scheduler::note_tokens(Request& request, FinishReason reason, int32_t status) {
-  emissions_.push_back(
-      Emission{request.id, request.take_tokens(), reason, request.counts, status, request.take_scores()});
+  const int64_t num_tokens = request.take_tokens(emissions_.tokens);
+  emissions_.each.push_back({request.id, num_tokens, reason, status, request.counts, request.take_scores()});
 }
 
 void Scheduler::finish(Request& request, FinishReason reason, int32_t status) {
@@ -159,17 +161,17 @@ void Scheduler::end_with_error(int64_t request_id) {
 
 // One call for all that a turn produced.
 void Scheduler::emit() {
-  if (emissions_.empty()) return;
+  if (emissions_.each.empty()) return;
   const Span span(recorder_, Work::kEmit);
-  const auto emissions = std::move(emissions_);
+  std::swap(emissions_, emitting_);
   emissions_.clear();
   std::exception_ptr error;
   try {
-    executor_.emit(emissions);
+    executor_.emit(emitting_);
   } catch (...) {
     error = std::current_exception();
   }
-  for (const Emission& emission : emissions) {
+  for (const Emission& emission : emitting_.each) {
     if (emission.reason != FinishReason::kNone) {
       const std::lock_guard lock(mutex_);
       if (--unsettled_ == 0) changed_.notify_all();

@@ -98,6 +98,7 @@ class Scheduler {
   void read_mail();
   void make_room();
   void admit();
+  void give_slots();
   bool prefill();
   void activate();
   bool launch_round();
@@ -106,6 +107,7 @@ class Scheduler {
   bool read_row(const RowResult& result, size_t shown_rung, Request& request);
   void send(const Commands& commands, int64_t batch = 0, int64_t num_nodes = 0);
   int64_t time_round(int64_t batch, int64_t num_nodes);
+  void await(const Round& round);
   void wait_until(const std::function<bool()>& done);
   std::vector<Request*> still_held(const Round& round) const;
   template <class Call>
@@ -134,17 +136,19 @@ class Scheduler {
   // Owned by the loop.
   std::deque<std::unique_ptr<Request>> waiting_;  // by id: retracted requests are older than all that wait
   Slots slots_;
-  std::vector<int32_t> leaving_;     // slots to be deactivated
-  std::vector<int32_t> given_back_;  // deactivated slots of which the device does not know yet
-  std::vector<Emission> emissions_;  // for the next emit
-  std::deque<Round> in_flight_;      // oldest first
-  int64_t num_sent_ = 0;             // command records
-  int64_t num_launched_ = 0;         // rounds
-  uint64_t turn_number_ = 0;         // of turns that launched a round
-  size_t last_rung_;                 // of the last round launched
-  bool other_work_ = false;          // something else than a round went to the device since the last round
-  bool stuck_ = false;               // no slot of the round read last went on
-  bool unsure_ = false;              // a launch threw: the device may or may not have come to it
+  std::vector<int32_t> leaving_;            // slots to be deactivated
+  std::vector<int32_t> given_back_;         // deactivated slots of which the device does not know yet
+  Emissions emissions_, emitting_;          // for the next emit; of the last one, whose memory the next one takes
+  std::deque<Round> in_flight_;             // oldest first
+  int64_t num_sent_ = 0;                    // command records
+  int64_t num_launched_ = 0;                // rounds
+  uint64_t turn_number_ = 0;                // of turns that launched a round
+  size_t last_rung_;                        // of the last round launched
+  std::vector<std::vector<int64_t>> took_;  // ns, by the last round of each size and rung
+  int64_t began_ = 0;                       // when the oldest round in flight did; 0: that is not known
+  bool other_work_ = false;                 // something else than a round went to the device since the last round
+  bool stuck_ = false;                      // no slot of the round read last went on
+  bool unsure_ = false;                     // a launch threw: the device may or may not have come to it
 
   // What other threads see of it.
   std::atomic<int64_t> num_held_ = 0, free_pages_, num_retractions_ = 0;

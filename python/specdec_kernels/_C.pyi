@@ -513,7 +513,7 @@ class _Executor(Protocol):
 
 # Request id, new tokens, finish reason, rounds, drafted, accepted, status; and where they were asked for, the tokens'
 # log-probabilities, the ids of the best alternatives to each, and theirs.
-Emission: TypeAlias = tuple[int, list[int], int, int, int, int, int, list[float], list[int], list[float]]
+Emission: TypeAlias = tuple[int, list[int], int, int, int, int, int, tuple[list[float], list[int], list[float]] | None]
 
 class RoundCosts:
     """What a round costs on the machine that runs it.

@@ -1483,9 +1483,9 @@ def publish_results(
 
     Record number n = num_published stands in row n % depth. Its words: [0] n + 1, written when all else is there; [2]
     and [4] started_at and the clock now (int64 each); from [8] on, for each row b, out_len, finish reason, status,
-    num_nodes, S tokens and the S nodes of out_path. An empty row has finish reason and status 0. With scores each row
-    goes on with S log-probabilities, S * top_n ids and their log-probabilities, floats as their bits; those of slots
-    that did not ask are not written.
+    num_nodes, S tokens and the S nodes of out_path. An empty row has finish reason and status 0. With scores the record
+    ends with, for each row and the first row last, S log-probabilities, S * top_n ids and their log-probabilities,
+    floats as their bits; those of slots that did not ask are not written.
 
     Args:
         results: [depth, words] int32, words even and at least 8 + B * (4 + 2 * S), with scores

@@ -24,7 +24,7 @@ from .drafts.union import UnionDraft
 from .executor import Executor
 from .graphs import Graphs, capture, default_batch_sizes
 from .memory import pages_that_fit
-from .outputs import EngineStats, GenerationError, NewTokens, RequestOutput, RequestStats, TokenLogprob
+from .outputs import EngineStats, GenerationError, NewTokens, RequestOutput, TokenLogprob
 from .params import MAX_LOGPROBS, SamplingParams, Speculation
 from .passes import captured_shapes
 from .prompts import as_list, check_tokens, file_tokens, token_ids
@@ -402,52 +402,43 @@ class Engine:
             caller.wait_stream(self._stream)
 
     def _emit(self, emissions: Sequence[Emission]) -> None:
-        """The scheduler's report after a turn: of requests that stream, and of those that ended."""
-        for emission in emissions:
-            self._emit_one(*emission)
+        """The scheduler's report after a turn: of requests that stream, and of those that ended.
 
-    def _emit_one(
-        self,
-        request_id: int,
-        tokens: list[int],
-        finish_reason: int,
-        rounds: int,
-        drafted: int,
-        accepted: int,
-        status: int,
-        logprobs: list[float],
-        top_ids: list[int],
-        top_logprobs: list[float],
-    ) -> None:
-        running = self._running.get(request_id)
-        if running is None:  # of a `generate` that was interrupted, or ended by a stop string
-            return
-        output, stop = running.output, running.stop
-        scores = token_logprobs(logprobs, top_ids, top_logprobs, running.num_logprobs)
-        kept = stop.find(tokens) if stop else None
-        if kept is not None:
-            finish_reason = FinishReason.STOP
-            accepted -= len(tokens) - kept
-            tokens, scores = tokens[:kept], scores[:kept]
-            self._scheduler.cancel(request_id)
-        output.tokens += tokens
-        if output.logprobs is not None:
-            output.logprobs += scores
-        output.stats = RequestStats(rounds, drafted, accepted)
-        output.finish_reason = FinishReason(finish_reason)
-        if output.finish_reason != FinishReason.RUNNING:
-            del self._running[request_id]
-            if stop and kept is not None:
-                output.text = stop.text
-            elif self.tokenizer is not None:
-                output.text = self.tokenizer.decode(output.tokens, skip_special_tokens=True)
+        In a round with many requests no other code of Python runs, so that what all need is written out here.
+        """
+        for request_id, tokens, reason, rounds, drafted, accepted, status, scores in emissions:
+            running = self._running.get(request_id)
+            if running is None:  # of a `generate` that was interrupted, or ended by a stop string
+                continue
+            output = running.output
+            logprobs = None if scores is None else token_logprobs(*scores, running.num_logprobs)
+            if running.stop is not None and (kept := running.stop.find(tokens)) is not None:
+                reason = FinishReason.STOP
+                accepted -= len(tokens) - kept
+                tokens = tokens[:kept]
+                logprobs = logprobs and logprobs[:kept]
+                output.text = running.stop.text
+                self._scheduler.cancel(request_id)
+            output.tokens += tokens
+            if output.logprobs is not None and logprobs is not None:
+                output.logprobs += logprobs
+            stats = output.stats
+            stats.rounds, stats.drafted, stats.accepted = rounds, drafted, accepted
+            if reason:
+                output.finish_reason = FinishReason(reason)
+                self._end(request_id, output, status)
+            if self._on_tokens is None:
+                continue
+            new = NewTokens(output.index, tokens, output.finish_reason, logprobs)
+            if self._on_tokens(new) and not reason:
+                self._scheduler.cancel(request_id)
+
+    def _end(self, request_id: int, output: RequestOutput, status: int) -> None:
+        del self._running[request_id]
+        if output.text is None and self.tokenizer is not None:
+            output.text = self.tokenizer.decode(output.tokens, skip_special_tokens=True)
         if output.finish_reason == FinishReason.ERROR:
             self._failed.append(f"prompts[{output.index}] ended with {Status(status).name}")
-        if self._on_tokens is None:
-            return
-        new = NewTokens(output.index, tokens, output.finish_reason, None if output.logprobs is None else scores)
-        if self._on_tokens(new) and output.finish_reason == FinishReason.RUNNING:
-            self._scheduler.cancel(request_id)
 
 
 def token_logprobs(

@@ -51,7 +51,6 @@ class Executor:
     def activate(self, slots: list[int]) -> None:
         self.draft.activate(to_device(array("i", slots), self.state.seq_lens.device))
 
-    @torch.inference_mode()
     def deactivate(self, slots: list[int]) -> None:
         for slot in slots:
             self.draft.release(slot)

@@ -8,7 +8,7 @@ from .._C import RoundCosts
 from ..status import FinishReason
 
 
-@dataclass
+@dataclass(slots=True)
 class RequestStats:
     """Counts of one request, over rounds that emitted something.
 
@@ -38,7 +38,7 @@ class TokenLogprob:
     top: list[tuple[int, float]]  # token, log-probability
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # one for each request and round: a frozen one takes four times as long to make
 class NewTokens:
     """One round's tokens of one request, as the streaming callback receives them.
 

@@ -55,7 +55,7 @@ def publish_results(
     num_logprobs: Tensor | None = None,
 ) -> None:
     """But for the times, words 2 to 5."""
-    batch, width = out_tokens.shape
+    batch = len(out_tokens)
     record = results[int(num_published) % len(results)]
     num_published += 1
     record[0] = int(num_published)
@@ -64,11 +64,13 @@ def publish_results(
         inside = 0 <= slot < len(status)
         reason, bits = (finish_reasons[slot], status[slot]) if inside else (0, 0)
         head = torch.tensor([out_len[b], reason, bits, num_nodes[b]], dtype=torch.int32)
-        words, row_words = torch.cat([head, out_tokens[b], out_path[b]]), 4 + 2 * width
-        if logprobs is not None and top_ids is not None and top_logprobs is not None:
-            scores = (logprobs, top_ids, top_logprobs)
-            row_words += sum(part[b].numel() for part in scores)
-            if num_logprobs is not None and inside and num_logprobs[slot] >= 0:
-                words = torch.cat([words, *(part[b].flatten().view(torch.int32) for part in scores)])
-        begin = 8 + b * row_words
+        words = torch.cat([head, out_tokens[b], out_path[b]])
+        begin = 8 + b * len(words)
         record[begin : begin + len(words)] = words
+        if logprobs is None or top_ids is None or top_logprobs is None or num_logprobs is None:
+            continue
+        if inside and num_logprobs[slot] >= 0:
+            parts = (logprobs, top_ids, top_logprobs)
+            scores = torch.cat([part[b].flatten().view(torch.int32) for part in parts])
+            begin = len(record) - (b + 1) * len(scores)
+            record[begin : begin + len(scores)] = scores
