@@ -110,12 +110,13 @@ class CausalLM:
         """Hidden states [B, Q, H] after the final norm, of tokens [B, Q] rotated at positions [B, Q]."""
         norms = [*(layer.input_norm for layer in self._layers), self.model.model.norm]
         x, residual = embedded(self.embedding, tokens).flatten(0, 1), None
-        entering = []  # each layer's states, and that entering the final norm
-        for layer, norm in zip([*self._layers, None], norms, strict=True):
+        entering = []  # each layer's states, and that entering the final norm; of these, features are kept
+        for i, (layer, norm) in enumerate(zip([*self._layers, None], norms, strict=True)):
             normed, state = norm_rows(x, norm.weight, norm.variance_epsilon, residual=residual)
             entering.append(state)
             if layer is not None:
-                x, residual = layer(normed, state, positions, self.rotations, rows)
+                keep = i in self.feature_layers
+                x, residual = layer(normed, state, positions, self.rotations, rows, keep_state=keep)
         self._features = [entering[i].view(*tokens.shape, -1) for i in self.feature_layers]
         hidden: Tensor = normed.view(*tokens.shape, -1)
         return hidden

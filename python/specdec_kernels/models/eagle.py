@@ -58,7 +58,7 @@ class EagleHead(DraftHead):
         pairs = torch.cat([embedded(self.embed_tokens, tokens), features], dim=-1)
         state = product_of(self.fc)(pairs.flatten(0, 1))
         x, hidden = self._layer(state, state, positions, self.rotations, rows)
-        hidden = (hidden + x).view(*tokens.shape, -1)
+        hidden = (x if hidden is None else hidden + x).view(*tokens.shape, -1)
         return HeadOutput(hidden, hidden)  # it stands for the target's normed state
 
     def logits(self, normed: Tensor) -> Tensor:
