@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from random_models import random_prompts, save_random_model
 from specdec_kernels.engine import Engine, SamplingParams, Speculation
+from specdec_kernels.models.attention import Rows
 from specdec_kernels.models.causal_lm import CausalLM
 from specdec_kernels.models.checkpoint import load_tensors
 from specdec_kernels.models.eagle3 import feature_layers, load_eagle3
@@ -58,6 +59,28 @@ def test_half_precision(algorithm: str, dtype: torch.dtype, device: torch.device
     assert [s.accepted + s.rounds for s in stats] == [24] * 4
     at_least = {"NONE": 1.0, "NGRAM": 1.5, "EAGLE3": 1.5, "STANDALONE": 3.0}[algorithm]
     assert sum(s.accept_length for s in stats) / 4 >= at_least
+
+
+@torch.no_grad()
+def test_features_are_the_states_that_enter_layers(device: torch.device) -> None:
+    reference = AutoModelForCausalLM.from_pretrained(tiny_model("target"), dtype=torch.float32).eval().to(device)
+    layers = tuple(range(reference.config.num_hidden_layers))
+    tokens = torch.arange(5, 15, device=device)[None]
+    states = reference(tokens, output_hidden_states=True).hidden_states
+    target = CausalLM(
+        tiny_model("target"),
+        max_len=32,
+        num_pages=2,
+        page_size=16,
+        dtype=torch.float32,
+        device=device,
+        feature_layers=layers,
+    )
+    positions = torch.arange(10, dtype=torch.int32, device=device)[None]
+    zero = torch.zeros(1, dtype=torch.int32, device=device)
+    pages = torch.tensor([[0, 1]], dtype=torch.int32, device=device)
+    target.forward(tokens.int(), positions, Rows(zero, pages, zero, 10, num_valid=zero + 10, status=zero.clone()))
+    torch.testing.assert_close(target.features(), torch.cat(states[: len(layers)], -1), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize(

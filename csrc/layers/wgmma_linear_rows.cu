@@ -13,25 +13,20 @@
 // eight of what is gated, in turn, which makes the two sums those of one thread.
 #include <algorithm>
 #include <climits>
-#include <cute/arch/copy_sm90_desc.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
 
-#include "core/cluster.cuh"
-#include "core/mbarrier.cuh"
 #include "core/tensor_map.h"
 #include "core/wgmma.cuh"
 #include "layers/gate_rows.h"
 #include "layers/linear_rows.h"
+#include "layers/product_ring.cuh"
 
 namespace specdec {
 namespace {
 
 constexpr int kTile = 64;     // rows of the weight that a warpgroup multiplies, of which a tile may fill the first ones
-constexpr int kSlice = 64;    // numbers of a row that lie together: 128 bytes, a row of a swizzled panel
 constexpr int kMaxTiles = 4;  // in a stage, a warpgroup for each
 constexpr int kMaxDepth = 4, kMaxStages = 24;
-constexpr int kRingBytes = 226 * 1024;
-constexpr int kWarpgroup = 4 * kWarp;
 
 struct WgmmaLinearRows {
   CUtensorMap weight, x;
@@ -59,23 +54,11 @@ struct Share {
   }
 };
 
-// Where a walk through the ring is, and how often it has been around.
-struct Turn {
-  int at = 0, lap = 0;
-  __device__ void advance(int stages) {
-    if (++at < stages) return;
-    at = 0;
-    ++lap;
-  }
-};
-
 template <class T, int kColumns>
 class LinearRows {
  public:
   static constexpr int kXBytes = kColumns * 128;
-  struct Barriers {
-    Mbarrier full[kMaxStages], empty[kMaxStages];
-  };
+  using Barriers = RingBarriers<kMaxStages>;
 
   __device__ LinearRows(const WgmmaLinearRows& w, Barriers& barriers, unsigned char* ring)
       : w_(w), share_(w), barriers_(barriers), ring_(ring) {}
@@ -88,7 +71,7 @@ class LinearRows {
     int row = share_.first * w_.tile_rows;
     for (int group = 0; group < w_.groups; ++group, row += rows)
       for (int slice = 0; slice < share_.slices; slice += w_.depth, turn.advance(w_.stages)) {
-        wait_until_free(turn);
+        barriers_.empty[turn.at].wait(turn.parity ^ 1);
         uint64_t* const full = &barriers_.full[turn.at].state;
         cute::set_barrier_transaction_bytes(*full, bytes);
         void* const to = stage_at(turn.at);
@@ -106,7 +89,7 @@ class LinearRows {
     Turn turn;
     for (int group = 0; group < w_.groups; ++group)
       for (int slice = 0; slice < share_.slices; slice += w_.depth, turn.advance(w_.stages)) {
-        wait_until_free(turn);
+        barriers_.empty[turn.at].wait(turn.parity ^ 1);
         cute::SM90_TMA_LOAD_3D::copy(&w_.x, &barriers_.full[turn.at].state, kHint, x_of(turn.at), 0, 0,
                                      share_.first_slice + slice);
       }
@@ -122,7 +105,7 @@ class LinearRows {
       const int tile = share_.first + group * w_.tiles_at_once + mine;
       int before = -1;
       for (int slice = 0; slice < share_.slices; slice += w_.depth) {
-        barriers_.full[turn.at].wait(turn.lap % 2);
+        barriers_.full[turn.at].wait(turn.parity);
         pin(sums);
         cute::warpgroup_arrive();
         uint64_t weight = wgmma_operand(stage_at(turn.at) + mine * w_.tile_rows * 128, 0);
@@ -156,9 +139,6 @@ class LinearRows {
   __device__ unsigned char* x_of(int stage) const { return stage_at(stage) + w_.depth * w_.slice_bytes(); }
   __device__ float2* left() const { return reinterpret_cast<float2*>(stage_at(w_.stages)); }
 
-  __device__ void wait_until_free(const Turn& turn) {
-    if (turn.lap > 0) barriers_.empty[turn.at].wait((turn.lap - 1) % 2);
-  }
   // By one thread: wgmma has read what it has for the whole warpgroup.
   __device__ void release(int stage) {
     if (threadIdx.x % kWarpgroup == 0) barriers_.empty[stage].arrive();
@@ -236,16 +216,7 @@ __global__ void __launch_bounds__(kMaxTiles* kWarpgroup + 2 * kWarp, 1)
   using Kernel = LinearRows<T, kColumns>;
   extern __shared__ __align__(1024) unsigned char ring[];
   __shared__ typename Kernel::Barriers barriers;
-  let_next_kernel_start();
-  if (threadIdx.x == 0) {
-    cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&w.weight));
-    cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&w.x));
-    for (int i = 0; i < w.stages; ++i) {
-      barriers.full[i].init(1);
-      barriers.empty[i].init(w.tiles_at_once);
-    }
-    Cluster::show_barriers();
-  }
+  begin_ring(w.weight, w.x, barriers, w.stages, static_cast<unsigned>(w.tiles_at_once));
   __syncthreads();
   if (Cluster::size() > 1) Cluster::arrive();  // the others may now reach this block's shared memory
   Kernel kernel(w, barriers, ring);

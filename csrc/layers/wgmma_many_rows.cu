@@ -12,24 +12,19 @@
 // there with nothing copied or written. The gate is taken here as in wgmma_linear_rows, its two sums being one
 // thread's.
 #include <algorithm>
-#include <cute/arch/copy_sm90_desc.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
 
-#include "core/cluster.cuh"
-#include "core/mbarrier.cuh"
 #include "core/tensor_map.h"
 #include "core/wgmma.cuh"
 #include "layers/gate_rows.h"
 #include "layers/linear_rows.h"
+#include "layers/product_ring.cuh"
 
 namespace specdec {
 namespace {
 
-constexpr int kSlice = 64;  // numbers of a row that lie together: 128 bytes, a row of a swizzled panel
-constexpr int kWarpgroup = 4 * kWarp, kPanelRows = 64;
-constexpr int kColumns = 192;
+constexpr int kPanelRows = 64, kColumns = 192;
 constexpr int kPair = 2;  // blocks of a cluster
-constexpr int kRingBytes = 226 * 1024;
 
 struct ManyRows {
   CUtensorMap weight, x;
@@ -42,17 +37,6 @@ struct Tile {
   int row, column;  // of x, and of the weight
 };
 
-// Where a walk through the ring is, and how often it has been around.
-template <int kStages>
-struct Turn {
-  int at = 0, lap = 0;
-  __device__ void advance() {
-    if (++at < kStages) return;
-    at = 0;
-    ++lap;
-  }
-};
-
 // A block's part, with kGroups warpgroups that multiply kPanels times 64 rows each.
 template <class T, int kGroups, int kPanels, bool kGated>
 class ManyRowsKernel {
@@ -61,9 +45,7 @@ class ManyRowsKernel {
   static constexpr int kRows = kGroups * kPanels * kPanelRows;
   static constexpr int kXBytes = kRows * 128, kStageBytes = kXBytes + kColumns * 128;
   static constexpr int kStages = kRingBytes / kStageBytes;
-  struct Barriers {
-    Mbarrier full[kStages], empty[kStages];
-  };
+  using Barriers = RingBarriers<kStages>;
 
   __device__ ManyRowsKernel(const ManyRows& w, Barriers& barriers, unsigned char* ring)
       : w_(w), barriers_(barriers), ring_(ring), part_(static_cast<int>(Cluster::rank())) {}
@@ -97,11 +79,11 @@ class ManyRowsKernel {
     const int first = static_cast<int>(threadIdx.x) / kWarpgroup * kPanels * kPanelRows;
     wait_for_kernels_before();  // of whom one may still write to `out`
     Sums sums[kPanels];
-    Turn<kStages> turn;
+    Turn turn;
     for_each_tile([&](const Tile& tile) {
       int before = -1;
       for (int slice = 0; slice < w_.slices; ++slice) {
-        barriers_.full[turn.at].wait(turn.lap % 2);
+        barriers_.full[turn.at].wait(turn.parity);
         pin_all(sums);
         cute::warpgroup_arrive();
         const uint64_t x = wgmma_operand(x_of(turn.at) + first * 128, 0);
@@ -115,7 +97,7 @@ class ManyRowsKernel {
         cute::warpgroup_wait<1>();
         if (before >= 0) release(before);
         before = turn.at;
-        turn.advance();
+        turn.advance(kStages);
       }
       cute::warpgroup_wait<0>();
       pin_all(sums);
@@ -143,10 +125,10 @@ class ManyRowsKernel {
   // In turn, when both blocks have read what was in the stage before.
   template <class F>
   __device__ void for_each_stage(F f) const {
-    Turn<kStages> turn;
+    Turn turn;
     for_each_tile([&](const Tile& tile) {
-      for (int slice = 0; slice < w_.slices; ++slice, turn.advance()) {
-        if (turn.lap > 0) barriers_.empty[turn.at].wait((turn.lap - 1) % 2);
+      for (int slice = 0; slice < w_.slices; ++slice, turn.advance(kStages)) {
+        barriers_.empty[turn.at].wait(turn.parity ^ 1);
         f(turn.at, tile, slice * kSlice);
       }
     });
@@ -243,16 +225,7 @@ __global__ void __launch_bounds__((kGroups + 1) * kWarpgroup, 1) many_rows_kerne
   using Kernel = ManyRowsKernel<T, kGroups, kPanels, kGated>;
   extern __shared__ __align__(1024) unsigned char ring[];
   __shared__ typename Kernel::Barriers barriers;
-  let_next_kernel_start();
-  if (threadIdx.x == 0) {
-    cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&w.weight));
-    cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&w.x));
-    for (int i = 0; i < Kernel::kStages; ++i) {
-      barriers.full[i].init(1);
-      barriers.empty[i].init(kPair * kGroups);
-    }
-    Cluster::show_barriers();
-  }
+  begin_ring(w.weight, w.x, barriers, Kernel::kStages, kPair * kGroups);
   Cluster::sync();  // the other block may now reach this one's shared memory
   Kernel kernel(w, barriers, ring);
   // The registers of a multiprocessor belong to those who multiply.

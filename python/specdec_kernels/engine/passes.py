@@ -59,6 +59,6 @@ class Passes:
     def launch(self, packed: Tensor, shape: Shape) -> None:
         """One pass over what `pack` packed; nothing here reads a device value on the host."""
         prefill = Prefill.of(packed, shape, self.state)
-        self.target.forward(prefill.tokens, prefill.positions, prefill.rows)
+        self.target.prefill(prefill.tokens, prefill.positions, prefill.rows)
         self.draft.prefill(prefill, self.target.features())
         prefill.finish(self.state)

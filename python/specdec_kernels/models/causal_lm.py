@@ -108,17 +108,32 @@ class CausalLM:
 
     def forward(self, tokens: Tensor, positions: Tensor, rows: Rows) -> Tensor:
         """Hidden states [B, Q, H] after the final norm, of tokens [B, Q] rotated at positions [B, Q]."""
+        hidden: Tensor = self._enter(len(self._layers), tokens, positions, rows).view(*tokens.shape, -1)
+        return hidden
+
+    def prefill(self, tokens: Tensor, positions: Tensor, rows: Rows) -> None:
+        """`forward` for the sake of the rows' KV and `features` alone, without what follows the last of them."""
+        last = len(self._layers)
+        if last in self.feature_layers:
+            self._enter(last, tokens, positions, rows)
+        else:
+            normed = self._enter(last - 1, tokens, positions, rows)
+            self._layers[-1].write_kv(normed, positions, self.rotations, rows)
+
+    def _enter(self, last: int, tokens: Tensor, positions: Tensor, rows: Rows) -> Tensor:
+        """What enters layer `last`, normalised [B * Q, H], after the layers before it; behind all, the final norm's."""
+        normed: Tensor
         norms = [*(layer.input_norm for layer in self._layers), self.model.model.norm]
         x, residual = embedded(self.embedding, tokens).flatten(0, 1), None
-        entering = []  # each layer's states, and that entering the final norm
-        for layer, norm in zip([*self._layers, None], norms, strict=True):
+        entering = []  # each layer's state, of which features are kept
+        for i, norm in enumerate(norms[: last + 1]):
             normed, state = norm_rows(x, norm.weight, norm.variance_epsilon, residual=residual)
             entering.append(state)
-            if layer is not None:
-                x, residual = layer(normed, state, positions, self.rotations, rows)
+            if i < last:
+                keep = i in self.feature_layers
+                x, residual = self._layers[i](normed, state, positions, self.rotations, rows, keep_state=keep)
         self._features = [entering[i].view(*tokens.shape, -1) for i in self.feature_layers]
-        hidden: Tensor = normed.view(*tokens.shape, -1)
-        return hidden
+        return normed
 
     def resize_pools(self, num_pages: int) -> None:
         """Other pools, empty, with another number of pages."""

@@ -14,7 +14,7 @@ from .layers import Layer, rotations_of
 
 
 class HeadOutput(NamedTuple):
-    """Of each row [B, Q, H]."""
+    """Of each row [T, H]."""
 
     hidden: Tensor  # the feature of a recursive row
     normed: Tensor  # what `logits` takes
@@ -58,12 +58,15 @@ class DraftHead(nn.Module):
         """One feature [..., H] from the target's states side by side [..., n * H]."""
         raise NotImplementedError
 
-    def forward(self, tokens: Tensor, features: Tensor, positions: Tensor, rows: Rows) -> HeadOutput:
+    def forward(
+        self, tokens: Tensor, features: Tensor, positions: Tensor, rows: Rows, only: Tensor | None = None
+    ) -> HeadOutput:
         """The head's one layer.
 
         Args:
             tokens: [B, Q]. features: [B, Q, H], joined from the target's or the head's own output.
             positions: [B, Q], where rows are rotated.
+            only: [R], of all B * Q rows those that have an output, after the KV of all is written; None: all.
         """
         raise NotImplementedError
 

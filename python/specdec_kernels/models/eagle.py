@@ -54,11 +54,13 @@ class EagleHead(DraftHead):
         """The state after the target's final norm [..., H], from the one before it."""
         return normed(self._target.model.model.norm, features)
 
-    def forward(self, tokens: Tensor, features: Tensor, positions: Tensor, rows: Rows) -> HeadOutput:
+    def forward(
+        self, tokens: Tensor, features: Tensor, positions: Tensor, rows: Rows, only: Tensor | None = None
+    ) -> HeadOutput:
         pairs = torch.cat([embedded(self.embed_tokens, tokens), features], dim=-1)
         state = product_of(self.fc)(pairs.flatten(0, 1))
-        x, hidden = self._layer(state, state, positions, self.rotations, rows)
-        hidden = (hidden + x).view(*tokens.shape, -1)
+        x, rest = self._layer(state, state, positions, self.rotations, rows, only=only)
+        hidden = x if rest is None else rest + x
         return HeadOutput(hidden, hidden)  # it stands for the target's normed state
 
     def logits(self, normed: Tensor) -> Tensor:

@@ -64,7 +64,9 @@ class Eagle3Head(DraftHead):
     def join(self, features: Tensor) -> Tensor:
         return product_of(self.fc)(features)
 
-    def forward(self, tokens: Tensor, features: Tensor, positions: Tensor, rows: Rows) -> HeadOutput:
+    def forward(
+        self, tokens: Tensor, features: Tensor, positions: Tensor, rows: Rows, only: Tensor | None = None
+    ) -> HeadOutput:
         layer, features = self._layer, features.flatten(0, 1)
         width = features.shape[-1]
         both = features.new_empty(len(features), 2 * width)
@@ -73,9 +75,9 @@ class Eagle3Head(DraftHead):
             (features, self.midlayer.hidden_norm, both[:, width:]),
         ):
             norm_rows(x, norm.weight, norm.variance_epsilon, out=out)
-        x, state = layer(both, features, positions, self.rotations, rows)
+        x, state = layer(both, features, positions, self.rotations, rows, only=only)
         normed, hidden = norm_rows(x, self.norm.weight, self.norm.variance_epsilon, residual=state)
-        return HeadOutput(hidden.view(*tokens.shape, -1), normed.view(*tokens.shape, -1))
+        return HeadOutput(hidden, normed)
 
     def logits(self, normed: Tensor) -> Tensor:
         return product_of(self.lm_head)(normed)

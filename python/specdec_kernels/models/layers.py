@@ -50,6 +50,13 @@ class Product(NamedTuple):
         out: Tensor = gate_rows(functional.linear(x, self.weight, self.bias))
         return out
 
+    def added_to(self, state: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """[rows, out] each: the product of x [rows, in], and the state that it is to be added to; of rows that cuBLAS
+        multiplies, their sum, written over the state, and None."""
+        if self._has_few(x) or not x.is_cuda or self.bias is not None:
+            return self(x), state
+        return state.addmm_(x, self.weight.t()), None
+
     def _has_few(self, x: Tensor) -> bool:
         rows = x.shape[:-1].numel()
         return self._fits(x) and (
@@ -135,15 +142,14 @@ class Layer:
         self.input_norm, self.middle_norm = module.input_layernorm, module.post_attention_layernorm
         self.eps: float = self.middle_norm.variance_epsilon
 
-    def attend(self, x: Tensor, positions: Tensor, rotations: Tensor, rows: Rows) -> Tensor:
-        """x [T, in] normalised, positions [B, Q]; writes the rows' KV."""
-        batch, q_len = positions.shape
-        pools = self.attention.k_pool, self.attention.v_pool
-        q = rotate_qkv(
-            self.qkv(x).view(batch, q_len, -1, self.head_dim),
+    def write_kv(self, x: Tensor, positions: Tensor, rotations: Tensor, rows: Rows) -> Tensor:
+        """The KV of x [T, in], normalised, at positions [B, Q]; its queries [B, Q, heads, head_dim] are returned."""
+        q: Tensor = rotate_qkv(
+            self.qkv(x).view(*positions.shape, -1, self.head_dim),
             rotations,
             positions,
-            *pools,
+            self.attention.k_pool,
+            self.attention.v_pool,
             rows.page_table,
             rows.prefix_lens,
             row_offset=rows.row_offset,
@@ -154,9 +160,14 @@ class Layer:
             eps=self.eps,
             status=rows.status,
         )
-        attended = tree_attention(
+        return q
+
+    def attend(self, q: Tensor, rows: Rows) -> Tensor:
+        """[T, heads * head_dim] of queries."""
+        attended: Tensor = tree_attention(
             q,
-            *pools,
+            self.attention.k_pool,
+            self.attention.v_pool,
             rows.page_table,
             rows.prefix_lens,
             slots=rows.slots,
@@ -166,15 +177,24 @@ class Layer:
             fixed_split=rows.fixed_split,
             status=rows.status,
         )
-        return self.out(attended.view(batch * q_len, -1))
-
-    def feed_forward(self, x: Tensor) -> Tensor:
-        return self.down(self.gate_up.gated(x))
+        return attended.flatten(2).flatten(0, 1)
 
     def __call__(
-        self, normed: Tensor, state: Tensor, positions: Tensor, rotations: Tensor, rows: Rows
-    ) -> tuple[Tensor, Tensor]:
-        """The state of the residual stream without what is returned first, which the next norm adds."""
-        attended = self.attend(normed, positions, rotations, rows)
-        normed, state = norm_rows(attended, self.middle_norm.weight, self.eps, residual=state)
-        return self.feed_forward(normed), state
+        self,
+        normed: Tensor,
+        state: Tensor,
+        positions: Tensor,
+        rotations: Tensor,
+        rows: Rows,
+        *,
+        keep_state: bool = True,
+        only: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """What the next norm takes: rows, and the state of the residual stream that it adds to them, or None where they
+        have it already. Unless `keep_state`, `state` may be written over. With `only` [R], these of all T rows."""
+        attended = self.attend(self.write_kv(normed, positions, rotations, rows), rows)
+        if only is not None:
+            attended, state = attended[only], state[only]
+        x, residual = (self.out(attended), state) if keep_state else self.out.added_to(state, attended)
+        normed, state = norm_rows(x, self.middle_norm.weight, self.eps, residual=residual)
+        return self.down.added_to(state, self.gate_up.gated(normed))

@@ -38,12 +38,13 @@ class EagleDraft(ModelDraft):
     def step(self, tokens: Tensor, positions: Tensor, feature: Tensor | None, rows: Rows) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         assert feature is not None
         hidden, normed = self.head(tokens, feature.view(*tokens.shape, -1), positions, rows)
-        return self.head.logits(normed).flatten(0, 1), hidden.flatten(0, 1)
+        return self.head.logits(normed), hidden
 
     def prefill(self, prefill: Prefill, features: Tensor | None) -> None:
         assert features is not None
-        output = self.head(prefill.next_tokens, self.head.join(features), prefill.positions, prefill.rows)
-        self._keep(prefill.slots.long(), output, prefill.last_rows)
+        features = self.head.join(features)
+        output = self.head(prefill.next_tokens, features, prefill.positions, prefill.rows, only=prefill.last_rows)
+        self._keep(prefill.slots.long(), output)
 
     def extend(
         self, slots: Tensor, accepted: Accepted, num_valid: Tensor, features: Tensor | None, num_nodes: int
@@ -55,11 +56,11 @@ class EagleDraft(ModelDraft):
         width = tokens.shape[1]
         before = self.state.seq_lens_before
         rows = self.state.rows(slots, before, tail_len=width, num_valid=num_valid)
-        output = self.head(tokens, features, self.positions_from(before[slots], width), rows)
-        self._keep(self.rows_to_keep(slots, num_valid), output, self.last_valid(num_valid, width))
+        last = self.last_valid(num_valid, width)
+        output = self.head(tokens, features, self.positions_from(before[slots], width), rows, only=last)
+        self._keep(self.rows_to_keep(slots, num_valid), output)
 
-    def _keep(self, rows: Tensor, output: HeadOutput, last: Tensor) -> None:
-        """The output at rows `last` [B] becomes the draft state: its children, and the feature they share."""
-        hidden, normed = (x.flatten(0, 1)[last] for x in output)
-        self.set_root_children(rows, self.head.logits(normed))
-        self.last_hidden[rows] = hidden
+    def _keep(self, rows: Tensor, output: HeadOutput) -> None:
+        """The output of one row a slot becomes these rows of the draft state: its children, and the feature they share."""
+        self.set_root_children(rows, self.head.logits(output.normed))
+        self.last_hidden[rows] = output.hidden

@@ -40,7 +40,7 @@ class StandaloneDraft(ModelDraft):
         return self.model.logits(self.model.forward(tokens, positions, rows)).flatten(0, 1), None
 
     def prefill(self, prefill: Prefill, features: Tensor | None) -> None:
-        self.model.forward(prefill.tokens, prefill.positions, prefill.rows)
+        self.model.prefill(prefill.tokens, prefill.positions, prefill.rows)
 
     def activate(self, slots: Tensor) -> None:
         """The roots' own rows, which give the first children."""
