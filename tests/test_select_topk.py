@@ -81,6 +81,46 @@ def test_rows_do_not_depend_on_the_batch(device: torch.device) -> None:
     torch.testing.assert_close(logprobs[7:9], few_logprobs, rtol=0, atol=2e-6)
 
 
+def rows_of(kind: str, rows: int, vocab: int) -> torch.Tensor:
+    logits = torch.randn(rows, vocab)
+    if kind == "rises":
+        logits = logits.sort(dim=1).values
+    elif kind == "few scores":
+        logits = logits.round()
+    elif kind == "the best side by side":
+        logits[:, 7000:8000] += 20
+    elif kind == "far above the beginning":
+        logits[::2, -40:] += 300
+    elif kind == "nothing at the beginning":
+        logits[:, :-100] = -torch.inf
+    elif kind == "infinities":
+        logits[::3, 8100:8110] = torch.inf
+        logits[1::3, 17] = torch.inf
+    elif kind == "NaN":
+        logits[torch.rand(rows, vocab) < 0.01] = torch.nan
+        logits[::7] = torch.nan
+    return logits
+
+
+KINDS = ("any", "rises", "few scores", "the best side by side", "far above the beginning", "nothing at the beginning", "infinities", "NaN")  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_rows(device: torch.device, dtype: torch.dtype, kind: str) -> None:
+    # More than a GPU takes at a time, of more than what its threads read at a time.
+    rows, vocab = 300 if device.type == "cuda" else 3, 13001
+    logits = rows_of(kind, rows, vocab).to(device=device, dtype=dtype)
+    check(logits, 10)
+    check(logits[:, 1:], 3)
+
+
+@pytest.mark.sanitize
+def test_many_rows_of_few_kinds(device: torch.device) -> None:
+    rows = 300 if device.type == "cuda" else 3
+    check(torch.cat([rows_of(kind, rows // 3, 12301) for kind in ("any", "rises", "NaN")]).to(device).half(), 5)
+
+
 def test_poisoned_outputs(device: torch.device) -> None:
     logits = torch.randn(5, 333, device=device)
     out_ids = torch.full((5, 7), -77, dtype=torch.int32, device=device)

@@ -95,6 +95,17 @@ class RowShare {
     if (single_id_ != kNone && !(single_ < least)) f(single_, single_id_);
   }
 
+  // f(vector, id) for each vector of this thread in the tile loaded with an element that is not below `least`, or with
+  // NaN alone; id is its first element's. And g(x, id) for the single element, if that is not below it.
+  template <class F, class G>
+  __device__ void for_each_vector_from(float least, F f, G g) const {
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i)
+      if (start_ + i * kThreads < end_ && !(largest_of(vectors_[i], T{}) < least))
+        f(vectors_[i], head_ + (start_ + i * kThreads) * kItems);
+    if (single_id_ != kNone && !(single_ < least)) g(single_, single_id_);
+  }
+
   // f(i, id, x) for each vector i of this thread in a tile for which wanted(i), read again: x[j] is the element of id +
   // j.
   template <class Wanted, class F>

@@ -1,5 +1,10 @@
-// One block a row, or a cluster of up to 8 where rows are few; the row is read once (row_topk.cuh), so 2 or 4 bytes an
-// entry are all that counts for many rows, and a read, two block barriers and a cluster barrier for few.
+// Few rows: one block a row, or a cluster of up to 8; the row is read once and held in registers (row_topk.cuh), so
+// what counts is a read, two block barriers and a cluster barrier.
+//
+// Many rows: 2 or 4 bytes an entry should be all that counts. But blocks that hold a row leave the memory idle while
+// they choose, and only two find room on a multiprocessor. So five smaller ones go through their rows tile by tile and
+// hold nothing: what reaches a pivot of the first tile, a few times k of the row, is put on a list on the way. The
+// exponentials, 16 a cycle, take half of the time that reading 16-bit rows takes, and run beside it.
 #include "core/row_topk.cuh"
 #include "draft/select_topk.h"
 
@@ -22,10 +27,108 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocksPerProcessor)
            });
 }
 
+constexpr int kStreamThreads = 256, kStreamVectors = 6, kStreamBlocksPerProcessor = 5;
+constexpr int kMostHits = 256;
+
+template <class T>
+using StreamShare = RowShare<T, kStreamThreads, kStreamVectors>;
+
+struct StreamStorage {
+  typename BlockTopk<kStreamThreads>::Storage block;
+  Softmax parts[kStreamThreads / kWarp];
+  uint4 hits[kMostHits];  // vectors with an entry that reaches the pivot
+  uint32_t hit_ids[kMostHits];
+  int num_hits;
+};
+
+// A block a row.
+template <class T>
+__global__ void __launch_bounds__(kStreamThreads, kStreamBlocksPerProcessor)
+    select_topk_stream_kernel(SelectTopkParams p) {
+  begin_kernel();
+  using Share = StreamShare<T>;
+  __shared__ StreamStorage s;
+  const int64_t r = blockIdx.x;
+  const int k = static_cast<int>(p.k), thread = static_cast<int>(threadIdx.x);
+  Share share(static_cast<const T*>(p.logits) + r * p.logits_stride, p.vocab, 0, 0);
+  const uint32_t tiles = share.num_tiles();
+  BlockTopk<kStreamThreads> topk(s.block);
+
+  share.load(0);
+  float best = share.largest();
+  if (thread == 0) s.num_hits = 0;
+  const uint32_t pivot = topk.find_pivot(order_key(best), share.all_have_elements(), k);
+  // Exponentials are relative to the best of the first tile, which is seldom far below the best of all.
+  const float least = key_float(pivot), reference = key_float(topk.best()), shift = reference * kLog2e;
+  float sum = 0;
+#pragma unroll 1
+  for (uint32_t tile = 0;;) {
+    share.for_each([&](float x) { sum += fast_exp2(fmaf(x, kLog2e, -shift)); });
+    share.for_each_vector_from(
+        least,
+        [&](uint4 vector, uint32_t id) {
+          const int at = atomicAdd(&s.num_hits, 1);
+          if (at >= kMostHits) return;
+          s.hits[at] = vector;
+          s.hit_ids[at] = id;
+        },
+        [&](float x, uint32_t id) { topk.append(entry_key(order_key(x), id)); });
+    if (++tile == tiles) break;
+    share.load(tile);
+    best = fmaxf(best, share.largest());
+  }
+  Softmax mine{reference, sum * fast_exp2(-fmaf(reference, kLog2e, -shift))};  // makes good what rounding took from it
+  if (!(mine.sum < INFINITY)) mine = softmax_of_share(share, kLog2e);          // NaN, infinities or too far below
+  const float of_warp = key_float(__reduce_max_sync(kFullMask, order_key(fmaxf(mine.max, best))));
+  const float sum_of_warp = warp_sum(mine.sum_below(of_warp, kLog2e));
+  if (thread % kWarp == 0) s.parts[thread / kWarp] = {of_warp, sum_of_warp};
+  __syncthreads();
+
+  constexpr int kItems = Share::kItems;
+  const int hits = s.num_hits;
+  for (int e = thread; e < min(hits, kMostHits) * kItems; e += kStreamThreads) {
+    const float x = to_float(reinterpret_cast<const T*>(s.hits)[e]);
+    if (!(x < least)) topk.append(entry_key(order_key(x), s.hit_ids[e / kItems] + e % kItems));
+  }
+  __syncthreads();
+  if (hits > kMostHits || topk.count() > topk.kCapacity) {  // as where a row rises: again, with a pivot of all of it
+    topk.clear();
+    const uint32_t best_of_mine = order_key(best), of_all = topk.find_pivot(best_of_mine, true, k);
+    topk.collect(of_all, k, static_cast<uint32_t>(p.vocab), [&](uint32_t from, auto f) {
+      if (best_of_mine < from) return;
+      for (uint32_t tile = 0; tile < tiles; ++tile) {
+        share.load(tile);
+        share.for_each_from(key_float(from), [&](float x, uint32_t id) { f(entry_key(order_key(x), id)); });
+      }
+    });
+  }
+  Softmax all{-INFINITY, 0};
+  for (const Softmax& part : s.parts) all.max = fmaxf(all.max, part.max);
+  for (const Softmax& part : s.parts) all.sum += part.sum_below(all.max, kLog2e);
+  topk.rank(k, [&](int place, uint64_t key) {
+    const auto id = static_cast<int32_t>(key_number(key));
+    p.out_ids[r * p.k + place] = p.id_map ? p.id_map[id] : id;
+    p.out_logprobs[r * p.k + place] = all.logprob(key_float(key_score(key)), kLog2e);
+  });
+}
+
+// Whether rows are more than blocks that hold one find room at a time, and no more than half a list is expected.
+template <class T>
+bool is_for_streams(const SelectTopkParams& p) {
+  constexpr int64_t kTile = int64_t{kStreamThreads} * kStreamVectors * (sizeof(uint4) / sizeof(T));
+  return p.rows > kRowBlocksPerProcessor * current_device("select_topk").multiprocessors && p.vocab > kTile &&
+         p.k * p.vocab <= kTile * (kMostHits / 2);
+}
+
 }  // namespace
 
 void select_topk_cuda(const SelectTopkParams& p, Stream stream) {
   with_float_type(p.logits_dtype, [&]<class T>() {
+    if (is_for_streams<T>(p)) {
+      launch("select_topk", select_topk_stream_kernel<T>,
+             {.grid = grid_x("select_topk", p.rows), .threads = kStreamThreads}, stream, p);
+      return;
+    }
     const int log2_blocks = row_log2_blocks<T>("select_topk", p.rows, p.vocab);
     launch("select_topk", select_topk_kernel<T>, row_shape("select_topk", p.rows, log2_blocks), stream, p, log2_blocks);
   });

@@ -71,33 +71,46 @@ struct Place {
     return __clz(static_cast<int>(~(same << (kWarp - end))));
   }
 
-  // What the block before says is asked at once, whether it is needed or not.
-  template <class Row>
-  __device__ int match(const NgramView& v, const Row& s, int context_len) const {
-    int found = agree(own, held ? kHead + offset : kHead, 0, s, context_len);
-    int run = agree(before, kWarp, offset, s, context_len);
-    const bool beside = (before.id() == own.prev()) & (before.next() == own.id());
-    bool more = held && found == offset && found < context_len;
-    if (more && beside) {
-      found += run;
-      more = run == kNgramBlockTokens && found < context_len;
+  // Goes on from block to block, where all of a place's own block up to its end was `taken`: take(block, at, more) is
+  // how much of a block goes on behind `at` tokens (`more`: if it counts), and so until that is not all, or `most` is
+  // reached. What the block beside says is asked at once, as it is most often the next. Returns how many were taken.
+  template <bool kForward, class Take>
+  __device__ int follow(const NgramView& v, int taken, int end, int most, bool wanted, const Take& take) const {
+    const auto next_of = [](const BlockWords& block) { return kForward ? block.next() : block.prev(); };
+    const auto leads_to = [](const BlockWords& block) { return kForward ? block.prev() : block.next(); };
+    const BlockWords& beside = kForward ? after : before;
+    bool more = wanted && taken == end && taken < most;
+    const bool is_beside = (beside.id() == next_of(own)) & (leads_to(beside) == own.id());
+    int run = take(beside, end, more && is_beside);
+    if (more && is_beside) {
+      taken += run;
+      more = run == kNgramBlockTokens && taken < most;
     }
-    BlockWords block = beside ? before : own;
+    BlockWords block = is_beside ? beside : own;
 #pragma unroll 1
     while (__any_sync(kFullMask, more)) {
-      const uint32_t id = block.id(), link = block.prev();
+      const uint32_t id = block.id(), link = next_of(block);
       if (more) block.load(v, link & ((1u << v.block_bits) - 1));
-      more &= (block.id() == link) & (block.next() == id);
-      run = agree(block, kWarp, found, s, context_len);
-      if (more) found += run;
-      more &= run == kNgramBlockTokens && found < context_len;
+      more &= (block.id() == link) & (leads_to(block) == id);
+      run = take(block, taken, more);
+      if (more) taken += run;
+      more &= run == kNgramBlockTokens && taken < most;
     }
-    return found;
+    return taken;
+  }
+
+  // How many tokens before it agree with the context.
+  template <class Row>
+  __device__ int match(const NgramView& v, const Row& s, int context_len) const {
+    const int own_match = agree(own, held ? kHead + offset : kHead, 0, s, context_len);
+    return follow<false>(v, own_match, offset, context_len, held, [&](const BlockWords& block, int at, bool) {
+      return agree(block, kWarp, at, s, context_len);
+    });
   }
 
   // Copies what follows, and returns how much it is.
   __device__ int copy(const NgramView& v, bool wanted, int depths, int32_t* text) const {
-    const auto copy_block = [&](const BlockWords& block, int from, bool more, int depth) {
+    const auto copy_block = [&](const BlockWords& block, int from, int depth, bool more) {
       const uint32_t written = block.written();  // by all lanes
       const int run = more ? first_bit(~(written >> (kHead + from))) : 0;
 #pragma unroll
@@ -107,23 +120,10 @@ struct Place {
       }
       return run;
     };
-    const int from = wanted ? offset : 0;
-    int depth = copy_block(own, from, wanted, 0);
-    bool more = wanted && depth == kNgramBlockTokens - from && depth < depths;
-    const bool beside = (after.id() == own.next()) & (after.prev() == own.id());
-    const int run = copy_block(after, 0, more && beside, depth);
-    depth += run;
-    more &= !beside || (run == kNgramBlockTokens && depth < depths);
-    BlockWords block = beside ? after : own;
-#pragma unroll 1
-    while (__any_sync(kFullMask, more)) {
-      const uint32_t id = block.id(), link = block.next();
-      if (more) block.load(v, link & ((1u << v.block_bits) - 1));
-      more &= (block.id() == link) & (block.prev() == id);
-      const int further = copy_block(block, 0, more, depth);
-      depth += further;
-      more &= further == kNgramBlockTokens && depth < depths;
-    }
+    const int from = wanted ? offset : 0, own_run = copy_block(own, from, 0, wanted);
+    const int depth =
+        follow<true>(v, own_run, kNgramBlockTokens - from, depths, wanted,
+                     [&](const BlockWords& block, int at, bool more) { return copy_block(block, 0, at, more); });
     return min(depth, depths);
   }
 };

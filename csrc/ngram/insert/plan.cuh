@@ -8,7 +8,7 @@
 
 namespace specdec::ngram_insert {
 
-constexpr uint32_t kNoSet = 0xffffffff;
+constexpr uint32_t kNoSet = 0xffffffff, kNoToken = 0xffffffff;
 constexpr int kUpdaters = 512, kUpdaterWarps = kUpdaters / kWarp;         // threads that find and apply updates
 constexpr int kPlanners = kNgramRows, kPlannerWarps = kPlanners / kWarp;  // behind them, one for each row
 constexpr int kThreads = kUpdaters + kPlanners;
@@ -18,6 +18,8 @@ constexpr int kMostBlocks = 128;
 constexpr int kUpdatesPerBlock = 64;            // to aim at, if all rows are full
 constexpr int kTailParts = kNgramMaxMatch / 4;  // 16 bytes each
 constexpr uint32_t kClaims = 512;               // places for the slots of all rows
+constexpr uint32_t kFirstTokens = 8;            // of a row, more than which a round seldom adds
+constexpr int kTokenBits = 17;                  // of a number of tokens
 static_assert(kPlanners % kWarp == 0 && kUpdaterWarps <= kWarp && kClaims > kNgramRows);
 
 __device__ __forceinline__ void count(uint64_t& counter, uint64_t by) {
@@ -37,7 +39,16 @@ __device__ __forceinline__ void wait_at(Barrier barrier) {
   asm volatile("bar.sync %0, %1;" ::"r"(static_cast<int>(barrier)), "r"(threads) : "memory");
 }
 
-// 16 bytes of global memory on their way to shared memory, until arrived().
+// 4 bytes of global memory on their way to shared memory, until words_arrived().
+__device__ __forceinline__ void copy_word_ahead(void* to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))),
+               "l"(from)
+               : "memory");
+}
+__device__ __forceinline__ void words_on_their_way() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void words_arrived() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
+
+// 16 bytes, behind all words, until arrived().
 __device__ __forceinline__ void copy_ahead(void* to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))),
                "l"(from)
@@ -45,8 +56,8 @@ __device__ __forceinline__ void copy_ahead(void* to, const void* from) {
 }
 __device__ __forceinline__ void arrived() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-struct Updates {  // in order
-  uint32_t sets[kLot + kPerTile], tags[kLot + kPerTile], cells[kLot + kPerTile];
+struct Updates {                                                                   // in order
+  uint32_t sets[kLot + kPerTile], tags[kLot + kPerTile], tokens[kLot + kPerTile];  // which: Token::name()
 };
 
 struct Plan {  // of row b, in shared memory
@@ -60,13 +71,17 @@ struct Plan {  // of row b, in shared memory
   alignas(16) int32_t tail[kNgramRows][kNgramMaxMatch];  // of its record
   uint32_t next;                                         // id of the ring's next block
   uint64_t taken;
-  uint32_t sums[kPlannerWarps], widest[kPlannerWarps];  // of the rows of a warp
-  uint32_t found[kUpdaterWarps];                        // updates, by a warp
-  uint32_t entries, evictions;                          // by this block
-  uint32_t in_turn;                                     // 1: row after row, by one thread
-  bool is_last;                                         // of the blocks, to have its plan
-  uint32_t claimed[kClaims];                            // slots, each once, at or behind the place of its number
-  Updates updates;
+  uint32_t first_token[kNgramRows], all_tokens;  // how many the rows before it have, and all
+  uint32_t sums[kPlannerWarps];                  // of the rows of a warp
+  uint32_t found[kUpdaterWarps];                 // updates, by a warp
+  uint32_t entries, evictions;                   // by this block
+  uint32_t in_turn;                              // 1: row after row, by one thread
+  bool is_last;                                  // of the blocks, to have its plan
+  uint32_t claimed[kClaims];                     // slots, each once, at or behind the place of its number
+  union {
+    int32_t text[kNgramRows][kFirstTokens];  // how rows begin, while the first updates are found
+    Updates updates;
+  };
 
   // What the updaters work with, while `added` is not known.
   __device__ uint32_t tokens_of(uint32_t b) const { return first_bad[b] < given[b] ? 0 : given[b]; }
@@ -84,22 +99,22 @@ __device__ __forceinline__ int64_t slot_of_row(const NgramInsertParams& p, int64
   return p.is_document ? 0 : slot_of(p.slots, p.first_slot + b, p.index.num_slots);
 }
 
-// A token of the call: the j-th of row b. In order, each row as wide as the widest, rounded up to a power of two.
-struct Cells {
-  uint32_t log_width, all;
+// A token of the call: the j-th of row b.
+struct Token {
+  uint32_t b, j;
 
-  __device__ uint32_t row(uint32_t cell) const { return cell >> log_width; }
-  __device__ uint32_t token(uint32_t cell) const { return cell & ((1u << log_width) - 1); }
+  __device__ uint32_t name() const { return b << kTokenBits | j; }
+  __device__ static Token named(uint32_t name) { return {name >> kTokenBits, name % (1u << kTokenBits)}; }
 };
 
+// The i-th token of the call, if there are so many.
 template <bool kIsRound>
-__device__ __forceinline__ Cells cells_of(const NgramInsertParams& p, const Plan& s) {
-  if constexpr (!kIsRound) return {.log_width = 31, .all = s.tokens_of(0)};
-  uint32_t widest = 1;
+__device__ __forceinline__ Token find_token(const Plan& s, uint32_t i) {
+  if constexpr (!kIsRound) return {0, i};
+  uint32_t b = 0;  // the last row that has not more before it, which is not empty
 #pragma unroll
-  for (const uint32_t of_warp : s.widest) widest = max(widest, of_warp);
-  const uint32_t log_width = kWarp - __clz(static_cast<int>(widest - 1));
-  return {.log_width = log_width, .all = static_cast<uint32_t>(p.rows) << log_width};
+  for (uint32_t step = kNgramRows / 2; step > 0; step /= 2) b += s.first_token[b + step] <= i ? step : 0;
+  return {b, i - s.first_token[b]};
 }
 
 }  // namespace specdec::ngram_insert

@@ -125,8 +125,8 @@ __device__ __forceinline__ int write_block(const NgramInsertParams& p, const Pla
   return s.taken + n >= v.num_blocks ? __popc(overwritten) : 0;
 }
 
-// What a row adds, and the blocks of the ring that it takes, in one sum.
-constexpr int kTokenBits = 17;  // blocks, fewer by 27 but for one a row, have the others
+// What a row adds, and the blocks of the ring that it takes, in one sum: blocks, fewer by 27 but for one a row, have
+// the bits that are left.
 static_assert(kNgramChunk < 1 << kTokenBits &&
               kNgramChunk / kNgramBlockTokens + 2 * kNgramRows < 1 << (32 - kTokenBits));
 
@@ -155,8 +155,6 @@ __device__ __forceinline__ void plan(const NgramInsertParams& p, const NgramInse
   s.start[i] = row.start;
   s.stream[i] = row.stream;
   s.scope[i] = row.scope;
-  const uint32_t widest = __reduce_max_sync(kFullMask, row.count);
-  if (lane == 0) s.widest[warp] = widest;
   wait_at(kAll);
 
   const uint32_t first_block = blockIdx.x + warp * gridDim.x;
@@ -200,10 +198,10 @@ __device__ __forceinline__ void plan(const NgramInsertParams& p, const NgramInse
   const bool in_turn = s.in_turn != 0;
   if (!in_turn) {
     // The tokens that go into blocks that are there already.
-    const Cells cells = cells_of<kIsRound>(p, s);
-    const uint32_t most = kIsRound ? cells.all : min(cells.all, kNgramBlockTokens);
-    for (uint32_t cell = blockIdx.x * kPlanners + i; cell < most; cell += kPlanners * gridDim.x) {
-      const uint32_t b = cells.row(cell), j = cells.token(cell), at = s.start[b] % kNgramBlockTokens + j;
+    const uint32_t most = kIsRound ? s.all_tokens : min(s.added[0], kNgramBlockTokens);
+    for (uint32_t t = blockIdx.x * kPlanners + i; t < most; t += kPlanners * gridDim.x) {
+      const auto [b, j] = find_token<kIsRound>(s, t);
+      const uint32_t at = s.start[b] % kNgramBlockTokens + j;
       if (j >= s.added[b] || !s.goes_on[b] || at >= kNgramBlockTokens) continue;
       v.blocks[s.last[b] & ((1u << v.block_bits) - 1)].tokens[at] = row_tokens(p, b, s.added[b])[j];
     }

@@ -2,57 +2,88 @@
 #pragma once
 
 #include "core/bits.h"
+#include "core/warp_scan.cuh"
 #include "ngram/append.h"
 #include "ngram/insert/plan.cuh"
 #include "ngram/insert/set_lanes.cuh"
 
 namespace specdec::ngram_insert {
 
-// Tokens that are checked together.
-struct TokenBatch {
-  static constexpr uint32_t kTokens = 4;
-  int32_t token[kTokens];
+// How many tokens the rows name, by a warp. Whether a row is refused turns out later: then its tokens are not looked
+// at.
+struct RowLengths {
+  static constexpr uint32_t kRows = kNgramRows / kWarp;  // of a lane
+  int32_t given[kRows];
 
-  __device__ void load(const NgramInsertParams& p, uint32_t begin, uint32_t cells) {
+  __device__ void load(const NgramInsertParams& p) {
 #pragma unroll
-    for (uint32_t k = 0; k < kTokens; ++k) {
-      const uint32_t cell = begin + k * kUpdaters;
-      token[k] = cell < cells ? p.tokens[cell] : 0;
+    for (uint32_t k = 0; k < kRows; ++k) {
+      const uint32_t b = lane_id() * kRows + k;
+      given[k] = b < p.rows ? p.lengths[b] : 0;
     }
   }
-  __device__ void check(const NgramInsertParams& p, uint32_t begin, Plan& s) const {
-    uint32_t bad = 0;
+  __device__ void lay_out(const NgramInsertParams& p, Plan& s) {
+    uint32_t sum = 0;
 #pragma unroll
-    for (uint32_t k = 0; k < kTokens; ++k) bad |= static_cast<uint32_t>(token[k] < 0) << k;
-#pragma unroll 1
-    for (; bad != 0; bad &= bad - 1) {
-      const uint32_t cell = begin + (__ffs(static_cast<int>(bad)) - 1) * kUpdaters;
-      const auto width = static_cast<uint32_t>(p.width);
-      atomicMin(&s.first_bad[cell / width], p.lengths == nullptr ? 0 : cell % width);
+    for (int32_t& count : given) {
+      if (count < 0 || count > p.width) count = 0;
+      sum += count;
     }
+    uint32_t before = sum_up_to_lane(sum) - sum;
+#pragma unroll
+    for (uint32_t k = 0; k < kRows; ++k) {
+      s.first_token[lane_id() * kRows + k] = before;
+      before += given[k];
+    }
+    if (lane_id() == kWarp - 1) s.all_tokens = before;
   }
 };
+
+// Notes the first token of a row that is below 0, of the tokens from the `begin`-th on. Some are read at a time, which
+// counts where there are many.
+template <bool kIsRound>
+__device__ __forceinline__ void check_tokens(const NgramInsertParams& p, Plan& s, uint32_t begin, uint32_t count) {
+  constexpr uint32_t kTogether = kIsRound ? 1 : 4;
+#pragma unroll 1
+  for (uint32_t first = begin + threadIdx.x; first < count; first += kTogether * kUpdaters) {
+    Token token[kTogether];
+    int32_t value[kTogether];
+#pragma unroll
+    for (uint32_t k = 0; k < kTogether; ++k) {
+      token[k] = find_token<kIsRound>(s, first + k * kUpdaters);
+      value[k] = first + k * kUpdaters < count ? p.tokens[token[k].b * p.width + token[k].j] : 0;
+    }
+#pragma unroll
+    for (uint32_t k = 0; k < kTogether; ++k)
+      if (value[k] < 0) atomicMin(&s.first_bad[token[k].b], kIsRound ? token[k].j : 0);
+  }
+}
 
 // What one token changes of the table. Of a block's own sets; of the others kNoSet.
 struct TokenUpdates {
   uint32_t sets[kNgramOrders], tags[kNgramOrders];
 
-  __device__ void find(const NgramInsertParams& p, const Plan& s, const Cells& cells, uint32_t cell) {
+  // `starts`: whether the token is among those that s.text has.
+  __device__ void find(const NgramInsertParams& p, const Plan& s, const Token& token, bool starts) {
 #pragma unroll
     for (uint32_t& set : sets) set = kNoSet;
-    if (cell >= cells.all) return;
     const NgramView& v = p.index;
-    const uint32_t b = cells.row(cell), j = cells.token(cell), start = s.start[b], tokens = s.tokens_of(b);
+    const auto [b, j] = token;
+    const uint32_t tokens = s.tokens_of(b), at = s.start[b] + j;
     if (j >= tokens) return;
-    const int32_t* text = row_tokens(p, b, tokens) + j;
-    const int32_t* tail = s.tail[b];
-    const uint32_t at = start + j;
     int32_t before[kNgramLongest];
+    if (starts) {
 #pragma unroll
-    for (uint32_t n = 1; n <= kNgramLongest; ++n)
-      before[n - 1] = n <= j ? text[-static_cast<int>(n)] : tail[(at - n) % kNgramMaxMatch];
+      for (uint32_t n = 1; n <= kNgramLongest; ++n)
+        before[n - 1] = *(n <= j ? &s.text[b][j - n] : &s.tail[b][(at - n) % kNgramMaxMatch]);
+    } else {
+      const int32_t* text = row_tokens(p, b, tokens) + j;
+#pragma unroll
+      for (uint32_t n = 1; n <= kNgramLongest; ++n)
+        before[n - 1] = n <= j ? text[-static_cast<int>(n)] : s.tail[b][(at - n) % kNgramMaxMatch];
+    }
     uint64_t keys[kNgramOrders];
-    ngram_keys(s.scope[b], [&](int i) { return before[i - 1]; }, keys);
+    ngram_keys(s.scope[b], [&](int n) { return before[n - 1]; }, keys);
 #pragma unroll
     for (int order = 0; order < kNgramOrders; ++order) {
       const uint32_t set = ngram_set_of(v, keys[order]);
@@ -76,8 +107,9 @@ struct TokenUpdates {
   }
 };
 
-// Where the j-th token of row b goes.
-__device__ __forceinline__ uint32_t position_of(const NgramInsertParams& p, const Plan& s, uint32_t b, uint32_t j) {
+// Where a token goes.
+__device__ __forceinline__ uint32_t position_of(const NgramInsertParams& p, const Plan& s, const Token& token) {
+  const auto [b, j] = token;
   const uint32_t at = s.start[b] % kNgramBlockTokens + j, k = at / kNgramBlockTokens;
   const bool is_old = s.goes_on[b] && k == 0;
   const uint32_t id = is_old ? s.last[b] : ngram_id_after(p.index, s.next, s.first_block[b] + k - s.goes_on[b]);
@@ -86,10 +118,10 @@ __device__ __forceinline__ uint32_t position_of(const NgramInsertParams& p, cons
 
 // Applies a lot in order: those of the list from `begin` on, at most kLot. Eight lanes have an update, and the first of
 // those of a set does them all.
-__device__ __forceinline__ void apply(const NgramInsertParams& p, const Plan& s, const Cells& cells, uint32_t begin,
-                                      uint32_t count, uint32_t& entries, uint32_t& evictions) {
+__device__ __forceinline__ void apply(const NgramInsertParams& p, const Plan& s, uint32_t begin, uint32_t count,
+                                      uint32_t& entries, uint32_t& evictions) {
   const NgramView& v = p.index;
-  const uint32_t *sets = s.updates.sets + begin, *tags = s.updates.tags + begin, *its_cells = s.updates.cells + begin;
+  const uint32_t *sets = s.updates.sets + begin, *tags = s.updates.tags + begin, *tokens = s.updates.tokens + begin;
   const int way = lane_id() % kNgramWays;
   const uint32_t i = threadIdx.x / kNgramWays, set = i < count ? sets[i] : kNoSet;
   if (warp_id() * (kWarp / kNgramWays) >= static_cast<int>(count)) return;
@@ -113,7 +145,7 @@ __device__ __forceinline__ void apply(const NgramInsertParams& p, const Plan& s,
       for (int k = 0; k < kNgramWays - 1; ++k) mine &= mine - (k < way ? 1 : 0);
     }
     const uint32_t j = mine != 0 ? __ffsll(static_cast<long long>(mine)) - 1 : 0;
-    const uint32_t cell = its_cells[j], tag = tags[j], position = position_of(p, s, cells.row(cell), cells.token(cell));
+    const uint32_t tag = tags[j], position = position_of(p, s, Token::named(tokens[j]));
 #pragma unroll 1
     for (int k = 0; k < min(most, kNgramWays); ++k)
       own.update(v, k < left, __shfl_sync(kFullMask, tag, k, kNgramWays),
@@ -130,14 +162,22 @@ template <bool kIsRound>
 __device__ __forceinline__ void update(const NgramInsertParams& p, Plan& s) {
   const NgramView& v = p.index;
   auto* const work = static_cast<NgramWork*>(p.work);
-  const auto rows = static_cast<uint32_t>(p.rows), all_cells = static_cast<uint32_t>(p.rows * p.width);
+  const auto rows = static_cast<uint32_t>(p.rows);
   const uint32_t i = threadIdx.x;
   const int lane = lane_id(), warp = warp_id();
 
   // Tokens and tails, all on their way together. Warps that have none stay out of the others' way.
-  const bool has_tokens = i - lane < all_cells;
-  TokenBatch batch;
-  if (has_tokens) batch.load(p, i, all_cells);
+  RowLengths lengths;
+  const bool lays_out = kIsRound && warp == kUpdaterWarps - 1;
+  if (lays_out) lengths.load(p);
+  if constexpr (kIsRound) {
+#pragma unroll
+    for (uint32_t cell = i; cell < kNgramRows * kFirstTokens; cell += kUpdaters) {
+      const uint32_t b = cell / kFirstTokens, j = cell % kFirstTokens;
+      if (b < rows && j < p.width) copy_word_ahead(&s.text[b][j], p.tokens + b * p.width + j);
+    }
+    words_on_their_way();
+  }
   if (i < kNgramRows) s.first_bad[i] = kNgramNone;
   if ((i - lane) / kTailParts < rows) {
     constexpr uint32_t kTurns = kNgramRows * kTailParts / kUpdaters;
@@ -153,29 +193,41 @@ __device__ __forceinline__ void update(const NgramInsertParams& p, Plan& s) {
       if (slots[turn] >= 0) copy_ahead(&s.tail[b][at], &stream_of(p, work, slots[turn]).tail[at]);
     }
   }
+  if (lays_out) lengths.lay_out(p, s);
+  words_arrived();
   wait_at(kOfUpdaters);
-  if (has_tokens) batch.check(p, i, s);
-#pragma unroll 1
-  for (uint32_t begin = i + TokenBatch::kTokens * kUpdaters; begin < all_cells;
-       begin += TokenBatch::kTokens * kUpdaters) {
-    batch.load(p, begin, all_cells);
-    batch.check(p, begin, s);
+  // Of a round, the first tokens are found and checked while the records are on their way.
+  Token token{.b = 0, .j = kNoToken};
+  if constexpr (kIsRound) {
+    const uint32_t named = s.all_tokens;
+    if (i < named) {
+      token = find_token<true>(s, i);
+      const int32_t* text = token.j < kFirstTokens ? &s.text[token.b][token.j] : row_tokens(p, token.b, 0) + token.j;
+      if (*text < 0) atomicMin(&s.first_bad[token.b], token.j);
+    }
+    check_tokens<true>(p, s, kUpdaters, named);
+  } else {
+    check_tokens<false>(p, s, 0, static_cast<uint32_t>(p.width));
   }
   arrived();
   wait_at(kAll);
 
-  const Cells cells = cells_of<kIsRound>(p, s);
+  const uint32_t all_tokens = kIsRound ? s.all_tokens : s.tokens_of(0);
   TokenUpdates found;
   uint32_t entries = 0, evictions = 0, listed = 0;
 #pragma unroll 1
   for (uint32_t tile = 0;; tile += kUpdaters) {
-    const bool is_end = tile > 0 && tile >= cells.all;
-    if (!is_end) found.find(p, s, cells, tile + i);
+    const bool is_end = tile > 0 && tile >= all_tokens;
+    if (!is_end) {
+      const bool is_first = kIsRound && tile == 0;
+      if (!is_first) token = find_token<kIsRound>(s, tile + i);
+      found.find(p, s, token, is_first && token.j < kFirstTokens);
+    }
     if (listed >= kLot || is_end) {  // whole lots, and in the end what is left
       uint32_t done = 0;
 #pragma unroll 1
       while (true) {
-        apply(p, s, cells, done, min(listed - done, kLot), entries, evictions);
+        apply(p, s, done, min(listed - done, kLot), entries, evictions);
         done += kLot;
         if (is_end ? done >= listed : done + kLot > listed) break;
         wait_at(kOfUpdaters);
@@ -186,23 +238,23 @@ __device__ __forceinline__ void update(const NgramInsertParams& p, Plan& s) {
       if (i < listed) {
         s.updates.sets[i] = s.updates.sets[done + i];
         s.updates.tags[i] = s.updates.tags[done + i];
-        s.updates.cells[i] = s.updates.cells[done + i];
+        s.updates.tokens[i] = s.updates.tokens[done + i];
       }
     }
 
-    uint32_t before, all;
-    found.count(before, all);
+    uint32_t of_lanes, all;
+    found.count(of_lanes, all);
     if (lane == 0) s.found[warp] = all;
     wait_at(kOfUpdaters);
     const uint32_t of_warp = lane < kUpdaterWarps ? s.found[lane] : 0;
-    uint32_t at = listed + before + __reduce_add_sync(kFullMask, lane < warp ? of_warp : 0);
+    uint32_t at = listed + of_lanes + __reduce_add_sync(kFullMask, lane < warp ? of_warp : 0);
     listed += __reduce_add_sync(kFullMask, of_warp);
 #pragma unroll
     for (int order = 0; order < kNgramOrders; ++order) {
       if (found.sets[order] == kNoSet) continue;
       s.updates.sets[at] = found.sets[order];
       s.updates.tags[at] = found.tags[order];
-      s.updates.cells[at++] = tile + i;
+      s.updates.tokens[at++] = token.name();
     }
     if (tile > 0) {
       wait_at(kOfUpdaters);
