@@ -182,8 +182,9 @@ __device__ __forceinline__ void plan(const NgramInsertParams& p, const NgramInse
   uint32_t sum = sum_up_to_lane(needed << kTokenBits | row.count), total = 0;
   if (lane == kWarp - 1) s.sums[warp] = sum;
   wait_at(kOfPlanners);
-  // All that the plan reads has arrived.
-  const uint32_t others = i == 0 && gridDim.x > 1 ? atomicAdd(&work->planned, 1) : 0;
+  // All that the plan reads has arrived. The last block counts from 0 again. (atomicAdd would add up what a warp adds, and
+  // wait to tell its threads.)
+  const uint32_t others = i == 0 && gridDim.x > 1 ? atomicInc(&work->planned, gridDim.x - 1) : 0;
 #pragma unroll
   for (int w = 0; w < kPlannerWarps; ++w) {
     sum += w < warp ? s.sums[w] : 0;
@@ -214,7 +215,6 @@ __device__ __forceinline__ void plan(const NgramInsertParams& p, const NgramInse
   if (i == 0) s.is_last = others == gridDim.x - 1;
   wait_at(kOfPlanners);
   if (!s.is_last) return;
-  if (i == 0) work->planned = 0;
   if (row.refused) count(v.header->refused, 1);
   if (in_turn) {
     if (i == 0) append_in_turn(given, work, s);
