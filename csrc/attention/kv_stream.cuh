@@ -11,6 +11,7 @@
 #include "attention/work_line.cuh"
 #include "core/mbarrier.cuh"
 #include "core/prefetch.cuh"
+#include "core/turn.cuh"
 
 namespace specdec {
 
@@ -34,19 +35,6 @@ struct Stage {
   }
   // What the place of a row's bytes in its line is changed by.
   __device__ static constexpr int swizzle(int row) { return row / (128 / kLine) % (kLine / 16) * 16; }
-};
-
-// Which of kCount things used in turn it is, and the parity of its barrier's phase.
-template <int kCount>
-struct Turn {
-  int at = 0;
-  unsigned parity = 0;
-  __device__ void advance() {
-    if (++at == kCount) {
-      at = 0;
-      parity ^= 1;
-    }
-  }
 };
 
 // Warps 0 to kConsumers - 1 of the block consume, the next kProducers produce. K and V of a tile come and go together;

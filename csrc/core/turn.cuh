@@ -3,15 +3,17 @@
 
 namespace specdec {
 
-// The place, and the parity of its barrier's phase. The phase before a barrier's first counts as over: who waits for
-// the parity that is not this one finds each place free on the first lap.
+// The place, of kPlaces or fewer, and the parity of its barrier's phase. The phase before a barrier's first counts as
+// over: who waits for the parity that is not this one finds each place free on the first lap.
+template <int kPlaces>
 struct Turn {
   int at = 0;
   unsigned parity = 0;
-  __device__ void advance(int places) {
-    if (++at < places) return;
-    at = 0;
-    parity ^= 1;
+  __device__ void advance(int places = kPlaces) {
+    if (++at == places) {
+      at = 0;
+      parity ^= 1;
+    }
   }
 };
 

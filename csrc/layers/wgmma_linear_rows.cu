@@ -67,7 +67,7 @@ class LinearRows {
   __device__ void copy_weight() {
     constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST);
     const int bytes = w_.depth * (w_.slice_bytes() + kXBytes), rows = w_.tiles_at_once * w_.tile_rows;
-    Turn turn;
+    Turn<kMaxStages> turn;
     int row = share_.first * w_.tile_rows;
     for (int group = 0; group < w_.groups; ++group, row += rows)
       for (int slice = 0; slice < share_.slices; slice += w_.depth, turn.advance(w_.stages)) {
@@ -86,7 +86,7 @@ class LinearRows {
   __device__ void copy_x() {
     constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_LAST);
     wait_for_kernels_before();
-    Turn turn;
+    Turn<kMaxStages> turn;
     for (int group = 0; group < w_.groups; ++group)
       for (int slice = 0; slice < share_.slices; slice += w_.depth, turn.advance(w_.stages)) {
         barriers_.empty[turn.at].wait(turn.parity ^ 1);
@@ -99,7 +99,7 @@ class LinearRows {
   __device__ void multiply() {
     const int mine = threadIdx.x / kWarpgroup;
     Sums sums = {};
-    Turn turn;
+    Turn<kMaxStages> turn;
     wait_for_kernels_before();  // of whom one may still write to `out`
     for (int group = 0; group < w_.groups; ++group) {
       const int tile = share_.first + group * w_.tiles_at_once + mine;

@@ -79,7 +79,7 @@ class ManyRowsKernel {
     const int first = static_cast<int>(threadIdx.x) / kWarpgroup * kPanels * kPanelRows;
     wait_for_kernels_before();  // of whom one may still write to `out`
     Sums sums[kPanels];
-    Turn turn;
+    Turn<kStages> turn;
     for_each_tile([&](const Tile& tile) {
       int before = -1;
       for (int slice = 0; slice < w_.slices; ++slice) {
@@ -97,7 +97,7 @@ class ManyRowsKernel {
         cute::warpgroup_wait<1>();
         if (before >= 0) release(before);
         before = turn.at;
-        turn.advance(kStages);
+        turn.advance();
       }
       cute::warpgroup_wait<0>();
       pin_all(sums);
@@ -125,9 +125,9 @@ class ManyRowsKernel {
   // In turn, when both blocks have read what was in the stage before.
   template <class F>
   __device__ void for_each_stage(F f) const {
-    Turn turn;
+    Turn<kStages> turn;
     for_each_tile([&](const Tile& tile) {
-      for (int slice = 0; slice < w_.slices; ++slice, turn.advance(kStages)) {
+      for (int slice = 0; slice < w_.slices; ++slice, turn.advance()) {
         barriers_.empty[turn.at].wait(turn.parity ^ 1);
         f(turn.at, tile, slice * kSlice);
       }

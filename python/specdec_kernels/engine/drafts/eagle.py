@@ -61,6 +61,6 @@ class EagleDraft(ModelDraft):
         self._keep(self.rows_to_keep(slots, num_valid), output)
 
     def _keep(self, rows: Tensor, output: HeadOutput) -> None:
-        """The output of one row a slot becomes these rows of the draft state: its children, and the feature they share."""
+        """An output of a row for each becomes these rows of the draft state: children, and the feature they share."""
         self.set_root_children(rows, self.head.logits(output.normed))
         self.last_hidden[rows] = output.hidden
