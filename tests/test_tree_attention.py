@@ -218,6 +218,24 @@ def test_few_requests(device: torch.device, head_dim: int, prefixes: list[int], 
 
 
 @all_paths
+@pytest.mark.parametrize(("batch", "rows"), [(11, 1), (16, 7), (16, 40), (20, 3), (33, 17), (64, 5), (70, 2)])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_whole_groups(
+    device: torch.device, dtype: torch.dtype, pools: torch.dtype, head_dim: int, batch: int, rows: int
+) -> None:
+    """A request and KV head or more for half of an H200's blocks, as many, and more, of short KV: nothing is cut."""
+    prefixes = [37 * b % 151 if b % 5 else 0 for b in range(batch)]
+    cache = make_cache(
+        prefixes, [rows] * batch, page_size=16, kv_heads=8, head_dim=head_dim, dtype=pools, device=device
+    )
+    q = torch.randn(batch, rows, 16, head_dim, device=device).to(dtype)
+    check(q, cache, mask=random_trees(batch, rows))
+    lengths = torch.randint(-1, rows + 2, (batch,), dtype=torch.int32)
+    check(q, cache, q_lens=lengths, slots=torch.randperm(batch).int() - 1, window=50)
+    assert torch.equal(sd.tree_attention(q, *cache.tensors()), sd.tree_attention(q, *cache.tensors()))
+
+
+@all_paths
 def test_padded_rows_give_zeros(device: torch.device, dtype: torch.dtype, pools: torch.dtype) -> None:
     q_lens = torch.tensor([3, 0, 9], dtype=torch.int32)
     # No KV behind the valid rows.
@@ -713,6 +731,18 @@ def test_small_tall_tiles_in_clusters(device: torch.device, pools: torch.dtype, 
     q = torch.randn(4, rows, 8, head_dim, device=device).bfloat16()
     check(q, cache, mask=random_trees(4, rows))
     check(q, cache, window=150, q_lens=torch.tensor([40, 3, 40, 17], dtype=torch.int32))
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("pools", [torch.bfloat16, FP8], ids=str)
+@pytest.mark.parametrize(("batch", "rows"), [(70, 10), (270, 3)])
+def test_small_whole_groups(device: torch.device, pools: torch.dtype, batch: int, rows: int) -> None:
+    """So many requests of short KV that each is done by one block, and some blocks have two of them."""
+    lens = [b % 3 * 64 for b in range(batch)]
+    cache = make_cache(lens, [rows] * batch, page_size=16, kv_heads=1, dtype=pools, device=device)
+    cache.page_table[1, 2] = -1
+    q = torch.randn(batch, rows, 8, 64, device=device).bfloat16()
+    check(q, cache, mask=random_trees(batch, rows))
 
 
 @pytest.mark.parametrize("rows", [9, 33, 64, 150])

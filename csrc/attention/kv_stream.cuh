@@ -1,9 +1,10 @@
 // The KV of a worker's share as a stream of tiles through shared memory. A few warps produce it, since one alone starts
-// a copy every 60 cycles only: they walk the work line, and each looks up its rows' pages one tile ahead and copies
-// rows with cp.async, 16 bytes at a time, so that every page size and any strides are one path and a row of one
-// head (128 bytes or more) is whole sectors anyway. For many query rows the copy engine takes boxes of 16 KV rows,
-// where all of them are in the prefix and on one page: exponentials have no copies to queue with then. The other warps
-// consume the stream and free each stage when they are done with it; only barriers connect them.
+// a copy every 60 cycles only: they walk the work line, or from one whole group to the next, and each looks up its
+// rows' pages one tile ahead and copies rows with cp.async, 16 bytes at a time, so that every page size and any strides
+// are one path and a row of one head (128 bytes or more) is whole sectors anyway. For many query rows the copy engine
+// takes boxes of 16 KV rows, where all of them are in the prefix and on one page: exponentials have no copies to queue
+// with then. The other warps consume the stream and free each stage when they are done with it; only barriers connect
+// them.
 #pragma once
 
 #include "attention/pool_maps.h"
@@ -102,12 +103,13 @@ struct KvStream {
     __device__ Turn<kStages> value() const { return turn; }
   };
 
-  // A producer warp's whole life. Each walks the line for itself, and the first one announces its segments to the
+  // A producer warp's whole life. Each walks for itself, and the first one announces its segments to the
   // consumers; in a mapped stream, where registers are short, it alone walks, and the others wait for what it
   // announces.
   __device__ void produce(const TreeAttentionParams& p, const Cut& cut, int worker, const PoolMaps* maps = nullptr) {
     const int producer = threadIdx.x / kWarp - kConsumers;
     WalkState walk;
+    WholeGroups groups;
     KnownRequests known;
     // Between its steps such a walk rests in memory.
     if constexpr (kMapped) asm volatile("" ::"l"(&walk) : "memory");
@@ -117,10 +119,14 @@ struct KvStream {
     while (true) {
       Segment mine;
       if (!kMapped || producer == 0) {
-        WorkLine line(p, cut, walk, known);
-        mine = line.next_of(worker);
+        if (cut.whole) {
+          mine = groups.next_of(p, cut, worker);
+        } else {
+          WorkLine line(p, cut, walk, known);
+          mine = line.next_of(worker);
+          walk = line;
+        }
         if (producer == 0) announce(mine, turn);
-        walk = line;
       }
       if constexpr (kMapped) announced[turn.at].wait(turn.parity);
       const Segment& s = kMapped ? segments[turn.at] : mine;

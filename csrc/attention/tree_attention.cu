@@ -12,6 +12,10 @@ namespace {
 
 constexpr int kMaxLanes = 4;  // beyond, row tiles follow each other on the work line
 
+// What a table has room for: so little KV of a request that cutting it in two and merging takes longer than reading it,
+// or so little that a request of that length among short ones is not worth it.
+constexpr int kShortRows = 1088, kMediumRows = 2304;
+
 int device_attribute(cudaDeviceAttr attribute) {
   int device = 0, value = 0;
   SD_CUDA_CHECK("tree_attention", cudaGetDevice(&device));
@@ -58,10 +62,10 @@ int64_t tiles_of_64(int64_t rows) { return (rows + 63) / 64; }
 int cluster_rows(const TreeAttentionParams& p, int64_t rows) {
   const int64_t tiles_of_16 = (rows + 15) / 16;
   if (p.fp8 && 2 * p.batch * p.kv_heads * tiles_of_16 <= current_device("tree_attention").multiprocessors &&
-      (tiles_of_16 <= 2 || (tiles_of_16 <= kMaxLanes && row_capacity(p.rows) <= 1088)))
+      (tiles_of_16 <= 2 || (tiles_of_16 <= kMaxLanes && row_capacity(p.rows) <= kShortRows)))
     return 16;
   if (rows <= 64) return rows <= 16 ? 16 : 64;
-  return p.batch * p.kv_heads * tiles_of_64(rows) <= 16 || row_capacity(p.rows) <= 1088 ? 64 : 128;
+  return p.batch * p.kv_heads * tiles_of_64(rows) <= 16 || row_capacity(p.rows) <= kShortRows ? 64 : 128;
 }
 
 // Of a tile, for so many of a request and KV head.
@@ -81,14 +85,25 @@ int tokens_of(const TreeAttentionParams& p, Kernel kernel, int rows) {
 }
 
 // Blocks on a multiprocessor: all of a call have to run at once. Two hide more of each other's waiting; where there are
-// few groups, one has as much on its way and leaves half the parts, but of 8-bit pools that is for short KV only.
-int blocks_at_once(const TreeAttentionParams& p, const Cut& cut, Kernel kernel, int multiprocessors) {
+// fewer than `least` groups, one has as much on its way and leaves half the parts, but of 8-bit pools that is for short
+// KV only.
+int blocks_at_once(const TreeAttentionParams& p, const Cut& cut, Kernel kernel, int multiprocessors, int least) {
   if (p.head_dim == 256) return 1;
   if (kernel != Kernel::kMma) {
     const bool is_long = p.fp8 && row_capacity(p.rows) > 8192;
-    return cut.rows <= 64 && (p.batch * p.kv_heads >= 2 * multiprocessors || is_long) ? 2 : 1;
+    return cut.rows <= 64 && (p.batch * p.kv_heads >= least || is_long) ? 2 : 1;
   }
   return device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor) >= 212 * 1024 ? 2 : 1;
+}
+
+// Whether workers take whole groups: where KV is short and half of them, or all but a few, are busy to the end. All
+// share the memory's bandwidth, of which one alone can use several times its part, so that it matters little who has
+// more to do.
+bool takes_whole_groups(const TreeAttentionParams& p, const Cut& cut, int64_t rows) {
+  if (p.fixed_split || p.cu_seqlens_q || rows > cut.rows * cut.lanes || row_capacity(p.rows) > kMediumRows)
+    return false;
+  const int64_t groups = p.batch * p.kv_heads, each = (groups + cut.max_workers - 1) / cut.max_workers;
+  return groups * 16 >= each * cut.max_workers * (row_capacity(p.rows) <= kShortRows ? 8 : 11);
 }
 
 struct Choice {
@@ -103,7 +118,10 @@ int cluster_blocks(const TreeAttentionParams& p, int64_t rows) {
   const Device device = current_device("tree_attention");
   const int64_t tiles = tiles_of_64(rows), clusters = p.batch * p.kv_heads * tiles;
   if (!device.has_wgmma || p.fixed_split || p.head_dim == 256) return 0;
-  if (clusters == 0 || tiles > kMaxLanes || 2 * clusters > device.multiprocessors) return 0;
+  // Up to 16 rows are faster with two blocks than with one as long as there is a multiprocessor for each.
+  constexpr int64_t kMostRows = 4352;
+  const int64_t needed = rows <= 16 && !p.fp8 && row_capacity(p.rows) <= kMostRows ? clusters : 2 * clusters;
+  if (clusters == 0 || tiles > kMaxLanes || needed > device.multiprocessors) return 0;
   const int tile = cluster_rows(p, rows);
   const bool reach_the_memory = tile == 16 && clusters >= 8 && (clusters <= 16 || (p.fp8 && rows <= 16));
   const int64_t most = reach_the_memory ? INT32_MAX
@@ -131,8 +149,13 @@ Choice choose(const TreeAttentionParams& p) {
   cut.group = cutlass::FastDivmod(static_cast<int>(p.q_heads / p.kv_heads));
   cut.page_size = cutlass::FastDivmod(static_cast<int>(p.rows.page_size));
   const int multiprocessors = current_device("tree_attention").multiprocessors;
-  cut.blocks = blocks_at_once(p, cut, c.kernel, multiprocessors);
-  cut.max_workers = std::clamp(multiprocessors * cut.blocks / cut.lanes, 1, kMaxWorkers);
+  const auto run = [&](int blocks) {
+    cut.blocks = blocks;
+    cut.max_workers = std::clamp(multiprocessors * blocks / cut.lanes, 1, kMaxWorkers);
+  };
+  run(blocks_at_once(p, cut, c.kernel, multiprocessors, multiprocessors + 1));
+  cut.whole = !cut.cluster && takes_whole_groups(p, cut, rows);
+  if (!cut.whole) run(blocks_at_once(p, cut, c.kernel, multiprocessors, 2 * multiprocessors));
   return c;
 }
 
@@ -150,7 +173,7 @@ int64_t max_parts(const TreeAttentionParams& p, const Cut& cut) {
 int64_t tree_attention_workspace_cuda(const TreeAttentionParams& p) {
   if (!has_tensor_cores_for(p)) return 0;
   const Cut cut = choose(p).cut;
-  if (cut.cluster) return 0;
+  if (cut.cluster || cut.whole) return 0;
   return max_parts(p, cut) * part_floats(cut, p.head_dim);
 }
 

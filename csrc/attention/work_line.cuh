@@ -9,6 +9,7 @@
 
 #include "attention/visibility.h"
 #include "core/cuda.cuh"
+#include "core/prefetch.cuh"
 #include "core/warp_scan.cuh"
 
 namespace specdec {
@@ -22,6 +23,7 @@ struct Cut {
   int blocks;  // on a multiprocessor at once
   int max_workers;                // that can run at once, up to kMaxWorkers
   int cluster;                    // blocks of a cluster, where each has a request and KV head of its own; else 0
+  bool whole;                     // workers take whole groups in turn, and nothing is cut
   cutlass::FastDivmod tile;       // divides by the KV rows of a tile
   cutlass::FastDivmod group;      // by G = q_heads / kv_heads
   cutlass::FastDivmod split;      // by the tiles of a split: 1, or with fixed_split what it says
@@ -129,6 +131,55 @@ class WalkState {
 
   // Of next_of().
   bool waited_ = false, known_ = false, cut_some_ = false, merging_ = false;
+};
+
+// What a worker has to do where groups are whole, and of no more rows than its lanes have: every max_workers-th of
+// them, as far as there is KV to be read. No lengths are read but those of its own groups.
+class WholeGroups {
+ public:
+  // The next one; head -1: there is none. The first call waits for the kernels before; what it is likely to read, and
+  // the code that does, comes while they run. By a warp, all lanes together.
+  __device__ __forceinline__ Segment next_of(const TreeAttentionParams& p, const Cut& cut, int worker) {
+    const unsigned heads = static_cast<unsigned>(p.kv_heads);
+    bool known = group_ >= 0;
+    if (!known) group_ = worker;
+    Segment s;
+#pragma unroll 1
+    while (true) {  // written once: code has to be fetched too
+      s.head = -1;
+      s.first_row = s.first_tile = s.end_tile = 0;
+      const unsigned b = static_cast<unsigned>(group_) / heads;
+      if (b < p.batch) {
+        s.request = request_of(p, b);
+        s.head = static_cast<int>(static_cast<unsigned>(group_) - b * heads);
+        if (s.request.valid_rows > 0) {
+          const Tiles tiles = tiles_of(p, cut, s.request, 0);
+          s.first_tile = tiles.first;
+          s.end_tile = tiles.end;
+        }
+      }
+      if (!known) {
+        if (s.first_tile < s.end_tile)
+          prefetch(p.rows.page_table + s.request.slot * p.rows.max_pages +
+                   cut.page_size.div(s.first_tile * cut.tile.divisor));
+        wait_for_kernels_before();
+        let_next_kernel_start();
+        known = true;
+        continue;
+      }
+      if (s.head < 0) return s;
+      group_ += cut.max_workers;
+      if (s.first_tile == s.end_tile) continue;
+      s.parts = s.workers = 1;
+      s.part = s.first_part = s.place = 0;
+      s.last = true;
+      s.merge = false;
+      return s;
+    }
+  }
+
+ private:
+  int group_ = -1;
 };
 
 // The line as one warp sees it; all its lanes call all of this together.
