@@ -507,15 +507,17 @@ def test_fp8_pools(device: torch.device, dtype: torch.dtype, head_dim: int) -> N
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_fp8_number(device: torch.device, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("rows", "fixed_split"), [(1, None), (50, None), (100, None), (300, None), (3, 128)])
+def test_every_fp8_number(device: torch.device, dtype: torch.dtype, rows: int, fixed_split: int | None) -> None:
     # One key whose weight is 1, so that its value comes out: all 256 patterns.
     values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).view(4, 1, 1, 64)
     table = torch.arange(4, dtype=torch.int32, device=device)[:, None]
-    ones = torch.zeros(4, dtype=torch.int32, device=device)
-    q = torch.zeros(4, 1, 1, 64, device=device, dtype=dtype)
+    ones = torch.ones(4, dtype=torch.int32, device=device)
+    q = torch.zeros(4, rows, 1, 64, device=device, dtype=dtype)
     k = torch.zeros(4, 1, 1, 64).to(FP8).to(device)
-    out = sd.tree_attention(q, k, values.to(device), table, ones)
-    torch.testing.assert_close(out.cpu(), values.to(dtype), rtol=0, atol=0, equal_nan=True)
+    out = sd.tree_attention(q, k, values.to(device), table, ones, tail_len=0, fixed_split=fixed_split)
+    want = values.to(dtype).expand(4, rows, 1, 64)
+    torch.testing.assert_close(out.cpu(), want, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -691,10 +693,11 @@ def test_small_with_everything(device: torch.device, pools: torch.dtype, rows: i
 @pytest.mark.sanitize
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("page_size", [3, 32])
-def test_small_wide_row_tiles(device: torch.device, page_size: int, head_dim: int) -> None:
+@pytest.mark.parametrize("pools", [torch.bfloat16, FP8], ids=str)
+def test_small_wide_row_tiles(device: torch.device, pools: torch.dtype, page_size: int, head_dim: int) -> None:
     """More rows than one warpgroup multiplies, behind prefixes of whole tiles, copied row by row and in boxes."""
     rows, lens = 40, [400, 0, 256, 131]
-    cache = make_cache(lens, [rows] * 4, page_size=page_size, head_dim=head_dim, dtype=torch.bfloat16, device=device)
+    cache = make_cache(lens, [rows] * 4, page_size=page_size, head_dim=head_dim, dtype=pools, device=device)
     with_room(cache)
     cache.page_table[2, 100 // page_size] = -1
     q = torch.randn(4, rows, 8, head_dim, device=device).bfloat16()
@@ -704,10 +707,25 @@ def test_small_wide_row_tiles(device: torch.device, page_size: int, head_dim: in
 
 @pytest.mark.sanitize
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_small_tall_tiles_in_clusters(device: torch.device, head_dim: int) -> None:
+@pytest.mark.parametrize("page_size", [3, 32])
+def test_small_widened_tiles(device: torch.device, page_size: int, head_dim: int) -> None:
+    """8-bit pools in whole tiles of 64 rows, in clusters and without."""
+    rows, lens = 16, [400, 0, 256, 131]
+    cache = make_cache(lens, [rows] * 4, page_size=page_size, head_dim=head_dim, dtype=FP8, device=device)
+    q = torch.randn(4, rows, 8, head_dim, device=device).bfloat16()
+    for room in 2000, 20000:
+        with_room(cache, room)
+        check(q, cache, mask=random_trees(4, rows))
+        check(q, cache, window=150, q_lens=torch.tensor([16, 3, 16, 7], dtype=torch.int32))
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("pools", [torch.bfloat16, FP8], ids=str)
+def test_small_tall_tiles_in_clusters(device: torch.device, pools: torch.dtype, head_dim: int) -> None:
     """More rows than one warpgroup multiplies, of requests so few that each has clusters."""
     rows, lens = 40, [400, 0, 256, 131]
-    cache = make_cache(lens, [rows] * 4, page_size=16, head_dim=head_dim, dtype=torch.bfloat16, device=device)
+    cache = make_cache(lens, [rows] * 4, page_size=16, head_dim=head_dim, dtype=pools, device=device)
     with_room(cache, 2000)
     cache.page_table[2, 6] = -1
     q = torch.randn(4, rows, 8, head_dim, device=device).bfloat16()

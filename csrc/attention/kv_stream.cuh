@@ -39,19 +39,22 @@ struct Stage {
 
 // Warps 0 to kConsumers - 1 of the block consume, the next kProducers produce. K and V of a tile come and go together;
 // in a mapped stream, which has copies from the copy engine where it can, each for itself: scores do not wait for V,
-// and the next K comes while V is still multiplied.
-template <int kTokens_, int kRowBytes_, int kStages_, int kConsumers_, int kProducers_, bool kMapped_ = false>
+// and the next K comes while V is still multiplied. Where kWideners warps make other tiles of these for the consumers,
+// behind which they lie, it is they who read the stages.
+template <int kTokens_, int kRowBytes_, int kStages_, int kConsumers_, int kProducers_, bool kMapped_ = false,
+          int kWideners_ = 0>
 struct KvStream {
   static constexpr int kTokens = kTokens_, kRowBytes = kRowBytes_, kStages = kStages_;
   static constexpr int kConsumers = kConsumers_, kProducers = kProducers_;
-  static constexpr bool kMapped = kMapped_;
-  static constexpr int kSegments = kStages;                         // as many as their tiles may belong to
-  static constexpr int kMyRows = kTokens / kProducers;              // of a tile, a producer's
-  static constexpr int kChunk = kMyRows < kWarp ? kMyRows : kWarp;  // rows that a warp looks up at once
+  static constexpr bool kMapped = kMapped_, kApart = kMapped_;
+  static constexpr int kWideners = kWideners_, kReaders = kWideners > 0 ? kWideners : kConsumers;
+  static constexpr int kSegments = kWideners > 0 && kStages < 3 ? 3 : kStages;  // as many as their tiles may belong to
+  static constexpr int kMyRows = kTokens / kProducers;                          // of a tile, a producer's
+  static constexpr int kChunk = kMyRows < kWarp ? kMyRows : kWarp;              // rows that a warp looks up at once
   static_assert(kTokens % 64 == 0 && kMyRows % kChunk == 0 && kChunk % 16 == 0);
   using Stage = specdec::Stage<kTokens, kRowBytes>;
 
-  alignas(1024) Stage stages[kStages];
+  alignas(kWideners > 0 ? 128 : 1024) Stage stages[kStages];  // behind other tiles, that is on 1024 bytes
   alignas(8) uint16_t there[kStages][kTokens / 16];  // bit j: row j of these 16 is on a page and seen by some row
   Segment segments[kSegments];
   Mbarrier full[kStages], empty[kStages], announced[kSegments], read[kSegments];
@@ -61,22 +64,32 @@ struct KvStream {
   __device__ void init() {
     for (int s = 0; s < kStages; ++s) {
       full[s].init((kWarp + 1) * kProducers);
-      empty[s].init(kConsumers);
+      empty[s].init(kReaders);
       if constexpr (kMapped) {
         full_v[s].init(kWarp * kProducers);
-        empty_v[s].init(kConsumers);
+        empty_v[s].init(kReaders);
       }
     }
     for (int s = 0; s < kSegments; ++s) {
       announced[s].init(1);
-      read[s].init(kConsumers + (kMapped ? kProducers : 0));
+      read[s].init(kConsumers + kWideners + (kMapped ? kProducers : 0));
     }
   }
 
+  __device__ const unsigned char* keys(int stage) const { return stages[stage].k; }
+  __device__ const unsigned char* values(int stage) const { return stages[stage].v; }
   // Bit j: row 64 word + j of the stage's tile is there.
   __device__ uint64_t rows_there(int stage, int word) const {
     return reinterpret_cast<const uint64_t*>(there[stage])[word];
   }
+
+  // Where a consumer is.
+  struct Place {
+    Turn<kStages> turn;
+    __device__ void advance() { turn.advance(); }
+    __device__ Turn<kStages> key() const { return turn; }
+    __device__ Turn<kStages> value() const { return turn; }
+  };
 
   // A producer warp's whole life. Each walks for itself, and the first one announces its segments to the
   // consumers; in a mapped stream, where registers are short, it alone walks, and the others wait for what it
@@ -243,7 +256,7 @@ struct KvStream {
   __device__ __forceinline__ bool copy_boxes(const TreeAttentionParams& p, const Cut& cut, const Segment& s,
                                              const PoolMaps& maps, Span range, int first, int my_first,
                                              Turn<kStages> stage, const Pages& pages) {
-    constexpr int kPanels = kRowBytes / 128;
+    constexpr int kPanels = kRowBytes / Stage::kLine;
     const int lane = threadIdx.x % kWarp;
     bool whole = first >= range.begin && first + kMyRows <= s.request.prefix;
 #pragma unroll
@@ -251,11 +264,12 @@ struct KvStream {
     if (!__all_sync(kFullMask, whole)) return false;
     const bool mine = lane < kChunk && lane % kMapRows < kPanels;  // to start copies
     const int panel = lane % kMapRows, row = my_first + lane / kMapRows * kMapRows, head = s.head;
+    const int column = panel * static_cast<int>(p.head_dim) / kPanels;
     const auto start = [&](Mbarrier& full, const CUtensorMap& map, unsigned char* to) {
 #pragma unroll
       for (int n = 0; n < kEach; ++n)
         if (mine)
-          full.copy_box(to + panel * Stage::kPanel + (row + n * kChunk) * 128, &map, panel * 64, head,
+          full.copy_box(to + panel * Stage::kPanel + (row + n * kChunk) * Stage::kLine, &map, column, head,
                         cut.page_size.rem(first + row - my_first + n * kChunk), pages.page[n]);
     };
     empty[stage.at].wait(stage.parity ^ 1);

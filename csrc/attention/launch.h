@@ -25,13 +25,16 @@ constexpr int wgmma_tokens(int64_t head_dim, int rows) {
   return head_dim == 64 || (head_dim == 128 && rows == 128) ? 128 : 64;
 }
 
-// wgmma of 8-bit pools, compute capability 9.0: rows of a tile as mma.sync has them.
+// wgmma of 8-bit pools, compute capability 9.0. Of few rows, 16 or 32 a tile, they become 16 bits in registers; of
+// more, 64 or 128 a tile, in shared memory, where KV rows of a tile are wgmma_tokens.
 template <int D>
 void wgmma_fp8_attention_of(const TreeAttentionParams& p, const Cut& cut, Stream stream);
 constexpr int kWgmmaFp8Tokens = 64;
+template <int D>
+void wgmma_widened_attention_of(const TreeAttentionParams& p, const Cut& cut, Stream stream);
 
-// Clusters, compute capability 9.0, where requests are few: 16-bit pools, head dimensions of 64 and 128. Rows of a tile
-// are 16, 64 or 128.
+// Clusters, compute capability 9.0, where requests are few: head dimensions of 64 and 128. Rows of a tile are 16, 64 or
+// 128.
 namespace few {
 template <int D>
 void cluster_attention_of(const TreeAttentionParams& p, const Cut& cut, Stream stream);

@@ -153,6 +153,25 @@ __device__ __forceinline__ void widen(uint32_t x, uint32_t& low, uint32_t& high)
 #endif
 }
 
+// Makes Half of pairs of BFloat16, a quarter of a row in each of four neighbouring lanes: brings the largest below 2^15
+// by a power of two, and returns what undoes that.
+template <int N>
+__device__ __forceinline__ float make_half(uint32_t (&pairs)[N]) {
+  constexpr int kTop = 14, kLeast = -40;  // exponents; a row of less has no score worth mentioning
+  const auto low = [](uint32_t pair) { return __uint_as_float(pair << 16); };
+  const auto high = [](uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); };
+  float top = 0;
+#pragma unroll
+  for (const uint32_t x : pairs) top = fmaxf(top, fmaxf(fabsf(low(x)), fabsf(high(x))));
+  top = fmaxf(top, __shfl_xor_sync(kFullMask, top, 1));
+  top = fmaxf(top, __shfl_xor_sync(kFullMask, top, 2));
+  const int exponent = max(static_cast<int>(__float_as_uint(top) >> 23) - 127, kLeast) - kTop;
+  const float factor = __uint_as_float(static_cast<uint32_t>(127 - exponent) << 23);
+#pragma unroll
+  for (uint32_t& x : pairs) x = pack<Half>(low(x) * factor, high(x) * factor);
+  return __uint_as_float(static_cast<uint32_t>(127 + exponent) << 23);
+}
+
 // Pools of 8-bit floats are multiplied as Half, which holds all of them and NaN. They become that in registers, behind
 // shared memory.
 template <class T, int D>
@@ -181,7 +200,14 @@ struct MmaOperands<T, Float8, D> {
           q[4 * i + 2 * j][h] = x.x, q[4 * i + 2 * j][2 + h] = x.y;
           q[4 * i + 2 * j + 1][h] = x.z, q[4 * i + 2 * j + 1][2 + h] = x.w;
         }
-      if constexpr (std::is_same_v<T, BFloat16>) scales.of[h] *= convert_row(h);
+      if constexpr (std::is_same_v<T, BFloat16>) {
+        uint32_t pairs[D / 8];
+#pragma unroll
+        for (int k = 0; k < D / 8; ++k) pairs[k] = q[k / 2][k % 2 * 2 + h];
+        scales.of[h] *= make_half(pairs);
+#pragma unroll
+        for (int k = 0; k < D / 8; ++k) q[k / 2][k % 2 * 2 + h] = pairs[k];
+      }
     }
     return scales;
   }
@@ -248,31 +274,6 @@ struct MmaOperands<T, Float8, D> {
     store(column, make_float2(out[2 * n][2 * h], out[2 * n + 1][2 * h]));
     store(column + 2, make_float2(out[2 * n][2 * h + 1], out[2 * n + 1][2 * h + 1]));
   }
-
- private:
-  // Brings the largest number of row lane / 4 + 8 h below 2^15 and returns what undoes that.
-  __device__ float convert_row(int h) {
-    constexpr int kTop = 14, kLeast = -40;  // exponents; a row of less has no score worth mentioning
-    float top = 0;
-#pragma unroll
-    for (int k = 0; k < D / 16; ++k)
-#pragma unroll
-      for (int c = 0; c < 2; ++c) top = fmaxf(top, fmaxf(fabsf(low(q[k][2 * c + h])), fabsf(high(q[k][2 * c + h]))));
-    top = fmaxf(top, __shfl_xor_sync(kFullMask, top, 1));
-    top = fmaxf(top, __shfl_xor_sync(kFullMask, top, 2));
-    const int exponent = max(static_cast<int>(__float_as_uint(top) >> 23) - 127, kLeast) - kTop;
-    const float factor = __uint_as_float(static_cast<uint32_t>(127 - exponent) << 23);
-#pragma unroll
-    for (int k = 0; k < D / 16; ++k)
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        uint32_t& x = q[k][2 * c + h];
-        x = pack<Half>(low(x) * factor, high(x) * factor);
-      }
-    return __uint_as_float(static_cast<uint32_t>(127 + exponent) << 23);
-  }
-  __device__ static float low(uint32_t pair) { return __uint_as_float(pair << 16); }
-  __device__ static float high(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
 };
 
 }  // namespace specdec

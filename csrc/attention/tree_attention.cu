@@ -43,29 +43,35 @@ int64_t likely_rows(const TreeAttentionParams& p) {
   return rows * (p.q_heads / p.kv_heads);
 }
 
-enum class Kernel { kMma, kWgmma, kWgmmaFp8, kCluster };
+enum class Kernel { kMma, kWgmma, kWgmmaFp8, kWgmmaWidened, kCluster };
 
-// wgmma multiplies 64 rows at a time, but even for 16 of them that takes less time than their KV.
-Kernel kernel_for(const TreeAttentionParams& p) {
+// wgmma multiplies 64 rows at a time, but even for 16 of them that takes less time than their KV of 16 bits. Where a
+// row's bits must not depend on its neighbours, the kernel and its tile do not depend on their number.
+Kernel kernel_for(const TreeAttentionParams& p, int64_t rows) {
   if (!current_device("tree_attention").has_wgmma) return Kernel::kMma;
-  return p.fp8 ? Kernel::kWgmmaFp8 : Kernel::kWgmma;
+  if (!p.fp8) return Kernel::kWgmma;
+  return rows <= 32 && !p.fixed_split ? Kernel::kWgmmaFp8 : Kernel::kWgmmaWidened;
 }
 
 // Row tiles of 64 of a request and KV head.
 int64_t tiles_of_64(int64_t rows) { return (rows + 63) / 64; }
 
 // Of a cluster's tile. Of 128 rows a block takes a multiprocessor for itself, which is better where there would be more
-// clusters of 64 rows, of few blocks each, unless the table has room for short KV only.
+// clusters of 64 rows, of few blocks each, unless the table has room for short KV only. Of 8-bit pools some tiles of 16
+// rows are better than one of 64, unless they are four that read long KV.
 int cluster_rows(const TreeAttentionParams& p, int64_t rows) {
+  const int64_t tiles_of_16 = (rows + 15) / 16;
+  if (p.fp8 && 2 * p.batch * p.kv_heads * tiles_of_16 <= current_device("tree_attention").multiprocessors &&
+      (tiles_of_16 <= 2 || (tiles_of_16 <= kMaxLanes && row_capacity(p.rows) <= kShortRows)))
+    return 16;
   if (rows <= 64) return rows <= 16 ? 16 : 64;
   return p.batch * p.kv_heads * tiles_of_64(rows) <= 16 || row_capacity(p.rows) <= kShortRows ? 64 : 128;
 }
 
-// Of a tile, for so many of a request and KV head. Where a row's bits must not depend on its neighbours, its tile does
-// not depend on their number.
+// Of a tile, for so many of a request and KV head.
 int tile_rows(const TreeAttentionParams& p, Kernel kernel, int64_t rows) {
   if (kernel == Kernel::kCluster) return cluster_rows(p, rows);
-  if (kernel == Kernel::kWgmma) return rows > 64 && !p.fixed_split ? 128 : 64;
+  if (kernel == Kernel::kWgmma || kernel == Kernel::kWgmmaWidened) return rows > 64 && !p.fixed_split ? 128 : 64;
   const int most = p.head_dim == 256 ? 32 : 64;  // whose sums fit in registers
   return p.fixed_split || rows > 32 ? most : rows > 16 ? 32 : 16;
 }
@@ -74,14 +80,19 @@ int tile_rows(const TreeAttentionParams& p, Kernel kernel, int64_t rows) {
 int tokens_of(const TreeAttentionParams& p, Kernel kernel, int rows) {
   if (kernel == Kernel::kMma) return mma_tokens(p.fp8);
   if (kernel == Kernel::kCluster) return 64;
-  return kernel == Kernel::kWgmma ? wgmma_tokens(p.head_dim, rows) : kWgmmaFp8Tokens;
+  if (kernel == Kernel::kWgmmaFp8) return kWgmmaFp8Tokens;
+  return wgmma_tokens(p.head_dim, rows);
 }
 
 // Blocks on a multiprocessor: all of a call have to run at once. Two hide more of each other's waiting; where there are
-// fewer than `least` groups, one has as much on its way and leaves half the parts.
+// fewer than `least` groups, one has as much on its way and leaves half the parts, but of 8-bit pools that is for short
+// KV only.
 int blocks_at_once(const TreeAttentionParams& p, const Cut& cut, Kernel kernel, int multiprocessors, int least) {
   if (p.head_dim == 256) return 1;
-  if (kernel != Kernel::kMma) return cut.rows <= 64 && p.batch * p.kv_heads >= least ? 2 : 1;
+  if (kernel != Kernel::kMma) {
+    const bool is_long = p.fp8 && row_capacity(p.rows) > 8192;
+    return cut.rows <= 64 && (p.batch * p.kv_heads >= least || is_long) ? 2 : 1;
+  }
   return device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor) >= 212 * 1024 ? 2 : 1;
 }
 
@@ -106,12 +117,13 @@ struct Choice {
 int cluster_blocks(const TreeAttentionParams& p, int64_t rows) {
   const Device device = current_device("tree_attention");
   const int64_t tiles = tiles_of_64(rows), clusters = p.batch * p.kv_heads * tiles;
-  if (!device.has_wgmma || p.fp8 || p.fixed_split || p.head_dim == 256) return 0;
+  if (!device.has_wgmma || p.fixed_split || p.head_dim == 256) return 0;
   // Up to 16 rows are faster with two blocks than with one as long as there is a multiprocessor for each.
   constexpr int64_t kMostRows = 4352;
-  const int64_t needed = rows <= 16 && row_capacity(p.rows) <= kMostRows ? clusters : 2 * clusters;
+  const int64_t needed = rows <= 16 && !p.fp8 && row_capacity(p.rows) <= kMostRows ? clusters : 2 * clusters;
   if (clusters == 0 || tiles > kMaxLanes || needed > device.multiprocessors) return 0;
-  const bool reach_the_memory = rows <= 16 && clusters >= 8 && clusters <= 16;
+  const int tile = cluster_rows(p, rows);
+  const bool reach_the_memory = tile == 16 && clusters >= 8 && (clusters <= 16 || (p.fp8 && rows <= 16));
   const int64_t most = reach_the_memory ? INT32_MAX
                        : clusters < 8   ? 8192
                        : tiles == 1     ? 16384
@@ -119,9 +131,9 @@ int cluster_blocks(const TreeAttentionParams& p, int64_t rows) {
                                         : 5120;
   if (row_capacity(p.rows) > most) return 0;
   // Clusters are whole, for which not all of the device has room. Of up to 64 rows two calls' blocks are there at once.
-  const int64_t tiles_here = (rows - 1) / cluster_rows(p, rows) + 1;
-  return static_cast<int>(
-      std::clamp<int64_t>(device.multiprocessors * 3 / 4 / (p.batch * p.kv_heads * tiles_here), 2, kMaxCluster));
+  const int64_t here = p.batch * p.kv_heads * ((rows - 1) / tile + 1);
+  if (p.fp8 && tile == 16 && here > 16) return 4 * here <= device.multiprocessors ? 6 : 2;
+  return static_cast<int>(std::clamp<int64_t>(device.multiprocessors * 3 / 4 / here, 2, kMaxCluster));
 }
 
 Choice choose(const TreeAttentionParams& p) {
@@ -129,7 +141,7 @@ Choice choose(const TreeAttentionParams& p) {
   Choice c{};
   Cut& cut = c.cut;
   cut.cluster = cluster_blocks(p, rows);
-  c.kernel = cut.cluster ? Kernel::kCluster : kernel_for(p);
+  c.kernel = cut.cluster ? Kernel::kCluster : kernel_for(p, rows);
   cut.rows = tile_rows(p, c.kernel, rows);
   cut.lanes = static_cast<int>(std::min<int64_t>((rows + cut.rows - 1) / cut.rows, kMaxLanes));
   cut.tile = cutlass::FastDivmod(tokens_of(p, c.kernel, cut.rows));
@@ -175,7 +187,8 @@ void tree_attention_cuda(const TreeAttentionParams& p, Stream stream) {
   with_head_dim(p.head_dim, [&]<int D>() {
     if (kernel == Kernel::kMma) return mma_attention_of<D>(p, cut, stream);
     if (kernel == Kernel::kWgmma) return wgmma_attention_of<D>(p, cut, stream);
-    wgmma_fp8_attention_of<D>(p, cut, stream);
+    if (kernel == Kernel::kWgmmaFp8) return wgmma_fp8_attention_of<D>(p, cut, stream);
+    wgmma_widened_attention_of<D>(p, cut, stream);
   });
 }
 

@@ -1,8 +1,9 @@
 // tree_attention with wgmma (compute capability 9.0). One consumer warpgroup for up to 64 rows of a KV head, two for
 // more, each of which multiplies the weights of a tile by its V while it turns the scores of the next one into weights;
 // two of them drift apart by themselves, so that the tensor cores have work while exponentials are computed. Two or
-// four producer warps. Grid: lanes x max_workers blocks, one or two per multiprocessor. Bytes: the KV of each request
-// once per `lanes` row tiles; neighbouring lanes walk it in step and meet it in the L2.
+// four producer warps; of 8-bit pools two, and two that widen. Grid: lanes x max_workers blocks, one or two per
+// multiprocessor. Bytes: the KV of each request once per `lanes` row tiles; neighbouring lanes walk it in step and meet
+// it in the L2.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -10,23 +11,30 @@
 #include "attention/kv_stream.cuh"
 #include "attention/launch.h"
 #include "attention/merge_parts.cuh"
+#include "attention/widened_stream.cuh"
 #include "core/wgmma.cuh"
 
 namespace specdec {
 
-template <class T, int D, int kGroups, int kTokens, int kStages, int kBlocks>
+// Query rows of T, pools of Kv. Of pools of 8 bits, kStages are those of 8 bits, and there are kKeys and kValues wide
+// tiles besides.
+template <class T, class Kv, int D, int kGroups, int kTokens, int kStages, int kBlocks_, int kKeys = 0, int kValues = 0>
 class WgmmaAttention {
  public:
+  static constexpr bool kFp8 = std::is_same_v<Kv, Float8>;
+  static constexpr int kBlocks = kBlocks_;  // that a multiprocessor has room for
   static constexpr int kGroupRows = 64, kGroupThreads = 128, kRows = kGroups * kGroupRows;
-  static constexpr int kConsumers = kGroups * 4, kProducers = kBlocks == 2 ? 2 : 4;  // warps
-  static constexpr int kThreads = (kConsumers + kProducers) * kWarp;
-  // Three warpgroups have 168 registers a thread when they start: sums, scores and weights take more.
-  static constexpr bool kMovesRegisters = kGroups == 2;
-  static constexpr int kConsumerRegisters = 208, kProducerRegisters = 504 - 2 * kConsumerRegisters;
+  static constexpr int kConsumers = kGroups * 4, kProducers = kFp8 || kBlocks == 2 ? 2 : 4;  // warps
+  static constexpr int kThreads = (kConsumers + kProducers + (kFp8 ? kWideners : 0)) * kWarp;
+  // Three warpgroups have 168 registers a thread when they start, and four 128: sums, scores and weights take more.
+  static constexpr bool kMovesRegisters = kGroups == 2 || (kFp8 && kBlocks == 2);
+  static constexpr int kConsumerRegisters = kGroups == 1 ? 168 : kFp8 ? 216 : 208;
+  static constexpr int kProducerRegisters = kGroups == 2 && kFp8 ? 72 : 88;
   static constexpr int kWords = kTokens / 64;
   static_assert(kWords <= 2);
   // One warpgroup gets its KV as fast from plain copies.
-  using Stream = KvStream<kTokens, 2 * D, kStages, kConsumers, kProducers, kGroups == 2>;
+  using Stream = std::conditional_t<kFp8, WidenedStream<kTokens, D, kKeys, kValues, kStages, kConsumers>,
+                                    KvStream<kTokens, 2 * D, kStages, kConsumers, kProducers, kGroups == 2>>;
   using QueryTile = Stage<kGroupRows, 2 * D>;  // of which k is used
 
   struct Shared {
@@ -56,8 +64,11 @@ class WgmmaAttention {
   }
 
  private:
-  using MultiplyK = Wgmma<T, kTokens, cute::SM90::GMMA::Major::K>;
-  using MultiplyV = Wgmma<T, D, cute::SM90::GMMA::Major::MN>;
+  using Place = typename Stream::Place;
+  using Factor = std::conditional_t<kFp8, Half, T>;  // what is multiplied
+  static constexpr bool kMakesHalf = !std::is_same_v<T, Factor>;
+  using MultiplyK = Wgmma<Factor, kTokens, cute::SM90::GMMA::Major::K>;
+  using MultiplyV = Wgmma<Factor, D, cute::SM90::GMMA::Major::MN>;
   using Scores = float[kTokens / 8][4];
   using Weights = uint32_t[kTokens / 16][4];
 
@@ -99,8 +110,8 @@ class WgmmaAttention {
     pack_weights(scores, weights);
 
     while (++tile < end_tile) {
-      const Turn<kStages> before = stage_;
-      stage_.advance();
+      const Place before = place_;
+      place_.advance();
       wait_for_v(before);
       wait_for_k();
       pin(rows.out);
@@ -123,17 +134,17 @@ class WgmmaAttention {
       rows.follow(fall);
       pack_weights(scores, weights);
     }
-    wait_for_v(stage_);
+    wait_for_v(place_);
     pin(rows.out);
     cute::warpgroup_arrive();
-    add_v(stage_, weights, rows);
+    add_v(place_, weights, rows);
     const Segment& next = wait_for_segment();
     asked_for_q_ = next.head >= 0 && !next.merge;
     if (asked_for_q_) ask_for_q(next);
     cute::warpgroup_wait<0>();
     pin(rows.out);
-    leave_v(stage_);
-    stage_.advance();
+    leave_v(place_);
+    place_.advance();
     rows.finish();
   }
 
@@ -142,27 +153,30 @@ class WgmmaAttention {
     asm volatile("bar.sync %0, %1;" ::"r"(kGroups == 1 ? 1 : 2 + group_), "n"(kGroupThreads) : "memory");
   }
 
-  // K and V of a tile, which come and go together unless the stream is mapped.
+  // K and V of a tile, which come and go together unless the stream has them apart.
   __device__ void wait_for_k() const {
-    stream_.full[stage_.at].wait(stage_.parity);
+    const auto at = place_.key();
+    stream_.full[at.at].wait(at.parity);
     show_to_wgmma();
   }
-  __device__ void wait_for_v(Turn<kStages> stage) const {
-    if constexpr (Stream::kMapped) {
-      stream_.full_v[stage.at].wait(stage.parity);
+  __device__ void wait_for_v(Place place) const {
+    if constexpr (Stream::kApart) {
+      const auto at = place.value();
+      stream_.full_v[at.at].wait(at.parity);
       show_to_wgmma();
     }
   }
   __device__ void leave_k() const {
-    if constexpr (Stream::kMapped)
-      if (threadIdx.x % kWarp == 0) stream_.empty[stage_.at].arrive();
+    if constexpr (kFp8) __syncwarp();
+    if constexpr (Stream::kApart)
+      if (threadIdx.x % kWarp == 0) stream_.empty[place_.key().at].arrive();
   }
-  __device__ void leave_v(Turn<kStages> stage) const {
+  __device__ void leave_v(Place place) const {
     if (threadIdx.x % kWarp != 0) return;
-    if constexpr (Stream::kMapped)
-      stream_.empty_v[stage.at].arrive();
+    if constexpr (Stream::kApart)
+      stream_.empty_v[place.value().at].arrive();
     else
-      stream_.empty[stage.at].arrive();
+      stream_.empty[place.value().at].arrive();
   }
 
   // What was written to shared memory by plain stores and cp.async, and waited for, is there for wgmma too.
@@ -191,8 +205,12 @@ class WgmmaAttention {
                    : "memory");
     }
   }
-  __device__ void wait_for_q() const {
+  __device__ void wait_for_q() {
     asm volatile("cp.async.wait_all;" ::: "memory");
+    if constexpr (kMakesHalf) {
+      sync_group();
+      scale_ = make_half<D, QueryTile>(shared_.q[group_], 16 * warp_, p_.log2_scale);
+    }
     show_to_wgmma();
     sync_group();
   }
@@ -203,12 +221,13 @@ class WgmmaAttention {
     const int64_t first = int64_t{tile} * kTokens;
     seen.all = first + kTokens <= s.request.prefix && first >= s.request.end - p_.window;
 #pragma unroll
-    for (int w = 0; w < kWords; ++w) seen.all &= stream_.rows_there(stage_.at, w) == ~uint64_t{0};
+    for (int w = 0; w < kWords; ++w) seen.all &= stream_.rows_there(place_.key().at, w) == ~uint64_t{0};
     if (seen.all) return seen;
     // Each lane looks at 64 tokens of one of the warp's rows.
     const int lane = threadIdx.x % kWarp, last = s.request.valid_rows * cut_.group.divisor - 1;
     const int i = cut_.group.div(min(first_row(s) + warp_ * 16 + lane % 16, last)), my_word = lane / 16 % kWords;
-    const uint64_t mine = visible_word(p_, s.request, i, first + 64 * my_word) & stream_.rows_there(stage_.at, my_word);
+    const uint64_t mine =
+        visible_word(p_, s.request, i, first + 64 * my_word) & stream_.rows_there(place_.key().at, my_word);
 #pragma unroll
     for (int w = 0; w < kWords; ++w)
 #pragma unroll
@@ -218,7 +237,7 @@ class WgmmaAttention {
 
   // scores = q k^T.
   __device__ void multiply_k(Scores& scores) const {
-    const uint64_t q = wgmma_operand(shared_.q[group_], 0), k = wgmma_operand(stream_.stages[stage_.at].k, 0);
+    const uint64_t q = wgmma_operand(shared_.q[group_], 0), k = wgmma_operand(stream_.keys(place_.key().at), 0);
 #pragma unroll
     for (int d = 0; d < D; d += 16) {
       const int panel = d / 64, inside = d % 64 * 2;
@@ -229,15 +248,15 @@ class WgmmaAttention {
   }
 
   // rows.out += weights v.
-  __device__ void add_v(Turn<kStages> stage, const Weights& weights, WarpRows<D>& rows) const {
-    const uint64_t v = wgmma_operand(stream_.stages[stage.at].v, Stream::Stage::kPanel);
+  __device__ void add_v(Place place, const Weights& weights, WarpRows<D>& rows) const {
+    const uint64_t v = wgmma_operand(stream_.values(place.value().at), Stream::Stage::kPanel);
 #pragma unroll
     for (int n = 0; n < kTokens / 16; ++n) MultiplyV::multiply(weights[n], v + ((n * 16 * 128) >> 4), true, rows.out);
     cute::warpgroup_commit_batch();
   }
 
   __device__ auto weigh(const Seen& seen, Scores& scores, WarpRows<D>& rows) const {
-    const Scale scale = rows.cap(p_, {p_.log2_scale, p_.log2_scale}, scores);
+    const Scale scale = rows.cap(p_, kMakesHalf ? scale_ : Scale{p_.log2_scale, p_.log2_scale}, scores);
     if (!seen.all)
 #pragma unroll
       for (int w = 0; w < kWords; ++w) rows.hide(seen.bits[w], reinterpret_cast<float (&)[8][4]>(scores[8 * w]));
@@ -251,7 +270,7 @@ class WgmmaAttention {
       for (int c = 0; c < 2; ++c)
 #pragma unroll
         for (int h = 0; h < 2; ++h)
-          weights[n][2 * c + h] = pack<T>(scores[2 * n + c][2 * h], scores[2 * n + c][2 * h + 1]);
+          weights[n][2 * c + h] = pack<Factor>(scores[2 * n + c][2 * h], scores[2 * n + c][2 * h + 1]);
   }
 
   // Straight from registers, in pieces of 64 bytes a row: four neighbouring lanes have eight columns of a row, and of
@@ -317,16 +336,16 @@ class WgmmaAttention {
   const int group_ = kGroups == 1 ? 0 : __shfl_sync(kFullMask, static_cast<int>(threadIdx.x) / kGroupThreads, 0);
   const int warp_ = static_cast<int>(threadIdx.x) / kWarp % 4;
   Turn<Stream::kSegments> turn_;  // of the next segment
-  Turn<kStages> stage_;
+  Place place_;
   bool asked_for_q_ = false;  // of the next segment
+  Scale scale_;               // of scores, where rows of q had to be made Half
 };
 
-template <class T, int D, int kGroups, int kTokens, int kStages, int kBlocks>
-__global__ void __launch_bounds__(WgmmaAttention<T, D, kGroups, kTokens, kStages, kBlocks>::kThreads, kBlocks)
+template <class Attention>
+__global__ void __launch_bounds__(Attention::kThreads, Attention::kBlocks)
     wgmma_attention_kernel(const __grid_constant__ TreeAttentionParams p, const __grid_constant__ Cut cut,
                            const __grid_constant__ PoolMaps maps) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  using Attention = WgmmaAttention<T, D, kGroups, kTokens, kStages, kBlocks>;
   extern __shared__ __align__(1024) unsigned char memory[];
   auto& shared = *reinterpret_cast<typename Attention::Shared*>(memory);
   if (threadIdx.x == 0) shared.stream.init();
@@ -338,16 +357,16 @@ __global__ void __launch_bounds__(WgmmaAttention<T, D, kGroups, kTokens, kStages
     Attention(shared, p, cut, lane_of_worker).consume();
   } else {
     if constexpr (Attention::kMovesRegisters) cutlass::arch::warpgroup_reg_dealloc<Attention::kProducerRegisters>();
+    if constexpr (Attention::kFp8)
+      if (warp >= Attention::kConsumers + Attention::kProducers) return shared.stream.widen_all();
     shared.stream.produce(p, cut, worker, &maps);
   }
 #endif
 }
 
-template <class T, int D, int kGroups, int kTokens, int kStages, int kBlocks>
+template <class Attention>
 void start_wgmma_attention(const TreeAttentionParams& p, const Cut& cut, Stream stream) {
-  using Attention = WgmmaAttention<T, D, kGroups, kTokens, kStages, kBlocks>;
-  const auto kernel = wgmma_attention_kernel<T, D, kGroups, kTokens, kStages, kBlocks>;
-  start_on_tensor_cores<Attention>(kernel, p, cut, stream, pool_maps_of(p));
+  start_on_tensor_cores<Attention>(wgmma_attention_kernel<Attention>, p, cut, stream, pool_maps_of(p));
 }
 
 // Of one head dimension; defined in a file of its own for each, so that they compile side by side.
@@ -357,10 +376,32 @@ void wgmma_attention_of(const TreeAttentionParams& p, const Cut& cut, Stream str
     // As many stages as fit: two blocks share a multiprocessor's 228 KB, or one has 227.
     constexpr int kFew = wgmma_tokens(D, 64), kMany = wgmma_tokens(D, 128);
     if (cut.rows == 128)
-      return start_wgmma_attention<T, D, 2, kMany, D == 64 ? 6 : D == 128 ? 3 : 2, 1>(p, cut, stream);
+      return start_wgmma_attention<WgmmaAttention<T, T, D, 2, kMany,
+                                                  D == 64    ? 6
+                                                  : D == 128 ? 3
+                                                             : 2,
+                                                  1>>(p, cut, stream);
     if constexpr (D < 256)
-      if (cut.blocks == 2) return start_wgmma_attention<T, D, 1, kFew, 3, 2>(p, cut, stream);
-    start_wgmma_attention<T, D, 1, kFew, D == 256 ? 3 : 6, 1>(p, cut, stream);
+      if (cut.blocks == 2) return start_wgmma_attention<WgmmaAttention<T, T, D, 1, kFew, 3, 2>>(p, cut, stream);
+    start_wgmma_attention<WgmmaAttention<T, T, D, 1, kFew, D == 256 ? 3 : 6, 1>>(p, cut, stream);
+  });
+}
+
+// The same of 8-bit pools: of stages of 8 bits what there is room for.
+template <int D>
+void wgmma_widened_attention_of(const TreeAttentionParams& p, const Cut& cut, Stream stream) {
+  with_16_bit_type(p.dtype, [&]<class T>() {
+    constexpr int kFew = wgmma_tokens(D, 64), kMany = wgmma_tokens(D, 128);
+    if (cut.rows == 128)
+      return start_wgmma_attention<WgmmaAttention<T, Float8, D, 2, kMany,
+                                                  D == 64    ? 8
+                                                  : D == 128 ? 2
+                                                             : 1,
+                                                  1, 2, 2>>(p, cut, stream);
+    if constexpr (D == 256)
+      start_wgmma_attention<WgmmaAttention<T, Float8, D, 1, kFew, 2, 1, 2, 2>>(p, cut, stream);
+    else
+      start_wgmma_attention<WgmmaAttention<T, Float8, D, 1, kFew, 3, 2, 1, 2>>(p, cut, stream);
   });
 }
 

@@ -1,4 +1,4 @@
-// tree_attention of 8-bit pools with wgmma (compute capability 9.0): 16, 32 or 64 rows of a KV head. wgmma takes one
+// tree_attention of 8-bit pools with wgmma (compute capability 9.0): 16 or 32 rows of a KV head. wgmma takes one
 // factor from registers, and that is where 8-bit floats become Half: so it is the keys and values that are the rows of
 // a product, scores = k q^T and out = v^T weights, and each is converted once for all query rows. A consumer warpgroup,
 // of which each warp has a quarter of a tile's tokens and then of the dimensions, and two producer warps a block. Grid:
@@ -426,8 +426,7 @@ template <int D>
 void wgmma_fp8_attention_of(const TreeAttentionParams& p, const Cut& cut, Stream stream) {
   with_16_bit_type(p.dtype, [&]<class T>() {
     if (cut.rows == 16) return start_wgmma_fp8_attention<T, D, 16>(p, cut, stream);
-    if (cut.rows == 32) return start_wgmma_fp8_attention<T, D, 32>(p, cut, stream);
-    if constexpr (D < 256) return start_wgmma_fp8_attention<T, D, 64>(p, cut, stream);
+    start_wgmma_fp8_attention<T, D, 32>(p, cut, stream);
   });
 }
 

@@ -1,10 +1,10 @@
-// tree_attention where requests are few (compute capability 9.0, pools of 16 bits): a thread-block cluster for each
+// tree_attention where requests are few (compute capability 9.0): a thread-block cluster for each
 // request, KV head and tile of 16, 64 or 128 rows. Its blocks read even shares of the KV and merge what they have
 // summed through each other's shared memory, so that neither a walk of all work nor the workspace stands between the
-// lengths and the result. Four producer warps and four consumer warps a block, eight of them for 128 rows. Grid:
-// [blocks of a cluster, KV heads, requests x row tiles], at most two blocks a multiprocessor, half of its room for
-// each: the next call's blocks start while this one's run, and find out what to copy first; or one of 128 rows. Bytes:
-// the KV of each request once per row tile.
+// lengths and the result. Four producer warps, of which two may widen, and four consumer warps a block, eight for 128
+// rows. Grid: [blocks of a cluster, KV heads, requests x row tiles], at most two blocks a multiprocessor, half of its
+// room for each: the next call's blocks start while this one's run, and find out what to copy first; or one of 128
+// rows. Bytes: the KV of each request once per row tile.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -15,14 +15,19 @@
 
 namespace specdec::few {
 
-template <class T, int D, int kRows>
+// Query rows of T, pools of Kv.
+template <class T, class Kv, int D, int kRows>
 class ClusterAttention {
  public:
+  static constexpr bool kWidens = std::is_same_v<Kv, Float8> && kRows > 16;
   static constexpr int kConsumers = kRows == 128 ? 8 : 4;
   static constexpr int kBlocks = kRows == 128 ? 1 : 2;  // on a multiprocessor
-  using Stream = ShareStream<64, 2 * D, (kRows == 128 ? 640 : 384) / D, kConsumers>;
-  using Summer = std::conditional_t<kRows == 16, MmaShare<T, D, Stream>, WgmmaShare<T, D, Stream>>;
-  static constexpr int kWarps = kConsumers + Stream::kProducers, kThreads = kWarps * kWarp;
+  // mma.sync gets pools of 8 bits as they are: in tiles of 128 tokens, which have the bytes of 64 of 16 bits.
+  using Stream =
+      std::conditional_t<kWidens, WidenedShare<D, 256 / D, 256 / D, (kRows == 128 ? 1024 : 256) / D, kConsumers>,
+                         ShareStream<128 / sizeof(Kv), sizeof(Kv) * D, (kRows == 128 ? 640 : 384) / D, kConsumers>>;
+  using Summer = std::conditional_t<kRows == 16, MmaShare<T, Kv, D, Stream>, WgmmaShare<T, Kv, D, Stream>>;
+  static constexpr int kWarps = kConsumers + 4, kThreads = kWarps * kWarp;  // the last ones produce or widen
   static constexpr int kConsumerRegisters = kRows == 128 ? 208 : 168, kProducerRegisters = 88;
   static constexpr bool kPartsInStages = Summer::kPartsInStages;
   using Parts = few::Parts<D, kRows>;
@@ -52,7 +57,7 @@ class ClusterAttention {
 
   // A producer warp's whole life.
   __device__ void produce() {
-    Stream stream(shared_.stream, p_, cut_, s_);
+    typename Stream::Narrow stream(shared_.stream, p_, cut_, s_);
     Summer summer(shared_.queries, shared_.stream, shared_.summer, p_, cut_, s_);
     if constexpr (!kPartsInStages) Cluster::arrive_relaxed();
     stream.copy_first();
@@ -66,6 +71,21 @@ class ClusterAttention {
       if constexpr (!kPartsInStages) summer.template put<kThreads>(parts(), shared_.parts_there);
       finish();
       if (has_rows()) stream.copy();
+    }
+  }
+
+  // A widening warp's.
+  __device__ void widen() {
+    static_assert(kPartsInStages);
+    typename Stream::Widener widener(shared_.stream);
+    shared_.stream.known.wait(0);
+    s_.request = shared_.stream.request;
+    wait_if_idle();
+    while (has_rows()) {
+      widener.widen(share_of(p_, cut_, s_.request, s_.first_row));
+      Cluster::arrive_relaxed();
+      Cluster::wait();
+      finish();
     }
   }
 
@@ -90,9 +110,8 @@ class ClusterAttention {
     if (blockIdx.x == 0 && blockIdx.y == 0 && s_.first_row == 0 && threadIdx.x == 0 && s_.request.status != 0)
       set_status(p_.status, s_.request.slot, s_.request.status);
     wait_if_idle();
-    Turn<Stream::kStages> stage;
     while (has_rows()) {
-      summer.sum(share_of(p_, cut_, s_.request, s_.first_row), stage);
+      summer.sum(share_of(p_, cut_, s_.request, s_.first_row));
       if (threadIdx.x == 0)
         shared_.parts_there.arrive_expecting(
             Parts::bytes(min(kRows, s_.request.valid_rows * cut_.group.divisor - s_.first_row)));
@@ -151,8 +170,8 @@ class ClusterAttention {
 
   __device__ Parts& parts() const {
     if constexpr (kPartsInStages) {
-      static_assert(sizeof(Parts) <= Stream::kStages * sizeof(typename Stream::Stage));
-      return reinterpret_cast<Parts&>(shared_.stream.stages);
+      static_assert(sizeof(Parts) <= Stream::kStageBytes);
+      return reinterpret_cast<Parts&>(shared_.stream);  // which begins with the stages
     } else {
       return shared_.parts;
     }
@@ -179,14 +198,17 @@ __global__ void __launch_bounds__(Attention::kThreads, Attention::kBlocks)
     Attention(shared, p, cut).consume();
   } else {
     cutlass::arch::warpgroup_reg_dealloc<Attention::kProducerRegisters>();
+    if constexpr (Attention::kWidens)
+      if (threadIdx.x / kWarp >= Attention::kConsumers + Attention::Stream::kProducers)
+        return Attention(shared, p, cut).widen();
     Attention(shared, p, cut).produce();
   }
 #endif
 }
 
-template <class T, int D, int kRows>
+template <class T, class Kv, int D, int kRows>
 void start_cluster_attention(const TreeAttentionParams& p, const Cut& cut, Stream stream) {
-  using Attention = ClusterAttention<T, D, kRows>;
+  using Attention = ClusterAttention<T, Kv, D, kRows>;
   const auto kernel = cluster_attention_kernel<Attention>;
   const auto size = static_cast<unsigned>(cut.cluster);
   const LaunchShape shape{
@@ -201,10 +223,10 @@ void start_cluster_attention(const TreeAttentionParams& p, const Cut& cut, Strea
 // Of one head dimension; defined in a file of its own for each, so that they compile side by side.
 template <int D>
 void cluster_attention_of(const TreeAttentionParams& p, const Cut& cut, Stream stream) {
-  with_16_bit_type(p.dtype, [&]<class T>() {
-    if (cut.rows == 16) return start_cluster_attention<T, D, 16>(p, cut, stream);
-    if (cut.rows == 64) return start_cluster_attention<T, D, 64>(p, cut, stream);
-    start_cluster_attention<T, D, 128>(p, cut, stream);
+  with_16_bit_types(p, [&]<class T, class Kv>() {
+    if (cut.rows == 16) return start_cluster_attention<T, Kv, D, 16>(p, cut, stream);
+    if (cut.rows == 64) return start_cluster_attention<T, Kv, D, 64>(p, cut, stream);
+    start_cluster_attention<T, Kv, D, 128>(p, cut, stream);
   });
 }
 

@@ -8,7 +8,8 @@
 
 namespace specdec::few {
 
-template <class T, int D, class Stream>
+// Query rows of T, pools of Kv.
+template <class T, class Kv, int D, class Stream>
 class MmaShare {
  public:
   static constexpr int kRows = 16, kWarps = Stream::kConsumers;
@@ -27,6 +28,7 @@ class MmaShare {
 
   // Begins to load the rows of q; zeros for those behind the request.
   __device__ void ask_for_q() const {
+    if constexpr (kFp8) return;
     constexpr int kPieces = D / 8;
     const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(queries_.q));
 #pragma unroll
@@ -41,6 +43,11 @@ class MmaShare {
 
   // When they are there.
   __device__ void take_q() {
+    if constexpr (kFp8) {
+      scale_ = Mma::load_q(p_, cut_, s_, s_.first_row, operands_);
+      return;
+    }
+    scale_ = {p_.log2_scale, p_.log2_scale};
     asm volatile("cp.async.wait_all;" ::: "memory");
     sync();
 #pragma unroll
@@ -54,15 +61,14 @@ class MmaShare {
   }
 
   // By the consumers.
-  __device__ void sum(Span share, Turn<Stream::kStages>& stage) const {
-    const Scale scale{p_.log2_scale, p_.log2_scale};
+  __device__ void sum(Span share) {
     WarpRows<D> rows;
     rows.clear();
     for (int first = share.begin; first < share.end; first += Stream::kTokens) {
-      stream_.full[stage.at].wait(stage.parity);
-      Mma::add_tile(p_, cut_, s_, s_.first_row, operands_, scale, stream_, stage.at, first, rows);
-      if (threadIdx.x % kWarp == 0) stream_.empty[stage.at].arrive();
-      stage.advance();
+      stream_.full[stage_.at].wait(stage_.parity);
+      Mma::add_tile(p_, cut_, s_, s_.first_row, operands_, scale_, stream_, stage_.at, first, rows);
+      if (threadIdx.x % kWarp == 0) stream_.empty[stage_.at].arrive();
+      stage_.advance();
     }
     rows.finish();
     sync();  // all stages are free, until the rows have been put together
@@ -74,9 +80,10 @@ class MmaShare {
         shared_.sum[warp][lane / 4 + 8 * h] = rows.sum[h];
       }
 #pragma unroll
-      for (int d = 0; d < D / 8; ++d)
-        *reinterpret_cast<float2*>(place(warp, lane / 4 + 8 * h, 8 * d + lane % 4 * 2)) =
-            make_float2(rows.out[d][2 * h], rows.out[d][2 * h + 1]);
+      for (int n = 0; n < D / 16; ++n)
+        Mma::Operands::spread(rows.out, n, h, [&](int column, float2 x) {
+          *reinterpret_cast<float2*>(place(warp, lane / 4 + 8 * h, column)) = x;
+        });
     }
   }
 
@@ -108,7 +115,8 @@ class MmaShare {
   }
 
  private:
-  using Mma = MmaAttention<T, T, D, kRows, Stream::kStages>;
+  static constexpr bool kFp8 = std::is_same_v<Kv, Float8>;
+  using Mma = MmaAttention<T, Kv, D, kRows, Stream::kStages>;
   static_assert(Mma::kShares == kWarps && kWarps * kRows * D * sizeof(float) <= sizeof(typename Stream::Stage));
 
   __device__ static void sync() { asm volatile("bar.sync 1, %0;" ::"n"(kWarps * kWarp) : "memory"); }
@@ -127,6 +135,8 @@ class MmaShare {
   const Cut& cut_;
   const Segment& s_;
   typename Mma::Operands operands_;
+  Scale scale_;
+  Turn<Stream::kStages> stage_;
 };
 
 }  // namespace specdec::few

@@ -2,7 +2,7 @@
 // request's lengths alone.
 #pragma once
 
-#include "attention/kv_stream.cuh"
+#include "attention/widened_stream.cuh"
 #include "core/cluster.cuh"
 
 namespace specdec::few {
@@ -23,23 +23,36 @@ __device__ __forceinline__ Span share_of(const TreeAttentionParams& p, const Cut
   return {max(row(begin), all.begin), row(end)};
 }
 
-// Copies a share, tile by tile from where it starts, into stages of shared memory, as a KvStream does its tiles. Two
-// warps copy a tile, half each, two others the next one: what a warp finds out about its rows takes as long for 16 of
-// them as for 32.
-template <int kTokens_, int kRowBytes_, int kStages_, int kConsumers_>
-class ShareStream : KvStream<kTokens_, kRowBytes_, kStages_, kConsumers_, 2> {
-  using Base = KvStream<kTokens_, kRowBytes_, kStages_, kConsumers_, 2>;
-  using Base::kChunk, Base::kEach, Base::kMyRows;
+// Copies a share, tile by tile from where it starts, into stages of shared memory, as a KvStream does its tiles. A warp
+// copies 32 rows of a tile, and as many as that leaves take turns: what a warp finds out about its rows takes as long
+// for 16 of them as for 32.
+template <int kTokens_, int kRowBytes_, int kStages_, int kConsumers_, int kProducers_ = 4, int kWideners_ = 0>
+class ShareStream : KvStream<kTokens_, kRowBytes_, kStages_, kConsumers_, kTokens_ / kWarp, false, kWideners_> {
+  using Base = KvStream<kTokens_, kRowBytes_, kStages_, kConsumers_, kTokens_ / kWarp, false, kWideners_>;
+  using Base::kChunk, Base::kEach, Base::kMyRows, Base::kReaders;
   using typename Base::Pages, typename Base::Rows;
   static_assert(kMyRows == kWarp && kEach == 1);
 
  public:
   using Base::kTokens, Base::kRowBytes, Base::kStages, Base::kConsumers;
   using typename Base::Stage;
-  static constexpr int kProducers = 4;
+  static constexpr int kProducers = kProducers_;
+  using Narrow = ShareStream;  // what copies
+
+ private:
+  static constexpr int kWarpsOfTile = kTokens / kWarp, kTurns = kProducers / kWarpsOfTile;
+  static_assert(kTurns == 1 || kTurns == 2);
+
+ public:
+  static constexpr int kStageBytes = kStages * sizeof(Stage);
 
   struct Shared {
-    Stage stages[kStages];
+    static constexpr int kStages = Base::kStages;
+    using Place = typename Base::Place;
+    static constexpr bool kApart = false;
+    __device__ const unsigned char* keys(int stage) const { return stages[stage].k; }
+    __device__ const unsigned char* values(int stage) const { return stages[stage].v; }
+    alignas(128) Stage stages[kStages];
     alignas(8) uint16_t there[kStages][kTokens / 16];
     Mbarrier full[kStages], empty[kStages];
     Mbarrier known;   // `request` is
@@ -48,8 +61,8 @@ class ShareStream : KvStream<kTokens_, kRowBytes_, kStages_, kConsumers_, 2> {
     // By one thread, before the block's first barrier.
     __device__ void init() {
       for (int s = 0; s < kStages; ++s) {
-        full[s].init((kWarp + 1) * kProducers / 2);
-        empty[s].init(kConsumers);
+        full[s].init((kWarp + 1) * kWarpsOfTile);
+        empty[s].init(kReaders);
       }
       known.init(1);
     }
@@ -75,7 +88,7 @@ class ShareStream : KvStream<kTokens_, kRowBytes_, kStages_, kConsumers_, 2> {
     ask_for_rows(first, pages);
     wait_for_kernels_before();
     let_next_kernel_start();
-    Pages now = load_pages(share, first), next = load_pages(share, first + 2 * kTokens);
+    Pages now = load_pages(share, first), next = load_pages(share, first + kTurns * kTokens);
     if (guessed) copy(rows);
     shared_.known.wait(0);
     const Request truth = shared_.request;
@@ -89,7 +102,7 @@ class ShareStream : KvStream<kTokens_, kRowBytes_, kStages_, kConsumers_, 2> {
     guessed = __all_sync(kFullMask, guessed && now.page[0] == pages.page[0]);
     if (guessed) {
       publish(rows);
-      first += 2 * kTokens;
+      first += kTurns * kTokens;
       now = next;
     } else {
       asm volatile("cp.async.wait_all;" ::: "memory");
@@ -104,16 +117,16 @@ class ShareStream : KvStream<kTokens_, kRowBytes_, kStages_, kConsumers_, 2> {
   }
 
  private:
-  // A producer's part of the tiles from KV row `first` on, every second one.
+  // A producer's part of its tiles from KV row `first` on.
   __device__ void copy_from(Span share, int first, Pages pages) {
-    for (; first < share.end; first += 2 * kTokens) {
+    for (; first < share.end; first += kTurns * kTokens) {
       const Rows rows = Base::find_rows(p_, cut_, s_, share, first + my_first(), pages);
-      pages = load_pages(share, first + 2 * kTokens);
+      pages = load_pages(share, first + kTurns * kTokens);
       shared_.empty[stage_.at].wait(stage_.parity ^ 1);  // the first round is empty
       copy(rows);
       publish(rows);
     }
-    mine_ ^= (share.end - share.begin + kTokens - 1) / kTokens & 1;
+    if (kTurns == 2) mine_ ^= (share.end - share.begin + kTokens - 1) / kTokens & 1;
   }
 
   __device__ void copy(const Rows& rows) const {
@@ -128,8 +141,7 @@ class ShareStream : KvStream<kTokens_, kRowBytes_, kStages_, kConsumers_, 2> {
       rows.tell(shared_.there[stage_.at] + my_first() / 16, 0);
       shared_.full[stage_.at].arrive();
     }
-    stage_.advance();
-    stage_.advance();
+    for (int i = 0; i < kTurns; ++i) stage_.advance();
   }
 
   // As find_pages, past the L1: kernels before may not have finished.
@@ -168,15 +180,57 @@ class ShareStream : KvStream<kTokens_, kRowBytes_, kStages_, kConsumers_, 2> {
   }
 
   __device__ int my_begin(Span share) const { return share.begin + mine_ * kTokens; }
-  __device__ static int my_first() { return static_cast<int>(threadIdx.x) / kWarp % 2 * kMyRows; }
+  __device__ static int my_first() { return static_cast<int>(threadIdx.x) / kWarp % kWarpsOfTile * kMyRows; }
 
   Shared& shared_;
   const TreeAttentionParams& p_;
   const Cut& cut_;
   Segment& s_;
-  int mine_ =
-      (static_cast<int>(threadIdx.x) / kWarp - kConsumers) / 2;  // the first tile of a share that is this warp's
+  // The first tile of a share that is this warp's.
+  int mine_ = (static_cast<int>(threadIdx.x) / kWarp - kConsumers) / kWarpsOfTile;
   Turn<kStages> stage_;
+};
+
+// The same of pools of 8 bits for those who multiply 16: two warps copy tiles of 64 tokens, two more widen them.
+template <int D, int kKeys_, int kValues_, int kNarrowStages, int kConsumers_>
+struct WidenedShare {
+  using Narrow = ShareStream<64, D, kNarrowStages, kConsumers_, 2, kWideners>;
+  using Tiles = WideTiles<64, D, kKeys_, kValues_>;
+  using Wide = WideBarriers<Tiles, 64, D, kConsumers_>;
+  static constexpr int kTokens = 64, kKeys = kKeys_, kValues = kValues_, kConsumers = kConsumers_;
+  static constexpr int kProducers = Narrow::kProducers;
+  using Stage = typename Wide::Stage;
+  static constexpr int kStageBytes = sizeof(Tiles) + Narrow::kStageBytes;
+
+  struct Shared : Tiles, Narrow::Shared, Wide {  // behind the queries, that is on 1024 bytes
+    using Tiles::keys, Tiles::values;
+    using typename Wide::Place;
+    using Wide::kApart, Wide::full, Wide::full_v, Wide::empty, Wide::empty_v, Wide::rows_there;
+
+    // By one thread, before the block's first barrier.
+    __device__ void init() {
+      Wide::init();
+      Narrow::Shared::init();
+    }
+  };
+
+  // Of one widening warp.
+  class Widener {
+   public:
+    __device__ explicit Widener(Shared& shared) : shared_(shared) {}
+    __device__ void widen(Span share) {
+      const int widener = static_cast<int>(threadIdx.x) / kWarp - kConsumers - kProducers;
+      for (int first = share.begin; first < share.end; first += kTokens)
+        shared_.widen_tile(widener, static_cast<typename Narrow::Shared&>(shared_), from_, static_cast<Tiles&>(shared_),
+                           to_, to_v_);
+    }
+
+   private:
+    Shared& shared_;
+    Turn<kNarrowStages> from_;
+    Turn<kKeys> to_;
+    Turn<kValues> to_v_;
+  };
 };
 
 }  // namespace specdec::few

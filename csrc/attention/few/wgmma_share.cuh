@@ -8,8 +8,12 @@
 
 namespace specdec::few {
 
-template <class T, int D, class Stream>
+// Query rows of T, pools of Kv.
+template <class T, class Kv, int D, class Stream>
 class WgmmaShare {
+  using Factor = std::conditional_t<std::is_same_v<Kv, Float8>, Half, T>;  // what is multiplied
+  static constexpr bool kMakesHalf = !std::is_same_v<T, Factor>;
+
  public:
   static constexpr int kRows = 16 * Stream::kConsumers;
   static_assert(kRows % 64 == 0 && Stream::kTokens == 64);
@@ -43,16 +47,20 @@ class WgmmaShare {
   }
 
   // When they are there.
-  __device__ void take_q() const {
+  __device__ void take_q() {
     asm volatile("cp.async.wait_all;" ::: "memory");
+    if constexpr (kMakesHalf) {
+      sync();
+      scale_ = make_half<D, QueryTile>(queries_.q, 16 * warp_, p_.log2_scale);
+    }
     show_to_wgmma();
     sync();
   }
 
   // By the consumers.
-  __device__ void sum(Span share, Turn<Stream::kStages>& stage) {
+  __device__ void sum(Span share) {
     rows_.clear();
-    if (share.begin < share.end) sum_tiles(share, stage, rows_);
+    if (share.begin < share.end) sum_tiles(share, rows_);
     rows_.finish();
     sync();  // nobody multiplies by these rows of q any more
   }
@@ -84,8 +92,9 @@ class WgmmaShare {
 
  private:
   using Tile = typename Stream::Stage;
-  using MultiplyK = Wgmma<T, Stream::kTokens, cute::SM90::GMMA::Major::K>;
-  using MultiplyV = Wgmma<T, D, cute::SM90::GMMA::Major::MN>;
+  using Place = typename Stream::Shared::Place;
+  using MultiplyK = Wgmma<Factor, Stream::kTokens, cute::SM90::GMMA::Major::K>;
+  using MultiplyV = Wgmma<Factor, D, cute::SM90::GMMA::Major::MN>;
   using Scores = float[Stream::kTokens / 8][4];
   using Weights = uint32_t[Stream::kTokens / 16][4];
 
@@ -97,57 +106,81 @@ class WgmmaShare {
 
   __device__ static void sync() { asm volatile("bar.sync 1, %0;" ::"n"(kRows / 16 * kWarp) : "memory"); }
 
-  __device__ void sum_tiles(Span share, Turn<Stream::kStages>& stage, WarpRows<D>& rows) const {
+  __device__ void sum_tiles(Span share, WarpRows<D>& rows) {
     Scores scores;
     Weights weights;
     int first = share.begin;
-    Seen seen = wait_for_tile(stage, first);
+    Seen seen = wait_for_tile(first);
     cute::warpgroup_arrive();
-    multiply_k(stage.at, scores);
+    multiply_k(scores);
     cute::warpgroup_wait<0>();
     pin(scores);
+    leave_k();
     rows.follow(weigh(seen, scores, rows));
     pack_weights(scores, weights);
 
     while ((first += Stream::kTokens) < share.end) {
-      const int before = stage.at;
-      stage.advance();
-      seen = wait_for_tile(stage, first);
+      const Place before = place_;
+      place_.advance();
+      wait_for_v(before);
+      seen = wait_for_tile(first);
       pin(rows.out);
       cute::warpgroup_arrive();
-      multiply_k(stage.at, scores);
+      multiply_k(scores);
       add_v(before, weights, rows);
       cute::warpgroup_wait<1>();
       pin(scores);
+      leave_k();
       const auto fall = weigh(seen, scores, rows);
       cute::warpgroup_wait<0>();
       pin(rows.out);
       pin(scores);  // the weights' registers are free
-      release(before);
+      leave_v(before);
       rows.follow(fall);
       pack_weights(scores, weights);
     }
+    wait_for_v(place_);
     pin(rows.out);
     cute::warpgroup_arrive();
-    add_v(stage.at, weights, rows);
+    add_v(place_, weights, rows);
     cute::warpgroup_wait<0>();
     pin(rows.out);
-    release(stage.at);
-    stage.advance();
+    leave_v(place_);
+    place_.advance();
   }
 
-  __device__ void release(int stage) const {
-    if (threadIdx.x % kWarp == 0) stream_.empty[stage].arrive();
+  // K and V of a tile, which come and go together unless they have been widened.
+  static constexpr bool kApart = Stream::Shared::kApart;
+  __device__ void wait_for_v(Place place) const {
+    if constexpr (kApart) {
+      const auto at = place.value();
+      stream_.full_v[at.at].wait(at.parity);
+      show_to_wgmma();
+    }
+  }
+  __device__ void leave_k() const {
+    if constexpr (kApart) {
+      __syncwarp();
+      if (threadIdx.x % kWarp == 0) stream_.empty[place_.key().at].arrive();
+    }
+  }
+  __device__ void leave_v(Place place) const {
+    if (threadIdx.x % kWarp != 0) return;
+    if constexpr (kApart)
+      stream_.empty_v[place.value().at].arrive();
+    else
+      stream_.empty[place.value().at].arrive();
   }
 
   // What was written to shared memory by plain stores and cp.async, and waited for, is there for wgmma too.
   __device__ static void show_to_wgmma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
   // Of rows lane / 4 and lane / 4 + 8 of the warp.
-  __device__ Seen wait_for_tile(Turn<Stream::kStages> stage, int first) const {
-    stream_.full[stage.at].wait(stage.parity);
+  __device__ Seen wait_for_tile(int first) const {
+    const auto at = place_.key();
+    stream_.full[at.at].wait(at.parity);
     show_to_wgmma();
-    const uint64_t there = stream_.rows_there(stage.at, 0);
+    const uint64_t there = stream_.rows_there(at.at, 0);
     Seen seen;
     seen.all = first <= s_.request.prefix - Stream::kTokens && first >= s_.request.end - p_.window && !~there;
     if (seen.all) return seen;
@@ -172,9 +205,9 @@ class WgmmaShare {
   }
 
   // scores = q k^T.
-  __device__ void multiply_k(int stage, Scores& scores) const {
+  __device__ void multiply_k(Scores& scores) const {
     const uint64_t q = wgmma_operand(queries_.q + (kRows == 64 ? 0 : warp_ / 4 * 64 * QueryTile::kLine), 0);
-    const uint64_t k = wgmma_operand(stream_.stages[stage].k, 0);
+    const uint64_t k = wgmma_operand(stream_.keys(place_.key().at), 0);
     const uint32_t q_low = low_of(q), k_low = low_of(k);
 #pragma unroll
     for (int d = 0; d < D; d += 16) {
@@ -186,8 +219,8 @@ class WgmmaShare {
   }
 
   // rows.out += weights v.
-  __device__ void add_v(int stage, const Weights& weights, WarpRows<D>& rows) const {
-    const uint64_t v = wgmma_operand(stream_.stages[stage].v, Tile::kPanel);
+  __device__ void add_v(Place place, const Weights& weights, WarpRows<D>& rows) const {
+    const uint64_t v = wgmma_operand(stream_.values(place.value().at), Tile::kPanel);
     const uint32_t low = low_of(v);
 #pragma unroll
     for (int n = 0; n < Stream::kTokens / 16; ++n)
@@ -196,7 +229,7 @@ class WgmmaShare {
   }
 
   __device__ auto weigh(const Seen& seen, Scores& scores, WarpRows<D>& rows) const {
-    const Scale scale = rows.cap(p_, {p_.log2_scale, p_.log2_scale}, scores);
+    const Scale scale = rows.cap(p_, kMakesHalf ? scale_ : Scale{p_.log2_scale, p_.log2_scale}, scores);
     if (!seen.all) rows.hide(seen.bits, scores);
     return rows.weigh(scale, scores);
   }
@@ -208,7 +241,7 @@ class WgmmaShare {
       for (int c = 0; c < 2; ++c)
 #pragma unroll
         for (int h = 0; h < 2; ++h)
-          weights[n][2 * c + h] = pack<T>(scores[2 * n + c][2 * h], scores[2 * n + c][2 * h + 1]);
+          weights[n][2 * c + h] = pack<Factor>(scores[2 * n + c][2 * h], scores[2 * n + c][2 * h + 1]);
   }
 
   Queries& queries_;
@@ -217,7 +250,9 @@ class WgmmaShare {
   const Cut& cut_;
   const Segment& s_;
   WarpRows<D> rows_;
+  Scale scale_;  // of scores, where rows of q had to be made Half
   const int warp_ = static_cast<int>(threadIdx.x) / kWarp;
+  Place place_;
 };
 
 }  // namespace specdec::few
