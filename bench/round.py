@@ -4,10 +4,10 @@ Tokens are timed as the callback of `Engine.generate` receives them. Counted are
 part; the whole run, from the call to its end, is told beside them.
 
 What the host does is a mean over all rounds of the run, those in which requests join and leave included. `host us` is
-the time of the loop's thread between its first turn and its last, but for what it waits for the device (`wait us`), what
-it takes to launch prefill, and what it hands out results for (`emit us`, with this module's callback): launching rounds,
-reading what they did, giving slots away and back. A launch that waits for room in the device's queue counts as work, and
-polling as waiting.
+the time of the loop's thread between its first turn and its last, but for what it waits for the device (`wait us`),
+what it takes to launch prefill, and what it hands out results for (`emit us`, with this module's callback): launching
+rounds, reading what they did, giving slots away and back. A launch that waits for room in the device's queue counts
+as work, and polling as waiting.
 """
 
 from __future__ import annotations
