@@ -182,8 +182,8 @@ __device__ __forceinline__ void plan(const NgramInsertParams& p, const NgramInse
   uint32_t sum = sum_up_to_lane(needed << kTokenBits | row.count), total = 0;
   if (lane == kWarp - 1) s.sums[warp] = sum;
   wait_at(kOfPlanners);
-  // All that the plan reads has arrived. The last block counts from 0 again. (atomicAdd would add up what a warp adds, and
-  // wait to tell its threads.)
+  // All that the plan reads has arrived. The last block counts from 0 again. (atomicAdd would add up what a warp adds,
+  // and wait to tell its threads.)
   const uint32_t others = i == 0 && gridDim.x > 1 ? atomicInc(&work->planned, gridDim.x - 1) : 0;
 #pragma unroll
   for (int w = 0; w < kPlannerWarps; ++w) {
