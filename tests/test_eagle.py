@@ -14,12 +14,11 @@ from torch.nn import functional
 from transformers import LlamaConfig
 
 from specdec_kernels.engine import Engine, SamplingParams, Speculation
-from specdec_kernels.models.causal_lm import CausalLM
 from specdec_kernels.models.eagle import EagleHead, load_eagle
 from specdec_kernels.models.planted import PlantedText, plant_causal_lm
 from specdec_kernels.models.shapes import shape_config
 from specdec_kernels.tiny import tiny_model
-from tiny import held_out, reference_model
+from tiny import held_out, reference_model, target_with_features
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, WIDE = 256, 4, 2, 64, 320
 CONFIG = {
@@ -176,15 +175,7 @@ def test_a_planted_head_is_right(topk: int) -> None:
 
 
 def test_checkpoints_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
-    target = CausalLM(
-        tiny_model("target"),
-        max_len=64,
-        num_pages=8,
-        page_size=16,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        feature_layers=(4,),
-    )
+    target = target_with_features((4,))
 
     def refusal(source: Any) -> str:
         with pytest.raises(ValueError) as error:

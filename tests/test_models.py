@@ -16,7 +16,7 @@ from specdec_kernels.models.causal_lm import CausalLM
 from specdec_kernels.models.checkpoint import load_tensors
 from specdec_kernels.models.eagle3 import feature_layers, load_eagle3
 from specdec_kernels.tiny import tiny_model
-from tiny import Comparison, greedy_by_transformers, held_out
+from tiny import Comparison, greedy_by_transformers, held_out, reference_model, target_with_features
 
 ARCHITECTURES = ["llama", "mistral", "qwen2", "qwen3"]
 
@@ -63,24 +63,16 @@ def test_half_precision(algorithm: str, dtype: torch.dtype, device: torch.device
 
 @torch.no_grad()
 def test_features_are_the_states_that_enter_layers(device: torch.device) -> None:
-    reference = AutoModelForCausalLM.from_pretrained(tiny_model("target"), dtype=torch.float32).eval().to(device)
-    layers = tuple(range(reference.config.num_hidden_layers))
-    tokens = torch.arange(5, 15, device=device)[None]
-    states = reference(tokens, output_hidden_states=True).hidden_states
-    target = CausalLM(
-        tiny_model("target"),
-        max_len=32,
-        num_pages=2,
-        page_size=16,
-        dtype=torch.float32,
-        device=device,
-        feature_layers=layers,
-    )
+    layers = tuple(range(reference_model().config.num_hidden_layers))
+    tokens = torch.arange(5, 15)[None]
+    states = reference_model()(tokens, output_hidden_states=True).hidden_states
+    target = target_with_features(layers, device)
     positions = torch.arange(10, dtype=torch.int32, device=device)[None]
     zero = torch.zeros(1, dtype=torch.int32, device=device)
     pages = torch.tensor([[0, 1]], dtype=torch.int32, device=device)
-    target.forward(tokens.int(), positions, Rows(zero, pages, zero, 10, num_valid=zero + 10, status=zero.clone()))
-    torch.testing.assert_close(target.features(), torch.cat(states[: len(layers)], -1), rtol=1e-3, atol=1e-3)
+    rows = Rows(zero, pages, zero, 10, num_valid=zero + 10, status=zero.clone())
+    target.forward(tokens.int().to(device), positions, rows)
+    torch.testing.assert_close(target.features().cpu(), torch.cat(states[: len(layers)], -1), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -117,15 +109,7 @@ def test_unsupported_models_are_refused_by_name(
 
 @pytest.fixture(scope="module")
 def target() -> CausalLM:
-    return CausalLM(
-        tiny_model("target"),
-        max_len=64,
-        num_pages=8,
-        page_size=16,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        feature_layers=(1, 2, 3),
-    )
+    return target_with_features((1, 2, 3))
 
 
 def write_head(folder: Path, tensors: dict[str, torch.Tensor], **config: object) -> Path:

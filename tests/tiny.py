@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from specdec_kernels.models.causal_lm import CausalLM
 from specdec_kernels.tiny import tiny_model
 
 HELD_OUT = Path(__file__).resolve().parents[1] / "examples" / "tiny" / "heldout.jsonl"
@@ -27,6 +28,19 @@ def tokenizer() -> Any:
 def reference_model() -> Any:
     """The target as transformers runs it, in float32."""
     return AutoModelForCausalLM.from_pretrained(tiny_model("target"), dtype=torch.float32).eval()
+
+
+def target_with_features(layers: tuple[int, ...], device: torch.device | str = "cpu") -> CausalLM:
+    """The target in float32, with pools of 128 rows, that keeps the states entering these layers."""
+    return CausalLM(
+        tiny_model("target"),
+        max_len=64,
+        num_pages=8,
+        page_size=16,
+        dtype=torch.float32,
+        device=torch.device(device),
+        feature_layers=layers,
+    )
 
 
 @functools.cache
