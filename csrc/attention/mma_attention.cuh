@@ -214,12 +214,7 @@ class MmaAttention {
     }
     rows.follow(rows.weigh(scale, scores));
     uint32_t weights[kStep / 16][4];
-#pragma unroll
-    for (int n = 0; n < kStep / 16; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e)
-        weights[n][e] =
-            pack<typename Operands::Factor>(scores[2 * n + e / 2][e % 2 * 2], scores[2 * n + e / 2][e % 2 * 2 + 1]);
+    pack_weights<typename Operands::Factor>(scores, weights);
     if constexpr (kStep > 16) values.begin(Operands::read_v(kv, first_token));
     operands.add_v(kv, first_token, weights, met, values, rows.out);
   }

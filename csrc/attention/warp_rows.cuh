@@ -31,6 +31,19 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
   }
 }
 
+// Scores that have become weights, as the first factor of mma and wgmma: of 16 tokens a register each of rows lane / 4
+// and + 8 of the lower eight, then of the upper.
+template <class T, int N>
+__device__ __forceinline__ void pack_weights(const float (&scores)[N][4], uint32_t (&weights)[N / 2][4]) {
+#pragma unroll
+  for (int n = 0; n < N / 2; ++n)
+#pragma unroll
+    for (int c = 0; c < 2; ++c)
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+        weights[n][2 * c + h] = pack<T>(scores[2 * n + c][2 * h], scores[2 * n + c][2 * h + 1]);
+}
+
 // What a lane's two rows of scores are to be multiplied by, > 0.
 struct Scale {
   float of[2];

@@ -107,7 +107,7 @@ class WgmmaAttention {
     pin(scores);
     leave_k();
     rows.follow(weigh(seen, scores, rows));
-    pack_weights(scores, weights);
+    pack_weights<Factor>(scores, weights);
 
     while (++tile < end_tile) {
       const Place before = place_;
@@ -132,7 +132,7 @@ class WgmmaAttention {
       pin(scores);  // the weights' registers are free
       leave_v(before);
       rows.follow(fall);
-      pack_weights(scores, weights);
+      pack_weights<Factor>(scores, weights);
     }
     wait_for_v(place_);
     pin(rows.out);
@@ -263,16 +263,6 @@ class WgmmaAttention {
     return rows.weigh(scale, scores);
   }
 
-  __device__ static void pack_weights(const Scores& scores, Weights& weights) {
-#pragma unroll
-    for (int n = 0; n < kTokens / 16; ++n)
-#pragma unroll
-      for (int c = 0; c < 2; ++c)
-#pragma unroll
-        for (int h = 0; h < 2; ++h)
-          weights[n][2 * c + h] = pack<Factor>(scores[2 * n + c][2 * h], scores[2 * n + c][2 * h + 1]);
-  }
-
   // Straight from registers, in pieces of 64 bytes a row: four neighbouring lanes have eight columns of a row, and of
   // several such eights each lane takes those of one or one half.
   __device__ void write(const Segment& s, const WarpRows<D>& rows) const {
@@ -375,15 +365,12 @@ void wgmma_attention_of(const TreeAttentionParams& p, const Cut& cut, Stream str
   with_16_bit_type(p.dtype, [&]<class T>() {
     // As many stages as fit: two blocks share a multiprocessor's 228 KB, or one has 227.
     constexpr int kFew = wgmma_tokens(D, 64), kMany = wgmma_tokens(D, 128);
+    constexpr int kManyStages = D == 64 ? 6 : D == 128 ? 3 : 2, kFewStages = D == 256 ? 3 : 6;
     if (cut.rows == 128)
-      return start_wgmma_attention<WgmmaAttention<T, T, D, 2, kMany,
-                                                  D == 64    ? 6
-                                                  : D == 128 ? 3
-                                                             : 2,
-                                                  1>>(p, cut, stream);
+      return start_wgmma_attention<WgmmaAttention<T, T, D, 2, kMany, kManyStages, 1>>(p, cut, stream);
     if constexpr (D < 256)
       if (cut.blocks == 2) return start_wgmma_attention<WgmmaAttention<T, T, D, 1, kFew, 3, 2>>(p, cut, stream);
-    start_wgmma_attention<WgmmaAttention<T, T, D, 1, kFew, D == 256 ? 3 : 6, 1>>(p, cut, stream);
+    start_wgmma_attention<WgmmaAttention<T, T, D, 1, kFew, kFewStages, 1>>(p, cut, stream);
   });
 }
 
@@ -392,12 +379,9 @@ template <int D>
 void wgmma_widened_attention_of(const TreeAttentionParams& p, const Cut& cut, Stream stream) {
   with_16_bit_type(p.dtype, [&]<class T>() {
     constexpr int kFew = wgmma_tokens(D, 64), kMany = wgmma_tokens(D, 128);
+    constexpr int kManyStages = D == 64 ? 8 : D == 128 ? 2 : 1;
     if (cut.rows == 128)
-      return start_wgmma_attention<WgmmaAttention<T, Float8, D, 2, kMany,
-                                                  D == 64    ? 8
-                                                  : D == 128 ? 2
-                                                             : 1,
-                                                  1, 2, 2>>(p, cut, stream);
+      return start_wgmma_attention<WgmmaAttention<T, Float8, D, 2, kMany, kManyStages, 1, 2, 2>>(p, cut, stream);
     if constexpr (D == 256)
       start_wgmma_attention<WgmmaAttention<T, Float8, D, 1, kFew, 2, 1, 2, 2>>(p, cut, stream);
     else

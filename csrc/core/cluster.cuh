@@ -19,6 +19,14 @@ struct Cluster {
   __device__ static T* at(T* shared, unsigned rank) {
     return cooperative_groups::this_cluster().map_shared_rank(shared, rank);
   }
+  // The same as an address of the cluster's shared memory, for instructions that take one.
+  __device__ static uint32_t address_at(const void* shared, unsigned rank) {
+    uint32_t there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;"
+        : "=r"(there)
+        : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))), "r"(rank));
+    return there;
+  }
   // A barrier of all threads of all blocks, after which each sees the shared memory of all; and its two halves.
   __device__ static void sync() { cooperative_groups::this_cluster().sync(); }
   __device__ static void arrive() { cooperative_groups::this_cluster().barrier_arrive(); }
@@ -33,6 +41,9 @@ struct Cluster {
   template <class T>
   __device__ static T* at(T* shared, unsigned) {
     return shared;
+  }
+  __device__ static uint32_t address_at(const void* shared, unsigned) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   }
   __device__ static void sync() { __syncthreads(); }
   // Not called by a block by itself.

@@ -143,10 +143,7 @@ class ManyRowsKernel {
     const unsigned block = threadIdx.x % kWarpgroup;
     if (block >= kPair) return;
     asm volatile(
-        "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
-        "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(
-            static_cast<uint32_t>(__cvta_generic_to_shared(&barriers_.empty[stage].state))),
-        "r"(block)
+        "mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(Cluster::address_at(&barriers_.empty[stage].state, block))
         : "memory");
   }
 

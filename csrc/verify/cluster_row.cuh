@@ -323,16 +323,16 @@ class Exchange {
   }
   // Writes to the same places of the block of that rank, and counts the bytes in at its barrier.
   __device__ static void send(uint64_t* to, uint64_t number, uint64_t& barrier, unsigned rank) {
-    asm volatile(
-        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u64 [%0], %1, [%2];" ::"r"(remote(to, rank)),
-        "l"(number), "r"(remote(&barrier, rank))
-        : "memory");
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u64 [%0], %1, [%2];" ::"r"(
+                     Cluster::address_at(to, rank)),
+                 "l"(number), "r"(Cluster::address_at(&barrier, rank))
+                 : "memory");
   }
   __device__ static void send(uint4* to, uint4 number, uint64_t& barrier, unsigned rank) {
     asm volatile(
         "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.u32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
-            remote(to, rank)),
-        "r"(number.x), "r"(number.y), "r"(number.z), "r"(number.w), "r"(remote(&barrier, rank))
+            Cluster::address_at(to, rank)),
+        "r"(number.x), "r"(number.y), "r"(number.z), "r"(number.w), "r"(Cluster::address_at(&barrier, rank))
         : "memory");
   }
 #endif
@@ -373,11 +373,6 @@ class Exchange {
   }
   __device__ static uint32_t address(const void* shared) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  }
-  __device__ static uint32_t remote(const void* shared, unsigned rank) {
-    uint32_t there;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address(shared)), "r"(rank));
-    return there;
   }
 #endif
 

@@ -27,14 +27,14 @@ struct Parts {
   // Stores count themselves in at the barrier `there` of the block that they go to.
   __device__ void put(Place to, int column, float4 x, const Mbarrier& there) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
-                     address(&out[to.slot][column], to.rank)),
-                 "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(address(&there, to.rank))
+                     Cluster::address_at(&out[to.slot][column], to.rank)),
+                 "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(Cluster::address_at(&there, to.rank))
                  : "memory");
   }
   __device__ void put(Place to, float top, float total, const Mbarrier& there) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(
-                     address(&weights[to.slot], to.rank)),
-                 "f"(top), "f"(total), "r"(address(&there, to.rank))
+                     Cluster::address_at(&weights[to.slot], to.rank)),
+                 "f"(top), "f"(total), "r"(Cluster::address_at(&there, to.rank))
                  : "memory");
   }
   // That come to this block, of `count` rows.
@@ -83,15 +83,6 @@ struct Parts {
       }
       write_row<T>(p, cut, s.request, s.head, s.first_row + row, total);
     }
-  }
-
- private:
-  __device__ static uint32_t address(const void* shared, unsigned rank) {
-    uint32_t there;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;"
-        : "=r"(there)
-        : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))), "r"(rank));
-    return there;
   }
 };
 

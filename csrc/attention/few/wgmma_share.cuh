@@ -117,7 +117,7 @@ class WgmmaShare {
     pin(scores);
     leave_k();
     rows.follow(weigh(seen, scores, rows));
-    pack_weights(scores, weights);
+    pack_weights<Factor>(scores, weights);
 
     while ((first += Stream::kTokens) < share.end) {
       const Place before = place_;
@@ -137,7 +137,7 @@ class WgmmaShare {
       pin(scores);  // the weights' registers are free
       leave_v(before);
       rows.follow(fall);
-      pack_weights(scores, weights);
+      pack_weights<Factor>(scores, weights);
     }
     wait_for_v(place_);
     pin(rows.out);
@@ -232,16 +232,6 @@ class WgmmaShare {
     const Scale scale = rows.cap(p_, kMakesHalf ? scale_ : Scale{p_.log2_scale, p_.log2_scale}, scores);
     if (!seen.all) rows.hide(seen.bits, scores);
     return rows.weigh(scale, scores);
-  }
-
-  __device__ static void pack_weights(const Scores& scores, Weights& weights) {
-#pragma unroll
-    for (int n = 0; n < Stream::kTokens / 16; ++n)
-#pragma unroll
-      for (int c = 0; c < 2; ++c)
-#pragma unroll
-        for (int h = 0; h < 2; ++h)
-          weights[n][2 * c + h] = pack<Factor>(scores[2 * n + c][2 * h], scores[2 * n + c][2 * h + 1]);
   }
 
   Queries& queries_;
