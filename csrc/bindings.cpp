@@ -7,6 +7,7 @@
 
 // --- draft
 #include "draft/expand_tree.h"
+#include "draft/extend_rows.h"
 #include "draft/sample_draft.h"
 #include "draft/select_topk.h"
 // --- tree
@@ -18,6 +19,7 @@
 #include "layers/gate_rows.h"
 #include "layers/linear_rows.h"
 #include "layers/norm_rows.h"
+#include "layers/pair_rows.h"
 #include "layers/rotate_qkv.h"
 // --- attention
 #include "attention/tree_attention.h"
@@ -469,6 +471,7 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
   def_op<&sample_draft>(m, "sample_draft", "draws without replacement from each row of draft logits");
   def_op<&expand_root>(m, "expand_root", "draft step 1: the root's children become candidates and frontier");
   def_op<&expand_tree>(m, "expand_tree", "a later draft step: append children, keep the best k as the frontier");
+  def_op<&extend_rows>(m, "extend_rows", "the rows of draft-extend, from what a round accepted");
 
   // --- tree
   def_op<&build_tree>(m, "build_tree", "the best candidates as a tree with links, mask and positions");
@@ -478,6 +481,7 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
 
   // --- layers
   def_op<&norm_rows>(m, "norm_rows", "rows, or sums of rows, over their root mean square");
+  def_op<&pair_rows>(m, "pair_rows", "embeddings beside features, each row over its root mean square");
   def_op<&gate_rows>(m, "gate_rows", "silu(gate) * up of rows that hold both");
   def_op<&linear_rows>(m, "linear_rows", "a few rows times a weight");
   m.def("has_wgmma", &has_wgmma, "whether the CUDA device that is current has wgmma, and this build its instructions");

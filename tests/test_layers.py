@@ -1,4 +1,4 @@
-"""The layers' ops: norm_rows, gate_rows, linear_rows, rotate_qkv."""
+"""The layers' ops: norm_rows, pair_rows, gate_rows, linear_rows, rotate_qkv."""
 
 from __future__ import annotations
 
@@ -52,6 +52,56 @@ def test_norm_rows_of_strided_rows_and_in_place(dtype: torch.dtype, device: torc
     assert total is x and torch.equal(x, want_total)
     check(out, want)
     assert both[:, :64].isnan().all() and both[:, 128:].isnan().all()
+
+
+# --- pair_rows
+
+
+def pair_inputs(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:
+    vocab, features = 50, rows + 2
+    made = {
+        "embeddings": torch.randn(vocab, width),
+        "embedding_weight": torch.randn(width),
+        "features": 3 * torch.randn(features, width),
+        "feature_weight": torch.randn(width),
+    }
+    wild = torch.tensor([-1, 2**31 - 1], dtype=torch.int32)
+    tokens, feature_rows = (torch.randint(n, (rows,), dtype=torch.int32) for n in (vocab, features))
+    tokens[1:3], feature_rows[2:4] = wild[: len(tokens[1:3])], wild[: len(feature_rows[2:4])]
+    numbers = {"tokens": tokens.to(device), "feature_rows": feature_rows.to(device)}
+    return {name: x.to(device=device, dtype=dtype) for name, x in made.items()} | numbers
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "width"), [(1, 1), (5, 7), (3, 64), (2, 4096), (1, 20000), (0, 8), (640, 72)])
+def test_pair_rows(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+    inputs = pair_inputs(rows, width, dtype, device)
+    for feature_rows in (inputs.pop("feature_rows"), None):
+        out = torch.full((rows, 2 * width + 8), torch.nan, device=device).to(dtype)
+        got, kept = sd.pair_rows(**inputs, feature_rows=feature_rows, eps=1e-5, out=out[:, : 2 * width])
+        want, features = reference.pair_rows(**inputs, feature_rows=feature_rows, eps=1e-5)
+        assert torch.equal(kept, features) and out[:, 2 * width :].isnan().all()
+        if rows:
+            check(got, want)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokens": torch.zeros(4)}, "pair_rows: tokens is float32, expected int32"),
+        ({"features": torch.zeros(3, 8)}, "pair_rows: num_features is 3, expected 4 to 2147483647"),
+        ({"embeddings": torch.zeros(0, 8)}, "pair_rows: vocab is 0, expected 1 to 2147483647"),
+        ({"feature_weight": torch.zeros(9)}, "pair_rows: feature_weight has shape [9], expected [width=8]"),
+        ({"eps": 0.0}, "pair_rows: eps is 0.000000, expected a finite float32 above 0"),
+    ],
+)
+def test_pair_rows_refuses(change: dict[str, object], message: str) -> None:
+    inputs = pair_inputs(4, 8, torch.float32, torch.device("cpu"))
+    del inputs["feature_rows"]
+    with pytest.raises(ValueError) as error:
+        sd.pair_rows(**(inputs | {"eps": 1e-6} | change))
+    assert str(error.value) == message
 
 
 # --- gate_rows

@@ -98,6 +98,10 @@ def expand_tree(t: Inputs, **stream: Any) -> Iterable[Tensor]:
     return [*sd.expand_tree(t["ids"], t["logprobs"], 2, *state, t["lens"], **stream), *state]
 
 
+def extend_rows(t: Inputs, **stream: Any) -> Iterable[Tensor]:
+    return sd.extend_rows(*t.values(), N, **stream)
+
+
 def build_tree_inputs() -> Inputs:
     candidates, _ = sd.expand_root(ints(0, VOCAB, B, K), logprobs(B, K), lens(), 1)
     return {**candidates._asdict(), "roots": ints(0, VOCAB, B), "lens": lens()}
@@ -117,6 +121,10 @@ def build_tree_from_mask(t: Inputs, **stream: Any) -> Iterable[Tensor]:
 
 def norm_rows(t: Inputs, **stream: Any) -> Iterable[Tensor]:
     return sd.norm_rows(t["x"], t["weight"], 1e-6, residual=t["residual"], **stream)
+
+
+def pair_rows(t: Inputs, **stream: Any) -> Iterable[Tensor]:
+    return sd.pair_rows(**t, eps=1e-6, **stream)
 
 
 def gate_rows(t: Inputs, **stream: Any) -> Iterable[Tensor]:
@@ -271,6 +279,15 @@ CASES = {
     ),
     "expand_root": Case(lambda: {"ids": ints(0, VOCAB, B, K), "logprobs": logprobs(B, K), "lens": lens()}, expand_root),
     "expand_tree": Case(expand_tree_inputs, expand_tree),
+    "extend_rows": Case(
+        lambda: {
+            "tokens": ints(-1, VOCAB, B, K),
+            "path": ints(0, N, B, K),
+            "num_valid": ints(0, K + 1, B),
+            "seq_lens_before": lens(),
+        },
+        extend_rows,
+    ),
     "build_tree": Case(build_tree_inputs, build_tree),
     "build_tree_from_parents": Case(
         lambda: {"tokens": ints(0, VOCAB, B, N), "parents": random_parents(B, N), "lens": lens()},
@@ -282,6 +299,17 @@ CASES = {
     "merge_trees": Case(merge_trees_inputs, merge_trees),
     "norm_rows": Case(
         lambda: {"x": torch.randn(N, D), "residual": torch.randn(N, D), "weight": torch.randn(D)}, norm_rows
+    ),
+    "pair_rows": Case(
+        lambda: {
+            "embeddings": torch.randn(VOCAB, D),
+            "tokens": ints(0, VOCAB, N),
+            "embedding_weight": torch.randn(D),
+            "features": torch.randn(B, D),
+            "feature_rows": ints(0, B, N),
+            "feature_weight": torch.randn(D),
+        },
+        pair_rows,
     ),
     "gate_rows": Case(lambda: {"x": torch.randn(N, 2 * D)}, gate_rows),
     "linear_rows": Case(

@@ -248,6 +248,10 @@ def calls(op: str, device: torch.device) -> list[tuple[tuple[Any, ...], dict[str
         "expand_tree": [
             ((ints(2, 2, 2), -floats(2, 2, 2).abs(), 2, *candidates, frontier.nodes, frontier.mask, lens), {})
         ],
+        "extend_rows": [
+            ((accepted.tokens, accepted.path, accepted.lengths, lens, 4), options)
+            for options in ({}, {"slots": slots, "position_offset": 1})
+        ],
         "build_tree": [((*candidates, lens, lens, 4), {}), ((*candidates, lens, lens, 3), {"order": "given", **both})],
         "build_tree_from_parents": [((ints(2, 4), parents, lens), {}), ((ints(2, 4), parents, lens), both)],
         "build_tree_from_mask": [((ints(2, 4), mask, lens), {}), ((ints(2, 4), mask, lens), both)],
@@ -255,6 +259,10 @@ def calls(op: str, device: torch.device) -> list[tuple[tuple[Any, ...], dict[str
         "norm_rows": [
             ((floats(3, 64), floats(64), 1e-5), {}),
             ((floats(3, 64), floats(64), 1e-5), {"residual": floats(3, 64)}),
+        ],
+        "pair_rows": [
+            ((floats(9, 64), ints(3), floats(64), floats(4, 64), floats(64), 1e-5), options)
+            for options in ({}, {"feature_rows": ints(3)})
         ],
         "gate_rows": [((floats(3, 64),), {})],
         "linear_rows": [

@@ -133,6 +133,26 @@ def expand_tree(device: torch.device, p: Params) -> Work:
     return Work(call, check, moved, restore=restore)
 
 
+def extend_rows(device: torch.device, p: Params) -> Work:
+    batch, width, nodes = p["batch"], p["accept_width"], p["nodes"]
+    tokens, path, num_valid, lens = (
+        torch.randint(low, high, shape, dtype=torch.int32, device=device)
+        for low, high, shape in (
+            (-1, 32000, (batch, width)), (0, nodes, (batch, width)), (0, width + 1, (batch,)), (0, 4096, (batch,)),
+        )
+    )  # fmt: skip
+    want = reference.extend_rows(tokens.cpu(), path.cpu(), num_valid.cpu(), lens.cpu(), nodes)
+    outputs = sd.ExtendRows(*(poisoned(*t.shape, dtype=t.dtype, device=device) for t in want))
+    named = {f"out_{name}": tensor for name, tensor in outputs._asdict().items()}
+
+    def check() -> None:
+        for name, got, expected in zip(want._fields, outputs, want, strict=True):
+            expect_equal(name, got, expected)
+
+    moved = bytes_of(tokens, path, num_valid, lens, *outputs)
+    return Work(lambda: sd.extend_rows(tokens, path, num_valid, lens, nodes, **named), check, moved)
+
+
 CASES = [
     Case(
         "select_topk",
@@ -146,4 +166,5 @@ CASES = [
     ),
     Case("expand_root", grid={"batch": (1, 8, 64), "k": (1, 10), "num_steps": (5,)}, make=expand_root),
     Case("expand_tree", grid={"batch": (1, 8, 64), "k": (1, 10), "num_steps": (5,)}, make=expand_tree),
+    Case("extend_rows", grid={"batch": (1, 8, 64), "accept_width": (6,), "nodes": (32,)}, make=extend_rows),
 ]

@@ -15,6 +15,7 @@ from .kv import KV_HEADS, PAGE_SIZE, slots_of_rows
 
 Q_HEADS, HEAD_DIM = 32, 128
 EPS = 1e-6
+VOCAB = 32000
 ERROR = 8e-3  # of 16-bit results
 
 
@@ -42,6 +43,29 @@ def norm_rows(device: torch.device, p: Params) -> Work:
         bytes_moved=bytes_of(x, residual, weight, out, total),
         baseline=Baseline("torch", plain, lambda got: expect_near("out", got, want, 2 * ERROR)),
     )
+
+
+def pair_rows(device: torch.device, p: Params) -> Work:
+    """Of a table that no cache holds, with features in another order."""
+    rows, width = p["rows"], p["width"]
+    embeddings, features = random(p, device, VOCAB, width), random(p, device, rows, width)
+    tokens = torch.randint(VOCAB, (rows,), dtype=torch.int32, device=device)
+    feature_rows = torch.randperm(rows, device=device).int()
+    weights = [random(p, device, width) for _ in range(2)]
+    out, kept = (poisoned(rows, n, dtype=features.dtype, device=device) for n in (2 * width, width))
+    want, want_kept = reference.pair_rows(embeddings, tokens, weights[0], features, weights[1], EPS, feature_rows)
+
+    def call() -> object:
+        return sd.pair_rows(
+            embeddings, tokens, weights[0], features, weights[1], EPS,
+            feature_rows=feature_rows, out=out, out_features=kept,
+        )  # fmt: skip
+
+    def check() -> None:
+        expect_near("out", out, want, ERROR)
+        expect_near("out_features", kept, want_kept, 0)
+
+    return Work(call, check, 3 * bytes_of(features) + bytes_of(out, tokens, feature_rows, *weights))
 
 
 def gate_rows(device: torch.device, p: Params) -> Work:
@@ -106,6 +130,7 @@ def rotate_qkv(device: torch.device, p: Params) -> Work:
 ROWS = (1, 6, 64, 384, 2048)
 CASES = (
     Case("norm_rows", grid={"rows": ROWS, "width": (4096,), "dtype": ("bfloat16",)}, make=norm_rows),
+    Case("pair_rows", grid={"rows": ROWS[:-1], "width": (4096,), "dtype": ("bfloat16",)}, make=pair_rows),
     Case("gate_rows", grid={"rows": ROWS, "width": (12288,), "dtype": ("bfloat16",)}, make=gate_rows),
     Case(
         "linear_rows",

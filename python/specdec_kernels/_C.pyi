@@ -59,6 +59,21 @@ def expand_tree(
     out_parent_rows: Tensor,
     out_positions: Tensor,
 ) -> None: ...
+def extend_rows(
+    stream: int | None,
+    tokens: Tensor,
+    path: Tensor,
+    num_valid: Tensor,
+    seq_lens_before: Tensor,
+    num_nodes: int,
+    slots: Tensor | None,
+    position_offset: int,
+    out_tokens: Tensor,
+    out_positions: Tensor,
+    out_node_rows: Tensor,
+    out_last_rows: Tensor,
+    out_kept_slots: Tensor,
+) -> None: ...
 
 # --- tree
 def build_tree(
@@ -144,6 +159,18 @@ def norm_rows(
     residual: Tensor | None,
     out_sum: Tensor | None,
     out: Tensor,
+) -> None: ...
+def pair_rows(
+    stream: int | None,
+    embeddings: Tensor,
+    tokens: Tensor,
+    embedding_weight: Tensor,
+    features: Tensor,
+    feature_rows: Tensor | None,
+    feature_weight: Tensor,
+    eps: float,
+    out: Tensor,
+    out_features: Tensor,
 ) -> None: ...
 def gate_rows(stream: int | None, x: Tensor, out: Tensor) -> None: ...
 def linear_rows(

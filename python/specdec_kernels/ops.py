@@ -120,6 +120,16 @@ class Frontier(NamedTuple):
     mask: Tensor  # [B, k, Wd] int64 bit patterns, Wd = max(1, ceil(k * (num_steps - 1) / 64))
 
 
+class ExtendRows(NamedTuple):
+    """Rows of draft-extend, with W = min(S, num_nodes) for each request."""
+
+    tokens: Tensor  # [B, W] int32, 0 where there is none
+    positions: Tensor  # [B, W] int32
+    node_rows: Tensor  # [B, W] int64, of B * num_nodes: the tree's node behind each row
+    last_rows: Tensor  # [B] int64, of B * W: the last valid row of each request, or its first
+    kept_slots: Tensor  # [B] int64: the slot whose draft state that row becomes; num_slots, where no row is valid
+
+
 class DraftInputs(NamedTuple):
     """What the draft forward of an expanded frontier needs, beside its mask."""
 
@@ -274,6 +284,51 @@ def expand_tree(
         out_positions,
     )
     return DraftInputs(out_tokens, out_parent_rows, out_positions)
+
+
+def extend_rows(
+    tokens: Tensor,
+    path: Tensor,
+    num_valid: Tensor,
+    seq_lens_before: Tensor,
+    num_nodes: int,
+    *,
+    slots: Tensor | None = None,
+    position_offset: int = 0,
+    out_tokens: Tensor | None = None,
+    out_positions: Tensor | None = None,
+    out_node_rows: Tensor | None = None,
+    out_last_rows: Tensor | None = None,
+    out_kept_slots: Tensor | None = None,
+    stream: int | None = None,
+) -> ExtendRows:
+    """What draft-extend runs on: the tokens a round accepted, as rows of a forward pass of the draft.
+
+    Args:
+        tokens, path: [B, S] int32, as `commit_tokens` left them.
+        num_valid: [B] int32: rows that count.
+        seq_lens_before: [num_slots] int32, L before the round.
+        num_nodes: N of the trees that `path` is of; no request has more tokens than nodes.
+        slots: [B] int32. An empty row keeps nothing, and its positions count from 0.
+        position_offset: of row 0 beyond L.
+
+    Returns:
+        ExtendRows.
+
+    Raises:
+        ValueError: wrong dtype, shape, device or stride; a number out of range.
+    """
+    op = "extend_rows"
+    batch, accept_width = shape_of(op, "tokens", tokens, 2)
+    each, once = (batch, min(accept_width, num_nodes)), (batch,)
+    out_tokens = empty(op, tokens, each, "int32") if out_tokens is None else out_tokens
+    out_positions = empty(op, tokens, each, "int32") if out_positions is None else out_positions
+    out_node_rows = empty(op, tokens, each, "int64") if out_node_rows is None else out_node_rows
+    out_last_rows = empty(op, tokens, once, "int64") if out_last_rows is None else out_last_rows
+    out_kept_slots = empty(op, tokens, once, "int64") if out_kept_slots is None else out_kept_slots
+    outputs = ExtendRows(out_tokens, out_positions, out_node_rows, out_last_rows, out_kept_slots)
+    _C.extend_rows(stream, tokens, path, num_valid, seq_lens_before, num_nodes, slots, position_offset, *outputs)
+    return outputs
 
 
 # --- tree -------------------------------------------------------------------------------------------------------------
@@ -563,6 +618,55 @@ def norm_rows(
         out_sum = empty_like("norm_rows", x, shape_of("norm_rows", "x", x, 2))
     _C.norm_rows(stream, x, weight, eps, residual, out_sum, out)
     return out, x if residual is None else out_sum
+
+
+def pair_rows(
+    embeddings: Tensor,
+    tokens: Tensor,
+    embedding_weight: Tensor,
+    features: Tensor,
+    feature_weight: Tensor,
+    eps: float,
+    *,
+    feature_rows: Tensor | None = None,
+    out: Tensor | None = None,
+    out_features: Tensor | None = None,
+    stream: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """What an EAGLE-3 layer reads: the embeddings of tokens beside a feature each, both over their root mean squares.
+
+    Args:
+        embeddings: [V, H] float32, float16 or bfloat16; rows may be strided, here and below.
+        tokens: [T] int32. A number outside a table, here and below, takes its nearest row.
+        features: [F, H] like embeddings.
+        feature_rows: [T] int32, the feature of each row; None: feature i is row i's, and F is T or more.
+        embedding_weight, feature_weight: [H] of the same dtype, of the norms.
+        eps: of both norms, above 0.
+
+    Returns:
+        out [T, 2 * H], embeddings first, and out_features [T, H], the features of the rows as they were.
+
+    Raises:
+        ValueError: wrong dtype, shape, device or stride; an empty table.
+    """
+    if out is None or out_features is None:
+        (rows,) = shape_of("pair_rows", "tokens", tokens, 1)
+        _, width = shape_of("pair_rows", "embeddings", embeddings, 2)
+        out = empty_like("pair_rows", embeddings, (rows, 2 * width)) if out is None else out
+        out_features = empty_like("pair_rows", embeddings, (rows, width)) if out_features is None else out_features
+    _C.pair_rows(
+        stream,
+        embeddings,
+        tokens,
+        embedding_weight,
+        features,
+        feature_rows,
+        feature_weight,
+        eps,
+        out,
+        out_features,
+    )
+    return out, out_features
 
 
 def gate_rows(x: Tensor, *, out: Tensor | None = None, stream: int | None = None) -> Tensor:

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from ..ops import norm_rows
 from .attention import KvPools, Rows, attach_pools, resize_pools
-from .layers import Layer, embedded, product_of, rotations_of
+from .layers import Layer, added_and_normed, embedded, product_of, rotations_of
 
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 SUPPORTED_HEAD_DIMS = (64, 128, 256)
@@ -85,7 +84,8 @@ class CausalLM:
         )
         self.max_len = max_len
         self.feature_layers = tuple(feature_layers)
-        self._features: list[Tensor] = []
+        self._kept_layers = sorted(set(feature_layers))
+        self._kept: Tensor | None = None  # [B, Q, len(_kept_layers), H]: the states of the last forward pass
         self._layers = [Layer(layer) for layer in self.layers]
 
     @property
@@ -122,18 +122,21 @@ class CausalLM:
 
     def _enter(self, last: int, tokens: Tensor, positions: Tensor, rows: Rows) -> Tensor:
         """What enters layer `last`, normalised [B * Q, H], after the layers before it; behind all, the final norm's."""
-        normed: Tensor
-        norms = [*(layer.input_norm for layer in self._layers), self.model.model.norm]
+        norms = [*(layer.input_layernorm for layer in self.layers), self.model.model.norm]
         x, residual = embedded(self.embedding, tokens).flatten(0, 1), None
-        entering = []  # each layer's state, of which features are kept
-        for i, norm in enumerate(norms[: last + 1]):
-            normed, state = norm_rows(x, norm.weight, norm.variance_epsilon, residual=residual)
-            entering.append(state)
-            if i < last:
-                keep = i in self.feature_layers
-                x, residual = self._layers[i](normed, state, positions, self.rotations, rows, keep_state=keep)
-        self._features = [entering[i].view(*tokens.shape, -1) for i in self.feature_layers]
-        return normed
+        # The residual stream is in one place, where it is written over; and in others where a feature stays behind, for
+        # which it is there before it enters that layer.
+        kept = x.new_empty(len(x), len(self._kept_layers), x.shape[-1])
+        places = iter([*kept.unbind(1), x])
+        moving = {0, *self._kept_layers} if self._kept_layers else set()
+        if 0 in self._kept_layers:
+            x = next(places).copy_(x)
+        for i in range(last):
+            normed, state = added_and_normed(norms[i], x, residual)
+            to = next(places) if i in moving else None
+            x, residual = self._layers[i](normed, state, positions, self.rotations, rows, move_to=to)
+        self._kept = kept.view(*tokens.shape, *kept.shape[1:])
+        return added_and_normed(norms[last], x, residual)[0]
 
     def resize_pools(self, num_pages: int) -> None:
         """Other pools, empty, with another number of pages."""
@@ -146,9 +149,11 @@ class CausalLM:
 
     def features(self) -> Tensor | None:
         """The feature layers' states of the last forward pass, concatenated: [B, Q, len(feature_layers) * H]."""
-        if not self.feature_layers:
+        if self._kept is None or not self.feature_layers:
             return None
-        return torch.cat(self._features, dim=-1)
+        if list(self.feature_layers) == self._kept_layers:
+            return self._kept.flatten(2)
+        return torch.cat([self._kept[:, :, self._kept_layers.index(layer)] for layer in self.feature_layers], dim=-1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., V] from hidden states [..., H]."""

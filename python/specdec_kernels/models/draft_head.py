@@ -13,6 +13,13 @@ from .causal_lm import SUPPORTED_HEAD_DIMS, CausalLM, head_dim_of
 from .layers import Layer, rotations_of
 
 
+class Features(NamedTuple):
+    """A feature for each row, of the target's or the head's own output."""
+
+    table: Tensor  # [F, H]
+    rows: Tensor | None = None  # [T] int32, of the table; None: row by row
+
+
 class HeadOutput(NamedTuple):
     """Of each row [T, H]."""
 
@@ -59,12 +66,12 @@ class DraftHead(nn.Module):
         raise NotImplementedError
 
     def forward(
-        self, tokens: Tensor, features: Tensor, positions: Tensor, rows: Rows, only: Tensor | None = None
+        self, tokens: Tensor, features: Features, positions: Tensor, rows: Rows, only: Tensor | None = None
     ) -> HeadOutput:
         """The head's one layer.
 
         Args:
-            tokens: [B, Q]. features: [B, Q, H], joined from the target's or the head's own output.
+            tokens: [B, Q]. features: of all B * Q rows.
             positions: [B, Q], where rows are rotated.
             only: [R], of all B * Q rows those that have an output, after the KV of all is written; None: all.
         """

@@ -17,14 +17,12 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from .attention import Rows
 from .causal_lm import CausalLM
 from .checkpoint import load_tensors, local_folder
-from .draft_head import AttentionParameters, DraftHead, HeadOutput, check_head, load_parameters
+from .draft_head import AttentionParameters, DraftHead, Features, HeadOutput, check_head, load_parameters
 from .layers import embedded, normed, product_of
 
 
 class EagleLayer(nn.Module):
     """The parameters of the one layer."""
-
-    input_layernorm = None
 
     def __init__(self, config: LlamaConfig, qkv_bias: bool) -> None:
         super().__init__()
@@ -55,10 +53,10 @@ class EagleHead(DraftHead):
         return normed(self._target.model.model.norm, features)
 
     def forward(
-        self, tokens: Tensor, features: Tensor, positions: Tensor, rows: Rows, only: Tensor | None = None
+        self, tokens: Tensor, features: Features, positions: Tensor, rows: Rows, only: Tensor | None = None
     ) -> HeadOutput:
-        pairs = torch.cat([embedded(self.embed_tokens, tokens), features], dim=-1)
-        state = product_of(self.fc)(pairs.flatten(0, 1))
+        each = features.table if features.rows is None else features.table[features.rows]
+        state = product_of(self.fc)(torch.cat([embedded(self.embed_tokens, tokens.flatten()), each], dim=-1))
         x, rest = self._layer(state, state, positions, self.rotations, rows, only=only)
         hidden = x if rest is None else rest + x
         return HeadOutput(hidden, hidden)  # it stands for the target's normed state

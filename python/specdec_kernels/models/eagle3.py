@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from ..ops import norm_rows
+from ..ops import pair_rows
 from .attention import Rows
 from .causal_lm import CausalLM
 from .checkpoint import load_tensors, local_folder
-from .draft_head import AttentionParameters, DraftHead, HeadOutput, check_head, load_parameters
-from .layers import embedded, product_of
+from .draft_head import AttentionParameters, DraftHead, Features, HeadOutput, check_head, load_parameters
+from .layers import added_and_normed, product_of
 
 
 def feature_layers(config: Any, num_target_layers: int) -> tuple[int, ...]:
@@ -65,18 +65,19 @@ class Eagle3Head(DraftHead):
         return product_of(self.fc)(features)
 
     def forward(
-        self, tokens: Tensor, features: Tensor, positions: Tensor, rows: Rows, only: Tensor | None = None
+        self, tokens: Tensor, features: Features, positions: Tensor, rows: Rows, only: Tensor | None = None
     ) -> HeadOutput:
-        layer, features = self._layer, features.flatten(0, 1)
-        width = features.shape[-1]
-        both = features.new_empty(len(features), 2 * width)
-        for x, norm, out in (
-            (embedded(self.embed_tokens, tokens).flatten(0, 1), self.midlayer.input_layernorm, both[:, :width]),
-            (features, self.midlayer.hidden_norm, both[:, width:]),
-        ):
-            norm_rows(x, norm.weight, norm.variance_epsilon, out=out)
-        x, state = layer(both, features, positions, self.rotations, rows, only=only)
-        normed, hidden = norm_rows(x, self.norm.weight, self.norm.variance_epsilon, residual=state)
+        pairs, state = pair_rows(
+            self.embed_tokens.weight,
+            tokens.flatten().contiguous(),
+            self.midlayer.input_layernorm.weight,
+            features.table,
+            self.midlayer.hidden_norm.weight,
+            self.norm.variance_epsilon,
+            feature_rows=features.rows,
+        )
+        x, residual = self._layer(pairs, state, positions, self.rotations, rows, only=only)
+        normed, hidden = added_and_normed(self.norm, x, residual)
         return HeadOutput(hidden, normed)
 
     def logits(self, normed: Tensor) -> Tensor:

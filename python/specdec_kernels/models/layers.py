@@ -89,6 +89,12 @@ def embedded(embedding: nn.Embedding, tokens: Tensor) -> Tensor:
     return out
 
 
+def added_and_normed(norm: Any, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    """[T, H] each: the sum of both, normalised, and itself, which is written over the residual; without one, of x."""
+    out, total = norm_rows(x, norm.weight, norm.variance_epsilon, residual=residual, out_sum=residual)
+    return out, total
+
+
 def normed(norm: Any, x: Tensor) -> Tensor:
     """[..., H] from [..., H], by a root mean square norm of the model's."""
     rows, _ = norm_rows(x.reshape(-1, x.shape[-1]), norm.weight, norm.variance_epsilon)
@@ -139,7 +145,7 @@ class Layer:
         self.gate_up = merged(module.mlp.gate_proj, module.mlp.up_proj)
         self.down = product_of(module.mlp.down_proj)
         self.q_norm, self.k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
-        self.input_norm, self.middle_norm = module.input_layernorm, module.post_attention_layernorm
+        self.middle_norm = module.post_attention_layernorm
         self.eps: float = self.middle_norm.variance_epsilon
 
     def write_kv(self, x: Tensor, positions: Tensor, rotations: Tensor, rows: Rows) -> Tensor:
@@ -187,14 +193,18 @@ class Layer:
         rotations: Tensor,
         rows: Rows,
         *,
-        keep_state: bool = True,
+        move_to: Tensor | None = None,
         only: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """What the next norm takes: rows, and the state of the residual stream that it adds to them, or None where they
-        have it already. Unless `keep_state`, `state` may be written over. With `only` [R], these of all T rows."""
+        have it already. `state` is written over, unless it is to `move_to` another place and stay as it is. With `only`
+        [R], these of all T rows."""
         attended = self.attend(self.write_kv(normed, positions, rotations, rows), rows)
         if only is not None:
             attended, state = attended[only], state[only]
-        x, residual = (self.out(attended), state) if keep_state else self.out.added_to(state, attended)
-        normed, state = norm_rows(x, self.middle_norm.weight, self.eps, residual=residual)
+        if move_to is None:
+            normed, state = added_and_normed(self.middle_norm, *self.out.added_to(state, attended))
+        else:
+            weight = self.middle_norm.weight
+            normed, state = norm_rows(self.out(attended), weight, self.eps, residual=state, out_sum=move_to)
         return self.down.added_to(state, self.gate_up.gated(normed))

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..ops import Candidates, DraftInputs, Frontier
+from ..ops import Candidates, DraftInputs, ExtendRows, Frontier
 from .noise import USE_DRAFT, noise
 
 
@@ -154,3 +154,31 @@ def expand_tree(
             inputs.parent_rows[b, j] = b * k + row
             inputs.positions[b, j] = int(seq_lens[slot]) + step - 1 + position_offset if slot >= 0 else 0
     return candidates, nodes, new_mask, inputs
+
+
+def extend_rows(
+    tokens: Tensor,
+    path: Tensor,
+    num_valid: Tensor,
+    seq_lens_before: Tensor,
+    num_nodes: int,
+    slots: Tensor | None = None,
+    position_offset: int = 0,
+) -> ExtendRows:
+    """Row by row. Nodes outside the tree are the nearest there is."""
+    batch, num_slots = len(tokens), len(seq_lens_before)
+    width = min(tokens.shape[1], num_nodes)
+    out_tokens, positions = (torch.zeros(batch, width, dtype=torch.int32) for _ in range(2))
+    node_rows = torch.zeros(batch, width, dtype=torch.int64)
+    last_rows, kept_slots = torch.zeros(batch, dtype=torch.int64), torch.full((batch,), num_slots)
+    for b, slot in enumerate(slot_list(slots, num_slots, batch)):
+        length = int(seq_lens_before[slot]) if slot >= 0 else 0
+        for j in range(width):
+            out_tokens[b, j] = max(int(tokens[b, j]), 0)
+            positions[b, j] = length + position_offset + j
+            node_rows[b, j] = b * num_nodes + min(max(int(path[b, j]), 0), num_nodes - 1)
+        count = min(int(num_valid[b]), width)
+        last_rows[b] = b * width + max(count - 1, 0)
+        if slot >= 0 and count > 0:
+            kept_slots[b] = slot
+    return ExtendRows(out_tokens, positions, node_rows, last_rows, kept_slots)

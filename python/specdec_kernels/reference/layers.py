@@ -19,6 +19,24 @@ def norm_rows(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = N
     return norm(total, weight, eps), total
 
 
+def pair_rows(
+    embeddings: Tensor,
+    tokens: Tensor,
+    embedding_weight: Tensor,
+    features: Tensor,
+    feature_weight: Tensor,
+    eps: float,
+    feature_rows: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The pairs in float64."""
+    embedded = embeddings[tokens.long().clamp(0, len(embeddings) - 1)]
+    if feature_rows is None:
+        features = features[: len(tokens)]
+    else:
+        features = features[feature_rows.long().clamp(0, len(features) - 1)]
+    return torch.cat([norm(embedded, embedding_weight, eps), norm(features, feature_weight, eps)], dim=-1), features
+
+
 def gate_rows(x: Tensor) -> Tensor:
     gate, up = x.double().chunk(2, dim=-1)
     return torch.nn.functional.silu(gate) * up

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from ...models.attention import Rows
-from ...models.draft_head import DraftHead, HeadOutput
-from ...ops import Accepted
+from ...models.draft_head import DraftHead, Features, HeadOutput
+from ...ops import Accepted, extend_rows
 from ..prefill import Prefill
 from ..state import SlotState
 from .model import ModelDraft
@@ -32,33 +32,31 @@ class EagleDraft(ModelDraft):
     def resize_pools(self, num_pages: int) -> None:
         self.head.resize_pools(num_pages)
 
-    def start(self, slots: Tensor) -> Tensor:
-        return self.last_hidden[slots[:, None].expand(-1, self.topk)].flatten(0, 1)
+    def start(self, slots: Tensor) -> Features:
+        return Features(self.last_hidden, slots[:, None].expand(-1, self.topk).flatten().contiguous())
 
-    def step(self, tokens: Tensor, positions: Tensor, feature: Tensor | None, rows: Rows) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        assert feature is not None
-        hidden, normed = self.head(tokens, feature.view(*tokens.shape, -1), positions, rows)
+    def step(self, tokens: Tensor, positions: Tensor, features: Features | None, rows: Rows) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        assert features is not None
+        hidden, normed = self.head(tokens, features, positions, rows)
         return self.head.logits(normed), hidden
 
     def prefill(self, prefill: Prefill, features: Tensor | None) -> None:
         assert features is not None
-        features = self.head.join(features)
-        output = self.head(prefill.next_tokens, features, prefill.positions, prefill.rows, only=prefill.last_rows)
+        joined = Features(self.head.join(features).flatten(0, 1))
+        output = self.head(prefill.next_tokens, joined, prefill.positions, prefill.rows, only=prefill.last_rows)
         self._keep(prefill.slots.long(), output)
 
     def extend(
         self, slots: Tensor, accepted: Accepted, num_valid: Tensor, features: Tensor | None, num_nodes: int
     ) -> None:
         assert features is not None
-        # Gather before `fc`: S rows instead of N. Padded rows repeat a real one and are written nowhere.
-        tokens, path = accepted.tokens[:, :num_nodes].clamp(min=0), accepted.path[:, :num_nodes]
-        features = self.head.join(features.flatten(0, 1)[self.rows_of(path, num_nodes)])
-        width = tokens.shape[1]
         before = self.state.seq_lens_before
-        rows = self.state.rows(slots, before, tail_len=width, num_valid=num_valid)
-        last = self.last_valid(num_valid, width)
-        output = self.head(tokens, features, self.positions_from(before[slots], width), rows, only=last)
-        self._keep(self.rows_to_keep(slots, num_valid), output)
+        extend = extend_rows(accepted.tokens, accepted.path, num_valid, before, num_nodes, slots=slots)
+        rows = self.state.rows(slots, before, tail_len=extend.tokens.shape[1], num_valid=num_valid)
+        # Gather before `fc`: S rows instead of N. Padded rows repeat a real one and are written nowhere.
+        joined = Features(self.head.join(features.flatten(0, 1)[extend.node_rows.flatten()]))
+        output = self.head(extend.tokens, joined, extend.positions, rows, only=extend.last_rows)
+        self._keep(extend.kept_slots, output)
 
     def _keep(self, rows: Tensor, output: HeadOutput) -> None:
         """An output of a row for each becomes these rows of the draft state: children, and the feature they share."""

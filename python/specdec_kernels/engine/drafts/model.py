@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...models.draft_head import Features
 from ...ops import Candidates, Tree, build_tree, expand_root, expand_tree, sample_draft, select_topk
 from ..state import SlotState
 from .base import Draft, DrawnFrom
@@ -36,11 +37,6 @@ class ModelDraft(Draft):
         slots, device = len(state.seq_lens), state.seq_lens.device
         self.child_ids = torch.zeros(slots + 1, topk, dtype=torch.int32, device=device)
         self.child_logprobs = torch.full((slots + 1, topk), -torch.inf, device=device)
-        most = max(self.accept_width, num_nodes)  # tokens of a round, when others draft as well
-        self._columns = torch.arange(most, dtype=torch.int32, device=device)
-        widths = torch.arange(most + 1, device=device)
-        self._first = widths[:, None] * torch.arange(slots, device=device)
-        self._before_first = self._first - 1
         rows = torch.arange(-1, num_nodes - 1, dtype=torch.int32, device=device)  # node i is drawn from row i - 1
         self._draft_rows = rows.where(rows < num_steps, -1).repeat(slots, 1)
 
@@ -58,31 +54,15 @@ class ModelDraft(Draft):
         """[num_slots] draft rows committed before the round."""
         return self.state.seq_lens
 
-    def start(self, slots: Tensor) -> Tensor | None:
-        """The feature of each slot's depth-1 nodes [B * k, ...], for drafts that carry one."""
+    def start(self, slots: Tensor) -> Features | None:
+        """The features of the slots' B * k depth-1 nodes, for drafts that carry any."""
         return None
 
     def step(
-        self, tokens: Tensor, positions: Tensor, feature: Tensor | None, rows: object
+        self, tokens: Tensor, positions: Tensor, features: Features | None, rows: object
     ) -> tuple[Tensor, Tensor | None]:
-        """Logits [B * k, Vd] of frontier nodes [B, k], and their own features [B * k, ...]."""
+        """Logits [B * k, Vd] of frontier nodes [B, k], and their own features [B * k, H]."""
         raise NotImplementedError
-
-    def positions_from(self, starts: Tensor, width: int) -> Tensor:
-        """starts[b] and the positions behind it, [B, width]."""
-        return starts[:, None] + self._columns[:width]
-
-    def rows_of(self, path: Tensor, width: int) -> Tensor:
-        """Row path[b, j] of each request's `width`, among all B * width."""
-        return path + self._first[width, : len(path), None]
-
-    def last_valid(self, num_valid: Tensor, width: int) -> Tensor:
-        """[B], of B * width rows: the last valid one of each request. One that has none names any row."""
-        return num_valid + self._before_first[width, : len(num_valid)]
-
-    def rows_to_keep(self, slots: Tensor, num_valid: Tensor) -> Tensor:
-        """[B] int64: the draft state's row of each slot; where nothing is valid, the one behind them."""
-        return torch.where(num_valid > 0, slots, -1).long()
 
     def set_root_children(self, rows: Tensor, logits: Tensor) -> None:
         """Rank or keep logits [B, Vd] as these rows of the draft state."""
@@ -142,13 +122,13 @@ class ModelDraft(Draft):
             slots=slots,
             position_offset=self.position_offset,
         )
-        tokens, positions, feature = frontier.tokens, frontier.positions, self.start(slots)
+        tokens, positions, features = frontier.tokens, frontier.positions, self.start(slots)
         prefix_lens = self.prefix_lens()
         for step in range(2, num_steps + 1):
             rows = state.rows(
                 slots, prefix_lens, tail_len=(step - 1) * k, row_offset=(step - 2) * k, mask=frontier.mask
             )
-            logits, feature = self.step(tokens, positions, feature, rows)
+            logits, hidden = self.step(tokens, positions, features, rows)
             ids, logprobs = children(logits)
             tokens, parent_rows, positions = expand_tree(
                 ids.view(-1, k, k),
@@ -161,8 +141,8 @@ class ModelDraft(Draft):
                 slots=slots,
                 position_offset=self.position_offset,
             )
-            if feature is not None and k > 1 and step < num_steps:  # a chain's rows stay where they are
-                feature = feature[parent_rows.flatten()]
+            if hidden is not None:  # a chain's rows stay where they are
+                features = Features(hidden, None if k == 1 else parent_rows.flatten())
         if self.draws:
             draft_rows = self._draft_rows[: len(slots), :num_nodes].contiguous()
             self.drawn_from = DrawnFrom(torch.stack(drawn_from, 1), draft_rows, self.id_map)

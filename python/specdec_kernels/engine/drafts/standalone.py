@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ...models.attention import Rows
 from ...models.causal_lm import CausalLM
-from ...ops import Accepted
+from ...ops import Accepted, extend_rows
 from ..prefill import Prefill
 from ..state import SlotState
 from .model import ModelDraft
@@ -44,20 +44,18 @@ class StandaloneDraft(ModelDraft):
 
     def activate(self, slots: Tensor) -> None:
         """The roots' own rows, which give the first children."""
-        self._run(slots, self.state.root_tokens[slots][:, None], self.state.seq_lens, None)
+        starts, tokens = self.state.seq_lens, self.state.root_tokens[slots]
+        rows = self.state.rows(slots, starts, tail_len=1)
+        hidden = self.model.forward(tokens[:, None], starts[slots][:, None], rows)
+        self.set_root_children(slots.long(), self.model.logits(hidden[:, -1]))
 
     def extend(
         self, slots: Tensor, accepted: Accepted, num_valid: Tensor, features: Tensor | None, num_nodes: int
     ) -> None:
-        self._run(slots, accepted.tokens[:, :num_nodes].clamp(min=0), self.state.seq_lens_before + 1, num_valid)
-
-    def _run(self, slots: Tensor, tokens: Tensor, prefix_lens: Tensor, num_valid: Tensor | None) -> None:
-        """Rows of tokens [B, Q] behind `prefix_lens`; the last valid one becomes the slots' draft state."""
-        width = tokens.shape[1]
-        rows = self.state.rows(slots, prefix_lens, tail_len=width, num_valid=num_valid)
-        hidden = self.model.forward(tokens, self.positions_from(prefix_lens[slots], width), rows)
-        if num_valid is None:
-            self.set_root_children(slots.long(), self.model.logits(hidden[:, -1]))
-            return
-        last = hidden.flatten(0, 1)[self.last_valid(num_valid, width)]
-        self.set_root_children(self.rows_to_keep(slots, num_valid), self.model.logits(last))
+        before, offset = self.state.seq_lens_before, self.position_offset
+        extend = extend_rows(
+            accepted.tokens, accepted.path, num_valid, before, num_nodes, slots=slots, position_offset=offset
+        )
+        rows = self.state.rows(slots, before + offset, tail_len=extend.tokens.shape[1], num_valid=num_valid)
+        hidden = self.model.forward(extend.tokens, extend.positions, rows).flatten(0, 1)
+        self.set_root_children(extend.kept_slots, self.model.logits(hidden[extend.last_rows]))

@@ -1,0 +1,109 @@
+// One row over its root mean square, by a block, whose threads hold what they read until the sum of squares is known,
+// the reads all on their way before one is looked at. With few rows it is latency that counts, and a thread has one
+// 16-byte read of each; with many, fewer threads with two wait less for each other. Registers are kept so few that a
+// multiprocessor has 1024 threads or more.
+#pragma once
+
+#include <algorithm>
+
+#include "core/cuda.cuh"
+#include "layers/pack.cuh"
+
+namespace specdec {
+
+constexpr int kMaxNormThreads = 512;
+// Blocks that a multiprocessor has room for, of threads that hold so many packs.
+template <int kHeld>
+constexpr int kNormBlocks = kHeld == 1 ? 3 : 2;
+
+template <class P>
+struct NormRow {
+  const P *x, *residual;  // residual: null, or added to x
+  const P* weight;
+  P* sum;  // null, or what is normalised
+  P* out;
+};
+
+__device__ __forceinline__ float norm_block_sum(float x) {
+  __shared__ float sums[kMaxNormThreads / kWarp];
+  for (int step = kWarp / 2; step > 0; step /= 2) x += __shfl_xor_sync(kFullMask, x, step);
+  if (threadIdx.x % kWarp == 0) sums[threadIdx.x / kWarp] = x;
+  __syncthreads();
+  x = threadIdx.x % kWarp < blockDim.x / kWarp ? sums[threadIdx.x % kWarp] : 0;
+  for (int step = kWarp / 2; step > 0; step /= 2) x += __shfl_xor_sync(kFullMask, x, step);
+  return x;
+}
+
+// kHeld: packs that a thread holds; the others of longer rows are read twice.
+template <class T, int N, int kHeld>
+__device__ __forceinline__ void norm_row(const NormRow<Pack<T, N>>& row, int width, float eps) {
+  using P = Pack<T, N>;
+  const int packs = width / N, threads = static_cast<int>(blockDim.x);
+
+  // The sum as it is stored, which is what is normalised.
+  const auto add = [](P& value, const P& more) {
+    float a[N], b[N];
+    unpack(value, a);
+    unpack(more, b);
+#pragma unroll
+    for (int n = 0; n < N; ++n) a[n] += b[n];
+    value = pack_of<T>(a);
+  };
+  const auto read = [&](int i) {
+    P value = row.x[i];
+    if (row.residual) add(value, row.residual[i]);
+    return value;
+  };
+  float squares = 0;
+  const auto square = [&](const P& pack) {
+    float a[N];
+    unpack(pack, a);
+#pragma unroll
+    for (int n = 0; n < N; ++n) squares += a[n] * a[n];
+  };
+  // All that is held is on its way before any of it is looked at.
+  P held[kHeld], more[kHeld], weights[kHeld];
+  const auto each_held = [&](auto&& use) {
+#pragma unroll
+    for (int h = 0; h < kHeld; ++h) {
+      const int i = static_cast<int>(threadIdx.x) + h * threads;
+      if (i < packs) use(h, i);
+    }
+  };
+  each_held([&](int h, int i) { held[h] = row.x[i]; });
+  if (row.residual) each_held([&](int h, int i) { more[h] = row.residual[i]; });
+  each_held([&](int h, int i) { weights[h] = row.weight[i]; });
+  if (row.residual) each_held([&](int h, int) { add(held[h], more[h]); });
+  each_held([&](int h, int) { square(held[h]); });
+  for (int i = threadIdx.x + kHeld * threads; i < packs; i += threads) square(read(i));
+
+  const float scale = rsqrtf(norm_block_sum(squares) / static_cast<float>(width) + eps);
+  const auto write = [&](int i, const P& pack, const P& factor) {
+    float a[N], w[N];
+    unpack(pack, a);
+    unpack(factor, w);
+#pragma unroll
+    for (int n = 0; n < N; ++n) a[n] *= scale * w[n];
+    if (row.sum) row.sum[i] = pack;
+    row.out[i] = pack_of<T>(a);
+  };
+  each_held([&](int h, int i) { write(i, held[h], weights[h]); });
+  for (int i = threadIdx.x + kHeld * threads; i < packs; i += threads) write(i, read(i), row.weight[i]);
+}
+
+// Calls f.template operator()<N, kHeld>(threads of a block), for `rows` rows in packs of 16 bytes where they are
+// `wide`, else of one number.
+template <class T, class F>
+void with_norm_threads(const char* op, int64_t rows, int64_t width, bool wide, F&& f) {
+  const auto of_held = [&]<int N, int kHeld>() {
+    const int64_t warps = (width / N + kHeld * kWarp - 1) / (kHeld * kWarp);
+    f.template operator()<N, kHeld>(static_cast<unsigned>(std::min<int64_t>(warps * kWarp, kMaxNormThreads)));
+  };
+  const auto of_pack = [&]<int N>() {
+    const bool many = rows > 3 * current_device(op).multiprocessors;
+    many ? of_held.template operator()<N, 2>() : of_held.template operator()<N, 1>();
+  };
+  wide ? of_pack.template operator()<16 / sizeof(T)>() : of_pack.template operator()<1>();
+}
+
+}  // namespace specdec
