@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from specdec_kernels.engine import Engine, RequestOutput, SamplingParams, Speculation
+from specdec_kernels.engine.round import Round
 from specdec_kernels.reference import verify as reference
 from specdec_kernels.tiny import tiny_model
 from tiny import Comparison, greedy_by_transformers, held_out, reference_model
@@ -121,6 +123,36 @@ def test_text_depends_on_the_seed_alone(name: str, layout: str, device: torch.de
         assert output.seed == (sampling.seed if sampling.temperature > 0 else None)
     if SPECULATIONS[name].algorithm in ("EAGLE3", "STANDALONE"):
         assert sum(o.stats.accepted for o in outputs) > 0.5 * sum(o.stats.rounds for o in outputs)
+
+
+@pytest.mark.parametrize("name", ["eagle3-tree", "eagle3-bush", "standalone"])
+def test_logits_may_be_those_of_visited_nodes_alone(
+    name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in large rounds: the same texts and log-probabilities, whatever stands where nothing is computed."""
+    each = [replace(one, logprobs=2, min_new_tokens=4, stop_token_ids=(10, 32)) for one in params()]
+    want = make_engine(name, "batched", device).generate(prompts(), each)
+    levels: list[int] = []
+    by_levels, new_empty = Round._logits_by_levels, torch.Tensor.new_empty
+
+    def poisoned(like: torch.Tensor, *size: Any, **options: Any) -> torch.Tensor:
+        out = new_empty(like, *size, **options)
+        return out.fill_(torch.nan) if out.is_floating_point() else out
+
+    def noted(self: Round, hidden: torch.Tensor, *rest: Any) -> torch.Tensor:
+        levels.append(len(hidden))
+        return by_levels(self, hidden, *rest)
+
+    monkeypatch.setattr("specdec_kernels.engine.round.CHEAP_ROWS", 0)
+    monkeypatch.setattr(Round, "_logits_by_levels", noted)
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
+    got = make_engine(name, "batched", device).generate(prompts(), each)
+    assert levels and differing(got, want, each) <= 1
+    for a, b in zip(got, want, strict=True):
+        if a.tokens == b.tokens:
+            assert a.finish_reason == b.finish_reason
+            logprobs = [[token.logprob for token in output.logprobs or ()] for output in (a, b)]
+            assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-3)
 
 
 def test_plain_text_is_what_the_reference_draws() -> None:

@@ -11,6 +11,7 @@ from ..models.causal_lm import CausalLM
 from ..ops import (
     Accepted,
     TokenScores,
+    Tree,
     alloc_pages,
     apply_commands,
     commit_tokens,
@@ -23,6 +24,9 @@ from ..ops import (
 )
 from .drafts import Draft
 from .state import Rings, SlotState
+
+# Rows that a product takes as long to multiply as it takes to read its weight, about.
+CHEAP_ROWS = 200
 
 
 @dataclass(frozen=True)
@@ -102,24 +106,11 @@ class Round:
         rows = state.rows(slots, state.seq_lens, tail_len=num_nodes, mask=tree.mask, num_valid=tree.num_nodes)
         hidden = self.target.forward(tree.tokens, tree.positions, rows)
         features = self.target.features()
-        logits = self.target.logits(hidden)
-
-        mask_stops(logits, tree.positions, state.stop_tokens, state.stops_from, slots=slots)
-        drawn_from = draft.drawn_from._asdict() if draft.drawn_from else {}
-        accepted = verify_tree(
-            logits,
-            tree,
-            draft.accept_width,
-            slots=slots,
-            temperature=state.temperature,
-            top_k=state.top_k,
-            top_p=state.top_p,
-            min_p=state.min_p,
-            seeds=state.seeds,
-            **drawn_from,
-            block_verification=draft.drawn_from is not None,
-            status=state.status,
-        )
+        if self._goes_by_levels(len(slots), num_nodes):
+            logits = self._logits_by_levels(hidden, tree, slots)
+        else:
+            logits = self._logits(hidden, tree.positions, slots)
+        accepted = self._verify(logits, tree, draft.accept_width, slots, state.status)
         num_valid = commit_tokens(
             accepted.tokens,
             accepted.lengths,
@@ -155,3 +146,48 @@ class Round:
         )
         draft.extend(slots, accepted, num_valid, features, num_nodes)
         return RoundResult(accepted, scores, tree.num_nodes)
+
+    def _logits(self, hidden: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
+        """[B, Q, V] of nodes [B, Q, H], with no stop tokens where it is too early for them."""
+        logits = self.target.logits(hidden)
+        mask_stops(logits, positions, self.state.stop_tokens, self.state.stops_from, slots=slots)
+        return logits
+
+    def _verify(self, logits: Tensor, tree: Tree, width: int, slots: Tensor, status: Tensor | None) -> Accepted:
+        """The walks down the trees, as far as `width` nodes."""
+        state, drawn_from = self.state, self.draft.drawn_from
+        return verify_tree(
+            logits,
+            tree,
+            width,
+            slots=slots,
+            temperature=state.temperature,
+            top_k=state.top_k,
+            top_p=state.top_p,
+            min_p=state.min_p,
+            seeds=state.seeds,
+            **(drawn_from._asdict() if drawn_from else {}),
+            block_verification=drawn_from is not None,
+            status=status,
+        )
+
+    def _goes_by_levels(self, batch: int, num_nodes: int) -> bool:
+        """Whether reading the weight of the target's head once a level is less than multiplying all nodes by it. Drafts
+        that were drawn are verified as a block, which asks for all logits."""
+        return self.draft.drawn_from is None and batch * num_nodes > self.draft.accept_width * max(batch, CHEAP_ROWS)
+
+    def _logits_by_levels(self, hidden: Tensor, tree: Tree, slots: Tensor) -> Tensor:
+        """`_logits` of the nodes that the walks visit, computed when they get there; those of others mean nothing."""
+        (batch, num_nodes), rows_of_all = hidden.shape[:2], hidden.flatten(0, 1)
+        logits = hidden.new_empty(batch, num_nodes, self.target.lm_head.out_features)
+        logits[..., 0] = 0  # a walk goes as far as a node without its logits: something is there to choose
+        roots = torch.arange(0, batch * num_nodes, num_nodes, device=hidden.device)
+        nodes = roots
+        for depth in range(min(self.draft.accept_width, num_nodes)):
+            if depth > 0:  # where a walk has ended, its last node again
+                nodes = roots + self._verify(logits, tree, depth + 1, slots, None).path[:, depth]
+            positions = tree.positions.flatten()[nodes][:, None]
+            logits.view(batch * num_nodes, -1)[nodes] = self._logits(rows_of_all[nodes][:, None], positions, slots)[
+                :, 0
+            ]
+        return logits
