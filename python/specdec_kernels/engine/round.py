@@ -181,13 +181,14 @@ class Round:
         (batch, num_nodes), rows_of_all = hidden.shape[:2], hidden.flatten(0, 1)
         logits = hidden.new_empty(batch, num_nodes, self.target.lm_head.out_features)
         logits[..., 0] = 0  # a walk goes as far as a node without its logits: something is there to choose
+        # torch copies rows number by number: 64 rows of a vocabulary take 51 us by 2 bytes.
+        whole = torch.int64 if logits.shape[-1] * logits.itemsize % 8 == 0 else logits.dtype
+        out = logits.flatten(0, 1).view(whole)
         roots = torch.arange(0, batch * num_nodes, num_nodes, device=hidden.device)
         nodes = roots
         for depth in range(min(self.draft.accept_width, num_nodes)):
             if depth > 0:  # where a walk has ended, its last node again
                 nodes = roots + self._verify(logits, tree, depth + 1, slots, None).path[:, depth]
             positions = tree.positions.flatten()[nodes][:, None]
-            logits.view(batch * num_nodes, -1)[nodes] = self._logits(rows_of_all[nodes][:, None], positions, slots)[
-                :, 0
-            ]
+            out[nodes] = self._logits(rows_of_all[nodes][:, None], positions, slots)[:, 0].view(whole)
         return logits
