@@ -13,6 +13,7 @@ as work, and polling as waiting.
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -224,14 +225,17 @@ class Bench:
     def floor_of(self, batch: int, num_nodes: int, ceilings: Ceilings) -> tuple[int, int, float]:
         """Bytes and flops of a round's forward passes, and the least seconds they could take, pass by pass.
 
-        A pass reads its weights once, and the target's all KV rows; activations and logits are not counted.
+        A pass reads its weights once, and the target's all KV rows; activations and logits are not counted, and of the
+        nodes that the target's head multiplies those that walks visit.
         """
         setup, d = self.setup, self.setup.drafting
         item = setup.dtype.itemsize
         config = self.target.config
         rows = setup.input + setup.output // 2
         kv = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * item * rows * batch
-        passes = [(weights(self.target), batch * num_nodes, kv)]
+        target_head = weights(self.target.get_output_embeddings())
+        visited = math.ceil(batch * min(num_nodes, setup.accept_length()))
+        passes = [(weights(self.target) - target_head, batch * num_nodes, kv), (target_head, visited, 0)]
         if self.draft is not None:
             num_steps = min(d.num_steps, num_nodes - 1)
             head = weights(self.draft.lm_head)
