@@ -105,10 +105,10 @@ __global__ void __launch_bounds__(kStreamThreads, kStreamBlocksPerProcessor)
       }
     });
   }
-  Softmax all{-INFINITY, 0};
-  for (const Softmax& part : s.parts) all.max = fmaxf(all.max, part.max);
-  for (const Softmax& part : s.parts) all.sum += part.sum_below(all.max, kLog2e);
   topk.rank(k, [&](int place, uint64_t key) {
+    Softmax all{-INFINITY, 0};  // worked out by few warps: all of them would hold up the exponentials of other blocks
+    for (const Softmax& part : s.parts) all.max = fmaxf(all.max, part.max);
+    for (const Softmax& part : s.parts) all.sum += part.sum_below(all.max, kLog2e);
     const auto id = static_cast<int32_t>(key_number(key));
     p.out_ids[r * p.k + place] = p.id_map ? p.id_map[id] : id;
     p.out_logprobs[r * p.k + place] = all.logprob(key_float(key_score(key)), kLog2e);
