@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 import specdec_kernels
+from specdec_kernels import ops
 
 HAS_CUDA = torch.cuda.is_available() and specdec_kernels.cuda_version is not None
 
@@ -14,9 +17,23 @@ HAS_CUDA = torch.cuda.is_available() and specdec_kernels.cuda_version is not Non
 TOLERANCES = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not HAS_CUDA, reason="no GPU here"))])
+def on_cuda(name: str) -> Any:
+    return pytest.param(name, marks=pytest.mark.skipif(not HAS_CUDA, reason="no GPU here"))
+
+
+@pytest.fixture(params=["cpu", on_cuda("cuda")])
 def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
+
+
+@pytest.fixture(params=["cpu", on_cuda("cuda"), on_cuda("cuda, node by node")])
+def verifying_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """A device; on CUDA also with verify_tree as it is without a workspace, where few nodes are not found at once."""
+    name, *node_by_node = request.param.split(", ")
+    if node_by_node:
+        verify = ops._C.verify_tree
+        monkeypatch.setattr(ops._C, "verify_tree", lambda *arguments: verify(*arguments[:-5], None, *arguments[-4:]))
+    return torch.device(name)
 
 
 @pytest.fixture(autouse=True)

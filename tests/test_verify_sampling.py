@@ -15,6 +15,11 @@ from specdec_kernels.reference.noise import philox
 Sampling = dict[str, Tensor]
 
 
+@pytest.fixture
+def device(verifying_device: torch.device) -> torch.device:
+    return verifying_device
+
+
 def sampling(
     temperature: list[float],
     top_k: list[int] | None = None,
@@ -130,6 +135,38 @@ def test_large_vocabularies(device: torch.device, vocab: int, dtype: torch.dtype
         u = reference.uniform(b, 1)
         below = float(sums[token - 1]) if token > 0 else 0.0
         assert kept[token] and below - 1e-4 <= u <= float(sums[token]) + 1e-4, (b, kind)
+
+
+@pytest.mark.parametrize(
+    ("batch", "nodes", "vocab"),
+    [pytest.param(3, 5, 3001, marks=pytest.mark.sanitize), (3, 7, 9001), (1, 33, 16411), (2, 40, 40009)],
+)
+def test_trees_of_flat_and_peaked_rows(device: torch.device, batch: int, nodes: int, vocab: int) -> None:
+    """Greedy and sampled requests whose rows take all ways through the CUDA kernel; both devices emit the same."""
+    logits = torch.randn(batch, nodes, vocab)
+    peaked = torch.rand(batch, nodes, 1) < 0.6
+    logits = torch.where(peaked, logits * 3 + 12 * (torch.rand(batch, nodes, vocab) < 1e-3), logits * 0.01).bfloat16()
+    for name, values in {
+        "top-k": sampling([0.9] * batch, [20] * batch),
+        "both": sampling([0.9] * batch, [50] * batch, [0.9] * batch, [0.01] * batch),
+        "top-p": sampling([1.0] * batch, None, [0.8] * batch),
+        "mixed": sampling([0.7, 0.0, 1.3][:batch], [0, 0, 3000][:batch]),
+    }.items():
+        position = torch.arange(nodes)
+        one = {key: tensor.repeat_interleave(nodes) for key, tensor in values.items()}
+        targets = draw(logits.flatten(0, 1), one, position.repeat(batch)).view(batch, nodes)
+        parents = torch.tensor([[-1, *(int(torch.randint(max(0, i - 3), i, ())) for i in range(1, nodes))]] * batch)
+        hits = torch.rand(batch, nodes) < 0.8
+        hits[:, 1] = True
+        tokens = torch.where(hits, targets.gather(1, parents.clamp(min=0)), 1).int()
+        tree = sd.build_tree_from_parents(tokens, parents.int(), torch.zeros(batch, dtype=torch.int32))
+        tree = tree._replace(positions=position.int().repeat(batch, 1))
+        want = sd.verify_tree(logits, tree, 6, **values)
+        on_device = {key: tensor.to(device) for key, tensor in values.items()}
+        got = sd.verify_tree(logits.to(device), sd.Tree(*(x.to(device) for x in tree)), 6, **on_device)
+        for a, b in zip(got, want, strict=True):
+            assert torch.equal(a.cpu(), b), name
+        assert (want.lengths > 1).all(), name
 
 
 def chi_square_limit(degrees: int) -> float:

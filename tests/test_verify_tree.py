@@ -13,6 +13,11 @@ from specdec_kernels.reference import verify as reference
 WILD = (-1, 2**31 - 1, -(2**31))
 
 
+@pytest.fixture
+def device(verifying_device: torch.device) -> torch.device:
+    return verifying_device
+
+
 def tree_of(parents: list[int], tokens: list[int], width: int | None = None) -> sd.Tree:
     """One well-formed tree of `len(parents)` nodes in rows of `width`; rows that are not nodes hold wild values."""
     nodes = len(parents)
@@ -238,6 +243,15 @@ def test_empty_batch(device: torch.device) -> None:
     assert got.tokens.shape == got.path.shape == (0, 2) and got.lengths.shape == (0,)
 
 
+def test_a_workspace_may_hold_anything(device: torch.device) -> None:
+    logits = torch.randn(2, 9, 40, device=device)
+    trees = stack(random_trees(logits), device)
+    want = verify_into_poison(logits, trees, 4)
+    workspace = torch.randint(-(2**63), 2**63 - 1, (8 * 2 * 9 + 1,), device=device)
+    for _ in range(2):
+        assert_same(verify_into_poison(logits, trees, 4, workspace=workspace), want)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 def test_graph_replay_with_changed_inputs() -> None:
     device = torch.device("cuda")
@@ -273,6 +287,8 @@ INT = torch.int32
         ({"vocab_mask": torch.zeros(2, 3, 2, dtype=INT)}, "verify_tree: vocab_mask has shape [2, 3, 2], expected [batch=2, num_nodes=3, 1]"),
         ({"logit_bias": torch.zeros(2, 5)}, "verify_tree: logit_bias has shape [2, 5], expected [num_slots, vocab=4]"),
         ({"slots": torch.zeros(3, dtype=INT)}, "verify_tree: slots has shape [3], expected [batch=2]"),
+        ({"workspace": torch.zeros(48)}, "verify_tree: workspace is float32, expected int64"),
+        ({"workspace": torch.zeros(47).long()}, "verify_tree: workspace has 47 elements, expected 48 or more"),
         ({"status": torch.zeros(1, dtype=INT)}, "verify_tree: slots is None for batch=2, expected a tensor, or batch <= num_slots=1"),
         ({"out_path": torch.zeros(2, 4, dtype=INT)}, "verify_tree: out_path has shape [2, 4], expected [batch=2, accept_width=3]"),
     ],

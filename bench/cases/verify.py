@@ -88,6 +88,8 @@ def verify_tree(device: torch.device, p: Params) -> Work:
         poisoned(batch, WIDTH, dtype=torch.int32, device=device),
     )
 
+    workspace = poisoned(8 * batch * nodes, dtype=torch.int64, device=device)
+
     @cache
     def want() -> sd.Accepted:
         return reference.verify_tree(logits.cpu(), sd.Tree(*(field.cpu() for field in tree)), WIDTH)
@@ -113,7 +115,14 @@ def verify_tree(device: torch.device, p: Params) -> Work:
     links = (tree.tokens, tree.parents, tree.first_child, tree.next_sibling, tree.num_nodes)
     return Work(
         call=lambda: sd.verify_tree(
-            logits, tree, WIDTH, **sampling, out_tokens=out.tokens, out_len=out.lengths, out_path=out.path
+            logits,
+            tree,
+            WIDTH,
+            **sampling,
+            workspace=workspace,
+            out_tokens=out.tokens,
+            out_len=out.lengths,
+            out_path=out.path,
         ),
         check=check,
         bytes_moved=visited * vocab * logits.element_size() + bytes_of(*links, *out),

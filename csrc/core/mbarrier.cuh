@@ -1,5 +1,5 @@
 // A barrier in shared memory (mbarrier, compute capability 8.0) between warps that do not wait for each other
-// otherwise.
+// otherwise, or that counts what is sent there.
 #pragma once
 
 #include <cstdint>
@@ -58,6 +58,20 @@ struct Mbarrier {
             address()),
         "r"(parity)
         : "memory");
+#endif
+  }
+  // The same, where what was counted in came from other blocks of the cluster (compute capability 9.0).
+  __device__ void wait_for_cluster(unsigned parity) {
+#if __CUDA_ARCH__ >= 900
+    unsigned done = 0;
+    while (!done)
+      asm volatile(
+          "{ .reg .pred done;\n"
+          "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%1], %2;\n"
+          "selp.u32 %0, 1, 0, done; }"
+          : "=r"(done)
+          : "r"(address()), "r"(parity)
+          : "memory");
 #endif
   }
 

@@ -3,18 +3,32 @@
 
 #include "core/cluster.cuh"
 #include "core/lanes.cuh"
+#include "core/mbarrier.cuh"
 #include "verify/logit_row.h"
 
 namespace specdec {
 
 constexpr int kRowThreads = 512, kRowWarps = kRowThreads / kWarp;
 
-__device__ __forceinline__ int row_warps() { return kRowWarps * static_cast<int>(Cluster::size()); }
-__device__ __forceinline__ int row_warp() { return kRowWarps * static_cast<int>(Cluster::rank()) + warp_id(); }
+// Blocks that share a row without telling each other anything: those of one y and z of the grid.
+struct GridRow {
+  __device__ static unsigned size() { return gridDim.x; }
+  __device__ static unsigned rank() { return blockIdx.x; }
+  __device__ static int size_log2() { return __popc(size() - 1); }
+};
+
+template <class Blocks = Cluster>
+__device__ __forceinline__ int row_warps() {
+  return kRowWarps * static_cast<int>(Blocks::size());
+}
+template <class Blocks = Cluster>
+__device__ __forceinline__ int row_warp() {
+  return kRowWarps * static_cast<int>(Blocks::rank()) + warp_id();
+}
 
 // A row in tiles of 512 bytes, one vector of 16 a lane. Each warp of the cluster has a stretch of consecutive tiles, so
 // that sums in order of ids need only the stretches' totals. Rows may start at any element.
-template <class T>
+template <class T, class Blocks = Cluster>
 class TiledRow {
  public:
   static constexpr int kItems = sizeof(uint4) / sizeof(T);
@@ -144,9 +158,9 @@ class TiledRow {
   __device__ void divide(int skipped) {
     skipped_ = skipped;
     const int tiles = (vocab_ + skipped_ + kTile - 1) / kTile;  // place p of the vectors' grid holds id p - skipped_
-    stretch_ = (tiles + row_warps() - 1) >> (Cluster::size_log2() + 4);
+    stretch_ = (tiles + row_warps<Blocks>() - 1) >> (Blocks::size_log2() + 4);
     static_assert(kRowWarps == 16);
-    first_ = min(row_warp() * stretch_, tiles);
+    first_ = min(row_warp<Blocks>() * stretch_, tiles);
     end_ = min(first_ + stretch_, tiles);
     cut_ = (first_ == 0 && skipped_ > 0) || (end_ == tiles && (vocab_ + skipped_) % kItems != 0);
   }
@@ -244,7 +258,7 @@ class Exchange {
   static constexpr int kWords = 512;
   struct Storage {  // in shared memory
     alignas(16) uint64_t words[2][kWords];
-    uint64_t barriers[2];
+    Mbarrier barriers[2];
   };
 
   // Before a number can be sent every block must have begun: they say so here, and wait for it in join().
@@ -252,8 +266,8 @@ class Exchange {
 #if __CUDA_ARCH__ >= 900
     if (Cluster::size() == 1) return;
     if (threadIdx.x == 0) {
-      init_barrier(s_.barriers[0]);
-      init_barrier(s_.barriers[1]);
+      s_.barriers[0].init(1);
+      s_.barriers[1].init(1);
       Cluster::show_barriers();
     }
     Cluster::arrive();
@@ -277,7 +291,7 @@ class Exchange {
     uint64_t* numbers = s_.words[turn_ ^= 1];
 #if __CUDA_ARCH__ >= 900
     if (Cluster::size() > 1) {
-      uint64_t& barrier = expect_numbers(static_cast<int>(Cluster::size()));
+      Mbarrier& barrier = expect_numbers(static_cast<int>(Cluster::size()));
       if (threadIdx.x < Cluster::size()) send(&numbers[Cluster::rank()], mine, barrier, threadIdx.x);
       wait_for_numbers();
       return numbers;
@@ -303,32 +317,14 @@ class Exchange {
   }
 
 #if __CUDA_ARCH__ >= 900
-  __device__ static void init_barrier(uint64_t& barrier) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(address(&barrier)) : "memory");
-  }
-  __device__ static void expect_bytes(uint64_t& barrier, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address(&barrier)), "r"(bytes)
-                 : "memory");
-  }
-  __device__ static void wait(uint64_t& barrier, unsigned phase) {
-    unsigned done = 0;
-    while (!done)
-      asm volatile(
-          "{ .reg .pred done;\n"
-          "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%1], %2;\n"
-          "selp.u32 %0, 1, 0, done; }"
-          : "=r"(done)
-          : "r"(address(&barrier)), "r"(phase)
-          : "memory");
-  }
   // Writes to the same places of the block of that rank, and counts the bytes in at its barrier.
-  __device__ static void send(uint64_t* to, uint64_t number, uint64_t& barrier, unsigned rank) {
+  __device__ static void send(uint64_t* to, uint64_t number, Mbarrier& barrier, unsigned rank) {
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u64 [%0], %1, [%2];" ::"r"(
                      Cluster::address_at(to, rank)),
                  "l"(number), "r"(Cluster::address_at(&barrier, rank))
                  : "memory");
   }
-  __device__ static void send(uint4* to, uint4 number, uint64_t& barrier, unsigned rank) {
+  __device__ static void send(uint4* to, uint4 number, Mbarrier& barrier, unsigned rank) {
     asm volatile(
         "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.u32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
             Cluster::address_at(to, rank)),
@@ -343,7 +339,7 @@ class Exchange {
     const int apart_log2 = __clz(each) - (31 - 5);  // lanes between numbers: 32 / each
 #if __CUDA_ARCH__ >= 900
     if (Cluster::size() > 1) {
-      uint64_t& barrier = expect_numbers(row_warps() * each);
+      Mbarrier& barrier = expect_numbers(row_warps() * each);
       const int messages = each << Cluster::size_log2();
 #pragma unroll 1
       for (int first = 0; first < messages; first += kWarp) {
@@ -362,17 +358,14 @@ class Exchange {
   }
 
 #if __CUDA_ARCH__ >= 900
-  __device__ __forceinline__ uint64_t& expect_numbers(int count) {
-    uint64_t& barrier = s_.barriers[turn_];
-    if (threadIdx.x == 0) expect_bytes(barrier, count * static_cast<int>(sizeof(uint64_t)));
+  __device__ __forceinline__ Mbarrier& expect_numbers(int count) {
+    Mbarrier& barrier = s_.barriers[turn_];
+    if (threadIdx.x == 0) barrier.arrive_expecting(static_cast<unsigned>(count * sizeof(uint64_t)));
     return barrier;
   }
   __device__ __forceinline__ void wait_for_numbers(bool waits = true) {
-    if (waits) wait(s_.barriers[turn_], phases_ >> turn_ & 1);
+    if (waits) s_.barriers[turn_].wait_for_cluster(phases_ >> turn_ & 1);
     phases_ ^= 1u << turn_;
-  }
-  __device__ static uint32_t address(const void* shared) {
-    return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   }
 #endif
 
@@ -403,28 +396,37 @@ __device__ Place find_place(const uint64_t* numbers, int n, PlaceOf&& place_of) 
   return {index, before, place, total};
 }
 
-// The lowest id with the largest logit, or -1 where nothing is above -inf; to the first warp of each block alone.
-// `held` since the row's begin(). There is a barrier of the block before the next row.
-template <class T, bool kAdjusted>
-__device__ int32_t largest_id(const TiledRow<T>& row, typename TiledRow<T>::Held& held, Exchange& exchange) {
+// A lane's largest logit and the lowest id that has it: the larger number is the better one, 0 is nothing above -inf.
+// `held` since the row's begin().
+template <bool kAdjusted, class Row>
+__device__ __forceinline__ uint64_t lane_entry(const Row& row, typename Row::Held& held) {
   int tile;
   const float best = row.template largest<kAdjusted>(held, tile);
   uint64_t mine = 0;
   if (best > -INFINITY) {
-    float x[TiledRow<T>::kItems];
+    float x[Row::kItems];
     row.template items<kAdjusted>(tile, row.read(tile, held), x);
     int id = 0;
 #pragma unroll
-    for (int i = TiledRow<T>::kItems - 1; i >= 0; --i)
+    for (int i = Row::kItems - 1; i >= 0; --i)
       if (x[i] == best) id = row.id_of(tile) + i;
     mine = static_cast<uint64_t>(order_key(best)) << 32 | ~static_cast<uint32_t>(id);
   }
-  const uint64_t* numbers = exchange.to_first_warp(warp_max(mine));
+  return mine;
+}
+__device__ __forceinline__ int32_t entry_id(uint64_t entry) {
+  return entry == 0 ? -1 : static_cast<int32_t>(~static_cast<uint32_t>(entry));
+}
+
+// The lowest id with the largest logit, or -1 where nothing is above -inf; to the first warp of each block alone.
+// `held` since the row's begin(). There is a barrier of the block before the next row.
+template <class T, bool kAdjusted>
+__device__ int32_t largest_id(const TiledRow<T>& row, typename TiledRow<T>::Held& held, Exchange& exchange) {
+  const uint64_t* numbers = exchange.to_first_warp(warp_max(lane_entry<kAdjusted>(row, held)));
   if (warp_id() != 0) return -1;
   uint64_t winner = 0;
   for (int i = lane_id(); i < row_warps(); i += kWarp) winner = ::max(winner, numbers[i]);
-  winner = warp_max(winner);
-  return winner == 0 ? -1 : static_cast<int32_t>(~static_cast<uint32_t>(winner));
+  return entry_id(warp_max(winner));
 }
 
 }  // namespace specdec

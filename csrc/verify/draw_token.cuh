@@ -17,6 +17,9 @@
 
 namespace specdec {
 
+// Blocks on a multiprocessor at a time: with two, the registers of a sampling kernel would spill.
+constexpr int blocks_per_sm(bool sampled) { return sampled ? 1 : 2; }
+
 constexpr int kListCapacity = kRowThreads;  // entries a row's list holds: at most one a thread
 constexpr int kSentCapacity = 1024;         // that blocks send; each the same part of it, at most kListCapacity
 constexpr int kNucleusGuess = 50;           // entries wanted for top-p without top-k
@@ -38,14 +41,12 @@ struct DrawStorage {  // in shared memory
     Entry sent[kSentCapacity];  // by each block, to places of its own
     Kept kept;
   };
-  union {
-    struct {
-      float x;
-      int32_t id;
-    } found[kListCapacity];  // by this block
-    Entry list[kListCapacity];
-  };
-  uint64_t list_barrier;  // counts what is sent in
+  struct {
+    float x;
+    int32_t id;
+  } found[kListCapacity];  // by this block
+  Entry list[kListCapacity];
+  Mbarrier list_barrier;  // counts what is sent in
   uint64_t kept_weight;
   uint64_t tile_weights[kRowWarps];
   uint32_t bounds[kRowWarps];
@@ -71,6 +72,7 @@ template <class T, bool kAdjusted>
 class TokenDraw {
  public:
   using Row = TiledRow<T>;
+  static constexpr int32_t kNone = -1;
 
   // `held` since the row's begin().
   __device__ TokenDraw(const Row& row, typename Row::Held& held, const Sampler& sampler, Exchange& exchange,
@@ -80,13 +82,15 @@ class TokenDraw {
   // Before the Exchange is made.
   __device__ static void init(DrawStorage& storage) {
 #if __CUDA_ARCH__ >= 900
-    if (threadIdx.x == 0) Exchange::init_barrier(storage.list_barrier);
+    if (threadIdx.x == 0) storage.list_barrier.init(1);
 #endif
     if (threadIdx.x == 0) storage.num_found = 0;
   }
 
   // The token for that absolute position, or -1 where nothing is above -inf; to the first warp of each block alone.
-  // There is a barrier of the block before the next row.
+  // There is a barrier of the block before the next row. Where it takes bisection, and `kWhenLong` says what to return
+  // then, that.
+  template <int32_t kWhenLong = kNone>
   __device__ int32_t token(uint32_t position) {
     const uint64_t random = noise(sampler_.seed, NoiseUse::kToken, position, 0).u64();
     if (!find_max()) return kNone;
@@ -97,6 +101,7 @@ class TokenDraw {
         const Place drawn = find_place(s_.kept.weights, listed_, [=](uint64_t all) { return mul_high(random, all); });
         return s_.kept.ids[drawn.index];
       }
+      if constexpr (kWhenLong != kNone) return kWhenLong;
       bound = threshold();
     }
     return from_row(bound, random);
@@ -113,7 +118,6 @@ class TokenDraw {
   }
 
  private:
-  static constexpr int32_t kNone = -1;
   static constexpr int kItems = Row::kItems;
   static constexpr int kShift = kAdjusted ? 0 : kKeyShift<T>;
   using Items = const float (&)[kItems];
@@ -190,9 +194,8 @@ class TokenDraw {
     const uint64_t row_weight = sampler_.top_k > 0 ? 0 : row_sum(-INFINITY, Sum::kWeights);
 #if __CUDA_ARCH__ >= 900
     if (Cluster::size() > 1) {
-      if (threadIdx.x == 0)
-        Exchange::expect_bytes(s_.list_barrier, sent * static_cast<int>(sizeof(DrawStorage::Entry)));
-      Exchange::wait(s_.list_barrier, progress_.list_phase);
+      if (threadIdx.x == 0) s_.list_barrier.arrive_expecting(static_cast<unsigned>(sent * sizeof(DrawStorage::Entry)));
+      s_.list_barrier.wait_for_cluster(progress_.list_phase);
       progress_.list_phase ^= 1;
     }
 #endif

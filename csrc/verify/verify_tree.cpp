@@ -11,7 +11,7 @@ void verify_tree(CallStream stream, const TensorView& logits, const TensorView& 
                  const OptTensor& temperature, const OptTensor& top_k, const OptTensor& top_p, const OptTensor& min_p,
                  const OptTensor& seeds, const OptTensor& vocab_mask, const OptTensor& logit_bias,
                  const OptTensor& draft_logits, const OptTensor& draft_rows, const OptTensor& draft_temperature,
-                 const OptTensor& id_map, bool block_verification, const OptTensor& status,
+                 const OptTensor& id_map, bool block_verification, const OptTensor& workspace, const OptTensor& status,
                  const TensorView& out_tokens, const TensorView& out_len, const TensorView& out_path) {
   Check check("verify_tree");
   Dim B{"batch"}, N{"num_nodes"}, V{"vocab"}, S{"accept_width", accept_width}, R{"num_slots"};
@@ -56,6 +56,10 @@ void verify_tree(CallStream stream, const TensorView& logits, const TensorView& 
   check.tensor("draft_rows", draft_rows, {B, N}, kInt32);
   check.tensor("draft_temperature", draft_temperature, {R}, kFloat32);
   check.tensor("id_map", id_map, {Vd}, kInt32);
+  Dim W{"workspace"};
+  check.output("workspace", workspace, {W}, kInt64);
+  if (const int64_t needed = B * N * kMaxParts; workspace && W < needed)
+    check.that(false, "workspace", "has " + std::to_string(W) + " elements", std::to_string(needed) + " or more");
   check.output("status", status, {R}, kInt32);
   const bool has_slots = R.value >= 0;
   if (has_slots)
@@ -107,6 +111,7 @@ void verify_tree(CallStream stream, const TensorView& logits, const TensorView& 
       .accept_width = S,
       // Without slot state only the sign of slots[b] says anything.
       .num_slots = has_slots ? R.value : std::numeric_limits<int64_t>::max(),
+      .workspace = reinterpret_cast<uint64_t*>(data_or_null<int64_t>(workspace)),
   };
   SD_DISPATCH(check, stream, verify_tree, params);
 }

@@ -7,42 +7,13 @@
 // a memory latency and a round of messages, about 2 us, or 7 us when it is sampled. Sixteen warps that do the same take
 // turns at four schedulers, so what follows the row's last round of messages is one warp's work.
 //
-// Finding the tokens of all nodes at once, and walking afterwards, was tried and is no faster when greedy and up to
-// four times slower when flat distributions off the path have to be cut; so was asking for rows beforehand.
-#include <cuda_pipeline.h>
-
+// Few nodes are quicker all at once (verify_at_once.cu). Asking for rows beforehand is no faster.
 #include "verify/draw_token.cuh"
+#include "verify/shared_tree.cuh"
 #include "verify/verify_tree.h"
 
 namespace specdec {
 namespace {
-
-// Blocks on a multiprocessor at a time: with two, the registers of a sampling kernel would spill.
-constexpr int blocks_per_sm(bool sampled) { return sampled ? 1 : 2; }
-
-// A tree in shared memory, copied while the root's logits are on their way.
-struct SharedTree {
-  TreeNode* nodes;     // [num_nodes]
-  int32_t* positions;  // [num_nodes]
-
-  __device__ TreeNode operator()(int32_t i) const { return nodes[i]; }
-
-  __device__ void copy(const VerifyTreeParams& p, int64_t b) const {
-    const int64_t first = b * p.links.num_nodes;
-    for (int i = threadIdx.x; i < p.links.num_nodes; i += kRowThreads) {
-      __pipeline_memcpy_async(&nodes[i].token, p.links.tokens + first + i, 4);
-      __pipeline_memcpy_async(&nodes[i].parent, p.links.parents + first + i, 4);
-      __pipeline_memcpy_async(&nodes[i].first_child, p.links.first_child + first + i, 4);
-      __pipeline_memcpy_async(&nodes[i].next_sibling, p.links.next_sibling + first + i, 4);
-      __pipeline_memcpy_async(&positions[i], p.positions + first + i, 4);
-    }
-    __pipeline_commit();
-  }
-  __device__ static void wait() {
-    __pipeline_wait_prior(0);
-    __syncthreads();
-  }
-};
 
 // The children of a node, looked up by one warp while the node's token is not known yet: lane i holds the i-th.
 class Children {
@@ -147,6 +118,7 @@ void start(const VerifyTreeParams& p, Stream stream) {
 
 void verify_tree_cuda(const VerifyTreeParams& p, Stream stream) {
   if (p.drafts.logits) return verify_sampled_cuda(p, stream);
+  if (is_at_once(p)) return verify_at_once_cuda(p, stream);
   with_float_type(p.logits_dtype, [&]<class T>() {
     const bool adjusted = p.logit_bias || p.vocab_mask, sampled = p.sampling.temperature;
     if (adjusted)

@@ -10,6 +10,8 @@ namespace specdec {
 
 // A kernel keeps the tree in shared memory.
 constexpr int64_t kMaxVerifiedNodes = 512;
+// Blocks that may share a node's row, and numbers of workspace for each node.
+constexpr int64_t kMaxParts = 8;
 // Sums of as many weights fit 64 bits.
 constexpr int64_t kMaxVocab = int64_t{1} << 22;
 // A kernel keeps a bit for each token, where the draft has a vocabulary of its own.
@@ -44,6 +46,7 @@ struct VerifyTreeParams {
   int32_t* out_path;     // [batch, accept_width]: node of each emitted token's KV row, the last one repeated
   int64_t batch, vocab, accept_width;
   int64_t num_slots;
+  uint64_t* workspace;  // [batch * num_nodes * kMaxParts] or null; CUDA only
 };
 
 template <class T>
@@ -74,11 +77,14 @@ void verify_tree(CallStream stream, const TensorView& logits, const TensorView& 
                  const OptTensor& temperature, const OptTensor& top_k, const OptTensor& top_p, const OptTensor& min_p,
                  const OptTensor& seeds, const OptTensor& vocab_mask, const OptTensor& logit_bias,
                  const OptTensor& draft_logits, const OptTensor& draft_rows, const OptTensor& draft_temperature,
-                 const OptTensor& id_map, bool block_verification, const OptTensor& status,
+                 const OptTensor& id_map, bool block_verification, const OptTensor& workspace, const OptTensor& status,
                  const TensorView& out_tokens, const TensorView& out_len, const TensorView& out_path);
 
 void verify_tree_cpu(const VerifyTreeParams& p);
 void verify_tree_cuda(const VerifyTreeParams& p, Stream stream);
+// With a workspace and few nodes: the tokens of all of them at once.
+bool is_at_once(const VerifyTreeParams& p);
+void verify_at_once_cuda(const VerifyTreeParams& p, Stream stream);
 // With sampled candidates (sampled_walk.h).
 void verify_sampled_cpu(const VerifyTreeParams& p);
 void verify_sampled_cuda(const VerifyTreeParams& p, Stream stream);

@@ -252,6 +252,7 @@ def verify_tree(
     draft_temperature: Tensor | None,
     id_map: Tensor | None,
     block_verification: bool,
+    workspace: Tensor | None,
     status: Tensor | None,
     out_tokens: Tensor,
     out_len: Tensor,

@@ -946,6 +946,7 @@ def verify_tree(
     draft_temperature: Tensor | None = None,
     id_map: Tensor | None = None,
     block_verification: bool = False,
+    workspace: Tensor | None = None,
     status: Tensor | None = None,
     out_tokens: Tensor | None = None,
     out_len: Tensor | None = None,
@@ -956,7 +957,7 @@ def verify_tree(
 
     From the root on, y is the target's token at the node. The first child that carries y is accepted and visited next;
     where none does, y is the bonus token and the walk ends. A walk of `accept_width` nodes ends with y as the bonus.
-    Only logits of visited nodes are read.
+    Logits of nodes that are not visited change nothing.
 
     A request of temperature 0 is greedy: y is the argmax of the node's logits (NaN counts as -inf, ties go to the
     lowest id). Otherwise y is drawn from softmax(logits / temperature), cut to the `top_k` best tokens, of these to the
@@ -997,6 +998,8 @@ def verify_tree(
             which accepts at least as much on average; from the first node on that has several children or one that was
             not sampled, the walk goes on as above. The drafts of a round must then be drawn with noise that no earlier
             round used.
+        workspace: [8 * B * N or more] int64, contents of no meaning before and after; allocated when None. Calls that
+            may run at the same time need one each.
         status: [num_slots] int32. Gains BAD_LOGITS where a row of logits has nothing above -inf (the walk ends without
             a bonus token: nothing at all is emitted when it is the root's), BAD_TREE where a link leaves the tree, does
             not rise or contradicts `parents`, siblings differ in their draft row or name none of draft_logits, or
@@ -1007,14 +1010,16 @@ def verify_tree(
 
     Raises:
         ValueError: wrong dtype, shape, device or stride; accept_width < 1; seeds missing, or parameters of sampling
-            without temperature; draft_rows missing, or parameters of drafts without draft_logits.
+            without temperature; draft_rows missing, or parameters of drafts without draft_logits; a workspace
+            too small.
     """
-    if out_tokens is None or out_len is None or out_path is None:
-        batch, _, _ = shape_of("verify_tree", "logits", logits, 3)
+    if workspace is None or out_tokens is None or out_len is None or out_path is None:
+        batch, nodes, _ = shape_of("verify_tree", "logits", logits, 3)
         width = max(accept_width, 0)  # a bad width is for the op to name
         out_tokens = empty("verify_tree", logits, (batch, width), "int32") if out_tokens is None else out_tokens
         out_len = empty("verify_tree", logits, (batch,), "int32") if out_len is None else out_len
         out_path = empty("verify_tree", logits, (batch, width), "int32") if out_path is None else out_path
+        workspace = empty("verify_tree", logits, (8 * batch * nodes,), "int64") if workspace is None else workspace
     _C.verify_tree(
         stream,
         logits,
@@ -1038,6 +1043,7 @@ def verify_tree(
         draft_temperature,
         id_map,
         block_verification,
+        workspace,
         status,
         out_tokens,
         out_len,

@@ -1,0 +1,217 @@
+// Few nodes: the tokens of all of them at once, and then a walk that looks them up.
+//
+// Walking node by node (verify_tree.cu) costs 2 us a node, 6.5 when it is sampled, one after the other. This costs that
+// once, and reads every node's row, 2 or 4 bytes x vocab each, with a block on each multiprocessor. The blocks that
+// share a row leave a number in the workspace: where all is greedy their largest logits, without a word to each other;
+// a cluster otherwise the token it drew. A flat row with a nucleus too long for a list would take ten times as long,
+// and most rows are not on the path: such a node is left to the walk, whose cluster finds its token as verify_tree.cu
+// does.
+#include <algorithm>
+#include <bit>
+
+#include "verify/draw_token.cuh"
+#include "verify/shared_tree.cuh"
+
+namespace specdec {
+namespace {
+
+constexpr int32_t kUnfound = -2;  // for a token
+
+// What a node's blocks leave in the workspace: a part's largest lane_entry(), or a token that looks like one.
+__device__ uint64_t entry_of(int32_t token) {
+  return token == kNoChild ? 0 : uint64_t{1} << 32 | ~static_cast<uint32_t>(token);
+}
+
+// Grid: parts of a row, nodes, requests.
+template <class T, bool kAdjusted>
+__global__ void __launch_bounds__(kRowThreads, blocks_per_sm(false)) node_maxima_kernel(VerifyTreeParams p) {
+  __shared__ uint64_t of_warps[kRowWarps];
+  wait_for_kernels_before();
+  let_next_kernel_start();
+
+  const int64_t b = blockIdx.z, node = blockIdx.y;
+  const int64_t slot = slot_of(p.slots, b, p.num_slots);
+  using Row = TiledRow<T, GridRow>;
+  const Row row(logit_row<T>(p, b, slot, node), p.vocab);
+  typename Row::Held held;
+  row.begin(held);
+  int32_t bits = 0;
+  if (slot < 0 || node >= tree_size(p.tree_sizes[b], p.links.num_nodes, bits)) return;
+
+  const uint64_t of_warp = warp_max(lane_entry<kAdjusted>(row, held));
+  if (lane_id() == 0) of_warps[warp_id()] = of_warp;
+  __syncthreads();
+  if (warp_id() != 0) return;
+  const uint64_t best = warp_max(of_warps[lane_id() % kRowWarps]);
+  if (lane_id() == 0) p.workspace[(b * p.links.num_nodes + node) * gridDim.x + blockIdx.x] = best;
+}
+
+// Grid: a cluster for each node, requests.
+template <class T, bool kAdjusted>
+__global__ void __launch_bounds__(kRowThreads, blocks_per_sm(true)) node_tokens_kernel(VerifyTreeParams p) {
+  __shared__ Exchange::Storage exchange_storage;
+  __shared__ DrawStorage draw_storage;
+  wait_for_kernels_before();
+  let_next_kernel_start();
+
+  const int64_t b = blockIdx.y, node = blockIdx.x >> Cluster::size_log2();
+  const int64_t slot = slot_of(p.slots, b, p.num_slots);
+  TokenDraw<T, kAdjusted>::init(draw_storage);
+  Exchange exchange(exchange_storage);
+  const TiledRow<T> row(logit_row<T>(p, b, slot, node), p.vocab);
+  typename TiledRow<T>::Held held;
+  row.begin(held);
+  int32_t bits = 0;
+  if (slot < 0 || node >= tree_size(p.tree_sizes[b], p.links.num_nodes, bits)) return;
+  const Sampler sampler = sampler_of(p.sampling, slot, p.vocab);
+  exchange.join();
+
+  int32_t token;
+  if (sampler.greedy) {
+    token = largest_id<T, kAdjusted>(row, held, exchange);
+  } else {
+    DrawProgress progress;
+    token = TokenDraw<T, kAdjusted>(row, held, sampler, exchange, draw_storage, progress)
+                .template token<kUnfound>(position_after(p, b, node));
+  }
+  if (Cluster::rank() == 0 && threadIdx.x == 0) p.workspace[b * p.links.num_nodes + node] = entry_of(token);
+}
+
+// A block a request where all is greedy, a cluster otherwise; a thread for each of the nodes' `parts`.
+template <class T, bool kAdjusted, bool kSampled>
+__global__ void __launch_bounds__(kRowThreads, blocks_per_sm(kSampled))
+    walk_tokens_kernel(VerifyTreeParams p, int parts_log2) {
+  extern __shared__ TreeNode shared_nodes[];
+  __shared__ Exchange::Storage exchange_storage;
+  __shared__ typename std::conditional_t<kSampled, DrawStorage, char> draw_storage;
+  __shared__ int32_t next_node;
+  let_next_kernel_start();
+
+  const int64_t b = blockIdx.x >> Cluster::size_log2();
+  const int64_t slot = slot_of(p.slots, b, p.num_slots);
+  const auto num_nodes = static_cast<int32_t>(p.links.num_nodes), thread = static_cast<int32_t>(threadIdx.x);
+  const SharedTree tree{shared_nodes, reinterpret_cast<int32_t*>(shared_nodes + num_nodes)};
+  int32_t *tokens = tree.positions + num_nodes, *next = tokens + num_nodes;
+  tree.copy(p, b);
+  if constexpr (kSampled) TokenDraw<T, kAdjusted>::init(draw_storage);
+  Exchange exchange(exchange_storage);
+  Sampler sampler;
+  if (kSampled && slot >= 0) sampler = sampler_of(p.sampling, slot, p.vocab);
+  int32_t bits = 0;
+  const int32_t size = slot < 0 ? 0 : tree_size(p.tree_sizes[b], num_nodes, bits);
+
+  wait_for_kernels_before();
+  const int32_t of_node = thread >> parts_log2;
+  uint64_t entry = of_node < size ? p.workspace[(b * num_nodes << parts_log2) + thread] : 0;
+  for (int d = 1; d < 1 << parts_log2; d *= 2) entry = max(entry, __shfl_xor_sync(kFullMask, entry, d));
+  if (of_node < size && thread == of_node << parts_log2) tokens[of_node] = entry_id(entry);
+  tree.wait();
+  if (thread < size) next[thread] = find_child(tree, size, thread, first_child(tree, size, thread), tokens[thread]);
+  __syncthreads();
+
+  const bool decides = warp_id() == 0, writes = Cluster::rank() == 0 && thread == 0;
+  EmittedRow out = emitted_row(p, b);
+  // The node to visit after this one.
+  const auto after = [&](int32_t node, int32_t token, auto child) {
+    if (token < 0) bits |= kBadLogits;
+    if (token < 0 || !out.emit(token, node, writes)) return kNoChild;
+    const int32_t to = child();
+    if (to == kMalformed) bits |= kBadTree;
+    return to;
+  };
+  // From a node to the first without a token, if there is one on the way.
+  const auto walk = [&](int32_t node) {
+    while (node >= 0 && tokens[node] != kUnfound) node = after(node, tokens[node], [&] { return next[node]; });
+    return node;
+  };
+  int32_t node = size > 0 ? 0 : kNoChild;
+  if (decides) node = walk(node);
+  if constexpr (kSampled) {
+    if (thread == 0) next_node = node;
+    __syncthreads();
+    if (next_node >= 0) exchange.join();
+    DrawProgress progress;
+    TiledRow<T> row(p.vocab);
+#pragma unroll 1
+    while ((node = next_node) >= 0) {
+      __syncthreads();  // all know it
+      row.move_to(logit_row<T>(p, b, slot, node));
+      typename TiledRow<T>::Held held;
+      row.begin(held);
+      const int32_t token = TokenDraw<T, kAdjusted>(row, held, sampler, exchange, draw_storage, progress)
+                                .token(static_cast<uint32_t>(tree.positions[node]) + 1);
+      if (decides) {
+        node = walk(
+            after(node, token, [&] { return find_child(tree, size, node, first_child(tree, size, node), token); }));
+        if (lane_id() == 0) next_node = node;
+      }
+      __syncthreads();  // the next node is known
+    }
+  }
+  if (!writes) return;
+  if (bits) set_status(p.status, slot, bits);
+  out.finish();
+  p.out_len[b] = static_cast<int32_t>(out.len);
+}
+
+// Blocks for each node's row, a power of two: no multiprocessor has more of them than another. Of clusters of more than
+// two blocks a tenth of the multiprocessors is out of reach.
+template <class T>
+unsigned parts_of(const VerifyTreeParams& p, bool in_clusters) {
+  constexpr int64_t kUseful = kRowThreads * TiledRow<T>::kItems;  // ids that keep a block busy
+  const Device device = current_device("verify_tree");
+  const int64_t rows = p.batch * p.links.num_nodes, all = device.multiprocessors, most = all * 9 / 10;
+  const int64_t limit = in_clusters && !device.is_hopper_or_later ? 1 : std::min(kMaxParts, p.vocab / kUseful);
+  int64_t parts = 1;
+  while (2 * parts <= limit && 2 * parts * rows <= (in_clusters && parts > 1 ? most : all)) parts *= 2;
+  // Two each, where there is one on nearly all and registers for two.
+  if (!in_clusters && 2 * parts <= limit && parts * rows >= most) parts *= 2;
+  return static_cast<unsigned>(parts);
+}
+
+template <class T, bool kAdjusted, bool kSampled>
+void start(const VerifyTreeParams& p, Stream stream) {
+  const unsigned parts = parts_of<T>(p, kSampled);
+  const auto nodes = static_cast<unsigned>(p.links.num_nodes), batch = static_cast<unsigned>(p.batch);
+  if constexpr (kSampled)
+    launch("verify_tree", node_tokens_kernel<T, kAdjusted>,
+           {.grid = dim3(nodes * parts, batch), .threads = kRowThreads, .cluster = parts}, stream, p);
+  else
+    launch("verify_tree", node_maxima_kernel<T, kAdjusted>, {.grid = dim3(parts, nodes, batch), .threads = kRowThreads},
+           stream, p);
+
+  const unsigned left = kSampled ? 1 : parts;  // for each node
+  const unsigned threads = kSampled ? kRowThreads : (nodes * left + kWarp - 1) / kWarp * kWarp;
+  const unsigned cluster = kSampled ? cluster_size("verify_tree", p.batch, blocks_per_sm(true),
+                                                   p.vocab / (kRowThreads * TiledRow<T>::kItems))
+                                    : 1;
+  launch("verify_tree", walk_tokens_kernel<T, kAdjusted, kSampled>,
+         {.grid = batch * cluster,
+          .threads = threads,
+          .shared_bytes = nodes * (sizeof(TreeNode) + 3 * sizeof(int32_t)),
+          .cluster = cluster},
+         stream, p, std::countr_zero(left));
+}
+
+}  // namespace
+
+// Where reading all rows takes no longer than walking to a leaf: as measured with V = 128256 on an H200.
+bool is_at_once(const VerifyTreeParams& p) {
+  const bool sampled = p.sampling.temperature;
+  const int64_t nodes = p.links.num_nodes, rows = p.batch * nodes;
+  const int64_t bytes = rows * p.vocab * (p.logits_dtype == kFloat32 ? 4 : 2);
+  return p.workspace && nodes <= (sampled ? 64 : 32) && bytes <= (sampled ? 40 << 20 : 24 << 20) &&
+         rows <= current_device("verify_tree").multiprocessors;
+}
+
+void verify_at_once_cuda(const VerifyTreeParams& p, Stream stream) {
+  with_float_type(p.logits_dtype, [&]<class T>() {
+    const bool adjusted = p.logit_bias || p.vocab_mask, sampled = p.sampling.temperature;
+    if (adjusted)
+      sampled ? start<T, true, true>(p, stream) : start<T, true, false>(p, stream);
+    else
+      sampled ? start<T, false, true>(p, stream) : start<T, false, false>(p, stream);
+  });
+}
+
+}  // namespace specdec
