@@ -96,14 +96,14 @@ int blocks_at_once(const TreeAttentionParams& p, const Cut& cut, Kernel kernel, 
   return device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor) >= 212 * 1024 ? 2 : 1;
 }
 
-// Whether workers take whole groups: where KV is short and half of them, or all but a few, are busy to the end. All
-// share the memory's bandwidth, of which one alone can use several times its part, so that it matters little who has
-// more to do.
+// Whether workers take whole groups: where KV is short and a quarter of them, or all but a few, are busy to the end.
+// All share the memory's bandwidth, of which one alone can use several times its part, so that it matters little who
+// has more to do.
 bool takes_whole_groups(const TreeAttentionParams& p, const Cut& cut, int64_t rows) {
   if (p.fixed_split || p.cu_seqlens_q || rows > cut.rows * cut.lanes || row_capacity(p.rows) > kMediumRows)
     return false;
   const int64_t groups = p.batch * p.kv_heads, each = (groups + cut.max_workers - 1) / cut.max_workers;
-  return groups * 16 >= each * cut.max_workers * (row_capacity(p.rows) <= kShortRows ? 8 : 11);
+  return groups * 16 >= each * cut.max_workers * (row_capacity(p.rows) <= kShortRows ? 4 : 11);
 }
 
 struct Choice {
