@@ -110,7 +110,7 @@ struct KvStream {
         if (cut.whole) {
           mine = groups.next_of(p, cut, worker);
         } else {
-          WorkLine line(p, cut, walk, known);
+          WorkLine<!kMapped> line(p, cut, walk, known);
           mine = line.next_of(worker);
           walk = line;
         }

@@ -192,7 +192,7 @@ __device__ void write_unseen_rows(const TreeAttentionParams& p, const Cut& cut) 
     if (slice == 0 && threadIdx.x == 0 && r.status != 0) set_status(p.status, r.slot, r.status);
     const int valid = r.valid_rows * cut.group.divisor, end = r.rows * cut.group.divisor;
     for (int first = 0; first < end; first = first < valid ? min(first + tile, valid) : end) {
-      if (first < valid && units_in(p, cut, tiles_of(p, cut, r, first)) > 0) continue;
+      if (first < valid && units_in(p, cut, tiles_of(p, cut, r, first), true) > 0) continue;
       const int count = (first < valid ? min(first + tile, valid) : end) - first;
       for (int n = slice * kWarps + warp; n < count * p.kv_heads; n += slices * kWarps)
         write_row<T>(p, cut, r, n / count, first + n % count, RowSum<D>());

@@ -96,9 +96,9 @@ int blocks_at_once(const TreeAttentionParams& p, const Cut& cut, Kernel kernel, 
   return device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor) >= 212 * 1024 ? 2 : 1;
 }
 
-// Whether workers take whole groups: where KV is short and a quarter of them, or all but a few, are busy to the end.
-// All share the memory's bandwidth, of which one alone can use several times its part, so that it matters little who
-// has more to do.
+// Whether workers take whole groups, without a look at lengths: where KV is short and a quarter of them, or all but a
+// few, are busy to the end. All share the memory's bandwidth, of which one alone can use several times its part, so
+// that it matters little who has more to do.
 bool takes_whole_groups(const TreeAttentionParams& p, const Cut& cut, int64_t rows) {
   if (p.fixed_split || p.cu_seqlens_q || rows > cut.rows * cut.lanes || row_capacity(p.rows) > kMediumRows)
     return false;
@@ -155,7 +155,8 @@ Choice choose(const TreeAttentionParams& p) {
   };
   run(blocks_at_once(p, cut, c.kernel, multiprocessors, multiprocessors + 1));
   cut.whole = !cut.cluster && takes_whole_groups(p, cut, rows);
-  if (!cut.whole) run(blocks_at_once(p, cut, c.kernel, multiprocessors, 2 * multiprocessors));
+  // 8-bit pools that are cut have enough on their way in one block up to twice as many groups.
+  if (!cut.whole && p.fp8) run(blocks_at_once(p, cut, c.kernel, multiprocessors, 2 * multiprocessors));
   return c;
 }
 

@@ -2,7 +2,7 @@
 // knows. All work lies on one line: request after request, KV head after head, block of query rows after block, tile of
 // KV after tile. Of n workers, worker w does [w N / n, (w + 1) N / n). A worker so meets at most two groups (request,
 // head, block of rows) that it does not do alone, its first and its last one, and leaves at most two partial results:
-// their space depends on neither batch nor lengths.
+// their space depends on neither batch nor lengths. Where groups differ little from a share, none is cut.
 #pragma once
 
 #include <cutlass/fast_math.h>
@@ -82,17 +82,18 @@ __device__ __forceinline__ Tiles tiles_of(const TreeAttentionParams& p, const Cu
   return {first, span.begin == span.end ? first : cut.tile.div(span.end - 1) + 1};
 }
 
-// Of units that have to be done for these tiles: tiles, or with fixed_split splits.
-__device__ __forceinline__ int units_in(const TreeAttentionParams& p, const Cut& cut, Tiles tiles) {
-  if (!p.fixed_split || tiles.end == tiles.first) return tiles.end - tiles.first;
+// Of units that have to be done for these tiles: tiles, with fixed_split splits, or one where groups are whole.
+__device__ __forceinline__ int units_in(const TreeAttentionParams& p, const Cut& cut, Tiles tiles, bool whole) {
+  if (tiles.end == tiles.first) return 0;
+  if (whole) return 1;
   return cut.split.div(tiles.end - 1) - cut.split.div(tiles.first) + 1;
 }
 
 // Of one head of a request.
-__device__ __forceinline__ int units_of(const TreeAttentionParams& p, const Cut& cut, const Request& r) {
+__device__ __forceinline__ int units_of(const TreeAttentionParams& p, const Cut& cut, const Request& r, bool whole) {
   const int end = r.valid_rows * cut.group.divisor;
   int units = 0;
-  for (int row = 0; row < end; row += cut.rows * cut.lanes) units += units_in(p, cut, tiles_of(p, cut, r, row));
+  for (int row = 0; row < end; row += cut.rows * cut.lanes) units += units_in(p, cut, tiles_of(p, cut, r, row), whole);
   return units;
 }
 
@@ -111,6 +112,10 @@ __device__ __forceinline__ T broadcast(const T& x, int lane) {
 constexpr int kKnownRequests = 4;
 using KnownRequests = Request[kKnownRequests];
 
+// KV rows that a worker may have more than an even share, for each block of its multiprocessor: what leaving parts and
+// merging them costs instead.
+constexpr int kWorthCutting = 28 * 64;
+
 // What a walk knows, to be kept while it rests.
 class WalkState {
  protected:
@@ -118,7 +123,9 @@ class WalkState {
   Request mine_{};
   int units_of_mine_ = 0, upto_ = 0, scanned_ = -1;
 
-  int workers_ = 0, share_ = 0, longer_ = 0;
+  int workers_ = 0, total_ = 0;  // and units of all: workers_ share_ + longer_
+  int share_ = 0, longer_ = 0;
+  bool whole_ = false;  // groups, which are the units then
 
   // Where the walk is.
   int worker_ = 0;
@@ -182,7 +189,9 @@ class WholeGroups {
   int group_ = -1;
 };
 
-// The line as one warp sees it; all its lanes call all of this together.
+// The line as one warp sees it; all its lanes call all of this together. Where registers are short, groups are not left
+// whole.
+template <bool kMayBeWhole>
 class WorkLine : public WalkState {
  public:
   __device__ WorkLine(const TreeAttentionParams& p, const Cut& cut, const WalkState& state, KnownRequests& known)
@@ -219,30 +228,41 @@ class WorkLine : public WalkState {
   }
 
  private:
-  // Reads the lengths; everything else is asked afterwards.
+  // Reads the lengths; everything else is asked afterwards. Where groups turn out to be whole, all are counted again.
   __device__ void measure() {
-    int total = 0, heads = 0, least = INT32_MAX, most = 0;  // units of all, heads that have some, units of a head
-    scanned_ = -1;
-    for (int base = 0; base < p_.batch; base += kWarp) {
-      scan(base, false);
-      total += __shfl_sync(kFullMask, upto_, kWarp - 1);
-      heads += __popc(__ballot_sync(kFullMask, units_of_mine_ > 0)) * static_cast<int>(p_.kv_heads);
-      if (units_of_mine_ > 0) least = min(least, units_of_mine_);
-      most = max(most, units_of_mine_);
+    whole_ = false;
+#pragma unroll 1
+    while (true) {
+      int heads = 0, least = INT32_MAX, most = 0;  // that have units, units of one
+      total_ = 0;
+      scanned_ = -1;
+      for (int base = 0; base < p_.batch; base += kWarp) {
+        scan(base, whole());
+        total_ += __shfl_sync(kFullMask, upto_, kWarp - 1);
+        heads += __popc(__ballot_sync(kFullMask, units_of_mine_ > 0)) * static_cast<int>(p_.kv_heads);
+        if (units_of_mine_ > 0) least = min(least, units_of_mine_);
+        most = max(most, units_of_mine_);
+      }
+      workers_ = min(cut_.max_workers, total_);
+      if (workers_ == 0) return;
+      least = __reduce_min_sync(kFullMask, least);
+      most = __reduce_max_sync(kFullMask, most);
+      const int enough = total_ / workers_ + cut_.split.div(cut_.tile.div(kWorthCutting * cut_.blocks));
+      if (least == most) {
+        // Shares that end where heads do leave less to be merged, or nothing.
+        const int each = (heads + workers_ - 1) / workers_;  // heads of a worker
+        const int fewer = each == 1 ? workers_ - workers_ % heads : heads % each == 0 ? heads / each : 0;
+        if (fewer > 0 && (fewer * 16 >= workers_ * 15 || total_ / fewer <= enough)) workers_ = fewer;
+      } else if (kMayBeWhole && !whole_ && !p_.fixed_split && heads <= workers_ && most <= enough) {
+        whole_ = true;
+        continue;
+      }
+      break;
     }
-    workers_ = min(cut_.max_workers, total);
-    if (workers_ == 0) return;
-    // Of even lengths, shares that end where heads do leave less to be merged, or nothing.
-    if (__reduce_min_sync(kFullMask, least) == __reduce_max_sync(kFullMask, most)) {
-      const int each = (heads + workers_ - 1) / workers_;  // heads of a worker
-      if (each == 1)
-        workers_ -= workers_ % heads;
-      else if (heads % each == 0 && heads / each * 16 >= workers_ * 15)
-        workers_ = heads / each;
-    }
-    share_ = total / workers_;
-    longer_ = total - share_ * workers_;
+    share_ = total_ / workers_;
+    longer_ = total_ - share_ * workers_;
   }
+  __device__ bool whole() const { return kMayBeWhole && whole_; }
 
   // Whether the lengths are still those that measure() has read; true only if so.
   __device__ bool holds() const {
@@ -273,7 +293,7 @@ class WorkLine : public WalkState {
     s.head = head_;
     s.first_row = first_row_;
     s.first_tile = max((first + unit_) * split, tiles_.first);
-    s.end_tile = min((first + unit_ + count) * split, tiles_.end);
+    s.end_tile = whole() ? tiles_.end : min((first + unit_ + count) * split, tiles_.end);
     find_parts(s, count);
     s.merge = false;
     at_ += count;
@@ -294,11 +314,11 @@ class WorkLine : public WalkState {
     s.first_part = p_.fixed_split ? begin : 2 * first_worker + 1;
   }
 
-  // The first `longer_` shares have one unit more than the others.
-  __device__ int begin(int worker) const { return share_ * worker + min(longer_, worker); }
+  __device__ int begin(int worker) const { return share_ * worker + longer_ * worker / workers_; }
   __device__ int worker_of(int unit) const {
-    const int behind = unit - longer_ * (share_ + 1);
-    return behind < 0 ? unit / (share_ + 1) : longer_ + behind / share_;
+    const int near =
+        static_cast<int>(static_cast<float>(unit) / static_cast<float>(total_) * workers_);  // or beside it
+    return near + (begin(near + 1) <= unit) - (begin(near) > unit);
   }
 
   // Each lane takes request base + lane: upto_ becomes the units of it and of the lanes before it.
@@ -309,7 +329,7 @@ class WorkLine : public WalkState {
     if (b < p_.batch) {
       mine_ = again && n < kKnownRequests ? known_requests_[n] : request_of(p_, b);
       if (n < kKnownRequests) known_requests_[n] = mine_;
-      units_of_mine_ = units_of(p_, cut_, mine_);
+      units_of_mine_ = units_of(p_, cut_, mine_, whole());
     }
     upto_ = sum_up_to_lane(units_of_mine_ * static_cast<int>(p_.kv_heads));
     scanned_ = base;
@@ -336,7 +356,7 @@ class WorkLine : public WalkState {
     left -= head_ * units_of_head;
     for (first_row_ = 0;; first_row_ += cut_.rows * cut_.lanes) {
       tiles_ = tiles_of(p_, cut_, request, first_row_);
-      units_ = units_in(p_, cut_, tiles_);
+      units_ = units_in(p_, cut_, tiles_, whole());
       if (left < units_) break;
       left -= units_;
     }
