@@ -708,15 +708,24 @@ def test_small_wide_row_tiles(device: torch.device, pools: torch.dtype, page_siz
 @pytest.mark.sanitize
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("page_size", [3, 32])
-def test_small_widened_tiles(device: torch.device, page_size: int, head_dim: int) -> None:
-    """8-bit pools in whole tiles of 64 rows, in clusters and without."""
-    rows, lens = 16, [400, 0, 256, 131]
-    cache = make_cache(lens, [rows] * 4, page_size=page_size, head_dim=head_dim, dtype=FP8, device=device)
+@pytest.mark.parametrize("rows", [4, 8, 16])
+def test_small_fp8_tiles(device: torch.device, rows: int, page_size: int, head_dim: int) -> None:
+    """8-bit pools in whole tiles of 16, 32 and 64 rows, in clusters and without."""
+    cache = make_cache([400, 0, 256, 131], [rows] * 4, page_size=page_size, head_dim=head_dim, dtype=FP8, device=device)
     q = torch.randn(4, rows, 8, head_dim, device=device).bfloat16()
     for room in 2000, 20000:
         with_room(cache, room)
         check(q, cache, mask=random_trees(4, rows))
-        check(q, cache, window=150, q_lens=torch.tensor([16, 3, 16, 7], dtype=torch.int32))
+        check(q, cache, window=150, q_lens=torch.tensor([rows, 3, rows, rows // 2], dtype=torch.int32))
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("rows", [4, 8, 16])
+def test_small_fp8_of_many_requests(device: torch.device, rows: int) -> None:
+    """More groups than multiprocessors, and short KV: two blocks on each, which take whole groups in turn."""
+    lens = [7 * i % 150 for i in range(70)]
+    cache = make_cache(lens, [rows] * 70, page_size=16, dtype=FP8, device=device)
+    check(torch.randn(70, rows, 8, 64, device=device).bfloat16(), cache, mask=random_trees(70, rows), soft_cap=4.0)
 
 
 @pytest.mark.sanitize

@@ -40,17 +40,20 @@ struct Stage {
 // Warps 0 to kConsumers - 1 of the block consume, the next kProducers produce. K and V of a tile come and go together;
 // in a mapped stream, which has copies from the copy engine where it can, each for itself: scores do not wait for V,
 // and the next K comes while V is still multiplied. Where kWideners warps make other tiles of these for the consumers,
-// behind which they lie, it is they who read the stages.
+// behind which they lie, it is they who read the stages. kReaders warps read each stage. Producers share every tile, or
+// are kTurns teams that take turns.
 template <int kTokens_, int kRowBytes_, int kStages_, int kConsumers_, int kProducers_, bool kMapped_ = false,
-          int kWideners_ = 0>
+          int kWideners_ = 0, int kReaders_ = (kWideners_ > 0 ? kWideners_ : kConsumers_), int kTurns_ = 1>
 struct KvStream {
   static constexpr int kTokens = kTokens_, kRowBytes = kRowBytes_, kStages = kStages_;
   static constexpr int kConsumers = kConsumers_, kProducers = kProducers_;
   static constexpr bool kMapped = kMapped_, kApart = kMapped_;
-  static constexpr int kWideners = kWideners_, kReaders = kWideners > 0 ? kWideners : kConsumers;
+  static constexpr int kWideners = kWideners_, kReaders = kReaders_;
   static constexpr int kSegments = kWideners > 0 && kStages < 3 ? 3 : kStages;  // as many as their tiles may belong to
-  static constexpr int kMyRows = kTokens / kProducers;                          // of a tile, a producer's
-  static constexpr int kChunk = kMyRows < kWarp ? kMyRows : kWarp;              // rows that a warp looks up at once
+  static constexpr int kTurns = kTurns_, kTeam = kProducers / kTurns;
+  static_assert(kTurns <= kStages);
+  static constexpr int kMyRows = kTokens / kTeam;                   // of a tile, a producer's
+  static constexpr int kChunk = kMyRows < kWarp ? kMyRows : kWarp;  // rows that a warp looks up at once
   static_assert(kTokens % 64 == 0 && kMyRows % kChunk == 0 && kChunk % 16 == 0);
   using Stage = specdec::Stage<kTokens, kRowBytes>;
 
@@ -63,10 +66,10 @@ struct KvStream {
   // By one thread, before the block's first barrier.
   __device__ void init() {
     for (int s = 0; s < kStages; ++s) {
-      full[s].init((kWarp + 1) * kProducers);
+      full[s].init((kWarp + 1) * kTeam);
       empty[s].init(kReaders);
       if constexpr (kMapped) {
-        full_v[s].init(kWarp * kProducers);
+        full_v[s].init(kWarp * kTeam);
         empty_v[s].init(kReaders);
       }
     }
@@ -103,6 +106,8 @@ struct KvStream {
     if constexpr (kMapped) asm volatile("" ::"l"(&walk) : "memory");
     Turn<kSegments> turn;
     Turn<kStages> stage;
+    int skip = producer / kTeam;  // tiles of others before this one's
+    stage.advance_by(skip);
 #pragma unroll 1
     while (true) {
       Segment mine;
@@ -119,7 +124,7 @@ struct KvStream {
       if constexpr (kMapped) announced[turn.at].wait(turn.parity);
       const Segment& s = kMapped ? segments[turn.at] : mine;
       if (s.head < 0) return;
-      if (!s.merge) copy_segment(p, cut, s, producer, stage, maps);
+      if (!s.merge) copy_segment(p, cut, s, producer, skip, stage, maps);
       if constexpr (kMapped) {
         __syncwarp();
         if (threadIdx.x % kWarp == 0) read[turn.at].arrive();
@@ -142,24 +147,25 @@ struct KvStream {
 
   // A producer's rows of all tiles of a segment.
   __device__ __forceinline__ void copy_segment(const TreeAttentionParams& p, const Cut& cut, const Segment& s,
-                                               int producer, Turn<kStages>& stage, const PoolMaps* maps) {
+                                               int producer, int& skip, Turn<kStages>& stage, const PoolMaps* maps) {
     if (producer == 0 && !kMapped) ask_for_queries(p, cut, s);
     if (producer == 1) ask_for_lookups(p, cut, s);
-    const int my_first = producer * kMyRows, end_tile = s.end_tile;
+    const int my_first = producer % kTeam * kMyRows, end_tile = s.end_tile;
     // Before its begin pages may be freed.
     const Span range{visible_begin(p, s.request, cut.group.div(s.first_row)), s.request.end};
-    Pages pages = find_pages(p, cut, s, range, s.first_tile * kTokens + my_first);
+    int tile = s.first_tile + skip;
+    Pages pages = find_pages(p, cut, s, range, tile * kTokens + my_first);
 #pragma unroll 1
-    for (int tile = s.first_tile; tile < end_tile; ++tile, stage.advance()) {
+    for (; tile < end_tile; tile += kTurns, stage.advance_by(kTurns)) {
       const int first = tile * kTokens + my_first;
       if constexpr (kMapped) {
         if (maps->usable && copy_boxes(p, cut, s, *maps, range, first, my_first, stage, pages)) {
-          if (tile + 1 < end_tile) pages = find_pages(p, cut, s, range, first + kTokens);
+          if (tile + kTurns < end_tile) pages = find_pages(p, cut, s, range, first + kTurns * kTokens);
           continue;
         }
       }
       const Rows now = find_rows(p, cut, s, range, first, pages);
-      if (tile + 1 < end_tile) pages = find_pages(p, cut, s, range, first + kTokens);
+      if (tile + kTurns < end_tile) pages = find_pages(p, cut, s, range, first + kTurns * kTokens);
       Stage& to = stages[stage.at];
       empty[stage.at].wait(stage.parity ^ 1);  // the first round is empty
       copy(p.k_pool, to.k, my_first, now.k, now.there);
@@ -173,6 +179,7 @@ struct KvStream {
       else
         tell(stage.at, my_first, now);
     }
+    skip = tile - end_tile;
   }
 
   // Of a producer's rows lane % kChunk, that + kChunk, ...: the table's entries, -1 outside the range. Nothing is

@@ -25,7 +25,7 @@ constexpr int wgmma_tokens(int64_t head_dim, int rows) {
   return head_dim == 64 || (head_dim == 128 && rows == 128) ? 128 : 64;
 }
 
-// wgmma of 8-bit pools, compute capability 9.0. Of few rows, 16 or 32 a tile, they become 16 bits in registers; of
+// wgmma of 8-bit pools, compute capability 9.0. Of few rows, 16, 32 or 64 a tile, they become 16 bits in registers; of
 // more, 64 or 128 a tile, in shared memory, where KV rows of a tile are wgmma_tokens.
 template <int D>
 void wgmma_fp8_attention_of(const TreeAttentionParams& p, const Cut& cut, Stream stream);

@@ -16,6 +16,9 @@ constexpr int kMaxLanes = 4;  // beyond, row tiles follow each other on the work
 // or so little that a request of that length among short ones is not worth it.
 constexpr int kShortRows = 1088, kMediumRows = 2304;
 
+// And so little that two warpgroups of a block find no more to do than one.
+constexpr int kFewRows = 768;
+
 int device_attribute(cudaDeviceAttr attribute) {
   int device = 0, value = 0;
   SD_CUDA_CHECK("tree_attention", cudaGetDevice(&device));
@@ -46,11 +49,15 @@ int64_t likely_rows(const TreeAttentionParams& p) {
 enum class Kernel { kMma, kWgmma, kWgmmaFp8, kWgmmaWidened, kCluster };
 
 // wgmma multiplies 64 rows at a time, but even for 16 of them that takes less time than their KV of 16 bits. Where a
-// row's bits must not depend on its neighbours, the kernel and its tile do not depend on their number.
+// row's bits must not depend on its neighbours, the kernel and its tile do not depend on their number. Pools of 8 bits
+// become 16 in registers for 64 rows too where one block a multiprocessor has enough to do, but not for short KV.
 Kernel kernel_for(const TreeAttentionParams& p, int64_t rows) {
-  if (!current_device("tree_attention").has_wgmma) return Kernel::kMma;
+  const Device device = current_device("tree_attention");
+  if (!device.has_wgmma) return Kernel::kMma;
   if (!p.fp8) return Kernel::kWgmma;
-  return rows <= 32 && !p.fixed_split ? Kernel::kWgmmaFp8 : Kernel::kWgmmaWidened;
+  const bool one_block = p.batch * p.kv_heads < 2 * device.multiprocessors && row_capacity(p.rows) > kShortRows;
+  const int most = p.head_dim < 256 && one_block ? 64 : 32;
+  return rows <= most && !p.fixed_split ? Kernel::kWgmmaFp8 : Kernel::kWgmmaWidened;
 }
 
 // Row tiles of 64 of a request and KV head.
@@ -90,7 +97,8 @@ int tokens_of(const TreeAttentionParams& p, Kernel kernel, int rows) {
 int blocks_at_once(const TreeAttentionParams& p, const Cut& cut, Kernel kernel, int multiprocessors, int least) {
   if (p.head_dim == 256) return 1;
   if (kernel != Kernel::kMma) {
-    const bool is_long = p.fp8 && row_capacity(p.rows) > 8192;
+    if (kernel == Kernel::kWgmmaFp8 && cut.rows == 64) return 1;
+    const bool is_long = kernel == Kernel::kWgmmaWidened && row_capacity(p.rows) > 8192;
     return cut.rows <= 64 && (p.batch * p.kv_heads >= least || is_long) ? 2 : 1;
   }
   return device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor) >= 212 * 1024 ? 2 : 1;
@@ -133,6 +141,9 @@ int cluster_blocks(const TreeAttentionParams& p, int64_t rows) {
   // Clusters are whole, for which not all of the device has room. Of up to 64 rows two calls' blocks are there at once.
   const int64_t here = p.batch * p.kv_heads * ((rows - 1) / tile + 1);
   if (p.fp8 && tile == 16 && here > 16) return 4 * here <= device.multiprocessors ? 6 : 2;
+  // Short KV: so few that the next call's blocks have multiprocessors of their own.
+  if (tile == 16 && here <= 16 && row_capacity(p.rows) <= kShortRows)
+    return static_cast<int>(std::clamp<int64_t>(device.multiprocessors / 2 / here, 2, kMaxCluster));
   return static_cast<int>(std::clamp<int64_t>(device.multiprocessors * 3 / 4 / here, 2, kMaxCluster));
 }
 
@@ -157,6 +168,7 @@ Choice choose(const TreeAttentionParams& p) {
   cut.whole = !cut.cluster && takes_whole_groups(p, cut, rows);
   // 8-bit pools that are cut have enough on their way in one block up to twice as many groups.
   if (!cut.whole && p.fp8) run(blocks_at_once(p, cut, c.kernel, multiprocessors, 2 * multiprocessors));
+  cut.pair = c.kernel == Kernel::kWgmmaFp8 && p.head_dim < 256 && cut.blocks == 1 && row_capacity(p.rows) > kFewRows;
   return c;
 }
 

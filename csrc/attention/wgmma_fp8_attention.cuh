@@ -1,9 +1,13 @@
-// tree_attention of 8-bit pools with wgmma (compute capability 9.0): 16 or 32 rows of a KV head. wgmma takes one
+// tree_attention of 8-bit pools with wgmma (compute capability 9.0): 16, 32 or 64 rows of a KV head. wgmma takes one
 // factor from registers, and that is where 8-bit floats become Half: so it is the keys and values that are the rows of
-// a product, scores = k q^T and out = v^T weights, and each is converted once for all query rows. A consumer warpgroup,
-// of which each warp has a quarter of a tile's tokens and then of the dimensions, and two producer warps a block. Grid:
-// lanes x max_workers blocks, one or two per multiprocessor. Bytes: the KV of each request once per `lanes` row tiles.
+// a product, scores = k q^T and out = v^T weights, and each is converted once for all query rows. Of a consumer
+// warpgroup each warp has a quarter of a tile's tokens and then of the dimensions. Two of them hide each other's
+// waiting: one in each of two blocks of a multiprocessor, or both in one block, each with every second tile, where
+// there are too few groups for two blocks. Two producer warps a block, or four. Grid: lanes x max_workers blocks.
+// Bytes: the KV of each request once per `lanes` row tiles.
 #pragma once
+
+#include <cutlass/arch/reg_reconfig.h>
 
 #include <cfloat>
 #include <cute/arch/copy_sm90.hpp>
@@ -16,27 +20,36 @@
 
 namespace specdec {
 
-template <class T, int D, int kRows>
+template <class T, int D, int kRows, int kGroups>
 class WgmmaFp8Attention {
  public:
-  static constexpr int kTokens = kWgmmaFp8Tokens, kConsumers = 4, kStages = D == 256 ? 5 : 640 / D;
-  static constexpr int kBlocks = D == 256 ? 1 : 2;  // that a multiprocessor has room for
-  using Stream = KvStream<kTokens, D, kStages, kConsumers, 2>;
+  static constexpr int kTokens = kWgmmaFp8Tokens, kGroupThreads = 128, kConsumers = 4 * kGroups;
+  static constexpr int kBlocks = D == 256 || kGroups == 2 ? 1 : 2;  // that a multiprocessor has room for
+  static constexpr int kStages = kGroups * (D == 256 ? 5 : 640 / D);
+  // Two groups get a tile in the time in which a warp finds out about its rows, be they 16 or 64: so producers take
+  // turns.
+  using Stream =
+      std::conditional_t<kGroups == 2, KvStream<kTokens, D, kStages, kConsumers, 4, true, 0, 4, kRows == 64 ? 2 : 4>,
+                         KvStream<kTokens, D, kStages, kConsumers, 2>>;
   static constexpr int kThreads = (kConsumers + Stream::kProducers) * kWarp;
+  static constexpr bool kMovesRegisters = kGroups == 2;  // of which threads start with too few
+  static constexpr bool kAhead = kMovesRegisters;        // keys become Half while the values before are multiplied
+  static constexpr int kConsumerRegisters = 216, kProducerRegisters = 72;
   using QueryTile = Stage<kRows, 2 * D>;  // of which k is used
   using WeightTile = Stage<kTokens, 2 * kRows>;
 
   // What is known of a row besides its sums.
   struct RowState {
-    float max, scale;  // of the scores so far in powers of two, and what brings scores to those
+    float max, scale;  // of the scores so far in powers of two, and what brings scores, capped, to those
   };
   struct Shared {
     Stream stream;
     alignas(1024) unsigned char q[kRows * 2 * D];
-    alignas(1024) unsigned char weights[kTokens * 2 * kRows];
-    alignas(16) RowState state[kRows];
-    alignas(16) uint64_t seen[kRows];  // bit j: the row sees token j of the tile
-    alignas(16) float factor[kRows];
+    alignas(1024) unsigned char weights[kGroups][kTokens * 2 * kRows];
+    alignas(16) RowState state[kGroups][kRows];
+    alignas(16) uint64_t seen[kGroups][kRows];  // bit j: the row sees token j of the tile
+    alignas(16) float factor[kGroups][kRows];
+    alignas(16) float before_cap[kRows];  // what scores are multiplied by before they are capped
     float of_warps[kConsumers][kRows];
   };
 
@@ -70,6 +83,9 @@ class WgmmaFp8Attention {
   static constexpr float kSlack = 8;           // as WarpRows has it
   static constexpr float kNothing = -FLT_MAX;  // the maximum of no scores; differences to it are numbers
 
+  // ldmatrix takes 32 tokens by 16 dimensions at once, or 16 by 32.
+  static constexpr int kAtOnce = kHalves == 1 ? 32 : 16, kBeside = kHalves == 1 ? 1 : kHalves / 2;
+
   // A lane has tokens lane / 4 and + 8 of its warp's 16, and of every 8 rows lane % 4 * 2 and the next one.
   using Scores = float[kRows / 8][4];
   using Sums = float[kRows / 8][2];
@@ -77,7 +93,7 @@ class WgmmaFp8Attention {
   using Fragments = uint32_t[D / 16][4];     // of 64 tokens' K or V, as rows of a product
 
   __device__ void do_segment(const Segment& s) {
-    const int first_row = s.first_row + lane_of_worker_ * kRows;
+    const int first_row = s.first_row + lane_of_worker_ * kRows, end_tile = s.end_tile;
     load_q(s, first_row);
     Out out;
     Sums sums;
@@ -87,8 +103,40 @@ class WgmmaFp8Attention {
 #pragma unroll
       for (int m = 0; m < kHalves; ++m) out[m][n][0] = out[m][n][1] = out[m][n][2] = out[m][n][3] = 0;
     }
-    Fragments fragments{};
-    for (int tile = s.first_tile; tile < s.end_tile; ++tile) add_tile(s, first_row, tile, fragments, sums, out);
+    Fragments of_keys, of_values{};
+    Fragments& values = of_values;
+    Fragments& keys = kAhead ? of_keys : of_values;
+    uint64_t there = 0;  // which rows of the tile are
+    int tile = s.first_tile + group_;
+    Place place{tiles_ + group_};
+    if (kAhead && tile < end_tile) there = take_keys(place, keys, out);
+    // Scores, weights, and what the values add, which is multiplied while the next tile's keys come.
+    while (tile < end_tile) {
+      if (!kAhead) there = take_keys(place, keys, out);
+      Scores scores, powers;
+      multiply_k(keys, values, out, scores);
+      if (p_.soft_cap != 0) [[unlikely]]
+        cap(scores);
+      // All rows see all of the tile, unless it is of the tail, before some row's window, or not all there.
+      const int64_t first = int64_t{tile} * kTokens;
+      if (~there || first + kTokens > s.request.prefix || first < s.request.end - p_.window) [[unlikely]]
+        hide(s, first_row, first, there, scores);
+      if (sync_group_or(relate(scores, powers))) [[unlikely]] {  // behind it nobody reads the weights before
+        raise(scores, sums, out);
+        relate(scores, powers);
+      }
+      uint32_t raw[8 * kHalves];
+      take_values(place, raw);
+      weigh(powers, sums);
+      widen_v(raw, values);
+      show_to_wgmma();
+      sync_group();
+      add_v(values, out);
+      tile += kGroups;
+      place.tile += kGroups;
+      if (kAhead && tile < end_tile) there = take_keys(place, keys, out);
+    }
+    tiles_ += end_tile - s.first_tile;
     cute::warpgroup_wait<0>();
     pin_out(out);
     write(s, first_row, sums, out);
@@ -96,18 +144,26 @@ class WgmmaFp8Attention {
   }
 
   __device__ static void sync_consumers() { asm volatile("bar.sync 1, %0;" ::"n"(kConsumers * kWarp) : "memory"); }
-  __device__ static bool sync_consumers_or(bool any) {
+  __device__ void sync_group() const {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier_), "n"(kGroupThreads) : "memory");
+  }
+  __device__ bool sync_group_or(bool any) const {
     uint32_t result;
     asm volatile(
-        "{\n.reg .pred mine, all;\nsetp.ne.u32 mine, %1, 0;\nbarrier.cta.red.or.pred all, 1, %2, mine;\n"
+        "{\n.reg .pred mine, all;\nsetp.ne.u32 mine, %1, 0;\nbarrier.cta.red.or.pred all, %2, %3, mine;\n"
         "selp.u32 %0, 1, 0, all;\n}"
         : "=r"(result)
-        : "r"(static_cast<uint32_t>(any)), "n"(kConsumers * kWarp)
+        : "r"(static_cast<uint32_t>(any)), "r"(barrier_), "n"(kGroupThreads)
         : "memory");
     return result;
   }
   // What was written to shared memory by plain stores is there for wgmma too.
   __device__ static void show_to_wgmma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+  // Computed once, not wherever it is used.
+  __device__ static int hold(int x) {
+    asm volatile("" : "+r"(x));
+    return x;
+  }
   __device__ static void pin_out(Out& out) {
 #pragma unroll
     for (auto& o : out) specdec::pin(o);
@@ -142,81 +198,91 @@ class WgmmaFp8Attention {
         for (int c = 0; c < 2; ++c)
           *reinterpret_cast<uint32_t*>(shared_.q + QueryTile::offset(row, 2 * k + c) + lane_ % 4 * 4) =
               operands.q[k][2 * c + h];
-      if (lane_ % 4 == 0) shared_.state[row] = {kNothing, scale.of[h]};
+      if (lane_ % 4 == 0) {
+        shared_.before_cap[row] = scale.of[h];
+#pragma unroll
+        for (auto& state : shared_.state) state[row] = {kNothing, p_.soft_cap == 0 ? scale.of[h] : 1};
+      }
     }
     show_to_wgmma();
   }
 
-  // Scores, weights, and what the values add, which is multiplied while the next tile's keys come.
-  __device__ void add_tile(const Segment& s, int first_row, int tile, Fragments& fragments, Sums& sums, Out& out) {
-    stream_.full[stage_.at].wait(stage_.parity);
-    const typename Stream::Stage& kv = stream_.stages[stage_.at];
-    const uint64_t there = stream_.rows_there(stage_.at, 0);
-    Scores scores;
-    multiply_k(kv, fragments, out, scores);
-    uint32_t values[8 * kHalves];
-    load_v(kv, values);
-    __syncwarp();
-    if (lane_ == 0) stream_.empty[stage_.at].arrive();
-    stage_.advance();
+  // Where a tile is in the ring, which all groups' tiles go through.
+  struct Place {
+    unsigned tile;  // of all
+    __device__ int at() const { return static_cast<int>(tile % kStages); }
+    __device__ unsigned parity() const { return tile / kStages & 1; }
+  };
 
-    cap(scores);
-    // All rows see all of the tile, unless it is of the tail, before some row's window, or not all there.
-    const int64_t first = int64_t{tile} * kTokens;
-    if (~there || first + kTokens > s.request.prefix || first < s.request.end - p_.window)
-      hide(s, first_row, first, there, scores);
-
-    if (sync_consumers_or(rises(scores))) raise(scores, sums, out);  // behind it nobody reads the weights before
-    weigh(scores, sums);
-    pin(values);  // their registers come before the fragments'
-    widen_v(values, fragments);
-    show_to_wgmma();
-    sync_consumers();
-    add_v(fragments, out);
-  }
-
-  // scores = k q^T. Waits for the products before.
-  __device__ __forceinline__ void multiply_k(const typename Stream::Stage& kv, Fragments& fragments, Out& out,
-                                             Scores& scores) const {
+  // A tile's keys, when they are there; and which of its rows are. If registers are to be had, while the values before
+  // are multiplied.
+  __device__ __forceinline__ uint64_t take_keys(Place place, Fragments& keys, Out& out) {
+    const int at = place.at();
+    stream_.full[at].wait(place.parity());
+    const typename Stream::Stage& kv = stream_.stages[at];
+    const uint64_t there = stream_.rows_there(at, 0);
     uint4 x[2][Operands::kPieces];
 #pragma unroll
     for (int h = 0; h < 2; ++h)
 #pragma unroll
       for (int i = 0; i < Operands::kPieces; ++i)
-        x[h][i] = *reinterpret_cast<const uint4*>(
-            kv.k + kv.offset(16 * warp_ + lane_ / 4 + 8 * h, Operands::piece_of_lane(i)));
-    cute::warpgroup_wait<0>();
-    pin_out(out);
-    pin_fragments(fragments);
+        x[h][i] =
+            *reinterpret_cast<const uint4*>(kv.k + (keys_at_ ^ i % 2 * 16) + i / 2 * kv.kPanel + h * 8 * kv.kLine);
+    if constexpr (Stream::kApart) leave(stream_.empty[at]);
+    if constexpr (!kAhead) {
+      cute::warpgroup_wait<0>();
+      pin_out(out);
+      pin_fragments(keys);
+    }
 #pragma unroll
     for (int h = 0; h < 2; ++h)
 #pragma unroll
       for (int i = 0; i < Operands::kPieces; ++i)
 #pragma unroll
-        for (int j = 0; j < 4; ++j) widen((&x[h][i].x)[j], fragments[4 * i + j][h], fragments[4 * i + j][2 + h]);
+        for (int j = 0; j < 4; ++j) widen((&x[h][i].x)[j], keys[4 * i + j][h], keys[4 * i + j][2 + h]);
+    return there;
+  }
+
+  // Its values, as they are.
+  __device__ __forceinline__ void take_values(Place place, uint32_t (&x)[8 * kHalves]) {
+    const int at = place.at();
+    if constexpr (Stream::kApart) stream_.full_v[at].wait(place.parity());
+    load_v(stream_.stages[at], x);
+    leave(Stream::kApart ? stream_.empty_v[at] : stream_.empty[at]);
+  }
+
+  // When all lanes have read what a stage has.
+  __device__ void leave(Mbarrier& empty) const {
+    __syncwarp();
+    if (lane_ == 0) empty.arrive();
+  }
+
+  // scores = k q^T. Waits for the products before.
+  __device__ __forceinline__ void multiply_k(Fragments& keys, Fragments& values, Out& out, Scores& scores) const {
     const uint64_t q = wgmma_operand(shared_.q, 0);
-    pin_fragments(fragments);
+    if constexpr (kAhead) {
+      cute::warpgroup_wait<0>();
+      pin_out(out);
+      pin_fragments(values);
+    }
+    pin_fragments(keys);
     cute::warpgroup_arrive();
 #pragma unroll
     for (int k = 0; k < D / 16; ++k)
-      MultiplyK::multiply(fragments[k], q + ((k / 4 * QueryTile::kPanel + k % 4 * 32) >> 4), k > 0, scores);
+      MultiplyK::multiply(keys[k], q + ((k / 4 * QueryTile::kPanel + k % 4 * 32) >> 4), k > 0, scores);
     cute::warpgroup_commit_batch();
     cute::warpgroup_wait<0>();
     specdec::pin(scores);
-    pin_fragments(fragments);
+    pin_fragments(keys);
   }
 
   // 64 tokens of this warp's 16 kHalves dimensions, as MmaOperands has them.
   __device__ __forceinline__ void load_v(const typename Stream::Stage& kv, uint32_t (&x)[8 * kHalves]) const {
-    // 32 tokens by 16 dimensions at once, or 16 by 32.
-    constexpr int kAtOnce = kHalves == 1 ? 32 : 16, kBeside = kHalves == 1 ? 1 : kHalves / 2;
 #pragma unroll
-    for (int i = 0; i < 2 * kHalves; ++i) {
-      const int row = i / kBeside * kAtOnce + lane_ % kAtOnce;
-      const int piece = kHalves * warp_ + i % kBeside * 2 + lane_ / kAtOnce;
-      cute::SM75_U16x8_LDSM_T::copy(*reinterpret_cast<const cute::uint128_t*>(kv.v + kv.offset(row, piece)), x[4 * i],
-                                    x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]);
-    }
+    for (int i = 0; i < 2 * kHalves; ++i)
+      cute::SM75_U16x8_LDSM_T::copy(*reinterpret_cast<const cute::uint128_t*>(kv.v + (values_at_ ^ i % kBeside * 32) +
+                                                                              i / kBeside * kAtOnce * kv.kLine),
+                                    x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]);
   }
   // Rows of the product are the even dimensions of 16, then the odd ones.
   __device__ __forceinline__ static void widen_v(const uint32_t (&x)[8 * kHalves], Fragments& fragments) {
@@ -227,7 +293,7 @@ class WgmmaFp8Attention {
 
   // out += v^T weights; not waited for.
   __device__ __forceinline__ void add_v(Fragments& fragments, Out& out) const {
-    const uint64_t b = wgmma_operand<WeightTile::kLine>(shared_.weights, 0);
+    const uint64_t b = wgmma_operand<WeightTile::kLine>(shared_.weights[group_], 0);
     pin_fragments(fragments);
     pin_out(out);
     cute::warpgroup_arrive();
@@ -239,64 +305,62 @@ class WgmmaFp8Attention {
 
   // Of this lane's rows 8 n + lane % 4 * 2 and the next one: maximum, scale, maximum, scale.
   __device__ __forceinline__ float4 state_of(int n) const {
-    float4 s = *reinterpret_cast<const float4*>(&shared_.state[8 * n + lane_ % 4 * 2]);
-    if (p_.soft_cap != 0) s.y = s.w = 1;
-    return s;
+    return *reinterpret_cast<const float4*>(&shared_.state[group_][8 * n + lane_ % 4 * 2]);
   }
 
   __device__ __forceinline__ void cap(Scores& scores) const {
-    if (p_.soft_cap == 0) return;
     const float inverse = 1 / p_.soft_cap;
 #pragma unroll
     for (int n = 0; n < kRows / 8; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const float scale = shared_.state[8 * n + lane_ % 4 * 2 + e % 2].scale;
+        const float scale = shared_.before_cap[8 * n + lane_ % 4 * 2 + e % 2];
         scores[n][e] = p_.soft_cap * tanh_fast(scores[n][e] * (scale * inverse));
       }
   }
 
   __device__ void hide(const Segment& s, int first_row, int64_t first, uint64_t there, Scores& scores) {
-    if (threadIdx.x < kRows) {
+    if (group_thread_ < kRows) {
       const int last = s.request.valid_rows * cut_.group.divisor - 1;
-      const int i = cut_.group.div(min(first_row + static_cast<int>(threadIdx.x), last));
-      shared_.seen[threadIdx.x] = visible_word(p_, s.request, i, first) & there;
+      const int i = cut_.group.div(min(first_row + group_thread_, last));
+      shared_.seen[group_][group_thread_] = visible_word(p_, s.request, i, first) & there;
     }
-    sync_consumers();
+    sync_group();
 #pragma unroll
     for (int n = 0; n < kRows / 8; ++n)
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        const uint64_t mine = shared_.seen[8 * n + lane_ % 4 * 2 + c] >> (16 * warp_ + lane_ / 4);
+        const uint64_t mine = shared_.seen[group_][8 * n + lane_ % 4 * 2 + c] >> (16 * group_warp_ + lane_ / 4);
         if (!(mine & 1)) scores[n][c] = -INFINITY;
         if (!(mine & 1 << 8)) scores[n][2 + c] = -INFINITY;
       }
   }
 
-  // Whether some score is far above its row's maximum.
-  __device__ __forceinline__ bool rises(const Scores& scores) const {
-    float top = -INFINITY;
+  // Scores in powers of two, less their rows' maxima; returns whether one is far above.
+  __device__ __forceinline__ bool relate(const Scores& scores, Scores& powers) const {
+    float top[4] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY};
 #pragma unroll
     for (int n = 0; n < kRows / 8; ++n) {
       const float4 s = state_of(n);
-      top = fmaxf(top, fmaf(fmaxf(scores[n][0], scores[n][2]), s.y, -s.x));
-      top = fmaxf(top, fmaf(fmaxf(scores[n][1], scores[n][3]), s.w, -s.z));
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        powers[n][e] = fmaf(scores[n][e], e % 2 ? s.w : s.y, e % 2 ? -s.z : -s.x);
+        top[e] = fmaxf(top[e], powers[n][e]);
+      }
     }
-    return top > kSlack;
+    return fmaxf(fmaxf(top[0], top[1]), fmaxf(top[2], top[3])) > kSlack;
   }
 
   // Writes the weights and adds them to `sums`.
-  __device__ __forceinline__ void weigh(const Scores& scores, Sums& sums) {
-    const int token = 16 * warp_ + lane_ % 16;
+  __device__ __forceinline__ void weigh(const Scores& powers, Sums& sums) const {
 #pragma unroll
     for (int n = 0; n < kRows / 8; n += 2) {
       uint32_t packed[4];
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
-        const float4 s = state_of(n + k);
         float x[4];
 #pragma unroll
-        for (int e = 0; e < 4; ++e) x[e] = exp2_fast(fmaf(scores[n + k][e], e % 2 ? s.w : s.y, e % 2 ? -s.z : -s.x));
+        for (int e = 0; e < 4; ++e) x[e] = exp2_fast(powers[n + k][e]);
         sums[n + k][0] += x[0] + x[2];
         sums[n + k][1] += x[1] + x[3];
         packed[2 * k] = pack<Half>(x[0], x[1]);
@@ -304,7 +368,7 @@ class WgmmaFp8Attention {
       }
       cute::SM90_U32x4_STSM_N::copy(
           packed[0], packed[1], packed[2], packed[3],
-          *reinterpret_cast<cute::uint128_t*>(shared_.weights + WeightTile::offset(token, n + lane_ / 16)));
+          *reinterpret_cast<cute::uint128_t*>(shared_.weights[group_] + (weights_at_ ^ n * 16)));
     }
   }
 
@@ -318,25 +382,65 @@ class WgmmaFp8Attention {
         for (int step = 4; step < kWarp; step *= 2) top = fmaxf(top, __shfl_xor_sync(kFullMask, top, step));
         if (lane_ < 4) shared_.of_warps[warp_][8 * n + lane_ % 4 * 2 + c] = top;
       }
-    sync_consumers();
-    if (threadIdx.x < kRows) {
-      RowState& state = shared_.state[threadIdx.x];
-      const float scale = p_.soft_cap != 0 ? 1 : state.scale;
+    sync_group();
+    if (group_thread_ < kRows) {
+      RowState& state = shared_.state[group_][group_thread_];
+      const float scale = state.scale;
       float top = -INFINITY;
-      for (const auto& w : shared_.of_warps) top = fmaxf(top, w[threadIdx.x]);
+      for (int w = 4 * group_; w < 4 * group_ + 4; ++w) top = fmaxf(top, shared_.of_warps[w][group_thread_]);
       const bool rises = fmaf(top, scale, -state.max) > kSlack;
-      shared_.factor[threadIdx.x] = rises ? exp2_fast(state.max - top * scale) : 1;
+      shared_.factor[group_][group_thread_] = rises ? exp2_fast(state.max - top * scale) : 1;
       if (rises) state.max = top * scale;
     }
-    sync_consumers();
+    sync_group();
 #pragma unroll
     for (int n = 0; n < kRows / 8; ++n)
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        const float factor = shared_.factor[8 * n + lane_ % 4 * 2 + c];
+        const float factor = shared_.factor[group_][8 * n + lane_ % 4 * 2 + c];
         sums[n][c] *= factor;
 #pragma unroll
         for (int m = 0; m < kHalves; ++m) out[m][n][c] *= factor, out[m][n][2 + c] *= factor;
+      }
+  }
+
+  // What a group gives its rows: all of them, or of two groups each half.
+  static constexpr int kMine = kRows / 8 / kGroups;
+  using MyOut = float[kHalves][kMine][4];
+
+  // Of the rows that this group gives, the sums of both, times their factors: through the memory of q and weights,
+  // which all have used.
+  __device__ void exchange(const Out& out, MyOut& mine) const {
+    static_assert(sizeof(shared_.q) + sizeof(shared_.weights) >= sizeof(float4) * kHalves * kRows / 8 * kGroupThreads);
+    const auto place = [&](int of_group, int m, int i) {
+      return reinterpret_cast<float4*>(shared_.q) + ((of_group * kHalves + m) * kMine + i) * kGroupThreads +
+             group_thread_;
+    };
+#pragma unroll
+    for (int m = 0; m < kHalves; ++m)
+#pragma unroll
+      for (int i = 0; i < kMine; ++i) {
+        float give[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          give[e] = group_ == 0 ? out[m][kMine + i][e] : out[m][i][e];
+          mine[m][i][e] = group_ == 0 ? out[m][i][e] : out[m][kMine + i][e];
+        }
+        *place(group_, m, i) = make_float4(give[0], give[1], give[2], give[3]);
+      }
+    sync_consumers();
+#pragma unroll
+    for (int m = 0; m < kHalves; ++m)
+#pragma unroll
+      for (int i = 0; i < kMine; ++i) {
+        const float4 y = *place(1 - group_, m, i);
+        const float other[4] = {y.x, y.y, y.z, y.w};
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int row = 8 * (group_ * kMine + i) + lane_ % 4 * 2 + e % 2;
+          const float a = group_ == 0 ? mine[m][i][e] : other[e], b = group_ == 0 ? other[e] : mine[m][i][e];
+          mine[m][i][e] = a * shared_.factor[0][row] + b * shared_.factor[1][row];
+        }
       }
   }
 
@@ -354,10 +458,15 @@ class WgmmaFp8Attention {
     float* part = s.parts > 1 ? part_of(p_, cut_, s.part, lane_of_worker_, D) : nullptr;
     if (threadIdx.x < kRows) {
       const int row = threadIdx.x;
-      float sum = 0;
-      for (const auto& w : shared_.of_warps) sum += w[row];
-      const float max = sum == 0 ? -INFINITY : shared_.state[row].max;
-      shared_.factor[row] = part != nullptr ? 1 : sum == 0 ? 0 : p_.v_scale / sum;
+      float max = kNothing, sum = 0;
+      for (const auto& state : shared_.state) max = fmaxf(max, state[row].max);
+      for (int w = 0; w < kConsumers; ++w)
+        sum += shared_.of_warps[w][row] * exp2_fast(shared_.state[w / 4][row].max - max);
+      for (int g = 0; g < kGroups; ++g)
+        shared_.factor[g][row] = exp2_fast(shared_.state[g][row].max - max) * (part != nullptr ? 1
+                                                                               : sum == 0      ? 0
+                                                                                               : p_.v_scale / sum);
+      if (sum == 0) max = -INFINITY;
       if (part != nullptr) {
         part[kRows * D + row] = max;
         part[kRows * (D + 1) + row] = sum;
@@ -365,22 +474,39 @@ class WgmmaFp8Attention {
         store_lse(p_, s.request, query_row(cut_, s.head, first_row + row), max, sum);
       }
     }
-    sync_consumers();
-    // A lane has pairs of neighbouring dimensions, eight lanes those of 16.
-    const int first_column = 16 * kHalves * warp_ + lane_ / 4 * 2;
+    if constexpr (kGroups == 2) {
+      MyOut mine;
+      exchange(out, mine);
+      write_rows(s, first_row, part, mine);
+    } else {
+      sync_consumers();
+      MyOut mine;
 #pragma unroll
-    for (int n = 0; n < kRows / 8; ++n)
+      for (int m = 0; m < kHalves; ++m)
+#pragma unroll
+        for (int n = 0; n < kRows / 8; ++n)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) mine[m][n][e] = out[m][n][e] * shared_.factor[0][8 * n + lane_ % 4 * 2 + e % 2];
+      write_rows(s, first_row, part, mine);
+    }
+  }
+
+  __device__ void write_rows(const Segment& s, int first_row, float* part, const MyOut& out) const {
+    const int end = s.request.valid_rows * cut_.group.divisor;
+    // A lane has pairs of neighbouring dimensions, eight lanes those of 16.
+    const int first_column = 16 * kHalves * group_warp_ + lane_ / 4 * 2;
+#pragma unroll
+    for (int i = 0; i < kMine; ++i)
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        const int row = 8 * n + lane_ % 4 * 2 + c;
+        const int row = 8 * (group_ * kMine + i) + lane_ % 4 * 2 + c;
         if (first_row + row >= end) continue;
-        const float factor = shared_.factor[row];
         const QueryRow at = query_row(cut_, s.head, first_row + row);
         T* to =
             static_cast<T*>(p_.out) + s.request.out_start + at.row * p_.out_strides.row + at.head * p_.out_strides.head;
 #pragma unroll
         for (int m = 0; m < kHalves; ++m) {
-          const float2 x = make_float2(out[m][n][c] * factor, out[m][n][2 + c] * factor);
+          const float2 x = make_float2(out[m][i][c], out[m][i][2 + c]);
           const int column = first_column + 16 * m;
           if (part != nullptr)
             *reinterpret_cast<float2*>(part + row * D + column) = x;
@@ -396,37 +522,55 @@ class WgmmaFp8Attention {
   const Cut& cut_;
   const int lane_of_worker_;
   const int warp_ = static_cast<int>(threadIdx.x) / kWarp, lane_ = static_cast<int>(threadIdx.x) % kWarp;
-  Turn<kStages> stage_;
+  const int group_warp_ = warp_ % 4, group_thread_ = static_cast<int>(threadIdx.x) % kGroupThreads;
+  // Known to be the same for a warp, so that operands' places are computed once for all its lanes.
+  const int group_ = kGroups == 1 ? 0 : __shfl_sync(kFullMask, warp_ / 4, 0);
+  const int barrier_ = kGroups == 1 ? 1 : 2 + group_;
+  // Of this lane, in a tile's keys, its values, and the weights.
+  const int keys_at_ = hold(Stream::Stage::offset(16 * group_warp_ + lane_ / 4, Operands::piece_of_lane(0)));
+  const int values_at_ = hold(Stream::Stage::offset(lane_ % kAtOnce, kHalves* group_warp_ + lane_ / kAtOnce));
+  const int weights_at_ = hold(WeightTile::offset(16 * group_warp_ + lane_ % 16, lane_ / 16));
+  unsigned tiles_ = 0;  // of the segments before
 };
 
 template <class Attention>
 __global__ void __launch_bounds__(Attention::kThreads, Attention::kBlocks)
-    wgmma_fp8_attention_kernel(const __grid_constant__ TreeAttentionParams p, const __grid_constant__ Cut cut) {
+    wgmma_fp8_attention_kernel(const __grid_constant__ TreeAttentionParams p, const __grid_constant__ Cut cut,
+                               const __grid_constant__ PoolMaps maps) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) unsigned char memory[];
   auto& shared = *reinterpret_cast<typename Attention::Shared*>(memory);
   if (threadIdx.x == 0) shared.stream.init();
   __syncthreads();
   const int worker = blockIdx.x / cut.lanes, lane_of_worker = blockIdx.x % cut.lanes;
-  if (threadIdx.x / kWarp < Attention::kConsumers)
+  if (threadIdx.x / kWarp < Attention::kConsumers) {
+    if constexpr (Attention::kMovesRegisters) cutlass::arch::warpgroup_reg_alloc<Attention::kConsumerRegisters>();
     Attention(shared, p, cut, lane_of_worker).consume();
-  else
-    shared.stream.produce(p, cut, worker);
+  } else {
+    if constexpr (Attention::kMovesRegisters) cutlass::arch::warpgroup_reg_dealloc<Attention::kProducerRegisters>();
+    shared.stream.produce(p, cut, worker, &maps);
+  }
 #endif
 }
 
-template <class T, int D, int kRows>
+template <class T, int D, int kRows, int kGroups>
 void start_wgmma_fp8_attention(const TreeAttentionParams& p, const Cut& cut, Stream stream) {
-  using Attention = WgmmaFp8Attention<T, D, kRows>;
-  start_on_tensor_cores<Attention>(wgmma_fp8_attention_kernel<Attention>, p, cut, stream);
+  using Attention = WgmmaFp8Attention<T, D, kRows, kGroups>;
+  start_on_tensor_cores<Attention>(wgmma_fp8_attention_kernel<Attention>, p, cut, stream, pool_maps_of(p));
 }
 
 // Of one head dimension; defined in a file of its own for each, so that they compile side by side.
 template <int D>
 void wgmma_fp8_attention_of(const TreeAttentionParams& p, const Cut& cut, Stream stream) {
   with_16_bit_type(p.dtype, [&]<class T>() {
-    if (cut.rows == 16) return start_wgmma_fp8_attention<T, D, 16>(p, cut, stream);
-    start_wgmma_fp8_attention<T, D, 32>(p, cut, stream);
+    const auto start = [&]<int kRows>() {
+      if constexpr (D < 256)
+        if (cut.pair) return start_wgmma_fp8_attention<T, D, kRows, 2>(p, cut, stream);
+      start_wgmma_fp8_attention<T, D, kRows, 1>(p, cut, stream);
+    };
+    if (cut.rows == 16) return start.template operator()<16>();
+    if (cut.rows == 32) return start.template operator()<32>();
+    if constexpr (D < 256) start_wgmma_fp8_attention<T, D, 64, 2>(p, cut, stream);
   });
 }
 

@@ -15,6 +15,14 @@ struct Turn {
       parity ^= 1;
     }
   }
+  // By up to kPlaces.
+  __device__ void advance_by(int places) {
+    at += places;
+    if (at >= kPlaces) {
+      at -= kPlaces;
+      parity ^= 1;
+    }
+  }
 };
 
 }  // namespace specdec
