@@ -29,6 +29,7 @@ NUMBERS = {
     "vocab": "tokens of the vocabulary",
     "k": "branches per draft step",
     "num_steps": "draft steps",
+    "accept_width": "tokens of a round at most",
     "prefix": "tokens before the tree",
     "page_size": "KV rows of a page",
     "rows": "rows, of rotate_qkv and write_kv per request",
