@@ -1,8 +1,7 @@
 #include "layers/norm_rows.h"
 
-#include <cmath>
-
 #include "kv/bytes.h"
+#include "layers/norm_row.h"
 
 namespace specdec {
 
@@ -56,11 +55,7 @@ void norm_rows_cpu(const NormRowsParams& p) {
         for (int64_t i = 0; i < p.width; ++i) sum[i] = from_float<T>(to_float(x[i]) + to_float(residual[i]));
         x = sum;
       }
-      double squares = 0;
-      for (int64_t i = 0; i < p.width; ++i) squares += static_cast<double>(to_float(x[i])) * to_float(x[i]);
-      const float scale = 1 / std::sqrt(static_cast<float>(squares / static_cast<double>(p.width)) + p.eps);
-      auto* out = static_cast<T*>(p.out) + row * p.out_stride;
-      for (int64_t i = 0; i < p.width; ++i) out[i] = from_float<T>(to_float(x[i]) * scale * to_float(weight[i]));
+      norm_row_cpu(x, weight, p.width, p.eps, static_cast<T*>(p.out) + row * p.out_stride);
     }
   });
 }

@@ -1,9 +1,9 @@
 #include "layers/pair_rows.h"
 
 #include <algorithm>
-#include <cmath>
 
 #include "kv/bytes.h"
+#include "layers/norm_row.h"
 
 namespace specdec {
 
@@ -55,11 +55,7 @@ void pair_rows(CallStream stream, const TensorView& embeddings, const TensorView
 void pair_rows_cpu(const PairRowsParams& p) {
   with_float_type(p.dtype, [&]<class T>() {
     const auto norm = [&](const T* x, const void* weight, T* out) {
-      double squares = 0;
-      for (int64_t i = 0; i < p.width; ++i) squares += static_cast<double>(to_float(x[i])) * to_float(x[i]);
-      const float scale = 1 / std::sqrt(static_cast<float>(squares / static_cast<double>(p.width)) + p.eps);
-      for (int64_t i = 0; i < p.width; ++i)
-        out[i] = from_float<T>(to_float(x[i]) * scale * to_float(static_cast<const T*>(weight)[i]));
+      norm_row_cpu(x, static_cast<const T*>(weight), p.width, p.eps, out);
     };
     for (int64_t row = 0; row < p.rows; ++row) {
       T* const pair = static_cast<T*>(p.out) + row * p.out_stride;

@@ -32,6 +32,7 @@ template <class T, class Blocks = Cluster>
 class TiledRow {
  public:
   static constexpr int kItems = sizeof(uint4) / sizeof(T);
+  static constexpr int64_t kUseful = kRowThreads * kItems;  // ids that keep a block busy
   static constexpr int kTile = kItems * kWarp;
 
   __device__ explicit TiledRow(int64_t vocab) : vocab_(static_cast<int>(vocab)) {}

@@ -333,8 +333,7 @@ __global__ void __launch_bounds__(kRowThreads, kBlocksPerSm)
 
 template <class T, bool kAdjusted>
 void start(const VerifyTreeParams& p, Stream stream) {
-  constexpr int64_t kUseful = kRowThreads * TiledRow<T>::kItems;  // ids that keep a block busy
-  const unsigned cluster = cluster_size("verify_tree", p.batch, kBlocksPerSm, p.vocab / kUseful);
+  const unsigned cluster = cluster_size("verify_tree", p.batch, kBlocksPerSm, p.vocab / TiledRow<T>::kUseful);
   const size_t bits = p.drafts.id_map ? static_cast<size_t>(p.vocab + 31) / 32 * sizeof(uint32_t) : 0;
   auto* kernel = verify_sampled_kernel<T, kAdjusted>;
   if (bits > 0)

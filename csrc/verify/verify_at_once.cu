@@ -158,10 +158,10 @@ __global__ void __launch_bounds__(kRowThreads, blocks_per_sm(kSampled))
 // two blocks a tenth of the multiprocessors is out of reach.
 template <class T>
 unsigned parts_of(const VerifyTreeParams& p, bool in_clusters) {
-  constexpr int64_t kUseful = kRowThreads * TiledRow<T>::kItems;  // ids that keep a block busy
   const Device device = current_device("verify_tree");
   const int64_t rows = p.batch * p.links.num_nodes, all = device.multiprocessors, most = all * 9 / 10;
-  const int64_t limit = in_clusters && !device.is_hopper_or_later ? 1 : std::min(kMaxParts, p.vocab / kUseful);
+  const int64_t limit =
+      in_clusters && !device.is_hopper_or_later ? 1 : std::min(kMaxParts, p.vocab / TiledRow<T>::kUseful);
   int64_t parts = 1;
   while (2 * parts <= limit && 2 * parts * rows <= (in_clusters && parts > 1 ? most : all)) parts *= 2;
   // Two each, where there is one on nearly all and registers for two.
@@ -182,9 +182,8 @@ void start(const VerifyTreeParams& p, Stream stream) {
 
   const unsigned left = kSampled ? 1 : parts;  // for each node
   const unsigned threads = kSampled ? kRowThreads : (nodes * left + kWarp - 1) / kWarp * kWarp;
-  const unsigned cluster = kSampled ? cluster_size("verify_tree", p.batch, blocks_per_sm(true),
-                                                   p.vocab / (kRowThreads * TiledRow<T>::kItems))
-                                    : 1;
+  const unsigned cluster =
+      kSampled ? cluster_size("verify_tree", p.batch, blocks_per_sm(true), p.vocab / TiledRow<T>::kUseful) : 1;
   launch("verify_tree", walk_tokens_kernel<T, kAdjusted, kSampled>,
          {.grid = batch * cluster,
           .threads = threads,
@@ -205,13 +204,7 @@ bool is_at_once(const VerifyTreeParams& p) {
 }
 
 void verify_at_once_cuda(const VerifyTreeParams& p, Stream stream) {
-  with_float_type(p.logits_dtype, [&]<class T>() {
-    const bool adjusted = p.logit_bias || p.vocab_mask, sampled = p.sampling.temperature;
-    if (adjusted)
-      sampled ? start<T, true, true>(p, stream) : start<T, true, false>(p, stream);
-    else
-      sampled ? start<T, false, true>(p, stream) : start<T, false, false>(p, stream);
-  });
+  with_kinds(p, [&]<class T, bool kAdjusted, bool kSampled>() { start<T, kAdjusted, kSampled>(p, stream); });
 }
 
 }  // namespace specdec

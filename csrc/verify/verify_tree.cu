@@ -104,8 +104,8 @@ __global__ void __launch_bounds__(kRowThreads, blocks_per_sm(kSampled)) verify_t
 
 template <class T, bool kAdjusted, bool kSampled>
 void start(const VerifyTreeParams& p, Stream stream) {
-  constexpr int64_t kUseful = kRowThreads * TiledRow<T>::kItems;  // ids that keep a block busy
-  const unsigned cluster = cluster_size("verify_tree", p.batch, blocks_per_sm(kSampled), p.vocab / kUseful);
+  const unsigned cluster =
+      cluster_size("verify_tree", p.batch, blocks_per_sm(kSampled), p.vocab / TiledRow<T>::kUseful);
   launch("verify_tree", verify_tree_kernel<T, kAdjusted, kSampled>,
          {.grid = grid_x("verify_tree", p.batch * cluster),
           .threads = kRowThreads,
@@ -119,13 +119,7 @@ void start(const VerifyTreeParams& p, Stream stream) {
 void verify_tree_cuda(const VerifyTreeParams& p, Stream stream) {
   if (p.drafts.logits) return verify_sampled_cuda(p, stream);
   if (is_at_once(p)) return verify_at_once_cuda(p, stream);
-  with_float_type(p.logits_dtype, [&]<class T>() {
-    const bool adjusted = p.logit_bias || p.vocab_mask, sampled = p.sampling.temperature;
-    if (adjusted)
-      sampled ? start<T, true, true>(p, stream) : start<T, true, false>(p, stream);
-    else
-      sampled ? start<T, false, true>(p, stream) : start<T, false, false>(p, stream);
-  });
+  with_kinds(p, [&]<class T, bool kAdjusted, bool kSampled>() { start<T, kAdjusted, kSampled>(p, stream); });
 }
 
 }  // namespace specdec

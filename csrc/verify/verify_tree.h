@@ -71,6 +71,18 @@ SD_HD EmittedRow emitted_row(const VerifyTreeParams& p, int64_t b) {
   return {p.out_tokens + b * p.accept_width, p.out_path + b * p.accept_width, p.accept_width};
 }
 
+// Calls f.template operator()<T, kAdjusted, kSampled>() for the kernels of a call.
+template <class F>
+void with_kinds(const VerifyTreeParams& p, F&& f) {
+  with_float_type(p.logits_dtype, [&]<class T>() {
+    const bool adjusted = p.logit_bias || p.vocab_mask, sampled = p.sampling.temperature;
+    if (adjusted)
+      sampled ? f.template operator()<T, true, true>() : f.template operator()<T, true, false>();
+    else
+      sampled ? f.template operator()<T, false, true>() : f.template operator()<T, false, false>();
+  });
+}
+
 void verify_tree(CallStream stream, const TensorView& logits, const TensorView& tokens, const TensorView& parents,
                  const TensorView& positions, const TensorView& first_child, const TensorView& next_sibling,
                  const TensorView& num_nodes, int64_t accept_width, const OptTensor& slots,
