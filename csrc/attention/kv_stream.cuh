@@ -3,12 +3,14 @@
 // rows' pages one tile ahead and copies rows with cp.async, 16 bytes at a time, so that every page size and any strides
 // are one path and a row of one head (128 bytes or more) is whole sectors anyway. For many query rows the copy engine
 // takes boxes of 16 KV rows, where all of them are in the prefix and on one page: exponentials have no copies to queue
-// with then. The other warps consume the stream and free each stage when they are done with it; only barriers connect
-// them.
+// with then. Two blocks that walk the same KV in step may be a cluster: each then starts half of the boxes, which go to
+// both, and the L2 is read once instead of twice. The other warps consume the stream and free each stage when they are
+// done with it; only barriers connect them.
 #pragma once
 
 #include "attention/pool_maps.h"
 #include "attention/work_line.cuh"
+#include "core/cluster.cuh"
 #include "core/mbarrier.cuh"
 #include "core/prefetch.cuh"
 #include "core/turn.cuh"
@@ -40,8 +42,8 @@ struct Stage {
 // Warps 0 to kConsumers - 1 of the block consume, the next kProducers produce. K and V of a tile come and go together;
 // in a mapped stream, which has copies from the copy engine where it can, each for itself: scores do not wait for V,
 // and the next K comes while V is still multiplied. Where kWideners warps make other tiles of these for the consumers,
-// behind which they lie, it is they who read the stages. kReaders warps read each stage. Producers share every tile, or
-// are kTurns teams that take turns.
+// behind which they lie, it is they who read the stages. kReaders warps read each stage, in each block of a cluster.
+// Producers share every tile, or are kTurns teams that take turns.
 template <int kTokens_, int kRowBytes_, int kStages_, int kConsumers_, int kProducers_, bool kMapped_ = false,
           int kWideners_ = 0, int kReaders_ = (kWideners_ > 0 ? kWideners_ : kConsumers_), int kTurns_ = 1>
 struct KvStream {
@@ -65,12 +67,13 @@ struct KvStream {
 
   // By one thread, before the block's first barrier.
   __device__ void init() {
+    const int readers = kReaders * static_cast<int>(kMapped ? Cluster::size() : 1);
     for (int s = 0; s < kStages; ++s) {
       full[s].init((kWarp + 1) * kTeam);
-      empty[s].init(kReaders);
+      empty[s].init(readers);
       if constexpr (kMapped) {
         full_v[s].init(kWarp * kTeam);
-        empty_v[s].init(kReaders);
+        empty_v[s].init(readers);
       }
     }
     for (int s = 0; s < kSegments; ++s) {
@@ -123,7 +126,10 @@ struct KvStream {
       }
       if constexpr (kMapped) announced[turn.at].wait(turn.parity);
       const Segment& s = kMapped ? segments[turn.at] : mine;
-      if (s.head < 0) return;
+      if (s.head < 0) {
+        if (kMapped && kTurns == 1 && producer == 0 && Cluster::size() > 1) wait_for_all_readers(stage);
+        return;
+      }
       if (!s.merge) copy_segment(p, cut, s, producer, skip, stage, maps);
       if constexpr (kMapped) {
         __syncwarp();
@@ -269,15 +275,23 @@ struct KvStream {
 #pragma unroll
     for (int n = 0; n < kEach; ++n) whole &= pages.page[n] >= 0 && pages.page[n] < p.rows.num_pages;
     if (!__all_sync(kFullMask, whole)) return false;
-    const bool mine = lane < kChunk && lane % kMapRows < kPanels;  // to start copies
+    // Two blocks of a cluster start every second one each, for both.
+    const bool pair = Cluster::size() == 2;
     const int panel = lane % kMapRows, row = my_first + lane / kMapRows * kMapRows, head = s.head;
+    const bool mine = lane < kChunk && panel < kPanels &&
+                      (!pair || (panel + lane / kMapRows) % 2 == static_cast<int>(Cluster::rank()));
     const int column = panel * static_cast<int>(p.head_dim) / kPanels;
     const auto start = [&](Mbarrier& full, const CUtensorMap& map, unsigned char* to) {
 #pragma unroll
       for (int n = 0; n < kEach; ++n)
-        if (mine)
-          full.copy_box(to + panel * Stage::kPanel + (row + n * kChunk) * Stage::kLine, &map, column, head,
-                        cut.page_size.rem(first + row - my_first + n * kChunk), pages.page[n]);
+        if (mine) {
+          unsigned char* const place = to + panel * Stage::kPanel + (row + n * kChunk) * Stage::kLine;
+          const int page_row = cut.page_size.rem(first + row - my_first + n * kChunk);
+          if (pair)
+            full.copy_box_to(3, place, &map, column, head, page_row, pages.page[n]);
+          else
+            full.copy_box(place, &map, column, head, page_row, pages.page[n]);
+        }
     };
     empty[stage.at].wait(stage.parity ^ 1);
     if (lane == 0) {
@@ -291,6 +305,15 @@ struct KvStream {
     __syncwarp();
     start(full_v[stage.at], maps.v, stages[stage.at].v);
     return true;
+  }
+
+  // The other block of a cluster counts its readers in here: this one has to stay until it has.
+  __device__ void wait_for_all_readers(Turn<kStages> stage) {
+#pragma unroll 1
+    for (int n = 0; n < kStages; ++n, stage.advance()) {
+      empty[stage.at].wait(stage.parity ^ 1);
+      empty_v[stage.at].wait(stage.parity ^ 1);
+    }
   }
 
   // The rows copied so far are what `full` waits for.

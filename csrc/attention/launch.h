@@ -49,23 +49,28 @@ void allow_shared_bytes(Kernel* kernel, size_t bytes) {
 }
 
 // Starts a kernel of the tensor cores: `lanes` blocks for each worker. They wait for each other, so they have to run at
-// once, which only a cooperative launch makes sure of.
+// once, which only a cooperative launch makes sure of. Blocks of a kernel with kPairs are
+// clusters of two where a worker has an even number: multiprocessors come in twos.
 template <class Attention, class Kernel, class... More>
 void start_on_tensor_cores(Kernel* kernel, const TreeAttentionParams& p, const Cut& cut, Stream stream,
                            const More&... more) {
   constexpr size_t kSharedBytes = sizeof(typename Attention::Shared);
   allow_shared_bytes(kernel, kSharedBytes);
-  cudaLaunchAttribute attributes[2];
+  cudaLaunchAttribute attributes[3];
   attributes[0].id = cudaLaunchAttributeCooperative;
   attributes[0].val.cooperative = 1;
   attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[1].val.programmaticStreamSerializationAllowed = 1;
+  attributes[2].id = cudaLaunchAttributeClusterDimension;
+  attributes[2].val.clusterDim = {2, 1, 1};
+  const bool pairs = Attention::kPairs && cut.lanes % 2 == 0;
+  const unsigned count = !current_device("tree_attention").is_hopper_or_later ? 1 : pairs ? 3 : 2;
   const cudaLaunchConfig_t config{.gridDim = dim3(cut.max_workers * cut.lanes),
                                   .blockDim = dim3(Attention::kThreads),
                                   .dynamicSmemBytes = kSharedBytes,
                                   .stream = stream,
                                   .attrs = attributes,
-                                  .numAttrs = current_device("tree_attention").is_hopper_or_later ? 2u : 1u};
+                                  .numAttrs = count};
   SD_CUDA_CHECK("tree_attention", cudaLaunchKernelEx(&config, kernel, p, cut, more...));
 }
 

@@ -88,6 +88,7 @@ class MmaAttention {
   using Stream = KvStream<kTokens, kFp8 ? D : 2 * D, kStages, kWarps, 2>;
   static constexpr int kThreads = (kWarps + Stream::kProducers) * kWarp;
   static constexpr int kBlocks = D == 256 ? 1 : 2;  // that a multiprocessor has room for
+  static constexpr bool kPairs = false;
   using Writer = SegmentWriter<Operands, D, kWarps, kShares>;
 
   struct Shared {

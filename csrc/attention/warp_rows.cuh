@@ -96,29 +96,27 @@ struct WarpRows {
   // maximum.
   template <int N>
   __device__ Fall weigh(Scale scale, float (&scores)[N][4]) {
-    // Weights up to 2^8 do no harm, so a maximum that rises less stays: few tiles then touch what was summed.
+    // Weights up to 2^8 do no harm, so a maximum that rises less stays: few tiles then touch what was summed, or have
+    // to know the maxima of whole rows.
     constexpr float kSlack = 8;
-    float top[2] = {-INFINITY, -INFINITY};
+    float top[2] = {-INFINITY, -INFINITY};  // of this lane's columns
 #pragma unroll
     for (int n = 0; n < N; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e) top[e / 2] = fmaxf(top[e / 2], scores[n][e]);
-    Fall fall{{1, 1}, false};
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      top[h] = fmaxf(top[h], __shfl_xor_sync(kFullMask, top[h], 1));
-      top[h] = fmaxf(top[h], __shfl_xor_sync(kFullMask, top[h], 2)) * scale.of[h];
-      fall.any |= top[h] > max[h] + kSlack;
-    }
-    fall.any = __any_sync(kFullMask, fall.any);
+    const auto rises = [&](int h) { return top[h] * scale.of[h] > max[h] + kSlack; };
+    Fall fall{{1, 1}, __any_sync(kFullMask, rises(0) || rises(1)) != 0};
     if (fall.any)
 #pragma unroll
-      for (int h = 0; h < 2; ++h)
-        if (top[h] > max[h] + kSlack) {  // each row by itself: none depends on its neighbours
-          fall.factor[h] = exp2_fast(max[h] - top[h]);
-          max[h] = top[h];
+      for (int h = 0; h < 2; ++h) {
+        for (int step = 1; step <= 2; step *= 2) top[h] = fmaxf(top[h], __shfl_xor_sync(kFullMask, top[h], step));
+        if (rises(h)) {  // each row by itself: none depends on its neighbours
+          const float next = top[h] * scale.of[h];
+          fall.factor[h] = exp2_fast(max[h] - next);
+          max[h] = next;
           sum[h] *= fall.factor[h];
         }
+      }
     // Nothing seen yet: 2^(-inf - 0), not 2^(-inf + inf).
     const float origin[2] = {max[0] == -INFINITY ? 0 : max[0], max[1] == -INFINITY ? 0 : max[1]};
 #pragma unroll

@@ -30,9 +30,11 @@ class WgmmaAttention {
   static constexpr bool kMovesRegisters = kGroups == 2 || (kFp8 && kBlocks == 2);
   static constexpr int kConsumerRegisters = kGroups == 1 ? 168 : kFp8 ? 216 : 208;
   static constexpr int kProducerRegisters = kGroups == 2 && kFp8 ? 72 : 88;
+  // Two blocks of a worker may be a cluster, in which each copies half of every tile for both. One warpgroup gets its
+  // KV as fast from plain copies.
+  static constexpr bool kPairs = kGroups == 2 && !kFp8;
   static constexpr int kWords = kTokens / 64;
   static_assert(kWords <= 2);
-  // One warpgroup gets its KV as fast from plain copies.
   using Stream = std::conditional_t<kFp8, WidenedStream<kTokens, D, kKeys, kValues, kStages, kConsumers>,
                                     KvStream<kTokens, 2 * D, kStages, kConsumers, kProducers, kGroups == 2>>;
   using QueryTile = Stage<kGroupRows, 2 * D>;  // of which k is used
@@ -49,6 +51,7 @@ class WgmmaAttention {
   __device__ void consume() {
     wait_for_kernels_before();
     write_unseen_rows<T, D, kConsumers * kWarp>(p_, cut_);
+    if constexpr (kPairs) Cluster::wait();
     while (true) {
       const Segment& s = wait_for_segment();
       if (s.head < 0) return;
@@ -168,15 +171,20 @@ class WgmmaAttention {
   }
   __device__ void leave_k() const {
     if constexpr (kFp8) __syncwarp();
-    if constexpr (Stream::kApart)
-      if (threadIdx.x % kWarp == 0) stream_.empty[place_.key().at].arrive();
+    if constexpr (Stream::kApart) leave(stream_.empty[place_.key().at]);
   }
   __device__ void leave_v(Place place) const {
-    if (threadIdx.x % kWarp != 0) return;
     if constexpr (Stream::kApart)
-      stream_.empty_v[place.value().at].arrive();
+      leave(stream_.empty_v[place.value().at]);
     else
-      stream_.empty[place.value().at].arrive();
+      leave(stream_.empty[place.value().at]);
+  }
+  // Both blocks of a cluster copy what it reads.
+  __device__ void leave(Mbarrier& empty) const {
+    if constexpr (kPairs)
+      empty.arrive_at_each(threadIdx.x % kWarp, blocks_);
+    else if (threadIdx.x % kWarp == 0)
+      empty.arrive();
   }
 
   // What was written to shared memory by plain stores and cp.async, and waited for, is there for wgmma too.
@@ -322,6 +330,7 @@ class WgmmaAttention {
   const TreeAttentionParams& p_;
   const Cut& cut_;
   const int lane_of_worker_;
+  const unsigned blocks_ = kPairs ? Cluster::size() : 1;  // of the cluster
   // Known to be the same for a warp, so that operands' places are computed once for all its lanes.
   const int group_ = kGroups == 1 ? 0 : __shfl_sync(kFullMask, static_cast<int>(threadIdx.x) / kGroupThreads, 0);
   const int warp_ = static_cast<int>(threadIdx.x) / kWarp % 4;
@@ -338,8 +347,12 @@ __global__ void __launch_bounds__(Attention::kThreads, Attention::kBlocks)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) unsigned char memory[];
   auto& shared = *reinterpret_cast<typename Attention::Shared*>(memory);
-  if (threadIdx.x == 0) shared.stream.init();
+  if (threadIdx.x == 0) {
+    shared.stream.init();
+    if constexpr (Attention::kPairs) Cluster::show_barriers();
+  }
   __syncthreads();
+  if constexpr (Attention::kPairs) Cluster::arrive_relaxed();
   const int worker = blockIdx.x / cut.lanes, lane_of_worker = blockIdx.x % cut.lanes;
   const int warp = threadIdx.x / kWarp;
   if (warp < Attention::kConsumers) {
@@ -349,6 +362,7 @@ __global__ void __launch_bounds__(Attention::kThreads, Attention::kBlocks)
     if constexpr (Attention::kMovesRegisters) cutlass::arch::warpgroup_reg_dealloc<Attention::kProducerRegisters>();
     if constexpr (Attention::kFp8)
       if (warp >= Attention::kConsumers + Attention::kProducers) return shared.stream.widen_all();
+    if constexpr (Attention::kPairs) Cluster::wait();
     shared.stream.produce(p, cut, worker, &maps);
   }
 #endif

@@ -32,6 +32,7 @@ class WgmmaFp8Attention {
       std::conditional_t<kGroups == 2, KvStream<kTokens, D, kStages, kConsumers, 4, true, 0, 4, kRows == 64 ? 2 : 4>,
                          KvStream<kTokens, D, kStages, kConsumers, 2>>;
   static constexpr int kThreads = (kConsumers + Stream::kProducers) * kWarp;
+  static constexpr bool kPairs = false;
   static constexpr bool kMovesRegisters = kGroups == 2;  // of which threads start with too few
   static constexpr bool kAhead = kMovesRegisters;        // keys become Half while the values before are multiplied
   static constexpr int kConsumerRegisters = 216, kProducerRegisters = 72;

@@ -40,6 +40,29 @@ struct Mbarrier {
         : "memory");
 #endif
   }
+  // The same to this place in each block of the cluster whose bit is set, where the barrier of this place waits for it.
+  __device__ void copy_box_to(uint16_t blocks, void* to, const void* map, int x0, int x1, int x2, int x3) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+        "[%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))),
+        "l"(map), "r"(address()), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "h"(blocks)
+        : "memory");
+#endif
+  }
+  // By lanes 0 to blocks - 1 of a warp, an arrival at the barrier of this place in block `lane` of the cluster. Nothing
+  // is to be seen behind it that was written, only read, so that it has not to be a release for the cluster, which
+  // would wait for the whole device. Without a branch, beside which products would be waited for.
+  __device__ void arrive_at_each(unsigned lane, unsigned blocks) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile(
+        "{\n.reg .b32 there;\n.reg .pred mine;\nsetp.lt.u32 mine, %1, %2;\n"
+        "@mine mapa.shared::cluster.u32 there, %0, %1;\n"
+        "@mine mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(address()),
+        "r"(lane), "r"(blocks)
+        : "memory");
+#endif
+  }
   // One of the barrier's arrivals, made when all cp.async of this thread so far have landed.
   __device__ void arrive_after_copies() {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(address()) : "memory");
