@@ -754,7 +754,7 @@ def test_small_whole_groups(device: torch.device, pools: torch.dtype, batch: int
     check(q, cache, mask=random_trees(batch, rows))
 
 
-@pytest.mark.parametrize("rows", [9, 33, 64, 80, 150])
+@pytest.mark.parametrize("rows", [9, 33, 64, 80, 150, 200])
 @pytest.mark.parametrize("page_size", [1, 48, 256])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_work_line(device: torch.device, head_dim: int, page_size: int, rows: int) -> None:
