@@ -442,6 +442,43 @@ def test_long_prefixes(device: torch.device, dtype: torch.dtype, pools: torch.dt
     check(q[:1, :1], cache, slots=torch.tensor([0], dtype=torch.int32), fixed_split=fixed_split)
 
 
+@pytest.mark.parametrize("kv_heads", [1, 2, 8])
+@pytest.mark.parametrize("rows", [1, 4, 16])
+@pytest.mark.parametrize(("pools", "head_dim"), [(torch.bfloat16, 128), (torch.bfloat16, 64), (FP8, 128)], ids=str)
+def test_long_kv_of_one_request(
+    device: torch.device, pools: torch.dtype, head_dim: int, rows: int, kv_heads: int
+) -> None:
+    """On a GPU some clusters share each KV head, where the request is long."""
+    lens = [9001] if device.type == "cuda" else [900]
+    cache = make_cache(lens, [rows], page_size=16, kv_heads=kv_heads, head_dim=head_dim, dtype=pools, device=device)
+    with_room(cache, 70_000)
+    q = torch.randn(1, rows, 4 * kv_heads, head_dim, device=device).bfloat16()
+    for prefix in (lens[0], lens[0] * 2 // 3, lens[0] // 3, 0):
+        cache.prefix_lens[0] = prefix
+        check(q, cache, mask=random_trees(1, rows))
+    cache.prefix_lens[0] = lens[0]
+    cache.page_table[0, 20] = -1
+    check(q, cache, q_lens=torch.tensor([rows // 2], dtype=torch.int32))
+    for window in (lens[0] // 2, 100):
+        check(q, cache, window=window, mask=random_trees(1, rows))
+    first = sd.tree_attention(q, *cache.tensors())
+    for _ in range(50 if device.type == "cuda" else 1):
+        assert torch.equal(sd.tree_attention(q, *cache.tensors()), first)
+
+
+@pytest.mark.parametrize("rows", [2, 6])
+def test_long_kv_of_packed_requests(device: torch.device, rows: int) -> None:
+    """One of them has more row tiles than clusters were made for, another none."""
+    lens = [9001, 70, 8000] if device.type == "cuda" else [901, 70, 800]
+    cache = make_cache(
+        lens, [3 * rows] * 3, page_size=16, kv_heads=1, head_dim=128, dtype=torch.bfloat16, device=device
+    )
+    with_room(cache, 70_000)
+    q = torch.randn(3 * rows, 2, 128, device=device).bfloat16()
+    for ends in ([0, rows, 2 * rows, 3 * rows], [0, 3 * rows, 3 * rows, 3 * rows], [0, 0, 1, 3 * rows - 2]):
+        check(q, cache, cu_seqlens_q=torch.tensor(ends, dtype=torch.int32))
+
+
 @all_paths
 def test_equal_calls_give_equal_bits(device: torch.device, dtype: torch.dtype, pools: torch.dtype) -> None:
     cache = make_cache([3000, 10, 700], [20] * 3, page_size=64, head_dim=128, dtype=pools, device=device)
@@ -644,6 +681,32 @@ def test_calls_share_a_workspace_that_holds_anything(fixed_split: int | None, he
         torch.testing.assert_close(out.cpu().double(), want_out, rtol=0, atol=atol)
 
 
+@pytest.mark.skipif(not HAS_CUDA, reason="no GPU here")
+@pytest.mark.parametrize("rows", [4, 16])
+def test_clusters_share_a_workspace_that_holds_anything(rows: int) -> None:
+    """And that other lengths and shapes have used in between."""
+    cache = make_cache([9001], [rows], page_size=16, kv_heads=8, head_dim=128, dtype=torch.bfloat16, device="cuda")
+    with_room(cache, 70_000)
+    q = torch.randn(1, rows, 32, 128, device="cuda").bfloat16()
+    few = q[:, :, :4].contiguous(), cache.k_pool[:, :, :1], cache.v_pool[:, :, :1], *cache.tensors()[2:]
+    floats = sd.tree_attention_workspace(q, cache.k_pool, cache.page_table)
+    assert floats > 0
+    workspace = torch.empty(max(floats, sd.tree_attention_workspace(few[0], few[1], cache.page_table)), device="cuda")
+    want, want_few = sd.tree_attention(q, *cache.tensors()), sd.tree_attention(*few)
+    check(q, cache)
+    for garbage in (NAN, 1.0, torch.inf, None):
+        if garbage is None:
+            workspace.view(torch.int32).fill_(-1)
+        else:
+            workspace.fill_(garbage)
+        for length, result in ((9001, want), (100, None), (9001, want)):
+            cache.prefix_lens[0] = length
+            out = sd.tree_attention(q, *cache.tensors(), workspace=workspace)
+            assert result is None or torch.equal(out, result)
+            if result is not None:
+                assert torch.equal(sd.tree_attention(*few, workspace=workspace), want_few)
+
+
 def test_scale(device: torch.device) -> None:
     cache = make_cache([40], [3], page_size=16, device=device)
     check(torch.randn(1, 3, 2, 64, device=device), cache, scale=0.37)
@@ -743,6 +806,18 @@ def test_small_tall_tiles_in_clusters(device: torch.device, pools: torch.dtype, 
 
 
 @pytest.mark.sanitize
+@pytest.mark.parametrize("rows", [3, 16])
+@pytest.mark.parametrize("pools", [torch.bfloat16, FP8], ids=str)
+def test_small_long_kv_of_one_request(device: torch.device, pools: torch.dtype, rows: int) -> None:
+    """Just as long as it takes for clusters to share it, and shorter."""
+    cache = make_cache([2400], [rows], page_size=16, kv_heads=1, dtype=pools, device=device)
+    with_room(cache)
+    q = torch.randn(1, rows, 4, 64, device=device).bfloat16()
+    check(q, cache, mask=random_trees(1, rows))
+    check(q, cache, window=150)
+
+
+@pytest.mark.sanitize
 @pytest.mark.parametrize("pools", [torch.bfloat16, FP8], ids=str)
 @pytest.mark.parametrize(("batch", "rows"), [(70, 10), (270, 3)])
 def test_small_whole_groups(device: torch.device, pools: torch.dtype, batch: int, rows: int) -> None:
@@ -808,6 +883,43 @@ def test_graph_replay_with_changed_lengths_and_tables(dtype: torch.dtype, pools:
         graph.replay()
         want, _, _ = reference.tree_attention(q.cpu(), *map(on_cpu, cache.tensors()), mask=trees.cpu())
         torch.testing.assert_close(out.cpu().double(), want, rtol=0, atol=TOLERANCES[q.dtype] * want.abs().max().item())
+
+
+@pytest.mark.skipif(not HAS_CUDA, reason="no GPU here")
+@pytest.mark.parametrize("rows", [4, 16])
+def test_graph_replay_where_clusters_share_long_kv(rows: int) -> None:
+    """Calls one after another in a graph, on one workspace, with other lengths each time."""
+    caches = [
+        make_cache([9001], [rows], page_size=16, kv_heads=8, head_dim=128, dtype=torch.bfloat16, device="cuda")
+        for _ in range(3)
+    ]
+    for cache in caches:
+        with_room(cache, 70_000)
+    q = torch.randn(1, rows, 32, 128, device="cuda").bfloat16()
+    outs, trees = [torch.empty_like(q) for _ in caches], random_trees(1, rows).cuda()
+    floats = sd.tree_attention_workspace(q, caches[0].k_pool, caches[0].page_table)
+    workspace = torch.full((floats,), NAN, device="cuda")
+
+    def call() -> None:
+        for cache, out in zip(caches, outs, strict=True):
+            sd.tree_attention(q, *cache.tensors(), mask=trees, out=out, workspace=workspace)
+
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    for lens in ([9001, 9001, 9001], [9001, 17, 9000], [0, 8000, 100], [5000, 6000, 7000], [9001, 9001, 9001]):
+        for cache, length in zip(caches, lens, strict=True):
+            cache.prefix_lens.fill_(length)
+        for out in outs:
+            out.fill_(NAN)
+        graph.replay()
+        for cache, out in zip(caches, outs, strict=True):
+            got = out.clone()
+            want, _, _ = reference.tree_attention(q.cpu(), *map(on_cpu, cache.tensors()), mask=trees.cpu())
+            atol = TOLERANCES[q.dtype] * want.abs().max().item()
+            torch.testing.assert_close(got.cpu().double(), want, rtol=0, atol=atol)
+            assert torch.equal(got, sd.tree_attention(q, *cache.tensors(), mask=trees))
 
 
 def test_numpy_arrays() -> None:

@@ -5,15 +5,18 @@
 // results once each way, through the L2.
 #pragma once
 
+#include <cuda/atomic>
+
 #include "attention/warp_rows.cuh"
 
 namespace specdec {
 
 // Partial results in the workspace: for each part and row tile the sums [rows, D], the maxima [rows] and sums of
-// weights [rows] they belong to, and in a group's first part the counter of those that have left theirs.
+// weights [rows] they belong to, and in a group's first part the counter of those that have left theirs, or where
+// clusters share it a counter for each row.
 constexpr int kCounterFloats = 4;
 __host__ __device__ inline int64_t part_floats(const Cut& cut, int64_t D) {
-  return int64_t{cut.rows} * (D + 2) + kCounterFloats;
+  return int64_t{cut.rows} * (D + 2) + (cut.cluster ? 2 * cut.rows : kCounterFloats);
 }
 __device__ __forceinline__ float* part_of(const TreeAttentionParams& p, const Cut& cut, int64_t part,
                                           int lane_of_worker, int D) {
@@ -25,37 +28,49 @@ __device__ __forceinline__ float* part_of(const TreeAttentionParams& p, const Cu
 // arithmetic gives, a signalling NaN.
 class PartsCounter {
  public:
-  __device__ PartsCounter(const TreeAttentionParams& p, const Cut& cut, const Segment& s, int lane_of_worker, int D)
-      : at_(reinterpret_cast<unsigned long long*>(part_of(p, cut, s.first_part, lane_of_worker, D) +
-                                                  int64_t{cut.rows} * (D + 2))),
+  __device__ PartsCounter(const TreeAttentionParams& p, const Cut& cut, const Segment& s, int lane_of_worker, int D,
+                          int row = 0)
+      : at_(reinterpret_cast<uint64_t*>(part_of(p, cut, s.first_part, lane_of_worker, D) +
+                                        int64_t{cut.rows} * (D + 2)) +
+            row),
         workers_(s.workers) {}
 
-  // What the block did before is seen by whoever waits for it. By one thread, after the block's others.
-  __device__ void arrive() {
-    __threadfence();
-    unsigned long long seen = atomicAdd(at_, 1ull);
-    if (counts(seen)) return;
+  // What the block did before is seen by whoever waits for it, or comes after it. By one thread, after the block's
+  // others. Returns how many have arrived.
+  __device__ unsigned arrive() {
+    uint64_t seen = count().fetch_add(1, cuda::std::memory_order_acq_rel);
+    if (counts(seen)) return static_cast<unsigned>(seen) + 1;
     ++seen;
-    while (true) {
-      const unsigned long long before = atomicCAS(at_, seen, counts(seen) ? seen + 1 : kNobody + 1);
-      if (before == seen) return;
-      seen = before;
-    }
+    uint64_t next;
+    do next = counts(seen) ? seen + 1 : kNobody + 1;
+    while (!count().compare_exchange_strong(seen, next, cuda::std::memory_order_acq_rel));
+    return static_cast<unsigned>(next);
+  }
+  // The same where nobody waits: whether all others have come before. The last one makes the counter ready for the next
+  // call.
+  __device__ bool arrive_last() {
+    const bool last = arrive() == workers_;
+    if (last) count().store(kNobody, cuda::std::memory_order_relaxed);
+    return last;
   }
   __device__ void wait() {
-    while (static_cast<unsigned>(*static_cast<volatile unsigned long long*>(at_)) < workers_) __nanosleep(20);
+    while (static_cast<unsigned>(*static_cast<volatile uint64_t*>(at_)) < workers_) __nanosleep(20);
     __threadfence();
   }
   // The last one to know it makes the counter ready for the next call.
   __device__ void depart() {
-    if (static_cast<unsigned>(atomicAdd(at_, 1ull)) + 1 == 2 * workers_) atomicExch(at_, kNobody);
+    if (static_cast<unsigned>(count().fetch_add(1, cuda::std::memory_order_relaxed)) + 1 == 2 * workers_)
+      count().store(kNobody, cuda::std::memory_order_relaxed);
   }
 
  private:
-  static constexpr unsigned long long kNobody = 0x7fa3c5e1ull << 32;
-  __device__ static bool counts(unsigned long long seen) { return seen >> 32 == kNobody >> 32; }
+  static constexpr uint64_t kNobody = uint64_t{0x7fa3c5e1} << 32;
+  __device__ static bool counts(uint64_t seen) { return seen >> 32 == kNobody >> 32; }
+  __device__ cuda::atomic_ref<uint64_t, cuda::thread_scope_device> count() const {
+    return cuda::atomic_ref<uint64_t, cuda::thread_scope_device>(*at_);
+  }
 
-  unsigned long long* at_;
+  uint64_t* at_;
   unsigned workers_;
 };
 

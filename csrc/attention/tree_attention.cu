@@ -119,6 +119,18 @@ struct Choice {
   Kernel kernel;
 };
 
+// Clusters that share a tile of 16 rows where its KV is long, for which the table needs room: so many that all have
+// multiprocessors of their own, and the next call's too. Two of six blocks for each of eight tiles read long KV faster
+// than one of eight, but those that find it short disturb the next call's: that is for tables which hold very much.
+constexpr int64_t kVeryLongRows = 65536;
+int sharing_clusters(const TreeAttentionParams& p, int64_t rows) {
+  const int tile = cluster_rows(p, rows);
+  const int64_t tiles = p.batch * p.kv_heads * ((rows - 1) / tile + 1);
+  if (tile != 16 || tiles > 8 || row_capacity(p.rows) < kWorthSharing) return 1;
+  if (tiles == 8) return row_capacity(p.rows) >= kVeryLongRows ? 2 : 1;
+  return static_cast<int>(std::min<int64_t>(8 / tiles, kMaxCluster));
+}
+
 // Blocks of a cluster for each KV head of a request and tile of its rows, where these are few; else 0. What clusters
 // copy and multiply in a given time is less than the whole device could, so that long KV, as far as the table has room
 // for it, is left to the work line.
@@ -131,7 +143,9 @@ int cluster_blocks(const TreeAttentionParams& p, int64_t rows) {
   const int64_t needed = rows <= 16 && !p.fp8 && row_capacity(p.rows) <= kMostRows ? clusters : 2 * clusters;
   if (clusters == 0 || tiles > kMaxLanes || needed > device.multiprocessors) return 0;
   const int tile = cluster_rows(p, rows);
-  const bool reach_the_memory = tile == 16 && clusters >= 8 && (clusters <= 16 || (p.fp8 && rows <= 16));
+  const int sharing = sharing_clusters(p, rows);
+  const bool reach_the_memory =
+      sharing > 1 || (tile == 16 && clusters >= 8 && (clusters <= 16 || (p.fp8 && rows <= 16)));
   const int64_t most = reach_the_memory ? INT32_MAX
                        : clusters < 8   ? 8192
                        : tiles == 1     ? 16384
@@ -140,6 +154,7 @@ int cluster_blocks(const TreeAttentionParams& p, int64_t rows) {
   if (row_capacity(p.rows) > most) return 0;
   // Clusters are whole, for which not all of the device has room. Of up to 64 rows two calls' blocks are there at once.
   const int64_t here = p.batch * p.kv_heads * ((rows - 1) / tile + 1);
+  if (sharing > 1) return sharing * here > 8 ? 6 : kMaxCluster;
   if (p.fp8 && tile == 16 && here > 16) return 4 * here <= device.multiprocessors ? 6 : 2;
   // Short KV: so few that the next call's blocks have multiprocessors of their own.
   if (tile == 16 && here <= 16 && row_capacity(p.rows) <= kShortRows)
@@ -152,6 +167,7 @@ Choice choose(const TreeAttentionParams& p) {
   Choice c{};
   Cut& cut = c.cut;
   cut.cluster = cluster_blocks(p, rows);
+  cut.parts = cut.cluster ? sharing_clusters(p, rows) : 1;
   c.kernel = cut.cluster ? Kernel::kCluster : kernel_for(p, rows);
   cut.rows = tile_rows(p, c.kernel, rows);
   cut.lanes = static_cast<int>(std::min<int64_t>((rows + cut.rows - 1) / cut.rows, kMaxLanes));
@@ -186,6 +202,7 @@ int64_t max_parts(const TreeAttentionParams& p, const Cut& cut) {
 int64_t tree_attention_workspace_cuda(const TreeAttentionParams& p) {
   if (!has_tensor_cores_for(p)) return 0;
   const Cut cut = choose(p).cut;
+  if (cut.cluster && cut.parts > 1) return p.batch * p.kv_heads * cut.parts * cut.lanes * part_floats(cut, p.head_dim);
   if (cut.cluster || cut.whole) return 0;
   return max_parts(p, cut) * part_floats(cut, p.head_dim);
 }

@@ -16,6 +16,9 @@ namespace specdec {
 
 constexpr int kMaxWorkers = 512;  // two for each multiprocessor, of which no device has so many
 
+// KV rows from which on a cluster takes longer for them than some of them do with a merge.
+constexpr int kWorthSharing = 2304;
+
 // What is static about the cut, chosen on the host.
 struct Cut {
   int rows;    // of a row tile: what one block computes at a time; row n is query row n / G, head n % G of its group
@@ -29,6 +32,7 @@ struct Cut {
   cutlass::FastDivmod group;      // by G = q_heads / kv_heads
   cutlass::FastDivmod split;      // by the tiles of a split: 1, or with fixed_split what it says
   cutlass::FastDivmod page_size;  // by the rows of a page
+  int parts;                      // clusters that share a row tile where its KV is long; 1: none does
 };
 
 // Where row n of all the rows of a request and KV head is.

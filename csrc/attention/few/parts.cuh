@@ -1,6 +1,7 @@
-// What the blocks of a cluster have summed of the same 16 or 64 rows goes to one of them: block k of n finishes rows k,
-// k + n, ... and has the sums of all for them in its shared memory, written there by those who summed. Merged in the
-// order of the KV.
+// What the blocks of a cluster have summed of the same rows goes to one of them: block k of n finishes rows k, k + n,
+// ... and has the sums of all for them in its shared memory, written there by those who summed. Where clusters share
+// the rows, it leaves what these make in the workspace, and the last one to do so writes them: nobody waits. Merged in
+// the order of the KV.
 #pragma once
 
 #include "attention/merge_parts.cuh"
@@ -46,7 +47,7 @@ struct Parts {
   }
 
   // Writes what this block finishes of the rows from s.first_row on, of which `valid` are valid: zeros for the others.
-  template <class T, int kWarps>
+  template <class T, int kWarps, bool kMayShare>
   __device__ void finish(const TreeAttentionParams& p, const Cut& cut, const Segment& s) const {
     const int lane = threadIdx.x % kWarp, size = static_cast<int>(Cluster::size());
     const int valid = s.request.valid_rows * cut.group.divisor - s.first_row;
@@ -81,8 +82,33 @@ struct Parts {
           to.x += factor * x.x, to.y += factor * x.y, to.z += factor * x.z, to.w += factor * x.w;
         }
       }
-      write_row<T>(p, cut, s.request, s.head, s.first_row + row, total);
+      if constexpr (kMayShare)
+        if (s.parts > 1 && row < valid && !is_last(p, cut, s, row, total)) continue;
+      if (!kMayShare || row < valid || s.part == s.first_part)
+        write_row<T>(p, cut, s.request, s.head, s.first_row + row, total);
     }
+  }
+
+ private:
+  // Where clusters share the tile: leaves what this one has summed of a row. The last one to do so gets the sum of all.
+  __device__ static bool is_last(const TreeAttentionParams& p, const Cut& cut, const Segment& s, int row,
+                                 RowSum<D>& sum) {
+    const int tile = s.first_row / kRows;
+    sum.store(part_of(p, cut, s.part, tile, D), kRows, row);
+    __syncwarp();
+    bool last = false;
+    if (threadIdx.x % kWarp == 0) last = PartsCounter(p, cut, s, tile, D, row).arrive_last();
+    if (!__any_sync(kFullMask, last)) return false;
+    __syncwarp();
+    RowSum<D> all;
+#pragma unroll 1
+    for (int part = s.first_part; part < s.first_part + s.parts; ++part) {
+      RowSum<D> some = sum;
+      if (part != s.part) some.load(part_of(p, cut, part, tile, D), kRows, row);
+      all.add(some);
+    }
+    sum = all;
+    return true;
   }
 };
 

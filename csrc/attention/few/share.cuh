@@ -7,6 +7,16 @@
 
 namespace specdec::few {
 
+// Whether all clusters of a row tile that may see these KV rows share them, or the first one has them all.
+__device__ __forceinline__ bool is_shared(const Cut& cut, int first_row, Span all) {
+  return cut.parts > 1 && first_row < cut.rows * cut.lanes && all.end - all.begin >= kWorthSharing;
+}
+__device__ __forceinline__ bool is_shared(const TreeAttentionParams& p, const Cut& cut, const Request& r,
+                                          int first_row) {
+  return first_row < r.valid_rows * cut.group.divisor &&
+         is_shared(cut, first_row, span_of(p, cut, r, first_row, cut.rows));
+}
+
 // Of the KV rows that some row of the tile from `first_row` on may see, this block's; none where begin >= end.
 __device__ __forceinline__ Span share_of(const TreeAttentionParams& p, const Cut& cut, const Request& r,
                                          int first_row) {
@@ -16,7 +26,9 @@ __device__ __forceinline__ Span share_of(const TreeAttentionParams& p, const Cut
   if (all.begin >= all.end) return {0, 0};
   const unsigned first = static_cast<unsigned>(all.begin) / kUnit;
   const unsigned units = static_cast<unsigned>(all.end - 1) / kUnit + 1 - first;
-  const unsigned rank = Cluster::rank(), size = Cluster::size();
+  const unsigned rank = blockIdx.x;
+  const unsigned size = static_cast<unsigned>(is_shared(cut, first_row, all) ? cut.cluster * cut.parts : cut.cluster);
+  if (rank >= size) return {0, 0};
   const unsigned each = units / size, longer = units % size;
   const unsigned begin = first + each * rank + min(rank, longer), end = begin + each + (rank < longer);
   const auto row = [&](unsigned unit) { return static_cast<int>(min(unit * kUnit, static_cast<unsigned>(all.end))); };
