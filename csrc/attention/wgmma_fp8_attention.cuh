@@ -9,10 +9,9 @@
 
 #include <cutlass/arch/reg_reconfig.h>
 
-#include <cfloat>
 #include <cute/arch/copy_sm90.hpp>
 
-#include "attention/kv_stream.cuh"
+#include "attention/fp8_rows.cuh"
 #include "attention/launch.h"
 #include "attention/merge_parts.cuh"
 #include "attention/mma_operands.cuh"
@@ -20,42 +19,30 @@
 
 namespace specdec {
 
+// Two groups get a tile in the time in which a warp finds out about its rows, be they 16 or 64: so producers take
+// turns.
+template <int D, int kRows, int kGroups>
+using Fp8Stream = std::conditional_t<
+    kGroups == 2, KvStream<kWgmmaFp8Tokens, D, 2 * (D == 256 ? 5 : 640 / D), 8, 4, true, 0, 4, kRows == 64 ? 2 : 4>,
+    KvStream<kWgmmaFp8Tokens, D, D == 256 ? 5 : 640 / D, 4, 2>>;
+
 template <class T, int D, int kRows, int kGroups>
-class WgmmaFp8Attention {
+class WgmmaFp8Attention : Fp8Rows<T, D, kRows, Fp8Stream<D, kRows, kGroups>> {
+  using Base = Fp8Rows<T, D, kRows, Fp8Stream<D, kRows, kGroups>>;
+
  public:
-  static constexpr int kTokens = kWgmmaFp8Tokens, kGroupThreads = 128, kConsumers = 4 * kGroups;
+  using Stream = Fp8Stream<D, kRows, kGroups>;
+  using Base::kConsumers;
+  using typename Base::Shared;
   static constexpr int kBlocks = D == 256 || kGroups == 2 ? 1 : 2;  // that a multiprocessor has room for
-  static constexpr int kStages = kGroups * (D == 256 ? 5 : 640 / D);
-  // Two groups get a tile in the time in which a warp finds out about its rows, be they 16 or 64: so producers take
-  // turns.
-  using Stream =
-      std::conditional_t<kGroups == 2, KvStream<kTokens, D, kStages, kConsumers, 4, true, 0, 4, kRows == 64 ? 2 : 4>,
-                         KvStream<kTokens, D, kStages, kConsumers, 2>>;
   static constexpr int kThreads = (kConsumers + Stream::kProducers) * kWarp;
   static constexpr bool kPairs = false;
   static constexpr bool kMovesRegisters = kGroups == 2;  // of which threads start with too few
   static constexpr bool kAhead = kMovesRegisters;        // keys become Half while the values before are multiplied
   static constexpr int kConsumerRegisters = 216, kProducerRegisters = 72;
-  using QueryTile = Stage<kRows, 2 * D>;  // of which k is used
-  using WeightTile = Stage<kTokens, 2 * kRows>;
-
-  // What is known of a row besides its sums.
-  struct RowState {
-    float max, scale;  // of the scores so far in powers of two, and what brings scores, capped, to those
-  };
-  struct Shared {
-    Stream stream;
-    alignas(1024) unsigned char q[kRows * 2 * D];
-    alignas(1024) unsigned char weights[kGroups][kTokens * 2 * kRows];
-    alignas(16) RowState state[kGroups][kRows];
-    alignas(16) uint64_t seen[kGroups][kRows];  // bit j: the row sees token j of the tile
-    alignas(16) float factor[kGroups][kRows];
-    alignas(16) float before_cap[kRows];  // what scores are multiplied by before they are capped
-    float of_warps[kConsumers][kRows];
-  };
 
   __device__ WgmmaFp8Attention(Shared& shared, const TreeAttentionParams& p, const Cut& cut, int lane_of_worker)
-      : shared_(shared), stream_(shared.stream), p_(p), cut_(cut), lane_of_worker_(lane_of_worker) {}
+      : Base(shared, p, cut, lane_of_worker), stream_(shared.stream) {}
 
   // A consumer warp's whole life.
   __device__ void consume() {
@@ -77,25 +64,25 @@ class WgmmaFp8Attention {
   }
 
  private:
-  using Operands = MmaOperands<T, Float8, D>;
+  using Base::kGroupThreads, Base::kHalves, Base::sync_consumers, Base::show_to_wgmma;
+  using Base::shared_, Base::p_, Base::cut_, Base::lane_of_worker_;
+  using Base::warp_, Base::lane_, Base::group_warp_, Base::group_thread_, Base::group_;
+  using typename Base::Operands, typename Base::QueryTile, typename Base::WeightTile, typename Base::RowState;
+  using typename Base::Out, typename Base::Sums;
   using MultiplyK = Wgmma<Half, kRows, cute::SM90::GMMA::Major::K>;
   using MultiplyV = Wgmma<Half, kRows, cute::SM90::GMMA::Major::MN>;
-  static constexpr int kHalves = D / 64;       // products of 64 dimensions
-  static constexpr float kSlack = 8;           // as WarpRows has it
-  static constexpr float kNothing = -FLT_MAX;  // the maximum of no scores; differences to it are numbers
+  static constexpr float kSlack = 8;  // as WarpRows has it
 
   // ldmatrix takes 32 tokens by 16 dimensions at once, or 16 by 32.
   static constexpr int kAtOnce = kHalves == 1 ? 32 : 16, kBeside = kHalves == 1 ? 1 : kHalves / 2;
 
   // A lane has tokens lane / 4 and + 8 of its warp's 16, and of every 8 rows lane % 4 * 2 and the next one.
   using Scores = float[kRows / 8][4];
-  using Sums = float[kRows / 8][2];
-  using Out = float[kHalves][kRows / 8][4];  // dimensions instead of tokens, see write()
-  using Fragments = uint32_t[D / 16][4];     // of 64 tokens' K or V, as rows of a product
+  using Fragments = uint32_t[D / 16][4];  // of 64 tokens' K or V, as rows of a product
 
   __device__ void do_segment(const Segment& s) {
     const int first_row = s.first_row + lane_of_worker_ * kRows, end_tile = s.end_tile;
-    load_q(s, first_row);
+    this->load_q(s, first_row);
     Out out;
     Sums sums;
 #pragma unroll
@@ -119,8 +106,8 @@ class WgmmaFp8Attention {
       if (p_.soft_cap != 0) [[unlikely]]
         cap(scores);
       // All rows see all of the tile, unless it is of the tail, before some row's window, or not all there.
-      const int64_t first = int64_t{tile} * kTokens;
-      if (~there || first + kTokens > s.request.prefix || first < s.request.end - p_.window) [[unlikely]]
+      const int64_t first = int64_t{tile} * Stream::kTokens;
+      if (~there || first + Stream::kTokens > s.request.prefix || first < s.request.end - p_.window) [[unlikely]]
         hide(s, first_row, first, there, scores);
       if (sync_group_or(relate(scores, powers))) [[unlikely]] {  // behind it nobody reads the weights before
         raise(scores, sums, out);
@@ -140,11 +127,10 @@ class WgmmaFp8Attention {
     tiles_ += end_tile - s.first_tile;
     cute::warpgroup_wait<0>();
     pin_out(out);
-    write(s, first_row, sums, out);
+    this->write(s, first_row, sums, out);
     if (s.parts > 1 && s.last) leave_part<D>(p_, cut_, s, lane_of_worker_, sync_consumers);
   }
 
-  __device__ static void sync_consumers() { asm volatile("bar.sync 1, %0;" ::"n"(kConsumers * kWarp) : "memory"); }
   __device__ void sync_group() const {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier_), "n"(kGroupThreads) : "memory");
   }
@@ -158,8 +144,6 @@ class WgmmaFp8Attention {
         : "memory");
     return result;
   }
-  // What was written to shared memory by plain stores is there for wgmma too.
-  __device__ static void show_to_wgmma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
   // Computed once, not wherever it is used.
   __device__ static int hold(int x) {
     asm volatile("" : "+r"(x));
@@ -179,40 +163,11 @@ class WgmmaFp8Attention {
     for (auto& f : fragments) pin(f);
   }
 
-  // Rows from first_row on, 16 a warp, as Operands has them; zeros for those behind the request.
-  __device__ void load_q(const Segment& s, int first_row) {
-    sync_consumers();  // nobody is at the segment before any more
-    if (16 * warp_ < kRows) load_q_of_warp(s, first_row);
-    sync_consumers();
-  }
-  __device__ void load_q_of_warp(const Segment& s, int first_row) {
-    const int my_row = first_row + 16 * warp_ + lane_ / 4;
-    const T* rows[2] = {q_row<T>(p_, cut_, s, my_row), q_row<T>(p_, cut_, s, my_row + 8)};
-    Operands operands;
-    const Scale scale = operands.load(p_.log2_scale, rows);
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int row = 16 * warp_ + lane_ / 4 + 8 * h;
-#pragma unroll
-      for (int k = 0; k < D / 16; ++k)
-#pragma unroll
-        for (int c = 0; c < 2; ++c)
-          *reinterpret_cast<uint32_t*>(shared_.q + QueryTile::offset(row, 2 * k + c) + lane_ % 4 * 4) =
-              operands.q[k][2 * c + h];
-      if (lane_ % 4 == 0) {
-        shared_.before_cap[row] = scale.of[h];
-#pragma unroll
-        for (auto& state : shared_.state) state[row] = {kNothing, p_.soft_cap == 0 ? scale.of[h] : 1};
-      }
-    }
-    show_to_wgmma();
-  }
-
   // Where a tile is in the ring, which all groups' tiles go through.
   struct Place {
     unsigned tile;  // of all
-    __device__ int at() const { return static_cast<int>(tile % kStages); }
-    __device__ unsigned parity() const { return tile / kStages & 1; }
+    __device__ int at() const { return static_cast<int>(tile % Stream::kStages); }
+    __device__ unsigned parity() const { return tile / Stream::kStages & 1; }
   };
 
   // A tile's keys, when they are there; and which of its rows are. If registers are to be had, while the values before
@@ -405,127 +360,7 @@ class WgmmaFp8Attention {
       }
   }
 
-  // What a group gives its rows: all of them, or of two groups each half.
-  static constexpr int kMine = kRows / 8 / kGroups;
-  using MyOut = float[kHalves][kMine][4];
-
-  // Of the rows that this group gives, the sums of both, times their factors: through the memory of q and weights,
-  // which all have used.
-  __device__ void exchange(const Out& out, MyOut& mine) const {
-    static_assert(sizeof(shared_.q) + sizeof(shared_.weights) >= sizeof(float4) * kHalves * kRows / 8 * kGroupThreads);
-    const auto place = [&](int of_group, int m, int i) {
-      return reinterpret_cast<float4*>(shared_.q) + ((of_group * kHalves + m) * kMine + i) * kGroupThreads +
-             group_thread_;
-    };
-#pragma unroll
-    for (int m = 0; m < kHalves; ++m)
-#pragma unroll
-      for (int i = 0; i < kMine; ++i) {
-        float give[4];
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          give[e] = group_ == 0 ? out[m][kMine + i][e] : out[m][i][e];
-          mine[m][i][e] = group_ == 0 ? out[m][i][e] : out[m][kMine + i][e];
-        }
-        *place(group_, m, i) = make_float4(give[0], give[1], give[2], give[3]);
-      }
-    sync_consumers();
-#pragma unroll
-    for (int m = 0; m < kHalves; ++m)
-#pragma unroll
-      for (int i = 0; i < kMine; ++i) {
-        const float4 y = *place(1 - group_, m, i);
-        const float other[4] = {y.x, y.y, y.z, y.w};
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const int row = 8 * (group_ * kMine + i) + lane_ % 4 * 2 + e % 2;
-          const float a = group_ == 0 ? mine[m][i][e] : other[e], b = group_ == 0 ? other[e] : mine[m][i][e];
-          mine[m][i][e] = a * shared_.factor[0][row] + b * shared_.factor[1][row];
-        }
-      }
-  }
-
-  __device__ void write(const Segment& s, int first_row, const Sums& sums, const Out& out) {
-#pragma unroll
-    for (int n = 0; n < kRows / 8; ++n)
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        float sum = sums[n][c];
-        for (int step = 4; step < kWarp; step *= 2) sum += __shfl_xor_sync(kFullMask, sum, step);
-        if (lane_ < 4) shared_.of_warps[warp_][8 * n + lane_ % 4 * 2 + c] = sum;
-      }
-    sync_consumers();
-    const int end = s.request.valid_rows * cut_.group.divisor;
-    float* part = s.parts > 1 ? part_of(p_, cut_, s.part, lane_of_worker_, D) : nullptr;
-    if (threadIdx.x < kRows) {
-      const int row = threadIdx.x;
-      float max = kNothing, sum = 0;
-      for (const auto& state : shared_.state) max = fmaxf(max, state[row].max);
-      for (int w = 0; w < kConsumers; ++w)
-        sum += shared_.of_warps[w][row] * exp2_fast(shared_.state[w / 4][row].max - max);
-      for (int g = 0; g < kGroups; ++g)
-        shared_.factor[g][row] = exp2_fast(shared_.state[g][row].max - max) * (part != nullptr ? 1
-                                                                               : sum == 0      ? 0
-                                                                                               : p_.v_scale / sum);
-      if (sum == 0) max = -INFINITY;
-      if (part != nullptr) {
-        part[kRows * D + row] = max;
-        part[kRows * (D + 1) + row] = sum;
-      } else if (first_row + row < end) {
-        store_lse(p_, s.request, query_row(cut_, s.head, first_row + row), max, sum);
-      }
-    }
-    if constexpr (kGroups == 2) {
-      MyOut mine;
-      exchange(out, mine);
-      write_rows(s, first_row, part, mine);
-    } else {
-      sync_consumers();
-      MyOut mine;
-#pragma unroll
-      for (int m = 0; m < kHalves; ++m)
-#pragma unroll
-        for (int n = 0; n < kRows / 8; ++n)
-#pragma unroll
-          for (int e = 0; e < 4; ++e) mine[m][n][e] = out[m][n][e] * shared_.factor[0][8 * n + lane_ % 4 * 2 + e % 2];
-      write_rows(s, first_row, part, mine);
-    }
-  }
-
-  __device__ void write_rows(const Segment& s, int first_row, float* part, const MyOut& out) const {
-    const int end = s.request.valid_rows * cut_.group.divisor;
-    // A lane has pairs of neighbouring dimensions, eight lanes those of 16.
-    const int first_column = 16 * kHalves * group_warp_ + lane_ / 4 * 2;
-#pragma unroll
-    for (int i = 0; i < kMine; ++i)
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const int row = 8 * (group_ * kMine + i) + lane_ % 4 * 2 + c;
-        if (first_row + row >= end) continue;
-        const QueryRow at = query_row(cut_, s.head, first_row + row);
-        T* to =
-            static_cast<T*>(p_.out) + s.request.out_start + at.row * p_.out_strides.row + at.head * p_.out_strides.head;
-#pragma unroll
-        for (int m = 0; m < kHalves; ++m) {
-          const float2 x = make_float2(out[m][i][c], out[m][i][2 + c]);
-          const int column = first_column + 16 * m;
-          if (part != nullptr)
-            *reinterpret_cast<float2*>(part + row * D + column) = x;
-          else
-            *reinterpret_cast<uint32_t*>(to + column) = pack<T>(x.x, x.y);
-        }
-      }
-  }
-
-  Shared& shared_;
   Stream& stream_;
-  const TreeAttentionParams& p_;
-  const Cut& cut_;
-  const int lane_of_worker_;
-  const int warp_ = static_cast<int>(threadIdx.x) / kWarp, lane_ = static_cast<int>(threadIdx.x) % kWarp;
-  const int group_warp_ = warp_ % 4, group_thread_ = static_cast<int>(threadIdx.x) % kGroupThreads;
-  // Known to be the same for a warp, so that operands' places are computed once for all its lanes.
-  const int group_ = kGroups == 1 ? 0 : __shfl_sync(kFullMask, warp_ / 4, 0);
   const int barrier_ = kGroups == 1 ? 1 : 2 + group_;
   // Of this lane, in a tile's keys, its values, and the weights.
   const int keys_at_ = hold(Stream::Stage::offset(16 * group_warp_ + lane_ / 4, Operands::piece_of_lane(0)));
