@@ -151,27 +151,34 @@ struct KvStream {
     __syncwarp();
   }
 
+  // Computed once, not wherever it is used: a producer has little time for a tile.
+  __device__ static int hold(int x) {
+    asm volatile("" : "+r"(x));
+    return x;
+  }
+
   // A producer's rows of all tiles of a segment.
   __device__ __forceinline__ void copy_segment(const TreeAttentionParams& p, const Cut& cut, const Segment& s,
                                                int producer, int& skip, Turn<kStages>& stage, const PoolMaps* maps) {
     if (producer == 0 && !kMapped) ask_for_queries(p, cut, s);
     if (producer == 1) ask_for_lookups(p, cut, s);
     const int my_first = producer % kTeam * kMyRows, end_tile = s.end_tile;
+    const int lane = hold(threadIdx.x % kWarp);
     // Before its begin pages may be freed.
     const Span range{visible_begin(p, s.request, cut.group.div(s.first_row)), s.request.end};
     int tile = s.first_tile + skip;
-    Pages pages = find_pages(p, cut, s, range, tile * kTokens + my_first);
+    Pages pages = find_pages(p, cut, s, range, lane, tile * kTokens + my_first);
 #pragma unroll 1
     for (; tile < end_tile; tile += kTurns, stage.advance_by(kTurns)) {
       const int first = tile * kTokens + my_first;
       if constexpr (kMapped) {
-        if (maps->usable && copy_boxes(p, cut, s, *maps, range, first, my_first, stage, pages)) {
-          if (tile + kTurns < end_tile) pages = find_pages(p, cut, s, range, first + kTurns * kTokens);
+        if (maps->usable && copy_boxes(p, cut, s, *maps, range, lane, first, my_first, stage, pages)) {
+          if (tile + kTurns < end_tile) pages = find_pages(p, cut, s, range, lane, first + kTurns * kTokens);
           continue;
         }
       }
       const Rows now = find_rows(p, cut, s, range, first, pages);
-      if (tile + kTurns < end_tile) pages = find_pages(p, cut, s, range, first + kTurns * kTokens);
+      if (tile + kTurns < end_tile) pages = find_pages(p, cut, s, range, lane, first + kTurns * kTokens);
       Stage& to = stages[stage.at];
       empty[stage.at].wait(stage.parity ^ 1);  // the first round is empty
       copy(p.k_pool, to.k, my_first, now.k, now.there);
@@ -194,11 +201,11 @@ struct KvStream {
     int page[kEach];
   };
   __device__ static Pages find_pages(const TreeAttentionParams& p, const Cut& cut, const Segment& s, Span range,
-                                     int first) {
+                                     int lane, int first) {
     Pages pages;
 #pragma unroll
     for (int n = 0; n < kEach; ++n) {
-      const int row = first + n * kChunk + threadIdx.x % kChunk;
+      const int row = first + n * kChunk + lane % kChunk;
       pages.page[n] = -1;
       if (row >= range.begin && row < range.end)  // which is no more than the table has
         pages.page[n] = __ldg(p.rows.page_table + s.request.slot * p.rows.max_pages + cut.page_size.div(row));
@@ -267,10 +274,9 @@ struct KvStream {
 
   // A warp's rows of a tile by the copy engine: where all of them lie in the prefix, in pages of whole boxes.
   __device__ __forceinline__ bool copy_boxes(const TreeAttentionParams& p, const Cut& cut, const Segment& s,
-                                             const PoolMaps& maps, Span range, int first, int my_first,
+                                             const PoolMaps& maps, Span range, int lane, int first, int my_first,
                                              Turn<kStages> stage, const Pages& pages) {
     constexpr int kPanels = kRowBytes / Stage::kLine;
-    const int lane = threadIdx.x % kWarp;
     bool whole = first >= range.begin && first + kMyRows <= s.request.prefix;
 #pragma unroll
     for (int n = 0; n < kEach; ++n) whole &= pages.page[n] >= 0 && pages.page[n] < p.rows.num_pages;
@@ -281,16 +287,18 @@ struct KvStream {
     const bool mine = lane < kChunk && panel < kPanels &&
                       (!pair || (panel + lane / kMapRows) % 2 == static_cast<int>(Cluster::rank()));
     const int column = panel * static_cast<int>(p.head_dim) / kPanels;
+    int inside[kEach];  // of a page
+#pragma unroll
+    for (int n = 0; n < kEach; ++n) inside[n] = hold(cut.page_size.rem(first + row - my_first + n * kChunk));
     const auto start = [&](Mbarrier& full, const CUtensorMap& map, unsigned char* to) {
 #pragma unroll
       for (int n = 0; n < kEach; ++n)
         if (mine) {
           unsigned char* const place = to + panel * Stage::kPanel + (row + n * kChunk) * Stage::kLine;
-          const int page_row = cut.page_size.rem(first + row - my_first + n * kChunk);
           if (pair)
-            full.copy_box_to(3, place, &map, column, head, page_row, pages.page[n]);
+            full.copy_box_to(3, place, &map, column, head, inside[n], pages.page[n]);
           else
-            full.copy_box(place, &map, column, head, page_row, pages.page[n]);
+            full.copy_box(place, &map, column, head, inside[n], pages.page[n]);
         }
     };
     empty[stage.at].wait(stage.parity ^ 1);

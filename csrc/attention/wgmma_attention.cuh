@@ -156,17 +156,18 @@ class WgmmaAttention {
     asm volatile("bar.sync %0, %1;" ::"r"(kGroups == 1 ? 1 : 2 + group_), "n"(kGroupThreads) : "memory");
   }
 
-  // K and V of a tile, which come and go together unless the stream has them apart.
+  // K and V of a tile, which come and go together unless the stream has them apart. Who has widened them has shown them
+  // to wgmma.
   __device__ void wait_for_k() const {
     const auto at = place_.key();
     stream_.full[at.at].wait(at.parity);
-    show_to_wgmma();
+    if constexpr (!kFp8) show_to_wgmma();
   }
   __device__ void wait_for_v(Place place) const {
     if constexpr (Stream::kApart) {
       const auto at = place.value();
       stream_.full_v[at.at].wait(at.parity);
-      show_to_wgmma();
+      if constexpr (!kFp8) show_to_wgmma();
     }
   }
   __device__ void leave_k() const {
@@ -245,21 +246,22 @@ class WgmmaAttention {
 
   // scores = q k^T.
   __device__ void multiply_k(Scores& scores) const {
-    const uint64_t q = wgmma_operand(shared_.q[group_], 0), k = wgmma_operand(stream_.keys(place_.key().at), 0);
+    const WarpOperand q(wgmma_operand(shared_.q[group_], 0));
+    const WarpOperand k(wgmma_operand(stream_.keys(place_.key().at), 0));
 #pragma unroll
     for (int d = 0; d < D; d += 16) {
       const int panel = d / 64, inside = d % 64 * 2;
-      MultiplyK::multiply(q + ((panel * QueryTile::kPanel + inside) >> 4),
-                          k + ((panel * Stream::Stage::kPanel + inside) >> 4), d > 0, scores);
+      MultiplyK::multiply(q.behind(panel * QueryTile::kPanel + inside),
+                          k.behind(panel * Stream::Stage::kPanel + inside), d > 0, scores);
     }
     cute::warpgroup_commit_batch();
   }
 
   // rows.out += weights v.
   __device__ void add_v(Place place, const Weights& weights, WarpRows<D>& rows) const {
-    const uint64_t v = wgmma_operand(stream_.values(place.value().at), Stream::Stage::kPanel);
+    const WarpOperand v(wgmma_operand(stream_.values(place.value().at), Stream::Stage::kPanel));
 #pragma unroll
-    for (int n = 0; n < kTokens / 16; ++n) MultiplyV::multiply(weights[n], v + ((n * 16 * 128) >> 4), true, rows.out);
+    for (int n = 0; n < kTokens / 16; ++n) MultiplyV::multiply(weights[n], v.behind(n * 16 * 128), true, rows.out);
     cute::warpgroup_commit_batch();
   }
 

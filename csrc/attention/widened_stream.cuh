@@ -84,7 +84,7 @@ struct WideBarriers {
     widen_rows(source.k, tiles.k[to.at], first, [&] {
       if constexpr (Narrow::kApart) release(narrow.empty[from.at]);
     });
-    release(full[to.at]);
+    publish(full[to.at]);
     if constexpr (Narrow::kApart) narrow.full_v[from.at].wait(from.parity);
     empty_v[to_v.at].wait(to_v.parity ^ 1);
     widen_rows(source.v, tiles.v[to_v.at], first, [&] {
@@ -93,7 +93,7 @@ struct WideBarriers {
       else
         release(narrow.empty[from.at]);
     });
-    release(full_v[to_v.at]);
+    publish(full_v[to_v.at]);
     from.advance();
     to.advance();
     to_v.advance();
@@ -101,6 +101,12 @@ struct WideBarriers {
 
  private:
   static constexpr int kMyTokens = kTokens / kWideners;
+
+  // What all lanes have written is there for wgmma. They show it, so that consumers need not.
+  __device__ static void publish(Mbarrier& barrier) {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    release(barrier);
+  }
 
   // Once all lanes have done what comes before.
   __device__ static void release(Mbarrier& barrier) {

@@ -49,6 +49,19 @@ __device__ __forceinline__ uint64_t wgmma_operand(const void* start, int panel_b
   return d;
 }
 
+// An operand and those behind it, as what all lanes of a warp have in common: the compiler then computes them once for
+// all lanes, which is where wgmma takes them from.
+class WarpOperand {
+ public:
+  __device__ explicit WarpOperand(uint64_t operand)
+      : high_(operand >> 32 << 32), low_(__shfl_sync(kFullMask, static_cast<uint32_t>(operand), 0)) {}
+  __device__ uint64_t behind(int bytes) const { return high_ | (low_ + (bytes >> 4)); }
+
+ private:
+  const uint64_t high_;
+  const uint32_t low_;  // has the address
+};
+
 // What is read or written by wgmma stays on its side of a wait.
 template <int N>
 __device__ __forceinline__ void pin(float (&x)[N][4]) {

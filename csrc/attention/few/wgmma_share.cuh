@@ -155,7 +155,6 @@ class WgmmaShare {
     if constexpr (kApart) {
       const auto at = place.value();
       stream_.full_v[at.at].wait(at.parity);
-      show_to_wgmma();
     }
   }
   __device__ void leave_k() const {
@@ -179,7 +178,7 @@ class WgmmaShare {
   __device__ Seen wait_for_tile(int first) const {
     const auto at = place_.key();
     stream_.full[at.at].wait(at.parity);
-    show_to_wgmma();
+    if constexpr (!kApart) show_to_wgmma();  // else who has widened it has done so
     const uint64_t there = stream_.rows_there(at.at, 0);
     Seen seen;
     seen.all = first <= s_.request.prefix - Stream::kTokens && first >= s_.request.end - p_.window && !~there;
@@ -197,34 +196,25 @@ class WgmmaShare {
     return seen;
   }
 
-  // The half of an operand in which addresses are, as what all lanes have in common: the compiler then computes the
-  // others from it once for all of them, which is where wgmma takes operands from.
-  static constexpr uint64_t kHigh = ~uint64_t{0} << 32;
-  __device__ static uint32_t low_of(uint64_t operand) {
-    return __shfl_sync(kFullMask, static_cast<uint32_t>(operand), 0);
-  }
-
   // scores = q k^T.
   __device__ void multiply_k(Scores& scores) const {
-    const uint64_t q = wgmma_operand(queries_.q + (kRows == 64 ? 0 : warp_ / 4 * 64 * QueryTile::kLine), 0);
-    const uint64_t k = wgmma_operand(stream_.keys(place_.key().at), 0);
-    const uint32_t q_low = low_of(q), k_low = low_of(k);
+    const WarpOperand q(wgmma_operand(queries_.q + (kRows == 64 ? 0 : warp_ / 4 * 64 * QueryTile::kLine), 0));
+    const WarpOperand k(wgmma_operand(stream_.keys(place_.key().at), 0));
 #pragma unroll
     for (int d = 0; d < D; d += 16) {
       const int panel = d / 64, inside = d % 64 * 2;
-      MultiplyK::multiply((q & kHigh) | (q_low + ((panel * QueryTile::kPanel + inside) >> 4)),
-                          (k & kHigh) | (k_low + ((panel * Tile::kPanel + inside) >> 4)), d > 0, scores);
+      MultiplyK::multiply(q.behind(panel * QueryTile::kPanel + inside), k.behind(panel * Tile::kPanel + inside), d > 0,
+                          scores);
     }
     cute::warpgroup_commit_batch();
   }
 
   // rows.out += weights v.
   __device__ void add_v(Place place, const Weights& weights, WarpRows<D>& rows) const {
-    const uint64_t v = wgmma_operand(stream_.values(place.value().at), Tile::kPanel);
-    const uint32_t low = low_of(v);
+    const WarpOperand v(wgmma_operand(stream_.values(place.value().at), Tile::kPanel));
 #pragma unroll
     for (int n = 0; n < Stream::kTokens / 16; ++n)
-      MultiplyV::multiply(weights[n], (v & kHigh) | (low + ((n * 16 * 128) >> 4)), true, rows.out);
+      MultiplyV::multiply(weights[n], v.behind(n * 16 * 128), true, rows.out);
     cute::warpgroup_commit_batch();
   }
 
