@@ -7,6 +7,7 @@
 #include "attention/kv_stream.cuh"
 #include "attention/merge_parts.cuh"
 #include "attention/mma_operands.cuh"
+#include "core/wgmma.cuh"
 
 namespace specdec {
 
@@ -45,8 +46,6 @@ class Fp8Rows {
   using Out = float[kHalves][kRows / 8][4];
 
   __device__ static void sync_consumers() { asm volatile("bar.sync 1, %0;" ::"n"(kConsumers * kWarp) : "memory"); }
-  // What was written to shared memory by plain stores is there for wgmma too.
-  __device__ static void show_to_wgmma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
   // Rows from first_row on, 16 a warp, as Operands has them; zeros for those behind the request.
   __device__ void load_q(const Segment& s, int first_row) {

@@ -11,6 +11,7 @@
 #include "attention/pool_maps.h"
 #include "attention/work_line.cuh"
 #include "core/cluster.cuh"
+#include "core/hold.cuh"
 #include "core/mbarrier.cuh"
 #include "core/prefetch.cuh"
 #include "core/turn.cuh"
@@ -151,19 +152,13 @@ struct KvStream {
     __syncwarp();
   }
 
-  // Computed once, not wherever it is used: a producer has little time for a tile.
-  __device__ static int hold(int x) {
-    asm volatile("" : "+r"(x));
-    return x;
-  }
-
   // A producer's rows of all tiles of a segment.
   __device__ __forceinline__ void copy_segment(const TreeAttentionParams& p, const Cut& cut, const Segment& s,
                                                int producer, int& skip, Turn<kStages>& stage, const PoolMaps* maps) {
     if (producer == 0 && !kMapped) ask_for_queries(p, cut, s);
     if (producer == 1) ask_for_lookups(p, cut, s);
     const int my_first = producer % kTeam * kMyRows, end_tile = s.end_tile;
-    const int lane = hold(threadIdx.x % kWarp);
+    const int lane = hold(threadIdx.x % kWarp);  // here and below: a producer has little time for a tile
     // Before its begin pages may be freed.
     const Span range{visible_begin(p, s.request, cut.group.div(s.first_row)), s.request.end};
     int tile = s.first_tile + skip;

@@ -49,8 +49,8 @@ void allow_shared_bytes(Kernel* kernel, size_t bytes) {
 }
 
 // Starts a kernel of the tensor cores: `lanes` blocks for each worker. They wait for each other, so they have to run at
-// once, which only a cooperative launch makes sure of. Blocks of a kernel with kPairs are
-// clusters of two where a worker has an even number: multiprocessors come in twos.
+// once, which only a cooperative launch makes sure of. Blocks of a kernel with kPairs are clusters of two where a
+// worker has an even number: multiprocessors come in twos.
 template <class Attention, class Kernel, class... More>
 void start_on_tensor_cores(Kernel* kernel, const TreeAttentionParams& p, const Cut& cut, Stream stream,
                            const More&... more) {

@@ -184,7 +184,8 @@ Choice choose(const TreeAttentionParams& p) {
   cut.whole = !cut.cluster && takes_whole_groups(p, cut, rows);
   // 8-bit pools that are cut have enough on their way in one block up to twice as many groups.
   if (!cut.whole && p.fp8) run(blocks_at_once(p, cut, c.kernel, multiprocessors, 2 * multiprocessors));
-  cut.pair = c.kernel == Kernel::kWgmmaFp8 && p.head_dim < 256 && cut.blocks == 1 && row_capacity(p.rows) > kFewRows;
+  cut.two_groups =
+      c.kernel == Kernel::kWgmmaFp8 && p.head_dim < 256 && cut.blocks == 1 && row_capacity(p.rows) > kFewRows;
   return c;
 }
 

@@ -3,6 +3,7 @@
 
 #include "attention/tree_attention.h"
 #include "core/bits.h"
+#include "core/clamp.h"
 #include "core/slots.h"
 
 namespace specdec {
@@ -23,11 +24,9 @@ struct Request {
   bool operator==(const Request&) const = default;
 };
 
-SD_HD int64_t clamp_to(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
-SD_HD int32_t clamp_to(int32_t x, int32_t low, int32_t high) { return x < low ? low : x > high ? high : x; }
 // x + y, or the highest int32 where that is less.
 SD_HD int32_t add_clamped(int32_t x, int32_t y) {
-  return static_cast<int32_t>(clamp_to(int64_t{x} + y, int64_t{INT32_MIN}, int64_t{INT32_MAX}));
+  return static_cast<int32_t>(clamp_to(int64_t{x} + y, INT32_MIN, INT32_MAX));
 }
 
 // Reads past the L1: kernels look at lengths once before those before them have finished, and then again.
@@ -95,8 +94,7 @@ SD_HD int32_t tail_rows_seen(const TreeAttentionParams& p, const Request& r, int
 // No row from i on sees KV rows before this one.
 SD_HD int32_t visible_begin(const TreeAttentionParams& p, const Request& r, int32_t i) {
   if (p.window == INT64_MAX) return 0;
-  return static_cast<int32_t>(
-      clamp_to((p.mask ? r.prefix : visible_end(p, r, i)) - p.window, int64_t{0}, int64_t{r.end}));
+  return static_cast<int32_t>(clamp_to((p.mask ? r.prefix : visible_end(p, r, i)) - p.window, 0, r.end));
 }
 
 // Bit j: row i of the request sees KV row first + j.
@@ -111,7 +109,7 @@ SD_HD uint64_t visible_word(const TreeAttentionParams& p, const Request& r, int3
   }
   // Rows of the path that lie before the window, oldest first: of the prefix, then of the tail.
   int64_t outside = p.window == INT64_MAX ? 0 : int64_t{r.prefix} + tail_rows_seen(p, r, i) - p.window;
-  seen &= ~low_bits((p.mask ? clamp_to(outside, INT64_MIN, int64_t{r.prefix}) : outside) - first);
+  seen &= ~low_bits((p.mask ? clamp_to(outside, INT64_MIN, r.prefix) : outside) - first);
   if (p.mask == nullptr || tail <= -64) return seen;
   const int64_t* words = p.mask + (r.flat_row + i) * p.mask_words;
   uint64_t by_mask = low_bits(-tail);

@@ -188,9 +188,6 @@ class WgmmaAttention {
       empty.arrive();
   }
 
-  // What was written to shared memory by plain stores and cp.async, and waited for, is there for wgmma too.
-  __device__ static void show_to_wgmma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
   // Of the group's rows in a segment, the first.
   __device__ int first_row(const Segment& s) const {
     return s.first_row + lane_of_worker_ * kRows + group_ * kGroupRows;

@@ -15,6 +15,7 @@
 #include "attention/launch.h"
 #include "attention/merge_parts.cuh"
 #include "attention/mma_operands.cuh"
+#include "core/hold.cuh"
 #include "core/wgmma.cuh"
 
 namespace specdec {
@@ -64,7 +65,7 @@ class WgmmaFp8Attention : Fp8Rows<T, D, kRows, Fp8Stream<D, kRows, kGroups>> {
   }
 
  private:
-  using Base::kGroupThreads, Base::kHalves, Base::sync_consumers, Base::show_to_wgmma;
+  using Base::kGroupThreads, Base::kHalves, Base::sync_consumers;
   using Base::shared_, Base::p_, Base::cut_, Base::lane_of_worker_;
   using Base::warp_, Base::lane_, Base::group_warp_, Base::group_thread_, Base::group_;
   using typename Base::Operands, typename Base::QueryTile, typename Base::WeightTile, typename Base::RowState;
@@ -143,11 +144,6 @@ class WgmmaFp8Attention : Fp8Rows<T, D, kRows, Fp8Stream<D, kRows, kGroups>> {
         : "r"(static_cast<uint32_t>(any)), "r"(barrier_), "n"(kGroupThreads)
         : "memory");
     return result;
-  }
-  // Computed once, not wherever it is used.
-  __device__ static int hold(int x) {
-    asm volatile("" : "+r"(x));
-    return x;
   }
   __device__ static void pin_out(Out& out) {
 #pragma unroll
@@ -401,7 +397,7 @@ void wgmma_fp8_attention_of(const TreeAttentionParams& p, const Cut& cut, Stream
   with_16_bit_type(p.dtype, [&]<class T>() {
     const auto start = [&]<int kRows>() {
       if constexpr (D < 256)
-        if (cut.pair) return start_wgmma_fp8_attention<T, D, kRows, 2>(p, cut, stream);
+        if (cut.two_groups) return start_wgmma_fp8_attention<T, D, kRows, 2>(p, cut, stream);
       start_wgmma_fp8_attention<T, D, kRows, 1>(p, cut, stream);
     };
     if (cut.rows == 16) return start.template operator()<16>();

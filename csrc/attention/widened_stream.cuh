@@ -4,6 +4,7 @@
 
 #include "attention/kv_stream.cuh"
 #include "attention/mma_operands.cuh"
+#include "core/wgmma.cuh"
 
 namespace specdec {
 
@@ -104,7 +105,7 @@ struct WideBarriers {
 
   // What all lanes have written is there for wgmma. They show it, so that consumers need not.
   __device__ static void publish(Mbarrier& barrier) {
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    show_to_wgmma();
     release(barrier);
   }
 

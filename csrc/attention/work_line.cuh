@@ -27,7 +27,7 @@ struct Cut {
   int max_workers;                // that can run at once, up to kMaxWorkers
   int cluster;                    // blocks of a cluster, where each has a request and KV head of its own; else 0
   bool whole;                     // workers take whole groups in turn, and nothing is cut
-  bool pair;                      // two warpgroups of a block share its tiles, where a kernel has the choice
+  bool two_groups;                // warpgroups of a block share its tiles, where a kernel has the choice
   cutlass::FastDivmod tile;       // divides by the KV rows of a tile
   cutlass::FastDivmod group;      // by G = q_heads / kv_heads
   cutlass::FastDivmod split;      // by the tiles of a split: 1, or with fixed_split what it says

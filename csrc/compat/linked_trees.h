@@ -2,6 +2,7 @@
 // links between flat rows. docs/integrations.md says what differs from theirs.
 #pragma once
 
+#include "core/clamp.h"
 #include "core/dispatch.h"
 #include "core/host_device.h"
 
@@ -64,11 +65,7 @@ struct BuildTreeKernelEfficientParams {
   }
 };
 
-SD_HD int64_t prefix_of(const LinkedTrees& out, int64_t b) {
-  constexpr int64_t kMost = INT32_MAX;
-  const int64_t len = out.seq_lens[b];
-  return len < 0 ? 0 : len > kMost ? kMost : len;
-}
+SD_HD int64_t prefix_of(const LinkedTrees& out, int64_t b) { return clamp_to(out.seq_lens[b], 0, INT32_MAX); }
 
 struct ReconstructIndicesFromTreeMaskParams {
   LinkedTrees out;

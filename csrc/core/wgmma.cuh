@@ -62,6 +62,9 @@ class WarpOperand {
   const uint32_t low_;  // has the address
 };
 
+// What this thread has written to shared memory by plain stores, or has waited for of cp.async, is there for wgmma too.
+__device__ __forceinline__ void show_to_wgmma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 // What is read or written by wgmma stays on its side of a wait.
 template <int N>
 __device__ __forceinline__ void pin(float (&x)[N][4]) {

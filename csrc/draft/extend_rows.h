@@ -1,6 +1,7 @@
 // extend_rows: the rows of draft-extend. What a round accepted becomes what the draft's forward pass over it takes.
 #pragma once
 
+#include "core/clamp.h"
 #include "core/dispatch.h"
 #include "core/host_device.h"
 #include "core/slots.h"
@@ -29,7 +30,7 @@ SD_HD void write_extend_row(const ExtendRowsParams& p, int64_t b, int64_t j) {
   const int64_t start = slot >= 0 ? p.seq_lens_before[slot] : 0;
   p.out_tokens[to] = token > 0 ? token : 0;
   p.out_positions[to] = static_cast<int32_t>(start + p.position_offset + j);
-  p.out_node_rows[to] = b * p.num_nodes + (node < 0 ? 0 : node < p.num_nodes ? node : p.num_nodes - 1);
+  p.out_node_rows[to] = b * p.num_nodes + clamp_to(int64_t{node}, 0, p.num_nodes - 1);
   if (j > 0) return;
   const int64_t last = num_valid < p.width ? num_valid : p.width;
   p.out_last_rows[b] = b * p.width + (last > 0 ? last - 1 : 0);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "core/check.h"
+#include "core/clamp.h"
 #include "core/host_device.h"
 #include "core/slots.h"
 
@@ -35,10 +36,7 @@ SD_HD int64_t pages_held(const PagePool& pool, int64_t count) {
 }
 
 // Height of the free stack, in bounds whatever the word says.
-SD_HD int64_t free_height(const PagePool& pool) {
-  const int64_t height = *pool.num_free;
-  return height < 0 ? 0 : height > pool.num_pages ? pool.num_pages : height;
-}
+SD_HD int64_t free_height(const PagePool& pool) { return clamp_to(int64_t{*pool.num_free}, 0, pool.num_pages); }
 
 SD_HD bool is_page(const PagePool& pool, int32_t page) { return page >= 0 && page < pool.num_pages; }
 

@@ -1,6 +1,7 @@
 // pair_rows: what an EAGLE-3 layer reads, embeddings beside features, each row over its root mean square.
 #pragma once
 
+#include "core/clamp.h"
 #include "core/dispatch.h"
 #include "core/floats.h"
 #include "core/host_device.h"
@@ -24,7 +25,7 @@ struct PairRowsParams {
 };
 
 // Row of a table; a number outside it takes the nearest there is.
-SD_HD int64_t nearest_row(int32_t row, int64_t count) { return row < 0 ? 0 : row < count ? row : count - 1; }
+SD_HD int64_t nearest_row(int32_t row, int64_t count) { return clamp_to(int64_t{row}, 0, count - 1); }
 SD_HD int64_t embedding_of(const PairRowsParams& p, int64_t row) { return nearest_row(p.tokens[row], p.vocab); }
 SD_HD int64_t feature_of(const PairRowsParams& p, int64_t row) {
   return p.feature_rows ? nearest_row(p.feature_rows[row], p.num_features) : row;

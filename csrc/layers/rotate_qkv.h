@@ -2,6 +2,7 @@
 // key heads of every row, and writes keys and values into the slots' pages.
 #pragma once
 
+#include "core/clamp.h"
 #include "kv/write_kv.h"
 
 namespace specdec {
@@ -30,8 +31,7 @@ void rotate_qkv_cuda(const RotateQkvParams& p, Stream stream);
 
 // The rotation of a position; one outside the table takes the nearest there is.
 SD_HD const float* rotation_of(const RotateQkvParams& p, int64_t position) {
-  const int64_t last = p.num_positions - 1;
-  return p.rotations + (position < 0 ? 0 : position > last ? last : position) * p.head_dim;
+  return p.rotations + clamp_to(position, 0, p.num_positions - 1) * p.head_dim;
 }
 
 }  // namespace specdec

@@ -11,6 +11,7 @@
 
 #include <cmath>
 
+#include "core/clamp.h"
 #include "core/dispatch.h"
 #include "core/host_device.h"
 #include "tree/tree_rows.h"
@@ -46,8 +47,7 @@ struct ScoredRow {
 
 SD_HD ScoredRow scored_row(const ScoredTree& t, int64_t row) {
   const int64_t at = row * t.nodes;
-  const int32_t given = t.num_nodes[row], most = static_cast<int32_t>(t.nodes);
-  const int32_t count = given < 0 ? 0 : given < most ? given : most;
+  const int32_t count = clamp_to(t.num_nodes[row], 0, static_cast<int32_t>(t.nodes));
   return {t.tokens + at, t.parents + at, t.scores + at, count, count > 0 ? t.positions[at] : 0};
 }
 

@@ -117,9 +117,7 @@ void verify_sampled_cpu(const VerifyTreeParams& p) {
         const bool drafts_sampled = !sampler.greedy && !draft_sampler.greedy;
         bits |= SampledWalk<CpuRows<T>>(p, b, size, sampler, drafts_sampled, rows, out, true).run();
       }
-      if (bits) set_status(p.status, slot, bits);
-      out.finish();
-      p.out_len[b] = static_cast<int32_t>(out.len);
+      finish_walk(p, b, slot, bits, out);
     }
   });
 }

@@ -324,11 +324,7 @@ __global__ void __launch_bounds__(kRowThreads, kBlocksPerSm)
     Rows rows(p, b, slot, sampler, draft_sampler, mapped, exchange, draw_storage);
     bits |= SampledWalk<Rows>(p, b, size, sampler, drafts_sampled, rows, out, leads).run();
   }
-  if (leads) {
-    if (bits) set_status(p.status, slot, bits);
-    out.finish();
-    p.out_len[b] = static_cast<int32_t>(out.len);
-  }
+  if (leads) finish_walk(p, b, slot, bits, out);
 }
 
 template <class T, bool kAdjusted>

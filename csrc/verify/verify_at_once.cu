@@ -148,10 +148,7 @@ __global__ void __launch_bounds__(kRowThreads, blocks_per_sm(kSampled))
       __syncthreads();  // the next node is known
     }
   }
-  if (!writes) return;
-  if (bits) set_status(p.status, slot, bits);
-  out.finish();
-  p.out_len[b] = static_cast<int32_t>(out.len);
+  if (writes) finish_walk(p, b, slot, bits, out);
 }
 
 // Blocks for each node's row, a power of two: no multiprocessor has more of them than another. Of clusters of more than

@@ -137,9 +137,7 @@ void verify_tree_cpu(const VerifyTreeParams& p) {
         node = find_child(nodes, size, node, first_child(nodes, size, node), token);
         if (node == kMalformed) bits |= kBadTree;
       }
-      if (bits) set_status(p.status, slot, bits);
-      out.finish();
-      p.out_len[b] = static_cast<int32_t>(out.len);
+      finish_walk(p, b, slot, bits, out);
     }
   });
 }

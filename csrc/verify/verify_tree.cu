@@ -96,10 +96,7 @@ __global__ void __launch_bounds__(kRowThreads, blocks_per_sm(kSampled)) verify_t
     }
     __syncthreads();  // the next node is known
   }
-  if (!writes) return;
-  if (bits) set_status(p.status, slot, bits);
-  out.finish();
-  p.out_len[b] = static_cast<int32_t>(out.len);
+  if (writes) finish_walk(p, b, slot, bits, out);
 }
 
 template <class T, bool kAdjusted, bool kSampled>

@@ -70,6 +70,12 @@ SD_HD uint32_t position_after(const VerifyTreeParams& p, int64_t b, int64_t node
 SD_HD EmittedRow emitted_row(const VerifyTreeParams& p, int64_t b) {
   return {p.out_tokens + b * p.accept_width, p.out_path + b * p.accept_width, p.accept_width};
 }
+// At the end of a walk, by whoever writes.
+SD_HD void finish_walk(const VerifyTreeParams& p, int64_t b, int64_t slot, int32_t bits, EmittedRow& out) {
+  if (bits) set_status(p.status, slot, bits);
+  out.finish();
+  p.out_len[b] = static_cast<int32_t>(out.len);
+}
 
 // Calls f.template operator()<T, kAdjusted, kSampled>() for the kernels of a call.
 template <class F>

@@ -171,9 +171,6 @@ class WgmmaShare {
       stream_.empty[place.value().at].arrive();
   }
 
-  // What was written to shared memory by plain stores and cp.async, and waited for, is there for wgmma too.
-  __device__ static void show_to_wgmma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
   // Of rows lane / 4 and lane / 4 + 8 of the warp.
   __device__ Seen wait_for_tile(int first) const {
     const auto at = place_.key();
