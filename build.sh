@@ -10,10 +10,12 @@ usage: ./build.sh <verb>
   test    install, then run every check: formatting, types, tests                  (arguments go to pytest)
   docs    build the site of docs/ into build/site
   dev     install editable into .venv with a persistent build directory
+          (--sanitize: the CPU half under AddressSanitizer and UBSan, and how to run with it)
   wheel   build wheels into dist/, one for every CPython found  (argument: cu13, cu12 or cpu; default: as nvcc here)
 
 PYTHON names the interpreter (python3), SPECDEC_CUDA_ARCHITECTURES the GPUs to build for
 (this machine's, else 90a-real; a wheel: all), PYTHONS the interpreters to make wheels for.
+SPECDEC_CUDA=OFF leaves the CUDA kernels out where nvcc is.
 END
 }
 
@@ -23,6 +25,7 @@ fail() {
 }
 
 python=${PYTHON:-python3}
+cuda=${SPECDEC_CUDA:-ON}
 venv=.venv
 bin=$venv/bin
 PATH=$PATH:/usr/local/cuda/bin
@@ -69,7 +72,9 @@ setup_build() {
 # After every other package: pip complains about the dependencies that are left out here when it installs more.
 setup_cuda() {
   local stamp=$venv/.cuda-requirements
-  if ! command -v nvcc >/dev/null; then
+  if [ "$cuda" = OFF ]; then
+    [ -z "${SPECDEC_CUDA:-}" ] || echo "SPECDEC_CUDA is OFF: building for the CPU alone"
+  elif ! command -v nvcc >/dev/null; then
     echo "no nvcc on the PATH: building for the CPU alone"
   elif outdated "$stamp"; then
     pip_install --no-deps nvidia-cutlass # for its headers
@@ -87,7 +92,23 @@ architecture_here() {
   esac
 }
 
+# The CPU half under AddressSanitizer and UBSan, in the place of what dev installs.
+sanitize() {
+  echo "building specdec_kernels for the CPU, sanitised"
+  pip_install --no-build-isolation --no-deps -e . -Cbuild-dir=build/sanitize -Ccmake.define.SPECDEC_CUDA=OFF \
+    -Ccmake.define.SPECDEC_SANITIZE=ON
+  local library libraries=""
+  for library in libasan.so libstdc++.so; do libraries+=" $("${CXX:-c++}" -print-file-name="$library")"; done
+  cat <<END
+./build.sh dev builds without the sanitisers again. Python has to load them before all else:
+  LD_PRELOAD="${libraries# }" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 $bin/pytest -m fuzz
+END
+}
+
 dev() {
+  local sanitized=false
+  [ "${1:-}" != --sanitize ] || { sanitized=true && shift; }
+  [ $# = 0 ] || fail "dev: got $*, expected --sanitize or nothing"
   setup_build
   local stamp=$venv/.development-requirements
   if outdated "$stamp"; then
@@ -96,13 +117,24 @@ dev() {
       "pytest>=8" "pytest-xdist>=3" "hypothesis>=6" ruff mypy clang-format
     touch "$stamp"
   fi
+  if $sanitized; then
+    sanitize
+    return
+  fi
   setup_cuda
   echo "building specdec_kernels (minutes the first time)"
-  pip_install --no-build-isolation --no-deps -e . -Cbuild-dir=build/dev \
+  local directory=build/dev
+  [ "$cuda" != OFF ] || directory=build/dev-cpu # so that neither build undoes the other's objects
+  pip_install --no-build-isolation --no-deps -e . -Cbuild-dir=$directory -Ccmake.define.SPECDEC_CUDA="$cuda" \
     -Ccmake.define.CMAKE_CUDA_ARCHITECTURES="${SPECDEC_CUDA_ARCHITECTURES:-$(architecture_here)}"
 }
 
+# Where no GPU would run the kernels, which take minutes to compile, the demo does without them.
 demo() {
+  if [ -z "${SPECDEC_CUDA:-}" ] && command -v nvcc >/dev/null && ! nvidia-smi -L >/dev/null 2>&1; then
+    echo "no GPU here: the demo is built for the CPU alone (SPECDEC_CUDA=ON builds the CUDA kernels, too)"
+    cuda=OFF
+  fi
   dev
   "$bin/specdec" generate "$@"
 }
@@ -111,7 +143,7 @@ run_tests() {
   dev
   "$bin/ruff" check .
   "$bin/ruff" format --check .
-  "$bin/clang-format" --dry-run --Werror csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu csrc/*/*.cuh
+  find csrc -regex '.*\.\(h\|cpp\|cu\|cuh\)' -exec "$bin/clang-format" --dry-run --Werror {} +
   "$bin/mypy"
   OMP_NUM_THREADS=1 "$bin/pytest" -n "${SPECDEC_TEST_WORKERS:-auto}" "$@"
 }
@@ -175,12 +207,12 @@ build_core() {
 
 # The module for one Python around the core, and the tag that says which systems it runs on.
 build_wheel() {
-  local python=$1 variant=$2 core=$3 nvcc=$4 tag environment raw
-  tag=$("$python" -c 'import sys; print("cp%d%d" % sys.version_info[:2])')
+  local interpreter=$1 variant=$2 core=$3 nvcc=$4 tag environment raw
+  tag=$("$interpreter" -c 'import sys; print("cp%d%d" % sys.version_info[:2])')
   environment=build/wheel-$variant/$tag
   raw=$environment/raw
   if outdated "$environment/.requirements"; then
-    "$python" -m venv --clear "$environment"
+    "$interpreter" -m venv --clear "$environment"
     "$environment/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt \
       "pip>=23.1" "scikit-build-core>=0.11" "pybind11>=3.0"
     touch "$environment/.requirements"
@@ -198,7 +230,7 @@ build_wheel() {
 }
 
 wheel() {
-  local variant=${1:-$(variant_here)} nvcc="" pythons python
+  local variant=${1:-$(variant_here)} nvcc="" pythons interpreter
   local core=build/core-$variant
   case "$variant" in
     cpu) ;;
@@ -218,9 +250,9 @@ wheel() {
   pythons=$(find_pythons)
   echo "building the core of $variant, once for all Pythons"
   build_core "$core" "$nvcc"
-  for python in $pythons; do
-    echo "building the wheel for $("$python" --version)"
-    build_wheel "$python" "$variant" "$core" "$nvcc"
+  for interpreter in $pythons; do
+    echo "building the wheel for $("$interpreter" --version)"
+    build_wheel "$interpreter" "$variant" "$core" "$nvcc"
   done
   ls -l dist/*"+$variant-"*.whl
 }
@@ -245,7 +277,7 @@ case "$verb" in
   demo) demo "$@" ;;
   test) run_tests "$@" ;;
   docs) docs ;;
-  dev) dev ;;
+  dev) dev "$@" ;;
   wheel) wheel "$@" ;;
   "") usage ;;
   *) usage >&2 && exit 2 ;;

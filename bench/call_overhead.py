@@ -46,14 +46,13 @@ def calls(device: torch.device) -> dict[str, timeit.Timer]:
 def empty_select_topk(device: torch.device) -> timeit.Timer:
     logits = torch.empty(0, 8, device=device)
     id_map = torch.arange(8, dtype=torch.int32, device=device)
-    out_ids = torch.empty(0, 2, dtype=torch.int32, device=device)
-    out_logprobs = torch.empty(0, 2, device=device)
-    return timer(sd.select_topk, [logits, 2], id_map=id_map, out_ids=out_ids, out_logprobs=out_logprobs)
+    out = sd.TopK(torch.empty(0, 2, dtype=torch.int32, device=device), torch.empty(0, 2, device=device))
+    return timer(sd.select_topk, [logits, 2], id_map=id_map, out=out)
 
 
 def empty_free_pages(device: torch.device) -> timeit.Timer:
-    keep_lens = torch.empty(0, dtype=torch.int32, device=device)
-    return timer(sd.free_pages, [sd.make_page_pool(4, 0, 4, 16, keep_lens), keep_lens])
+    prefix_lens = torch.empty(0, dtype=torch.int32, device=device)
+    return timer(sd.free_pages, [sd.make_page_pool(4, 0, 4, 16, prefix_lens), prefix_lens])
 
 
 def timer(function: Callable[..., Any], args: list[Any], **keywords: Any) -> timeit.Timer:

@@ -62,7 +62,7 @@ class Pass:
         )
 
     def __call__(self) -> Tensor:
-        return self.target.logits(self.target.forward(self.tokens, self.positions, self.rows))
+        return self.target.logits(self.target.forward(self.tokens, self.positions, self.rows).hidden)
 
 
 class Products:
@@ -70,8 +70,9 @@ class Products:
 
     def __init__(self, target: CausalLM, rows: int) -> None:
         weight = target.embedding.weight
-        self.products = [p for layer in target._layers for p in (layer.qkv, layer.out, layer.gate_up, layer.down)]
-        self.head = target.lm_head
+        parts = [(layer.attention, layer.feed_forward) for layer in target.decoder.layers]
+        self.products = [p for a, f in parts for p in (a.qkv, a.out, f.gate_up, f.down)]
+        self.head = target.decoder.head
         widths = {p.weight.shape[1] for p in self.products} | {weight.shape[1]}
         self.inputs = {width: torch.randn(rows, width, device=weight.device, dtype=weight.dtype) for width in widths}
 

@@ -39,6 +39,7 @@ class Work:
     restore: Call | None = None  # puts back what a call changes, for ops that advance state
     baseline: Baseline | None = None  # plain torch
     peers: Sequence[Baseline] = ()  # other packages' kernels, where they are installed (peers/)
+    facts: Mapping[str, float | str] = field(default_factory=dict)  # more about the call, as its plan
 
     @property
     def others(self) -> tuple[Baseline, ...]:
@@ -92,6 +93,7 @@ class Result:
     params: Params
     device: str
     error: str | None = None  # what differs from the reference: then nothing was timed
+    skipped: str | None = None  # why it could not be timed, though nothing was wrong
     time: Times | None = None
     host: Times | None = None  # of the call's return, on a GPU
     bytes_moved: int = 0
@@ -99,7 +101,7 @@ class Result:
     floor: float | None = None
     cold: bool = False  # inputs rotated through more than the L2 cache
     baselines: Mapping[str, Times] = field(default_factory=dict)
-    facts: Mapping[str, float | str] = field(default_factory=dict)  # more that was seen, of `round`
+    facts: Mapping[str, float | str] = field(default_factory=dict)  # more that was seen: of `round`, or a plan
 
     @property
     def of_floor(self) -> float | None:
@@ -121,17 +123,28 @@ def check(work: Work) -> None:
 
 
 def measure(case: Case, params: Params, device: torch.device, ceilings: Ceilings) -> Result:
-    first = case.make(device, params)
     shape: dict[str, Any] = {"op": case.op, "params": params, "device": str(device)}
     try:
+        first = case.make(device, params)
         check(first)
     except WrongResult as error:
         return Result(**shape, error=str(error))
+    except ValueError as error:  # the op has no such size, and says so
+        return Result(**shape, skipped=str(error))
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return Result(**shape, skipped=f"{device} has not the memory for it")
 
     floor = max(first.bytes_moved / ceilings.bytes_per_second, first.flops / ceilings.flops_per_second)
-    shape |= {"bytes_moved": first.bytes_moved, "flops": first.flops, "floor": floor}
+    shape |= {"bytes_moved": first.bytes_moved, "flops": first.flops, "floor": floor, "facts": first.facts}
     timed = on_gpu(case, params, device, first) if device.type == "cuda" else on_cpu(first)
     return Result(**shape, **timed)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """torch's own class on a GPU; on a CPU it says it in words."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
 def on_gpu(case: Case, params: Params, device: torch.device, first: Work) -> dict[str, Any]:

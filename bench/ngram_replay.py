@@ -69,10 +69,9 @@ class Index(Drafter):
     def __init__(self, drafts: int, max_tokens: int, options: dict[str, Any]) -> None:
         self._index = sd.NgramIndex(max_tokens, 1, 1 << 20)
         slot, zero = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-        self._tree, *rest = self._index.draft(slot, zero, drafts + 1, **options)
-        names = (*sd.Tree._fields, "scores", "match_len")
-        out = {f"out_{name}": t for name, t in zip(names, (*self._tree, *rest), strict=True)}
-        self._draft = lambda: self._index.draft(slot, zero, drafts + 1, **options, **out)
+        out = self._index.draft(slot, zero, drafts + 1, **options)
+        self._tree = out.tree
+        self._draft = lambda: self._index.draft(slot, zero, drafts + 1, **options, out=out)
 
     def learn(self, document: Sequence[int]) -> None:
         self._index.insert(torch.tensor(document, dtype=torch.int32))

@@ -15,6 +15,7 @@ from specdec_kernels.cli.bench import names_of_others, text_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 COLUMNS = 2
 MARKERS = "sD^vPX"  # of the others, in their order
@@ -27,16 +28,76 @@ def plot(run: dict[str, Any], file: str | Path) -> None:
     """Draws a run as `record` returns it: a panel for each op and each of its parameters that varies in numbers."""
     from matplotlib.figure import Figure
 
-    ops = [r for r in run["results"] if "call" not in r["params"] and not r["error"]]
+    ops = [r for r in run["results"] if "call" not in r["params"] and not r["error"] and not r.get("skipped")]
+    rates = [r for r in ops if "tokens_per_second" in r.get("facts", {})]
+    times = [r for r in ops if r["time_us"] is not None and r not in rates]
     panels = [
-        panel for op in dict.fromkeys(r["op"] for r in ops) for panel in panels_of([r for r in ops if r["op"] == op])
+        panel
+        for op in dict.fromkeys(r["op"] for r in times)
+        for panel in panels_of([r for r in times if r["op"] == op])
     ]
-    rows, columns = -(-len(panels) // COLUMNS), min(COLUMNS, len(panels))
+    number = len(panels) + bool(rates)
+    rows, columns = -(-number // COLUMNS), min(COLUMNS, number)
     figure = Figure(figsize=(7.5 * max(columns, 1), 5 * max(rows, 1)), layout="constrained")
-    for i, (parameter, results) in enumerate(panels, 1):
+    if rates:
+        draw_rates(figure.add_subplot(rows, columns, 1), rates)
+    for i, (parameter, results) in enumerate(panels, 1 + bool(rates)):
         draw(figure.add_subplot(rows, columns, i), parameter, results)
+    save(figure, run, file)
+
+
+def plot_rates(run: dict[str, Any], file: str | Path) -> None:
+    """Tokens a second alone, of a run of whole engines."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    draw_rates(figure.add_subplot(), [r for r in run["results"] if "tokens_per_second" in r.get("facts", {})])
+    save(figure, run, file)
+
+
+def save(figure: Figure, run: dict[str, Any], file: str | Path) -> None:
+    from matplotlib import rc_context
+
     figure.suptitle(f"{run['machine']['name']}, specdec_kernels {run['specdec_kernels']['version']}, {run['date']}")
-    figure.savefig(file, dpi=120)
+    # Letters as text, and nothing that differs between two drawings of one run.
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "specdec_kernels"}):
+        figure.savefig(file, dpi=120, metadata={"Date": None} if str(file).endswith(".svg") else None)
+
+
+def draw_rates(axes: Axes, results: Results) -> None:
+    """Tokens a second of whole engines against the batch size."""
+    lines: dict[str, Results] = {}
+    for r in results:
+        lines.setdefault(name_of(r["params"]), []).append(r)
+    for name, line in lines.items():
+        line = sorted(line, key=lambda r: r["params"]["batch"])
+        axes.plot(
+            [r["params"]["batch"] for r in line],
+            [r["facts"]["tokens_per_second"] for r in line],
+            marker="o", linewidth=1.5, markersize=4, label=name,
+        )  # fmt: skip
+    batches = sorted({r["params"]["batch"] for r in results})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(batches, [str(batch) for batch in batches], minor=False)
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.minorticks_off()
+    fixed = {k: results[0]["params"][k] for k in ("shape", "input", "output") if k in results[0]["params"]}
+    accepts = {str(r["params"]["accept"]) for r in results if r["params"]["num_steps"]}
+    axes.set_title("tokens a second", loc="left")
+    axes.set_title(
+        text_of(fixed | ({"accept": ", ".join(sorted(accepts))} if accepts else {})), loc="right", fontsize="x-small"
+    )
+    axes.set_xlabel("batch")
+    axes.grid(True, which="major", alpha=0.3)
+    axes.legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+
+
+def name_of(params: dict[str, Any]) -> str:
+    """Of an engine's line: who drafts how."""
+    steps = f" ({params['num_steps']}, {params['topk']}, {params['nodes']})" if params["num_steps"] else ""
+    adaptive = ", adaptive" if params.get("adaptive") else ""
+    return " ".join(filter(None, [params.get("engine"), params["algorithm"] + steps + adaptive]))
 
 
 def panels_of(results: Results) -> list[tuple[str, Results]]:
@@ -111,7 +172,7 @@ def draw(axes: Axes, parameter: str, results: Results) -> None:
     axes.set_xlabel(parameter)
     axes.set_ylabel("time, us")
     axes.grid(True, which="major", alpha=0.3)
-    axes.legend(fontsize="x-small")
+    axes.legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -12,12 +12,11 @@ from typing import Any
 import torch
 
 import specdec_kernels as sd
+from specdec_kernels.cli.bench import SCHEMA
 from specdec_kernels.cli.info import driver_version
 
 from .ceilings import Ceilings
 from .harness import Result
-
-SCHEMA = 2
 
 
 def record(results: list[Result], device: torch.device, ceilings: Ceilings | None, command: str) -> dict[str, Any]:
@@ -49,6 +48,7 @@ def line(r: Result) -> dict[str, Any]:
         "op": r.op,
         "params": r.params,
         "error": r.error,
+        "skipped": r.skipped,
         "time_us": micro(r.time.median if r.time else None),
         "p90_us": micro(r.time.p90 if r.time else None),
         "host_us": micro(r.host.best if r.host else None),

@@ -3,27 +3,38 @@
 Tokens are timed as the callback of `Engine.generate` receives them. Counted are rounds in which every request takes
 part; the whole run, from the call to its end, is told beside them.
 
+A planted text has easy stretches and hard ones, and so requests differ: where few of them run at once, several batches
+run one after the other, each from other places of the text, until `REQUESTS` were seen.
+
 What the host does is a mean over all rounds of the run, those in which requests join and leave included. `host us` is
-the time of the loop's thread between its first turn and its last, but for what it waits for the device (`wait us`),
-what it takes to launch prefill, and what it hands out results for (`emit us`, with this module's callback): launching
-rounds, reading what they did, giving slots away and back. A launch that waits for room in the device's queue counts
-as work, and polling as waiting.
+the time of the loop's thread in its turns, but for what it waits for the device (`wait us`) and what it takes to launch
+prefill: launching rounds, reading what they did, giving slots away and back. A launch that waits for room in the
+device's queue counts as work, and polling as waiting. `emit us` is what another thread takes to hand out results,
+beside the loop.
 """
 
 from __future__ import annotations
 
 import gc
 import math
+import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from statistics import median, quantiles
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 
-from specdec_kernels.engine import Engine, NewTokens, SamplingParams, Speculation
-from specdec_kernels.models.planted import PlantedText, plant_causal_lm, plant_eagle3
+from specdec_kernels.engine import Draft, Eagle3, Engine, NewTokens, SamplingParams, Standalone
+from specdec_kernels.models.acceptance import Acceptance, PublishedAcceptance
+from specdec_kernels.models.eagle3 import Eagle3Head
+from specdec_kernels.models.families import head_dim_of
+from specdec_kernels.models.planted import PlantedText, eagle3_config, plant_causal_lm, plant_eagle3
 from specdec_kernels.models.shapes import draft_vocab_of, shape_config
 from specdec_kernels.status import FinishReason
 
@@ -33,24 +44,27 @@ from .timing import times_of
 
 NAME = "round"
 WARM_UP_TOKENS = 12
+REQUESTS = 8  # whose accept lengths a measurement is of, at least, where they differ
+PAGE_SIZE = 16
+GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 @dataclass(frozen=True)
 class Drafting:
-    """How to draft: the numbers of `Speculation`, of an EAGLE-3 head or a standalone model."""
+    """How to draft: the options of a draft with an EAGLE-3 head or a standalone model."""
 
     name: str
-    algorithm: str
+    kind: Callable[..., Draft] | None
     num_steps: int = 0
     topk: int = 1
     num_nodes: int = 1
 
 
 ALGORITHMS = {
-    "none": Drafting("none", "NONE"),
-    "chain": Drafting("chain", "EAGLE3", 5, 1, 6),
-    "tree": Drafting("tree", "EAGLE3", 5, 10, 32),
-    "standalone": Drafting("standalone", "STANDALONE", 5, 1, 6),
+    "none": Drafting("none", None),
+    "chain": Drafting("chain", Eagle3, 5, 1, 6),
+    "tree": Drafting("tree", Eagle3, 5, 10, 32),
+    "standalone": Drafting("standalone", Standalone, 5, 1, 6),
 }
 
 
@@ -58,15 +72,33 @@ ALGORITHMS = {
 class Setup:
     shape: str
     drafting: Drafting
-    accept: float
+    acceptance: Acceptance
     input: int
     output: int
     device: torch.device
     dtype: torch.dtype
     adaptive: bool = False
+    max_len: int | None = None  # of the engine; None: what a request needs
 
-    def accept_length(self) -> float:
-        return min(self.accept, self.drafting.num_steps + 1)
+    def __post_init__(self) -> None:
+        if self.max_len is not None and self.max_len < self.needed_len:
+            raise ValueError(
+                f"--max-len is {self.max_len}, expected at least {self.needed_len}, a prompt's tokens and its output's"
+            )
+
+    @property
+    def needed_len(self) -> int:
+        return self.input + self.output + 1
+
+    @property
+    def engine_len(self) -> int:
+        return self.max_len or self.needed_len
+
+    def num_pages(self, num_slots: int) -> int:
+        """Pages of the pool: what so many requests need, and no less than one of the engine's longest would."""
+        d = self.drafting
+        beyond = max(d.num_nodes, d.num_steps + 1, d.topk * d.num_steps + 1) + 1  # rows that a round writes, at most
+        return max(num_slots * -(-(self.needed_len + beyond) // PAGE_SIZE), -(-(self.engine_len + beyond) // PAGE_SIZE))
 
     def params(self, batch: int) -> dict[str, Any]:
         d = self.drafting
@@ -78,9 +110,10 @@ class Setup:
             "topk": d.topk,
             "nodes": d.num_nodes,
             "adaptive": self.adaptive,
-            "accept": self.accept_length(),
+            "accept": self.acceptance.name if d.num_steps else 1,
             "input": self.input,
             "output": self.output,
+            "max_len": self.engine_len,
             "dtype": str(self.dtype).removeprefix("torch."),
         }
 
@@ -91,8 +124,12 @@ class RoundClock:
 
     batch: int
     began: float = 0.0
+    ended: float = 0.0
     # Noted as it arrives, and looked at afterwards: this counts as handing out.
     arrivals: list[tuple[float, NewTokens]] = field(default_factory=list)
+
+    def end(self) -> None:
+        self.ended = time.perf_counter()
 
     def __call__(self, new: NewTokens) -> None:
         self.arrivals.append((time.perf_counter(), new))
@@ -116,13 +153,19 @@ class RoundClock:
         pairs = [i for i in range(1, len(starts)) if sizes[i - 1] == sizes[i] == self.batch]
         return [starts[i] - starts[i - 1] for i in pairs], [tokens[i] for i in pairs]
 
+    def accept_lengths(self) -> list[float]:
+        """Of each request, the tokens of a round: of those between its first and its last, which its budget cuts."""
+        rounds: dict[int, list[int]] = {}
+        for _, new in self.arrivals:
+            rounds.setdefault(new.index, []).append(len(new.tokens))
+        return [sum(whole) / len(whole) for whole in (tokens[1:-1] for tokens in rounds.values()) if whole]
+
     def run(self) -> dict[str, float]:
         """Of the whole run: its tokens a second, and how long requests waited for their first tokens."""
-        now = time.perf_counter()
         first_tokens = {new.index: at for at, new in reversed(self.arrivals)}
         waits = sorted(at - self.began for at in first_tokens.values())
         return {
-            "run_tokens_per_second": sum(len(new.tokens) for _, new in self.arrivals) / (now - self.began),
+            "run_tokens_per_second": sum(len(new.tokens) for _, new in self.arrivals) / (self.ended - self.began),
             "first_token_ms": 1e3 * waits[len(waits) // 2],
             "last_first_token_ms": 1e3 * waits[-1],
         }
@@ -138,45 +181,54 @@ class Bench:
         place = {"device": setup.device, "dtype": setup.dtype}
         self.target = plant_causal_lm(config, self.text, **place)
         self.draft: Any = None
-        accept = setup.accept_length()
-        if setup.drafting.algorithm == "EAGLE3":
-            self.draft = plant_eagle3(self.target, self.text, accept_length=accept)
-        elif setup.drafting.algorithm == "STANDALONE":
-            small = shape_config("tiny" if setup.shape == "tiny" else "qwen3-0.6b")
-            small.vocab_size = config.vocab_size
-            self.draft = plant_causal_lm(small, self.text, accept_length=accept, **place)
+        if setup.drafting.kind is Eagle3:
+            self.draft = plant_eagle3(self.target, self.text, setup.acceptance)
+        elif setup.drafting.kind is Standalone:
+            small = standalone_config(setup.shape)
+            self.draft = plant_causal_lm(small, self.text, acceptance=setup.acceptance, **place)
         self.engine = Engine(
             self.target,
-            speculation=speculation(setup.drafting, self.draft, setup.adaptive),
-            max_len=setup.input + setup.output + 1,
+            draft=draft_of(setup.drafting, self.draft),
+            adaptive=setup.adaptive,
+            max_len=setup.engine_len,
             num_slots=max_batch,
+            num_pages=setup.num_pages(max_batch),
+            page_size=PAGE_SIZE,
             device=setup.device,
             dtype=setup.dtype,
         )
 
     def measure(self, batch: int, ceilings: Ceilings) -> Result:
         setup = self.setup
-        self.generate(batch, setup.output if setup.adaptive else WARM_UP_TOKENS, None)  # what drafts bring is learnt
-        before, clock = self.engine.stats(), RoundClock(batch, time.perf_counter())
-        wrong = self.generate(batch, setup.output, clock)
-        run = clock.run()
+        shape: dict[str, Any] = {"op": NAME, "params": setup.params(batch), "device": str(setup.device)}
+        # What drafts bring, and what their rounds cost, is learnt by an engine that chooses how many to draft.
+        self.generate(batch, 0, setup.output if setup.adaptive else WARM_UP_TOKENS, None)
+        drafts = setup.drafting.num_steps > 0
+        requests_differ = drafts and isinstance(setup.acceptance, PublishedAcceptance)
+        waves = -(-REQUESTS // batch) if requests_differ else 1
+        before, clocks = self.engine.stats(), []
+        for wave in range(waves):
+            clocks.append(RoundClock(batch, time.perf_counter()))
+            wrong = self.generate(batch, wave, setup.output, clocks[-1])
+            if wrong is not None:
+                return Result(**shape, error=wrong)
+            clocks[-1].end()
         stats = self.engine.stats() - before
-        if wrong is not None:
-            return Result(NAME, setup.params(batch), str(setup.device), error=wrong)
-        seconds, tokens = clock.full_rounds()
+        seconds, tokens = (
+            list(chain.from_iterable(lists)) for lists in zip(*(c.full_rounds() for c in clocks), strict=True)
+        )
         if not seconds:
-            short = (
-                f"no round had all {batch} requests: the first ended before the last began, which takes more --output"
-            )
-            return Result(NAME, setup.params(batch), str(setup.device), error=short)
+            few = f"no round had all {batch} requests: the first ended before the last began, which takes more --output"
+            return Result(**shape, skipped=few)
         shares = {nodes: count / stats.rounds for nodes, count in stats.rounds_by_nodes.items() if count}
-        bytes_moved, flops, floor = self.floor(batch, shares, ceilings)
+        accept_length = sum(tokens) / (len(tokens) * batch)
+        bytes_moved, flops, floor = self.floor(batch, accept_length, shares, ceilings)
         facts = {
-            "accept_length": sum(tokens) / (len(tokens) * batch),
+            "accept_length": accept_length,
+            **(accept_spread([length for clock in clocks for length in clock.accept_lengths()]) if drafts else {}),
             "tokens_per_second": sum(tokens) / sum(seconds),
-            **run,
+            **{name: median([run[name] for run in map(RoundClock.run, clocks)]) for name in clocks[0].run()},
         }
-        median = times_of(seconds)
         if setup.device.type == "cuda":
             facts |= {
                 "gpu_us": stats.device_ms * 1e3,
@@ -187,10 +239,8 @@ class Bench:
             if stats.idle is not None:
                 facts["idle"] = stats.idle
         return Result(
-            NAME,
-            setup.params(batch),
-            str(setup.device),
-            time=median,
+            **shape,
+            time=times_of(seconds),
             bytes_moved=bytes_moved,
             flops=flops,
             floor=floor,
@@ -198,10 +248,13 @@ class Bench:
             facts={name: round(value, 4) for name, value in facts.items()} | {"nodes": nodes_text(shares)},
         )
 
-    def generate(self, batch: int, output: int, on_tokens: Any) -> str | None:
-        """A batch of pieces of the text, continued; says what is wrong with the result, if something is."""
-        length = self.setup.input
-        at = [i * len(self.text.order) // batch for i in range(batch)]
+    def generate(self, batch: int, wave: int, output: int, on_tokens: Any) -> str | None:
+        """A batch of pieces of the text, continued; says what is wrong with the result, if something is.
+
+        Each wave's pieces are from the middle of the longest stretches that those before it left out.
+        """
+        length, count = self.setup.input, len(self.text.order)
+        at = [int(count * (i + GOLDEN * wave % 1) / batch) for i in range(batch)]
         results = self.engine.generate(
             [self.text.tokens(start, length) for start in at],
             SamplingParams(max_new_tokens=output, ignore_eos=True),
@@ -216,13 +269,17 @@ class Bench:
                 return f"request {result.index} strays from the planted text at token {first}"
         return None
 
-    def floor(self, batch: int, shares: dict[int, float], ceilings: Ceilings) -> tuple[int, int, float]:
+    def floor(
+        self, batch: int, accept_length: float, shares: dict[int, float], ceilings: Ceilings
+    ) -> tuple[int, int, float]:
         """`floor_of`, as a mean of the rounds' numbers of nodes."""
-        floors = [[share * value for value in self.floor_of(batch, n, ceilings)] for n, share in shares.items()]
+        floors = [
+            [share * value for value in self.floor_of(batch, accept_length, n, ceilings)] for n, share in shares.items()
+        ]
         bytes_moved, flops, seconds = map(sum, zip(*floors, strict=True))
         return round(bytes_moved), round(flops), seconds
 
-    def floor_of(self, batch: int, num_nodes: int, ceilings: Ceilings) -> tuple[int, int, float]:
+    def floor_of(self, batch: int, accept_length: float, num_nodes: int, ceilings: Ceilings) -> tuple[int, int, float]:
         """Bytes and flops of a round's forward passes, and the least seconds they could take, pass by pass.
 
         A pass reads its weights once, and the target's all KV rows; activations and logits are not counted, and of the
@@ -234,7 +291,7 @@ class Bench:
         rows = setup.input + setup.output // 2
         kv = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * item * rows * batch
         target_head = weights(self.target.get_output_embeddings())
-        visited = math.ceil(batch * min(num_nodes, setup.accept_length()))
+        visited = math.ceil(batch * min(num_nodes, accept_length))
         passes = [(weights(self.target) - target_head, batch * num_nodes, kv), (target_head, visited, 0)]
         if self.draft is not None:
             num_steps = min(d.num_steps, num_nodes - 1)
@@ -252,23 +309,67 @@ class Bench:
         return sum(bytes_moved), sum(flops), floor
 
 
+def accept_spread(lengths: list[float]) -> dict[str, float]:
+    """Between what accept lengths the middle eight tenths of the requests are; nothing of one request."""
+    if len(lengths) < 2:
+        return {}
+    tenths = quantiles(lengths, n=10, method="inclusive")
+    return {"accept_length_p10": tenths[0], "accept_length_p90": tenths[-1]}
+
+
 def nodes_text(shares: dict[int, float]) -> str:
     """What share of the rounds had trees of how many nodes."""
     return ", ".join(f"{nodes}: {share:.0%}" for nodes, share in shares.items())
 
 
-def speculation(d: Drafting, draft: nn.Module | None, adaptive: bool) -> Speculation:
-    if d.algorithm == "NONE":
-        return Speculation()
-    return Speculation(
-        d.algorithm, draft, num_steps=d.num_steps, topk=d.topk, num_draft_tokens=d.num_nodes, adaptive=adaptive
-    )
+def draft_of(d: Drafting, model: Any) -> Draft | None:
+    if d.kind is None:
+        return None
+    return d.kind(model, num_steps=d.num_steps, topk=d.topk, num_nodes=d.num_nodes)
 
 
 def weights(module: nn.Module) -> int:
     """Numbers that a forward pass reads, the embeddings' few rows left out."""
     embedded = sum(m.weight.numel() for m in module.modules() if isinstance(m, nn.Embedding))
     return sum(p.numel() for p in module.parameters()) - embedded
+
+
+def memory_needed(setup: Setup, max_batch: int) -> int:
+    """Bytes of weights and KV, and a tenth more for everything else; nothing is allocated."""
+    config = shape_config(setup.shape)
+    item = setup.dtype.itemsize
+    with torch.device("meta"):
+        models: list[Any] = [AutoModelForCausalLM.from_config(config)]
+        if setup.drafting.kind is Eagle3:
+            models.append(Eagle3Head(eagle3_config(config), 3, draft_vocab_of(config)))
+        elif setup.drafting.kind is Standalone:
+            models.append(AutoModelForCausalLM.from_config(standalone_config(setup.shape)))
+    rows = setup.num_pages(max_batch) * PAGE_SIZE
+    kv_numbers = sum(
+        2 * m.config.num_hidden_layers * m.config.num_key_value_heads * head_dim_of(m.config) for m in models
+    )
+    # A head shares the target's embeddings.
+    shared = [0, *(m.embed_tokens.weight.numel() for m in models[1:] if isinstance(m, Eagle3Head))]
+    numbers = sum(p.numel() for m in models for p in m.parameters()) - sum(shared) + rows * kv_numbers
+    return int(1.1 * item * numbers)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can still be taken, as the driver or the system estimates it."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):  # no Linux: what is there in all
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def standalone_config(shape: str) -> Any:
+    """Of the small model that drafts for a shape."""
+    config = shape_config("tiny" if shape == "tiny" else "qwen3-0.6b")
+    config.vocab_size = shape_config(shape).vocab_size
+    return config
 
 
 def measure_rounds(setups: Sequence[Setup], batches: Sequence[int], ceilings: Ceilings) -> Iterator[Result]:

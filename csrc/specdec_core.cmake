@@ -1,22 +1,23 @@
 # Two header sets that live in wheels, found through the Python that builds: nothing is vendored.
-function(wheel_headers package subdirectory result)
+function(wheel_headers package distribution subdirectory result)
   execute_process(
     COMMAND ${Python_EXECUTABLE} -c
             "import importlib.util as u, os; print(os.path.dirname(u.find_spec('${package}').origin), end='')"
     OUTPUT_VARIABLE root RESULT_VARIABLE failed ERROR_QUIET)
   if(failed OR NOT EXISTS ${root}/${subdirectory})
-    message(FATAL_ERROR "The build needs the headers of the Python package ${package} (see build.sh: setup_build)")
+    message(FATAL_ERROR "The build needs the headers in the Python package ${distribution}, which is not installed for "
+                        "${Python_EXECUTABLE} (pip install ${distribution}${ARGN})")
   endif()
   set(${result} ${root}/${subdirectory} PARENT_SCOPE)
 endfunction()
-wheel_headers(tvm_ffi include DLPACK_INCLUDE)
+wheel_headers(tvm_ffi apache-tvm-ffi include DLPACK_INCLUDE)
 
 # CUDA's defaults, which a target takes over when it is made.
 if(SPECDEC_CUDA)
   include(CheckLanguage)
   check_language(CUDA)
 endif()
-if(CMAKE_CUDA_COMPILER)
+if(SPECDEC_CUDA AND CMAKE_CUDA_COMPILER)
   if(NOT CMAKE_CUDA_ARCHITECTURES)
     set(CMAKE_CUDA_ARCHITECTURES 90a-real)
   endif()
@@ -25,22 +26,28 @@ if(CMAKE_CUDA_COMPILER)
   set(CMAKE_CUDA_VISIBILITY_PRESET hidden)
   enable_language(CUDA)
   find_package(CUDAToolkit REQUIRED)
-  wheel_headers(cutlass_library source/include CUTLASS_INCLUDE)
+  wheel_headers(cutlass_library nvidia-cutlass source/include CUTLASS_INCLUDE
+                ", or -DSPECDEC_CUDA=OFF for a build without CUDA kernels")
 endif()
 
 # specdec_core: every op, free of Python. With nvcc it has the CUDA halves too; without, only the CPU ones.
 file(GLOB_RECURSE CORE_SOURCES CONFIGURE_DEPENDS csrc/*.cpp)
-list(FILTER CORE_SOURCES EXCLUDE REGEX "csrc/bindings.cpp|csrc/core/python_tensor.cpp")
+list(REMOVE_ITEM CORE_SOURCES ${PYTHON_SOURCES})
 add_library(specdec_core STATIC ${CORE_SOURCES})
 target_include_directories(specdec_core PUBLIC csrc)
 target_include_directories(specdec_core SYSTEM PUBLIC ${DLPACK_INCLUDE})
 target_link_libraries(specdec_core PUBLIC Threads::Threads)
 target_compile_options(specdec_core PUBLIC $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -ffp-contract=off -ffile-prefix-map=${CMAKE_SOURCE_DIR}/=>)
+if(SPECDEC_SANITIZE)
+  target_compile_options(specdec_core PUBLIC -fsanitize=address,undefined -fno-sanitize-recover=undefined
+                                             -fno-omit-frame-pointer -g)
+  target_link_options(specdec_core PUBLIC -fsanitize=address,undefined)
+endif()
 # Its sums may be fused: they need not have the bits that another device gives. (It must not include core/exact_math.h:
 # the linker keeps one copy of an inline function.)
 set_source_files_properties(csrc/attention/tree_attention_cpu.cpp PROPERTIES COMPILE_OPTIONS -ffp-contract=fast)
 
-if(CMAKE_CUDA_COMPILER)
+if(SPECDEC_CUDA AND CMAKE_CUDA_COMPILER)
   file(GLOB_RECURSE CUDA_SOURCES CONFIGURE_DEPENDS csrc/*.cu)
   target_sources(specdec_core PRIVATE ${CUDA_SOURCES})
   target_include_directories(specdec_core SYSTEM PRIVATE ${CUTLASS_INCLUDE})
@@ -56,8 +63,11 @@ if(CMAKE_CUDA_COMPILER)
   else()
     set(SIZE_OPTIONS --compress-mode=size)
   endif()
+  # nvcc splits what it hands to the host compiler at spaces: a folder with one in its name keeps its paths in messages.
+  if(NOT CMAKE_SOURCE_DIR MATCHES " ")
+    set(SHORT_PATHS ,-ffile-prefix-map=${CMAKE_SOURCE_DIR}/=)
+  endif()
   target_compile_options(
-    specdec_core
-    PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr --extended-lambda ${SIZE_OPTIONS}
-            -Xcompiler=-Wall,-ffp-contract=off,-ffile-prefix-map=${CMAKE_SOURCE_DIR}/=>)
+    specdec_core PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr --extended-lambda ${SIZE_OPTIONS}
+                         -Xcompiler=-Wall,-ffp-contract=off${SHORT_PATHS}>)
 endif()

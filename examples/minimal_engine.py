@@ -80,12 +80,10 @@ class MinimalEngine:
             len(self.head.tensors["d2t"]), dtype=torch.int32, device=device
         )
         hidden = self.target.config["hidden_size"]
-        self.seq_lens, self.before, self.roots, self.remaining, self.finished, self.status = self.ints(
-            6, SLOTS
-        ).unbind()
-        self.max_lens = self.ints(SLOTS) + MAX_LEN
-        self.stop_tokens = self.ints(SLOTS, 1) + self.target.config["eos_token_id"]
-        self.pool = sd.make_page_pool(SLOTS * max_pages, SLOTS, max_pages, PAGE, like=self.seq_lens)
+        like = torch.empty(0, device=device)
+        self.state = sd.make_slot_state(SLOTS, MAX_LEN, 1, like)
+        self.state.stop_tokens.fill_(self.target.config["eos_token_id"])
+        self.pool = sd.make_page_pool(SLOTS * max_pages, SLOTS, max_pages, PAGE, like)
         # The draft's: each root's best children, and the head's output that they share as their feature.
         self.child_ids = self.ints(SLOTS, TOPK)
         self.child_logprobs = torch.zeros(SLOTS, TOPK, device=device)
@@ -94,14 +92,15 @@ class MinimalEngine:
     def ints(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=self.device)
 
-    # --- the two models: rows [B, Q] of some slots, at KV rows `lens` + `offset` and behind
+    # --- the two models: rows [B, Q] of some slots, at KV rows `prefix_lens` + `offset` and behind
 
     def rows(
-        self, slots: Tensor, lens: Tensor, *, tail: int, valid: Tensor | None = None, **options
+        self, slots: Tensor, prefix_lens: Tensor, *, tail: int, valid: Tensor | None = None, **options
     ) -> tuple[dict, dict]:
-        common = {"page_table": self.pool.page_table, "slots": slots, "status": self.status}
-        write = common | {"start_lens": lens, "row_offset": options.get("offset", 0), "num_valid": valid}
-        see = common | {"prefix_lens": lens, "tail_len": tail, "mask": options.get("mask"), "q_lens": valid}
+        common = {"page_table": self.pool.page_table, "prefix_lens": prefix_lens, "slots": slots}
+        common["status"] = self.state.status
+        write = common | {"row_offset": options.get("offset", 0), "num_valid": valid}
+        see = common | {"tail_len": tail, "mask": options.get("mask"), "q_lens": valid}
         return write, see
 
     def run_target(self, tokens: Tensor, positions: Tensor, write: dict, see: dict) -> tuple[Tensor, Tensor]:
@@ -137,59 +136,59 @@ class MinimalEngine:
         """Runs all of the prompt but its last token, which is the root of the first round's tree."""
         slots, text = self.ints(1) + slot, torch.tensor([prompt], dtype=torch.int32, device=self.device)
         length = len(prompt) - 1
-        for state, value in ((self.finished, 0), (self.seq_lens, 0), (self.remaining, max_new_tokens)):
-            state[slot] = value
-        sd.alloc_pages(self.pool, self.seq_lens, length + RESERVE, slots=slots, status=self.status)
+        state = self.state
+        state.finish_reasons[slot], state.seq_lens[slot], state.remaining[slot] = 0, 0, max_new_tokens
+        sd.alloc_pages(self.pool, state.seq_lens, length + RESERVE, slots=slots, status=state.status)
         self.child_logprobs[slot] = -torch.inf
         if length > 0:
             positions, rows = (
                 torch.arange(length, device=self.device)[None],
-                self.rows(slots, self.seq_lens, tail=length),
+                self.rows(slots, state.seq_lens, tail=length),
             )
             _, features = self.run_target(text[:, :-1], positions, *rows)
             hidden = self.run_head(text[:, 1:], self.head.linear("fc", features), positions, *rows)
             self.keep_draft_state(slots, hidden[:, -1])
-        self.seq_lens[slot], self.roots[slot] = length, prompt[-1]
+        state.seq_lens[slot], state.root_tokens[slot] = length, prompt[-1]
 
     def draft(self, slots: Tensor) -> sd.Tree:
-        candidates, frontier = sd.expand_root(self.child_ids, self.child_logprobs, self.seq_lens, STEPS, slots=slots)
+        state = self.state
+        candidates, frontier = sd.expand_root(self.child_ids, self.child_logprobs, state.seq_lens, STEPS, slots=slots)
         tokens, positions = frontier.tokens, frontier.positions
         feature = self.last_hidden[slots][:, None].expand(-1, TOPK, -1)
         for step in range(2, STEPS + 1):
             offset, tail = (step - 2) * TOPK, (step - 1) * TOPK
-            rows = self.rows(slots, self.seq_lens, offset=offset, tail=tail, mask=frontier.mask)
+            rows = self.rows(slots, state.seq_lens, offset=offset, tail=tail, mask=frontier.mask)
             hidden = self.run_head(tokens, feature, positions, *rows).flatten(0, 1)
             ids, logprobs = (t.view(-1, TOPK, TOPK) for t in self.draft_topk(hidden))
             tokens, parent_rows, positions = sd.expand_tree(
-                ids, logprobs, step, *candidates, frontier.nodes, frontier.mask, self.seq_lens, slots=slots
+                ids, logprobs, step, candidates, frontier, state.seq_lens, slots=slots
             )
             feature = hidden[parent_rows]
-        return sd.build_tree(*candidates, self.roots, self.seq_lens, NODES, slots=slots)
+        return sd.build_tree(candidates, state.root_tokens, state.seq_lens, NODES, slots=slots)
 
     def round(self, slots: Tensor) -> list[list[int]]:
         """One round of these slots; returns the tokens that each of them gained."""
-        sd.alloc_pages(self.pool, self.seq_lens, RESERVE, slots=slots, status=self.status)
+        state = self.state
+        sd.alloc_pages(self.pool, state.seq_lens, RESERVE, slots=slots, status=state.status)
         tree = self.draft(slots)
-        rows = self.rows(slots, self.seq_lens, tail=NODES, valid=tree.num_nodes, mask=tree.mask)
+        rows = self.rows(slots, state.seq_lens, tail=NODES, valid=tree.num_nodes, mask=tree.mask)
         hidden, features = self.run_target(tree.tokens, tree.positions, *rows)
         logits = F.linear(hidden, self.target.tensors["model.embed_tokens.weight"])  # tied
-        accepted = sd.verify_tree(logits, tree, STEPS + 1, slots=slots, status=self.status)
-        num_valid = sd.commit_tokens(
-            accepted.tokens, accepted.lengths, self.stop_tokens, self.remaining, self.max_lens, self.seq_lens,
-            self.before, self.roots, self.finished, slots=slots, status=self.status,
-        )  # fmt: skip
+        accepted = sd.verify_tree(logits, tree, STEPS + 1, slots=slots, status=state.status)
+        num_valid = sd.commit_tokens(accepted, state, slots=slots)
         pools = self.target.k_pools, self.target.v_pools
-        sd.move_kv(*pools, self.pool.page_table, accepted.path, num_valid, self.before, slots=slots, status=self.status)
+        where = self.pool.page_table, accepted.path, num_valid, state.prefix_lens
+        sd.move_kv(*pools, *where, slots=slots, status=state.status)
 
         # Draft-extend: the head runs over what was accepted; its last valid row begins the next round.
         path = accepted.path.long()[:, :, None].expand(-1, -1, features.shape[-1])
-        positions = self.before[slots][:, None] + torch.arange(STEPS + 1, device=self.device)
-        rows = self.rows(slots, self.before, tail=STEPS + 1, valid=num_valid)
+        positions = state.prefix_lens[slots][:, None] + torch.arange(STEPS + 1, device=self.device)
+        rows = self.rows(slots, state.prefix_lens, tail=STEPS + 1, valid=num_valid)
         features = self.head.linear("fc", features.gather(1, path))
         hidden = self.run_head(accepted.tokens.clamp(min=0), features, positions, *rows)
         last = (num_valid.long() - 1).clamp(min=0)
         self.keep_draft_state(slots, hidden[torch.arange(len(slots), device=self.device), last])
-        return [row[:n] for row, n in zip(accepted.tokens.tolist(), accepted.lengths.tolist(), strict=True)]
+        return [row[:n] for row, n in zip(accepted.tokens.tolist(), accepted.num_valid.tolist(), strict=True)]
 
     @torch.inference_mode()
     def generate(self, prompts: list[list[int]], max_new_tokens: int) -> list[list[int]]:
@@ -204,10 +203,10 @@ class MinimalEngine:
             slots = torch.tensor(list(running), dtype=torch.int32, device=self.device)
             for slot, tokens in zip(list(running), self.round(slots), strict=True):
                 outputs[running[slot]] += tokens
-            for slot in [slot for slot in running if self.finished[slot]]:
-                sd.free_pages(self.pool, torch.zeros_like(self.seq_lens), slots=self.ints(1) + slot)
+            for slot in [slot for slot in running if self.state.finish_reasons[slot]]:
+                sd.free_pages(self.pool, torch.zeros_like(self.state.seq_lens), slots=self.ints(1) + slot)
                 del running[slot]
-        assert not self.status.any(), "the ops found something wrong in the state"
+        assert not self.state.status.any(), "the ops found something wrong in the state"
         return outputs
 
 

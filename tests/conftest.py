@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import specdec_kernels
-from specdec_kernels import ops
 
 HAS_CUDA = torch.cuda.is_available() and specdec_kernels.cuda_version is not None
 
@@ -26,14 +25,11 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
 
 
-@pytest.fixture(params=["cpu", on_cuda("cuda"), on_cuda("cuda, node by node")])
-def verifying_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """A device; on CUDA also with verify_tree as it is without a workspace, where few nodes are not found at once."""
-    name, *node_by_node = request.param.split(", ")
-    if node_by_node:
-        verify = ops._C.verify_tree
-        monkeypatch.setattr(ops._C, "verify_tree", lambda *arguments: verify(*arguments[:-5], None, *arguments[-4:]))
-    return torch.device(name)
+@pytest.fixture(params=["cpu", on_cuda("cuda walk"), on_cuda("cuda at_once")])
+def verifier(request: pytest.FixtureRequest) -> tuple[torch.device, str | None]:
+    """A device, and one of its plans of verify_tree."""
+    device, *plan = request.param.split(" ")
+    return torch.device(device), plan[0] if plan else None
 
 
 @pytest.fixture(autouse=True)

@@ -28,8 +28,8 @@ class TwoPools:
         sd.alloc_pages(self.pool, self._put(host_lens), reserve, slots=self._put(host_slots), status=self.status)
         self.compare()
 
-    def free(self, keep_lens: list[int], slots: list[int] | None = None) -> None:
-        host_lens, host_slots = self._ints(keep_lens), None if slots is None else self._ints(slots)
+    def free(self, prefix_lens: list[int], slots: list[int] | None = None) -> None:
+        host_lens, host_slots = self._ints(prefix_lens), None if slots is None else self._ints(slots)
         reference.free_pages(self.model, host_lens, host_slots, self.model_status)
         sd.free_pages(self.pool, self._put(host_lens), slots=self._put(host_slots), status=self.status)
         self.compare()

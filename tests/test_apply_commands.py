@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 import specdec_kernels as sd
+from specdec_kernels import _C
+from specdec_kernels.engine.rings import Rings
 from specdec_kernels.reference import round as reference
 
 INT = torch.int32
 R, M, B, DEPTH = 5, 3, 4, 3  # slots, stop tokens, most rows, records
 
 
-def state_of(device: torch.device | str = "cpu", slots: int = R, stops: int = M) -> dict[str, torch.Tensor]:
-    ints = ("seq_lens", "root_tokens", "remaining", "top_k", "stops_from", "num_logprobs", "finish_reasons", "status")
-    state = {name: torch.randint(1, 99, (slots,), dtype=INT) for name in ints}
-    state["stop_tokens"] = torch.randint(0, 99, (slots, stops), dtype=INT)
-    state |= {name: torch.rand(slots) for name in ("temperature", "top_p", "min_p")}
-    state["seeds"] = torch.randint(-(2**62), 2**62, (slots,))
-    return {name: tensor.to(device) for name, tensor in state.items()}
+def state_of(device: torch.device | str = "cpu", slots: int = R, stops: int = M) -> sd.SlotState:
+    state = sd.make_slot_state(slots, 99, stops, like=torch.empty(0))
+    for tensor in state:
+        tensor.copy_(torch.rand(tensor.shape) if tensor.is_floating_point() else torch.randint(1, 99, tensor.shape))
+    state.seeds.copy_(torch.randint(-(2**62), 2**62, (slots,)))
+    return copied(state, device)
+
+
+def copied(state: sd.SlotState, device: torch.device | str = "cpu") -> sd.SlotState:
+    return sd.SlotState(*(tensor.to(device, copy=True) for tensor in state))
 
 
 def record(
@@ -46,17 +49,17 @@ def record(
     return words
 
 
-def counters(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+def rings_of(records: torch.Tensor, state: sd.SlotState, batch: int = B) -> Rings:
+    """Rings with these records of commands, one or several."""
+    records = records if records.ndim == 2 else records[None]
+    rings = Rings.create(state, max_batch=batch, accept_width=1, top_n=-1, depth=len(records))
+    rings.commands.copy_(records)
+    return rings
 
 
-def shared(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return tensor.pin_memory() if device.type == "cuda" else tensor
-
-
-def expect_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
-    for name, tensor in want.items():
-        assert torch.equal(got[name].cpu(), tensor), name
+def expect_same(got: sd.SlotState, want: sd.SlotState) -> None:
+    for name, tensor, expected in zip(want._fields, got, want, strict=True):
+        assert torch.equal(tensor.cpu(), expected), name
 
 
 @pytest.mark.sanitize
@@ -65,99 +68,104 @@ def test_records_in_order(device: torch.device, slots: int, stops: int, batch: i
     """Round the ring and on; rows are free once they are applied."""
     sizes = (slots, stops, batch)
     want = state_of(slots=slots, stops=stops)
-    got = {name: tensor.to(device) for name, tensor in want.items()}
-    commands = shared(torch.stack([record([], sizes=sizes)] * DEPTH), device)
-    num_applied, started_at = counters(device)
+    got = copied(want, device)
+    rings = rings_of(torch.stack([record([], sizes=sizes)] * DEPTH), got, batch)
     count = torch.zeros(1, dtype=torch.int64)
     for number in range(2 * DEPTH + 1):
         named = torch.randperm(slots)[: torch.randint(0, batch + 1, ())].tolist()
         gone = torch.randperm(slots)[: torch.randint(0, slots + 1, ())].tolist()
         active = torch.randperm(slots)[: torch.randint(0, slots + 1, ())].tolist()
-        commands[number % DEPTH] = record(named, active, gone, sizes)
-        host = commands.clone()
-        outputs = sd.apply_commands(commands, num_applied, started_at, **got)
+        rings.commands[number % DEPTH] = record(named, active, gone, sizes)
+        host = rings.commands.clone()
+        rings.apply_commands(got)
         expected = reference.apply_commands(host, count, want)
-        for a, b in zip(outputs, expected, strict=True):
+        for a, b in zip((rings.slots, rings.given_back), expected, strict=True):
             assert torch.equal(a.cpu(), b)
         expect_same(got, want)
-        assert int(num_applied) == number + 1 == int(commands[number % DEPTH, 0])
-        assert torch.equal(commands[:, 1:], host[:, 1:])
+        assert int(rings.num_applied) == number + 1 == int(rings.commands[number % DEPTH, 0])
+        assert torch.equal(rings.commands[:, 1:], host[:, 1:])
+
+
+@pytest.mark.parametrize(("max_batch", "num_slots", "max_stops", "words"), [(1, 1, 0, 16), (4, 5, 3, 86)])
+def test_words_of_a_record(max_batch: int, num_slots: int, max_stops: int, words: int) -> None:
+    """As csrc/round/records.h describes them: 2, slots, those given back, 12 and stop tokens for each to activate."""
+    assert (
+        _C.command_words(max_batch, num_slots, max_stops)
+        == words
+        == len(record([], sizes=(num_slots, max_stops, max_batch)))
+    )
 
 
 def test_a_slot_given_back_and_activated_at_once(device: torch.device) -> None:
     state = state_of(device)
-    commands = shared(record([2], [2], [2])[None].clone(), device)
-    seq_len = int(commands[0, 2 + B + R + 1])
-    sd.apply_commands(commands, *counters(device), **state)
-    assert int(state["seq_lens"][2]) == seq_len and int(state["status"][2]) == 0
+    rings = rings_of(record([2], [2], [2]), state)
+    seq_len = int(rings.commands[0, 2 + B + R + 1])
+    rings.apply_commands(state)
+    assert int(state.seq_lens[2]) == seq_len and int(state.status[2]) == 0
 
 
 def test_status_survives_activation(device: torch.device) -> None:
     """Prefill may have set it."""
     state = state_of(device)
-    state["status"][1] = sd.Status.BAD_LENGTH
-    before = state["status"].clone()
-    sd.apply_commands(shared(record([1], [1])[None].clone(), device), *counters(device), **state)
-    assert torch.equal(state["status"], before) and int(state["finish_reasons"][1]) == 0
+    state.status[1] = sd.Status.BAD_LENGTH
+    before = state.status.clone()
+    rings_of(record([1], [1]), state).apply_commands(state)
+    assert torch.equal(state.status, before) and int(state.finish_reasons[1]) == 0
 
 
 def test_a_slot_without_pages_does_not_start(device: torch.device) -> None:
     """Its prefill was written nowhere, and pages that it gets later would hide that."""
     state = state_of(device)
-    state["status"][1] = sd.Status.STALLED
-    sd.apply_commands(shared(record([1], [1])[None].clone(), device), *counters(device), **state)
-    assert int(state["status"][1]) == sd.Status.STALLED | sd.Status.BAD_PAGE
+    state.status[1] = sd.Status.STALLED
+    rings_of(record([1], [1]), state).apply_commands(state)
+    assert int(state.status[1]) == sd.Status.STALLED | sd.Status.BAD_PAGE
 
 
 @pytest.mark.parametrize("bad", [R, -2, 2**31 - 1, -(2**31)])
 def test_slots_out_of_range_change_nothing(device: torch.device, bad: int) -> None:
     state = state_of(device)
-    before = {name: tensor.cpu().clone() for name, tensor in state.items()}
-    slots, given_back = sd.apply_commands(
-        shared(record([bad], [bad], [bad])[None].clone(), device), *counters(device), **state
-    )
+    before, rings = copied(state), rings_of(record([bad], [bad], [bad]), state)
+    rings.apply_commands(state)
     expect_same(state, before)
-    assert int(slots[0]) == int(given_back[0]) == bad
+    assert int(rings.slots[0]) == int(rings.given_back[0]) == bad
 
 
 @pytest.mark.parametrize("count", [-(2**31), -1, 0, R + 1, 2**31 - 1])
 def test_any_count_of_activations(device: torch.device, count: int) -> None:
     """As many as there is room for, or none."""
     want = state_of()
-    got = {name: tensor.to(device) for name, tensor in want.items()}
+    got = copied(want, device)
     words = record([], [3, 1, -5, 0, 2])
     words[1] = count
-    commands = shared(words[None].clone(), device)
     reference.apply_commands(words[None].clone(), torch.zeros(1, dtype=torch.int64), want)
-    sd.apply_commands(commands, *counters(device), **got)
+    rings_of(words, got).apply_commands(got)
     expect_same(got, want)
 
 
 def test_any_count_names_a_record(device: torch.device) -> None:
     state = state_of(device)
-    num_applied, started_at = counters(device)
     for count in (-1, -(2**63), 2**63 - 1, 2**31 - 1):
-        num_applied.fill_(count)
-        commands = shared(torch.stack([record([3])] * DEPTH), device)
-        slots, _ = sd.apply_commands(commands, num_applied, started_at, **state)
-        assert slots.tolist() == [3, -1, -1, -1]
-        assert int(commands[count % 2**64 % DEPTH, 0]) == ((count + 1 + 2**31) % 2**32) - 2**31
+        rings = rings_of(torch.stack([record([3])] * DEPTH), state)
+        rings.num_applied.fill_(count)
+        rings.apply_commands(state)
+        assert rings.slots.tolist() == [3, -1, -1, -1]
+        assert int(rings.commands[count % 2**64 % DEPTH, 0]) == ((count + 1 + 2**31) % 2**32) - 2**31
 
 
 def test_the_clock_goes_forward(device: torch.device) -> None:
-    state, (num_applied, started_at) = state_of(device), counters(device)
-    commands = shared(torch.stack([record([])] * DEPTH), device)
+    state = state_of(device)
+    rings = rings_of(torch.stack([record([])] * DEPTH), state)
     times = []
     for _ in range(3):
-        sd.apply_commands(commands, num_applied, started_at, **state)
-        times.append(int(started_at))
+        rings.apply_commands(state)
+        times.append(int(rings.started_at))
     assert 0 < times[0] <= times[1] <= times[2]
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"commands": torch.zeros(2, 85, dtype=INT), "out_slots": torch.zeros(4, dtype=INT)}, "apply_commands: commands has shape [2, 85], expected [depth, words=86]"),
+        ({"commands": torch.zeros(2, 85, dtype=INT)}, "apply_commands: commands has shape [2, 85], expected [depth, words=86]"),
         ({"commands": torch.zeros(0, 86, dtype=INT)}, "apply_commands: depth is 0, expected 1 to 2147483647"),
         ({"commands": torch.zeros(2, 86)}, "apply_commands: commands is float32, expected int32"),
         ({"seeds": torch.zeros(5, dtype=INT)}, "apply_commands: seeds is int32, expected int64"),
@@ -166,18 +174,28 @@ def test_the_clock_goes_forward(device: torch.device) -> None:
     ],
     ids=["words", "depth", "dtype", "seeds", "status", "counter"],
 )  # fmt: skip
-def test_messages(change: dict[str, Any], message: str) -> None:
-    num_applied, started_at = counters(torch.device("cpu"))
-    arguments = {"commands": record([])[None], "num_applied": num_applied, "started_at": started_at, **state_of()}
+def test_messages(change: dict[str, torch.Tensor], message: str) -> None:
+    state = state_of()
+    rings = rings_of(record([]), state)
+    for name, tensor in change.items():
+        if name in state._fields:
+            state = state._replace(**{name: tensor})
+        else:
+            setattr(rings, name, tensor)
     with pytest.raises(ValueError) as error:
-        sd.apply_commands(**(arguments | change))
+        rings.apply_commands(state)
     assert str(error.value) == message
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 def test_what_the_device_cannot_reach() -> None:
-    cuda = torch.device("cuda")
+    state = state_of("cuda")
+    rings = rings_of(record([]), state)
+    rings.commands = record([])[None]
     with pytest.raises(ValueError, match="apply_commands: commands is not pinned, expected a pinned or cuda tensor"):
-        sd.apply_commands(record([])[None], *counters(cuda), **state_of(cuda))
+        rings.apply_commands(state)
+    state = state_of()
+    rings = rings_of(record([]), state)
+    rings.commands = record([])[None].cuda()
     with pytest.raises(ValueError, match="apply_commands: commands is on cuda, expected a cpu tensor like num_applied"):
-        sd.apply_commands(record([])[None].cuda(), *counters(torch.device("cpu")), **state_of())
+        rings.apply_commands(state)

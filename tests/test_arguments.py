@@ -20,9 +20,9 @@ BEST = [[1, 3], [0, 1]]
 
 
 def best_two(logits: Any, **keywords: Any) -> list[list[int]]:
-    out_ids, out_logprobs = torch.full((2, 2), -1, dtype=torch.int32), torch.full((2, 2), torch.nan)
-    sd.select_topk(logits, 2, out_ids=out_ids, out_logprobs=out_logprobs, **keywords)
-    return out_ids.tolist()
+    out = sd.TopK(torch.full((2, 2), -1, dtype=torch.int32), torch.full((2, 2), torch.nan))
+    sd.select_topk(logits, 2, out=out, **keywords)
+    return out.ids.tolist()
 
 
 class OldProducer:
@@ -106,7 +106,7 @@ def test_read_only_input_is_fine() -> None:
 
 def test_libraries_may_be_mixed() -> None:
     ids, logprobs = np.empty((2, 2), np.int32), np.empty((2, 2), np.float32)
-    sd.select_topk(LOGITS, 2, out_ids=ids, out_logprobs=logprobs)
+    sd.select_topk(LOGITS, 2, out=sd.TopK(ids, logprobs))
     assert ids.tolist() == BEST
 
 
@@ -131,7 +131,7 @@ def test_non_tensor_at_the_boundary(value: object, name: str) -> None:
     with pytest.raises(TypeError) as error:
         _C.noop1(None, value)
     assert str(error.value) == (
-        "expected a tensor (torch.Tensor, numpy.ndarray, or another type with __dlpack__), got " + name
+        f"noop1: a is a {name}, expected a tensor (torch.Tensor, numpy.ndarray, or another type with __dlpack__)"
     )
 
 
@@ -142,8 +142,41 @@ def test_non_tensor_through_ops() -> None:
     with pytest.raises(TypeError) as error:
         sd.select_topk(LOGITS, 2, id_map=[0, 1, 2, 3])
     assert str(error.value) == (
-        "expected a tensor (torch.Tensor, numpy.ndarray, or another type with __dlpack__), got list"
+        "select_topk: id_map is a list, expected a tensor (torch.Tensor, numpy.ndarray, or another type with __dlpack__)"
     )
+
+
+PLAIN = (
+    torch.zeros(1, 1).int(),
+    torch.zeros(1).int(),
+    torch.zeros(1, 1).int(),
+)
+
+
+def a_tree() -> sd.Tree:
+    return sd.build_tree_from_parents(torch.zeros(1, 1).int(), torch.full((1, 1), -1).int(), torch.zeros(1).int())
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: sd.verify_tree(LOGITS[:1, None], tuple(a_tree()), 1), "verify_tree: tree is a tuple, expected a Tree"),
+        (lambda: sd.verify_tree(LOGITS[:1, None], a_tree(), 1, out=PLAIN), "verify_tree: out is a tuple, expected an Accepted"),
+        (lambda: sd.select_topk(LOGITS, 2, out=PLAIN[:2]), "select_topk: out is a tuple, expected a TopK"),
+        (lambda: sd.build_tree(PLAIN, PLAIN[1], PLAIN[1], 1), "build_tree: candidates is a tuple, expected a Candidates"),
+        (lambda: sd.merge_trees(a_tree(), LOGITS, None, LOGITS, 4), "merge_trees: b is a NoneType, expected a Tree"),
+        (lambda: sd.score_tokens(LOGITS[:1, None], PLAIN), "score_tokens: accepted is a tuple, expected an Accepted"),
+        (lambda: sd.commit_tokens(sd.Accepted(*PLAIN), {}), "commit_tokens: state is a dict, expected a SlotState"),
+        (lambda: sd.sample_draft(LOGITS, 1, seeds=PLAIN[1].long(), positions=PLAIN[1], temperature=0.8), "sample_draft: temperature is a float, expected a tensor (torch.Tensor, numpy.ndarray, or another type with __dlpack__)"),
+        (lambda: sd.select_topk(LOGITS, 2, stream="0"), "select_topk: stream is a str, expected None or a raw cudaStream_t as an int"),
+        (lambda: sd.free_pages([], PLAIN[1]), "free_pages: pool is a list, expected a PagePool"),
+    ],
+    ids=["tree", "out", "topk", "candidates", "trees", "accepted", "state", "temperature", "stream", "pool"],
+)  # fmt: skip
+def test_what_is_no_tensor_or_struct_is_named(call: Any, message: str) -> None:
+    with pytest.raises(TypeError) as error:
+        call()
+    assert str(error.value) == message
 
 
 @pytest.mark.parametrize(
@@ -152,29 +185,29 @@ def test_non_tensor_through_ops() -> None:
         (
             "select_topk",
             (None, LOGITS, "2", None, LOGITS, LOGITS),
-            "argument 2 is of type str, expected int of 64 bits",
+            "k is a str, expected int of 64 bits",
         ),
         (
             "select_topk",
             (None, LOGITS, 2.5, None, LOGITS, LOGITS),
-            "argument 2 is of type float, expected int of 64 bits",
+            "k is a float, expected int of 64 bits",
         ),
         (
             "select_topk",
             (None, LOGITS, 2**63, None, LOGITS, LOGITS),
-            "argument 2 is of type int, expected int of 64 bits",
+            "k is a int, expected int of 64 bits",
         ),
-        ("norm_rows", (None, LOGITS, LOGITS, [], None, None, LOGITS), "argument 3 is of type list, expected float"),
-        ("linear_rows", (None, LOGITS, LOGITS, None, "yes", LOGITS), "argument 4 is of type str, expected bool"),
+        ("norm_rows", (None, LOGITS, LOGITS, [], None, None, LOGITS), "eps is a list, expected float"),
+        ("linear_rows", (None, LOGITS, LOGITS, None, "yes", None, LOGITS), "gated is a str, expected bool"),
         (
             "tree_attention_workspace",
-            (*[LOGITS] * 4, "x"),
-            "argument 4 is of type str, expected int of 64 bits or None",
+            (*[LOGITS] * 4, "x", None, None),
+            "fixed_split is a str, expected int of 64 bits or None",
         ),
         (
             "free_pages",
             (None, (*[LOGITS] * 5, None), LOGITS, None, None),
-            "argument 1 is of type tuple, expected PagePool",
+            "pool is a tuple, expected PagePool",
         ),
         ("free_pages", (None, LOGITS), "2 arguments, expected 5"),
     ],
@@ -193,9 +226,7 @@ def test_an_op_takes_no_keywords_at_the_boundary() -> None:
 def test_foreign_tensor_needs_its_outputs() -> None:
     with pytest.raises(TypeError) as error:
         sd.select_topk(OldProducer(LOGITS), 2)
-    assert str(error.value) == (
-        "select_topk: cannot allocate outputs like OldProducer, expected every out_* to be passed"
-    )
+    assert str(error.value) == ("select_topk: cannot allocate outputs like OldProducer, expected out to be passed")
 
 
 def test_a_producer_that_raises_is_heard() -> None:
@@ -204,7 +235,7 @@ def test_a_producer_that_raises_is_heard() -> None:
 
 
 def test_a_producer_that_returns_something_else() -> None:
-    with pytest.raises(TypeError, match=r"got WrongProducer$"):
+    with pytest.raises(TypeError, match=r"^select_topk: logits is a WrongProducer, expected a tensor "):
         best_two(WrongProducer(LOGITS))
 
 
@@ -212,7 +243,7 @@ def test_a_producer_that_returns_something_else() -> None:
 def test_stream_must_be_a_number(stream: object, name: str) -> None:
     with pytest.raises(TypeError) as error:
         best_two(LOGITS, stream=stream)
-    assert str(error.value) == f"expected stream to be None or a raw cudaStream_t as an int, got {name}"
+    assert str(error.value) == f"select_topk: stream is a {name}, expected None or a raw cudaStream_t as an int"
     assert best_two(LOGITS) == BEST
 
 
@@ -233,7 +264,7 @@ class RaisingDevice(OldProducer):
 
 
 def test_half_a_producer_is_no_tensor() -> None:
-    with pytest.raises(TypeError, match=r"got WithoutDevice$"):
+    with pytest.raises(TypeError, match=r"^noop1: a is a WithoutDevice, expected a tensor "):
         _C.noop1(None, WithoutDevice())
 
 
@@ -285,24 +316,24 @@ def test_number_of_dimensions(shape: tuple[int, ...], message: str) -> None:
 
 def test_number_of_dimensions_of_an_output() -> None:
     with pytest.raises(ValueError) as error:
-        sd.select_topk(LOGITS, 2, out_logprobs=torch.zeros(()))
-    assert str(error.value) == "select_topk: out_logprobs has shape [], expected [rows=2, k=2]"
+        sd.select_topk(LOGITS, 2, out=sd.TopK(torch.zeros(2, 2).int(), torch.zeros(())))
+    assert str(error.value) == "select_topk: out.logprobs has shape [], expected [rows=2, k=2]"
 
 
 def test_read_only_output() -> None:
     ids = np.zeros((2, 2), np.int32)
     ids.flags.writeable = False
     with pytest.raises(ValueError) as error:
-        sd.select_topk(LOGITS.numpy(), 2, out_ids=ids)
-    assert str(error.value) == "select_topk: out_ids is read-only, expected a writable tensor"
+        sd.select_topk(LOGITS.numpy(), 2, out=sd.TopK(ids, np.zeros((2, 2), np.float32)))
+    assert str(error.value) == "select_topk: out.ids is read-only, expected a writable tensor"
     assert not ids.any()
 
 
 def test_output_must_be_contiguous() -> None:
     with pytest.raises(ValueError) as error:
-        sd.select_topk(LOGITS, 2, out_ids=torch.zeros(2, 4, dtype=torch.int32)[:, ::2])
+        sd.select_topk(LOGITS, 2, out=sd.TopK(torch.zeros(2, 4, dtype=torch.int32)[:, ::2], torch.zeros(2, 2)))
     assert str(error.value) == (
-        "select_topk: out_ids has shape [2, 2] and is not contiguous, expected a contiguous tensor"
+        "select_topk: out.ids has shape [2, 2] and is not contiguous, expected a contiguous tensor"
     )
 
 
@@ -386,7 +417,7 @@ def test_errors_keep_nothing() -> None:
     references = sys.getrefcount(array)
     for _ in range(1000):
         with pytest.raises(ValueError):
-            sd.select_topk(array, 2, out_ids=array, out_logprobs=array)
+            sd.select_topk(array, 2, out=sd.TopK(array, array))
         with pytest.raises(TypeError):
             _C.noop4(None, array, array, array, "not a tensor")
     assert sys.getrefcount(array) == references

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from specdec_kernels.engine import Engine, SamplingParams, Speculation
+from specdec_kernels.engine import Draft, Eagle3, Engine, Ngram, SamplingParams, Standalone
 from specdec_kernels.tiny import tiny_model
 from tiny import held_out
 
 HEAD = tiny_model("eagle3")
-SPECULATIONS = {
-    "none": Speculation(),
-    "chain": Speculation("EAGLE3", HEAD, num_steps=3, topk=1),
-    "drawn": Speculation("EAGLE3", HEAD, num_steps=3, topk=1, sampled_drafts=True),
-    "tree": Speculation("EAGLE3", HEAD, num_steps=4, topk=4, num_draft_tokens=16),
-    "standalone": Speculation("STANDALONE", tiny_model("target"), num_steps=2, topk=2, num_draft_tokens=6),
+DRAFTS: dict[str, Callable[[], Draft | None]] = {
+    "none": lambda: None,
+    "chain": lambda: Eagle3(HEAD, num_steps=3, topk=1),
+    "drawn": lambda: Eagle3(HEAD, num_steps=3, topk=1, sampled=True),
+    "tree": lambda: Eagle3(HEAD, num_steps=4, topk=4, num_nodes=16),
+    "standalone": lambda: Standalone(tiny_model("target"), num_steps=2, topk=2, num_nodes=6),
 }
 NUM_SLOTS, NEW_TOKENS = 5, 24
 
@@ -28,7 +28,7 @@ Logits = dict[tuple[int, int], torch.Tensor]  # by request and length: of all no
 def make_engine(name: str, device: torch.device, **options: Any) -> Engine:
     return Engine(
         tiny_model("target"),
-        speculation=SPECULATIONS[name],
+        draft=DRAFTS[name](),
         max_len=160,
         num_slots=NUM_SLOTS,
         prefill_chunk=24,
@@ -57,8 +57,8 @@ def logits_of(
         result = run(slots, num_nodes)
         live = [(row, slot) for row, slot in enumerate(slots.tolist()) if slot >= 0]
         for row, slot in live:
-            text = (int(engine.state.seq_lens_before[slot]), slot)
-            rounds.append((text, kept[0][row].clone()))
+            text = (int(engine.state.prefix_lens[slot]), slot)
+            rounds.append((text, kept[0].unflatten(0, (len(slots), -1))[row].clone()))
         return result
 
     rounds: list[tuple[tuple[int, int], torch.Tensor]] = []
@@ -71,10 +71,12 @@ def logits_of(
     return {(requests[slot], length): x for (length, slot), x in rounds}, [out.tokens for out in outputs]
 
 
-@pytest.mark.parametrize("name", SPECULATIONS)
-def test_logits_are_the_same_in_any_company(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "kv_dtype"), [*((name, None) for name in DRAFTS), ("tree", "fp8_e4m3")])
+def test_logits_are_the_same_in_any_company(
+    name: str, kv_dtype: str | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Call by call, so that the logits of a round can be looked at.
-    engine = make_engine(name, device, cuda_graph=False, rounds_in_flight=1)
+    engine = make_engine(name, device, cuda_graph=False, rounds_in_flight=1, kv_dtype=kv_dtype)
     together, texts = logits_of(engine, [0, 1, 2, 3, 4], monkeypatch)
     for company in ([2], [4, 2, 0], [3, 1]):
         some, some_texts = logits_of(engine, company, monkeypatch)
@@ -84,7 +86,7 @@ def test_logits_are_the_same_in_any_company(name: str, device: torch.device, mon
             assert torch.equal(logits, together[key]), key
 
 
-@pytest.mark.parametrize("name", SPECULATIONS)
+@pytest.mark.parametrize("name", DRAFTS)
 def test_texts_are_the_same_in_any_company(name: str, device: torch.device) -> None:
     """Greedy and sampled; on a GPU captured and overlapped; with more requests than slots, in other orders."""
     engine = make_engine(name, device)
@@ -106,7 +108,7 @@ def test_what_cannot_be_invariant_is_refused() -> None:
             Engine(tiny_model("target"), num_slots=4, batch_invariant=True, device="cpu", **options)  # type: ignore[arg-type]
         return str(error.value)
 
-    assert refusal(speculation=Speculation("NGRAM")) == (
-        "Engine: batch_invariant is set, expected not for NGRAM, whose drafts depend on what other requests said"
+    assert refusal(draft=Ngram()) == (
+        "Engine: batch_invariant is set, expected not with Ngram, whose drafts depend on what other requests said"
     )
     assert refusal(batch_sizes=[2, 4]) == "Engine: batch_sizes is [2, 4], expected one size with batch_invariant"

@@ -61,17 +61,17 @@ def check(
     root_tokens, seq_lens = slot_state(num_slots)
     status = torch.full((num_slots,), 16, dtype=torch.int32)
     want_status = status.clone()
-    want = reference.build_tree(*candidates, root_tokens, seq_lens, nodes, slots, order, want_status)
+    want = reference.build_tree(candidates, root_tokens, seq_lens, nodes, slots, order, want_status)
     status = status.to(device)
     got = sd.build_tree(
-        *(t.to(device) for t in candidates),
+        sd.Candidates(*(t.to(device) for t in candidates)),
         root_tokens.to(device),
         seq_lens.to(device),
         nodes,
         slots=None if slots is None else slots.to(device),
         order=order,
         status=status,
-        **poisoned_tree(batch, nodes, device),
+        out=poisoned_tree(batch, nodes, device),
     )
     assert_same_tree(got, want)
     assert torch.equal(status.cpu(), want_status)
@@ -161,11 +161,12 @@ def test_both_devices_agree(order: str, scrambled: bool) -> None:
         candidates = random_candidates(2000, columns, missing=0.02)
         if scrambled:
             scramble(candidates, share=2 / columns)
-        arguments = [*candidates, *slot_state(2000)]
+        arguments = slot_state(2000)
+        candidates_there = sd.Candidates(*(t.cuda() for t in candidates))
         status = torch.zeros(2000, dtype=torch.int32)
         there = status.cuda()
-        want = sd.build_tree(*arguments, nodes, order=order, status=status)
-        got = sd.build_tree(*(t.cuda() for t in arguments), nodes, order=order, status=there)
+        want = sd.build_tree(candidates, *arguments, nodes, order=order, status=status)
+        got = sd.build_tree(candidates_there, *(t.cuda() for t in arguments), nodes, order=order, status=there)
         assert_same_tree(got, want)
         assert torch.equal(there.cpu(), status)
         assert not scrambled or int((status != 0).sum()) > 0
@@ -215,10 +216,10 @@ def test_garbage_in_rows_without_candidates(device: torch.device) -> None:
 
 @pytest.mark.parametrize("seq_len", [-1, -(2**31), 2**31 - 1], ids=str)
 def test_wild_length_touches_nothing_but_positions(device: torch.device, seq_len: int) -> None:
-    candidates = [t.to(device) for t in random_candidates(1, 9, missing=0.0)]
+    candidates = sd.Candidates(*(t.to(device) for t in random_candidates(1, 9, missing=0.0)))
     root = torch.tensor([3], dtype=torch.int32, device=device)
-    wild = sd.build_tree(*candidates, root, torch.full_like(root, seq_len), 6)
-    sane = sd.build_tree(*candidates, root, torch.zeros_like(root), 6)
+    wild = sd.build_tree(candidates, root, torch.full_like(root, seq_len), 6)
+    sane = sd.build_tree(candidates, root, torch.zeros_like(root), 6)
     wrapped = (sane.positions.long() + seq_len + 2**31) % 2**32 - 2**31
     assert_same_tree(wild, sane._replace(positions=wrapped.to(torch.int32)))
 
@@ -240,9 +241,9 @@ def test_a_smaller_tree_is_a_prefix(device: torch.device, order: str, scrambled:
         scramble(candidates)
     candidates = sd.Candidates(*(t.to(device) for t in candidates))
     root_tokens, seq_lens = (t.to(device) for t in slot_state(6))
-    large = sd.build_tree(*candidates, root_tokens, seq_lens, 100, order=order)
+    large = sd.build_tree(candidates, root_tokens, seq_lens, 100, order=order)
     for nodes in (1, 2, 17, 64, 65):
-        small = sd.build_tree(*candidates, root_tokens, seq_lens, nodes, order=order)
+        small = sd.build_tree(candidates, root_tokens, seq_lens, nodes, order=order)
         assert torch.equal(small.num_nodes, large.num_nodes.clamp(max=nodes))
         for b, count in enumerate(small.num_nodes.tolist()):
             for name in ("tokens", "parents", "positions"):
@@ -282,18 +283,18 @@ def test_a_whole_draft(device: torch.device, k: int, num_steps: int, nodes: int)
     ids, scores = torch.randint(0, 99, (num_slots, k), dtype=torch.int32), logprobs(num_slots, k)
     candidates, frontier = sd.expand_root(ids.to(device), scores.to(device), seq_lens_there, num_steps, **there)
     want, want_frontier = reference_draft.expand_root(ids, scores, seq_lens, num_steps, slots)
-    want_nodes, want_mask = want_frontier.nodes, want_frontier.mask
     for step in range(2, num_steps + 1):
         ids, scores = torch.randint(0, 99, (3, k, k), dtype=torch.int32), logprobs(3, k, k)
         sd.expand_tree(
-            ids.to(device), scores.to(device), step, *candidates, frontier.nodes, frontier.mask, seq_lens_there, **there
+            ids.to(device), scores.to(device), step, candidates, frontier, seq_lens_there, **there
         )  # fmt: skip
-        want, want_nodes, want_mask, _ = reference_draft.expand_tree(
-            ids, scores, step, want, want_nodes, want_mask, seq_lens, slots
+        want, nodes_of_step, mask, _ = reference_draft.expand_tree(
+            ids, scores, step, want, want_frontier, seq_lens, slots
         )
+        want_frontier = want_frontier._replace(nodes=nodes_of_step, mask=mask)
     status = torch.zeros(num_slots, dtype=torch.int32, device=device)
-    tree = sd.build_tree(*candidates, root_tokens.to(device), seq_lens_there, nodes, status=status, **there)
-    assert_same_tree(tree, reference.build_tree(*want, root_tokens, seq_lens, nodes, slots))
+    tree = sd.build_tree(candidates, root_tokens.to(device), seq_lens_there, nodes, status=status, **there)
+    assert_same_tree(tree, reference.build_tree(want, root_tokens, seq_lens, nodes, slots))
     assert status.tolist() == [0] * num_slots
     tree = sd.Tree(*(t.cpu() for t in tree))
     assert tree.num_nodes.tolist() == [min(nodes, 1 + k + (num_steps - 1) * k * k), 0, int(tree.num_nodes[0])]
@@ -305,9 +306,9 @@ def test_batch_permutation(device: torch.device) -> None:
     candidates = sd.Candidates(*(t.to(device) for t in random_candidates(7, 40)))
     root_tokens, seq_lens = (t.to(device) for t in slot_state(7))
     order = torch.randperm(7, device=device)
-    plain = sd.build_tree(*candidates, root_tokens, seq_lens, 16)
+    plain = sd.build_tree(candidates, root_tokens, seq_lens, 16)
     permuted = sd.build_tree(
-        *(t[order] for t in candidates), root_tokens, seq_lens, 16, slots=order.to(torch.int32)
+        sd.Candidates(*(t[order] for t in candidates)), root_tokens, seq_lens, 16, slots=order.to(torch.int32)
     )  # fmt: skip
     assert_same_tree(permuted, [t[order] for t in plain])
 
@@ -316,20 +317,21 @@ def test_graph_replay_with_changed_inputs() -> None:
     if not torch.cuda.is_available():
         pytest.skip("no GPU here")
     inputs = [t.cuda() for t in (*random_candidates(4, 50), *slot_state(4))]
-    sd.build_tree(*inputs, 24)
+    candidates = sd.Candidates(*inputs[:3])
+    sd.build_tree(candidates, *inputs[3:], 24)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = sd.build_tree(*inputs, 24)
+        captured = sd.build_tree(candidates, *inputs[3:], 24)
     for static, new in zip(inputs, (*random_candidates(4, 50), *slot_state(4)), strict=True):
         static.copy_(new)
     graph.replay()
-    assert_same_tree(captured, sd.build_tree(*inputs, 24))
+    assert_same_tree(captured, sd.build_tree(candidates, *inputs[3:], 24))
 
 
 def test_numpy_arrays() -> None:
     np = pytest.importorskip("numpy")
     columns = [np.array([[4, 5]], np.int32), np.array([[-1, 0]], np.int32), np.array([[-1, -2]], np.float32)]
-    tree = sd.build_tree(*columns, np.array([3], np.int32), np.array([10], np.int32), 3)
+    tree = sd.build_tree(sd.Candidates(*columns), np.array([3], np.int32), np.array([10], np.int32), 3)
     assert type(tree.mask) is np.ndarray and tree.mask.tolist() == [[[1], [3], [7]]]
 
 
@@ -337,12 +339,15 @@ def int32(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.int32)
 
 
+OUT = poisoned_tree(2, 4, torch.device("cpu"))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"cand_tokens": torch.zeros(2, 6)}, "build_tree: cand_tokens is float32, expected int32"),
-        ({"cand_parents": int32(2, 5)}, "build_tree: cand_parents has shape [2, 5], expected [batch=2, candidates=6]"),
-        ({"cand_scores": torch.zeros(6, 2).t()}, "build_tree: cand_scores has shape [2, 6] and is not contiguous, expected a contiguous tensor"),
+        ({"tokens": torch.zeros(2, 6)}, "build_tree: candidates.tokens is float32, expected int32"),
+        ({"parents": int32(2, 5)}, "build_tree: candidates.parents has shape [2, 5], expected [batch=2, candidates=6]"),
+        ({"scores": torch.zeros(6, 2).t()}, "build_tree: candidates.scores has shape [2, 6] and is not contiguous, expected a contiguous tensor"),
         ({"seq_lens": int32(3)}, "build_tree: seq_lens has shape [3], expected [num_slots=2]"),
         ({"num_draft_tokens": 0}, "build_tree: num_draft_tokens is 0, expected 1 to 256"),
         ({"num_draft_tokens": -3}, "build_tree: num_draft_tokens is -3, expected 1 to 256"),
@@ -351,20 +356,21 @@ def int32(*shape: int) -> torch.Tensor:
         ({"root_tokens": int32(1), "seq_lens": int32(1)}, "build_tree: slots is None for batch=2, expected a tensor, or batch <= num_slots=1"),
         ({"order": "best"}, "build_tree: order is 'best', expected 'score' or 'given'"),
         ({"status": int32(3)}, "build_tree: status has shape [3], expected [num_slots=2]"),
-        ({"out_parents": int32(2, 5)}, "build_tree: out_parents has shape [2, 5], expected [batch=2, num_draft_tokens=4]"),
-        ({"out_mask": int32(2, 4, 1)}, "build_tree: out_mask is int32, expected int64"),
-        ({"out_num_nodes": int32(2, 1)}, "build_tree: out_num_nodes has shape [2, 1], expected [batch=2]"),
+        ({"out": OUT._replace(parents=int32(2, 5))}, "build_tree: out.parents has shape [2, 5], expected [batch=2, num_draft_tokens=4]"),
+        ({"out": OUT._replace(mask=int32(2, 4, 1))}, "build_tree: out.mask is int32, expected int64"),
+        ({"out": OUT._replace(num_nodes=int32(2, 1))}, "build_tree: out.num_nodes has shape [2, 1], expected [batch=2]"),
     ],
 )  # fmt: skip
 def test_messages(change: dict[str, object], message: str) -> None:
     arguments = {
-        "cand_tokens": int32(2, 6),
-        "cand_parents": int32(2, 6),
-        "cand_scores": torch.zeros(2, 6),
+        "tokens": int32(2, 6),
+        "parents": int32(2, 6),
+        "scores": torch.zeros(2, 6),
         "root_tokens": int32(2),
         "seq_lens": int32(2),
         "num_draft_tokens": 4,
-    }
+    } | change
+    candidates = sd.Candidates(*(arguments.pop(name) for name in sd.Candidates._fields))
     with pytest.raises(ValueError) as error:
-        sd.build_tree(**(arguments | change))
+        sd.build_tree(candidates, **arguments)
     assert str(error.value) == message

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import specdec_kernels as sd
 from specdec_kernels.reference import tree as reference
-from trees import BAD_TREE, WILD, assert_is_tree, assert_same_tree, poisoned_tree, random_parents
+from trees import BAD_TREE, WILD, assert_is_tree, assert_same_tree, mask_rows, poisoned_tree, random_parents
 
 OPS = ["parents", "mask"]
 
@@ -46,7 +46,7 @@ def check(
         num_nodes=None if num_nodes is None else num_nodes.to(device),
         slots=None if slots is None else slots.to(device),
         status=status,
-        **poisoned_tree(batch, nodes, device),
+        out=poisoned_tree(batch, nodes, device),
     )
     assert_same_tree(got, want)
     assert torch.equal(status.cpu(), want_status)
@@ -105,13 +105,13 @@ def test_the_three_builders_agree(device: torch.device, data: st.DataObject) -> 
     root_tokens, seq_lens = torch.tensor([[5], [70]], dtype=torch.int32, device=device)
     status = torch.zeros(1, dtype=torch.int32, device=device)
     order = data.draw(st.sampled_from(["score", "given"]))
-    candidates = (tokens, parents, torch.tensor([scores], device=device).float())
-    tree = sd.build_tree(*candidates, root_tokens, seq_lens, nodes, order=order, status=status)
+    candidates = sd.Candidates(tokens, parents, torch.tensor([scores], device=device).float())
+    tree = sd.build_tree(candidates, root_tokens, seq_lens, nodes, order=order, status=status)
     for op in OPS:
         build = getattr(sd, f"build_tree_from_{op}")
         again = build(
             tree.tokens, getattr(tree, op), seq_lens, num_nodes=tree.num_nodes, status=status,
-            **poisoned_tree(1, nodes, device),
+            out=poisoned_tree(1, nodes, device),
         )  # fmt: skip
         assert_same_tree(again, tree)
     assert status.tolist() == [0]
@@ -245,6 +245,9 @@ def int32(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.int32)
 
 
+OUT = poisoned_tree(2, 5, torch.device("cpu"))
+
+
 @pytest.mark.parametrize(
     ("op", "change", "message"),
     [
@@ -257,8 +260,8 @@ def int32(*shape: int) -> torch.Tensor:
         ("parents", {"num_nodes": int32(3)}, "build_tree_from_parents: num_nodes has shape [3], expected [batch=2]"),
         ("mask", {"seq_lens": int32(1)}, "build_tree_from_mask: slots is None for batch=2, expected a tensor, or batch <= num_slots=1"),
         ("parents", {"status": torch.zeros(2)}, "build_tree_from_parents: status is float32, expected int32"),
-        ("mask", {"out_positions": int32(2, 4)}, "build_tree_from_mask: out_positions has shape [2, 4], expected [batch=2, nodes=5]"),
-        ("mask", {"out_first_child": int32(5, 2).t()}, "build_tree_from_mask: out_first_child has shape [2, 5] and is not contiguous, expected a contiguous tensor"),
+        ("mask", {"out": OUT._replace(positions=int32(2, 4))}, "build_tree_from_mask: out.positions has shape [2, 4], expected [batch=2, nodes=5]"),
+        ("mask", {"out": OUT._replace(first_child=int32(5, 2).t())}, "build_tree_from_mask: out.first_child has shape [2, 5] and is not contiguous, expected a contiguous tensor"),
     ],
 )  # fmt: skip
 def test_messages(op: str, change: dict[str, object], message: str) -> None:
@@ -272,3 +275,37 @@ def test_messages(op: str, change: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError) as error:
         getattr(sd, f"build_tree_from_{op}")(**(arguments | change))
     assert str(error.value) == message
+
+
+@pytest.mark.parametrize("nodes", [1, 5, 64, 65, 130])
+def test_dense_mask(device: torch.device, nodes: int) -> None:
+    """A bool for each pair of nodes, as many as the bits of `mask_rows` say."""
+    tokens, parents = torch.zeros(3, nodes).int(), random_parents(3, nodes)
+    tree = sd.build_tree_from_parents(tokens.to(device), parents.to(device), torch.zeros(3).int().to(device))
+    dense = tree.dense_mask()
+    assert dense.dtype == torch.bool and dense.device == tree.mask.device and dense.shape == (3, nodes, nodes)
+    for b in range(3):
+        assert [row.nonzero().flatten().tolist() for row in dense[b]] == mask_rows(tree.mask[b])
+
+
+def test_dense_mask_of_numpy_arrays() -> None:
+    np = pytest.importorskip("numpy")
+    parents = np.array([[-1, 0, 0, 1]], np.int32)
+    dense = sd.build_tree_from_parents(np.zeros((1, 4), np.int32), parents, np.zeros(1, np.int32)).dense_mask()
+    assert dense.dtype == bool and dense.astype(int).tolist() == [
+        [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]
+    ]
+
+
+def test_dense_mask_is_what_torch_attention_takes(device: torch.device) -> None:
+    """Beside `tree_attention` with no prefix, and the tree alone as the tail."""
+    nodes = 9
+    zeros = torch.zeros(2, nodes).int().to(device)
+    tree = sd.build_tree_from_parents(zeros, random_parents(2, nodes).to(device), zeros[:, 0].contiguous())
+    q, k, v = torch.randn(3, 2, nodes, 2, 64, device=device)
+    pools, table = torch.zeros(2, 2, 16, 2, 64, device=device), torch.tensor([[1], [0]]).int().to(device)
+    sd.write_kv(k, v, *pools, table, zeros[:, 0].contiguous())
+    got = sd.tree_attention(q, *pools, table, zeros[:, 0].contiguous(), mask=tree.mask)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=tree.dense_mask()[:, None])
+    torch.testing.assert_close(got.transpose(1, 2), want, rtol=1e-4, atol=1e-5)

@@ -27,8 +27,8 @@ def test_import_takes_a_moment_and_no_heavy_modules() -> None:
 
 def test_an_op_of_six_tensors_takes_little_to_call() -> None:
     """An empty batch through ops.py; half a microsecond when it was written."""
-    keep_lens = torch.empty(0, dtype=torch.int32)
-    pool = sd.make_page_pool(4, 0, 4, 16, keep_lens)
+    prefix_lens = torch.empty(0, dtype=torch.int32)
+    pool = sd.make_page_pool(4, 0, 4, 16, prefix_lens)
     calls = 1000
-    best = min(timeit.repeat(lambda: sd.free_pages(pool, keep_lens), number=calls, repeat=50)) / calls
+    best = min(timeit.repeat(lambda: sd.free_pages(pool, prefix_lens), number=calls, repeat=50)) / calls
     assert best < 4e-6

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,10 +17,10 @@ import torch
 import specdec_kernels
 from specdec_kernels import cli
 from specdec_kernels._op_list import public_ops
-from specdec_kernels.bench import cases, plot, report, timing
+from specdec_kernels.bench import baseline, cases, plot, report, timing
 from specdec_kernels.bench.compare import WrongResult, expect_close, expect_equal, expect_near
 from specdec_kernels.bench.harness import Baseline, Case, Work
-from specdec_kernels.cli import bench
+from specdec_kernels.cli import bench, table
 
 Capture = pytest.CaptureFixture[str]
 
@@ -100,6 +101,33 @@ def test_info_json(capsys: Capture) -> None:
     halves = ["cpu", "cuda"] if specdec_kernels.cuda_version else ["cpu"]
     assert facts["ops"]["select_topk"] == halves
     assert len(facts["devices"]) == torch.cuda.device_count()
+
+
+def test_info_of_a_model(capsys: Capture, tmp_path: Path) -> None:
+    """By its config alone: there are no weights."""
+    from transformers import AutoConfig
+
+    def of(model_type: str) -> str:
+        AutoConfig.for_model(model_type, num_hidden_layers=2).save_pretrained(tmp_path / model_type)
+        return str(tmp_path / model_type)
+
+    native, other = of("qwen3"), of("gpt_neox")
+    assert cli.main(["info", native]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(maxsplit=1) for line in lines] == [
+        ["model", native],
+        ["model_type", "qwen3"],
+        ["layers", "native"],
+        ["rounds", "captured as CUDA graphs"],
+    ]
+    assert cli.main(["info", other, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["model_type"] == "gpt_neox" and facts["layers"].startswith("by transformers, with our attention")
+    assert cli.main(["info", of("mamba")]) == 2
+    out, err = capsys.readouterr()
+    assert not out and err == "specdec info: model: mamba has no attention in its layers, expected a model that has\n"
+    assert cli.main(["info", "/nowhere"]) == 2
+    assert capsys.readouterr().err == "specdec info: model is /nowhere, expected an existing folder or a hub id\n"
 
 
 def test_info_of_a_cpu_build(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,13 +296,16 @@ def test_parameters_as_options(capsys: Capture) -> None:
     arguments = ["--batch", "2", "--nodes", "4,5", "--k", "3", "--device", "cpu"]
     assert cli.main(["bench", "build_tree", *arguments]) == 0
     text = capsys.readouterr().out
-    assert text.count("build_tree") == 2 and "batch=2 nodes=4 k=3" in text and "batch=2 nodes=5 k=3" in text
+    assert text.count("build_tree") == 1 and "batch=2 nodes=4 k=3" in text and "batch=2 nodes=5 k=3" in text
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nosuchop"], "specdec bench: there is no op nosuchop, expected one of doubling, call_overhead\n"),
+        (
+            ["nosuchop"],
+            "specdec bench: there is no op nosuchop, expected one of doubling, call_overhead, round, or all\n",
+        ),
         (["doubling", "--json", "/nowhere/x.json"], "specdec bench: --json /nowhere/x.json is in no existing folder\n"),
         (["doubling", "--plot", "/nowhere/x.png"], "specdec bench: --plot /nowhere/x.png is in no existing folder\n"),
         (
@@ -312,6 +343,184 @@ def test_bench_rejects_values(capsys: Capture, option: list[str]) -> None:
         cli.main(["bench", "select_topk", *option])
     assert stop.value.code == 2
     assert option[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["select_topk", "--k", "65"], "select_topk: k is 65, expected 1 to 64"),
+        (["build_tree", "--nodes", "400"], "build_tree: num_draft_tokens is 400, expected 1 to 256"),
+        (["tree_attention", "--batch", "1000000000"], "cpu has not the memory for it"),
+    ],
+    ids=["select_topk", "build_tree", "memory"],
+)
+def test_a_size_that_cannot_run_is_named(capsys: Capture, arguments: list[str], message: str) -> None:
+    assert cli.main(["bench", *arguments, "--device", "cpu", "--quick"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"not timed: {arguments[0]} ") and captured.err.endswith(f": {message}\n")
+    assert "skipped" in captured.out
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (["--batch", "0"], "argument --batch: '0' is not numbers from 1 on, with commas between them"),
+        (["--batch", "1,,2"], "argument --batch: '1,,2' is not numbers from 1 on, with commas between them"),
+        (["--prefix", "-1"], "argument --prefix: '-1' is not numbers from 0 on, with commas between them"),
+        (["--accept", "0.5"], "argument --accept: '0.5' is not a number from 1 on"),
+        (["--accept", "nan"], "argument --accept: 'nan' is not a number from 1 on"),
+        (["--input", "0"], "argument --input: '0' is not a whole number from 1 on"),
+        (["--speculative-num-steps", "x"], "argument --speculative-num-steps: 'x' is not a whole number from 1 on"),
+        (["--acceptance", "poetry"], "argument --acceptance: invalid choice: 'poetry'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bench_rejects_numbers(capsys: Capture, option: list[str], message: str) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["bench", "round", *option])
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["all", "doubling"], "all means every op, expected no op beside it"),
+        (["doubling", "--accept", "2"], "--accept is of round, expected it not beside doubling"),
+        (["round", "--nodes", "4"], "round has no nodes, expected --batch, --dtype, --max-len and what its help lists"),
+        (["round", "--speculative-num-steps", "65"], "Eagle3: num_steps is 65, expected 1 to 64"),
+        (["round", "--max-len", "100000"], "model: max_position_embeddings is 4096, expected at least max_len=100000"),
+        (["doubling", "--json", "{folder}"], "--json {folder} cannot be written, expected a file's name"),
+        (["doubling", "--plot", "{folder}.png"], "--plot {folder}.png cannot be written, expected a file's name"),
+        (["{folder}.json"], "{folder}.json cannot be read (No such file or directory)"),
+        (["doubling", "--baseline", "{text}"], "--baseline {text} is not JSON, expected a run that --json wrote"),
+        (["doubling", "--baseline", "{number}"], "--baseline {number} is no run of schema 2, expected one that --json wrote"),
+        (["--baseline", "{number}"], "--baseline {number} stands alone, expected an op or a recorded run beside it"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)  # fmt: skip
+def test_bench_refuses_before_it_runs(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    monkeypatch.setattr(cases, "CASES", {"doubling": doubling()})
+    names = {"folder": str(tmp_path / "folder"), "text": str(tmp_path / "text"), "number": str(tmp_path / "number")}
+    Path(names["folder"]).mkdir()
+    Path(names["folder"] + ".png").mkdir()
+    Path(names["text"]).write_text("no run")
+    Path(names["number"]).write_text("3")
+    assert cli.main(["bench", "--device", "cpu", "--quick", *(a.format(**names) for a in arguments)]) == 2
+    assert capsys.readouterr().err == f"specdec bench: {message.format(**names)}\n"
+
+
+def test_rounds_too_large_for_the_machine_are_refused(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    from specdec_kernels.bench import round
+
+    monkeypatch.setattr(round, "free_memory", lambda device: 10**9)
+    assert (
+        cli.main(["bench", "round", "--device", "cpu", "--shape", "qwen3-8b", "--batch", "1,4", "--algorithm", "chain"])
+        == 2
+    )
+    error = capsys.readouterr().err
+    assert error.startswith("specdec bench: qwen3-8b needs about 3")
+    assert "GB for weights and KV of 4 requests in float32, and cpu has 1.0 GB free" in error
+
+
+def recorded(times: dict[int, float], p90: float = 1.0, machine: str = "a CPU") -> dict[str, Any]:
+    """A run of one op: microseconds by batch."""
+    line = {
+        "op": "op",
+        "error": None,
+        "host_us": None,
+        "floor_us": 0.5,
+        "of_floor": 0.5,
+        "cold": False,
+        "baselines": {},
+    }
+    return {
+        "schema": 2, "date": "2026-01-01 00:00 UTC", "command": "", "ceilings": None,
+        "specdec_kernels": {"version": "1", "commit": "abc", "cuda": None},
+        "machine": {"device": "cpu", "name": machine, "driver": None, "torch": "2", "python": "3"},
+        "results": [
+            {**line, "params": {"batch": batch}, "time_us": time, "p90_us": p90 * time} for batch, time in times.items()
+        ],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("now", "code"), [(104.0, 0), (106.0, 1), (50.0, 0)])
+def test_a_run_beside_its_baseline(capsys: Capture, tmp_path: Path, now: float, code: int) -> None:
+    before, after = tmp_path / "before.json", tmp_path / "after.json"
+    before.write_text(json.dumps(recorded({1: 100.0, 2: 10.0, 3: 5.0}, machine="another CPU")))
+    after.write_text(json.dumps(recorded({1: now, 2: 10.0, 4: 7.0})))
+    assert cli.main(["bench", str(after), "--baseline", str(before)]) == code
+    captured = capsys.readouterr()
+    assert f"{now / 100 - 1:+.1%}" in captured.out
+    assert captured.err.splitlines()[0] == "the baseline is of another machine: another CPU, here a CPU"
+    assert ("slower than the baseline: op batch=1: +6.0%" in captured.err) == bool(code)
+    assert cli.main(["bench", str(after), "--baseline", str(before), "--threshold", "10"]) == 0
+
+
+def test_baselines_of_rounds_count_tokens_and_share_parameters() -> None:
+    old = {"op": "round", "params": {"batch": 1}, "facts": {"tokens_per_second": 200.0}}
+    new = {"op": "round", "params": {"batch": 1, "max_len": 537}, "facts": {"tokens_per_second": 100.0}}
+    (change,) = baseline.changes({"results": [new]}, {"results": [old]})
+    assert change.unit == "tokens/s" and change.slower == pytest.approx(1.0)
+    skipped = {"op": "round", "params": {"batch": 1}}
+    assert baseline.changes({"results": [skipped]}, {"results": [old]}) == []
+
+
+def test_a_baseline_without_a_shared_size(capsys: Capture, tmp_path: Path) -> None:
+    before, after = tmp_path / "before.json", tmp_path / "after.json"
+    before.write_text(json.dumps(recorded({1: 100.0})))
+    after.write_text(json.dumps(recorded({2: 100.0})))
+    assert cli.main(["bench", str(after), "--baseline", str(before)]) == 2
+    assert "has no size of this run, expected the same op and sizes" in capsys.readouterr().err
+
+
+def test_noise_has_a_star(capsys: Capture, tmp_path: Path) -> None:
+    run = tmp_path / "run.json"
+    run.write_text(json.dumps(recorded({1: 10.0}, p90=1.4)))
+    cli.main(["bench", str(run)])
+    assert "*" not in capsys.readouterr().out
+    run.write_text(json.dumps(recorded({1: 10.0}, p90=1.6)))
+    cli.main(["bench", str(run)])
+    assert "16.00*" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("width", [80, 100])
+@pytest.mark.parametrize("name", ["h200-verify", "h200-round-code"])
+def test_narrow_terminals_see_whole_numbers(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, name: str, width: int
+) -> None:
+    for variable, value in (("FORCE_COLOR", "1"), ("COLUMNS", str(width)), ("TERM", "dumb")):
+        monkeypatch.setenv(variable, value)
+    record = Path(__file__).parent.parent / f"bench/results/{name}.json"
+    assert cli.main(["bench", str(record)]) == 0
+    text = capsys.readouterr().out
+    assert "\N{HORIZONTAL ELLIPSIS}" not in text
+    for r in json.loads(record.read_text())["results"]:
+        shown = f"{r['facts']['tokens_per_second']:.0f}" if "facts" in r else bench.number(r["time_us"])
+        assert shown in text
+    rows = [line for line in text.splitlines() if "\u2500" in line]
+    assert rows and all(len(line) <= width for line in rows)
+
+
+def test_empty_columns_are_left_out(capsys: Capture) -> None:
+    table.print_table(["name", "absent", "count"], [["x", "", "1"], ["y", "", "2"]])
+    text = capsys.readouterr().out
+    assert "absent" not in text and "name" in text and "count" in text
+
+
+@pytest.mark.parametrize("rich", [True, False], ids=["rich", "plain"])
+def test_a_reader_that_leaves(rich: bool) -> None:
+    """`specdec info | head -1`: no traceback."""
+    code = (without() if rich else without("rich")) + "; from specdec_kernels.cli import main; sys.exit(main(['info']))"
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = subprocess.run([sys.executable, "-c", code], stdout=writing, stderr=subprocess.PIPE, text=True)
+    finally:
+        os.close(writing)
+    assert done.returncode == 1 and done.stderr == ""
 
 
 # --- plots ------------------------------------------------------------------------------------------------------------
@@ -390,6 +599,57 @@ def test_gpu_time_takes_restores_off() -> None:
     restored = timing.gpu_time([lambda: small.add_(1)], [lambda: x.zero_()]).median
     assert 0 < plain < 20e-6
     assert restored < plain + 20e-6  # zeroing 256 MiB takes longer
+
+
+def rounds(algorithm: str, adaptive: bool, rates: dict[int, float]) -> list[dict[str, Any]]:
+    params = {
+        "shape": "qwen3-8b", "algorithm": algorithm, "num_steps": 0 if algorithm == "none" else 5, "topk": 1, "nodes": 6,
+        "adaptive": adaptive, "accept": 1 if algorithm == "none" else "code eagle3", "input": 321, "output": 215,
+        "max_len": 537, "dtype": "bfloat16",
+    }  # fmt: skip
+    line = {
+        "op": "round",
+        "error": None,
+        "time_us": 9e3,
+        "p90_us": 9e3,
+        "floor_us": 4e3,
+        "of_floor": 0.4,
+        "baselines": {},
+    }
+    return [
+        {**line, "params": params | {"batch": b}, "facts": {"tokens_per_second": rate, "accept_length": 3.25}}
+        for b, rate in rates.items()
+    ]
+
+
+def test_report_of_rounds(tmp_path: Path) -> None:
+    """Charts beside the page, and README's table between its marks; written again, nothing changes."""
+    results, page, readme = tmp_path / "results", tmp_path / "docs/benchmarks.md", tmp_path / "README.md"
+    results.mkdir()
+    fixed = rounds("none", False, {1: 200.0, 4: 800.0}) + rounds("chain", False, {1: 500.0, 4: 1900.0})
+    for name, lines in zip(report.README_RUNS, (fixed, rounds("tree", True, {1: 700.0, 4: 2500.0})), strict=True):
+        run = recorded({}) | {"command": f"specdec bench round {name} --json somewhere", "results": lines}
+        (results / f"{name}.json").write_text(json.dumps(run))
+    readme.write_text(f"before\n{report.README_BEGIN}old\n{report.README_END}behind\n")
+    report.main([str(results), str(page), str(readme)])
+    written = readme.read_text(), page.read_text(), *(f.read_text() for f in sorted((page.with_suffix("")).iterdir()))
+    assert written[0].startswith("before\n") and written[0].endswith("behind\n") and "old" not in written[0]
+    assert "| no speculation | 200 | 800 |" in written[0]
+    assert "| tree (5 steps, topk 1, 6 tokens), as many of them as pay | 700 (3.2) | 2500 (3.2) |" in written[0]
+    assert "published eagle3 drafts were on code" in written[0] and "--json" not in written[0]
+    assert f"![tokens a second by batch size](benchmarks/{report.README_RUNS[0]}.svg)" in written[1]
+    assert ">chain (5, 1, 6)</text>" in written[3] and ">tokens a second</text>" in written[3]
+    report.main([str(results), str(page), str(readme)])
+    again = readme.read_text(), page.read_text(), *(f.read_text() for f in sorted((page.with_suffix("")).iterdir()))
+    assert again == written
+
+
+def test_the_page_is_what_the_report_writes(tmp_path: Path) -> None:
+    root = Path(__file__).parent.parent
+    report.main([str(root / "bench/results"), str(tmp_path / "benchmarks.md"), str(tmp_path / "README.md")])
+    assert (tmp_path / "benchmarks.md").read_text() == (root / "docs/benchmarks.md").read_text()
+    charts = {f.name for f in (root / "docs/benchmarks").iterdir()}
+    assert {f.name for f in (tmp_path / "benchmarks").iterdir()} == charts
 
 
 def test_report(tmp_path: Path, short_rounds: None, monkeypatch: pytest.MonkeyPatch) -> None:

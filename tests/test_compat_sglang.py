@@ -160,6 +160,13 @@ def test_build_of_garbage(device: torch.device, mode: int) -> None:
         expect_trees(drafts, mode)
 
 
+def test_positions_behind_the_longest_sequence_go_around(device: torch.device) -> None:
+    drafts = random_drafts(1, 1, 4, 5, device)  # a chain
+    drafts.seq_lens[:] = 2**63 - 2
+    _, positions, *_ = build(drafts, 1)
+    assert positions.tolist() == [2**63 - 2, 2**63 - 1, -(2**63), 1 - 2**63, 2 - 2**63]
+
+
 def test_build_with_lengths_that_do_not_fit_the_mask(device: torch.device) -> None:
     drafts = random_drafts(3, 2, 3, 6, device)
     drafts.seq_lens[:] = torch.tensor([3, 2**62, -5])

@@ -96,7 +96,7 @@ def refuse(device: torch.device, **changes: Any) -> tuple[list[int], list[list[f
         "page_table": ints([[0, 1], [2, 3], [4, 5]], device),
         "src_slots": ints([0, 0], device),
         "dst_slots": ints([1, 2], device),
-        "lens": ints([0, 4, 4], device),
+        "prefix_lens": ints([0, 4, 4], device),
         "num_rows": ints([3, 3], device),
         "status": ints([0, 0, 0], device),
     } | {name: ints(x, device) for name, x in changes.items()}
@@ -116,7 +116,7 @@ def test_bad_data_is_refused(device: torch.device, wild: int) -> None:
 
     assert refuse(device) == with_slot_1(0, COPIED)
     assert refuse(device, num_rows=[wild, 3]) == with_slot_1(BAD_LENGTH, UNTOUCHED)
-    assert refuse(device, lens=[0, wild, 4]) == with_slot_1(BAD_LENGTH, UNTOUCHED)
+    assert refuse(device, prefix_lens=[0, wild, 4]) == with_slot_1(BAD_LENGTH, UNTOUCHED)
     assert refuse(device, src_slots=[wild, 0]) == with_slot_1(0, UNTOUCHED)
     assert refuse(device, dst_slots=[wild, 2]) == with_slot_1(0, UNTOUCHED)
     bad = refuse(device, page_table=[[0, 1], [2, wild], [4, 5]])
@@ -129,7 +129,7 @@ def test_bad_data_is_refused(device: torch.device, wild: int) -> None:
 def test_refusals(device: torch.device) -> None:
     assert refuse(device, status=[0, STALLED, 0]) == ([0, STALLED, 0], [UNTOUCHED, OTHER])
     assert refuse(device, status=[STALLED, 0, 0]) == ([STALLED, 0, 0], [COPIED, OTHER]), "a source is only read"
-    assert refuse(device, lens=[0, 5, 4]) == ([0, BAD_LENGTH, 0], [UNTOUCHED, OTHER])
+    assert refuse(device, prefix_lens=[0, 5, 4]) == ([0, BAD_LENGTH, 0], [UNTOUCHED, OTHER])
     shared = refuse(device, page_refs=[2, 2, 1, 2, 1, 1])
     assert shared == ([0, SHARED_PAGE, 0], [[4.0, 1.0, 6.0, 7.0], OTHER])
 
@@ -148,7 +148,7 @@ def test_empty_batch_and_no_layers(device: torch.device) -> None:
         ({"v_pools": torch.zeros(2, 5, 2, 1, 4)}, "copy_kv: v_pools has shape [2, 5, 2, 1, 4], expected [layers=3, num_pages=5, page_size=2, heads=1, head_dim=4]"),
         ({"page_table": torch.zeros(2, 4)}, "copy_kv: page_table is float32, expected int32"),
         ({"dst_slots": torch.zeros(3, dtype=INT)}, "copy_kv: dst_slots has shape [3], expected [batch=2]"),
-        ({"lens": torch.zeros(3, dtype=INT)}, "copy_kv: lens has shape [3], expected [num_slots=2]"),
+        ({"prefix_lens": torch.zeros(3, dtype=INT)}, "copy_kv: prefix_lens has shape [3], expected [num_slots=2]"),
         ({"num_rows": torch.zeros(3, dtype=INT)}, "copy_kv: num_rows has shape [3], expected [batch=2]"),
         ({"page_refs": torch.zeros(4, dtype=INT)}, "copy_kv: page_refs has shape [4], expected [num_pages=5]"),
     ],
@@ -161,7 +161,7 @@ def test_messages(change: dict[str, torch.Tensor], message: str) -> None:
         "page_table": torch.zeros(2, 4, dtype=INT),
         "src_slots": rows,
         "dst_slots": rows,
-        "lens": rows,
+        "prefix_lens": rows,
         "num_rows": rows,
     } | change
     with pytest.raises(ValueError) as error:

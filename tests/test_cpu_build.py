@@ -81,7 +81,7 @@ class OnCuda:
 
 logits, ids, logprobs = (OnCuda(np.zeros((2, 4), dtype)) for dtype in (np.float32, np.int32, np.float32))
 try:
-    sd.select_topk(logits, 4, out_ids=ids, out_logprobs=logprobs)
+    sd.select_topk(logits, 4, out=sd.TopK(ids, logprobs))
 except NotImplementedError as error:
     print(error)
 """

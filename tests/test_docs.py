@@ -13,15 +13,18 @@ from pathlib import Path
 import pytest
 
 import specdec_kernels as sd
+from specdec_kernels import engine, hf
 from specdec_kernels._op_list import native_halves, public_ops
 from specdec_kernels.cli import make_parser
+from specdec_kernels.compat import sglang, vllm, vllm_gpu
+from specdec_kernels.models.families import base as families
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("examples/*/*.md"))]
 
-# What the ops take and return, and the classes beside them.
-TYPES = {name for name, value in vars(sd).items() if inspect.isclass(value) and name != "RoundCosts"}
+# The ops, what they take and return, and what stands beside them.
+PUBLIC = {name for name in sd.__all__ if inspect.isclass(getattr(sd, name)) or inspect.isfunction(getattr(sd, name))}
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
 
@@ -50,8 +53,9 @@ def printed_by(block: str) -> list[str]:
 
 
 @every_page
-def test_code_runs_and_prints_what_it_says(page: Path) -> None:
-    """The blocks of a page share one namespace, in order."""
+def test_code_runs_and_prints_what_it_says(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks of a page share one namespace, in order; families that one registers go with it."""
+    monkeypatch.setattr(families, "_FAMILIES", dict(families._FAMILIES))
     namespace: dict[str, object] = {}
     for number, block in enumerate(python_blocks(page), 1):
         out = io.StringIO()
@@ -75,8 +79,8 @@ def test_cpp_is_quoted_from_the_source(page: Path) -> None:
         assert set(block.splitlines()) <= source
 
 
-def test_readme_shows_the_ops_and_the_engine() -> None:
-    ops, engine = python_blocks(README)
+def test_readme_shows_the_engine_and_the_ops() -> None:
+    engine, ops = python_blocks(README)
     assert "import specdec_kernels as sd" in ops and "from specdec_kernels.engine import" in engine
 
 
@@ -117,15 +121,56 @@ def test_op_table_names_the_ops() -> None:
 
 
 def test_site_has_every_page_once() -> None:
+    """All but the notebook's, which are linked to and dated."""
     nav = re.findall(r"- (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
-    assert sorted(nav) == sorted(str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md"))
+    pages = [str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")]
+    assert sorted(nav) == sorted(page for page in pages if not page.startswith("notebook/"))
 
 
 def test_site_has_every_public_name_once() -> None:
     """What `import specdec_kernels` gives, each with its docstring on the page of its room."""
     pages = "".join(page.read_text() for page in sorted((ROOT / "docs" / "ops").glob("*.md")))
     shown = re.findall(r"^::: specdec_kernels\.[\w.]*?(\w+)$", pages, re.MULTILINE)
-    assert sorted(shown) == sorted({*public_ops(), *TYPES})
+    assert sorted(shown) == sorted(PUBLIC)
+
+
+def shown_in_reference() -> list[str]:
+    pages = "".join(page.read_text() for page in sorted((ROOT / "docs" / "reference").glob("*.md")))
+    return re.findall(r"^::: specdec_kernels\.(\S+)$", pages, re.MULTILINE)
+
+
+def test_reference_has_every_public_name_once() -> None:
+    """What `specdec_kernels.engine` and `hf` export, and every function that another engine calls."""
+    compat = [
+        f"compat.{module.__name__.rpartition('.')[2]}.{name}"
+        for module in (sglang, vllm, vllm_gpu)
+        for name, value in vars(module).items()
+        if getattr(value, "__module__", None) == module.__name__ and value.__name__ == name and name[0] != "_"
+    ]
+    names = [*(f"engine.{name}" for name in engine.__all__), *(f"hf.{name}" for name in hf.__all__)]
+    assert sorted(shown_in_reference()) == sorted([*names, *compat, "torch_ops"])
+
+
+def test_reference_has_every_option_of_the_command_line() -> None:
+    """What `--help` says, in the order in which it does."""
+    _, *sections = (ROOT / "docs" / "reference" / "cli.md").read_text().split("\n## specdec ")
+    commands = next(action.choices for action in make_parser()._actions if isinstance(action.choices, dict))
+    assert [section.split()[0] for section in sections] == list(commands)
+    for section, parser in zip(sections, commands.values(), strict=True):
+        listed = [re.findall(r"`([^`]+)`", row.split("|")[1]) for row in section.splitlines() if row[:3] == "| `"]
+        options = [action for action in parser._actions if action.dest != "help"]
+        assert listed == [list(action.option_strings) or [action.dest] for action in options]
+        said = [
+            row.rstrip("| ").rpartition("| ")[2].replace("`", "") for row in section.splitlines() if row[:3] == "| `"
+        ]
+        assert said == [str(action.help).replace("`", "") for action in options]
+        assert section.splitlines()[2] == parser.description
+
+
+def test_changelog_has_this_version_first() -> None:
+    """Behind what is not released yet, if anything."""
+    versions = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert versions[versions[0] == "Unreleased"] == (ROOT / "VERSION").read_text().strip()
 
 
 def test_ops_are_called_in_the_examples_of_their_pages() -> None:

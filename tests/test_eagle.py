@@ -13,8 +13,10 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import LlamaConfig
 
-from specdec_kernels.engine import Engine, SamplingParams, Speculation
-from specdec_kernels.models.eagle import EagleHead, load_eagle
+from specdec_kernels.engine import Eagle, Engine, SamplingParams
+from specdec_kernels.engine.drafts.proposal import scored_tree_of
+from specdec_kernels.models.draft_head import load_head
+from specdec_kernels.models.eagle import EagleHead
 from specdec_kernels.models.planted import PlantedText, plant_causal_lm
 from specdec_kernels.models.shapes import shape_config
 from specdec_kernels.tiny import tiny_model
@@ -112,7 +114,8 @@ def test_chains_are_those_of_the_published_forward(bias: bool, tmp_path: Path, m
     tensors, steps = random_tensors(bias), 4
     engine = Engine(
         tiny_model("target"),
-        speculation=Speculation("EAGLE", write_head(tmp_path / "head", tensors), num_steps=steps, topk=1),
+        draft=Eagle(write_head(tmp_path / "head", tensors), num_steps=steps, topk=1),
+        adaptive=False,
         max_len=256,
         num_slots=3,
         page_size=3,
@@ -125,9 +128,10 @@ def test_chains_are_those_of_the_published_forward(bias: bool, tmp_path: Path, m
     propose = engine.draft.propose
 
     def keep(slots: Tensor, num_nodes: int) -> Any:
-        tree = propose(slots, num_nodes)
+        proposal = propose(slots, num_nodes)
+        tree = scored_tree_of(proposal.drafts, slots, num_nodes, engine.state).tree
         drafted.extend(zip(tree.positions[:, 0].tolist(), tree.tokens[:, 1:].tolist(), strict=True))
-        return tree
+        return proposal
 
     monkeypatch.setattr(engine.draft, "propose", keep)
     prompts = [prompt[:n] for prompt, n in zip(held_out("code"), (20, 33, 9), strict=False)]
@@ -148,12 +152,12 @@ def planted_head(target: Any) -> EagleHead:
     """Reads the token beside the feature alone, so that the target's own `lm_head` names its successor."""
     config = LlamaConfig(**{name: value for name, value in target.config.to_dict().items() if name != "model_type"})
     config.num_hidden_layers = 1
-    head = EagleHead(config, fc_bias=False, qkv_bias=False)
+    head = EagleHead(config)
     with torch.no_grad():
         for parameter in head.parameters():
             parameter.normal_(0, 1e-3)
         head.fc.weight[:, : config.hidden_size] += torch.eye(config.hidden_size)
-        head.embed_tokens = target.get_input_embeddings()
+        head.embed_tokens, head.lm_head = target.get_input_embeddings(), target.get_output_embeddings()
     return head
 
 
@@ -164,7 +168,8 @@ def test_a_planted_head_is_right(topk: int) -> None:
     target = plant_causal_lm(config, text, device=torch.device("cpu"), dtype=torch.float32)
     engine = Engine(
         target,
-        speculation=Speculation("EAGLE", planted_head(target), num_steps=4, topk=topk),
+        draft=Eagle(planted_head(target), num_steps=4, topk=topk),
+        adaptive=False,
         max_len=128,
         num_slots=2,
         device="cpu",
@@ -179,24 +184,51 @@ def test_checkpoints_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None
 
     def refusal(source: Any) -> str:
         with pytest.raises(ValueError) as error:
-            load_eagle(source, target, num_pages=8, page_size=16)
+            load_head(EagleHead, source, target, num_pages=8, page_size=16)
         return str(error.value)
 
     tensors = random_tensors(bias=False)
-    assert load_eagle(write_head(tmp_path / "x", tensors), target, num_pages=8, page_size=16).embed_tokens is (
-        target.embedding
-    )
-    missing = {name: t for name, t in tensors.items() if name != "fc.weight"}
+    shared = load_head(EagleHead, write_head(tmp_path / "x", tensors), target, num_pages=8, page_size=16)
+    assert shared.embed_tokens is target.embedding and shared.lm_head is target.lm_head
+    missing = {name: t for name, t in tensors.items() if not name.startswith("layers.0.mlp")}
     assert refusal(write_head(tmp_path / "a", missing)) == (
-        "EAGLE head: tensors are missing ['fc.weight'] or unknown [], expected neither"
+        f"EAGLE head: {tmp_path / 'a'} lacks layers.0.mlp.gate_proj.weight, layers.0.mlp.up_proj.weight, "
+        "layers.0.mlp.down_proj.weight"
     )
-    assert refusal(write_head(tmp_path / "b", tensors | {"midlayer.norm": torch.ones(1)})) == (
-        "EAGLE head: tensors are missing [] or unknown ['midlayer.norm'], expected neither"
+    assert refusal(write_head(tmp_path / "b", tensors | {"norm.weight": torch.ones(HIDDEN)})) == (
+        f"EAGLE head: {tmp_path / 'b'} has norm.weight, which this engine does not know"
     )
-    assert refusal(write_head(tmp_path / "c", tensors, num_hidden_layers=2)) == (
-        "EAGLE head: num_hidden_layers is 2, expected 1"
+    assert refusal(write_head(tmp_path / "c", tensors | {"layers.2.mlp.up_proj.weight": torch.ones(1)})) == (
+        f"EAGLE head: {tmp_path / 'c'} has layers.0, layers.2, expected layers from layers.0 on, none missing"
     )
     assert refusal(write_head(tmp_path / "d", tensors, hidden_size=128, head_dim=64)) == (
         "EAGLE head: hidden_size is 128, expected the target's 256"
     )
-    assert refusal(torch.nn.Linear(1, 1)) == ("Speculation: draft_model is a Linear, expected an EagleHead for EAGLE")
+    assert refusal(write_head(tmp_path / "e", tensors, hidden_act="gelu")) == (
+        "EAGLE head: hidden_act is 'gelu', expected 'silu'"
+    )
+    assert refusal(write_head(tmp_path / "f", tensors, num_attention_heads=0)) == (
+        f"EAGLE head: num_attention_heads is 0, expected a number from 1 on ({tmp_path / 'f'})"
+    )
+    assert refusal(write_head(tmp_path / "g", tensors | {"fc.weight": torch.ones(HIDDEN, HIDDEN)})) == (
+        f"EAGLE head: {tmp_path / 'g'} has fc.weight of shape [256, 256], expected [256, 512]"
+    )
+    embedding = torch.ones(1024, HIDDEN)
+    assert refusal(write_head(tmp_path / "h", tensors | {"embed_tokens.weight": embedding}, vocab_size=1024)) == (
+        "EAGLE head: embed_tokens.weight has 1024 rows, expected at least the target's 2048"
+    )
+    with pytest.raises(ValueError) as error:
+        Eagle(torch.nn.Linear(1, 1))  # type: ignore[arg-type]
+    assert str(error.value) == "Eagle: head is a Linear, expected a folder, a hub id or an EagleHead"
+
+
+def test_tensors_that_other_exporters_write(tmp_path: Path) -> None:
+    """Rotations, which follow from the config; the number of layers that the target has; a head of its own."""
+    target = target_with_features((4,))
+    tensors = random_tensors(bias=True)
+    lm_head = torch.randn(2048, HIDDEN)
+    others = {"layers.0.self_attn.rotary_emb.inv_freq": torch.ones(32), "lm_head.weight": lm_head}
+    folder = write_head(tmp_path / "x", tensors | others, num_hidden_layers=36)
+    head = load_head(EagleHead, folder, target, num_pages=8, page_size=16)
+    assert torch.equal(head.lm_head.weight, lm_head)
+    assert torch.equal(head.fc.bias, tensors["fc.bias"])

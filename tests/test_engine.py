@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ import torch
 
 from conftest import HAS_CUDA
 from specdec_kernels import FinishReason
-from specdec_kernels.engine import Engine, NewTokens, SamplingParams, Speculation
+from specdec_kernels.engine import Draft, Eagle3, Engine, NewTokens, Ngram, SamplingParams, Standalone, Union
 from specdec_kernels.engine.memory import pages_that_fit
 from specdec_kernels.tiny import tiny_model
 from tiny import Comparison, greedy_by_transformers, held_out, reference_model, tokenizer
@@ -20,14 +20,16 @@ NUM_PROMPTS = 100
 NEW_TOKENS = 48
 TARGET = tiny_model("target")
 
-SPECULATIONS = {
-    "none": Speculation("NONE"),
-    "ngram": Speculation("NGRAM"),
-    "eagle3-chain": Speculation("EAGLE3", tiny_model("eagle3"), num_steps=5, topk=1),
-    "eagle3-tree": Speculation("EAGLE3", tiny_model("eagle3"), num_steps=5, topk=8, num_draft_tokens=32),
-    "eagle3+ngram": Speculation("EAGLE3+NGRAM", tiny_model("eagle3"), num_steps=4, topk=4, num_draft_tokens=24),
+DRAFTS: dict[str, Callable[[], Draft | None]] = {
+    "none": lambda: None,
+    "ngram": lambda: Ngram(),
+    "eagle3-chain": lambda: Eagle3(tiny_model("eagle3"), num_steps=5, topk=1),
+    "eagle3-tree": lambda: Eagle3(tiny_model("eagle3"), num_steps=5, topk=8, num_nodes=32),
+    "eagle3+ngram": lambda: Union(
+        Eagle3(tiny_model("eagle3"), num_steps=4, topk=4, num_nodes=24), Ngram(num_nodes=24), num_nodes=24
+    ),
     # The target as its own draft: every draft is right, so every round is as long as it can be.
-    "standalone": Speculation("STANDALONE", TARGET, num_steps=3, topk=2, num_draft_tokens=8, adaptive=False),
+    "standalone": lambda: Standalone(TARGET, num_steps=3, topk=2, num_nodes=8),
 }
 # Slots, page size, pages as a share of what all slots at full length would need (pages are reused in all of them),
 # rounds in flight and batch sizes.
@@ -52,12 +54,13 @@ def reference() -> list[list[int]]:
     return greedy_by_transformers(reference_model(), prompts(), NEW_TOKENS)
 
 
-def make_engine(speculation: Speculation, layout: str, device: torch.device) -> Engine:
+def make_engine(draft: Draft | None, layout: str, device: torch.device) -> Engine:
     num_slots, page_size, share, rounds_in_flight, batch_sizes = LAYOUTS[layout]
     pages_per_slot = -(-(MAX_LEN + 80) // page_size)
     return Engine(
         TARGET,
-        speculation=speculation,
+        draft=draft,
+        adaptive=None if device.type == "cuda" and not isinstance(draft, Standalone) else False,
         max_len=MAX_LEN,
         num_slots=num_slots,
         page_size=page_size,
@@ -71,9 +74,9 @@ def make_engine(speculation: Speculation, layout: str, device: torch.device) -> 
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", SPECULATIONS)
+@pytest.mark.parametrize("name", DRAFTS)
 def test_greedy_text_is_that_of_transformers(name: str, layout: str, device: torch.device) -> None:
-    engine = make_engine(SPECULATIONS[name], layout, device)
+    engine = make_engine(DRAFTS[name](), layout, device)
     outputs = engine.generate(prompts(), SamplingParams(max_new_tokens=NEW_TOKENS))
 
     comparison = Comparison(reference_model())
@@ -103,7 +106,7 @@ def accept_length(outputs: list) -> float:
     [("eagle3-chain", "code", 2.6), ("eagle3-tree", "code", 3.2), ("ngram", "repeat", 4.0)],
 )
 def test_accept_length_on_held_out_prompts(name: str, kind: str, at_least: float) -> None:
-    engine = make_engine(SPECULATIONS[name], "batched", torch.device("cpu"))
+    engine = make_engine(DRAFTS[name](), "batched", torch.device("cpu"))
     outputs = engine.generate(held_out(kind)[:60], SamplingParams(max_new_tokens=96))
     print(f"{name} on {kind}: accept length {accept_length(outputs):.2f}")
     assert accept_length(outputs) >= at_least
@@ -112,16 +115,21 @@ def test_accept_length_on_held_out_prompts(name: str, kind: str, at_least: float
 @pytest.mark.parametrize("kind", ["code", "repeat"])
 def test_the_union_of_two_drafts_accepts_more_than_either(kind: str) -> None:
     lengths = {}
-    for name in ("NGRAM", "EAGLE3", "EAGLE3+NGRAM"):
-        head = None if name == "NGRAM" else tiny_model("eagle3")
-        engine = make_engine(Speculation(name, head, num_draft_tokens=32), "batched", torch.device("cpu"))
+    head = tiny_model("eagle3")
+    drafts = {
+        "ngram": Ngram(num_nodes=32),
+        "eagle3": Eagle3(head),
+        "both": Union(Eagle3(head), Ngram(num_nodes=32)),
+    }
+    for name, draft in drafts.items():
+        engine = make_engine(draft, "batched", torch.device("cpu"))
         outputs = engine.generate(held_out(kind)[:12], SamplingParams(max_new_tokens=64, ignore_eos=True))
         lengths[name] = accept_length(outputs)
-    assert lengths["EAGLE3+NGRAM"] >= max(lengths.values()), lengths
+    assert lengths["both"] >= max(lengths.values()), lengths
 
 
 def test_stop_tokens_budget_and_context_end_a_request(device: torch.device) -> None:
-    engine = make_engine(SPECULATIONS["eagle3-tree"], "batched", device)
+    engine = make_engine(DRAFTS["eagle3-tree"](), "batched", device)
     prompt, text = prompts()[0], reference()[0]
     stop = text[11]
     params = [
@@ -138,7 +146,7 @@ def test_stop_tokens_budget_and_context_end_a_request(device: torch.device) -> N
 
 
 def test_streaming_gives_the_same_tokens_in_order(device: torch.device) -> None:
-    engine = make_engine(SPECULATIONS["eagle3-tree"], "batched", device)
+    engine = make_engine(DRAFTS["eagle3-tree"](), "batched", device)
     streamed: dict[int, list[int]] = {}
     events: list[NewTokens] = []
 
@@ -156,7 +164,7 @@ def test_streaming_gives_the_same_tokens_in_order(device: torch.device) -> None:
 
 
 def test_a_request_ends_where_on_tokens_says() -> None:
-    engine, seen = make_engine(SPECULATIONS["ngram"], "batched", torch.device("cpu")), [0] * 4
+    engine, seen = make_engine(DRAFTS["ngram"](), "batched", torch.device("cpu")), [0] * 4
 
     def enough(new: NewTokens) -> bool:
         seen[new.index] += len(new.tokens)
@@ -173,9 +181,9 @@ def test_a_request_ends_where_on_tokens_says() -> None:
     assert engine.generate(prompts()[:1], SamplingParams(max_new_tokens=4))[0].tokens == reference()[0][:4]
 
 
-@pytest.mark.parametrize("name", SPECULATIONS)
+@pytest.mark.parametrize("name", DRAFTS)
 def test_one_token_prompts(name: str, device: torch.device) -> None:
-    engine = make_engine(SPECULATIONS[name], "batched", device)
+    engine = make_engine(DRAFTS[name](), "batched", device)
     starts = [[prompt[0]] for prompt in prompts()[:6]]
     want = greedy_by_transformers(reference_model(), starts, 16)
     comparison = Comparison(reference_model())
@@ -184,7 +192,7 @@ def test_one_token_prompts(name: str, device: torch.device) -> None:
 
 
 def test_stats(device: torch.device) -> None:
-    engine = make_engine(SPECULATIONS["eagle3-chain"], "batched", device)
+    engine = make_engine(DRAFTS["eagle3-chain"](), "batched", device)
     engine.generate(prompts()[:3], SamplingParams(8))
     before = engine.stats()
     outputs = engine.generate(prompts()[:3], SamplingParams(8, ignore_eos=True))
@@ -196,14 +204,14 @@ def test_stats(device: torch.device) -> None:
 
 
 def test_text_prompts_and_text_results(device: torch.device) -> None:
-    engine = make_engine(SPECULATIONS["eagle3-chain"], "single", device)
+    engine = make_engine(DRAFTS["eagle3-chain"](), "single", device)
     (output,) = engine.generate("def main():\n", SamplingParams(max_new_tokens=12))
     assert output.text == tokenizer().decode(output.tokens, skip_special_tokens=True)
     assert output.prompt_tokens == tokenizer()("def main():\n")["input_ids"]
 
 
 def test_an_engine_survives_a_failing_callback(device: torch.device) -> None:
-    engine = make_engine(SPECULATIONS["eagle3-tree"], "batched", device)
+    engine = make_engine(DRAFTS["eagle3-tree"](), "batched", device)
 
     def fail(_new: NewTokens) -> None:
         raise KeyError("callback")
@@ -218,19 +226,19 @@ def test_an_engine_survives_a_failing_callback(device: torch.device) -> None:
 
 
 @pytest.mark.skipif(not HAS_CUDA, reason="no GPU here")
-@pytest.mark.parametrize("name", SPECULATIONS)
+@pytest.mark.parametrize("name", DRAFTS)
 def test_pools_of_a_share_of_the_memory(name: str) -> None:
     """What is captured with the small pools for a trial is captured anew with the large ones."""
     sizes = {"max_len": MAX_LEN, "num_slots": 8, "dtype": torch.float32, "device": "cuda"}
-    engine = Engine(TARGET, speculation=SPECULATIONS[name], mem_fraction=0.5, **sizes)  # type: ignore[arg-type]
+    engine = Engine(TARGET, draft=DRAFTS[name](), mem_fraction=0.5, **sizes)  # type: ignore[arg-type]
     pool = engine.state.pool
-    assert len(pool.free_stack) == 8 * pool.page_table.shape[1] == engine.target.pools.k.shape[1]
+    assert len(pool.free_stack) == 8 * pool.page_table.shape[1] == engine.target.pools.num_pages
     comparison = Comparison(reference_model())
     outputs = engine.generate(prompts()[:20], SamplingParams(max_new_tokens=NEW_TOKENS))
     for prompt, output, want in zip(prompts(), outputs, reference(), strict=False):
         comparison.check(prompt, output.tokens, want)
     with pytest.raises(ValueError, match=r"Engine: mem_fraction is 1e-05, which leaves room for 0 pages, expected at"):
-        Engine(TARGET, speculation=SPECULATIONS[name], mem_fraction=1e-5, **sizes)  # type: ignore[arg-type]
+        Engine(TARGET, draft=DRAFTS[name](), mem_fraction=1e-5, **sizes)  # type: ignore[arg-type]
 
 
 @pytest.mark.skipif(not HAS_CUDA, reason="no GPU here")
@@ -240,18 +248,19 @@ def test_a_trial_takes_all_memory_beside_the_pools(name: str, monkeypatch: pytes
     noted: list[int] = []
 
     def beside_pools(executor: Any) -> int:
-        return torch.cuda.memory_reserved() - executor.target.pools.num_bytes - executor.draft.num_pool_bytes
+        pools = sum(pools.num_bytes for pools in (executor.target.pools, *executor.draft.pools))
+        return torch.cuda.memory_reserved() - pools
 
     def pages(executor: Any, *arguments: Any) -> int:
         fitting = pages_that_fit(executor, *arguments)
         noted.append(beside_pools(executor))
         return fitting
 
-    monkeypatch.setattr("specdec_kernels.engine.engine.pages_that_fit", pages)
-    speculation = replace(SPECULATIONS[name], adaptive=True) if name != "none" else SPECULATIONS[name]
+    monkeypatch.setattr("specdec_kernels.engine.opening.pages_that_fit", pages)
     engine = Engine(
         TARGET,
-        speculation=speculation,
+        draft=DRAFTS[name](),
+        adaptive=True,
         mem_fraction=0.3,
         max_len=MAX_LEN,
         num_slots=24,
@@ -274,7 +283,7 @@ def test_five_hundred_prompts_are_those_of_plain_decoding(name: str) -> None:
     params = SamplingParams(max_new_tokens=NEW_TOKENS)
     sizes = {"max_len": MAX_LEN, "num_slots": 32, "dtype": torch.float32, "device": "cuda"}
     want = Engine(TARGET, **sizes).generate(texts, params)  # type: ignore[arg-type]
-    engine = Engine(TARGET, speculation=SPECULATIONS[name], num_pages=120, **sizes)  # type: ignore[arg-type]
+    engine = Engine(TARGET, draft=DRAFTS[name](), num_pages=120, **sizes)  # type: ignore[arg-type]
     comparison = Comparison(reference_model())
     for prompt, output, plain in zip(texts, engine.generate(texts, params), want, strict=True):
         comparison.check(prompt, output.tokens, plain.tokens)
@@ -284,13 +293,11 @@ def test_five_hundred_prompts_are_those_of_plain_decoding(name: str) -> None:
 
 
 @pytest.mark.skipif(not HAS_CUDA, reason="no GPU here")
-@pytest.mark.parametrize("name", SPECULATIONS)
+@pytest.mark.parametrize("name", DRAFTS)
 def test_without_graphs_the_same(name: str) -> None:
-    captured = make_engine(SPECULATIONS[name], "page3", torch.device("cuda"))
+    captured = make_engine(DRAFTS[name](), "page3", torch.device("cuda"))
     assert captured.graphs is not None
-    called = Engine(
-        TARGET, speculation=SPECULATIONS[name], max_len=MAX_LEN, dtype=torch.float32, device="cuda", cuda_graph=False
-    )
+    called = Engine(TARGET, draft=DRAFTS[name](), max_len=MAX_LEN, dtype=torch.float32, device="cuda", cuda_graph=False)
     assert called.graphs is None
     comparison = Comparison(reference_model())
     for engine in (captured, called):
@@ -309,7 +316,7 @@ def test_without_graphs_the_same(name: str) -> None:
     ],
 )
 def test_a_bad_prompt_starts_nothing(prompt: list[int], message: str) -> None:
-    engine = make_engine(SPECULATIONS["none"], "batched", torch.device("cpu"))
+    engine = make_engine(DRAFTS["none"](), "batched", torch.device("cpu"))
     with pytest.raises(ValueError) as error:
         engine.generate([prompts()[0], prompt])
     assert str(error.value) == message
@@ -317,12 +324,8 @@ def test_a_bad_prompt_starts_nothing(prompt: list[int], message: str) -> None:
 
 
 def test_messages_of_parameters() -> None:
-    with pytest.raises(ValueError, match=r"Speculation: algorithm is 'EAGLE9', expected one of"):
-        Speculation("EAGLE9")
-    with pytest.raises(ValueError, match="Speculation: draft_model is None, expected a path or hub id for EAGLE3"):
-        Speculation("EAGLE3")
-    with pytest.raises(ValueError, match="Speculation: topk is 65, expected 1 to 64"):
-        Speculation("EAGLE3", "x", topk=65)
+    with pytest.raises(ValueError, match="Eagle3: topk is 65, expected 1 to 64"):
+        Eagle3("x", topk=65)
     with pytest.raises(ValueError, match="SamplingParams: max_new_tokens is 0, expected at least 1"):
         SamplingParams(max_new_tokens=0)
     with pytest.raises(ValueError, match="SamplingParams: ngram_group is -1, expected 0 to 2147483647"):

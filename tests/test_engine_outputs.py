@@ -3,32 +3,44 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from specdec_kernels import FinishReason
-from specdec_kernels.engine import Engine, NewTokens, RequestOutput, SamplingParams, Speculation, TokenLogprob
+from specdec_kernels.engine import (
+    Draft,
+    Eagle3,
+    Engine,
+    NewTokens,
+    Ngram,
+    RequestOutput,
+    SamplingParams,
+    Standalone,
+    TokenLogprob,
+    Union,
+)
 from specdec_kernels.tiny import tiny_model
 from tiny import held_out, reference_model, tokenizer
 
 TARGET, HEAD = tiny_model("target"), tiny_model("eagle3")
 NEW_TOKENS = 24
-SPECULATIONS = {
-    "none": Speculation("NONE"),
-    "ngram": Speculation("NGRAM", num_draft_tokens=8),
-    "eagle3-chain": Speculation("EAGLE3", HEAD, num_steps=3, topk=1),
-    "eagle3-tree": Speculation("EAGLE3", HEAD, num_steps=4, topk=4, num_draft_tokens=16),
-    "eagle3+ngram": Speculation("EAGLE3+NGRAM", HEAD, num_steps=3, topk=4, num_draft_tokens=16),
-    "standalone": Speculation("STANDALONE", TARGET, num_steps=3, topk=2, num_draft_tokens=8),
+DRAFTS: dict[str, Callable[[], Draft | None]] = {
+    "none": lambda: None,
+    "ngram": lambda: Ngram(num_nodes=8),
+    "eagle3-chain": lambda: Eagle3(HEAD, num_steps=3, topk=1),
+    "eagle3-tree": lambda: Eagle3(HEAD, num_steps=4, topk=4, num_nodes=16),
+    "eagle3+ngram": lambda: Union(Eagle3(HEAD, num_steps=3, topk=4, num_nodes=16), Ngram(num_nodes=16), num_nodes=16),
+    "standalone": lambda: Standalone(TARGET, num_steps=3, topk=2, num_nodes=8),
 }
-every_draft = pytest.mark.parametrize("name", SPECULATIONS)
+every_draft = pytest.mark.parametrize("name", DRAFTS)
 
 
 def make_engine(name: str, device: torch.device | str = "cpu", **options: Any) -> Engine:
     given = {"max_len": 128, "num_slots": 4, "dtype": torch.float32, "device": device, "prefill_chunk": 50} | options
-    return Engine(TARGET, speculation=SPECULATIONS[name], **given)
+    return Engine(TARGET, draft=DRAFTS[name](), **given)
 
 
 @functools.cache

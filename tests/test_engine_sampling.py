@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from specdec_kernels.engine import Engine, RequestOutput, SamplingParams, Speculation
+from specdec_kernels.engine import Draft, Eagle3, Engine, Ngram, RequestOutput, SamplingParams, Standalone, Union
 from specdec_kernels.engine.round import Round
 from specdec_kernels.reference import verify as reference
 from specdec_kernels.tiny import tiny_model
@@ -22,15 +23,15 @@ NEW_TOKENS = 32
 NOISE = 1e-4  # what float32 logits of other shapes change in a probability
 
 # Every round drafts all it may: else so small a model, which costs as much for one node as for many, soon drafts little.
-SPECULATIONS = {
-    "none": Speculation("NONE"),
-    "ngram": Speculation("NGRAM"),
-    "ngram-8": Speculation("NGRAM", num_draft_tokens=8),
-    "eagle3-chain": Speculation("EAGLE3", HEAD, num_steps=3, topk=1, adaptive=False),
-    "eagle3-tree": Speculation("EAGLE3", HEAD, num_steps=5, topk=8, num_draft_tokens=32, adaptive=False),
-    "eagle3-bush": Speculation("EAGLE3", HEAD, num_steps=2, topk=4, num_draft_tokens=9, adaptive=False),
-    "eagle3+ngram": Speculation("EAGLE3+NGRAM", HEAD, num_steps=3, topk=4, num_draft_tokens=16, adaptive=False),
-    "standalone": Speculation("STANDALONE", TARGET, num_steps=3, topk=2, num_draft_tokens=8, adaptive=False),
+DRAFTS: dict[str, Callable[[], Draft | None]] = {
+    "none": lambda: None,
+    "ngram": lambda: Ngram(),
+    "ngram-8": lambda: Ngram(num_nodes=8),
+    "eagle3-chain": lambda: Eagle3(HEAD, num_steps=3, topk=1),
+    "eagle3-tree": lambda: Eagle3(HEAD, num_steps=5, topk=8, num_nodes=32),
+    "eagle3-bush": lambda: Eagle3(HEAD, num_steps=2, topk=4, num_nodes=9),
+    "eagle3+ngram": lambda: Union(Eagle3(HEAD, num_steps=3, topk=4, num_nodes=16), Ngram(num_nodes=16), num_nodes=16),
+    "standalone": lambda: Standalone(TARGET, num_steps=3, topk=2, num_nodes=8),
 }
 # Slots, page size, pages beyond those of one request.
 LAYOUTS = {"single": (1, 16, 0), "batched": (8, 16, 200), "page1": (3, 1, 500), "page3": (4, 3, 40)}
@@ -60,7 +61,8 @@ def make_engine(name: str, layout: str, device: torch.device | str = "cpu") -> E
     num_slots, page_size, more = LAYOUTS[layout]
     return Engine(
         TARGET,
-        speculation=SPECULATIONS[name],
+        draft=DRAFTS[name](),
+        adaptive=False,
         max_len=MAX_LEN,
         num_slots=num_slots,
         page_size=page_size,
@@ -114,14 +116,14 @@ def differing(ours: list[RequestOutput], theirs: list[RequestOutput], each: list
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", SPECULATIONS)
+@pytest.mark.parametrize("name", DRAFTS)
 def test_text_depends_on_the_seed_alone(name: str, layout: str, device: torch.device) -> None:
     engine = make_engine(name, layout, device)
     outputs = engine.generate(prompts(), params())
     assert differing(outputs, plain(), params()) <= 2
     for output, sampling in zip(outputs, params(), strict=True):
         assert output.seed == (sampling.seed if sampling.temperature > 0 else None)
-    if SPECULATIONS[name].algorithm in ("EAGLE3", "STANDALONE"):
+    if isinstance(engine.draft, Eagle3 | Standalone):
         assert sum(o.stats.accepted for o in outputs) > 0.5 * sum(o.stats.rounds for o in outputs)
 
 
@@ -184,7 +186,7 @@ def test_a_retracted_request_draws_the_same(name: str) -> None:
     each = [SamplingParams(100, ignore_eos=True, temperature=0.8, seed=i) for i in range(4)]
     want = make_engine(name, "batched").generate(prompts()[:4], each)
     tight = Engine(
-        TARGET, speculation=SPECULATIONS[name], max_len=MAX_LEN, num_slots=4, page_size=4, num_pages=90, device="cpu"
+        TARGET, draft=DRAFTS[name](), adaptive=False, max_len=MAX_LEN, num_slots=4, page_size=4, num_pages=90, device="cpu"
     )  # fmt: skip
     got = tight.generate(prompts()[:4], each)
     assert tight._scheduler.num_retractions > 0

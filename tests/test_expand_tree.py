@@ -27,18 +27,23 @@ def random_state(num_slots: int, k: int) -> tuple[torch.Tensor, torch.Tensor, to
     )
 
 
-def poisoned_root_outputs(batch: int, k: int, num_steps: int, device: torch.device) -> dict[str, torch.Tensor]:
+def poisoned_root_outputs(
+    batch: int, k: int, num_steps: int, device: torch.device
+) -> tuple[sd.Candidates, sd.Frontier]:
     columns, words = k + (num_steps - 1) * k * k, max(1, -(-k * (num_steps - 1) // 64))
     int32 = {"dtype": torch.int32, "device": device}
-    return {
-        "out_cand_tokens": torch.full((batch, columns), -77, **int32),
-        "out_cand_parents": torch.full((batch, columns), -77, **int32),
-        "out_cand_scores": torch.full((batch, columns), torch.nan, device=device),
-        "out_frontier": torch.full((batch, k), -77, **int32),
-        "out_tokens": torch.full((batch, k), -77, **int32),
-        "out_positions": torch.full((batch, k), -77, **int32),
-        "out_mask": torch.full((batch, k, words), -77, dtype=torch.int64, device=device),
-    }
+    candidates = sd.Candidates(
+        tokens=torch.full((batch, columns), -77, **int32),
+        parents=torch.full((batch, columns), -77, **int32),
+        scores=torch.full((batch, columns), torch.nan, device=device),
+    )
+    frontier = sd.Frontier(
+        nodes=torch.full((batch, k), -77, **int32),
+        tokens=torch.full((batch, k), -77, **int32),
+        positions=torch.full((batch, k), -77, **int32),
+        mask=torch.full((batch, k, words), -77, dtype=torch.int64, device=device),
+    )
+    return candidates, frontier
 
 
 def assert_same(got: Iterable[torch.Tensor], want: Iterable[torch.Tensor]) -> None:
@@ -62,32 +67,32 @@ def check_steps(
         num_steps,
         slots=slots_there,
         position_offset=position_offset,
-        **poisoned_root_outputs(batch, k, num_steps, device),
+        out=poisoned_root_outputs(batch, k, num_steps, device),
     )
     want, want_frontier = reference.expand_root(ids, logprobs, seq_lens, num_steps, slots, position_offset)
     assert_same(candidates, want)
     assert_same(frontier, want_frontier)
 
-    nodes, mask = want_frontier.nodes, want_frontier.mask
     for step in range(2, num_steps + 1):
         ids = torch.randint(0, 1000, (batch, k, k), dtype=torch.int32)
         logprobs = quantised_logprobs(batch, k, k)
-        poison = {f"out_{n}": torch.full((batch, k), -77, dtype=torch.int32, device=device) for n in sd.DraftInputs._fields}  # fmt: skip
+        poison = sd.DraftInputs(*(torch.full((batch, k), -77, dtype=torch.int32, device=device) for _ in range(3)))
         inputs = sd.expand_tree(
             ids.to(device),
             logprobs.to(device),
             step,
-            *candidates,
-            frontier.nodes,
-            frontier.mask,
+            candidates,
+            frontier,
             seq_lens_there,
             slots=slots_there,
             position_offset=position_offset,
-            **poison,
+            out=poison,
         )
         want, nodes, mask, want_inputs = reference.expand_tree(
-            ids, logprobs, step, want, nodes, mask, seq_lens, slots, position_offset
+            ids, logprobs, step, want, want_frontier, seq_lens, slots, position_offset
         )
+        want_frontier = want_frontier._replace(nodes=nodes, mask=mask)
+        assert inputs is poison
         assert_same(candidates, want)
         assert_same((frontier.nodes, frontier.mask), (nodes, mask))
         assert_same(inputs, want_inputs)
@@ -141,9 +146,7 @@ def expand(device: torch.device, logprobs: list[list[float]], nodes: list[int] |
     if nodes is not None:
         frontier.nodes.copy_(torch.tensor([nodes], dtype=torch.int32))
     ids = torch.arange(4, dtype=torch.int32, device=device).view(1, 2, 2)
-    sd.expand_tree(
-        ids, torch.tensor([logprobs], device=device), 2, *candidates, frontier.nodes, frontier.mask, seq_lens
-    )
+    sd.expand_tree(ids, torch.tensor([logprobs], device=device), 2, candidates, frontier, seq_lens)
     return candidates.scores[0, 2:].tolist(), frontier.nodes[0].tolist()
 
 
@@ -158,7 +161,7 @@ def test_equal_scores(device: torch.device, k: int, logprob: float) -> None:
     ids = torch.zeros(1, k, k, dtype=torch.int32, device=device)
     candidates, frontier = sd.expand_root(ids[0, :1], torch.zeros(1, k, device=device), seq_lens, 2)
     logprobs = torch.full((1, k, k), logprob, device=device)
-    sd.expand_tree(ids, logprobs, 2, *candidates, frontier.nodes, frontier.mask, seq_lens)
+    sd.expand_tree(ids, logprobs, 2, candidates, frontier, seq_lens)
     assert frontier.nodes[0].tolist() == list(range(k, 2 * k))
 
 
@@ -195,7 +198,7 @@ def test_batch_permutation(device: torch.device) -> None:
         slots = order.to(torch.int32).to(device)
         candidates, frontier = sd.expand_root(ids, logprobs, seq_lens, steps, slots=slots)
         inputs = sd.expand_tree(
-            child_ids[slots], child_logprobs[slots], 2, *candidates, frontier.nodes, frontier.mask, seq_lens, slots=slots
+            child_ids[slots], child_logprobs[slots], 2, candidates, frontier, seq_lens, slots=slots
         )  # fmt: skip
         back = torch.argsort(order).to(device)
         local_rows = inputs.parent_rows % k
@@ -213,7 +216,7 @@ def test_graph_replay_with_changed_inputs() -> None:
 
     def draft() -> tuple[torch.Tensor, ...]:
         candidates, frontier = sd.expand_root(ids, logprobs, seq_lens, 2)
-        inputs = sd.expand_tree(child_ids, child_logprobs, 2, *candidates, frontier.nodes, frontier.mask, seq_lens)
+        inputs = sd.expand_tree(child_ids, child_logprobs, 2, candidates, frontier, seq_lens)
         return (*candidates, frontier.nodes, frontier.mask, *inputs)
 
     draft()
@@ -250,15 +253,23 @@ def int32(*shape: int) -> torch.Tensor:
         ({"num_steps": 0}, "expand_root: num_steps is 0, expected 1 to 1024"),
         ({"slots": torch.zeros(3)}, "expand_root: slots is float32, expected int32"),
         ({"position_offset": 2**40}, "expand_root: position_offset is 1099511627776, expected -1048576 to 1048576"),
-        ({"out_cand_scores": torch.zeros(3, 5)}, "expand_root: out_cand_scores has shape [3, 5], expected [batch=3, candidates=6]"),
-        ({"out_mask": torch.zeros(3, 2, 2, dtype=torch.int64)}, "expand_root: out_mask has shape [3, 2, 2], expected [batch=3, k=2, mask_words=1]"),
-        ({"out_tokens": int32(2, 3).t()}, "expand_root: out_tokens has shape [3, 2] and is not contiguous, expected a contiguous tensor"),
+        ({"scores": torch.zeros(3, 5)}, "expand_root: out[0].scores has shape [3, 5], expected [batch=3, candidates=6]"),
+        ({"mask": torch.zeros(3, 2, 2, dtype=torch.int64)}, "expand_root: out[1].mask has shape [3, 2, 2], expected [batch=3, k=2, mask_words=1]"),
+        ({"frontier_tokens": int32(2, 3).t()}, "expand_root: out[1].tokens has shape [3, 2] and is not contiguous, expected a contiguous tensor"),
     ],
 )  # fmt: skip
 def test_messages_of_expand_root(change: dict[str, object], message: str) -> None:
     arguments = {"topk_ids": int32(3, 2), "topk_logprobs": torch.zeros(3, 2), "seq_lens": int32(3), "num_steps": 2}
+    outputs = {"scores": torch.zeros(3, 6), "frontier_tokens": int32(3, 2), "mask": torch.zeros(3, 2, 1).long()}
+    given = arguments | outputs | change
+    scores, tokens, mask = (given.pop(name) for name in outputs)
+    if change.keys() & outputs.keys():
+        given["out"] = (
+            sd.Candidates(int32(3, 6), int32(3, 6), scores),
+            sd.Frontier(int32(3, 2), tokens, int32(3, 2), mask),
+        )
     with pytest.raises(ValueError) as error:
-        sd.expand_root(**(arguments | change))
+        sd.expand_root(**given)
     assert str(error.value) == message
 
 
@@ -269,11 +280,11 @@ def test_messages_of_expand_root(change: dict[str, object], message: str) -> Non
         ({"topk_ids": int32(3, 2)}, "expand_tree: topk_ids has 2 dimensions, expected 3 dimensions"),
         ({"step": 1}, "expand_tree: step is 1, expected 2 to 3"),
         ({"step": 4}, "expand_tree: step is 4, expected 2 to 3"),
-        ({"cand_tokens": int32(3, 9)}, "expand_tree: cand_tokens has 9 candidates, expected k + (num_steps - 1) * k * k with k=2"),
-        ({"cand_parents": int32(3, 6)}, "expand_tree: cand_parents has shape [3, 6], expected [batch=3, candidates=10]"),
-        ({"mask": torch.zeros(3, 2, 1)}, "expand_tree: mask is float32, expected int64"),
+        ({"tokens": int32(3, 9)}, "expand_tree: candidates.tokens has 9 candidates, expected k + (num_steps - 1) * k * k with k=2"),
+        ({"parents": int32(3, 6)}, "expand_tree: candidates.parents has shape [3, 6], expected [batch=3, candidates=10]"),
+        ({"mask": torch.zeros(3, 2, 1)}, "expand_tree: frontier.mask is float32, expected int64"),
         ({"seq_lens": int32(2)}, "expand_tree: slots is None for batch=3, expected a tensor, or batch <= num_slots=2"),
-        ({"out_parent_rows": int32(3)}, "expand_tree: out_parent_rows has shape [3], expected [batch=3, k=2]"),
+        ({"out": sd.DraftInputs(int32(3, 2), int32(3), int32(3, 2))}, "expand_tree: out.parent_rows has shape [3], expected [batch=3, k=2]"),
     ],
 )  # fmt: skip
 def test_messages_of_expand_tree(change: dict[str, object], message: str) -> None:
@@ -281,23 +292,25 @@ def test_messages_of_expand_tree(change: dict[str, object], message: str) -> Non
         "topk_ids": int32(3, 2, 2),
         "topk_logprobs": torch.zeros(3, 2, 2),
         "step": 2,
-        "cand_tokens": int32(3, 10),
-        "cand_parents": int32(3, 10),
-        "cand_scores": torch.zeros(3, 10),
-        "frontier": int32(3, 2),
+        "tokens": int32(3, 10),
+        "parents": int32(3, 10),
+        "scores": torch.zeros(3, 10),
         "mask": torch.zeros(3, 2, 1, dtype=torch.int64),
         "seq_lens": int32(3),
-    }
+    } | change
+    candidates = sd.Candidates(*(arguments.pop(name) for name in sd.Candidates._fields))
+    frontier = sd.Frontier(int32(3, 2), int32(3, 2), int32(3, 2), arguments.pop("mask"))
     with pytest.raises(ValueError) as error:
-        sd.expand_tree(**(arguments | change))
+        sd.expand_tree(**arguments, candidates=candidates, frontier=frontier)
     assert str(error.value) == message
 
 
 def test_in_place_arguments_must_be_writable() -> None:
     np = pytest.importorskip("numpy")
     ids = np.zeros((1, 1, 1), np.int32)
-    columns = [np.zeros((1, 2), np.int32), np.zeros((1, 2), np.int32), np.zeros((1, 2), np.float32)]
-    columns[1].flags.writeable = False
+    columns = sd.Candidates(np.zeros((1, 2), np.int32), np.zeros((1, 2), np.int32), np.zeros((1, 2), np.float32))
+    columns.parents.flags.writeable = False
+    frontier = sd.Frontier(ids[0], ids[0], ids[0], np.zeros((1, 1, 1), np.int64))
     with pytest.raises(ValueError) as error:
-        sd.expand_tree(ids, ids.astype(np.float32), 2, *columns, ids[0], np.zeros((1, 1, 1), np.int64), ids[0, 0])
-    assert str(error.value) == "expand_tree: cand_parents is read-only, expected a writable tensor"
+        sd.expand_tree(ids, ids.astype(np.float32), 2, columns, frontier, ids[0, 0])
+    assert str(error.value) == "expand_tree: candidates.parents is read-only, expected a writable tensor"

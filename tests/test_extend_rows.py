@@ -15,17 +15,17 @@ def ints(low: int, high: int, *shape: int) -> torch.Tensor:
     return torch.randint(low, high, shape, dtype=torch.int32)
 
 
-def poisoned(batch: int, width: int, device: torch.device) -> dict[str, torch.Tensor]:
+def poisoned(batch: int, width: int, device: torch.device) -> sd.ExtendRows:
     def filled(*shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.full(shape, -77, dtype=dtype, device=device)
 
-    return {
-        "out_tokens": filled(batch, width, dtype=torch.int32),
-        "out_positions": filled(batch, width, dtype=torch.int32),
-        "out_node_rows": filled(batch, width, dtype=torch.int64),
-        "out_last_rows": filled(batch, dtype=torch.int64),
-        "out_kept_slots": filled(batch, dtype=torch.int64),
-    }
+    return sd.ExtendRows(
+        tokens=filled(batch, width, dtype=torch.int32),
+        positions=filled(batch, width, dtype=torch.int32),
+        node_rows=filled(batch, width, dtype=torch.int64),
+        last_rows=filled(batch, dtype=torch.int64),
+        kept_slots=filled(batch, dtype=torch.int64),
+    )
 
 
 @pytest.mark.sanitize
@@ -49,10 +49,11 @@ def test_extend_rows(batch: int, accept_width: int, num_nodes: int, with_slots: 
         num_nodes,
         slots=None if slots is None else slots.to(device),
         position_offset=1,
-        **outputs,
+        out=outputs,
     )
+    assert got is outputs
     for name, g, w in zip(want._fields, got, want, strict=True):
-        assert g is outputs[f"out_{name}"] and g.dtype == w.dtype and torch.equal(g.cpu(), w), name
+        assert g.dtype == w.dtype and torch.equal(g.cpu(), w), name
 
 
 @pytest.mark.sanitize
@@ -81,7 +82,7 @@ def test_wild_numbers_stay_in_bounds(device: torch.device) -> None:
         ({"num_nodes": 0}, "extend_rows: num_nodes is 0, expected 1 to 2147483647"),
         ({"position_offset": -1}, "extend_rows: position_offset is -1, expected 0 to 2147483647"),
         (
-            {"out_tokens": ints(0, 4, 2, 5), "num_nodes": 5},
+            {"out": poisoned(2, 5, torch.device("cpu")), "num_nodes": 5},
             "extend_rows: width is 5, expected 1 to 3",
         ),
     ],
@@ -91,10 +92,12 @@ def test_refuses(change: dict[str, object], message: str, device: torch.device) 
         "tokens": ints(0, 9, 2, 3),
         "path": ints(0, 4, 2, 3),
         "num_valid": ints(0, 3, 2),
-        "seq_lens_before": ints(0, 9, 2),
+        "prefix_lens": ints(0, 9, 2),
         "num_nodes": 4,
     } | change
     there = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
+    if "out" in there:
+        there["out"] = sd.ExtendRows(*(x.to(device) for x in arguments["out"]))  # type: ignore[attr-defined]
     with pytest.raises(ValueError) as error:
         sd.extend_rows(**there)  # type: ignore[arg-type]
     assert str(error.value) == message

@@ -126,15 +126,15 @@ def test_graph_replay_with_changed_inputs() -> None:
         ({"src_slots": torch.zeros(2)}, "fork_pages: src_slots is float32, expected int32"),
         ({"dst_slots": torch.zeros(3, dtype=INT)}, "fork_pages: dst_slots has shape [3], expected [batch=2]"),
         ({"src_slots": torch.zeros(513, dtype=INT)}, "fork_pages: batch is 513, expected 0 to 512"),
-        ({"lens": torch.zeros(2, dtype=INT)}, "fork_pages: lens has shape [2], expected [num_slots=3]"),
+        ({"prefix_lens": torch.zeros(2, dtype=INT)}, "fork_pages: prefix_lens has shape [2], expected [num_slots=3]"),
         ({"status": torch.zeros(1, dtype=INT)}, "fork_pages: status has shape [1], expected [num_slots=3]"),
-        ({"out_num_rows": torch.zeros(3, dtype=INT)}, "fork_pages: out_num_rows has shape [3], expected [batch=2]"),
+        ({"out": torch.zeros(3, dtype=INT)}, "fork_pages: out has shape [3], expected [batch=2]"),
     ],
 )
 def test_messages(change: dict[str, torch.Tensor], message: str) -> None:
     pool = sd.make_page_pool(4, 3, 3, 1, torch.empty(0))
     rows = torch.zeros(2, dtype=INT)
-    arguments = {"src_slots": rows, "dst_slots": rows, "lens": torch.zeros(3, dtype=INT)} | change
+    arguments = {"src_slots": rows, "dst_slots": rows, "prefix_lens": torch.zeros(3, dtype=INT)} | change
     with pytest.raises(ValueError) as error:
         sd.fork_pages(pool, **arguments)
     assert str(error.value) == message

@@ -14,7 +14,7 @@ from rich.console import Console
 from random_models import save_random_model
 from specdec_kernels import FinishReason, cli
 from specdec_kernels.cli.generate import DEFAULT_PROMPT, Printer
-from specdec_kernels.engine import Engine, NewTokens, SamplingParams, Speculation
+from specdec_kernels.engine import Engine, NewTokens, Ngram, SamplingParams
 from specdec_kernels.tiny import tiny_model
 
 Capture = pytest.CaptureFixture[str]
@@ -29,8 +29,19 @@ def test_default_run_into_a_pipe(capsys: Capture) -> None:
     captured = capsys.readouterr()
     assert captured.out.startswith(DEFAULT_PROMPT)
     assert "\033" not in captured.out and captured.err == ""
-    for word in ("EAGLE3", "plain", "accept length", "EAGLE3 produced the same tokens"):
+    for word in ("NGRAM", "plain", "accept length", "NGRAM produced the same tokens"):
         assert word in captured.out
+
+
+def test_no_run_drafts_from_what_another_said(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Repeated, for its time, a run is the one that is shown: the index does not know its text already."""
+    accepted = []
+    for most in (1, 4):
+        monkeypatch.setattr("specdec_kernels.cli.generate.MOST_RUNS", most)
+        monkeypatch.setattr("specdec_kernels.cli.generate.ENOUGH_SECONDS", 1e9)
+        assert generate("--max-new-tokens", "60", "--no-speculative-adaptive", "--no-compare") == 0
+        accepted.append(capsys.readouterr().out.partition("accept length")[2].split()[1])
+    assert accepted[0] == accepted[1]
 
 
 def test_sampling(capsys: Capture) -> None:
@@ -38,16 +49,16 @@ def test_sampling(capsys: Capture) -> None:
     sampled = ["--max-new-tokens", "24", "--temperature", "1.1", "--top-k", "40", "--top-p", "0.95", "--min-p", "0.01"]
     assert generate(*sampled) == 0
     first = capsys.readouterr().out
-    assert "EAGLE3 produced the same tokens" in first
+    assert "NGRAM produced the same tokens" in first
     seed = first.partition("sampled with --seed ")[2].split()[0]
     assert generate(*sampled, "--seed", seed, "--no-compare") == 0
     assert capsys.readouterr().out.partition("\n\ngreen:")[0] == first.partition("\n\ngreen:")[0]
 
 
 def test_a_trace_of_the_rounds(capsys: Capture, tmp_path: Path) -> None:
-    assert (
-        generate("--no-compare", "--no-cuda-graph", "--max-new-tokens", "9", "--trace", str(tmp_path / "t.json")) == 0
-    )
+    trace = ["--trace", str(tmp_path / "t.json")]
+    fixed = ["--no-speculative-adaptive", "--speculative-num-draft-tokens", "6"]
+    assert generate(*fixed, *trace, "--no-compare", "--no-cuda-graph", "--max-new-tokens", "9") == 0
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     names = [event["name"] for event in events if event["ph"] == "X"]
     assert {"turn", "admit", "prefill", "plan", "commands", "launch", "read", "round", "emit"} <= set(names)
@@ -70,14 +81,17 @@ def test_a_narrow_terminal_breaks_no_text(capsys: Capture, monkeypatch: pytest.M
     ("arguments", "message"),
     [
         (["--model", "/nowhere"], "Engine: model is /nowhere, expected an existing folder or a hub id"),
-        (["--speculative-num-steps", "0"], "Speculation: num_steps is 0, expected 1 to 64"),
         (
-            ["--model", str(tiny_model("target")), "--speculative-algorithm", "EAGLE3"],
-            "Speculation: draft_model is None, expected a path or hub id for EAGLE3",
+            ["--speculative-algorithm", "EAGLE3", "--speculative-num-steps", "0"],
+            "Eagle3: num_steps is 0, expected 1 to 64",
         ),
         (
-            ["--speculative-ngram-corpus", __file__],
-            "Speculation: ngram_corpus is given, expected none for EAGLE3",
+            ["--model", str(tiny_model("target")), "--speculative-algorithm", "EAGLE3"],
+            "--speculative-draft-model-path is missing, expected a folder or hub id for EAGLE3",
+        ),
+        (
+            ["--speculative-algorithm", "EAGLE3", "--speculative-ngram-corpus", __file__],
+            "--speculative-ngram-corpus is given, expected none for EAGLE3",
         ),
         (
             ["--speculative-algorithm", "NGRAM", "--speculative-ngram-corpus", "/nowhere"],
@@ -100,16 +114,15 @@ def test_refusals_are_one_line(capsys: Capture, arguments: list[str], message: s
 
 def test_a_corpus_is_drafted_from(tmp_path: Path) -> None:
     """What the model says anyway, known from the start."""
-    plain = Engine(tiny_model("target"), speculation=Speculation("NGRAM"), max_len=200, device="cpu")
+    plain = Engine(tiny_model("target"), draft=Ngram(), adaptive=False, max_len=200, device="cpu")
     budget = SamplingParams(max_new_tokens=60)
     (want,) = plain.generate(DEFAULT_PROMPT, budget)
     corpus = tmp_path / "answers.txt"
     assert want.text is not None
     corpus.write_text(DEFAULT_PROMPT + want.text, "utf-8")
-    speculation = Speculation("NGRAM", ngram_corpus=[corpus])
-    (got,) = Engine(tiny_model("target"), speculation=speculation, max_len=200, device="cpu").generate(
-        DEFAULT_PROMPT, budget
-    )
+    draft = Ngram(corpus=[corpus])
+    engine = Engine(tiny_model("target"), draft=draft, adaptive=False, max_len=200, device="cpu")
+    (got,) = engine.generate(DEFAULT_PROMPT, budget)
     assert got.tokens == want.tokens
     assert got.stats.accept_length > 2 * want.stats.accept_length
 
@@ -118,7 +131,7 @@ def test_a_corpus_must_be_text(capsys: Capture, tmp_path: Path) -> None:
     corpus = tmp_path / "image"
     corpus.write_bytes(b"\xff\xfe\x00")
     assert generate("--speculative-algorithm", "NGRAM", "--speculative-ngram-corpus", str(corpus)) == 2
-    message = f"specdec generate: Speculation: ngram_corpus has {corpus}, expected text in UTF-8\n"
+    message = f"specdec generate: Ngram: corpus has {corpus}, expected text in UTF-8\n"
     assert capsys.readouterr().err == message
 
 

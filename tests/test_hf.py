@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from transformers import (
 )
 
 from specdec_kernels import hf
+from specdec_kernels.engine import Draft, Eagle3, Standalone
 from specdec_kernels.tiny import tiny_model
 from tiny import held_out, reference_model, tokenizer
 
@@ -48,11 +50,11 @@ def batch_of(prompts: list[list[int]], device: torch.device) -> dict[str, torch.
     return {"input_ids": ids, "attention_mask": mask}
 
 
-DRAFTS: dict[str, dict[str, Any]] = {
-    "NGRAM": {},
-    "NONE": {"algorithm": "NONE"},
-    "EAGLE3": {"algorithm": "EAGLE3", "draft_model": str(tiny_model("eagle3")), "num_steps": 3, "topk": 4},
-    "STANDALONE": {"algorithm": "STANDALONE", "draft_model": str(tiny_model("target")), "num_steps": 2, "topk": 1},
+DRAFTS: dict[str, Callable[[], Draft | None]] = {
+    "ngram": lambda: None,
+    "none": Draft,
+    "eagle3": lambda: Eagle3(tiny_model("eagle3"), num_steps=3, topk=4),
+    "standalone": lambda: Standalone(str(tiny_model("target")), num_steps=2, topk=1),
 }
 
 
@@ -63,7 +65,7 @@ def test_greedy_text_is_that_of_transformers(model: Any, device: torch.device, d
         **{k: v.cpu() for k, v in batch.items()}, max_new_tokens=24, do_sample=False, pad_token_id=0
     )
     got = model.generate(
-        **batch, max_new_tokens=24, do_sample=False, pad_token_id=0, custom_generate=hf.generate, **DRAFTS[draft]
+        **batch, max_new_tokens=24, do_sample=False, pad_token_id=0, custom_generate=hf.generate, draft=DRAFTS[draft]()
     )
     assert got.dtype == want.dtype and torch.equal(got.cpu(), want)
 
@@ -82,7 +84,7 @@ def test_the_model_stays_what_it_was(model: Any, device: torch.device) -> None:
     assert torch.equal(longer[:, : first.shape[1]], first)
     assert model.__dict__["_specdec_engine"][1] is not engine
     hf.release(model)
-    assert "_specdec_engine" not in model.__dict__ and not any("k_pool" in name for name, _ in model.named_buffers())
+    assert "_specdec_engine" not in model.__dict__
     hf.release(model)
 
 
@@ -93,12 +95,25 @@ def test_a_draft_that_is_a_module_serves_one_engine_after_another(model: Any, de
     want = model.generate(**batch, **options)
     for num_steps in (2, 3):
         got = model.generate(
-            **batch, **options, custom_generate=hf.generate, algorithm="STANDALONE", draft_model=draft,
-            num_steps=num_steps, topk=1,
-        )  # fmt: skip
+            **batch, **options, custom_generate=hf.generate, draft=Standalone(draft, num_steps=num_steps, topk=1)
+        )
         assert torch.equal(got, want)
     hf.release(model)
-    assert not any("_pool" in name for name, _ in draft.named_buffers())
+
+
+def test_one_draft_object_serves_calls_of_any_size(model: Any, device: torch.device) -> None:
+    draft = Eagle3(tiny_model("eagle3"), num_steps=2, topk=2)
+    batch = batch_of([held_out("repeat")[0]], device)
+    options = {"do_sample": False, "pad_token_id": 0, "custom_generate": hf.generate, "draft": draft}
+    short = model.generate(**batch, max_new_tokens=8, **options)
+    engine = model.__dict__["_specdec_engine"][1]
+    same = options | {"draft": Eagle3(tiny_model("eagle3"), num_steps=2, topk=2)}
+    assert torch.equal(model.generate(**batch, max_new_tokens=8, **same), short)
+    assert model.__dict__["_specdec_engine"][1] is engine
+    longer = model.generate(**batch, max_new_tokens=400, **options)  # needs another engine
+    assert torch.equal(longer[:, : short.shape[1]], short) and draft.is_open
+    hf.release(model)
+    assert not draft.is_open
 
 
 def test_ends_where_the_eos_tokens_say(model: Any, device: torch.device) -> None:
@@ -180,7 +195,7 @@ def test_sampling_follows_the_seed_and_the_filters(model: Any, device: torch.dev
     assert first.shape[0] == 3 and not torch.equal(first[0], first[1])
     assert torch.equal(model.generate(**batch, **options, seed=5), first)
     assert not torch.equal(model.generate(**batch, **options, seed=6), first)
-    drafted = model.generate(**batch, **options, seed=5, **DRAFTS["EAGLE3"])
+    drafted = model.generate(**batch, **options, seed=5, draft=DRAFTS["eagle3"]())
     assert torch.equal(drafted, first)  # the seed fixes the text, whatever drafts
     torch.manual_seed(1)
     a = model.generate(**batch, **options)
@@ -246,7 +261,7 @@ def test_refuses_the_rest_by_name(model: Any) -> None:
         "hf.generate: streamer is given, which transformers keeps to itself, expected stream_to="
     )
     assert message(model, batch, assistant_model=model) == (
-        "hf.generate: assistant_model is given, which transformers keeps to itself, expected draft_model="
+        "hf.generate: assistant_model is given, which transformers keeps to itself, expected draft=Standalone(...)"
     )
     assert message(model, batch, synced_gpus=True) == (
         "hf.generate: synced_gpus is given, which transformers keeps to itself, expected False"
@@ -331,7 +346,7 @@ def test_refuses_products_that_are_not_plain(device: torch.device) -> None:
     attention.q_proj.__class__ = Adapted
     batch = batch_of([[5, 6, 7]], device)
     assert message(model, batch) == (
-        "hf.generate: model.layers.0.self_attn.q_proj is a Adapted, expected a plain nn.Linear"
+        "model: model.layers.0.self_attn.q_proj is a test_hf.Adapted, expected a plain torch.nn.Linear"
     )
 
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
 import specdec_kernels as sd
-from conftest import TOLERANCES
+from conftest import TOLERANCES, on_cuda
 from paged import INT, assert_same_bytes, page_table, poisoned
-from specdec_kernels import Status
+from specdec_kernels import _C, Status
 from specdec_kernels.models.layers import Product
 from specdec_kernels.reference import layers as reference
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 HALVES = DTYPES[1:]
+Multiplier = tuple[torch.device, str | None]  # a device and one of its kernels of linear_rows
 
 
 def check(got: torch.Tensor, want: torch.Tensor, factor: float = 1) -> None:
@@ -48,7 +51,7 @@ def test_norm_rows_of_strided_rows_and_in_place(dtype: torch.dtype, device: torc
     weight = torch.randn(64, device=device).to(dtype)
     want, want_total = reference.norm_rows(x, weight, 1e-6, residual)
     both = torch.full((4, 130), torch.nan, device=device).to(dtype)
-    out, total = sd.norm_rows(x, weight, 1e-6, residual=residual, out_sum=x, out=both[:, 64:128])
+    out, total = sd.norm_rows(x, weight, 1e-6, residual=residual, out=(both[:, 64:128], x))
     assert total is x and torch.equal(x, want_total)
     check(out, want)
     assert both[:, :64].isnan().all() and both[:, 128:].isnan().all()
@@ -79,7 +82,7 @@ def test_pair_rows(rows: int, width: int, dtype: torch.dtype, device: torch.devi
     inputs = pair_inputs(rows, width, dtype, device)
     for feature_rows in (inputs.pop("feature_rows"), None):
         out = torch.full((rows, 2 * width + 8), torch.nan, device=device).to(dtype)
-        got, kept = sd.pair_rows(**inputs, feature_rows=feature_rows, eps=1e-5, out=out[:, : 2 * width])
+        got, kept = sd.pair_rows(**inputs, feature_rows=feature_rows, eps=1e-5, out=(out[:, : 2 * width], None))
         want, features = reference.pair_rows(**inputs, feature_rows=feature_rows, eps=1e-5)
         assert torch.equal(kept, features) and out[:, 2 * width :].isnan().all()
         if rows:
@@ -126,15 +129,71 @@ def test_gate_rows_at_the_ends(device: torch.device) -> None:
 # --- linear_rows
 
 
+# Who multiplies, from sizes alone: [rows, outs, ins, 16 bits, gated, Hopper].
+LINEAR_PLANS = {
+    "sm90.wgmma": [
+        (1, 6144, 4096, True, False, True),
+        (6, 24576, 4096, True, True, True),
+        (64, 151936, 4096, True, False, True),
+        (65, 32768, 4096, True, False, True),
+        (96, 4096, 12288, True, False, True),
+        (128, 24576, 4096, True, True, True),
+        (128, 1, 64, True, False, True),
+    ],
+    "sm80.mma": [
+        (1, 6144, 4096, True, False, False),
+        (6, 24576, 4096, True, True, False),
+        (64, 151936, 4096, True, False, False),
+        (64, 16, 64, True, True, False),
+    ],
+    "library": [
+        (0, 6144, 4096, True, False, True),
+        (65, 6144, 4096, True, False, False),  # more than few, without wgmma
+        (65, 32769, 4096, True, False, True),  # more of the weight than its blocks take at once
+        (128, 151936, 4096, True, False, True),
+        (129, 4096, 4096, True, False, True),
+        (384, 24576, 4096, True, True, True),
+        (2048, 4096, 12288, True, False, True),
+        (1, 6144, 4096, False, False, True),  # float32
+        (1, 6144, 4100, True, False, True),  # a length that is no multiple of 64
+        (1, 6152, 4096, True, True, True),  # gates that do not come in eights
+    ],
+}
+
+
+@pytest.mark.parametrize("plan", LINEAR_PLANS)
+def test_who_multiplies(plan: str) -> None:
+    for sizes in LINEAR_PLANS[plan]:
+        assert _C.linear_plan(*sizes) == plan, sizes
+
+
+def test_every_plan_of_linear_rows_is_somebodys() -> None:
+    sizes = itertools.product((1, 64, 100, 300), (64, 40000), (64,), (True, False), (True, False), (True, False))
+    assert {_C.linear_plan(*each) for each in sizes} == set(LINEAR_PLANS)
+
+
+def test_torch_multiplies_on_the_cpu() -> None:
+    assert _C.linear_rows_plan(torch.zeros(1, 64).bfloat16(), torch.zeros(16, 64).bfloat16(), False) == "library"
+
+
+@pytest.fixture(params=["cpu", on_cuda("cuda sm80.mma"), on_cuda("cuda sm90.wgmma")])
+def multiplier(request: pytest.FixtureRequest) -> Multiplier:
+    device, *plan = request.param.split(" ")
+    if plan == ["sm90.wgmma"] and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("no Hopper GPU here")
+    return torch.device(device), plan[0] if plan else None
+
+
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("rows", [0, 1, 3, 8, 9, 33, 64, 90, 128])
 @pytest.mark.parametrize(("width", "outs"), [(64, 1), (320, 17), (1088, 48), (512, 5000), (192, 40000)])
-def test_linear_rows(rows: int, width: int, outs: int, dtype: torch.dtype, device: torch.device) -> None:
+def test_linear_rows(rows: int, width: int, outs: int, dtype: torch.dtype, multiplier: Multiplier) -> None:
+    device, plan = multiplier
     x = torch.randn(rows, width, device=device).to(dtype)
     weight = torch.randn(outs, width, device=device).to(dtype)
     for bias in (None, torch.randn(outs, device=device).to(dtype)):
         out = torch.full((rows, outs + 8), torch.nan, device=device).to(dtype)
-        sd.linear_rows(x, weight, bias, out=out[:, :outs])
+        sd.linear_rows(x, weight, bias, out=out[:, :outs], plan=plan)
         assert out[:, outs:].isnan().all()
         if rows:
             check(out[:, :outs], reference.linear_rows(x, weight, bias))
@@ -143,12 +202,13 @@ def test_linear_rows(rows: int, width: int, outs: int, dtype: torch.dtype, devic
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("rows", [0, 2, 14, 32, 64, 70, 128])
 @pytest.mark.parametrize(("width", "outs"), [(64, 8), (1152, 40), (512, 2504), (192, 20000)])
-def test_linear_rows_gated(rows: int, width: int, outs: int, dtype: torch.dtype, device: torch.device) -> None:
+def test_linear_rows_gated(rows: int, width: int, outs: int, dtype: torch.dtype, multiplier: Multiplier) -> None:
+    device, plan = multiplier
     x = torch.randn(rows, width, device=device).to(dtype)
     weight = (torch.randn(2 * outs, width, device=device) * width**-0.5).to(dtype)
     for bias in (None, torch.randn(2 * outs, device=device).to(dtype)):
         out = torch.full((rows, outs + 8), torch.nan, device=device).to(dtype)
-        sd.linear_rows(x, weight, bias, gated=True, out=out[:, :outs])
+        sd.linear_rows(x, weight, bias, gated=True, out=out[:, :outs], plan=plan)
         assert out[:, outs:].isnan().all()
         if rows:
             check(out[:, :outs], reference.linear_rows(x, weight, bias, gated=True))
@@ -156,20 +216,22 @@ def test_linear_rows_gated(rows: int, width: int, outs: int, dtype: torch.dtype,
 
 @pytest.mark.sanitize
 @pytest.mark.parametrize("gated", [False, True])
-def test_linear_rows_of_strided_rows(gated: bool, device: torch.device) -> None:
+def test_linear_rows_of_strided_rows(gated: bool, multiplier: Multiplier) -> None:
+    device, plan = multiplier
     for rows, width, outs in ((15, 64, 32), (200, 256, 96), (300, 512, 96), (600, 512, 128)):
         x, weight = (torch.randn(n, width + 96, device=device).bfloat16() for n in (rows, 2 * outs))
         x, weight = x[::2, 32 : 32 + width], weight[::2, 64 : 64 + width]
-        check(sd.linear_rows(x, weight, gated=gated), reference.linear_rows(x, weight, gated=gated))
+        check(sd.linear_rows(x, weight, gated=gated, plan=plan), reference.linear_rows(x, weight, gated=gated))
 
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("outs", [3008, 20000])
-def test_linear_rows_does_not_depend_on_its_neighbours(outs: int, gated: bool, device: torch.device) -> None:
+def test_linear_rows_does_not_depend_on_its_neighbours(outs: int, gated: bool, multiplier: Multiplier) -> None:
+    device, plan = multiplier
     x, weight = (torch.randn(n, 512, device=device).bfloat16() for n in (200, outs))
-    whole = torch.cat([sd.linear_rows(part, weight, gated=gated) for part in x.split(40)])
+    whole = torch.cat([sd.linear_rows(part, weight, gated=gated, plan=plan) for part in x.split(40)])
     for first, last in ((0, 1), (3, 5), (2, 8), (7, 23), (40, 80), (30, 110), (70, 198)):
-        assert torch.equal(sd.linear_rows(x[first:last], weight, gated=gated), whole[first:last])
+        assert torch.equal(sd.linear_rows(x[first:last], weight, gated=gated, plan=plan), whole[first:last])
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
@@ -178,8 +240,9 @@ def test_linear_rows_does_not_depend_on_its_neighbours(outs: int, gated: bool, d
     ("rows", "width", "outs"), [(129, 64, 8), (300, 320, 48), (130, 512, 20000), (384, 64, 12288), (500, 192, 2504)]
 )
 def test_linear_rows_of_many(
-    rows: int, width: int, outs: int, gated: bool, dtype: torch.dtype, device: torch.device
+    rows: int, width: int, outs: int, gated: bool, dtype: torch.dtype, multiplier: Multiplier
 ) -> None:
+    device, plan = multiplier
     outs = min(outs, 48) if device.type == "cpu" else outs
     outs, all_outs = (outs, 2 * outs) if gated else (outs - 3, outs - 3)
     x = torch.randn(rows, width, device=device).to(dtype)
@@ -188,20 +251,21 @@ def test_linear_rows_of_many(
         want = reference.linear_rows(x, weight, bias, gated=gated)
         for start in (0, 8 if bias is None else 1):  # the last off 16 bytes
             out = torch.full((rows, outs + 16), torch.nan, device=device).to(dtype)
-            sd.linear_rows(x, weight, bias, gated=gated, out=out[:, start : start + outs])
+            sd.linear_rows(x, weight, bias, gated=gated, out=out[:, start : start + outs], plan=plan)
             assert out[:, :start].isnan().all() and out[:, start + outs :].isnan().all()
             check(out[:, start : start + outs], want)
 
 
 @pytest.mark.parametrize("gated", [False, True])
-def test_linear_rows_of_many_do_not_depend_on_their_number(gated: bool, device: torch.device) -> None:
+def test_linear_rows_of_many_do_not_depend_on_their_number(gated: bool, multiplier: Multiplier) -> None:
+    device, plan = multiplier
     x, weight = (torch.randn(n, 320, device=device).bfloat16() for n in (700, 24576 if device.type == "cuda" else 64))
-    whole = sd.linear_rows(x, weight, gated=gated)
+    whole = sd.linear_rows(x, weight, gated=gated, plan=plan)
     for first, last in ((0, 129), (3, 195), (100, 484), (128, 640), (1, 700)):
-        assert torch.equal(sd.linear_rows(x[first:last], weight, gated=gated), whole[first:last])
+        assert torch.equal(sd.linear_rows(x[first:last], weight, gated=gated, plan=plan), whole[first:last])
 
 
-@pytest.mark.parametrize("rows", [1, 100, 192, 256, 320])  # few; none; those that fill the tiles of many; none
+@pytest.mark.parametrize("rows", [1, 100, 128, 129, 320])  # up to 128 the product itself
 def test_a_layers_gate_does_not_depend_on_who_takes_it(rows: int, device: torch.device) -> None:
     outs = 12288 if device.type == "cuda" else 8
     x, weight = torch.randn(rows, 128, device=device).bfloat16(), torch.randn(2 * outs, 128, device=device).bfloat16()
@@ -224,11 +288,21 @@ def test_linear_rows_refuses(shape: tuple[int, int], weight: tuple[int, int], ga
     assert str(error.value) == message
 
 
-def test_linear_rows_refuses_rows_off_16_bytes() -> None:
-    x = torch.zeros(2, 72).bfloat16()[:, 1:65]
+def test_linear_rows_refuses_a_plan_that_is_none(device: torch.device) -> None:
+    x, weight = torch.zeros(2, 64, device=device).bfloat16(), torch.zeros(4, 64, device=device).bfloat16()
     with pytest.raises(ValueError) as error:
-        sd.linear_rows(x, torch.zeros(4, 64).bfloat16())
-    assert str(error.value) == ("linear_rows: x or weight has rows off 16 bytes, expected rows that start on 16 bytes")
+        sd.linear_rows(x, weight, plan="sm70.mma")
+    assert str(error.value).startswith("linear_rows: plan is sm70.mma, expected ")
+    assert str(error.value).endswith("None on cpu" if device.type == "cpu" else "sm80.mma or sm90.wgmma")
+
+
+@pytest.mark.parametrize("name", ["x", "weight"])
+def test_linear_rows_refuses_rows_off_16_bytes(name: str) -> None:
+    tensors = {"x": torch.zeros(2, 64).bfloat16(), "weight": torch.zeros(4, 64).bfloat16()}
+    tensors[name] = torch.zeros(2, 72).bfloat16()[:, 1:65]
+    with pytest.raises(ValueError) as error:
+        sd.linear_rows(**tensors)
+    assert str(error.value) == (f"linear_rows: {name} has rows off 16 bytes, expected rows that start on 16 bytes")
 
 
 # --- rotate_qkv

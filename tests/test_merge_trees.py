@@ -44,8 +44,7 @@ def check(
         on(device, b),
         b_scores.to(device),
         nodes,
-        out_scores=torch.full((batch, nodes), 77.0, device=device),
-        **poisoned_tree(batch, nodes, device),
+        out=(poisoned_tree(batch, nodes, device), torch.full((batch, nodes), 77.0, device=device)),
     )
     assert_same_tree(got, want)
     assert torch.equal(scores.cpu(), want_scores)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from specdec_kernels.engine import Engine, SamplingParams, Speculation
+from specdec_kernels.engine import Eagle3, Engine, SamplingParams
 from specdec_kernels.tiny import tiny_model
 from tiny import Comparison, held_out, reference_model
 
@@ -29,10 +29,8 @@ def test_minimal_engine_writes_what_the_engine_writes() -> None:
     assert len(prompts) > example.SLOTS  # some wait for others to end
     ours = example.MinimalEngine(tiny_model("target"), tiny_model("eagle3")).generate(prompts, 40)
 
-    speculation = Speculation("EAGLE3", tiny_model("eagle3"), num_steps=example.STEPS, topk=example.TOPK)
-    engine = Engine(
-        tiny_model("target"), speculation=speculation, max_len=example.MAX_LEN, dtype=torch.float32, device="cpu"
-    )
+    draft = Eagle3(tiny_model("eagle3"), num_steps=example.STEPS, topk=example.TOPK)
+    engine = Engine(tiny_model("target"), draft=draft, max_len=example.MAX_LEN, dtype=torch.float32, device="cpu")
     outputs = engine.generate(prompts, SamplingParams(max_new_tokens=40))
     comparison = Comparison(reference_model())
     for prompt, tokens, output in zip(prompts, ours, outputs, strict=True):

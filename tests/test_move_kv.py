@@ -34,7 +34,7 @@ def random_paths(batch: int, width: int, nodes: int) -> tuple[torch.Tensor, torc
 
 def check(device: torch.device, pools: list[torch.Tensor], **arguments: torch.Tensor) -> None:
     got = [pool.to(device, copy=True) for pool in pools]
-    status = torch.zeros(len(arguments["seq_lens_before"]), dtype=INT, device=device)
+    status = torch.zeros(len(arguments["prefix_lens"]), dtype=INT, device=device)
     sd.move_kv(*got, **{name: x.to(device) for name, x in arguments.items()}, status=status)
     reference.move_kv(*pools, **arguments)
     assert_same_bytes(got[0], pools[0])
@@ -56,7 +56,7 @@ def test_matches_reference(
         page_table=table,
         path=path,
         num_valid=num_valid,
-        seq_lens_before=torch.randint(0, 24, (6,), dtype=INT),
+        prefix_lens=torch.randint(0, 24, (6,), dtype=INT),
         slots=ints([4, 1, -1, 5, 0, 6, 3], HOST),
     )
 
@@ -67,7 +67,7 @@ def test_small(device: torch.device) -> None:
     path, seq_lens = ints([[0, 1, 3], [0, 2, 3]], HOST), ints([1, 2], HOST)
     pools = [torch.randn(2, num_pages, 2, 1, 4) for _ in range(2)]
     num_valid = ints([3, 3], HOST)
-    check(device, pools, page_table=table, path=path, num_valid=num_valid, seq_lens_before=seq_lens)
+    check(device, pools, page_table=table, path=path, num_valid=num_valid, prefix_lens=seq_lens)
 
 
 def test_wide_rows(device: torch.device) -> None:
@@ -75,7 +75,7 @@ def test_wide_rows(device: torch.device) -> None:
     table, num_pages = page_table(2, 20)
     path, num_valid = random_paths(2, 6, 9)
     pools = [torch.randn(1, num_pages, 1, 12, 128) for _ in range(2)]
-    check(device, pools, page_table=table, path=path, num_valid=num_valid, seq_lens_before=ints([0, 9], HOST))
+    check(device, pools, page_table=table, path=path, num_valid=num_valid, prefix_lens=ints([0, 9], HOST))
 
 
 def test_each_row_moves_before_it_is_overwritten(device: torch.device) -> None:
@@ -146,7 +146,7 @@ def refuse(device: torch.device, **changes: Any) -> tuple[list[int], list[list[f
         "page_table": ints([[0, 1, 2], [3, 4, 5]], device),
         "path": ints([[0, 2, 4]] * 2, device),
         "num_valid": ints([3, 3], device),
-        "seq_lens_before": ints([1, 1], device),
+        "prefix_lens": ints([1, 1], device),
         "status": ints([0, 0], device),
     } | {name: ints(x, device) for name, x in changes.items()}
     sd.move_kv(pool, v_pool, **arguments)
@@ -170,7 +170,7 @@ def test_bad_data_ends_the_requests_moves(device: torch.device, wild: int) -> No
     assert refuse(device, path=[[0, wild, 4], [0, 2, 4]]) == ([too_far, 0], [UNTOUCHED, OTHER_MOVED])
     assert refuse(device, path=[[0, 2, wild], [0, 2, 4]]) == ([too_far, 0], [ONE_MOVE, OTHER_MOVED])
     assert refuse(device, num_valid=[wild, 3]) == ([BAD_LENGTH, 0], [UNTOUCHED, OTHER_MOVED])
-    assert refuse(device, seq_lens_before=[wild, 1]) == ([BAD_LENGTH, 0], [UNTOUCHED, OTHER_MOVED])
+    assert refuse(device, prefix_lens=[wild, 1]) == ([BAD_LENGTH, 0], [UNTOUCHED, OTHER_MOVED])
     assert refuse(device, page_table=[[0, wild, 2], [3, 4, 5]]) == ([BAD_PAGE, 0], [UNTOUCHED, OTHER_MOVED])
     assert refuse(device, page_table=[[0, 1, wild], [3, 4, 5]]) == ([BAD_PAGE, 0], [ONE_MOVE, OTHER_MOVED])
 
@@ -250,7 +250,7 @@ def test_graph_replay_with_changed_inputs() -> None:
         ({"k_pools": torch.zeros(3, 5, 2, 1, 8)[..., ::2]}, "move_kv: k_pools has shape [3, 5, 2, 1, 4] and is not contiguous in its last dimension, expected a last stride of 1"),
         ({"path": torch.zeros(2, 6, dtype=INT)[:, ::2]}, "move_kv: path has shape [2, 3] and is not contiguous, expected a contiguous tensor"),
         ({"num_valid": torch.zeros(3, dtype=INT)}, "move_kv: num_valid has shape [3], expected [batch=2]"),
-        ({"seq_lens_before": torch.zeros(1, dtype=INT)}, "move_kv: seq_lens_before has shape [1], expected [num_slots=2]"),
+        ({"prefix_lens": torch.zeros(1, dtype=INT)}, "move_kv: prefix_lens has shape [1], expected [num_slots=2]"),
         ({"slots": torch.zeros(2)}, "move_kv: slots is float32, expected int32"),
     ],
 )  # fmt: skip
@@ -262,7 +262,7 @@ def test_messages(change: dict[str, torch.Tensor], message: str) -> None:
         "page_table": table,
         "path": torch.zeros(2, 3, dtype=INT),
         "num_valid": lens,
-        "seq_lens_before": lens,
+        "prefix_lens": lens,
     } | change
     with pytest.raises(ValueError) as error:
         sd.move_kv(**arguments)

@@ -167,14 +167,12 @@ def test_a_round_in_a_graph() -> None:
         twins.call("begin", slot)
         twins.call("insert", text[100 * slot : 100 * slot + 50].contiguous(), slot)
     on = [t.cuda() for t in (slots, seq_lens, torch.zeros(4, width, dtype=torch.int32), torch.zeros(4).int())]
-    out: dict[str, Any] = {}
+    out: sd.NgramDraft | None = None
 
     def round_() -> None:
-        tree, scores, match_len = twins.cuda.draft(on[0], on[1], 20, **out)
-        if not out:
-            names = (*sd.Tree._fields, "scores", "match_len")
-            out.update({f"out_{k}": v for k, v in zip(names, (*tree, scores, match_len), strict=True)})
-        twins.cuda.extend(on[2], on[3], on[0], match_len)
+        nonlocal out
+        out = twins.cuda.draft(on[0], on[1], 20, out=out)
+        twins.cuda.extend(on[2], on[3], on[0], out.match_len)
 
     round_()
     twins.cpu.draft(slots, seq_lens, 20)
@@ -188,9 +186,9 @@ def test_a_round_in_a_graph() -> None:
         on[2].copy_(rows)
         on[3].copy_(lengths)
         want = twins.cpu.draft(slots, seq_lens, 20)
-        twins.cpu.extend(rows, lengths, slots, want[2])
+        twins.cpu.extend(rows, lengths, slots, want.match_len)
         graph.replay()
-        for field, other in zip((*want[0], *want[1:]), out.values(), strict=True):
+        for field, other in zip((*want.tree, *want[1:]), (*out.tree, *out[1:]), strict=True):
             assert torch.equal(field, other.cpu())
     twins.check()
 

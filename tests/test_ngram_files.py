@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import random
 import resource
 import struct
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -107,6 +110,56 @@ def test_an_older_file_is_replaced_at_the_end_only(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert file.read_bytes() == before and list(tmp_path.iterdir()) == [file]
+
+
+def test_saves_to_one_path_do_not_meet(tmp_path: Path) -> None:
+    """Threads and processes that save to one path leave one whole file, and it is whole at every moment."""
+    index, path = full_index(), tmp_path / "a"
+    index.save(path)
+    whole = path.read_bytes()
+
+    def save_often() -> None:
+        for _ in range(40):
+            index.save(path)
+
+    children = []
+    for _ in range(2):
+        if (child := os.fork()) == 0:
+            status = 1
+            with contextlib.suppress(BaseException):
+                save_often()
+                status = 0
+            os._exit(status)
+        children.append(child)
+    with ThreadPoolExecutor(4) as pool:
+        saves = [pool.submit(save_often) for _ in range(3)]
+        while not all(save.done() for save in saves):
+            assert path.read_bytes() == whole
+        for save in saves:
+            save.result()
+    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0, 0]
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_link_stays_one(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    link, target = tmp_path / "link", tmp_path / "there" / "index"
+    link.symlink_to(target)
+    for _ in range(2):  # the first time it names nothing yet
+        full_index().save(link)
+        assert link.is_symlink() and drafts(sd.NgramIndex.load(target)) == drafts(full_index())
+
+
+def test_only_files_are_replaced(tmp_path: Path) -> None:
+    fifo, folder = tmp_path / "fifo", tmp_path / "folder"
+    os.mkfifo(fifo)
+    folder.mkdir()
+    for path in (fifo, folder, Path("/dev/null")):
+        with pytest.raises(ValueError) as error:
+            full_index().save(path)
+        assert str(error.value) == f"ngram_save: path is {str(path)!r}, expected a regular file, or nothing yet"
+    assert fifo.is_fifo() and Path("/dev/null").is_char_device()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["fifo", "folder"]
 
 
 def test_paths_that_cannot_be_opened(tmp_path: Path) -> None:

@@ -49,19 +49,26 @@ class OnDevice:
             self.index = sd.NgramIndex.load(Path(folder) / "index", device=self._device, **self._options)
 
 
-def outputs(batch: int, n: int) -> dict[str, torch.Tensor]:
-    """Every out_* of draft, full of garbage."""
+def outputs(batch: int, n: int) -> sd.NgramDraft:
+    """Full of garbage."""
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys((*FIELDS[:5], "scores"), (batch, n))
     shapes |= {"mask": (batch, n, (n + 63) // 64), "num_nodes": (batch,), "match_len": (batch,)}
     dtypes = {"mask": torch.int64, "scores": torch.float32}
-    return {f"out_{k}": torch.full(s, -123456, dtype=dtypes.get(k, torch.int32)) for k, s in shapes.items()}
+    filled = {k: torch.full(s, -123456, dtype=dtypes.get(k, torch.int32)) for k, s in shapes.items()}
+    return sd.NgramDraft(sd.Tree(*(filled[name] for name in FIELDS)), filled["scores"], filled["match_len"])
+
+
+def with_tree(**fields: torch.Tensor) -> sd.NgramDraft:
+    """Outputs of one row of four nodes, some of them others."""
+    out = outputs(1, 4)
+    return out._replace(tree=out.tree._replace(**fields))
 
 
 def draft(
     index: sd.NgramIndex | OnDevice, slots: list[int], n: int, lens: list[int] | None = None, **options: Any
 ) -> Any:
     seq_lens = ints(lens if lens is not None else [100 + s for s in slots])
-    return index.draft(ints(slots), seq_lens, n, **options, **outputs(len(slots), n))
+    return index.draft(ints(slots), seq_lens, n, **options, out=outputs(len(slots), n))
 
 
 def paths(tree: sd.Tree, b: int) -> list[list[int]]:
@@ -639,12 +646,12 @@ REFUSED: list[tuple[Callable[[sd.NgramIndex], object], str]] = [
     (lambda i: i.insert(ints([3] * 11), 0), "ngram_insert: tokens takes slot 0 to 11 tokens, expected at most max_len=10"),
     (lambda i: i.insert(torch.zeros(3, dtype=torch.int64), 1), "ngram_insert: tokens is int64, expected int32"),
     (lambda i: i.insert(ints([[1, 2]]), 1), "ngram_insert: tokens has shape [1, 2], expected [tokens]"),
-    (lambda i: i.extend(ints([[9], [1]]), ints([1, 2]), ints([0, 1])), "ngram_extend: lengths has 2 in row 1, expected 0 to accept_width=1"),
-    (lambda i: i.extend(ints([[9], [1]]), ints([1, -1]), None), "ngram_extend: lengths has -1 in row 1, expected 0 to accept_width=1"),
+    (lambda i: i.extend(ints([[9], [1]]), ints([1, 2]), ints([0, 1])), "ngram_extend: num_valid has 2 in row 1, expected 0 to accept_width=1"),
+    (lambda i: i.extend(ints([[9], [1]]), ints([1, -1]), None), "ngram_extend: num_valid has -1 in row 1, expected 0 to accept_width=1"),
     (lambda i: i.extend(ints([[9, 9], [1, -3]]), ints([2, 2]), None), "ngram_extend: tokens has -3 at index 1 of row 1, expected token ids of 0 or more"),
     (lambda i: i.extend(ints([[9] * 3] * 2), ints([3, 3]), ints([1, 1])), "ngram_extend: tokens takes slot 1 to 11 tokens, expected at most max_len=10"),
     (lambda i: i.extend(ints([9]), ints([1]), None), "ngram_extend: tokens has shape [1], expected [batch, accept_width]"),
-    (lambda i: i.extend(ints([[9]]), ints([1, 1]), None), "ngram_extend: lengths has shape [2], expected [batch=1]"),
+    (lambda i: i.extend(ints([[9]]), ints([1, 1]), None), "ngram_extend: num_valid has shape [2], expected [batch=1]"),
     (lambda i: i.extend(ints([[9]] * 3), ints([1] * 3), None), "ngram_extend: slots is None for batch=3, expected a tensor, or batch <= num_slots=2"),
     (lambda i: i.insert(ints([1]), group=-1), "ngram_insert: group is -1, expected 0 to 2147483647"),
     (lambda i: i.insert(ints([1]), 0, group=1), "ngram_insert: group is 1 with a slot, expected that of `begin`"),
@@ -670,8 +677,8 @@ REFUSED: list[tuple[Callable[[sd.NgramIndex], object], str]] = [
     (lambda i: i.draft(ints([1]), ints([1]), 4, min_prob=1.5), "ngram_draft: min_prob is 1.500000, expected 0 to 1"),
     (lambda i: i.draft(ints([1]), ints([1]), 4, min_prob=float("nan")), "ngram_draft: min_prob is nan, expected 0 to 1"),
     (lambda i: i.draft(ints([1]), ints([1]), 4, min_match=33), "ngram_draft: min_match is 33, expected 0 to 32"),
-    (lambda i: i.draft(ints([1]), ints([1]), 4, out_tokens=torch.zeros(1, 5, dtype=torch.int32)), "ngram_draft: out_tokens has shape [1, 5], expected [batch=1, num_draft_tokens=4]"),
-    (lambda i: i.draft(ints([1]), ints([1]), 4, out_mask=torch.zeros(1, 4, 2, dtype=torch.int64)), "ngram_draft: out_mask has shape [1, 4, 2], expected [batch=1, num_draft_tokens=4, mask_words=1]"),
+    (lambda i: i.draft(ints([1]), ints([1]), 4, out=with_tree(tokens=torch.zeros(1, 5, dtype=torch.int32))), "ngram_draft: out.tree.tokens has shape [1, 5], expected [batch=1, num_draft_tokens=4]"),
+    (lambda i: i.draft(ints([1]), ints([1]), 4, out=with_tree(mask=torch.zeros(1, 4, 2, dtype=torch.int64))), "ngram_draft: out.tree.mask has shape [1, 4, 2], expected [batch=1, num_draft_tokens=4, mask_words=1]"),
 ]  # fmt: skip
 
 

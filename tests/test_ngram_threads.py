@@ -104,6 +104,42 @@ def test_writers_from_several_threads() -> None:
     assert index._index.digest() == sd.NgramIndex(1 << 14, 4, 1)._index.digest()
 
 
+def _write_in_child(index: sd.NgramIndex, results: multiprocessing.Queue[int]) -> None:
+    """As the parent does, in a process that has none of the parent's other threads."""
+    index.insert(torch.arange(100, dtype=torch.int32))
+    index.begin(0, group=7)
+    index.insert(torch.tensor([30, 31, 32], dtype=torch.int32), 0)
+    results.put(
+        int(index.draft(torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), 3)[0].tokens[0, 1])
+    )
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_a_child_forked_beside_a_writer_goes_on(num_threads: int) -> None:
+    index = sd.NgramIndex(1 << 20, 4, num_threads=num_threads)
+    text, ends = torch.arange(50, 250_000, dtype=torch.int32), threading.Event()
+
+    def write() -> None:
+        while not ends.is_set():
+            index.insert(text)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    try:
+        for _ in range(5):
+            child = context.Process(target=_write_in_child, args=(index, results))
+            child.start()
+            assert results.get(timeout=60) == 33
+            child.join(timeout=60)
+            assert child.exitcode == 0
+    finally:
+        ends.set()
+        writer.join()
+
+
 def _draft_in_child(index: sd.NgramIndex, results: multiprocessing.Queue[list[int]]) -> None:
     results.put(index.draft(None, torch.zeros(16, dtype=torch.int32), 3)[0].num_nodes.tolist())
     del index

@@ -104,7 +104,7 @@ class GuardedPool:
             case "free_pages":
                 sd.free_pages(self.pool, self.lens, slots=self.rows[0], status=self.status)
             case _:
-                sd.fork_pages(self.pool, *self.rows, self.lens, status=self.status, out_num_rows=self.num_rows)
+                sd.fork_pages(self.pool, *self.rows, self.lens, status=self.status, out=self.num_rows)
 
     def contents(self) -> list[list[int]]:
         height = max(0, min(int(self.pool.num_free), len(self.pool.free_stack)))

@@ -206,13 +206,13 @@ def test_graph_replay_with_changed_lengths() -> None:
 @pytest.mark.parametrize(
     ("op", "change", "message"),
     [
-        ("alloc_pages", {"lens": torch.zeros(3, dtype=INT)}, "alloc_pages: lens has shape [3], expected [num_slots=2]"),
-        ("alloc_pages", {"lens": torch.zeros(2)}, "alloc_pages: lens is float32, expected int32"),
+        ("alloc_pages", {"seq_lens": torch.zeros(3, dtype=INT)}, "alloc_pages: seq_lens has shape [3], expected [num_slots=2]"),
+        ("alloc_pages", {"seq_lens": torch.zeros(2)}, "alloc_pages: seq_lens is float32, expected int32"),
         ("alloc_pages", {"reserve": -1}, "alloc_pages: reserve is -1, expected 0 to 2147483647"),
         ("alloc_pages", {"free_stack": torch.zeros(5, dtype=INT)}, "alloc_pages: free_stack has shape [5], expected [num_pages=4]"),
         ("alloc_pages", {"page_table": torch.zeros(3, 2, dtype=INT).t()}, "alloc_pages: page_table has shape [2, 3] and is not contiguous, expected a contiguous tensor"),
         ("alloc_pages", {"page_size": 0}, "alloc_pages: page_size is 0, expected 1 to 2147483647"),
-        ("free_pages", {"keep_lens": torch.zeros(1, dtype=INT)}, "free_pages: keep_lens has shape [1], expected [num_slots=2]"),
+        ("free_pages", {"prefix_lens": torch.zeros(1, dtype=INT)}, "free_pages: prefix_lens has shape [1], expected [num_slots=2]"),
         ("free_pages", {"num_free": torch.zeros(2, dtype=INT)}, "free_pages: num_free has shape [2], expected [1]"),
         ("free_pages", {"status": torch.zeros(1, dtype=INT)}, "free_pages: status has shape [1], expected [num_slots=2]"),
         ("free_pages", {"slots": torch.zeros(2, 1, dtype=INT)}, "free_pages: slots has shape [2, 1], expected [batch]"),
@@ -222,7 +222,7 @@ def test_messages(op: str, change: dict[str, object], message: str) -> None:
     pool = sd.make_page_pool(4, 2, 3, 1, torch.empty(0))
     pool = pool._replace(**{name: change.pop(name) for name in list(change) if name in sd.PagePool._fields})
     lens = torch.zeros(2, dtype=INT)
-    arguments = {"lens": lens, "reserve": 0} if op == "alloc_pages" else {"keep_lens": lens}
+    arguments = {"seq_lens": lens, "reserve": 0} if op == "alloc_pages" else {"prefix_lens": lens}
     with pytest.raises(ValueError) as error:
         getattr(sd, op)(pool, **(arguments | change))
     assert str(error.value) == message

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from specdec_kernels.cli import main
-from specdec_kernels.engine import Engine, SamplingParams, Speculation
+from specdec_kernels.engine import Eagle3, Engine, SamplingParams, Standalone
+from specdec_kernels.models.acceptance import EvenAcceptance
 from specdec_kernels.models.planted import PlantedText, plant_causal_lm, plant_eagle3
 from specdec_kernels.models.shapes import SHAPES, draft_vocab_of, shape_config
 
@@ -29,12 +30,14 @@ def run(draft: str, accept: float, topk: int, nodes: int, device: torch.device, 
     config, text = shape_config("tiny"), tiny_text()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     target = plant_causal_lm(config, text, device=device, dtype=dtype)
+    acceptance = EvenAcceptance(accept, rank)
     if draft == "EAGLE3":
-        model = plant_eagle3(target, text, accept_length=accept, rank=rank)
+        model = plant_eagle3(target, text, acceptance)
     else:
-        model = plant_causal_lm(config, text, device=device, dtype=dtype, accept_length=accept, rank=rank)
-    speculation = Speculation(draft, model, num_steps=4, topk=topk, num_draft_tokens=nodes, adaptive=False)
-    engine = Engine(target, speculation=speculation, max_len=256, num_slots=2, device=device, dtype=dtype)
+        model = plant_causal_lm(config, text, device=device, dtype=dtype, acceptance=acceptance)
+    options = {"num_steps": 4, "topk": topk, "num_nodes": nodes}
+    proposer = Eagle3(model, **options) if draft == "EAGLE3" else Standalone(model, **options)
+    engine = Engine(target, draft=proposer, adaptive=False, max_len=256, num_slots=2, device=device, dtype=dtype)
     prompts = [text.tokens(3, 10), text.tokens(600, 21)]
     outputs = engine.generate(prompts, SamplingParams(max_new_tokens=140))
     assert outputs[0].tokens == text.tokens(13, 140)
@@ -78,14 +81,16 @@ def test_a_module_that_is_no_head_is_refused() -> None:
     config, text = shape_config("tiny"), tiny_text()
     target = plant_causal_lm(config, text, device=CPU, dtype=torch.float32)
     with pytest.raises(ValueError) as error:
-        Engine(target, speculation=Speculation("EAGLE3", target), device="cpu", dtype=torch.float32)
-    assert str(error.value) == ("Speculation: draft_model is a Qwen3ForCausalLM, expected an Eagle3Head for EAGLE3")
+        Eagle3(target)
+    assert str(error.value) == "Eagle3: head is a Qwen3ForCausalLM, expected a folder, a hub id or an Eagle3Head"
 
 
 def test_rounds_are_timed_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = tmp_path / "round.json"
     command = ["bench", "round", "--device", "cpu", "--shape", "tiny", "--batch", "1,2", "--quick"]
-    assert main([*command, "--algorithm", "none,chain", "--output", "24", "--json", str(record)]) == 0
+    assert (
+        main([*command, "--algorithm", "none,chain", "--accept", "3.5", "--output", "120", "--json", str(record)]) == 0
+    )
     assert "chain (5, 1, 6)" in capsys.readouterr().out
     results = json.loads(record.read_text())["results"]
     assert [(r["params"]["algorithm"], r["params"]["batch"]) for r in results] == [
@@ -100,11 +105,36 @@ def test_rounds_are_timed_from_the_command_line(tmp_path: Path, capsys: pytest.C
         assert r["facts"]["accept_length"] == pytest.approx(expected, abs=0.35)
 
 
+def test_rounds_of_published_acceptance(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Requests differ: eight of them are measured at batch 1, and their tenths stand beside the mean."""
+    record = tmp_path / "round.json"
+    command = ["bench", "round", "--device", "cpu", "--quick", "--algorithm", "chain", "--output", "40"]
+    acceptance = ["--acceptance", "code", "--drafter", "dspark", "--context-decay", "--max-len", "300"]
+    assert main([*command, *acceptance, "--json", str(record)]) == 0
+    (result,) = json.loads(record.read_text())["results"]
+    assert result["params"]["accept"] == "code dspark at 52 tokens" and result["params"]["max_len"] == 300
+    facts = result["facts"]
+    assert 1 <= facts["accept_length_p10"] < facts["accept_length"] < facts["accept_length_p90"] <= 6
+    assert f"{facts['accept_length_p10']:.2f} to {facts['accept_length_p90']:.2f}" in capsys.readouterr().out
+
+
+def test_a_size_too_small_to_time_is_no_wrong_result(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["bench", "round", "--device", "cpu", "--quick", "--algorithm", "tree", "--accept", "6", "--output", "4"]
+    assert main(command) == 2
+    captured = capsys.readouterr()
+    assert "skipped" in captured.out and "WRONG" not in captured.out
+    assert captured.err.startswith("not timed: round shape=tiny algorithm=tree batch=1 ")
+    assert captured.err.endswith(
+        "no round had all 1 requests: the first ended before the last began, which takes more --output\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["build_tree", "round"], "round is timed alone, expected no op beside it"),
-        (["round", "--accept", "0.5"], "--accept is 0.5, expected at least 1"),
+        (["round", "--accept", "2", "--drafter", "dspark"], "--accept is 2.0, expected none beside --drafter"),
+        (["round", "--max-len", "12"], "--max-len is 12, expected at least 65, a prompt's tokens and its output's"),
     ],
 )
 def test_what_round_refuses(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ import torch
 
 from conftest import HAS_CUDA
 from specdec_kernels.engine import Engine
+from specdec_kernels.engine.opening import on_stream
 from specdec_kernels.engine.passes import PIECE, Passes, captured_shapes
 from specdec_kernels.engine.prefill import Chunk, Shape, pack
 from specdec_kernels.engine.state import to_device
@@ -19,7 +20,7 @@ def chunks_of(engine: Engine) -> list[Chunk]:
     """Of three slots, of which the first is behind another prefix; all have pages."""
     chunks = []
     for slot, (start, text) in enumerate(zip((7, 0, 0), (prompts()[5], prompts()[1], prompts()[2]), strict=True)):
-        engine._executor.begin(slot, slot, text)
+        engine._executor.begin(slot, (slot, text, 0))
         chunks.append((slot, start, text[start:]))
     engine._executor.passes.launch(*packed(engine, [(0, 0, prompts()[5][:8])], Shape(1, 7, 1)))
     return chunks
@@ -83,13 +84,13 @@ def test_captured_passes_are_the_same(name: str, monkeypatch: pytest.MonkeyPatch
     engine = make_engine(name, "cuda", num_slots=SLOTS)
     other = make_engine(name, "cuda", num_slots=SLOTS, cuda_graph=False)
     assert len(engine._executor.passes.captured) == len(captured_shapes(2048, SLOTS, MAX_LEN))
-    with torch.inference_mode(), engine._on_device():
+    with torch.inference_mode(), on_stream(engine._stream):
         chunks = chunks_of(engine)
         monkeypatch.setattr(Passes, "launch", lambda *_: pytest.fail("launched call by call"))
         for passes in (chunks[:1], chunks[1:]):
             engine._executor.prefill(passes)
     monkeypatch.undo()
-    with torch.inference_mode(), other._on_device():
+    with torch.inference_mode(), on_stream(other._stream):
         other._executor.prefill(chunks_of(other))
     torch.cuda.synchronize()
     expect_same(engine, other)

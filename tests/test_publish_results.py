@@ -8,79 +8,100 @@ import pytest
 import torch
 
 import specdec_kernels as sd
+from specdec_kernels import _C
+from specdec_kernels.engine.rings import Rings
 from specdec_kernels.reference import round as reference
 
 INT = torch.int32
 DEPTH = 3
-SCORES = {
-    "logprobs": torch.zeros(2, 2),
-    "top_ids": torch.zeros(2, 2, 1, dtype=INT),
-    "top_logprobs": torch.zeros(2, 2, 1),
-}
 
 
 def ints(*shape: int) -> torch.Tensor:
     return torch.randint(-(2**31), 2**31, shape).to(INT)
 
 
-def rows(batch: int, width: int, slots: int) -> dict[str, torch.Tensor]:
-    row = {"out_tokens": ints(batch, width), "out_len": ints(batch), "out_path": ints(batch, width)}
-    return row | {"num_nodes": ints(batch), "finish_reasons": ints(slots), "status": ints(slots)}
+def rings_of(slots: int, batch: int, width: int, device: torch.device, top_n: int = -1) -> Rings:
+    state = sd.make_slot_state(slots, 99, 0, like=torch.empty(0, device=device))
+    rings = Rings.create(state, max_batch=batch, accept_width=width, top_n=top_n, depth=DEPTH)
+    rings.results.fill_(-77)
+    return rings
 
 
-def ring(words: int, device: torch.device) -> torch.Tensor:
-    return torch.full((DEPTH, words), -77, dtype=INT, pin_memory=device.type == "cuda")
+def rows(batch: int, width: int, slots: int, device: torch.device | str = "cpu") -> dict[str, Any]:
+    """The arguments of `Rings.publish_results`, without slots and scores."""
+    state = sd.make_slot_state(slots, 99, 0, like=torch.empty(0))
+    state.finish_reasons.copy_(ints(slots)), state.status.copy_(ints(slots))
+    state.num_logprobs.copy_(torch.randint(-2, 3, (slots,)))
+    return on(
+        device,
+        {
+            "accepted": sd.Accepted(ints(batch, width), ints(batch), ints(batch, width)),
+            "num_nodes": ints(batch),
+            "state": state,
+        },
+    )
 
 
-def counter(device: torch.device | str, value: int = 0) -> torch.Tensor:
-    return torch.full((1,), value, dtype=torch.int64, device=device)
+def on(device: torch.device | str, arguments: dict[str, Any]) -> dict[str, Any]:
+    def move(value: Any) -> Any:
+        return type(value)(*map(move, value)) if isinstance(value, tuple) else value.to(device)
+
+    return {name: move(value) for name, value in arguments.items()}
 
 
 @pytest.mark.sanitize
 @pytest.mark.parametrize(("batch", "width", "slots"), [(3, 2, 5), (1, 1, 1), (0, 4, 2), (70, 33, 300)])
 def test_records_in_order(device: torch.device, batch: int, width: int, slots: int) -> None:
     top_n = 3
-    words = 8 + (batch + 1) * (4 + width * (3 + 2 * top_n)) + 1
-    words += words % 2
-    got, want = ring(words, device), ring(words, torch.device("cpu"))
-    published, started_at, count = counter(device), counter(device, 5 * 2**33 + 9), counter("cpu")
+    rings = rings_of(slots, batch + 1, width, device, top_n)
+    rings.started_at.fill_(5 * 2**33 + 9)
+    want, count = rings.results.cpu().clone(), torch.zeros(1, dtype=torch.int64)
     for number in range(2 * DEPTH + 1):
-        given = rows(batch, width, slots)
-        named = torch.randint(-2, slots + 1, (batch,), dtype=INT)
-        given_on_device = {name: tensor.to(device) for name, tensor in given.items()}
-        scores = sd.TokenScores(torch.randn(batch, width), ints(batch, width, top_n), torch.randn(batch, width, top_n))
+        given = rows(batch, width, slots) | {"slots": torch.randint(-2, slots + 1, (batch,), dtype=INT)}
         if number % 2:
-            given |= scores._asdict() | {"num_logprobs": torch.randint(-2, 3, (slots,), dtype=INT)}
-            given_on_device = {name: tensor.to(device) for name, tensor in given.items()}
-        sd.publish_results(got, published, started_at, **given_on_device, slots=named.to(device))
-        reference.publish_results(want, count, **given, slots=named)
+            listed = (batch, width, top_n)
+            given["scores"] = sd.TokenScores(torch.randn(batch, width), ints(*listed), torch.randn(*listed))
+        rings.publish_results(**on(device, given))
+        reference.publish_results(want, count, **given)
         if device.type == "cuda":
             torch.cuda.synchronize()
-        record = got[number % DEPTH]
+        record = rings.results[number % DEPTH]
         assert int(record[2:4].view(torch.int64)) == 5 * 2**33 + 9 and int(record[4:6].view(torch.int64)) > 0
         want[number % DEPTH, 2:6] = record[2:6]
-        assert torch.equal(got, want) and int(published) == number + 1
+        assert torch.equal(rings.results, want) and int(rings.num_published) == number + 1
 
 
 def test_rows_without_slots(device: torch.device) -> None:
-    given = {name: tensor.to(device) for name, tensor in rows(2, 1, 3).items()}
-    got = ring(20, device)
-    sd.publish_results(got, counter(device), counter(device), **given)
+    given, rings = rows(2, 1, 3, device), rings_of(3, 2, 1, device)
+    rings.publish_results(**given)
     if device.type == "cuda":
         torch.cuda.synchronize()
-    assert got[0, [9, 10, 15, 16]].tolist() == [
-        int(given[name][slot]) for slot in (0, 1) for name in ("finish_reasons", "status")
+    state = given["state"]
+    assert rings.results[0, [9, 10, 15, 16]].tolist() == [
+        int(tensor[slot]) for slot in (0, 1) for tensor in (state.finish_reasons, state.status)
     ]
 
 
 @pytest.mark.parametrize("count", [-1, -(2**63), 2**63 - 1])
 def test_any_count_names_a_record(device: torch.device, count: int) -> None:
-    given = {name: tensor.to(device) for name, tensor in rows(1, 1, 1).items()}
-    got = ring(14, device)
-    sd.publish_results(got, counter(device, count), counter(device), **given)
+    rings = rings_of(1, 1, 1, device)
+    rings.num_published.fill_(count)
+    rings.publish_results(**rows(1, 1, 1, device))
     if device.type == "cuda":
         torch.cuda.synchronize()
-    assert int(got[count % 2**64 % DEPTH, 0]) == ((count + 1 + 2**31) % 2**32) - 2**31
+    assert int(rings.results[count % 2**64 % DEPTH, 0]) == ((count + 1 + 2**31) % 2**32) - 2**31
+
+
+@pytest.mark.parametrize(
+    ("max_batch", "accept_width", "max_logprobs", "words"),
+    [(1, 1, -1, 14), (2, 3, -1, 28), (2, 3, 0, 34), (1, 1, 1, 18), (1, 2, 20, 98), (64, 6, 20, 8 + 64 * 262)],
+)
+def test_words_of_a_record(max_batch: int, accept_width: int, max_logprobs: int, words: int) -> None:
+    """As csrc/round/records.h describes them: 8, then each row's 4, tokens, nodes and scores; even."""
+    assert _C.result_words(max_batch, accept_width, max_logprobs) == words
+
+
+SCORES = sd.TokenScores(torch.zeros(2, 2), torch.zeros(2, 2, 1, dtype=INT), torch.zeros(2, 2, 1))
 
 
 @pytest.mark.parametrize(
@@ -89,25 +110,53 @@ def test_any_count_names_a_record(device: torch.device, count: int) -> None:
         ({"results": torch.zeros(3, 22, dtype=INT)}, "publish_results: words is 22, expected 24 to 2147483647"),
         ({"results": torch.zeros(0, 24, dtype=INT)}, "publish_results: depth is 0, expected 1 to 2147483647"),
         ({"results": torch.zeros(3, 25, dtype=INT)}, "publish_results: results has rows that start between two multiples of 8 bytes, expected an aligned tensor with an even number of words"),
-        ({"out_len": torch.zeros(3, dtype=INT)}, "publish_results: out_len has shape [3], expected [batch=2]"),
-        ({"out_path": torch.zeros(2, 3, dtype=INT)}, "publish_results: out_path has shape [2, 3], expected [batch=2, accept_width=2]"),
+        ({"num_valid": torch.zeros(3, dtype=INT)}, "publish_results: num_valid has shape [3], expected [batch=2]"),
+        ({"path": torch.zeros(2, 3, dtype=INT)}, "publish_results: path has shape [2, 3], expected [batch=2, accept_width=2]"),
         ({"status": torch.zeros(4, dtype=INT)}, "publish_results: status has shape [4], expected [num_slots=3]"),
-        (SCORES | {"num_logprobs": torch.zeros(3, dtype=INT)}, "publish_results: words is 24, expected 36 to 2147483647"),
-        (SCORES, "publish_results: num_logprobs is None, expected a tensor, since logprobs is given"),
-        ({"num_logprobs": torch.zeros(3, dtype=INT)}, "publish_results: num_logprobs is given, expected None, since logprobs is None"),
+        ({"scores": SCORES}, "publish_results: words is 24, expected 36 to 2147483647"),
         ({"num_published": torch.zeros(1, dtype=INT)}, "publish_results: num_published is int32, expected int64"),
     ],
-    ids=["words", "depth", "alignment", "out_len", "out_path", "status", "words of scores", "scores alone", "no scores", "counter"],
+    ids=["words", "depth", "alignment", "num_valid", "path", "status", "words of scores", "counter"],
 )  # fmt: skip
 def test_messages(change: dict[str, Any], message: str) -> None:
-    ready = {"results": ring(24, torch.device("cpu")), "num_published": counter("cpu"), "started_at": counter("cpu")}
+    rings, given = rings_of(3, 2, 2, torch.device("cpu")), rows(2, 2, 3)
+    for name, value in change.items():
+        if hasattr(rings, name):
+            setattr(rings, name, value)
+        for struct in ("accepted", "state"):
+            if name in given[struct]._fields:
+                given[struct] = given[struct]._replace(**{name: value})
+    scores = change.get("scores")
     with pytest.raises(ValueError) as error:
-        sd.publish_results(**(ready | rows(2, 2, 3) | change))
+        rings.publish_results(**given, scores=scores)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "num_logprobs", "message"),
+    [
+        (SCORES.logprobs, None, "publish_results: num_logprobs is None, expected a tensor, since logprobs is given"),
+        (None, torch.zeros(3, dtype=INT), "publish_results: num_logprobs is given, expected None, since logprobs is None"),
+    ],
+    ids=["scores alone", "no scores"],
+)  # fmt: skip
+def test_scores_come_with_who_asked(
+    logprobs: torch.Tensor | None, num_logprobs: torch.Tensor | None, message: str
+) -> None:
+    rings, given = rings_of(3, 2, 2, torch.device("cpu")), rows(2, 2, 3)
+    others = (None, None) if logprobs is None else SCORES[1:]
+    state = given["state"]
+    with pytest.raises(ValueError) as error:
+        _C.publish_results(
+            None, rings.results, rings.num_published, rings.started_at, *given["accepted"], given["num_nodes"],
+            state.finish_reasons, state.status, None, logprobs, *others, num_logprobs,
+        )  # fmt: skip
     assert str(error.value) == message
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 def test_what_the_device_cannot_reach() -> None:
-    given = {name: tensor.cuda() for name, tensor in rows(1, 1, 1).items()}
+    rings = rings_of(1, 1, 1, torch.device("cuda"))
+    rings.results = torch.zeros(3, 14, dtype=INT)
     with pytest.raises(ValueError, match="publish_results: results is not pinned, expected a pinned or cuda tensor"):
-        sd.publish_results(torch.zeros(3, 14, dtype=INT), counter("cuda"), counter("cuda"), **given)
+        rings.publish_results(**rows(1, 1, 1, "cuda"))

@@ -5,38 +5,45 @@ from __future__ import annotations
 import functools
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from conftest import HAS_CUDA
 from random_models import random_prompts, save_random_model
 from specdec_kernels import Status, free_pages
-from specdec_kernels.engine import Engine, SamplingParams, Speculation
+from specdec_kernels.engine import Draft, Eagle3, Engine, Ngram, SamplingParams, Standalone, Union
+from specdec_kernels.engine.drafts.proposal import scored_tree_of
 from specdec_kernels.engine.round import Round
-from specdec_kernels.models.eagle3 import feature_layers, read_config
+from specdec_kernels.models.draft_head import config_of_head
+from specdec_kernels.models.eagle3 import Eagle3Head, feature_layers
 from specdec_kernels.tiny import tiny_model
 from tiny import held_out, reference_model
 
 MAX_LEN = 128
 EIGHT = SamplingParams(max_new_tokens=8)
-SPECULATIONS = {
-    "none": Speculation("NONE"),
-    "ngram": Speculation("NGRAM"),
-    "eagle3-chain": Speculation("EAGLE3", tiny_model("eagle3"), num_steps=4, topk=1),
-    "eagle3-tree": Speculation("EAGLE3", tiny_model("eagle3"), num_steps=4, topk=3, num_draft_tokens=12),
-    "eagle3+ngram": Speculation("EAGLE3+NGRAM", tiny_model("eagle3"), num_steps=3, topk=3, num_draft_tokens=12),
-    "standalone": Speculation("STANDALONE", tiny_model("target"), num_steps=3, topk=2, num_draft_tokens=8),
+DRAFTS: dict[str, Callable[[], Draft | None]] = {
+    "none": lambda: None,
+    "ngram": lambda: Ngram(),
+    "eagle3-chain": lambda: Eagle3(tiny_model("eagle3"), num_steps=4, topk=1),
+    "eagle3-tree": lambda: Eagle3(tiny_model("eagle3"), num_steps=4, topk=3, num_nodes=12),
+    "eagle3+ngram": lambda: Union(
+        Eagle3(tiny_model("eagle3"), num_steps=3, topk=3, num_nodes=12), Ngram(num_nodes=12), num_nodes=12
+    ),
+    "standalone": lambda: Standalone(tiny_model("target"), num_steps=3, topk=2, num_nodes=8),
 }
-every_draft = pytest.mark.parametrize("name", SPECULATIONS)
+every_draft = pytest.mark.parametrize("name", DRAFTS)
 
 
 def make_engine(name: str, device: torch.device | str = "cpu", **options: Any) -> Engine:
     defaults: dict[str, Any] = {"max_len": MAX_LEN, "num_slots": 3, "page_size": 4, "dtype": torch.float32}
-    return Engine(tiny_model("target"), speculation=SPECULATIONS[name], device=device, **(defaults | options))
+    if torch.device(device).type == "cpu":
+        defaults["adaptive"] = False
+    return Engine(tiny_model("target"), draft=DRAFTS[name](), device=device, **(defaults | options))
 
 
 @functools.cache
@@ -48,7 +55,7 @@ def begin(engine: Engine, slot: int, text: list[int], chunk: int = 1000, budget:
     """What the scheduler does for a request that gets a slot."""
     executor, state, rows = engine._executor, engine.state, len(text) - 1
     give_back(engine, slot)
-    executor.begin(slot, slot, text)
+    executor.begin(slot, (slot, text, 0))
     for start in range(0, rows, chunk):
         count = min(chunk, rows - start)
         executor.prefill([(slot, start, text[start : start + count + 1])])
@@ -66,9 +73,9 @@ def give_back(engine: Engine, slot: int) -> None:
 def run(engine: Engine, slots: list[int], num_nodes: int | None = None) -> dict[int, list[int]]:
     """One round, of all nodes or so many; the new tokens of each slot named."""
     result = engine._executor.round.run(
-        torch.tensor(slots, dtype=torch.int32, device=engine.device), num_nodes or engine.draft.num_nodes
+        torch.tensor(slots, dtype=torch.int32, device=engine.device), num_nodes or engine.config.needs.num_nodes
     )
-    lengths = result.accepted.lengths.tolist()
+    lengths = result.accepted.num_valid.tolist()
     return {
         slot: row[:length]
         for slot, row, length in zip(slots, result.accepted.tokens.tolist(), lengths, strict=True)
@@ -85,7 +92,7 @@ def texts_of(engine: Engine, slots: list[int], rounds: int) -> dict[int, list[in
 
 
 def slot_state(engine: Engine, slot: int) -> dict[str, Any]:
-    state, draft = engine.state, engine.draft
+    state, draft = engine.state, getattr(engine.draft, "first", engine.draft)  # of a union, the model
     kept = {"length": state.seq_lens, "root": state.root_tokens, "remaining": state.remaining}
     kept |= {"reason": state.finish_reasons, "pages": state.pool.page_table, "count": state.pool.page_counts}
     for name in ("child_ids", "child_logprobs", "last_hidden"):
@@ -98,7 +105,8 @@ def kv_of(engine: Engine, slot: int) -> torch.Tensor:
     """The pages a slot holds, in all target layers."""
     count = int(engine.state.pool.page_counts[slot])
     pages = engine.state.pool.page_table[slot, :count].long()
-    return torch.stack([engine.target.pools.k[:, pages], engine.target.pools.v[:, pages]]).clone()
+    (group,) = engine.target.pools.groups
+    return torch.stack([group.k[:, pages], group.v[:, pages]]).clone()
 
 
 # --- rows that take no part
@@ -257,7 +265,7 @@ def test_groups_draft_from_their_own_texts(name: str, device: torch.device) -> N
         engine = make_engine(name, device, num_slots=1)
         groups = [SamplingParams(40, ignore_eos=True, ngram_group=group) for group in (first, second)]
         outputs = [engine.generate([prompt], params)[0] for params in groups]
-        assert outputs[0].tokens == outputs[1].tokens and not engine._executor.groups
+        assert outputs[0].tokens == outputs[1].tokens
         return outputs[1].stats.rounds
 
     shared, seen = rounds(7, 7), rounds(0, 7)
@@ -274,7 +282,7 @@ def test_captured_rounds_feed_the_index(name: str) -> None:
     outputs = engine.generate(prompts()[:6], SamplingParams(max_new_tokens=60, ignore_eos=True))
     assert engine._scheduler.num_retractions > 0
     draft: Any = engine.draft
-    index = (draft if name == "ngram" else draft.ngram).index.to("cpu")
+    index = (draft if name == "ngram" else draft.second).index.to("cpu")
     statistics = index.statistics
     assert statistics.inserted == statistics.held == sum(len(o.prompt_tokens + o.tokens) for o in outputs)
     assert sum(statistics.rounds_by_match) == sum(o.stats.rounds for o in outputs) and statistics.refused == 0
@@ -332,7 +340,7 @@ def training_head() -> Any:
 def features_of(text: list[int]) -> tuple[Any, torch.Tensor]:
     """transformers' own hidden states entering the feature layers, of all positions of a text."""
     model = reference_model()
-    layers = feature_layers(read_config(tiny_model("eagle3")), model.config.num_hidden_layers)
+    layers = feature_layers(config_of_head(Eagle3Head, tiny_model("eagle3")), model.config.num_hidden_layers)
     with torch.inference_mode():
         states = model(torch.tensor([text]), output_hidden_states=True).hidden_states
     assert all(layer < model.config.num_hidden_layers for layer in layers)
@@ -362,15 +370,52 @@ def paths_of(tree: Any, row: int) -> set[tuple[int, ...]]:
     return set(paths[1:])
 
 
+def in_the_format_of_speculators(folder: Path, **options: Any) -> Path:
+    """The tiny head as that library saves one: the layer's config apart, without its type's defaults, and the feature
+    layers named by what enters them."""
+    config = json.loads((tiny_model("eagle3") / "config.json").read_text())
+    layer_keys = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    layer = {key: config[key] for key in (*layer_keys, "rms_norm_eps", "rope_parameters", "max_position_embeddings")}
+    nested = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "draft_vocab_size": config["draft_vocab_size"],
+        "transformer_layer_config": layer | {"model_type": "llama", "vocab_size": config["vocab_size"]},
+        "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
+    }
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(nested | options))
+    tensors = load_file(tiny_model("eagle3") / "model.safetensors")
+    save_file({k.replace("midlayer.", "layers.0."): v for k, v in tensors.items()}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("head", ["packaged", "speculators", "norm_before_residual"])
 @pytest.mark.parametrize("chunk", [1000, 5])
 @pytest.mark.parametrize(("steps", "topk", "nodes"), [(4, 1, 5), (4, 3, 12), (5, 8, 32)])
 def test_eagle3_trees_are_those_of_the_training_code(
-    steps: int, topk: int, nodes: int, chunk: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    steps: int,
+    topk: int,
+    nodes: int,
+    chunk: int,
+    head: str,
+    device: torch.device,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Every round's tree of three requests in a batch; a row or rotation off by one would change nearly all of them."""
+    trained = training_head()
+    folder = tiny_model("eagle3")
+    if head == "speculators":
+        folder = in_the_format_of_speculators(tmp_path / "head")
+    if head == "norm_before_residual":
+        folder = in_the_format_of_speculators(tmp_path / "head", norm_before_residual=True)
+        finish = trained.finish
+        norm = trained.midlayer.hidden_norm
+        monkeypatch.setattr(trained, "finish", lambda feature, attended: finish(norm(feature), attended))
     engine = Engine(
         tiny_model("target"),
-        speculation=Speculation("EAGLE3", tiny_model("eagle3"), num_steps=steps, topk=topk, num_draft_tokens=nodes),
+        draft=Eagle3(folder, num_steps=steps, topk=topk, num_nodes=nodes),
         max_len=MAX_LEN,
         num_slots=4,
         page_size=3,
@@ -381,8 +426,9 @@ def test_eagle3_trees_are_those_of_the_training_code(
     propose = engine.draft.propose
 
     def keep(slots: torch.Tensor, num_nodes: int) -> Any:
-        trees.append(propose(slots, num_nodes))
-        return trees[-1]
+        proposal = propose(slots, num_nodes)
+        trees.append(scored_tree_of(proposal.drafts, slots, num_nodes, engine.state).tree)
+        return proposal
 
     monkeypatch.setattr(engine.draft, "propose", keep)
     slots = [3, 0, 2]
@@ -399,7 +445,8 @@ def test_eagle3_trees_are_those_of_the_training_code(
             assert len(got) == len(want) == nodes - 1
             texts[slot] += new[slot]
             accepted += len(new[slot]) - 1
-    assert accepted > 10  # rows came from draft-extend, not from prefill alone
+    if head != "norm_before_residual":  # it was not trained so
+        assert accepted > 10  # rows came from draft-extend, not from prefill alone
     print(f"{same} of {total} nodes")
     assert same >= 0.99 * total, f"{same} of {total} nodes"  # a near-tie may swap the last nodes kept
 
@@ -409,8 +456,8 @@ def test_one_step_of_drafting(device: torch.device, tmp_path: Path) -> None:
     folder = save_random_model(tmp_path / "target", "llama")
     want = [o.tokens for o in Engine(folder, max_len=MAX_LEN, device=device).generate(random_prompts(3), EIGHT)]
     torch.manual_seed(20)
-    speculation = Speculation("STANDALONE", folder, num_steps=1, topk=2, num_draft_tokens=8, adaptive=False)
-    engine = Engine(folder, speculation=speculation, max_len=MAX_LEN, device=device)
+    draft = Standalone(folder, num_steps=1, topk=2, num_nodes=8)
+    engine = Engine(folder, draft=draft, adaptive=False, max_len=MAX_LEN, device=device)
     got = engine.generate(random_prompts(3), EIGHT)
     assert [len(o.tokens) for o in got] == [len(text) for text in want]
     assert all(o.stats.accept_length > 1.5 for o in got)
@@ -423,10 +470,10 @@ def test_memsets_of_a_captured_round_become_kernels(monkeypatch: pytest.MonkeyPa
     parts = [scratch[1:4], scratch[16 : 16 + 130_001], scratch[200_000:200_256].view(torch.int32), scratch[-1:]]
     launch = Round.launch
 
-    def zeroing(round: Round, batch: int, num_nodes: int) -> None:
+    def zeroing(round: Round, *size: int) -> None:
         for part in parts[:2]:
             part.zero_()
-        launch(round, batch, num_nodes)
+        launch(round, *size)
         for part in parts[2:]:
             part.zero_()
 

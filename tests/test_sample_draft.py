@@ -37,8 +37,10 @@ def draw(
         logits,
         k,
         **{name: None if t is None else t.to(device) for name, t in there.items()},
-        out_ids=torch.full((rows, k), -77, dtype=torch.int32, device=device),
-        out_logprobs=torch.full((rows, k), torch.nan, device=device),
+        out=sd.TopK(
+            torch.full((rows, k), -77, dtype=torch.int32, device=device),
+            torch.full((rows, k), torch.nan, device=device),
+        ),
     )
 
 
@@ -279,8 +281,8 @@ def int32(*shape: int) -> torch.Tensor:
         ({"slots": int32(0)}, "sample_draft: logits has 6 rows, expected a multiple of batch=0"),
         ({"slots": torch.zeros(3)}, "sample_draft: slots is float32, expected int32"),
         ({"id_map": int32(7)}, "sample_draft: id_map has shape [7], expected [vocab=8]"),
-        ({"out_ids": int32(6, 3)}, "sample_draft: out_ids has shape [6, 3], expected [rows=6, k=2]"),
-        ({"out_logprobs": torch.zeros(3, 2)}, "sample_draft: out_logprobs has shape [3, 2], expected [rows=6, k=2]"),
+        ({"out": sd.TopK(int32(6, 3), torch.zeros(6, 2))}, "sample_draft: out.ids has shape [6, 3], expected [rows=6, k=2]"),
+        ({"out": sd.TopK(int32(6, 2), torch.zeros(3, 2))}, "sample_draft: out.logprobs has shape [3, 2], expected [rows=6, k=2]"),
     ],
 )  # fmt: skip
 def test_messages(change: dict[str, object], message: str) -> None:

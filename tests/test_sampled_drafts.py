@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
 
-from specdec_kernels.engine import Engine, RequestOutput, SamplingParams, Speculation
+from specdec_kernels.engine import (
+    Eagle,
+    Eagle3,
+    Engine,
+    Ngram,
+    Proposal,
+    RequestOutput,
+    SamplingParams,
+    Standalone,
+    Union,
+)
+from specdec_kernels.engine.drafts.proposal import scored_tree_of
 from specdec_kernels.reference import verify as reference
 from specdec_kernels.tiny import tiny_model
 from tiny import Comparison, greedy_by_transformers, held_out, reference_model
@@ -19,9 +29,9 @@ NEW_TOKENS = 32
 
 
 def make_engine(device: torch.device | str, steps: int = 4, num_slots: int = 8, drawn: bool = True) -> Engine:
-    speculation = Speculation("EAGLE3", HEAD, num_steps=steps, topk=1, sampled_drafts=drawn)
-    sizes = {"max_len": 192, "num_slots": num_slots, "dtype": torch.float32, "device": device}
-    return Engine(TARGET, speculation=speculation, **sizes)  # type: ignore[arg-type]
+    draft = Eagle3(HEAD, num_steps=steps, topk=1, sampled=drawn)
+    sizes = {"max_len": 192, "num_slots": num_slots, "dtype": torch.float32, "device": device, "adaptive": False}
+    return Engine(TARGET, draft=draft, **sizes)  # type: ignore[arg-type]
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -106,11 +116,12 @@ def test_rounds_draw_anew() -> None:
     drawn: dict[int, list[int]] = {}
     propose = engine.draft.propose
 
-    def keep(*arguments: Any) -> object:
-        tree = propose(*arguments)
+    def keep(slots: torch.Tensor, num_nodes: int) -> Proposal:
+        proposal = propose(slots, num_nodes)
+        tree = scored_tree_of(proposal.drafts, slots, num_nodes, engine.state).tree
         for position, token in zip(tree.positions[0, 1:].tolist(), tree.tokens[0, 1:].tolist(), strict=True):
             drawn.setdefault(position, []).append(token)
-        return tree
+        return proposal
 
     engine.draft.propose = keep  # type: ignore[assignment, method-assign]
     engine.generate(prompts(1)[0], SamplingParams(100, ignore_eos=True, temperature=2.5, seed=1))
@@ -119,14 +130,14 @@ def test_rounds_draw_anew() -> None:
     assert len(pairs) > 50 and sum(pairs) < 0.3 * len(pairs), f"{sum(pairs)} of {len(pairs)}"
 
 
-@pytest.mark.parametrize(
-    "options", [{"topk": 2}, {"algorithm": "NGRAM", "draft_model": None}, {"algorithm": "EAGLE3+NGRAM"}], ids=str
-)
-def test_what_cannot_be_drawn_is_refused(options: dict[str, object]) -> None:
-    given = {"algorithm": "EAGLE3", "draft_model": "x", "topk": 1} | options
+@pytest.mark.parametrize("kind", [Eagle, Eagle3, Standalone])
+def test_a_tree_cannot_be_drawn(kind: type) -> None:
     with pytest.raises(ValueError) as error:
-        Speculation(**given, sampled_drafts=True)  # type: ignore[arg-type]
-    assert str(error.value) == (
-        f"Speculation: sampled_drafts is True, expected False for {given['algorithm']} with topk {given['topk']} "
-        "(a chain of EAGLE, EAGLE3 or STANDALONE can be drawn)"
-    )
+        kind("x", topk=2, sampled=True)
+    assert str(error.value) == f"{kind.__name__}: sampled is True with topk=2, expected topk=1 (a chain can be drawn)"
+
+
+def test_a_union_takes_no_drawn_drafts() -> None:
+    with pytest.raises(ValueError) as error:
+        Union(Ngram(), Eagle3("x", topk=1, sampled=True))
+    assert str(error.value) == "Union: second is a Eagle3 with sampled=True, expected sampled=False"

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import random
-import signal
 import threading
+import time
 import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -124,6 +122,8 @@ class Sent:
     accepted: int = 0
     cancelled: bool = False
     failed: bool = False
+    ended: bool = False  # its slot has been left for good
+    error: BaseException | None = None
 
 
 class Fault(Exception):
@@ -134,8 +134,8 @@ DEPTH = 5
 
 
 def rings(sizes: Sizes, depth: int = DEPTH) -> dict[str, Any]:
-    commands = 2 + sizes.max_batch + sizes.num_slots * (13 + sizes.max_stops)
-    results = 8 + sizes.max_batch * (sizes.row_words + sizes.score_words)
+    commands = _C.command_words(sizes.max_batch, sizes.num_slots, sizes.max_stops)
+    results = _C.result_words(sizes.max_batch, sizes.accept_width, sizes.max_logprobs)
     return {"commands": np.full((depth, commands), -1, np.int32), "results": np.zeros((depth, results), np.int32)}
 
 
@@ -158,7 +158,8 @@ class Device:
         self.faults: dict[str, float] = {}  # method -> probability of raising
         self.stall = 0.0
         self.streams = True
-        self.on_emit: Any = lambda request_id: None
+        self.on_call: Any = lambda: None  # from inside an executor call
+        self.driven = False  # by a thread of its own, so that the device may be ahead of what is emitted
         self.spoil: Any = lambda row, sent: None  # damages a row of the results
 
     # --- driving
@@ -180,7 +181,13 @@ class Device:
             "num_logprobs": number % (self.sizes.max_logprobs + 2) - 1,
         }
         request_id = self.scheduler.submit(
-            prompt, max_new_tokens, stop_tokens, **self.sampling(number), streams=self.streams, **wants
+            prompt,
+            max_new_tokens,
+            stop_tokens,
+            **self.sampling(number),
+            streams=self.streams,
+            ngram_group=number % 5,
+            **wants,
         )
         self.sent[request_id] = Sent(prompt, max_new_tokens, stop_tokens, **wants)
         return request_id
@@ -203,7 +210,7 @@ class Device:
     def step(self) -> bool:
         self.visible = set(self.sent)
         self.to_cancel = {i for i, s in self.sent.items() if s.cancelled}
-        again = self.scheduler.step()
+        again = self.step_alone()
         held = [slot for slot in self.slots.values() if not slot.left]
         assert self.scheduler.num_running == len(held)
         assert self.scheduler.num_waiting == sum(not s.reason for s in self.sent.values()) - len(held)
@@ -213,6 +220,13 @@ class Device:
         else:
             assert again or all(s.reason for s in self.sent.values())
         return again
+
+    def step_alone(self) -> bool:
+        """A turn after which the device need not be as the scheduler thinks."""
+        try:
+            return self.scheduler.step()
+        finally:
+            self.emit(self.scheduler.take(wait=False) or [])
 
     def run(self) -> None:
         turns = 0
@@ -259,10 +273,12 @@ class Device:
 
     def waiting(self) -> list[int]:
         held = {s.request_id for s in self.slots.values() if not s.left}
-        return [i for i in sorted(self.visible) if i not in held and not self.sent[i].reason]
+        ended = {i for i, s in self.sent.items() if s.reason or s.ended} | self.to_cancel
+        return [i for i in sorted(self.visible) if i not in held | ended]
 
     def may_fail(self, method: str, *request_ids: int) -> None:
         self.events.append(method)
+        self.on_call()
         if self.rng.random() < self.faults.get(method, 0):
             for request_id in request_ids:
                 self.sent[request_id].failed = True
@@ -270,8 +286,10 @@ class Device:
 
     # --- the executor
 
-    def begin(self, slot: int, request_id: int, text: list[int]) -> None:
+    def begin(self, slot: int, request: tuple[int, list[int], int]) -> None:
+        request_id, text, group = request
         sent = self.sent[request_id]
+        assert group == request_id % 5
         assert slot not in self.slots and 0 <= slot < self.sizes.num_slots
         assert text == sent.prompt + sent.produced, "a retracted request returns with what it produced"
         if self.visible:
@@ -344,7 +362,7 @@ class Device:
         assert (slots[count:] == -1).all()
         return slots[:count].tolist()
 
-    def launch(self, batch: int, num_nodes: int) -> None:
+    def launch(self, batch: int, num_nodes: int, max_kv_len: int) -> None:
         record = self.commands[self.num_applied % DEPTH]
         named = self.activations(record)[:, 0] if batch == 0 else record[2 : 2 + batch]
         ids = [self.slots[int(s)].request_id for s in named if s >= 0]
@@ -354,12 +372,13 @@ class Device:
             self.may_fail(method, *ids)
         slots = self.apply_commands()
         if batch == 0:
-            assert not slots and not num_nodes
+            assert not slots and not num_nodes and not max_kv_len
             if late:
                 self.may_fail(method, *ids)
             return
         assert num_nodes in self.sizes.nodes
         self.check_rows(slots, batch)
+        self.check_kv(slots, max_kv_len)
         self.results[self.num_published % DEPTH] = self.rng.choice([-1, 2**31 - 1])
         for row, slot in enumerate(slots):
             state = self.slots[slot]
@@ -386,6 +405,13 @@ class Device:
             first = self.sent[waiting[0]]
             pages = sizes.pages(len(first.prompt) + len(first.produced) - 1)
             assert self.needed(1) + pages > sizes.num_pages or first.cancelled, "who fits is admitted"
+
+    def check_kv(self, slots: list[int], max_kv_len: int) -> None:
+        """Whatever the rounds in flight accepted, which the host does not know, every row and its reserve are there."""
+        sizes = self.sizes
+        longest = max(self.slots[slot].rows for slot in slots) + sizes.reserve
+        unknown = sizes.accept_width * (sizes.rounds_in_flight - 1)
+        assert longest <= max_kv_len <= min(longest + unknown, sizes.max_len + sizes.reserve)
 
     def result(self, row: int) -> np.ndarray:
         """out_len, finish reason, status, num_nodes, tokens and path of a row of the round that is running."""
@@ -435,29 +461,34 @@ class Device:
             request_id, sent = state.request_id, self.sent[state.request_id]
             assert not state.left
             cancelled = request_id in self.to_cancel if self.visible else sent.cancelled
-            if not (state.finished or cancelled or sent.failed):
+            sent.ended = state.finished or cancelled or sent.failed
+            if not sent.ended:
                 newest = [s for s, other in self.slots.items() if not other.left][-1]
                 assert slot == newest and self.needed(0) > self.sizes.num_pages, "only the newest, in want of pages"
                 self.retracted.append(request_id)
             state.left = True
         self.may_fail("deactivate")
 
+    # --- what comes out
+
     def emit(self, emissions: list[tuple[Any, ...]]) -> None:
-        assert emissions
-        for request_id, tokens, reason, *counts, status, scores in emissions:
+        if emissions:
+            self.events.append("emit")
+        for request_id, tokens, reason, *counts, status, scores, error in emissions:
             sent = self.sent[request_id]
             assert scores == (None if sent.num_logprobs < 0 else scores_of(tokens, sent.num_logprobs))
             assert not sent.reason, "nothing follows the last emission"
             assert reason or (tokens and self.streams)
+            assert (error is not None) == (reason == ERROR and not status)
             sent.emitted += tokens
-            sent.reason, sent.status, sent.counts = reason, status, tuple(counts)
+            sent.reason, sent.status, sent.counts, sent.error = reason, status, tuple(counts), error
             assert sent.emitted == sent.produced[: len(sent.emitted)]
-            if reason not in (ERROR, CANCELLED) and (reason or self.sizes.rounds_in_flight == 1):
-                assert sent.emitted == sent.produced and sent.counts == (sent.rounds, sent.drafted, sent.accepted)
             if reason:
                 assert request_id not in {s.request_id for s in self.slots.values() if not s.left}
-            self.on_emit(request_id)
-        self.may_fail("emit", *({e[0] for e in emissions} - {e[0] for e in emissions if e[2]}))
+        for sent in (self.sent[emission[0]] for emission in emissions):
+            up_to_date = self.sizes.rounds_in_flight == 1 and not self.driven
+            if sent.reason not in (ERROR, CANCELLED) and (sent.reason or up_to_date):
+                assert sent.emitted == sent.produced and sent.counts == (sent.rounds, sent.drafted, sent.accepted)
 
 
 def any_device(seed: int, rounds_in_flight: int = 1) -> Device:
@@ -497,13 +528,13 @@ def test_mixes_with_cancels_and_submits_anywhere(batch: int, rounds_in_flight: i
         device = any_device(seed, rounds_in_flight)
         rng = device.rng
 
-        def meddle(_: int, device: Device = device, rng: random.Random = rng) -> None:
+        def meddle(device: Device = device, rng: random.Random = rng) -> None:
             if rng.random() < 0.1:
                 device.cancel(rng.randrange(len(device.sent)))
             if rng.random() < 0.1 and len(device.sent) < 20:
                 device.submit_any()
 
-        device.on_emit = meddle
+        device.on_call = meddle
         for _ in range(rng.randint(1, 10)):
             device.submit_any()
             if rng.random() < 0.3:
@@ -516,7 +547,7 @@ def test_mixes_with_cancels_and_submits_anywhere(batch: int, rounds_in_flight: i
 
 
 @overlapped
-@pytest.mark.parametrize("method", ["begin", "prefill", "record", "activate", "round", "deactivate", "emit"])
+@pytest.mark.parametrize("method", ["begin", "prefill", "record", "activate", "round", "deactivate"])
 def test_mixes_with_exceptions(method: str, rounds_in_flight: int) -> None:
     """Whatever raises, the exception comes out, its requests end with an error, and the others lose nothing."""
     faults = 0
@@ -535,6 +566,7 @@ def test_mixes_with_exceptions(method: str, rounds_in_flight: int) -> None:
         device.check_all_done()
         for sent in device.sent.values():
             assert sent.failed == (sent.reason == ERROR) and sent.status == 0
+            assert not sent.failed or str(sent.error) == method
     assert faults > 100
 
 
@@ -564,21 +596,6 @@ def test_plans(sizes: Sizes, plan: list[tuple[str, int, int]]) -> None:
 
 
 # --- one rule at a time
-
-
-def test_tokens_left_over_by_an_exception_go_before_a_cancel() -> None:
-    device = Device(Sizes())
-    first, second = device.submit([1], 9), device.submit([2], 9)
-    device.faults = {"emit": 1.0}
-    with pytest.raises(Fault):
-        device.step()
-    device.cancel(second)
-    with pytest.raises(Fault):
-        device.step()  # the second request's tokens of the first turn
-    device.faults = {}
-    device.run()
-    assert device.sent[first].reason == device.sent[second].reason == ERROR
-    assert device.sent[first].emitted and device.sent[second].emitted
 
 
 def test_retraction_and_return() -> None:
@@ -705,28 +722,66 @@ def test_a_round_that_goes_nowhere_ends_the_newest() -> None:
     assert device.sent[first].reason == LENGTH
 
 
-def test_abort_all() -> None:
+def test_stop() -> None:
     device = Device(Sizes())
     for _ in range(6):
         device.submit([1, 2, 3], 1000)
     device.step()
-    device.scheduler.abort_all()
+    device.scheduler.stop()
     for sent in device.sent.values():
         sent.cancelled = True
     assert not device.step()
     assert {s.reason for s in device.sent.values()} == {CANCELLED}
     device.check_all_done()
+    with pytest.raises(RuntimeError, match="submit: the scheduler has been stopped, expected one that runs"):
+        device.submit([1], 1)
+    device.scheduler.run()
+    assert device.scheduler.take() is None
 
 
 def test_idle_and_unknown() -> None:
     device = Device(Sizes())
     assert not device.step()
-    assert not device.scheduler.cancel(0)
-    assert device.scheduler.drain(0) and not device.scheduler.wait_for_work(0)
+    assert not device.scheduler.cancel(0) and device.scheduler.take(wait=False) == []
     device.submit([1], 1)
-    assert not device.scheduler.drain(0) and device.scheduler.wait_for_work(0)
     device.run()
-    assert not device.scheduler.cancel(0) and device.scheduler.drain(0)
+    assert not device.scheduler.cancel(0) and device.scheduler.take(wait=False) == []
+
+
+@pytest.mark.parametrize("fault", ["progress", "record"])
+def test_a_device_that_is_gone(fault: str) -> None:
+    """It cannot say how far it came, or no launch succeeds: all requests end, those to come too, and are told why."""
+    device = Device(Sizes())
+    for _ in range(5):
+        device.submit([1, 2], 9)
+    device.step()
+
+    def launch(batch: int, *_sizes: int) -> None:
+        raise Fault("round" if batch else "record")
+
+    def progress() -> tuple[int, int]:
+        device.slots.clear()
+        raise Fault("progress")
+
+    device.launch = launch  # type: ignore[method-assign]
+    for sent in device.sent.values():
+        sent.failed = True
+    if fault == "progress":
+        device.progress = progress  # type: ignore[method-assign]
+    faults = 0
+    while True:
+        try:
+            if not device.step_alone():
+                break
+        except Fault:
+            faults += 1
+    assert faults == {"progress": 1, "record": 8}[fault]
+    assert [(sent.reason, str(sent.error)) for sent in device.sent.values()] == [(ERROR, "round")] * 3 + [
+        (ERROR, fault)
+    ] * 2
+    late = device.submit([1], 1)
+    assert not device.step_alone() and device.sent[late].reason == ERROR
+    assert device.scheduler.num_running == device.scheduler.num_waiting == 0
 
 
 def test_int32_tensors_are_prompts_too() -> None:
@@ -755,108 +810,89 @@ def test_submit_and_cancel_from_threads() -> None:
 
     original = device.begin
 
-    def begin(slot: int, request_id: int, text: list[int]) -> None:
+    def begin(slot: int, request: tuple[int, list[int], int]) -> None:
         with lock:
-            original(slot, request_id, text)
+            original(slot, request)
 
     device.begin = begin  # type: ignore[method-assign]
-    stop, failures = threading.Event(), []
+    device.driven = True
+    failures: list[BaseException] = []
 
-    def serve() -> None:
+    def serve(method: Any) -> None:
         try:
-            while not (stop.is_set() and device.scheduler.drain(0)):
-                if device.scheduler.wait_for_work(0.01):
-                    device.scheduler.run_until_idle()
+            method()
         except BaseException as error:
             failures.append(error)
 
+    def read() -> None:
+        while (emissions := device.scheduler.take()) is not None:
+            device.emit(emissions)
+
     threads = [threading.Thread(target=client, args=(seed,)) for seed in range(4)]
-    server = threading.Thread(target=serve)
-    for thread in [server, *threads]:
+    servers = [threading.Thread(target=serve, args=(method,)) for method in (device.scheduler.run, read)]
+    for thread in [*servers, *threads]:
         thread.start()
     for thread in threads:
         thread.join()
-    assert device.scheduler.drain(10) or failures
-    stop.set()
-    server.join()
+    while device.scheduler.num_waiting or device.scheduler.num_running:
+        assert servers[0].is_alive()
+        time.sleep(0.001)
+    device.scheduler.stop()
+    for thread in servers:
+        thread.join()
     assert not failures
     assert len(device.sent) == 4 * per_thread
     device.check_all_done()
 
 
-def test_waits_end_when_what_they_wait_for_happens() -> None:
+def test_run_waits_for_work_and_goes_on_after_exceptions() -> None:
+    """What its requests are told is told once; what nobody is told comes out."""
     device = Device(Sizes())
-    woken: list[str] = []
+    device.driven = True
+    raised: list[str] = []
+    ended = threading.Event()
 
-    def wait() -> None:
-        assert device.scheduler.wait_for_work(30)
-        woken.append("work")
-        assert device.scheduler.drain(30)
-        woken.append("drained")
+    def run() -> None:
+        while not ended.is_set():
+            try:
+                device.scheduler.run()
+                ended.set()
+            except Fault as fault:
+                raised.append(str(fault))
 
-    waiter = threading.Thread(target=wait)
-    waiter.start()
-    device.submit([1], 2)
-    while not woken and waiter.is_alive():
-        waiter.join(0.01)
-    device.run()
-    waiter.join(10)
-    assert woken == ["work", "drained"]
+    thread = threading.Thread(target=run)
+    thread.start()
+    reasons = []
+    for fault in ("", "prefill", "", "deactivate", ""):
+        device.faults = {fault: 1.0}
+        request_id = device.submit([1, 2], 3)
+        while not device.sent[request_id].reason:
+            emissions = device.scheduler.take()
+            assert emissions
+            device.emit(emissions)
+        device.faults = {}
+        reasons.append((device.sent[request_id].reason, str(device.sent[request_id].error)))
+    device.scheduler.stop()
+    thread.join(10)
+    assert ended.is_set() and device.scheduler.take() is None
+    assert reasons == [(LENGTH, "None"), (ERROR, "prefill"), *3 * [(LENGTH, "None")]]
+    assert raised == ["deactivate"]
 
 
 def test_one_loop_at_a_time() -> None:
     device = Device(Sizes())
     messages = []
 
-    def step_again(_: int) -> None:
-        with pytest.raises(RuntimeError) as error:
-            device.scheduler.step()
-        messages.append(str(error.value))
+    def step_again() -> None:
+        for method in (device.scheduler.step, device.scheduler.run):
+            with pytest.raises(RuntimeError) as error:
+                method()
+            messages.append(str(error.value))
 
-    device.on_emit = step_again
+    device.on_call = step_again
     device.submit([1], 1)
     device.run()
-    assert messages == ["step: the loop is running already, expected one at a time"]
-
-
-def test_interrupt_between_turns() -> None:
-    """No executor call runs bytecode here, so only the loop itself can notice the signal. Nothing is lost."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
-    interrupt = ctypes.pythonapi.PyErr_SetInterrupt
-    interrupt.argtypes, interrupt.restype = [ctypes.py_object], None
-    ignore = "".format
-    depth, length = 100_000, 90_000  # more rounds than the loop makes before it looks
-    sizes = Sizes(
-        num_slots=1,
-        batch_sizes=(1,),
-        accept_width=1,
-        max_logprobs=-1,
-        max_len=length,
-        page_size=length,
-        num_pages=2,
-    )
-    made = rings(sizes, depth)
-    commands, results = made["commands"], made["results"]
-    # What the device would write is there beforehand: records applied, rounds of a token each.
-    commands[:, 0] = results[:, 0] = np.arange(depth) + 1
-    results[:, 8:] = [1, 0, 0, 1, 5, 0]
-    executor = SimpleNamespace(
-        begin=ignore, prefill=ignore, activate=ignore, launch=ignore, deactivate=ignore, emit=ignore
-    )
-    scheduler = _C.Scheduler(executor, **vars(sizes), **made)
-    scheduler.submit([1, 2], length)
-    assert scheduler.step()
-    executor.launch = interrupt
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            scheduler.run_until_idle()
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert scheduler.num_running == 1
-    executor.launch = ignore
-    results[:, 9] = LENGTH
-    scheduler.run_until_idle()
-    assert scheduler.drain(0)
+    assert set(messages) == {"step: the loop is running already, expected one at a time"}
 
 
 def test_an_engine_and_its_scheduler_are_collected() -> None:
@@ -880,14 +916,16 @@ def test_an_engine_and_its_scheduler_are_collected() -> None:
         (([1], 0), "submit: max_new_tokens is 0, expected at least 1"),
         (([1], 1, [3, -1]), "submit: stop_tokens[1] is -1, expected 0 to 2147483647"),
         (([1], 1, [3, 4, 5]), "submit: stop_tokens has 3 entries, expected at most 2"),
+        (([1], 1, [], {"ngram_group": -1}), "submit: ngram_group is -1, expected 0 to 2147483647"),
         ((np.zeros((2, 2), np.int32), 1), "submit: prompt has shape [2, 2], expected [length]"),
         ((np.zeros(2, np.int64), 1), "submit: prompt is int64, expected int32"),
     ],
 )
-def test_submit_messages(arguments: tuple[Any, ...], message: str) -> None:
+def test_submit_messages(arguments: Any, message: str) -> None:
     device = Device(Sizes())
+    *arguments, options = arguments if isinstance(arguments[-1], dict) else (*arguments, {})
     with pytest.raises(ValueError) as error:
-        device.scheduler.submit(*arguments)
+        device.scheduler.submit(*arguments, **options)
     assert str(error.value) == message
     assert device.scheduler.num_waiting == 0 and device.submit_any() == 0
 
@@ -896,20 +934,23 @@ def test_submit_wants_ints() -> None:
     device = Device(Sizes())
     with pytest.raises(TypeError, match=r"^submit: prompt holds other things, expected ints$"):
         device.scheduler.submit(["a"], 1)
-    with pytest.raises(TypeError, match=r"^expected a tensor"):
+    with pytest.raises(TypeError, match=r"^submit: prompt is a str, expected a tensor"):
         device.scheduler.submit("text", 1)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_slots": 0}, "Scheduler: num_slots is 0, expected 1 to 2147483647"),
+        ({"num_slots": 0}, "Scheduler: num_slots is 0, expected 1 to 1048576"),
+        ({"num_slots": 2**31 - 1}, "Scheduler: num_slots is 2147483647, expected 1 to 1048576"),
+        ({"accept_width": 2**31 - 1}, "Scheduler: accept_width is 2147483647, expected 1 to 65536"),
+        ({"max_logprobs": 2**31 - 1}, "Scheduler: max_logprobs is 2147483647, expected -1 to 65536"),
         ({"page_size": 0}, "Scheduler: page_size is 0, expected 1 to 2147483647"),
         ({"max_len": 1}, "Scheduler: max_len is 1, expected 2 to 2147483647"),
         ({"reserve": 4}, "Scheduler: reserve is 4, expected 5 to 2147483647"),
         ({"prefill_chunk": 0}, "Scheduler: prefill_chunk is 0, expected 1 to 2147483647"),
         ({"prefill_requests": 0}, "Scheduler: prefill_requests is 0, expected 1 to 2147483647"),
-        ({"max_stops": -1}, "Scheduler: max_stops is -1, expected 0 to 2147483647"),
+        ({"max_stops": -1}, "Scheduler: max_stops is -1, expected 0 to 65536"),
         ({"rounds_in_flight": 0}, "Scheduler: rounds_in_flight is 0, expected 1 to 64"),
         ({"batch_sizes": []}, "Scheduler: batch_sizes is empty, expected at least 1 size"),
         ({"batch_sizes": [1, 4]}, "Scheduler: batch_sizes (rising) is 4, expected 2 to 3"),
@@ -923,7 +964,7 @@ def test_submit_wants_ints() -> None:
         ({"results": np.zeros((1, 104), np.int32)}, "Scheduler: results.shape[0] is 1, expected 2 to 2147483647"),
         ({"results": np.zeros((5, 103), np.int32)}, "Scheduler: results.shape[1] is 103, expected 104 to 2147483647"),
         ({"results": np.zeros((5, 104), np.int64)}, "Scheduler: results is int64, expected int32"),
-        ({"graphs": {(1, 4): 1}}, "Scheduler: stream is None, expected the stream that graphs are launched on"),
+        ({"graphs": {(1, 4, 9): 1}}, "Scheduler: stream is None, expected the stream that graphs are launched on"),
     ],
 )  # fmt: skip
 def test_constructor_messages(change: dict[str, Any], message: str) -> None:
@@ -932,13 +973,22 @@ def test_constructor_messages(change: dict[str, Any], message: str) -> None:
     assert str(error.value) == message
 
 
+def test_the_largest_budgets() -> None:
+    device, most = Device(Sizes()), 2**63 - 1
+    request = device.scheduler.submit([1, 2], most, (), **device.sampling(0), min_new_tokens=most)
+    device.sent[request] = Sent([1, 2], most, [], min_new_tokens=most)
+    while device.step():
+        pass
+    assert device.sent[request].reason == 3  # the context is full
+
+
 def test_a_device_that_forgets_to_publish() -> None:
     """The loop does not wait for ever, and goes on with the others."""
     device = Device(Sizes())
     lost = device.submit([1], 9)
     device.sent[lost].failed = True
     launch = device.launch
-    device.launch = lambda batch, nodes: launch(batch, nodes) if batch == 0 else None  # type: ignore[method-assign]
+    device.launch = lambda *size: launch(*size) if size[0] == 0 else None  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="step: the device is at rest and a record is missing, expected launch to"):
         device.step()
     device.launch = launch  # type: ignore[method-assign]
@@ -988,8 +1038,8 @@ def test_times_and_trace(tmp_path: Path) -> None:
     device = Device(Sizes(rounds_in_flight=2))
     device.submit([1, 2, 3], 9)
     device.run()
-    rounds, rows, host, wait, prefill, emit, *_ = device.scheduler.times
-    assert rounds == rows == device.num_published > 0 and min(host, prefill, emit) > 0 and wait == 0
+    rounds, rows, host, wait, prefill, *_ = device.scheduler.times
+    assert rounds == rows == device.num_published > 0 and min(host, prefill) > 0 and wait == 0
     device.scheduler.write_trace(str(tmp_path / "none.json"))  # it was not to be kept
     traced = _C.Scheduler(None, **vars(Sizes()), **rings(Sizes()), trace=True)
     traced.step()

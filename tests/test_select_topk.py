@@ -123,10 +123,11 @@ def test_many_rows_of_few_kinds(device: torch.device) -> None:
 
 def test_poisoned_outputs(device: torch.device) -> None:
     logits = torch.randn(5, 333, device=device)
-    out_ids = torch.full((5, 7), -77, dtype=torch.int32, device=device)
-    out_logprobs = torch.full((5, 7), torch.nan, device=device)
-    assert sd.select_topk(logits, 7, out_ids=out_ids, out_logprobs=out_logprobs) == (out_ids, out_logprobs)
-    assert torch.equal(out_ids.cpu(), reference.select_topk(logits.cpu(), 7)[0]) and not out_logprobs.isnan().any()
+    out = sd.TopK(
+        torch.full((5, 7), -77, dtype=torch.int32, device=device), torch.full((5, 7), torch.nan, device=device)
+    )
+    assert sd.select_topk(logits, 7, out=out) is out
+    assert torch.equal(out.ids.cpu(), reference.select_topk(logits.cpu(), 7)[0]) and not out.logprobs.isnan().any()
 
 
 def test_single_column(device: torch.device) -> None:
@@ -153,8 +154,8 @@ def test_numpy_arrays() -> None:
         ({"logits": torch.zeros(2, 8, dtype=torch.int32)}, "select_topk: logits is int32, expected float32 or float16 or bfloat16"),
         ({"logits": torch.zeros(8, 2).t()}, "select_topk: logits has shape [2, 8] and is not contiguous in its last dimension, expected a last stride of 1"),
         ({"id_map": torch.zeros(7, dtype=torch.int32)}, "select_topk: id_map has shape [7], expected [vocab=8]"),
-        ({"out_ids": torch.zeros(3, 2, dtype=torch.int32)}, "select_topk: out_ids has shape [3, 2], expected [rows=2, k=2]"),
-        ({"out_ids": torch.zeros(2, 3, dtype=torch.int32), "out_logprobs": torch.zeros(2, 3)}, "select_topk: out_ids has shape [2, 3], expected [rows=2, k=2]"),
+        ({"out": sd.TopK(torch.zeros(3, 2, dtype=torch.int32), torch.zeros(2, 2))}, "select_topk: out.ids has shape [3, 2], expected [rows=2, k=2]"),
+        ({"out": sd.TopK(torch.zeros(2, 3, dtype=torch.int32), torch.zeros(2, 3))}, "select_topk: out.ids has shape [2, 3], expected [rows=2, k=2]"),
         ({"logits": torch.zeros(2, 0), "k": 1}, "select_topk: vocab is 0, expected 1 to 2147483647"),
         ({"k": 9}, "select_topk: k is 9, expected 1 to 8"),
         ({"k": 0}, "select_topk: k is 0, expected 1 to 8"),

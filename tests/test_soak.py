@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 
 from specdec_kernels import FinishReason
-from specdec_kernels.engine import Engine, NewTokens, RequestOutput, SamplingParams, Speculation
+from specdec_kernels.engine import Draft, Eagle3, Engine, NewTokens, Ngram, RequestOutput, SamplingParams, Standalone
 from specdec_kernels.tiny import tiny_model
 from test_engine_sampling import KINDS, close_draws
 from tiny import Comparison, held_out, reference_model
@@ -21,20 +22,20 @@ from tiny import Comparison, held_out, reference_model
 pytestmark = pytest.mark.soak
 MAX_LEN = 160
 NUM_TEXTS = 24  # kinds of requests that are decoded alone first
-SPECULATIONS = {
-    "none": Speculation(),
-    "ngram": Speculation("NGRAM", num_draft_tokens=6),
-    "chain": Speculation("EAGLE3", tiny_model("eagle3"), num_steps=3, topk=1),
-    "drawn": Speculation("EAGLE3", tiny_model("eagle3"), num_steps=3, topk=1, sampled_drafts=True),
-    "tree": Speculation("EAGLE3", tiny_model("eagle3"), num_steps=4, topk=4, num_draft_tokens=16),
-    "standalone": Speculation("STANDALONE", tiny_model("target"), num_steps=2, topk=2, num_draft_tokens=5),
+DRAFTS: dict[str, Callable[[], Draft | None]] = {
+    "none": lambda: None,
+    "ngram": lambda: Ngram(num_nodes=6),
+    "chain": lambda: Eagle3(tiny_model("eagle3"), num_steps=3, topk=1),
+    "drawn": lambda: Eagle3(tiny_model("eagle3"), num_steps=3, topk=1, sampled=True),
+    "tree": lambda: Eagle3(tiny_model("eagle3"), num_steps=4, topk=4, num_nodes=16),
+    "standalone": lambda: Standalone(tiny_model("target"), num_steps=2, topk=2, num_nodes=5),
 }
-REQUESTS = int(os.environ.get("SPECDEC_SOAK", 60 * len(SPECULATIONS))) // len(SPECULATIONS)
+REQUESTS = int(os.environ.get("SPECDEC_SOAK", 60 * len(DRAFTS))) // len(DRAFTS)
 
 
-def make_engine(device: torch.device, speculation: Speculation, **options: object) -> Engine:
+def make_engine(device: torch.device, draft: Draft | None, **options: object) -> Engine:
     given = {"max_len": MAX_LEN, "dtype": torch.float32, "device": device, "prefill_chunk": 64} | options
-    return Engine(tiny_model("target"), speculation=speculation, **given)  # type: ignore[arg-type]
+    return Engine(tiny_model("target"), draft=draft, **given)  # type: ignore[arg-type]
 
 
 def texts_alone(device: torch.device, rng: random.Random) -> list[tuple[RequestOutput, SamplingParams]]:
@@ -42,7 +43,7 @@ def texts_alone(device: torch.device, rng: random.Random) -> list[tuple[RequestO
     prompts = [prompt[: rng.choice([1, 2, rng.randint(1, MAX_LEN - 1)])] for prompt in held_out("code")[:NUM_TEXTS]]
     kinds = [rng.choice([{}, *KINDS]) for _ in prompts]
     params = [SamplingParams(10_000, ignore_eos=True, seed=i, **kind) for i, kind in enumerate(kinds)]
-    return list(zip(make_engine(device, Speculation()).generate(prompts, params), params, strict=True))
+    return list(zip(make_engine(device, None).generate(prompts, params), params, strict=True))
 
 
 def any_request(text: RequestOutput, sampling: SamplingParams, rng: random.Random) -> SamplingParams:
@@ -92,14 +93,14 @@ def resident_bytes() -> int:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-@pytest.mark.parametrize("name", SPECULATIONS)
+@pytest.mark.parametrize("name", DRAFTS)
 def test_soak(name: str, device: torch.device) -> None:
     rng = random.Random(name)
     alone = texts_alone(device, rng)
     num_slots, num_pages = (12, 60) if REQUESTS < 500 else (48, 220)
     engine = make_engine(
         device,
-        SPECULATIONS[name],
+        DRAFTS[name](),
         num_slots=num_slots,
         page_size=8,
         num_pages=num_pages,
@@ -107,8 +108,7 @@ def test_soak(name: str, device: torch.device) -> None:
     )
     chosen = [rng.choice(alone) for _ in range(REQUESTS)]
     params = [any_request(text, sampling, rng) for text, sampling in chosen]
-    first = engine._scheduler.submit([1], 1)  # ids go on from here
-    engine._scheduler.cancel(first)
+    first = engine.submit([1], SamplingParams(1)).id  # ids go on from here
     finished, memory = 0, []
 
     def on_tokens(new: NewTokens) -> None:
@@ -123,7 +123,7 @@ def test_soak(name: str, device: torch.device) -> None:
     outputs = engine.generate([text.prompt_tokens for text, _ in chosen], params, on_tokens=on_tokens)
     comparison = Comparison(reference_model())
     others = sum(
-        not check(output, text, sampling, comparison, SPECULATIONS[name].sampled_drafts)
+        not check(output, text, sampling, comparison, engine.draft.sampled)
         for output, (text, _), sampling in zip(outputs, chosen, params, strict=True)
     )
     reasons = [output.finish_reason for output in outputs]

@@ -14,7 +14,9 @@ import torch
 
 import specdec_kernels as sd
 from conftest import HAS_CUDA
+from specdec_kernels import _C
 from specdec_kernels._op_list import native_halves, public_ops
+from specdec_kernels.engine.rings import Rings
 from trees import random_parents
 
 Tensor = torch.Tensor
@@ -62,6 +64,10 @@ def as_pool(t: Inputs) -> sd.PagePool:
     return sd.PagePool(**{name: t[name] for name in sd.PagePool._fields if name != "page_size"}, page_size=PAGE)
 
 
+def struct(kind: Any, t: Inputs) -> Any:
+    return kind(*(t[name] for name in kind._fields))
+
+
 class Case(NamedTuple):
     inputs: Callable[[], Inputs]
     call: Callable[..., Iterable[Tensor]]  # (inputs, stream=...)
@@ -87,19 +93,41 @@ def expand_tree_inputs() -> Inputs:
         "ids": ints(0, VOCAB, B, K, K),
         "logprobs": logprobs(B, K, K),
         **{f"cand_{name}": value for name, value in candidates._asdict().items()},
-        "frontier": frontier.nodes,
-        "mask": frontier.mask,
+        **{f"frontier_{name}": value for name, value in frontier._asdict().items()},
         "lens": lens(),
     }
 
 
 def expand_tree(t: Inputs, **stream: Any) -> Iterable[Tensor]:
-    state = [t[name] for name in ("cand_tokens", "cand_parents", "cand_scores", "frontier", "mask")]
-    return [*sd.expand_tree(t["ids"], t["logprobs"], 2, *state, t["lens"], **stream), *state]
+    candidates = sd.Candidates(*(t[f"cand_{name}"] for name in sd.Candidates._fields))
+    frontier = sd.Frontier(*(t[f"frontier_{name}"] for name in sd.Frontier._fields))
+    inputs = sd.expand_tree(t["ids"], t["logprobs"], 2, candidates, frontier, t["lens"], **stream)
+    return [*inputs, *candidates, frontier.nodes, frontier.mask]
 
 
 def extend_rows(t: Inputs, **stream: Any) -> Iterable[Tensor]:
     return sd.extend_rows(*t.values(), N, **stream)
+
+
+def learn_inputs() -> Inputs:
+    tree = given_tree()
+    accepted = sd.verify_tree(torch.randn(B, N, VOCAB), tree, 3)
+    calibration = sd.make_calibration(2, like=torch.empty(0))
+    scores = -(tree.positions - tree.positions[:, :1]).float()
+    return {
+        **{f"t_{name}": field for name, field in tree._asdict().items()},
+        **{f"a_{name}": field for name, field in accepted._asdict().items()},
+        **calibration._asdict(),
+        "scores": scores,
+    }
+
+
+def learn_calibration(t: Inputs, **stream: Any) -> Iterable[Tensor]:
+    tree = sd.Tree(*(t[f"t_{name}"] for name in sd.Tree._fields))
+    accepted = sd.Accepted(*(t[f"a_{name}"] for name in sd.Accepted._fields))
+    calibration = struct(sd.Calibration, t)
+    sd.learn_calibration(calibration, tree, t["scores"], accepted, **stream)
+    return calibration
 
 
 def build_tree_inputs() -> Inputs:
@@ -108,7 +136,7 @@ def build_tree_inputs() -> Inputs:
 
 
 def build_tree(t: Inputs, **stream: Any) -> Iterable[Tensor]:
-    return sd.build_tree(t["tokens"], t["parents"], t["scores"], t["roots"], t["lens"], N, **stream)
+    return sd.build_tree(struct(sd.Candidates, t), t["roots"], t["lens"], N, **stream)
 
 
 def build_tree_from_parents(t: Inputs, **stream: Any) -> Iterable[Tensor]:
@@ -148,8 +176,7 @@ def tree_attention(t: Inputs, **stream: Any) -> Iterable[Tensor]:
 
 
 def verify_tree(t: Inputs, **stream: Any) -> Iterable[Tensor]:
-    tree = sd.Tree(**{name: t[name] for name in sd.Tree._fields})
-    return sd.verify_tree(t["logits"], tree, N, **stream)
+    return sd.verify_tree(t["logits"], struct(sd.Tree, t), N, **stream)
 
 
 def mask_stops(t: Inputs, **stream: Any) -> Iterable[Tensor]:
@@ -158,11 +185,11 @@ def mask_stops(t: Inputs, **stream: Any) -> Iterable[Tensor]:
 
 
 def score_tokens(t: Inputs, **stream: Any) -> Iterable[Tensor]:
-    return sd.score_tokens(t["logits"], t["path"], t["tokens"], t["lengths"], top_n=2, **stream)
+    return sd.score_tokens(t["logits"], struct(sd.Accepted, t), top_n=2, **stream)
 
 
 def commit_tokens(t: Inputs, **stream: Any) -> Iterable[Tensor]:
-    return [sd.commit_tokens(*t.values(), **stream), *t.values()]
+    return [sd.commit_tokens(struct(sd.Accepted, t), struct(sd.SlotState, t), **stream), *t.values()]
 
 
 def alloc_pages(t: Inputs, **stream: Any) -> Iterable[Tensor]:
@@ -218,6 +245,32 @@ def merge_trees(t: Inputs, **stream: Any) -> Iterable[Tensor]:
     return *tree, scores
 
 
+def share_nodes(t: Inputs, **stream: Any) -> Iterable[Tensor]:
+    return sd.share_nodes(t["scores"], 2 * B, limits=t["limits"], rungs=t["rungs"], **stream)
+
+
+def shares_inputs() -> Inputs:
+    shares = sd.share_nodes(-torch.rand(B, N).cumsum(1), 2 * B)
+    return {**given_tree()._asdict(), "scores": logprobs(B, N), **{f"s_{k}": v for k, v in shares._asdict().items()}}
+
+
+def pack_trees(t: Inputs, **stream: Any) -> Iterable[Tensor]:
+    tree, shares = struct(sd.Tree, t), sd.Shares(*(t[f"s_{name}"] for name in sd.Shares._fields))
+    return [*sd.pack_trees(tree, t["scores"], shares, 2 * B, **stream), *tree]
+
+
+def state_inputs() -> Inputs:
+    """The state of slots that run, with two stop tokens each."""
+    state = sd.make_slot_state(B, 40, 2, like=torch.empty(0))
+    state.stop_tokens.copy_(ints(0, VOCAB, B, 2))
+    for tensor in (state.seq_lens, state.remaining, state.top_k, state.stops_from, state.num_logprobs):
+        tensor.copy_(ints(1, 9, B))
+    for tensor in (state.temperature, state.top_p, state.min_p):
+        tensor.copy_(torch.rand(B))
+    state.seeds.copy_(torch.randint(0, 2**62, (B,)))
+    return state._asdict()
+
+
 def apply_commands_inputs() -> Inputs:
     floats = torch.rand(3, B, 1).view(torch.int32)
     ids, top_k, seeds = ints(0, VOCAB, B, 3), ints(0, VOCAB, B, 1), ints(0, 99, B, 2)
@@ -229,40 +282,46 @@ def apply_commands_inputs() -> Inputs:
         ints(-1, B, B),
         torch.cat(activations, 1).flatten(),
     ]
-    commands = torch.cat(record)[None]
-    names = ("seq_lens", "root_tokens", "remaining", "top_k", "stops_from", "num_logprobs", "finish_reasons", "status")
     return {
-        "commands": commands,
+        "commands": torch.cat(record)[None],
         "num_applied": torch.randint(0, 99, (1,)),
         "started_at": torch.zeros(1, dtype=torch.int64),
-        **{name: ints(1, 99, B) for name in names},
-        "stop_tokens": ints(0, VOCAB, B, 2),
-        **{name: torch.rand(B) for name in ("temperature", "top_p", "min_p")},
-        "seeds": torch.randint(0, 2**62, (B,)),
+        **state_inputs(),
     }
 
 
+def rings(t: Inputs) -> Rings:
+    """Of the tensors there are; those of the other op are not read."""
+    names = ("commands", "results", "num_applied", "num_published", "started_at")
+    like = t["seq_lens"]
+    tensors = {name: t.get(name, like) for name in names}
+    return Rings(**tensors, slots=torch.empty_like(like), given_back=torch.empty_like(like), top_n=-1)
+
+
 def apply_commands(t: Inputs, **stream: Any) -> Iterable[Tensor]:
-    outputs = sd.apply_commands(**t, **stream)
-    return [*outputs, *(value for name, value in t.items() if name != "started_at")]
+    made = rings(t)
+    made.apply_commands(struct(sd.SlotState, t), **stream)
+    return [made.slots, made.given_back, *(value for name, value in t.items() if name != "started_at")]
 
 
 def publish_results_inputs() -> Inputs:
     return {
-        "results": torch.zeros(1, 8 + B * (4 + 2 * STEPS), dtype=torch.int32),
+        "results": torch.zeros(1, _C.result_words(B, STEPS, -1), dtype=torch.int32),
         "num_published": torch.randint(0, 99, (1,)),
         "started_at": torch.zeros(1, dtype=torch.int64),
-        "out_tokens": ints(0, VOCAB, B, STEPS),
-        "out_len": ints(0, STEPS, B),
-        "out_path": ints(0, 9, B, STEPS),
+        "tokens": ints(0, VOCAB, B, STEPS),
+        "num_valid": ints(0, STEPS, B),
+        "path": ints(0, 9, B, STEPS),
         "num_nodes": ints(1, 9, B),
+        **state_inputs(),
         "finish_reasons": ints(0, 4, B),
         "status": ints(0, 4, B),
     }
 
 
 def publish_results(t: Inputs, **stream: Any) -> Iterable[Tensor]:
-    sd.publish_results(**t, **stream)
+    accepted, state = struct(sd.Accepted, t), struct(sd.SlotState, t)
+    rings(t).publish_results(accepted, t["num_nodes"], state, **stream)
     return [t["results"][:, :2], t["results"][:, 6:], t["num_published"]]  # without the times
 
 
@@ -279,12 +338,13 @@ CASES = {
     ),
     "expand_root": Case(lambda: {"ids": ints(0, VOCAB, B, K), "logprobs": logprobs(B, K), "lens": lens()}, expand_root),
     "expand_tree": Case(expand_tree_inputs, expand_tree),
+    "learn_calibration": Case(learn_inputs, learn_calibration),
     "extend_rows": Case(
         lambda: {
             "tokens": ints(-1, VOCAB, B, K),
             "path": ints(0, N, B, K),
             "num_valid": ints(0, K + 1, B),
-            "seq_lens_before": lens(),
+            "prefix_lens": lens(),
         },
         extend_rows,
     ),
@@ -297,6 +357,11 @@ CASES = {
         lambda: {"tokens": ints(0, VOCAB, B, N), "mask": given_tree().mask, "lens": lens()}, build_tree_from_mask
     ),
     "merge_trees": Case(merge_trees_inputs, merge_trees),
+    "share_nodes": Case(
+        lambda: {"scores": -torch.rand(B, N).cumsum(1), "limits": ints(1, N + 1, B), "rungs": ints(B, B * N, 3)},
+        share_nodes,
+    ),
+    "pack_trees": Case(shares_inputs, pack_trees),
     "norm_rows": Case(
         lambda: {"x": torch.randn(N, D), "residual": torch.randn(N, D), "weight": torch.randn(D)}, norm_rows
     ),
@@ -358,21 +423,17 @@ CASES = {
             "logits": torch.randn(B, N, VOCAB),
             "path": ints(0, N, B, STEPS),
             "tokens": ints(0, VOCAB, B, STEPS),
-            "lengths": ints(1, STEPS + 1, B),
+            "num_valid": ints(1, STEPS + 1, B),
         },
         score_tokens,
     ),
     "commit_tokens": Case(
         lambda: {
-            "out_tokens": ints(0, VOCAB, B, 4),
-            "out_len": ints(1, 5, B),
-            "stop_tokens": ints(0, VOCAB, B, 2),
-            "remaining": ints(1, 9, B),
-            "max_lens": ints(5, 20, B),
-            "seq_lens": lens(),
-            "seq_lens_before": ints(0, 1, B),
-            "root_tokens": ints(0, 1, B),
-            "finish_reasons": ints(0, 1, B),
+            "tokens": ints(0, VOCAB, B, 4),
+            "num_valid": ints(1, 5, B),
+            "path": ints(0, 9, B, 4),
+            **state_inputs(),
+            "max_seq_lens": ints(5, 20, B),
         },
         commit_tokens,
     ),
@@ -397,7 +458,7 @@ CASES = {
             "table": pages(),
             "path": torch.cat([ints(0, 1, B, 1), ints(1, 4, B, 1), ints(5, 9, B, 1)], 1),
             "num_valid": ints(1, 4, B),
-            "lens_before": lens(),
+            "prefix_lens": lens(),
         },
         move_kv,
     ),
@@ -440,7 +501,7 @@ def assert_right(op: str, got: Iterable[Tensor], seed: int) -> None:
 
 
 def test_no_op_is_missing() -> None:
-    assert list(CASES) == [op for op in public_ops() if native_halves(op)]
+    assert list(CASES) == [*(op for op in public_ops() if native_halves(op)), "apply_commands", "publish_results"]
 
 
 @every_op

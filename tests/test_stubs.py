@@ -71,7 +71,7 @@ def test_every_argument_is_documented(op: str) -> None:
     """Except those that ops.py documents once for all ops, and the outputs, which Returns describes."""
     doc = inspect.getdoc(getattr(ops, op)) or ""
     for name in inspect.signature(getattr(ops, op)).parameters:
-        if name not in ("slots", "stream") and not name.startswith("out_"):
+        if name not in ("slots", "stream", "out"):
             assert name in doc, f"{op} does not say what {name} is"
 
 
@@ -117,9 +117,32 @@ def test_compat_ops_have_their_names_in_csrc_and_tests() -> None:
         assert any(f"{op}(" in text for text in tests), op
 
 
-def test_every_compiled_function_is_an_op_its_workspace_a_timing_aid_or_of_the_device() -> None:
+# What passes records between host and device: the engine's, not the callers'.
+RING_OPS = ("apply_commands", "publish_results")
+
+
+def test_the_rings_ops_are_private() -> None:
+    assert not {*RING_OPS} & {*public_ops(), *specdec_kernels.__all__}
+    for op in RING_OPS:
+        assert f"void {op}(CallStream " in (ROOT / "csrc" / "round" / f"{op}.h").read_text()
+
+
+def test_every_compiled_function_is_an_op_its_workspace_its_plan_a_timing_aid_or_of_the_rings() -> None:
     functions = {node.name for node in STUB.body if isinstance(node, ast.FunctionDef)}
     ops_and_sizes = {name for name in functions if not name.startswith("noop")} - compat_ops()
-    ops_and_sizes -= {"has_wgmma", "many_rows_fill"}
+    ops_and_sizes -= {"linear_plan", "verify_plan", "attention_plan", "attention_variants", "current_gpu"}  # of sizes
+    ops_and_sizes -= {*RING_OPS, "command_words", "result_words"}
     assert {name for name in ops_and_sizes if native_halves(name)} == {op for op in public_ops() if native_halves(op)}
-    assert {name.removesuffix("_workspace") for name in ops_and_sizes} <= set(public_ops())
+    assert {name.removesuffix("_workspace").removesuffix("_plan") for name in ops_and_sizes} <= set(public_ops())
+
+
+ROOMS = sorted({path.parent.name for path in (ROOT / "csrc").glob("*/*.h")} - {"core", "python"})
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_is_a_namespace(room: str) -> None:
+    sources = [path for path in (ROOT / "csrc" / room).rglob("*") if path.suffix in (".h", ".cuh", ".cpp", ".cu")]
+    assert sources
+    for path in sources:
+        opened = set(re.findall(r"^namespace (specdec[\w:]*) \{", path.read_text(), re.MULTILINE))
+        assert opened and all(f"{name}::".startswith(f"specdec::{room}::") for name in opened), path

@@ -199,63 +199,35 @@ def calls(op: str, device: torch.device) -> list[tuple[tuple[Any, ...], dict[str
     pools = floats(2, 12, 4, 2, 64), floats(2, 12, 4, 2, 64)
     if op not in ("alloc_pages",):
         sd.alloc_pages(pool, lens, 4)
+    ends = torch.tensor([0, 4, 8], dtype=torch.int32, device=device)
     table, both = pool.page_table, {"slots": slots, "status": status}
     if op == "free_pages":
-        return [((pool, lens), {}), ((), {"pool": pool, "keep_lens": zeros(2), **both})]
+        return [((pool, lens), {}), ((), {"pool": pool, "prefix_lens": zeros(2), **both})]
     if op == "fork_pages":
         sd.free_pages(pool, zeros(2), slots=slots[:1])
         return [((pool, slots[1:], slots[:1], lens), {"status": status})]
-    if op in ("apply_commands", "publish_results"):
-        commands = torch.full((2, 2 + 2 + 2 * (13 + 1)), -1, dtype=torch.int32, device=device)
-        counters = [zeros(1, dtype=torch.int64) for _ in range(2)]
-        state = [
-            lens,
-            zeros(2),
-            ints(2),
-            zeros(2, 1),
-            temperature,
-            zeros(2),
-            temperature,
-            temperature,
-            seeds,
-            zeros(2),
-            zeros(2),
-        ]
-        if op == "apply_commands":
-            return [((commands, *counters, *state, zeros(2), status), {})]
-        results = zeros(2, 8 + 2 * (4 + 2 * 3))
-        row = (accepted.tokens, accepted.lengths, accepted.path, tree.num_nodes, zeros(2), status)
-        return [((results, *counters, *row), {}), ((results, *counters, *row), {"slots": slots})]
     new_kv = floats(2, 3, 2, 64), floats(2, 3, 2, 64)
     noise = {"seeds": seeds, "positions": ints(2), "temperature": temperature, "slots": slots}
     sampling = {"temperature": temperature, "top_k": ints(2), "top_p": temperature + 0.1, "seeds": seeds}
     mask = torch.tensor([[1, 3, 5, 11]] * 2, device=device)[:, :, None]
-    commit = (
-        accepted.tokens,
-        accepted.lengths,
-        zeros(2, 1),
-        lens.clone(),
-        lens + 20,
-        lens,
-        zeros(2),
-        zeros(2),
-        zeros(2),
-    )
+    state = sd.make_slot_state(2, 25, 1, like=status)._replace(seq_lens=lens, status=status)
+    state.stop_tokens.zero_()
     return {
         "select_topk": [((floats(3, 20), 4), {}), ((floats(3, 20), 4), {"id_map": ints(20)})],
         "sample_draft": [((floats(2, 20), 4), noise)],
         "expand_root": [((ints(2, 2), -floats(2, 2).abs(), lens, 3), {"slots": slots, "position_offset": 1})],
-        "expand_tree": [
-            ((ints(2, 2, 2), -floats(2, 2, 2).abs(), 2, *candidates, frontier.nodes, frontier.mask, lens), {})
-        ],
+        "expand_tree": [((ints(2, 2, 2), -floats(2, 2, 2).abs(), 2, candidates, frontier, lens), {})],
+        "learn_calibration": [((sd.make_calibration(2, like=temperature), tree, -floats(2, 4).abs(), accepted), {})],
         "extend_rows": [
-            ((accepted.tokens, accepted.path, accepted.lengths, lens, 4), options)
+            ((accepted.tokens, accepted.path, accepted.num_valid, lens, 4), options)
             for options in ({}, {"slots": slots, "position_offset": 1})
         ],
-        "build_tree": [((*candidates, lens, lens, 4), {}), ((*candidates, lens, lens, 3), {"order": "given", **both})],
+        "build_tree": [((candidates, lens, lens, 4), {}), ((candidates, lens, lens, 3), {"order": "given", **both})],
         "build_tree_from_parents": [((ints(2, 4), parents, lens), {}), ((ints(2, 4), parents, lens), both)],
         "build_tree_from_mask": [((ints(2, 4), mask, lens), {}), ((ints(2, 4), mask, lens), both)],
         "merge_trees": [((tree, floats(2, 4), tree, floats(2, 4), 5), {})],
+        "share_nodes": [((-floats(2, 4).abs().cumsum(1), 5), options) for options in ({}, {"rungs": ints(3)})],
+        "pack_trees": [((tree, floats(2, 4), sd.share_nodes(-floats(2, 4).abs().cumsum(1), 5), 6), {})],
         "norm_rows": [
             ((floats(3, 64), floats(64), 1e-5), {}),
             ((floats(3, 64), floats(64), 1e-5), {"residual": floats(3, 64)}),
@@ -277,13 +249,17 @@ def calls(op: str, device: torch.device) -> list[tuple[tuple[Any, ...], dict[str
         "verify_tree": [
             ((floats(2, 4, 8), tree, 3), {}),
             ((floats(2, 4, 8),), {"tree": tree, "accept_width": 3, **sampling, **both}),
+            ((floats(8, 8), tree, 3), {"cu_seqlens_q": ends}),
         ],
-        "score_tokens": [((floats(2, 4, 8), accepted.path, accepted.tokens, accepted.lengths), {"top_n": 2})],
-        "mask_stops": [((floats(2, 4, 20), ints(2, 4), ints(2, 1), lens), {"slots": slots})],
-        "commit_tokens": [(commit, {}), (commit, both)],
+        "score_tokens": [((floats(2, 4, 8), accepted), {"top_n": 2})],
+        "mask_stops": [
+            ((floats(2, 4, 20), ints(2, 4), ints(2, 1), lens), {"slots": slots}),
+            ((floats(8, 20), ints(8), ints(2, 1), lens), {"cu_seqlens_q": ends}),
+        ],
+        "commit_tokens": [((accepted, state), {}), ((accepted,), {"state": state, "slots": slots})],
         "alloc_pages": [((pool, lens, 4), {}), ((pool, lens), {"reserve": 2, **both})],
         "write_kv": [((*new_kv, pools[0][0], pools[1][0], table, lens), {"num_valid": lens - 2, **both})],
-        "move_kv": [((*pools, table, accepted.path, accepted.lengths, lens), both)],
+        "move_kv": [((*pools, table, accepted.path, accepted.num_valid, lens), both)],
         "copy_kv": [((*pools, table, slots[:1], slots[1:], lens, lens[:1] * 0 + 2), {"status": status})],
     }[op]
 
@@ -340,10 +316,12 @@ def test_every_op_passes_opcheck(op: str, device: torch.device) -> None:
 
 
 def test_every_op_is_there() -> None:
-    assert set(torch_ops.OPS) == set(public_ops()) - {"make_page_pool", "tree_attention_workspace"}
+    assert set(torch_ops.OPS) == set(public_ops()) - {
+        "make_calibration", "make_page_pool", "make_slot_state", "tree_attention_plan", "tree_attention_workspace", "verify_tree_workspace"
+    }  # fmt: skip
 
 
 def test_lazy_views_are_refused_inside_tuples() -> None:
     pool = sd.make_page_pool(4, 1, 2, 4, like=torch.zeros(1))
-    with pytest.raises(ValueError, match="alloc_pages: lens is a conj view"):
+    with pytest.raises(ValueError, match="alloc_pages: seq_lens is a conj view"):
         torch_ops.alloc_pages(pool, torch.zeros(1, dtype=torch.complex64).conj(), 1)

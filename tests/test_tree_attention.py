@@ -10,6 +10,7 @@ import torch
 
 import specdec_kernels as sd
 from conftest import HAS_CUDA, TOLERANCES
+from specdec_kernels import _C
 from specdec_kernels.reference import attention as reference
 
 # The log of a sum of exponentials carries the absolute error of a score: a float32 dot product of up to 256 terms, some
@@ -21,6 +22,38 @@ NAN = float("nan")
 WILD = (-1, 2**31 - 1, -(2**31), 10**6)
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 FP8 = torch.float8_e4m3fn
+
+
+def plan_here(dtype: torch.dtype) -> str:
+    q, pool = (torch.empty(1, 1, 1, 64, dtype=dtype, device="cuda") for _ in "qk")
+    return sd.tree_attention_plan(q, pool, torch.empty(1, 1, dtype=torch.int32, device="cuda"))
+
+
+MACHINE = plan_here(torch.bfloat16).split(".")[0] if HAS_CUDA else "cpu"  # "sm80" or "sm90", as plans call it
+
+
+def on_plans(*names: str) -> pytest.MarkDecorator:
+    """A test of some kernels: `plan` is each name, where this GPU runs it, and once None, on the CPU."""
+    plans = [
+        pytest.param(
+            torch.device("cuda"), name, id=name, marks=pytest.mark.skipif(name[:4] != MACHINE, reason="other GPU")
+        )
+        for name in names
+    ]
+    return pytest.mark.parametrize(("device", "plan"), [pytest.param(torch.device("cpu"), None, id="cpu"), *plans])
+
+
+def kernels() -> list[str]:
+    """Every compiled kernel with tensor cores, as `sm90.wgmma.64.occupancy2.d128` or `sm80.mma.16.d64.fp8`."""
+    return [variant for variant in _C.attention_variants() if variant != "plain"]
+
+
+def plan_of_kernel(variant: str) -> tuple[str, int, torch.dtype]:
+    """A plan that runs it, the head dimension, and the dtype of pools."""
+    name, _, rest = variant.rpartition(".d")
+    head_dim, _, fp8 = rest.partition(".")
+    return name.replace(".sharing", ".sharing2"), int(head_dim), FP8 if fp8 else torch.bfloat16
+
 
 # Without tensor cores and with them, and from 8-bit pools.
 all_paths = pytest.mark.parametrize(
@@ -70,12 +103,6 @@ def make_cache(
     return Cache(k.to(dtype).to(device)[1], v.to(dtype).to(device)[1], table.to(device), lens.to(device))
 
 
-def with_room(cache: Cache, rows: int = 20_000) -> None:
-    """Adds entries to the table, by default until it has room for longer prefixes than clusters are chosen for."""
-    entries = rows // cache.k_pool.shape[1]
-    cache.page_table = torch.nn.functional.pad(cache.page_table, (0, entries), value=-1)
-
-
 def pack_bits(visible: torch.Tensor) -> torch.Tensor:
     """bool [..., tail] to int64 words [..., ceil(tail / 64)]."""
     words = torch.zeros(*visible.shape[:-1], -(-visible.shape[-1] // 64), dtype=torch.int64)
@@ -117,7 +144,8 @@ def check(q: torch.Tensor, cache: Cache, *, out: torch.Tensor | None = None, **a
     status = torch.zeros(len(cache.prefix_lens), dtype=torch.int32, device=q.device)
     returned = sd.tree_attention(q, *cache.tensors(), out=out, lse=lse, status=status, **arguments)
     assert returned is out
-    arguments.pop("fixed_split", None)
+    for name in ("fixed_split", "plan"):
+        arguments.pop(name, None)
     want, want_lse, want_status = reference.tree_attention(
         q.cpu(), *map(on_cpu, cache.tensors()), **{k: on_cpu(v) for k, v in arguments.items()}
     )
@@ -442,41 +470,41 @@ def test_long_prefixes(device: torch.device, dtype: torch.dtype, pools: torch.dt
     check(q[:1, :1], cache, slots=torch.tensor([0], dtype=torch.int32), fixed_split=fixed_split)
 
 
+@on_plans("sm90.cluster.16.blocks8.sharing8", "sm90.cluster.16.blocks6.sharing2", "sm90.cluster.16.blocks3.sharing1")
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])
 @pytest.mark.parametrize("rows", [1, 4, 16])
 @pytest.mark.parametrize(("pools", "head_dim"), [(torch.bfloat16, 128), (torch.bfloat16, 64), (FP8, 128)], ids=str)
 def test_long_kv_of_one_request(
-    device: torch.device, pools: torch.dtype, head_dim: int, rows: int, kv_heads: int
+    device: torch.device, plan: str | None, pools: torch.dtype, head_dim: int, rows: int, kv_heads: int
 ) -> None:
     """On a GPU some clusters share each KV head, where the request is long."""
     lens = [9001] if device.type == "cuda" else [900]
     cache = make_cache(lens, [rows], page_size=16, kv_heads=kv_heads, head_dim=head_dim, dtype=pools, device=device)
-    with_room(cache, 70_000)
     q = torch.randn(1, rows, 4 * kv_heads, head_dim, device=device).bfloat16()
     for prefix in (lens[0], lens[0] * 2 // 3, lens[0] // 3, 0):
         cache.prefix_lens[0] = prefix
-        check(q, cache, mask=random_trees(1, rows))
+        check(q, cache, mask=random_trees(1, rows), plan=plan)
     cache.prefix_lens[0] = lens[0]
     cache.page_table[0, 20] = -1
-    check(q, cache, q_lens=torch.tensor([rows // 2], dtype=torch.int32))
+    check(q, cache, q_lens=torch.tensor([rows // 2], dtype=torch.int32), plan=plan)
     for window in (lens[0] // 2, 100):
-        check(q, cache, window=window, mask=random_trees(1, rows))
-    first = sd.tree_attention(q, *cache.tensors())
+        check(q, cache, window=window, mask=random_trees(1, rows), plan=plan)
+    first = sd.tree_attention(q, *cache.tensors(), plan=plan)
     for _ in range(50 if device.type == "cuda" else 1):
-        assert torch.equal(sd.tree_attention(q, *cache.tensors()), first)
+        assert torch.equal(sd.tree_attention(q, *cache.tensors(), plan=plan), first)
 
 
+@on_plans("sm90.cluster.16.sharing2", "sm90.cluster.16.sharing8", "sm90.cluster.64", "sm90.wgmma.64")
 @pytest.mark.parametrize("rows", [2, 6])
-def test_long_kv_of_packed_requests(device: torch.device, rows: int) -> None:
+def test_long_kv_of_packed_requests(device: torch.device, plan: str | None, rows: int) -> None:
     """One of them has more row tiles than clusters were made for, another none."""
     lens = [9001, 70, 8000] if device.type == "cuda" else [901, 70, 800]
     cache = make_cache(
         lens, [3 * rows] * 3, page_size=16, kv_heads=1, head_dim=128, dtype=torch.bfloat16, device=device
     )
-    with_room(cache, 70_000)
     q = torch.randn(3 * rows, 2, 128, device=device).bfloat16()
     for ends in ([0, rows, 2 * rows, 3 * rows], [0, 3 * rows, 3 * rows, 3 * rows], [0, 0, 1, 3 * rows - 2]):
-        check(q, cache, cu_seqlens_q=torch.tensor(ends, dtype=torch.int32))
+        check(q, cache, cu_seqlens_q=torch.tensor(ends, dtype=torch.int32), plan=plan)
 
 
 @all_paths
@@ -632,29 +660,31 @@ def test_sweep(device: torch.device, seed: int) -> None:
 
 
 def test_workspace(device: torch.device) -> None:
-    # Of head_dim 256, since few requests of less may need none.
+    # With head_dim 256, since few requests with less may need none.
     cache = make_cache([900, 3000], [9] * 2, page_size=16, head_dim=256, dtype=torch.bfloat16, device=device)
     q = torch.randn(2, 9, 8, 256, device=device).bfloat16()
     want = sd.tree_attention(q, *cache.tensors())
-    floats = sd.tree_attention_workspace(q, cache.k_pool, cache.page_table)
+    size = sd.tree_attention_workspace(q, cache.k_pool, cache.page_table)
     fixed = sd.tree_attention_workspace(q, cache.k_pool, cache.page_table, fixed_split=128)
     with pytest.raises(ValueError) as error:
         sd.tree_attention_workspace(q, cache.k_pool, cache.page_table, fixed_split=64)
     assert str(error.value) == "tree_attention: fixed_split is 64, expected a positive multiple of 128"
     if device.type == "cpu":
-        assert floats == fixed == 0
+        assert size == fixed == 0
         return
-    assert 0 < floats < 10_000_000
+    assert 0 < size < 40_000_000
     ends = torch.tensor([0, 9, 18], dtype=torch.int32, device=device)
     assert sd.tree_attention_workspace(q.flatten(0, 1), cache.k_pool, cache.page_table, cu_seqlens_q=ends) > 0
-    workspace = torch.full((floats,), NAN, device=device)
-    assert torch.equal(sd.tree_attention(q, *cache.tensors(), workspace=workspace), want)
-    assert torch.equal(sd.tree_attention(q, *cache.tensors(), workspace=workspace), want)  # it needs no reset
+    workspace = torch.full((size // 4,), NAN, device=device)
+    for dtype in (torch.float32, torch.uint8, torch.int64):  # only its bytes count
+        of_dtype = workspace.view(dtype)
+        assert torch.equal(sd.tree_attention(q, *cache.tensors(), workspace=of_dtype), want)
+        assert torch.equal(sd.tree_attention(q, *cache.tensors(), workspace=of_dtype), want)  # it needs no reset
     with pytest.raises(ValueError) as error:
         sd.tree_attention(q, *cache.tensors(), workspace=workspace[:-1])
-    assert str(error.value) == f"tree_attention: workspace has {floats - 1} floats, expected {floats} or more"
+    assert str(error.value) == f"tree_attention: workspace has {size - 4} bytes, expected {size} or more"
     with pytest.raises(ValueError) as error:
-        sd.tree_attention(q, *cache.tensors(), workspace=torch.empty(floats + 1, device=device)[1:])
+        sd.tree_attention(q, *cache.tensors(), workspace=torch.empty(size // 4 + 1, device=device)[1:])
     assert str(error.value) == "tree_attention: workspace does not start on 16 bytes, expected a tensor that does"
 
 
@@ -670,7 +700,8 @@ def test_calls_share_a_workspace_that_holds_anything(fixed_split: int | None, he
         calls.append((torch.randn(len(prefixes), rows, heads, head_dim, device="cuda").bfloat16(), cache))
     sizes = [sd.tree_attention_workspace(q, c.k_pool, c.page_table, fixed_split=fixed_split) for q, c in calls]
     alone = [sd.tree_attention(q, *cache.tensors(), fixed_split=fixed_split) for q, cache in calls]
-    for workspace in (torch.full((max(sizes),), NAN, device="cuda"), torch.randn(max(sizes), device="cuda")):
+    floats = max(sizes) // 4
+    for workspace in (torch.full((floats,), NAN, device="cuda"), torch.randn(floats, device="cuda")):
         for _ in range(3):
             for (q, cache), want in zip(calls, alone, strict=True):
                 out = sd.tree_attention(q, *cache.tensors(), fixed_split=fixed_split, workspace=workspace)
@@ -681,19 +712,22 @@ def test_calls_share_a_workspace_that_holds_anything(fixed_split: int | None, he
         torch.testing.assert_close(out.cpu().double(), want_out, rtol=0, atol=atol)
 
 
-@pytest.mark.skipif(not HAS_CUDA, reason="no GPU here")
+@pytest.mark.skipif(MACHINE != "sm90", reason="no Hopper GPU here")
 @pytest.mark.parametrize("rows", [4, 16])
 def test_clusters_share_a_workspace_that_holds_anything(rows: int) -> None:
     """And that other lengths and shapes have used in between."""
     cache = make_cache([9001], [rows], page_size=16, kv_heads=8, head_dim=128, dtype=torch.bfloat16, device="cuda")
-    with_room(cache, 70_000)
+    plan = "sm90.cluster.16.sharing2"
     q = torch.randn(1, rows, 32, 128, device="cuda").bfloat16()
     few = q[:, :, :4].contiguous(), cache.k_pool[:, :, :1], cache.v_pool[:, :, :1], *cache.tensors()[2:]
-    floats = sd.tree_attention_workspace(q, cache.k_pool, cache.page_table)
-    assert floats > 0
-    workspace = torch.empty(max(floats, sd.tree_attention_workspace(few[0], few[1], cache.page_table)), device="cuda")
-    want, want_few = sd.tree_attention(q, *cache.tensors()), sd.tree_attention(*few)
-    check(q, cache)
+    sizes = [
+        sd.tree_attention_workspace(x, pool, cache.page_table, plan=plan)
+        for x, pool in ((q, cache.k_pool), (few[0], few[1]))
+    ]
+    assert min(sizes) > 0
+    workspace = torch.empty(max(sizes) // 4, device="cuda")
+    want, want_few = (sd.tree_attention(*x, plan=plan) for x in ((q, *cache.tensors()), few))
+    check(q, cache, plan=plan)
     for garbage in (NAN, 1.0, torch.inf, None):
         if garbage is None:
             workspace.view(torch.int32).fill_(-1)
@@ -701,10 +735,10 @@ def test_clusters_share_a_workspace_that_holds_anything(rows: int) -> None:
             workspace.fill_(garbage)
         for length, result in ((9001, want), (100, None), (9001, want)):
             cache.prefix_lens[0] = length
-            out = sd.tree_attention(q, *cache.tensors(), workspace=workspace)
+            out = sd.tree_attention(q, *cache.tensors(), workspace=workspace, plan=plan)
             assert result is None or torch.equal(out, result)
             if result is not None:
-                assert torch.equal(sd.tree_attention(*few, workspace=workspace), want_few)
+                assert torch.equal(sd.tree_attention(*few, workspace=workspace, plan=plan), want_few)
 
 
 def test_scale(device: torch.device) -> None:
@@ -741,104 +775,113 @@ def test_small(device: torch.device, dtype: torch.dtype, head_dim: int, fp8: boo
 
 
 @pytest.mark.sanitize
-@pytest.mark.parametrize("pools", [torch.bfloat16, FP8], ids=str)
-@pytest.mark.parametrize("rows", [3, 9, 40])
-def test_small_with_everything(device: torch.device, pools: torch.dtype, rows: int) -> None:
-    """KV in several parts, row tiles of every size, a window that ends in the tail, a row without a page."""
-    cache = make_cache([400, 2], [rows] * 2, page_size=16, dtype=pools, device=device)
+@pytest.mark.skipif(not HAS_CUDA, reason="no GPU here")
+@pytest.mark.parametrize("variant", kernels())
+def test_small_of_every_kernel(variant: str) -> None:
+    """A row tile and some rows more, behind several KV tiles, a page that is none, a window; what is split is merged."""
+    if not variant.startswith(MACHINE):
+        pytest.skip("other GPU")
+    plan, head_dim, pools = plan_of_kernel(variant)
+    q_rows = int(variant.split(".")[2]) // 4 + 3
+    lens = [2400, 131] if "sharing" in variant else [400, 0, 256, 131]
+    cache = make_cache(lens, [q_rows] * len(lens), page_size=16, head_dim=head_dim, dtype=pools, device="cuda")
     cache.page_table[0, 20] = -1
-    q = torch.randn(2, rows, 4, 64, device=device).bfloat16()
-    check(q, cache, mask=random_trees(2, rows), soft_cap=9.0)
-    check(q, cache, window=6, q_lens=torch.tensor([rows - 1, 1], dtype=torch.int32), fixed_split=128)
-    check(q, cache, mask=random_trees(2, rows), window=100, fixed_split=128)
+    q = torch.randn(len(lens), q_rows, 8, head_dim, device="cuda").bfloat16()
+    assert sd.tree_attention_plan(q, cache.k_pool, cache.page_table, plan=plan).startswith(plan)
+    trees = random_trees(len(lens), q_rows)
+    check(q, cache, mask=trees, plan=plan)
+    check(q, cache, mask=trees, plan=plan, soft_cap=9.0, window=150)
+    q_lens = torch.randint(0, q_rows + 1, (len(lens),), dtype=torch.int32)
+    check(q, cache, q_lens=q_lens, plan=plan)
+    ends = torch.tensor([0, *[q_rows - 1] * (len(lens) - 1), q_rows], dtype=torch.int32)
+    check(q[0], cache, cu_seqlens_q=ends, plan=plan)
+    if "cluster" not in variant:
+        check(q, cache, mask=trees, plan=plan + ".whole")
+        check(q, cache, mask=trees, plan=plan, fixed_split=128)
 
 
 @pytest.mark.sanitize
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@on_plans("sm90.wgmma.64", "sm90.wgmma.128", "sm80.mma.16", "sm80.mma.64")
 @pytest.mark.parametrize("page_size", [3, 32])
-@pytest.mark.parametrize("pools", [torch.bfloat16, FP8], ids=str)
-def test_small_wide_row_tiles(device: torch.device, pools: torch.dtype, page_size: int, head_dim: int) -> None:
-    """More rows than one warpgroup multiplies, behind prefixes of whole tiles, copied row by row and in boxes."""
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_small_page_sizes(device: torch.device, plan: str | None, page_size: int, head_dim: int) -> None:
+    """Prefixes of whole KV tiles, copied row by row and in boxes; more row tiles than walk KV in step."""
     rows, lens = 40, [400, 0, 256, 131]
-    cache = make_cache(lens, [rows] * 4, page_size=page_size, head_dim=head_dim, dtype=pools, device=device)
-    with_room(cache)
+    cache = make_cache(lens, [rows] * 4, page_size=page_size, head_dim=head_dim, dtype=torch.bfloat16, device=device)
     cache.page_table[2, 100 // page_size] = -1
     q = torch.randn(4, rows, 8, head_dim, device=device).bfloat16()
-    check(q, cache, mask=random_trees(4, rows))
-    check(q, cache, window=150, q_lens=torch.tensor([40, 3, 40, 17], dtype=torch.int32))
+    check(q, cache, mask=random_trees(4, rows), plan=plan)
+    check(q, cache, window=150, q_lens=torch.tensor([40, 3, 40, 17], dtype=torch.int32), plan=plan)
 
 
 @pytest.mark.sanitize
+@on_plans(
+    "sm90.dequant_registers.16",
+    "sm90.dequant_registers.32",
+    "sm90.dequant_registers.64",
+    "sm90.dequant_smem.64",
+    "sm90.dequant_smem.128",
+    "sm90.cluster.16",
+    "sm90.cluster.64",
+    "sm80.mma.32",
+)
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("page_size", [3, 32])
-@pytest.mark.parametrize("rows", [4, 8, 16])
-def test_small_fp8_tiles(device: torch.device, rows: int, page_size: int, head_dim: int) -> None:
-    """8-bit pools in whole tiles of 16, 32 and 64 rows, in clusters and without."""
+@pytest.mark.parametrize("rows", [4, 16])
+def test_small_fp8_tiles(device: torch.device, plan: str | None, rows: int, page_size: int, head_dim: int) -> None:
+    """8-bit pools in row tiles that are full and not."""
     cache = make_cache([400, 0, 256, 131], [rows] * 4, page_size=page_size, head_dim=head_dim, dtype=FP8, device=device)
     q = torch.randn(4, rows, 8, head_dim, device=device).bfloat16()
-    for room in 2000, 20000:
-        with_room(cache, room)
-        check(q, cache, mask=random_trees(4, rows))
-        check(q, cache, window=150, q_lens=torch.tensor([rows, 3, rows, rows // 2], dtype=torch.int32))
+    check(q, cache, mask=random_trees(4, rows), plan=plan)
+    q_lens = torch.tensor([rows, 3, rows, rows // 2], dtype=torch.int32)
+    check(q, cache, window=150, q_lens=q_lens, plan=plan)
 
 
 @pytest.mark.sanitize
+@on_plans("sm90.dequant_registers.16.whole.occupancy2.warpgroups1", "sm90.dequant_smem.64.whole", "sm80.mma.64.whole")
 @pytest.mark.parametrize("rows", [4, 8, 16])
-def test_small_fp8_of_many_requests(device: torch.device, rows: int) -> None:
-    """More groups than multiprocessors, and short KV: two blocks on each, which take whole groups in turn."""
+def test_small_fp8_of_many_requests(device: torch.device, plan: str | None, rows: int) -> None:
+    """More items than multiprocessors, and short KV: blocks take whole items in turn."""
     lens = [7 * i % 150 for i in range(70)]
     cache = make_cache(lens, [rows] * 70, page_size=16, dtype=FP8, device=device)
-    check(torch.randn(70, rows, 8, 64, device=device).bfloat16(), cache, mask=random_trees(70, rows), soft_cap=4.0)
+    q = torch.randn(70, rows, 8, 64, device=device).bfloat16()
+    check(q, cache, mask=random_trees(70, rows), soft_cap=4.0, plan=plan)
 
 
 @pytest.mark.sanitize
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("pools", [torch.bfloat16, FP8], ids=str)
-def test_small_tall_tiles_in_clusters(device: torch.device, pools: torch.dtype, head_dim: int) -> None:
-    """More rows than one warpgroup multiplies, of requests so few that each has clusters."""
-    rows, lens = 40, [400, 0, 256, 131]
-    cache = make_cache(lens, [rows] * 4, page_size=16, head_dim=head_dim, dtype=pools, device=device)
-    with_room(cache, 2000)
-    cache.page_table[2, 6] = -1
-    q = torch.randn(4, rows, 8, head_dim, device=device).bfloat16()
-    check(q, cache, mask=random_trees(4, rows))
-    check(q, cache, window=150, q_lens=torch.tensor([40, 3, 40, 17], dtype=torch.int32))
-
-
-@pytest.mark.sanitize
+@on_plans("sm90.cluster.16.sharing2", "sm90.cluster.16.sharing8")
 @pytest.mark.parametrize("rows", [3, 16])
 @pytest.mark.parametrize("pools", [torch.bfloat16, FP8], ids=str)
-def test_small_long_kv_of_one_request(device: torch.device, pools: torch.dtype, rows: int) -> None:
+def test_small_long_kv_of_one_request(device: torch.device, plan: str | None, pools: torch.dtype, rows: int) -> None:
     """Just as long as it takes for clusters to share it, and shorter."""
     cache = make_cache([2400], [rows], page_size=16, kv_heads=1, dtype=pools, device=device)
-    with_room(cache)
     q = torch.randn(1, rows, 4, 64, device=device).bfloat16()
-    check(q, cache, mask=random_trees(1, rows))
-    check(q, cache, window=150)
+    check(q, cache, mask=random_trees(1, rows), plan=plan)
+    check(q, cache, window=150, plan=plan)
 
 
 @pytest.mark.sanitize
-@pytest.mark.parametrize("pools", [torch.bfloat16, FP8], ids=str)
+@on_plans("sm90.wgmma.64.whole", "sm90.wgmma.128.whole", "sm80.mma.64.whole")
 @pytest.mark.parametrize(("batch", "rows"), [(70, 10), (270, 3)])
-def test_small_whole_groups(device: torch.device, pools: torch.dtype, batch: int, rows: int) -> None:
+def test_small_whole_items(device: torch.device, plan: str | None, batch: int, rows: int) -> None:
     """So many requests of short KV that each is done by one block, and some blocks have two of them."""
     lens = [b % 3 * 64 for b in range(batch)]
-    cache = make_cache(lens, [rows] * batch, page_size=16, kv_heads=1, dtype=pools, device=device)
+    cache = make_cache(lens, [rows] * batch, page_size=16, kv_heads=1, dtype=torch.bfloat16, device=device)
     cache.page_table[1, 2] = -1
     q = torch.randn(batch, rows, 8, 64, device=device).bfloat16()
-    check(q, cache, mask=random_trees(batch, rows))
+    check(q, cache, mask=random_trees(batch, rows), plan=plan)
 
 
+@on_plans("sm90.wgmma.64.split", "sm90.wgmma.128.split", "sm80.mma.16.split", "sm80.mma.32.split")
 @pytest.mark.parametrize("rows", [9, 33, 64, 80, 150, 200])
 @pytest.mark.parametrize("page_size", [1, 48, 256])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_work_line(device: torch.device, head_dim: int, page_size: int, rows: int) -> None:
-    """What is not for clusters, in row tiles of every size."""
+def test_stream_k(device: torch.device, plan: str | None, head_dim: int, page_size: int, rows: int) -> None:
+    """KV that is split between workers, in row tiles of every size."""
     lens = [1000, 77, 0, 640]
     cache = make_cache(lens, [rows] * 4, page_size=page_size, head_dim=head_dim, dtype=torch.float16, device=device)
-    with_room(cache)
     q = torch.randn(4, rows, 4, head_dim, device=device).half()
-    check(q, cache, mask=random_trees(4, rows))
+    check(q, cache, mask=random_trees(4, rows), plan=plan)
 
 
 @pytest.mark.parametrize("rows", [3, 20])
@@ -852,13 +895,54 @@ def test_many_requests(device: torch.device, batch: int, rows: int) -> None:
     check(q, cache, q_lens=torch.randint(0, rows + 1, (batch,), dtype=torch.int32))
 
 
+@on_plans("sm90.wgmma.128", "sm90.cluster.64", "sm80.mma.32")
 @pytest.mark.parametrize("rows", [9, 40])
-def test_pools_whose_heads_share_rows(device: torch.device, rows: int) -> None:
+def test_pools_whose_heads_share_rows(device: torch.device, plan: str | None, rows: int) -> None:
     """Strides that the copy engine does not have."""
     cache = make_cache([400, 33], [rows] * 2, page_size=16, kv_heads=1, dtype=torch.bfloat16, device=device)
-    with_room(cache)
     cache.k_pool, cache.v_pool = (pool.expand(-1, -1, 2, -1) for pool in (cache.k_pool, cache.v_pool))
-    check(torch.randn(2, rows, 8, 64, device=device).bfloat16(), cache, mask=random_trees(2, rows))
+    check(torch.randn(2, rows, 8, 64, device=device).bfloat16(), cache, mask=random_trees(2, rows), plan=plan)
+
+
+@all_paths
+def test_max_kv_len_is_a_narrower_table(device: torch.device, dtype: torch.dtype, pools: torch.dtype) -> None:
+    """The bits of a table with room for no more, at whole pages; and on a GPU its plan."""
+    cache = make_cache([300, 77, 0], [6] * 3, page_size=16, head_dim=128, dtype=pools, device=device)
+    wide = torch.nn.functional.pad(cache.page_table, (0, 4000), value=-1)
+    q, mask = torch.randn(3, 6, 8, 128, device=device).to(dtype), random_trees(3, 6).to(device)
+    want = sd.tree_attention(q, *cache.tensors(), mask=mask)
+    rows = 16 * cache.page_table.shape[1]
+    wide_cache = dataclasses.replace(cache, page_table=wide)
+    assert torch.equal(sd.tree_attention(q, *wide_cache.tensors(), mask=mask, max_kv_len=rows), want)
+    names = [sd.tree_attention_plan(q, cache.k_pool, table, max_kv_len=rows) for table in (cache.page_table, wide)]
+    assert names[0] == names[1]
+    assert sd.tree_attention_plan(q, cache.k_pool, wide, max_kv_len=10**9) == sd.tree_attention_plan(
+        q, cache.k_pool, wide
+    )
+
+
+@all_paths
+@pytest.mark.parametrize("max_kv_len", [1, 45, 50, 64])
+def test_max_kv_len_clamps_longer_requests(
+    device: torch.device, dtype: torch.dtype, pools: torch.dtype, max_kv_len: int
+) -> None:
+    """They are reported, as those beyond the page table are, and what lies behind is not read."""
+    lens = [10, 60, 48, 45, 44]
+    cache = make_cache(lens, [5] * 5, page_size=16, dtype=pools, device=device)
+    q = torch.randn(5, 5, 4, 64, device=device).to(dtype)
+    for arguments in ({}, {"mask": random_trees(5, 5)}, {"window": 7}):
+        status = check(q, cache, max_kv_len=max_kv_len, **arguments)
+        assert status.tolist() == [8 if n + 5 > max_kv_len else 0 for n in lens]
+    whole = [b for b, n in enumerate(lens) if n + 5 <= max_kv_len]
+    for b, n in enumerate(lens):
+        for row in range(max_kv_len, n + 5):
+            page = int(cache.page_table[b, row // 16])
+            cache.k_pool[page, row % 16] = cache.v_pool[page, row % 16] = NAN
+    check(q, cache, max_kv_len=max_kv_len)
+    assert torch.equal(
+        sd.tree_attention(q, *cache.tensors(), max_kv_len=max_kv_len)[whole],
+        sd.tree_attention(q, *cache.tensors())[whole],
+    )
 
 
 @all_paths
@@ -885,7 +969,7 @@ def test_graph_replay_with_changed_lengths_and_tables(dtype: torch.dtype, pools:
         torch.testing.assert_close(out.cpu().double(), want, rtol=0, atol=TOLERANCES[q.dtype] * want.abs().max().item())
 
 
-@pytest.mark.skipif(not HAS_CUDA, reason="no GPU here")
+@pytest.mark.skipif(MACHINE != "sm90", reason="no Hopper GPU here")
 @pytest.mark.parametrize("rows", [4, 16])
 def test_graph_replay_where_clusters_share_long_kv(rows: int) -> None:
     """Calls one after another in a graph, on one workspace, with other lengths each time."""
@@ -893,16 +977,15 @@ def test_graph_replay_where_clusters_share_long_kv(rows: int) -> None:
         make_cache([9001], [rows], page_size=16, kv_heads=8, head_dim=128, dtype=torch.bfloat16, device="cuda")
         for _ in range(3)
     ]
-    for cache in caches:
-        with_room(cache, 70_000)
+    plan = "sm90.cluster.16.blocks6.sharing2"
     q = torch.randn(1, rows, 32, 128, device="cuda").bfloat16()
     outs, trees = [torch.empty_like(q) for _ in caches], random_trees(1, rows).cuda()
-    floats = sd.tree_attention_workspace(q, caches[0].k_pool, caches[0].page_table)
-    workspace = torch.full((floats,), NAN, device="cuda")
+    size = sd.tree_attention_workspace(q, caches[0].k_pool, caches[0].page_table, plan=plan)
+    workspace = torch.full((size // 4,), NAN, device="cuda")
 
     def call() -> None:
         for cache, out in zip(caches, outs, strict=True):
-            sd.tree_attention(q, *cache.tensors(), mask=trees, out=out, workspace=workspace)
+            sd.tree_attention(q, *cache.tensors(), mask=trees, out=out, workspace=workspace, plan=plan)
 
     call()
     graph = torch.cuda.CUDAGraph()
@@ -919,7 +1002,7 @@ def test_graph_replay_where_clusters_share_long_kv(rows: int) -> None:
             want, _, _ = reference.tree_attention(q.cpu(), *map(on_cpu, cache.tensors()), mask=trees.cpu())
             atol = TOLERANCES[q.dtype] * want.abs().max().item()
             torch.testing.assert_close(got.cpu().double(), want, rtol=0, atol=atol)
-            assert torch.equal(got, sd.tree_attention(q, *cache.tensors(), mask=trees))
+            assert torch.equal(got, sd.tree_attention(q, *cache.tensors(), mask=trees, plan=plan))
 
 
 def test_numpy_arrays() -> None:
@@ -974,7 +1057,9 @@ FP8_POOLS = {"k_pool": zeros(5, 8, 2, 64).to(FP8), "v_pool": zeros(5, 8, 2, 64).
         (FP8_POOLS | {"v_scale": float("inf")}, "v_scale is inf, expected a finite float32 above 0"),
         ({"fixed_split": 0}, "fixed_split is 0, expected a positive multiple of 128"),
         ({"fixed_split": 100}, "fixed_split is 100, expected a positive multiple of 128"),
-        ({"workspace": zeros(5, dtype=torch.float16)}, "workspace is float16, expected float32"),
+        ({"max_kv_len": 0}, "max_kv_len is 0, expected 1 or more"),
+        ({"plan": "sm90.cluster.16"}, "plan is sm90.cluster.16, expected None on cpu"),
+        ({"workspace": zeros(8, 2).T}, "workspace has shape [2, 8] and is not contiguous, expected a contiguous tensor"),
         ({"out": zeros(2, 3, 4, 64, dtype=torch.float16)}, "out is float16, expected float32"),
         ({"lse": zeros(2, 3, 5)}, "lse has shape [2, 3, 5], expected [batch=2, q_rows=3, q_heads=4]"),
         ({"status": zeros(3, dtype=torch.int32)}, "status has shape [3], expected [num_slots=2]"),

@@ -194,7 +194,7 @@ def assert_first_two(got: sd.Accepted, p: Tensor) -> None:
     first = got.tokens[:, 0].long()
     second = torch.multinomial(p[first], 1)[:, 0]
     if got.tokens.shape[1] > 1:
-        second = torch.where(got.lengths > 1, got.tokens[:, 1].long(), second)
+        second = torch.where(got.num_valid > 1, got.tokens[:, 1].long(), second)
     assert_distributed(first * vocab + second, (p[0][:, None] * p).flatten())
 
 
@@ -220,7 +220,7 @@ def test_first_two_tokens(device: torch.device, parents: list[int], filters: tup
     parameters = sampling([temperature] * n, [top_k] * n, [top_p] * n, [min_p] * n)
     got = verify(device, tree, target, draft, parameters, draft_temperature)
     assert_first_two(got, distributions(target, *filters))
-    assert int(got.lengths.max()) == len({0, *parents}) or parents is TREE
+    assert int(got.num_valid.max()) == len({0, *parents}) or parents is TREE
 
 
 @pytest.mark.parametrize("block", [False, True])
@@ -237,7 +237,7 @@ def test_reduced_draft_vocabulary(device: torch.device, parents: list[int], bloc
     if len(parents) == 2:
         q = torch.zeros(vocab, dtype=torch.float64)
         q[id_map.long()] = torch.softmax(draft[0].double() / 0.9, -1)
-        assert_rate(got.lengths == 2, float(torch.minimum(p[0], q).sum()))
+        assert_rate(got.num_valid == 2, float(torch.minimum(p[0], q).sum()))
 
 
 @pytest.mark.parametrize(("temperature", "draft_temperature"), [(1.0, None), (0.6, 1.5)])
@@ -254,7 +254,7 @@ def test_acceptance_rates_of_chains(device: torch.device, temperature: float, dr
         assert_first_two(got, p)
         for length in range(1, 5):
             rate = sum(chance for text, chance in outcomes.items() if len(text) == length)
-            assert_rate(got.lengths == length, rate)
+            assert_rate(got.num_valid == length, rate)
 
 
 def test_all_drafts_of_a_perfect_draft_are_accepted(device: torch.device) -> None:
@@ -263,7 +263,7 @@ def test_all_drafts_of_a_perfect_draft_are_accepted(device: torch.device) -> Non
     tree = drawn_trees(CHAIN_3, n, table, 0.9)
     for block in (False, True):
         got = verify(device, tree, table, table, sampling([0.9] * n), block_verification=block)
-        assert (got.lengths == 4).all()
+        assert (got.num_valid == 4).all()
         assert torch.equal(got.tokens[:, :3], tree.tokens[:, 1:])
 
 
@@ -387,7 +387,7 @@ def test_bad_draft_rows_are_reported(device: torch.device) -> None:
     parameters = {k: v.to(device) for k, v in sampling([1.0] * 3).items()}
     got = sd.verify_tree(logits, tree, 2, draft_logits=draft_logits, draft_rows=rows, status=status, **parameters)
     assert status.tolist() == [0, sd.Status.BAD_TREE, sd.Status.BAD_TREE]
-    assert got.lengths.tolist()[1:] == [1, 1]
+    assert got.num_valid.tolist()[1:] == [1, 1]
 
 
 KINDS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -473,8 +473,8 @@ DRAFTS = {"draft_logits": torch.zeros(2, 5, 4), "draft_rows": torch.zeros(2, 3, 
         ({"draft_logits": None, "draft_rows": None, "id_map": torch.zeros(4, dtype=INT)}, "verify_tree: id_map is given, expected None, since draft_logits is None"),
         ({"draft_logits": None, "draft_rows": None, "block_verification": True}, "verify_tree: block_verification is True, expected False, since draft_logits is None"),
         ({"draft_logits": torch.zeros(2, 5, 4, dtype=torch.float16)}, "verify_tree: draft_logits is float16, expected float32"),
-        ({"draft_logits": torch.zeros(2, 5, 3)}, "verify_tree: draft_logits has shape [2, 5, 3], expected [batch=2, draft rows, vocab=4]"),
-        ({"draft_logits": torch.zeros(2, 0, 4)}, "verify_tree: draft rows is 0, expected 1 to 2147483647"),
+        ({"draft_logits": torch.zeros(2, 5, 3)}, "verify_tree: draft_logits has shape [2, 5, 3], expected [batch=2, num_rows, vocab=4]"),
+        ({"draft_logits": torch.zeros(2, 0, 4)}, "verify_tree: draft_logits has 0 rows, expected 1 to 2147483647"),
         ({"draft_logits": torch.zeros(2, 5, 3), "id_map": torch.zeros(4, dtype=INT)}, "verify_tree: id_map has shape [4], expected [draft_vocab=3]"),
         ({"draft_rows": torch.zeros(2, 5, dtype=INT)}, "verify_tree: draft_rows has shape [2, 5], expected [batch=2, num_nodes=3]"),
         ({"draft_temperature": torch.ones(3)}, "verify_tree: draft_temperature has shape [3], expected [num_slots=2]"),

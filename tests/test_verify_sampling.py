@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +17,13 @@ Sampling = dict[str, Tensor]
 
 
 @pytest.fixture
-def device(verifying_device: torch.device) -> torch.device:
-    return verifying_device
+def device(verifier: tuple[torch.device, str | None]) -> torch.device:
+    return verifier[0]
+
+
+@pytest.fixture
+def plan(verifier: tuple[torch.device, str | None]) -> str | None:
+    return verifier[1]
 
 
 def sampling(
@@ -45,7 +51,7 @@ def lone_roots(batch: int, positions: Tensor | None = None, device: torch.device
     return sd.Tree(row, row - 1, position, row - 1, row - 1, row[..., None].long() + 1, row[:, 0] + 1)
 
 
-def draw(logits: Tensor, parameters: Sampling, positions: Tensor | None = None, **arguments: Tensor) -> Tensor:
+def draw(logits: Tensor, parameters: Sampling, positions: Tensor | None = None, **arguments: Any) -> Tensor:
     """One token for each row of logits [B, V], on their device."""
     device = logits.device
     parameters = {name: tensor.to(device) for name, tensor in parameters.items()}
@@ -83,7 +89,7 @@ def random_parameters(batch: int, vocab: int) -> Sampling:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("vocab", [1, 2, 5, 31, 300, 4099])
-def test_matches_reference(device: torch.device, vocab: int, dtype: torch.dtype) -> None:
+def test_matches_reference(device: torch.device, plan: str | None, vocab: int, dtype: torch.dtype) -> None:
     batch = 40
     logits = (torch.randn(batch, vocab) * 2).to(dtype)
     logits[::5] = logits[::5].round()  # ties
@@ -91,7 +97,7 @@ def test_matches_reference(device: torch.device, vocab: int, dtype: torch.dtype)
     logits[:, vocab // 2] = 1.0  # something above -inf
     parameters = random_parameters(batch, vocab)
     positions = torch.randint(0, 2**31 - 2, (batch,))
-    got = draw(logits.to(device), parameters, positions)
+    got = draw(logits.to(device), parameters, positions, plan=plan)
     for b, token in enumerate(got.tolist()):
         assert token in acceptable(logits[b], parameters, b, int(positions[b])), (b, parameters)
 
@@ -99,7 +105,7 @@ def test_matches_reference(device: torch.device, vocab: int, dtype: torch.dtype)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("vocab", [32000, 128256, 151936])
 @pytest.mark.parametrize("kind", ["normal", "peaked", "flat", "ties"])
-def test_large_vocabularies(device: torch.device, vocab: int, dtype: torch.dtype, kind: str) -> None:
+def test_large_vocabularies(device: torch.device, plan: str | None, vocab: int, dtype: torch.dtype, kind: str) -> None:
     """Each way through the CUDA kernel: lists, nuclei and ties that overflow them, no filter at all."""
     parameters = sampling(
         [1.0, 0.8, 1.0, 1.0, 0.6, 1.5, 1.0, 1.0],
@@ -116,7 +122,7 @@ def test_large_vocabularies(device: torch.device, vocab: int, dtype: torch.dtype
     elif kind == "ties":
         logits = torch.randint(-2, 3, (batch, vocab)).float()
     logits = logits.to(dtype)
-    got = draw(logits.to(device), parameters)
+    got = draw(logits.to(device), parameters, plan=plan)
     assert torch.equal(got, draw(logits, parameters))  # both devices draw the same
     for b, token in enumerate(got.tolist()):
         s = {name: tensor[b].item() for name, tensor in parameters.items()}
@@ -141,7 +147,9 @@ def test_large_vocabularies(device: torch.device, vocab: int, dtype: torch.dtype
     ("batch", "nodes", "vocab"),
     [pytest.param(3, 5, 3001, marks=pytest.mark.sanitize), (3, 7, 9001), (1, 33, 16411), (2, 40, 40009)],
 )
-def test_trees_of_flat_and_peaked_rows(device: torch.device, batch: int, nodes: int, vocab: int) -> None:
+def test_trees_of_flat_and_peaked_rows(
+    device: torch.device, plan: str | None, batch: int, nodes: int, vocab: int
+) -> None:
     """Greedy and sampled requests whose rows take all ways through the CUDA kernel; both devices emit the same."""
     logits = torch.randn(batch, nodes, vocab)
     peaked = torch.rand(batch, nodes, 1) < 0.6
@@ -163,10 +171,10 @@ def test_trees_of_flat_and_peaked_rows(device: torch.device, batch: int, nodes: 
         tree = tree._replace(positions=position.int().repeat(batch, 1))
         want = sd.verify_tree(logits, tree, 6, **values)
         on_device = {key: tensor.to(device) for key, tensor in values.items()}
-        got = sd.verify_tree(logits.to(device), sd.Tree(*(x.to(device) for x in tree)), 6, **on_device)
+        got = sd.verify_tree(logits.to(device), sd.Tree(*(x.to(device) for x in tree)), 6, **on_device, plan=plan)
         for a, b in zip(got, want, strict=True):
             assert torch.equal(a.cpu(), b), name
-        assert (want.lengths > 1).all(), name
+        assert (want.num_valid > 1).all(), name
 
 
 def chi_square_limit(degrees: int) -> float:
@@ -224,28 +232,28 @@ def test_neighbouring_positions_are_independent(device: torch.device) -> None:
     assert_distributed(tokens[:-1] * vocab + tokens[1:], torch.outer(p, p).flatten())
 
 
-def test_a_batch_mixes_greedy_and_sampled_requests(device: torch.device) -> None:
+def test_a_batch_mixes_greedy_and_sampled_requests(device: torch.device, plan: str | None) -> None:
     logits = torch.randn(6, 50, device=device)
     temperature = [0.0, 1.0, -1.0, math.nan, 2.0, 0.0]
-    got = draw(logits, sampling(temperature))
+    got = draw(logits, sampling(temperature), plan=plan)
     greedy = logits.argmax(-1).cpu()
     for b in (0, 2, 3, 5):
         assert got[b] == greedy[b]
-    alone = draw(logits[[1, 4]], sampling([1.0, 2.0], seeds=[1, 4]))
+    alone = draw(logits[[1, 4]], sampling([1.0, 2.0], seeds=[1, 4]), plan=plan)
     assert torch.equal(got[[1, 4]], alone)  # neighbours change nothing
 
 
-def test_parameters_belong_to_the_slot(device: torch.device) -> None:
+def test_parameters_belong_to_the_slot(device: torch.device, plan: str | None) -> None:
     logits = torch.randn(3, 40, device=device)
     parameters = sampling([0.0, 1.0, 1.0, 0.5, 3.0], [0, 3, 0, 0, 0], seeds=[5, 6, 7, 8, 9])
     slots = torch.tensor([4, 1, 3], dtype=torch.int32, device=device)
-    got = draw(logits, parameters, slots=slots)
+    got = draw(logits, parameters, slots=slots, plan=plan)
     chosen = {name: tensor[[4, 1, 3]] for name, tensor in parameters.items()}
-    assert torch.equal(got, draw(logits, chosen))
+    assert torch.equal(got, draw(logits, chosen, plan=plan))
 
 
 @pytest.mark.sanitize
-def test_extreme_parameters(device: torch.device) -> None:
+def test_extreme_parameters(device: torch.device, plan: str | None) -> None:
     x = torch.tensor([1.0, 3.0, -torch.inf, 3.0, 0.0, 2.0])
     big, n = 1e30, 12
     parameters = sampling(
@@ -256,12 +264,12 @@ def test_extreme_parameters(device: torch.device) -> None:
     )
     for _ in range(8):
         parameters["seeds"] += 100
-        got = draw(x.expand(n, 6).contiguous().to(device), parameters).tolist()
+        got = draw(x.expand(n, 6).contiguous().to(device), parameters, plan=plan).tolist()
         assert all(token in (1, 3) for token in got[:2] + got[7:])  # the best two, tied
         assert all(token != 2 for token in got)
 
 
-def test_infinite_and_missing_logits(device: torch.device) -> None:
+def test_infinite_and_missing_logits(device: torch.device, plan: str | None) -> None:
     logits = torch.zeros(3, 9, device=device)
     logits[0, 4:6] = torch.inf
     logits[1] = -torch.inf
@@ -269,14 +277,14 @@ def test_infinite_and_missing_logits(device: torch.device) -> None:
     logits[2] = -torch.inf
     logits[2, 8] = -1e30
     status = torch.zeros(3, dtype=torch.int32, device=device)
-    got = draw(logits, sampling([1.0] * 3), status=status)
+    got = draw(logits, sampling([1.0] * 3), status=status, plan=plan)
     assert got[0] in (4, 5) and got[1] == -1 and got[2] == 8
     assert status.tolist() == [0, sd.Status.BAD_LOGITS, 0]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("vocab", [31, 64, 1003])
-def test_vocab_mask_and_logit_bias(device: torch.device, temperature: float, vocab: int) -> None:
+def test_vocab_mask_and_logit_bias(device: torch.device, plan: str | None, temperature: float, vocab: int) -> None:
     """The same as logits that are biased and masked already."""
     batch, words = 20, (vocab + 31) // 32
     logits = torch.randn(batch, vocab)
@@ -289,8 +297,8 @@ def test_vocab_mask_and_logit_bias(device: torch.device, temperature: float, voc
     vocab_mask = torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)[:, None].to(device)
     bias = torch.randn(batch, vocab + 3)[:, 2:-1].to(device)
     parameters = sampling([temperature] * batch, [0, 4] * 10, [1.0, 1.0, 0.7, 0.7] * 5)
-    got = draw(logits.to(device), parameters, vocab_mask=vocab_mask, logit_bias=bias)
-    want = draw(torch.where(allowed, logits + bias.cpu(), -torch.inf).to(device), parameters)
+    got = draw(logits.to(device), parameters, vocab_mask=vocab_mask, logit_bias=bias, plan=plan)
+    want = draw(torch.where(allowed, logits + bias.cpu(), -torch.inf).to(device), parameters, plan=plan)
     assert torch.equal(got, want)
 
 
@@ -313,7 +321,7 @@ def markov_text(table: Tensor, parameters: Sampling, length: int, drafts: Tensor
         nodes = [text[-1], *guess]
         tree = chain_of([nodes], len(text) - 1, device)
         out = sd.verify_tree(table[torch.tensor(nodes, device=device)][None], tree, len(nodes), **parameters)
-        text += out.tokens[0, : int(out.lengths[0])].tolist()
+        text += out.tokens[0, : int(out.num_valid[0])].tolist()
         round_ += 1
     return text[: length + 1]
 

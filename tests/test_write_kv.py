@@ -48,7 +48,7 @@ def test_padded_rows(device: torch.device, dtype: torch.dtype, page_size: int, h
         poisoned(num_pages, page_size, heads, head_dim, dtype=dtype),
         poisoned(num_pages, page_size, heads, head_dim, dtype=dtype),
         page_table=table,
-        start_lens=torch.randint(0, 30, (num_slots,), dtype=INT),
+        prefix_lens=torch.randint(0, 30, (num_slots,), dtype=INT),
         row_offset=1,
         slots=ints([3, -1, 5, 0, 6], torch.device("cpu")),
         num_valid=ints([7, 7, 0, 3, 7], torch.device("cpu")),
@@ -67,9 +67,9 @@ def test_pools_of_8_bits(device: torch.device, dtype: torch.dtype, head_dim: int
     k, v = values.to(dtype)
     pools = [poisoned(num_pages, 4, 3, head_dim, dtype=FP8) for _ in range(2)]
     scales = {} if dtype == FP8 else {"k_scale": 0.37, "v_scale": 2.0}
-    start_lens = torch.tensor([0, 5, 8], dtype=INT)
-    check(k, v, *pools, page_table=table, start_lens=start_lens, slots=ints([2, 0], "cpu"), device=device, **scales)
-    check(k, v, *pools, page_table=table, start_lens=start_lens, slots=ints([2, 0], "cpu"), device=device)
+    prefix_lens = torch.tensor([0, 5, 8], dtype=INT)
+    check(k, v, *pools, page_table=table, prefix_lens=prefix_lens, slots=ints([2, 0], "cpu"), device=device, **scales)
+    check(k, v, *pools, page_table=table, prefix_lens=prefix_lens, slots=ints([2, 0], "cpu"), device=device)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -81,7 +81,7 @@ def test_rounding_to_8_bits(device: torch.device, dtype: torch.dtype) -> None:
     k = every.to(dtype).view(64, 1, 1024)[None]
     table = torch.tensor([[0]], dtype=INT)
     pools = [poisoned(1, 64, 1, 1024, dtype=FP8) for _ in range(2)]
-    check(k, k, *pools, page_table=table, start_lens=torch.zeros(1, dtype=INT), device=device, v_scale=0.3)
+    check(k, k, *pools, page_table=table, prefix_lens=torch.zeros(1, dtype=INT), device=device, v_scale=0.3)
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 16])
@@ -90,8 +90,8 @@ def test_packed_rows(device: torch.device, page_size: int) -> None:
     table, num_pages = page_table(4, -(-60 // page_size))
     k, v = torch.randn(2, 61, 3, 64).to(torch.bfloat16)
     pools = [poisoned(num_pages, page_size, 3, 64, dtype=torch.bfloat16) for _ in range(2)]
-    start_lens = ints([3, 0, 17, 29], torch.device("cpu"))
-    check(k, v, *pools, page_table=table, start_lens=start_lens, cu_seqlens_q=ends, device=device)
+    prefix_lens = ints([3, 0, 17, 29], torch.device("cpu"))
+    check(k, v, *pools, page_table=table, prefix_lens=prefix_lens, cu_seqlens_q=ends, device=device)
 
 
 @pytest.mark.sanitize
@@ -99,15 +99,15 @@ def test_small(device: torch.device) -> None:
     table, num_pages = page_table(2, 3)
     k, v = torch.randn(2, 2, 3, 1, 4)
     pools = [poisoned(num_pages, 2, 1, 4) for _ in range(2)]
-    start_lens, num_valid = ints([2, 1], torch.device("cpu")), ints([3, 1], torch.device("cpu"))
-    check(k, v, *pools, page_table=table, start_lens=start_lens, num_valid=num_valid, device=device)
+    prefix_lens, num_valid = ints([2, 1], torch.device("cpu")), ints([3, 1], torch.device("cpu"))
+    check(k, v, *pools, page_table=table, prefix_lens=prefix_lens, num_valid=num_valid, device=device)
 
 
 def test_more_rows_than_the_grid(device: torch.device) -> None:
     table, num_pages = page_table(600, 20)
     k, v = torch.randn(2, 600, 70, 1, 2)
     pools = [poisoned(num_pages, 4, 1, 2) for _ in range(2)]
-    check(k, v, *pools, page_table=table, start_lens=torch.randint(0, 10, (600,), dtype=INT), device=device)
+    check(k, v, *pools, page_table=table, prefix_lens=torch.randint(0, 10, (600,), dtype=INT), device=device)
 
 
 @pytest.mark.parametrize("shift", [0, 1, 2, 4])
@@ -118,11 +118,11 @@ def test_strided_and_unaligned(device: torch.device, shift: int) -> None:
     fused = torch.randn(3, 5, 3, 3 * 8 + 8, device=device).to(torch.float16)
     k = torch.randn(3, 3, 5, 16, device=device).to(torch.float16).transpose(1, 2)[..., shift : shift + 8]
     v = fused[..., 16 + shift : 24 + shift]
-    start_lens = ints([0, 5, 11], device)
+    prefix_lens = ints([0, 5, 11], device)
     got = [poisoned(2, num_pages, 4, 3, 10, dtype=torch.float16).to(device)[1][..., 1:9] for _ in range(2)]
-    sd.write_kv(k, v, *got, table, start_lens)
+    sd.write_kv(k, v, *got, table, prefix_lens)
     want = [poisoned(num_pages, 4, 3, 8, dtype=torch.float16) for _ in range(2)]
-    reference.write_kv(k.cpu(), v.cpu(), *want, table.cpu(), start_lens.cpu())
+    reference.write_kv(k.cpu(), v.cpu(), *want, table.cpu(), prefix_lens.cpu())
     for a, b in zip(got, want, strict=True):
         assert_same_bytes(a, b)
         assert a._base is not None and a._base.isnan().sum() == a._base.numel() - (~b.isnan()).sum()
@@ -134,7 +134,7 @@ def refuse(device: torch.device, **changes: Any) -> tuple[list[int], list[int]]:
     pools = [poisoned(4, 2, 1, 2).to(device) for _ in range(2)]
     arguments = {
         "page_table": ints([[0, 1], [2, 3]], device),
-        "start_lens": ints([1, 1], device),
+        "prefix_lens": ints([1, 1], device),
         "status": ints([0, 0], device),
     } | {name: x if isinstance(x, int) else ints(x, device) for name, x in changes.items()}
     if "cu_seqlens_q" in changes:
@@ -155,15 +155,15 @@ def test_bad_data_is_refused_row_by_row(device: torch.device, wild: int) -> None
     assert refuse(device) == ([0, 0], [1, 2, *other])
     assert refuse(device, page_table=[[0, wild], [2, 3]]) == ([BAD_PAGE, 0], [1, *other])
     assert refuse(device, page_table=[[wild, 1], [2, 3]]) == ([BAD_PAGE, 0], [2, *other])
-    assert refuse(device, start_lens=[wild, 1]) == ([BAD_LENGTH, 0], other)
+    assert refuse(device, prefix_lens=[wild, 1]) == ([BAD_LENGTH, 0], other)
     assert refuse(device, num_valid=[wild, 2]) == ([BAD_LENGTH, 0], other)
 
 
 @pytest.mark.sanitize
 def test_refusals(device: torch.device) -> None:
     other = [5, 6]
-    assert refuse(device, start_lens=[3, 1]) == ([BAD_LENGTH, 0], [3, *other]), "the second row is behind the table"
-    assert refuse(device, start_lens=[-1, 1], row_offset=1) == ([BAD_LENGTH, 0], [6, 7])
+    assert refuse(device, prefix_lens=[3, 1]) == ([BAD_LENGTH, 0], [3, *other]), "the second row is behind the table"
+    assert refuse(device, prefix_lens=[-1, 1], row_offset=1) == ([BAD_LENGTH, 0], [6, 7])
     assert refuse(device, row_offset=-2) == ([BAD_LENGTH, BAD_LENGTH], [0, 4])
     assert refuse(device, row_offset=2**31 - 1) == ([BAD_LENGTH, BAD_LENGTH], [])
     assert refuse(device, page_refs=[1, 2, 1, 1]) == ([SHARED_PAGE, 0], [1, *other])
@@ -197,7 +197,7 @@ def test_rows_in_any_order_of_requests(device: torch.device) -> None:
     results = []
     for slots in (torch.arange(5), order):
         pool = poisoned(num_pages, 4, 2, 8).to(device)
-        where = {"page_table": table.to(device), "start_lens": ints([0, 3, 9, 2, 13], device)}
+        where = {"page_table": table.to(device), "prefix_lens": ints([0, 3, 9, 2, 13], device)}
         sd.write_kv(k[slots.to(device)], k[slots.to(device)], pool, pool.clone(), slots=slots.to(device, INT), **where)
         results.append(pool.cpu())
     assert_same_bytes(results[0], results[1])
@@ -218,18 +218,18 @@ def test_graph_replay_with_changed_inputs() -> None:
     device, host = torch.device("cuda"), torch.device("cpu")
     table, num_pages = page_table(2, 4)
     k, pool = torch.randn(2, 3, 1, 8, device=device), poisoned(num_pages, 4, 1, 8).to(device)
-    v_pool, start_lens, num_valid = pool.clone(), ints([0, 0], device), ints([0, 0], device)
-    arguments = (k, k, pool, v_pool, table.to(device), start_lens)
+    v_pool, prefix_lens, num_valid = pool.clone(), ints([0, 0], device), ints([0, 0], device)
+    arguments = (k, k, pool, v_pool, table.to(device), prefix_lens)
     sd.write_kv(*arguments, num_valid=num_valid)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         sd.write_kv(*arguments, num_valid=num_valid)
     k.normal_()
-    start_lens.copy_(ints([5, 11], host))
+    prefix_lens.copy_(ints([5, 11], host))
     num_valid.copy_(ints([3, 2], host))
     graph.replay()
     want = [poisoned(num_pages, 4, 1, 8) for _ in range(2)]
-    reference.write_kv(k.cpu(), k.cpu(), *want, table, start_lens.cpu(), num_valid=num_valid.cpu())
+    reference.write_kv(k.cpu(), k.cpu(), *want, table, prefix_lens.cpu(), num_valid=num_valid.cpu())
     assert_same_bytes(pool, want[0])
 
 
@@ -242,7 +242,7 @@ def test_graph_replay_with_changed_inputs() -> None:
         ({"v_pool": torch.zeros(5, 2, 1, 4).bfloat16()}, "write_kv: v_pool is bfloat16, expected float32"),
         ({"k_pool": torch.zeros(5, 2, 1, 8)[..., ::2]}, "write_kv: k_pool has shape [5, 2, 1, 4] and is not contiguous in its last dimension, expected a last stride of 1"),
         ({"v_pool": torch.zeros(6, 2, 1, 4)}, "write_kv: v_pool has shape [6, 2, 1, 4], expected [num_pages=5, page_size=2, heads=1, head_dim=4]"),
-        ({"start_lens": torch.zeros(3, dtype=INT)}, "write_kv: start_lens has shape [3], expected [num_slots=2]"),
+        ({"prefix_lens": torch.zeros(3, dtype=INT)}, "write_kv: prefix_lens has shape [3], expected [num_slots=2]"),
         ({"row_offset": 2**31}, "write_kv: row_offset is 2147483648, expected -2147483647 to 2147483647"),
         ({"cu_seqlens_q": torch.zeros(3, dtype=INT)}, "write_kv: k has shape [2, 3, 1, 4], expected [tokens, heads, head_dim]"),
         ({"num_valid": torch.zeros(3, dtype=INT)}, "write_kv: num_valid has shape [3], expected [batch=2]"),
@@ -255,7 +255,7 @@ def test_graph_replay_with_changed_inputs() -> None:
 def test_messages(change: dict[str, object], message: str) -> None:
     k, pool, lens = torch.zeros(2, 3, 1, 4), torch.zeros(5, 2, 1, 4), torch.zeros(2, dtype=INT)
     table = torch.zeros(2, 4, dtype=INT)
-    arguments = {"k": k, "v": k, "k_pool": pool, "v_pool": pool, "page_table": table, "start_lens": lens} | change
+    arguments = {"k": k, "v": k, "k_pool": pool, "v_pool": pool, "page_table": table, "prefix_lens": lens} | change
     with pytest.raises(ValueError) as error:
         sd.write_kv(**arguments)
     assert str(error.value) == message

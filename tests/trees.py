@@ -12,14 +12,16 @@ WILD = [-1, 2**31 - 1]
 BAD_TREE = 2
 
 
-def poisoned_tree(batch: int, nodes: int, device: torch.device) -> dict[str, torch.Tensor]:
+def poisoned_tree(batch: int, nodes: int, device: torch.device) -> sd.Tree:
     """Outputs full of garbage: whatever the op does not write shows."""
     row = (batch, nodes)
     shapes = [row, row, row, row, row, (batch, nodes, (nodes + 63) // 64), (batch,)]
-    return {
-        f"out_{name}": torch.full(shape, -77, dtype=torch.int64 if name == "mask" else torch.int32, device=device)
-        for name, shape in zip(sd.Tree._fields, shapes, strict=True)
-    }
+    return sd.Tree(
+        *(
+            torch.full(shape, -77, dtype=torch.int64 if name == "mask" else torch.int32, device=device)
+            for name, shape in zip(sd.Tree._fields, shapes, strict=True)
+        )
+    )
 
 
 def assert_same_tree(got: Iterable[torch.Tensor], want: Iterable[torch.Tensor]) -> None:

@@ -28,9 +28,9 @@ PLAIN_TORCH_ROWS = 2**17
 
 
 @cache
-def workspace_of(device: torch.device, floats: int) -> Tensor | None:
+def workspace_of(device: torch.device, size: int) -> Tensor | None:
     """One for all calls, as an engine has it."""
-    return torch.empty(floats, device=device) if floats else None
+    return torch.empty(size, dtype=torch.uint8, device=device) if size else None
 
 
 def make_trees(device: torch.device, p: Params) -> PagedTrees:
@@ -38,6 +38,8 @@ def make_trees(device: torch.device, p: Params) -> PagedTrees:
     dtype = getattr(torch, p["dtype"])
     shortest = prefix if p["lengths"] == "even" else prefix // 2
     pages_each = -(-(prefix + nodes) // page_size)
+    spare = max(-(-p["max_len"] // page_size) - pages_each, 0)  # entries of the table that no request needs
+    page_table = torch.randperm(batch * pages_each).view(batch, pages_each).int()
     pool_shape = (batch * pages_each, page_size, KV_HEADS, HEAD_DIM)
     k_pool, v_pool = (torch.randn(pool_shape, device=device, dtype=dtype) for _ in "kv")
     if p["kv"] == "fp8":
@@ -47,7 +49,7 @@ def make_trees(device: torch.device, p: Params) -> PagedTrees:
         q=torch.randn(batch, nodes, Q_HEADS, HEAD_DIM, device=device, dtype=dtype),
         k_pool=k_pool,
         v_pool=v_pool,
-        page_table=torch.randperm(batch * pages_each).view(batch, pages_each).int().to(device),
+        page_table=torch.nn.functional.pad(page_table, (0, spare)).to(device),
         prefix_lens=torch.randint(shortest, prefix + 1, (batch,), dtype=torch.int32).to(device),
         tree=tree.to(device),
         mask=mask_words(tree).to(device),
@@ -120,6 +122,7 @@ def tree_attention(device: torch.device, p: Params) -> Work:
     return Work(
         call=lambda: sd.tree_attention(x.q, *pools, mask=x.mask, out=out, workspace=workspace, **scales),
         check=check,
+        facts={"plan": sd.tree_attention_plan(x.q, x.k_pool, x.page_table)},
         bytes_moved=2 * kv_rows * KV_HEADS * HEAD_DIM * x.k_pool.element_size()
         + bytes_of(x.q, out, x.mask, x.prefix_lens)
         + 4 * (kv_rows // x.page_size),
@@ -132,7 +135,8 @@ def tree_attention(device: torch.device, p: Params) -> Work:
 CASES = [
     Case(
         "tree_attention",
-        # Other page sizes, uneven lengths (uniform in half to full) and 8-bit KV where they are asked for.
+        # Other page sizes, uneven lengths (uniform in half to full), 8-bit KV and tables with room for longer texts
+        # where they are asked for; max_len 0 is a table as wide as its text.
         grid={
             "prefix": (512, 4096, 32768),
             "batch": (1, 16, 64),
@@ -141,6 +145,7 @@ CASES = [
             "lengths": ("even",),
             "kv": ("same",),
             "dtype": ("bfloat16",),
+            "max_len": (0,),
         },
         cpu_grid={
             "prefix": (128, 512),
@@ -150,6 +155,7 @@ CASES = [
             "lengths": ("even",),
             "kv": ("same",),
             "dtype": ("float32", "bfloat16"),
+            "max_len": (0,),
         },
         make=tree_attention,
     )

@@ -16,13 +16,14 @@ VOCABULARIES = (32000, 128256, 151936)
 def select_topk(device: torch.device, p: Params) -> Work:
     batch, vocab, k = p["batch"], p["vocab"], p["k"]
     logits = torch.randn(batch, vocab, device=device).to(getattr(torch, p["dtype"]))
-    out_ids = poisoned(batch, k, dtype=torch.int32, device=device)
-    out_logprobs = poisoned(batch, k, dtype=torch.float32, device=device)
+    out = sd.TopK(
+        poisoned(batch, k, dtype=torch.int32, device=device), poisoned(batch, k, dtype=torch.float32, device=device)
+    )
 
     def check() -> None:
         want_ids, want_logprobs = reference.select_topk(logits.cpu(), k)
-        expect_equal("out_ids", out_ids, want_ids)
-        expect_close("out_logprobs", out_logprobs, want_logprobs, atol=2e-5)
+        expect_equal("ids", out.ids, want_ids)
+        expect_close("logprobs", out.logprobs, want_logprobs, atol=2e-5)
 
     def plain_torch() -> torch.Tensor:
         return torch.log_softmax(logits.float(), -1).topk(k).values
@@ -31,9 +32,9 @@ def select_topk(device: torch.device, p: Params) -> Work:
         expect_close("values", logprobs, reference.select_topk(logits.cpu(), k)[1], atol=2e-5)
 
     return Work(
-        call=lambda: sd.select_topk(logits, k, out_ids=out_ids, out_logprobs=out_logprobs),
+        call=lambda: sd.select_topk(logits, k, out=out),
         check=check,
-        bytes_moved=bytes_of(logits, out_ids, out_logprobs),
+        bytes_moved=bytes_of(logits, *out),
         baseline=Baseline("torch", plain_torch, check_torch),
     )
 
@@ -47,20 +48,21 @@ def sample_draft(device: torch.device, p: Params) -> Work:
         "positions": torch.randint(0, 4096, (batch,), dtype=torch.int32, device=device),
         "temperature": (0.3 * (torch.arange(1, batch + 1) % 3)).to(device),
     }
-    out_ids = poisoned(batch, k, dtype=torch.int32, device=device)
-    out_logprobs = poisoned(batch, k, dtype=torch.float32, device=device)
+    out = sd.TopK(
+        poisoned(batch, k, dtype=torch.int32, device=device), poisoned(batch, k, dtype=torch.float32, device=device)
+    )
 
     def check() -> None:
         want_ids, want_logprobs = reference.sample_draft(
             logits.cpu(), k, **{name: tensor.cpu() for name, tensor in state.items()}
         )
-        expect_equal("out_ids", out_ids, want_ids)
-        expect_close("out_logprobs", out_logprobs, want_logprobs, atol=1e-4)
+        expect_equal("ids", out.ids, want_ids)
+        expect_close("logprobs", out.logprobs, want_logprobs, atol=1e-4)
 
     return Work(
-        call=lambda: sd.sample_draft(logits, k, **state, out_ids=out_ids, out_logprobs=out_logprobs),
+        call=lambda: sd.sample_draft(logits, k, **state, out=out),
         check=check,
-        bytes_moved=bytes_of(logits, *state.values(), out_ids, out_logprobs),
+        bytes_moved=bytes_of(logits, *state.values(), *out),
     )
 
 
@@ -79,12 +81,7 @@ def expand_root(device: torch.device, p: Params) -> Work:
     frontier = sd.Frontier(*(poisoned(*t.shape, dtype=t.dtype, device=device) for t in frontier))
 
     def call() -> object:
-        return sd.expand_root(
-            ids, logprobs, seq_lens, num_steps,
-            out_cand_tokens=candidates.tokens, out_cand_parents=candidates.parents, out_cand_scores=candidates.scores,
-            out_frontier=frontier.nodes, out_tokens=frontier.tokens, out_positions=frontier.positions,
-            out_mask=frontier.mask,
-        )  # fmt: skip
+        return sd.expand_root(ids, logprobs, seq_lens, num_steps, out=(candidates, frontier))
 
     def check() -> None:
         want_candidates, want_frontier = reference.expand_root(ids.cpu(), logprobs.cpu(), seq_lens.cpu(), num_steps)
@@ -107,16 +104,17 @@ def expand_tree(device: torch.device, p: Params) -> Work:
     inputs = sd.DraftInputs(*(poisoned(batch, k, dtype=torch.int32, device=device) for _ in sd.DraftInputs._fields))
 
     def call() -> object:
-        return sd.expand_tree(
-            child_ids, child_logprobs, 2, *candidates, frontier.nodes, frontier.mask, seq_lens,
-            out_tokens=inputs.tokens, out_parent_rows=inputs.parent_rows, out_positions=inputs.positions,
-        )  # fmt: skip
+        return sd.expand_tree(child_ids, child_logprobs, 2, candidates, frontier, seq_lens, out=inputs)
 
     def check() -> None:
         want_candidates, want_nodes, want_mask, want_inputs = reference.expand_tree(
-            child_ids.cpu(), child_logprobs.cpu(), 2, sd.Candidates(*(tensor.cpu() for tensor in proposed)),
-            nodes.cpu(), mask.cpu(), seq_lens.cpu(),
-        )  # fmt: skip
+            child_ids.cpu(),
+            child_logprobs.cpu(),
+            2,
+            sd.Candidates(*(tensor.cpu() for tensor in proposed)),
+            frontier._replace(nodes=nodes.cpu(), mask=mask.cpu()),
+            seq_lens.cpu(),
+        )
         for name, got, expected in zip(candidates._fields, candidates, want_candidates, strict=True):
             expect_equal(f"candidates.{name}", got, expected)
         expect_equal("frontier", frontier.nodes, want_nodes)
@@ -135,22 +133,50 @@ def expand_tree(device: torch.device, p: Params) -> Work:
 
 def extend_rows(device: torch.device, p: Params) -> Work:
     batch, width, nodes = p["batch"], p["accept_width"], p["nodes"]
-    tokens, path, num_valid, lens = (
+    tokens, path, num_valid, prefix_lens = (
         torch.randint(low, high, shape, dtype=torch.int32, device=device)
         for low, high, shape in (
             (-1, 32000, (batch, width)), (0, nodes, (batch, width)), (0, width + 1, (batch,)), (0, 4096, (batch,)),
         )
     )  # fmt: skip
-    want = reference.extend_rows(tokens.cpu(), path.cpu(), num_valid.cpu(), lens.cpu(), nodes)
+    want = reference.extend_rows(tokens.cpu(), path.cpu(), num_valid.cpu(), prefix_lens.cpu(), nodes)
     outputs = sd.ExtendRows(*(poisoned(*t.shape, dtype=t.dtype, device=device) for t in want))
-    named = {f"out_{name}": tensor for name, tensor in outputs._asdict().items()}
 
     def check() -> None:
         for name, got, expected in zip(want._fields, outputs, want, strict=True):
             expect_equal(name, got, expected)
 
-    moved = bytes_of(tokens, path, num_valid, lens, *outputs)
-    return Work(lambda: sd.extend_rows(tokens, path, num_valid, lens, nodes, **named), check, moved)
+    moved = bytes_of(tokens, path, num_valid, prefix_lens, *outputs)
+    return Work(lambda: sd.extend_rows(tokens, path, num_valid, prefix_lens, nodes, out=outputs), check, moved)
+
+
+def learn_calibration(device: torch.device, p: Params) -> Work:
+    batch, nodes, depths = p["batch"], p["nodes"], 5
+    parents = torch.arange(-1, nodes - 1, dtype=torch.int32).div(2, rounding_mode="floor").repeat(batch, 1)
+    parents[:, 0] = -1
+    tokens = torch.randint(0, 4, (batch, nodes), dtype=torch.int32)
+    tree = sd.build_tree_from_parents(tokens, parents, torch.zeros(batch, dtype=torch.int32))
+    scores = -(tree.positions * torch.rand(1)).float()
+    accepted = sd.verify_tree(torch.randn(batch, nodes, 4), tree, 6)
+    want = reference.learn_calibration(sd.make_calibration(depths, scores), tree, scores, accepted)
+    calibration = sd.make_calibration(depths, scores.to(device))
+    calibration.table.fill_(torch.nan)
+    there = sd.Tree(*(field.to(device) for field in tree)), scores.to(device)
+    kept = sd.Accepted(*(field.to(device) for field in accepted))
+
+    def call() -> None:
+        calibration.counts.zero_()
+        calibration.table.copy_(identity)
+        sd.learn_calibration(calibration, *there, kept)
+
+    identity = torch.tensor([[1.0, 0.0]] * depths, device=device)
+
+    def check() -> None:
+        expect_equal("nodes counted", calibration.counts[..., 0].sum(1), want.counts[..., 0].sum(1))
+        expect_equal("nodes taken", calibration.counts[..., 1].sum(1), want.counts[..., 1].sum(1))
+
+    read = there[0].tokens, there[0].parents, there[0].positions, there[1], *kept
+    return Work(call=call, check=check, bytes_moved=bytes_of(*read, *calibration, *calibration))
 
 
 CASES = [
@@ -166,5 +192,6 @@ CASES = [
     ),
     Case("expand_root", grid={"batch": (1, 8, 64), "k": (1, 10), "num_steps": (5,)}, make=expand_root),
     Case("expand_tree", grid={"batch": (1, 8, 64), "k": (1, 10), "num_steps": (5,)}, make=expand_tree),
+    Case("learn_calibration", grid={"batch": (1, 8, 64), "nodes": (32,)}, make=learn_calibration),
     Case("extend_rows", grid={"batch": (1, 8, 64), "accept_width": (6,), "nodes": (32,)}, make=extend_rows),
 ]

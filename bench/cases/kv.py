@@ -110,7 +110,7 @@ def fork_pages(device: torch.device, p: Params) -> Work:
     # A shared page: its entry read, its owners read and written, for a prompt; its entry written, for a fork.
     shared = 12 * int((prompt_lens // PAGE_SIZE).sum()) + 4 * int((fork_lens // PAGE_SIZE).sum())
     return page_op(
-        lambda: sd.fork_pages(pool, sources, targets, lens, status=status, out_num_rows=num_rows),
+        lambda: sd.fork_pages(pool, sources, targets, lens, status=status, out=num_rows),
         lambda want: reference.fork_pages(want, sources.cpu(), targets.cpu(), lens.cpu()),
         pool,
         shared + page_bytes(int((fork_lens % PAGE_SIZE > 0).sum()), targets) + bytes_of(sources, num_rows),

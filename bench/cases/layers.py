@@ -35,10 +35,10 @@ def norm_rows(device: torch.device, p: Params) -> Work:
 
     def check() -> None:
         expect_near("out", out, want, ERROR)
-        expect_near("out_sum", total, want_total, ERROR)
+        expect_near("sum", total, want_total, ERROR)
 
     return Work(
-        call=lambda: sd.norm_rows(x, weight, EPS, residual=residual, out_sum=total, out=out),
+        call=lambda: sd.norm_rows(x, weight, EPS, residual=residual, out=(out, total)),
         check=check,
         bytes_moved=bytes_of(x, residual, weight, out, total),
         baseline=Baseline("torch", plain, lambda got: expect_near("out", got, want, 2 * ERROR)),
@@ -58,12 +58,12 @@ def pair_rows(device: torch.device, p: Params) -> Work:
     def call() -> object:
         return sd.pair_rows(
             embeddings, tokens, weights[0], features, weights[1], EPS,
-            feature_rows=feature_rows, out=out, out_features=kept,
+            feature_rows=feature_rows, out=(out, kept),
         )  # fmt: skip
 
     def check() -> None:
         expect_near("out", out, want, ERROR)
-        expect_near("out_features", kept, want_kept, 0)
+        expect_near("features", kept, want_kept, 0)
 
     return Work(call, check, 3 * bytes_of(features) + bytes_of(out, tokens, feature_rows, *weights))
 
@@ -114,14 +114,14 @@ def rotate_qkv(device: torch.device, p: Params) -> Work:
 
     def check() -> None:
         q, k, v = qkv.split([Q_HEADS, KV_HEADS, KV_HEADS], dim=2)
-        for name, got, heads in (("out_q", out, q), ("k_pool", pools[0].flatten(0, 1)[place], k)):
-            weight = norms["q_norm" if name == "out_q" else "k_norm"]
+        for name, got, heads in (("q", out, q), ("k_pool", pools[0].flatten(0, 1)[place], k)):
+            weight = norms["q_norm" if name == "q" else "k_norm"]
             want = reference.rotate(reference.norm(heads, weight, EPS), rotations, positions)
             expect_near(name, got, want, ERROR)
         expect_near("v_pool", pools[1].flatten(0, 1)[place], v, 0)
 
     return Work(
-        call=lambda: sd.rotate_qkv(qkv, rotations, positions, *pools, table, lens, **norms, out_q=out),
+        call=lambda: sd.rotate_qkv(qkv, rotations, positions, *pools, table, lens, **norms, out=out),
         check=check,
         bytes_moved=2 * bytes_of(qkv) + bytes_of(positions, lens),
     )

@@ -48,26 +48,27 @@ def emptied_cache(device: torch.device) -> Callable[[], object] | None:
     return other.zero_
 
 
-def outputs(batch: int, nodes: int, device: torch.device) -> dict[str, Tensor]:
-    rows = ("tokens", "parents", "positions", "first_child", "next_sibling")
-    out = {f"out_{name}": poisoned(batch, nodes, dtype=torch.int32, device=device) for name in rows}
-    out["out_mask"] = poisoned(batch, nodes, -(-nodes // 64), dtype=torch.int64, device=device)
-    out["out_num_nodes"] = poisoned(batch, dtype=torch.int32, device=device)
-    out["out_scores"] = poisoned(batch, nodes, dtype=torch.float32, device=device)
-    out["out_match_len"] = poisoned(batch, dtype=torch.int32, device=device)
-    return out
+def outputs(batch: int, nodes: int, device: torch.device) -> sd.NgramDraft:
+    tree = sd.Tree(
+        *(poisoned(batch, nodes, dtype=torch.int32, device=device) for _ in sd.Tree._fields[:5]),
+        mask=poisoned(batch, nodes, -(-nodes // 64), dtype=torch.int64, device=device),
+        num_nodes=poisoned(batch, dtype=torch.int32, device=device),
+    )
+    scores = poisoned(batch, nodes, dtype=torch.float32, device=device)
+    return sd.NgramDraft(tree, scores, poisoned(batch, dtype=torch.int32, device=device))
 
 
-def expect_drafts(plain: reference.NgramIndex, out: dict[str, Tensor], mode: str) -> None:
-    batch, nodes = out["out_tokens"].shape
+def expect_drafts(plain: reference.NgramIndex, out: sd.NgramDraft, mode: str) -> None:
+    tree, scores, match_len = out
+    batch, nodes = scores.shape
     for b in range(batch):
         want: Any = plain.draft(b, nodes, mode=mode)
         length = len(want.tokens)
-        expect_equal(f"out_num_nodes[{b}]", out["out_num_nodes"][b], torch.tensor(length))
-        expect_equal(f"out_match_len[{b}]", out["out_match_len"][b], torch.tensor(want.match_len))
-        expect_equal(f"out_tokens[{b}]", out["out_tokens"][b, :length], torch.tensor(want.tokens))
-        expect_equal(f"out_parents[{b}]", out["out_parents"][b, :length], torch.tensor(want.parents))
-        expect_close(f"out_scores[{b}]", out["out_scores"][b, :length], torch.tensor(want.scores), atol=1e-5)
+        expect_equal(f"num_nodes[{b}]", tree.num_nodes[b], torch.tensor(length))
+        expect_equal(f"match_len[{b}]", match_len[b], torch.tensor(want.match_len))
+        expect_equal(f"tokens[{b}]", tree.tokens[b, :length], torch.tensor(want.tokens))
+        expect_equal(f"parents[{b}]", tree.parents[b, :length], torch.tensor(want.parents))
+        expect_close(f"scores[{b}]", scores[b, :length], torch.tensor(want.scores), atol=1e-5)
 
 
 def ngram_draft(device: torch.device, p: Params) -> Work:
@@ -85,14 +86,14 @@ def ngram_draft(device: torch.device, p: Params) -> Work:
     insert(text, None)
     for slot, start in enumerate(starts):
         insert(text[start : start + STREAM - ROUND], slot)
-    index.draft(None, seq_lens, nodes, mode=p["mode"], **out)  # the round before
+    index.draft(None, seq_lens, nodes, mode=p["mode"], out=out)  # the round before
     for slot, start in enumerate(starts):
         plain.draft(slot, nodes, mode=p["mode"])
         insert(text[start : start + STREAM][-ROUND:], slot)
     return Work(
-        call=lambda: index.draft(None, seq_lens, nodes, mode=p["mode"], **out),
+        call=lambda: index.draft(None, seq_lens, nodes, mode=p["mode"], out=out),
         check=lambda: expect_drafts(plain, out, p["mode"]),
-        bytes_moved=bytes_of(seq_lens, *out.values()),
+        bytes_moved=bytes_of(seq_lens, *out.tree, out.scores, out.match_len),
         restore=emptied_cache(device),
     )
 
@@ -113,7 +114,7 @@ def ngram_extend(device: torch.device, p: Params) -> Work:
         for slot, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
             plain.insert(row[:length], slot)
         out = outputs(batch, 16, device)
-        index.draft(None, torch.zeros_like(on[1]), 16, **out)
+        index.draft(None, torch.zeros_like(on[1]), 16, out=out)
         expect_drafts(plain, out, "tree")
 
     return Work(
@@ -137,7 +138,7 @@ def ngram_insert(device: torch.device, p: Params) -> Work:
             if slot is not None:
                 index.insert(part.to(device), slot)
         out = outputs(1, 16, device)
-        index.draft(None, torch.zeros(1, dtype=torch.int32, device=device), 16, **out)
+        index.draft(None, torch.zeros(1, dtype=torch.int32, device=device), 16, out=out)
         expect_drafts(plain, out, "tree")
 
     return Work(call=lambda: index.insert(on_device), check=check, bytes_moved=bytes_of(text) * 18)  # 68 bytes a token

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 import specdec_kernels as sd
+from specdec_kernels.engine.rings import Rings
 from specdec_kernels.reference import round as reference
 
 from ..compare import bytes_of, expect_equal
@@ -15,74 +16,63 @@ MAX_STOPS = 16
 WIDTH = 6  # tokens of a row: chains of five drafts
 
 
-def ring(words: int, device: torch.device) -> Tensor:
-    return torch.full((1, words), -1, dtype=torch.int32, pin_memory=device.type == "cuda")
+def random_state(batch: int, device: torch.device) -> sd.SlotState:
+    state = sd.make_slot_state(batch, 4096, MAX_STOPS, like=torch.empty(0, device=device))
+    for tensor in state:
+        tensor.copy_(torch.randint(0, 3, tensor.shape))
+    return state
 
 
-def counter(device: torch.device) -> Tensor:
-    return torch.zeros(1, dtype=torch.int64, device=device)
+def on_cpu(state: sd.SlotState) -> sd.SlotState:
+    return sd.SlotState(*(tensor.cpu().clone() for tensor in state))
+
+
+def rings_of(state: sd.SlotState) -> Rings:
+    return Rings.create(state, max_batch=len(state.seq_lens), accept_width=WIDTH, top_n=-1, depth=1)
 
 
 def apply_commands(device: torch.device, p: Params) -> Work:
     """A steady round: slots, and nothing else."""
-    batch = p["batch"]
-    state = {
-        name: torch.randint(0, 99, (batch,), dtype=torch.int32, device=device)
-        for name in (
-            "seq_lens",
-            "root_tokens",
-            "remaining",
-            "top_k",
-            "stops_from",
-            "num_logprobs",
-            "finish_reasons",
-            "status",
-        )
-    }
-    state["stop_tokens"] = torch.randint(0, 99, (batch, MAX_STOPS), dtype=torch.int32, device=device)
-    state |= {name: torch.rand(batch, device=device) for name in ("temperature", "top_p", "min_p")}
-    state["seeds"] = torch.randint(0, 2**62, (batch,), device=device)
-    commands = ring(2 + batch + batch * (13 + MAX_STOPS), device)
-    commands[0, 2 : 2 + batch] = torch.randperm(batch)
-    num_applied, started_at = counter(device), counter(device)
-    outputs = {
-        name: torch.full((batch,), -7, dtype=torch.int32, device=device) for name in ("out_slots", "out_given_back")
-    }
-    before = {name: tensor.cpu().clone() for name, tensor in state.items()}
+    state = random_state(p["batch"], device)
+    rings = rings_of(state)
+    rings.commands[0, 2 : 2 + p["batch"]] = torch.randperm(p["batch"])
+    before = on_cpu(state)
 
     def check() -> None:
-        want = reference.apply_commands(commands.clone(), torch.zeros(1, dtype=torch.int64), before)
-        for (name, got), expected in zip(outputs.items(), want, strict=True):
+        want = reference.apply_commands(rings.commands.clone(), torch.zeros(1, dtype=torch.int64), before)
+        for name, got, expected in zip(("slots", "given_back"), (rings.slots, rings.given_back), want, strict=True):
             expect_equal(name, got, expected)
-        for name, expected in before.items():
-            expect_equal(name, state[name], expected)
+        for name, got, expected in zip(state._fields, state, before, strict=True):
+            expect_equal(name, got, expected)
 
-    call = lambda: sd.apply_commands(commands, num_applied, started_at, **state, **outputs)  # noqa: E731
-    return Work(call, check, 2 * bytes_of(*outputs.values()))  # of the record, what says that nobody is activated
+    # Of the record, what says that nobody is activated.
+    return Work(lambda: rings.apply_commands(state), check, 2 * bytes_of(rings.slots, rings.given_back))
 
 
 def publish_results(device: torch.device, p: Params) -> Work:
     batch = p["batch"]
-    given = {
-        "out_tokens": torch.randint(0, 32000, (batch, WIDTH), dtype=torch.int32, device=device),
-        "out_len": torch.randint(1, WIDTH + 1, (batch,), dtype=torch.int32, device=device),
-        "out_path": torch.randint(0, 32, (batch, WIDTH), dtype=torch.int32, device=device),
-        "num_nodes": torch.randint(1, 33, (batch,), dtype=torch.int32, device=device),
-        "finish_reasons": torch.randint(0, 3, (batch,), dtype=torch.int32, device=device),
-        "status": torch.randint(0, 3, (batch,), dtype=torch.int32, device=device),
-        "slots": torch.randperm(batch, device=device).int(),
-    }
-    results = ring(8 + batch * (4 + 2 * WIDTH), device)
-    num_published, started_at = counter(device), counter(device)
+
+    def ints(low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, dtype=torch.int32, device=device)
+
+    accepted = sd.Accepted(ints(0, 32000, batch, WIDTH), ints(1, WIDTH + 1, batch), ints(0, 32, batch, WIDTH))
+    num_nodes, state = ints(1, 33, batch), random_state(batch, device)
+    slots = torch.randperm(batch, device=device).int()
+    rings = rings_of(state)
 
     def check() -> None:
-        host = {name: tensor.cpu() for name, tensor in given.items()}
-        want = results.clone()
-        reference.publish_results(want, torch.zeros(1, dtype=torch.int64), **host)
-        expect_equal("results", results[:, 8:], want[:, 8:])
+        want = rings.results.clone()
+        there = sd.Accepted(*(tensor.cpu() for tensor in accepted))
+        reference.publish_results(
+            want, torch.zeros(1, dtype=torch.int64), there, num_nodes.cpu(), on_cpu(state), slots.cpu()
+        )
+        expect_equal("results", rings.results[:, 8:], want[:, 8:])
 
-    call = lambda: sd.publish_results(results, num_published, started_at, **given)  # noqa: E731
-    return Work(call, check, bytes_of(results, *given.values()))
+    return Work(
+        lambda: rings.publish_results(accepted, num_nodes, state, slots=slots),
+        check,
+        bytes_of(rings.results, *accepted, num_nodes, state.finish_reasons, state.status, slots),
+    )
 
 
 CASES = [

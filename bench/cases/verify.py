@@ -88,7 +88,8 @@ def verify_tree(device: torch.device, p: Params) -> Work:
         poisoned(batch, WIDTH, dtype=torch.int32, device=device),
     )
 
-    workspace = poisoned(8 * batch * nodes, dtype=torch.int64, device=device)
+    size = sd.verify_tree_workspace(logits, temperature=sampling.get("temperature"))
+    workspace = torch.empty(size, dtype=torch.uint8, device=device)
 
     @cache
     def want() -> sd.Accepted:
@@ -96,7 +97,7 @@ def verify_tree(device: torch.device, p: Params) -> Work:
 
     # The planted tokens are so likely that a sampled request gets them, too.
     def check(got: tuple[Tensor, ...] = out) -> None:
-        for name, x, y in zip(("out_tokens", "out_len", "out_path"), got, want(), strict=True):
+        for name, x, y in zip(sd.Accepted._fields, got, want(), strict=True):
             expect_equal(name, x, y)
 
     def others() -> list[Baseline]:
@@ -120,9 +121,7 @@ def verify_tree(device: torch.device, p: Params) -> Work:
             WIDTH,
             **sampling,
             workspace=workspace,
-            out_tokens=out.tokens,
-            out_len=out.lengths,
-            out_path=out.path,
+            out=out,
         ),
         check=check,
         bytes_moved=visited * vocab * logits.element_size() + bytes_of(*links, *out),
@@ -156,7 +155,7 @@ def score_tokens(device: torch.device, p: Params) -> Work:
     logits = torch.randn(batch, nodes, vocab, device=device).to(torch.bfloat16)
     path = torch.arange(WIDTH, dtype=torch.int32, device=device).clamp(max=ACCEPTED).repeat(batch, 1)
     tokens = torch.randint(0, vocab, (batch, WIDTH), dtype=torch.int32, device=device)
-    lengths = torch.full((batch,), ACCEPTED + 1, dtype=torch.int32, device=device)
+    accepted = sd.Accepted(tokens, torch.full((batch,), ACCEPTED + 1, dtype=torch.int32, device=device), path)
     out = sd.TokenScores(
         poisoned(batch, WIDTH, dtype=torch.float32, device=device),
         poisoned(batch, WIDTH, top_n, dtype=torch.int32, device=device),
@@ -164,18 +163,15 @@ def score_tokens(device: torch.device, p: Params) -> Work:
     )
 
     def check() -> None:
-        want = reference.score_tokens(logits.cpu(), path.cpu(), tokens.cpu(), lengths.cpu(), top_n)
+        want = reference.score_tokens(logits.cpu(), sd.Accepted(*(tensor.cpu() for tensor in accepted)), top_n)
         expect_equal("top_ids", out.top_ids, want.top_ids)
         expect_close("logprobs", out.logprobs, want.logprobs, atol=2e-5)
         expect_close("top_logprobs", out.top_logprobs, want.top_logprobs, atol=2e-5)
 
     def call() -> object:
-        return sd.score_tokens(
-            logits, path, tokens, lengths, top_n=top_n,
-            out_logprobs=out.logprobs, out_top_ids=out.top_ids, out_top_logprobs=out.top_logprobs,
-        )  # fmt: skip
+        return sd.score_tokens(logits, accepted, top_n=top_n, out=out)
 
-    moved = batch * (ACCEPTED + 1) * vocab * logits.element_size() + bytes_of(path, tokens, lengths, *out)
+    moved = batch * (ACCEPTED + 1) * vocab * logits.element_size() + bytes_of(*accepted, *out)
     return Work(call, check, moved)
 
 
@@ -186,32 +182,29 @@ def commit_tokens(device: torch.device, p: Params) -> Work:
     def ints(*shape: int, low: int, high: int) -> Tensor:
         return torch.randint(low, high, shape, dtype=torch.int32, device=device)
 
-    lengths = ints(batch, low=1, high=WIDTH + 1)
+    num_valid = ints(batch, low=1, high=WIDTH + 1)
     tokens = ints(batch, WIDTH, low=0, high=32000)
-    tokens[torch.arange(WIDTH, device=device)[None] >= lengths[:, None]] = -1
-    state = {
-        "out_tokens": tokens,
-        "out_len": lengths,
-        "stop_tokens": ints(batch, 4, low=32000, high=32100),
-        "remaining": ints(batch, low=2**30, high=2**30 + 100),
-        "max_lens": ints(batch, low=2**30, high=2**30 + 100),
-        "seq_lens": ints(batch, low=0, high=4096),
-        "seq_lens_before": poisoned(batch, dtype=torch.int32, device=device),
-        "root_tokens": poisoned(batch, dtype=torch.int32, device=device),
-        "finish_reasons": torch.zeros(batch, dtype=torch.int32, device=device),
-    }
-    out_num_valid = poisoned(batch, dtype=torch.int32, device=device)
-    before = {name: tensor.clone() for name, tensor in state.items()}
+    tokens[torch.arange(WIDTH, device=device)[None] >= num_valid[:, None]] = -1
+    accepted = sd.Accepted(tokens, num_valid, torch.zeros_like(tokens))
+    state = sd.make_slot_state(batch, 2**30, 4, like=tokens)
+    state.stop_tokens.copy_(ints(batch, 4, low=32000, high=32100))
+    state.remaining.copy_(ints(batch, low=2**30, high=2**30 + 100))
+    state.seq_lens.copy_(ints(batch, low=0, high=4096))
+    out = poisoned(batch, dtype=torch.int32, device=device)
+    before = sd.SlotState(*(tensor.cpu().clone() for tensor in state))
 
     def check() -> None:
-        want = {name: tensor.cpu().clone() for name, tensor in before.items()}
-        want["out_num_valid"] = reference.commit_tokens(**want)
-        for name, tensor in {**state, "out_num_valid": out_num_valid}.items():
-            expect_equal(name, tensor, want[name])
+        want = sd.SlotState(*(tensor.clone() for tensor in before))
+        row = sd.Accepted(*(tensor.cpu() for tensor in accepted))
+        expect_equal("num_valid", out, reference.commit_tokens(row, want))
+        for struct, expected in ((accepted, row), (state, want)):
+            for name, got, tensor in zip(struct._fields, struct, expected, strict=True):
+                expect_equal(name, got, tensor)
 
-    changed = ("remaining", "seq_lens")  # read and written
-    moved = bytes_of(*state.values(), *(state[name] for name in changed), out_num_valid)
-    return Work(lambda: sd.commit_tokens(**state, out_num_valid=out_num_valid), check, moved)
+    changed = (state.remaining, state.seq_lens)  # read and written
+    written = (state.prefix_lens, state.root_tokens, state.finish_reasons)
+    moved = bytes_of(tokens, num_valid, state.stop_tokens, state.max_seq_lens, *changed, *changed, *written, out)
+    return Work(lambda: sd.commit_tokens(accepted, state, out=out), check, moved)
 
 
 CASES = [

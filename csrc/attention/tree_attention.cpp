@@ -4,9 +4,10 @@
 #include <cmath>
 #include <cstdint>
 
-#include "kv/pool_scale.h"
+#include "core/errors.h"
+#include "kv/pool_view.h"
 
-namespace specdec {
+namespace specdec::attention {
 namespace {
 
 constexpr int64_t kSplit = 128;  // KV rows, whole tiles of every kernel
@@ -33,13 +34,14 @@ bool rows_on_16_bytes(const TensorView& t) {
 
 constexpr double kLog2e = 1.4426950408889634;
 
-// What the size of the workspace depends on: these arguments, checked, as far as params have them.
+// The arguments that a plan depends on, checked, as far as params have them.
 struct Sizes {
   Dim B{"batch"}, Q{"q_rows"}, Hq{"q_heads"}, Hkv{"kv_heads"}, D{"head_dim"};
   Dim P{"num_pages"}, page_size{"page_size"}, num_slots{"num_slots"}, max_pages{"max_pages"}, ends{"batch + 1"};
 
-  TreeAttentionParams check(Check& check, const TensorView& q, const TensorView& k_pool, const TensorView& page_table,
-                            const OptTensor& cu_seqlens_q, std::optional<int64_t> fixed_split) {
+  PlannedAttention check(Check& check, const TensorView& q, const TensorView& k_pool, const TensorView& page_table,
+                         const OptTensor& cu_seqlens_q, std::optional<int64_t> fixed_split,
+                         std::optional<int64_t> max_kv_len) {
     const bool packed = cu_seqlens_q.has_value();
     if (packed)
       check.strided("q", q, {Q, Hq, D}, kFloats);
@@ -62,8 +64,9 @@ struct Sizes {
     }
     if (fixed_split && (*fixed_split <= 0 || *fixed_split % kSplit != 0))
       check.that(false, "fixed_split", "is " + std::to_string(*fixed_split), "a positive multiple of 128");
+    if (max_kv_len) check.that(*max_kv_len >= 1, "max_kv_len", {"is ", *max_kv_len}, "1 or more");
 
-    TreeAttentionParams p{};
+    PlannedAttention p{};
     p.dtype = dtype_of(q);
     p.fp8 = dtype_of(k_pool) == kFloat8;
     p.rows = {.page_table = page_table.data<const int32_t>(),
@@ -81,19 +84,45 @@ struct Sizes {
     p.aligned = true;
     // No request has more rows than that.
     p.fixed_split = std::min<int64_t>(fixed_split.value_or(0), INT32_MAX / kSplit * kSplit);
+    p.max_kv_len = std::min(row_capacity(p.rows), max_kv_len.value_or(INT64_MAX));
     return p;
   }
 };
 
-// Floats of workspace, on the device of the tensors checked.
-int64_t workspace_of([[maybe_unused]] const Check& check, [[maybe_unused]] const TreeAttentionParams& p) {
-#ifdef SPECDEC_WITH_CUDA
-  if (check.on_cuda() && p.q_rows > 0 && p.q_heads > 0) {
-    DeviceGuard guard(check.device().device_id);
-    return tree_attention_workspace_cuda(p);
-  }
-#endif
-  return 0;
+// From the first element of a pool to the last.
+int64_t span_bytes(const PoolStrides& s, const TreeAttentionParams& p) {
+  return (p.fp8 ? 1 : 2) * (p.rows.num_pages * s.page + p.rows.page_size * s.row + p.kv_heads * s.head);
+}
+
+AttentionShape shape_of(const TreeAttentionParams& p) {
+  // Kernels count KV rows' places in pools in 16 bytes, of which they count 2^32.
+  constexpr int64_t kMaxSpan = int64_t{16} << 32;
+  const bool tensor_cores = p.dtype != kFloat32 && p.aligned && span_bytes(p.k_strides, p) <= kMaxSpan &&
+                            span_bytes(p.v_strides, p) <= kMaxSpan;
+  return {.batch = p.batch,
+          .q_rows = p.q_rows,
+          .q_heads = p.q_heads,
+          .kv_heads = p.kv_heads,
+          .head_dim = p.head_dim,
+          .packed = p.cu_seqlens_q != nullptr,
+          .fp8 = p.fp8,
+          .tensor_cores = tensor_cores,
+          .fixed_split = p.fixed_split};
+}
+
+// The plan of a call on a GPU that has rows.
+AttentionPlan plan_of(const Check& check, const TreeAttentionParams& p, const std::optional<std::string>& name) {
+  return plan_attention(check, shape_of(p), p.max_kv_len, device_of(check), name);
+}
+
+int64_t workspace_of(const TreeAttentionParams& p, const AttentionPlan& plan) {
+  return workspace_bytes(plan, shape_of(p), p.max_kv_len);
+}
+
+bool has_rows(const TreeAttentionParams& p) { return p.q_rows > 0 && p.q_heads > 0; }
+
+void check_no_plan(const Check& check, const std::optional<std::string>& plan) {
+  if (plan) check.that(false, "plan", {"is ", *plan}, "None on cpu");
 }
 
 }  // namespace
@@ -103,13 +132,14 @@ void tree_attention(CallStream stream, const TensorView& q, const TensorView& k_
                     const OptTensor& q_lens, const OptTensor& cu_seqlens_q, std::optional<int64_t> tail_len,
                     const OptTensor& mask, std::optional<double> scale, std::optional<int64_t> window,
                     std::optional<double> soft_cap, double k_scale, double v_scale, std::optional<int64_t> fixed_split,
-                    const TensorView& out, const OptTensor& lse, const OptTensor& workspace, const OptTensor& status) {
+                    std::optional<int64_t> max_kv_len, const std::optional<std::string>& plan, const TensorView& out,
+                    const OptTensor& lse, const OptTensor& workspace, const OptTensor& status) {
   Check check("tree_attention");
-  Dim W{"mask_words"}, floats{"floats"};
+  Dim W{"mask_words"};
   Sizes n;
   const bool packed = cu_seqlens_q.has_value();
   check.that(!packed || !q_lens, "q_lens", "is given beside cu_seqlens_q", "one of the two");
-  TreeAttentionParams params = n.check(check, q, k_pool, page_table, cu_seqlens_q, fixed_split);
+  PlannedAttention params = n.check(check, q, k_pool, page_table, cu_seqlens_q, fixed_split, max_kv_len);
   check.strided("v_pool", v_pool, {n.P, n.page_size, n.Hkv, n.D}, dtype_of(k_pool));
   check.tensor("prefix_lens", prefix_lens, {n.num_slots}, kInt32);
   check.slots(slots, n.B, n.num_slots);
@@ -125,8 +155,8 @@ void tree_attention(CallStream stream, const TensorView& q, const TensorView& k_
   if (window && *window < 1) check.that(false, "window", "is " + std::to_string(*window), "1 or more");
   if (scale) check.factor("scale", *scale);  // above 0, so that the highest product is the highest score
   const float cap = soft_cap ? check.factor("soft_cap", *soft_cap, kLog2e) : 0;
-  const float k_factor = pool_scale(check, "k_scale", k_scale, k_pool);
-  const float v_factor = pool_scale(check, "v_scale", v_scale, v_pool);
+  const float k_factor = kv::pool_scale(check, "k_scale", k_scale, k_pool);
+  const float v_factor = kv::pool_scale(check, "v_scale", v_scale, v_pool);
   if (packed) {
     check.strided_output("out", out, {n.Q, n.Hq, n.D}, params.dtype);
     check.output("lse", lse, {n.Q, n.Hq}, kFloat32);
@@ -134,8 +164,9 @@ void tree_attention(CallStream stream, const TensorView& q, const TensorView& k_
     check.strided_output("out", out, {n.B, n.Q, n.Hq, n.D}, params.dtype);
     check.output("lse", lse, {n.B, n.Q, n.Hq}, kFloat32);
   }
-  check.output("workspace", workspace, {floats}, kFloat32);
   check.output("status", status, {n.num_slots}, kInt32);
+  if (!check.on_cuda()) check_no_plan(check, plan);
+  check.workspace(workspace, 0);
   if (n.Q == 0 || n.Hq == 0 || (n.B == 0 && !packed)) return;
 
   params.q = q.data<void>();
@@ -159,22 +190,31 @@ void tree_attention(CallStream stream, const TensorView& q, const TensorView& k_
   params.soft_cap = cap;
   params.v_scale = v_factor;
   params.aligned = rows_on_16_bytes(k_pool) && rows_on_16_bytes(v_pool) && rows_on_16_bytes(q) && rows_on_16_bytes(out);
-  if (const int64_t needed = workspace_of(check, params); needed > 0) {
-    params.workspace_floats = workspace ? floats.value : 0;
-    if (params.workspace_floats < needed)
-      check.that(false, "workspace", "has " + std::to_string(params.workspace_floats) + " floats",
-                 std::to_string(needed) + " or more");
-    check.that(on_16_bytes(*workspace), "workspace", "does not start on 16 bytes", "a tensor that does");
-    params.workspace = workspace->data<float>();
+  if (check.on_cuda()) {
+    params.plan = plan_of(check, params, plan);
+    params.workspace = static_cast<float*>(check.workspace(workspace, workspace_of(params, params.plan)));
   }
   SD_DISPATCH(check, stream, tree_attention, params);
 }
 
 int64_t tree_attention_workspace(const TensorView& q, const TensorView& k_pool, const TensorView& page_table,
-                                 const OptTensor& cu_seqlens_q, std::optional<int64_t> fixed_split) {
+                                 const OptTensor& cu_seqlens_q, std::optional<int64_t> fixed_split,
+                                 std::optional<int64_t> max_kv_len, const std::optional<std::string>& plan) {
   Check check("tree_attention");
   Sizes n;
-  return workspace_of(check, n.check(check, q, k_pool, page_table, cu_seqlens_q, fixed_split));
+  const PlannedAttention p = n.check(check, q, k_pool, page_table, cu_seqlens_q, fixed_split, max_kv_len);
+  if (!check.on_cuda()) check_no_plan(check, plan);
+  return check.on_cuda() && has_rows(p) ? workspace_of(p, plan_of(check, p, plan)) : 0;
 }
 
-}  // namespace specdec
+std::string tree_attention_plan(const TensorView& q, const TensorView& k_pool, const TensorView& page_table,
+                                const OptTensor& cu_seqlens_q, std::optional<int64_t> fixed_split,
+                                std::optional<int64_t> max_kv_len, const std::optional<std::string>& plan) {
+  Check check("tree_attention");
+  Sizes n;
+  const PlannedAttention p = n.check(check, q, k_pool, page_table, cu_seqlens_q, fixed_split, max_kv_len);
+  if (!check.on_cuda()) check_no_plan(check, plan);
+  return check.on_cuda() && has_rows(p) ? to_string(plan_of(check, p, plan)) : "cpu";
+}
+
+}  // namespace specdec::attention

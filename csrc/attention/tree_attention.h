@@ -1,11 +1,12 @@
 // tree_attention: attention of each request's query rows over its paged KV prefix and a tail of tree nodes.
 #pragma once
 
+#include "attention/plan.h"
 #include "core/dispatch.h"
 #include "core/floats.h"
 #include "kv/page_rows.h"
 
-namespace specdec {
+namespace specdec::attention {
 
 // In elements. The head dimension itself is contiguous.
 struct RowStrides {
@@ -24,7 +25,7 @@ struct TreeAttentionParams {
   bool fp8;            // the pools hold float8_e4m3fn; else they are of dtype too
   RowStrides q_strides, out_strides;
   PoolStrides k_strides, v_strides;
-  PageRows rows;
+  kv::PageRows rows;
   const int32_t* prefix_lens;   // [num_slots]
   const int32_t* slots;         // [batch] or null
   const int32_t* q_lens;        // [batch] or null; padded rows only
@@ -40,9 +41,13 @@ struct TreeAttentionParams {
   float soft_cap;       // in the same units, scores become soft_cap * tanh(score / soft_cap); 0: they stay
   float v_scale;        // of the weighted sum of values
   bool aligned;         // every row of q, out and the pools starts on 16 bytes
-  int64_t fixed_split;  // cut KV at multiples of so many rows, whatever else is in the batch; 0: in even parts
-  float* workspace;     // [workspace_floats] on 16 bytes, partial results; CUDA only
-  int64_t workspace_floats;
+  int64_t fixed_split;  // split KV at multiples of so many rows, whatever else is in the batch; 0: evenly
+  float* workspace;     // on 16 bytes, workspace_bytes() of partial results; CUDA only
+  int64_t max_kv_len;   // KV rows that a request has at most: the table's room, or less where the caller knows
+};
+
+struct PlannedAttention : TreeAttentionParams {
+  AttentionPlan plan;  // CUDA only
 };
 
 void tree_attention(CallStream stream, const TensorView& q, const TensorView& k_pool, const TensorView& v_pool,
@@ -50,11 +55,18 @@ void tree_attention(CallStream stream, const TensorView& q, const TensorView& k_
                     const OptTensor& q_lens, const OptTensor& cu_seqlens_q, std::optional<int64_t> tail_len,
                     const OptTensor& mask, std::optional<double> scale, std::optional<int64_t> window,
                     std::optional<double> soft_cap, double k_scale, double v_scale, std::optional<int64_t> fixed_split,
-                    const TensorView& out, const OptTensor& lse, const OptTensor& workspace, const OptTensor& status);
+                    std::optional<int64_t> max_kv_len, const std::optional<std::string>& plan, const TensorView& out,
+                    const OptTensor& lse, const OptTensor& workspace, const OptTensor& status);
 
-// Floats of workspace that a call with such tensors needs on their device.
+// Bytes of workspace that a call with such tensors needs on their device.
 int64_t tree_attention_workspace(const TensorView& q, const TensorView& k_pool, const TensorView& page_table,
-                                 const OptTensor& cu_seqlens_q, std::optional<int64_t> fixed_split);
+                                 const OptTensor& cu_seqlens_q, std::optional<int64_t> fixed_split,
+                                 std::optional<int64_t> max_kv_len, const std::optional<std::string>& plan);
+
+// The name of the plan of such a call, on the CPU "cpu".
+std::string tree_attention_plan(const TensorView& q, const TensorView& k_pool, const TensorView& page_table,
+                                const OptTensor& cu_seqlens_q, std::optional<int64_t> fixed_split,
+                                std::optional<int64_t> max_kv_len, const std::optional<std::string>& plan);
 
 // Calls f.template operator()<T, Kv>() with the storage types of q and out, and of the pools.
 template <class F>
@@ -68,8 +80,6 @@ void with_types(const TreeAttentionParams& p, F&& f) {
 }
 
 void tree_attention_cpu(const TreeAttentionParams& p);
-// Floats of workspace that a call needs.
-int64_t tree_attention_workspace_cuda(const TreeAttentionParams& p);
-void tree_attention_cuda(const TreeAttentionParams& p, Stream stream);
+void tree_attention_cuda(const PlannedAttention& p, Stream stream);
 
-}  // namespace specdec
+}  // namespace specdec::attention

@@ -7,14 +7,14 @@
 #include <limits>
 #include <vector>
 
-#include "attention/visibility.h"
+#include "attention/common/visibility.h"
 
-namespace specdec {
+namespace specdec::attention {
 namespace {
 
 constexpr int kTokens = 64;
 constexpr int kRows = 64;
-constexpr int kGroup = 4;  // rows that share the registers of an inner loop
+constexpr int kRowsAtOnce = 4;  // rows that share the registers of an inner loop
 constexpr int kLanes = 16;
 constexpr float kNone = -std::numeric_limits<float>::infinity();
 
@@ -31,7 +31,7 @@ typedef float Quad __attribute__((vector_size(16), aligned(4), may_alias));
 #endif
 #define SPECDEC_INLINE inline __attribute__((always_inline))
 
-// What one pass keeps between tiles, and one tile of KV. Rows are padded to a multiple of kGroup with zeros.
+// What one pass keeps between tiles, and one tile of KV. Rows are padded to a multiple of kRowsAtOnce with zeros.
 struct Pass {
   int rows, head_dim;
   float soft_cap;        // 0: none
@@ -80,7 +80,7 @@ SPECDEC_INLINE void tanh_lanes(Lanes& x) {
 }
 
 // Softmax weights of row i over this tile, and what they make of the sums before it.
-SPECDEC_INLINE void weigh_row(Pass& p, int i) {
+SPECDEC_INLINE void softmax_row(Pass& p, int i) {
   float* scores = p.scores + i * kTokens;
   if (p.soft_cap != 0) {
     for (int c = 0; c < kTokens; c += kLanes) {
@@ -113,39 +113,39 @@ SPECDEC_INLINE void weigh_row(Pass& p, int i) {
 
 SPECDEC_CPU_CLONES void attend_tile(Pass& p) {
   const int D = p.head_dim;
-  for (int i = 0; i < p.rows; i += kGroup) {
-    const float* q[kGroup];
-    for (int g = 0; g < kGroup; ++g) q[g] = p.q + (i + g) * D;
+  for (int i = 0; i < p.rows; i += kRowsAtOnce) {
+    const float* q[kRowsAtOnce];
+    for (int g = 0; g < kRowsAtOnce; ++g) q[g] = p.q + (i + g) * D;
     for (int c = 0; c < kTokens; c += kLanes) {
-      Lanes s[kGroup] = {};
+      Lanes s[kRowsAtOnce] = {};
       for (int d = 0; d < D; ++d) {
         const Lanes k = lanes(p.k + d * kTokens + c);
-        for (int g = 0; g < kGroup; ++g) s[g] += q[g][d] * k;
+        for (int g = 0; g < kRowsAtOnce; ++g) s[g] += q[g][d] * k;
       }
-      for (int g = 0; g < kGroup; ++g) lanes(p.scores + (i + g) * kTokens + c) = s[g];
+      for (int g = 0; g < kRowsAtOnce; ++g) lanes(p.scores + (i + g) * kTokens + c) = s[g];
     }
 
     uint64_t seen_by_all = ~uint64_t{0};
-    for (int g = 0; g < kGroup; ++g) {
-      weigh_row(p, i + g);
+    for (int g = 0; g < kRowsAtOnce; ++g) {
+      softmax_row(p, i + g);
       seen_by_all &= p.seen[i + g];
     }
 
     if (seen_by_all == ~uint64_t{0}) {
       const float* weights = p.scores + i * kTokens;
       for (int c = 0; c < D; c += kLanes) {
-        Lanes o[kGroup];
-        for (int g = 0; g < kGroup; ++g) o[g] = lanes(p.out + (i + g) * D + c) * p.rescale[i + g];
+        Lanes o[kRowsAtOnce];
+        for (int g = 0; g < kRowsAtOnce; ++g) o[g] = lanes(p.out + (i + g) * D + c) * p.rescale[i + g];
         for (int j = 0; j < kTokens; ++j) {
           const Lanes v = lanes(p.v + j * D + c);
-          for (int g = 0; g < kGroup; ++g) o[g] += weights[g * kTokens + j] * v;
+          for (int g = 0; g < kRowsAtOnce; ++g) o[g] += weights[g * kTokens + j] * v;
         }
-        for (int g = 0; g < kGroup; ++g) lanes(p.out + (i + g) * D + c) = o[g];
+        for (int g = 0; g < kRowsAtOnce; ++g) lanes(p.out + (i + g) * D + c) = o[g];
       }
       continue;
     }
     // A row must not meet tokens it does not see even with weight 0: they may hold NaN.
-    for (int r = i; r < i + kGroup; ++r) {
+    for (int r = i; r < i + kRowsAtOnce; ++r) {
       float* out = p.out + r * D;
       for (int c = 0; c < D; c += kLanes) lanes(out + c) *= p.rescale[r];
       for (uint64_t left = p.seen[r]; left != 0; left &= left - 1) {
@@ -188,12 +188,12 @@ template <class Kv>
 uint64_t gather_tile(Pass& pass, const TreeAttentionParams& p, const Request& r, int64_t head, int64_t first,
                      int64_t begin, int64_t end, int32_t& status) {
   const int D = pass.head_dim;
-  const RowDivmod page_size{static_cast<int>(p.rows.page_size)};
+  const kv::RowDivmod page_size{static_cast<int>(p.rows.page_size)};
   uint64_t there = 0;
   for (int j = 0; j < kTokens; ++j) {
     float *k = pass.k_rows + j * D, *v = pass.v + j * D;
     if (first + j >= begin && first + j < end) {
-      const KvRow at = find_row(p.rows, page_size, r.slot, first + j);
+      const kv::KvRow at = find_row(p.rows, page_size, r.slot, first + j);
       status |= at.bits;
       if (at.bits == 0) {
         copy_row(static_cast<const Kv*>(p.k_pool) + row_start(p.k_strides, at, head), k, D);
@@ -209,14 +209,14 @@ uint64_t gather_tile(Pass& pass, const TreeAttentionParams& p, const Request& r,
   return there;
 }
 
-// Rows [begin, begin + count) of a request and KV head, where row n is query row n / G, head n % G of its group.
+// Rows [begin, begin + count) of a request and KV head, where row n is query row n / G, head n % G of its GQA group.
 template <class T, class Kv>
 int32_t attend_rows(Pass& pass, const TreeAttentionParams& p, const Request& r, int64_t head, int64_t begin,
                     int64_t count) {
   const int64_t G = p.q_heads / p.kv_heads, D = p.head_dim;
   const int64_t valid = clamp_to(r.valid_rows * G - begin, int64_t{0}, count);
   int32_t status = 0;
-  pass.rows = static_cast<int>((valid + kGroup - 1) / kGroup * kGroup);
+  pass.rows = static_cast<int>((valid + kRowsAtOnce - 1) / kRowsAtOnce * kRowsAtOnce);
   pass.head_dim = static_cast<int>(D);
   pass.soft_cap = p.soft_cap;
   std::fill_n(pass.q, pass.rows * D, 0.0f);
@@ -235,7 +235,7 @@ int32_t attend_rows(Pass& pass, const TreeAttentionParams& p, const Request& r, 
   for (int64_t first = kv_begin / kTokens * kTokens; first < kv_end; first += kTokens) {
     const uint64_t there = gather_tile<Kv>(pass, p, r, head, first, kv_begin, kv_end, status);
     for (int64_t n = 0; n < valid; ++n) pass.seen[n] = there & visible_word(p, r, (begin + n) / G, first);
-    // Padding sees what the row before it sees, which keeps its group on the short path.
+    // Padding sees what the row before it sees, which keeps its neighbours on the short path.
     for (int64_t n = valid; n < pass.rows; ++n) pass.seen[n] = pass.seen[n - 1];
     attend_tile(pass);
   }
@@ -285,4 +285,4 @@ void tree_attention_cpu(const TreeAttentionParams& p) {
   });
 }
 
-}  // namespace specdec
+}  // namespace specdec::attention

@@ -7,7 +7,7 @@
 #include "compat/row_draws.h"
 #include "core/cuda.cuh"
 
-namespace specdec {
+namespace specdec::compat {
 
 class BlockRows {
  public:
@@ -42,7 +42,7 @@ class BlockRows {
   }
 
   template <class T>
-  __device__ uint64_t peak(const LogitRow<T>& row, int64_t vocab) {
+  __device__ uint64_t peak(const verify::LogitRow<T>& row, int64_t vocab) {
     uint64_t best = 0;
 #pragma unroll 8
     for (int64_t v = threadIdx.x; v < vocab; v += kThreads) best = max(best, peak_key(row[v], v));
@@ -80,4 +80,4 @@ class BlockRows {
   Storage& of_warps_;
 };
 
-}  // namespace specdec
+}  // namespace specdec::compat

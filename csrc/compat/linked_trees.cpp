@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <limits>
 
-namespace specdec {
+namespace specdec::compat {
 namespace {
 
 // A mask of bytes (bool, or 8-bit integers), of any shape: its elements.
@@ -11,7 +11,7 @@ uint8_t* mask_bytes(Check& check, const TensorView& mask, bool written) {
   const DLDataType type = mask.dl.dtype;
   const bool bytes =
       type.bits == 8 && type.lanes == 1 && (type.code == kDLBool || type.code == kDLUInt || type.code == kDLInt);
-  check.that(bytes, "tree_mask", "is " + dtype_name(mask), "bool or uint8");
+  check.that(bytes, "tree_mask", {"is ", type}, "bool or uint8");
   int64_t stride = 1;
   for (int64_t i = mask.ndim() - 1; i >= 0; --i) {
     const bool follows = mask.shape(static_cast<int>(i)) == 1 || mask.stride(static_cast<int>(i)) == stride;
@@ -21,7 +21,7 @@ uint8_t* mask_bytes(Check& check, const TensorView& mask, bool written) {
   const DLDevice device = mask.dl.device, first = check.device();
   const bool here = check.on_cuda() ? device.device_type == kDLCUDA && device.device_id == first.device_id
                                     : device.device_type != kDLCUDA;
-  check.that(here, "tree_mask", "is on another device", std::string("that of ") + check.first_name());
+  check.that(here, "tree_mask", "is on another device", {"that of ", check.first_name()});
   check.that(!written || !mask.read_only, "tree_mask", "is read-only", "a writable tensor");
   check.that(mask.dl.data != nullptr || mask.numel() == 0, "tree_mask", "has no storage (a fake tensor?)",
              "a tensor with data");
@@ -69,7 +69,7 @@ void build_tree_kernel_efficient(CallStream stream, const TensorView& parent_lis
   if (depth > 1) check.range("parent_list.shape[1]", P, topk * (depth - 1) + 1, std::numeric_limits<int64_t>::max());
   check.tensor("selected_index", selected_index, {B, D - 1}, kInt64);
   uint8_t* mask = mask_bytes(check, tree_mask, true);
-  check.that(tree_mask_mode != kPackedMaskRows || D <= 32, "draft_token_num", "is " + std::to_string(D),
+  check.that(tree_mask_mode != kPackedMaskRows || D <= 32, "draft_token_num", {"is ", D},
              "at most 32 for packed masks");
   if (B == 0) return;
 
@@ -83,8 +83,8 @@ void build_tree_kernel_efficient(CallStream stream, const TensorView& parent_lis
                                               .layout = tree_mask_mode};
   if (tree_mask_mode != kFullMaskRows) {  // whose size the device alone knows
     const int64_t row = tree_mask_mode == kTreeMaskRows ? D.value : params.packed_bytes();
-    check.that(tree_mask.numel() >= B * D * row, "tree_mask", "has " + std::to_string(tree_mask.numel()) + " bytes",
-               "at least " + std::to_string(B * D * row));
+    check.that(tree_mask.numel() >= B * D * row, "tree_mask", {"has ", tree_mask.numel(), " bytes"},
+               {"at least ", B * D * row});
   }
   SD_DISPATCH(check, stream, build_tree_kernel_efficient, params);
 }
@@ -141,8 +141,7 @@ void reconstruct_indices_from_tree_mask(CallStream stream, const TensorView& tre
   const LinkedTrees out =
       check_linked(check, B, D, verified_seq_len, positions, retrive_index, retrive_next_token, retrive_next_sibling);
   const uint8_t* mask = mask_bytes(check, tree_mask, false);
-  check.that(tree_mask.numel() == B * D * D, "tree_mask", "has " + std::to_string(tree_mask.numel()) + " elements",
-             std::to_string(B * D * D));
+  check.that(tree_mask.numel() == B * D * D, "tree_mask", {"has ", tree_mask.numel(), " elements"}, {B * D * D});
   if (B == 0) return;
   const ReconstructIndicesFromTreeMaskParams params{out, mask};
   SD_DISPATCH(check, stream, reconstruct_indices_from_tree_mask, params);
@@ -167,4 +166,4 @@ void reconstruct_indices_from_tree_mask_cpu(const ReconstructIndicesFromTreeMask
   }
 }
 
-}  // namespace specdec
+}  // namespace specdec::compat

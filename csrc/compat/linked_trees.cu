@@ -7,7 +7,7 @@
 #include "compat/linked_trees.h"
 #include "tree/tree_nodes.cuh"
 
-namespace specdec {
+namespace specdec::compat {
 namespace {
 
 constexpr int kThreads = 256;
@@ -24,7 +24,7 @@ __device__ int64_t prefixes_before(const LinkedTrees& out, int64_t b) {
 
 template <int kWords>
 __device__ void write_mask(const BuildTreeKernelEfficientParams& p, int64_t b, int64_t prefixes,
-                           const TreeNodes<kWords>& s) {
+                           const tree::TreeNodes<kWords>& s) {
   const auto n = static_cast<int>(p.out.nodes);
   const int64_t prefix = prefix_of(p.out, b);
   if (p.layout == kPackedMaskRows) {
@@ -44,7 +44,7 @@ __device__ void write_mask(const BuildTreeKernelEfficientParams& p, int64_t b, i
 template <int kWords>
 __global__ void __launch_bounds__(kThreads) build_kernel(BuildTreeKernelEfficientParams p) {
   begin_kernel();
-  __shared__ TreeNodes<kWords> s;
+  __shared__ tree::TreeNodes<kWords> s;
   __shared__ int64_t selected[kMaxLinkedNodes];
   __shared__ int64_t prefixes;
   const int64_t b = blockIdx.x;
@@ -68,8 +68,8 @@ __global__ void __launch_bounds__(kThreads) build_kernel(BuildTreeKernelEfficien
 
   int32_t child = -1, sibling = -1;
   if (i < n) {
-    child = next_bit(s.children[i], i);
-    if (parent >= 0) sibling = next_bit(s.children[parent], i);
+    child = tree::next_bit(s.children[i], i);
+    if (parent >= 0) sibling = tree::next_bit(s.children[parent], i);
   }
   uint64_t bits[kWords];
   for (int w = 0; w < kWords; ++w) bits[w] = own_bit(i, w);
@@ -130,4 +130,4 @@ void reconstruct_indices_from_tree_mask_cuda(const ReconstructIndicesFromTreeMas
   launch(kOp, reconstruct_kernel, {.grid = grid_x(kOp, p.out.batch), .threads = kThreads}, stream, p);
 }
 
-}  // namespace specdec
+}  // namespace specdec::compat

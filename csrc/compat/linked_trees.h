@@ -2,11 +2,10 @@
 // links between flat rows. docs/integrations.md says what differs from theirs.
 #pragma once
 
-#include "core/clamp.h"
 #include "core/dispatch.h"
 #include "core/host_device.h"
 
-namespace specdec {
+namespace specdec::compat {
 
 constexpr int64_t kMaxLinkedNodes = 256;
 constexpr int64_t kMaxLinkedBatch = int64_t{1} << 22;  // so that no offset into a mask leaves 64 bits
@@ -22,7 +21,7 @@ struct LinkedTrees {
 
   SD_HD void write(int64_t b, int64_t i, int64_t depth, int64_t child, int64_t sibling) const {
     const int64_t at = b * nodes + i;
-    positions[at] = seq_lens[b] + depth;
+    positions[at] = static_cast<int64_t>(static_cast<uint64_t>(seq_lens[b]) + static_cast<uint64_t>(depth));
     retrieve_index[at] = at;
     next_token[at] = child;
     next_sibling[at] = sibling;
@@ -88,4 +87,4 @@ void build_tree_kernel_efficient_cuda(const BuildTreeKernelEfficientParams& p, S
 void reconstruct_indices_from_tree_mask_cpu(const ReconstructIndicesFromTreeMaskParams& p);
 void reconstruct_indices_from_tree_mask_cuda(const ReconstructIndicesFromTreeMaskParams& p, Stream stream);
 
-}  // namespace specdec
+}  // namespace specdec::compat

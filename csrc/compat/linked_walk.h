@@ -5,7 +5,7 @@
 
 #include "core/host_device.h"
 
-namespace specdec {
+namespace specdec::compat {
 
 struct VerifyLinks {
   int32_t* predicts;              // [num_predicts], by flat row: the token that follows it
@@ -58,4 +58,4 @@ SD_HD int64_t walk_links(const Nodes& nodes, int64_t num_nodes, int64_t width, A
   }
 }
 
-}  // namespace specdec
+}  // namespace specdec::compat

@@ -7,10 +7,9 @@
 #pragma once
 
 #include "core/exact_math.h"
-#include "core/softmax.h"
 #include "verify/logit_row.h"
 
-namespace specdec {
+namespace specdec::compat {
 
 // Sums of as many weights fit 64 bits.
 constexpr int64_t kMaxCompatVocab = int64_t{1} << 22;
@@ -45,7 +44,7 @@ struct GivenProbabilities {
 // The softmax of logits, each entry rounded to a float.
 template <class T>
 struct SoftmaxWeights {
-  LogitRow<T> logits;
+  verify::LogitRow<T> logits;
   float max;
   SD_HD uint64_t weight(int64_t v) const { return exp2_weight(mul(below_max(logits[v], max), kLog2e)); }
 };
@@ -99,7 +98,7 @@ class SerialRows {
     }
   }
   template <class T>
-  uint64_t peak(const LogitRow<T>& row, int64_t vocab) const {
+  uint64_t peak(const verify::LogitRow<T>& row, int64_t vocab) const {
     uint64_t best = 0;
     for (int64_t v = 0; v < vocab; ++v) {
       const uint64_t key = peak_key(row[v], v);
@@ -111,4 +110,4 @@ class SerialRows {
   void wait_for_writes() const {}
 };
 
-}  // namespace specdec
+}  // namespace specdec::compat

@@ -2,7 +2,7 @@
 
 #include "compat/verify_links.h"
 
-namespace specdec {
+namespace specdec::compat {
 
 void chain_speculative_sampling(CallStream stream, const TensorView& predicts, const TensorView& accept_index,
                                 const TensorView& accept_token_num, const TensorView& candidates,
@@ -80,4 +80,4 @@ void rejection_sample_cpu(const RejectionSampleParams& p) {
   });
 }
 
-}  // namespace specdec
+}  // namespace specdec::compat

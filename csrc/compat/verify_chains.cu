@@ -5,7 +5,7 @@
 #include "compat/block_rows.cuh"
 #include "compat/verify_chains.h"
 
-namespace specdec {
+namespace specdec::compat {
 namespace {
 
 __global__ void __launch_bounds__(BlockRows::kThreads) chain_kernel(ChainSamplingParams p) {
@@ -36,4 +36,4 @@ void rejection_sample_cuda(const RejectionSampleParams& p, Stream stream) {
                   [&]<class T>() { launch("rejection_sample", rejection_kernel<T>, shape, stream, p); });
 }
 
-}  // namespace specdec
+}  // namespace specdec::compat

@@ -5,7 +5,7 @@
 #include "compat/row_draws.h"
 #include "core/dispatch.h"
 
-namespace specdec {
+namespace specdec::compat {
 
 struct ChainSamplingParams {
   VerifyLinks links;          // nodes: the root and its drafts
@@ -98,7 +98,7 @@ SD_HD void sample_chain(const ChainSamplingParams& p, int64_t b, Rows& rows) {
 template <class T, class Rows>
 SD_HD int64_t decide_draft(const RejectionSampleParams& p, int64_t b, int64_t i, bool greedy, Rows& rows) {
   const int64_t draft = p.draft_tokens[i];
-  const LogitRow<T> logits{static_cast<const T*>(p.target_logits) + i * p.logits_stride, nullptr, nullptr};
+  const verify::LogitRow<T> logits{static_cast<const T*>(p.target_logits) + i * p.logits_stride, nullptr, nullptr};
   const uint64_t peak = rows.peak(logits, p.vocab);
   if (greedy) return peak_number(peak);
   const SoftmaxWeights<T> weights{logits, peak_value(peak)};
@@ -150,4 +150,4 @@ void chain_speculative_sampling_cuda(const ChainSamplingParams& p, Stream stream
 void rejection_sample_cpu(const RejectionSampleParams& p);
 void rejection_sample_cuda(const RejectionSampleParams& p, Stream stream);
 
-}  // namespace specdec
+}  // namespace specdec::compat

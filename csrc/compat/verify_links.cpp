@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-namespace specdec {
+namespace specdec::compat {
 
 VerifyLinks check_verify_links(Check& check, Dim& batch, Dim& nodes, Dim& width, const TensorView& predicts,
                                const TensorView& accept_index, const TensorView& accept_token_num,
@@ -72,7 +72,7 @@ void tree_speculative_sampling_target_only(CallStream stream, const TensorView& 
   check.output("draft_probs", draft_probs, {B, N, V}, kFloat32);
   for (const auto& [name, threshold] :
        {std::pair{"threshold_single", threshold_single}, {"threshold_acc", threshold_acc}})
-    check.that(threshold >= 0 && threshold <= 1, name, "is " + std::to_string(threshold), "0 to 1");
+    check.that(threshold >= 0 && threshold <= 1, name, {"is ", threshold}, "0 to 1");
   if (B == 0) return;
   const TreeSamplingParams params{
       .links = links,
@@ -95,4 +95,4 @@ void tree_speculative_sampling_target_only_cpu(const TreeSamplingParams& p) {
     walk_sampled(p, b, [&](int64_t i) { return read_linked_node(p, b, i); }, rows);
 }
 
-}  // namespace specdec
+}  // namespace specdec::compat

@@ -5,7 +5,7 @@
 #include "compat/block_rows.cuh"
 #include "compat/verify_links.h"
 
-namespace specdec {
+namespace specdec::compat {
 namespace {
 
 constexpr int kWalkThreads = 128;
@@ -51,4 +51,4 @@ void tree_speculative_sampling_target_only_cuda(const TreeSamplingParams& p, Str
   launch(kOp, sampled_kernel, shape, stream, p);
 }
 
-}  // namespace specdec
+}  // namespace specdec::compat

@@ -5,7 +5,7 @@
 #include "compat/row_draws.h"
 #include "core/dispatch.h"
 
-namespace specdec {
+namespace specdec::compat {
 
 struct VerifyTreeGreedyParams {
   VerifyLinks links;
@@ -117,4 +117,4 @@ void verify_tree_greedy_cuda(const VerifyTreeGreedyParams& p, Stream stream);
 void tree_speculative_sampling_target_only_cpu(const TreeSamplingParams& p);
 void tree_speculative_sampling_target_only_cuda(const TreeSamplingParams& p, Stream stream);
 
-}  // namespace specdec
+}  // namespace specdec::compat

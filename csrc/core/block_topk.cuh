@@ -117,7 +117,7 @@ class BlockTopk {
     if (at < kCapacity) s_.list[at] = key;
   }
 
-  // Of the list, after a barrier: calls put(place, key) once for each of the k best, by some thread.
+  // Ranks the list, after a barrier: some thread calls put(place, key) for each of the k best, once.
   template <class Put>
   __device__ void rank(int k, Put put) {
     const int count = s_.count;

@@ -1,6 +1,7 @@
 #include "core/check.h"
 
 #include <cfloat>
+#include <limits>
 
 #include "core/errors.h"
 
@@ -88,7 +89,21 @@ Dtypes dtype_of(const TensorView& t) {
   return {0};
 }
 
-std::string dtype_name(const TensorView& t) { return dtype_name(t.dl.dtype); }
+std::string Word::text() const {
+  struct {
+    std::string operator()(std::string_view text) const { return std::string(text); }
+    std::string operator()(int64_t number) const { return std::to_string(number); }
+    std::string operator()(double number) const { return std::to_string(number); }
+    std::string operator()(DLDataType dtype) const { return dtype_name(dtype); }
+  } as_text;
+  return std::visit(as_text, part_);
+}
+
+std::string Phrase::text() const {
+  std::string text;
+  for (const Word& word : words_) text += word.text();
+  return text;
+}
 
 void Check::fail(const char* name, const std::string& is, const std::string& expected) const {
   throw ValueError(std::string(op_) + ": " + name + " " + is + ", expected " + expected);
@@ -109,7 +124,11 @@ void Check::common(const char* name, const TensorView& t, Shape shape, Dtypes dt
   if (!match) fail(name, "has shape " + shape_of(t), expected_shape(shape));
   for (int i = 0; i < t.ndim(); ++i)
     if (Dim* d = shape.begin()[i].dim) d->value = t.shape(i);
+  memory(name, t, contiguous_from);
+}
 
+// Where a tensor is, and whether it can be addressed.
+void Check::memory(const char* name, const TensorView& t, int contiguous_from) {
   const DLDevice device = t.dl.device;
   if (device.device_type != kDLCPU && device.device_type != kDLCUDAHost && device.device_type != kDLCUDA)
     fail(name, "is on " + device_name(device), "cpu or cuda");
@@ -149,6 +168,21 @@ void Check::strided_output(const char* name, const TensorView& t, Shape shape, D
   if (t.read_only) fail(name, "is read-only", "a writable tensor");
 }
 
+void* Check::workspace(const OptTensor& workspace, int64_t bytes) {
+  const char* name = "workspace";
+  int64_t has = 0;
+  if (workspace) {
+    memory(name, *workspace, 0);
+    if (workspace->read_only) fail(name, "is read-only", "a writable tensor");
+    has = workspace->numel() * workspace->dl.dtype.bits / 8;
+  }
+  if (has < bytes) fail(name, "has " + std::to_string(has) + " bytes", std::to_string(bytes) + " or more");
+  if (bytes == 0) return nullptr;
+  void* data = workspace->data<void>();
+  if (reinterpret_cast<uintptr_t>(data) % 16 != 0) fail(name, "does not start on 16 bytes", "a tensor that does");
+  return data;
+}
+
 void Check::range(const char* name, int64_t value, int64_t low, int64_t high) {
   if (value < low || value > high)
     fail(name, "is " + std::to_string(value), std::to_string(low) + " to " + std::to_string(high));
@@ -160,8 +194,12 @@ float Check::factor(const char* name, double value, double unit) {
   return f;
 }
 
-void Check::that(bool ok, const char* name, const std::string& is, const std::string& expected) {
-  if (!ok) fail(name, is, expected);
+void Check::packed(const char* name, const OptTensor& cu_seqlens, Dim& batch) {
+  if (!cu_seqlens) return;
+  Dim ends{"batch + 1", batch.value < 0 ? -1 : batch.value + 1};
+  tensor(name, *cu_seqlens, {ends}, kInt32);
+  range("batch + 1", ends, 1, std::numeric_limits<int32_t>::max());
+  batch.value = ends - 1;
 }
 
 void Check::slots(const OptTensor& slots, Dim& batch, const Dim& num_slots) {

@@ -4,13 +4,17 @@
 //   Dim B{"batch"}, N{"num_nodes"}, V{"vocab"};
 //   check.strided("logits", logits, {B, N, V}, kFloats);      // binds B, N, V
 //   check.tensor("parents", parents, {B, N}, kInt32);         // must agree with them
-//   check.output("out_len", out_len, {B}, kInt32);            // also: writable
+//   check.output("out", out, {B}, kInt32);                    // also: writable
 //
 // Messages are `<op>: <argument> <what it is>, expected <what it must be>`. About 6 ns a tensor.
 #pragma once
 
+#include <concepts>
 #include <initializer_list>
+#include <span>
 #include <string>
+#include <string_view>
+#include <variant>
 
 #include "core/tensor.h"
 
@@ -40,10 +44,39 @@ constexpr Dtypes kInt32{1}, kInt64{2}, kFloat32{4}, kFloat16{8}, kBFloat16{16}, 
 constexpr Dtypes operator|(Dtypes a, Dtypes b) { return {a.bits | b.bits}; }
 constexpr Dtypes kFloats = kFloat32 | kFloat16 | kBFloat16;
 
-// The one dtype of a checked tensor, as its bit in Dtypes, and its name.
+// The one dtype of a checked tensor, as its bit in Dtypes.
 Dtypes dtype_of(const TensorView& t);
-std::string dtype_name(const TensorView& t);
 inline bool operator==(Dtypes a, Dtypes b) { return a.bits == b.bits; }
+
+// A part of a message, which becomes text only where a check fails.
+class Word {
+ public:
+  Word(const char* text) : part_(std::string_view(text)) {}
+  Word(const std::string& text) : part_(std::string_view(text)) {}
+  Word(std::integral auto number) : part_(static_cast<int64_t>(number)) {}
+  Word(const Dim& dim) : part_(dim.value) {}
+  Word(double number) : part_(number) {}
+  Word(DLDataType dtype) : part_(dtype) {}
+  std::string text() const;
+
+ private:
+  std::variant<std::string_view, int64_t, double, DLDataType> part_;
+};
+
+// One word, or several in braces: {"is ", value}. Lives until the call it is an argument of returns.
+class Phrase {
+ public:
+  template <class T>
+    requires std::convertible_to<T, Word>
+  Phrase(const T& word) : one_(word), words_(&one_, 1) {}
+  Phrase(std::initializer_list<Word> words) : words_(words) {}
+  Phrase(const Phrase&) = delete;
+  std::string text() const;
+
+ private:
+  Word one_ = "";
+  std::span<const Word> words_;
+};
 
 class Check {
  public:
@@ -64,14 +97,23 @@ class Check {
     if (t) output(name, *t, shape, dtypes);
   }
 
+  // Memory that the op needs for itself, of any dtype and shape: contiguous, writable, on 16 bytes, and of so many
+  // bytes or more. Null where none are needed and none is given.
+  void* workspace(const OptTensor& workspace, int64_t bytes);
+
   // A number within [low, high].
   void range(const char* name, int64_t value, int64_t low, int64_t high);
   // A factor, which is rounded to float32 after multiplication by `unit`: a finite number above 0.
   float factor(const char* name, double value, double unit = 1);
   // Anything else: `<op>: <name> <is>, expected <expected>` unless ok.
-  void that(bool ok, const char* name, const std::string& is, const std::string& expected);
+  void that(bool ok, const char* name, const Phrase& is, const Phrase& expected) const {
+    if (!ok) fail(name, is.text(), expected.text());
+  }
   // `slots` may be none (row b is slot b), which needs batch <= num_slots.
   void slots(const OptTensor& slots, Dim& batch, const Dim& num_slots);
+
+  // Where packed rows end, [batch + 1] if there are any: binds the batch.
+  void packed(const char* name, const OptTensor& cu_seqlens, Dim& batch);
 
   // For what works on the host alone: the tensors checked so far are there.
   void require_cpu() const;
@@ -86,6 +128,7 @@ class Check {
 
  private:
   void common(const char* name, const TensorView& t, Shape shape, Dtypes dtypes, int contiguous_from);
+  void memory(const char* name, const TensorView& t, int contiguous_from);
   [[noreturn]] void fail(const char* name, const std::string& is, const std::string& expected) const;
 
   const char* op_;

@@ -7,6 +7,7 @@
 
 namespace specdec {
 
+constexpr int kRowThreads = 512;     // of a block that works on a row of logits, alone or with others
 constexpr unsigned kMaxCluster = 8;  // the largest that every device with clusters has
 
 struct Cluster {
@@ -31,7 +32,7 @@ struct Cluster {
   __device__ static void sync() { cooperative_groups::this_cluster().sync(); }
   __device__ static void arrive() { cooperative_groups::this_cluster().barrier_arrive(); }
   __device__ static void wait() { cooperative_groups::this_cluster().barrier_wait(); }
-  // Of a barrier before which nothing is written for others but barriers made by init().
+  // Arrives at a barrier before which this block has written nothing for others but barriers made by init().
   __device__ static void arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
   __device__ static void show_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 #else

@@ -1,4 +1,4 @@
-#include <atomic>
+#include <mutex>
 #include <string_view>
 
 #include "core/cluster.cuh"
@@ -22,24 +22,35 @@ unsigned grid_x(const char* op, int64_t blocks) {
   return static_cast<unsigned>(blocks);
 }
 
+namespace {
+
+Device describe(const char* op, int device) {
+  constexpr bool kBuiltForWgmma = std::string_view(SPECDEC_CUDA_ARCHITECTURES).find("90a") != std::string_view::npos;
+  const auto attribute = [&](cudaDeviceAttr which) {
+    int value = 0;
+    SD_CUDA_CHECK(op, cudaDeviceGetAttribute(&value, which, device));
+    return value;
+  };
+  const int major = attribute(cudaDevAttrComputeCapabilityMajor);
+  return {.multiprocessors = attribute(cudaDevAttrMultiProcessorCount),
+          .is_hopper_or_later = major >= 9,
+          .has_wgmma = kBuiltForWgmma && major == 9,
+          .shared_bytes_per_block = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin),
+          .shared_bytes_per_multiprocessor = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor)};
+}
+
+}  // namespace
+
 Device current_device(const char* op) {
   // Asked once of each device: an op needs the answer twice, and each attribute costs it 30 ns.
-  constexpr int kRemembered = 64, kMajors = 64;
-  constexpr bool kBuiltForWgmma = std::string_view(SPECDEC_CUDA_ARCHITECTURES).find("90a") != std::string_view::npos;
-  static std::atomic<int> remembered[kRemembered];  // multiprocessors * kMajors + major; 0: not asked yet
+  constexpr int kRemembered = 64;
+  static std::once_flag asked[kRemembered];
+  static Device remembered[kRemembered];
   int device = 0;
   SD_CUDA_CHECK(op, cudaGetDevice(&device));
-  int known = device < kRemembered ? remembered[device].load(std::memory_order_relaxed) : 0;
-  if (known == 0) {
-    int multiprocessors = 0, major = 0;
-    SD_CUDA_CHECK(op, cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
-    SD_CUDA_CHECK(op, cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-    known = multiprocessors * kMajors + major;
-    if (device < kRemembered) remembered[device].store(known, std::memory_order_relaxed);
-  }
-  const int major = known % kMajors;
-  return {
-      .multiprocessors = known / kMajors, .is_hopper_or_later = major >= 9, .has_wgmma = kBuiltForWgmma && major == 9};
+  if (device >= kRemembered) return describe(op, device);
+  std::call_once(asked[device], [&] { remembered[device] = describe(op, device); });
+  return remembered[device];
 }
 
 unsigned cluster_size(const char* op, int64_t tasks, int blocks_per_sm, int64_t useful) {

@@ -30,14 +30,6 @@ struct LaunchShape {
   unsigned cluster = 1;     // blocks of a cluster, along x; more than 1 needs compute capability 9.0
 };
 
-// What launches depend on, of the current device.
-struct Device {
-  int multiprocessors;
-  bool is_hopper_or_later;  // has clusters and programmatic dependent launch
-  bool has_wgmma;           // as Hopper alone does, and this build its instructions
-};
-Device current_device(const char* op);
-
 // Starts a kernel that may be set up while the one before it on the stream still runs (programmatic dependent launch):
 // in a chain of kernels this short, starting is most of the time. The kernel must call begin_kernel() first.
 template <class... Params>
@@ -84,6 +76,17 @@ __device__ __forceinline__ void let_next_kernel_start() {
 #if __CUDA_ARCH__ >= 900
   cudaTriggerProgrammaticLaunchCompletion();
 #endif
+}
+
+// A number that the compiler computes once, rather than wherever it is used.
+__device__ __forceinline__ int hold(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
+// Asks for the line in the L2. Nothing is read: who writes it afterwards meets it there.
+__device__ __forceinline__ void prefetch(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
 }  // namespace specdec

@@ -10,4 +10,13 @@ void throw_no_cuda(const Check& check) {
                             "(install a CUDA wheel, or build from source where nvcc is on the PATH)");
 }
 
+Device device_of(const Check& check) {
+#ifdef SPECDEC_WITH_CUDA
+  const DeviceGuard guard(check.device().device_id);
+  return current_device(check.op());
+#else
+  throw_no_cuda(check);
+#endif
+}
+
 }  // namespace specdec

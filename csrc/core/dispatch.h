@@ -5,6 +5,7 @@
 #pragma once
 
 #include "core/check.h"
+#include "core/device.h"
 
 struct CUstream_st;  // cudaStream_t is a pointer to this
 
@@ -29,6 +30,9 @@ class DeviceGuard {
 
 [[noreturn]] void throw_no_cuda(const Check& check);
 
+// The GPU that the tensors of a call are on; throws where this build has no CUDA kernels.
+Device device_of(const Check& check);
+
 }  // namespace specdec
 
 #ifdef SPECDEC_WITH_CUDA
@@ -38,7 +42,11 @@ class DeviceGuard {
     op##_cuda(params, static_cast<::specdec::Stream>((check).stream(call_stream))); \
   }
 #else
-#define SD_RUN_CUDA(check, call_stream, op, params) ::specdec::throw_no_cuda(check);
+#define SD_RUN_CUDA(check, call_stream, op, params) \
+  {                                                 \
+    static_cast<void>(call_stream);                 \
+    ::specdec::throw_no_cuda(check);                \
+  }
 #endif
 
 #define SD_DISPATCH(check, call_stream, op, params) \

@@ -1,4 +1,4 @@
-// Exceptions by kind; bindings.cpp turns each into the Python exception of the same name.
+// Exceptions by kind; python/module.cpp turns each into the Python exception of the same name.
 #pragma once
 
 #include <stdexcept>

@@ -1,8 +1,20 @@
 // SD_HD marks small functions shared by a kernel and its CPU twin.
 #pragma once
 
+#include <type_traits>
+
 #ifdef __CUDACC__
 #define SD_HD __host__ __device__ __forceinline__
 #else
 #define SD_HD inline
 #endif
+
+namespace specdec {
+
+// The number nearest to x that lies in [low, high].
+template <class T>
+SD_HD T clamp_to(T x, std::type_identity_t<T> low, std::type_identity_t<T> high) {
+  return x < low ? low : x > high ? high : x;
+}
+
+}  // namespace specdec

@@ -148,7 +148,7 @@ class RowShare {
     __device__ explicit Items(uint4 b) : bits(b) {}
   };
 
-  // Of a vector, passing over NaN; two elements at a time where there are instructions for that.
+  // The largest element of a vector, passing over NaN; two elements at a time where there are instructions for that.
   static __device__ float largest_of(uint4 v, float) {
     return fmaxf(fmaxf(__uint_as_float(v.x), __uint_as_float(v.y)), fmaxf(__uint_as_float(v.z), __uint_as_float(v.w)));
   }

@@ -3,9 +3,9 @@
 
 #include <algorithm>
 
+#include "core/best_list.h"
 #include "core/exact_math.h"
 #include "core/floats.h"
-#include "core/softmax.h"
 
 namespace specdec {
 
@@ -69,10 +69,10 @@ class RowSoftmax {
   double sum_ = 0;
 };
 
-// Offers a row's entries to a BestList (draft/candidates.h), NaN as -inf. Most of them are no better than what is held,
+// Offers a row's entries, NaN as -inf. Most of them are no better than what is held,
 // which is found out for many at a time.
-template <class T, class List>
-void offer_row(const T* row, int64_t size, List& best) {
+template <class T, int kCapacity>
+void offer_row(const T* row, int64_t size, BestList<kCapacity>& best) {
   constexpr int64_t kLanes = 16;
   for (int64_t start = 0; start < size; start += kLanes) {
     const int64_t end = std::min(start + kLanes, size);

@@ -9,11 +9,11 @@
 #include "core/block_topk.cuh"
 #include "core/cluster.cuh"
 #include "core/row_share.cuh"
-#include "core/softmax.h"
+#include "core/warp.cuh"
 
 namespace specdec {
 
-constexpr int kRowThreads = 512, kRowVectors = 8, kRowBlocksPerProcessor = 2;
+constexpr int kRowVectors = 8, kRowBlocksPerProcessor = 2;
 constexpr int kMaxRowBlocks = kMaxCluster, kMaxRowTopk = 64;
 static_assert(kMaxRowBlocks * kMaxRowTopk <= BlockTopk<kRowThreads>::kCapacity);
 
@@ -46,7 +46,7 @@ struct Softmax {
   }
 };
 
-// Of one thread's elements in the tile that is loaded, NaN counting as -inf.
+// The softmax of this thread's elements in the tile that is loaded; NaN counts as -inf.
 template <class Share>
 __device__ Softmax softmax_of_mine(const Share& share, uint32_t tile, float scale) {
   Softmax mine{share.largest(), 0};
@@ -66,7 +66,7 @@ __device__ Softmax softmax_of_mine(const Share& share, uint32_t tile, float scal
   return mine;
 }
 
-// Of all of a thread's elements.
+// The softmax of all of this thread's elements.
 template <class Share>
 __device__ Softmax softmax_of_share(Share& share, float scale) {
   Softmax mine{-INFINITY, 0};
@@ -81,15 +81,10 @@ __device__ Softmax softmax_of_share(Share& share, float scale) {
 struct RowTopkStorage {
   typename BlockTopk<kRowThreads>::Storage block;
   float warp_sums[kRowThreads / kWarp];
-  // Of the first block of a cluster: what each block found.
+  // What each block of a cluster found; only the first block's are used.
   uint64_t lists[kMaxRowBlocks * kMaxRowTopk];
   Softmax parts[kMaxRowBlocks];
 };
-
-__device__ __forceinline__ float warp_sum(float mine) {
-  for (int offset = kWarp / 2; offset > 0; offset /= 2) mine += __shfl_xor_sync(kFullMask, mine, offset);
-  return mine;
-}
 
 // After topk.collect() in each block of a cluster of 2^log2_blocks: calls emit(place, key, softmax) for each of the k
 // best of the row, by some threads of the first block, and returns the softmax to all threads of that block. `of_block`

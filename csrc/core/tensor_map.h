@@ -20,8 +20,8 @@ inline auto tensor_map_encoder(const char* op) {
   return encode;
 }
 
-// Of 16-bit numbers, of which a copy brings a box to panels of 128 bytes a row, swizzled as wgmma reads them; what lies
-// outside of the tensor is zero. Strides are in bytes, of all dimensions but the first.
+// A tensor map (TMA) of 16-bit numbers. A copy brings a box to panels of 128 bytes a row, swizzled as wgmma reads them,
+// with zeros for what lies outside of the tensor. Strides are in bytes, of all dimensions but the first.
 template <int kDims>
 CUtensorMap tensor_map(const char* op, const void* data, Dtypes dtype, const cuuint64_t (&sizes)[kDims],
                        const cuuint64_t (&strides)[kDims - 1], const cuuint32_t (&box)[kDims]) {

@@ -1,8 +1,9 @@
 #include "draft/expand_tree.h"
 
+#include "core/best_list.h"
 #include "draft/select_topk.h"
 
-namespace specdec {
+namespace specdec::draft {
 namespace {
 
 // Depth and offset are added to a length: small enough that only a bad length can leave int32.
@@ -12,7 +13,7 @@ constexpr int64_t kMaxPositionOffset = 1 << 20;
 
 void expand_root(CallStream stream, const TensorView& topk_ids, const TensorView& topk_logprobs,
                  const TensorView& seq_lens, int64_t num_steps, const OptTensor& slots, int64_t position_offset,
-                 const TensorView& out_cand_tokens, const TensorView& out_cand_parents,
+                 const OptTensor& calibration, const TensorView& out_cand_tokens, const TensorView& out_cand_parents,
                  const TensorView& out_cand_scores, const TensorView& out_frontier, const TensorView& out_tokens,
                  const TensorView& out_positions, const TensorView& out_mask) {
   Check check("expand_root");
@@ -26,13 +27,16 @@ void expand_root(CallStream stream, const TensorView& topk_ids, const TensorView
   if (!slots) B.value = S;
   check.slots(slots, B, S);
   check.range("position_offset", position_offset, -kMaxPositionOffset, kMaxPositionOffset);
-  check.output("out_cand_tokens", out_cand_tokens, {B, C}, kInt32);
-  check.output("out_cand_parents", out_cand_parents, {B, C}, kInt32);
-  check.output("out_cand_scores", out_cand_scores, {B, C}, kFloat32);
-  check.output("out_frontier", out_frontier, {B, K}, kInt32);
-  check.output("out_tokens", out_tokens, {B, K}, kInt32);
-  check.output("out_positions", out_positions, {B, K}, kInt32);
-  check.output("out_mask", out_mask, {B, K, W}, kInt64);
+  Dim depths{"num_depths"};
+  check.tensor("calibration", calibration, {depths, 2}, kFloat32);
+  if (calibration) check.range("num_depths", depths, 1, kMaxCalibratedDepths);
+  check.output("out[0].tokens", out_cand_tokens, {B, C}, kInt32);
+  check.output("out[0].parents", out_cand_parents, {B, C}, kInt32);
+  check.output("out[0].scores", out_cand_scores, {B, C}, kFloat32);
+  check.output("out[1].nodes", out_frontier, {B, K}, kInt32);
+  check.output("out[1].tokens", out_tokens, {B, K}, kInt32);
+  check.output("out[1].positions", out_positions, {B, K}, kInt32);
+  check.output("out[1].mask", out_mask, {B, K, W}, kInt64);
   if (B == 0) return;
 
   const ExpandRootParams params{
@@ -40,6 +44,7 @@ void expand_root(CallStream stream, const TensorView& topk_ids, const TensorView
       .topk_logprobs = topk_logprobs.data<const float>(),
       .seq_lens = seq_lens.data<const int32_t>(),
       .slots = data_or_null<const int32_t>(slots),
+      .calibration = data_or_null<const float>(calibration),
       .out_cand_tokens = out_cand_tokens.data<int32_t>(),
       .out_cand_parents = out_cand_parents.data<int32_t>(),
       .out_cand_scores = out_cand_scores.data<float>(),
@@ -53,6 +58,7 @@ void expand_root(CallStream stream, const TensorView& topk_ids, const TensorView
       .candidates = C,
       .mask_words = W,
       .position_offset = position_offset,
+      .depths = depths,
   };
   SD_DISPATCH(check, stream, expand_root, params);
 }
@@ -68,31 +74,33 @@ void expand_root_cpu(const ExpandRootParams& p) {
 void expand_tree(CallStream stream, const TensorView& topk_ids, const TensorView& topk_logprobs, int64_t step,
                  const TensorView& cand_tokens, const TensorView& cand_parents, const TensorView& cand_scores,
                  const TensorView& frontier, const TensorView& mask, const TensorView& seq_lens, const OptTensor& slots,
-                 int64_t position_offset, const TensorView& out_tokens, const TensorView& out_parent_rows,
-                 const TensorView& out_positions) {
+                 int64_t position_offset, const OptTensor& calibration, const TensorView& out_tokens,
+                 const TensorView& out_parent_rows, const TensorView& out_positions) {
   Check check("expand_tree");
   Dim B{"batch"}, K{"k"}, C{"candidates"}, S{"num_slots"};
   check.tensor("topk_ids", topk_ids, {B, K, K}, kInt32);
   check.range("k", K, 1, kMaxTopk);
   check.tensor("topk_logprobs", topk_logprobs, {B, K, K}, kFloat32);
-  check.output("cand_tokens", cand_tokens, {B, C}, kInt32);
-  if (C < K || (C - K) % (K * K) != 0)
-    check.that(false, "cand_tokens", "has " + std::to_string(C) + " candidates",
-               "k + (num_steps - 1) * k * k with k=" + std::to_string(K));
+  check.output("candidates.tokens", cand_tokens, {B, C}, kInt32);
+  check.that(C >= K && (C - K) % (K * K) == 0, "candidates.tokens", {"has ", C, " candidates"},
+             {"k + (num_steps - 1) * k * k with k=", K});
   const int64_t num_steps = 1 + (C - K) / (K * K);
   check.range("num_steps", num_steps, 1, kMaxSteps);
   check.range("step", step, 2, num_steps);
   Dim W{"mask_words", draft_mask_words(K, num_steps)};
-  check.output("cand_parents", cand_parents, {B, C}, kInt32);
-  check.output("cand_scores", cand_scores, {B, C}, kFloat32);
-  check.output("frontier", frontier, {B, K}, kInt32);
-  check.output("mask", mask, {B, K, W}, kInt64);
+  check.output("candidates.parents", cand_parents, {B, C}, kInt32);
+  check.output("candidates.scores", cand_scores, {B, C}, kFloat32);
+  check.output("frontier.nodes", frontier, {B, K}, kInt32);
+  check.output("frontier.mask", mask, {B, K, W}, kInt64);
   check.tensor("seq_lens", seq_lens, {S}, kInt32);
   check.slots(slots, B, S);
   check.range("position_offset", position_offset, -kMaxPositionOffset, kMaxPositionOffset);
-  check.output("out_tokens", out_tokens, {B, K}, kInt32);
-  check.output("out_parent_rows", out_parent_rows, {B, K}, kInt32);
-  check.output("out_positions", out_positions, {B, K}, kInt32);
+  Dim depths{"num_depths"};
+  check.tensor("calibration", calibration, {depths, 2}, kFloat32);
+  if (calibration) check.range("num_depths", depths, 1, kMaxCalibratedDepths);
+  check.output("out.tokens", out_tokens, {B, K}, kInt32);
+  check.output("out.parent_rows", out_parent_rows, {B, K}, kInt32);
+  check.output("out.positions", out_positions, {B, K}, kInt32);
   if (B == 0) return;
 
   const ExpandTreeParams params{
@@ -105,6 +113,7 @@ void expand_tree(CallStream stream, const TensorView& topk_ids, const TensorView
       .mask = mask.data<int64_t>(),
       .seq_lens = seq_lens.data<const int32_t>(),
       .slots = data_or_null<const int32_t>(slots),
+      .calibration = data_or_null<const float>(calibration),
       .out_tokens = out_tokens.data<int32_t>(),
       .out_parent_rows = out_parent_rows.data<int32_t>(),
       .out_positions = out_positions.data<int32_t>(),
@@ -115,6 +124,7 @@ void expand_tree(CallStream stream, const TensorView& topk_ids, const TensorView
       .mask_words = W,
       .position_offset = position_offset,
       .step = step,
+      .depths = depths,
   };
   SD_DISPATCH(check, stream, expand_tree, params);
 }
@@ -141,4 +151,4 @@ void expand_tree_cpu(const ExpandTreeParams& p) {
   }
 }
 
-}  // namespace specdec
+}  // namespace specdec::draft

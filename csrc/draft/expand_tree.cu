@@ -9,7 +9,7 @@
 #include "draft/expand_tree.h"
 #include "draft/select_topk.h"
 
-namespace specdec {
+namespace specdec::draft {
 namespace {
 
 constexpr int kRootThreads = 256;
@@ -131,4 +131,4 @@ void expand_tree_cuda(const ExpandTreeParams& p, Stream stream) {
     start.operator()<1024, kMaxTopk * kMaxTopk / 1024>();
 }
 
-}  // namespace specdec
+}  // namespace specdec::draft

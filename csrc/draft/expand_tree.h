@@ -6,15 +6,17 @@
 #include "core/dispatch.h"
 #include "core/host_device.h"
 #include "core/slots.h"
+#include "draft/calibration.h"
 #include "draft/candidates.h"
 
-namespace specdec {
+namespace specdec::draft {
 
 struct ExpandRootParams {
   const int32_t* topk_ids;     // [num_slots, k]
   const float* topk_logprobs;  // [num_slots, k]
   const int32_t* seq_lens;     // [num_slots]
   const int32_t* slots;        // [batch] or null
+  const float* calibration;    // [depths, 2] or null
   int32_t* out_cand_tokens;    // [batch, candidates]
   int32_t* out_cand_parents;   // [batch, candidates], -1: the root
   float* out_cand_scores;      // [batch, candidates], cumulative log-probabilities
@@ -22,7 +24,7 @@ struct ExpandRootParams {
   int32_t* out_tokens;         // [batch, k]
   int32_t* out_positions;      // [batch, k]
   int64_t* out_mask;           // [batch, k, mask_words], 64-bit patterns over the draft's tail rows
-  int64_t batch, num_slots, k, candidates, mask_words, position_offset;
+  int64_t batch, num_slots, k, candidates, mask_words, position_offset, depths;
 };
 
 struct ExpandTreeParams {
@@ -35,10 +37,11 @@ struct ExpandTreeParams {
   int64_t* mask;               // [batch, k, mask_words], replaced
   const int32_t* seq_lens;     // [num_slots]
   const int32_t* slots;        // [batch] or null
+  const float* calibration;    // [depths, 2] or null
   int32_t* out_tokens;         // [batch, k]
   int32_t* out_parent_rows;    // [batch, k], in [0, batch * k)
   int32_t* out_positions;      // [batch, k]
-  int64_t batch, num_slots, k, candidates, mask_words, position_offset, step;
+  int64_t batch, num_slots, k, candidates, mask_words, position_offset, step, depths;
 };
 
 // Candidate c of row b as step 1 leaves it: a child of the root, or a column that later steps fill.
@@ -47,7 +50,8 @@ SD_HD void write_root_candidate(const ExpandRootParams& p, int64_t b, int64_t sl
   const bool filled = slot >= 0 && c < p.k;
   p.out_cand_tokens[at] = filled ? p.topk_ids[child] : 0;
   p.out_cand_parents[at] = -1;
-  p.out_cand_scores[at] = filled ? child_score(0.0f, p.topk_logprobs[child]) : -INFINITY;
+  p.out_cand_scores[at] =
+      filled ? child_score(0.0f, calibrated(platt_of(p.calibration, p.depths, 1), p.topk_logprobs[child])) : -INFINITY;
 }
 
 // Frontier node j of row b at depth 1.
@@ -86,7 +90,7 @@ SD_HD Child read_child(const ExpandTreeParams& p, int64_t b, int64_t i) {
 SD_HD float append_child(const ExpandTreeParams& p, int64_t b, int64_t slot, FrontierNode parent, int64_t i,
                          Child child) {
   const int64_t at = b * p.candidates + first_candidate(p.k, p.step) + i;
-  const float score = child_score(parent.score, child.logprob);
+  const float score = child_score(parent.score, calibrated(platt_of(p.calibration, p.depths, p.step), child.logprob));
   p.cand_tokens[at] = slot >= 0 ? child.token : 0;
   p.cand_parents[at] = parent.candidate;
   p.cand_scores[at] = score;
@@ -109,7 +113,7 @@ SD_HD void write_frontier(const ExpandTreeParams& p, int64_t b, int64_t slot, in
 
 void expand_root(CallStream stream, const TensorView& topk_ids, const TensorView& topk_logprobs,
                  const TensorView& seq_lens, int64_t num_steps, const OptTensor& slots, int64_t position_offset,
-                 const TensorView& out_cand_tokens, const TensorView& out_cand_parents,
+                 const OptTensor& calibration, const TensorView& out_cand_tokens, const TensorView& out_cand_parents,
                  const TensorView& out_cand_scores, const TensorView& out_frontier, const TensorView& out_tokens,
                  const TensorView& out_positions, const TensorView& out_mask);
 
@@ -119,10 +123,10 @@ void expand_root_cuda(const ExpandRootParams& p, Stream stream);
 void expand_tree(CallStream stream, const TensorView& topk_ids, const TensorView& topk_logprobs, int64_t step,
                  const TensorView& cand_tokens, const TensorView& cand_parents, const TensorView& cand_scores,
                  const TensorView& frontier, const TensorView& mask, const TensorView& seq_lens, const OptTensor& slots,
-                 int64_t position_offset, const TensorView& out_tokens, const TensorView& out_parent_rows,
-                 const TensorView& out_positions);
+                 int64_t position_offset, const OptTensor& calibration, const TensorView& out_tokens,
+                 const TensorView& out_parent_rows, const TensorView& out_positions);
 
 void expand_tree_cpu(const ExpandTreeParams& p);
 void expand_tree_cuda(const ExpandTreeParams& p, Stream stream);
 
-}  // namespace specdec
+}  // namespace specdec::draft

@@ -1,34 +1,37 @@
 #include "draft/extend_rows.h"
 
-namespace specdec {
+namespace specdec::draft {
 
 void extend_rows(CallStream stream, const TensorView& tokens, const TensorView& path, const TensorView& num_valid,
-                 const TensorView& seq_lens_before, int64_t num_nodes, const OptTensor& slots, int64_t position_offset,
-                 const TensorView& out_tokens, const TensorView& out_positions, const TensorView& out_node_rows,
-                 const TensorView& out_last_rows, const TensorView& out_kept_slots) {
+                 const TensorView& prefix_lens, int64_t num_nodes, const OptTensor& slots,
+                 const OptTensor& cu_seqlens_q, int64_t position_offset, const TensorView& out_tokens,
+                 const TensorView& out_positions, const TensorView& out_node_rows, const TensorView& out_last_rows,
+                 const TensorView& out_kept_slots) {
   Check check("extend_rows");
   Dim B{"batch"}, S{"accept_width"}, R{"num_slots"}, W{"width"};
   check.tensor("tokens", tokens, {B, S}, kInt32);
   check.tensor("path", path, {B, S}, kInt32);
   check.tensor("num_valid", num_valid, {B}, kInt32);
-  check.tensor("seq_lens_before", seq_lens_before, {R}, kInt32);
+  check.tensor("prefix_lens", prefix_lens, {R}, kInt32);
   check.range("num_nodes", num_nodes, 1, INT32_MAX);
   check.slots(slots, B, R);
+  check.packed("cu_seqlens_q", cu_seqlens_q, B);
   check.range("position_offset", position_offset, 0, INT32_MAX);
-  check.output("out_tokens", out_tokens, {B, W}, kInt32);
+  check.output("out.tokens", out_tokens, {B, W}, kInt32);
   check.range("width", W, 1, S);
-  check.output("out_positions", out_positions, {B, W}, kInt32);
-  check.output("out_node_rows", out_node_rows, {B, W}, kInt64);
-  check.output("out_last_rows", out_last_rows, {B}, kInt64);
-  check.output("out_kept_slots", out_kept_slots, {B}, kInt64);
+  check.output("out.positions", out_positions, {B, W}, kInt32);
+  check.output("out.node_rows", out_node_rows, {B, W}, kInt64);
+  check.output("out.last_rows", out_last_rows, {B}, kInt64);
+  check.output("out.kept_slots", out_kept_slots, {B}, kInt64);
   if (B == 0) return;
 
   const ExtendRowsParams params{
       .tokens = tokens.data<int32_t>(),
       .path = path.data<int32_t>(),
       .num_valid = num_valid.data<int32_t>(),
-      .seq_lens_before = seq_lens_before.data<int32_t>(),
+      .prefix_lens = prefix_lens.data<int32_t>(),
       .slots = data_or_null<const int32_t>(slots),
+      .cu_seqlens_q = data_or_null<const int32_t>(cu_seqlens_q),
       .out_tokens = out_tokens.data<int32_t>(),
       .out_positions = out_positions.data<int32_t>(),
       .out_node_rows = out_node_rows.data<int64_t>(),
@@ -49,4 +52,4 @@ void extend_rows_cpu(const ExtendRowsParams& p) {
     for (int64_t j = 0; j < p.width; ++j) write_extend_row(p, b, j);
 }
 
-}  // namespace specdec
+}  // namespace specdec::draft

@@ -2,7 +2,7 @@
 #include "core/cuda.cuh"
 #include "draft/extend_rows.h"
 
-namespace specdec {
+namespace specdec::draft {
 namespace {
 
 constexpr int kThreads = 128;
@@ -20,4 +20,4 @@ void extend_rows_cuda(const ExtendRowsParams& p, Stream stream) {
   launch("extend_rows", extend_rows_kernel, {.grid = blocks, .threads = kThreads}, stream, p);
 }
 
-}  // namespace specdec
+}  // namespace specdec::draft

@@ -10,9 +10,8 @@
 
 #include "core/exact_math.h"
 #include "core/philox.h"
-#include "core/softmax.h"
 
-namespace specdec {
+namespace specdec::draft {
 
 constexpr uint32_t kNoiseIds = 4;  // ids that share a block of noise: id's word is words[id % 4] of block id / 4
 
@@ -39,4 +38,4 @@ SD_HD float log2_weight(float x, float max, float scale) {
 
 SD_HD float perturbed(float log2_weight, uint32_t word) { return sub(log2_weight, log2_of(exponential(word))); }
 
-}  // namespace specdec
+}  // namespace specdec::draft

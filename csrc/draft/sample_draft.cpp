@@ -4,11 +4,11 @@
 #include <bit>
 #include <limits>
 
+#include "core/best_list.h"
 #include "core/row_softmax.h"
-#include "draft/candidates.h"
 #include "draft/select_topk.h"
 
-namespace specdec {
+namespace specdec::draft {
 namespace {
 
 using Best = BestList<kMaxTopk>;
@@ -43,11 +43,10 @@ void sample_draft(CallStream stream, const TensorView& logits, int64_t k, const 
   check.tensor("temperature", temperature, {S}, kFloat32);
   if (!slots) B.value = S;
   check.slots(slots, B, S);
-  if (B == 0 ? R != 0 : R % B != 0)
-    check.that(false, "logits", "has " + std::to_string(R) + " rows", "a multiple of batch=" + std::to_string(B));
+  check.that(B == 0 ? R == 0 : R % B == 0, "logits", {"has ", R, " rows"}, {"a multiple of batch=", B});
   check.tensor("id_map", id_map, {V}, kInt32);
-  check.output("out_ids", out_ids, {R, K}, kInt32);
-  check.output("out_logprobs", out_logprobs, {R, K}, kFloat32);
+  check.output("out.ids", out_ids, {R, K}, kInt32);
+  check.output("out.logprobs", out_logprobs, {R, K}, kFloat32);
   if (R == 0) return;
 
   const SampleDraftParams params{
@@ -98,4 +97,4 @@ void sample_draft_cpu(const SampleDraftParams& p) {
   });
 }
 
-}  // namespace specdec
+}  // namespace specdec::draft

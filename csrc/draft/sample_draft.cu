@@ -6,7 +6,7 @@
 #include "draft/sample_draft.h"
 #include "draft/select_topk.h"
 
-namespace specdec {
+namespace specdec::draft {
 namespace {
 
 static_assert(kMaxTopk <= kMaxRowTopk);
@@ -177,4 +177,4 @@ void sample_draft_cuda(const SampleDraftParams& p, Stream stream) {
   });
 }
 
-}  // namespace specdec
+}  // namespace specdec::draft

@@ -5,7 +5,7 @@
 #include "core/slots.h"
 #include "draft/gumbel.h"
 
-namespace specdec {
+namespace specdec::draft {
 
 struct SampleDraftParams {
   const void* logits;  // [rows, vocab], float dtype, rows `logits_stride` elements apart
@@ -47,4 +47,4 @@ void sample_draft(CallStream stream, const TensorView& logits, int64_t k, const 
 void sample_draft_cpu(const SampleDraftParams& p);
 void sample_draft_cuda(const SampleDraftParams& p, Stream stream);
 
-}  // namespace specdec
+}  // namespace specdec::draft

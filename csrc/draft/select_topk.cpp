@@ -3,10 +3,10 @@
 #include <algorithm>
 #include <limits>
 
+#include "core/best_list.h"
 #include "core/row_softmax.h"
-#include "draft/candidates.h"
 
-namespace specdec {
+namespace specdec::draft {
 
 void select_topk(CallStream stream, const TensorView& logits, int64_t k, const OptTensor& id_map,
                  const TensorView& out_ids, const TensorView& out_logprobs) {
@@ -16,8 +16,8 @@ void select_topk(CallStream stream, const TensorView& logits, int64_t k, const O
   check.range("vocab", V, 1, std::numeric_limits<int32_t>::max());
   check.range("k", k, 1, std::min<int64_t>(V, kMaxTopk));
   check.tensor("id_map", id_map, {V}, kInt32);
-  check.output("out_ids", out_ids, {R, K}, kInt32);
-  check.output("out_logprobs", out_logprobs, {R, K}, kFloat32);
+  check.output("out.ids", out_ids, {R, K}, kInt32);
+  check.output("out.logprobs", out_logprobs, {R, K}, kFloat32);
   if (R == 0) return;
 
   const SelectTopkParams params{
@@ -50,4 +50,4 @@ void select_topk_cpu(const SelectTopkParams& p) {
   });
 }
 
-}  // namespace specdec
+}  // namespace specdec::draft

@@ -8,7 +8,7 @@
 #include "core/row_topk.cuh"
 #include "draft/select_topk.h"
 
-namespace specdec {
+namespace specdec::draft {
 namespace {
 
 static_assert(kMaxTopk <= kMaxRowTopk);
@@ -137,4 +137,4 @@ void select_topk_cuda(const SelectTopkParams& p, Stream stream) {
   });
 }
 
-}  // namespace specdec
+}  // namespace specdec::draft

@@ -3,7 +3,7 @@
 
 #include "core/dispatch.h"
 
-namespace specdec {
+namespace specdec::draft {
 
 struct SelectTopkParams {
   const void* logits;  // [rows, vocab], float dtype, rows `logits_stride` elements apart
@@ -23,4 +23,4 @@ void select_topk(CallStream stream, const TensorView& logits, int64_t k, const O
 void select_topk_cpu(const SelectTopkParams& p);
 void select_topk_cuda(const SelectTopkParams& p, Stream stream);
 
-}  // namespace specdec
+}  // namespace specdec::draft

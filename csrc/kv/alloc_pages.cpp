@@ -2,14 +2,14 @@
 
 #include <limits>
 
-namespace specdec {
+namespace specdec::kv {
 
-void alloc_pages(CallStream stream, const PoolTensors& tensors, const TensorView& lens, int64_t reserve,
+void alloc_pages(CallStream stream, const PoolTensors& tensors, const TensorView& seq_lens, int64_t reserve,
                  const OptTensor& slots, const OptTensor& status) {
   Check check("alloc_pages");
   Dim B{"batch"}, R{"num_slots"};
   const PagePool pool = check_pool(check, tensors, R);
-  check.tensor("lens", lens, {R}, kInt32);
+  check.tensor("seq_lens", seq_lens, {R}, kInt32);
   check.range("reserve", reserve, 0, std::numeric_limits<int32_t>::max());
   if (!slots) B.value = R;
   check.slots(slots, B, R);
@@ -18,7 +18,7 @@ void alloc_pages(CallStream stream, const PoolTensors& tensors, const TensorView
 
   const AllocPagesParams params{
       .pool = pool,
-      .lens = lens.data<int32_t>(),
+      .seq_lens = seq_lens.data<int32_t>(),
       .reserve = reserve,
       .slots = data_or_null<const int32_t>(slots),
       .status = data_or_null<int32_t>(status),
@@ -33,7 +33,7 @@ void alloc_pages_cpu(const AllocPagesParams& p) {
     const int64_t slot = slot_of(p.slots, b, p.pool.num_slots);
     if (slot < 0) continue;
     const int64_t held = pages_held(p.pool, p.pool.page_counts[slot]);
-    const int64_t lacking = pages_lacking(p, held, p.lens[slot]);
+    const int64_t lacking = pages_lacking(p, held, p.seq_lens[slot]);
     if (lacking < 0) {
       set_status(p.status, slot, kBadLength);
     } else if (lacking > height) {
@@ -49,4 +49,4 @@ void alloc_pages_cpu(const AllocPagesParams& p) {
   *p.pool.num_free = static_cast<int32_t>(height);
 }
 
-}  // namespace specdec
+}  // namespace specdec::kv

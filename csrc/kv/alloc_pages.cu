@@ -5,7 +5,7 @@
 #include "kv/alloc_pages.h"
 #include "kv/tile.cuh"
 
-namespace specdec {
+namespace specdec::kv {
 namespace {
 
 constexpr int kThreads = 256;
@@ -51,9 +51,9 @@ __global__ void __launch_bounds__(kThreads) alloc_pages_kernel(AllocPagesParams 
 
   for (int64_t first = 0; first < p.batch; first += kThreads) {
     int64_t slot = first + row < p.batch ? slot_of(p.slots, first + row, p.pool.num_slots) : -1;
-    const int32_t count = slot < 0 ? 0 : p.pool.page_counts[slot], len = slot < 0 ? 0 : p.lens[slot];
-    // While these are on their way. Serving a slot twice changes nothing: a served one lacks nothing, and a refused one
-    // is refused again, since pages only get fewer. So once a tile equals once a row.
+    const int32_t count = slot < 0 ? 0 : p.pool.page_counts[slot], len = slot < 0 ? 0 : p.seq_lens[slot];
+    // This is done while the loads are on their way. Serving a slot twice changes nothing: a served one lacks nothing,
+    // and a refused one is refused again, since pages only get fewer. So once a tile equals once a row.
     if (p.slots && !s.first_rows.is_first(static_cast<int>(slot))) slot = -1;
     const int64_t held = pages_held(p.pool, count);
     int64_t need = slot < 0 ? 0 : pages_lacking(p, held, len);
@@ -108,4 +108,4 @@ void alloc_pages_cuda(const AllocPagesParams& p, Stream stream) {
   launch("alloc_pages", alloc_pages_kernel, {.grid = 1, .threads = kThreads}, stream, p);
 }
 
-}  // namespace specdec
+}  // namespace specdec::kv

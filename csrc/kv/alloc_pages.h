@@ -4,18 +4,18 @@
 #include "core/dispatch.h"
 #include "kv/pages.h"
 
-namespace specdec {
+namespace specdec::kv {
 
 struct AllocPagesParams {
   PagePool pool;
-  const int32_t* lens;   // [num_slots]
-  int64_t reserve;       // rows beyond lens
-  const int32_t* slots;  // [batch] or null
-  int32_t* status;       // [num_slots] or null
+  const int32_t* seq_lens;  // [num_slots]
+  int64_t reserve;          // rows beyond seq_lens
+  const int32_t* slots;     // [batch] or null
+  int32_t* status;          // [num_slots] or null
   int64_t batch;
 };
 
-void alloc_pages(CallStream stream, const PoolTensors& tensors, const TensorView& lens, int64_t reserve,
+void alloc_pages(CallStream stream, const PoolTensors& tensors, const TensorView& seq_lens, int64_t reserve,
                  const OptTensor& slots, const OptTensor& status);
 
 void alloc_pages_cpu(const AllocPagesParams& p);
@@ -28,4 +28,4 @@ SD_HD int64_t pages_lacking(const AllocPagesParams& p, int64_t held, int64_t row
   return wanted > held ? wanted - held : 0;
 }
 
-}  // namespace specdec
+}  // namespace specdec::kv

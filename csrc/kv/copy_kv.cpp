@@ -1,9 +1,9 @@
 #include "kv/copy_kv.h"
 
-namespace specdec {
+namespace specdec::kv {
 
 void copy_kv(CallStream stream, const TensorView& k_pools, const TensorView& v_pools, const TensorView& page_table,
-             const TensorView& src_slots, const TensorView& dst_slots, const TensorView& lens,
+             const TensorView& src_slots, const TensorView& dst_slots, const TensorView& prefix_lens,
              const TensorView& num_rows, const OptTensor& page_refs, const OptTensor& status) {
   Check check("copy_kv");
   Dim B{"batch"};
@@ -11,7 +11,7 @@ void copy_kv(CallStream stream, const TensorView& k_pools, const TensorView& v_p
   pools.check(check, k_pools, v_pools, page_table);
   check.tensor("src_slots", src_slots, {B}, kInt32);
   check.tensor("dst_slots", dst_slots, {B}, kInt32);
-  check.tensor("lens", lens, {pools.slots}, kInt32);
+  check.tensor("prefix_lens", prefix_lens, {pools.slots}, kInt32);
   check.tensor("num_rows", num_rows, {B}, kInt32);
   check.tensor("page_refs", page_refs, {pools.pages}, kInt32);
   check.output("status", status, {pools.slots}, kInt32);
@@ -22,7 +22,7 @@ void copy_kv(CallStream stream, const TensorView& k_pools, const TensorView& v_p
       .rows = pools.rows(page_table, page_refs),
       .src_slots = src_slots.data<int32_t>(),
       .dst_slots = dst_slots.data<int32_t>(),
-      .lens = lens.data<int32_t>(),
+      .prefix_lens = prefix_lens.data<int32_t>(),
       .num_rows = num_rows.data<int32_t>(),
       .status = data_or_null<int32_t>(status),
       .batch = B,
@@ -46,4 +46,4 @@ void copy_kv_cpu(const CopyKvParams& p) {
   }
 }
 
-}  // namespace specdec
+}  // namespace specdec::kv

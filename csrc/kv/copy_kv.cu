@@ -3,7 +3,7 @@
 #include "kv/copy_kv.h"
 #include "kv/row_copies.cuh"
 
-namespace specdec {
+namespace specdec::kv {
 namespace {
 
 constexpr int kThreads = 128;
@@ -44,4 +44,4 @@ void copy_kv_cuda(const CopyKvParams& p, Stream stream) {
   });
 }
 
-}  // namespace specdec
+}  // namespace specdec::kv

@@ -4,21 +4,21 @@
 #include "core/dispatch.h"
 #include "kv/layer_pools.h"
 
-namespace specdec {
+namespace specdec::kv {
 
 struct CopyKvParams {
   LayerPools pools;
   PageRows rows;
-  const int32_t* src_slots;  // [batch]
-  const int32_t* dst_slots;  // [batch]
-  const int32_t* lens;       // [num_slots]: the rows end here
-  const int32_t* num_rows;   // [batch]
-  int32_t* status;           // [num_slots] or null
+  const int32_t* src_slots;    // [batch]
+  const int32_t* dst_slots;    // [batch]
+  const int32_t* prefix_lens;  // [num_slots]: the rows end here
+  const int32_t* num_rows;     // [batch]
+  int32_t* status;             // [num_slots] or null
   int64_t batch, num_slots;
 };
 
 void copy_kv(CallStream stream, const TensorView& k_pools, const TensorView& v_pools, const TensorView& page_table,
-             const TensorView& src_slots, const TensorView& dst_slots, const TensorView& lens,
+             const TensorView& src_slots, const TensorView& dst_slots, const TensorView& prefix_lens,
              const TensorView& num_rows, const OptTensor& page_refs, const OptTensor& status);
 
 void copy_kv_cpu(const CopyKvParams& p);
@@ -35,7 +35,7 @@ SD_HD RowsToCopy rows_to_copy(const CopyKvParams& p, int64_t b) {
   const int64_t count = p.num_rows[b];
   if (rows.src < 0 || rows.dst < 0) return rows;
   const int32_t status = p.status ? p.status[rows.dst] : 0;
-  const int64_t end = p.lens[rows.dst];
+  const int64_t end = p.prefix_lens[rows.dst];
   if (status & kStalled) return rows;
   if (count < 0 || end < count || end > row_capacity(p.rows)) {
     rows.bits = kBadLength;
@@ -60,4 +60,4 @@ SD_HD RowCopy find_copy(const CopyKvParams& p, const Divmod& page_size, const Ro
   return copy;
 }
 
-}  // namespace specdec
+}  // namespace specdec::kv

@@ -1,25 +1,25 @@
 #include "kv/fork_pages.h"
 
-namespace specdec {
+namespace specdec::kv {
 
 void fork_pages(CallStream stream, const PoolTensors& tensors, const TensorView& src_slots, const TensorView& dst_slots,
-                const TensorView& lens, const OptTensor& status, const TensorView& out_num_rows) {
+                const TensorView& prefix_lens, const OptTensor& status, const TensorView& out_num_rows) {
   Check check("fork_pages");
   Dim B{"batch"}, R{"num_slots"};
   const PagePool pool = check_pool(check, tensors, R);
   check.tensor("src_slots", src_slots, {B}, kInt32);
   check.range("batch", B, 0, kMaxForks);
   check.tensor("dst_slots", dst_slots, {B}, kInt32);
-  check.tensor("lens", lens, {R}, kInt32);
+  check.tensor("prefix_lens", prefix_lens, {R}, kInt32);
   check.output("status", status, {R}, kInt32);
-  check.output("out_num_rows", out_num_rows, {B}, kInt32);
+  check.output("out", out_num_rows, {B}, kInt32);
   if (B == 0) return;
 
   const ForkPagesParams params{
       .pool = pool,
       .src_slots = src_slots.data<int32_t>(),
       .dst_slots = dst_slots.data<int32_t>(),
-      .lens = lens.data<int32_t>(),
+      .prefix_lens = prefix_lens.data<int32_t>(),
       .status = data_or_null<int32_t>(status),
       .out_num_rows = out_num_rows.data<int32_t>(),
       .batch = B,
@@ -62,7 +62,7 @@ void fork_pages_cpu(const ForkPagesParams& p) {
   int64_t place = height;
   for (int64_t b = 0; b < p.batch; ++b) {
     if (p.out_num_rows[b] == kNoFork) continue;
-    const int64_t src = p.src_slots[b], dst = p.dst_slots[b], pages = p.lens[dst] / p.pool.page_size;
+    const int64_t src = p.src_slots[b], dst = p.dst_slots[b], pages = p.prefix_lens[dst] / p.pool.page_size;
     for (int64_t i = 0; i < pages; ++i) share_page(p, p.pool.page_table[src * p.pool.max_pages + i], dst, i);
     p.pool.page_counts[dst] = static_cast<int32_t>(pages + (p.out_num_rows[b] > 0));
   }
@@ -70,9 +70,10 @@ void fork_pages_cpu(const ForkPagesParams& p) {
     if (p.out_num_rows[b] == kNoFork)
       p.out_num_rows[b] = 0;
     else if (p.out_num_rows[b] > 0)
-      put_page(p.pool, p.status, p.pool.free_stack[--place], p.dst_slots[b], p.lens[p.dst_slots[b]] / p.pool.page_size);
+      put_page(p.pool, p.status, p.pool.free_stack[--place], p.dst_slots[b],
+               p.prefix_lens[p.dst_slots[b]] / p.pool.page_size);
   }
   *p.pool.num_free = static_cast<int32_t>(place);
 }
 
-}  // namespace specdec
+}  // namespace specdec::kv

@@ -5,7 +5,7 @@
 #include "kv/fork_pages.h"
 #include "kv/tile.cuh"
 
-namespace specdec {
+namespace specdec::kv {
 namespace {
 
 constexpr int kThreads = kMaxForks;
@@ -75,4 +75,4 @@ void fork_pages_cuda(const ForkPagesParams& p, Stream stream) {
   launch("fork_pages", fork_pages_kernel, {.grid = 1, .threads = kThreads}, stream, p);
 }
 
-}  // namespace specdec
+}  // namespace specdec::kv

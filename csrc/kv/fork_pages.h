@@ -4,23 +4,23 @@
 #include "core/dispatch.h"
 #include "kv/pages.h"
 
-namespace specdec {
+namespace specdec::kv {
 
 // Rows of a call at most: one block does them all at once, so that every row sees the slots as they were before it.
 constexpr int64_t kMaxForks = 512;
 
 struct ForkPagesParams {
   PagePool pool;
-  const int32_t* src_slots;  // [batch]
-  const int32_t* dst_slots;  // [batch]
-  const int32_t* lens;       // [num_slots]: rows that a destination shares with its source
-  int32_t* status;           // [num_slots] or null
-  int32_t* out_num_rows;     // [batch]: rows of the last page, when it is a page of the destination's own
+  const int32_t* src_slots;    // [batch]
+  const int32_t* dst_slots;    // [batch]
+  const int32_t* prefix_lens;  // [num_slots]: rows that a destination shares with its source
+  int32_t* status;             // [num_slots] or null
+  int32_t* out_num_rows;       // [batch]: rows of the last page, when it is a page of the destination's own
   int64_t batch;
 };
 
 void fork_pages(CallStream stream, const PoolTensors& tensors, const TensorView& src_slots, const TensorView& dst_slots,
-                const TensorView& lens, const OptTensor& status, const TensorView& out_num_rows);
+                const TensorView& prefix_lens, const OptTensor& status, const TensorView& out_num_rows);
 
 void fork_pages_cpu(const ForkPagesParams& p);
 void fork_pages_cuda(const ForkPagesParams& p, Stream stream);
@@ -36,7 +36,7 @@ SD_HD Fork find_fork(const ForkPagesParams& p, int64_t b) {
   Fork fork{.src = slot_of(p.src_slots, b, p.pool.num_slots), .dst = slot_of(p.dst_slots, b, p.pool.num_slots)};
   if (fork.src < 0) fork.dst = -1;
   if (fork.dst < 0) return fork;
-  const int64_t len = p.lens[fork.dst], held = pages_held(p.pool, p.pool.page_counts[fork.src]);
+  const int64_t len = p.prefix_lens[fork.dst], held = pages_held(p.pool, p.pool.page_counts[fork.src]);
   if (p.pool.page_counts[fork.dst] != 0 || len < 0 || pages_for(p.pool, len) > held) {
     fork.bits = kBadLength;
     return fork;
@@ -60,4 +60,4 @@ SD_HD void share_page(const ForkPagesParams& p, int32_t page, int64_t dst, int64
 #endif
 }
 
-}  // namespace specdec
+}  // namespace specdec::kv

@@ -1,13 +1,13 @@
 #include "kv/free_pages.h"
 
-namespace specdec {
+namespace specdec::kv {
 
-void free_pages(CallStream stream, const PoolTensors& tensors, const TensorView& keep_lens, const OptTensor& slots,
+void free_pages(CallStream stream, const PoolTensors& tensors, const TensorView& prefix_lens, const OptTensor& slots,
                 const OptTensor& status) {
   Check check("free_pages");
   Dim B{"batch"}, R{"num_slots"};
   const PagePool pool = check_pool(check, tensors, R);
-  check.tensor("keep_lens", keep_lens, {R}, kInt32);
+  check.tensor("prefix_lens", prefix_lens, {R}, kInt32);
   if (!slots) B.value = R;
   check.slots(slots, B, R);
   check.output("status", status, {R}, kInt32);
@@ -15,7 +15,7 @@ void free_pages(CallStream stream, const PoolTensors& tensors, const TensorView&
 
   const FreePagesParams params{
       .pool = pool,
-      .keep_lens = keep_lens.data<int32_t>(),
+      .prefix_lens = prefix_lens.data<int32_t>(),
       .slots = data_or_null<const int32_t>(slots),
       .status = data_or_null<int32_t>(status),
       .batch = B,
@@ -29,7 +29,7 @@ void free_pages_cpu(const FreePagesParams& p) {
   for (int64_t b = 0; b < p.batch; ++b) {
     const int64_t slot = slot_of(p.slots, b, pool.num_slots);
     if (slot < 0) continue;
-    const int64_t kept = pages_kept(p, pages_held(pool, pool.page_counts[slot]), p.keep_lens[slot]);
+    const int64_t kept = pages_kept(p, pages_held(pool, pool.page_counts[slot]), p.prefix_lens[slot]);
     if (kept < 0) {
       set_status(p.status, slot, kBadLength);
       continue;
@@ -40,4 +40,4 @@ void free_pages_cpu(const FreePagesParams& p) {
   *pool.num_free = static_cast<int32_t>(height);
 }
 
-}  // namespace specdec
+}  // namespace specdec::kv

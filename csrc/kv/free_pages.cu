@@ -8,7 +8,7 @@
 #include "kv/free_pages.h"
 #include "kv/tile.cuh"
 
-namespace specdec {
+namespace specdec::kv {
 namespace {
 
 constexpr int kThreads = 256;
@@ -122,9 +122,9 @@ __global__ void __launch_bounds__(kThreads) free_pages_kernel(FreePagesParams p)
 
   for (int64_t first = 0; first < p.batch; first += kThreads) {
     int64_t slot = first + row < p.batch ? slot_of(p.slots, first + row, p.pool.num_slots) : -1;
-    const int32_t count = slot < 0 ? 0 : p.pool.page_counts[slot], len = slot < 0 ? 0 : p.keep_lens[slot];
-    // While these are on their way. A slot that has given back its pages holds nothing more to give: once a tile equals
-    // once a row.
+    const int32_t count = slot < 0 ? 0 : p.pool.page_counts[slot], len = slot < 0 ? 0 : p.prefix_lens[slot];
+    // This is done while the loads are on their way. A slot that has given back its pages holds nothing more to give,
+    // so serving it once a tile is the same as once a row.
     if (p.slots && !s.first_rows.is_first(static_cast<int>(slot))) slot = -1;
     const int64_t held = pages_held(p.pool, count), kept = pages_kept(p, held, len);
     if (slot >= 0) {
@@ -150,4 +150,4 @@ void free_pages_cuda(const FreePagesParams& p, Stream stream) {
   launch("free_pages", free_pages_kernel, {.grid = 1, .threads = kThreads}, stream, p);
 }
 
-}  // namespace specdec
+}  // namespace specdec::kv

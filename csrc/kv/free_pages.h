@@ -4,17 +4,17 @@
 #include "core/dispatch.h"
 #include "kv/pages.h"
 
-namespace specdec {
+namespace specdec::kv {
 
 struct FreePagesParams {
   PagePool pool;
-  const int32_t* keep_lens;  // [num_slots]: rows to keep, 0 for none
-  const int32_t* slots;      // [batch] or null
-  int32_t* status;           // [num_slots] or null
+  const int32_t* prefix_lens;  // [num_slots]: rows to keep, 0 for none
+  const int32_t* slots;        // [batch] or null
+  int32_t* status;             // [num_slots] or null
   int64_t batch;
 };
 
-void free_pages(CallStream stream, const PoolTensors& tensors, const TensorView& keep_lens, const OptTensor& slots,
+void free_pages(CallStream stream, const PoolTensors& tensors, const TensorView& prefix_lens, const OptTensor& slots,
                 const OptTensor& status);
 
 void free_pages_cpu(const FreePagesParams& p);
@@ -44,4 +44,4 @@ SD_HD int64_t return_page(const FreePagesParams& p, int64_t slot, int64_t index,
   return height;
 }
 
-}  // namespace specdec
+}  // namespace specdec::kv

@@ -2,9 +2,9 @@
 
 #include <limits>
 
-#include "kv/pool_scale.h"
+#include "kv/pool_view.h"
 
-namespace specdec {
+namespace specdec::kv {
 
 void PagedLayers::check(Check& check, const TensorView& k_pools, const TensorView& v_pools,
                         const TensorView& page_table) {
@@ -16,4 +16,4 @@ void PagedLayers::check(Check& check, const TensorView& k_pools, const TensorVie
   check.tensor("page_table", page_table, {slots, max_pages}, kInt32);
 }
 
-}  // namespace specdec
+}  // namespace specdec::kv

@@ -4,9 +4,9 @@
 #include <cstring>
 
 #include "core/check.h"
-#include "kv/bytes.h"
+#include "kv/pool_view.h"
 
-namespace specdec {
+namespace specdec::kv {
 
 struct LayerPools {
   PoolView k, v;  // of layer 0; the others this many bytes apart:
@@ -18,7 +18,7 @@ struct LayerPools {
 // Columns of `unit` bytes that the kernels count in 32 bits with room to spare, in all layers together.
 constexpr int64_t kMaxLayerItems = int64_t{1} << 29;
 
-// Of tensors [layers, num_pages, page_size, heads, head_dim].
+// The pools of all layers, from tensors [layers, num_pages, page_size, heads, head_dim].
 inline LayerPools layer_pools(const TensorView& k, const TensorView& v) {
   return {.k = pool_view(k, 1),
           .v = pool_view(v, 1),
@@ -59,4 +59,4 @@ inline void copy_row(const LayerPools& pools, KvRow from, KvRow to) {
   }
 }
 
-}  // namespace specdec
+}  // namespace specdec::kv

@@ -1,17 +1,17 @@
 #include "kv/move_kv.h"
 
-namespace specdec {
+namespace specdec::kv {
 
 void move_kv(CallStream stream, const TensorView& k_pools, const TensorView& v_pools, const TensorView& page_table,
-             const TensorView& path, const TensorView& num_valid, const TensorView& seq_lens_before,
-             const OptTensor& slots, const OptTensor& page_refs, const OptTensor& status) {
+             const TensorView& path, const TensorView& num_valid, const TensorView& prefix_lens, const OptTensor& slots,
+             const OptTensor& page_refs, const OptTensor& status) {
   Check check("move_kv");
   Dim B{"batch"}, S{"accept_width"};
   PagedLayers pools;
   pools.check(check, k_pools, v_pools, page_table);
   check.tensor("path", path, {B, S}, kInt32);
   check.tensor("num_valid", num_valid, {B}, kInt32);
-  check.tensor("seq_lens_before", seq_lens_before, {pools.slots}, kInt32);
+  check.tensor("prefix_lens", prefix_lens, {pools.slots}, kInt32);
   check.slots(slots, B, pools.slots);
   check.tensor("page_refs", page_refs, {pools.pages}, kInt32);
   check.output("status", status, {pools.slots}, kInt32);
@@ -22,7 +22,7 @@ void move_kv(CallStream stream, const TensorView& k_pools, const TensorView& v_p
       .rows = pools.rows(page_table, page_refs),
       .path = path.data<int32_t>(),
       .num_valid = num_valid.data<int32_t>(),
-      .seq_lens_before = seq_lens_before.data<int32_t>(),
+      .prefix_lens = prefix_lens.data<int32_t>(),
       .slots = data_or_null<const int32_t>(slots),
       .status = data_or_null<int32_t>(status),
       .batch = B,
@@ -46,4 +46,4 @@ void move_kv_cpu(const MoveKvParams& p) {
   }
 }
 
-}  // namespace specdec
+}  // namespace specdec::kv

@@ -4,7 +4,7 @@
 #include "kv/move_kv.h"
 #include "kv/row_copies.cuh"
 
-namespace specdec {
+namespace specdec::kv {
 namespace {
 
 constexpr int kThreads = 128;
@@ -61,4 +61,4 @@ void move_kv_cuda(const MoveKvParams& p, Stream stream) {
   });
 }
 
-}  // namespace specdec
+}  // namespace specdec::kv

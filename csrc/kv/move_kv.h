@@ -4,22 +4,22 @@
 #include "core/dispatch.h"
 #include "kv/layer_pools.h"
 
-namespace specdec {
+namespace specdec::kv {
 
 struct MoveKvParams {
   LayerPools pools;
   PageRows rows;
-  const int32_t* path;             // [batch, accept_width], tree nodes, 0 first
-  const int32_t* num_valid;        // [batch]
-  const int32_t* seq_lens_before;  // [num_slots]
-  const int32_t* slots;            // [batch] or null
-  int32_t* status;                 // [num_slots] or null
+  const int32_t* path;         // [batch, accept_width], tree nodes, 0 first
+  const int32_t* num_valid;    // [batch]
+  const int32_t* prefix_lens;  // [num_slots]
+  const int32_t* slots;        // [batch] or null
+  int32_t* status;             // [num_slots] or null
   int64_t batch, accept_width, num_slots;
 };
 
 void move_kv(CallStream stream, const TensorView& k_pools, const TensorView& v_pools, const TensorView& page_table,
-             const TensorView& path, const TensorView& num_valid, const TensorView& seq_lens_before,
-             const OptTensor& slots, const OptTensor& page_refs, const OptTensor& status);
+             const TensorView& path, const TensorView& num_valid, const TensorView& prefix_lens, const OptTensor& slots,
+             const OptTensor& page_refs, const OptTensor& status);
 
 void move_kv_cpu(const MoveKvParams& p);
 void move_kv_cuda(const MoveKvParams& p, Stream stream);
@@ -35,7 +35,7 @@ SD_HD PathToMove path_to_move(const MoveKvParams& p, int64_t b) {
   const int64_t count = p.num_valid[b];
   if (path.slot < 0) return path;
   const int32_t status = p.status ? p.status[path.slot] : 0;
-  path.before = p.seq_lens_before[path.slot];
+  path.before = p.prefix_lens[path.slot];
   if (status & kStalled) return path;
   if (count < 0 || count > p.accept_width || path.before < 0)
     path.bits = kBadLength;
@@ -68,4 +68,4 @@ SD_HD RowMove find_move(const MoveKvParams& p, const Divmod& page_size, const Pa
   return move;
 }
 
-}  // namespace specdec
+}  // namespace specdec::kv

@@ -7,7 +7,7 @@
 #include "core/host_device.h"
 #include "core/slots.h"
 
-namespace specdec {
+namespace specdec::kv {
 
 struct PageRows {
   const int32_t* page_table;  // [num_slots, max_pages]
@@ -69,4 +69,4 @@ SD_HD char* row_data(const PoolView& pool, KvRow at) {
   return pool.data + at.page * pool.page_stride + at.offset * pool.row_stride;
 }
 
-}  // namespace specdec
+}  // namespace specdec::kv

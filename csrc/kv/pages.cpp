@@ -2,7 +2,7 @@
 
 #include <limits>
 
-namespace specdec {
+namespace specdec::kv {
 
 PagePool check_pool(Check& check, const PoolTensors& pool, Dim& num_slots) {
   Dim M{"max_pages"}, P{"num_pages"};
@@ -26,4 +26,4 @@ PagePool check_pool(Check& check, const PoolTensors& pool, Dim& num_slots) {
   };
 }
 
-}  // namespace specdec
+}  // namespace specdec::kv

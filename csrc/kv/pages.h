@@ -2,11 +2,10 @@
 #pragma once
 
 #include "core/check.h"
-#include "core/clamp.h"
 #include "core/host_device.h"
 #include "core/slots.h"
 
-namespace specdec {
+namespace specdec::kv {
 
 struct PagePool {
   int32_t* page_table;   // [num_slots, max_pages], -1 for none
@@ -51,4 +50,4 @@ SD_HD void put_page(const PagePool& pool, int32_t* status, int32_t page, int64_t
     set_status(status, slot, kBadPage);
 }
 
-}  // namespace specdec
+}  // namespace specdec::kv

@@ -9,7 +9,7 @@
 #include "core/cuda.cuh"
 #include "kv/layer_pools.h"
 
-namespace specdec {
+namespace specdec::kv {
 
 // The rows of a request that a block copies, at most a warp of them at a time. In shared memory.
 struct RowCopies {
@@ -81,4 +81,4 @@ __device__ __forceinline__ void copy_rows(const LayerPools& pools, const Columns
   }
 }
 
-}  // namespace specdec
+}  // namespace specdec::kv

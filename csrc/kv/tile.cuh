@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <cub/block/block_scan.cuh>
 
-namespace specdec {
+namespace specdec::kv {
 
 // Finds rows that name a slot which an earlier row of the block names. A hash table, in shared memory, of twice the
 // slots it can hold, so that a search ends.
@@ -62,4 +62,4 @@ struct PageNumbers {
   }
 };
 
-}  // namespace specdec
+}  // namespace specdec::kv

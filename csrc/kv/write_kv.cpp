@@ -3,10 +3,9 @@
 #include <cstring>
 #include <limits>
 
-#include "kv/bytes.h"
-#include "kv/pool_scale.h"
+#include "kv/pool_view.h"
 
-namespace specdec {
+namespace specdec::kv {
 namespace {
 
 NewRows new_rows(const TensorView& t, bool packed) {
@@ -43,7 +42,7 @@ WriteKvParams WriteKvArguments::check(Check& check, Dim& batch, Dim& heads, Dim&
   check.range("page_size", Z, 1, kMax);
   check.strided_output("v_pool", v_pool, {P, Z, heads, head_dim}, dtype_of(k_pool));
   check.tensor("page_table", page_table, {R, M}, kInt32);
-  check.tensor("start_lens", start_lens, {R}, kInt32);
+  check.tensor("prefix_lens", prefix_lens, {R}, kInt32);
   check.range("row_offset", row_offset, -kMax, kMax);
   check.slots(slots, batch, R);
   check.tensor("num_valid", num_valid, {batch}, kInt32);
@@ -59,7 +58,7 @@ WriteKvParams WriteKvArguments::check(Check& check, Dim& batch, Dim& heads, Dim&
             .max_pages = M,
             .num_pages = P,
             .page_size = Z};
-  p.start_lens = start_lens.data<int32_t>();
+  p.prefix_lens = prefix_lens.data<int32_t>();
   p.row_offset = row_offset;
   p.slots = data_or_null<const int32_t>(slots);
   p.num_valid = data_or_null<const int32_t>(num_valid);
@@ -75,11 +74,11 @@ WriteKvParams WriteKvArguments::check(Check& check, Dim& batch, Dim& heads, Dim&
 }
 
 void write_kv(CallStream stream, const TensorView& k, const TensorView& v, const TensorView& k_pool,
-              const TensorView& v_pool, const TensorView& page_table, const TensorView& start_lens, int64_t row_offset,
+              const TensorView& v_pool, const TensorView& page_table, const TensorView& prefix_lens, int64_t row_offset,
               const OptTensor& slots, const OptTensor& num_valid, const OptTensor& cu_seqlens_q,
               const OptTensor& page_refs, double k_scale, double v_scale, const OptTensor& status) {
   Check check("write_kv");
-  Dim B{"batch"}, Q{"q_len"}, T{"tokens"}, H{"heads"}, D{"head_dim"}, ends{"batch + 1"};
+  Dim B{"batch"}, Q{"q_len"}, T{"tokens"}, H{"heads"}, D{"head_dim"};
   const bool packed = cu_seqlens_q.has_value();
   if (packed)
     check.strided("k", k, {T, H, D}, kKvDtypes);
@@ -91,13 +90,9 @@ void write_kv(CallStream stream, const TensorView& k, const TensorView& v, const
   else
     check.strided("v", v, {B, Q, H, D}, dtype);
   check.range("heads * head_dim", H * D, 1, kMaxRowItems);
-  check.tensor("cu_seqlens_q", cu_seqlens_q, {ends}, kInt32);
-  if (packed) {
-    check.range("batch + 1", ends, 1, std::numeric_limits<int32_t>::max());
-    B.value = ends - 1;
-  }
-  const WriteKvArguments to{k_pool,    v_pool,    page_table, start_lens, row_offset, slots,
-                            num_valid, page_refs, k_scale,    v_scale,    status};
+  check.packed("cu_seqlens_q", cu_seqlens_q, B);
+  const WriteKvArguments to{k_pool,    v_pool,    page_table, prefix_lens, row_offset, slots,
+                            num_valid, page_refs, k_scale,    v_scale,     status};
   WriteKvParams params = to.check(check, B, H, D, dtype);
   if (B == 0) return;
 
@@ -131,4 +126,4 @@ void write_kv_cpu(const WriteKvParams& p) {
   }
 }
 
-}  // namespace specdec
+}  // namespace specdec::kv

@@ -6,10 +6,10 @@
 #include <algorithm>
 
 #include "core/cuda.cuh"
-#include "kv/bytes.h"
+#include "kv/pool_view.h"
 #include "kv/write_kv.h"
 
-namespace specdec {
+namespace specdec::kv {
 namespace {
 
 constexpr int kWarps = 4;          // rows a block writes at a time
@@ -118,4 +118,4 @@ void write_kv_cuda(const WriteKvParams& p, Stream stream) {
   });
 }
 
-}  // namespace specdec
+}  // namespace specdec::kv

@@ -7,7 +7,7 @@
 #include "core/floats.h"
 #include "kv/page_rows.h"
 
-namespace specdec {
+namespace specdec::kv {
 
 // Rows [tokens, heads, head_dim] of one of the two inputs; strides in bytes.
 struct NewRows {
@@ -19,7 +19,7 @@ struct WriteKvParams {
   NewRows k, v;  // [batch, q_len, heads, head_dim], or packed [tokens, heads, head_dim]
   PoolView k_pool, v_pool;
   PageRows rows;
-  const int32_t* start_lens;  // [num_slots]
+  const int32_t* prefix_lens;  // [num_slots]
   int64_t row_offset;
   const int32_t* slots;         // [batch] or null
   const int32_t* num_valid;     // [batch] or null
@@ -35,7 +35,7 @@ struct WriteKvParams {
 
 // What an op is told about where it writes.
 struct WriteKvArguments {
-  const TensorView &k_pool, &v_pool, &page_table, &start_lens;
+  const TensorView &k_pool, &v_pool, &page_table, &prefix_lens;
   int64_t row_offset;
   const OptTensor &slots, &num_valid, &page_refs;
   double k_scale, v_scale;
@@ -52,7 +52,7 @@ SD_HD Float8 to_float8(T x, float scale) {
 }
 
 void write_kv(CallStream stream, const TensorView& k, const TensorView& v, const TensorView& k_pool,
-              const TensorView& v_pool, const TensorView& page_table, const TensorView& start_lens, int64_t row_offset,
+              const TensorView& v_pool, const TensorView& page_table, const TensorView& prefix_lens, int64_t row_offset,
               const OptTensor& slots, const OptTensor& num_valid, const OptTensor& cu_seqlens_q,
               const OptTensor& page_refs, double k_scale, double v_scale, const OptTensor& status);
 
@@ -74,7 +74,7 @@ SD_HD RowsToWrite rows_to_write(const WriteKvParams& p, int64_t b) {
   const int64_t count = p.num_valid ? p.num_valid[b] : present;
   if (r.slot < 0) return r;
   const int32_t status = p.status ? p.status[r.slot] : 0;
-  r.start = p.start_lens[r.slot];
+  r.start = p.prefix_lens[r.slot];
   if (status & kStalled) return r;
   if (r.first < 0 || present < 0 || r.first + present > p.q_len || count < 0 || count > present || r.start < 0)
     r.bits = kBadLength;
@@ -87,4 +87,4 @@ SD_HD const char* row_data(const NewRows& rows, int64_t b, int64_t row) {
   return rows.data + b * rows.batch_stride + row * rows.row_stride;
 }
 
-}  // namespace specdec
+}  // namespace specdec::kv

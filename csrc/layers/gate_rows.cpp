@@ -1,8 +1,8 @@
 #include "layers/gate_rows.h"
 
-#include "kv/bytes.h"
+#include "core/bytes.h"
 
-namespace specdec {
+namespace specdec::layers {
 
 void gate_rows(CallStream stream, const TensorView& x, const TensorView& out) {
   Check check("gate_rows");
@@ -10,7 +10,7 @@ void gate_rows(CallStream stream, const TensorView& x, const TensorView& out) {
   check.strided("x", x, {T, W}, kFloats);
   check.range("2 * width", W, 2, INT32_MAX);
   I.value = W / 2;
-  check.that(W % 2 == 0, "2 * width", "is " + std::to_string(W.value), "an even number");
+  check.that(W % 2 == 0, "2 * width", {"is ", W}, "an even number");
   check.strided_output("out", out, {T, I}, dtype_of(x));
   if (T == 0) return;
 
@@ -38,4 +38,4 @@ void gate_rows_cpu(const GateRowsParams& p) {
   });
 }
 
-}  // namespace specdec
+}  // namespace specdec::layers

@@ -6,7 +6,7 @@
 #include "layers/gate_rows.h"
 #include "layers/pack.cuh"
 
-namespace specdec {
+namespace specdec::layers {
 namespace {
 
 constexpr int kThreads = 128;
@@ -44,4 +44,4 @@ void gate_rows_cuda(const GateRowsParams& p, Stream stream) {
   });
 }
 
-}  // namespace specdec
+}  // namespace specdec::layers

@@ -6,7 +6,7 @@
 #include "core/dispatch.h"
 #include "core/floats.h"
 
-namespace specdec {
+namespace specdec::layers {
 
 struct GateRowsParams {
   const void* x;  // [rows, 2 * width]
@@ -35,4 +35,4 @@ void gate_rows(CallStream stream, const TensorView& x, const TensorView& out);
 void gate_rows_cpu(const GateRowsParams& p);
 void gate_rows_cuda(const GateRowsParams& p, Stream stream);
 
-}  // namespace specdec
+}  // namespace specdec::layers

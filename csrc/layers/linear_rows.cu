@@ -1,4 +1,4 @@
-// linear_rows before and after Hopper, for eight rows at a time (grid.y).
+// linear_rows by mma.sync, for eight rows at a time (grid.y): before and after Hopper.
 //
 // A block a multiprocessor, each with its share of 16-row tiles of the weight, of which every warp reads and multiplies
 // a part of the length; they add up at the end. Reads the weight once, and x once a block and group of tiles, mostly
@@ -20,7 +20,7 @@
 #include "layers/gate_rows.h"
 #include "layers/linear_rows.h"
 
-namespace specdec {
+namespace specdec::layers {
 namespace {
 
 constexpr int kRows = 8;    // of x, in a step
@@ -190,10 +190,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, 1) linear_rows_kernel(LinearRow
 }  // namespace
 
 void linear_rows_cuda(const LinearRowsParams& p, Stream stream) {
-  // The copy engine takes no rows that overlap.
-  const bool apart = (p.out == 1 || p.weight_stride >= p.in) && (p.rows == 1 || p.x_stride >= p.in);
-  if (apart && current_device("linear_rows").has_wgmma)
-    return p.rows > kFewLinearRows ? wgmma_many_rows(p, stream) : wgmma_linear_rows(p, stream);
+  if (p.plan == LinearPlan::kWgmma) return wgmma_linear_rows(p, stream);
   int device = 0, most = 0;
   SD_CUDA_CHECK("linear_rows", cudaGetDevice(&device));
   SD_CUDA_CHECK("linear_rows", cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
@@ -222,6 +219,4 @@ void linear_rows_cuda(const LinearRowsParams& p, Stream stream) {
     of_type.template operator()<Half>();
 }
 
-bool has_wgmma() { return current_device("linear_rows").has_wgmma; }
-
-}  // namespace specdec
+}  // namespace specdec::layers

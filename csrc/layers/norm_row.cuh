@@ -6,10 +6,10 @@
 
 #include <algorithm>
 
-#include "core/cuda.cuh"
+#include "core/warp.cuh"
 #include "layers/pack.cuh"
 
-namespace specdec {
+namespace specdec::layers {
 
 constexpr int kMaxNormThreads = 512;
 // Blocks that a multiprocessor has room for, of threads that hold so many packs.
@@ -26,12 +26,11 @@ struct NormRow {
 
 __device__ __forceinline__ float norm_block_sum(float x) {
   __shared__ float sums[kMaxNormThreads / kWarp];
-  for (int step = kWarp / 2; step > 0; step /= 2) x += __shfl_xor_sync(kFullMask, x, step);
+  x = warp_sum(x);
   if (threadIdx.x % kWarp == 0) sums[threadIdx.x / kWarp] = x;
   __syncthreads();
   x = threadIdx.x % kWarp < blockDim.x / kWarp ? sums[threadIdx.x % kWarp] : 0;
-  for (int step = kWarp / 2; step > 0; step /= 2) x += __shfl_xor_sync(kFullMask, x, step);
-  return x;
+  return warp_sum(x);
 }
 
 // kHeld: packs that a thread holds; the others of longer rows are read twice.
@@ -106,4 +105,4 @@ void with_norm_threads(const char* op, int64_t rows, int64_t width, bool wide, F
   wide ? of_pack.template operator()<16 / sizeof(T)>() : of_pack.template operator()<1>();
 }
 
-}  // namespace specdec
+}  // namespace specdec::layers

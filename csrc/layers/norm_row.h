@@ -5,7 +5,7 @@
 
 #include "core/floats.h"
 
-namespace specdec {
+namespace specdec::layers {
 
 template <class T>
 void norm_row_cpu(const T* x, const T* weight, int64_t width, float eps, T* out) {
@@ -15,4 +15,4 @@ void norm_row_cpu(const T* x, const T* weight, int64_t width, float eps, T* out)
   for (int64_t i = 0; i < width; ++i) out[i] = from_float<T>(to_float(x[i]) * scale * to_float(weight[i]));
 }
 
-}  // namespace specdec
+}  // namespace specdec::layers

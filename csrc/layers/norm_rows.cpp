@@ -1,9 +1,9 @@
 #include "layers/norm_rows.h"
 
-#include "kv/bytes.h"
+#include "core/bytes.h"
 #include "layers/norm_row.h"
 
-namespace specdec {
+namespace specdec::layers {
 
 void norm_rows(CallStream stream, const TensorView& x, const TensorView& weight, double eps, const OptTensor& residual,
                const OptTensor& out_sum, const TensorView& out) {
@@ -14,13 +14,13 @@ void norm_rows(CallStream stream, const TensorView& x, const TensorView& weight,
   check.range("width", H, 1, INT32_MAX);
   check.tensor("weight", weight, {H}, dtype);
   const float epsilon = check.factor("eps", eps);
-  check.that(residual.has_value() == out_sum.has_value(), "out_sum", out_sum ? "given" : "None",
+  check.that(residual.has_value() == out_sum.has_value(), "out[1]", out_sum ? "is given" : "is None",
              residual ? "a tensor beside residual" : "None without residual");
   if (residual) {
     check.strided("residual", *residual, {T, H}, dtype);
-    check.strided_output("out_sum", *out_sum, {T, H}, dtype);
+    check.strided_output("out[1]", *out_sum, {T, H}, dtype);
   }
-  check.strided_output("out", out, {T, H}, dtype);
+  check.strided_output("out[0]", out, {T, H}, dtype);
   if (T == 0) return;
 
   bool wide = copy_unit({&x, &weight, &out}) == 16;
@@ -60,4 +60,4 @@ void norm_rows_cpu(const NormRowsParams& p) {
   });
 }
 
-}  // namespace specdec
+}  // namespace specdec::layers

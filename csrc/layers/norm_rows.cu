@@ -2,7 +2,7 @@
 #include "layers/norm_row.cuh"
 #include "layers/norm_rows.h"
 
-namespace specdec {
+namespace specdec::layers {
 namespace {
 
 template <class T, int N, int kHeld>
@@ -32,4 +32,4 @@ void norm_rows_cuda(const NormRowsParams& p, Stream stream) {
   });
 }
 
-}  // namespace specdec
+}  // namespace specdec::layers

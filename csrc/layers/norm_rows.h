@@ -4,7 +4,7 @@
 #include "core/dispatch.h"
 #include "core/floats.h"
 
-namespace specdec {
+namespace specdec::layers {
 
 struct NormRowsParams {
   const void* x;         // [rows, width]
@@ -25,4 +25,4 @@ void norm_rows(CallStream stream, const TensorView& x, const TensorView& weight,
 void norm_rows_cpu(const NormRowsParams& p);
 void norm_rows_cuda(const NormRowsParams& p, Stream stream);
 
-}  // namespace specdec
+}  // namespace specdec::layers

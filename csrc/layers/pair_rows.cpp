@@ -2,10 +2,10 @@
 
 #include <algorithm>
 
-#include "kv/bytes.h"
+#include "core/bytes.h"
 #include "layers/norm_row.h"
 
-namespace specdec {
+namespace specdec::layers {
 
 void pair_rows(CallStream stream, const TensorView& embeddings, const TensorView& tokens,
                const TensorView& embedding_weight, const TensorView& features, const OptTensor& feature_rows,
@@ -21,8 +21,8 @@ void pair_rows(CallStream stream, const TensorView& embeddings, const TensorView
   check.tensor("feature_rows", feature_rows, {T}, kInt32);
   check.tensor("feature_weight", feature_weight, {H}, dtype);
   const float epsilon = check.factor("eps", eps);
-  check.strided_output("out", out, {T, 2 * H}, dtype);
-  check.strided_output("out_features", out_features, {T, H}, dtype);
+  check.strided_output("out[0]", out, {T, 2 * H}, dtype);
+  check.strided_output("out[1]", out_features, {T, H}, dtype);
   if (T == 0) return;
   check.range("vocab", V, 1, INT32_MAX);
   check.range("num_features", F, feature_rows ? 1 : static_cast<int64_t>(T), INT32_MAX);
@@ -67,4 +67,4 @@ void pair_rows_cpu(const PairRowsParams& p) {
   });
 }
 
-}  // namespace specdec
+}  // namespace specdec::layers

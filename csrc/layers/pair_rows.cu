@@ -3,7 +3,7 @@
 #include "layers/norm_row.cuh"
 #include "layers/pair_rows.h"
 
-namespace specdec {
+namespace specdec::layers {
 namespace {
 
 template <class T, int N, int kHeld>
@@ -39,4 +39,4 @@ void pair_rows_cuda(const PairRowsParams& p, Stream stream) {
   });
 }
 
-}  // namespace specdec
+}  // namespace specdec::layers

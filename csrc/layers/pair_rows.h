@@ -1,12 +1,11 @@
 // pair_rows: what an EAGLE-3 layer reads, embeddings beside features, each row over its root mean square.
 #pragma once
 
-#include "core/clamp.h"
 #include "core/dispatch.h"
 #include "core/floats.h"
 #include "core/host_device.h"
 
-namespace specdec {
+namespace specdec::layers {
 
 struct PairRowsParams {
   const void* embeddings;        // [vocab, width]
@@ -38,4 +37,4 @@ void pair_rows(CallStream stream, const TensorView& embeddings, const TensorView
 void pair_rows_cpu(const PairRowsParams& p);
 void pair_rows_cuda(const PairRowsParams& p, Stream stream);
 
-}  // namespace specdec
+}  // namespace specdec::layers

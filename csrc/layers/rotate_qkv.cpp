@@ -1,51 +1,68 @@
 #include "layers/rotate_qkv.h"
 
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <vector>
 
-#include "kv/bytes.h"
+#include "core/bytes.h"
+#include "kv/pool_view.h"
 
-namespace specdec {
+namespace specdec::layers {
 
 void rotate_qkv(CallStream stream, const TensorView& qkv, const TensorView& rotations, const TensorView& positions,
                 const TensorView& k_pool, const TensorView& v_pool, const TensorView& page_table,
-                const TensorView& start_lens, int64_t row_offset, const OptTensor& slots, const OptTensor& num_valid,
-                const OptTensor& q_norm, const OptTensor& k_norm, double eps, const OptTensor& page_refs,
-                double k_scale, double v_scale, const OptTensor& status, const TensorView& out_q) {
+                const TensorView& prefix_lens, int64_t row_offset, const OptTensor& slots, const OptTensor& num_valid,
+                const OptTensor& cu_seqlens_q, const OptTensor& q_norm, const OptTensor& k_norm, double eps,
+                const OptTensor& page_refs, double k_scale, double v_scale, const OptTensor& status,
+                const TensorView& out_q) {
   Check check("rotate_qkv");
   Dim B{"batch"}, Q{"q_len"}, A{"query_heads + 2 * heads"}, Hq{"query_heads"}, H{"heads"}, D{"head_dim"};
-  Dim X{"num_positions"};
-  check.strided("qkv", qkv, {B, Q, A, D}, kFloats);
+  Dim X{"num_positions"}, T{"rows"};
+  const bool packed = cu_seqlens_q.has_value();
+  if (packed)
+    check.strided("qkv", qkv, {T, A, D}, kFloats);
+  else
+    check.strided("qkv", qkv, {B, Q, A, D}, kFloats);
   const Dtypes dtype = dtype_of(qkv);
-  check.that(D == 64 || D == 128 || D == 256, "head_dim", "is " + std::to_string(D.value), "64, 128 or 256");
+  check.that(D == 64 || D == 128 || D == 256, "head_dim", {"is ", D}, "64, 128 or 256");
   check.tensor("rotations", rotations, {X, D}, kFloat32);
   check.range("num_positions", X, 1, std::numeric_limits<int32_t>::max());
-  check.tensor("positions", positions, {B, Q}, kInt32);
-  const WriteKvArguments to{k_pool,    v_pool,    page_table, start_lens, row_offset, slots,
-                            num_valid, page_refs, k_scale,    v_scale,    status};
-  WriteKvParams write = to.check(check, B, H, D, dtype);
-  check.range("heads", H, 1, kMaxRowItems / D);
-  check.range("query_heads + 2 * heads", A, 2 * H + 1, kMaxRowItems / D);
+  if (packed)
+    check.tensor("positions", positions, {T}, kInt32);
+  else
+    check.tensor("positions", positions, {B, Q}, kInt32);
+  check.packed("cu_seqlens_q", cu_seqlens_q, B);
+  const kv::WriteKvArguments to{k_pool,    v_pool,    page_table, prefix_lens, row_offset, slots,
+                                num_valid, page_refs, k_scale,    v_scale,     status};
+  kv::WriteKvParams write = to.check(check, B, H, D, dtype);
+  check.range("heads", H, 1, kv::kMaxRowItems / D);
+  check.range("query_heads + 2 * heads", A, 2 * H + 1, kv::kMaxRowItems / D);
   check.tensor("q_norm", q_norm, {D}, dtype);
   check.tensor("k_norm", k_norm, {D}, dtype);
   const float epsilon = check.factor("eps", eps);
   Hq.value = A - 2 * H;
-  check.output("out_q", out_q, {B, Q, Hq, D}, dtype);
-  if (B == 0 || Q == 0) return;
+  if (packed)
+    check.output("out", out_q, {T, Hq, D}, dtype);
+  else
+    check.output("out", out_q, {B, Q, Hq, D}, dtype);
+  const int64_t num_rows = packed ? T.value : B * Q;
+  if (num_rows == 0) return;
 
-  const NewRows heads{.data = bytes(qkv),
-                      .batch_stride = byte_stride(qkv, 0),
-                      .row_stride = byte_stride(qkv, 1),
-                      .head_stride = byte_stride(qkv, 2)};
+  const int row = packed ? 0 : 1;
+  const kv::NewRows heads{.data = bytes(qkv),
+                          .batch_stride = packed ? 0 : byte_stride(qkv, 0),
+                          .row_stride = byte_stride(qkv, row),
+                          .head_stride = byte_stride(qkv, row + 1)};
   const auto from_head = [&](int64_t head) {
-    NewRows rows = heads;
+    kv::NewRows rows = heads;
     rows.data += head * heads.head_stride;
     return rows;
   };
   write.k = from_head(Hq);
   write.v = from_head(Hq + H);
-  write.q_len = Q;
+  write.cu_seqlens_q = data_or_null<const int32_t>(cu_seqlens_q);
+  write.q_len = packed ? T : Q;
   write.head_bytes = D * item_bytes(qkv);
   // What a lane of the kernel reads and writes at once.
   write.unit =
@@ -58,6 +75,7 @@ void rotate_qkv(CallStream stream, const TensorView& qkv, const TensorView& rota
       .positions = positions.data<int32_t>(),
       .q_norm = data_or_null<void>(q_norm),
       .k_norm = data_or_null<void>(k_norm),
+      .num_rows = num_rows,
       .query_heads = Hq,
       .head_dim = D,
       .num_positions = X,
@@ -91,24 +109,24 @@ template <class T>
 void store_head(const std::vector<float>& values, char* to, bool round, float scale) {
   for (size_t d = 0; d < values.size(); ++d) {
     if (round)
-      reinterpret_cast<Float8*>(to)[d] = to_float8(values[d], scale);
+      reinterpret_cast<Float8*>(to)[d] = kv::to_float8(values[d], scale);
     else
       reinterpret_cast<T*>(to)[d] = from_float<T>(values[d]);
   }
 }
 
 template <class T>
-void write_row(const RotateQkvParams& p, const RowsToWrite& r, int64_t b, int64_t j, const float* rotation,
+void write_row(const RotateQkvParams& p, const kv::RowsToWrite& r, int64_t b, int64_t j, const float* rotation,
                std::vector<float>& values) {
-  const WriteKvParams& w = p.write;
-  const KvRow to =
-      find_own_row(w.rows, RowDivmod{static_cast<int>(w.rows.page_size)}, r.slot, r.start + w.row_offset + j);
+  const kv::WriteKvParams& w = p.write;
+  const kv::KvRow to =
+      find_own_row(w.rows, kv::RowDivmod{static_cast<int>(w.rows.page_size)}, r.slot, r.start + w.row_offset + j);
   if (to.bits) return set_status(w.status, r.slot, to.bits);
   for (int64_t h = 0; h < w.heads; ++h) {
-    const char* const k = row_data(w.k, b, j) + h * w.k.head_stride;
+    const char* const k = row_data(w.k, b, r.first + j) + h * w.k.head_stride;
     rotate_head(p, reinterpret_cast<const T*>(k), static_cast<const T*>(p.k_norm), rotation, values);
     store_head<T>(values, row_data(w.k_pool, to) + h * w.k_pool.head_stride, w.round, w.k_scale);
-    const auto* const v = reinterpret_cast<const T*>(row_data(w.v, b, j) + h * w.v.head_stride);
+    const auto* const v = reinterpret_cast<const T*>(row_data(w.v, b, r.first + j) + h * w.v.head_stride);
     for (int64_t d = 0; d < p.head_dim; ++d) values[d] = to_float(v[d]);
     store_head<T>(values, row_data(w.v_pool, to) + h * w.v_pool.head_stride, w.round, w.v_scale);
   }
@@ -119,14 +137,19 @@ void write_row(const RotateQkvParams& p, const RowsToWrite& r, int64_t b, int64_
 void rotate_qkv_cpu(const RotateQkvParams& p) {
   with_float_type(p.write.dtype, [&]<class T>() {
     std::vector<float> values(p.head_dim);
+    if (p.write.cu_seqlens_q)  // rows that nobody has are zeros
+      std::memset(p.out_q, 0, p.num_rows * p.query_heads * p.write.head_bytes);
     for (int64_t b = 0; b < p.write.batch; ++b) {
-      const RowsToWrite r = rows_to_write(p.write, b);
+      const kv::RowsToWrite r = rows_to_write(p.write, b);
       if (r.bits) set_status(p.write.status, r.slot, r.bits);
-      for (int64_t j = 0; j < p.write.q_len; ++j) {
-        const int64_t row = b * p.write.q_len + j;
+      const int64_t first = p.write.cu_seqlens_q ? r.first : b * p.write.q_len;
+      const int64_t rows =
+          p.write.cu_seqlens_q ? packed_rows(p.write.cu_seqlens_q, b, p.num_rows).count : p.write.q_len;
+      for (int64_t j = 0; j < rows; ++j) {
+        const int64_t row = first + j;
         const float* const rotation = rotation_of(p, p.positions[row]);
         for (int64_t h = 0; h < p.query_heads; ++h) {
-          const char* const q = row_data(p.q, b, j) + h * p.q.head_stride;
+          const char* const q = row_data(p.q, b, r.first + j) + h * p.q.head_stride;
           rotate_head(p, reinterpret_cast<const T*>(q), static_cast<const T*>(p.q_norm), rotation, values);
           store_head<T>(values, p.out_q + (row * p.query_heads + h) * p.write.head_bytes, false, 1);
         }
@@ -136,4 +159,4 @@ void rotate_qkv_cpu(const RotateQkvParams& p) {
   });
 }
 
-}  // namespace specdec
+}  // namespace specdec::layers

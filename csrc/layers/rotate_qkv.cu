@@ -8,7 +8,7 @@
 #include "layers/pack.cuh"
 #include "layers/rotate_qkv.h"
 
-namespace specdec {
+namespace specdec::layers {
 namespace {
 
 constexpr int kWarps = 4;    // of a block
@@ -43,7 +43,7 @@ __device__ __forceinline__ void write(const float (&from)[N], T* to) {
 template <int N>
 __device__ __forceinline__ void write_rounded(const float (&from)[N], Float8* to, float scale) {
 #pragma unroll
-  for (int n = 0; n < N; ++n) to[n] = to_float8(from[n], scale);
+  for (int n = 0; n < N; ++n) to[n] = kv::to_float8(from[n], scale);
 }
 
 // U: numbers that move at once.
@@ -51,16 +51,22 @@ template <class T, int D, int U>
 __global__ void __launch_bounds__(kWarps* kWarp)
     rotate_qkv_kernel(RotateQkvParams p, cutlass::FastDivmod q_len, cutlass::FastDivmod page_size) {
   begin_kernel();
-  const WriteKvParams& w = p.write;
+  const kv::WriteKvParams& w = p.write;
   constexpr int N = kNumbers, half = D / 2, kFloatsAtOnce = U > 1 ? 4 : 1;
   const int row = blockIdx.x, head = blockIdx.y * kHeads<D> + threadIdx.x / kLanes<D>, lane = threadIdx.x % kLanes<D>;
   const int query_heads = static_cast<int>(p.query_heads), heads = static_cast<int>(w.heads);
   if (head >= query_heads + 2 * heads) return;
   int b, j;
-  q_len(b, j, row);
+  if (w.cu_seqlens_q) {
+    const RequestRow at = packed_request_row(p, row);
+    b = static_cast<int>(at.b), j = static_cast<int>(at.j);
+  } else {
+    q_len(b, j, row);
+  }
   const bool is_query = head < query_heads, is_value = head >= query_heads + heads;
   // Query, key and value heads follow each other.
-  const T* from = reinterpret_cast<const T*>(row_data(p.q, b, j) + head * p.q.head_stride) + lane * N;
+  const int in_request = w.cu_seqlens_q ? row : j;
+  const T* from = reinterpret_cast<const T*>(row_data(p.q, b, in_request) + head * p.q.head_stride) + lane * N;
   float x[N], y[N];
   read<N, U>(from, x);
   read<N, U>(from + half, y);
@@ -71,8 +77,17 @@ __global__ void __launch_bounds__(kWarps* kWarp)
     read<N, kFloatsAtOnce>(rotation + half, sine);
   }
 
+  if (b < 0) {  // nobody's row: its queries are zeros, and nothing else is written
+    if (!is_query) return;
+#pragma unroll
+    for (int n = 0; n < N; ++n) x[n] = y[n] = 0;
+    T* const out = reinterpret_cast<T*>(p.out_q + (static_cast<int64_t>(row) * query_heads + head) * w.head_bytes);
+    write<N, U>(x, out + lane * N);
+    write<N, U>(y, out + lane * N + half);
+    return;
+  }
   char* to;
-  RowsToWrite r;
+  kv::RowsToWrite r;
   if (is_query) {
     to = p.out_q + (static_cast<int64_t>(row) * query_heads + head) * w.head_bytes;
   } else {
@@ -80,7 +95,7 @@ __global__ void __launch_bounds__(kWarps* kWarp)
     const bool first_head = head == query_heads && lane == 0;
     if (r.bits && j == 0 && first_head) set_status(w.status, r.slot, r.bits);
     if (j >= r.count) return;
-    const KvRow at = find_own_row(w.rows, page_size, r.slot, r.start + w.row_offset + j);
+    const kv::KvRow at = find_own_row(w.rows, page_size, r.slot, r.start + w.row_offset + j);
     if (at.bits) {
       if (first_head) set_status(w.status, r.slot, at.bits);
       return;
@@ -130,11 +145,10 @@ __global__ void __launch_bounds__(kWarps* kWarp)
 }  // namespace
 
 void rotate_qkv_cuda(const RotateQkvParams& p, Stream stream) {
-  const WriteKvParams& w = p.write;
+  const kv::WriteKvParams& w = p.write;
   const int64_t heads = p.query_heads + 2 * w.heads;
   const auto start = [&]<class T, int D, int U>() {
-    const dim3 grid(grid_x("rotate_qkv", w.batch * w.q_len),
-                    static_cast<unsigned>((heads + kHeads<D> - 1) / kHeads<D>));
+    const dim3 grid(grid_x("rotate_qkv", p.num_rows), static_cast<unsigned>((heads + kHeads<D> - 1) / kHeads<D>));
     launch("rotate_qkv", rotate_qkv_kernel<T, D, U>, {.grid = grid, .threads = kWarps * kWarp}, stream, p,
            cutlass::FastDivmod(static_cast<int>(w.q_len)), cutlass::FastDivmod(static_cast<int>(w.rows.page_size)));
   };
@@ -149,4 +163,4 @@ void rotate_qkv_cuda(const RotateQkvParams& p, Stream stream) {
   });
 }
 
-}  // namespace specdec
+}  // namespace specdec::layers

@@ -13,20 +13,48 @@
 // eight of what is gated, in turn, which makes the two sums those of one thread.
 #include <algorithm>
 #include <climits>
+#include <cute/arch/copy_sm90_desc.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
 
+#include "core/cluster.cuh"
+#include "core/mbarrier.cuh"
 #include "core/tensor_map.h"
 #include "core/wgmma.cuh"
 #include "layers/gate_rows.h"
 #include "layers/linear_rows.h"
-#include "layers/product_ring.cuh"
 
-namespace specdec {
+namespace specdec::layers {
 namespace {
 
 constexpr int kTile = 64;     // rows of the weight that a warpgroup multiplies, of which a tile may fill the first ones
 constexpr int kMaxTiles = 4;  // in a stage, a warpgroup for each
 constexpr int kMaxDepth = 4, kMaxStages = 24;
+constexpr int kMaxColumns = 128;  // rows of x that a kernel takes
+constexpr int kSlice = 64;        // numbers of a row that lie together: 128 bytes, a row of a swizzled panel
+constexpr int kWarpgroup = 4 * kWarp;
+constexpr int kRingBytes = 226 * 1024;
+
+// Barriers of each stage: `full` opens when the whole stage has arrived, `empty` when all its readers are done.
+template <int kStages>
+struct RingBarriers {
+  Mbarrier full[kStages], empty[kStages];
+};
+
+// Every kernel begins with this. Other threads see the barriers after the next barrier of the block or its cluster.
+// The next kernel may start at once, and wait for this one with its ring full of its own weight.
+template <int kStages>
+__device__ __forceinline__ void begin_ring(const CUtensorMap& weight, const CUtensorMap& x,
+                                           RingBarriers<kStages>& barriers, int stages, unsigned readers) {
+  let_next_kernel_start();
+  if (threadIdx.x > 0) return;
+  cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&weight));
+  cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&x));
+  for (int i = 0; i < stages; ++i) {
+    barriers.full[i].init(1);
+    barriers.empty[i].init(readers);
+  }
+  Cluster::show_barriers();
+}
 
 struct WgmmaLinearRows {
   CUtensorMap weight, x;
@@ -157,7 +185,7 @@ class LinearRows {
       if (column >= columns) return;
       T* const to = y + column * stride;
       low += low_bias, high += high_bias;
-      if (gated) low = specdec::gated(low, high);
+      if (gated) low = layers::gated(low, high);
       if (has_low) to[0] = from_float<T>(low);
       if (has_high) to[8] = from_float<T>(high);
     }
@@ -186,8 +214,8 @@ class LinearRows {
 #pragma unroll
       for (int c = 0; c < 2; ++c) to.put(n * 8 + c, sums[n][c], sums[n][2 + c]);
   }
-  // Of two blocks with the same tiles one writes the even columns and the other the odd ones, of which each gets the
-  // other's sums.
+  // Two blocks have the same tiles. One writes the even columns and the other the odd ones, and each gets the other's
+  // sums of the columns it writes.
   __device__ void add_up_and_write(int tile, const Sums& sums) const {
     const bool odd = share_.part == 1;
     const int threads = w_.tiles_at_once * kWarpgroup;
@@ -311,19 +339,28 @@ void start(const LinearRowsParams& p, Stream stream) {
 
 }  // namespace
 
-void wgmma_linear_rows(const LinearRowsParams& p, Stream stream) {
-  const auto of_type = [&]<class T>() {
+void wgmma_linear_rows(const LinearRowsParams& all, Stream stream) {
+  const auto start_part = [&]<class T>(const LinearRowsParams& p) {
     if (p.rows <= 8) return start<T, 8>(p, stream);
     if (p.rows <= 16) return start<T, 16>(p, stream);
     if (p.rows <= 32) return start<T, 32>(p, stream);
     if (p.rows <= 64) return start<T, 64>(p, stream);
     if (p.rows <= 96) return start<T, 96>(p, stream);
-    start<T, 128>(p, stream);
+    start<T, kMaxColumns>(p, stream);
   };
-  if (p.dtype == kBFloat16)
+  const auto of_type = [&]<class T>() {
+    for (int64_t first = 0; first < all.rows; first += kMaxColumns) {
+      LinearRowsParams part = all;
+      part.x = static_cast<const T*>(all.x) + first * all.x_stride;
+      part.y = static_cast<T*>(all.y) + first * all.y_stride;
+      part.rows = std::min<int64_t>(all.rows - first, kMaxColumns);
+      start_part.template operator()<T>(part);
+    }
+  };
+  if (all.dtype == kBFloat16)
     of_type.template operator()<BFloat16>();
   else
     of_type.template operator()<Half>();
 }
 
-}  // namespace specdec
+}  // namespace specdec::layers

@@ -4,7 +4,7 @@
 
 #include "ngram/layout.h"
 
-namespace specdec {
+namespace specdec::ngram {
 
 SD_HD NgramSlot ngram_empty_stream(uint32_t number, uint32_t scope) {
   return {.request = 0,
@@ -206,4 +206,4 @@ SD_HD void ngram_append(const NgramView& v, const int32_t* tokens, int64_t count
   }
 }
 
-}  // namespace specdec
+}  // namespace specdec::ngram

@@ -8,7 +8,7 @@
 
 #include "ngram/append.h"
 
-namespace specdec {
+namespace specdec::ngram {
 
 void NgramBulk::append(const NgramView& v, const int32_t* tokens, int count, NgramSlot& stream, WorkerPool& workers) {
   const uint32_t start = stream.length, scope = stream.scope;
@@ -56,4 +56,4 @@ void NgramBulk::update(const NgramView& v, int part, int pieces) const {
   std::atomic_ref(v.header->evictions).fetch_add(evictions, std::memory_order_relaxed);
 }
 
-}  // namespace specdec
+}  // namespace specdec::ngram

@@ -6,7 +6,7 @@
 #include "core/worker_pool.h"
 #include "ngram/layout.h"
 
-namespace specdec {
+namespace specdec::ngram {
 
 class NgramBulk {
  public:
@@ -30,4 +30,4 @@ class NgramBulk {
   int begin_[kPieces][kParts + 1];  // of each part's updates among a piece's
 };
 
-}  // namespace specdec
+}  // namespace specdec::ngram

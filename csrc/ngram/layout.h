@@ -31,7 +31,7 @@
 #define SD_UNROLL _Pragma("GCC unroll 8")
 #endif
 
-namespace specdec {
+namespace specdec::ngram {
 
 constexpr int kNgramOrders = 4;                         // n = 1, 2, 4, 8
 constexpr int kNgramLongest = 1 << (kNgramOrders - 1);  // the longest hashed n
@@ -257,4 +257,4 @@ SD_HD uint64_t ngram_weight(uint32_t scale, uint32_t recency, int match) {
   return static_cast<uint64_t>(scale * recency) << log;
 }
 
-}  // namespace specdec
+}  // namespace specdec::ngram

@@ -13,7 +13,7 @@
 #include "ngram/append.h"
 #include "ngram/ngram_index.h"
 
-namespace specdec {
+namespace specdec::ngram {
 namespace {
 
 constexpr int64_t kRowsTogether = 4;  // what a thread takes at a time
@@ -178,7 +178,7 @@ uint32_t fixed_point(double value, uint32_t unit) { return static_cast<uint32_t>
 
 NgramWeights checked_weights(Check& check, double own, double group, double global, double recency) {
   const auto weight = [&](const char* name, double value) {
-    if (!(value >= 0 && value <= 256)) check.that(false, name, "is " + std::to_string(value), "0 to 256");
+    check.that(value >= 0 && value <= 256, name, {"is ", value}, "0 to 256");
     return fixed_point(value, 16);
   };
   NgramWeights weights{
@@ -187,8 +187,7 @@ NgramWeights checked_weights(Check& check, double own, double group, double glob
       .global = weight("global_weight", global),
       .recency = {},
   };
-  if (!(recency > 0 && recency <= 1))
-    check.that(false, "recency", "is " + std::to_string(recency), "above 0, at most 1");
+  check.that(recency > 0 && recency <= 1, "recency", {"is ", recency}, "above 0, at most 1");
   double power = 1;
   for (uint32_t& of_place : weights.recency) {
     of_place = recency == 1 ? 256 : fixed_point(power, 256);  // most often, and quicker
@@ -227,14 +226,17 @@ void NgramIndex::draft(const OptTensor& slots, const TensorView& seq_lens, int64
   check.tensor("seq_lens", seq_lens, {B}, kInt32);
   check.slots(slots, B, S);
   require_own_device(check);
-  check.range("num_draft_tokens", N, 1, kMaxTreeNodes);
-  if (!(min_prob >= 0 && min_prob <= 1)) check.that(false, "min_prob", "is " + std::to_string(min_prob), "0 to 1");
+  check.range("num_draft_tokens", N, 1, tree::kMaxTreeNodes);
+  check.that(min_prob >= 0 && min_prob <= 1, "min_prob", {"is ", min_prob}, "0 to 1");
   check.range("min_match", min_match, 0, kNgramMaxMatch);
   const NgramWeights weights = checked_weights(check, own_weight, group_weight, global_weight, recency);
-  const TreeOut out = check_tree_out(check, B, N, out_tokens, out_parents, out_positions, out_first_child,
-                                     out_next_sibling, out_mask, out_num_nodes);
-  check.output("out_scores", out_scores, {B, N}, kFloat32);
-  check.output("out_match_len", out_match_len, {B}, kInt32);
+  constexpr tree::TreeNames kNames{"out.tree.tokens",      "out.tree.parents",      "out.tree.positions",
+                                   "out.tree.first_child", "out.tree.next_sibling", "out.tree.mask",
+                                   "out.tree.num_nodes"};
+  const tree::TreeOut out = tree::check_tree_out(check, kNames, B, N, out_tokens, out_parents, out_positions,
+                                                 out_first_child, out_next_sibling, out_mask, out_num_nodes);
+  check.output("out.scores", out_scores, {B, N}, kFloat32);
+  check.output("out.match_len", out_match_len, {B}, kInt32);
 
   NgramDraftParams params{
       .index = view_,
@@ -277,8 +279,8 @@ void ngram_draft_cpu(const NgramDraftParams& p, int64_t begin, int64_t end) {
     float* scores = p.out_scores + b * p.out.nodes;
     std::fill_n(scores, p.out.nodes, -std::numeric_limits<float>::infinity());
     p.out_match_len[b] = 0;
-    int32_t tokens[kMaxTreeNodes], parents[kMaxTreeNodes];
-    TreeRow row{{}, tokens, parents};
+    int32_t tokens[tree::kMaxTreeNodes], parents[tree::kMaxTreeNodes];
+    tree::TreeRow row{{}, tokens, parents};
 
     const int64_t number = slot_of(p.slots, b, p.index.num_slots);
     NgramSlot* slot = number < 0 ? nullptr : p.index.slots + number;
@@ -295,4 +297,4 @@ void ngram_draft_cpu(const NgramDraftParams& p, int64_t begin, int64_t end) {
   }
 }
 
-}  // namespace specdec
+}  // namespace specdec::ngram

@@ -20,10 +20,10 @@
 #include "ngram/draft/places.cuh"
 #include "ngram/draft/segments.cuh"
 
-namespace specdec {
+namespace specdec::ngram {
 namespace {
 
-using namespace ngram_draft;
+using namespace draft;
 
 template <int kWords>
 __global__ void __launch_bounds__(kThreads, 2) ngram_draft_kernel(NgramDraftParams p) {
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kThreads, 2) ngram_draft_kernel(NgramDraftPara
     count = number_nodes(p, s);
   }
 
-  TreeHead head;
+  tree::TreeHead head;
   const int32_t root = __shfl_sync(kFullMask, request.context, 0);
   if (count > 0) head = {.count = count, .root_token = root, .seq_len = p.seq_lens[row]};
   int32_t token = head.root_token, parent = -1;
@@ -84,7 +84,7 @@ void ngram_draft_cuda(const NgramDraftParams& p, Stream stream) {
   if (p.out.words == 1)
     launch("ngram_draft", ngram_draft_kernel<1>, shape, stream, p);
   else
-    launch("ngram_draft", ngram_draft_kernel<kMaxTreeNodes / 64>, shape, stream, p);
+    launch("ngram_draft", ngram_draft_kernel<tree::kMaxTreeNodes / 64>, shape, stream, p);
 }
 
-}  // namespace specdec
+}  // namespace specdec::ngram

@@ -26,13 +26,13 @@
 #include "ngram/layout.h"
 #include "tree/tree_rows.h"
 
-namespace specdec {
+namespace specdec::ngram {
 
 struct NgramDraftParams {
   NgramView index;
   const int32_t* slots;     // [batch] or null
   const int32_t* seq_lens;  // [batch]
-  TreeOut out;
+  tree::TreeOut out;
   float* out_scores;       // [batch, nodes]
   int32_t* out_match_len;  // [batch]
   int64_t batch;
@@ -127,4 +127,4 @@ SD_HD float ngram_score(int32_t log2_p) {
 void ngram_draft_cpu(const NgramDraftParams& p, int64_t begin, int64_t end);
 void ngram_draft_cuda(const NgramDraftParams& p, Stream stream);
 
-}  // namespace specdec
+}  // namespace specdec::ngram

@@ -11,7 +11,7 @@
 #include "core/errors.h"
 #include "ngram/ngram_index.h"
 
-namespace specdec {
+namespace specdec::ngram {
 namespace {
 
 constexpr char kMark[8] = {'s', 'd', 'n', 'g', 'r', 'a', 'm', '\n'};
@@ -63,10 +63,9 @@ int NgramIndex::save(int fd) const {
   if (on_cuda()) return copy({})->save(fd);
   const std::shared_lock lock(mutex_);
   const size_t bytes = view_.slots_at();
-  // The counts of drafting go on while this is written.
-  NgramHeader header = *view_.header;
-  std::memset(reinterpret_cast<std::byte*>(&header) + offsetof(NgramHeader, drafts), 0,
-              sizeof header - offsetof(NgramHeader, drafts));
+  // Without the counts of drafting, which go on while this is written.
+  NgramHeader header{};
+  std::memcpy(static_cast<void*>(&header), view_.header, offsetof(NgramHeader, drafts));
   const auto* const start = reinterpret_cast<const std::byte*>(&header);
   const uint64_t of_header = ngram_checksum(start, start + sizeof header, 0);
   FileHead head{
@@ -121,4 +120,4 @@ std::unique_ptr<NgramIndex> NgramIndex::load(int fd, std::optional<int64_t> num_
   return index;
 }
 
-}  // namespace specdec
+}  // namespace specdec::ngram

@@ -15,7 +15,7 @@
 #include "ngram/bulk_append.h"
 #include "ngram/ngram_insert.h"
 
-namespace specdec {
+namespace specdec::ngram {
 namespace {
 
 constexpr int kPiece = 64;       // tokens hashed and prefetched together
@@ -28,10 +28,8 @@ constexpr int64_t kNoRow = -1;
 void check_tokens(Check& check, const int32_t* tokens, int64_t count, int64_t row) {
   const int32_t* negative = std::find_if(tokens, tokens + count, [](int32_t t) { return t < 0; });
   if (negative == tokens + count) return;
-  const std::string where = " at index " + std::to_string(negative - tokens);
-  check.that(false, "tokens",
-             "has " + std::to_string(*negative) + where + (row == kNoRow ? "" : " of row " + std::to_string(row)),
-             "token ids of 0 or more");
+  const std::string of_row = row == kNoRow ? "" : " of row " + std::to_string(row);
+  check.that(false, "tokens", {"has ", *negative, " at index ", negative - tokens, of_row}, "token ids of 0 or more");
 }
 
 // What only a build with kernels can do, for an index on a GPU, which others cannot make.
@@ -124,17 +122,17 @@ void NgramIndex::require_own_device(const Check& check) const {
 
 void NgramIndex::read(void* to, const void* from, size_t bytes, const char* op) const {
   if (on_cuda())
-    specdec::copy(index_check(op), to, from, bytes, true);
+    ngram::copy(index_check(op), to, from, bytes, true);
   else
     std::memcpy(to, from, bytes);
 }
 
 std::unique_ptr<NgramIndex> NgramIndex::copy(const OptTensor& memory) const {
+  std::unique_ptr<NgramIndex> other(new NgramIndex(config_, memory));  // before the lock, as ForkMutex asks
   const std::lock_guard lock(mutex_);
-  std::unique_ptr<NgramIndex> other(new NgramIndex(config_, memory));
   const size_t bytes = config_.sizes.bytes();
   if (memory)
-    specdec::copy(other->index_check("ngram_copy"), other->view_.header, view_.header, bytes, true);
+    ngram::copy(other->index_check("ngram_copy"), other->view_.header, view_.header, bytes, true);
   else
     read(other->view_.header, view_.header, bytes, "ngram_copy");
   return other;
@@ -166,7 +164,7 @@ uint64_t ngram_checksum(const std::byte* from, const std::byte* to, uint64_t has
 
 uint64_t NgramIndex::digest() const {
   if (on_cuda()) return copy({})->digest();
-  const std::shared_lock lock(mutex_);
+  const std::lock_guard lock(mutex_);  // drafts note in their slots what the next one follows
   const std::byte* const start = host_->data();
   const uint64_t hash = ngram_checksum(start, start + offsetof(NgramHeader, drafts), 0);
   return ngram_checksum(start + view_.sets_at(), start + view_.bytes(), hash);
@@ -216,7 +214,7 @@ void NgramIndex::insert(const TensorView& tokens, std::optional<int64_t> slot, i
   require_own_device(check);
   if (slot) check.range("slot", *slot, 0, view_.num_slots - 1);
   check.range("group", group, 0, INT32_MAX);
-  if (slot && group != 0) check.that(false, "group", "is " + std::to_string(group) + " with a slot", "that of `begin`");
+  check.that(!slot || group == 0, "group", {"is ", group, " with a slot"}, "that of `begin`");
   if (start) check.range("start", *start, 0, slot ? config_.max_len : 0);
   const auto* data = tokens.data<const int32_t>();
   const auto scope = static_cast<uint32_t>(group);
@@ -283,24 +281,23 @@ void NgramIndex::insert_on_device(const Check& check, const int32_t* tokens, int
   }
 }
 
-void NgramIndex::extend(const TensorView& tokens, const TensorView& lengths, const OptTensor& slots,
+void NgramIndex::extend(const TensorView& tokens, const TensorView& num_valid, const OptTensor& slots,
                         const OptTensor& match_len) {
   Check check = index_check("ngram_extend");
   Dim B{"batch"}, W{"accept_width"}, S{"num_slots", view_.num_slots};
   check.tensor("tokens", tokens, {B, W}, kInt32);
   require_own_device(check);
-  check.tensor("lengths", lengths, {B}, kInt32);
+  check.tensor("num_valid", num_valid, {B}, kInt32);
   check.slots(slots, B, S);
   check.tensor("match_len", match_len, {B}, kInt32);
   const auto* rows = tokens.data<const int32_t>();
-  const auto* counts = lengths.data<const int32_t>();
+  const auto* counts = num_valid.data<const int32_t>();
   const auto* row_slots = data_or_null<const int32_t>(slots);
   const auto* matches = data_or_null<const int32_t>(match_len);
 
   const std::lock_guard lock(mutex_);
   if (on_cuda()) {
-    check.that(W <= kNgramChunk, "tokens", "has rows of " + std::to_string(W),
-               "at most " + std::to_string(kNgramChunk));
+    check.that(W <= kNgramChunk, "tokens", {"has rows of ", W}, {"at most ", kNgramChunk});
     const int64_t rows_together = W > 0 ? std::min(kNgramRows, kNgramChunk / W) : 0;
     for (int64_t b = 0; W > 0 && b < B; b += rows_together) {
       [[maybe_unused]] const NgramInsertParams params{
@@ -328,12 +325,11 @@ void NgramIndex::extend(const TensorView& tokens, const TensorView& lengths, con
   for (int64_t b = 0; b < B; ++b) {
     const int64_t slot = slot_of(row_slots, b, S);
     if (slot < 0) continue;
-    const auto refuse = [&](const char* name, int32_t value, const std::string& expected) {
-      check.that(false, name, "has " + std::to_string(value) + " in row " + std::to_string(b), expected);
-    };
-    if (counts[b] < 0 || counts[b] > W) refuse("lengths", counts[b], "0 to accept_width=" + std::to_string(W));
-    if (matches && (matches[b] < 0 || matches[b] > kNgramMaxMatch))
-      refuse("match_len", matches[b], "0 to " + std::to_string(kNgramMaxMatch));
+    check.that(counts[b] >= 0 && counts[b] <= W, "num_valid", {"has ", counts[b], " in row ", b},
+               {"0 to accept_width=", W});
+    if (matches)
+      check.that(matches[b] >= 0 && matches[b] <= kNgramMaxMatch, "match_len", {"has ", matches[b], " in row ", b},
+                 {"0 to ", kNgramMaxMatch});
     check_tokens(check, rows + b * W, counts[b], b);
     added[slot] += counts[b];
     check_length(check, slot, added[slot]);
@@ -351,9 +347,8 @@ void NgramIndex::extend(const TensorView& tokens, const TensorView& lengths, con
 void NgramIndex::check_length(Check& check, int64_t slot, int64_t added) const {
   const NgramSlot& stream = view_.slots[slot];
   const int64_t length = (stream.live ? int64_t{stream.length} : 0) + added;
-  if (length <= config_.max_len) return;
-  check.that(false, "tokens", "takes slot " + std::to_string(slot) + " to " + std::to_string(length) + " tokens",
-             "at most max_len=" + std::to_string(config_.max_len));
+  check.that(length <= config_.max_len, "tokens", {"takes slot ", slot, " to ", length, " tokens"},
+             {"at most max_len=", config_.max_len});
 }
 
 void NgramIndex::release(int64_t slot) {
@@ -366,4 +361,4 @@ void NgramIndex::release(int64_t slot) {
 
 void ngram_release_cpu(const NgramReleaseParams& p) { p.index.slots[p.slot].live = 0; }
 
-}  // namespace specdec
+}  // namespace specdec::ngram

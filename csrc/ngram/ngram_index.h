@@ -10,13 +10,13 @@
 #include <cstddef>
 #include <memory>
 #include <optional>
-#include <shared_mutex>
 
 #include "core/dispatch.h"
+#include "core/fork_mutex.h"
 #include "core/worker_pool.h"
 #include "ngram/layout.h"
 
-namespace specdec {
+namespace specdec::ngram {
 
 // Zeroed host memory of a fixed size, touched only where it is used; on huge pages where the kernel grants them.
 class ZeroedMemory {
@@ -57,7 +57,8 @@ class NgramIndex {
   void begin(int64_t slot, int64_t group, bool is_private, std::optional<int64_t> request);
   int64_t length(int64_t slot) const;  // of its stream
   void insert(const TensorView& tokens, std::optional<int64_t> slot, int64_t group, std::optional<int64_t> start);
-  void extend(const TensorView& tokens, const TensorView& lengths, const OptTensor& slots, const OptTensor& match_len);
+  void extend(const TensorView& tokens, const TensorView& num_valid, const OptTensor& slots,
+              const OptTensor& match_len);
   void release(int64_t slot);
   void draft(const OptTensor& slots, const TensorView& seq_lens, int64_t num_draft_tokens, bool chain, double min_prob,
              int64_t min_match, double own_weight, double group_weight, double global_weight, double recency,
@@ -96,8 +97,8 @@ class NgramIndex {
   const std::unique_ptr<ZeroedMemory> host_;  // null on a GPU
   TensorView device_;                         // the caller's memory there, without its shape
   const NgramView view_;
-  mutable std::shared_mutex mutex_;
+  mutable ForkMutex mutex_;
   mutable WorkerPool workers_;
 };
 
-}  // namespace specdec
+}  // namespace specdec::ngram

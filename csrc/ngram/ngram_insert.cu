@@ -20,10 +20,10 @@
 #include "ngram/insert/planner.cuh"
 #include "ngram/insert/updater.cuh"
 
-namespace specdec {
+namespace specdec::ngram {
 namespace {
 
-using namespace ngram_insert;
+using namespace insert;
 
 template <bool kIsRound>
 __global__ void __launch_bounds__(kThreads, 1) ngram_insert_kernel(const __grid_constant__ NgramInsertParams given) {
@@ -87,4 +87,4 @@ void ngram_zero_cuda(void* memory, size_t bytes, Stream stream) {
   SD_CUDA_CHECK("ngram_index", cudaMemsetAsync(memory, 0, bytes, stream));
 }
 
-}  // namespace specdec
+}  // namespace specdec::ngram

@@ -4,7 +4,7 @@
 #include "core/dispatch.h"
 #include "ngram/layout.h"
 
-namespace specdec {
+namespace specdec::ngram {
 
 constexpr int64_t kNgramChunk = 1 << 16;  // tokens of one call of ngram_insert_cuda
 constexpr int64_t kNgramRows = 128;       // rows of one
@@ -57,4 +57,4 @@ void ngram_release_cuda(const NgramReleaseParams& p, Stream stream);
 void ngram_copy_cuda(void* to, const void* from, size_t bytes, bool wait, Stream stream);
 void ngram_zero_cuda(void* memory, size_t bytes, Stream stream);
 
-}  // namespace specdec
+}  // namespace specdec::ngram

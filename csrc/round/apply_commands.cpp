@@ -6,7 +6,7 @@
 #include "round/clock.h"
 #include "round/shared_memory.h"
 
-namespace specdec {
+namespace specdec::round {
 
 void apply_commands(CallStream stream, const TensorView& commands, const TensorView& num_applied,
                     const TensorView& started_at, const TensorView& seq_lens, const TensorView& root_tokens,
@@ -88,4 +88,4 @@ void apply_commands_cpu(const ApplyCommandsParams& p) {
   record[CommandLayout::kApplied] = done_mark(number);
 }
 
-}  // namespace specdec
+}  // namespace specdec::round

@@ -5,7 +5,7 @@
 #include "round/apply_commands.h"
 #include "round/clock.h"
 
-namespace specdec {
+namespace specdec::round {
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / kWarp;
@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(kThreads) apply_commands_kernel(ApplyCommandsP
   using Layout = CommandLayout;
   const Layout& layout = p.layout;
   const int64_t number = *p.num_applied, thread = threadIdx.x;
-  // The host writes it: no cache.
+  // The load bypasses the caches, because the host writes this memory.
   volatile int32_t* record = p.commands + ring_row(number, p.depth) * layout.words();
   if (thread == kThreads - 1) *p.started_at = nanoseconds();
 
@@ -79,4 +79,4 @@ void apply_commands_cuda(const ApplyCommandsParams& p, Stream stream) {
   launch("apply_commands", apply_commands_kernel, {.grid = 1, .threads = kThreads}, stream, p);
 }
 
-}  // namespace specdec
+}  // namespace specdec::round

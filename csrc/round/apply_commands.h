@@ -7,7 +7,7 @@
 #include "core/slots.h"
 #include "round/records.h"
 
-namespace specdec {
+namespace specdec::round {
 
 struct ApplyCommandsParams {
   int32_t* commands;     // [depth, layout.words()]
@@ -71,4 +71,4 @@ SD_HD void activate_slot(const ApplyCommandsParams& p, int64_t slot, const int32
   if (p.status[slot] & kStalled) set_status(p.status, slot, kBadPage);
 }
 
-}  // namespace specdec
+}  // namespace specdec::round

@@ -7,7 +7,7 @@
 #include <chrono>
 #endif
 
-namespace specdec {
+namespace specdec::round {
 
 #ifdef __CUDACC__
 __device__ __forceinline__ int64_t nanoseconds() {
@@ -22,4 +22,4 @@ inline int64_t nanoseconds() {
 }
 #endif
 
-}  // namespace specdec
+}  // namespace specdec::round

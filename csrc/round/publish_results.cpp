@@ -7,20 +7,20 @@
 #include "round/clock.h"
 #include "round/shared_memory.h"
 
-namespace specdec {
+namespace specdec::round {
 
 void publish_results(CallStream stream, const TensorView& results, const TensorView& num_published,
-                     const TensorView& started_at, const TensorView& out_tokens, const TensorView& out_len,
-                     const TensorView& out_path, const TensorView& num_nodes, const TensorView& finish_reasons,
+                     const TensorView& started_at, const TensorView& tokens, const TensorView& num_valid,
+                     const TensorView& path, const TensorView& num_nodes, const TensorView& finish_reasons,
                      const TensorView& status, const OptTensor& slots, const OptTensor& logprobs,
                      const OptTensor& top_ids, const OptTensor& top_logprobs, const OptTensor& num_logprobs) {
   Check check("publish_results");
   Dim R{"num_slots"}, B{"batch"}, S{"accept_width"}, K{"top_n"}, D{"depth"}, W{"words"};
   check.output("num_published", num_published, {1}, kInt64);
   check.tensor("started_at", started_at, {1}, kInt64);
-  check.tensor("out_tokens", out_tokens, {B, S}, kInt32);
-  check.tensor("out_len", out_len, {B}, kInt32);
-  check.tensor("out_path", out_path, {B, S}, kInt32);
+  check.tensor("tokens", tokens, {B, S}, kInt32);
+  check.tensor("num_valid", num_valid, {B}, kInt32);
+  check.tensor("path", path, {B, S}, kInt32);
   check.tensor("num_nodes", num_nodes, {B}, kInt32);
   check.tensor("finish_reasons", finish_reasons, {R}, kInt32);
   check.tensor("status", status, {R}, kInt32);
@@ -48,9 +48,9 @@ void publish_results(CallStream stream, const TensorView& results, const TensorV
       .results = shared_words(check, "results", results),
       .num_published = num_published.data<int64_t>(),
       .started_at = started_at.data<int64_t>(),
-      .out_tokens = out_tokens.data<int32_t>(),
-      .out_len = out_len.data<int32_t>(),
-      .out_path = out_path.data<int32_t>(),
+      .tokens = tokens.data<int32_t>(),
+      .num_valid = num_valid.data<int32_t>(),
+      .path = path.data<int32_t>(),
       .num_nodes = num_nodes.data<int32_t>(),
       .finish_reasons = finish_reasons.data<int32_t>(),
       .status = status.data<int32_t>(),
@@ -82,4 +82,4 @@ void publish_results_cpu(const PublishResultsParams& p) {
   std::atomic_ref(record[ResultLayout::kNumber]).store(done_mark(number), std::memory_order_release);
 }
 
-}  // namespace specdec
+}  // namespace specdec::round

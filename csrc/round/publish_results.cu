@@ -4,7 +4,7 @@
 #include "round/clock.h"
 #include "round/publish_results.h"
 
-namespace specdec {
+namespace specdec::round {
 namespace {
 
 constexpr int kThreads = 512, kWarps = kThreads / kWarp;
@@ -47,4 +47,4 @@ void publish_results_cuda(const PublishResultsParams& p, Stream stream) {
   launch("publish_results", publish_results_kernel, {.grid = 1, .threads = kThreads}, stream, p);
 }
 
-}  // namespace specdec
+}  // namespace specdec::round

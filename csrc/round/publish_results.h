@@ -7,15 +7,15 @@
 #include "core/slots.h"
 #include "round/records.h"
 
-namespace specdec {
+namespace specdec::round {
 
 struct PublishResultsParams {
   int32_t* results;               // [depth, words]
   int64_t* num_published;         // [1]: rounds published so far
   const int64_t* started_at;      // [1]
-  const int32_t* out_tokens;      // [batch, layout.accept_width]
-  const int32_t* out_len;         // [batch]
-  const int32_t* out_path;        // [batch, layout.accept_width]
+  const int32_t* tokens;          // [batch, layout.accept_width]
+  const int32_t* num_valid;       // [batch]
+  const int32_t* path;            // [batch, layout.accept_width]
   const int32_t* num_nodes;       // [batch]
   const int32_t* finish_reasons;  // [num_slots]
   const int32_t* status;          // [num_slots]
@@ -30,8 +30,8 @@ struct PublishResultsParams {
 };
 
 void publish_results(CallStream stream, const TensorView& results, const TensorView& num_published,
-                     const TensorView& started_at, const TensorView& out_tokens, const TensorView& out_len,
-                     const TensorView& out_path, const TensorView& num_nodes, const TensorView& finish_reasons,
+                     const TensorView& started_at, const TensorView& tokens, const TensorView& num_valid,
+                     const TensorView& path, const TensorView& num_nodes, const TensorView& finish_reasons,
                      const TensorView& status, const OptTensor& slots, const OptTensor& logprobs,
                      const OptTensor& top_ids, const OptTensor& top_logprobs, const OptTensor& num_logprobs);
 
@@ -41,9 +41,9 @@ void publish_results_cuda(const PublishResultsParams& p, Stream stream);
 // Word `word` of row b.
 SD_HD int32_t result_word(const PublishResultsParams& p, int64_t b, int64_t word) {
   const ResultLayout& layout = p.layout;
-  if (word >= layout.path()) return p.out_path[b * layout.accept_width + word - layout.path()];
-  if (word >= ResultLayout::kTokens) return p.out_tokens[b * layout.accept_width + word - ResultLayout::kTokens];
-  if (word == ResultLayout::kOutLen) return p.out_len[b];
+  if (word >= layout.path()) return p.path[b * layout.accept_width + word - layout.path()];
+  if (word >= ResultLayout::kTokens) return p.tokens[b * layout.accept_width + word - ResultLayout::kTokens];
+  if (word == ResultLayout::kNumValid) return p.num_valid[b];
   if (word == ResultLayout::kNumNodes) return p.num_nodes[b];
   const int64_t slot = slot_of(p.slots, b, p.num_slots);
   if (slot < 0) return 0;
@@ -66,4 +66,4 @@ SD_HD int32_t score_word(const PublishResultsParams& p, int64_t b, int64_t word)
   return std::bit_cast<int32_t>(p.top_logprobs[b * tops + word - tops]);
 }
 
-}  // namespace specdec
+}  // namespace specdec::round

@@ -15,8 +15,8 @@
 //
 //   0         number of the round + 1, written last
 //   2, 4      when its commands were applied and when it published, in ns of the device's clock (two words each)
-//   8         for each row out_len, finish reason, status, num_nodes, accept_width tokens, and as many nodes that they
-//             follow: what the host reads of every round stands together
+//   8         for each row num_valid, finish reason, status, num_nodes, accept_width tokens, and as many nodes that
+//             they follow: what the host reads of every round stands together
 //   last      with scores, for each row, the last row first: the log-probability of each token (floats as their bits),
 //             the ids of the top_n best entries beside each, and their log-probabilities, which are only written for
 //             slots that asked
@@ -26,7 +26,7 @@
 
 #include "core/host_device.h"
 
-namespace specdec {
+namespace specdec::round {
 
 struct CommandLayout {
   int64_t max_batch, num_slots, max_stops;
@@ -45,8 +45,8 @@ struct ResultLayout {
 
   enum : int64_t { kNoScores = -1 };
   enum : int64_t { kNumber, kStarted = 2, kEnded = 4, kRows = 8 };
-  enum : int64_t { kOutLen, kFinishReason, kStatus, kNumNodes, kTokens };  // of a row
-  SD_HD int64_t path() const { return kTokens + accept_width; }            // likewise
+  enum : int64_t { kNumValid, kFinishReason, kStatus, kNumNodes, kTokens };  // of a row
+  SD_HD int64_t path() const { return kTokens + accept_width; }              // likewise
   SD_HD int64_t row_words() const { return path() + accept_width; }
   SD_HD int64_t row(int64_t b) const { return kRows + b * row_words(); }
 
@@ -56,7 +56,8 @@ struct ResultLayout {
   // In a record of so many words.
   SD_HD int64_t scores(int64_t b, int64_t words) const { return words - (b + 1) * score_words(); }
 
-  SD_HD int64_t words(int64_t batch) const { return row(batch) + batch * score_words(); }
+  // Even, since records start at multiples of 8 bytes.
+  SD_HD int64_t words(int64_t batch) const { return (row(batch) + batch * score_words() + 1) / 2 * 2; }
 };
 
 // Row of a ring that record number n stands in, in bounds whatever n is.
@@ -67,4 +68,4 @@ SD_HD int64_t ring_row(int64_t n, int64_t depth) {
 // What word 0 of record n says once the device is done with it.
 SD_HD int32_t done_mark(int64_t n) { return static_cast<int32_t>(static_cast<uint32_t>(n) + 1); }
 
-}  // namespace specdec
+}  // namespace specdec::round

@@ -3,7 +3,7 @@
 #include "core/dispatch.h"
 #include "core/errors.h"
 
-namespace specdec {
+namespace specdec::round {
 
 int32_t* shared_words(const Check& check, const char* name, const TensorView& ring) {
   if (ring.is_cuda() == check.on_cuda()) return ring.data<int32_t>();
@@ -18,4 +18,4 @@ int32_t* shared_words(const Check& check, const char* name, const TensorView& ri
                    check.first_name());
 }
 
-}  // namespace specdec
+}  // namespace specdec::round

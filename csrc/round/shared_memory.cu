@@ -1,7 +1,7 @@
 #include "core/cuda.cuh"
 #include "round/shared_memory.h"
 
-namespace specdec {
+namespace specdec::round {
 
 void* device_address(void* host) {
   cudaPointerAttributes attributes{};
@@ -9,4 +9,4 @@ void* device_address(void* host) {
   return attributes.type == cudaMemoryTypeHost ? attributes.devicePointer : nullptr;
 }
 
-}  // namespace specdec
+}  // namespace specdec::round

@@ -3,7 +3,7 @@
 
 #include "core/check.h"
 
-namespace specdec {
+namespace specdec::round {
 
 // The ring's words: it lies on the device of the tensors that `check` has seen, or, where these are on CUDA, in pinned
 // host memory. Throws ValueError for anything else.
@@ -13,4 +13,4 @@ int32_t* shared_words(const Check& check, const char* name, const TensorView& ri
 // only).
 void* device_address(void* host);
 
-}  // namespace specdec
+}  // namespace specdec::round

@@ -4,9 +4,10 @@
 
 namespace specdec::scheduler {
 
+int64_t rows_for(const Config& config, int64_t seq_len) { return std::min(seq_len, config.max_len) + config.reserve; }
+
 int64_t pages_for(const Config& config, int64_t seq_len) {
-  const int64_t rows = std::min(seq_len, config.max_len) + config.reserve;
-  return (rows + config.page_size - 1) / config.page_size;
+  return (rows_for(config, seq_len) + config.page_size - 1) / config.page_size;
 }
 
 int64_t pages_needed(const Config& config, Holders holders, int64_t more_rounds) {
@@ -16,6 +17,13 @@ int64_t pages_needed(const Config& config, Holders holders, int64_t more_rounds)
     pages += pages_for(config, holder->seq_len() + config.accept_width * rounds);
   }
   return pages;
+}
+
+int64_t max_kv_len(const Config& config, std::span<Request* const> requests) {
+  int64_t longest = 0;
+  for (const Request* request : requests)
+    longest = std::max(longest, request->seq_len() + config.accept_width * request->in_flight);
+  return rows_for(config, longest);
 }
 
 bool round_fits(const Config& config, Holders holders) { return pages_needed(config, holders, 0) <= config.num_pages; }

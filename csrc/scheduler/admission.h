@@ -15,11 +15,17 @@ namespace specdec::scheduler {
 
 using Holders = std::span<const std::unique_ptr<Request>>;
 
-// Pages of a sequence with `seq_len` committed tokens and its reserve. No sequence outgrows max_len.
+// KV rows of a sequence with `seq_len` committed tokens, with its reserve. No sequence outgrows max_len.
+int64_t rows_for(const Config& config, int64_t seq_len);
+
+// Their pages.
 int64_t pages_for(const Config& config, int64_t seq_len);
 
 // Pages of all holders, when every running one accepts all it can in its rounds in flight and in `more_rounds`.
 int64_t pages_needed(const Config& config, Holders holders, int64_t more_rounds);
+
+// KV rows of the longest of these requests in the next round, when they accept all they can in their rounds in flight.
+int64_t max_kv_len(const Config& config, std::span<Request* const> requests);
 
 // May another round be launched?
 bool round_fits(const Config& config, Holders holders);

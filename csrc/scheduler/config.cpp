@@ -8,15 +8,23 @@
 
 namespace specdec::scheduler {
 
+std::vector<std::vector<int64_t>> Config::rows() const {
+  std::vector<std::vector<int64_t>> rows;
+  for (const int64_t batch : batch_sizes)
+    for (auto& of_batch = rows.emplace_back(); const int64_t count : nodes) of_batch.push_back(batch * count);
+  return rows;
+}
+
 void check_config(const Config& config) {
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+  constexpr int64_t kMostSlots = 1 << 20, kWidest = 1 << 16;  // so that no number of words leaves 64 bits
   Check check("Scheduler");
-  check.range("num_slots", config.num_slots, 1, kMost);
+  check.range("num_slots", config.num_slots, 1, kMostSlots);
   check.range("page_size", config.page_size, 1, kMost);
   check.range("max_len", config.max_len, 2, kMost);
-  check.range("accept_width", config.accept_width, 1, kMost);
-  check.range("max_stops", config.max_stops, 0, kMost);
-  check.range("max_logprobs", config.max_logprobs, -1, kMost);
+  check.range("accept_width", config.accept_width, 1, kWidest);
+  check.range("max_stops", config.max_stops, 0, kWidest);
+  check.range("max_logprobs", config.max_logprobs, -1, kWidest);
   check.range("reserve", config.reserve, config.accept_width + 1, kMost);
   check.range("prefill_chunk", config.prefill_chunk, 1, kMost);
   check.range("prefill_requests", config.prefill_requests, 1, kMost);
@@ -34,9 +42,8 @@ void check_config(const Config& config) {
     fewest_nodes = nodes + 1;
   }
   const int64_t smallest = pages_for(config, config.max_len);
-  check.that(config.num_pages >= smallest && config.num_pages <= kMost, "num_pages",
-             "is " + std::to_string(config.num_pages),
-             std::to_string(smallest) + " to " + std::to_string(kMost) + " (one sequence of max_len tokens must fit)");
+  check.that(config.num_pages >= smallest && config.num_pages <= kMost, "num_pages", {"is ", config.num_pages},
+             {smallest, " to ", kMost, " (one sequence of max_len tokens must fit)"});
 }
 
 }  // namespace specdec::scheduler

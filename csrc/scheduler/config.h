@@ -22,6 +22,8 @@ struct Config {
   std::vector<int64_t> nodes;        // rising: what a round's trees may have
 
   int64_t max_batch() const { return batch_sizes.back(); }
+  // Of each batch size the rows of its rounds, in all.
+  std::vector<std::vector<int64_t>> rows() const;
 };
 
 // Throws ValueError for sizes that cannot work, such as a pool that one longest sequence would overflow.

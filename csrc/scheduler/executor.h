@@ -7,34 +7,17 @@
 #pragma once
 
 #include <cstdint>
-#include <memory>
 #include <span>
-#include <vector>
-
-#include "scheduler/request.h"
 
 namespace specdec::scheduler {
 
 using Tokens = std::span<const int32_t>;
 
-// Some new tokens of one request, possibly none; the last emission of a request is the one with a finish reason.
-struct Emission {
-  int64_t request_id, num_tokens;
-  FinishReason reason = FinishReason::kNone;
-  int32_t status = 0;  // StatusBits, where the reason is kError; 0 where an executor call threw
-  RoundCounts counts;
-  std::unique_ptr<const Scores> scores;  // of the tokens; null where they were not asked for
-};
-
-// What a turn has to report. The tokens stand together: a round of many requests is copied once, and allocates nothing.
-struct Emissions {
-  std::vector<Emission> each;
-  std::vector<int32_t> tokens;  // of each, one after another
-
-  void clear() {
-    each.clear();
-    tokens.clear();
-  }
+// A request that gets a slot: what the executor and its draft are told of it.
+struct Admitted {
+  int64_t id;
+  Tokens tokens;  // its prompt and, after a retraction, what it produced since
+  int32_t group;  // who shares its text as n-gram drafts; 0: everybody
 };
 
 // How far the device has come since the rings were made.
@@ -55,19 +38,19 @@ class Executor {
  public:
   virtual ~Executor() = default;
 
-  // The request gets the slot, which is empty. `text` is its prompt and, after a retraction, what it produced since.
-  virtual void begin(int32_t slot, int64_t request_id, Tokens text) = 0;
+  // The request gets the slot, which is empty.
+  virtual void begin(int32_t slot, const Admitted& request) = 0;
   // Writes the rows of some slots' texts, in one pass if it can. Not called for a text of one token.
   virtual void prefill(std::span<const Chunk> chunks) = 0;
   // The slots' state has been set by commands; their first round comes next.
   virtual void activate(std::span<const int32_t> slots) = 0;
   // Starts a round of `batch` rows with trees of `num_nodes`: applies the next command record, advances its slots,
-  // publishes. With a batch of 0, applies the record and does no more.
-  virtual void launch(int64_t batch, int64_t num_nodes) = 0;
+  // publishes. No slot reads or writes KV from row `max_kv_len` on. With a batch of 0, applies the record and does no
+  // more.
+  virtual void launch(int64_t batch, int64_t num_nodes, int64_t max_kv_len) = 0;
   // Their requests are finished, cancelled, failed or retracted, at any time after `begin` was called. The next command
   // record gives the slots and their pages back.
   virtual void deactivate(std::span<const int32_t> slots) = 0;
-  virtual void emit(const Emissions& emissions) = 0;
 
   // Whether the device is still at work, so that it is worth waiting for. Throws where the device has failed.
   virtual bool busy() = 0;

@@ -4,11 +4,15 @@
 // what the one before it did and launches the one behind it. So a length is known one round late, a request that ends
 // takes part in one round more, in which the device leaves it alone, and its pages come back one round late.
 #include <algorithm>
+#include <cmath>
+#include <exception>
+#include <functional>
 #include <iterator>
 #include <limits>
 #include <stdexcept>
 #include <thread>
 
+#include "core/errors.h"
 #include "core/slots.h"
 #include "round/clock.h"
 #include "scheduler/admission.h"
@@ -17,31 +21,40 @@
 namespace specdec::scheduler {
 namespace {
 
+// measure_rounds times so many rounds of each size, but only one where a round takes kTimedOnce ns, as on a CPU.
 constexpr int kTimedRounds = 3;
-// A round is expected to take what the last one of its kind took, give or take this share and this time (for what
-// waking up takes, too), in ns; beyond the last number nothing is expected.
+constexpr int64_t kTimedOnce = 200'000'000;
+constexpr int kMostFailedLaunches = 8;  // in a row, before the device counts as gone
+// A round is expected to take as long as the last one of its size, give or take 1/kTakesMore of that or kAtLeast ns,
+// which covers the time to wake up. Nothing is expected of a round that takes longer than kLongest ns.
 constexpr int64_t kTakesMore = 64, kAtLeast = 150'000, kLongest = 1'000'000'000;
 
 }  // namespace
 
-// One executor call on behalf of these holders of slots: if it throws, they end, and the exception goes on its way.
+// Makes one executor call on behalf of these holders of slots. If it throws, they end, and the exception is rethrown.
 template <class Call>
 void Scheduler::call_for(const std::vector<Request*>& requests, Call&& call) {
   try {
     call();
   } catch (...) {
-    for (Request* request : requests) finish_held(*request, FinishReason::kError);
+    for (Request* request : requests) finish_held(*request, FinishReason::kError, 0, std::current_exception());
+    told_ |= !requests.empty();
     throw;
   }
 }
 
 bool Scheduler::turn() {
   const Span span(recorder_, Work::kTurn);
+  told_ = false;
   if (unsure_) recover();
+  if (broken_) {
+    give_up();
+    return false;
+  }
   deliver();  // what an exception of the turn before left over
   admit();
-  // While the device is at a pass, what it did before is read: then the next round knows of it, and its launch finds
-  // room in the device's queue, which hundreds of launches of a pass and those of a round before it could fill.
+  // While the device runs a prefill pass, the loop reads the rounds before it. Then the next round knows their results,
+  // and its launch finds room in the device's queue, which the launches of a pass and of a round could fill together.
   if (prefill()) read_rounds();
   activate();
   const bool launched = launch_round();
@@ -50,9 +63,17 @@ bool Scheduler::turn() {
   return !settled() || !in_flight_.empty() || !given_back_.empty();
 }
 
-// A launch threw. What went wrong may have come before or after the device got the record and the round.
+// Finds out, after a launch that threw, whether the device got the record and the round.
 void Scheduler::recover() {
-  const Progress progress = executor_.progress();
+  if (failed_launches_ == kMostFailedLaunches) broken_ = failure_;
+  if (broken_) return;
+  Progress progress;
+  try {
+    progress = executor_.progress();
+  } catch (...) {
+    broken_ = std::current_exception();
+    return;
+  }
   if (progress.num_applied > num_sent_) given_back_.clear();
   num_sent_ = progress.num_applied;
   num_launched_ = progress.num_published;
@@ -60,7 +81,19 @@ void Scheduler::recover() {
   read_rounds();  // before rounds that nobody reads wrap around the ring
 }
 
-// Who joins, and who leaves.
+// Ends every request, with the reason, when the device is gone. Nothing is left to give back then.
+void Scheduler::give_up() {
+  read_mail();
+  while (!slots_.empty()) finish_held(slots_.newest(), FinishReason::kError, 0, broken_);
+  for (const auto& request : waiting_) finish(*request, FinishReason::kError, 0, broken_);
+  waiting_.clear();
+  in_flight_.clear();
+  leaving_.clear();
+  given_back_.clear();
+  emit();
+}
+
+// Decides which requests join and which leave.
 void Scheduler::admit() {
   const Span span(recorder_, Work::kAdmit);
   read_mail();
@@ -116,13 +149,13 @@ void Scheduler::give_slots() {
     other_work_ = true;
     call_for({&request}, [&] {
       const Span span(recorder_, Work::kPrefill);
-      executor_.begin(request.slot, request.id, request.text);
+      executor_.begin(request.slot, {request.id, request.text, request.ngram_group});
     });
   }
 }
 
-// One call for the oldest prefills, with a chunk of as many as its rows are enough for: a decoding request waits for no
-// more than that between its rounds. False where there are none.
+// Makes one prefill call with chunks of the oldest prompts, as many as its rows suffice for. A decoding request waits
+// for no more than this call between its rounds. Returns false where there are no prompts to prefill.
 bool Scheduler::prefill() {
   std::vector<Request*> requests;
   std::vector<Chunk> chunks;
@@ -146,7 +179,7 @@ bool Scheduler::prefill() {
   return true;
 }
 
-// Whoever is prefilled takes part in rounds from now on: one record tells the device of all, then they share calls.
+// Lets all requests that are prefilled take part in rounds from now on. One command record tells the device of them.
 void Scheduler::activate() {
   std::vector<Request*> prefilled;
   for (const auto& holder : slots_.holders())
@@ -158,7 +191,7 @@ void Scheduler::activate() {
     std::vector<Request*> requests;
     std::vector<int32_t> slots;
     for (const auto& holder : slots_.holders()) {
-      // Perhaps since a turn that an exception ended.
+      // It may have been so since a turn that an exception ended.
       if (holder->state != RequestState::kStarting || std::ssize(slots) == config_.prefill_requests) continue;
       requests.push_back(holder.get());
       slots.push_back(holder->slot);
@@ -172,8 +205,8 @@ void Scheduler::activate() {
   }
 }
 
-// All running requests, or those who have waited longest where a round has fewer rows. False where there is nothing to
-// launch.
+// Launches a round of all running requests, or of those that have waited longest where a round has fewer rows. Returns
+// false where there is nothing to launch.
 bool Scheduler::launch_round() {
   if (stuck_ && !in_flight_.empty()) return false;
   const Span span(recorder_, Work::kPlan);
@@ -189,11 +222,15 @@ bool Scheduler::launch_round() {
 
   ++turn_number_;
   const size_t size = std::ranges::lower_bound(config_.batch_sizes, std::ssize(requests)) - config_.batch_sizes.begin();
-  const size_t rung = ladder_.next(size);
+  int64_t kv_rows = 0;
+  for (const Request* request : requests) kv_rows += request->seq_len();
+  const auto batch = static_cast<double>(config_.batch_sizes[size]);  // rows without a request cost as much
+  const size_t rung = budget_.next(size, batch, static_cast<double>(kv_rows));
   Round round{.number = num_launched_,
               .size = size,
               .rung = rung,
               .shown = std::min(rung, last_rung_),
+              .kv_rows = kv_rows,
               .rows = {},
               .follows = !in_flight_.empty() && !other_work_};
   std::vector<int32_t> slots;
@@ -204,7 +241,8 @@ bool Scheduler::launch_round() {
     slots.push_back(request->slot);
     round.rows.push_back({request->slot, request->id});
   }
-  call_for(requests, [&] { send({.slots = slots}, config_.batch_sizes[size], config_.nodes[round.rung]); });
+  const int64_t most_rows = max_kv_len(config_, requests);
+  call_for(requests, [&] { send({.slots = slots}, config_.batch_sizes[size], config_.nodes[rung], most_rows); });
   for (Request* request : requests) ++request->in_flight;
   in_flight_.push_back(std::move(round));
   other_work_ = false;
@@ -212,8 +250,8 @@ bool Scheduler::launch_round() {
   return true;
 }
 
-// One command record, and a round behind it unless batch is 0.
-void Scheduler::send(const Commands& commands, int64_t batch, int64_t num_nodes) {
+// Writes one command record, and launches a round behind it unless batch is 0.
+void Scheduler::send(const Commands& commands, int64_t batch, int64_t num_nodes, int64_t max_kv_len) {
   wait_until([&] { return commands_.is_free(num_sent_); });
   Commands all = commands;
   all.given_back = given_back_;
@@ -224,8 +262,16 @@ void Scheduler::send(const Commands& commands, int64_t batch, int64_t num_nodes)
   {
     const Span span(recorder_, Work::kLaunch);
     unsure_ = true;
-    executor_.launch(batch, num_nodes);
+    try {
+      executor_.launch(batch, num_nodes, max_kv_len);
+    } catch (...) {
+      ++failed_launches_;
+      failure_ = std::current_exception();
+      throw;
+    }
     unsure_ = false;
+    failed_launches_ = 0;
+    failure_ = nullptr;
   }
   given_back_.clear();
   ++num_sent_;
@@ -240,7 +286,7 @@ void Scheduler::read_rounds() {
 }
 
 void Scheduler::read_oldest_round() {
-  // Nobody else takes part in its end, whatever happens: what cannot be read is dropped.
+  // The round leaves the queue first, whatever happens then: results that cannot be read are dropped.
   const Round round = std::move(in_flight_.front());
   in_flight_.pop_front();
   const std::vector<Request*> requests = still_held(round);
@@ -250,7 +296,9 @@ void Scheduler::read_oldest_round() {
   const int64_t started_at = results_.started_at(round.number), ended_at = results_.ended_at(round.number);
   took_[round.size][round.rung] = ended_at - started_at;
   recorder_.add_round(started_at, ended_at, std::ssize(round.rows), round.rung, round.follows);
-  ladder_.note_time(round.size, round.rung, 1e-3 * static_cast<double>(ended_at - started_at));
+  budget_.note_time(round.size, round.rung, static_cast<double>(config_.batch_sizes[round.size]),
+                    static_cast<double>(round.kv_rows), 1e-3 * static_cast<double>(ended_at - started_at));
+  Shown shown{.requests = 0, .tokens = std::vector<double>(round.shown + 1)};
   bool progress = requests.size() < round.rows.size();  // the pages of those who have ended come back
   size_t next = 0;
   for (size_t b = 0; b < round.rows.size() && next < requests.size(); ++b) {
@@ -258,7 +306,13 @@ void Scheduler::read_oldest_round() {
     if (request.id != round.rows[b].request_id) continue;  // it has ended since
     ++next;
     --request.in_flight;
-    progress |= read_row(results_.row(round.number, static_cast<int64_t>(b)), round.shown, request);
+    progress |= read_row(results_.row(round.number, static_cast<int64_t>(b)), shown, request);
+  }
+  // Equal shares: what a rung brings a request does not depend on how many requests there are.
+  if (shown.requests > 0) {
+    const auto batch = static_cast<double>(config_.batch_sizes[round.size]);
+    for (double& tokens : shown.tokens) tokens *= batch / static_cast<double>(shown.requests);
+    budget_.note_tokens(round.size, batch, shown.tokens, shown.tokens);
   }
   publish();
 
@@ -282,19 +336,19 @@ std::vector<Request*> Scheduler::still_held(const Round& round) const {
   return requests;
 }
 
-// What the round did for one request. False when it stalled; then its state is as before the round.
-bool Scheduler::read_row(const RowResult& result, size_t shown_rung, Request& request) {
-  const int64_t count = result.out_len;
+// Takes over what the round did for one request. Returns false when it stalled; then its state is as before the round.
+bool Scheduler::read_row(const RowResult& result, Shown& shown, Request& request) {
+  const int64_t count = result.num_valid;
   const auto reason = static_cast<FinishReason>(result.finish_reason);
-  const bool goes_on = reason == FinishReason::kNone;
+  const bool goes_on = reason == FinishReason::kRunning;
   int32_t status = result.status & ~kStalled;
 
-  // The limits are the device's to keep. Results that break them are as little use as a broken slot.
+  // The device has to keep these limits. Results that break them are of as little use as those of a broken slot.
   const int64_t room = std::min({config_.accept_width, request.remaining, config_.max_len - std::ssize(request.text)});
   const bool in_range =
-      count >= 0 && count <= room && reason >= FinishReason::kNone && reason <= FinishReason::kContext;
-  // Over the whole width: how many tokens there are cannot be guessed, and a loop that ends elsewhere in every row
-  // costs more than what it does.
+      count >= 0 && count <= room && reason >= FinishReason::kRunning && reason <= FinishReason::kContext;
+  // The loop covers the whole width: the processor cannot guess the number of tokens, and a branch that it mispredicts
+  // in every row costs more than the copies it saves.
   int32_t signs = 0;
   for (int64_t j = 0; j < config_.accept_width; ++j) signs |= j < count ? result.tokens[j] : 0;
   if (!in_range || signs < 0) status |= kBadLength;
@@ -310,28 +364,36 @@ bool Scheduler::read_row(const RowResult& result, size_t shown_rung, Request& re
     finish_held(request, reason);
     return true;
   }
-  ladder_.observe(shown_rung, {result.path + 1, result.path + count});  // of a last round some may have been cut off
-  if (request.streams) note_tokens(request, reason, 0);
+  // Nodes stand best first, so that the tree of a lower rung is the first nodes of a higher one's. Of a last round some
+  // may have been cut off. Of rungs above the round's before nothing is learnt: where few nodes ended, a larger tree
+  // often begins amid a piece that it would have taken whole, and looks worse than it is.
+  ++shown.requests;
+  const int32_t *at = result.path + 1, *const end = result.path + count;
+  for (size_t rung = 0; rung < shown.tokens.size(); ++rung) {
+    while (at < end && *at < config_.nodes[rung]) ++at;
+    shown.tokens[rung] += static_cast<double>(at - result.path);
+  }
+  if (request.streams) note_tokens(request, reason);
   return true;
 }
 
-// Waits for a round. Where the one before it was waited for, too, it is known when it will end: until shortly before,
-// the thread sleeps in one go, which takes less of a core than many naps; what is left it polls.
+// Waits for a round. Where the loop waited for the round before it, too, it knows when this one will end: the thread
+// sleeps in one go until shortly before, which takes less of a core than many naps do, and polls from then on.
 void Scheduler::await(const Round& round) {
   const auto done = [&] { return results_.is_published(round.number); };
   const int64_t began = std::exchange(began_, 0), took = took_[round.size][round.rung];
   if (done()) return;
   if (began > 0 && round.follows && took > 0 && took < kLongest) {
     const Span span(recorder_, Work::kWait);
-    const int64_t end = began + took, margin = kAtLeast + took / kTakesMore, left = end - margin - nanoseconds();
+    const int64_t end = began + took, margin = kAtLeast + took / kTakesMore, left = end - margin - round::nanoseconds();
     if (left > 0) std::this_thread::sleep_for(std::chrono::nanoseconds(left));
-    while (!done() && nanoseconds() < end + margin) continue;
+    while (!done() && round::nanoseconds() < end + margin) continue;
   }
   wait_until(done);
-  began_ = nanoseconds();  // as what follows it did
+  began_ = round::nanoseconds();  // as what follows it did
 }
 
-// Waits for the device: at first without letting go of the core, since it may be a matter of microseconds.
+// Waits for the device. It keeps the core at first, since the wait may be a matter of microseconds.
 void Scheduler::wait_until(const std::function<bool()>& done) {
   if (done()) return;
   const Span span(recorder_, Work::kWait);
@@ -339,7 +401,7 @@ void Scheduler::wait_until(const std::function<bool()>& done) {
   for (const auto end = Clock::now() + std::chrono::microseconds(30); Clock::now() < end;)
     if (done()) return;
   for (int naps = 1; !done(); ++naps) {
-    // Asked before the last look: what is at rest publishes no more.
+    // The device is asked before the last look at the ring, because a device at rest publishes no more.
     if (naps % 8 == 0 && !executor_.busy() && !done()) {
       unsure_ = true;
       throw std::runtime_error("step: the device is at rest and a record is missing, expected launch to publish it");
@@ -368,32 +430,73 @@ bool Scheduler::step() {
   return turn();
 }
 
-void Scheduler::run_until_idle(const std::function<void()>& between_turns) {
+void Scheduler::run() {
   const LoopGuard guard(*this);
-  while (turn()) between_turns();
+  bool again = true;
+  while (wait_for_work(again)) {
+    again = true;
+    try {
+      again = turn();
+    } catch (...) {
+      if (!told_) throw;
+    }
+  }
+  outbox_.close();
+}
+
+// Waits until there is something to do; `again` says that the last turn has left something. Returns false when there
+// is nothing to do and never will be.
+bool Scheduler::wait_for_work(bool again) {
+  std::unique_lock lock(mutex_);
+  if (!again) {
+    at_rest_ = true;
+    changed_.notify_all();
+    changed_.wait(lock, [this] { return !alive_.empty() || stopping_; });
+  }
+  at_rest_ = !again && alive_.empty();
+  return !at_rest_;
+}
+
+void Scheduler::settle() {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this] { return at_rest_ || !alive_.empty(); });
 }
 
 // --- what rounds cost
 
-void Scheduler::measure_rounds() {
+void Scheduler::measure_rounds(const std::vector<int64_t>& batches) {
   const LoopGuard guard(*this);
   if (num_held_ > 0 || !in_flight_.empty())
     throw std::runtime_error("measure_rounds: requests hold slots, expected none");
-  std::vector<std::vector<double>> us;
-  for (const int64_t batch : config_.batch_sizes) {
-    us.emplace_back();
-    for (const int64_t nodes : config_.nodes) us.back().push_back(1e-3 * static_cast<double>(time_round(batch, nodes)));
+  const std::vector<int64_t>& sizes = config_.batch_sizes;
+  const bool rise = std::ranges::adjacent_find(batches, std::greater_equal<>()) == batches.end();
+  if (!rise || !std::ranges::includes(sizes, batches) || batches.empty() || batches.front() != sizes.front() ||
+      batches.back() != sizes.back())
+    throw ValueError("measure_rounds: batches is " + text_of(batches) + ", expected rising ones of " + text_of(sizes) +
+                     ", the first and the last among them");
+  std::vector<std::vector<double>> us(sizes.size());
+  size_t before = 0;  // the size that was timed last
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    if (!std::ranges::binary_search(batches, sizes[i])) continue;
+    for (const int64_t nodes : config_.nodes) us[i].push_back(1e-3 * static_cast<double>(time_round(sizes[i], nodes)));
+    for (size_t j = before + 1; j < i; ++j) {
+      const double share =
+          static_cast<double>(sizes[j] - sizes[before]) / static_cast<double>(sizes[i] - sizes[before]);
+      for (size_t rung = 0; rung < us[i].size(); ++rung)
+        us[j].push_back(std::lerp(us[before][rung], us[i][rung], share));
+    }
+    before = i;
   }
-  ladder_.set_costs({config_.batch_sizes, config_.nodes, std::move(us)});
+  budget_.set_costs({sizes, config_.rows(), std::move(us)});
   recorder_.reset();
 }
 
-// Nanoseconds of the device's own clock, the least of some rounds.
+// Returns the least time of some rounds, in nanoseconds of the device's own clock.
 int64_t Scheduler::time_round(int64_t batch, int64_t num_nodes) {
   int64_t least = std::numeric_limits<int64_t>::max();
-  for (int i = 0; i < kTimedRounds; ++i) {
+  for (int i = 0; i < kTimedRounds && (i == 0 || least < kTimedOnce); ++i) {
     const int64_t number = num_launched_;
-    send({}, batch, num_nodes);
+    send({}, batch, num_nodes, rows_for(config_, 0));
     wait_until([&] { return results_.is_published(number); });
     least = std::min(least, results_.ended_at(number) - results_.started_at(number));
   }

@@ -32,7 +32,9 @@ struct CloseFile {
 
 void Recorder::add(Work work, int64_t begin, int64_t end) {
   nanoseconds_[static_cast<int>(work)] += end - begin;
-  if (traces_ && events_.size() < kMostEvents) events_.push_back({work, begin, end});
+  if (!traces_) return;
+  const std::lock_guard lock(mutex_);
+  if (events_.size() < kMostEvents) events_.push_back({work, begin, end});
 }
 
 void Recorder::add_round(int64_t started_at, int64_t ended_at, int64_t rows, size_t rung, bool follows) {
@@ -45,12 +47,14 @@ void Recorder::add_round(int64_t started_at, int64_t ended_at, int64_t rows, siz
     gaps_ += std::max<int64_t>(started_at - last_ended_at_, 0);
   }
   last_ended_at_ = ended_at;
-  if (traces_ && rounds_.size() < kMostEvents)
-    rounds_.push_back({started_at, ended_at, nanoseconds(), rows, nodes_[rung]});
+  if (!traces_) return;
+  const std::lock_guard lock(mutex_);
+  if (rounds_.size() < kMostEvents) rounds_.push_back({started_at, ended_at, round::nanoseconds(), rows, nodes_[rung]});
 }
 
 void Recorder::reset() {
   for (auto& nanoseconds : nanoseconds_) nanoseconds = 0;
+  const std::lock_guard lock(mutex_);
   events_.clear();
 }
 
@@ -58,10 +62,9 @@ Recorder::Totals Recorder::totals() const {
   const auto of = [&](Work work) { return nanoseconds_[static_cast<int>(work)].load(); };
   return {.rounds = num_rounds_,
           .rows = num_rows_,
-          .host = of(Work::kTurn) - of(Work::kWait) - of(Work::kPrefill) - of(Work::kEmit),
+          .host = of(Work::kTurn) - of(Work::kWait) - of(Work::kPrefill),
           .wait = of(Work::kWait),
           .prefill = of(Work::kPrefill),
-          .emit = of(Work::kEmit),
           .device = device_,
           .following = following_,
           .gaps = gaps_};
@@ -71,6 +74,7 @@ void Recorder::write_trace(const std::string& path) const {
   const std::unique_ptr<std::FILE, CloseFile> file(std::fopen(path.c_str(), "w"));
   if (!file) throw std::runtime_error("trace: cannot write " + path);
 
+  const std::lock_guard lock(mutex_);
   // The device's clock is another one; the round that was read soonest after its end says how far it is off.
   int64_t offset = std::numeric_limits<int64_t>::max(), first = offset;
   for (const Round& round : rounds_) offset = std::min(offset, round.read_at - round.ended_at);
@@ -95,15 +99,17 @@ void Recorder::write_trace(const std::string& path) const {
                  static_cast<long long>(round.nodes));
   }
   std::fprintf(file.get(), "{\"name\": \"end\", \"ph\": \"M\", \"pid\": 0}\n]}\n");
+  if (std::fflush(file.get()) != 0 || std::ferror(file.get()))  // the disk is full, say
+    throw std::runtime_error("trace: cannot write " + path);
 }
 
-Span::Span(Recorder& recorder, Work work) : recorder_(recorder), work_(work), begin_(nanoseconds()) {
+Span::Span(Recorder& recorder, Work work) : recorder_(recorder), work_(work), begin_(round::nanoseconds()) {
   SD_NVTX(nvtxRangePushA(name_of(work)));
 }
 
 Span::~Span() {
   SD_NVTX(nvtxRangePop());
-  recorder_.add(work_, begin_, nanoseconds());
+  recorder_.add(work_, begin_, round::nanoseconds());
 }
 
 }  // namespace specdec::scheduler

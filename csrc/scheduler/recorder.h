@@ -4,6 +4,7 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -11,8 +12,8 @@ namespace specdec::scheduler {
 
 // What the loop's thread does. A turn contains the others: `kAdmit` is who joins and who leaves, `kPrefill` the
 // executor's begin, prefill and activate, `kPlan` the choice of a round, with its record of commands (`kCommands`) and
-// its launch (`kLaunch`), `kWait` waiting for the device, `kRead` what a round's results change, `kEmit` the executor's
-// emit.
+// its launch (`kLaunch`), `kWait` waiting for the device, `kRead` what a round's results change, `kEmit` the hand-over
+// of what requests have gained.
 enum class Work { kTurn, kAdmit, kPrefill, kPlan, kCommands, kLaunch, kWait, kRead, kEmit };
 constexpr int kNumWorks = 9;
 
@@ -27,18 +28,18 @@ class Recorder {
   // the other at once.
   void add_round(int64_t started_at, int64_t ended_at, int64_t rows, size_t rung, bool follows);
 
-  // As if nothing had been.
+  // Forgets all that was recorded.
   void reset();
 
-  // Any thread. Nanoseconds, but for the counts of rounds and rows. Of the loop's time, `host` is what is left without
-  // the other three.
+  // May be called from any thread. All but the counts of rounds and rows are nanoseconds. `host` is the loop's time
+  // without `wait` and `prefill`.
   struct Totals {
-    int64_t rounds, rows, host, wait, prefill, emit, device, following, gaps;
+    int64_t rounds, rows, host, wait, prefill, device, following, gaps;
   };
   Totals totals() const;
   std::vector<int64_t> rounds_by_rung() const { return {by_rung_.begin(), by_rung_.end()}; }
 
-  // What was traced, in the format of chrome://tracing and Perfetto. Not while the loop runs.
+  // Returns the trace in the format of chrome://tracing and Perfetto. May be called from any thread.
   void write_trace(const std::string& path) const;
 
  private:
@@ -53,6 +54,7 @@ class Recorder {
 
   const bool traces_;
   const std::vector<int64_t> nodes_;
+  mutable std::mutex mutex_;  // of what is traced
   std::vector<Event> events_;
   std::vector<Round> rounds_;
   int64_t last_ended_at_ = 0;

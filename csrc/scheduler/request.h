@@ -7,12 +7,11 @@
 #include <utility>
 #include <vector>
 
+#include "core/finish_reason.h"
+
 namespace specdec::scheduler {
 
 enum class RequestState { kQueued, kPrefilling, kStarting, kRunning, kFinished };
-
-// What `emit` reports. Up to kContext the device decides (commit_tokens); the rest is the scheduler's.
-enum class FinishReason : int32_t { kNone = 0, kStop = 1, kLength = 2, kContext = 3, kCancelled = 4, kError = 5 };
 
 // Totals of a request since it was submitted, over the rounds that gave it tokens.
 struct RoundCounts {
@@ -29,16 +28,16 @@ struct Sampling {
   int64_t seed = 0;
 };
 
-// What results say of some tokens beside them, if the request asked for it: the log-probability of each, and of the
-// best entries of the logits it was chosen from.
+// Log-probabilities that results hold beside tokens where the request asked for them: that of each token, and those of
+// the best entries of the logits it was chosen from.
 struct Scores {
   std::vector<float> logprobs;
   std::vector<int32_t> top_ids;     // num_logprobs a token, best first
   std::vector<float> top_logprobs;  // likewise
 };
 
-// What every round reads or writes of a request stands first, in two lines of the cache: a loop that has waited for a
-// round finds its caches cold, and then each line of each request costs more than what is done with it.
+// The members that every round reads or writes stand first, in two cache lines. A loop that has waited for a round
+// finds its caches cold, and then fetching each line of each request costs more than the work on it.
 struct alignas(64) Request {
   int64_t id;
   std::vector<int32_t> text;  // the prompt and every token read so far; the last one is the root
@@ -57,14 +56,15 @@ struct alignas(64) Request {
   int64_t prefilled = 0;   // rows of text[:-1] whose KV is written, while prefilling
   std::vector<int32_t> stop_tokens;
   Sampling sampling;
+  int32_t ngram_group = 0;
   std::unique_ptr<Scores> scores = {};  // of the tokens not yet emitted, where they were asked for
 
   int64_t seq_len() const { return static_cast<int64_t>(text.size()) - 1; }
   bool running() const { return state == RequestState::kRunning; }
   int64_t rows_to_prefill() const { return state == RequestState::kPrefilling ? seq_len() - prefilled : 0; }
 
-  // Whether the rounds in flight may leave something to do. Each gives it a token, unless it stalls, which is seen when
-  // it is read.
+  // Whether the request may still need tokens after the rounds in flight. Each of them gives it one token or more,
+  // unless it stalls, which is seen when the round is read.
   bool wants_another_round(int64_t max_len) const {
     return running() && in_flight < remaining && static_cast<int64_t>(text.size()) + in_flight < max_len;
   }

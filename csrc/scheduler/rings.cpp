@@ -20,11 +20,11 @@ void write_padded(int32_t* out, std::span<const int32_t> values, int64_t size) {
 
 bool CommandRing::is_free(int64_t number) const {
   const int64_t before = number - memory_.depth;
-  return before < 0 || load(memory_.row(number)[CommandLayout::kApplied]) == done_mark(before);
+  return before < 0 || load(memory_.row(number)[round::CommandLayout::kApplied]) == round::done_mark(before);
 }
 
 void CommandRing::write(int64_t number, const Commands& commands) const {
-  using Layout = CommandLayout;
+  using Layout = round::CommandLayout;
   int32_t* record = memory_.row(number);
   write_padded(record + Layout::kSlots, commands.slots, layout_.max_batch);
   write_padded(record + layout_.given_back(), commands.given_back, layout_.num_slots);
@@ -51,17 +51,17 @@ void CommandRing::write(int64_t number, const Commands& commands) const {
 }
 
 bool ResultRing::is_published(int64_t number) const {
-  return load(memory_.row(number)[ResultLayout::kNumber]) == done_mark(number);
+  return load(memory_.row(number)[round::ResultLayout::kNumber]) == round::done_mark(number);
 }
 
 RowResult ResultRing::row(int64_t number, int64_t b) const {
   const int32_t *record = memory_.row(number), *words = record + layout_.row(b);
   const int32_t* scores = record + layout_.scores(b, memory_.width);
-  return {.out_len = words[ResultLayout::kOutLen],
-          .finish_reason = words[ResultLayout::kFinishReason],
-          .status = words[ResultLayout::kStatus],
-          .num_nodes = words[ResultLayout::kNumNodes],
-          .tokens = words + ResultLayout::kTokens,
+  return {.num_valid = words[round::ResultLayout::kNumValid],
+          .finish_reason = words[round::ResultLayout::kFinishReason],
+          .status = words[round::ResultLayout::kStatus],
+          .num_nodes = words[round::ResultLayout::kNumNodes],
+          .tokens = words + round::ResultLayout::kTokens,
           .path = words + layout_.path(),
           .logprobs = scores,
           .top_ids = scores + layout_.top_ids(),

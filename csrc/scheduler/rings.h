@@ -12,7 +12,7 @@ namespace specdec::scheduler {
 struct RingMemory {
   int32_t* words;  // [depth, width]
   int64_t depth, width;
-  int32_t* row(int64_t number) const { return words + ring_row(number, depth) * width; }
+  int32_t* row(int64_t number) const { return words + round::ring_row(number, depth) * width; }
 };
 
 // What one record tells the device.
@@ -24,7 +24,7 @@ struct Commands {
 
 class CommandRing {
  public:
-  CommandRing(const RingMemory& memory, const CommandLayout& layout) : memory_(memory), layout_(layout) {}
+  CommandRing(const RingMemory& memory, const round::CommandLayout& layout) : memory_(memory), layout_(layout) {}
 
   // Whether the row of record `number` may be written: the record there before has been applied.
   bool is_free(int64_t number) const;
@@ -32,12 +32,12 @@ class CommandRing {
 
  private:
   RingMemory memory_;
-  CommandLayout layout_;
+  round::CommandLayout layout_;
 };
 
 // One row of a round's results.
 struct RowResult {
-  int64_t out_len;
+  int64_t num_valid;
   int32_t finish_reason, status, num_nodes;
   const int32_t* tokens;  // [accept_width]
   const int32_t* path;    // [accept_width]
@@ -52,19 +52,19 @@ struct RowResult {
 
 class ResultRing {
  public:
-  ResultRing(const RingMemory& memory, const ResultLayout& layout) : memory_(memory), layout_(layout) {}
+  ResultRing(const RingMemory& memory, const round::ResultLayout& layout) : memory_(memory), layout_(layout) {}
 
   bool is_published(int64_t number) const;
   RowResult row(int64_t number, int64_t b) const;
   // Nanoseconds of the device's clock.
-  int64_t started_at(int64_t number) const { return time(number, ResultLayout::kStarted); }
-  int64_t ended_at(int64_t number) const { return time(number, ResultLayout::kEnded); }
+  int64_t started_at(int64_t number) const { return time(number, round::ResultLayout::kStarted); }
+  int64_t ended_at(int64_t number) const { return time(number, round::ResultLayout::kEnded); }
 
  private:
   int64_t time(int64_t number, int64_t word) const;
 
   RingMemory memory_;
-  ResultLayout layout_;
+  round::ResultLayout layout_;
 };
 
 }  // namespace specdec::scheduler

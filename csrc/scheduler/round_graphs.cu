@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <utility>
 #include <vector>
 
 #include "core/cuda.cuh"
@@ -84,17 +85,18 @@ RoundGraphs::~RoundGraphs() {
   for (const auto& [size, graph] : graphs_) cudaGraphExecDestroy(graph);
 }
 
-void RoundGraphs::add(int64_t batch, int64_t num_nodes, CUgraph_st* graph) {
+void RoundGraphs::add(const Size& size, CUgraph_st* graph) {
   const DeviceGuard guard(device_);
-  cudaGraphExec_t& executable = graphs_[{batch, num_nodes}];
+  cudaGraphExec_t& executable = graphs_[size];
   replace_memsets(graph);
   SD_CUDA_CHECK(kName, cudaGraphInstantiate(&executable, graph, 0));
   SD_CUDA_CHECK(kName, cudaGraphUpload(executable, stream_));  // else its first launch would
 }
 
-bool RoundGraphs::launch(int64_t batch, int64_t num_nodes) {
-  const auto graph = graphs_.find({batch, num_nodes});
-  if (graph == graphs_.end()) return false;
+bool RoundGraphs::launch(const Size& size) {
+  const auto graph = graphs_.lower_bound(size);  // the KV of these rows and nodes stands side by side, rising
+  const auto rows_and_nodes = [](const Size& of) { return std::pair(std::get<0>(of), std::get<1>(of)); };
+  if (graph == graphs_.end() || rows_and_nodes(graph->first) != rows_and_nodes(size)) return false;
   const DeviceGuard guard(device_);
   SD_CUDA_CHECK(kName, cudaGraphLaunch(graph->second, stream_));
   return true;

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 #include <map>
-#include <utility>
+#include <tuple>
 
 struct CUgraph_st;  // cudaGraph_t and cudaGraphExec_t are pointers to these
 struct CUgraphExec_st;
@@ -13,24 +13,26 @@ namespace specdec::scheduler {
 
 class RoundGraphs {
  public:
-  // On the device that is current, for this stream.
+  // The graphs are made on the current device, for this stream.
   explicit RoundGraphs(CUstream_st* stream);
   ~RoundGraphs();
   RoundGraphs(const RoundGraphs&) = delete;
   RoundGraphs& operator=(const RoundGraphs&) = delete;
 
-  // The graph of rounds of `batch` rows with trees of `num_nodes`; its memsets become kernels. What it reads and writes
-  // must stay where it is.
-  void add(int64_t batch, int64_t num_nodes, CUgraph_st* graph);
-  // False where there is no such graph.
-  bool launch(int64_t batch, int64_t num_nodes);
+  // Rows, nodes of a tree, KV rows that no slot exceeds.
+  using Size = std::tuple<int64_t, int64_t, int64_t>;
+
+  // The graph of rounds of this size; its memsets become kernels. What it reads and writes must stay where it is.
+  void add(const Size& size, CUgraph_st* graph);
+  // Launches the graph of so many rows and nodes for the least KV that is enough. False where there is none.
+  bool launch(const Size& size);
   // Whether the stream has work left. Throws where it failed.
   bool busy() const;
 
  private:
   CUstream_st* stream_;
   int device_ = 0;
-  std::map<std::pair<int64_t, int64_t>, CUgraphExec_st*> graphs_;
+  std::map<Size, CUgraphExec_st*> graphs_;
 };
 
 }  // namespace specdec::scheduler

@@ -1,8 +1,8 @@
 #include "scheduler/scheduler.h"
 
 #include <algorithm>
-#include <exception>
 #include <limits>
+#include <stdexcept>
 #include <string>
 #include <utility>
 
@@ -29,7 +29,7 @@ Scheduler::Scheduler(const Config& config, Executor& executor, const RingMemory&
       commands_(commands, {config.max_batch(), config.num_slots, config.max_stops}),
       results_(results, {config.accept_width, config.max_logprobs}),
       recorder_(traces, config.nodes),
-      ladder_(config.nodes, config.accept_width),
+      budget_(config.batch_sizes, config.rows(), config.accept_width),
       slots_(config.num_slots),
       last_rung_(config.nodes.size() - 1),
       took_(config.batch_sizes.size(), std::vector<int64_t>(config.nodes.size())),
@@ -41,35 +41,35 @@ int64_t Scheduler::submit(const std::vector<int64_t>& prompt, const SubmitOption
   Check check("submit");
   check.that(!prompt.empty(), "prompt", "is empty", "at least 1 token");
   // One token at least must still be possible. What is short enough also fits the pool: check_config saw to that.
-  check.that(static_cast<int64_t>(prompt.size()) < config_.max_len, "prompt",
-             "has " + std::to_string(prompt.size()) + " tokens",
-             "at most " + std::to_string(config_.max_len - 1) + " (max_len - 1)");
+  check.that(static_cast<int64_t>(prompt.size()) < config_.max_len, "prompt", {"has ", prompt.size(), " tokens"},
+             {"at most ", config_.max_len - 1, " (max_len - 1)"});
   auto request = std::make_unique<Request>();
   request->text = checked_tokens(check, "prompt", prompt);
   request->emitted = static_cast<int64_t>(prompt.size());
-  check.that(options.max_new_tokens >= 1, "max_new_tokens", "is " + std::to_string(options.max_new_tokens),
-             "at least 1");
+  check.that(options.max_new_tokens >= 1, "max_new_tokens", {"is ", options.max_new_tokens}, "at least 1");
   // A larger budget than the device's int32 can hold is no budget: max_len ends the request first.
   request->remaining = std::min(options.max_new_tokens, config_.max_len);
   request->stop_tokens = checked_tokens(check, "stop_tokens", options.stop_tokens);
   check.that(static_cast<int64_t>(options.stop_tokens.size()) <= config_.max_stops, "stop_tokens",
-             "has " + std::to_string(options.stop_tokens.size()) + " entries",
-             "at most " + std::to_string(config_.max_stops));
+             {"has ", options.stop_tokens.size(), " entries"}, {"at most ", config_.max_stops});
   request->sampling = options.sampling;
   request->streams = options.streams;
   check.that(options.min_new_tokens >= 0 && options.min_new_tokens <= options.max_new_tokens, "min_new_tokens",
-             "is " + std::to_string(options.min_new_tokens), "0 to max_new_tokens");
+             {"is ", options.min_new_tokens}, "0 to max_new_tokens");
   if (options.min_new_tokens > 0)  // what max_len cuts off needs no minimum
-    request->stops_from = static_cast<int32_t>(std::min(request->emitted + options.min_new_tokens, config_.max_len));
+    request->stops_from = static_cast<int32_t>(
+        std::min(request->emitted + std::min(options.min_new_tokens, config_.max_len), config_.max_len));
   check.range("num_logprobs", options.num_logprobs, -1, config_.max_logprobs);
   request->num_logprobs = static_cast<int32_t>(options.num_logprobs);
   if (options.num_logprobs >= 0) request->scores = std::make_unique<Scores>();
+  check.range("ngram_group", options.ngram_group, 0, std::numeric_limits<int32_t>::max());
+  request->ngram_group = static_cast<int32_t>(options.ngram_group);
 
   const std::lock_guard lock(mutex_);
+  if (stopping_) throw std::runtime_error("submit: the scheduler has been stopped, expected one that runs");
   const int64_t id = request->id = next_id_++;
   alive_.insert(id);
   submitted_.push_back(std::move(request));
-  ++unsettled_;
   changed_.notify_all();
   return id;
 }
@@ -81,19 +81,11 @@ bool Scheduler::cancel(int64_t request_id) {
   return true;
 }
 
-void Scheduler::abort_all() {
+void Scheduler::stop() {
   const std::lock_guard lock(mutex_);
+  stopping_ = true;
   cancelled_.insert(alive_.begin(), alive_.end());
-}
-
-bool Scheduler::wait_for_work(std::chrono::duration<double> timeout) {
-  std::unique_lock lock(mutex_);
-  return changed_.wait_for(lock, timeout, [this] { return unsettled_ > 0; });
-}
-
-bool Scheduler::drain(std::chrono::duration<double> timeout) {
-  std::unique_lock lock(mutex_);
-  return changed_.wait_for(lock, timeout, [this] { return unsettled_ == 0; });
+  changed_.notify_all();
 }
 
 int64_t Scheduler::num_waiting() const {
@@ -103,27 +95,28 @@ int64_t Scheduler::num_waiting() const {
 
 bool Scheduler::settled() const {
   const std::lock_guard lock(mutex_);
-  return unsettled_ == 0;
+  return alive_.empty();
 }
 
 // --- the loop's bookkeeping
 
-void Scheduler::note_tokens(Request& request, FinishReason reason, int32_t status) {
+void Scheduler::note_tokens(Request& request, FinishReason reason, int32_t status, std::exception_ptr error) {
   const int64_t num_tokens = request.take_tokens(emissions_.tokens);
-  emissions_.each.push_back({request.id, num_tokens, reason, status, request.counts, request.take_scores()});
+  emissions_.each.push_back(
+      {request.id, num_tokens, reason, status, request.counts, request.take_scores(), std::move(error)});
 }
 
-void Scheduler::finish(Request& request, FinishReason reason, int32_t status) {
-  note_tokens(request, reason, status);
+void Scheduler::finish(Request& request, FinishReason reason, int32_t status, std::exception_ptr error) {
+  note_tokens(request, reason, status, std::move(error));
   const std::lock_guard lock(mutex_);
   alive_.erase(request.id);
 }
 
-void Scheduler::finish_held(Request& request, FinishReason reason, int32_t status) {
+void Scheduler::finish_held(Request& request, FinishReason reason, int32_t status, std::exception_ptr error) {
   leaving_.push_back(request.slot);
   const auto released = slots_.release(request, RequestState::kFinished);
   publish();
-  finish(*released, reason, status);
+  finish(*released, reason, status, std::move(error));
 }
 
 void Scheduler::retract_newest() {
@@ -139,47 +132,27 @@ void Scheduler::publish() {
   free_pages_ = config_.num_pages - pages_needed(config_, slots_.holders(), 0);
 }
 
+// Carries out what a turn has noted: gives back slots and hands out what requests have gained, whatever the executor
+// throws.
 void Scheduler::deliver() {
-  if (!leaving_.empty()) {
-    const auto slots = std::exchange(leaving_, {});
-    given_back_.insert(given_back_.end(), slots.begin(), slots.end());
-    executor_.deactivate(slots);
+  try {
+    if (!leaving_.empty()) {
+      const auto slots = std::exchange(leaving_, {});
+      given_back_.insert(given_back_.end(), slots.begin(), slots.end());
+      executor_.deactivate(slots);
+    }
+    if (!given_back_.empty() && !slots_.any_running()) send({});  // else the next round takes them along
+  } catch (...) {
+    emit();
+    throw;
   }
-  if (!given_back_.empty() && !slots_.any_running()) send({});  // else the next round takes them along
   emit();
 }
 
-// Wherever it is; it may have been retracted since it was noted.
-void Scheduler::end_with_error(int64_t request_id) {
-  if (Request* request = slots_.find(request_id)) finish_held(*request, FinishReason::kError);
-  std::erase_if(waiting_, [&](const auto& request) {
-    if (request->id != request_id) return false;
-    finish(*request, FinishReason::kError);
-    return true;
-  });
-}
-
-// One call for all that a turn produced.
 void Scheduler::emit() {
   if (emissions_.each.empty()) return;
   const Span span(recorder_, Work::kEmit);
-  std::swap(emissions_, emitting_);
-  emissions_.clear();
-  std::exception_ptr error;
-  try {
-    executor_.emit(emitting_);
-  } catch (...) {
-    error = std::current_exception();
-  }
-  for (const Emission& emission : emitting_.each) {
-    if (emission.reason != FinishReason::kNone) {
-      const std::lock_guard lock(mutex_);
-      if (--unsettled_ == 0) changed_.notify_all();
-    } else if (error) {
-      end_with_error(emission.request_id);
-    }
-  }
-  if (error) std::rethrow_exception(error);
+  outbox_.put(emissions_);
 }
 
 }  // namespace specdec::scheduler

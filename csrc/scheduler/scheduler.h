@@ -1,33 +1,34 @@
 // Continuous batching: who waits, who runs, what was produced. loop.cpp has the turns; this is what they work on.
 //
-// Threads. submit, cancel, abort_all, the counters and the waits may be called from any thread, also from inside an
-// executor call. step and run_until_idle are the loop: one thread at a time, not from inside an executor call.
+// Threads. submit, cancel, stop, the outbox and the counters may be called from any thread, also from inside an
+// executor call. run and step are the loop: one thread at a time, not from inside an executor call.
 //
-// Exceptions. Whatever an executor call throws leaves step() unchanged, and the requests of that call end:
+// Exceptions. The requests of an executor call that throws end with kError, and carry what it threw:
 //
-// - begin, prefill, activate: every request of the call, with kError.
-// - launch: every request of the round, or that was to be activated, with kError; the round's tokens are unknown and
-//   dropped. (A record that only gives back slots has no requests.) The next step() asks the device how far it came,
-//   and goes on from there.
+// - begin, prefill, activate: every request of the call.
+// - launch: every request of the round, or that was to be activated; the round's tokens are unknown and dropped. The
+//   next turn asks the device how far it came, and goes on from there.
 // - busy: as launch, for the round waited for.
-// - emit: every request of the call that goes on, with kError; all tokens of the call count as emitted.
-// - deactivate: nobody; the slots count as given back.
+// - deactivate, and the launch of a record that only gives back slots: nobody; the slots count as given back, or are
+//   given back by the next record.
+// - progress, or launches that fail time after time: every request there is and is to come, for the device is gone.
 //
-// They still get their `deactivate` and their last `emit`: the next step() makes those calls first. All other requests
-// go on as if nothing had happened.
+// They still get their `deactivate`, in the next turn. All other requests go on as if nothing had happened. step()
+// throws all of it; run() goes on, and throws what no request has been told.
 #pragma once
 
 #include <atomic>
-#include <chrono>
 #include <condition_variable>
 #include <deque>
+#include <exception>
 #include <functional>
 #include <mutex>
 #include <unordered_set>
 
+#include "scheduler/budget.h"
 #include "scheduler/config.h"
 #include "scheduler/executor.h"
-#include "scheduler/ladder.h"
+#include "scheduler/outbox.h"
 #include "scheduler/recorder.h"
 #include "scheduler/rings.h"
 #include "scheduler/slots.h"
@@ -42,6 +43,7 @@ struct SubmitOptions {
   bool streams = true;
   int64_t min_new_tokens = 0;  // no stop token comes before
   int64_t num_logprobs = -1;   // as in Request
+  int64_t ngram_group = 0;     // as in Admitted
 };
 
 class Scheduler {
@@ -50,33 +52,38 @@ class Scheduler {
   Scheduler(const Config& config, Executor& executor, const RingMemory& commands, const RingMemory& results,
             bool traces);
 
-  // Queues a request and returns its id. Ids rise. Throws ValueError before anything is queued.
+  // Queues a request and returns its id. Ids rise. Throws ValueError before anything is queued, and runtime_error after
+  // `stop`.
   int64_t submit(const std::vector<int64_t>& prompt, const SubmitOptions& options);
-  // True if the request had not ended. It ends with kCancelled at the start of the next turn, or with the reason that a
-  // round already read brings.
+  // Returns true if the request had not ended. It ends with kCancelled at the start of the next turn, or with the
+  // reason that a round which was already read gives.
   bool cancel(int64_t request_id);
-  void abort_all();
+  // Cancels all requests, admits no more, and lets `run` return when they have ended.
+  void stop();
 
-  // Times a round of every batch size and number of nodes, without requests, and from then on chooses the number of
-  // each round's nodes by that. Part of the loop, before any request has a slot; what an executor call throws leaves
-  // it.
-  void measure_rounds();
+  // Times rounds of these batch sizes, the smallest and the largest among them, and of every number of nodes, without
+  // requests, and from then on chooses the number of each round's nodes by that. What a size between two of them takes
+  // lies between, too; what KV takes is seen as rounds run. Part of the loop, before any request has a slot; what an
+  // executor call throws leaves it. Throws ValueError.
+  void measure_rounds(const std::vector<int64_t>& batches);
 
-  // One turn. False when nothing is left to do.
+  // Turns while there is something to do, and waits while there is not, until `stop`; closes the outbox then. May be
+  // called again after an exception, which loses nothing.
+  void run();
+  // Makes one turn, for callers that drive the loop by hand. Returns false when nothing is left to do.
   bool step();
-  // Turns until nothing is left; `between_turns` may throw to stop earlier, which loses nothing.
-  void run_until_idle(const std::function<void()>& between_turns);
+  // Waits until the rounds in flight have been read in which no request takes part any more. Does not wait while there
+  // are requests.
+  void settle();
 
-  // Waits until there is something to do, or until every request has had its last emission. False if the time is over.
-  bool wait_for_work(std::chrono::duration<double> timeout);
-  bool drain(std::chrono::duration<double> timeout);
+  Outbox& outbox() { return outbox_; }
 
   int64_t num_running() const { return num_held_; }  // requests that hold a slot
   int64_t num_waiting() const;                       // requests that do not
   int64_t num_free_pages_estimate() const { return free_pages_; }
   int64_t num_retractions() const { return num_retractions_; }
   const Recorder& recorder() const { return recorder_; }
-  const Ladder& ladder() const { return ladder_; }
+  const Budget& budget() const { return budget_; }
 
  private:
   // A round that was launched and not yet read.
@@ -88,13 +95,21 @@ class Scheduler {
     int64_t number;
     size_t size, rung;  // of config.batch_sizes, of config.nodes
     size_t shown;       // the highest rung of which it shows what it brings
+    int64_t kv_rows;    // of all its requests
     std::vector<Row> rows;
     bool follows;  // nothing but a round lies between it and the one before
+  };
+  // What rows of a round that go on would have brought at its first rungs.
+  struct Shown {
+    int64_t requests = 0;
+    std::vector<double> tokens;  // [rungs]
   };
 
   // --- the turn (loop.cpp)
   bool turn();
+  bool wait_for_work(bool again);
   void recover();
+  void give_up();
   void read_mail();
   void make_room();
   void admit();
@@ -104,8 +119,8 @@ class Scheduler {
   bool launch_round();
   void read_rounds();
   void read_oldest_round();
-  bool read_row(const RowResult& result, size_t shown_rung, Request& request);
-  void send(const Commands& commands, int64_t batch = 0, int64_t num_nodes = 0);
+  bool read_row(const RowResult& result, Shown& shown, Request& request);
+  void send(const Commands& commands, int64_t batch = 0, int64_t num_nodes = 0, int64_t max_kv_len = 0);
   int64_t time_round(int64_t batch, int64_t num_nodes);
   void await(const Round& round);
   void wait_until(const std::function<bool()>& done);
@@ -115,10 +130,9 @@ class Scheduler {
   bool settled() const;
 
   // --- its bookkeeping (scheduler.cpp). What the executor is to be told is noted, and told by deliver().
-  void finish(Request& request, FinishReason reason, int32_t status = 0);
-  void finish_held(Request& request, FinishReason reason, int32_t status = 0);
-  void note_tokens(Request& request, FinishReason reason, int32_t status);
-  void end_with_error(int64_t request_id);
+  void finish(Request& request, FinishReason reason, int32_t status = 0, std::exception_ptr error = {});
+  void finish_held(Request& request, FinishReason reason, int32_t status = 0, std::exception_ptr error = {});
+  void note_tokens(Request& request, FinishReason reason, int32_t status = 0, std::exception_ptr error = {});
   void retract_newest();
   void publish();
   void deliver();
@@ -131,14 +145,14 @@ class Scheduler {
   const CommandRing commands_;
   const ResultRing results_;
   Recorder recorder_;
-  Ladder ladder_;
+  Budget budget_;
 
   // Owned by the loop.
   std::deque<std::unique_ptr<Request>> waiting_;  // by id: retracted requests are older than all that wait
   Slots slots_;
   std::vector<int32_t> leaving_;            // slots to be deactivated
   std::vector<int32_t> given_back_;         // deactivated slots of which the device does not know yet
-  Emissions emissions_, emitting_;          // for the next emit; of the last one, whose memory the next one takes
+  Emissions emissions_;                     // of this turn
   std::deque<Round> in_flight_;             // oldest first
   int64_t num_sent_ = 0;                    // command records
   int64_t num_launched_ = 0;                // rounds
@@ -149,6 +163,10 @@ class Scheduler {
   bool other_work_ = false;                 // something else than a round went to the device since the last round
   bool stuck_ = false;                      // no slot of the round read last went on
   bool unsure_ = false;                     // a launch threw: the device may or may not have come to it
+  int failed_launches_ = 0;                 // in a row
+  std::exception_ptr failure_;              // of the last of them
+  std::exception_ptr broken_;               // why the device is gone
+  bool told_ = false;                       // the exception of this turn has ended requests, which carry it
 
   // What other threads see of it.
   std::atomic<int64_t> num_held_ = 0, free_pages_, num_retractions_ = 0;
@@ -160,8 +178,11 @@ class Scheduler {
   std::deque<std::unique_ptr<Request>> submitted_;  // not yet seen by the loop
   std::unordered_set<int64_t> cancelled_;           // likewise
   std::unordered_set<int64_t> alive_;               // neither ended nor refused
-  int64_t unsettled_ = 0;                           // submitted, and the last emission not yet made
+  bool at_rest_ = true;                             // the last turn of `run` left nothing to do
+  bool stopping_ = false;
   int64_t next_id_ = 0;
+
+  Outbox outbox_;
 };
 
 }  // namespace specdec::scheduler

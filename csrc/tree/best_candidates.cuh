@@ -11,7 +11,7 @@
 
 #include "core/cuda.cuh"
 
-namespace specdec {
+namespace specdec::tree {
 
 // The score as an integer of the same order; 0 for a score of -inf: no candidate.
 __device__ __forceinline__ uint32_t rising_bits(float score) {
@@ -33,7 +33,7 @@ class BestCandidates {
   static constexpr int kThreads = kBlock, kEach = kPerThread, kTile = kThreads * kEach;
   static_assert(kCapacity <= kThreads, "one thread for each of the best");
 
-  // Of thread i: candidates i, i + kThreads, ... of a tile.
+  // Candidates i, i + kThreads, ... of a tile, which thread i holds.
   struct Tile {
     uint32_t scores[kEach];  // rising_bits, 0 for none
     int32_t tokens[kEach], parents[kEach];
@@ -241,4 +241,4 @@ class BestCandidates {
   int limit_, count_ = 0;  // the same in every thread
 };
 
-}  // namespace specdec
+}  // namespace specdec::tree

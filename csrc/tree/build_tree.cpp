@@ -2,9 +2,9 @@
 
 #include <limits>
 
-#include "draft/candidates.h"
+#include "core/best_list.h"
 
-namespace specdec {
+namespace specdec::tree {
 
 void build_tree(CallStream stream, const TensorView& cand_tokens, const TensorView& cand_parents,
                 const TensorView& cand_scores, const TensorView& root_tokens, const TensorView& seq_lens,
@@ -14,17 +14,17 @@ void build_tree(CallStream stream, const TensorView& cand_tokens, const TensorVi
                 const TensorView& out_num_nodes) {
   Check check("build_tree");
   Dim B{"batch"}, C{"candidates"}, S{"num_slots"}, N{"num_draft_tokens", num_draft_tokens};
-  check.tensor("cand_tokens", cand_tokens, {B, C}, kInt32);
+  check.tensor("candidates.tokens", cand_tokens, {B, C}, kInt32);
   check.range("candidates", C, 0, std::numeric_limits<int32_t>::max());
-  check.tensor("cand_parents", cand_parents, {B, C}, kInt32);
-  check.tensor("cand_scores", cand_scores, {B, C}, kFloat32);
+  check.tensor("candidates.parents", cand_parents, {B, C}, kInt32);
+  check.tensor("candidates.scores", cand_scores, {B, C}, kFloat32);
   check.tensor("root_tokens", root_tokens, {S}, kInt32);
   check.tensor("seq_lens", seq_lens, {S}, kInt32);
   check.range("num_draft_tokens", N, 1, kMaxTreeNodes);
   check.slots(slots, B, S);
-  if (order != "score" && order != "given") check.that(false, "order", "is '" + order + "'", "'score' or 'given'");
+  check.that(order == "score" || order == "given", "order", {"is '", order, "'"}, "'score' or 'given'");
   check.output("status", status, {S}, kInt32);
-  const TreeOut out = check_tree_out(check, B, N, out_tokens, out_parents, out_positions, out_first_child,
+  const TreeOut out = check_tree_out(check, kOutTree, B, N, out_tokens, out_parents, out_positions, out_first_child,
                                      out_next_sibling, out_mask, out_num_nodes);
   if (B == 0) return;
 
@@ -87,4 +87,4 @@ void build_tree_cpu(const BuildTreeParams& p) {
   }
 }
 
-}  // namespace specdec
+}  // namespace specdec::tree

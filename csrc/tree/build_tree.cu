@@ -6,7 +6,7 @@
 #include "tree/build_tree.h"
 #include "tree/tree_nodes.cuh"
 
-namespace specdec {
+namespace specdec::tree {
 namespace {
 
 // The part of a row from candidate `first` on that a thread works on, with its loads under way.
@@ -122,4 +122,4 @@ void build_tree_cuda(const BuildTreeParams& p, Stream stream) {
     start<512, 2, kMaxTreeNodes / 64, false>(p, stream);
 }
 
-}  // namespace specdec
+}  // namespace specdec::tree

@@ -8,7 +8,7 @@
 #include "core/slots.h"
 #include "tree/tree_rows.h"
 
-namespace specdec {
+namespace specdec::tree {
 
 struct BuildTreeParams {
   const int32_t* cand_tokens;   // [batch, candidates]
@@ -71,4 +71,4 @@ void build_tree(CallStream stream, const TensorView& cand_tokens, const TensorVi
 void build_tree_cpu(const BuildTreeParams& p);
 void build_tree_cuda(const BuildTreeParams& p, Stream stream);
 
-}  // namespace specdec
+}  // namespace specdec::tree

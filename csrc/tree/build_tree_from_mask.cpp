@@ -1,6 +1,6 @@
 #include "tree/build_tree_from_mask.h"
 
-namespace specdec {
+namespace specdec::tree {
 
 void build_tree_from_mask(CallStream stream, const TensorView& tokens, const TensorView& mask,
                           const TensorView& seq_lens, const OptTensor& num_nodes, const OptTensor& slots,
@@ -25,4 +25,4 @@ void build_tree_from_mask(CallStream stream, const TensorView& tokens, const Ten
 
 void build_tree_from_mask_cpu(const BuildTreeFromMaskParams& p) { build_given_trees(p); }
 
-}  // namespace specdec
+}  // namespace specdec::tree

@@ -2,10 +2,10 @@
 #include "tree/build_tree_from_mask.h"
 #include "tree/given_tree.cuh"
 
-namespace specdec {
+namespace specdec::tree {
 
 void build_tree_from_mask_cuda(const BuildTreeFromMaskParams& p, Stream stream) {
   start_given_tree("build_tree_from_mask", p, stream);
 }
 
-}  // namespace specdec
+}  // namespace specdec::tree

@@ -4,7 +4,7 @@
 #include "core/bits.h"
 #include "tree/given_tree.h"
 
-namespace specdec {
+namespace specdec::tree {
 
 struct BuildTreeFromMaskParams : GivenTree {
   const int64_t* mask;  // [batch, nodes, words], 64-bit patterns
@@ -40,4 +40,4 @@ void build_tree_from_mask(CallStream stream, const TensorView& tokens, const Ten
 void build_tree_from_mask_cpu(const BuildTreeFromMaskParams& p);
 void build_tree_from_mask_cuda(const BuildTreeFromMaskParams& p, Stream stream);
 
-}  // namespace specdec
+}  // namespace specdec::tree

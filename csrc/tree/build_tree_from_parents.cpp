@@ -1,6 +1,6 @@
 #include "tree/build_tree_from_parents.h"
 
-namespace specdec {
+namespace specdec::tree {
 
 void build_tree_from_parents(CallStream stream, const TensorView& tokens, const TensorView& parents,
                              const TensorView& seq_lens, const OptTensor& num_nodes, const OptTensor& slots,
@@ -24,4 +24,4 @@ void build_tree_from_parents(CallStream stream, const TensorView& tokens, const 
 
 void build_tree_from_parents_cpu(const BuildTreeFromParentsParams& p) { build_given_trees(p); }
 
-}  // namespace specdec
+}  // namespace specdec::tree

@@ -2,10 +2,10 @@
 #include "tree/build_tree_from_parents.h"
 #include "tree/given_tree.cuh"
 
-namespace specdec {
+namespace specdec::tree {
 
 void build_tree_from_parents_cuda(const BuildTreeFromParentsParams& p, Stream stream) {
   start_given_tree("build_tree_from_parents", p, stream);
 }
 
-}  // namespace specdec
+}  // namespace specdec::tree

@@ -3,7 +3,7 @@
 
 #include "tree/given_tree.h"
 
-namespace specdec {
+namespace specdec::tree {
 
 struct BuildTreeFromParentsParams : GivenTree {
   const int32_t* parents;  // [batch, nodes], node 0: -1
@@ -25,4 +25,4 @@ void build_tree_from_parents(CallStream stream, const TensorView& tokens, const 
 void build_tree_from_parents_cpu(const BuildTreeFromParentsParams& p);
 void build_tree_from_parents_cuda(const BuildTreeFromParentsParams& p, Stream stream);
 
-}  // namespace specdec
+}  // namespace specdec::tree

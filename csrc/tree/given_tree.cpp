@@ -1,6 +1,6 @@
 #include "tree/given_tree.h"
 
-namespace specdec {
+namespace specdec::tree {
 
 GivenTree check_given_tree(Check& check, Dim& batch, Dim& nodes, const TensorView& tokens, const TensorView& seq_lens,
                            const OptTensor& num_nodes, const OptTensor& slots, const OptTensor& status,
@@ -18,11 +18,11 @@ GivenTree check_given_tree(Check& check, Dim& batch, Dim& nodes, const TensorVie
       .num_nodes = data_or_null<const int32_t>(num_nodes),
       .slots = data_or_null<const int32_t>(slots),
       .status = data_or_null<int32_t>(status),
-      .out = check_tree_out(check, batch, nodes, out_tokens, out_parents, out_positions, out_first_child,
+      .out = check_tree_out(check, kOutTree, batch, nodes, out_tokens, out_parents, out_positions, out_first_child,
                             out_next_sibling, out_mask, out_num_nodes),
       .batch = batch,
       .num_slots = num_slots,
   };
 }
 
-}  // namespace specdec
+}  // namespace specdec::tree

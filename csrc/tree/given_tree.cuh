@@ -6,7 +6,7 @@
 #include "tree/given_tree.h"
 #include "tree/tree_nodes.cuh"
 
-namespace specdec {
+namespace specdec::tree {
 
 template <class Params, int kWords>
 __global__ void __launch_bounds__(64 * kWords) given_tree_kernel(Params p) {
@@ -39,4 +39,4 @@ void start_given_tree(const char* op, const Params& p, Stream stream) {
     launch(op, given_tree_kernel<Params, kMaxTreeNodes / 64>, shape, stream, p);
 }
 
-}  // namespace specdec
+}  // namespace specdec::tree

@@ -8,7 +8,7 @@
 #include "core/slots.h"
 #include "tree/tree_rows.h"
 
-namespace specdec {
+namespace specdec::tree {
 
 constexpr int32_t kNoParent = -2;
 
@@ -59,4 +59,4 @@ void build_given_trees(const Params& p) {
   }
 }
 
-}  // namespace specdec
+}  // namespace specdec::tree

@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <limits>
 
-#include "draft/candidates.h"
+#include "core/best_list.h"
 
-namespace specdec {
+namespace specdec::tree {
 namespace {
 
 ScoredTree check_tree(Check& check, Dim& B, Dim& nodes, const char* const (&names)[5], const TensorView& tokens,
@@ -37,9 +37,11 @@ void merge_trees(CallStream stream, const TensorView& a_tokens, const TensorView
   const ScoredTree b = check_tree(check, B, Nb, {"b.tokens", "b.parents", "b.positions", "b.num_nodes", "b_scores"},
                                   b_tokens, b_parents, b_positions, b_num_nodes, b_scores);
   check.range("num_draft_tokens", N, 1, kMaxTreeNodes);
-  const TreeOut out = check_tree_out(check, B, N, out_tokens, out_parents, out_positions, out_first_child,
+  constexpr TreeNames kNames{"out[0].tokens",       "out[0].parents", "out[0].positions", "out[0].first_child",
+                             "out[0].next_sibling", "out[0].mask",    "out[0].num_nodes"};
+  const TreeOut out = check_tree_out(check, kNames, B, N, out_tokens, out_parents, out_positions, out_first_child,
                                      out_next_sibling, out_mask, out_num_nodes);
-  check.output("out_scores", out_scores, {B, N}, kFloat32);
+  check.output("out[1]", out_scores, {B, N}, kFloat32);
   if (B == 0) return;
 
   const MergeTreesParams params{.a = a, .b = b, .out = out, .out_scores = out_scores.data<float>(), .batch = B};
@@ -89,4 +91,4 @@ void merge_trees_cpu(const MergeTreesParams& p) {
   }
 }
 
-}  // namespace specdec
+}  // namespace specdec::tree

@@ -6,7 +6,7 @@
 #include "tree/merge_trees.h"
 #include "tree/tree_nodes.cuh"
 
-namespace specdec {
+namespace specdec::tree {
 namespace {
 
 constexpr int kMost = 2 * kMaxTreeNodes;
@@ -96,4 +96,4 @@ void merge_trees_cuda(const MergeTreesParams& p, Stream stream) {
     launch("merge_trees", merge_trees_kernel<kMaxTreeNodes / 64>, shape, stream, p);
 }
 
-}  // namespace specdec
+}  // namespace specdec::tree

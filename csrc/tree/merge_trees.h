@@ -11,12 +11,11 @@
 
 #include <cmath>
 
-#include "core/clamp.h"
 #include "core/dispatch.h"
 #include "core/host_device.h"
 #include "tree/tree_rows.h"
 
-namespace specdec {
+namespace specdec::tree {
 
 struct ScoredTree {
   const int32_t* tokens;     // [batch, nodes]
@@ -111,4 +110,4 @@ void merge_trees(CallStream stream, const TensorView& a_tokens, const TensorView
 void merge_trees_cpu(const MergeTreesParams& p);
 void merge_trees_cuda(const MergeTreesParams& p, Stream stream);
 
-}  // namespace specdec
+}  // namespace specdec::tree

@@ -9,7 +9,7 @@
 #include "core/cuda.cuh"
 #include "tree/tree_rows.h"
 
-namespace specdec {
+namespace specdec::tree {
 
 // Shared memory of a row with up to 64 * kWords nodes.
 template <int kWords>
@@ -119,4 +119,4 @@ __device__ __forceinline__ void write_nodes(const TreeOut& out, int64_t b, const
   out.positions[at] = static_cast<int32_t>(head.seq_len + depth);
 }
 
-}  // namespace specdec
+}  // namespace specdec::tree

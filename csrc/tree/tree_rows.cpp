@@ -4,7 +4,7 @@
 
 #include "core/bits.h"
 
-namespace specdec {
+namespace specdec::tree {
 
 void write_row(const TreeOut& out, int64_t b, const TreeRow& row) {
   const int64_t at = b * out.nodes;
@@ -32,18 +32,18 @@ void write_row(const TreeOut& out, int64_t b, const TreeRow& row) {
   }
 }
 
-TreeOut check_tree_out(Check& check, Dim& batch, Dim& nodes, const TensorView& out_tokens,
+TreeOut check_tree_out(Check& check, const TreeNames& names, Dim& batch, Dim& nodes, const TensorView& out_tokens,
                        const TensorView& out_parents, const TensorView& out_positions,
                        const TensorView& out_first_child, const TensorView& out_next_sibling,
                        const TensorView& out_mask, const TensorView& out_num_nodes) {
   Dim words{"mask_words", (nodes + 63) / 64};
-  check.output("out_tokens", out_tokens, {batch, nodes}, kInt32);
-  check.output("out_parents", out_parents, {batch, nodes}, kInt32);
-  check.output("out_positions", out_positions, {batch, nodes}, kInt32);
-  check.output("out_first_child", out_first_child, {batch, nodes}, kInt32);
-  check.output("out_next_sibling", out_next_sibling, {batch, nodes}, kInt32);
-  check.output("out_mask", out_mask, {batch, nodes, words}, kInt64);
-  check.output("out_num_nodes", out_num_nodes, {batch}, kInt32);
+  check.output(names.tokens, out_tokens, {batch, nodes}, kInt32);
+  check.output(names.parents, out_parents, {batch, nodes}, kInt32);
+  check.output(names.positions, out_positions, {batch, nodes}, kInt32);
+  check.output(names.first_child, out_first_child, {batch, nodes}, kInt32);
+  check.output(names.next_sibling, out_next_sibling, {batch, nodes}, kInt32);
+  check.output(names.mask, out_mask, {batch, nodes, words}, kInt64);
+  check.output(names.num_nodes, out_num_nodes, {batch}, kInt32);
   return {
       .tokens = out_tokens.data<int32_t>(),
       .parents = out_parents.data<int32_t>(),
@@ -57,4 +57,4 @@ TreeOut check_tree_out(Check& check, Dim& batch, Dim& nodes, const TensorView& o
   };
 }
 
-}  // namespace specdec
+}  // namespace specdec::tree

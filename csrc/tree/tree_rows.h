@@ -9,7 +9,7 @@
 
 #include "core/check.h"
 
-namespace specdec {
+namespace specdec::tree {
 
 constexpr int64_t kMaxTreeNodes = 256;
 
@@ -40,10 +40,17 @@ struct TreeRow : TreeHead {
 // Writes row b of every output.
 void write_row(const TreeOut& out, int64_t b, const TreeRow& row);
 
+// What messages call the seven outputs.
+struct TreeNames {
+  const char *tokens, *parents, *positions, *first_child, *next_sibling, *mask, *num_nodes;
+};
+inline constexpr TreeNames kOutTree{"out.tokens",       "out.parents", "out.positions", "out.first_child",
+                                    "out.next_sibling", "out.mask",    "out.num_nodes"};
+
 // Checks the seven outputs in order; `nodes` is bound and within 1 to kMaxTreeNodes.
-TreeOut check_tree_out(Check& check, Dim& batch, Dim& nodes, const TensorView& out_tokens,
+TreeOut check_tree_out(Check& check, const TreeNames& names, Dim& batch, Dim& nodes, const TensorView& out_tokens,
                        const TensorView& out_parents, const TensorView& out_positions,
                        const TensorView& out_first_child, const TensorView& out_next_sibling,
                        const TensorView& out_mask, const TensorView& out_num_nodes);
 
-}  // namespace specdec
+}  // namespace specdec::tree

@@ -2,13 +2,13 @@
 #pragma once
 
 #include "core/cluster.cuh"
-#include "core/lanes.cuh"
 #include "core/mbarrier.cuh"
+#include "core/warp.cuh"
 #include "verify/logit_row.h"
 
-namespace specdec {
+namespace specdec::verify {
 
-constexpr int kRowThreads = 512, kRowWarps = kRowThreads / kWarp;
+constexpr int kRowWarps = kRowThreads / kWarp;
 
 // Blocks that share a row without telling each other anything: those of one y and z of the grid.
 struct GridRow {
@@ -229,28 +229,6 @@ class TiledRow {
   bool cut_;  // whether a row's end cuts a vector of the stretch
 };
 
-// Sums over a warp, for all its lanes.
-__device__ __forceinline__ uint64_t warp_sum(uint64_t x) {
-  constexpr uint32_t kLow = (1u << 22) - 1;  // 32 numbers of 22 bits fit a word
-  const uint64_t low = __reduce_add_sync(kFullMask, static_cast<uint32_t>(x) & kLow);
-  const uint64_t middle = __reduce_add_sync(kFullMask, static_cast<uint32_t>(x >> 22) & kLow);
-  const uint64_t high = __reduce_add_sync(kFullMask, static_cast<uint32_t>(x >> 44));
-  return low + (middle << 22) + (high << 44);
-}
-__device__ __forceinline__ uint64_t warp_inclusive_sum(uint64_t x) {
-#pragma unroll
-  for (int d = 1; d < kWarp; d *= 2) {
-    const uint64_t before = __shfl_up_sync(kFullMask, x, d);
-    if (lane_id() >= d) x += before;
-  }
-  return x;
-}
-__device__ __forceinline__ uint64_t warp_max(uint64_t x) {
-  const uint32_t high = __reduce_max_sync(kFullMask, static_cast<uint32_t>(x >> 32));
-  const uint32_t low = __reduce_max_sync(kFullMask, x >> 32 == high ? static_cast<uint32_t>(x) : 0u);
-  return static_cast<uint64_t>(high) << 32 | low;
-}
-
 // Numbers from every warp of the cluster to all of them. A block of Hopper sends them into its neighbours' shared
 // memory and they count themselves in at a barrier there (st.async): no fence, no barrier of the whole cluster. Two
 // buffers take turns: whoever writes one again has heard from every warp that it is done with it.
@@ -262,7 +240,7 @@ class Exchange {
     Mbarrier barriers[2];
   };
 
-  // Before a number can be sent every block must have begun: they say so here, and wait for it in join().
+  // Every block must have begun before a number can be sent to it. Blocks announce that here, and wait in join().
   __device__ explicit Exchange(Storage& storage) : s_(storage) {
 #if __CUDA_ARCH__ >= 900
     if (Cluster::size() == 1) return;
@@ -283,7 +261,7 @@ class Exchange {
   // `each` numbers of every warp, in order of warps: the warp's i-th is that of lane i * 32 / each. `each` is a power
   // of two, at most 32, and the numbers fit a buffer.
   __device__ __forceinline__ const uint64_t* all(uint64_t mine, int each = 1) { return exchange(mine, each, true); }
-  // To the first warp of each block alone; there is a barrier of the block before the others read them or send more.
+  // The same for the first warp of each block alone. A barrier of the block comes before others read them or send more.
   __device__ __forceinline__ const uint64_t* to_first_warp(uint64_t mine) { return exchange(mine, 1, warp_id() == 0); }
 
   // A number of every block, in order of blocks, which all its threads know. There has been a barrier of the block
@@ -303,7 +281,7 @@ class Exchange {
     return numbers;
   }
 
-  // Over all threads of the cluster.
+  // The sum, and below the maximum, over all threads of the cluster.
   __device__ uint64_t sum(uint64_t mine) {
     const uint64_t* numbers = all(warp_sum(mine));
     uint64_t total = 0;
@@ -386,7 +364,7 @@ __device__ Place find_place(const uint64_t* numbers, int n, PlaceOf&& place_of) 
   const int few = (n + kWarp - 1) / kWarp, first = lane_id() * few;  // each lane adds up a few
   uint64_t mine = 0;
   for (int i = first; i < min(first + few, n); ++i) mine += numbers[i];
-  const uint64_t through = warp_inclusive_sum(mine);
+  const uint64_t through = sum_up_to_lane(mine);
   const uint64_t total = __shfl_sync(kFullMask, through, kWarp - 1), place = place_of(total);
   const unsigned behind = __ballot_sync(kFullMask, place < through);
   if (behind == 0) return {-1, 0, place, total};
@@ -430,4 +408,4 @@ __device__ int32_t largest_id(const TiledRow<T>& row, typename TiledRow<T>::Held
   return entry_id(warp_max(winner));
 }
 
-}  // namespace specdec
+}  // namespace specdec::verify

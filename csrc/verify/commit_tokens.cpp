@@ -5,43 +5,43 @@
 
 #include "verify/commit_row.h"
 
-namespace specdec {
+namespace specdec::verify {
 
-void commit_tokens(CallStream stream, const TensorView& out_tokens, const TensorView& out_len,
-                   const TensorView& stop_tokens, const TensorView& remaining, const TensorView& max_lens,
-                   const TensorView& seq_lens, const TensorView& seq_lens_before, const TensorView& root_tokens,
+void commit_tokens(CallStream stream, const TensorView& tokens, const TensorView& num_valid,
+                   const TensorView& stop_tokens, const TensorView& remaining, const TensorView& max_seq_lens,
+                   const TensorView& seq_lens, const TensorView& prefix_lens, const TensorView& root_tokens,
                    const TensorView& finish_reasons, const OptTensor& slots, const OptTensor& status,
-                   const TensorView& out_num_valid) {
+                   const TensorView& out) {
   Check check("commit_tokens");
   Dim B{"batch"}, S{"accept_width"}, R{"num_slots"}, M{"max_stops"};
-  check.output("out_tokens", out_tokens, {B, S}, kInt32);
+  check.output("accepted.tokens", tokens, {B, S}, kInt32);
   check.range("accept_width", S, 1, std::numeric_limits<int32_t>::max());
-  check.output("out_len", out_len, {B}, kInt32);
-  check.tensor("stop_tokens", stop_tokens, {R, M}, kInt32);
-  check.output("remaining", remaining, {R}, kInt32);
-  check.tensor("max_lens", max_lens, {R}, kInt32);
-  check.output("seq_lens", seq_lens, {R}, kInt32);
-  check.output("seq_lens_before", seq_lens_before, {R}, kInt32);
-  check.output("root_tokens", root_tokens, {R}, kInt32);
-  check.output("finish_reasons", finish_reasons, {R}, kInt32);
+  check.output("accepted.num_valid", num_valid, {B}, kInt32);
+  check.tensor("state.stop_tokens", stop_tokens, {R, M}, kInt32);
+  check.output("state.remaining", remaining, {R}, kInt32);
+  check.tensor("state.max_seq_lens", max_seq_lens, {R}, kInt32);
+  check.output("state.seq_lens", seq_lens, {R}, kInt32);
+  check.output("state.prefix_lens", prefix_lens, {R}, kInt32);
+  check.output("state.root_tokens", root_tokens, {R}, kInt32);
+  check.output("state.finish_reasons", finish_reasons, {R}, kInt32);
   check.slots(slots, B, R);
-  check.output("status", status, {R}, kInt32);
-  check.output("out_num_valid", out_num_valid, {B}, kInt32);
+  check.output("state.status", status, {R}, kInt32);
+  check.output("out", out, {B}, kInt32);
   if (B == 0) return;
 
   const CommitTokensParams params{
-      .out_tokens = out_tokens.data<int32_t>(),
-      .out_len = out_len.data<int32_t>(),
+      .tokens = tokens.data<int32_t>(),
+      .num_valid = num_valid.data<int32_t>(),
       .stop_tokens = stop_tokens.data<int32_t>(),
       .remaining = remaining.data<int32_t>(),
-      .max_lens = max_lens.data<int32_t>(),
+      .max_seq_lens = max_seq_lens.data<int32_t>(),
       .seq_lens = seq_lens.data<int32_t>(),
-      .seq_lens_before = seq_lens_before.data<int32_t>(),
+      .prefix_lens = prefix_lens.data<int32_t>(),
       .root_tokens = root_tokens.data<int32_t>(),
       .finish_reasons = finish_reasons.data<int32_t>(),
       .slots = data_or_null<const int32_t>(slots),
       .status = data_or_null<int32_t>(status),
-      .out_num_valid = out_num_valid.data<int32_t>(),
+      .out = out.data<int32_t>(),
       .batch = B,
       .accept_width = S,
       .max_stops = M,
@@ -53,18 +53,18 @@ void commit_tokens(CallStream stream, const TensorView& out_tokens, const Tensor
 void commit_tokens_cpu(const CommitTokensParams& p) {
   for (int64_t b = 0; b < p.batch; ++b) {
     const int64_t slot = slot_of(p.slots, b, p.num_slots);
-    int32_t* tokens = p.out_tokens + b * p.accept_width;
+    int32_t* tokens = p.tokens + b * p.accept_width;
     SlotState state{};
     Cut cut;
     if (slot >= 0) {
       state = slot_state(p, slot);
       int64_t stop = 0;
       while (stop < p.accept_width && !is_stop(p, slot, tokens[stop])) ++stop;
-      cut = cut_row(p, state, p.out_len[b], stop);
+      cut = cut_row(p, state, p.num_valid[b], stop);
     }
     write_cut(p, b, slot, state, cut);
     std::fill(tokens + cut.kept, tokens + p.accept_width, -1);
   }
 }
 
-}  // namespace specdec
+}  // namespace specdec::verify

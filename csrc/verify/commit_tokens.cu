@@ -3,7 +3,7 @@
 #include "core/cuda.cuh"
 #include "verify/commit_row.h"
 
-namespace specdec {
+namespace specdec::verify {
 namespace {
 
 constexpr int kWarps = 4;  // of a block
@@ -24,9 +24,9 @@ __global__ void __launch_bounds__(kWarps* kWarp) commit_tokens_kernel(CommitToke
   begin_kernel();
   const int64_t b = int64_t{blockIdx.x} * kWarps + threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   if (b >= p.batch) return;
-  int32_t* tokens = p.out_tokens + b * p.accept_width;
+  int32_t* tokens = p.tokens + b * p.accept_width;
   const int64_t slot = slot_of(p.slots, b, p.num_slots);
-  const int32_t len = p.out_len[b], token = lane < p.accept_width ? tokens[lane] : -1;  // neither waits for the slot
+  const int32_t len = p.num_valid[b], token = lane < p.accept_width ? tokens[lane] : -1;  // neither waits for the slot
 
   SlotState state{};
   Cut cut;
@@ -46,4 +46,4 @@ void commit_tokens_cuda(const CommitTokensParams& p, Stream stream) {
   launch("commit_tokens", commit_tokens_kernel, {.grid = blocks, .threads = kWarps * kWarp}, stream, p);
 }
 
-}  // namespace specdec
+}  // namespace specdec::verify

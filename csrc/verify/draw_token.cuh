@@ -15,7 +15,7 @@
 #include "verify/cluster_row.cuh"
 #include "verify/sampling.h"
 
-namespace specdec {
+namespace specdec::verify {
 
 // Blocks on a multiprocessor at a time: with two, the registers of a sampling kernel would spill.
 constexpr int blocks_per_sm(bool sampled) { return sampled ? 1 : 2; }
@@ -36,7 +36,7 @@ struct DrawStorage {  // in shared memory
     int32_t ids[kListCapacity];
     uint32_t keys[kListCapacity];
   };
-  // Each is done with before the other is written, as the blocks speak to each other in between.
+  // The two may share memory: the blocks exchange numbers between the last use of one and the first write of the other.
   union {
     Entry sent[kSentCapacity];  // by each block, to places of its own
     Kept kept;
@@ -54,13 +54,13 @@ struct DrawStorage {  // in shared memory
   int32_t token;
 };
 
-// What goes on from row to row, the same in every thread of a block.
+// What the draws of successive rows count up, the same in every thread of a block.
 struct DrawProgress {
   unsigned list_phase = 0;  // of the list's barrier
   unsigned found = 0;       // num_found
 };
 
-// Low bits that say nothing in the keys of a type with fewer bits than float.
+// How many low bits of a key are always equal, because the type has fewer bits than float.
 template <class T>
 constexpr int kKeyShift = 0;
 template <>
@@ -74,12 +74,12 @@ class TokenDraw {
   using Row = TiledRow<T>;
   static constexpr int32_t kNone = -1;
 
-  // `held` since the row's begin().
+  // `held` has been passed to the row's begin().
   __device__ TokenDraw(const Row& row, typename Row::Held& held, const Sampler& sampler, Exchange& exchange,
                        DrawStorage& storage, DrawProgress& progress)
       : row_(row), held_(held), sampler_(sampler), exchange_(exchange), s_(storage), progress_(progress) {}
 
-  // Before the Exchange is made.
+  // Must be called before the Exchange is made.
   __device__ static void init(DrawStorage& storage) {
 #if __CUDA_ARCH__ >= 900
     if (threadIdx.x == 0) storage.list_barrier.init(1);
@@ -87,9 +87,9 @@ class TokenDraw {
     if (threadIdx.x == 0) storage.num_found = 0;
   }
 
-  // The token for that absolute position, or -1 where nothing is above -inf; to the first warp of each block alone.
-  // There is a barrier of the block before the next row. Where it takes bisection, and `kWhenLong` says what to return
-  // then, that.
+  // Returns the token for that absolute position, or -1 where nothing is above -inf, to the first warp of each block
+  // alone. There must be a barrier of the block before the next row. Where the draw would take bisection and
+  // `kWhenLong` is given, that is returned instead.
   template <int32_t kWhenLong = kNone>
   __device__ int32_t token(uint32_t position) {
     const uint64_t random = noise(sampler_.seed, NoiseUse::kToken, position, 0).u64();
@@ -358,7 +358,7 @@ class TokenDraw {
         if (i < warp_id()) sum = before;
       }
       if (tile < end && drawn >= sum && drawn < sum + all) {
-        sum += warp_inclusive_sum(weight) - weight;
+        sum += sum_up_to_lane(weight) - weight;
 #pragma unroll
         for (int i = 0; i < kItems; ++i) {
           const uint64_t one = kept(x[i], scale_, bound, sampler_.min_weight);
@@ -382,4 +382,4 @@ class TokenDraw {
   RowScale scale_{};
 };
 
-}  // namespace specdec
+}  // namespace specdec::verify

@@ -4,7 +4,7 @@
 #include "core/exact_math.h"
 #include "core/floats.h"
 
-namespace specdec {
+namespace specdec::verify {
 
 template <class T>
 struct LogitRow {
@@ -21,4 +21,4 @@ struct LogitRow {
   SD_HD float operator[](int64_t v) const { return adjusted(to_float(logits[v]), v); }
 };
 
-}  // namespace specdec
+}  // namespace specdec::verify

@@ -1,13 +1,22 @@
 #include "verify/mask_stops.h"
 
-namespace specdec {
+namespace specdec::verify {
 
 void mask_stops(CallStream stream, const TensorView& logits, const TensorView& positions, const TensorView& stop_tokens,
-                const TensorView& stops_from, const OptTensor& slots) {
+                const TensorView& stops_from, const OptTensor& slots, const OptTensor& cu_seqlens_q) {
   Check check("mask_stops");
   Dim B{"batch"}, N{"num_nodes"}, V{"vocab"}, R{"num_slots"}, M{"max_stops"};
-  check.strided_output("logits", logits, {B, N, V}, kFloats);
-  check.tensor("positions", positions, {B, N}, kInt32);
+  Dim T{"rows"};
+  const bool packed = cu_seqlens_q.has_value();
+  if (packed)
+    check.strided_output("logits", logits, {T, V}, kFloats);
+  else
+    check.strided_output("logits", logits, {B, N, V}, kFloats);
+  if (packed)
+    check.tensor("positions", positions, {T}, kInt32);
+  else
+    check.tensor("positions", positions, {B, N}, kInt32);
+  check.packed("cu_seqlens_q", cu_seqlens_q, B);
   check.tensor("stop_tokens", stop_tokens, {R, M}, kInt32);
   check.tensor("stops_from", stops_from, {R}, kInt32);
   check.slots(slots, B, R);
@@ -16,14 +25,16 @@ void mask_stops(CallStream stream, const TensorView& logits, const TensorView& p
   const MaskStopsParams params{
       .logits = logits.data<void>(),
       .logits_dtype = dtype_of(logits),
-      .logits_batch_stride = logits.stride(0),
-      .logits_node_stride = logits.stride(1),
+      .logits_batch_stride = packed ? 0 : logits.stride(0),
+      .logits_node_stride = logits.stride(packed ? 0 : 1),
       .positions = positions.data<const int32_t>(),
       .stop_tokens = stop_tokens.data<const int32_t>(),
       .stops_from = stops_from.data<const int32_t>(),
       .slots = data_or_null<const int32_t>(slots),
+      .cu_seqlens_q = data_or_null<const int32_t>(cu_seqlens_q),
       .batch = B,
       .num_nodes = N,
+      .num_rows = T,
       .vocab = V,
       .max_stops = M,
       .num_slots = R,
@@ -35,10 +46,11 @@ void mask_stops_cpu(const MaskStopsParams& p) {
   with_float_type(p.logits_dtype, [&]<class T>() {
     for (int64_t b = 0; b < p.batch; ++b) {
       const int64_t slot = slot_with_minimum(p, b);
-      for (int64_t i = 0; slot >= 0 && i < p.num_nodes * p.max_stops; ++i)
-        mask_stop<T>(p, b, slot, i / p.max_stops, i % p.max_stops);
+      const RowRange nodes = nodes_of(p, b);
+      for (int64_t i = 0; slot >= 0 && i < nodes.count * p.max_stops; ++i)
+        mask_stop<T>(p, b, slot, nodes, i / p.max_stops, i % p.max_stops);
     }
   });
 }
 
-}  // namespace specdec
+}  // namespace specdec::verify

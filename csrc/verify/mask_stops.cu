@@ -2,7 +2,7 @@
 #include "core/cuda.cuh"
 #include "verify/mask_stops.h"
 
-namespace specdec {
+namespace specdec::verify {
 namespace {
 
 constexpr int kThreads = 128;
@@ -12,8 +12,9 @@ __global__ void __launch_bounds__(kThreads) mask_stops_kernel(MaskStopsParams p)
   begin_kernel();
   const int64_t b = blockIdx.x, slot = slot_with_minimum(p, b);
   if (slot < 0) return;
-  const auto stops = static_cast<uint32_t>(p.max_stops), count = static_cast<uint32_t>(p.num_nodes) * stops;
-  for (uint32_t i = threadIdx.x; i < count; i += kThreads) mask_stop<T>(p, b, slot, i / stops, i % stops);
+  const RowRange nodes = nodes_of(p, b);
+  const auto stops = static_cast<uint32_t>(p.max_stops), count = static_cast<uint32_t>(nodes.count) * stops;
+  for (uint32_t i = threadIdx.x; i < count; i += kThreads) mask_stop<T>(p, b, slot, nodes, i / stops, i % stops);
 }
 
 }  // namespace
@@ -24,4 +25,4 @@ void mask_stops_cuda(const MaskStopsParams& p, Stream stream) {
   });
 }
 
-}  // namespace specdec
+}  // namespace specdec::verify

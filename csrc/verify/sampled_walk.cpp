@@ -2,7 +2,7 @@
 
 #include "verify/token_weights.h"
 
-namespace specdec {
+namespace specdec::verify {
 namespace {
 
 // Rows of SampledWalk, on the CPU. The draw goes through the draft's vocabulary in order of its ids, then through the
@@ -13,7 +13,7 @@ class CpuRows {
   CpuRows(const VerifyTreeParams& p, const std::vector<bool>& mapped, TokenWeights& target, TokenWeights& draft)
       : p_(p), mapped_(mapped), target_(target), draft_(draft) {}
 
-  // Turns to a request.
+  // Begins with the next request.
   void start(int64_t b, int64_t slot, const Sampler& sampler, const Sampler& draft_sampler) {
     b_ = b;
     slot_ = slot;
@@ -110,7 +110,7 @@ void verify_sampled_cpu(const VerifyTreeParams& p) {
       const int64_t slot = slot_of(p.slots, b, p.num_slots);
       EmittedRow out = emitted_row(p, b);
       int32_t bits = 0;
-      const int32_t size = slot < 0 ? 0 : tree_size(p.tree_sizes[b], p.links.num_nodes, bits);
+      const int32_t size = slot < 0 ? 0 : walked_size(p, b, bits);
       if (size > 0) {
         const Sampler sampler = sampler_of(p.sampling, slot, p.vocab), draft_sampler = draft_sampler_of(p, slot);
         rows.start(b, slot, sampler, draft_sampler);
@@ -122,4 +122,4 @@ void verify_sampled_cpu(const VerifyTreeParams& p) {
   });
 }
 
-}  // namespace specdec
+}  // namespace specdec::verify

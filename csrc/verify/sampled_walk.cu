@@ -7,7 +7,7 @@
 #include "verify/draw_token.cuh"
 #include "verify/sampled_walk.h"
 
-namespace specdec {
+namespace specdec::verify {
 namespace {
 
 constexpr int kBlocksPerSm = 1;
@@ -60,7 +60,7 @@ class ClusterRows {
     const auto [target_key, draft_key] = largest_keys(order_key(target_.template largest<kAdjusted>(target_held, tile)),
                                                       order_key(draft_.template largest<false>(draft_held, tile)));
     target_scale_ = {key_float(target_key), sampler_.scale};
-    // Beside infinity, the tokens of a row without any weigh nothing.
+    // A draft row without tokens has a maximum of infinity, beside which all of its tokens weigh nothing.
     draft_scale_ = {draft_key > kKeyOfMinusInf ? key_float(draft_key) : INFINITY, draft_sampler_.scale};
     same_tiles_ = !p_.drafts.id_map && target_.id_of(0) == draft_.id_of(0);
     target_total_ = draft_total_ = 0;
@@ -157,7 +157,7 @@ class ClusterRows {
     return TokenDraw<T, kAdjusted>(target_, held, sampler_, exchange_, draw_storage_, progress_).lowest_kept();
   }
 
-  // Both totals, from each thread's part.
+  // Adds up both totals from each thread's part.
   __device__ void add_up(uint64_t target, uint64_t draft) {
     target = warp_sum(target);
     draft = warp_sum(draft);
@@ -181,7 +181,7 @@ class ClusterRows {
     return lowest == 0 ? -1 : static_cast<int32_t>(~static_cast<uint32_t>(lowest));
   }
 
-  // Whether top-k and top-p leave a token of the warp's tile of the target's row; seldom, where there is such a filter.
+  // Whether top-k and top-p keep a token of the warp's tile of the target's row. Such a filter seldom does.
   __device__ bool any_kept(int tile, const uint4& raw) const {
     return __any_sync(kFullMask, target_.template largest_of<kAdjusted>(tile, raw) >= threshold_);
   }
@@ -222,7 +222,7 @@ class ClusterRows {
 #pragma unroll
     for (int i = 0; i < kItems; ++i) x[i] = token[i] >= 0 && token[i] < p_.vocab ? target_row_[token[i]] : -INFINITY;
   }
-  // And for the tokens of the target that the draft does not have.
+  // Calls f in the same way for the tokens of the target that the draft does not have.
   template <class F>
   __device__ void each_other(F&& f) const {
     target_.each([&](int tile, const uint4& raw) {
@@ -255,7 +255,7 @@ class ClusterRows {
       uint64_t lane = 0;
 #pragma unroll
       for (int i = 0; i < kItems; ++i) lane += left[i];
-      const uint64_t through = before + warp_inclusive_sum(lane);
+      const uint64_t through = before + sum_up_to_lane(lane);
       uint64_t sum = through - lane;
       if (place.place >= sum && place.place < through) {
 #pragma unroll
@@ -310,7 +310,7 @@ __global__ void __launch_bounds__(kRowThreads, kBlocksPerSm)
   const bool leads = Cluster::rank() == 0 && threadIdx.x == 0;
   EmittedRow out = emitted_row(p, b);
   int32_t bits = 0;
-  const int32_t size = slot < 0 ? 0 : tree_size(p.tree_sizes[b], p.links.num_nodes, bits);
+  const int32_t size = slot < 0 ? 0 : walked_size(p, b, bits);
 
   if (size > 0) {
     const Sampler sampler = sampler_of(p.sampling, slot, p.vocab), draft_sampler = draft_sampler_of(p, slot);
@@ -351,4 +351,4 @@ void verify_sampled_cuda(const VerifyTreeParams& p, Stream stream) {
   });
 }
 
-}  // namespace specdec
+}  // namespace specdec::verify

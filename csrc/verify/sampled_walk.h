@@ -10,7 +10,7 @@
 
 #include "verify/verify_tree.h"
 
-namespace specdec {
+namespace specdec::verify {
 
 // In units of 2^-40 of the row's likeliest token; the sum of it is taken of its integer part.
 SD_HD float left_of(uint64_t target, uint64_t draft, float scale) {
@@ -200,4 +200,4 @@ class SampledWalk {
   int32_t bits_ = 0;
 };
 
-}  // namespace specdec
+}  // namespace specdec::verify

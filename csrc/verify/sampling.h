@@ -9,7 +9,7 @@
 #include "core/exact_math.h"
 #include "core/philox.h"
 
-namespace specdec {
+namespace specdec::verify {
 
 // Per slot. All null: everything is greedy.
 struct SamplingArrays {
@@ -86,4 +86,4 @@ SD_HD uint32_t last_key(uint32_t low, uint32_t high, Reaches&& reaches) {
   return low;
 }
 
-}  // namespace specdec
+}  // namespace specdec::verify

@@ -4,7 +4,7 @@
 #include "core/row_topk.cuh"
 #include "verify/score_tokens.h"
 
-namespace specdec {
+namespace specdec::verify {
 namespace {
 
 static_assert(kMaxTopAlternatives <= kMaxRowTopk);
@@ -56,4 +56,4 @@ void score_tokens_cuda(const ScoreTokensParams& p, Stream stream) {
   });
 }
 
-}  // namespace specdec
+}  // namespace specdec::verify

@@ -6,7 +6,7 @@
 #include "verify/cluster_row.cuh"
 #include "verify/verify_tree.h"
 
-namespace specdec {
+namespace specdec::verify {
 
 struct SharedTree {
   TreeNode* nodes;     // [num_nodes]
@@ -31,4 +31,4 @@ struct SharedTree {
   }
 };
 
-}  // namespace specdec
+}  // namespace specdec::verify

@@ -9,7 +9,7 @@
 #include "verify/logit_row.h"
 #include "verify/sampling.h"
 
-namespace specdec {
+namespace specdec::verify {
 
 // The lowest id with the largest logit, or -1 when none is above -inf.
 template <class T>
@@ -86,4 +86,4 @@ class TokenWeights {
   uint64_t total_ = 0;
 };
 
-}  // namespace specdec
+}  // namespace specdec::verify

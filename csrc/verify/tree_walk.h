@@ -6,7 +6,7 @@
 #include "core/host_device.h"
 #include "core/slots.h"
 
-namespace specdec {
+namespace specdec::verify {
 
 struct TreeLinks {
   const int32_t* tokens;        // [batch, num_nodes]
@@ -84,4 +84,4 @@ struct EmittedRow {
   }
 };
 
-}  // namespace specdec
+}  // namespace specdec::verify

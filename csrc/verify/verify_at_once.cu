@@ -6,13 +6,12 @@
 // a cluster otherwise the token it drew. A flat row with a nucleus too long for a list would take ten times as long,
 // and most rows are not on the path: such a node is left to the walk, whose cluster finds its token as verify_tree.cu
 // does.
-#include <algorithm>
 #include <bit>
 
 #include "verify/draw_token.cuh"
 #include "verify/shared_tree.cuh"
 
-namespace specdec {
+namespace specdec::verify {
 namespace {
 
 constexpr int32_t kUnfound = -2;  // for a token
@@ -20,6 +19,11 @@ constexpr int32_t kUnfound = -2;  // for a token
 // What a node's blocks leave in the workspace: a part's largest lane_entry(), or a token that looks like one.
 __device__ uint64_t entry_of(int32_t token) {
   return token == kNoChild ? 0 : uint64_t{1} << 32 | ~static_cast<uint32_t>(token);
+}
+
+// Whether there is no packed row for a node: the grid has a place for the most nodes of a tree.
+__device__ bool has_no_row(const VerifyTreeParams& p, int64_t b, int64_t node) {
+  return p.cu_seqlens_q && node >= packed_rows(p.cu_seqlens_q, b, p.num_rows).count;
 }
 
 // Grid: parts of a row, nodes, requests.
@@ -30,20 +34,21 @@ __global__ void __launch_bounds__(kRowThreads, blocks_per_sm(false)) node_maxima
   let_next_kernel_start();
 
   const int64_t b = blockIdx.z, node = blockIdx.y;
+  if (has_no_row(p, b, node)) return;
   const int64_t slot = slot_of(p.slots, b, p.num_slots);
   using Row = TiledRow<T, GridRow>;
   const Row row(logit_row<T>(p, b, slot, node), p.vocab);
   typename Row::Held held;
   row.begin(held);
   int32_t bits = 0;
-  if (slot < 0 || node >= tree_size(p.tree_sizes[b], p.links.num_nodes, bits)) return;
+  if (slot < 0 || node >= walked_size(p, b, bits)) return;
 
   const uint64_t of_warp = warp_max(lane_entry<kAdjusted>(row, held));
   if (lane_id() == 0) of_warps[warp_id()] = of_warp;
   __syncthreads();
   if (warp_id() != 0) return;
   const uint64_t best = warp_max(of_warps[lane_id() % kRowWarps]);
-  if (lane_id() == 0) p.workspace[(b * p.links.num_nodes + node) * gridDim.x + blockIdx.x] = best;
+  if (lane_id() == 0) p.workspace[row_of_node(p, b, node) * gridDim.x + blockIdx.x] = best;
 }
 
 // Grid: a cluster for each node, requests.
@@ -55,6 +60,7 @@ __global__ void __launch_bounds__(kRowThreads, blocks_per_sm(true)) node_tokens_
   let_next_kernel_start();
 
   const int64_t b = blockIdx.y, node = blockIdx.x >> Cluster::size_log2();
+  if (has_no_row(p, b, node)) return;
   const int64_t slot = slot_of(p.slots, b, p.num_slots);
   TokenDraw<T, kAdjusted>::init(draw_storage);
   Exchange exchange(exchange_storage);
@@ -62,7 +68,7 @@ __global__ void __launch_bounds__(kRowThreads, blocks_per_sm(true)) node_tokens_
   typename TiledRow<T>::Held held;
   row.begin(held);
   int32_t bits = 0;
-  if (slot < 0 || node >= tree_size(p.tree_sizes[b], p.links.num_nodes, bits)) return;
+  if (slot < 0 || node >= walked_size(p, b, bits)) return;
   const Sampler sampler = sampler_of(p.sampling, slot, p.vocab);
   exchange.join();
 
@@ -74,7 +80,7 @@ __global__ void __launch_bounds__(kRowThreads, blocks_per_sm(true)) node_tokens_
     token = TokenDraw<T, kAdjusted>(row, held, sampler, exchange, draw_storage, progress)
                 .template token<kUnfound>(position_after(p, b, node));
   }
-  if (Cluster::rank() == 0 && threadIdx.x == 0) p.workspace[b * p.links.num_nodes + node] = entry_of(token);
+  if (Cluster::rank() == 0 && threadIdx.x == 0) p.workspace[row_of_node(p, b, node)] = entry_of(token);
 }
 
 // A block a request where all is greedy, a cluster otherwise; a thread for each of the nodes' `parts`.
@@ -98,11 +104,11 @@ __global__ void __launch_bounds__(kRowThreads, blocks_per_sm(kSampled))
   Sampler sampler;
   if (kSampled && slot >= 0) sampler = sampler_of(p.sampling, slot, p.vocab);
   int32_t bits = 0;
-  const int32_t size = slot < 0 ? 0 : tree_size(p.tree_sizes[b], num_nodes, bits);
+  const int32_t size = slot < 0 ? 0 : walked_size(p, b, bits);
 
   wait_for_kernels_before();
   const int32_t of_node = thread >> parts_log2;
-  uint64_t entry = of_node < size ? p.workspace[(b * num_nodes << parts_log2) + thread] : 0;
+  uint64_t entry = of_node < size ? p.workspace[(row_of_node(p, b, 0) << parts_log2) + thread] : 0;
   for (int d = 1; d < 1 << parts_log2; d *= 2) entry = max(entry, __shfl_xor_sync(kFullMask, entry, d));
   if (of_node < size && thread == of_node << parts_log2) tokens[of_node] = entry_id(entry);
   tree.wait();
@@ -119,7 +125,7 @@ __global__ void __launch_bounds__(kRowThreads, blocks_per_sm(kSampled))
     if (to == kMalformed) bits |= kBadTree;
     return to;
   };
-  // From a node to the first without a token, if there is one on the way.
+  // Walks from a node to the first one without a token, if the walk comes to one.
   const auto walk = [&](int32_t node) {
     while (node >= 0 && tokens[node] != kUnfound) node = after(node, tokens[node], [&] { return next[node]; });
     return node;
@@ -151,24 +157,9 @@ __global__ void __launch_bounds__(kRowThreads, blocks_per_sm(kSampled))
   if (writes) finish_walk(p, b, slot, bits, out);
 }
 
-// Blocks for each node's row, a power of two: no multiprocessor has more of them than another. Of clusters of more than
-// two blocks a tenth of the multiprocessors is out of reach.
-template <class T>
-unsigned parts_of(const VerifyTreeParams& p, bool in_clusters) {
-  const Device device = current_device("verify_tree");
-  const int64_t rows = p.batch * p.links.num_nodes, all = device.multiprocessors, most = all * 9 / 10;
-  const int64_t limit =
-      in_clusters && !device.is_hopper_or_later ? 1 : std::min(kMaxParts, p.vocab / TiledRow<T>::kUseful);
-  int64_t parts = 1;
-  while (2 * parts <= limit && 2 * parts * rows <= (in_clusters && parts > 1 ? most : all)) parts *= 2;
-  // Two each, where there is one on nearly all and registers for two.
-  if (!in_clusters && 2 * parts <= limit && parts * rows >= most) parts *= 2;
-  return static_cast<unsigned>(parts);
-}
-
 template <class T, bool kAdjusted, bool kSampled>
 void start(const VerifyTreeParams& p, Stream stream) {
-  const unsigned parts = parts_of<T>(p, kSampled);
+  const auto parts = static_cast<unsigned>(p.plan.parts);
   const auto nodes = static_cast<unsigned>(p.links.num_nodes), batch = static_cast<unsigned>(p.batch);
   if constexpr (kSampled)
     launch("verify_tree", node_tokens_kernel<T, kAdjusted>,
@@ -191,17 +182,8 @@ void start(const VerifyTreeParams& p, Stream stream) {
 
 }  // namespace
 
-// Where reading all rows takes no longer than walking to a leaf: as measured with V = 128256 on an H200.
-bool is_at_once(const VerifyTreeParams& p) {
-  const bool sampled = p.sampling.temperature;
-  const int64_t nodes = p.links.num_nodes, rows = p.batch * nodes;
-  const int64_t bytes = rows * p.vocab * (p.logits_dtype == kFloat32 ? 4 : 2);
-  return p.workspace && nodes <= (sampled ? 64 : 32) && bytes <= (sampled ? 40 << 20 : 24 << 20) &&
-         rows <= current_device("verify_tree").multiprocessors;
-}
-
 void verify_at_once_cuda(const VerifyTreeParams& p, Stream stream) {
   with_kinds(p, [&]<class T, bool kAdjusted, bool kSampled>() { start<T, kAdjusted, kSampled>(p, stream); });
 }
 
-}  // namespace specdec
+}  // namespace specdec::verify

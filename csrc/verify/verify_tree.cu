@@ -12,7 +12,7 @@
 #include "verify/shared_tree.cuh"
 #include "verify/verify_tree.h"
 
-namespace specdec {
+namespace specdec::verify {
 namespace {
 
 // The children of a node, looked up by one warp while the node's token is not known yet: lane i holds the i-th.
@@ -31,7 +31,7 @@ class Children {
       next_ = checked_child(tree, size, node, next_, child.next_sibling);
     }
   }
-  // As find_child() of all of them.
+  // Finds the child that carries the token, as find_child() does by a walk over all of them.
   __device__ int32_t find(const SharedTree& tree, int32_t size, int32_t node, int32_t token) const {
     const unsigned lanes = __ballot_sync(kFullMask, child_ >= 0 && token_ == token);
     if (lanes != 0) return __shfl_sync(kFullMask, child_, __ffs(static_cast<int>(lanes)) - 1);
@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kRowThreads, blocks_per_sm(kSampled)) verify_t
     if (node == 0) {  // while the root's logits are on their way
       tree.copy(p, b);
       if (kSampled && slot >= 0) sampler = sampler_of(p.sampling, slot, p.vocab);
-      size = slot < 0 ? 0 : tree_size(p.tree_sizes[b], p.links.num_nodes, bits);
+      size = slot < 0 ? 0 : walked_size(p, b, bits);
       tree.wait();
       if (size <= 0) break;
       exchange.join();
@@ -114,9 +114,9 @@ void start(const VerifyTreeParams& p, Stream stream) {
 }  // namespace
 
 void verify_tree_cuda(const VerifyTreeParams& p, Stream stream) {
-  if (p.drafts.logits) return verify_sampled_cuda(p, stream);
-  if (is_at_once(p)) return verify_at_once_cuda(p, stream);
+  if (p.plan.kernel == VerifyKernel::kRejection) return verify_sampled_cuda(p, stream);
+  if (p.plan.kernel == VerifyKernel::kAtOnce) return verify_at_once_cuda(p, stream);
   with_kinds(p, [&]<class T, bool kAdjusted, bool kSampled>() { start<T, kAdjusted, kSampled>(p, stream); });
 }
 
-}  // namespace specdec
+}  // namespace specdec::verify

@@ -2,17 +2,17 @@
 #pragma once
 
 #include "core/dispatch.h"
+#include "core/packed_rows.h"
 #include "verify/logit_row.h"
 #include "verify/sampling.h"
 #include "verify/tree_walk.h"
+#include "verify/verify_plan.h"
 
-namespace specdec {
+namespace specdec::verify {
 
 // A kernel keeps the tree in shared memory.
 constexpr int64_t kMaxVerifiedNodes = 512;
-// Blocks that may share a node's row, and numbers of workspace for each node.
-constexpr int64_t kMaxParts = 8;
-// Sums of as many weights fit 64 bits.
+// The sum of so many weights fits 64 bits.
 constexpr int64_t kMaxVocab = int64_t{1} << 22;
 // A kernel keeps a bit for each token, where the draft has a vocabulary of its own.
 constexpr int64_t kMaxMappedVocab = int64_t{1} << 20;
@@ -28,7 +28,7 @@ struct SampledDrafts {
 };
 
 struct VerifyTreeParams {
-  const void* logits;  // [batch, num_nodes, vocab], float dtype; requests and nodes this many elements apart:
+  const void* logits;  // [batch, num_nodes, vocab] or [num_rows, vocab]; requests and nodes this many elements apart:
   Dtypes logits_dtype;
   int64_t logits_batch_stride, logits_node_stride;
   TreeLinks links;
@@ -36,24 +36,44 @@ struct VerifyTreeParams {
   const int32_t* tree_sizes;  // [batch]: nodes in use of each tree; <= 0 is an empty row
   SamplingArrays sampling;
   SampledDrafts drafts;
-  const int32_t* vocab_mask;  // [batch, num_nodes, mask_words] or null: bit patterns of the tokens allowed at each node
+  const int32_t* vocab_mask;  // as logits, [.., mask_words], or null: bit patterns of the tokens allowed at each node
   const float* logit_bias;    // [num_slots, vocab] or null; slots `bias_stride` elements apart
   int64_t bias_stride, mask_words;
-  const int32_t* slots;  // [batch] or null
-  int32_t* status;       // [num_slots] or null
-  int32_t* out_tokens;   // [batch, accept_width]: accepted drafts, bonus, -1
-  int32_t* out_len;      // [batch]
-  int32_t* out_path;     // [batch, accept_width]: node of each emitted token's KV row, the last one repeated
+  const int32_t* slots;         // [batch] or null
+  const int32_t* cu_seqlens_q;  // [batch + 1] or null: node i of request b has the packed row cu_seqlens_q[b] + i
+  int32_t* status;              // [num_slots] or null
+  int32_t* out_tokens;          // [batch, accept_width]: accepted drafts, bonus, -1
+  int32_t* out_len;             // [batch]
+  int32_t* out_path;            // [batch, accept_width]: node of each emitted token's KV row, the last one repeated
   int64_t batch, vocab, accept_width;
+  int64_t num_rows;  // batch * num_nodes, or the packed ones
   int64_t num_slots;
-  uint64_t* workspace;  // [batch * num_nodes * kMaxParts] or null; CUDA only
+  uint64_t* workspace;  // [num_rows, plan.parts] or null
+  VerifyPlan plan;      // on a GPU
 };
+
+// The row of a node among those of all. Packed rows are read before it is known which there are: one that is not there
+// counts as the nearest.
+SD_HD int64_t row_of_node(const VerifyTreeParams& p, int64_t b, int64_t node) {
+  if (p.cu_seqlens_q) return clamp_to(p.cu_seqlens_q[b] + node, 0, p.num_rows - 1);
+  return b * p.links.num_nodes + node;
+}
+
+// Nodes of row b that are walked: no more than it has rows. `bits` is for the slot's status.
+SD_HD int32_t walked_size(const VerifyTreeParams& p, int64_t b, int32_t& bits) {
+  if (!p.cu_seqlens_q) return tree_size(p.tree_sizes[b], p.links.num_nodes, bits);
+  const int64_t rows = packed_rows(p.cu_seqlens_q, b, p.num_rows).count;
+  if (rows > 0) return tree_size(p.tree_sizes[b], rows < p.links.num_nodes ? rows : p.links.num_nodes, bits);
+  if (p.tree_sizes[b] > 0) bits |= kBadTree;
+  return 0;
+}
 
 template <class T>
 SD_HD LogitRow<T> logit_row(const VerifyTreeParams& p, int64_t b, int64_t slot, int64_t node) {
-  return {static_cast<const T*>(p.logits) + b * p.logits_batch_stride + node * p.logits_node_stride,
-          p.logit_bias ? p.logit_bias + slot * p.bias_stride : nullptr,
-          p.vocab_mask ? p.vocab_mask + (b * p.links.num_nodes + node) * p.mask_words : nullptr};
+  const int64_t start = p.cu_seqlens_q ? row_of_node(p, b, node) * p.logits_node_stride
+                                       : b * p.logits_batch_stride + node * p.logits_node_stride;
+  return {static_cast<const T*>(p.logits) + start, p.logit_bias ? p.logit_bias + slot * p.bias_stride : nullptr,
+          p.vocab_mask ? p.vocab_mask + row_of_node(p, b, node) * p.mask_words : nullptr};
 }
 
 template <class T>
@@ -70,7 +90,7 @@ SD_HD uint32_t position_after(const VerifyTreeParams& p, int64_t b, int64_t node
 SD_HD EmittedRow emitted_row(const VerifyTreeParams& p, int64_t b) {
   return {p.out_tokens + b * p.accept_width, p.out_path + b * p.accept_width, p.accept_width};
 }
-// At the end of a walk, by whoever writes.
+// Called at the end of a walk, by the thread that writes.
 SD_HD void finish_walk(const VerifyTreeParams& p, int64_t b, int64_t slot, int32_t bits, EmittedRow& out) {
   if (bits) set_status(p.status, slot, bits);
   out.finish();
@@ -92,19 +112,24 @@ void with_kinds(const VerifyTreeParams& p, F&& f) {
 void verify_tree(CallStream stream, const TensorView& logits, const TensorView& tokens, const TensorView& parents,
                  const TensorView& positions, const TensorView& first_child, const TensorView& next_sibling,
                  const TensorView& num_nodes, int64_t accept_width, const OptTensor& slots,
-                 const OptTensor& temperature, const OptTensor& top_k, const OptTensor& top_p, const OptTensor& min_p,
-                 const OptTensor& seeds, const OptTensor& vocab_mask, const OptTensor& logit_bias,
-                 const OptTensor& draft_logits, const OptTensor& draft_rows, const OptTensor& draft_temperature,
-                 const OptTensor& id_map, bool block_verification, const OptTensor& workspace, const OptTensor& status,
+                 const OptTensor& cu_seqlens_q, const OptTensor& temperature, const OptTensor& top_k,
+                 const OptTensor& top_p, const OptTensor& min_p, const OptTensor& seeds, const OptTensor& vocab_mask,
+                 const OptTensor& logit_bias, const OptTensor& draft_logits, const OptTensor& draft_rows,
+                 const OptTensor& draft_temperature, const OptTensor& id_map, bool block_verification,
+                 const std::optional<std::string>& plan, const OptTensor& workspace, const OptTensor& status,
                  const TensorView& out_tokens, const TensorView& out_len, const TensorView& out_path);
+
+// Bytes of workspace that a call needs, and the name of its plan; "cpu" on the CPU.
+int64_t verify_tree_workspace(const TensorView& logits, std::optional<int64_t> num_nodes, const OptTensor& temperature,
+                              const OptTensor& draft_logits, const std::optional<std::string>& plan);
+std::string verify_tree_plan(const TensorView& logits, std::optional<int64_t> num_nodes, const OptTensor& temperature,
+                             const OptTensor& draft_logits, const std::optional<std::string>& plan);
 
 void verify_tree_cpu(const VerifyTreeParams& p);
 void verify_tree_cuda(const VerifyTreeParams& p, Stream stream);
-// With a workspace and few nodes: the tokens of all of them at once.
-bool is_at_once(const VerifyTreeParams& p);
 void verify_at_once_cuda(const VerifyTreeParams& p, Stream stream);
-// With sampled candidates (sampled_walk.h).
+// These two verify sampled candidates (sampled_walk.h).
 void verify_sampled_cpu(const VerifyTreeParams& p);
 void verify_sampled_cuda(const VerifyTreeParams& p, Stream stream);
 
-}  // namespace specdec
+}  // namespace specdec::verify

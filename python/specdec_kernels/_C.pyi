@@ -34,6 +34,7 @@ def expand_root(
     num_steps: int,
     slots: Tensor | None,
     position_offset: int,
+    calibration: Tensor | None,
     out_cand_tokens: Tensor,
     out_cand_parents: Tensor,
     out_cand_scores: Tensor,
@@ -55,18 +56,33 @@ def expand_tree(
     seq_lens: Tensor,
     slots: Tensor | None,
     position_offset: int,
+    calibration: Tensor | None,
     out_tokens: Tensor,
     out_parent_rows: Tensor,
     out_positions: Tensor,
+) -> None: ...
+def learn_calibration(
+    stream: int | None,
+    table: Tensor,
+    counts: Tensor,
+    tokens: Tensor,
+    parents: Tensor,
+    positions: Tensor,
+    num_nodes: Tensor,
+    scores: Tensor,
+    emitted: Tensor,
+    path: Tensor,
+    num_valid: Tensor,
 ) -> None: ...
 def extend_rows(
     stream: int | None,
     tokens: Tensor,
     path: Tensor,
     num_valid: Tensor,
-    seq_lens_before: Tensor,
+    prefix_lens: Tensor,
     num_nodes: int,
     slots: Tensor | None,
+    cu_seqlens_q: Tensor | None,
     position_offset: int,
     out_tokens: Tensor,
     out_positions: Tensor,
@@ -149,6 +165,36 @@ def merge_trees(
     out_num_nodes: Tensor,
     out_scores: Tensor,
 ) -> None: ...
+def share_nodes(
+    stream: int | None,
+    scores: Tensor,
+    budget: int,
+    limits: Tensor | None,
+    slots: Tensor | None,
+    rungs: Tensor | None,
+    out_num_nodes: Tensor,
+    out_cu_seqlens: Tensor,
+    out_expected: Tensor,
+    out_cuts: Tensor,
+) -> None: ...
+def pack_trees(
+    stream: int | None,
+    tokens: Tensor,
+    parents: Tensor,
+    positions: Tensor,
+    first_child: Tensor,
+    next_sibling: Tensor,
+    mask: Tensor,
+    num_nodes: Tensor,
+    scores: Tensor,
+    kept: Tensor,
+    cu_seqlens: Tensor,
+    num_rows: int,
+    out_tokens: Tensor,
+    out_positions: Tensor,
+    out_mask: Tensor,
+    out_scores: Tensor,
+) -> None: ...
 
 # --- layers
 def norm_rows(
@@ -174,10 +220,10 @@ def pair_rows(
 ) -> None: ...
 def gate_rows(stream: int | None, x: Tensor, out: Tensor) -> None: ...
 def linear_rows(
-    stream: int | None, x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, out: Tensor
+    stream: int | None, x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, plan: str | None, out: Tensor
 ) -> None: ...
-def has_wgmma() -> bool: ...
-def many_rows_fill(rows: int, weight_rows: int) -> bool: ...
+def linear_rows_plan(x: Tensor, weight: Tensor, gated: bool) -> str: ...
+def linear_plan(rows: int, outs: int, ins: int, is_16_bit: bool, gated: bool, has_wgmma: bool) -> str: ...
 def rotate_qkv(
     stream: int | None,
     qkv: Tensor,
@@ -186,10 +232,11 @@ def rotate_qkv(
     k_pool: Tensor,
     v_pool: Tensor,
     page_table: Tensor,
-    start_lens: Tensor,
+    prefix_lens: Tensor,
     row_offset: int,
     slots: Tensor | None,
     num_valid: Tensor | None,
+    cu_seqlens_q: Tensor | None,
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     eps: float,
@@ -197,7 +244,7 @@ def rotate_qkv(
     k_scale: float,
     v_scale: float,
     status: Tensor | None,
-    out_q: Tensor,
+    out: Tensor,
 ) -> None: ...
 
 # --- attention
@@ -219,14 +266,43 @@ def tree_attention(
     k_scale: float,
     v_scale: float,
     fixed_split: int | None,
+    max_kv_len: int | None,
+    plan: str | None,
     out: Tensor,
     lse: Tensor | None,
     workspace: Tensor | None,
     status: Tensor | None,
 ) -> None: ...
 def tree_attention_workspace(
-    q: Tensor, k_pool: Tensor, page_table: Tensor, cu_seqlens_q: Tensor | None, fixed_split: int | None
+    q: Tensor,
+    k_pool: Tensor,
+    page_table: Tensor,
+    cu_seqlens_q: Tensor | None,
+    fixed_split: int | None,
+    max_kv_len: int | None,
+    plan: str | None,
 ) -> int: ...
+def tree_attention_plan(
+    q: Tensor,
+    k_pool: Tensor,
+    page_table: Tensor,
+    cu_seqlens_q: Tensor | None,
+    fixed_split: int | None,
+    max_kv_len: int | None,
+    plan: str | None,
+) -> str: ...
+def attention_plan(
+    sizes: tuple[int, int, int, int, int],
+    packed: bool,
+    fp8: bool,
+    tensor_cores: bool,
+    fixed_split: int,
+    max_kv_len: int,
+    device: tuple[int, bool, int, int],
+    name: str | None,
+) -> tuple[str, str, int, int, int, int, int, int, bool, int, int, int]: ...
+def current_gpu() -> tuple[int, bool, int, int]: ...
+def attention_variants() -> list[str]: ...
 
 # --- verify
 def verify_tree(
@@ -240,6 +316,7 @@ def verify_tree(
     num_nodes: Tensor,
     accept_width: int,
     slots: Tensor | None,
+    cu_seqlens_q: Tensor | None,
     temperature: Tensor | None,
     top_k: Tensor | None,
     top_p: Tensor | None,
@@ -252,12 +329,29 @@ def verify_tree(
     draft_temperature: Tensor | None,
     id_map: Tensor | None,
     block_verification: bool,
+    plan: str | None,
     workspace: Tensor | None,
     status: Tensor | None,
     out_tokens: Tensor,
-    out_len: Tensor,
+    out_num_valid: Tensor,
     out_path: Tensor,
 ) -> None: ...
+def verify_tree_workspace(
+    logits: Tensor, num_nodes: int | None, temperature: Tensor | None, draft_logits: Tensor | None, plan: str | None
+) -> int: ...
+def verify_tree_plan(
+    logits: Tensor, num_nodes: int | None, temperature: Tensor | None, draft_logits: Tensor | None, plan: str | None
+) -> str: ...
+def verify_plan(
+    batch: int,
+    num_nodes: int,
+    vocab: int,
+    logit_bytes: int,
+    sampled: bool,
+    rejects: bool,
+    multiprocessors: int,
+    is_hopper_or_later: bool,
+) -> tuple[str, int]: ...
 def mask_stops(
     stream: int | None,
     logits: Tensor,
@@ -265,41 +359,43 @@ def mask_stops(
     stop_tokens: Tensor,
     stops_from: Tensor,
     slots: Tensor | None,
+    cu_seqlens_q: Tensor | None,
 ) -> None: ...
 def score_tokens(
     stream: int | None,
     logits: Tensor,
     path: Tensor,
     tokens: Tensor,
-    lengths: Tensor,
+    num_valid: Tensor,
     top_n: int,
     slots: Tensor | None,
     num_logprobs: Tensor | None,
+    cu_seqlens_q: Tensor | None,
     out_logprobs: Tensor,
     out_top_ids: Tensor,
     out_top_logprobs: Tensor,
 ) -> None: ...
 def commit_tokens(
     stream: int | None,
-    out_tokens: Tensor,
-    out_len: Tensor,
+    tokens: Tensor,
+    num_valid: Tensor,
     stop_tokens: Tensor,
     remaining: Tensor,
-    max_lens: Tensor,
+    max_seq_lens: Tensor,
     seq_lens: Tensor,
-    seq_lens_before: Tensor,
+    prefix_lens: Tensor,
     root_tokens: Tensor,
     finish_reasons: Tensor,
     slots: Tensor | None,
     status: Tensor | None,
-    out_num_valid: Tensor,
+    out: Tensor,
 ) -> None: ...
 
 # --- kv
 def alloc_pages(
     stream: int | None,
     pool: PagePool,
-    lens: Tensor,
+    seq_lens: Tensor,
     reserve: int,
     slots: Tensor | None,
     status: Tensor | None,
@@ -307,7 +403,7 @@ def alloc_pages(
 def free_pages(
     stream: int | None,
     pool: PagePool,
-    keep_lens: Tensor,
+    prefix_lens: Tensor,
     slots: Tensor | None,
     status: Tensor | None,
 ) -> None: ...
@@ -316,9 +412,9 @@ def fork_pages(
     pool: PagePool,
     src_slots: Tensor,
     dst_slots: Tensor,
-    lens: Tensor,
+    prefix_lens: Tensor,
     status: Tensor | None,
-    out_num_rows: Tensor,
+    out: Tensor,
 ) -> None: ...
 def write_kv(
     stream: int | None,
@@ -327,7 +423,7 @@ def write_kv(
     k_pool: Tensor,
     v_pool: Tensor,
     page_table: Tensor,
-    start_lens: Tensor,
+    prefix_lens: Tensor,
     row_offset: int,
     slots: Tensor | None,
     num_valid: Tensor | None,
@@ -344,7 +440,7 @@ def move_kv(
     page_table: Tensor,
     path: Tensor,
     num_valid: Tensor,
-    seq_lens_before: Tensor,
+    prefix_lens: Tensor,
     slots: Tensor | None,
     page_refs: Tensor | None,
     status: Tensor | None,
@@ -356,13 +452,13 @@ def copy_kv(
     page_table: Tensor,
     src_slots: Tensor,
     dst_slots: Tensor,
-    lens: Tensor,
+    prefix_lens: Tensor,
     num_rows: Tensor,
     page_refs: Tensor | None,
     status: Tensor | None,
 ) -> None: ...
 
-# --- round
+# --- round: what passes the records of csrc/round/records.h between the device and the scheduler; engine/rings.py
 def apply_commands(
     stream: int | None,
     commands: Tensor,
@@ -389,9 +485,9 @@ def publish_results(
     results: Tensor,
     num_published: Tensor,
     started_at: Tensor,
-    out_tokens: Tensor,
-    out_len: Tensor,
-    out_path: Tensor,
+    tokens: Tensor,
+    num_valid: Tensor,
+    path: Tensor,
     num_nodes: Tensor,
     finish_reasons: Tensor,
     status: Tensor,
@@ -495,7 +591,7 @@ class NgramIndex:
     def begin(self, slot: int, group: int, is_private: bool, request: int | None) -> None: ...
     def length(self, slot: int) -> int: ...
     def insert(self, tokens: Tensor, slot: int | None, group: int, start: int | None) -> None: ...
-    def extend(self, tokens: Tensor, lengths: Tensor, slots: Tensor | None, match_len: Tensor | None) -> None: ...
+    def extend(self, tokens: Tensor, num_valid: Tensor, slots: Tensor | None, match_len: Tensor | None) -> None: ...
     def release(self, slot: int) -> None: ...
     def draft(
         self,
@@ -528,51 +624,73 @@ class NgramIndex:
     def device_words(self) -> int: ...
 
 # --- scheduler
+# A request that gets a slot: its id, its prompt with what it produced before a retraction, its n-gram group.
+Admitted: TypeAlias = tuple[int, list[int], int]
+
 class _Executor(Protocol):
     """What the scheduler drives: csrc/scheduler/executor.h says when each call comes, scheduler.h what a raise does."""
 
-    def begin(self, slot: int, request_id: int, text: list[int]) -> None: ...
+    def begin(self, slot: int, request: Admitted) -> None: ...
     def prefill(self, chunks: list[tuple[int, int, list[int]]]) -> None: ...  # slot, start, tokens each
     def activate(self, slots: list[int]) -> None: ...
-    def launch(self, batch: int, num_nodes: int) -> None: ...
+    def launch(self, batch: int, num_nodes: int, max_kv_len: int) -> None: ...
     def deactivate(self, slots: list[int]) -> None: ...
-    def emit(self, emissions: list[Emission]) -> None: ...
     def progress(self) -> tuple[int, int]: ...
 
-# Request id, new tokens, finish reason, rounds, drafted, accepted, status; and where they were asked for, the tokens'
-# log-probabilities, the ids of the best alternatives to each, and theirs.
-Emission: TypeAlias = tuple[int, list[int], int, int, int, int, int, tuple[list[float], list[int], list[float]] | None]
+# Request id, new tokens, finish reason, rounds, drafted, accepted, status; where they were asked for, the tokens'
+# log-probabilities, the ids of the best alternatives to each, and theirs; and what an executor call threw that ended
+# the request.
+Emission: TypeAlias = tuple[
+    int,
+    list[int],
+    int,
+    int,
+    int,
+    int,
+    int,
+    tuple[list[float], list[int], list[float]] | None,
+    BaseException | None,
+]
+
+def command_words(max_batch: int, num_slots: int, max_stops: int) -> int: ...
+def result_words(max_batch: int, accept_width: int, max_logprobs: int) -> int: ...
 
 class RoundCosts:
     """What a round costs on the machine that runs it.
 
     Attributes:
-        batches: rising numbers of rows that a round may have (of a round with fewer, the next one counts).
-        nodes: rising numbers of nodes that its trees may have, root included.
-        us: us[i][j] microseconds of a round with batches[i] rows of nodes[j] nodes.
+        batches: rising batch sizes of rounds (of a round with fewer requests, the next one counts).
+        rows: rows[i], rising: how many rows a round of batches[i] may have in all, a tree node each.
+        us: us[i][j] microseconds of a round of batches[i] with rows[i][j].
     """
 
-    def __init__(self, batches: Sequence[int], nodes: Sequence[int], us: Sequence[Sequence[float]]) -> None: ...
+    def __init__(
+        self, batches: Sequence[int], rows: Sequence[Sequence[int]], us: Sequence[Sequence[float]]
+    ) -> None: ...
     @property
     def batches(self) -> list[int]: ...
     @property
-    def nodes(self) -> list[int]: ...
+    def rows(self) -> list[list[int]]: ...
     @property
     def us(self) -> list[list[float]]: ...
-    def choose_num_nodes(self, batch: int, accepted: Sequence[float]) -> int:
-        """The one of `nodes` that promises most tokens a second, of equal ones the least.
 
-        A round of nodes[j] gives each row one token, and as many more as it accepts drafts: accepted[j], in the mean.
-        Where 1 is among the nodes, not to draft is a choice. ValueError: a batch below 1.
-        """
+class Budget:
+    """Chooses how many rows rounds get, as the scheduler does; csrc/scheduler/budget.h says how."""
+
+    def __init__(self, costs: RoundCosts, accept_width: int) -> None: ...
+    def next(self, size: int, requests: float, kv_rows: float) -> int: ...
+    def note_time(self, size: int, rung: int, requests: float, kv_rows: float, us: float) -> None: ...
+    def note_tokens(self, size: int, requests: float, expected: Sequence[float], realised: Sequence[float]) -> None: ...
+    def tokens(self, size: int, rung: int, requests: float) -> float: ...
 
 class Scheduler:
     """Continuous batching in C++.
 
     `commands` and `results` are the host's ends of the rings that `apply_commands` and `publish_results` work on:
-    contiguous int32, pinned where the device is a GPU. `graphs` are captured rounds by batch and number of nodes (0 and
-    0: `apply_commands` and `free_pages` alone) as raw cudaGraph_t, launched on `stream`; others are `executor.launch`
-    calls. Of several `nodes` the last one counts until `measure_rounds`.
+    contiguous int32, pinned where the device is a GPU. `graphs` are captured rounds by batch, number of nodes and KV
+    rows that no slot exceeds, of which the least that are enough run (three zeros: `apply_commands` and `free_pages`
+    alone), as raw cudaGraph_t, launched on `stream`; others are `executor.launch` calls. Of several `nodes` the last
+    one counts until `measure_rounds`.
     """
 
     def __init__(
@@ -595,7 +713,7 @@ class Scheduler:
         commands: Tensor,
         results: Tensor,
         stream: int | None = None,
-        graphs: Mapping[tuple[int, int], int] = {},
+        graphs: Mapping[tuple[int, int, int], int] = {},
         trace: bool = False,
     ) -> None: ...
     def submit(
@@ -611,15 +729,21 @@ class Scheduler:
         seed: int = 0,
         min_new_tokens: int = 0,
         num_logprobs: int = -1,
+        ngram_group: int = 0,
         streams: bool = True,
     ) -> int: ...
     def cancel(self, request_id: int) -> bool: ...
-    def abort_all(self) -> None: ...
-    def measure_rounds(self) -> None: ...
-    def step(self) -> bool: ...
-    def run_until_idle(self) -> None: ...
-    def wait_for_work(self, timeout: float) -> bool: ...
-    def drain(self, timeout: float) -> bool: ...
+    def measure_rounds(self, batches: Sequence[int]) -> None: ...
+    def run(self) -> None:
+        """The loop: turns, and waits where there is nothing to do, until `stop`. May be called again after a raise."""
+    def step(self) -> bool:
+        """One turn of the loop, for who drives it by hand."""
+    def settle(self) -> None:
+        """Waits until rounds in flight in which nobody takes part any more have been read, unless somebody is there."""
+    def stop(self) -> None:
+        """Cancels all requests, admits no more, and lets `run` return when they have ended."""
+    def take(self, wait: bool = True) -> list[Emission] | None:
+        """What requests have gained since the last call: with `wait` something, or None once the loop has ended."""
     def write_trace(self, path: str) -> None: ...
     @property
     def num_running(self) -> int: ...
@@ -630,9 +754,9 @@ class Scheduler:
     @property
     def num_retractions(self) -> int: ...
     @property
-    def times(self) -> tuple[int, int, int, int, int, int, int, int, int]:
-        """Rounds, rows; nanoseconds of host work, of waiting, prefill and emit, of rounds on the device; of those
-        launched while another was in flight, with nothing in between; of the gaps before these."""
+    def times(self) -> tuple[int, int, int, int, int, int, int, int]:
+        """Rounds, rows; nanoseconds of host work, of waiting, of prefill, of rounds on the device; of those launched
+        while another was in flight, with nothing in between; of the gaps before these."""
     @property
     def rounds_by_rung(self) -> list[int]: ...
     @property

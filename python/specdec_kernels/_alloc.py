@@ -1,4 +1,4 @@
-"""Output tensors of the caller's own library, for the `out_*` arguments that were left out."""
+"""Output tensors of the caller's own library, for an `out` that was left out, and what is refused before."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ def empty(op: str, like: Any, shape: Sequence[int], dtype: str) -> Any:
     """An uninitialised tensor like `like`: `new_empty` where the type has it (torch), `numpy.empty` for NumPy."""
     new_empty = getattr(like, "new_empty", None)
     if new_empty is not None:
-        return new_empty(shape, dtype=getattr(sys.modules["torch"], dtype))
+        try:
+            return new_empty(shape, dtype=getattr(sys.modules["torch"], dtype))
+        except (RuntimeError, TypeError):  # a size that no tensor has is for the op to name
+            shape = [n if isinstance(n, int) and 0 < n < 2**31 else 0 for n in shape]
+            return new_empty(shape, dtype=getattr(sys.modules["torch"], dtype))
     if type(like).__module__ == "numpy":
         return sys.modules["numpy"].empty(shape, dtype)
-    raise TypeError(f"{op}: cannot allocate outputs like {type(like).__name__}, expected every out_* to be passed")
+    raise TypeError(f"{op}: cannot allocate outputs like {type(like).__name__}, expected out to be passed")
 
 
 def empty_like(op: str, like: Any, shape: Sequence[int]) -> Any:
@@ -29,6 +33,19 @@ def arange_like(like: Any, start: int, stop: int, step: int) -> Any:
     """`arange` of the library that `empty` allocates from."""
     library = sys.modules["torch" if hasattr(like, "new_empty") else "numpy"]
     return library.arange(start, stop, step)
+
+
+def bit_numbers(like: Any) -> Any:
+    """0 to 63 beside `like`: what its 64-bit words are shifted by."""
+    if hasattr(like, "new_empty"):
+        return sys.modules["torch"].arange(64, device=like.device)
+    return sys.modules["numpy"].arange(64)
+
+
+def wrong_type(op: str, name: str, value: Any, kind: type) -> TypeError:
+    """The error for a struct that is something else, such as a plain tuple."""
+    article = "an" if kind.__name__[0] in "AE" else "a"
+    return TypeError(f"{op}: {name} is a {type(value).__name__}, expected {article} {kind.__name__}")
 
 
 def shape_of(op: str, name: str, tensor: Any, ndim: int) -> tuple[int, ...]:

@@ -1,30 +1,28 @@
 """`model.generate` of transformers, by speculative decoding.
 
     from specdec_kernels import hf
-    model.generate(**inputs, max_new_tokens=200, custom_generate=hf.generate, algorithm="EAGLE3", draft_model=folder)
+    from specdec_kernels.engine import Eagle3
+    model.generate(**inputs, max_new_tokens=200, custom_generate=hf.generate, draft=Eagle3(folder))
 
 The model's own weights are used: its projections are merged in place, so that it takes no more memory and still runs as
-before, but for inference alone (its parameters require no gradients any more). The engine is made at the first call and
-kept with the model; a call with other options, or that needs more room, makes another in its place. `release` gives its
-memory back.
+before. The engine is made at the first call and kept with the model; a call with other options, or that needs more
+room, makes another in its place. `release` gives its memory back.
 
-transformers itself keeps `streamer=` and `assistant_model=` from a custom_generate: here they are called `stream_to`
-and `draft_model`. It keeps the tokenizer, too: for `stop_strings=` put a `StopStringCriteria(tokenizer, ...)` among
-the stopping criteria.
+transformers itself keeps `streamer=` and `assistant_model=` from a custom_generate: here they are `stream_to=` and
+`draft=Standalone(model)`. It keeps the tokenizer, too: for `stop_strings=` put a `StopStringCriteria(tokenizer, ...)`
+among the stopping criteria.
 """
 
 from __future__ import annotations
 
-import gc
 import inspect
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
 from transformers.generation.logits_process import (
     LogitNormalization,
@@ -38,8 +36,10 @@ from transformers.generation.logits_process import (
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
 
-from .engine import Engine, NewTokens, SamplingParams, Speculation
+from .engine import Draft, Engine, NewTokens, Ngram, SamplingParams
 from .models.causal_lm import check_supported
+from .models.families import family_of
+from .models.loading import check_modules
 
 __all__ = ["generate", "release"]
 
@@ -67,18 +67,14 @@ def generate(
     stopping_criteria: Sequence[Any] = (),
     generation_config: GenerationConfig | None = None,
     *,
-    algorithm: str = "NGRAM",
-    draft_model: str | Path | nn.Module | None = None,
-    num_steps: int = 5,
-    topk: int = 8,
-    num_draft_tokens: int | None = None,
+    draft: Draft | None = None,
     adaptive: bool | None = None,
-    ngram_max_tokens: int = 1 << 20,
     max_len: int | None = None,
     num_slots: int | None = None,
     mem_fraction: float | None = None,
     page_size: int = 16,
     prefill_chunk: int = 2048,
+    kv_dtype: str | torch.dtype | None = None,
     cuda_graph: bool = True,
     batch_invariant: bool = False,
     seed: int | None = None,
@@ -94,10 +90,10 @@ def generate(
     only says how transformers computes (use_cache, cache_implementation, an empty past_key_values) means nothing here.
 
     Args:
-        algorithm, draft_model, num_steps, topk, num_draft_tokens, adaptive, ngram_max_tokens: as for `Speculation`.
-        max_len, num_slots, mem_fraction, page_size, prefill_chunk, cuda_graph, batch_invariant: as for `Engine`. None:
-            max_len and num_slots that the calls so far needed, in powers of two, num_slots up to 64; further sequences
-            wait their turn.
+        draft: what drafts, as for `Engine`: the same object at each call, or one that equals it. None: `Ngram()`.
+        adaptive, max_len, num_slots, mem_fraction, page_size, prefill_chunk, kv_dtype, cuda_graph, batch_invariant: as
+            for `Engine`. None: max_len and num_slots that the calls so far needed, in powers of two, num_slots up to
+            64; further sequences wait their turn.
         seed: of what is drawn. None: drawn from torch's default generator, so `torch.manual_seed` fixes it.
         stream_to: a streamer of transformers, for a single sequence.
 
@@ -123,17 +119,17 @@ def generate(
 
     engine = _engine_of(
         model,
-        Speculation(
-            algorithm, draft_model, num_steps, topk, num_draft_tokens, adaptive, ngram_max_tokens=ngram_max_tokens
-        ),
+        Ngram() if draft is None else draft,
         needed_len=longest + room - width,
         needed_slots=batch,
         max_len=max_len,
         num_slots=num_slots,
         options={
+            "adaptive": adaptive,
             "mem_fraction": mem_fraction,
             "page_size": page_size,
             "prefill_chunk": prefill_chunk,
+            "kv_dtype": kv_dtype,
             "cuda_graph": cuda_graph,
             "batch_invariant": batch_invariant,
         },
@@ -156,12 +152,9 @@ def generate(
 
 def release(model: Any) -> None:
     """Gives back the memory of the engine that `generate` has kept with the model."""
-    engine = model.__dict__.pop(_ATTRIBUTE, None)
-    if engine is None:
-        return
-    engine[1].close()
-    del engine
-    gc.collect()  # an engine and its executor know each other
+    kept = model.__dict__.pop(_ATTRIBUTE, None)
+    if kept is not None:
+        kept[1].close()
 
 
 class _Watch:
@@ -195,7 +188,8 @@ def _check_kept_arguments(caller: FrameType) -> None:
     an assistant would not be asked."""
     if caller.f_code is not inspect.unwrap(GenerationMixin.generate).__code__:
         return
-    for name, expected in (("streamer", "stream_to="), ("assistant_model", "draft_model="), ("synced_gpus", "False")):
+    ours = {"streamer": "stream_to=", "assistant_model": "draft=Standalone(...)", "synced_gpus": "False"}
+    for name, expected in ours.items():
         if caller.f_locals.get(name):
             raise ValueError(f"hf.generate: {name} is given, which transformers keeps to itself, expected {expected}")
 
@@ -293,7 +287,7 @@ def _padded(input_ids: Tensor, texts: list[list[int]], config: GenerationConfig)
 
 def _engine_of(
     model: Any,
-    speculation: Speculation,
+    draft: Draft,
     *,
     needed_len: int,
     needed_slots: int,
@@ -303,22 +297,22 @@ def _engine_of(
 ) -> Engine:
     """The engine kept with the model, or one made for this call, at least as large as the one before."""
     limit: int = model.config.max_position_embeddings
-    key = (speculation, max_len, num_slots, tuple(options.items()), model.dtype, model.device)
+    key = (draft, max_len, num_slots, tuple(options.items()), model.dtype, model.device)
     kept_key, kept = model.__dict__.get(_ATTRIBUTE, (None, None))
     wanted_len = max_len or min(limit, _power_of_two(max(needed_len, 512)))
     wanted_slots = num_slots or min(_LARGEST_BATCH, _power_of_two(needed_slots))
     if needed_len > wanted_len:
         raise ValueError(f"hf.generate: the longest text may have {needed_len} tokens, expected at most {wanted_len}")
     if kept is not None and kept_key == key:
-        if kept.max_len >= wanted_len and kept.num_slots >= wanted_slots:
+        if kept.config.max_len >= wanted_len and kept.config.num_slots >= wanted_slots:
             engine: Engine = kept
             return engine
-        wanted_len, wanted_slots = max(wanted_len, kept.max_len), max(wanted_slots, kept.num_slots)
+        wanted_len, wanted_slots = max(wanted_len, kept.config.max_len), max(wanted_slots, kept.config.num_slots)
     _check_module(model, wanted_len)
     release(model)
     engine = Engine(
         model,
-        speculation=speculation,
+        draft=draft,
         max_len=wanted_len,
         num_slots=wanted_slots,
         dtype=model.dtype,
@@ -331,10 +325,7 @@ def _engine_of(
 
 def _check_module(model: Any, max_len: int) -> None:
     check_supported(model.config, max_len)
-    for name, module in model.named_modules():
-        is_product = name.endswith(("_proj", "lm_head"))
-        if is_product and type(module) is not nn.Linear:
-            raise ValueError(f"hf.generate: {name} is a {type(module).__name__}, expected a plain nn.Linear")
+    check_modules(model, packages=family_of(model.config).packages)
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) > 1:
         raise ValueError(f"hf.generate: the model is on {len(devices)} devices, expected one")

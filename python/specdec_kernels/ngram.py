@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import _C
-from ._alloc import empty, shape_of
-from .ops import Tree, _tree_outputs
+from ._alloc import empty, wrong_type
+from ._tree import Tree, tree_outputs
 
 if TYPE_CHECKING:
     from .ops import Tensor
@@ -28,6 +29,14 @@ class NgramStatistics(NamedTuple):
     rounds_by_match: list[int]  # rows that `extend` got with a match_len m, at m = 0 to 32
     accepted_by_match: list[int]  # tokens accepted in those, bonus tokens left out
     refused: int  # rows, or pieces of an `insert`, that a GPU left out
+
+
+class NgramDraft(NamedTuple):
+    """What `NgramIndex.draft` makes of the streams of slots."""
+
+    tree: Tree  # of [B, N] nodes
+    scores: Tensor  # [B, N] float32: log p of each node, 0 for the root, -inf behind num_nodes
+    match_len: Tensor  # [B] int32: tokens of the longest verified match, 0 for none; `extend` counts by it
 
 
 class NgramIndex:
@@ -112,19 +121,28 @@ class NgramIndex:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes text and table to a file, which appears under its name only when it is complete.
 
-        The file is about as large as the index, and readable on machines of the same byte order.
+        The file is about as large as the index, and readable on machines of the same byte order. Several threads and
+        processes may save to one path: one of their files is there in the end, whole. Where the path is a symbolic
+        link, it stays one, and the file that it names is written.
 
         Raises:
             OSError: it cannot be written.
+            ValueError: the path is something else than a regular file: a FIFO, a device, a directory.
         """
-        partial = Path(f"{os.fspath(path)}.{os.getpid()}.partial")
+        target = Path(os.path.realpath(path))
+        if target.exists() and not target.is_file():
+            raise ValueError(f"ngram_save: path is {str(path)!r}, expected a regular file, or nothing yet")
+        partial = Path(f"{target}.{os.getpid()}.{secrets.token_hex(8)}.partial")
+        # No other save's, and so never removed for another one.
+        file = open(partial, "xb", buffering=0)  # noqa: SIM115
         try:
-            with open(partial, "wb", buffering=0) as file:
+            with file:
                 if error := self._index.save(file.fileno()):
                     raise OSError(error, os.strerror(error), str(path))
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
+            partial.replace(target)
+        except BaseException:
+            partial.unlink()
+            raise
 
     @property
     def num_bytes(self) -> int:
@@ -177,20 +195,20 @@ class NgramIndex:
         """
         self._index.insert(tokens, slot, group, start)
 
-    def extend(self, tokens: Tensor, lengths: Tensor, slots: Tensor | None, match_len: Tensor | None = None) -> None:
+    def extend(self, tokens: Tensor, num_valid: Tensor, slots: Tensor | None, match_len: Tensor | None = None) -> None:
         """Adds what a round accepted to the streams of its slots, row after row, as `insert` would one by one.
 
         Args:
-            tokens: [B, S] int32, the first `lengths` of each row 0 or more; what lies behind is ignored.
-            lengths: [B] int32, 0 to S.
+            tokens: [B, S] int32, the first `num_valid` of each row 0 or more; what lies behind is ignored.
+            num_valid: [B] int32, 0 to S.
             slots: [B] int32 or None; -1 is an empty row, which adds nothing.
             match_len: [B] int32, what `draft` gave for the rows, or None: counted in `statistics`.
 
         Raises:
-            ValueError: a wrong dtype, shape or device, a length or match_len out of range, a negative token, a stream
-                that would exceed max_len. The index is unchanged then.
+            ValueError: a wrong dtype, shape or device, a num_valid or match_len out of range, a negative token, a
+                stream that would exceed max_len. The index is unchanged then.
         """
-        self._index.extend(tokens, lengths, slots, match_len)
+        self._index.extend(tokens, num_valid, slots, match_len)
 
     def release(self, slot: int) -> None:
         """Ends the stream of a slot. Its text stays, like a document, until it is overwritten."""
@@ -213,16 +231,8 @@ class NgramIndex:
         group_weight: float = 1.0,
         global_weight: float = 1.0,
         recency: float = 1.0,
-        out_tokens: Tensor | None = None,
-        out_parents: Tensor | None = None,
-        out_positions: Tensor | None = None,
-        out_first_child: Tensor | None = None,
-        out_next_sibling: Tensor | None = None,
-        out_mask: Tensor | None = None,
-        out_num_nodes: Tensor | None = None,
-        out_scores: Tensor | None = None,
-        out_match_len: Tensor | None = None,
-    ) -> tuple[Tree, Tensor, Tensor]:
+        out: NgramDraft | None = None,
+    ) -> NgramDraft:
         """A tree of what may follow the stream of each slot, best first, from all text inserted so far.
 
         Candidates are the places found for the last 8, 4, 2, 1 tokens, in this order, in the stream's own scope, its
@@ -248,8 +258,7 @@ class NgramIndex:
             recency: above 0, at most 1; its powers are rounded to 1/256.
 
         Returns:
-            `Tree`, scores [B, N] float32, log p of each node (root 0, unused -inf), and match_len [B] int32, the
-            longest verified match (0: none). An empty row has num_nodes 0, tokens and positions 0 and all scores -inf.
+            NgramDraft. An empty row has num_nodes 0, tokens and positions 0, all scores -inf and match_len 0.
 
         Raises:
             ValueError: a wrong dtype, shape or device; a number out of range.
@@ -259,41 +268,14 @@ class NgramIndex:
         n = num_draft_tokens
         if not 1 <= n <= 256:  # before its outputs are allocated
             raise ValueError(f"ngram_draft: num_draft_tokens is {n}, expected 1 to 256")
-        # Written out: tuples of nine outputs and a loop over them would show beside a lookup of a microsecond.
-        if (
-            out_tokens is None
-            or out_parents is None
-            or out_positions is None
-            or out_first_child is None
-            or out_next_sibling is None
-            or out_mask is None
-            or out_num_nodes is None
-            or out_scores is None
-            or out_match_len is None
-        ):
-            out_tokens, out_parents, out_positions, out_first_child, out_next_sibling, out_mask, out_num_nodes = (
-                _tree_outputs(
-                    "ngram_draft",
-                    "seq_lens",
-                    seq_lens,
-                    n,
-                    (
-                        out_tokens,
-                        out_parents,
-                        out_positions,
-                        out_first_child,
-                        out_next_sibling,
-                        out_mask,
-                        out_num_nodes,
-                    ),
-                    ndim=1,
-                )
-            )
-            (batch,) = shape_of("ngram_draft", "seq_lens", seq_lens, 1)
-            if out_scores is None:
-                out_scores = empty("ngram_draft", seq_lens, (batch, n), "float32")
-            if out_match_len is None:
-                out_match_len = empty("ngram_draft", seq_lens, (batch,), "int32")
+        if out is None:
+            tree = tree_outputs("ngram_draft", "seq_lens", seq_lens, n, ndim=1)
+            scores = empty("ngram_draft", seq_lens, tree.tokens.shape, "float32")
+            match_len = empty("ngram_draft", seq_lens, tree.num_nodes.shape, "int32")
+            out = NgramDraft(tree, scores, match_len)
+        elif not isinstance(out, NgramDraft):
+            raise wrong_type("ngram_draft", "out", out, NgramDraft)
+        tree, scores, match_len = out
         self._index.draft(
             slots,
             seq_lens,
@@ -305,20 +287,11 @@ class NgramIndex:
             group_weight,
             global_weight,
             recency,
-            out_tokens,
-            out_parents,
-            out_positions,
-            out_first_child,
-            out_next_sibling,
-            out_mask,
-            out_num_nodes,
-            out_scores,
-            out_match_len,
+            *tree,
+            scores,
+            match_len,
         )
-        tree = tuple.__new__(  # as Tree() does, three times as fast: that shows beside a lookup, too
-            Tree, (out_tokens, out_parents, out_positions, out_first_child, out_next_sibling, out_mask, out_num_nodes)
-        )
-        return tree, out_scores, out_match_len
+        return out
 
 
 def device_memory(index: _C.NgramIndex, device: str | Any) -> Any:

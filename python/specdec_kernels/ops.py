@@ -2,11 +2,15 @@
 
 Conventions: shapes are row-major and contiguous unless said; indices are int32; every op runs on the device of its
 tensors (all the same), on the caller's current stream unless `stream=` names another, without synchronising, and is
-legal inside a CUDA graph when its outputs are passed. Nothing is converted or copied for the caller: a wrong dtype,
-shape, device or stride is a ValueError that names the argument. `requires_grad` is ignored.
+legal inside a CUDA graph when its outputs are passed: `out=` takes what the op returns, and is returned. Nothing is
+converted or copied for the caller: a wrong dtype, shape, device or stride is a ValueError that names the argument, a
+struct that is something else a TypeError. `requires_grad` is ignored.
 
 Letters: B batch, N tree nodes, S accept row width, k topk, V vocabulary, W mask words (ceil(N / 64)).
 `slots[B]` names the slot each row works for (-1: an empty row); None means row b is slot b.
+
+Lengths: `seq_lens[num_slots]` counts the tokens of a slot that are committed, L; `prefix_lens[num_slots]` the KV rows
+in front of those that a call is about, which is L or what L was before; `num_valid[B]` the entries of a row that count.
 """
 
 from __future__ import annotations
@@ -14,7 +18,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from . import _C
-from ._alloc import arange_like, empty, empty_like, shape_of
+from ._alloc import arange_like, empty, empty_like, shape_of, wrong_type
+from ._tree import Tree as Tree
+from ._tree import tree_outputs
 
 if TYPE_CHECKING:
     Tensor: TypeAlias = Any  # anything that speaks DLPack
@@ -23,15 +29,21 @@ if TYPE_CHECKING:
 # --- draft ------------------------------------------------------------------------------------------------------------
 
 
+class TopK(NamedTuple):
+    """Tokens of each row of draft logits and their log-probabilities."""
+
+    ids: Tensor  # [R, k] int32
+    logprobs: Tensor  # [R, k] float32, never above 0
+
+
 def select_topk(
     logits: Tensor,
     k: int,
     *,
     id_map: Tensor | None = None,
-    out_ids: Tensor | None = None,
-    out_logprobs: Tensor | None = None,
+    out: TopK | None = None,
     stream: int | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> TopK:
     """Log-softmax and the k best of every row, in one pass over the logits.
 
     Args:
@@ -41,17 +53,18 @@ def select_topk(
         id_map: [Vd] int32, translates a reduced draft vocabulary: `arange(Vd) + d2t`.
 
     Returns:
-        out_ids [R, k] int32, best first, and out_logprobs [R, k] float32, never above 0.
+        TopK, best first.
 
     Raises:
         ValueError: wrong dtype, shape, device or stride; k out of range.
     """
-    if out_ids is None or out_logprobs is None:
+    if out is None:
         rows, _ = shape_of("select_topk", "logits", logits, 2)
-        out_ids = empty("select_topk", logits, (rows, k), "int32") if out_ids is None else out_ids
-        out_logprobs = empty("select_topk", logits, (rows, k), "float32") if out_logprobs is None else out_logprobs
-    _C.select_topk(stream, logits, k, id_map, out_ids, out_logprobs)
-    return out_ids, out_logprobs
+        out = TopK(empty("select_topk", logits, (rows, k), "int32"), empty("select_topk", logits, (rows, k), "float32"))
+    elif not isinstance(out, TopK):
+        raise wrong_type("select_topk", "out", out, TopK)
+    _C.select_topk(stream, logits, k, id_map, *out)
+    return out
 
 
 def sample_draft(
@@ -63,10 +76,9 @@ def sample_draft(
     temperature: Tensor,
     slots: Tensor | None = None,
     id_map: Tensor | None = None,
-    out_ids: Tensor | None = None,
-    out_logprobs: Tensor | None = None,
+    out: TopK | None = None,
     stream: int | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> TopK:
     """k draws without replacement from softmax(logits / temperature) of every row, in draw order.
 
     Gumbel top-k (Kool et al., 2019, https://arxiv.org/abs/1903.06059). The noise of an entry depends on its request's
@@ -88,19 +100,20 @@ def sample_draft(
         id_map: [Vd] int32, translates a reduced draft vocabulary: `arange(Vd) + d2t`.
 
     Returns:
-        out_ids [R, k] int32, in draw order, and out_logprobs [R, k] float32, never above 0: each token's
-        log-probability in softmax(logits / temperature), before any draw. Where fewer than k entries have a
-        probability, the lowest of the other indices follow, with -inf.
+        TopK, in draw order, with each token's log-probability in softmax(logits / temperature), before any draw. Where
+        fewer than k entries have a probability, the lowest of the other indices follow, with -inf.
 
     Raises:
         ValueError: wrong dtype, shape, device or stride; k out of range; R no multiple of B.
     """
-    if out_ids is None or out_logprobs is None:
-        rows, _ = shape_of("sample_draft", "logits", logits, 2)
-        out_ids = empty("sample_draft", logits, (rows, k), "int32") if out_ids is None else out_ids
-        out_logprobs = empty("sample_draft", logits, (rows, k), "float32") if out_logprobs is None else out_logprobs
-    _C.sample_draft(stream, logits, k, seeds, positions, temperature, slots, id_map, out_ids, out_logprobs)
-    return out_ids, out_logprobs
+    op = "sample_draft"
+    if out is None:
+        rows, _ = shape_of(op, "logits", logits, 2)
+        out = TopK(empty(op, logits, (rows, k), "int32"), empty(op, logits, (rows, k), "float32"))
+    elif not isinstance(out, TopK):
+        raise wrong_type(op, "out", out, TopK)
+    _C.sample_draft(stream, logits, k, seeds, positions, temperature, slots, id_map, *out)
+    return out
 
 
 class Candidates(NamedTuple):
@@ -146,13 +159,8 @@ def expand_root(
     *,
     slots: Tensor | None = None,
     position_offset: int = 0,
-    out_cand_tokens: Tensor | None = None,
-    out_cand_parents: Tensor | None = None,
-    out_cand_scores: Tensor | None = None,
-    out_frontier: Tensor | None = None,
-    out_tokens: Tensor | None = None,
-    out_positions: Tensor | None = None,
-    out_mask: Tensor | None = None,
+    calibration: Tensor | None = None,
+    out: tuple[Candidates, Frontier] | None = None,
     stream: int | None = None,
 ) -> tuple[Candidates, Frontier]:
     """Draft step 1: the root's children, kept per slot, become candidates 0 to k - 1 and the first frontier.
@@ -167,6 +175,8 @@ def expand_root(
         num_steps: depth of drafting, 1 to 1024.
         slots: [B] int32; None: B = num_slots.
         position_offset: depth d is rotated at L + d - 1 + position_offset: 0 for EAGLE heads, 1 for a standalone draft.
+        calibration: [D, 2] float32, D from 1 to 64: the table of a Calibration. What a score gets from a child at depth
+            d is then its log-probability as row min(d, D) - 1 puts it right.
 
     Returns:
         Candidates and Frontier; every element of each is written.
@@ -175,25 +185,29 @@ def expand_root(
         ValueError: wrong dtype, shape, device or stride; a number out of range.
     """
     op = "expand_root"
-    batch, k = shape_of(op, "topk_ids", topk_ids, 2)
-    if slots is not None:
-        (batch,) = shape_of(op, "slots", slots, 1)
-    later = max(num_steps - 1, 0)
-    columns = (batch, k + later * k * k)
-    if out_cand_tokens is None:
-        out_cand_tokens = empty(op, topk_ids, columns, "int32")
-    if out_cand_parents is None:
-        out_cand_parents = empty(op, topk_ids, columns, "int32")
-    if out_cand_scores is None:
-        out_cand_scores = empty(op, topk_ids, columns, "float32")
-    if out_frontier is None:
-        out_frontier = empty(op, topk_ids, (batch, k), "int32")
-    if out_tokens is None:
-        out_tokens = empty(op, topk_ids, (batch, k), "int32")
-    if out_positions is None:
-        out_positions = empty(op, topk_ids, (batch, k), "int32")
-    if out_mask is None:
-        out_mask = empty(op, topk_ids, (batch, k, max(1, -(-k * later // 64))), "int64")
+    if out is None:
+        batch, k = shape_of(op, "topk_ids", topk_ids, 2)
+        if slots is not None:
+            (batch,) = shape_of(op, "slots", slots, 1)
+        later = max(num_steps - 1, 0)
+        columns, row = (batch, k + later * k * k), (batch, k)
+        candidates = Candidates(
+            tokens=empty(op, topk_ids, columns, "int32"),
+            parents=empty(op, topk_ids, columns, "int32"),
+            scores=empty(op, topk_ids, columns, "float32"),
+        )
+        frontier = Frontier(
+            nodes=empty(op, topk_ids, row, "int32"),
+            tokens=empty(op, topk_ids, row, "int32"),
+            positions=empty(op, topk_ids, row, "int32"),
+            mask=empty(op, topk_ids, (batch, k, max(1, -(-k * later // 64))), "int64"),
+        )
+    else:
+        candidates, frontier = out
+        if not isinstance(candidates, Candidates):
+            raise wrong_type(op, "out[0]", candidates, Candidates)
+        if not isinstance(frontier, Frontier):
+            raise wrong_type(op, "out[1]", frontier, Frontier)
     _C.expand_root(
         stream,
         topk_ids,
@@ -202,42 +216,31 @@ def expand_root(
         num_steps,
         slots,
         position_offset,
-        out_cand_tokens,
-        out_cand_parents,
-        out_cand_scores,
-        out_frontier,
-        out_tokens,
-        out_positions,
-        out_mask,
+        calibration,
+        *candidates,
+        *frontier,
     )
-    return (
-        Candidates(out_cand_tokens, out_cand_parents, out_cand_scores),
-        Frontier(out_frontier, out_tokens, out_positions, out_mask),
-    )
+    return candidates, frontier
 
 
 def expand_tree(
     topk_ids: Tensor,
     topk_logprobs: Tensor,
     step: int,
-    cand_tokens: Tensor,
-    cand_parents: Tensor,
-    cand_scores: Tensor,
-    frontier: Tensor,
-    mask: Tensor,
+    candidates: Candidates,
+    frontier: Frontier,
     seq_lens: Tensor,
     *,
     slots: Tensor | None = None,
     position_offset: int = 0,
-    out_tokens: Tensor | None = None,
-    out_parent_rows: Tensor | None = None,
-    out_positions: Tensor | None = None,
+    calibration: Tensor | None = None,
+    out: DraftInputs | None = None,
     stream: int | None = None,
 ) -> DraftInputs:
     """A later draft step: append the frontier's k * k children, keep the best k of them as the next frontier.
 
-    `cand_tokens`, `cand_parents`, `cand_scores`, `frontier` and `mask` are updated in place: with what `expand_root`
-    returned, `expand_tree(ids, logprobs, 2, *candidates, frontier.nodes, frontier.mask, seq_lens)`.
+    What `expand_root` returned is updated in place: the candidates, and the frontier's nodes and mask. The tokens and
+    positions of the new frontier are in the result.
 
     Child i of frontier node j is candidate k + (step - 2) * k * k + j * k + i. Its score is its parent's plus its
     log-probability, and never above its parent's. The new frontier is ordered by score, ties to the lower number;
@@ -247,12 +250,11 @@ def expand_tree(
     Args:
         topk_ids, topk_logprobs: [B, k, k] int32 and float32, the children of each frontier node; NaN counts as -inf.
         step: depth of the children, 2 to num_steps.
-        cand_tokens, cand_parents, cand_scores: [B, C] int32, int32, float32.
-        frontier: [B, k] int32. A number that is no candidate yet has children of score -inf and parent -1.
-        mask: [B, k, Wd] int64.
+        candidates, frontier: from `expand_root`. A node of the frontier that is no candidate yet has children of score
+            -inf and parent -1; its tokens and positions are not read.
         seq_lens: [num_slots] int32, L.
         slots: [B] int32. An empty row appends token 0, parent -1, score -inf; its tokens and positions are 0.
-        position_offset: as in `expand_root`.
+        position_offset, calibration: as in `expand_root`.
 
     Returns:
         DraftInputs of the new frontier.
@@ -261,55 +263,139 @@ def expand_tree(
         ValueError: wrong dtype, shape, device or stride; a number out of range.
     """
     op = "expand_tree"
-    if out_tokens is None or out_parent_rows is None or out_positions is None:
+    if not isinstance(candidates, Candidates):
+        raise wrong_type(op, "candidates", candidates, Candidates)
+    if not isinstance(frontier, Frontier):
+        raise wrong_type(op, "frontier", frontier, Frontier)
+    if out is None:
         batch, k, _ = shape_of(op, "topk_ids", topk_ids, 3)
-        out_tokens = empty(op, topk_ids, (batch, k), "int32") if out_tokens is None else out_tokens
-        out_parent_rows = empty(op, topk_ids, (batch, k), "int32") if out_parent_rows is None else out_parent_rows
-        out_positions = empty(op, topk_ids, (batch, k), "int32") if out_positions is None else out_positions
+        out = DraftInputs(
+            tokens=empty(op, topk_ids, (batch, k), "int32"),
+            parent_rows=empty(op, topk_ids, (batch, k), "int32"),
+            positions=empty(op, topk_ids, (batch, k), "int32"),
+        )
+    elif not isinstance(out, DraftInputs):
+        raise wrong_type(op, "out", out, DraftInputs)
+    nodes, _, _, mask = frontier
     _C.expand_tree(
         stream,
         topk_ids,
         topk_logprobs,
         step,
-        cand_tokens,
-        cand_parents,
-        cand_scores,
-        frontier,
+        *candidates,
+        nodes,
         mask,
         seq_lens,
         slots,
         position_offset,
-        out_tokens,
-        out_parent_rows,
-        out_positions,
+        calibration,
+        *out,
     )
-    return DraftInputs(out_tokens, out_parent_rows, out_positions)
+    return out
+
+
+class Calibration(NamedTuple):
+    """How often a child is taken of which a draft says p, by depth: logit p' = slope * logit p + offset.
+
+    Depths beyond the last count as it. See `make_calibration`.
+    """
+
+    table: Tensor  # [D, 2] float32: slope and offset of each depth
+    counts: Tensor  # [D, 16, 3] int64: of 16 bins of logit p, nodes, those taken, and the sum of logits in 2^-16
+
+
+def make_calibration(num_depths: int, like: Tensor) -> Calibration:
+    """A calibration that changes nothing yet, on the device of `like` (torch or NumPy).
+
+    Args:
+        num_depths: D, 1 to 64: one for each step of drafting.
+        like: any tensor; says which library and device.
+
+    Returns:
+        A Calibration: slopes are 1, all else is 0.
+
+    Raises:
+        ValueError: num_depths out of range.
+        TypeError: `like` is of a library whose tensors cannot be allocated here.
+    """
+    op = "make_calibration"
+    if not 1 <= num_depths <= 64:
+        raise ValueError(f"{op}: num_depths is {num_depths}, expected 1 to 64")
+    table, counts = empty(op, like, (num_depths, 2), "float32"), empty(op, like, (num_depths, 16, 3), "int64")
+    table[:, 0], table[:, 1], counts[...] = 1, 0, 0
+    return Calibration(table, counts)
+
+
+def learn_calibration(
+    calibration: Calibration,
+    tree: Tree,
+    scores: Tensor,
+    accepted: Accepted,
+    *,
+    stream: int | None = None,
+) -> None:
+    """What became of a round's nodes moves how the scores of the next ones are put right.
+
+    A node counts if its parent was visited: then it was taken, or it was not. What its draft had said of it is the
+    inverse of the table at its score less its parent's, so nothing else has to be kept of the round. Each depth gets
+    the slope and the offset that make what was seen likeliest, with a prior at 1 and 0 (Platt scaling), where the last
+    8 to 16 thousand nodes count and older ones fade. All of it is the same on both devices.
+
+    Not for drafts that are drawn, whose chance is another one, nor for trees with nodes that were scored otherwise.
+
+    Args:
+        calibration: changed in place. Its table is the one that `expand_root` and `expand_tree` had.
+        tree: [B, N], as it was verified: tokens, parents, positions and num_nodes are read.
+        scores: [B, N] float32, of its nodes; the root's is 0. What is no number, or above its parent's, does not count.
+        accepted: as `commit_tokens` left it: of empty, stalled and finished rows nothing is valid.
+
+    Raises:
+        ValueError: wrong dtype, shape, device or stride.
+    """
+    op = "learn_calibration"
+    if not isinstance(calibration, Calibration):
+        raise wrong_type(op, "calibration", calibration, Calibration)
+    if not isinstance(tree, Tree):
+        raise wrong_type(op, "tree", tree, Tree)
+    if not isinstance(accepted, Accepted):
+        raise wrong_type(op, "accepted", accepted, Accepted)
+    _C.learn_calibration(
+        stream,
+        *calibration,
+        tree.tokens,
+        tree.parents,
+        tree.positions,
+        tree.num_nodes,
+        scores,
+        accepted.tokens,
+        accepted.path,
+        accepted.num_valid,
+    )
 
 
 def extend_rows(
     tokens: Tensor,
     path: Tensor,
     num_valid: Tensor,
-    seq_lens_before: Tensor,
+    prefix_lens: Tensor,
     num_nodes: int,
     *,
     slots: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
     position_offset: int = 0,
-    out_tokens: Tensor | None = None,
-    out_positions: Tensor | None = None,
-    out_node_rows: Tensor | None = None,
-    out_last_rows: Tensor | None = None,
-    out_kept_slots: Tensor | None = None,
+    out: ExtendRows | None = None,
     stream: int | None = None,
 ) -> ExtendRows:
     """What draft-extend runs on: the tokens a round accepted, as rows of a forward pass of the draft.
 
     Args:
         tokens, path: [B, S] int32, as `commit_tokens` left them.
-        num_valid: [B] int32: rows that count.
-        seq_lens_before: [num_slots] int32, L before the round.
+        num_valid: [B] int32, from `commit_tokens`: rows that count.
+        prefix_lens: [num_slots] int32, L before the round.
         num_nodes: N of the trees that `path` is of; no request has more tokens than nodes.
         slots: [B] int32. An empty row keeps nothing, and its positions count from 0.
+        cu_seqlens_q: [B + 1] int32: node i of request b is row cu_seqlens_q[b] + i of what `node_rows` counts, as
+            `pack_trees` has them; None: row b * num_nodes + i.
         position_offset: of row 0 beyond L.
 
     Returns:
@@ -319,63 +405,27 @@ def extend_rows(
         ValueError: wrong dtype, shape, device or stride; a number out of range.
     """
     op = "extend_rows"
-    batch, accept_width = shape_of(op, "tokens", tokens, 2)
-    each, once = (batch, min(accept_width, num_nodes)), (batch,)
-    out_tokens = empty(op, tokens, each, "int32") if out_tokens is None else out_tokens
-    out_positions = empty(op, tokens, each, "int32") if out_positions is None else out_positions
-    out_node_rows = empty(op, tokens, each, "int64") if out_node_rows is None else out_node_rows
-    out_last_rows = empty(op, tokens, once, "int64") if out_last_rows is None else out_last_rows
-    out_kept_slots = empty(op, tokens, once, "int64") if out_kept_slots is None else out_kept_slots
-    outputs = ExtendRows(out_tokens, out_positions, out_node_rows, out_last_rows, out_kept_slots)
-    _C.extend_rows(stream, tokens, path, num_valid, seq_lens_before, num_nodes, slots, position_offset, *outputs)
-    return outputs
+    if out is None:
+        batch, accept_width = shape_of(op, "tokens", tokens, 2)
+        each, once = (batch, min(accept_width, num_nodes)), (batch,)
+        out = ExtendRows(
+            tokens=empty(op, tokens, each, "int32"),
+            positions=empty(op, tokens, each, "int32"),
+            node_rows=empty(op, tokens, each, "int64"),
+            last_rows=empty(op, tokens, once, "int64"),
+            kept_slots=empty(op, tokens, once, "int64"),
+        )
+    elif not isinstance(out, ExtendRows):
+        raise wrong_type(op, "out", out, ExtendRows)
+    _C.extend_rows(stream, tokens, path, num_valid, prefix_lens, num_nodes, slots, cu_seqlens_q, position_offset, *out)
+    return out
 
 
 # --- tree -------------------------------------------------------------------------------------------------------------
 
 
-class Tree(NamedTuple):
-    """A token tree per row: node 0 is the root, parents come before children, N from 1 to 256.
-
-    Rows of a tree beyond its `num_nodes` carry the root's token, position L, their own mask bit, and -1 elsewhere. An
-    empty row has no nodes; its tokens and positions are 0.
-    """
-
-    tokens: Tensor  # [B, N] int32
-    parents: Tensor  # [B, N] int32, -1: none
-    positions: Tensor  # [B, N] int32, L + depth
-    first_child: Tensor  # [B, N] int32, the lowest-numbered child, -1: none
-    next_sibling: Tensor  # [B, N] int32, the next node with the same parent, -1: none
-    mask: Tensor  # [B, N, W] int64 bit patterns: bit j of row i, node j is i or an ancestor of i
-    num_nodes: Tensor  # [B] int32, including the root
-
-
-def _tree_outputs(
-    op: str, name: str, like: Tensor, nodes: int | None, passed: tuple[Tensor | None, ...], ndim: int = 2
-) -> Tree:
-    """What was passed, completed: rows as many as `like` has, of `nodes` nodes (None: as `like`)."""
-    for out in passed:
-        if out is None:
-            break
-    else:
-        return Tree(*passed)
-    batch, *columns = shape_of(op, name, like, ndim)
-    nodes = max(columns[0] if nodes is None else nodes, 0)  # the op itself refuses a number out of range
-    row = (batch, nodes)
-    shapes = (row, row, row, row, row, (batch, nodes, (nodes + 63) // 64), (batch,))
-    dtypes = ("int32",) * 5 + ("int64", "int32")
-    return Tree(
-        *(
-            empty(op, like, shape, dtype) if out is None else out
-            for out, shape, dtype in zip(passed, shapes, dtypes, strict=True)
-        )
-    )
-
-
 def build_tree(
-    cand_tokens: Tensor,
-    cand_parents: Tensor,
-    cand_scores: Tensor,
+    candidates: Candidates,
     root_tokens: Tensor,
     seq_lens: Tensor,
     num_draft_tokens: int,
@@ -383,13 +433,7 @@ def build_tree(
     slots: Tensor | None = None,
     order: Literal["score", "given"] = "score",
     status: Tensor | None = None,
-    out_tokens: Tensor | None = None,
-    out_parents: Tensor | None = None,
-    out_positions: Tensor | None = None,
-    out_first_child: Tensor | None = None,
-    out_next_sibling: Tensor | None = None,
-    out_mask: Tensor | None = None,
-    out_num_nodes: Tensor | None = None,
+    out: Tree | None = None,
     stream: int | None = None,
 ) -> Tree:
     """Choose the best candidates of a draft and emit them as a tree, in one launch.
@@ -403,7 +447,7 @@ def build_tree(
     out with its descendants, and sets Status BAD_TREE whether or not it would have been chosen.
 
     Args:
-        cand_tokens, cand_parents, cand_scores: [B, C] int32, int32, float32, as from `expand_tree`; C may be 0.
+        candidates: as `expand_tree` leaves them; C may be 0.
         root_tokens, seq_lens: [num_slots] int32, the last emitted token and L.
         num_draft_tokens: N, 1 to 256.
         slots: [B] int32.
@@ -416,22 +460,14 @@ def build_tree(
     Raises:
         ValueError: wrong dtype, shape, device or stride; N or the order out of range.
     """
-    passed = (out_tokens, out_parents, out_positions, out_first_child, out_next_sibling, out_mask, out_num_nodes)
-    tree = _tree_outputs("build_tree", "cand_tokens", cand_tokens, num_draft_tokens, passed)
-    _C.build_tree(
-        stream,
-        cand_tokens,
-        cand_parents,
-        cand_scores,
-        root_tokens,
-        seq_lens,
-        num_draft_tokens,
-        slots,
-        order,
-        status,
-        *tree,
-    )
-    return tree
+    if not isinstance(candidates, Candidates):
+        raise wrong_type("build_tree", "candidates", candidates, Candidates)
+    if out is None:
+        out = tree_outputs("build_tree", "candidates.tokens", candidates.tokens, num_draft_tokens)
+    elif not isinstance(out, Tree):
+        raise wrong_type("build_tree", "out", out, Tree)
+    _C.build_tree(stream, *candidates, root_tokens, seq_lens, num_draft_tokens, slots, order, status, *out)
+    return out
 
 
 def build_tree_from_parents(
@@ -442,13 +478,7 @@ def build_tree_from_parents(
     num_nodes: Tensor | None = None,
     slots: Tensor | None = None,
     status: Tensor | None = None,
-    out_tokens: Tensor | None = None,
-    out_parents: Tensor | None = None,
-    out_positions: Tensor | None = None,
-    out_first_child: Tensor | None = None,
-    out_next_sibling: Tensor | None = None,
-    out_mask: Tensor | None = None,
-    out_num_nodes: Tensor | None = None,
+    out: Tree | None = None,
     stream: int | None = None,
 ) -> Tree:
     """A tree that comes from elsewhere as parent pointers. Siblings may carry the same token.
@@ -470,10 +500,12 @@ def build_tree_from_parents(
     Raises:
         ValueError: wrong dtype, shape, device or stride; N out of range.
     """
-    passed = (out_tokens, out_parents, out_positions, out_first_child, out_next_sibling, out_mask, out_num_nodes)
-    tree = _tree_outputs("build_tree_from_parents", "tokens", tokens, None, passed)
-    _C.build_tree_from_parents(stream, tokens, parents, seq_lens, num_nodes, slots, status, *tree)
-    return tree
+    if out is None:
+        out = tree_outputs("build_tree_from_parents", "tokens", tokens, None)
+    elif not isinstance(out, Tree):
+        raise wrong_type("build_tree_from_parents", "out", out, Tree)
+    _C.build_tree_from_parents(stream, tokens, parents, seq_lens, num_nodes, slots, status, *out)
+    return out
 
 
 def build_tree_from_mask(
@@ -484,13 +516,7 @@ def build_tree_from_mask(
     num_nodes: Tensor | None = None,
     slots: Tensor | None = None,
     status: Tensor | None = None,
-    out_tokens: Tensor | None = None,
-    out_parents: Tensor | None = None,
-    out_positions: Tensor | None = None,
-    out_first_child: Tensor | None = None,
-    out_next_sibling: Tensor | None = None,
-    out_mask: Tensor | None = None,
-    out_num_nodes: Tensor | None = None,
+    out: Tree | None = None,
     stream: int | None = None,
 ) -> Tree:
     """A tree that comes from elsewhere as an ancestor mask. Siblings may carry the same token.
@@ -513,10 +539,12 @@ def build_tree_from_mask(
     Raises:
         ValueError: wrong dtype, shape, device or stride; N out of range.
     """
-    passed = (out_tokens, out_parents, out_positions, out_first_child, out_next_sibling, out_mask, out_num_nodes)
-    tree = _tree_outputs("build_tree_from_mask", "tokens", tokens, None, passed)
-    _C.build_tree_from_mask(stream, tokens, mask, seq_lens, num_nodes, slots, status, *tree)
-    return tree
+    if out is None:
+        out = tree_outputs("build_tree_from_mask", "tokens", tokens, None)
+    elif not isinstance(out, Tree):
+        raise wrong_type("build_tree_from_mask", "out", out, Tree)
+    _C.build_tree_from_mask(stream, tokens, mask, seq_lens, num_nodes, slots, status, *out)
+    return out
 
 
 def merge_trees(
@@ -526,14 +554,7 @@ def merge_trees(
     b_scores: Tensor,
     num_draft_tokens: int,
     *,
-    out_tokens: Tensor | None = None,
-    out_parents: Tensor | None = None,
-    out_positions: Tensor | None = None,
-    out_first_child: Tensor | None = None,
-    out_next_sibling: Tensor | None = None,
-    out_mask: Tensor | None = None,
-    out_num_nodes: Tensor | None = None,
-    out_scores: Tensor | None = None,
+    out: tuple[Tree, Tensor] | None = None,
     stream: int | None = None,
 ) -> tuple[Tree, Tensor]:
     """The union of two drafts of the same requests, cut to its best nodes: the n-gram index's and a model's, say.
@@ -554,16 +575,23 @@ def merge_trees(
         num_draft_tokens: N, 1 to 256.
 
     Returns:
-        Tree, and out_scores [B, N] float32: of each node, 0 for the root, -inf behind `num_nodes`.
+        Tree, and scores [B, N] float32: of each node, 0 for the root, -inf behind `num_nodes`.
 
     Raises:
         ValueError: wrong dtype, shape, device or stride; N out of range.
     """
-    passed = (out_tokens, out_parents, out_positions, out_first_child, out_next_sibling, out_mask, out_num_nodes)
-    tree = _tree_outputs("merge_trees", "a_scores", a_scores, num_draft_tokens, passed)
-    if out_scores is None:
-        batch, _ = shape_of("merge_trees", "a_scores", a_scores, 2)
-        out_scores = empty("merge_trees", a_scores, (batch, max(num_draft_tokens, 0)), "float32")
+    op = "merge_trees"
+    if not isinstance(a, Tree):
+        raise wrong_type(op, "a", a, Tree)
+    if not isinstance(b, Tree):
+        raise wrong_type(op, "b", b, Tree)
+    if out is None:
+        tree = tree_outputs(op, "a_scores", a_scores, num_draft_tokens)
+        scores = empty(op, a_scores, tree.tokens.shape, "float32")
+    else:
+        tree, scores = out
+        if not isinstance(tree, Tree):
+            raise wrong_type(op, "out[0]", tree, Tree)
     _C.merge_trees(
         stream,
         a.tokens,
@@ -578,9 +606,123 @@ def merge_trees(
         b_scores,
         num_draft_tokens,
         *tree,
-        out_scores,
+        scores,
     )
-    return tree, out_scores
+    return tree, scores
+
+
+class Shares(NamedTuple):
+    """What each request gets of a budget of rows for the whole batch."""
+
+    num_nodes: Tensor  # [B] int32: nodes, from the first on, the root included; 0 for an empty row
+    cu_seqlens: Tensor  # [B + 1] int32: request b has the packed rows cu_seqlens[b] to cu_seqlens[b + 1] - 1
+    expected: Tensor  # [R] float32: tokens that a round of so many rows emits, by the scores
+    cuts: Tensor  # [R] float32: the score of the worst node taken; inf where there are but roots, -inf where all are
+
+
+def share_nodes(
+    scores: Tensor,
+    budget: int,
+    *,
+    limits: Tensor | None = None,
+    slots: Tensor | None = None,
+    rungs: Tensor | None = None,
+    out: Shares | None = None,
+    stream: int | None = None,
+) -> Shares:
+    """Which nodes of a batch are verified under one budget of rows: the likeliest of all requests' together.
+
+    Every request that is there gets its root; the rest of the budget goes to the nodes with the best scores in the
+    batch, ties to the lower request and then to the lower node. A score is the log-probability of a path, so it is
+    what a node adds to the tokens that its round is expected to emit, and no other choice of as many nodes adds more.
+    Nodes stand best first, so that what a request gets is the beginning of its list, and closed under ancestors:
+    `build_tree` with order="score", `merge_trees` and `NgramIndex.draft` have them so, and `merge_trees` of a tree with
+    itself orders any other.
+
+    Args:
+        scores: [B, N] float32, N from 1 to 256 and B * N at most 65536: of each request's nodes, never rising along a
+            row; the root's is not read. -inf (and NaN) is no node, and what is above 0 counts as 0. A row that rises
+            gets some number of nodes, the same on both devices.
+        budget: rows of the batch, roots included, at least B.
+        limits: [B] int32: nodes that a request gets at most, the root included; 1 (and below) is the root alone.
+            None: N.
+        slots: [B] int32; where it is below 0 the row is empty and gets no node. None: no row is.
+        rungs: [R] int32, other budgets: what they would take is told in `expected` and `cuts`. A rung below the number
+            of roots takes the roots. None: R is 0.
+
+    Returns:
+        Shares. Probabilities are summed in whole 2^-40, so that all of it is the same on both devices.
+
+    Raises:
+        ValueError: wrong dtype, shape, device or stride; a budget below B; too many nodes.
+    """
+    op = "share_nodes"
+    if out is None:
+        batch, _ = shape_of(op, "scores", scores, 2)
+        count = 0 if rungs is None else shape_of(op, "rungs", rungs, 1)[0]
+        out = Shares(
+            num_nodes=empty(op, scores, (batch,), "int32"),
+            cu_seqlens=empty(op, scores, (batch + 1,), "int32"),
+            expected=empty(op, scores, (count,), "float32"),
+            cuts=empty(op, scores, (count,), "float32"),
+        )
+    elif not isinstance(out, Shares):
+        raise wrong_type(op, "out", out, Shares)
+    _C.share_nodes(stream, scores, budget, limits, slots, rungs, *out)
+    return out
+
+
+class PackedNodes(NamedTuple):
+    """The nodes of a batch's trees as rows without gaps; rows behind the last request belong to nobody."""
+
+    tokens: Tensor  # [M] int32, 0 for a row of nobody
+    positions: Tensor  # [M] int32, 0 for a row of nobody
+    mask: Tensor  # [M, W] int64 bit patterns, as in Tree; nothing for a row of nobody
+    scores: Tensor  # [M] float32, -inf for a row of nobody
+
+
+def pack_trees(
+    tree: Tree,
+    scores: Tensor,
+    shares: Shares,
+    num_rows: int,
+    *,
+    out: PackedNodes | None = None,
+    stream: int | None = None,
+) -> PackedNodes:
+    """Cut each tree to its share of nodes, and list these as packed rows: request b's at `shares.cu_seqlens[b]` on.
+
+    Args:
+        tree: [B, N], changed in place: nodes beyond a request's share become unused ones, with no link to them.
+            Parents come before children, so the first nodes of any tree are one.
+        scores: [B, N] float32, of its nodes.
+        shares: num_nodes and cu_seqlens are read; a request with more of them than nodes keeps those it has.
+        num_rows: M, of the packed rows, at least `shares.cu_seqlens[B]`; what has no row in 0..M - 1 gets none.
+
+    Returns:
+        PackedNodes; every element of it is written.
+
+    Raises:
+        ValueError: wrong dtype, shape, device or stride; num_rows below 0.
+    """
+    op = "pack_trees"
+    if not isinstance(tree, Tree):
+        raise wrong_type(op, "tree", tree, Tree)
+    if not isinstance(shares, Shares):
+        raise wrong_type(op, "shares", shares, Shares)
+    if out is None:
+        words = shape_of(op, "tree.mask", tree.mask, 3)[2]
+        rows = max(num_rows, 0)  # a bad number is for the op to name
+        out = PackedNodes(
+            tokens=empty(op, scores, (rows,), "int32"),
+            positions=empty(op, scores, (rows,), "int32"),
+            mask=empty(op, scores, (rows, words), "int64"),
+            scores=empty(op, scores, (rows,), "float32"),
+        )
+    elif not isinstance(out, PackedNodes):
+        raise wrong_type(op, "out", out, PackedNodes)
+    _C.pack_trees(stream, *tree, scores, shares.num_nodes, shares.cu_seqlens, num_rows, *out)
+    return out
 
 
 # --- layers -----------------------------------------------------------------------------------------------------------
@@ -592,8 +734,7 @@ def norm_rows(
     eps: float,
     *,
     residual: Tensor | None = None,
-    out_sum: Tensor | None = None,
-    out: Tensor | None = None,
+    out: tuple[Tensor | None, Tensor | None] = (None, None),
     stream: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Every row over its root mean square, times a weight; with `residual`, of the sum of both.
@@ -605,19 +746,22 @@ def norm_rows(
         weight: [H] of the same dtype.
         eps: added to the mean square, above 0.
         residual: [T, H] like x, added to it.
+        out: the two results, None for one that is to be allocated. The second may be x or residual, and is None without
+            a residual.
 
     Returns:
-        out [T, H], and x + residual in out_sum [T, H], which may be x or residual; without a residual, x itself.
+        The rows [T, H], and x + residual [T, H]; without a residual, x itself.
 
     Raises:
-        ValueError: wrong dtype, shape, device or stride; out_sum without a residual.
+        ValueError: wrong dtype, shape, device or stride; out[1] without a residual.
     """
-    if out is None:
-        out = empty_like("norm_rows", x, shape_of("norm_rows", "x", x, 2))
-    if residual is not None and out_sum is None:
-        out_sum = empty_like("norm_rows", x, shape_of("norm_rows", "x", x, 2))
-    _C.norm_rows(stream, x, weight, eps, residual, out_sum, out)
-    return out, x if residual is None else out_sum
+    rows, total = out
+    if rows is None:
+        rows = empty_like("norm_rows", x, shape_of("norm_rows", "x", x, 2))
+    if residual is not None and total is None:
+        total = empty_like("norm_rows", x, shape_of("norm_rows", "x", x, 2))
+    _C.norm_rows(stream, x, weight, eps, residual, total, rows)
+    return rows, x if residual is None else total
 
 
 def pair_rows(
@@ -629,8 +773,7 @@ def pair_rows(
     eps: float,
     *,
     feature_rows: Tensor | None = None,
-    out: Tensor | None = None,
-    out_features: Tensor | None = None,
+    out: tuple[Tensor | None, Tensor | None] = (None, None),
     stream: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """What an EAGLE-3 layer reads: the embeddings of tokens beside a feature each, both over their root mean squares.
@@ -642,31 +785,22 @@ def pair_rows(
         feature_rows: [T] int32, the feature of each row; None: feature i is row i's, and F is T or more.
         embedding_weight, feature_weight: [H] of the same dtype, of the norms.
         eps: of both norms, above 0.
+        out: the two results, None for one that is to be allocated.
 
     Returns:
-        out [T, 2 * H], embeddings first, and out_features [T, H], the features of the rows as they were.
+        The pairs [T, 2 * H], embeddings first, and the features of the rows [T, H] as they were.
 
     Raises:
         ValueError: wrong dtype, shape, device or stride; an empty table.
     """
-    if out is None or out_features is None:
+    pairs, kept = out
+    if pairs is None or kept is None:
         (rows,) = shape_of("pair_rows", "tokens", tokens, 1)
         _, width = shape_of("pair_rows", "embeddings", embeddings, 2)
-        out = empty_like("pair_rows", embeddings, (rows, 2 * width)) if out is None else out
-        out_features = empty_like("pair_rows", embeddings, (rows, width)) if out_features is None else out_features
-    _C.pair_rows(
-        stream,
-        embeddings,
-        tokens,
-        embedding_weight,
-        features,
-        feature_rows,
-        feature_weight,
-        eps,
-        out,
-        out_features,
-    )
-    return out, out_features
+        pairs = empty_like("pair_rows", embeddings, (rows, 2 * width)) if pairs is None else pairs
+        kept = empty_like("pair_rows", embeddings, (rows, width)) if kept is None else kept
+    _C.pair_rows(stream, embeddings, tokens, embedding_weight, features, feature_rows, feature_weight, eps, pairs, kept)
+    return pairs, kept
 
 
 def gate_rows(x: Tensor, *, out: Tensor | None = None, stream: int | None = None) -> Tensor:
@@ -694,14 +828,15 @@ def linear_rows(
     bias: Tensor | None = None,
     *,
     gated: bool = False,
+    plan: str | None = None,
     out: Tensor | None = None,
     stream: int | None = None,
 ) -> Tensor:
     """Rows times a weight: `x @ weight.T + bias`, summed in float32, a few at the speed of reading the weight.
 
-    The bits of a row do not depend on what is beside it, nor on how much, up to 128 rows and from 129 on (a sum may be
-    cut otherwise there). On Hopper and later the op reads `weight` before the kernel launched before it on the stream
-    has finished, which must therefore not be what writes it.
+    The bits of a row do not depend on what is beside it, nor on how much. cuBLAS is quicker with more than 128 rows:
+    the op reads the weight once for every 128 of them (Hopper) or 8. On Hopper it reads `weight` before the kernel
+    launched before it on the stream has finished, which must therefore not be what writes it.
 
     Args:
         x: [M, K] float16 or bfloat16, at most 262144 rows, K a multiple of 64.
@@ -709,18 +844,21 @@ def linear_rows(
             then of up, N a multiple of 8.
         bias: of as many numbers and of the same dtype; None for none.
         gated: return silu(gate) * up, as `gate_rows` would, rounded once.
+        plan: forces a kernel, for tests and benchmarks: "sm80.mma", or on Hopper "sm90.wgmma", which it has by itself
+            unless rows of `x` or `weight` overlap.
 
     Returns:
         out [M, N].
 
     Raises:
-        ValueError: wrong dtype, shape, device or stride; too many rows; rows off 16 bytes.
+        ValueError: wrong dtype, shape, device or stride; too many rows; rows off 16 bytes; a plan that does not exist
+            or that the device cannot run.
     """
     if out is None:
         rows, _ = shape_of("linear_rows", "x", x, 2)
         outs = shape_of("linear_rows", "weight", weight, 2)[0]
         out = empty_like("linear_rows", x, (rows, outs // 2 if gated else outs))
-    _C.linear_rows(stream, x, weight, bias, gated, out)
+    _C.linear_rows(stream, x, weight, bias, gated, plan, out)
     return out
 
 
@@ -731,11 +869,12 @@ def rotate_qkv(
     k_pool: Tensor,
     v_pool: Tensor,
     page_table: Tensor,
-    start_lens: Tensor,
+    prefix_lens: Tensor,
     *,
     row_offset: int = 0,
     slots: Tensor | None = None,
     num_valid: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
@@ -743,33 +882,33 @@ def rotate_qkv(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     status: Tensor | None = None,
-    out_q: Tensor | None = None,
+    out: Tensor | None = None,
     stream: int | None = None,
 ) -> Tensor:
     """What stands between a layer's query-key-value product and its attention, in one pass: query and key heads are
     normalised and rotated, and keys and values are written to the slots' pages as `write_kv` writes them.
 
     Args:
-        qkv: [B, Q, Hq + 2 * Hkv, D] float32, float16 or bfloat16, D 64, 128 or 256: query, key and value heads of every
-            row; free strides except the last.
+        qkv: [B, Q, Hq + 2 * Hkv, D], or packed [T, Hq + 2 * Hkv, D] with cu_seqlens_q; float32, float16 or bfloat16,
+            D 64, 128 or 256: query, key and value heads of every row; free strides except the last.
         rotations: [num_positions, D] float32: for each position the cosines of D / 2 angles, then their sines. Number d
             of a head is rotated with number d + D / 2, as Hugging Face models have it.
-        positions: [B, Q] int32; one outside the table takes the nearest there is.
-        k_pool, v_pool, page_table, start_lens, row_offset, num_valid, page_refs, k_scale, v_scale, status: those of
-            `write_kv`, whose rows are padded here. Queries are computed for every row.
+        positions: [B, Q] or packed [T] int32; one outside the table takes the nearest there is.
+        k_pool, v_pool, page_table, prefix_lens, row_offset, num_valid, cu_seqlens_q, page_refs, k_scale, v_scale,
+            status: those of `write_kv`. Queries are computed for every row; behind the last packed request they are 0.
         q_norm, k_norm: [D] of qkv's dtype, weights of a root mean square norm of each head; None for none.
         eps: of both norms, above 0.
 
     Returns:
-        out_q [B, Q, Hq, D].
+        The queries [B, Q, Hq, D], or [T, Hq, D].
 
     Raises:
         ValueError: wrong dtype, shape, device or stride; a scale that `write_kv` refuses.
     """
-    if out_q is None:
-        batch, q_len, heads, head_dim = shape_of("rotate_qkv", "qkv", qkv, 4)
+    if out is None:
+        *rows, heads, head_dim = shape_of("rotate_qkv", "qkv", qkv, 4 if cu_seqlens_q is None else 3)
         kv_heads = shape_of("rotate_qkv", "k_pool", k_pool, 4)[2]
-        out_q = empty_like("rotate_qkv", qkv, (batch, q_len, max(heads - 2 * kv_heads, 0), head_dim))
+        out = empty_like("rotate_qkv", qkv, (*rows, max(heads - 2 * kv_heads, 0), head_dim))
     _C.rotate_qkv(
         stream,
         qkv,
@@ -778,10 +917,11 @@ def rotate_qkv(
         k_pool,
         v_pool,
         page_table,
-        start_lens,
+        prefix_lens,
         row_offset,
         slots,
         num_valid,
+        cu_seqlens_q,
         q_norm,
         k_norm,
         eps,
@@ -789,9 +929,9 @@ def rotate_qkv(
         k_scale,
         v_scale,
         status,
-        out_q,
+        out,
     )
-    return out_q
+    return out
 
 
 # --- attention --------------------------------------------------------------------------------------------------------
@@ -815,6 +955,8 @@ def tree_attention(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     fixed_split: int | None = None,
+    max_kv_len: int | None = None,
+    plan: str | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
     workspace: Tensor | None = None,
@@ -826,7 +968,11 @@ def tree_attention(
     The KV of the request in slot s: rows [0, prefix_lens[s]) are visible to every query row, the `tail_len` rows behind
     them by `mask`. Verification has the tree nodes as queries and tail; draft decoding has the frontier as queries and
     all drafted nodes as tail; a prefill chunk is a causal chain. Lengths and tables are read on the device, so one
-    captured call serves every length that the page table has room for.
+    captured call serves every length up to `max_kv_len`.
+
+    On a GPU the kernel and how it divides the work, the plan, are chosen from shapes and `max_kv_len`, never from
+    lengths. Without `max_kv_len` a request may have as much KV as the page table has room for, so that a wide table,
+    even of short texts, gets the plan for long ones: pass what you know.
 
     A query row with nothing to see, one at or beyond q_lens[b], of an empty or stalled slot, or behind the last packed
     request gives zeros (lse -inf), never NaN. KV rows that no query row of the request sees never touch a result,
@@ -856,13 +1002,19 @@ def tree_attention(
             them), a query row sees the last `window` rows. None means all.
         soft_cap: scores, scaled, become soft_cap * tanh(score / soft_cap). None means they stay as they are.
         k_scale, v_scale: what a number 1.0 in float8_e4m3fn pools stands for; 1 for other pools.
-        fixed_split: cut long KV at multiples of this many rows, a multiple of 128, instead of into even parts of the
-            whole batch's KV: batch-invariant, and slower where few cuts leave multiprocessors idle. The workspace grows
-            with the page table's rows over fixed_split; 1024 to 4096 is reasonable. No effect on the CPU.
+        fixed_split: batch invariance: long KV is cut at multiples of this many rows, a multiple of 128, instead of into
+            even parts of the whole batch's KV; slower where few cuts leave multiprocessors idle. The workspace grows
+            with max_kv_len over fixed_split; 1024 to 4096 is reasonable. No effect on the CPU.
+        max_kv_len: KV rows, prefix and tail together, that no request exceeds, 1 or more; by default, and at most, what
+            the page table has room for. A longer request is clamped to it on either device, as it is to the table, and
+            reported as a bad length.
+        plan: forces a plan by its name, as `tree_attention_plan` returns it, for tests and benchmarks; parts of a name
+            behind "<machine>.<kernel>.<tile rows>" may be left out and follow the rules. None on the CPU.
         out: as q, any strides but the last; written.
         lse: [B, Q, Hq] or packed [T, Hq] float32, written with the natural log of the sum of exponentials.
-        workspace: [tree_attention_workspace(...) or more] float32, contents of no meaning before and after; allocated
-            when None. Calls that may run at the same time need one each. None is needed on the CPU.
+        workspace: a contiguous tensor of any dtype with tree_attention_workspace(...) bytes or more, on 16 bytes;
+            contents of no meaning before and after. Allocated when None. Calls that may run at the same time need one
+            each. None is needed on the CPU.
         status: [num_slots] int32. STALLED is read. Bits are added: bad page where a needed table entry is no page (its
             rows are invisible), bad length where a length was out of range and clamped.
 
@@ -871,8 +1023,8 @@ def tree_attention(
 
     Raises:
         ValueError: wrong dtype, shape, device or stride; too few mask words; q_lens beside cu_seqlens_q; window,
-            soft_cap, a scale or fixed_split out of range; k_scale or v_scale for pools that are not float8_e4m3fn; a
-            workspace too small.
+            soft_cap, a scale, fixed_split or max_kv_len out of range; k_scale or v_scale for pools that are not
+            float8_e4m3fn; a plan that does not exist or cannot run such a call on this device; a workspace too small.
 
     Source: Dao et al., FlashAttention (arXiv 2205.14135) and FlashAttention-2 (2307.08691), online softmax in tiles;
     Shah et al., FlashAttention-3 (2407.08608), on Hopper's tensor cores; Dao et al., Flash-Decoding (2023), KV cut into
@@ -882,11 +1034,11 @@ def tree_attention(
         shape = shape_of("tree_attention", "q", q, 4 if cu_seqlens_q is None else 3)
         out = empty("tree_attention", q, shape, str(q.dtype).rsplit(".", 1)[-1])
     if workspace is None:
-        floats = _C.tree_attention_workspace(q, k_pool, page_table, cu_seqlens_q, fixed_split)
-        workspace = empty("tree_attention", q, (floats,), "float32") if floats else None
+        size = _C.tree_attention_workspace(q, k_pool, page_table, cu_seqlens_q, fixed_split, max_kv_len, plan)
+        workspace = empty("tree_attention", q, (size,), "uint8") if size else None
     _C.tree_attention(
         stream, q, k_pool, v_pool, page_table, prefix_lens, slots, q_lens, cu_seqlens_q, tail_len, mask, scale, window,
-        soft_cap, k_scale, v_scale, fixed_split, out, lse, workspace, status,
+        soft_cap, k_scale, v_scale, fixed_split, max_kv_len, plan, out, lse, workspace, status,
     )  # fmt: skip
     return out
 
@@ -898,33 +1050,63 @@ def tree_attention_workspace(
     *,
     cu_seqlens_q: Tensor | None = None,
     fixed_split: int | None = None,
+    max_kv_len: int | None = None,
+    plan: str | None = None,
 ) -> int:
-    """How many floats of workspace `tree_attention` needs for tensors of these shapes, whatever the lengths.
+    """How many bytes of workspace `tree_attention` needs for tensors of these shapes, whatever the lengths.
 
     It is 0 on the CPU. Without fixed_split it depends on the GPU and on the number of query rows, but is bounded (some
     20 MB on an H200); an engine makes one workspace of the most that any of its calls needs.
 
     Args:
-        q, k_pool, page_table, cu_seqlens_q, fixed_split: as for `tree_attention`; no element is read.
+        q, k_pool, page_table, cu_seqlens_q, fixed_split, max_kv_len, plan: as for `tree_attention`; no element is read.
 
     Returns:
-        The number of float32 elements.
+        The number of bytes.
 
     Raises:
-        ValueError: wrong dtype, shape, device or stride; fixed_split is not a positive multiple of 128.
+        ValueError: wrong dtype, shape, device or stride; fixed_split is not a positive multiple of 128; max_kv_len or
+            plan as for `tree_attention`.
     """
-    floats: int = _C.tree_attention_workspace(q, k_pool, page_table, cu_seqlens_q, fixed_split)
-    return floats
+    size: int = _C.tree_attention_workspace(q, k_pool, page_table, cu_seqlens_q, fixed_split, max_kv_len, plan)
+    return size
+
+
+def tree_attention_plan(
+    q: Tensor,
+    k_pool: Tensor,
+    page_table: Tensor,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    fixed_split: int | None = None,
+    max_kv_len: int | None = None,
+    plan: str | None = None,
+) -> str:
+    """Which plan `tree_attention` runs for tensors of these shapes, where rows of all of them start on 16 bytes.
+
+    `specdec_kernels.attention_plan` gives the same without tensors or a GPU.
+
+    Args:
+        q, k_pool, page_table, cu_seqlens_q, fixed_split, max_kv_len, plan: as for `tree_attention`; no element is read.
+
+    Returns:
+        Its name, as "sm90.cluster.16.blocks8.sharing1"; "cpu" on the CPU.
+
+    Raises:
+        ValueError: as `tree_attention_workspace`.
+    """
+    name: str = _C.tree_attention_plan(q, k_pool, page_table, cu_seqlens_q, fixed_split, max_kv_len, plan)
+    return name
 
 
 # --- verify -----------------------------------------------------------------------------------------------------------
 
 
 class Accepted(NamedTuple):
-    """What a round's verification emits; rows of fixed width S with `lengths` of each in use."""
+    """What a round's verification emits; rows of fixed width S with `num_valid` of each in use."""
 
     tokens: Tensor  # [B, S] int32: accepted drafts, then the bonus token, then -1
-    lengths: Tensor  # [B] int32
+    num_valid: Tensor  # [B] int32
     path: Tensor  # [B, S] int32: the tree node whose logits gave each token (root first, rising), the last repeated
 
 
@@ -934,6 +1116,7 @@ def verify_tree(
     accept_width: int,
     *,
     slots: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
     temperature: Tensor | None = None,
     top_k: Tensor | None = None,
     top_p: Tensor | None = None,
@@ -946,11 +1129,10 @@ def verify_tree(
     draft_temperature: Tensor | None = None,
     id_map: Tensor | None = None,
     block_verification: bool = False,
+    plan: str | None = None,
     workspace: Tensor | None = None,
     status: Tensor | None = None,
-    out_tokens: Tensor | None = None,
-    out_len: Tensor | None = None,
-    out_path: Tensor | None = None,
+    out: Accepted | None = None,
     stream: int | None = None,
 ) -> Accepted:
     """Keep the longest prefix of each tree that the target itself would have produced, and its own next token.
@@ -975,16 +1157,18 @@ def verify_tree(
     Greedy requests, and nodes whose children were not sampled, are verified as above, whatever the rest of the batch.
 
     Args:
-        logits: [B, N, V] float32, float16 or bfloat16, free strides except the last: the target's logits of every node.
-            N is at most 512 and V at most 2^22.
+        logits: [B, N, V], or packed [M, V] with cu_seqlens_q; float32, float16 or bfloat16, free strides except the
+            last: the target's logits of every node. N is at most 512 and V at most 2^22.
         tree: all of it is read but the mask. A row with num_nodes <= 0 is empty.
         accept_width: S, the width of the emitted rows: the deepest possible node + 1.
+        cu_seqlens_q: [B + 1] int32: node i of request b has the packed row cu_seqlens_q[b] + i. Trees stay padded.
         temperature: [num_slots] float32; 0 (and below) is greedy. None: all requests are.
         top_k: [num_slots] int32; 0 (and below) is off.
         top_p: [num_slots] float32; 1 (and above) is off.
         min_p: [num_slots] float32; 0 (and below) is off.
         seeds: [num_slots] int64, given with temperature.
-        vocab_mask: [B, N, ceil(V / 32)] int32 bit patterns: bit v % 32 of word v / 32 allows token v at the node.
+        vocab_mask: [B, N, ceil(V / 32)] or packed [M, ceil(V / 32)] int32 bit patterns: bit v % 32 of word v / 32
+            allows token v at the node.
         logit_bias: [num_slots, V] float32, rows may be strided: added to the logits first, for greedy requests too.
         draft_logits: [B, Q, Vd] like logits, with sampling parameters: what candidates were drawn from. Vd = V without
             id_map.
@@ -998,28 +1182,41 @@ def verify_tree(
             which accepts at least as much on average; from the first node on that has several children or one that was
             not sampled, the walk goes on as above. The drafts of a round must then be drawn with noise that no earlier
             round used.
-        workspace: [8 * B * N or more] int64, contents of no meaning before and after; allocated when None. Calls that
-            may run at the same time need one each.
+        plan: forces a kernel on a GPU, for tests and benchmarks: "walk" or "at_once", all nodes' tokens first, which
+            is quicker for few; "rejection" with draft_logits.
+        workspace: memory of `verify_tree_workspace` bytes or more, of any dtype, on 16 bytes, contents of no meaning
+            before and after; allocated when None. Calls that may run at the same time need one each.
         status: [num_slots] int32. Gains BAD_LOGITS where a row of logits has nothing above -inf (the walk ends without
             a bonus token: nothing at all is emitted when it is the root's), BAD_TREE where a link leaves the tree, does
             not rise or contradicts `parents`, siblings differ in their draft row or name none of draft_logits, or
-            num_nodes exceeds N (the walk ends with a bonus token).
+            num_nodes exceeds N or the request's packed rows (the walk ends with a bonus token, if its root has a row).
 
     Returns:
-        Accepted(tokens, lengths, path). Empty rows: length 0, tokens -1, path 0.
+        Accepted. Empty rows: num_valid 0, tokens -1, path 0.
 
     Raises:
         ValueError: wrong dtype, shape, device or stride; accept_width < 1; seeds missing, or parameters of sampling
-            without temperature; draft_rows missing, or parameters of drafts without draft_logits; a workspace
-            too small.
+            without temperature; draft_rows missing, or parameters of drafts without draft_logits; a plan
+            that does not exist or fit the call; a workspace too small.
     """
-    if workspace is None or out_tokens is None or out_len is None or out_path is None:
-        batch, nodes, _ = shape_of("verify_tree", "logits", logits, 3)
+    op = "verify_tree"
+    if not isinstance(tree, Tree):
+        raise wrong_type(op, "tree", tree, Tree)
+    if out is None:
+        shape_of(op, "logits", logits, 3 if cu_seqlens_q is None else 2)
+        (batch,) = shape_of(op, "tree.num_nodes", tree.num_nodes, 1)
         width = max(accept_width, 0)  # a bad width is for the op to name
-        out_tokens = empty("verify_tree", logits, (batch, width), "int32") if out_tokens is None else out_tokens
-        out_len = empty("verify_tree", logits, (batch,), "int32") if out_len is None else out_len
-        out_path = empty("verify_tree", logits, (batch, width), "int32") if out_path is None else out_path
-        workspace = empty("verify_tree", logits, (8 * batch * nodes,), "int64") if workspace is None else workspace
+        out = Accepted(
+            tokens=empty(op, logits, (batch, width), "int32"),
+            num_valid=empty(op, logits, (batch,), "int32"),
+            path=empty(op, logits, (batch, width), "int32"),
+        )
+    elif not isinstance(out, Accepted):
+        raise wrong_type(op, "out", out, Accepted)
+    if workspace is None:
+        packed_nodes = None if cu_seqlens_q is None else shape_of(op, "tree.tokens", tree.tokens, 2)[1]
+        size = _C.verify_tree_workspace(logits, packed_nodes, temperature, draft_logits, plan)
+        workspace = empty(op, logits, (size,), "uint8") if size else None
     _C.verify_tree(
         stream,
         logits,
@@ -1031,6 +1228,7 @@ def verify_tree(
         tree.num_nodes,
         accept_width,
         slots,
+        cu_seqlens_q,
         temperature,
         top_k,
         top_p,
@@ -1043,13 +1241,36 @@ def verify_tree(
         draft_temperature,
         id_map,
         block_verification,
+        plan,
         workspace,
         status,
-        out_tokens,
-        out_len,
-        out_path,
+        *out,
     )
-    return Accepted(out_tokens, out_len, out_path)
+    return out
+
+
+def verify_tree_workspace(
+    logits: Tensor,
+    *,
+    num_nodes: int | None = None,
+    temperature: Tensor | None = None,
+    draft_logits: Tensor | None = None,
+    plan: str | None = None,
+) -> int:
+    """How many bytes of workspace `verify_tree` needs for tensors of these shapes.
+
+    Args:
+        logits, temperature, draft_logits, plan: as for `verify_tree`; no element is read.
+        num_nodes: N of the trees, where logits are packed [M, V]; else None.
+
+    Returns:
+        Bytes, 0 on the CPU.
+
+    Raises:
+        ValueError: wrong dtype, shape, device or stride; a plan that does not exist or fit the call.
+    """
+    size: int = _C.verify_tree_workspace(logits, num_nodes, temperature, draft_logits, plan)
+    return size
 
 
 def mask_stops(
@@ -1059,6 +1280,7 @@ def mask_stops(
     stops_from: Tensor,
     *,
     slots: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
     stream: int | None = None,
 ) -> None:
     """Rule out stop tokens where it is too early for them, before `verify_tree`.
@@ -1067,15 +1289,17 @@ def mask_stops(
     `stops_from[slot]`.
 
     Args:
-        logits: [B, N, V] float32, float16 or bfloat16, free strides except the last, changed in place.
-        positions: [B, N] int32, of the nodes' tokens.
+        logits: [B, N, V], or packed [M, V] with cu_seqlens_q; float32, float16 or bfloat16, free strides except the
+            last, changed in place.
+        positions: [B, N] or packed [M] int32, of the nodes' tokens.
         stop_tokens: [num_slots, M] int32; what is no token (-1) is none.
+        cu_seqlens_q: [B + 1] int32: request b has the packed rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1.
         stops_from: [num_slots] int32, the first position where a stop token may stand; 0 (and below): anywhere.
 
     Raises:
         ValueError: wrong dtype, shape, device or stride.
     """
-    _C.mask_stops(stream, logits, positions, stop_tokens, stops_from, slots)
+    _C.mask_stops(stream, logits, positions, stop_tokens, stops_from, slots, cu_seqlens_q)
 
 
 class TokenScores(NamedTuple):
@@ -1088,32 +1312,29 @@ class TokenScores(NamedTuple):
 
 def score_tokens(
     logits: Tensor,
-    path: Tensor,
-    tokens: Tensor,
-    lengths: Tensor,
+    accepted: Accepted,
     *,
     top_n: int = 0,
     slots: Tensor | None = None,
     num_logprobs: Tensor | None = None,
-    out_logprobs: Tensor | None = None,
-    out_top_ids: Tensor | None = None,
-    out_top_logprobs: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    out: TokenScores | None = None,
     stream: int | None = None,
 ) -> TokenScores:
     """What `verify_tree` emitted, scored: log-softmax of the raw logits that chose each token.
 
-    Logits of other nodes are not read. A token beyond its row's length has log-probability -inf and ids -1, and so has
-    one whose node or token is out of range, or whose request did not ask.
+    Logits of other nodes are not read. A token beyond its row's num_valid has log-probability -inf and ids -1, and so
+    has one whose node or token is out of range, or whose request did not ask.
 
     Args:
-        logits: [B, N, V] float32, float16 or bfloat16; only the last dimension need be contiguous. NaN counts as -inf,
-            entries of +inf share the whole probability.
-        path: [B, S] int32, the node behind each token.
-        tokens: [B, S] int32.
-        lengths: [B] int32, tokens in use of each row.
+        logits: [B, N, V], or packed [M, V] with cu_seqlens_q; float32, float16 or bfloat16; only the last dimension
+            need be contiguous. NaN counts as -inf, entries of +inf share the whole probability.
+        accepted: the tokens, how many of each row count, and the node behind each.
         top_n: how many of the best entries of each token's logits to list, 0 to min(V, 64); ties to the lower id.
         num_logprobs: [num_slots] int32, how many of the top_n a slot wants, with ids -1 and -inf behind them; -1 (and
             below) if not even its tokens are to be scored. Then their logits are not read. None: all of all rows.
+
+        cu_seqlens_q: [B + 1] int32: node i of request b has the packed row cu_seqlens_q[b] + i.
 
     Returns:
         TokenScores; every element of it is written, and none is above 0.
@@ -1122,79 +1343,143 @@ def score_tokens(
         ValueError: wrong dtype, shape, device or stride; top_n out of range; slots without num_logprobs.
     """
     op = "score_tokens"
-    batch, width = shape_of(op, "path", path, 2)
-    if out_logprobs is None:
-        out_logprobs = empty(op, logits, (batch, width), "float32")
-    if out_top_ids is None:
-        out_top_ids = empty(op, logits, (batch, width, max(top_n, 0)), "int32")
-    if out_top_logprobs is None:
-        out_top_logprobs = empty(op, logits, (batch, width, max(top_n, 0)), "float32")
-    _C.score_tokens(
-        stream, logits, path, tokens, lengths, top_n, slots, num_logprobs, out_logprobs, out_top_ids, out_top_logprobs
+    if not isinstance(accepted, Accepted):
+        raise wrong_type(op, "accepted", accepted, Accepted)
+    tokens, num_valid, path = accepted
+    if out is None:
+        batch, width = shape_of(op, "accepted.path", path, 2)
+        listed = (batch, width, max(top_n, 0))
+        out = TokenScores(
+            logprobs=empty(op, logits, (batch, width), "float32"),
+            top_ids=empty(op, logits, listed, "int32"),
+            top_logprobs=empty(op, logits, listed, "float32"),
+        )
+    elif not isinstance(out, TokenScores):
+        raise wrong_type(op, "out", out, TokenScores)
+    _C.score_tokens(stream, logits, path, tokens, num_valid, top_n, slots, num_logprobs, cu_seqlens_q, *out)
+    return out
+
+
+class SlotState(NamedTuple):
+    """What an engine keeps of each slot between rounds; see `make_slot_state`. Each [num_slots], int32 unless said.
+
+    Ops that take a SlotState advance it in place; the others take its tensors one by one.
+    """
+
+    seq_lens: Tensor  # L: tokens committed, whose KV stands in rows 0 to L - 1; the root is the token at position L
+    prefix_lens: Tensor  # L before the round
+    root_tokens: Tensor  # the last token emitted, or the prompt's last
+    remaining: Tensor  # tokens the request may still emit
+    max_seq_lens: Tensor  # tokens the sequence may have, prompt and root included
+    stop_tokens: Tensor  # [num_slots, max_stops], -1 for none
+    stops_from: Tensor  # the first position where a stop token may stand, 0 for anywhere
+    temperature: Tensor  # float32; where it is 0, greedy, the next four mean nothing
+    top_k: Tensor  # 0 is off
+    top_p: Tensor  # float32, 1 is off
+    min_p: Tensor  # float32, 0 is off
+    seeds: Tensor  # int64
+    num_logprobs: Tensor  # best entries to list beside each token; -1: score nothing
+    finish_reasons: Tensor  # of FinishReason, 0 while the request runs
+    status: Tensor  # sticky bits of Status
+
+
+def make_slot_state(num_slots: int, max_seq_len: int, max_stops: int, like: Tensor) -> SlotState:
+    """Slots that are empty, greedy and without limits but one, on the device of `like` (torch or NumPy).
+
+    Args:
+        num_slots: rows of every tensor.
+        max_seq_len: what `max_seq_lens` holds for each slot.
+        max_stops: width of `stop_tokens`, which holds -1; may be 0.
+        like: any tensor; says which library and device.
+
+    Returns:
+        A SlotState: seq_lens, remaining and the like are 0, top_p is 1, num_logprobs is -1.
+
+    Raises:
+        ValueError: num_slots or max_stops below 0.
+        TypeError: `like` is of a library whose tensors cannot be allocated here.
+    """
+    op = "make_slot_state"
+    for name, number in (("num_slots", num_slots), ("max_stops", max_stops)):
+        if number < 0:
+            raise ValueError(f"{op}: {name} is {number}, expected at least 0")
+
+    def filled(value: int, dtype: str = "int32", width: tuple[int, ...] = ()) -> Tensor:
+        tensor = empty(op, like, (num_slots, *width), dtype)
+        tensor[...] = value
+        return tensor
+
+    return SlotState(
+        seq_lens=filled(0),
+        prefix_lens=filled(0),
+        root_tokens=filled(0),
+        remaining=filled(0),
+        max_seq_lens=filled(max_seq_len),
+        stop_tokens=filled(-1, width=(max_stops,)),
+        stops_from=filled(0),
+        temperature=filled(0, "float32"),
+        top_k=filled(0),
+        top_p=filled(1, "float32"),
+        min_p=filled(0, "float32"),
+        seeds=filled(0, "int64"),
+        num_logprobs=filled(-1),
+        finish_reasons=filled(0),
+        status=filled(0),
     )
-    return TokenScores(out_logprobs, out_top_ids, out_top_logprobs)
 
 
 def commit_tokens(
-    out_tokens: Tensor,
-    out_len: Tensor,
-    stop_tokens: Tensor,
-    remaining: Tensor,
-    max_lens: Tensor,
-    seq_lens: Tensor,
-    seq_lens_before: Tensor,
-    root_tokens: Tensor,
-    finish_reasons: Tensor,
+    accepted: Accepted,
+    state: SlotState,
     *,
     slots: Tensor | None = None,
-    status: Tensor | None = None,
-    out_num_valid: Tensor | None = None,
+    out: Tensor | None = None,
     stream: int | None = None,
 ) -> Tensor:
     """Cut what `verify_tree` emitted at a stop token or a limit, and advance the slots by what is left.
 
     A row is cut at its first stop token, which stays as the last one; at `remaining` tokens; and where the sequence,
-    root included, would outgrow `max_lens`. Then with L = seq_lens[slot]: seq_lens_before = L, seq_lens = L + out_len,
-    root_tokens = the last token kept, remaining -= out_len. Where several reasons to finish coincide, STOP goes before
-    LENGTH before CONTEXT. Empty rows, finished slots and stalled ones emit nothing and keep their state, except that
-    seq_lens_before = seq_lens. A running slot with out_len = 0 does not advance. Slots of one call must be distinct.
+    root included, would outgrow `max_seq_lens`. Then with n = num_valid and L = seq_lens[slot]: prefix_lens = L,
+    seq_lens = L + n, root_tokens = the last token kept, remaining -= n. Where several reasons to finish coincide, STOP
+    goes before LENGTH before CONTEXT. Empty rows, finished slots and stalled ones emit nothing and keep their state,
+    except that prefix_lens = seq_lens. A running slot with n = 0 does not advance. Slots of one call must be distinct.
 
     Args:
-        out_tokens: [B, S] int32, changed in place: -1 behind the cut.
-        out_len: [B] int32, changed in place.
-        stop_tokens: [num_slots, M] int32, padded with -1; M may be 0.
-        remaining: [num_slots] int32, changed in place: tokens the request may still emit.
-        max_lens: [num_slots] int32: tokens the sequence may have, prompt and root included.
-        seq_lens, seq_lens_before, root_tokens: [num_slots] int32, changed in place.
-        finish_reasons: [num_slots] int32 of FinishReason, changed in place.
-        status: [num_slots] int32. STALLED is read; gains BAD_LENGTH where out_len is not in 0..S or seq_lens is
-            negative (such a row emits nothing).
+        accepted: tokens [B, S] and num_valid [B] are changed in place, to -1 and to nothing behind the cut.
+        state: stop_tokens and max_seq_lens are read; seq_lens, prefix_lens, root_tokens, remaining and finish_reasons
+            are changed in place. Of status STALLED is read; it gains BAD_LENGTH where num_valid is not in 0..S or
+            seq_lens is negative (such a row emits nothing).
 
     Returns:
-        out_num_valid [B] int32: out_len where the slot goes on, else 0; what `move_kv` and draft-extend work on.
+        [B] int32: num_valid where the slot goes on, else 0; what `move_kv` and draft-extend work on.
 
     Raises:
         ValueError: wrong dtype, shape, device or stride.
     """
-    if out_num_valid is None:
-        batch, _ = shape_of("commit_tokens", "out_tokens", out_tokens, 2)
-        out_num_valid = empty("commit_tokens", out_tokens, (batch,), "int32")
+    op = "commit_tokens"
+    if not isinstance(accepted, Accepted):
+        raise wrong_type(op, "accepted", accepted, Accepted)
+    if not isinstance(state, SlotState):
+        raise wrong_type(op, "state", state, SlotState)
+    if out is None:
+        (batch,) = shape_of(op, "accepted.num_valid", accepted.num_valid, 1)
+        out = empty(op, accepted.num_valid, (batch,), "int32")
     _C.commit_tokens(
         stream,
-        out_tokens,
-        out_len,
-        stop_tokens,
-        remaining,
-        max_lens,
-        seq_lens,
-        seq_lens_before,
-        root_tokens,
-        finish_reasons,
+        accepted.tokens,
+        accepted.num_valid,
+        state.stop_tokens,
+        state.remaining,
+        state.max_seq_lens,
+        state.seq_lens,
+        state.prefix_lens,
+        state.root_tokens,
+        state.finish_reasons,
         slots,
-        status,
-        out_num_valid,
+        state.status,
+        out,
     )
-    return out_num_valid
+    return out
 
 
 # --- kv ---------------------------------------------------------------------------------------------------------------
@@ -1249,70 +1534,70 @@ def make_page_pool(num_pages: int, num_slots: int, max_pages: int, page_size: in
 
 def alloc_pages(
     pool: PagePool,
-    lens: Tensor,
+    seq_lens: Tensor,
     reserve: int,
     *,
     slots: Tensor | None = None,
     status: Tensor | None = None,
     stream: int | None = None,
 ) -> None:
-    """Top each slot's page table up to the pages that `lens[slot] + reserve` rows need, row after row of `slots`.
+    """Top each slot's page table up to the pages that `seq_lens[slot] + reserve` rows need, row after row of `slots`.
 
     A slot that does not fit gets nothing and is stalled; later ones are still tried. A slot named twice is served once.
 
     Args:
         pool: changed in place.
-        lens: [num_slots] int32, usually the sequence lengths.
+        seq_lens: [num_slots] int32.
         reserve: rows beyond them, at least 0.
         slots: [B] int32; None for all slots in order.
         status: [num_slots] int32. STALLED is set where the free pages do not suffice, cleared where they do. Gains
-            BAD_LENGTH where lens is negative, where more than max_pages are wanted, or page_counts is not a count
+            BAD_LENGTH where seq_lens is negative, where more than max_pages are wanted, or page_counts is not a count
             (such a slot gets nothing); BAD_PAGE where the stack held something else than a page.
 
     Raises:
         ValueError: wrong dtype, shape, device or stride; reserve < 0.
     """
-    _C.alloc_pages(stream, pool, lens, reserve, slots, status)
+    _C.alloc_pages(stream, pool, seq_lens, reserve, slots, status)
 
 
 def free_pages(
     pool: PagePool,
-    keep_lens: Tensor,
+    prefix_lens: Tensor,
     *,
     slots: Tensor | None = None,
     status: Tensor | None = None,
     stream: int | None = None,
 ) -> None:
-    """Take back each slot's pages beyond the first `keep_lens[slot]` rows (0: all), row after row of `slots`.
+    """Take back each slot's pages beyond the first `prefix_lens[slot]` rows (0: all), row after row of `slots`.
 
     A page loses one owner and is free when it has none left. The last page goes first, so that the next `alloc_pages`
     gives the same pages in the same order.
 
     Args:
         pool: changed in place; entries given back become -1.
-        keep_lens: [num_slots] int32; more rows than the slot holds keeps everything.
+        prefix_lens: [num_slots] int32, rows to keep; more than the slot holds keeps everything.
         slots: [B] int32; None for all slots in order.
-        status: [num_slots] int32. Gains BAD_LENGTH where keep_lens is negative or page_counts is not a count (nothing
+        status: [num_slots] int32. Gains BAD_LENGTH where prefix_lens is negative or page_counts is not a count (nothing
             is returned), BAD_PAGE where an entry is not a page or a page had no owner (it is skipped).
 
     Raises:
         ValueError: wrong dtype, shape, device or stride.
     """
-    _C.free_pages(stream, pool, keep_lens, slots, status)
+    _C.free_pages(stream, pool, prefix_lens, slots, status)
 
 
 def fork_pages(
     pool: PagePool,
     src_slots: Tensor,
     dst_slots: Tensor,
-    lens: Tensor,
+    prefix_lens: Tensor,
     *,
     status: Tensor | None = None,
-    out_num_rows: Tensor | None = None,
+    out: Tensor | None = None,
     stream: int | None = None,
 ) -> Tensor:
-    """Give the empty slot `dst_slots[b]` the first `lens[dst]` rows of slot `src_slots[b]`: several samples of one
-    prompt, or a prefix that requests have in common.
+    """Give the empty slot `dst_slots[b]` the first `prefix_lens[dst]` rows of slot `src_slots[b]`: several samples of
+    one prompt, or a prefix that requests have in common.
 
     Whole pages are shared: they gain an owner, and ops that are given `page_refs` write them no more. A partial page at
     the end becomes a page of the destination's own, whose rows `copy_kv` then copies, in the target's pools and in the
@@ -1327,27 +1612,25 @@ def fork_pages(
         pool: changed in place.
         src_slots: [B] int32, B at most 512.
         dst_slots: [B] int32.
-        lens: [num_slots] int32, read at the destinations; usually the sequence lengths, which a fork has from its
-            source.
+        prefix_lens: [num_slots] int32, read at the destinations; usually `seq_lens`, which a fork has from its source.
         status: [num_slots] int32, of the destinations. STALLED is set where a partial page finds no free one (the
             destination stays empty), cleared where the fork is made. Gains BAD_LENGTH where the destination is not
-            empty, lens is negative or needs more pages than the source holds (no fork is made); BAD_PAGE where an entry
-            of the source is no page with an owner (the destination's entry stays missing), or the stack held something
-            else than a page.
-        out_num_rows: see Returns; allocated when None.
+            empty, prefix_lens is negative or needs more pages than the source holds (no fork is made); BAD_PAGE where
+            an entry of the source is no page with an owner (the destination's entry stays missing), or the stack held
+            something else than a page.
 
     Returns:
-        out_num_rows [B] int32: rows of the partial page, which `copy_kv` has to copy; 0 where there are none, or no
+        [B] int32: rows of the partial page, which `copy_kv` has to copy; 0 where there are none, or no
         fork was made.
 
     Raises:
         ValueError: wrong dtype, shape, device or stride; more than 512 rows.
     """
-    if out_num_rows is None:
+    if out is None:
         (batch,) = shape_of("fork_pages", "src_slots", src_slots, 1)
-        out_num_rows = empty("fork_pages", src_slots, (batch,), "int32")
-    _C.fork_pages(stream, pool, src_slots, dst_slots, lens, status, out_num_rows)
-    return out_num_rows
+        out = empty("fork_pages", src_slots, (batch,), "int32")
+    _C.fork_pages(stream, pool, src_slots, dst_slots, prefix_lens, status, out)
+    return out
 
 
 def write_kv(
@@ -1356,7 +1639,7 @@ def write_kv(
     k_pool: Tensor,
     v_pool: Tensor,
     page_table: Tensor,
-    start_lens: Tensor,
+    prefix_lens: Tensor,
     *,
     row_offset: int = 0,
     slots: Tensor | None = None,
@@ -1368,7 +1651,7 @@ def write_kv(
     status: Tensor | None = None,
     stream: int | None = None,
 ) -> None:
-    """Write row j of request b to KV row `start_lens[slot] + row_offset + j` of its slot.
+    """Write row j of request b to KV row `prefix_lens[slot] + row_offset + j` of its slot.
 
     Empty and stalled slots write nothing; a row that has no place of its own is left out, and the status says why.
     Requests of one call must not write the same rows.
@@ -1379,14 +1662,14 @@ def write_kv(
         k_pool, v_pool: [num_pages, page_size, Hkv, D] of the same dtype or float8_e4m3fn, free strides except the last;
             changed in place.
         page_table: [num_slots, max_pages] int32.
-        start_lens: [num_slots] int32.
+        prefix_lens: [num_slots] int32.
         num_valid: [B] int32, how many of the request's rows are written; None for all.
         cu_seqlens_q: [B + 1] int32: request b has the packed rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1.
         page_refs: [num_pages] int32: pages with more than one owner are not written.
         k_scale, v_scale: what 1.0 in pools that k and v are rounded for stands for: k / k_scale and v / v_scale are
             rounded to the nearest of their numbers, ties to even, at most 448 in size; NaN stays NaN.
-        status: [num_slots] int32. STALLED is read. Gains BAD_LENGTH where start_lens is negative, num_valid exceeds the
-            rows or cu_seqlens_q leaves the input (no row is written), or a row is outside the page table; BAD_PAGE
+        status: [num_slots] int32. STALLED is read. Gains BAD_LENGTH where prefix_lens is negative, num_valid exceeds
+            the rows or cu_seqlens_q leaves the input (no row is written), or a row is outside the page table; BAD_PAGE
             where the row has no page; SHARED_PAGE where its page has more than one owner.
 
     Raises:
@@ -1400,7 +1683,7 @@ def write_kv(
         k_pool,
         v_pool,
         page_table,
-        start_lens,
+        prefix_lens,
         row_offset,
         slots,
         num_valid,
@@ -1418,7 +1701,7 @@ def move_kv(
     page_table: Tensor,
     path: Tensor,
     num_valid: Tensor,
-    seq_lens_before: Tensor,
+    prefix_lens: Tensor,
     *,
     slots: Tensor | None = None,
     page_refs: Tensor | None = None,
@@ -1427,7 +1710,7 @@ def move_kv(
 ) -> None:
     """Bring the KV rows of an accepted path together, in every layer.
 
-    Row L + path[b, j] goes to L + j for 1 <= j < num_valid[b], with L = seq_lens_before[slot]. Rows that are in place
+    Row L + path[b, j] goes to L + j for 1 <= j < num_valid[b], with L = prefix_lens[slot]. Rows that are in place
     already are not touched. Empty and stalled slots move nothing. A move that cannot be made ends the request's moves,
     and the status says why. Slots of one call must be distinct.
 
@@ -1437,7 +1720,7 @@ def move_kv(
         page_table: [num_slots, max_pages] int32.
         path: [B, S] int32, from `verify_tree`: 0 first, strictly rising over the valid entries.
         num_valid: [B] int32, from `commit_tokens`.
-        seq_lens_before: [num_slots] int32.
+        prefix_lens: [num_slots] int32.
         page_refs: [num_pages] int32: pages with more than one owner are not written.
         status: [num_slots] int32. STALLED is read. Gains BAD_TREE where path does not start at 0 or does not rise,
             BAD_LENGTH where num_valid is not in 0..S, L is negative or a row is outside the page table, BAD_PAGE where
@@ -1446,7 +1729,7 @@ def move_kv(
     Raises:
         ValueError: wrong dtype, shape, device or stride.
     """
-    _C.move_kv(stream, k_pools, v_pools, page_table, path, num_valid, seq_lens_before, slots, page_refs, status)
+    _C.move_kv(stream, k_pools, v_pools, page_table, path, num_valid, prefix_lens, slots, page_refs, status)
 
 
 def copy_kv(
@@ -1455,15 +1738,15 @@ def copy_kv(
     page_table: Tensor,
     src_slots: Tensor,
     dst_slots: Tensor,
-    lens: Tensor,
+    prefix_lens: Tensor,
     num_rows: Tensor,
     *,
     page_refs: Tensor | None = None,
     status: Tensor | None = None,
     stream: int | None = None,
 ) -> None:
-    """Copy the last `num_rows[b]` of the first `lens[dst]` KV rows from slot `src_slots[b]` to `dst_slots[b]`, in every
-    layer: what `fork_pages` leaves to do.
+    """Copy the last `num_rows[b]` of the first `prefix_lens[dst]` KV rows from slot `src_slots[b]` to `dst_slots[b]`,
+    in every layer: what `fork_pages` leaves to do.
 
     Rows keep their numbers. Rows with an empty slot on either side, and stalled destinations, copy nothing. A row that
     has no place on either side is left out, and the destination's status says why. Rows of one call must not write
@@ -1475,158 +1758,14 @@ def copy_kv(
         page_table: [num_slots, max_pages] int32.
         src_slots: [B] int32.
         dst_slots: [B] int32.
-        lens: [num_slots] int32, read at the destinations.
+        prefix_lens: [num_slots] int32, read at the destinations.
         num_rows: [B] int32, from `fork_pages`.
         page_refs: [num_pages] int32: pages with more than one owner are not written.
-        status: [num_slots] int32. STALLED is read. Gains BAD_LENGTH where num_rows is not in 0..lens or lens is beyond
-            the page table (no row is copied), BAD_PAGE where a row has no page, SHARED_PAGE where the destination's
-            page has more than one owner.
+        status: [num_slots] int32. STALLED is read. Gains BAD_LENGTH where num_rows is not in 0..prefix_lens or
+            prefix_lens is beyond the page table (no row is copied), BAD_PAGE where a row has no page, SHARED_PAGE where
+            the destination's page has more than one owner.
 
     Raises:
         ValueError: wrong dtype, shape, device or stride.
     """
-    _C.copy_kv(stream, k_pools, v_pools, page_table, src_slots, dst_slots, lens, num_rows, page_refs, status)
-
-
-# --- round ------------------------------------------------------------------------------------------------------------
-
-
-def apply_commands(
-    commands: Tensor,
-    num_applied: Tensor,
-    started_at: Tensor,
-    seq_lens: Tensor,
-    root_tokens: Tensor,
-    remaining: Tensor,
-    stop_tokens: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    seeds: Tensor,
-    stops_from: Tensor,
-    num_logprobs: Tensor,
-    finish_reasons: Tensor,
-    status: Tensor,
-    *,
-    out_slots: Tensor | None = None,
-    out_given_back: Tensor | None = None,
-    stream: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The next record of a ring of commands becomes slot state: how a host steers rounds whose graph is fixed.
-
-    Record number n = num_applied stands in row n % depth. Its words, floats as their bits: [0] written by this op,
-    n + 1 once the record is applied and its row free; [1] how many slots to activate; then the slots of the round
-    [max_batch] and the slots given back [num_slots], -1 behind both; then of each slot to activate, all different,
-    slot, seq_len, root token, remaining, temperature, top_k, top_p, min_p, seed (low word, high word), stops_from,
-    num_logprobs and M stop tokens.
-
-    Slots given back get seq_lens, finish_reasons and status 0, before those to activate get their state (and
-    finish_reasons 0; their status stays, and gains BAD_PAGE if it is STALLED: then their prefill was written nowhere).
-
-    Args:
-        commands: [depth, 2 + max_batch + num_slots * (13 + M)] int32; for CUDA, pinned host memory or on the device.
-        num_applied: [1] int64, incremented.
-        started_at: [1] int64, set to the device's clock in nanoseconds.
-        seq_lens, root_tokens, remaining, top_k, stops_from, num_logprobs, finish_reasons, status: [num_slots] int32,
-            changed in place.
-        stop_tokens: [num_slots, M] int32, changed in place.
-        temperature, top_p, min_p: [num_slots] float32, changed in place.
-        seeds: [num_slots] int64, changed in place.
-
-    Returns:
-        out_slots [max_batch] int32 and out_given_back [num_slots] int32: for the ops of the round and for `free_pages`.
-
-    Raises:
-        ValueError: wrong dtype, shape or device; commands that are neither pinned nor on the device.
-    """
-    _, words = shape_of("apply_commands", "commands", commands, 2)
-    num_slots, max_stops = shape_of("apply_commands", "stop_tokens", stop_tokens, 2)
-    if out_slots is None:
-        max_batch = max(words - 2 - num_slots * (13 + max_stops), 0)
-        out_slots = empty("apply_commands", seq_lens, (max_batch,), "int32")
-    if out_given_back is None:
-        out_given_back = empty("apply_commands", seq_lens, (num_slots,), "int32")
-    _C.apply_commands(
-        stream,
-        commands,
-        num_applied,
-        started_at,
-        seq_lens,
-        root_tokens,
-        remaining,
-        stop_tokens,
-        temperature,
-        top_k,
-        top_p,
-        min_p,
-        seeds,
-        stops_from,
-        num_logprobs,
-        finish_reasons,
-        status,
-        out_slots,
-        out_given_back,
-    )
-    return out_slots, out_given_back
-
-
-def publish_results(
-    results: Tensor,
-    num_published: Tensor,
-    started_at: Tensor,
-    out_tokens: Tensor,
-    out_len: Tensor,
-    out_path: Tensor,
-    num_nodes: Tensor,
-    finish_reasons: Tensor,
-    status: Tensor,
-    *,
-    slots: Tensor | None = None,
-    logprobs: Tensor | None = None,
-    top_ids: Tensor | None = None,
-    top_logprobs: Tensor | None = None,
-    num_logprobs: Tensor | None = None,
-    stream: int | None = None,
-) -> None:
-    """What a round did becomes the next record of a ring that the host reads without waiting for the stream.
-
-    Record number n = num_published stands in row n % depth. Its words: [0] n + 1, written when all else is there; [2]
-    and [4] started_at and the clock now (int64 each); from [8] on, for each row b, out_len, finish reason, status,
-    num_nodes, S tokens and the S nodes of out_path. An empty row has finish reason and status 0. With scores the record
-    ends with, for each row and the first row last, S log-probabilities, S * top_n ids and their log-probabilities,
-    floats as their bits; those of slots that did not ask are not written.
-
-    Args:
-        results: [depth, words] int32, words even and at least 8 + B * (4 + 2 * S), with scores
-            8 + B * (4 + 3 * S + 2 * S * top_n); for CUDA, pinned host memory or on the device.
-        num_published: [1] int64, incremented.
-        started_at: [1] int64, from `apply_commands`.
-        out_tokens: [B, S] int32. out_len: [B] int32. Both as `commit_tokens` leaves them.
-        out_path: [B, S] int32, as `verify_tree` made it: it tells the host which nodes were worth their place.
-        num_nodes: [B] int32, of each tree.
-        finish_reasons, status: [num_slots] int32.
-        logprobs, top_ids, top_logprobs: scores, from `score_tokens`.
-        num_logprobs: [num_slots] int32, given with scores: negative if the slot did not ask.
-
-    Raises:
-        ValueError: wrong dtype, shape or device; scores or num_logprobs alone; results that are too narrow, or neither
-            pinned nor on the device.
-    """
-    _C.publish_results(
-        stream,
-        results,
-        num_published,
-        started_at,
-        out_tokens,
-        out_len,
-        out_path,
-        num_nodes,
-        finish_reasons,
-        status,
-        slots,
-        logprobs,
-        top_ids,
-        top_logprobs,
-        num_logprobs,
-    )
+    _C.copy_kv(stream, k_pools, v_pools, page_table, src_slots, dst_slots, prefix_lens, num_rows, page_refs, status)

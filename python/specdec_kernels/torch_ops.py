@@ -6,7 +6,7 @@
 
 Dynamo cannot look into a compiled module, but keeps an operator of `torch.library` as one node of its graph. Functions
 here are those of `specdec_kernels.ops`, with their arguments and results, without the outputs that a caller may pass
-(`out`, `out_*`, `lse`, `workspace`) and `stream`: operators allocate what they return and run on the current stream.
+(`out`, `lse`, `workspace`), `plan` and `stream`: operators allocate what they return and run on the current stream.
 Calling one costs some microseconds more than the plain op, so code that is not compiled uses that.
 
 Importing this module imports torch; nothing else in the package imports it.
@@ -31,16 +31,21 @@ _POOL = tuple(f"pool_{name}" for name in ("page_table", "page_counts", "page_ref
 
 # What each op changes in place. Those left out change nothing.
 _CHANGED: dict[str, tuple[str, ...]] = {
-    "expand_tree": ("cand_tokens", "cand_parents", "cand_scores", "frontier", "mask"),
+    "expand_tree": (
+        "candidates_tokens", "candidates_parents", "candidates_scores", "frontier_nodes", "frontier_mask",
+    ),
+    "learn_calibration": ("calibration_table", "calibration_counts"),
     "build_tree": ("status",),
     "build_tree_from_parents": ("status",),
     "build_tree_from_mask": ("status",),
+    "pack_trees": tuple(f"tree_{name}" for name in ops.Tree._fields),
     "rotate_qkv": ("k_pool", "v_pool", "status"),
     "tree_attention": ("status",),
     "mask_stops": ("logits",),
     "verify_tree": ("status",),
     "commit_tokens": (
-        "out_tokens", "out_len", "remaining", "seq_lens", "seq_lens_before", "root_tokens", "finish_reasons", "status",
+        "accepted_tokens", "accepted_num_valid", "state_seq_lens", "state_prefix_lens", "state_root_tokens",
+        "state_remaining", "state_finish_reasons", "state_status",
     ),
     "alloc_pages": (*_POOL, "status"),
     "free_pages": (*_POOL, "status"),
@@ -48,14 +53,9 @@ _CHANGED: dict[str, tuple[str, ...]] = {
     "write_kv": ("k_pool", "v_pool", "status"),
     "move_kv": ("k_pools", "v_pools", "status"),
     "copy_kv": ("k_pools", "v_pools", "status"),
-    "apply_commands": (
-        "commands", "num_applied", "started_at", "seq_lens", "root_tokens", "remaining", "stop_tokens", "temperature",
-        "top_k", "top_p", "min_p", "seeds", "stops_from", "num_logprobs", "finish_reasons", "status",
-    ),
-    "publish_results": ("results", "num_published"),
 }  # fmt: skip
 
-_SCHEMA_TYPES = {Tensor: "Tensor", int: "SymInt", float: "float", bool: "bool"}
+_SCHEMA_TYPES = {Tensor: "Tensor", int: "SymInt", float: "float", bool: "bool", str: "str"}
 
 
 def _is_struct(hint: Any) -> bool:
@@ -86,11 +86,11 @@ class _Op:
     def __init__(self, name: str) -> None:
         self.name, self.call = name, getattr(ops, name)
         self.hints = get_type_hints(self.call, vars(ops) | {"Tensor": Tensor})
-        outputs = ("out", "lse", "workspace", "stream")
+        without = ("out", "lse", "workspace", "plan", "stream")
         self.parameters = [
             parameter
             for parameter in inspect.signature(self.call).parameters.values()
-            if not (parameter.kind is parameter.KEYWORD_ONLY and parameter.name.startswith(outputs))
+            if not (parameter.kind is parameter.KEYWORD_ONLY and parameter.name.startswith(without))
         ]
         self.changed = _CHANGED.get(name, ())
         result = self.hints["return"]
@@ -98,7 +98,8 @@ class _Op:
         self.results = [] if result is type(None) else [part if _is_struct(part) else None for part in parts]
         self.is_single = get_origin(result) is not tuple
         # The same function with no compiled half: it allocates the outputs, whose shapes and dtypes are the fake's.
-        nothing = types.SimpleNamespace(tree_attention_workspace=lambda *_: 0, **{name: lambda *_: None})
+        sizes = ("tree_attention_workspace", "verify_tree_workspace")
+        nothing = types.SimpleNamespace(**dict.fromkeys(sizes, lambda *_: 0), **{name: lambda *_: None})
         self.fake = types.FunctionType(
             self.call.__code__, vars(ops) | {"_C": nothing}, name, self.call.__defaults__, self.call.__closure__
         )

@@ -1,10 +1,10 @@
 // What the text at those places is worth, and what follows it.
 #pragma once
 
-#include "core/prefetch.cuh"
+#include "core/cuda.cuh"
 #include "ngram/draft/row.cuh"
 
-namespace specdec::ngram_draft {
+namespace specdec::ngram::draft {
 
 // A block of the store in the registers of eight lanes, four words each.
 struct BlockWords {
@@ -178,4 +178,4 @@ __device__ __forceinline__ int find_candidates(const NgramDraftParams& p, const 
   return count;
 }
 
-}  // namespace specdec::ngram_draft
+}  // namespace specdec::ngram::draft

@@ -1,10 +1,10 @@
 // Which nodes of the segments are drafted, and in what order.
 #pragma once
 
-#include "core/warp_scan.cuh"
+#include "core/warp.cuh"
 #include "ngram/draft/row.cuh"
 
-namespace specdec::ngram_draft {
+namespace specdec::ngram::draft {
 
 // The segments in the registers of a warp, two a lane.
 struct Segments {
@@ -126,4 +126,4 @@ __device__ __forceinline__ int number_nodes(const NgramDraftParams& p, Row& s) {
   return min(listed + 1, nodes);
 }
 
-}  // namespace specdec::ngram_draft
+}  // namespace specdec::ngram::draft

@@ -4,7 +4,7 @@
 #include "ngram/append.h"
 #include "ngram/draft/row.cuh"
 
-namespace specdec::ngram_draft {
+namespace specdec::ngram::draft {
 
 // The places of the n-grams that end the context, a warp each, and that which is followed. Returns how many rounds it
 // takes to verify as many as there may be.
@@ -55,4 +55,4 @@ __device__ __forceinline__ int find_places(const NgramDraftParams& p, const Requ
   return num_scopes;
 }
 
-}  // namespace specdec::ngram_draft
+}  // namespace specdec::ngram::draft

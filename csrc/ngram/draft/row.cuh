@@ -1,12 +1,12 @@
 // What the block of a row keeps in shared memory, and what each of its warps knows of the request.
 #pragma once
 
-#include "core/lanes.cuh"
 #include "core/slots.h"
+#include "core/warp.cuh"
 #include "ngram/ngram_draft.h"
 #include "tree/tree_nodes.cuh"
 
-namespace specdec::ngram_draft {
+namespace specdec::ngram::draft {
 
 constexpr int kThreads = 512, kWarps = kThreads / kWarp;
 constexpr int kOctet = 8;                                // lanes that hold a block, 16 bytes each
@@ -17,7 +17,7 @@ constexpr int kMostSegments = 2 * kNgramCandidates - 1;  // edges of a trie of s
 constexpr int kHead = kWarp - kNgramBlockTokens;         // words of a block before its tokens
 static_assert(kNgrams < kWarps && kNgramPlaces <= kMostPlaces && kNgramCandidates == kWarp && kNgramMaxMatch == kWarp);
 static_assert(sizeof(NgramSet) == kWarp * sizeof(uint4) && sizeof(NgramBlock) == kOctet * sizeof(uint4));
-static_assert(kThreads >= kMaxTreeNodes && kMaxTreeNodes <= 256);  // numbers and depths are bytes
+static_assert(kThreads >= tree::kMaxTreeNodes && tree::kMaxTreeNodes <= 256);  // numbers and depths are bytes
 
 __device__ __forceinline__ int first_bit(uint32_t bits) { return __ffs(static_cast<int>(bits)) - 1; }
 
@@ -84,7 +84,7 @@ struct Row {
   union {
     Places places;                                  // first
     uint8_t number[kNgramCandidates][64 * kWords];  // of the node of that name
-    TreeNodes<kWords> nodes;                        // last
+    tree::TreeNodes<kWords> nodes;                  // last
   };
 };
 
@@ -115,4 +115,4 @@ __device__ __forceinline__ Request find_request(const NgramDraftParams& p, int64
           .context_len = static_cast<int>(length < kNgramMaxMatch ? length : kNgramMaxMatch)};
 }
 
-}  // namespace specdec::ngram_draft
+}  // namespace specdec::ngram::draft

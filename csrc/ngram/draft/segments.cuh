@@ -3,7 +3,7 @@
 
 #include "ngram/draft/row.cuh"
 
-namespace specdec::ngram_draft {
+namespace specdec::ngram::draft {
 
 // Of a warp's weights, which are below 2^45.
 __device__ __forceinline__ uint64_t sum_weights(uint64_t weight) {
@@ -103,4 +103,4 @@ __device__ __forceinline__ void take_logarithms(Row& s) {
   __syncthreads();
 }
 
-}  // namespace specdec::ngram_draft
+}  // namespace specdec::ngram::draft

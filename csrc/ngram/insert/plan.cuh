@@ -1,12 +1,12 @@
 // What planners and updaters of a block share.
 #pragma once
 
-#include "core/lanes.cuh"
-#include "core/prefetch.cuh"
+#include "core/cuda.cuh"
 #include "core/slots.h"
+#include "core/warp.cuh"
 #include "ngram/ngram_insert.h"
 
-namespace specdec::ngram_insert {
+namespace specdec::ngram::insert {
 
 constexpr uint32_t kNoSet = 0xffffffff, kNoToken = 0xffffffff;
 constexpr int kUpdaters = 512, kUpdaterWarps = kUpdaters / kWarp;         // threads that find and apply updates
@@ -117,4 +117,4 @@ __device__ __forceinline__ Token find_token(const Plan& s, uint32_t i) {
   return {b, i - s.first_token[b]};
 }
 
-}  // namespace specdec::ngram_insert
+}  // namespace specdec::ngram::insert

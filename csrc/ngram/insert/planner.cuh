@@ -1,11 +1,11 @@
 // The threads that find where rows go, and write all but the table.
 #pragma once
 
-#include "core/warp_scan.cuh"
+#include "core/warp.cuh"
 #include "ngram/append.h"
 #include "ngram/insert/plan.cuh"
 
-namespace specdec::ngram_insert {
+namespace specdec::ngram::insert {
 
 // One row of the call, as it will be.
 struct Row {
@@ -252,4 +252,4 @@ __device__ __forceinline__ void plan(const NgramInsertParams& p, const NgramInse
   }
 }
 
-}  // namespace specdec::ngram_insert
+}  // namespace specdec::ngram::insert

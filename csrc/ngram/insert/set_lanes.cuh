@@ -1,10 +1,10 @@
 // An update of a set by eight lanes.
 #pragma once
 
-#include "core/lanes.cuh"
+#include "core/warp.cuh"
 #include "ngram/layout.h"
 
-namespace specdec::ngram_insert {
+namespace specdec::ngram::insert {
 
 // Sets in the registers of a warp, eight lanes each, one for each entry. All lanes of the warp go through all of it.
 struct SetLanes {
@@ -69,4 +69,4 @@ struct SetLanes {
   }
 };
 
-}  // namespace specdec::ngram_insert
+}  // namespace specdec::ngram::insert

@@ -2,12 +2,12 @@
 #pragma once
 
 #include "core/bits.h"
-#include "core/warp_scan.cuh"
+#include "core/warp.cuh"
 #include "ngram/append.h"
 #include "ngram/insert/plan.cuh"
 #include "ngram/insert/set_lanes.cuh"
 
-namespace specdec::ngram_insert {
+namespace specdec::ngram::insert {
 
 // How many tokens the rows name, by a warp. Whether a row is refused turns out later: then its tokens are not looked
 // at.
@@ -277,4 +277,4 @@ __device__ __forceinline__ void update(const NgramInsertParams& p, Plan& s) {
   }
 }
 
-}  // namespace specdec::ngram_insert
+}  // namespace specdec::ngram::insert

@@ -7,13 +7,14 @@ standard library only; what its `run` needs beyond that it asks `extras.require`
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 from collections.abc import Sequence
 
-from . import bench, generate, info
+from . import bench, doctor, generate, info, tune
 
-COMMANDS = (generate, bench, info)
+COMMANDS = (generate, doctor, tune, bench, info)
 
 DESCRIPTION = """\
 Speculative decoding makes a large language model emit several tokens per forward pass: a cheap draft proposes a tree
@@ -51,5 +52,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not hasattr(args, "run"):
         parser.print_help()
         return 0
-    result: int = args.run(args)
+    try:
+        result: int = args.run(args)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read has seen enough (`| head`)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter flushes once more
+        return 1
+    except KeyboardInterrupt:
+        print("specdec: interrupted", file=sys.stderr)
+        return 130
     return result

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -12,12 +13,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from . import tune
 from .extras import require
 from .table import print_table
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
+SCHEMA = 2  # of what --json writes; bench/results/README.md describes it
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 PATIENCE_SECONDS = 2.0
 NO_CUDA = "--device cuda needs a CUDA build of specdec_kernels and a GPU that torch can use"
@@ -35,14 +38,26 @@ NUMBERS = {
     "rows": "rows, of rotate_qkv and write_kv per request",
     "width": "numbers of a row",
     "outs": "numbers of a row that linear_rows makes",
+    "experts": "experts of a layer",
+    "taken": "experts that a row takes",
+    "inner": "numbers between the two products of an expert",
     "layers": "layers of KV",
     "top_n": "alternatives scored beside each token",
     "held": "tokens the n-gram index holds",
+    "max_len": "KV rows that page tables have room for (0: the text's); of round, one number, the longest text that "
+    "the engine allows (input + output + 1)",
 }
-# Of `round`, beside --batch:
+MAY_BE_ZERO = ("prefix", "top_n", "held", "max_len")
+# Of `round`, beside --batch, --dtype and --max-len:
 ROUND = "round"
-SHAPES = ("qwen3-8b", "llama-3.1-8b", "qwen3-0.6b", "tiny")
+SHAPES = ("qwen3-8b", "qwen3-30b-a3b", "llama-3.1-8b", "qwen3-0.6b", "tiny")
 ALGORITHMS = ("none", "chain", "tree", "standalone")
+DOMAINS = ("chat", "code", "math")
+DRAFTERS = ("eagle3", "dflash", "dspark")
+ROUND_OPTIONS = (
+    "shape", "algorithm", "acceptance", "drafter", "context_decay", "accept", "input", "output",
+    "speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens", "speculative_adaptive", "tuning",
+)  # fmt: skip
 # Words, and which:
 WORDS = {
     "dtype": ("float32", "float16", "bfloat16"),
@@ -61,12 +76,13 @@ sizes:
     specdec bench verify_tree --batch 1,4,16,64,256 --nodes 32 --vocab 128256 --plot verify.png
     specdec bench build_tree --nodes 8,32,64 --k 10
     specdec bench all --quick
-    specdec bench round --shape qwen3-8b --algorithm none,chain,tree --batch 1,4,16,64 --accept 3.5
+    specdec bench round --shape qwen3-8b --algorithm none,chain,tree --batch 1,4,16,64 --acceptance code
 
 round:
-  Whole rounds of the engine on a model of a well-known shape with planted weights: full cost, a known text, and the
-  accept length you choose. Every token is checked. All requests of a batch come at once; counted are rounds in which
-  all of them take part, and the run, from their coming to the last one's end.
+  Whole rounds of the engine on a model of a well-known shape with planted weights: full cost, a known text, and drafts
+  that are accepted as often as a published drafter's were on such texts, easy stretches and hard ones. Every token is
+  checked. All requests of a batch come at once; counted are rounds in which all of them take part, and the run, from
+  their coming to the last one's end.
 
 columns:
   time      median time of a call; on a GPU from replays of a CUDA graph, on a CPU wall time
@@ -77,14 +93,25 @@ columns:
   inputs    cold: rotated through more memory than the L2 cache holds
   gpu       of round: from its first kernel to its last, a mean; idle, the GPU's share of time between rounds;
             host, what the loop takes of the host for one (on a CPU that is the round itself, and left out); emit,
-            handing out its tokens, which this bench takes as they come; wait, waiting for the device; means of all
-            rounds; nodes, how many their trees had, which --speculative-adaptive chooses
+            handing out its tokens, in another thread; wait, waiting for the device; means of all rounds; nodes, how
+            many their trees had, which --speculative-adaptive chooses
   run       of round: tokens a second of the whole run, prefill included; first token, when half of the requests had
             theirs
   others    one column each, torch and installed packages (sglang, flashinfer): another way to the same result, checked
             as well, timed alike; in brackets its time over ours
 
-exit code: 0; 1 when a result was wrong (it is named and has no time); 2 when the command cannot run here.
+baseline:
+  --baseline FILE compares with an earlier run's --json: tokens a second of round, the time of an op. A recorded run is
+  compared, shown or drawn by its name instead of an op's:
+    specdec bench select_topk --json before.json
+    specdec bench select_topk --baseline before.json --threshold 10
+    specdec bench after.json --baseline before.json
+
+noise:
+  A p90 with a star is far above the median: something else ran. Such a time says little.
+
+exit code: 0; 1 when a result was wrong (it is named and has no time) or slower than --baseline by more than
+--threshold; 2 when the command cannot run here, or a size could not be timed (it is named).
 """
 
 
@@ -103,9 +130,17 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--full", action="store_true", help="every combination of an op's sizes, however many")
     parser.add_argument("--json", metavar="FILE", help="write the run to FILE as well")
     parser.add_argument("--plot", metavar="FILE", help="draw the times into FILE (.png, .svg or .pdf)")
+    parser.add_argument("--baseline", metavar="FILE", help="compare with the run that --json wrote there")
+    parser.add_argument(
+        "--threshold",
+        type=at_least(0.0),
+        default=5.0,
+        metavar="PERCENT",
+        help="slower than the baseline is: by more (5)",
+    )
     sizes = parser.add_argument_group("sizes, several with commas")
     for name, meaning in NUMBERS.items():
-        sizes.add_argument(option(name), type=numbers, metavar="N", help=meaning)
+        sizes.add_argument(option(name), type=numbers(0 if name in MAY_BE_ZERO else 1), metavar="N", help=meaning)
     for name, words in WORDS.items():
         sizes.add_argument(option(name), type=words_of(words), metavar="NAME", help=", ".join(words))
     rounds = parser.add_argument_group("of round")
@@ -117,15 +152,28 @@ def add_parser(subparsers: Subparsers) -> None:
         help="none; chain and tree, of an EAGLE-3 head (5 steps; topk 1, 6 tokens; topk 10, 32 tokens); standalone, a "
         "chain of a small model; several with commas (none,chain,tree)",
     )
-    rounds.add_argument("--accept", type=float, metavar="N", help="tokens a round emits on average (3.5)")
-    rounds.add_argument("--input", type=int, metavar="N", help="tokens of a prompt (321; tiny: 32)")
-    rounds.add_argument("--output", type=int, metavar="N", help="tokens generated for each (215; tiny: 32)")
-    rounds.add_argument("--speculative-num-steps", type=int, metavar="N", help="instead of the algorithm's own")
-    rounds.add_argument("--speculative-eagle-topk", type=int, metavar="K", help="instead of the algorithm's own")
-    rounds.add_argument("--speculative-num-draft-tokens", type=int, metavar="N", help="instead of the algorithm's own")
+    rounds.add_argument("--acceptance", choices=DOMAINS, help="of which texts (chat)")
+    rounds.add_argument("--drafter", choices=DRAFTERS, help="and of whose drafts, at the planted head's cost (eagle3)")
+    rounds.add_argument("--context-decay", action="store_true", help="acceptance falls with the length of the context")
+    rounds.add_argument(
+        "--accept",
+        type=at_least(1.0),
+        metavar="N",
+        help="instead: every round emits N tokens, its drafts right up to there",
+    )
+    rounds.add_argument("--input", type=at_least(1), metavar="N", help="tokens of a prompt (321; tiny: 32)")
+    rounds.add_argument("--output", type=at_least(1), metavar="N", help="tokens generated for each (215; tiny: 32)")
+    rounds.add_argument("--speculative-num-steps", type=at_least(1), metavar="N", help="instead of the algorithm's own")
+    rounds.add_argument(
+        "--speculative-eagle-topk", type=at_least(1), metavar="K", help="instead of the algorithm's own"
+    )
+    rounds.add_argument(
+        "--speculative-num-draft-tokens", type=at_least(1), metavar="N", help="instead of the algorithm's own"
+    )
     rounds.add_argument(
         "--speculative-adaptive", action="store_true", help="choose in each round how many of these nodes to draft"
     )
+    tune.add_tuning(rounds)
     parser.set_defaults(run=run)
 
 
@@ -133,11 +181,34 @@ def option(parameter: str) -> str:
     return "--" + parameter.replace("_", "-")
 
 
-def numbers(text: str) -> list[int]:
-    values = [int(item) for item in text.split(",")]
-    if min(values) < 0:
-        raise argparse.ArgumentTypeError(f"{text!r} has a negative number")
-    return values
+def at_least(least: float) -> Callable[[str], float]:
+    """A number of the bound's kind, from there on."""
+    kind = type(least)
+
+    def number(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not value >= least:
+            what = "a whole number" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what} from {least:g} on")
+        return value
+
+    return number
+
+
+def numbers(least: int) -> Callable[[str], list[int]]:
+    def several(text: str) -> list[int]:
+        try:
+            values = [int(item) for item in text.split(",")]
+        except ValueError:
+            values = []
+        if not values or min(values) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not numbers from {least} on, with commas between them")
+        return values
+
+    return several
 
 
 def words_of(known: Sequence[str]) -> Callable[[str], list[str]]:
@@ -158,16 +229,25 @@ def run(args: argparse.Namespace) -> int:
     cases = import_module("specdec_kernels.bench.cases").CASES
     overhead = import_module("specdec_kernels.bench.call_overhead")
     if not args.ops:
+        if args.baseline:
+            return refuse(f"--baseline {args.baseline} stands alone, expected an op or a recorded run beside it")
         list_ops(cases, overhead.NAME)
         return 0
+    if (code := refuse_files(args)) is not None:
+        return code
+    if len(args.ops) == 1 and args.ops[0].endswith(".json"):
+        return show_recorded(args)
     if ROUND in args.ops:
         return run_rounds(args)
     names = [*cases, overhead.NAME] if args.ops == ["all"] else args.ops
+    known = [*cases, overhead.NAME]
     for name in names:
-        if name not in cases and name != overhead.NAME:
-            return refuse(f"there is no op {name}, expected one of {', '.join([*cases, overhead.NAME])}")
-    if (code := refuse_files(args)) is not None:
-        return code
+        if name == "all":
+            return refuse("all means every op, expected no op beside it")
+        if name not in known:
+            return refuse(f"there is no op {name}, expected one of {', '.join([*known, ROUND])}, or all")
+    if beside := [name for name in ROUND_OPTIONS if getattr(args, name)]:
+        return refuse(f"{option(beside[0])} is of {ROUND}, expected it not beside {args.ops[0]}")
     device = find_device(args.device)
     if device is None:
         return refuse(NO_CUDA)
@@ -185,6 +265,15 @@ def refuse_files(args: argparse.Namespace) -> int | None:
     for flag, file in (("--json", args.json), ("--plot", args.plot)):
         if file and not Path(file).absolute().parent.is_dir():
             return refuse(f"{flag} {file} is in no existing folder")
+        if file and (
+            Path(file).is_dir() or not os.access(file if Path(file).exists() else Path(file).absolute().parent, os.W_OK)
+        ):
+            return refuse(f"{flag} {file} cannot be written, expected a file's name")
+    if args.baseline:
+        try:
+            args.baseline_run = read_record(args.baseline)
+        except (OSError, ValueError) as error:
+            return refuse(f"--baseline {error}")
     if args.plot:
         if not require("bench --plot", "bench", ["matplotlib"]):
             return 2
@@ -193,30 +282,73 @@ def refuse_files(args: argparse.Namespace) -> int | None:
     return None
 
 
+def read_record(file: str) -> dict[str, Any]:
+    """A run as --json writes it. OSError or ValueError where it is none."""
+    try:
+        run_record = json.loads(Path(file).read_text())
+    except OSError as error:
+        raise OSError(f"{file} cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON, expected a run that --json wrote") from error
+    if not isinstance(run_record, dict) or run_record.get("schema") != SCHEMA:
+        raise ValueError(f"{file} is no run of schema {SCHEMA}, expected one that --json wrote")
+    return run_record
+
+
+def show_recorded(args: argparse.Namespace) -> int:
+    """`specdec bench FILE.json`: the table of an earlier run, its picture, and its comparison."""
+    try:
+        run_record = read_record(args.ops[0])
+    except (OSError, ValueError) as error:
+        return refuse(str(error))
+    show(run_record)
+    if args.plot:
+        import_module("specdec_kernels.bench.plot").plot(run_record, args.plot)
+    return compare(args, run_record)
+
+
 def run_rounds(args: argparse.Namespace) -> int:
     """`specdec bench round`: the engine instead of an op."""
     if args.ops != [ROUND]:
         return refuse(f"{ROUND} is timed alone, expected no op beside it")
     if not require("bench round", "engine", ["transformers", "safetensors"]):
         return 2
-    if (code := refuse_files(args)) is not None:
-        return code
+    mine = ("batch", "dtype", "max_len")
+    others = [name for name in (*NUMBERS, *WORDS) if name not in mine and getattr(args, name) is not None]
+    if others:
+        names = " or ".join(others)
+        return refuse(f"{ROUND} has no {names}, expected --batch, --dtype, --max-len and what its help lists")
+    if args.max_len and len(args.max_len) > 1:
+        return refuse(f"{ROUND} takes one --max-len, expected it not to be {args.max_len}")
     device = find_device(args.device)
     if device is None:
         return refuse(NO_CUDA)
     try:
+        if args.tuning:
+            tune.apply_tuning(args, tune.read_tuning(args.tuning))
         setups = round_setups(args, device)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         return refuse(str(error))
 
     rounds = import_module("specdec_kernels.bench.round")
-    ceilings = import_module("specdec_kernels.bench.ceilings").measure_ceilings(device, args.quick)
     batches = args.batch or ([1] if args.quick or device.type == "cpu" else [1, 4, 16, 64])
+    for setup in setups:
+        needed, free = rounds.memory_needed(setup, max(batches)), rounds.free_memory(device)
+        if needed > free:
+            return refuse(
+                f"{setup.shape} needs about {needed / 1e9:.1f} GB for weights and KV of {max(batches)} requests in "
+                f"{setup.params(1)['dtype']}, and {device.type} has {free / 1e9:.1f} GB free: another --shape, fewer "
+                "--batch, a shorter --max-len"
+            )
+    ceilings = import_module("specdec_kernels.bench.ceilings").measure_ceilings(device, args.quick)
     results = []
-    with progress(len(setups) * len(batches)) as advance:
-        for result in rounds.measure_rounds(setups, batches, ceilings):
-            results.append(result)
-            advance(f"{ROUND} {result.params['algorithm']} batch {result.params['batch']}")
+    try:
+        with progress(len(setups) * len(batches)) as advance:
+            for result in rounds.measure_rounds(setups, batches, ceilings):
+                results.append(result)
+                advance(f"{ROUND} {result.params['algorithm']} batch {result.params['batch']}")
+    except ValueError as error:  # what the engine refuses, by name
+        return refuse(str(error))
     return finish(args, results, device, ceilings)
 
 
@@ -226,15 +358,25 @@ def round_setups(args: argparse.Namespace, device: Any) -> list[Any]:
 
     import torch
 
+    from ..models.acceptance import EvenAcceptance, PublishedAcceptance
+
     rounds = import_module("specdec_kernels.bench.round")
     shape = args.shape or ("qwen3-8b" if device.type == "cuda" else "tiny")
     small = shape == "tiny"
+    input, output = (args.input or (32 if small else 321)), (args.output or (32 if small else 215))
+    if args.accept is not None:
+        for flag, value in (
+            ("--acceptance", args.acceptance), ("--drafter", args.drafter), ("--context-decay", args.context_decay)
+        ):  # fmt: skip
+            if value:
+                raise ValueError(f"--accept is {args.accept}, expected none beside {flag}")
     dtype = args.dtype[0] if args.dtype else "bfloat16" if device.type == "cuda" else "float32"
     given = {
         "num_steps": args.speculative_num_steps,
         "topk": args.speculative_eagle_topk,
         "num_nodes": args.speculative_num_draft_tokens,
     }
+    context = (input + output // 2) if args.context_decay else None
     setups = []
     for name in args.algorithm or ("none", "chain", "tree"):
         drafting = rounds.ALGORITHMS[name]
@@ -243,15 +385,16 @@ def round_setups(args: argparse.Namespace, device: Any) -> list[Any]:
         setup = rounds.Setup(
             shape=shape,
             drafting=drafting,
-            accept=args.accept or 3.5,
-            input=args.input or (32 if small else 321),
-            output=args.output or (32 if small else 215),
+            acceptance=EvenAcceptance(min(args.accept, drafting.num_steps + 1))
+            if args.accept is not None
+            else PublishedAcceptance(args.acceptance or "chat", args.drafter or "eagle3", context),
+            input=input,
+            output=output,
             device=device,
             dtype=getattr(torch, dtype),
             adaptive=args.speculative_adaptive,
+            max_len=args.max_len[0] if args.max_len else None,
         )
-        if setup.accept < 1:
-            raise ValueError(f"--accept is {setup.accept}, expected at least 1")
         setups.append(setup)
     return setups
 
@@ -329,10 +472,45 @@ def finish(args: argparse.Namespace, results: list[Any], device: Any, ceilings: 
             file.write("\n")
     if args.plot:
         import_module("specdec_kernels.bench.plot").plot(run_record, args.plot)
+    slower = compare(args, run_record)
     wrong = [result for result in results if result.error]
     for result in wrong:
         print(f"wrong result, not timed: {result.op} {text_of(result.params)}: {result.error}", file=sys.stderr)
-    return 1 if wrong else 0
+    skipped = [result for result in results if result.skipped]
+    for result in skipped:
+        print(f"not timed: {result.op} {text_of(result.params)}: {result.skipped}", file=sys.stderr)
+    return 1 if wrong else 2 if skipped else slower
+
+
+def compare(args: argparse.Namespace, run_record: dict[str, Any]) -> int:
+    """Shows a run beside --baseline: 0; 1, something is slower by more than --threshold; 2, no size is in both."""
+    if not args.baseline:
+        return 0
+    before = args.baseline_run
+    found = import_module("specdec_kernels.bench.baseline").changes(run_record, before)
+    if not found:
+        return refuse(f"--baseline {args.baseline} has no size of this run, expected the same op and sizes")
+    names = before["machine"]["name"], run_record["machine"]["name"]
+    if names[0] != names[1]:
+        print(f"the baseline is of another machine: {names[0]}, here {names[1]}", file=sys.stderr)
+    slower = [change for change in found if change.slower > args.threshold / 100]
+    print(f"beside {args.baseline}, {before['date']}, specdec_kernels {before['specdec_kernels']['commit'] or ''}")
+    rows = [
+        [
+            c.op,
+            text_of(c.params),
+            number(c.before),
+            number(c.now),
+            c.unit,
+            f"{c.slower:+.1%}",
+            "slower" if c in slower else "",
+        ]
+        for c in found
+    ]
+    print_table(["op", "size", "before", "now", "unit", "time", "verdict"], rows, left=2, least=["unit"])
+    for change in slower:
+        print(f"slower than the baseline: {change.op} {text_of(change.params)}: {change.slower:+.1%}", file=sys.stderr)
+    return 1 if slower else 0
 
 
 @contextmanager
@@ -370,20 +548,30 @@ def show(run_record: dict[str, Any]) -> None:
     rounds = [r for r in run_record["results"] if r["op"] == ROUND]
     ops = [r for r in run_record["results"] if r["op"] != ROUND and "call" not in r["params"]]
     if rounds:
-        print(text_of({name: rounds[0]["params"][name] for name in ROUND_HEAD}))
-        print_table(ROUND_COLUMNS, [round_row(r) for r in rounds])
+        print(round_head(rounds))
+        print_table(ROUND_COLUMNS, [round_row(r) for r in rounds], least=LEAST_OF_ROUND)
     if ops:
         others = names_of_others(ops)
-        print_table([*COLUMNS, *(f"{name} us" for name in others)], [row(r, others) for r in ops], left=2)
+        columns, rows, left = [*COLUMNS, *(f"{name} us" for name in others)], [row(r, others) for r in ops], 2
+        if len({r["op"] for r in ops}) == 1:  # a heading instead of a column
+            print(ops[0]["op"])
+            columns, rows, left = columns[1:], [cells[1:] for cells in rows], 1
+        print_table(columns, rows, left=left, least=LEAST)
     if calls:
         print_table(["call", "ns"], [[r["params"]["call"], f"{r['host_us'] * 1e3:.0f}"] for r in calls])
 
 
-ROUND_HEAD = ("shape", "dtype", "input", "output")
+ROUND_HEAD = ("shape", "dtype", "input", "output", "max_len", "accept")
 ROUND_COLUMNS = [
-    "algorithm", "batch", "ms/round", "p90 ms", "tokens/s", "accept length", "gpu ms", "idle", "host us", "emit us",
-    "wait us", "floor ms", "of floor", "run tokens/s", "first token ms", "rounds by nodes",
+    "algorithm", "batch", "ms/round", "p90 ms", "tokens/s", "accept length", "p10 to p90", "gpu ms", "idle", "host us",
+    "emit us", "wait us", "floor ms", "of floor", "run tokens/s", "first token ms", "rounds by nodes",
 ]  # fmt: skip
+
+
+def round_head(rounds: Sequence[dict[str, Any]]) -> str:
+    """What the results of `round` have in common; of acceptance, what those that draft have."""
+    params = max((r["params"] for r in rounds), key=lambda p: p["num_steps"])
+    return text_of({name: params[name] for name in ROUND_HEAD if name in params})
 
 
 def round_row(r: dict[str, Any]) -> list[str]:
@@ -392,14 +580,17 @@ def round_row(r: dict[str, Any]) -> list[str]:
     name = p["algorithm"] + (f" ({p['num_steps']}, {p['topk']}, {p['nodes']})" if p["num_steps"] else "")
     if r["error"]:
         return [name, str(p["batch"]), "WRONG", *[""] * (len(ROUND_COLUMNS) - 3)]
+    if r.get("skipped"):
+        return [name, str(p["batch"]), "skipped", *[""] * (len(ROUND_COLUMNS) - 3)]
     facts = r["facts"]
     return [
         name,
         str(p["batch"]),
         number(r["time_us"] * 1e-3),
-        number(r["p90_us"] * 1e-3),
+        p90(r, 1e-3),
         f"{facts['tokens_per_second']:.0f}",
         f"{facts['accept_length']:.2f}",
+        f"{facts['accept_length_p10']:.2f} to {facts['accept_length_p90']:.2f}" if "accept_length_p10" in facts else "",
         number(facts["gpu_us"] * 1e-3) if "gpu_us" in facts else "",
         f"{facts['idle']:.2%}" if "idle" in facts else "",
         *(number(facts[name]) if name in facts else "" for name in ("host_us", "emit_us", "wait_us")),
@@ -408,6 +599,21 @@ def round_row(r: dict[str, Any]) -> list[str]:
         *(f"{facts[name]:.0f}" if name in facts else "" for name in ("run_tokens_per_second", "first_token_ms")),
         facts.get("nodes", ""),
     ]
+
+
+# What a narrow terminal can do without.
+LEAST_OF_ROUND = [
+    "rounds by nodes", "first token ms", "emit us", "wait us", "run tokens/s", "host us", "idle", "floor ms", "gpu ms",
+    "p10 to p90", "p90 ms", "of floor",
+]  # fmt: skip
+LEAST = ["inputs", "host us", "floor us", "p90 us", "of floor"]
+NOISY = 1.5  # p90 over the median, from which on a star says so
+
+
+def p90(r: dict[str, Any], scale: float = 1.0) -> str:
+    """The cell, with a star where the samples are far apart."""
+    star = "*" if r["p90_us"] is not None and r["p90_us"] > NOISY * r["time_us"] else ""
+    return (number(r["p90_us"] * scale) if r["p90_us"] is not None else "") + star
 
 
 COLUMNS = ["op", "size", "time us", "p90 us", "host us", "floor us", "of floor", "inputs"]
@@ -422,11 +628,14 @@ def row(r: dict[str, Any], others: Sequence[str]) -> list[str]:
     """The cells of one result, under COLUMNS and the names of the others."""
     if r["error"]:
         return [r["op"], text_of(r["params"]), "WRONG", *[""] * (len(COLUMNS) - 3 + len(others))]
+    if r.get("skipped"):
+        return [r["op"], text_of(r["params"]), "skipped", *[""] * (len(COLUMNS) - 3 + len(others))]
+    plan = r.get("facts", {}).get("plan")
     return [
         r["op"],
-        text_of(r["params"]),
+        text_of(r["params"]) + (f" plan={plan}" if plan else ""),
         number(r["time_us"]),
-        number(r["p90_us"]),
+        p90(r),
         number(r["host_us"]),
         number(r["floor_us"]),
         f"{r['of_floor']:.0%}" if r["of_floor"] else "",

@@ -5,15 +5,17 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from . import drafts, tune
 from .extras import require
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..engine import Engine, RequestOutput, SamplingParams
+    from ..engine import Draft, Engine, RequestOutput, SamplingParams
+    from .near_tie import Difference
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -28,44 +30,23 @@ DEFAULT_PROMPT = '''class Point:
     def __repr__(self):'''
 
 
+# A short run is repeated, without printing, and the fastest counts: other work on the machine only slows it down.
+MOST_RUNS, ENOUGH_SECONDS = 4, 2.0
+
+
 def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "generate",
         help="generate text by speculative decoding and compare with plain decoding",
         description="Generates text, streaming it with accepted draft tokens in colour, then decodes the same prompt "
         "without speculation and prints both in a table. Without arguments it uses the tiny model that comes with "
-        "the package, its EAGLE-3 head and a default prompt.",
+        "the package and a default prompt; on a GPU its EAGLE-3 head drafts, on a CPU the n-gram index.",
     )
     parser.add_argument("prompt", nargs="?", help="text to continue (default: the head of a small Python class)")
     parser.add_argument("--model", help="target: a folder or hub id (default: the packaged tiny model)")
-    parser.add_argument(
-        "--speculative-algorithm",
-        choices=["NONE", "NGRAM", "EAGLE", "EAGLE3", "STANDALONE", "EAGLE3+NGRAM"],
-        help="how to draft (default: EAGLE3 for the tiny model, NGRAM for any other)",
-    )
-    parser.add_argument("--speculative-draft-model-path", metavar="PATH", help="EAGLE head or small draft model")
-    parser.add_argument("--speculative-num-steps", type=int, default=5, metavar="N", help="depth of drafting (5)")
-    parser.add_argument(
-        "--speculative-eagle-topk", type=int, metavar="K", help="branches per step (8 on a GPU, 1, a chain, on the CPU)"
-    )
-    parser.add_argument(
-        "--speculative-num-draft-tokens",
-        type=int,
-        metavar="N",
-        help="nodes verified per round, root included (32 for a tree, steps + 1 for a chain, 16 for NGRAM)",
-    )
-    parser.add_argument(
-        "--speculative-adaptive",
-        action=argparse.BooleanOptionalAction,
-        help="choose in each round how many of these nodes to draft (default: where rounds are CUDA graphs)",
-    )
-    parser.add_argument(
-        "--speculative-ngram-corpus",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="a text file that NGRAM knows from the start; several with several flags",
-    )
+    parser.add_argument("--adapter", metavar="PATH", help="LoRA to merge into the target: a folder or hub id")
+    drafts.add_arguments(parser)
+    tune.add_tuning(parser)
     parser.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help="budget (200)")
     parser.add_argument(
         "--temperature", type=float, default=0.0, metavar="T", help="0, greedy (default), or above: sample"
@@ -80,6 +61,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--seed", type=int, metavar="N", help="of the draws (default: another one each time)")
     parser.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of weights and KV")
+    parser.add_argument("--kv-dtype", choices=["fp8_e4m3"], help="of KV, if it is to have 8 bits")
     parser.add_argument("--page-size", type=int, default=16, metavar="N", help="KV rows per page (16)")
     parser.add_argument(
         "--mem-fraction", type=float, metavar="F", help="share of the GPU's memory to take (default: what is needed)"
@@ -102,42 +84,45 @@ def run(args: argparse.Namespace) -> int:
     if not require("generate", "engine", ["torch", "transformers", "safetensors", "rich"]):
         return 1
     try:
-        compare(args)
+        return compare(args)
     except (OSError, ValueError, NotImplementedError) as error:  # what the engine refuses, by name
         print(f"specdec generate: {error}", file=sys.stderr)
         return 2
-    return 0
 
 
-def compare(args: argparse.Namespace) -> None:
+def compare(args: argparse.Namespace) -> int:
+    """0, or 1 where speculation changed the text and no near-tie explains it."""
     import torch
     from rich.console import Console
     from transformers.utils import logging
 
-    from ..engine import SamplingParams, Speculation
-    from ..engine.engine import default_device
+    from ..engine import SamplingParams
+    from ..engine.config import default_device
     from ..tiny import tiny_model
+    from .near_tie import difference
 
     logging.disable_progress_bar()
     if args.model is None:
         torch.set_num_threads(1)  # too small a model to share: on a busy machine its threads wait for each other
 
+    if args.tuning:
+        tuning = tune.read_tuning(args.tuning)
+        tune.apply_tuning(args, tuning)
+        args.model = args.model or tuning["model"]
+        if args.speculative_algorithm is None and args.speculative_draft_model_path is None:
+            best = tuning["recommended"]
+            args.speculative_algorithm = tuning["algorithm"] if best else "NONE"
+            args.speculative_draft_model_path = tuning["draft"] if best else None
     console = Console(highlight=False)
     model = args.model or tiny_model("target")
-    algorithm = args.speculative_algorithm or ("EAGLE3" if args.model is None else "NGRAM")
-    draft_model = args.speculative_draft_model_path
-    if algorithm.startswith("EAGLE3") and draft_model is None and args.model is None:
-        draft_model = tiny_model("eagle3")
-    speculation = Speculation(
-        algorithm,
-        draft_model,
-        num_steps=args.speculative_num_steps,
-        # A GPU scores a tree in the time of a token; a CPU pays for every node, so there a chain is the faster choice.
-        topk=args.speculative_eagle_topk or (8 if str(args.device or default_device()).startswith("cuda") else 1),
-        num_draft_tokens=args.speculative_num_draft_tokens,
-        adaptive=args.speculative_adaptive,
-        ngram_corpus=args.speculative_ngram_corpus,
-    )
+    on_gpu = str(args.device or default_device()).startswith("cuda")
+    # A pass of a draft head takes a CPU a good part of the tiny model's own: there the index is the faster draft.
+    algorithm = args.speculative_algorithm or ("EAGLE3" if args.model is None and on_gpu else "NGRAM")
+    head = args.speculative_draft_model_path
+    if algorithm.startswith("EAGLE3") and head is None and args.model is None:
+        head = tiny_model("eagle3")
+    # A GPU scores a tree in the time of a token; a CPU pays for every node, so there a chain is the faster choice.
+    draft = drafts.draft_of(args, algorithm, head, topk=8 if on_gpu else 1)
     sampling = SamplingParams(
         args.max_new_tokens,
         temperature=args.temperature,
@@ -148,55 +133,68 @@ def compare(args: argparse.Namespace) -> None:
     ).with_seed()  # one for both runs: it makes their texts the same
     prompt = DEFAULT_PROMPT if args.prompt is None else args.prompt
 
-    runs = [generate(console, args, model, speculation, sampling, prompt, stream=True)]
-    if not args.no_compare and algorithm != "NONE":
-        runs.append(generate(console, args, model, Speculation(), sampling, prompt, stream=False))
-    print_table(console, runs)
-    if sampling.temperature > 0:
-        console.print(f"sampled with --seed {sampling.seed}")
-    if len(runs) == 2:
-        print_comparison(console, *runs)
+    first = generate(console, args, model, algorithm, draft, sampling, prompt, stream=True)[0]
+    if args.no_compare or draft is None:
+        print_table(console, [first], sampling)
+        return 0
+    plain, engine = generate(console, args, model, "NONE", None, sampling, prompt, stream=False)
+    print_table(console, [first, plain], sampling)
+    texts = first.output.tokens, plain.output.tokens
+    parted = difference(engine.target.model, plain.output.prompt_tokens, texts, sampling)
+    print_comparison(console, first, plain, parted)
+    return 0 if parted is None or parted.is_near_tie else 1
 
 
 def generate(
     console: Console,
     args: argparse.Namespace,
     model: Any,
-    speculation: Any,
+    algorithm: str,
+    draft: Draft | None,
     sampling: SamplingParams,
     prompt: str,
     *,
     stream: bool,
-) -> Run:
+) -> tuple[Run, Engine]:
     import torch
 
     from ..engine import Engine, SamplingParams
 
-    with console.status(f"{speculation.algorithm}: loading and warming up"):
+    with console.status(f"{algorithm}: loading and warming up"):
         engine = Engine(
             model,
-            speculation=speculation,
+            adapter=args.adapter,
+            draft=draft,
+            adaptive=args.speculative_adaptive if draft is not None else None,
             num_slots=1,
             page_size=args.page_size,
             device=args.device,
             dtype=getattr(torch, args.dtype) if args.dtype else None,
+            kv_dtype=args.kv_dtype,
             mem_fraction=args.mem_fraction,
             batch_invariant=args.batch_invariant,
             cuda_graph=not args.no_cuda_graph,
             trace=args.trace if stream else None,
         )
-        engine.generate(prompt, SamplingParams(max_new_tokens=8))
+        engine.generate(prompt, SamplingParams(max_new_tokens=8, ngram_group=1))
     if engine.graphs:
-        console.print(f"{speculation.algorithm}: {engine.graphs}", style="dim")
+        console.print(f"{algorithm}: {engine.graphs}", style="dim")
     printer = Printer(console, engine) if stream else None
     if printer:
         console.print(prompt, end="", style="dim", markup=False, soft_wrap=True)
-    begin = time.perf_counter()
-    (output,) = engine.generate(prompt, sampling, on_tokens=printer)
-    seconds = time.perf_counter() - begin
+    runs = [timed(engine, prompt, replace(sampling, ngram_group=2), algorithm, printer)]
     if printer:
         printer.finish()
-    return Run(speculation.algorithm, output, seconds)
+    while len(runs) < MOST_RUNS and sum(run.seconds for run in runs) < ENOUGH_SECONDS:
+        runs.append(timed(engine, prompt, replace(sampling, ngram_group=2 + len(runs)), algorithm))
+    return min(runs, key=lambda run: run.seconds), engine
+
+
+def timed(engine: Engine, prompt: str, sampling: SamplingParams, algorithm: str, printer: Printer | None = None) -> Run:
+    """One run. Its n-gram group is its own: it drafts from nothing that another run has said."""
+    begin = time.perf_counter()
+    (output,) = engine.generate(prompt, sampling, on_tokens=printer)
+    return Run(algorithm, output, time.perf_counter() - begin)
 
 
 class Printer:
@@ -225,7 +223,7 @@ class Printer:
         self.printed = len(text)
 
 
-def print_table(console: Console, runs: list[Run]) -> None:
+def print_table(console: Console, runs: list[Run], sampling: SamplingParams) -> None:
     from rich.table import Table
 
     # A column a run: that fits the narrowest terminal.
@@ -241,10 +239,18 @@ def print_table(console: Console, runs: list[Run]) -> None:
     table.add_row("tokens/s", *(f"{len(run.output.tokens) / run.seconds:.1f}" for run in runs))
     console.print("green: drafted and accepted; plain: the target's own token of each round")
     console.print(table)
+    if sampling.temperature > 0:
+        console.print(f"sampled with --seed {sampling.seed}")
 
 
-def print_comparison(console: Console, speculative: Run, plain: Run) -> None:
-    speedup = plain.seconds / speculative.seconds
-    same = speculative.output.tokens == plain.output.tokens
-    verdict = "the same tokens" if same else "different tokens (a near-tie of the target's logits)"
-    console.print(f"{speculative.name} produced {verdict} {speedup:.2f} times as fast as plain decoding.")
+def print_comparison(console: Console, speculative: Run, plain: Run, parted: Difference | None) -> None:
+    speed = f"{plain.seconds / speculative.seconds:.2f} times as fast as plain decoding"
+    if parted is None:
+        console.print(f"{speculative.name} produced the same tokens {speed}.")
+        return
+    what = f"{speculative.name} produced other tokens from token {parted.at} on"
+    margin = f"a margin of {parted.margin:.1e}, where roundoff explains up to {parted.limit:.1e}"
+    if parted.is_near_tie:
+        console.print(f"{what} {speed} (a near-tie of the target's: {margin}).")
+    else:
+        console.print(f"{what}, which is an error: {margin}.", style="red")

@@ -1,4 +1,7 @@
-"""`specdec info`: what is installed here, for a bug report or a first look. Needs the standard library only."""
+"""`specdec info`: what is installed here, for a bug report or a first look, and how a model runs.
+
+Without a model it needs the standard library only.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,10 @@ import importlib.metadata
 import json
 import platform
 import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
+from .extras import require
 from .table import print_table
 
 if TYPE_CHECKING:
@@ -20,21 +25,61 @@ PACKAGES = ("torch", "transformers", "numpy", "rich")
 def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "info",
-        help="what is installed here: build, GPU, torch, ops",
+        help="what is installed here: build, GPU, torch, ops; how a model runs",
         description="Says what is installed here: this package and its CUDA build, Python, torch, GPUs, and the ops. "
-        "Paste it into a bug report.",
+        "Paste it into a bug report. With a model: whether it runs, by which layers, and why not.",
     )
+    parser.add_argument("model", nargs="?", help="a folder or hub id: how this model runs; no weights are read")
     parser.add_argument("--json", action="store_true", help="the same as one JSON object")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.model is not None:
+        return run_model(args.model, args.json)
     facts = collect()
     if args.json:
         print(json.dumps(facts, indent=2))
     else:
         show(facts)
     return 0
+
+
+def run_model(model: str, as_json: bool) -> int:
+    """0, or 2 where the model is refused."""
+    if not require("info MODEL", "engine", ["torch", "transformers", "safetensors"]):
+        return 1
+    facts = model_facts(model)
+    if as_json:
+        print(json.dumps(facts, indent=2))
+    elif facts["refused"]:
+        print(f"specdec info: {facts['refused']}", file=sys.stderr)
+    else:
+        for name in ("model", "model_type", "layers", "rounds"):
+            print(f"{name:<22}{facts[name]}")
+    return 2 if facts["refused"] else 0
+
+
+def model_facts(model: str) -> dict[str, Any]:
+    """How an engine would run the model of a folder or hub id, as far as its config tells."""
+    from ..models.checkpoint import expect_folder
+    from ..models.language_model import implementation_of
+    from ..models.loading import config_of
+
+    facts: dict[str, Any] = {"model": model, "model_type": None, "layers": None, "rounds": None, "refused": None}
+    try:
+        expect_folder(model, "model")
+        config = config_of(model)
+        facts["model_type"] = config.model_type
+        native = implementation_of(config, max_len=2) == "native"
+    except (OSError, ValueError) as error:
+        return facts | {"refused": str(error)}
+    if native:
+        return facts | {"layers": "native", "rounds": "captured as CUDA graphs"}
+    return facts | {
+        "layers": "by transformers, with our attention; held to its own logits when an engine is made",
+        "rounds": "captured as CUDA graphs where its code allows (Engine.not_captured says why not)",
+    }
 
 
 def collect() -> dict[str, Any]:

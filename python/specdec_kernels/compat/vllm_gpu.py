@@ -90,4 +90,4 @@ def rejection_sample(
         sampling |= {"draft_logits": draft_logits, "draft_rows": tree.parents, "draft_temperature": temperature}
         sampling |= {"block_verification": use_block_verification}
     accepted = verify_tree(laid_out, tree, nodes, slots=idx_mapping.int(), **sampling)
-    return accepted.tokens.long(), accepted.lengths
+    return accepted.tokens.long(), accepted.num_valid

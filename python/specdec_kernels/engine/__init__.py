@@ -1,17 +1,51 @@
 """The engine: loads a target and a draft, batches requests continuously, and generates by speculative decoding."""
 
+from .async_engine import AsyncEngine, AsyncRequest
+from .drafts import (
+    Committed,
+    Draft,
+    DraftContext,
+    DraftRequest,
+    DrawnFrom,
+    Eagle,
+    Eagle3,
+    Needs,
+    Ngram,
+    Proposal,
+    ScoredTree,
+    Standalone,
+    Union,
+)
 from .engine import Engine
+from .kv_bounds import AttentionCall
 from .outputs import EngineStats, GenerationError, NewTokens, RequestOutput, RequestStats, TokenLogprob
-from .params import SamplingParams, Speculation
+from .params import SamplingParams
+from .request import Request
 
 __all__ = [
+    "AsyncEngine",
+    "AsyncRequest",
+    "AttentionCall",
+    "Committed",
+    "Draft",
+    "DraftContext",
+    "DraftRequest",
+    "DrawnFrom",
+    "Eagle",
+    "Eagle3",
     "Engine",
     "EngineStats",
     "GenerationError",
+    "Needs",
     "NewTokens",
+    "Ngram",
+    "Proposal",
+    "Request",
     "RequestOutput",
     "RequestStats",
     "SamplingParams",
-    "Speculation",
+    "ScoredTree",
+    "Standalone",
     "TokenLogprob",
+    "Union",
 ]

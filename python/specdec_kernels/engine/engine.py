@@ -2,66 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from threading import Lock
-from typing import TYPE_CHECKING, Any
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from transformers import AutoTokenizer
 
-from .. import _C
-from ..models.causal_lm import CausalLM, config_of
+from ..models.adapters import with_base
 from ..models.checkpoint import expect_folder
-from ..models.eagle3 import eagle3_config_of, feature_layers
-from ..status import FinishReason, Status
-from .drafts import build_draft
-from .drafts.ngram import NgramDraft
-from .drafts.union import UnionDraft
-from .executor import Executor
-from .graphs import Graphs, capture, default_batch_sizes
-from .memory import pages_that_fit
-from .outputs import EngineStats, GenerationError, NewTokens, RequestOutput, TokenLogprob
-from .params import MAX_LOGPROBS, SamplingParams, Speculation
-from .passes import captured_shapes
-from .prompts import as_list, check_tokens, file_tokens, token_ids
-from .round import Round
-from .state import Rings, SlotState
+from ..models.loading import config_of
+from ..status import FinishReason
+from .config import MAX_STOP_TOKENS, EngineConfig, Machine
+from .drafts import Draft
+from .loop import Loop
+from .opening import open_engine
+from .outputs import EngineStats, GenerationError, NewTokens, RequestOutput
+from .params import SamplingParams
+from .prompts import as_list, chat_tokens, check_tokens, conversations, load_tokenizer, own_tokenizer, token_ids
+from .request import BaseRequest, Order, Request
 from .stop_strings import StopStrings
 
-if TYPE_CHECKING:
-    from .._C import Emission
-
-MAX_STOP_TOKENS = 16
-INVARIANT_SPLIT = 1024  # rows of KV
-RING_DEPTH = 16  # records of commands, which the loop may be ahead of the device, and of results
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
 OnTokens = Callable[[NewTokens], bool | None]
-
-
-@dataclass
-class Running:
-    """What the engine knows of a request whose last emission has not come."""
-
-    output: RequestOutput
-    num_logprobs: int
-    stop: StopStrings | None
+AnyRequest = TypeVar("AnyRequest", bound=BaseRequest)
 
 
 class Engine:
     """Generates with a Hugging Face causal language model by speculative decoding.
 
-    The output of every algorithm is the target's own text, greedy or drawn: speculation changes the speed alone. One
-    `generate` runs at a time; whatever it raises, the engine can be used again.
+    Whatever drafts, the output is the target's own text, greedy or drawn: speculation changes the speed alone.
+
+    `submit` and `generate` may be called from any thread, while others run; whatever one of them raises, the engine can
+    be used again. Two threads of the engine, from the first request to `close`, run rounds and hand out results. As a
+    context manager it closes itself; one that is no longer referred to, and has nothing to do, does so, too.
 
     Args:
-        model: path or hub id of the target (Llama, Mistral, Qwen2, Qwen3), or the module itself, which this engine
-            then owns and which has no tokenizer.
-        speculation: how to draft; default none.
+        model: path or hub id of the target (docs/models.md has the types), or the module itself, which shares its
+            weights with the engine and is moved to `device` and cast to `dtype` if need be.
+        draft: what drafts: `Eagle3`, `Eagle`, `Standalone`, `Ngram`, a `Union` of two, or a `Draft` of one's own, which
+            serves this engine alone until `close`. None: plain decoding.
+        adaptive: choose for each round how many of the draft's nodes to draft, from measured costs and the acceptance
+            seen so far, down to none. None: unless drafts are drawn, or rounds launched kernel by kernel on CUDA.
+        adapter: path or hub id of a LoRA in the format of PEFT, merged into the weights of `model`, a path or hub id,
+            when they are loaded. A `model` that is the folder of one is merged into the base model that it names.
+        tokenizer: a tokenizer of transformers, or the path or hub id of one. None: the adapter's, if it brings one, or
+            the model's own, where it is a path or hub id; without one prompts are token ids.
+        trust_remote_code: run the code that the tokenizer may bring along. A model's is never run.
         max_len: longest sequence, prompt included. None: 2048, or the model's limit if that is less.
         num_slots: requests that run at once; more wait.
         num_pages: KV pages in the pool. None: enough for every slot at `max_len`, or what mem_fraction leaves.
@@ -69,6 +59,9 @@ class Engine:
         page_size: KV rows per page.
         prefill_chunk: most rows of prompts run between two rounds; a prompt is cut where they are full.
         dtype: of weights and KV. None: the checkpoint's own on CUDA, float32 on the CPU.
+        kv_dtype: of KV: None (that of the weights) or "fp8_e4m3", which holds twice as many tokens as 16 bits do. Texts
+            are then those of the target with rounded KV, with any draft. Scales are the checkpoint's, if it brings any,
+            else measured when the engine is made. A `Standalone` draft's KV is rounded likewise, a draft head's is not.
         device: None: CUDA where torch has it and this build has kernels, else the CPU.
         cuda_graph: on CUDA, capture rounds as CUDA graphs, else launch them kernel by kernel.
         batch_sizes: of rounds, rising up to num_slots; a round is padded to the next of them, and each is captured.
@@ -77,12 +70,24 @@ class Engine:
             runs), else 1.
         batch_invariant: a request gets the same bits whatever runs beside it. Rounds all have one size, `num_slots` and
             all nodes, and attention cuts KV at fixed places, which is slower with few requests. A request that is
-            retracted for want of pages may differ from there on: what it had generated comes back as a prompt.
-        trace: file for a Chrome trace of the loop and its rounds, rewritten at the end of every `generate`.
+            retracted for want of pages may differ from there on: what it had generated comes back as a prompt. Refused
+            of models with experts.
+        implementation: of the target: "native" (our layers, for families that are registered), "transformers" (its own
+            modules with our attention; slower, and held to the module's own logits when the engine is made), or "auto":
+            native where our layers express the model.
+        trace: file for a Chrome trace of the loop and its rounds, rewritten at the end of every `generate`. Where that
+            fails there is a warning, and the outputs are returned all the same.
         progress: show what is being captured.
 
+    Attributes:
+        config: all its numbers, defaults resolved. draft: what drafts. tokenizer: of prompts and texts, or None.
+        device: where it runs. graphs: what was captured, or None. not_captured: why rounds of a model that runs by
+            transformers' modules could not be captured, and are launched call by call; None: they are, or were not
+            to be. eos_token_ids: what ends a text.
+
     Raises:
-        ValueError: an unsupported model, size, dtype or device; a pool that cannot hold one request of `max_len`.
+        ValueError: an unsupported model, size, dtype or device; a pool that cannot hold one request of `max_len`, or
+            that this machine has no memory for; a trace that cannot be written.
         OSError: no such model, no such corpus.
     """
 
@@ -90,7 +95,11 @@ class Engine:
         self,
         model: str | Path | nn.Module,
         *,
-        speculation: Speculation | None = None,
+        draft: Draft | None = None,
+        adaptive: bool | None = None,
+        adapter: str | Path | None = None,
+        tokenizer: Any = None,
+        trust_remote_code: bool = False,
         max_len: int | None = None,
         num_slots: int = 8,
         num_pages: int | None = None,
@@ -98,171 +107,110 @@ class Engine:
         page_size: int = 16,
         prefill_chunk: int = 2048,
         dtype: torch.dtype | None = None,
+        kv_dtype: str | torch.dtype | None = None,
         device: str | torch.device | None = None,
         cuda_graph: bool = True,
         batch_sizes: Sequence[int] | None = None,
         rounds_in_flight: int | None = None,
         batch_invariant: bool = False,
+        implementation: str = "auto",
         trace: str | Path | None = None,
         progress: bool = False,
     ) -> None:
-        self.speculation = speculation = speculation or Speculation()
-        self.device = torch.device(device or default_device())
-        check_device(self.device)
+        if draft is not None and not isinstance(draft, Draft):
+            raise ValueError(f"Engine: draft is a {type(draft).__name__}, expected a Draft or None")
+        self.draft = Draft() if draft is None else draft
+        self.draft.expect_closed()
+        machine = Machine.of(device)
         expect_folder(model, "Engine: model")
-        config = config_of(model)
-        if max_len is None:
-            max_len = min(2048, config.max_position_embeddings)
-        check_at_least(2, max_len=max_len)
-        check_at_least(1, num_slots=num_slots, page_size=page_size, prefill_chunk=prefill_chunk)
-        if batch_sizes is not None:
-            check_batch_sizes(batch_sizes, num_slots)
-            if batch_invariant and len(batch_sizes) > 1:
-                raise ValueError(f"Engine: batch_sizes is {list(batch_sizes)}, expected one size with batch_invariant")
-        if batch_invariant and speculation.uses_ngram:
-            raise ValueError(
-                f"Engine: batch_invariant is set, expected not for {speculation.algorithm}, "
-                "whose drafts depend on what other requests said"
-            )
-        if batch_invariant and speculation.adaptive:
-            raise ValueError("Engine: speculation.adaptive is set, expected not with batch_invariant")
-        if rounds_in_flight is not None and not 1 <= rounds_in_flight < RING_DEPTH:
-            raise ValueError(f"Engine: rounds_in_flight is {rounds_in_flight}, expected 1 to {RING_DEPTH - 1}")
-        self.max_len, self.num_slots = max_len, num_slots
-        self.dtype = dtype or (torch.float32 if self.device.type == "cpu" else config.dtype or torch.bfloat16)
-        if self.dtype not in DTYPES:
-            raise ValueError(f"Engine: dtype is {self.dtype}, expected one of {', '.join(map(str, DTYPES))}")
-        self.tokenizer: Any = load_tokenizer(model)
-        self.eos_token_ids = eos_token_ids(config, self.tokenizer)
-
-        # Rows a round may write beyond L: the tree, the accepted rows, the draft's scratch (docs/round.md).
-        reserve = speculation.num_nodes + 1
-        if speculation.uses_model:
-            scratch = speculation.topk * (speculation.num_steps - 1) + 1
-            reserve = max(speculation.num_nodes, speculation.num_steps + 1, scratch) + 1
-        max_pages = -(-(max_len + reserve) // page_size)
-        if mem_fraction is not None:
-            check_mem_fraction(mem_fraction, num_pages, self.device)
-            num_pages = max_pages  # until it is known how many fit
-        if num_pages is None:
-            num_pages = num_slots * max_pages
-        if num_pages < max_pages:
-            raise ValueError(
-                f"Engine: num_pages is {num_pages}, expected at least {max_pages} "
-                f"(one request of max_len={max_len} tokens and the {reserve} rows of a round must fit)"
-            )
-
-        layers: tuple[int, ...] = ()
-        if speculation.algorithm == "EAGLE":
-            layers = (config.num_hidden_layers,)  # the state entering the final norm
-        if speculation.uses_eagle3:
-            assert speculation.draft_model is not None
-            layers = feature_layers(eagle3_config_of(speculation.draft_model), config.num_hidden_layers)
-        self.target = CausalLM(
-            model,
+        base, adapter_folder = with_base(model, adapter)
+        config = EngineConfig.resolve(
+            config_of(base),
+            self.draft,
+            machine,
+            adaptive=adaptive,
             max_len=max_len,
-            num_pages=num_pages,
-            page_size=page_size,
-            dtype=self.dtype,
-            device=self.device,
-            feature_layers=layers,
-        )
-        self.state = SlotState.create(
             num_slots=num_slots,
-            max_len=max_len,
-            max_stop_tokens=MAX_STOP_TOKENS,
             num_pages=num_pages,
-            max_pages=max_pages,
+            mem_fraction=mem_fraction,
             page_size=page_size,
-            fixed_split=INVARIANT_SPLIT if batch_invariant else None,
-            device=self.device,
+            prefill_chunk=prefill_chunk,
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            cuda_graph=cuda_graph,
+            batch_sizes=batch_sizes,
+            rounds_in_flight=rounds_in_flight,
+            batch_invariant=batch_invariant,
+            implementation=implementation,
         )
-        self.draft = build_draft(speculation, self.state, self.target, num_pages=num_pages, max_len=max_len)
-        if isinstance(self.draft, NgramDraft | UnionDraft):
-            for file in speculation.ngram_corpus:
-                self.draft.learn(file_tokens(file, self.tokenizer))
-
-        on_cuda = self.device.type == "cuda"
-        self._stream = torch.cuda.Stream(self.device) if on_cuda else None  # type: ignore[no-untyped-call]
-        if batch_sizes is None:
-            if batch_invariant:
-                batch_sizes = [num_slots]
-            else:
-                batch_sizes = default_batch_sizes(num_slots) if on_cuda and cuda_graph else range(1, num_slots + 1)
-        if rounds_in_flight is None:
-            rounds_in_flight = 2 if on_cuda else 1
-        adaptive = speculation.adaptive
-        if adaptive is None:
-            adaptive = on_cuda and cuda_graph and not batch_invariant and not speculation.sampled_drafts
-        nodes = speculation.ladder if adaptive else [speculation.num_nodes]
-        top_n = min(MAX_LOGPROBS, config.vocab_size)
-        rings = Rings.create(
-            self.state, max_batch=num_slots, accept_width=self.draft.accept_width, top_n=top_n, depth=RING_DEPTH
-        )
-        round = Round(self.target, self.draft, self.state, rings, reserve)
-        self._executor = Executor(round, self._emit)
-
-        def start(num_pages: int) -> tuple[Graphs | None, _C.Scheduler]:
-            graphs = None
-            with self._on_device():
-                if self._stream and cuda_graph:
-                    shapes = captured_shapes(prefill_chunk, num_slots, max_len)
-                    passes = self._executor.passes
-                    graphs = capture(round, batch_sizes, nodes, passes, shapes, self._stream, progress=progress)
-                scheduler = _C.Scheduler(
-                    self._executor,
-                    num_slots=num_slots,
-                    num_pages=num_pages,
-                    page_size=page_size,
-                    max_len=max_len,
-                    reserve=reserve,
-                    accept_width=self.draft.accept_width,
-                    max_stops=MAX_STOP_TOKENS,
-                    max_logprobs=top_n,
-                    prefill_chunk=prefill_chunk,
-                    prefill_requests=1 if batch_invariant else num_slots,
-                    rounds_in_flight=rounds_in_flight,
-                    batch_sizes=list(batch_sizes),
-                    nodes=nodes,
-                    commands=rings.commands,
-                    results=rings.results,
-                    stream=self._stream.cuda_stream if self._stream else None,
-                    graphs=graphs.raw() if graphs else {},
-                    trace=trace is not None,
-                )
-            return graphs, scheduler
-
-        if mem_fraction is not None:
-            # All is made and tried out with the smallest pool, and made anew with the largest that fits beside it.
-            trial = start(max_pages)
-            with self._on_device():
-                fitting = pages_that_fit(self._executor, mem_fraction, prefill_chunk)
-            del trial
-            self._executor.passes.captured.clear()
-            torch.cuda.empty_cache()
-            if fitting < max_pages:
-                raise ValueError(
-                    f"Engine: mem_fraction is {mem_fraction}, which leaves room for {fitting} pages, "
-                    f"expected at least {max_pages} (one request of max_len={max_len} tokens)"
-                )
-            num_pages = min(fitting, num_slots * max_pages)
-            self._resize_pools(num_pages)
-        self.graphs, self._scheduler = start(num_pages)
-        if len(nodes) > 1:
-            with self._on_device():
-                self._scheduler.measure_rounds()
-        self._nodes = nodes
+        if trace is not None:
+            check_writable(trace)
         self._trace = trace
-        self._lock = Lock()  # held by the one `generate` that runs
-        self._running: dict[int, Running] = {}
-        self._failed: list[str] = []
-        self._on_tokens: OnTokens | None = None
+        self.tokenizer, self._no_tokenizer = load_tokenizer(
+            base, tokenizer or own_tokenizer(adapter_folder), trust_remote_code
+        )
+        opened = open_engine(
+            base,
+            self.draft,
+            config,
+            adapter=adapter_folder,
+            tokenizer=self.tokenizer,
+            no_tokenizer=self._no_tokenizer,
+            trace=trace is not None,
+            progress=progress,
+        )
+        self.config, self.graphs = opened.config, opened.graphs
+        self._executor, self._scheduler, self._stream = opened.executor, opened.scheduler, opened.stream
+        self.target, self.state = self._executor.target, self._executor.state
+        self.eos_token_ids = eos_token_ids(self.target.model, self.tokenizer)
+        self._loop = Loop(self._scheduler, self._stream)
+        self._closer = weakref.finalize(self, shut, self._loop, self.draft)  # also when the interpreter ends
+
+    @property
+    def device(self) -> torch.device:
+        return self.config.machine.device
+
+    @property
+    def not_captured(self) -> str | None:
+        return self._executor.not_captured
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def submit(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        add_special_tokens: bool = True,
+        stream: bool = True,
+    ) -> Request:
+        """Start one request, and return while it waits and runs. Any thread, at any time, as many as one likes.
+
+        Args:
+            prompt: text or token ids; a list, a tuple, an array or a tensor of them.
+            params: how it is decoded. None: the defaults.
+            add_special_tokens: as for `generate`.
+            stream: False where `result` is all that is wanted, which costs the least: an iteration then finds the whole
+                text at once, as if of one round.
+
+        Raises:
+            ValueError, TypeError: as `generate`; then nothing has started.
+            RuntimeError: the engine is closed, or this process is a fork of the one that made it.
+        """
+        return self._submit(Request, self._tokens(prompt, "submit: prompt", add_special_tokens), params, stream)
 
     def generate(
         self,
         prompts: str | Sequence[int] | Sequence[str | Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        add_special_tokens: bool = True,
         on_tokens: OnTokens | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts (text or token ids, one or a list); returns one output each, in their order.
@@ -271,6 +219,8 @@ class Engine:
             prompts: uneven lengths are fine; more prompts than slots wait their turn. Token ids may be a list, a tuple,
                 an array or a tensor.
             params: one for all, or one each.
+            add_special_tokens: let the tokenizer put its special tokens (a BOS) around text. False for text that has
+                them already, as that of a chat template does.
             on_tokens: called with every round's new tokens of every request, as they are committed. Where it returns
                 True the request is cancelled; some rounds of it may be on their way. What it raises ends `generate`.
 
@@ -278,68 +228,93 @@ class Engine:
             ValueError, TypeError: a prompt that is empty, leaves no room below `max_len`, or holds what is no token of
                 the model; then nothing has started.
             GenerationError: requests the device gave up on; its `outputs` are the results of all.
-            RuntimeError: this engine is generating already.
+            RuntimeError: as `submit`.
+            Exception: the first that a round or prefill has raised; the other requests are cancelled then.
         """
-        token_lists = [token_ids(prompt, index, self.tokenizer) for index, prompt in enumerate(as_list(prompts))]
-        for index, tokens in enumerate(token_lists):
-            check_tokens(tokens, index, max_len=self.max_len, vocab_size=self.target.config.vocab_size)
-        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(token_lists)
-        if len(each) != len(token_lists):
-            raise ValueError(
-                f"generate: params has {len(each)} entries, expected one, or {len(token_lists)} like prompts"
-            )
-        stops = [self._stop_tokens(sampling) for sampling in each]
-        stop_strings = [self._stop_strings(sampling) for sampling in each]
-        each = [sampling.with_seed() for sampling in each]
-
-        outputs = [
-            RequestOutput(
-                index,
-                tokens,
-                seed=sampling.seed if sampling.temperature > 0 else None,
-                logprobs=[] if sampling.num_logprobs >= 0 else None,
-            )
+        token_lists = [
+            self._tokens(prompt, f"generate: prompts[{index}]", add_special_tokens)
+            for index, prompt in enumerate(as_list(prompts))
+        ]
+        each = params_of_each(params, len(token_lists))
+        self._loop.expect_open()
+        self._loop.expect_to_wait()
+        told: SimpleQueue[list[BaseRequest]] = SimpleQueue()
+        requests = [
+            self._request(BaseRequest, index, tokens, sampling, told.put)
             for index, (tokens, sampling) in enumerate(zip(token_lists, each, strict=True))
         ]
-        if not self._lock.acquire(blocking=False):
-            raise RuntimeError(
-                "generate: this engine is generating already, expected one call at a time "
-                "(not from another thread, not from on_tokens)"
-            )
+        self._follow_caller()
         try:
-            self._on_tokens, self._failed = on_tokens, []
-            for output, sampling, stop, strings in zip(outputs, each, stops, stop_strings, strict=True):
-                num_logprobs = min(sampling.num_logprobs, self.target.config.vocab_size)
-                request_id = self._scheduler.submit(
-                    output.prompt_tokens,
-                    sampling.max_new_tokens,
-                    stop,
-                    temperature=sampling.temperature,
-                    top_k=sampling.top_k,
-                    top_p=sampling.top_p,
-                    min_p=sampling.min_p,
-                    seed=sampling.seed or 0,
-                    min_new_tokens=sampling.min_new_tokens,
-                    num_logprobs=num_logprobs,
-                    streams=on_tokens is not None or strings is not None,
-                )
-                self._running[request_id] = Running(output, num_logprobs, strings)
-                if sampling.ngram_group:
-                    self._executor.groups[request_id] = sampling.ngram_group
-            with self._on_device():
-                self._scheduler.run_until_idle()
-            if self._trace is not None:
-                self._scheduler.write_trace(str(self._trace))
-            if self._failed:
-                raise GenerationError("generate: " + ", ".join(self._failed), outputs)
+            for request in requests:
+                self._loop.submit(request, on_tokens is not None)
+            pass_on(requests, told, on_tokens)
+        except BaseException:
+            for request in requests:
+                request.cancel()
+            while not all(request.done() for request in requests if request.has_started):
+                told.get()
+            raise
         finally:
-            # After an exception requests are left over; the next `generate` starts by taking their slots back.
-            self._scheduler.abort_all()
-            self._running.clear()
-            self._executor.groups.clear()
-            self._on_tokens = None
-            self._lock.release()
+            self._scheduler.settle()
+            self._lead_caller()
+        self._write_trace()
+        outputs = [request.with_text() for request in requests]
+        failed = [request for request in requests if request.output.finish_reason == FinishReason.ERROR]
+        if failed:
+            whys = (f"prompts[{request.output.index}] ended with {request.status.name}" for request in failed)
+            raise GenerationError("generate: " + ", ".join(whys), outputs)
         return outputs
+
+    def chat(
+        self,
+        messages: Sequence[Any],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_tokens: OnTokens | None = None,
+        **template: Any,
+    ) -> RequestOutput | list[RequestOutput]:
+        """Answer a conversation, or several; returns one output, or one each.
+
+        Args:
+            messages: a list of messages, `{"role": "user", "content": "..."}`; or a list of such lists.
+            params, on_tokens: as for `generate`.
+            template: of `apply_chat_template` of the tokenizer: tools, another chat_template, what its template asks
+                for (`enable_thinking=False`).
+
+        Raises:
+            TypeError: what are no messages. ValueError: there is no tokenizer, or it has no chat template.
+            All that `generate` raises.
+        """
+        each, single = conversations(messages)
+        prompts = [chat_tokens(conversation, self.tokenizer, self._no_tokenizer, template) for conversation in each]
+        outputs = self.generate(prompts, params, on_tokens=on_tokens)
+        return outputs[0] if single else outputs
+
+    def _tokens(self, prompt: Any, name: str, add_special_tokens: bool) -> list[int]:
+        """The tokens of a prompt, which errors call by this name."""
+        tokens = token_ids(prompt, name, self.tokenizer, self._no_tokenizer, add_special_tokens)
+        check_tokens(tokens, name, max_len=self.config.max_len, vocab_size=self.target.config.vocab_size)
+        return tokens
+
+    def _submit(
+        self,
+        kind: Callable[..., AnyRequest],
+        tokens: list[int],
+        params: SamplingParams | None,
+        stream: bool,
+        *tell: Any,
+    ) -> AnyRequest:
+        request = self._request(kind, 0, tokens, params or SamplingParams(), *tell)
+        self._follow_caller()
+        self._loop.submit(request, stream)
+        return request
+
+    def _request(
+        self, kind: Callable[..., AnyRequest], index: int, tokens: list[int], params: SamplingParams, *tell: Any
+    ) -> AnyRequest:
+        """A request that has not started."""
+        stops, strings = self._stop_tokens(params), self._stop_strings(params)
+        return kind(self, Order(index, tokens, params.with_seed(), stops, strings), *tell)
 
     def _stop_tokens(self, sampling: SamplingParams) -> list[int]:
         stop = sampling.stop_token_ids
@@ -355,24 +330,31 @@ class Engine:
         if not sampling.stop_strings:
             return None
         if not getattr(self.tokenizer, "is_fast", False):
-            lack = "has no tokenizer" if self.tokenizer is None else "has a tokenizer that is not one of `tokenizers`"
-            raise ValueError(f"SamplingParams: stop is given, expected none (the model folder {lack})")
+            lack = self._no_tokenizer or "the tokenizer is not one of `tokenizers`"
+            raise ValueError(f"SamplingParams: stop is given, expected none ({lack})")
         return StopStrings(self.tokenizer, sampling.stop_strings, sampling.min_new_tokens)
 
-    def _resize_pools(self, num_pages: int) -> None:
-        self.state.resize_pool(num_pages)
-        self.target.resize_pools(num_pages)
-        self.draft.resize_pools(num_pages)
-
     def close(self) -> None:
-        """Takes the KV pools out of the modules the engine was given, which may serve another one then."""
-        self.target.detach_pools()
-        self.draft.detach_pools()
+        """Cancels what runs, ends the engine's threads, and gives the draft back, which may serve another engine then.
+
+        Any thread; a second time there is nothing to do.
+        """
+        self._closer()
+        self._loop.close()  # whoever is not the first waits for the threads, too
+
+    def _write_trace(self) -> None:
+        """The trace, if one was asked for. A disk that is full costs no outputs."""
+        if self._trace is None:
+            return
+        try:
+            self._scheduler.write_trace(str(self._trace))
+        except RuntimeError as error:
+            warnings.warn(f"Engine: {error}", RuntimeWarning, stacklevel=3)
 
     def stats(self) -> EngineStats:
         """What rounds took so far. The device's own times are those of rounds that have been read."""
         rounds, rows, *nanoseconds = self._scheduler.times
-        host, wait, prefill, emit, device, following, gaps = (1e-9 * t for t in nanoseconds)
+        host, wait, prefill, device, following, gaps = (1e-9 * t for t in nanoseconds)
         return EngineStats(
             rounds=rounds,
             rows=rows,
@@ -380,120 +362,73 @@ class Engine:
             host_seconds=host,
             wait_seconds=wait,
             prefill_seconds=prefill,
-            emit_seconds=emit,
+            emit_seconds=self._loop.hand_out_seconds,
             device_seconds=device,
             following_seconds=following,
             gap_seconds=gaps,
-            rounds_by_nodes=dict(zip(self._nodes, self._scheduler.rounds_by_rung, strict=True)),
+            rounds_by_nodes=dict(zip(self.config.nodes, self._scheduler.rounds_by_rung, strict=True)),
             costs=self._scheduler.costs,
         )
 
-    @contextmanager
-    def _on_device(self) -> Iterator[None]:
-        """The engine's device and stream, behind and before all that the caller's stream does."""
-        if self._stream is None:
-            yield
-            return
-        with torch.cuda.device(self.device):
-            caller = torch.cuda.current_stream()
-            self._stream.wait_stream(caller)
-            with torch.cuda.stream(self._stream):
-                yield
-            caller.wait_stream(self._stream)
+    def _follow_caller(self) -> None:
+        """The engine's stream waits for the work that the caller's stream has, such as a copy of new weights."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
 
-    def _emit(self, emissions: Sequence[Emission]) -> None:
-        """The scheduler's report after a turn: of requests that stream, and of those that ended.
-
-        In a round with many requests no other code of Python runs, so that what all need is written out here.
-        """
-        for request_id, tokens, reason, rounds, drafted, accepted, status, scores in emissions:
-            running = self._running.get(request_id)
-            if running is None:  # of a `generate` that was interrupted, or ended by a stop string
-                continue
-            output = running.output
-            logprobs = None if scores is None else token_logprobs(*scores, running.num_logprobs)
-            if running.stop is not None and (kept := running.stop.find(tokens)) is not None:
-                reason = FinishReason.STOP
-                accepted -= len(tokens) - kept
-                tokens = tokens[:kept]
-                logprobs = logprobs and logprobs[:kept]
-                output.text = running.stop.text
-                self._scheduler.cancel(request_id)
-            output.tokens += tokens
-            if output.logprobs is not None and logprobs is not None:
-                output.logprobs += logprobs
-            stats = output.stats
-            stats.rounds, stats.drafted, stats.accepted = rounds, drafted, accepted
-            if reason:
-                output.finish_reason = FinishReason(reason)
-                self._end(request_id, output, status)
-            if self._on_tokens is None:
-                continue
-            new = NewTokens(output.index, tokens, output.finish_reason, logprobs)
-            if self._on_tokens(new) and not reason:
-                self._scheduler.cancel(request_id)
-
-    def _end(self, request_id: int, output: RequestOutput, status: int) -> None:
-        del self._running[request_id]
-        if output.text is None and self.tokenizer is not None:
-            output.text = self.tokenizer.decode(output.tokens, skip_special_tokens=True)
-        if output.finish_reason == FinishReason.ERROR:
-            self._failed.append(f"prompts[{output.index}] ended with {Status(status).name}")
+    def _lead_caller(self) -> None:
+        """The caller's stream waits for the work that the engine's stream has."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)
 
 
-def token_logprobs(
-    logprobs: list[float], top_ids: list[int], top_logprobs: list[float], num_top: int
-) -> list[TokenLogprob]:
-    tops = list(zip(top_ids, top_logprobs, strict=True))
-    return [TokenLogprob(own, tops[i * num_top : (i + 1) * num_top]) for i, own in enumerate(logprobs)]
+def pass_on(requests: Sequence[BaseRequest], told: SimpleQueue[list[BaseRequest]], on_tokens: OnTokens | None) -> None:
+    """Calls `on_tokens` with each piece that the requests gain, in the order of the pieces, until all have ended."""
+    seen = dict.fromkeys(requests, 0)
+    num_running = len(requests)
+    while num_running:
+        for request in told.get():
+            begin = seen[request]
+            seen[request] = end = begin + 1
+            new = request.pieces(begin, end)
+            if on_tokens is not None and on_tokens(new) and not new.finish_reason:
+                request.cancel()
+            if new.finish_reason:
+                num_running -= 1
+                if request.error is not None:
+                    raise request.error
 
 
-def check_at_least(low: int, **arguments: int) -> None:
-    for name, value in arguments.items():
-        if value < low:
-            raise ValueError(f"Engine: {name} is {value}, expected at least {low}")
+def params_of_each(params: Any, count: int) -> list[SamplingParams]:
+    """One for each of so many prompts."""
+    each = [params or SamplingParams()] * count if not isinstance(params, Sequence) else list(params)
+    for index, one in enumerate(each):
+        if not isinstance(one, SamplingParams):
+            name = f"params[{index}]" if isinstance(params, Sequence) else "params"
+            raise TypeError(f"generate: {name} is a {type(one).__name__}, expected SamplingParams")
+    if len(each) != count:
+        raise ValueError(f"generate: params has {len(each)} entries, expected one, or {count} like prompts")
+    return each
 
 
-def check_batch_sizes(batch_sizes: Sequence[int], num_slots: int) -> None:
-    sizes = list(batch_sizes)
-    if not sizes or sizes[0] < 1 or sizes[-1] != num_slots or sorted(set(sizes)) != sizes:
-        raise ValueError(f"Engine: batch_sizes is {sizes}, expected rising sizes up to num_slots={num_slots}")
-
-
-def check_mem_fraction(mem_fraction: float, num_pages: int | None, device: torch.device) -> None:
-    if num_pages is not None:
-        raise ValueError(f"Engine: num_pages is {num_pages}, expected None beside mem_fraction")
-    if device.type != "cuda":
-        raise ValueError(f"Engine: mem_fraction is {mem_fraction}, expected None (device is {device})")
-    if not 0 < mem_fraction <= 1:
-        raise ValueError(f"Engine: mem_fraction is {mem_fraction}, expected above 0 and at most 1")
-
-
-def check_device(device: torch.device) -> None:
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"Engine: device is {device}, expected cpu or cuda")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"Engine: device is {device}, expected cpu (torch finds no GPU)")
-    if device.type == "cuda" and _C.cuda_version is None:
-        raise ValueError(f"Engine: device is {device}, expected cpu (this build of specdec_kernels has no CUDA half)")
-
-
-def default_device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() and _C.cuda_version else "cpu")
-
-
-def load_tokenizer(model: str | Path | nn.Module) -> Any:
-    """The model's tokenizer, or None where there is no folder or it has none."""
-    if isinstance(model, nn.Module):
-        return None
+def check_writable(trace: str | Path) -> None:
+    """ValueError for a file that cannot be written; one that can be is there then."""
     try:
-        return AutoTokenizer.from_pretrained(str(model))
-    except (OSError, ValueError):
-        return None
+        with open(trace, "ab"):
+            pass
+    except OSError as error:
+        raise ValueError(f"Engine: trace is {trace}, expected a file that can be written ({error.strerror})") from error
 
 
-def eos_token_ids(config: Any, tokenizer: Any) -> list[int]:
-    eos = config.eos_token_id
-    if eos is None and tokenizer is not None:
-        eos = tokenizer.eos_token_id
-    return [] if eos is None else list(eos) if isinstance(eos, list) else [eos]
+def shut(loop: Loop, draft: Draft) -> None:
+    """Ends what an engine runs on; it does not know the engine, which may be gone."""
+    loop.close()
+    draft.close()
+
+
+def eos_token_ids(model: Any, tokenizer: Any) -> list[int]:
+    """The tokens that end a text: those of the generation config, else of the model's, else of the tokenizer."""
+    for source in (getattr(model, "generation_config", None), model.config, tokenizer):
+        eos = getattr(source, "eos_token_id", None)
+        if eos is not None:
+            return list(eos) if isinstance(eos, list | tuple) else [eos]
+    return []

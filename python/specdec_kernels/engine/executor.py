@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from ..ops import alloc_pages
+from .drafts import DraftRequest
 from .passes import Passes
 from .prefill import Chunk
 from .round import Round
 from .state import to_device
 
 if TYPE_CHECKING:
-    from .._C import Emission
-
-Emit = Callable[[Sequence["Emission"]], None]
+    from .._C import Admitted
 
 
 class Executor:
@@ -26,22 +24,23 @@ class Executor:
     All calls come from the thread that runs the scheduler, on the stream of the rounds.
     """
 
-    def __init__(self, round: Round, emit: Emit) -> None:
-        self.round, self.emit = round, emit
+    def __init__(self, round: Round) -> None:
+        self.round = round
         self.passes = Passes(round.target, round.draft, round.state)
         self.target, self.draft, self.state = round.target, round.draft, round.state
         self.launch = round.launch
-        self.groups: dict[int, int] = {}  # of the n-gram index, by request; none: 0
+        self.not_captured: str | None = None  # why rounds that were to be graphs are launched call by call
         device = self.state.seq_lens.device
         self._slots = torch.arange(len(self.state.seq_lens), dtype=torch.int32, device=device)
 
     @torch.inference_mode()
-    def begin(self, slot: int, request_id: int, text: list[int]) -> None:
-        state, slots = self.state, self._slots[slot : slot + 1]
-        # All pages up to the first round at once, as the scheduler counts them. Should there be too few, the slot is
-        # stalled, which its activation turns into an error.
-        alloc_pages(state.pool, state.seq_lens, len(text) - 1 + self.round.reserve, slots=slots, status=state.status)
-        self.draft.begin(slot, request_id, self.groups.get(request_id, 0), text)
+    def begin(self, slot: int, admitted: Admitted) -> None:
+        state, slots, request = self.state, self._slots[slot : slot + 1], DraftRequest(*admitted)
+        # The slot gets all pages up to its first round at once, as the scheduler counts them. Should there be too few,
+        # it stalls, and its activation turns that into an error.
+        rows = len(request.tokens) - 1 + self.round.reserve
+        alloc_pages(state.pool, state.seq_lens, rows, slots=slots, status=state.status)
+        self.draft.begin(slot, request)
 
     @torch.inference_mode()
     def prefill(self, chunks: list[Chunk]) -> None:

@@ -1,12 +1,15 @@
-"""What is captured as CUDA graphs: a round for each batch size and number of nodes, one that applies commands alone,
-and prefill passes of some shapes.
+"""What is captured as CUDA graphs: a round for each batch size, number of nodes and range of KV lengths, one that
+applies commands alone, and prefill passes of some shapes.
 """
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,11 +18,19 @@ from .prefill import Shape
 from .round import Round
 
 
+class RoundSize(NamedTuple):
+    """What is static about a round: rows, nodes of each tree, and the KV rows that no slot exceeds."""
+
+    batch: int
+    num_nodes: int
+    max_kv_len: int
+
+
 @dataclass(frozen=True)
 class Graphs:
-    """Captured rounds by batch and number of nodes, how many passes beside them, and what capturing all of it cost."""
+    """Captured rounds by size, how many passes beside them, and what capturing all of it cost."""
 
-    by_size: dict[tuple[int, int], torch.cuda.CUDAGraph]  # kept for as long as they may run: they own their memory
+    by_size: dict[RoundSize, torch.cuda.CUDAGraph]  # kept for as long as they may run: they own their memory
     num_passes: int
     seconds: float
     num_bytes: int
@@ -28,7 +39,7 @@ class Graphs:
         count = len(self.by_size) + self.num_passes
         return f"captured {count} graphs in {self.seconds:.1f} s, {self.num_bytes / 2**20:.0f} MiB"
 
-    def raw(self) -> dict[tuple[int, int], int]:
+    def raw(self) -> dict[tuple[int, int, int], int]:
         """The rounds as cudaGraph_t."""
         return {size: graph.raw_cuda_graph() for size, graph in self.by_size.items()}
 
@@ -41,47 +52,48 @@ def default_batch_sizes(num_slots: int) -> list[int]:
 
 def capture(
     round: Round,
-    batch_sizes: Sequence[int],
-    nodes: Sequence[int],
+    round_sizes: Sequence[RoundSize],
     passes: Passes,
     shapes: Sequence[Shape],
     stream: torch.cuda.Stream,
     *,
     progress: bool = False,
 ) -> Graphs:
-    """Capture `round.launch` for every batch size and number of nodes, and for 0, and `passes.launch` for these shapes,
-    on the stream that will run them.
+    """Capture `round.launch` for these sizes, and for 0, and `passes.launch` for these shapes, on the stream that will
+    run them.
 
     Large rounds come first and all graphs share one pool of memory: a smaller round fits into what a larger one took.
     What a graph allocates is read by no other. A round is run before it is captured, which loads kernels and
-    workspaces, unless one with as many rows has been; and so is every pass, on a slot that nobody holds.
+    workspaces, unless one with as many rows and as much KV has been; and so is every pass, on a slot that nobody
+    holds.
     """
     torch.cuda.synchronize(stream.device)  # what made the weights and the state is done
     torch.cuda.empty_cache()  # as every capture does: what is counted is what stays
     begin, pool = time.perf_counter(), torch.cuda.graph_pool_handle()
     before = torch.cuda.memory_reserved(stream.device)
-    graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
-    sizes = [(batch, count) for batch in sorted(batch_sizes, reverse=True) for count in sorted(nodes, reverse=True)]
-    bar = Bar(len(sizes) + 1 + len(shapes)) if progress else None
-    warm: set[int] = set()
-    for size in (*sizes, (0, 0)):
-        rows = size[0] * size[1]
-        if rows not in warm or size[1] == max(nodes):
+    graphs: dict[RoundSize, torch.cuda.CUDAGraph] = {}
+    sizes = [*sorted(round_sizes, reverse=True), RoundSize(0, 0, 0)]
+    most_nodes = max(size.num_nodes for size in sizes)
+    bar = Bar(len(sizes) + len(shapes)) if progress else None
+    warm: set[tuple[int, int]] = set()
+    for size in sizes:
+        rows = size.batch * size.num_nodes, size.max_kv_len
+        if rows not in warm or size.num_nodes == most_nodes:
             with torch.cuda.stream(stream):
                 round.launch(*size)
             warm.add(rows)
         graph = torch.cuda.CUDAGraph(keep_graph=True)
-        with torch.cuda.graph(graph, pool=pool, stream=stream):
+        with capturing(graph, pool, stream):
             round.launch(*size)
         graphs[size] = graph
         if bar:
-            bar.advance(f"rounds (batch {size[0]}, {size[1]} nodes)")
+            bar.advance(f"rounds (batch {size.batch}, {size.num_nodes} nodes)")
     for shape in sorted(shapes, reverse=True):
         packed = torch.zeros(sum(shape.sizes), dtype=torch.int32, device=stream.device)
         with torch.cuda.stream(stream):
             passes.launch(packed, shape)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=stream):
+        with capturing(graph, pool, stream):
             passes.launch(packed, shape)
         passes.captured[shape] = graph, packed
         if bar:
@@ -93,6 +105,24 @@ def capture(
     if bar:
         bar.finish(captured)
     return captured
+
+
+@contextmanager
+def capturing(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) -> Iterator[None]:
+    """`torch.cuda.graph`, undisturbed by other engines of this process.
+
+    A capture ends in an error when its thread frees device memory, as the garbage collector does at any allocation of
+    Python's where an engine that nobody holds any more lies in a cycle: so it waits. What other threads do to the
+    device, an engine that runs rounds, say, is no part of the capture.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 class Bar:

@@ -21,7 +21,7 @@ def pages_that_fit(executor: Executor, mem_fraction: float, prefill_chunk: int) 
     torch.cuda.synchronize(device)
     free, total = torch.cuda.mem_get_info(device)
     pages = len(state.pool.free_stack)
-    bytes_per_page = (executor.target.pools.num_bytes + executor.draft.num_pool_bytes) // pages
+    bytes_per_page = sum(pools.num_bytes for pools in (executor.target.pools, *executor.draft.pools)) // pages
     room = int(mem_fraction * total) - (total - free) + pages * bytes_per_page
     return max(room, 0) // bytes_per_page
 
@@ -32,7 +32,7 @@ def largest_prefill(executor: Executor, prefill_chunk: int) -> None:
     Launched call by call, since captured passes have their memory already.
     """
     state = executor.state
-    rows, longest = math.ceil((1 + MOST_PADDING) * prefill_chunk), int(state.max_lens[0]) - 1
+    rows, longest = math.ceil((1 + MOST_PADDING) * prefill_chunk), int(state.max_seq_lens[0]) - 1
     lengths = [min(longest, rows - start) for start in range(0, rows, longest)][: len(state.seq_lens)]
     shape = Shape.fitting(lengths)
     packed = pack([(slot, 0, [0] * (length + 1)) for slot, length in enumerate(lengths)], shape)

@@ -30,8 +30,8 @@ class RequestStats:
 class TokenLogprob:
     """How likely the target held a token, and the tokens it held likeliest at its place, best first.
 
-    Of the model's own distribution: log-softmax of its logits, before temperature and filters. Only stop tokens that
-    `min_new_tokens` rules out have no part in it.
+    They are of the model's own distribution: log-softmax of its logits, before temperature and filters. Only stop
+    tokens that `min_new_tokens` rules out have no part in it.
     """
 
     logprob: float
@@ -40,15 +40,16 @@ class TokenLogprob:
 
 @dataclass(slots=True)  # one for each request and round: a frozen one takes four times as long to make
 class NewTokens:
-    """One round's tokens of one request, as the streaming callback receives them.
+    """Tokens that a request has gained: of one round, as `on_tokens` receives them, or of all since the last look.
 
-    All but the last were drafted and accepted; the last is the target's own.
+    All tokens of a round but the last were drafted and accepted; the last is the target's own.
     """
 
     index: int  # of the prompt in the list given to `generate`
     tokens: list[int]
     finish_reason: FinishReason
     logprobs: list[TokenLogprob] | None = None  # of the tokens, where they were asked for
+    rounds: list[int] = field(default_factory=list)  # how many of the tokens each round gave
 
 
 @dataclass
@@ -87,11 +88,11 @@ class EngineStats:
     Attributes:
         rounds, rows: rounds read, and requests in them. retractions: requests that gave their slot back for a while.
         host_seconds: the loop's own work: launching rounds and records of commands, reading what rounds did, giving
-            back slots, keeping its books. What `wait_seconds`, `prefill_seconds` and `emit_seconds` count is not in it.
+            back slots, keeping its books. What `wait_seconds` and `prefill_seconds` count is not in it.
         wait_seconds: the loop's waiting for the device.
         prefill_seconds: admitting requests and launching prefill; where a pass is not captured and has more kernels
             than the device's queue has room for, waiting for that.
-        emit_seconds: handing out results, with what `on_tokens` makes of them.
+        emit_seconds: handing out results, by a thread beside the loop.
         device_seconds: rounds on the device, each from its first kernel to its last.
         following_seconds, gap_seconds: of these, the rounds that were launched while the one before was running, with
             nothing in between; and what lay between the two.

@@ -1,4 +1,4 @@
-"""What a user chooses: how to speculate (once, per engine) and how to sample (per request)."""
+"""What a user chooses for a request: how it is sampled, and when it ends."""
 
 from __future__ import annotations
 
@@ -6,96 +6,8 @@ import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from torch import nn
 
 MAX_LOGPROBS = 20
-ALGORITHMS = ("NONE", "NGRAM", "EAGLE", "EAGLE3", "STANDALONE", "EAGLE3+NGRAM")
-
-
-@dataclass(frozen=True)
-class Speculation:
-    """How candidates are drafted. The names are those of the field's command lines.
-
-    Attributes:
-        algorithm: NONE (plain decoding), NGRAM (an index over all text seen), EAGLE (a draft head of EAGLE or EAGLE-2),
-            EAGLE3 (one of EAGLE-3), STANDALONE (a small model with the target's tokenizer), or EAGLE3+NGRAM (the best
-            nodes of both).
-        draft_model: folder or hub id of the head or small model, or the module itself; all but NONE and NGRAM need it.
-        num_steps: depth of drafting of a model draft (NGRAM drafts as deep as its nodes reach).
-        topk: branches per step; 1 drafts a chain.
-        num_draft_tokens: tree nodes verified per round, including the root. None: num_steps + 1 for a model's
-            chain, 16 for NGRAM, else 32.
-        sampled_drafts: draw the drafts of requests that sample, and accept or reject them as a block, instead of taking
-            the likeliest: rounds of a chain (topk 1) give more tokens. One seed then gives one text for this draft
-            alone, as long as the request is not retracted and `adaptive` is not set.
-        adaptive: choose for each round how many of these nodes to draft, from measured costs and the acceptance seen so
-            far, down to none. None: where rounds are captured as CUDA graphs and no drafts are drawn.
-        ngram_max_tokens: tokens the n-gram index holds before the oldest age out.
-        ngram_corpus: text files that the n-gram index starts with: what answers may repeat (documentation, code, past
-            answers).
-    """
-
-    algorithm: str = "NONE"
-    draft_model: str | Path | nn.Module | None = None
-    num_steps: int = 5
-    topk: int = 8
-    num_draft_tokens: int | None = None
-    adaptive: bool | None = None
-    sampled_drafts: bool = False
-    ngram_max_tokens: int = 1 << 20
-    ngram_corpus: Sequence[str | Path] = ()
-
-    def __post_init__(self) -> None:
-        if self.algorithm not in ALGORITHMS:
-            raise ValueError(f"Speculation: algorithm is {self.algorithm!r}, expected one of {ALGORITHMS}")
-        if self.uses_model and self.draft_model is None:
-            raise ValueError(f"Speculation: draft_model is None, expected a path or hub id for {self.algorithm}")
-        if not self.uses_model and self.draft_model is not None:
-            raise ValueError(f"Speculation: draft_model is given, expected None for {self.algorithm}")
-        if self.ngram_corpus and not self.uses_ngram:
-            raise ValueError(f"Speculation: ngram_corpus is given, expected none for {self.algorithm}")
-        for name, low, high in (("num_steps", 1, 64), ("topk", 1, 64), ("num_draft_tokens", 1, 256)):
-            value = getattr(self, name)
-            if value is not None and not low <= value <= high:
-                raise ValueError(f"Speculation: {name} is {value}, expected {low} to {high}")
-
-        if self.sampled_drafts and (self.topk != 1 or self.algorithm not in ("EAGLE", "EAGLE3", "STANDALONE")):
-            raise ValueError(
-                f"Speculation: sampled_drafts is True, expected False for {self.algorithm} with topk {self.topk} "
-                "(a chain of EAGLE, EAGLE3 or STANDALONE can be drawn)"
-            )
-
-    @property
-    def uses_model(self) -> bool:
-        return self.algorithm not in ("NONE", "NGRAM")
-
-    @property
-    def uses_eagle3(self) -> bool:
-        return self.algorithm.startswith("EAGLE3")
-
-    @property
-    def uses_ngram(self) -> bool:
-        return self.algorithm.endswith("NGRAM")
-
-    @property
-    def num_nodes(self) -> int:
-        """Tree nodes of a round, the root included."""
-        if self.algorithm == "NONE":
-            return 1
-        if self.num_draft_tokens is not None:
-            return self.num_draft_tokens
-        if self.algorithm == "NGRAM":
-            return 16
-        return self.num_steps + 1 if self.topk == 1 and self.algorithm != "EAGLE3+NGRAM" else 32
-
-    @property
-    def ladder(self) -> list[int]:
-        """The numbers of nodes that an adaptive engine chooses from: 1, plain decoding, and twice as many each."""
-        return [1 << power for power in range(8) if 1 << power < self.num_nodes] + [self.num_nodes]
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..models.causal_lm import CausalLM
+from ..models.language_model import LanguageModel
 from .drafts import Draft
 from .prefill import Chunk, Prefill, Shape, num_pieces, pack
-from .state import SlotState, to_device
+from .state import EngineState, to_device
 
 PIECE = 64  # rows of a captured pass's pieces
 CHEAP_ROWS = 256  # a pass of so many rows takes little more than one of a few: most of it is reading the weights
@@ -33,7 +33,7 @@ class Passes:
     whose chunks do not fit such a shape well is launched call by call, in the shape that fits them.
     """
 
-    def __init__(self, target: CausalLM, draft: Draft, state: SlotState) -> None:
+    def __init__(self, target: LanguageModel, draft: Draft, state: EngineState) -> None:
         self.target, self.draft, self.state = target, draft, state
         self.captured: dict[Shape, tuple[torch.cuda.CUDAGraph, Tensor]] = {}  # and what it reads, as `pack` packs it
 
@@ -59,6 +59,6 @@ class Passes:
     def launch(self, packed: Tensor, shape: Shape) -> None:
         """One pass over what `pack` packed; nothing here reads a device value on the host."""
         prefill = Prefill.of(packed, shape, self.state)
-        self.target.prefill(prefill.tokens, prefill.positions, prefill.rows)
-        self.draft.prefill(prefill, self.target.features())
+        features = self.target.prefill(prefill.tokens, prefill.positions, prefill.rows)
+        self.draft.prefill(prefill, features)
         prefill.finish(self.state)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..models.attention import Rows
-from .state import SlotState
+from .state import EngineState
 
 MOST_PADDING = 0.1  # of a pass of several chunks
 
@@ -30,7 +30,7 @@ class Shape(NamedTuple):
 
     @property
     def sizes(self) -> list[int]:
-        """Of what `pack` packs."""
+        """The sizes of the arrays that `pack` packs, in their order."""
         return [*3 * [self.pieces], *3 * [self.chunks], self.pieces * (self.length + 1)]
 
     @classmethod
@@ -91,7 +91,7 @@ class Prefill(NamedTuple):
     last_rows: Tensor  # [R] int32: the last row of each chunk, of P * Q
 
     @classmethod
-    def of(cls, packed: Tensor, shape: Shape, state: SlotState) -> Prefill:
+    def of(cls, packed: Tensor, shape: Shape, state: EngineState) -> Prefill:
         """From what `pack` packed, on the device; nothing here reads it on the host."""
         piece_slots, starts, counts, slots, ends, last_rows, tokens = torch.split(packed, shape.sizes)
         tokens = tokens.view(shape.pieces, shape.length + 1)
@@ -110,7 +110,7 @@ class Prefill(NamedTuple):
         positions = starts[:, None] + columns
         return cls(tokens[:, :-1], tokens[:, 1:], positions, rows, piece_slots, slots, ends, last_rows)
 
-    def finish(self, state: SlotState) -> None:
+    def finish(self, state: EngineState) -> None:
         """All models have run it: the slots have its rows, and what was wrong with a piece is their status."""
         assert self.rows.status is not None
         state.status.scatter_reduce_(0, self.piece_slots.long(), self.rows.status, "amax")  # at least what it was

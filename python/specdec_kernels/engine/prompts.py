@@ -1,11 +1,41 @@
-"""Text that comes from outside, as lists of token ids: what `generate` takes as prompts, and files."""
+"""What `generate` takes as prompts, as lists of token ids."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
 from typing import Any
+
+from torch import nn
+from transformers import AutoTokenizer
+
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "spiece*")
+
+
+def own_tokenizer(adapter: Path | None) -> Path | None:
+    """The folder of an adapter that brings a tokenizer: it was trained with that one, and with its template."""
+    return adapter if adapter is not None and has_tokenizer(adapter) else None
+
+
+def has_tokenizer(folder: Path) -> bool:
+    return any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES)
+
+
+def load_tokenizer(model: str | Path | nn.Module, tokenizer: Any, trust_remote_code: bool) -> tuple[Any, str]:
+    """The tokenizer and "", or None and why there is none: it may not be needed."""
+    if tokenizer is not None and not isinstance(tokenizer, str | Path):
+        return tokenizer, ""
+    if tokenizer is None and isinstance(model, nn.Module):
+        return None, "the model is a module, and no tokenizer= is given"
+    source = str(model if tokenizer is None else tokenizer)
+    if Path(source).is_dir() and not has_tokenizer(Path(source)):
+        return None, "the model folder has no tokenizer"
+    try:
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code), ""
+    except Exception as error:  # whatever its files, or the code that reads them, make of themselves
+        reason = " ".join(str(error).split())
+        return None, f"the tokenizer of {source} does not load: {type(error).__name__}: {reason}"
 
 
 def as_list(prompts: Any) -> list[Any]:
@@ -13,29 +43,63 @@ def as_list(prompts: Any) -> list[Any]:
     if isinstance(prompts, str):
         return [prompts]
     items = plain(prompts)
-    if not isinstance(items, Sequence):
-        raise TypeError(f"generate: prompts is a {type(prompts).__name__}, expected text, token ids, or a list of them")
+    if not isinstance(items, Sequence) or isinstance(items, bytes | bytearray | memoryview):
+        hint = ' (its "input_ids" are)' if isinstance(items, Mapping) and "input_ids" in items else ""
+        kind = type(prompts).__name__
+        raise TypeError(f"generate: prompts is a {kind}, expected text, token ids, or a list of them{hint}")
     return [items] if items and isinstance(items[0], Integral) else list(items)
 
 
-def token_ids(prompt: Any, index: int, tokenizer: Any) -> list[int]:
+def token_ids(prompt: Any, name: str, tokenizer: Any, no_tokenizer: str, add_special_tokens: bool) -> list[int]:
+    """The tokens of one prompt, which errors call by this name; `no_tokenizer` says why there is none."""
     if isinstance(prompt, str):
         if tokenizer is None:
-            raise ValueError(
-                f"generate: prompts[{index}] is text, expected token ids (the model folder has no tokenizer)"
-            )
-        tokens: list[int] = tokenizer(prompt)["input_ids"]
+            raise ValueError(f"{name} is text, expected token ids ({no_tokenizer})")
+        tokens: list[int] = tokenizer(prompt, add_special_tokens=add_special_tokens)["input_ids"]
         return tokens
     items = plain(prompt)
-    if not isinstance(items, Sequence) or not all(isinstance(token, Integral) for token in items):
-        raise TypeError(
-            f"generate: prompts[{index}] is a {type(prompt).__name__}, expected text or a list of token ids"
-        )
+    if not isinstance(items, Sequence) or isinstance(items, bytes | bytearray | memoryview):
+        raise TypeError(f"{name} is a {type(prompt).__name__}, expected text or a list of token ids")
+    for token in items:
+        if not isinstance(token, Integral) or isinstance(token, bool):
+            got = f"{type(prompt).__name__} with a {type(token).__name__} in it"
+            raise TypeError(f"{name} is a {got}, expected text or a list of token ids")
     return [int(token) for token in items]
 
 
-def check_tokens(tokens: list[int], index: int, *, max_len: int, vocab_size: int) -> None:
-    name = f"generate: prompts[{index}]"
+def conversations(messages: Any) -> tuple[list[Any], bool]:
+    """Conversations one by one, and whether there was a single one, which is a list of messages."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
+        got = f"a {type(messages).__name__}" if messages or not isinstance(messages, Sequence) else "empty"
+        raise TypeError(f"chat: messages is {got}, expected a list of messages, or a list of such lists")
+    single = isinstance(messages[0], Mapping)
+    each = [messages] if single else list(messages)
+    for index, conversation in enumerate(each):
+        name = "messages" if single else f"messages[{index}]"
+        if not isinstance(conversation, Sequence) or isinstance(conversation, str | bytes) or not conversation:
+            raise TypeError(f"chat: {name} is a {type(conversation).__name__}, expected a list of messages")
+        for place, message in enumerate(conversation):
+            if not isinstance(message, Mapping) or "role" not in message:
+                got = f"a {type(message).__name__}" if not isinstance(message, Mapping) else "without a role"
+                raise TypeError(f"chat: {name}[{place}] is {got}, expected a dict with a role and its content")
+    return each, single
+
+
+def chat_tokens(conversation: Any, tokenizer: Any, no_tokenizer: str, options: dict[str, Any]) -> list[int]:
+    """The tokens of a conversation by the tokenizer's chat template, up to where the answer begins.
+
+    `options` go to `apply_chat_template`: tools, another chat_template, what a template asks for.
+    """
+    if tokenizer is None:
+        raise ValueError(f"chat: messages need a chat template, expected a tokenizer with one ({no_tokenizer})")
+    if options.get("chat_template") is None and not getattr(tokenizer, "chat_template", None):
+        raise ValueError("chat: the tokenizer has no chat template, expected one, or chat_template=")
+    options = {"add_generation_prompt": not options.get("continue_final_message", False)} | options
+    tokens: list[int] = tokenizer.apply_chat_template(conversation, **options, tokenize=True, return_dict=False)
+    return tokens
+
+
+def check_tokens(tokens: list[int], name: str, *, max_len: int, vocab_size: int) -> None:
     if not tokens:
         raise ValueError(f"{name} is empty, expected at least 1 token")
     if len(tokens) >= max_len:
@@ -48,15 +112,3 @@ def check_tokens(tokens: list[int], index: int, *, max_len: int, vocab_size: int
 def plain(value: Any) -> Any:
     """A NumPy array or a tensor as (nested) lists, anything else as it is."""
     return value.tolist() if hasattr(value, "tolist") else value
-
-
-def file_tokens(file: str | Path, tokenizer: Any) -> list[int]:
-    """A text file as it would stand within a text: without special tokens."""
-    if tokenizer is None:
-        raise ValueError("Speculation: ngram_corpus is given, expected none (the model folder has no tokenizer)")
-    try:
-        text = Path(file).read_text("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"Speculation: ngram_corpus has {file}, expected text in UTF-8") from error
-    tokens: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return tokens

@@ -2,99 +2,91 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..models.causal_lm import CausalLM
+from ..models.language_model import LanguageModel
 from ..ops import (
     Accepted,
+    PackedNodes,
+    Shares,
     TokenScores,
     Tree,
     alloc_pages,
-    apply_commands,
     commit_tokens,
     free_pages,
     mask_stops,
-    move_kv,
-    publish_results,
+    pack_trees,
     score_tokens,
+    share_nodes,
     verify_tree,
 )
-from .drafts import Draft
-from .state import Rings, SlotState
+from ..status import Status
+from .drafts import Committed, Draft, DrawnFrom
+from .drafts.proposal import scored_tree_of
+from .rings import Rings
+from .state import EngineState
 
 # Rows that a product takes as long to multiply as it takes to read its weight, about.
 CHEAP_ROWS = 200
+# A request may have so many times the mean number of nodes. What one may have is drafted for all: twice the mean leaves
+# room for texts that differ, while a round of few nodes drafts few steps.
+MOST_SHARE = 2
 
 
 @dataclass(frozen=True)
 class RoundResult:
-    """Device tensors of one round's rows: what was committed, how likely, and how many nodes each tree had [B]."""
+    """Device tensors of one round's requests: what was committed, how likely, and how many nodes each tree had [B]."""
 
-    accepted: Accepted
+    accepted: Accepted  # with what the budget learns from as its path
     scores: TokenScores
     num_nodes: Tensor
+
+
+def most_nodes(batch: int, num_nodes: int, limit: int) -> int:
+    """What one request may have of a round with `num_nodes` for each in the mean; a draft has `limit` at most."""
+    return min(MOST_SHARE * num_nodes, batch * (num_nodes - 1) + 1, limit)
 
 
 class Round:
     """What the host launches, as a graph or call by call; all it reads and writes stays at its place."""
 
-    def __init__(self, target: CausalLM, draft: Draft, state: SlotState, rings: Rings, reserve: int) -> None:
-        self.target, self.draft, self.state, self.rings, self.reserve = target, draft, state, rings, reserve
+    def __init__(
+        self,
+        target: LanguageModel,
+        draft: Draft,
+        state: EngineState,
+        rings: Rings,
+        *,
+        reserve: int,
+        accept_width: int,
+        nodes: Sequence[int],
+    ) -> None:
+        self.target, self.draft, self.state, self.rings = target, draft, state, rings
+        self.reserve, self.accept_width = reserve, accept_width
+        self.nodes = tuple(nodes)  # of the rungs, rising: what a request has in the mean
+        self._nodes = torch.tensor(self.nodes, dtype=torch.int32, device=state.seq_lens.device)
         self._no_rows = torch.zeros_like(state.seq_lens)
 
     @torch.inference_mode()
-    def launch(self, batch: int, num_nodes: int) -> None:
+    def launch(self, batch: int, num_nodes: int, max_kv_len: int) -> None:
         """Apply the next record of commands, advance its first `batch` slots by one round and publish the results.
 
-        With batch 0 the record is all. `num_nodes` of each tree are at most the draft's own.
+        With batch 0 the record is all. A round verifies batch * `num_nodes` rows, whichever requests they are of.
+        `max_kv_len` KV rows hold each slot's text with the reserve.
         """
         state, rings = self.state, self.rings
-        self._apply_commands()
+        rings.apply_commands(state)
         free_pages(state.pool, self._no_rows, slots=rings.given_back, status=state.status)
         if batch == 0:
             return
         slots = rings.slots[:batch]
-        result = self.run(slots, num_nodes)
-        publish_results(
-            rings.results,
-            rings.num_published,
-            rings.started_at,
-            result.accepted.tokens,
-            result.accepted.lengths,
-            result.accepted.path,
-            result.num_nodes,
-            state.finish_reasons,
-            state.status,
-            slots=slots,
-            **result.scores._asdict(),
-            num_logprobs=state.num_logprobs,
-        )
-
-    def _apply_commands(self) -> None:
-        state, rings = self.state, self.rings
-        apply_commands(
-            rings.commands,
-            rings.num_applied,
-            rings.started_at,
-            state.seq_lens,
-            state.root_tokens,
-            state.remaining,
-            state.stop_tokens,
-            state.temperature,
-            state.top_k,
-            state.top_p,
-            state.min_p,
-            state.seeds,
-            state.stops_from,
-            state.num_logprobs,
-            state.finish_reasons,
-            state.status,
-            out_slots=rings.slots,
-            out_given_back=rings.given_back,
-        )
+        with state.kv_bounded(max_kv_len):
+            result = self.run(slots, num_nodes)
+        rings.publish_results(result.accepted, result.num_nodes, state, slots=slots, scores=result.scores)
 
     @torch.inference_mode()
     def run(self, slots: Tensor, num_nodes: int) -> RoundResult:
@@ -102,65 +94,92 @@ class Round:
         state, draft = self.state, self.draft
         alloc_pages(state.pool, state.seq_lens, self.reserve, slots=slots, status=state.status)
 
-        tree = draft.propose(slots, num_nodes)
-        rows = state.rows(slots, state.seq_lens, tail_len=num_nodes, mask=tree.mask, num_valid=tree.num_nodes)
-        hidden = self.target.forward(tree.tokens, tree.positions, rows)
-        features = self.target.features()
-        if self._goes_by_levels(len(slots), num_nodes):
-            logits = self._logits_by_levels(hidden, tree, slots)
+        # Draws are no matter of scores: all requests have equally many.
+        most = num_nodes if draft.sampled else most_nodes(len(slots), num_nodes, self.nodes[-1])
+        proposal = draft.propose(slots, most)
+        tree, scores = scored_tree_of(proposal.drafts, slots, most, state)
+        shares = self._share(scores, slots, num_nodes)
+        nodes = pack_trees(tree, scores, shares, len(slots) * num_nodes)
+        cu_seqlens = shares.cu_seqlens
+        rows = state.rows(slots, state.seq_lens, mask=nodes.mask, cu_seqlens_q=cu_seqlens)
+        hidden, features = self.target.forward(nodes.tokens, nodes.positions, rows)
+        drawn_from = proposal.drawn_from  # verified as a block, which asks for all logits
+        if drawn_from is None and self._goes_by_levels(len(slots), num_nodes):
+            logits = self._logits_by_levels(hidden, tree, nodes, cu_seqlens, slots)
         else:
-            logits = self._logits(hidden, tree.positions, slots)
-        accepted = self._verify(logits, tree, draft.accept_width, slots, state.status)
-        num_valid = commit_tokens(
-            accepted.tokens,
-            accepted.lengths,
-            state.stop_tokens,
-            state.remaining,
-            state.max_lens,
-            state.seq_lens,
-            state.seq_lens_before,
-            state.root_tokens,
-            state.finish_reasons,
-            slots=slots,
-            status=state.status,
-        )
-        scores = score_tokens(
+            logits = self._logits(hidden, nodes.positions, slots, cu_seqlens)
+        accepted = self._verify(logits, tree, cu_seqlens, self.accept_width, slots, state.status, drawn_from)
+        num_valid = commit_tokens(accepted, state, slots=slots)
+        token_scores = score_tokens(
             logits,
-            accepted.path,
-            accepted.tokens,
-            accepted.lengths,
+            accepted,
             top_n=self.rings.top_n,
             slots=slots,
+            cu_seqlens_q=cu_seqlens,
             num_logprobs=state.num_logprobs,
         )
-        pools = self.target.pools
-        move_kv(
-            pools.k,
-            pools.v,
+        self.target.pools.move(
             state.pool.page_table,
             accepted.path,
             num_valid,
-            state.seq_lens_before,
+            state.prefix_lens,
             slots=slots,
             status=state.status,
         )
-        draft.extend(slots, accepted, num_valid, features, num_nodes)
-        return RoundResult(accepted, scores, tree.num_nodes)
+        draft.extend(slots, Committed(accepted, num_valid, most, cu_seqlens), proposal, features)
+        shown = accepted._replace(path=self._by_rungs(accepted.path, scores, shares))
+        return RoundResult(shown, token_scores, tree.num_nodes)
 
-    def _logits(self, hidden: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
-        """[B, Q, V] of nodes [B, Q, H], with no stop tokens where it is too early for them."""
+    def _share(self, scores: Tensor, slots: Tensor, num_nodes: int) -> Shares:
+        """The best nodes of the whole batch for its budget; and where rungs up to this one would have cut."""
+        state, batch = self.state, len(slots)
+        if state.fixed_split is not None:  # batch invariance: nobody's share, and no row's place, depends on others
+            each = scores.new_full((batch,), num_nodes, dtype=torch.int32)
+            starts = torch.arange(0, (batch + 1) * num_nodes, num_nodes, dtype=torch.int32, device=scores.device)
+            return Shares(each, starts, scores.new_empty(0), scores.new_empty(0))
+        # A request that has finished or is stalled gains nothing from nodes.
+        idle = (state.finish_reasons[slots] != 0) | (state.status[slots] & int(Status.STALLED) != 0)
+        limits = torch.where(idle, 1, scores.shape[1]).to(torch.int32)
+        rungs = self._nodes[: sum(count <= num_nodes for count in self.nodes)] * batch
+        return share_nodes(scores, batch * num_nodes, limits=limits, slots=slots, rungs=rungs)
+
+    def _by_rungs(self, path: Tensor, scores: Tensor, shares: Shares) -> Tensor:
+        """For each accepted node [B, S] the last node of the lowest rung that would have had it: the budget learns from
+        it as if rungs gave all requests equally many."""
+        if len(self.nodes) == 1 or self.draft.sampled:
+            return path
+        at = path.long().clamp(max=scores.shape[1] - 1)
+        count = len(shares.cuts)
+        beyond = scores.gather(1, at)[..., None] < shares.cuts
+        beyond |= path[..., None] >= MOST_SHARE * self._nodes[:count]
+        rung = torch.where(path == 0, 0, beyond.sum(-1).clamp(max=count - 1))
+        return (self._nodes[rung] - 1).where(path != 0, 0)
+
+    def _logits(self, hidden: Tensor, positions: Tensor, slots: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        """[*positions, V] of nodes [*positions, H], with no stop tokens where it is too early for them."""
+        state = self.state
         logits = self.target.logits(hidden)
-        mask_stops(logits, positions, self.state.stop_tokens, self.state.stops_from, slots=slots)
+        mask_stops(logits, positions, state.stop_tokens, state.stops_from, slots=slots, cu_seqlens_q=cu_seqlens)
         return logits
 
-    def _verify(self, logits: Tensor, tree: Tree, width: int, slots: Tensor, status: Tensor | None) -> Accepted:
+    def _verify(
+        self,
+        logits: Tensor,
+        tree: Tree,
+        cu_seqlens: Tensor,
+        width: int,
+        slots: Tensor,
+        status: Tensor | None,
+        drawn_from: DrawnFrom | None = None,
+    ) -> Accepted:
         """The walks down the trees, as far as `width` nodes."""
-        state, drawn_from = self.state, self.draft.drawn_from
+        state = self.state
         return verify_tree(
             logits,
             tree,
             width,
             slots=slots,
+            cu_seqlens_q=cu_seqlens,
             temperature=state.temperature,
             top_k=state.top_k,
             top_p=state.top_p,
@@ -172,23 +191,25 @@ class Round:
         )
 
     def _goes_by_levels(self, batch: int, num_nodes: int) -> bool:
-        """Whether reading the weight of the target's head once a level is less than multiplying all nodes by it. Drafts
-        that were drawn are verified as a block, which asks for all logits."""
-        return self.draft.drawn_from is None and batch * num_nodes > self.draft.accept_width * max(batch, CHEAP_ROWS)
+        """Whether reading the weight of the target's head once a level is less than multiplying all nodes by it."""
+        return batch * num_nodes > self.accept_width * max(batch, CHEAP_ROWS)
 
-    def _logits_by_levels(self, hidden: Tensor, tree: Tree, slots: Tensor) -> Tensor:
+    def _logits_by_levels(
+        self, hidden: Tensor, tree: Tree, packed: PackedNodes, cu_seqlens: Tensor, slots: Tensor
+    ) -> Tensor:
         """`_logits` of the nodes that the walks visit, computed when they get there; those of others mean nothing."""
-        (batch, num_nodes), rows_of_all = hidden.shape[:2], hidden.flatten(0, 1)
-        logits = hidden.new_empty(batch, num_nodes, self.target.lm_head.out_features)
-        logits[..., 0] = 0  # a walk goes as far as a node without its logits: something is there to choose
+        num_rows, most = len(hidden), tree.tokens.shape[1]
+        logits = hidden.new_empty(num_rows + 1, self.target.lm_head.out_features)  # the last one of empty rows
+        logits[:, 0] = 0  # a walk goes as far as a node without its logits: something is there to choose
         # torch copies rows number by number: 64 rows of a vocabulary take 51 us by 2 bytes.
         whole = torch.int64 if logits.shape[-1] * logits.itemsize % 8 == 0 else logits.dtype
-        out = logits.flatten(0, 1).view(whole)
-        roots = torch.arange(0, batch * num_nodes, num_nodes, device=hidden.device)
-        nodes = roots
-        for depth in range(min(self.draft.accept_width, num_nodes)):
+        out, logits = logits.view(whole), logits[:num_rows]
+        first, is_empty = cu_seqlens[:-1].long(), cu_seqlens[1:] == cu_seqlens[:-1]
+        nodes = first
+        for depth in range(min(self.accept_width, most)):
             if depth > 0:  # where a walk has ended, its last node again
-                nodes = roots + self._verify(logits, tree, depth + 1, slots, None).path[:, depth]
-            positions = tree.positions.flatten()[nodes][:, None]
-            out[nodes] = self._logits(rows_of_all[nodes][:, None], positions, slots)[:, 0].view(whole)
+                nodes = first + self._verify(logits, tree, cu_seqlens, depth + 1, slots, None).path[:, depth]
+            rows = nodes.clamp(max=num_rows - 1)
+            of_level = self._logits(hidden[rows][:, None], packed.positions[rows][:, None], slots)[:, 0]
+            out[torch.where(is_empty, num_rows, nodes)] = of_level.view(whole)
         return logits

@@ -9,7 +9,7 @@ from tokenizers.decoders import DecodeStream
 
 
 class StopStrings:
-    """Of one request. `text` is what its tokens say so far, up to the string found."""
+    """The stop strings of one request. `text` is what its tokens say so far, up to the string found."""
 
     def __init__(self, tokenizer: Any, strings: Sequence[str], min_new_tokens: int) -> None:
         self.text = ""

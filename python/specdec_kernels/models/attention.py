@@ -1,10 +1,22 @@
-"""What every layer's attention shares: where rows stand, and the pools of a model's KV."""
+"""The attention part of a layer over paged KV."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
+
+from ..ops import rotate_qkv, tree_attention
+from .kv_pools import KvShape, LayerKv
+from .layers import Norm, Product, joined, merged, moved, product_of
+from .quantised import QuantisedLinear
+
+HEAD_DIMS = (64, 128, 256)  # of `rotate_qkv` and `tree_attention`
+
+# Beyond the longest sequence: the deepest node of a tree, and padding.
+SPARE_POSITIONS = 320
 
 
 class Rows(NamedTuple):
@@ -12,46 +24,261 @@ class Rows(NamedTuple):
 
     Row j of request b is written at KV row `prefix_lens[slot] + row_offset + j` if j < num_valid[b]. It sees the
     prefix and, of the `tail_len` rows behind it, those its mask names (no mask: a causal chain).
+
+    Requests have Q rows each, and positions are [B, Q]; or, with `cu_seqlens_q`, rows are packed, positions and mask
+    are [M] and [M, W], and a request's tail is its own rows.
     """
 
     slots: Tensor  # [B] int32
     page_table: Tensor  # [num_slots, max_pages] int32
     prefix_lens: Tensor  # [num_slots] int32
-    tail_len: int
+    tail_len: int | None = None  # None: packed rows
     row_offset: int = 0
-    mask: Tensor | None = None  # [B, Q, W] int64
+    mask: Tensor | None = None  # [B, Q, W] or [M, W] int64
     num_valid: Tensor | None = None  # [B] int32
+    cu_seqlens_q: Tensor | None = None  # [B + 1] int32: where each request's packed rows begin, and the last one's end
     status: Tensor | None = None  # [num_slots] int32
     fixed_split: int | None = None
+    max_kv_len: int | None = None  # prefix and tail of no request have more; None: what the page table has room for
 
 
-class KvPools(NamedTuple):
-    """The KV rows of all layers of one model: [layers, pages, page_size, Hkv, D] each."""
+class Projection(Protocol):
+    """What makes queries, keys and values."""
 
-    k: Tensor
-    v: Tensor
+    def __call__(self, x: Tensor, /) -> Tensor:
+        """[..., (heads + 2 * kv_heads) * head_dim] from [..., in]."""
+
+
+@dataclass
+class Attention:
+    """Queries, keys and values by one product, normalised where the model does so, rotated, written to the layer's
+    pools, attended, and multiplied once more.
+
+    `kv` is set by the model that the layer is part of, once it has its pools.
+    """
+
+    qkv: Projection  # a Product, mostly; [(heads + 2 * kv_heads) * head_dim, in]
+    out: Product
+    rotations: Tensor  # [num_positions, head_dim] float32, of `Heads`
+    kv_heads: int
+    head_dim: int  # as `Heads` has it
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
+    window: int | None = None
+    scale: float | None = None  # None: 1 / sqrt(head_dim)
+    soft_cap: float | None = None
+    sinks: Tensor | None = None  # [heads], a score of each head beside those of its rows, which brings no value
+    q_factors: Tensor | None = None  # [num_positions] in the queries' dtype: what rotated queries are multiplied by
+    kv: LayerKv = field(init=False)
 
     @property
-    def num_bytes(self) -> int:
-        return self.k.nbytes + self.v.nbytes
+    def kv_shape(self) -> KvShape:
+        return KvShape(self.kv_heads, self.head_dim, self.head_dim, self.window)
+
+    def write_kv(self, x: Tensor, positions: Tensor, rows: Rows) -> Tensor:
+        """The KV of x [T, in], normalised, at positions [B, Q] or [M]; its queries [*positions, heads, head_dim] are
+        returned."""
+        q: Tensor = rotate_qkv(
+            self.qkv(x).view(*positions.shape, -1, self.head_dim),
+            self.rotations,
+            positions,
+            self.kv.k,
+            self.kv.v,
+            rows.page_table,
+            rows.prefix_lens,
+            row_offset=rows.row_offset,
+            slots=rows.slots,
+            num_valid=rows.num_valid,
+            cu_seqlens_q=rows.cu_seqlens_q,
+            q_norm=None if self.q_norm is None else self.q_norm.weight,
+            k_norm=None if self.k_norm is None else self.k_norm.weight,
+            eps=1e-6 if self.q_norm is None else self.q_norm.eps,
+            k_scale=self.kv.scales.k,
+            v_scale=self.kv.scales.v,
+            status=rows.status,
+        )
+        if self.q_factors is not None:
+            q *= self.q_factors[positions.clamp(0, len(self.q_factors) - 1)][..., None, None]
+        return q
+
+    def __call__(self, x: Tensor, positions: Tensor, rows: Rows) -> Tensor:
+        """What x [T, in] attends to [T, heads * head_dim], before the product `out`."""
+        q = self.write_kv(x, positions, rows)
+        out = attended(q, self.kv, rows, scale=self.scale, window=self.window, soft_cap=self.soft_cap, sinks=self.sinks)
+        return out.flatten(-2).flatten(0, -2)
 
 
-def attach_pools(
-    attentions: list[nn.Module], num_kv_heads: int, head_dim: int, num_pages: int, page_size: int, like: Tensor
-) -> KvPools:
-    """Allocate pools in the dtype and on the device of `like`, and hang layer i's on attentions[i].
+def attended(
+    q: Tensor,
+    kv: LayerKv,
+    rows: Rows,
+    *,
+    scale: float | None,
+    window: int | None,
+    soft_cap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """What queries [B, Q, heads, head_dim] or [M, heads, head_dim] attend to in a layer's KV, of q's shape; with sinks
+    [heads] float32, one more score of each head that adds to the softmax's sum and to nothing else."""
+    lse = None if sinks is None else q.new_empty(q.shape[:-1], dtype=torch.float32)
+    out: Tensor = tree_attention(
+        q,
+        kv.k,
+        kv.v,
+        rows.page_table,
+        rows.prefix_lens,
+        slots=rows.slots,
+        q_lens=rows.num_valid,
+        cu_seqlens_q=rows.cu_seqlens_q,
+        tail_len=rows.tail_len,
+        mask=rows.mask,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        k_scale=kv.scales.k,
+        v_scale=kv.scales.v,
+        fixed_split=rows.fixed_split,
+        max_kv_len=rows.max_kv_len,
+        lse=lse,
+        status=rows.status,
+    )
+    if lse is not None and sinks is not None:
+        # exp(lse) becomes exp(lse) + exp(sink).
+        out = (out * torch.sigmoid(lse - sinks)[..., None]).to(out.dtype)
+    return out
 
-    The pools start as zeros only so that rows nobody wrote are no NaN in a debugger; no op reads them.
+
+class Reordered(Projection):
+    """A quantised product of which output i is that of places[i], or 0 where that is -1."""
+
+    def __init__(self, product: Product, places: list[int]) -> None:
+        self._product, self._places = product, places
+        self._index: Tensor | None = None
+
+    def __call__(self, x: Tensor, /) -> Tensor:
+        rows = self._product(x)
+        if self._index is None or self._index.device != x.device:
+            self._index = torch.tensor(self._places, device=x.device)
+        return rows[..., self._index.clamp(min=0)].masked_fill(self._index < 0, 0)
+
+
+class Rotation(NamedTuple):
+    """Angles by which pairs of numbers of a head are rotated at each position, as a model has them."""
+
+    cosines: Tensor  # [num_positions, pairs] float32
+    sines: Tensor
+    interleaved: bool = False  # pairs are numbers 2i and 2i + 1 of a head, not i and i + pairs
+
+    @classmethod
+    def of(cls, rotary: Any, max_len: int, device: torch.device, *kind: str, interleaved: bool = False) -> Rotation:
+        """Those of a module of transformers that makes cosines and sines, for sequences of up to `max_len` tokens.
+
+        Beyond `constant_len` the table ends, and `rotate_qkv` takes its last row.
+        """
+        count = min(max_len + SPARE_POSITIONS, constant_len(rotary.config) or max_len + SPARE_POSITIONS)
+        positions = torch.arange(count, device=device)[None]
+        tables = rotary.to(device)(torch.empty(0, dtype=torch.float32, device=device), positions, *kind)
+        # Most modules give each angle twice: those of a pair stand side by side, or half a table apart.
+        pairs = len(rotary.inv_freq) if hasattr(rotary, "inv_freq") else tables[0].shape[-1] // 2
+        twice = interleaved and torch.equal(tables[0][..., 0::2], tables[0][..., 1::2])
+        cosines, sines = (table[0, :, 0::2] if twice else table[0, :, :pairs] for table in tables)
+        return cls(cosines, sines, interleaved)
+
+    @classmethod
+    def none(cls, device: torch.device) -> Rotation:
+        """That of a layer which does not rotate."""
+        return cls(torch.empty(1, 0, device=device), torch.empty(1, 0, device=device))
+
+
+def constant_len(config: Any) -> int | None:
+    """The longest sequence in which the angle of a position does not depend on the sequence's length; None: any.
+
+    Up to there longrope is its short factors (Ding et al. 2024, arXiv 2402.13753), and dynamic NTK the plain rotation.
     """
-    shape = (len(attentions), num_pages, page_size, num_kv_heads, head_dim)
-    pools = KvPools(like.new_zeros(shape), like.new_zeros(shape))
-    for layer, attention in enumerate(attentions):
-        attention.register_buffer("k_pool", pools.k[layer], persistent=False)
-        attention.register_buffer("v_pool", pools.v[layer], persistent=False)
-    return pools
+    parameters = getattr(config, "rope_parameters", None) or {}
+    ends = []
+    for each in [parameters, *(part for part in parameters.values() if isinstance(part, dict))]:
+        if each.get("rope_type") == "longrope":
+            ends.append(each.get("original_max_position_embeddings") or config.original_max_position_embeddings)
+        if each.get("rope_type") == "dynamic" and not each.get("alpha"):
+            ends.append(config.max_position_embeddings)
+    return min(ends, default=None)
 
 
-def resize_pools(attentions: list[nn.Module], pools: KvPools, num_pages: int) -> KvPools:
-    """Other pools in their place, empty, with another number of pages."""
-    _, _, page_size, num_kv_heads, head_dim = pools.k.shape
-    return attach_pools(attentions, num_kv_heads, head_dim, num_pages, page_size, like=pools.k)
+class Heads:
+    """How the heads of a model stand in our products and pools, so that the kernels compute what the model does.
+
+    `rotate_qkv` rotates number i of a head with number i + D / 2, all of them, and kernels know D of 64, 128 and 256.
+    Other models are the same numbers in other places: rows of the products are moved so that each rotated pair stands
+    where the kernel looks for it, with cosine 1 and sine 0 for numbers that are not rotated, and zeros fill a head up
+    to D. Scores do not change, since queries and keys are moved alike, and the scale stays that of the model's heads.
+
+    Where nothing moves, products share the modules' weights. Else they are copies: of the layer's projections of
+    queries, keys and values, and with zeros of the one behind attention too, D / dim of their size.
+    """
+
+    def __init__(self, dim: int, rotation: Rotation) -> None:
+        self.dim, self.size = dim, pool_dim(dim)
+        positions, pairs = rotation.cosines.shape
+        half = self.size // 2
+        self.rotations = rotation.cosines.new_zeros(positions, self.size)
+        self.rotations[:, :half] = 1
+        self.rotations[:, :pairs] = rotation.cosines
+        self.rotations[:, half : half + pairs] = rotation.sines
+        first, step = (pairs, 1) if not rotation.interleaved else (1, 2)
+        # Which number of a model's query or key head stands at each place; -1: none does, it is 0.
+        self._order = [-1] * self.size
+        self._order[:pairs] = range(0, step * pairs, step)
+        self._order[half : half + pairs] = range(first, first + step * pairs, step)
+        others = iter(range(2 * pairs, dim))
+        self._order = [next(others, -1) if i % half >= pairs else number for i, number in enumerate(self._order)]
+        self._as_they_are = [i if i < dim else -1 for i in range(self.size)]  # value heads
+
+    @property
+    def _are_moved(self) -> bool:
+        return self._order != list(range(self.size))
+
+    def qkv(self, kv_heads: int, *linears: Any) -> Projection:
+        """The product of queries, keys and values, from one module for each or one of all."""
+        if not self._are_moved:
+            return merged(*linears)
+        heads = sum(linear.out_features for linear in linears) // self.dim
+        places = self._places([self._order] * (heads - kv_heads) + [self._as_they_are] * kv_heads)
+        if any(isinstance(linear, QuantisedLinear) for linear in linears):
+            return Reordered(merged(*linears), places)
+        return joined(*linears).rows(places)
+
+    def out(self, linear: Any) -> Product:
+        """The product behind attention."""
+        product = product_of(linear)
+        if self.size == self.dim:
+            return product
+        if not isinstance(product.weight, Tensor):
+            raise ValueError(
+                f"model: head_dim is {self.dim} beside quantised projections, expected one of {HEAD_DIMS} there"
+            )
+        return product.columns(self._places([self._as_they_are] * (product.weight.shape[1] // self.dim)))
+
+    def norm(self, norm: Norm) -> Norm:
+        """A root mean square norm of each query or key head, or of all of them together. Zeros count among the numbers
+        whose mean is taken, which the weight and eps make up for."""
+        if not self._are_moved:
+            return norm
+        part = self.dim / self.size
+        places = self._places([self._order] * (len(norm.weight) // self.dim))
+        weight = moved(norm.weight.float() * part**0.5, places).to(norm.weight.dtype)
+        return Norm(weight, norm.eps * part)
+
+    def _places(self, orders: list[list[int]]) -> list[int]:
+        """Those of heads side by side: which number of the model stands at each."""
+        return [-1 if at < 0 else head * self.dim + at for head, order in enumerate(orders) for at in order]
+
+
+def pool_dim(head_dim: int) -> int:
+    """The head dimension of the kernels that holds a model's; of one that is refused, its own."""
+    return next((size for size in HEAD_DIMS if size >= head_dim), head_dim)
+
+
+def rotations_of(rotary: Any, max_len: int, device: torch.device, head_dim: int) -> Tensor:
+    """[num_positions, head_dim] float32: what `rotate_qkv` takes for heads whose numbers stand as they are."""
+    return Heads(head_dim, Rotation.of(rotary, max_len, device)).rotations

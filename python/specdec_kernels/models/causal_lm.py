@@ -2,57 +2,81 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
-from .attention import KvPools, Rows, attach_pools, resize_pools
-from .layers import Layer, added_and_normed, embedded, product_of, rotations_of
+from .attention import Rows
+from .families import Decoder, family_of, position_limit
+from .kv_pools import KvPools, KvScales
+from .kv_scales import checkpoint_scales, measured_scale
+from .loading import config_of, load_causal_lm, place
 
-SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-SUPPORTED_HEAD_DIMS = (64, 128, 256)
+if TYPE_CHECKING:
+    from .language_model import LanguageModel
 
-
-def check_supported(config: PretrainedConfig, max_len: int) -> None:
-    """ValueError, by name, for what our attention cannot express."""
-    if config.model_type not in SUPPORTED_MODEL_TYPES:
-        raise ValueError(f"model: model_type is {config.model_type!r}, expected one of {SUPPORTED_MODEL_TYPES}")
-    head_dim = head_dim_of(config)
-    if head_dim not in SUPPORTED_HEAD_DIMS:
-        raise ValueError(f"model: head_dim is {head_dim}, expected one of {SUPPORTED_HEAD_DIMS}")
-    window = getattr(config, "sliding_window", None)
-    slides = "sliding_attention" in (getattr(config, "layer_types", None) or ()) or config.model_type == "mistral"
-    if window is not None and slides and window < max_len:
-        raise ValueError(f"model: sliding_window is {window}, expected at least max_len={max_len}")
-    if config.hidden_act != "silu":
-        raise ValueError(f"model: hidden_act is {config.hidden_act!r}, expected 'silu'")
-    limit = getattr(config, "max_position_embeddings", max_len)
-    if max_len > limit:
-        raise ValueError(f"model: max_position_embeddings is {limit}, expected at least max_len={max_len}")
+MEASURED_ROWS = 256  # from which the scales of 8-bit KV are measured
 
 
-def head_dim_of(config: PretrainedConfig) -> int:
-    head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return head_dim
+def check_supported(config: PretrainedConfig, max_len: int, name: str = "model") -> None:
+    """ValueError, by name, for what our parts cannot express."""
+    family = family_of(config, name)
+    family.check(name)
+    family.check_len(max_len, name)
+
+
+def check_length(config: PretrainedConfig, max_len: int, name: str) -> None:
+    """ValueError for texts that are longer than the model's."""
+    limit = position_limit(config)
+    if limit is not None and max_len > limit:
+        raise ValueError(f"{name}: max_position_embeddings is {limit}, expected at least max_len={max_len}")
+
+
+class States(NamedTuple):
+    """What a forward pass leaves of its rows."""
+
+    hidden: Tensor  # [*tokens, H], after the final norm
+    features: Tensor | None  # [*tokens, len(feature_layers) * H], side by side; None: no layer was asked for
+
+
+@torch.inference_mode()
+def measured_scales(lm: LanguageModel, hold: Callable[[int], None], page_size: int) -> list[KvScales]:
+    """Scales measured from the keys and values that one pass leaves in the model's pools, which are not 8-bit yet:
+    `hold` makes it some of so many pages."""
+    hold(-(-MEASURED_ROWS // page_size))
+    count, device = min(MEASURED_ROWS, lm.max_len), lm.embedding.weight.device
+    drawn = torch.randint(lm.config.vocab_size, (1, count), generator=torch.Generator().manual_seed(0))
+    zero = torch.zeros(1, dtype=torch.int32, device=device)
+    pages = torch.arange(lm.pools.num_pages, dtype=torch.int32, device=device)[None]
+    rows = Rows(slots=zero, page_table=pages, prefix_lens=zero, tail_len=count)
+    positions = torch.arange(count, dtype=torch.int32, device=device)[None]
+    lm.prefill(drawn.to(device, torch.int32), positions, rows)
+    return [KvScales(measured_scale(kv.k), measured_scale(kv.v)) for kv in lm.pools.layers]
 
 
 class CausalLM:
     """The model with its KV pools, and one forward pass for every purpose (prefill, tree, draft step).
 
     Args:
-        model: a path or hub id for `AutoModelForCausalLM`, or a module already loaded, whose projections are merged
-            in place.
+        model: a path or hub id for `AutoModelForCausalLM`, or a module already loaded. Its weights are shared: those of
+            projections that are merged become rows of the merged ones. It is moved to the device, and its parameters
+            are cast to dtype, if they are elsewhere or otherwise; nothing else about it changes.
         max_len: the longest sequence to be served; the model must allow it.
         dtype, device: of weights and pools.
-        feature_layers: layers whose entering hidden states `features` returns (for EAGLE-3); the number of layers
-            itself names the state entering the final norm.
+        kv_dtype: of the pools, if it is another: float8_e4m3fn. Keys and values of a layer are then divided by scales:
+            the checkpoint's, or if it brings none, measured in one pass over tokens drawn from the vocabulary, the same
+            ones always.
+        feature_layers: layers whose entering hidden states a pass returns as `features` (for EAGLE-3); the number of
+            layers itself names the state entering the final norm.
+        adapter: the folder of an adapter that is merged into the weights of a path or hub id.
+        name: of the model in errors.
 
     Raises:
-        ValueError: an architecture, head dimension or sliding window that is not supported.
+        ValueError: an architecture or head dimension that is not supported; what `models.loading` refuses.
     """
 
     def __init__(
@@ -64,37 +88,40 @@ class CausalLM:
         page_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        kv_dtype: torch.dtype | None = None,
         feature_layers: Sequence[int] = (),
+        adapter: Path | None = None,
+        name: str = "model",
     ) -> None:
-        self.model = as_model(model, dtype)
-        check_supported(self.config, max_len)
-        if any(hasattr(layer.self_attn, "k_pool") for layer in self.layers):
-            raise ValueError("model: has the KV pools of another engine already, expected a module for this one alone")
-        self.rotations = rotations_of(self.model.model.rotary_emb, max_len, device)
-        if any(parameter.dtype != dtype for parameter in self.model.parameters()):
-            self.model.to(dtype=dtype)  # buffers too, so not for nothing: a module's own rotations would not survive it
-        self.model.to(device=device).requires_grad_(False).eval()
-        self.pools: KvPools = attach_pools(
-            [layer.self_attn for layer in self.layers],
-            self.config.num_key_value_heads,
-            head_dim_of(self.config),
-            num_pages,
-            page_size,
-            like=self.embedding.weight,
-        )
+        config = config_of(model, name)
+        check_supported(config, max_len, name)
+        family = family_of(config)
+        self.model = load_causal_lm(model, dtype, name, family.packages, adapter)
+        place(self.model, dtype, device)
+        self.decoder: Decoder = family.decoder(self.model, max_len, device)
         self.max_len = max_len
         self.feature_layers = tuple(feature_layers)
         self._kept_layers = sorted(set(feature_layers))
-        self._kept: Tensor | None = None  # [B, Q, len(_kept_layers), H]: the states of the last forward pass
-        self._layers = [Layer(layer) for layer in self.layers]
+        shapes = [layer.attention.kv_shape for layer in self.decoder.layers]
+        scales = None
+        if kv_dtype not in (None, dtype):
+            scales = checkpoint_scales(model, len(shapes), name)
+            if scales is None:
+
+                def hold(num_pages: int) -> None:
+                    self._hold(KvPools.allocate(shapes, num_pages, page_size, dtype, device))
+
+                scales = measured_scales(self, hold, page_size)
+        self._hold(KvPools.allocate(shapes, num_pages, page_size, kv_dtype or dtype, device, scales))
+
+    def _hold(self, pools: KvPools) -> None:
+        self.pools = pools
+        for layer, kv in zip(self.decoder.layers, pools.layers, strict=True):
+            layer.attention.kv = kv
 
     @property
     def config(self) -> Any:
         return self.model.config
-
-    @property
-    def layers(self) -> Any:
-        return self.model.model.layers
 
     @property
     def embedding(self) -> nn.Embedding:
@@ -106,24 +133,27 @@ class CausalLM:
         head: nn.Linear = self.model.get_output_embeddings()
         return head
 
-    def forward(self, tokens: Tensor, positions: Tensor, rows: Rows) -> Tensor:
-        """Hidden states [B, Q, H] after the final norm, of tokens [B, Q] rotated at positions [B, Q]."""
-        hidden: Tensor = self._enter(len(self._layers), tokens, positions, rows).view(*tokens.shape, -1)
-        return hidden
+    def forward(self, tokens: Tensor, positions: Tensor, rows: Rows) -> States:
+        """A pass over tokens [B, Q], or packed ones [M], rotated at positions of that shape."""
+        hidden, kept = self._enter(len(self.decoder.layers), tokens, positions, rows)
+        return States(hidden.view(*tokens.shape, -1), self._features(kept, tokens))
 
-    def prefill(self, tokens: Tensor, positions: Tensor, rows: Rows) -> None:
-        """`forward` for the sake of the rows' KV and `features` alone, without what follows the last of them."""
-        last = len(self._layers)
+    def prefill(self, tokens: Tensor, positions: Tensor, rows: Rows) -> Tensor | None:
+        """`forward` for the sake of the rows' KV and of the features it returns, without what follows the last of
+        them."""
+        last = len(self.decoder.layers)
         if last in self.feature_layers:
-            self._enter(last, tokens, positions, rows)
+            _, kept = self._enter(last, tokens, positions, rows)
         else:
-            normed = self._enter(last - 1, tokens, positions, rows)
-            self._layers[-1].write_kv(normed, positions, self.rotations, rows)
+            normed, kept = self._enter(last - 1, tokens, positions, rows)
+            self.decoder.layers[-1].attention.write_kv(normed, positions, rows)
+        return self._features(kept, tokens)
 
-    def _enter(self, last: int, tokens: Tensor, positions: Tensor, rows: Rows) -> Tensor:
-        """What enters layer `last`, normalised [B * Q, H], after the layers before it; behind all, the final norm's."""
-        norms = [*(layer.input_layernorm for layer in self.layers), self.model.model.norm]
-        x, residual = embedded(self.embedding, tokens).flatten(0, 1), None
+    def _enter(self, last: int, tokens: Tensor, positions: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+        """What enters layer `last`, normalised [T, H], after the layers before it; behind all, the final norm's.
+        And the states that entered the kept layers [T, len(_kept_layers), H]."""
+        layers = self.decoder.layers
+        x, residual = self.decoder.embedding(tokens).flatten(0, -2), None
         # The residual stream is in one place, where it is written over; and in others where a feature stays behind, for
         # which it is there before it enters that layer.
         kept = x.new_empty(len(x), len(self._kept_layers), x.shape[-1])
@@ -131,42 +161,26 @@ class CausalLM:
         moving = {0, *self._kept_layers} if self._kept_layers else set()
         if 0 in self._kept_layers:
             x = next(places).copy_(x)
-        for i in range(last):
-            normed, state = added_and_normed(norms[i], x, residual)
+        for i, layer in enumerate(layers[:last]):
+            normed, state = layer.enter(x, residual)
             to = next(places) if i in moving else None
-            x, residual = self._layers[i](normed, state, positions, self.rotations, rows, move_to=to)
-        self._kept = kept.view(*tokens.shape, *kept.shape[1:])
-        return added_and_normed(norms[last], x, residual)[0]
+            x, residual = layer(normed, state, positions, rows, move_to=to)
+        enter = layers[last].enter if last < len(layers) else self.decoder.norm.added
+        return enter(x, residual)[0], kept
+
+    def _features(self, kept: Tensor, tokens: Tensor) -> Tensor | None:
+        """The feature layers' states side by side, in the order that was asked for."""
+        if not self.feature_layers:
+            return None
+        kept = kept.view(*tokens.shape, *kept.shape[1:])
+        if list(self.feature_layers) == self._kept_layers:
+            return kept.flatten(-2)
+        return torch.cat([kept[..., self._kept_layers.index(layer), :] for layer in self.feature_layers], dim=-1)
 
     def resize_pools(self, num_pages: int) -> None:
         """Other pools, empty, with another number of pages."""
-        self.pools = resize_pools([layer.self_attn for layer in self.layers], self.pools, num_pages)
-
-    def detach_pools(self) -> None:
-        """Leaves the module as another one may take it."""
-        for layer in self.layers:
-            del layer.self_attn.k_pool, layer.self_attn.v_pool
-
-    def features(self) -> Tensor | None:
-        """The feature layers' states of the last forward pass, concatenated: [B, Q, len(feature_layers) * H]."""
-        if self._kept is None or not self.feature_layers:
-            return None
-        if list(self.feature_layers) == self._kept_layers:
-            return self._kept.flatten(2)
-        return torch.cat([self._kept[:, :, self._kept_layers.index(layer)] for layer in self.feature_layers], dim=-1)
+        self._hold(self.pools.with_pages(num_pages))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., V] from hidden states [..., H]."""
-        return product_of(self.lm_head)(hidden)
-
-
-def config_of(model: str | Path | nn.Module) -> Any:
-    """The config of a path, hub id or module."""
-    return model.config if isinstance(model, nn.Module) else AutoConfig.from_pretrained(str(model))
-
-
-def as_model(model: str | Path | nn.Module, dtype: torch.dtype) -> Any:
-    """A module as it is; a path or hub id through `AutoModelForCausalLM`."""
-    if isinstance(model, nn.Module):
-        return model
-    return AutoModelForCausalLM.from_pretrained(str(model), dtype=dtype)
+        return self.decoder.head(hidden)

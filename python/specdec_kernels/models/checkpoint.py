@@ -1,13 +1,41 @@
-"""Tensors of a checkpoint folder: safetensors, else `.bin` files through the restricted unpickler."""
+"""Checkpoint folders: where one is, what it holds, and its tensors. No code of a folder is run."""
 
 from __future__ import annotations
 
+import json
+import pickle
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import snapshot_download
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+
+# Files that may hold the weights, in the order in which one is looked for, as transformers does.
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+
+ALL = re.compile(".*")
+
+
+class Kind(NamedTuple):
+    """What a folder holds."""
+
+    words: str
+    draft: str | None  # the one that uses it
+
+
+EAGLE = Kind("an EAGLE head", "Eagle")
+EAGLE3 = Kind("an EAGLE-3 head", "Eagle3")
+LANGUAGE_MODEL = Kind("a language model", "Standalone")
+ADAPTER = Kind("an adapter of PEFT", None)
+DFLASH = Kind("a DFlash drafter", None)
+DSPARK = Kind("a DSpark drafter", None)
+MEDUSA = Kind("heads of Medusa", None)
+UNKNOWN = Kind("of no known kind", None)
 
 
 def expect_folder(model: str | Path | nn.Module, name: str) -> None:
@@ -28,16 +56,121 @@ def local_folder(model: str | Path, name: str) -> Path:
     return Path(snapshot_download(str(model), allow_patterns=["*.json", "*.safetensors", "*.bin"]))
 
 
-def load_tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of `*.safetensors` in the folder, or of `*.bin` if it has none."""
-    files = sorted(folder.glob("*.safetensors"))
-    if files:
-        return {name: tensor for file in files for name, tensor in load_file(file).items()}
-    files = sorted(folder.glob("*.bin"))
-    if not files:
-        raise ValueError(f"checkpoint: {folder} has no *.safetensors and no *.bin, expected one of them")
-    return {
-        name: tensor
-        for file in files
-        for name, tensor in torch.load(file, map_location="cpu", weights_only=True).items()
-    }
+def expect_kind(model: str | Path | nn.Module, wanted: Kind, name: str) -> None:
+    """ValueError for a folder (no hub id, no module) that holds something else."""
+    if isinstance(model, nn.Module) or not Path(model).is_dir():
+        return
+    kind = kind_of(Path(model))
+    if kind in (wanted, UNKNOWN):
+        return
+    if kind == ADAPTER:
+        hint = "Engine takes one as its model, or as adapter= beside its base"
+    elif kind.draft is None:
+        hint = "nothing here drafts with it"
+    else:
+        hint = f"{kind.draft} drafts with it"
+    raise ValueError(f"{name}: {model} is {kind.words}, expected {wanted.words} ({hint})")
+
+
+def kind_of(folder: Path) -> Kind:
+    """What the folder holds, by its tensors' names: many heads' configs say no more than their target's would.
+
+    UNKNOWN is for whoever loads it, and says which tensors are missing.
+    """
+    if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
+        return ADAPTER
+    if any(folder.glob("medusa_lm_head.*")):
+        return MEDUSA
+    if not any((folder / file).exists() for file in WEIGHTS):
+        return UNKNOWN
+    names = {name.removeprefix("model.") for name in tensor_names(folder)}
+    if any(name.startswith(("midlayer.", "layers.0.hidden_norm.")) for name in names):
+        return EAGLE3
+    if any(name.startswith("markov_head.") for name in names):
+        return DSPARK
+    if {"fc.weight", "hidden_norm.weight"} <= names:
+        return DFLASH
+    if "fc.weight" in names:
+        return EAGLE
+    return LANGUAGE_MODEL if {"norm.weight", "layers.0.input_layernorm.weight"} <= names else UNKNOWN
+
+
+def tensor_names(folder: Path) -> list[str]:
+    """The names of all tensors, which for most formats is less than reading them."""
+    file = weights_file(folder)
+    if file.suffix == ".json":
+        return list(weight_map(file))
+    if file.suffix == ".safetensors":
+        with readable(file), safe_open(file, "pt") as tensors:
+            return list(tensors.keys())
+    return list(unpickled(file, "meta"))
+
+
+def load_tensors(folder: Path, names: re.Pattern[str] = ALL) -> dict[str, Tensor]:
+    """The tensors that transformers would load, whose names match: those of the file, or, where there is an index, each
+    from the file that the index names for it.
+
+    Raises:
+        ValueError: there is none, or one holds anything but tensors; nothing of it is run.
+    """
+    file = weights_file(folder)
+    files = weight_map(file) if file.suffix == ".json" else dict.fromkeys(tensor_names(folder), file.name)
+    files = {name: file for name, file in files.items() if names.fullmatch(name)}
+    tensors: dict[str, Tensor] = {}
+    for file in sorted({folder / name for name in files.values()}):
+        tensors |= {name: tensor for name, tensor in tensors_of(file, names).items() if files.get(name) == file.name}
+    return tensors
+
+
+def tensors_of(file: Path, names: re.Pattern[str] = ALL) -> dict[str, Tensor]:
+    """The tensors of one file whose names match.
+
+    Raises:
+        ValueError: it cannot be read, or holds anything but tensors; nothing of it is run.
+    """
+    if file.suffix == ".safetensors":
+        with readable(file), safe_open(file, "pt") as opened:
+            return {name: opened.get_tensor(name) for name in opened.keys() if names.fullmatch(name)}  # noqa: SIM118
+    return {name: tensor for name, tensor in unpickled(file, "cpu").items() if names.fullmatch(name)}
+
+
+def weights_file(folder: Path) -> Path:
+    """The first of WEIGHTS that is there."""
+    for name in WEIGHTS:
+        if (folder / name).exists():
+            return folder / name
+    raise ValueError(f"checkpoint: {folder} has no weights, expected one of {', '.join(WEIGHTS)}")
+
+
+def weight_map(index: Path) -> dict[str, str]:
+    """The file beside the index that holds each tensor."""
+    files: dict[str, str] = read_json(index)["weight_map"]
+    for file in files.values():
+        if Path(file).name != file:
+            raise ValueError(f"checkpoint: {index} names {file}, expected files of its own folder")
+    return files
+
+
+def unpickled(file: Path, device: str) -> dict[str, Tensor]:
+    """The tensors of a `.bin` file, through the unpickler that calls nothing; on "meta" their data is left alone."""
+    with readable(file):
+        tensors: dict[str, Tensor] = torch.load(file, map_location=device, weights_only=True)
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"checkpoint: {file} has {name}, a {type(tensor).__name__}, expected tensors alone")
+    return tensors
+
+
+def read_json(file: Path) -> Any:
+    with readable(file):
+        return json.loads(file.read_text("utf-8"))
+
+
+@contextmanager
+def readable(file: Path) -> Iterator[None]:
+    """What a library says of a file that it cannot read, as a ValueError that names the file."""
+    try:
+        yield
+    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"checkpoint: {file} cannot be read, expected a file as its name says ({reason})") from error

@@ -1,137 +1,145 @@
-"""EAGLE-3 draft heads in their published checkpoint format (Li et al. 2025, arXiv 2503.01840).
+"""EAGLE-3 draft heads in their published checkpoint formats (Li et al. 2025, arXiv 2503.01840), EAGLE-3.1 among them.
 
-One decoder layer that reads, for draft row i, the embedding of token i+1 and a feature of position i: the target's
-hidden states entering a few of its layers, joined by `fc`; or, for tokens the head drafted itself, its own output
-before the final norm. It predicts token i+2 over a reduced draft vocabulary.
+Decoder layers, mostly one. The first reads, for draft row i, the embedding of token i+1 and a feature of position i:
+the target's hidden states entering a few of its layers, joined by `fc`; or, for tokens the head drafted itself, its own
+output. What comes out predicts token i+2 over a reduced draft vocabulary.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from ..ops import pair_rows
 from .attention import Rows
-from .causal_lm import CausalLM
-from .checkpoint import load_tensors, local_folder
-from .draft_head import AttentionParameters, DraftHead, Features, HeadOutput, check_head, load_parameters
-from .layers import added_and_normed, product_of
+from .checkpoint import EAGLE3
+from .draft_head import DraftHead, Features, HeadLayer, HeadOutput, Parts
+from .language_model import LanguageModel
+from .layers import norm_of, product_of
+
+# What a head may say of itself, in its config or in the `eagle_config` there, and what is computed here.
+COMPUTED = {
+    "parallel_drafting": False,
+    "use_aux_hidden_state": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+}
+
+# The norms in front of `fc`, by the config entry that asks for them, and a tensor of each.
+NORMS = {"norm_before_fc": "input_norm.weight", "fc_norm": "fc_norm.0.weight"}
+
+
+def option(config: Any, name: str, default: Any = None) -> Any:
+    """An entry of the config, which some exporters write into the `eagle_config` there."""
+    inner = getattr(config, "eagle_config", None) or {}
+    value = getattr(config, name, None)
+    return inner.get(name, default) if value is None else value
 
 
 def feature_layers(config: Any, num_target_layers: int) -> tuple[int, ...]:
     """The target layers whose entering hidden states are the features.
 
-    `eagle_aux_hidden_state_layer_ids` names layers whose *output* is taken; the default is low, middle and high.
+    `eagle_aux_hidden_state_layer_ids` stands in a config in two places with two meanings. At the top, where speculators
+    writes and vLLM reads it, it names layers by what *enters* them. In `eagle_config`, where SGLang reads it, it names
+    layers by what *leaves* them. The first goes before the second, as in vLLM; the default is low, middle and high.
     """
-    eagle_config = getattr(config, "eagle_config", None) or {}
-    ids = eagle_config.get("eagle_aux_hidden_state_layer_ids")
-    layers = tuple(i + 1 for i in ids) if ids else (2, num_target_layers // 2, num_target_layers - 3)
+    entered = getattr(config, "eagle_aux_hidden_state_layer_ids", None)
+    left = (getattr(config, "eagle_config", None) or {}).get("eagle_aux_hidden_state_layer_ids")
+    if entered:
+        layers = tuple(entered)
+    elif left:
+        layers = tuple(i + 1 for i in left)
+    else:
+        layers = (2, num_target_layers // 2, num_target_layers - 3)
     if not all(0 <= layer <= num_target_layers for layer in layers):
         raise ValueError(f"EAGLE-3 head: feature layers are {layers}, expected 0 to {num_target_layers} (the target's)")
     return layers
 
 
-class MidLayer(nn.Module):
-    """The parameters of the one layer."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        self.self_attn = AttentionParameters(config, 2 * config.hidden_size, config.attention_bias)  # a pair
-        self.mlp = LlamaMLP(config)
-        self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.hidden_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-
-
 class Eagle3Head(DraftHead):
-    def __init__(self, config: LlamaConfig, num_features: int, draft_vocab: int) -> None:
-        super().__init__(config)
-        self.fc = nn.Linear(num_features * config.hidden_size, config.hidden_size, bias=False)
-        self.midlayer = MidLayer(config)
-        self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, draft_vocab, bias=False)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+    """Four entries of a config change what is computed; all are off in the paper.
 
-    @property
-    def decoder(self) -> nn.Module:
-        return self.midlayer
+    - `norm_before_residual`: the residual stream starts with the normalised feature, the second half of a pair, and not
+      with the feature itself.
+    - `norm_before_fc`: one norm of the states side by side, in front of `fc`. `fc_norm`: a norm of each of them.
+    - `norm_output`: the feature of a token that the head drafted is its output after the final norm, not before it.
+    """
+
+    kind, name = EAGLE3, "EAGLE-3"
+
+    def __init__(self, config: LlamaConfig, num_features: int, draft_vocab: int, parts: Parts | None = None) -> None:
+        super().__init__(config)
+        parts, hidden, eps = parts or Parts(), config.hidden_size, config.rms_norm_eps
+        self.norm_before_residual = bool(option(config, "norm_before_residual"))
+        self.norm_output = bool(option(config, "norm_output"))
+        self.input_norm = LlamaRMSNorm(num_features * hidden, eps=eps) if option(config, "norm_before_fc") else None
+        each = num_features if option(config, "fc_norm") else 0
+        self.fc_norm = nn.ModuleList(LlamaRMSNorm(hidden, eps=eps) for _ in range(each))
+        self.fc = nn.Linear(num_features * hidden, hidden, bias="fc" in parts.biases)
+        first = HeadLayer(config, parts, 2 * hidden, "input_layernorm", "hidden_norm")  # of a pair
+        others = (HeadLayer(config, parts, hidden, "input_layernorm") for _ in range(1, parts.num_layers))
+        self.layers = nn.ModuleList([first, *others])
+        self.norm = LlamaRMSNorm(hidden, eps=eps)
+        self.lm_head = nn.Linear(hidden, draft_vocab, bias=False)
+        self.embed_tokens = nn.Embedding(config.vocab_size, hidden)
+
+    @classmethod
+    def check_config(cls, config: Any) -> None:
+        for name, computed in COMPUTED.items():
+            if bool(option(config, name, computed)) != computed:
+                raise ValueError(f"EAGLE-3 head: {name} is {not computed}, expected {computed} (not supported)")
+        if all(option(config, name) for name in NORMS):
+            raise ValueError("EAGLE-3 head: fc_norm is set beside norm_before_fc, expected one of them")
+
+    @classmethod
+    def made_for(
+        cls, config: LlamaConfig, tensors: Mapping[str, Tensor], draft_vocab: int, num_layers: int
+    ) -> Eagle3Head:
+        for name, tensor in NORMS.items():
+            if tensor in tensors and not option(config, name):
+                raise ValueError(f"EAGLE-3 head: {tensor} is there, expected none without {name} in the config")
+        return cls(config, len(feature_layers(config, num_layers)), draft_vocab, Parts.of(tensors))
+
+    def prepare(self, target: LanguageModel, num_pages: int, page_size: int) -> None:
+        super().prepare(target, num_pages, page_size)
+        first: Any = self.layers[0]
+        self._embeddings = self.embed_tokens.weight.detach()
+        self._embedding_norm, self._feature_norm = norm_of(first.input_layernorm), norm_of(first.hidden_norm)
+        self._input_norm = None if self.input_norm is None else norm_of(self.input_norm)
+        self._state_norms = [norm_of(norm) for norm in self.fc_norm]
+        self._fc, self._norm, self._head = product_of(self.fc), norm_of(self.norm), product_of(self.lm_head)
 
     def join(self, features: Tensor) -> Tensor:
-        return product_of(self.fc)(features)
+        if self._input_norm is not None:
+            features = self._input_norm(features)
+        if self._state_norms:
+            states = features.chunk(len(self._state_norms), dim=-1)
+            features = torch.cat([norm(state) for norm, state in zip(self._state_norms, states, strict=True)], dim=-1)
+        return self._fc(features)
 
     def forward(
         self, tokens: Tensor, features: Features, positions: Tensor, rows: Rows, only: Tensor | None = None
     ) -> HeadOutput:
         pairs, state = pair_rows(
-            self.embed_tokens.weight,
+            self._embeddings,
             tokens.flatten().contiguous(),
-            self.midlayer.input_layernorm.weight,
+            self._embedding_norm.weight,
             features.table,
-            self.midlayer.hidden_norm.weight,
-            self.norm.variance_epsilon,
+            self._feature_norm.weight,
+            self._norm.eps,
             feature_rows=features.rows,
         )
-        x, residual = self._layer(pairs, state, positions, self.rotations, rows, only=only)
-        normed, hidden = added_and_normed(self.norm, x, residual)
-        return HeadOutput(hidden, normed)
+        if self.norm_before_residual:
+            state = pairs[:, self.config.hidden_size :].contiguous()
+        x, residual = self.pass_layers(pairs, state, positions, rows, only)
+        normed, hidden = self._norm.added(x, residual)
+        return HeadOutput(normed if self.norm_output else hidden, normed)
 
     def logits(self, normed: Tensor) -> Tensor:
-        return product_of(self.lm_head)(normed)
-
-
-def eagle3_config_of(head: str | Path | nn.Module) -> Any:
-    """The config of a checkpoint folder, hub id or `Eagle3Head`."""
-    if isinstance(head, Eagle3Head):
-        return head.config
-    if isinstance(head, nn.Module):
-        raise ValueError(f"Speculation: draft_model is a {type(head).__name__}, expected an Eagle3Head for EAGLE3")
-    return read_config(local_folder(head, "Speculation: draft_model"))
-
-
-def read_config(folder: Path) -> LlamaConfig:
-    config = LlamaConfig.from_pretrained(str(folder))
-    for option in ("norm_before_fc", "norm_before_residual", "parallel_drafting"):
-        if getattr(config, option, False) or (getattr(config, "eagle_config", None) or {}).get(option, False):
-            raise ValueError(f"EAGLE-3 head: {option} is set, expected a head without it (not supported)")
-    return config
-
-
-def load_eagle3(source: str | Path | Eagle3Head, target: CausalLM, *, num_pages: int, page_size: int) -> Eagle3Head:
-    """The head of a checkpoint folder or hub id, or a head that is loaded, with KV pools of the target's page geometry.
-
-    Raises:
-        ValueError: a variant that is not supported, or tensors that do not fit, by name.
-    """
-    head = source if isinstance(source, Eagle3Head) else load_checkpoint(source, target)
-    head.prepare(target, num_pages, page_size)
-    return head
-
-
-def load_checkpoint(source: str | Path, target: CausalLM) -> Eagle3Head:
-    """A checkpoint without `embed_tokens` or `lm_head` shares the target's. Every tensor must find its place."""
-    folder = local_folder(source, "Speculation: draft_model")
-    config = read_config(folder)
-    weight = target.embedding.weight
-    check_head("EAGLE-3", config, target)
-
-    # Some exporters write "model." in front, some call the one layer "layers.0".
-    tensors = {
-        name.removeprefix("model.").replace("layers.0.", "midlayer."): t for name, t in load_tensors(folder).items()
-    }
-    d2t = tensors.pop("d2t", None)
-    tensors.pop("t2d", None)  # the inverse of d2t, as a bit per target token
-    draft_vocab = tensors["lm_head.weight"].shape[0] if "lm_head.weight" in tensors else weight.shape[0]
-    if d2t is None and draft_vocab != weight.shape[0]:
-        raise ValueError(f"EAGLE-3 head: d2t is missing for a draft vocabulary of {draft_vocab}, expected the tensor")
-
-    head = Eagle3Head(config, len(target.feature_layers), draft_vocab)
-    shared: dict[str, nn.Module] = {"embed_tokens.weight": target.embedding, "lm_head.weight": target.lm_head}
-    load_parameters("EAGLE-3", head, tensors, shared)
-    if d2t is not None:
-        head.id_map = (torch.arange(draft_vocab) + d2t).to(torch.int32)
-    return head
+        return self._head(normed)

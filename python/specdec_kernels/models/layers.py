@@ -1,196 +1,337 @@
-"""A decoder layer as four products with our ops between them, on the weights of a Hugging Face layer.
+"""The parts that decoder layers are made of, and the layer itself: products with our ops between them.
 
-Query, key and value projections become one product, and so do gate and up. Between products a layer needs four
-launches: a norm with the residual sum before it, the rotation that also writes KV, attention, and a norm; and a fifth,
-the gate, of many rows that `linear_rows` does not take.
+Parts hold tensors, which they share with the modules that they are made of. Query, key and value projections become one
+product, and so do gate and up. Between products a layer needs four launches: a norm with the residual sum before it,
+the rotation that also writes KV, attention, and a norm; and a fifth, the gate, of many rows that `linear_rows` does not
+take.
 """
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers.activations import SiLUActivation
 
 from .. import _C
-from ..ops import gate_rows, linear_rows, norm_rows, rotate_qkv, tree_attention
-from .attention import Rows
+from ..ops import gate_rows, linear_rows, norm_rows
+from .quantised import QuantisedLinear, StoredWeight, stored_together
 
-# Beyond the longest sequence: the deepest node of a tree, and padding.
-SPARE_POSITIONS = 320
+if TYPE_CHECKING:
+    from .attention import Attention, Rows
 
-
-# Of x and of the weight, up to where `linear_rows` was measured to be faster than cuBLAS: of any weight, and on Hopper
-# of one whose rows its blocks take at once. Of more rows it is where it takes the gate, too, and they fill its tiles.
-FEW_ROWS = 64
-MORE_ROWS, MORE_OUTS = 128, 32768
 SMALL_INDEX = 16  # up to which torch's embedding has a kernel of its own
 
 
-@cache
-def has_wgmma(device: torch.device) -> bool:
-    with torch.cuda.device(device):
-        return _C.has_wgmma()
-
-
 class Product(NamedTuple):
-    weight: Tensor
+    weight: Tensor | StoredWeight
     bias: Tensor | None
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., out] from [..., in]."""
-        return self._rows(x) if self._has_few(x) else functional.linear(x, self.weight, self.bias)
+        return self._rows(x) if self._is_ours(x) else self._by_torch(x)
 
     def gated(self, x: Tensor) -> Tensor:
         """silu(gate) * up [rows, out / 2] from x [rows, in], of a product that makes gate and up."""
-        if len(self.weight) % 16 == 0 and (self._has_few(x) or self._has_many(x)):
+        if self._is_ours(x, gated=True):
             return self._rows(x, gated=True)
-        out: Tensor = gate_rows(functional.linear(x, self.weight, self.bias))
+        out: Tensor = gate_rows(self._by_torch(x))
         return out
 
-    def added_to(self, state: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """[rows, out] each: the product of x [rows, in], and the state that it is to be added to; of rows that cuBLAS
-        multiplies, their sum, written over the state, and None."""
-        if self._has_few(x) or not x.is_cuda or self.bias is not None:
+    def added_to(self, state: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """[rows, out] each: the product of x [rows, in], and the state that it is to be added to, if any; of rows that
+        cuBLAS multiplies, their sum, written over the state, and None."""
+        by_cublas = x.is_cuda and not self._is_ours(x) and isinstance(self.weight, Tensor)
+        if state is None or self.bias is not None or not by_cublas:
             return self(x), state
+        assert isinstance(self.weight, Tensor)
         return state.addmm_(x, self.weight.t()), None
 
-    def _has_few(self, x: Tensor) -> bool:
-        rows = x.shape[:-1].numel()
-        return self._fits(x) and (
-            rows <= FEW_ROWS or (rows <= MORE_ROWS and len(self.weight) <= MORE_OUTS and has_wgmma(x.device))
-        )
+    def _is_ours(self, x: Tensor, gated: bool = False) -> bool:
+        """Whether `linear_rows` is quicker than torch's product, which is cuBLAS on a GPU."""
+        return isinstance(self.weight, Tensor) and _C.linear_rows_plan(x, self.weight, gated) != "library"
 
-    def _has_many(self, x: Tensor) -> bool:
-        if not self._fits(x):
-            return False
-        with torch.cuda.device(x.device):
-            return _C.many_rows_fill(x.shape[:-1].numel(), len(self.weight))
-
-    def _fits(self, x: Tensor) -> bool:
-        return x.is_cuda and x.dtype != torch.float32 and x.shape[-1] % 64 == 0
+    def _by_torch(self, x: Tensor) -> Tensor:
+        if isinstance(self.weight, Tensor):
+            return functional.linear(x, self.weight, self.bias)
+        out = self.weight.product(x)
+        return out if self.bias is None else out + self.bias
 
     def _rows(self, x: Tensor, gated: bool = False) -> Tensor:
         out: Tensor = linear_rows(x.reshape(-1, x.shape[-1]), self.weight, self.bias, gated=gated)
         return out.view(*x.shape[:-1], -1)
 
+    def rows(self, places: list[int]) -> Product:
+        """A copy whose output i is that of places[i], or 0 where that is -1."""
+        assert isinstance(self.weight, Tensor)
+        return Product(moved(self.weight, places), None if self.bias is None else moved(self.bias, places))
 
-def product_of(linear: nn.Linear) -> Product:
-    return Product(linear.weight, linear.bias)
-
-
-def embedded(embedding: nn.Embedding, tokens: Tensor) -> Tensor:
-    """[..., H] of tokens [...]."""
-    # What an embedding reads few rows with takes 12 us for 16, on an H200: three times as long as an index.
-    few = tokens.is_cuda and tokens.numel() <= SMALL_INDEX
-    out: Tensor = embedding.weight[tokens] if few else embedding(tokens)
-    return out
+    def columns(self, places: list[int]) -> Product:
+        """A copy whose input i is that of places[i], or left alone where that is -1."""
+        assert isinstance(self.weight, Tensor)
+        return Product(moved(self.weight.t(), places).t().contiguous(), self.bias)
 
 
-def added_and_normed(norm: Any, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-    """[T, H] each: the sum of both, normalised, and itself, which is written over the residual; without one, of x."""
-    out, total = norm_rows(x, norm.weight, norm.variance_epsilon, residual=residual, out_sum=residual)
-    return out, total
+def moved(tensor: Tensor, places: list[int]) -> Tensor:
+    """The tensor's rows places[i], zeros for -1."""
+    index = torch.tensor(places, device=tensor.device)
+    rows = tensor[index.clamp(min=0)]
+    rows[index < 0] = 0
+    return rows
 
 
-def normed(norm: Any, x: Tensor) -> Tensor:
-    """[..., H] from [..., H], by a root mean square norm of the model's."""
-    rows, _ = norm_rows(x.reshape(-1, x.shape[-1]), norm.weight, norm.variance_epsilon)
-    out: Tensor = rows.view(x.shape)
-    return out
+def product_of(linear: nn.Linear | QuantisedLinear) -> Product:
+    weight = linear.weight if isinstance(linear, QuantisedLinear) else linear.weight.detach()
+    return Product(weight, None if linear.bias is None else linear.bias.detach())
 
 
-def merged(*linears: nn.Linear) -> Product:
-    """Products of one input as one. The modules keep their parameters, which become parts of the merged ones."""
+def merged(*linears: nn.Linear | QuantisedLinear) -> Product:
+    """Products of one input as one. The modules keep their parameters, whose data become rows of the merged ones; where
+    they are that already, of another engine on the same modules, nothing is copied. Weights of fewer bits keep their
+    scales."""
 
     def join(name: str) -> Tensor | None:
-        parts = [getattr(linear, name) for linear in linears]
-        if parts[0] is None:
-            return None
-        whole = torch.cat([part.data for part in parts])
-        for linear, part in zip(linears, torch.split(whole, [len(part) for part in parts]), strict=True):
-            setattr(linear, name, nn.Parameter(part, requires_grad=False))
+        parts = parts_of(name, linears)
+        whole = rows_of_one([part.data for part in parts]) if parts else None
+        if whole is None and parts:
+            with torch.inference_mode(False):  # the module may be trained later, whatever mode the caller is in
+                whole = torch.cat([part.data for part in parts])
+                for part, rows in zip(parts, torch.split(whole, [len(part) for part in parts]), strict=True):
+                    part.data = rows
         return whole
 
+    if any(isinstance(linear, QuantisedLinear) for linear in linears):
+        return Product(stored_together(linears), join("bias"))
     weight = join("weight")
     assert weight is not None
     return Product(weight, join("bias"))
 
 
-def rotations_of(rotary: Any, max_len: int, device: torch.device) -> Tensor:
-    """[max_len + SPARE_POSITIONS, D] float32: what `rotate_qkv` takes, from a module that makes cosines and sines.
-
-    Made before the module is cast to 16 bits, which its frequencies would not survive.
-    """
-    kind = getattr(rotary, "rope_type", "default")
-    if kind in ("dynamic", "longrope"):
-        raise ValueError(f"model: rope_type is {kind!r}, expected one whose rotations depend on positions alone")
-    rotary = rotary.to(device)
-    positions = torch.arange(max_len + SPARE_POSITIONS, device=device)[None]
-    cosine, sine = rotary(torch.empty(0, dtype=torch.float32, device=device), positions)
-    half = cosine.shape[-1] // 2
-    return torch.cat([cosine[0, :, :half], sine[0, :, :half]], dim=-1).contiguous()
+def joined(*linears: nn.Linear) -> Product:
+    """Products of one input as one, whose weight is a copy: nothing about the modules changes."""
+    weight, bias = ([part.detach() for part in parts_of(name, linears)] for name in ("weight", "bias"))
+    return Product(torch.cat(weight), torch.cat(bias) if bias else None)
 
 
+def parts_of(name: str, linears: Sequence[nn.Linear | QuantisedLinear]) -> list[Tensor]:
+    """The weights or biases of all; none where no module has one."""
+    parts = [getattr(linear, name) for linear in linears]
+    if all(part is None for part in parts):
+        return []
+    if any(part is None for part in parts):
+        raise ValueError(f"model: {name} is missing in some of the projections that are merged, expected all or none")
+    return parts
+
+
+def rows_of_one(parts: list[Tensor]) -> Tensor | None:
+    """The tensor whose rows the parts are, one behind another; None where they are not."""
+    first = parts[0]
+    storage, offset = first.untyped_storage().data_ptr(), first.storage_offset()
+    for part in parts:
+        if (part.untyped_storage().data_ptr(), part.storage_offset()) != (storage, offset) or not part.is_contiguous():
+            return None
+        offset += part.numel()
+    return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride())
+
+
+class Embedding(NamedTuple):
+    weight: Tensor  # [V, H]
+    scale: float | None = None
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """[..., H] of tokens [...]."""
+        # What an embedding reads few rows with takes 12 us for 16, on an H200: three times as long as an index.
+        few = tokens.is_cuda and tokens.numel() <= SMALL_INDEX
+        rows = self.weight[tokens] if few else functional.embedding(tokens, self.weight)
+        return rows if self.scale is None else rows * self.scale
+
+
+class Head(NamedTuple):
+    """Logits: a product, which a scale multiplies and a soft cap bounds."""
+
+    product: Product
+    scale: float | None = None
+    soft_cap: float | None = None
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """[..., V] from [..., H]."""
+        logits = self.product(hidden)
+        if self.scale is not None:
+            logits = logits * self.scale
+        if self.soft_cap is not None:
+            logits = torch.tanh(logits / self.soft_cap) * self.soft_cap
+        return logits
+
+
+class Behind(Protocol):
+    """What a part's output passes before it is added to the residual stream: a norm, or a scale."""
+
+    def __call__(self, x: Tensor, /) -> Tensor:
+        """[..., H] from [..., H]."""
+
+
+class Scale(NamedTuple):
+    """What multiplies a part's output before it is added to the residual stream."""
+
+    factor: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+class AnyNorm(Protocol):
+    """What stands before a part of a layer."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[..., H] from [..., H]."""
+
+    def added(self, x: Tensor, residual: Tensor | None, to: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """[T, H] each: the sum of both, normalised, and the sum, which is written over the residual or where `to` says;
+        without a residual it is x itself."""
+
+
+class Norm(NamedTuple):
+    """A root mean square norm."""
+
+    weight: Tensor  # [H]
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[..., H] from [..., H]."""
+        rows, _ = norm_rows(x.reshape(-1, x.shape[-1]), self.weight, self.eps)
+        out: Tensor = rows.view(x.shape)
+        return out
+
+    def added(self, x: Tensor, residual: Tensor | None, to: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        out, total = norm_rows(x, self.weight, self.eps, residual=residual, out=(None, residual if to is None else to))
+        return out, total
+
+
+class LayerNorm(NamedTuple):
+    """A norm that takes the mean away first, by torch (Ba et al. 2016, arXiv 1607.06450)."""
+
+    weight: Tensor | None  # [H]; None: of ones
+    bias: Tensor | None
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return functional.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
+
+    def added(self, x: Tensor, residual: Tensor | None, to: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        total = sum_of(x, residual, to)
+        return self(total), total
+
+
+class NoNorm(NamedTuple):
+    """Of layers whose parts read the residual stream as it is."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x
+
+    def added(self, x: Tensor, residual: Tensor | None, to: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        total = sum_of(x, residual, to)
+        return total, total
+
+
+def sum_of(x: Tensor, residual: Tensor | None, to: Tensor | None) -> Tensor:
+    """The sum, written over the residual or where `to` says; x itself without a residual."""
+    return x if residual is None else torch.add(x, residual, out=residual if to is None else to)
+
+
+def norm_of(norm: Any) -> Norm:
+    """The norm of a module of transformers, where the smallest mean square is called `variance_epsilon`."""
+    return Norm(norm.weight.detach(), norm.variance_epsilon)
+
+
+def one_more_norm_of(norm: Any) -> Norm:
+    """The norm of a module that multiplies by 1 + weight. The sum is made in float32 and rounded to the weight's dtype:
+    the module, which keeps it in float32, is as far from ours as one rounding of 16-bit weights is."""
+    return Norm((1 + norm.weight.detach().float()).to(norm.weight.dtype), norm.eps)
+
+
+def layer_norm_of(norm: Any) -> LayerNorm:
+    """The norm of an `nn.LayerNorm`."""
+    weight, bias = (None if part is None else part.detach() for part in (norm.weight, norm.bias))
+    return LayerNorm(weight, bias, norm.eps)
+
+
+class FeedForward(Protocol):
+    """What a layer has behind its attention."""
+
+    def __call__(self, normed: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """From rows [T, H], normalised, and the state of the residual stream: the part's own output, and the state that
+        is to be added to it; or the sum of both, written over the state, and None. Without a state, its own output."""
+
+
+Activation = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class GatedFeedForward(FeedForward):
+    """down(activation(gate(x)) * up(x)), of silu where no activation is named: that of others is not one launch."""
+
+    gate_up: Product
+    down: Product
+    activation: Activation | None = None
+
+    def __call__(self, normed: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        if self.activation is None:
+            return self.down.added_to(state, self.gate_up.gated(normed))
+        gate, up = self.gate_up(normed).chunk(2, dim=-1)
+        return self.down.added_to(state, self.activation(gate) * up)
+
+    def made_of(self, normed: Tensor) -> Tensor:
+        """The part's own output [T, H]."""
+        return self(normed, None)[0]
+
+
+@dataclass(frozen=True)
+class PlainFeedForward(FeedForward):
+    """down(activation(up(x)))."""
+
+    up: Product
+    down: Product
+    activation: Activation
+
+    def __call__(self, normed: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return self.down.added_to(state, self.activation(self.up(normed)))
+
+
+def activation_of(activation: Activation) -> Activation | None:
+    """What a gated part takes for the activation that a module holds."""
+    return None if isinstance(activation, (nn.SiLU, SiLUActivation)) else activation
+
+
+@dataclass
 class Layer:
-    """Attention and feed-forward part of one layer; its rows are [T, H], those of all requests together."""
+    """A layer with a norm before its attention and one before its feed-forward part; its rows are [T, H], those of all
+    requests together. What either part gives may pass a norm or a scale before it is added to the residual stream.
 
-    def __init__(self, module: Any) -> None:
-        self.attention = attention = module.self_attn
-        self.head_dim: int = attention.head_dim
-        self.qkv = merged(attention.q_proj, attention.k_proj, attention.v_proj)
-        self.out = product_of(attention.o_proj)
-        self.gate_up = merged(module.mlp.gate_proj, module.mlp.up_proj)
-        self.down = product_of(module.mlp.down_proj)
-        self.q_norm, self.k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
-        self.middle_norm = module.post_attention_layernorm
-        self.eps: float = self.middle_norm.variance_epsilon
+    A family whose layers are wired in another way has a class of its own with these methods and `attention`.
+    """
 
-    def write_kv(self, x: Tensor, positions: Tensor, rotations: Tensor, rows: Rows) -> Tensor:
-        """The KV of x [T, in], normalised, at positions [B, Q]; its queries [B, Q, heads, head_dim] are returned."""
-        q: Tensor = rotate_qkv(
-            self.qkv(x).view(*positions.shape, -1, self.head_dim),
-            rotations,
-            positions,
-            self.attention.k_pool,
-            self.attention.v_pool,
-            rows.page_table,
-            rows.prefix_lens,
-            row_offset=rows.row_offset,
-            slots=rows.slots,
-            num_valid=rows.num_valid,
-            q_norm=None if self.q_norm is None else self.q_norm.weight,
-            k_norm=None if self.k_norm is None else self.k_norm.weight,
-            eps=self.eps,
-            status=rows.status,
-        )
-        return q
+    attention: Attention
+    middle_norm: AnyNorm | None  # None: of a `ParallelLayer` alone
+    feed_forward: FeedForward
+    input_norm: AnyNorm | None = None  # None: whoever calls it has normalised what enters
+    behind_attention: Behind | None = None
+    behind_feed_forward: Behind | None = None
 
-    def attend(self, q: Tensor, rows: Rows) -> Tensor:
-        """[T, heads * head_dim] of queries."""
-        attended: Tensor = tree_attention(
-            q,
-            self.attention.k_pool,
-            self.attention.v_pool,
-            rows.page_table,
-            rows.prefix_lens,
-            slots=rows.slots,
-            q_lens=rows.num_valid,
-            tail_len=rows.tail_len,
-            mask=rows.mask,
-            fixed_split=rows.fixed_split,
-            status=rows.status,
-        )
-        return attended.flatten(2).flatten(0, 1)
+    def enter(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """What the layer takes, from what the one before it left: their sum normalised, and the sum itself, which
+        stands where the residual was, or x without one."""
+        assert self.input_norm is not None
+        return self.input_norm.added(x, residual)
 
     def __call__(
         self,
         normed: Tensor,
         state: Tensor,
         positions: Tensor,
-        rotations: Tensor,
         rows: Rows,
         *,
         move_to: Tensor | None = None,
@@ -199,12 +340,42 @@ class Layer:
         """What the next norm takes: rows, and the state of the residual stream that it adds to them, or None where they
         have it already. `state` is written over, unless it is to `move_to` another place and stay as it is. With `only`
         [R], these of all T rows."""
-        attended = self.attend(self.write_kv(normed, positions, rotations, rows), rows)
+        attended = self.attention(normed, positions, rows)
         if only is not None:
             attended, state = attended[only], state[only]
-        if move_to is None:
-            normed, state = added_and_normed(self.middle_norm, *self.out.added_to(state, attended))
+        assert self.middle_norm is not None
+        out, behind = self.attention.out, self.behind_attention
+        if move_to is None and behind is None:
+            normed, state = self.middle_norm.added(*out.added_to(state, attended))
         else:
-            weight = self.middle_norm.weight
-            normed, state = norm_rows(self.out(attended), weight, self.eps, residual=state, out_sum=move_to)
-        return self.down.added_to(state, self.gate_up.gated(normed))
+            x = out(attended)
+            normed, state = self.middle_norm.added(x if behind is None else behind(x), state, move_to)
+        if self.behind_feed_forward is None:
+            return self.feed_forward(normed, state)
+        return self.behind_feed_forward(self.feed_forward(normed, None)[0]), state
+
+
+@dataclass
+class ParallelLayer(Layer):
+    """A layer whose feed-forward part stands beside its attention: both read what enters, by one norm or `middle_norm`
+    for the second, and both are added to the residual stream."""
+
+    def __call__(
+        self,
+        normed: Tensor,
+        state: Tensor,
+        positions: Tensor,
+        rows: Rows,
+        *,
+        move_to: Tensor | None = None,
+        only: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        attended = self.attention(normed, positions, rows)
+        if only is not None:
+            attended, normed, state = attended[only], normed[only], state[only]
+        if self.middle_norm is not None:
+            normed = self.middle_norm(state)
+        if move_to is not None:
+            state = move_to.copy_(state)
+        x, rest = self.attention.out.added_to(state, attended)
+        return self.feed_forward(normed, x if rest is None else rest.add_(x))

@@ -1,17 +1,17 @@
-"""Planted models: any shape at its full cost, random weights, and yet a known text and a chosen accept length.
+"""Planted models: any shape at its full cost, random weights, and yet a known text and a chosen acceptance.
 
     text = PlantedText.of(config.vocab_size, draft_vocab)
     target = plant_causal_lm(config, text, device=device, dtype=torch.bfloat16)
-    head = plant_eagle3(target, text, accept_length=3.5)
-    engine = Engine(target, speculation=Speculation("EAGLE3", head, num_steps=5, topk=1))
+    head = plant_eagle3(target, text, PublishedAcceptance("chat"))
+    engine = Engine(target, draft=Eagle3(head, num_steps=5, topk=1))
 
 Speed depends on the shape and on how many drafts are accepted, not on what is said. So a target's residual branches are
 scaled down until the state that enters the final norm is the token's own embedding, and the row of `lm_head` that
 belongs to its successor in the text is that embedding: the next token is a function of the current one, with a margin
 that no rounding closes. Every product is computed, every logit is real, and verification is real too.
 
-A draft is planted likewise, except at tokens spread evenly over the text, one every `accept_length` tokens, where it
-is wrong: rounds then emit that many tokens on average, and none strays from it by more than one.
+A draft is planted likewise, with logits for a few tokens ahead of each token of the text: which, an acceptance says
+(`acceptance.py`). They are exact: what the rows of `lm_head` that several tokens share would add is taken off.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from .causal_lm import head_dim_of
+from .acceptance import NUMBERS_PER_CANDIDATE, PEAK, Acceptance, EvenAcceptance
 from .eagle3 import Eagle3Head, feature_layers
+from .families import head_dim_of
 
-PEAK = 20.0  # logit of the planted token; the others' are about PEAK / sqrt(hidden size)
 BRANCH = 1e-3  # what residual branches are scaled by
-NOISE = 0.02  # what the random part of planted weights adds to an output, which is of order one
+NOISE = 4e-3  # what the random part of planted weights adds to an output, which is of order one
 SELF_SCORE = 60.0  # a draft head's attention score of a row to itself
-STEP = 0.5  # between the strengths of a draft's wrong candidates, in parts of the right one's
+ROWS_AT_ONCE = 2048  # of lm_head, that are written together
 
 
 @dataclass(frozen=True)
@@ -60,34 +60,24 @@ def plant_causal_lm(
     *,
     device: torch.device,
     dtype: torch.dtype,
-    accept_length: float = math.inf,
-    rank: int = 0,
+    acceptance: Acceptance | None = None,
     seed: int = 0,
 ) -> Any:
-    """A causal language model of the config that writes the text: the target, or with `accept_length` its draft.
-
-    Args:
-        accept_length: tokens of a round when this model drafts for one that writes the text; infinite: no token is
-            wrong. What the number of draft steps allows is the most a round reaches.
-        rank: of the right token among the candidates, where the draft is right; 0 is the best. For small numbers: the
-            wrong candidates before it share the rows of `lm_head` with right ones.
-    """
+    """A causal language model of the config that writes the text: the target, or with an acceptance its draft."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
         torch.manual_seed(seed)
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
         for name, parameter in model.named_parameters():
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
+            if name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj")):
                 parameter.mul_(BRANCH)
         embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
         embedding.bernoulli_(0.5).mul_(2).sub_(1)  # every row is as long as any other
-        plant_successors(head, embedding, text.order, text.order, accept_length, rank, PEAK / embedding.shape[1])
+        plant_successors(head, embedding, text.order, text.order, acceptance or EvenAcceptance())
     return model.requires_grad_(False).eval()
 
 
 @torch.no_grad()
-def plant_eagle3(
-    target: Any, text: PlantedText, *, accept_length: float = math.inf, rank: int = 0, seed: int = 0
-) -> Eagle3Head:
+def plant_eagle3(target: Any, text: PlantedText, acceptance: Acceptance, *, seed: int = 0) -> Eagle3Head:
     """An EAGLE-3 head of the target's shape over the text's draft vocabulary, with the target's embeddings.
 
     Its attention scores are planted so that a row sees itself alone, whose value is the token's embedding less the
@@ -119,7 +109,7 @@ def plant_eagle3(
             module, leaf = name.rsplit(".", 1)
             setattr(head.get_submodule(module), leaf, nn.Parameter(weight, requires_grad=False))
 
-        attention: Any = head.midlayer.self_attn
+        attention: Any = head.layers[0].self_attn
         numbers = torch.arange(carried)
         groups = config.num_attention_heads // config.num_key_value_heads
         query = (numbers // head_dim * groups * head_dim + numbers % head_dim)[:, None] + torch.arange(
@@ -133,15 +123,7 @@ def plant_eagle3(
         attention.v_proj.weight[numbers, numbers] += 1
         attention.v_proj.weight[numbers, hidden + numbers] -= share
         attention.o_proj.weight[numbers[:, None], query] += 1 / groups
-        plant_successors(
-            head.lm_head.weight,
-            embedding,
-            text.order,
-            draft_of[text.order],
-            accept_length,
-            rank,
-            PEAK / math.sqrt(hidden * carried),
-        )
+        plant_successors(head.lm_head.weight, embedding[:, :carried], text.order, draft_of[text.order], acceptance)
         head.id_map = text.draft_ids.to(embedding.device, torch.int32)
     return head.requires_grad_(False).eval()
 
@@ -166,23 +148,24 @@ def eagle3_config(target: Any) -> LlamaConfig:
     return config
 
 
-def plant_successors(
-    head: Tensor, embedding: Tensor, tokens: Tensor, rows: Tensor, accept_length: float, rank: int, scale: float
-) -> None:
-    """Write `lm_head` [V or Vd, H]: after tokens[i] of the text comes the token of row rows[i + 1]."""
-    device, count = embedding.device, len(tokens)
+def plant_successors(head: Tensor, embedding: Tensor, tokens: Tensor, rows: Tensor, acceptance: Acceptance) -> None:
+    """Write `lm_head` [V or Vd, H]: behind tokens[i] of the text, row rows[i + d] gets the acceptance's logit for d.
+
+    Args:
+        embedding: [V, C], the C <= H first numbers of the tokens' rows: a final state has these alone, normed to the
+            length of a whole one.
+    """
+    device, (count, carried), hidden = embedding.device, (len(tokens), embedding.shape[1]), head.shape[1]
     tokens, rows = tokens.to(device), rows.to(device)
-    at = torch.arange(count, device=device)
-    # A round ends at the first wrong draft and begins behind it: the distance between two is what it emits.
-    miss = torch.zeros(count, dtype=torch.bool, device=device)
-    if accept_length < math.inf:
-        miss[(torch.arange(int(count / accept_length), device=device) * accept_length).long()] = True
-    head.normal_(0, NOISE * scale)
-
-    def follow(where: Tensor, distance: int, strength: float) -> None:
-        head.index_add_(0, rows[(where + distance) % count], embedding[tokens[where]] * (strength * scale))
-
-    follow(at[~miss], 1, 1.0)
-    follow(at[miss], 2, 1.0)  # wrong by one token
-    for wrong in range(rank):
-        follow(at[~miss], 3 + wrong, 1.0 + STEP * (rank - wrong))
+    with torch.device("cpu"):  # where the draws are the same for every device
+        logits = acceptance.logits(count, carried // NUMBERS_PER_CANDIDATE).to(device, torch.float32)
+    head.normal_(0, NOISE * PEAK / math.sqrt(hidden * carried))
+    distances = torch.arange(1, logits.shape[1] + 1, device=device)
+    for at in torch.split(torch.arange(count, device=device), ROWS_AT_ONCE):
+        # A row is a candidate behind one token of the text for each column. Its weights are the sum of these tokens'
+        # states that gives each of them its logit.
+        behind = (at[:, None] - distances) % count
+        states = embedding[tokens[behind]].float() * math.sqrt(hidden / carried)
+        missing = logits[behind, distances - 1] - torch.einsum("rkc,rc->rk", states, head[rows[at], :carried].float())
+        shares = torch.linalg.solve(states @ states.mT, missing)
+        head[rows[at], :carried] += torch.einsum("rk,rkc->rc", shares, states).to(head.dtype)

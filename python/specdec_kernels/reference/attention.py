@@ -27,6 +27,7 @@ def tree_attention(
     soft_cap: float | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    max_kv_len: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`out` and `lse` in float64 and the status bits of every slot."""
     window = 2**31 if window is None else window
@@ -60,7 +61,7 @@ def tree_attention(
         offset = 0 if tail_len is None else tail_len - length
         used_tail = tail if mask is not None else min(max(valid + offset, 0), tail)
 
-        capacity = max_pages * page_size
+        capacity = min(max_pages * page_size, max_kv_len or 2**31)
         prefix = min(max(int(prefix_lens[slot]), 0), capacity)
         end = min(prefix + used_tail, capacity)
         if prefix != prefix_lens[slot] or end != prefix + used_tail:

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..ops import Candidates, DraftInputs, ExtendRows, Frontier
+from ..ops import Accepted, Calibration, Candidates, DraftInputs, ExtendRows, Frontier, Tree
 from .noise import USE_DRAFT, noise
 
 
@@ -114,27 +114,87 @@ def child_score(parent: Tensor, logprob: Tensor) -> Tensor:
     return torch.minimum(parent + logprob, parent)
 
 
+def calibrated(table: Tensor, depth: int, logprobs: Tensor) -> Tensor:
+    """Platt scaling in float64; probabilities beyond e^-24 and 1 - 6e-6 count as these."""
+    slope, offset = table[min(depth, len(table)) - 1].double()
+    if slope == 1 and offset == 0:
+        return logprobs.double()
+    y = torch.nn.functional.logsigmoid(slope * logits_of(logprobs) + offset)
+    return torch.where(logprobs > -torch.inf, y, logprobs.double())
+
+
+def logits_of(logprobs: Tensor) -> Tensor:
+    x = logprobs.double().clamp(-24, -6e-6)
+    return x - torch.log(-torch.expm1(x))
+
+
+def learn_calibration(calibration: Calibration, tree: Tree, scores: Tensor, accepted: Accepted) -> Calibration:
+    """Node by node; the likeliest scaling is looked for until nothing moves."""
+    table, counts = calibration.table.double().clone(), calibration.counts.clone()
+    depths = len(table)
+    new = torch.zeros_like(counts)
+    for b in range(len(scores)):
+        emitted = accepted.tokens[b, : int(accepted.num_valid[b])].tolist()
+        next_token = dict(zip(accepted.path[b].tolist(), emitted, strict=False))
+        for i in range(1, int(tree.num_nodes[b])):
+            parent = int(tree.parents[b, i])
+            score, above = float(scores[b, i]), float(scores[b, parent]) if parent else 0.0
+            if parent not in next_token or not -math.inf < score <= above:
+                continue
+            depth = min(int(tree.positions[b, i] - tree.positions[b, 0]), depths)
+            slope, offset = table[depth - 1].tolist()
+            logit = (float(logits_of(torch.tensor(score - above))) - offset) / slope
+            logit = min(max(logit, -24), 24)
+            taken = int(next_token[parent] == int(tree.tokens[b, i]))
+            bin = int(min(max(logit + 8, 0), 15))
+            new[depth - 1, bin] += torch.tensor([1, taken, int(logit * 65536)])
+    for d in range(depths):
+        if not new[d, :, 0].any():
+            continue
+        counts[d] += new[d]
+        while int(counts[d, :, 0].sum()) > 1 << 14:
+            counts[d] = torch.div(counts[d], 2, rounding_mode="trunc")
+        table[d] = likeliest_platt(counts[d])
+    return Calibration(table.float(), counts)
+
+
+def likeliest_platt(counts: Tensor) -> Tensor:
+    """Slope and offset of one depth's counts [16, 3], by Newton's method from the prior's on."""
+    used = counts[counts[:, 0] > 0].double()
+    nodes, taken, logits = used[:, 0], used[:, 1], used[:, 2] / used[:, 0] / 65536
+    of = torch.stack([logits, torch.ones_like(logits)], 1)
+    prior = torch.tensor([1.0, 0.0], dtype=torch.float64)
+    found = prior.clone()
+    for _ in range(200):
+        p = torch.sigmoid(of @ found)
+        gradient = of.T @ (nodes * p - taken) + 2 * (found - prior)
+        curvature = of.T @ (of * (nodes * p * (1 - p))[:, None]) + 2 * torch.eye(2)
+        slope = (found[0] - torch.linalg.solve(curvature, gradient)[0].clamp(-0.5, 0.5)).clamp(0.125, 8)
+        step = (gradient[1] - curvature[0, 1] * (found[0] - slope)) / curvature[1, 1]  # beside that slope
+        found = torch.stack([slope, (found[1] - step.clamp(-0.5, 0.5)).clamp(-8, 8)])
+    return found
+
+
 def expand_tree(
     topk_ids: Tensor,
     topk_logprobs: Tensor,
     step: int,
     candidates: Candidates,
-    frontier: Tensor,
-    mask: Tensor,
+    frontier: Frontier,
     seq_lens: Tensor,
     slots: Tensor | None = None,
     position_offset: int = 0,
 ) -> tuple[Candidates, Tensor, Tensor, DraftInputs]:
-    """Leaves its arguments alone: returns the new candidates, frontier and mask, and the draft's inputs."""
-    batch, k = frontier.shape
-    words = mask.shape[2]
+    """Leaves its arguments alone: returns the new candidates, frontier nodes and mask, and the draft's inputs."""
+    mask = frontier.mask
+    batch, k, words = mask.shape
     first = k + (step - 2) * k * k
     candidates = Candidates(*(t.clone() for t in candidates))
-    nodes, new_mask = torch.zeros_like(frontier), torch.zeros_like(mask)
+    nodes, new_mask = torch.zeros_like(frontier.nodes), torch.zeros_like(mask)
     inputs = DraftInputs(*(torch.zeros(batch, k, dtype=torch.int32) for _ in DraftInputs._fields))
     for b, slot in enumerate(slot_list(slots, len(seq_lens), batch)):
         for j in range(k):
-            parent = int(frontier[b, j])
+            parent = int(frontier.nodes[b, j])
             known = slot >= 0 and 0 <= parent < first
             for i in range(k):
                 c = first + j * k + i
@@ -160,19 +220,19 @@ def extend_rows(
     tokens: Tensor,
     path: Tensor,
     num_valid: Tensor,
-    seq_lens_before: Tensor,
+    prefix_lens: Tensor,
     num_nodes: int,
     slots: Tensor | None = None,
     position_offset: int = 0,
 ) -> ExtendRows:
     """Row by row. Nodes outside the tree are the nearest there is."""
-    batch, num_slots = len(tokens), len(seq_lens_before)
+    batch, num_slots = len(tokens), len(prefix_lens)
     width = min(tokens.shape[1], num_nodes)
     out_tokens, positions = (torch.zeros(batch, width, dtype=torch.int32) for _ in range(2))
     node_rows = torch.zeros(batch, width, dtype=torch.int64)
     last_rows, kept_slots = torch.zeros(batch, dtype=torch.int64), torch.full((batch,), num_slots)
     for b, slot in enumerate(slot_list(slots, num_slots, batch)):
-        length = int(seq_lens_before[slot]) if slot >= 0 else 0
+        length = int(prefix_lens[slot]) if slot >= 0 else 0
         for j in range(width):
             out_tokens[b, j] = max(int(tokens[b, j]), 0)
             positions[b, j] = length + position_offset + j

@@ -24,14 +24,14 @@ def pages_for(rows: int, page_size: int) -> int:
 
 
 def alloc_pages(
-    pool: PagePool, lens: Tensor, reserve: int, slots: Tensor | None = None, status: Tensor | None = None
+    pool: PagePool, seq_lens: Tensor, reserve: int, slots: Tensor | None = None, status: Tensor | None = None
 ) -> None:
     num_slots, max_pages = pool.page_table.shape
     for _, slot in working_rows(slots, num_slots, num_slots if slots is None else len(slots)):
         held = int(pool.page_counts[slot])
-        wanted = pages_for(int(lens[slot]) + reserve, pool.page_size)
+        wanted = pages_for(int(seq_lens[slot]) + reserve, pool.page_size)
         free = int(pool.num_free)
-        if lens[slot] < 0 or wanted > max_pages:
+        if seq_lens[slot] < 0 or wanted > max_pages:
             if status is not None:
                 status[slot] |= int(Status.BAD_LENGTH)
             continue
@@ -49,16 +49,16 @@ def alloc_pages(
         pool.page_counts[slot] = max(held, wanted)
 
 
-def free_pages(pool: PagePool, keep_lens: Tensor, slots: Tensor | None = None, status: Tensor | None = None) -> None:
+def free_pages(pool: PagePool, prefix_lens: Tensor, slots: Tensor | None = None, status: Tensor | None = None) -> None:
     """Also for tables with entries that are not pages, and pages that have no owner."""
     num_slots = pool.page_table.shape[0]
     num_pages = len(pool.page_refs)
     for _, slot in working_rows(slots, num_slots, num_slots if slots is None else len(slots)):
-        if keep_lens[slot] < 0:
+        if prefix_lens[slot] < 0:
             if status is not None:
                 status[slot] |= int(Status.BAD_LENGTH)
             continue
-        kept = pages_for(int(keep_lens[slot]), pool.page_size)
+        kept = pages_for(int(prefix_lens[slot]), pool.page_size)
         for i in range(int(pool.page_counts[slot]) - 1, kept - 1, -1):
             page = int(pool.page_table[slot, i])
             pool.page_table[slot, i] = -1
@@ -74,7 +74,7 @@ def free_pages(pool: PagePool, keep_lens: Tensor, slots: Tensor | None = None, s
 
 
 def fork_pages(
-    pool: PagePool, src_slots: Tensor, dst_slots: Tensor, lens: Tensor, status: Tensor | None = None
+    pool: PagePool, src_slots: Tensor, dst_slots: Tensor, prefix_lens: Tensor, status: Tensor | None = None
 ) -> Tensor:
     """Also for tables with entries that are not pages, and pages that have no owner."""
     num_slots = pool.page_table.shape[0]
@@ -92,7 +92,7 @@ def fork_pages(
         if not 0 <= dst < num_slots or dst in served:
             continue
         served.add(dst)
-        rows = int(lens[dst])
+        rows = int(prefix_lens[dst])
         if counts_before[dst] != 0 or rows < 0 or pages_for(rows, pool.page_size) > counts_before[src]:
             report(dst, Status.BAD_LENGTH)
             continue
@@ -133,7 +133,7 @@ def write_kv(
     k_pool: Tensor,
     v_pool: Tensor,
     page_table: Tensor,
-    start_lens: Tensor,
+    prefix_lens: Tensor,
     row_offset: int = 0,
     slots: Tensor | None = None,
     num_valid: Tensor | None = None,
@@ -145,11 +145,11 @@ def write_kv(
     if k.dtype != k_pool.dtype:
         k, v = ((x.float() / scale).clamp(-448, 448).to(k_pool.dtype) for x, scale in ((k, k_scale), (v, v_scale)))
     batch = len(k) if cu_seqlens_q is None else len(cu_seqlens_q) - 1
-    for b, slot in working_rows(slots, len(start_lens), batch):
+    for b, slot in working_rows(slots, len(prefix_lens), batch):
         rows = b if cu_seqlens_q is None else slice(int(cu_seqlens_q[b]), int(cu_seqlens_q[b + 1]))
         k_rows, v_rows = k[rows], v[rows]
         for j in range(len(k_rows) if num_valid is None else int(num_valid[b])):
-            at = place(page_table, slot, int(start_lens[slot]) + row_offset + j, page_size)
+            at = place(page_table, slot, int(prefix_lens[slot]) + row_offset + j, page_size)
             k_pool[at], v_pool[at] = k_rows[j], v_rows[j]
 
 
@@ -159,13 +159,13 @@ def move_kv(
     page_table: Tensor,
     path: Tensor,
     num_valid: Tensor,
-    seq_lens_before: Tensor,
+    prefix_lens: Tensor,
     slots: Tensor | None = None,
 ) -> None:
     """All rows of a request are read before any is written."""
     page_size = k_pools.shape[2]
-    for b, slot in working_rows(slots, len(seq_lens_before), len(path)):
-        start, count = int(seq_lens_before[slot]), int(num_valid[b])
+    for b, slot in working_rows(slots, len(prefix_lens), len(path)):
+        start, count = int(prefix_lens[slot]), int(num_valid[b])
         sources = [place(page_table, slot, start + int(node), page_size) for node in path[b, :count]]
         for pools in (k_pools, v_pools):
             rows = [pools[:, page, row].clone() for page, row in sources]
@@ -180,15 +180,15 @@ def copy_kv(
     page_table: Tensor,
     src_slots: Tensor,
     dst_slots: Tensor,
-    lens: Tensor,
+    prefix_lens: Tensor,
     num_rows: Tensor,
 ) -> None:
     page_size = k_pools.shape[2]
-    for b, src in working_rows(src_slots, len(lens), len(src_slots)):
+    for b, src in working_rows(src_slots, len(prefix_lens), len(src_slots)):
         dst = int(dst_slots[b])
-        if not 0 <= dst < len(lens):
+        if not 0 <= dst < len(prefix_lens):
             continue
-        for row in range(int(lens[dst]) - int(num_rows[b]), int(lens[dst])):
+        for row in range(int(prefix_lens[dst]) - int(num_rows[b]), int(prefix_lens[dst])):
             source, target = (place(page_table, slot, row, page_size) for slot in (src, dst))
             for pools in (k_pools, v_pools):
                 pools[(slice(None), *target)] = pools[(slice(None), *source)]

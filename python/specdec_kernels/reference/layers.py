@@ -56,7 +56,7 @@ def rotate_qkv(
     k_pool: Tensor,
     v_pool: Tensor,
     page_table: Tensor,
-    start_lens: Tensor,
+    prefix_lens: Tensor,
     *,
     row_offset: int = 0,
     slots: Tensor | None = None,
@@ -70,7 +70,7 @@ def rotate_qkv(
     q, k, v = torch.split(qkv, [qkv.shape[2] - 2 * heads, heads, heads], dim=2)
     q, k = (x if weight is None else norm(x, weight, eps) for x, weight in ((q, q_norm), (k, k_norm)))
     k = rotate(k, rotations, positions).to(k_pool.dtype)
-    write_kv(k, v, k_pool, v_pool, page_table, start_lens, row_offset, slots, num_valid)
+    write_kv(k, v, k_pool, v_pool, page_table, prefix_lens, row_offset, slots, num_valid)
     return rotate(q, rotations, positions)
 
 

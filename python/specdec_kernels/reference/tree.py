@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from ..ops import Tree
+from ..ops import Candidates, PackedNodes, Shares, Tree
 from .draft import mask_bits, mask_words, slot_list
 
 BAD_TREE = 2  # the status bit
 
 
 def build_tree(
-    cand_tokens: Tensor,
-    cand_parents: Tensor,
-    cand_scores: Tensor,
+    candidates: Candidates,
     root_tokens: Tensor,
     seq_lens: Tensor,
     num_draft_tokens: int,
@@ -26,11 +25,11 @@ def build_tree(
 ) -> Tree:
     """Grows the whole tree in order, then cuts it to N nodes. `status` is updated in place."""
     rows = []
-    for b, slot in enumerate(slot_list(slots, len(seq_lens), len(cand_tokens))):
+    for b, slot in enumerate(slot_list(slots, len(seq_lens), len(candidates.tokens))):
         if slot < 0:
             rows.append(tree_row([], [], 0, 0, num_draft_tokens))
             continue
-        tokens, parents, scores = (t[b].tolist() for t in (cand_tokens, cand_parents, cand_scores))
+        tokens, parents, scores = (t[b].tolist() for t in candidates)
         ordered = [c for c in range(len(tokens)) if scores[c] > -torch.inf]
         if order == "score":
             ordered.sort(key=lambda c: (-scores[c], c))
@@ -121,6 +120,59 @@ def merge_trees(a: Tree, a_scores: Tensor, b: Tree, b_scores: Tensor, num_draft_
         if heads:
             out_scores[row, : len(chosen) + 1] = torch.tensor([0.0, *(best[path] for path in chosen)])
     return stack(rows, num_draft_tokens), out_scores
+
+
+def share_nodes(
+    scores: Tensor,
+    budget: int,
+    limits: Tensor | None = None,
+    slots: Tensor | None = None,
+    rungs: Tensor | None = None,
+) -> Shares:
+    """All nodes of the batch, sorted; Python's sort is stable, so ties stay in the order of requests and nodes."""
+    batch, nodes = scores.shape
+    live = [slots is None or int(slots[b]) >= 0 for b in range(batch)]
+    most = [nodes if limits is None else min(int(limits[b]), nodes) for b in range(batch)]
+    rows = scores.double().nan_to_num(nan=-torch.inf, posinf=0, neginf=-torch.inf).clamp(max=0)
+    listed = [(float(rows[b, i]), b) for b in range(batch) if live[b] for i in range(1, most[b])]
+    ranked = sorted((node for node in listed if node[0] > -torch.inf), key=lambda node: -node[0])
+    roots = sum(live)
+
+    taken = [b for _, b in ranked[: budget - roots]]
+    num_nodes = torch.tensor([live[b] + taken.count(b) for b in range(batch)], dtype=torch.int32)
+    ends = torch.cat([torch.zeros(1, dtype=torch.int64), num_nodes.cumsum(0)]).to(torch.int32)
+    expected, cuts = [], []
+    for rung in [] if rungs is None else rungs.tolist():
+        room = max(rung - roots, 0)
+        best = [score for score, _ in ranked[:room]]
+        expected.append(roots + math.fsum(math.exp(score) for score in best))
+        cuts.append(torch.inf if room == 0 else -torch.inf if room >= len(ranked) else best[-1])
+    return Shares(num_nodes, ends, torch.tensor(expected).float(), torch.tensor(cuts).float())
+
+
+def pack_trees(tree: Tree, scores: Tensor, shares: Shares, num_rows: int) -> tuple[Tree, PackedNodes]:
+    """The cut trees, made anew, and their nodes one after the other."""
+    nodes = tree.tokens.shape[1]
+    kept = [min(int(n), int(m)) for n, m in zip(shares.num_nodes, tree.num_nodes, strict=True)]
+    heads = [(int(tree.tokens[b, 0]), int(tree.positions[b, 0])) if n else (0, 0) for b, n in enumerate(kept)]
+    cut = stack(
+        [
+            tree_row(tree.parents[b, :n].tolist(), tree.tokens[b, :n].tolist(), *heads[b], nodes)
+            for b, n in enumerate(kept)
+        ],
+        nodes,
+    )
+    packed = PackedNodes(
+        torch.zeros(num_rows, dtype=torch.int32),
+        torch.zeros(num_rows, dtype=torch.int32),
+        torch.zeros(num_rows, tree.mask.shape[2], dtype=torch.int64),
+        torch.full((num_rows,), -torch.inf),
+    )
+    for b, n in enumerate(kept):
+        first = int(shares.cu_seqlens[b])
+        for out, of in zip(packed, (cut.tokens, cut.positions, cut.mask, scores), strict=True):
+            out[first : first + n] = of[b, :n]
+    return cut, packed
 
 
 Row = tuple[list[int], list[int], list[int], list[int], list[int], list[list[int]], int]

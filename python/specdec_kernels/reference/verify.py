@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..ops import Accepted, TokenScores, Tree
+from ..ops import Accepted, SlotState, TokenScores, Tree
 from ..status import FinishReason, Status
 from .draft import select_topk
 from .noise import philox
@@ -100,7 +100,7 @@ def verify_tree(
     batch = logits.shape[0]
     tokens = torch.full((batch, accept_width), -1, dtype=torch.int32)
     path = torch.zeros((batch, accept_width), dtype=torch.int32)
-    lengths = torch.zeros(batch, dtype=torch.int32)
+    num_valid = torch.zeros(batch, dtype=torch.int32)
     for b in range(batch):
         slot = b if slots is None else int(slots[b])
         if slot < 0 or tree.num_nodes[b] <= 0:
@@ -118,11 +118,11 @@ def verify_tree(
             visited.append(node)
             children = [c for c in range(1, int(tree.num_nodes[b])) if tree.parents[b, c] == node]
             node = next((c for c in children if tree.tokens[b, c] == y), None)
-        lengths[b] = len(emitted)
+        num_valid[b] = len(emitted)
         tokens[b, : len(emitted)] = torch.tensor(emitted, dtype=torch.int32)
         path[b] = visited[-1] if visited else 0
         path[b, : len(visited)] = torch.tensor(visited, dtype=torch.int32)
-    return Accepted(tokens, lengths, path)
+    return Accepted(tokens, num_valid, path)
 
 
 def mask_stops(
@@ -141,13 +141,12 @@ def mask_stops(
 
 def score_tokens(
     logits: Tensor,
-    path: Tensor,
-    tokens: Tensor,
-    lengths: Tensor,
+    accepted: Accepted,
     top_n: int = 0,
     slots: Tensor | None = None,
     num_logprobs: Tensor | None = None,
 ) -> TokenScores:
+    tokens, num_valid, path = accepted
     batch, width = path.shape
     logprobs = torch.full((batch, width), -torch.inf, dtype=torch.float64)
     top_ids = torch.full((batch, width, top_n), -1, dtype=torch.int32)
@@ -158,7 +157,7 @@ def score_tokens(
         if num_logprobs is not None:
             slot = b if slots is None else int(slots[b])
             wanted = min(int(num_logprobs[slot]), top_n) if 0 <= slot < len(num_logprobs) else -1
-        for j in range(min(width, int(lengths[b]))):
+        for j in range(min(width, int(num_valid[b]))):
             node, token = int(path[b, j]), int(tokens[b, j])
             if wanted >= 0 and 0 <= node < num_nodes and 0 <= token < vocab:
                 ids, values = select_topk(logits[b, node][None], vocab)
@@ -167,59 +166,47 @@ def score_tokens(
     return TokenScores(logprobs, top_ids, top_logprobs)
 
 
-def commit_tokens(
-    out_tokens: Tensor,
-    out_len: Tensor,
-    stop_tokens: Tensor,
-    remaining: Tensor,
-    max_lens: Tensor,
-    seq_lens: Tensor,
-    seq_lens_before: Tensor,
-    root_tokens: Tensor,
-    finish_reasons: Tensor,
-    slots: Tensor | None = None,
-    status: Tensor | None = None,
-) -> Tensor:
+def commit_tokens(accepted: Accepted, state: SlotState, slots: Tensor | None = None) -> Tensor:
     """Token by token, as if each were emitted alone; in place like the op."""
-    batch = out_tokens.shape[0]
-    num_valid = torch.zeros(batch, dtype=torch.int32)
+    batch = accepted.tokens.shape[0]
+    going_on = torch.zeros(batch, dtype=torch.int32)
     for b in range(batch):
         slot = b if slots is None else int(slots[b])
-        proposed = out_tokens[b, : int(out_len[b])].tolist()
-        out_tokens[b], out_len[b] = -1, 0
-        if not 0 <= slot < len(seq_lens):
+        proposed = accepted.tokens[b, : int(accepted.num_valid[b])].tolist()
+        accepted.tokens[b], accepted.num_valid[b] = -1, 0
+        if not 0 <= slot < len(state.seq_lens):
             continue
-        before = int(seq_lens[slot])
-        seq_lens_before[slot] = before
-        if finish_reasons[slot] != FinishReason.RUNNING or (status is not None and int(status[slot]) & Status.STALLED):
+        before = int(state.seq_lens[slot])
+        state.prefix_lens[slot] = before
+        if state.finish_reasons[slot] != FinishReason.RUNNING or int(state.status[slot]) & Status.STALLED:
             continue
         reason = FinishReason.RUNNING
         kept: list[int] = []
         for token in proposed:
             sequence = before + 1 + len(kept)
-            if int(remaining[slot]) <= len(kept):
+            if int(state.remaining[slot]) <= len(kept):
                 reason = FinishReason.LENGTH
                 break
-            if sequence >= int(max_lens[slot]):
+            if sequence >= int(state.max_seq_lens[slot]):
                 reason = FinishReason.CONTEXT
                 break
             kept.append(token)
-            if token in stop_tokens[slot].tolist():
+            if token in state.stop_tokens[slot].tolist():
                 reason = FinishReason.STOP
                 break
-            if int(remaining[slot]) == len(kept):
+            if int(state.remaining[slot]) == len(kept):
                 reason = FinishReason.LENGTH
                 break
-            if sequence + 1 == int(max_lens[slot]):
+            if sequence + 1 == int(state.max_seq_lens[slot]):
                 reason = FinishReason.CONTEXT
                 break
-        out_tokens[b, : len(kept)] = torch.tensor(kept, dtype=torch.int32)
-        out_len[b] = len(kept)
-        seq_lens[slot] += len(kept)
-        remaining[slot] -= len(kept)
+        accepted.tokens[b, : len(kept)] = torch.tensor(kept, dtype=torch.int32)
+        accepted.num_valid[b] = len(kept)
+        state.seq_lens[slot] += len(kept)
+        state.remaining[slot] -= len(kept)
         if kept:
-            root_tokens[slot] = kept[-1]
-        finish_reasons[slot] = reason
+            state.root_tokens[slot] = kept[-1]
+        state.finish_reasons[slot] = reason
         if reason == FinishReason.RUNNING:
-            num_valid[b] = len(kept)
-    return num_valid
+            going_on[b] = len(kept)
+    return going_on

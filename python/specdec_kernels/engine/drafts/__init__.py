@@ -1,6 +1,24 @@
-"""What proposes a round's tree: one class per algorithm, all with the interface of `Draft`."""
+"""What proposes a round's tree: one class per method, all with the interface of `Draft`."""
 
-from .base import Draft
-from .build import build_draft
+from .base import Draft, DraftContext, DraftRequest, Needs
+from .eagle import Eagle, Eagle3
+from .ngram import Ngram
+from .proposal import Committed, DrawnFrom, Proposal, ScoredTree
+from .standalone import Standalone
+from .union import Union
 
-__all__ = ["Draft", "build_draft"]
+__all__ = [
+    "Committed",
+    "Draft",
+    "DraftContext",
+    "DraftRequest",
+    "DrawnFrom",
+    "Eagle",
+    "Eagle3",
+    "Needs",
+    "Ngram",
+    "Proposal",
+    "ScoredTree",
+    "Standalone",
+    "Union",
+]

@@ -2,60 +2,171 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...ops import Accepted, Tree, build_tree
+from ...models.kv_pools import KvPools
+from ...models.language_model import LanguageModel
+from ..kv_bounds import AttentionCall
 from ..prefill import Prefill
-from ..state import SlotState
+from ..state import EngineState
+from .proposal import Committed, Proposal, no_candidates
 
 
-class DrawnFrom(NamedTuple):
-    """What a round's candidates were drawn from, as `verify_tree` takes it."""
+@dataclass(frozen=True)
+class Needs:
+    """What an engine provides for a draft.
 
-    draft_logits: Tensor  # [B, Q, Vd]
-    draft_rows: Tensor  # [B, N]
-    id_map: Tensor | None  # [Vd]
+    Attributes:
+        num_nodes: N, most nodes of a tree, the root included: 1 to 256.
+        accept_width: S, most tokens that a round can emit: the nodes of the longest path, the root included.
+        feature_layers: layers of the target whose entering hidden states `prefill` and `extend` receive, side by side
+            in this order; the number of layers itself names the state entering the final norm.
+        scratch_rows: KV rows behind L that a `propose` writes into pools of the draft's own.
+        kv_numbers: numbers that a KV row takes in pools of the draft's own, keys and values of all layers together;
+            0: it has none.
+        attention: the attention of `propose` and `extend`, of which captured rounds are chosen. What is not named here
+            is right all the same, but its kernels may be those for longer KV.
+    """
+
+    num_nodes: int
+    accept_width: int
+    feature_layers: tuple[int, ...] = ()
+    scratch_rows: int = 0
+    kv_numbers: int = 0
+    attention: tuple[AttentionCall, ...] = ()
+
+
+@dataclass(frozen=True)
+class DraftContext:
+    """What a draft finds when it is opened.
+
+    Attributes:
+        target: the model it drafts for, loaded.
+        state: the slots' tensors, which stay where they are.
+        max_len: longest sequence, prompt included.
+        tokenizer: the target's; None where it has none.
+        no_tokenizer: why there is none.
+    """
+
+    target: LanguageModel
+    state: EngineState
+    max_len: int
+    tokenizer: Any
+    no_tokenizer: str
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self.state.seq_lens.device
+        return device
+
+    @property
+    def num_slots(self) -> int:
+        return len(self.state.seq_lens)
+
+    @property
+    def num_pages(self) -> int:
+        return len(self.state.pool.free_stack)
+
+    @property
+    def page_size(self) -> int:
+        return self.state.pool.page_size
+
+    @property
+    def vocab_size(self) -> int:
+        size: int = self.target.config.vocab_size
+        return size
+
+
+class DraftRequest(NamedTuple):
+    """What a draft learns of a request that gets a slot.
+
+    Attributes:
+        id: the engine's number for it, which it keeps when it is retracted.
+        tokens: its prompt, and what it produced before a retraction.
+        group: who shares its text (`SamplingParams.ngram_group`); 0: everybody.
+    """
+
+    id: int
+    tokens: list[int]
+    group: int
 
 
 class Draft:
-    """Drafts nothing: every tree is its root, every round emits the bonus token alone.
+    """What proposes a round's trees. The base class proposes nothing, which is plain decoding.
 
-    `propose` and `extend` leave the host alone, so that a graph can hold them.
+    A draft has two lives. Made by its user, it holds options and has loaded nothing. An engine asks for its `needs`,
+    opens it beside the target, and then calls, for each slot, `begin`, `prefill` for each chunk of the prompt,
+    `activate`, `propose` and `extend` in every round, and `release`. It serves one engine until that is closed.
+
+    All calls come from one thread, in the order of the device's stream. `propose` and `extend` must leave the host
+    alone, so that a CUDA graph can hold them: no value of a tensor is read, shapes follow from the arguments, and what
+    is kept between rounds is written in place. Where `slots` is -1 a row is empty: nothing may be kept of it.
 
     Attributes:
-        num_nodes: N, most nodes of a tree. accept_width: S, most tokens a round can emit.
-        drawn_from: where the last `propose` drew its candidates; None: they were chosen.
+        sampled: the drafts of requests that sample are drawn, and verified as a block: see `Proposal.drawn_from`.
+        reads_others: what is proposed for a request depends on the text of others.
     """
 
-    num_nodes = 1
-    accept_width = 1
-    drawn_from: DrawnFrom | None = None
+    sampled: bool = False
+    reads_others: bool = False
+    context: DraftContext
+    _closed: dict[str, Any]
 
-    def __init__(self, state: SlotState) -> None:
-        self.state = state
-        device = state.seq_lens.device
-        self._no_tokens = torch.empty(len(state.seq_lens), 0, dtype=torch.int32, device=device)
-        self._no_scores = torch.empty(len(state.seq_lens), 0, dtype=torch.float32, device=device)
+    def needs(self, target: Any) -> Needs:
+        """What an engine is to provide, where `target` is the config of its model. Loads no weights.
+
+        Raises:
+            ValueError: options that do not fit this target.
+            OSError: no such model.
+        """
+        return Needs(num_nodes=1, accept_width=1)
 
     @property
-    def num_pool_bytes(self) -> int:
-        """Of the draft's own KV pools."""
-        return 0
+    def is_open(self) -> bool:
+        return "context" in vars(self)
+
+    def expect_closed(self) -> None:
+        """ValueError where an engine has this draft already."""
+        if self.is_open:
+            raise ValueError(
+                f"Engine: draft ({type(self).__name__}) is open in another engine, "
+                "expected one for this engine alone, or the other one closed"
+            )
+
+    def open(self, context: DraftContext) -> None:
+        """Load and allocate what rounds need. What is set from here on is forgotten by `close`.
+
+        Raises:
+            ValueError: it is open already; a model that does not fit the target.
+        """
+        self.expect_closed()
+        self._closed = dict(vars(self))
+        self.context = context
+
+    def close(self) -> None:
+        """Be as before `open`, with all memory given back."""
+        closed = self._closed
+        vars(self).clear()
+        vars(self).update(closed)
+
+    @property
+    def state(self) -> EngineState:
+        return self.context.state
+
+    @property
+    def pools(self) -> list[KvPools]:
+        """KV pools of the draft's own, with pages as the target's; memory for more of them is planned by these."""
+        return []
 
     def resize_pools(self, num_pages: int) -> None:
-        """Make these pools anew, with another number of pages."""
+        """Make `pools` anew, empty, with another number of pages."""
 
-    def detach_pools(self) -> None:
-        """Take these pools out of a module that may serve another engine."""
-
-    def begin(self, slot: int, request_id: int, group: int, text: list[int]) -> None:
-        """The slot now belongs to a request with this text: its prompt, and what it produced before a retraction.
-
-        `group` is who shares its text (`SamplingParams.ngram_group`).
-        """
+    def begin(self, slot: int, request: DraftRequest) -> None:
+        """The slot now belongs to this request."""
 
     def prefill(self, prefill: Prefill, features: Tensor | None) -> None:
         """The target has just run these pieces of prompts; `features` [P, Q, n * H] are its states, as in `extend`."""
@@ -63,31 +174,19 @@ class Draft:
     def activate(self, slots: Tensor) -> None:
         """Prefill of slots [R] is complete: their roots and lengths are set, their first round comes next."""
 
-    def propose(self, slots: Tensor, num_nodes: int) -> Tree:
-        """This round's trees of slots [B]: of a larger `num_nodes`, the first nodes are those of a smaller one."""
-        return self.roots(slots)
+    def propose(self, slots: Tensor, num_nodes: int) -> Proposal:
+        """Drafts behind the roots of slots [B] int32, for trees of up to `num_nodes` nodes, 1 to `Needs.num_nodes`.
 
-    def roots(self, slots: Tensor) -> Tree:
-        """Trees that are their root."""
-        batch = len(slots)
-        return build_tree(
-            self._no_tokens[:batch],
-            self._no_tokens[:batch],
-            self._no_scores[:batch],
-            self.state.root_tokens,
-            self.state.seq_lens,
-            1,
-            slots=slots,
-            status=self.state.status,
-        )
+        An engine chooses the number anew in each round, and cuts each tree to the share of its request: the first nodes
+        of a larger tree are those of a smaller one.
+        """
+        return Proposal(no_candidates(slots))
 
-    def extend(
-        self, slots: Tensor, accepted: Accepted, num_valid: Tensor, features: Tensor | None, num_nodes: int
-    ) -> None:
-        """The round's tokens are committed; `num_valid` [B] of each row count (0: nothing, or the slot finished).
+    def extend(self, slots: Tensor, committed: Committed, proposal: Proposal, features: Tensor | None) -> None:
+        """The round that verified this proposal is committed: lengths and roots of slots [B] are the new ones.
 
-        `features` [B, num_nodes, n * H] are the target's states of the tree's nodes, if the draft asked for any. No row
-        has more than `num_nodes` tokens.
+        `features` [M, n * H] are the target's states of all nodes, those of request b from row
+        `committed.cu_seqlens[b]` on; None where no layer was asked for.
         """
 
     def release(self, slot: int) -> None:

@@ -1,64 +1,139 @@
-"""EAGLE, EAGLE3: a draft head over the target's states. Draft row i pairs token i+1 with the feature of position i."""
+"""EAGLE, EAGLE-3: a draft head over the target's states. Draft row i pairs token i+1 with the feature of position i."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from ...models.attention import Rows
-from ...models.draft_head import DraftHead, Features, HeadOutput
-from ...ops import Accepted, extend_rows
+from ...models.draft_head import DraftHead, Features, HeadOutput, config_of_head, load_head, num_layers_of
+from ...models.eagle import EagleHead
+from ...models.eagle3 import Eagle3Head, feature_layers
+from ...models.kv_pools import KvPools
+from ...ops import extend_rows
 from ..prefill import Prefill
-from ..state import SlotState
+from .base import DraftContext, Needs
 from .model import ModelDraft
+from .proposal import Committed, Proposal
 
 
-class EagleDraft(ModelDraft):
-    def __init__(
-        self, state: SlotState, head: DraftHead, num_steps: int, topk: int, num_nodes: int, draws: bool = False
-    ) -> None:
-        super().__init__(state, num_steps, topk, num_nodes, draws)
-        self.head = head
-        self.id_map = head.id_map
-        # The head's output at each slot's last committed row, and one for slot -1: the feature all depth-1 nodes share.
-        like = head.pools.k
-        self.last_hidden = like.new_zeros(len(state.seq_lens) + 1, head.config.hidden_size)
-        if draws:
-            self.keep_logits(head.logits(self.last_hidden[:1]))
+class HeadDraft(ModelDraft):
+    """What drafts with heads share. Draft state, per slot: the head's output at its last committed row, too."""
+
+    kind: ClassVar[type[DraftHead]]
+    head: Any
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.head, str | Path | self.kind):
+            name, given = type(self).__name__, f"a {type(self.head).__name__}"
+            raise ValueError(f"{name}: head is {given}, expected a folder, a hub id or an {self.kind.__name__}")
+
+    def feature_layers(self, config: Any, num_target_layers: int) -> tuple[int, ...]:
+        """The layers of the target whose entering states the head reads."""
+        raise NotImplementedError
+
+    def needs(self, target: Any) -> Needs:
+        config = config_of_head(self.kind, self.head)
+        layers = self.feature_layers(config, target.num_hidden_layers)
+        return self.needs_of_model(config, num_layers_of(self.kind, self.head), feature_layers=layers)
+
+    def open(self, context: DraftContext) -> None:
+        super().open(context)
+        sizes = {"num_pages": context.num_pages, "page_size": context.page_size}
+        self.module = load_head(self.kind, self.head, context.target, **sizes)
+        self.id_map = self.module.id_map
+        # For each slot, and for slot -1: the feature that all depth-1 nodes share.
+        like = context.target.embedding.weight
+        self.last_hidden = like.new_zeros(context.num_slots + 1, self.module.config.hidden_size)
+        if self.sampled:
+            self.keep_logits(self.module.logits(self.last_hidden[:1]))
 
     @property
-    def num_pool_bytes(self) -> int:
-        return self.head.pools.num_bytes
+    def pools(self) -> list[KvPools]:
+        return [self.module.pools]
 
     def resize_pools(self, num_pages: int) -> None:
-        self.head.resize_pools(num_pages)
+        self.module.resize_pools(num_pages)
 
     def start(self, slots: Tensor) -> Features:
         return Features(self.last_hidden, slots[:, None].expand(-1, self.topk).flatten().contiguous())
 
     def step(self, tokens: Tensor, positions: Tensor, features: Features | None, rows: Rows) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         assert features is not None
-        hidden, normed = self.head(tokens, features, positions, rows)
-        return self.head.logits(normed), hidden
+        hidden, normed = self.module(tokens, features, positions, rows)
+        return self.module.logits(normed), hidden
 
     def prefill(self, prefill: Prefill, features: Tensor | None) -> None:
         assert features is not None
-        joined = Features(self.head.join(features).flatten(0, 1))
-        output = self.head(prefill.next_tokens, joined, prefill.positions, prefill.rows, only=prefill.last_rows)
+        joined = Features(self.module.join(features).flatten(0, 1))
+        output = self.module(prefill.next_tokens, joined, prefill.positions, prefill.rows, only=prefill.last_rows)
         self._keep(prefill.slots.long(), output)
 
-    def extend(
-        self, slots: Tensor, accepted: Accepted, num_valid: Tensor, features: Tensor | None, num_nodes: int
-    ) -> None:
+    def extend(self, slots: Tensor, committed: Committed, proposal: Proposal, features: Tensor | None) -> None:
         assert features is not None
-        before = self.state.seq_lens_before
-        extend = extend_rows(accepted.tokens, accepted.path, num_valid, before, num_nodes, slots=slots)
+        accepted, num_valid, num_nodes, cu_seqlens = committed
+        before = self.state.prefix_lens
+        extend = extend_rows(
+            accepted.tokens, accepted.path, num_valid, before, num_nodes, slots=slots, cu_seqlens_q=cu_seqlens
+        )
         rows = self.state.rows(slots, before, tail_len=extend.tokens.shape[1], num_valid=num_valid)
         # Gather before `fc`: S rows instead of N. Padded rows repeat a real one and are written nowhere.
-        joined = Features(self.head.join(features.flatten(0, 1)[extend.node_rows.flatten()]))
-        output = self.head(extend.tokens, joined, extend.positions, rows, only=extend.last_rows)
+        joined = Features(self.module.join(features[extend.node_rows.flatten()]))
+        output = self.module(extend.tokens, joined, extend.positions, rows, only=extend.last_rows)
         self._keep(extend.kept_slots, output)
 
     def _keep(self, rows: Tensor, output: HeadOutput) -> None:
         """An output of a row for each becomes these rows of the draft state: children, and the feature they share."""
-        self.set_root_children(rows, self.head.logits(output.normed))
+        self.set_root_children(rows, self.module.logits(output.normed))
         self.last_hidden[rows] = output.hidden
+
+
+@dataclass
+class Eagle3(HeadDraft):
+    """Drafts with an EAGLE-3 head (arXiv 2503.01840).
+
+    Args:
+        head: folder or hub id of the head in a published format, EAGLE-3.1 among them, or an `Eagle3Head`.
+        num_steps: depth of drafting, 1 to 64.
+        topk: branches of each step, 1 to 64; 1 drafts a chain.
+        num_nodes: tree nodes verified in a round, the root included, 1 to 256. None: num_steps + 1 for a chain, else
+            32.
+        sampled: draw the drafts of requests that sample, and accept or reject them as a block, instead of taking the
+            likeliest: rounds of a chain (topk=1) give more tokens. One seed then gives one text for this draft alone,
+            as long as the request is not retracted and rounds are not adaptive.
+
+    Raises:
+        ValueError: a number out of range; `sampled` with more than one branch; a head that is none.
+    """
+
+    head: str | Path | Eagle3Head
+
+    kind = Eagle3Head
+
+    def feature_layers(self, config: Any, num_target_layers: int) -> tuple[int, ...]:
+        return feature_layers(config, num_target_layers)
+
+
+@dataclass
+class Eagle(HeadDraft):
+    """Drafts with a head of EAGLE or EAGLE-2 (arXiv 2401.15077, 2406.16858).
+
+    Args:
+        head: folder or hub id of the head in its published format, or an `EagleHead`.
+        num_steps, topk, num_nodes, sampled: as for `Eagle3`.
+
+    Raises:
+        ValueError: as for `Eagle3`.
+    """
+
+    head: str | Path | EagleHead
+
+    kind = EagleHead
+
+    def feature_layers(self, config: Any, num_target_layers: int) -> tuple[int, ...]:
+        # The head's feature is the state after the target's final norm, which it makes from the one entering it.
+        return (num_target_layers,)

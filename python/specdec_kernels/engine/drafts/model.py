@@ -5,54 +5,93 @@
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ...models.draft_head import Features
-from ...ops import Candidates, Tree, build_tree, expand_root, expand_tree, sample_draft, select_topk
-from ..state import SlotState
-from .base import Draft, DrawnFrom
+from ...models.families import kv_numbers
+from ...ops import expand_root, expand_tree, sample_draft, select_topk
+from ..kv_bounds import AttentionCall
+from .base import Draft, DraftContext, DraftRequest, Needs
+from .proposal import DrawnFrom, Proposal, no_candidates
 
 SEED_OF_ROUND = -0x61C8864680B583EB  # odd, 2^64 over the golden ratio: far from what seeds differ by
 
 
+@dataclass
 class ModelDraft(Draft):
     """The loop that EAGLE heads and standalone models share; they supply `step` and feed `set_root_children`.
 
     Draft state, per slot: the root's k best children (ids, log-probabilities), ready before the round starts. One row
     more, behind the slots, is what empty rows of a batch (slot -1) read, and rows that have nothing to keep write.
 
-    With `draws` (and k = 1) children of requests that sample are drawn, for `verify_tree` to accept or reject as a
+    With `sampled` (and k = 1) children of requests that sample are drawn, for `verify_tree` to accept or reject as a
     block. Then the root's logits are kept instead, and its child is drawn in the round, where the request's parameters
     are known.
     """
 
-    position_offset = 0  # a depth-d node is rotated at L + position_offset + d - 1
-    id_map: Tensor | None = None
+    _: KW_ONLY
+    num_steps: int = 5
+    topk: int = 8
+    num_nodes: int | None = None
+    sampled: bool = False
 
-    def __init__(self, state: SlotState, num_steps: int, topk: int, num_nodes: int, draws: bool) -> None:
-        super().__init__(state)
-        self.num_steps, self.topk, self.num_nodes, self.draws = num_steps, topk, num_nodes, draws
-        self.accept_width = num_steps + 1
-        slots, device = len(state.seq_lens), state.seq_lens.device
-        self.child_ids = torch.zeros(slots + 1, topk, dtype=torch.int32, device=device)
-        self.child_logprobs = torch.full((slots + 1, topk), -torch.inf, device=device)
-        rows = torch.arange(-1, num_nodes - 1, dtype=torch.int32, device=device)  # node i is drawn from row i - 1
-        self._draft_rows = rows.where(rows < num_steps, -1).repeat(slots, 1)
+    position_offset = 0  # a depth-d node is rotated at L + position_offset + d - 1
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        for option, high in (("num_steps", 64), ("topk", 64), ("num_nodes", 256)):
+            value = getattr(self, option)
+            if value is not None and not 1 <= value <= high:
+                raise ValueError(f"{name}: {option} is {value}, expected 1 to {high}")
+        if self.sampled and self.topk != 1:
+            raise ValueError(f"{name}: sampled is True with topk={self.topk}, expected topk=1 (a chain can be drawn)")
+
+    def nodes(self) -> int:
+        """Most nodes of a tree."""
+        if self.num_nodes is not None:
+            return self.num_nodes
+        return self.num_steps + 1 if self.topk == 1 else 32
+
+    def needs_of_model(
+        self, config: Any, num_layers: int, *, feature_layers: tuple[int, ...] = (), follows_kv_dtype: bool = False
+    ) -> Needs:
+        width = self.num_steps + 1
+        return Needs(
+            num_nodes=self.nodes(),
+            accept_width=width,
+            feature_layers=feature_layers,
+            scratch_rows=self.topk * (self.num_steps - 1) + 1,
+            kv_numbers=kv_numbers(config, num_layers),
+            attention=tuple(AttentionCall.of(config, rows, follows_kv_dtype) for rows in (self.topk, width)),
+        )
+
+    def open(self, context: DraftContext) -> None:
+        super().open(context)
+        slots, device = context.num_slots, context.device
+        self.id_map: Tensor | None = None  # of the draft's ids to the target's
+        self.child_ids = torch.zeros(slots + 1, self.topk, dtype=torch.int32, device=device)
+        self.child_logprobs = torch.full((slots + 1, self.topk), -torch.inf, device=device)
+        rows = torch.arange(-1, self.nodes() - 1, dtype=torch.int32, device=device)  # node i is drawn from row i - 1
+        self._draft_rows = rows.where(rows < self.num_steps, -1).repeat(slots, 1)
 
     def keep_logits(self, like: Tensor) -> None:
         """Makes room for the slots' logits [Vd] behind the root, of which `like` has a row."""
         self.root_logits = like.new_full((len(self.child_ids), like.shape[-1]), -torch.inf)
 
-    def begin(self, slot: int, request_id: int, group: int, text: list[int]) -> None:
+    def begin(self, slot: int, request: DraftRequest) -> None:
         # Without a prefilled row there are no children: a one-token prompt starts with a root-only tree.
         self.child_logprobs[slot] = -torch.inf
-        if self.draws:
+        if self.sampled:
             self.root_logits[slot] = -torch.inf
 
     def prefix_lens(self) -> Tensor:
         """[num_slots] draft rows committed before the round."""
-        return self.state.seq_lens
+        lens: Tensor = self.state.seq_lens
+        return lens
 
     def start(self, slots: Tensor) -> Features | None:
         """The features of the slots' B * k depth-1 nodes, for drafts that carry any."""
@@ -66,42 +105,25 @@ class ModelDraft(Draft):
 
     def set_root_children(self, rows: Tensor, logits: Tensor) -> None:
         """Rank or keep logits [B, Vd] as these rows of the draft state."""
-        if self.draws:
+        if self.sampled:
             self.root_logits[rows] = logits
             return
         self.child_ids[rows], self.child_logprobs[rows] = select_topk(logits, self.topk, id_map=self.id_map)
 
-    def propose(self, slots: Tensor, num_nodes: int) -> Tree:
-        self.drawn_from = None
+    def propose(self, slots: Tensor, num_nodes: int) -> Proposal:
         if num_nodes == 1:
-            return self.roots(slots)
-        return self._tree(slots, self._candidates(slots, num_nodes), num_nodes)
-
-    def propose_scored(self, slots: Tensor, num_nodes: int) -> tuple[Tree, Tensor]:
-        """`propose` of 2 nodes or more, and their log-probabilities [B, N]: 0 for the root, -inf for unused ones."""
-        candidates = self._candidates(slots, num_nodes)
-        count = min(num_nodes - 1, candidates.scores.shape[1])
-        scores = candidates.scores.new_full((len(slots), num_nodes), -torch.inf)
-        scores[:, 0] = 0
-        scores[:, 1 : count + 1] = candidates.scores.topk(count).values  # nodes stand best first
-        return self._tree(slots, candidates, num_nodes), scores
-
-    def _tree(self, slots: Tensor, candidates: Candidates, num_nodes: int) -> Tree:
-        state = self.state
-        return build_tree(*candidates, state.root_tokens, state.seq_lens, num_nodes, slots=slots, status=state.status)
-
-    def _candidates(self, slots: Tensor, num_nodes: int) -> Candidates:
+            return Proposal(no_candidates(slots))
         state, k = self.state, self.topk
         num_steps = min(self.num_steps, num_nodes - 1)  # deeper than its nodes in a row no tree can be
-        drawn_from: list[Tensor] = []  # logits [B, Vd] of each step
+        logits_of_steps: list[Tensor] = []  # [B, Vd] each, of drafts that are drawn
         # The drafts of a block that is rejected are thrown away: their noise must not come back in the next round.
-        seeds = torch.add(state.seeds, state.seq_lens, alpha=SEED_OF_ROUND) if self.draws else state.seeds
+        seeds = torch.add(state.seeds, state.seq_lens, alpha=SEED_OF_ROUND) if self.sampled else state.seeds
 
         def children(logits: Tensor) -> tuple[Tensor, Tensor]:
-            if not self.draws:
+            if not self.sampled:
                 return select_topk(logits, k, id_map=self.id_map)
-            drawn_from.append(logits)
-            positions = state.seq_lens[slots] + len(drawn_from)
+            logits_of_steps.append(logits)
+            positions = state.seq_lens[slots] + len(logits_of_steps)
             return sample_draft(
                 logits,
                 1,
@@ -112,7 +134,7 @@ class ModelDraft(Draft):
                 id_map=self.id_map,
             )
 
-        if self.draws:
+        if self.sampled:
             self.child_ids[slots], self.child_logprobs[slots] = children(self.root_logits[slots])
         candidates, frontier = expand_root(
             self.child_ids[:-1],
@@ -134,16 +156,15 @@ class ModelDraft(Draft):
                 ids.view(-1, k, k),
                 logprobs.view(-1, k, k),
                 step,
-                *candidates,
-                frontier.nodes,
-                frontier.mask,
+                candidates,
+                frontier,
                 state.seq_lens,
                 slots=slots,
                 position_offset=self.position_offset,
             )
             if hidden is not None:  # a chain's rows stay where they are
                 features = Features(hidden, None if k == 1 else parent_rows.flatten())
-        if self.draws:
-            draft_rows = self._draft_rows[: len(slots), :num_nodes].contiguous()
-            self.drawn_from = DrawnFrom(torch.stack(drawn_from, 1), draft_rows, self.id_map)
-        return candidates
+        if not self.sampled:
+            return Proposal(candidates)
+        draft_rows = self._draft_rows[: len(slots), :num_nodes].contiguous()
+        return Proposal(candidates, DrawnFrom(torch.stack(logits_of_steps, 1), draft_rows, self.id_map))

@@ -1,56 +1,92 @@
-"""NGRAM: the index over everything seen drafts, on the device of the slots."""
+"""An index over everything seen drafts, on the device of the slots."""
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...ngram import NgramIndex
-from ...ops import Accepted, Tree
-from ..state import SlotState, to_device
-from .base import Draft
+from ..state import to_device
+from .base import Draft, DraftContext, DraftRequest, Needs
+from .proposal import Committed, Proposal, ScoredTree, no_candidates
 
 
-class NgramDraft(Draft):
-    def __init__(self, state: SlotState, num_nodes: int, max_tokens: int, max_len: int) -> None:
-        super().__init__(state)
-        self.num_nodes = num_nodes
-        self.accept_width = num_nodes  # a chain of all nodes is the deepest tree
-        self._match_len: Tensor | None = None  # of this round's drafts, if it has any
+@dataclass
+class Ngram(Draft):
+    """Drafts what followed the last tokens of a request where they stood before, in any request's text.
+
+    Args:
+        num_nodes: tree nodes verified in a round, the root included, 1 to 256; no path is longer.
+        max_tokens: tokens that the index holds before the oldest age out, 1 to 2^30.
+        corpus: text files that the index starts with: what answers may repeat (documentation, code, past answers).
+
+    Raises:
+        ValueError: a number out of range; a `corpus` that is one path instead of several.
+    """
+
+    _: KW_ONLY
+    num_nodes: int = 16
+    max_tokens: int = 1 << 20
+    corpus: Sequence[str | Path] = ()
+
+    reads_others = True
+
+    def __post_init__(self) -> None:
+        for option, high in (("num_nodes", 256), ("max_tokens", 1 << 30)):
+            value = getattr(self, option)
+            if not 1 <= value <= high:
+                raise ValueError(f"Ngram: {option} is {value}, expected 1 to {high}")
+        if isinstance(self.corpus, str | Path):
+            raise ValueError(f"Ngram: corpus is {self.corpus}, expected a list of files")
+
+    def needs(self, target: Any) -> Needs:
+        return Needs(num_nodes=self.num_nodes, accept_width=self.num_nodes)  # a chain of all nodes is the deepest tree
+
+    def open(self, context: DraftContext) -> None:
+        """Besides what all drafts raise: OSError for a file of the corpus that cannot be read."""
+        super().open(context)
         self.index = NgramIndex(
-            max_tokens=max_tokens,
-            num_slots=len(state.seq_lens),
-            max_len=max_len + num_nodes,
-            device=state.seq_lens.device,
+            max_tokens=self.max_tokens,
+            num_slots=context.num_slots,
+            max_len=context.max_len + self.num_nodes,
+            device=context.device,
         )
+        for file in self.corpus:
+            tokens = file_tokens(file, context)
+            self.index.insert(torch.tensor(tokens, dtype=torch.int32, device=context.device))
 
-    def learn(self, tokens: list[int]) -> None:
-        """A document for all requests."""
-        self.index.insert(torch.tensor(tokens, dtype=torch.int32, device=self.state.seq_lens.device))
+    def begin(self, slot: int, request: DraftRequest) -> None:
+        self.index.begin(slot, group=request.group, request=request.id)
+        tokens = to_device(array("i", request.tokens), self.context.device)
+        self.index.insert(tokens, slot, start=0)  # skips what the index holds of a retracted request
 
-    def begin(self, slot: int, request_id: int, group: int, text: list[int]) -> None:
-        self.index.begin(slot, group=group, request=request_id)
-        tokens = to_device(array("i", text), self.state.seq_lens.device)
-        self.index.insert(tokens, slot, start=0)  # of a retracted request, what is held is skipped
-
-    def propose(self, slots: Tensor, num_nodes: int) -> Tree:
+    def propose(self, slots: Tensor, num_nodes: int) -> Proposal:
         if num_nodes == 1:
-            self._match_len = None
-            return self.roots(slots)
-        return self.propose_scored(slots, num_nodes)[0]
+            return Proposal(no_candidates(slots))
+        tree, scores, match_len = self.index.draft(slots, self.state.seq_lens[slots], num_nodes)
+        return Proposal(ScoredTree(tree, scores), note=match_len)
 
-    def propose_scored(self, slots: Tensor, num_nodes: int) -> tuple[Tree, Tensor]:
-        """`propose` of 2 nodes or more, and the log-probability of each [B, N]."""
-        tree, scores, self._match_len = self.index.draft(slots, self.state.seq_lens[slots], num_nodes)
-        return tree, scores
-
-    def extend(
-        self, slots: Tensor, accepted: Accepted, num_valid: Tensor, features: Tensor | None, num_nodes: int
-    ) -> None:
+    def extend(self, slots: Tensor, committed: Committed, proposal: Proposal, features: Tensor | None) -> None:
         # All that was emitted, a finished slot's last tokens included: its text stays findable by others.
-        self.index.extend(accepted.tokens, accepted.lengths, slots, self._match_len)
+        self.index.extend(committed.accepted.tokens, committed.accepted.num_valid, slots, proposal.note)
 
     def release(self, slot: int) -> None:
         self.index.release(slot)
+
+
+def file_tokens(file: str | Path, context: DraftContext) -> list[int]:
+    """A text file as it would stand within a text: without special tokens."""
+    if context.tokenizer is None:
+        raise ValueError(f"Ngram: corpus is given, expected none ({context.no_tokenizer})")
+    try:
+        text = Path(file).read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"Ngram: corpus has {file}, expected text in UTF-8") from error
+    tokens: list[int] = context.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return tokens

@@ -1,61 +1,148 @@
-"""STANDALONE: a small model with the target's tokenizer. Draft row i is token i, so the draft is one row ahead."""
+"""A small model drafts, with the target's vocabulary or one that shares tokens with it. Draft row i is token i, so the
+draft is one row ahead."""
 
 from __future__ import annotations
 
-from torch import Tensor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from ...models.attention import Rows
-from ...models.causal_lm import CausalLM
-from ...ops import Accepted, extend_rows
+from ...models.checkpoint import expect_folder
+from ...models.kv_pools import KvPools
+from ...models.language_model import open_language_model
+from ...models.loading import config_of
+from ...ops import extend_rows
 from ..prefill import Prefill
-from ..state import SlotState
+from ..prompts import load_tokenizer
+from .base import DraftContext, Needs
 from .model import ModelDraft
+from .proposal import Committed, Proposal
+from .vocabularies import SharedTokens, shared_tokens
 
 
-class StandaloneDraft(ModelDraft):
+@dataclass
+class Standalone(ModelDraft):
+    """Drafts with a small model.
+
+    Where its tokenizer is another than the target's, or its vocabulary of another size, it proposes the tokens that
+    both have, by their text (token-level intersection; Timor et al. 2025, arXiv 2502.05202), and its distribution is
+    the one over these. A token that it does not have is fed as the last one that its own tokenizer makes of the text.
+    The text is the target's all the same; what is lost is acceptance.
+
+    Args:
+        model: folder or hub id of a language model, or the module itself, whose weights are shared.
+        tokenizer: the model's, or its folder or hub id; None: the one of the model's folder, if there is one.
+        num_steps, topk, num_nodes, sampled: as for `Eagle3`.
+
+    Raises:
+        ValueError: a number out of range; `sampled` with more than one branch; a model that is none; when it is opened,
+            vocabularies of two sizes without a tokenizer of each, or that share fewer than `topk` tokens.
+    """
+
+    model: str | Path | nn.Module
+    tokenizer: Any = field(default=None, kw_only=True)
+
     position_offset = 1
 
-    def __init__(
-        self, state: SlotState, model: CausalLM, num_steps: int, topk: int, num_nodes: int, draws: bool = False
-    ) -> None:
-        super().__init__(state, num_steps, topk, num_nodes, draws)
-        self.model = model
-        if draws:
-            self.keep_logits(model.embedding.weight.new_empty(1, model.config.vocab_size))
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.model, str | Path | nn.Module):
+            given = f"a {type(self.model).__name__}"
+            raise ValueError(f"Standalone: model is {given}, expected a folder, a hub id or a module")
+
+    def needs(self, target: Any) -> Needs:
+        expect_folder(self.model, "Standalone: model")
+        config = config_of(self.model, "draft model")
+        return self.needs_of_model(config, config.num_hidden_layers, follows_kv_dtype=True)
+
+    def open(self, context: DraftContext) -> None:
+        super().open(context)
+        self.shared = self._shared_tokens(context)
+        weight = context.target.embedding.weight
+        self.lm = open_language_model(
+            self.model,
+            max_len=context.max_len,
+            num_pages=context.num_pages,
+            page_size=context.page_size,
+            dtype=weight.dtype,
+            device=weight.device,
+            kv_dtype=context.target.pools.dtype,
+            name="draft model",
+        )
+        if self.shared is not None:
+            self.shared = SharedTokens(*(ids.to(weight.device) for ids in self.shared))
+            self.id_map = self.shared.target_ids
+        if self.sampled:
+            size = self.lm.config.vocab_size if self.id_map is None else len(self.id_map)
+            self.keep_logits(self.lm.embedding.weight.new_empty(1, size))
+
+    def _shared_tokens(self, context: DraftContext) -> SharedTokens | None:
+        """How the two vocabularies translate; None where they are one."""
+        sizes = context.vocab_size, config_of(self.model, "draft model").vocab_size
+        tokenizer, reason = load_tokenizer(self.model, self.tokenizer, trust_remote_code=False)
+        if tokenizer is None or context.tokenizer is None:
+            if sizes[0] == sizes[1]:
+                return None
+            whose = f"draft: {reason}" if tokenizer is None else f"target: {context.no_tokenizer}"
+            raise ValueError(
+                f"Standalone: model has vocab_size {sizes[1]}, expected the target's {sizes[0]}, "
+                f"or a tokenizer of both ({whose})"
+            )
+        shared = shared_tokens(context.tokenizer, sizes[0], tokenizer, sizes[1])
+        if shared is not None and len(shared.draft_ids) < self.topk:
+            count = len(shared.draft_ids)
+            raise ValueError(
+                f"Standalone: model shares {count} tokens with the target, expected at least topk={self.topk}"
+            )
+        return shared
+
+    def _forward(self, tokens: Tensor, positions: Tensor, rows: Rows) -> Tensor:
+        """The states behind tokens of the target."""
+        return self.lm.forward(self._fed(tokens), positions, rows).hidden
+
+    def _fed(self, tokens: Tensor) -> Tensor:
+        """What the model reads for tokens of the target."""
+        return tokens if self.shared is None else self.shared.fed_ids[tokens.long()]
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """[..., K], of the tokens that can be proposed."""
+        logits = self.lm.logits(hidden)
+        return logits if self.shared is None else torch.index_select(logits, -1, self.shared.draft_ids)
 
     @property
-    def num_pool_bytes(self) -> int:
-        return self.model.pools.num_bytes
+    def pools(self) -> list[KvPools]:
+        return [self.lm.pools]
 
     def resize_pools(self, num_pages: int) -> None:
-        self.model.resize_pools(num_pages)
-
-    def detach_pools(self) -> None:
-        self.model.detach_pools()
+        self.lm.resize_pools(num_pages)
 
     def prefix_lens(self) -> Tensor:
-        return self.state.seq_lens + 1
+        lens: Tensor = self.state.seq_lens + 1
+        return lens
 
     def step(self, tokens: Tensor, positions: Tensor, feature: Tensor | None, rows: Rows) -> tuple[Tensor, None]:  # type: ignore[override]
-        return self.model.logits(self.model.forward(tokens, positions, rows)).flatten(0, 1), None
+        return self._logits(self._forward(tokens, positions, rows)).flatten(0, 1), None
 
     def prefill(self, prefill: Prefill, features: Tensor | None) -> None:
-        self.model.prefill(prefill.tokens, prefill.positions, prefill.rows)
+        self.lm.prefill(self._fed(prefill.tokens), prefill.positions, prefill.rows)
 
     def activate(self, slots: Tensor) -> None:
         """The roots' own rows, which give the first children."""
         starts, tokens = self.state.seq_lens, self.state.root_tokens[slots]
         rows = self.state.rows(slots, starts, tail_len=1)
-        hidden = self.model.forward(tokens[:, None], starts[slots][:, None], rows)
-        self.set_root_children(slots.long(), self.model.logits(hidden[:, -1]))
+        hidden = self._forward(tokens[:, None], starts[slots][:, None], rows)
+        self.set_root_children(slots.long(), self._logits(hidden[:, -1]))
 
-    def extend(
-        self, slots: Tensor, accepted: Accepted, num_valid: Tensor, features: Tensor | None, num_nodes: int
-    ) -> None:
-        before, offset = self.state.seq_lens_before, self.position_offset
+    def extend(self, slots: Tensor, committed: Committed, proposal: Proposal, features: Tensor | None) -> None:
+        accepted, num_valid, num_nodes, _ = committed
+        before, offset = self.state.prefix_lens, self.position_offset
         extend = extend_rows(
             accepted.tokens, accepted.path, num_valid, before, num_nodes, slots=slots, position_offset=offset
         )
         rows = self.state.rows(slots, before + offset, tail_len=extend.tokens.shape[1], num_valid=num_valid)
-        hidden = self.model.forward(extend.tokens, extend.positions, rows).flatten(0, 1)
-        self.set_root_children(extend.kept_slots, self.model.logits(hidden[extend.last_rows]))
+        hidden = self._forward(extend.tokens, extend.positions, rows).flatten(0, 1)
+        self.set_root_children(extend.kept_slots, self._logits(hidden[extend.last_rows]))

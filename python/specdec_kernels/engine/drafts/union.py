@@ -1,60 +1,123 @@
-"""EAGLE3+NGRAM: both draft every round, and the best nodes of either are verified."""
+"""Two drafts propose every round, and the best nodes of either are verified."""
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
 from torch import Tensor
 
-from ...ops import Accepted, Tree, merge_trees
+from ...models.kv_pools import KvPools
+from ...ops import merge_trees
 from ..prefill import Prefill
-from ..state import SlotState
-from .base import Draft
-from .model import ModelDraft
-from .ngram import NgramDraft
+from .base import Draft, DraftContext, DraftRequest, Needs
+from .proposal import Committed, Proposal, ScoredTree, no_candidates, scored_tree_of
 
 
-class UnionDraft(Draft):
-    """The union of a model's tree and the index's, cut to `num_nodes` by log-probability."""
+@dataclass
+class Union(Draft):
+    """The union of the trees of two drafts, cut to its best nodes by their scores.
 
-    def __init__(self, state: SlotState, model: ModelDraft, ngram: NgramDraft, num_nodes: int) -> None:
-        super().__init__(state)
-        self.model, self.ngram = model, ngram
-        self.num_nodes = num_nodes
-        self.accept_width = max(model.accept_width, ngram.accept_width)
+    Args:
+        first, second: any two drafts, unions included. Each proposes at most its own `num_nodes`.
+        num_nodes: tree nodes verified in a round, the root included, 1 to 256.
+
+    Raises:
+        ValueError: a number out of range; one draft twice; a draft whose candidates are drawn (`sampled`): nodes that
+            are chosen by score are no draws.
+    """
+
+    first: Draft
+    second: Draft
+    _: KW_ONLY
+    num_nodes: int = 32
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_nodes <= 256:
+            raise ValueError(f"Union: num_nodes is {self.num_nodes}, expected 1 to 256")
+        for name, draft in (("first", self.first), ("second", self.second)):
+            if not isinstance(draft, Draft):
+                raise ValueError(f"Union: {name} is a {type(draft).__name__}, expected a Draft")
+            if draft.sampled:
+                raise ValueError(f"Union: {name} is a {type(draft).__name__} with sampled=True, expected sampled=False")
+        if self.first is self.second:
+            raise ValueError("Union: first and second are one object, expected two")
+        self.reads_others = self.first.reads_others or self.second.reads_others
+
+    def needs(self, target: Any) -> Needs:
+        first, second = self.first.needs(target), self.second.needs(target)
+        return Needs(
+            num_nodes=self.num_nodes,
+            accept_width=max(first.accept_width, second.accept_width),
+            feature_layers=first.feature_layers + second.feature_layers,
+            scratch_rows=max(first.scratch_rows, second.scratch_rows),
+            kv_numbers=first.kv_numbers + second.kv_numbers,
+            attention=first.attention + second.attention,
+        )
+
+    def expect_closed(self) -> None:
+        super().expect_closed()
+        self.first.expect_closed()
+        self.second.expect_closed()
+
+    def open(self, context: DraftContext) -> None:
+        super().open(context)
+        first, second = (draft.needs(context.target.config) for draft in (self.first, self.second))
+        self._most = first.num_nodes, second.num_nodes
+        # What each asked for of the target's states, which stand side by side.
+        self._layers = len(first.feature_layers), len(second.feature_layers)
+        self.first.open(context)
+        self.second.open(context)
+
+    def close(self) -> None:
+        for draft in (self.first, self.second):
+            if draft.is_open:  # not where opening it failed
+                draft.close()
+        super().close()
 
     @property
-    def num_pool_bytes(self) -> int:
-        return self.model.num_pool_bytes
+    def pools(self) -> list[KvPools]:
+        return [*self.first.pools, *self.second.pools]
 
     def resize_pools(self, num_pages: int) -> None:
-        self.model.resize_pools(num_pages)
+        self.first.resize_pools(num_pages)
+        self.second.resize_pools(num_pages)
 
-    def learn(self, tokens: list[int]) -> None:
-        """A document for all requests."""
-        self.ngram.learn(tokens)
-
-    def begin(self, slot: int, request_id: int, group: int, text: list[int]) -> None:
-        self.model.begin(slot, request_id, group, text)
-        self.ngram.begin(slot, request_id, group, text)
+    def begin(self, slot: int, request: DraftRequest) -> None:
+        self.first.begin(slot, request)
+        self.second.begin(slot, request)
 
     def prefill(self, prefill: Prefill, features: Tensor | None) -> None:
-        self.model.prefill(prefill, features)
+        first, second = self._parts(features)
+        self.first.prefill(prefill, first)
+        self.second.prefill(prefill, second)
 
     def activate(self, slots: Tensor) -> None:
-        self.model.activate(slots)
+        self.first.activate(slots)
+        self.second.activate(slots)
 
-    def propose(self, slots: Tensor, num_nodes: int) -> Tree:
+    def propose(self, slots: Tensor, num_nodes: int) -> Proposal:
+        counts = [min(most, num_nodes) for most in self._most]
+        both = self.first.propose(slots, counts[0]), self.second.propose(slots, counts[1])
         if num_nodes == 1:
-            return self.ngram.propose(slots, 1)
-        trees = (*self.ngram.propose_scored(slots, num_nodes), *self.model.propose_scored(slots, num_nodes))
-        union, _scores = merge_trees(*trees, num_nodes)
-        return union
+            return Proposal(no_candidates(slots), note=both)
+        trees = [scored_tree_of(p.drafts, slots, n, self.state) for p, n in zip(both, counts, strict=True)]
+        return Proposal(ScoredTree(*merge_trees(*trees[0], *trees[1], num_nodes)), note=both)
 
-    def extend(
-        self, slots: Tensor, accepted: Accepted, num_valid: Tensor, features: Tensor | None, num_nodes: int
-    ) -> None:
-        self.model.extend(slots, accepted, num_valid, features, num_nodes)
-        self.ngram.extend(slots, accepted, num_valid, features, num_nodes)
+    def extend(self, slots: Tensor, committed: Committed, proposal: Proposal, features: Tensor | None) -> None:
+        first, second = self._parts(features)
+        self.first.extend(slots, committed, proposal.note[0], first)
+        self.second.extend(slots, committed, proposal.note[1], second)
+
+    def _parts(self, features: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """What each draft asked for, of states that stand side by side."""
+        if features is None:
+            return None, None
+        before, behind = self._layers
+        cut = features.shape[-1] // (before + behind) * before
+        first, second = features[..., :cut].contiguous(), features[..., cut:].contiguous()
+        return first if before else None, second if behind else None
 
     def release(self, slot: int) -> None:
-        self.model.release(slot)
-        self.ngram.release(slot)
+        self.first.release(slot)
+        self.second.release(slot)

@@ -1,0 +1,95 @@
+"""Whole engines beside each other on one checkpoint: each in a process of its own, driven by one interface.
+
+An engine is a module here with `version()`, and `Runner(job, algorithm)`, which loads the models as the engine's users
+would and whose `generate(prompts, count)` greedily writes exactly `count` tokens behind each prompt.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from typing import Any, Protocol
+
+# The engines by name, and the package that must be installed for each.
+PACKAGES = {"ours": "specdec_kernels", "sglang": "sglang", "vllm": "vllm"}
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """How to draft, in the terms that engines share. No steps: plain decoding."""
+
+    num_steps: int = 0
+    topk: int = 1
+    num_nodes: int = 1
+    adaptive: bool = False
+
+
+ALGORITHMS = {
+    "plain": Algorithm(),
+    "chain": Algorithm(5, 1, 6),
+    "tree": Algorithm(5, 10, 32),
+    "adaptive": Algorithm(5, 10, 32, adaptive=True),
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a worker gets, as JSON."""
+
+    engine: str
+    algorithm: str
+    target: str  # folders in published formats
+    head: str
+    device: str
+    dtype: str
+    max_len: int
+    batches: list[list[list[list[int]]]]  # of each batch size its waves, of each wave the prompts
+    short: int  # tokens of the run that is taken off the long one
+    long: int
+    repeats: int
+
+
+@dataclass(frozen=True)
+class Generated:
+    """Of one call."""
+
+    tokens: list[list[int]]
+    rounds: int | None  # of all requests together, where the engine tells
+
+
+class Runner(Protocol):
+    def __init__(self, job: Job, algorithm: Algorithm) -> None: ...
+
+    def generate(self, prompts: list[list[int]], count: int) -> Generated: ...
+
+
+def is_installed(engine: str, folders: list[str]) -> bool:
+    """Whether a worker finds the engine, with `folders` before its own path."""
+    if PathFinder.find_spec(PACKAGES[engine], folders) is not None:
+        return True
+    return importlib.util.find_spec(PACKAGES[engine]) is not None
+
+
+def can_run(engine: str, algorithm: Algorithm) -> bool:
+    """Adaptive trees are ours alone, and vLLM has no trees."""
+    if algorithm.adaptive:
+        return engine == "ours"
+    return engine != "vllm" or algorithm.topk == 1
+
+
+def max_batch(job: Job) -> int:
+    return max(len(wave) for waves in job.batches for wave in waves)
+
+
+def how_installed(package: str) -> str | None:
+    """What put the package here, as its metadata says: pip, or a path or address that it came from."""
+    import importlib.metadata as metadata
+    import json
+
+    try:
+        found = metadata.distribution(package)
+    except metadata.PackageNotFoundError:
+        return None
+    came_from: Any = json.loads(found.read_text("direct_url.json") or "{}")
+    return came_from.get("url") or (found.read_text("INSTALLER") or "unpacked wheel").strip()

@@ -1,0 +1,32 @@
+"""specdec_kernels' own engine."""
+
+from __future__ import annotations
+
+import torch
+
+from specdec_kernels import __version__
+from specdec_kernels.engine import Eagle3, Engine, SamplingParams
+
+from . import Algorithm, Generated, Job, max_batch
+
+
+def version() -> str:
+    return __version__
+
+
+class Runner:
+    def __init__(self, job: Job, algorithm: Algorithm) -> None:
+        a = algorithm
+        self.engine = Engine(
+            job.target,
+            draft=Eagle3(job.head, num_steps=a.num_steps, topk=a.topk, num_nodes=a.num_nodes) if a.num_steps else None,
+            adaptive=a.adaptive if a.num_steps else None,
+            max_len=job.max_len,
+            num_slots=max_batch(job),
+            device=job.device,
+            dtype=getattr(torch, job.dtype),
+        )
+
+    def generate(self, prompts: list[list[int]], count: int) -> Generated:
+        outputs = self.engine.generate(prompts, SamplingParams(max_new_tokens=count, ignore_eos=True))
+        return Generated([output.tokens for output in outputs], sum(output.stats.rounds for output in outputs))

@@ -1,0 +1,50 @@
+"""vLLM, through its offline `LLM` (written for 0.26), whose EAGLE-3 drafts are chains."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import Algorithm, Generated, Job, max_batch
+
+DRAFTS = "vllm:spec_decode_num_drafts"  # its counter of rounds that drafted
+
+
+def version() -> str:
+    import vllm
+
+    return str(vllm.__version__)
+
+
+class Runner:
+    def __init__(self, job: Job, algorithm: Algorithm) -> None:
+        import vllm
+
+        drafting: dict[str, Any] = {}
+        if algorithm.num_steps:
+            config = {"method": "eagle3", "model": job.head, "num_speculative_tokens": algorithm.num_steps}
+            drafting = {"speculative_config": config}
+        self.llm = vllm.LLM(
+            job.target,
+            dtype=job.dtype,
+            skip_tokenizer_init=True,  # prompts and outputs are token ids
+            max_model_len=job.max_len,
+            max_num_seqs=max_batch(job),
+            enable_prefix_caching=False,  # or a repeated prompt would be free, here alone
+            disable_log_stats=False,  # its counters
+            **drafting,
+        )
+        self.drafts = bool(drafting)
+
+    def generate(self, prompts: list[list[int]], count: int) -> Generated:
+        import vllm
+
+        sampling = vllm.SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False)
+        before = self.rounds()
+        outputs = self.llm.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False)
+        rounds = self.rounds() - before if self.drafts else None
+        return Generated([list(output.outputs[0].token_ids) for output in outputs], rounds)
+
+    def rounds(self) -> int:
+        if not self.drafts:
+            return 0
+        return sum(int(metric.value) for metric in self.llm.get_metrics() if metric.name == DRAFTS)

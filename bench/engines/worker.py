@@ -1,0 +1,62 @@
+"""Runs one engine with one algorithm: `python -m specdec_kernels.bench.engines.worker JOB.json OUT.json`.
+
+OUT.json is written anew behind every batch size, so that what was measured survives an engine that hangs or dies.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from . import ALGORITHMS, PACKAGES, Job, Runner, how_installed
+
+
+def measure(runner: Runner, job: Job, waves: list[list[list[int]]]) -> dict[str, Any]:
+    """Seconds of all waves with short and with long outputs, by repeat; texts and rounds of the last repeat."""
+    seconds: dict[str, list[float]] = {"short": [], "long": []}
+    tokens: list[list[int]] = []
+    rounds: list[int | None] = []
+    for wave in waves:  # whatever is still compiled or captured at this size
+        runner.generate(wave, job.short)
+    for _ in range(job.repeats):
+        for name, count in (("short", job.short), ("long", job.long)):
+            tokens, rounds = [], []
+            start = time.perf_counter()
+            generated = [runner.generate(wave, count) for wave in waves]
+            seconds[name].append(time.perf_counter() - start)
+            for wave in generated:
+                tokens += wave.tokens
+                rounds.append(wave.rounds)
+    told = None if None in rounds else sum(r for r in rounds if r is not None)
+    return {"batch": len(waves[0]), "seconds": seconds, "tokens": tokens, "rounds": told}
+
+
+def main(arguments: list[str]) -> None:
+    source, target = map(Path, arguments)
+    job = Job(**json.loads(source.read_text()))
+    engine = import_module(f".{job.engine}", __package__)
+    start = time.perf_counter()
+    runner = engine.Runner(job, ALGORITHMS[job.algorithm])
+    import torch  # what the engine runs on, once it is there
+    import transformers
+
+    result: dict[str, Any] = {
+        "version": engine.version(),
+        "installed": how_installed(PACKAGES[job.engine]),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "start_seconds": time.perf_counter() - start,
+        "batches": [],
+    }
+    for waves in job.batches:
+        result["batches"].append(measure(runner, job, waves))
+        target.write_text(json.dumps(result))
+    target.write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,258 @@
+"""Whole engines side by side on the same checkpoints: ours, SGLang and vLLM, where they are installed.
+
+    python -m specdec_kernels.bench.shootout --shape qwen3-8b --acceptance code --batch 1,4,16,64 \\
+        --engines ours,sglang --out checkpoints --json bench/results/<machine>-shootout.json
+
+A planted target and a planted EAGLE-3 head with a published acceptance are written to --out in published formats. Each
+engine loads them in a process of its own, as its users would, and writes greedily behind pieces of the planted text;
+every token is compared with it. Decoding alone counts: the tokens a second are those of a long run less a short one.
+Where a batch is small, several run one after the other, from different places of the text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from specdec_kernels.cli.bench import DOMAINS, DRAFTERS, SHAPES, at_least, find_device, numbers, words_of
+from specdec_kernels.cli.table import print_table
+from specdec_kernels.models.acceptance import PublishedAcceptance
+from specdec_kernels.models.planted import PlantedText, plant_causal_lm, plant_eagle3
+from specdec_kernels.models.shapes import draft_vocab_of, shape_config
+
+from .checkpoints import write_eagle3, write_target
+from .engines import ALGORITHMS, PACKAGES, Job, can_run, is_installed
+from .harness import Result
+from .record import record
+
+NAME = "shootout"
+REQUESTS = 4  # at each batch size, at least
+MORE = 64  # tokens of max_len beyond a request's, for what engines keep free
+COLUMNS = ["engine", "algorithm", "batch", "tokens/s", "accept length", "start s"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = make_parser().parse_args(arguments)
+    device = find_device(args.device)
+    if device is None:
+        print(
+            "shootout: --device cuda needs a CUDA build of specdec_kernels and a GPU that torch can use",
+            file=sys.stderr,
+        )
+        return 2
+    if args.short >= args.output:
+        print(f"shootout: --short is {args.short}, expected less than --output {args.output}", file=sys.stderr)
+        return 2
+    text = plant(args, device)
+    results, engines = [], {}
+    for engine in args.engines:
+        if not is_installed(engine, folders_of(args, engine)):
+            print(f"shootout: {engine} is not installed here and left out", file=sys.stderr)
+            continue
+        for algorithm in args.algorithm:
+            if can_run(engine, ALGORITHMS[algorithm]):
+                lines, facts = run_engine(args, device, text, engine, algorithm)
+                results += lines
+                engines[engine] = facts or engines.get(engine, {})
+    if not results:
+        return 2
+    command = " ".join(
+        ["python -m specdec_kernels.bench.shootout", *(sys.argv[1:] if arguments is None else arguments)]
+    )
+    run_record = record(results, device, None, command) | {"engines": engines}
+    show(run_record)
+    if args.json:
+        Path(args.json).write_text(json.dumps(run_record, indent=1) + "\n")
+    return 1 if any(r.error for r in results) else 2 if any(r.skipped for r in results) else 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m specdec_kernels.bench.shootout",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b")
+    parser.add_argument("--acceptance", choices=DOMAINS, default="code", help="of which texts (code)")
+    parser.add_argument("--drafter", choices=DRAFTERS, default="eagle3", help="and of whose drafts (eagle3)")
+    parser.add_argument("--engines", type=words_of(tuple(PACKAGES)), default=list(PACKAGES), metavar="NAME")
+    parser.add_argument(
+        "--path",
+        action="append",
+        default=[],
+        type=engine_and_folders,
+        metavar="ENGINE=FOLDER[:FOLDER]",
+        help="look for an engine's packages there first, in its process alone; several with several flags",
+    )
+    parser.add_argument("--algorithm", type=words_of(tuple(ALGORITHMS)), default=list(ALGORITHMS), metavar="NAME")
+    parser.add_argument("--batch", type=numbers(1), default=[1, 4, 16, 64], metavar="N")
+    parser.add_argument("--input", type=at_least(1), default=321, metavar="N", help="tokens of a prompt (321)")
+    parser.add_argument("--output", type=at_least(2), default=420, metavar="N", help="tokens of the long run (420)")
+    parser.add_argument("--short", type=at_least(1), default=20, metavar="N", help="of the one taken off it (20)")
+    parser.add_argument("--repeats", type=at_least(1), default=2, metavar="N", help="whose median counts (2)")
+    parser.add_argument("--max-len", type=at_least(1), metavar="N", help="of the engines (what the requests need)")
+    parser.add_argument("--limit", type=at_least(0.0), default=280.0, metavar="S", help="seconds of one process (280)")
+    parser.add_argument("--device", choices=("cpu", "cuda"))
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the checkpoints are written")
+    parser.add_argument("--json", metavar="FILE", help="write the run to FILE as well")
+    return parser
+
+
+def engine_and_folders(text: str) -> str:
+    engine, _, folders = text.partition("=")
+    if engine not in PACKAGES or not folders:
+        raise argparse.ArgumentTypeError(f"{text!r} is not ENGINE=FOLDER, of {', '.join(PACKAGES)}")
+    return text
+
+
+def plant(args: argparse.Namespace, device: torch.device) -> PlantedText:
+    """The text; its target and head lie in --out. What lies there from the same options is used again."""
+    config = shape_config(args.shape)
+    text = PlantedText.of(config.vocab_size, draft_vocab_of(config))
+    made_of = [args.shape, args.acceptance, args.drafter, dtype_of(device)]
+    told = args.out / "planted.json"
+    if told.exists() and json.loads(told.read_text()) == made_of:
+        return text
+    args.out.mkdir(parents=True, exist_ok=True)
+    target = plant_causal_lm(config, text, device=device, dtype=getattr(torch, dtype_of(device)))
+    write_target(target, args.out / "target")
+    write_eagle3(plant_eagle3(target, text, PublishedAcceptance(args.acceptance, args.drafter)), args.out / "head")
+    told.write_text(json.dumps(made_of))
+    del target
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return text
+
+
+def dtype_of(device: torch.device) -> str:
+    return "bfloat16" if device.type == "cuda" else "float32"
+
+
+def starts_of(text: PlantedText, batch: int) -> list[list[int]]:
+    """Of each wave, where in the text its requests begin: all of them evenly over it."""
+    waves = -(-REQUESTS // batch)
+    places = [i * len(text.order) // (batch * waves) for i in range(batch * waves)]
+    return [places[wave::waves] for wave in range(waves)]
+
+
+def run_engine(
+    args: argparse.Namespace, device: torch.device, text: PlantedText, engine: str, algorithm: str
+) -> tuple[list[Result], dict[str, Any]]:
+    """One process: a result for each batch size, and what the engine says of itself."""
+    job = Job(
+        engine=engine,
+        algorithm=algorithm,
+        target=str(args.out / "target"),
+        head=str(args.out / "head"),
+        device=device.type,
+        dtype=dtype_of(device),
+        max_len=args.max_len or args.input + args.output + MORE,
+        batches=[[[text.tokens(at, args.input) for at in wave] for wave in starts_of(text, b)] for b in args.batch],
+        short=args.short,
+        long=args.output,
+        repeats=args.repeats,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        source, target, log = (Path(folder) / name for name in ("job.json", "out.json", "log"))
+        source.write_text(json.dumps(asdict(job)))
+        command = [sys.executable, "-m", "specdec_kernels.bench.engines.worker", str(source), str(target)]
+        failure = run_limited(command, folders_of(args, engine), log, args.limit)
+        if failure:
+            print(f"shootout: {engine} {algorithm} {failure}:\n{log.read_text()[-2000:]}", file=sys.stderr)
+        found = json.loads(target.read_text()) if target.exists() else {"batches": []}
+    measured = {line["batch"]: line for line in found.pop("batches")}
+    results = []
+    for batch in args.batch:
+        params = {
+            "engine": engine, "algorithm": algorithm, "batch": batch, **steps_of(algorithm), "shape": args.shape,
+            "accept": PublishedAcceptance(args.acceptance, args.drafter).name, "input": args.input,
+            "output": args.output, "short": args.short, "max_len": job.max_len, "dtype": job.dtype,
+        }  # fmt: skip
+        if batch in measured:
+            results.append(result_of(params, measured[batch], text, found["start_seconds"], device))
+        else:
+            results.append(Result(NAME, params, str(device), skipped=f"{engine} {failure or 'gave no result'}"))
+    return results, found
+
+
+def steps_of(algorithm: str) -> dict[str, int]:
+    a = ALGORITHMS[algorithm]
+    return {"num_steps": a.num_steps, "topk": a.topk, "nodes": a.num_nodes}
+
+
+def folders_of(args: argparse.Namespace, engine: str) -> list[str]:
+    """Where to look for the engine's packages first."""
+    told = dict(item.split("=", 1) for item in args.path)
+    return told[engine].split(os.pathsep) if engine in told else []
+
+
+def run_limited(command: list[str], folders: list[str], log: Path, limit: float) -> str | None:
+    """Runs a process group to its end or the limit; says what went wrong, if something did."""
+    path = os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | ({"PYTHONPATH": path} if path else {})
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, env=environment
+        )
+        try:
+            code = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            return f"took more than {limit:g} s"
+        finally:
+            with suppress(ProcessLookupError):  # the engine's own processes, where it left some
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return f"ended with code {code}" if code else None
+
+
+def result_of(
+    params: dict[str, Any], line: dict[str, Any], text: PlantedText, start_seconds: float, device: torch.device
+) -> Result:
+    shape: dict[str, Any] = {"op": NAME, "params": params, "device": str(device)}
+    places = [at + params["input"] for wave in starts_of(text, params["batch"]) for at in wave]
+    for index, (at, tokens) in enumerate(zip(places, line["tokens"], strict=True)):
+        if tokens != text.tokens(at, params["output"]):
+            return Result(**shape, error=f"request {index} strays from the planted text")
+    seconds = median(line["seconds"]["long"]) - median(line["seconds"]["short"])
+    if seconds <= 0:
+        return Result(**shape, skipped="the long run took no longer than the short one, which takes more --output")
+    tokens = len(places) * (params["output"] - params["short"])
+    facts = {"tokens_per_second": round(tokens / seconds, 2), "start_seconds": round(start_seconds, 2)}
+    if line["rounds"]:
+        facts["accept_length"] = round(sum(map(len, line["tokens"])) / line["rounds"], 4)
+    return Result(**shape, facts=facts)
+
+
+def show(run_record: dict[str, Any]) -> None:
+    told = ", ".join(f"{name} {facts.get('version', '?')}" for name, facts in run_record["engines"].items())
+    p = run_record["results"][0]["params"]
+    print(f"{run_record['machine']['name']}: {told}")
+    print(f"{p['shape']} {p['dtype']}, accept {p['accept']}, {p['input']} tokens in, {p['output']} out")
+    print_table(COLUMNS, [row(r) for r in run_record["results"]], left=2)
+
+
+def row(r: dict[str, Any]) -> list[str]:
+    """The cells of one result, under COLUMNS."""
+    p, facts = r["params"], r.get("facts", {})
+    head = [p["engine"], p["algorithm"], str(p["batch"])]
+    if not facts:
+        return [*head, "WRONG" if r["error"] else "skipped", "", ""]
+    accept = f"{facts['accept_length']:.2f}" if "accept_length" in facts else ""
+    return [*head, f"{facts['tokens_per_second']:.0f}", accept, f"{facts['start_seconds']:.0f}"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

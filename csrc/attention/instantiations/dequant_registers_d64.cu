@@ -1,0 +1,7 @@
+#include "attention/sm90/dequant_registers.cuh"
+
+namespace specdec::attention {
+
+template void dequant_registers_attention<64>(const TreeAttentionParams& p, const DevicePlan& plan, Stream stream);
+
+}  // namespace specdec::attention

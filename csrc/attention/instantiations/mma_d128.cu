@@ -1,0 +1,7 @@
+#include "attention/sm80/mma.cuh"
+
+namespace specdec::attention {
+
+template void mma_attention<128>(const TreeAttentionParams& p, const DevicePlan& plan, Stream stream);
+
+}  // namespace specdec::attention

@@ -1,0 +1,7 @@
+#include "attention/sm90/wgmma.cuh"
+
+namespace specdec::attention {
+
+template void wgmma_attention<128>(const TreeAttentionParams& p, const DevicePlan& plan, Stream stream);
+
+}  // namespace specdec::attention

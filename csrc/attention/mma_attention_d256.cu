@@ -1,7 +1,0 @@
-#include "attention/mma_attention.cuh"
-
-namespace specdec {
-
-template void mma_attention_of<256>(const TreeAttentionParams& p, const Cut& cut, Stream stream);
-
-}  // namespace specdec

@@ -1,7 +1,0 @@
-#include "attention/wgmma_attention.cuh"
-
-namespace specdec {
-
-template void wgmma_widened_attention_of<64>(const TreeAttentionParams& p, const Cut& cut, Stream stream);
-
-}  // namespace specdec

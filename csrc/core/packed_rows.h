@@ -1,0 +1,34 @@
+// Rows of requests that stand one after the other without gaps: request b's are cu_seqlens[b] to cu_seqlens[b + 1] - 1,
+// and those behind the last request's are nobody's.
+#pragma once
+
+#include <cstdint>
+
+#include "core/host_device.h"
+
+namespace specdec {
+
+struct RowRange {
+  int64_t first, count;
+};
+
+// The rows of request b; none where they would leave the `num_rows` there are.
+SD_HD RowRange packed_rows(const int32_t* cu_seqlens, int64_t b, int64_t num_rows) {
+  const int64_t first = cu_seqlens[b], end = cu_seqlens[b + 1];
+  return first >= 0 && first <= end && end <= num_rows ? RowRange{first, end - first} : RowRange{0, 0};
+}
+
+// The request that a row is of, or -1. The search is bounded whatever cu_seqlens says.
+SD_HD int64_t request_of_row(const int32_t* cu_seqlens, int64_t batch, int64_t row) {
+  int64_t low = 0, high = batch;  // the last request that begins at `row` or before is from low - 1 on, before high
+  while (low < high) {
+    const int64_t middle = (low + high) / 2;
+    if (cu_seqlens[middle] <= row)
+      low = middle + 1;
+    else
+      high = middle;
+  }
+  return low > 0 && row < cu_seqlens[low] ? low - 1 : -1;
+}
+
+}  // namespace specdec

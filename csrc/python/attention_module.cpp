@@ -1,0 +1,86 @@
+// The rules of tree_attention, asked without tensors or a device.
+#include <pybind11/stl.h>
+
+#include <limits>
+
+#include "attention/plan.h"
+#include "core/dispatch.h"
+#include "core/errors.h"
+#include "python/module.h"
+
+namespace specdec::python {
+namespace {
+
+namespace py = pybind11;
+using namespace attention;
+
+// Batch, query rows, query heads, KV heads, head dimension.
+using Sizes = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t>;
+// Multiprocessors, has_wgmma, shared bytes per block and per multiprocessor.
+using Gpu = std::tuple<int, bool, int, int>;
+
+py::tuple attention_plan(const Sizes& sizes, bool packed, bool fp8, bool tensor_cores, int64_t fixed_split,
+                         int64_t max_kv_len, const Gpu& gpu, const std::optional<std::string>& name) {
+  const auto [batch, q_rows, q_heads, kv_heads, head_dim] = sizes;
+  const auto [multiprocessors, has_wgmma, per_block, per_multiprocessor] = gpu;
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+  Check check("attention_plan");
+  check.range("batch", batch, 1, kMost);
+  check.range("q_rows", q_rows, 1, kMost);
+  check.range("kv_heads", kv_heads, 1, kMaxGridY);
+  check.that(q_heads >= 1 && q_heads % kv_heads == 0, "q_heads", {"is ", q_heads},
+             {"a multiple of kv_heads=", kv_heads});
+  check.that(head_dim == 64 || head_dim == 128 || head_dim == 256, "head_dim", {"is ", head_dim}, "64, 128 or 256");
+  check.range("max_kv_len", max_kv_len, 1, kMost);
+  check.that(fixed_split >= 0 && fixed_split % 128 == 0, "fixed_split", {"is ", fixed_split},
+             "a positive multiple of 128");
+  check.range("multiprocessors", multiprocessors, 1, kMaxWorkers);
+  const AttentionShape shape{.batch = batch,
+                             .q_rows = q_rows,
+                             .q_heads = q_heads,
+                             .kv_heads = kv_heads,
+                             .head_dim = head_dim,
+                             .packed = packed,
+                             .fp8 = fp8,
+                             .tensor_cores = tensor_cores,
+                             .fixed_split = fixed_split};
+  const Device device{.multiprocessors = multiprocessors,
+                      .is_hopper_or_later = has_wgmma,
+                      .has_wgmma = has_wgmma,
+                      .shared_bytes_per_block = per_block,
+                      .shared_bytes_per_multiprocessor = per_multiprocessor};
+  const AttentionPlan plan = plan_attention(check, shape, max_kv_len, device, name);
+  std::string variant = "plain";
+  for (const KernelVariant& each : kernel_variants())
+    if (each.runs(plan, shape)) variant = to_string(each);
+  return py::make_tuple(to_string(plan), variant, plan.tile_rows, plan.tile_tokens, plan.row_tiles,
+                        plan.blocks_per_multiprocessor, plan.cluster_blocks, plan.sharing_clusters, plan.whole_items,
+                        plan.warpgroups, plan.workers, workspace_bytes(plan, shape, max_kv_len));
+}
+
+// The CUDA device that is current.
+Gpu current_gpu() {
+#ifdef SPECDEC_WITH_CUDA
+  const Device device = current_device("current_gpu");
+  return {device.multiprocessors, device.has_wgmma, device.shared_bytes_per_block,
+          device.shared_bytes_per_multiprocessor};
+#else
+  throw NotImplementedError("current_gpu: this build of specdec_kernels has no CUDA half, expected one that has");
+#endif
+}
+
+std::vector<std::string> attention_variants() {
+  std::vector<std::string> names{"plain"};
+  for (const KernelVariant& each : kernel_variants()) names.push_back(to_string(each));
+  return names;
+}
+
+}  // namespace
+
+void add_attention_plans(py::module_& m) {
+  m.def("attention_plan", &attention_plan, "the plan of a shape on a GPU, as a tuple of its fields");
+  m.def("current_gpu", &current_gpu, "what the rules know of the CUDA device that is current");
+  m.def("attention_variants", &attention_variants, "the names of all kernels that tree_attention has");
+}
+
+}  // namespace specdec::python

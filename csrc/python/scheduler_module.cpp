@@ -1,0 +1,311 @@
+// The scheduler as a class of Python: its loop runs without the GIL, and takes it for each call of the Python executor.
+#include <exception>
+#include <limits>
+#include <map>
+#include <memory>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "python/casters.h"
+#include "python/gil.h"
+#include "python/module.h"
+#include "scheduler/round_graphs.h"
+#include "scheduler/scheduler.h"
+
+namespace specdec::python {
+namespace {
+
+namespace py = pybind11;
+using namespace py::literals;
+
+using scheduler::Admitted;
+using scheduler::Chunk;
+using scheduler::RoundGraphs;
+using scheduler::Tokens;
+
+class PyExecutor : public scheduler::Executor {
+ public:
+  // `graphs` may be null: then every launch is a Python call, after which the device is at rest or asked by `progress`.
+  PyExecutor(py::object object, std::unique_ptr<RoundGraphs> graphs)
+      : object_(std::move(object)), graphs_(std::move(graphs)) {}
+  py::object& object() { return object_; }
+
+  void begin(int32_t slot, const Admitted& request) override {
+    const WithGil gil;
+    object_.attr("begin")(slot, py::make_tuple(request.id, argument(request.tokens), request.group));
+  }
+  void prefill(std::span<const Chunk> chunks) override {
+    const WithGil gil;
+    py::list list;
+    for (const Chunk& chunk : chunks) list.append(py::make_tuple(chunk.slot, chunk.start, argument(chunk.tokens)));
+    object_.attr("prefill")(list);
+  }
+  void activate(std::span<const int32_t> slots) override { call("activate", slots); }
+  void launch(int64_t batch, int64_t num_nodes, int64_t max_kv_len) override {
+    if (!graphs_ || !graphs_->launch({batch, num_nodes, max_kv_len})) call("launch", batch, num_nodes, max_kv_len);
+  }
+  void deactivate(std::span<const int32_t> slots) override { call("deactivate", slots); }
+  bool busy() override { return graphs_ && graphs_->busy(); }
+  scheduler::Progress progress() override {
+    const WithGil gil;
+    const auto [applied, published] = object_.attr("progress")().cast<std::pair<int64_t, int64_t>>();
+    return {applied, published};
+  }
+
+ private:
+  template <class... Args>
+  void call(const char* method, const Args&... args) {
+    const WithGil gil;
+    object_.attr(method)(argument(args)...);
+  }
+  template <class T>
+  static const T& argument(const T& value) {
+    return value;
+  }
+  static std::vector<int32_t> argument(Tokens tokens) { return {tokens.begin(), tokens.end()}; }
+
+  py::object object_;
+  std::unique_ptr<RoundGraphs> graphs_;
+};
+
+// A scheduler that owns what it refers to: the executor, and the rings.
+struct Referred {
+  PyExecutor executor;
+  py::tuple rings;
+};
+struct PyScheduler : private Referred, public scheduler::Scheduler {
+  PyScheduler(py::object executor, std::unique_ptr<RoundGraphs> graphs, py::tuple rings,
+              const scheduler::Config& config, const scheduler::RingMemory& commands,
+              const scheduler::RingMemory& results, bool traces)
+      : Referred{PyExecutor(std::move(executor), std::move(graphs)), std::move(rings)},
+        Scheduler(config, Referred::executor, commands, results, traces) {}
+  py::object& executor_object() { return Referred::executor.object(); }
+};
+
+}  // namespace
+}  // namespace specdec::python
+
+template <>
+struct pybind11::detail::type_caster<specdec::python::PyScheduler> : initialised_caster<specdec::python::PyScheduler> {
+};
+template <>
+struct pybind11::detail::type_caster<specdec::scheduler::RoundCosts>
+    : initialised_caster<specdec::scheduler::RoundCosts> {};
+
+namespace specdec::python {
+namespace {
+
+// An engine is its scheduler's executor and owns it: the garbage collector has to see that circle.
+void collect_executor(PyHeapTypeObject* heap_type) {
+  PyTypeObject& type = heap_type->ht_type;
+  type.tp_flags |= Py_TPFLAGS_HAVE_GC;
+  type.tp_traverse = [](PyObject* self, visitproc visit, void* arg) {
+    Py_VISIT(Py_TYPE(self));
+    if (py::detail::is_holder_constructed(self))
+      Py_VISIT(py::cast<PyScheduler&>(py::handle(self)).executor_object().ptr());
+    return 0;
+  };
+  type.tp_clear = [](PyObject* self) {
+    if (py::detail::is_holder_constructed(self))
+      py::cast<PyScheduler&>(py::handle(self)).executor_object() = py::object();
+    return 0;
+  };
+}
+
+// The object that an exception of an executor call is to Python.
+py::object python_exception(const std::exception_ptr& error) {
+  if (!error) return py::none();
+  try {
+    std::rethrow_exception(error);
+  } catch (const py::error_already_set& exception) {
+    return exception.value();
+  } catch (...) {
+    py::detail::try_translate_exceptions();
+  }
+  return py::error_already_set().value();
+}
+
+// What the loop has put into its outbox since it was last asked, as tuples; with `wait` at least one, or None once the
+// loop has ended and all is taken.
+py::object take(PyScheduler& scheduler, bool wait) {
+  bool has_more = true;
+  if (wait) {
+    const WithoutGil released;
+    has_more = scheduler.outbox().wait();
+  }
+  if (!has_more) return py::none();
+  const scheduler::Emissions emissions = scheduler.outbox().take();
+  py::list list(emissions.each.size());
+  const int32_t* tokens = emissions.tokens.data();
+  for (size_t i = 0; i < emissions.each.size(); ++i) {
+    const scheduler::Emission& e = emissions.each[i];
+    py::list new_tokens(e.num_tokens);
+    for (int64_t j = 0; j < e.num_tokens; ++j) new_tokens[j] = *tokens++;
+    py::object scores = py::none();
+    if (e.scores) scores = py::make_tuple(e.scores->logprobs, e.scores->top_ids, e.scores->top_logprobs);
+    list[i] =
+        py::make_tuple(e.request_id, std::move(new_tokens), static_cast<int32_t>(e.reason), e.counts.rounds,
+                       e.counts.drafted, e.counts.accepted, e.status, std::move(scores), python_exception(e.error));
+  }
+  return list;
+}
+
+// The view of what should be a tensor, which `tensor` keeps alive.
+TensorView named_tensor(const char* op, const char* name, const py::object& object, PyTensor& tensor) try {
+  TensorView view;
+  if (!tensor.load(object.ptr(), view)) throw py::error_already_set();
+  return view;
+} catch (const TypeError& error) {
+  throw TypeError(std::string(op) + ": " + name + " " + error.what());
+}
+
+// The tokens of a list of ints or of an int32 tensor on the CPU.
+std::vector<int64_t> token_list(const char* name, const py::object& tokens) {
+  if (py::isinstance<py::list>(tokens) || py::isinstance<py::tuple>(tokens)) {
+    try {
+      return tokens.cast<std::vector<int64_t>>();
+    } catch (const py::cast_error&) {
+      throw TypeError(std::string("submit: ") + name + " holds other things, expected ints");
+    }
+  }
+  PyTensor tensor;
+  const TensorView view = named_tensor("submit", name, tokens, tensor);
+  Check check("submit");
+  Dim length{"length"};
+  check.tensor(name, view, {length}, kInt32);
+  check.require_cpu();
+  const auto* data = view.data<int32_t>();
+  return {data, data + length};
+}
+
+std::unique_ptr<PyScheduler> make_scheduler(py::object executor, int64_t num_slots, int64_t num_pages,
+                                            int64_t page_size, int64_t max_len, int64_t reserve, int64_t accept_width,
+                                            int64_t max_stops, int64_t max_logprobs, int64_t prefill_chunk,
+                                            int64_t prefill_requests, int64_t rounds_in_flight,
+                                            std::vector<int64_t> batch_sizes, std::vector<int64_t> nodes,
+                                            const py::object& commands, const py::object& results,
+                                            std::optional<intptr_t> stream,
+                                            const std::map<RoundGraphs::Size, intptr_t>& graphs, bool trace) {
+  const scheduler::Config config{.num_slots = num_slots,
+                                 .num_pages = num_pages,
+                                 .page_size = page_size,
+                                 .max_len = max_len,
+                                 .reserve = reserve,
+                                 .accept_width = accept_width,
+                                 .max_stops = max_stops,
+                                 .max_logprobs = max_logprobs,
+                                 .prefill_chunk = prefill_chunk,
+                                 .prefill_requests = prefill_requests,
+                                 .rounds_in_flight = rounds_in_flight,
+                                 .batch_sizes = std::move(batch_sizes),
+                                 .nodes = std::move(nodes)};
+  scheduler::check_config(config);
+  Check check("Scheduler");
+  const auto ring = [&](const char* name, const py::object& object, int64_t min_depth, int64_t min_width) {
+    PyTensor tensor;
+    const TensorView view = named_tensor("Scheduler", name, object, tensor);
+    Dim depth{"depth"}, width{"width"};
+    check.output(name, view, {depth, width}, kInt32);
+    check.require_cpu();
+    check.range((std::string(name) + ".shape[0]").c_str(), depth, min_depth, std::numeric_limits<int32_t>::max());
+    check.range((std::string(name) + ".shape[1]").c_str(), width, min_width, std::numeric_limits<int32_t>::max());
+    return scheduler::RingMemory{view.data<int32_t>(), depth, width};
+  };
+  const round::CommandLayout command_layout{config.max_batch(), num_slots, max_stops};
+  const auto command_ring = ring("commands", commands, 2, command_layout.words());
+  const round::ResultLayout result_layout{accept_width, max_logprobs};
+  const auto result_ring = ring("results", results, rounds_in_flight + 1, result_layout.words(config.max_batch()));
+
+  check.that(stream || graphs.empty(), "stream", "is None", "the stream that graphs are launched on");
+  std::unique_ptr<RoundGraphs> round_graphs;
+  if (stream) round_graphs = std::make_unique<RoundGraphs>(reinterpret_cast<CUstream_st*>(*stream));
+  for (const auto& [size, graph] : graphs) round_graphs->add(size, reinterpret_cast<CUgraph_st*>(graph));
+  return std::make_unique<PyScheduler>(std::move(executor), std::move(round_graphs), py::make_tuple(commands, results),
+                                       config, command_ring, result_ring, trace);
+}
+
+}  // namespace
+
+void add_scheduler(py::module_& m) {
+  using scheduler::RoundCosts;
+  py::class_<RoundCosts>(m, "RoundCosts", "what rounds cost, in microseconds, by batch size and rows in all")
+      .def(py::init<std::vector<int64_t>, std::vector<std::vector<int64_t>>, std::vector<std::vector<double>>>(),
+           "batches"_a, "rows"_a, "us"_a)
+      .def_readonly("batches", &RoundCosts::batches)
+      .def_readonly("rows", &RoundCosts::rows)
+      .def_readonly("us", &RoundCosts::us);
+  using scheduler::Budget;
+  py::class_<Budget>(m, "Budget", "chooses how many rows rounds get")
+      .def(py::init([](const RoundCosts& costs, int64_t accept_width) {
+             auto budget = std::make_unique<Budget>(costs.batches, costs.rows, accept_width);
+             budget->set_costs(costs);
+             return budget;
+           }),
+           "costs"_a, "accept_width"_a)
+      .def("next", &Budget::next, "size"_a, "requests"_a, "kv_rows"_a)
+      .def("note_time", &Budget::note_time, "size"_a, "rung"_a, "requests"_a, "kv_rows"_a, "us"_a)
+      .def(
+          "note_tokens",
+          [](Budget& budget, size_t size, double requests, const std::vector<double>& expected,
+             const std::vector<double>& realised) { budget.note_tokens(size, requests, expected, realised); },
+          "size"_a, "requests"_a, "expected"_a, "realised"_a)
+      .def("tokens", &Budget::tokens, "size"_a, "rung"_a, "requests"_a);
+  m.def(
+      "command_words",
+      [](int64_t max_batch, int64_t num_slots, int64_t max_stops) {
+        return round::CommandLayout{max_batch, num_slots, max_stops}.words();
+      },
+      "max_batch"_a, "num_slots"_a, "max_stops"_a, "int32 words of a record of commands");
+  m.def(
+      "result_words",
+      [](int64_t max_batch, int64_t accept_width, int64_t max_logprobs) {
+        return round::ResultLayout{accept_width, max_logprobs}.words(max_batch);
+      },
+      "max_batch"_a, "accept_width"_a, "max_logprobs"_a, "int32 words of a record of results; -1: without scores");
+  using Release = py::call_guard<WithoutGil>;
+  py::class_<PyScheduler>(m, "Scheduler", py::custom_type_setup(collect_executor))
+      .def(py::init(&make_scheduler), "executor"_a, py::kw_only(), "num_slots"_a, "num_pages"_a, "page_size"_a,
+           "max_len"_a, "reserve"_a, "accept_width"_a, "max_stops"_a, "max_logprobs"_a = -1, "prefill_chunk"_a,
+           "prefill_requests"_a, "rounds_in_flight"_a, "batch_sizes"_a, "nodes"_a, "commands"_a, "results"_a,
+           "stream"_a = py::none(), "graphs"_a = py::dict(), "trace"_a = false)
+      .def(
+          "submit",
+          [](PyScheduler& s, const py::object& prompt, int64_t max_new_tokens, const py::object& stop_tokens,
+             float temperature, int32_t top_k, float top_p, float min_p, int64_t seed, int64_t min_new_tokens,
+             int64_t num_logprobs, int64_t ngram_group, bool streams) {
+            return s.submit(token_list("prompt", prompt), {.max_new_tokens = max_new_tokens,
+                                                           .stop_tokens = token_list("stop_tokens", stop_tokens),
+                                                           .sampling = {temperature, top_k, top_p, min_p, seed},
+                                                           .streams = streams,
+                                                           .min_new_tokens = min_new_tokens,
+                                                           .num_logprobs = num_logprobs,
+                                                           .ngram_group = ngram_group});
+          },
+          "prompt"_a, "max_new_tokens"_a, "stop_tokens"_a = py::tuple(), py::kw_only(), "temperature"_a = 0.0f,
+          "top_k"_a = 0, "top_p"_a = 1.0f, "min_p"_a = 0.0f, "seed"_a = 0, "min_new_tokens"_a = 0,
+          "num_logprobs"_a = -1, "ngram_group"_a = 0, "streams"_a = true)
+      .def("cancel", &PyScheduler::cancel)
+      .def("measure_rounds", &PyScheduler::measure_rounds, "batches"_a, Release())
+      .def("run", &PyScheduler::run, Release())
+      .def("step", &PyScheduler::step, Release())
+      .def("settle", &PyScheduler::settle, Release())
+      .def("stop", &PyScheduler::stop, Release())
+      .def("take", &take, "wait"_a = true)
+      .def_property_readonly("num_running", &PyScheduler::num_running)
+      .def_property_readonly("num_waiting", &PyScheduler::num_waiting)
+      .def_property_readonly("num_free_pages_estimate", &PyScheduler::num_free_pages_estimate)
+      .def_property_readonly("num_retractions", &PyScheduler::num_retractions)
+      .def_property_readonly("times",
+                             [](const PyScheduler& s) {
+                               const auto t = s.recorder().totals();
+                               return py::make_tuple(t.rounds, t.rows, t.host, t.wait, t.prefill, t.device, t.following,
+                                                     t.gaps);
+                             })
+      .def_property_readonly("rounds_by_rung", [](const PyScheduler& s) { return s.recorder().rounds_by_rung(); })
+      .def_property_readonly("costs", [](const PyScheduler& s) { return s.budget().costs(); })
+      .def("write_trace", [](const PyScheduler& s, const std::string& path) { s.recorder().write_trace(path); });
+}
+
+}  // namespace specdec::python

@@ -1,0 +1,82 @@
+// How many rows a round gets: as many as pay for themselves at its batch.
+//
+// A row more costs every request of the batch, and brings what it is accepted for. The rungs of a batch size are totals
+// of rows, from one a request (plain decoding) on. What a rung costs is measured, and corrected as rounds run
+// (round_costs.h). What it brings is learnt from rounds: of each, what every rung would have brought by the draft's own
+// scores, and what it would have brought in truth, as far as the round shows that.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "scheduler/round_costs.h"
+
+namespace specdec::scheduler {
+
+// What a request gains beyond its own token in a round that has so many rows for it: a curve over rows a request, which
+// is the same for all batch sizes, so that a batch that changes keeps what was learnt. It rises by cells. Each has the
+// mean of what the scores promise of it, times how much of that came true.
+class Worth {
+ public:
+  // At most so many rows a request, and so many tokens.
+  Worth(double most_rows, int64_t accept_width);
+
+  // A round of so many requests: what one of them gains at these rows a request (rising, from 1 on), by the scores and
+  // in truth. Of rows beyond the last of `expected` and of `realised` nothing is learnt, or not how true scores are.
+  void note(double requests, std::span<const double> rows, std::span<const double> expected,
+            std::span<const double> realised);
+  double at(double rows) const;
+
+ private:
+  struct Cell {
+    double end;  // rows a request; it begins where the one before ends, the first at 1
+    double promised, count;
+    double promises, kept;  // sums that forget, of rounds that showed both
+  };
+  std::vector<Cell> cells_;
+};
+
+class Budget {
+ public:
+  // Of each batch size the rungs, as in RoundCosts; a round gives a request `accept_width` tokens at most.
+  Budget(std::vector<int64_t> batches, std::vector<std::vector<int64_t>> rows, int64_t accept_width);
+
+  // Until there are costs, every round is of the highest rung.
+  void set_costs(RoundCosts costs);
+  const std::optional<RoundCosts>& costs() const { return measured_; }
+
+  // The rung of the next round of this size, for so many requests whose KV has so many rows: that of most tokens a
+  // microsecond. Now and then a higher one is tried, whose worth is not seen from below: that takes no more than 1/64
+  // of the time, and loses no more than 1/128. And one looks at a lower one whose cost may have changed.
+  size_t next(size_t size, double requests, double kv_rows);
+
+  // A round took so long.
+  void note_time(size_t size, size_t rung, double requests, double kv_rows, double us);
+
+  // What a round of this size showed, in tokens of all its requests at the first rungs: by the draft's scores, and in
+  // truth.
+  void note_tokens(size_t size, double requests, std::span<const double> expected, std::span<const double> realised);
+
+  // Tokens that a round of this rung is expected to give a request.
+  double tokens(size_t size, size_t rung, double requests) const;
+
+ private:
+  static size_t rung_to_try(std::span<const double> us, size_t best);
+  std::optional<size_t> rung_to_look_at(size_t size, size_t best, std::span<const double> us,
+                                        std::span<const double> gains) const;
+
+  const std::vector<int64_t> batches_;
+  const std::vector<std::vector<int64_t>> rows_;
+  Worth worth_;
+  std::optional<RoundCosts> measured_;
+  std::optional<CostModel> model_;
+  std::vector<size_t> last_;  // of each size, the rung chosen last
+  double us_since_trial_ = 0, us_since_look_ = 0;
+  size_t size_of_trial_ = 0, trial_ = 0;
+  int rounds_to_try_ = 0;
+};
+
+}  // namespace specdec::scheduler

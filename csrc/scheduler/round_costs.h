@@ -1,0 +1,56 @@
+// What rounds cost: measured once without requests, and corrected by what they take as they run.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+namespace specdec::scheduler {
+
+// "[1, 2, 4]", for messages.
+std::string text_of(const std::vector<int64_t>& values);
+
+// What a round costs on the machine that runs it. Throws ValueError for what cannot be.
+struct RoundCosts {
+  RoundCosts(std::vector<int64_t> batches, std::vector<std::vector<int64_t>> rows, std::vector<std::vector<double>> us);
+
+  std::vector<int64_t> batches;            // rising batch sizes; of a round with fewer requests, the next one counts
+  std::vector<std::vector<int64_t>> rows;  // of each size the rungs: rising totals of rows, no fewer than the batch
+  std::vector<std::vector<double>> us;     // of each rung
+};
+
+// The costs of rounds that have requests. What is measured lacks attention over their prefixes, and the experts that
+// their tokens touch. A round takes about
+//
+//   (measured + kv_rows * (attention + growth * (rows / requests - 1))) * ratio
+//
+// in which kv_rows is the sum of the requests' lengths. The two rates are the same for rounds of all sizes, and follow
+// from these by a Kalman filter; the ratio is what is left over at each rung. A rung that did not run lately has the
+// ratios of those nearby.
+class CostModel {
+ public:
+  explicit CostModel(RoundCosts costs);
+
+  const RoundCosts& measured() const { return costs_; }
+
+  // Microseconds of a round with so many requests, whose KV has so many rows.
+  double expected(size_t size, size_t rung, double requests, double kv_rows) const;
+  // A round took so long.
+  void note(size_t size, size_t rung, double requests, double kv_rows, double us);
+  // How many of the latest rounds the ratio of a rung stands on, 0 where it stands on its neighbours'.
+  double evidence(size_t size, size_t rung) const { return weights_[size][rung]; }
+
+ private:
+  double without_ratio(size_t size, size_t rung, double requests, double kv_rows) const;
+  double ratio(size_t size, size_t rung) const;
+  void learn_rates(double surprise, double error, double kv_rows, double growth);
+
+  const RoundCosts costs_;
+  double attention_ = 0, growth_ = 0;                           // us a row of KV
+  double var_attention_ = 0, var_growth_ = 0, covariance_ = 0;  // of these two
+  std::vector<std::vector<double>> ratios_, weights_;           // [size][rung]
+};
+
+}  // namespace specdec::scheduler

@@ -1,0 +1,34 @@
+// One block a request, one thread a node, and a block for the rows behind the last request. Reads and writes
+// 24 + 8 W bytes a node; latency bound.
+#include "core/cuda.cuh"
+#include "tree/pack_trees.h"
+
+namespace specdec::tree {
+namespace {
+
+constexpr int kThreads = kMaxTreeNodes;
+
+__global__ void __launch_bounds__(kThreads) pack_trees_kernel(PackTreesParams p) {
+  begin_kernel();
+  const int64_t b = blockIdx.x;
+  if (b == p.batch) {
+    const int32_t end = p.cu_seqlens[p.batch];
+    for (int64_t row = (end > 0 ? end : 0) + threadIdx.x; row < p.num_rows; row += blockDim.x) write_padding(p, row);
+    return;
+  }
+  const int32_t kept = nodes_kept(p, b), root = p.tree.tokens[b * p.tree.nodes];
+  const int32_t position = p.tree.positions[b * p.tree.nodes], i = static_cast<int32_t>(threadIdx.x);
+  __syncthreads();  // all have read what is about to change
+  if (i < p.tree.nodes) pack_node(p, b, i, kept, root, position);
+  if (i == 0) p.tree.num_nodes[b] = kept;
+}
+
+}  // namespace
+
+void pack_trees_cuda(const PackTreesParams& p, Stream stream) {
+  const auto nodes = static_cast<unsigned>(p.tree.nodes);
+  launch("pack_trees", pack_trees_kernel,
+         {.grid = grid_x("pack_trees", p.batch + 1), .threads = (nodes + kWarp - 1) / kWarp * kWarp}, stream, p);
+}
+
+}  // namespace specdec::tree

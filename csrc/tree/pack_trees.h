@@ -1,0 +1,74 @@
+// pack_trees: trees cut to their first nodes, and these nodes as packed rows.
+#pragma once
+
+#include <cmath>
+
+#include "core/bits.h"
+#include "core/dispatch.h"
+#include "core/host_device.h"
+#include "tree/tree_rows.h"
+
+namespace specdec::tree {
+
+struct PackTreesParams {
+  TreeOut tree;               // [batch, nodes], changed in place
+  const float* scores;        // [batch, nodes]
+  const int32_t* num_nodes;   // [batch]: nodes that stay
+  const int32_t* cu_seqlens;  // [batch + 1]: request b has the rows cu[b] to cu[b + 1] - 1
+  int32_t* out_tokens;        // [num_rows]
+  int32_t* out_positions;     // [num_rows]
+  int64_t* out_mask;          // [num_rows, words]
+  float* out_scores;          // [num_rows]
+  int64_t batch, num_rows;
+};
+
+// Nodes of request b that stay, of those it has.
+SD_HD int32_t nodes_kept(const PackTreesParams& p, int64_t b) {
+  const int32_t there = clamp_to(p.tree.num_nodes[b], 0, static_cast<int32_t>(p.tree.nodes));
+  return clamp_to(p.num_nodes[b], 0, there);
+}
+
+// A row that belongs to no node.
+SD_HD void write_padding(const PackTreesParams& p, int64_t row) {
+  p.out_tokens[row] = p.out_positions[row] = 0;
+  for (int64_t w = 0; w < p.tree.words; ++w) p.out_mask[row * p.tree.words + w] = 0;
+  p.out_scores[row] = -INFINITY;
+}
+
+// Node i of request b, of which `kept` stay: its row, and what is left of it in the tree. Parents come before children
+// and links rise, so a link to a node that is gone is the end of its list. Nobody else's elements are read but the
+// root's, which stay unless all nodes go: its token and position come from the caller.
+SD_HD void pack_node(const PackTreesParams& p, int64_t b, int32_t i, int32_t kept, int32_t root_token,
+                     int32_t root_position) {
+  const TreeOut& t = p.tree;
+  const int64_t at = b * t.nodes + i, row = int64_t{p.cu_seqlens[b]} + i;
+  const bool stays = i < kept, has_row = row >= 0 && row < p.num_rows && row < p.cu_seqlens[b + 1];
+  if (has_row && stays) {
+    p.out_tokens[row] = t.tokens[at];
+    p.out_positions[row] = t.positions[at];
+    for (int64_t w = 0; w < t.words; ++w) p.out_mask[row * t.words + w] = t.mask[at * t.words + w];
+    p.out_scores[row] = p.scores[at];
+  } else if (has_row) {
+    write_padding(p, row);
+  }
+  if (stays) {
+    if (t.first_child[at] >= kept) t.first_child[at] = -1;
+    if (t.next_sibling[at] >= kept) t.next_sibling[at] = -1;
+    return;
+  }
+  t.tokens[at] = kept > 0 ? root_token : 0;
+  t.positions[at] = kept > 0 ? root_position : 0;
+  t.parents[at] = t.first_child[at] = t.next_sibling[at] = -1;
+  for (int64_t w = 0; w < t.words; ++w) t.mask[at * t.words + w] = static_cast<int64_t>(own_bit(i, w));
+}
+
+void pack_trees(CallStream stream, const TensorView& tokens, const TensorView& parents, const TensorView& positions,
+                const TensorView& first_child, const TensorView& next_sibling, const TensorView& mask,
+                const TensorView& num_nodes, const TensorView& scores, const TensorView& kept,
+                const TensorView& cu_seqlens, int64_t num_rows, const TensorView& out_tokens,
+                const TensorView& out_positions, const TensorView& out_mask, const TensorView& out_scores);
+
+void pack_trees_cpu(const PackTreesParams& p);
+void pack_trees_cuda(const PackTreesParams& p, Stream stream);
+
+}  // namespace specdec::tree

@@ -1,0 +1,314 @@
+"""The examination behind `specdec doctor`: the draft as it is, and with one thing changed at a time."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.utils import logging
+
+from ..engine import Draft, Engine
+from ..engine.prompts import load_tokenizer
+from ..models.checkpoint import EAGLE, EAGLE3, kind_of, local_folder
+from ..models.loading import config_of
+from .bench import progress
+from .doctor_measure import Acceptance, Recorder, Text, measure, record, write_texts
+from .doctor_shifts import KINDS, Head, Prompting, Shift, head_shifts, prompting_shifts, standalone_shifts
+from .prompts import read_prompts, with_template, without_template
+
+LEAST_TEXTS = 6  # fewer say little about chance
+LEAST_GAIN = 0.05  # of the accept length: less is no fault worth a name
+RESAMPLES = 20_000
+LEVEL = 0.05  # how often chance makes any of all changes look better
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a shift does to the accept length.
+
+    Attributes:
+        low, high: of the gain, by resampling the prompts: that the true one is outside of it for any of all shifts
+            happens in a share LEVEL of examinations.
+        cause: the gain is more than chance, and enough to matter.
+    """
+
+    shift: Shift
+    acceptance: Acceptance
+    gain: float
+    low: float
+    high: float
+    cause: bool
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What was found.
+
+    Attributes:
+        as_is: None where the draft is refused, for the reason `refusal`; nothing is accepted then.
+        findings: of all shifts that could be measured, the best first.
+    """
+
+    model: str
+    draft: str
+    algorithm: str
+    num_texts: int
+    num_tokens: int
+    as_is: Acceptance | None
+    refusal: str
+    findings: list[Finding]
+
+    @property
+    def accept_length(self) -> float:
+        return self.as_is.accept_length if self.as_is else 1.0
+
+    @property
+    def cause(self) -> Finding | None:
+        """The best of what restores acceptance."""
+        return next((finding for finding in self.findings if finding.cause), None)
+
+    def verdict(self) -> list[str]:
+        """What it comes to, in sentences."""
+        now, best = f"{self.accept_length:.2f}", self.cause
+        if best is None:
+            lines = [f"No change restores acceptance by more than chance; the accept length is {now}."]
+            if self.as_is:
+                lines.append(f"The draft's own top-1 agreement with the target is {self.as_is.by_depth[0]:.1%}.")
+            return lines
+        new = f"{best.acceptance.accept_length:.2f}"
+        lines = [
+            f"The {best.shift.input} is wrong: with {best.shift.change} the accept length is {new} instead of {now}, "
+            f"a gain of {best.low:.2f} to {best.high:.2f}.",
+            f"Remedy: {best.shift.remedy}.",
+        ]
+        others = [f for f in self.findings if f.cause and f.shift.input != best.shift.input]
+        if others:
+            names = ", ".join(f"{f.shift.input} ({f.shift.change}, {f.gain:+.2f})" for f in others)
+            lines.append(f"These gain as well, but less: {names}.")
+        return lines
+
+    def facts(self) -> dict[str, Any]:
+        """What `--json` prints."""
+        return {
+            "model": self.model,
+            "draft": self.draft,
+            "algorithm": self.algorithm,
+            "prompts": self.num_texts,
+            "tokens": self.num_tokens,
+            "as_is": facts_of(self.as_is) if self.as_is else None,
+            "refusal": self.refusal or None,
+            "shifts": [
+                {"input": f.shift.input, "change": f.shift.change, "remedy": f.shift.remedy}
+                | facts_of(f.acceptance)
+                | {"gain": f.gain, "gain_low": f.low, "gain_high": f.high, "restores": f.cause}
+                for f in self.findings
+            ],
+            "cause": self.cause.shift.input if self.cause else None,
+            "verdict": " ".join(self.verdict()),
+        }
+
+
+def facts_of(acceptance: Acceptance) -> dict[str, Any]:
+    shares = {"accept_length": acceptance.accept_length, "acceptance_by_depth": acceptance.by_depth}
+    return shares | asdict(acceptance)
+
+
+def compared(as_is: Acceptance | None, shift: Shift, with_shift: Acceptance, num_shifts: int) -> Finding:
+    """The shift's gain, and by how much it varies: with prompts drawn anew from those measured, the same for both."""
+    tokens, rounds = counts(with_shift)
+    tokens_as_is, rounds_as_is = counts(as_is) if as_is else (rounds, rounds)
+    draws = torch.randint(len(tokens), (RESAMPLES, len(tokens)), generator=torch.Generator().manual_seed(0))
+
+    def accept_lengths(tokens: Tensor, rounds: Tensor) -> Tensor:
+        return tokens[draws].sum(1) / rounds[draws].sum(1).clamp(min=1)
+
+    gains = accept_lengths(tokens, rounds) - accept_lengths(tokens_as_is, rounds_as_is)
+    tail = LEVEL / 2 / max(num_shifts, 1)
+    low, high = torch.quantile(gains, torch.tensor([tail, 1 - tail], dtype=gains.dtype)).tolist()
+    before = as_is.accept_length if as_is else 1.0
+    gain = with_shift.accept_length - before
+    return Finding(shift, with_shift, gain, low, high, cause=low > 0 and gain >= LEAST_GAIN * before)
+
+
+def counts(acceptance: Acceptance) -> tuple[Tensor, Tensor]:
+    """Tokens and rounds of each prompt."""
+    return torch.tensor(acceptance.tokens).double(), torch.tensor(acceptance.rounds).double()
+
+
+class Target:
+    """The target and what it writes, by prompting.
+
+    Raises:
+        ValueError: no tokenizer, too few prompts, what the engine refuses.
+        OSError: no such model or file.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.config = config_of(args.model)
+        self.tokenizer, reason = load_tokenizer(args.model, None, False)
+        if self.tokenizer is None:
+            raise ValueError(f"model is {args.model}, expected one with a tokenizer ({reason})")
+        self.prompts = read_prompts(args.prompts)
+        if len(self.prompts) < LEAST_TEXTS:
+            raise ValueError(
+                f"--prompts {args.prompts} has {len(self.prompts)} prompts, expected at least {LEAST_TEXTS}: "
+                "fewer say little about chance"
+            )
+        self.has_template = bool(getattr(self.tokenizer, "chat_template", None))
+        self.layers: tuple[int, ...] = ()  # whose states are kept
+        self._engines: dict[str, Engine] = {}
+        self._texts: dict[Prompting, list[Text]] = {}
+
+    def tokens(self, prompting: Prompting) -> list[list[int]]:
+        """The prompts' tokens."""
+        if prompting.template:
+            prompts = [with_template(prompt, self.tokenizer) for prompt in self.prompts]
+        else:
+            prompts = [self.tokenizer(without_template(prompt))["input_ids"] for prompt in self.prompts]
+        if prompting.num_bos is None:
+            return prompts
+        bos = self.tokenizer.bos_token_id
+        return [[bos] * prompting.num_bos + tokens[leading(tokens, bos) :] for tokens in prompts]
+
+    def num_bos(self, prompting: Prompting) -> int | None:
+        """How many of these tokens prompts begin with; None where the tokenizer has none."""
+        bos = getattr(self.tokenizer, "bos_token_id", None)
+        return None if bos is None else leading(self.tokens(prompting)[0], bos)
+
+    def engine(self, kv: str) -> Engine:
+        if kv not in self._engines:
+            # The same module once more: a folder's scales are not read for it.
+            model = self.args.model if kv == "as is" else self.engine("as is").target.model
+            self._engines[kv] = Engine(
+                model,
+                draft=Recorder(self.layers),
+                adaptive=False,
+                num_slots=min(8, len(self.prompts)),
+                device=self.args.device,
+                dtype=getattr(torch, self.args.dtype) if self.args.dtype else None,
+                kv_dtype=None if kv == "16 or 32 bit" else self.args.kv_dtype,
+            )
+        return self._engines[kv]
+
+    def texts(self, prompting: Prompting) -> list[Text]:
+        if prompting not in self._texts:
+            engine, prompts = self.engine(prompting.kv), self.tokens(prompting)
+            self._texts[prompting] = record(engine, prompts, write_texts(engine, prompts, self.args.max_new_tokens))
+        return self._texts[prompting]
+
+    def close(self) -> None:
+        for engine in self._engines.values():
+            engine.close()
+
+
+def leading(tokens: Sequence[int], token: int) -> int:
+    """How many of `token` they begin with."""
+    return next((at for at, other in enumerate(tokens) if other != token), len(tokens))
+
+
+def examine(args: argparse.Namespace) -> Diagnosis:
+    """Measure the draft as it is and with every shift.
+
+    Raises:
+        ValueError: options that do not fit, and all that `Target` raises.
+        OSError: no such model or file.
+    """
+    logging.disable_progress_bar()
+    for name, low in (("num_steps", 1), ("max_new_tokens", args.num_steps + 1)):
+        if getattr(args, name) < low:
+            raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}, expected at least {low}")
+    folder = local_folder(args.draft, "--draft")
+    algorithm = args.algorithm or {EAGLE: "EAGLE", EAGLE3: "EAGLE3"}.get(kind_of(folder), "STANDALONE")
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="specdec-doctor-")))
+        target = Target(args)
+        stack.callback(target.close)
+        if args.chat_template and not target.has_template:
+            raise ValueError(f"--chat-template is set, expected not: the tokenizer of {args.model} has no template")
+        as_is = Prompting(target.has_template if args.chat_template is None else args.chat_template)
+
+        def make() -> Draft:
+            draft: Draft = KINDS[algorithm](folder, num_steps=args.num_steps, topk=1)
+            return draft
+
+        def shifts(layers: tuple[int, ...]) -> Iterator[Shift]:
+            fp8 = args.kv_dtype is not None
+            yield from prompting_shifts(as_is, target.has_template, target.num_bos(as_is), fp8)
+            vocab_size, num_layers = target.config.vocab_size, target.config.num_hidden_layers
+            if algorithm == "STANDALONE":
+                yield from standalone_shifts(folder, args.num_steps, target.tokenizer, vocab_size)
+            else:
+                head = Head(folder, algorithm, args.num_steps, scratch)
+                yield from head_shifts(head, layers, num_layers, vocab_size)
+
+        return diagnose(target, algorithm, as_is, make, shifts)
+
+
+def diagnose(
+    target: Target,
+    algorithm: str,
+    as_is: Prompting,
+    make: Callable[[], Draft],
+    shifts: Callable[[tuple[int, ...]], Iterator[Shift]],
+) -> Diagnosis:
+    """`make` makes the draft as it is, `shifts` names what to try, for the feature layers that this reads."""
+    refusal, drafts = "", []
+    own, layers = needed(make, target.config)
+    if isinstance(layers, ValueError):
+        refusal, layers = str(layers), ()
+    for shift in shifts(layers):
+        draft, others = needed(shift.draft or make, target.config)
+        if draft is not None and not isinstance(others, ValueError):
+            drafts.append((shift, draft))
+            layers += others
+    target.layers = tuple(sorted(set(layers)))
+
+    def acceptance(draft: Draft, prompting: Prompting | None, pairing: int = 0) -> Acceptance:
+        prompting = prompting or as_is
+        texts = target.texts(prompting)
+        return measure(draft, target.args.num_steps, target.engine(prompting.kv).target, texts, pairing)
+
+    with progress(len(drafts) + 1) as advance:
+        base, measured = None, []
+        texts = target.texts(as_is)
+        if own is not None:
+            try:
+                base = acceptance(own, None)
+            except ValueError as error:
+                refusal = str(error)
+        for shift, draft in drafts:
+            advance(f"{shift.input}: {shift.change}")
+            try:
+                measured.append((shift, acceptance(draft, shift.prompting, shift.pairing)))
+            except ValueError:  # no reading of this checkpoint
+                continue
+    if base is None and not measured:
+        raise ValueError(refusal)
+    findings = [compared(base, *one, len(measured)) for one in measured]
+    return Diagnosis(
+        model=str(target.args.model),
+        draft=str(target.args.draft),
+        algorithm=algorithm,
+        num_texts=len(texts),
+        num_tokens=sum(len(text.tokens) - len(text.prompt) for text in texts),
+        as_is=base,
+        refusal=refusal,
+        findings=sorted(findings, key=lambda finding: -finding.gain),
+    )
+
+
+def needed(make: Callable[[], Draft], config: Any) -> tuple[Draft | None, tuple[int, ...] | ValueError]:
+    """A draft, and the feature layers it reads; or why it is refused."""
+    try:
+        draft = make()
+        return draft, draft.needs(config).feature_layers
+    except ValueError as error:
+        return None, error

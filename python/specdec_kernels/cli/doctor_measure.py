@@ -1,0 +1,211 @@
+"""How much of a text a draft gets right: rounds of a chain begun behind every token of it, all in one pass a step.
+
+The text is the target's own, greedy, so a round accepts drafts as long as they are what the text says. A table of how
+many drafts are right behind each token holds every round that an engine could run there: walking over it, from a root
+to the token behind the last that is right, gives the accept length of an engine that drafts a chain (`topk=1`), without
+generating anything; and all of it together, whether begun there or not, gives the acceptance by depth.
+
+A draft is asked through the interface that rounds use, so this knows no algorithm. Each token of a text is the root of
+a slot. The slots share the KV rows of the text and have rows of their own behind them: pages of one row do that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..engine import Draft, DraftContext, DraftRequest, Engine, Needs, SamplingParams
+from ..engine.prefill import Prefill
+from ..engine.state import EngineState
+from ..models.attention import Rows
+from ..models.language_model import LanguageModel
+from ..ops import Candidates
+
+
+class Recorder(Draft):
+    """Proposes nothing, and has the engine keep what enters these layers of the target."""
+
+    def __init__(self, layers: Sequence[int]) -> None:
+        self.layers = tuple(layers)
+
+    def needs(self, target: Any) -> Needs:
+        return Needs(num_nodes=1, accept_width=1, feature_layers=self.layers)
+
+
+class Text(NamedTuple):
+    """A prompt and the target's own continuation of it."""
+
+    prompt: list[int]
+    tokens: list[int]  # of both
+    features: Tensor  # [len(tokens), layers, H]: what entered each of the recorder's layers
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """What was measured of one draft over all texts.
+
+    Attributes:
+        rounds, tokens: of each text: an engine's rounds, and what they emit.
+        right, reached: of each depth, from 1 on: of the drafts whose path is right so far, how many there were and how
+            many were right as well, begun behind every token.
+        covered: share of what the target wrote that the draft vocabulary holds; None where that is the target's.
+    """
+
+    rounds: list[int]
+    tokens: list[int]
+    right: list[int]
+    reached: list[int]
+    covered: float | None = None
+
+    @property
+    def accept_length(self) -> float:
+        return sum(self.tokens) / max(sum(self.rounds), 1)
+
+    @property
+    def by_depth(self) -> list[float]:
+        """The share of drafts of each depth that are right where those before them are."""
+        return [right / max(reached, 1) for right, reached in zip(self.right, self.reached, strict=True)]
+
+
+def write_texts(engine: Engine, prompts: Sequence[list[int]], max_new_tokens: int) -> list[list[int]]:
+    """Each prompt with the target's greedy continuation."""
+    outputs = engine.generate([list(prompt) for prompt in prompts], SamplingParams(max_new_tokens))
+    return [[*prompt, *output.tokens] for prompt, output in zip(prompts, outputs, strict=True)]
+
+
+@torch.inference_mode()
+def record(engine: Engine, prompts: Sequence[list[int]], texts: Sequence[list[int]]) -> list[Text]:
+    """The texts with the target's states, of an engine that does nothing else now: its KV rows are written over."""
+    target, page_size = engine.target, engine.target.pools.page_size
+    recorded = []
+    for prompt, tokens in zip(prompts, texts, strict=True):
+        row = torch.tensor([tokens], dtype=torch.int32, device=engine.device)
+        count = row.shape[1]
+        pages = torch.arange(-(-count // page_size), dtype=torch.int32, device=engine.device)[None]
+        positions = torch.arange(count, dtype=torch.int32, device=engine.device)[None]
+        zero = positions[0, :1]
+        rows = Rows(slots=zero, page_table=pages, prefix_lens=zero, tail_len=count)
+        features = target.forward(row, positions, rows).features
+        if features is None:
+            features = target.embedding.weight.new_empty(0)
+        kept = features.view(count, len(target.feature_layers), target.embedding.weight.shape[1])
+        recorded.append(Text(prompt, tokens, kept))
+    return recorded
+
+
+@torch.inference_mode()
+def measure(draft: Draft, num_steps: int, target: LanguageModel, texts: Sequence[Text], pairing: int = 0) -> Acceptance:
+    """The acceptance of a draft that is not open, whose options ask for a chain of `num_steps`.
+
+    `pairing` shifts the features against the tokens: above 0 rows get the states of later tokens.
+    """
+    layers = [target.feature_layers.index(layer) for layer in draft.needs(target.config).feature_layers]
+    longest = max(len(text.tokens) for text in texts)
+    num_slots = max(len(roots_of(text, num_steps)) for text in texts)
+    own = num_steps + 2  # rows of a slot behind the text it shares
+    state = EngineState.create(
+        num_slots=num_slots,
+        max_len=longest,
+        max_stop_tokens=0,
+        num_pages=longest + num_slots * own,
+        max_pages=longest + own,
+        page_size=1,
+        fixed_split=None,
+        device=target.embedding.weight.device,
+    )
+    draft.open(DraftContext(target, state, target.max_len, None, "the doctor shows tokens alone"))
+    with closing(draft):
+        acceptance = Acceptance([], [], [0] * num_steps, [0] * num_steps, covered(draft, texts))
+        for text in texts:
+            features = None
+            if layers:
+                features = shifted(text.features[:, layers].flatten(1), pairing)
+            right = drafts_right(draft, num_steps, text, features)
+            count(right, acceptance)
+    return acceptance
+
+
+def covered(draft: Draft, texts: Sequence[Text]) -> float | None:
+    """The share of the continuations' tokens that the open draft can propose at all."""
+    id_map: Tensor | None = getattr(draft, "id_map", None)
+    if id_map is None:
+        return None
+    written = torch.tensor([token for text in texts for token in text.tokens[len(text.prompt) :]])
+    return float(torch.isin(written, id_map.cpu()).float().mean())
+
+
+def roots_of(text: Text, num_steps: int) -> range:
+    """The tokens that rounds may have as roots: a prompt's last one, and behind it those with enough text ahead."""
+    return range(max(len(text.prompt) - 1, 1), len(text.tokens) - num_steps)
+
+
+def shifted(features: Tensor, by: int) -> Tensor:
+    """Rows that are `by` later; the first or the last one again where there is none."""
+    at = (torch.arange(len(features), device=features.device) + by).clamp(0, len(features) - 1)
+    return features[at]
+
+
+def drafts_right(draft: Draft, num_steps: int, text: Text, features: Tensor | None) -> list[int]:
+    """For each root in turn: how many drafts of a chain behind it are right."""
+    state = draft.context.state
+    device = state.seq_lens.device
+    roots = roots_of(text, num_steps)
+    if not roots:
+        return []
+
+    def numbers(values: Sequence[int] | range) -> Tensor:
+        return torch.tensor(list(values), dtype=torch.int32, device=device)
+
+    tokens, slots, lengths = numbers(text.tokens), numbers(range(len(roots))), numbers(roots)
+    share_text(state, len(text.tokens), lengths)
+    state.root_tokens[: len(roots)] = tokens[roots.start : roots.stop]
+    state.seq_lens[: len(roots)] = lengths
+    for slot in range(len(roots)):
+        draft.begin(slot, DraftRequest(slot, text.tokens[: roots[slot] + 1], 0))
+    length = roots.stop - 1  # rows before the last root; row i is in page i
+    zero, positions = numbers([0]), numbers(range(length))[None]
+    prefill = Prefill(
+        tokens=tokens[None, :length],
+        next_tokens=tokens[None, 1 : length + 1],
+        positions=positions,
+        rows=Rows(slots=zero, page_table=positions, prefix_lens=zero, tail_len=length),
+        piece_slots=slots[-1:],
+        slots=slots,
+        ends=lengths,
+        last_rows=lengths - 1,
+    )
+    draft.prefill(prefill, None if features is None else features[None, :length])
+    draft.activate(slots)
+    candidates = draft.propose(slots, num_steps + 1).drafts
+    assert isinstance(candidates, Candidates)
+    behind = torch.stack([tokens[roots.start + step : roots.stop + step] for step in range(1, num_steps + 1)], 1)
+    right: list[int] = (candidates.tokens == behind).int().cumprod(1).sum(1).tolist()
+    return right
+
+
+def share_text(state: EngineState, num_rows: int, lengths: Tensor) -> None:
+    """Slot i sees the text's first lengths[i] rows, and behind them rows that no other slot sees."""
+    table = state.pool.page_table
+    columns = torch.arange(table.shape[1], dtype=torch.int32, device=table.device)
+    behind = columns - lengths[:, None]
+    own = (len(state.pool.free_stack) - num_rows) // len(table)
+    mine = num_rows + torch.arange(len(lengths), dtype=torch.int32, device=table.device)[:, None] * own
+    table[: len(lengths)] = torch.where(behind < 0, columns, torch.where(behind < own, mine + behind, -1))
+
+
+def count(right: list[int], acceptance: Acceptance) -> None:
+    """Add a text's drafts: its rounds, one behind the other, and all there could be, by depth."""
+    at = rounds = 0
+    while at < len(right):
+        at += right[at] + 1
+        rounds += 1
+    acceptance.rounds.append(rounds)
+    acceptance.tokens.append(at)
+    for depth in range(len(acceptance.right)):
+        acceptance.reached[depth] += sum(drafts >= depth for drafts in right)
+        acceptance.right[depth] += sum(drafts > depth for drafts in right)

@@ -1,0 +1,310 @@
+"""What `specdec doctor` changes, one thing at a time: in the prompts, in the target's KV, in a copy of the draft.
+
+A head is changed as its maker would: in a folder beside it, whose config.json says something else, or whose index takes
+some tensors from a small file of its own and all others from the files of the original. The loader reads both alike,
+and what restores acceptance is a fault that can be put right in the checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from ..engine import Draft, Eagle, Eagle3, Standalone
+from ..models.checkpoint import load_tensors, read_json, tensor_names, weight_map, weights_file
+
+KINDS: dict[str, Callable[..., Any]] = {"EAGLE": Eagle, "EAGLE3": Eagle3, "STANDALONE": Standalone}
+
+# Keys of a head's config that say which of its numbers are normalised. What a loader does not know, it refuses.
+NORMS = ("norm_before_residual", "norm_before_fc", "norm_output")
+LAYERS = "eagle_aux_hidden_state_layer_ids"
+NORM = re.compile(r".*norm(?:\.\d+)?\.weight")
+SMALL = re.compile(rf"{NORM.pattern}|(?:.*\.)?(?:d2t|t2d|q_proj\.(?:weight|bias))")
+
+
+@dataclass(frozen=True)
+class Prompting:
+    """How the texts are made that acceptance is measured on.
+
+    Attributes:
+        template: prompts are conversations in the chat template.
+        num_bos: of each prompt; None: as the tokenizer, or the template, has them.
+        kv: of the target: "as is", "16 or 32 bit", or "measured", which is 8-bit KV whose scales are measured and not
+            the checkpoint's.
+    """
+
+    template: bool
+    num_bos: int | None = None
+    kv: str = "as is"
+
+
+@dataclass(frozen=True)
+class Shift:
+    """One change.
+
+    Attributes:
+        input: what is changed, one of the names of docs/tuning.md. change: to what.
+        remedy: what would make it so for good.
+        draft: makes the draft, which is not open. None: that of "as is".
+        prompting: None: that of "as is". pairing: see `measure`.
+    """
+
+    input: str
+    change: str
+    remedy: str
+    draft: Callable[[], Draft] | None = None
+    prompting: Prompting | None = None
+    pairing: int = 0
+
+
+@dataclass(frozen=True)
+class Head:
+    """A checkpoint folder of a head, and copies of it that are changed.
+
+    Attributes:
+        folder, algorithm: of the head. num_steps: of the chains that are drafted.
+        scratch: a folder for the copies.
+    """
+
+    folder: Path
+    algorithm: str
+    num_steps: int
+    scratch: Path
+    tensors: dict[str, Tensor] = field(init=False)  # the small ones, by their names without "model."
+
+    def __post_init__(self) -> None:
+        tensors = load_tensors(self.folder, SMALL)
+        object.__setattr__(self, "tensors", {name.removeprefix("model."): t for name, t in tensors.items()})
+
+    @property
+    def config(self) -> dict[str, Any]:
+        config: dict[str, Any] = read_json(self.folder / "config.json")
+        return config
+
+    def draft(self, folder: Path | None = None) -> Draft:
+        draft: Draft = KINDS[self.algorithm](folder or self.folder, num_steps=self.num_steps, topk=1)
+        return draft
+
+    def changed(
+        self,
+        config: dict[str, Any] | None = None,
+        tensors: dict[str, Tensor] | None = None,
+        without: tuple[str, ...] = (),
+    ) -> Callable[[], Draft]:
+        """The draft of a copy with other keys in its config, other tensors, or without some."""
+
+        def make() -> Draft:
+            copy = self.scratch / str(len(list(self.scratch.iterdir())))
+            copy.mkdir()
+            (copy / "config.json").write_text(json.dumps(self.config | (config or {})))
+            link(self.folder, copy, tensors or {}, without)
+            return self.draft(copy)
+
+        return make
+
+
+def link(folder: Path, copy: Path, tensors: dict[str, Tensor], without: tuple[str, ...]) -> None:
+    """The tensors of the folder in the copy, but for these; they are named without "model."."""
+    file = weights_file(folder)
+    files = weight_map(file) if file.suffix == ".json" else dict.fromkeys(tensor_names(folder), file.name)
+    kept = {n: f for n, f in files.items() if n.removeprefix("model.") not in {*tensors, *without}}
+    for name in set(kept.values()):
+        (copy / f"original-{name}").symlink_to((folder / name).resolve())
+    weights = {name: f"original-{name_of_file}" for name, name_of_file in kept.items()}
+    if tensors:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, copy / "changed.safetensors")
+        weights |= dict.fromkeys(tensors, "changed.safetensors")
+    (copy / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weights}))
+
+
+def head_shifts(head: Head, layers: tuple[int, ...], num_layers: int, vocab_size: int) -> Iterator[Shift]:
+    """All that may be wrong between a head and its target.
+
+    `layers` are those whose entering states the head reads, of the target's `num_layers`; none where it was refused.
+    """
+    if head.algorithm == "EAGLE3":
+        yield from layer_shifts(head, layers, num_layers)
+    yield from position_shifts(head)
+    yield from norm_shifts(head)
+    yield from vocabulary_shifts(head, vocab_size)
+    if own := [n for n in tensor_names(head.folder) if n.removeprefix("model.") == "embed_tokens.weight"]:
+        yield Shift(
+            "embedding",
+            "the target's instead of its own",
+            f"leave {own[0]} out of the checkpoint",
+            head.changed(without=("embed_tokens.weight",)),
+        )
+
+
+def layer_shifts(head: Head, layers: tuple[int, ...], num_layers: int) -> Iterator[Shift]:
+    """Layers by what enters them where they were named by what leaves them, and the reverse: all one lower or higher.
+    And the usual choice of low, middle and high, in both meanings."""
+    usual = (2, num_layers // 2, num_layers - 3)
+    named: dict[tuple[int, ...], str] = {}
+    for base, what in ((layers, ""), (usual, "low, middle, high; ")):
+        for by, how in ((0, "as entered"), (1, "one higher"), (-1, "one lower")):
+            named.setdefault(tuple(layer + by for layer in base), what + how)
+    for choice, how in named.items():
+        if choice == layers or len(choice) != len(layers or usual) or not all(0 <= n <= num_layers for n in choice):
+            continue
+        yield Shift(
+            "feature layers",
+            f"{', '.join(map(str, choice))} ({how})",
+            f'config.json: "{LAYERS}": {list(choice)} at the top (layers by what enters them)',
+            head.changed({LAYERS: list(choice)}),
+        )
+
+
+def position_shifts(head: Head) -> Iterator[Shift]:
+    """Rotations depend on distances alone, so what can be wrong is where queries stand against keys, where drafted rows
+    stand against those of the text, and which feature stands beside which token."""
+    for by, how in ((1, "later"), (-1, "earlier")):
+        if (rotated := rotated_queries(head, by)) is not None:
+            yield Shift(
+                "position offset",
+                f"queries one position {how} than keys",
+                "rotate the head's queries and keys as it was trained",
+                head.changed(tensors=rotated),
+            )
+        yield Shift(
+            "position offset",
+            f"drafted rows one position {how} than the text's",
+            f"position_offset of the draft: {by:+d}",
+            offset_draft(head, by),
+        )
+        yield Shift(
+            "position offset",
+            f"features one token {how}",
+            "pair rows in training as drafting does: the token i + 1 with the feature of i",
+            pairing=by,
+        )
+
+
+def offset_draft(head: Head, by: int) -> Callable[[], Draft]:
+    def make() -> Draft:
+        draft: Any = head.draft()
+        draft.position_offset += by
+        return draft  # type: ignore[no-any-return]
+
+    return make
+
+
+def rotated_queries(head: Head, by: int) -> dict[str, Tensor] | None:
+    """Weights whose queries are those of `by` positions later; None where a norm comes between."""
+    if any(name.endswith("q_norm.weight") for name in head.tensors):
+        return None
+    config = head.config
+    layer = LlamaConfig.from_dict({**config, **config.get("transformer_layer_config", {}), "model_type": "llama"})
+    angles = LlamaRotaryEmbedding(layer).inv_freq.double() * by  # [head_dim / 2]
+    rotated = {}
+    for name, tensor in head.tensors.items():
+        if name.endswith(("q_proj.weight", "q_proj.bias")):
+            cosine, sine = (f(angles)[:, None] for f in (torch.cos, torch.sin))
+            first, second = tensor.double().reshape(-1, 2, len(angles), tensor.numel() // len(tensor)).unbind(1)
+            turned = torch.stack([first * cosine - second * sine, second * cosine + first * sine], 1)
+            rotated[name] = turned.reshape(tensor.shape).to(tensor.dtype)
+    return rotated
+
+
+def norm_shifts(head: Head) -> Iterator[Shift]:
+    config = head.config
+    nested = config.get("eagle_config") or {}
+    for key in NORMS if head.algorithm == "EAGLE3" else ():
+        on = bool(config.get(key, nested.get(key, False)))
+        yield Shift(
+            "norm", f"{key} {'off' if on else 'on'}", f'config.json: "{key}": {str(not on).lower()}',
+            head.changed({key: not on}),
+        )  # fmt: skip
+    norms = {name: tensor for name, tensor in head.tensors.items() if NORM.fullmatch(name)}
+    for by, how in ((1, "less one"), (-1, "plus one")):
+        if norms:
+            yield Shift(
+                "norm",
+                f"weights were stored {how}",
+                f"{'add 1 to' if by > 0 else 'take 1 off'} the weights of the head's norms",
+                head.changed(tensors={name: tensor + by for name, tensor in norms.items()}),
+            )
+
+
+def vocabulary_shifts(head: Head, vocab_size: int) -> Iterator[Shift]:
+    d2t, t2d = head.tensors.get("d2t"), head.tensors.get("t2d")
+    if d2t is None:
+        return
+    own = torch.arange(len(d2t))
+    readings = [
+        ("d2t as target ids", d2t.long(), "store d2t as distances: target id - draft id"),
+        ("identity: draft ids are target ids", own, "leave the map at distances of 0"),
+    ]
+    if t2d is not None:
+        readings.append(("the tokens that t2d marks, in order", t2d.nonzero()[:, 0], "make d2t from t2d"))
+    seen = [own + d2t.long()]
+    for change, ids, remedy in readings:
+        numbers = set(ids.tolist())
+        fits = len(ids) == len(own) == len(numbers) and numbers <= set(range(vocab_size))
+        if fits and not any(torch.equal(ids, other) for other in seen):
+            seen.append(ids)
+            yield Shift("vocabulary map", change, remedy, head.changed(tensors={"d2t": ids - own}))
+
+
+def standalone_shifts(folder: Path, num_steps: int, tokenizer: Any, vocab_size: int) -> Iterator[Shift]:
+    """A draft whose tokenizer numbers tokens otherwise, with its rows in the target's order."""
+    try:
+        vocabulary: dict[str, int] = AutoTokenizer.from_pretrained(folder).get_vocab()
+    except (OSError, ValueError):  # it brings none: it is meant for the target's
+        return
+    if tokenizer is None or vocabulary == (wanted := tokenizer.get_vocab()):
+        return
+    ids = torch.full((vocab_size,), -1)
+    for text, token in wanted.items():
+        if token < vocab_size:
+            ids[token] = vocabulary.get(text, -1)
+
+    def make() -> Draft:
+        model: Any = AutoModelForCausalLM.from_pretrained(folder)
+        embedding, product = model.get_input_embeddings(), model.get_output_embeddings()
+        rows = [in_order(module.weight.detach(), ids) for module in (embedding, product)]
+        model.config.vocab_size, model.config.tie_word_embeddings = vocab_size, False
+        for module, weight in zip((embedding, product), rows, strict=True):
+            module.weight = torch.nn.Parameter(weight, requires_grad=False)
+        embedding.num_embeddings = product.out_features = vocab_size
+        return Standalone(model, num_steps=num_steps, topk=1)
+
+    yield Shift(
+        "vocabulary map", "tokens by their text", "draft with a model that has the target's tokenizer", draft=make
+    )
+
+
+def in_order(weight: Tensor, ids: Tensor) -> Tensor:
+    """Rows [len(ids), H] of the weight; their mean for tokens that have none."""
+    there = (ids >= 0) & (ids < len(weight))
+    return torch.where(there[:, None], weight[ids.where(there, 0)], weight.mean(0))
+
+
+def prompting_shifts(as_is: Prompting, has_template: bool, num_bos: int | None, fp8: bool) -> Iterator[Shift]:
+    """`num_bos` of the prompts as they are; None where the tokenizer knows no such token."""
+    if has_template:
+        on = not as_is.template
+        yield Shift(
+            "template", "with the chat template" if on else "without the chat template",
+            f"send prompts {'as chat' if on else 'as they are, or mend the template'}",
+            prompting=Prompting(on),
+        )  # fmt: skip
+    for count, name in enumerate(("no BOS", "one BOS", "two BOS")):
+        if num_bos is not None and count != num_bos:
+            yield Shift("template", name, f"give prompts {name}", prompting=Prompting(as_is.template, count))
+    if fp8:
+        for kv, change, remedy in (
+            ("16 or 32 bit", "16 or 32 bit", "no kv_dtype"),
+            ("measured", "8 bit with measured scales", "leave the scales out of the checkpoint"),
+        ):
+            yield Shift("KV dtype", change, remedy, prompting=Prompting(as_is.template, None, kv))

@@ -1,0 +1,80 @@
+"""Prompts for `specdec doctor` and `specdec tune`: those of a file, or a small mix of chat, code and math."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+Prompt = str | list[dict[str, Any]]  # a text, or the messages of a conversation
+
+BUILT_IN: dict[str, tuple[str, ...]] = {
+    "chat": (
+        "How do I keep basil alive on a windowsill through the winter?",
+        "Explain to a twelve-year-old why the sky is blue and sunsets are red.",
+        "Write a short, friendly email that moves our meeting from Tuesday to Thursday afternoon.",
+        "What should I look at when I buy a used bicycle?",
+    ),
+    "code": (
+        "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):",
+        "import os\n\ndef list_files(path):\n    names = []\n    for name in os.listdir(path):",
+        'def read_config(filename):\n    """Read the file and return a dictionary of its options."""\n',
+        "class Node:\n    def __init__(self, value, left=None, right=None):\n        self.value = value\n",
+    ),
+    "math": (
+        "A train leaves at 9:40 and travels 210 km at 84 km/h. When does it arrive? Think step by step.",
+        "Solve for x: 3(x - 4) + 5 = 2x + 9. Show each step.",
+        "A box holds 4 red and 6 blue balls. Two are drawn without replacement. What is the probability that both are "
+        "red?",
+        "The sum of three consecutive odd numbers is 141. Which numbers are they?",
+    ),
+}
+
+
+def read_prompts(file: str | Path | None) -> list[Prompt]:
+    """The prompts of a file, or the built-in mix.
+
+    A `.jsonl` file has one object a line, with `prompt`, a text, or `messages`, a conversation; any other file has
+    texts with an empty line between two.
+
+    Raises:
+        OSError: there is no such file.
+        ValueError: it holds no prompts, or a line that is none.
+    """
+    if file is None:
+        return [prompt for prompts in BUILT_IN.values() for prompt in prompts]
+    text = Path(file).read_text("utf-8")
+    if Path(file).suffix == ".jsonl":
+        lines = enumerate(text.splitlines(), 1)
+        prompts = [prompt_of(line, f"{file}, line {number}") for number, line in lines if line.strip()]
+    else:
+        prompts = [part.strip("\n") for part in text.split("\n\n") if part.strip()]
+    if not prompts:
+        raise ValueError(f"{file} has no prompts, expected some")
+    return prompts
+
+
+def prompt_of(line: str, where: str) -> Prompt:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        value = None
+    if isinstance(value, dict):
+        if isinstance(value.get("prompt"), str):
+            return str(value["prompt"])
+        if isinstance(value.get("messages"), list):
+            return list(value["messages"])
+    raise ValueError(f"{where} is {line[:40]!r}, expected an object with prompt or messages")
+
+
+def without_template(prompt: Prompt) -> str:
+    """The bare text: that of all messages, one below the other."""
+    return prompt if isinstance(prompt, str) else "\n\n".join(str(message.get("content", "")) for message in prompt)
+
+
+def with_template(prompt: Prompt, tokenizer: Any) -> list[int]:
+    """The tokens of the prompt as a conversation in the tokenizer's chat template, up to where the answer begins."""
+    from ..engine.prompts import chat_tokens
+
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return chat_tokens(messages, tokenizer, "", {})

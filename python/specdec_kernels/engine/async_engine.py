@@ -1,0 +1,155 @@
+"""The engine for asyncio: waiting for tokens is awaiting them, and a cancelled task cancels its request."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from ..status import FinishReason
+from .engine import Engine
+from .outputs import NewTokens, RequestOutput
+from .params import SamplingParams
+from .request import BaseRequest, Order
+
+
+class AsyncRequest(BaseRequest):
+    """A request that `AsyncEngine.submit` has started, for tasks of the event loop it was submitted from.
+
+    Iterate over it with `async for` as over a `Request` with `for`: every iteration begins with the first token.
+    A task that is cancelled while it waits for it cancels the request.
+    """
+
+    def __init__(self, engine: Engine, order: Order, inbox: Inbox) -> None:
+        super().__init__(engine, order, inbox.tell)
+        self._inbox = inbox
+        self._waiting: list[asyncio.Future[None]] = []
+
+    async def result(self) -> RequestOutput:
+        """Its output once it has ended; of a cancelled one, what came until then.
+
+        Raises:
+            GenerationError: the device gave up on it.
+            Exception: what its part of a round, or of a prefill, has raised.
+        """
+        while not self.done():
+            await self._news()
+        return self.outcome()
+
+    async def __aiter__(self) -> AsyncIterator[NewTokens]:
+        new, seen = None, 0
+        while new is None or not new.finish_reason:
+            while self.num_pieces == seen:
+                await self._news()
+            begin, seen = seen, self.num_pieces
+            new = self.pieces(begin, seen)
+            if new.finish_reason == FinishReason.ERROR:
+                self.outcome()
+            yield new
+
+    async def _news(self) -> None:
+        """Returns when it has gained something, of which the event loop hears after this task has begun to wait."""
+        self._engine._loop.expect_to_wait()
+        loop = asyncio.get_running_loop()
+        if loop is not self._inbox.loop():
+            raise RuntimeError(f"AsyncRequest: request {self.id} belongs to another event loop, expected that one")
+        future = loop.create_future()
+        self._waiting.append(future)
+        try:
+            await future
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+
+    def wake(self) -> None:
+        """In the event loop: those who wait look again."""
+        waiting, self._waiting = self._waiting, []
+        for future in waiting:
+            if not future.done():
+                future.set_result(None)
+
+
+class Inbox:
+    """Tells one event loop of its requests: one call of it a turn, whatever their number."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = weakref.ref(loop)
+
+    def tell(self, requests: list[Any]) -> None:
+        loop = self.loop()
+        try:
+            if loop is not None:
+                loop.call_soon_threadsafe(wake_all, requests)
+                return
+        except RuntimeError:  # it is closed
+            pass
+        for request in requests:
+            request.cancel()  # nobody is left to read it
+
+
+def wake_all(requests: list[AsyncRequest]) -> None:
+    for request in requests:
+        request.wake()
+
+
+class AsyncEngine:
+    """An `Engine` for asyncio, for any number of event loops at a time, each in its thread.
+
+    It polls nothing: the thread that hands out results tells an event loop once a turn of all that its requests gained.
+    `async with` closes the engine in the end.
+
+    Args:
+        engine: what runs the requests. It can be used beside this, and by more than one of these.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._inboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Inbox] = weakref.WeakKeyDictionary()
+        self._lock = threading.Lock()
+
+    async def submit(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        add_special_tokens: bool = True,
+        stream: bool = True,
+    ) -> AsyncRequest:
+        """As `Engine.submit`. Text becomes tokens in another thread, for the event loop has other things to do."""
+        if isinstance(prompt, str):
+            tokens = await asyncio.to_thread(self.engine._tokens, prompt, "submit: prompt", add_special_tokens)
+        else:
+            tokens = self.engine._tokens(prompt, "submit: prompt", add_special_tokens)
+        return self.engine._submit(AsyncRequest, tokens, params, stream, self._inbox())
+
+    async def generate(
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None, *, add_special_tokens: bool = True
+    ) -> AsyncIterator[NewTokens]:
+        """Submits a request and iterates over it: `async for new in engine.generate(prompt, params)`.
+
+        The request is cancelled where the iteration ends before it does. (Of a generator that was left by `break`
+        asyncio learns when it is collected; `contextlib.aclosing` ends it there and then.)
+        """
+        request = await self.submit(prompt, params, add_special_tokens=add_special_tokens)
+        try:
+            async for new in request:
+                yield new
+        finally:
+            request.cancel()
+
+    async def close(self) -> None:
+        """Closes the engine: `Engine.close`, in another thread."""
+        await asyncio.to_thread(self.engine.close)
+
+    async def __aenter__(self) -> AsyncEngine:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def _inbox(self) -> Inbox:
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            return self._inboxes.setdefault(loop, Inbox(loop))

@@ -1,0 +1,341 @@
+"""What an engine is made with: every default resolved and every option checked, before anything is loaded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import _C
+from ..models.families import kv_numbers, position_limit
+from ..models.kv_scales import kv_dtype_of
+from ..models.language_model import implementation_of
+from ..models.loading import DTYPES
+from ..plans import Gpu
+from .drafts import Draft, Needs
+from .graphs import RoundSize, default_batch_sizes
+from .kv_bounds import AttentionCall, kv_bounds
+from .params import MAX_LOGPROBS
+from .round import most_nodes
+
+MAX_STOP_TOKENS = 16
+INVARIANT_SPLIT = 1024  # rows of KV
+MOST_NODES = 65536  # of a round, among which `share_nodes` chooses
+RING_DEPTH = 16  # records of commands, which the loop may be ahead of the device, and of results
+
+
+class Machine(NamedTuple):
+    """What an engine's sizes are held to."""
+
+    device: torch.device
+    num_bytes: int  # of its memory, all of it
+    gpu: Gpu | None = None  # None: a CPU
+
+    @classmethod
+    def of(cls, device: str | torch.device | None) -> Machine:
+        """That of a device; None: CUDA where torch has it and this build has kernels, else the CPU.
+
+        Raises:
+            ValueError: a device that there is none of.
+        """
+        if device is None:
+            device = default_device()
+        device = torch.device(device)
+        if device.type not in ("cpu", "cuda"):
+            raise ValueError(f"Engine: device is {device}, expected cpu or cuda")
+        if device.type == "cpu":
+            return cls(device, host_bytes())
+        if not torch.cuda.is_available():
+            raise ValueError(f"Engine: device is {device}, expected cpu (torch finds no GPU)")
+        if _C.cuda_version is None:
+            raise ValueError(
+                f"Engine: device is {device}, expected cpu (this build of specdec_kernels has no CUDA half)"
+            )
+        with torch.cuda.device(device):
+            return cls(device, torch.cuda.mem_get_info(device)[1], Gpu(*_C.current_gpu()))
+
+
+def default_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() and _C.cuda_version else "cpu")
+
+
+def host_bytes() -> int:
+    """The memory of the host, or what a container may have of it."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return physical
+    return min(physical, int(limit)) if limit.isdigit() else physical
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """All numbers of an engine.
+
+    Attributes:
+        machine: where it runs. dtype, kv_dtype: of weights and of the target's KV.
+        needs: of the draft.
+        max_len: longest sequence, prompt included. num_slots: requests that run at once.
+        page_size: KV rows per page. max_pages: pages of a slot at most. num_pages: of the pool; with `mem_fraction`, of
+            the one that the engine is tried out with.
+        mem_fraction: share of the device's memory to take; None: what `num_pages` takes.
+        reserve: KV rows behind L that a round may write (docs/round.md).
+        prefill_chunk, prefill_requests: most rows, and most prompts, of a prefill pass.
+        captures: rounds and passes are CUDA graphs.
+        batch_sizes: of rounds, rising up to num_slots. measured_sizes: of these, whose costs are measured.
+        nodes: of a round for each request in the mean, rising; several: the engine is adaptive.
+        round_sizes: of the captured rounds: each batch size with each number of nodes, for KV of several lengths where
+            attention runs other plans for them.
+        rounds_in_flight: launched and not yet read.
+        fixed_split: rows at which attention cuts KV whatever runs beside it; None: where it is fastest.
+        top_n: most best entries scored beside a token.
+        implementation: of the target, "native" or "transformers".
+    """
+
+    machine: Machine
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    needs: Needs
+    max_len: int
+    num_slots: int
+    page_size: int
+    max_pages: int
+    num_pages: int
+    mem_fraction: float | None
+    reserve: int
+    prefill_chunk: int
+    prefill_requests: int
+    captures: bool
+    batch_sizes: tuple[int, ...]
+    measured_sizes: tuple[int, ...]
+    nodes: tuple[int, ...]
+    round_sizes: tuple[RoundSize, ...]
+    rounds_in_flight: int
+    fixed_split: int | None
+    top_n: int
+    implementation: str
+
+    @classmethod
+    def resolve(
+        cls,
+        model: Any,
+        draft: Draft,
+        machine: Machine,
+        *,
+        adaptive: bool | None = None,
+        max_len: int | None = None,
+        num_slots: int = 8,
+        num_pages: int | None = None,
+        mem_fraction: float | None = None,
+        page_size: int = 16,
+        prefill_chunk: int = 2048,
+        dtype: torch.dtype | None = None,
+        kv_dtype: str | torch.dtype | None = None,
+        cuda_graph: bool = True,
+        batch_sizes: Sequence[int] | None = None,
+        rounds_in_flight: int | None = None,
+        batch_invariant: bool = False,
+        implementation: str = "auto",
+    ) -> EngineConfig:
+        """The options of `Engine`, for a target of this config. Nothing is allocated, and no weight is read.
+
+        Raises:
+            ValueError: an option out of range, or beside one that it does not go with; a pool that cannot hold one
+                request; sizes that the machine has no memory for.
+            All that `draft.needs` raises.
+        """
+        on_cuda = machine.device.type == "cuda"
+        if max_len is None:
+            max_len = min(2048, position_limit(model) or 2048)
+        check_at_least(2, max_len=max_len)
+        check_at_least(1, num_slots=num_slots, page_size=page_size, prefill_chunk=prefill_chunk)
+        check_invariance(model, draft, batch_invariant, batch_sizes, adaptive)
+        if batch_sizes is not None:
+            check_batch_sizes(batch_sizes, num_slots)
+        if rounds_in_flight is None:
+            rounds_in_flight = 2 if on_cuda else 1
+        if not 1 <= rounds_in_flight < RING_DEPTH:
+            raise ValueError(f"Engine: rounds_in_flight is {rounds_in_flight}, expected 1 to {RING_DEPTH - 1}")
+        dtype = dtype or (model.dtype or torch.bfloat16 if on_cuda else torch.float32)
+        check_dtype(dtype)
+        implementation = implementation_of(model, max_len, implementation)
+        kv_dtype = kv_dtype_of(kv_dtype, dtype)
+
+        needs = draft.needs(model)
+        check_needs(draft, needs, model.num_hidden_layers)
+        reserve = max(needs.num_nodes, needs.accept_width, needs.scratch_rows) + 1
+        max_pages = -(-(max_len + reserve) // page_size)
+        if mem_fraction is not None:
+            check_mem_fraction(mem_fraction, num_pages, machine.device)
+            num_pages = max_pages  # until it is known how many fit
+        if num_pages is None:
+            num_pages = num_slots * max_pages
+        check_num_pages(num_pages, max_pages, max_len, reserve)
+        top_n = min(MAX_LOGPROBS, model.vocab_size)
+        row_numbers = kv_numbers(model, model.num_hidden_layers) + needs.kv_numbers
+        parts = {  # at least: a draft's KV may be wider than the target's
+            "KV": num_pages * page_size * row_numbers * kv_dtype.itemsize,
+            "logits": num_slots * needs.num_nodes * model.vocab_size * dtype.itemsize,
+            "slots": 4 * num_slots * (max_pages + MAX_STOP_TOKENS) + ring_bytes(num_slots, needs.accept_width, top_n),
+        }
+        check_memory(parts, machine, num_slots=num_slots, max_len=max_len, num_pages=num_pages)
+        check_num_nodes(num_slots, needs.num_nodes)
+
+        captures = on_cuda and cuda_graph
+        if batch_sizes is None and batch_invariant:
+            batch_sizes = [num_slots]
+        if batch_sizes is None:
+            batch_sizes = default_batch_sizes(num_slots) if captures else range(1, num_slots + 1)
+        if adaptive is None:
+            adaptive = (captures or not on_cuda) and not batch_invariant and not draft.sampled
+        nodes = tuple(rungs_of(needs.num_nodes)) if adaptive else (needs.num_nodes,)
+
+        def bounds(batch: int, num_nodes: int) -> tuple[int, ...]:
+            if machine.gpu is None or batch_invariant:
+                return (max_len + reserve,)
+            calls = AttentionCall.of(model, None, True), *needs.attention
+            most = most_nodes(batch, num_nodes, needs.num_nodes)
+            kinds = {"fp8": kv_dtype.itemsize == 1, "tensor_cores": dtype.itemsize == 2}
+            return kv_bounds(calls, batch, num_nodes, most, max_len + reserve, machine.gpu, **kinds)
+
+        return cls(
+            machine=machine,
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            needs=needs,
+            max_len=max_len,
+            num_slots=num_slots,
+            page_size=page_size,
+            max_pages=max_pages,
+            num_pages=num_pages,
+            mem_fraction=mem_fraction,
+            reserve=reserve,
+            prefill_chunk=prefill_chunk,
+            prefill_requests=1 if batch_invariant else num_slots,
+            captures=captures,
+            batch_sizes=tuple(batch_sizes),
+            # On a CPU, where any batch size may run, it would take long to time them all.
+            measured_sizes=tuple(batch_sizes) if on_cuda else tuple(sorted({batch_sizes[0], num_slots})),
+            nodes=nodes,
+            round_sizes=tuple(
+                RoundSize(batch, count, most)
+                for batch in (batch_sizes if captures else ())
+                for count in nodes
+                for most in bounds(batch, count)
+            ),
+            rounds_in_flight=rounds_in_flight,
+            fixed_split=INVARIANT_SPLIT if batch_invariant else None,
+            top_n=top_n,
+            implementation=implementation,
+        )
+
+
+def rungs_of(num_nodes: int) -> list[int]:
+    """The numbers of nodes that an adaptive engine chooses from: 1, plain decoding, and twice as many each."""
+    return [*(1 << power for power in range(8) if 1 << power < num_nodes), num_nodes]
+
+
+def ring_bytes(num_slots: int, accept_width: int, top_n: int) -> int:
+    """The bytes of both rings, whose words are counted in C++, where they are written."""
+    words = _C.command_words(num_slots, num_slots, MAX_STOP_TOKENS) + _C.result_words(num_slots, accept_width, top_n)
+    return 4 * RING_DEPTH * words
+
+
+def check_dtype(dtype: torch.dtype) -> None:
+    if dtype not in DTYPES:
+        raise ValueError(f"Engine: dtype is {dtype}, expected one of {', '.join(map(str, DTYPES))}")
+
+
+def check_at_least(low: int, **arguments: int) -> None:
+    for name, value in arguments.items():
+        if value < low:
+            raise ValueError(f"Engine: {name} is {value}, expected at least {low}")
+
+
+def check_batch_sizes(batch_sizes: Sequence[int], num_slots: int) -> None:
+    sizes = list(batch_sizes)
+    if not sizes or sizes[0] < 1 or sizes[-1] != num_slots or sorted(set(sizes)) != sizes:
+        raise ValueError(f"Engine: batch_sizes is {sizes}, expected rising sizes up to num_slots={num_slots}")
+
+
+def check_invariance(
+    model: Any, draft: Draft, batch_invariant: bool, batch_sizes: Sequence[int] | None, adaptive: bool | None
+) -> None:
+    """ValueError for what a batch-invariant engine cannot have."""
+    if not batch_invariant:
+        return
+    if hasattr(model, "num_experts_per_tok"):
+        raise ValueError(
+            f"Engine: batch_invariant is set, expected not with {model.model_type}, "
+            "whose experts multiply the rows of several requests together"
+        )
+    if batch_sizes is not None and len(batch_sizes) > 1:
+        raise ValueError(f"Engine: batch_sizes is {list(batch_sizes)}, expected one size with batch_invariant")
+    if draft.reads_others:
+        raise ValueError(
+            f"Engine: batch_invariant is set, expected not with {type(draft).__name__}, "
+            "whose drafts depend on what other requests said"
+        )
+    if adaptive:
+        raise ValueError("Engine: adaptive is set, expected not with batch_invariant")
+
+
+def check_num_pages(num_pages: int, max_pages: int, max_len: int, reserve: int) -> None:
+    if num_pages < max_pages:
+        raise ValueError(
+            f"Engine: num_pages is {num_pages}, expected at least {max_pages} "
+            f"(one request of max_len={max_len} tokens and the {reserve} rows of a round must fit)"
+        )
+
+
+def check_mem_fraction(mem_fraction: float, num_pages: int | None, device: torch.device) -> None:
+    if num_pages is not None:
+        raise ValueError(f"Engine: num_pages is {num_pages}, expected None beside mem_fraction")
+    if device.type != "cuda":
+        raise ValueError(f"Engine: mem_fraction is {mem_fraction}, expected None (device is {device})")
+    if not 0 < mem_fraction <= 1:
+        raise ValueError(f"Engine: mem_fraction is {mem_fraction}, expected above 0 and at most 1")
+
+
+def check_needs(draft: Draft, needs: Needs, num_layers: int) -> None:
+    """ValueError for what no engine over a target of so many layers can provide."""
+    name = f"Engine: draft ({type(draft).__name__}) needs"
+    for need in ("num_nodes", "accept_width"):
+        if not 1 <= getattr(needs, need) <= 256:
+            raise ValueError(f"{name} {need}={getattr(needs, need)}, expected 1 to 256")
+    for need in ("scratch_rows", "kv_numbers"):
+        if getattr(needs, need) < 0:
+            raise ValueError(f"{name} {need}={getattr(needs, need)}, expected 0 or more")
+    if not all(0 <= layer <= num_layers for layer in needs.feature_layers):
+        raise ValueError(f"{name} feature_layers={needs.feature_layers}, expected 0 to {num_layers} (the target's)")
+
+
+def check_num_nodes(num_slots: int, num_nodes: int) -> None:
+    if num_slots * num_nodes > MOST_NODES:
+        raise ValueError(
+            f"Engine: num_slots is {num_slots}, expected at most {MOST_NODES // num_nodes} "
+            f"(trees of {num_nodes} nodes; a round has {MOST_NODES} at most)"
+        )
+
+
+def check_memory(parts: dict[str, int], machine: Machine, **sizes: int) -> None:
+    """ValueError for sizes that take more than all memory of the machine, without the weights."""
+    total = sum(parts.values())
+    if total <= machine.num_bytes:
+        return
+    (first, value), *others = sizes.items()
+    beside = ", ".join(f"{name}={other}" for name, other in others)
+    shares = ", ".join(f"{name} {gigabytes(num_bytes)}" for name, num_bytes in parts.items())
+    raise ValueError(
+        f"Engine: {first} is {value} ({beside}), which takes {gigabytes(total)} ({shares}), "
+        f"expected at most the {gigabytes(machine.num_bytes)} of {machine.device}"
+    )
+
+
+def gigabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.1f} GB"

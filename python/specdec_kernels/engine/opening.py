@@ -1,0 +1,188 @@
+"""From a configuration to an engine that runs: load, size the pools, capture, make the scheduler."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import _C
+from ..models.language_model import open_language_model
+from .config import MAX_STOP_TOKENS, RING_DEPTH, EngineConfig
+from .drafts import Draft, DraftContext
+from .executor import Executor
+from .graphs import Graphs, capture
+from .memory import pages_that_fit
+from .passes import captured_shapes
+from .rings import Rings
+from .round import Round
+from .state import EngineState
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What an engine runs on."""
+
+    config: EngineConfig
+    executor: Executor
+    stream: torch.cuda.Stream | None
+    graphs: Graphs | None
+    scheduler: _C.Scheduler
+
+
+def open_engine(
+    model: str | Path | nn.Module,
+    draft: Draft,
+    config: EngineConfig,
+    *,
+    adapter: Path | None,
+    tokenizer: Any,
+    no_tokenizer: str,
+    trace: bool,
+    progress: bool,
+) -> Opened:
+    """Load target and draft, and make all that their rounds need. Where that fails, the draft is closed again."""
+    executor = load_target(model, draft, config, adapter)
+    round = executor.round
+    try:
+        draft.open(DraftContext(round.target, round.state, config.max_len, tokenizer, no_tokenizer))
+        device = config.machine.device
+        stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        if config.mem_fraction is not None:
+            assert stream is not None
+            config = size_pools(executor, config, stream, trace, progress)
+        graphs, scheduler = start(executor, config, stream, trace, progress)
+        if len(config.nodes) > 1:
+            with on_stream(stream):
+                scheduler.measure_rounds(list(config.measured_sizes))
+    except BaseException:
+        if draft.is_open:
+            draft.close()
+        raise
+    return Opened(config, executor, stream, graphs, scheduler)
+
+
+def load_target(
+    model: str | Path | nn.Module, draft: Draft, config: EngineConfig, adapter: Path | None = None
+) -> Executor:
+    """The target with its pools, the slots' state, and the rounds of both; the draft is still to be opened."""
+    device = config.machine.device
+    target = open_language_model(
+        model,
+        implementation=config.implementation,
+        max_len=config.max_len,
+        num_pages=config.num_pages,
+        page_size=config.page_size,
+        dtype=config.dtype,
+        device=device,
+        kv_dtype=config.kv_dtype,
+        feature_layers=config.needs.feature_layers,
+        adapter=adapter,
+    )
+    state = EngineState.create(
+        num_slots=config.num_slots,
+        max_len=config.max_len,
+        max_stop_tokens=MAX_STOP_TOKENS,
+        num_pages=config.num_pages,
+        max_pages=config.max_pages,
+        page_size=config.page_size,
+        fixed_split=config.fixed_split,
+        device=device,
+    )
+    width = config.needs.accept_width
+    rings = Rings.create(state, max_batch=config.num_slots, accept_width=width, top_n=config.top_n, depth=RING_DEPTH)
+    return Executor(Round(target, draft, state, rings, reserve=config.reserve, accept_width=width, nodes=config.nodes))
+
+
+def size_pools(
+    executor: Executor, config: EngineConfig, stream: torch.cuda.Stream, trace: bool, progress: bool
+) -> EngineConfig:
+    """Pools that take what `mem_fraction` leaves: all is made and tried out with the smallest, which is thrown away."""
+    trial = start(executor, config, stream, trace, progress)
+    assert config.mem_fraction is not None
+    with on_stream(stream):
+        fitting = pages_that_fit(executor, config.mem_fraction, config.prefill_chunk)
+    del trial
+    executor.passes.captured.clear()
+    torch.cuda.empty_cache()
+    if fitting < config.max_pages:
+        raise ValueError(
+            f"Engine: mem_fraction is {config.mem_fraction}, which leaves room for {fitting} pages, "
+            f"expected at least {config.max_pages} (one request of max_len={config.max_len} tokens)"
+        )
+    num_pages = min(fitting, config.num_slots * config.max_pages)
+    executor.state.resize_pool(num_pages)
+    executor.target.resize_pools(num_pages)
+    executor.draft.resize_pools(num_pages)
+    return dataclasses.replace(config, num_pages=num_pages)
+
+
+def start(
+    executor: Executor, config: EngineConfig, stream: torch.cuda.Stream | None, trace: bool, progress: bool
+) -> tuple[Graphs | None, _C.Scheduler]:
+    """Rounds and passes as graphs, where they are captured, and the scheduler that launches them."""
+    with on_stream(stream):
+        graphs = None
+        if config.captures:
+            assert stream is not None
+            shapes = captured_shapes(config.prefill_chunk, config.num_slots, config.max_len)
+            passes, round = executor.passes, executor.round
+            try:
+                graphs = capture(round, config.round_sizes, passes, shapes, stream, progress=progress)
+            except RuntimeError as error:
+                if config.implementation == "native":
+                    raise
+                # Its modules may read what is on the device: then they are launched call by call.
+                torch.cuda.synchronize(stream.device)
+                passes.captured.clear()
+                round.rings.reset()
+                executor.not_captured = str(error).partition("\n")[0]
+        return graphs, make_scheduler(executor, config, stream, graphs, trace)
+
+
+def make_scheduler(
+    executor: Executor, config: EngineConfig, stream: torch.cuda.Stream | None, graphs: Graphs | None, trace: bool
+) -> _C.Scheduler:
+    rings = executor.round.rings
+    return _C.Scheduler(
+        executor,
+        num_slots=config.num_slots,
+        num_pages=config.num_pages,
+        page_size=config.page_size,
+        max_len=config.max_len,
+        reserve=config.reserve,
+        accept_width=config.needs.accept_width,
+        max_stops=MAX_STOP_TOKENS,
+        max_logprobs=config.top_n,
+        prefill_chunk=config.prefill_chunk,
+        prefill_requests=config.prefill_requests,
+        rounds_in_flight=config.rounds_in_flight,
+        batch_sizes=config.batch_sizes,
+        nodes=config.nodes,
+        commands=rings.commands,
+        results=rings.results,
+        stream=stream.cuda_stream if stream else None,
+        graphs=graphs.raw() if graphs else {},
+        trace=trace,
+    )
+
+
+@contextmanager
+def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """The engine's device and stream: what is launched here waits for all that the caller's stream was given before,
+    and what the caller launches later waits for it."""
+    if stream is None:
+        yield
+        return
+    with torch.cuda.device(stream.device):
+        caller = torch.cuda.current_stream()
+        stream.wait_stream(caller)
+        with torch.cuda.stream(stream):
+            yield
+        caller.wait_stream(stream)

@@ -1,0 +1,83 @@
+"""One small file for each family of models: how the modules that transformers loads become the parts of a decoder."""
+
+from ..attention import HEAD_DIMS
+from .arcee import Arcee, Nemotron
+from .base import (
+    Decoder,
+    Family,
+    family_of,
+    head_dim_of,
+    known_families,
+    kv_heads_of,
+    kv_numbers,
+    pool_dim_of,
+    position_limit,
+    register,
+)
+from .cohere import Cohere, Cohere2
+from .gemma import Gemma
+from .gemma2 import Gemma2
+from .gemma3 import Gemma3
+from .glm import Glm, Glm4
+from .glm4_moe import Glm4Moe
+from .gpt_oss import GptOss
+from .granite import Granite
+from .helium import Ernie45, Helium, SeedOss
+from .llama import Llama
+from .ministral import Ministral, Ministral3
+from .mistral import Mistral
+from .mixtral import Mixtral
+from .olmo2 import Olmo2
+from .olmo3 import Olmo3
+from .olmoe import Olmoe
+from .phi3 import Phi3
+from .qwen2 import Qwen2
+from .qwen2_moe import Qwen2Moe
+from .qwen3 import Qwen3
+from .qwen3_moe import Qwen3Moe
+from .smollm3 import SmolLM3
+from .starcoder2 import Starcoder2
+
+__all__ = [
+    "HEAD_DIMS",
+    "Arcee",
+    "Cohere",
+    "Cohere2",
+    "Decoder",
+    "Ernie45",
+    "Family",
+    "Gemma",
+    "Gemma2",
+    "Gemma3",
+    "Glm",
+    "Glm4",
+    "Glm4Moe",
+    "GptOss",
+    "Granite",
+    "Helium",
+    "Llama",
+    "Ministral",
+    "Ministral3",
+    "Mistral",
+    "Mixtral",
+    "Nemotron",
+    "Olmo2",
+    "Olmo3",
+    "Olmoe",
+    "Phi3",
+    "Qwen2",
+    "Qwen2Moe",
+    "Qwen3",
+    "Qwen3Moe",
+    "SeedOss",
+    "SmolLM3",
+    "Starcoder2",
+    "family_of",
+    "head_dim_of",
+    "known_families",
+    "kv_heads_of",
+    "kv_numbers",
+    "pool_dim_of",
+    "position_limit",
+    "register",
+]

@@ -1,0 +1,26 @@
+"""Arcee (AFM): Llama with a feed-forward part without a gate, of squared ReLU. Nemotron has layer norms besides, which
+multiply by 1 + weight, and rotates the first numbers of each head alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..layers import AnyNorm, FeedForward, PlainFeedForward, layer_norm_of, product_of
+from .base import register
+from .llama import Llama
+
+
+@register
+class Arcee(Llama):
+    model_type = "arcee"
+
+    def feed_forward(self, index: int, module: Any) -> FeedForward:
+        return PlainFeedForward(product_of(module.up_proj), product_of(module.down_proj), module.act_fn)
+
+
+@register
+class Nemotron(Arcee):
+    model_type = "nemotron"
+
+    def norm(self, module: Any) -> AnyNorm:
+        return layer_norm_of(module)._replace(weight=module.weight.detach() + 1)

@@ -1,0 +1,23 @@
+"""Gemma: Llama with GELU, norms that multiply by 1 + weight, and embeddings that are scaled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..layers import Embedding, Norm, one_more_norm_of
+from .base import register
+from .llama import Llama
+
+
+@register
+class Gemma(Llama):
+    model_type = "gemma"
+
+    def embedding(self, module: Any) -> Embedding:
+        weight = module.weight.detach()  # whose dtype the scale is rounded to, as when the model was trained
+        return Embedding(weight, torch.tensor(self.config.hidden_size**0.5, dtype=weight.dtype).item())
+
+    def norm(self, module: Any) -> Norm:
+        return one_more_norm_of(module)

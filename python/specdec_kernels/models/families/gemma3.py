@@ -1,0 +1,24 @@
+"""Gemma 3: Gemma 2 with norms of each query and key head, and angles of their own in layers with a window."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ..attention import Attention, Heads
+from .base import register
+from .gemma2 import Gemma2
+
+
+@register
+class Gemma3(Gemma2):
+    model_type = "gemma3_text"
+
+    def attention(self, index: int, module: Any, heads: Heads) -> Attention:
+        q_norm, k_norm = (heads.norm(self.norm(norm)) for norm in (module.q_norm, module.k_norm))
+        # The soft cap that its config may carry is not computed by transformers.
+        return replace(super().attention(index, module, heads), q_norm=q_norm, k_norm=k_norm, soft_cap=None)
+
+    def rotation(self, index: int) -> str:
+        kind: str = self.config.layer_types[index]
+        return kind

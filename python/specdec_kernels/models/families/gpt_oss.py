@@ -1,0 +1,47 @@
+"""gpt-oss: Llama with experts in all layers, windows in every second, and a sink beside the scores of each head."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..attention import Attention, Heads
+from ..experts import ExpertFeedForward, Experts, SoftmaxRouter
+from ..layers import FeedForward, product_of
+from .base import register
+from .llama import Llama
+
+
+@register
+class GptOss(Llama):
+    model_type = "gpt_oss"
+
+    def attention(self, index: int, module: Any, heads: Heads) -> Attention:
+        return replace(super().attention(index, module, heads), sinks=module.sinks.detach())
+
+    def window(self, index: int) -> int | None:
+        window: int | None = self.config.sliding_window
+        return window if self.config.layer_types[index] == "sliding_attention" else None
+
+    def feed_forward(self, index: int, module: Any) -> FeedForward:
+        experts = module.experts
+        alpha, limit = float(experts.alpha), float(experts.limit)
+
+        def gate(wide: Tensor) -> Tensor:
+            """Of columns that are gates and ups by turns."""
+            gates, ups = wide[..., ::2].clamp(max=limit), wide[..., 1::2].clamp(-limit, limit)
+            return (ups + 1) * gates * torch.sigmoid(gates * alpha)
+
+        return ExpertFeedForward(
+            SoftmaxRouter(product_of(module.router), module.router.top_k, normalised=True),
+            Experts(
+                experts.gate_up_proj.detach(),
+                experts.down_proj.detach(),
+                experts.gate_up_proj_bias.detach(),
+                experts.down_proj_bias.detach(),
+                gate,
+            ),
+        )

@@ -1,0 +1,93 @@
+"""Llama: norms before attention and before a gated feed-forward part. The other families here are variations of it."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+from ..attention import Attention, Heads, Rotation
+from ..layers import (
+    AnyNorm,
+    Embedding,
+    FeedForward,
+    GatedFeedForward,
+    Head,
+    Layer,
+    activation_of,
+    merged,
+    norm_of,
+    product_of,
+)
+from .base import Decoder, Family, head_dim_of, register
+
+
+@register
+class Llama(Family):
+    model_type = "llama"
+    interleaved: ClassVar[bool] = False  # whether the pairs that are rotated are neighbours
+
+    def decoder(self, model: Any, max_len: int, device: torch.device) -> Decoder:
+        body = getattr(model.model, "language_model", model.model)
+        kinds = [self.rotation(index) for index in range(len(body.layers))]
+        heads = {kind: self.heads(body.rotary_emb, kind, max_len, device) for kind in dict.fromkeys(kinds)}
+        layers = zip(body.layers, kinds, strict=True)
+        return Decoder(
+            embedding=self.embedding(body.embed_tokens),
+            layers=[self.layer(index, module, heads[kind]) for index, (module, kind) in enumerate(layers)],
+            norm=self.norm(body.norm),
+            head=self.head(model.lm_head),
+        )
+
+    def heads(self, rotary: Any, kind: str | None, max_len: int, device: torch.device) -> Heads:
+        """Of the layers whose rotation is of this kind."""
+        if kind is None:
+            rotation = Rotation.none(device)
+        else:
+            kinds = (kind,) if kind else ()
+            rotation = Rotation.of(rotary, max_len, device, *kinds, interleaved=self.interleaved)
+        return Heads(head_dim_of(self.config), rotation)
+
+    def embedding(self, module: Any) -> Embedding:
+        return Embedding(module.weight.detach())
+
+    def head(self, linear: Any) -> Head:
+        return Head(product_of(linear))
+
+    def norm(self, module: Any) -> AnyNorm:
+        return norm_of(module)
+
+    def layer(self, index: int, module: Any, heads: Heads) -> Layer:
+        return Layer(
+            input_norm=self.norm(module.input_layernorm),
+            attention=self.attention(index, module.self_attn, heads),
+            middle_norm=self.norm(module.post_attention_layernorm),
+            feed_forward=self.feed_forward(index, module.mlp),
+        )
+
+    def attention(self, index: int, module: Any, heads: Heads) -> Attention:
+        kv_heads = self.config.num_key_value_heads
+        return Attention(
+            qkv=heads.qkv(kv_heads, module.q_proj, module.k_proj, module.v_proj),
+            out=heads.out(module.o_proj),
+            rotations=heads.rotations,
+            kv_heads=kv_heads,
+            head_dim=heads.size,
+            window=self.window(index),
+            scale=module.scaling,
+        )
+
+    def feed_forward(self, index: int, module: Any) -> FeedForward:
+        return gated(module)
+
+    def window(self, index: int) -> int | None:
+        """How many rows of its path a row sees in layer `index`, itself among them; None: all."""
+        return None
+
+    def rotation(self, index: int) -> str | None:
+        """What the model's rotary module calls the kind of layer `index`; "": it knows but one; None: no rotation."""
+        return ""
+
+
+def gated(mlp: Any) -> GatedFeedForward:
+    return GatedFeedForward(merged(mlp.gate_proj, mlp.up_proj), product_of(mlp.down_proj), activation_of(mlp.act_fn))

@@ -1,0 +1,35 @@
+"""Ministral: Mistral with a sliding window in some layers. Ministral 3: Mistral whose queries grow by position."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..attention import Attention, Heads
+from .base import register
+from .mistral import Mistral
+
+
+@register
+class Ministral(Mistral):
+    model_type = "ministral"
+
+    def window(self, index: int) -> int | None:
+        return super().window(index) if self.config.layer_types[index] == "sliding_attention" else None
+
+
+@register
+class Ministral3(Mistral):
+    model_type = "ministral3"
+
+    def attention(self, index: int, module: Any, heads: Heads) -> Attention:
+        plain = super().attention(index, module, heads)
+        beta = self.config.rope_parameters.get("llama_4_scaling_beta")
+        if not beta:
+            return plain
+        steps = torch.arange(len(heads.rotations), device=heads.rotations.device)
+        steps = steps // self.config.rope_parameters["original_max_position_embeddings"]
+        factors = 1 + beta * torch.log(1 + steps.float())
+        return replace(plain, q_factors=factors.to(module.o_proj.weight.dtype))

@@ -1,0 +1,19 @@
+"""OLMo 3: OLMo 2 with sliding windows in most layers, which rotate by angles of their own."""
+
+from __future__ import annotations
+
+from .base import register
+from .olmo2 import Olmo2
+
+
+@register
+class Olmo3(Olmo2):
+    model_type = "olmo3"
+
+    def window(self, index: int) -> int | None:
+        window: int | None = self.config.sliding_window
+        return window if self.rotation(index) == "sliding_attention" else None
+
+    def rotation(self, index: int) -> str:
+        kind: str = self.config.layer_types[index]
+        return kind

@@ -1,0 +1,46 @@
+"""OLMoE: Llama with experts in all layers, and norms of whole rows of queries and keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..attention import Attention, Heads, Projection
+from ..experts import ExpertFeedForward
+from ..layers import FeedForward, Norm, norm_of
+from .base import register
+from .llama import Llama
+from .qwen3_moe import experts_of, softmax_router
+
+
+@dataclass(frozen=True)
+class NormedProduct:
+    """Queries, keys and values of which the first two are normalised over all their heads together, and all clipped."""
+
+    product: Projection
+    q_norm: Norm
+    k_norm: Norm
+    clip: float | None  # the largest absolute value
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, heads * head_dim] from [T, in]."""
+        widths = [len(self.q_norm.weight), len(self.k_norm.weight), len(self.k_norm.weight)]
+        q, k, v = torch.split(self.product(x), widths, -1)
+        out = torch.cat([self.q_norm(q), self.k_norm(k), v], -1)
+        return out if self.clip is None else out.clamp(-self.clip, self.clip)
+
+
+@register
+class Olmoe(Llama):
+    model_type = "olmoe"
+
+    def attention(self, index: int, module: Any, heads: Heads) -> Attention:
+        plain = super().attention(index, module, heads)
+        norms = heads.norm(norm_of(module.q_norm)), heads.norm(norm_of(module.k_norm))
+        return replace(plain, qkv=NormedProduct(plain.qkv, *norms, self.config.clip_qkv))
+
+    def feed_forward(self, index: int, module: Any) -> FeedForward:
+        return ExpertFeedForward(softmax_router(module.gate, module.gate.norm_topk_prob), experts_of(module.experts))

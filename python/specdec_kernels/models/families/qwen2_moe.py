@@ -1,0 +1,27 @@
+"""Qwen2 with experts in most layers, and beside them one that all rows take, by a gate's measure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..experts import ExpertFeedForward
+from ..layers import FeedForward, product_of
+from .base import register
+from .llama import gated
+from .qwen2 import Qwen2
+from .qwen3_moe import experts_of, softmax_router
+
+
+@register
+class Qwen2Moe(Qwen2):
+    model_type = "qwen2_moe"
+
+    def feed_forward(self, index: int, module: Any) -> FeedForward:
+        if not hasattr(module, "experts"):
+            return gated(module)
+        return ExpertFeedForward(
+            softmax_router(module.gate, module.gate.norm_topk_prob),
+            experts_of(module.experts),
+            gated(module.shared_expert),
+            product_of(module.shared_expert_gate),
+        )

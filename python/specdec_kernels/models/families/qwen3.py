@@ -1,0 +1,20 @@
+"""Qwen3: Qwen2 with a norm of each query and key head in place of the biases."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ..attention import Attention, Heads
+from ..layers import norm_of
+from .base import register
+from .qwen2 import Qwen2
+
+
+@register
+class Qwen3(Qwen2):
+    model_type = "qwen3"
+
+    def attention(self, index: int, module: Any, heads: Heads) -> Attention:
+        q_norm, k_norm = (heads.norm(norm_of(norm)) for norm in (module.q_norm, module.k_norm))
+        return replace(super().attention(index, module, heads), q_norm=q_norm, k_norm=k_norm)

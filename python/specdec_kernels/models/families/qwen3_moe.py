@@ -1,0 +1,36 @@
+"""Qwen3 with experts: Qwen3, in most layers of which each row takes a few of many feed-forward parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..experts import ExpertFeedForward, Experts, Router, SoftmaxRouter
+from ..layers import FeedForward, Product
+from ..loading import ROUNDED
+from .base import register
+from .llama import gated
+from .qwen3 import Qwen3
+
+
+@register
+class Qwen3Moe(Qwen3):
+    model_type = "qwen3_moe"
+
+    def window(self, index: int) -> int | None:
+        window: int | None = self.config.sliding_window  # None without `use_sliding_window`; of all layers
+        return window
+
+    def feed_forward(self, index: int, module: Any) -> FeedForward:
+        if not hasattr(module, "experts"):  # one of `mlp_only_layers`, or between those of `decoder_sparse_step`
+            return gated(module)
+        return ExpertFeedForward(softmax_router(module.gate, module.gate.norm_topk_prob), experts_of(module.experts))
+
+
+def experts_of(module: Any) -> Experts:
+    """Of a module whose parameters are [experts, out, in], gates before ups."""
+    activations = getattr(module, ROUNDED, "none")
+    return Experts(module.gate_up_proj.detach().mT, module.down_proj.detach().mT, activations=activations)
+
+
+def softmax_router(module: Any, normalised: bool) -> Router:
+    return SoftmaxRouter(Product(module.weight.detach(), None), module.top_k, normalised)

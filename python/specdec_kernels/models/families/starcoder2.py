@@ -1,0 +1,24 @@
+"""Starcoder 2: Llama with layer norms, biases, and a feed-forward part without a gate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..layers import FeedForward, LayerNorm, PlainFeedForward, layer_norm_of, product_of
+from .base import register
+from .llama import Llama
+
+
+@register
+class Starcoder2(Llama):
+    model_type = "starcoder2"
+
+    def norm(self, module: Any) -> LayerNorm:
+        return layer_norm_of(module)
+
+    def feed_forward(self, index: int, module: Any) -> FeedForward:
+        return PlainFeedForward(product_of(module.c_fc), product_of(module.c_proj), module.act)
+
+    def window(self, index: int) -> int | None:
+        window: int | None = self.config.sliding_window
+        return window

@@ -1,0 +1,109 @@
+"""What the engine, its drafts and its benchmarks ask of a language model, and the two ways to make one.
+
+Native: our parts (`CausalLM`), for the registered families. Transformers: its own modules with our paged tree attention
+behind its attention interface (`TransformersLM`), for whatever else it knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from .attention import Rows
+from .causal_lm import CausalLM, States, check_supported
+from .families import known_families
+from .kv_pools import KvPools
+from .loading import config_of
+
+IMPLEMENTATIONS = ("auto", "native", "transformers")
+
+
+class LanguageModel(Protocol):
+    """A causal language model over KV pools of its own."""
+
+    model: Any  # the module of transformers
+    max_len: int
+    pools: KvPools
+    feature_layers: tuple[int, ...]
+
+    @property
+    def config(self) -> Any: ...
+
+    @property
+    def embedding(self) -> nn.Embedding: ...
+
+    @property
+    def lm_head(self) -> nn.Linear: ...
+
+    def forward(self, tokens: Tensor, positions: Tensor, rows: Rows) -> States:
+        """A pass over tokens [B, Q], or packed ones [M], at positions of that shape."""
+
+    def prefill(self, tokens: Tensor, positions: Tensor, rows: Rows) -> Tensor | None:
+        """`forward` for the sake of the rows' KV and of the features, which are returned."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., V] from hidden states [..., H]."""
+
+    def resize_pools(self, num_pages: int) -> None:
+        """Other pools, empty, with another number of pages."""
+
+
+def implementation_of(config: Any, max_len: int, implementation: str = "auto", name: str = "model") -> str:
+    """ "native" or "transformers": which of them runs a model of this config. Auto: native where our parts express it.
+
+    Raises:
+        ValueError: no such implementation; native, for a model that our parts do not express.
+    """
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"Engine: implementation is {implementation!r}, expected one of {', '.join(IMPLEMENTATIONS)}")
+    if not getattr(config, "num_attention_heads", None):
+        raise ValueError(f"{name}: {config.model_type} has no attention in its layers, expected a model that has")
+    if implementation != "auto":
+        if implementation == "native":
+            check_supported(config, max_len, name)
+        return implementation
+    if config.model_type not in known_families():
+        return "transformers"
+    try:
+        check_supported(config, max_len, name)
+    except ValueError:
+        return "transformers"
+    return "native"
+
+
+def open_language_model(
+    model: str | Path | nn.Module,
+    *,
+    implementation: str = "auto",
+    max_len: int,
+    num_pages: int,
+    page_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    kv_dtype: torch.dtype | None = None,
+    feature_layers: Sequence[int] = (),
+    name: str = "model",
+    adapter: Path | None = None,
+) -> LanguageModel:
+    """The model by `implementation_of`; the other arguments are those of `CausalLM`."""
+    from .transformers_lm import TransformersLM  # here, since it stands on this module
+
+    kind: type[CausalLM] | type[TransformersLM] = TransformersLM
+    if implementation_of(config_of(model, name), max_len, implementation, name) == "native":
+        kind = CausalLM
+    return kind(
+        model,
+        max_len=max_len,
+        num_pages=num_pages,
+        page_size=page_size,
+        dtype=dtype,
+        device=device,
+        kv_dtype=kv_dtype,
+        feature_layers=feature_layers,
+        name=name,
+        adapter=adapter,
+    )

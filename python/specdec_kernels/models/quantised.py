@@ -1,0 +1,334 @@
+"""Weights of 8 and 4 bits, and products with them.
+
+What is computed is a definition, the same on every device. A weight is numbers times scales. Where a format says that
+activations are rounded too, every row is, by scales of its own, so that no row depends on the others beside it. Both
+become numbers of the rows' dtype and are multiplied: exactly so in float32, in 16 bits with one more rounding of each.
+On a GPU a kernel of torch, which leaves that rounding out, stands for it where, tried once, it gives what it should.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+FP8 = torch.float8_e4m3fn
+LARGEST = torch.finfo(FP8).max
+SMALLEST_SCALE = 1e-12  # of rows of zeros
+GROUP = 128  # numbers of a row that share a scale, and rows and columns of a block of a weight
+KERNEL_ERROR = 2e-2  # of a kernel's results, which are bfloat16, against the definition's
+
+
+class StoredWeight(ABC):
+    """A weight [out, in] that is stored in fewer bits."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, int]:
+        """Out and in."""
+
+    @abstractmethod
+    def dequantised(self) -> Tensor:
+        """[out, in] float32."""
+
+    @abstractmethod
+    def product(self, x: Tensor) -> Tensor:
+        """[..., out] from [..., in]."""
+
+    def joined(self, other: StoredWeight) -> StoredWeight | None:
+        """Both as one weight, the rows of this one first; None where one weight cannot be both."""
+        return None
+
+    def rows(self, begin: int, end: int) -> StoredWeight:
+        """These of its rows, which it shares."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Fp8Weight(StoredWeight):
+    """Numbers of float8_e4m3fn, with a scale for each row, or for each block of 128 numbers of each row.
+
+    Attributes:
+        numbers: [out, in] float8_e4m3fn.
+        scales: [out, 1] or [out, blocks] float32.
+        activations: how x is rounded: "none", "token" (a scale of each row), "group" (of each 128 numbers of a row), or
+            "static" (the checkpoint's).
+        input_scale: [1] float32, of "static".
+    """
+
+    numbers: Tensor
+    scales: Tensor
+    activations: str
+    input_scale: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.numbers.shape[0], self.numbers.shape[1]
+
+    def dequantised(self) -> Tensor:
+        return spread(self.scales, self.shape[1]) * self.numbers.float()
+
+    def product(self, x: Tensor) -> Tensor:
+        if self.activations == "none":
+            return functional.linear(x, self.dequantised().to(x.dtype))
+        numbers, scales = in_eight_bits(x.reshape(-1, x.shape[-1]), self.activations, self.input_scale)
+        kernel = self._kernel(x)
+        if kernel is None:
+            rows = numbers.float() * spread(scales, x.shape[-1])
+            out = functional.linear(rows.to(x.dtype), self.dequantised().to(x.dtype))
+        else:
+            out = kernel(numbers, scales, self.numbers, self.scales)
+        return out.view(*x.shape[:-1], -1)
+
+    def _kernel(self, x: Tensor) -> Kernel | None:
+        if not x.is_cuda or x.dtype != torch.bfloat16 or any(size % 16 for size in self.shape):
+            return None
+        if self.scales.shape[1] == 1 and self.activations in ("token", "static"):
+            return trusted(scaled_by_rows, x.device.index)
+        if self.activations == "group" and self.scales.shape[1] * GROUP == self.shape[1]:
+            return trusted(scaled_by_groups, x.device.index)
+        return None
+
+    def rows(self, begin: int, end: int) -> StoredWeight:
+        return replace(self, numbers=self.numbers[begin:end], scales=self.scales[begin:end])
+
+    def __post_init__(self) -> None:
+        if self.numbers.is_cuda:  # kernels are tried here, not where a graph is captured
+            self._kernel(torch.empty(0, dtype=torch.bfloat16, device=self.numbers.device))
+
+    def joined(self, other: StoredWeight) -> StoredWeight | None:
+        if not isinstance(other, Fp8Weight) or other.activations != self.activations:
+            return None
+        if self.scales.shape[1] != other.scales.shape[1]:
+            return None
+        if not same(self.input_scale, other.input_scale):
+            return None
+        return replace(
+            self,
+            numbers=torch.cat([self.numbers.view(torch.uint8), other.numbers.view(torch.uint8)]).view(FP8),
+            scales=by_columns(torch.cat([self.scales, other.scales])),
+        )
+
+
+@dataclass(frozen=True)
+class Int4Weight(StoredWeight):
+    """Numbers from 0 to 15, whose groups of columns in each row have a zero and a scale; activations stay as they are.
+
+    Attributes:
+        numbers: [out, in / 2] uint8, the number of an even column in the lower four bits.
+        zeros: [out, groups] uint8, the number that stands for 0.
+        scales: [out, groups] float32.
+        columns: [in] int32, the group of each column; None: groups are equally long, one behind another.
+    """
+
+    numbers: Tensor
+    zeros: Tensor
+    scales: Tensor
+    columns: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.numbers.shape[0], 2 * self.numbers.shape[1]
+
+    def dequantised(self) -> Tensor:
+        numbers = torch.stack([self.numbers & 15, self.numbers >> 4], -1).flatten(1).float()
+        zeros, scales = self.zeros.float(), self.scales
+        if self.columns is not None:
+            return (numbers - zeros[:, self.columns]) * scales[:, self.columns]
+        grouped = numbers.view(len(numbers), zeros.shape[1], -1)
+        return ((grouped - zeros[..., None]) * scales[..., None]).flatten(1)
+
+    def product(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.dequantised().to(x.dtype))
+
+    def joined(self, other: StoredWeight) -> StoredWeight | None:
+        if not isinstance(other, Int4Weight) or self.scales.shape[1] != other.scales.shape[1]:
+            return None
+        if not same(self.columns, other.columns):
+            return None
+        return replace(
+            self,
+            numbers=torch.cat([self.numbers, other.numbers]),
+            zeros=torch.cat([self.zeros, other.zeros]),
+            scales=torch.cat([self.scales, other.scales]),
+        )
+
+    def rows(self, begin: int, end: int) -> StoredWeight:
+        part = slice(begin, end)
+        return replace(self, numbers=self.numbers[part], zeros=self.zeros[part], scales=self.scales[part])
+
+
+@dataclass(frozen=True)
+class SeveralWeights(StoredWeight):
+    """Weights of one input that no single one can be: their products stand side by side."""
+
+    parts: tuple[StoredWeight | Tensor, ...]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
+
+    def dequantised(self) -> Tensor:
+        return torch.cat(
+            [part.dequantised() if isinstance(part, StoredWeight) else part.float() for part in self.parts]
+        )
+
+    def product(self, x: Tensor) -> Tensor:
+        return torch.cat([multiplied(x, part) for part in self.parts], -1)
+
+
+def multiplied(x: Tensor, weight: Tensor | StoredWeight) -> Tensor:
+    """[..., out] from [..., in]."""
+    return functional.linear(x, weight) if isinstance(weight, Tensor) else weight.product(x)
+
+
+def stored_together(linears: Sequence[nn.Linear | QuantisedLinear]) -> StoredWeight:
+    """One weight of the linears', of which one at least is stored in fewer bits: those that all fit become one, whose
+    rows the modules have from then on."""
+    weights = [linear.weight if isinstance(linear, QuantisedLinear) else linear.weight.detach() for linear in linears]
+    whole, *others = weights
+    for weight in others:
+        joined = whole.joined(weight) if isinstance(whole, StoredWeight) and isinstance(weight, StoredWeight) else None
+        if joined is None:
+            return SeveralWeights(tuple(weights))
+        whole = joined
+    assert isinstance(whole, StoredWeight)
+    begin = 0
+    for linear, weight in zip(linears, weights, strict=True):
+        assert isinstance(linear, QuantisedLinear)
+        linear.store(whole.rows(begin, begin + weight.shape[0]))
+        begin += weight.shape[0]
+    return whole
+
+
+def spread(scales: Tensor, columns: int) -> Tensor:
+    """Scales [rows, groups] of every number [rows, columns], or [rows, 1] as they are."""
+    return scales if scales.shape[1] == 1 else scales.repeat_interleave(GROUP, 1)[:, :columns]
+
+
+def same(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is other if one is None or other is None else torch.equal(one, other)
+
+
+def in_eight_bits(x: Tensor, activations: str, input_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Rows [T, in] as float8_e4m3fn and their scales, [T, 1] or [T, groups] float32."""
+    wide = x.float()
+    if activations == "group":
+        padded = functional.pad(wide, (0, -wide.shape[1] % GROUP))
+        largest = padded.view(len(x), -1, GROUP).abs().amax(-1)
+    elif activations == "token":
+        largest = wide.abs().amax(-1, keepdim=True)
+    else:
+        assert input_scale is not None
+        largest = (input_scale * LARGEST).expand(len(x), 1)
+    scales = (largest / LARGEST).clamp(min=SMALLEST_SCALE)
+    return (wide / spread(scales, x.shape[1])).clamp(-LARGEST, LARGEST).to(FP8), scales
+
+
+def rounded(x: Tensor, activations: str) -> Tensor:
+    """Rows [T, in] as a product with rounded activations sees them, in their own dtype."""
+    if activations == "none":
+        return x
+    numbers, scales = in_eight_bits(x, activations)
+    return (numbers.float() * spread(scales, x.shape[1])).to(x.dtype)
+
+
+# --- kernels of torch
+
+Kernel = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # of rows, their scales, a weight's numbers and its scales
+
+
+def scaled_by_rows(numbers: Tensor, scales: Tensor, weight: Tensor, weight_scales: Tensor) -> Tensor:
+    out: Tensor = torch._scaled_mm(
+        numbers, weight.t(), scales.contiguous(), weight_scales.t().contiguous(), out_dtype=torch.bfloat16
+    )
+    return out
+
+
+def scaled_by_groups(numbers: Tensor, scales: Tensor, weight: Tensor, weight_scales: Tensor) -> Tensor:
+    rows = -(-len(numbers) // 16) * 16  # so that each column of scales starts on 16 bytes
+    numbers = functional.pad(numbers.view(torch.uint8), (0, 0, 0, rows - len(numbers))).view(FP8)
+    scales_of_rows = functional.pad(scales, (0, 0, 0, rows - len(scales)), value=1.0)
+    kind = functional.ScalingType.BlockWise1x128
+    out: Tensor = functional.scaled_mm(
+        numbers,
+        weight.t(),
+        by_columns(scales_of_rows),
+        kind,
+        by_columns(weight_scales),
+        kind,
+        output_dtype=torch.bfloat16,
+    )
+    return out[: len(scales)]
+
+
+def by_columns(scales: Tensor) -> Tensor:
+    """The same numbers, those of a column one behind another, as torch's product by groups wants them."""
+    return scales.t().contiguous().t()
+
+
+@cache
+def trusted(kernel: Kernel, device: int) -> Kernel | None:
+    """The kernel, if this GPU and this torch have it and it gives what the definition gives."""
+    return kernel if gives_the_definition(kernel, torch.device("cuda", device)) else None
+
+
+def gives_the_definition(kernel: Kernel, device: torch.device) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    outs, ins, by_groups = 272, 640, kernel is scaled_by_groups
+    numbers = (torch.randn(outs, ins, generator=generator) * 20).to(device, FP8)
+    scales = torch.rand(outs, ins // GROUP if by_groups else 1, generator=generator).to(device) + 0.5
+    weight = Fp8Weight(numbers, scales, "group" if by_groups else "token")
+    for rows in (1, 5, 64):
+        x, of_x = in_eight_bits(torch.randn(rows, ins, generator=generator).to(device), weight.activations)
+        want = (x.double() * spread(of_x, ins)) @ weight.dequantised().double().t()
+        try:
+            got = kernel(x, of_x, weight.numbers, weight.scales)
+        except (RuntimeError, AttributeError, ValueError, TypeError):  # which is how torch says that it has none here
+            return False
+        if not bool(((got.double() - want).norm() <= KERNEL_ERROR * want.norm()).item()):
+            return False
+    return True
+
+
+# --- modules
+
+
+class QuantisedLinear(nn.Module):
+    """What stands in a module of transformers where `nn.Linear` stood, and serves both our parts and its own forward
+    pass. Its numbers and scales are buffers: nobody casts them."""
+
+    kinds: ClassVar[tuple[type[Any], ...]] = (Fp8Weight, Int4Weight)
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
+        self._kind: type[Any] | None = None
+        self._options: dict[str, Any] = {}
+
+    def store(self, weight: StoredWeight) -> None:
+        """Takes a weight, in place of the one it had."""
+        assert isinstance(weight, self.kinds)
+        self._kind, self._options = type(weight), {}
+        for field in fields(weight):
+            value = getattr(weight, field.name)
+            if isinstance(value, Tensor):
+                self.register_buffer(field.name, value, persistent=False)
+            else:
+                self._options[field.name] = value
+
+    @property
+    def weight(self) -> StoredWeight:
+        assert self._kind is not None
+        stored: StoredWeight = self._kind(**self._options, **dict(self.named_buffers(recurse=False)))
+        return stored
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.weight.product(x)
+        return out if self.bias is None else out + self.bias

@@ -1,0 +1,381 @@
+"""The budget: what rounds cost is measured, what drafts bring is learnt, and no rung changes a text."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from conftest import HAS_CUDA
+from specdec_kernels import _C
+from specdec_kernels.engine import Draft, Eagle, Eagle3, Engine, Ngram, SamplingParams, Standalone, Union
+from specdec_kernels.engine.config import rungs_of
+from specdec_kernels.engine.drafts.proposal import scored_tree_of
+from specdec_kernels.engine.graphs import Graphs
+from specdec_kernels.tiny import tiny_model
+from test_eagle import random_tensors, write_head
+from tiny import Comparison, greedy_by_transformers, held_out, reference_model
+
+NODES = [1, 2, 4, 8, 16]
+WIDTH, DEPTH = 16, 5
+
+
+class Device:
+    """Rounds of a chain: node i is accepted, if those before it are, with probability `rate`."""
+
+    def __init__(self, cost: Callable[[int, int], float], rate: float, batch: int = 1) -> None:
+        self.cost, self.rate, self.rng = cost, rate, random.Random(5)
+        self.commands = np.full((DEPTH, _C.command_words(batch, batch, 0)), -1, np.int32)
+        self.results = np.zeros((DEPTH, _C.result_words(batch, WIDTH, -1)), np.int32)
+        self.num_applied = self.num_published = 0
+        self.rounds: list[int] = []  # the nodes of each
+        self.us = self.tokens = 0.0
+        self.lengths, self.wrong_each = [0] * batch, 0  # 0: by chance
+        sizes = {"num_slots": batch, "num_pages": 10**6, "page_size": 16, "max_len": 10**6, "reserve": WIDTH + 1}
+        self.scheduler = _C.Scheduler(
+            self,
+            **sizes,
+            accept_width=WIDTH,
+            max_stops=0,
+            prefill_chunk=8,
+            prefill_requests=1,
+            rounds_in_flight=2,
+            batch_sizes=[*range(1, batch + 1)],
+            nodes=NODES,
+            commands=self.commands,
+            results=self.results,
+        )
+        for _ in range(batch):
+            self.scheduler.submit([1], 10**5, streams=False)
+
+    def launch(self, batch: int, num_nodes: int, _max_kv_len: int) -> None:
+        record = self.commands[self.num_applied % DEPTH]
+        self.num_applied += 1
+        record[0] = self.num_applied
+        if batch == 0:
+            return
+        result = self.results[self.num_published % DEPTH]
+        began, us = 10**9 * self.num_published, self.cost(batch, num_nodes)
+        result[2:6].view(np.int64)[:] = [began, began + int(1000 * us)]
+        rows = int((record[2 : 2 + batch] >= 0).sum())
+        for b, row in enumerate(result[8:].reshape(-1, 4 + 2 * WIDTH)[:rows]):
+            accepted = 0
+            while accepted + 1 < num_nodes and self.is_right(b, accepted):
+                accepted += 1
+            self.lengths[b] += accepted + 1
+            row[:4] = accepted + 1, 0, 0, num_nodes
+            row[4 : 4 + WIDTH] = 7
+            row[4 + WIDTH :] = np.minimum(np.arange(WIDTH), accepted)
+            self.tokens += accepted + 1
+        if rows:
+            self.rounds.append(num_nodes)
+            self.us += us
+        self.num_published += 1
+        result[0] = self.num_published
+
+    def measure(self) -> None:
+        """Every size."""
+        self.scheduler.measure_rounds([*range(1, len(self.lengths) + 1)])
+
+    def is_right(self, b: int, ahead: int) -> bool:
+        """Whether the draft is that follows so many accepted ones."""
+        if self.wrong_each:
+            return (self.lengths[b] + ahead + 1) % self.wrong_each > 0
+        return self.rng.random() < self.rate
+
+    def run(self, rounds: int) -> list[int]:
+        """The nodes of so many rounds more."""
+        before = len(self.rounds)
+        while len(self.rounds) < before + rounds:
+            self.scheduler.step()
+        return self.rounds[before:]
+
+    def nothing(self, *_arguments: Any) -> None:
+        pass
+
+    begin = prefill = activate = deactivate = nothing
+
+
+def flat(_batch: int, num_nodes: int) -> float:
+    return 5000 + 20 * num_nodes
+
+
+def bound(batch: int, num_nodes: int) -> float:
+    """Where the weights are read once, and from some rows on every row costs."""
+    return max(5000 + 10 * batch * num_nodes, 110 * batch * num_nodes)
+
+
+def best_nodes(device: Device, batch: int) -> int:
+    def rate(nodes: int) -> float:
+        return sum(device.rate**i for i in range(nodes)) / device.cost(batch, nodes)
+
+    return max(NODES, key=rate)
+
+
+def test_every_size_is_measured_and_counts_as_no_round() -> None:
+    device = Device(lambda batch, nodes: 100 * batch + nodes, 0.5, batch=3)
+    assert device.scheduler.costs is None
+    device.measure()
+    costs = device.scheduler.costs
+    assert costs is not None and costs.batches == [1, 2, 3]
+    assert costs.rows == [[batch * nodes for nodes in NODES] for batch in (1, 2, 3)]
+    assert costs.us == [[100 * batch + nodes for nodes in NODES] for batch in (1, 2, 3)]
+    assert device.scheduler.times == (0,) * 8 and device.scheduler.rounds_by_rung == [0] * len(NODES)
+    device.run(40)
+    assert device.scheduler.rounds_by_rung == [sum(n == nodes for n in device.rounds[:-1]) for nodes in NODES]
+    with pytest.raises(RuntimeError, match="measure_rounds: requests hold slots, expected none"):
+        device.measure()
+
+
+def test_sizes_between_those_that_are_measured() -> None:
+    device = Device(lambda batch, nodes: 100 * batch * batch + nodes, 0.5, batch=7)
+    device.scheduler.measure_rounds([1, 3, 7])
+    costs = device.scheduler.costs
+    squares = [1, 5, 9, 19, 29, 39, 49]
+    assert costs is not None and costs.batches == [1, 2, 3, 4, 5, 6, 7]
+    for row, square in zip(costs.us, squares, strict=True):
+        assert row == pytest.approx([100 * square + nodes for nodes in NODES])
+    assert device.scheduler.times == (0,) * 8
+
+
+@pytest.mark.parametrize("batches", [[], [1], [2, 3], [1, 2], [1, 4], [1, 3, 3], [3, 1]])
+def test_what_is_measured_must_be_sizes_of_rounds(batches: list[int]) -> None:
+    with pytest.raises(ValueError) as error:
+        Device(flat, 0.5, batch=3).scheduler.measure_rounds(batches)
+    assert str(error.value) == (
+        f"measure_rounds: batches is {batches}, expected rising ones of [1, 2, 3], the first and the last among them"
+    )
+
+
+def test_rounds_that_take_long_are_timed_once() -> None:
+    for us, times in ((199_999, 3), (200_000, 1)):
+        device = Device(lambda _batch, _nodes, us=us: us, 0.5)  # type: ignore[misc]
+        device.measure()
+        assert device.num_published == times * len(NODES)
+
+
+def test_without_costs_the_highest_rung() -> None:
+    assert set(Device(flat, 0.0).run(100)) == {NODES[-1]}
+
+
+@pytest.mark.parametrize("cost", [flat, bound])
+@pytest.mark.parametrize("rate", [0.0, 0.3, 0.6, 0.95])
+@pytest.mark.parametrize("batch", [1, 8, 40, 64])
+def test_it_finds_the_best_rung(cost: Callable[[int, int], float], rate: float, batch: int) -> None:
+    device = Device(cost, rate, batch)
+    device.measure()
+    device.run(200)
+    device.us = device.tokens = 0
+    rounds = device.run(1000)
+    best = best_nodes(device, batch)
+    ideal = batch * sum(rate**i for i in range(best)) / cost(batch, best)
+    plain = batch / cost(batch, 1)
+    print(f"{best}: { ({n: rounds.count(n) for n in NODES}) }, {device.tokens / device.us / ideal:.3f} of the best")
+    assert device.tokens / device.us > 0.94 * ideal  # estimates waver where two rungs are nearly as good
+    assert device.tokens / device.us > 0.99 * plain
+
+
+def test_drafts_that_never_come_true_cost_next_to_nothing() -> None:
+    device = Device(bound, 0.0, 64)
+    device.measure()
+    device.run(50)
+    device.us = 0
+    rounds = device.run(2000)
+    tried = [i for i, nodes in enumerate(rounds) if nodes > 1]
+    assert {rounds[i] for i in tried} == {2}  # the next rung is twice as dear already
+    assert 10 <= len(tried) <= 2000 / 64 and all(b == a + 1 or b - a >= 64 for a, b in pairwise(tried))
+    assert device.us < 1.02 * 2000 * bound(64, 1)
+
+
+def test_cheap_rungs_are_all_tried_at_once() -> None:
+    device = Device(flat, 0.0)
+    device.measure()
+    rounds = device.run(2000)[500:]
+    assert set(rounds) == {1, NODES[-1]} and rounds.count(NODES[-1]) <= 1500 / 64 + 2
+
+
+@pytest.mark.parametrize(("cost", "batch"), [(flat, 1), (bound, 8), (bound, 40)])
+def test_it_climbs_again(cost: Callable[[int, int], float], batch: int) -> None:
+    device = Device(cost, 0.0, batch)
+    device.measure()
+    device.run(300)
+    assert device.run(500).count(1) > 480
+    device.rate = 0.95
+    device.run(3000 if batch == 1 else 1200)
+    rounds = device.run(100)
+    assert rounds.count(best_nodes(device, batch)) > 80, rounds
+    device.rate = 0.0
+    device.run(300 if batch == 1 else 60)
+    assert device.run(200).count(1) > 190
+
+
+def test_larger_trees_are_not_judged_from_where_small_ones_end() -> None:
+    """A text in which every fourth draft is wrong, and requests that come together: in rounds of two nodes most would
+    begin amid such a piece, from where larger trees look worse than they are."""
+    us = {1: 5400, 2: 5500, 4: 8600, 8: 14500, 16: 24000}
+    device = Device(lambda _batch, nodes: us[nodes], 0.0, 64)
+    device.wrong_each = 4
+    device.measure()
+    assert device.run(300).count(4) > 270
+    device.wrong_each = 1
+    device.run(300)
+    assert device.run(100).count(1) > 90
+    device.wrong_each = 4
+    device.run(600)
+    assert device.run(100).count(4) > 80
+
+
+def test_prefixes_cost_all_rungs_the_same() -> None:
+    """Which the measured costs do not show: where the round takes long anyway, drafts are worth more."""
+    device = Device(bound, 0.6, 24)
+    device.measure()
+    device.run(100)
+    assert device.run(100).count(2) > 90
+    device.cost = lambda batch, nodes: bound(batch, nodes) + 20_000
+    assert best_nodes(device, 24) == 4
+    device.run(400)
+    assert device.run(200).count(4) > 180
+    device.cost = bound
+    device.run(200)
+    assert device.run(200).count(2) > 180
+
+
+# --- texts
+
+
+MAX_LEN, NEW_TOKENS = 128, 24
+HEAD = tiny_model("eagle3")
+
+
+def eagle_head(folder: Path) -> Path:
+    return folder if folder.exists() else write_head(folder, random_tensors(False))
+
+
+DRAFTS: dict[str, Callable[[Path], Draft]] = {
+    "ngram": lambda _: Ngram(num_nodes=12),
+    "eagle-chain": lambda path: Eagle(eagle_head(path / "head"), topk=1),
+    "eagle3-chain": lambda _: Eagle3(HEAD, num_steps=5, topk=1),
+    "eagle3-tree": lambda _: Eagle3(HEAD, num_steps=4, topk=4, num_nodes=32),
+    "standalone": lambda _: Standalone(tiny_model("target"), num_steps=3, topk=2, num_nodes=8),
+    "eagle3+ngram": lambda _: Union(Eagle3(HEAD, num_steps=3, topk=3, num_nodes=24), Ngram(num_nodes=24), num_nodes=24),
+}
+every_draft = pytest.mark.parametrize("name", DRAFTS)
+
+
+@functools.cache
+def prompts() -> list[list[int]]:
+    return [*(prompt[:40] for prompt in held_out("code")[:6]), *(prompt[-60:] for prompt in held_out("repeat")[:6])]
+
+
+@functools.cache
+def plain_texts() -> list[list[int]]:
+    return greedy_by_transformers(reference_model(), prompts(), NEW_TOKENS)
+
+
+def make_engine(draft: Draft | None, device: torch.device, **options: Any) -> Engine:
+    sizes: dict[str, Any] = {"max_len": MAX_LEN, "num_slots": 4, "page_size": 4, "dtype": torch.float32}
+    return Engine(tiny_model("target"), draft=draft, device=device, **(sizes | options))
+
+
+def expect_plain_texts(engine: Engine) -> None:
+    comparison = Comparison(reference_model())
+    outputs = engine.generate(prompts(), SamplingParams(NEW_TOKENS))
+    for prompt, output, want in zip(prompts(), outputs, plain_texts(), strict=True):
+        comparison.check(prompt, output.tokens, want)
+    assert len(comparison.near_ties) <= 1
+    pool = engine.state.pool
+    assert int(pool.num_free[0]) == len(pool.free_stack) and not pool.page_refs.any()
+
+
+@every_draft
+def test_any_rungs_give_the_same_texts(name: str, device: torch.device, tmp_path: Path) -> None:
+    """Whatever a round's number of nodes, in a pool from which requests are retracted."""
+    engine = make_engine(DRAFTS[name](tmp_path), device, cuda_graph=False, num_pages=60)
+    rungs = rungs_of(engine.config.needs.num_nodes)
+    rng, launch = random.Random(3), engine._executor.launch
+    engine._executor.launch = lambda batch, nodes, most: launch(batch, rng.choice(rungs) if nodes else 0, most)
+    expect_plain_texts(engine)
+    # The rows of eagle3+ngram are many, and so are those of two rounds in flight: who is admitted stays.
+    assert engine.stats().retractions > 0 or name == "eagle3+ngram" or device.type == "cuda"
+
+
+@pytest.mark.skipif(not HAS_CUDA, reason="no GPU here")
+@every_draft
+def test_graphs_of_any_rung_give_the_same_texts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the budget picks them, and with the graphs of each batch size exchanged among its rungs."""
+    device = torch.device("cuda")
+    engine = make_engine(DRAFTS[name](tmp_path), device)
+    rungs = rungs_of(engine.config.needs.num_nodes)
+    if engine.graphs is None:
+        pytest.skip("launched kernel by kernel")
+    expect_plain_texts(engine)
+    costs = engine.stats().costs
+    assert costs is not None and costs.rows[0] == rungs
+    raw, rng = Graphs.raw, random.Random(3)
+
+    def exchanged(graphs: Graphs) -> dict[tuple[int, int, int], int]:
+        by_size = raw(graphs)  # float32 has one bound of KV
+        return {(b, n, most): by_size[b, rng.choice(rungs) if b else 0, most] for b, n, most in by_size}
+
+    monkeypatch.setattr(Graphs, "raw", exchanged)
+    for _ in range(2):
+        expect_plain_texts(make_engine(DRAFTS[name](tmp_path), device))
+
+
+@every_draft
+def test_an_adaptive_engine(name: str, device: torch.device, tmp_path: Path) -> None:
+    """Measures, chooses, and says so; kernel by kernel on CUDA it does when it is asked to."""
+    unless_asked = None if device.type == "cuda" else False
+    engine = make_engine(DRAFTS[name](tmp_path), device, adaptive=unless_asked, cuda_graph=False)
+    fixed = engine.stats()
+    assert fixed.costs is None and fixed.rounds_by_nodes == {engine.config.needs.num_nodes: 0}
+    draft = DRAFTS[name](tmp_path)
+    engine = make_engine(draft, device, adaptive=True, cuda_graph=False, batch_sizes=[2, 4])
+    before = engine.stats()
+    expect_plain_texts(engine)
+    stats = engine.stats() - before
+    assert stats.costs is not None and stats.costs.batches == [2, 4]
+    rungs = rungs_of(engine.config.needs.num_nodes)
+    assert list(stats.rounds_by_nodes) == rungs
+    assert stats.costs.rows == [[batch * nodes for nodes in rungs] for batch in (2, 4)]
+    assert sum(stats.rounds_by_nodes.values()) == stats.rounds > 0
+
+
+@every_draft
+def test_a_lower_rung_drafts_the_first_nodes_of_a_higher_one(name: str, device: torch.device, tmp_path: Path) -> None:
+    """Which is how a round shows what the rungs below it would have accepted."""
+    from test_round import begin, run
+
+    engine = make_engine(DRAFTS[name](tmp_path), device)
+    slots = torch.arange(4, dtype=torch.int32, device=device)
+    for slot in range(4):
+        begin(engine, slot, prompts()[4 + slot])
+    for _ in range(4):
+        most = engine.config.needs.num_nodes
+        whole = scored_tree_of(engine.draft.propose(slots, most).drafts, slots, most, engine.state).tree
+        for nodes in rungs_of(most):
+            tree = scored_tree_of(engine.draft.propose(slots, nodes).drafts, slots, nodes, engine.state).tree
+            assert tree.tokens.shape == (4, nodes)
+            assert torch.equal(tree.num_nodes, whole.num_nodes.clamp(max=nodes))
+            for row, size in enumerate(tree.num_nodes.tolist()):
+                assert torch.equal(tree.tokens[row, :size], whole.tokens[row, :size])
+                assert torch.equal(tree.parents[row, :size], whole.parents[row, :size])
+        run(engine, slots.tolist())
+
+
+def test_rungs() -> None:
+    assert rungs_of(64) == [1, 2, 4, 8, 16, 32, 64]
+    assert rungs_of(6) == [1, 2, 4, 6]
+    assert rungs_of(1) == [1] and rungs_of(256)[-2:] == [128, 256]
+
+
+def test_a_batch_invariant_engine_is_not_adaptive() -> None:
+    with pytest.raises(ValueError, match=r"^Engine: adaptive is set, expected not with batch_invariant"):
+        make_engine(Eagle3(HEAD), torch.device("cpu"), adaptive=True, batch_invariant=True)

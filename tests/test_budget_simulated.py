@@ -1,0 +1,138 @@
+"""The budget against devices that are only numbers: measured costs of an H200, drafts of several kinds, any batch."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from specdec_kernels._C import Budget, RoundCosts
+
+PER_REQUEST = (1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+BATCHES = (1, 4, 16, 64, 256)
+WIDTH = 6
+
+
+def us_of(batch: int, rows: int) -> float:
+    """Rounds of bench/results/h200-round-code.json within a tenth: plain, chain of 6 and tree of 32, at 1 to 64."""
+    drafting = 0 if rows == batch else 230 * min(WIDTH - 1, rows / batch) + 20
+    return 4200 + drafting + max(27 * batch, 24 * rows - 1000)
+
+
+ROWS = [sorted({round(batch * each) for each in PER_REQUEST}) for batch in BATCHES]
+US = [[us_of(batch, rows) for rows in each] for batch, each in zip(BATCHES, ROWS, strict=True)]
+# Of a request that has x rows: what its drafts gain is most * (1 - (1 + x - 1) ** -power).
+DRAFTS = {"chat": (2.6, 0.55), "code": (4.0, 0.65), "math": (4.6, 0.75), "wrong": (0.0, 1.0)}
+
+
+def gain(kind: str, x: float) -> float:
+    most, power = DRAFTS[kind]
+    return float(min(most * (1 - x**-power), x - 1))
+
+
+class Machine:
+    """Rounds of one batch size on a clock of its own. Scores promise `lie` times the gain, and at least `boast`."""
+
+    def __init__(self, size: int, cost: Callable[[int, int], float], lie: float = 1.0, boast: float = 0.0) -> None:
+        self.size, self.cost, self.lie, self.boast = size, cost, lie, boast
+        self.budget = Budget(RoundCosts(BATCHES, ROWS, US), WIDTH)
+        self.rng, self.last = random.Random(11), 0
+        self.us = self.tokens = 0.0
+
+    def run(self, kind: str, rounds: int, kv_rows: float = 0) -> list[int]:
+        batch, rows = BATCHES[self.size], ROWS[self.size]
+        chosen = []
+        self.us = self.tokens = 0
+        for _ in range(rounds):
+            rung = self.budget.next(self.size, batch, kv_rows)
+            gains = [gain(kind, r / batch) for r in rows]
+            # Every accepted draft is a coin: how far off the mean over the batch is.
+            noise = self.rng.gauss(0, 1.2 / batch**0.5)
+            true = [batch * (1 + max(g * (1 + noise / 2), 0.0)) for g in gains]
+            scores = [
+                batch * (1 + max(self.lie * g, self.boast * (1 - batch / r))) for g, r in zip(gains, rows, strict=True)
+            ]
+            us = self.cost(batch, rows[rung]) * self.rng.uniform(0.99, 1.01)
+            self.budget.note_time(self.size, rung, batch, kv_rows, us)
+            if rung > 0:
+                self.budget.note_tokens(self.size, batch, scores, true[: min(rung, self.last) + 1])
+            self.last = rung
+            self.us += us
+            self.tokens += batch * (1 + gains[rung])
+            chosen.append(rung)
+        return chosen
+
+    def fixed(self, kind: str, rung: int) -> float:
+        """Tokens a microsecond where all rounds are of one rung."""
+        batch, rows = BATCHES[self.size], ROWS[self.size]
+        return batch * (1 + gain(kind, rows[rung] / batch)) / self.cost(batch, rows[rung])
+
+    def of_best(self, kind: str) -> float:
+        return self.tokens / self.us / max(self.fixed(kind, rung) for rung in range(len(ROWS[self.size])))
+
+
+sizes = pytest.mark.parametrize("size", range(len(BATCHES)))
+
+
+@sizes
+@pytest.mark.parametrize("kind", DRAFTS)
+@pytest.mark.parametrize("lie", [1.0, 1.6])
+def test_next_to_the_best_fixed_rung(size: int, kind: str, lie: float) -> None:
+    """Also where scores promise more than comes true."""
+    machine = Machine(size, us_of, lie, boast=1.0 if kind == "wrong" else 0.0)
+    machine.run(kind, 400)
+    machine.run(kind, 2000)
+    assert machine.of_best(kind) > 0.98
+    assert machine.tokens / machine.us > 0.99 * machine.fixed(kind, 0)
+
+
+@sizes
+def test_a_text_that_changes(size: int) -> None:
+    machine = Machine(size, us_of, boast=1.0)
+    for kind in ("math", "wrong", "code", "wrong", "chat"):
+        machine.run(kind, 1000)
+        machine.run(kind, 1500)
+        assert machine.of_best(kind) > 0.98, kind
+
+
+@sizes
+def test_prefixes_cost_what_they_cost(size: int) -> None:
+    """Attention over them is in no measured cost: a rate of KV rows, and a share that grows with rows."""
+    kv = 0.0
+
+    def cost(batch: int, rows: int) -> float:
+        return us_of(batch, rows) + kv * (0.04 + 0.001 * (rows / batch - 1))
+
+    machine = Machine(size, cost)
+    for each in (500, 8000, 500):
+        kv = each * BATCHES[size]
+        machine.run("code", 1500, kv)
+        machine.run("code", 1500, kv)
+        assert machine.of_best("code") > 0.98, each
+
+
+@sizes
+def test_experts_that_are_measured_too_cheap(size: int) -> None:
+    """Rounds without requests touch few experts: with rows all are touched, and every round costs far more."""
+
+    def cost(batch: int, rows: int) -> float:
+        return us_of(batch, rows) * (1 + 5 * (1 - (1 - 8 / 128) ** rows))
+
+    machine = Machine(size, cost)
+    machine.run("code", 3000, 300 * BATCHES[size])
+    machine.run("code", 3000, 300 * BATCHES[size])
+    assert machine.of_best("code") > 0.97
+
+
+def test_what_was_learnt_is_kept_in_another_batch() -> None:
+    """Worth is a curve over rows a request: a batch that grows begins where a small one ended."""
+    machine = Machine(2, us_of)
+    machine.run("chat", 1000)
+    machine.size = 3
+    machine.run("chat", 20)
+    assert machine.of_best("chat") > 0.96
+
+
+def test_the_same_rounds_give_the_same_choices() -> None:
+    assert Machine(3, us_of).run("chat", 500) == Machine(3, us_of).run("chat", 500)

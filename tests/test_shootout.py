@@ -1,0 +1,105 @@
+"""Engines side by side: checkpoints in published formats, a process each, texts compared, one record."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from specdec_kernels.models.acceptance import PublishedAcceptance
+from specdec_kernels.models.planted import PlantedText, plant_causal_lm, plant_eagle3
+from specdec_kernels.models.shapes import draft_vocab_of, shape_config
+
+shootout = pytest.importorskip("specdec_kernels.bench.shootout", reason="bench/ is not beside the package here")
+
+CPU = torch.device("cpu")
+TINY = ["--shape", "tiny", "--device", "cpu", "--input", "20", "--output", "70", "--short", "10", "--repeats", "1"]
+
+
+def test_ours_on_the_tiny_shape(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, file = tmp_path / "planted", tmp_path / "run.json"
+    options = ["--acceptance", "math", "--batch", "2", "--algorithm", "plain,chain", "--engines", "ours,sglang,vllm"]
+    assert shootout.main([*TINY, *options, "--out", str(out), "--json", str(file)]) == 0
+    captured = capsys.readouterr()
+    assert "tiny float32, accept math eagle3, 20 tokens in, 70 out" in captured.out
+    run = json.loads(file.read_text())
+    assert {"version", "installed", "torch", "transformers"} < run["engines"]["ours"].keys()
+    plain, chain = (r for r in run["results"] if r["params"]["engine"] == "ours")
+    assert plain["params"]["algorithm"] == "plain" and plain["facts"]["accept_length"] == 1.0
+    assert chain["error"] is None and chain["facts"]["tokens_per_second"] > 0
+    assert 2.5 < chain["facts"]["accept_length"] < 5.5  # published: 3.9 of five drafts; here of four requests
+    # The same options find what was planted; others plant anew.
+    planted = (out / "head/model.safetensors").stat().st_mtime_ns
+    args = shootout.make_parser().parse_args([*TINY, "--acceptance", "math", "--out", str(out)])
+    shootout.plant(args, CPU)
+    assert (out / "head/model.safetensors").stat().st_mtime_ns == planted
+    args.acceptance = "chat"
+    shootout.plant(args, CPU)
+    assert (out / "head/model.safetensors").stat().st_mtime_ns != planted
+
+
+def test_an_engine_that_takes_too_long_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--batch", "1", "--algorithm", "plain", "--engines", "ours", "--limit", "0.05"]
+    assert shootout.main([*TINY, *options, "--out", str(tmp_path), "--json", str(tmp_path / "run.json")]) == 2
+    assert "shootout: ours plain took more than 0.05 s" in capsys.readouterr().err
+    (result,) = json.loads((tmp_path / "run.json").read_text())["results"]
+    assert result["skipped"] == "ours took more than 0.05 s" and "facts" not in result
+
+
+def test_a_text_that_strays_is_wrong() -> None:
+    config = shape_config("tiny")
+    text = PlantedText.of(config.vocab_size, draft_vocab_of(config))
+    params = {"batch": 4, "input": 5, "output": 8, "short": 2}
+    (wave,) = shootout.starts_of(text, 4)
+    line: dict[str, Any] = {
+        "seconds": {"short": [1.0, 1.0], "long": [3.0, 5.0]},
+        "tokens": [text.tokens(at + 5, 8) for at in wave],
+        "rounds": 16,
+    }
+    right = shootout.result_of(params, line, text, 1.5, CPU)
+    assert right.facts == {"tokens_per_second": 8.0, "start_seconds": 1.5, "accept_length": 2.0}
+    line["tokens"][2][7] += 1
+    wrong = shootout.result_of(params, line, text, 1.5, CPU)
+    assert wrong.error == "request 2 strays from the planted text" and not wrong.facts
+
+
+def test_the_head_has_the_published_format(tmp_path: Path) -> None:
+    config = shape_config("tiny")
+    text = PlantedText.of(config.vocab_size, draft_vocab_of(config))
+    target = plant_causal_lm(config, text, device=CPU, dtype=torch.float32)
+    shootout.write_eagle3(plant_eagle3(target, text, PublishedAcceptance("chat")), tmp_path)
+    tensors, told = load_file(tmp_path / "model.safetensors"), json.loads((tmp_path / "config.json").read_text())
+    assert {"fc.weight", "norm.weight", "lm_head.weight", "midlayer.self_attn.q_proj.weight"} < tensors.keys()
+    assert not any(name.startswith("embed_tokens") for name in tensors)
+    ids = torch.arange(1024) + tensors["d2t"]
+    assert torch.equal(ids, text.draft_ids) and torch.equal(tensors["t2d"].nonzero()[:, 0], ids)
+    left = told["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+    assert told["eagle_aux_hidden_state_layer_ids"] == [layer + 1 for layer in left]
+    assert told["draft_vocab_size"] == 1024 and told["architectures"] == ["LlamaForCausalLMEagle3"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--short", "70"], "--short is 70, expected less than --output 70"),
+        (["--engines", "tgi"], "'tgi' is not one of ours, sglang, vllm"),
+        (["--path", "sglang"], "'sglang' is not ENGINE=FOLDER, of ours, sglang, vllm"),
+    ],
+)
+def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str) -> None:
+    try:
+        code = shootout.main([*TINY, "--out", str(tmp_path), *options])
+    except SystemExit as stop:
+        code = stop.code
+    assert code == 2 and message in capsys.readouterr().err
+
+
+def test_where_an_engine_is_looked_for(tmp_path: Path) -> None:
+    (tmp_path / "sglang").mkdir()
+    (tmp_path / "sglang/__init__.py").write_text("")
+    assert shootout.is_installed("sglang", [str(tmp_path)])
+    assert shootout.is_installed("ours", [])

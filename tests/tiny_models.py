@@ -1,0 +1,159 @@
+"""A tiny random checkpoint of any model type that transformers knows: all its sizes small, nothing 1 or 0 by chance."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+VOCAB = 160
+WINDOW = 8
+LAYERS = 4
+
+# What transformers' configs call their sizes, and what these are here. Only names that a config has are set.
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "d_model": 64,
+    "n_embd": 64,
+    "ffn_dim": 64,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "num_hidden_layers": LAYERS,
+    "n_layer": LAYERS,
+    "n_layers": LAYERS,
+    "num_layers": LAYERS,
+    "decoder_layers": LAYERS,
+    "encoder_layers": 2,
+    "num_attention_heads": 4,
+    "n_head": 4,
+    "n_heads": 4,
+    "num_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "n_positions": 512,
+    "n_ctx": 512,
+    "sliding_window": WINDOW,
+    "attention_chunk_size": WINDOW,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_k": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "qk_head_dim": 24,
+    "v_head_dim": 16,
+    "dropout": 0.0,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+
+
+# Types without a config that can be shrunk by the names of its sizes.
+NO_SMALL: tuple[str, ...] = ("blt", "longcat_flash", "xlm")
+
+# Layers that see all have larger heads than those that slide.
+GEMMA4 = {
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "per_layer_config": {1: {"head_dim": 32}, 3: {"head_dim": 32}},
+    "final_logit_softcapping": 2.0,
+    "hidden_size_per_layer_input": 16,
+}
+
+# What single types need beside that; a size within `text_config` where there is one.
+MORE: dict[str, dict[str, Any]] = {
+    "axk1": {"num_key_value_heads": 4},
+    "deepseek_v2": {"num_key_value_heads": 4, "topk_method": "greedy", "num_experts_per_tok": 2},
+    "deepseek_v3": {"num_key_value_heads": 4},
+    "glm4_moe_lite": {"num_key_value_heads": 4},
+    "minicpm3": {"num_key_value_heads": 4},
+    "youtu": {"num_key_value_heads": 4},
+    "gemma2": {"query_pre_attn_scalar": 24, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0},
+    "gptj": {"rotary_dim": 8},
+    "codegen": {"rotary_dim": 8},
+    "kimi_linear": {"num_key_value_heads": 4},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "ministral": {"head_dim": 16},
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "hunyuan_v1_moe": {"head_dim": 16},
+    "nemotron": {"num_key_value_heads": 2, "head_dim": 16},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2},
+    "zaya": {"num_experts_per_tok": 1},
+    "gemma3n_text": {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2},
+    "gemma4": GEMMA4,
+    "gemma4_text": GEMMA4,
+    "gemma4_unified": GEMMA4,
+    "gemma4_unified_text": GEMMA4,
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+}
+
+
+def tiny_config(model_type: str, **more: Any) -> Any:
+    """The config of a model of this type with small sizes."""
+    values = shrunk(CONFIG_MAPPING[model_type]().to_dict())
+    changes = MORE.get(model_type, {}) | more
+    part = values["text_config"] if isinstance(values.get("text_config"), dict) else values
+    part.update(changes)
+    return AutoConfig.for_model(model_type, **{key: value for key, value in values.items() if key != "model_type"})
+
+
+def shrunk(values: dict[str, Any]) -> dict[str, Any]:
+    """The values of a config with the sizes that we know made small, and with lists of one entry for each layer cut."""
+    count = next((values[name] for name in ("num_hidden_layers", "n_layer", "num_layers") if values.get(name)), None)
+    small = {}
+    for name, value in values.items():
+        if name in ("transformers_version", "architectures", "dtype", "_name_or_path"):
+            continue
+        if name == "head_dim" and "qk_rope_head_dim" in values:
+            value = SIZES["qk_rope_head_dim"]
+        elif name in SIZES and (value is not None or name == "pad_token_id"):
+            value = SIZES[name]
+        elif name.endswith("_config") and isinstance(value, dict):
+            value = shrunk(value)
+        elif isinstance(value, list) and count and len(value) == count:
+            kinds = list(dict.fromkeys(value)) if isinstance(value[0], str) else value
+            value = [kinds[i % len(kinds)] for i in range(LAYERS)]
+        elif name == "is_decoder":
+            value = True
+        small[name] = value
+    return small
+
+
+def randomise(model: nn.Module, seed: int = 0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() == 1:
+                norm = "norm" in name or "ln" in name
+                parameter.copy_((1.0 if norm and name.endswith("weight") else 0.0) + 0.3 * noise)
+            elif "embed" in name or "wte" in name or "wpe" in name:
+                parameter.copy_(noise)
+            else:
+                parameter.copy_(noise * parameter.shape[-1] ** -0.5)
+
+
+def tiny_model(model_type: str, seed: int = 0, **more: Any) -> Any:
+    model = AutoModelForCausalLM.from_config(tiny_config(model_type, **more), dtype=torch.float32)
+    randomise(model, seed)
+    return model.eval().requires_grad_(False)
+
+
+# Of native families: heads as our kernels have them.
+NATIVE = {"hidden_size": 256, "head_dim": 64}
