@@ -165,20 +165,27 @@ def test_scales_that_are_none_are_refused(change: dict[str, Any], message: str, 
     assert str(error.value) == f"model: {source} {message}"
 
 
-def test_schemes_that_quantise_more_or_otherwise_are_refused(folder: Path, tmp_path: Path) -> None:
-    method = {"quant_method": "compressed-tensors"}
-    weights = {"group_0": {"weights": {"num_bits": 8}}}
-    for i, quantisation in enumerate(
+@pytest.mark.parametrize(
+    ("quantisation", "message"),
+    [
         (
-            method | {"config_groups": weights, "kv_cache_scheme": KV_SCHEME},
-            method | {"kv_cache_scheme": KV_SCHEME | {"type": "int"}},
-            method | {"kv_cache_scheme": KV_SCHEME | {"strategy": "attn_head"}},
-            method,
-        )
-    ):
-        source = with_scales(folder, tmp_path / str(i), {}, quantization_config=quantisation)
-        with pytest.raises(ValueError, match="is quantised by compressed-tensors, expected weights of float32"):
-            engine_of(source)
+            {"config_groups": {"group_0": {"weights": {"num_bits": 8}}}, "kv_cache_scheme": KV_SCHEME},
+            "weights: type is None, expected 'float' or 'int'",
+        ),
+        ({"kv_cache_scheme": KV_SCHEME | {"type": "int"}}, "config_groups has 0 groups, expected one"),
+        ({"kv_cache_scheme": KV_SCHEME | {"strategy": "attn_head"}}, "config_groups has 0 groups, expected one"),
+        ({}, "config_groups has 0 groups, expected one"),
+    ],
+    ids=["weights", "int", "heads", "nothing"],
+)
+def test_schemes_that_quantise_more_or_otherwise_are_refused(
+    quantisation: dict[str, Any], message: str, folder: Path, tmp_path: Path
+) -> None:
+    config = {"quant_method": "compressed-tensors"} | quantisation
+    source = with_scales(folder, tmp_path / "x", {}, quantization_config=config)
+    with pytest.raises(ValueError) as error:
+        engine_of(source)
+    assert str(error.value) == f"model: {source} is quantised by compressed-tensors, {message}"
 
 
 def test_measured_scales_leave_room_and_cost_no_precision() -> None:

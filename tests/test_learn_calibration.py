@@ -135,7 +135,7 @@ def test_matches_reference(device: torch.device, batch: int, nodes: int, depths:
     for _ in range(3):
         tree, scores, accepted = random_round(batch, nodes)
         got = sd.Calibration(*(field.clone().to(device) for field in want))
-        want = reference.learn_calibration(want, tree, scores, accepted)
+        reference.learn_calibration(want, tree, scores, accepted)
         there = on(device, tree), scores.to(device), sd.Accepted(*(field.to(device) for field in accepted))
         sd.learn_calibration(got, *there)
         learnt = [field.clone() for field in got]

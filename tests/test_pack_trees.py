@@ -21,8 +21,9 @@ def shares_of(counts: list[int], ends: list[int] | None = None) -> sd.Shares:
 def check(
     device: torch.device, tree: sd.Tree, scores: torch.Tensor, shares: sd.Shares, num_rows: int
 ) -> tuple[sd.Tree, sd.PackedNodes]:
-    want_tree, want = reference.pack_trees(tree, scores, shares, num_rows)
-    cut = on(device, sd.Tree(*(field.clone() for field in tree)))
+    cut, want_tree = (sd.Tree(*(field.clone() for field in tree)) for _ in range(2))
+    want = reference.pack_trees(want_tree, scores, shares, num_rows)
+    cut = on(device, cut)
     words = tree.mask.shape[2]
     out = sd.PackedNodes(
         torch.full((num_rows,), -77, dtype=INT, device=device),
@@ -69,7 +70,14 @@ def test_rows_outside_are_left_out(device: torch.device) -> None:
     for ends in (wild, wild[::-1], [0, 9, 2, 4]):
         cut = on(device, sd.Tree(*(field.clone() for field in tree)))
         shares = sd.Shares(*(field.to(device) for field in shares_of([2**31 - 1, -5, 3], ends)))
-        sd.pack_trees(cut, scores.to(device), shares, 5)
+        out = sd.PackedNodes(
+            *(
+                torch.full((5, *shape), -77, dtype=dtype, device=device)
+                for shape, dtype in (((), INT), ((), INT), ((1,), torch.int64), ((), torch.float32))
+            )
+        )
+        sd.pack_trees(cut, scores.to(device), shares, 5, out=out)
+        assert all(not bool((field == -77).any()) for field in out)
         assert cut.num_nodes.tolist() == [int(tree.num_nodes[0]), 0, min(3, int(tree.num_nodes[2]))]
 
 

@@ -29,6 +29,7 @@ DRAFTS: dict[str, Callable[[], Draft | None]] = {
     "drawn": lambda: Eagle3(tiny_model("eagle3"), num_steps=3, topk=1, sampled=True),
     "tree": lambda: Eagle3(tiny_model("eagle3"), num_steps=4, topk=4, num_nodes=16),
     "standalone": lambda: Standalone(tiny_model("target"), num_steps=2, topk=2, num_nodes=5),
+    "adaptive": lambda: Eagle3(tiny_model("eagle3"), num_steps=4, topk=4, num_nodes=16),  # as many nodes as pay, by clock
 }
 REQUESTS = int(os.environ.get("SPECDEC_SOAK", 60 * len(DRAFTS))) // len(DRAFTS)
 
@@ -105,6 +106,7 @@ def test_soak(name: str, device: torch.device) -> None:
         page_size=8,
         num_pages=num_pages,
         rounds_in_flight=2 if name != "ngram" else 1,
+        adaptive=name == "adaptive",
     )
     chosen = [rng.choice(alone) for _ in range(REQUESTS)]
     params = [any_request(text, sampling, rng) for text, sampling in chosen]
@@ -131,7 +133,8 @@ def test_soak(name: str, device: torch.device) -> None:
     print(f"{name}: {stats}, {others} near-ties, {reasons.count(FinishReason.CANCELLED)} cancelled")
     assert others <= 2 + REQUESTS // 20
     assert set(reasons) == {FinishReason.STOP, FinishReason.LENGTH, FinishReason.CONTEXT, FinishReason.CANCELLED}
-    assert reasons.count(FinishReason.CANCELLED) < REQUESTS / 2 and stats.retractions > 0
+    assert reasons.count(FinishReason.CANCELLED) < REQUESTS / 2
+    assert stats.retractions > 0 or name == "adaptive"  # rows of few nodes may find pages enough
 
     pool = engine.state.pool
     assert int(pool.num_free[0]) == len(pool.free_stack) and not pool.page_refs.any(), "pages were lost"

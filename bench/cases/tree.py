@@ -146,9 +146,8 @@ def pack_trees(device: torch.device, p: Params) -> Work:
     ends = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).to(torch.int32)
     shares = sd.Shares(counts, ends, scores[0, :0], scores[0, :0])
     rows = batch * max(nodes // 2, 1)
-    want_tree, want = reference.pack_trees(
-        sd.Tree(*(field.cpu() for field in tree)), scores.cpu(), sd.Shares(*(field.cpu() for field in shares)), rows
-    )
+    want_tree = sd.Tree(*(field.to("cpu", copy=True) for field in tree))
+    want = reference.pack_trees(want_tree, scores.cpu(), sd.Shares(*(field.cpu() for field in shares)), rows)
     out = sd.PackedNodes(*(poisoned(*field.shape, dtype=field.dtype, device=device) for field in want))
 
     def check() -> None:

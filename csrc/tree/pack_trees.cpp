@@ -1,7 +1,5 @@
 #include "tree/pack_trees.h"
 
-#include <algorithm>
-
 namespace specdec::tree {
 
 void pack_trees(CallStream stream, const TensorView& tokens, const TensorView& parents, const TensorView& positions,
@@ -46,10 +44,10 @@ void pack_trees_cpu(const PackTreesParams& p) {
   for (int64_t b = 0; b < p.batch; ++b) {
     const int32_t kept = nodes_kept(p, b), root = p.tree.tokens[b * p.tree.nodes];
     const int32_t position = p.tree.positions[b * p.tree.nodes];
-    for (int32_t i = 0; i < p.tree.nodes; ++i) pack_node(p, b, i, kept, root, position);
+    for (int32_t i = 0; i < p.tree.nodes; ++i) cut_node(p, b, i, kept, root, position);
     p.tree.num_nodes[b] = kept;
   }
-  for (int64_t row = std::max(0, p.cu_seqlens[p.batch]); row < p.num_rows; ++row) write_padding(p, row);
+  for (int64_t row = 0; row < p.num_rows; ++row) pack_row(p, row);
 }
 
 }  // namespace specdec::tree

@@ -1,4 +1,4 @@
-// One block a request, one thread a node, and a block for the rows behind the last request. Reads and writes
+// One block a request, one thread a node, and behind them the packed rows, one thread each. Reads and writes
 // 24 + 8 W bytes a node; latency bound.
 #include "core/cuda.cuh"
 #include "tree/pack_trees.h"
@@ -11,24 +11,25 @@ constexpr int kThreads = kMaxTreeNodes;
 __global__ void __launch_bounds__(kThreads) pack_trees_kernel(PackTreesParams p) {
   begin_kernel();
   const int64_t b = blockIdx.x;
-  if (b == p.batch) {
-    const int32_t end = p.cu_seqlens[p.batch];
-    for (int64_t row = (end > 0 ? end : 0) + threadIdx.x; row < p.num_rows; row += blockDim.x) write_padding(p, row);
+  if (b >= p.batch) {
+    const int64_t row = (b - p.batch) * blockDim.x + threadIdx.x;
+    if (row < p.num_rows) pack_row(p, row);
     return;
   }
   const int32_t kept = nodes_kept(p, b), root = p.tree.tokens[b * p.tree.nodes];
   const int32_t position = p.tree.positions[b * p.tree.nodes], i = static_cast<int32_t>(threadIdx.x);
   __syncthreads();  // all have read what is about to change
-  if (i < p.tree.nodes) pack_node(p, b, i, kept, root, position);
+  if (i < p.tree.nodes) cut_node(p, b, i, kept, root, position);
   if (i == 0) p.tree.num_nodes[b] = kept;
 }
 
 }  // namespace
 
 void pack_trees_cuda(const PackTreesParams& p, Stream stream) {
-  const auto nodes = static_cast<unsigned>(p.tree.nodes);
+  const unsigned threads = (static_cast<unsigned>(p.tree.nodes) + kWarp - 1) / kWarp * kWarp;
+  const int64_t row_blocks = (p.num_rows + threads - 1) / threads;
   launch("pack_trees", pack_trees_kernel,
-         {.grid = grid_x("pack_trees", p.batch + 1), .threads = (nodes + kWarp - 1) / kWarp * kWarp}, stream, p);
+         {.grid = grid_x("pack_trees", p.batch + row_blocks), .threads = threads}, stream, p);
 }
 
 }  // namespace specdec::tree

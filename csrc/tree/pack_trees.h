@@ -6,6 +6,7 @@
 #include "core/bits.h"
 #include "core/dispatch.h"
 #include "core/host_device.h"
+#include "core/packed_rows.h"
 #include "tree/tree_rows.h"
 
 namespace specdec::tree {
@@ -28,30 +29,27 @@ SD_HD int32_t nodes_kept(const PackTreesParams& p, int64_t b) {
   return clamp_to(p.num_nodes[b], 0, there);
 }
 
-// A row that belongs to no node.
-SD_HD void write_padding(const PackTreesParams& p, int64_t row) {
-  p.out_tokens[row] = p.out_positions[row] = 0;
-  for (int64_t w = 0; w < p.tree.words; ++w) p.out_mask[row * p.tree.words + w] = 0;
-  p.out_scores[row] = -INFINITY;
+// A packed row: a node of its request that stays, or nobody's. It reads of a tree only what cut_node leaves as it is,
+// and nodes_kept is the same before and after its request's count is changed, so rows and cuts come in any order.
+SD_HD void pack_row(const PackTreesParams& p, int64_t row) {
+  const TreeOut& t = p.tree;
+  const int64_t b = request_of_row(p.cu_seqlens, p.batch, row), i = b < 0 ? 0 : row - p.cu_seqlens[b];
+  const bool is_node = b >= 0 && i < nodes_kept(p, b);
+  const int64_t at = is_node ? b * t.nodes + i : 0;
+  p.out_tokens[row] = is_node ? t.tokens[at] : 0;
+  p.out_positions[row] = is_node ? t.positions[at] : 0;
+  for (int64_t w = 0; w < t.words; ++w) p.out_mask[row * t.words + w] = is_node ? t.mask[at * t.words + w] : 0;
+  p.out_scores[row] = is_node ? p.scores[at] : -INFINITY;
 }
 
-// Node i of request b, of which `kept` stay: its row, and what is left of it in the tree. Parents come before children
-// and links rise, so a link to a node that is gone is the end of its list. Nobody else's elements are read but the
-// root's, which stay unless all nodes go: its token and position come from the caller.
-SD_HD void pack_node(const PackTreesParams& p, int64_t b, int32_t i, int32_t kept, int32_t root_token,
-                     int32_t root_position) {
+// What is left of node i of request b, of which `kept` stay. Parents come before children and links rise, so a link to
+// a node that is gone is the end of its list. Nobody else's elements are read but the root's, which stay unless all
+// nodes go: its token and position come from the caller.
+SD_HD void cut_node(const PackTreesParams& p, int64_t b, int32_t i, int32_t kept, int32_t root_token,
+                    int32_t root_position) {
   const TreeOut& t = p.tree;
-  const int64_t at = b * t.nodes + i, row = int64_t{p.cu_seqlens[b]} + i;
-  const bool stays = i < kept, has_row = row >= 0 && row < p.num_rows && row < p.cu_seqlens[b + 1];
-  if (has_row && stays) {
-    p.out_tokens[row] = t.tokens[at];
-    p.out_positions[row] = t.positions[at];
-    for (int64_t w = 0; w < t.words; ++w) p.out_mask[row * t.words + w] = t.mask[at * t.words + w];
-    p.out_scores[row] = p.scores[at];
-  } else if (has_row) {
-    write_padding(p, row);
-  }
-  if (stays) {
+  const int64_t at = b * t.nodes + i;
+  if (i < kept) {
     if (t.first_child[at] >= kept) t.first_child[at] = -1;
     if (t.next_sibling[at] >= kept) t.next_sibling[at] = -1;
     return;

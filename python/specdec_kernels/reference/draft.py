@@ -128,9 +128,9 @@ def logits_of(logprobs: Tensor) -> Tensor:
     return x - torch.log(-torch.expm1(x))
 
 
-def learn_calibration(calibration: Calibration, tree: Tree, scores: Tensor, accepted: Accepted) -> Calibration:
+def learn_calibration(calibration: Calibration, tree: Tree, scores: Tensor, accepted: Accepted) -> None:
     """Node by node; the likeliest scaling is looked for until nothing moves."""
-    table, counts = calibration.table.double().clone(), calibration.counts.clone()
+    table, counts = calibration
     depths = len(table)
     new = torch.zeros_like(counts)
     for b in range(len(scores)):
@@ -155,7 +155,6 @@ def learn_calibration(calibration: Calibration, tree: Tree, scores: Tensor, acce
         while int(counts[d, :, 0].sum()) > 1 << 14:
             counts[d] = torch.div(counts[d], 2, rounding_mode="trunc")
         table[d] = likeliest_platt(counts[d])
-    return Calibration(table.float(), counts)
 
 
 def likeliest_platt(counts: Tensor) -> Tensor:

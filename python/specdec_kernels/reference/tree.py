@@ -150,8 +150,8 @@ def share_nodes(
     return Shares(num_nodes, ends, torch.tensor(expected).float(), torch.tensor(cuts).float())
 
 
-def pack_trees(tree: Tree, scores: Tensor, shares: Shares, num_rows: int) -> tuple[Tree, PackedNodes]:
-    """The cut trees, made anew, and their nodes one after the other."""
+def pack_trees(tree: Tree, scores: Tensor, shares: Shares, num_rows: int) -> PackedNodes:
+    """The cut trees, made anew in place of the whole ones, and their nodes one after the other."""
     nodes = tree.tokens.shape[1]
     kept = [min(int(n), int(m)) for n, m in zip(shares.num_nodes, tree.num_nodes, strict=True)]
     heads = [(int(tree.tokens[b, 0]), int(tree.positions[b, 0])) if n else (0, 0) for b, n in enumerate(kept)]
@@ -172,7 +172,9 @@ def pack_trees(tree: Tree, scores: Tensor, shares: Shares, num_rows: int) -> tup
         first = int(shares.cu_seqlens[b])
         for out, of in zip(packed, (cut.tokens, cut.positions, cut.mask, scores), strict=True):
             out[first : first + n] = of[b, :n]
-    return cut, packed
+    for whole, part in zip(tree, cut, strict=True):
+        whole.copy_(part)
+    return packed
 
 
 Row = tuple[list[int], list[int], list[int], list[int], list[int], list[list[int]], int]
