@@ -28,8 +28,8 @@ __global__ void __launch_bounds__(kThreads) pack_trees_kernel(PackTreesParams p)
 void pack_trees_cuda(const PackTreesParams& p, Stream stream) {
   const unsigned threads = (static_cast<unsigned>(p.tree.nodes) + kWarp - 1) / kWarp * kWarp;
   const int64_t row_blocks = (p.num_rows + threads - 1) / threads;
-  launch("pack_trees", pack_trees_kernel,
-         {.grid = grid_x("pack_trees", p.batch + row_blocks), .threads = threads}, stream, p);
+  launch("pack_trees", pack_trees_kernel, {.grid = grid_x("pack_trees", p.batch + row_blocks), .threads = threads},
+         stream, p);
 }
 
 }  // namespace specdec::tree
