@@ -35,24 +35,24 @@ def record(
     """Behind the activations named stand others, which are none."""
     num_slots, stops, batch = sizes
     active, gone = activated or [], given_back or []
-    words = torch.full((2 + batch + num_slots * (13 + stops),), -1, dtype=INT)
+    words = torch.full((2 + batch + num_slots * (14 + stops),), -1, dtype=INT)
     words[1] = len(active)
     words[2 : 2 + len(slots)] = torch.tensor(slots, dtype=INT)
     words[2 + batch :][: len(gone)] = torch.tensor(gone, dtype=INT)
-    activations = words[2 + batch + num_slots :].view(num_slots, 12 + stops)
+    activations = words[2 + batch + num_slots :].view(num_slots, 13 + stops)
     activations[:, 0] = torch.randint(num_slots, (num_slots,))
     activations[: len(active), 0] = torch.tensor(active, dtype=INT)
-    activations[:, 1:12] = torch.randint(-(2**31), 2**31, (num_slots, 11))
+    activations[:, 1:13] = torch.randint(-(2**31), 2**31, (num_slots, 12))
     for word in (4, 6, 7):  # floats
         activations[:, word] = torch.rand(num_slots).view(INT)
-    activations[:, 12:] = torch.randint(-1, 99, (num_slots, stops))
+    activations[:, 13:] = torch.randint(-1, 99, (num_slots, stops))
     return words
 
 
 def rings_of(records: torch.Tensor, state: sd.SlotState, batch: int = B) -> Rings:
     """Rings with these records of commands, one or several."""
     records = records if records.ndim == 2 else records[None]
-    rings = Rings.create(state, max_batch=batch, accept_width=1, top_n=-1, depth=len(records))
+    rings = Rings.create(state, max_batch=batch, accept_width=1, num_rungs=0, top_n=-1, depth=len(records))
     rings.commands.copy_(records)
     return rings
 
@@ -86,9 +86,9 @@ def test_records_in_order(device: torch.device, slots: int, stops: int, batch: i
         assert torch.equal(rings.commands[:, 1:], host[:, 1:])
 
 
-@pytest.mark.parametrize(("max_batch", "num_slots", "max_stops", "words"), [(1, 1, 0, 16), (4, 5, 3, 86)])
+@pytest.mark.parametrize(("max_batch", "num_slots", "max_stops", "words"), [(1, 1, 0, 17), (4, 5, 3, 91)])
 def test_words_of_a_record(max_batch: int, num_slots: int, max_stops: int, words: int) -> None:
-    """As csrc/round/records.h describes them: 2, slots, those given back, 12 and stop tokens for each to activate."""
+    """As csrc/round/records.h describes them: 2, slots, those given back, 13 and stop tokens for each to activate."""
     assert (
         _C.command_words(max_batch, num_slots, max_stops)
         == words
@@ -165,9 +165,9 @@ def test_the_clock_goes_forward(device: torch.device) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"commands": torch.zeros(2, 85, dtype=INT)}, "apply_commands: commands has shape [2, 85], expected [depth, words=86]"),
-        ({"commands": torch.zeros(0, 86, dtype=INT)}, "apply_commands: depth is 0, expected 1 to 2147483647"),
-        ({"commands": torch.zeros(2, 86)}, "apply_commands: commands is float32, expected int32"),
+        ({"commands": torch.zeros(2, 90, dtype=INT)}, "apply_commands: commands has shape [2, 90], expected [depth, words=91]"),
+        ({"commands": torch.zeros(0, 91, dtype=INT)}, "apply_commands: depth is 0, expected 1 to 2147483647"),
+        ({"commands": torch.zeros(2, 91)}, "apply_commands: commands is float32, expected int32"),
         ({"seeds": torch.zeros(5, dtype=INT)}, "apply_commands: seeds is int32, expected int64"),
         ({"status": torch.zeros(4, dtype=INT)}, "apply_commands: status has shape [4], expected [num_slots=5]"),
         ({"num_applied": torch.zeros(1, dtype=INT)}, "apply_commands: num_applied is int32, expected int64"),

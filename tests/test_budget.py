@@ -33,7 +33,7 @@ class Device:
     def __init__(self, cost: Callable[[int, int], float], rate: float, batch: int = 1) -> None:
         self.cost, self.rate, self.rng = cost, rate, random.Random(5)
         self.commands = np.full((DEPTH, _C.command_words(batch, batch, 0)), -1, np.int32)
-        self.results = np.zeros((DEPTH, _C.result_words(batch, WIDTH, -1)), np.int32)
+        self.results = np.zeros((DEPTH, _C.result_words(batch, WIDTH, len(NODES), -1)), np.int32)
         self.num_applied = self.num_published = 0
         self.rounds: list[int] = []  # the nodes of each
         self.us = self.tokens = 0.0
@@ -65,15 +65,19 @@ class Device:
         began, us = 10**9 * self.num_published, self.cost(batch, num_nodes)
         result[2:6].view(np.int64)[:] = [began, began + int(1000 * us)]
         rows = int((record[2 : 2 + batch] >= 0).sum())
-        for b, row in enumerate(result[8:].reshape(-1, 4 + 2 * WIDTH)[:rows]):
+        drafts = np.zeros(len(NODES), np.int32)
+        for b, row in enumerate(result[8 + 2 * len(NODES) :][: batch * (4 + WIDTH)].reshape(-1, 4 + WIDTH)[:rows]):
             accepted = 0
             while accepted + 1 < num_nodes and self.is_right(b, accepted):
                 accepted += 1
             self.lengths[b] += accepted + 1
             row[:4] = accepted + 1, 0, 0, num_nodes
             row[4 : 4 + WIDTH] = 7
-            row[4 + WIDTH :] = np.minimum(np.arange(WIDTH), accepted)
+            drafts += np.minimum(accepted, np.array(NODES) - 1).astype(np.int32)
             self.tokens += accepted + 1
+        result[6] = rows
+        result[8:][: len(NODES)] = drafts.astype(np.float32).view(np.int32)
+        result[8 + len(NODES) :][: len(NODES)] = drafts
         if rows:
             self.rounds.append(num_nodes)
             self.us += us

@@ -49,10 +49,8 @@ class Machine:
             gains = [gain(kind, r / batch) for r in rows]
             # Every accepted draft is a coin: how far off the mean over the batch is.
             noise = self.rng.gauss(0, 1.2 / batch**0.5)
-            true = [batch * (1 + max(g * (1 + noise / 2), 0.0)) for g in gains]
-            scores = [
-                batch * (1 + max(self.lie * g, self.boast * (1 - batch / r))) for g, r in zip(gains, rows, strict=True)
-            ]
+            true = [batch * max(g * (1 + noise / 2), 0.0) for g in gains]
+            scores = [batch * max(self.lie * g, self.boast * (1 - batch / r)) for g, r in zip(gains, rows, strict=True)]
             us = self.cost(batch, rows[rung]) * self.rng.uniform(0.99, 1.01)
             self.budget.note_time(self.size, rung, batch, kv_rows, us)
             if rung > 0:

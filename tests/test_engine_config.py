@@ -195,7 +195,7 @@ def test_what_fits_is_not_refused() -> None:
     draft, options = Tree(), {"num_slots": 4, "max_len": 1000, "kv_dtype": None}
     got = resolve(draft, **options)
     kv = got.num_pages * got.page_size * 4 * (2 * 4 * 2 * 64 + 256)
-    slots = 4 * 4 * (got.max_pages + 16) + ring_bytes(4, 6, 20)
+    slots = 4 * 4 * (got.max_pages + 16) + ring_bytes(4, 6, len(got.nodes), 20)
     needed = kv + 4 * 32 * 1000 * 4 + slots
     assert resolve(draft, Machine(CPU.device, needed), **options) == dataclasses.replace(
         got, machine=Machine(CPU.device, needed)
@@ -205,9 +205,11 @@ def test_what_fits_is_not_refused() -> None:
 
 def test_ring_bytes_are_those_of_the_rings() -> None:
     state = make_slot_state(5, 100, 16, torch.empty(0))
-    rings = Rings.create(state, max_batch=5, accept_width=7, top_n=20, depth=RING_DEPTH)
-    assert ring_bytes(5, 7, 20) == rings.commands.nbytes + rings.results.nbytes
-    assert _C.command_words(5, 5, 16) == rings.commands.shape[1] and _C.result_words(5, 7, 20) == rings.results.shape[1]
+    rings = Rings.create(state, max_batch=5, accept_width=7, num_rungs=3, top_n=20, depth=RING_DEPTH)
+    assert ring_bytes(5, 7, 3, 20) == rings.commands.nbytes + rings.results.nbytes
+    assert (
+        _C.command_words(5, 5, 16) == rings.commands.shape[1] and _C.result_words(5, 7, 3, 20) == rings.results.shape[1]
+    )
 
 
 def test_the_host_has_memory() -> None:

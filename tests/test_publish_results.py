@@ -20,9 +20,10 @@ def ints(*shape: int) -> torch.Tensor:
     return torch.randint(-(2**31), 2**31, shape).to(INT)
 
 
-def rings_of(slots: int, batch: int, width: int, device: torch.device, top_n: int = -1) -> Rings:
+def rings_of(slots: int, batch: int, width: int, device: torch.device, top_n: int = -1, num_rungs: int = 0) -> Rings:
     state = sd.make_slot_state(slots, 99, 0, like=torch.empty(0, device=device))
-    rings = Rings.create(state, max_batch=batch, accept_width=width, top_n=top_n, depth=DEPTH)
+    sizes = {"max_batch": batch, "accept_width": width, "num_rungs": num_rungs, "top_n": top_n}
+    rings = Rings.create(state, **sizes, depth=DEPTH)
     rings.results.fill_(-77)
     return rings
 
@@ -71,13 +72,48 @@ def test_records_in_order(device: torch.device, batch: int, width: int, slots: i
         assert torch.equal(rings.results, want) and int(rings.num_published) == number + 1
 
 
+@pytest.mark.sanitize
+@pytest.mark.parametrize("drawn", [False, True])
+@pytest.mark.parametrize(("batch", "width", "nodes", "num_rungs"), [(5, 3, 9, 3), (64, 6, 48, 11), (1, 1, 1, 32)])
+def test_what_the_rungs_would_have_brought(
+    device: torch.device, batch: int, width: int, nodes: int, num_rungs: int, drawn: bool
+) -> None:
+    """Of the rows that go on, whatever else the tensors hold."""
+    slots = batch + 2
+    rings = rings_of(slots, batch, width, device, num_rungs=num_rungs)
+    want = rings.results.cpu().clone()
+    given = rows(batch, width, slots)
+    given["state"].finish_reasons.copy_(torch.randint(0, 5, (slots,)) // 4)
+    given["state"].max_nodes.copy_(torch.randint(-1, nodes + 3, (slots,)))
+    paths = torch.randint(-1, nodes + 1, (batch, width), dtype=INT)
+    given["accepted"] = given["accepted"]._replace(
+        num_valid=torch.randint(-1, width + 1, (batch,), dtype=INT), path=paths
+    )
+    given |= {"slots": torch.randint(-1, slots + 1, (batch,), dtype=INT)}
+    given |= {"rung_limits": torch.randint(0, nodes + 2, (num_rungs,), dtype=INT).sort().values}
+    if not drawn:
+        scores = -torch.rand(batch, nodes).cumsum(1)
+        scores[torch.rand(batch, nodes) < 0.1] = torch.nan
+        cuts = -torch.rand(num_rungs).cumsum(0) * nodes / num_rungs
+        cuts[-1] = -torch.inf
+        given |= {"node_scores": scores, "cuts": cuts}
+    rings.publish_results(**on(device, given))
+    reference.publish_results(want, torch.zeros(1, dtype=torch.int64), **given)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    got, want = rings.results[0], want[0]
+    floats = slice(8, 8 + num_rungs)
+    torch.testing.assert_close(got[floats].view(torch.float32), want[floats].view(torch.float32), rtol=1e-6, atol=1e-7)
+    assert torch.equal(got[8 + num_rungs :], want[8 + num_rungs :]) and int(got[6]) == int(want[6])
+
+
 def test_rows_without_slots(device: torch.device) -> None:
     given, rings = rows(2, 1, 3, device), rings_of(3, 2, 1, device)
     rings.publish_results(**given)
     if device.type == "cuda":
         torch.cuda.synchronize()
     state = given["state"]
-    assert rings.results[0, [9, 10, 15, 16]].tolist() == [
+    assert rings.results[0, [9, 10, 14, 15]].tolist() == [
         int(tensor[slot]) for slot in (0, 1) for tensor in (state.finish_reasons, state.status)
     ]
 
@@ -93,12 +129,20 @@ def test_any_count_names_a_record(device: torch.device, count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("max_batch", "accept_width", "max_logprobs", "words"),
-    [(1, 1, -1, 14), (2, 3, -1, 28), (2, 3, 0, 34), (1, 1, 1, 18), (1, 2, 20, 98), (64, 6, 20, 8 + 64 * 262)],
+    ("max_batch", "accept_width", "num_rungs", "max_logprobs", "words"),
+    [
+        (1, 1, 0, -1, 14),
+        (2, 3, 0, -1, 22),
+        (2, 3, 5, -1, 32),
+        (2, 3, 0, 0, 28),
+        (1, 1, 0, 1, 16),
+        (1, 2, 1, 20, 98),
+        (64, 6, 9, 20, 8 + 18 + 64 * 256),
+    ],
 )
-def test_words_of_a_record(max_batch: int, accept_width: int, max_logprobs: int, words: int) -> None:
-    """As csrc/round/records.h describes them: 8, then each row's 4, tokens, nodes and scores; even."""
-    assert _C.result_words(max_batch, accept_width, max_logprobs) == words
+def test_words_of_a_record(max_batch: int, accept_width: int, num_rungs: int, max_logprobs: int, words: int) -> None:
+    """As csrc/round/records.h describes them: 8, two of each rung, then each row's 4, tokens and scores; even."""
+    assert _C.result_words(max_batch, accept_width, num_rungs, max_logprobs) == words
 
 
 SCORES = sd.TokenScores(torch.zeros(2, 2), torch.zeros(2, 2, 1, dtype=INT), torch.zeros(2, 2, 1))
@@ -107,16 +151,15 @@ SCORES = sd.TokenScores(torch.zeros(2, 2), torch.zeros(2, 2, 1, dtype=INT), torc
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"results": torch.zeros(3, 22, dtype=INT)}, "publish_results: words is 22, expected 24 to 2147483647"),
-        ({"results": torch.zeros(0, 24, dtype=INT)}, "publish_results: depth is 0, expected 1 to 2147483647"),
-        ({"results": torch.zeros(3, 25, dtype=INT)}, "publish_results: results has rows that start between two multiples of 8 bytes, expected an aligned tensor with an even number of words"),
+        ({"results": torch.zeros(3, 18, dtype=INT)}, "publish_results: words is 18, expected 20 to 2147483647"),
+        ({"results": torch.zeros(0, 20, dtype=INT)}, "publish_results: depth is 0, expected 1 to 2147483647"),
+        ({"results": torch.zeros(3, 21, dtype=INT)}, "publish_results: results has rows that start between two multiples of 8 bytes, expected an aligned tensor with an even number of words"),
         ({"num_valid": torch.zeros(3, dtype=INT)}, "publish_results: num_valid has shape [3], expected [batch=2]"),
-        ({"path": torch.zeros(2, 3, dtype=INT)}, "publish_results: path has shape [2, 3], expected [batch=2, accept_width=2]"),
         ({"status": torch.zeros(4, dtype=INT)}, "publish_results: status has shape [4], expected [num_slots=3]"),
-        ({"scores": SCORES}, "publish_results: words is 24, expected 36 to 2147483647"),
+        ({"scores": SCORES}, "publish_results: words is 20, expected 32 to 2147483647"),
         ({"num_published": torch.zeros(1, dtype=INT)}, "publish_results: num_published is int32, expected int64"),
     ],
-    ids=["words", "depth", "alignment", "num_valid", "path", "status", "words of scores", "counter"],
+    ids=["words", "depth", "alignment", "num_valid", "status", "words of scores", "counter"],
 )  # fmt: skip
 def test_messages(change: dict[str, Any], message: str) -> None:
     rings, given = rings_of(3, 2, 2, torch.device("cpu")), rows(2, 2, 3)
@@ -148,9 +191,28 @@ def test_scores_come_with_who_asked(
     state = given["state"]
     with pytest.raises(ValueError) as error:
         _C.publish_results(
-            None, rings.results, rings.num_published, rings.started_at, *given["accepted"], given["num_nodes"],
-            state.finish_reasons, state.status, None, logprobs, *others, num_logprobs,
+            None, rings.results, rings.num_published, rings.started_at, *given["accepted"][:2], given["num_nodes"],
+            state.finish_reasons, state.status, None, logprobs, *others, num_logprobs, None, None, None, None, None,
         )  # fmt: skip
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"node_scores": torch.zeros(2, 4)}, "publish_results: cuts is None, expected a tensor, since node_scores is given"),
+        ({"cuts": torch.zeros(2)}, "publish_results: cuts is given, expected None, since node_scores is None"),
+        ({"rung_limits": None, "node_scores": torch.zeros(2, 4), "cuts": torch.zeros(2)}, "publish_results: node_scores is given, expected None, since rung_limits is None"),
+        ({"rung_limits": torch.zeros(33, dtype=INT)}, "publish_results: num_rungs is 33, expected 0 to 32"),
+        ({"node_scores": torch.zeros(2, 4), "cuts": torch.zeros(3)}, "publish_results: cuts has shape [3], expected [num_rungs=2]"),
+        ({"rung_limits": torch.zeros(3, dtype=INT)}, "publish_results: words is 24, expected 26 to 2147483647"),
+    ],
+    ids=["no cuts", "cuts alone", "no limits", "many", "shape", "words"],
+)  # fmt: skip
+def test_messages_about_rungs(change: dict[str, Any], message: str) -> None:
+    rings, given = rings_of(3, 2, 2, torch.device("cpu"), num_rungs=2), rows(2, 2, 3)
+    with pytest.raises(ValueError) as error:
+        rings.publish_results(**(given | {"rung_limits": torch.tensor([1, 4], dtype=INT)} | change))
     assert str(error.value) == message
 
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import Tensor
 
 import specdec_kernels as sd
-from specdec_kernels.engine import Eagle3, Engine, Ngram
-from specdec_kernels.engine.round import Round, most_nodes
+from specdec_kernels.engine import Eagle3, Engine, Ngram, SamplingParams
+from specdec_kernels.engine.round import most_nodes
 from specdec_kernels.tiny import tiny_model
-from test_budget import DRAFTS, every_draft, expect_plain_texts, make_engine
+from test_budget import DRAFTS, NEW_TOKENS, every_draft, expect_plain_texts, make_engine, plain_texts, prompts
+from tiny import Comparison, reference_model
 
 
 @every_draft
@@ -38,31 +38,37 @@ def test_requests_share_the_rows_of_a_round(name: str, tmp_path: Path) -> None:
     assert any(max(counts) > 4 for counts in seen) != engine.draft.sampled
 
 
-def test_who_is_idle_gets_its_root_alone() -> None:
+def test_who_is_idle_gets_nothing() -> None:
     engine = make_engine(Eagle3(tiny_model("eagle3")), torch.device("cpu"), adaptive=True)
     state, round = engine.state, engine._executor.round
     slots = torch.tensor([2, 0, -1, 1], dtype=torch.int32)
     scores = torch.zeros(4, 16)
     state.finish_reasons[2], state.status[1] = int(sd.FinishReason.STOP), int(sd.Status.STALLED)
     shares = round._share(scores, slots, 4)
-    assert shares.num_nodes.tolist() == [1, 14, 0, 1] and shares.cu_seqlens.tolist() == [0, 1, 15, 15, 16]
+    assert shares.num_nodes.tolist() == [0, 16, 0, 0] and shares.cu_seqlens.tolist() == [0, 0, 16, 16, 16]
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_the_budget_learns_what_lower_rungs_would_have_had(seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    nodes, batch, most = (1, 2, 4, 8), 5, 16
-    rungs = torch.tensor(nodes, dtype=torch.int32)
-    round: Any = SimpleNamespace(nodes=nodes, _nodes=rungs, draft=SimpleNamespace(sampled=False))
-    scores = -torch.rand(batch, most, generator=generator).cumsum(1)
-    scores[:, 0] = 0
-    shares = sd.share_nodes(scores, 8 * batch, rungs=rungs * batch)
-    path = torch.stack([torch.arange(1, most), *torch.randint(1, most, (batch - 1, most - 1), generator=generator)])
-    path = torch.where(path < shares.num_nodes[:, None], path, 0).to(torch.int32).sort(1).values
-    shown = Round._by_rungs(round, path, scores, shares)
-    for count in nodes:
-        alone = sd.share_nodes(scores, count * batch).num_nodes.clamp(max=2 * count)
-        assert torch.equal(shown < count, path < alone[:, None].clamp(min=1))
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_who_wants_no_drafts_gets_none(adaptive: bool) -> None:
+    """Beside requests that do, whose nodes they leave to them; the texts are the same."""
+    engine = make_engine(Eagle3(tiny_model("eagle3")), torch.device("cpu"), adaptive=adaptive)
+    wanted: list[Literal["on", "off"] | int] = ["on", "off", 1, 3]
+    kinds = [SamplingParams(NEW_TOKENS, speculation=wanted[i % 4]) for i in range(len(prompts()))]
+    comparison = Comparison(reference_model())
+    for i, (prompt, output) in enumerate(zip(prompts(), engine.generate(prompts(), kinds), strict=True)):
+        comparison.check(prompt, output.tokens, plain_texts()[i])
+        most = {"on": 32, "off": 1}.get(str(wanted[i % 4]), 3 if i % 4 == 3 else 1)
+        assert output.stats.drafted <= (most - 1) * output.stats.rounds
+        assert adaptive or (output.stats.drafted > 0) == (most > 1)
+
+
+@pytest.mark.parametrize("speculation", ["some", 0, -1, True, 1.5])
+def test_what_speculation_may_be(speculation: Any) -> None:
+    with pytest.raises(ValueError) as error:
+        SamplingParams(speculation=speculation)
+    assert str(error.value) == (
+        f"SamplingParams: speculation is {speculation}, expected 'on', 'off' or a number of nodes from 1 on"
+    )
 
 
 def test_more_nodes_than_can_be_compared_are_refused() -> None:

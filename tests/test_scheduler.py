@@ -47,8 +47,12 @@ class Sizes:
         return -(-(min(rows, self.max_len) + self.reserve) // self.page_size)
 
     @property
+    def num_rungs(self) -> int:
+        return len(self.nodes) if len(self.nodes) > 1 else 0
+
+    @property
     def row_words(self) -> int:
-        return 4 + 2 * self.accept_width
+        return 4 + self.accept_width
 
     @property
     def score_words(self) -> int:
@@ -117,6 +121,7 @@ class Sent:
     counts: tuple[int, int, int] = (0, 0, 0)
     min_new_tokens: int = 0
     num_logprobs: int = -1
+    max_nodes: int = 0
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
@@ -135,7 +140,7 @@ DEPTH = 5
 
 def rings(sizes: Sizes, depth: int = DEPTH) -> dict[str, Any]:
     commands = _C.command_words(sizes.max_batch, sizes.num_slots, sizes.max_stops)
-    results = _C.result_words(sizes.max_batch, sizes.accept_width, sizes.max_logprobs)
+    results = _C.result_words(sizes.max_batch, sizes.accept_width, sizes.num_rungs, sizes.max_logprobs)
     return {"commands": np.full((depth, commands), -1, np.int32), "results": np.zeros((depth, results), np.int32)}
 
 
@@ -179,6 +184,7 @@ class Device:
         wants = {
             "min_new_tokens": min(number % 3, max_new_tokens),
             "num_logprobs": number % (self.sizes.max_logprobs + 2) - 1,
+            "max_nodes": number % 3,
         }
         request_id = self.scheduler.submit(
             prompt,
@@ -332,7 +338,7 @@ class Device:
     def activations(self, record: np.ndarray) -> np.ndarray:
         """Slot and state of each."""
         sizes = self.sizes
-        width = 12 + sizes.max_stops
+        width = 13 + sizes.max_stops
         return record[-sizes.num_slots * width :].reshape(sizes.num_slots, width)[: record[1]]
 
     def apply_commands(self) -> list[int]:
@@ -355,8 +361,9 @@ class Device:
             assert [floats[4], command[5], floats[6], floats[7]] == [*want.values()][:4]
             assert command[8:10].view(np.int64) == want["seed"]
             first_stop = min(len(sent.prompt) + sent.min_new_tokens, sizes.max_len) if sent.min_new_tokens else 0
-            assert command[10:12].tolist() == [first_stop, sent.num_logprobs]
-            assert command[12:].tolist() == (sent.stop_tokens + [-1] * sizes.max_stops)[: sizes.max_stops]
+            most = sent.max_nodes or sizes.nodes[-1]
+            assert command[10:13].tolist() == [first_stop, sent.num_logprobs, most]
+            assert command[13:].tolist() == (sent.stop_tokens + [-1] * sizes.max_stops)[: sizes.max_stops]
             state.active = True
         count = int((slots >= 0).sum())
         assert (slots[count:] == -1).all()
@@ -414,8 +421,8 @@ class Device:
         assert longest <= max_kv_len <= min(longest + unknown, sizes.max_len + sizes.reserve)
 
     def result(self, row: int) -> np.ndarray:
-        """out_len, finish reason, status, num_nodes, tokens and path of a row of the round that is running."""
-        begin = 8 + row * self.sizes.row_words
+        """out_len, finish reason, status, num_nodes and tokens of a row of the round that is running."""
+        begin = 8 + 2 * self.sizes.num_rungs + row * self.sizes.row_words
         return self.results[self.num_published % DEPTH, begin : begin + self.sizes.row_words]
 
     def scores(self, row: int) -> np.ndarray:
@@ -956,14 +963,15 @@ def test_submit_wants_ints() -> None:
         ({"batch_sizes": [1, 4]}, "Scheduler: batch_sizes (rising) is 4, expected 2 to 3"),
         ({"batch_sizes": [2, 2]}, "Scheduler: batch_sizes (rising) is 2, expected 3 to 3"),
         ({"nodes": []}, "Scheduler: nodes is empty, expected at least 1 number"),
+        ({"nodes": [*range(1, 34)]}, "Scheduler: nodes (how many) is 33, expected 1 to 32"),
         ({"nodes": [0, 4]}, "Scheduler: nodes (rising) is 0, expected 1 to 2147483647"),
         ({"nodes": [4, 4]}, "Scheduler: nodes (rising) is 4, expected 5 to 2147483647"),
         ({"num_pages": 7}, "Scheduler: num_pages is 7, expected 8 to 2147483647 (one sequence of max_len tokens must fit)"),
-        ({"commands": np.zeros((5, 20), np.int32)}, "Scheduler: commands.shape[1] is 20, expected 50 to 2147483647"),
-        ({"commands": np.zeros((1, 50), np.int32)}, "Scheduler: commands.shape[0] is 1, expected 2 to 2147483647"),
-        ({"results": np.zeros((1, 104), np.int32)}, "Scheduler: results.shape[0] is 1, expected 2 to 2147483647"),
-        ({"results": np.zeros((5, 103), np.int32)}, "Scheduler: results.shape[1] is 103, expected 104 to 2147483647"),
-        ({"results": np.zeros((5, 104), np.int64)}, "Scheduler: results is int64, expected int32"),
+        ({"commands": np.zeros((5, 20), np.int32)}, "Scheduler: commands.shape[1] is 20, expected 53 to 2147483647"),
+        ({"commands": np.zeros((1, 53), np.int32)}, "Scheduler: commands.shape[0] is 1, expected 2 to 2147483647"),
+        ({"results": np.zeros((1, 92), np.int32)}, "Scheduler: results.shape[0] is 1, expected 2 to 2147483647"),
+        ({"results": np.zeros((5, 91), np.int32)}, "Scheduler: results.shape[1] is 91, expected 92 to 2147483647"),
+        ({"results": np.zeros((5, 92), np.int64)}, "Scheduler: results is int64, expected int32"),
         ({"graphs": {(1, 4, 9): 1}}, "Scheduler: stream is None, expected the stream that graphs are launched on"),
     ],
 )  # fmt: skip

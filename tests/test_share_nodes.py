@@ -16,16 +16,8 @@ from specdec_kernels.reference import tree as reference
 INT = torch.int32
 
 
-def check(
-    device: torch.device,
-    scores: torch.Tensor,
-    budget: int,
-    limits: torch.Tensor | None = None,
-    slots: torch.Tensor | None = None,
-    rungs: torch.Tensor | None = None,
-) -> sd.Shares:
-    want = reference.share_nodes(scores, budget, limits, slots, rungs)
-    named = {"limits": limits, "slots": slots, "rungs": rungs}
+def check(device: torch.device, scores: torch.Tensor, budget: int, **named: torch.Tensor | None) -> sd.Shares:
+    want = reference.share_nodes(scores, budget, **named)
     got = sd.share_nodes(scores.to(device), budget, **{k: v if v is None else v.to(device) for k, v in named.items()})
     got = sd.Shares(*(field.cpu() for field in got))
     assert torch.equal(got.num_nodes, want.num_nodes)
@@ -51,8 +43,21 @@ def test_by_hand(device: torch.device) -> None:
     assert got.num_nodes.tolist() == [2, 3, 2] and got.cu_seqlens.tolist() == [0, 2, 5, 7]
     assert got.cuts.tolist() == [torch.inf, pytest.approx(-0.1), -3, -torch.inf]
     assert float(got.expected[1]) == pytest.approx(3 + 2 * math.exp(-0.1))
-    limited = check(device, scores, 7, torch.tensor([1, 9, -1], dtype=INT), torch.tensor([4, 0, -1], dtype=INT))
+    limits, slots = torch.tensor([9, 5, 1], dtype=INT), torch.tensor([2, 0, -1], dtype=INT)
+    limited = check(device, scores, 7, max_nodes=limits, slots=slots)
     assert limited.num_nodes.tolist() == [1, 4, 0]
+    capped = check(
+        device, scores, 7, rungs=torch.tensor([5, 9], dtype=INT), rung_limits=torch.tensor([2, 3], dtype=INT)
+    )
+    assert capped.num_nodes.tolist() == [2, 3, 2] and capped.cuts.tolist() == [pytest.approx(-0.1), -torch.inf]
+
+
+def test_who_has_finished_or_is_stalled_gets_nothing(device: torch.device) -> None:
+    reasons, status = torch.tensor([0, 1, 0, 0], dtype=INT), torch.tensor([0, 0, 3, 2], dtype=INT)
+    got = check(device, torch.zeros(4, 5), 12, finish_reasons=reasons, status=status)
+    assert got.num_nodes.tolist() == [5, 0, 0, 5]
+    got = check(device, torch.zeros(2, 5), 12, slots=torch.tensor([2, 3], dtype=INT), status=status)
+    assert got.num_nodes.tolist() == [0, 5]
 
 
 @pytest.mark.parametrize(("batch", "nodes"), [(1, 1), (1, 256), (3, 5), (64, 32), (256, 256), (300, 200)])
@@ -61,10 +66,12 @@ def test_matches_a_sort(device: torch.device, batch: int, nodes: int) -> None:
         scores = falling(batch, nodes, levels)
         budget = int(torch.randint(batch, batch * nodes + 2, ()))
         rungs = torch.randint(0, batch * nodes + 2, (5,), dtype=INT)
-        limits = torch.randint(-1, nodes + 2, (batch,), dtype=INT)
-        slots = torch.randint(-1, 4, (batch,), dtype=INT)
+        state = {"max_nodes": torch.randint(-1, nodes + 2, (batch + 3,), dtype=INT)}
+        state |= {name: torch.randint(0, 5, (batch + 3,), dtype=INT) // 4 for name in ("finish_reasons", "status")}
+        slots = torch.randint(-1, batch + 4, (batch,), dtype=INT)
         check(device, scores, budget, rungs=rungs)
-        check(device, scores, budget, limits, slots, rungs)
+        limits = torch.randint(-1, nodes + 2, (5,), dtype=INT)
+        check(device, scores, budget, **state, slots=slots, rungs=rungs, rung_limits=limits)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -75,12 +82,20 @@ def test_any_lists(device: torch.device, data: st.DataObject) -> None:
         st.sampled_from([0.0, -0.0, 0.5, -1.0, -1.5, -1e-40, -200.0, -torch.inf]), min_size=nodes, max_size=nodes
     )
     scores = torch.tensor([sorted(data.draw(row), reverse=True) for _ in range(batch)]).reshape(batch, nodes)
-    numbers = st.lists(st.integers(-2, nodes + 2), min_size=batch, max_size=batch).map(
-        lambda x: torch.tensor(x, dtype=INT)
-    )
-    limits, slots = data.draw(st.none() | numbers), data.draw(st.none() | numbers)
-    rungs = torch.tensor(data.draw(st.lists(st.integers(-3, batch * nodes + 3), max_size=4)), dtype=INT)
-    got = check(device, scores, batch + data.draw(st.integers(0, batch * nodes + 2)), limits, slots, rungs)
+
+    def ints(low: int, high: int, count: int) -> torch.Tensor:
+        drawn = data.draw(st.lists(st.integers(low, high), min_size=count, max_size=count))
+        return torch.tensor(drawn, dtype=INT)
+
+    given = {}
+    for name, high in (("slots", nodes + 2), ("max_nodes", nodes + 2), ("finish_reasons", 1), ("status", 3)):
+        if data.draw(st.booleans()):
+            given[name] = ints(-2 if high > 3 else 0, high, batch)
+    count = data.draw(st.integers(0, 4))
+    given["rungs"] = ints(-3, batch * nodes + 3, count)
+    if data.draw(st.booleans()):
+        given["rung_limits"] = ints(-1, nodes + 1, count)
+    got = check(device, scores, batch + data.draw(st.integers(0, batch * nodes + 2)), **given)
     assert list(got.num_nodes) == list(got.cu_seqlens.diff())
 
 
@@ -113,11 +128,13 @@ SCORES = torch.zeros(2, 3)
         ({"scores": SCORES.double()}, "share_nodes: scores is float64, expected float32"),
         ({"scores": torch.zeros(2, 257)}, "share_nodes: num_nodes is 257, expected 1 to 256"),
         ({"scores": torch.zeros(257, 256), "budget": 999}, "share_nodes: batch * num_nodes is 65792, expected 0 to 65536"),
-        ({"limits": torch.zeros(3, dtype=INT)}, "share_nodes: limits has shape [3], expected [batch=2]"),
+        ({"max_nodes": torch.zeros(1, dtype=INT)}, "share_nodes: slots is None for batch=2, expected a tensor, or batch <= num_slots=1"),
+        ({"max_nodes": torch.zeros(3)}, "share_nodes: max_nodes is float32, expected int32"),
+        ({"rung_limits": torch.zeros(3, dtype=INT)}, "share_nodes: rung_limits is given, expected None, since rungs is None"),
         ({"slots": torch.zeros(3, dtype=INT)}, "share_nodes: slots has shape [3], expected [batch=2]"),
         ({"rungs": torch.zeros(3)}, "share_nodes: rungs is float32, expected int32"),
     ],
-    ids=["budget", "dtype", "nodes", "too many", "limits", "slots", "rungs"],
+    ids=["budget", "dtype", "nodes", "too many", "few slots", "max_nodes", "limits", "slots", "rungs"],
 )  # fmt: skip
 def test_messages(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as error:

@@ -246,7 +246,7 @@ def merge_trees(t: Inputs, **stream: Any) -> Iterable[Tensor]:
 
 
 def share_nodes(t: Inputs, **stream: Any) -> Iterable[Tensor]:
-    return sd.share_nodes(t["scores"], 2 * B, limits=t["limits"], rungs=t["rungs"], **stream)
+    return sd.share_nodes(t["scores"], 2 * B, max_nodes=t["max_nodes"], rungs=t["rungs"], **stream)
 
 
 def shares_inputs() -> Inputs:
@@ -263,7 +263,7 @@ def state_inputs() -> Inputs:
     """The state of slots that run, with two stop tokens each."""
     state = sd.make_slot_state(B, 40, 2, like=torch.empty(0))
     state.stop_tokens.copy_(ints(0, VOCAB, B, 2))
-    for tensor in (state.seq_lens, state.remaining, state.top_k, state.stops_from, state.num_logprobs):
+    for tensor in (state.seq_lens, state.remaining, state.top_k, state.stops_from, state.num_logprobs, state.max_nodes):
         tensor.copy_(ints(1, 9, B))
     for tensor in (state.temperature, state.top_p, state.min_p):
         tensor.copy_(torch.rand(B))
@@ -275,7 +275,7 @@ def apply_commands_inputs() -> Inputs:
     floats = torch.rand(3, B, 1).view(torch.int32)
     ids, top_k, seeds = ints(0, VOCAB, B, 3), ints(0, VOCAB, B, 1), ints(0, 99, B, 2)
     activations = [torch.randperm(B, dtype=torch.int32)[:, None], ids, floats[0], top_k, *floats[1:], seeds]
-    activations += [ints(0, 9, B, 2), ints(0, VOCAB, B, 2)]
+    activations += [ints(0, 9, B, 3), ints(0, VOCAB, B, 2)]
     record = [
         torch.tensor([0, B], dtype=torch.int32),
         ints(-1, B, B),
@@ -306,7 +306,7 @@ def apply_commands(t: Inputs, **stream: Any) -> Iterable[Tensor]:
 
 def publish_results_inputs() -> Inputs:
     return {
-        "results": torch.zeros(1, _C.result_words(B, STEPS, -1), dtype=torch.int32),
+        "results": torch.zeros(1, _C.result_words(B, STEPS, 2, -1), dtype=torch.int32),
         "num_published": torch.randint(0, 99, (1,)),
         "started_at": torch.zeros(1, dtype=torch.int64),
         "tokens": ints(0, VOCAB, B, STEPS),
@@ -314,14 +314,18 @@ def publish_results_inputs() -> Inputs:
         "path": ints(0, 9, B, STEPS),
         "num_nodes": ints(1, 9, B),
         **state_inputs(),
-        "finish_reasons": ints(0, 4, B),
+        "finish_reasons": ints(0, 2, B),
         "status": ints(0, 4, B),
+        "rung_limits": torch.tensor([3, 9], dtype=torch.int32),
+        "node_scores": -torch.rand(B, 9).cumsum(1),
+        "cuts": torch.tensor([-0.5, -1.5]),
     }
 
 
 def publish_results(t: Inputs, **stream: Any) -> Iterable[Tensor]:
     accepted, state = struct(sd.Accepted, t), struct(sd.SlotState, t)
-    rings(t).publish_results(accepted, t["num_nodes"], state, **stream)
+    compared = {name: t[name] for name in ("rung_limits", "node_scores", "cuts")}
+    rings(t).publish_results(accepted, t["num_nodes"], state, **compared, **stream)
     return [t["results"][:, :2], t["results"][:, 6:], t["num_published"]]  # without the times
 
 
@@ -358,7 +362,7 @@ CASES = {
     ),
     "merge_trees": Case(merge_trees_inputs, merge_trees),
     "share_nodes": Case(
-        lambda: {"scores": -torch.rand(B, N).cumsum(1), "limits": ints(1, N + 1, B), "rungs": ints(B, B * N, 3)},
+        lambda: {"scores": -torch.rand(B, N).cumsum(1), "max_nodes": ints(1, N + 1, B), "rungs": ints(B, B * N, 3)},
         share_nodes,
     ),
     "pack_trees": Case(shares_inputs, pack_trees),

@@ -13,7 +13,7 @@ from ..compare import bytes_of, expect_equal
 from ..harness import Case, Params, Work
 
 MAX_STOPS = 16
-WIDTH = 6  # tokens of a row: chains of five drafts
+WIDTH, NODES = 6, 32  # tokens of a row, and nodes of its tree
 
 
 def random_state(batch: int, device: torch.device) -> sd.SlotState:
@@ -27,8 +27,10 @@ def on_cpu(state: sd.SlotState) -> sd.SlotState:
     return sd.SlotState(*(tensor.cpu().clone() for tensor in state))
 
 
-def rings_of(state: sd.SlotState) -> Rings:
-    return Rings.create(state, max_batch=len(state.seq_lens), accept_width=WIDTH, top_n=-1, depth=1)
+def rings_of(state: sd.SlotState, num_rungs: int = 0) -> Rings:
+    return Rings.create(
+        state, max_batch=len(state.seq_lens), accept_width=WIDTH, num_rungs=num_rungs, top_n=-1, depth=1
+    )
 
 
 def apply_commands(device: torch.device, p: Params) -> Work:
@@ -58,20 +60,24 @@ def publish_results(device: torch.device, p: Params) -> Work:
     accepted = sd.Accepted(ints(0, 32000, batch, WIDTH), ints(1, WIDTH + 1, batch), ints(0, 32, batch, WIDTH))
     num_nodes, state = ints(1, 33, batch), random_state(batch, device)
     slots = torch.randperm(batch, device=device).int()
-    rings = rings_of(state)
+    rungs = torch.tensor([1, 2, 4, 8, 16, 32], dtype=torch.int32, device=device)
+    node_scores = -torch.rand(batch, NODES, device=device).cumsum(1)
+    shares = sd.share_nodes(node_scores, batch * 8, rungs=rungs * batch, rung_limits=2 * rungs)
+    compared = {"rung_limits": 2 * rungs, "node_scores": node_scores, "cuts": shares.cuts}
+    rings = rings_of(state, len(rungs))
 
     def check() -> None:
         want = rings.results.clone()
         there = sd.Accepted(*(tensor.cpu() for tensor in accepted))
-        reference.publish_results(
-            want, torch.zeros(1, dtype=torch.int64), there, num_nodes.cpu(), on_cpu(state), slots.cpu()
-        )
-        expect_equal("results", rings.results[:, 8:], want[:, 8:])
+        of_rungs = {name: tensor.cpu() for name, tensor in compared.items()}
+        count = torch.zeros(1, dtype=torch.int64)
+        reference.publish_results(want, count, there, num_nodes.cpu(), on_cpu(state), slots.cpu(), **of_rungs)
+        expect_equal("results", rings.results[:, 8 + len(rungs) :], want[:, 8 + len(rungs) :])
 
     return Work(
-        lambda: rings.publish_results(accepted, num_nodes, state, slots=slots),
+        lambda: rings.publish_results(accepted, num_nodes, state, slots=slots, **compared),
         check,
-        bytes_of(rings.results, *accepted, num_nodes, state.finish_reasons, state.status, slots),
+        bytes_of(rings.results, *accepted, num_nodes, state.finish_reasons, state.status, slots, node_scores),
     )
 
 

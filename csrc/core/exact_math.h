@@ -93,11 +93,12 @@ constexpr uint32_t kKeyOfMinusInf = 0x007fffffu;
 SD_HD float key_float(uint32_t key) { return bits_float(key & 0x80000000u ? key & 0x7fffffffu : ~key); }
 
 // 2^t for t <= 0 in units of 2^-40, rounded down: exactly 2^40 at t = 0, 0 below t = -40 and for NaN. Sums of up to
-// 2^23 of them fit 64 bits.
+// kMostWeights of them fit 64 bits.
 //
 // t is split into an integer and a rest in [0, 1), 2^rest is a minimax polynomial (1.4e-7 relative; exactly 1 at 0,
 // below 2 at 1), and its 24 mantissa bits are shifted into place. About 20 instructions on a GPU.
 constexpr int kWeightBits = 40;
+constexpr int64_t kMostWeights = 1 << 23;
 SD_HD uint64_t exp2_weight(float t) {
   constexpr float kLeast = -static_cast<float>(kWeightBits + 1), kInteger = 12582912.0f;  // 1.5 * 2^23
   t = t > kLeast ? t : kLeast;
@@ -150,6 +151,10 @@ SD_HD uint64_t mul_high(uint64_t a, uint64_t b) {
 // --- softmax
 
 constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147181f;
+
+// The probability behind a log-probability, which is at most 0, as a weight; and what a sum of such comes to.
+SD_HD uint64_t weight_of(float logprob) { return exp2_weight(mul(logprob < 0 ? logprob : 0.0f, kLog2e)); }
+SD_HD float sum_of(uint64_t weights) { return static_cast<float>(mul(static_cast<double>(weights), 0x1p-40)); }
 
 // x - max, where max is the largest entry of a row: 0 at the maximum also when that is +inf, so that entries of +inf
 // share the whole probability and everything else gets none.

@@ -215,7 +215,7 @@ std::unique_ptr<PyScheduler> make_scheduler(py::object executor, int64_t num_slo
   };
   const round::CommandLayout command_layout{config.max_batch(), num_slots, max_stops};
   const auto command_ring = ring("commands", commands, 2, command_layout.words());
-  const round::ResultLayout result_layout{accept_width, max_logprobs};
+  const round::ResultLayout result_layout{accept_width, config.num_rungs(), max_logprobs};
   const auto result_ring = ring("results", results, rounds_in_flight + 1, result_layout.words(config.max_batch()));
 
   check.that(stream || graphs.empty(), "stream", "is None", "the stream that graphs are launched on");
@@ -260,10 +260,11 @@ void add_scheduler(py::module_& m) {
       "max_batch"_a, "num_slots"_a, "max_stops"_a, "int32 words of a record of commands");
   m.def(
       "result_words",
-      [](int64_t max_batch, int64_t accept_width, int64_t max_logprobs) {
-        return round::ResultLayout{accept_width, max_logprobs}.words(max_batch);
+      [](int64_t max_batch, int64_t accept_width, int64_t num_rungs, int64_t max_logprobs) {
+        return round::ResultLayout{accept_width, num_rungs, max_logprobs}.words(max_batch);
       },
-      "max_batch"_a, "accept_width"_a, "max_logprobs"_a, "int32 words of a record of results; -1: without scores");
+      "max_batch"_a, "accept_width"_a, "num_rungs"_a, "max_logprobs"_a,
+      "int32 words of a record of results; max_logprobs -1: without scores");
   using Release = py::call_guard<WithoutGil>;
   py::class_<PyScheduler>(m, "Scheduler", py::custom_type_setup(collect_executor))
       .def(py::init(&make_scheduler), "executor"_a, py::kw_only(), "num_slots"_a, "num_pages"_a, "page_size"_a,
@@ -274,18 +275,19 @@ void add_scheduler(py::module_& m) {
           "submit",
           [](PyScheduler& s, const py::object& prompt, int64_t max_new_tokens, const py::object& stop_tokens,
              float temperature, int32_t top_k, float top_p, float min_p, int64_t seed, int64_t min_new_tokens,
-             int64_t num_logprobs, int64_t ngram_group, bool streams) {
+             int64_t num_logprobs, int64_t ngram_group, int64_t max_nodes, bool streams) {
             return s.submit(token_list("prompt", prompt), {.max_new_tokens = max_new_tokens,
                                                            .stop_tokens = token_list("stop_tokens", stop_tokens),
                                                            .sampling = {temperature, top_k, top_p, min_p, seed},
                                                            .streams = streams,
                                                            .min_new_tokens = min_new_tokens,
                                                            .num_logprobs = num_logprobs,
-                                                           .ngram_group = ngram_group});
+                                                           .ngram_group = ngram_group,
+                                                           .max_nodes = max_nodes});
           },
           "prompt"_a, "max_new_tokens"_a, "stop_tokens"_a = py::tuple(), py::kw_only(), "temperature"_a = 0.0f,
           "top_k"_a = 0, "top_p"_a = 1.0f, "min_p"_a = 0.0f, "seed"_a = 0, "min_new_tokens"_a = 0,
-          "num_logprobs"_a = -1, "ngram_group"_a = 0, "streams"_a = true)
+          "num_logprobs"_a = -1, "ngram_group"_a = 0, "max_nodes"_a = 0, "streams"_a = true)
       .def("cancel", &PyScheduler::cancel)
       .def("measure_rounds", &PyScheduler::measure_rounds, "batches"_a, Release())
       .def("run", &PyScheduler::run, Release())

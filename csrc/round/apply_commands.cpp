@@ -12,8 +12,9 @@ void apply_commands(CallStream stream, const TensorView& commands, const TensorV
                     const TensorView& started_at, const TensorView& seq_lens, const TensorView& root_tokens,
                     const TensorView& remaining, const TensorView& stop_tokens, const TensorView& temperature,
                     const TensorView& top_k, const TensorView& top_p, const TensorView& min_p, const TensorView& seeds,
-                    const TensorView& stops_from, const TensorView& num_logprobs, const TensorView& finish_reasons,
-                    const TensorView& status, const TensorView& out_slots, const TensorView& out_given_back) {
+                    const TensorView& stops_from, const TensorView& num_logprobs, const TensorView& max_nodes,
+                    const TensorView& finish_reasons, const TensorView& status, const TensorView& out_slots,
+                    const TensorView& out_given_back) {
   Check check("apply_commands");
   Dim R{"num_slots"}, M{"max_stops"}, B{"max_batch"}, D{"depth"}, W{"words"};
   check.output("num_applied", num_applied, {1}, kInt64);
@@ -29,6 +30,7 @@ void apply_commands(CallStream stream, const TensorView& commands, const TensorV
   check.output("seeds", seeds, {R}, kInt64);
   check.output("stops_from", stops_from, {R}, kInt32);
   check.output("num_logprobs", num_logprobs, {R}, kInt32);
+  check.output("max_nodes", max_nodes, {R}, kInt32);
   check.output("finish_reasons", finish_reasons, {R}, kInt32);
   check.output("status", status, {R}, kInt32);
   check.output("out_slots", out_slots, {B}, kInt32);
@@ -54,6 +56,7 @@ void apply_commands(CallStream stream, const TensorView& commands, const TensorV
       .seeds = seeds.data<int64_t>(),
       .stops_from = stops_from.data<int32_t>(),
       .num_logprobs = num_logprobs.data<int32_t>(),
+      .max_nodes = max_nodes.data<int32_t>(),
       .finish_reasons = finish_reasons.data<int32_t>(),
       .status = status.data<int32_t>(),
       .slots = out_slots.data<int32_t>(),

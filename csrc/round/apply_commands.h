@@ -25,6 +25,7 @@ struct ApplyCommandsParams {
   int64_t* seeds;           // [num_slots]
   int32_t* stops_from;      // [num_slots]
   int32_t* num_logprobs;    // [num_slots]
+  int32_t* max_nodes;       // [num_slots]
   int32_t* finish_reasons;  // [num_slots]
   int32_t* status;          // [num_slots]
   // Whom the round is for.
@@ -38,8 +39,9 @@ void apply_commands(CallStream stream, const TensorView& commands, const TensorV
                     const TensorView& started_at, const TensorView& seq_lens, const TensorView& root_tokens,
                     const TensorView& remaining, const TensorView& stop_tokens, const TensorView& temperature,
                     const TensorView& top_k, const TensorView& top_p, const TensorView& min_p, const TensorView& seeds,
-                    const TensorView& stops_from, const TensorView& num_logprobs, const TensorView& finish_reasons,
-                    const TensorView& status, const TensorView& out_slots, const TensorView& out_given_back);
+                    const TensorView& stops_from, const TensorView& num_logprobs, const TensorView& max_nodes,
+                    const TensorView& finish_reasons, const TensorView& status, const TensorView& out_slots,
+                    const TensorView& out_given_back);
 
 void apply_commands_cpu(const ApplyCommandsParams& p);
 void apply_commands_cuda(const ApplyCommandsParams& p, Stream stream);
@@ -67,6 +69,7 @@ SD_HD void activate_slot(const ApplyCommandsParams& p, int64_t slot, const int32
   p.seeds[slot] = static_cast<int64_t>(high << 32 | low);
   p.stops_from[slot] = words[Layout::kStopsFrom];
   p.num_logprobs[slot] = words[Layout::kNumLogprobs];
+  p.max_nodes[slot] = words[Layout::kMaxNodes];
   p.finish_reasons[slot] = 0;
   if (p.status[slot] & kStalled) set_status(p.status, slot, kBadPage);
 }

@@ -11,16 +11,18 @@ namespace specdec::round {
 
 void publish_results(CallStream stream, const TensorView& results, const TensorView& num_published,
                      const TensorView& started_at, const TensorView& tokens, const TensorView& num_valid,
-                     const TensorView& path, const TensorView& num_nodes, const TensorView& finish_reasons,
-                     const TensorView& status, const OptTensor& slots, const OptTensor& logprobs,
-                     const OptTensor& top_ids, const OptTensor& top_logprobs, const OptTensor& num_logprobs) {
+                     const TensorView& num_nodes, const TensorView& finish_reasons, const TensorView& status,
+                     const OptTensor& slots, const OptTensor& logprobs, const OptTensor& top_ids,
+                     const OptTensor& top_logprobs, const OptTensor& num_logprobs, const OptTensor& path,
+                     const OptTensor& rung_limits, const OptTensor& node_scores, const OptTensor& cuts,
+                     const OptTensor& max_nodes) {
   Check check("publish_results");
-  Dim R{"num_slots"}, B{"batch"}, S{"accept_width"}, K{"top_n"}, D{"depth"}, W{"words"};
+  Dim R{"num_slots"}, B{"batch"}, S{"accept_width"}, K{"top_n"}, N{"num_nodes", 0}, G{"num_rungs", 0}, D{"depth"},
+      W{"words"};
   check.output("num_published", num_published, {1}, kInt64);
   check.tensor("started_at", started_at, {1}, kInt64);
   check.tensor("tokens", tokens, {B, S}, kInt32);
   check.tensor("num_valid", num_valid, {B}, kInt32);
-  check.tensor("path", path, {B, S}, kInt32);
   check.tensor("num_nodes", num_nodes, {B}, kInt32);
   check.tensor("finish_reasons", finish_reasons, {R}, kInt32);
   check.tensor("status", status, {R}, kInt32);
@@ -35,9 +37,26 @@ void publish_results(CallStream stream, const TensorView& results, const TensorV
   check.tensor("top_ids", top_ids, {B, S, K}, kInt32);
   check.tensor("top_logprobs", top_logprobs, {B, S, K}, kFloat32);
   check.tensor("num_logprobs", num_logprobs, {R}, kInt32);
+  const auto expect_beside = [&](const char* name, bool given, const char* other, bool with) {
+    check.that(given || !with, name, "is None", std::string("a tensor, since ") + other + " is given");
+    check.that(!given || with, name, "is given", std::string("None, since ") + other + " is None");
+  };
+  expect_beside("path", path.has_value(), "rung_limits", rung_limits.has_value());
+  expect_beside("cuts", cuts.has_value(), "node_scores", node_scores.has_value());
+  expect_beside("max_nodes", max_nodes.has_value(), "node_scores", node_scores.has_value());
+  check.that(rung_limits || !node_scores, "node_scores", "is given", "None, since rung_limits is None");
+  if (rung_limits) G.value = -1;
+  if (node_scores) N.value = -1;
+  check.tensor("path", path, {B, S}, kInt32);
+  check.tensor("rung_limits", rung_limits, {G}, kInt32);
+  check.range("num_rungs", G, 0, kMostRungs);
+  check.tensor("node_scores", node_scores, {B, N}, kFloat32);
+  check.range("batch * num_nodes", B * N, 0, kMostWeights);
+  check.tensor("cuts", cuts, {G}, kFloat32);
+  check.tensor("max_nodes", max_nodes, {R}, kInt32);
   Check ring("publish_results");
   ring.output("results", results, {D, W}, kInt32);
-  const ResultLayout layout{.accept_width = S, .top_n = logprobs ? K.value : ResultLayout::kNoScores};
+  const ResultLayout layout{.accept_width = S, .num_rungs = G, .top_n = logprobs ? K.value : ResultLayout::kNoScores};
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
   ring.range("depth", D, 1, kMost);
   ring.range("words", W, layout.words(B), kMost);
@@ -50,7 +69,6 @@ void publish_results(CallStream stream, const TensorView& results, const TensorV
       .started_at = started_at.data<int64_t>(),
       .tokens = tokens.data<int32_t>(),
       .num_valid = num_valid.data<int32_t>(),
-      .path = path.data<int32_t>(),
       .num_nodes = num_nodes.data<int32_t>(),
       .finish_reasons = finish_reasons.data<int32_t>(),
       .status = status.data<int32_t>(),
@@ -59,8 +77,14 @@ void publish_results(CallStream stream, const TensorView& results, const TensorV
       .top_ids = data_or_null<const int32_t>(top_ids),
       .top_logprobs = data_or_null<const float>(top_logprobs),
       .num_logprobs = data_or_null<const int32_t>(num_logprobs),
+      .path = data_or_null<const int32_t>(path),
+      .rung_limits = data_or_null<const int32_t>(rung_limits),
+      .node_scores = data_or_null<const float>(node_scores),
+      .cuts = data_or_null<const float>(cuts),
+      .max_nodes = data_or_null<const int32_t>(max_nodes),
       .batch = B,
       .num_slots = R,
+      .nodes = N,
       .depth = D,
       .words = W,
       .layout = layout,
@@ -76,6 +100,21 @@ void publish_results_cpu(const PublishResultsParams& p) {
     if (!has_scores(p, b)) continue;
     for (int64_t i = 0; i < p.layout.score_words(); ++i) record[p.layout.scores(b, p.words) + i] = score_word(p, b, i);
   }
+  Shown shown{};
+  for (int64_t b = 0; b < p.batch; ++b) {
+    if (!goes_on(p, b)) continue;
+    ++shown.going_on;
+    if (p.layout.num_rungs == 0) continue;
+    const auto first_of = [&](int64_t node) { return first_rung(p, b, node); };
+    for (int64_t i = 1, count = nodes_of(p, b); i < count; ++i)
+      if (const int64_t rung = first_of(i); rung < p.layout.num_rungs)
+        shown.expected[rung] += weight_of(p.node_scores[b * p.nodes + i]);
+    int32_t node;
+    for (int64_t j = 0; j < p.layout.accept_width; ++j)
+      if (is_draft(p, b, j, node) && first_of(node) < p.layout.num_rungs) ++shown.realised[first_of(node)];
+  }
+  record[ResultLayout::kNumGoingOn] = shown.going_on;
+  for (int64_t r = 0; r < p.layout.num_rungs; ++r) write_rung(p, record, r, shown);
   const int64_t times[] = {*p.started_at, nanoseconds()};
   std::memcpy(record + ResultLayout::kStarted, times, sizeof times);
   *p.num_published = number + 1;

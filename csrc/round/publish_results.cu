@@ -11,11 +11,37 @@ constexpr int kThreads = 512, kWarps = kThreads / kWarp;
 
 __global__ void __launch_bounds__(kThreads) publish_results_kernel(PublishResultsParams p) {
   begin_kernel();
+  __shared__ Shown shown;
+  const int64_t num_rungs = p.layout.num_rungs;
+  if (threadIdx.x < kMostRungs) shown.expected[threadIdx.x] = shown.realised[threadIdx.x] = 0;
+  if (threadIdx.x == 0) shown.going_on = 0;
+  __syncthreads();
+  for (int64_t b = threadIdx.x; b < p.batch; b += kThreads)
+    if (goes_on(p, b)) atomicAdd(&shown.going_on, 1);
+  const auto nodes = static_cast<int>(p.nodes), tokens = static_cast<int>(p.layout.accept_width);
+  const auto batch = static_cast<int>(num_rungs > 0 ? p.batch : 0);
+  for (int i = static_cast<int>(threadIdx.x); i < batch * nodes; i += kThreads) {
+    const int b = i / nodes, node = i % nodes;
+    if (node == 0 || !goes_on(p, b) || node >= nodes_of(p, b)) continue;
+    const int64_t rung = first_rung(p, b, node);
+    if (rung < num_rungs)
+      atomicAdd(reinterpret_cast<unsigned long long*>(&shown.expected[rung]), weight_of(p.node_scores[i]));
+  }
+  for (int i = static_cast<int>(threadIdx.x); i < batch * tokens; i += kThreads) {
+    const int b = i / tokens;
+    int32_t node;
+    if (!goes_on(p, b) || !is_draft(p, b, i % tokens, node)) continue;
+    const int64_t rung = first_rung(p, b, node);
+    if (rung < num_rungs) atomicAdd(&shown.realised[rung], 1);
+  }
+  __syncthreads();
   const int64_t number = *p.num_published;
   int32_t* record = p.results + ring_row(number, p.depth) * p.words;
   const int64_t width = p.layout.row_words(), score_words = p.layout.score_words();
   for (int64_t i = threadIdx.x; i < p.batch * width; i += kThreads)
-    record[ResultLayout::kRows + i] = result_word(p, i / width, i % width);
+    record[p.layout.row(0) + i] = result_word(p, i / width, i % width);
+  if (threadIdx.x < num_rungs) write_rung(p, record, threadIdx.x, shown);
+  if (threadIdx.x == 0) record[ResultLayout::kNumGoingOn] = shown.going_on;
   // Scores: every warp looks at the same rows, and the warps take turns at those that have any.
   const int64_t lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   int64_t seen = 0;

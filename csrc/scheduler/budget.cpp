@@ -177,8 +177,8 @@ void Budget::note_tokens(size_t size, double requests, std::span<const double> e
   std::vector<double> rows, by_scores, in_truth;
   for (size_t rung = 0; rung < expected.size(); ++rung) {
     rows.push_back(static_cast<double>(rows_[size][rung]) / requests);
-    by_scores.push_back(expected[rung] / requests - 1);
-    if (rung < realised.size()) in_truth.push_back(realised[rung] / requests - 1);
+    by_scores.push_back(expected[rung] / requests);
+    if (rung < realised.size()) in_truth.push_back(realised[rung] / requests);
   }
   worth_.note(requests, rows, by_scores, in_truth);
 }

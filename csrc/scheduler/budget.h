@@ -56,8 +56,8 @@ class Budget {
   // A round took so long.
   void note_time(size_t size, size_t rung, double requests, double kv_rows, double us);
 
-  // What a round of this size showed, in tokens of all its requests at the first rungs: by the draft's scores, and in
-  // truth.
+  // What a round of this size showed of the first rungs: drafts that each was expected to bring so many requests by
+  // their scores, and would have brought in truth.
   void note_tokens(size_t size, double requests, std::span<const double> expected, std::span<const double> realised);
 
   // Tokens that a round of this rung is expected to give a request.

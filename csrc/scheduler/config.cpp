@@ -4,6 +4,7 @@
 #include <string>
 
 #include "core/check.h"
+#include "round/records.h"
 #include "scheduler/admission.h"
 
 namespace specdec::scheduler {
@@ -36,6 +37,7 @@ void check_config(const Config& config) {
     smallest_batch = batch + 1;
   }
   check.that(!config.nodes.empty(), "nodes", "is empty", "at least 1 number");
+  check.range("nodes (how many)", static_cast<int64_t>(config.nodes.size()), 1, round::kMostRungs);
   int64_t fewest_nodes = 1;
   for (const int64_t nodes : config.nodes) {
     check.range("nodes (rising)", nodes, fewest_nodes, kMost);

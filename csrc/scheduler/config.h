@@ -21,6 +21,8 @@ struct Config {
   std::vector<int64_t> batch_sizes;  // rising: a round is padded to the next of them
   std::vector<int64_t> nodes;        // rising: what a round's trees may have
 
+  // Rungs that rounds tell apart; 0 where there is nothing to choose.
+  int64_t num_rungs() const { return nodes.size() > 1 ? static_cast<int64_t>(nodes.size()) : 0; }
   int64_t max_batch() const { return batch_sizes.back(); }
   // Of each batch size the rows of its rounds, in all.
   std::vector<std::vector<int64_t>> rows() const;

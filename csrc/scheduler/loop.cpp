@@ -224,8 +224,7 @@ bool Scheduler::launch_round() {
   const size_t size = std::ranges::lower_bound(config_.batch_sizes, std::ssize(requests)) - config_.batch_sizes.begin();
   int64_t kv_rows = 0;
   for (const Request* request : requests) kv_rows += request->seq_len();
-  const auto batch = static_cast<double>(config_.batch_sizes[size]);  // rows without a request cost as much
-  const size_t rung = budget_.next(size, batch, static_cast<double>(kv_rows));
+  const size_t rung = budget_.next(size, static_cast<double>(requests.size()), static_cast<double>(kv_rows));
   Round round{.number = num_launched_,
               .size = size,
               .rung = rung,
@@ -296,9 +295,9 @@ void Scheduler::read_oldest_round() {
   const int64_t started_at = results_.started_at(round.number), ended_at = results_.ended_at(round.number);
   took_[round.size][round.rung] = ended_at - started_at;
   recorder_.add_round(started_at, ended_at, std::ssize(round.rows), round.rung, round.follows);
-  budget_.note_time(round.size, round.rung, static_cast<double>(config_.batch_sizes[round.size]),
-                    static_cast<double>(round.kv_rows), 1e-3 * static_cast<double>(ended_at - started_at));
-  Shown shown{.requests = 0, .tokens = std::vector<double>(round.shown + 1)};
+  budget_.note_time(round.size, round.rung, static_cast<double>(round.rows.size()), static_cast<double>(round.kv_rows),
+                    1e-3 * static_cast<double>(ended_at - started_at));
+  note_rungs(round);
   bool progress = requests.size() < round.rows.size();  // the pages of those who have ended come back
   size_t next = 0;
   for (size_t b = 0; b < round.rows.size() && next < requests.size(); ++b) {
@@ -306,13 +305,7 @@ void Scheduler::read_oldest_round() {
     if (request.id != round.rows[b].request_id) continue;  // it has ended since
     ++next;
     --request.in_flight;
-    progress |= read_row(results_.row(round.number, static_cast<int64_t>(b)), shown, request);
-  }
-  // Equal shares: what a rung brings a request does not depend on how many requests there are.
-  if (shown.requests > 0) {
-    const auto batch = static_cast<double>(config_.batch_sizes[round.size]);
-    for (double& tokens : shown.tokens) tokens *= batch / static_cast<double>(shown.requests);
-    budget_.note_tokens(round.size, batch, shown.tokens, shown.tokens);
+    progress |= read_row(results_.row(round.number, static_cast<int64_t>(b)), request);
   }
   publish();
 
@@ -323,6 +316,16 @@ void Scheduler::read_oldest_round() {
     finish_held(**std::ranges::max_element(requests, {}, &Request::id), FinishReason::kError, kStalled);
     stuck_ = false;
   }
+}
+
+// Hands on what a round shows of its rung and those below. Of rungs above the one of the round before, nothing: where
+// few nodes ended, a larger tree often begins amid a piece that it would have taken whole, and looks worse than it is.
+void Scheduler::note_rungs(const Round& round) {
+  RungResult shown = results_.rungs(round.number);
+  if (shown.requests <= 0 || shown.expected.empty()) return;
+  shown.expected.resize(round.shown + 1);
+  shown.realised.resize(round.shown + 1);
+  budget_.note_tokens(round.size, static_cast<double>(shown.requests), shown.expected, shown.realised);
 }
 
 // The requests of a round that have not ended since, in the order of its rows.
@@ -337,7 +340,7 @@ std::vector<Request*> Scheduler::still_held(const Round& round) const {
 }
 
 // Takes over what the round did for one request. Returns false when it stalled; then its state is as before the round.
-bool Scheduler::read_row(const RowResult& result, Shown& shown, Request& request) {
+bool Scheduler::read_row(const RowResult& result, Request& request) {
   const int64_t count = result.num_valid;
   const auto reason = static_cast<FinishReason>(result.finish_reason);
   const bool goes_on = reason == FinishReason::kRunning;
@@ -363,15 +366,6 @@ bool Scheduler::read_row(const RowResult& result, Shown& shown, Request& request
   if (!goes_on) {
     finish_held(request, reason);
     return true;
-  }
-  // Nodes stand best first, so that the tree of a lower rung is the first nodes of a higher one's. Of a last round some
-  // may have been cut off. Of rungs above the round's before nothing is learnt: where few nodes ended, a larger tree
-  // often begins amid a piece that it would have taken whole, and looks worse than it is.
-  ++shown.requests;
-  const int32_t *at = result.path + 1, *const end = result.path + count;
-  for (size_t rung = 0; rung < shown.tokens.size(); ++rung) {
-    while (at < end && *at < config_.nodes[rung]) ++at;
-    shown.tokens[rung] += static_cast<double>(at - result.path);
   }
   if (request.streams) note_tokens(request, reason);
   return true;

@@ -45,6 +45,7 @@ void CommandRing::write(int64_t number, const Commands& commands) const {
     words[Layout::kSeed + 1] = static_cast<int32_t>(static_cast<uint32_t>(seed >> 32));
     words[Layout::kStopsFrom] = request->stops_from;
     words[Layout::kNumLogprobs] = request->num_logprobs;
+    words[Layout::kMaxNodes] = request->max_nodes;
     write_padded(words + Layout::kStops, request->stop_tokens, layout_.max_stops);
     words += Layout::kStops + layout_.max_stops;
   }
@@ -62,11 +63,20 @@ RowResult ResultRing::row(int64_t number, int64_t b) const {
           .status = words[round::ResultLayout::kStatus],
           .num_nodes = words[round::ResultLayout::kNumNodes],
           .tokens = words + round::ResultLayout::kTokens,
-          .path = words + layout_.path(),
           .logprobs = scores,
           .top_ids = scores + layout_.top_ids(),
           .top_logprobs = scores + layout_.top_logprobs(),
           .top_n = layout_.top_n};
+}
+
+RungResult ResultRing::rungs(int64_t number) const {
+  const int32_t* record = memory_.row(number);
+  RungResult rungs{.requests = record[round::ResultLayout::kNumGoingOn], .expected = {}, .realised = {}};
+  for (int64_t r = 0; r < layout_.num_rungs; ++r) {
+    rungs.expected.push_back(std::bit_cast<float>(record[round::ResultLayout::kExpected + r]));
+    rungs.realised.push_back(record[layout_.realised() + r]);
+  }
+  return rungs;
 }
 
 void RowResult::add_scores(int64_t count, int64_t num_logprobs, Scores& scores) const {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <span>
+#include <vector>
 
 #include "round/records.h"
 #include "scheduler/request.h"
@@ -40,7 +41,6 @@ struct RowResult {
   int64_t num_valid;
   int32_t finish_reason, status, num_nodes;
   const int32_t* tokens;  // [accept_width]
-  const int32_t* path;    // [accept_width]
   // Where the request asked for them, floats as their bits.
   const int32_t* logprobs;                // [accept_width]
   const int32_t *top_ids, *top_logprobs;  // [accept_width, top_n]
@@ -50,12 +50,19 @@ struct RowResult {
   void add_scores(int64_t count, int64_t num_logprobs, Scores& scores) const;
 };
 
+// What a round's requests that go on show of the rungs: drafts that each was expected to bring them, and would have.
+struct RungResult {
+  int64_t requests;
+  std::vector<double> expected, realised;  // [rungs]
+};
+
 class ResultRing {
  public:
   ResultRing(const RingMemory& memory, const round::ResultLayout& layout) : memory_(memory), layout_(layout) {}
 
   bool is_published(int64_t number) const;
   RowResult row(int64_t number, int64_t b) const;
+  RungResult rungs(int64_t number) const;
   // Nanoseconds of the device's clock.
   int64_t started_at(int64_t number) const { return time(number, round::ResultLayout::kStarted); }
   int64_t ended_at(int64_t number) const { return time(number, round::ResultLayout::kEnded); }

@@ -27,7 +27,7 @@ Scheduler::Scheduler(const Config& config, Executor& executor, const RingMemory&
     : config_((check_config(config), config)),
       executor_(executor),
       commands_(commands, {config.max_batch(), config.num_slots, config.max_stops}),
-      results_(results, {config.accept_width, config.max_logprobs}),
+      results_(results, {config.accept_width, config.num_rungs(), config.max_logprobs}),
       recorder_(traces, config.nodes),
       budget_(config.batch_sizes, config.rows(), config.accept_width),
       slots_(config.num_slots),
@@ -64,6 +64,9 @@ int64_t Scheduler::submit(const std::vector<int64_t>& prompt, const SubmitOption
   if (options.num_logprobs >= 0) request->scores = std::make_unique<Scores>();
   check.range("ngram_group", options.ngram_group, 0, std::numeric_limits<int32_t>::max());
   request->ngram_group = static_cast<int32_t>(options.ngram_group);
+
+  check.range("max_nodes", options.max_nodes, 0, std::numeric_limits<int32_t>::max());
+  request->max_nodes = static_cast<int32_t>(options.max_nodes > 0 ? options.max_nodes : config_.nodes.back());
 
   const std::lock_guard lock(mutex_);
   if (stopping_) throw std::runtime_error("submit: the scheduler has been stopped, expected one that runs");

@@ -44,6 +44,7 @@ struct SubmitOptions {
   int64_t min_new_tokens = 0;  // no stop token comes before
   int64_t num_logprobs = -1;   // as in Request
   int64_t ngram_group = 0;     // as in Admitted
+  int64_t max_nodes = 0;       // as in Request; 0: as many as pay
 };
 
 class Scheduler {
@@ -99,12 +100,6 @@ class Scheduler {
     std::vector<Row> rows;
     bool follows;  // nothing but a round lies between it and the one before
   };
-  // What rows of a round that go on would have brought at its first rungs.
-  struct Shown {
-    int64_t requests = 0;
-    std::vector<double> tokens;  // [rungs]
-  };
-
   // --- the turn (loop.cpp)
   bool turn();
   bool wait_for_work(bool again);
@@ -119,7 +114,8 @@ class Scheduler {
   bool launch_round();
   void read_rounds();
   void read_oldest_round();
-  bool read_row(const RowResult& result, Shown& shown, Request& request);
+  void note_rungs(const Round& round);
+  bool read_row(const RowResult& result, Request& request);
   void send(const Commands& commands, int64_t batch = 0, int64_t num_nodes = 0, int64_t max_kv_len = 0);
   int64_t time_round(int64_t batch, int64_t num_nodes);
   void await(const Round& round);

@@ -44,24 +44,29 @@ __global__ void __launch_bounds__(kThreads) share_nodes_kernel(ShareNodesParams 
   begin_kernel();
   __shared__ int32_t of_warps[kWarps];
   __shared__ unsigned long long weights[kWarps];
+  const int64_t rung = static_cast<int64_t>(blockIdx.x) - 1;
+  const int32_t limit = limit_of_all(p, rung);
+  // What a search begins with is three reads, one behind the other: of most batches a thread keeps it.
+  const int32_t own = threadIdx.x < p.batch ? list_length(p, threadIdx.x, limit) : 0;
+  const auto length_of = [&](int64_t b) { return b < kThreads ? own : list_length(p, b, limit); };
   const auto sum_over_batch = [&](auto f) {
     int32_t sum = 0;
-    for (int64_t b = threadIdx.x; b < p.batch; b += kThreads) sum += f(b);
+    for (int64_t b = threadIdx.x; b < p.batch; b += kThreads) sum += f(b, length_of(b));
     return static_cast<int64_t>(block_sum(sum, of_warps));
   };
-  const int64_t roots = sum_over_batch([&](int64_t b) { return static_cast<int32_t>(list_length(p, b) > 0); });
-  const int64_t rung = static_cast<int64_t>(blockIdx.x) - 1;
+  const int64_t roots = sum_over_batch([](int64_t, int32_t length) { return static_cast<int32_t>(length > 0); });
   const int64_t room = room_of(rung < 0 ? p.budget : p.rungs[rung], roots);
-  const Cut cut =
-      find_cut(room, [&](uint32_t key) { return sum_over_batch([&](int64_t b) { return num_reaching(p, b, key); }); });
+  const Cut cut = find_cut(room, [&](uint32_t key) {
+    return sum_over_batch([&](int64_t b, int32_t length) { return num_reaching(p, b, length, key); });
+  });
 
   if (rung >= 0) {
     unsigned long long weight = 0;
-    for (int64_t b = threadIdx.x; b < p.batch; b += kThreads) weight += weight_above(p, b, cut);
+    for (int64_t b = threadIdx.x; b < p.batch; b += kThreads) weight += weight_above(p, b, length_of(b), cut);
     weight = block_sum(weight, weights);
     if (threadIdx.x > 0) return;
     weight += static_cast<uint64_t>(cut.ties) * weight_of(key_float(cut.key));
-    p.out_expected[rung] = expected_of(weight);
+    p.out_expected[rung] = sum_of(weight);
     p.out_cuts[rung] = cut_score(room, cut);
     return;
   }
@@ -70,12 +75,13 @@ __global__ void __launch_bounds__(kThreads) share_nodes_kernel(ShareNodesParams 
   for (int64_t first = 0; first < p.batch; first += kThreads) {
     const int64_t b = first + threadIdx.x;
     const bool there = b < p.batch;
-    const Reaching found = there ? reaching(p, b, cut) : Reaching{0, 0};
+    const int32_t length = there ? length_of(b) : 0;
+    const Reaching found = there ? reaching(p, b, length, cut) : Reaching{0, 0};
     int32_t total;
     const int64_t left = cut.ties - ties_before - sum_before(found.equal, of_warps, total);
     ties_before += total;
     const auto ties = static_cast<int32_t>(clamp_to<int64_t>(left, 0, found.equal));
-    const int32_t count = there && list_length(p, b) > 0 ? 1 + found.above + ties : 0;
+    const int32_t count = length > 0 ? 1 + found.above + ties : 0;
     const int32_t at = taken + sum_before(count, of_warps, total);
     taken += total;
     if (!there) continue;

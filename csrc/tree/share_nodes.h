@@ -9,20 +9,25 @@
 #include "core/dispatch.h"
 #include "core/exact_math.h"
 #include "core/host_device.h"
+#include "core/slots.h"
 #include "tree/tree_rows.h"
 
 namespace specdec::tree {
 
 struct ShareNodesParams {
-  const float* scores;      // [batch, nodes]: log-probabilities of paths, falling; the root's is not read
-  const int32_t* limits;    // [batch] or null: nodes that a request gets at most, the root included
-  const int32_t* slots;     // [batch] or null: below 0 the row is empty
-  const int32_t* rungs;     // [num_rungs] or null
-  int32_t* out_num_nodes;   // [batch]
-  int32_t* out_cu_seqlens;  // [batch + 1]
-  float* out_expected;      // [num_rungs]
-  float* out_cuts;          // [num_rungs]
-  int64_t batch, nodes, num_rungs, budget;
+  const float* scores;   // [batch, nodes]: log-probabilities of paths, falling; the root's is not read
+  const int32_t* slots;  // [batch] or null: below 0 the row is empty
+  // Of slots, each or null: nodes that a request gets at most, the root included; and whose rows are empty, too.
+  const int32_t* max_nodes;       // [num_slots]
+  const int32_t* finish_reasons;  // [num_slots]: other than 0
+  const int32_t* status;          // [num_slots]: kStalled
+  const int32_t* rungs;           // [num_rungs] or null
+  const int32_t* rung_limits;     // [num_rungs] or null: nodes that any request gets at most
+  int32_t* out_num_nodes;         // [batch]
+  int32_t* out_cu_seqlens;        // [batch + 1]
+  float* out_expected;            // [num_rungs]
+  float* out_cuts;                // [num_rungs]
+  int64_t batch, nodes, num_slots, num_rungs, budget;
 };
 
 constexpr int64_t kMaxSharedRows = 1 << 16;  // of a batch: sums of weights fit 64 bits
@@ -34,16 +39,24 @@ SD_HD uint32_t node_key(float score) {
   return key < kRootKey ? key : kRootKey;
 }
 
-// Nodes of row b's list that may be taken, the root included; 0 for an empty row.
-SD_HD int32_t list_length(const ShareNodesParams& p, int64_t b) {
-  if (p.slots && p.slots[b] < 0) return 0;
-  return p.limits ? clamp_to(p.limits[b], 1, static_cast<int32_t>(p.nodes)) : static_cast<int32_t>(p.nodes);
+// Nodes that any request gets at most, by the budget itself or by a rung.
+SD_HD int32_t limit_of_all(const ShareNodesParams& p, int64_t rung) {
+  const auto nodes = static_cast<int32_t>(p.nodes);
+  return rung < 0 || !p.rung_limits ? nodes : clamp_to(p.rung_limits[rung], 1, nodes);
 }
 
-// How many nodes of row b score at least `key`, without the root.
-SD_HD int32_t num_reaching(const ShareNodesParams& p, int64_t b, uint32_t key) {
+// Nodes of row b's list that may be taken, the root included; 0 for an empty row.
+SD_HD int32_t list_length(const ShareNodesParams& p, int64_t b, int32_t limit) {
+  const int64_t slot = slot_of(p.slots, b, p.num_slots);
+  if (slot < 0 || (p.finish_reasons && p.finish_reasons[slot] != 0) || (p.status && (p.status[slot] & kStalled)))
+    return 0;
+  return p.max_nodes ? clamp_to(p.max_nodes[slot], 1, limit) : limit;
+}
+
+// How many nodes of row b, whose list is so long, score at least `key`, without the root.
+SD_HD int32_t num_reaching(const ShareNodesParams& p, int64_t b, int32_t length, uint32_t key) {
   const float* const scores = p.scores + b * p.nodes;
-  int32_t low = 1, high = list_length(p, b);  // all before `low` do, none from `high` on
+  int32_t low = 1, high = length;  // all before `low` do, none from `high` on
   if (high <= 1) return 0;
   while (low < high) {
     const int32_t middle = (low + high) / 2;
@@ -57,9 +70,6 @@ SD_HD int32_t num_reaching(const ShareNodesParams& p, int64_t b, uint32_t key) {
 
 // Of how many nodes beyond the roots a number of rows has room.
 SD_HD int64_t room_of(int64_t rows, int64_t roots) { return rows > roots ? rows - roots : 0; }
-
-SD_HD uint64_t weight_of(float score) { return exp2_weight(mul(score < 0 ? score : 0.0f, kLog2e)); }
-SD_HD float expected_of(uint64_t weights) { return static_cast<float>(mul(static_cast<double>(weights), 0x1p-40)); }
 
 // What a budget takes: all nodes from key + 1 up, and the first `ties` of those that score just `key`.
 struct Cut {
@@ -97,24 +107,25 @@ SD_HD float cut_score(int64_t room, const Cut& cut) {
 struct Reaching {
   int32_t above, equal;
 };
-SD_HD Reaching reaching(const ShareNodesParams& p, int64_t b, const Cut& cut) {
-  const int32_t above = num_reaching(p, b, cut.key + 1);
+SD_HD Reaching reaching(const ShareNodesParams& p, int64_t b, int32_t length, const Cut& cut) {
+  const int32_t above = num_reaching(p, b, length, cut.key + 1);
   if (cut.ties == 0) return {above, 0};
-  const int32_t all = num_reaching(p, b, cut.key);
+  const int32_t all = num_reaching(p, b, length, cut.key);
   return {above, all > above ? all - above : 0};  // a list that is not sorted may say anything
 }
 
 // The probabilities of the root and of the nodes above a cut.
-SD_HD uint64_t weight_above(const ShareNodesParams& p, int64_t b, const Cut& cut) {
-  if (list_length(p, b) == 0) return 0;
-  const int32_t above = num_reaching(p, b, cut.key + 1);
+SD_HD uint64_t weight_above(const ShareNodesParams& p, int64_t b, int32_t length, const Cut& cut) {
+  if (length == 0) return 0;
+  const int32_t above = num_reaching(p, b, length, cut.key + 1);
   uint64_t weight = uint64_t{1} << kWeightBits;
   for (int32_t i = 1; i <= above; ++i) weight += weight_of(p.scores[b * p.nodes + i]);
   return weight;
 }
 
-void share_nodes(CallStream stream, const TensorView& scores, int64_t budget, const OptTensor& limits,
-                 const OptTensor& slots, const OptTensor& rungs, const TensorView& out_num_nodes,
+void share_nodes(CallStream stream, const TensorView& scores, int64_t budget, const OptTensor& slots,
+                 const OptTensor& max_nodes, const OptTensor& finish_reasons, const OptTensor& status,
+                 const OptTensor& rungs, const OptTensor& rung_limits, const TensorView& out_num_nodes,
                  const TensorView& out_cu_seqlens, const TensorView& out_expected, const TensorView& out_cuts);
 
 void share_nodes_cpu(const ShareNodesParams& p);

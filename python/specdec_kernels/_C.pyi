@@ -169,9 +169,12 @@ def share_nodes(
     stream: int | None,
     scores: Tensor,
     budget: int,
-    limits: Tensor | None,
     slots: Tensor | None,
+    max_nodes: Tensor | None,
+    finish_reasons: Tensor | None,
+    status: Tensor | None,
     rungs: Tensor | None,
+    rung_limits: Tensor | None,
     out_num_nodes: Tensor,
     out_cu_seqlens: Tensor,
     out_expected: Tensor,
@@ -475,6 +478,7 @@ def apply_commands(
     seeds: Tensor,
     stops_from: Tensor,
     num_logprobs: Tensor,
+    max_nodes: Tensor,
     finish_reasons: Tensor,
     status: Tensor,
     out_slots: Tensor,
@@ -487,7 +491,6 @@ def publish_results(
     started_at: Tensor,
     tokens: Tensor,
     num_valid: Tensor,
-    path: Tensor,
     num_nodes: Tensor,
     finish_reasons: Tensor,
     status: Tensor,
@@ -496,6 +499,11 @@ def publish_results(
     top_ids: Tensor | None,
     top_logprobs: Tensor | None,
     num_logprobs: Tensor | None,
+    path: Tensor | None,
+    rung_limits: Tensor | None,
+    node_scores: Tensor | None,
+    cuts: Tensor | None,
+    max_nodes: Tensor | None,
 ) -> None: ...
 
 # --- compat
@@ -653,7 +661,7 @@ Emission: TypeAlias = tuple[
 ]
 
 def command_words(max_batch: int, num_slots: int, max_stops: int) -> int: ...
-def result_words(max_batch: int, accept_width: int, max_logprobs: int) -> int: ...
+def result_words(max_batch: int, accept_width: int, num_rungs: int, max_logprobs: int) -> int: ...
 
 class RoundCosts:
     """What a round costs on the machine that runs it.
@@ -730,6 +738,7 @@ class Scheduler:
         min_new_tokens: int = 0,
         num_logprobs: int = -1,
         ngram_group: int = 0,
+        max_nodes: int = 0,
         streams: bool = True,
     ) -> int: ...
     def cancel(self, request_id: int) -> bool: ...

@@ -624,9 +624,12 @@ def share_nodes(
     scores: Tensor,
     budget: int,
     *,
-    limits: Tensor | None = None,
     slots: Tensor | None = None,
+    max_nodes: Tensor | None = None,
+    finish_reasons: Tensor | None = None,
+    status: Tensor | None = None,
     rungs: Tensor | None = None,
+    rung_limits: Tensor | None = None,
     out: Shares | None = None,
     stream: int | None = None,
 ) -> Shares:
@@ -644,17 +647,19 @@ def share_nodes(
             row; the root's is not read. -inf (and NaN) is no node, and what is above 0 counts as 0. A row that rises
             gets some number of nodes, the same on both devices.
         budget: rows of the batch, roots included, at least B.
-        limits: [B] int32: nodes that a request gets at most, the root included; 1 (and below) is the root alone.
-            None: N.
-        slots: [B] int32; where it is below 0 the row is empty and gets no node. None: no row is.
+        slots: [B] int32; where it is below 0 the row is empty and gets no node. None: row b is slot b.
+        max_nodes: [num_slots] int32: nodes that a slot's request gets at most, the root included; 1 (and below) is the
+            root alone. None: N.
+        finish_reasons, status: [num_slots] int32: rows whose request has finished (not 0), or is stalled, are empty.
         rungs: [R] int32, other budgets: what they would take is told in `expected` and `cuts`. A rung below the number
             of roots takes the roots. None: R is 0.
+        rung_limits: [R] int32: nodes that any request gets at most under each of them. None: N.
 
     Returns:
         Shares. Probabilities are summed in whole 2^-40, so that all of it is the same on both devices.
 
     Raises:
-        ValueError: wrong dtype, shape, device or stride; a budget below B; too many nodes.
+        ValueError: wrong dtype, shape, device or stride; a budget below B; too many nodes; rung_limits without rungs.
     """
     op = "share_nodes"
     if out is None:
@@ -668,7 +673,7 @@ def share_nodes(
         )
     elif not isinstance(out, Shares):
         raise wrong_type(op, "out", out, Shares)
-    _C.share_nodes(stream, scores, budget, limits, slots, rungs, *out)
+    _C.share_nodes(stream, scores, budget, slots, max_nodes, finish_reasons, status, rungs, rung_limits, *out)
     return out
 
 
@@ -1379,6 +1384,7 @@ class SlotState(NamedTuple):
     min_p: Tensor  # float32, 0 is off
     seeds: Tensor  # int64
     num_logprobs: Tensor  # best entries to list beside each token; -1: score nothing
+    max_nodes: Tensor  # of a tree that is verified, the root included
     finish_reasons: Tensor  # of FinishReason, 0 while the request runs
     status: Tensor  # sticky bits of Status
 
@@ -1393,7 +1399,7 @@ def make_slot_state(num_slots: int, max_seq_len: int, max_stops: int, like: Tens
         like: any tensor; says which library and device.
 
     Returns:
-        A SlotState: seq_lens, remaining and the like are 0, top_p is 1, num_logprobs is -1.
+        A SlotState: seq_lens, remaining and the like are 0, top_p is 1, num_logprobs is -1, max_nodes is 256.
 
     Raises:
         ValueError: num_slots or max_stops below 0.
@@ -1423,6 +1429,7 @@ def make_slot_state(num_slots: int, max_seq_len: int, max_stops: int, like: Tens
         min_p=filled(0, "float32"),
         seeds=filled(0, "int64"),
         num_logprobs=filled(-1),
+        max_nodes=filled(256),
         finish_reasons=filled(0),
         status=filled(0),
     )

@@ -176,24 +176,25 @@ class EngineConfig:
         if num_pages is None:
             num_pages = num_slots * max_pages
         check_num_pages(num_pages, max_pages, max_len, reserve)
+        captures = on_cuda and cuda_graph
+        if adaptive is None:
+            adaptive = (captures or not on_cuda) and not batch_invariant and not draft.sampled
+        nodes = tuple(rungs_of(needs.num_nodes)) if adaptive else (needs.num_nodes,)
         top_n = min(MAX_LOGPROBS, model.vocab_size)
         row_numbers = kv_numbers(model, model.num_hidden_layers) + needs.kv_numbers
         parts = {  # at least: a draft's KV may be wider than the target's
             "KV": num_pages * page_size * row_numbers * kv_dtype.itemsize,
             "logits": num_slots * needs.num_nodes * model.vocab_size * dtype.itemsize,
-            "slots": 4 * num_slots * (max_pages + MAX_STOP_TOKENS) + ring_bytes(num_slots, needs.accept_width, top_n),
+            "slots": 4 * num_slots * (max_pages + MAX_STOP_TOKENS)
+            + ring_bytes(num_slots, needs.accept_width, num_rungs_of(nodes), top_n),
         }
         check_memory(parts, machine, num_slots=num_slots, max_len=max_len, num_pages=num_pages)
         check_num_nodes(num_slots, needs.num_nodes)
 
-        captures = on_cuda and cuda_graph
         if batch_sizes is None and batch_invariant:
             batch_sizes = [num_slots]
         if batch_sizes is None:
             batch_sizes = default_batch_sizes(num_slots) if captures else range(1, num_slots + 1)
-        if adaptive is None:
-            adaptive = (captures or not on_cuda) and not batch_invariant and not draft.sampled
-        nodes = tuple(rungs_of(needs.num_nodes)) if adaptive else (needs.num_nodes,)
 
         def bounds(batch: int, num_nodes: int) -> tuple[int, ...]:
             if machine.gpu is None or batch_invariant:
@@ -240,9 +241,15 @@ def rungs_of(num_nodes: int) -> list[int]:
     return [*(1 << power for power in range(8) if 1 << power < num_nodes), num_nodes]
 
 
-def ring_bytes(num_slots: int, accept_width: int, top_n: int) -> int:
+def num_rungs_of(nodes: Sequence[int]) -> int:
+    """Rungs that rounds are compared by; 0 where there is nothing to choose."""
+    return len(nodes) if len(nodes) > 1 else 0
+
+
+def ring_bytes(num_slots: int, accept_width: int, num_rungs: int, top_n: int) -> int:
     """The bytes of both rings, whose words are counted in C++, where they are written."""
-    words = _C.command_words(num_slots, num_slots, MAX_STOP_TOKENS) + _C.result_words(num_slots, accept_width, top_n)
+    words = _C.command_words(num_slots, num_slots, MAX_STOP_TOKENS)
+    words += _C.result_words(num_slots, accept_width, num_rungs, top_n)
     return 4 * RING_DEPTH * words
 
 

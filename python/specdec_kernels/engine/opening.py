@@ -14,7 +14,7 @@ from torch import nn
 
 from .. import _C
 from ..models.language_model import open_language_model
-from .config import MAX_STOP_TOKENS, RING_DEPTH, EngineConfig
+from .config import MAX_STOP_TOKENS, RING_DEPTH, EngineConfig, num_rungs_of
 from .drafts import Draft, DraftContext
 from .executor import Executor
 from .graphs import Graphs, capture
@@ -96,7 +96,14 @@ def load_target(
         device=device,
     )
     width = config.needs.accept_width
-    rings = Rings.create(state, max_batch=config.num_slots, accept_width=width, top_n=config.top_n, depth=RING_DEPTH)
+    rings = Rings.create(
+        state,
+        max_batch=config.num_slots,
+        accept_width=width,
+        num_rungs=num_rungs_of(config.nodes),
+        top_n=config.top_n,
+        depth=RING_DEPTH,
+    )
     return Executor(Round(target, draft, state, rings, reserve=config.reserve, accept_width=width, nodes=config.nodes))
 
 

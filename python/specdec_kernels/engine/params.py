@@ -6,6 +6,7 @@ import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 MAX_LOGPROBS = 20
 
@@ -35,6 +36,9 @@ class SamplingParams:
             Looked for on the host, as results come in.
         logprobs: True: the log-probability of each token. A number: also those of the so many likeliest tokens in its
             place, at most 20. They are of the model's own distribution, before temperature and filters.
+        speculation: "on", as many drafts are verified as pay; "off", none. A number: so many nodes at most, the root
+            of each round's tree included, so that 1 is "off". What a request does not take is others' to have. The text
+            is the same.
     """
 
     max_new_tokens: int = 128
@@ -49,6 +53,7 @@ class SamplingParams:
     min_new_tokens: int = 0
     stop: str | Sequence[str] = ()
     logprobs: bool | int | None = None
+    speculation: Literal["on", "off"] | int = "on"
 
     def __post_init__(self) -> None:
         def expect(name: str, good: bool, what: str) -> None:
@@ -65,11 +70,19 @@ class SamplingParams:
         expect("top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
         expect("min_p", 0 <= self.min_p <= 1, "0 to 1")
         expect("seed", self.seed is None or -(2**63) <= self.seed < 2**63, "64 bits with a sign, or None")
+        allowed = "'on', 'off' or a number of nodes from 1 on"
+        good = self.speculation in ("on", "off") or (isinstance(self.speculation, int) and self.speculation >= 1)
+        expect("speculation", good and self.speculation is not True, allowed)
         expect("ngram_group", 0 <= self.ngram_group < 2**31, "0 to 2147483647")
 
     @property
     def stop_strings(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else list(self.stop)
+
+    @property
+    def max_nodes(self) -> int:
+        """Of a round's tree at most, its root included; 0: as many as pay."""
+        return {"on": 0, "off": 1}[self.speculation] if isinstance(self.speculation, str) else self.speculation
 
     @property
     def num_logprobs(self) -> int:

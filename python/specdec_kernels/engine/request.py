@@ -90,6 +90,7 @@ class BaseRequest:
             min_new_tokens=params.min_new_tokens,
             num_logprobs=self._num_logprobs,
             ngram_group=params.ngram_group,
+            max_nodes=params.max_nodes,
             streams=stream or self._stop is not None,
         )
 

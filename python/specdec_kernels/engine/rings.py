@@ -29,7 +29,9 @@ class Rings:
     top_n: int  # most best entries scored beside a token
 
     @classmethod
-    def create(cls, state: SlotState, *, max_batch: int, accept_width: int, top_n: int, depth: int) -> Rings:
+    def create(
+        cls, state: SlotState, *, max_batch: int, accept_width: int, num_rungs: int, top_n: int, depth: int
+    ) -> Rings:
         num_slots, max_stops = state.stop_tokens.shape
         device = state.stop_tokens.device
 
@@ -41,7 +43,7 @@ class Rings:
 
         rings = cls(
             commands=shared(_C.command_words(max_batch, num_slots, max_stops)),
-            results=shared(_C.result_words(max_batch, accept_width, top_n)),
+            results=shared(_C.result_words(max_batch, accept_width, num_rungs, top_n)),
             num_applied=counter(),
             num_published=counter(),
             started_at=counter(),
@@ -82,6 +84,7 @@ class Rings:
             state.seeds,
             state.stops_from,
             state.num_logprobs,
+            state.max_nodes,
             state.finish_reasons,
             state.status,
             self.slots,
@@ -96,16 +99,24 @@ class Rings:
         *,
         slots: Tensor | None = None,
         scores: TokenScores | None = None,
+        rung_limits: Tensor | None = None,
+        node_scores: Tensor | None = None,
+        cuts: Tensor | None = None,
         stream: int | None = None,
     ) -> None:
         """What a round did becomes the next record of results, which the host reads without waiting for the stream.
 
         Args:
-            accepted: as `commit_tokens` left it; the path tells the host which nodes were worth their place.
+            accepted: as `commit_tokens` left it.
             num_nodes: [B] int32, of each tree.
             state: finish_reasons, status and, with scores, num_logprobs: who did not ask gets none.
             slots: [B] int32; an empty row has finish reason and status 0.
             scores: from `score_tokens`.
+            rung_limits: [num_rungs] int32, rising: nodes of a request at most under each rung that the round is to be
+                compared with. None: under none.
+            node_scores: [B, N] float32, by which trees were cut. None: a rung has the first nodes of each tree, and
+                what it was expected to bring is what it would have brought.
+            cuts: [num_rungs] float32, falling: the score of the worst node of each rung (`share_nodes`).
         """
         logprobs, top_ids, top_logprobs = scores or (None, None, None)
         _C.publish_results(
@@ -115,7 +126,6 @@ class Rings:
             self.started_at,
             accepted.tokens,
             accepted.num_valid,
-            accepted.path,
             num_nodes,
             state.finish_reasons,
             state.status,
@@ -124,4 +134,9 @@ class Rings:
             top_ids,
             top_logprobs,
             state.num_logprobs if scores else None,
+            None if rung_limits is None else accepted.path,
+            rung_limits,
+            node_scores,
+            cuts,
+            None if node_scores is None else state.max_nodes,
         )

@@ -24,7 +24,6 @@ from ..ops import (
     share_nodes,
     verify_tree,
 )
-from ..status import Status
 from .drafts import Committed, Draft, DrawnFrom
 from .drafts.proposal import scored_tree_of
 from .rings import Rings
@@ -39,11 +38,13 @@ MOST_SHARE = 2
 
 @dataclass(frozen=True)
 class RoundResult:
-    """Device tensors of one round's requests: what was committed, how likely, and how many nodes each tree had [B]."""
+    """Device tensors of one round's requests."""
 
-    accepted: Accepted  # with what the budget learns from as its path
-    scores: TokenScores
-    num_nodes: Tensor
+    accepted: Accepted  # what was committed
+    scores: TokenScores  # how likely it was
+    num_nodes: Tensor  # [B] of each tree that was verified
+    node_scores: Tensor  # [B, N], by which trees were cut
+    shares: Shares
 
 
 def most_nodes(batch: int, num_nodes: int, limit: int) -> int:
@@ -69,6 +70,8 @@ class Round:
         self.reserve, self.accept_width = reserve, accept_width
         self.nodes = tuple(nodes)  # of the rungs, rising: what a request has in the mean
         self._nodes = torch.tensor(self.nodes, dtype=torch.int32, device=state.seq_lens.device)
+        # What a request may have under each rung; None: there is nothing to choose.
+        self._rung_limits = (1 if draft.sampled else MOST_SHARE) * self._nodes if len(self.nodes) > 1 else None
         self._no_rows = torch.zeros_like(state.seq_lens)
 
     @torch.inference_mode()
@@ -86,7 +89,17 @@ class Round:
         slots = rings.slots[:batch]
         with state.kv_bounded(max_kv_len):
             result = self.run(slots, num_nodes)
-        rings.publish_results(result.accepted, result.num_nodes, state, slots=slots, scores=result.scores)
+        by_scores = self._rung_limits is not None and not self.draft.sampled
+        rings.publish_results(
+            result.accepted,
+            result.num_nodes,
+            state,
+            slots=slots,
+            scores=result.scores,
+            rung_limits=self._rung_limits,
+            node_scores=result.node_scores if by_scores else None,
+            cuts=result.shares.cuts if by_scores else None,
+        )
 
     @torch.inference_mode()
     def run(self, slots: Tensor, num_nodes: int) -> RoundResult:
@@ -127,33 +140,25 @@ class Round:
             status=state.status,
         )
         draft.extend(slots, Committed(accepted, num_valid, most, cu_seqlens), proposal, features)
-        shown = accepted._replace(path=self._by_rungs(accepted.path, scores, shares))
-        return RoundResult(shown, token_scores, tree.num_nodes)
+        return RoundResult(accepted, token_scores, tree.num_nodes, scores, shares)
 
     def _share(self, scores: Tensor, slots: Tensor, num_nodes: int) -> Shares:
-        """The best nodes of the whole batch for its budget; and where rungs up to this one would have cut."""
+        """The best nodes of the whole batch for its budget; and where each rung would have cut."""
         state, batch = self.state, len(slots)
         if state.fixed_split is not None:  # batch invariance: nobody's share, and no row's place, depends on others
-            each = scores.new_full((batch,), num_nodes, dtype=torch.int32)
+            each = state.max_nodes[slots.clamp(min=0)].clamp(max=num_nodes)
             starts = torch.arange(0, (batch + 1) * num_nodes, num_nodes, dtype=torch.int32, device=scores.device)
             return Shares(each, starts, scores.new_empty(0), scores.new_empty(0))
-        # A request that has finished or is stalled gains nothing from nodes.
-        idle = (state.finish_reasons[slots] != 0) | (state.status[slots] & int(Status.STALLED) != 0)
-        limits = torch.where(idle, 1, scores.shape[1]).to(torch.int32)
-        rungs = self._nodes[: sum(count <= num_nodes for count in self.nodes)] * batch
-        return share_nodes(scores, batch * num_nodes, limits=limits, slots=slots, rungs=rungs)
-
-    def _by_rungs(self, path: Tensor, scores: Tensor, shares: Shares) -> Tensor:
-        """For each accepted node [B, S] the last node of the lowest rung that would have had it: the budget learns from
-        it as if rungs gave all requests equally many."""
-        if len(self.nodes) == 1 or self.draft.sampled:
-            return path
-        at = path.long().clamp(max=scores.shape[1] - 1)
-        count = len(shares.cuts)
-        beyond = scores.gather(1, at)[..., None] < shares.cuts
-        beyond |= path[..., None] >= MOST_SHARE * self._nodes[:count]
-        rung = torch.where(path == 0, 0, beyond.sum(-1).clamp(max=count - 1))
-        return (self._nodes[rung] - 1).where(path != 0, 0)
+        return share_nodes(
+            scores,
+            batch * num_nodes,
+            slots=slots,
+            max_nodes=state.max_nodes,
+            finish_reasons=state.finish_reasons,
+            status=state.status,
+            rungs=None if self._rung_limits is None else self._nodes * batch,
+            rung_limits=self._rung_limits,
+        )
 
     def _logits(self, hidden: Tensor, positions: Tensor, slots: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         """[*positions, V] of nodes [*positions, H], with no stop tokens where it is too early for them."""

@@ -14,7 +14,7 @@ def apply_commands(commands: Tensor, num_applied: Tensor, state: SlotState) -> t
     record = commands[int(num_applied) % len(commands)]
     num_applied += 1
     record[0] = int(num_applied)
-    width = 12 + max_stops
+    width = 13 + max_stops
     max_batch = len(record) - 2 - num_slots * (1 + width)
     slots, given_back, activations = torch.split(record[2:], [max_batch, num_slots, num_slots * width])
     for slot in given_back.tolist():
@@ -30,8 +30,8 @@ def apply_commands(commands: Tensor, num_applied: Tensor, state: SlotState) -> t
             tensor[slot] = word.view(tensor.dtype)
         low, high = words[8:10].tolist()
         state.seeds[slot] = high * 2**32 + low % 2**32
-        state.stops_from[slot], state.num_logprobs[slot] = words[10:12]
-        state.stop_tokens[slot] = words[12:]
+        state.stops_from[slot], state.num_logprobs[slot], state.max_nodes[slot] = words[10:13]
+        state.stop_tokens[slot] = words[13:]
         state.finish_reasons[slot] = 0
         if state.status[slot] & Status.STALLED:
             state.status[slot] |= Status.BAD_PAGE
@@ -46,18 +46,42 @@ def publish_results(
     state: SlotState,
     slots: Tensor | None = None,
     scores: TokenScores | None = None,
+    rung_limits: Tensor | None = None,
+    node_scores: Tensor | None = None,
+    cuts: Tensor | None = None,
 ) -> None:
     """But for the times, words 2 to 5."""
     record = results[int(num_published) % len(results)]
     num_published += 1
     record[0] = int(num_published)
+    num_rungs = 0 if rung_limits is None else len(rung_limits)
+    going_on, expected, realised = 0, torch.zeros(num_rungs, dtype=torch.float64), torch.zeros(num_rungs)
+    for b in range(len(num_nodes)):
+        slot = b if slots is None else int(slots[b])
+        if not 0 <= slot < len(state.status) or state.finish_reasons[slot] != 0 or accepted.num_valid[b] <= 0:
+            continue
+        going_on += 1
+        path = accepted.path[b, 1 : int(accepted.num_valid[b])].tolist()
+        for r in range(num_rungs):
+            assert rung_limits is not None
+            if node_scores is None or cuts is None:
+                realised[r] += sum(0 < node < int(rung_limits[r]) for node in path)
+                continue
+            most = min(node_scores.shape[1], int(rung_limits[r]))
+            has = [0 < i < most and bool(node_scores[b, i] >= cuts[r]) for i in range(node_scores.shape[1])]
+            realised[r] += sum(0 < node < len(has) and has[node] for node in path)
+            listed = [i for i, inside in enumerate(has) if inside and i < max(int(state.max_nodes[slot]), 1)]
+            expected[r] += node_scores[b, listed].double().clamp(max=0).exp().sum()
+    record[6] = going_on
+    record[8 : 8 + num_rungs] = (realised if node_scores is None else expected.float()).view(torch.int32)
+    record[8 + num_rungs : 8 + 2 * num_rungs] = realised.int()
     for b in range(len(num_nodes)):
         slot = b if slots is None else int(slots[b])
         inside = 0 <= slot < len(state.status)
         reason, bits = (state.finish_reasons[slot], state.status[slot]) if inside else (0, 0)
         head = torch.tensor([accepted.num_valid[b], reason, bits, num_nodes[b]], dtype=torch.int32)
-        words = torch.cat([head, accepted.tokens[b], accepted.path[b]])
-        begin = 8 + b * len(words)
+        words = torch.cat([head, accepted.tokens[b]])
+        begin = 8 + 2 * num_rungs + b * len(words)
         record[begin : begin + len(words)] = words
         if scores is not None and inside and state.num_logprobs[slot] >= 0:
             row = torch.cat([part[b].flatten().view(torch.int32) for part in scores])

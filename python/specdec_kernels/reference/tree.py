@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..ops import Candidates, PackedNodes, Shares, Tree
+from ..status import Status
 from .draft import mask_bits, mask_words, slot_list
 
 BAD_TREE = 2  # the status bit
@@ -125,28 +126,40 @@ def merge_trees(a: Tree, a_scores: Tensor, b: Tree, b_scores: Tensor, num_draft_
 def share_nodes(
     scores: Tensor,
     budget: int,
-    limits: Tensor | None = None,
     slots: Tensor | None = None,
+    max_nodes: Tensor | None = None,
+    finish_reasons: Tensor | None = None,
+    status: Tensor | None = None,
     rungs: Tensor | None = None,
+    rung_limits: Tensor | None = None,
 ) -> Shares:
     """All nodes of the batch, sorted; Python's sort is stable, so ties stay in the order of requests and nodes."""
     batch, nodes = scores.shape
-    live = [slots is None or int(slots[b]) >= 0 for b in range(batch)]
-    most = [nodes if limits is None else min(int(limits[b]), nodes) for b in range(batch)]
+    state = [tensor for tensor in (max_nodes, finish_reasons, status) if tensor is not None]
+    most = []  # of each list, the root included
+    for b in range(batch):
+        slot = b if slots is None else int(slots[b])
+        there = slot >= 0 and all(slot < len(tensor) for tensor in state)
+        there = there and (finish_reasons is None or int(finish_reasons[slot]) == 0)
+        there = there and (status is None or not int(status[slot]) & Status.STALLED)
+        most.append(0 if not there else nodes if max_nodes is None else min(max(int(max_nodes[slot]), 1), nodes))
     rows = scores.double().nan_to_num(nan=-torch.inf, posinf=0, neginf=-torch.inf).clamp(max=0)
-    listed = [(float(rows[b, i]), b) for b in range(batch) if live[b] for i in range(1, most[b])]
-    ranked = sorted((node for node in listed if node[0] > -torch.inf), key=lambda node: -node[0])
-    roots = sum(live)
 
-    taken = [b for _, b in ranked[: budget - roots]]
-    num_nodes = torch.tensor([live[b] + taken.count(b) for b in range(batch)], dtype=torch.int32)
+    def ranked(limit: int) -> list[tuple[float, int]]:
+        listed = [(float(rows[b, i]), b) for b in range(batch) for i in range(1, min(most[b], limit))]
+        return sorted((node for node in listed if node[0] > -torch.inf), key=lambda node: -node[0])
+
+    roots = sum(count > 0 for count in most)
+    taken = [b for _, b in ranked(nodes)[: budget - roots]]
+    num_nodes = torch.tensor([(most[b] > 0) + taken.count(b) for b in range(batch)], dtype=torch.int32)
     ends = torch.cat([torch.zeros(1, dtype=torch.int64), num_nodes.cumsum(0)]).to(torch.int32)
     expected, cuts = [], []
-    for rung in [] if rungs is None else rungs.tolist():
+    for r, rung in enumerate([] if rungs is None else rungs.tolist()):
         room = max(rung - roots, 0)
-        best = [score for score, _ in ranked[:room]]
+        of_rung = ranked(nodes if rung_limits is None else int(rung_limits[r]))
+        best = [score for score, _ in of_rung[:room]]
         expected.append(roots + math.fsum(math.exp(score) for score in best))
-        cuts.append(torch.inf if room == 0 else -torch.inf if room >= len(ranked) else best[-1])
+        cuts.append(torch.inf if room == 0 else -torch.inf if room >= len(of_rung) else best[-1])
     return Shares(num_nodes, ends, torch.tensor(expected).float(), torch.tensor(cuts).float())
 
 
