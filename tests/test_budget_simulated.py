@@ -134,3 +134,17 @@ def test_what_was_learnt_is_kept_in_another_batch() -> None:
 
 def test_the_same_rounds_give_the_same_choices() -> None:
     assert Machine(3, us_of).run("chat", 500) == Machine(3, us_of).run("chat", 500)
+
+
+def test_a_clock_that_stands_still_says_nothing() -> None:
+    budget = Machine(3, us_of).budget
+    for us in (0.0, -5.0, float("nan")):
+        for _ in range(20_000):
+            budget.note_time(3, 2, BATCHES[3], 1000, us)
+    other = Machine(3, us_of).budget
+    for rung in range(len(ROWS[3])):
+        for each in (budget, other):
+            each.note_time(3, rung, BATCHES[3], 5000, us_of(BATCHES[3], ROWS[3][rung]))
+    assert [budget.next(3, BATCHES[3], 5000) for _ in range(300)] == [
+        other.next(3, BATCHES[3], 5000) for _ in range(300)
+    ]

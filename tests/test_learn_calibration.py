@@ -182,6 +182,7 @@ def test_converges_to_the_likeliest_and_forgets(device: torch.device) -> None:
     assert 1 << 13 <= int(calibration.counts[:, :, 0].sum()) <= 1 << 14
 
 
+@pytest.mark.sanitize
 def test_what_expansion_does_with_it(device: torch.device) -> None:
     table = torch.tensor([[0.5, 0.3], [2.0, -1.0], [1.0, 0.0]], device=device)
     lens = torch.zeros(2, dtype=INT, device=device)
@@ -213,6 +214,7 @@ def test_what_expansion_does_with_it(device: torch.device) -> None:
     )
 
 
+@pytest.mark.sanitize
 def test_wild_numbers_stay_in_bounds(device: torch.device) -> None:
     wild = torch.tensor([-(2**31), -1, 0, 1, 3, 2**31 - 1], dtype=INT)
     for _ in range(20):

@@ -65,6 +65,9 @@ def test_empty_batch(device: torch.device) -> None:
     check(torch.zeros(0, 3, 5, device=device), none, torch.zeros(2, 1, dtype=INT), torch.zeros(2, dtype=INT))
 
 
+MANY = torch.zeros(2, 2**14)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -73,8 +76,9 @@ def test_empty_batch(device: torch.device) -> None:
         ({"stops_from": torch.zeros(3, dtype=INT)}, "mask_stops: stops_from has shape [3], expected [num_slots=2]"),
         ({"stop_tokens": torch.zeros(2, 4)}, "mask_stops: stop_tokens is float32, expected int32"),
         ({"slots": torch.zeros(3, dtype=INT)}, "mask_stops: slots has shape [3], expected [batch=2]"),
+        ({"logits": MANY[..., None], "positions": MANY.int(), "stop_tokens": torch.empty(2, 2**17, dtype=INT)}, "mask_stops: num_nodes * max_stops is 2147483648, expected 0 to 2147483647"),
     ],
-    ids=["dtype", "positions", "stops_from", "stop_tokens", "slots"],
+    ids=["dtype", "positions", "stops_from", "stop_tokens", "slots", "too many"],
 )  # fmt: skip
 def test_messages(change: dict[str, Any], message: str) -> None:
     arguments = {

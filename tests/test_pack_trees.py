@@ -64,6 +64,13 @@ def test_by_hand(device: torch.device) -> None:
     assert cut.next_sibling.tolist() == [[-1, -1, -1, -1]] * 2
 
 
+@pytest.mark.parametrize("num_rows", [0, 3])
+def test_no_requests(device: torch.device, num_rows: int) -> None:
+    tree, scores = random_draft(1, 4, 50)
+    check(device, sd.Tree(*(field[:0] for field in tree)), scores[:0], shares_of([]), num_rows)
+
+
+@pytest.mark.sanitize
 def test_rows_outside_are_left_out(device: torch.device) -> None:
     tree, scores = random_draft(3, 6, 50)
     wild = [-(2**31), -4, 3, 2**31 - 1]

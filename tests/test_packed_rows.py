@@ -61,6 +61,7 @@ def pull(logits: torch.Tensor, tree: sd.Tree) -> None:
                 logits[b, i, int(tree.tokens[b, child])] += 9
 
 
+@pytest.mark.sanitize
 @pytest.mark.parametrize("greedy", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_verify_tree(verifier: tuple[torch.device, str | None], dtype: torch.dtype, greedy: bool) -> None:
@@ -88,6 +89,7 @@ def test_verify_tree(verifier: tuple[torch.device, str | None], dtype: torch.dty
             assert (packed.num_valid[3] == 0 and int(packed.num_valid.max()) > 1) or mask is not None
 
 
+@pytest.mark.sanitize
 @pytest.mark.parametrize("blocks", [False, True])
 def test_verify_tree_of_sampled_drafts(device: torch.device, blocks: bool) -> None:
     rows = torch.arange(-1, NODES - 1, dtype=INT, device=device).repeat(BATCH, 1)
@@ -116,6 +118,7 @@ def test_verify_tree_of_sampled_drafts(device: torch.device, blocks: bool) -> No
         assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
 
 
+@pytest.mark.sanitize
 def test_verify_tree_of_rows_that_are_not_there(verifier: tuple[torch.device, str | None]) -> None:
     device, plan = verifier
     tree, _ = random_draft(3, 4, 5)
@@ -131,6 +134,7 @@ def test_verify_tree_of_rows_that_are_not_there(verifier: tuple[torch.device, st
         assert all(int(n) <= max(size, 0) for n, size in zip(got.num_valid, sizes, strict=True))
 
 
+@pytest.mark.sanitize
 def test_mask_stops_and_score_tokens(device: torch.device) -> None:
     cut = cut_trees(device)
     logits = torch.randn(BATCH, NODES, VOCAB, device=device)
@@ -152,6 +156,7 @@ def test_mask_stops_and_score_tokens(device: torch.device) -> None:
     assert sd.score_tokens(packed, beyond, cu_seqlens_q=cut.ends).logprobs.isinf().all()
 
 
+@pytest.mark.sanitize
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("normed", [False, True])
 def test_rotate_qkv(device: torch.device, dtype: torch.dtype, normed: bool) -> None:
@@ -186,6 +191,79 @@ def test_rotate_qkv(device: torch.device, dtype: torch.dtype, normed: bool) -> N
     assert status[0] == sd.Status.BAD_LENGTH
 
 
+# Where requests end, wildly; the request and the row of it that each of 6 rows is; requests with rows that are not
+# there. A request whose rows leave those there are writes no KV, one that ends before it begins has no row.
+WILD_ENDS = [
+    ([0, 4, 9, 9], [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1)], {1}),
+    ([2, 3, 3, 5], [None, None, (0, 0), (2, 0), (2, 1), None], set()),
+    ([-(2**31), 2, 4, 6], [None, None, (1, 0), (1, 1), (2, 0), (2, 1)], set()),
+    ([0, 5, 3, 6], [(0, 0), (0, 1), (0, 2), (0, 3), (0, 4), (2, 2)], set()),
+    ([2**31 - 1] * 4, [None] * 6, set()),
+]
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize(("ends", "rows", "beyond"), WILD_ENDS)
+def test_rotate_qkv_of_rows_that_are_not_there(
+    device: torch.device, ends: list[int], rows: list[tuple[int, int] | None], beyond: set[int]
+) -> None:
+    """As if every row were a request's only one."""
+    heads, dim = 2, 64
+    table, num_pages = page_table(3, 4)
+    qkv, turns = torch.randn(6, 3 * heads, dim), torch.randn(20, dim)
+    positions = torch.randint(0, 20, (6,), dtype=INT)
+    lens = torch.tensor([3, 0, 5], dtype=INT)
+    want, want_pools = torch.zeros(6, heads, dim), [poisoned(num_pages, 4, heads, dim) for _ in range(2)]
+    for row, of in enumerate(rows):
+        if of is None:
+            continue
+        b, j = of
+        slots = torch.tensor([b if b not in beyond else -1], dtype=INT)
+        one = (qkv[row : row + 1, None].contiguous(), turns, positions[row : row + 1, None])
+        want[row] = sd.rotate_qkv(*one, *want_pools, table, lens + j, slots=slots)[0, 0]
+
+    pools = [poisoned(num_pages, 4, heads, dim).to(device) for _ in range(2)]
+    status = torch.zeros(3, dtype=INT, device=device)
+    inputs = [t.to(device) for t in (qkv, turns, positions)]
+    got = sd.rotate_qkv(
+        *inputs,
+        *pools,
+        table.to(device),
+        lens.to(device),
+        cu_seqlens_q=torch.tensor(ends, dtype=INT, device=device),
+        status=status,
+        out=poisoned(6, heads, dim).to(device),
+    )
+    for g, w in zip((got, *pools), (want, *want_pools), strict=True):
+        torch.testing.assert_close(g.cpu(), w, rtol=1e-5, atol=1e-5, equal_nan=True)
+    assert status.tolist() == [int(sd.Status.BAD_LENGTH) if b in beyond else 0 for b in range(3)]
+
+
+@pytest.mark.sanitize
+def test_extend_rows_of_rows_that_are_not_there(device: torch.device) -> None:
+    ones = torch.ones(3, 2, dtype=INT, device=device)
+    ends = torch.tensor([-5, 3, 1, 2**31 - 1], dtype=INT, device=device)
+    rows = sd.extend_rows(ones, ones, ones[:, 0].contiguous(), ones[:, 0].contiguous(), 4, cu_seqlens_q=ends).node_rows
+    assert rows.tolist() == [[0, 0], [0, 0], [2, 2]]
+
+
+def test_verify_tree_of_more_requests_than_rows(device: torch.device) -> None:
+    """More than a grid has blocks along y, of which all but two have no row."""
+    batch, last = 70_000, 69_999
+    one, _ = random_draft(1, 4, 5)
+    tree = sd.Tree(*(field.repeat(batch, *[1] * (field.ndim - 1)).to(device) for field in one))
+    tree.num_nodes.zero_()
+    tree.num_nodes[[0, last]] = 1
+    ends = torch.ones(batch + 1, dtype=INT, device=device)
+    ends[0], ends[-1] = 0, 2
+    logits = torch.randn(2, 5, device=device)
+    for given in ({}, {"temperature": ends[1:].float(), "seeds": ends[1:].long()}):
+        got = sd.verify_tree(logits, tree, 2, cu_seqlens_q=ends, **given)
+        assert got.num_valid.nonzero().flatten().tolist() == [0, last]
+        assert given or got.tokens[[0, last], 0].tolist() == logits.argmax(1).tolist()
+
+
+@pytest.mark.sanitize
 def test_extend_rows(device: torch.device) -> None:
     cut = cut_trees(device)
     accepted = sd.verify_tree(torch.randn(BATCH, NODES, VOCAB, device=device), cut.tree, WIDTH)

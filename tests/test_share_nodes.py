@@ -105,6 +105,7 @@ def test_a_larger_budget_takes_more_of_each(device: torch.device) -> None:
     assert bool((taken.diff(dim=0) >= 0).all()) and bool((taken.diff(dim=0).sum(1) <= 1).all())
 
 
+@pytest.mark.sanitize
 def test_what_is_no_sorted_list_stays_in_bounds(device: torch.device) -> None:
     wild = torch.tensor([torch.nan, torch.inf, -torch.inf, 3.0, -1.0, -2.0])
     for _ in range(20):

@@ -263,6 +263,12 @@ def test_a_workspace_may_hold_anything(device: torch.device, plan: str | None) -
         assert_same(verify_into_poison(logits, trees, 4, workspace=workspace, plan=plan), want)
 
 
+def test_nodes_whose_parts_are_more_than_a_block_has_threads(device: torch.device, plan: str | None) -> None:
+    """With so large a vocabulary two blocks would share the row of each of fewer nodes."""
+    logits = torch.randn(1, 300, 16384, device=device).to(torch.bfloat16)
+    check(logits, random_trees(logits), 7, plan=plan)
+
+
 # The plan and how many blocks share a node's row, from sizes alone:
 # [batch, nodes, vocab, bytes of a logit, sampled, candidates were sampled, multiprocessors, Hopper or later].
 PLANS = {

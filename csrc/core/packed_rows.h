@@ -28,7 +28,7 @@ SD_HD int64_t request_of_row(const int32_t* cu_seqlens, int64_t batch, int64_t r
     else
       high = middle;
   }
-  return low > 0 && row < cu_seqlens[low] ? low - 1 : -1;
+  return low > 0 && cu_seqlens[low - 1] >= 0 && row < cu_seqlens[low] ? low - 1 : -1;
 }
 
 }  // namespace specdec

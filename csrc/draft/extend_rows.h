@@ -3,6 +3,7 @@
 
 #include "core/dispatch.h"
 #include "core/host_device.h"
+#include "core/packed_rows.h"
 #include "core/slots.h"
 
 namespace specdec::draft {
@@ -30,10 +31,10 @@ SD_HD void write_extend_row(const ExtendRowsParams& p, int64_t b, int64_t j) {
   const int64_t start = slot >= 0 ? p.prefix_lens[slot] : 0;
   p.out_tokens[to] = token > 0 ? token : 0;
   p.out_positions[to] = static_cast<int32_t>(start + p.position_offset + j);
-  const int64_t root = p.cu_seqlens_q ? int64_t{p.cu_seqlens_q[b]} : b * p.num_nodes;
-  const int64_t nodes = p.cu_seqlens_q ? p.cu_seqlens_q[b + 1] - root : p.num_nodes;
+  const RowRange nodes =
+      p.cu_seqlens_q ? packed_rows(p.cu_seqlens_q, b, INT32_MAX) : RowRange{b * p.num_nodes, p.num_nodes};
   // A request without rows has nothing to extend; the row of its place is one that there is, if any are.
-  p.out_node_rows[to] = nodes > 0 ? root + clamp_to(int64_t{node}, 0, nodes - 1) : 0;
+  p.out_node_rows[to] = nodes.count > 0 ? nodes.first + clamp_to(int64_t{node}, 0, nodes.count - 1) : 0;
   if (j > 0) return;
   const int64_t last = num_valid < p.width ? num_valid : p.width;
   p.out_last_rows[b] = b * p.width + (last > 0 ? last - 1 : 0);

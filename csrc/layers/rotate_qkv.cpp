@@ -137,24 +137,23 @@ void write_row(const RotateQkvParams& p, const kv::RowsToWrite& r, int64_t b, in
 void rotate_qkv_cpu(const RotateQkvParams& p) {
   with_float_type(p.write.dtype, [&]<class T>() {
     std::vector<float> values(p.head_dim);
-    if (p.write.cu_seqlens_q)  // rows that nobody has are zeros
-      std::memset(p.out_q, 0, p.num_rows * p.query_heads * p.write.head_bytes);
-    for (int64_t b = 0; b < p.write.batch; ++b) {
-      const kv::RowsToWrite r = rows_to_write(p.write, b);
-      if (r.bits) set_status(p.write.status, r.slot, r.bits);
-      const int64_t first = p.write.cu_seqlens_q ? r.first : b * p.write.q_len;
-      const int64_t rows =
-          p.write.cu_seqlens_q ? packed_rows(p.write.cu_seqlens_q, b, p.num_rows).count : p.write.q_len;
-      for (int64_t j = 0; j < rows; ++j) {
-        const int64_t row = first + j;
-        const float* const rotation = rotation_of(p, p.positions[row]);
-        for (int64_t h = 0; h < p.query_heads; ++h) {
-          const char* const q = row_data(p.q, b, r.first + j) + h * p.q.head_stride;
-          rotate_head(p, reinterpret_cast<const T*>(q), static_cast<const T*>(p.q_norm), rotation, values);
-          store_head<T>(values, p.out_q + (row * p.query_heads + h) * p.write.head_bytes, false, 1);
-        }
-        if (j < r.count) write_row<T>(p, r, b, j, rotation, values);
+    const int64_t row_bytes = p.query_heads * p.write.head_bytes;
+    for (int64_t row = 0; row < p.num_rows; ++row) {
+      const auto [b, j] =
+          p.write.cu_seqlens_q ? packed_request_row(p, row) : RequestRow{row / p.write.q_len, row % p.write.q_len};
+      if (b < 0) {  // nobody's row
+        std::memset(p.out_q + row * row_bytes, 0, row_bytes);
+        continue;
       }
+      const kv::RowsToWrite r = rows_to_write(p.write, b);
+      if (r.bits && j == 0) set_status(p.write.status, r.slot, r.bits);
+      const float* const rotation = rotation_of(p, p.positions[row]);
+      for (int64_t h = 0; h < p.query_heads; ++h) {
+        const char* const q = row_data(p.q, b, r.first + j) + h * p.q.head_stride;
+        rotate_head(p, reinterpret_cast<const T*>(q), static_cast<const T*>(p.q_norm), rotation, values);
+        store_head<T>(values, p.out_q + row * row_bytes + h * p.write.head_bytes, false, 1);
+      }
+      if (j < r.count) write_row<T>(p, r, b, j, rotation, values);
     }
   });
 }

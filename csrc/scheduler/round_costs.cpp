@@ -88,6 +88,7 @@ double CostModel::expected(size_t size, size_t rung, double requests, double kv_
 }
 
 void CostModel::note(size_t size, size_t rung, double requests, double kv_rows, double us) {
+  if (!(us > 0)) return;  // a clock that stood still, or was set back, says nothing of the round
   const double now = expected(size, rung, requests, kv_rows);
   // A machine on which every round takes longer than it ought to shows that in a few rounds; one late round is nothing.
   us = std::clamp(us, now * (1 - kSurprise), now * (1 + kSurprise));

@@ -24,6 +24,7 @@ void pack_trees(CallStream stream, const TensorView& tokens, const TensorView& p
   check.output("out.positions", out_positions, {M}, kInt32);
   check.output("out.mask", out_mask, {M, W}, kInt64);
   check.output("out.scores", out_scores, {M}, kFloat32);
+  if (B == 0 && num_rows == 0) return;
 
   const PackTreesParams params{
       .tree = tree,

@@ -20,6 +20,7 @@ void mask_stops(CallStream stream, const TensorView& logits, const TensorView& p
   check.tensor("stop_tokens", stop_tokens, {R, M}, kInt32);
   check.tensor("stops_from", stops_from, {R}, kInt32);
   check.slots(slots, B, R);
+  check.range("num_nodes * max_stops", (packed ? T : N) * M, 0, INT32_MAX);  // what one block counts
   if (B == 0) return;
 
   const MaskStopsParams params{
