@@ -53,6 +53,26 @@ def test_texts_are_those_of_generate(name: str) -> None:
         expect_nothing_left(engine)
 
 
+def test_many_are_submitted_together() -> None:
+    mixed = [*prompts()[:4], "import os\n", *prompts()[5:]]
+
+    async def main(engine: AsyncEngine) -> None:
+        want = engine.engine.generate(mixed, params())
+        requests = await engine.submit_many(mixed, params())
+        assert [request.id for request in requests] == [*range(8, 16)]
+        outputs = await asyncio.gather(*(request.result() for request in requests))
+        assert [(o.index, o.tokens, o.text) for o in outputs] == [(o.index, o.tokens, o.text) for o in want]
+        with pytest.raises(ValueError, match=r"^submit_many: prompts\[1\] is empty, expected at least 1 token$"):
+            await engine.submit_many([[1], []])
+        (other,) = await engine.submit_many([[1]], SamplingParams(1))
+        assert other.id == 16, "nothing had started"
+        await other.result()
+
+    with make_engine() as engine:
+        run(main(AsyncEngine(engine)))
+        expect_nothing_left(engine)
+
+
 def test_text_and_parameters_reach_the_engine() -> None:
     async def main() -> None:
         async with AsyncEngine(make_engine()) as engine:

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -95,6 +95,48 @@ def test_texts_are_those_of_generate(name: str, device: torch.device) -> None:
             assert (got.logprobs is None) == (output.logprobs is None)
             assert got.stats.accepted + got.stats.rounds == len(got.tokens)
         expect_nothing_left(engine)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_many_are_submitted_together(stream: bool) -> None:
+    """Texts and token ids, with parameters of their own or the same for all; none is many, too."""
+    mixed = [*prompts()[:4], "import os\n", "def area(", *prompts()[6:]]
+    with make_engine() as engine:
+        assert engine.submit_many([]) == []
+        for sampling in (params(), SamplingParams(NEW_TOKENS)):
+            want = engine.generate(mixed, sampling)
+            requests = engine.submit_many(mixed, sampling, stream=stream)
+            first = requests[0].id
+            assert [request.id for request in requests] == [*range(first, first + len(mixed))]
+            for index, (request, output) in enumerate(zip(requests, want, strict=True)):
+                if stream:
+                    expect_pieces(list(request), request)
+                got = request.result()
+                assert (got.tokens, got.text, got.index) == (output.tokens, output.text, index)
+                assert got.prompt_tokens == output.prompt_tokens
+                assert stream or request.num_pieces == 1 or request.params.stop_strings
+        expect_nothing_left(engine)
+
+
+def test_a_list_joins_in_one_turn() -> None:
+    """Whatever the loop is at when it comes: its first round has all of them."""
+    rounds: list[int] = []
+    with make_engine("none", num_slots=8, adaptive=False, max_len=1024) as engine:
+        launch = engine._executor.launch
+
+        def note(batch: int, num_nodes: int, max_kv_len: int) -> None:
+            rounds.append(batch)
+            launch(batch, num_nodes, max_kv_len)
+
+        engine._executor.launch = note  # type: ignore[method-assign]
+        for _ in range(20):
+            rounds.clear()
+            engine.generate(prompts(), SamplingParams(2, ignore_eos=True))
+            assert [batch for batch in rounds if batch] == [8, 8]
+            rounds.clear()
+            for request in engine.submit_many(prompts(), SamplingParams(2, ignore_eos=True)):
+                request.result()
+            assert [batch for batch in rounds if batch] == [8, 8]
 
 
 def test_text_is_a_prompt() -> None:
@@ -418,7 +460,101 @@ def test_bad_prompts(prompt: Any, message: str) -> None:
         assert not engine._loop._threads, "nothing has started"
 
 
+@pytest.mark.parametrize(
+    ("given", "sampling", "message"),
+    [
+        ([[1], [], [2]], None, "submit_many: prompts[1] is empty, expected at least 1 token"),
+        ([[1], [2], "x", [2048]], None, "submit_many: prompts[3] has token 2048, expected 0 to 2047 (the model's vocabulary)"),
+        ([[1], [2.5]], None, "submit_many: prompts[1] is a list with a float in it, expected text or a list of token ids"),
+        ([[1], None], None, "submit_many: prompts[1] is a NoneType, expected text or a list of token ids"),
+        (5, None, "submit_many: prompts is a int, expected text, token ids, or a list of them"),
+        ([[1], [2]], [SamplingParams(), 3], "submit_many: params[1] is a int, expected SamplingParams"),
+        ([[1], [2]], [SamplingParams()], "submit_many: params has 1 entries, expected one, or 2 like prompts"),
+        (
+            [[1], [2], [3]],
+            [SamplingParams(), SamplingParams(stop_token_ids=[5, -1]), SamplingParams()],
+            "submit_many: requests[1]: stop_tokens[1] is -1, expected 0 to 2147483647",
+        ),
+    ],
+)  # fmt: skip
+def test_one_that_is_refused_starts_none(given: Any, sampling: Any, message: str) -> None:
+    with make_engine() as engine:
+        with pytest.raises((ValueError, TypeError)) as error:
+            engine.submit_many(given, sampling)
+        assert str(error.value) == message
+        if not message.startswith("submit_many: requests"):
+            with pytest.raises((ValueError, TypeError)) as error:
+                engine.generate(given, sampling)
+            assert str(error.value) == message.replace("submit_many", "generate")
+        assert engine.submit([1], SamplingParams(1)).id == 0, "nothing has started"
+
+
+@pytest.mark.parametrize("num_known", [None, 0, 3, 8])
+def test_an_interrupt_behind_the_submission(num_known: int | None) -> None:
+    """Nobody will have the requests, which know their ids or not: they end, and the engine goes on."""
+
+    class Ids(list[int]):
+        looked_through = False
+
+        def __iter__(self) -> Iterator[int]:
+            first, self.looked_through = not self.looked_through, True
+            yield from self[:num_known] if first else self[:]
+            if first:
+                raise KeyboardInterrupt
+
+    class Interrupted:
+        def __init__(self, scheduler: Any) -> None:
+            self.scheduler = scheduler
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.scheduler, name)
+
+        def submit_many(self, submissions: Any) -> list[int]:
+            ids = Ids(self.scheduler.submit_many(submissions))
+            if num_known is None:
+                raise KeyboardInterrupt
+            return ids
+
+    params = SamplingParams(20 if num_known is None else 100_000, ignore_eos=True)  # unknown to all, they run on
+    with make_engine(max_len=1024) as engine:
+        scheduler = engine._loop._scheduler
+        engine._loop._scheduler = Interrupted(scheduler)  # type: ignore[assignment]
+        for start in (engine.generate, engine.submit_many):
+            with pytest.raises(KeyboardInterrupt):
+                start(prompts(), params)
+        engine._loop._scheduler = scheduler
+        assert [len(output.tokens) for output in engine.generate(prompts(), SamplingParams(4, ignore_eos=True))] == [
+            4
+        ] * 8
+        while scheduler.num_running or scheduler.num_waiting or engine._loop._requests:
+            time.sleep(0.001)
+        expect_nothing_left(engine)
+
+
 # --- the end
+
+
+def test_close_while_others_submit_lists() -> None:
+    """All of a list or none of it; whoever has one sees its end."""
+    for delay in (0.0, 0.002, 0.01):
+        engine = make_engine("none", num_slots=3)
+
+        def client(engine: Engine = engine) -> None:
+            lists: list[list[Request]] = []
+            with pytest.raises(RuntimeError, match=r"^Engine is closed, expected an open one$"):
+                while True:
+                    lists.append(engine.submit_many(prompts(), SamplingParams(2)))
+            for requests in lists:
+                assert len(requests) == 8
+                assert all(request.result(30).finish_reason != FinishReason.RUNNING for request in requests)
+
+        with ThreadPoolExecutor(4) as pool:
+            clients = [pool.submit(client) for _ in range(4)]
+            time.sleep(delay)
+            engine.close()
+            for future in clients:
+                future.result(60)
+        expect_nothing_left(engine)
 
 
 def test_close_cancels_what_runs() -> None:

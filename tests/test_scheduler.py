@@ -144,6 +144,17 @@ def rings(sizes: Sizes, depth: int = DEPTH) -> dict[str, Any]:
     return {"commands": np.full((depth, commands), -1, np.int32), "results": np.zeros((depth, results), np.int32)}
 
 
+DEFAULTS = {
+    **{"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0},
+    **{"min_new_tokens": 0, "num_logprobs": -1, "ngram_group": 0, "max_nodes": 0, "streams": True},
+}
+
+
+def submission(prompt: Any, max_new_tokens: Any, stop_tokens: Any = (), **options: Any) -> Any:
+    """What `submit_many` takes for each request."""
+    return (prompt, max_new_tokens, stop_tokens, *(DEFAULTS | options).values())
+
+
 class Device:
     """A fake executor. It models the device exactly, and asserts what the scheduler owes it at every call."""
 
@@ -181,11 +192,10 @@ class Device:
 
     def submit(self, prompt: list[int], max_new_tokens: int, stop_tokens: list[int] = []) -> int:  # noqa: B006
         number = len(self.sent)
-        wants = {
-            "min_new_tokens": min(number % 3, max_new_tokens),
-            "num_logprobs": number % (self.sizes.max_logprobs + 2) - 1,
-            "max_nodes": number % 3,
-        }
+        if number % 2:
+            (request_id,) = self.submit_many([(prompt, max_new_tokens, stop_tokens)])
+            return request_id
+        wants = self.wants(number, max_new_tokens)
         request_id = self.scheduler.submit(
             prompt,
             max_new_tokens,
@@ -197,6 +207,25 @@ class Device:
         )
         self.sent[request_id] = Sent(prompt, max_new_tokens, stop_tokens, **wants)
         return request_id
+
+    def wants(self, number: int, max_new_tokens: int) -> dict[str, int]:
+        return {
+            "min_new_tokens": min(number % 3, max_new_tokens),
+            "num_logprobs": number % (self.sizes.max_logprobs + 2) - 1,
+            "max_nodes": number % 3,
+        }
+
+    def submit_many(self, requests: list[tuple[list[int], int, list[int]]]) -> list[int]:
+        first = len(self.sent)
+        wants = [self.wants(number, budget) for number, (_, budget, _) in enumerate(requests, first)]
+        every = [
+            submission(*request, **self.sampling(number), **wanted, ngram_group=number % 5, streams=self.streams)
+            for number, (request, wanted) in enumerate(zip(requests, wants, strict=True), first)
+        ]
+        ids = self.scheduler.submit_many(every)
+        for request_id, request, wanted in zip(ids, requests, wants, strict=True):
+            self.sent[request_id] = Sent(*request, **wanted)
+        return ids
 
     def submit_any(self) -> int:
         rng, next_id = self.rng, len(self.sent)
@@ -583,6 +612,7 @@ def test_mixes_with_exceptions(method: str, rounds_in_flight: int) -> None:
     plan=st.lists(
         st.one_of(
             st.tuples(st.just("submit"), st.integers(1, 39), st.integers(1, 40)),
+            st.tuples(st.just("submit_many"), st.integers(0, 6), st.integers(1, 40)),
             st.tuples(st.just("cancel"), st.integers(0, 20), st.just(0)),
             st.tuples(st.just("step"), st.integers(1, 8), st.just(0)),
         ),
@@ -594,6 +624,10 @@ def test_plans(sizes: Sizes, plan: list[tuple[str, int, int]]) -> None:
     for verb, a, b in plan:
         if verb == "submit":
             device.submit([a] * min(a, sizes.max_len - 1), b)
+        elif verb == "submit_many":
+            first = len(device.sent)
+            ids = device.submit_many([([b] * min(i + 1, sizes.max_len - 1), b, []) for i in range(a)])
+            assert ids == [*range(first, first + a)]
         elif verb == "cancel" and a in device.sent:
             device.cancel(a)
         elif verb == "step":
@@ -740,8 +774,10 @@ def test_stop() -> None:
     assert not device.step()
     assert {s.reason for s in device.sent.values()} == {CANCELLED}
     device.check_all_done()
-    with pytest.raises(RuntimeError, match="submit: the scheduler has been stopped, expected one that runs"):
-        device.submit([1], 1)
+    with pytest.raises(RuntimeError, match=r"^submit: the scheduler has been stopped, expected one that runs$"):
+        device.scheduler.submit([1], 1)
+    with pytest.raises(RuntimeError, match=r"^submit_many: the scheduler has been stopped, expected one that runs$"):
+        device.scheduler.submit_many([submission([1], 1)] * 2)
     device.scheduler.run()
     assert device.scheduler.take() is None
 
@@ -793,8 +829,12 @@ def test_a_device_that_is_gone(fault: str) -> None:
 
 def test_int32_tensors_are_prompts_too() -> None:
     device = Device(Sizes())
-    request_id = device.scheduler.submit(np.array([4, 5], np.int32), 2, np.array([], np.int32), **device.sampling(0))
-    device.sent[request_id] = Sent([4, 5], 2, [])
+    arguments: Any = np.array([4, 5], np.int32), 2, np.array([], np.int32)
+    request_id = device.scheduler.submit(*arguments, **device.sampling(0))
+    others = [submission(*arguments, **device.sampling(i), ngram_group=i) for i in (1, 2)]
+    for number in (request_id, *device.scheduler.submit_many(others)):
+        device.sent[number] = Sent([4, 5], 2, [])
+    assert [*device.sent] == [0, 1, 2]
     device.run()
 
 
@@ -849,6 +889,35 @@ def test_submit_and_cancel_from_threads() -> None:
         thread.join()
     assert not failures
     assert len(device.sent) == 4 * per_thread
+    device.check_all_done()
+
+
+def test_who_is_submitted_together_joins_together() -> None:
+    """Whatever the loop is at: it has all of them in its next turn, and their first round is one round."""
+    device = Device(Sizes(max_len=40, prefill_chunk=30))
+    device.driven = True
+    rounds: list[int] = []
+    check_rows = device.check_rows
+    device.check_rows = lambda slots, batch: (rounds.append(len(slots)), check_rows(slots, batch))  # type: ignore
+    lock = threading.Lock()
+    begin = device.begin
+
+    def begin_when_known(slot: int, request: tuple[int, list[int], int]) -> None:
+        with lock:  # the model's table must know a request before the loop does
+            begin(slot, request)
+
+    device.begin = begin_when_known  # type: ignore[method-assign]
+    thread = threading.Thread(target=device.scheduler.run)
+    thread.start()
+    for _ in range(100):
+        rounds.clear()
+        with lock:
+            ids = device.submit_many([([1, 2, 3], 2, [])] * 3)
+        while not all(device.sent[request_id].reason for request_id in ids):
+            device.emit(device.scheduler.take() or [])
+        assert rounds[0] == 3
+    device.scheduler.stop()
+    thread.join(10)
     device.check_all_done()
 
 
@@ -934,6 +1003,10 @@ def test_submit_messages(arguments: Any, message: str) -> None:
     with pytest.raises(ValueError) as error:
         device.scheduler.submit(*arguments, **options)
     assert str(error.value) == message
+    good, bad = submission([1], 1), submission(*arguments, **options)
+    with pytest.raises(ValueError) as error:  # none of them is submitted, and the first that is refused is named
+        device.scheduler.submit_many([good, bad, good, bad])
+    assert str(error.value) == message.replace("submit: ", "submit_many: requests[1]: ")
     assert device.scheduler.num_waiting == 0 and device.submit_any() == 0
 
 
@@ -943,6 +1016,14 @@ def test_submit_wants_ints() -> None:
         device.scheduler.submit(["a"], 1)
     with pytest.raises(TypeError, match=r"^submit: prompt is a str, expected a tensor"):
         device.scheduler.submit("text", 1)
+    good = submission([1], 1)
+    for bad in (good[:-1], (*good, 1), submission([1], "1"), submission([1], 2**63), 1, "twelve chars"):
+        with pytest.raises(TypeError) as error:
+            device.scheduler.submit_many([good, bad])
+        assert str(error.value) == "submit_many: requests[1] is of other things, expected the arguments of submit"
+    with pytest.raises(TypeError, match=r"^submit_many: requests\[0\]: stop_tokens holds other things, expected ints$"):
+        device.scheduler.submit_many([submission([1], 1, ["a"])])
+    assert device.scheduler.num_waiting == 0
 
 
 @pytest.mark.parametrize(

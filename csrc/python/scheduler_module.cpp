@@ -5,6 +5,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -162,22 +163,54 @@ TensorView named_tensor(const char* op, const char* name, const py::object& obje
 }
 
 // The tokens of a list of ints or of an int32 tensor on the CPU.
-std::vector<int64_t> token_list(const char* name, const py::object& tokens) {
+std::vector<int64_t> token_list(const char* op, const char* name, const py::object& tokens) {
   if (py::isinstance<py::list>(tokens) || py::isinstance<py::tuple>(tokens)) {
     try {
       return tokens.cast<std::vector<int64_t>>();
     } catch (const py::cast_error&) {
-      throw TypeError(std::string("submit: ") + name + " holds other things, expected ints");
+      throw TypeError(std::string(op) + ": " + name + " holds other things, expected ints");
     }
   }
   PyTensor tensor;
-  const TensorView view = named_tensor("submit", name, tokens, tensor);
-  Check check("submit");
+  const TensorView view = named_tensor(op, name, tokens, tensor);
+  Check check(op);
   Dim length{"length"};
   check.tensor(name, view, {length}, kInt32);
   check.require_cpu();
   const auto* data = view.data<int32_t>();
   return {data, data + length};
+}
+
+scheduler::Submission submission(const char* op, const py::object& prompt, int64_t max_new_tokens,
+                                 const py::object& stop_tokens, float temperature, int32_t top_k, float top_p,
+                                 float min_p, int64_t seed, int64_t min_new_tokens, int64_t num_logprobs,
+                                 int64_t ngram_group, int64_t max_nodes, bool streams) {
+  return {.prompt = token_list(op, "prompt", prompt),
+          .max_new_tokens = max_new_tokens,
+          .stop_tokens = token_list(op, "stop_tokens", stop_tokens),
+          .sampling = {temperature, top_k, top_p, min_p, seed},
+          .streams = streams,
+          .min_new_tokens = min_new_tokens,
+          .num_logprobs = num_logprobs,
+          .ngram_group = ngram_group,
+          .max_nodes = max_nodes};
+}
+
+// All arguments of `submit`, in their order.
+using SubmitArguments =
+    std::tuple<py::object, int64_t, py::object, float, int32_t, float, float, int64_t, int64_t, int64_t, int64_t, int64_t, bool>;
+
+std::vector<int64_t> submit_many(PyScheduler& scheduler, const py::sequence& requests) {
+  std::vector<scheduler::Submission> submissions;
+  submissions.reserve(requests.size());
+  for (const py::handle request : requests) {
+    const std::string op = "submit_many: requests[" + std::to_string(submissions.size()) + "]";
+    py::detail::make_caster<SubmitArguments> caster;
+    if (!caster.load(request, true)) throw TypeError(op + " is of other things, expected the arguments of submit");
+    submissions.push_back(std::apply([&](const auto&... each) { return submission(op.c_str(), each...); },
+                                     py::detail::cast_op<SubmitArguments>(std::move(caster))));
+  }
+  return scheduler.submit_many(submissions);
 }
 
 std::unique_ptr<PyScheduler> make_scheduler(py::object executor, int64_t num_slots, int64_t num_pages,
@@ -276,18 +309,13 @@ void add_scheduler(py::module_& m) {
           [](PyScheduler& s, const py::object& prompt, int64_t max_new_tokens, const py::object& stop_tokens,
              float temperature, int32_t top_k, float top_p, float min_p, int64_t seed, int64_t min_new_tokens,
              int64_t num_logprobs, int64_t ngram_group, int64_t max_nodes, bool streams) {
-            return s.submit(token_list("prompt", prompt), {.max_new_tokens = max_new_tokens,
-                                                           .stop_tokens = token_list("stop_tokens", stop_tokens),
-                                                           .sampling = {temperature, top_k, top_p, min_p, seed},
-                                                           .streams = streams,
-                                                           .min_new_tokens = min_new_tokens,
-                                                           .num_logprobs = num_logprobs,
-                                                           .ngram_group = ngram_group,
-                                                           .max_nodes = max_nodes});
+            return s.submit(submission("submit", prompt, max_new_tokens, stop_tokens, temperature, top_k, top_p, min_p,
+                                       seed, min_new_tokens, num_logprobs, ngram_group, max_nodes, streams));
           },
           "prompt"_a, "max_new_tokens"_a, "stop_tokens"_a = py::tuple(), py::kw_only(), "temperature"_a = 0.0f,
           "top_k"_a = 0, "top_p"_a = 1.0f, "min_p"_a = 0.0f, "seed"_a = 0, "min_new_tokens"_a = 0,
           "num_logprobs"_a = -1, "ngram_group"_a = 0, "max_nodes"_a = 0, "streams"_a = true)
+      .def("submit_many", &submit_many, "requests"_a)
       .def("cancel", &PyScheduler::cancel)
       .def("measure_rounds", &PyScheduler::measure_rounds, "batches"_a, Release())
       .def("run", &PyScheduler::run, Release())

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -37,8 +38,26 @@ Scheduler::Scheduler(const Config& config, Executor& executor, const RingMemory&
 
 // --- any thread
 
-int64_t Scheduler::submit(const std::vector<int64_t>& prompt, const SubmitOptions& options) {
-  Check check("submit");
+int64_t Scheduler::submit(const Submission& submission) {
+  auto request = make_request("submit", submission);
+  return queue("submit", {&request, 1});
+}
+
+std::vector<int64_t> Scheduler::submit_many(std::span<const Submission> submissions) {
+  std::vector<std::unique_ptr<Request>> requests;
+  requests.reserve(submissions.size());
+  for (size_t i = 0; i < submissions.size(); ++i) {
+    const std::string op = "submit_many: requests[" + std::to_string(i) + "]";
+    requests.push_back(make_request(op.c_str(), submissions[i]));
+  }
+  std::vector<int64_t> ids(requests.size());
+  std::iota(ids.begin(), ids.end(), queue("submit_many", requests));
+  return ids;
+}
+
+std::unique_ptr<Request> Scheduler::make_request(const char* op, const Submission& submission) const {
+  Check check(op);
+  const std::vector<int64_t>& prompt = submission.prompt;
   check.that(!prompt.empty(), "prompt", "is empty", "at least 1 token");
   // One token at least must still be possible. What is short enough also fits the pool: check_config saw to that.
   check.that(static_cast<int64_t>(prompt.size()) < config_.max_len, "prompt", {"has ", prompt.size(), " tokens"},
@@ -46,35 +65,41 @@ int64_t Scheduler::submit(const std::vector<int64_t>& prompt, const SubmitOption
   auto request = std::make_unique<Request>();
   request->text = checked_tokens(check, "prompt", prompt);
   request->emitted = static_cast<int64_t>(prompt.size());
-  check.that(options.max_new_tokens >= 1, "max_new_tokens", {"is ", options.max_new_tokens}, "at least 1");
+  check.that(submission.max_new_tokens >= 1, "max_new_tokens", {"is ", submission.max_new_tokens}, "at least 1");
   // A larger budget than the device's int32 can hold is no budget: max_len ends the request first.
-  request->remaining = std::min(options.max_new_tokens, config_.max_len);
-  request->stop_tokens = checked_tokens(check, "stop_tokens", options.stop_tokens);
-  check.that(static_cast<int64_t>(options.stop_tokens.size()) <= config_.max_stops, "stop_tokens",
-             {"has ", options.stop_tokens.size(), " entries"}, {"at most ", config_.max_stops});
-  request->sampling = options.sampling;
-  request->streams = options.streams;
-  check.that(options.min_new_tokens >= 0 && options.min_new_tokens <= options.max_new_tokens, "min_new_tokens",
-             {"is ", options.min_new_tokens}, "0 to max_new_tokens");
-  if (options.min_new_tokens > 0)  // what max_len cuts off needs no minimum
+  request->remaining = std::min(submission.max_new_tokens, config_.max_len);
+  request->stop_tokens = checked_tokens(check, "stop_tokens", submission.stop_tokens);
+  check.that(static_cast<int64_t>(submission.stop_tokens.size()) <= config_.max_stops, "stop_tokens",
+             {"has ", submission.stop_tokens.size(), " entries"}, {"at most ", config_.max_stops});
+  request->sampling = submission.sampling;
+  request->streams = submission.streams;
+  check.that(submission.min_new_tokens >= 0 && submission.min_new_tokens <= submission.max_new_tokens, "min_new_tokens",
+             {"is ", submission.min_new_tokens}, "0 to max_new_tokens");
+  if (submission.min_new_tokens > 0)  // what max_len cuts off needs no minimum
     request->stops_from = static_cast<int32_t>(
-        std::min(request->emitted + std::min(options.min_new_tokens, config_.max_len), config_.max_len));
-  check.range("num_logprobs", options.num_logprobs, -1, config_.max_logprobs);
-  request->num_logprobs = static_cast<int32_t>(options.num_logprobs);
-  if (options.num_logprobs >= 0) request->scores = std::make_unique<Scores>();
-  check.range("ngram_group", options.ngram_group, 0, std::numeric_limits<int32_t>::max());
-  request->ngram_group = static_cast<int32_t>(options.ngram_group);
+        std::min(request->emitted + std::min(submission.min_new_tokens, config_.max_len), config_.max_len));
+  check.range("num_logprobs", submission.num_logprobs, -1, config_.max_logprobs);
+  request->num_logprobs = static_cast<int32_t>(submission.num_logprobs);
+  if (submission.num_logprobs >= 0) request->scores = std::make_unique<Scores>();
+  check.range("ngram_group", submission.ngram_group, 0, std::numeric_limits<int32_t>::max());
+  request->ngram_group = static_cast<int32_t>(submission.ngram_group);
+  check.range("max_nodes", submission.max_nodes, 0, std::numeric_limits<int32_t>::max());
+  request->max_nodes = static_cast<int32_t>(submission.max_nodes > 0 ? submission.max_nodes : config_.nodes.back());
+  return request;
+}
 
-  check.range("max_nodes", options.max_nodes, 0, std::numeric_limits<int32_t>::max());
-  request->max_nodes = static_cast<int32_t>(options.max_nodes > 0 ? options.max_nodes : config_.nodes.back());
-
+// Returns the id of the first.
+int64_t Scheduler::queue(const char* op, std::span<std::unique_ptr<Request>> requests) {
   const std::lock_guard lock(mutex_);
-  if (stopping_) throw std::runtime_error("submit: the scheduler has been stopped, expected one that runs");
-  const int64_t id = request->id = next_id_++;
-  alive_.insert(id);
-  submitted_.push_back(std::move(request));
+  if (stopping_)
+    throw std::runtime_error(std::string(op).append(": the scheduler has been stopped, expected one that runs"));
+  const int64_t first = next_id_;
+  for (auto& request : requests) {
+    alive_.insert(request->id = next_id_++);
+    submitted_.push_back(std::move(request));
+  }
   changed_.notify_all();
-  return id;
+  return first;
 }
 
 bool Scheduler::cancel(int64_t request_id) {

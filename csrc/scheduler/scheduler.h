@@ -1,7 +1,7 @@
 // Continuous batching: who waits, who runs, what was produced. loop.cpp has the turns; this is what they work on.
 //
-// Threads. submit, cancel, stop, the outbox and the counters may be called from any thread, also from inside an
-// executor call. run and step are the loop: one thread at a time, not from inside an executor call.
+// Threads. submit, submit_many, cancel, stop, the outbox and the counters may be called from any thread, also from
+// inside an executor call. run and step are the loop: one thread at a time, not from inside an executor call.
 //
 // Exceptions. The requests of an executor call that throws end with kError, and carry what it threw:
 //
@@ -23,6 +23,7 @@
 #include <exception>
 #include <functional>
 #include <mutex>
+#include <span>
 #include <unordered_set>
 
 #include "scheduler/budget.h"
@@ -35,8 +36,9 @@
 
 namespace specdec::scheduler {
 
-// What a request is submitted with, besides its prompt.
-struct SubmitOptions {
+// What a request is submitted with.
+struct Submission {
+  std::vector<int64_t> prompt;
   int64_t max_new_tokens;
   std::vector<int64_t> stop_tokens = {};
   Sampling sampling = {};
@@ -55,7 +57,10 @@ class Scheduler {
 
   // Queues a request and returns its id. Ids rise. Throws ValueError before anything is queued, and runtime_error after
   // `stop`.
-  int64_t submit(const std::vector<int64_t>& prompt, const SubmitOptions& options);
+  int64_t submit(const Submission& submission);
+  // Queues all of them, or none: one turn of the loop finds them together. Throws as `submit`, of the first that is
+  // refused. Their ids follow one another.
+  std::vector<int64_t> submit_many(std::span<const Submission> submissions);
   // Returns true if the request had not ended. It ends with kCancelled at the start of the next turn, or with the
   // reason that a round which was already read gives.
   bool cancel(int64_t request_id);
@@ -100,6 +105,10 @@ class Scheduler {
     std::vector<Row> rows;
     bool follows;  // nothing but a round lies between it and the one before
   };
+  // --- submitting (scheduler.cpp), for this op
+  std::unique_ptr<Request> make_request(const char* op, const Submission& submission) const;
+  int64_t queue(const char* op, std::span<std::unique_ptr<Request>> requests);
+
   // --- the turn (loop.cpp)
   bool turn();
   bool wait_for_work(bool again);

@@ -660,6 +660,10 @@ Emission: TypeAlias = tuple[
     BaseException | None,
 ]
 
+Submission: TypeAlias = tuple[
+    Sequence[int] | Tensor, int, Sequence[int] | Tensor, float, int, float, float, int, int, int, int, int, bool
+]
+
 def command_words(max_batch: int, num_slots: int, max_stops: int) -> int: ...
 def result_words(max_batch: int, accept_width: int, num_rungs: int, max_logprobs: int) -> int: ...
 
@@ -741,6 +745,8 @@ class Scheduler:
         max_nodes: int = 0,
         streams: bool = True,
     ) -> int: ...
+    def submit_many(self, requests: Sequence[Submission]) -> list[int]:
+        """Submits all, or none where one is refused: the arguments of `submit`, every one, in their order."""
     def cancel(self, request_id: int) -> bool: ...
     def measure_rounds(self, batches: Sequence[int]) -> None: ...
     def run(self) -> None:

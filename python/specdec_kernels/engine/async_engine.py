@@ -118,11 +118,24 @@ class AsyncEngine:
         stream: bool = True,
     ) -> AsyncRequest:
         """As `Engine.submit`. Text becomes tokens in another thread, for the event loop has other things to do."""
+        given = [prompt], ["submit: prompt"], add_special_tokens
         if isinstance(prompt, str):
-            tokens = await asyncio.to_thread(self.engine._tokens, prompt, "submit: prompt", add_special_tokens)
+            token_lists = await asyncio.to_thread(self.engine._tokens, *given)
         else:
-            tokens = self.engine._tokens(prompt, "submit: prompt", add_special_tokens)
-        return self.engine._submit(AsyncRequest, tokens, params, stream, self._inbox())
+            token_lists = self.engine._tokens(*given)
+        return self.engine._submit(AsyncRequest, token_lists, [params or SamplingParams()], stream, self._inbox())[0]
+
+    async def submit_many(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        add_special_tokens: bool = True,
+        stream: bool = True,
+    ) -> list[AsyncRequest]:
+        """As `Engine.submit_many`; text or token ids, in another thread."""
+        checked = await asyncio.to_thread(self.engine._checked, "submit_many", prompts, params, add_special_tokens)
+        return self.engine._submit(AsyncRequest, *checked, stream, self._inbox())
 
     async def generate(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None, *, add_special_tokens: bool = True

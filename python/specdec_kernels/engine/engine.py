@@ -23,7 +23,7 @@ from .loop import Loop
 from .opening import open_engine
 from .outputs import EngineStats, GenerationError, NewTokens, RequestOutput
 from .params import SamplingParams
-from .prompts import as_list, chat_tokens, check_tokens, conversations, load_tokenizer, own_tokenizer, token_ids
+from .prompts import as_list, chat_tokens, check_tokens, conversations, load_tokenizer, own_tokenizer, tokens_of_each
 from .request import BaseRequest, Order, Request
 from .stop_strings import StopStrings
 
@@ -203,7 +203,26 @@ class Engine:
             ValueError, TypeError: as `generate`; then nothing has started.
             RuntimeError: the engine is closed, or this process is a fork of the one that made it.
         """
-        return self._submit(Request, self._tokens(prompt, "submit: prompt", add_special_tokens), params, stream)
+        token_lists = self._tokens([prompt], ["submit: prompt"], add_special_tokens)
+        return self._submit(Request, token_lists, [params or SamplingParams()], stream)[0]
+
+    def submit_many(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        add_special_tokens: bool = True,
+        stream: bool = True,
+    ) -> list[Request]:
+        """Start several requests together, in their order: they join in one turn of the loop, and cost less than one by
+        one. What is refused of one, by its index, starts none.
+
+        Args:
+            prompts, params: as for `generate`.
+            add_special_tokens, stream, what is raised: as for `submit`.
+        """
+        token_lists, each = self._checked("submit_many", prompts, params, add_special_tokens)
+        return self._submit(Request, token_lists, each, stream)
 
     def generate(
         self,
@@ -231,27 +250,19 @@ class Engine:
             RuntimeError: as `submit`.
             Exception: the first that a round or prefill has raised; the other requests are cancelled then.
         """
-        token_lists = [
-            self._tokens(prompt, f"generate: prompts[{index}]", add_special_tokens)
-            for index, prompt in enumerate(as_list(prompts))
-        ]
-        each = params_of_each(params, len(token_lists))
+        token_lists, each = self._checked("generate", prompts, params, add_special_tokens)
         self._loop.expect_open()
         self._loop.expect_to_wait()
         told: SimpleQueue[list[BaseRequest]] = SimpleQueue()
-        requests = [
-            self._request(BaseRequest, index, tokens, sampling, told.put)
-            for index, (tokens, sampling) in enumerate(zip(token_lists, each, strict=True))
-        ]
+        requests = self._requests(BaseRequest, token_lists, each, told.put)
         self._follow_caller()
         try:
-            for request in requests:
-                self._loop.submit(request, on_tokens is not None)
+            self._loop.submit(requests, on_tokens is not None)
             pass_on(requests, told, on_tokens)
         except BaseException:
             for request in requests:
                 request.cancel()
-            while not all(request.done() for request in requests if request.has_started):
+            while any(map(self._loop.awaits, requests)):
                 told.get()
             raise
         finally:
@@ -290,31 +301,50 @@ class Engine:
         outputs = self.generate(prompts, params, on_tokens=on_tokens)
         return outputs[0] if single else outputs
 
-    def _tokens(self, prompt: Any, name: str, add_special_tokens: bool) -> list[int]:
-        """The tokens of a prompt, which errors call by this name."""
-        tokens = token_ids(prompt, name, self.tokenizer, self._no_tokenizer, add_special_tokens)
-        check_tokens(tokens, name, max_len=self.config.max_len, vocab_size=self.target.config.vocab_size)
-        return tokens
+    def _checked(
+        self, op: str, prompts: Any, params: Any, add_special_tokens: bool
+    ) -> tuple[list[list[int]], list[SamplingParams]]:
+        """The tokens and the parameters of each of several prompts."""
+        items = as_list(prompts, op)
+        token_lists = self._tokens(items, [f"{op}: prompts[{i}]" for i in range(len(items))], add_special_tokens)
+        return token_lists, params_of_each(params, len(items), op)
+
+    def _tokens(self, prompts: Sequence[Any], names: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        """The tokens of prompts, which errors call by these names."""
+        each = tokens_of_each(prompts, names, self.tokenizer, self._no_tokenizer, add_special_tokens)
+        max_len, vocab_size = self.config.max_len, self.target.config.vocab_size
+        for tokens, name in zip(each, names, strict=True):
+            check_tokens(tokens, name, max_len=max_len, vocab_size=vocab_size)
+        return each
 
     def _submit(
         self,
         kind: Callable[..., AnyRequest],
-        tokens: list[int],
-        params: SamplingParams | None,
+        token_lists: Sequence[list[int]],
+        params: Sequence[SamplingParams],
         stream: bool,
         *tell: Any,
-    ) -> AnyRequest:
-        request = self._request(kind, 0, tokens, params or SamplingParams(), *tell)
+    ) -> list[AnyRequest]:
+        requests = self._requests(kind, token_lists, params, *tell)
         self._follow_caller()
-        self._loop.submit(request, stream)
-        return request
+        self._loop.submit(requests, stream)
+        return requests
 
-    def _request(
-        self, kind: Callable[..., AnyRequest], index: int, tokens: list[int], params: SamplingParams, *tell: Any
-    ) -> AnyRequest:
-        """A request that has not started."""
-        stops, strings = self._stop_tokens(params), self._stop_strings(params)
-        return kind(self, Order(index, tokens, params.with_seed(), stops, strings), *tell)
+    def _requests(
+        self,
+        kind: Callable[..., AnyRequest],
+        token_lists: Sequence[list[int]],
+        params: Sequence[SamplingParams],
+        *tell: Any,
+    ) -> list[AnyRequest]:
+        """Requests that have not started."""
+        vocab_size = self.target.config.vocab_size  # which transformers takes a while to look up
+        requests = []
+        for place, (tokens, one) in enumerate(zip(token_lists, params, strict=True)):
+            stops, strings = self._stop_tokens(one), self._stop_strings(one)
+            order = Order(place, tokens, one.with_seed(), stops, strings, min(one.num_logprobs, vocab_size))
+            requests.append(kind(self, order, *tell))
+        return requests
 
     def _stop_tokens(self, sampling: SamplingParams) -> list[int]:
         stop = sampling.stop_token_ids
@@ -398,15 +428,15 @@ def pass_on(requests: Sequence[BaseRequest], told: SimpleQueue[list[BaseRequest]
                     raise request.error
 
 
-def params_of_each(params: Any, count: int) -> list[SamplingParams]:
+def params_of_each(params: Any, count: int, op: str) -> list[SamplingParams]:
     """One for each of so many prompts."""
     each = [params or SamplingParams()] * count if not isinstance(params, Sequence) else list(params)
     for index, one in enumerate(each):
         if not isinstance(one, SamplingParams):
             name = f"params[{index}]" if isinstance(params, Sequence) else "params"
-            raise TypeError(f"generate: {name} is a {type(one).__name__}, expected SamplingParams")
+            raise TypeError(f"{op}: {name} is a {type(one).__name__}, expected SamplingParams")
     if len(each) != count:
-        raise ValueError(f"generate: params has {len(each)} entries, expected one, or {count} like prompts")
+        raise ValueError(f"{op}: params has {len(each)} entries, expected one, or {count} like prompts")
     return each
 
 

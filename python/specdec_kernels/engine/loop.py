@@ -14,6 +14,7 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -59,18 +60,29 @@ class Loop:
         self._closed = False
         _loops.add(self)
 
-    def submit(self, request: BaseRequest, stream: bool) -> None:
-        """Starts the request and gives it its id."""
+    def submit(self, requests: Sequence[BaseRequest], stream: bool) -> None:
+        """Starts all the requests, or none, and gives them their ids."""
         self.expect_own_process()
+        submissions = [request.submission(stream) for request in requests]
         with self._lock:
             self.expect_open()
             if not self._threads:
                 self._start()
+            ids: list[int] = []
             try:
-                request.submit_to(self._scheduler, stream)
-            finally:  # an interrupt may come behind it
-                if request.has_started:
-                    self._requests[request.id] = request
+                ids = self._scheduler.submit_many(submissions)
+                for request, request_id in zip(requests, ids, strict=True):
+                    request.id = request_id
+            except BaseException:  # an interrupt has come behind it: nobody will have them
+                for request_id in ids:
+                    self._scheduler.cancel(request_id)
+                raise
+            finally:
+                self._requests.update((request.id, request) for request in requests if request.id >= 0)
+
+    def awaits(self, request: BaseRequest) -> bool:
+        """Whether it was started and its end is to come."""
+        return request.id in self._requests and not request.done()
 
     def cancel(self, request_id: int) -> bool:
         return self._process == os.getpid() and self._scheduler.cancel(request_id)

@@ -45,7 +45,7 @@ class NewTokens:
     All tokens of a round but the last were drafted and accepted; the last is the target's own.
     """
 
-    index: int  # of the prompt in the list given to `generate`
+    index: int  # of the prompt in the list given to `generate` or `submit_many`
     tokens: list[int]
     finish_reason: FinishReason
     logprobs: list[TokenLogprob] | None = None  # of the tokens, where they were asked for

@@ -38,7 +38,7 @@ def load_tokenizer(model: str | Path | nn.Module, tokenizer: Any, trust_remote_c
         return None, f"the tokenizer of {source} does not load: {type(error).__name__}: {reason}"
 
 
-def as_list(prompts: Any) -> list[Any]:
+def as_list(prompts: Any, op: str) -> list[Any]:
     """Prompts one by one: a single one, text or token ids, as a list of one. Arrays count as what they hold."""
     if isinstance(prompts, str):
         return [prompts]
@@ -46,17 +46,32 @@ def as_list(prompts: Any) -> list[Any]:
     if not isinstance(items, Sequence) or isinstance(items, bytes | bytearray | memoryview):
         hint = ' (its "input_ids" are)' if isinstance(items, Mapping) and "input_ids" in items else ""
         kind = type(prompts).__name__
-        raise TypeError(f"generate: prompts is a {kind}, expected text, token ids, or a list of them{hint}")
+        raise TypeError(f"{op}: prompts is a {kind}, expected text, token ids, or a list of them{hint}")
     return [items] if items and isinstance(items[0], Integral) else list(items)
 
 
-def token_ids(prompt: Any, name: str, tokenizer: Any, no_tokenizer: str, add_special_tokens: bool) -> list[int]:
-    """The tokens of one prompt, which errors call by this name; `no_tokenizer` says why there is none."""
-    if isinstance(prompt, str):
-        if tokenizer is None:
-            raise ValueError(f"{name} is text, expected token ids ({no_tokenizer})")
-        tokens: list[int] = tokenizer(prompt, add_special_tokens=add_special_tokens)["input_ids"]
-        return tokens
+def tokens_of_each(
+    prompts: Sequence[Any], names: Sequence[str], tokenizer: Any, no_tokenizer: str, add_special_tokens: bool
+) -> list[list[int]]:
+    """The tokens of each prompt, which errors call by these names; `no_tokenizer` says why there is none."""
+    texts = []
+    for prompt, name in zip(prompts, names, strict=True):
+        if isinstance(prompt, str):
+            if tokenizer is None:
+                raise ValueError(f"{name} is text, expected token ids ({no_tokenizer})")
+            texts.append(prompt)
+    # All at once: a call of a tokenizer takes longer than its work on a short text.
+    encoded = iter(tokenizer(texts, add_special_tokens=add_special_tokens)["input_ids"] if texts else ())
+    return [
+        next(encoded) if isinstance(prompt, str) else token_ids(prompt, name)
+        for prompt, name in zip(prompts, names, strict=True)
+    ]
+
+
+def token_ids(prompt: Any, name: str) -> list[int]:
+    """A prompt that is no text as a list of ints."""
+    if type(prompt) in (list, tuple) and set(map(type, prompt)) <= {int}:  # what most of them are, and quickly seen
+        return list(prompt)
     items = plain(prompt)
     if not isinstance(items, Sequence) or isinstance(items, bytes | bytearray | memoryview):
         raise TypeError(f"{name} is a {type(prompt).__name__}, expected text or a list of token ids")

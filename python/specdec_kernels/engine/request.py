@@ -16,10 +16,12 @@ from .params import SamplingParams
 from .stop_strings import StopStrings
 
 if TYPE_CHECKING:
-    from .._C import Scheduler
+    from .._C import Submission
     from .engine import Engine
 
 logger = logging.getLogger(__name__)
+
+FINE = Status(0)
 
 # Called once a turn, by the thread that hands out results, with the requests that gained something, in the order in
 # which they did: one that gained something in two turns may be there twice.
@@ -29,11 +31,12 @@ Tell = Callable[[list[Any]], None]
 class Order(NamedTuple):
     """What a request is made of, as its caller gave it and the engine completed it."""
 
-    place: int  # among the prompts of a `generate`: the index of its output
+    place: int  # among the prompts submitted with it: the index of its output
     prompt: list[int]
     params: SamplingParams  # with a seed where one is needed
     stop_tokens: list[int]
     stop: StopStrings | None
+    num_logprobs: int  # -1: none, 0: of the token alone
 
 
 class BaseRequest:
@@ -49,19 +52,19 @@ class BaseRequest:
     """
 
     def __init__(self, engine: Engine, order: Order, tell: Tell) -> None:
-        place, prompt, params, stop_tokens, stop = order
+        place, prompt, params, stop_tokens, stop, num_logprobs = order
         self.id = -1
         self.params, self.tell = params, tell
         self.output = RequestOutput(
             place,
             prompt,
             seed=params.seed if params.temperature > 0 else None,
-            logprobs=[] if params.num_logprobs >= 0 else None,
+            logprobs=[] if num_logprobs >= 0 else None,
         )
-        self.status = Status(0)  # where the device gave up on it: why
+        self.status = FINE  # where the device gave up on it: why
         self.error: BaseException | None = None  # what ended it, where that was an exception
-        self._engine, self._stop_tokens, self._stop = engine, stop_tokens, stop
-        self._num_logprobs = min(params.num_logprobs, engine.target.config.vocab_size)
+        self._engine = engine
+        self._stop_tokens, self._stop, self._num_logprobs = stop_tokens, stop, num_logprobs
         self._ends = array("q")  # of each emission: how many tokens there were behind it
         self._ends_as: FinishReason | None = None  # decided here, while the scheduler has not let it go yet
         self._num_pieces: int | None = None  # when there will be no more
@@ -72,26 +75,22 @@ class BaseRequest:
         state = self.output.finish_reason.name if self._done else "RUNNING"
         return f"<{type(self).__name__} {self.id}: {len(self.output.tokens)} tokens, {state}>"
 
-    @property
-    def has_started(self) -> bool:
-        return self.id >= 0
-
-    def submit_to(self, scheduler: Scheduler, stream: bool) -> None:
+    def submission(self, stream: bool) -> Submission:
         params = self.params
-        self.id = scheduler.submit(
+        return (
             self.output.prompt_tokens,
             params.max_new_tokens,
             self._stop_tokens,
-            temperature=params.temperature,
-            top_k=params.top_k,
-            top_p=params.top_p,
-            min_p=params.min_p,
-            seed=params.seed or 0,
-            min_new_tokens=params.min_new_tokens,
-            num_logprobs=self._num_logprobs,
-            ngram_group=params.ngram_group,
-            max_nodes=params.max_nodes,
-            streams=stream or self._stop is not None,
+            params.temperature,
+            params.top_k,
+            params.top_p,
+            params.min_p,
+            params.seed or 0,
+            params.min_new_tokens,
+            self._num_logprobs,
+            params.ngram_group,
+            params.max_nodes,
+            stream or self._stop is not None,
         )
 
     def done(self) -> bool:
