@@ -6,6 +6,7 @@ import argparse
 import sys
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from . import drafts, tune
@@ -49,15 +50,15 @@ def add_parser(subparsers: Subparsers) -> None:
     tune.add_tuning(parser)
     parser.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help="budget (200)")
     parser.add_argument(
-        "--temperature", type=float, default=0.0, metavar="T", help="0, greedy (default), or above: sample"
+        "--generation-config",
+        choices=["auto", "none"],
+        default="none",
+        help="auto: sample as generation_config.json of the model says; flags beside it win (none)",
     )
-    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="sample from the K likeliest tokens (0: all)")
-    parser.add_argument(
-        "--top-p", type=float, default=1.0, metavar="P", help="... of these, the likeliest that reach P (1)"
-    )
-    parser.add_argument(
-        "--min-p", type=float, default=0.0, metavar="P", help="... of these, any P times as likely as the best (0)"
-    )
+    parser.add_argument("--temperature", type=float, metavar="T", help="0, greedy (default), or above: sample")
+    parser.add_argument("--top-k", type=int, metavar="K", help="sample from the K likeliest tokens (0: all)")
+    parser.add_argument("--top-p", type=float, metavar="P", help="... of these, the likeliest that reach P (1)")
+    parser.add_argument("--min-p", type=float, metavar="P", help="... of these, any P times as likely as the best (0)")
     parser.add_argument("--seed", type=int, metavar="N", help="of the draws (default: another one each time)")
     parser.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of weights and KV")
@@ -123,14 +124,12 @@ def compare(args: argparse.Namespace) -> int:
         head = tiny_model("eagle3")
     # A GPU scores a tree in the time of a token; a CPU pays for every node, so there a chain is the faster choice.
     draft = drafts.draft_of(args, algorithm, head, topk=8 if on_gpu else 1)
-    sampling = SamplingParams(
-        args.max_new_tokens,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        min_p=args.min_p,
-        seed=args.seed,
-    ).with_seed()  # one for both runs: it makes their texts the same
+    flags = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed")
+    given = {name: value for name in flags if (value := getattr(args, name)) is not None}
+    chosen = (
+        partial(SamplingParams.from_generation_config, model) if args.generation_config == "auto" else SamplingParams
+    )
+    sampling = chosen(**given).with_seed()  # one for both runs: it makes their texts the same
     prompt = DEFAULT_PROMPT if args.prompt is None else args.prompt
 
     first = generate(console, args, model, algorithm, draft, sampling, prompt, stream=True)[0]

@@ -6,7 +6,14 @@ import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from .generation_config import values_of
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import GenerationConfig
 
 MAX_LOGPROBS = 20
 
@@ -74,6 +81,29 @@ class SamplingParams:
         good = self.speculation in ("on", "off") or (isinstance(self.speculation, int) and self.speculation >= 1)
         expect("speculation", good and self.speculation is not True, allowed)
         expect("ngram_group", 0 <= self.ngram_group < 2**31, "0 to 2147483647")
+
+    @classmethod
+    def from_generation_config(
+        cls, source: str | Path | nn.Module | GenerationConfig, **overrides: Any
+    ) -> SamplingParams:
+        """What a model's generation config asks for, as `generate` of transformers reads it.
+
+        Of it are taken max_new_tokens, min_new_tokens, stop_strings and eos_token_id (one or several, as
+        stop_token_ids); where do_sample is true also temperature (1 where it is not given), top_k (50 where it is not
+        given), top_p and min_p; else the text is greedy. Where it has no max_new_tokens the default here counts:
+        max_length, which includes the prompt, is not read.
+
+        Args:
+            source: path or hub id of a model, the module itself, or a `GenerationConfig`.
+            overrides: parameters that take the place of the config's; or one that is refused, by its name there and
+                with the value that leaves it out: `repetition_penalty=1.0`.
+
+        Raises:
+            ValueError: it asks for what would change the text and is not supported: penalties, beams, other filters.
+            TypeError: another source; an override that there is not.
+            OSError: no such model, or it has no generation config.
+        """
+        return cls(**values_of(source, dict(overrides)))
 
     @property
     def stop_strings(self) -> list[str]:
