@@ -147,6 +147,22 @@ def test_matches_reference(device: torch.device, batch: int, nodes: int, depths:
         want = sd.Calibration(got.table.cpu(), counts)
 
 
+def test_the_tree_need_not_be_the_one_that_was_verified(device: torch.device) -> None:
+    """Behind root 9 the draft had 1, its child 2 and 2's children 3 and 4, and 5; another had 1, 2, 4 and 6."""
+    tokens = torch.tensor([[9, 1, 2, 3, 4, 5, 7]], dtype=INT)
+    parents = torch.tensor([[-1, 0, 1, 2, 2, 0, 5]], dtype=INT)
+    tree = on(device, sd.build_tree_from_parents(tokens, parents, torch.tensor([10], dtype=INT)))
+    scores = torch.tensor([[0.0, -0.5, -1.0, -1.5, -1.6, -1.0, -2.0]], device=device)
+    accepted = sd.Accepted(
+        torch.tensor([[1, 2, 4, 6, 8]], dtype=INT, device=device),
+        torch.tensor([4], dtype=INT, device=device),
+        torch.tensor([[0, 1, 3, 6, 6]], dtype=INT, device=device),  # of the verified tree
+    )
+    calibration = sd.make_calibration(3, scores)
+    sd.learn_calibration(calibration, tree, scores, accepted)
+    assert calibration.counts.sum(1)[:, :2].tolist() == [[2, 1], [1, 1], [2, 1]]
+
+
 def test_converges_to_the_likeliest_and_forgets(device: torch.device) -> None:
     tree = sd.build_tree_from_parents(
         torch.tensor([[0, 1]] * 100, dtype=INT), torch.tensor([[-1, 0]] * 100, dtype=INT), torch.zeros(100, dtype=INT)

@@ -6,8 +6,7 @@ namespace specdec::draft {
 
 void learn_calibration(CallStream stream, const TensorView& table, const TensorView& counts, const TensorView& tokens,
                        const TensorView& parents, const TensorView& positions, const TensorView& num_nodes,
-                       const TensorView& scores, const TensorView& emitted, const TensorView& path,
-                       const TensorView& num_valid) {
+                       const TensorView& scores, const TensorView& emitted, const TensorView& num_valid) {
   Check check("learn_calibration");
   Dim D{"num_depths"}, B{"batch"}, N{"num_nodes"}, S{"accept_width"};
   check.output("calibration.table", table, {D, 2}, kFloat32);
@@ -19,7 +18,6 @@ void learn_calibration(CallStream stream, const TensorView& table, const TensorV
   check.tensor("tree.num_nodes", num_nodes, {B}, kInt32);
   check.tensor("scores", scores, {B, N}, kFloat32);
   check.tensor("accepted.tokens", emitted, {B, S}, kInt32);
-  check.tensor("accepted.path", path, {B, S}, kInt32);
   check.tensor("accepted.num_valid", num_valid, {B}, kInt32);
   if (B == 0 || N == 0) return;
 
@@ -32,7 +30,6 @@ void learn_calibration(CallStream stream, const TensorView& table, const TensorV
       .num_nodes = num_nodes.data<const int32_t>(),
       .scores = scores.data<const float>(),
       .emitted = emitted.data<const int32_t>(),
-      .path = path.data<const int32_t>(),
       .num_valid = num_valid.data<const int32_t>(),
       .batch = B,
       .nodes = N,

@@ -1,12 +1,13 @@
 // learn_calibration: what became of the nodes that were verified moves the table by which a draft's log-probabilities
 // are put right.
 //
-// A node counts if its parent was visited; then it was taken or it was not. What the draft had said of it is found by
-// inverting the table at its score beside its parent's, so that nothing but the scores has to be kept. Each depth has
-// 16 bins of the logit, of which nodes, those taken and the sum of logits are counted in integers, and halved when they
-// have become many: a memory that fades, whose sums do not depend on their order. The slope and the offset of a depth
-// are those that make what was counted likeliest, with a prior that holds them at 1 and 0; a few steps of Newton from
-// the last ones on find them.
+// A node counts if what was emitted led to its parent and went on; then it was taken or it was not. So the tree may
+// be one that was merged with another before it was verified, or whose last nodes were left out. What the draft had
+// said of a node is found by inverting the table at its score beside its parent's, so that nothing but the scores
+// has to be kept. Each depth has 16 bins of the logit, of which nodes, those taken and the sum of logits are counted
+// in integers, and halved when they have become many: a memory that fades, whose sums do not depend on their order.
+// The slope and the offset of a depth are those that make what was counted likeliest, with a prior that holds them
+// at 1 and 0; a few steps of Newton from the last ones on find them.
 #pragma once
 
 #include "core/dispatch.h"
@@ -26,7 +27,6 @@ struct LearnCalibrationParams {
   const int32_t* num_nodes;  // [batch]
   const float* scores;       // [batch, nodes]
   const int32_t* emitted;    // [batch, width]
-  const int32_t* path;       // [batch, width]
   const int32_t* num_valid;  // [batch]
   int64_t batch, nodes, width, depths;
 };
@@ -39,22 +39,27 @@ struct SeenNode {
 
 SD_HD SeenNode seen_node(const LearnCalibrationParams& p, int64_t b, int64_t i) {
   SeenNode seen;
-  const int64_t row = b * p.nodes, parent = p.parents[row + i];
-  if (i < 1 || i >= p.num_nodes[b] || parent < 0 || parent >= i) return seen;
+  const int64_t row = b * p.nodes, valid = p.num_valid[b] < p.width ? p.num_valid[b] : p.width;
+  if (i < 1 || i >= p.num_nodes[b]) return seen;
+  const int64_t level = int64_t{p.positions[row + i]} - p.positions[row], parent = p.parents[row + i];
+  if (level < 1 || level > valid) return seen;
+  const int32_t* const emitted = p.emitted + b * p.width;
+  int64_t at = parent;
+  for (int64_t above = level - 1; above > 0; --above) {
+    if (at < 1 || at >= i || p.tokens[row + at] != emitted[above - 1]) return seen;
+    at = p.parents[row + at];
+  }
+  if (at != 0) return seen;
   const float score = p.scores[row + i], above = parent > 0 ? p.scores[row + parent] : 0;
   if (!(score > -INFINITY) || !(above > -INFINITY) || !(score <= above)) return seen;
-  const int64_t valid = p.num_valid[b] < p.width ? p.num_valid[b] : p.width;
-  int64_t j = 0;
-  while (j < valid && p.path[b * p.width + j] != parent) ++j;
-  if (j >= valid) return seen;
 
-  const int64_t depth = clamp_to(int64_t{p.positions[row + i]} - p.positions[row], 1, p.depths);
+  const int64_t depth = clamp_to(level, 1, p.depths);
   const float before = logit_before(platt_of(p.table, p.depths, depth), sub(score, above));
   if (!(before == before)) return seen;
   const float logit = clamp_to(before, -24.0f, 24.0f);
   const auto bin = static_cast<int64_t>(floorf(clamp_to(add(logit, 8.0f), 0.0f, 15.0f)));
   seen.bin = (depth - 1) * kCalibrationBins + bin;
-  seen.taken = p.emitted[b * p.width + j] == p.tokens[row + i];
+  seen.taken = emitted[level - 1] == p.tokens[row + i];
   seen.logit = static_cast<int64_t>(mul(logit, 0x1p16f));
   return seen;
 }
@@ -119,8 +124,7 @@ SD_HD void learn_depth(const LearnCalibrationParams& p, int64_t depth, const int
 
 void learn_calibration(CallStream stream, const TensorView& table, const TensorView& counts, const TensorView& tokens,
                        const TensorView& parents, const TensorView& positions, const TensorView& num_nodes,
-                       const TensorView& scores, const TensorView& emitted, const TensorView& path,
-                       const TensorView& num_valid);
+                       const TensorView& scores, const TensorView& emitted, const TensorView& num_valid);
 
 void learn_calibration_cpu(const LearnCalibrationParams& p);
 void learn_calibration_cuda(const LearnCalibrationParams& p, Stream stream);

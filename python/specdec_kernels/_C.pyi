@@ -71,7 +71,6 @@ def learn_calibration(
     num_nodes: Tensor,
     scores: Tensor,
     emitted: Tensor,
-    path: Tensor,
     num_valid: Tensor,
 ) -> None: ...
 def extend_rows(

@@ -336,18 +336,19 @@ def learn_calibration(
 ) -> None:
     """What became of a round's nodes moves how the scores of the next ones are put right.
 
-    A node counts if its parent was visited: then it was taken, or it was not. What its draft had said of it is the
-    inverse of the table at its score less its parent's, so nothing else has to be kept of the round. Each depth gets
-    the slope and the offset that make what was seen likeliest, with a prior at 1 and 0 (Platt scaling), where the last
-    8 to 16 thousand nodes count and older ones fade. All of it is the same on both devices.
+    A node counts if what was emitted led to its parent and went on: then it was taken, or it was not. What its draft
+    had said of it is the inverse of the table at its score less its parent's, so nothing else has to be kept of the
+    round. Each depth gets the slope and the offset that make what was seen likeliest, with a prior at 1 and 0 (Platt
+    scaling), where the last 8 to 16 thousand nodes count and older ones fade. All of it is the same on both devices.
 
     Not for drafts that are drawn, whose chance is another one, nor for trees with nodes that were scored otherwise.
 
     Args:
         calibration: changed in place. Its table is the one that `expand_root` and `expand_tree` had.
-        tree: [B, N], as it was verified: tokens, parents, positions and num_nodes are read.
+        tree: [B, N], of the draft: tokens, parents, positions and num_nodes are read. What was verified may be another
+            tree, one that it was merged into, say.
         scores: [B, N] float32, of its nodes; the root's is 0. What is no number, or above its parent's, does not count.
-        accepted: as `commit_tokens` left it: of empty, stalled and finished rows nothing is valid.
+        accepted: as `commit_tokens` left it: of empty, stalled and finished rows nothing is valid; no path is read.
 
     Raises:
         ValueError: wrong dtype, shape, device or stride.
@@ -368,7 +369,6 @@ def learn_calibration(
         tree.num_nodes,
         scores,
         accepted.tokens,
-        accepted.path,
         accepted.num_valid,
     )
 

@@ -135,17 +135,19 @@ def learn_calibration(calibration: Calibration, tree: Tree, scores: Tensor, acce
     new = torch.zeros_like(counts)
     for b in range(len(scores)):
         emitted = accepted.tokens[b, : int(accepted.num_valid[b])].tolist()
-        next_token = dict(zip(accepted.path[b].tolist(), emitted, strict=False))
+        paths: list[list[int]] = [[]]  # the tokens from the root to each node
         for i in range(1, int(tree.num_nodes[b])):
-            parent = int(tree.parents[b, i])
-            score, above = float(scores[b, i]), float(scores[b, parent]) if parent else 0.0
-            if parent not in next_token or not -math.inf < score <= above:
+            parent, token = int(tree.parents[b, i]), int(tree.tokens[b, i])
+            above = paths[parent]
+            paths.append([*above, token])
+            score, parents_score = float(scores[b, i]), float(scores[b, parent]) if parent else 0.0
+            if emitted[: len(above)] != above or len(emitted) == len(above) or not -math.inf < score <= parents_score:
                 continue
-            depth = min(int(tree.positions[b, i] - tree.positions[b, 0]), depths)
+            depth = min(len(above) + 1, depths)
             slope, offset = table[depth - 1].tolist()
-            logit = (float(logits_of(torch.tensor(score - above))) - offset) / slope
+            logit = (float(logits_of(torch.tensor(score - parents_score))) - offset) / slope
             logit = min(max(logit, -24), 24)
-            taken = int(next_token[parent] == int(tree.tokens[b, i]))
+            taken = int(emitted[len(above)] == token)
             bin = int(min(max(logit + 8, 0), 15))
             new[depth - 1, bin] += torch.tensor([1, taken, int(logit * 65536)])
     for d in range(depths):
