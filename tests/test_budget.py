@@ -132,10 +132,20 @@ def test_every_size_is_measured_and_counts_as_no_round() -> None:
     assert costs.rows == [[batch * nodes for nodes in NODES] for batch in (1, 2, 3)]
     assert costs.us == [[100 * batch + nodes for nodes in NODES] for batch in (1, 2, 3)]
     assert device.scheduler.times == (0,) * 8 and device.scheduler.rounds_by_rung == [0] * len(NODES)
+    again = Device(lambda batch, nodes: 1.0, 0.5, batch=3)
+    again.scheduler.set_costs(costs)
+    assert again.scheduler.costs is not None and again.scheduler.costs.us == costs.us
+    with pytest.raises(ValueError) as error:
+        Device(flat, 0.5, batch=2).scheduler.set_costs(costs)
+    assert str(error.value) == (
+        f"set_costs: costs is of other rounds, expected batches [1, 2] with rows for {list(NODES)} nodes each"
+    )
     device.run(40)
     assert device.scheduler.rounds_by_rung == [sum(n == nodes for n in device.rounds[:-1]) for nodes in NODES]
     with pytest.raises(RuntimeError, match="measure_rounds: requests hold slots, expected none"):
         device.measure()
+    with pytest.raises(RuntimeError, match="set_costs: requests hold slots, expected none"):
+        device.scheduler.set_costs(costs)
 
 
 def test_sizes_between_those_that_are_measured() -> None:

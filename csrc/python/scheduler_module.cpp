@@ -318,6 +318,7 @@ void add_scheduler(py::module_& m) {
       .def("submit_many", &submit_many, "requests"_a)
       .def("cancel", &PyScheduler::cancel)
       .def("measure_rounds", &PyScheduler::measure_rounds, "batches"_a, Release())
+      .def("set_costs", &PyScheduler::set_costs, "costs"_a)
       .def("run", &PyScheduler::run, Release())
       .def("step", &PyScheduler::step, Release())
       .def("settle", &PyScheduler::settle, Release())

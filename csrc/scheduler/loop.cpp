@@ -485,6 +485,15 @@ void Scheduler::measure_rounds(const std::vector<int64_t>& batches) {
   recorder_.reset();
 }
 
+void Scheduler::set_costs(RoundCosts costs) {
+  const LoopGuard guard(*this);
+  if (num_held_ > 0 || !in_flight_.empty()) throw std::runtime_error("set_costs: requests hold slots, expected none");
+  if (costs.batches != config_.batch_sizes || costs.rows != config_.rows())
+    throw ValueError("set_costs: costs is of other rounds, expected batches " + text_of(config_.batch_sizes) +
+                     " with rows for " + text_of(config_.nodes) + " nodes each");
+  budget_.set_costs(std::move(costs));
+}
+
 // Returns the least time of some rounds, in nanoseconds of the device's own clock.
 int64_t Scheduler::time_round(int64_t batch, int64_t num_nodes) {
   int64_t least = std::numeric_limits<int64_t>::max();

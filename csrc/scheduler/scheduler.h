@@ -72,6 +72,8 @@ class Scheduler {
   // lies between, too; what KV takes is seen as rounds run. Part of the loop, before any request has a slot; what an
   // executor call throws leaves it. Throws ValueError.
   void measure_rounds(const std::vector<int64_t>& batches);
+  // Takes what was measured before of rounds with these batch sizes and numbers of nodes. Throws as measure_rounds.
+  void set_costs(RoundCosts costs);
 
   // Turns while there is something to do, and waits while there is not, until `stop`; closes the outbox then. May be
   // called again after an exception, which loses nothing.

@@ -701,7 +701,7 @@ class Scheduler:
     contiguous int32, pinned where the device is a GPU. `graphs` are captured rounds by batch, number of nodes and KV
     rows that no slot exceeds, of which the least that are enough run (three zeros: `apply_commands` and `free_pages`
     alone), as raw cudaGraph_t, launched on `stream`; others are `executor.launch` calls. Of several `nodes` the last
-    one counts until `measure_rounds`.
+    one counts until `measure_rounds` or `set_costs`.
     """
 
     def __init__(
@@ -748,6 +748,7 @@ class Scheduler:
         """Submits all, or none where one is refused: the arguments of `submit`, every one, in their order."""
     def cancel(self, request_id: int) -> bool: ...
     def measure_rounds(self, batches: Sequence[int]) -> None: ...
+    def set_costs(self, costs: RoundCosts) -> None: ...
     def run(self) -> None:
         """The loop: turns, and waits where there is nothing to do, until `stop`. May be called again after a raise."""
     def step(self) -> bool:
