@@ -24,7 +24,7 @@ from ..ops import (
     share_nodes,
     verify_tree,
 )
-from .drafts import Committed, Draft, DrawnFrom
+from .drafts import Committed, Draft, DrawnFrom, ScoredTree
 from .drafts.proposal import scored_tree_of
 from .rings import Rings
 from .state import EngineState
@@ -139,7 +139,8 @@ class Round:
             slots=slots,
             status=state.status,
         )
-        draft.extend(slots, Committed(accepted, num_valid, most, cu_seqlens), proposal, features)
+        committed = Committed(accepted, num_valid, most, cu_seqlens, ScoredTree(tree, scores))
+        draft.extend(slots, committed, proposal, features)
         return RoundResult(accepted, token_scores, tree.num_nodes, scores, shares)
 
     def _share(self, scores: Tensor, slots: Tensor, num_nodes: int) -> Shares:

@@ -56,6 +56,13 @@ def config_of(model: str | Path | nn.Module, name: str = "model") -> Any:
     return text_config(AutoConfig.from_pretrained(str(model), trust_remote_code=False))
 
 
+def model_name(model: str | Path | nn.Module) -> str:
+    """The last part of a folder's or hub id's name; of a module that of what it was loaded from, or its class."""
+    if isinstance(model, nn.Module):
+        model = getattr(model.config, "name_or_path", "") or type(model).__name__
+    return (Path(model).resolve() if Path(model).is_dir() else Path(model)).name
+
+
 def text_config(config: Any) -> Any:
     """The part of a config that is the language model's: of most models, all of it."""
     return config.get_text_config(decoder=True)

@@ -126,6 +126,11 @@ class Draft:
         return Needs(num_nodes=1, accept_width=1)
 
     @property
+    def parts(self) -> list[Draft]:
+        """The drafts that this one unites; itself, where it is of one piece."""
+        return [self]
+
+    @property
     def is_open(self) -> bool:
         return "context" in vars(self)
 

@@ -13,6 +13,7 @@ from ...models.draft_head import DraftHead, Features, HeadOutput, config_of_head
 from ...models.eagle import EagleHead
 from ...models.eagle3 import Eagle3Head, feature_layers
 from ...models.kv_pools import KvPools
+from ...models.loading import model_name
 from ...ops import extend_rows
 from ..prefill import Prefill
 from .base import DraftContext, Needs
@@ -35,6 +36,10 @@ class HeadDraft(ModelDraft):
     def feature_layers(self, config: Any, num_target_layers: int) -> tuple[int, ...]:
         """The layers of the target whose entering states the head reads."""
         raise NotImplementedError
+
+    @property
+    def model_name(self) -> str:
+        return model_name(self.head)
 
     def needs(self, target: Any) -> Needs:
         config = config_of_head(self.kind, self.head)
@@ -75,7 +80,8 @@ class HeadDraft(ModelDraft):
 
     def extend(self, slots: Tensor, committed: Committed, proposal: Proposal, features: Tensor | None) -> None:
         assert features is not None
-        accepted, num_valid, num_nodes, cu_seqlens = committed
+        self.learn(committed)
+        accepted, num_valid, num_nodes, cu_seqlens, _ = committed
         before = self.state.prefix_lens
         extend = extend_rows(
             accepted.tokens, accepted.path, num_valid, before, num_nodes, slots=slots, cu_seqlens_q=cu_seqlens

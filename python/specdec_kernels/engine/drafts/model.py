@@ -13,10 +13,10 @@ from torch import Tensor
 
 from ...models.draft_head import Features
 from ...models.families import kv_numbers
-from ...ops import expand_root, expand_tree, sample_draft, select_topk
+from ...ops import expand_root, expand_tree, learn_calibration, make_calibration, sample_draft, select_topk
 from ..kv_bounds import AttentionCall
 from .base import Draft, DraftContext, DraftRequest, Needs
-from .proposal import DrawnFrom, Proposal, no_candidates
+from .proposal import Committed, DrawnFrom, Proposal, no_candidates
 
 SEED_OF_ROUND = -0x61C8864680B583EB  # odd, 2^64 over the golden ratio: far from what seeds differ by
 
@@ -31,6 +31,10 @@ class ModelDraft(Draft):
     With `sampled` (and k = 1) children of requests that sample are drawn, for `verify_tree` to accept or reject as a
     block. Then the root's logits are kept instead, and its child is drawn in the round, where the request's parameters
     are known.
+
+    What the model says of its chosen candidates is calibrated by what becomes of them: path scores are products of
+    calibrated probabilities. Rounds learn, but those of a batch-invariant engine, where the scores of one request would
+    depend on the others.
     """
 
     _: KW_ONLY
@@ -49,6 +53,11 @@ class ModelDraft(Draft):
                 raise ValueError(f"{name}: {option} is {value}, expected 1 to {high}")
         if self.sampled and self.topk != 1:
             raise ValueError(f"{name}: sampled is True with topk={self.topk}, expected topk=1 (a chain can be drawn)")
+
+    @property
+    def model_name(self) -> str:
+        """What its model is called, wherever its folder lies."""
+        raise NotImplementedError
 
     def nodes(self) -> int:
         """Most nodes of a tree."""
@@ -76,6 +85,7 @@ class ModelDraft(Draft):
         self.child_ids = torch.zeros(slots + 1, self.topk, dtype=torch.int32, device=device)
         self.child_logprobs = torch.full((slots + 1, self.topk), -torch.inf, device=device)
         rows = torch.arange(-1, self.nodes() - 1, dtype=torch.int32, device=device)  # node i is drawn from row i - 1
+        self.calibration = None if self.sampled else make_calibration(self.num_steps, like=rows)
         self._draft_rows = rows.where(rows < self.num_steps, -1).repeat(slots, 1)
 
     def keep_logits(self, like: Tensor) -> None:
@@ -136,6 +146,7 @@ class ModelDraft(Draft):
 
         if self.sampled:
             self.child_ids[slots], self.child_logprobs[slots] = children(self.root_logits[slots])
+        table = None if self.calibration is None else self.calibration.table
         candidates, frontier = expand_root(
             self.child_ids[:-1],
             self.child_logprobs[:-1],
@@ -143,6 +154,7 @@ class ModelDraft(Draft):
             num_steps,
             slots=slots,
             position_offset=self.position_offset,
+            calibration=table,
         )
         tokens, positions, features = frontier.tokens, frontier.positions, self.start(slots)
         prefix_lens = self.prefix_lens()
@@ -161,6 +173,7 @@ class ModelDraft(Draft):
                 state.seq_lens,
                 slots=slots,
                 position_offset=self.position_offset,
+                calibration=table,
             )
             if hidden is not None:  # a chain's rows stay where they are
                 features = Features(hidden, None if k == 1 else parent_rows.flatten())
@@ -168,3 +181,10 @@ class ModelDraft(Draft):
             return Proposal(candidates)
         draft_rows = self._draft_rows[: len(slots), :num_nodes].contiguous()
         return Proposal(candidates, DrawnFrom(torch.stack(logits_of_steps, 1), draft_rows, self.id_map))
+
+    def learn(self, committed: Committed) -> None:
+        """What became of the candidates moves the calibration."""
+        tree, scores = committed.tree
+        if self.calibration is None or self.state.fixed_split is not None or tree.tokens.shape[1] == 1:
+            return
+        learn_calibration(self.calibration, tree, scores, committed.accepted)

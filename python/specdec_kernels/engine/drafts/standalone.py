@@ -14,7 +14,7 @@ from ...models.attention import Rows
 from ...models.checkpoint import expect_folder
 from ...models.kv_pools import KvPools
 from ...models.language_model import open_language_model
-from ...models.loading import config_of
+from ...models.loading import config_of, model_name
 from ...ops import extend_rows
 from ..prefill import Prefill
 from ..prompts import load_tokenizer
@@ -53,6 +53,10 @@ class Standalone(ModelDraft):
         if not isinstance(self.model, str | Path | nn.Module):
             given = f"a {type(self.model).__name__}"
             raise ValueError(f"Standalone: model is {given}, expected a folder, a hub id or a module")
+
+    @property
+    def model_name(self) -> str:
+        return model_name(self.model)
 
     def needs(self, target: Any) -> Needs:
         expect_folder(self.model, "Standalone: model")
@@ -138,7 +142,8 @@ class Standalone(ModelDraft):
         self.set_root_children(slots.long(), self._logits(hidden[:, -1]))
 
     def extend(self, slots: Tensor, committed: Committed, proposal: Proposal, features: Tensor | None) -> None:
-        accepted, num_valid, num_nodes, _ = committed
+        self.learn(committed)
+        accepted, num_valid, num_nodes, _, _ = committed
         before, offset = self.state.prefix_lens, self.position_offset
         extend = extend_rows(
             accepted.tokens, accepted.path, num_valid, before, num_nodes, slots=slots, position_offset=offset

@@ -76,6 +76,10 @@ class Union(Draft):
         super().close()
 
     @property
+    def parts(self) -> list[Draft]:
+        return [*self.first.parts, *self.second.parts]
+
+    @property
     def pools(self) -> list[KvPools]:
         return [*self.first.pools, *self.second.pools]
 
@@ -88,7 +92,7 @@ class Union(Draft):
         self.second.begin(slot, request)
 
     def prefill(self, prefill: Prefill, features: Tensor | None) -> None:
-        first, second = self._parts(features)
+        first, second = self._states(features)
         self.first.prefill(prefill, first)
         self.second.prefill(prefill, second)
 
@@ -100,16 +104,18 @@ class Union(Draft):
         counts = [min(most, num_nodes) for most in self._most]
         both = self.first.propose(slots, counts[0]), self.second.propose(slots, counts[1])
         if num_nodes == 1:
-            return Proposal(no_candidates(slots), note=both)
+            return Proposal(no_candidates(slots), note=(both, None))
         trees = [scored_tree_of(p.drafts, slots, n, self.state) for p, n in zip(both, counts, strict=True)]
-        return Proposal(ScoredTree(*merge_trees(*trees[0], *trees[1], num_nodes)), note=both)
+        return Proposal(ScoredTree(*merge_trees(*trees[0], *trees[1], num_nodes)), note=(both, trees))
 
     def extend(self, slots: Tensor, committed: Committed, proposal: Proposal, features: Tensor | None) -> None:
-        first, second = self._parts(features)
-        self.first.extend(slots, committed, proposal.note[0], first)
-        self.second.extend(slots, committed, proposal.note[1], second)
+        states = self._states(features)
+        proposals, trees = proposal.note
+        for index, draft in enumerate((self.first, self.second)):
+            own = committed._replace(tree=trees[index]) if trees else committed
+            draft.extend(slots, own, proposals[index], states[index])
 
-    def _parts(self, features: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    def _states(self, features: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """What each draft asked for, of states that stand side by side."""
         if features is None:
             return None, None
