@@ -10,9 +10,9 @@ import pytest
 
 from specdec_kernels import cli
 from specdec_kernels.cli import tune_measure
-from specdec_kernels.cli.tune import SCHEMA
 from specdec_kernels.cli.tune_measure import Measured, Options, Row, options_of, timed
 from specdec_kernels.engine import Eagle3, Engine, SamplingParams
+from specdec_kernels.engine.tuning import SCHEMA
 from specdec_kernels.tiny import tiny_model
 from tiny import held_out
 
@@ -123,6 +123,50 @@ def test_an_interrupt_keeps_what_there_is(tmp_path: Path, capsys: Capture, monke
     assert capsys.readouterr().out.startswith("Not all was measured: interrupted, or out of time (--seconds).")
 
 
+def test_what_the_recommended_draft_has_learnt_goes_with_it(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fast(engine: Engine, options: Options, batch: int, prompts: list[list[int]], *rest: object) -> Row:
+        engine.generate(prompts, SamplingParams(16, ignore_eos=True))
+        return row(options, batch, 5.0 * options.num_nodes)
+
+    monkeypatch.setattr(tune_measure, "timed", fast)
+    out = tmp_path / "tuning.json"
+    options = [*SMALL, "--num-steps", "1,2", "--out", str(out)]
+    assert cli.main(["tune", TARGET, "--draft", HEAD, *options]) == 0
+    (entry,) = json.loads(out.read_text())["calibrations"]
+    assert (entry["draft"], entry["model"], entry["target"]) == ("Eagle3", "eagle3", "target")
+    assert len(entry["table"]) == 2 and [1.0, 0.0] not in entry["table"]
+    given: list[Any] = []
+    begin = Engine.__init__
+
+    def noted(self: Engine, *arguments: Any, **others: Any) -> None:
+        begin(self, *arguments, **others)
+        given.append(self.tuning["calibrations"])
+
+    monkeypatch.setattr(Engine, "__init__", noted)
+    assert cli.main(["generate", "import os", "--tuning", str(out), "--max-new-tokens", "5", "--device", "cpu"]) == 0
+    assert given == [[entry], []]  # with the draft, and without to compare
+    head = ["--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", TARGET, "--device", "cpu"]
+    assert cli.main(["generate", "import os", "--tuning", str(out), *head]) == 2
+    assert capsys.readouterr().err == (
+        "specdec generate: Engine: tuning has a calibration of Eagle3 (eagle3) for target, "
+        "expected one of Standalone (target) for target\n"
+    )
+
+
+def test_what_an_engine_gives_is_taken_without_options(tmp_path: Path, capsys: Capture) -> None:
+    with Engine(TARGET, draft=Eagle3(HEAD, topk=1), num_slots=1, device="cpu") as engine:
+        engine.generate("import os", SamplingParams(16, ignore_eos=True))
+        tuning = engine.tuning
+    file = tmp_path / "t.json"
+    file.write_text(json.dumps(tuning))
+    head = ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", HEAD, "--device", "cpu"]
+    options = ["--model", TARGET, "--tuning", str(file), "--max-new-tokens", "5", *head]
+    assert cli.main(["generate", "import os", *options]) == 0
+    assert "EAGLE3" in capsys.readouterr().out
+
+
 def test_nothing_begins_when_time_is_out(capsys: Capture, tmp_path: Path) -> None:
     assert cli.main(["tune", TARGET, "--draft", HEAD, *SMALL, "--seconds", "0"]) == 1
     assert capsys.readouterr().err == "specdec tune: nothing was measured in the time that was given\n"
@@ -145,7 +189,7 @@ def test_refusals(capsys: Capture, arguments: list[str], message: str) -> None:
 def test_a_file_that_is_no_tuning(capsys: Capture, tmp_path: Path) -> None:
     file = tmp_path / "t.json"
     file.write_text('{"schema": 0}')
-    message = f"--tuning is {file}, expected a file that specdec tune --out wrote\n"
+    message = f"--tuning is {file} of schema 0, expected schema 1\n"
     assert cli.main(["generate", "--tuning", str(file)]) == 2
     assert capsys.readouterr().err == f"specdec generate: {message}"
     assert cli.main(["bench", "round", "--device", "cpu", "--tuning", str(file)]) == 2

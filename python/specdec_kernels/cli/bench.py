@@ -325,7 +325,8 @@ def run_rounds(args: argparse.Namespace) -> int:
         return refuse(NO_CUDA)
     try:
         if args.tuning:
-            tune.apply_tuning(args, tune.read_tuning(args.tuning))
+            read_tuning = import_module("specdec_kernels.engine.tuning").read_tuning
+            tune.apply_tuning(args, read_tuning(args.tuning, "--tuning"))
         setups = round_setups(args, device)
     except (OSError, ValueError) as error:
         return refuse(str(error))

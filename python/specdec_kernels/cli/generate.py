@@ -99,6 +99,7 @@ def compare(args: argparse.Namespace) -> int:
 
     from ..engine import SamplingParams
     from ..engine.config import default_device
+    from ..engine.tuning import read_tuning
     from ..tiny import tiny_model
     from .near_tie import difference
 
@@ -107,10 +108,11 @@ def compare(args: argparse.Namespace) -> int:
         torch.set_num_threads(1)  # too small a model to share: on a busy machine its threads wait for each other
 
     if args.tuning:
-        tuning = tune.read_tuning(args.tuning)
+        tuning = read_tuning(args.tuning, "--tuning")
         tune.apply_tuning(args, tuning)
-        args.model = args.model or tuning["model"]
-        if args.speculative_algorithm is None and args.speculative_draft_model_path is None:
+        args.model = args.model or tuning.get("model")
+        chosen = args.speculative_algorithm or args.speculative_draft_model_path
+        if "recommended" in tuning and not chosen:
             best = tuning["recommended"]
             args.speculative_algorithm = tuning["algorithm"] if best else "NONE"
             args.speculative_draft_model_path = tuning["draft"] if best else None
@@ -172,6 +174,7 @@ def generate(
             kv_dtype=args.kv_dtype,
             mem_fraction=args.mem_fraction,
             batch_invariant=args.batch_invariant,
+            tuning=args.tuning,
             cuda_graph=not args.no_cuda_graph,
             trace=args.trace if stream else None,
         )

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
-SCHEMA = 1  # of what --out writes
 BAR = 36  # characters of the longest
 
 
@@ -68,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         return 1
     show(found)
     if args.out:
-        Path(args.out).write_text(json.dumps({"schema": SCHEMA} | found.facts(), indent=1) + "\n")
+        Path(args.out).write_text(json.dumps(found.facts(), indent=1) + "\n")
     return 0
 
 
@@ -113,27 +112,16 @@ def show(found: Measured) -> None:
 
 
 def add_tuning(parser: Any) -> None:
-    parser.add_argument("--tuning", metavar="FILE", help="what `specdec tune --out` wrote; flags beside it win")
-
-
-def read_tuning(file: str | Path) -> dict[str, Any]:
-    """What `--out` wrote.
-
-    Raises:
-        OSError: there is no such file. ValueError: it holds something else.
-    """
-    try:
-        tuning = json.loads(Path(file).read_text("utf-8"))
-    except ValueError:
-        tuning = None
-    if not isinstance(tuning, dict) or tuning.get("schema") != SCHEMA or "recommended" not in tuning:
-        raise ValueError(f"--tuning is {file}, expected a file that specdec tune --out wrote")
-    return tuning
+    parser.add_argument(
+        "--tuning",
+        metavar="FILE",
+        help="what specdec tune --out or Engine.tuning gave; flags beside it win",
+    )
 
 
 def apply_tuning(args: argparse.Namespace, tuning: dict[str, Any]) -> None:
-    """Its options, where the flags say nothing."""
-    options = tuning["recommended"] or {}
+    """The options of what `engine.tuning.read_tuning` has read, where the flags say nothing."""
+    options = tuning.get("recommended") or {}
     for flag, key in (("num_steps", "num_steps"), ("eagle_topk", "topk"), ("num_draft_tokens", "num_nodes")):
         if getattr(args, f"speculative_{flag}") is None:
             setattr(args, f"speculative_{flag}", options.get(key))

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from transformers.utils import logging
 from .. import __version__
 from ..engine import Draft, Engine, SamplingParams
 from ..engine.prompts import load_tokenizer
+from ..engine.tuning import SCHEMA
 from ..models.checkpoint import EAGLE, EAGLE3, kind_of, local_folder
 from .bench import progress
 from .doctor_shifts import KINDS
@@ -55,13 +56,15 @@ class Row:
 
 @dataclass(frozen=True)
 class Measured:
-    """All that was measured; `complete` unless time ran out or somebody interrupted."""
+    """All that was measured; `complete` unless time ran out or somebody interrupted. `calibrations`: what the drafts of
+    these options had learnt by the end, as `Engine.tuning` has it."""
 
     model: str
     draft: str
     algorithm: str
     rows: list[Row]
     complete: bool
+    calibrations: dict[Options, list[Any]] = field(default_factory=dict)
 
     @property
     def batches(self) -> list[int]:
@@ -90,6 +93,7 @@ class Measured:
             max((row for row in self.rows if row.batch == b), key=lambda r: r.tokens_per_second) for b in self.batches
         )
         return {
+            "schema": SCHEMA,
             "specdec_kernels": __version__,
             "model": self.model,
             "draft": self.draft,
@@ -98,6 +102,7 @@ class Measured:
             "recommended": best._asdict() if best else None,
             "fastest_by_batch": [facts_of(row) for row in fastest],
             "measured": [facts_of(row) for row in self.rows],
+            "calibrations": self.calibrations.get(best, []) if best else [],
         }
 
 
@@ -141,6 +146,7 @@ def measure(args: argparse.Namespace, now: Callable[[], float] = time.monotonic)
     model: Any = args.model
     drafts = options_of(args.num_steps, args.topk, args.nodes)
     rows: list[Row] = []
+    calibrations: dict[Options, list[Any]] = {}
 
     def engine(options: Options) -> Engine:
         draft: Draft | None = None
@@ -170,10 +176,11 @@ def measure(args: argparse.Namespace, now: Callable[[], float] = time.monotonic)
                             break
                         advance(f"{options.name}, batch {batch}")
                         rows.append(timed(opened, options, batch, prompts, args.max_new_tokens))
+                        calibrations[options] = opened.tuning["calibrations"]
             complete = len(rows) == len(drafts) * len(args.batch)
     except KeyboardInterrupt:  # what there is, is kept
         pass
-    return Measured(str(args.model), str(args.draft), algorithm, rows, complete)
+    return Measured(str(args.model), str(args.draft), algorithm, rows, complete, calibrations)
 
 
 def timed(engine: Engine, options: Options, batch: int, prompts: Sequence[list[int]], max_new_tokens: int) -> Row:

@@ -15,17 +15,18 @@ from torch import nn
 
 from ..models.adapters import with_base
 from ..models.checkpoint import expect_folder
-from ..models.loading import config_of
+from ..models.loading import config_of, model_name
 from ..status import FinishReason
 from .config import MAX_STOP_TOKENS, EngineConfig, Machine
 from .drafts import Draft
 from .loop import Loop
-from .opening import open_engine
+from .opening import on_stream, open_engine
 from .outputs import EngineStats, GenerationError, NewTokens, RequestOutput
 from .params import SamplingParams
 from .prompts import as_list, chat_tokens, check_tokens, conversations, load_tokenizer, own_tokenizer, tokens_of_each
 from .request import BaseRequest, Order, Request
 from .stop_strings import StopStrings
+from .tuning import Source, calibrations_for, costs_for, read_tuning, rounds_of, tuning_of
 
 OnTokens = Callable[[NewTokens], bool | None]
 AnyRequest = TypeVar("AnyRequest", bound=BaseRequest)
@@ -69,12 +70,14 @@ class Engine:
         rounds_in_flight: rounds launched and not yet read. None: 2 on CUDA (the next round is launched while one
             runs), else 1.
         batch_invariant: a request gets the same bits whatever runs beside it. Rounds all have one size, `num_slots` and
-            all nodes, and attention cuts KV at fixed places, which is slower with few requests. A request that is
-            retracted for want of pages may differ from there on: what it had generated comes back as a prompt. Refused
-            of models with experts.
+            all nodes, attention cuts KV at fixed places, which is slower with few requests, and drafts keep the
+            calibration that they begin with. A request that is retracted for want of pages may differ from there on:
+            what it had generated comes back as a prompt. Refused of models with experts.
         implementation: of the target: "native" (our layers, for families that are registered), "transformers" (its own
             modules with our attention; slower, and held to the module's own logits when the engine is made), or "auto":
             native where our layers express the model.
+        tuning: what `Engine.tuning` or `specdec tune --out` gave, or its file (docs/tuning.md): the calibration that
+            the draft begins with, and what rounds cost, where such rounds were measured. None: nothing is known yet.
         trace: file for a Chrome trace of the loop and its rounds, rewritten at the end of every `generate`. Where that
             fails there is a warning, and the outputs are returned all the same.
         progress: show what is being captured.
@@ -87,8 +90,9 @@ class Engine:
 
     Raises:
         ValueError: an unsupported model, size, dtype or device; a pool that cannot hold one request of `max_len`, or
-            that this machine has no memory for; a trace that cannot be written.
-        OSError: no such model, no such corpus.
+            that this machine has no memory for; a tuning that is none, or has a calibration of another draft alone; a
+            trace that cannot be written.
+        OSError: no such model, no such corpus, no such tuning.
     """
 
     def __init__(
@@ -114,6 +118,7 @@ class Engine:
         rounds_in_flight: int | None = None,
         batch_invariant: bool = False,
         implementation: str = "auto",
+        tuning: Source | None = None,
         trace: str | Path | None = None,
         progress: bool = False,
     ) -> None:
@@ -121,11 +126,13 @@ class Engine:
             raise ValueError(f"Engine: draft is a {type(draft).__name__}, expected a Draft or None")
         self.draft = Draft() if draft is None else draft
         self.draft.expect_closed()
+        given = {} if tuning is None else read_tuning(tuning)
         machine = Machine.of(device)
         expect_folder(model, "Engine: model")
         base, adapter_folder = with_base(model, adapter)
+        model_config = config_of(base)
         config = EngineConfig.resolve(
-            config_of(base),
+            model_config,
             self.draft,
             machine,
             adaptive=adaptive,
@@ -143,6 +150,9 @@ class Engine:
             batch_invariant=batch_invariant,
             implementation=implementation,
         )
+        self._target_name = "+".join(model_name(part) for part in (base, adapter_folder) if part is not None)
+        self._rounds = rounds_of(model_config, self.draft, config)
+        calibrations = calibrations_for(given, self.draft, self._target_name)
         if trace is not None:
             check_writable(trace)
         self._trace = trace
@@ -156,6 +166,8 @@ class Engine:
             adapter=adapter_folder,
             tokenizer=self.tokenizer,
             no_tokenizer=self._no_tokenizer,
+            calibrations=calibrations,
+            costs=costs_for(given, self._rounds, config),
             trace=trace is not None,
             progress=progress,
         )
@@ -169,6 +181,18 @@ class Engine:
     @property
     def device(self) -> torch.device:
         return self.config.machine.device
+
+    @property
+    def tuning(self) -> dict[str, Any]:
+        """What has been found out by now, for JSON and for `Engine(tuning=)` (docs/tuning.md): the calibrations of the
+        draft's models, and what rounds cost.
+
+        Raises:
+            RuntimeError: the engine is closed.
+        """
+        self._loop.expect_open()
+        with on_stream(self._stream):  # between two rounds
+            return tuning_of(self.draft, self._target_name, self._scheduler.costs, self._rounds)
 
     @property
     def not_captured(self) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from .passes import captured_shapes
 from .rings import Rings
 from .round import Round
 from .state import EngineState
+from .tuning import calibrate
 
 
 @dataclass(frozen=True)
@@ -44,21 +45,29 @@ def open_engine(
     adapter: Path | None,
     tokenizer: Any,
     no_tokenizer: str,
+    calibrations: Sequence[dict[str, Any] | None],
+    costs: _C.RoundCosts | None,
     trace: bool,
     progress: bool,
 ) -> Opened:
-    """Load target and draft, and make all that their rounds need. Where that fails, the draft is closed again."""
+    """Load target and draft, and make all that their rounds need. Where that fails, the draft is closed again.
+
+    `calibrations` are what the draft's begin with (`calibrations_for`), `costs` those of the rounds, if they are known.
+    """
     executor = load_target(model, draft, config, adapter)
     round = executor.round
     try:
         draft.open(DraftContext(round.target, round.state, config.max_len, tokenizer, no_tokenizer))
+        calibrate(draft, calibrations)
         device = config.machine.device
         stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         if config.mem_fraction is not None:
             assert stream is not None
             config = size_pools(executor, config, stream, trace, progress)
         graphs, scheduler = start(executor, config, stream, trace, progress)
-        if len(config.nodes) > 1:
+        if len(config.nodes) > 1 and costs is not None:
+            scheduler.set_costs(costs)
+        elif len(config.nodes) > 1:
             with on_stream(stream):
                 scheduler.measure_rounds(list(config.measured_sizes))
     except BaseException:

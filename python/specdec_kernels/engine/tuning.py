@@ -1,0 +1,190 @@
+"""What was found out about a target and a draft on a machine, as JSON (docs/tuning.md has the keys).
+
+`Engine.tuning` and `specdec tune --out` give it, `Engine(tuning=)` and `--tuning` take it.
+
+A file of another draft, or of no such kind, is refused. Costs of other rounds are not: rounds are measured then.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import _C, __version__
+from .config import EngineConfig
+from .drafts import Draft
+from .drafts.model import ModelDraft
+
+SCHEMA = 1
+IDENTITY = "draft", "model", "target"  # of a calibration: the draft's class, what its model and the target are called
+# What `fit_platt` keeps a slope and an offset to (csrc/draft/learn_calibration.h).
+SLOPES, MOST_OFFSET = (0.125, 8.0), 8.0
+
+EXPECTED = "what `specdec tune --out` or `Engine.tuning` gave"
+
+Source = str | Path | Mapping[str, Any]
+
+
+def read_tuning(source: Source, name: str = "Engine: tuning") -> dict[str, Any]:
+    """The tuning in a file, or a dict that is one; `name` is the option's, for errors.
+
+    Raises:
+        OSError: there is no such file. ValueError: it holds something else, or what another version wrote.
+        TypeError: it is no path and no dict.
+    """
+    if isinstance(source, Mapping):
+        what, tuning = f"{name} is a dict", dict(source)
+    elif isinstance(source, str | Path):
+        what = f"{name} is {source}"
+        try:
+            tuning = json.loads(Path(source).read_text("utf-8"))
+        except ValueError:
+            raise ValueError(f"{what}, which is not JSON, expected {EXPECTED}") from None
+    else:
+        raise TypeError(f"{name} is a {type(source).__name__}, expected a path, a dict or None")
+    if not isinstance(tuning, dict) or "schema" not in tuning:
+        raise ValueError(f"{what} without a schema, expected {EXPECTED}")
+    if tuning["schema"] != SCHEMA:
+        raise ValueError(f"{what} of schema {tuning['schema']}, expected schema {SCHEMA}")
+    entries = tuning.get("calibrations", [])
+    for index, entry in enumerate(entries if isinstance(entries, list) else [entries]):
+        if not (isinstance(entry, dict) and all(key in entry for key in IDENTITY) and is_calibration(entry)):
+            raise ValueError(
+                f"{what} with calibrations[{index}] that is none, expected {', '.join(IDENTITY)}, "
+                "a table [D, 2] and counts [D, 16, 3]"
+            )
+    if (costs := tuning.get("costs")) is not None:
+        try:
+            costs_in(costs)
+        except (KeyError, TypeError, ValueError):
+            raise ValueError(f"{what} with costs that are none, expected of, batches, rows and us") from None
+    return tuning
+
+
+def is_calibration(entry: dict[str, Any]) -> bool:
+    """Whether it has a table and counts as `learn_calibration` may have left them."""
+    try:
+        table = torch.tensor(entry["table"], dtype=torch.float64)
+        counts = torch.tensor(entry["counts"])
+    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError):
+        return False
+    if table.ndim != 2 or table.shape[1] != 2 or counts.shape != (len(table), 16, 3) or counts.dtype != torch.int64:
+        return False
+    slopes, offsets = table.T
+    nodes, taken, _ = counts.unbind(-1)
+    good = (slopes >= SLOPES[0]) & (slopes <= SLOPES[1]) & (offsets.abs() <= MOST_OFFSET)
+    return bool(good.all() and ((taken >= 0) & (taken <= nodes)).all())
+
+
+def tuning_of(draft: Draft, target: str, costs: _C.RoundCosts | None, rounds: dict[str, Any]) -> dict[str, Any]:
+    """What `read_tuning` reads, of an open draft and of costs of its rounds."""
+    return {
+        "schema": SCHEMA,
+        "specdec_kernels": __version__,
+        "calibrations": [facts_of(part, target) for part in calibrated_parts(draft)],
+        "costs": costs and {"of": rounds, "batches": costs.batches, "rows": costs.rows, "us": costs.us},
+    }
+
+
+def facts_of(part: ModelDraft, target: str) -> dict[str, Any]:
+    assert part.calibration is not None
+    table, counts = part.calibration
+    return {**identity_of(part, target), "table": table.tolist(), "counts": counts.tolist()}
+
+
+# --- calibrations
+
+
+def calibrated_parts(draft: Draft) -> list[ModelDraft]:
+    """The drafts with a calibration, of those that this one unites."""
+    return [part for part in draft.parts if isinstance(part, ModelDraft) and not part.sampled]
+
+
+def identity_of(part: ModelDraft, target: str) -> dict[str, str]:
+    return dict(zip(IDENTITY, (type(part).__name__, part.model_name, target), strict=True))
+
+
+def calibrations_for(tuning: dict[str, Any], draft: Draft, target: str) -> list[dict[str, Any] | None]:
+    """For each of `calibrated_parts` its calibration; None where the tuning has none at all.
+
+    Raises:
+        ValueError: it has some, but none of this draft.
+    """
+    entries = tuning.get("calibrations") or []
+    found: list[dict[str, Any] | None] = []
+    seen: list[dict[str, str]] = []
+    for part in calibrated_parts(draft):
+        own = identity_of(part, target)
+        matching = [entry for entry in entries if all(entry[key] == own[key] for key in IDENTITY)]
+        if entries and not matching:
+            names = " and ".join(text_of(entry) for entry in entries)
+            raise ValueError(f"Engine: tuning has a calibration of {names}, expected one of {text_of(own)}")
+        # A union may have two drafts with one model, whose calibrations stand in their order.
+        found.append(matching[min(seen.count(own), len(matching) - 1)] if matching else None)
+        seen.append(own)
+    return found
+
+
+def text_of(identity: dict[str, Any]) -> str:
+    return "{draft} ({model}) for {target}".format(**identity)
+
+
+def calibrate(draft: Draft, calibrations: Sequence[dict[str, Any] | None]) -> None:
+    """Give an open draft what `calibrations_for` found. Depths that it lacks stay as they are."""
+    for part, entry in zip(calibrated_parts(draft), calibrations, strict=True):
+        if entry is not None:
+            assert part.calibration is not None
+            for own, given in zip(part.calibration, (entry["table"], entry["counts"]), strict=True):
+                depths = min(len(own), len(given))
+                own[:depths] = torch.tensor(given[:depths], dtype=own.dtype)
+
+
+# --- costs
+
+
+def rounds_of(model: Any, draft: Draft, config: EngineConfig) -> dict[str, Any]:
+    """What the costs of an engine's rounds depend on, besides their sizes: where all of it is the same, they are."""
+    device, shape = config.machine.device, model.to_dict()
+    needs = config.needs
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "specdec_kernels": __version__,
+        "captured": config.captures,
+        "implementation": config.implementation,
+        "dtype": str(config.dtype),
+        "kv_dtype": str(config.kv_dtype),
+        "quantised": (shape.get("quantization_config") or {}).get("quant_method"),
+        "target": {
+            key: value for key, value in sorted(shape.items()) if type(value) is int and not key.endswith("token_id")
+        },
+        "draft": {
+            "parts": [
+                [type(part).__name__, *([part.model_name] if isinstance(part, ModelDraft) else [])]
+                for part in draft.parts
+            ],
+            "accept_width": needs.accept_width,
+            "scratch_rows": needs.scratch_rows,
+            "kv_numbers": needs.kv_numbers,
+        },
+    }
+
+
+def costs_in(costs: Any) -> _C.RoundCosts:
+    """The costs of a tuning."""
+    if not isinstance(costs["of"], dict):
+        raise TypeError
+    return _C.RoundCosts(costs["batches"], costs["rows"], costs["us"])
+
+
+def costs_for(tuning: dict[str, Any], rounds: dict[str, Any], config: EngineConfig) -> _C.RoundCosts | None:
+    """What rounds like these were measured to take; None where it is not known."""
+    costs = tuning.get("costs")
+    if costs is None or costs["of"] != rounds:
+        return None
+    found = costs_in(costs)
+    sizes = list(config.batch_sizes), [[batch * nodes for nodes in config.nodes] for batch in config.batch_sizes]
+    return found if (found.batches, found.rows) == sizes else None
