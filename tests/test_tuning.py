@@ -354,6 +354,8 @@ def set_in(entry: Any, path: tuple[Any, ...], value: Any) -> None:
         (("calibrations", 0, "counts", 0, 0), [1, 2, 0], NO_CALIBRATION),
         (("calibrations", 0, "counts", 0, 0), [1.5, 0, 0], NO_CALIBRATION),
         (("calibrations", 0, "counts", 0, 0), [2**70, 0, 0], NO_CALIBRATION),
+        (("calibrations", 0, "counts", 0, 0), [2**14 + 1, 0, 0], NO_CALIBRATION),
+        (("calibrations", 0, "counts", 0, 0), [1, 0, -(2**63)], NO_CALIBRATION),
         (("costs",), 3, NO_COSTS),
         (("costs", "of"), None, NO_COSTS),
         (("costs", "us", 0, 0), -1.0, NO_COSTS),

@@ -21,8 +21,9 @@ from .drafts.model import ModelDraft
 
 SCHEMA = 1
 IDENTITY = "draft", "model", "target"  # of a calibration: the draft's class, what its model and the target are called
-# What `fit_platt` keeps a slope and an offset to (csrc/draft/learn_calibration.h).
-SLOPES, MOST_OFFSET = (0.125, 8.0), 8.0
+# What a slope and an offset are kept to, and how many nodes count (csrc/draft/learn_calibration.h).
+SLOPES, MOST_OFFSET, MOST_NODES = (0.125, 8.0), 8.0, 1 << 14
+MOST_LOGITS = MOST_NODES * 24 << 16
 
 EXPECTED = "what `specdec tune --out` or `Engine.tuning` gave"
 
@@ -75,9 +76,11 @@ def is_calibration(entry: dict[str, Any]) -> bool:
     if table.ndim != 2 or table.shape[1] != 2 or counts.shape != (len(table), 16, 3) or counts.dtype != torch.int64:
         return False
     slopes, offsets = table.T
-    nodes, taken, _ = counts.unbind(-1)
     good = (slopes >= SLOPES[0]) & (slopes <= SLOPES[1]) & (offsets.abs() <= MOST_OFFSET)
-    return bool(good.all() and ((taken >= 0) & (taken <= nodes)).all())
+    nodes, taken, logits = counts.unbind(-1)
+    counted = (taken >= 0) & (taken <= nodes) & (nodes <= MOST_NODES)
+    counted &= (logits >= -MOST_LOGITS) & (logits <= MOST_LOGITS)
+    return bool(good.all() and counted.all() and (nodes.sum(1) <= MOST_NODES).all())
 
 
 def tuning_of(draft: Draft, target: str, costs: _C.RoundCosts | None, rounds: dict[str, Any]) -> dict[str, Any]:

@@ -108,7 +108,8 @@ class Draft:
 
     Attributes:
         sampled: the drafts of requests that sample are drawn, and verified as a block: see `Proposal.drawn_from`.
-        reads_others: what is proposed for a request depends on the text of others.
+        reads_others: what is proposed for a request depends on the text of others, also where nothing is learnt of them
+            (`batch_invariant`).
     """
 
     sampled: bool = False
