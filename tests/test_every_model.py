@@ -18,7 +18,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from specdec_kernels.engine import Engine, Ngram, SamplingParams, Standalone
 from specdec_kernels.models.families import known_families
-from tiny_models import NATIVE, NO_SMALL, tiny_model
+from specdec_kernels.models.loading import text_config
+from tiny_models import NATIVE, NO_SMALL, tiny_config, tiny_model
 
 MODEL_TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
@@ -95,7 +96,7 @@ def row_of(model_type: str) -> str:
         if not can_be_made(model_type):
             why = "not tried: no small checkpoint can be made of its config"
             continue
-        if way == "native" and model_type not in known_families():
+        if way == "native" and text_config(tiny_config(model_type)).model_type not in known_families():
             continue
         changes = NATIVE if way == "native" else {}
         model, other = (tiny_model(model_type, seed, **changes) for seed in (0, 1))

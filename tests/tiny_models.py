@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 VOCAB = 160
@@ -59,6 +59,8 @@ SIZES: dict[str, Any] = {
     "qk_head_dim": 24,
     "v_head_dim": 16,
     "dropout": 0.0,
+    "depth": 2,
+    "embed_dim": 64,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": None,
@@ -75,6 +77,9 @@ GEMMA4 = {
     "final_logit_softcapping": 2.0,
     "hidden_size_per_layer_input": 16,
 }
+
+# Which pairs of a head rotate by each of the three positions of a token.
+MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
 
 # What single types need beside that; a size within `text_config` where there is one.
 MORE: dict[str, dict[str, Any]] = {
@@ -101,10 +106,14 @@ MORE: dict[str, dict[str, Any]] = {
     "gemma4_unified": GEMMA4,
     "gemma4_unified_text": GEMMA4,
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "qwen2_vl": MROPE,
+    "qwen2_5_vl": MROPE,
+    "qwen3_vl": MROPE,
+    "qwen3_vl_moe": MROPE,
 }
 
 
-def tiny_config(model_type: str, **more: Any) -> Any:
+def tiny_config(model_type: str, /, **more: Any) -> Any:
     """The config of a model of this type with small sizes."""
     values = shrunk(CONFIG_MAPPING[model_type]().to_dict())
     changes = MORE.get(model_type, {}) | more
@@ -149,8 +158,11 @@ def randomise(model: nn.Module, seed: int = 0) -> None:
                 parameter.copy_(noise * parameter.shape[-1] ** -0.5)
 
 
-def tiny_model(model_type: str, seed: int = 0, **more: Any) -> Any:
-    model = AutoModelForCausalLM.from_config(tiny_config(model_type, **more), dtype=torch.float32)
+def tiny_model(model_type: str, /, seed: int = 0, **more: Any) -> Any:
+    config = tiny_config(model_type, **more)
+    kinds: tuple[Any, ...] = (AutoModelForCausalLM, AutoModelForImageTextToText)
+    kind = next(kind for kind in kinds if type(config) in kind._model_mapping)
+    model = kind.from_config(config, dtype=torch.float32)
     randomise(model, seed)
     return model.eval().requires_grad_(False)
 

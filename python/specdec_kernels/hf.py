@@ -39,7 +39,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationM
 from .engine import Draft, Engine, NewTokens, Ngram, SamplingParams
 from .models.causal_lm import check_supported
 from .models.families import family_of
-from .models.loading import check_modules
+from .models.loading import check_modules, text_config
 
 __all__ = ["generate", "release"]
 
@@ -296,7 +296,7 @@ def _engine_of(
     options: dict[str, Any],
 ) -> Engine:
     """The engine kept with the model, or one made for this call, at least as large as the one before."""
-    limit: int = model.config.max_position_embeddings
+    limit: int = text_config(model.config).max_position_embeddings
     key = (draft, max_len, num_slots, tuple(options.items()), model.dtype, model.device)
     kept_key, kept = model.__dict__.get(_ATTRIBUTE, (None, None))
     wanted_len = max_len or min(limit, _power_of_two(max(needed_len, 512)))
@@ -324,8 +324,9 @@ def _engine_of(
 
 
 def _check_module(model: Any, max_len: int) -> None:
-    check_supported(model.config, max_len)
-    check_modules(model, packages=family_of(model.config).packages)
+    config = text_config(model.config)
+    check_supported(config, max_len)
+    check_modules(model, packages=family_of(config).packages)
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) > 1:
         raise ValueError(f"hf.generate: the model is on {len(devices)} devices, expected one")

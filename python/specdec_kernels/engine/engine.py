@@ -15,7 +15,7 @@ from torch import nn
 
 from ..models.adapters import with_base
 from ..models.checkpoint import expect_folder
-from ..models.loading import config_of, model_name
+from ..models.loading import config_of, model_name, placeholders
 from ..status import FinishReason
 from .config import MAX_STOP_TOKENS, EngineConfig, Machine
 from .drafts import Draft
@@ -174,6 +174,7 @@ class Engine:
         self.config, self.graphs = opened.config, opened.graphs
         self._executor, self._scheduler, self._stream = opened.executor, opened.scheduler, opened.stream
         self.target, self.state = self._executor.target, self._executor.state
+        self._placeholders = placeholders(self.target.model.config)
         self.eos_token_ids = eos_token_ids(self.target.model, self.tokenizer)
         self._loop = Loop(self._scheduler, self._stream)
         self._closer = weakref.finalize(self, shut, self._loop, self.draft)  # also when the interpreter ends
@@ -338,7 +339,7 @@ class Engine:
         each = tokens_of_each(prompts, names, self.tokenizer, self._no_tokenizer, add_special_tokens)
         max_len, vocab_size = self.config.max_len, self.target.config.vocab_size
         for tokens, name in zip(each, names, strict=True):
-            check_tokens(tokens, name, max_len=max_len, vocab_size=vocab_size)
+            check_tokens(tokens, name, max_len=max_len, vocab_size=vocab_size, placeholders=self._placeholders)
         return each
 
     def _submit(

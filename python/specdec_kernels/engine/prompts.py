@@ -114,11 +114,16 @@ def chat_tokens(conversation: Any, tokenizer: Any, no_tokenizer: str, options: d
     return tokens
 
 
-def check_tokens(tokens: list[int], name: str, *, max_len: int, vocab_size: int) -> None:
+def check_tokens(
+    tokens: list[int], name: str, *, max_len: int, vocab_size: int, placeholders: Mapping[int, str]
+) -> None:
+    """ValueError for tokens that are no text of the model; `placeholders` are those that stand for another sense."""
     if not tokens:
         raise ValueError(f"{name} is empty, expected at least 1 token")
     if len(tokens) >= max_len:
         raise ValueError(f"{name} has {len(tokens)} tokens, expected at most {max_len - 1} (max_len - 1)")
+    for token in placeholders.keys() & set(tokens):
+        raise ValueError(f"{name} has token {token}, the model's {placeholders[token]}, expected text alone")
     for worst in (min(tokens), max(tokens)):
         if not 0 <= worst < vocab_size:
             raise ValueError(f"{name} has token {worst}, expected 0 to {vocab_size - 1} (the model's vocabulary)")

@@ -178,6 +178,9 @@ class Rotation(NamedTuple):
         count = min(max_len + SPARE_POSITIONS, constant_len(rotary.config) or max_len + SPARE_POSITIONS)
         positions = torch.arange(count, device=device)[None]
         tables = rotary.to(device)(torch.empty(0, dtype=torch.float32, device=device), positions, *kind)
+        tables = tuple(
+            table.flatten(0, -3) for table in tables
+        )  # some give them for each of three axes, alike for text
         # Most modules give each angle twice: those of a pair stand side by side, or half a table apart.
         pairs = len(rotary.inv_freq) if hasattr(rotary, "inv_freq") else tables[0].shape[-1] // 2
         twice = interleaved and torch.equal(tables[0][..., 0::2], tables[0][..., 1::2])

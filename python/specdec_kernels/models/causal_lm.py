@@ -14,7 +14,7 @@ from .attention import Rows
 from .families import Decoder, family_of, position_limit
 from .kv_pools import KvPools, KvScales
 from .kv_scales import checkpoint_scales, measured_scale
-from .loading import config_of, load_causal_lm, place
+from .loading import config_of, drop_other_senses, load_causal_lm, place
 
 if TYPE_CHECKING:
     from .language_model import LanguageModel
@@ -93,10 +93,12 @@ class CausalLM:
         adapter: Path | None = None,
         name: str = "model",
     ) -> None:
-        config = config_of(model, name)
-        check_supported(config, max_len, name)
-        family = family_of(config)
+        self._config = config_of(model, name)
+        check_supported(self._config, max_len, name)
+        family = family_of(self._config)
         self.model = load_causal_lm(model, dtype, name, family.packages, adapter)
+        if not isinstance(model, nn.Module):
+            drop_other_senses(self.model)
         place(self.model, dtype, device)
         self.decoder: Decoder = family.decoder(self.model, max_len, device)
         self.max_len = max_len
@@ -121,7 +123,7 @@ class CausalLM:
 
     @property
     def config(self) -> Any:
-        return self.model.config
+        return self._config
 
     @property
     def embedding(self) -> nn.Embedding:

@@ -6,6 +6,7 @@ tensors that are missing or left over, layers that something else has replaced. 
 
 from __future__ import annotations
 
+import copy
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +14,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear  # of an nn.MultiheadAttention: a plain one
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quantizer
 from transformers.quantizers.base import HfQuantizer
@@ -28,8 +36,19 @@ from .quantised import Fp8Weight, QuantisedLinear, StoredWeight
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 PARTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
 ROUNDED = "specdec_activations"  # of a module of experts: how the rows that enter its products are rounded
-ROUNDING = ("glm4_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")  # types whose families do it
+ROUNDING = ("glm4_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_vl_moe_text")  # types whose families do it
 METHOD = "specdec_kernels"  # under which transformers knows how quantised weights are read
+
+# Types with more senses than text that give text alone to the model of their `text_config`, and its states to a head.
+# Others may do more: mask or place tokens in a way of their own, look things up, have another head for each sense.
+PLAIN_OF_TEXT = (
+    "aya_vision", "cohere2_vision", "deepseek_vl", "gemma3", "got_ocr2", "idefics2", "idefics3", "internvl",
+    "lighton_ocr", "llava", "llava_next", "llava_next_video", "llava_onevision", "mistral3", "ovis2", "qianfan_ocr",
+    "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "video_llama_3", "video_llava", "vipllava",
+)  # fmt: skip
+
+# What configs call the tokens in whose places states of other senses are put.
+PLACEHOLDERS = tuple(f"{sense}_token_{end}" for end in ("index", "id") for sense in ("audio", "video", "image"))
 
 # Where the classes of a model's modules are defined that our layers read the parameters of.
 KNOWN_MODULES = (
@@ -64,8 +83,37 @@ def model_name(model: str | Path | nn.Module) -> str:
 
 
 def text_config(config: Any) -> Any:
-    """The part of a config that is the language model's: of most models, all of it."""
-    return config.get_text_config(decoder=True)
+    """The part of a config that is the language model's: of most models, all of it.
+
+    Of a model with more senses than text it is a copy. One that does more to text than the model of its `text_config`
+    would keeps its own name there, under which there is no family.
+    """
+    text = config.get_text_config(decoder=True)
+    if text is config:
+        return config
+    text = copy.deepcopy(text)
+    text.dtype = text.dtype or config.dtype
+    if config.model_type not in PLAIN_OF_TEXT:
+        text.model_type = config.model_type
+    return text
+
+
+def placeholders(config: Any) -> dict[int, str]:
+    """Of a model's whole config: the tokens in whose places states of other senses than text are put, by their names
+    there."""
+    if config.get_text_config(decoder=True) is config:
+        return {}
+    tokens = ((getattr(config, name, None), name) for name in PLACEHOLDERS)
+    return {token: name for token, name in tokens if isinstance(token, int)}
+
+
+def drop_other_senses(model: Any) -> None:
+    """Leaves of a model that was loaded here what text goes through."""
+    body = model.base_model
+    if (decoder := model.get_decoder()) is not body:
+        for name, part in list(body.named_children()):
+            if part is not decoder:
+                delattr(body, name)
 
 
 def module_config(model: nn.Module, name: str) -> Any:
@@ -143,7 +191,9 @@ def from_folder(source: str | Path, dtype: torch.dtype, name: str) -> Any:
     if (Path(source) / "generation_config.json").exists():
         GenerationConfig.from_pretrained(str(source))  # broken, it would be left out, and the stop tokens with it
     config = AutoConfig.from_pretrained(str(source), trust_remote_code=False)
-    if type(config) not in AutoModelForCausalLM._model_mapping:
+    kinds: tuple[Any, ...] = (AutoModelForCausalLM, AutoModelForImageTextToText)
+    kind = next((kind for kind in kinds if type(config) in kind._model_mapping), None)
+    if kind is None:
         raise ValueError(
             f"{name}: {source} has model_type {config.model_type!r}, expected a causal language model of transformers"
         )
@@ -161,7 +211,7 @@ def from_folder(source: str | Path, dtype: torch.dtype, name: str) -> Any:
         products = scheme.products(names)
         theirs = {tensor for path in products for tensor in scheme.of_product(path)} & names
         own = {"quantization_config": Replaced(products, known_as(theirs))}
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = kind.from_pretrained(
         str(source),
         config=config,
         dtype=dtype,
@@ -290,7 +340,7 @@ def fill(model: Any, folder: Path, scheme: Scheme, products: set[str], tensors: 
                 filled.add(f"{path}.bias")
         else:
             assert expert is not None
-            widen(expert, weight, model.config.model_type, f"{what} has a quantised {path}")
+            widen(expert, weight, text_config(model.config).model_type, f"{what} has a quantised {path}")
             written.setdefault(expert.path, set()).add((expert.number, expert.part))
     return filled | whole_experts(written, modules, what)
 

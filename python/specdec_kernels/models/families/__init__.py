@@ -35,6 +35,7 @@ from .qwen2 import Qwen2
 from .qwen2_moe import Qwen2Moe
 from .qwen3 import Qwen3
 from .qwen3_moe import Qwen3Moe
+from .qwen_vl import Qwen2Vl, Qwen3Vl, Qwen3VlMoe, Qwen25Vl
 from .smollm3 import SmolLM3
 from .starcoder2 import Starcoder2
 
@@ -67,8 +68,12 @@ __all__ = [
     "Phi3",
     "Qwen2",
     "Qwen2Moe",
+    "Qwen2Vl",
     "Qwen3",
     "Qwen3Moe",
+    "Qwen3Vl",
+    "Qwen3VlMoe",
+    "Qwen25Vl",
     "SeedOss",
     "SmolLM3",
     "Starcoder2",

@@ -28,7 +28,9 @@ class Llama(Family):
     interleaved: ClassVar[bool] = False  # whether the pairs that are rotated are neighbours
 
     def decoder(self, model: Any, max_len: int, device: torch.device) -> Decoder:
-        body = getattr(model.model, "language_model", model.model)
+        body = model.get_decoder()
+        # One with more senses than text takes the product alone, whatever its language model would do to logits.
+        head = self.head(model.lm_head) if body is model.base_model else Head(product_of(model.lm_head))
         kinds = [self.rotation(index) for index in range(len(body.layers))]
         heads = {kind: self.heads(body.rotary_emb, kind, max_len, device) for kind in dict.fromkeys(kinds)}
         layers = zip(body.layers, kinds, strict=True)
@@ -36,7 +38,7 @@ class Llama(Family):
             embedding=self.embedding(body.embed_tokens),
             layers=[self.layer(index, module, heads[kind]) for index, (module, kind) in enumerate(layers)],
             norm=self.norm(body.norm),
-            head=self.head(model.lm_head),
+            head=head,
         )
 
     def heads(self, rotary: Any, kind: str | None, max_len: int, device: torch.device) -> Heads:

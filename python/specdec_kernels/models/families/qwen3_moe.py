@@ -23,7 +23,8 @@ class Qwen3Moe(Qwen3):
     def feed_forward(self, index: int, module: Any) -> FeedForward:
         if not hasattr(module, "experts"):  # one of `mlp_only_layers`, or between those of `decoder_sparse_step`
             return gated(module)
-        return ExpertFeedForward(softmax_router(module.gate, module.gate.norm_topk_prob), experts_of(module.experts))
+        normalised = getattr(module.gate, "norm_topk_prob", True)  # those of Qwen3-VL always are
+        return ExpertFeedForward(softmax_router(module.gate, normalised), experts_of(module.experts))
 
 
 def experts_of(module: Any) -> Experts:
