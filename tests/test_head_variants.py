@@ -17,6 +17,7 @@ from specdec_kernels.engine import Draft, Eagle, Eagle3, Engine, SamplingParams
 from specdec_kernels.engine.drafts.proposal import scored_tree_of
 from specdec_kernels.models.causal_lm import CausalLM
 from specdec_kernels.models.draft_head import load_head
+from specdec_kernels.models.eagle import EagleHead
 from specdec_kernels.models.eagle3 import Eagle3Head
 from specdec_kernels.tiny import tiny_model
 from tiny import held_out, reference_model, target_with_features
@@ -50,6 +51,13 @@ VARIANTS: dict[str, tuple[bool, dict[str, Any], dict[str, Any]]] = {
         {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7, "num_hidden_layers": 2},
         {"layers": 2},
     ),
+    "heads of 80": (True, {"head_dim": 80}, {"qk_norm": True, "biases": "qkvo"}),
+    "heads of 32, speculators' other name": (
+        True,
+        {"head_dim": 32, "aux_hidden_state_layer_ids": [0, 3, 4]},
+        {"layers": 2},
+    ),
+    "eagle with heads of 96": (False, {"head_dim": 96}, {"layers": 2}),
     "eagle of two layers": (False, {}, {"layers": 2, "fc_bias": True}),
     "eagle with a norm": (False, {}, {"first_norm": True, "qk_norm": True}),
     "eagle's own vocabulary": (False, {}, {"draft_vocab": 512}),
@@ -186,7 +194,9 @@ class Reference:
         states = model(torch.tensor([text]), output_hidden_states=True).hidden_states  # the last one after the norm
         table = model.get_input_embeddings().weight.double()
         if self.eagle3:
-            layers = self.config.get("eagle_aux_hidden_state_layer_ids", [2, 2, 1])
+            layers = self.config.get("eagle_aux_hidden_state_layer_ids") or self.config.get(
+                "aux_hidden_state_layer_ids", [2, 2, 1]
+            )
             last_but_one = self.before_norm(text) if 4 in layers else None
             each = [last_but_one if layer == 4 else states[layer][0].double() for layer in layers]
             features = self.join([state[:-1] for state in each if state is not None])
@@ -253,6 +263,86 @@ def test_chains_are_those_of_the_variant(variant: str, tmp_path: Path, monkeypat
     }
     right = [(length, *chain) in wanted or (length,) in wanted for length, chain in drafted]
     assert len(right) >= 12 and all(right), right
+
+
+@pytest.mark.parametrize("kind", ["list", "tensor"])
+@pytest.mark.parametrize("own_head", [False, True])
+def test_frequent_tokens_are_all_that_is_drafted(
+    kind: str, own_head: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows of a draft's logits are those of the full vocabulary at these tokens; the text is the target's own."""
+    tensors = random_head(False, {})
+    if own_head:
+        tensors["lm_head.weight"] = torch.randn(VOCAB, HIDDEN) / HIDDEN**0.5
+    folder = write(tmp_path / "head", LAYER_CONFIG, tensors)
+    ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(2))[:300].tolist()
+    torch.save(ids if kind == "list" else torch.tensor(ids), tmp_path / "freq_300.pt")
+    target = target_with_features((4,))
+    whole = load_head(EagleHead, folder, target, num_pages=8, page_size=16)
+    cut = load_head(EagleHead, whole, target, num_pages=8, page_size=16)
+    cut.draft_among(sorted(ids))
+    states = torch.randn(5, HIDDEN)
+    assert torch.equal(cut.logits(states), whole.logits(states)[:, sorted(ids)])
+    assert whole.id_map is None and cut.id_map is not None and cut.id_map.tolist() == sorted(ids)
+    prompts, params = held_out("code")[:3], SamplingParams(max_new_tokens=16, ignore_eos=True)
+    want = [output.tokens for output in engine_of(Draft()).generate(prompts, params)]
+    for head, options in ((folder, {"topk": 4}), (whole, {"topk": 1, "sampled": True})):
+        draft = Eagle(head, num_steps=STEPS, vocabulary=tmp_path / "freq_300.pt", **options)
+        with engine_of(draft) as engine, monkeypatch.context() as patch:
+            drafted = set[int]()
+            propose = draft.propose
+
+            def keep(slots: Tensor, num_nodes: int, propose: Any = propose, drafted: set[int] = drafted) -> Any:
+                proposal = propose(slots, num_nodes)
+                tree = scored_tree_of(proposal.drafts, slots, num_nodes, engine.state).tree
+                for tokens, count in zip(tree.tokens.tolist(), tree.num_nodes.tolist(), strict=True):
+                    drafted.update(tokens[1:count])
+                return proposal
+
+            patch.setattr(draft, "propose", keep)
+            assert [output.tokens for output in engine.generate(prompts, params)] == want
+            assert len(drafted) > 5 and drafted <= set(ids)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ([1, 2, 2048], "has token 2048, expected 0 to 2047 (the target's)"),
+        ([-1, 2], "has token -1, expected 0 to 2047 (the target's)"),
+        ([1, 2, 1], "has a token twice, expected each once"),
+        ([0.5], "has shape [1] and torch.float32, expected [tokens] integers, the ids of the target's tokens"),
+        (torch.zeros(2, 2, dtype=torch.int64),
+         "has shape [2, 2] and torch.int64, expected [tokens] integers, the ids of the target's tokens"),
+    ],
+)  # fmt: skip
+def test_vocabularies_that_are_none_are_refused(value: Any, message: str, tmp_path: Path) -> None:
+    folder, file = write(tmp_path / "head", LAYER_CONFIG, random_head(False, {})), tmp_path / "freq.pt"
+    torch.save(value, file)
+    with pytest.raises(ValueError) as error:
+        engine_of(Eagle(folder, topk=2, vocabulary=file))
+    assert str(error.value) == f"Eagle: vocabulary: {file} {message}"
+
+
+def test_vocabularies_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    folder, file = write(tmp_path / "head", LAYER_CONFIG, random_head(False, {})), tmp_path / "freq.pt"
+    torch.save([1, 2, 3], file)
+    with pytest.raises(ValueError) as error:
+        engine_of(Eagle(folder, topk=4, vocabulary=file))
+    assert str(error.value) == "Eagle: vocabulary has 3 tokens, expected at least topk=4"
+    own = write(tmp_path / "own", LAYER_CONFIG, random_head(False, {}, draft_vocab=512))
+    with pytest.raises(ValueError) as error:
+        engine_of(Eagle(own, topk=2, vocabulary=file))
+    assert str(error.value) == "Eagle: vocabulary is given, expected None for a head with a vocabulary of its own"
+    with pytest.raises(ValueError) as error:
+        Eagle(folder, vocabulary=[1, 2])  # type: ignore[arg-type]
+    assert str(error.value) == "Eagle: vocabulary is a list, expected a file of token ids or None"
+    with pytest.raises(FileNotFoundError) as missing:
+        engine_of(Eagle(folder, topk=2, vocabulary=tmp_path / "none.pt"))
+    expected = "expected an existing file or a file of a hub id"
+    assert str(missing.value) == f"Eagle: vocabulary is {tmp_path / 'none.pt'}, {expected}"
+    file.write_text("[1, 2]")
+    with pytest.raises(ValueError, match=r"freq\.pt cannot be read, expected a file as its name says"):
+        engine_of(Eagle(folder, topk=2, vocabulary=file))
 
 
 # --- the packaged head, as others write it

@@ -19,9 +19,9 @@ from transformers.masking_utils import AttentionMaskInterface
 from random_models import VOCAB, random_prompts, save_random_model
 from specdec_kernels.engine import Draft, Eagle3, Engine, Ngram, SamplingParams, Standalone, Union
 from specdec_kernels.models.attention import Rows
-from specdec_kernels.models.causal_lm import CausalLM
 from specdec_kernels.models.kv_pools import KvPools, KvScales, KvShape
 from specdec_kernels.models.kv_scales import FP8, LARGEST, ROOM, checkpoint_scales, measured_scale
+from specdec_kernels.models.language_model import open_language_model
 from specdec_kernels.tiny import tiny_model
 from tiny import held_out
 
@@ -242,15 +242,17 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("implementation", ["native", "transformers"])
 @pytest.mark.parametrize("name", ["tiny", "qwen3"])
-def test_logits_are_those_of_rounded_kv(name: str, folder: Path, device: torch.device) -> None:
+def test_logits_are_those_of_rounded_kv(name: str, implementation: str, folder: Path, device: torch.device) -> None:
     """Two references. The module itself, with keys and values rounded the same way: float32 rounds a few of them to the
     other side, each by at most 2^-3 of itself, which is far less than all others together. And the module as it is: a
     number is off by 2^-4 of itself at most and by a fortieth on average, scores and values add up many, and layers
     add their errors: a tenth is expected never to be reached."""
     source = tiny_model("target") if name == "tiny" else folder
     module = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
-    target = CausalLM(source, max_len=160, num_pages=8, page_size=16, dtype=torch.float32, device=device, kv_dtype=FP8)
+    sizes: dict[str, Any] = {"max_len": 160, "num_pages": 8, "page_size": 16, "dtype": torch.float32}
+    target = open_language_model(source, implementation=implementation, device=device, kv_dtype=FP8, **sizes)
     assert target.pools.dtype == FP8
     tokens = torch.tensor([held_out("code")[0][:60]]) % (VOCAB if name == "qwen3" else 1 << 30)
     count = tokens.shape[1]
@@ -262,6 +264,42 @@ def test_logits_are_those_of_rounded_kv(name: str, folder: Path, device: torch.d
     assert relative_error(logits, with_rounded_kv(module, target.pools)(tokens).logits[0]) < 2e-3
     plain = relative_error(logits, module(tokens).logits[0])
     assert 1e-3 < plain < 0.1, plain
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("implementation", ["native", "transformers"])
+def test_logits_of_16_bits(implementation: str, dtype: torch.dtype, device: torch.device) -> None:
+    """As far from those of the module in float32 as the module itself is in this dtype, by either way."""
+    source = tiny_model("target")
+    module = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    sizes: dict[str, Any] = {"max_len": 160, "num_pages": 8, "page_size": 16, "dtype": dtype}
+    target = open_language_model(source, implementation=implementation, device=device, **sizes)
+    assert target.pools.dtype == dtype
+    tokens = torch.tensor([held_out("code")[0][:60]])
+    zero = torch.zeros(1, dtype=torch.int32, device=device)
+    table = torch.arange(8, dtype=torch.int32, device=device)[None]
+    positions = torch.arange(60, dtype=torch.int32, device=device)[None]
+    hidden = target.forward(tokens.int().to(device), positions, Rows(zero, table, zero, 60)).hidden
+    want = module(tokens).logits[0]
+    own = relative_error(module.to(dtype)(tokens).logits[0], want)
+    assert relative_error(target.logits(hidden)[0], want) < 2 * own < 0.1
+
+
+@pytest.mark.parametrize("kv_dtype", [None, FP8])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_general_way_generates_with_16_and_8_bits(dtype: torch.dtype, kv_dtype: Any, device: torch.device) -> None:
+    """Trees as well as single tokens. Ties are common in 16 bits, which sums in another order break otherwise."""
+    prompts, texts = held_out("repeat")[:4], []
+    for draft in (None, Ngram(), eagle3()):
+        options: dict[str, Any] = {"implementation": "transformers", "adaptive": False, "device": device}
+        with engine_of(tiny_model("target"), kv_dtype, draft=draft, dtype=dtype, **options) as engine:
+            assert engine.target.pools.dtype == (kv_dtype or dtype)
+            outputs = engine.generate(prompts, SamplingParams(max_new_tokens=24, ignore_eos=True))
+            texts.append([output.tokens for output in outputs])
+    assert sum(output.stats.accept_length for output in outputs) / len(outputs) > 1.5
+    equal = sum(text == want for drafted in texts[1:] for text, want in zip(drafted, texts[0], strict=True))
+    assert equal >= 6, equal
 
 
 def eagle3() -> Eagle3:

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from random_models import random_prompts, save_random_model
 from specdec_kernels.engine import Engine, Ngram, SamplingParams, Standalone
+from specdec_kernels.models.attention import Heads, Reordered, Rotation
 from specdec_kernels.models.experts import Routes
 from specdec_kernels.models.layers import merged, product_of
 from specdec_kernels.models.quantised import (
@@ -211,17 +212,26 @@ def engine_of(model: Any, draft: Any = None, **options: Any) -> Engine:
 # --- models
 
 
+MOVED = {
+    "pad_token_id": 0,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+}
 EXPERTS = {"moe_intermediate_size": 160, "num_experts": 4, "num_experts_per_tok": 2}
 
 
 @pytest.mark.parametrize(
     ("name", "model_type"),
-    [*((name, "llama") for name in WEIGHTS_ALONE), ("awq", "qwen3_moe"), ("gptq", "mixtral"), ("packed", "glm4_moe")],
+    [
+        *((name, "llama") for name in WEIGHTS_ALONE),
+        *(("awq", "qwen3_moe"), ("gptq", "mixtral"), ("packed", "glm4_moe")),
+        *(("awq", "glm"), ("fp8 weights alone", "cohere")),  # whose heads' numbers are moved
+    ],
 )
 def test_greedy_text_is_that_of_the_dequantised_model(
     name: str, model_type: str, tmp_path: Path, device: torch.device
 ) -> None:
-    folder, twin = write_model(tmp_path, name, model_type, **(EXPERTS if model_type == "qwen3_moe" else {}))
+    changes: dict[str, Any] = {"qwen3_moe": EXPERTS, "cohere": {"hidden_size": 256}, "glm": MOVED}.get(model_type, {})
+    folder, twin = write_model(tmp_path, name, model_type, **changes)
     reference = AutoModelForCausalLM.from_pretrained(twin, dtype=torch.float32).eval()
     prompts = random_prompts(4)
     outputs = engine_of(folder, Ngram(num_nodes=9), device=device).generate(prompts, SamplingParams(20))
@@ -313,6 +323,30 @@ def linear_of(weight: StoredWeight, bias: bool) -> QuantisedLinear:
     linear = QuantisedLinear(nn.Linear(ins, outs, bias=bias))
     linear.store(weight)
     return linear
+
+
+def test_rows_of_heads_are_moved_without_a_copy_of_the_weight(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    """Neighbours rotate, 16 of a head's 64 numbers: what the kernel takes as pairs is 32 apart. Nothing is left for a
+    call to make, which a graph would refuse."""
+    linears = [linear_of(int4_weight(outs), bias).to(device) for outs, bias in ((128, True), (64, True), (64, True))]
+    for linear in linears:
+        linear.bias.data.normal_()
+    angles = torch.randn(5, 8, device=device)
+    heads = Heads(64, Rotation(angles.cos(), angles.sin(), interleaved=True))
+    moved = heads.qkv(1, *linears)
+    assert isinstance(moved, Reordered)
+    x = torch.randn(3, 256, device=device)
+    rows = merged(*linears)(x).unflatten(-1, (4, 64))
+    order = [*range(0, 16, 2), *range(16, 40), *range(1, 16, 2), *range(40, 64)]
+    want = torch.cat([rows[:, :3, order], rows[:, 3:]], 1).flatten(1)
+
+    def refuse(*_arguments: Any, **_named: Any) -> None:
+        raise AssertionError("a tensor of numbers from the host")
+
+    monkeypatch.setattr(torch, "tensor", refuse)
+    assert torch.equal(moved(x), want)
 
 
 def fp8_weight(outs: int, activations: str = "token", input_scale: float | None = None) -> Fp8Weight:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
-from specdec_kernels.engine import Engine
+from specdec_kernels.engine import Engine, opening
+from specdec_kernels.engine.passes import captured_shapes
 from specdec_kernels.models.attention import Rows
 from specdec_kernels.models.language_model import open_language_model
 from tiny_models import NATIVE, tiny_model
@@ -48,3 +53,44 @@ def test_what_has_no_attention_is_refused() -> None:
     with pytest.raises(ValueError) as error:
         Engine(tiny_model("rwkv"), max_len=64, device="cpu")
     assert str(error.value) == "model: rwkv has no attention in its layers, expected a model that has"
+
+
+class NoStream:
+    """Stands for a stream of a device that this machine may not have."""
+
+    device, cuda_stream = "cuda:0", 0
+
+
+@pytest.mark.parametrize("implementation", ["native", "transformers"])
+def test_rounds_that_cannot_be_captured_are_launched_call_by_call(
+    implementation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a capture has left is undone before rounds are launched. Our own parts are captured, or it is an error."""
+    options: dict[str, Any] = {"max_len": 64, "num_slots": 2, "dtype": torch.float32, "device": "cpu"}
+    with Engine(tiny_model("llama", **NATIVE), implementation=implementation, **options) as engine:
+        executor, waited, made = engine._executor, [], []
+        rings, passes = executor.round.rings, executor.passes
+
+        def capture(*_arguments: Any, **_named: Any) -> Any:
+            passes.captured[next(iter(captured_shapes(64, 2, 64)))] = (None, torch.zeros(1))  # type: ignore[assignment]
+            rings.num_applied.fill_(3)
+            raise RuntimeError("operation not permitted when stream is capturing\nand more of it")
+
+        def make_scheduler(*arguments: Any) -> str:
+            made.append(arguments[3])
+            return "scheduler"
+
+        monkeypatch.setattr(opening, "on_stream", lambda _stream: nullcontext())
+        monkeypatch.setattr(opening, "capture", capture)
+        monkeypatch.setattr(opening, "make_scheduler", make_scheduler)
+        monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+        config = replace(engine.config, captures=True)
+        if implementation == "native":
+            with pytest.raises(RuntimeError, match=r"^operation not permitted"):
+                opening.start(executor, config, NoStream(), False, False)  # type: ignore[arg-type]
+            assert engine.not_captured is None
+            return
+        assert opening.start(executor, config, NoStream(), False, False) == (None, "scheduler")  # type: ignore[arg-type]
+        assert engine.not_captured == "operation not permitted when stream is capturing"
+        assert (waited, made, passes.captured) == ([NoStream.device], [None], {})
+        assert int(rings.num_applied) == 0

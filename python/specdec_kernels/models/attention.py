@@ -149,17 +149,13 @@ def attended(
 
 
 class Reordered(Projection):
-    """A quantised product of which output i is that of places[i], or 0 where that is -1."""
+    """A quantised product of which output i is that of places[i], or 0 where that is -1; places are on its device."""
 
-    def __init__(self, product: Product, places: list[int]) -> None:
-        self._product, self._places = product, places
-        self._index: Tensor | None = None
+    def __init__(self, product: Product, places: Tensor) -> None:
+        self._product, self._index, self._is_zero = product, places.clamp(min=0), places < 0
 
     def __call__(self, x: Tensor, /) -> Tensor:
-        rows = self._product(x)
-        if self._index is None or self._index.device != x.device:
-            self._index = torch.tensor(self._places, device=x.device)
-        return rows[..., self._index.clamp(min=0)].masked_fill(self._index < 0, 0)
+        return self._product(x)[..., self._index].masked_fill(self._is_zero, 0)
 
 
 class Rotation(NamedTuple):
@@ -248,7 +244,7 @@ class Heads:
         heads = sum(linear.out_features for linear in linears) // self.dim
         places = self._places([self._order] * (heads - kv_heads) + [self._as_they_are] * kv_heads)
         if any(isinstance(linear, QuantisedLinear) for linear in linears):
-            return Reordered(merged(*linears), places)
+            return Reordered(merged(*linears), torch.tensor(places, device=self.rotations.device))
         return joined(*linears).rows(places)
 
     def out(self, linear: Any) -> Product:
@@ -280,8 +276,3 @@ class Heads:
 def pool_dim(head_dim: int) -> int:
     """The head dimension of the kernels that holds a model's; of one that is refused, its own."""
     return next((size for size in HEAD_DIMS if size >= head_dim), head_dim)
-
-
-def rotations_of(rotary: Any, max_len: int, device: torch.device, head_dim: int) -> Tensor:
-    """[num_positions, head_dim] float32: what `rotate_qkv` takes for heads whose numbers stand as they are."""
-    return Heads(head_dim, Rotation.of(rotary, max_len, device)).rotations

@@ -171,6 +171,6 @@ def readable(file: Path) -> Iterator[None]:
     """What a library says of a file that it cannot read, as a ValueError that names the file."""
     try:
         yield
-    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, ValueError, TypeError) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(f"checkpoint: {file} cannot be read, expected a file as its name says ({reason})") from error

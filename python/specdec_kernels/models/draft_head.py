@@ -14,17 +14,18 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
+from huggingface_hub import hf_hub_download
 from torch import Tensor, nn
 from transformers import AutoConfig, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
-from .attention import Attention, Rows, rotations_of
-from .checkpoint import Kind, expect_kind, load_tensors, local_folder, read_json, tensor_names
+from .attention import Attention, Heads, Rotation, Rows
+from .checkpoint import Kind, expect_kind, load_tensors, local_folder, read_json, readable, tensor_names
 from .families import HEAD_DIMS, head_dim_of
 from .families.llama import gated
 from .kv_pools import KvPools
 from .language_model import LanguageModel
-from .layers import Layer, merged, norm_of, product_of
+from .layers import Layer, norm_of
 from .loading import some
 
 LAYER = re.compile(r"(?:midlayer|layers\.(\d+))\.")
@@ -142,26 +143,26 @@ class DraftHead(nn.Module):
         """
         weight = target.embedding.weight
         self.to(device=weight.device, dtype=weight.dtype)
-        rotations = rotations_of(
-            LlamaRotaryEmbedding(self.config), target.max_len, weight.device, head_dim_of(self.config)
-        )
-        self._layers = [self._layer(index, module, rotations) for index, module in enumerate(self.layers)]
+        rotation = Rotation.of(LlamaRotaryEmbedding(self.config), target.max_len, weight.device)
+        heads = Heads(head_dim_of(self.config), rotation)
+        self._layers = [self._layer(index, module, heads) for index, module in enumerate(self.layers)]
         shapes = [layer.attention.kv_shape for layer in self._layers]
         self._hold(KvPools.allocate(shapes, num_pages, page_size, weight.dtype, weight.device))
 
-    def _layer(self, index: int, module: Any, rotations: Tensor) -> Layer:
+    def _layer(self, index: int, module: Any, heads: Heads) -> Layer:
         projections = module.self_attn
-        head_dim: int = projections.head_dim
+        kv_heads = projections.k_proj.out_features // heads.dim
         q_norm, k_norm = (getattr(projections, norm, None) for norm in ("q_norm", "k_norm"))
         attention = Attention(
-            qkv=merged(projections.q_proj, projections.k_proj, projections.v_proj),
-            out=product_of(projections.o_proj),
-            rotations=rotations,
-            kv_heads=projections.k_proj.out_features // head_dim,
-            head_dim=head_dim,
-            q_norm=None if q_norm is None else norm_of(q_norm),
-            k_norm=None if k_norm is None else norm_of(k_norm),
+            qkv=heads.qkv(kv_heads, projections.q_proj, projections.k_proj, projections.v_proj),
+            out=heads.out(projections.o_proj),
+            rotations=heads.rotations,
+            kv_heads=kv_heads,
+            head_dim=heads.size,
+            q_norm=None if q_norm is None else heads.norm(norm_of(q_norm)),
+            k_norm=None if k_norm is None else heads.norm(norm_of(k_norm)),
             window=window_of(self.config, index),
+            scale=heads.dim**-0.5,
         )
         norm = getattr(module, "input_layernorm", None)
         return Layer(
@@ -241,6 +242,43 @@ def num_layers_of(kind: type[H], head: str | Path | H) -> int:
     return len({match[0] for name in names if (match := LAYER.match(name))})
 
 
+def own_vocabulary(kind: type[H], head: str | Path | H) -> bool:
+    """Whether it drafts from a part of the target's vocabulary that comes with it, without reading a tensor."""
+    if isinstance(head, DraftHead):
+        return head.id_map is not None
+    return any(name.removeprefix("model.") == "d2t" for name in tensor_names(folder_of(kind, head)))
+
+
+def frequent_tokens(file: str | Path, vocab: int, name: str) -> list[int]:
+    """The token ids, rising, of a file that FR-Spec publishes (arXiv 2502.14856): a list or a tensor that torch saved.
+
+    Args:
+        file: a path, or a file of a hub id ("thunlp/LLaMA3-Instruct-8B-FR-Spec/freq_32768.pt"). Nothing of it is run.
+        vocab: of the target. name: of the argument in errors.
+
+    Raises:
+        ValueError: anything but ids of the target's tokens, each once. FileNotFoundError: no such file.
+    """
+    path = Path(file)
+    if not path.is_file():
+        parts = str(file).split("/")
+        if isinstance(file, Path) or len(parts) != 3 or parts[0] in ("", ".", ".."):
+            raise FileNotFoundError(f"{name} is {file}, expected an existing file or a file of a hub id")
+        path = Path(hf_hub_download("/".join(parts[:2]), parts[2]))
+    with readable(path):
+        ids = torch.as_tensor(torch.load(path, map_location="cpu", weights_only=True))
+    if ids.dim() != 1 or len(ids) == 0 or ids.is_floating_point() or ids.dtype == torch.bool:
+        got = f"shape {list(ids.shape)} and {ids.dtype}"
+        raise ValueError(f"{name}: {file} has {got}, expected [tokens] integers, the ids of the target's tokens")
+    for worst in (int(ids.min()), int(ids.max())):
+        if not 0 <= worst < vocab:
+            raise ValueError(f"{name}: {file} has token {worst}, expected 0 to {vocab - 1} (the target's)")
+    tokens: list[int] = sorted(set(ids.tolist()))
+    if len(tokens) != len(ids):
+        raise ValueError(f"{name}: {file} has a token twice, expected each once")
+    return tokens
+
+
 def load_head(kind: type[H], source: str | Path | H, target: LanguageModel, *, num_pages: int, page_size: int) -> H:
     """The head of a checkpoint folder or hub id, or one that is loaded, with KV pools of the target's page geometry.
 
@@ -314,8 +352,8 @@ def read_config(kind: type[DraftHead], folder: Path) -> LlamaConfig:
 
 def check_head(name: str, config: Any, tensors: Mapping[str, Tensor], target: LanguageModel) -> None:
     """ValueError for a head that layers of ours cannot express, or that does not fit the target."""
-    if head_dim_of(config) not in HEAD_DIMS:
-        raise ValueError(f"{name}: head_dim is {head_dim_of(config)}, expected one of {HEAD_DIMS}")
+    if (head_dim := head_dim_of(config)) > HEAD_DIMS[-1]:
+        raise ValueError(f"{name}: head_dim is {head_dim}, expected at most {HEAD_DIMS[-1]}")
     if config.hidden_act != "silu":
         raise ValueError(f"{name}: hidden_act is {config.hidden_act!r}, expected 'silu'")
     width = target.embedding.weight.shape[1]

@@ -54,6 +54,13 @@ class EagleHead(DraftHead):
         self._embedding = Embedding(self.embed_tokens.weight.detach())
         self._fc, self._head = product_of(self.fc), product_of(self.lm_head)
 
+    def draft_among(self, ids: list[int]) -> None:
+        """Predicts these tokens of the target alone, by a copy of their rows of `lm_head`."""
+        self._head = self._head.rows(ids)
+        # A head that was given as a module shares its dict of buffers with the copy that this one is.
+        id_map = torch.tensor(ids, dtype=torch.int32, device=self.embed_tokens.weight.device)
+        self._buffers = self._buffers | {"id_map": id_map}
+
     def join(self, features: Tensor) -> Tensor:
         """The state after the target's final norm [..., H], from the one before it."""
         return self._target.decoder.norm(features)

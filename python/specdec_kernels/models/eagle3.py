@@ -46,10 +46,13 @@ def feature_layers(config: Any, num_target_layers: int) -> tuple[int, ...]:
     """The target layers whose entering hidden states are the features.
 
     `eagle_aux_hidden_state_layer_ids` stands in a config in two places with two meanings. At the top, where speculators
-    writes and vLLM reads it, it names layers by what *enters* them. In `eagle_config`, where SGLang reads it, it names
-    layers by what *leaves* them. The first goes before the second, as in vLLM; the default is low, middle and high.
+    writes and vLLM reads it, it names layers by what *enters* them; so does `aux_hidden_state_layer_ids`, which is its
+    name in speculators' other configs. In `eagle_config`, where SGLang reads it, it names layers by what *leaves* them.
+    They go before each other in this order; the default is low, middle and high.
     """
-    entered = getattr(config, "eagle_aux_hidden_state_layer_ids", None)
+    entered = getattr(config, "eagle_aux_hidden_state_layer_ids", None) or getattr(
+        config, "aux_hidden_state_layer_ids", None
+    )
     left = (getattr(config, "eagle_config", None) or {}).get("eagle_aux_hidden_state_layer_ids")
     if entered:
         layers = tuple(entered)

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from ...models.attention import Rows
-from ...models.draft_head import DraftHead, Features, HeadOutput, config_of_head, load_head, num_layers_of
+from ...models.draft_head import (
+    DraftHead,
+    Features,
+    HeadOutput,
+    config_of_head,
+    frequent_tokens,
+    load_head,
+    num_layers_of,
+    own_vocabulary,
+)
 from ...models.eagle import EagleHead
 from ...models.eagle3 import Eagle3Head, feature_layers
 from ...models.kv_pools import KvPools
@@ -48,14 +57,18 @@ class HeadDraft(ModelDraft):
 
     def open(self, context: DraftContext) -> None:
         super().open(context)
-        sizes = {"num_pages": context.num_pages, "page_size": context.page_size}
-        self.module = load_head(self.kind, self.head, context.target, **sizes)
+        self.module = self.load(context)
         self.id_map = self.module.id_map
         # For each slot, and for slot -1: the feature that all depth-1 nodes share.
         like = context.target.embedding.weight
         self.last_hidden = like.new_zeros(context.num_slots + 1, self.module.config.hidden_size)
         if self.sampled:
             self.keep_logits(self.module.logits(self.last_hidden[:1]))
+
+    def load(self, context: DraftContext) -> DraftHead:
+        sizes = {"num_pages": context.num_pages, "page_size": context.page_size}
+        module: DraftHead = load_head(self.kind, self.head, context.target, **sizes)
+        return module
 
     @property
     def pools(self) -> list[KvPools]:
@@ -131,14 +144,44 @@ class Eagle(HeadDraft):
     Args:
         head: folder or hub id of the head in its published format, or an `EagleHead`.
         num_steps, topk, num_nodes, sampled: as for `Eagle3`.
+        vocabulary: a file of token ids among which alone it drafts, the target's most frequent ones, as FR-Spec
+            publishes them (arXiv 2502.14856): its path, or that of a file of a hub id. The product with `lm_head` is as
+            much shorter. None: all tokens.
 
     Raises:
-        ValueError: as for `Eagle3`.
+        ValueError: as for `Eagle3`; a vocabulary that is none of the target's, or beside one that the head brings.
+        FileNotFoundError: no such file.
     """
 
     head: str | Path | EagleHead
+    vocabulary: str | Path | None = field(default=None, kw_only=True)
 
     kind = EagleHead
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.vocabulary is not None and not isinstance(self.vocabulary, str | Path):
+            given = f"a {type(self.vocabulary).__name__}"
+            raise ValueError(f"Eagle: vocabulary is {given}, expected a file of token ids or None")
+
+    def needs(self, target: Any) -> Needs:
+        if self.vocabulary is not None:
+            if own_vocabulary(self.kind, self.head):
+                raise ValueError("Eagle: vocabulary is given, expected None for a head with a vocabulary of its own")
+            if (count := len(self._frequent_tokens(target.vocab_size))) < self.topk:
+                raise ValueError(f"Eagle: vocabulary has {count} tokens, expected at least topk={self.topk}")
+        return super().needs(target)
+
+    def load(self, context: DraftContext) -> DraftHead:
+        module = super().load(context)
+        assert isinstance(module, EagleHead)
+        if self.vocabulary is not None:
+            module.draft_among(self._frequent_tokens(context.vocab_size))
+        return module
+
+    def _frequent_tokens(self, vocab: int) -> list[int]:
+        assert self.vocabulary is not None
+        return frequent_tokens(self.vocabulary, vocab, "Eagle: vocabulary")
 
     def feature_layers(self, config: Any, num_target_layers: int) -> tuple[int, ...]:
         # The head's feature is the state after the target's final norm, which it makes from the one entering it.
