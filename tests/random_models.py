@@ -3,14 +3,36 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
 VOCAB = 199
 
+WINDOWS: dict[str, Any] = {"sliding_window": 11, "layer_types": ["sliding_attention", "full_attention"] * 2}
+GRANITE = {
+    "hidden_size": 384, "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.05,
+    "logits_scaling": 2.5, "num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 64,
+}  # fmt: skip
+
 # Of which layers have experts, and how many.
-EXPERTS: dict[str, dict[str, object]] = {
+EXPERTS: dict[str, dict[str, Any]] = {
+    "dots1": WINDOWS | {
+        "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 64,
+        "n_shared_experts": 2, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "norm_topk_prob": True,
+    },
+    "ernie4_5_moe": {
+        "moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 64, "moe_num_shared_experts": 1,
+        "moe_layer_start_index": 1, "moe_layer_interval": 1, "moe_layer_end_index": 3,
+    },
+    "exaone_moe": WINDOWS | {
+        "num_experts": 8, "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2, "moe_intermediate_size": 64,
+        "num_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5,
+    },
+    "flex_olmo": {
+        "num_experts": 6, "num_experts_per_tok": 2, "hidden_size": 384, "intermediate_size": 64, "pad_token_id": None,
+    },
     "glm4_moe": {
         "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2, "moe_intermediate_size": 64,
         "n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "use_qk_norm": True,
@@ -19,6 +41,12 @@ EXPERTS: dict[str, dict[str, object]] = {
     "gpt_oss": {
         "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 11, "intermediate_size": 64,
         "swiglu_limit": 1.5,
+    },
+    "granitemoe": GRANITE,
+    "granitemoeshared": GRANITE | {"shared_intermediate_size": 48},
+    "hunyuan_v1_moe": {
+        "num_experts": 6, "moe_topk": 2, "intermediate_size": 64, "head_dim": 64,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 100.0},
     },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     "olmoe": {

@@ -550,3 +550,13 @@ def test_an_index_says_which_file_has_a_tensor(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     tensors = load_tensors(tmp_path)
     assert {name: tensor.tolist() for name, tensor in tensors.items()} == {"a": [0.0, 0.0], "c": [1.0]}
+
+
+def test_what_transformers_keeps_in_float32_stays_in_it(tmp_path: Path) -> None:
+    """The routers of ERNIE 4.5, of which 16 bits would choose other experts."""
+    other = save_random_model(tmp_path / "x", "ernie4_5_moe")
+    model = Engine(other, max_len=64, device="cpu", dtype=torch.bfloat16).target.model
+    module = AutoModelForCausalLM.from_pretrained(other, dtype=torch.bfloat16)
+    kinds = {name: parameter.dtype for name, parameter in module.named_parameters()}
+    assert set(kinds.values()) == {torch.bfloat16, torch.float32}
+    assert {name: parameter.dtype for name, parameter in model.named_parameters()} == kinds

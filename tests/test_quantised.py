@@ -21,8 +21,9 @@ from transformers import AutoModelForCausalLM
 from random_models import random_prompts, save_random_model
 from specdec_kernels.engine import Engine, Ngram, SamplingParams, Standalone
 from specdec_kernels.models.attention import Heads, Reordered, Rotation
-from specdec_kernels.models.experts import Routes
+from specdec_kernels.models.experts import ExpertFeedForward, Routes
 from specdec_kernels.models.layers import merged, product_of
+from specdec_kernels.models.loading import ROUNDING
 from specdec_kernels.models.quantised import (
     Fp8Weight,
     Int4Weight,
@@ -268,6 +269,13 @@ def test_products_with_rounded_activations(name: str, tmp_path: Path, device: to
             want = by_definition(x, module.weight.detach(), kind)
             assert (got - want).norm() <= 2e-3 * want.norm()
             assert (want - x.double() @ module.weight.detach().double().t()).norm() > 5e-3 * want.norm()
+
+
+@pytest.mark.parametrize("model_type", ROUNDING)
+def test_families_round_what_enters_their_experts(model_type: str, tmp_path: Path) -> None:
+    folder, _ = write_model(tmp_path, "fp8 rows", model_type, num_hidden_layers=2, hidden_size=256, layer_types=None)
+    parts = [layer.feed_forward for layer in engine_of(folder, device="cpu").target.decoder.layers]
+    assert {part.experts.activations for part in parts if isinstance(part, ExpertFeedForward)} == {"token"}
 
 
 @pytest.mark.parametrize("name", ["fp8 blocks", "fp8 rows"])

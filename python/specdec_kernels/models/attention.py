@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ..ops import rotate_qkv, tree_attention
 from .kv_pools import KvShape, LayerKv
-from .layers import Norm, Product, joined, merged, moved, product_of
+from .layers import LayerNorm, Norm, Product, joined, merged, moved, product_of
 from .quantised import QuantisedLinear
 
 HEAD_DIMS = (64, 128, 256)  # of `rotate_qkv` and `tree_attention`
@@ -68,7 +70,8 @@ class Attention:
     scale: float | None = None  # None: 1 / sqrt(head_dim)
     soft_cap: float | None = None
     sinks: Tensor | None = None  # [heads], a score of each head beside those of its rows, which brings no value
-    q_factors: Tensor | None = None  # [num_positions] in the queries' dtype: what rotated queries are multiplied by
+    # What rotated queries are multiplied by, in their dtype: [num_positions, head_dim], or 1 for either.
+    q_factors: Tensor | None = None
     kv: LayerKv = field(init=False)
 
     @property
@@ -98,7 +101,7 @@ class Attention:
             status=rows.status,
         )
         if self.q_factors is not None:
-            q *= self.q_factors[positions.clamp(0, len(self.q_factors) - 1)][..., None, None]
+            q *= self.q_factors[positions.clamp(0, len(self.q_factors) - 1)][..., None, :]
         return q
 
     def __call__(self, x: Tensor, positions: Tensor, rows: Rows) -> Tensor:
@@ -148,10 +151,42 @@ def attended(
     return out
 
 
-class Reordered(Projection):
-    """A quantised product of which output i is that of places[i], or 0 where that is -1; places are on its device."""
+@dataclass(frozen=True)
+class NormedHeads(Projection):
+    """Queries, keys and values of which the heads of the first two pass layer norms, by torch."""
 
-    def __init__(self, product: Product, places: Tensor) -> None:
+    product: Projection
+    weight: Tensor  # [heads + kv_heads, dim] float32
+    bias: Tensor | None
+    eps: float
+
+    @classmethod
+    def of(cls, product: Projection, heads: int, kv_heads: int, q_norm: LayerNorm, k_norm: LayerNorm) -> NormedHeads:
+        """By norms whose weights are [dim], of all heads alike, or [heads, dim]."""
+
+        def side_by_side(q: Tensor | None, k: Tensor | None) -> Tensor | None:
+            if q is None or k is None:
+                return None
+            return torch.cat([part.expand(n, q.shape[-1]) for part, n in ((q, heads), (k, kv_heads))]).float()
+
+        weight = side_by_side(q_norm.weight, k_norm.weight)
+        assert weight is not None
+        return cls(product, weight, side_by_side(q_norm.bias, k_norm.bias), q_norm.eps)
+
+    def __call__(self, x: Tensor, /) -> Tensor:
+        count, dim = self.weight.shape
+        rows = self.product(x)
+        rows = rows.view(*rows.shape[:-1], -1, dim)
+        normed = functional.layer_norm(rows[..., :count, :].float(), (dim,), eps=self.eps) * self.weight
+        normed = normed if self.bias is None else normed + self.bias
+        return torch.cat([normed.to(rows.dtype), rows[..., count:, :]], -2).flatten(-2)
+
+
+class Reordered(Projection):
+    """A product of which output i is that of places[i], or 0 where that is -1: of one whose rows cannot be moved. The
+    places are on its device."""
+
+    def __init__(self, product: Projection, places: Tensor) -> None:
         self._product, self._index, self._is_zero = product, places.clamp(min=0), places < 0
 
     def __call__(self, x: Tensor, /) -> Tensor:
@@ -237,15 +272,19 @@ class Heads:
     def _are_moved(self) -> bool:
         return self._order != list(range(self.size))
 
-    def qkv(self, kv_heads: int, *linears: Any) -> Projection:
-        """The product of queries, keys and values, from one module for each or one of all."""
-        if not self._are_moved:
-            return merged(*linears)
+    def qkv(self, kv_heads: int, *linears: Any, normed: Callable[[Projection], Projection] | None = None) -> Projection:
+        """The product of queries, keys and values, from one module for each or one of all. `normed` makes another of
+        one whose heads stand as the model has them."""
         heads = sum(linear.out_features for linear in linears) // self.dim
         places = self._places([self._order] * (heads - kv_heads) + [self._as_they_are] * kv_heads)
-        if any(isinstance(linear, QuantisedLinear) for linear in linears):
-            return Reordered(merged(*linears), torch.tensor(places, device=self.rotations.device))
-        return joined(*linears).rows(places)
+        quantised = any(isinstance(linear, QuantisedLinear) for linear in linears)
+        if self._are_moved and normed is None and not quantised:
+            return joined(*linears).rows(places)
+        whole: Projection = merged(*linears)
+        whole = whole if normed is None else normed(whole)
+        if not self._are_moved:
+            return whole
+        return Reordered(whole, torch.tensor(places, device=self.rotations.device))
 
     def out(self, linear: Any) -> Product:
         """The product behind attention."""
@@ -267,6 +306,10 @@ class Heads:
         places = self._places([self._order] * (len(norm.weight) // self.dim))
         weight = moved(norm.weight.float() * part**0.5, places).to(norm.weight.dtype)
         return Norm(weight, norm.eps * part)
+
+    def placed(self, numbers: Tensor) -> Tensor:
+        """What belongs to the numbers [dim] of each query and key head, where these stand [size]; 0 where none does."""
+        return moved(numbers, self._order)
 
     def _places(self, orders: list[list[int]]) -> list[int]:
         """Those of heads side by side: which number of the model stands at each."""

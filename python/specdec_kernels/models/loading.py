@@ -36,7 +36,10 @@ from .quantised import Fp8Weight, QuantisedLinear, StoredWeight
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 PARTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
 ROUNDED = "specdec_activations"  # of a module of experts: how the rows that enter its products are rounded
-ROUNDING = ("glm4_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_vl_moe_text")  # types whose families do it
+ROUNDING = (  # types whose families do it
+    "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe", "hunyuan_v1_moe", "mixtral", "olmoe", "qwen2_moe",
+    "qwen3_moe", "qwen3_vl_moe_text",
+)  # fmt: skip
 METHOD = "specdec_kernels"  # under which transformers knows how quantised weights are read
 
 # Types with more senses than text that give text alone to the model of their `text_config`, and its states to a head.
@@ -179,11 +182,13 @@ def load_causal_lm(
 
 
 def place(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Moves the module to the device, and casts its parameters alone: rotations would not survive 16 bits."""
+    """Moves the module to the device, and casts its parameters alone: rotations would not survive 16 bits, and neither
+    would those that transformers keeps in float32 (routers)."""
+    kept = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     with torch.inference_mode(False):  # the module may be trained later, whatever mode the caller is in
         model.to(device=device)
-        for parameter in model.parameters():
-            if parameter.is_floating_point():
+        for name, parameter in model.named_parameters():
+            if parameter.is_floating_point() and not any(part in name for part in kept):
                 parameter.data = parameter.data.to(dtype)
 
 

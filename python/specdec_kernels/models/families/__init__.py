@@ -1,6 +1,7 @@
 """One small file for each family of models: how the modules that transformers loads become the parts of a decoder."""
 
 from ..attention import HEAD_DIMS
+from .apertus import Apertus
 from .arcee import Arcee, Nemotron
 from .base import (
     Decoder,
@@ -15,6 +16,10 @@ from .base import (
     register,
 )
 from .cohere import Cohere, Cohere2
+from .dots1 import Dots1
+from .ernie4_5_moe import Ernie45Moe
+from .exaone4 import Exaone4, ExaoneMoe
+from .flex_olmo import FlexOlmo
 from .gemma import Gemma
 from .gemma2 import Gemma2
 from .gemma3 import Gemma3
@@ -22,7 +27,9 @@ from .glm import Glm, Glm4
 from .glm4_moe import Glm4Moe
 from .gpt_oss import GptOss
 from .granite import Granite
+from .granite_moe import GraniteMoe, GraniteMoeShared
 from .helium import Ernie45, Helium, SeedOss
+from .hunyuan import HunYuanDense, HunYuanMoE
 from .llama import Llama
 from .ministral import Ministral, Ministral3
 from .mistral import Mistral
@@ -30,6 +37,7 @@ from .mixtral import Mixtral
 from .olmo2 import Olmo2
 from .olmo3 import Olmo3
 from .olmoe import Olmoe
+from .phi import Phi, StableLm
 from .phi3 import Phi3
 from .qwen2 import Qwen2
 from .qwen2_moe import Qwen2Moe
@@ -41,12 +49,18 @@ from .starcoder2 import Starcoder2
 
 __all__ = [
     "HEAD_DIMS",
+    "Apertus",
     "Arcee",
     "Cohere",
     "Cohere2",
     "Decoder",
+    "Dots1",
     "Ernie45",
+    "Ernie45Moe",
+    "Exaone4",
+    "ExaoneMoe",
     "Family",
+    "FlexOlmo",
     "Gemma",
     "Gemma2",
     "Gemma3",
@@ -55,7 +69,11 @@ __all__ = [
     "Glm4Moe",
     "GptOss",
     "Granite",
+    "GraniteMoe",
+    "GraniteMoeShared",
     "Helium",
+    "HunYuanDense",
+    "HunYuanMoE",
     "Llama",
     "Ministral",
     "Ministral3",
@@ -65,6 +83,7 @@ __all__ = [
     "Olmo2",
     "Olmo3",
     "Olmoe",
+    "Phi",
     "Phi3",
     "Qwen2",
     "Qwen2Moe",
@@ -76,6 +95,7 @@ __all__ = [
     "Qwen25Vl",
     "SeedOss",
     "SmolLM3",
+    "StableLm",
     "Starcoder2",
     "family_of",
     "head_dim_of",

@@ -5,9 +5,11 @@ Cohere 2 (Command R7B, Command A) has sliding windows in most layers; the others
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from ..attention import Heads
+from ..attention import Heads, NormedHeads, Projection
 from ..layers import Head, Layer, LayerNorm, ParallelLayer
 from .base import register
 from .llama import Llama
@@ -18,13 +20,15 @@ class Cohere(Llama):
     model_type = "cohere"
     interleaved = True
 
-    def check(self, name: str = "model") -> None:
-        super().check(name)
-        if getattr(self.config, "use_qk_norm", False):
-            raise ValueError(f"{name}: use_qk_norm is set, expected queries and keys without layer norms")
-
     def norm(self, module: Any) -> LayerNorm:
         return LayerNorm(module.weight.detach(), None, module.variance_epsilon)
+
+    def head_norms(self, module: Any) -> Callable[[Projection], Projection] | None:
+        if not getattr(module, "use_qk_norm", False):
+            return None
+        q_norm, k_norm = self.norm(module.q_norm), self.norm(module.k_norm)
+        heads, kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
+        return partial(NormedHeads.of, heads=heads, kv_heads=kv_heads, q_norm=q_norm, k_norm=k_norm)
 
     def layer(self, index: int, module: Any, heads: Heads) -> Layer:
         return ParallelLayer(

@@ -27,14 +27,19 @@ class Glm4Moe(Llama):
     def feed_forward(self, index: int, module: Any) -> FeedForward:
         if not hasattr(module, "experts"):  # one of the first `first_k_dense_replace`
             return gated(module)
-        gate = module.gate
-        router = SigmoidRouter(
-            weight=gate.weight.detach(),
-            correction=gate.e_score_correction_bias,
-            taken=gate.top_k,
-            groups=gate.num_group,
-            groups_taken=gate.topk_group,
-            normalised=gate.norm_topk_prob,
-            factor=gate.routed_scaling_factor,
-        )
-        return ExpertFeedForward(router, experts_of(module.experts), gated(module.shared_experts))
+        return sigmoid_routed(module)
+
+
+def sigmoid_routed(module: Any) -> ExpertFeedForward:
+    """Experts by DeepSeek-V3's choice, and one that all rows take."""
+    gate = module.gate
+    router = SigmoidRouter(
+        weight=gate.weight.detach(),
+        correction=gate.e_score_correction_bias,
+        taken=gate.top_k,
+        groups=gate.num_group,
+        groups_taken=gate.topk_group,
+        normalised=gate.norm_topk_prob,
+        factor=gate.routed_scaling_factor,
+    )
+    return ExpertFeedForward(router, experts_of(module.experts), gated(module.shared_experts))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 
-from ..attention import Attention, Heads, Rotation
+from ..attention import Attention, Heads, Projection, Rotation
 from ..layers import (
     AnyNorm,
     Embedding,
@@ -26,6 +27,8 @@ from .base import Decoder, Family, head_dim_of, register
 class Llama(Family):
     model_type = "llama"
     interleaved: ClassVar[bool] = False  # whether the pairs that are rotated are neighbours
+    out_name: ClassVar[str] = "o_proj"  # of the product behind attention
+    last_norm_name: ClassVar[str] = "norm"
 
     def decoder(self, model: Any, max_len: int, device: torch.device) -> Decoder:
         body = model.get_decoder()
@@ -37,7 +40,7 @@ class Llama(Family):
         return Decoder(
             embedding=self.embedding(body.embed_tokens),
             layers=[self.layer(index, module, heads[kind]) for index, (module, kind) in enumerate(layers)],
-            norm=self.norm(body.norm),
+            norm=self.norm(getattr(body, self.last_norm_name)),
             head=head,
         )
 
@@ -70,8 +73,8 @@ class Llama(Family):
     def attention(self, index: int, module: Any, heads: Heads) -> Attention:
         kv_heads = self.config.num_key_value_heads
         return Attention(
-            qkv=heads.qkv(kv_heads, module.q_proj, module.k_proj, module.v_proj),
-            out=heads.out(module.o_proj),
+            qkv=heads.qkv(kv_heads, module.q_proj, module.k_proj, module.v_proj, normed=self.head_norms(module)),
+            out=heads.out(getattr(module, self.out_name)),
             rotations=heads.rotations,
             kv_heads=kv_heads,
             head_dim=heads.size,
@@ -81,6 +84,10 @@ class Llama(Family):
 
     def feed_forward(self, index: int, module: Any) -> FeedForward:
         return gated(module)
+
+    def head_norms(self, module: Any) -> Callable[[Projection], Projection] | None:
+        """What makes `NormedHeads` of a layer's queries, keys and values, if they are that."""
+        return None
 
     def window(self, index: int) -> int | None:
         """How many rows of its path a row sees in layer `index`, itself among them; None: all."""

@@ -32,4 +32,4 @@ class Ministral3(Mistral):
         steps = torch.arange(len(heads.rotations), device=heads.rotations.device)
         steps = steps // self.config.rope_parameters["original_max_position_embeddings"]
         factors = 1 + beta * torch.log(1 + steps.float())
-        return replace(plain, q_factors=factors.to(module.o_proj.weight.dtype))
+        return replace(plain, q_factors=factors[:, None].to(module.o_proj.weight.dtype))

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..attention import Attention, Heads
-from ..layers import Layer, NoNorm, norm_of
+from ..layers import FeedForward, Layer, NoNorm, norm_of
 from .base import register
 from .llama import Llama
 from .olmoe import NormedProduct
@@ -17,16 +17,22 @@ class Olmo2(Llama):
     model_type = "olmo2"
 
     def layer(self, index: int, module: Any, heads: Heads) -> Layer:
-        return Layer(
-            input_norm=NoNorm(),
-            attention=self.attention(index, module.self_attn, heads),
-            behind_attention=norm_of(module.post_attention_layernorm),
-            middle_norm=NoNorm(),
-            feed_forward=self.feed_forward(index, module.mlp),
-            behind_feed_forward=norm_of(module.post_feedforward_layernorm),
-        )
+        attention = self.attention(index, module.self_attn, heads)
+        return with_norms_behind(module, attention, self.feed_forward(index, module.mlp))
 
     def attention(self, index: int, module: Any, heads: Heads) -> Attention:
         plain = super().attention(index, module, heads)
         q_norm, k_norm = (heads.norm(norm_of(norm)) for norm in (module.q_norm, module.k_norm))
         return replace(plain, qkv=NormedProduct(plain.qkv, q_norm, k_norm, clip=None))
+
+
+def with_norms_behind(module: Any, attention: Attention, feed_forward: FeedForward) -> Layer:
+    """A layer that has no norms before its parts."""
+    return Layer(
+        input_norm=NoNorm(),
+        attention=attention,
+        behind_attention=norm_of(module.post_attention_layernorm),
+        middle_norm=NoNorm(),
+        feed_forward=feed_forward,
+        behind_feed_forward=norm_of(module.post_feedforward_layernorm),
+    )

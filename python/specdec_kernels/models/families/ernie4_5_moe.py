@@ -1,0 +1,50 @@
+"""ERNIE 4.5 with experts in most layers, and beside them one that all rows take, if any."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional
+
+from ..experts import ExpertFeedForward, Router, Routes
+from ..layers import FeedForward
+from .base import register
+from .helium import Ernie45
+from .llama import gated
+from .qwen3_moe import experts_of
+
+
+@dataclass(frozen=True)
+class CorrectedSoftmaxRouter(Router):
+    """Experts by their probabilities and a correction, which shares leave out again."""
+
+    weight: Tensor  # [experts, H], multiplied in float32
+    correction: Tensor  # [experts]
+    taken: int
+    least_sum: float  # of the probabilities of those taken, by which they are divided
+
+    def __call__(self, x: Tensor) -> Routes:
+        odds = functional.linear(x.float(), self.weight.float()).softmax(-1)
+        experts = (odds + self.correction).topk(self.taken).indices
+        shares = odds.gather(1, experts)
+        return Routes(experts, shares / shares.sum(-1, keepdim=True).clamp(min=self.least_sum))
+
+
+@register
+class Ernie45Moe(Ernie45):
+    model_type = "ernie4_5_moe"
+
+    def feed_forward(self, index: int, module: Any) -> FeedForward:
+        if not hasattr(module, "experts"):
+            return gated(module)
+        gate = module.gate
+        router = CorrectedSoftmaxRouter(
+            weight=gate.weight.detach(),
+            correction=gate.moe_statics.e_score_correction_bias.detach()[0],
+            taken=gate.top_k,
+            least_sum=gate.norm_min,
+        )
+        shared = module.shared_experts
+        return ExpertFeedForward(router, experts_of(module.experts), None if shared is None else gated(shared))

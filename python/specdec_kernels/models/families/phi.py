@@ -1,0 +1,64 @@
+"""StableLM: Llama with layer norms and heads that rotate in part; some have their parts side by side. Phi-1, 1.5 and 2:
+the same side by side, with biases, and a feed-forward part without a gate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..attention import Heads, NormedHeads, Projection
+from ..layers import FeedForward, Layer, LayerNorm, ParallelLayer, PlainFeedForward, layer_norm_of, product_of
+from .base import register
+from .llama import Llama
+
+
+@register
+class StableLm(Llama):
+    model_type = "stablelm"
+
+    def norm(self, module: Any) -> LayerNorm:
+        return layer_norm_of(module)
+
+    def head_norms(self, module: Any) -> Callable[[Projection], Projection] | None:
+        if not self.config.qk_layernorm:
+            return None
+        q_norm, k_norm = self.of_heads(module.q_layernorm), self.of_heads(module.k_layernorm)
+        heads, kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
+        return partial(NormedHeads.of, heads=heads, kv_heads=kv_heads, q_norm=q_norm, k_norm=k_norm)
+
+    def of_heads(self, module: Any) -> LayerNorm:
+        """The norms of queries' or keys' heads, of which each has its own."""
+        weight = torch.stack([norm.weight.detach() for norm in module.norms])
+        return LayerNorm(weight, None, module.norms[0].eps)
+
+    def layer(self, index: int, module: Any, heads: Heads) -> Layer:
+        if not self.config.use_parallel_residual:
+            return super().layer(index, module, heads)
+        return self.parallel_layer(index, module, heads)
+
+    def parallel_layer(self, index: int, module: Any, heads: Heads) -> ParallelLayer:
+        return ParallelLayer(
+            input_norm=self.norm(module.input_layernorm),
+            attention=self.attention(index, module.self_attn, heads),
+            middle_norm=None,
+            feed_forward=self.feed_forward(index, module.mlp),
+        )
+
+
+@register
+class Phi(StableLm):
+    model_type = "phi"
+    out_name = "dense"
+    last_norm_name = "final_layernorm"
+
+    def layer(self, index: int, module: Any, heads: Heads) -> Layer:
+        return self.parallel_layer(index, module, heads)
+
+    def of_heads(self, module: Any) -> LayerNorm:
+        return self.norm(module)
+
+    def feed_forward(self, index: int, module: Any) -> FeedForward:
+        return PlainFeedForward(product_of(module.fc1), product_of(module.fc2), module.activation_fn)
