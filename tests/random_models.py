@@ -48,6 +48,18 @@ EXPERTS: dict[str, dict[str, Any]] = {
         "num_experts": 6, "moe_topk": 2, "intermediate_size": 64, "head_dim": 64,
         "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 100.0},
     },
+    "hy_v3": {
+        "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "num_shared_experts": 1,
+        "router_scaling_factor": 1.5,
+    },
+    "mellum": WINDOWS | {
+        "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+        "mlp_layer_types": ["dense", "sparse"] * 2,
+    },
+    "minimax_m2": {
+        "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 64,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     "olmoe": {
         "num_experts": 6, "num_experts_per_tok": 2, "hidden_size": 384, "intermediate_size": 64, "clip_qkv": 1.2,
@@ -60,6 +72,10 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {
         "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "norm_topk_prob": True,
         "mlp_only_layers": [1],
+    },
+    "solar_open": {
+        "n_routed_experts": 6, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 64,
+        "n_shared_experts": 1,
     },
 }  # fmt: skip
 

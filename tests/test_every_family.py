@@ -31,6 +31,7 @@ GRANITE = {
     "logits_scaling": 2.5,
 }  # fmt: skip
 STRETCHED = ANGLES | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+ONE_MORE = ("gemma", "gemma2", "gemma3_text", "vaultgemma")  # whose norms multiply by 1 + weight
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama 32": ("llama", {"head_dim": 32, "attention_bias": True}),
@@ -77,6 +78,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "hunyuan 80": ("hunyuan_v1_dense", {"head_dim": 80, "rope_parameters": STRETCHED}),
     "exaone4": ("exaone4", LOCAL | {"head_dim": 64}),
     "exaone4 32": ("exaone4", {"hidden_size": 128, "sliding_window": None, "layer_types": ["full_attention"] * 4}),
+    "internlm3": ("internlm3", {"hidden_size": 256}),
+    "iquestcoder": ("iquestcoder", {"hidden_size": 256}),
+    "cwm": ("cwm", LOCAL | {"head_dim": 64, "rope_parameters": ANGLES, "bos_token_id": 1, "eos_token_id": 2}),
+    "jais2": ("jais2", {"head_dim": 64, "attention_bias": True, "mlp_bias": True}),
+    "hyperclovax": ("hyperclovax", GRANITE | {"head_dim": 64, "logits_scaling": 0.4}),
+    "hyperclovax normed": ("hyperclovax", GRANITE | {"head_dim": 64, "use_post_norm": True}),
+    "vaultgemma": (
+        "vaultgemma",
+        GEMMA | LOCAL | {"head_dim": 64, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0},
+    ),
+    "olmo": ("olmo", {"hidden_size": 256, "clip_qkv": 1.2}),
     "apertus": ("apertus", {"hidden_size": 256, "attention_bias": True}),
     "stablelm": ("stablelm", {"hidden_size": 256, "use_qkv_bias": True} | HALF),
     "stablelm parallel": ("stablelm", {"hidden_size": 128, "use_parallel_residual": True} | HALF),
@@ -102,7 +114,7 @@ def random_module(case: str) -> Any:
     )
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1 or "norm" in name:
-            centre = 0.0 if name.endswith("bias") or model_type in ("gemma", "gemma2", "gemma3_text") else 1.0
+            centre = 0.0 if name.endswith("bias") or model_type in ONE_MORE else 1.0
             parameter.data = centre + 0.3 * torch.randn_like(parameter)
     for name, tensor in model.state_dict().items():
         if name.endswith("e_score_correction_bias"):

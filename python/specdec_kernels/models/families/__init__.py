@@ -2,7 +2,7 @@
 
 from ..attention import HEAD_DIMS
 from .apertus import Apertus
-from .arcee import Arcee, Nemotron
+from .arcee import Arcee, Jais2, Nemotron
 from .base import (
     Decoder,
     Family,
@@ -21,19 +21,21 @@ from .ernie4_5_moe import Ernie45Moe
 from .exaone4 import Exaone4, ExaoneMoe
 from .flex_olmo import FlexOlmo
 from .gemma import Gemma
-from .gemma2 import Gemma2
+from .gemma2 import Gemma2, VaultGemma
 from .gemma3 import Gemma3
 from .glm import Glm, Glm4
-from .glm4_moe import Glm4Moe
+from .glm4_moe import Glm4Moe, SolarOpen
 from .gpt_oss import GptOss
-from .granite import Granite
+from .granite import Granite, HyperClovaX
 from .granite_moe import GraniteMoe, GraniteMoeShared
-from .helium import Ernie45, Helium, SeedOss
+from .helium import Ernie45, Helium, InternLM3, IQuestCoder, SeedOss
 from .hunyuan import HunYuanDense, HunYuanMoE
 from .llama import Llama
-from .ministral import Ministral, Ministral3
+from .minimax_m2 import HyV3, MiniMaxM2
+from .ministral import Cwm, Ministral, Ministral3
 from .mistral import Mistral
 from .mixtral import Mixtral
+from .olmo import Olmo
 from .olmo2 import Olmo2
 from .olmo3 import Olmo3
 from .olmoe import Olmoe
@@ -42,7 +44,7 @@ from .phi3 import Phi3
 from .qwen2 import Qwen2
 from .qwen2_moe import Qwen2Moe
 from .qwen3 import Qwen3
-from .qwen3_moe import Qwen3Moe
+from .qwen3_moe import Mellum, Qwen3Moe
 from .qwen_vl import Qwen2Vl, Qwen3Vl, Qwen3VlMoe, Qwen25Vl
 from .smollm3 import SmolLM3
 from .starcoder2 import Starcoder2
@@ -53,6 +55,7 @@ __all__ = [
     "Arcee",
     "Cohere",
     "Cohere2",
+    "Cwm",
     "Decoder",
     "Dots1",
     "Ernie45",
@@ -74,12 +77,20 @@ __all__ = [
     "Helium",
     "HunYuanDense",
     "HunYuanMoE",
+    "HyV3",
+    "HyperClovaX",
+    "IQuestCoder",
+    "InternLM3",
+    "Jais2",
     "Llama",
+    "Mellum",
+    "MiniMaxM2",
     "Ministral",
     "Ministral3",
     "Mistral",
     "Mixtral",
     "Nemotron",
+    "Olmo",
     "Olmo2",
     "Olmo3",
     "Olmoe",
@@ -95,8 +106,10 @@ __all__ = [
     "Qwen25Vl",
     "SeedOss",
     "SmolLM3",
+    "SolarOpen",
     "StableLm",
     "Starcoder2",
+    "VaultGemma",
     "family_of",
     "head_dim_of",
     "known_families",

@@ -1,5 +1,5 @@
-"""Arcee (AFM): Llama with a feed-forward part without a gate, of squared ReLU. Nemotron has layer norms besides, which
-multiply by 1 + weight, and rotates the first numbers of each head alone."""
+"""Arcee (AFM): Llama with a feed-forward part without a gate, of squared ReLU. Jais 2 has layer norms besides; Nemotron
+has them too, which multiply by 1 + weight, and rotates the first numbers of each head alone."""
 
 from __future__ import annotations
 
@@ -24,3 +24,11 @@ class Nemotron(Arcee):
 
     def norm(self, module: Any) -> AnyNorm:
         return layer_norm_of(module)._replace(weight=module.weight.detach() + 1)
+
+
+@register
+class Jais2(Arcee):
+    model_type = "jais2"
+
+    def norm(self, module: Any) -> AnyNorm:
+        return layer_norm_of(module)

@@ -1,4 +1,5 @@
-"""Gemma 2: Gemma with norms behind its parts too, soft caps, and a sliding window in every second layer."""
+"""Gemma 2: Gemma with norms behind its parts too, soft caps, and a sliding window in every second layer. VaultGemma has
+no norms behind its parts."""
 
 from __future__ import annotations
 
@@ -39,3 +40,16 @@ class Gemma2(Gemma):
     def window(self, index: int) -> int | None:
         window: int | None = self.config.sliding_window
         return window if self.config.layer_types[index] == "sliding_attention" else None
+
+
+@register
+class VaultGemma(Gemma2):
+    model_type = "vaultgemma"
+
+    def layer(self, index: int, module: Any, heads: Heads) -> Layer:
+        return Layer(
+            input_norm=self.norm(module.input_layernorm),
+            attention=self.attention(index, module.self_attn, heads),
+            middle_norm=self.norm(module.pre_feedforward_layernorm),
+            feed_forward=self.feed_forward(index, module.mlp),
+        )

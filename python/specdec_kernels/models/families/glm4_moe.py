@@ -1,4 +1,5 @@
-"""GLM-4.5: Llama whose heads rotate in part, with experts behind the first layers and one that all rows take."""
+"""GLM-4.5: Llama whose heads rotate in part, with experts behind the first layers and one that all rows take. Solar
+Open has them in all layers."""
 
 from __future__ import annotations
 
@@ -27,6 +28,14 @@ class Glm4Moe(Llama):
     def feed_forward(self, index: int, module: Any) -> FeedForward:
         if not hasattr(module, "experts"):  # one of the first `first_k_dense_replace`
             return gated(module)
+        return sigmoid_routed(module)
+
+
+@register
+class SolarOpen(Llama):
+    model_type = "solar_open"
+
+    def feed_forward(self, index: int, module: Any) -> FeedForward:
         return sigmoid_routed(module)
 
 

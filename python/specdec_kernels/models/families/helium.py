@@ -1,9 +1,20 @@
-"""Llama under other names: Seed-OSS, and with pairs of neighbours that rotate Helium and ERNIE 4.5."""
+"""Llama under other names: InternLM3, IQuest-Coder, Seed-OSS, and with pairs of neighbours that rotate Helium and ERNIE
+4.5."""
 
 from __future__ import annotations
 
 from .base import register
 from .llama import Llama
+
+
+@register
+class InternLM3(Llama):
+    model_type = "internlm3"
+
+
+@register
+class IQuestCoder(Llama):
+    model_type = "iquestcoder"
 
 
 @register

@@ -1,4 +1,4 @@
-"""Ministral: Mistral with a sliding window in some layers. Ministral 3: Mistral whose queries grow by position."""
+"""Ministral, CWM: Mistral with a sliding window in some layers. Ministral 3: Mistral whose queries grow by position."""
 
 from __future__ import annotations
 
@@ -18,6 +18,11 @@ class Ministral(Mistral):
 
     def window(self, index: int) -> int | None:
         return super().window(index) if self.config.layer_types[index] == "sliding_attention" else None
+
+
+@register
+class Cwm(Ministral):
+    model_type = "cwm"
 
 
 @register

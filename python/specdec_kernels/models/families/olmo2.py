@@ -23,7 +23,7 @@ class Olmo2(Llama):
     def attention(self, index: int, module: Any, heads: Heads) -> Attention:
         plain = super().attention(index, module, heads)
         q_norm, k_norm = (heads.norm(norm_of(norm)) for norm in (module.q_norm, module.k_norm))
-        return replace(plain, qkv=NormedProduct(plain.qkv, q_norm, k_norm, clip=None))
+        return replace(plain, qkv=NormedProduct(plain.qkv, q_norm, k_norm))
 
 
 def with_norms_behind(module: Any, attention: Attention, feed_forward: FeedForward) -> Layer:

@@ -18,19 +18,17 @@ from .qwen3_moe import experts_of, softmax_router
 
 @dataclass(frozen=True)
 class NormedProduct:
-    """Queries, keys and values of which the first two are normalised over all their heads together, and all clipped."""
+    """Queries, keys and values of which the first two are normalised over all their heads together."""
 
     product: Projection
     q_norm: Norm
     k_norm: Norm
-    clip: float | None  # the largest absolute value
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, heads * head_dim] from [T, in]."""
         widths = [len(self.q_norm.weight), len(self.k_norm.weight), len(self.k_norm.weight)]
         q, k, v = torch.split(self.product(x), widths, -1)
-        out = torch.cat([self.q_norm(q), self.k_norm(k), v], -1)
-        return out if self.clip is None else out.clamp(-self.clip, self.clip)
+        return torch.cat([self.q_norm(q), self.k_norm(k), v], -1)
 
 
 @register
@@ -40,7 +38,12 @@ class Olmoe(Llama):
     def attention(self, index: int, module: Any, heads: Heads) -> Attention:
         plain = super().attention(index, module, heads)
         norms = heads.norm(norm_of(module.q_norm)), heads.norm(norm_of(module.k_norm))
-        return replace(plain, qkv=NormedProduct(plain.qkv, *norms, self.config.clip_qkv))
+        return replace(plain, qkv=clipped(NormedProduct(plain.qkv, *norms), self.config.clip_qkv))
 
     def feed_forward(self, index: int, module: Any) -> FeedForward:
         return ExpertFeedForward(softmax_router(module.gate, module.gate.norm_topk_prob), experts_of(module.experts))
+
+
+def clipped(product: Projection, largest: float | None) -> Projection:
+    """Of numbers that are at most `largest` in magnitude; None: as they are."""
+    return product if largest is None else lambda x: product(x).clamp(-largest, largest)

@@ -1,4 +1,5 @@
-"""Qwen3 with experts: Qwen3, in most layers of which each row takes a few of many feed-forward parts."""
+"""Qwen3 with experts: Qwen3, in most layers of which each row takes a few of many feed-forward parts. Mellum has a
+sliding window in some layers, which rotate by angles of their own."""
 
 from __future__ import annotations
 
@@ -25,6 +26,18 @@ class Qwen3Moe(Qwen3):
             return gated(module)
         normalised = getattr(module.gate, "norm_topk_prob", True)  # those of Qwen3-VL always are
         return ExpertFeedForward(softmax_router(module.gate, normalised), experts_of(module.experts))
+
+
+@register
+class Mellum(Qwen3Moe):
+    model_type = "mellum"
+
+    def window(self, index: int) -> int | None:
+        return super().window(index) if self.rotation(index) == "sliding_attention" else None
+
+    def rotation(self, index: int) -> str:
+        kind: str = self.config.layer_types[index]
+        return kind
 
 
 def experts_of(module: Any) -> Experts:

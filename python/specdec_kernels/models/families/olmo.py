@@ -1,0 +1,24 @@
+"""OLMo: Llama with layer norms without weights, and queries, keys and values that are clipped."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ..attention import Attention, Heads
+from ..layers import LayerNorm
+from .base import register
+from .llama import Llama
+from .olmoe import clipped
+
+
+@register
+class Olmo(Llama):
+    model_type = "olmo"
+
+    def attention(self, index: int, module: Any, heads: Heads) -> Attention:
+        plain = super().attention(index, module, heads)
+        return replace(plain, qkv=clipped(plain.qkv, self.config.clip_qkv))
+
+    def norm(self, module: Any) -> LayerNorm:
+        return LayerNorm(None, None, 1e-5)
