@@ -94,7 +94,7 @@ def row_of(model_type: str) -> str:
     ways, why = {"native": "-", "transformers": "-"}, ""
     for way in ways:
         if not can_be_made(model_type):
-            why = "not tried: no small checkpoint can be made of its config"
+            why = f"not tried: {NO_SMALL.get(model_type, 'no small checkpoint can be made of its config')}"
             continue
         if way == "native" and text_config(tiny_config(model_type)).model_type not in known_families():
             continue

@@ -19,7 +19,10 @@ SIZES: dict[str, Any] = {
     "hidden_size": 64,
     "d_model": 64,
     "n_embd": 64,
+    "emb_dim": 64,
     "ffn_dim": 64,
+    "ffn_hidden_size": 64,
+    "hidden_size_global": 64,
     "intermediate_size": 64,
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32,
@@ -48,6 +51,12 @@ SIZES: dict[str, Any] = {
     "moe_num_experts": 4,
     "num_experts_per_tok": 2,
     "moe_k": 2,
+    "moe_topk": 2,
+    "adapter_in_dim": 64,
+    "adapter_out_dim": 64,
+    "adapter_input_size": 64,
+    "expert_ffn_hidden_size": 32,
+    "zero_expert_num": 2,
     "n_group": 1,
     "topk_group": 1,
     "n_shared_experts": 1,
@@ -67,8 +76,14 @@ SIZES: dict[str, Any] = {
 }
 
 
-# Types without a config that can be shrunk by the names of its sizes.
-NO_SMALL: tuple[str, ...] = ("blt", "longcat_flash", "xlm")
+# Types of which there is no tiny model, and why.
+NO_SMALL = {
+    "gemma3n": "its vision part wants the package timm",
+    "gemma4_assistant": "it reads the keys and values of another model",
+    "gemma4_unified_assistant": "it reads the keys and values of another model",
+    "musicgen": "transformers makes no language model of the whole config",
+    "musicgen_melody": "transformers makes no language model of the whole config",
+}
 
 # Layers that see all have larger heads than those that slide.
 GEMMA4 = {
@@ -80,6 +95,17 @@ GEMMA4 = {
 
 # Which pairs of a head rotate by each of the three positions of a token.
 MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
+ANGLES = {"rope_type": "default", "rope_theta": 1e4}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16}
+QWEN4 = {
+    "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 16,
+    "indexer_compress_ratio": 4, "ngram_vocab_size_base": 100, "split_ngram_parts": 1,
+}  # fmt: skip
+DOTS3 = {
+    "num_key_value_heads": 4,
+    "layer_types": ["indexed_attention", "sliding_attention"] * 2,
+    "per_layer_config": {i: {"head_dim": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8} for i in (1, 3)},
+}
 
 # What single types need beside that; a size within `text_config` where there is one.
 MORE: dict[str, dict[str, Any]] = {
@@ -98,7 +124,27 @@ MORE: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16},
     "nemotron": {"num_key_value_heads": 2, "head_dim": 16},
-    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "dots3_note": DOTS3,
+    "dots3_note_text": DOTS3,
+    "bamba": MAMBA | {"attn_layer_indices": [1, 3]},
+    "granitemoehybrid": MAMBA | {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "mamba2": {"num_heads": 8, "n_groups": 1, "state_size": 16},
+    "blt": {"encoder_hash_byte_group_vocab": 500},
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2, "logit_scale": 0.3,
+        "rope_parameters": {"sliding_attention": ANGLES | {"mrope_section": [4, 2, 2]}, "full_attention": None},
+    },
+    "dbrx": {
+        "attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 2.0},
+        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "longcat_flash": {"num_key_value_heads": 4},
+    "qwen4_exp": QWEN4,
+    "qwen4_exp_text": QWEN4,
+    "reformer": {"axial_pos_embds": False, "attention_head_size": 16, "attn_layers": ["local", "lsh"] * 2},
+    "xlm": {"causal": True},
+    "xlnet": {"d_head": 16, "d_inner": 64},
     "zaya": {"num_experts_per_tok": 1},
     "gemma3n_text": {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2},
     "gemma4": GEMMA4,
@@ -110,7 +156,7 @@ MORE: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": MROPE,
     "qwen3_vl": MROPE,
     "qwen3_vl_moe": MROPE,
-}
+}  # fmt: skip
 
 
 def tiny_config(model_type: str, /, **more: Any) -> Any:
@@ -133,6 +179,8 @@ def shrunk(values: dict[str, Any]) -> dict[str, Any]:
             value = SIZES["qk_rope_head_dim"]
         elif name in SIZES and (value is not None or name == "pad_token_id"):
             value = SIZES[name]
+        elif name == "per_layer_config" and isinstance(value, dict):
+            value = {layer: shrunk(part) for layer, part in value.items() if int(layer) < LAYERS}
         elif name.endswith("_config") and isinstance(value, dict):
             value = shrunk(value)
         elif isinstance(value, list) and count and len(value) == count:

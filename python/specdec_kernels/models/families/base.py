@@ -43,7 +43,7 @@ def position_limit(config: Any) -> int | None:
     """Tokens of a text that a model of this config allows; None: its config sets no limit."""
     names = ("max_position_embeddings", "max_seq_len", "max_target_positions")
     limits = (getattr(config, name, None) for name in names)
-    return next((limit for limit in limits if limit), None)
+    return next((limit for limit in limits if limit and limit > 0), None)
 
 
 class Decoder(NamedTuple):
