@@ -197,8 +197,8 @@ scheduler::Submission submission(const char* op, const py::object& prompt, int64
 }
 
 // All arguments of `submit`, in their order.
-using SubmitArguments =
-    std::tuple<py::object, int64_t, py::object, float, int32_t, float, float, int64_t, int64_t, int64_t, int64_t, int64_t, bool>;
+using SubmitArguments = std::tuple<py::object, int64_t, py::object, float, int32_t, float, float, int64_t, int64_t,
+                                   int64_t, int64_t, int64_t, bool>;
 
 std::vector<int64_t> submit_many(PyScheduler& scheduler, const py::sequence& requests) {
   std::vector<scheduler::Submission> submissions;

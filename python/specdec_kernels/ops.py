@@ -1302,8 +1302,8 @@ def mask_stops(
         stops_from: [num_slots] int32, the first position where a stop token may stand; 0 (and below): anywhere.
 
     Raises:
-        ValueError: wrong dtype, shape, device or stride; nodes (all rows where they are packed) times stop tokens beyond
-            int32.
+        ValueError: wrong dtype, shape, device or stride; nodes (all rows where they are packed) times stop tokens
+            beyond int32.
     """
     _C.mask_stops(stream, logits, positions, stop_tokens, stops_from, slots, cu_seqlens_q)
 
