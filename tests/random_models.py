@@ -18,6 +18,10 @@ GRANITE = {
 
 # Of which layers have experts, and how many.
 EXPERTS: dict[str, dict[str, Any]] = {
+    "afmoe": WINDOWS | {
+        "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "num_shared_experts": 1,
+        "num_dense_layers": 1, "route_scale": 1.5, "mup_enabled": True, "head_dim": 80,
+    },
     "dots1": WINDOWS | {
         "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 64,
         "n_shared_experts": 2, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "norm_topk_prob": True,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -72,6 +72,7 @@ class Attention:
     sinks: Tensor | None = None  # [heads], a score of each head beside those of its rows, which brings no value
     # What rotated queries are multiplied by, in their dtype: [num_positions, head_dim], or 1 for either.
     q_factors: Tensor | None = None
+    gate: Product | None = None  # [heads * head_dim, in], of which the sigmoids multiply what heads attend to
     kv: LayerKv = field(init=False)
 
     @property
@@ -108,7 +109,8 @@ class Attention:
         """What x [T, in] attends to [T, heads * head_dim], before the product `out`."""
         q = self.write_kv(x, positions, rows)
         out = attended(q, self.kv, rows, scale=self.scale, window=self.window, soft_cap=self.soft_cap, sinks=self.sinks)
-        return out.flatten(-2).flatten(0, -2)
+        out = out.flatten(-2).flatten(0, -2)
+        return out if self.gate is None else out * self.gate(x).sigmoid()
 
 
 def attended(
@@ -272,30 +274,48 @@ class Heads:
     def _are_moved(self) -> bool:
         return self._order != list(range(self.size))
 
-    def qkv(self, kv_heads: int, *linears: Any, normed: Callable[[Projection], Projection] | None = None) -> Projection:
-        """The product of queries, keys and values, from one module for each or one of all. `normed` makes another of
-        one whose heads stand as the model has them."""
+    def qkv(
+        self,
+        kv_heads: int,
+        *linears: Any,
+        by_head: bool = False,
+        normed: Callable[[Projection], Projection] | None = None,
+    ) -> Projection:
+        """The product of queries, keys and values, from one module for each or one of all, in which those of a head may
+        stand side by side: `by_head`. `normed` makes another of one whose heads stand as the model has them."""
         heads = sum(linear.out_features for linear in linears) // self.dim
-        places = self._places([self._order] * (heads - kv_heads) + [self._as_they_are] * kv_heads)
+        sources = [3 * head + part for part in range(3) for head in range(kv_heads)] if by_head else range(heads)
+        places = self._places([self._order] * (heads - kv_heads) + [self._as_they_are] * kv_heads, sources)
         quantised = any(isinstance(linear, QuantisedLinear) for linear in linears)
-        if self._are_moved and normed is None and not quantised:
+        are_moved = places != list(range(heads * self.dim))
+        if are_moved and normed is None and not quantised:
             return joined(*linears).rows(places)
         whole: Projection = merged(*linears)
         whole = whole if normed is None else normed(whole)
-        if not self._are_moved:
+        if not are_moved:
             return whole
         return Reordered(whole, torch.tensor(places, device=self.rotations.device))
 
     def out(self, linear: Any) -> Product:
         """The product behind attention."""
+        product, places = self._filled(linear, linear.in_features)
+        return product if places is None else product.columns(places)
+
+    def gate(self, linear: Any) -> Product:
+        """The product of gates of what heads attend to."""
+        product, places = self._filled(linear, linear.out_features)
+        return product if places is None else product.rows(places)
+
+    def _filled(self, linear: Any, numbers: int) -> tuple[Product, list[int] | None]:
+        """A module's product, and where these numbers of value heads stand; None: where they are."""
         product = product_of(linear)
         if self.size == self.dim:
-            return product
+            return product, None
         if not isinstance(product.weight, Tensor):
             raise ValueError(
                 f"model: head_dim is {self.dim} beside quantised projections, expected one of {HEAD_DIMS} there"
             )
-        return product.columns(self._places([self._as_they_are] * (product.weight.shape[1] // self.dim)))
+        return product, self._places([self._as_they_are] * (numbers // self.dim))
 
     def norm(self, norm: Norm) -> Norm:
         """A root mean square norm of each query or key head, or of all of them together. Zeros count among the numbers
@@ -311,9 +331,11 @@ class Heads:
         """What belongs to the numbers [dim] of each query and key head, where these stand [size]; 0 where none does."""
         return moved(numbers, self._order)
 
-    def _places(self, orders: list[list[int]]) -> list[int]:
-        """Those of heads side by side: which number of the model stands at each."""
-        return [-1 if at < 0 else head * self.dim + at for head, order in enumerate(orders) for at in order]
+    def _places(self, orders: list[list[int]], sources: Sequence[int] | None = None) -> list[int]:
+        """Those of heads side by side, as the model has them or each of another of its heads: which number of the model
+        stands at each."""
+        heads = zip(range(len(orders)) if sources is None else sources, orders, strict=True)
+        return [-1 if at < 0 else head * self.dim + at for head, order in heads for at in order]
 
 
 def pool_dim(head_dim: int) -> int:

@@ -37,8 +37,8 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 PARTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
 ROUNDED = "specdec_activations"  # of a module of experts: how the rows that enter its products are rounded
 ROUNDING = (  # types whose families do it
-    "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe", "hunyuan_v1_moe", "mixtral", "olmoe", "qwen2_moe",
-    "qwen3_moe", "qwen3_vl_moe_text",
+    "afmoe", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe", "hunyuan_v1_moe", "mixtral", "olmoe",
+    "qwen2_moe", "qwen3_moe", "qwen3_vl_moe_text",
 )  # fmt: skip
 METHOD = "specdec_kernels"  # under which transformers knows how quantised weights are read
 

@@ -1,6 +1,7 @@
 """One small file for each family of models: how the modules that transformers loads become the parts of a decoder."""
 
 from ..attention import HEAD_DIMS
+from .afmoe import Afmoe
 from .apertus import Apertus
 from .arcee import Arcee, Jais2, Nemotron
 from .base import (
@@ -25,6 +26,7 @@ from .gemma2 import Gemma2, VaultGemma
 from .gemma3 import Gemma3
 from .glm import Glm, Glm4
 from .glm4_moe import Glm4Moe, SolarOpen
+from .gpt_neox import GptNeoX
 from .gpt_oss import GptOss
 from .granite import Granite, HyperClovaX
 from .granite_moe import GraniteMoe, GraniteMoeShared
@@ -51,6 +53,7 @@ from .starcoder2 import Starcoder2
 
 __all__ = [
     "HEAD_DIMS",
+    "Afmoe",
     "Apertus",
     "Arcee",
     "Cohere",
@@ -70,6 +73,7 @@ __all__ = [
     "Glm",
     "Glm4",
     "Glm4Moe",
+    "GptNeoX",
     "GptOss",
     "Granite",
     "GraniteMoe",

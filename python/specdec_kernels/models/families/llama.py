@@ -38,7 +38,7 @@ class Llama(Family):
         heads = {kind: self.heads(body.rotary_emb, kind, max_len, device) for kind in dict.fromkeys(kinds)}
         layers = zip(body.layers, kinds, strict=True)
         return Decoder(
-            embedding=self.embedding(body.embed_tokens),
+            embedding=self.embedding(body.get_input_embeddings()),
             layers=[self.layer(index, module, heads[kind]) for index, (module, kind) in enumerate(layers)],
             norm=self.norm(getattr(body, self.last_norm_name)),
             head=head,
