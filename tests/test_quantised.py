@@ -273,7 +273,8 @@ def test_products_with_rounded_activations(name: str, tmp_path: Path, device: to
 
 @pytest.mark.parametrize("model_type", ROUNDING)
 def test_families_round_what_enters_their_experts(model_type: str, tmp_path: Path) -> None:
-    folder, _ = write_model(tmp_path, "fp8 rows", model_type, num_hidden_layers=2, hidden_size=256, layer_types=None)
+    sizes = {"num_hidden_layers": 2, "hidden_size": 256, "head_dim": 64, "layer_types": None}
+    folder, _ = write_model(tmp_path, "fp8 rows", model_type, **sizes)
     parts = [layer.feed_forward for layer in engine_of(folder, device="cpu").target.decoder.layers]
     assert {part.experts.activations for part in parts if isinstance(part, ExpertFeedForward)} == {"token"}
 
