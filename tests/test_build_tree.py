@@ -61,7 +61,8 @@ def check(
     root_tokens, seq_lens = slot_state(num_slots)
     status = torch.full((num_slots,), 16, dtype=torch.int32)
     want_status = status.clone()
-    want = reference.build_tree(candidates, root_tokens, seq_lens, nodes, slots, order, want_status)
+    want_scores, scores = (torch.full((batch, nodes), torch.nan, device=where) for where in ("cpu", device))
+    want = reference.build_tree(candidates, root_tokens, seq_lens, nodes, slots, order, want_status, want_scores)
     status = status.to(device)
     got = sd.build_tree(
         sd.Candidates(*(t.to(device) for t in candidates)),
@@ -72,8 +73,10 @@ def check(
         order=order,
         status=status,
         out=poisoned_tree(batch, nodes, device),
+        out_scores=scores,
     )
     assert_same_tree(got, want)
+    assert torch.equal(scores.cpu(), want_scores)
     assert torch.equal(status.cpu(), want_status)
     got = sd.Tree(*(t.cpu() for t in got))
     if slots is None:

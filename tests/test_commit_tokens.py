@@ -248,8 +248,9 @@ def test_a_new_state_runs_greedily(device: torch.device) -> None:
         state.seeds.dtype == torch.int64
         and state.top_p.tolist() == [1.0] * 3
         and state.num_logprobs.tolist() == [-1] * 3
+        and state.max_nodes.tolist() == [256] * 3
     )
-    others = set(sd.SlotState._fields) - {"stop_tokens", "max_seq_lens", "top_p", "num_logprobs"}
+    others = set(sd.SlotState._fields) - {"stop_tokens", "max_seq_lens", "top_p", "num_logprobs", "max_nodes"}
     assert not any(getattr(state, name).any() for name in others)
     assert {tensor.device for tensor in state} == {state.seq_lens.device} and state.seq_lens.device.type == device.type
 

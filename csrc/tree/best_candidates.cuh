@@ -129,6 +129,7 @@ class BestCandidates {
   }
 
   __device__ int count() const { return count_; }
+  __device__ int32_t number(int place) const { return s_.best_numbers[place]; }
   __device__ int32_t token(int place) const { return s_.best_tokens[place]; }
   __device__ int32_t parent(int place) const { return s_.best_parents[place]; }
 

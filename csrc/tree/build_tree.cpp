@@ -11,7 +11,7 @@ void build_tree(CallStream stream, const TensorView& cand_tokens, const TensorVi
                 int64_t num_draft_tokens, const OptTensor& slots, const std::string& order, const OptTensor& status,
                 const TensorView& out_tokens, const TensorView& out_parents, const TensorView& out_positions,
                 const TensorView& out_first_child, const TensorView& out_next_sibling, const TensorView& out_mask,
-                const TensorView& out_num_nodes) {
+                const TensorView& out_num_nodes, const OptTensor& out_scores) {
   Check check("build_tree");
   Dim B{"batch"}, C{"candidates"}, S{"num_slots"}, N{"num_draft_tokens", num_draft_tokens};
   check.tensor("candidates.tokens", cand_tokens, {B, C}, kInt32);
@@ -26,6 +26,7 @@ void build_tree(CallStream stream, const TensorView& cand_tokens, const TensorVi
   check.output("status", status, {S}, kInt32);
   const TreeOut out = check_tree_out(check, kOutTree, B, N, out_tokens, out_parents, out_positions, out_first_child,
                                      out_next_sibling, out_mask, out_num_nodes);
+  check.output("out_scores", out_scores, {B, N}, kFloat32);
   if (B == 0) return;
 
   const BuildTreeParams params{
@@ -38,6 +39,7 @@ void build_tree(CallStream stream, const TensorView& cand_tokens, const TensorVi
       .given_order = order == "given",
       .status = data_or_null<int32_t>(status),
       .out = out,
+      .out_scores = data_or_null<float>(out_scores),
       .batch = B,
       .num_slots = S,
       .candidates = C,
@@ -84,6 +86,8 @@ void build_tree_cpu(const BuildTreeParams& p) {
       parents[i] = parent_node(row, best.numbers(), i);
     }
     write_row(p.out, b, tree);
+    for (int32_t i = 0; i < nodes && p.out_scores; ++i)
+      p.out_scores[b * nodes + i] = i == 0 ? 0.0f : i < tree.count ? row.scores[best.numbers()[i - 1]] : -INFINITY;
   }
 }
 

@@ -103,6 +103,8 @@ __global__ void __launch_bounds__(Best::kThreads) build_tree_kernel(BuildTreePar
     const int32_t candidate = best.parent(i - 1);
     parent = candidate < 0 ? 0 : 1 + best.place_of(candidate);
   }
+  if (p.out_scores && i < p.out.nodes)
+    p.out_scores[b * p.out.nodes + i] = i == 0 ? 0.0f : i < head.count ? row.scores[best.number(i - 1)] : -INFINITY;
   write_nodes(p.out, b, head, token, parent, nodes);
 }
 

@@ -20,6 +20,7 @@ struct BuildTreeParams {
   bool given_order;             // candidate order rather than best first
   int32_t* status;              // [num_slots] or null
   TreeOut out;
+  float* out_scores;  // [batch, nodes] or null
   int64_t batch, num_slots, candidates;
 };
 
@@ -66,7 +67,7 @@ void build_tree(CallStream stream, const TensorView& cand_tokens, const TensorVi
                 int64_t num_draft_tokens, const OptTensor& slots, const std::string& order, const OptTensor& status,
                 const TensorView& out_tokens, const TensorView& out_parents, const TensorView& out_positions,
                 const TensorView& out_first_child, const TensorView& out_next_sibling, const TensorView& out_mask,
-                const TensorView& out_num_nodes);
+                const TensorView& out_num_nodes, const OptTensor& out_scores);
 
 void build_tree_cpu(const BuildTreeParams& p);
 void build_tree_cuda(const BuildTreeParams& p, Stream stream);

@@ -109,6 +109,7 @@ def build_tree(
     out_next_sibling: Tensor,
     out_mask: Tensor,
     out_num_nodes: Tensor,
+    out_scores: Tensor | None,
 ) -> None: ...
 def build_tree_from_parents(
     stream: int | None,

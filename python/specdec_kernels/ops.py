@@ -434,6 +434,7 @@ def build_tree(
     order: Literal["score", "given"] = "score",
     status: Tensor | None = None,
     out: Tree | None = None,
+    out_scores: Tensor | None = None,
     stream: int | None = None,
 ) -> Tree:
     """Choose the best candidates of a draft and emit them as a tree, in one launch.
@@ -453,6 +454,8 @@ def build_tree(
         slots: [B] int32.
         order: "score" or "given".
         status: [num_slots] int32, sticky bits.
+        out_scores: [B, N] float32, written if it is given: the score of each node, 0 for the root, -inf where there is
+            none.
 
     Returns:
         Tree; every element of it is written.
@@ -466,7 +469,7 @@ def build_tree(
         out = tree_outputs("build_tree", "candidates.tokens", candidates.tokens, num_draft_tokens)
     elif not isinstance(out, Tree):
         raise wrong_type("build_tree", "out", out, Tree)
-    _C.build_tree(stream, *candidates, root_tokens, seq_lens, num_draft_tokens, slots, order, status, *out)
+    _C.build_tree(stream, *candidates, root_tokens, seq_lens, num_draft_tokens, slots, order, status, *out, out_scores)
     return out
 
 

@@ -23,8 +23,11 @@ def build_tree(
     slots: Tensor | None = None,
     order: str = "score",
     status: Tensor | None = None,
+    out_scores: Tensor | None = None,
 ) -> Tree:
     """Grows the whole tree in order, then cuts it to N nodes. `status` is updated in place."""
+    if out_scores is not None:
+        out_scores.fill_(-torch.inf)[:, 0] = 0
     rows = []
     for b, slot in enumerate(slot_list(slots, len(seq_lens), len(candidates.tokens))):
         if slot < 0:
@@ -41,6 +44,8 @@ def build_tree(
                 node_of[c] = len(node_parents)
                 node_parents.append(node_of[parents[c]])
                 node_tokens.append(tokens[c])
+                if out_scores is not None and node_of[c] < num_draft_tokens:
+                    out_scores[b, node_of[c]] = scores[c]
             elif status is not None:
                 status[slot] |= BAD_TREE
         kept = min(num_draft_tokens, len(node_parents))

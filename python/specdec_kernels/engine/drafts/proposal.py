@@ -65,9 +65,14 @@ def scored_tree_of(drafts: Candidates | ScoredTree, slots: Tensor, num_nodes: in
     """The trees of `num_nodes` nodes behind the roots of slots [B], with the scores of their nodes."""
     if isinstance(drafts, ScoredTree):
         return drafts
-    count = min(num_nodes - 1, drafts.scores.shape[1])
-    scores = drafts.scores.new_full((len(slots), num_nodes), -torch.inf)
-    scores[:, 0] = 0
-    scores[:, 1 : count + 1] = drafts.scores.topk(count).values  # nodes stand best first
-    tree = build_tree(drafts, state.root_tokens, state.seq_lens, num_nodes, slots=slots, status=state.status)
+    scores = drafts.scores.new_empty(len(slots), num_nodes)
+    tree = build_tree(
+        drafts,
+        state.root_tokens,
+        state.seq_lens,
+        num_nodes,
+        slots=slots,
+        status=state.status,
+        out_scores=scores,
+    )
     return ScoredTree(tree, scores)
