@@ -1,4 +1,4 @@
-"""Every causal language model type of transformers, as a tiny random checkpoint: it works, or it is refused by name.
+"""Every model type of transformers that goes on with a text, as a tiny random checkpoint: it works, or it is refused by name.
 
 Whatever opens is compared: its greedy text in float32, plain and speculative, with that of transformers' own `generate`.
 docs/models.md is what comes out, for one version of transformers; `python tests/test_every_model.py` writes it.
@@ -18,18 +18,19 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from specdec_kernels.engine import Engine, Ngram, SamplingParams, Standalone
 from specdec_kernels.models.families import known_families
-from specdec_kernels.models.loading import text_config
+from specdec_kernels.models.loading import PLAIN_OF_TEXT, text_config
 from tiny_models import NATIVE, NO_SMALL, tiny_config, tiny_model
 
-MODEL_TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+MODEL_TYPES = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *PLAIN_OF_TEXT})
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 LENGTH = 14  # tokens of a text, behind a prompt that is longer than windows and chunks
 
 HEAD = """# Models
 
-Every model type that transformers {version} makes a causal language model of, tried as a tiny random checkpoint in
-float32: what opens gives the text of transformers' own `generate`, plain, with trees of the n-gram index and with a
-standalone draft of its own type. *Native*: our layers run it. *Transformers*: its own modules run it, with our paged
+Every model type that transformers {version} makes a causal language model of, and those for images and text whose text part
+our layers run, which are given text alone: each tried as a tiny random checkpoint in float32. What opens gives the text
+of transformers' own `generate`, plain, with trees of the n-gram index and with a standalone draft of its own type.
+*Native*: our layers run it. *Transformers*: its own modules run it, with our paged
 tree attention behind transformers' attention interface. `Engine(implementation="auto")` takes the first where there is
 one. This page is written by `python tests/test_every_model.py`, and the test holds it to what it finds.
 

@@ -16,14 +16,13 @@ from specdec_kernels.models.attention import Rows
 from specdec_kernels.models.causal_lm import CausalLM
 from specdec_kernels.models.language_model import implementation_of
 from specdec_kernels.models.loading import PLAIN_OF_TEXT, config_of
-from tiny_models import VOCAB, tiny_model
+from tiny_models import PREFIXES, VOCAB, published, tiny_model
 
 GEMMA3 = {
     "query_pre_attn_scalar": 20, "final_logit_softcapping": 2.0, "sliding_window": 7, "num_hidden_layers": 2,
     "layer_types": ["sliding_attention", "full_attention"],
 }  # fmt: skip
 COHERE2 = {"logit_scale": 0.3, "sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"] * 2}
-MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5]}
 
 GROWING = {
     "rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 16,
@@ -34,10 +33,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "aya_vision": COHERE2,
     "cohere2_vision": COHERE2,
     "gemma3": GEMMA3,
-    "qwen2_vl": {"rope_parameters": MROPE},
-    "qwen2_5_vl": {"rope_parameters": MROPE, "use_sliding_window": True, "max_window_layers": 1, "layer_types": None},
-    "qwen3_vl": {"rope_parameters": MROPE},
-    "qwen3_vl_moe": {"rope_parameters": MROPE, "mlp_only_layers": [1]},
+    "qwen2_5_vl": {"use_sliding_window": True, "max_window_layers": 1, "layer_types": None},
+    "qwen3_vl_moe": {"mlp_only_layers": [1]},
 }
 # Language models that others than the common one stand in for.
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -84,32 +81,12 @@ def own_text(model: Any, prompt: list[int], count: int) -> list[int]:
     return out[len(prompt) :]
 
 
-# Where published checkpoints have what transformers calls `model.language_model.`; idefics3's have its own names.
-PREFIXES = {
-    "gemma3": "language_model.model.",
-    "mistral3": "language_model.model.",
-    "llava": "language_model.model.",
-    "qwen2_vl": "model.",
-    "qwen2_5_vl": "model.",
-    "qwen3_vl": "model.language_model.",
-    "internvl": "language_model.model.",
-}
-
-
 @pytest.mark.parametrize("case", PREFIXES)
 def test_checkpoints_load_under_the_names_that_they_have(case: str, tmp_path: Path, device: torch.device) -> None:
     module = tiny(case)
     module.save_pretrained(tmp_path)
-    prefix = PREFIXES[case]
-    tensors = {}
-    for name, tensor in module.state_dict().items():
-        if prefix == "language_model.model.":
-            name = name.removeprefix("model.")
-            name = name.replace("language_model.", prefix)
-            name = name.replace("lm_head.", "language_model.lm_head.")
-        elif prefix == "model.":
-            name = name.replace("model.visual.", "visual.").replace("model.language_model.", prefix)
-        tensors[name] = tensor.clone()
+    tensors = {published(name, case): tensor.clone() for name, tensor in module.state_dict().items()}
+    assert any(name.startswith(PREFIXES[case]) for name in tensors)
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     prompt = torch.randint(5, VOCAB - 5, (19,)).tolist()
     want = own_text(module, prompt, 10)

@@ -35,6 +35,7 @@ from specdec_kernels.models.quantised import (
     scaled_by_rows,
 )
 from tiny import Comparison, greedy_by_transformers
+from tiny_models import NATIVE, published, tiny_model
 
 FP8 = torch.float8_e4m3fn
 Tensors = dict[str, Tensor]
@@ -240,6 +241,38 @@ def test_greedy_text_is_that_of_the_dequantised_model(
     for prompt, output, want in zip(prompts, outputs, greedy_by_transformers(reference, prompts, 20), strict=True):
         comparison.check(prompt, output.tokens, want)
     assert len(comparison.near_ties) <= 1
+
+
+@pytest.mark.parametrize(
+    ("name", "model_type"),
+    [("awq", "qwen2_5_vl"), ("gptq", "llava"), ("packed", "mistral3"), ("fp8 weights alone", "gemma3")],
+)
+def test_language_models_beside_other_senses(name: str, model_type: str, tmp_path: Path, device: torch.device) -> None:
+    """Quantised tensors have the names that published checkpoints have, which are not the model's own."""
+    module = tiny_model(model_type, **NATIVE)
+    module.save_pretrained(tmp_path)
+    config, write = FORMATS[name]
+    tensors, state = {}, module.state_dict()
+    for key, tensor in state.items():
+        known = published(key, model_type)
+        tensors[known] = tensor.clone()
+        if re.search(r"language_model\..*_proj\.weight$", key):
+            written = write(tensors.pop(known))
+            tensors |= {known.removesuffix("weight") + part: t.contiguous() for part, t in written.tensors.items()}
+            state[key] = written.means
+    module.load_state_dict(state)
+    text = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(text | {"quantization_config": config}))
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    prompts = [torch.randint(5, 150, (length,)).tolist() for length in (5, 19)]
+    with engine_of(tmp_path, Ngram(num_nodes=9), device=device) as engine:
+        assert engine.config.implementation == "native"
+        assert isinstance(engine.target.model.get_decoder().layers[0].self_attn.q_proj, QuantisedLinear)
+        outputs = engine.generate(prompts, SamplingParams(12, ignore_eos=True))
+    comparison = Comparison(module)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        (want,) = greedy_by_transformers(module, [prompt], 12, eos_token_id=None)
+        comparison.check(prompt, output.tokens, want)
 
 
 def by_definition(x: Tensor, means: Tensor, kind: str) -> Tensor:

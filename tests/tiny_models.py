@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -93,7 +94,7 @@ GEMMA4 = {
     "hidden_size_per_layer_input": 16,
 }
 
-# Which pairs of a head rotate by each of the three positions of a token.
+# Which pairs of a head rotate by each of the three positions of a token, for heads of any size.
 MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
 ANGLES = {"rope_type": "default", "rope_theta": 1e4}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16}
@@ -165,6 +166,10 @@ def tiny_config(model_type: str, /, **more: Any) -> Any:
     changes = MORE.get(model_type, {}) | more
     part = values["text_config"] if isinstance(values.get("text_config"), dict) else values
     part.update(changes)
+    if "mrope_section" in (part.get("rope_parameters") or {}):
+        pairs = part.get("head_dim", part["hidden_size"] // part["num_attention_heads"]) // 2
+        sections = [pairs // 4, pairs * 3 // 8, pairs * 3 // 8]
+        part["rope_parameters"] = part["rope_parameters"] | {"mrope_section": sections}
     return AutoConfig.for_model(model_type, **{key: value for key, value in values.items() if key != "model_type"})
 
 
@@ -213,6 +218,29 @@ def tiny_model(model_type: str, /, seed: int = 0, **more: Any) -> Any:
     model = kind.from_config(config, dtype=torch.float32)
     randomise(model, seed)
     return model.eval().requires_grad_(False)
+
+
+# Where published checkpoints have what transformers calls `model.language_model.`
+PREFIXES = {
+    "gemma3": "language_model.model.",
+    "mistral3": "language_model.model.",
+    "llava": "language_model.model.",
+    "qwen2_vl": "model.",
+    "qwen2_5_vl": "model.",
+    "qwen3_vl": "model.language_model.",
+    "internvl": "language_model.model.",
+}
+
+
+def published(name: str, model_type: str) -> str:
+    """What a published checkpoint of one of PREFIXES calls the tensor that transformers calls so."""
+    prefix = PREFIXES[model_type]
+    if prefix == "language_model.model.":
+        name = name.removeprefix("model.").replace("lm_head.", "language_model.lm_head.")
+        return re.sub(r"^language_model\.(?!lm_head)", prefix, name)
+    if prefix == "model.":
+        return name.replace("model.visual.", "visual.").replace("model.language_model.", prefix)
+    return name
 
 
 # Of native families: heads as our kernels have them.

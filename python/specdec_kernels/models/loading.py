@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,8 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quantizer
 from transformers.quantizers.base import HfQuantizer
@@ -204,8 +207,9 @@ def from_folder(source: str | Path, dtype: torch.dtype, name: str) -> Any:
         )
     values, _ = PretrainedConfig.get_config_dict(str(source))
     scheme, widened = scheme_in(values, f"{name}: {source}"), is_widened(values) and values["quantization_config"]
-    for key in ("quantization_config", "compression_config"):
-        vars(config).pop(key, None)  # transformers would load the packages that have quantised the weights
+    for part in (config, config.get_text_config(decoder=True)):
+        for key in ("quantization_config", "compression_config"):
+            vars(part).pop(key, None)  # transformers would load the packages that have quantised the weights
     own: dict[str, Any] = {}
     if widened:
         config.quantization_config, own = widened, {"quantization_config": Mxfp4Config(dequantize=True)}
@@ -215,7 +219,7 @@ def from_folder(source: str | Path, dtype: torch.dtype, name: str) -> Any:
         names = set(tensor_names(folder))
         products = scheme.products(names)
         theirs = {tensor for path in products for tensor in scheme.of_product(path)} & names
-        own = {"quantization_config": Replaced(products, known_as(theirs))}
+        own = {"quantization_config": Replaced(products, theirs)}
     loaded: Any = kind.from_pretrained(
         str(source),
         config=config,
@@ -226,14 +230,13 @@ def from_folder(source: str | Path, dtype: torch.dtype, name: str) -> Any:
         **own,
     )
     model, info = loaded
+    known = known_as(theirs, model)
     if scheme is not None:
         filled = fill(model, folder, scheme, products, theirs, f"{name}: {source}")
     faults = []
     if missing := sorted(set(info["missing_keys"]) - filled):
         faults.append(f"lacks {some(missing)}")
-    if unknown := sorted(
-        k for k in set(info["unexpected_keys"]) - known_as(theirs) - filled if not SCALE_NAME.fullmatch(k)
-    ):
+    if unknown := sorted(k for k in set(info["unexpected_keys"]) - known - filled if not SCALE_NAME.fullmatch(k)):
         faults.append(f"has {some(unknown)}, unknown to {type(model).__name__}")
     for tensor, got, expected in sorted(info["mismatched_keys"])[:1]:
         faults.append(f"has {tensor} of shape {list(got)}, expected {list(expected)}")
@@ -242,16 +245,18 @@ def from_folder(source: str | Path, dtype: torch.dtype, name: str) -> Any:
     return model
 
 
-def renamed(tensor: str) -> str:
-    """What transformers calls what a checkpoint of Mixtral calls otherwise."""
-    return tensor.replace(".block_sparse_moe.", ".mlp.")
+def own_names(tensors: Iterable[str], model: Any) -> dict[str, str]:
+    """What the model calls the tensors that a checkpoint calls so. Experts stand one by one in both."""
+    renamings = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
+    return {tensor: rename_source_key(tensor, renamings, [])[0] for tensor in tensors}
 
 
-def known_as(tensors: set[str]) -> set[str]:
-    """All names under which transformers may report these tensors: its own of Mixtral's, and of an expert's scales one
-    that the parameter of all experts has."""
-    names = tensors | set(map(renamed, tensors))
-    for name in map(renamed, tensors):
+def known_as(tensors: set[str], model: Any) -> set[str]:
+    """All names under which transformers may report these tensors: the model's own, and of an expert's scales one that
+    the parameter of all experts has."""
+    own = set(own_names(tensors, model).values())
+    names = tensors | own
+    for name in own:
         match = re.fullmatch(r"(.*\.experts)\.\d+\.(\w+)\.weight(_\w+)", name)
         if match is not None and match[2] in PARTS:
             names.add(f"{match[1]}.{'down_proj' if PARTS[match[2]] == 'down' else 'gate_up_proj'}{match[3]}")
@@ -274,7 +279,7 @@ class Replacement(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: Any, **_options: Any) -> None:
         config: Any = self.quantization_config
-        for path in config.products:
+        for path in own_names(config.products, model).values():
             parent, _, leaf = path.rpartition(".")
             try:
                 linear = model.get_submodule(path)
@@ -285,7 +290,7 @@ class Replacement(HfQuantizer):
         # Not one by one reported as unknown.
         model._keys_to_ignore_on_load_unexpected = {
             *(model._keys_to_ignore_on_load_unexpected or ()),
-            *(f"^{re.escape(name)}$" for name in config.tensors),
+            *(f"^{re.escape(name)}$" for name in known_as(config.tensors, model)),
         }
 
     def is_serializable(self) -> bool:
@@ -318,13 +323,14 @@ def fill(model: Any, folder: Path, scheme: Scheme, products: set[str], tensors: 
     # Early GPTQ wrote a bias of zeros for products that have none.
     of_products = pattern_of(f"{path}.bias" for path in products)
     biases = {name for name, bias in load_tensors(folder, of_products).items() if not bias.any()}
+    own = own_names({*products, *biases}, model)
     for path in sorted(products):
         of_path = {name: loaded.get(f"{path}.{name}") for name in scheme.tensors | scheme.optional}
         given = {name: tensor for name, tensor in of_path.items() if tensor is not None}
-        linear, expert = modules.get(path), expert_of(path, modules)
+        linear, expert = modules.get(own[path]), expert_of(own[path], modules)
         if not isinstance(linear, QuantisedLinear) and expert is None:
             raise ValueError(f"{what} has a quantised {path}, expected quantised projections and experts alone")
-        if path == head:
+        if own[path] == head:
             raise ValueError(f"{what} has a quantised {path}, expected one of float32, float16 or bfloat16")
         if missing := sorted(scheme.tensors - given.keys()):
             raise ValueError(f"{what} lacks {path}.{missing[0]}, expected every tensor of the model and no other")
@@ -342,7 +348,7 @@ def fill(model: Any, folder: Path, scheme: Scheme, products: set[str], tensors: 
         if isinstance(linear, QuantisedLinear):
             linear.store(weight)
             if linear.bias is None and f"{path}.bias" in biases:
-                filled.add(f"{path}.bias")
+                filled |= {f"{path}.bias", own[f"{path}.bias"]}
         else:
             assert expert is not None
             widen(expert, weight, text_config(model.config).model_type, f"{what} has a quantised {path}")
@@ -361,8 +367,8 @@ class Expert(NamedTuple):
 
 
 def expert_of(path: str, modules: dict[str, Any]) -> Expert | None:
-    """The expert's product that a checkpoint has under this path, if it is one: of modules with [experts, out, in]."""
-    match = re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)", renamed(path))
+    """The expert's product that this path names, if it is one: of modules with [experts, out, in]."""
+    match = re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)", path)
     if match is None or match[1] not in modules or match[3] not in PARTS:
         return None
     module, part = modules[match[1]], PARTS[match[3]]
