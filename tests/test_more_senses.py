@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from specdec_kernels import hf
 from specdec_kernels.engine import Engine, Ngram, SamplingParams, Standalone
 from specdec_kernels.models.attention import Rows
 from specdec_kernels.models.causal_lm import CausalLM
@@ -74,9 +75,14 @@ def test_logits_are_those_of_the_module(case: str, device: torch.device) -> None
         torch.testing.assert_close(logits, want, rtol=0, atol=1e-4 * float(want.abs().max()))
 
 
-def own_text(model: Any, prompt: list[int], count: int) -> list[int]:
-    text = torch.tensor([prompt])
-    options = {"max_new_tokens": count, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+def own_text(model: Any, prompt: list[int], count: int, **more: Any) -> list[int]:
+    text = torch.tensor([prompt], device=model.device)
+    options: dict[str, Any] = {
+        "max_new_tokens": count,
+        "do_sample": False,
+        "pad_token_id": 0,
+        "eos_token_id": None,
+    } | more
     out: list[int] = model.generate(input_ids=text, attention_mask=torch.ones_like(text), **options)[0].tolist()
     return out[len(prompt) :]
 
@@ -102,6 +108,15 @@ def test_checkpoints_load_under_the_names_that_they_have(case: str, tmp_path: Pa
             of_text = {p for part in (module.get_decoder(), module.lm_head) for p in part.parameters()}
             assert numbers == sum(parameter.numel() for parameter in of_text)
     assert output.stats.accept_length > 2
+
+
+@pytest.mark.parametrize("case", ["llava", "qwen2_5_vl"])
+def test_loop_of_transformers(case: str, device: torch.device) -> None:
+    module = tiny(case)
+    prompt = torch.randint(20, VOCAB, (19,)).tolist()
+    want = own_text(module, prompt, 10)
+    assert own_text(module.to(device), prompt, 10, custom_generate=hf.generate) == want
+    hf.release(module)
 
 
 def test_tokens_of_other_senses_are_refused(device: torch.device) -> None:

@@ -208,7 +208,8 @@ def _check_model_kwargs(model_kwargs: dict[str, Any]) -> None:
     if cache is not None and cache.get_seq_length() > 0:
         raise ValueError("hf.generate: past_key_values holds a text already, expected an empty cache or None")
     for name, value in model_kwargs.items():
-        if value is not None and name not in _UNUSED and name != "attention_mask":
+        nothing = value is None or (isinstance(value, dict) and not value)  # no image, say, of a model that takes some
+        if not nothing and name not in _UNUSED and name != "attention_mask":
             raise ValueError(f"hf.generate: {name} is given, expected token ids and an attention mask alone")
 
 
