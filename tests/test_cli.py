@@ -111,7 +111,7 @@ def test_info_of_a_model(capsys: Capture, tmp_path: Path) -> None:
         AutoConfig.for_model(model_type, num_hidden_layers=2).save_pretrained(tmp_path / model_type)
         return str(tmp_path / model_type)
 
-    native, other = of("qwen3"), of("gpt_neox")
+    native, other = of("qwen3"), of("biogpt")
     assert cli.main(["info", native]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(maxsplit=1) for line in lines] == [
@@ -122,7 +122,7 @@ def test_info_of_a_model(capsys: Capture, tmp_path: Path) -> None:
     ]
     assert cli.main(["info", other, "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
-    assert facts["model_type"] == "gpt_neox" and facts["layers"].startswith("by transformers, with our attention")
+    assert facts["model_type"] == "biogpt" and facts["layers"].startswith("by transformers, with our attention")
     assert cli.main(["info", of("mamba")]) == 2
     out, err = capsys.readouterr()
     assert not out and err == "specdec info: model: mamba has no attention in its layers, expected a model that has\n"

@@ -49,10 +49,22 @@ def test_an_unknown_implementation_is_refused() -> None:
     assert str(error.value) == "Engine: implementation is 'magic', expected one of auto, native, transformers"
 
 
-def test_what_has_no_attention_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("model_type", "message"),
+    [
+        ("rwkv", "model: rwkv has no attention in its layers, expected a model that has"),
+        ("blt", "model: blt is made of several models, expected one"),
+        (  # whose config says -1 for no limit of length
+            "xlnet",
+            "model: XLNetLMHeadModel does not use the attention interface, expected a decoder with causal attention "
+            "through transformers' attention interface",
+        ),
+    ],
+)
+def test_what_has_no_attention_of_ours_is_refused(model_type: str, message: str) -> None:
     with pytest.raises(ValueError) as error:
-        Engine(tiny_model("rwkv"), max_len=64, device="cpu")
-    assert str(error.value) == "model: rwkv has no attention in its layers, expected a model that has"
+        Engine(tiny_model(model_type), max_len=64, device="cpu")
+    assert str(error.value) == message
 
 
 class NoStream:
