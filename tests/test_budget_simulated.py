@@ -136,6 +136,35 @@ def test_the_same_rounds_give_the_same_choices() -> None:
     assert Machine(3, us_of).run("chat", 500) == Machine(3, us_of).run("chat", 500)
 
 
+@pytest.mark.parametrize("period", [1, 2, 3])
+def test_batch_sizes_that_take_turns(period: int) -> None:
+    """As rounds tell it: nothing of rungs above the round's or the one's before. A trial goes on in another size."""
+    budget, last = Machine(2, us_of).budget, 0
+
+    def run(kind: str, rounds: int) -> tuple[list[tuple[int, int]], float, float]:
+        nonlocal last
+        chosen, spent, plain = [], 0.0, 0.0
+        for number in range(rounds):
+            size = 2 + number // period % 2
+            batch, rows = BATCHES[size], ROWS[size]
+            rung = budget.next(size, batch, 0)
+            shown = [batch * (1 + gain(kind, r / batch)) for r in rows[: min(rung, last) + 1]]
+            budget.note_time(size, rung, batch, 0, us_of(batch, rows[rung]))
+            budget.note_tokens(size, batch, shown, shown)
+            last = rung
+            chosen.append((size, rung))
+            spent += us_of(batch, rows[rung])
+            plain += us_of(batch, batch)
+        return chosen, spent, plain
+
+    run("wrong", 1500)
+    _, spent, plain = run("wrong", 3000)
+    assert plain < spent < 1.02 * plain
+    run("code", 3000)
+    chosen = run("code", 200)[0]
+    assert chosen.count((2, 4)) + chosen.count((3, 3)) > 180, chosen  # the best of each
+
+
 def test_a_clock_that_stands_still_says_nothing() -> None:
     budget = Machine(3, us_of).budget
     for us in (0.0, -5.0, float("nan")):

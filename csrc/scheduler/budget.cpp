@@ -127,7 +127,14 @@ size_t Budget::next(size_t size, double requests, double kv_rows) {
 
   us_since_trial_ += us[best];
   us_since_look_ += us[best];
-  if (size_of_trial_ != size) rounds_to_try_ = 0;
+  if (rounds_to_try_ > 0 && size_of_trial_ != size) {
+    // The batch has changed amid a trial, whose last round shows nothing unless it follows the one before: it is of
+    // this size, and paid for afterwards.
+    size_of_trial_ = size;
+    trial_ = std::min(trial_, rung_to_try(us, best));
+    if (trial_ > best)
+      us_since_trial_ -= std::max(us[trial_] / kTrialShare, (us[trial_] - 1 / rate(best)) / kLostShare);
+  }
   if (rounds_to_try_ == 0) {
     if (const auto rung = rung_to_look_at(size, best, us, gains)) {
       const double lost = us[*rung] - gains[*rung] / rate(best);
