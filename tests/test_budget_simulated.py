@@ -148,7 +148,7 @@ def test_batch_sizes_that_take_turns(period: int) -> None:
             size = 2 + number // period % 2
             batch, rows = BATCHES[size], ROWS[size]
             rung = budget.next(size, batch, 0)
-            shown = [batch * (1 + gain(kind, r / batch)) for r in rows[: min(rung, last) + 1]]
+            shown = [batch * gain(kind, r / batch) for r in rows[: min(rung, last) + 1]]
             budget.note_time(size, rung, batch, 0, us_of(batch, rows[rung]))
             budget.note_tokens(size, batch, shown, shown)
             last = rung
