@@ -69,9 +69,15 @@ class Round:
         self.target, self.draft, self.state, self.rings = target, draft, state, rings
         self.reserve, self.accept_width = reserve, accept_width
         self.nodes = tuple(nodes)  # of the rungs, rising: what a request has in the mean
-        self._nodes = torch.tensor(self.nodes, dtype=torch.int32, device=state.seq_lens.device)
-        # What a request may have under each rung; None: there is nothing to choose.
-        self._rung_limits = (1 if draft.sampled else MOST_SHARE) * self._nodes if len(self.nodes) > 1 else None
+        # Of the rungs, the rows of a round of each batch size [max_batch + 1, R], and what a request may have at most
+        # [R]; None: there is nothing to choose.
+        self._rungs: Tensor | None = None
+        self._rung_limits: Tensor | None = None
+        if len(self.nodes) > 1:
+            rungs = torch.tensor(self.nodes, dtype=torch.int32, device=state.seq_lens.device)
+            batches = torch.arange(len(rings.slots) + 1, dtype=torch.int32, device=rungs.device)
+            self._rungs = batches[:, None] * rungs
+            self._rung_limits = (1 if draft.sampled else MOST_SHARE) * rungs
         self._no_rows = torch.zeros_like(state.seq_lens)
 
     @torch.inference_mode()
@@ -157,7 +163,7 @@ class Round:
             max_nodes=state.max_nodes,
             finish_reasons=state.finish_reasons,
             status=state.status,
-            rungs=None if self._rung_limits is None else self._nodes * batch,
+            rungs=None if self._rungs is None else self._rungs[batch],
             rung_limits=self._rung_limits,
         )
 
