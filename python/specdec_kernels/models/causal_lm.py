@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,14 +12,9 @@ from transformers import PretrainedConfig
 
 from .attention import Rows
 from .families import Decoder, family_of, position_limit
-from .kv_pools import KvPools, KvScales
-from .kv_scales import checkpoint_scales, measured_scale
+from .held_model import HeldModel
+from .kv_pools import KvPools
 from .loading import config_of, drop_other_senses, load_causal_lm, place
-
-if TYPE_CHECKING:
-    from .language_model import LanguageModel
-
-MEASURED_ROWS = 256  # from which the scales of 8-bit KV are measured
 
 
 def check_supported(config: PretrainedConfig, max_len: int, name: str = "model") -> None:
@@ -43,22 +38,7 @@ class States(NamedTuple):
     features: Tensor | None  # [*tokens, len(feature_layers) * H], side by side; None: no layer was asked for
 
 
-@torch.inference_mode()
-def measured_scales(lm: LanguageModel, hold: Callable[[int], None], page_size: int) -> list[KvScales]:
-    """Scales measured from the keys and values that one pass leaves in the model's pools, which are not 8-bit yet:
-    `hold` makes it some of so many pages."""
-    hold(-(-MEASURED_ROWS // page_size))
-    count, device = min(MEASURED_ROWS, lm.max_len), lm.embedding.weight.device
-    drawn = torch.randint(lm.config.vocab_size, (1, count), generator=torch.Generator().manual_seed(0))
-    zero = torch.zeros(1, dtype=torch.int32, device=device)
-    pages = torch.arange(lm.pools.num_pages, dtype=torch.int32, device=device)[None]
-    rows = Rows(slots=zero, page_table=pages, prefix_lens=zero, tail_len=count)
-    positions = torch.arange(count, dtype=torch.int32, device=device)[None]
-    lm.prefill(drawn.to(device, torch.int32), positions, rows)
-    return [KvScales(measured_scale(kv.k), measured_scale(kv.v)) for kv in lm.pools.layers]
-
-
-class CausalLM:
+class CausalLM(HeldModel):
     """The model with its KV pools, and one forward pass for every purpose (prefill, tree, draft step).
 
     Args:
@@ -105,35 +85,12 @@ class CausalLM:
         self.feature_layers = tuple(feature_layers)
         self._kept_layers = sorted(set(feature_layers))
         shapes = [layer.attention.kv_shape for layer in self.decoder.layers]
-        scales = None
-        if kv_dtype not in (None, dtype):
-            scales = checkpoint_scales(model, len(shapes), name)
-            if scales is None:
-
-                def hold(num_pages: int) -> None:
-                    self._hold(KvPools.allocate(shapes, num_pages, page_size, dtype, device))
-
-                scales = measured_scales(self, hold, page_size)
-        self._hold(KvPools.allocate(shapes, num_pages, page_size, kv_dtype or dtype, device, scales))
+        self._make_pools(model, shapes, num_pages, page_size, dtype, kv_dtype, name)
 
     def _hold(self, pools: KvPools) -> None:
-        self.pools = pools
+        super()._hold(pools)
         for layer, kv in zip(self.decoder.layers, pools.layers, strict=True):
             layer.attention.kv = kv
-
-    @property
-    def config(self) -> Any:
-        return self._config
-
-    @property
-    def embedding(self) -> nn.Embedding:
-        embedding: nn.Embedding = self.model.get_input_embeddings()
-        return embedding
-
-    @property
-    def lm_head(self) -> nn.Linear:
-        head: nn.Linear = self.model.get_output_embeddings()
-        return head
 
     def forward(self, tokens: Tensor, positions: Tensor, rows: Rows) -> States:
         """A pass over tokens [B, Q], or packed ones [M], rotated at positions of that shape."""
@@ -178,10 +135,6 @@ class CausalLM:
         if list(self.feature_layers) == self._kept_layers:
             return kept.flatten(-2)
         return torch.cat([kept[..., self._kept_layers.index(layer), :] for layer in self.feature_layers], dim=-1)
-
-    def resize_pools(self, num_pages: int) -> None:
-        """Other pools, empty, with another number of pages."""
-        self._hold(self.pools.with_pages(num_pages))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., V] from hidden states [..., H]."""

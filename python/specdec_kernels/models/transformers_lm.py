@@ -25,10 +25,10 @@ from transformers.utils.generic import ModelOutput
 
 from ..ops import write_kv
 from .attention import Rows, attended
-from .causal_lm import States, check_length, measured_scales
+from .causal_lm import States, check_length
 from .families import HEAD_DIMS
+from .held_model import HeldModel
 from .kv_pools import KvPools, KvShape, LayerKv
-from .kv_scales import checkpoint_scales
 from .loading import config_of, load_causal_lm, place
 
 NAME = "specdec_tree"  # of our attention, among transformers'
@@ -326,7 +326,7 @@ class Given(nn.Module):
         return self.output(last_hidden_state=self.hidden)
 
 
-class TransformersLM:
+class TransformersLM(HeldModel):
     """A causal language model of transformers over paged KV; what it offers is what `CausalLM` does.
 
     Its modules are copies that share all parameters and buffers with the model's own, which stays as it is.
@@ -377,18 +377,9 @@ class TransformersLM:
                 "through transformers' attention interface"
             ) from refused
         shapes = [call.kv_shape for call in self.calls]
-
-        def pools(pages: int, of: torch.dtype, scales: Any = None) -> KvPools:
-            return KvPools.allocate(shapes, pages, page_size, of, device, scales)
-
-        self._hold(pools(16 + -(-64 // page_size), dtype))
+        self._hold(KvPools.allocate(shapes, 16 + -(-64 // page_size), page_size, dtype, device))
         check_against_itself(self, name)
-        scales = None
-        if kv_dtype not in (None, dtype):
-            scales = checkpoint_scales(model, len(shapes), name)
-            if scales is None:
-                scales = measured_scales(self, lambda pages: self._hold(pools(pages, dtype)), page_size)
-        self._hold(pools(num_pages, kv_dtype or dtype, scales))
+        self._make_pools(model, shapes, num_pages, page_size, dtype, kv_dtype, name)
 
     @torch.inference_mode()
     def _open_modules(self, max_len: int) -> None:
@@ -481,22 +472,8 @@ class TransformersLM:
         raise Refused("has no list of layers for feature_layers")
 
     def _hold(self, pools: KvPools) -> None:
-        self.pools = pools
+        super()._hold(pools)
         self._kv = pools.layers
-
-    @property
-    def config(self) -> Any:
-        return self._config
-
-    @property
-    def embedding(self) -> nn.Embedding:
-        embedding: nn.Embedding = self.model.get_input_embeddings()
-        return embedding
-
-    @property
-    def lm_head(self) -> nn.Linear:
-        head: nn.Linear = self.model.get_output_embeddings()
-        return head
 
     def forward(self, tokens: Tensor, positions: Tensor, rows: Rows) -> States:
         """A pass over tokens [B, Q], or packed ones [M], at positions of that shape, as one sequence of all rows."""
@@ -526,10 +503,6 @@ class TransformersLM:
         finally:
             self._given.hidden = None
         return out.view(*hidden.shape[:-1], -1).to(hidden.dtype)
-
-    def resize_pools(self, num_pages: int) -> None:
-        """Other pools, empty, with another number of pages."""
-        self._hold(self.pools.with_pages(num_pages))
 
 
 def accepted(module: nn.Module, arguments: dict[str, Any]) -> dict[str, Any]:
