@@ -6,8 +6,6 @@
 #include "kv/pool_view.h"
 
 namespace specdec::kv {
-namespace {
-
 NewRows new_rows(const TensorView& t, bool packed) {
   const int row = packed ? 0 : 1;
   return {.data = bytes(t),
@@ -15,6 +13,8 @@ NewRows new_rows(const TensorView& t, bool packed) {
           .row_stride = byte_stride(t, row),
           .head_stride = byte_stride(t, row + 1)};
 }
+
+namespace {
 
 // Four numbers where they and their 8-bit versions can be moved as one, else one.
 int64_t rounding_unit(const TensorView& k, const TensorView& v, const TensorView& k_pool, const TensorView& v_pool) {

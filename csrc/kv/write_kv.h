@@ -15,6 +15,9 @@ struct NewRows {
   int64_t batch_stride, row_stride, head_stride;  // batch_stride is 0 for packed rows
 };
 
+// Those of a tensor.
+NewRows new_rows(const TensorView& t, bool packed);
+
 struct WriteKvParams {
   NewRows k, v;  // [batch, q_len, heads, head_dim], or packed [tokens, heads, head_dim]
   PoolView k_pool, v_pool;

@@ -49,11 +49,7 @@ void rotate_qkv(CallStream stream, const TensorView& qkv, const TensorView& rota
   const int64_t num_rows = packed ? T.value : B * Q;
   if (num_rows == 0) return;
 
-  const int row = packed ? 0 : 1;
-  const kv::NewRows heads{.data = bytes(qkv),
-                          .batch_stride = packed ? 0 : byte_stride(qkv, 0),
-                          .row_stride = byte_stride(qkv, row),
-                          .head_stride = byte_stride(qkv, row + 1)};
+  const kv::NewRows heads = kv::new_rows(qkv, packed);
   const auto from_head = [&](int64_t head) {
     kv::NewRows rows = heads;
     rows.data += head * heads.head_stride;

@@ -28,19 +28,16 @@ void publish_results(CallStream stream, const TensorView& results, const TensorV
   check.tensor("status", status, {R}, kInt32);
   check.slots(slots, B, R);
   check.tensor("logprobs", logprobs, {B, S}, kFloat32);
-  for (const auto& [name, given] : {std::pair{"top_ids", top_ids.has_value()},
-                                    {"top_logprobs", top_logprobs.has_value()},
-                                    {"num_logprobs", num_logprobs.has_value()}}) {
-    check.that(given || !logprobs, name, "is None", "a tensor, since logprobs is given");
-    check.that(!given || logprobs, name, "is given", "None, since logprobs is None");
-  }
+  const auto expect_beside = [&](const char* name, bool given, const char* other, bool with) {
+    check.that(given || !with, name, "is None", {"a tensor, since ", other, " is given"});
+    check.that(!given || with, name, "is given", {"None, since ", other, " is None"});
+  };
+  expect_beside("top_ids", top_ids.has_value(), "logprobs", logprobs.has_value());
+  expect_beside("top_logprobs", top_logprobs.has_value(), "logprobs", logprobs.has_value());
+  expect_beside("num_logprobs", num_logprobs.has_value(), "logprobs", logprobs.has_value());
   check.tensor("top_ids", top_ids, {B, S, K}, kInt32);
   check.tensor("top_logprobs", top_logprobs, {B, S, K}, kFloat32);
   check.tensor("num_logprobs", num_logprobs, {R}, kInt32);
-  const auto expect_beside = [&](const char* name, bool given, const char* other, bool with) {
-    check.that(given || !with, name, "is None", std::string("a tensor, since ") + other + " is given");
-    check.that(!given || with, name, "is given", std::string("None, since ") + other + " is None");
-  };
   expect_beside("path", path.has_value(), "rung_limits", rung_limits.has_value());
   expect_beside("cuts", cuts.has_value(), "node_scores", node_scores.has_value());
   expect_beside("max_nodes", max_nodes.has_value(), "node_scores", node_scores.has_value());

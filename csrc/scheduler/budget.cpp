@@ -40,6 +40,14 @@ double interpolated(double x, std::span<const double> xs, std::span<const double
   return y0 + slope * (x - x0);
 }
 
+// Rows that a request may have at most, of any batch size.
+double most_rows(const std::vector<int64_t>& batches, const std::vector<std::vector<int64_t>>& rows) {
+  double most = 1;
+  for (size_t i = 0; i < batches.size(); ++i)
+    most = std::max(most, static_cast<double>(rows[i].back()) / static_cast<double>(batches[i]));
+  return most;
+}
+
 }  // namespace
 
 Worth::Worth(double most_rows, int64_t accept_width) {
@@ -88,23 +96,10 @@ double Worth::at(double rows) const {
   return gain;
 }
 
-Budget::Budget(std::vector<int64_t> batches, std::vector<std::vector<int64_t>> rows, int64_t accept_width)
-    : batches_(std::move(batches)),
-      rows_(std::move(rows)),
-      worth_(
-          [this] {
-            double most = 1;
-            for (size_t i = 0; i < batches_.size(); ++i)
-              most = std::max(most, static_cast<double>(rows_[i].back()) / static_cast<double>(batches_[i]));
-            return most;
-          }(),
-          accept_width),
-      last_(batches_.size()) {}
+Budget::Budget(const std::vector<int64_t>& batches, std::vector<std::vector<int64_t>> rows, int64_t accept_width)
+    : rows_(std::move(rows)), worth_(most_rows(batches, rows_), accept_width), last_(rows_.size()) {}
 
-void Budget::set_costs(RoundCosts costs) {
-  measured_ = costs;
-  model_.emplace(std::move(costs));
-}
+void Budget::set_costs(RoundCosts costs) { model_.emplace(std::move(costs)); }
 
 double Budget::tokens(size_t size, size_t rung, double requests) const {
   return 1 + worth_.at(static_cast<double>(rows_[size][rung]) / requests);

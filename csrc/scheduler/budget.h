@@ -42,11 +42,11 @@ class Worth {
 class Budget {
  public:
   // Of each batch size the rungs, as in RoundCosts; a round gives a request `accept_width` tokens at most.
-  Budget(std::vector<int64_t> batches, std::vector<std::vector<int64_t>> rows, int64_t accept_width);
+  Budget(const std::vector<int64_t>& batches, std::vector<std::vector<int64_t>> rows, int64_t accept_width);
 
   // Until there are costs, every round is of the highest rung.
   void set_costs(RoundCosts costs);
-  const std::optional<RoundCosts>& costs() const { return measured_; }
+  std::optional<RoundCosts> costs() const { return model_ ? std::optional(model_->measured()) : std::nullopt; }
 
   // The rung of the next round of this size, for so many requests whose KV has so many rows: that of most tokens a
   // microsecond. Now and then a higher one is tried, whose worth is not seen from below: that takes no more than 1/64
@@ -68,10 +68,8 @@ class Budget {
   std::optional<size_t> rung_to_look_at(size_t size, size_t best, std::span<const double> us,
                                         std::span<const double> gains) const;
 
-  const std::vector<int64_t> batches_;
   const std::vector<std::vector<int64_t>> rows_;
   Worth worth_;
-  std::optional<RoundCosts> measured_;
   std::optional<CostModel> model_;
   std::vector<size_t> last_;  // of each size, the rung chosen last
   double us_since_trial_ = 0, us_since_look_ = 0;
