@@ -10,15 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from random_models import random_prompts, save_random_model
 from specdec_kernels.engine import Draft, Eagle3, Engine, Ngram, SamplingParams, Standalone, Union
 from specdec_kernels.models.attention import Rows
-from specdec_kernels.models.causal_lm import CausalLM
+from specdec_kernels.models.causal_lm import CausalLM, check_supported
 from specdec_kernels.models.draft_head import load_head
 from specdec_kernels.models.eagle3 import Eagle3Head, feature_layers
 from specdec_kernels.models.families import base
+from specdec_kernels.models.language_model import implementation_of
 from specdec_kernels.tiny import tiny_model
 from tiny import Comparison, greedy_by_transformers, held_out, reference_model, target_with_features
 
@@ -329,3 +330,10 @@ def test_feature_layers_follow_the_config() -> None:
     config.eagle_config = {"eagle_aux_hidden_state_layer_ids": [0, 9]}
     with pytest.raises(ValueError, match=r"EAGLE-3 head: feature layers are \(1, 10\), expected 0 to 4"):
         feature_layers(config, 4)
+
+
+def test_a_limit_of_minus_one_is_none(tmp_path: Path) -> None:
+    """For our parts as for those of transformers."""
+    config = AutoConfig.for_model("llama", max_position_embeddings=-1)
+    check_supported(config, 256)
+    assert implementation_of(config, 256) == "native"

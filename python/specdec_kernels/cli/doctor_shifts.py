@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ..engine import Draft, Eagle, Eagle3, Standalone
-from ..models.checkpoint import load_tensors, read_json, tensor_names, weight_map, weights_file
+from ..models.checkpoint import load_tensors, read_json, tensor_files, tensor_names
 
 KINDS: dict[str, Callable[..., Any]] = {"EAGLE": Eagle, "EAGLE3": Eagle3, "STANDALONE": Standalone}
 
@@ -83,7 +83,7 @@ class Head:
     tensors: dict[str, Tensor] = field(init=False)  # the small ones, by their names without "model."
 
     def __post_init__(self) -> None:
-        tensors = load_tensors(self.folder, SMALL)
+        tensors = load_tensors(self.folder, SMALL.fullmatch)
         object.__setattr__(self, "tensors", {name.removeprefix("model."): t for name, t in tensors.items()})
 
     @property
@@ -115,9 +115,7 @@ class Head:
 
 def link(folder: Path, copy: Path, tensors: dict[str, Tensor], without: tuple[str, ...]) -> None:
     """The tensors of the folder in the copy, but for these; they are named without "model."."""
-    file = weights_file(folder)
-    files = weight_map(file) if file.suffix == ".json" else dict.fromkeys(tensor_names(folder), file.name)
-    kept = {n: f for n, f in files.items() if n.removeprefix("model.") not in {*tensors, *without}}
+    kept = {n: f for n, f in tensor_files(folder).items() if n.removeprefix("model.") not in {*tensors, *without}}
     for name in set(kept.values()):
         (copy / f"original-{name}").symlink_to((folder / name).resolve())
     weights = {name: f"original-{name_of_file}" for name, name_of_file in kept.items()}

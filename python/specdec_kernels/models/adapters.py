@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from .checkpoint import ADAPTER, expect_folder, kind_of, local_folder, read_json, tensors_of
+from .checkpoint import expect_folder, is_adapter, local_folder, read_json, tensors_of
 
 NAME = "adapter"
 # What PEFT writes in front of the name that a module has in its base model.
@@ -55,17 +55,17 @@ def with_base(model: str | Path | nn.Module, adapter: str | Path | None) -> tupl
     Raises:
         ValueError: an adapter for a module, or of an adapter; one that names no base.
     """
-    is_adapter = not isinstance(model, nn.Module) and Path(model).is_dir() and kind_of(Path(model)) == ADAPTER
+    names_base = not isinstance(model, nn.Module) and Path(model).is_dir() and is_adapter(Path(model))
     if adapter is not None:
         expect_folder(adapter, f"Engine: {NAME}")
-    elif not is_adapter:
+    elif not names_base:
         return model, None
     if isinstance(model, nn.Module):
         raise ValueError(
             f"{NAME}: it is given beside a {type(model).__name__}, expected the path or hub id of its base model "
             "(merge_and_unload() of PEFT merges it into a module)"
         )
-    if not is_adapter:
+    if not names_base:
         assert adapter is not None
         return model, local_folder(adapter, NAME)
     if adapter is not None:

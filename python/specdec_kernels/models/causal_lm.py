@@ -11,24 +11,18 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from .attention import Rows
-from .families import Decoder, family_of, position_limit
+from .families import Decoder, Family, family_of
 from .held_model import HeldModel
 from .kv_pools import KvPools
 from .loading import config_of, drop_other_senses, load_causal_lm, place
 
 
-def check_supported(config: PretrainedConfig, max_len: int, name: str = "model") -> None:
-    """ValueError, by name, for what our parts cannot express."""
+def check_supported(config: PretrainedConfig, max_len: int, name: str = "model") -> Family:
+    """The family that makes parts of such a model; ValueError, by name, for what they cannot express."""
     family = family_of(config, name)
     family.check(name)
     family.check_len(max_len, name)
-
-
-def check_length(config: PretrainedConfig, max_len: int, name: str) -> None:
-    """ValueError for texts that are longer than the model's."""
-    limit = position_limit(config)
-    if limit is not None and max_len > limit:
-        raise ValueError(f"{name}: max_position_embeddings is {limit}, expected at least max_len={max_len}")
+    return family
 
 
 class States(NamedTuple):
@@ -74,8 +68,7 @@ class CausalLM(HeldModel):
         name: str = "model",
     ) -> None:
         self._config = config_of(model, name)
-        check_supported(self._config, max_len, name)
-        family = family_of(self._config)
+        family = check_supported(self._config, max_len, name)
         self.model = load_causal_lm(model, dtype, name, family.packages, adapter)
         if not isinstance(model, nn.Module):
             drop_other_senses(self.model)

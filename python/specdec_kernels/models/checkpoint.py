@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 # Files that may hold the weights, in the order in which one is looked for, as transformers does.
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 
-ALL = re.compile(".*")
+ALL = re.compile(".*").fullmatch
 
 
 class Kind(NamedTuple):
@@ -72,12 +72,17 @@ def expect_kind(model: str | Path | nn.Module, wanted: Kind, name: str) -> None:
     raise ValueError(f"{name}: {model} is {kind.words}, expected {wanted.words} ({hint})")
 
 
+def is_adapter(folder: Path) -> bool:
+    """Whether it holds an adapter alone."""
+    return (folder / "adapter_config.json").exists() and not (folder / "config.json").exists()
+
+
 def kind_of(folder: Path) -> Kind:
     """What the folder holds, by its tensors' names: many heads' configs say no more than their target's would.
 
     UNKNOWN is for whoever loads it, and says which tensors are missing.
     """
-    if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
+    if is_adapter(folder):
         return ADAPTER
     if any(folder.glob("medusa_lm_head.*")):
         return MEDUSA
@@ -106,32 +111,36 @@ def tensor_names(folder: Path) -> list[str]:
     return list(unpickled(file, "meta"))
 
 
-def load_tensors(folder: Path, names: re.Pattern[str] = ALL) -> dict[str, Tensor]:
-    """The tensors that transformers would load, whose names match: those of the file, or, where there is an index, each
-    from the file that the index names for it.
+def tensor_files(folder: Path) -> dict[str, str]:
+    """The file of the folder that holds each tensor."""
+    file = weights_file(folder)
+    return weight_map(file) if file.suffix == ".json" else dict.fromkeys(tensor_names(folder), file.name)
+
+
+def load_tensors(folder: Path, wanted: Callable[[str], object] = ALL) -> dict[str, Tensor]:
+    """The tensors that transformers would load, whose names are wanted: those of the file, or, where there is an index,
+    each from the file that the index names for it.
 
     Raises:
         ValueError: there is none, or one holds anything but tensors; nothing of it is run.
     """
-    file = weights_file(folder)
-    files = weight_map(file) if file.suffix == ".json" else dict.fromkeys(tensor_names(folder), file.name)
-    files = {name: file for name, file in files.items() if names.fullmatch(name)}
+    files = {name: file for name, file in tensor_files(folder).items() if wanted(name)}
     tensors: dict[str, Tensor] = {}
     for file in sorted({folder / name for name in files.values()}):
-        tensors |= {name: tensor for name, tensor in tensors_of(file, names).items() if files.get(name) == file.name}
+        tensors |= {name: tensor for name, tensor in tensors_of(file, wanted).items() if files.get(name) == file.name}
     return tensors
 
 
-def tensors_of(file: Path, names: re.Pattern[str] = ALL) -> dict[str, Tensor]:
-    """The tensors of one file whose names match.
+def tensors_of(file: Path, wanted: Callable[[str], object] = ALL) -> dict[str, Tensor]:
+    """The tensors of one file whose names are wanted.
 
     Raises:
         ValueError: it cannot be read, or holds anything but tensors; nothing of it is run.
     """
     if file.suffix == ".safetensors":
         with readable(file), safe_open(file, "pt") as opened:
-            return {name: opened.get_tensor(name) for name in opened.keys() if names.fullmatch(name)}  # noqa: SIM118
-    return {name: tensor for name, tensor in unpickled(file, "cpu").items() if names.fullmatch(name)}
+            return {name: opened.get_tensor(name) for name in opened.keys() if wanted(name)}  # noqa: SIM118
+    return {name: tensor for name, tensor in unpickled(file, "cpu").items() if wanted(name)}
 
 
 def weights_file(folder: Path) -> Path:

@@ -6,7 +6,6 @@ refused by name, before any weight is.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -200,7 +199,3 @@ def in_order(numbers: Tensor) -> Tensor:
 def pairs(numbers: Tensor) -> Tensor:
     """[rows, n / 2] uint8 of [rows, n] numbers of four bits."""
     return numbers[:, ::2] | (numbers[:, 1::2] << 4)
-
-
-def pattern_of(names: Iterable[str]) -> re.Pattern[str]:
-    return re.compile("|".join(map(re.escape, sorted(names))) or "(?!)")

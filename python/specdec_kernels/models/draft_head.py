@@ -21,7 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, Lla
 
 from .attention import Attention, Heads, Rotation, Rows
 from .checkpoint import Kind, expect_kind, load_tensors, local_folder, read_json, readable, tensor_names
-from .families import HEAD_DIMS, head_dim_of
+from .families import HEAD_DIMS, head_dim_of, window_of
 from .families.llama import gated
 from .kv_pools import KvPools
 from .language_model import LanguageModel
@@ -214,15 +214,6 @@ class DraftHead(nn.Module):
 
 
 H = TypeVar("H", bound=DraftHead)
-
-
-def window_of(config: Any, index: int) -> int | None:
-    """How many rows of its path a row sees in layer `index`, itself among them; None: all."""
-    types = getattr(config, "layer_types", None) or []
-    if index < len(types) and types[index] == "sliding_attention":
-        window: int | None = config.sliding_window
-        return window
-    return None
 
 
 def config_of_head(kind: type[H], head: str | Path | H) -> LlamaConfig:

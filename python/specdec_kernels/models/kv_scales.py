@@ -48,7 +48,7 @@ def checkpoint_scales(model: str | Path | nn.Module, num_layers: int, name: str)
         return None
     folder = local_folder(model, name)
     scales: list[dict[str, float]] = [{} for _ in range(num_layers)]
-    for tensor, value in load_tensors(folder, SCALE_NAME).items():
+    for tensor, value in load_tensors(folder, SCALE_NAME.fullmatch).items():
         match = SCALE_NAME.fullmatch(tensor)
         assert match is not None
         if value.numel() != 1 or not 0 < float(value) < math.inf:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from .attention import Rows
 from .causal_lm import CausalLM, States, check_supported
-from .families import known_families
 from .kv_pools import KvPools
 from .loading import config_of
 
@@ -68,8 +67,6 @@ def implementation_of(config: Any, max_len: int, implementation: str = "auto", n
         if implementation == "native":
             check_supported(config, max_len, name)
         return implementation
-    if config.model_type not in known_families():
-        return "transformers"
     try:
         check_supported(config, max_len, name)
     except ValueError:

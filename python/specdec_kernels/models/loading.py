@@ -32,7 +32,7 @@ from transformers.utils.quantization_config import Mxfp4Config, QuantizationConf
 
 from .adapters import merge_adapter
 from .checkpoint import LANGUAGE_MODEL, expect_kind, load_tensors, local_folder, tensor_names
-from .checkpoint_formats import Scheme, Unsupported, pattern_of, scheme_of
+from .checkpoint_formats import Scheme, Unsupported, scheme_of
 from .kv_scales import SCALE_NAME
 from .quantised import Fp8Weight, QuantisedLinear, StoredWeight
 
@@ -316,13 +316,13 @@ def fill(model: Any, folder: Path, scheme: Scheme, products: set[str], tensors: 
     model.hf_quantizer.remove_quantization_config(model)
     model.config._is_quantized = False
     head = next(path for path, module in model.named_modules() if module is model.get_output_embeddings())
-    loaded = load_tensors(folder, pattern_of(tensors))
+    of_products = {f"{path}.bias" for path in products}
+    loaded = load_tensors(folder, (tensors | of_products).__contains__)
     modules = dict(model.named_modules())
     written: dict[str, set[tuple[int, str]]] = {}
     filled: set[str] = set()
     # Early GPTQ wrote a bias of zeros for products that have none.
-    of_products = pattern_of(f"{path}.bias" for path in products)
-    biases = {name for name, bias in load_tensors(folder, of_products).items() if not bias.any()}
+    biases = {name for name in of_products & loaded.keys() if not loaded[name].any()}
     own = own_names({*products, *biases}, model)
     for path in sorted(products):
         of_path = {name: loaded.get(f"{path}.{name}") for name in scheme.tensors | scheme.optional}

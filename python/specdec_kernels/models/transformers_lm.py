@@ -24,9 +24,9 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.utils.generic import ModelOutput
 
 from ..ops import write_kv
-from .attention import Rows, attended
-from .causal_lm import States, check_length
-from .families import HEAD_DIMS
+from .attention import Rows, attended, pool_dim
+from .causal_lm import States
+from .families import HEAD_DIMS, check_length
 from .held_model import HeldModel
 from .kv_pools import KvPools, KvShape, LayerKv
 from .loading import config_of, load_causal_lm, place
@@ -66,8 +66,7 @@ class Call(NamedTuple):
     @property
     def head_dim(self) -> int:
         """Of the pools: the next that our kernels have, or where there is none the longest row itself."""
-        longest = max(self.k_dim, self.v_dim)
-        return min((dim for dim in HEAD_DIMS if dim >= longest), default=longest)
+        return pool_dim(max(self.k_dim, self.v_dim))
 
     @property
     def is_gathered(self) -> bool:
@@ -209,8 +208,10 @@ class Pass:
 
         def laid_out(x: Tensor) -> Tensor:
             """[*shape, heads, head_dim] of x [1, heads, T, D]."""
-            x = functional.pad(x[0].transpose(0, 1), (0, call.head_dim - x.shape[3])).to(self._marker.dtype)
-            return x.reshape(*self._shape, x.shape[1], x.shape[2])
+            x = x[0].transpose(0, 1).to(self._marker.dtype)
+            if x.shape[2] < call.head_dim:  # to pad by nothing would be a copy
+                x = functional.pad(x, (0, call.head_dim - x.shape[2]))
+            return x.reshape(*self._shape, *x.shape[1:])
 
         queries = laid_out(q)
         write_kv(

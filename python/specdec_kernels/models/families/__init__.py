@@ -7,6 +7,7 @@ from .arcee import Arcee, Jais2, Nemotron
 from .base import (
     Decoder,
     Family,
+    check_length,
     family_of,
     head_dim_of,
     known_families,
@@ -15,6 +16,7 @@ from .base import (
     pool_dim_of,
     position_limit,
     register,
+    window_of,
 )
 from .cohere import Cohere, Cohere2
 from .dots1 import Dots1
@@ -114,6 +116,7 @@ __all__ = [
     "StableLm",
     "Starcoder2",
     "VaultGemma",
+    "check_length",
     "family_of",
     "head_dim_of",
     "known_families",
@@ -122,4 +125,5 @@ __all__ = [
     "pool_dim_of",
     "position_limit",
     "register",
+    "window_of",
 ]

@@ -46,6 +46,22 @@ def position_limit(config: Any) -> int | None:
     return next((limit for limit in limits if limit and limit > 0), None)
 
 
+def check_length(config: Any, max_len: int, name: str) -> None:
+    """ValueError for texts that are longer than the model's."""
+    limit = position_limit(config)
+    if limit is not None and max_len > limit:
+        raise ValueError(f"{name}: max_position_embeddings is {limit}, expected at least max_len={max_len}")
+
+
+def window_of(config: Any, index: int) -> int | None:
+    """How many rows of its path a row sees in layer `index`, itself among them; None: all."""
+    types = getattr(config, "layer_types", None) or []
+    if index < len(types) and types[index] == "sliding_attention":
+        window: int | None = config.sliding_window
+        return window
+    return None
+
+
 class Decoder(NamedTuple):
     """The parts of a model, in the order in which a token passes them."""
 
@@ -81,9 +97,7 @@ class Family:
 
     def check_len(self, max_len: int, name: str = "model") -> None:
         """ValueError for sequences that are longer than those of the model."""
-        limit = getattr(self.config, "max_position_embeddings", max_len)
-        if max_len > limit:
-            raise ValueError(f"{name}: max_position_embeddings is {limit}, expected at least max_len={max_len}")
+        check_length(self.config, max_len, name)
         limit = constant_len(self.config)
         if limit is not None and max_len > limit:
             raise ValueError(

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..attention import Heads, NormedHeads, Projection
 from ..layers import Head, Layer, LayerNorm, ParallelLayer
-from .base import register
+from .base import register, window_of
 from .llama import Llama
 
 
@@ -47,8 +47,7 @@ class Cohere2(Cohere):
     model_type = "cohere2"
 
     def window(self, index: int) -> int | None:
-        window: int | None = self.config.sliding_window
-        return window if self.config.layer_types[index] == "sliding_attention" else None
+        return window_of(self.config, index)
 
     def rotation(self, index: int) -> str | None:
         return None if self.window(index) is None else ""

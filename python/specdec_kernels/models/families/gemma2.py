@@ -8,7 +8,7 @@ from typing import Any
 
 from ..attention import Attention, Heads
 from ..layers import Head, Layer
-from .base import register
+from .base import register, window_of
 from .gemma import Gemma
 
 
@@ -38,8 +38,7 @@ class Gemma2(Gemma):
         return super().head(linear)._replace(soft_cap=self.config.final_logit_softcapping)
 
     def window(self, index: int) -> int | None:
-        window: int | None = self.config.sliding_window
-        return window if self.config.layer_types[index] == "sliding_attention" else None
+        return window_of(self.config, index)
 
 
 @register

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..attention import Attention, Heads
 from ..experts import ExpertFeedForward, Experts, SoftmaxRouter
 from ..layers import FeedForward, product_of
-from .base import register
+from .base import register, window_of
 from .llama import Llama
 
 
@@ -23,8 +23,7 @@ class GptOss(Llama):
         return replace(super().attention(index, module, heads), sinks=module.sinks.detach())
 
     def window(self, index: int) -> int | None:
-        window: int | None = self.config.sliding_window
-        return window if self.config.layer_types[index] == "sliding_attention" else None
+        return window_of(self.config, index)
 
     def feed_forward(self, index: int, module: Any) -> FeedForward:
         experts = module.experts

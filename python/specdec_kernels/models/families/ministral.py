@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..attention import Attention, Heads
-from .base import register
+from .base import register, window_of
 from .mistral import Mistral
 
 
@@ -17,7 +17,7 @@ class Ministral(Mistral):
     model_type = "ministral"
 
     def window(self, index: int) -> int | None:
-        return super().window(index) if self.config.layer_types[index] == "sliding_attention" else None
+        return window_of(self.config, index)
 
 
 @register

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .base import register
+from .base import register, window_of
 from .olmo2 import Olmo2
 
 
@@ -11,8 +11,7 @@ class Olmo3(Olmo2):
     model_type = "olmo3"
 
     def window(self, index: int) -> int | None:
-        window: int | None = self.config.sliding_window
-        return window if self.rotation(index) == "sliding_attention" else None
+        return window_of(self.config, index)
 
     def rotation(self, index: int) -> str:
         kind: str = self.config.layer_types[index]

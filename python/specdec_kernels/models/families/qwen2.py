@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .base import register
+from .base import register, window_of
 from .llama import Llama
 
 
@@ -13,5 +13,4 @@ class Qwen2(Llama):
     def window(self, index: int) -> int | None:
         # Which layers slide follows from `max_window_layers` where the config does not say it; without
         # `use_sliding_window` transformers sets the window to None.
-        window: int | None = self.config.sliding_window
-        return window if self.config.layer_types[index] == "sliding_attention" else None
+        return window_of(self.config, index)

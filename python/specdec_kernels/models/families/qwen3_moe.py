@@ -8,7 +8,7 @@ from typing import Any
 from ..experts import ExpertFeedForward, Experts, Router, SoftmaxRouter
 from ..layers import FeedForward, Product
 from ..loading import ROUNDED
-from .base import register
+from .base import register, window_of
 from .llama import gated
 from .qwen3 import Qwen3
 
@@ -33,7 +33,7 @@ class Mellum(Qwen3Moe):
     model_type = "mellum"
 
     def window(self, index: int) -> int | None:
-        return super().window(index) if self.rotation(index) == "sliding_attention" else None
+        return window_of(self.config, index)
 
     def rotation(self, index: int) -> str:
         kind: str = self.config.layer_types[index]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .base import register
+from .base import register, window_of
 from .llama import Llama
 
 
@@ -11,10 +11,7 @@ class SmolLM3(Llama):
     model_type = "smollm3"
 
     def window(self, index: int) -> int | None:
-        if not self.config.use_sliding_window or self.config.layer_types[index] != "sliding_attention":
-            return None
-        window: int | None = self.config.sliding_window
-        return window
+        return window_of(self.config, index) if self.config.use_sliding_window else None
 
     def rotation(self, index: int) -> str | None:
         return "" if self.config.no_rope_layers[index] else None
