@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM
 from specdec_kernels.engine import Draft, Eagle3, Engine, NewTokens, SamplingParams, Standalone
 from specdec_kernels.models.acceptance import Acceptance, PublishedAcceptance
 from specdec_kernels.models.eagle3 import Eagle3Head
-from specdec_kernels.models.families import head_dim_of
+from specdec_kernels.models.families import kv_numbers
 from specdec_kernels.models.planted import PlantedText, eagle3_config, plant_causal_lm, plant_eagle3
 from specdec_kernels.models.shapes import draft_vocab_of, shape_config
 from specdec_kernels.status import FinishReason
@@ -289,7 +289,7 @@ class Bench:
         item = setup.dtype.itemsize
         config = self.target.config
         rows = setup.input + setup.output // 2
-        kv = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * item * rows * batch
+        kv = kv_numbers(config, config.num_hidden_layers) * item * rows * batch
         target_head = weights(self.target.get_output_embeddings())
         visited = math.ceil(batch * min(num_nodes, accept_length))
         passes = [(weights(self.target) - target_head, batch * num_nodes, kv), (target_head, visited, 0)]
@@ -345,12 +345,10 @@ def memory_needed(setup: Setup, max_batch: int) -> int:
         elif setup.drafting.kind is Standalone:
             models.append(AutoModelForCausalLM.from_config(standalone_config(setup.shape)))
     rows = setup.num_pages(max_batch) * PAGE_SIZE
-    kv_numbers = sum(
-        2 * m.config.num_hidden_layers * m.config.num_key_value_heads * head_dim_of(m.config) for m in models
-    )
+    kv_width = sum(kv_numbers(m.config, m.config.num_hidden_layers) for m in models)
     # A head shares the target's embeddings.
     shared = [0, *(m.embed_tokens.weight.numel() for m in models[1:] if isinstance(m, Eagle3Head))]
-    numbers = sum(p.numel() for m in models for p in m.parameters()) - sum(shared) + rows * kv_numbers
+    numbers = sum(p.numel() for m in models for p in m.parameters()) - sum(shared) + rows * kv_width
     return int(1.1 * item * numbers)
 
 

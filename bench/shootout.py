@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from specdec_kernels.cli.bench import DOMAINS, DRAFTERS, SHAPES, at_least, find_device, numbers, words_of
+from specdec_kernels.cli.extras import unwritable
 from specdec_kernels.cli.table import print_table
 from specdec_kernels.models.acceptance import PublishedAcceptance
 from specdec_kernels.models.planted import PlantedText, plant_causal_lm, plant_eagle3
@@ -55,6 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     if args.short >= args.output:
         print(f"shootout: --short is {args.short}, expected less than --output {args.output}", file=sys.stderr)
+        return 2
+    if args.json and (why := unwritable(args.json)):
+        print(f"shootout: --json {args.json} {why}", file=sys.stderr)
         return 2
     text = plant(args, device)
     results, engines = [], {}

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     DynamicCache,
     LogitsProcessorList,
@@ -358,4 +359,12 @@ def test_half_precision_keeps_the_models_rotations(device: torch.device) -> None
     model.generate(**batch, max_new_tokens=4, do_sample=False, pad_token_id=0, custom_generate=hf.generate)
     assert model.model.rotary_emb.inv_freq.dtype == torch.float32 and torch.equal(
         model.model.rotary_emb.inv_freq, before
+    )
+
+
+def test_a_model_without_a_limit_of_length_is_refused_by_name() -> None:
+    config = AutoConfig.for_model("bloom", vocab_size=99, hidden_size=32, n_layer=1, n_head=2)
+    bloom = AutoModelForCausalLM.from_config(config).eval()
+    assert message(bloom, batch_of([[5, 6, 7]], bloom.device)).startswith(
+        "model: model_type is 'bloom', expected one of ("
     )

@@ -87,6 +87,7 @@ def test_the_head_has_the_published_format(tmp_path: Path) -> None:
     [
         (["--short", "70"], "--short is 70, expected less than --output 70"),
         (["--engines", "tgi"], "'tgi' is not one of ours, sglang, vllm"),
+        (["--json", "/"], "shootout: --json / cannot be written, expected a file's name"),
         (["--path", "sglang"], "'sglang' is not ENGINE=FOLDER, of ours, sglang, vllm"),
     ],
 )

@@ -178,6 +178,7 @@ def test_nothing_begins_when_time_is_out(capsys: Capture, tmp_path: Path) -> Non
         (["--batch", "1,x"], "--batch is 1,x, expected numbers from 1 on, with commas between them"),
         (["--topk", "0"], "--topk is 0, expected numbers from 1 on, with commas between them"),
         (["--out", "/nowhere/t.json"], "--out is /nowhere/t.json, expected a file in an existing folder"),
+        (["--out", "/"], "--out is /, expected a file in an existing folder"),
         (["--max-new-tokens", "1"], "--max-new-tokens is 1, expected at least 2"),
     ],
 )

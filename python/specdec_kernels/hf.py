@@ -38,7 +38,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationM
 
 from .engine import Draft, Engine, NewTokens, Ngram, SamplingParams
 from .models.causal_lm import check_supported
-from .models.families import family_of
+from .models.families import family_of, position_limit
 from .models.loading import check_modules, text_config
 
 __all__ = ["generate", "release"]
@@ -297,10 +297,12 @@ def _engine_of(
     options: dict[str, Any],
 ) -> Engine:
     """The engine kept with the model, or one made for this call, at least as large as the one before."""
-    limit: int = text_config(model.config).max_position_embeddings
+    limit = position_limit(text_config(model.config))
     key = (draft, max_len, num_slots, tuple(options.items()), model.dtype, model.device)
     kept_key, kept = model.__dict__.get(_ATTRIBUTE, (None, None))
-    wanted_len = max_len or min(limit, _power_of_two(max(needed_len, 512)))
+    wanted_len = max_len or _power_of_two(max(needed_len, 512))
+    if max_len is None and limit is not None:
+        wanted_len = min(limit, wanted_len)
     wanted_slots = num_slots or min(_LARGEST_BATCH, _power_of_two(needed_slots))
     if needed_len > wanted_len:
         raise ValueError(f"hf.generate: the longest text may have {needed_len} tokens, expected at most {wanted_len}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import tune
-from .extras import require
+from .extras import require, unwritable
 from .table import print_table
 
 if TYPE_CHECKING:
@@ -263,12 +262,8 @@ def run(args: argparse.Namespace) -> int:
 def refuse_files(args: argparse.Namespace) -> int | None:
     """The exit code where --json or --plot cannot be written: said before the run, not behind it."""
     for flag, file in (("--json", args.json), ("--plot", args.plot)):
-        if file and not Path(file).absolute().parent.is_dir():
-            return refuse(f"{flag} {file} is in no existing folder")
-        if file and (
-            Path(file).is_dir() or not os.access(file if Path(file).exists() else Path(file).absolute().parent, os.W_OK)
-        ):
-            return refuse(f"{flag} {file} cannot be written, expected a file's name")
+        if file and (why := unwritable(file)):
+            return refuse(f"{flag} {file} {why}")
     if args.baseline:
         try:
             args.baseline_run = read_record(args.baseline)

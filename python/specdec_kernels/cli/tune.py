@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .doctor import ALGORITHMS
-from .extras import require
+from .extras import require, unwritable
 from .table import print_table
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         for name in ("batch", "num_steps", "topk", "nodes"):
             setattr(args, name, numbers(getattr(args, name), "--" + name.replace("_", "-")))
-        if args.out and not Path(args.out).absolute().parent.is_dir():
+        if args.out and unwritable(args.out):
             raise ValueError(f"--out is {args.out}, expected a file in an existing folder")
         found = measure(args)
     except (OSError, ValueError, NotImplementedError) as error:  # what the engine refuses, by name

@@ -363,11 +363,10 @@ class Engine:
         *tell: Any,
     ) -> list[AnyRequest]:
         """Requests that have not started."""
-        vocab_size = self.target.config.vocab_size  # which transformers takes a while to look up
         requests = []
         for place, (tokens, one) in enumerate(zip(token_lists, params, strict=True)):
             stops, strings = self._stop_tokens(one), self._stop_strings(one)
-            order = Order(place, tokens, one.with_seed(), stops, strings, min(one.num_logprobs, vocab_size))
+            order = Order(place, tokens, one.with_seed(), stops, strings, min(one.num_logprobs, self.config.top_n))
             requests.append(kind(self, order, *tell))
         return requests
 

@@ -80,7 +80,7 @@ class HeadDraft(ModelDraft):
     def start(self, slots: Tensor) -> Features:
         return Features(self.last_hidden, slots[:, None].expand(-1, self.topk).flatten().contiguous())
 
-    def step(self, tokens: Tensor, positions: Tensor, features: Features | None, rows: Rows) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def step(self, tokens: Tensor, positions: Tensor, features: Features | None, rows: Rows) -> tuple[Tensor, Tensor]:
         assert features is not None
         hidden, normed = self.module(tokens, features, positions, rows)
         return self.module.logits(normed), hidden

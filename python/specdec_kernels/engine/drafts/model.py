@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...models.attention import Rows
 from ...models.draft_head import Features
 from ...models.families import kv_numbers
 from ...ops import expand_root, expand_tree, learn_calibration, make_calibration, sample_draft, select_topk
@@ -108,7 +109,7 @@ class ModelDraft(Draft):
         return None
 
     def step(
-        self, tokens: Tensor, positions: Tensor, features: Features | None, rows: object
+        self, tokens: Tensor, positions: Tensor, features: Features | None, rows: Rows
     ) -> tuple[Tensor, Tensor | None]:
         """Logits [B * k, Vd] of frontier nodes [B, k], and their own features [B * k, H]."""
         raise NotImplementedError

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ...models.attention import Rows
 from ...models.checkpoint import expect_folder
+from ...models.draft_head import Features
 from ...models.kv_pools import KvPools
 from ...models.language_model import open_language_model
 from ...models.loading import config_of, model_name
@@ -128,7 +129,7 @@ class Standalone(ModelDraft):
         lens: Tensor = self.state.seq_lens + 1
         return lens
 
-    def step(self, tokens: Tensor, positions: Tensor, feature: Tensor | None, rows: Rows) -> tuple[Tensor, None]:  # type: ignore[override]
+    def step(self, tokens: Tensor, positions: Tensor, features: Features | None, rows: Rows) -> tuple[Tensor, None]:
         return self._logits(self._forward(tokens, positions, rows)).flatten(0, 1), None
 
     def prefill(self, prefill: Prefill, features: Tensor | None) -> None:
