@@ -171,21 +171,39 @@ class RoundClock:
         }
 
 
+class PlantedModels:
+    """A text, a target that continues it, and what drafts for that."""
+
+    def __init__(self, setup: Setup) -> None:
+        config = shape_config(setup.shape)
+        self.text = PlantedText.of(config.vocab_size, draft_vocab_of(config))
+        self._place: dict[str, Any] = {"device": setup.device, "dtype": setup.dtype}
+        self.target = plant_causal_lm(config, self.text, **self._place)
+        self._draft: tuple[Any, Any] = None, None
+
+    def draft(self, setup: Setup) -> Any:
+        """Of this kind and acceptance; the last one is kept, the target serves all."""
+        kind = setup.drafting.kind
+        if kind is None:
+            return None
+        if self._draft[0] != (kind, setup.acceptance):
+            self._draft = None, None
+            if kind is Eagle3:
+                model: Any = plant_eagle3(self.target, self.text, setup.acceptance)
+            else:
+                small = standalone_config(setup.shape)
+                model = plant_causal_lm(small, self.text, acceptance=setup.acceptance, **self._place)
+            self._draft = (kind, setup.acceptance), model
+        return self._draft[1]
+
+
 class Bench:
     """An engine on planted models, for batches up to `max_batch`."""
 
-    def __init__(self, setup: Setup, max_batch: int) -> None:
+    def __init__(self, setup: Setup, max_batch: int, models: PlantedModels | None = None) -> None:
         self.setup = setup
-        config = shape_config(setup.shape)
-        self.text = PlantedText.of(config.vocab_size, draft_vocab_of(config))
-        place = {"device": setup.device, "dtype": setup.dtype}
-        self.target = plant_causal_lm(config, self.text, **place)
-        self.draft: Any = None
-        if setup.drafting.kind is Eagle3:
-            self.draft = plant_eagle3(self.target, self.text, setup.acceptance)
-        elif setup.drafting.kind is Standalone:
-            small = standalone_config(setup.shape)
-            self.draft = plant_causal_lm(small, self.text, acceptance=setup.acceptance, **place)
+        models = models or PlantedModels(setup)
+        self.text, self.target, self.draft = models.text, models.target, models.draft(setup)
         self.engine = Engine(
             self.target,
             draft=draft_of(setup.drafting, self.draft),
@@ -371,11 +389,13 @@ def standalone_config(shape: str) -> Any:
 
 
 def measure_rounds(setups: Sequence[Setup], batches: Sequence[int], ceilings: Ceilings) -> Iterator[Result]:
-    """One result for each setup and batch; a setup's models are gone before the next one's are made."""
+    """One result for each setup, all of one shape and on one device, and batch; one engine after another."""
+    models = PlantedModels(setups[0])
     for setup in setups:
-        bench = Bench(setup, max(batches))
+        bench = Bench(setup, max(batches), models)
         for batch in batches:
             yield bench.measure(batch, ceilings)
+        bench.engine.close()
         del bench
         gc.collect()
         if setup.device.type == "cuda":

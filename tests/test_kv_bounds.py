@@ -145,7 +145,9 @@ def test_texts_cross_bounds(
     steps = (96, 112, 128, 160, 192)
 
     def generate(bounded: bool) -> tuple[list[list[int]], set[int], int]:
-        def bounds(calls: object, batch: int, num_nodes: int, most: int, *_: object, **__: object) -> tuple[int, ...]:
+        def bounds(
+            calls: object, batch: int, num_nodes: int, most_nodes: int, most: int, *_: object, **__: object
+        ) -> tuple[int, ...]:
             return (*steps, most) if bounded else (most,)
 
         monkeypatch.setattr("specdec_kernels.engine.config.kv_bounds", bounds)

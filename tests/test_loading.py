@@ -54,6 +54,16 @@ def loaded(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
+def test_a_module_that_was_made_in_inference_mode_can_be_cast(folder: Path) -> None:
+    with torch.inference_mode():
+        module = loaded(folder)
+    texts, prompts = [], random_prompts(2)
+    for model in (folder, module):
+        with Engine(model, max_len=64, device="cpu", dtype=torch.bfloat16) as engine:
+            texts.append([output.tokens for output in engine.generate(prompts, EIGHT)])
+    assert texts[0] == texts[1]
+
+
 # --- weights quantised in ways that are not read (test_quantised.py has those that are)
 
 

@@ -66,6 +66,7 @@ def pull(logits: torch.Tensor, tree: sd.Tree) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_verify_tree(verifier: tuple[torch.device, str | None], dtype: torch.dtype, greedy: bool) -> None:
     device, plan = verifier
+    longest = 0
     for _ in range(10):
         cut = cut_trees(device)
         logits = torch.randn(BATCH, NODES, VOCAB, device=device)
@@ -86,7 +87,10 @@ def test_verify_tree(verifier: tuple[torch.device, str | None], dtype: torch.dty
             )
             for got, want in zip(packed, padded, strict=True):
                 assert torch.equal(got, want)
-            assert (packed.num_valid[3] == 0 and int(packed.num_valid.max()) > 1) or mask is not None
+            if mask is None:
+                assert packed.num_valid[3] == 0
+                longest = max(longest, int(packed.num_valid.max()))
+    assert longest > 1
 
 
 @pytest.mark.sanitize

@@ -38,6 +38,21 @@ def test_requests_share_the_rows_of_a_round(name: str, tmp_path: Path) -> None:
     assert any(max(counts) > 4 for counts in seen) != engine.draft.sampled
 
 
+def test_small_trees_of_large_batches_are_drafted_by_fewer_paths(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where each path costs, a tree of n nodes is drafted by n / 2 of them; the texts are those of the target."""
+    monkeypatch.setattr("specdec_kernels.engine.drafts.model.CHEAP_ROWS", 1)
+    draft = Eagle3(tiny_model("eagle3"), topk=8, num_nodes=6)
+    assert [draft.branches(4, nodes) for nodes in (2, 3, 6, 12, 32)] == [1, 2, 3, 6, 8]
+    engine = make_engine(draft, device, adaptive=False)
+    outputs = engine.generate(prompts(), SamplingParams(NEW_TOKENS))
+    comparison = Comparison(reference_model())
+    for prompt, output, plain in zip(prompts(), outputs, plain_texts(), strict=True):
+        comparison.check(prompt, output.tokens, plain)
+    assert sum(output.stats.rounds for output in outputs) < 0.7 * sum(len(output.tokens) for output in outputs)
+
+
 def test_who_is_idle_gets_nothing() -> None:
     engine = make_engine(Eagle3(tiny_model("eagle3")), torch.device("cpu"), adaptive=True)
     state, round = engine.state, engine._executor.round

@@ -262,7 +262,7 @@ def test_groups_draft_from_their_own_texts(name: str, device: torch.device) -> N
     prompt = prompts()[1]
 
     def rounds(first: int, second: int) -> int:
-        engine = make_engine(name, device, num_slots=1)
+        engine = make_engine(name, device, num_slots=1, adaptive=False)
         groups = [SamplingParams(40, ignore_eos=True, ngram_group=group) for group in (first, second)]
         outputs = [engine.generate([prompt], params)[0] for params in groups]
         assert outputs[0].tokens == outputs[1].tokens

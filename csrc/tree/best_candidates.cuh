@@ -230,10 +230,8 @@ class BestCandidates {
         s_.best_tokens[place] = s_.tokens[j];
         s_.best_parents[place] = s_.parents[j];
         s_.hints[hint_of(number)] = static_cast<int16_t>(place);
-        if constexpr (!kOneTile) {
-          s_.best_scores[place] = static_cast<uint32_t>(key >> 32);
-          s_.best_numbers[place] = number;
-        }
+        s_.best_numbers[place] = number;
+        if constexpr (!kOneTile) s_.best_scores[place] = static_cast<uint32_t>(key >> 32);
       }
     }
   }

@@ -210,6 +210,8 @@ class Rotation(NamedTuple):
         """
         count = min(max_len + SPARE_POSITIONS, constant_len(rotary.config) or max_len + SPARE_POSITIONS)
         positions = torch.arange(count, device=device)[None]
+        if "mrope_section" in (getattr(rotary.config, "rope_parameters", None) or {}):
+            positions = positions.expand(3, 1, -1)  # of each axis, alike for text
         tables = rotary.to(device)(torch.empty(0, dtype=torch.float32, device=device), positions, *kind)
         tables = tuple(
             table.flatten(0, -3) for table in tables

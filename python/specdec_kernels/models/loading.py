@@ -189,10 +189,23 @@ def place(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
     would those that transformers keeps in float32 (routers)."""
     kept = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     with torch.inference_mode(False):  # the module may be trained later, whatever mode the caller is in
+        make_ordinary(model)
         model.to(device=device)
         for name, parameter in model.named_parameters():
             if parameter.is_floating_point() and not any(part in name for part in kept):
                 parameter.data = parameter.data.to(dtype)
+
+
+def make_ordinary(model: nn.Module) -> None:
+    """Parameters that were made in inference mode become ordinary ones, shared as they were: moved, they would be
+    neither, and fail in every product."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if parameter.is_inference():
+                if parameter not in made:
+                    made[parameter] = nn.Parameter(parameter.clone(), parameter.requires_grad)
+                setattr(module, name, made[parameter])
 
 
 def from_folder(source: str | Path, dtype: torch.dtype, name: str) -> Any:

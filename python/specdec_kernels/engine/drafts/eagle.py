@@ -77,8 +77,8 @@ class HeadDraft(ModelDraft):
     def resize_pools(self, num_pages: int) -> None:
         self.module.resize_pools(num_pages)
 
-    def start(self, slots: Tensor) -> Features:
-        return Features(self.last_hidden, slots[:, None].expand(-1, self.topk).flatten().contiguous())
+    def start(self, slots: Tensor, k: int) -> Features:
+        return Features(self.last_hidden, slots[:, None].expand(-1, k).flatten().contiguous())
 
     def step(self, tokens: Tensor, positions: Tensor, features: Features | None, rows: Rows) -> tuple[Tensor, Tensor]:
         assert features is not None

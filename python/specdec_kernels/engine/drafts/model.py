@@ -19,6 +19,8 @@ from ..kv_bounds import AttentionCall
 from .base import Draft, DraftContext, DraftRequest, Needs
 from .proposal import Committed, DrawnFrom, Proposal, no_candidates
 
+# Rows of a draft step that take as long to multiply as it takes to read the weights, about.
+CHEAP_ROWS = 200
 SEED_OF_ROUND = -0x61C8864680B583EB  # odd, 2^64 over the golden ratio: far from what seeds differ by
 
 
@@ -104,7 +106,15 @@ class ModelDraft(Draft):
         lens: Tensor = self.state.seq_lens
         return lens
 
-    def start(self, slots: Tensor) -> Features | None:
+    def branches(self, batch: int, num_nodes: int) -> int:
+        """k, the paths that each step expands: `topk` where rows cost nothing, else no more than the tree has room for.
+
+        At most half of a small tree's nodes are worth it to stand side by side, and a row of a step is a token of the
+        draft: 64 requests of 10 paths each make as much work of 4 steps as a fifth of the target's round.
+        """
+        return min(self.topk, max(CHEAP_ROWS // batch, -(-num_nodes // 2)))
+
+    def start(self, slots: Tensor, k: int) -> Features | None:
         """The features of the slots' B * k depth-1 nodes, for drafts that carry any."""
         return None
 
@@ -124,7 +134,7 @@ class ModelDraft(Draft):
     def propose(self, slots: Tensor, num_nodes: int) -> Proposal:
         if num_nodes == 1:
             return Proposal(no_candidates(slots))
-        state, k = self.state, self.topk
+        state, k = self.state, self.branches(len(slots), num_nodes)
         num_steps = min(self.num_steps, num_nodes - 1)  # deeper than its nodes in a row no tree can be
         logits_of_steps: list[Tensor] = []  # [B, Vd] each, of drafts that are drawn
         # The drafts of a block that is rejected are thrown away: their noise must not come back in the next round.
@@ -149,15 +159,15 @@ class ModelDraft(Draft):
             self.child_ids[slots], self.child_logprobs[slots] = children(self.root_logits[slots])
         table = None if self.calibration is None else self.calibration.table
         candidates, frontier = expand_root(
-            self.child_ids[:-1],
-            self.child_logprobs[:-1],
+            self.child_ids[:-1, :k].contiguous(),
+            self.child_logprobs[:-1, :k].contiguous(),
             state.seq_lens,
             num_steps,
             slots=slots,
             position_offset=self.position_offset,
             calibration=table,
         )
-        tokens, positions, features = frontier.tokens, frontier.positions, self.start(slots)
+        tokens, positions, features = frontier.tokens, frontier.positions, self.start(slots, k)
         prefix_lens = self.prefix_lens()
         for step in range(2, num_steps + 1):
             rows = state.rows(
