@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from specdec_kernels.engine import Engine, opening
+from specdec_kernels.engine import Engine, SamplingParams, opening
 from specdec_kernels.engine.passes import captured_shapes
 from specdec_kernels.models.attention import Rows
 from specdec_kernels.models.language_model import open_language_model
@@ -106,3 +106,32 @@ def test_rounds_that_cannot_be_captured_are_launched_call_by_call(
         assert engine.not_captured == "operation not permitted when stream is capturing"
         assert (waited, made, passes.captured) == ([NoStream.device], [None], {})
         assert int(rings.num_applied) == 0
+
+
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 96, "factor": 4.0,
+    "short_factor": [1.0 + i / 8 for i in range(8)], "long_factor": [2.0 + i for i in range(8)],
+}  # fmt: skip
+PLAIN = {"rope_type": "default", "rope_theta": 1e4}
+
+
+def test_rotations_of_one_layer_type_that_change_with_the_length() -> None:
+    """Up to the length behind which they change they are plain ones, as long as nothing looks for that length."""
+    model = tiny_model(
+        "gemma3_text", rope_parameters={"full_attention": LONGROPE, "sliding_attention": PLAIN}, eos_token_id=None
+    )
+    options: dict[str, Any] = {"implementation": "transformers", "device": "cpu", "dtype": torch.float32}
+    with pytest.raises(ValueError) as error:
+        Engine(model, max_len=97, **options)
+    assert str(error.value) == (
+        "model: Gemma3ForCausalLM has rotations of rope_type 'longrope' that change behind 96 tokens "
+        "(max_len is 97), expected a decoder with causal attention through transformers' attention interface"
+    )
+    prompt = torch.randint(5, 150, (60,)).tolist()
+    with Engine(model, max_len=96, **options) as engine:
+        body = engine.target._body  # type: ignore[attr-defined]
+        kinds = {kind for module in body.modules() for kind in (getattr(module, "rope_type", None) or {}).values()}
+        assert kinds == {"default"}
+        tokens = engine.generate([prompt], SamplingParams(max_new_tokens=36))[0].tokens
+    want = model.generate(torch.tensor([prompt]), max_new_tokens=36, do_sample=False, use_cache=False)
+    assert tokens == want[0, 60:].tolist()

@@ -24,7 +24,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.utils.generic import ModelOutput
 
 from ..ops import write_kv
-from .attention import Rows, attended, pool_dim
+from .attention import Rows, attended, constant_len, pool_dim
 from .causal_lm import States
 from .families import HEAD_DIMS, check_length
 from .held_model import HeldModel
@@ -544,16 +544,16 @@ def freeze_rotations(model: nn.Module, config: Any, max_len: int) -> None:
 
     They are made so in these copies, since to look for the longest position waits for the device in every layer.
     """
-    parameters = getattr(config, "rope_parameters", None) or {}
+    limit = constant_len(config)
     for module in model.modules():
-        kind = getattr(module, "rope_type", None)
-        for each in kind.values() if isinstance(kind, dict) else [kind]:
-            if each not in ("dynamic", "longrope"):
-                continue
-            limit = parameters.get("original_max_position_embeddings") or config.max_position_embeddings
-            if max_len > limit:
-                raise Refused(
-                    f"has rotations of rope_type {each!r} that change behind {limit} tokens (max_len is {max_len})"
-                )
-            if not isinstance(kind, dict):
-                setattr(module, "rope_type", "default")  # noqa: B010
+        types = getattr(module, "rope_type", None)
+        of_layers: dict[str, Any] = types if isinstance(types, dict) else {"": types}  # of types of layers
+        changing = [kind for kind in of_layers.values() if kind in ("dynamic", "longrope")]
+        if not changing:
+            continue
+        if limit is not None and max_len > limit:
+            raise Refused(
+                f"has rotations of rope_type {changing[0]!r} that change behind {limit} tokens (max_len is {max_len})"
+            )
+        frozen = {layers: "default" if kind in changing else kind for layers, kind in of_layers.items()}
+        setattr(module, "rope_type", frozen if isinstance(types, dict) else "default")  # noqa: B010
