@@ -24,7 +24,7 @@ from specdec_kernels.engine import Engine, Ngram, SamplingParams, Standalone
 from specdec_kernels.models.attention import Heads, Reordered, Rotation
 from specdec_kernels.models.experts import ExpertFeedForward, Routes
 from specdec_kernels.models.layers import merged, product_of
-from specdec_kernels.models.loading import ROUNDING
+from specdec_kernels.models.loading import ROUNDING, of_any_expert
 from specdec_kernels.models.quantised import (
     Fp8Weight,
     Int4Weight,
@@ -637,3 +637,33 @@ def test_experts_that_do_not_fit(change: str, tmp_path: Path) -> None:
         message = f"has a quantised {path} whose activations are rounded (static), expected those of all experts alike"
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     assert refusal(folder) == f"model: {folder} {message}"
+
+
+@pytest.mark.parametrize("tensors", ["all", "weight", "weight_scale"])
+def test_an_expert_too_many(tensors: str, tmp_path: Path) -> None:
+    """Names of experts are matched by one pattern for each layer, which knows no number."""
+    folder, _ = write_model(tmp_path, "fp8 rows", "qwen3_moe", **EXPERTS)
+    stored = load_file(folder / "model.safetensors")
+    path = "model.layers.0.mlp.experts"
+    for part in ("gate_proj", "up_proj", "down_proj"):
+        for name in ("weight", "weight_scale") if tensors == "all" else (tensors,):
+            stored[f"{path}.4.{part}.{name}"] = stored[f"{path}.0.{part}.{name}"].clone()
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    message = {
+        "all": f"has a quantised {path}.4.down_proj, expected quantised projections and experts alone",
+        "weight": f"has {path}.4.down_proj.weight, {path}.4.gate_proj.weight, {path}.4.up_proj.weight, unknown to "
+        f"Qwen3MoeForCausalLM and has {path}.down_proj of shape [5, 192, 160], expected [4, 192, 160], expected every "
+        "tensor of the model and no other",
+        "weight_scale": f"has a quantised {path}.4.down_proj, expected quantised projections and experts alone",
+    }[tensors]
+    assert refusal(folder) == f"model: {folder} {message}"
+
+
+def test_one_pattern_for_the_experts_of_a_layer() -> None:
+    names = [f"model.layers.{layer}.mlp.experts.{number}.up_proj.weight" for layer in (1, 12) for number in (0, 37)]
+    patterns = {of_any_expert(name) for name in names}
+    assert patterns == {rf"model\.layers\.{layer}\.mlp\.experts\.\d+\.up_proj\.weight" for layer in (1, 12)}
+    assert all(sum(re.fullmatch(pattern, name) is not None for pattern in patterns) == 1 for name in names)
+    assert of_any_expert("model.layers.3.mlp.shared_experts.up_proj.weight_scale") == (
+        r"model\.layers\.3\.mlp\.shared_experts\.up_proj\.weight_scale"
+    )

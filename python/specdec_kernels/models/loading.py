@@ -226,12 +226,15 @@ def from_folder(source: str | Path, dtype: torch.dtype, name: str) -> Any:
     own: dict[str, Any] = {}
     if widened:
         config.quantization_config, own = widened, {"quantization_config": Mxfp4Config(dequantize=True)}
-    products, theirs, filled = set[str](), set[str](), set[str]()
+    products, theirs, other_experts, filled = set[str](), set[str](), set[str](), set[str]()
     if scheme is not None:
         folder = local_folder(source, name)
         names = set(tensor_names(folder))
         products = scheme.products(names)
         theirs = {tensor for path in products for tensor in scheme.of_product(path)} & names
+        # Which transformers does not report where it is told to leave out those of any expert.
+        read = {of_any_expert(tensor) for tensor in theirs}
+        other_experts = {tensor for tensor in names - theirs if of_any_expert(tensor) in read}
         own = {"quantization_config": Replaced(products, theirs)}
     loaded: Any = kind.from_pretrained(
         str(source),
@@ -249,7 +252,8 @@ def from_folder(source: str | Path, dtype: torch.dtype, name: str) -> Any:
     faults = []
     if missing := sorted(set(info["missing_keys"]) - filled):
         faults.append(f"lacks {some(missing)}")
-    if unknown := sorted(k for k in set(info["unexpected_keys"]) - known - filled if not SCALE_NAME.fullmatch(k)):
+    unexpected = (set(info["unexpected_keys"]) - known) | other_experts
+    if unknown := sorted(name for name in unexpected - filled if not SCALE_NAME.fullmatch(name)):
         faults.append(f"has {some(unknown)}, unknown to {type(model).__name__}")
     for tensor, got, expected in sorted(info["mismatched_keys"])[:1]:
         faults.append(f"has {tensor} of shape {list(got)}, expected {list(expected)}")
@@ -276,6 +280,11 @@ def known_as(tensors: set[str], model: Any) -> set[str]:
     return names
 
 
+def of_any_expert(name: str) -> str:
+    """A pattern of this tensor's name and those of the same tensor of other experts of its layer."""
+    return re.sub(r"(?<=\bexperts\\\.)\d+(?=\\\.)", r"\\d+", re.escape(name))
+
+
 class Replaced(QuantizationConfigMixin):
     """Has transformers leave the place of quantised products to us, and their tensors in the file."""
 
@@ -300,10 +309,11 @@ class Replacement(HfQuantizer):
                 continue  # which is found out when its tensors have no place
             if type(linear) is nn.Linear:
                 setattr(model.get_submodule(parent), leaf, QuantisedLinear(linear))
-        # Not one by one reported as unknown.
+        # Not one by one reported as unknown. Transformers tries all patterns on each such name: there is one for all
+        # experts of a layer.
         model._keys_to_ignore_on_load_unexpected = {
             *(model._keys_to_ignore_on_load_unexpected or ()),
-            *(f"^{re.escape(name)}$" for name in known_as(config.tensors, model)),
+            *(f"^{of_any_expert(name)}$" for name in known_as(config.tensors, model)),
         }
 
     def is_serializable(self) -> bool:
