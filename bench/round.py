@@ -35,11 +35,13 @@ from specdec_kernels.models.acceptance import Acceptance, PublishedAcceptance
 from specdec_kernels.models.eagle3 import Eagle3Head
 from specdec_kernels.models.families import kv_numbers
 from specdec_kernels.models.planted import PlantedText, eagle3_config, plant_causal_lm, plant_eagle3
+from specdec_kernels.models.quantised import QuantisedLinear
 from specdec_kernels.models.shapes import draft_vocab_of, shape_config
 from specdec_kernels.status import FinishReason
 
 from .ceilings import Ceilings
 from .harness import Result
+from .stored_weights import store_layers
 from .timing import times_of
 
 NAME = "round"
@@ -79,8 +81,11 @@ class Setup:
     dtype: torch.dtype
     adaptive: bool = False
     max_len: int | None = None  # of the engine; None: what a request needs
+    weights: str | None = None  # how those of the target's layers are stored, of `STORED`; None: in dtype
 
     def __post_init__(self) -> None:
+        if self.weights is not None and hasattr(shape_config(self.shape), "num_experts"):
+            raise ValueError(f"--weights is {self.weights}, expected none beside --shape {self.shape}, of experts")
         if self.max_len is not None and self.max_len < self.needed_len:
             raise ValueError(
                 f"--max-len is {self.max_len}, expected at least {self.needed_len}, a prompt's tokens and its output's"
@@ -115,7 +120,7 @@ class Setup:
             "output": self.output,
             "max_len": self.engine_len,
             "dtype": str(self.dtype).removeprefix("torch."),
-        }
+        } | ({} if self.weights is None else {"weights": self.weights})
 
 
 @dataclass
@@ -179,6 +184,8 @@ class PlantedModels:
         self.text = PlantedText.of(config.vocab_size, draft_vocab_of(config))
         self._place: dict[str, Any] = {"device": setup.device, "dtype": setup.dtype}
         self.target = plant_causal_lm(config, self.text, **self._place)
+        if setup.weights is not None:
+            store_layers(self.target, setup.weights)
         self._draft: tuple[Any, Any] = None, None
 
     def draft(self, setup: Setup) -> Any:
@@ -304,10 +311,9 @@ class Bench:
         nodes that the target's head multiplies those that walks visit.
         """
         setup, d = self.setup, self.setup.drafting
-        item = setup.dtype.itemsize
         config = self.target.config
         rows = setup.input + setup.output // 2
-        kv = kv_numbers(config, config.num_hidden_layers) * item * rows * batch
+        kv = kv_numbers(config, config.num_hidden_layers) * setup.dtype.itemsize * rows * batch
         target_head = weights(self.target.get_output_embeddings())
         visited = math.ceil(batch * min(num_nodes, accept_length))
         passes = [(weights(self.target) - target_head, batch * num_nodes, kv), (target_head, visited, 0)]
@@ -315,11 +321,11 @@ class Bench:
             num_steps = min(d.num_steps, num_nodes - 1)
             head = weights(self.draft.lm_head)
             body = weights(self.draft) - head
-            fc = weights(self.draft.fc) if hasattr(self.draft, "fc") else 0
+            fc = weights(self.draft.fc) if hasattr(self.draft, "fc") else Weights()
             steps = [(body - fc, batch * d.topk, 0), (head, batch * d.topk, 0)] * max(num_steps - 1, 0)
             passes += [*steps, (body, batch * (num_steps + 1), 0), (head, batch, 0)]
-        bytes_moved = [n * item + extra for n, _, extra in passes]
-        flops = [2 * n * m for n, m, _ in passes]
+        bytes_moved = [read.nbytes + extra for read, _, extra in passes]
+        flops = [2 * read.numbers * m for read, m, _ in passes]
         floor = sum(
             max(b / ceilings.bytes_per_second, f / ceilings.flops_per_second)
             for b, f in zip(bytes_moved, flops, strict=True)
@@ -346,10 +352,29 @@ def draft_of(d: Drafting, model: Any) -> Draft | None:
     return d.kind(model, num_steps=d.num_steps, topk=d.topk, num_nodes=d.num_nodes)
 
 
-def weights(module: nn.Module) -> int:
-    """Numbers that a forward pass reads, the embeddings' few rows left out."""
-    embedded = sum(m.weight.numel() for m in module.modules() if isinstance(m, nn.Embedding))
-    return sum(p.numel() for p in module.parameters()) - embedded
+@dataclass(frozen=True)
+class Weights:
+    """What a forward pass reads, in numbers and in bytes."""
+
+    numbers: int = 0
+    nbytes: int = 0
+
+    def __add__(self, other: Weights) -> Weights:
+        return Weights(self.numbers + other.numbers, self.nbytes + other.nbytes)
+
+    def __sub__(self, other: Weights) -> Weights:
+        return Weights(self.numbers - other.numbers, self.nbytes - other.nbytes)
+
+
+def weights(module: nn.Module) -> Weights:
+    """Of all products and norms, the embeddings' few rows left out."""
+    total = Weights()
+    for part in module.modules():
+        if isinstance(part, QuantisedLinear):
+            total += Weights(math.prod(part.weight.shape), part.weight.nbytes)
+        if not isinstance(part, nn.Embedding):
+            total += sum((Weights(p.numel(), p.nbytes) for p in part.parameters(recurse=False)), Weights())
+    return total
 
 
 def memory_needed(setup: Setup, max_batch: int) -> int:
@@ -389,7 +414,7 @@ def standalone_config(shape: str) -> Any:
 
 
 def measure_rounds(setups: Sequence[Setup], batches: Sequence[int], ceilings: Ceilings) -> Iterator[Result]:
-    """One result for each setup, all of one shape and on one device, and batch; one engine after another."""
+    """One result for each batch and setup, all of one target on one device; one engine after another."""
     models = PlantedModels(setups[0])
     for setup in setups:
         bench = Bench(setup, max(batches), models)

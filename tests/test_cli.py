@@ -387,7 +387,15 @@ def test_bench_rejects_numbers(capsys: Capture, option: list[str], message: str)
     [
         (["all", "doubling"], "all means every op, expected no op beside it"),
         (["doubling", "--accept", "2"], "--accept is of round, expected it not beside doubling"),
-        (["round", "--nodes", "4"], "round has no nodes, expected --batch, --dtype, --max-len and what its help lists"),
+        (
+            ["round", "--nodes", "4"],
+            "round has no nodes, expected --batch, --dtype, --max-len, --weights and what its help lists",
+        ),
+        (["round", "--weights", "fp8,int4"], "round takes one --weights, expected it not to be ['fp8', 'int4']"),
+        (
+            ["round", "--weights", "fp8", "--shape", "qwen3-30b-a3b"],
+            "--weights is fp8, expected none beside --shape qwen3-30b-a3b, of experts",
+        ),
         (["round", "--speculative-num-steps", "65"], "Eagle3: num_steps is 65, expected 1 to 64"),
         (["round", "--max-len", "100000"], "model: max_position_embeddings is 4096, expected at least max_len=100000"),
         (["doubling", "--json", "{folder}"], "--json {folder} cannot be written, expected a file's name"),

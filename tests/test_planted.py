@@ -118,6 +118,21 @@ def test_rounds_of_published_acceptance(tmp_path: Path, capsys: pytest.CaptureFi
     assert f"{facts['accept_length_p10']:.2f} to {facts['accept_length_p90']:.2f}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("weights", ["fp8", "fp8-rows", "int4"])
+def test_rounds_of_weights_in_fewer_bits(weights: str, tmp_path: Path) -> None:
+    """The text is what it was, and so is what drafts bring; the floor counts the bytes that are stored."""
+    command = ["bench", "round", "--device", "cpu", "--quick", "--algorithm", "chain", "--accept", "3.5"]
+    results = []
+    for options in ([], ["--weights", weights]):
+        record = tmp_path / "round.json"
+        assert main([*command, "--output", "60", *options, "--json", str(record)]) == 0
+        results += json.loads(record.read_text())["results"]
+    dense, stored = results
+    assert stored["params"] == dense["params"] | {"weights": weights}
+    assert stored["facts"]["accept_length"] == pytest.approx(dense["facts"]["accept_length"], abs=0.1)
+    assert stored["flops"] == dense["flops"] and stored["bytes"] < dense["bytes"]
+
+
 def test_a_size_too_small_to_time_is_no_wrong_result(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["bench", "round", "--device", "cpu", "--quick", "--algorithm", "tree", "--accept", "6", "--output", "4"]
     assert main(command) == 2

@@ -36,7 +36,7 @@ NUMBERS = {
     "page_size": "KV rows of a page",
     "rows": "rows, of rotate_qkv and write_kv per request",
     "width": "numbers of a row",
-    "outs": "numbers of a row that linear_rows makes",
+    "outs": "numbers of a row that a product makes",
     "experts": "experts of a layer",
     "taken": "experts that a row takes",
     "inner": "numbers between the two products of an expert",
@@ -47,7 +47,7 @@ NUMBERS = {
     "the engine allows (input + output + 1)",
 }
 MAY_BE_ZERO = ("prefix", "top_n", "held", "max_len")
-# Of `round`, beside --batch, --dtype and --max-len:
+# Of `round`, beside --batch, --dtype, --max-len and --weights:
 ROUND = "round"
 SHAPES = ("qwen3-8b", "qwen3-30b-a3b", "llama-3.1-8b", "qwen3-0.6b", "tiny")
 ALGORITHMS = ("none", "chain", "tree", "standalone")
@@ -64,6 +64,7 @@ WORDS = {
     "kv": ("same", "fp8"),
     "mode": ("tree", "chain"),
     "moves": ("tree", "none"),
+    "weights": ("fp8", "fp8-rows", "int4"),
     "sampling": ("greedy", "top_k+top_p", "top_p", "temperature"),
 }
 
@@ -79,9 +80,10 @@ sizes:
 
 round:
   Whole rounds of the engine on a model of a well-known shape with planted weights: full cost, a known text, and drafts
-  that are accepted as often as a published drafter's were on such texts, easy stretches and hard ones. Every token is
-  checked. All requests of a batch come at once; counted are rounds in which all of them take part, and the run, from
-  their coming to the last one's end.
+  that are accepted as often as a published drafter's were on such texts, easy stretches and hard ones. With --weights
+  the target's layers are stored in 8 bits, by blocks (fp8) or by rows (fp8-rows), or in 4. Every token is checked. All
+  requests of a batch come at once; counted are rounds in which all of them take part, and the run, from their coming
+  to the last one's end.
 
 columns:
   time      median time of a call; on a GPU from replays of a CUDA graph, on a CPU wall time
@@ -308,13 +310,16 @@ def run_rounds(args: argparse.Namespace) -> int:
         return refuse(f"{ROUND} is timed alone, expected no op beside it")
     if not require("bench round", "engine", ["transformers", "safetensors"]):
         return 2
-    mine = ("batch", "dtype", "max_len")
+    mine = ("batch", "dtype", "max_len", "weights")
     others = [name for name in (*NUMBERS, *WORDS) if name not in mine and getattr(args, name) is not None]
     if others:
         names = " or ".join(others)
-        return refuse(f"{ROUND} has no {names}, expected --batch, --dtype, --max-len and what its help lists")
-    if args.max_len and len(args.max_len) > 1:
-        return refuse(f"{ROUND} takes one --max-len, expected it not to be {args.max_len}")
+        return refuse(
+            f"{ROUND} has no {names}, expected --batch, --dtype, --max-len, --weights and what its help lists"
+        )
+    for name in ("max_len", "weights"):
+        if len(getattr(args, name) or ()) > 1:
+            return refuse(f"{ROUND} takes one {option(name)}, expected it not to be {getattr(args, name)}")
     device = find_device(args.device)
     if device is None:
         return refuse(NO_CUDA)
@@ -390,6 +395,7 @@ def round_setups(args: argparse.Namespace, device: Any) -> list[Any]:
             dtype=getattr(torch, dtype),
             adaptive=args.speculative_adaptive,
             max_len=args.max_len[0] if args.max_len else None,
+            weights=args.weights[0] if args.weights else None,
         )
         setups.append(setup)
     return setups
@@ -557,7 +563,7 @@ def show(run_record: dict[str, Any]) -> None:
         print_table(["call", "ns"], [[r["params"]["call"], f"{r['host_us'] * 1e3:.0f}"] for r in calls])
 
 
-ROUND_HEAD = ("shape", "dtype", "input", "output", "max_len", "accept")
+ROUND_HEAD = ("shape", "dtype", "weights", "input", "output", "max_len", "accept")
 ROUND_COLUMNS = [
     "algorithm", "batch", "ms/round", "p90 ms", "tokens/s", "accept length", "p10 to p90", "gpu ms", "idle", "host us",
     "emit us", "wait us", "floor ms", "of floor", "run tokens/s", "first token ms", "rounds by nodes",

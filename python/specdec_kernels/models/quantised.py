@@ -41,6 +41,15 @@ class StoredWeight(ABC):
     def product(self, x: Tensor) -> Tensor:
         """[..., out] from [..., in]."""
 
+    @abstractmethod
+    def plan(self, x: Tensor) -> str:
+        """What multiplies x [..., in]: "widened" by the definition, or the name of a kernel."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Of its numbers, scales and zeros."""
+
     def joined(self, other: StoredWeight) -> StoredWeight | None:
         """Both as one weight, the rows of this one first; None where one weight cannot be both."""
         return None
@@ -78,7 +87,7 @@ class Fp8Weight(StoredWeight):
         if self.activations == "none":
             return functional.linear(x, self.dequantised().to(x.dtype))
         numbers, scales = in_eight_bits(x.reshape(-1, x.shape[-1]), self.activations, self.input_scale)
-        kernel = self._kernel(x)
+        kernel = self.torch_kernel(x)
         if kernel is None:
             rows = numbers.float() * spread(scales, x.shape[-1])
             out = functional.linear(rows.to(x.dtype), self.dequantised().to(x.dtype))
@@ -86,7 +95,16 @@ class Fp8Weight(StoredWeight):
             out = kernel(numbers, scales, self.numbers, self.scales)
         return out.view(*x.shape[:-1], -1)
 
-    def _kernel(self, x: Tensor) -> Kernel | None:
+    def plan(self, x: Tensor) -> str:
+        kernel = self.torch_kernel(x)
+        return "widened" if kernel is None else kernel.__name__
+
+    @property
+    def nbytes(self) -> int:
+        return self.numbers.nbytes + self.scales.nbytes
+
+    def torch_kernel(self, x: Tensor) -> Kernel | None:
+        """A kernel of torch for rows such as x, which this GPU and this torch have."""
         if not x.is_cuda or x.dtype != torch.bfloat16 or any(size % 16 for size in self.shape):
             return None
         if self.scales.shape[1] == 1 and self.activations in ("token", "static"):
@@ -100,7 +118,7 @@ class Fp8Weight(StoredWeight):
 
     def __post_init__(self) -> None:
         if self.numbers.is_cuda:  # kernels are tried here, not where a graph is captured
-            self._kernel(torch.empty(0, dtype=torch.bfloat16, device=self.numbers.device))
+            self.torch_kernel(torch.empty(0, dtype=torch.bfloat16, device=self.numbers.device))
 
     def joined(self, other: StoredWeight) -> StoredWeight | None:
         if not isinstance(other, Fp8Weight) or other.activations != self.activations:
@@ -147,6 +165,13 @@ class Int4Weight(StoredWeight):
     def product(self, x: Tensor) -> Tensor:
         return functional.linear(x, self.dequantised().to(x.dtype))
 
+    def plan(self, x: Tensor) -> str:
+        return "widened"
+
+    @property
+    def nbytes(self) -> int:
+        return self.numbers.nbytes + self.zeros.nbytes + self.scales.nbytes
+
     def joined(self, other: StoredWeight) -> StoredWeight | None:
         if not isinstance(other, Int4Weight) or self.scales.shape[1] != other.scales.shape[1]:
             return None
@@ -181,6 +206,13 @@ class SeveralWeights(StoredWeight):
 
     def product(self, x: Tensor) -> Tensor:
         return torch.cat([multiplied(x, part) for part in self.parts], -1)
+
+    def plan(self, x: Tensor) -> str:
+        return " + ".join(part.plan(x) if isinstance(part, StoredWeight) else "16 bits" for part in self.parts)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
 
 
 def multiplied(x: Tensor, weight: Tensor | StoredWeight) -> Tensor:

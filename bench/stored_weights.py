@@ -1,0 +1,51 @@
+"""Dense weights stored in fewer bits, as published checkpoints have them: nothing is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from specdec_kernels.models.checkpoint_formats import of_blocks, pairs
+from specdec_kernels.models.quantised import FP8, GROUP, LARGEST, Fp8Weight, Int4Weight, QuantisedLinear, StoredWeight
+
+
+def fp8_blocks(weight: Tensor) -> StoredWeight:
+    """A scale for each block of 128 by 128 numbers, activations rounded by groups of 128: as Qwen3-8B-FP8."""
+    outs, ins = weight.shape
+    padded = functional.pad(weight.float(), (0, -ins % GROUP, 0, -outs % GROUP))
+    scales = padded.unflatten(0, (-1, GROUP)).unflatten(2, (-1, GROUP)).abs().amax((1, 3)) / LARGEST
+    spread = scales.repeat_interleave(GROUP, 0)[:outs].repeat_interleave(GROUP, 1)[:, :ins]
+    return of_blocks((weight.float() / spread).to(FP8), scales, "group")
+
+
+def fp8_rows(weight: Tensor) -> StoredWeight:
+    """A scale for each row, and one for each row of activations: as compressed-tensors' FP8-dynamic."""
+    scales = weight.float().abs().amax(1, keepdim=True) / LARGEST
+    return Fp8Weight((weight.float() / scales).to(FP8), scales, "token")
+
+
+def int4(weight: Tensor) -> StoredWeight:
+    """Groups of 128 columns, whose zero is 8 and whose scale is a number of 16 bits."""
+    grouped = weight.float().unflatten(1, (-1, min(GROUP, weight.shape[1])))
+    scales = (grouped.abs().amax(-1) / 7).to(torch.bfloat16).float()
+    numbers = ((grouped / scales[..., None]).round() + 8).clamp(0, 15).to(torch.uint8).flatten(1)
+    return Int4Weight(pairs(numbers), torch.full_like(scales, 8, dtype=torch.uint8), scales)
+
+
+STORED: dict[str, Callable[[Tensor], StoredWeight]] = {"fp8": fp8_blocks, "fp8-rows": fp8_rows, "int4": int4}
+
+
+@torch.no_grad()
+def store_layers(model: Any, kind: str) -> None:
+    """Stores the projections of all layers so, where a checkpoint's are put when it is loaded; not the head."""
+    layers: nn.Module = model.get_decoder().layers
+    for path, linear in list(layers.named_modules()):
+        if type(linear) is nn.Linear:
+            parent, _, leaf = path.rpartition(".")
+            stored = QuantisedLinear(linear)
+            stored.store(STORED[kind](linear.weight))
+            setattr(layers.get_submodule(parent), leaf, stored)
