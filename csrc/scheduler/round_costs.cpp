@@ -15,9 +15,19 @@ namespace {
 constexpr double kMemory = 16, kHalfLife = 256, kNear = 1, kGuess = 0.25;
 // A round waits for others' work now and then: of a surprise no more than this share of the round is believed.
 constexpr double kSurprise = 0.25;
-// Of the rates, in parts of what the first round suggests: how much growth with rows may be, how far both drift in a
-// round, and how far off a round is that is as it should be.
-constexpr double kGrowth = 0.02, kDrift = 0.005, kNoise = 0.02;
+// What may be expected, in parts of the cheapest round, which reads the weights and little else: of presence, and of a
+// row of KV, which is some 1e-5 of the weights of a large model and 1e-4 of those of a small one; and how much more of
+// that each row beyond a request's first takes, and takes at most.
+constexpr double kPresence = 0.15, kAttention = 1e-4, kGrowth = 0.02, kMostGrowth = 0.05;
+// How far the rates drift in a round, in parts of that, and how far off a round is that is as it should be.
+constexpr double kDrift = 0.005, kNoise = 0.02;
+
+// What the rates are multiplied by in a round of so much KV and so many rows for each request.
+std::array<double, 3> shares_of(double kv_rows, double rows_each) { return {1, kv_rows, kv_rows * (rows_each - 1)}; }
+
+double dot(const std::array<double, 3>& a, const std::array<double, 3>& b) {
+  return a[0] * b[0] + a[1] * b[1] + a[2] * b[2];
+}
 
 void expect(bool holds, const std::string& what, const std::string& expected) {
   if (!holds) throw ValueError("RoundCosts: " + what + ", expected " + expected);
@@ -57,6 +67,9 @@ RoundCosts::RoundCosts(std::vector<int64_t> batches_, std::vector<std::vector<in
 }
 
 CostModel::CostModel(RoundCosts costs) : costs_(std::move(costs)) {
+  const double cheapest = costs_.us[0][0], attention = kAttention * cheapest;
+  priors_ = {kPresence * cheapest, attention, kGrowth * attention};
+  for (size_t i = 0; i < 3; ++i) covariances_[i][i] = priors_[i] * priors_[i];
   for (const auto& each : costs_.us) {
     ratios_.emplace_back(each.size(), 1);
     weights_.emplace_back(each.size(), 0);
@@ -65,7 +78,7 @@ CostModel::CostModel(RoundCosts costs) : costs_(std::move(costs)) {
 
 double CostModel::without_ratio(size_t size, size_t rung, double requests, double kv_rows) const {
   const double rows = static_cast<double>(costs_.rows[size][rung]);
-  return costs_.us[size][rung] + kv_rows * (attention_ + growth_ * (rows / requests - 1));
+  return costs_.us[size][rung] + dot(shares_of(kv_rows, rows / requests), rates_);
 }
 
 // A mean over the rungs of this size, those near this one before all.
@@ -92,8 +105,8 @@ void CostModel::note(size_t size, size_t rung, double requests, double kv_rows, 
   const double now = expected(size, rung, requests, kv_rows);
   // A machine on which every round takes longer than it ought to shows that in a few rounds; one late round is nothing.
   us = std::clamp(us, now * (1 - kSurprise), now * (1 + kSurprise));
-  const double growth = static_cast<double>(costs_.rows[size][rung]) / requests - 1;
-  if (kv_rows > 0) learn_rates(us - without_ratio(size, rung, requests, kv_rows), kNoise * us, kv_rows, growth);
+  const auto shares = shares_of(kv_rows, static_cast<double>(costs_.rows[size][rung]) / requests);
+  learn_rates(shares, us - without_ratio(size, rung, requests, kv_rows), kNoise * us);
 
   const double fading = std::exp2(-1 / kHalfLife);
   for (auto& each : weights_)
@@ -104,27 +117,27 @@ void CostModel::note(size_t size, size_t rung, double requests, double kv_rows, 
   own += (us / without_ratio(size, rung, requests, kv_rows) - own) / weight;
 }
 
-// One step of a Kalman filter whose two states drift, after a round that took `surprise` longer than by the rates.
-void CostModel::learn_rates(double surprise, double error, double kv_rows, double growth) {
-  const double scale = error / kNoise / kv_rows;  // a rate that would explain all of a round
-  const double of_growth = kGrowth * scale;
-  if (var_attention_ == 0) {
-    var_attention_ = scale * scale;
-    var_growth_ = of_growth * of_growth;
+// One step of a Kalman filter whose states drift, after a round that took `surprise` longer than by the rates.
+void CostModel::learn_rates(const std::array<double, 3>& shares, double surprise, double error) {
+  for (size_t i = 0; i < 3; ++i) {
+    covariances_[i][i] += kDrift * kDrift * priors_[i] * priors_[i];
+    const double most = priors_[i] * priors_[i], scale = std::sqrt(std::min(most / covariances_[i][i], 1.0));
+    for (size_t j = 0; j < 3; ++j) {  // a rate is never less certain than before any round
+      covariances_[i][j] *= scale;
+      covariances_[j][i] *= scale;
+    }
   }
-  var_attention_ = std::min(var_attention_ + kDrift * kDrift * scale * scale, scale * scale);
-  var_growth_ = std::min(var_growth_ + kDrift * kDrift * of_growth * of_growth, of_growth * of_growth);
-  const double most = std::sqrt(var_attention_ * var_growth_);
-  covariance_ = std::clamp(covariance_, -most, most);
-
-  const double a = kv_rows, b = kv_rows * growth;
-  const double to_attention = var_attention_ * a + covariance_ * b, to_growth = covariance_ * a + var_growth_ * b;
-  const double variance = a * to_attention + b * to_growth + error * error;
-  attention_ = std::max(attention_ + to_attention * surprise / variance, 0.0);
-  growth_ = std::max(growth_ + to_growth * surprise / variance, 0.0);  // more rows never read less
-  var_attention_ -= to_attention * to_attention / variance;
-  var_growth_ -= to_growth * to_growth / variance;
-  covariance_ -= to_attention * to_growth / variance;
+  std::array<double, 3> with_round;  // covariances of the rates with what the round takes
+  for (size_t i = 0; i < 3; ++i) with_round[i] = dot(covariances_[i], shares);
+  const double variance = dot(with_round, shares) + error * error;
+  for (size_t i = 0; i < 3; ++i) {
+    rates_[i] += with_round[i] * surprise / variance;
+    for (size_t j = 0; j < 3; ++j) covariances_[i][j] -= with_round[i] * with_round[j] / variance;
+  }
+  auto& [presence, attention, growth] = rates_;
+  presence = std::max(presence, -2 * priors_[0]);
+  attention = std::max(attention, 0.0);
+  growth = std::clamp(growth, 0.0, kMostGrowth * attention);  // more rows never read less, nor all of it again
 }
 
 }  // namespace specdec::scheduler

@@ -1,6 +1,7 @@
 // What rounds cost: measured once without requests, and corrected by what they take as they run.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -24,11 +25,12 @@ struct RoundCosts {
 // The costs of rounds that have requests. What is measured lacks attention over their prefixes, and the experts that
 // their tokens touch. A round takes about
 //
-//   (measured + kv_rows * (attention + growth * (rows / requests - 1))) * ratio
+//   (measured + presence + kv_rows * (attention + growth * (rows / requests - 1))) * ratio
 //
-// in which kv_rows is the sum of the requests' lengths. The two rates are the same for rounds of all sizes, and follow
-// from these by a Kalman filter; the ratio is what is left over at each rung. A rung that did not run lately has the
-// ratios of those nearby.
+// in which kv_rows is the sum of the requests' lengths. `presence` is what any requests cost, however short they are:
+// a call of attention that has something to read waits for it. The three are the same for rounds of all sizes, and
+// follow from these by a Kalman filter; the ratio is what is left over at each rung. A rung that did not run lately has
+// the ratios of those nearby.
 class CostModel {
  public:
   explicit CostModel(RoundCosts costs);
@@ -45,11 +47,12 @@ class CostModel {
  private:
   double without_ratio(size_t size, size_t rung, double requests, double kv_rows) const;
   double ratio(size_t size, size_t rung) const;
-  void learn_rates(double surprise, double error, double kv_rows, double growth);
+  void learn_rates(const std::array<double, 3>& shares, double surprise, double error);
 
   const RoundCosts costs_;
-  double attention_ = 0, growth_ = 0;                           // us a row of KV
-  double var_attention_ = 0, var_growth_ = 0, covariance_ = 0;  // of these two
+  std::array<double, 3> rates_ = {};  // presence in us, attention and growth in us a row of KV
+  std::array<double, 3> priors_;      // standard deviations of these before any round
+  std::array<std::array<double, 3>, 3> covariances_ = {};
   std::vector<std::vector<double>> ratios_, weights_;           // [size][rung]
 };
 
