@@ -31,6 +31,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from specdec_kernels.engine import Draft, Eagle3, Engine, NewTokens, SamplingParams, Standalone
+from specdec_kernels.engine.round import most_nodes
 from specdec_kernels.models.acceptance import Acceptance, PublishedAcceptance
 from specdec_kernels.models.eagle3 import Eagle3Head
 from specdec_kernels.models.families import kv_numbers
@@ -263,6 +264,8 @@ class Bench:
             }
             if stats.idle is not None:
                 facts["idle"] = stats.idle
+            if (graphs := self.engine.graphs) is not None:
+                facts |= {"graphs": graphs.count, "capture_seconds": graphs.seconds}
         return Result(
             **shape,
             time=times_of(seconds),
@@ -295,7 +298,7 @@ class Bench:
         return None
 
     def floor(
-        self, batch: int, accept_length: float, shares: dict[int, float], ceilings: Ceilings
+        self, batch: int, accept_length: float, shares: dict[float, float], ceilings: Ceilings
     ) -> tuple[int, int, float]:
         """`floor_of`, as a mean of the rounds' numbers of nodes."""
         floors = [
@@ -304,7 +307,9 @@ class Bench:
         bytes_moved, flops, seconds = map(sum, zip(*floors, strict=True))
         return round(bytes_moved), round(flops), seconds
 
-    def floor_of(self, batch: int, accept_length: float, num_nodes: int, ceilings: Ceilings) -> tuple[int, int, float]:
+    def floor_of(
+        self, batch: int, accept_length: float, num_nodes: float, ceilings: Ceilings
+    ) -> tuple[int, int, float]:
         """Bytes and flops of a round's forward passes, and the least seconds they could take, pass by pass.
 
         A pass reads its weights once, and the target's all KV rows; activations and logits are not counted, and of the
@@ -316,9 +321,10 @@ class Bench:
         kv = kv_numbers(config, config.num_hidden_layers) * setup.dtype.itemsize * rows * batch
         target_head = weights(self.target.get_output_embeddings())
         visited = math.ceil(batch * min(num_nodes, accept_length))
-        passes = [(weights(self.target) - target_head, batch * num_nodes, kv), (target_head, visited, 0)]
+        num_rows = round(batch * num_nodes)
+        passes = [(weights(self.target) - target_head, num_rows, kv), (target_head, visited, 0)]
         if self.draft is not None:
-            num_steps = min(d.num_steps, num_nodes - 1)
+            num_steps = min(d.num_steps, most_nodes(batch, num_rows, d.num_nodes) - 1)
             head = weights(self.draft.lm_head)
             body = weights(self.draft) - head
             fc = weights(self.draft.fc) if hasattr(self.draft, "fc") else Weights()
@@ -341,9 +347,9 @@ def accept_spread(lengths: list[float]) -> dict[str, float]:
     return {"accept_length_p10": tenths[0], "accept_length_p90": tenths[-1]}
 
 
-def nodes_text(shares: dict[int, float]) -> str:
-    """What share of the rounds had trees of how many nodes."""
-    return ", ".join(f"{nodes}: {share:.0%}" for nodes, share in shares.items())
+def nodes_text(shares: dict[float, float]) -> str:
+    """What share of the rounds verified how many nodes of each request, in the mean."""
+    return ", ".join(f"{nodes:.3g}: {share:.0%}" for nodes, share in shares.items())
 
 
 def draft_of(d: Drafting, model: Any) -> Draft | None:

@@ -52,9 +52,9 @@ def logits_of(
         kept.append(logits(hidden))
         return kept[-1]
 
-    def run_and_look(slots: torch.Tensor, num_nodes: int) -> object:
+    def run_and_look(slots: torch.Tensor, num_rows: int) -> object:
         kept.clear()
-        result = run(slots, num_nodes)
+        result = run(slots, num_rows)
         live = [(row, slot) for row, slot in enumerate(slots.tolist()) if slot >= 0]
         for row, slot in live:
             text = (int(engine.state.prefix_lens[slot]), slot)

@@ -48,20 +48,20 @@ class Device:
             prefill_requests=1,
             rounds_in_flight=2,
             batch_sizes=[*range(1, batch + 1)],
-            nodes=NODES,
+            rows=[[size * nodes for nodes in NODES] for size in range(1, batch + 1)],
             commands=self.commands,
             results=self.results,
         )
         for _ in range(batch):
             self.scheduler.submit([1], 10**5, streams=False)
 
-    def launch(self, batch: int, num_nodes: int, _max_kv_len: int) -> None:
+    def launch(self, batch: int, num_rows: int, _max_kv_len: int) -> None:
         record = self.commands[self.num_applied % DEPTH]
         self.num_applied += 1
         record[0] = self.num_applied
         if batch == 0:
             return
-        result = self.results[self.num_published % DEPTH]
+        result, num_nodes = self.results[self.num_published % DEPTH], num_rows // batch
         began, us = 10**9 * self.num_published, self.cost(batch, num_nodes)
         result[2:6].view(np.int64)[:] = [began, began + int(1000 * us)]
         rows = int((record[2 : 2 + batch] >= 0).sum())
@@ -131,17 +131,18 @@ def test_every_size_is_measured_and_counts_as_no_round() -> None:
     assert costs is not None and costs.batches == [1, 2, 3]
     assert costs.rows == [[batch * nodes for nodes in NODES] for batch in (1, 2, 3)]
     assert costs.us == [[100 * batch + nodes for nodes in NODES] for batch in (1, 2, 3)]
-    assert device.scheduler.times == (0,) * 8 and device.scheduler.rounds_by_rung == [0] * len(NODES)
+    assert device.scheduler.times == (0,) * 8 and device.scheduler.rounds_by_rung == [[0] * len(NODES)] * 3
     again = Device(lambda batch, nodes: 1.0, 0.5, batch=3)
     again.scheduler.set_costs(costs)
     assert again.scheduler.costs is not None and again.scheduler.costs.us == costs.us
     with pytest.raises(ValueError) as error:
         Device(flat, 0.5, batch=2).scheduler.set_costs(costs)
     assert str(error.value) == (
-        f"set_costs: costs is of other rounds, expected batches [1, 2] with rows for {list(NODES)} nodes each"
+        f"set_costs: costs is of other rounds, expected batches [1, 2] with rows up to {[2 * nodes for nodes in NODES]}"
     )
     device.run(40)
-    assert device.scheduler.rounds_by_rung == [sum(n == nodes for n in device.rounds[:-1]) for nodes in NODES]
+    counts = [sum(n == nodes for n in device.rounds[:-1]) for nodes in NODES]
+    assert [sum(each) for each in zip(*device.scheduler.rounds_by_rung, strict=True)] == counts
     with pytest.raises(RuntimeError, match="measure_rounds: requests hold slots, expected none"):
         device.measure()
     with pytest.raises(RuntimeError, match="set_costs: requests hold slots, expected none"):
@@ -169,7 +170,7 @@ def test_what_is_measured_must_be_sizes_of_rounds(batches: list[int]) -> None:
 
 
 def test_rounds_that_take_long_are_timed_once() -> None:
-    for us, times in ((199_999, 3), (200_000, 1)):
+    for us, times in ((9_999, 2), (10_000, 1)):
         device = Device(lambda _batch, _nodes, us=us: us, 0.5)  # type: ignore[misc]
         device.measure()
         assert device.num_published == times * len(NODES)
@@ -312,9 +313,13 @@ def expect_plain_texts(engine: Engine) -> None:
 def test_any_rungs_give_the_same_texts(name: str, device: torch.device, tmp_path: Path) -> None:
     """Whatever a round's number of nodes, in a pool from which requests are retracted."""
     engine = make_engine(DRAFTS[name](tmp_path), device, cuda_graph=False, num_pages=60)
-    rungs = rungs_of(engine.config.needs.num_nodes)
-    rng, launch = random.Random(3), engine._executor.launch
-    engine._executor.launch = lambda batch, nodes, most: launch(batch, rng.choice(rungs) if nodes else 0, most)
+    rng, launch, most_nodes = random.Random(3), engine._executor.launch, engine.config.needs.num_nodes
+
+    def launch_any(batch: int, _rows: int, max_kv_len: int) -> None:
+        rungs = rungs_of(batch, most_nodes, equal=engine.draft.sampled) if batch else (0,)
+        launch(batch, rng.choice(rungs), max_kv_len)
+
+    engine._executor.launch = launch_any  # type: ignore[method-assign]
     expect_plain_texts(engine)
     # The rows of eagle3+ngram are many, and so are those of two rounds in flight: who is admitted stays.
     assert engine.stats().retractions > 0 or name == "eagle3+ngram" or device.type == "cuda"
@@ -326,17 +331,17 @@ def test_graphs_of_any_rung_give_the_same_texts(name: str, tmp_path: Path, monke
     """As the budget picks them, and with the graphs of each batch size exchanged among its rungs."""
     device = torch.device("cuda")
     engine = make_engine(DRAFTS[name](tmp_path), device)
-    rungs = rungs_of(engine.config.needs.num_nodes)
+    rungs = dict(zip(engine.config.batch_sizes, engine.config.rows, strict=True))
     if engine.graphs is None:
         pytest.skip("launched kernel by kernel")
     expect_plain_texts(engine)
     costs = engine.stats().costs
-    assert costs is not None and costs.rows[0] == rungs
+    assert costs is not None and costs.rows == [list(rows) for rows in rungs.values()]
     raw, rng = Graphs.raw, random.Random(3)
 
     def exchanged(graphs: Graphs) -> dict[tuple[int, int, int], int]:
         by_size = raw(graphs)  # float32 has one bound of KV
-        return {(b, n, most): by_size[b, rng.choice(rungs) if b else 0, most] for b, n, most in by_size}
+        return {(b, n, most): by_size[b, rng.choice(rungs[b]) if b else 0, most] for b, n, most in by_size}
 
     monkeypatch.setattr(Graphs, "raw", exchanged)
     for _ in range(2):
@@ -356,9 +361,9 @@ def test_an_adaptive_engine(name: str, device: torch.device, tmp_path: Path) -> 
     expect_plain_texts(engine)
     stats = engine.stats() - before
     assert stats.costs is not None and stats.costs.batches == [2, 4]
-    rungs = rungs_of(engine.config.needs.num_nodes)
-    assert list(stats.rounds_by_nodes) == rungs
-    assert stats.costs.rows == [[batch * nodes for nodes in rungs] for batch in (2, 4)]
+    rungs = [rungs_of(batch, engine.config.needs.num_nodes) for batch in (2, 4)]
+    assert list(stats.rounds_by_nodes) == [rows / 4 for rows in rungs[1]]
+    assert stats.costs.rows == [list(rows) for rows in rungs]
     assert sum(stats.rounds_by_nodes.values()) == stats.rounds > 0
 
 
@@ -374,7 +379,7 @@ def test_a_lower_rung_drafts_the_first_nodes_of_a_higher_one(name: str, device: 
     for _ in range(4):
         most = engine.config.needs.num_nodes
         whole = scored_tree_of(engine.draft.propose(slots, most).drafts, slots, most, engine.state).tree
-        for nodes in rungs_of(most):
+        for nodes in rungs_of(1, most):
             tree = scored_tree_of(engine.draft.propose(slots, nodes).drafts, slots, nodes, engine.state).tree
             assert tree.tokens.shape == (4, nodes)
             assert torch.equal(tree.num_nodes, whole.num_nodes.clamp(max=nodes))
@@ -385,9 +390,23 @@ def test_a_lower_rung_drafts_the_first_nodes_of_a_higher_one(name: str, device: 
 
 
 def test_rungs() -> None:
-    assert rungs_of(64) == [1, 2, 4, 8, 16, 32, 64]
-    assert rungs_of(6) == [1, 2, 4, 6]
-    assert rungs_of(1) == [1] and rungs_of(256)[-2:] == [128, 256]
+    assert rungs_of(1, 48) == (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
+    assert rungs_of(8, 48) == (8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384)
+    assert rungs_of(8, 48, equal=True) == (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384)
+    assert rungs_of(5, 6) == (5, 7, 10, 15, 20, 30)
+    assert rungs_of(4, 33) == (4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 132)  # 128 would be next to it
+    assert rungs_of(3, 1) == (3,) and rungs_of(2, 6, adaptive=False) == (12,)
+
+
+@pytest.mark.parametrize("equal", [False, True])
+@pytest.mark.parametrize("num_nodes", [*range(1, 70), 255, 256])
+def test_rungs_are_next_to_each_other(num_nodes: int, equal: bool) -> None:
+    for batch in range(1, 70):
+        rungs = rungs_of(batch, num_nodes, equal=equal)
+        assert rungs[0] == batch and rungs[-1] == batch * num_nodes and len(rungs) <= 17
+        for low, high in pairwise(rungs):
+            assert low < high <= max(1.5 * low, 2 * batch if equal or batch == 1 else 0)
+        assert not equal or not any(rows % batch for rows in rungs)
 
 
 def test_a_batch_invariant_engine_is_not_adaptive() -> None:

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 
 from specdec_kernels._C import Budget, RoundCosts
+from specdec_kernels.engine.config import rungs_of
 
-PER_REQUEST = (1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-BATCHES = (1, 4, 16, 64, 256)
+BATCHES = (1, 8, 16, 64, 256)
 WIDTH = 6
 
 
@@ -20,7 +20,7 @@ def us_of(batch: int, rows: int) -> float:
     return 4200 + drafting + max(27 * batch, 24 * rows - 1000)
 
 
-ROWS = [sorted({round(batch * each) for each in PER_REQUEST}) for batch in BATCHES]
+ROWS = [rungs_of(batch, 48) for batch in BATCHES]
 US = [[us_of(batch, rows) for rows in each] for batch, each in zip(BATCHES, ROWS, strict=True)]
 # Of a request that has x rows: what its drafts gain is most * (1 - (1 + x - 1) ** -power).
 DRAFTS = {"chat": (2.6, 0.55), "code": (4.0, 0.65), "math": (4.6, 0.75), "wrong": (0.0, 1.0)}
@@ -38,14 +38,15 @@ class Machine:
         self.size, self.cost, self.lie, self.boast = size, cost, lie, boast
         self.budget = Budget(RoundCosts(BATCHES, ROWS, US), WIDTH)
         self.rng, self.last = random.Random(11), 0
-        self.us = self.tokens = 0.0
+        self.us = self.tokens = self.expected = 0.0
 
     def run(self, kind: str, rounds: int, kv_rows: float = 0) -> list[int]:
         batch, rows = BATCHES[self.size], ROWS[self.size]
         chosen = []
-        self.us = self.tokens = 0
+        self.us = self.tokens = self.expected = 0
         for _ in range(rounds):
             rung = self.budget.next(self.size, batch, kv_rows)
+            self.expected += batch * self.budget.tokens(self.size, rung, batch)
             gains = [gain(kind, r / batch) for r in rows]
             # Every accepted draft is a coin: how far off the mean over the batch is.
             noise = self.rng.gauss(0, 1.2 / batch**0.5)
@@ -53,8 +54,8 @@ class Machine:
             scores = [batch * max(self.lie * g, self.boast * (1 - batch / r)) for g, r in zip(gains, rows, strict=True)]
             us = self.cost(batch, rows[rung]) * self.rng.uniform(0.99, 1.01)
             self.budget.note_time(self.size, rung, batch, kv_rows, us)
-            if rung > 0:
-                self.budget.note_tokens(self.size, batch, scores, true[: min(rung, self.last) + 1])
+            shown = min(rung, self.last) + 1
+            self.budget.note_tokens(self.size, batch, scores[:shown], true[:shown])
             self.last = rung
             self.us += us
             self.tokens += batch * (1 + gains[rung])
@@ -83,6 +84,16 @@ def test_next_to_the_best_fixed_rung(size: int, kind: str, lie: float) -> None:
     machine.run(kind, 2000)
     assert machine.of_best(kind) > 0.98
     assert machine.tokens / machine.us > 0.99 * machine.fixed(kind, 0)
+
+
+@sizes
+@pytest.mark.parametrize("kind", DRAFTS)
+@pytest.mark.parametrize("lie", [0.7, 1.0, 1.6])
+def test_what_is_expected_is_what_comes(size: int, kind: str, lie: float) -> None:
+    machine = Machine(size, us_of, lie, boast=1.0 if kind == "wrong" else 0.0)
+    machine.run(kind, 400)
+    machine.run(kind, 1000)
+    assert machine.expected == pytest.approx(machine.tokens, rel=0.03)
 
 
 @sizes
@@ -177,3 +188,18 @@ def test_a_clock_that_stands_still_says_nothing() -> None:
     assert [budget.next(3, BATCHES[3], 5000) for _ in range(300)] == [
         other.next(3, BATCHES[3], 5000) for _ in range(300)
     ]
+
+
+@pytest.mark.parametrize("requests", [1, 5, 8])
+def test_a_row_for_each_of_the_batch_is_plain_decoding(requests: int) -> None:
+    """Whoever is absent, its row is nobody's draft; of more rows those who are there have the more."""
+    budget = Machine(1, us_of).budget
+    assert budget.tokens(1, 0, requests) == 1
+    assert budget.tokens(1, 1, requests) == 1 + min(ROWS[1][1] / requests - 1, WIDTH - 1)
+
+
+def test_what_a_round_shows_is_as_much_as_it_is_expected() -> None:
+    budget = Machine(1, us_of).budget
+    for expected, realised in (([], []), ([1.0], []), ([1.0, 2.0], [1.0])):
+        with pytest.raises(ValueError, match=r"^note_tokens: expected \(how many\) is"):
+            budget.note_tokens(1, 8, expected, realised)

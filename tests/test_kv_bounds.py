@@ -36,7 +36,7 @@ def resolve(machine: Machine = GPU, draft: Draft | None = None, **options: Any) 
 
 
 def bounds_of(config: EngineConfig, batch: int, num_nodes: int) -> list[int]:
-    return [size.max_kv_len for size in config.round_sizes if size[:2] == (batch, num_nodes)]
+    return [size.max_kv_len for size in config.round_sizes if size[:2] == (batch, batch * num_nodes)]
 
 
 # --- which there are
@@ -44,8 +44,8 @@ def bounds_of(config: EngineConfig, batch: int, num_nodes: int) -> list[int]:
 
 def test_an_8b_model_on_an_h200() -> None:
     short, long = resolve(max_len=2048), resolve(max_len=32768)
-    assert short.batch_sizes == long.batch_sizes == (1, 2, 4, 8) and len(short.nodes) == 6
-    assert (len(short.round_sizes), len(long.round_sizes)) == (29, 50)  # of 24 batch sizes and numbers of nodes
+    assert short.batch_sizes == long.batch_sizes == (1, 2, 4, 8) and [*map(len, short.rows)] == [10, 11, 11, 11]
+    assert (len(short.round_sizes), len(long.round_sizes)) == (52, 91)  # of 43 batch sizes and numbers of rows
     assert bounds_of(short, 1, 32) == [2082] and bounds_of(short, 4, 32) == [1088, 2082]
     assert bounds_of(long, 1, 1) == [32802] and bounds_of(long, 1, 16) == [16384, 32802]
     assert bounds_of(long, 1, 32) == [16384, 32802]
@@ -55,8 +55,8 @@ def test_an_8b_model_on_an_h200() -> None:
 def test_a_plain_engine_asks_for_its_target_alone() -> None:
     config = resolve(draft=Draft(), max_len=32768, num_slots=4)
     assert config.round_sizes == (
-        RoundSize(1, 1, 32770), RoundSize(2, 1, 1088), RoundSize(2, 1, 32770), RoundSize(4, 1, 16384),
-        RoundSize(4, 1, 32770),
+        RoundSize(1, 1, 32770), RoundSize(2, 2, 1088), RoundSize(2, 2, 32770), RoundSize(4, 4, 16384),
+        RoundSize(4, 4, 32770),
     )  # fmt: skip
 
 
@@ -68,7 +68,7 @@ def test_one_bound_where_no_plan_depends_on_it(options: dict[str, Any]) -> None:
 
 def test_float32_has_one_plan() -> None:
     config = EngineConfig.resolve(QWEN3, Head(), GPU, dtype=torch.float32, max_len=32768, num_slots=2)
-    assert len(config.round_sizes) == len(config.batch_sizes) * len(config.nodes)
+    assert len(config.round_sizes) == sum(map(len, config.rows))
 
 
 @pytest.mark.parametrize("cuda_graph", [False, True])
@@ -90,7 +90,7 @@ def test_up_to_a_bound_plans_are_those_at_the_bound(seed: int) -> None:
             for call in calls
         ]
 
-    bounds = kv_bounds(calls, batch, num_nodes, num_nodes, most, sd.H200, fp8=fp8, tensor_cores=True)
+    bounds = kv_bounds(calls, batch, batch * num_nodes, num_nodes, most, sd.H200, fp8=fp8, tensor_cores=True)
     every = last_alike(plans, most)
     assert set(bounds) <= set(every) and bounds[-1] == most and len(bounds) == min(len(every), MOST_BOUNDS)
     for low, high in zip([0, *every], every, strict=False):
@@ -107,7 +107,7 @@ def test_of_too_many_bounds_the_nearest_go() -> None:
 
     assert last_alike(plans, 70_000) == [*lengths, 70_000]
     calls = [AttentionCall(rows, 32, 8, 128, True) for rows in (1, 4, 8, 16, 32, 64)]
-    bounds = kv_bounds(calls, 2, 64, 64, 131_072, sd.H200, fp8=True, tensor_cores=True)
+    bounds = kv_bounds(calls, 2, 128, 64, 131_072, sd.H200, fp8=True, tensor_cores=True)
     assert len(bounds) == MOST_BOUNDS and bounds[-1] == 131_072
 
 
@@ -146,7 +146,7 @@ def test_texts_cross_bounds(
 
     def generate(bounded: bool) -> tuple[list[list[int]], set[int], int]:
         def bounds(
-            calls: object, batch: int, num_nodes: int, most_nodes: int, most: int, *_: object, **__: object
+            calls: object, batch: int, num_rows: int, most_nodes: int, most: int, *_: object, **__: object
         ) -> tuple[int, ...]:
             return (*steps, most) if bounded else (most,)
 
@@ -165,9 +165,9 @@ def test_texts_cross_bounds(
         seen: set[int] = set()
         launch, most = engine._executor.round.launch, engine.config.max_len + engine.config.reserve
 
-        def launch_bounded(batch: int, num_nodes: int, max_kv_len: int) -> None:
+        def launch_bounded(batch: int, num_rows: int, max_kv_len: int) -> None:
             seen.add(max_kv_len)
-            launch(batch, num_nodes, max_kv_len if bounded else most)
+            launch(batch, num_rows, max_kv_len if bounded else most)
 
         engine._executor.launch = launch_bounded  # of rounds that are no graphs
         outputs = engine.generate(prompts, params)
@@ -190,7 +190,7 @@ def test_a_round_that_is_told_too_little_says_so(device: torch.device) -> None:
     """The bound is what attention goes by, and a wrong one is no wrong text."""
     engine = Engine(TARGET, max_len=512, num_slots=1, dtype=torch.float32, device=device, cuda_graph=False)
     launch = engine._executor.round.launch
-    engine._executor.launch = lambda batch, num_nodes, max_kv_len: launch(batch, num_nodes, min(max_kv_len, 40))
+    engine._executor.launch = lambda batch, num_rows, max_kv_len: launch(batch, num_rows, min(max_kv_len, 40))
     with pytest.raises(GenerationError, match=r"BAD_LENGTH") as error:
         engine.generate([held_out("code")[0][:30]], SamplingParams(max_new_tokens=30, ignore_eos=True))
     assert 5 <= len(error.value.outputs[0].tokens) <= 12

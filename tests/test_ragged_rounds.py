@@ -22,14 +22,14 @@ def test_requests_share_the_rows_of_a_round(name: str, tmp_path: Path) -> None:
     """No more than the budget, some requests more than others, and the texts are those of the target."""
     engine = make_engine(DRAFTS[name](tmp_path), torch.device("cpu"), adaptive=True)
     round, launch = engine._executor.round, engine._executor.launch
-    engine._executor.launch = lambda batch, nodes, most: launch(batch, min(nodes, 4) and 4, most)
+    engine._executor.launch = lambda batch, _rows, most: launch(batch, 4 * batch, most)  # type: ignore[method-assign]
     seen: list[list[int]] = []
     run = round.run
 
-    def noted(slots: Tensor, num_nodes: int) -> Any:
-        result = run(slots, num_nodes)
+    def noted(slots: Tensor, num_rows: int) -> Any:
+        result = run(slots, num_rows)
         counts = result.num_nodes.tolist()
-        assert sum(counts) <= len(counts) * num_nodes and max(counts) <= most_nodes(len(counts), num_nodes, 256)
+        assert sum(counts) <= num_rows and max(counts) <= most_nodes(len(counts), num_rows, 256)
         seen.append(counts)
         return result
 
@@ -59,7 +59,7 @@ def test_who_is_idle_gets_nothing() -> None:
     slots = torch.tensor([2, 0, -1, 1], dtype=torch.int32)
     scores = torch.zeros(4, 16)
     state.finish_reasons[2], state.status[1] = int(sd.FinishReason.STOP), int(sd.Status.STALLED)
-    shares = round._share(scores, slots, 4)
+    shares = round._share(scores, slots, 16)
     assert shares.num_nodes.tolist() == [0, 16, 0, 0] and shares.cu_seqlens.tolist() == [0, 0, 16, 16, 16]
 
 

@@ -124,9 +124,9 @@ def test_a_list_joins_in_one_turn() -> None:
     with make_engine("none", num_slots=8, adaptive=False, max_len=1024) as engine:
         launch = engine._executor.launch
 
-        def note(batch: int, num_nodes: int, max_kv_len: int) -> None:
+        def note(batch: int, num_rows: int, max_kv_len: int) -> None:
             rounds.append(batch)
-            launch(batch, num_nodes, max_kv_len)
+            launch(batch, num_rows, max_kv_len)
 
         engine._executor.launch = note  # type: ignore[method-assign]
         for _ in range(20):
@@ -179,10 +179,10 @@ def test_a_piece_is_a_round_for_who_keeps_up() -> None:
     with make_engine("chain") as engine:
         launch = engine._executor.launch
 
-        def wait(batch: int, num_nodes: int, max_kv_len: int) -> None:
+        def wait(batch: int, num_rows: int, max_kv_len: int) -> None:
             if batch:
                 assert turn.acquire(timeout=30)
-            launch(batch, num_nodes, max_kv_len)
+            launch(batch, num_rows, max_kv_len)
 
         engine._executor.launch = wait  # type: ignore[method-assign]
         request = engine.submit(prompts()[0], SamplingParams(NEW_TOKENS, ignore_eos=True))

@@ -37,7 +37,11 @@ class Sizes:
     max_logprobs: int = 2
     rounds_in_flight: int = 1
     batch_sizes: tuple[int, ...] = (1, 2, 3)
-    nodes: tuple[int, ...] = (4,)
+    rows: tuple[tuple[int, ...], ...] = ()  # of each batch size; none: 4 for each request
+
+    def __post_init__(self) -> None:
+        if not self.rows:
+            object.__setattr__(self, "rows", tuple((4 * batch,) for batch in self.batch_sizes))
 
     @property
     def max_batch(self) -> int:
@@ -48,7 +52,8 @@ class Sizes:
 
     @property
     def num_rungs(self) -> int:
-        return len(self.nodes) if len(self.nodes) > 1 else 0
+        most = max(map(len, self.rows))
+        return most if most > 1 else 0
 
     @property
     def row_words(self) -> int:
@@ -62,6 +67,7 @@ class Sizes:
     def random(rng: random.Random, rounds_in_flight: int = 1) -> Sizes:
         num_slots, accept_width, max_len = rng.randint(1, 6), rng.randint(1, 6), rng.randint(2, 40)
         smaller = rng.sample(range(1, num_slots + 1), rng.randint(0, num_slots))
+        batch_sizes = tuple(sorted({*smaller, num_slots if rng.random() < 0.7 else rng.randint(1, num_slots)}))
         sizes = Sizes(
             num_slots=num_slots,
             page_size=rng.choice([1, 2, 3, 4, 16]),
@@ -72,8 +78,8 @@ class Sizes:
             prefill_requests=rng.choice([1, 2, 9]),
             rounds_in_flight=rounds_in_flight,
             max_logprobs=rng.choice([0, 1, 3]),
-            batch_sizes=tuple(sorted({*smaller, num_slots if rng.random() < 0.7 else rng.randint(1, num_slots)})),
-            nodes=tuple(sorted(rng.sample(range(1, 9), rng.randint(1, 3)))),
+            batch_sizes=batch_sizes,
+            rows=tuple(tuple(sorted(rng.sample(range(b, 9 * b), rng.randint(1, 3)))) for b in batch_sizes),
         )
         smallest = sizes.pages(max_len)
         return Sizes(**{**vars(sizes), "num_pages": rng.choice([smallest, smallest + 1, 2 * smallest, 9 * smallest])})
@@ -390,7 +396,7 @@ class Device:
             assert [floats[4], command[5], floats[6], floats[7]] == [*want.values()][:4]
             assert command[8:10].view(np.int64) == want["seed"]
             first_stop = min(len(sent.prompt) + sent.min_new_tokens, sizes.max_len) if sent.min_new_tokens else 0
-            most = sent.max_nodes or sizes.nodes[-1]
+            most = sent.max_nodes or 2**31 - 1
             assert command[10:13].tolist() == [first_stop, sent.num_logprobs, most]
             assert command[13:].tolist() == (sent.stop_tokens + [-1] * sizes.max_stops)[: sizes.max_stops]
             state.active = True
@@ -398,7 +404,7 @@ class Device:
         assert (slots[count:] == -1).all()
         return slots[:count].tolist()
 
-    def launch(self, batch: int, num_nodes: int, max_kv_len: int) -> None:
+    def launch(self, batch: int, num_rows: int, max_kv_len: int) -> None:
         record = self.commands[self.num_applied % DEPTH]
         named = self.activations(record)[:, 0] if batch == 0 else record[2 : 2 + batch]
         ids = [self.slots[int(s)].request_id for s in named if s >= 0]
@@ -408,11 +414,11 @@ class Device:
             self.may_fail(method, *ids)
         slots = self.apply_commands()
         if batch == 0:
-            assert not slots and not num_nodes and not max_kv_len
+            assert not slots and not num_rows and not max_kv_len
             if late:
                 self.may_fail(method, *ids)
             return
-        assert num_nodes in self.sizes.nodes
+        assert num_rows in self.sizes.rows[self.sizes.batch_sizes.index(batch)]
         self.check_rows(slots, batch)
         self.check_kv(slots, max_kv_len)
         self.results[self.num_published % DEPTH] = self.rng.choice([-1, 2**31 - 1])
@@ -1043,10 +1049,13 @@ def test_submit_wants_ints() -> None:
         ({"batch_sizes": []}, "Scheduler: batch_sizes is empty, expected at least 1 size"),
         ({"batch_sizes": [1, 4]}, "Scheduler: batch_sizes (rising) is 4, expected 2 to 3"),
         ({"batch_sizes": [2, 2]}, "Scheduler: batch_sizes (rising) is 2, expected 3 to 3"),
-        ({"nodes": []}, "Scheduler: nodes is empty, expected at least 1 number"),
-        ({"nodes": [*range(1, 34)]}, "Scheduler: nodes (how many) is 33, expected 1 to 32"),
-        ({"nodes": [0, 4]}, "Scheduler: nodes (rising) is 0, expected 1 to 2147483647"),
-        ({"nodes": [4, 4]}, "Scheduler: nodes (rising) is 4, expected 5 to 2147483647"),
+        ({"rows": []}, "Scheduler: rows has 0 lists, expected 3 like batch_sizes"),
+        ({"rows": [[1], [2], []]}, "Scheduler: rows[2] is [], expected rising numbers from 3 on, a row for each request"),
+        ({"rows": [[1], [1], [3]]}, "Scheduler: rows[1] is [1], expected rising numbers from 2 on, a row for each request"),
+        ({"rows": [[4, 4], [8], [12]]},
+         "Scheduler: rows[0] is [4, 4], expected rising numbers from 1 on, a row for each request"),
+        ({"rows": [[1], [2], [2**31]]}, "Scheduler: rows (the most) is 2147483648, expected 1 to 2147483647"),
+        ({"rows": [[1], [2], [*range(3, 36)]]}, "Scheduler: rows (how many of a batch size) is 33, expected 0 to 32"),
         ({"num_pages": 7}, "Scheduler: num_pages is 7, expected 8 to 2147483647 (one sequence of max_len tokens must fit)"),
         ({"commands": np.zeros((5, 20), np.int32)}, "Scheduler: commands.shape[1] is 20, expected 53 to 2147483647"),
         ({"commands": np.zeros((1, 53), np.int32)}, "Scheduler: commands.shape[0] is 1, expected 2 to 2147483647"),

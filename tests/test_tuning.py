@@ -152,9 +152,9 @@ def test_rows_without_a_round_teach_nothing() -> None:
     state.finish_reasons[0] = int(FinishReason.STOP)
     state.seq_lens[1], state.finish_reasons[1] = 40, int(FinishReason.RUNNING)
     state.pool.num_free[0] = 0
-    round.run(torch.tensor([-1, 0, 1], dtype=torch.int32), 12)
+    round.run(torch.tensor([-1, 0, 1], dtype=torch.int32), 36)
     assert int(state.status[1]) & int(Status.STALLED)
-    round.run(torch.tensor([2, 3], dtype=torch.int32), 1)
+    round.run(torch.tensor([2, 3], dtype=torch.int32), 2)
     assert all(torch.equal(a, b) for a, b in zip(part.calibration, before, strict=True))
 
 
@@ -260,8 +260,10 @@ def measured() -> Iterator[dict[str, Any]]:
     """A tuning whose costs no machine would measure."""
     with closing(make_engine(DRAFTS["chain"](), adaptive=True)) as engine:
         tuning = engine.tuning
-    assert tuning["costs"]["batches"] == [1, 2, 3, 4] and tuning["costs"]["rows"][1] == [2, 4, 8, 10]
-    tuning["costs"]["us"] = [[1e9 * batch + rung for rung in range(4)] for batch in range(1, 5)]
+    assert tuning["costs"]["batches"] == [1, 2, 3, 4] and tuning["costs"]["rows"][1] == [2, 3, 4, 6, 8, 10]
+    tuning["costs"]["us"] = [
+        [1e9 * batch + rung for rung in range(len(rows))] for batch, rows in enumerate(tuning["costs"]["rows"], 1)
+    ]
     yield json.loads(json.dumps(tuning))
 
 

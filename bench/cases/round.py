@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 import specdec_kernels as sd
+from specdec_kernels.engine.config import rungs_of
 from specdec_kernels.engine.rings import Rings
 from specdec_kernels.reference import round as reference
 
@@ -60,10 +61,11 @@ def publish_results(device: torch.device, p: Params) -> Work:
     accepted = sd.Accepted(ints(0, 32000, batch, WIDTH), ints(1, WIDTH + 1, batch), ints(0, 32, batch, WIDTH))
     num_nodes, state = ints(1, 33, batch), random_state(batch, device)
     slots = torch.randperm(batch, device=device).int()
-    rungs = torch.tensor([1, 2, 4, 8, 16, 32], dtype=torch.int32, device=device)
+    rungs = torch.tensor(rungs_of(batch, NODES), dtype=torch.int32, device=device)
+    rung_limits = 2 * rungs // batch
     node_scores = -torch.rand(batch, NODES, device=device).cumsum(1)
-    shares = sd.share_nodes(node_scores, batch * 8, rungs=rungs * batch, rung_limits=2 * rungs)
-    compared = {"rung_limits": 2 * rungs, "node_scores": node_scores, "cuts": shares.cuts}
+    shares = sd.share_nodes(node_scores, batch * 8, rungs=rungs, rung_limits=rung_limits)
+    compared = {"rung_limits": rung_limits, "node_scores": node_scores, "cuts": shares.cuts}
     rings = rings_of(state, len(rungs))
 
     def check() -> None:

@@ -44,8 +44,8 @@ class PyExecutor : public scheduler::Executor {
     object_.attr("prefill")(list);
   }
   void activate(std::span<const int32_t> slots) override { call("activate", slots); }
-  void launch(int64_t batch, int64_t num_nodes, int64_t max_kv_len) override {
-    if (!graphs_ || !graphs_->launch({batch, num_nodes, max_kv_len})) call("launch", batch, num_nodes, max_kv_len);
+  void launch(int64_t batch, int64_t rows, int64_t max_kv_len) override {
+    if (!graphs_ || !graphs_->launch({batch, rows, max_kv_len})) call("launch", batch, rows, max_kv_len);
   }
   void deactivate(std::span<const int32_t> slots) override { call("deactivate", slots); }
   bool busy() override { return graphs_ && graphs_->busy(); }
@@ -217,7 +217,7 @@ std::unique_ptr<PyScheduler> make_scheduler(py::object executor, int64_t num_slo
                                             int64_t page_size, int64_t max_len, int64_t reserve, int64_t accept_width,
                                             int64_t max_stops, int64_t max_logprobs, int64_t prefill_chunk,
                                             int64_t prefill_requests, int64_t rounds_in_flight,
-                                            std::vector<int64_t> batch_sizes, std::vector<int64_t> nodes,
+                                            std::vector<int64_t> batch_sizes, std::vector<std::vector<int64_t>> rows,
                                             const py::object& commands, const py::object& results,
                                             std::optional<intptr_t> stream,
                                             const std::map<RoundGraphs::Size, intptr_t>& graphs, bool trace) {
@@ -233,7 +233,7 @@ std::unique_ptr<PyScheduler> make_scheduler(py::object executor, int64_t num_slo
                                  .prefill_requests = prefill_requests,
                                  .rounds_in_flight = rounds_in_flight,
                                  .batch_sizes = std::move(batch_sizes),
-                                 .nodes = std::move(nodes)};
+                                 .rows = std::move(rows)};
   scheduler::check_config(config);
   Check check("Scheduler");
   const auto ring = [&](const char* name, const py::object& object, int64_t min_depth, int64_t min_width) {
@@ -282,7 +282,11 @@ void add_scheduler(py::module_& m) {
       .def(
           "note_tokens",
           [](Budget& budget, size_t size, double requests, const std::vector<double>& expected,
-             const std::vector<double>& realised) { budget.note_tokens(size, requests, expected, realised); },
+             const std::vector<double>& realised) {
+            const auto count = static_cast<int64_t>(realised.size());
+            Check("note_tokens").range("expected (how many)", static_cast<int64_t>(expected.size()), 1, count);
+            budget.note_tokens(size, requests, expected, realised);
+          },
           "size"_a, "requests"_a, "expected"_a, "realised"_a)
       .def("tokens", &Budget::tokens, "size"_a, "rung"_a, "requests"_a);
   m.def(
@@ -302,7 +306,7 @@ void add_scheduler(py::module_& m) {
   py::class_<PyScheduler>(m, "Scheduler", py::custom_type_setup(collect_executor))
       .def(py::init(&make_scheduler), "executor"_a, py::kw_only(), "num_slots"_a, "num_pages"_a, "page_size"_a,
            "max_len"_a, "reserve"_a, "accept_width"_a, "max_stops"_a, "max_logprobs"_a = -1, "prefill_chunk"_a,
-           "prefill_requests"_a, "rounds_in_flight"_a, "batch_sizes"_a, "nodes"_a, "commands"_a, "results"_a,
+           "prefill_requests"_a, "rounds_in_flight"_a, "batch_sizes"_a, "rows"_a, "commands"_a, "results"_a,
            "stream"_a = py::none(), "graphs"_a = py::dict(), "trace"_a = false)
       .def(
           "submit",
@@ -331,8 +335,8 @@ void add_scheduler(py::module_& m) {
       .def_property_readonly("times",
                              [](const PyScheduler& s) {
                                const auto t = s.recorder().totals();
-                               return py::make_tuple(t.rounds, t.rows, t.host, t.wait, t.prefill, t.device, t.following,
-                                                     t.gaps);
+                               return py::make_tuple(t.rounds, t.requests, t.host, t.wait, t.prefill, t.device,
+                                                     t.following, t.gaps);
                              })
       .def_property_readonly("rounds_by_rung", [](const PyScheduler& s) { return s.recorder().rounds_by_rung(); })
       .def_property_readonly("costs", [](const PyScheduler& s) { return s.budget().costs(); })

@@ -64,23 +64,18 @@ Worth::Worth(double most_rows, int64_t accept_width) {
 
 void Worth::note(double requests, std::span<const double> rows, std::span<const double> expected,
                  std::span<const double> realised) {
-  if (expected.empty()) return;
-  const auto shown = rows.first(expected.size());
   const double share = requests / std::max(kMemoryOfTruth, kRounds * requests);
   double begin = 1;
   for (Cell& cell : cells_) {
-    if (begin >= shown.back()) break;
+    if (begin >= rows.back()) break;
     const auto rise = [&](std::span<const double> gains) {
-      const auto of = rows.first(gains.size());
-      return std::max(interpolated(cell.end, of, gains) - interpolated(begin, of, gains), 0.0);
+      return std::max(interpolated(cell.end, rows, gains) - interpolated(begin, rows, gains), 0.0);
     };
     const double promised = rise(expected);
     cell.count = std::min(cell.count + requests, std::max(kMemory, kRounds * requests));
     cell.promised += (promised - cell.promised) * std::min(requests / cell.count, 1.0);
-    if (!realised.empty() && begin < rows[realised.size() - 1]) {
-      cell.promises += requests * promised - share * cell.promises;
-      cell.kept += requests * rise(realised) - share * cell.kept;
-    }
+    cell.promises += requests * promised - share * cell.promises;
+    cell.kept += requests * rise(realised) - share * cell.kept;
     begin = cell.end;
   }
 }
@@ -97,12 +92,18 @@ double Worth::at(double rows) const {
 }
 
 Budget::Budget(const std::vector<int64_t>& batches, std::vector<std::vector<int64_t>> rows, int64_t accept_width)
-    : rows_(std::move(rows)), worth_(most_rows(batches, rows_), accept_width), last_(rows_.size()) {}
+    : batches_(batches), rows_(std::move(rows)), worth_(most_rows(batches, rows_), accept_width), last_(rows_.size()) {}
 
 void Budget::set_costs(RoundCosts costs) { model_.emplace(std::move(costs)); }
 
+// Rows that each request has of a round. A row for each of the batch has no room for drafts, whoever is absent.
+double Budget::rows_each(size_t size, size_t rung, double requests) const {
+  const int64_t rows = rows_[size][rung];
+  return rows == batches_[size] ? 1 : static_cast<double>(rows) / requests;
+}
+
 double Budget::tokens(size_t size, size_t rung, double requests) const {
-  return 1 + worth_.at(static_cast<double>(rows_[size][rung]) / requests);
+  return 1 + worth_.at(rows_each(size, rung, requests));
 }
 
 size_t Budget::next(size_t size, double requests, double kv_rows) {
@@ -178,9 +179,9 @@ void Budget::note_tokens(size_t size, double requests, std::span<const double> e
                          std::span<const double> realised) {
   std::vector<double> rows, by_scores, in_truth;
   for (size_t rung = 0; rung < expected.size(); ++rung) {
-    rows.push_back(static_cast<double>(rows_[size][rung]) / requests);
+    rows.push_back(rows_each(size, rung, requests));
     by_scores.push_back(expected[rung] / requests);
-    if (rung < realised.size()) in_truth.push_back(realised[rung] / requests);
+    in_truth.push_back(realised[rung] / requests);
   }
   worth_.note(requests, rows, by_scores, in_truth);
 }

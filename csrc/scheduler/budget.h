@@ -25,7 +25,7 @@ class Worth {
   Worth(double most_rows, int64_t accept_width);
 
   // A round of so many requests: what one of them gains at these rows a request (rising, from 1 on), by the scores and
-  // in truth. Of rows beyond the last of `expected` and of `realised` nothing is learnt, or not how true scores are.
+  // in truth. Of rows beyond the last of these nothing is learnt.
   void note(double requests, std::span<const double> rows, std::span<const double> expected,
             std::span<const double> realised);
   double at(double rows) const;
@@ -56,18 +56,20 @@ class Budget {
   // A round took so long.
   void note_time(size_t size, size_t rung, double requests, double kv_rows, double us);
 
-  // What a round of this size showed of the first rungs: drafts that each was expected to bring so many requests by
-  // their scores, and would have brought in truth.
+  // What a round of this size showed of the first rungs, one at least: drafts that each was expected to bring so many
+  // requests by their scores, and would have brought in truth, as many values.
   void note_tokens(size_t size, double requests, std::span<const double> expected, std::span<const double> realised);
 
   // Tokens that a round of this rung is expected to give a request.
   double tokens(size_t size, size_t rung, double requests) const;
 
  private:
+  double rows_each(size_t size, size_t rung, double requests) const;
   static size_t rung_to_try(std::span<const double> us, size_t best);
   std::optional<size_t> rung_to_look_at(size_t size, size_t best, std::span<const double> us,
                                         std::span<const double> gains) const;
 
+  const std::vector<int64_t> batches_;
   const std::vector<std::vector<int64_t>> rows_;
   Worth worth_;
   std::optional<CostModel> model_;

@@ -1,19 +1,19 @@
 #include "scheduler/config.h"
 
+#include <algorithm>
 #include <limits>
-#include <string>
 
 #include "core/check.h"
 #include "round/records.h"
 #include "scheduler/admission.h"
+#include "scheduler/round_costs.h"
 
 namespace specdec::scheduler {
 
-std::vector<std::vector<int64_t>> Config::rows() const {
-  std::vector<std::vector<int64_t>> rows;
-  for (const int64_t batch : batch_sizes)
-    for (auto& of_batch = rows.emplace_back(); const int64_t count : nodes) of_batch.push_back(batch * count);
-  return rows;
+int64_t Config::num_rungs() const {
+  size_t most = 0;
+  for (const auto& each : rows) most = std::max(most, each.size());
+  return most > 1 ? static_cast<int64_t>(most) : 0;
 }
 
 void check_config(const Config& config) {
@@ -36,13 +36,9 @@ void check_config(const Config& config) {
     check.range("batch_sizes (rising)", batch, smallest_batch, config.num_slots);
     smallest_batch = batch + 1;
   }
-  check.that(!config.nodes.empty(), "nodes", "is empty", "at least 1 number");
-  check.range("nodes (how many)", static_cast<int64_t>(config.nodes.size()), 1, round::kMostRungs);
-  int64_t fewest_nodes = 1;
-  for (const int64_t nodes : config.nodes) {
-    check.range("nodes (rising)", nodes, fewest_nodes, kMost);
-    fewest_nodes = nodes + 1;
-  }
+  check_rows(check, "batch_sizes", config.batch_sizes, config.rows);
+  for (const auto& each : config.rows) check.range("rows (the most)", each.back(), 1, kMost);
+  check.range("rows (how many of a batch size)", config.num_rungs(), 0, round::kMostRungs);
   const int64_t smallest = pages_for(config, config.max_len);
   check.that(config.num_pages >= smallest && config.num_pages <= kMost, "num_pages", {"is ", config.num_pages},
              {smallest, " to ", kMost, " (one sequence of max_len tokens must fit)"});

@@ -19,13 +19,12 @@ struct Config {
   int64_t prefill_requests;          // most requests of one prefill or activate call
   int64_t rounds_in_flight;          // most rounds launched and not yet read; 1: no overlap
   std::vector<int64_t> batch_sizes;  // rising: a round is padded to the next of them
-  std::vector<int64_t> nodes;        // rising: what a round's trees may have
+  // Of each batch size, rising from it on: how many rows its rounds may have in all.
+  std::vector<std::vector<int64_t>> rows;
 
   // Rungs that rounds tell apart; 0 where there is nothing to choose.
-  int64_t num_rungs() const { return nodes.size() > 1 ? static_cast<int64_t>(nodes.size()) : 0; }
+  int64_t num_rungs() const;
   int64_t max_batch() const { return batch_sizes.back(); }
-  // Of each batch size the rows of its rounds, in all.
-  std::vector<std::vector<int64_t>> rows() const;
 };
 
 // Throws ValueError for sizes that cannot work, such as a pool that one longest sequence would overflow.

@@ -21,9 +21,9 @@
 namespace specdec::scheduler {
 namespace {
 
-// measure_rounds times so many rounds of each size, but only one where a round takes kTimedOnce ns, as on a CPU.
-constexpr int kTimedRounds = 3;
-constexpr int64_t kTimedOnce = 200'000'000;
+// measure_rounds times so many rounds of each size, but only one where a round takes kTimedOnce ns.
+constexpr int kTimedRounds = 2;
+constexpr int64_t kTimedOnce = 10'000'000;
 constexpr int kMostFailedLaunches = 8;  // in a row, before the device counts as gone
 // A round is expected to take as long as the last one of its size, give or take 1/kTakesMore of that or kAtLeast ns,
 // which covers the time to wake up. Nothing is expected of a round that takes longer than kLongest ns.
@@ -224,11 +224,15 @@ bool Scheduler::launch_round() {
   const size_t size = std::ranges::lower_bound(config_.batch_sizes, std::ssize(requests)) - config_.batch_sizes.begin();
   int64_t kv_rows = 0;
   for (const Request* request : requests) kv_rows += request->seq_len();
+  const int64_t batch = config_.batch_sizes[size];
+  const std::vector<int64_t>& rows = config_.rows[size];
   const size_t rung = budget_.next(size, static_cast<double>(requests.size()), static_cast<double>(kv_rows));
+  size_t shown = rung;
+  while (shown > 0 && rows[shown] * last_batch_ > last_rows_ * batch) --shown;
   Round round{.number = num_launched_,
               .size = size,
               .rung = rung,
-              .shown = std::min(rung, last_rung_),
+              .shown = shown,
               .kv_rows = kv_rows,
               .rows = {},
               .follows = !in_flight_.empty() && !other_work_};
@@ -241,16 +245,17 @@ bool Scheduler::launch_round() {
     round.rows.push_back({request->slot, request->id});
   }
   const int64_t most_rows = max_kv_len(config_, requests);
-  call_for(requests, [&] { send({.slots = slots}, config_.batch_sizes[size], config_.nodes[rung], most_rows); });
+  call_for(requests, [&] { send({.slots = slots}, batch, rows[rung], most_rows); });
   for (Request* request : requests) ++request->in_flight;
   in_flight_.push_back(std::move(round));
   other_work_ = false;
-  last_rung_ = rung;
+  last_batch_ = batch;
+  last_rows_ = rows[rung];
   return true;
 }
 
 // Writes one command record, and launches a round behind it unless batch is 0.
-void Scheduler::send(const Commands& commands, int64_t batch, int64_t num_nodes, int64_t max_kv_len) {
+void Scheduler::send(const Commands& commands, int64_t batch, int64_t rows, int64_t max_kv_len) {
   wait_until([&] { return commands_.is_free(num_sent_); });
   Commands all = commands;
   all.given_back = given_back_;
@@ -262,7 +267,7 @@ void Scheduler::send(const Commands& commands, int64_t batch, int64_t num_nodes,
     const Span span(recorder_, Work::kLaunch);
     unsure_ = true;
     try {
-      executor_.launch(batch, num_nodes, max_kv_len);
+      executor_.launch(batch, rows, max_kv_len);
     } catch (...) {
       ++failed_launches_;
       failure_ = std::current_exception();
@@ -294,7 +299,7 @@ void Scheduler::read_oldest_round() {
   const Span span(recorder_, Work::kRead);
   const int64_t started_at = results_.started_at(round.number), ended_at = results_.ended_at(round.number);
   took_[round.size][round.rung] = ended_at - started_at;
-  recorder_.add_round(started_at, ended_at, std::ssize(round.rows), round.rung, round.follows);
+  recorder_.add_round(started_at, ended_at, std::ssize(round.rows), round.size, round.rung, round.follows);
   budget_.note_time(round.size, round.rung, static_cast<double>(round.rows.size()), static_cast<double>(round.kv_rows),
                     1e-3 * static_cast<double>(ended_at - started_at));
   note_rungs(round);
@@ -318,8 +323,9 @@ void Scheduler::read_oldest_round() {
   }
 }
 
-// Hands on what a round shows of its rung and those below. Of rungs above the one of the round before, nothing: where
-// few nodes ended, a larger tree often begins amid a piece that it would have taken whole, and looks worse than it is.
+// Hands on what a round shows of its rung and those below. Of rungs with more rows a request than the round before had,
+// nothing: where few nodes ended, a larger tree often begins amid a piece that it would have taken whole, and looks
+// worse than it is.
 void Scheduler::note_rungs(const Round& round) {
   RungResult shown = results_.rungs(round.number);
   if (shown.requests <= 0 || shown.expected.empty()) return;
@@ -469,37 +475,48 @@ void Scheduler::measure_rounds(const std::vector<int64_t>& batches) {
     throw ValueError("measure_rounds: batches is " + text_of(batches) + ", expected rising ones of " + text_of(sizes) +
                      ", the first and the last among them");
   std::vector<std::vector<double>> us(sizes.size());
-  size_t before = 0;  // the size that was timed last
+  size_t before = 0;                                  // the size that was timed last
+  const auto us_at = [&](size_t size, double each) {  // with so many rows a request, between those that were timed
+    const double rows = each * static_cast<double>(sizes[size]);
+    size_t next = 0;
+    while (next + 1 < us[size].size() && static_cast<double>(config_.rows[size][next]) < rows) ++next;
+    if (next == 0) return us[size][0];
+    const double low = static_cast<double>(config_.rows[size][next - 1]),
+                 high = static_cast<double>(config_.rows[size][next]);
+    return std::lerp(us[size][next - 1], us[size][next], (rows - low) / (high - low));
+  };
   for (size_t i = 0; i < sizes.size(); ++i) {
     if (!std::ranges::binary_search(batches, sizes[i])) continue;
-    for (const int64_t nodes : config_.nodes) us[i].push_back(1e-3 * static_cast<double>(time_round(sizes[i], nodes)));
+    for (const int64_t rows : config_.rows[i]) us[i].push_back(1e-3 * static_cast<double>(time_round(sizes[i], rows)));
     for (size_t j = before + 1; j < i; ++j) {
       const double share =
           static_cast<double>(sizes[j] - sizes[before]) / static_cast<double>(sizes[i] - sizes[before]);
-      for (size_t rung = 0; rung < us[i].size(); ++rung)
-        us[j].push_back(std::lerp(us[before][rung], us[i][rung], share));
+      for (const int64_t rows : config_.rows[j]) {
+        const double each = static_cast<double>(rows) / static_cast<double>(sizes[j]);
+        us[j].push_back(std::lerp(us_at(before, each), us_at(i, each), share));
+      }
     }
     before = i;
   }
-  budget_.set_costs({sizes, config_.rows(), std::move(us)});
+  budget_.set_costs({sizes, config_.rows, std::move(us)});
   recorder_.reset();
 }
 
 void Scheduler::set_costs(RoundCosts costs) {
   const LoopGuard guard(*this);
   if (num_held_ > 0 || !in_flight_.empty()) throw std::runtime_error("set_costs: requests hold slots, expected none");
-  if (costs.batches != config_.batch_sizes || costs.rows != config_.rows())
+  if (costs.batches != config_.batch_sizes || costs.rows != config_.rows)
     throw ValueError("set_costs: costs is of other rounds, expected batches " + text_of(config_.batch_sizes) +
-                     " with rows for " + text_of(config_.nodes) + " nodes each");
+                     " with rows up to " + text_of(config_.rows.back()));
   budget_.set_costs(std::move(costs));
 }
 
 // Returns the least time of some rounds, in nanoseconds of the device's own clock.
-int64_t Scheduler::time_round(int64_t batch, int64_t num_nodes) {
+int64_t Scheduler::time_round(int64_t batch, int64_t rows) {
   int64_t least = std::numeric_limits<int64_t>::max();
   for (int i = 0; i < kTimedRounds && (i == 0 || least < kTimedOnce); ++i) {
     const int64_t number = num_launched_;
-    send({}, batch, num_nodes, rows_for(config_, 0));
+    send({}, batch, rows, rows_for(config_, 0));
     wait_until([&] { return results_.is_published(number); });
     least = std::min(least, results_.ended_at(number) - results_.started_at(number));
   }

@@ -30,6 +30,10 @@ struct CloseFile {
 
 }  // namespace
 
+Recorder::Recorder(bool traces, const std::vector<std::vector<int64_t>>& rows) : traces_(traces), rows_(rows) {
+  for (const auto& each : rows_) by_rung_.emplace_back(each.size());
+}
+
 void Recorder::add(Work work, int64_t begin, int64_t end) {
   nanoseconds_[static_cast<int>(work)] += end - begin;
   if (!traces_) return;
@@ -37,10 +41,11 @@ void Recorder::add(Work work, int64_t begin, int64_t end) {
   if (events_.size() < kMostEvents) events_.push_back({work, begin, end});
 }
 
-void Recorder::add_round(int64_t started_at, int64_t ended_at, int64_t rows, size_t rung, bool follows) {
+void Recorder::add_round(int64_t started_at, int64_t ended_at, int64_t requests, size_t size, size_t rung,
+                         bool follows) {
   num_rounds_ += 1;
-  by_rung_[rung] += 1;
-  num_rows_ += rows;
+  by_rung_[size][rung] += 1;
+  num_requests_ += requests;
   device_ += ended_at - started_at;
   if (follows) {
     following_ += ended_at - started_at;
@@ -49,7 +54,8 @@ void Recorder::add_round(int64_t started_at, int64_t ended_at, int64_t rows, siz
   last_ended_at_ = ended_at;
   if (!traces_) return;
   const std::lock_guard lock(mutex_);
-  if (rounds_.size() < kMostEvents) rounds_.push_back({started_at, ended_at, round::nanoseconds(), rows, nodes_[rung]});
+  if (rounds_.size() < kMostEvents)
+    rounds_.push_back({started_at, ended_at, round::nanoseconds(), requests, rows_[size][rung]});
 }
 
 void Recorder::reset() {
@@ -61,13 +67,19 @@ void Recorder::reset() {
 Recorder::Totals Recorder::totals() const {
   const auto of = [&](Work work) { return nanoseconds_[static_cast<int>(work)].load(); };
   return {.rounds = num_rounds_,
-          .rows = num_rows_,
+          .requests = num_requests_,
           .host = of(Work::kTurn) - of(Work::kWait) - of(Work::kPrefill),
           .wait = of(Work::kWait),
           .prefill = of(Work::kPrefill),
           .device = device_,
           .following = following_,
           .gaps = gaps_};
+}
+
+std::vector<std::vector<int64_t>> Recorder::rounds_by_rung() const {
+  std::vector<std::vector<int64_t>> rounds;
+  for (const auto& each : by_rung_) rounds.emplace_back(each.begin(), each.end());
+  return rounds;
 }
 
 void Recorder::write_trace(const std::string& path) const {
@@ -95,8 +107,8 @@ void Recorder::write_trace(const std::string& path) const {
   }
   for (const Round& round : rounds_) {
     write("round", 1, round.started_at + offset, round.ended_at + offset);
-    std::fprintf(file.get(), ", \"args\": {\"rows\": %lld, \"nodes\": %lld}},\n", static_cast<long long>(round.rows),
-                 static_cast<long long>(round.nodes));
+    std::fprintf(file.get(), ", \"args\": {\"requests\": %lld, \"nodes\": %lld}},\n",
+                 static_cast<long long>(round.requests), static_cast<long long>(round.nodes));
   }
   std::fprintf(file.get(), "{\"name\": \"end\", \"ph\": \"M\", \"pid\": 0}\n]}\n");
   if (std::fflush(file.get()) != 0 || std::ferror(file.get()))  // the disk is full, say

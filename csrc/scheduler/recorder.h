@@ -19,25 +19,25 @@ constexpr int kNumWorks = 9;
 
 class Recorder {
  public:
-  // `nodes`: what the trees of a round may have.
-  Recorder(bool traces, const std::vector<int64_t>& nodes) : traces_(traces), nodes_(nodes), by_rung_(nodes.size()) {}
+  // `rows`: of each batch size those of its rungs.
+  Recorder(bool traces, const std::vector<std::vector<int64_t>>& rows);
 
   void add(Work work, int64_t begin, int64_t end);
-  // A round with trees of nodes[rung], in ns of the device's clock, that was read now. `follows`: the one before it was
-  // in flight when it was launched, and nothing else was in between, so that the device should have gone from one to
-  // the other at once.
-  void add_round(int64_t started_at, int64_t ended_at, int64_t rows, size_t rung, bool follows);
+  // A round of so many requests that verified rows[size][rung] nodes, in ns of the device's clock, that was read now.
+  // `follows`: the one before it was in flight when it was launched, and nothing else was in between, so that the
+  // device should have gone from one to the other at once.
+  void add_round(int64_t started_at, int64_t ended_at, int64_t requests, size_t size, size_t rung, bool follows);
 
   // Forgets all that was recorded.
   void reset();
 
-  // May be called from any thread. All but the counts of rounds and rows are nanoseconds. `host` is the loop's time
-  // without `wait` and `prefill`.
+  // May be called from any thread. All but the counts of rounds and requests in them are nanoseconds. `host` is the
+  // loop's time without `wait` and `prefill`.
   struct Totals {
-    int64_t rounds, rows, host, wait, prefill, device, following, gaps;
+    int64_t rounds, requests, host, wait, prefill, device, following, gaps;
   };
   Totals totals() const;
-  std::vector<int64_t> rounds_by_rung() const { return {by_rung_.begin(), by_rung_.end()}; }
+  std::vector<std::vector<int64_t>> rounds_by_rung() const;  // of each batch size
 
   // Returns the trace in the format of chrome://tracing and Perfetto. May be called from any thread.
   void write_trace(const std::string& path) const;
@@ -48,19 +48,19 @@ class Recorder {
     int64_t begin, end;
   };
   struct Round {
-    int64_t started_at, ended_at, read_at, rows, nodes;
+    int64_t started_at, ended_at, read_at, requests, nodes;
   };
   static constexpr size_t kMostEvents = 1 << 20;  // then a trace ends
 
   const bool traces_;
-  const std::vector<int64_t> nodes_;
+  const std::vector<std::vector<int64_t>> rows_;
   mutable std::mutex mutex_;  // of what is traced
   std::vector<Event> events_;
   std::vector<Round> rounds_;
   int64_t last_ended_at_ = 0;
   std::array<std::atomic<int64_t>, kNumWorks> nanoseconds_{};
-  std::atomic<int64_t> num_rounds_ = 0, num_rows_ = 0, device_ = 0, following_ = 0, gaps_ = 0;
-  std::vector<std::atomic<int64_t>> by_rung_;
+  std::atomic<int64_t> num_rounds_ = 0, num_requests_ = 0, device_ = 0, following_ = 0, gaps_ = 0;
+  std::vector<std::vector<std::atomic<int64_t>>> by_rung_;
 };
 
 // A piece of work, from here to the end of the scope.

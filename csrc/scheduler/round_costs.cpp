@@ -4,8 +4,6 @@
 #include <cmath>
 #include <functional>
 
-#include "core/errors.h"
-
 namespace specdec::scheduler {
 namespace {
 
@@ -29,10 +27,6 @@ double dot(const std::array<double, 3>& a, const std::array<double, 3>& b) {
   return a[0] * b[0] + a[1] * b[1] + a[2] * b[2];
 }
 
-void expect(bool holds, const std::string& what, const std::string& expected) {
-  if (!holds) throw ValueError("RoundCosts: " + what + ", expected " + expected);
-}
-
 bool rises_from(const std::vector<int64_t>& values, int64_t least) {
   return !values.empty() && values.front() >= least &&
          std::ranges::adjacent_find(values, std::greater_equal<>()) == values.end();
@@ -46,24 +40,29 @@ std::string text_of(const std::vector<int64_t>& values) {
   return "[" + text + "]";
 }
 
+void check_rows(const Check& check, const char* batches_name, const std::vector<int64_t>& batches,
+                const std::vector<std::vector<int64_t>>& rows) {
+  check.that(rows.size() == batches.size(), "rows", {"has ", rows.size(), " lists"},
+             {batches.size(), " like ", batches_name});
+  for (size_t i = 0; i < rows.size(); ++i)
+    if (!rises_from(rows[i], batches[i]))
+      check.that(false, ("rows[" + std::to_string(i) + "]").c_str(), {"is ", text_of(rows[i])},
+                 {"rising numbers from ", batches[i], " on, a row for each request"});
+}
+
 RoundCosts::RoundCosts(std::vector<int64_t> batches_, std::vector<std::vector<int64_t>> rows_,
                        std::vector<std::vector<double>> us_)
     : batches(std::move(batches_)), rows(std::move(rows_)), us(std::move(us_)) {
-  expect(rises_from(batches, 1), "batches is " + text_of(batches), "rising numbers from 1 on");
-  expect(rows.size() == batches.size(), "rows has " + std::to_string(rows.size()) + " lists",
-         std::to_string(batches.size()) + " like batches");
+  const Check check("RoundCosts");
+  check.that(rises_from(batches, 1), "batches", {"is ", text_of(batches)}, "rising numbers from 1 on");
+  check_rows(check, "batches", batches, rows);
   std::vector<int64_t> widths, given;
-  for (size_t i = 0; i < rows.size(); ++i) {
-    const std::string from = std::to_string(batches[i]);
-    expect(rises_from(rows[i], batches[i]), "rows[" + std::to_string(i) + "] is " + text_of(rows[i]),
-           "rising numbers from " + from + " on, a row for each request");
-    widths.push_back(std::ssize(rows[i]));
-  }
+  for (const auto& each : rows) widths.push_back(std::ssize(each));
   for (const auto& each : us) given.push_back(std::ssize(each));
-  expect(given == widths, "us has lists of " + text_of(given), text_of(widths) + " like rows");
+  check.that(given == widths, "us", {"has lists of ", text_of(given)}, {text_of(widths), " like rows"});
   for (const auto& each : us)
     for (const double value : each)
-      expect(value > 0 && std::isfinite(value), "us has " + std::to_string(value), "times above 0");
+      check.that(value > 0 && std::isfinite(value), "us", {"has ", value}, "times above 0");
 }
 
 CostModel::CostModel(RoundCosts costs) : costs_(std::move(costs)) {
@@ -74,6 +73,11 @@ CostModel::CostModel(RoundCosts costs) : costs_(std::move(costs)) {
     ratios_.emplace_back(each.size(), 1);
     weights_.emplace_back(each.size(), 0);
   }
+  for (const auto& rows : costs_.rows)
+    for (auto& of_size = nearness_.emplace_back(); const int64_t rung : rows)
+      for (auto& of_rung = of_size.emplace_back(); const int64_t other : rows)
+        of_rung.push_back(
+            std::exp(-std::abs(std::log2(static_cast<double>(other) / static_cast<double>(rung))) / kNear));
 }
 
 double CostModel::without_ratio(size_t size, size_t rung, double requests, double kv_rows) const {
@@ -83,16 +87,15 @@ double CostModel::without_ratio(size_t size, size_t rung, double requests, doubl
 
 // A mean over the rungs of this size, those near this one before all.
 double CostModel::ratio(size_t size, size_t rung) const {
-  const auto octaves = [&](size_t i) { return std::log2(static_cast<double>(costs_.rows[size][i])); };
   double sum = kGuess, weight = kGuess;
   for (size_t i = 0; i < ratios_[size].size(); ++i) {
     if (weights_[size][i] == 0) continue;
-    const double near = weights_[size][i] * std::exp(-std::abs(octaves(i) - octaves(rung)) / kNear);
+    const double near = weights_[size][i] * nearness_[size][rung][i];
     sum += near * ratios_[size][i];
     weight += near;
   }
-  // What the rung itself has shown is not blurred by the others.
-  const double own = weights_[size][rung] / kMemory;
+  // One round of the rung itself says as much as all of that: a look at it is not blurred by the others.
+  const double own = weights_[size][rung] / (weights_[size][rung] + 1);
   return std::lerp(sum / weight, ratios_[size][rung], own);
 }
 

@@ -8,10 +8,16 @@
 #include <string>
 #include <vector>
 
+#include "core/check.h"
+
 namespace specdec::scheduler {
 
 // "[1, 2, 4]", for messages.
 std::string text_of(const std::vector<int64_t>& values);
+
+// Throws ValueError unless `rows` has rising totals of rows for each of the rising batch sizes, from the batch on.
+void check_rows(const Check& check, const char* batches_name, const std::vector<int64_t>& batches,
+                const std::vector<std::vector<int64_t>>& rows);
 
 // What a round costs on the machine that runs it. Throws ValueError for what cannot be.
 struct RoundCosts {
@@ -54,6 +60,7 @@ class CostModel {
   std::array<double, 3> priors_;      // standard deviations of these before any round
   std::array<std::array<double, 3>, 3> covariances_ = {};
   std::vector<std::vector<double>> ratios_, weights_;           // [size][rung]
+  std::vector<std::vector<std::vector<double>>> nearness_;      // [size][rung][rung]: how much one says of the other
 };
 
 }  // namespace specdec::scheduler

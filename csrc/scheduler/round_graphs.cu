@@ -94,9 +94,9 @@ void RoundGraphs::add(const Size& size, CUgraph_st* graph) {
 }
 
 bool RoundGraphs::launch(const Size& size) {
-  const auto graph = graphs_.lower_bound(size);  // the KV of these rows and nodes stands side by side, rising
-  const auto rows_and_nodes = [](const Size& of) { return std::pair(std::get<0>(of), std::get<1>(of)); };
-  if (graph == graphs_.end() || rows_and_nodes(graph->first) != rows_and_nodes(size)) return false;
+  const auto graph = graphs_.lower_bound(size);  // the KV of one batch and number of nodes stands side by side, rising
+  const auto batch_and_nodes = [](const Size& of) { return std::pair(std::get<0>(of), std::get<1>(of)); };
+  if (graph == graphs_.end() || batch_and_nodes(graph->first) != batch_and_nodes(size)) return false;
   const DeviceGuard guard(device_);
   SD_CUDA_CHECK(kName, cudaGraphLaunch(graph->second, stream_));
   return true;

@@ -19,12 +19,12 @@ class RoundGraphs {
   RoundGraphs(const RoundGraphs&) = delete;
   RoundGraphs& operator=(const RoundGraphs&) = delete;
 
-  // Rows, nodes of a tree, KV rows that no slot exceeds.
+  // Batch, nodes to verify, KV rows that no slot exceeds.
   using Size = std::tuple<int64_t, int64_t, int64_t>;
 
   // The graph of rounds of this size; its memsets become kernels. What it reads and writes must stay where it is.
   void add(const Size& size, CUgraph_st* graph);
-  // Launches the graph of so many rows and nodes for the least KV that is enough. False where there is none.
+  // Launches the graph of this batch and so many nodes for the least KV that is enough. False where there is none.
   bool launch(const Size& size);
   // Whether the stream has work left. Throws where it failed.
   bool busy() const;

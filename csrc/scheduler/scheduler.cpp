@@ -29,12 +29,14 @@ Scheduler::Scheduler(const Config& config, Executor& executor, const RingMemory&
       executor_(executor),
       commands_(commands, {config.max_batch(), config.num_slots, config.max_stops}),
       results_(results, {config.accept_width, config.num_rungs(), config.max_logprobs}),
-      recorder_(traces, config.nodes),
-      budget_(config.batch_sizes, config.rows(), config.accept_width),
+      recorder_(traces, config.rows),
+      budget_(config.batch_sizes, config.rows, config.accept_width),
       slots_(config.num_slots),
-      last_rung_(config.nodes.size() - 1),
-      took_(config.batch_sizes.size(), std::vector<int64_t>(config.nodes.size())),
-      free_pages_(config.num_pages) {}
+      last_batch_(config.max_batch()),
+      last_rows_(config.rows.back().back()),
+      free_pages_(config.num_pages) {
+  for (const auto& each : config.rows) took_.emplace_back(each.size());
+}
 
 // --- any thread
 
@@ -83,8 +85,9 @@ std::unique_ptr<Request> Scheduler::make_request(const char* op, const Submissio
   if (submission.num_logprobs >= 0) request->scores = std::make_unique<Scores>();
   check.range("ngram_group", submission.ngram_group, 0, std::numeric_limits<int32_t>::max());
   request->ngram_group = static_cast<int32_t>(submission.ngram_group);
-  check.range("max_nodes", submission.max_nodes, 0, std::numeric_limits<int32_t>::max());
-  request->max_nodes = static_cast<int32_t>(submission.max_nodes > 0 ? submission.max_nodes : config_.nodes.back());
+  constexpr int32_t kMost = std::numeric_limits<int32_t>::max();
+  check.range("max_nodes", submission.max_nodes, 0, kMost);
+  request->max_nodes = submission.max_nodes > 0 ? static_cast<int32_t>(submission.max_nodes) : kMost;
   return request;
 }
 

@@ -67,12 +67,12 @@ class Scheduler {
   // Cancels all requests, admits no more, and lets `run` return when they have ended.
   void stop();
 
-  // Times rounds of these batch sizes, the smallest and the largest among them, and of every number of nodes, without
-  // requests, and from then on chooses the number of each round's nodes by that. What a size between two of them takes
-  // lies between, too; what KV takes is seen as rounds run. Part of the loop, before any request has a slot; what an
-  // executor call throws leaves it. Throws ValueError.
+  // Times rounds of these batch sizes, the smallest and the largest among them, with every number of rows, without
+  // requests, and from then on chooses each round's rows by that. What a size between two of them takes lies between,
+  // too; what KV takes is seen as rounds run. Part of the loop, before any request has a slot; what an executor call
+  // throws leaves it. Throws ValueError.
   void measure_rounds(const std::vector<int64_t>& batches);
-  // Takes what was measured before of rounds with these batch sizes and numbers of nodes. Throws as measure_rounds.
+  // Takes what was measured before of rounds with these batch sizes and rows. Throws as measure_rounds.
   void set_costs(RoundCosts costs);
 
   // Turns while there is something to do, and waits while there is not, until `stop`; closes the outbox then. May be
@@ -101,7 +101,7 @@ class Scheduler {
       int64_t request_id;
     };
     int64_t number;
-    size_t size, rung;  // of config.batch_sizes, of config.nodes
+    size_t size, rung;  // of config.batch_sizes, of config.rows[size]
     size_t shown;       // the highest rung of which it shows what it brings
     int64_t kv_rows;    // of all its requests
     std::vector<Row> rows;
@@ -127,8 +127,8 @@ class Scheduler {
   void read_oldest_round();
   void note_rungs(const Round& round);
   bool read_row(const RowResult& result, Request& request);
-  void send(const Commands& commands, int64_t batch = 0, int64_t num_nodes = 0, int64_t max_kv_len = 0);
-  int64_t time_round(int64_t batch, int64_t num_nodes);
+  void send(const Commands& commands, int64_t batch = 0, int64_t rows = 0, int64_t max_kv_len = 0);
+  int64_t time_round(int64_t batch, int64_t rows);
   void await(const Round& round);
   void wait_until(const std::function<bool()>& done);
   std::vector<Request*> still_held(const Round& round) const;
@@ -164,7 +164,7 @@ class Scheduler {
   int64_t num_sent_ = 0;                    // command records
   int64_t num_launched_ = 0;                // rounds
   uint64_t turn_number_ = 0;                // of turns that launched a round
-  size_t last_rung_;                        // of the last round launched
+  int64_t last_batch_, last_rows_;          // of the last round launched
   std::vector<std::vector<int64_t>> took_;  // ns, by the last round of each size and rung
   int64_t began_ = 0;                       // when the oldest round in flight did; 0: that is not known
   bool other_work_ = false;                 // something else than a round went to the device since the last round

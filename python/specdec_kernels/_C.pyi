@@ -699,10 +699,11 @@ class Scheduler:
     """Continuous batching in C++.
 
     `commands` and `results` are the host's ends of the rings that `apply_commands` and `publish_results` work on:
-    contiguous int32, pinned where the device is a GPU. `graphs` are captured rounds by batch, number of nodes and KV
-    rows that no slot exceeds, of which the least that are enough run (three zeros: `apply_commands` and `free_pages`
-    alone), as raw cudaGraph_t, launched on `stream`; others are `executor.launch` calls. Of several `nodes` the last
-    one counts until `measure_rounds` or `set_costs`.
+    contiguous int32, pinned where the device is a GPU. `rows` are, of each batch size, the nodes that its rounds may
+    verify in all, of which the last counts until `measure_rounds` or `set_costs`. `graphs` are captured rounds by
+    batch, number of nodes and KV rows that no slot exceeds, of which the least that are enough run (three zeros:
+    `apply_commands` and `free_pages` alone), as raw cudaGraph_t, launched on `stream`; others are `executor.launch`
+    calls.
     """
 
     def __init__(
@@ -721,7 +722,7 @@ class Scheduler:
         prefill_requests: int,
         rounds_in_flight: int,
         batch_sizes: Sequence[int],
-        nodes: Sequence[int],
+        rows: Sequence[Sequence[int]],
         commands: Tensor,
         results: Tensor,
         stream: int | None = None,
@@ -774,7 +775,7 @@ class Scheduler:
         """Rounds, rows; nanoseconds of host work, of waiting, of prefill, of rounds on the device; of those launched
         while another was in flight, with nothing in between; of the gaps before these."""
     @property
-    def rounds_by_rung(self) -> list[int]: ...
+    def rounds_by_rung(self) -> list[list[int]]: ...
     @property
     def costs(self) -> RoundCosts | None: ...
 

@@ -88,8 +88,8 @@ class EngineConfig:
         prefill_chunk, prefill_requests: most rows, and most prompts, of a prefill pass.
         captures: rounds and passes are CUDA graphs.
         batch_sizes: of rounds, rising up to num_slots. measured_sizes: of these, whose costs are measured.
-        nodes: of a round for each request in the mean, rising; several: the engine is adaptive.
-        round_sizes: of the captured rounds: each batch size with each number of nodes, for KV of several lengths where
+        rows: of each batch size the nodes that its rounds verify in all, rising; several: the engine is adaptive.
+        round_sizes: of the captured rounds: each batch size with each number of rows, for KV of several lengths where
             attention runs other plans for them.
         rounds_in_flight: launched and not yet read.
         fixed_split: rows at which attention cuts KV whatever runs beside it; None: where it is fastest.
@@ -113,7 +113,7 @@ class EngineConfig:
     captures: bool
     batch_sizes: tuple[int, ...]
     measured_sizes: tuple[int, ...]
-    nodes: tuple[int, ...]
+    rows: tuple[tuple[int, ...], ...]
     round_sizes: tuple[RoundSize, ...]
     rounds_in_flight: int
     fixed_split: int | None
@@ -179,14 +179,14 @@ class EngineConfig:
         captures = on_cuda and cuda_graph
         if adaptive is None:
             adaptive = (captures or not on_cuda) and not batch_invariant and not draft.sampled
-        nodes = tuple(rungs_of(needs.num_nodes)) if adaptive else (needs.num_nodes,)
         top_n = min(MAX_LOGPROBS, model.vocab_size)
+        num_rungs = num_rungs_of(rungs_of(num_slots, needs.num_nodes, adaptive, draft.sampled))
         row_numbers = kv_numbers(model, model.num_hidden_layers) + needs.kv_numbers
         parts = {  # at least: a draft's KV may be wider than the target's
             "KV": num_pages * page_size * row_numbers * kv_dtype.itemsize,
             "logits": num_slots * needs.num_nodes * model.vocab_size * dtype.itemsize,
             "slots": 4 * num_slots * (max_pages + MAX_STOP_TOKENS)
-            + ring_bytes(num_slots, needs.accept_width, num_rungs_of(nodes), top_n),
+            + ring_bytes(num_slots, needs.accept_width, num_rungs, top_n),
         }
         check_memory(parts, machine, num_slots=num_slots, max_len=max_len, num_pages=num_pages)
         check_num_nodes(num_slots, needs.num_nodes)
@@ -195,14 +195,15 @@ class EngineConfig:
             batch_sizes = [num_slots]
         if batch_sizes is None:
             batch_sizes = default_batch_sizes(num_slots) if captures else range(1, num_slots + 1)
+        rows = tuple(rungs_of(batch, needs.num_nodes, adaptive, draft.sampled) for batch in batch_sizes)
 
-        def bounds(batch: int, num_nodes: int) -> tuple[int, ...]:
+        def bounds(batch: int, num_rows: int) -> tuple[int, ...]:
             if machine.gpu is None or batch_invariant:
                 return (max_len + reserve,)
             calls = AttentionCall.of(model, None, True), *needs.attention
-            most = most_nodes(batch, num_nodes, needs.num_nodes)
+            most = most_nodes(batch, num_rows, needs.num_nodes)
             kinds = {"fp8": kv_dtype.itemsize == 1, "tensor_cores": dtype.itemsize == 2}
-            return kv_bounds(calls, batch, num_nodes, most, max_len + reserve, machine.gpu, **kinds)
+            return kv_bounds(calls, batch, num_rows, most, max_len + reserve, machine.gpu, **kinds)
 
         return cls(
             machine=machine,
@@ -222,12 +223,12 @@ class EngineConfig:
             batch_sizes=tuple(batch_sizes),
             # On a CPU, where any batch size may run, it would take long to time them all.
             measured_sizes=tuple(batch_sizes) if on_cuda else tuple(sorted({batch_sizes[0], num_slots})),
-            nodes=nodes,
+            rows=rows,
             round_sizes=tuple(
-                RoundSize(batch, count, most)
-                for batch in (batch_sizes if captures else ())
-                for count in nodes
-                for most in bounds(batch, count)
+                RoundSize(batch, num_rows, most)
+                for batch, each in zip(batch_sizes, rows, strict=True)
+                for num_rows in (each if captures else ())
+                for most in bounds(batch, num_rows)
             ),
             rounds_in_flight=rounds_in_flight,
             fixed_split=INVARIANT_SPLIT if batch_invariant else None,
@@ -235,15 +236,33 @@ class EngineConfig:
             implementation=implementation,
         )
 
+    @property
+    def num_rungs(self) -> int:
+        """Rungs that rounds are compared by; 0 where there is nothing to choose."""
+        return num_rungs_of(self.rows[-1])
 
-def rungs_of(num_nodes: int) -> list[int]:
-    """The numbers of nodes that an adaptive engine chooses from: 1, plain decoding, and twice as many each."""
-    return [*(1 << power for power in range(8) if 1 << power < num_nodes), num_nodes]
+
+def rungs_of(batch: int, num_nodes: int, adaptive: bool = True, equal: bool = False) -> tuple[int, ...]:
+    """How many nodes rounds of this batch size may verify: all, or, where they are adaptive, 1 for each request, which
+    is plain decoding, and from there on 1.5, 2, 3, 4, 6, ... times as many, in whole numbers.
+
+    A rung is at most 1.5 times the one before, but for 1 to 2 of a single request. `equal`: of each request as many, so
+    that 2 follow 1.
+    """
+    most = batch * num_nodes
+    if not adaptive:
+        return (most,)
+    halves = [2, *(half << power for power in range(8) for half in (3, 4) if not (equal and half << power == 3))]
+    rungs = sorted({rows for half in halves if (rows := batch * half // 2) < most})
+    if len(rungs) > 1 and 3 * rungs[-2] >= 2 * most:
+        rungs.pop()
+    return (*rungs, most)
 
 
-def num_rungs_of(nodes: Sequence[int]) -> int:
-    """Rungs that rounds are compared by; 0 where there is nothing to choose."""
-    return len(nodes) if len(nodes) > 1 else 0
+def num_rungs_of(rows: Sequence[int]) -> int:
+    """Rungs that rounds are compared by, from those of the largest batch, which has the most; 0 where there is nothing
+    to choose."""
+    return len(rows) if len(rows) > 1 else 0
 
 
 def ring_bytes(num_slots: int, accept_width: int, num_rungs: int, top_n: int) -> int:

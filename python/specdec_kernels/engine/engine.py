@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from queue import SimpleQueue
@@ -420,9 +421,18 @@ class Engine:
             device_seconds=device,
             following_seconds=following,
             gap_seconds=gaps,
-            rounds_by_nodes=dict(zip(self.config.nodes, self._scheduler.rounds_by_rung, strict=True)),
+            rounds_by_nodes=self._rounds_by_nodes(),
             costs=self._scheduler.costs,
         )
+
+    def _rounds_by_nodes(self) -> dict[float, int]:
+        """Rounds by the nodes that each slot of their batch size has in the mean, rising."""
+        rounds: Counter[float] = Counter()
+        for batch, rows, counts in zip(
+            self.config.batch_sizes, self.config.rows, self._scheduler.rounds_by_rung, strict=True
+        ):
+            rounds.update({each / batch: count for each, count in zip(rows, counts, strict=True)})
+        return dict(sorted(rounds.items()))
 
     def _follow_caller(self) -> None:
         """The engine's stream waits for the work that the caller's stream has, such as a copy of new weights."""

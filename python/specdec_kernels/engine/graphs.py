@@ -1,4 +1,4 @@
-"""What is captured as CUDA graphs: a round for each batch size, number of nodes and range of KV lengths, one that
+"""What is captured as CUDA graphs: a round for each batch size, number of rows and range of KV lengths, one that
 applies commands alone, and prefill passes of some shapes.
 """
 
@@ -19,10 +19,10 @@ from .round import Round
 
 
 class RoundSize(NamedTuple):
-    """What is static about a round: rows, nodes of each tree, and the KV rows that no slot exceeds."""
+    """What is static about a round: slots, nodes that it verifies, and the KV rows that no slot exceeds."""
 
     batch: int
-    num_nodes: int
+    num_rows: int
     max_kv_len: int
 
 
@@ -35,9 +35,12 @@ class Graphs:
     seconds: float
     num_bytes: int
 
+    @property
+    def count(self) -> int:
+        return len(self.by_size) + self.num_passes
+
     def __str__(self) -> str:
-        count = len(self.by_size) + self.num_passes
-        return f"captured {count} graphs in {self.seconds:.1f} s, {self.num_bytes / 2**20:.0f} MiB"
+        return f"captured {self.count} graphs in {self.seconds:.1f} s, {self.num_bytes / 2**20:.0f} MiB"
 
     def raw(self) -> dict[tuple[int, int, int], int]:
         """The rounds as cudaGraph_t."""
@@ -73,21 +76,21 @@ def capture(
     before = torch.cuda.memory_reserved(stream.device)
     graphs: dict[RoundSize, torch.cuda.CUDAGraph] = {}
     sizes = [*sorted(round_sizes, reverse=True), RoundSize(0, 0, 0)]
-    most_nodes = max(size.num_nodes for size in sizes)
+    most_rows = {size.batch: size.num_rows for size in reversed(sizes)}
     bar = Bar(len(sizes) + len(shapes)) if progress else None
     warm: set[tuple[int, int]] = set()
     for size in sizes:
-        rows = size.batch * size.num_nodes, size.max_kv_len
-        if rows not in warm or size.num_nodes == most_nodes:
+        rows_and_kv = size.num_rows, size.max_kv_len
+        if rows_and_kv not in warm or size.num_rows == most_rows[size.batch]:
             with torch.cuda.stream(stream):
                 round.launch(*size)
-            warm.add(rows)
+            warm.add(rows_and_kv)
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         with capturing(graph, pool, stream):
             round.launch(*size)
         graphs[size] = graph
         if bar:
-            bar.advance(f"rounds (batch {size.batch}, {size.num_nodes} nodes)")
+            bar.advance(f"rounds (batch {size.batch}, {size.num_rows} nodes)")
     for shape in sorted(shapes, reverse=True):
         packed = torch.zeros(sum(shape.sizes), dtype=torch.int32, device=stream.device)
         with torch.cuda.stream(stream):

@@ -9,7 +9,7 @@ from ..models.attention import HEAD_DIMS
 from ..models.families import kv_heads_of, pool_dim_of
 from ..plans import Gpu, attention_plan
 
-MOST_BOUNDS = 4  # of rounds with as many rows and nodes
+MOST_BOUNDS = 4  # of rounds of one batch size and as many rows
 FIRST_STEP = 1024  # plans are compared there, and at every power of two from there on
 
 
@@ -39,7 +39,7 @@ class AttentionCall(NamedTuple):
 def kv_bounds(
     calls: Sequence[AttentionCall],
     batch: int,
-    num_nodes: int,
+    num_rows: int,
     most_nodes: int,
     max_kv_len: int,
     gpu: Gpu,
@@ -48,7 +48,7 @@ def kv_bounds(
     tensor_cores: bool,
 ) -> tuple[int, ...]:
     """Rising bounds of KV rows, the last one `max_kv_len`: up to each, and beyond the one before, all calls of a round
-    with so many nodes for each request in the mean, and at most, run the plans that they run at the bound itself.
+    with so many rows in all, and nodes of a request at most, run the plans that they run at the bound itself.
 
     Of more than `MOST_BOUNDS` those go that are nearest to the next one.
     """
@@ -57,7 +57,7 @@ def kv_bounds(
         return [
             attention_plan(
                 batch=batch,
-                q_rows=batch * num_nodes if call.q_rows is None else min(call.q_rows, most_nodes),
+                q_rows=num_rows if call.q_rows is None else min(call.q_rows, most_nodes),
                 packed=call.q_rows is None,
                 q_heads=call.q_heads,
                 kv_heads=call.kv_heads,

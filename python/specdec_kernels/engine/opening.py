@@ -14,7 +14,7 @@ from torch import nn
 
 from .. import _C
 from ..models.language_model import open_language_model
-from .config import MAX_STOP_TOKENS, RING_DEPTH, EngineConfig, num_rungs_of
+from .config import MAX_STOP_TOKENS, RING_DEPTH, EngineConfig
 from .drafts import Draft, DraftContext
 from .executor import Executor
 from .graphs import Graphs, capture
@@ -65,9 +65,9 @@ def open_engine(
             assert stream is not None
             config = size_pools(executor, config, stream, trace, progress)
         graphs, scheduler = start(executor, config, stream, trace, progress)
-        if len(config.nodes) > 1 and costs is not None:
+        if config.num_rungs > 0 and costs is not None:
             scheduler.set_costs(costs)
-        elif len(config.nodes) > 1:
+        elif config.num_rungs > 0:
             with on_stream(stream):
                 scheduler.measure_rounds(list(config.measured_sizes))
     except BaseException:
@@ -109,11 +109,22 @@ def load_target(
         state,
         max_batch=config.num_slots,
         accept_width=width,
-        num_rungs=num_rungs_of(config.nodes),
+        num_rungs=config.num_rungs,
         top_n=config.top_n,
         depth=RING_DEPTH,
     )
-    return Executor(Round(target, draft, state, rings, reserve=config.reserve, accept_width=width, nodes=config.nodes))
+    rungs = dict(zip(config.batch_sizes, config.rows, strict=True))
+    round = Round(
+        target,
+        draft,
+        state,
+        rings,
+        reserve=config.reserve,
+        accept_width=width,
+        num_nodes=config.needs.num_nodes,
+        rungs=rungs,
+    )
+    return Executor(round)
 
 
 def size_pools(
@@ -180,7 +191,7 @@ def make_scheduler(
         prefill_requests=config.prefill_requests,
         rounds_in_flight=config.rounds_in_flight,
         batch_sizes=config.batch_sizes,
-        nodes=config.nodes,
+        rows=config.rows,
         commands=rings.commands,
         results=rings.results,
         stream=stream.cuda_stream if stream else None,

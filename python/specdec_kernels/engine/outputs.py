@@ -96,7 +96,8 @@ class EngineStats:
         device_seconds: rounds on the device, each from its first kernel to its last.
         following_seconds, gap_seconds: of these, the rounds that were launched while the one before was running, with
             nothing in between; and what lay between the two.
-        rounds_by_nodes: rounds read, by the number of nodes that their trees might have.
+        rounds_by_nodes: rounds read, by the nodes that they verified for each request of their batch size: 1 is plain
+            decoding, of 1.5 two requests share 3.
         costs: what a round takes, as measured when the engine was made; None where it is not adaptive.
     """
 
@@ -110,7 +111,7 @@ class EngineStats:
     device_seconds: float
     following_seconds: float
     gap_seconds: float
-    rounds_by_nodes: dict[int, int]
+    rounds_by_nodes: dict[float, int]
     costs: RoundCosts | None
 
     def __sub__(self, before: EngineStats) -> EngineStats:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,9 +47,9 @@ class RoundResult:
     shares: Shares
 
 
-def most_nodes(batch: int, num_nodes: int, limit: int) -> int:
-    """What one request may have of a round with `num_nodes` for each in the mean; a draft has `limit` at most."""
-    return min(MOST_SHARE * num_nodes, batch * (num_nodes - 1) + 1, limit)
+def most_nodes(batch: int, num_rows: int, limit: int) -> int:
+    """What one request may have of a round with so many rows in all; a draft has `limit` at most."""
+    return min(MOST_SHARE * num_rows // batch, num_rows - batch + 1, limit)
 
 
 class Round:
@@ -64,28 +64,28 @@ class Round:
         *,
         reserve: int,
         accept_width: int,
-        nodes: Sequence[int],
+        num_nodes: int,
+        rungs: Mapping[int, Sequence[int]],
     ) -> None:
+        """`num_nodes` is the most of a tree, `rungs` what rounds of each batch size may verify in all, rising."""
         self.target, self.draft, self.state, self.rings = target, draft, state, rings
-        self.reserve, self.accept_width = reserve, accept_width
-        self.nodes = tuple(nodes)  # of the rungs, rising: what a request has in the mean
-        # Of the rungs, the rows of a round of each batch size [max_batch + 1, R], and what a request may have at most
-        # [R]; None: there is nothing to choose.
-        self._rungs: Tensor | None = None
-        self._rung_limits: Tensor | None = None
-        if len(self.nodes) > 1:
-            rungs = torch.tensor(self.nodes, dtype=torch.int32, device=state.seq_lens.device)
-            batches = torch.arange(len(rings.slots) + 1, dtype=torch.int32, device=rungs.device)
-            self._rungs = batches[:, None] * rungs
-            self._rung_limits = (1 if draft.sampled else MOST_SHARE) * rungs
+        self.reserve, self.accept_width, self.num_nodes = reserve, accept_width, num_nodes
+        # Of each batch size the rungs [R], the last one again where others have more, and what a request may have of
+        # each at most [R]; none where there is nothing to choose.
+        self._rungs: dict[int, tuple[Tensor, Tensor]] = {}
+        num_rungs = max(map(len, rungs.values()))
+        share, device = 1 if draft.sampled else MOST_SHARE, state.seq_lens.device
+        for batch, rows in rungs.items() if num_rungs > 1 else ():
+            each = torch.tensor([*rows, *[rows[-1]] * (num_rungs - len(rows))], dtype=torch.int32, device=device)
+            self._rungs[batch] = each, share * each // batch
         self._no_rows = torch.zeros_like(state.seq_lens)
 
     @torch.inference_mode()
-    def launch(self, batch: int, num_nodes: int, max_kv_len: int) -> None:
+    def launch(self, batch: int, num_rows: int, max_kv_len: int) -> None:
         """Apply the next record of commands, advance its first `batch` slots by one round and publish the results.
 
-        With batch 0 the record is all. A round verifies batch * `num_nodes` rows, whichever requests they are of.
-        `max_kv_len` KV rows hold each slot's text with the reserve.
+        With batch 0 the record is all. A round verifies `num_rows` nodes, whichever requests they are of. `max_kv_len`
+        KV rows hold each slot's text with the reserve.
         """
         state, rings = self.state, self.rings
         rings.apply_commands(state)
@@ -94,36 +94,37 @@ class Round:
             return
         slots = rings.slots[:batch]
         with state.kv_bounded(max_kv_len):
-            result = self.run(slots, num_nodes)
-        by_scores = self._rung_limits is not None and not self.draft.sampled
+            result = self.run(slots, num_rows)
+        _, rung_limits = self._rungs.get(batch, (None, None))
+        by_scores = rung_limits is not None and not self.draft.sampled
         rings.publish_results(
             result.accepted,
             result.num_nodes,
             state,
             slots=slots,
             scores=result.scores,
-            rung_limits=self._rung_limits,
+            rung_limits=rung_limits,
             node_scores=result.node_scores if by_scores else None,
             cuts=result.shares.cuts if by_scores else None,
         )
 
     @torch.inference_mode()
-    def run(self, slots: Tensor, num_nodes: int) -> RoundResult:
+    def run(self, slots: Tensor, num_rows: int) -> RoundResult:
         """Advance slots [B] by one round; nothing here reads a device value on the host."""
-        state, draft = self.state, self.draft
+        state, draft, batch = self.state, self.draft, len(slots)
         alloc_pages(state.pool, state.seq_lens, self.reserve, slots=slots, status=state.status)
 
         # Draws are no matter of scores: all requests have equally many.
-        most = num_nodes if draft.sampled else most_nodes(len(slots), num_nodes, self.nodes[-1])
+        most = num_rows // batch if draft.sampled else most_nodes(batch, num_rows, self.num_nodes)
         proposal = draft.propose(slots, most)
         tree, scores = scored_tree_of(proposal.drafts, slots, most, state)
-        shares = self._share(scores, slots, num_nodes)
-        nodes = pack_trees(tree, scores, shares, len(slots) * num_nodes)
+        shares = self._share(scores, slots, num_rows)
+        nodes = pack_trees(tree, scores, shares, num_rows)
         cu_seqlens = shares.cu_seqlens
         rows = state.rows(slots, state.seq_lens, mask=nodes.mask, cu_seqlens_q=cu_seqlens)
         hidden, features = self.target.forward(nodes.tokens, nodes.positions, rows)
         drawn_from = proposal.drawn_from  # verified as a block, which asks for all logits
-        if drawn_from is None and self._goes_by_levels(len(slots), num_nodes):
+        if drawn_from is None and self._goes_by_levels(batch, num_rows):
             logits = self._logits_by_levels(hidden, tree, nodes, cu_seqlens, slots)
         else:
             logits = self._logits(hidden, nodes.positions, slots, cu_seqlens)
@@ -149,22 +150,24 @@ class Round:
         draft.extend(slots, committed, proposal, features)
         return RoundResult(accepted, token_scores, tree.num_nodes, scores, shares)
 
-    def _share(self, scores: Tensor, slots: Tensor, num_nodes: int) -> Shares:
+    def _share(self, scores: Tensor, slots: Tensor, num_rows: int) -> Shares:
         """The best nodes of the whole batch for its budget; and where each rung would have cut."""
         state, batch = self.state, len(slots)
         if state.fixed_split is not None:  # batch invariance: nobody's share, and no row's place, depends on others
-            each = state.max_nodes[slots.clamp(min=0)].clamp(max=num_nodes)
-            starts = torch.arange(0, (batch + 1) * num_nodes, num_nodes, dtype=torch.int32, device=scores.device)
+            most = num_rows // batch
+            each = state.max_nodes[slots.clamp(min=0)].clamp(max=most)
+            starts = torch.arange(0, num_rows + most, most, dtype=torch.int32, device=scores.device)
             return Shares(each, starts, scores.new_empty(0), scores.new_empty(0))
+        rungs, rung_limits = self._rungs.get(batch, (None, None))
         return share_nodes(
             scores,
-            batch * num_nodes,
+            num_rows,
             slots=slots,
             max_nodes=state.max_nodes,
             finish_reasons=state.finish_reasons,
             status=state.status,
-            rungs=None if self._rungs is None else self._rungs[batch],
-            rung_limits=self._rung_limits,
+            rungs=rungs,
+            rung_limits=rung_limits,
         )
 
     def _logits(self, hidden: Tensor, positions: Tensor, slots: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -202,9 +205,9 @@ class Round:
             status=status,
         )
 
-    def _goes_by_levels(self, batch: int, num_nodes: int) -> bool:
+    def _goes_by_levels(self, batch: int, num_rows: int) -> bool:
         """Whether reading the weight of the target's head once a level is less than multiplying all nodes by it."""
-        return batch * num_nodes > self.accept_width * max(batch, CHEAP_ROWS)
+        return num_rows > self.accept_width * max(batch, CHEAP_ROWS)
 
     def _logits_by_levels(
         self, hidden: Tensor, tree: Tree, packed: PackedNodes, cu_seqlens: Tensor, slots: Tensor

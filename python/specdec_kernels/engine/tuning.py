@@ -189,5 +189,5 @@ def costs_for(tuning: dict[str, Any], rounds: dict[str, Any], config: EngineConf
     if costs is None or costs["of"] != rounds:
         return None
     found = costs_in(costs)
-    sizes = list(config.batch_sizes), [[batch * nodes for nodes in config.nodes] for batch in config.batch_sizes]
+    sizes = list(config.batch_sizes), [list(rows) for rows in config.rows]
     return found if (found.batches, found.rows) == sizes else None

@@ -11,6 +11,7 @@ from ...models.kv_pools import KvPools
 from ...ops import merge_trees
 from ..prefill import Prefill
 from .base import Draft, DraftContext, DraftRequest, Needs
+from .ngram import Ngram
 from .proposal import Committed, Proposal, ScoredTree, no_candidates, scored_tree_of
 
 
@@ -101,11 +102,13 @@ class Union(Draft):
         self.second.activate(slots)
 
     def propose(self, slots: Tensor, num_nodes: int) -> Proposal:
-        counts = [min(most, num_nodes) for most in self._most]
-        both = self.first.propose(slots, counts[0]), self.second.propose(slots, counts[1])
+        # One that both drafted may come before others of its own tree, so that all nodes of both are united; a model's
+        # are those of as many steps as the tree may have.
+        drafts = tuple(zip((self.first, self.second), self._most, strict=True))
         if num_nodes == 1:
-            return Proposal(no_candidates(slots), note=(both, None))
-        trees = [scored_tree_of(p.drafts, slots, n, self.state) for p, n in zip(both, counts, strict=True)]
+            return Proposal(no_candidates(slots), note=([draft.propose(slots, 1) for draft, _ in drafts], None))
+        both = [d.propose(slots, most if isinstance(d, Ngram) else min(most, num_nodes)) for d, most in drafts]
+        trees = [scored_tree_of(p.drafts, slots, n, self.state) for p, n in zip(both, self._most, strict=True)]
         return Proposal(ScoredTree(*merge_trees(*trees[0], *trees[1], num_nodes)), note=(both, trees))
 
     def extend(self, slots: Tensor, committed: Committed, proposal: Proposal, features: Tensor | None) -> None:
