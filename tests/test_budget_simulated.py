@@ -121,6 +121,16 @@ def test_prefixes_cost_what_they_cost(size: int) -> None:
         assert machine.of_best("code") > 0.98, each
 
 
+def test_what_any_requests_cost_is_no_rate_of_their_kv() -> None:
+    """Rounds without requests wait for no attention: with short texts the same is missing at every batch size."""
+    machine = Machine(0, lambda batch, rows: us_of(batch, rows) + 300 + 20 * rows / batch)
+    machine.run("code", 150, 321)
+    assert machine.of_best("code") > 0.95
+    machine.size = 1
+    machine.run("code", 60, 8 * 400)
+    assert machine.of_best("code") > 0.95
+
+
 @sizes
 def test_experts_that_are_measured_too_cheap(size: int) -> None:
     """Rounds without requests touch few experts: with rows all are touched, and every round costs far more."""
