@@ -168,7 +168,7 @@ def test_devices_that_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (
             {"num_slots": 10**9},
-            "Engine: num_slots is 1000000000 (max_len=2048, num_pages=129000000000), which takes 8463652.0 GB "
+            "Engine: num_slots is 1000000000 (max_len=2048, num_pages=129000000000), which takes 8471652.0 GB "
             "(KV 8454144.0 GB, logits 4000.0 GB, slots ",
         ),
         ({"num_slots": 70_000, "max_len": 4000}, "Engine: num_slots is 70000 (max_len=4000, num_pages=17570000), "),
@@ -195,7 +195,7 @@ def test_what_fits_is_not_refused() -> None:
     draft, options = Tree(), {"num_slots": 4, "max_len": 1000, "kv_dtype": None}
     got = resolve(draft, **options)
     kv = got.num_pages * got.page_size * 4 * (2 * 4 * 2 * 64 + 256)
-    slots = 4 * 4 * (got.max_pages + 16) + ring_bytes(4, 6, len(got.nodes), 20)
+    slots = 4 * 4 * (got.max_pages + 16 + 2 * 1000) + ring_bytes(4, 6, len(got.nodes), 20)
     needed = kv + 4 * 32 * 1000 * 4 + slots
     assert resolve(draft, Machine(CPU.device, needed), **options) == dataclasses.replace(
         got, machine=Machine(CPU.device, needed)

@@ -95,7 +95,6 @@ ASKING: dict[str, Any] = {
     "dola_layers": "high",
     "constraints": ["x"],
     "force_words_ids": [[4]],
-    "repetition_penalty": 1.05,
     "encoder_repetition_penalty": 1.1,
     "guidance_scale": 1.5,
     "sequence_bias": [[[3], -10.0]],
@@ -151,7 +150,7 @@ def test_what_has_no_part_in_it_is_not_refused(name: str) -> None:
 
 
 PROCESSED = (
-    *("repetition_penalty", "encoder_repetition_penalty", "guidance_scale", "no_repeat_ngram_size", "bad_words_ids"),
+    *("encoder_repetition_penalty", "guidance_scale", "no_repeat_ngram_size", "bad_words_ids"),
     *("encoder_no_repeat_ngram_size", "min_length", "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens"),
     *("begin_suppress_tokens", "exponential_decay_length_penalty", "sequence_bias", *REFUSED_OF_DRAWS),
 )
@@ -274,11 +273,11 @@ def test_the_flag(sampled: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_flag_refuses(sampled: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    GenerationConfig(repetition_penalty=1.05).save_pretrained(sampled)
+    GenerationConfig(no_repeat_ngram_size=3).save_pretrained(sampled)
     assert generate("--model", str(sampled), "--generation-config", "auto") == 2
     assert capsys.readouterr().err == (
-        "specdec generate: SamplingParams: repetition_penalty is 1.05 in the generation config, expected 1.0 "
-        "(repetition_penalty=1.0 leaves it out)\n"
+        "specdec generate: SamplingParams: no_repeat_ngram_size is 3 in the generation config, expected 0 "
+        "(no_repeat_ngram_size=0 leaves it out)\n"
     )
     (sampled / "generation_config.json").unlink()
     assert generate("--model", str(sampled), "--generation-config", "auto") == 2

@@ -112,3 +112,11 @@ def test_an_error_is_called_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     out = capsys.readouterr().out
     assert "NGRAM produced other tokens from token 5 on, which is an error: a margin of" in out
     assert "near-tie" not in out
+
+
+def test_the_margin_is_of_the_logits_as_the_request_wants_them() -> None:
+    model = model_of(torch.tensor([0.0, 5.0, 4.0, 3.0]))
+    sampling = SamplingParams(presence_penalty=0.5, repetition_penalty=2.0, logit_bias={2: -2.0})
+    parted = difference(model, [3], ([1, 2], [1, 3]), sampling)  # 1 and 3 are repeated, 1 was generated
+    assert parted is not None and parted.at == 1
+    assert parted.margin == pytest.approx(0.5)  # 2.0, 2.0 and 1.5

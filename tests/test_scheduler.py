@@ -128,6 +128,7 @@ class Sent:
     min_new_tokens: int = 0
     num_logprobs: int = -1
     max_nodes: int = 0
+    extra: Any = None
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
@@ -152,7 +153,7 @@ def rings(sizes: Sizes, depth: int = DEPTH) -> dict[str, Any]:
 
 DEFAULTS = {
     **{"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0},
-    **{"min_new_tokens": 0, "num_logprobs": -1, "ngram_group": 0, "max_nodes": 0, "streams": True},
+    **{"min_new_tokens": 0, "num_logprobs": -1, "ngram_group": 0, "max_nodes": 0, "streams": True, "extra": None},
 }
 
 
@@ -214,11 +215,12 @@ class Device:
         self.sent[request_id] = Sent(prompt, max_new_tokens, stop_tokens, **wants)
         return request_id
 
-    def wants(self, number: int, max_new_tokens: int) -> dict[str, int]:
+    def wants(self, number: int, max_new_tokens: int) -> dict[str, Any]:
         return {
             "min_new_tokens": min(number % 3, max_new_tokens),
             "num_logprobs": number % (self.sizes.max_logprobs + 2) - 1,
             "max_nodes": number % 3,
+            "extra": [number] if number % 3 else None,
         }
 
     def submit_many(self, requests: list[tuple[list[int], int, list[int]]]) -> list[int]:
@@ -327,9 +329,10 @@ class Device:
 
     # --- the executor
 
-    def begin(self, slot: int, request: tuple[int, list[int], int]) -> None:
-        request_id, text, group = request
+    def begin(self, slot: int, request: tuple[int, list[int], int, object]) -> None:
+        request_id, text, group, extra = request
         sent = self.sent[request_id]
+        assert extra is sent.extra
         assert group == request_id % 5
         assert slot not in self.slots and 0 <= slot < self.sizes.num_slots
         assert text == sent.prompt + sent.produced, "a retracted request returns with what it produced"
@@ -863,7 +866,7 @@ def test_submit_and_cancel_from_threads() -> None:
 
     original = device.begin
 
-    def begin(slot: int, request: tuple[int, list[int], int]) -> None:
+    def begin(slot: int, request: tuple[int, list[int], int, object]) -> None:
         with lock:
             original(slot, request)
 
@@ -908,7 +911,7 @@ def test_who_is_submitted_together_joins_together() -> None:
     lock = threading.Lock()
     begin = device.begin
 
-    def begin_when_known(slot: int, request: tuple[int, list[int], int]) -> None:
+    def begin_when_known(slot: int, request: tuple[int, list[int], int, object]) -> None:
         with lock:  # the model's table must know a request before the loop does
             begin(slot, request)
 

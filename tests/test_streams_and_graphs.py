@@ -179,6 +179,12 @@ def verify_tree(t: Inputs, **stream: Any) -> Iterable[Tensor]:
     return sd.verify_tree(t["logits"], struct(sd.Tree, t), N, **stream)
 
 
+def edit_logits(t: Inputs, **stream: Any) -> Iterable[Tensor]:
+    edits = struct(sd.LogitEdits, t)
+    sd.edit_logits(t["logits"], t["mask"], t["tokens"], edits, vocab_mask=t["vocab_mask"], **stream)
+    return [t["logits"]]
+
+
 def mask_stops(t: Inputs, **stream: Any) -> Iterable[Tensor]:
     sd.mask_stops(*t.values(), **stream)
     return [t["logits"]]
@@ -189,7 +195,10 @@ def score_tokens(t: Inputs, **stream: Any) -> Iterable[Tensor]:
 
 
 def commit_tokens(t: Inputs, **stream: Any) -> Iterable[Tensor]:
-    return [sd.commit_tokens(struct(sd.Accepted, t), struct(sd.SlotState, t), **stream), *t.values()]
+    return [
+        sd.commit_tokens(struct(sd.Accepted, t), struct(sd.SlotState, t), counts=t["counts"], **stream),
+        *t.values(),
+    ]
 
 
 def alloc_pages(t: Inputs, **stream: Any) -> Iterable[Tensor]:
@@ -413,6 +422,18 @@ CASES = {
         tree_attention,
     ),
     "verify_tree": Case(lambda: {"logits": torch.randn(B, N, 4), **given_tree()._asdict()}, verify_tree),
+    "edit_logits": Case(
+        lambda: {
+            "logits": torch.randn(B, N, VOCAB),
+            **{name: getattr(given_tree(), name) for name in ("mask", "tokens")},
+            "vocab_mask": ints(-9999, 9999, B, N, -(-VOCAB // 32)),
+            "kinds": ints(1, 8, B),
+            "bias": torch.randn(B, VOCAB),
+            "counts": ints(0, 5, B, VOCAB),
+            **{name: torch.rand(B) for name in ("presence", "frequency", "repetition")},
+        },
+        edit_logits,
+    ),
     "mask_stops": Case(
         lambda: {
             "logits": torch.randn(B, N, VOCAB),
@@ -438,6 +459,7 @@ CASES = {
             "path": ints(0, 9, B, 4),
             **state_inputs(),
             "max_seq_lens": ints(5, 20, B),
+            "counts": ints(0, 5, B, VOCAB),
         },
         commit_tokens,
     ),

@@ -212,6 +212,9 @@ def calls(op: str, device: torch.device) -> list[tuple[tuple[Any, ...], dict[str
     mask = torch.tensor([[1, 3, 5, 11]] * 2, device=device)[:, :, None]
     state = sd.make_slot_state(2, 25, 1, like=status)._replace(seq_lens=lens, status=status)
     state.stop_tokens.zero_()
+    edits = sd.make_logit_edits(2, 20, like=temperature)
+    edits.kinds.fill_(7)
+    edits.counts[:, 3] = 5
     return {
         "select_topk": [((floats(3, 20), 4), {}), ((floats(3, 20), 4), {"id_map": ints(20)})],
         "sample_draft": [((floats(2, 20), 4), noise)],
@@ -252,11 +255,18 @@ def calls(op: str, device: torch.device) -> list[tuple[tuple[Any, ...], dict[str
             ((floats(8, 8), tree, 3), {"cu_seqlens_q": ends}),
         ],
         "score_tokens": [((floats(2, 4, 8), accepted), {"top_n": 2})],
+        "edit_logits": [
+            ((floats(2, 4, 20), mask, ints(2, 4), edits), {"slots": slots, "vocab_mask": ints(2, 4, 1)}),
+            ((floats(8, 20), mask.flatten(0, 1), ints(2, 4), edits), {"cu_seqlens_q": ends}),
+        ],
         "mask_stops": [
             ((floats(2, 4, 20), ints(2, 4), ints(2, 1), lens), {"slots": slots}),
             ((floats(8, 20), ints(8), ints(2, 1), lens), {"cu_seqlens_q": ends}),
         ],
-        "commit_tokens": [((accepted, state), {}), ((accepted,), {"state": state, "slots": slots})],
+        "commit_tokens": [
+            ((accepted, state), {}),
+            ((accepted,), {"state": state, "slots": slots, "counts": ints(2, 20)}),
+        ],
         "alloc_pages": [((pool, lens, 4), {}), ((pool, lens), {"reserve": 2, **both})],
         "write_kv": [((*new_kv, pools[0][0], pools[1][0], table, lens), {"num_valid": lens - 2, **both})],
         "move_kv": [((*pools, table, accepted.path, accepted.num_valid, lens), both)],
@@ -317,7 +327,7 @@ def test_every_op_passes_opcheck(op: str, device: torch.device) -> None:
 
 def test_every_op_is_there() -> None:
     assert set(torch_ops.OPS) == set(public_ops()) - {
-        "make_calibration", "make_page_pool", "make_slot_state", "tree_attention_plan", "tree_attention_workspace", "verify_tree_workspace"
+        "make_calibration", "make_logit_edits", "make_page_pool", "make_slot_state", "tree_attention_plan", "tree_attention_workspace", "verify_tree_workspace"
     }  # fmt: skip
 
 

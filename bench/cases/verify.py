@@ -26,6 +26,9 @@ SAMPLING: dict[str, dict[str, float]] = {
     "temperature": {"temperature": 0.8},
 }
 
+# What requests ask of their logits, by the name of the `edit` it is benchmarked under.
+EDITS: dict[str, int] = {"none": 0, "penalties": sd.Edit.PENALTIES, "mask": sd.Edit.MASK}
+
 
 def accept_length(b: int) -> int:
     """Of request b, where its tree is deep enough: 4, 5, 6, 1, 2, 3 and again, 3.5 on average."""
@@ -149,6 +152,29 @@ def mask_stops(device: torch.device, p: Params) -> Work:
     )
 
 
+def edit_logits(device: torch.device, p: Params) -> Work:
+    """Nobody asks, or all do for penalties with 500 tokens in the text, or for a grammar's mask."""
+    batch, vocab, nodes, kind = p["batch"], p["vocab"], p["nodes"], EDITS[p["edit"]]
+    logits = torch.randn(batch, nodes, vocab, device=device).to(torch.bfloat16)
+    tree = random_tree(batch, nodes, vocab, device)
+    edits = sd.make_logit_edits(batch, vocab, like=logits)
+    edits.kinds.fill_(kind)
+    edits.presence.fill_(0.5)
+    edits.counts.scatter_(1, torch.randint(0, vocab, (batch, 500), device=device), 2)
+    vocab_mask = torch.randint(0, 2, (batch, nodes, -(-vocab // 32)), dtype=torch.int32, device=device) - 1
+    before = logits.cpu().clone()
+
+    def check() -> None:
+        reference.edit_logits(
+            before, tree.mask.cpu(), tree.tokens.cpu(), sd.LogitEdits(*(each.cpu() for each in edits)), vocab_mask.cpu()
+        )
+        expect_equal("logits", logits, before)
+
+    call = lambda: sd.edit_logits(logits, tree.mask, tree.tokens, edits, vocab_mask=vocab_mask)  # noqa: E731
+    changed = {0: 0, sd.Edit.PENALTIES: bytes_of(edits.counts) + 32 * batch * nodes * 500}  # a sector each
+    return Work(call, check, bytes_of(edits.kinds) + changed.get(kind, bytes_of(vocab_mask, logits) // 2))
+
+
 def score_tokens(device: torch.device, p: Params) -> Work:
     """A verified path of ACCEPTED drafts and the bonus token, in logits of 8 nodes a request."""
     batch, vocab, top_n, nodes = p["batch"], p["vocab"], p["top_n"], 8
@@ -226,6 +252,11 @@ CASES = [
             "dtype": ("bfloat16", "float32"),
         },
         make=verify_tree,
+    ),
+    Case(
+        "edit_logits",
+        grid={"batch": (1, 64), "vocab": (151936,), "nodes": (6, 32), "edit": tuple(EDITS)},
+        make=edit_logits,
     ),
     Case("mask_stops", grid={"batch": (1, 64), "vocab": (128256,), "nodes": (6, 32)}, make=mask_stops),
     Case(

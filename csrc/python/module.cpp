@@ -27,6 +27,7 @@
 #include "attention/tree_attention.h"
 // --- verify
 #include "verify/commit_tokens.h"
+#include "verify/edit_logits.h"
 #include "verify/mask_stops.h"
 #include "verify/score_tokens.h"
 #include "verify/verify_tree.h"
@@ -136,6 +137,7 @@ PYBIND11_MODULE(_C_of_main_interpreter, m, pybind11::mod_gil_not_used()) {
   def_op<&verify_tree_workspace>(m, "verify_tree_workspace", "bytes of workspace that a verify_tree call needs");
   def_op<&verify_tree_plan>(m, "verify_tree_plan", "which kernel a verify_tree call runs");
   def_op<&verify_plan>(m, "verify_plan", "the same of sizes, without tensors or a device");
+  def_op<&edit_logits>(m, "edit_logits", "biases, penalties and masks that requests ask of their logits");
   def_op<&mask_stops>(m, "mask_stops", "no stop tokens where it is too early for them");
   def_op<&score_tokens>(m, "score_tokens", "log-probabilities of emitted tokens and of the best alternatives");
   def_op<&commit_tokens>(m, "commit_tokens", "cut emitted tokens at stop tokens and limits, advance the slots");

@@ -35,7 +35,9 @@ class PyExecutor : public scheduler::Executor {
 
   void begin(int32_t slot, const Admitted& request) override {
     const WithGil gil;
-    object_.attr("begin")(slot, py::make_tuple(request.id, argument(request.tokens), request.group));
+    const py::object extra = request.extra ? py::reinterpret_borrow<py::object>(static_cast<PyObject*>(request.extra))
+                                           : py::object(py::none());
+    object_.attr("begin")(slot, py::make_tuple(request.id, argument(request.tokens), request.group, extra));
   }
   void prefill(std::span<const Chunk> chunks) override {
     const WithGil gil;
@@ -181,10 +183,19 @@ std::vector<int64_t> token_list(const char* op, const char* name, const py::obje
   return {data, data + length};
 }
 
+// An object of Python's that is held without the GIL; null for None.
+std::shared_ptr<void> held(py::object object) {
+  if (object.is_none()) return nullptr;
+  return {object.release().ptr(), [](void* pointer) {
+            const WithGil gil;
+            Py_DECREF(static_cast<PyObject*>(pointer));
+          }};
+}
+
 scheduler::Submission submission(const char* op, const py::object& prompt, int64_t max_new_tokens,
                                  const py::object& stop_tokens, float temperature, int32_t top_k, float top_p,
                                  float min_p, int64_t seed, int64_t min_new_tokens, int64_t num_logprobs,
-                                 int64_t ngram_group, int64_t max_nodes, bool streams) {
+                                 int64_t ngram_group, int64_t max_nodes, bool streams, const py::object& extra) {
   return {.prompt = token_list(op, "prompt", prompt),
           .max_new_tokens = max_new_tokens,
           .stop_tokens = token_list(op, "stop_tokens", stop_tokens),
@@ -193,12 +204,13 @@ scheduler::Submission submission(const char* op, const py::object& prompt, int64
           .min_new_tokens = min_new_tokens,
           .num_logprobs = num_logprobs,
           .ngram_group = ngram_group,
-          .max_nodes = max_nodes};
+          .max_nodes = max_nodes,
+          .extra = held(extra)};
 }
 
 // All arguments of `submit`, in their order.
 using SubmitArguments = std::tuple<py::object, int64_t, py::object, float, int32_t, float, float, int64_t, int64_t,
-                                   int64_t, int64_t, int64_t, bool>;
+                                   int64_t, int64_t, int64_t, bool, py::object>;
 
 std::vector<int64_t> submit_many(PyScheduler& scheduler, const py::sequence& requests) {
   std::vector<scheduler::Submission> submissions;
@@ -312,13 +324,13 @@ void add_scheduler(py::module_& m) {
           "submit",
           [](PyScheduler& s, const py::object& prompt, int64_t max_new_tokens, const py::object& stop_tokens,
              float temperature, int32_t top_k, float top_p, float min_p, int64_t seed, int64_t min_new_tokens,
-             int64_t num_logprobs, int64_t ngram_group, int64_t max_nodes, bool streams) {
+             int64_t num_logprobs, int64_t ngram_group, int64_t max_nodes, bool streams, const py::object& extra) {
             return s.submit(submission("submit", prompt, max_new_tokens, stop_tokens, temperature, top_k, top_p, min_p,
-                                       seed, min_new_tokens, num_logprobs, ngram_group, max_nodes, streams));
+                                       seed, min_new_tokens, num_logprobs, ngram_group, max_nodes, streams, extra));
           },
           "prompt"_a, "max_new_tokens"_a, "stop_tokens"_a = py::tuple(), py::kw_only(), "temperature"_a = 0.0f,
           "top_k"_a = 0, "top_p"_a = 1.0f, "min_p"_a = 0.0f, "seed"_a = 0, "min_new_tokens"_a = 0,
-          "num_logprobs"_a = -1, "ngram_group"_a = 0, "max_nodes"_a = 0, "streams"_a = true)
+          "num_logprobs"_a = -1, "ngram_group"_a = 0, "max_nodes"_a = 0, "streams"_a = true, "extra"_a = py::none())
       .def("submit_many", &submit_many, "requests"_a)
       .def("cancel", &PyScheduler::cancel)
       .def("measure_rounds", &PyScheduler::measure_rounds, "batches"_a, Release())

@@ -18,6 +18,7 @@ struct Admitted {
   int64_t id;
   Tokens tokens;  // its prompt and, after a retraction, what it produced since
   int32_t group;  // who shares its text as n-gram drafts; 0: everybody
+  void* extra;    // what the request brings along for the executor, which the scheduler does not look at; or null
 };
 
 // How far the device has come since the rings were made.

@@ -149,7 +149,7 @@ void Scheduler::give_slots() {
     other_work_ = true;
     call_for({&request}, [&] {
       const Span span(recorder_, Work::kPrefill);
-      executor_.begin(request.slot, {request.id, request.text, request.ngram_group});
+      executor_.begin(request.slot, {request.id, request.text, request.ngram_group, request.extra.get()});
     });
   }
 }

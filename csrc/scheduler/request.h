@@ -58,6 +58,7 @@ struct alignas(64) Request {
   std::vector<int32_t> stop_tokens;
   Sampling sampling;
   int32_t ngram_group = 0;
+  std::shared_ptr<void> extra = {};     // as in Admitted
   std::unique_ptr<Scores> scores = {};  // of the tokens not yet emitted, where they were asked for
 
   int64_t seq_len() const { return static_cast<int64_t>(text.size()) - 1; }

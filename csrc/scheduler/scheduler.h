@@ -43,10 +43,11 @@ struct Submission {
   std::vector<int64_t> stop_tokens = {};
   Sampling sampling = {};
   bool streams = true;
-  int64_t min_new_tokens = 0;  // no stop token comes before
-  int64_t num_logprobs = -1;   // as in Request
-  int64_t ngram_group = 0;     // as in Admitted
-  int64_t max_nodes = 0;       // as in Request; 0: as many as pay
+  int64_t min_new_tokens = 0;        // no stop token comes before
+  int64_t num_logprobs = -1;         // as in Request
+  int64_t ngram_group = 0;           // as in Admitted
+  int64_t max_nodes = 0;             // as in Request; 0: as many as pay
+  std::shared_ptr<void> extra = {};  // as in Admitted
 };
 
 class Scheduler {

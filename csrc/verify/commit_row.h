@@ -59,7 +59,18 @@ SD_HD Cut cut_row(const CommitTokensParams& p, const SlotState& slot, int32_t le
   return cut;
 }
 
-// Writes all that row b changes, but for the padding of its tokens.
+// Counts a token that a slot has emitted, where somebody counts.
+SD_HD void count_token(const CommitTokensParams& p, int64_t slot, int32_t token) {
+  if (p.counts == nullptr || slot < 0 || token < 0 || token >= p.vocab) return;
+  int32_t* count = p.counts + slot * p.vocab + token;
+#ifdef __CUDA_ARCH__
+  atomicAdd(count, 2);  // a token may stand in a row more than once
+#else
+  *count += 2;
+#endif
+}
+
+// Writes all that row b changes, but for the padding of its tokens and the counts.
 SD_HD void write_cut(const CommitTokensParams& p, int64_t b, int64_t slot, const SlotState& state, const Cut& cut) {
   const auto kept = static_cast<int32_t>(cut.kept);
   p.num_valid[b] = kept;

@@ -11,9 +11,9 @@ void commit_tokens(CallStream stream, const TensorView& tokens, const TensorView
                    const TensorView& stop_tokens, const TensorView& remaining, const TensorView& max_seq_lens,
                    const TensorView& seq_lens, const TensorView& prefix_lens, const TensorView& root_tokens,
                    const TensorView& finish_reasons, const OptTensor& slots, const OptTensor& status,
-                   const TensorView& out) {
+                   const OptTensor& counts, const TensorView& out) {
   Check check("commit_tokens");
-  Dim B{"batch"}, S{"accept_width"}, R{"num_slots"}, M{"max_stops"};
+  Dim B{"batch"}, S{"accept_width"}, R{"num_slots"}, M{"max_stops"}, V{"vocab"};
   check.output("accepted.tokens", tokens, {B, S}, kInt32);
   check.range("accept_width", S, 1, std::numeric_limits<int32_t>::max());
   check.output("accepted.num_valid", num_valid, {B}, kInt32);
@@ -26,6 +26,7 @@ void commit_tokens(CallStream stream, const TensorView& tokens, const TensorView
   check.output("state.finish_reasons", finish_reasons, {R}, kInt32);
   check.slots(slots, B, R);
   check.output("state.status", status, {R}, kInt32);
+  check.output("counts", counts, {R, V}, kInt32);
   check.output("out", out, {B}, kInt32);
   if (B == 0) return;
 
@@ -41,11 +42,13 @@ void commit_tokens(CallStream stream, const TensorView& tokens, const TensorView
       .finish_reasons = finish_reasons.data<int32_t>(),
       .slots = data_or_null<const int32_t>(slots),
       .status = data_or_null<int32_t>(status),
+      .counts = data_or_null<int32_t>(counts),
       .out = out.data<int32_t>(),
       .batch = B,
       .accept_width = S,
       .max_stops = M,
       .num_slots = R,
+      .vocab = V,
   };
   SD_DISPATCH(check, stream, commit_tokens, params);
 }
@@ -63,6 +66,7 @@ void commit_tokens_cpu(const CommitTokensParams& p) {
       cut = cut_row(p, state, p.num_valid[b], stop);
     }
     write_cut(p, b, slot, state, cut);
+    for (int64_t j = 0; j < cut.kept; ++j) count_token(p, slot, tokens[j]);
     std::fill(tokens + cut.kept, tokens + p.accept_width, -1);
   }
 }

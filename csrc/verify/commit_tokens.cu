@@ -36,6 +36,7 @@ __global__ void __launch_bounds__(kWarps* kWarp) commit_tokens_kernel(CommitToke
   }
   __syncwarp();  // what follows overwrites what every lane has read
   if (lane == 0) write_cut(p, b, slot, state, cut);
+  for (int64_t j = lane; j < cut.kept; j += kWarp) count_token(p, slot, tokens[j]);
   for (int64_t j = cut.kept + lane; j < p.accept_width; j += kWarp) tokens[j] = -1;
 }
 

@@ -17,15 +17,16 @@ struct CommitTokensParams {
   int32_t* finish_reasons;      // [num_slots], FinishReason
   const int32_t* slots;         // [batch] or null
   int32_t* status;              // [num_slots] or null
+  int32_t* counts;              // [num_slots, vocab] or null: twice how often generated, and more (edit_logits)
   int32_t* out;                 // [batch]: num_valid of slots that go on, else 0
-  int64_t batch, accept_width, max_stops, num_slots;
+  int64_t batch, accept_width, max_stops, num_slots, vocab;
 };
 
 void commit_tokens(CallStream stream, const TensorView& tokens, const TensorView& num_valid,
                    const TensorView& stop_tokens, const TensorView& remaining, const TensorView& max_seq_lens,
                    const TensorView& seq_lens, const TensorView& prefix_lens, const TensorView& root_tokens,
                    const TensorView& finish_reasons, const OptTensor& slots, const OptTensor& status,
-                   const TensorView& out);
+                   const OptTensor& counts, const TensorView& out);
 
 void commit_tokens_cpu(const CommitTokensParams& p);
 void commit_tokens_cuda(const CommitTokensParams& p, Stream stream);

@@ -355,6 +355,21 @@ def verify_plan(
     multiprocessors: int,
     is_hopper_or_later: bool,
 ) -> tuple[str, int]: ...
+def edit_logits(
+    stream: int | None,
+    logits: Tensor,
+    mask: Tensor,
+    tokens: Tensor,
+    kinds: Tensor,
+    bias: Tensor,
+    counts: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+    repetition: Tensor,
+    vocab_mask: Tensor | None,
+    slots: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+) -> None: ...
 def mask_stops(
     stream: int | None,
     logits: Tensor,
@@ -391,6 +406,7 @@ def commit_tokens(
     finish_reasons: Tensor,
     slots: Tensor | None,
     status: Tensor | None,
+    counts: Tensor | None,
     out: Tensor,
 ) -> None: ...
 
@@ -632,8 +648,9 @@ class NgramIndex:
     def device_words(self) -> int: ...
 
 # --- scheduler
-# A request that gets a slot: its id, its prompt with what it produced before a retraction, its n-gram group.
-Admitted: TypeAlias = tuple[int, list[int], int]
+# A request that gets a slot: its id, its prompt with what it produced before a retraction, its n-gram group, and what
+# it brings along for the executor.
+Admitted: TypeAlias = tuple[int, list[int], int, Any]
 
 class _Executor(Protocol):
     """What the scheduler drives: csrc/scheduler/executor.h says when each call comes, scheduler.h what a raise does."""
@@ -661,7 +678,7 @@ Emission: TypeAlias = tuple[
 ]
 
 Submission: TypeAlias = tuple[
-    Sequence[int] | Tensor, int, Sequence[int] | Tensor, float, int, float, float, int, int, int, int, int, bool
+    Sequence[int] | Tensor, int, Sequence[int] | Tensor, float, int, float, float, int, int, int, int, int, bool, Any
 ]
 
 def command_words(max_batch: int, num_slots: int, max_stops: int) -> int: ...
@@ -745,6 +762,7 @@ class Scheduler:
         ngram_group: int = 0,
         max_nodes: int = 0,
         streams: bool = True,
+        extra: object = None,
     ) -> int: ...
     def submit_many(self, requests: Sequence[Submission]) -> list[int]:
         """Submits all, or none where one is refused: the arguments of `submit`, every one, in their order."""

@@ -14,6 +14,7 @@ from .ops import (
     DraftInputs,
     ExtendRows,
     Frontier,
+    LogitEdits,
     PackedNodes,
     PagePool,
     Shares,
@@ -26,6 +27,7 @@ from .ops import (
     build_tree_from_parents,
     commit_tokens,
     copy_kv,
+    edit_logits,
     expand_root,
     expand_tree,
     extend_rows,
@@ -35,6 +37,7 @@ from .ops import (
     learn_calibration,
     linear_rows,
     make_calibration,
+    make_logit_edits,
     make_page_pool,
     make_slot_state,
     mask_stops,
@@ -56,7 +59,7 @@ from .ops import (
     write_kv,
 )
 from .plans import A100, H200, L40S, AttentionPlan, Gpu, attention_plan
-from .status import FinishReason, Status
+from .status import Edit, FinishReason, Status
 
 __all__ = [
     "A100",
@@ -67,10 +70,12 @@ __all__ = [
     "Calibration",
     "Candidates",
     "DraftInputs",
+    "Edit",
     "ExtendRows",
     "FinishReason",
     "Frontier",
     "Gpu",
+    "LogitEdits",
     "NgramDraft",
     "NgramIndex",
     "NgramStatistics",
@@ -92,6 +97,7 @@ __all__ = [
     "copy_kv",
     "cuda_architectures",
     "cuda_version",
+    "edit_logits",
     "expand_root",
     "expand_tree",
     "extend_rows",
@@ -101,6 +107,7 @@ __all__ = [
     "learn_calibration",
     "linear_rows",
     "make_calibration",
+    "make_logit_edits",
     "make_page_pool",
     "make_slot_state",
     "mask_stops",

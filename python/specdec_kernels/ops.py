@@ -1281,6 +1281,91 @@ def verify_tree_workspace(
     return size
 
 
+class LogitEdits(NamedTuple):
+    """What each slot asks of its logits; see `make_logit_edits`."""
+
+    kinds: Tensor  # [num_slots] int32, bits of Edit; 0: nothing
+    bias: Tensor  # [num_slots, V] float32
+    counts: Tensor  # [num_slots, V] int32: twice how often a token was generated, and one if it is in the prompt
+    presence: Tensor  # [num_slots] float32
+    frequency: Tensor  # [num_slots] float32
+    repetition: Tensor  # [num_slots] float32, above 0
+
+
+def make_logit_edits(num_slots: int, vocab: int, like: Tensor) -> LogitEdits:
+    """Slots that ask nothing of their logits, on the device of `like` (torch or NumPy): 8 bytes a slot and token.
+
+    Args:
+        num_slots: rows of every tensor.
+        vocab: V, of the target.
+        like: any tensor; says which library and device.
+
+    Returns:
+        A LogitEdits: kinds, bias, counts, presence and frequency are 0, repetition is 1.
+
+    Raises:
+        ValueError: num_slots or vocab below 0.
+        TypeError: `like` is of a library whose tensors cannot be allocated here.
+    """
+    op = "make_logit_edits"
+    for name, number in (("num_slots", num_slots), ("vocab", vocab)):
+        if number < 0:
+            raise ValueError(f"{op}: {name} is {number}, expected at least 0")
+
+    def filled(value: int, dtype: str, width: tuple[int, ...] = ()) -> Tensor:
+        tensor = empty(op, like, (num_slots, *width), dtype)
+        tensor[...] = value
+        return tensor
+
+    return LogitEdits(
+        kinds=filled(0, "int32"),
+        bias=filled(0, "float32", (vocab,)),
+        counts=filled(0, "int32", (vocab,)),
+        presence=filled(0, "float32"),
+        frequency=filled(0, "float32"),
+        repetition=filled(1, "float32"),
+    )
+
+
+def edit_logits(
+    logits: Tensor,
+    mask: Tensor,
+    tokens: Tensor,
+    edits: LogitEdits,
+    *,
+    vocab_mask: Tensor | None = None,
+    slots: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    stream: int | None = None,
+) -> None:
+    """Do to the logits what requests ask for, before `verify_tree`; those of slots that ask nothing are not touched.
+
+    In this order, by the bits of `edits.kinds[slot]`. BIAS: the slot's bias is added. PENALTIES, of a token that was
+    generated n times, in committed text or on the way to the node: where it was, or stands in the prompt, a logit above
+    0 is divided by `repetition`, others are multiplied by it ([Keskar et al. 2019](https://arxiv.org/abs/1909.05858));
+    then n times `frequency` is subtracted, and `presence` where n is not 0. MASK: tokens that `vocab_mask` does not
+    allow get -inf. Each step is a float32 operation, and the result is rounded once to the dtype of the logits: 16 bits
+    do not hold a change that is small beside the logit.
+
+    Args:
+        logits: [B, N, V], or packed [M, V] with cu_seqlens_q; float32, float16 or bfloat16, free strides except the
+            last, changed in place.
+        mask: [B, N, W] or packed [M, W] int64 bit patterns, as in Tree: the node of each row and its ancestors.
+        tokens: [B, K] int32 tokens of the trees that `mask` numbers. Node 0, the root, is committed, and counts no
+            second time.
+        edits: of the slots; `commit_tokens` keeps its counts.
+        vocab_mask: int32 bit patterns, [B, N, ceil(V / 32)] or packed [M, ceil(V / 32)]: bit v % 32 of word v / 32
+            allows token v at that node. Rows of slots without MASK are not read. None: no slot has MASK.
+        cu_seqlens_q: [B + 1] int32: request b has the packed rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1.
+
+    Raises:
+        ValueError: wrong dtype, shape, device or stride.
+    """
+    if not isinstance(edits, LogitEdits):
+        raise wrong_type("edit_logits", "edits", edits, LogitEdits)
+    _C.edit_logits(stream, logits, mask, tokens, *edits, vocab_mask, slots, cu_seqlens_q)
+
+
 def mask_stops(
     logits: Tensor,
     positions: Tensor,
@@ -1443,6 +1528,7 @@ def commit_tokens(
     accepted: Accepted,
     state: SlotState,
     *,
+    counts: Tensor | None = None,
     slots: Tensor | None = None,
     out: Tensor | None = None,
     stream: int | None = None,
@@ -1460,6 +1546,7 @@ def commit_tokens(
         state: stop_tokens and max_seq_lens are read; seq_lens, prefix_lens, root_tokens, remaining and finish_reasons
             are changed in place. Of status STALLED is read; it gains BAD_LENGTH where num_valid is not in 0..S or
             seq_lens is negative (such a row emits nothing).
+        counts: [num_slots, V] int32, those of LogitEdits: each token that a slot emits adds 2. None: nobody counts.
 
     Returns:
         [B] int32: num_valid where the slot goes on, else 0; what `move_kv` and draft-extend work on.
@@ -1488,6 +1575,7 @@ def commit_tokens(
         state.finish_reasons,
         slots,
         state.status,
+        counts,
         out,
     )
     return out

@@ -1,4 +1,4 @@
-"""What the per-slot words `status` and `finish_reasons` say."""
+"""What the per-slot words `status`, `finish_reasons` and `LogitEdits.kinds` say."""
 
 from __future__ import annotations
 
@@ -25,3 +25,11 @@ class FinishReason(IntEnum):
     CONTEXT = 3  # the sequence reached its maximal length
     CANCELLED = 4
     ERROR = 5  # the slot's status says why
+
+
+class Edit(IntFlag):
+    """Bits of `LogitEdits.kinds[slot]`: what `edit_logits` does to the slot's logits."""
+
+    BIAS = 1  # adds `bias`
+    PENALTIES = 2  # for tokens that `counts` and the tree have
+    MASK = 4  # rules out what `vocab_mask` does not allow

@@ -41,11 +41,12 @@ _CHANGED: dict[str, tuple[str, ...]] = {
     "pack_trees": tuple(f"tree_{name}" for name in ops.Tree._fields),
     "rotate_qkv": ("k_pool", "v_pool", "status"),
     "tree_attention": ("status",),
+    "edit_logits": ("logits",),
     "mask_stops": ("logits",),
     "verify_tree": ("status",),
     "commit_tokens": (
         "accepted_tokens", "accepted_num_valid", "state_seq_lens", "state_prefix_lens", "state_root_tokens",
-        "state_remaining", "state_finish_reasons", "state_status",
+        "state_remaining", "state_finish_reasons", "state_status", "counts",
     ),
     "alloc_pages": (*_POOL, "status"),
     "free_pages": (*_POOL, "status"),

@@ -66,6 +66,7 @@ WORDS = {
     "moves": ("tree", "none"),
     "weights": ("fp8", "fp8-rows", "int4"),
     "sampling": ("greedy", "top_k+top_p", "top_p", "temperature"),
+    "edit": ("none", "penalties", "mask"),
 }
 
 EPILOG = """\

@@ -110,6 +110,7 @@ def measure(draft: Draft, num_steps: int, target: LanguageModel, texts: Sequence
     own = num_steps + 2  # rows of a slot behind the text it shares
     state = EngineState.create(
         num_slots=num_slots,
+        vocab_size=0,  # no round runs, which would edit logits
         max_len=longest,
         max_stop_tokens=0,
         num_pages=longest + num_slots * own,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..engine import SamplingParams
+from ..ops import edit_logits, make_logit_edits
 from ..reference.verify import uniform
 
 # By what the logits of two tokens may change places, of the roundoff in the layers behind them.
@@ -57,7 +58,8 @@ def difference(
         return Difference(at, math.inf, limit)
     with torch.inference_mode():
         tokens = torch.tensor([prompt + first[:at]], device=model.device)
-        logits = model(tokens, logits_to_keep=1).logits[0, -1].double().cpu()
+        logits = model(tokens, logits_to_keep=1).logits[0, -1].float().cpu()
+        logits = edited(logits, prompt, first[:at], sampling).double()
     candidates = [first[at], second[at]]
     if sampling.temperature == 0:
         return Difference(at, float(logits.max() - logits[candidates].min()), limit)
@@ -70,6 +72,17 @@ def difference(
         ends = p.cumsum(0)
         margins.append(max(max(float(ends[t] - p[t]) - drawn, drawn - float(ends[t]), 0.0) for t in candidates))
     return Difference(at, min(margins), limit / sampling.temperature / 4)
+
+
+def edited(logits: Tensor, prompt: list[int], text: list[int], sampling: SamplingParams) -> Tensor:
+    """The logits [V] as the request asks for them behind prompt and text."""
+    edit = sampling.edits(len(prompt))
+    if edit is not None:
+        edits = make_logit_edits(1, len(logits), like=logits)
+        edit.write(edits, 0, prompt + text)
+        root = torch.ones(1, 1, 1, dtype=torch.int64)
+        edit_logits(logits.view(1, 1, -1), root, torch.zeros(1, 1, dtype=torch.int32), edits)
+    return logits
 
 
 def likeliest(logits: Tensor, sampling: SamplingParams, slack: float) -> Tensor:

@@ -185,7 +185,7 @@ class EngineConfig:
         parts = {  # at least: a draft's KV may be wider than the target's
             "KV": num_pages * page_size * row_numbers * kv_dtype.itemsize,
             "logits": num_slots * needs.num_nodes * model.vocab_size * dtype.itemsize,
-            "slots": 4 * num_slots * (max_pages + MAX_STOP_TOKENS)
+            "slots": 4 * num_slots * (max_pages + MAX_STOP_TOKENS + 2 * model.vocab_size)
             + ring_bytes(num_slots, needs.accept_width, num_rungs, top_n),
         }
         check_memory(parts, machine, num_slots=num_slots, max_len=max_len, num_pages=num_pages)

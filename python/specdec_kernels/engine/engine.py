@@ -367,6 +367,7 @@ class Engine:
         requests = []
         for place, (tokens, one) in enumerate(zip(token_lists, params, strict=True)):
             stops, strings = self._stop_tokens(one), self._stop_strings(one)
+            self._check_bias(one)
             order = Order(place, tokens, one.with_seed(), stops, strings, min(one.num_logprobs, self.config.top_n))
             requests.append(kind(self, order, *tell))
         return requests
@@ -380,6 +381,15 @@ class Engine:
                 f"SamplingParams: stop_token_ids has {len(stop)} entries, expected at most {MAX_STOP_TOKENS}"
             )
         return list(stop)
+
+    def _check_bias(self, sampling: SamplingParams) -> None:
+        vocab_size = self.target.config.vocab_size
+        for token in sampling.logit_bias or ():
+            if not 0 <= token < vocab_size:
+                raise ValueError(
+                    f"SamplingParams: logit_bias has token {token}, expected 0 to {vocab_size - 1} "
+                    "(the model's vocabulary)"
+                )
 
     def _stop_strings(self, sampling: SamplingParams) -> StopStrings | None:
         if not sampling.stop_strings:

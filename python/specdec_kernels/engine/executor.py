@@ -9,6 +9,7 @@ import torch
 
 from ..ops import alloc_pages
 from .drafts import DraftRequest
+from .edits import LogitEdit
 from .passes import Passes
 from .prefill import Chunk
 from .round import Round
@@ -30,17 +31,29 @@ class Executor:
         self.target, self.draft, self.state = round.target, round.draft, round.state
         self.launch = round.launch
         self.not_captured: str | None = None  # why rounds that were to be graphs are launched call by call
+        self._edited: set[int] = set()  # slots whose last request asked something of its logits
         device = self.state.seq_lens.device
         self._slots = torch.arange(len(self.state.seq_lens), dtype=torch.int32, device=device)
 
     @torch.inference_mode()
     def begin(self, slot: int, admitted: Admitted) -> None:
-        state, slots, request = self.state, self._slots[slot : slot + 1], DraftRequest(*admitted)
+        number, tokens, group, edit = admitted
+        state, slots = self.state, self._slots[slot : slot + 1]
         # The slot gets all pages up to its first round at once, as the scheduler counts them. Should there be too few,
         # it stalls, and its activation turns that into an error.
-        rows = len(request.tokens) - 1 + self.round.reserve
+        rows = len(tokens) - 1 + self.round.reserve
         alloc_pages(state.pool, state.seq_lens, rows, slots=slots, status=state.status)
-        self.draft.begin(slot, request)
+        if edit is not None or slot in self._edited:
+            self._edit(slot, edit, tokens)
+        self.draft.begin(slot, DraftRequest(number, tokens, group))
+
+    def _edit(self, slot: int, edit: LogitEdit | None, tokens: list[int]) -> None:
+        if edit is None:
+            self.state.edits.kinds[slot] = 0
+            self._edited.remove(slot)
+        else:
+            edit.write(self.state.edits, slot, tokens)
+            self._edited.add(slot)
 
     @torch.inference_mode()
     def prefill(self, chunks: list[Chunk]) -> None:

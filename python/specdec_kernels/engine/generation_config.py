@@ -14,7 +14,7 @@ from ..models.checkpoint import expect_folder
 # What would make another text of it than ours, by the value that asks for nothing.
 REFUSED = {
     **{"num_beams": 1, "num_return_sequences": 1, "dola_layers": None, "constraints": None, "force_words_ids": None},
-    **{"repetition_penalty": 1.0, "encoder_repetition_penalty": 1.0, "guidance_scale": 1.0, "sequence_bias": None},
+    **{"encoder_repetition_penalty": 1.0, "guidance_scale": 1.0, "sequence_bias": None},
     **{"no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0, "bad_words_ids": None, "min_length": 0},
     **{"forced_bos_token_id": None, "forced_eos_token_id": None, "exponential_decay_length_penalty": None},
     **{"suppress_tokens": None, "begin_suppress_tokens": None, "watermarking_config": None, "token_healing": False},
@@ -41,6 +41,7 @@ def values_of(source: Any, overrides: dict[str, Any]) -> dict[str, Any]:
         return {ours: values[name] for ours, name in names.items() if values.get(name) is not None}
 
     found = given(max_new_tokens="max_new_tokens", min_new_tokens="min_new_tokens", stop="stop_strings")
+    found |= given(repetition_penalty="repetition_penalty")
     if draws:
         # What transformers fills in where a config says nothing.
         found |= {"temperature": 1.0, "top_k": 50} | given(

@@ -96,6 +96,7 @@ def load_target(
     )
     state = EngineState.create(
         num_slots=config.num_slots,
+        vocab_size=target.lm_head.out_features,
         max_len=config.max_len,
         max_stop_tokens=MAX_STOP_TOKENS,
         num_pages=config.num_pages,

@@ -30,8 +30,8 @@ class RequestStats:
 class TokenLogprob:
     """How likely the target held a token, and the tokens it held likeliest at its place, best first.
 
-    They are of the model's own distribution: log-softmax of its logits, before temperature and filters. Only stop
-    tokens that `min_new_tokens` rules out have no part in it.
+    They are of the distribution that temperature and filters would be applied to: log-softmax of the model's logits
+    with the request's biases and penalties, without stop tokens that `min_new_tokens` rules out.
     """
 
     logprob: float

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from ..status import Edit
+from .edits import LogitEdit
 from .generation_config import values_of
 
 if TYPE_CHECKING:
@@ -35,6 +37,11 @@ class SamplingParams:
         min_p: of these, draw from those at least this times as likely as the likeliest; 0, from all.
         seed: of the draws, an integer of 64 bits. Requests that share it draw alike. None: another one each time,
             which the request's output names.
+        presence_penalty, frequency_penalty: what is subtracted from the logit of a token that the request has
+            generated, once, and for each time. The prompt does not count. They may be below 0.
+        repetition_penalty: above 0. The logit of a token in the prompt or the text is divided by it where that is above
+            0, else multiplied. 1: as it was.
+        logit_bias: what is added to the logits of tokens, by their ids, before penalties; -inf forbids a token.
         ngram_group: who shares this text as n-gram drafts (a tenant; the samples of one prompt): 1 to 2^31 - 1, or 0
             for everybody. A group's requests draft from its texts and everybody's, and only they do from its own.
         min_new_tokens: the first so many tokens are no stop tokens (the target chooses among the others), and complete
@@ -42,7 +49,8 @@ class SamplingParams:
         stop: a string, or several, before which the text is cut off; of the tokens, those are kept that completed it.
             Looked for on the host, as results come in.
         logprobs: True: the log-probability of each token. A number: also those of the so many likeliest tokens in its
-            place, at most 20. They are of the model's own distribution, before temperature and filters.
+            place, at most 20. They are of the distribution behind bias and penalties, before temperature and
+            filters.
         speculation: "on", as many drafts are verified as pay; "off", none. A number: so many nodes at most, the root
             of each round's tree included, so that 1 is "off". What a request does not take is others' to have. The text
             is the same.
@@ -56,6 +64,10 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = None
     ngram_group: int = 0
     min_new_tokens: int = 0
     stop: str | Sequence[str] = ()
@@ -77,6 +89,14 @@ class SamplingParams:
         expect("top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
         expect("min_p", 0 <= self.min_p <= 1, "0 to 1")
         expect("seed", self.seed is None or -(2**63) <= self.seed < 2**63, "64 bits with a sign, or None")
+        for name in ("presence_penalty", "frequency_penalty"):
+            expect(name, math.isfinite(getattr(self, name)), "a finite number")
+        expect("repetition_penalty", 0 < self.repetition_penalty < math.inf, "a finite number above 0")
+        for token, bias in (self.logit_bias or {}).items():
+            if isinstance(token, bool) or not isinstance(token, int):
+                raise TypeError(f"SamplingParams: logit_bias has a {type(token).__name__}, expected token ids")
+            if not bias < math.inf:
+                raise ValueError(f"SamplingParams: logit_bias[{token}] is {bias}, expected a finite number or -inf")
         allowed = "'on', 'off' or a number of nodes from 1 on"
         good = self.speculation in ("on", "off") or (isinstance(self.speculation, int) and self.speculation >= 1)
         expect("speculation", good and self.speculation is not True, allowed)
@@ -88,18 +108,18 @@ class SamplingParams:
     ) -> SamplingParams:
         """What a model's generation config asks for, as `generate` of transformers reads it.
 
-        Of it are taken max_new_tokens, min_new_tokens, stop_strings and eos_token_id (one or several, as
-        stop_token_ids); where do_sample is true also temperature (1 where it is not given), top_k (50 where it is not
-        given), top_p and min_p; else the text is greedy. Where it has no max_new_tokens the default here counts:
-        max_length, which includes the prompt, is not read.
+        Of it are taken max_new_tokens, min_new_tokens, stop_strings, repetition_penalty and eos_token_id (one or
+        several, as stop_token_ids); where do_sample is true also temperature (1 where it is not given), top_k (50 where
+        it is not given), top_p and min_p; else the text is greedy. Where it has no max_new_tokens the default here
+        counts: max_length, which includes the prompt, is not read.
 
         Args:
             source: path or hub id of a model, the module itself, or a `GenerationConfig`.
             overrides: parameters that take the place of the config's; or one that is refused, by its name there and
-                with the value that leaves it out: `repetition_penalty=1.0`.
+                with the value that leaves it out: `no_repeat_ngram_size=0`.
 
         Raises:
-            ValueError: it asks for what would change the text and is not supported: penalties, beams, other filters.
+            ValueError: it asks for what would change the text and is not supported: beams, other penalties and filters.
             TypeError: another source; an override that there is not.
             OSError: no such model, or it has no generation config.
         """
@@ -120,6 +140,16 @@ class SamplingParams:
         if self.logprobs is None or self.logprobs is False:
             return -1
         return 0 if self.logprobs is True else self.logprobs
+
+    def edits(self, num_prompt_tokens: int) -> LogitEdit | None:
+        """What it asks of the logits of a request with such a prompt; None: nothing."""
+        kinds = Edit.BIAS if self.logit_bias else Edit(0)
+        if self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1:
+            kinds |= Edit.PENALTIES
+        if not kinds:
+            return None
+        penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty
+        return LogitEdit(kinds, dict(self.logit_bias or {}), *penalties, num_prompt_tokens)
 
     def with_seed(self) -> SamplingParams:
         """These, with a seed drawn where there is none and one is needed."""

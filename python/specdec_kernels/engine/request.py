@@ -91,6 +91,7 @@ class BaseRequest:
             params.ngram_group,
             params.max_nodes,
             stream or self._stop is not None,
+            params.edits(len(self.output.prompt_tokens)),
         )
 
     def done(self) -> bool:

@@ -17,6 +17,7 @@ from ..ops import (
     Tree,
     alloc_pages,
     commit_tokens,
+    edit_logits,
     free_pages,
     mask_stops,
     pack_trees,
@@ -127,9 +128,9 @@ class Round:
         if drawn_from is None and self._goes_by_levels(batch, num_rows):
             logits = self._logits_by_levels(hidden, tree, nodes, cu_seqlens, slots)
         else:
-            logits = self._logits(hidden, nodes.positions, slots, cu_seqlens)
+            logits = self._logits(hidden, nodes.positions, nodes.mask, tree, slots, cu_seqlens)
         accepted = self._verify(logits, tree, cu_seqlens, self.accept_width, slots, state.status, drawn_from)
-        num_valid = commit_tokens(accepted, state, slots=slots)
+        num_valid = commit_tokens(accepted, state, counts=state.edits.counts, slots=slots)
         token_scores = score_tokens(
             logits,
             accepted,
@@ -170,10 +171,20 @@ class Round:
             rung_limits=rung_limits,
         )
 
-    def _logits(self, hidden: Tensor, positions: Tensor, slots: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-        """[*positions, V] of nodes [*positions, H], with no stop tokens where it is too early for them."""
+    def _logits(
+        self,
+        hidden: Tensor,
+        positions: Tensor,
+        mask: Tensor,
+        tree: Tree,
+        slots: Tensor,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        """[*positions, V] of nodes [*positions, H] as requests want them, with no stop tokens where it is too early for
+        them; `mask` says which nodes of the tree lie above each."""
         state = self.state
         logits = self.target.logits(hidden)
+        edit_logits(logits, mask, tree.tokens, state.edits, slots=slots, cu_seqlens_q=cu_seqlens)
         mask_stops(logits, positions, state.stop_tokens, state.stops_from, slots=slots, cu_seqlens_q=cu_seqlens)
         return logits
 
@@ -225,6 +236,7 @@ class Round:
             if depth > 0:  # where a walk has ended, its last node again
                 nodes = first + self._verify(logits, tree, cu_seqlens, depth + 1, slots, None).path[:, depth]
             rows = nodes.clamp(max=num_rows - 1)
-            of_level = self._logits(hidden[rows][:, None], packed.positions[rows][:, None], slots)[:, 0]
+            states, positions, mask = (part[rows][:, None] for part in (hidden, packed.positions, packed.mask))
+            of_level = self._logits(states, positions, mask, tree, slots)[:, 0]
             out[torch.where(is_empty, num_rows, nodes)] = of_level.view(whole)
         return logits

@@ -5,17 +5,20 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..models.attention import Rows
-from ..ops import PagePool, SlotState, make_page_pool, make_slot_state
+from ..ops import LogitEdits, PagePool, SlotState, make_logit_edits, make_page_pool, make_slot_state
 
 
-def to_device(numbers: array[int], device: torch.device) -> Tensor:
-    """int32 on the device, behind what is on the stream: a pageable copy would wait for the rounds in flight."""
-    tensor = torch.frombuffer(numbers, dtype=torch.int32)
+def to_device(numbers: array[Any], device: torch.device) -> Tensor:
+    """int32, or float32, on the device, behind what is on the stream: a pageable copy would wait for all of it."""
+    dtype = torch.float32 if numbers.typecode == "f" else torch.int32
+    # torch takes no empty buffer.
+    tensor = torch.frombuffer(numbers, dtype=dtype) if numbers else torch.empty(0, dtype=dtype)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
@@ -23,6 +26,7 @@ class EngineState(SlotState):
     """The slots' state, the pages they hold, and how they attend."""
 
     pool: PagePool
+    edits: LogitEdits
     fixed_split: int | None  # of attention
     max_kv_len: int | None  # KV rows that no slot exceeds in the round that is launched; None: outside of one
 
@@ -31,6 +35,7 @@ class EngineState(SlotState):
         cls,
         *,
         num_slots: int,
+        vocab_size: int,
         max_len: int,
         max_stop_tokens: int,
         num_pages: int,
@@ -42,6 +47,7 @@ class EngineState(SlotState):
         like = torch.empty(0, device=device)
         state = cls(*make_slot_state(num_slots, max_len, max_stop_tokens, like))
         state.pool = make_page_pool(num_pages, num_slots, max_pages, page_size, like)
+        state.edits = make_logit_edits(num_slots, vocab_size, like)
         state.fixed_split = fixed_split
         state.max_kv_len = None
         return state

@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from ..ops import Accepted, SlotState, TokenScores, Tree
-from ..status import FinishReason, Status
+from ..ops import Accepted, LogitEdits, SlotState, TokenScores, Tree
+from ..status import Edit, FinishReason, Status
 from .draft import select_topk
 from .noise import philox
 
@@ -125,6 +125,41 @@ def verify_tree(
     return Accepted(tokens, num_valid, path)
 
 
+def edit_logits(
+    logits: Tensor,
+    mask: Tensor,
+    tokens: Tensor,
+    edits: LogitEdits,
+    vocab_mask: Tensor | None = None,
+    slots: Tensor | None = None,
+) -> None:
+    """Node by node, from the list of the tokens on the way to it; the arithmetic is the op's, float32 step by step."""
+    batch, num_nodes, vocab = logits.shape
+    for b in range(batch):
+        slot = b if slots is None else int(slots[b])
+        kinds = Edit(int(edits.kinds[slot])) if 0 <= slot < len(edits.kinds) else Edit(0)
+        for node in range(num_nodes if kinds else 0):
+            x = logits[b, node].float()
+            if Edit.BIAS in kinds:
+                x += edits.bias[slot]
+            if Edit.PENALTIES in kinds:
+                on_path = [i for i in range(1, tokens.shape[1]) if int(mask[b, node, i // 64]) >> i % 64 & 1]
+                drafted = [token for token in tokens[b, on_path].tolist() if 0 <= token < vocab]
+                times = (edits.counts[slot] >> 1) + torch.bincount(
+                    torch.tensor(drafted, dtype=torch.int64), minlength=vocab
+                )
+                seen = (times > 0) | (edits.counts[slot] != 0)
+                repeated = torch.where(x > 0, x / edits.repetition[slot], x * edits.repetition[slot])
+                x = torch.where(seen, repeated, x)
+                penalised = x - edits.frequency[slot] * times.float() - edits.presence[slot]
+                x = torch.where(times > 0, penalised, x)
+            if Edit.MASK in kinds and vocab_mask is not None:
+                words = vocab_mask[b, node].long()
+                ids = torch.arange(vocab)
+                x[(words[ids // 32] >> ids % 32 & 1) == 0] = -torch.inf
+            logits[b, node] = x.to(logits.dtype)
+
+
 def mask_stops(
     logits: Tensor, positions: Tensor, stop_tokens: Tensor, stops_from: Tensor, slots: Tensor | None = None
 ) -> None:
@@ -166,7 +201,9 @@ def score_tokens(
     return TokenScores(logprobs, top_ids, top_logprobs)
 
 
-def commit_tokens(accepted: Accepted, state: SlotState, slots: Tensor | None = None) -> Tensor:
+def commit_tokens(
+    accepted: Accepted, state: SlotState, slots: Tensor | None = None, counts: Tensor | None = None
+) -> Tensor:
     """Token by token, as if each were emitted alone; in place like the op."""
     batch = accepted.tokens.shape[0]
     going_on = torch.zeros(batch, dtype=torch.int32)
@@ -191,6 +228,8 @@ def commit_tokens(accepted: Accepted, state: SlotState, slots: Tensor | None = N
                 reason = FinishReason.CONTEXT
                 break
             kept.append(token)
+            if counts is not None and 0 <= token < counts.shape[1]:
+                counts[slot, token] += 2
             if token in state.stop_tokens[slot].tolist():
                 reason = FinishReason.STOP
                 break

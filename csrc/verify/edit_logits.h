@@ -1,0 +1,114 @@
+// edit_logits: what requests ask of their logits: biases, penalties for tokens that are in the text, a grammar's masks.
+#pragma once
+
+#include "core/bits.h"
+#include "core/dispatch.h"
+#include "core/exact_math.h"
+#include "core/floats.h"
+#include "core/packed_rows.h"
+#include "core/slots.h"
+
+namespace specdec::verify {
+
+// What a slot asks for; Python's `Edit` names the same.
+enum EditBit : int32_t { kEditBias = 1, kEditPenalties = 2, kEditMask = 4 };
+
+// A kernel counts pairs of a token and a node in 32 bits.
+constexpr int64_t kMaxEditedNodes = int64_t{1} << 20;
+
+struct EditLogitsParams {
+  void* logits;  // [batch, num_nodes, vocab] or packed [num_rows, vocab]; requests and nodes this many elements apart:
+  Dtypes logits_dtype;
+  int64_t logits_batch_stride, logits_node_stride;
+  const int64_t* mask;        // [batch, num_nodes, words] or packed [num_rows, words]: each node and its ancestors
+  const int32_t* tokens;      // [batch, tree_nodes]
+  const int32_t* kinds;       // [num_slots], EditBits
+  const float* bias;          // [num_slots, vocab]
+  const int32_t* counts;      // [num_slots, vocab]: twice how often generated, and one if it is in the prompt
+  const float* presence;      // [num_slots]
+  const float* frequency;     // [num_slots]
+  const float* repetition;    // [num_slots]
+  const int32_t* vocab_mask;  // as logits, [.., vocab_words], or null: bit patterns of the tokens allowed at each node
+  const int32_t* slots;       // [batch] or null
+  const int32_t* cu_seqlens_q;  // [batch + 1] or null: of packed rows
+  int64_t batch, num_nodes, num_rows, vocab, words, tree_nodes, vocab_words, num_slots;
+};
+
+void edit_logits(CallStream stream, const TensorView& logits, const TensorView& mask, const TensorView& tokens,
+                 const TensorView& kinds, const TensorView& bias, const TensorView& counts, const TensorView& presence,
+                 const TensorView& frequency, const TensorView& repetition, const OptTensor& vocab_mask,
+                 const OptTensor& slots, const OptTensor& cu_seqlens_q);
+
+void edit_logits_cpu(const EditLogitsParams& p);
+void edit_logits_cuda(const EditLogitsParams& p, Stream stream);
+
+// What a request asks for, and where its rows are.
+struct EditedRequest {
+  int64_t b, slot;
+  int32_t kinds;  // 0: nothing
+  RowRange nodes;
+  float presence, frequency, repetition;
+};
+
+SD_HD EditedRequest edited_request(const EditLogitsParams& p, int64_t b) {
+  const int64_t slot = slot_of(p.slots, b, p.num_slots);
+  int32_t kinds = slot < 0 ? 0 : p.kinds[slot];
+  if (p.vocab_mask == nullptr) kinds &= ~kEditMask;
+  if (kinds == 0) return {b, slot, 0, {}, 0, 0, 1};
+  const RowRange nodes =
+      p.cu_seqlens_q ? packed_rows(p.cu_seqlens_q, b, p.num_rows) : RowRange{b * p.num_nodes, p.num_nodes};
+  return {b, slot, kinds, nodes, p.presence[slot], p.frequency[slot], p.repetition[slot]};
+}
+
+template <class T>
+SD_HD T* logits_of_node(const EditLogitsParams& p, const EditedRequest& r, int64_t node) {
+  const int64_t root = p.cu_seqlens_q ? r.nodes.first * p.logits_node_stride : r.b * p.logits_batch_stride;
+  return static_cast<T*>(p.logits) + root + node * p.logits_node_stride;
+}
+
+// Whether bias or penalties change the logit of token v wherever it is not drafted.
+SD_HD bool is_edited(const EditLogitsParams& p, const EditedRequest& r, int64_t v) {
+  const int64_t at = r.slot * p.vocab + v;
+  return ((r.kinds & kEditBias) && p.bias[at] != 0) || ((r.kinds & kEditPenalties) && p.counts[at] != 0);
+}
+
+// How often token v stands on the way to a node, the root aside, which is counted already.
+SD_HD int32_t times_drafted(const EditLogitsParams& p, const EditedRequest& r, int64_t node, int32_t v) {
+  const int64_t* mask = p.mask + (r.nodes.first + node) * p.words;
+  int32_t times = 0;
+  for (int64_t w = 0; w < p.words; ++w) {
+    auto bits = static_cast<uint64_t>(mask[w]);
+    if (w == 0) bits &= ~uint64_t{1};
+    while (bits != 0) {
+      const int64_t bit = highest_bit(bits), i = 64 * w + bit;
+      bits &= low_bits(bit);
+      times += i < p.tree_nodes && p.tokens[r.b * p.tree_nodes + i] == v;
+    }
+  }
+  return times;
+}
+
+// The logit of token v at a node with bias and penalties.
+SD_HD float edited(const EditLogitsParams& p, const EditedRequest& r, int64_t node, int64_t v, float x) {
+  const int64_t at = r.slot * p.vocab + v;
+  if (r.kinds & kEditBias) x = add(x, p.bias[at]);
+  if (!(r.kinds & kEditPenalties)) return x;
+  const int32_t count = p.counts[at], drafted = times_drafted(p, r, node, static_cast<int32_t>(v));
+  const int32_t generated = (count >> 1) + drafted;
+  if (count != 0 || drafted > 0) x = x > 0 ? div(x, r.repetition) : mul(x, r.repetition);
+  if (generated > 0) x = sub(sub(x, mul(r.frequency, static_cast<float>(generated))), r.presence);
+  return x;
+}
+
+template <class T>
+SD_HD void edit_logit(const EditLogitsParams& p, const EditedRequest& r, int64_t node, int64_t v) {
+  T& logit = logits_of_node<T>(p, r, node)[v];
+  logit = from_float<T>(edited(p, r, node, v, to_float(logit)));
+}
+
+// The tokens 32 w to 32 w + 31 that a grammar forbids at a node, as bits.
+SD_HD uint32_t forbidden(const EditLogitsParams& p, const EditedRequest& r, int64_t node, int64_t w) {
+  return ~static_cast<uint32_t>(p.vocab_mask[(r.nodes.first + node) * p.vocab_words + w]);
+}
+
+}  // namespace specdec::verify
