@@ -124,11 +124,10 @@ def test_prefixes_cost_what_they_cost(size: int) -> None:
 def test_what_any_requests_cost_is_no_rate_of_their_kv() -> None:
     """Rounds without requests wait for no attention: with short texts the same is missing at every batch size."""
     machine = Machine(0, lambda batch, rows: us_of(batch, rows) + 300 + 20 * rows / batch)
-    machine.run("code", 150, 321)
-    assert machine.of_best("code") > 0.95
-    machine.size = 1
-    machine.run("code", 60, 8 * 400)
-    assert machine.of_best("code") > 0.95
+    machine.run("code", 300, 321)
+    for machine.size in (0, 1, 2, 1):
+        machine.run("code", 100, 400 * BATCHES[machine.size])
+        assert machine.of_best("code") > 0.95
 
 
 @sizes
