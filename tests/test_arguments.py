@@ -198,7 +198,7 @@ def test_what_is_no_tensor_or_struct_is_named(call: Any, message: str) -> None:
             "k is a int, expected int of 64 bits",
         ),
         ("norm_rows", (None, LOGITS, LOGITS, [], None, None, LOGITS), "eps is a list, expected float"),
-        ("linear_rows", (None, LOGITS, LOGITS, None, "yes", None, LOGITS), "gated is a str, expected bool"),
+        ("linear_rows", (None, LOGITS, LOGITS, None, None, None, "yes", None, LOGITS), "gated is a str, expected bool"),
         (
             "tree_attention_workspace",
             (*[LOGITS] * 4, "x", None, None),

@@ -129,34 +129,40 @@ def test_gate_rows_at_the_ends(device: torch.device) -> None:
 # --- linear_rows
 
 
-# Who multiplies, from sizes alone: [rows, outs, ins, 16 bits, gated, Hopper].
+# Who multiplies, from sizes alone: [rows, outs, ins, bits, gated, Hopper].
 LINEAR_PLANS = {
     "sm90.wgmma": [
-        (1, 6144, 4096, True, False, True),
-        (6, 24576, 4096, True, True, True),
-        (64, 151936, 4096, True, False, True),
-        (65, 32768, 4096, True, False, True),
-        (96, 4096, 12288, True, False, True),
-        (128, 24576, 4096, True, True, True),
-        (128, 1, 64, True, False, True),
+        (1, 6144, 4096, 16, False, True),
+        (6, 24576, 4096, 16, True, True),
+        (64, 151936, 4096, 16, False, True),
+        (65, 32768, 4096, 16, False, True),
+        (96, 4096, 12288, 16, False, True),
+        (128, 24576, 4096, 16, True, True),
+        (128, 1, 64, 16, False, True),
+        (1, 6144, 4096, 8, False, True),
+        (64, 24576, 4096, 8, True, True),
     ],
     "sm80.mma": [
-        (1, 6144, 4096, True, False, False),
-        (6, 24576, 4096, True, True, False),
-        (64, 151936, 4096, True, False, False),
-        (64, 16, 64, True, True, False),
+        (1, 6144, 4096, 16, False, False),
+        (6, 24576, 4096, 16, True, False),
+        (64, 151936, 4096, 16, False, False),
+        (64, 16, 64, 16, True, False),
     ],
     "library": [
-        (0, 6144, 4096, True, False, True),
-        (65, 6144, 4096, True, False, False),  # more than few, without wgmma
-        (65, 32769, 4096, True, False, True),  # more of the weight than its blocks take at once
-        (128, 151936, 4096, True, False, True),
-        (129, 4096, 4096, True, False, True),
-        (384, 24576, 4096, True, True, True),
-        (2048, 4096, 12288, True, False, True),
-        (1, 6144, 4096, False, False, True),  # float32
-        (1, 6144, 4100, True, False, True),  # a length that is no multiple of 64
-        (1, 6152, 4096, True, True, True),  # gates that do not come in eights
+        (0, 6144, 4096, 16, False, True),
+        (65, 6144, 4096, 16, False, False),  # more than few, without wgmma
+        (65, 32769, 4096, 16, False, True),  # more of the weight than its blocks take at once
+        (128, 151936, 4096, 16, False, True),
+        (129, 4096, 4096, 16, False, True),
+        (384, 24576, 4096, 16, True, True),
+        (2048, 4096, 12288, 16, False, True),
+        (1, 6144, 4096, 32, False, True),  # float32
+        (1, 6144, 4096, 8, False, False),  # 8 bits, which Hopper alone multiplies here
+        (65, 6144, 4096, 8, False, True),
+        (1, 6144, 4160, 8, False, True),  # a length that is no multiple of 128
+        (1, 6152, 4096, 8, False, True),
+        (1, 6144, 4100, 16, False, True),  # a length that is no multiple of 64
+        (1, 6152, 4096, 16, True, True),  # gates that do not come in eights
     ],
 }
 
@@ -168,7 +174,7 @@ def test_who_multiplies(plan: str) -> None:
 
 
 def test_every_plan_of_linear_rows_is_somebodys() -> None:
-    sizes = itertools.product((1, 64, 100, 300), (64, 40000), (64,), (True, False), (True, False), (True, False))
+    sizes = itertools.product((1, 64, 100, 300), (64, 40000), (64,), (8, 16, 32), (True, False), (True, False))
     assert {_C.linear_plan(*each) for each in sizes} == set(LINEAR_PLANS)
 
 
@@ -303,6 +309,139 @@ def test_linear_rows_refuses_rows_off_16_bytes(name: str) -> None:
     with pytest.raises(ValueError) as error:
         sd.linear_rows(**tensors)
     assert str(error.value) == (f"linear_rows: {name} has rows off 16 bytes, expected rows that start on 16 bytes")
+
+
+# --- linear_rows of 8 bits, and round_rows
+
+
+EIGHTS = ["cpu", on_cuda("cuda")]
+
+
+@pytest.fixture(params=EIGHTS)
+def hopper(request: pytest.FixtureRequest) -> torch.device:
+    if request.param == "cuda" and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("no Hopper GPU here")
+    return torch.device(request.param)
+
+
+def eight_bits(
+    rows: int, width: int, group_size: int | None, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of different lengths, whose groups are of different lengths, too."""
+    x = torch.randn(rows, width, device=device) * torch.rand(rows, 1, device=device)
+    grown = x.unflatten(1, (-1, 128)) * torch.rand(rows, width // 128, 1, device=device)
+    return sd.round_rows(grown.flatten(1), group_size=group_size)
+
+
+def check_eights(got: torch.Tensor, want: torch.Tensor) -> None:
+    """The tensor cores keep some 14 bits of the sums of 128 products."""
+    assert got.isfinite().all()
+    assert (got.double() - want).norm() <= (2e-2 if got.dtype == torch.bfloat16 else 1e-2) / 4 * want.norm()
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("group_size", [None, 128])
+@pytest.mark.parametrize("rows", [0, 1, 3, 8, 9, 17, 33, 64, 70, 130])
+@pytest.mark.parametrize(("width", "outs"), [(128, 16), (384, 48), (1024, 1056), (2048, 5008), (512, 20000)])
+def test_linear_rows_of_eight_bits(
+    rows: int, width: int, outs: int, group_size: int | None, gated: bool, hopper: torch.device
+) -> None:
+    outs = min(outs, 48) if hopper.type == "cpu" else outs
+    x, weight = eight_bits(rows, width, group_size, hopper), eight_bits(2 * outs, width, group_size, hopper)
+    made = outs if gated else 2 * outs
+    for dtype, bias in ((torch.bfloat16, None), (torch.float16, torch.randn(2 * outs, device=hopper).half())):
+        out = torch.full((rows, made + 8), torch.nan, dtype=dtype, device=hopper)
+        scales = {"x_scales": x[1], "weight_scales": weight[1]}
+        sd.linear_rows(x[0], weight[0], bias, **scales, gated=gated, out=out[:, :made])
+        assert out[:, made:].isnan().all()
+        if rows:
+            check_eights(out[:, :made], reference.linear_rows(x[0], weight[0], bias, **scales, gated=gated))
+
+
+@pytest.mark.parametrize("group_size", [None, 128])
+@pytest.mark.parametrize("outs", [3008, 20000])
+def test_linear_rows_of_eight_bits_do_not_depend_on_their_neighbours(
+    outs: int, group_size: int | None, hopper: torch.device
+) -> None:
+    outs = min(outs, 48) if hopper.type == "cpu" else outs
+    x, x_scales = eight_bits(60, 512, group_size, hopper)
+    weight, of_weight = eight_bits(outs, 512, group_size, hopper)
+    whole = sd.linear_rows(x, weight, x_scales=x_scales, weight_scales=of_weight)
+    for first, last in ((0, 1), (4, 9), (8, 24), (12, 44)):
+        part = sd.linear_rows(x[first:last], weight, x_scales=x_scales[:, first:last], weight_scales=of_weight)
+        assert torch.equal(part, whole[first:last])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"weight_scales": None}, "weight_scales is None, expected a tensor beside x_scales"),
+        ({"x_scales": None}, "weight_scales is given, expected None without x_scales"),
+        ({"x": torch.zeros(2, 256).bfloat16()}, "x is bfloat16, expected float8_e4m3fn"),
+        ({"weight_scales": torch.ones(2, 16)}, "weight_scales has shape [2, 16], expected [groups=1, out_features=16]"),
+        ({"x_scales": torch.ones(3, 4)[:, :2], "weight_scales": torch.ones(3, 16)}, "groups is 3, expected 1 or 2"),
+        (
+            {"x_scales": torch.ones(2, 2), "weight_scales": torch.ones(2, 16)},
+            "x_scales has groups off 16 bytes, expected groups that start on 16 bytes",
+        ),
+        ({"x": torch.zeros(2, 192).to(torch.float8_e4m3fn)}, "in_features is 192, expected a multiple of 128"),
+        ({"weight": torch.zeros(8, 256).to(torch.float8_e4m3fn)}, "out_features is 8, expected a multiple of 16"),
+    ],
+)
+def test_linear_rows_of_eight_bits_refuses(changes: dict[str, torch.Tensor], message: str) -> None:
+    x, weight = (torch.zeros(n, 256).to(torch.float8_e4m3fn) for n in (2, 16))
+    scales = {"x_scales": torch.ones(1, 2), "weight_scales": torch.ones(1, 16)}
+    arguments = {"x": x, "weight": weight} | scales | changes
+    with pytest.raises(ValueError) as error:
+        sd.linear_rows(**arguments)
+    assert str(error.value) == f"linear_rows: {message}"
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("group_size", [None, 128])
+@pytest.mark.parametrize(("rows", "width"), [(0, 8), (1, 1), (3, 130), (2, 4096), (5, 12288), (300, 72), (1, 60000)])
+def test_round_rows(rows: int, width: int, group_size: int | None, dtype: torch.dtype, device: torch.device) -> None:
+    """The very numbers: divisions and roundings are exact on all devices."""
+    wide = (torch.randn(rows, width + 8, device=device) * 10 ** torch.randn(rows, 1, device=device)).to(dtype)
+    for x in (wide[:, :width], wide[:, 1 : width + 1]):  # the second off 16 bytes
+        if rows:
+            x[0, : width // 2] = 0
+        numbers = torch.full((rows, width + 16), torch.nan, device=device).to(torch.float8_e4m3fn)
+        got, scales = sd.round_rows(x, group_size=group_size, out=(numbers[:, :width], None))
+        want, of_want = reference.round_rows(x.cpu(), group_size=group_size)
+        assert torch.equal(scales.cpu(), of_want)
+        assert torch.equal(got.cpu().float(), want.float())
+        assert numbers[:, width:].float().isnan().all()
+
+
+def test_round_rows_at_the_ends(device: torch.device) -> None:
+    """Zeros, the largest numbers there are, and a scale that is given."""
+    x = torch.tensor([[0.0, 0.0, 0.0], [3e38, -3e38, 1.0], [1e-38, 0.0, -1e-38]], device=device)
+    numbers, scales = sd.round_rows(x)
+    assert numbers.float().tolist() == [[0, 0, 0], [448, -448, 0], [0, 0, 0]]
+    assert scales[0].tolist() == [pytest.approx(1e-12), pytest.approx(3e38 / 448), pytest.approx(1e-12)]
+    given = torch.tensor([0.5], device=device)
+    numbers, scales = sd.round_rows(torch.tensor([[1.0, 1e9, -0.26]], device=device), scale=given)
+    assert numbers.float().tolist() == [[2, 448, -0.5]] and scales.tolist() == [[0.5]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"group_size": 64}, "round_rows: group_size is 64, expected 128 or None"),
+        ({"group_size": 128, "scale": torch.ones(1)}, "round_rows: scale is given, expected none beside a group_size"),
+        (
+            {"x": torch.zeros(2, 3, dtype=torch.int32)},
+            "round_rows: x is int32, expected float32 or float16 or bfloat16",
+        ),
+    ],
+)
+def test_round_rows_refuses(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        sd.round_rows(**({"x": torch.zeros(2, 256)} | arguments))
+    assert str(error.value) == message
 
 
 # --- rotate_qkv

@@ -456,7 +456,7 @@ def test_rows_of_zeros_and_large_numbers() -> None:
 
 def by_hand(numbers: Tensor, scales: Tensor, weight: Tensor, weight_scales: Tensor) -> Tensor:
     """Of rows and weights that have one scale each."""
-    return ((numbers.double() * scales) @ (weight.double() * weight_scales).t()).to(torch.bfloat16)
+    return ((numbers.double() * scales.t()) @ (weight.double() * weight_scales).t()).to(torch.bfloat16)
 
 
 def without_scales(numbers: Tensor, scales: Tensor, weight: Tensor, weight_scales: Tensor) -> Tensor:

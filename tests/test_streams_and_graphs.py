@@ -163,6 +163,10 @@ def linear_rows(t: Inputs, **stream: Any) -> Iterable[Tensor]:
     return [sd.linear_rows(t["x"], t["weight"], t["bias"], **stream)]
 
 
+def round_rows(t: Inputs, **stream: Any) -> Iterable[Tensor]:
+    return [x.float() for x in sd.round_rows(t["x"], group_size=128, **stream)]
+
+
 def rotate_qkv(t: Inputs, **stream: Any) -> Iterable[Tensor]:
     out = sd.rotate_qkv(
         t["qkv"], t["rotations"], t["positions"], t["k_pool"], t["v_pool"], t["table"], t["lens"], **stream
@@ -398,6 +402,7 @@ CASES = {
         },
         linear_rows,
     ),
+    "round_rows": Case(lambda: {"x": torch.randn(N, 300)}, round_rows),
     "rotate_qkv": Case(
         lambda: {
             "qkv": torch.randn(B, N, 3 * HEADS, D),

@@ -100,6 +100,29 @@ def linear_rows(device: torch.device, p: Params) -> Work:
     )
 
 
+def round_rows(device: torch.device, p: Params) -> Work:
+    """By groups of 128."""
+    x = random(p, device, p["rows"], p["width"])
+    numbers = torch.full_like(x, torch.nan, dtype=torch.float8_e4m3fn)
+    scales = poisoned(p["width"] // 128, -(-len(x) // 4) * 4, dtype=torch.float32, device=device)[:, : len(x)]
+    want, of_want = reference.round_rows(x, group_size=128)
+
+    def check() -> None:
+        expect_near("out", numbers.float(), want.float(), 0)
+        expect_near("scales", scales, of_want, 0)
+
+    return Work(
+        call=lambda: sd.round_rows(x, group_size=128, out=(numbers, scales)),
+        check=check,
+        bytes_moved=bytes_of(x, numbers, scales),
+        baseline=Baseline(
+            "torch",
+            lambda: reference.round_rows(x, group_size=128),
+            lambda got: expect_near("out", got[0].float(), want.float(), 0),
+        ),
+    )
+
+
 def rotate_qkv(device: torch.device, p: Params) -> Work:
     batch, rows = p["batch"], p["rows"]
     lens, table, place = slots_of_rows(batch, rows, device)
@@ -138,6 +161,7 @@ CASES = (
         cpu_grid={"rows": (1, 6), "width": (1024,), "outs": (1024,), "dtype": ("bfloat16",)},
         make=linear_rows,
     ),
+    Case("round_rows", grid={"rows": ROWS, "width": (4096, 12288), "dtype": ("bfloat16",)}, make=round_rows),
     Case(
         "rotate_qkv",
         grid={"batch": (1, 16, 64), "rows": (1, 6, 32), "dtype": ("bfloat16",)},

@@ -10,11 +10,14 @@
 
 namespace specdec {
 
-// Multiplications of a warpgroup: 64 rows of A, from shared memory or registers, by 16 x N of B from shared memory.
+// Multiplications of a warpgroup: 64 rows of A, from shared memory or registers, by 32 bytes x N of B from shared
+// memory.
 template <class T, int N, cute::SM90::GMMA::Major kMajorB>
 struct Wgmma {
-  using Element = std::conditional_t<std::is_same_v<T, BFloat16>, cutlass::bfloat16_t, cutlass::half_t>;
-  using Shape = cute::Shape<cute::_64, cute::Int<N>, cute::_16>;
+  using Element =
+      std::conditional_t<std::is_same_v<T, BFloat16>, cutlass::bfloat16_t,
+                         std::conditional_t<std::is_same_v<T, Float8>, cutlass::float_e4m3_t, cutlass::half_t>>;
+  using Shape = cute::Shape<cute::_64, cute::Int<N>, cute::Int<32 / sizeof(T)>>;
   using FromShared =
       decltype(cute::SM90::GMMA::ss_op_selector<Element, Element, float, Shape, cute::SM90::GMMA::Major::K, kMajorB>());
   using FromRegisters =

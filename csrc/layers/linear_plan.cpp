@@ -7,8 +7,10 @@ namespace {
 // with more, by a weight whose rows its blocks take at once (docs/notebook/linear_rows.md).
 constexpr int64_t kFewRows = 64, kMoreRows = 128, kMoreOuts = 32768;
 
-bool can_run(const LinearShape& s) {
-  return s.is_16_bit && s.rows > 0 && s.ins % 64 == 0 && (!s.gated || s.outs % 16 == 0);
+bool can_run(const LinearShape& s, const Device& device) {
+  if (s.rows <= 0) return false;
+  if (s.bits == 8) return device.has_wgmma && !s.overlaps && s.ins % 128 == 0 && s.outs % 16 == 0;
+  return s.bits == 16 && s.ins % 64 == 0 && (!s.gated || s.outs % 16 == 0);
 }
 
 // The better of our kernels. The copy engine takes no rows that overlap.
@@ -19,19 +21,22 @@ LinearPlan kernel_of(const LinearShape& s, const Device& device) {
 }  // namespace
 
 LinearPlan plan_linear(const LinearShape& s, const Device& device) {
-  const bool pays = s.rows <= kFewRows || (s.rows <= kMoreRows && s.outs <= kMoreOuts && device.has_wgmma);
-  return can_run(s) && pays ? kernel_of(s, device) : LinearPlan::kLibrary;
+  const bool more = s.rows <= kMoreRows && s.outs <= kMoreOuts && s.bits == 16 && device.has_wgmma;
+  return can_run(s, device) && (s.rows <= kFewRows || more) ? kernel_of(s, device) : LinearPlan::kLibrary;
 }
 
 LinearPlan plan_linear_rows(const Check& check, const LinearShape& shape, const Device& device,
                             const std::optional<std::string>& name) {
   const LinearPlan best = kernel_of(shape, device);
+  check.that(shape.bits == 16 || best == LinearPlan::kWgmma, "x", {"is float8_e4m3fn"},
+             "16-bit numbers, which is all that this device and these rows have a kernel for");
   if (!name) return best;
-  for (const LinearPlan plan : {LinearPlan::kMma, best})
+  for (const LinearPlan plan : {shape.bits == 16 ? LinearPlan::kMma : best, best})
     if (*name == to_string(plan)) return plan;
   check.that(false, "plan", {"is ", *name},
-             best == LinearPlan::kMma ? "sm80.mma, which is all that this device and these rows have"
-                                      : "sm80.mma or sm90.wgmma");
+             shape.bits == 8            ? "sm90.wgmma, which is all that numbers of 8 bits have"
+             : best == LinearPlan::kMma ? "sm80.mma, which is all that this device and these rows have"
+                                        : "sm80.mma or sm90.wgmma");
   return best;
 }
 
@@ -47,8 +52,8 @@ const char* to_string(LinearPlan plan) {
   return "";
 }
 
-std::string linear_plan(int64_t rows, int64_t outs, int64_t ins, bool is_16_bit, bool gated, bool has_wgmma) {
-  const LinearShape shape{.rows = rows, .outs = outs, .ins = ins, .is_16_bit = is_16_bit, .gated = gated};
+std::string linear_plan(int64_t rows, int64_t outs, int64_t ins, int64_t bits, bool gated, bool has_wgmma) {
+  const LinearShape shape{.rows = rows, .outs = outs, .ins = ins, .bits = static_cast<int>(bits), .gated = gated};
   Device device{};
   device.has_wgmma = has_wgmma;
   return to_string(plan_linear(shape, device));

@@ -20,7 +20,7 @@ enum class LinearPlan {
 // x [rows, ins] times weight [outs, ins].
 struct LinearShape {
   int64_t rows, outs, ins;
-  bool is_16_bit = true;  // the dtype of both
+  int bits = 16;          // of a number of the weight; where they are 8, x is rounded to as many
   bool gated = false;     // outs are those of a gate and of what it gates
   bool overlaps = false;  // rows of x or of the weight do, in memory
 };
@@ -37,6 +37,6 @@ LinearPlan plan_linear_rows(const Check& check, const LinearShape& shape, const 
 const char* to_string(LinearPlan plan);
 
 // plan_linear without tensors or a device.
-std::string linear_plan(int64_t rows, int64_t outs, int64_t ins, bool is_16_bit, bool gated, bool has_wgmma);
+std::string linear_plan(int64_t rows, int64_t outs, int64_t ins, int64_t bits, bool gated, bool has_wgmma);
 
 }  // namespace specdec::layers

@@ -11,37 +11,60 @@ namespace {
 LinearShape shape_of(const TensorView& x, const TensorView& weight, bool gated) {
   const int64_t ins = weight.shape(1), rows = x.numel() / std::max<int64_t>(ins, 1);
   const bool one_row = x.ndim() == 1 || x.shape(static_cast<int>(x.ndim()) - 2) == 1;
-  const Dtypes dtype = dtype_of(x);
+  const Dtypes dtype = dtype_of(x), of_weight = dtype_of(weight);
+  const bool in_16_bits = dtype == kFloat16 || dtype == kBFloat16, in_8_bits = of_weight == kFloat8;
   return {
       .rows = rows,
       .outs = weight.shape(0),
       .ins = ins,
-      .is_16_bit = dtype == dtype_of(weight) && (dtype == kFloat16 || dtype == kBFloat16),
+      .bits = in_8_bits && (in_16_bits || dtype == kFloat8) ? 8
+              : in_16_bits && dtype == of_weight            ? 16
+                                                            : 32,
       .gated = gated,
-      .overlaps = (!one_row && x.stride(static_cast<int>(x.ndim()) - 2) < ins) ||
+      .overlaps = (!one_row && !in_8_bits && x.stride(static_cast<int>(x.ndim()) - 2) < ins) ||
                   (weight.shape(0) > 1 && weight.stride(0) < ins),
   };
 }
 
+// Each row of a tensor of two dimensions, whatever it holds; of one row the first alone.
+bool starts_on_16_bytes(const TensorView& t) {
+  const auto at = reinterpret_cast<uintptr_t>(bytes(t));
+  return at % 16 == 0 && (t.shape(0) < 2 || byte_stride(t, 0) % 16 == 0);
+}
+
 }  // namespace
 
-void linear_rows(CallStream stream, const TensorView& x, const TensorView& weight, const OptTensor& bias, bool gated,
+void linear_rows(CallStream stream, const TensorView& x, const TensorView& weight, const OptTensor& bias,
+                 const OptTensor& x_scales, const OptTensor& weight_scales, bool gated,
                  const std::optional<std::string>& plan, const TensorView& out) {
   Check check("linear_rows");
-  Dim M{"rows"}, K{"in_features"}, W{gated ? "2 * out_features" : "out_features"}, N{"out_features"};
-  check.strided("x", x, {M, K}, kFloat16 | kBFloat16);
-  const Dtypes dtype = dtype_of(x);
+  Dim M{"rows"}, K{"in_features"}, W{gated ? "2 * out_features" : "out_features"}, N{"out_features"}, G{"groups"};
+  const bool scaled = x_scales.has_value();
+  check.that(scaled == weight_scales.has_value(), "weight_scales", scaled ? "is None" : "is given",
+             scaled ? "a tensor beside x_scales" : "None without x_scales");
+  check.strided("x", x, {M, K}, scaled ? kFloat8 : kFloat16 | kBFloat16);
+  const Dtypes numbers = dtype_of(x);
   check.range("rows", M, 0, kMaxLinearRows);
   check.range("in_features", K, 64, INT32_MAX);
-  check.that(K % 64 == 0, "in_features", {"is ", K}, "a multiple of 64");
-  check.strided("weight", weight, {W, K}, dtype);
+  const int64_t of_ins = scaled ? kLinearGroup : 64;
+  check.that(K % of_ins == 0, "in_features", {"is ", K}, {"a multiple of ", of_ins});
+  check.strided("weight", weight, {W, K}, numbers);
   check.range(W.name, W, 1, INT32_MAX);
-  check.that(!gated || W % 16 == 0, W.name, {"is ", W}, "a multiple of 16");
+  check.that(!(gated || scaled) || W % 16 == 0, W.name, {"is ", W}, "a multiple of 16");
   for (const auto& [name, tensor] : {std::pair{"x", &x}, {"weight", &weight}})
     check.that(copy_unit({tensor}) == 16, name, "has rows off 16 bytes", "rows that start on 16 bytes");
-  check.tensor("bias", bias, {W}, dtype);
   N.value = gated ? W / 2 : W;
-  check.strided_output("out", out, {M, N}, dtype);
+  check.strided_output("out", out, {M, N}, scaled ? kFloat16 | kBFloat16 : numbers);
+  const Dtypes dtype = dtype_of(out);
+  check.tensor("bias", bias, {W}, dtype);
+  if (scaled) {
+    check.strided("x_scales", *x_scales, {G, M}, kFloat32);
+    check.strided("weight_scales", *weight_scales, {G, W}, kFloat32);
+    check.that(G == 1 || G == K / kLinearGroup, "groups", {"is ", G}, {"1 or ", K / kLinearGroup});
+    for (const auto& [name, tensor] : {std::pair{"x_scales", &*x_scales}, {"weight_scales", &*weight_scales}})
+      check.that(M == 0 || starts_on_16_bytes(*tensor), name, "has groups off 16 bytes",
+                 "groups that start on 16 bytes");
+  }
   check.that(!plan || check.on_cuda(), "plan", {"is ", plan.value_or("")}, "None on cpu");
   if (M == 0) return;
 
@@ -57,6 +80,11 @@ void linear_rows(CallStream stream, const TensorView& x, const TensorView& weigh
       .weight_stride = weight.stride(0),
       .y_stride = out.stride(0),
       .dtype = dtype,
+      .x_scales = data_or_null<float>(x_scales),
+      .weight_scales = data_or_null<float>(weight_scales),
+      .groups = scaled ? G.value : 0,
+      .x_scales_stride = scaled ? x_scales->stride(0) : 0,
+      .weight_scales_stride = scaled ? weight_scales->stride(0) : 0,
       .gated = gated,
       .plan = LinearPlan::kLibrary,
   };
@@ -67,28 +95,43 @@ void linear_rows(CallStream stream, const TensorView& x, const TensorView& weigh
 std::string linear_rows_plan(const TensorView& x, const TensorView& weight, bool gated) {
   Check check("linear_rows_plan");
   Dim N{"out_features"}, K{"in_features"};
-  check.strided("weight", weight, {N, K}, kFloats);
+  check.strided("weight", weight, {N, K}, kFloats | kFloat8);
   check.that(x.ndim() > 0 && x.shape(static_cast<int>(x.ndim()) - 1) == K, "x", "has rows of another length",
              {"in_features=", K});
   if (!check.on_cuda()) return to_string(LinearPlan::kLibrary);
   return to_string(plan_linear(shape_of(x, weight, gated), device_of(check)));
 }
 
-void linear_rows_cpu(const LinearRowsParams& p) {
-  with_float_type(p.dtype, [&]<class T>() {
-    for (int64_t row = 0; row < p.rows; ++row) {
-      const auto* x = static_cast<const T*>(p.x) + row * p.x_stride;
-      const auto product = [&](int64_t n) {
-        const auto* weight = static_cast<const T*>(p.weight) + n * p.weight_stride;
+namespace {
+
+// X: of x and the weight; T: of bias and y.
+template <class T, class X>
+void multiply_rows(const LinearRowsParams& p) {
+  const int64_t groups = std::max<int64_t>(p.groups, 1), size = p.in / groups;
+  for (int64_t row = 0; row < p.rows; ++row) {
+    const auto* x = static_cast<const X*>(p.x) + row * p.x_stride;
+    const auto product = [&](int64_t n) {
+      const auto* weight = static_cast<const X*>(p.weight) + n * p.weight_stride;
+      float total = 0;
+      for (int64_t g = 0; g < groups; ++g) {
         float sum = 0;
-        for (int64_t k = 0; k < p.in; ++k) sum += to_float(x[k]) * to_float(weight[k]);
-        return p.bias ? sum + to_float(static_cast<const T*>(p.bias)[n]) : sum;
-      };
-      auto* y = static_cast<T*>(p.y) + row * p.y_stride;
-      for (int64_t n = 0; n < p.out; ++n)
-        y[n] = from_float<T>(p.gated ? gated(product(n), product(p.out + n)) : product(n));
-    }
-  });
+        for (int64_t k = g * size; k < (g + 1) * size; ++k) sum += to_float(x[k]) * to_float(weight[k]);
+        if (p.groups > 0)
+          sum *= p.x_scales[g * p.x_scales_stride + row] * p.weight_scales[g * p.weight_scales_stride + n];
+        total += sum;
+      }
+      return p.bias ? total + to_float(static_cast<const T*>(p.bias)[n]) : total;
+    };
+    auto* y = static_cast<T*>(p.y) + row * p.y_stride;
+    for (int64_t n = 0; n < p.out; ++n)
+      y[n] = from_float<T>(p.gated ? gated(product(n), product(p.out + n)) : product(n));
+  }
+}
+
+}  // namespace
+
+void linear_rows_cpu(const LinearRowsParams& p) {
+  with_float_type(p.dtype, [&]<class T>() { p.groups > 0 ? multiply_rows<T, Float8>(p) : multiply_rows<T, T>(p); });
 }
 
 }  // namespace specdec::layers

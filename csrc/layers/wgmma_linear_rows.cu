@@ -11,6 +11,10 @@
 // kernel starts while those still run (programmatic dependent launch), and fills its ring before x is there: none of
 // them writes the weight. A gate is taken here for the same reason: a tile is then eight rows of the gate and the same
 // eight of what is gated, in turn, which makes the two sums those of one thread.
+//
+// Numbers of 8 bits are multiplied as such, 128 of them at a time, whose sums the tensor cores keep with 14 bits of
+// mantissa or so; these are then scaled, by the group's scales of both sides, and added up in float32. Scales come to
+// each stage beside what they scale.
 #include <algorithm>
 #include <climits>
 #include <cute/arch/copy_sm90_desc.hpp>
@@ -29,8 +33,9 @@ namespace {
 constexpr int kTile = 64;     // rows of the weight that a warpgroup multiplies, of which a tile may fill the first ones
 constexpr int kMaxTiles = 4;  // in a stage, a warpgroup for each
 constexpr int kMaxDepth = 4, kMaxStages = 24;
-constexpr int kMaxColumns = 128;  // rows of x that a kernel takes
-constexpr int kSlice = 64;        // numbers of a row that lie together: 128 bytes, a row of a swizzled panel
+constexpr int kMaxColumns = 128;       // rows of x that a kernel takes
+constexpr int kMaxScaledColumns = 64;  // the same of 8 bits, whose products are added up in registers of their own
+constexpr int kSliceBytes = 128;       // of a row, that lie together: a row of a swizzled panel
 constexpr int kWarpgroup = 4 * kWarp;
 constexpr int kRingBytes = 226 * 1024;
 
@@ -58,43 +63,54 @@ __device__ __forceinline__ void begin_ring(const CUtensorMap& weight, const CUte
 
 struct WgmmaLinearRows {
   CUtensorMap weight, x;
+  CUtensorMap weight_scales, x_scales;  // of 8 bits
   LinearRowsParams p;
   int split;          // blocks that share the length, a cluster
   int tile_rows;      // a multiple of 8, so that panels start on 1024 bytes; of 16 if they are gated
   int tiles_at_once;  // of a stage
   int groups;         // of so many tiles, of a block
   int depth;          // slices of a stage
-  int stages;
+  int stages, stage_bytes;
+  int scales;  // groups that a stage has scales of: its slices, 1 of whole rows, or 0
 
-  __device__ int slice_bytes() const { return tiles_at_once * tile_rows * 128; }
+  __device__ int rows_at_once() const { return tiles_at_once * tile_rows; }
+  __device__ int slice_bytes() const { return rows_at_once() * kSliceBytes; }
 };
+
+// Where scales stand behind the slices of a stage: those of the weight, and then of x, each from 128 bytes on.
+SD_HD constexpr int scales_bytes(int scales, int rows) { return (scales * rows * 4 + 127) / 128 * 128; }
 
 // The part of the work that is this block's: so many tiles from the first on, which may lie behind the last there is;
 // and of the length, slices from first_slice on.
 struct Share {
   int part, first, first_slice, slices;
 
-  __device__ explicit Share(const WgmmaLinearRows& w) {
+  __device__ Share(const WgmmaLinearRows& w, int slice) {
     part = static_cast<int>(Cluster::rank());
     first = static_cast<int>(blockIdx.x) / w.split * w.groups * w.tiles_at_once;
-    slices = static_cast<int>(w.p.in / kSlice) / w.split;
+    slices = static_cast<int>(w.p.in / slice) / w.split;
     first_slice = slices * part;
   }
 };
 
-template <class T, int kColumns>
+// X: of x and the weight; T: of y.
+template <class T, class X, int kColumns>
 class LinearRows {
  public:
-  static constexpr int kXBytes = kColumns * 128;
+  static constexpr bool kScaled = std::is_same_v<X, Float8>;
+  static constexpr int kXBytes = kColumns * kSliceBytes;
+  static constexpr int kSlice = kSliceBytes / sizeof(X);  // numbers
+  static constexpr unsigned kReaders = kScaled ? 4 : 1;   // of a warpgroup, that say what is read: scales, each warp
   using Barriers = RingBarriers<kMaxStages>;
 
   __device__ LinearRows(const WgmmaLinearRows& w, Barriers& barriers, unsigned char* ring)
-      : w_(w), share_(w), barriers_(barriers), ring_(ring) {}
+      : w_(w), share_(w, kSlice), barriers_(barriers), ring_(ring) {}
 
   // By a thread. What fits is on its way before x is there.
   __device__ void copy_weight() {
     constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST);
-    const int bytes = w_.depth * (w_.slice_bytes() + kXBytes), rows = w_.tiles_at_once * w_.tile_rows;
+    const int rows = w_.rows_at_once();
+    const int bytes = w_.depth * (w_.slice_bytes() + kXBytes) + w_.scales * (rows + kColumns) * 4;
     Turn<kMaxStages> turn;
     int row = share_.first * w_.tile_rows;
     for (int group = 0; group < w_.groups; ++group, row += rows)
@@ -107,6 +123,13 @@ class LinearRows {
           cute::SM90_TMA_LOAD_5D::copy(&w_.weight, full, kHint, to, 0, 0, 0, row / 16, share_.first_slice + slice);
         else
           cute::SM90_TMA_LOAD_3D::copy(&w_.weight, full, kHint, to, 0, row, share_.first_slice + slice);
+        if constexpr (kScaled) {
+          void* const scales = weight_scales_of(turn.at);
+          if (w_.p.gated)
+            cute::SM90_TMA_LOAD_3D::copy(&w_.weight_scales, full, kHint, scales, row / 2, 0, group_of(slice));
+          else
+            cute::SM90_TMA_LOAD_2D::copy(&w_.weight_scales, full, kHint, scales, row, group_of(slice));
+        }
       }
   }
 
@@ -118,8 +141,10 @@ class LinearRows {
     for (int group = 0; group < w_.groups; ++group)
       for (int slice = 0; slice < share_.slices; slice += w_.depth, turn.advance(w_.stages)) {
         barriers_.empty[turn.at].wait(turn.parity ^ 1);
-        cute::SM90_TMA_LOAD_3D::copy(&w_.x, &barriers_.full[turn.at].state, kHint, x_of(turn.at), 0, 0,
-                                     share_.first_slice + slice);
+        uint64_t* const full = &barriers_.full[turn.at].state;
+        cute::SM90_TMA_LOAD_3D::copy(&w_.x, full, kHint, x_of(turn.at), 0, 0, share_.first_slice + slice);
+        if constexpr (kScaled)
+          cute::SM90_TMA_LOAD_2D::copy(&w_.x_scales, full, kHint, x_scales_of(turn.at), 0, group_of(slice));
       }
   }
 
@@ -131,16 +156,21 @@ class LinearRows {
     wait_for_kernels_before();  // of whom one may still write to `out`
     for (int group = 0; group < w_.groups; ++group) {
       const int tile = share_.first + group * w_.tiles_at_once + mine;
+      if constexpr (kScaled) {
+        multiply_scaled(mine, turn, sums);
+        w_.split > 1 ? add_up_and_write(tile, sums) : write(tile, sums);
+        continue;
+      }
       int before = -1;
       for (int slice = 0; slice < share_.slices; slice += w_.depth) {
         barriers_.full[turn.at].wait(turn.parity);
         pin(sums);
         cute::warpgroup_arrive();
-        uint64_t weight = wgmma_operand(stage_at(turn.at) + mine * w_.tile_rows * 128, 0);
+        uint64_t weight = wgmma_operand(stage_at(turn.at) + mine * w_.tile_rows * kSliceBytes, 0);
         uint64_t x = wgmma_operand(x_of(turn.at), 0);
         for (int i = 0; i < w_.depth; ++i, weight += w_.slice_bytes() >> 4, x += kXBytes >> 4)
 #pragma unroll
-          for (int k = 0; k < kSlice / 16; ++k)
+          for (int k = 0; k < kSliceBytes / 32; ++k)
             Multiply::multiply(weight + 2 * k, x + 2 * k, slice > 0 || i > 0 || k > 0, sums);
         cute::warpgroup_commit_batch();
         cute::warpgroup_wait<1>();
@@ -156,20 +186,89 @@ class LinearRows {
   }
 
  private:
-  using Multiply = Wgmma<T, kColumns, cute::SM90::GMMA::Major::K>;
+  using Multiply = Wgmma<X, kColumns, cute::SM90::GMMA::Major::K>;
   using Sums = float[kColumns / 8][4];
 
-  // A stage: its slices of the tiles, and then those of x. Behind the stages is what another block of the cluster
-  // leaves.
-  __device__ unsigned char* stage_at(int stage) const {
-    return ring_ + stage * w_.depth * (w_.slice_bytes() + kXBytes);
-  }
+  // A stage: its slices of the tiles, then those of x, then scales. Behind the stages is what another block of the
+  // cluster leaves.
+  __device__ unsigned char* stage_at(int stage) const { return ring_ + stage * w_.stage_bytes; }
   __device__ unsigned char* x_of(int stage) const { return stage_at(stage) + w_.depth * w_.slice_bytes(); }
+  __device__ float* weight_scales_of(int stage) const {
+    return reinterpret_cast<float*>(x_of(stage) + w_.depth * kXBytes);
+  }
+  __device__ float* x_scales_of(int stage) const {
+    return weight_scales_of(stage) + scales_bytes(w_.scales, w_.rows_at_once()) / 4;
+  }
+  // The first group whose scales a stage has.
+  __device__ int group_of(int slice) const { return w_.p.groups > 1 ? share_.first_slice + slice : 0; }
   __device__ float2* left() const { return reinterpret_cast<float2*>(stage_at(w_.stages)); }
 
-  // By one thread: wgmma has read what it has for the whole warpgroup.
+  // By one thread: wgmma has read what it has for the whole warpgroup. Scales each warp reads for itself.
   __device__ void release(int stage) {
-    if (threadIdx.x % kWarpgroup == 0) barriers_.empty[stage].arrive();
+    if constexpr (kScaled) __syncwarp();
+    if (threadIdx.x % (kWarpgroup / kReaders) == 0) barriers_.empty[stage].arrive();
+  }
+
+  // A group of tiles of 8 bits. Of few columns two slices are multiplied at a time, so that one is scaled while the
+  // other is under way.
+  __device__ void multiply_scaled(int mine, Turn<kMaxStages>& turn, Sums& sums) {
+#pragma unroll
+    for (auto& of_columns : sums)
+#pragma unroll
+      for (float& sum : of_columns) sum = 0;
+    const int thread = threadIdx.x % kWarpgroup, warp = thread / kWarp, lane = thread % kWarp, rows = w_.rows_at_once();
+    // Where the scales of a thread's two rows stand among those of the stage.
+    const int low =
+        w_.p.gated ? mine * w_.tile_rows / 2 + warp * 8 + lane / 4 : mine * w_.tile_rows + warp * 16 + lane / 4;
+    const int high = low + (w_.p.gated ? rows / 2 : 8);
+    for (int slice = 0; slice < share_.slices; slice += w_.depth) {
+      barriers_.full[turn.at].wait(turn.parity);
+      const uint64_t weight = wgmma_operand(stage_at(turn.at) + mine * w_.tile_rows * kSliceBytes, 0);
+      const uint64_t x = wgmma_operand(x_of(turn.at), 0);
+      const auto start = [&](int i, Sums& part) {
+        pin(part);
+        cute::warpgroup_arrive();
+#pragma unroll
+        for (int k = 0; k < kSliceBytes / 32; ++k)
+          Multiply::multiply(weight + i * (w_.slice_bytes() >> 4) + 2 * k, x + i * (kXBytes >> 4) + 2 * k, k > 0, part);
+        cute::warpgroup_commit_batch();
+      };
+      const auto add = [&](int i, Sums& part) {
+        pin(part);
+        const int group = w_.scales > 1 ? i : 0;
+        const float* const of_weight = weight_scales_of(turn.at) + group * rows;
+        const float* const of_x = x_scales_of(turn.at) + group * kColumns + lane % 4 * 2;
+        const float of_low = of_weight[low], of_high = of_weight[high];
+#pragma unroll
+        for (int n = 0; n < kColumns / 8; ++n) {
+          const float2 of_columns = *reinterpret_cast<const float2*>(of_x + n * 8);
+          sums[n][0] += part[n][0] * (of_columns.x * of_low);
+          sums[n][1] += part[n][1] * (of_columns.y * of_low);
+          sums[n][2] += part[n][2] * (of_columns.x * of_high);
+          sums[n][3] += part[n][3] * (of_columns.y * of_high);
+        }
+      };
+      if (kColumns <= 32 && w_.depth % 2 == 0) {
+        Sums one, other;
+        for (int i = 0; i < w_.depth; i += 2) {
+          start(i, one);
+          start(i + 1, other);
+          cute::warpgroup_wait<1>();
+          add(i, one);
+          cute::warpgroup_wait<0>();
+          add(i + 1, other);
+        }
+      } else {
+        Sums part;
+        for (int i = 0; i < w_.depth; ++i) {
+          start(i, part);
+          cute::warpgroup_wait<0>();
+          add(i, part);
+        }
+      }
+      release(turn.at);
+      turn.advance(w_.stages);
+    }
   }
 
   // Where a thread writes. Its sums are of rows lane / 4 and lane / 4 + 8 of its warp's 16, and of columns 2 (lane % 4)
@@ -237,14 +336,14 @@ class LinearRows {
   unsigned char* const ring_;
 };
 
-template <class T, int kColumns>
+template <class T, class X, int kColumns>
 __global__ void __launch_bounds__(kMaxTiles* kWarpgroup + 2 * kWarp, 1)
     wgmma_linear_rows_kernel(const __grid_constant__ WgmmaLinearRows w) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  using Kernel = LinearRows<T, kColumns>;
+  using Kernel = LinearRows<T, X, kColumns>;
   extern __shared__ __align__(1024) unsigned char ring[];
   __shared__ typename Kernel::Barriers barriers;
-  begin_ring(w.weight, w.x, barriers, w.stages, static_cast<unsigned>(w.tiles_at_once));
+  begin_ring(w.weight, w.x, barriers, w.stages, static_cast<unsigned>(w.tiles_at_once) * Kernel::kReaders);
   __syncthreads();
   if (Cluster::size() > 1) Cluster::arrive();  // the others may now reach this block's shared memory
   Kernel kernel(w, barriers, ring);
@@ -259,30 +358,53 @@ __global__ void __launch_bounds__(kMaxTiles* kWarpgroup + 2 * kWarp, 1)
 #endif
 }
 
+cuuint64_t size(int64_t x) { return static_cast<cuuint64_t>(x); }
+cuuint32_t part(int x) { return static_cast<cuuint32_t>(x); }
+
+template <class X>
+constexpr Dtypes kDtypeOf = std::is_same_v<X, Float8>     ? kFloat8
+                            : std::is_same_v<X, BFloat16> ? kBFloat16
+                                                          : kFloat16;
+
 // Rows as slices, of which a copy takes `depth` of each of `box_rows` rows: panels one after the other.
-CUtensorMap rows_map(const void* data, Dtypes dtype, int64_t rows, int64_t width, int64_t stride, int box_rows,
-                     int depth) {
-  const auto size = [](auto x) { return static_cast<cuuint64_t>(x); };
-  const auto part = [](int x) { return static_cast<cuuint32_t>(x); };
-  return tensor_map<3>("linear_rows", data, dtype, {kSlice, size(rows), size(width / kSlice)},
-                       {size(rows > 1 ? stride : width) * 2, kSlice * 2}, {kSlice, part(box_rows), part(depth)});
+template <class X>
+CUtensorMap rows_map(const void* data, int64_t rows, int64_t width, int64_t stride, int box_rows, int depth) {
+  constexpr int kSlice = kSliceBytes / sizeof(X);
+  return tensor_map<3>("linear_rows", data, kDtypeOf<X>, {kSlice, size(rows), size(width / kSlice)},
+                       {size(rows > 1 ? stride : width) * sizeof(X), kSliceBytes},
+                       {kSlice, part(box_rows), part(depth)});
 }
 
 // The same of the weight of a gate above that of what is gated: eight rows of the one and of the other in turn.
+template <class X>
 CUtensorMap gated_map(const LinearRowsParams& p, int box_rows, int depth) {
-  const auto size = [](int64_t x) { return static_cast<cuuint64_t>(x); };
-  const auto part = [](int x) { return static_cast<cuuint32_t>(x); };
-  const int64_t row = p.weight_stride * 2;
-  return tensor_map<5>("linear_rows", p.weight, p.dtype, {kSlice, 8, 2, size(p.out / 8), size(p.in / kSlice)},
-                       {size(row), size(row * p.out), size(row * 8), kSlice * 2},
+  constexpr int kSlice = kSliceBytes / sizeof(X);
+  const int64_t row = p.weight_stride * sizeof(X);
+  return tensor_map<5>("linear_rows", p.weight, kDtypeOf<X>, {kSlice, 8, 2, size(p.out / 8), size(p.in / kSlice)},
+                       {size(row), size(row * p.out), size(row * 8), kSliceBytes},
                        {kSlice, 8, 2, part(box_rows / 16), part(depth)});
+}
+
+// Scales, of which a copy takes those of `box_rows` rows in `scales` groups.
+CUtensorMap scales_map(const float* data, int64_t rows, int64_t groups, int64_t stride, int box_rows, int scales) {
+  const int64_t row = groups > 1 ? stride : (rows + 3) / 4 * 4;
+  return tensor_map<2>("linear_rows", data, kFloat32, {size(rows), size(groups)}, {size(row * 4)},
+                       {part(box_rows), part(scales)});
+}
+
+// The same of gates and of what they gate: half of them each.
+CUtensorMap gated_scales_map(const LinearRowsParams& p, int box_rows, int scales) {
+  const int64_t row = p.groups > 1 ? p.weight_scales_stride : 2 * p.out;
+  return tensor_map<3>("linear_rows", p.weight_scales, kFloat32, {size(p.out), 2, size(p.groups)},
+                       {size(p.out * 4), size(row * 4)}, {part(box_rows / 2), 2, part(scales)});
 }
 
 // How a weight is shared out.
 struct Cut {
-  int split, clusters, tile_rows, tiles_at_once, groups, depth, stages, bytes;
+  int split, clusters, tile_rows, tiles_at_once, groups, depth, stages, stage_bytes, bytes;
 
-  Cut(int rows, int slices, int columns, bool gated, int multiprocessors) {
+  // scale_groups: 0, 1 of whole rows, or as many as slices.
+  Cut(int rows, int slices, int columns, int64_t scale_groups, bool gated, int multiprocessors) {
     const auto parts = [](int whole, int part) { return (whole + part - 1) / part; };
     split = slices % 2 == 0 && parts(rows, multiprocessors / 2) <= kMaxTiles * kTile ? 2 : 1;
     const int share = parts(rows, multiprocessors / split), step = gated ? 16 : 8;
@@ -297,30 +419,46 @@ struct Cut {
     clusters = parts(rows, least);
     // wgmma reads what is behind a tile of fewer rows as well, wherever it ends.
     const int left = split > 1 ? tiles_at_once * kWarpgroup * columns : 0;
-    const int behind = std::max((kTile - tile_rows) * 128, left), slice = (tiles_at_once * tile_rows + columns) * 128;
+    const int behind = std::max((kTile - tile_rows) * kSliceBytes, left), at_once = tiles_at_once * tile_rows;
+    const auto stage_of = [&](int slices_of_it) {
+      const int scales = scale_groups > 1 ? slices_of_it : static_cast<int>(scale_groups);
+      const int all = slices_of_it * (at_once + columns) * kSliceBytes + scales_bytes(scales, at_once) +
+                      scales_bytes(scales, columns);
+      return parts(all, 1024) * 1024;  // where panels start
+    };
     // A copy and a barrier for each slice would cost more time than its bytes; but the more stages, the more even is
     // what is on its way, which matters most where x takes little of it.
     const int enough = columns > 32 ? 4 : 6;
     for (depth = 1; depth < kMaxDepth && slices % (2 * depth * split) == 0;) {
-      if (enough * 2 * depth * slice + behind > kRingBytes) break;
+      if (enough * stage_of(2 * depth) + behind > kRingBytes) break;
       depth *= 2;
     }
-    stages = std::min(kMaxStages, (kRingBytes - behind) / (depth * slice));
-    bytes = stages * depth * slice + behind;
+    stage_bytes = stage_of(depth);
+    stages = std::min(kMaxStages, (kRingBytes - behind) / stage_bytes);
+    bytes = stages * stage_bytes + behind;
   }
 };
 
-template <class T, int kColumns>
+template <class T, class X, int kColumns>
 void start(const LinearRowsParams& p, Stream stream) {
-  const auto kernel = wgmma_linear_rows_kernel<T, kColumns>;
+  const auto kernel = wgmma_linear_rows_kernel<T, X, kColumns>;
   SD_CUDA_CHECK("linear_rows", cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kRingBytes));
-  const Cut cut(static_cast<int>(p.gated ? 2 * p.out : p.out), static_cast<int>(p.in / kSlice), kColumns, p.gated,
-                current_device("linear_rows").multiprocessors);
+  const Cut cut(static_cast<int>(p.gated ? 2 * p.out : p.out), static_cast<int>(p.in * sizeof(X) / kSliceBytes),
+                kColumns, p.groups, p.gated, current_device("linear_rows").multiprocessors);
+  const int at_once = cut.tiles_at_once * cut.tile_rows;
+  const int scales = p.groups > 1 ? cut.depth : static_cast<int>(p.groups);
+  CUtensorMap weight_scales{}, x_scales{};
+  if constexpr (std::is_same_v<X, Float8>) {
+    weight_scales = p.gated ? gated_scales_map(p, at_once, scales)
+                            : scales_map(p.weight_scales, p.out, p.groups, p.weight_scales_stride, at_once, scales);
+    x_scales = scales_map(p.x_scales, p.rows, p.groups, p.x_scales_stride, kColumns, scales);
+  }
   const WgmmaLinearRows w{
-      .weight = p.gated ? gated_map(p, cut.tiles_at_once * cut.tile_rows, cut.depth)
-                        : rows_map(p.weight, p.dtype, p.out, p.in, p.weight_stride, cut.tiles_at_once * cut.tile_rows,
-                                   cut.depth),
-      .x = rows_map(p.x, p.dtype, p.rows, p.in, p.x_stride, kColumns, cut.depth),
+      .weight = p.gated ? gated_map<X>(p, at_once, cut.depth)
+                        : rows_map<X>(p.weight, p.out, p.in, p.weight_stride, at_once, cut.depth),
+      .x = rows_map<X>(p.x, p.rows, p.in, p.x_stride, kColumns, cut.depth),
+      .weight_scales = weight_scales,
+      .x_scales = x_scales,
       .p = p,
       .split = cut.split,
       .tile_rows = cut.tile_rows,
@@ -328,6 +466,8 @@ void start(const LinearRowsParams& p, Stream stream) {
       .groups = cut.groups,
       .depth = cut.depth,
       .stages = cut.stages,
+      .stage_bytes = cut.stage_bytes,
+      .scales = scales,
   };
   launch("linear_rows", kernel,
          {.grid = static_cast<unsigned>(cut.clusters * cut.split),
@@ -340,22 +480,31 @@ void start(const LinearRowsParams& p, Stream stream) {
 }  // namespace
 
 void wgmma_linear_rows(const LinearRowsParams& all, Stream stream) {
-  const auto start_part = [&]<class T>(const LinearRowsParams& p) {
-    if (p.rows <= 8) return start<T, 8>(p, stream);
-    if (p.rows <= 16) return start<T, 16>(p, stream);
-    if (p.rows <= 32) return start<T, 32>(p, stream);
-    if (p.rows <= 64) return start<T, 64>(p, stream);
-    if (p.rows <= 96) return start<T, 96>(p, stream);
-    start<T, kMaxColumns>(p, stream);
+  const auto start_part = [&]<class T, class X>(const LinearRowsParams& p) {
+    if (p.rows <= 8) return start<T, X, 8>(p, stream);
+    if (p.rows <= 16) return start<T, X, 16>(p, stream);
+    if (p.rows <= 32) return start<T, X, 32>(p, stream);
+    if constexpr (std::is_same_v<X, Float8>) {
+      start<T, X, kMaxScaledColumns>(p, stream);
+    } else {
+      if (p.rows <= 64) return start<T, X, 64>(p, stream);
+      if (p.rows <= 96) return start<T, X, 96>(p, stream);
+      start<T, X, kMaxColumns>(p, stream);
+    }
+  };
+  const auto of_types = [&]<class T, class X>() {
+    constexpr int64_t kMost = std::is_same_v<X, Float8> ? kMaxScaledColumns : kMaxColumns;
+    for (int64_t first = 0; first < all.rows; first += kMost) {
+      LinearRowsParams part = all;
+      part.x = static_cast<const X*>(all.x) + first * all.x_stride;
+      part.y = static_cast<T*>(all.y) + first * all.y_stride;
+      if (all.x_scales) part.x_scales = all.x_scales + first;
+      part.rows = std::min<int64_t>(all.rows - first, kMost);
+      start_part.template operator()<T, X>(part);
+    }
   };
   const auto of_type = [&]<class T>() {
-    for (int64_t first = 0; first < all.rows; first += kMaxColumns) {
-      LinearRowsParams part = all;
-      part.x = static_cast<const T*>(all.x) + first * all.x_stride;
-      part.y = static_cast<T*>(all.y) + first * all.y_stride;
-      part.rows = std::min<int64_t>(all.rows - first, kMaxColumns);
-      start_part.template operator()<T>(part);
-    }
+    all.groups > 0 ? of_types.template operator()<T, Float8>() : of_types.template operator()<T, T>();
   };
   if (all.dtype == kBFloat16)
     of_type.template operator()<BFloat16>();

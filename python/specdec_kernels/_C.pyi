@@ -223,10 +223,21 @@ def pair_rows(
 ) -> None: ...
 def gate_rows(stream: int | None, x: Tensor, out: Tensor) -> None: ...
 def linear_rows(
-    stream: int | None, x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, plan: str | None, out: Tensor
+    stream: int | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    x_scales: Tensor | None,
+    weight_scales: Tensor | None,
+    gated: bool,
+    plan: str | None,
+    out: Tensor,
 ) -> None: ...
 def linear_rows_plan(x: Tensor, weight: Tensor, gated: bool) -> str: ...
-def linear_plan(rows: int, outs: int, ins: int, is_16_bit: bool, gated: bool, has_wgmma: bool) -> str: ...
+def linear_plan(rows: int, outs: int, ins: int, bits: int, gated: bool, has_wgmma: bool) -> str: ...
+def round_rows(
+    stream: int | None, x: Tensor, group_size: int | None, scale: Tensor | None, out: Tensor, out_scales: Tensor
+) -> None: ...
 def rotate_qkv(
     stream: int | None,
     qkv: Tensor,

@@ -835,6 +835,8 @@ def linear_rows(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
+    x_scales: Tensor | None = None,
+    weight_scales: Tensor | None = None,
     gated: bool = False,
     plan: str | None = None,
     out: Tensor | None = None,
@@ -850,10 +852,13 @@ def linear_rows(
         x: [M, K] float16 or bfloat16, at most 262144 rows, K a multiple of 64.
         weight: [N, K]; rows of both may be strided, and start on 16 bytes. Gated: [2 * N, K], those of the gate and
             then of up, N a multiple of 8.
-        bias: of as many numbers and of the same dtype; None for none.
+        bias: of as many numbers and of out's dtype; None for none.
+        x_scales, weight_scales: of float8_e4m3fn x and weight, [G, M] and [G, N] float32, whose groups start on 16
+            bytes; one group of whole rows, or one of each 128 numbers, as `round_rows` gives them. K is then a multiple
+            of 128 and N of 16, a GPU one of Hopper, and out bfloat16, unless an out of float16 is given.
         gated: return silu(gate) * up, as `gate_rows` would, rounded once.
         plan: forces a kernel, for tests and benchmarks: "sm80.mma", or on Hopper "sm90.wgmma", which it has by itself
-            unless rows of `x` or `weight` overlap.
+            unless rows of `x` or `weight` overlap. The latter alone takes numbers of 8 bits.
 
     Returns:
         out [M, N].
@@ -865,9 +870,47 @@ def linear_rows(
     if out is None:
         rows, _ = shape_of("linear_rows", "x", x, 2)
         outs = shape_of("linear_rows", "weight", weight, 2)[0]
-        out = empty_like("linear_rows", x, (rows, outs // 2 if gated else outs))
-    _C.linear_rows(stream, x, weight, bias, gated, plan, out)
+        shape = rows, outs // 2 if gated else outs
+        out = empty_like("linear_rows", x, shape) if x_scales is None else empty("linear_rows", x, shape, "bfloat16")
+    _C.linear_rows(stream, x, weight, bias, x_scales, weight_scales, gated, plan, out)
     return out
+
+
+def round_rows(
+    x: Tensor,
+    *,
+    group_size: int | None = None,
+    scale: Tensor | None = None,
+    out: tuple[Tensor | None, Tensor | None] = (None, None),
+    stream: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Rows as float8_e4m3fn and the scales that give them back: a scale is the largest of its numbers over 448, and at
+    least 1e-12; each number is divided by it and rounded to nearest, ties to even. Beyond 448 is 448.
+
+    Both sides of a product of 8 bits (`linear_rows`) are such rows. Source: DeepSeek-V3 (arXiv
+    2412.19437), section 3.3.2.
+
+    Args:
+        x: [T, W] float32, float16 or bfloat16; rows may be strided.
+        group_size: 128: a scale for each 128 numbers of a row, the last of them of what is left; None: one for a row.
+        scale: [1] float32, of all rows, instead; group_size is then None.
+        out: the two results, None for one that is to be allocated.
+
+    Returns:
+        The numbers [T, W] float8_e4m3fn, and the scales [G, T] float32, G groups that each start on 16 bytes.
+
+    Raises:
+        ValueError: wrong dtype, shape, device or stride; another group_size; a scale beside one.
+    """
+    numbers, scales = out
+    if numbers is None or scales is None:
+        rows, width = shape_of("round_rows", "x", x, 2)
+        groups = max(-(-width // (group_size or max(width, 1))), 1)
+        numbers = empty("round_rows", x, (rows, width), "float8_e4m3fn") if numbers is None else numbers
+        if scales is None:
+            scales = empty("round_rows", x, (groups, -(-rows // 4) * 4), "float32")[:, :rows]
+    _C.round_rows(stream, x, group_size, scale, numbers, scales)
+    return numbers, scales
 
 
 def rotate_qkv(

@@ -33,13 +33,17 @@ class Product(NamedTuple):
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., out] from [..., in]."""
-        return self._rows(x) if self._is_ours(x) else self._by_torch(x)
+        if not isinstance(self.weight, Tensor):
+            return self.weight.product(x, self.bias)
+        return self._rows(x) if self._is_ours(x) else functional.linear(x, self.weight, self.bias)
 
     def gated(self, x: Tensor) -> Tensor:
         """silu(gate) * up [rows, out / 2] from x [rows, in], of a product that makes gate and up."""
+        if not isinstance(self.weight, Tensor):
+            return self.weight.product(x, self.bias, gated=True)
         if self._is_ours(x, gated=True):
             return self._rows(x, gated=True)
-        out: Tensor = gate_rows(self._by_torch(x))
+        out: Tensor = gate_rows(functional.linear(x, self.weight, self.bias))
         return out
 
     def added_to(self, state: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -54,12 +58,6 @@ class Product(NamedTuple):
     def _is_ours(self, x: Tensor, gated: bool = False) -> bool:
         """Whether `linear_rows` is quicker than torch's product, which is cuBLAS on a GPU."""
         return isinstance(self.weight, Tensor) and _C.linear_rows_plan(x, self.weight, gated) != "library"
-
-    def _by_torch(self, x: Tensor) -> Tensor:
-        if isinstance(self.weight, Tensor):
-            return functional.linear(x, self.weight, self.bias)
-        out = self.weight.product(x)
-        return out if self.bias is None else out + self.bias
 
     def _rows(self, x: Tensor, gated: bool = False) -> Tensor:
         out: Tensor = linear_rows(x.reshape(-1, x.shape[-1]), self.weight, self.bias, gated=gated)

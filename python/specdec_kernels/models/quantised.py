@@ -3,7 +3,8 @@
 What is computed is a definition, the same on every device. A weight is numbers times scales. Where a format says that
 activations are rounded too, every row is, by scales of its own, so that no row depends on the others beside it. Both
 become numbers of the rows' dtype and are multiplied: exactly so in float32, in 16 bits with one more rounding of each.
-On a GPU a kernel of torch, which leaves that rounding out, stands for it where, tried once, it gives what it should.
+On a GPU kernels that leave that rounding out stand for it: `linear_rows` for few rows on Hopper, and one of torch
+where, tried once, it gives what it should.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from .. import _C
+from ..ops import gate_rows, linear_rows, round_rows
+
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
-SMALLEST_SCALE = 1e-12  # of rows of zeros
 GROUP = 128  # numbers of a row that share a scale, and rows and columns of a block of a weight
 KERNEL_ERROR = 2e-2  # of a kernel's results, which are bfloat16, against the definition's
 
@@ -37,8 +40,14 @@ class StoredWeight(ABC):
     def dequantised(self) -> Tensor:
         """[out, in] float32."""
 
+    def product(self, x: Tensor, bias: Tensor | None = None, gated: bool = False) -> Tensor:
+        """[..., out] from [..., in]; gated, [rows, out / 2] from [rows, in], of a gate and then what it gates."""
+        out = self.multiplied(x)
+        out = out if bias is None else out + bias
+        return gate_rows(out) if gated else out
+
     @abstractmethod
-    def product(self, x: Tensor) -> Tensor:
+    def multiplied(self, x: Tensor) -> Tensor:
         """[..., out] from [..., in]."""
 
     @abstractmethod
@@ -83,13 +92,22 @@ class Fp8Weight(StoredWeight):
     def dequantised(self) -> Tensor:
         return spread(self.scales, self.shape[1]) * self.numbers.float()
 
-    def product(self, x: Tensor) -> Tensor:
+    def product(self, x: Tensor, bias: Tensor | None = None, gated: bool = False) -> Tensor:
+        if not self._is_ours(x, gated):
+            return super().product(x, bias, gated)
+        rows, scales = in_eight_bits(x.reshape(-1, x.shape[-1]), self.activations, self.input_scale)
+        out = torch.empty(len(rows), self.shape[0] // 2 if gated else self.shape[0], dtype=x.dtype, device=x.device)
+        of_weight = self.scales.t()
+        linear_rows(rows, self.numbers, bias, x_scales=scales, weight_scales=of_weight, gated=gated, out=out)
+        return out.view(*x.shape[:-1], -1)
+
+    def multiplied(self, x: Tensor) -> Tensor:
         if self.activations == "none":
             return functional.linear(x, self.dequantised().to(x.dtype))
         numbers, scales = in_eight_bits(x.reshape(-1, x.shape[-1]), self.activations, self.input_scale)
         kernel = self.torch_kernel(x)
         if kernel is None:
-            rows = numbers.float() * spread(scales, x.shape[-1])
+            rows = numbers.float() * spread(scales.t(), x.shape[-1])
             out = functional.linear(rows.to(x.dtype), self.dequantised().to(x.dtype))
         else:
             out = kernel(numbers, scales, self.numbers, self.scales)
@@ -97,7 +115,15 @@ class Fp8Weight(StoredWeight):
 
     def plan(self, x: Tensor) -> str:
         kernel = self.torch_kernel(x)
-        return "widened" if kernel is None else kernel.__name__
+        return "linear_rows" if self._is_ours(x, False) else "widened" if kernel is None else kernel.__name__
+
+    def _is_ours(self, x: Tensor, gated: bool) -> bool:
+        """Whether `linear_rows` multiplies: few rows, on Hopper, by a weight whose groups are those of the rows."""
+        groups, aligned = self.scales.shape[1], self.scales.data_ptr() % 16 == 0
+        rounds_alike = groups == 1 if self.activations in ("token", "static") else groups * GROUP == self.shape[1]
+        if self.activations == "none" or not (rounds_alike and aligned and self.scales.stride(0) == 1):
+            return False
+        return _C.linear_rows_plan(x, self.numbers, gated) != "library"
 
     @property
     def nbytes(self) -> int:
@@ -162,7 +188,7 @@ class Int4Weight(StoredWeight):
         grouped = numbers.view(len(numbers), zeros.shape[1], -1)
         return ((grouped - zeros[..., None]) * scales[..., None]).flatten(1)
 
-    def product(self, x: Tensor) -> Tensor:
+    def multiplied(self, x: Tensor) -> Tensor:
         return functional.linear(x, self.dequantised().to(x.dtype))
 
     def plan(self, x: Tensor) -> str:
@@ -204,8 +230,11 @@ class SeveralWeights(StoredWeight):
             [part.dequantised() if isinstance(part, StoredWeight) else part.float() for part in self.parts]
         )
 
-    def product(self, x: Tensor) -> Tensor:
-        return torch.cat([multiplied(x, part) for part in self.parts], -1)
+    def multiplied(self, x: Tensor) -> Tensor:
+        return torch.cat(
+            [part.product(x) if isinstance(part, StoredWeight) else functional.linear(x, part) for part in self.parts],
+            -1,
+        )
 
     def plan(self, x: Tensor) -> str:
         return " + ".join(part.plan(x) if isinstance(part, StoredWeight) else "16 bits" for part in self.parts)
@@ -213,11 +242,6 @@ class SeveralWeights(StoredWeight):
     @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts)
-
-
-def multiplied(x: Tensor, weight: Tensor | StoredWeight) -> Tensor:
-    """[..., out] from [..., in]."""
-    return functional.linear(x, weight) if isinstance(weight, Tensor) else weight.product(x)
 
 
 def stored_together(linears: Sequence[nn.Linear | QuantisedLinear]) -> StoredWeight:
@@ -249,18 +273,9 @@ def same(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def in_eight_bits(x: Tensor, activations: str, input_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Rows [T, in] as float8_e4m3fn and their scales, [T, 1] or [T, groups] float32."""
-    wide = x.float()
-    if activations == "group":
-        padded = functional.pad(wide, (0, -wide.shape[1] % GROUP))
-        largest = padded.view(len(x), -1, GROUP).abs().amax(-1)
-    elif activations == "token":
-        largest = wide.abs().amax(-1, keepdim=True)
-    else:
-        assert input_scale is not None
-        largest = (input_scale * LARGEST).expand(len(x), 1)
-    scales = (largest / LARGEST).clamp(min=SMALLEST_SCALE)
-    return (wide / spread(scales, x.shape[1])).clamp(-LARGEST, LARGEST).to(FP8), scales
+    """Rows [T, in] as float8_e4m3fn and their scales, [1, T] or [groups, T] float32."""
+    assert (activations == "static") is (input_scale is not None)
+    return round_rows(x, group_size=GROUP if activations == "group" else None, scale=input_scale)
 
 
 def rounded(x: Tensor, activations: str) -> Tensor:
@@ -268,40 +283,35 @@ def rounded(x: Tensor, activations: str) -> Tensor:
     if activations == "none":
         return x
     numbers, scales = in_eight_bits(x, activations)
-    return (numbers.float() * spread(scales, x.shape[1])).to(x.dtype)
+    return (numbers.float() * spread(scales.t(), x.shape[1])).to(x.dtype)
 
 
 # --- kernels of torch
 
-Kernel = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # of rows, their scales, a weight's numbers and its scales
+# Of rows, their scales [groups, T], a weight's numbers and its scales [out, groups].
+Kernel = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def scaled_by_rows(numbers: Tensor, scales: Tensor, weight: Tensor, weight_scales: Tensor) -> Tensor:
     out: Tensor = torch._scaled_mm(
-        numbers, weight.t(), scales.contiguous(), weight_scales.t().contiguous(), out_dtype=torch.bfloat16
+        numbers, weight.t(), scales.flatten()[:, None], weight_scales.flatten()[None], out_dtype=torch.bfloat16
     )
     return out
 
 
 def scaled_by_groups(numbers: Tensor, scales: Tensor, weight: Tensor, weight_scales: Tensor) -> Tensor:
-    rows = -(-len(numbers) // 16) * 16  # so that each column of scales starts on 16 bytes
-    numbers = functional.pad(numbers.view(torch.uint8), (0, 0, 0, rows - len(numbers))).view(FP8)
-    scales_of_rows = functional.pad(scales, (0, 0, 0, rows - len(scales)), value=1.0)
+    rows = -(-len(numbers) // 16) * 16 - len(numbers)  # so that each column of scales starts on 16 bytes
+    padded = functional.pad(numbers.view(torch.uint8), (0, 0, 0, rows)).view(FP8)
+    scales_of_rows = functional.pad(scales, (0, rows), value=1.0).t()
     kind = functional.ScalingType.BlockWise1x128
     out: Tensor = functional.scaled_mm(
-        numbers,
-        weight.t(),
-        by_columns(scales_of_rows),
-        kind,
-        by_columns(weight_scales),
-        kind,
-        output_dtype=torch.bfloat16,
+        padded, weight.t(), scales_of_rows, kind, by_columns(weight_scales), kind, output_dtype=torch.bfloat16
     )
-    return out[: len(scales)]
+    return out[: len(numbers)]
 
 
 def by_columns(scales: Tensor) -> Tensor:
-    """The same numbers, those of a column one behind another, as torch's product by groups wants them."""
+    """The same numbers, those of a column one behind another, as products by groups want them."""
     return scales.t().contiguous().t()
 
 
@@ -321,7 +331,7 @@ def gives_the_definition(kernel: Kernel, device: torch.device) -> bool:
         x, of_x = in_eight_bits(
             torch.randn(rows, ins, generator=generator).to(device), "group" if by_groups else "token"
         )
-        want = (x.double() * spread(of_x, ins)) @ weight.t()
+        want = (x.double() * spread(of_x.t(), ins)) @ weight.t()
         try:
             got = kernel(x, of_x, numbers, scales)
         except (RuntimeError, AttributeError, ValueError, TypeError):  # which is how torch says that it has none here
@@ -364,5 +374,4 @@ class QuantisedLinear(nn.Module):
         return stored
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.weight.product(x)
-        return out if self.bias is None else out + self.bias
+        return self.weight.product(x, self.bias)

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from .kv import write_kv
+
+LARGEST_FP8 = 448.0  # of float8_e4m3fn
+SMALLEST_SCALE = 1e-12  # of rows of zeros
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -74,8 +78,38 @@ def rotate_qkv(
     return rotate(q, rotations, positions)
 
 
-def linear_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> Tensor:
-    out = x.double() @ weight.double().T
+def linear_rows(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    x_scales: Tensor | None = None,
+    weight_scales: Tensor | None = None,
+    gated: bool = False,
+) -> Tensor:
+    x, weight = x.double(), weight.double()
+    if x_scales is not None and weight_scales is not None:
+        x, weight = x * spread(x_scales, x.shape[1]), weight * spread(weight_scales, x.shape[1])
+    out = x @ weight.T
     if bias is not None:
         out = out + bias.double()
     return gate_rows(out) if gated else out
+
+
+def round_rows(x: Tensor, *, group_size: int | None = None, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """In float32, which the op's numbers are exact in."""
+    wide = x.float()
+    if scale is None:
+        size = group_size or wide.shape[1]
+        padded = functional.pad(wide, (0, -wide.shape[1] % size))
+        scales = padded.view(len(x), padded.shape[1] // size, size).abs().amax(-1).t() / LARGEST_FP8
+    else:
+        scales = scale.expand(1, len(x))
+    scales = scales.clamp(min=SMALLEST_SCALE)
+    numbers = wide / spread(scales, wide.shape[1])
+    return numbers.clamp(-LARGEST_FP8, LARGEST_FP8).to(torch.float8_e4m3fn), scales
+
+
+def spread(scales: Tensor, width: int) -> Tensor:
+    """[T, width] of scales [groups, T]: what each number of a row is multiplied by."""
+    return scales.t().repeat_interleave(width if len(scales) == 1 else 128, 1)[:, :width]
