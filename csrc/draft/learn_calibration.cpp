@@ -39,6 +39,38 @@ void learn_calibration(CallStream stream, const TensorView& table, const TensorV
   SD_DISPATCH(check, stream, learn_calibration, params);
 }
 
+namespace {
+
+// A depth of which something was seen has new counts and a new scaling.
+void learn_depth(const LearnCalibrationParams& p, int64_t depth, const int64_t* more) {
+  constexpr int kSums = kCalibrationSums;
+  int64_t* const counts = p.counts + depth * kCalibrationBins * kSums;
+  BinCounts bins[kCalibrationBins];
+  int64_t seen = 0, all = 0;
+  for (int b = 0; b < kCalibrationBins; ++b) {
+    bins[b] = BinCounts::of(counts + b * kSums);
+    bins[b].add(BinCounts::of(more + b * kSums));
+    seen += more[b * kSums];
+    all += bins[b].nodes;
+  }
+  if (seen == 0) return;
+  for (int b = 0; b < kCalibrationBins; ++b) {
+    bins[b].fade(all);
+    bins[b].store(counts + b * kSums);
+  }
+  float* const platt = p.table + 2 * depth;
+  Fit fit{platt[0], platt[1]};
+  for (int step = 0; step < kDescents; ++step) {
+    Descent descent = fit.of_prior();
+    for (const BinCounts& bin : bins) descent.add(fit.of_bin(bin));
+    fit.step(descent);
+  }
+  platt[0] = static_cast<float>(fit.slope);
+  platt[1] = static_cast<float>(fit.offset);
+}
+
+}  // namespace
+
 void learn_calibration_cpu(const LearnCalibrationParams& p) {
   constexpr int64_t kSums = kCalibrationBins * kCalibrationSums;
   std::vector<int64_t> more(p.depths * kSums);

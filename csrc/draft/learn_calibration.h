@@ -64,63 +64,62 @@ SD_HD SeenNode seen_node(const LearnCalibrationParams& p, int64_t b, int64_t i) 
   return seen;
 }
 
-// Adds what a round has shown to the counts of a depth, [16, 3] each, and halves them where they are many.
-SD_HD void add_counts(int64_t* counts, const int64_t* more) {
-  int64_t nodes = 0;
-  for (int i = 0; i < kCalibrationBins * kCalibrationSums; ++i) {
-    counts[i] += more[i];
-    if (i % kCalibrationSums == 0) nodes += counts[i];
-  }
-  for (; nodes > kMaxCalibrationNodes; nodes /= 2)
-    for (int i = 0; i < kCalibrationBins * kCalibrationSums; ++i) counts[i] /= 2;
-}
+// What a bin of a depth has counted.
+struct BinCounts {
+  int64_t nodes, taken, logits;
 
-// The likeliest Platt scaling of a depth's counts, from the last one on.
-SD_HD Platt fit_platt(Platt platt, const int64_t* counts) {
-  constexpr int kSteps = 2;  // counts move little from round to round
-  constexpr double kPrior = 2;
-  double slope = platt.slope, offset = platt.offset;
-  for (int step = 0; step < kSteps; ++step) {
-    // The slope and the curvature of -log p(counts), which is convex.
-    double by_slope = mul(kPrior, add(slope, -1.0)), by_offset = mul(kPrior, offset);
-    double slope2 = kPrior, offset2 = kPrior, both = 0;
-    for (int bin = 0; bin < kCalibrationBins; ++bin) {
-      const int64_t* const sums = counts + bin * kCalibrationSums;
-      if (sums[0] <= 0) continue;
-      const auto nodes = static_cast<double>(sums[0]), taken = static_cast<double>(sums[1]);
-      const double logit = mul(div(static_cast<double>(sums[2]), nodes), 0x1p-16);
-      const double z = add(mul(slope, logit), offset);
-      const auto least = static_cast<float>(z < 0 ? z : -z);
-      const double odds = mul(static_cast<double>(exp2_weight(mul(least, kLog2e))), 0x1p-40);
-      const double minor = div(odds, add(1.0, odds)), p = z < 0 ? minor : add(1.0, -minor);
-      const double beyond = add(mul(nodes, p), -taken), weight = mul(nodes, mul(p, add(1.0, -p)));
-      by_slope = add(by_slope, mul(beyond, logit));
-      by_offset = add(by_offset, beyond);
-      slope2 = add(slope2, mul(weight, mul(logit, logit)));
-      both = add(both, mul(weight, logit));
-      offset2 = add(offset2, weight);
-    }
-    const double determinant = add(mul(slope2, offset2), -mul(both, both));
-    const double of_slope = div(add(mul(by_slope, offset2), -mul(by_offset, both)), determinant);
+  SD_HD static BinCounts of(const int64_t* sums) { return {sums[0], sums[1], sums[2]}; }
+  SD_HD void store(int64_t* sums) const { sums[0] = nodes, sums[1] = taken, sums[2] = logits; }
+  SD_HD void add(const BinCounts& more) { nodes += more.nodes, taken += more.taken, logits += more.logits; }
+  // As often as it takes to have no more than kMaxCalibrationNodes of `all` nodes of the depth.
+  SD_HD void fade(int64_t all) {
+    for (; all > kMaxCalibrationNodes; all /= 2) nodes /= 2, taken /= 2, logits /= 2;
+  }
+};
+
+// The slope and the curvature of -log p(counts), which is convex, at a scaling: sums over bins and the prior.
+struct Descent {
+  double by_slope = 0, by_offset = 0, slope2 = 0, offset2 = 0, both = 0;
+
+  SD_HD void add(const Descent& other) {
+    by_slope = specdec::add(by_slope, other.by_slope);
+    by_offset = specdec::add(by_offset, other.by_offset);
+    slope2 = specdec::add(slope2, other.slope2);
+    offset2 = specdec::add(offset2, other.offset2);
+    both = specdec::add(both, other.both);
+  }
+};
+
+constexpr int kDescents = 2;  // steps of Newton's method; counts move little from round to round
+
+// A depth's scaling on its way to the likeliest.
+struct Fit {
+  double slope, offset;
+
+  SD_HD Descent of_prior() const {
+    constexpr double kPrior = 2;
+    return {mul(kPrior, add(slope, -1.0)), mul(kPrior, offset), kPrior, kPrior, 0};
+  }
+  SD_HD Descent of_bin(const BinCounts& bin) const {
+    if (bin.nodes <= 0) return {};
+    const auto nodes = static_cast<double>(bin.nodes), taken = static_cast<double>(bin.taken);
+    const double logit = mul(div(static_cast<double>(bin.logits), nodes), 0x1p-16);
+    const double z = add(mul(slope, logit), offset);
+    const auto least = static_cast<float>(z < 0 ? z : -z);
+    const double odds = mul(static_cast<double>(exp2_weight(mul(least, kLog2e))), 0x1p-40);
+    const double minor = div(odds, add(1.0, odds)), p = z < 0 ? minor : add(1.0, -minor);
+    const double beyond = add(mul(nodes, p), -taken), weight = mul(nodes, mul(p, add(1.0, -p)));
+    return {mul(beyond, logit), beyond, mul(weight, mul(logit, logit)), weight, mul(weight, logit)};
+  }
+  SD_HD void step(const Descent& d) {
+    const double determinant = add(mul(d.slope2, d.offset2), -mul(d.both, d.both));
+    const double of_slope = div(add(mul(d.by_slope, d.offset2), -mul(d.by_offset, d.both)), determinant);
     const double before = slope;
     slope = clamp_to(add(slope, -clamp_to(of_slope, -0.5, 0.5)), 0.125, 8.0);
-    const double of_offset = div(add(by_offset, -mul(both, add(before, -slope))), offset2);  // beside that slope
+    const double of_offset = div(add(d.by_offset, -mul(d.both, add(before, -slope))), d.offset2);  // beside that slope
     offset = clamp_to(add(offset, -clamp_to(of_offset, -0.5, 0.5)), -8.0, 8.0);
   }
-  return {static_cast<float>(slope), static_cast<float>(offset)};
-}
-
-// A depth of which something was seen has new counts and a new scaling.
-SD_HD void learn_depth(const LearnCalibrationParams& p, int64_t depth, const int64_t* more) {
-  int64_t seen = 0;
-  for (int bin = 0; bin < kCalibrationBins; ++bin) seen += more[bin * kCalibrationSums];
-  if (seen == 0) return;
-  int64_t* const counts = p.counts + depth * kCalibrationBins * kCalibrationSums;
-  add_counts(counts, more);
-  const Platt platt = fit_platt({p.table[2 * depth], p.table[2 * depth + 1]}, counts);
-  p.table[2 * depth] = platt.slope;
-  p.table[2 * depth + 1] = platt.offset;
-}
+};
 
 void learn_calibration(CallStream stream, const TensorView& table, const TensorView& counts, const TensorView& tokens,
                        const TensorView& parents, const TensorView& positions, const TensorView& num_nodes,

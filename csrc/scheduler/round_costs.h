@@ -59,8 +59,8 @@ class CostModel {
   std::array<double, 3> rates_ = {};  // presence in us, attention and growth in us a row of KV
   std::array<double, 3> priors_;      // standard deviations of these before any round
   std::array<std::array<double, 3>, 3> covariances_ = {};
-  std::vector<std::vector<double>> ratios_, weights_;           // [size][rung]
-  std::vector<std::vector<std::vector<double>>> nearness_;      // [size][rung][rung]: how much one says of the other
+  std::vector<std::vector<double>> ratios_, weights_;       // [size][rung]
+  std::vector<std::vector<std::vector<double>>> nearness_;  // [size][rung][rung]: how much one says of the other
 };
 
 }  // namespace specdec::scheduler
