@@ -162,7 +162,7 @@ def test_greedy_text_is_that_of_transformers(case: str, device: torch.device) ->
 
 def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     """Up to what sums in float32 in another order differ by."""
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-4 * float(theirs.abs().max()))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=5e-4 * float(theirs.abs().max()))
 
 
 @pytest.mark.parametrize("case", [*CASES, *EXPERTS])

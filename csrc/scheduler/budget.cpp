@@ -12,9 +12,9 @@ namespace {
 // text that changes. How true they are needs more, since a round shows no more of that than how many drafts were
 // accepted.
 constexpr double kMemory = 32, kMemoryOfTruth = 128, kRounds = 2;
-// Before anything is seen drafts are as good as they can be, as if seen a few times: what rows do not bring is seen as
+// Drafts are taken to be as good as they can be as if that had been seen a few times: what rows do not bring is seen as
 // soon as they are tried, and what they would bring is not seen from below.
-constexpr double kFirstCount = 4;
+constexpr double kHope = 4;
 // A cell of which little is known is as true as the one before, as if it had been seen for so many tokens; scores that
 // promise too little are corrected up to kMostTruth.
 constexpr double kGuess = 1, kMostTruth = 2;
@@ -24,7 +24,7 @@ constexpr double kGuess = 1, kMostTruth = 2;
 constexpr double kTrialShare = 1.0 / 64, kLostShare = 1.0 / 128, kLookShare = 1.0 / 128, kLostByLooks = 1.0 / 512;
 constexpr int kTrialRounds = 2;
 constexpr double kTrialCost = 2;
-// The rung of the round before stays unless another is so much better.
+// A higher rung than that of the round before has to be so much better.
 constexpr double kBetter = 1.005;
 
 // The value at x of a curve through (1, 0) and these points, straight on beyond them.
@@ -50,15 +50,12 @@ double most_rows(const std::vector<int64_t>& batches, const std::vector<std::vec
 
 }  // namespace
 
-Worth::Worth(double most_rows, int64_t accept_width) {
-  const double most = static_cast<double>(accept_width - 1);
+Worth::Worth(double most_rows, int64_t accept_width) : most_(static_cast<double>(accept_width - 1)) {
   // Four cells to each doubling: rungs lie further apart.
   for (double begin = 1, octave = 1; begin < most_rows; octave *= 2)
     for (int quarter = 1; quarter <= 4 && begin < most_rows; ++quarter) {
-      const double end = octave * (1 + quarter / 4.0);
-      const double promised = std::min(end - 1, most) - std::min(begin - 1, most);
-      cells_.push_back({end, promised, kFirstCount, 0, 0});
-      begin = end;
+      begin = octave * (1 + quarter / 4.0);
+      cells_.push_back({.end = begin});
     }
 }
 
@@ -76,16 +73,21 @@ void Worth::note(double requests, std::span<const double> rows, std::span<const 
     cell.promised += (promised - cell.promised) * std::min(requests / cell.count, 1.0);
     cell.promises += requests * promised - share * cell.promises;
     cell.kept += requests * rise(realised) - share * cell.kept;
+    cell.seen += requests;
     begin = cell.end;
   }
 }
 
 double Worth::at(double rows) const {
-  double gain = 0, begin = 1, truth = 1;
+  double gain = 0, begin = 1, truth = 1, slope = 1;
   for (const Cell& cell : cells_) {
     if (begin >= rows) break;
+    const double width = cell.end - begin;
     truth = std::min((cell.kept + kGuess * truth) / (cell.promises + kGuess), kMostTruth);
-    gain += truth * cell.promised * std::min((rows - begin) / (cell.end - begin), 1.0);
+    const double known = truth * cell.promised, hope = std::min(slope * width, most_ - gain);
+    const double rise = std::lerp(known, std::max(hope, known), kHope / (kHope + cell.seen));
+    gain += rise * std::min((rows - begin) / width, 1.0);
+    slope = rise / width;
     begin = cell.end;
   }
   return gain;
@@ -118,7 +120,7 @@ size_t Budget::next(size_t size, double requests, double kv_rows) {
   size_t best = 0;
   for (size_t rung = 1; rung < count; ++rung)
     if (rate(rung) > rate(best)) best = rung;
-  if (rate(best) <= kBetter * rate(last_[size])) best = last_[size];
+  if (best > last_[size] && rate(best) <= kBetter * rate(last_[size])) best = last_[size];
   last_[size] = best;
 
   us_since_trial_ += us[best];

@@ -18,7 +18,8 @@ namespace specdec::scheduler {
 
 // What a request gains beyond its own token in a round that has so many rows for it: a curve over rows a request, which
 // is the same for all batch sizes, so that a batch that changes keeps what was learnt. It rises by cells. Each has the
-// mean of what the scores promise of it, times how much of that came true.
+// mean of what the scores promise of it, times how much of that came true. What was hardly seen is as good as it can
+// be: a row brings no more than those before it, and all of them no more than the longest path.
 class Worth {
  public:
   // At most so many rows a request, and so many tokens.
@@ -33,9 +34,11 @@ class Worth {
  private:
   struct Cell {
     double end;  // rows a request; it begins where the one before ends, the first at 1
-    double promised, count;
-    double promises, kept;  // sums that forget, of rounds that showed both
+    double promised = 0, count = 0;
+    double promises = 0, kept = 0;  // sums that forget, of rounds that showed both
+    double seen = 0;                // requests' rounds that showed it
   };
+  const double most_;  // drafts that a round gives a request
   std::vector<Cell> cells_;
 };
 

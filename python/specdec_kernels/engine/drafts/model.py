@@ -19,8 +19,7 @@ from ..kv_bounds import AttentionCall
 from .base import Draft, DraftContext, DraftRequest, Needs
 from .proposal import Committed, DrawnFrom, Proposal, no_candidates
 
-# Rows of a draft step that take as long to multiply as it takes to read the weights, about.
-CHEAP_ROWS = 200
+CHEAP_ROWS = 64  # of a draft step: so many take no longer to multiply than it takes to read the weights
 SEED_OF_ROUND = -0x61C8864680B583EB  # odd, 2^64 over the golden ratio: far from what seeds differ by
 
 
@@ -107,12 +106,12 @@ class ModelDraft(Draft):
         return lens
 
     def branches(self, batch: int, num_nodes: int) -> int:
-        """k, the paths that each step expands: `topk` where rows cost nothing, else no more than the tree has room for.
+        """k, the paths that each step expands: `topk` where rows cost nothing, else few for small trees.
 
-        At most half of a small tree's nodes are worth it to stand side by side, and a row of a step is a token of the
-        draft: 64 requests of 10 paths each make as much work of 4 steps as a fifth of the target's round.
+        Of a small tree nearly all is the best path and what stands beside its first nodes, while a row of a step is a
+        token of the draft: for 64 requests with 10 paths each, 4 steps are as much work as a fifth of a round.
         """
-        return min(self.topk, max(CHEAP_ROWS // batch, -(-num_nodes // 2)))
+        return min(self.topk, max(CHEAP_ROWS // batch, -(-num_nodes // 4), 2))
 
     def start(self, slots: Tensor, k: int) -> Features | None:
         """The features of the slots' B * k depth-1 nodes, for drafts that carry any."""
