@@ -323,7 +323,7 @@ class Bench:
         visited = math.ceil(batch * min(num_nodes, accept_length))
         num_rows = round(batch * num_nodes)
         passes = [(weights(self.target) - target_head, num_rows, kv), (target_head, visited, 0)]
-        if self.draft is not None:
+        if self.draft is not None and num_nodes > 1:
             num_steps = min(d.num_steps, most_nodes(batch, num_rows, d.num_nodes) - 1)
             head = weights(self.draft.lm_head)
             body = weights(self.draft) - head

@@ -30,13 +30,14 @@ WIDTH, DEPTH = 16, 5
 class Device:
     """Rounds of a chain: node i is accepted, if those before it are, with probability `rate`."""
 
-    def __init__(self, cost: Callable[[int, int], float], rate: float, batch: int = 1) -> None:
+    def __init__(self, cost: Callable[[int, int], float], rate: float, batch: int = 1, rest_rows: int = 0) -> None:
         self.cost, self.rate, self.rng = cost, rate, random.Random(5)
         self.commands = np.full((DEPTH, _C.command_words(batch, batch, 0)), -1, np.int32)
         self.results = np.zeros((DEPTH, _C.result_words(batch, WIDTH, len(NODES), -1)), np.int32)
         self.num_applied = self.num_published = 0
         self.rounds: list[int] = []  # the nodes of each
         self.us = self.tokens = 0.0
+        self.catch_up, self.now = (lambda _batch: 0.0), 0.0  # us
         self.lengths, self.wrong_each = [0] * batch, 0  # 0: by chance
         sizes = {"num_slots": batch, "num_pages": 10**6, "page_size": 16, "max_len": 10**6, "reserve": WIDTH + 1}
         self.scheduler = _C.Scheduler(
@@ -49,6 +50,7 @@ class Device:
             rounds_in_flight=2,
             batch_sizes=[*range(1, batch + 1)],
             rows=[[size * nodes for nodes in NODES] for size in range(1, batch + 1)],
+            rest_rows=rest_rows,
             commands=self.commands,
             results=self.results,
         )
@@ -62,8 +64,12 @@ class Device:
         if batch == 0:
             return
         result, num_nodes = self.results[self.num_published % DEPTH], num_rows // batch
-        began, us = 10**9 * self.num_published, self.cost(batch, num_nodes)
-        result[2:6].view(np.int64)[:] = [began, began + int(1000 * us)]
+        us = self.cost(batch, num_nodes) if num_nodes else self.catch_up(batch)
+        began, self.now = self.now, self.now + us
+        if num_nodes == 0:
+            self.us += us
+            return
+        result[2:6].view(np.int64)[:] = [int(1000 * began), int(1000 * self.now)]
         rows = int((record[2 : 2 + batch] >= 0).sum())
         drafts = np.zeros(len(NODES), np.int32)
         for b, row in enumerate(result[8 + 2 * len(NODES) :][: batch * (4 + WIDTH)].reshape(-1, 4 + WIDTH)[:rows]):
@@ -131,7 +137,7 @@ def test_every_size_is_measured_and_counts_as_no_round() -> None:
     assert costs is not None and costs.batches == [1, 2, 3]
     assert costs.rows == [[batch * nodes for nodes in NODES] for batch in (1, 2, 3)]
     assert costs.us == [[100 * batch + nodes for nodes in NODES] for batch in (1, 2, 3)]
-    assert device.scheduler.times == (0,) * 8 and device.scheduler.rounds_by_rung == [[0] * len(NODES)] * 3
+    assert device.scheduler.times == (0,) * 8 and device.scheduler.rounds_by_rows == [[0] * len(NODES)] * 3
     again = Device(lambda batch, nodes: 1.0, 0.5, batch=3)
     again.scheduler.set_costs(costs)
     assert again.scheduler.costs is not None and again.scheduler.costs.us == costs.us
@@ -142,11 +148,43 @@ def test_every_size_is_measured_and_counts_as_no_round() -> None:
     )
     device.run(40)
     counts = [sum(n == nodes for n in device.rounds[:-1]) for nodes in NODES]
-    assert [sum(each) for each in zip(*device.scheduler.rounds_by_rung, strict=True)] == counts
+    assert [sum(each) for each in zip(*device.scheduler.rounds_by_rows, strict=True)] == counts
     with pytest.raises(RuntimeError, match="measure_rounds: requests hold slots, expected none"):
         device.measure()
     with pytest.raises(RuntimeError, match="set_costs: requests hold slots, expected none"):
         device.scheduler.set_costs(costs)
+
+
+def test_catching_up_is_measured_between_rounds() -> None:
+    device = Device(lambda batch, nodes: 100 * batch + nodes, 0.5, batch=3, rest_rows=8)
+    device.catch_up = lambda batch: 7.0 * batch
+    device.scheduler.measure_rounds([1, 3])
+    costs = device.scheduler.costs
+    assert costs is not None and costs.catch_up == pytest.approx([7, 14, 21])
+    assert costs.us == [[100 * batch + nodes for nodes in NODES] for batch in (1, 2, 3)]
+    with pytest.raises(ValueError) as error:
+        Device(flat, 0.5, batch=3).scheduler.set_costs(costs)
+    assert str(error.value) == "set_costs: costs is with catch_up, expected it where a draft rests (rest_rows is 0)"
+    without = _C.RoundCosts(costs.batches, costs.rows, costs.us)
+    with pytest.raises(ValueError) as error:
+        Device(flat, 0.5, batch=3, rest_rows=8).scheduler.set_costs(without)
+    assert str(error.value) == "set_costs: costs is without catch_up, expected it where a draft rests (rest_rows is 8)"
+
+
+@pytest.mark.parametrize("catch_up", [20.0, 500.0, 4000.0])
+@pytest.mark.parametrize("rate", [0.0, 0.3, 0.95])
+@pytest.mark.parametrize("batch", [1, 64])
+def test_it_rests_where_that_is_best(catch_up: float, rate: float, batch: int) -> None:
+    """What catching up takes is part of what it is measured by; it is never far below a device that only rests."""
+    device = Device(bound, rate, batch, rest_rows=16)
+    device.catch_up = lambda _batch: catch_up
+    device.measure()
+    device.run(200)
+    device.us = device.tokens = 0
+    device.run(1500)
+    plain = batch / (bound(batch, 1) + catch_up / 16)
+    best = max(batch * sum(rate**i for i in range(n)) / bound(batch, n) for n in NODES[1:])
+    assert device.tokens / device.us > max(0.985 * plain, 0.94 * best)
 
 
 def test_sizes_between_those_that_are_measured() -> None:
@@ -341,7 +379,7 @@ def test_graphs_of_any_rung_give_the_same_texts(name: str, tmp_path: Path, monke
 
     def exchanged(graphs: Graphs) -> dict[tuple[int, int, int], int]:
         by_size = raw(graphs)  # float32 has one bound of KV
-        return {(b, n, most): by_size[b, rng.choice(rungs[b]) if b else 0, most] for b, n, most in by_size}
+        return {(b, n, most): by_size[b, rng.choice(rungs[b]) if n else 0, most] for b, n, most in by_size}
 
     monkeypatch.setattr(Graphs, "raw", exchanged)
     for _ in range(2):
@@ -354,7 +392,7 @@ def test_an_adaptive_engine(name: str, device: torch.device, tmp_path: Path) -> 
     unless_asked = None if device.type == "cuda" else False
     engine = make_engine(DRAFTS[name](tmp_path), device, adaptive=unless_asked, cuda_graph=False)
     fixed = engine.stats()
-    assert fixed.costs is None and fixed.rounds_by_nodes == {engine.config.needs.num_nodes: 0}
+    assert fixed.costs is None and fixed.rounds_by_nodes == {1: 0, engine.config.needs.num_nodes: 0}
     draft = DRAFTS[name](tmp_path)
     engine = make_engine(draft, device, adaptive=True, cuda_graph=False, batch_sizes=[2, 4])
     before = engine.stats()

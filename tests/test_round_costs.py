@@ -9,6 +9,16 @@ import pytest
 from specdec_kernels._C import RoundCosts
 
 
+def test_messages_of_catching_up() -> None:
+    for catch_up, message in (
+        ([1.0], "catch_up has 1, expected 2 like batches, or none"),
+        ([1.0, -2.0], "catch_up has -2.000000, expected times above 0"),
+    ):
+        with pytest.raises(ValueError) as error:
+            RoundCosts([1, 2], [[1], [2]], [[1.0], [1.0]], catch_up)
+        assert str(error.value) == f"RoundCosts: {message}"
+
+
 @pytest.mark.parametrize(
     ("batches", "rows", "us", "message"),
     [

@@ -38,6 +38,8 @@ class Sizes:
     rounds_in_flight: int = 1
     batch_sizes: tuple[int, ...] = (1, 2, 3)
     rows: tuple[tuple[int, ...], ...] = ()  # of each batch size; none: 4 for each request
+    plain_rounds: bool = False
+    rest_rows: int = 0
 
     def __post_init__(self) -> None:
         if not self.rows:
@@ -68,6 +70,8 @@ class Sizes:
         num_slots, accept_width, max_len = rng.randint(1, 6), rng.randint(1, 6), rng.randint(2, 40)
         smaller = rng.sample(range(1, num_slots + 1), rng.randint(0, num_slots))
         batch_sizes = tuple(sorted({*smaller, num_slots if rng.random() < 0.7 else rng.randint(1, num_slots)}))
+        rests = rng.random() < 0.5  # in rounds of the lowest rungs, which have a row for each request
+        kinds = [sorted(rng.sample(range(b + rests, 9 * b), rng.randint(1, 3))) for b in batch_sizes]
         sizes = Sizes(
             num_slots=num_slots,
             page_size=rng.choice([1, 2, 3, 4, 16]),
@@ -79,7 +83,9 @@ class Sizes:
             rounds_in_flight=rounds_in_flight,
             max_logprobs=rng.choice([0, 1, 3]),
             batch_sizes=batch_sizes,
-            rows=tuple(tuple(sorted(rng.sample(range(b, 9 * b), rng.randint(1, 3)))) for b in batch_sizes),
+            rows=tuple((b, *each) if rests else tuple(each) for b, each in zip(batch_sizes, kinds, strict=True)),
+            plain_rounds=rng.random() < 0.5,
+            rest_rows=rng.randint(1, 4) if rests else 0,
         )
         smallest = sizes.pages(max_len)
         return Sizes(**{**vars(sizes), "num_pages": rng.choice([smallest, smallest + 1, 2 * smallest, 9 * smallest])})
@@ -107,6 +113,7 @@ class Slot:
     finished: bool = False
     left: bool = False  # the scheduler has said so; the slot is held until a record gives it back
     chunks_waited: int = 0
+    behind: int = 0  # rounds at rest that its draft has yet to catch up with
 
     @property
     def takes_part(self) -> bool:
@@ -171,6 +178,10 @@ class Device:
         self.commands, self.results = made["commands"], made["results"]
         self.num_applied = self.num_published = 0
         self.scheduler = _C.Scheduler(self, **vars(sizes), **made)
+        self.num_catch_ups = 0
+        if sizes.rest_rows:  # rounds take any time, and so any rung may be the best one
+            costs = [[float(n) for n in each] for each in sizes.rows], [self.rng.uniform(0.1, 50) for _ in sizes.rows]
+            self.scheduler.set_costs(_C.RoundCosts(sizes.batch_sizes, sizes.rows, *costs))
         self.slots: dict[int, Slot] = {}  # in the order of `begin`
         self.sent: dict[int, Sent] = {}
         self.visible: set[int] = set()  # submitted before this turn (stays empty where others drive the loop)
@@ -421,10 +432,18 @@ class Device:
             if late:
                 self.may_fail(method, *ids)
             return
-        assert num_rows in self.sizes.rows[self.sizes.batch_sizes.index(batch)]
         self.check_rows(slots, batch)
         self.check_kv(slots, max_kv_len)
-        self.results[self.num_published % DEPTH] = self.rng.choice([-1, 2**31 - 1])
+        self.check_drafting(slots, batch, num_rows)
+        if num_rows == 0:
+            if late:
+                self.may_fail(method, *ids)
+            return
+        result = self.results[self.num_published % DEPTH]
+        result[:] = self.rng.choice([-1, 2**31 - 1])
+        if self.sizes.rest_rows:
+            result[2:6].view(np.int64)[:] = [0, self.rng.randint(1, 100_000)]
+            result[6] = 0  # nothing is learnt of rungs
         for row, slot in enumerate(slots):
             state = self.slots[slot]
             self.take_pages(state)
@@ -450,6 +469,25 @@ class Device:
             first = self.sent[waiting[0]]
             pages = sizes.pages(len(first.prompt) + len(first.produced) - 1)
             assert self.needed(1) + pages > sizes.num_pages or first.cancelled, "who fits is admitted"
+
+    def check_drafting(self, slots: list[int], batch: int, num_rows: int) -> None:
+        """Whoever drafts is up to date, and nobody rests for longer than there is room for."""
+        sizes, states = self.sizes, [self.slots[slot] for slot in slots]
+        drafting = [s for s in states if self.sent[s.request_id].max_nodes != 1]
+        if num_rows == 0:
+            assert sizes.rest_rows and (self.faults or any(state.behind for state in states))
+            self.num_catch_ups += 1
+            for state in states:
+                state.behind = 0
+            return
+        rungs = sizes.rows[sizes.batch_sizes.index(batch)]
+        assert num_rows in rungs if drafting or not sizes.plain_rounds else num_rows == batch
+        if num_rows > batch:
+            assert not any(state.behind for state in states)
+        elif sizes.rest_rows:
+            for state in drafting:
+                state.behind += 1
+                assert state.behind <= sizes.rest_rows
 
     def check_kv(self, slots: list[int], max_kv_len: int) -> None:
         """Whatever the rounds in flight accepted, which the host does not know, every row and its reserve are there."""
@@ -1059,6 +1097,10 @@ def test_submit_wants_ints() -> None:
          "Scheduler: rows[0] is [4, 4], expected rising numbers from 1 on, a row for each request"),
         ({"rows": [[1], [2], [2**31]]}, "Scheduler: rows (the most) is 2147483648, expected 1 to 2147483647"),
         ({"rows": [[1], [2], [*range(3, 36)]]}, "Scheduler: rows (how many of a batch size) is 33, expected 0 to 32"),
+        ({"rest_rows": -1}, "Scheduler: rest_rows is -1, expected 0 to 2147483647"),
+        ({"rest_rows": 8},
+         "Scheduler: rest_rows is 8, expected 0 (rounds of 1 requests have 4 rows at least, "
+         "and a draft rests in those of one each)"),
         ({"num_pages": 7}, "Scheduler: num_pages is 7, expected 8 to 2147483647 (one sequence of max_len tokens must fit)"),
         ({"commands": np.zeros((5, 20), np.int32)}, "Scheduler: commands.shape[1] is 20, expected 53 to 2147483647"),
         ({"commands": np.zeros((1, 53), np.int32)}, "Scheduler: commands.shape[0] is 1, expected 2 to 2147483647"),

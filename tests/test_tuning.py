@@ -335,7 +335,7 @@ NO_CALIBRATION = (
     "Engine: tuning is a dict with calibrations[0] that is none, expected draft, model, target, a table [D, 2] and "
     "counts [D, 16, 3]"
 )
-NO_COSTS = "Engine: tuning is a dict with costs that are none, expected of, batches, rows and us"
+NO_COSTS = "Engine: tuning is a dict with costs that are none, expected of, batches, rows, us, catch_up"
 
 
 def set_in(entry: Any, path: tuple[Any, ...], value: Any) -> None:

@@ -230,8 +230,8 @@ std::unique_ptr<PyScheduler> make_scheduler(py::object executor, int64_t num_slo
                                             int64_t max_stops, int64_t max_logprobs, int64_t prefill_chunk,
                                             int64_t prefill_requests, int64_t rounds_in_flight,
                                             std::vector<int64_t> batch_sizes, std::vector<std::vector<int64_t>> rows,
-                                            const py::object& commands, const py::object& results,
-                                            std::optional<intptr_t> stream,
+                                            bool plain_rounds, int64_t rest_rows, const py::object& commands,
+                                            const py::object& results, std::optional<intptr_t> stream,
                                             const std::map<RoundGraphs::Size, intptr_t>& graphs, bool trace) {
   const scheduler::Config config{.num_slots = num_slots,
                                  .num_pages = num_pages,
@@ -245,7 +245,9 @@ std::unique_ptr<PyScheduler> make_scheduler(py::object executor, int64_t num_slo
                                  .prefill_requests = prefill_requests,
                                  .rounds_in_flight = rounds_in_flight,
                                  .batch_sizes = std::move(batch_sizes),
-                                 .rows = std::move(rows)};
+                                 .rows = std::move(rows),
+                                 .plain_rounds = plain_rounds,
+                                 .rest_rows = rest_rows};
   scheduler::check_config(config);
   Check check("Scheduler");
   const auto ring = [&](const char* name, const py::object& object, int64_t min_depth, int64_t min_width) {
@@ -276,20 +278,22 @@ std::unique_ptr<PyScheduler> make_scheduler(py::object executor, int64_t num_slo
 void add_scheduler(py::module_& m) {
   using scheduler::RoundCosts;
   py::class_<RoundCosts>(m, "RoundCosts", "what rounds cost, in microseconds, by batch size and rows in all")
-      .def(py::init<std::vector<int64_t>, std::vector<std::vector<int64_t>>, std::vector<std::vector<double>>>(),
-           "batches"_a, "rows"_a, "us"_a)
+      .def(py::init<std::vector<int64_t>, std::vector<std::vector<int64_t>>, std::vector<std::vector<double>>,
+                    std::vector<double>>(),
+           "batches"_a, "rows"_a, "us"_a, "catch_up"_a = std::vector<double>())
       .def_readonly("batches", &RoundCosts::batches)
       .def_readonly("rows", &RoundCosts::rows)
-      .def_readonly("us", &RoundCosts::us);
+      .def_readonly("us", &RoundCosts::us)
+      .def_readonly("catch_up", &RoundCosts::catch_up);
   using scheduler::Budget;
   py::class_<Budget>(m, "Budget", "chooses how many rows rounds get")
-      .def(py::init([](const RoundCosts& costs, int64_t accept_width) {
-             auto budget = std::make_unique<Budget>(costs.batches, costs.rows, accept_width);
+      .def(py::init([](const RoundCosts& costs, int64_t accept_width, int64_t rest_rows) {
+             auto budget = std::make_unique<Budget>(costs.batches, costs.rows, accept_width, rest_rows);
              budget->set_costs(costs);
              return budget;
            }),
-           "costs"_a, "accept_width"_a)
-      .def("next", &Budget::next, "size"_a, "requests"_a, "kv_rows"_a)
+           "costs"_a, "accept_width"_a, "rest_rows"_a = 0)
+      .def("next", &Budget::next, "size"_a, "requests"_a, "kv_rows"_a, "behind"_a = 0.0)
       .def("note_time", &Budget::note_time, "size"_a, "rung"_a, "requests"_a, "kv_rows"_a, "us"_a)
       .def(
           "note_tokens",
@@ -318,8 +322,9 @@ void add_scheduler(py::module_& m) {
   py::class_<PyScheduler>(m, "Scheduler", py::custom_type_setup(collect_executor))
       .def(py::init(&make_scheduler), "executor"_a, py::kw_only(), "num_slots"_a, "num_pages"_a, "page_size"_a,
            "max_len"_a, "reserve"_a, "accept_width"_a, "max_stops"_a, "max_logprobs"_a = -1, "prefill_chunk"_a,
-           "prefill_requests"_a, "rounds_in_flight"_a, "batch_sizes"_a, "rows"_a, "commands"_a, "results"_a,
-           "stream"_a = py::none(), "graphs"_a = py::dict(), "trace"_a = false)
+           "prefill_requests"_a, "rounds_in_flight"_a, "batch_sizes"_a, "rows"_a, "plain_rounds"_a = false,
+           "rest_rows"_a = 0, "commands"_a, "results"_a, "stream"_a = py::none(), "graphs"_a = py::dict(),
+           "trace"_a = false)
       .def(
           "submit",
           [](PyScheduler& s, const py::object& prompt, int64_t max_new_tokens, const py::object& stop_tokens,
@@ -350,7 +355,7 @@ void add_scheduler(py::module_& m) {
                                return py::make_tuple(t.rounds, t.requests, t.host, t.wait, t.prefill, t.device,
                                                      t.following, t.gaps);
                              })
-      .def_property_readonly("rounds_by_rung", [](const PyScheduler& s) { return s.recorder().rounds_by_rung(); })
+      .def_property_readonly("rounds_by_rows", [](const PyScheduler& s) { return s.recorder().rounds_by_rows(); })
       .def_property_readonly("costs", [](const PyScheduler& s) { return s.budget().costs(); })
       .def("write_trace", [](const PyScheduler& s, const std::string& path) { s.recorder().write_trace(path); });
 }

@@ -93,8 +93,13 @@ double Worth::at(double rows) const {
   return gain;
 }
 
-Budget::Budget(const std::vector<int64_t>& batches, std::vector<std::vector<int64_t>> rows, int64_t accept_width)
-    : batches_(batches), rows_(std::move(rows)), worth_(most_rows(batches, rows_), accept_width), last_(rows_.size()) {}
+Budget::Budget(const std::vector<int64_t>& batches, std::vector<std::vector<int64_t>> rows, int64_t accept_width,
+               int64_t rest_rows)
+    : batches_(batches),
+      rows_(std::move(rows)),
+      rest_rows_(static_cast<double>(rest_rows)),
+      worth_(most_rows(batches, rows_), accept_width),
+      last_(rows_.size()) {}
 
 void Budget::set_costs(RoundCosts costs) { model_.emplace(std::move(costs)); }
 
@@ -108,7 +113,13 @@ double Budget::tokens(size_t size, size_t rung, double requests) const {
   return 1 + worth_.at(rows_each(size, rung, requests));
 }
 
-size_t Budget::next(size_t size, double requests, double kv_rows) {
+// What it costs to catch up now, beyond what it costs to rest on: then a draft that is further behind is sooner due.
+double Budget::catching_up(size_t size, double behind) const {
+  const std::vector<double>& us = model_->measured().catch_up;
+  return us.empty() || behind == 0 ? 0 : us[size] * std::max(1 - behind / rest_rows_, 0.0);
+}
+
+size_t Budget::next(size_t size, double requests, double kv_rows, double behind) {
   const size_t count = rows_[size].size();
   if (!model_ || count == 1) return count - 1;
   std::vector<double> us, gains;
@@ -116,11 +127,19 @@ size_t Budget::next(size_t size, double requests, double kv_rows) {
     us.push_back(model_->expected(size, rung, requests, kv_rows));
     gains.push_back(tokens(size, rung, requests));
   }
+  if (const std::vector<double>& catch_up = model_->measured().catch_up; !catch_up.empty())
+    us[0] += catch_up[size] / rest_rows_;
+  const double to_catch_up = catching_up(size, behind);
   const auto rate = [&](size_t rung) { return gains[rung] / us[rung]; };
   size_t best = 0;
   for (size_t rung = 1; rung < count; ++rung)
     if (rate(rung) > rate(best)) best = rung;
   if (best > last_[size] && rate(best) <= kBetter * rate(last_[size])) best = last_[size];
+  // Who rents until the rent has come to the price, and buys then, pays no more than twice what was best.
+  if (best == 0 || to_catch_up == 0)
+    us_lost_at_rest_ = 0;
+  else if ((us_lost_at_rest_ += us[0] * std::max(rate(best) / rate(0) - 1, 0.0)) < to_catch_up)
+    best = 0;
   last_[size] = best;
 
   us_since_trial_ += us[best];
@@ -135,7 +154,7 @@ size_t Budget::next(size_t size, double requests, double kv_rows) {
   }
   if (rounds_to_try_ == 0) {
     if (const auto rung = rung_to_look_at(size, best, us, gains)) {
-      const double lost = us[*rung] - gains[*rung] / rate(best);
+      const double lost = us[*rung] - gains[*rung] / rate(best) + (*rung == 0 ? catching_up(size, 1) : 0);
       if (us_since_look_ * kLookShare >= us[*rung] && us_since_look_ * kLostByLooks >= lost) {
         us_since_look_ = 0;
         return *rung;
@@ -144,7 +163,8 @@ size_t Budget::next(size_t size, double requests, double kv_rows) {
     if (best + 1 == count) return best;
     trial_ = rung_to_try(us, best);
     const double lost = us[trial_] - 1 / rate(best);  // as if it brought a token a request
-    if (us_since_trial_ * kTrialShare < kTrialRounds * us[trial_] || us_since_trial_ * kLostShare < kTrialRounds * lost)
+    if (us_since_trial_ * kTrialShare < kTrialRounds * us[trial_] + to_catch_up ||
+        us_since_trial_ * kLostShare < kTrialRounds * lost + to_catch_up)
       return best;
     us_since_trial_ = 0;
     size_of_trial_ = size;

@@ -44,8 +44,10 @@ class Worth {
 
 class Budget {
  public:
-  // Of each batch size the rungs, as in RoundCosts; a round gives a request `accept_width` tokens at most.
-  Budget(const std::vector<int64_t>& batches, std::vector<std::vector<int64_t>> rows, int64_t accept_width);
+  // Of each batch size the rungs, as in RoundCosts; a round gives a request `accept_width` tokens at most. A draft that
+  // rests in rounds of the lowest rung catches up at least once in `rest_rows` of them.
+  Budget(const std::vector<int64_t>& batches, std::vector<std::vector<int64_t>> rows, int64_t accept_width,
+         int64_t rest_rows = 0);
 
   // Until there are costs, every round is of the highest rung.
   void set_costs(RoundCosts costs);
@@ -53,8 +55,10 @@ class Budget {
 
   // The rung of the next round of this size, for so many requests whose KV has so many rows: that of most tokens a
   // microsecond. Now and then a higher one is tried, whose worth is not seen from below: that takes no more than 1/64
-  // of the time, and loses no more than 1/128. And one looks at a lower one whose cost may have changed.
-  size_t next(size_t size, double requests, double kv_rows);
+  // of the time, and loses no more than 1/128. And one looks at a lower one whose cost may have changed. Where a
+  // request's draft is `behind` by so many rounds, whatever drafts has to catch up first: that is paid for by what
+  // resting has lost by then, of which no more is lost than catching up takes.
+  size_t next(size_t size, double requests, double kv_rows, double behind = 0);
 
   // A round took so long.
   void note_time(size_t size, size_t rung, double requests, double kv_rows, double us);
@@ -71,13 +75,16 @@ class Budget {
   static size_t rung_to_try(std::span<const double> us, size_t best);
   std::optional<size_t> rung_to_look_at(size_t size, size_t best, std::span<const double> us,
                                         std::span<const double> gains) const;
+  double catching_up(size_t size, double behind) const;
 
   const std::vector<int64_t> batches_;
   const std::vector<std::vector<int64_t>> rows_;
+  const double rest_rows_;
   Worth worth_;
   std::optional<CostModel> model_;
   std::vector<size_t> last_;  // of each size, the rung chosen last
   double us_since_trial_ = 0, us_since_look_ = 0;
+  double us_lost_at_rest_ = 0;  // since a higher rung is the best
   size_t size_of_trial_ = 0, trial_ = 0;
   int rounds_to_try_ = 0;
 };

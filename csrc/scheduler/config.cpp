@@ -16,6 +16,13 @@ int64_t Config::num_rungs() const {
   return most > 1 ? static_cast<int64_t>(most) : 0;
 }
 
+std::vector<std::vector<int64_t>> Config::all_rows() const {
+  auto all = rows;
+  for (size_t i = 0; i < all.size(); ++i)
+    if (plain_rounds && all[i].front() > batch_sizes[i]) all[i].insert(all[i].begin(), batch_sizes[i]);
+  return all;
+}
+
 void check_config(const Config& config) {
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
   constexpr int64_t kMostSlots = 1 << 20, kWidest = 1 << 16;  // so that no number of words leaves 64 bits
@@ -39,6 +46,12 @@ void check_config(const Config& config) {
   check_rows(check, "batch_sizes", config.batch_sizes, config.rows);
   for (const auto& each : config.rows) check.range("rows (the most)", each.back(), 1, kMost);
   check.range("rows (how many of a batch size)", config.num_rungs(), 0, round::kMostRungs);
+  check.range("rest_rows", config.rest_rows, 0, kMost);
+  for (size_t i = 0; i < config.rows.size(); ++i)
+    check.that(config.rest_rows == 0 || config.rows[i].front() == config.batch_sizes[i], "rest_rows",
+               {"is ", config.rest_rows},
+               {"0 (rounds of ", config.batch_sizes[i], " requests have ", config.rows[i].front(),
+                " rows at least, and a draft rests in those of one each)"});
   const int64_t smallest = pages_for(config, config.max_len);
   check.that(config.num_pages >= smallest && config.num_pages <= kMost, "num_pages", {"is ", config.num_pages},
              {smallest, " to ", kMost, " (one sequence of max_len tokens must fit)"});

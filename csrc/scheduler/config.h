@@ -21,10 +21,17 @@ struct Config {
   std::vector<int64_t> batch_sizes;  // rising: a round is padded to the next of them
   // Of each batch size, rising from it on: how many rows its rounds may have in all.
   std::vector<std::vector<int64_t>> rows;
+  // A round whose requests all want no drafts has a row for each, whatever `rows` has.
+  bool plain_rounds = false;
+  // Rounds of a row for each leave the draft at rest, which can keep so many rows of a request, and has to catch up
+  // before more of them, or before it drafts. 0: it does not rest, or need not catch up.
+  int64_t rest_rows = 0;
 
   // Rungs that rounds tell apart; 0 where there is nothing to choose.
   int64_t num_rungs() const;
   int64_t max_batch() const { return batch_sizes.back(); }
+  // Of all rounds, the plain ones among them.
+  std::vector<std::vector<int64_t>> all_rows() const;
 };
 
 // Throws ValueError for sizes that cannot work, such as a pool that one longest sequence would overflow.

@@ -47,7 +47,7 @@ class Executor {
   virtual void activate(std::span<const int32_t> slots) = 0;
   // Starts a round of `batch` slots that verifies `rows` nodes of theirs: applies the next command record, advances its
   // slots, publishes. No slot reads or writes KV from row `max_kv_len` on. With a batch of 0, applies the record and
-  // does no more.
+  // does no more; with 0 rows, it lets the draft of the record's slots catch up behind that, and publishes nothing.
   virtual void launch(int64_t batch, int64_t rows, int64_t max_kv_len) = 0;
   // Their requests are finished, cancelled, failed or retracted, at any time after `begin` was called. The next command
   // record gives the slots and their pages back.

@@ -223,38 +223,55 @@ bool Scheduler::launch_round() {
   ++turn_number_;
   const size_t size = std::ranges::lower_bound(config_.batch_sizes, std::ssize(requests)) - config_.batch_sizes.begin();
   int64_t kv_rows = 0;
-  for (const Request* request : requests) kv_rows += request->seq_len();
+  int32_t behind = 0;
+  bool wants_drafts = false;
+  std::vector<int32_t> slots;
+  slots.reserve(requests.size());
+  for (Request* request : requests) {
+    request->last_round = turn_number_;
+    slots.push_back(request->slot);
+    kv_rows += request->seq_len();
+    behind = std::max(behind, request->behind);
+    wants_drafts |= request->wants_drafts();
+  }
   const int64_t batch = config_.batch_sizes[size];
   const std::vector<int64_t>& rows = config_.rows[size];
-  const size_t rung = budget_.next(size, static_cast<double>(requests.size()), static_cast<double>(kv_rows));
+  const bool chooses = wants_drafts || !config_.plain_rounds;
+  const size_t rung =
+      chooses ? budget_.next(size, static_cast<double>(requests.size()), static_cast<double>(kv_rows), behind) : 0;
+  const int64_t num_rows = chooses ? rows[rung] : batch;
+  const int64_t most_rows = max_kv_len(config_, requests);
+  const bool rests = config_.rest_rows > 0 && num_rows == batch;
+  if (behind > 0 && (!rests || behind >= config_.rest_rows)) {
+    call_for(requests, [&] { send({.slots = slots}, batch, 0, most_rows); });
+    for (Request* request : requests) request->behind = 0;
+  }
   size_t shown = rung;
   while (shown > 0 && rows[shown] * last_batch_ > last_rows_ * batch) --shown;
   Round round{.number = num_launched_,
               .size = size,
               .rung = rung,
               .shown = shown,
+              .kind = chooses ? rung + took_[size].size() - rows.size() : 0,
               .kv_rows = kv_rows,
               .rows = {},
               .follows = !in_flight_.empty() && !other_work_};
-  std::vector<int32_t> slots;
-  slots.reserve(requests.size());
   round.rows.reserve(requests.size());
+  for (const Request* request : requests) round.rows.push_back({request->slot, request->id});
+  call_for(requests, [&] { send({.slots = slots}, batch, num_rows, most_rows); });
   for (Request* request : requests) {
-    request->last_round = turn_number_;
-    slots.push_back(request->slot);
-    round.rows.push_back({request->slot, request->id});
+    ++request->in_flight;
+    if (rests && request->wants_drafts()) ++request->behind;
   }
-  const int64_t most_rows = max_kv_len(config_, requests);
-  call_for(requests, [&] { send({.slots = slots}, batch, rows[rung], most_rows); });
-  for (Request* request : requests) ++request->in_flight;
   in_flight_.push_back(std::move(round));
   other_work_ = false;
   last_batch_ = batch;
-  last_rows_ = rows[rung];
+  last_rows_ = num_rows;
   return true;
 }
 
-// Writes one command record, and launches a round behind it unless batch is 0.
+// Writes one command record, and launches a round behind it, or with no rows a draft that catches up, or with no batch
+// nothing.
 void Scheduler::send(const Commands& commands, int64_t batch, int64_t rows, int64_t max_kv_len) {
   wait_until([&] { return commands_.is_free(num_sent_); });
   Commands all = commands;
@@ -279,7 +296,7 @@ void Scheduler::send(const Commands& commands, int64_t batch, int64_t rows, int6
   }
   given_back_.clear();
   ++num_sent_;
-  if (batch > 0)
+  if (rows > 0)
     ++num_launched_;
   else
     other_work_ = true;
@@ -298,8 +315,8 @@ void Scheduler::read_oldest_round() {
 
   const Span span(recorder_, Work::kRead);
   const int64_t started_at = results_.started_at(round.number), ended_at = results_.ended_at(round.number);
-  took_[round.size][round.rung] = ended_at - started_at;
-  recorder_.add_round(started_at, ended_at, std::ssize(round.rows), round.size, round.rung, round.follows);
+  took_[round.size][round.kind] = ended_at - started_at;
+  recorder_.add_round(started_at, ended_at, std::ssize(round.rows), round.size, round.kind, round.follows);
   budget_.note_time(round.size, round.rung, static_cast<double>(round.rows.size()), static_cast<double>(round.kv_rows),
                     1e-3 * static_cast<double>(ended_at - started_at));
   note_rungs(round);
@@ -381,7 +398,7 @@ bool Scheduler::read_row(const RowResult& result, Request& request) {
 // sleeps in one go until shortly before, which takes less of a core than many naps do, and polls from then on.
 void Scheduler::await(const Round& round) {
   const auto done = [&] { return results_.is_published(round.number); };
-  const int64_t began = std::exchange(began_, 0), took = took_[round.size][round.rung];
+  const int64_t began = std::exchange(began_, 0), took = took_[round.size][round.kind];
   if (done()) return;
   if (began > 0 && round.follows && took > 0 && took < kLongest) {
     const Span span(recorder_, Work::kWait);
@@ -475,6 +492,7 @@ void Scheduler::measure_rounds(const std::vector<int64_t>& batches) {
     throw ValueError("measure_rounds: batches is " + text_of(batches) + ", expected rising ones of " + text_of(sizes) +
                      ", the first and the last among them");
   std::vector<std::vector<double>> us(sizes.size());
+  std::vector<double> catch_up(config_.rest_rows > 0 ? sizes.size() : 0);
   size_t before = 0;                                  // the size that was timed last
   const auto us_at = [&](size_t size, double each) {  // with so many rows a request, between those that were timed
     const double rows = each * static_cast<double>(sizes[size]);
@@ -488,6 +506,7 @@ void Scheduler::measure_rounds(const std::vector<int64_t>& batches) {
   for (size_t i = 0; i < sizes.size(); ++i) {
     if (!std::ranges::binary_search(batches, sizes[i])) continue;
     for (const int64_t rows : config_.rows[i]) us[i].push_back(1e-3 * static_cast<double>(time_round(sizes[i], rows)));
+    if (config_.rest_rows > 0) catch_up[i] = 1e-3 * static_cast<double>(time_catch_up(sizes[i]));
     for (size_t j = before + 1; j < i; ++j) {
       const double share =
           static_cast<double>(sizes[j] - sizes[before]) / static_cast<double>(sizes[i] - sizes[before]);
@@ -495,10 +514,11 @@ void Scheduler::measure_rounds(const std::vector<int64_t>& batches) {
         const double each = static_cast<double>(rows) / static_cast<double>(sizes[j]);
         us[j].push_back(std::lerp(us_at(before, each), us_at(i, each), share));
       }
+      if (config_.rest_rows > 0) catch_up[j] = std::lerp(catch_up[before], catch_up[i], share);
     }
     before = i;
   }
-  budget_.set_costs({sizes, config_.rows, std::move(us)});
+  budget_.set_costs({sizes, config_.rows, std::move(us), std::move(catch_up)});
   recorder_.reset();
 }
 
@@ -508,6 +528,10 @@ void Scheduler::set_costs(RoundCosts costs) {
   if (costs.batches != config_.batch_sizes || costs.rows != config_.rows)
     throw ValueError("set_costs: costs is of other rounds, expected batches " + text_of(config_.batch_sizes) +
                      " with rows up to " + text_of(config_.rows.back()));
+  if (costs.catch_up.empty() != (config_.rest_rows == 0))
+    throw ValueError(std::string("set_costs: costs is ") + (costs.catch_up.empty() ? "without" : "with") +
+                     " catch_up, expected it where a draft rests (rest_rows is " + std::to_string(config_.rest_rows) +
+                     ")");
   budget_.set_costs(std::move(costs));
 }
 
@@ -519,6 +543,20 @@ int64_t Scheduler::time_round(int64_t batch, int64_t rows) {
     send({}, batch, rows, rows_for(config_, 0));
     wait_until([&] { return results_.is_published(number); });
     least = std::min(least, results_.ended_at(number) - results_.started_at(number));
+  }
+  return std::max<int64_t>(least, 1);
+}
+
+// Returns the least time, in nanoseconds of the device's own clock, that lies between two rounds when a draft catches
+// up between them. The device has all of it before it is done with the first.
+int64_t Scheduler::time_catch_up(int64_t batch) {
+  int64_t least = std::numeric_limits<int64_t>::max(), whole = 0;
+  for (int i = 0; i < kTimedRounds && whole < kTimedOnce; ++i) {
+    const int64_t first = num_launched_;
+    for (const int64_t rows : {batch, int64_t{0}, batch}) send({}, batch, rows, rows_for(config_, 0));
+    wait_until([&] { return results_.is_published(first + 1); });
+    whole = results_.ended_at(first + 1) - results_.started_at(first);
+    least = std::min(least, results_.started_at(first + 1) - results_.ended_at(first));
   }
   return std::max<int64_t>(least, 1);
 }

@@ -31,7 +31,7 @@ struct CloseFile {
 }  // namespace
 
 Recorder::Recorder(bool traces, const std::vector<std::vector<int64_t>>& rows) : traces_(traces), rows_(rows) {
-  for (const auto& each : rows_) by_rung_.emplace_back(each.size());
+  for (const auto& each : rows_) by_rows_.emplace_back(each.size());
 }
 
 void Recorder::add(Work work, int64_t begin, int64_t end) {
@@ -41,10 +41,10 @@ void Recorder::add(Work work, int64_t begin, int64_t end) {
   if (events_.size() < kMostEvents) events_.push_back({work, begin, end});
 }
 
-void Recorder::add_round(int64_t started_at, int64_t ended_at, int64_t requests, size_t size, size_t rung,
+void Recorder::add_round(int64_t started_at, int64_t ended_at, int64_t requests, size_t size, size_t kind,
                          bool follows) {
   num_rounds_ += 1;
-  by_rung_[size][rung] += 1;
+  by_rows_[size][kind] += 1;
   num_requests_ += requests;
   device_ += ended_at - started_at;
   if (follows) {
@@ -55,7 +55,7 @@ void Recorder::add_round(int64_t started_at, int64_t ended_at, int64_t requests,
   if (!traces_) return;
   const std::lock_guard lock(mutex_);
   if (rounds_.size() < kMostEvents)
-    rounds_.push_back({started_at, ended_at, round::nanoseconds(), requests, rows_[size][rung]});
+    rounds_.push_back({started_at, ended_at, round::nanoseconds(), requests, rows_[size][kind]});
 }
 
 void Recorder::reset() {
@@ -76,9 +76,9 @@ Recorder::Totals Recorder::totals() const {
           .gaps = gaps_};
 }
 
-std::vector<std::vector<int64_t>> Recorder::rounds_by_rung() const {
+std::vector<std::vector<int64_t>> Recorder::rounds_by_rows() const {
   std::vector<std::vector<int64_t>> rounds;
-  for (const auto& each : by_rung_) rounds.emplace_back(each.begin(), each.end());
+  for (const auto& each : by_rows_) rounds.emplace_back(each.begin(), each.end());
   return rounds;
 }
 

@@ -19,14 +19,14 @@ constexpr int kNumWorks = 9;
 
 class Recorder {
  public:
-  // `rows`: of each batch size those of its rungs.
+  // `rows`: of each batch size those of its rounds.
   Recorder(bool traces, const std::vector<std::vector<int64_t>>& rows);
 
   void add(Work work, int64_t begin, int64_t end);
-  // A round of so many requests that verified rows[size][rung] nodes, in ns of the device's clock, that was read now.
+  // A round of so many requests that verified rows[size][kind] nodes, in ns of the device's clock, that was read now.
   // `follows`: the one before it was in flight when it was launched, and nothing else was in between, so that the
   // device should have gone from one to the other at once.
-  void add_round(int64_t started_at, int64_t ended_at, int64_t requests, size_t size, size_t rung, bool follows);
+  void add_round(int64_t started_at, int64_t ended_at, int64_t requests, size_t size, size_t kind, bool follows);
 
   // Forgets all that was recorded.
   void reset();
@@ -37,7 +37,7 @@ class Recorder {
     int64_t rounds, requests, host, wait, prefill, device, following, gaps;
   };
   Totals totals() const;
-  std::vector<std::vector<int64_t>> rounds_by_rung() const;  // of each batch size
+  std::vector<std::vector<int64_t>> rounds_by_rows() const;  // of each batch size
 
   // Returns the trace in the format of chrome://tracing and Perfetto. May be called from any thread.
   void write_trace(const std::string& path) const;
@@ -60,7 +60,7 @@ class Recorder {
   int64_t last_ended_at_ = 0;
   std::array<std::atomic<int64_t>, kNumWorks> nanoseconds_{};
   std::atomic<int64_t> num_rounds_ = 0, num_requests_ = 0, device_ = 0, following_ = 0, gaps_ = 0;
-  std::vector<std::vector<std::atomic<int64_t>>> by_rung_;
+  std::vector<std::vector<std::atomic<int64_t>>> by_rows_;
 };
 
 // A piece of work, from here to the end of the scope.

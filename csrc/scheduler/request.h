@@ -50,8 +50,9 @@ struct alignas(64) Request {
   int32_t slot = -1;
   // How many of the best entries of its logits each token's log-probability is wanted with; -1: not even its own.
   int32_t num_logprobs = -1;
-  int32_t max_nodes;  // of its tree in any round, the root included
-  bool streams;       // emits after every round, not only at its end
+  int32_t max_nodes;   // of its tree in any round, the root included
+  int32_t behind = 0;  // rounds that its draft has rested since it last caught up, or more than those
+  bool streams;        // emits after every round, not only at its end
 
   int32_t stops_from = 0;  // first position where a stop token may stand; 0: anywhere
   int64_t prefilled = 0;   // rows of text[:-1] whose KV is written, while prefilling
@@ -63,6 +64,7 @@ struct alignas(64) Request {
 
   int64_t seq_len() const { return static_cast<int64_t>(text.size()) - 1; }
   bool running() const { return state == RequestState::kRunning; }
+  bool wants_drafts() const { return max_nodes > 1; }
   int64_t rows_to_prefill() const { return state == RequestState::kPrefilling ? seq_len() - prefilled : 0; }
 
   // Whether the request may still need tokens after the rounds in flight. Each of them gives it one token or more,
@@ -76,6 +78,7 @@ struct alignas(64) Request {
     slot = new_slot;
     prefilled = 0;
     in_flight = 0;
+    behind = 0;
   }
   // Nothing is lost: `text` holds what was produced, and is prefilled again as a prompt would be.
   void leave_slot(RequestState next) {

@@ -51,8 +51,8 @@ void check_rows(const Check& check, const char* batches_name, const std::vector<
 }
 
 RoundCosts::RoundCosts(std::vector<int64_t> batches_, std::vector<std::vector<int64_t>> rows_,
-                       std::vector<std::vector<double>> us_)
-    : batches(std::move(batches_)), rows(std::move(rows_)), us(std::move(us_)) {
+                       std::vector<std::vector<double>> us_, std::vector<double> catch_up_)
+    : batches(std::move(batches_)), rows(std::move(rows_)), us(std::move(us_)), catch_up(std::move(catch_up_)) {
   const Check check("RoundCosts");
   check.that(rises_from(batches, 1), "batches", {"is ", text_of(batches)}, "rising numbers from 1 on");
   check_rows(check, "batches", batches, rows);
@@ -63,6 +63,10 @@ RoundCosts::RoundCosts(std::vector<int64_t> batches_, std::vector<std::vector<in
   for (const auto& each : us)
     for (const double value : each)
       check.that(value > 0 && std::isfinite(value), "us", {"has ", value}, "times above 0");
+  check.that(catch_up.empty() || catch_up.size() == batches.size(), "catch_up", {"has ", catch_up.size()},
+             {batches.size(), " like batches, or none"});
+  for (const double value : catch_up)
+    check.that(value > 0 && std::isfinite(value), "catch_up", {"has ", value}, "times above 0");
 }
 
 CostModel::CostModel(RoundCosts costs) : costs_(std::move(costs)) {

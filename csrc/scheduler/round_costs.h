@@ -21,11 +21,13 @@ void check_rows(const Check& check, const char* batches_name, const std::vector<
 
 // What a round costs on the machine that runs it. Throws ValueError for what cannot be.
 struct RoundCosts {
-  RoundCosts(std::vector<int64_t> batches, std::vector<std::vector<int64_t>> rows, std::vector<std::vector<double>> us);
+  RoundCosts(std::vector<int64_t> batches, std::vector<std::vector<int64_t>> rows, std::vector<std::vector<double>> us,
+             std::vector<double> catch_up = {});
 
   std::vector<int64_t> batches;            // rising batch sizes; of a round with fewer requests, the next one counts
   std::vector<std::vector<int64_t>> rows;  // of each size the rungs: rising totals of rows, no fewer than the batch
   std::vector<std::vector<double>> us;     // of each rung
+  std::vector<double> catch_up;            // us in which the draft of each size catches up; none: it never rests
 };
 
 // The costs of rounds that have requests. What is measured lacks attention over their prefixes, and the experts that

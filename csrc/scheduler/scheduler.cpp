@@ -29,13 +29,13 @@ Scheduler::Scheduler(const Config& config, Executor& executor, const RingMemory&
       executor_(executor),
       commands_(commands, {config.max_batch(), config.num_slots, config.max_stops}),
       results_(results, {config.accept_width, config.num_rungs(), config.max_logprobs}),
-      recorder_(traces, config.rows),
-      budget_(config.batch_sizes, config.rows, config.accept_width),
+      recorder_(traces, config.all_rows()),
+      budget_(config.batch_sizes, config.rows, config.accept_width, config.rest_rows),
       slots_(config.num_slots),
       last_batch_(config.max_batch()),
       last_rows_(config.rows.back().back()),
       free_pages_(config.num_pages) {
-  for (const auto& each : config.rows) took_.emplace_back(each.size());
+  for (const auto& each : config.all_rows()) took_.emplace_back(each.size());
 }
 
 // --- any thread

@@ -70,8 +70,8 @@ class Scheduler {
 
   // Times rounds of these batch sizes, the smallest and the largest among them, with every number of rows, without
   // requests, and from then on chooses each round's rows by that. What a size between two of them takes lies between,
-  // too; what KV takes is seen as rounds run. Part of the loop, before any request has a slot; what an executor call
-  // throws leaves it. Throws ValueError.
+  // too; what KV takes is seen as rounds run. So is the time in which a draft catches up, where it rests. Part of the
+  // loop, before any request has a slot; what an executor call throws leaves it. Throws ValueError.
   void measure_rounds(const std::vector<int64_t>& batches);
   // Takes what was measured before of rounds with these batch sizes and rows. Throws as measure_rounds.
   void set_costs(RoundCosts costs);
@@ -104,6 +104,7 @@ class Scheduler {
     int64_t number;
     size_t size, rung;  // of config.batch_sizes, of config.rows[size]
     size_t shown;       // the highest rung of which it shows what it brings
+    size_t kind;        // of config.all_rows()[size]
     int64_t kv_rows;    // of all its requests
     std::vector<Row> rows;
     bool follows;  // nothing but a round lies between it and the one before
@@ -130,6 +131,7 @@ class Scheduler {
   bool read_row(const RowResult& result, Request& request);
   void send(const Commands& commands, int64_t batch = 0, int64_t rows = 0, int64_t max_kv_len = 0);
   int64_t time_round(int64_t batch, int64_t rows);
+  int64_t time_catch_up(int64_t batch);
   void await(const Round& round);
   void wait_until(const std::function<bool()>& done);
   std::vector<Request*> still_held(const Round& round) const;
@@ -166,7 +168,7 @@ class Scheduler {
   int64_t num_launched_ = 0;                // rounds
   uint64_t turn_number_ = 0;                // of turns that launched a round
   int64_t last_batch_, last_rows_;          // of the last round launched
-  std::vector<std::vector<int64_t>> took_;  // ns, by the last round of each size and rung
+  std::vector<std::vector<int64_t>> took_;  // ns, by the last round of each size and kind
   int64_t began_ = 0;                       // when the oldest round in flight did; 0: that is not known
   bool other_work_ = false;                 // something else than a round went to the device since the last round
   bool stuck_ = false;                      // no slot of the round read last went on

@@ -702,10 +702,15 @@ class RoundCosts:
         batches: rising batch sizes of rounds (of a round with fewer requests, the next one counts).
         rows: rows[i], rising: how many rows a round of batches[i] may have in all, a tree node each.
         us: us[i][j] microseconds of a round of batches[i] with rows[i][j].
+        catch_up: microseconds in which the draft of batches[i] catches up; empty: it never rests.
     """
 
     def __init__(
-        self, batches: Sequence[int], rows: Sequence[Sequence[int]], us: Sequence[Sequence[float]]
+        self,
+        batches: Sequence[int],
+        rows: Sequence[Sequence[int]],
+        us: Sequence[Sequence[float]],
+        catch_up: Sequence[float] = [],
     ) -> None: ...
     @property
     def batches(self) -> list[int]: ...
@@ -713,12 +718,14 @@ class RoundCosts:
     def rows(self) -> list[list[int]]: ...
     @property
     def us(self) -> list[list[float]]: ...
+    @property
+    def catch_up(self) -> list[float]: ...
 
 class Budget:
     """Chooses how many rows rounds get, as the scheduler does; csrc/scheduler/budget.h says how."""
 
-    def __init__(self, costs: RoundCosts, accept_width: int) -> None: ...
-    def next(self, size: int, requests: float, kv_rows: float) -> int: ...
+    def __init__(self, costs: RoundCosts, accept_width: int, rest_rows: int = 0) -> None: ...
+    def next(self, size: int, requests: float, kv_rows: float, behind: float = 0.0) -> int: ...
     def note_time(self, size: int, rung: int, requests: float, kv_rows: float, us: float) -> None: ...
     def note_tokens(self, size: int, requests: float, expected: Sequence[float], realised: Sequence[float]) -> None: ...
     def tokens(self, size: int, rung: int, requests: float) -> float: ...
@@ -730,8 +737,10 @@ class Scheduler:
     contiguous int32, pinned where the device is a GPU. `rows` are, of each batch size, the nodes that its rounds may
     verify in all, of which the last counts until `measure_rounds` or `set_costs`. `graphs` are captured rounds by
     batch, number of nodes and KV rows that no slot exceeds, of which the least that are enough run (three zeros:
-    `apply_commands` and `free_pages` alone), as raw cudaGraph_t, launched on `stream`; others are `executor.launch`
-    calls.
+    `apply_commands` and `free_pages` alone; no nodes: a draft that catches up), as raw cudaGraph_t, launched on
+    `stream`; others are `executor.launch` calls. With `plain_rounds` those whose requests all want no drafts have a
+    node for each. With `rest_rows` the draft rests in rounds of one node each, and catches up at the latest when a
+    request has had so many.
     """
 
     def __init__(
@@ -751,6 +760,8 @@ class Scheduler:
         rounds_in_flight: int,
         batch_sizes: Sequence[int],
         rows: Sequence[Sequence[int]],
+        plain_rounds: bool = False,
+        rest_rows: int = 0,
         commands: Tensor,
         results: Tensor,
         stream: int | None = None,
@@ -804,7 +815,7 @@ class Scheduler:
         """Rounds, rows; nanoseconds of host work, of waiting, of prefill, of rounds on the device; of those launched
         while another was in flight, with nothing in between; of the gaps before these."""
     @property
-    def rounds_by_rung(self) -> list[list[int]]: ...
+    def rounds_by_rows(self) -> list[list[int]]: ...
     @property
     def costs(self) -> RoundCosts | None: ...
 

@@ -119,7 +119,7 @@ def measure(draft: Draft, num_steps: int, target: LanguageModel, texts: Sequence
         fixed_split=None,
         device=target.embedding.weight.device,
     )
-    draft.open(DraftContext(target, state, target.max_len, None, "the doctor shows tokens alone"))
+    draft.open(DraftContext(target, state, target.max_len, False, None, "the doctor shows tokens alone"))
     with closing(draft):
         acceptance = Acceptance([], [], [0] * num_steps, [0] * num_steps, covered(draft, texts))
         for text in texts:

@@ -89,8 +89,10 @@ class EngineConfig:
         captures: rounds and passes are CUDA graphs.
         batch_sizes: of rounds, rising up to num_slots. measured_sizes: of these, whose costs are measured.
         rows: of each batch size the nodes that its rounds verify in all, rising; several: the engine is adaptive.
+        plain_rounds: a round whose requests all want no drafts has a node for each, whatever `rows` has.
+        rest_rows: rounds that a slot's draft may rest before it has to catch up; 0: it does not rest, or need not.
         round_sizes: of the captured rounds: each batch size with each number of rows, for KV of several lengths where
-            attention runs other plans for them.
+            attention runs other plans for them; and without rows, where a draft catches up.
         rounds_in_flight: launched and not yet read.
         fixed_split: rows at which attention cuts KV whatever runs beside it; None: where it is fastest.
         top_n: most best entries scored beside a token.
@@ -114,6 +116,8 @@ class EngineConfig:
     batch_sizes: tuple[int, ...]
     measured_sizes: tuple[int, ...]
     rows: tuple[tuple[int, ...], ...]
+    plain_rounds: bool
+    rest_rows: int
     round_sizes: tuple[RoundSize, ...]
     rounds_in_flight: int
     fixed_split: int | None
@@ -179,6 +183,7 @@ class EngineConfig:
         captures = on_cuda and cuda_graph
         if adaptive is None:
             adaptive = (captures or not on_cuda) and not batch_invariant and not draft.sampled
+        rest_rows = needs.rest_rows if adaptive and needs.num_nodes > 1 else 0
         top_n = min(MAX_LOGPROBS, model.vocab_size)
         num_rungs = num_rungs_of(rungs_of(num_slots, needs.num_nodes, adaptive, draft.sampled))
         row_numbers = kv_numbers(model, model.num_hidden_layers) + needs.kv_numbers
@@ -186,7 +191,8 @@ class EngineConfig:
             "KV": num_pages * page_size * row_numbers * kv_dtype.itemsize,
             "logits": num_slots * needs.num_nodes * model.vocab_size * dtype.itemsize,
             "slots": 4 * num_slots * (max_pages + MAX_STOP_TOKENS + 2 * model.vocab_size)
-            + ring_bytes(num_slots, needs.accept_width, num_rungs, top_n),
+            + ring_bytes(num_slots, needs.accept_width, num_rungs, top_n)
+            + num_slots * rest_rows * len(needs.feature_layers) * model.hidden_size * dtype.itemsize,
         }
         check_memory(parts, machine, num_slots=num_slots, max_len=max_len, num_pages=num_pages)
         check_num_nodes(num_slots, needs.num_nodes)
@@ -198,7 +204,7 @@ class EngineConfig:
         rows = tuple(rungs_of(batch, needs.num_nodes, adaptive, draft.sampled) for batch in batch_sizes)
 
         def bounds(batch: int, num_rows: int) -> tuple[int, ...]:
-            if machine.gpu is None or batch_invariant:
+            if machine.gpu is None or batch_invariant or num_rows == 0:
                 return (max_len + reserve,)
             calls = AttentionCall.of(model, None, True), *needs.attention
             most = most_nodes(batch, num_rows, needs.num_nodes)
@@ -224,10 +230,12 @@ class EngineConfig:
             # On a CPU, where any batch size may run, it would take long to time them all.
             measured_sizes=tuple(batch_sizes) if on_cuda else tuple(sorted({batch_sizes[0], num_slots})),
             rows=rows,
+            plain_rounds=not batch_invariant,
+            rest_rows=rest_rows,
             round_sizes=tuple(
                 RoundSize(batch, num_rows, most)
-                for batch, each in zip(batch_sizes, rows, strict=True)
-                for num_rows in (each if captures else ())
+                for batch, each in zip(batch_sizes, all_rows(batch_sizes, rows, not batch_invariant), strict=True)
+                for num_rows in ([*([0] if rest_rows else []), *each] if captures else [])
                 for most in bounds(batch, num_rows)
             ),
             rounds_in_flight=rounds_in_flight,
@@ -235,6 +243,11 @@ class EngineConfig:
             top_n=top_n,
             implementation=implementation,
         )
+
+    @property
+    def all_rows(self) -> list[list[int]]:
+        """Of each batch size the nodes that its rounds verify, those of plain rounds among them."""
+        return all_rows(self.batch_sizes, self.rows, self.plain_rounds)
 
     @property
     def num_rungs(self) -> int:
@@ -257,6 +270,11 @@ def rungs_of(batch: int, num_nodes: int, adaptive: bool = True, equal: bool = Fa
     if len(rungs) > 1 and 3 * rungs[-2] >= 2 * most:
         rungs.pop()
     return (*rungs, most)
+
+
+def all_rows(batch_sizes: Sequence[int], rows: Sequence[Sequence[int]], plain_rounds: bool) -> list[list[int]]:
+    pairs = zip(batch_sizes, rows, strict=True)
+    return [sorted({*([batch] if plain_rounds else []), *each}) for batch, each in pairs]
 
 
 def num_rungs_of(rows: Sequence[int]) -> int:
@@ -334,7 +352,7 @@ def check_needs(draft: Draft, needs: Needs, num_layers: int) -> None:
     for need in ("num_nodes", "accept_width"):
         if not 1 <= getattr(needs, need) <= 256:
             raise ValueError(f"{name} {need}={getattr(needs, need)}, expected 1 to 256")
-    for need in ("scratch_rows", "kv_numbers"):
+    for need in ("scratch_rows", "kv_numbers", "rest_rows"):
         if getattr(needs, need) < 0:
             raise ValueError(f"{name} {need}={getattr(needs, need)}, expected 0 or more")
     if not all(0 <= layer <= num_layers for layer in needs.feature_layers):

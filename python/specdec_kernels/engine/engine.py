@@ -439,7 +439,7 @@ class Engine:
         """Rounds by the nodes that each slot of their batch size has in the mean, rising."""
         rounds: Counter[float] = Counter()
         for batch, rows, counts in zip(
-            self.config.batch_sizes, self.config.rows, self._scheduler.rounds_by_rung, strict=True
+            self.config.batch_sizes, self.config.all_rows, self._scheduler.rounds_by_rows, strict=True
         ):
             rounds.update({each / batch: count for each, count in zip(rows, counts, strict=True)})
         return dict(sorted(rounds.items()))

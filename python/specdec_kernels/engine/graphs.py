@@ -19,7 +19,8 @@ from .round import Round
 
 
 class RoundSize(NamedTuple):
-    """What is static about a round: slots, nodes that it verifies, and the KV rows that no slot exceeds."""
+    """What is static about a round: slots, nodes that it verifies, and the KV rows that no slot exceeds. Without nodes,
+    of the pass in which a draft catches up."""
 
     batch: int
     num_rows: int
@@ -81,7 +82,7 @@ def capture(
     warm: set[tuple[int, int]] = set()
     for size in sizes:
         rows_and_kv = size.num_rows, size.max_kv_len
-        if rows_and_kv not in warm or size.num_rows == most_rows[size.batch]:
+        if rows_and_kv not in warm or size.num_rows in (0, most_rows[size.batch]):
             with torch.cuda.stream(stream):
                 round.launch(*size)
             warm.add(rows_and_kv)

@@ -57,7 +57,8 @@ def open_engine(
     executor = load_target(model, draft, config, adapter)
     round = executor.round
     try:
-        draft.open(DraftContext(round.target, round.state, config.max_len, tokenizer, no_tokenizer))
+        catches_up = config.rest_rows > 0
+        draft.open(DraftContext(round.target, round.state, config.max_len, catches_up, tokenizer, no_tokenizer))
         calibrate(draft, calibrations)
         device = config.machine.device
         stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -193,6 +194,8 @@ def make_scheduler(
         rounds_in_flight=config.rounds_in_flight,
         batch_sizes=config.batch_sizes,
         rows=config.rows,
+        plain_rounds=config.plain_rounds,
+        rest_rows=config.rest_rows,
         commands=rings.commands,
         results=rings.results,
         stream=stream.cuda_stream if stream else None,

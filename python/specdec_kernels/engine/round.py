@@ -85,8 +85,9 @@ class Round:
     def launch(self, batch: int, num_rows: int, max_kv_len: int) -> None:
         """Apply the next record of commands, advance its first `batch` slots by one round and publish the results.
 
-        With batch 0 the record is all. A round verifies `num_rows` nodes, whichever requests they are of. `max_kv_len`
-        KV rows hold each slot's text with the reserve.
+        With batch 0 the record is all. With `num_rows` 0 the slots' draft catches up, and nothing is published. A round
+        verifies `num_rows` nodes, whichever requests they are of; in one of a node for each the draft rests.
+        `max_kv_len` KV rows hold each slot's text with the reserve.
         """
         state, rings = self.state, self.rings
         rings.apply_commands(state)
@@ -95,6 +96,9 @@ class Round:
             return
         slots = rings.slots[:batch]
         with state.kv_bounded(max_kv_len):
+            if num_rows == 0:
+                self.draft.catch_up(slots)
+                return
             result = self.run(slots, num_rows)
         _, rung_limits = self._rungs.get(batch, (None, None))
         by_scores = rung_limits is not None and not self.draft.sampled
@@ -148,7 +152,7 @@ class Round:
             status=state.status,
         )
         committed = Committed(accepted, num_valid, most, cu_seqlens, ScoredTree(tree, scores))
-        draft.extend(slots, committed, proposal, features)
+        (draft.rest if num_rows == batch else draft.extend)(slots, committed, proposal, features)
         return RoundResult(accepted, token_scores, tree.num_nodes, scores, shares)
 
     def _share(self, scores: Tensor, slots: Tensor, num_rows: int) -> Shares:

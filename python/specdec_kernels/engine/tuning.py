@@ -62,7 +62,7 @@ def read_tuning(source: Source, name: str = "Engine: tuning") -> dict[str, Any]:
         try:
             costs_in(costs)
         except (KeyError, TypeError, ValueError):
-            raise ValueError(f"{what} with costs that are none, expected of, batches, rows and us") from None
+            raise ValueError(f"{what} with costs that are none, expected of, {', '.join(COSTS)}") from None
     return tuning
 
 
@@ -89,7 +89,7 @@ def tuning_of(draft: Draft, target: str, costs: _C.RoundCosts | None, rounds: di
         "schema": SCHEMA,
         "specdec_kernels": __version__,
         "calibrations": [facts_of(part, target) for part in calibrated_parts(draft)],
-        "costs": costs and {"of": rounds, "batches": costs.batches, "rows": costs.rows, "us": costs.us},
+        "costs": costs and costs_of(costs, rounds),
     }
 
 
@@ -176,11 +176,18 @@ def rounds_of(model: Any, draft: Draft, config: EngineConfig) -> dict[str, Any]:
     }
 
 
+COSTS = "batches", "rows", "us", "catch_up"
+
+
+def costs_of(costs: _C.RoundCosts, rounds: dict[str, Any]) -> dict[str, Any]:
+    return {"of": rounds, **{key: getattr(costs, key) for key in COSTS}}
+
+
 def costs_in(costs: Any) -> _C.RoundCosts:
     """The costs of a tuning."""
     if not isinstance(costs["of"], dict):
         raise TypeError
-    return _C.RoundCosts(costs["batches"], costs["rows"], costs["us"])
+    return _C.RoundCosts(*(costs[key] for key in COSTS))
 
 
 def costs_for(tuning: dict[str, Any], rounds: dict[str, Any], config: EngineConfig) -> _C.RoundCosts | None:
@@ -190,4 +197,5 @@ def costs_for(tuning: dict[str, Any], rounds: dict[str, Any], config: EngineConf
         return None
     found = costs_in(costs)
     sizes = list(config.batch_sizes), [list(rows) for rows in config.rows]
-    return found if (found.batches, found.rows) == sizes else None
+    fits = (found.batches, found.rows) == sizes and bool(found.catch_up) == (config.rest_rows > 0)
+    return found if fits else None

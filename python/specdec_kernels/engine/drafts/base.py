@@ -30,6 +30,7 @@ class Needs:
             0: it has none.
         attention: the attention of `propose` and `extend`, of which captured rounds are chosen. What is not named here
             is right all the same, but its kernels may be those for longer KV.
+        rest_rows: rounds that a slot's draft can rest before it has to catch up (`rest`); 0: it does not rest.
     """
 
     num_nodes: int
@@ -38,6 +39,7 @@ class Needs:
     scratch_rows: int = 0
     kv_numbers: int = 0
     attention: tuple[AttentionCall, ...] = ()
+    rest_rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class DraftContext:
         target: the model it drafts for, loaded.
         state: the slots' tensors, which stay where they are.
         max_len: longest sequence, prompt included.
+        catches_up: a draft that has rested is asked to draft again; else whoever rests never drafts.
         tokenizer: the target's; None where it has none.
         no_tokenizer: why there is none.
     """
@@ -55,6 +58,7 @@ class DraftContext:
     target: LanguageModel
     state: EngineState
     max_len: int
+    catches_up: bool
     tokenizer: Any
     no_tokenizer: str
 
@@ -100,11 +104,13 @@ class Draft:
 
     A draft has two lives. Made by its user, it holds options and has loaded nothing. An engine asks for its `needs`,
     opens it beside the target, and then calls, for each slot, `begin`, `prefill` for each chunk of the prompt,
-    `activate`, `propose` and `extend` in every round, and `release`. It serves one engine until that is closed.
+    `activate`, `propose` and `extend`, or `rest`, in every round, and `release`. It serves one engine until that is
+    closed.
 
-    All calls come from one thread, in the order of the device's stream. `propose` and `extend` must leave the host
-    alone, so that a CUDA graph can hold them: no value of a tensor is read, shapes follow from the arguments, and what
-    is kept between rounds is written in place. Where `slots` is -1 a row is empty: nothing may be kept of it.
+    All calls come from one thread, in the order of the device's stream. `propose`, `extend`, `rest` and `catch_up` must
+    leave the host alone, so that a CUDA graph can hold them: no value of a tensor is read, shapes follow from the
+    arguments, and what is kept between rounds is written in place. Where `slots` is -1 a row is empty: nothing may be
+    kept of it.
 
     Attributes:
         sampled: the drafts of requests that sample are drawn, and verified as a block: see `Proposal.drawn_from`.
@@ -193,6 +199,17 @@ class Draft:
 
         `features` [M, n * H] are the target's states of all nodes, those of request b from row
         `committed.cu_seqlens[b]` on; None where no layer was asked for.
+        """
+
+    def rest(self, slots: Tensor, committed: Committed, proposal: Proposal, features: Tensor | None) -> None:
+        """In place of `extend`, of a round without candidates, where drafting does not pay: does as little as it can,
+        and keeps what it needs to catch up. A draft without a model has nothing to save.
+        """
+        self.extend(slots, committed, proposal, features)
+
+    def catch_up(self, slots: Tensor) -> None:
+        """Be for slots [B] as if no round had been one of rest. Comes before the first `propose` that asks for
+        candidates, and at the latest after `Needs.rest_rows` rounds of rest of a slot that wants drafts.
         """
 
     def release(self, slot: int) -> None:

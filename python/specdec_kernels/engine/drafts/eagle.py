@@ -23,11 +23,10 @@ from ...models.eagle import EagleHead
 from ...models.eagle3 import Eagle3Head, feature_layers
 from ...models.kv_pools import KvPools
 from ...models.loading import model_name
-from ...ops import extend_rows
+from ...ops import ExtendRows
 from ..prefill import Prefill
 from .base import DraftContext, Needs
 from .model import ModelDraft
-from .proposal import Committed, Proposal
 
 
 class HeadDraft(ModelDraft):
@@ -62,6 +61,7 @@ class HeadDraft(ModelDraft):
         # For each slot, and for slot -1: the feature that all depth-1 nodes share.
         like = context.target.embedding.weight
         self.last_hidden = like.new_zeros(context.num_slots + 1, self.module.config.hidden_size)
+        self.keep_features(like, len(self.needs(context.target.config).feature_layers) * like.shape[1])
         if self.sampled:
             self.keep_logits(self.module.logits(self.last_hidden[:1]))
 
@@ -91,17 +91,9 @@ class HeadDraft(ModelDraft):
         output = self.module(prefill.next_tokens, joined, prefill.positions, prefill.rows, only=prefill.last_rows)
         self._keep(prefill.slots.long(), output)
 
-    def extend(self, slots: Tensor, committed: Committed, proposal: Proposal, features: Tensor | None) -> None:
+    def follow(self, extend: ExtendRows, features: Tensor | None, rows: Rows) -> None:
         assert features is not None
-        self.learn(committed)
-        accepted, num_valid, num_nodes, cu_seqlens, _ = committed
-        before = self.state.prefix_lens
-        extend = extend_rows(
-            accepted.tokens, accepted.path, num_valid, before, num_nodes, slots=slots, cu_seqlens_q=cu_seqlens
-        )
-        rows = self.state.rows(slots, before, tail_len=extend.tokens.shape[1], num_valid=num_valid)
-        # Gather before `fc`: S rows instead of N. Padded rows repeat a real one and are written nowhere.
-        joined = Features(self.module.join(features[extend.node_rows.flatten()]))
+        joined = Features(self.module.join(features))
         output = self.module(extend.tokens, joined, extend.positions, rows, only=extend.last_rows)
         self._keep(extend.kept_slots, output)
 

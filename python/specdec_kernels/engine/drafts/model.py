@@ -14,12 +14,24 @@ from torch import Tensor
 from ...models.attention import Rows
 from ...models.draft_head import Features
 from ...models.families import kv_numbers
-from ...ops import expand_root, expand_tree, learn_calibration, make_calibration, sample_draft, select_topk
+from ...ops import (
+    ExtendRows,
+    expand_root,
+    expand_tree,
+    extend_rows,
+    learn_calibration,
+    make_calibration,
+    sample_draft,
+    select_topk,
+)
 from ..kv_bounds import AttentionCall
 from .base import Draft, DraftContext, DraftRequest, Needs
 from .proposal import Committed, DrawnFrom, Proposal, no_candidates
 
 CHEAP_ROWS = 64  # of a draft step: so many take no longer to multiply than it takes to read the weights
+# Rounds that a slot may rest. Each needs room for a row of features; catching up with more rows at once costs less a
+# row as long as reading the weights is most of it.
+REST_ROWS = 16
 SEED_OF_ROUND = -0x61C8864680B583EB  # odd, 2^64 over the golden ratio: far from what seeds differ by
 
 
@@ -37,6 +49,9 @@ class ModelDraft(Draft):
     What the model says of its chosen candidates is calibrated by what becomes of them: path scores are products of
     calibrated probabilities. Rounds learn, but those of a batch-invariant engine, where the scores of one request would
     depend on the others.
+
+    A round of rest keeps the tokens and features that draft-extend would have read, a row of a slot for each, in a ring
+    of REST_ROWS; `catch_up` is draft-extend over all of them.
     """
 
     _: KW_ONLY
@@ -78,6 +93,7 @@ class ModelDraft(Draft):
             scratch_rows=self.topk * (self.num_steps - 1) + 1,
             kv_numbers=kv_numbers(config, num_layers),
             attention=tuple(AttentionCall.of(config, rows, follows_kv_dtype) for rows in (self.topk, width)),
+            rest_rows=REST_ROWS,
         )
 
     def open(self, context: DraftContext) -> None:
@@ -89,6 +105,16 @@ class ModelDraft(Draft):
         rows = torch.arange(-1, self.nodes() - 1, dtype=torch.int32, device=device)  # node i is drawn from row i - 1
         self.calibration = None if self.sampled else make_calibration(self.num_steps, like=rows)
         self._draft_rows = rows.where(rows < self.num_steps, -1).repeat(slots, 1)
+        # Of rows that were kept at rest: how many there are, and with them those that the ring has lost; their tokens,
+        # and their features, where the draft reads any.
+        self.num_kept = torch.zeros(slots + 1, dtype=torch.int32, device=device)
+        self.kept_tokens = torch.zeros(slots + 1, REST_ROWS, dtype=torch.int32, device=device)
+        self.kept_features: Tensor | None = None
+
+    def keep_features(self, like: Tensor, width: int) -> None:
+        """Makes room for features [width] of rounds of rest, where anybody asks for them."""
+        if self.context.catches_up:
+            self.kept_features = like.new_zeros(*self.kept_tokens.shape, width)
 
     def keep_logits(self, like: Tensor) -> None:
         """Makes room for the slots' logits [Vd] behind the root, of which `like` has a row."""
@@ -97,13 +123,13 @@ class ModelDraft(Draft):
     def begin(self, slot: int, request: DraftRequest) -> None:
         # Without a prefilled row there are no children: a one-token prompt starts with a root-only tree.
         self.child_logprobs[slot] = -torch.inf
+        self.num_kept[slot] = 0
         if self.sampled:
             self.root_logits[slot] = -torch.inf
 
     def prefix_lens(self) -> Tensor:
         """[num_slots] draft rows committed before the round."""
-        lens: Tensor = self.state.seq_lens
-        return lens
+        return self._draft_lens(self.state.seq_lens)
 
     def branches(self, batch: int, num_nodes: int) -> int:
         """k, the paths that each step expands: `topk` where rows cost nothing, else few for small trees.
@@ -191,6 +217,70 @@ class ModelDraft(Draft):
             return Proposal(candidates)
         draft_rows = self._draft_rows[: len(slots), :num_nodes].contiguous()
         return Proposal(candidates, DrawnFrom(torch.stack(logits_of_steps, 1), draft_rows, self.id_map))
+
+    def follow(self, extend: ExtendRows, features: Tensor | None, rows: Rows) -> None:
+        """Runs the model over rows of committed tokens [B, W], with features [B * W, n * H] where it reads any. What
+        follows the last of each becomes its slot's draft state."""
+        raise NotImplementedError
+
+    def extend(self, slots: Tensor, committed: Committed, proposal: Proposal, features: Tensor | None) -> None:
+        self.learn(committed)
+        extend = self._committed_rows(slots, committed)
+        before = self._draft_lens(self.state.prefix_lens)
+        rows = self.state.rows(slots, before, tail_len=extend.tokens.shape[1], num_valid=committed.num_valid)
+        # Gathered before anything is computed: S rows instead of N. Padded rows repeat a real one, and are written
+        # nowhere.
+        self.follow(extend, None if features is None else features[extend.node_rows.flatten()], rows)
+
+    def rest(self, slots: Tensor, committed: Committed, proposal: Proposal, features: Tensor | None) -> None:
+        if not self.context.catches_up:
+            return
+        extend = self._committed_rows(slots, committed)
+        at = extend.kept_slots, self.num_kept[extend.kept_slots] % REST_ROWS
+        self.kept_tokens[at] = extend.tokens[:, 0]
+        if self.kept_features is not None:
+            assert features is not None
+            self.kept_features[at] = features[extend.node_rows[:, 0]]
+        self.num_kept.index_add_(0, extend.kept_slots, committed.num_valid)
+
+    def catch_up(self, slots: Tensor) -> None:
+        num_kept = self.num_kept.clamp(max=REST_ROWS)
+        begins = self._draft_lens(self.state.seq_lens - num_kept[:-1])
+        counts, slot_rows = num_kept[slots], slots.long()
+        rows = torch.arange(REST_ROWS, dtype=torch.int32, device=slots.device)
+        batch = torch.arange(len(slots), device=slots.device)
+        # Where the ring has lost rows its first one stands amid it.
+        places = (self.num_kept - num_kept)[slots, None] + rows
+        at = slot_rows[:, None], (places % REST_ROWS).long()
+        extend = ExtendRows(
+            tokens=self.kept_tokens[at],
+            positions=begins[slots, None] + rows,
+            node_rows=batch.new_empty(0),  # features have been gathered
+            last_rows=batch * REST_ROWS + (counts - 1).clamp(min=0),
+            kept_slots=torch.where(counts > 0, slot_rows, len(self.num_kept) - 1),
+        )
+        features = None if self.kept_features is None else self.kept_features[at].flatten(0, 1)
+        # A stalled slot has pages for these rows, since it had them when it rested: its status is not asked.
+        of_slots = self.state.rows(slots, begins, tail_len=REST_ROWS, num_valid=counts)._replace(status=None)
+        self.follow(extend, features, of_slots)
+        self.num_kept[slots] = 0
+
+    def _committed_rows(self, slots: Tensor, committed: Committed) -> ExtendRows:
+        accepted, num_valid, num_nodes, cu_seqlens, _ = committed
+        return extend_rows(
+            accepted.tokens,
+            accepted.path,
+            num_valid,
+            self.state.prefix_lens,
+            num_nodes,
+            slots=slots,
+            cu_seqlens_q=cu_seqlens,
+            position_offset=self.position_offset,
+        )
+
+    def _draft_lens(self, lens: Tensor) -> Tensor:
+        """Rows of the draft for as many of the target's."""
+        return lens + self.position_offset if self.position_offset else lens
 
     def learn(self, committed: Committed) -> None:
         """What became of the candidates moves the calibration."""

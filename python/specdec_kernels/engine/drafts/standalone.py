@@ -16,12 +16,11 @@ from ...models.draft_head import Features
 from ...models.kv_pools import KvPools
 from ...models.language_model import open_language_model
 from ...models.loading import config_of, model_name
-from ...ops import extend_rows
+from ...ops import ExtendRows
 from ..prefill import Prefill
 from ..prompts import load_tokenizer
 from .base import DraftContext, Needs
 from .model import ModelDraft
-from .proposal import Committed, Proposal
 from .vocabularies import SharedTokens, shared_tokens
 
 
@@ -125,10 +124,6 @@ class Standalone(ModelDraft):
     def resize_pools(self, num_pages: int) -> None:
         self.lm.resize_pools(num_pages)
 
-    def prefix_lens(self) -> Tensor:
-        lens: Tensor = self.state.seq_lens + 1
-        return lens
-
     def step(self, tokens: Tensor, positions: Tensor, features: Features | None, rows: Rows) -> tuple[Tensor, None]:
         return self._logits(self._forward(tokens, positions, rows)).flatten(0, 1), None
 
@@ -142,13 +137,6 @@ class Standalone(ModelDraft):
         hidden = self._forward(tokens[:, None], starts[slots][:, None], rows)
         self.set_root_children(slots.long(), self._logits(hidden[:, -1]))
 
-    def extend(self, slots: Tensor, committed: Committed, proposal: Proposal, features: Tensor | None) -> None:
-        self.learn(committed)
-        accepted, num_valid, num_nodes, _, _ = committed
-        before, offset = self.state.prefix_lens, self.position_offset
-        extend = extend_rows(
-            accepted.tokens, accepted.path, num_valid, before, num_nodes, slots=slots, position_offset=offset
-        )
-        rows = self.state.rows(slots, before + offset, tail_len=extend.tokens.shape[1], num_valid=num_valid)
+    def follow(self, extend: ExtendRows, features: Tensor | None, rows: Rows) -> None:
         hidden = self._forward(extend.tokens, extend.positions, rows).flatten(0, 1)
         self.set_root_children(extend.kept_slots, self._logits(hidden[extend.last_rows]))

@@ -54,6 +54,7 @@ class Union(Draft):
             scratch_rows=max(first.scratch_rows, second.scratch_rows),
             kv_numbers=first.kv_numbers + second.kv_numbers,
             attention=first.attention + second.attention,
+            rest_rows=min(filter(None, (first.rest_rows, second.rest_rows)), default=0),
         )
 
     def expect_closed(self) -> None:
@@ -117,6 +118,15 @@ class Union(Draft):
         for index, draft in enumerate((self.first, self.second)):
             own = committed._replace(tree=trees[index]) if trees else committed
             draft.extend(slots, own, proposals[index], states[index])
+
+    def rest(self, slots: Tensor, committed: Committed, proposal: Proposal, features: Tensor | None) -> None:
+        states, (proposals, _) = self._states(features), proposal.note
+        self.first.rest(slots, committed, proposals[0], states[0])
+        self.second.rest(slots, committed, proposals[1], states[1])
+
+    def catch_up(self, slots: Tensor) -> None:
+        self.first.catch_up(slots)
+        self.second.catch_up(slots)
 
     def _states(self, features: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """What each draft asked for, of states that stand side by side."""
