@@ -179,6 +179,27 @@ def test_rows_that_the_ring_has_lost(device: torch.device) -> None:
     assert not torch.equal(draft.last_hidden[0], hidden[0]) and torch.equal(draft.last_hidden[1], hidden[1])
 
 
+@pytest.mark.parametrize("name", ["eagle3-tree", "eagle3+ngram"])
+def test_whoever_rests_for_good_teaches_nothing(name: str, device: torch.device, tmp_path: Path) -> None:
+    """The calibration is what it is without requests that want no drafts, whose own are those of another text."""
+    counts = []
+    for slots in ([1], [0, 1]):
+        draft = DRAFTS[name](tmp_path)
+        tuning = tuning_for(draft, [1.0], device, cuda_graph=False)
+        engine = make_engine(draft, device, adaptive=True, tuning=tuning, cuda_graph=False)
+        for slot in slots:
+            begin(engine, slot, prompts()[slot])
+        engine.state.max_nodes[0] = 1
+        if 0 in slots:
+            for _ in range(REST_ROWS + 4):
+                run_round(engine, [0], 1)
+        for _ in range(6):
+            draft.catch_up(torch.tensor(slots, dtype=torch.int32, device=device))
+            run_round(engine, slots)
+        counts.append(model_draft(engine).calibration.counts[..., 0].sum(1).tolist())
+    assert counts[0] == counts[1] and counts[0][0] > 5
+
+
 # --- through the loop
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...models.kv_pools import KvPools
@@ -115,8 +116,14 @@ class Union(Draft):
     def extend(self, slots: Tensor, committed: Committed, proposal: Proposal, features: Tensor | None) -> None:
         states = self._states(features)
         proposals, trees = proposal.note
+        # Whoever wants no drafts may have rested for good, and says nothing of what a draft is worth.
+        wanted = self.state.max_nodes[slots.clamp(min=0)]
         for index, draft in enumerate((self.first, self.second)):
-            own = committed._replace(tree=trees[index]) if trees else committed
+            own = committed
+            if trees:
+                tree, scores = trees[index]
+                tree = tree._replace(num_nodes=torch.minimum(tree.num_nodes, wanted))
+                own = committed._replace(tree=ScoredTree(tree, scores))
             draft.extend(slots, own, proposals[index], states[index])
 
     def rest(self, slots: Tensor, committed: Committed, proposal: Proposal, features: Tensor | None) -> None:
