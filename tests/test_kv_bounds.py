@@ -172,7 +172,8 @@ def test_texts_cross_bounds(
         engine._executor.launch = launch_bounded  # of rounds that are no graphs
         outputs = engine.generate(prompts, params)
         if engine.graphs is not None:
-            assert len(engine.graphs.by_size) == 1 + (1 + len(steps) if bounded else 1) * len(engine.config.batch_sizes)
+            num_kinds = sum(map(len, engine.config.all_rows))
+            assert len(engine.graphs.by_size) == 1 + (1 + len(steps) if bounded else 1) * num_kinds
             assert not seen
         return [output.tokens for output in outputs], seen, engine.stats().retractions
 
