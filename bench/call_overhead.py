@@ -39,7 +39,7 @@ def calls(device: torch.device) -> dict[str, timeit.Timer]:
         }
     return timers | {
         "ops.select_topk, 4 torch, empty batch": empty_select_topk(device),
-        "ops.free_pages, 6 torch, no slots": empty_free_pages(device),
+        "ops.free_pages, 7 torch, no slots": empty_free_pages(device),
     }
 
 

@@ -28,10 +28,10 @@ class TwoPools:
         sd.alloc_pages(self.pool, self._put(host_lens), reserve, slots=self._put(host_slots), status=self.status)
         self.compare()
 
-    def free(self, prefix_lens: list[int], slots: list[int] | None = None) -> None:
+    def free(self, prefix_lens: list[int], slots: list[int] | None = None, window: int | None = None) -> None:
         host_lens, host_slots = self._ints(prefix_lens), None if slots is None else self._ints(slots)
-        reference.free_pages(self.model, host_lens, host_slots, self.model_status)
-        sd.free_pages(self.pool, self._put(host_lens), slots=self._put(host_slots), status=self.status)
+        reference.free_pages(self.model, host_lens, host_slots, self.model_status, window)
+        sd.free_pages(self.pool, self._put(host_lens), window=window, slots=self._put(host_slots), status=self.status)
         self.compare()
 
     def fork(self, sources: list[int], targets: list[int], lens: list[int]) -> list[int]:
@@ -47,13 +47,18 @@ class TwoPools:
             pool.page_table[slot, index] = page
 
     def table(self, slot: int) -> list[int]:
-        return self.model.page_table[slot, : int(self.model.page_counts[slot])].tolist()
+        """The pages a slot holds."""
+        return self.model.page_table[slot, self.held(slot).start : self.held(slot).stop].tolist()
+
+    def held(self, slot: int) -> range:
+        """The entries of its table that these are."""
+        return range(int(self.model.page_starts[slot]), int(self.model.page_counts[slot]))
 
     def num_free(self) -> int:
         return int(self.model.num_free)
 
     def compare(self) -> None:
-        for name in ("page_table", "page_counts", "page_refs", "num_free"):
+        for name in ("page_table", "page_counts", "page_starts", "page_refs", "num_free"):
             assert torch.equal(getattr(self.pool, name).cpu(), getattr(self.model, name)), name
         height = self.num_free()  # what lies above it means nothing
         assert torch.equal(self.pool.free_stack[:height].cpu(), self.model.free_stack[:height])
@@ -67,7 +72,8 @@ class TwoPools:
         assert refs == [owners[page] for page in range(len(refs))]
         assert sorted(free) == [page for page in range(len(refs)) if refs[page] == 0]
         for slot in range(self.num_slots):
-            assert (self.model.page_table[slot, len(self.table(slot)) :] == -1).all()
+            assert (self.model.page_table[slot, : self.held(slot).start] == -1).all()
+            assert (self.model.page_table[slot, self.held(slot).stop :] == -1).all()
 
     def _ints(self, values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=INT)

@@ -206,10 +206,10 @@ def test_what_is_no_tensor_or_struct_is_named(call: Any, message: str) -> None:
         ),
         (
             "free_pages",
-            (None, (*[LOGITS] * 5, None), LOGITS, None, None),
+            (None, (*[LOGITS] * 6, None), LOGITS, None, None, None),
             "pool is a tuple, expected PagePool",
         ),
-        ("free_pages", (None, LOGITS), "2 arguments, expected 5"),
+        ("free_pages", (None, LOGITS), "2 arguments, expected 6"),
     ],
 )
 def test_wrong_numbers_at_the_boundary(function: str, arguments: tuple[Any, ...], message: str) -> None:

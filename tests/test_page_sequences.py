@@ -24,17 +24,20 @@ def run_sequence(pools: TwoPools, page_size: int, max_pages: int, rng: random.Ra
 
     def rows(slot: int) -> int:
         """Up to what the slot holds, whole pages more often than chance has it."""
-        held = len(pools.table(slot))
+        held = pools.held(slot).stop
         return rng.choice([held * page_size, rng.randint(0, held) * page_size, rng.randint(0, held * page_size)])
 
     for _ in range(CALLS):
         named = rng.choice([None, some_slots(), some_slots()])
-        match rng.randrange(5):
+        match rng.randrange(6):
             case 0 | 1:
                 lens = [rng.choice([-1, longest + 1, *[rng.randint(0, longest // 2)] * 12]) for _ in slots]
                 pools.alloc(lens, rng.randrange(page_size + 2), named)
             case 2:
                 pools.free([rng.choice([-1, 0, 0, rows(slot), rows(slot)]) for slot in slots], named)
+            case 3:
+                lens = [rng.choice([-1, 0, longest, rng.randint(0, longest), rows(slot)]) for slot in slots]
+                pools.free(lens, named, window=rng.randint(1, 2 * page_size + 2))
             case _:
                 targets = some_slots()
                 sources = [rng.choice([*slots, -1]) for _ in targets]
@@ -85,6 +88,7 @@ class GuardedPool:
         self.pool = sd.PagePool(
             page_table=guarded(num_slots, max_pages, sound=[*pages, -1]),
             page_counts=guarded(num_slots, sound=list(range(max_pages + 1)) + [0] * max_pages),
+            page_starts=guarded(num_slots, sound=[*[0] * max_pages, 1]),
             page_refs=guarded(num_pages, sound=[0, 1, 1, 1, 2, 3]),
             free_stack=guarded(num_pages, sound=pages),
             num_free=guarded(1, sound=list(range(num_pages + 1))),
@@ -103,6 +107,8 @@ class GuardedPool:
                 sd.alloc_pages(self.pool, self.lens, 1, slots=self.rows[0], status=self.status)
             case "free_pages":
                 sd.free_pages(self.pool, self.lens, slots=self.rows[0], status=self.status)
+            case "free_pages behind":
+                sd.free_pages(self.pool, self.lens, window=2, slots=self.rows[0], status=self.status)
             case _:
                 sd.fork_pages(self.pool, *self.rows, self.lens, status=self.status, out=self.num_rows)
 
@@ -115,7 +121,10 @@ class GuardedPool:
         return {x for buffer in self.contents() for x in buffer[:GUARD] + buffer[-GUARD:]}
 
 
-@pytest.mark.parametrize("op", ["alloc_pages", "free_pages", "fork_pages"])
+OPS = ["alloc_pages", "free_pages", "free_pages behind", "fork_pages"]
+
+
+@pytest.mark.parametrize("op", OPS)
 def test_nonsense_stays_in_bounds_and_is_the_same_everywhere(device: torch.device, op: str) -> None:
     for seed in range(400):
         got, want = (GuardedPool(random.Random(seed), d) for d in (device, torch.device("cpu")))
@@ -130,6 +139,6 @@ def test_small(device: torch.device) -> None:
     rng = random.Random(0)
     pools = TwoPools(device, 9, 5, 4, 3)
     run_sequence(pools, 3, 4, rng)
-    for op in ("alloc_pages", "free_pages", "fork_pages"):
+    for op in OPS:
         for seed in range(6):
             GuardedPool(random.Random(seed), device).call(op)

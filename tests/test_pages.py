@@ -56,6 +56,42 @@ def test_order_of_slots_is_the_order_of_service(device: torch.device) -> None:
     assert [pools.table(slot) for slot in range(3)] == [[1], [2], [0]]
 
 
+def test_pages_behind_a_window_come_back(device: torch.device) -> None:
+    pools = TwoPools(device, 9, 2, 9, 4)
+    pools.alloc([20, 16])
+    assert (pools.table(0), pools.table(1)) == ([0, 1, 2, 3, 4], [5, 6, 7, 8])
+    pools.free([11, 20], window=8)  # row 3 of slot 0 is seen by the next token still
+    assert (pools.held(0), pools.held(1)) == (range(5), range(3, 4))
+    pools.free([12, 20], window=8)
+    assert pools.held(0) == range(1, 5)
+    pools.free([17, 0], [0, 0, 1], window=8)
+    assert (pools.table(0), pools.num_free()) == ([2, 3, 4], 5)
+    pools.alloc([28, 24], slots=[0, 1])  # as far as there are pages; nothing is filled in again behind the window
+    assert (pools.held(0), pools.held(1)) == (range(2, 7), range(3, 6))
+    pools.free([2**31 - 1, -1], window=1)
+    assert (pools.table(0), pools.status.tolist()) == ([], [0, BAD_LENGTH])
+    pools.alloc([30, 24])
+    pools.free([25, 4])  # of a slot that has no row in front of 12 any more
+    assert (pools.held(0), pools.held(1)) == (range(7, 7), range(1, 1))
+    pools.assert_conserved()
+    pools.free([0, 0])
+    pools.alloc([8, 0])
+    assert pools.held(0) == range(2) and pools.num_free() == 7
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("start", [-1, 3, 2**31 - 1])
+def test_bad_starts_stay_in_bounds(device: torch.device, start: int) -> None:
+    pools = TwoPools(device, 9, 2, 3, 1)
+    pools.alloc([2, 2])
+    pools.pool.page_starts[0] = start
+    lens = torch.tensor([3, 2], dtype=INT, device=device)
+    sd.free_pages(pools.pool, lens, window=1, status=pools.status)
+    assert pools.pool.page_starts.tolist() == [2, 1]
+    assert pools.pool.page_table.tolist() == [[-1, -1, -1] if start < 0 else [0, 1, -1], [-1, 3, -1]]
+    assert pools.status.tolist() == [0, 0]
+
+
 def test_a_slot_named_twice_is_served_once(device: torch.device) -> None:
     pools = TwoPools(device, 4, 2, 3, 1)
     pools.alloc([2, 3], slots=[0, 1, 0, 1])
@@ -213,6 +249,8 @@ def test_graph_replay_with_changed_lengths() -> None:
         ("alloc_pages", {"page_table": torch.zeros(3, 2, dtype=INT).t()}, "alloc_pages: page_table has shape [2, 3] and is not contiguous, expected a contiguous tensor"),
         ("alloc_pages", {"page_size": 0}, "alloc_pages: page_size is 0, expected 1 to 2147483647"),
         ("free_pages", {"prefix_lens": torch.zeros(1, dtype=INT)}, "free_pages: prefix_lens has shape [1], expected [num_slots=2]"),
+        ("free_pages", {"page_starts": torch.zeros(3, dtype=INT)}, "free_pages: page_starts has shape [3], expected [num_slots=2]"),
+        ("free_pages", {"window": 0}, "free_pages: window is 0, expected 1 to 2147483647"),
         ("free_pages", {"num_free": torch.zeros(2, dtype=INT)}, "free_pages: num_free has shape [2], expected [1]"),
         ("free_pages", {"status": torch.zeros(1, dtype=INT)}, "free_pages: status has shape [1], expected [num_slots=2]"),
         ("free_pages", {"slots": torch.zeros(2, 1, dtype=INT)}, "free_pages: slots has shape [2, 1], expected [batch]"),

@@ -63,7 +63,9 @@ void fork_pages_cpu(const ForkPagesParams& p) {
   for (int64_t b = 0; b < p.batch; ++b) {
     if (p.out_num_rows[b] == kNoFork) continue;
     const int64_t src = p.src_slots[b], dst = p.dst_slots[b], pages = p.prefix_lens[dst] / p.pool.page_size;
-    for (int64_t i = 0; i < pages; ++i) share_page(p, p.pool.page_table[src * p.pool.max_pages + i], dst, i);
+    const int64_t first = first_held(p.pool.page_starts[src], pages);
+    for (int64_t i = first; i < pages; ++i) share_page(p, p.pool.page_table[src * p.pool.max_pages + i], dst, i);
+    p.pool.page_starts[dst] = static_cast<int32_t>(first);
     p.pool.page_counts[dst] = static_cast<int32_t>(pages + (p.out_num_rows[b] > 0));
   }
   for (int64_t b = 0; b < p.batch; ++b) {

@@ -15,7 +15,7 @@ struct Shared {
   FirstRows<kThreads> first_rows;
   PageNumbers<kThreads> numbers;
   typename cub::BlockScan<int, kThreads>::TempStorage scan;
-  int64_t src[kThreads], dst[kThreads];
+  int64_t src[kThreads], dst[kThreads], first[kThreads];
 };
 
 __global__ void __launch_bounds__(kThreads) fork_pages_kernel(ForkPagesParams p) {
@@ -39,6 +39,7 @@ __global__ void __launch_bounds__(kThreads) fork_pages_kernel(ForkPagesParams p)
   }
   if (made) {
     clear_status(p.status, fork.dst, kStalled);
+    p.pool.page_starts[fork.dst] = static_cast<int32_t>(fork.first);
     p.pool.page_counts[fork.dst] = static_cast<int32_t>(fork.pages + (fork.num_rows > 0));
   }
   if (row < p.batch) p.out_num_rows[row] = made ? fork.num_rows : 0;
@@ -46,9 +47,11 @@ __global__ void __launch_bounds__(kThreads) fork_pages_kernel(ForkPagesParams p)
 
   s.src[row] = fork.src;
   s.dst[row] = fork.dst;
-  const int total = s.numbers.number(made ? fork.pages : 0);
+  s.first[row] = fork.first;
+  const int total = s.numbers.number(made ? fork.pages - fork.first : 0);
   __syncthreads();  // the rows and their pages are known
   for (int64_t page = row; page < total; page += kEach * kThreads) {
+    int64_t entries[kEach];
     int rows[kEach];
     int32_t ids[kEach];
 #pragma unroll
@@ -56,12 +59,13 @@ __global__ void __launch_bounds__(kThreads) fork_pages_kernel(ForkPagesParams p)
       const int64_t i = page + e * kThreads;
       if (i >= total) break;
       rows[e] = s.numbers.row_of(static_cast<int>(i));
-      ids[e] = p.pool.page_table[s.src[rows[e]] * p.pool.max_pages + (i - s.numbers.starts[rows[e]])];
+      entries[e] = s.first[rows[e]] + i - s.numbers.starts[rows[e]];
+      ids[e] = p.pool.page_table[s.src[rows[e]] * p.pool.max_pages + entries[e]];
     }
 #pragma unroll
     for (int e = 0; e < kEach; ++e) {
       const int64_t i = page + e * kThreads;
-      if (i < total) share_page(p, ids[e], s.dst[rows[e]], i - s.numbers.starts[rows[e]]);
+      if (i < total) share_page(p, ids[e], s.dst[rows[e]], entries[e]);
     }
   }
   __syncthreads();  // what is shared has its owners; new pages have one, whatever the stack held

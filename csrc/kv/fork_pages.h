@@ -27,7 +27,8 @@ void fork_pages_cuda(const ForkPagesParams& p, Stream stream);
 
 struct Fork {
   int64_t src, dst;      // dst is -1 for an empty row
-  int64_t pages = 0;     // whole ones, to be shared
+  int64_t first = 0;     // entry before which the source has given back its pages
+  int64_t pages = 0;     // end of the whole ones, to be shared
   int32_t num_rows = 0;  // of the partial page behind them, which becomes a page of its own
   int32_t bits = 0;      // for the destination's status: why there is no such fork
 };
@@ -42,6 +43,7 @@ SD_HD Fork find_fork(const ForkPagesParams& p, int64_t b) {
     return fork;
   }
   fork.pages = len / p.pool.page_size;
+  fork.first = first_held(p.pool.page_starts[fork.src], fork.pages);
   fork.num_rows = static_cast<int32_t>(len % p.pool.page_size);
   return fork;
 }

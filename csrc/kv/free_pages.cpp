@@ -1,13 +1,16 @@
 #include "kv/free_pages.h"
 
+#include <limits>
+
 namespace specdec::kv {
 
-void free_pages(CallStream stream, const PoolTensors& tensors, const TensorView& prefix_lens, const OptTensor& slots,
-                const OptTensor& status) {
+void free_pages(CallStream stream, const PoolTensors& tensors, const TensorView& prefix_lens,
+                std::optional<int64_t> window, const OptTensor& slots, const OptTensor& status) {
   Check check("free_pages");
   Dim B{"batch"}, R{"num_slots"};
   const PagePool pool = check_pool(check, tensors, R);
   check.tensor("prefix_lens", prefix_lens, {R}, kInt32);
+  if (window) check.range("window", *window, 1, std::numeric_limits<int32_t>::max());
   if (!slots) B.value = R;
   check.slots(slots, B, R);
   check.output("status", status, {R}, kInt32);
@@ -16,6 +19,7 @@ void free_pages(CallStream stream, const PoolTensors& tensors, const TensorView&
   const FreePagesParams params{
       .pool = pool,
       .prefix_lens = prefix_lens.data<int32_t>(),
+      .window = window.value_or(-1),
       .slots = data_or_null<const int32_t>(slots),
       .status = data_or_null<int32_t>(status),
       .batch = B,
@@ -29,13 +33,14 @@ void free_pages_cpu(const FreePagesParams& p) {
   for (int64_t b = 0; b < p.batch; ++b) {
     const int64_t slot = slot_of(p.slots, b, pool.num_slots);
     if (slot < 0) continue;
-    const int64_t kept = pages_kept(p, pages_held(pool, pool.page_counts[slot]), p.prefix_lens[slot]);
-    if (kept < 0) {
+    const GivenBack back = find_given_back(p, pool.page_starts[slot], pool.page_counts[slot], p.prefix_lens[slot]);
+    if (!back.sound) {
       set_status(p.status, slot, kBadLength);
       continue;
     }
-    for (int64_t i = pool.page_counts[slot] - 1; i >= kept; --i) height = return_page(p, slot, i, height);
-    pool.page_counts[slot] = static_cast<int32_t>(kept);
+    for (int64_t i = back.end - 1; i >= back.first; --i) height = return_page(p, slot, i, height);
+    pool.page_starts[slot] = static_cast<int32_t>(back.start);
+    pool.page_counts[slot] = static_cast<int32_t>(back.count);
   }
   *pool.num_free = static_cast<int32_t>(height);
 }

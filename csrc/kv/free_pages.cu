@@ -3,7 +3,7 @@
 //   1 everywhere: every page is free now, and the order of the pages is their order on the stack;
 //   above 0 everywhere: the last owner to let go, in that order, pushes the page;
 //   else (entries without a page, pages without an owner): the owners come back, and one thread does what the CPU does.
-// A chain of four dependent accesses (slots, counts and lengths, table, owners), 12 bytes a page.
+// A chain of four dependent accesses (slots, their words and lengths, table, owners), 12 bytes a page.
 #include "core/cuda.cuh"
 #include "kv/free_pages.h"
 #include "kv/tile.cuh"
@@ -19,7 +19,7 @@ struct Shared {
   FirstRows<kThreads> first_rows;
   PageNumbers<kThreads> numbers;
   int64_t slots[kThreads];
-  int held[kThreads];
+  int ends[kThreads];  // of what rows give back
   typename cub::BlockScan<int, kThreads>::TempStorage scan;
   int64_t height;
 
@@ -29,7 +29,7 @@ struct Shared {
   // Where the page with this number stands in a table: the last one of a row comes first.
   __device__ Entry entry_of(int64_t page) const {
     const int row = numbers.row_of(static_cast<int>(page));
-    return {slots[row], held[row] - 1 - (page - numbers.starts[row])};
+    return {slots[row], ends[row] - 1 - (page - numbers.starts[row])};
   }
 };
 
@@ -122,21 +122,24 @@ __global__ void __launch_bounds__(kThreads) free_pages_kernel(FreePagesParams p)
 
   for (int64_t first = 0; first < p.batch; first += kThreads) {
     int64_t slot = first + row < p.batch ? slot_of(p.slots, first + row, p.pool.num_slots) : -1;
-    const int32_t count = slot < 0 ? 0 : p.pool.page_counts[slot], len = slot < 0 ? 0 : p.prefix_lens[slot];
+    const int32_t start = slot < 0 ? 0 : p.pool.page_starts[slot], count = slot < 0 ? 0 : p.pool.page_counts[slot];
+    const int32_t len = slot < 0 ? 0 : p.prefix_lens[slot];
     // This is done while the loads are on their way. A slot that has given back its pages holds nothing more to give,
     // so serving it once a tile is the same as once a row.
     if (p.slots && !s.first_rows.is_first(static_cast<int>(slot))) slot = -1;
-    const int64_t held = pages_held(p.pool, count), kept = pages_kept(p, held, len);
+    const GivenBack back = find_given_back(p, start, count, len);
     if (slot >= 0) {
-      if (kept < 0)
+      if (!back.sound) {
         set_status(p.status, slot, kBadLength);
-      else
-        p.pool.page_counts[slot] = static_cast<int32_t>(kept);
+      } else {
+        p.pool.page_starts[slot] = static_cast<int32_t>(back.start);
+        p.pool.page_counts[slot] = static_cast<int32_t>(back.count);
+      }
     }
 
-    const int total = s.numbers.number(slot < 0 || kept < 0 ? 0 : held - kept);
+    const int total = s.numbers.number(slot < 0 ? 0 : back.end - back.first);
     s.slots[row] = slot;
-    s.held[row] = static_cast<int>(held);
+    s.ends[row] = static_cast<int>(back.end);
     __syncthreads();  // the rows and their pages are known
     for (int64_t i = 0; i < total; i += kPages) height = return_pages(p, s, i, total, height);
     __syncthreads();  // the next tile sees this one's counts, and may reuse the shared arrays

@@ -1,5 +1,7 @@
-// free_pages: takes back the pages beyond the rows that slots keep.
+// free_pages: takes back the pages beyond the rows that slots keep, or those behind a window.
 #pragma once
+
+#include <optional>
 
 #include "core/dispatch.h"
 #include "kv/pages.h"
@@ -8,23 +10,36 @@ namespace specdec::kv {
 
 struct FreePagesParams {
   PagePool pool;
-  const int32_t* prefix_lens;  // [num_slots]: rows to keep, 0 for none
+  const int32_t* prefix_lens;  // [num_slots]: rows to keep, 0 for none; or rows of which the last `window` are kept
+  int64_t window;              // -1: none
   const int32_t* slots;        // [batch] or null
   int32_t* status;             // [num_slots] or null
   int64_t batch;
 };
 
-void free_pages(CallStream stream, const PoolTensors& tensors, const TensorView& prefix_lens, const OptTensor& slots,
-                const OptTensor& status);
+void free_pages(CallStream stream, const PoolTensors& tensors, const TensorView& prefix_lens,
+                std::optional<int64_t> window, const OptTensor& slots, const OptTensor& status);
 
 void free_pages_cpu(const FreePagesParams& p);
 void free_pages_cuda(const FreePagesParams& p, Stream stream);
 
-// The pages a slot keeps of those it holds for `rows`, or -1 where these or what it holds make no sense.
-SD_HD int64_t pages_kept(const FreePagesParams& p, int64_t held, int64_t rows) {
-  if (held < 0 || rows < 0) return -1;
-  const int64_t kept = pages_for(p.pool, rows);
-  return kept < held ? kept : held;
+// What a slot gives back, and what its words are then.
+struct GivenBack {
+  int64_t first = 0, end = 0;  // entries of its table, the last one first
+  int64_t start = 0, count = 0;
+  bool sound = true;  // else rows or count make no sense, and nothing changes
+};
+
+SD_HD GivenBack find_given_back(const FreePagesParams& p, int64_t start, int64_t count, int64_t rows) {
+  const int64_t held = pages_held(p.pool, count), first = first_held(start, held < 0 ? 0 : held);
+  if (held < 0 || rows < 0) return {.sound = false};
+  if (p.window < 0) {
+    const int64_t kept = clamp_to(pages_for(p.pool, rows), int64_t{0}, held), begin = kept < first ? first : kept;
+    return {.first = begin, .end = held, .start = first < kept ? first : kept, .count = kept};
+  }
+  const int64_t behind = rows > p.window ? (rows - p.window) / p.pool.page_size : 0;
+  const int64_t end = clamp_to(behind, first, held);
+  return {.first = first, .end = end, .start = end, .count = held};
 }
 
 // Gives back entry `index` of a slot's table; returns the stack's new height.

@@ -9,7 +9,8 @@ namespace specdec::kv {
 
 struct PagePool {
   int32_t* page_table;   // [num_slots, max_pages], -1 for none
-  int32_t* page_counts;  // [num_slots]: pages held, the first ones of the slot's row
+  int32_t* page_counts;  // [num_slots]: entries of the slot's row that it got, the first ones
+  int32_t* page_starts;  // [num_slots]: the first of them that is still a page; those before were given back
   int32_t* page_refs;    // [num_pages]: owners of each page, 0 when free
   int32_t* free_stack;   // [num_pages]: free page ids, the next one to give away on top
   int32_t* num_free;     // [1]: height of the stack
@@ -19,7 +20,7 @@ struct PagePool {
 
 // What callers pass: `PagePool` of ops.py.
 struct PoolTensors {
-  const TensorView &page_table, &page_counts, &page_refs, &free_stack, &num_free;
+  const TensorView &page_table, &page_counts, &page_starts, &page_refs, &free_stack, &num_free;
   int64_t page_size;
 };
 
@@ -29,10 +30,13 @@ PagePool check_pool(Check& check, const PoolTensors& pool, Dim& num_slots);
 // Pages that `rows` rows of KV need.
 SD_HD int64_t pages_for(const PagePool& pool, int64_t rows) { return (rows + pool.page_size - 1) / pool.page_size; }
 
-// The pages a slot holds by its count, or -1 where that is not one.
+// The end of the entries a slot holds by its count, or -1 where that is not one.
 SD_HD int64_t pages_held(const PagePool& pool, int64_t count) {
   return count >= 0 && count <= pool.max_pages ? count : -1;
 }
+
+// The first of these entries, in bounds whatever the word says.
+SD_HD int64_t first_held(int64_t start, int64_t held) { return clamp_to(start, int64_t{0}, held); }
 
 // Height of the free stack, in bounds whatever the word says.
 SD_HD int64_t free_height(const PagePool& pool) { return clamp_to(int64_t{*pool.num_free}, 0, pool.num_pages); }

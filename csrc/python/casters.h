@@ -76,10 +76,10 @@ struct type_caster<specdec::kv::PoolTensors> {
   operator specdec::kv::PoolTensors&() { return value_; }
 
  private:
-  static constexpr int kTensors = 5;
+  static constexpr int kTensors = 6;
   specdec::python::PyTensor tensors_[kTensors];
   specdec::TensorView views_[kTensors];
-  specdec::kv::PoolTensors value_{views_[0], views_[1], views_[2], views_[3], views_[4], 0};
+  specdec::kv::PoolTensors value_{views_[0], views_[1], views_[2], views_[3], views_[4], views_[5], 0};
 };
 
 template <>

@@ -434,6 +434,7 @@ def free_pages(
     stream: int | None,
     pool: PagePool,
     prefix_lens: Tensor,
+    window: int | None,
     slots: Tensor | None,
     status: Tensor | None,
 ) -> None: ...

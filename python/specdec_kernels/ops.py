@@ -1631,7 +1631,8 @@ class PagePool(NamedTuple):
     """Which KV pages are free and which slot holds which, for every layer's pool alike. See `make_page_pool`."""
 
     page_table: Tensor  # [num_slots, max_pages] int32 page ids, -1 for none
-    page_counts: Tensor  # [num_slots] int32: pages held, the first ones of the slot's row
+    page_counts: Tensor  # [num_slots] int32: entries of its row that a slot got pages for, the first ones
+    page_starts: Tensor  # [num_slots] int32: of these, the first one that is held still; those before were given back
     page_refs: Tensor  # [num_pages] int32: owners of each page, 0 when free
     free_stack: Tensor  # [num_pages] int32: free page ids, the next one to give away on top
     num_free: Tensor  # [1] int32: height of the stack
@@ -1667,6 +1668,7 @@ def make_page_pool(num_pages: int, num_slots: int, max_pages: int, page_size: in
     return PagePool(
         page_table=filled((num_slots, max_pages), -1),
         page_counts=filled((num_slots,), 0),
+        page_starts=filled((num_slots,), 0),
         page_refs=filled((num_pages,), 0),
         free_stack=filled((num_pages,), arange_like(like, num_pages - 1, -1, -1)),
         num_free=filled((1,), num_pages),
@@ -1706,11 +1708,13 @@ def free_pages(
     pool: PagePool,
     prefix_lens: Tensor,
     *,
+    window: int | None = None,
     slots: Tensor | None = None,
     status: Tensor | None = None,
     stream: int | None = None,
 ) -> None:
-    """Take back each slot's pages beyond the first `prefix_lens[slot]` rows (0: all), row after row of `slots`.
+    """Take back each slot's pages beyond the first `prefix_lens[slot]` rows (0: all), row after row of `slots`; or with
+    a window those that lie wholly before the last `window` of these rows, which no layer with this window sees again.
 
     A page loses one owner and is free when it has none left. The last page goes first, so that the next `alloc_pages`
     gives the same pages in the same order.
@@ -1718,14 +1722,15 @@ def free_pages(
     Args:
         pool: changed in place; entries given back become -1.
         prefix_lens: [num_slots] int32, rows to keep; more than the slot holds keeps everything.
+        window: 1 or more: `page_counts` stays then, and `page_starts` grows. None: pages at the end go.
         slots: [B] int32; None for all slots in order.
         status: [num_slots] int32. Gains BAD_LENGTH where prefix_lens is negative or page_counts is not a count (nothing
             is returned), BAD_PAGE where an entry is not a page or a page had no owner (it is skipped).
 
     Raises:
-        ValueError: wrong dtype, shape, device or stride.
+        ValueError: wrong dtype, shape, device or stride; window < 1.
     """
-    _C.free_pages(stream, pool, prefix_lens, slots, status)
+    _C.free_pages(stream, pool, prefix_lens, window, slots, status)
 
 
 def fork_pages(

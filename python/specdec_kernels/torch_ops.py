@@ -27,7 +27,7 @@ from ._op_list import native_halves, public_ops
 
 _library: Any = torch.library.Library("specdec", "DEF")  # type: ignore[no-untyped-call]
 
-_POOL = tuple(f"pool_{name}" for name in ("page_table", "page_counts", "page_refs", "free_stack", "num_free"))
+_POOL = tuple(f"pool_{name}" for name in ops.PagePool._fields if name != "page_size")
 
 # What each op changes in place. Those left out change nothing.
 _CHANGED: dict[str, tuple[str, ...]] = {

@@ -49,7 +49,13 @@ def alloc_pages(
         pool.page_counts[slot] = max(held, wanted)
 
 
-def free_pages(pool: PagePool, prefix_lens: Tensor, slots: Tensor | None = None, status: Tensor | None = None) -> None:
+def free_pages(
+    pool: PagePool,
+    prefix_lens: Tensor,
+    slots: Tensor | None = None,
+    status: Tensor | None = None,
+    window: int | None = None,
+) -> None:
     """Also for tables with entries that are not pages, and pages that have no owner."""
     num_slots = pool.page_table.shape[0]
     num_pages = len(pool.page_refs)
@@ -58,11 +64,18 @@ def free_pages(pool: PagePool, prefix_lens: Tensor, slots: Tensor | None = None,
             if status is not None:
                 status[slot] |= int(Status.BAD_LENGTH)
             continue
-        kept = pages_for(int(prefix_lens[slot]), pool.page_size)
-        for i in range(int(pool.page_counts[slot]) - 1, kept - 1, -1):
+        start, count = int(pool.page_starts[slot]), int(pool.page_counts[slot])
+        if window is None:
+            kept = min(count, pages_for(int(prefix_lens[slot]), pool.page_size))
+            given_back = range(max(start, kept), count)
+            pool.page_counts[slot], pool.page_starts[slot] = kept, min(start, kept)
+        else:
+            behind = max(0, int(prefix_lens[slot]) - window) // pool.page_size
+            given_back = range(start, min(behind, count))
+            pool.page_starts[slot] = max(start, min(behind, count))
+        for i in reversed(given_back):
             page = int(pool.page_table[slot, i])
             pool.page_table[slot, i] = -1
-            pool.page_counts[slot] = i
             if not 0 <= page < num_pages or pool.page_refs[page] <= 0:
                 if status is not None:
                     status[slot] |= int(Status.BAD_PAGE)
@@ -104,7 +117,8 @@ def fork_pages(
         if status is not None:
             status[dst] &= ~Status.STALLED
         whole = rows // pool.page_size
-        for i in range(whole):
+        first = min(whole, int(pool.page_starts[src]))
+        for i in range(first, whole):
             page = int(pool.page_table[src, i])
             if 0 <= page < num_pages and pool.page_refs[page] > 0:
                 pool.page_table[dst, i] = page
@@ -117,7 +131,7 @@ def fork_pages(
             pool.num_free[0] = free - 1
             pool.page_table[dst, whole] = page
             pool.page_refs[page] = 1
-        pool.page_counts[dst] = whole + (partial > 0)
+        pool.page_counts[dst], pool.page_starts[dst] = whole + (partial > 0), first
         num_rows[b] = partial
     return num_rows
 
