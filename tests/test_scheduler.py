@@ -37,6 +37,7 @@ class Sizes:
     max_logprobs: int = 2
     rounds_in_flight: int = 1
     batch_sizes: tuple[int, ...] = (1, 2, 3)
+    window: int = 0
     rows: tuple[tuple[int, ...], ...] = ()  # of each batch size; none: 4 for each request
     plain_rounds: bool = False
     rest_rows: int = 0
@@ -49,8 +50,10 @@ class Sizes:
     def max_batch(self) -> int:
         return self.batch_sizes[-1]
 
-    def pages(self, rows: int) -> int:
-        return -(-(min(rows, self.max_len) + self.reserve) // self.page_size)
+    def pages(self, rows: int, started: bool = False) -> int:
+        whole = -(-(min(rows, self.max_len) + self.reserve) // self.page_size)
+        ahead = self.reserve if started else max(self.reserve, self.prefill_chunk)
+        return min(whole, -(-(self.window + ahead) // self.page_size) + 1) if self.window else whole
 
     @property
     def num_rungs(self) -> int:
@@ -86,6 +89,7 @@ class Sizes:
             rows=tuple((b, *each) if rests else tuple(each) for b, each in zip(batch_sizes, kinds, strict=True)),
             plain_rounds=rng.random() < 0.5,
             rest_rows=rng.randint(1, 4) if rests else 0,
+            window=rng.choice([0, 0, rng.randint(1, 16)]),
         )
         smallest = sizes.pages(max_len)
         return Sizes(**{**vars(sizes), "num_pages": rng.choice([smallest, smallest + 1, 2 * smallest, 9 * smallest])})
@@ -108,6 +112,8 @@ class Slot:
     text: list[int]
     rows: int = 0  # committed
     pages: int = 0
+    end_page: int = 0  # of those it has had
+    rounds: int = 0
     active: bool = False  # a command said so
     started: bool = False  # and the call that follows
     finished: bool = False
@@ -319,10 +325,14 @@ class Device:
     def needed(self, rounds: int) -> int:
         growth = self.sizes.accept_width * rounds
         held = [s for s in self.slots.values() if not s.left]
-        return sum(self.sizes.pages(len(s.text) - 1 + (growth if s.started else 0)) for s in held)
+        return sum(self.sizes.pages(len(s.text) - 1 + (growth if s.started else 0), s.started) for s in held)
 
-    def take_pages(self, slot: Slot) -> None:
-        slot.pages = max(slot.pages, self.sizes.pages(len(slot.text) - 1))
+    def take_pages(self, slot: Slot, end: int) -> None:
+        """Those of all rows up to `end`, but for what is behind the window of the text so far."""
+        sizes, rows = self.sizes, len(slot.text) - 1 if slot.started else slot.rows
+        behind = max(0, rows - sizes.window) // sizes.page_size if sizes.window else 0
+        slot.end_page = max(slot.end_page, -(-end // sizes.page_size))
+        slot.pages = slot.end_page - min(behind, slot.end_page)
         assert sum(s.pages for s in self.slots.values()) <= self.sizes.num_pages, "the pool overflows"
 
     def waiting(self) -> list[int]:
@@ -351,7 +361,7 @@ class Device:
             assert request_id == self.waiting()[0], "first come, first served"
         assert self.needed(1) + self.sizes.pages(len(text) - 1) <= self.sizes.num_pages
         self.slots[slot] = Slot(request_id, list(text))
-        self.take_pages(self.slots[slot])
+        self.take_pages(self.slots[slot], 0 if self.sizes.window else len(text) - 1 + self.sizes.reserve)
         if request_id not in self.first_starts:
             self.first_starts.append(request_id)
         self.may_fail("begin", request_id)
@@ -367,10 +377,12 @@ class Device:
             assert not state.active and start == state.rows and count > 0
             assert tokens == state.text[start : start + count + 1]
             room -= count
+            self.take_pages(state, start + count)
         assert not room or len(chunks) in (len(wanting), self.sizes.prefill_requests)
         self.may_fail("prefill", *(state.request_id for state in states))
         for state, (_, _, tokens) in zip(states, chunks, strict=True):
             state.rows += len(tokens) - 1
+            self.take_pages(state, state.rows)
         for other in self.slots.values():
             other.chunks_waited += other.takes_part
             late = self.stall and self.sizes.rounds_in_flight > 1  # that somebody stalled is seen when it is read
@@ -380,6 +392,8 @@ class Device:
         states = [self.slots[slot] for slot in slots]
         starting = [s for s in self.slots.values() if s.active and not s.started and not s.left]
         assert states == starting[: self.sizes.prefill_requests]
+        for state in states:
+            self.take_pages(state, state.rows + self.sizes.reserve)
         self.may_fail("activate", *(state.request_id for state in states))
         for state in states:
             state.started = True
@@ -446,8 +460,9 @@ class Device:
             result[6] = 0  # nothing is learnt of rungs
         for row, slot in enumerate(slots):
             state = self.slots[slot]
-            self.take_pages(state)
+            self.take_pages(state, len(state.text) - 1 + self.sizes.reserve)
             state.chunks_waited = 0
+            state.rounds += 1
             stalls = row > 0 and self.rng.random() < self.stall
             self.play(row, state, 0 if stalls else self.rng.randint(1, self.sizes.accept_width))
         self.num_published += 1
@@ -465,7 +480,9 @@ class Device:
         elif not self.stall:
             assert set(running) <= set(slots) or len(slots) == sizes.max_batch
         waiting = self.waiting()
-        if waiting and len(self.slots) < sizes.num_slots and sizes.rounds_in_flight == 1:
+        # Where there is a window, those that were prefilled in this turn had more pages when it was decided.
+        changed = sizes.window > 0 and any(s.started and not s.rounds for s in self.slots.values())
+        if waiting and len(self.slots) < sizes.num_slots and sizes.rounds_in_flight == 1 and not changed:
             first = self.sent[waiting[0]]
             pages = sizes.pages(len(first.prompt) + len(first.produced) - 1)
             assert self.needed(1) + pages > sizes.num_pages or first.cancelled, "who fits is admitted"
@@ -694,6 +711,17 @@ def test_retraction_and_return() -> None:
     device.run()
     assert device.retracted and set(device.retracted) == {new}
     assert len(device.sent[old].emitted) == len(device.sent[new].emitted) == 20
+
+
+def test_a_window_of_a_text_beyond_the_pool() -> None:
+    """What is behind the window counts no more: all run, and are retracted only where windows do not fit side by side."""
+    sizes = Sizes(num_slots=3, num_pages=16, max_len=400, window=7, prefill_chunk=6)
+    assert sizes.pages(sizes.max_len) == 5 and sizes.pages(sizes.max_len, started=True) == 5
+    device = Device(sizes)
+    for length in (300, 1, 399, 150):
+        device.submit([1] * length, 1000)
+    device.run()
+    assert not device.retracted and [len(sent.emitted) for sent in device.sent.values()] == [100, 399, 1, 250]
 
 
 def test_chunks_follow_each_other_until_someone_decodes() -> None:
@@ -1081,6 +1109,7 @@ def test_submit_wants_ints() -> None:
         ({"accept_width": 2**31 - 1}, "Scheduler: accept_width is 2147483647, expected 1 to 65536"),
         ({"max_logprobs": 2**31 - 1}, "Scheduler: max_logprobs is 2147483647, expected -1 to 65536"),
         ({"page_size": 0}, "Scheduler: page_size is 0, expected 1 to 2147483647"),
+        ({"window": -1}, "Scheduler: window is -1, expected 0 to 2147483647"),
         ({"max_len": 1}, "Scheduler: max_len is 1, expected 2 to 2147483647"),
         ({"reserve": 4}, "Scheduler: reserve is 4, expected 5 to 2147483647"),
         ({"prefill_chunk": 0}, "Scheduler: prefill_chunk is 0, expected 1 to 2147483647"),

@@ -202,7 +202,11 @@ def calls(op: str, device: torch.device) -> list[tuple[tuple[Any, ...], dict[str
     ends = torch.tensor([0, 4, 8], dtype=torch.int32, device=device)
     table, both = pool.page_table, {"slots": slots, "status": status}
     if op == "free_pages":
-        return [((pool, lens), {}), ((), {"pool": pool, "prefix_lens": zeros(2), **both}), ((pool, lens), {"window": 1})]
+        return [
+            ((pool, lens), {}),
+            ((), {"pool": pool, "prefix_lens": zeros(2), **both}),
+            ((pool, lens), {"window": 1}),
+        ]
     if op == "fork_pages":
         sd.free_pages(pool, zeros(2), slots=slots[:1])
         return [((pool, slots[1:], slots[:1], lens), {"status": status})]

@@ -226,9 +226,9 @@ std::vector<int64_t> submit_many(PyScheduler& scheduler, const py::sequence& req
 }
 
 std::unique_ptr<PyScheduler> make_scheduler(py::object executor, int64_t num_slots, int64_t num_pages,
-                                            int64_t page_size, int64_t max_len, int64_t reserve, int64_t accept_width,
-                                            int64_t max_stops, int64_t max_logprobs, int64_t prefill_chunk,
-                                            int64_t prefill_requests, int64_t rounds_in_flight,
+                                            int64_t page_size, int64_t window, int64_t max_len, int64_t reserve,
+                                            int64_t accept_width, int64_t max_stops, int64_t max_logprobs,
+                                            int64_t prefill_chunk, int64_t prefill_requests, int64_t rounds_in_flight,
                                             std::vector<int64_t> batch_sizes, std::vector<std::vector<int64_t>> rows,
                                             bool plain_rounds, int64_t rest_rows, const py::object& commands,
                                             const py::object& results, std::optional<intptr_t> stream,
@@ -236,6 +236,7 @@ std::unique_ptr<PyScheduler> make_scheduler(py::object executor, int64_t num_slo
   const scheduler::Config config{.num_slots = num_slots,
                                  .num_pages = num_pages,
                                  .page_size = page_size,
+                                 .window = window,
                                  .max_len = max_len,
                                  .reserve = reserve,
                                  .accept_width = accept_width,
@@ -321,10 +322,10 @@ void add_scheduler(py::module_& m) {
   using Release = py::call_guard<WithoutGil>;
   py::class_<PyScheduler>(m, "Scheduler", py::custom_type_setup(collect_executor))
       .def(py::init(&make_scheduler), "executor"_a, py::kw_only(), "num_slots"_a, "num_pages"_a, "page_size"_a,
-           "max_len"_a, "reserve"_a, "accept_width"_a, "max_stops"_a, "max_logprobs"_a = -1, "prefill_chunk"_a,
-           "prefill_requests"_a, "rounds_in_flight"_a, "batch_sizes"_a, "rows"_a, "plain_rounds"_a = false,
-           "rest_rows"_a = 0, "commands"_a, "results"_a, "stream"_a = py::none(), "graphs"_a = py::dict(),
-           "trace"_a = false)
+           "window"_a = 0, "max_len"_a, "reserve"_a, "accept_width"_a, "max_stops"_a, "max_logprobs"_a = -1,
+           "prefill_chunk"_a, "prefill_requests"_a, "rounds_in_flight"_a, "batch_sizes"_a, "rows"_a,
+           "plain_rounds"_a = false, "rest_rows"_a = 0, "commands"_a, "results"_a, "stream"_a = py::none(),
+           "graphs"_a = py::dict(), "trace"_a = false)
       .def(
           "submit",
           [](PyScheduler& s, const py::object& prompt, int64_t max_new_tokens, const py::object& stop_tokens,

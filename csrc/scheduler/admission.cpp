@@ -10,11 +10,21 @@ int64_t pages_for(const Config& config, int64_t seq_len) {
   return (rows_for(config, seq_len) + config.page_size - 1) / config.page_size;
 }
 
+int64_t pages_held(const Config& config, int64_t seq_len, int64_t ahead) {
+  const int64_t whole = pages_for(config, seq_len);
+  // Of the first page and the last one only a part may be seen.
+  const int64_t of_window = (config.window + ahead + config.page_size - 1) / config.page_size + 1;
+  return config.window == 0 ? whole : std::min(whole, of_window);
+}
+
+int64_t rows_ahead(const Config& config) { return std::max(config.prefill_chunk, config.reserve); }
+
 int64_t pages_needed(const Config& config, Holders holders, int64_t more_rounds) {
   int64_t pages = 0;
   for (const auto& holder : holders) {
     const int64_t rounds = holder->running() ? holder->in_flight + more_rounds : 0;
-    pages += pages_for(config, holder->seq_len() + config.accept_width * rounds);
+    const int64_t ahead = holder->running() ? config.reserve : rows_ahead(config);
+    pages += pages_held(config, holder->seq_len() + config.accept_width * rounds, ahead);
   }
   return pages;
 }
@@ -29,7 +39,8 @@ int64_t max_kv_len(const Config& config, std::span<Request* const> requests) {
 bool round_fits(const Config& config, Holders holders) { return pages_needed(config, holders, 0) <= config.num_pages; }
 
 bool request_fits(const Config& config, Holders holders, const Request& request) {
-  return pages_needed(config, holders, 1) + pages_for(config, request.seq_len()) <= config.num_pages;
+  const int64_t pages = pages_held(config, request.seq_len(), rows_ahead(config));
+  return pages_needed(config, holders, 1) + pages <= config.num_pages;
 }
 
 }  // namespace specdec::scheduler

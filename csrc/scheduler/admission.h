@@ -2,7 +2,8 @@
 //
 // A running slot of length L holds ceil((L + reserve) / page_size) pages from its next round on, and keeps them. Each
 // round it takes part in that is launched and not yet read may have made it accept_width tokens longer. A prefilling
-// slot counts with its prompt.
+// slot counts with its prompt. Where pages behind a window are given back, no slot holds more than the window, the rows
+// ahead of it and a page of which only a part is seen: these rows are a round's, or while it is prefilled a chunk's.
 #pragma once
 
 #include <memory>
@@ -20,6 +21,12 @@ int64_t rows_for(const Config& config, int64_t seq_len);
 
 // Their pages.
 int64_t pages_for(const Config& config, int64_t seq_len);
+
+// Those that it holds at once, when it has pages for so many rows ahead of its window at most.
+int64_t pages_held(const Config& config, int64_t seq_len, int64_t ahead);
+
+// Rows that it may have pages for ahead of its window, when it is prefilled or later.
+int64_t rows_ahead(const Config& config);
 
 // Pages of all holders, when every running one accepts all it can in its rounds in flight and in `more_rounds`.
 int64_t pages_needed(const Config& config, Holders holders, int64_t more_rounds);

@@ -29,6 +29,7 @@ void check_config(const Config& config) {
   Check check("Scheduler");
   check.range("num_slots", config.num_slots, 1, kMostSlots);
   check.range("page_size", config.page_size, 1, kMost);
+  check.range("window", config.window, 0, kMost);
   check.range("max_len", config.max_len, 2, kMost);
   check.range("accept_width", config.accept_width, 1, kWidest);
   check.range("max_stops", config.max_stops, 0, kWidest);
@@ -52,7 +53,7 @@ void check_config(const Config& config) {
                {"is ", config.rest_rows},
                {"0 (rounds of ", config.batch_sizes[i], " requests have ", config.rows[i].front(),
                 " rows at least, and a draft rests in those of one each)"});
-  const int64_t smallest = pages_for(config, config.max_len);
+  const int64_t smallest = pages_held(config, config.max_len, rows_ahead(config));
   check.that(config.num_pages >= smallest && config.num_pages <= kMost, "num_pages", {"is ", config.num_pages},
              {smallest, " to ", kMost, " (one sequence of max_len tokens must fit)"});
 }

@@ -10,6 +10,7 @@ struct Config {
   int64_t num_slots;
   int64_t num_pages;  // of the pool
   int64_t page_size;
+  int64_t window;                    // rows behind which pages are given back; 0: none are
   int64_t max_len;                   // tokens of a sequence, with prompt and root
   int64_t reserve;                   // KV rows a round may touch beyond seq_len
   int64_t accept_width;              // S: most tokens a round gives a request

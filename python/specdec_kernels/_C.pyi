@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 Tensor: TypeAlias = Any
-PagePool: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int]  # ops.PagePool
+PagePool: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int]  # ops.PagePool
 
 version: str
 cuda_version: str | None
@@ -751,6 +751,7 @@ class Scheduler:
         num_slots: int,
         num_pages: int,
         page_size: int,
+        window: int = 0,
         max_len: int,
         reserve: int,
         accept_width: int,

@@ -13,7 +13,7 @@ import torch
 from .. import _C
 from ..models.families import kv_numbers, position_limit
 from ..models.kv_scales import kv_dtype_of
-from ..models.language_model import implementation_of
+from ..models.language_model import implementation_of, windows_of
 from ..models.loading import DTYPES
 from ..plans import Gpu
 from .drafts import Draft, Needs
@@ -73,6 +73,35 @@ def host_bytes() -> int:
     return min(physical, int(limit)) if limit.isdigit() else physical
 
 
+class PagePlan(NamedTuple):
+    """The page tables of an engine: one of all layers, and where windows differ one for each of the shorter ones.
+
+    A window counts where it is so much shorter than the longest text that a slot never holds all pages of one.
+
+    Attributes:
+        window: behind which no layer of the first table sees; None: one sees all.
+        of_slot: pages of the first table that a slot holds at most.
+        windows: of the other tables, rising, and the most pages that slots hold in each together.
+    """
+
+    window: int | None
+    of_slot: int
+    windows: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, windows: set[int | None], ahead: int, max_pages: int, page_size: int, num_slots: int) -> PagePlan:
+        """For layers with these windows, and slots that have pages for `ahead` rows behind their text at most."""
+
+        def held(window: int) -> int:
+            # Whole pages, of which the first one and the last one may be used in part.
+            return -(-(window + ahead) // page_size) + 1
+
+        short = sorted(window for window in windows if window is not None and held(window) < max_pages)
+        widest = None if len(short) < len(windows) else short.pop()
+        of_slot = max_pages if widest is None else held(widest)
+        return cls(widest, of_slot, tuple((window, num_slots * held(window)) for window in short))
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """All numbers of an engine.
@@ -81,8 +110,9 @@ class EngineConfig:
         machine: where it runs. dtype, kv_dtype: of weights and of the target's KV.
         needs: of the draft.
         max_len: longest sequence, prompt included. num_slots: requests that run at once.
-        page_size: KV rows per page. max_pages: pages of a slot at most. num_pages: of the pool; with `mem_fraction`, of
+        page_size: KV rows per page. max_pages: of a slot's page table. num_pages: of the pool; with `mem_fraction`, of
             the one that the engine is tried out with.
+        pages: which page tables there are beside, and what is given back as texts grow.
         mem_fraction: share of the device's memory to take; None: what `num_pages` takes.
         reserve: KV rows behind L that a round may write (docs/round.md).
         prefill_chunk, prefill_requests: most rows, and most prompts, of a prefill pass.
@@ -108,6 +138,7 @@ class EngineConfig:
     page_size: int
     max_pages: int
     num_pages: int
+    pages: PagePlan
     mem_fraction: float | None
     reserve: int
     prefill_chunk: int
@@ -174,23 +205,26 @@ class EngineConfig:
         check_needs(draft, needs, model.num_hidden_layers)
         reserve = max(needs.num_nodes, needs.accept_width, needs.scratch_rows) + 1
         max_pages = -(-(max_len + reserve) // page_size)
+        windows = windows_of(model, implementation) | ({None} if needs.kv_numbers else set())
+        pages = PagePlan.of(windows, max(prefill_chunk, reserve), max_pages, page_size, num_slots)
         if mem_fraction is not None:
             check_mem_fraction(mem_fraction, num_pages, machine.device)
-            num_pages = max_pages  # until it is known how many fit
+            num_pages = pages.of_slot  # until it is known how many fit
         if num_pages is None:
-            num_pages = num_slots * max_pages
-        check_num_pages(num_pages, max_pages, max_len, reserve)
+            num_pages = num_slots * pages.of_slot
+        check_num_pages(num_pages, pages, max_len, prefill_chunk, reserve)
         captures = on_cuda and cuda_graph
         if adaptive is None:
             adaptive = (captures or not on_cuda) and not batch_invariant and not draft.sampled
         rest_rows = needs.rest_rows if adaptive and needs.num_nodes > 1 else 0
         top_n = min(MAX_LOGPROBS, model.vocab_size)
         num_rungs = num_rungs_of(rungs_of(num_slots, needs.num_nodes, adaptive, draft.sampled))
-        row_numbers = kv_numbers(model, model.num_hidden_layers) + needs.kv_numbers
-        parts = {  # at least: a draft's KV may be wider than the target's
-            "KV": num_pages * page_size * row_numbers * kv_dtype.itemsize,
+        fewest = min([num_pages, *(most for _, most in pages.windows)])
+        row_numbers = num_pages * needs.kv_numbers + fewest * kv_numbers(model, model.num_hidden_layers)
+        parts = {  # at least: a draft's KV may be wider than the target's, and not all layers have the shortest window
+            "KV": page_size * row_numbers * kv_dtype.itemsize,
             "logits": num_slots * needs.num_nodes * model.vocab_size * dtype.itemsize,
-            "slots": 4 * num_slots * (max_pages + MAX_STOP_TOKENS + 2 * model.vocab_size)
+            "slots": 4 * num_slots * (max_pages * (1 + len(pages.windows)) + MAX_STOP_TOKENS + 2 * model.vocab_size)
             + ring_bytes(num_slots, needs.accept_width, num_rungs, top_n)
             + num_slots * rest_rows * len(needs.feature_layers) * model.hidden_size * dtype.itemsize,
         }
@@ -221,6 +255,7 @@ class EngineConfig:
             page_size=page_size,
             max_pages=max_pages,
             num_pages=num_pages,
+            pages=pages,
             mem_fraction=mem_fraction,
             reserve=reserve,
             prefill_chunk=prefill_chunk,
@@ -329,12 +364,13 @@ def check_invariance(
         raise ValueError("Engine: adaptive is set, expected not with batch_invariant")
 
 
-def check_num_pages(num_pages: int, max_pages: int, max_len: int, reserve: int) -> None:
-    if num_pages < max_pages:
-        raise ValueError(
-            f"Engine: num_pages is {num_pages}, expected at least {max_pages} "
-            f"(one request of max_len={max_len} tokens and the {reserve} rows of a round must fit)"
-        )
+def check_num_pages(num_pages: int, pages: PagePlan, max_len: int, prefill_chunk: int, reserve: int) -> None:
+    if num_pages >= pages.of_slot:
+        return
+    fits = f"one request of max_len={max_len} tokens and the {reserve} rows of a round"
+    if pages.window is not None:
+        fits = f"a window of {pages.window} rows of one request and {max(prefill_chunk, reserve)} rows more"
+    raise ValueError(f"Engine: num_pages is {num_pages}, expected at least {pages.of_slot} ({fits} must fit)")
 
 
 def check_mem_fraction(mem_fraction: float, num_pages: int | None, device: torch.device) -> None:

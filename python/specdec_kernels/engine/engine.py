@@ -56,7 +56,9 @@ class Engine:
         trust_remote_code: run the code that the tokenizer may bring along. A model's is never run.
         max_len: longest sequence, prompt included. None: 2048, or the model's limit if that is less.
         num_slots: requests that run at once; more wait.
-        num_pages: KV pages in the pool. None: enough for every slot at `max_len`, or what mem_fraction leaves.
+        num_pages: KV pages in the pool. None: enough for every slot at `max_len`, or what mem_fraction leaves. Where no
+            layer sees more than a sliding window, a text of any length holds those of the window alone, and about
+            `prefill_chunk` rows more.
         mem_fraction: share of the GPU's memory that weights, captured rounds, prefill and pages may take together.
         page_size: KV rows per page.
         prefill_chunk: most rows of prompts run between two rounds; a prompt is cut where they are full.

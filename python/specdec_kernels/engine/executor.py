@@ -39,10 +39,11 @@ class Executor:
     def begin(self, slot: int, admitted: Admitted) -> None:
         number, tokens, group, edit = admitted
         state, slots = self.state, self._slots[slot : slot + 1]
-        # The slot gets all pages up to its first round at once, as the scheduler counts them. Should there be too few,
-        # it stalls, and its activation turns that into an error.
-        rows = len(tokens) - 1 + self.round.reserve
-        alloc_pages(state.pool, state.seq_lens, rows, slots=slots, status=state.status)
+        if state.window is None:
+            # The slot gets all pages up to its first round at once, as the scheduler counts them. Should there be too
+            # few, it stalls, and its activation turns that into an error.
+            rows = len(tokens) - 1 + self.round.reserve
+            alloc_pages(state.pool, state.seq_lens, rows, slots=slots, status=state.status)
         if edit is not None or slot in self._edited:
             self._edit(slot, edit, tokens)
         self.draft.begin(slot, DraftRequest(number, tokens, group))
@@ -61,7 +62,10 @@ class Executor:
 
     @torch.inference_mode()
     def activate(self, slots: list[int]) -> None:
-        self.draft.activate(to_device(array("i", slots), self.state.seq_lens.device))
+        rows = to_device(array("i", slots), self.state.seq_lens.device)
+        if self.state.sliding():  # where chunks got pages for themselves alone
+            self.state.make_room(rows, self.round.reserve)
+        self.draft.activate(rows)
 
     def deactivate(self, slots: list[int]) -> None:
         for slot in slots:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 
 import torch
 
@@ -20,10 +21,11 @@ def pages_that_fit(executor: Executor, mem_fraction: float, prefill_chunk: int) 
     largest_prefill(executor, prefill_chunk)
     torch.cuda.synchronize(device)
     free, total = torch.cuda.mem_get_info(device)
-    pages = len(state.pool.free_stack)
-    bytes_per_page = sum(pools.num_bytes for pools in (executor.target.pools, *executor.draft.pools)) // pages
-    room = int(mem_fraction * total) - (total - free) + pages * bytes_per_page
-    return max(room, 0) // bytes_per_page
+    pools = executor.target.pools, *executor.draft.pools
+    room = int(mem_fraction * total) - (total - free) + sum(each.num_bytes for each in pools)
+    num_slots, max_pages = state.pool.page_table.shape
+    counts = range(1, num_slots * max_pages + 1)
+    return bisect_right(counts, room, key=lambda count: sum(each.bytes_with(count) for each in pools))
 
 
 def largest_prefill(executor: Executor, prefill_chunk: int) -> None:

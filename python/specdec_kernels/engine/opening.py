@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from .. import _C
-from ..models.language_model import open_language_model
-from .config import MAX_STOP_TOKENS, RING_DEPTH, EngineConfig
+from ..models.language_model import LanguageModel, open_language_model
+from .config import MAX_STOP_TOKENS, RING_DEPTH, EngineConfig, PagePlan
 from .drafts import Draft, DraftContext
 from .executor import Executor
 from .graphs import Graphs, capture
@@ -94,7 +94,9 @@ def load_target(
         kv_dtype=config.kv_dtype,
         feature_layers=config.needs.feature_layers,
         adapter=adapter,
+        window_pages=dict(config.pages.windows),
     )
+    check_windows(target, config.pages)
     state = EngineState.create(
         num_slots=config.num_slots,
         vocab_size=target.lm_head.out_features,
@@ -105,6 +107,8 @@ def load_target(
         page_size=config.page_size,
         fixed_split=config.fixed_split,
         device=device,
+        window=config.pages.window,
+        window_pages=target.pools.window_pages,
     )
     width = config.needs.accept_width
     rings = Rings.create(
@@ -129,6 +133,16 @@ def load_target(
     return Executor(round)
 
 
+def check_windows(target: LanguageModel, pages: PagePlan) -> None:
+    """ValueError where a layer sees rows whose pages would be given back."""
+    for group in target.pools.groups:
+        sees, kept = group.shape.window, pages.window
+        if group.window is None and kept is not None and (sees is None or sees > kept):
+            raise ValueError(
+                f"model: layer {group.layers[0]} has window={sees}, expected at most {kept} (by the family's `window`)"
+            )
+
+
 def size_pools(
     executor: Executor, config: EngineConfig, stream: torch.cuda.Stream, trace: bool, progress: bool
 ) -> EngineConfig:
@@ -140,12 +154,12 @@ def size_pools(
     del trial
     executor.passes.captured.clear()
     torch.cuda.empty_cache()
-    if fitting < config.max_pages:
+    if fitting < config.pages.of_slot:
         raise ValueError(
             f"Engine: mem_fraction is {config.mem_fraction}, which leaves room for {fitting} pages, "
-            f"expected at least {config.max_pages} (one request of max_len={config.max_len} tokens)"
+            f"expected at least {config.pages.of_slot} (one request of max_len={config.max_len} tokens)"
         )
-    num_pages = min(fitting, config.num_slots * config.max_pages)
+    num_pages = min(fitting, config.num_slots * config.pages.of_slot)
     executor.state.resize_pool(num_pages)
     executor.target.resize_pools(num_pages)
     executor.draft.resize_pools(num_pages)
@@ -184,6 +198,7 @@ def make_scheduler(
         num_slots=config.num_slots,
         num_pages=config.num_pages,
         page_size=config.page_size,
+        window=config.pages.window or 0,
         max_len=config.max_len,
         reserve=config.reserve,
         accept_width=config.needs.accept_width,

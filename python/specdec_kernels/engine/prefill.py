@@ -92,15 +92,17 @@ class Prefill(NamedTuple):
 
     @classmethod
     def of(cls, packed: Tensor, shape: Shape, state: EngineState) -> Prefill:
-        """From what `pack` packed, on the device; nothing here reads it on the host."""
+        """From what `pack` packed, on the device; nothing here reads it on the host. The slots get pages for it."""
         piece_slots, starts, counts, slots, ends, last_rows, tokens = torch.split(packed, shape.sizes)
         tokens = tokens.view(shape.pieces, shape.length + 1)
+        state.make_room_for_chunks(slots, ends)
         pieces, columns = (
             torch.arange(n, dtype=torch.int32, device=packed.device) for n in (shape.pieces, shape.length)
         )
         rows = Rows(
             slots=pieces,
             page_table=state.pool.page_table[piece_slots],
+            window_tables={window: pool.page_table[piece_slots] for window, pool in state.window_pools.items()},
             prefix_lens=starts,
             tail_len=shape.length,
             num_valid=counts,
@@ -111,7 +113,9 @@ class Prefill(NamedTuple):
         return cls(tokens[:, :-1], tokens[:, 1:], positions, rows, piece_slots, slots, ends, last_rows)
 
     def finish(self, state: EngineState) -> None:
-        """All models have run it: the slots have its rows, and what was wrong with a piece is their status."""
+        """All models have run it: the slots have its rows, and what was wrong with a piece is their status. What is
+        behind a window then goes."""
         assert self.rows.status is not None
         state.status.scatter_reduce_(0, self.piece_slots.long(), self.rows.status, "amax")  # at least what it was
         state.seq_lens[self.slots] = self.ends
+        state.free_behind(self.slots)

@@ -15,10 +15,8 @@ from ..ops import (
     Shares,
     TokenScores,
     Tree,
-    alloc_pages,
     commit_tokens,
     edit_logits,
-    free_pages,
     mask_stops,
     pack_trees,
     score_tokens,
@@ -79,7 +77,6 @@ class Round:
         for batch, rows in rungs.items() if num_rungs > 1 else ():
             each = torch.tensor([*rows, *[rows[-1]] * (num_rungs - len(rows))], dtype=torch.int32, device=device)
             self._rungs[batch] = each, share * each // batch
-        self._no_rows = torch.zeros_like(state.seq_lens)
 
     @torch.inference_mode()
     def launch(self, batch: int, num_rows: int, max_kv_len: int) -> None:
@@ -91,7 +88,7 @@ class Round:
         """
         state, rings = self.state, self.rings
         rings.apply_commands(state)
-        free_pages(state.pool, self._no_rows, slots=rings.given_back, status=state.status)
+        state.give_back(rings.given_back)
         if batch == 0:
             return
         slots = rings.slots[:batch]
@@ -117,7 +114,7 @@ class Round:
     def run(self, slots: Tensor, num_rows: int) -> RoundResult:
         """Advance slots [B] by one round; nothing here reads a device value on the host."""
         state, draft, batch = self.state, self.draft, len(slots)
-        alloc_pages(state.pool, state.seq_lens, self.reserve, slots=slots, status=state.status)
+        state.make_room(slots, self.reserve)
 
         # Draws are no matter of scores: all requests have equally many.
         most = num_rows // batch if draft.sampled else most_nodes(batch, num_rows, self.num_nodes)
@@ -144,12 +141,13 @@ class Round:
             num_logprobs=state.num_logprobs,
         )
         self.target.pools.move(
-            state.pool.page_table,
+            rows.page_table,
             accepted.path,
             num_valid,
             state.prefix_lens,
             slots=slots,
             status=state.status,
+            window_tables=rows.window_tables,
         )
         committed = Committed(accepted, num_valid, most, cu_seqlens, ScoredTree(tree, scores))
         (draft.rest if num_rows == batch else draft.extend)(slots, committed, proposal, features)

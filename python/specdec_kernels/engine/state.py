@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..models.attention import Rows
-from ..ops import LogitEdits, PagePool, SlotState, make_logit_edits, make_page_pool, make_slot_state
+from ..models.kv_pools import pages_of
+from ..ops import (
+    LogitEdits,
+    PagePool,
+    SlotState,
+    alloc_pages,
+    free_pages,
+    make_logit_edits,
+    make_page_pool,
+    make_slot_state,
+)
 
 
 def to_device(numbers: array[Any], device: torch.device) -> Tensor:
@@ -23,11 +34,19 @@ def to_device(numbers: array[Any], device: torch.device) -> Tensor:
 
 
 class EngineState(SlotState):
-    """The slots' state, the pages they hold, and how they attend."""
+    """The slots' state, the pages they hold, and how they attend.
 
-    pool: PagePool
+    What no layer of a page table sees any more is given back as a text grows: before a round, and behind each chunk of
+    a prompt. A table that keeps all gets a prompt's pages at once; one with a window chunk by chunk.
+    """
+
+    pool: PagePool  # of all layers whose window has no table of its own
+    window: int | None  # behind which none of these sees; None: one sees all
+    window_pools: dict[int, PagePool]  # of layers with these windows
+    window_pages: Mapping[int, int]  # most pages of these
     edits: LogitEdits
     fixed_split: int | None  # of attention
+    _no_rows: Tensor  # [num_slots] of zeros
     max_kv_len: int | None  # KV rows that no slot exceeds in the round that is launched; None: outside of one
 
     @classmethod
@@ -43,10 +62,14 @@ class EngineState(SlotState):
         page_size: int,
         fixed_split: int | None,
         device: torch.device,
+        window: int | None = None,
+        window_pages: Mapping[int, int] = MappingProxyType({}),
     ) -> EngineState:
         like = torch.empty(0, device=device)
         state = cls(*make_slot_state(num_slots, max_len, max_stop_tokens, like))
-        state.pool = make_page_pool(num_pages, num_slots, max_pages, page_size, like)
+        state.window, state.window_pages = window, window_pages
+        state._make_pools(num_pages, max_pages, page_size)
+        state._no_rows = torch.zeros_like(state.seq_lens)
         state.edits = make_logit_edits(num_slots, vocab_size, like)
         state.fixed_split = fixed_split
         state.max_kv_len = None
@@ -54,8 +77,50 @@ class EngineState(SlotState):
 
     def resize_pool(self, num_pages: int) -> None:
         """Another pool, of which every page is free."""
-        num_slots, max_pages = self.pool.page_table.shape
-        self.pool = make_page_pool(num_pages, num_slots, max_pages, self.pool.page_size, like=self.seq_lens)
+        self._make_pools(num_pages, self.pool.page_table.shape[1], self.pool.page_size)
+
+    def _make_pools(self, num_pages: int, max_pages: int, page_size: int) -> None:
+        sizes = len(self.seq_lens), max_pages, page_size
+        self.pool = make_page_pool(num_pages, *sizes, like=self.seq_lens)
+        self.window_pools = {
+            window: make_page_pool(pages_of(window, num_pages, self.window_pages), *sizes, like=self.seq_lens)
+            for window in self.window_pages
+        }
+
+    def sliding(self) -> list[tuple[int, PagePool]]:
+        """The pools that give back pages behind a window."""
+        own = [] if self.window is None else [(self.window, self.pool)]
+        return [*self.window_pools.items(), *own]
+
+    def make_room(self, slots: Tensor, reserve: int) -> None:
+        """Pages for `reserve` rows behind the text of these slots, and none for what is behind a window.
+
+        A slot that gets none of the pool is stalled. Other pools have them where that has, since they need no more.
+        """
+        self.free_behind(slots)
+        for pool in self.window_pools.values():
+            alloc_pages(pool, self.seq_lens, reserve, slots=slots)
+        alloc_pages(self.pool, self.seq_lens, reserve, slots=slots, status=self.status)
+
+    def make_room_for_chunks(self, slots: Tensor, ends: Tensor) -> None:
+        """Pages that these slots [R] need for the first `ends` rows of their prompts, where they did not get them when
+        they began. Where there are none rows are missing, which is found when they are to be written."""
+        if not self.sliding():
+            return
+        lens = self.seq_lens.clone()
+        lens[slots] = ends
+        for _, pool in self.sliding():
+            alloc_pages(pool, lens, 0, slots=slots)
+
+    def free_behind(self, slots: Tensor) -> None:
+        """Take back the pages of these slots that no layer sees any more."""
+        for window, pool in self.sliding():
+            free_pages(pool, self.seq_lens, window=window, slots=slots, status=self.status)
+
+    def give_back(self, slots: Tensor) -> None:
+        """Take back all pages of these slots."""
+        for pool in (*self.window_pools.values(), self.pool):
+            free_pages(pool, self._no_rows, slots=slots, status=self.status)
 
     @contextmanager
     def kv_bounded(self, max_kv_len: int) -> Iterator[None]:
@@ -73,6 +138,7 @@ class EngineState(SlotState):
         return Rows(
             slots=slots,
             page_table=self.pool.page_table,
+            window_tables={window: pool.page_table for window, pool in self.window_pools.items()},
             prefix_lens=prefix_lens,
             tail_len=tail_len,
             status=self.status,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -32,7 +33,7 @@ class Rows(NamedTuple):
     """
 
     slots: Tensor  # [B] int32
-    page_table: Tensor  # [num_slots, max_pages] int32
+    page_table: Tensor  # [num_slots, max_pages] int32, of layers whose window has none of its own
     prefix_lens: Tensor  # [num_slots] int32
     tail_len: int | None = None  # None: packed rows
     row_offset: int = 0
@@ -42,6 +43,11 @@ class Rows(NamedTuple):
     status: Tensor | None = None  # [num_slots] int32
     fixed_split: int | None = None
     max_kv_len: int | None = None  # prefix and tail of no request have more; None: what the page table has room for
+    window_tables: Mapping[int, Tensor] = MappingProxyType({})  # [num_slots, max_pages] of layers with these windows
+
+    def table_of(self, kv: LayerKv) -> Tensor:
+        """The page table of a layer."""
+        return self.page_table if kv.window is None else self.window_tables[kv.window]
 
 
 class Projection(Protocol):
@@ -88,7 +94,7 @@ class Attention:
             positions,
             self.kv.k,
             self.kv.v,
-            rows.page_table,
+            rows.table_of(self.kv),
             rows.prefix_lens,
             row_offset=rows.row_offset,
             slots=rows.slots,
@@ -130,7 +136,7 @@ def attended(
         q,
         kv.k,
         kv.v,
-        rows.page_table,
+        rows.table_of(kv),
         rows.prefix_lens,
         slots=rows.slots,
         q_lens=rows.num_valid,

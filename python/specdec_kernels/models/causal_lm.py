@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -48,6 +49,8 @@ class CausalLM(HeldModel):
             layers itself names the state entering the final norm.
         adapter: the folder of an adapter that is merged into the weights of a path or hub id.
         name: of the model in errors.
+        window_pages: windows whose layers have a page table of their own (`Rows.window_tables`), and the most pages of
+            each.
 
     Raises:
         ValueError: an architecture or head dimension that is not supported; what `models.loading` refuses.
@@ -66,6 +69,7 @@ class CausalLM(HeldModel):
         feature_layers: Sequence[int] = (),
         adapter: Path | None = None,
         name: str = "model",
+        window_pages: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         self._config = config_of(model, name)
         family = check_supported(self._config, max_len, name)
@@ -78,7 +82,7 @@ class CausalLM(HeldModel):
         self.feature_layers = tuple(feature_layers)
         self._kept_layers = sorted(set(feature_layers))
         shapes = [layer.attention.kv_shape for layer in self.decoder.layers]
-        self._make_pools(model, shapes, num_pages, page_size, dtype, kv_dtype, name)
+        self._make_pools(model, shapes, num_pages, page_size, dtype, kv_dtype, name, window_pages)
 
     def _hold(self, pools: KvPools) -> None:
         super()._hold(pools)

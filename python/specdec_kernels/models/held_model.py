@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,7 @@ class HeldModel:
         dtype: torch.dtype,
         kv_dtype: torch.dtype | None,
         name: str,
+        window_pages: Mapping[int, int],
     ) -> None:
         """Hold pools of `kv_dtype`, if it is given; where it is not that of the weights, with the scales of the model's
         checkpoint, or measured ones."""
@@ -74,7 +75,7 @@ class HeldModel:
             if scales is None:
                 self._hold(KvPools.allocate(shapes, -(-MEASURED_ROWS // page_size), page_size, dtype, device))
                 scales = self._measured_scales()
-        self._hold(KvPools.allocate(shapes, num_pages, page_size, kv_dtype or dtype, device, scales))
+        self._hold(KvPools.allocate(shapes, num_pages, page_size, kv_dtype or dtype, device, scales, window_pages))
 
     @torch.inference_mode()
     def _measured_scales(self) -> list[KvScales]:

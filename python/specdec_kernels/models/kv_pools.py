@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -34,6 +35,7 @@ class LayerKv(NamedTuple):
     k: Tensor  # [pages, page_size, heads, k_dim]
     v: Tensor  # [pages, page_size, heads, v_dim]
     scales: KvScales
+    window: int | None = None  # whose page table lists its pages; None: that of all windows without one of their own
 
 
 @dataclass(frozen=True)
@@ -45,17 +47,21 @@ class KvGroup:
     k: Tensor  # [len(layers), pages, page_size, heads, k_dim]
     v: Tensor  # [len(layers), pages, page_size, heads, v_dim]
     scales: tuple[KvScales, ...]  # of each of these layers
+    window: int | None  # as of `LayerKv`
 
 
 @dataclass(frozen=True)
 class KvPools:
     """The KV rows of all layers of one model.
 
-    Groups have equally many pages and share one page table today: row r of a slot lies at one place in all of them. A
-    table for each window comes with pages that are freed behind it, which is why a window parts groups.
+    Groups share one page table: row r of a slot lies at one place in all of them, which have `num_pages` pages each.
+    But those with a window in `window_pages` have a table of their own for each window, behind which pages are given
+    back, and that many pages, or `num_pages` if these are fewer.
     """
 
     groups: tuple[KvGroup, ...]
+    num_pages: int
+    window_pages: Mapping[int, int]
 
     @classmethod
     def allocate(
@@ -66,6 +72,7 @@ class KvPools:
         dtype: torch.dtype,
         device: torch.device,
         scales: Sequence[KvScales] | None = None,
+        window_pages: Mapping[int, int] = MappingProxyType({}),
     ) -> KvPools:
         """Pools for a layer of each of these shapes; None: scales of 1.
 
@@ -73,29 +80,39 @@ class KvPools:
         """
         scales = scales or [KvScales()] * len(shapes)
 
-        def zeros(count: int, heads: int, dim: int) -> Tensor:
-            return torch.zeros(count, num_pages, page_size, heads, dim, dtype=dtype, device=device)
-
         groups = []
         for shape in dict.fromkeys(shapes):
             layers = tuple(layer for layer, of_layer in enumerate(shapes) if of_layer == shape)
-            k, v = (zeros(len(layers), shape.heads, dim) for dim in (shape.k_dim, shape.v_dim))
-            groups.append(KvGroup(shape, layers, k, v, tuple(scales[layer] for layer in layers)))
-        return cls(tuple(groups))
+            window = shape.window if shape.window in window_pages else None
+            pages = pages_of(window, num_pages, window_pages)
+            k, v = (
+                torch.zeros(len(layers), pages, page_size, shape.heads, dim, dtype=dtype, device=device)
+                for dim in (shape.k_dim, shape.v_dim)
+            )
+            groups.append(KvGroup(shape, layers, k, v, tuple(scales[layer] for layer in layers), window))
+        used = {window: most for window, most in window_pages.items() if any(g.window == window for g in groups)}
+        return cls(tuple(groups), num_pages, used)
 
     def with_pages(self, num_pages: int) -> KvPools:
         """Other pools, empty, for the same layers, with another number of pages."""
 
-        def zeros(pool: Tensor) -> Tensor:
-            return pool.new_zeros(len(pool), num_pages, *pool.shape[2:])
+        def resized(group: KvGroup) -> KvGroup:
+            pages = pages_of(group.window, num_pages, self.window_pages)
+            k, v = (pool.new_zeros(len(pool), pages, *pool.shape[2:]) for pool in (group.k, group.v))
+            return replace(group, k=k, v=v)
 
-        return KvPools(tuple(replace(group, k=zeros(group.k), v=zeros(group.v)) for group in self.groups))
+        return replace(self, groups=tuple(map(resized, self.groups)), num_pages=num_pages)
+
+    def bytes_with(self, num_pages: int) -> int:
+        """What `with_pages` takes."""
+        pages = [pages_of(group.window, num_pages, self.window_pages) for group in self.groups]
+        return sum(n * (g.k[:, :1].nbytes + g.v[:, :1].nbytes) for n, g in zip(pages, self.groups, strict=True))
 
     @property
     def layers(self) -> list[LayerKv]:
         """The pools of each layer of the model."""
         of_layers = {
-            layer: LayerKv(k, v, scales)
+            layer: LayerKv(k, v, scales, group.window)
             for group in self.groups
             for layer, k, v, scales in zip(group.layers, group.k, group.v, group.scales, strict=True)
         }
@@ -104,10 +121,6 @@ class KvPools:
     @property
     def dtype(self) -> torch.dtype:
         return self.groups[0].k.dtype
-
-    @property
-    def num_pages(self) -> int:
-        return self.groups[0].k.shape[1]
 
     @property
     def page_size(self) -> int:
@@ -126,7 +139,14 @@ class KvPools:
         *,
         slots: Tensor,
         status: Tensor,
+        window_tables: Mapping[int, Tensor] = MappingProxyType({}),
     ) -> None:
-        """`move_kv` in all layers: brings the rows of an accepted path together."""
+        """`move_kv` in all layers: brings the rows of an accepted path together. The tables are those of `Rows`."""
         for group in self.groups:
-            move_kv(group.k, group.v, page_table, path, num_valid, prefix_lens, slots=slots, status=status)
+            table = page_table if group.window is None else window_tables[group.window]
+            move_kv(group.k, group.v, table, path, num_valid, prefix_lens, slots=slots, status=status)
+
+
+def pages_of(window: int | None, num_pages: int, window_pages: Mapping[int, int]) -> int:
+    """Pages of pools whose table is that of this window: no more than of the others, since no slot holds more there."""
+    return num_pages if window is None else min(num_pages, window_pages[window])

@@ -6,8 +6,9 @@ behind its attention interface (`TransformersLM`), for whatever else it knows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from .attention import Rows
 from .causal_lm import CausalLM, States, check_supported
+from .families import family_of, largest
 from .kv_pools import KvPools
 from .loading import config_of
 
@@ -87,6 +89,7 @@ def open_language_model(
     feature_layers: Sequence[int] = (),
     name: str = "model",
     adapter: Path | None = None,
+    window_pages: Mapping[int, int] = MappingProxyType({}),
 ) -> LanguageModel:
     """The model by `implementation_of`; the other arguments are those of `CausalLM`."""
     from .transformers_lm import TransformersLM  # here, since it stands on this module
@@ -105,4 +108,14 @@ def open_language_model(
         feature_layers=feature_layers,
         name=name,
         adapter=adapter,
+        window_pages=window_pages,
     )
+
+
+def windows_of(config: Any, implementation: str) -> set[int | None]:
+    """The windows of a model's layers, None among them if some layer sees all, or may: transformers' modules say what
+    they see when they run."""
+    if implementation == "transformers":
+        return {None, largest(config, "sliding_window")}
+    family = family_of(config)
+    return {family.window(layer) for layer in range(config.num_hidden_layers)}

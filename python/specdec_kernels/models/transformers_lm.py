@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -219,7 +220,7 @@ class Pass:
             laid_out(v),
             kv.k,
             kv.v,
-            rows.page_table,
+            rows.table_of(kv),
             rows.prefix_lens,
             row_offset=rows.row_offset,
             slots=rows.slots,
@@ -272,7 +273,8 @@ def gathered_rows(
     """[B, Q, heads, D] of q [B, Q, heads, D], of which request b sees tails[b] rows behind its prefix."""
     batch, length, heads, _ = q.shape
     page_size = kv.k.shape[1]
-    capacity = rows.page_table.shape[1] * page_size
+    table = rows.table_of(kv)
+    capacity = table.shape[1] * page_size
     width = min(capacity, rows.max_kv_len or capacity)
     if not q.is_cuda:
         width = min(width, max(1, int(rows.prefix_lens.max()) + int(tails.max())))
@@ -281,7 +283,7 @@ def gathered_rows(
     outs = []
     for b in range(batch):
         prefix = rows.prefix_lens[slots[b]].long()
-        pages = rows.page_table[slots[b], : -(-width // page_size)].long().clamp(0, len(kv.k) - 1)
+        pages = table[slots[b], : -(-width // page_size)].long().clamp(0, len(kv.k) - 1)
         k, v = (
             (pool[pages].flatten(0, 1)[:width].to(q.dtype) * number).repeat_interleave(heads // pool.shape[2], 1)
             for pool, number in ((kv.k, kv.scales.k), (kv.v, kv.scales.v))
@@ -357,6 +359,7 @@ class TransformersLM(HeldModel):
         feature_layers: Sequence[int] = (),
         name: str = "model",
         adapter: Path | None = None,
+        window_pages: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         from .self_check import check_against_itself
 
@@ -380,7 +383,7 @@ class TransformersLM(HeldModel):
         shapes = [call.kv_shape for call in self.calls]
         self._hold(KvPools.allocate(shapes, 16 + -(-64 // page_size), page_size, dtype, device))
         check_against_itself(self, name)
-        self._make_pools(model, shapes, num_pages, page_size, dtype, kv_dtype, name)
+        self._make_pools(model, shapes, num_pages, page_size, dtype, kv_dtype, name, window_pages)
 
     @torch.inference_mode()
     def _open_modules(self, max_len: int) -> None:

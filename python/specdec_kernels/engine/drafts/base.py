@@ -27,7 +27,7 @@ class Needs:
             in this order; the number of layers itself names the state entering the final norm.
         scratch_rows: KV rows behind L that a `propose` writes into pools of the draft's own.
         kv_numbers: numbers that a KV row takes in pools of the draft's own, keys and values of all layers together;
-            0: it has none.
+            0: it has none, and pages behind the windows of the target's layers may be given back.
         attention: the attention of `propose` and `extend`, of which captured rounds are chosen. What is not named here
             is right all the same, but its kernels may be those for longer KV.
         rest_rows: rounds that a slot's draft can rest before it has to catch up (`rest`); 0: it does not rest.

@@ -105,6 +105,10 @@ class Family:
                 f"original_max_position_embeddings={limit}, expected max_len of at most that (it is {max_len})"
             )
 
+    def window(self, index: int) -> int | None:
+        """How many rows of its path a row sees in layer `index`, itself among them; None: all."""
+        return None
+
     def decoder(self, model: Any, max_len: int, device: torch.device) -> Decoder:
         """The parts of a module whose weights are on the device, for sequences of up to `max_len` tokens."""
         raise NotImplementedError

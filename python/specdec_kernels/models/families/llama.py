@@ -89,10 +89,6 @@ class Llama(Family):
         """What makes `NormedHeads` of a layer's queries, keys and values, if they are that."""
         return None
 
-    def window(self, index: int) -> int | None:
-        """How many rows of its path a row sees in layer `index`, itself among them; None: all."""
-        return None
-
     def rotation(self, index: int) -> str | None:
         """What the model's rotary module calls the kind of layer `index`; "": it knows but one; None: no rotation."""
         return ""
