@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from specdec_kernels.models.checkpoint_formats import of_blocks, pairs
+from specdec_kernels.models.checkpoint_formats import of_blocks
 from specdec_kernels.models.quantised import FP8, GROUP, LARGEST, Fp8Weight, Int4Weight, QuantisedLinear, StoredWeight
 
 
@@ -33,7 +33,7 @@ def int4(weight: Tensor) -> StoredWeight:
     grouped = weight.float().unflatten(1, (-1, min(GROUP, weight.shape[1])))
     scales = (grouped.abs().amax(-1) / 7).to(torch.bfloat16).float()
     numbers = ((grouped / scales[..., None]).round() + 8).clamp(0, 15).to(torch.uint8).flatten(1)
-    return Int4Weight(pairs(numbers), torch.full_like(scales, 8, dtype=torch.uint8), scales)
+    return Int4Weight.of(numbers, torch.full_like(scales, 8, dtype=torch.uint8), scales)
 
 
 STORED: dict[str, Callable[[Tensor], StoredWeight]] = {"fp8": fp8_blocks, "fp8-rows": fp8_rows, "int4": int4}

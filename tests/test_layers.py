@@ -141,6 +141,7 @@ LINEAR_PLANS = {
         (128, 1, 64, 16, False, True),
         (1, 6144, 4096, 8, False, True),
         (64, 24576, 4096, 8, True, True),
+        (64, 24576, 4096, 4, True, True),
     ],
     "sm80.mma": [
         (1, 6144, 4096, 16, False, False),
@@ -161,6 +162,7 @@ LINEAR_PLANS = {
         (65, 6144, 4096, 8, False, True),
         (1, 6144, 4160, 8, False, True),  # a length that is no multiple of 128
         (1, 6152, 4096, 8, False, True),
+        (1, 6144, 4224, 4, False, True),  # and of 256 for 4 bits
         (1, 6144, 4100, 16, False, True),  # a length that is no multiple of 64
         (1, 6152, 4096, 16, True, True),  # gates that do not come in eights
     ],
@@ -174,7 +176,7 @@ def test_who_multiplies(plan: str) -> None:
 
 
 def test_every_plan_of_linear_rows_is_somebodys() -> None:
-    sizes = itertools.product((1, 64, 100, 300), (64, 40000), (64,), (8, 16, 32), (True, False), (True, False))
+    sizes = itertools.product((1, 64, 100, 300), (64, 40000), (64,), (4, 8, 16, 32), (True, False), (True, False))
     assert {_C.linear_plan(*each) for each in sizes} == set(LINEAR_PLANS)
 
 
@@ -347,7 +349,8 @@ def check_eights(got: torch.Tensor, want: torch.Tensor) -> None:
 def test_linear_rows_of_eight_bits(
     rows: int, width: int, outs: int, group_size: int | None, gated: bool, hopper: torch.device
 ) -> None:
-    outs = min(outs, 48) if hopper.type == "cpu" else outs
+    if hopper.type == "cpu":
+        rows, outs, width = min(rows, 9), 16, min(width, 384)
     x, weight = eight_bits(rows, width, group_size, hopper), eight_bits(2 * outs, width, group_size, hopper)
     made = outs if gated else 2 * outs
     for dtype, bias in ((torch.bfloat16, None), (torch.float16, torch.randn(2 * outs, device=hopper).half())):
@@ -364,7 +367,7 @@ def test_linear_rows_of_eight_bits(
 def test_linear_rows_of_eight_bits_do_not_depend_on_their_neighbours(
     outs: int, group_size: int | None, hopper: torch.device
 ) -> None:
-    outs = min(outs, 48) if hopper.type == "cpu" else outs
+    outs = 16 if hopper.type == "cpu" else outs
     x, x_scales = eight_bits(60, 512, group_size, hopper)
     weight, of_weight = eight_bits(outs, 512, group_size, hopper)
     whole = sd.linear_rows(x, weight, x_scales=x_scales, weight_scales=of_weight)
@@ -373,11 +376,67 @@ def test_linear_rows_of_eight_bits_do_not_depend_on_their_neighbours(
         assert torch.equal(part, whole[first:last])
 
 
+def four_bits(rows: int, width: int, groups: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """Every byte is a pair of numbers, and every four bits are a zero."""
+    weight = torch.randint(256, (rows, width // 2), dtype=torch.uint8, device=device)
+    bits = (torch.rand(groups, rows, device=device) + 0.5).view(torch.int32)
+    scales = (bits & ~15 | torch.randint(16, bits.shape, dtype=torch.int32, device=device)).view(torch.float32)
+    return {"weight": weight, "weight_scales": scales}
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("by_groups", [False, True])
+@pytest.mark.parametrize("rows", [0, 1, 3, 8, 9, 17, 32, 33, 70])
+@pytest.mark.parametrize(("width", "outs"), [(256, 16), (768, 48), (1024, 1056), (2048, 5008), (512, 20000)])
+def test_linear_rows_of_four_bits(
+    rows: int, width: int, outs: int, by_groups: bool, gated: bool, hopper: torch.device
+) -> None:
+    if hopper.type == "cpu":
+        rows, outs, width = min(rows, 9), 16, min(width, 768)
+    weight = four_bits(2 * outs, width, width // 128 if by_groups else 1, hopper)
+    made = outs if gated else 2 * outs
+    for dtype in HALVES:
+        x = (torch.randn(rows, width, device=hopper) * (width**-0.5 / 5 if gated else 1)).to(dtype)
+        for bias in (None, torch.randn(2 * outs, device=hopper).to(dtype)):
+            out = torch.full((rows, made + 8), torch.nan, dtype=dtype, device=hopper)
+            sd.linear_rows(x, bias=bias, **weight, gated=gated, out=out[:, :made])
+            assert out[:, made:].isnan().all()
+            if rows:
+                check(out[:, :made], reference.linear_rows(x, bias=bias, **weight, gated=gated))
+
+
+@pytest.mark.parametrize("outs", [3008, 20000])
+def test_linear_rows_of_four_bits_do_not_depend_on_their_neighbours(outs: int, hopper: torch.device) -> None:
+    outs = 16 if hopper.type == "cpu" else outs
+    x, weight = torch.randn(60, 512, device=hopper).bfloat16(), four_bits(outs, 512, 4, hopper)
+    whole = sd.linear_rows(x, **weight)
+    for first, last in ((0, 1), (4, 9), (8, 24), (12, 44)):
+        assert torch.equal(sd.linear_rows(x[first:last], **weight), whole[first:last])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"weight": torch.zeros(16, 256, dtype=torch.uint8)}, "weight has shape [16, 256], expected [out_features, in_features / 2=128]"),
+        ({"weight": torch.zeros(16, 256).bfloat16()}, "weight is bfloat16, expected uint8"),
+        ({"x": torch.zeros(2, 128).bfloat16()}, "in_features is 128, expected a multiple of 256"),
+        ({"weight_scales": torch.ones(4, 16)}, "groups is 4, expected 1 or 2"),
+        ({"x": torch.zeros(2, 256)}, "x is float32, expected float16 or bfloat16"),
+    ],
+)  # fmt: skip
+def test_linear_rows_of_four_bits_refuses(changes: dict[str, torch.Tensor], message: str) -> None:
+    arguments = {"x": torch.zeros(2, 256).bfloat16()} | four_bits(16, 256, 2, torch.device("cpu")) | changes
+    with pytest.raises(ValueError) as error:
+        sd.linear_rows(**arguments)
+    assert str(error.value) == f"linear_rows: {message}"
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"weight_scales": None}, "weight_scales is None, expected a tensor beside x_scales"),
-        ({"x_scales": None}, "weight_scales is given, expected None without x_scales"),
+        ({"x_scales": None}, "x is float8_e4m3fn, expected float16 or bfloat16"),
         ({"x": torch.zeros(2, 256).bfloat16()}, "x is bfloat16, expected float8_e4m3fn"),
         ({"weight_scales": torch.ones(2, 16)}, "weight_scales has shape [2, 16], expected [groups=1, out_features=16]"),
         ({"x_scales": torch.ones(3, 4)[:, :2], "weight_scales": torch.ones(3, 16)}, "groups is 3, expected 1 or 2"),

@@ -399,8 +399,8 @@ def fp8_weight(outs: int, activations: str = "token", input_scale: float | None 
 
 
 def int4_weight(outs: int, columns: Tensor | None = None) -> Int4Weight:
-    numbers, zeros = (torch.randint(256, (outs, n), dtype=torch.uint8) for n in (128, 4))
-    return Int4Weight(numbers, zeros & 15, torch.rand(outs, 4), columns)
+    numbers, zeros = (torch.randint(16, (outs, n), dtype=torch.uint8) for n in (256, 2))
+    return Int4Weight.of(numbers, zeros, torch.rand(outs, 2), columns)
 
 
 @pytest.mark.parametrize(
@@ -430,7 +430,7 @@ def test_merged_weights_keep_their_scales(parts: list[StoredWeight]) -> None:
     [
         [fp8_weight(6, "static", 0.1), fp8_weight(2, "static", 0.2)],
         [fp8_weight(6), int4_weight(2)],
-        [int4_weight(6), int4_weight(2, torch.randint(4, (256,), dtype=torch.int32))],
+        [int4_weight(6), int4_weight(2, torch.arange(256) % 2)],
         [fp8_weight(6), None],
     ],
 )
@@ -449,6 +449,26 @@ def test_rows_of_zeros_and_large_numbers() -> None:
     x = torch.stack([torch.zeros(256), torch.full((256,), 1e30), torch.full((256,), 1e-30)])
     got = weight.product(x)
     assert got.isfinite().all() and (got[0] == 0).all() and (got[1] != 0).all()
+
+
+@pytest.mark.parametrize("ins", [96, 256, 768])
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_numbers_of_4_bits_are_what_they_were(ins: int, shuffled: bool, device: torch.device) -> None:
+    """Whatever order they are kept in, and whoever multiplies."""
+    groups = max(ins // 128, 1)
+    numbers, zeros = (torch.randint(16, (32, n), dtype=torch.uint8) for n in (ins, groups))
+    scales = torch.rand(32, groups).half()
+    columns = (torch.randperm(ins) % groups if shuffled else torch.arange(ins) * groups // ins).int()
+    weight = Int4Weight.of(numbers, zeros, scales, columns if shuffled else None)
+    of_columns = columns.long()
+    want = (numbers.float() - zeros.float()[:, of_columns]) * scales.float()[:, of_columns]
+    assert torch.equal(weight.dequantised(), want)
+    assert torch.equal(weight.rows(16, 32).dequantised(), want[16:])
+    linear = linear_of(weight, bias=False).to(device)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        x = torch.randn(3, ins, device=device).to(dtype)
+        error = linear.weight.product(x).double().cpu() - x.double().cpu() @ want.double().t()
+        assert error.norm() <= 1e-2 * (x.double().cpu() @ want.double().t()).norm()
 
 
 # --- kernels
@@ -601,6 +621,17 @@ def test_tensors_that_do_not_fit(change: Callable[[Tensors], None], message: str
     change(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     assert refusal(folder) == f"model: {folder} {message}"
+
+
+def test_groups_of_different_lengths_are_refused(tmp_path: Path) -> None:
+    folder, _ = write_model(tmp_path, "gptq shuffled")
+    tensors = load_file(folder / "model.safetensors")
+    tensors[f"{PROJECTION}.g_idx"][0] = 1 - tensors[f"{PROJECTION}.g_idx"][0].clamp(max=1)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert refusal(folder) == (
+        f"model: {folder} has a quantised {PROJECTION} that does not fit (groups of different lengths, expected equal "
+        "ones)"
+    )
 
 
 @pytest.mark.parametrize("zeros", [True, False])

@@ -9,7 +9,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from specdec_kernels.models.layers import Product
-from specdec_kernels.models.quantised import GROUP, Fp8Weight, Int4Weight, StoredWeight, in_eight_bits, rounded
+from specdec_kernels.models.quantised import (
+    GROUP,
+    Fp8Weight,
+    Int4Weight,
+    StoredWeight,
+    from_words,
+    in_eight_bits,
+    rounded,
+)
 
 from ..compare import bytes_of, expect_near, poisoned
 from ..harness import Baseline, Case, Params, Work
@@ -49,9 +57,9 @@ def kernels_of(x: Tensor, weight: StoredWeight) -> Iterator[tuple[str, Callable[
         in_eight = in_eight_bits(x, weight.activations)
         yield "torch", lambda: kernel(*in_eight, weight.numbers, weight.scales)
     if isinstance(weight, Int4Weight) and x.is_cuda and x.dtype == torch.bfloat16:
-        high_first = (weight.numbers << 4) | (weight.numbers >> 4)
-        tiles = torch._convert_weight_to_int4pack(high_first, INNER_TILES)
-        zeros = (8 - weight.zeros.float()) * weight.scales
+        numbers, bits = from_words(weight.numbers), weight.scales.view(torch.int32)
+        tiles = torch._convert_weight_to_int4pack(numbers[:, ::2] << 4 | numbers[:, 1::2], INNER_TILES)
+        zeros = (8 - (bits & 15)) * weight.scales
         both = torch.stack([weight.scales.t(), zeros.t()], -1).to(x.dtype).contiguous()
         yield "torch", lambda: torch._weight_int4pack_mm(x, tiles, GROUP, both)
 

@@ -17,6 +17,7 @@ constexpr DtypeName kDtypeNames[] = {
     {kInt32, kDLInt, 32, "int32"},          {kInt64, kDLInt, 64, "int64"},
     {kFloat32, kDLFloat, 32, "float32"},    {kFloat16, kDLFloat, 16, "float16"},
     {kBFloat16, kDLBfloat, 16, "bfloat16"}, {kFloat8, kDLFloat8_e4m3fn, 8, "float8_e4m3fn"},
+    {kUInt8, kDLUInt, 8, "uint8"},
 };
 
 std::string dtype_name(DLDataType d) {

@@ -40,7 +40,7 @@ using Shape = std::initializer_list<ShapeItem>;
 struct Dtypes {
   unsigned bits;
 };
-constexpr Dtypes kInt32{1}, kInt64{2}, kFloat32{4}, kFloat16{8}, kBFloat16{16}, kFloat8{32};
+constexpr Dtypes kInt32{1}, kInt64{2}, kFloat32{4}, kFloat16{8}, kBFloat16{16}, kFloat8{32}, kUInt8{64};
 constexpr Dtypes operator|(Dtypes a, Dtypes b) { return {a.bits | b.bits}; }
 constexpr Dtypes kFloats = kFloat32 | kFloat16 | kBFloat16;
 

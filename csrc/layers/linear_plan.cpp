@@ -9,7 +9,7 @@ constexpr int64_t kFewRows = 64, kMoreRows = 128, kMoreOuts = 32768;
 
 bool can_run(const LinearShape& s, const Device& device) {
   if (s.rows <= 0) return false;
-  if (s.bits == 8) return device.has_wgmma && !s.overlaps && s.ins % 128 == 0 && s.outs % 16 == 0;
+  if (s.bits < 16) return device.has_wgmma && !s.overlaps && s.ins % (1024 / s.bits) == 0 && s.outs % 16 == 0;
   return s.bits == 16 && s.ins % 64 == 0 && (!s.gated || s.outs % 16 == 0);
 }
 
@@ -28,13 +28,13 @@ LinearPlan plan_linear(const LinearShape& s, const Device& device) {
 LinearPlan plan_linear_rows(const Check& check, const LinearShape& shape, const Device& device,
                             const std::optional<std::string>& name) {
   const LinearPlan best = kernel_of(shape, device);
-  check.that(shape.bits == 16 || best == LinearPlan::kWgmma, "x", {"is float8_e4m3fn"},
-             "16-bit numbers, which is all that this device and these rows have a kernel for");
+  check.that(shape.bits == 16 || best == LinearPlan::kWgmma, "weight", {"has numbers of ", shape.bits, " bits"},
+             "16 bits, which is all that this device and these rows have a kernel for");
   if (!name) return best;
   for (const LinearPlan plan : {shape.bits == 16 ? LinearPlan::kMma : best, best})
     if (*name == to_string(plan)) return plan;
   check.that(false, "plan", {"is ", *name},
-             shape.bits == 8            ? "sm90.wgmma, which is all that numbers of 8 bits have"
+             shape.bits < 16            ? "sm90.wgmma, which is all that numbers of fewer bits have"
              : best == LinearPlan::kMma ? "sm80.mma, which is all that this device and these rows have"
                                         : "sm80.mma or sm90.wgmma");
   return best;

@@ -20,7 +20,7 @@ enum class LinearPlan {
 // x [rows, ins] times weight [outs, ins].
 struct LinearShape {
   int64_t rows, outs, ins;
-  int bits = 16;          // of a number of the weight; where they are 8, x is rounded to as many
+  int bits = 16;          // of a number of the weight; of x 8 where it is 8, else 16
   bool gated = false;     // outs are those of a gate and of what it gates
   bool overlaps = false;  // rows of x or of the weight do, in memory
 };

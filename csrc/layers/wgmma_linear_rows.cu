@@ -14,7 +14,9 @@
 //
 // Numbers of 8 bits are multiplied as such, 128 of them at a time, whose sums the tensor cores keep with 14 bits of
 // mantissa or so; these are then scaled, by the group's scales of both sides, and added up in float32. Scales come to
-// each stage beside what they scale.
+// each stage beside what they scale. Numbers of 4 bits become 16-bit ones in registers, exactly so, from which wgmma
+// takes its rows as well, and their sums are scaled likewise: the weight's order (nibble_of) is such that what a thread
+// has of a step lies together.
 #include <algorithm>
 #include <climits>
 #include <cute/arch/copy_sm90_desc.hpp>
@@ -34,6 +36,7 @@ constexpr int kTile = 64;     // rows of the weight that a warpgroup multiplies,
 constexpr int kMaxTiles = 4;  // in a stage, a warpgroup for each
 constexpr int kMaxDepth = 4, kMaxStages = 24;
 constexpr int kMaxColumns = 128;       // rows of x that a kernel takes
+constexpr int kMaxNibbleColumns = 32;  // the same of 4 bits
 constexpr int kMaxScaledColumns = 64;  // the same of 8 bits, whose products are added up in registers of their own
 constexpr int kSliceBytes = 128;       // of a row, that lie together: a row of a swizzled panel
 constexpr int kWarpgroup = 4 * kWarp;
@@ -61,9 +64,13 @@ __device__ __forceinline__ void begin_ring(const CUtensorMap& weight, const CUte
   Cluster::show_barriers();
 }
 
+struct Nibbles {
+  uint8_t both;
+};
+
 struct WgmmaLinearRows {
   CUtensorMap weight, x;
-  CUtensorMap weight_scales, x_scales;  // of 8 bits
+  CUtensorMap weight_scales, x_scales;  // of 8 bits, and the first of 4
   LinearRowsParams p;
   int split;          // blocks that share the length, a cluster
   int tile_rows;      // a multiple of 8, so that panels start on 1024 bytes; of 16 if they are gated
@@ -71,7 +78,7 @@ struct WgmmaLinearRows {
   int groups;         // of so many tiles, of a block
   int depth;          // slices of a stage
   int stages, stage_bytes;
-  int scales;  // groups that a stage has scales of: its slices, 1 of whole rows, or 0
+  int scales;  // groups that a stage has scales of: those of its slices, 1 of whole rows, or 0
 
   __device__ int rows_at_once() const { return tiles_at_once * tile_rows; }
   __device__ int slice_bytes() const { return rows_at_once() * kSliceBytes; }
@@ -93,24 +100,36 @@ struct Share {
   }
 };
 
-// X: of x and the weight; T: of y.
-template <class T, class X, int kColumns>
-class LinearRows {
+// Of a weight of these numbers.
+template <class W>
+struct SliceOf {
+  static constexpr bool kIsNibbles = std::is_same_v<W, Nibbles>, kHasScaledX = std::is_same_v<W, Float8>;
+  static constexpr bool kScaled = kIsNibbles || kHasScaledX;
+  static constexpr int kNumbers = kIsNibbles ? 2 * kSliceBytes : kSliceBytes / static_cast<int>(sizeof(W));
+  static constexpr int kXPanels = kIsNibbles ? 4 : 1;  // of 128 bytes of each row of x
+  static constexpr int kGroups = kIsNibbles ? 2 : 1;   // that have scales of their own
+};
+
+// W: of the weight; T: of y, and of x unless W is Float8.
+template <class T, class W, int kColumns>
+class LinearRows : SliceOf<W> {
+  using Slice = SliceOf<W>;
+  using Slice::kGroups, Slice::kHasScaledX, Slice::kIsNibbles, Slice::kScaled, Slice::kXPanels;
+  using X = std::conditional_t<kHasScaledX, Float8, T>;
+
  public:
-  static constexpr bool kScaled = std::is_same_v<X, Float8>;
-  static constexpr int kXBytes = kColumns * kSliceBytes;
-  static constexpr int kSlice = kSliceBytes / sizeof(X);  // numbers
-  static constexpr unsigned kReaders = kScaled ? 4 : 1;   // of a warpgroup, that say what is read: scales, each warp
+  static constexpr int kPanelBytes = kColumns * kSliceBytes, kXBytes = kPanelBytes * kXPanels;
+  static constexpr unsigned kReaders = kScaled ? 4 : 1;  // of a warpgroup, that say what is read: scales, each warp
   using Barriers = RingBarriers<kMaxStages>;
 
   __device__ LinearRows(const WgmmaLinearRows& w, Barriers& barriers, unsigned char* ring)
-      : w_(w), share_(w, kSlice), barriers_(barriers), ring_(ring) {}
+      : w_(w), share_(w, Slice::kNumbers), barriers_(barriers), ring_(ring) {}
 
   // By a thread. What fits is on its way before x is there.
   __device__ void copy_weight() {
     constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST);
     const int rows = w_.rows_at_once();
-    const int bytes = w_.depth * (w_.slice_bytes() + kXBytes) + w_.scales * (rows + kColumns) * 4;
+    const int bytes = w_.depth * (w_.slice_bytes() + kXBytes) + w_.scales * (rows + (kHasScaledX ? kColumns : 0)) * 4;
     Turn<kMaxStages> turn;
     int row = share_.first * w_.tile_rows;
     for (int group = 0; group < w_.groups; ++group, row += rows)
@@ -142,8 +161,8 @@ class LinearRows {
       for (int slice = 0; slice < share_.slices; slice += w_.depth, turn.advance(w_.stages)) {
         barriers_.empty[turn.at].wait(turn.parity ^ 1);
         uint64_t* const full = &barriers_.full[turn.at].state;
-        cute::SM90_TMA_LOAD_3D::copy(&w_.x, full, kHint, x_of(turn.at), 0, 0, share_.first_slice + slice);
-        if constexpr (kScaled)
+        cute::SM90_TMA_LOAD_3D::copy(&w_.x, full, kHint, x_of(turn.at), 0, 0, (share_.first_slice + slice) * kXPanels);
+        if constexpr (kHasScaledX)
           cute::SM90_TMA_LOAD_2D::copy(&w_.x_scales, full, kHint, x_scales_of(turn.at), 0, group_of(slice));
       }
   }
@@ -170,7 +189,7 @@ class LinearRows {
         uint64_t x = wgmma_operand(x_of(turn.at), 0);
         for (int i = 0; i < w_.depth; ++i, weight += w_.slice_bytes() >> 4, x += kXBytes >> 4)
 #pragma unroll
-          for (int k = 0; k < kSliceBytes / 32; ++k)
+          for (int k = 0; k < kSteps; ++k)
             Multiply::multiply(weight + 2 * k, x + 2 * k, slice > 0 || i > 0 || k > 0, sums);
         cute::warpgroup_commit_batch();
         cute::warpgroup_wait<1>();
@@ -188,6 +207,7 @@ class LinearRows {
  private:
   using Multiply = Wgmma<X, kColumns, cute::SM90::GMMA::Major::K>;
   using Sums = float[kColumns / 8][4];
+  static constexpr int kSteps = kSliceBytes / 32;  // of a panel
 
   // A stage: its slices of the tiles, then those of x, then scales. Behind the stages is what another block of the
   // cluster leaves.
@@ -200,7 +220,7 @@ class LinearRows {
     return weight_scales_of(stage) + scales_bytes(w_.scales, w_.rows_at_once()) / 4;
   }
   // The first group whose scales a stage has.
-  __device__ int group_of(int slice) const { return w_.p.groups > 1 ? share_.first_slice + slice : 0; }
+  __device__ int group_of(int slice) const { return w_.p.groups > 1 ? (share_.first_slice + slice) * kGroups : 0; }
   __device__ float2* left() const { return reinterpret_cast<float2*>(stage_at(w_.stages)); }
 
   // By one thread: wgmma has read what it has for the whole warpgroup. Scales each warp reads for itself.
@@ -209,66 +229,150 @@ class LinearRows {
     if (threadIdx.x % (kWarpgroup / kReaders) == 0) barriers_.empty[stage].arrive();
   }
 
-  // A group of tiles of 8 bits. Of few columns two slices are multiplied at a time, so that one is scaled while the
-  // other is under way.
+  // Two numbers of 4 bits of a word, the i-th of four pairs, less what stands for 0. In 16 bits the last four of a
+  // mantissa are units where the exponent makes the number 128 (bfloat16) or 1024 (float16) and more.
+  static __device__ constexpr uint32_t units() { return std::is_same_v<T, BFloat16> ? 0x43004300 : 0x64006400; }
+  static __device__ uint32_t minus_zero(uint32_t zero) { return (units() | 0x80008000) | zero | zero << 16; }
+  static __device__ uint32_t widened(uint32_t word, int i, uint32_t minus) {
+    const uint32_t numbers = (word >> 4 * i & 0x000f000f) | units();
+    uint32_t out;
+    if constexpr (std::is_same_v<T, BFloat16>)
+      asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(numbers), "r"(minus));
+    else
+      asm("add.rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"(numbers), "r"(minus));
+    return out;
+  }
+
+  // A thread's place among the rows of a block, and among the scales of a stage: of its two rows.
+  struct RowPlace {
+    int row, low, high;
+  };
+  // Groups of numbers of the tiles, one after the other.
+  struct GroupTurn {
+    Turn<kMaxStages> stage;
+    int group = 0;  // of the stage's
+  };
+  using Widened = uint32_t[kIsNibbles ? 2 * kSteps : 1][4];
+
+  __device__ float2 weight_scales(const GroupTurn& at, const RowPlace& place) const {
+    const float* const of_group = weight_scales_of(at.stage.at) + (w_.scales > 1 ? at.group : 0) * w_.rows_at_once();
+    return {of_group[place.low], of_group[place.high]};
+  }
+
+  // Starts to multiply the next group, of a stage that may have to arrive.
+  __device__ void start_group(GroupTurn& next, const RowPlace& place, Widened& rows, Sums& part) {
+    if (next.group == 0) barriers_.full[next.stage.at].wait(next.stage.parity);
+    const int i = next.group / kGroups, half = next.group % kGroups;
+    const unsigned char* const slice = stage_at(next.stage.at) + i * w_.slice_bytes();
+    const uint64_t x = wgmma_operand(x_of(next.stage.at), 0) + (i * kXBytes >> 4);
+    if constexpr (kIsNibbles) {
+      // As the copy engine swizzles: eights of rows have their 16 bytes in orders of their own.
+      const int lane = threadIdx.x % kWarp;
+      const unsigned char* const from = slice + place.row * kSliceBytes + ((half * 4 + lane % 4) ^ lane / 4) * 16;
+      const uint4 top = *reinterpret_cast<const uint4*>(from);
+      const uint4 bottom = *reinterpret_cast<const uint4*>(from + 8 * kSliceBytes);
+      const uint32_t of_top[] = {top.x, top.y, top.z, top.w}, of_bottom[] = {bottom.x, bottom.y, bottom.z, bottom.w};
+      const float2 scales = weight_scales(next, place);
+      const uint32_t less_top = minus_zero(FourBitScale(scales.x).zero);
+      const uint32_t less_bottom = minus_zero(FourBitScale(scales.y).zero);
+#pragma unroll
+      for (int k = 0; k < 2 * kSteps; ++k)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          rows[k][2 * e] = widened(of_top[k / 2], k % 2 * 2 + e, less_top);
+          rows[k][2 * e + 1] = widened(of_bottom[k / 2], k % 2 * 2 + e, less_bottom);
+        }
+    }
+    pin(part);
+    cute::warpgroup_arrive();
+    if constexpr (kIsNibbles) {
+#pragma unroll
+      for (int k = 0; k < 2 * kSteps; ++k)
+        Multiply::multiply(rows[k], x + ((half * 2 + k / kSteps) * kPanelBytes >> 4) + 2 * (k % kSteps), k > 0, part);
+    } else {
+      const uint64_t weight = wgmma_operand(slice + threadIdx.x / kWarpgroup * w_.tile_rows * kSliceBytes, 0);
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) Multiply::multiply(weight + 2 * k, x + 2 * k, k > 0, part);
+    }
+    cute::warpgroup_commit_batch();
+    advance(next);
+  }
+
+  // Adds to the sums what was multiplied of the next group that was not, kInFlight of them behind it still under way.
+  template <int kInFlight>
+  __device__ void add_group(GroupTurn& next, const RowPlace& place, Sums& part, Sums& sums) {
+    float2 scales = weight_scales(next, place);
+    if constexpr (kIsNibbles) scales = {FourBitScale(scales.x).scale, FourBitScale(scales.y).scale};
+    float2 of_columns[kHasScaledX ? kColumns / 8 : 1];
+    const auto read_x_scales = [&] {
+      const float* const of_x = x_scales_of(next.stage.at) + (w_.scales > 1 ? next.group : 0) * kColumns;
+#pragma unroll
+      for (int n = 0; n < kColumns / 8; ++n)
+        of_columns[n] = *reinterpret_cast<const float2*>(of_x + n * 8 + threadIdx.x % 4 * 2);
+    };
+    if constexpr (kHasScaledX && kColumns <= 32) read_x_scales();
+    cute::warpgroup_wait<kInFlight>();
+    pin(part);
+    if constexpr (kHasScaledX && kColumns > 32) read_x_scales();  // for which there are no registers before
+#pragma unroll
+    for (int n = 0; n < kColumns / 8; ++n) {
+      const float2 of_x = kHasScaledX ? of_columns[kHasScaledX ? n : 0] : float2{1, 1};
+      sums[n][0] += part[n][0] * (of_x.x * scales.x);
+      sums[n][1] += part[n][1] * (of_x.y * scales.x);
+      sums[n][2] += part[n][2] * (of_x.x * scales.y);
+      sums[n][3] += part[n][3] * (of_x.y * scales.y);
+    }
+    const int stage = next.stage.at;
+    if (advance(next)) release(stage);
+  }
+  // Whether this was the last of a stage.
+  __device__ bool advance(GroupTurn& next) const {
+    if (++next.group < w_.depth * kGroups) return false;
+    next.group = 0;
+    next.stage.advance(w_.stages);
+    return true;
+  }
+
+  // A group of tiles of a weight with scales. Of few columns one group of numbers is multiplied while the one before it
+  // is scaled and the one behind it widened.
   __device__ void multiply_scaled(int mine, Turn<kMaxStages>& turn, Sums& sums) {
 #pragma unroll
     for (auto& of_columns : sums)
 #pragma unroll
       for (float& sum : of_columns) sum = 0;
-    const int thread = threadIdx.x % kWarpgroup, warp = thread / kWarp, lane = thread % kWarp, rows = w_.rows_at_once();
-    // Where the scales of a thread's two rows stand among those of the stage.
-    const int low =
-        w_.p.gated ? mine * w_.tile_rows / 2 + warp * 8 + lane / 4 : mine * w_.tile_rows + warp * 16 + lane / 4;
-    const int high = low + (w_.p.gated ? rows / 2 : 8);
-    for (int slice = 0; slice < share_.slices; slice += w_.depth) {
-      barriers_.full[turn.at].wait(turn.parity);
-      const uint64_t weight = wgmma_operand(stage_at(turn.at) + mine * w_.tile_rows * kSliceBytes, 0);
-      const uint64_t x = wgmma_operand(x_of(turn.at), 0);
-      const auto start = [&](int i, Sums& part) {
-        pin(part);
-        cute::warpgroup_arrive();
-#pragma unroll
-        for (int k = 0; k < kSliceBytes / 32; ++k)
-          Multiply::multiply(weight + i * (w_.slice_bytes() >> 4) + 2 * k, x + i * (kXBytes >> 4) + 2 * k, k > 0, part);
-        cute::warpgroup_commit_batch();
-      };
-      const auto add = [&](int i, Sums& part) {
-        pin(part);
-        const int group = w_.scales > 1 ? i : 0;
-        const float* const of_weight = weight_scales_of(turn.at) + group * rows;
-        const float* const of_x = x_scales_of(turn.at) + group * kColumns + lane % 4 * 2;
-        const float of_low = of_weight[low], of_high = of_weight[high];
-#pragma unroll
-        for (int n = 0; n < kColumns / 8; ++n) {
-          const float2 of_columns = *reinterpret_cast<const float2*>(of_x + n * 8);
-          sums[n][0] += part[n][0] * (of_columns.x * of_low);
-          sums[n][1] += part[n][1] * (of_columns.y * of_low);
-          sums[n][2] += part[n][2] * (of_columns.x * of_high);
-          sums[n][3] += part[n][3] * (of_columns.y * of_high);
-        }
-      };
-      if (kColumns <= 32 && w_.depth % 2 == 0) {
-        Sums one, other;
-        for (int i = 0; i < w_.depth; i += 2) {
-          start(i, one);
-          start(i + 1, other);
-          cute::warpgroup_wait<1>();
-          add(i, one);
-          cute::warpgroup_wait<0>();
-          add(i + 1, other);
-        }
-      } else {
-        Sums part;
-        for (int i = 0; i < w_.depth; ++i) {
-          start(i, part);
-          cute::warpgroup_wait<0>();
-          add(i, part);
-        }
+    const int thread = threadIdx.x % kWarpgroup, warp = thread / kWarp, lane = thread % kWarp;
+    const int row = mine * w_.tile_rows + warp * 16 + lane / 4;
+    const int gate = mine * w_.tile_rows / 2 + warp * 8 + lane / 4;
+    const RowPlace place = w_.p.gated ? RowPlace{row, gate, gate + w_.rows_at_once() / 2} : RowPlace{row, row, row + 8};
+    const int groups = share_.slices * kGroups;
+    GroupTurn starting{turn}, adding{turn};
+    Widened of_one;
+    Sums one;
+    if constexpr (kColumns <= (kIsNibbles ? 16 : 32)) {
+      Widened of_other;
+      Sums other;
+      start_group(starting, place, of_one, one);
+      int group = 1;
+      for (; group + 1 < groups; group += 2) {
+        start_group(starting, place, of_other, other);
+        add_group<1>(adding, place, one, sums);
+        start_group(starting, place, of_one, one);
+        add_group<1>(adding, place, other, sums);
       }
-      release(turn.at);
-      turn.advance(w_.stages);
+      if (group < groups) {
+        start_group(starting, place, of_other, other);
+        add_group<1>(adding, place, one, sums);
+        add_group<0>(adding, place, other, sums);
+      } else {
+        add_group<0>(adding, place, one, sums);
+      }
+    } else {
+      for (int group = 0; group < groups; ++group) {
+        start_group(starting, place, of_one, one);
+        add_group<0>(adding, place, one, sums);
+      }
     }
+    turn = adding.stage;
   }
 
   // Where a thread writes. Its sums are of rows lane / 4 and lane / 4 + 8 of its warp's 16, and of columns 2 (lane % 4)
@@ -336,11 +440,11 @@ class LinearRows {
   unsigned char* const ring_;
 };
 
-template <class T, class X, int kColumns>
+template <class T, class W, int kColumns>
 __global__ void __launch_bounds__(kMaxTiles* kWarpgroup + 2 * kWarp, 1)
     wgmma_linear_rows_kernel(const __grid_constant__ WgmmaLinearRows w) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  using Kernel = LinearRows<T, X, kColumns>;
+  using Kernel = LinearRows<T, W, kColumns>;
   extern __shared__ __align__(1024) unsigned char ring[];
   __shared__ typename Kernel::Barriers barriers;
   begin_ring(w.weight, w.x, barriers, w.stages, static_cast<unsigned>(w.tiles_at_once) * Kernel::kReaders);
@@ -362,9 +466,9 @@ cuuint64_t size(int64_t x) { return static_cast<cuuint64_t>(x); }
 cuuint32_t part(int x) { return static_cast<cuuint32_t>(x); }
 
 template <class X>
-constexpr Dtypes kDtypeOf = std::is_same_v<X, Float8>     ? kFloat8
-                            : std::is_same_v<X, BFloat16> ? kBFloat16
-                                                          : kFloat16;
+constexpr Dtypes kDtypeOf = std::is_same_v<X, BFloat16> ? kBFloat16
+                            : std::is_same_v<X, Half>   ? kFloat16
+                                                        : kUInt8;
 
 // Rows as slices, of which a copy takes `depth` of each of `box_rows` rows: panels one after the other.
 template <class X>
@@ -377,10 +481,10 @@ CUtensorMap rows_map(const void* data, int64_t rows, int64_t width, int64_t stri
 
 // The same of the weight of a gate above that of what is gated: eight rows of the one and of the other in turn.
 template <class X>
-CUtensorMap gated_map(const LinearRowsParams& p, int box_rows, int depth) {
+CUtensorMap gated_map(const LinearRowsParams& p, int64_t width, int box_rows, int depth) {
   constexpr int kSlice = kSliceBytes / sizeof(X);
   const int64_t row = p.weight_stride * sizeof(X);
-  return tensor_map<5>("linear_rows", p.weight, kDtypeOf<X>, {kSlice, 8, 2, size(p.out / 8), size(p.in / kSlice)},
+  return tensor_map<5>("linear_rows", p.weight, kDtypeOf<X>, {kSlice, 8, 2, size(p.out / 8), size(width / kSlice)},
                        {size(row), size(row * p.out), size(row * 8), kSliceBytes},
                        {kSlice, 8, 2, part(box_rows / 16), part(depth)});
 }
@@ -403,8 +507,11 @@ CUtensorMap gated_scales_map(const LinearRowsParams& p, int box_rows, int scales
 struct Cut {
   int split, clusters, tile_rows, tiles_at_once, groups, depth, stages, stage_bytes, bytes;
 
-  // scale_groups: 0, 1 of whole rows, or as many as slices.
-  Cut(int rows, int slices, int columns, int64_t scale_groups, bool gated, int multiprocessors) {
+  // scale_groups: 0, 1 of whole rows, or those of all slices.
+  template <class W>
+  Cut(SliceOf<W>, int rows, int64_t width, int columns, int64_t scale_groups, bool gated, int multiprocessors) {
+    using Slice = SliceOf<W>;
+    const int slices = static_cast<int>(width / Slice::kNumbers);
     const auto parts = [](int whole, int part) { return (whole + part - 1) / part; };
     split = slices % 2 == 0 && parts(rows, multiprocessors / 2) <= kMaxTiles * kTile ? 2 : 1;
     const int share = parts(rows, multiprocessors / split), step = gated ? 16 : 8;
@@ -421,9 +528,10 @@ struct Cut {
     const int left = split > 1 ? tiles_at_once * kWarpgroup * columns : 0;
     const int behind = std::max((kTile - tile_rows) * kSliceBytes, left), at_once = tiles_at_once * tile_rows;
     const auto stage_of = [&](int slices_of_it) {
-      const int scales = scale_groups > 1 ? slices_of_it : static_cast<int>(scale_groups);
-      const int all = slices_of_it * (at_once + columns) * kSliceBytes + scales_bytes(scales, at_once) +
-                      scales_bytes(scales, columns);
+      const int scales = scale_groups > 1 ? slices_of_it * Slice::kGroups : static_cast<int>(scale_groups);
+      const int of_x = columns * kSliceBytes * Slice::kXPanels;
+      const int all = slices_of_it * (at_once * kSliceBytes + of_x) + scales_bytes(scales, at_once) +
+                      scales_bytes(Slice::kHasScaledX ? scales : 0, columns);
       return parts(all, 1024) * 1024;  // where panels start
     };
     // A copy and a barrier for each slice would cost more time than its bytes; but the more stages, the more even is
@@ -439,24 +547,27 @@ struct Cut {
   }
 };
 
-template <class T, class X, int kColumns>
+template <class T, class W, int kColumns>
 void start(const LinearRowsParams& p, Stream stream) {
-  const auto kernel = wgmma_linear_rows_kernel<T, X, kColumns>;
+  using Slice = SliceOf<W>;
+  using X = std::conditional_t<Slice::kHasScaledX, Float8, T>;
+  const auto kernel = wgmma_linear_rows_kernel<T, W, kColumns>;
   SD_CUDA_CHECK("linear_rows", cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kRingBytes));
-  const Cut cut(static_cast<int>(p.gated ? 2 * p.out : p.out), static_cast<int>(p.in * sizeof(X) / kSliceBytes),
-                kColumns, p.groups, p.gated, current_device("linear_rows").multiprocessors);
+  const Cut cut(Slice{}, static_cast<int>(p.gated ? 2 * p.out : p.out), p.in, kColumns, p.groups, p.gated,
+                current_device("linear_rows").multiprocessors);
   const int at_once = cut.tiles_at_once * cut.tile_rows;
-  const int scales = p.groups > 1 ? cut.depth : static_cast<int>(p.groups);
+  const int scales = p.groups > 1 ? cut.depth * Slice::kGroups : static_cast<int>(p.groups);
+  const int64_t width = Slice::kIsNibbles ? p.in / 2 : p.in;  // in items of the weight
   CUtensorMap weight_scales{}, x_scales{};
-  if constexpr (std::is_same_v<X, Float8>) {
+  if constexpr (Slice::kScaled)
     weight_scales = p.gated ? gated_scales_map(p, at_once, scales)
                             : scales_map(p.weight_scales, p.out, p.groups, p.weight_scales_stride, at_once, scales);
+  if constexpr (Slice::kHasScaledX)
     x_scales = scales_map(p.x_scales, p.rows, p.groups, p.x_scales_stride, kColumns, scales);
-  }
   const WgmmaLinearRows w{
-      .weight = p.gated ? gated_map<X>(p, at_once, cut.depth)
-                        : rows_map<X>(p.weight, p.out, p.in, p.weight_stride, at_once, cut.depth),
-      .x = rows_map<X>(p.x, p.rows, p.in, p.x_stride, kColumns, cut.depth),
+      .weight = p.gated ? gated_map<W>(p, width, at_once, cut.depth)
+                        : rows_map<W>(p.weight, p.out, width, p.weight_stride, at_once, cut.depth),
+      .x = rows_map<X>(p.x, p.rows, p.in, p.x_stride, kColumns, cut.depth * Slice::kXPanels),
       .weight_scales = weight_scales,
       .x_scales = x_scales,
       .p = p,
@@ -480,31 +591,30 @@ void start(const LinearRowsParams& p, Stream stream) {
 }  // namespace
 
 void wgmma_linear_rows(const LinearRowsParams& all, Stream stream) {
-  const auto start_part = [&]<class T, class X>(const LinearRowsParams& p) {
-    if (p.rows <= 8) return start<T, X, 8>(p, stream);
-    if (p.rows <= 16) return start<T, X, 16>(p, stream);
-    if (p.rows <= 32) return start<T, X, 32>(p, stream);
-    if constexpr (std::is_same_v<X, Float8>) {
-      start<T, X, kMaxScaledColumns>(p, stream);
-    } else {
-      if (p.rows <= 64) return start<T, X, 64>(p, stream);
-      if (p.rows <= 96) return start<T, X, 96>(p, stream);
-      start<T, X, kMaxColumns>(p, stream);
-    }
+  // By columns of wgmma, kMost at a time.
+  const auto start_part = [&]<class T, class W, int kMost>(const LinearRowsParams& p) {
+    if (p.rows <= 8) return start<T, W, 8>(p, stream);
+    if (p.rows <= 16) return start<T, W, 16>(p, stream);
+    if (kMost == 32 || p.rows <= 32) return start<T, W, 32>(p, stream);
+    if constexpr (kMost >= 64)
+      if (kMost == 64 || p.rows <= 64) return start<T, W, 64>(p, stream);
+    if constexpr (kMost > 64) p.rows <= 96 ? start<T, W, 96>(p, stream) : start<T, W, kMost>(p, stream);
   };
-  const auto of_types = [&]<class T, class X>() {
-    constexpr int64_t kMost = std::is_same_v<X, Float8> ? kMaxScaledColumns : kMaxColumns;
+  const auto of_types = [&]<class T, class W, int kMost>() {
+    using X = std::conditional_t<SliceOf<W>::kHasScaledX, Float8, T>;
     for (int64_t first = 0; first < all.rows; first += kMost) {
       LinearRowsParams part = all;
       part.x = static_cast<const X*>(all.x) + first * all.x_stride;
       part.y = static_cast<T*>(all.y) + first * all.y_stride;
       if (all.x_scales) part.x_scales = all.x_scales + first;
       part.rows = std::min<int64_t>(all.rows - first, kMost);
-      start_part.template operator()<T, X>(part);
+      start_part.template operator()<T, W, kMost>(part);
     }
   };
   const auto of_type = [&]<class T>() {
-    all.groups > 0 ? of_types.template operator()<T, Float8>() : of_types.template operator()<T, T>();
+    if (all.bits == 8) return of_types.template operator()<T, Float8, kMaxScaledColumns>();
+    if (all.bits == 4) return of_types.template operator()<T, Nibbles, kMaxNibbleColumns>();
+    of_types.template operator()<T, T, kMaxColumns>();
   };
   if (all.dtype == kBFloat16)
     of_type.template operator()<BFloat16>();

@@ -856,9 +856,12 @@ def linear_rows(
         x_scales, weight_scales: of float8_e4m3fn x and weight, [G, M] and [G, N] float32, whose groups start on 16
             bytes; one group of whole rows, or one of each 128 numbers, as `round_rows` gives them. K is then a multiple
             of 128 and N of 16, a GPU one of Hopper, and out bfloat16, unless an out of float16 is given.
+            weight_scales alone: of 4 bits, a weight [N, K / 2] uint8 of numbers 0 to 15 in the order of `nibble_of`
+            (csrc/layers/linear_rows.h), K a multiple of 256 and N of 16; scales are as above, and the four lowest bits
+            of each are the number that stands for 0. x has 16 bits.
         gated: return silu(gate) * up, as `gate_rows` would, rounded once.
         plan: forces a kernel, for tests and benchmarks: "sm80.mma", or on Hopper "sm90.wgmma", which it has by itself
-            unless rows of `x` or `weight` overlap. The latter alone takes numbers of 8 bits.
+            unless rows of `x` or `weight` overlap. The latter alone takes numbers of fewer bits.
 
     Returns:
         out [M, N].

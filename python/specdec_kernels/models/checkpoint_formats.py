@@ -128,7 +128,7 @@ def packed(config: Mapping[str, Any], weights: Mapping[str, Any], inputs: object
     def weight(tensors: Tensors) -> StoredWeight:
         numbers = nibbles(tensors["weight_packed"])[:, : int(tensors["weight_shape"][1])]
         scales = tensors["weight_scale"].float()
-        return Int4Weight(pairs(numbers), torch.full_like(scales, 8, dtype=torch.uint8), scales)
+        return Int4Weight.of(numbers, torch.full_like(scales, 8, dtype=torch.uint8), scales)
 
     return Scheme(frozenset({"weight_packed", "weight_scale", "weight_shape"}), frozenset(), "weight_packed", weight)
 
@@ -147,12 +147,7 @@ def gptq(config: Mapping[str, Any]) -> Scheme:
         size = numbers.shape[1] // len(scales)
         even = torch.arange(numbers.shape[1]) // max(size, 1)
         ordered = columns is None or (numbers.shape[1] % len(scales) == 0 and torch.equal(columns.int(), even.int()))
-        return Int4Weight(
-            pairs(numbers),
-            zeros.t().contiguous(),
-            scales.t().contiguous(),
-            None if columns is None or ordered else columns.int(),
-        )
+        return Int4Weight.of(numbers, zeros.t(), scales.t(), None if ordered else columns)
 
     return Scheme(frozenset({"qweight", "qzeros", "scales"}), frozenset({"g_idx"}), "qweight", weight)
 
@@ -165,9 +160,7 @@ def awq(config: Mapping[str, Any]) -> Scheme:
 
     def weight(tensors: Tensors) -> StoredWeight:
         numbers, zeros = (in_order(nibbles(tensors[name])) for name in ("qweight", "qzeros"))
-        return Int4Weight(
-            pairs(numbers.t().contiguous()), zeros.t().contiguous(), tensors["scales"].float().t().contiguous()
-        )
+        return Int4Weight.of(numbers.t().contiguous(), zeros.t(), tensors["scales"].t())
 
     return Scheme(frozenset({"qweight", "qzeros", "scales"}), frozenset(), "qweight", weight)
 
@@ -194,8 +187,3 @@ def nibbles(words: Tensor) -> Tensor:
 def in_order(numbers: Tensor) -> Tensor:
     """Columns of AWQ's words as they belong."""
     return numbers.view(len(numbers), -1, 8)[..., list(AWQ_ORDER)].flatten(1)
-
-
-def pairs(numbers: Tensor) -> Tensor:
-    """[rows, n / 2] uint8 of [rows, n] numbers of four bits."""
-    return numbers[:, ::2] | (numbers[:, 1::2] << 4)

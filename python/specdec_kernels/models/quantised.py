@@ -3,8 +3,8 @@
 What is computed is a definition, the same on every device. A weight is numbers times scales. Where a format says that
 activations are rounded too, every row is, by scales of its own, so that no row depends on the others beside it. Both
 become numbers of the rows' dtype and are multiplied: exactly so in float32, in 16 bits with one more rounding of each.
-On a GPU kernels that leave that rounding out stand for it: `linear_rows` for few rows on Hopper, and one of torch
-where, tried once, it gives what it should.
+On a GPU kernels that leave that rounding out stand for it: `linear_rows` for few rows on Hopper, and for 8 bits one of
+torch where, tried once, it gives what it should.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from ..ops import gate_rows, linear_rows, round_rows
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
 GROUP = 128  # numbers of a row that share a scale, and rows and columns of a block of a weight
+WORDS = 256  # columns of 4 bits that are ordered together
 KERNEL_ERROR = 2e-2  # of a kernel's results, which are bfloat16, against the definition's
 
 
@@ -165,54 +166,105 @@ class Int4Weight(StoredWeight):
     """Numbers from 0 to 15, whose groups of columns in each row have a zero and a scale; activations stay as they are.
 
     Attributes:
-        numbers: [out, in / 2] uint8, the number of an even column in the lower four bits.
-        zeros: [out, groups] uint8, the number that stands for 0.
-        scales: [out, groups] float32.
-        columns: [in] int32, the group of each column; None: groups are equally long, one behind another.
+        numbers: [out, in / 2] uint8, as `in_words` orders them.
+        scales: [out, groups] float32, whose four lowest bits are the number that stands for 0; groups are equally long,
+            one behind another.
+        order: [in] int32, where the groups' columns are taken from; None: as they are.
     """
 
     numbers: Tensor
-    zeros: Tensor
     scales: Tensor
-    columns: Tensor | None = None
+    order: Tensor | None = None
+
+    @classmethod
+    def of(cls, numbers: Tensor, zeros: Tensor, scales: Tensor, columns: Tensor | None = None) -> Int4Weight:
+        """Of numbers [out, in], and zeros and scales [out, groups]; `columns` [in] are columns' groups where these do
+        not stand one behind another.
+
+        Raises:
+            ValueError: groups of different lengths.
+        """
+        order = None
+        if columns is not None:
+            if (columns.bincount(minlength=scales.shape[1]) * scales.shape[1] != len(columns)).any():
+                raise ValueError("groups of different lengths, expected equal ones")
+            order = columns.argsort(stable=True).int()
+            numbers = numbers[:, order.long()]
+        bits = (scales.float().view(torch.int32) & ~15) | zeros.int()
+        return cls(in_words(numbers), by_columns(bits.view(torch.float32)), order)
 
     @property
     def shape(self) -> tuple[int, int]:
         return self.numbers.shape[0], 2 * self.numbers.shape[1]
 
     def dequantised(self) -> Tensor:
-        numbers = torch.stack([self.numbers & 15, self.numbers >> 4], -1).flatten(1).float()
-        zeros, scales = self.zeros.float(), self.scales
-        if self.columns is not None:
-            return (numbers - zeros[:, self.columns]) * scales[:, self.columns]
-        grouped = numbers.view(len(numbers), zeros.shape[1], -1)
-        return ((grouped - zeros[..., None]) * scales[..., None]).flatten(1)
+        means = self._in_order()
+        if self.order is None:
+            return means
+        return torch.empty_like(means).index_copy_(1, self.order.long(), means)
+
+    def _in_order(self) -> Tensor:
+        bits = self.scales.view(torch.int32)[..., None]
+        numbers = from_words(self.numbers).view(len(self.numbers), self.scales.shape[1], -1)
+        return ((numbers.float() - (bits & 15)) * (bits & ~15).view(torch.float32)).flatten(1)
+
+    def product(self, x: Tensor, bias: Tensor | None = None, gated: bool = False) -> Tensor:
+        if not self._is_ours(x, gated):
+            return super().product(x, bias, gated)
+        rows = self._taken(x).reshape(-1, x.shape[-1])
+        out: Tensor = linear_rows(rows, self.numbers, bias, weight_scales=self.scales.t(), gated=gated)
+        return out.view(*x.shape[:-1], -1)
 
     def multiplied(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self.dequantised().to(x.dtype))
+        return functional.linear(self._taken(x), self._in_order().to(x.dtype))
 
     def plan(self, x: Tensor) -> str:
-        return "widened"
+        return "linear_rows" if self._is_ours(x, False) else "widened"
+
+    def _taken(self, x: Tensor) -> Tensor:
+        return x if self.order is None else x.index_select(-1, self.order)
+
+    def _is_ours(self, x: Tensor, gated: bool) -> bool:
+        """Whether `linear_rows` multiplies: few rows, on Hopper, by groups of 128 or whole rows."""
+        if self.scales.shape[1] not in (1, self.shape[1] // GROUP) or self.shape[1] % WORDS:
+            return False
+        if self.scales.data_ptr() % 16 or self.scales.stride(0) != 1:
+            return False
+        return _C.linear_rows_plan(x, self.numbers, gated) != "library"
 
     @property
     def nbytes(self) -> int:
-        return self.numbers.nbytes + self.zeros.nbytes + self.scales.nbytes
+        return self.numbers.nbytes + self.scales.nbytes
 
     def joined(self, other: StoredWeight) -> StoredWeight | None:
         if not isinstance(other, Int4Weight) or self.scales.shape[1] != other.scales.shape[1]:
             return None
-        if not same(self.columns, other.columns):
+        if not same(self.order, other.order):
             return None
         return replace(
             self,
             numbers=torch.cat([self.numbers, other.numbers]),
-            zeros=torch.cat([self.zeros, other.zeros]),
-            scales=torch.cat([self.scales, other.scales]),
+            scales=by_columns(torch.cat([self.scales, other.scales])),
         )
 
     def rows(self, begin: int, end: int) -> StoredWeight:
-        part = slice(begin, end)
-        return replace(self, numbers=self.numbers[part], zeros=self.zeros[part], scales=self.scales[part])
+        return replace(self, numbers=self.numbers[begin:end], scales=self.scales[begin:end])
+
+
+def in_words(numbers: Tensor) -> Tensor:
+    """[rows, n / 2] uint8 of [rows, n] numbers of four bits: each 256 columns as `linear_rows` takes them, for tensor
+    cores; of another n, neighbours in a byte, the first in its lower half."""
+    if numbers.shape[1] % WORDS == 0:  # halves, words, steps, eights, fours, neighbours
+        numbers = numbers.view(len(numbers), -1, 2, 4, 2, 2, 4, 2).permute(0, 1, 2, 6, 3, 7, 4, 5).flatten(1)
+    return numbers[:, ::2] | (numbers[:, 1::2] << 4)
+
+
+def from_words(words: Tensor) -> Tensor:
+    """The numbers [rows, n] again."""
+    numbers = torch.stack([words & 15, words >> 4], -1).flatten(1)
+    if numbers.shape[1] % WORDS == 0:
+        numbers = numbers.view(len(numbers), -1, 2, 4, 4, 2, 2, 2).permute(0, 1, 2, 4, 6, 7, 3, 5).flatten(1)
+    return numbers
 
 
 @dataclass(frozen=True)

@@ -87,9 +87,13 @@ def linear_rows(
     weight_scales: Tensor | None = None,
     gated: bool = False,
 ) -> Tensor:
-    x, weight = x.double(), weight.double()
-    if x_scales is not None and weight_scales is not None:
-        x, weight = x * spread(x_scales, x.shape[1]), weight * spread(weight_scales, x.shape[1])
+    x = x.double() if x_scales is None else x.double() * spread(x_scales, x.shape[1])
+    if weight_scales is None:
+        weight = weight.double()
+    elif x_scales is None:
+        weight = of_four_bits(weight, weight_scales)
+    else:
+        weight = weight.double() * spread(weight_scales, weight.shape[1])
     out = x @ weight.T
     if bias is not None:
         out = out + bias.double()
@@ -113,3 +117,15 @@ def round_rows(x: Tensor, *, group_size: int | None = None, scale: Tensor | None
 def spread(scales: Tensor, width: int) -> Tensor:
     """[T, width] of scales [groups, T]: what each number of a row is multiplied by."""
     return scales.t().repeat_interleave(width if len(scales) == 1 else 128, 1)[:, :width]
+
+
+def of_four_bits(weight: Tensor, scales: Tensor) -> Tensor:
+    """[N, K] of a weight [N, K / 2] of 4 bits, column by column, and scales whose four lowest bits stand for 0."""
+    columns = torch.arange(2 * weight.shape[1], device=weight.device)
+    step, at = columns % 256 // 16, columns % 16
+    word = (step // 8 * 4 + at % 8 // 2) * 4 + step % 8 // 2
+    nibble = step % 2 * 2 + at // 8 + at % 2 * 4
+    numbers = weight[:, columns // 256 * 128 + word * 4 + nibble // 2] >> (nibble % 2 * 4) & 15
+    bits = scales.contiguous().view(torch.int32)
+    zeros, factors = (spread(x, len(columns)) for x in (bits & 15, (bits & ~15).view(torch.float32)))
+    return (numbers.double() - zeros) * factors.double()
