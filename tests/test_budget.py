@@ -214,6 +214,14 @@ def test_rounds_that_take_long_are_timed_once() -> None:
         assert device.num_published == times * len(NODES)
 
 
+def test_a_round_that_was_held_up_is_timed_again() -> None:
+    late = {(2, 4): 50_000.0, (2, 8): 60_000.0, (1, 1): 20_000.0}
+    device = Device(lambda batch, nodes: late.pop((batch, nodes), 100 * batch + nodes), 0.5, batch=2)
+    device.measure()
+    assert not late and device.scheduler.costs is not None
+    assert device.scheduler.costs.us == [[100 * batch + nodes for nodes in NODES] for batch in (1, 2)]
+
+
 def test_without_costs_the_highest_rung() -> None:
     assert set(Device(flat, 0.0).run(100)) == {NODES[-1]}
 
@@ -425,6 +433,23 @@ def test_a_lower_rung_drafts_the_first_nodes_of_a_higher_one(name: str, device: 
                 assert torch.equal(tree.tokens[row, :size], whole.tokens[row, :size])
                 assert torch.equal(tree.parents[row, :size], whole.parents[row, :size])
         run(engine, slots.tolist())
+
+
+def test_drawn_drafts_are_as_many_for_each_request(device: torch.device) -> None:
+    """What is drawn does not decide whether it counts; greedy requests, whose drafts are the likeliest, show no other."""
+    draft = Eagle3(HEAD, num_steps=5, topk=1, sampled=True)
+    engine = make_engine(draft, device, adaptive=True, cuda_graph=False, batch_sizes=[2, 4])
+    assert engine.config.rows == ((2, 4, 6, 8, 12), (4, 8, 12, 16, 24))
+    run = engine._executor.round.run
+
+    def looked_at(slots: torch.Tensor, num_rows: int) -> Any:
+        result = run(slots, num_rows)
+        assert num_rows % len(slots) == 0 and set(result.num_nodes.tolist()) <= {0, num_rows // len(slots)}
+        return result
+
+    engine._executor.round.run = looked_at  # type: ignore[method-assign]
+    expect_plain_texts(engine)
+    assert engine.stats().rounds > 0
 
 
 def test_rungs() -> None:

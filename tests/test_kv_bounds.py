@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -40,6 +41,22 @@ def bounds_of(config: EngineConfig, batch: int, num_nodes: int) -> list[int]:
 
 
 # --- which there are
+
+
+def test_a_head_of_one_layer_decides_no_bounds() -> None:
+    """Of 64 slots every batch size from 12 on would have a bound more; a draft of many layers has a say."""
+
+    class OneLayer(Head):
+        def needs(self, target: Any) -> Needs:
+            calls = AttentionCall.of(QWEN3, 8, False, 4), AttentionCall.of(QWEN3, 6, False, 1)
+            return replace(super().needs(target), attention=calls)
+
+    head, whole = (resolve(draft=draft, max_len=8192, num_slots=64) for draft in (OneLayer(), Head()))
+    assert sum(map(len, head.rows)) == sum(map(len, whole.rows)) == 109
+    assert (len(head.round_sizes), len(whole.round_sizes)) == (130, 190)
+    assert set(head.round_sizes) <= set(whole.round_sizes)
+    assert bounds_of(head, 64, 2) == [8226] and bounds_of(whole, 64, 2) == [2304, 8226]
+    assert bounds_of(head, 12, 2) == bounds_of(whole, 12, 2) == [4352, 8226]  # the target's own
 
 
 def test_an_8b_model_on_an_h200() -> None:

@@ -505,7 +505,10 @@ void Scheduler::measure_rounds(const std::vector<int64_t>& batches) {
   };
   for (size_t i = 0; i < sizes.size(); ++i) {
     if (!std::ranges::binary_search(batches, sizes[i])) continue;
-    for (const int64_t rows : config_.rows[i]) us[i].push_back(1e-3 * static_cast<double>(time_round(sizes[i], rows)));
+    const auto time = [&](int64_t rows) { return 1e-3 * static_cast<double>(time_round(sizes[i], rows)); };
+    for (const int64_t rows : config_.rows[i]) us[i].push_back(time(rows));
+    for (size_t rung = us[i].size() - 1; rung-- > 0;)  // one that takes longer than with more rows was held up, perhaps
+      if (us[i][rung] > us[i][rung + 1]) us[i][rung] = std::min(us[i][rung], time(config_.rows[i][rung]));
     if (config_.rest_rows > 0) catch_up[i] = 1e-3 * static_cast<double>(time_catch_up(sizes[i]));
     for (size_t j = before + 1; j < i; ++j) {
       const double share =

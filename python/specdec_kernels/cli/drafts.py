@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--speculative-num-draft-tokens",
         type=int,
         metavar="N",
-        help="nodes verified per round, root included (32 for a tree, steps + 1 for a chain, 16 for NGRAM)",
+        help="nodes verified per round, root included (48 for a tree, steps + 1 for a chain, 16 for NGRAM)",
     )
     parser.add_argument(
         "--speculative-adaptive",
@@ -74,7 +74,7 @@ def draft_of(args: argparse.Namespace, algorithm: str, head: Any, *, topk: int) 
     if algorithm == "NGRAM":
         return Ngram(corpus=corpus) if nodes is None else Ngram(num_nodes=nodes, corpus=corpus)
     if algorithm == "EAGLE3+NGRAM":
-        both = 32 if nodes is None else nodes
+        both = 48 if nodes is None else nodes
         eagle = Eagle3(head, **{**model, "num_nodes": both})
         return Union(eagle, Ngram(num_nodes=both, corpus=corpus), num_nodes=both)
     kinds: dict[str, Callable[..., Draft]] = {"EAGLE": Eagle, "EAGLE3": Eagle3, "STANDALONE": Standalone}

@@ -10,6 +10,8 @@ from ..models.families import kv_heads_of, pool_dim_of
 from ..plans import Gpu, attention_plan
 
 MOST_BOUNDS = 4  # of rounds of one batch size and as many rows
+# Calls that are fewer than one in so many of the most frequent decide no bounds: a head's one layer beside a target's.
+FEWEST = 4
 FIRST_STEP = 1024  # plans are compared there, and at every power of two from there on
 
 
@@ -21,6 +23,7 @@ class AttentionCall(NamedTuple):
             packed rows, the nodes of all requests.
         q_heads, kv_heads, head_dim: as the tensors have them.
         follows_kv_dtype: its pools have the engine's `kv_dtype`; else the dtype of the weights.
+        per_round: such calls of a round: layers times passes.
     """
 
     q_rows: int | None
@@ -28,12 +31,13 @@ class AttentionCall(NamedTuple):
     kv_heads: int
     head_dim: int
     follows_kv_dtype: bool
+    per_round: int = 1
 
     @classmethod
-    def of(cls, config: Any, q_rows: int | None, follows_kv_dtype: bool) -> AttentionCall:
-        """That of the layers of a model with this config."""
+    def of(cls, config: Any, q_rows: int | None, follows_kv_dtype: bool, per_round: int | None = None) -> AttentionCall:
+        """That of the layers of a model with this config; `per_round` None: one pass through them."""
         heads = config.num_attention_heads, kv_heads_of(config)
-        return cls(q_rows, *heads, pool_dim_of(config), follows_kv_dtype)
+        return cls(q_rows, *heads, pool_dim_of(config), follows_kv_dtype, per_round or config.num_hidden_layers)
 
 
 def kv_bounds(
@@ -47,11 +51,14 @@ def kv_bounds(
     fp8: bool,
     tensor_cores: bool,
 ) -> tuple[int, ...]:
-    """Rising bounds of KV rows, the last one `max_kv_len`: up to each, and beyond the one before, all calls of a round
+    """Rising bounds of KV rows, the last one `max_kv_len`: up to each, and beyond the one before, the calls of a round
     with so many rows in all, and nodes of a request at most, run the plans that they run at the bound itself.
 
-    Of more than `MOST_BOUNDS` those go that are nearest to the next one.
+    Calls that are few beside others do not count. Of more than `MOST_BOUNDS` those go that are nearest to the next one.
     """
+    most = max(call.per_round for call in calls)
+    # Heads of other sizes are attended to without a plan.
+    counting = [call for call in calls if FEWEST * call.per_round >= most and call.head_dim in HEAD_DIMS]
 
     def plans(length: int) -> list[str]:
         return [
@@ -67,8 +74,7 @@ def kv_bounds(
                 tensor_cores=tensor_cores,
                 gpu=gpu,
             ).name
-            for call in calls
-            if call.head_dim in HEAD_DIMS  # others are attended to without a plan
+            for call in counting
         ]
 
     bounds = last_alike(plans, max_kv_len)

@@ -80,7 +80,7 @@ class ModelDraft(Draft):
         """Most nodes of a tree."""
         if self.num_nodes is not None:
             return self.num_nodes
-        return self.num_steps + 1 if self.topk == 1 else 32
+        return self.num_steps + 1 if self.topk == 1 else 48
 
     def needs_of_model(
         self, config: Any, num_layers: int, *, feature_layers: tuple[int, ...] = (), follows_kv_dtype: bool = False
@@ -92,7 +92,10 @@ class ModelDraft(Draft):
             feature_layers=feature_layers,
             scratch_rows=self.topk * (self.num_steps - 1) + 1,
             kv_numbers=kv_numbers(config, num_layers),
-            attention=tuple(AttentionCall.of(config, rows, follows_kv_dtype) for rows in (self.topk, width)),
+            attention=(
+                AttentionCall.of(config, self.topk, follows_kv_dtype, num_layers * max(self.num_steps - 1, 1)),
+                AttentionCall.of(config, width, follows_kv_dtype, num_layers),
+            ),
             rest_rows=REST_ROWS,
         )
 
