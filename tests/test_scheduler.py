@@ -120,6 +120,7 @@ class Slot:
     left: bool = False  # the scheduler has said so; the slot is held until a record gives it back
     chunks_waited: int = 0
     behind: int = 0  # rounds at rest that its draft has yet to catch up with
+    told: int = 0  # tokens of the text that the executor was told of, where it rules on them
 
     @property
     def takes_part(self) -> bool:
@@ -142,6 +143,7 @@ class Sent:
     num_logprobs: int = -1
     max_nodes: int = 0
     extra: Any = None
+    constrained: bool = False
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
@@ -167,6 +169,7 @@ def rings(sizes: Sizes, depth: int = DEPTH) -> dict[str, Any]:
 DEFAULTS = {
     **{"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0},
     **{"min_new_tokens": 0, "num_logprobs": -1, "ngram_group": 0, "max_nodes": 0, "streams": True, "extra": None},
+    "constrained": False,
 }
 
 
@@ -189,6 +192,8 @@ class Device:
             costs = [[float(n) for n in each] for each in sizes.rows], [self.rng.uniform(0.1, 50) for _ in sizes.rows]
             self.scheduler.set_costs(_C.RoundCosts(sizes.batch_sizes, sizes.rows, *costs))
         self.slots: dict[int, Slot] = {}  # in the order of `begin`
+        self.late: tuple[Any, ...] | None = None  # what may fail once a launch has done its work
+        self.drafted: list[int] = []  # slots of a round that has come as far as the target's logits
         self.sent: dict[int, Sent] = {}
         self.visible: set[int] = set()  # submitted before this turn (stays empty where others drive the loop)
         self.to_cancel: set[int] = set()  # cancelled before this turn
@@ -238,6 +243,7 @@ class Device:
             "num_logprobs": number % (self.sizes.max_logprobs + 2) - 1,
             "max_nodes": number % 3,
             "extra": [number] if number % 3 else None,
+            "constrained": number % 4 == 3,
         }
 
     def submit_many(self, requests: list[tuple[list[int], int, list[int]]]) -> list[int]:
@@ -360,7 +366,7 @@ class Device:
         if self.visible:
             assert request_id == self.waiting()[0], "first come, first served"
         assert self.needed(1) + self.sizes.pages(len(text) - 1) <= self.sizes.num_pages
-        self.slots[slot] = Slot(request_id, list(text))
+        self.slots[slot] = Slot(request_id, list(text), told=len(text))
         self.take_pages(self.slots[slot], 0 if self.sizes.window else len(text) - 1 + self.sizes.reserve)
         if request_id not in self.first_starts:
             self.first_starts.append(request_id)
@@ -433,6 +439,35 @@ class Device:
         return slots[:count].tolist()
 
     def launch(self, batch: int, num_rows: int, max_kv_len: int) -> None:
+        slots = self.begin_round(batch, num_rows, max_kv_len)
+        assert not num_rows or not any(self.sent[self.slots[slot].request_id].constrained for slot in slots)
+        if num_rows > 0:
+            self.end_round(slots)
+        if self.late is not None:
+            self.may_fail(*self.late)
+
+    def forward(self, batch: int, num_rows: int, max_kv_len: int) -> None:
+        self.drafted = self.begin_round(batch, num_rows, max_kv_len)
+        assert any(self.sent[self.slots[slot].request_id].constrained for slot in self.drafted)
+        if self.late is not None:
+            self.may_fail(*self.late)
+
+    def constrain(self, number: int, requests: list[tuple[int, int, list[int]]], batch: int, num_rows: int) -> None:
+        assert number == self.num_applied and batch >= len(self.drafted)
+        states = [self.slots[slot] for slot in self.drafted]
+        going_on = [state for state in states if not state.finished and not state.left]
+        constrained = [state for state in going_on if self.sent[state.request_id].constrained]
+        assert [self.slots[slot] for _, slot, _ in requests] == constrained, "rounds before have been read"
+        for row, slot, tokens in requests:
+            state = self.slots[slot]
+            assert self.drafted[row] == slot and tokens == state.text[state.told :]
+            state.told = len(state.text)
+        self.may_fail("constrain", *(state.request_id for state in going_on))
+
+    def finish(self, batch: int, num_rows: int, max_kv_len: int) -> None:
+        self.end_round(self.drafted)
+
+    def begin_round(self, batch: int, num_rows: int, max_kv_len: int) -> list[int]:
         record = self.commands[self.num_applied % DEPTH]
         named = self.activations(record)[:, 0] if batch == 0 else record[2 : 2 + batch]
         ids = [self.slots[int(s)].request_id for s in named if s >= 0]
@@ -440,19 +475,17 @@ class Device:
         late = self.rng.random() < 0.5  # a launch may throw before or after it has done its work
         if not late:
             self.may_fail(method, *ids)
+        self.late = (method, *ids) if late else None
         slots = self.apply_commands()
         if batch == 0:
             assert not slots and not num_rows and not max_kv_len
-            if late:
-                self.may_fail(method, *ids)
-            return
+            return slots
         self.check_rows(slots, batch)
         self.check_kv(slots, max_kv_len)
         self.check_drafting(slots, batch, num_rows)
-        if num_rows == 0:
-            if late:
-                self.may_fail(method, *ids)
-            return
+        return slots
+
+    def end_round(self, slots: list[int]) -> None:
         result = self.results[self.num_published % DEPTH]
         result[:] = self.rng.choice([-1, 2**31 - 1])
         if self.sizes.rest_rows:
@@ -467,8 +500,6 @@ class Device:
             self.play(row, state, 0 if stalls else self.rng.randint(1, self.sizes.accept_width))
         self.num_published += 1
         self.results[(self.num_published - 1) % DEPTH, 0] = self.num_published
-        if late:
-            self.may_fail(method, *ids)
 
     def check_rows(self, slots: list[int], batch: int) -> None:
         sizes = self.sizes
@@ -647,7 +678,7 @@ def test_mixes_with_cancels_and_submits_anywhere(batch: int, rounds_in_flight: i
 
 
 @overlapped
-@pytest.mark.parametrize("method", ["begin", "prefill", "record", "activate", "round", "deactivate"])
+@pytest.mark.parametrize("method", ["begin", "prefill", "record", "activate", "round", "constrain", "deactivate"])
 def test_mixes_with_exceptions(method: str, rounds_in_flight: int) -> None:
     """Whatever raises, the exception comes out, its requests end with an error, and the others lose nothing."""
     faults = 0
@@ -1136,7 +1167,7 @@ def test_submit_wants_ints() -> None:
         ({"results": np.zeros((1, 92), np.int32)}, "Scheduler: results.shape[0] is 1, expected 2 to 2147483647"),
         ({"results": np.zeros((5, 91), np.int32)}, "Scheduler: results.shape[1] is 91, expected 92 to 2147483647"),
         ({"results": np.zeros((5, 92), np.int64)}, "Scheduler: results is int64, expected int32"),
-        ({"graphs": {(1, 4, 9): 1}}, "Scheduler: stream is None, expected the stream that graphs are launched on"),
+        ({"graphs": {(1, 4, 9): [1]}}, "Scheduler: stream is None, expected the stream that graphs are launched on"),
     ],
 )  # fmt: skip
 def test_constructor_messages(change: dict[str, Any], message: str) -> None:

@@ -23,6 +23,7 @@ using namespace py::literals;
 
 using scheduler::Admitted;
 using scheduler::Chunk;
+using scheduler::Constrained;
 using scheduler::RoundGraphs;
 using scheduler::Tokens;
 
@@ -48,6 +49,21 @@ class PyExecutor : public scheduler::Executor {
   void activate(std::span<const int32_t> slots) override { call("activate", slots); }
   void launch(int64_t batch, int64_t rows, int64_t max_kv_len) override {
     if (!graphs_ || !graphs_->launch({batch, rows, max_kv_len})) call("launch", batch, rows, max_kv_len);
+  }
+  void forward(int64_t batch, int64_t rows, int64_t max_kv_len) override {
+    if (!graphs_ || !graphs_->launch({batch, rows, max_kv_len}, RoundGraphs::Part::kFirst))
+      call("forward", batch, rows, max_kv_len);
+  }
+  void constrain(int64_t number, std::span<const Constrained> requests, int64_t batch, int64_t rows,
+                 int64_t max_kv_len) override {
+    {
+      const WithGil gil;
+      py::list list;
+      for (const Constrained& each : requests) list.append(py::make_tuple(each.row, each.slot, argument(each.tokens)));
+      object_.attr("constrain")(number, list, batch, rows);
+    }
+    if (!graphs_ || !graphs_->launch({batch, rows, max_kv_len}, RoundGraphs::Part::kRest))
+      call("finish", batch, rows, max_kv_len);
   }
   void deactivate(std::span<const int32_t> slots) override { call("deactivate", slots); }
   bool busy() override { return graphs_ && graphs_->busy(); }
@@ -195,7 +211,8 @@ std::shared_ptr<void> held(py::object object) {
 scheduler::Submission submission(const char* op, const py::object& prompt, int64_t max_new_tokens,
                                  const py::object& stop_tokens, float temperature, int32_t top_k, float top_p,
                                  float min_p, int64_t seed, int64_t min_new_tokens, int64_t num_logprobs,
-                                 int64_t ngram_group, int64_t max_nodes, bool streams, const py::object& extra) {
+                                 int64_t ngram_group, int64_t max_nodes, bool streams, const py::object& extra,
+                                 bool constrained) {
   return {.prompt = token_list(op, "prompt", prompt),
           .max_new_tokens = max_new_tokens,
           .stop_tokens = token_list(op, "stop_tokens", stop_tokens),
@@ -205,12 +222,13 @@ scheduler::Submission submission(const char* op, const py::object& prompt, int64
           .num_logprobs = num_logprobs,
           .ngram_group = ngram_group,
           .max_nodes = max_nodes,
-          .extra = held(extra)};
+          .extra = held(extra),
+          .constrained = constrained};
 }
 
 // All arguments of `submit`, in their order.
 using SubmitArguments = std::tuple<py::object, int64_t, py::object, float, int32_t, float, float, int64_t, int64_t,
-                                   int64_t, int64_t, int64_t, bool, py::object>;
+                                   int64_t, int64_t, int64_t, bool, py::object, bool>;
 
 std::vector<int64_t> submit_many(PyScheduler& scheduler, const py::sequence& requests) {
   std::vector<scheduler::Submission> submissions;
@@ -225,14 +243,13 @@ std::vector<int64_t> submit_many(PyScheduler& scheduler, const py::sequence& req
   return scheduler.submit_many(submissions);
 }
 
-std::unique_ptr<PyScheduler> make_scheduler(py::object executor, int64_t num_slots, int64_t num_pages,
-                                            int64_t page_size, int64_t window, int64_t max_len, int64_t reserve,
-                                            int64_t accept_width, int64_t max_stops, int64_t max_logprobs,
-                                            int64_t prefill_chunk, int64_t prefill_requests, int64_t rounds_in_flight,
-                                            std::vector<int64_t> batch_sizes, std::vector<std::vector<int64_t>> rows,
-                                            bool plain_rounds, int64_t rest_rows, const py::object& commands,
-                                            const py::object& results, std::optional<intptr_t> stream,
-                                            const std::map<RoundGraphs::Size, intptr_t>& graphs, bool trace) {
+std::unique_ptr<PyScheduler> make_scheduler(
+    py::object executor, int64_t num_slots, int64_t num_pages, int64_t page_size, int64_t window, int64_t max_len,
+    int64_t reserve, int64_t accept_width, int64_t max_stops, int64_t max_logprobs, int64_t prefill_chunk,
+    int64_t prefill_requests, int64_t rounds_in_flight, std::vector<int64_t> batch_sizes,
+    std::vector<std::vector<int64_t>> rows, bool plain_rounds, int64_t rest_rows, const py::object& commands,
+    const py::object& results, std::optional<intptr_t> stream,
+    const std::map<RoundGraphs::Size, std::vector<intptr_t>>& graphs, bool trace) {
   const scheduler::Config config{.num_slots = num_slots,
                                  .num_pages = num_pages,
                                  .page_size = page_size,
@@ -269,7 +286,11 @@ std::unique_ptr<PyScheduler> make_scheduler(py::object executor, int64_t num_slo
   check.that(stream || graphs.empty(), "stream", "is None", "the stream that graphs are launched on");
   std::unique_ptr<RoundGraphs> round_graphs;
   if (stream) round_graphs = std::make_unique<RoundGraphs>(reinterpret_cast<CUstream_st*>(*stream));
-  for (const auto& [size, graph] : graphs) round_graphs->add(size, reinterpret_cast<CUgraph_st*>(graph));
+  for (const auto& [size, addresses] : graphs) {
+    std::vector<CUgraph_st*> parts;
+    for (const intptr_t address : addresses) parts.push_back(reinterpret_cast<CUgraph_st*>(address));
+    round_graphs->add(size, parts);
+  }
   return std::make_unique<PyScheduler>(std::move(executor), std::move(round_graphs), py::make_tuple(commands, results),
                                        config, command_ring, result_ring, trace);
 }
@@ -330,13 +351,16 @@ void add_scheduler(py::module_& m) {
           "submit",
           [](PyScheduler& s, const py::object& prompt, int64_t max_new_tokens, const py::object& stop_tokens,
              float temperature, int32_t top_k, float top_p, float min_p, int64_t seed, int64_t min_new_tokens,
-             int64_t num_logprobs, int64_t ngram_group, int64_t max_nodes, bool streams, const py::object& extra) {
+             int64_t num_logprobs, int64_t ngram_group, int64_t max_nodes, bool streams, const py::object& extra,
+             bool constrained) {
             return s.submit(submission("submit", prompt, max_new_tokens, stop_tokens, temperature, top_k, top_p, min_p,
-                                       seed, min_new_tokens, num_logprobs, ngram_group, max_nodes, streams, extra));
+                                       seed, min_new_tokens, num_logprobs, ngram_group, max_nodes, streams, extra,
+                                       constrained));
           },
           "prompt"_a, "max_new_tokens"_a, "stop_tokens"_a = py::tuple(), py::kw_only(), "temperature"_a = 0.0f,
           "top_k"_a = 0, "top_p"_a = 1.0f, "min_p"_a = 0.0f, "seed"_a = 0, "min_new_tokens"_a = 0,
-          "num_logprobs"_a = -1, "ngram_group"_a = 0, "max_nodes"_a = 0, "streams"_a = true, "extra"_a = py::none())
+          "num_logprobs"_a = -1, "ngram_group"_a = 0, "max_nodes"_a = 0, "streams"_a = true, "extra"_a = py::none(),
+          "constrained"_a = false)
       .def("submit_many", &submit_many, "requests"_a)
       .def("cancel", &PyScheduler::cancel)
       .def("measure_rounds", &PyScheduler::measure_rounds, "batches"_a, Release())

@@ -35,6 +35,13 @@ struct Chunk {
   int64_t num_rows() const { return std::ssize(tokens) - 1; }
 };
 
+// A request of a round whose next tokens the executor rules on, and what it gained since the executor was last told.
+struct Constrained {
+  int64_t row;  // of the round
+  int32_t slot;
+  Tokens tokens;
+};
+
 class Executor {
  public:
   virtual ~Executor() = default;
@@ -49,6 +56,11 @@ class Executor {
   // slots, publishes. No slot reads or writes KV from row `max_kv_len` on. With a batch of 0, applies the record and
   // does no more; with 0 rows, it lets the draft of the record's slots catch up behind that, and publishes nothing.
   virtual void launch(int64_t batch, int64_t rows, int64_t max_kv_len) = 0;
+  // The same in two steps, for rounds with constrained requests: as far as the target's logits, and, while the device
+  // is at that, which tokens they allow, and the rest. `number` is that of the last command record, from 1 on.
+  virtual void forward(int64_t batch, int64_t rows, int64_t max_kv_len) = 0;
+  virtual void constrain(int64_t number, std::span<const Constrained> requests, int64_t batch, int64_t rows,
+                         int64_t max_kv_len) = 0;
   // Their requests are finished, cancelled, failed or retracted, at any time after `begin` was called. The next command
   // record gives the slots and their pages back.
   virtual void deactivate(std::span<const int32_t> slots) = 0;

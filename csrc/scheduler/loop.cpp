@@ -145,6 +145,7 @@ void Scheduler::give_slots() {
     Request& request = slots_.hold(std::move(waiting_.front()));
     request.text.reserve(std::min(request.text.size() + request.remaining, static_cast<size_t>(config_.max_len)));
     waiting_.pop_front();
+    request.told = std::ssize(request.text);
     publish();
     other_work_ = true;
     call_for({&request}, [&] {
@@ -258,7 +259,12 @@ bool Scheduler::launch_round() {
               .follows = !in_flight_.empty() && !other_work_};
   round.rows.reserve(requests.size());
   for (const Request* request : requests) round.rows.push_back({request->slot, request->id});
-  call_for(requests, [&] { send({.slots = slots}, batch, num_rows, most_rows); });
+  const bool constrained = std::ranges::any_of(requests, &Request::constrained);
+  call_for(requests, [&] { send({.slots = slots}, batch, num_rows, most_rows, constrained); });
+  if (constrained) {
+    constrain(round, num_rows, most_rows);
+    requests = still_held(round);
+  }
   for (Request* request : requests) {
     ++request->in_flight;
     if (rests && request->wants_drafts()) ++request->behind;
@@ -270,9 +276,30 @@ bool Scheduler::launch_round() {
   return true;
 }
 
-// Writes one command record, and launches a round behind it, or with no rows a draft that catches up, or with no batch
-// nothing.
-void Scheduler::send(const Commands& commands, int64_t batch, int64_t rows, int64_t max_kv_len) {
+// Lets the executor rule on the next tokens of a round that has been launched as far as the target's logits: by all
+// that came before, so rounds in flight are read first. What it needs time for, the target's pass over this round
+// covers.
+void Scheduler::constrain(const Round& round, int64_t rows, int64_t max_kv_len) {
+  unsure_ = true;
+  read_rounds();
+  const std::vector<Request*> requests = still_held(round);
+  std::vector<Constrained> constrained;
+  for (size_t b = 0; b < round.rows.size(); ++b) {
+    Request* request = slots_.at(round.rows[b].slot);
+    if (request == nullptr || request->id != round.rows[b].request_id || !request->constrained) continue;
+    constrained.push_back({static_cast<int64_t>(b), request->slot, Tokens(request->text).subspan(request->told)});
+    request->told = std::ssize(request->text);
+  }
+  call_for(requests, [&] {
+    const Span span(recorder_, Work::kLaunch);
+    executor_.constrain(num_sent_, constrained, config_.batch_sizes[round.size], rows, max_kv_len);
+  });
+  unsure_ = false;
+}
+
+// Writes one command record, and launches a round behind it, of a constrained one the first step; or with no rows a
+// draft that catches up, or with no batch nothing.
+void Scheduler::send(const Commands& commands, int64_t batch, int64_t rows, int64_t max_kv_len, bool constrained) {
   wait_until([&] { return commands_.is_free(num_sent_); });
   Commands all = commands;
   all.given_back = given_back_;
@@ -284,7 +311,10 @@ void Scheduler::send(const Commands& commands, int64_t batch, int64_t rows, int6
     const Span span(recorder_, Work::kLaunch);
     unsure_ = true;
     try {
-      executor_.launch(batch, rows, max_kv_len);
+      if (constrained)
+        executor_.forward(batch, rows, max_kv_len);
+      else
+        executor_.launch(batch, rows, max_kv_len);
     } catch (...) {
       ++failed_launches_;
       failure_ = std::current_exception();

@@ -50,11 +50,13 @@ struct alignas(64) Request {
   int32_t slot = -1;
   // How many of the best entries of its logits each token's log-probability is wanted with; -1: not even its own.
   int32_t num_logprobs = -1;
-  int32_t max_nodes;   // of its tree in any round, the root included
-  int32_t behind = 0;  // rounds that its draft has rested since it last caught up, or more than those
-  bool streams;        // emits after every round, not only at its end
+  int32_t max_nodes;         // of its tree in any round, the root included
+  int32_t behind = 0;        // rounds that its draft has rested since it last caught up, or more than those
+  bool constrained = false;  // the executor rules on its next tokens
+  bool streams;              // emits after every round, not only at its end
 
   int32_t stops_from = 0;  // first position where a stop token may stand; 0: anywhere
+  int64_t told = 0;        // how much of `text` the executor knows, where it rules on it
   int64_t prefilled = 0;   // rows of text[:-1] whose KV is written, while prefilling
   std::vector<int32_t> stop_tokens;
   Sampling sampling;

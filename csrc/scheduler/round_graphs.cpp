@@ -12,8 +12,8 @@ RoundGraphs::RoundGraphs(CUstream_st*) : stream_(nullptr) {
       "Scheduler: stream is given, expected None (this build of specdec_kernels has no CUDA half)");
 }
 RoundGraphs::~RoundGraphs() = default;
-void RoundGraphs::add(const Size&, CUgraph_st*) {}
-bool RoundGraphs::launch(const Size&) { return false; }
+void RoundGraphs::add(const Size&, const std::vector<CUgraph_st*>&) {}
+bool RoundGraphs::launch(const Size&, Part) { return false; }
 bool RoundGraphs::busy() const { return false; }
 
 }  // namespace specdec::scheduler

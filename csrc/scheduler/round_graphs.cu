@@ -82,23 +82,28 @@ void replace_memsets(cudaGraph_t graph) {
 RoundGraphs::RoundGraphs(CUstream_st* stream) : stream_(stream) { SD_CUDA_CHECK(kName, cudaGetDevice(&device_)); }
 
 RoundGraphs::~RoundGraphs() {
-  for (const auto& [size, graph] : graphs_) cudaGraphExecDestroy(graph);
+  for (const auto& [size, graphs] : graphs_)
+    for (cudaGraphExec_t graph : graphs) cudaGraphExecDestroy(graph);
 }
 
-void RoundGraphs::add(const Size& size, CUgraph_st* graph) {
+void RoundGraphs::add(const Size& size, const std::vector<CUgraph_st*>& graphs) {
   const DeviceGuard guard(device_);
-  cudaGraphExec_t& executable = graphs_[size];
-  replace_memsets(graph);
-  SD_CUDA_CHECK(kName, cudaGraphInstantiate(&executable, graph, 0));
-  SD_CUDA_CHECK(kName, cudaGraphUpload(executable, stream_));  // else its first launch would
+  for (CUgraph_st* graph : graphs) {
+    replace_memsets(graph);
+    cudaGraphExec_t& executable = graphs_[size].emplace_back(nullptr);
+    SD_CUDA_CHECK(kName, cudaGraphInstantiate(&executable, graph, 0));
+    SD_CUDA_CHECK(kName, cudaGraphUpload(executable, stream_));  // else its first launch would
+  }
 }
 
-bool RoundGraphs::launch(const Size& size) {
+bool RoundGraphs::launch(const Size& size, Part part) {
   const auto graph = graphs_.lower_bound(size);  // the KV of one batch and number of nodes stands side by side, rising
   const auto batch_and_nodes = [](const Size& of) { return std::pair(std::get<0>(of), std::get<1>(of)); };
   if (graph == graphs_.end() || batch_and_nodes(graph->first) != batch_and_nodes(size)) return false;
   const DeviceGuard guard(device_);
-  SD_CUDA_CHECK(kName, cudaGraphLaunch(graph->second, stream_));
+  const std::vector<cudaGraphExec_t>& all = graph->second;
+  const size_t begin = part == Part::kRest ? 1 : 0, end = part == Part::kFirst ? 1 : all.size();
+  for (size_t i = begin; i < end; ++i) SD_CUDA_CHECK(kName, cudaGraphLaunch(all[i], stream_));
   return true;
 }
 

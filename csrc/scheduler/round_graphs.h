@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <map>
 #include <tuple>
+#include <vector>
 
 struct CUgraph_st;  // cudaGraph_t and cudaGraphExec_t are pointers to these
 struct CUgraphExec_st;
@@ -22,17 +23,20 @@ class RoundGraphs {
   // Batch, nodes to verify, KV rows that no slot exceeds.
   using Size = std::tuple<int64_t, int64_t, int64_t>;
 
-  // The graph of rounds of this size; its memsets become kernels. What it reads and writes must stay where it is.
-  void add(const Size& size, CUgraph_st* graph);
-  // Launches the graph of this batch and so many nodes for the least KV that is enough. False where there is none.
-  bool launch(const Size& size);
+  // The graphs of rounds of this size, which run one behind the other; their memsets become kernels. What they read and
+  // write must stay where it is.
+  void add(const Size& size, const std::vector<CUgraph_st*>& graphs);
+  // Launches the graphs of this batch and so many nodes for the least KV that is enough: all of them, or the first, or
+  // those behind it. False where there are none.
+  enum class Part { kAll, kFirst, kRest };
+  bool launch(const Size& size, Part part = Part::kAll);
   // Whether the stream has work left. Throws where it failed.
   bool busy() const;
 
  private:
   CUstream_st* stream_;
   int device_ = 0;
-  std::map<Size, CUgraphExec_st*> graphs_;
+  std::map<Size, std::vector<CUgraphExec_st*>> graphs_;
 };
 
 }  // namespace specdec::scheduler

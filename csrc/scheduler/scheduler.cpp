@@ -86,6 +86,7 @@ std::unique_ptr<Request> Scheduler::make_request(const char* op, const Submissio
   check.range("ngram_group", submission.ngram_group, 0, std::numeric_limits<int32_t>::max());
   request->ngram_group = static_cast<int32_t>(submission.ngram_group);
   request->extra = submission.extra;
+  request->constrained = submission.constrained;
   constexpr int32_t kMost = std::numeric_limits<int32_t>::max();
   check.range("max_nodes", submission.max_nodes, 0, kMost);
   request->max_nodes = submission.max_nodes > 0 ? static_cast<int32_t>(submission.max_nodes) : kMost;

@@ -48,6 +48,7 @@ struct Submission {
   int64_t ngram_group = 0;           // as in Admitted
   int64_t max_nodes = 0;             // as in Request; 0: as many as pay
   std::shared_ptr<void> extra = {};  // as in Admitted
+  bool constrained = false;          // as in Request
 };
 
 class Scheduler {
@@ -129,7 +130,9 @@ class Scheduler {
   void read_oldest_round();
   void note_rungs(const Round& round);
   bool read_row(const RowResult& result, Request& request);
-  void send(const Commands& commands, int64_t batch = 0, int64_t rows = 0, int64_t max_kv_len = 0);
+  void send(const Commands& commands, int64_t batch = 0, int64_t rows = 0, int64_t max_kv_len = 0,
+            bool constrained = false);
+  void constrain(const Round& round, int64_t rows, int64_t max_kv_len);
   int64_t time_round(int64_t batch, int64_t rows);
   int64_t time_catch_up(int64_t batch);
   void await(const Round& round);

@@ -671,6 +671,11 @@ class _Executor(Protocol):
     def prefill(self, chunks: list[tuple[int, int, list[int]]]) -> None: ...  # slot, start, tokens each
     def activate(self, slots: list[int]) -> None: ...
     def launch(self, batch: int, num_nodes: int, max_kv_len: int) -> None: ...
+    def forward(self, batch: int, num_nodes: int, max_kv_len: int) -> None: ...
+    def constrain(
+        self, number: int, requests: list[tuple[int, int, list[int]]], batch: int, num_nodes: int
+    ) -> None: ...  # row, slot, new tokens each
+    def finish(self, batch: int, num_nodes: int, max_kv_len: int) -> None: ...
     def deactivate(self, slots: list[int]) -> None: ...
     def progress(self) -> tuple[int, int]: ...
 
@@ -690,7 +695,21 @@ Emission: TypeAlias = tuple[
 ]
 
 Submission: TypeAlias = tuple[
-    Sequence[int] | Tensor, int, Sequence[int] | Tensor, float, int, float, float, int, int, int, int, int, bool, Any
+    Sequence[int] | Tensor,
+    int,
+    Sequence[int] | Tensor,
+    float,
+    int,
+    float,
+    float,
+    int,
+    int,
+    int,
+    int,
+    int,
+    bool,
+    Any,
+    bool,
 ]
 
 def command_words(max_batch: int, num_slots: int, max_stops: int) -> int: ...
@@ -767,7 +786,7 @@ class Scheduler:
         commands: Tensor,
         results: Tensor,
         stream: int | None = None,
-        graphs: Mapping[tuple[int, int, int], int] = {},
+        graphs: Mapping[tuple[int, int, int], Sequence[int]] = {},
         trace: bool = False,
     ) -> None: ...
     def submit(
@@ -787,6 +806,7 @@ class Scheduler:
         max_nodes: int = 0,
         streams: bool = True,
         extra: object = None,
+        constrained: bool = False,
     ) -> int: ...
     def submit_many(self, requests: Sequence[Submission]) -> list[int]:
         """Submits all, or none where one is refused: the arguments of `submit`, every one, in their order."""

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from ..status import FinishReason
-from .engine import Engine
+from .engine import Engine, one_sample
 from .outputs import NewTokens, RequestOutput
 from .params import SamplingParams
 from .request import BaseRequest, Order
@@ -123,7 +123,9 @@ class AsyncEngine:
             token_lists = await asyncio.to_thread(self.engine._tokens, *given)
         else:
             token_lists = self.engine._tokens(*given)
-        return self.engine._submit(AsyncRequest, token_lists, [params or SamplingParams()], stream, self._inbox())[0]
+        one = one_sample(params)
+        await self._compile([one])
+        return self.engine._submit(AsyncRequest, token_lists, [one], stream, self._inbox())[0]
 
     async def submit_many(
         self,
@@ -134,8 +136,11 @@ class AsyncEngine:
         stream: bool = True,
     ) -> list[AsyncRequest]:
         """As `Engine.submit_many`; text or token ids, in another thread."""
-        checked = await asyncio.to_thread(self.engine._checked, "submit_many", prompts, params, add_special_tokens)
-        return self.engine._submit(AsyncRequest, *checked, stream, self._inbox())
+        token_lists, each = await asyncio.to_thread(
+            self.engine._checked, "submit_many", prompts, params, add_special_tokens
+        )
+        await self._compile(each)
+        return self.engine._submit(AsyncRequest, token_lists, each, stream, self._inbox())
 
     async def generate(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None, *, add_special_tokens: bool = True
@@ -151,6 +156,12 @@ class AsyncEngine:
                 yield new
         finally:
             request.cancel()
+
+    async def _compile(self, each: Sequence[SamplingParams]) -> None:
+        """Grammars in another thread, which may take a second; then they are there."""
+        for one in each:
+            if one.constraint[0] and self.engine.config.grammars:
+                await asyncio.to_thread(self.engine._grammars.compiled, one)
 
     async def close(self) -> None:
         """Closes the engine: `Engine.close`, in another thread."""

@@ -127,6 +127,7 @@ class EngineConfig:
         fixed_split: rows at which attention cuts KV whatever runs beside it; None: where it is fastest.
         top_n: most best entries scored beside a token.
         implementation: of the target, "native" or "transformers".
+        grammars: requests may have one.
     """
 
     machine: Machine
@@ -154,6 +155,7 @@ class EngineConfig:
     fixed_split: int | None
     top_n: int
     implementation: str
+    grammars: bool
 
     @classmethod
     def resolve(
@@ -176,6 +178,7 @@ class EngineConfig:
         rounds_in_flight: int | None = None,
         batch_invariant: bool = False,
         implementation: str = "auto",
+        grammars: bool = False,
     ) -> EngineConfig:
         """The options of `Engine`, for a target of this config. Nothing is allocated, and no weight is read.
 
@@ -224,6 +227,7 @@ class EngineConfig:
         parts = {  # at least: a draft's KV may be wider than the target's, and not all layers have the shortest window
             "KV": page_size * row_numbers * kv_dtype.itemsize,
             "logits": num_slots * needs.num_nodes * model.vocab_size * dtype.itemsize,
+            "masks": num_slots * needs.num_nodes * -(-model.vocab_size // 32) * 4 if grammars else 0,
             "slots": 4 * num_slots * (max_pages * (1 + len(pages.windows)) + MAX_STOP_TOKENS + 2 * model.vocab_size)
             + ring_bytes(num_slots, needs.accept_width, num_rungs, top_n)
             + num_slots * rest_rows * len(needs.feature_layers) * model.hidden_size * dtype.itemsize,
@@ -277,6 +281,7 @@ class EngineConfig:
             fixed_split=INVARIANT_SPLIT if batch_invariant else None,
             top_n=top_n,
             implementation=implementation,
+            grammars=grammars,
         )
 
     @property
@@ -410,7 +415,7 @@ def check_memory(parts: dict[str, int], machine: Machine, **sizes: int) -> None:
         return
     (first, value), *others = sizes.items()
     beside = ", ".join(f"{name}={other}" for name, other in others)
-    shares = ", ".join(f"{name} {gigabytes(num_bytes)}" for name, num_bytes in parts.items())
+    shares = ", ".join(f"{name} {gigabytes(num_bytes)}" for name, num_bytes in parts.items() if num_bytes)
     raise ValueError(
         f"Engine: {first} is {value} ({beside}), which takes {gigabytes(total)} ({shares}), "
         f"expected at most the {gigabytes(machine.num_bytes)} of {machine.device}"

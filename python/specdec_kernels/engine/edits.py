@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from ..ops import LogitEdits
 from ..status import Edit
@@ -20,6 +20,7 @@ class LogitEdit(NamedTuple):
     frequency: float
     repetition: float
     num_prompt_tokens: int  # of its text; the others were generated
+    new_matcher: Callable[[], Any] | None = None  # of its grammar, if it has one
 
     def write(self, edits: LogitEdits, slot: int, tokens: Sequence[int]) -> None:
         """The slot belongs to the request, which has this text so far."""

@@ -20,6 +20,7 @@ from ..models.loading import config_of, model_name, placeholders
 from ..status import FinishReason
 from .config import MAX_STOP_TOKENS, EngineConfig, Machine
 from .drafts import Draft
+from .grammars import Grammars
 from .loop import Loop
 from .opening import on_stream, open_engine
 from .outputs import EngineStats, GenerationError, NewTokens, RequestOutput
@@ -79,6 +80,8 @@ class Engine:
         implementation: of the target: "native" (our layers, for families that are registered), "transformers" (its own
             modules with our attention; slower, and held to the module's own logits when the engine is made), or "auto":
             native where our layers express the model.
+        grammars: let requests say what their text must be (`SamplingParams.json_schema`, `regex`, `grammar`). Every
+            round is then two graphs, between which the host may have its say, and each node has a mask of V / 8 bytes.
         tuning: what `Engine.tuning` or `specdec tune --out` gave, or its file (docs/tuning.md): the calibration that
             the draft begins with, and what rounds cost, where such rounds were measured. None: nothing is known yet.
         trace: file for a Chrome trace of the loop and its rounds, rewritten at the end of every `generate`. Where that
@@ -121,6 +124,7 @@ class Engine:
         rounds_in_flight: int | None = None,
         batch_invariant: bool = False,
         implementation: str = "auto",
+        grammars: bool = False,
         tuning: Source | None = None,
         trace: str | Path | None = None,
         progress: bool = False,
@@ -152,6 +156,7 @@ class Engine:
             rounds_in_flight=rounds_in_flight,
             batch_invariant=batch_invariant,
             implementation=implementation,
+            grammars=grammars,
         )
         self._target_name = "+".join(model_name(part) for part in (base, adapter_folder) if part is not None)
         self._rounds = rounds_of(model_config, self.draft, config)
@@ -178,6 +183,7 @@ class Engine:
         self._executor, self._scheduler, self._stream = opened.executor, opened.scheduler, opened.stream
         self.target, self.state = self._executor.target, self._executor.state
         self._placeholders = placeholders(self.target.model.config)
+        self._grammars = Grammars(self.tokenizer, self._no_tokenizer, self.target.lm_head.out_features)
         self.eos_token_ids = eos_token_ids(self.target.model, self.tokenizer)
         self._loop = Loop(self._scheduler, self._stream)
         self._closer = weakref.finalize(self, shut, self._loop, self.draft)  # also when the interpreter ends
@@ -232,7 +238,7 @@ class Engine:
             RuntimeError: the engine is closed, or this process is a fork of the one that made it.
         """
         token_lists = self._tokens([prompt], ["submit: prompt"], add_special_tokens)
-        return self._submit(Request, token_lists, [params or SamplingParams()], stream)[0]
+        return self._submit(Request, token_lists, [one_sample(params)], stream)[0]
 
     def submit_many(
         self,
@@ -243,7 +249,7 @@ class Engine:
         stream: bool = True,
     ) -> list[Request]:
         """Start several requests together, in their order: they join in one turn of the loop, and cost less than one by
-        one. What is refused of one, by its index, starts none.
+        one. What is refused of one, by its index, starts none. Of n samples each is a request, behind each other.
 
         Args:
             prompts, params: as for `generate`.
@@ -260,7 +266,8 @@ class Engine:
         add_special_tokens: bool = True,
         on_tokens: OnTokens | None = None,
     ) -> list[RequestOutput]:
-        """Complete prompts (text or token ids, one or a list); returns one output each, in their order.
+        """Complete prompts (text or token ids, one or a list); returns one output each, in their order: n of them
+        one behind the other where `SamplingParams.n` is more than 1.
 
         Args:
             prompts: uneven lengths are fine; more prompts than slots wait their turn. Token ids may be a list, a tuple,
@@ -312,7 +319,7 @@ class Engine:
         on_tokens: OnTokens | None = None,
         **template: Any,
     ) -> RequestOutput | list[RequestOutput]:
-        """Answer a conversation, or several; returns one output, or one each.
+        """Answer a conversation, or several; returns one output, or a list of one each (n each, if that is more).
 
         Args:
             messages: a list of messages, `{"role": "user", "content": "..."}`; or a list of such lists.
@@ -327,7 +334,7 @@ class Engine:
         each, single = conversations(messages)
         prompts = [chat_tokens(conversation, self.tokenizer, self._no_tokenizer, template) for conversation in each]
         outputs = self.generate(prompts, params, on_tokens=on_tokens)
-        return outputs[0] if single else outputs
+        return outputs[0] if single and len(outputs) == 1 else outputs
 
     def _checked(
         self, op: str, prompts: Any, params: Any, add_special_tokens: bool
@@ -370,8 +377,12 @@ class Engine:
         for place, (tokens, one) in enumerate(zip(token_lists, params, strict=True)):
             stops, strings = self._stop_tokens(one), self._stop_strings(one)
             self._check_bias(one)
-            order = Order(place, tokens, one.with_seed(), stops, strings, min(one.num_logprobs, self.config.top_n))
-            requests.append(kind(self, order, *tell))
+            num_logprobs, matcher = min(one.num_logprobs, self.config.top_n), self._new_matcher(one, stops)
+            prediction, seeded = self._prediction(one), one.with_seed()
+            for sample in range(one.n):
+                params_of = seeded.of_sample(sample)
+                order = Order(place, tokens, params_of, stops, strings, num_logprobs, matcher, prediction, sample)
+                requests.append(kind(self, order, *tell))
         return requests
 
     def _stop_tokens(self, sampling: SamplingParams) -> list[int]:
@@ -392,6 +403,26 @@ class Engine:
                     f"SamplingParams: logit_bias has token {token}, expected 0 to {vocab_size - 1} "
                     "(the model's vocabulary)"
                 )
+
+    def _prediction(self, sampling: SamplingParams) -> list[int]:
+        if sampling.prediction is None:
+            return []
+        if not self.draft.takes_predictions:
+            raise ValueError("SamplingParams: prediction is given, expected none without Ngram in Engine(draft=)")
+        name = "SamplingParams: prediction"
+        (tokens,) = tokens_of_each([sampling.prediction], [name], self.tokenizer, self._no_tokenizer, False)
+        max_len, vocab_size = self.config.max_len, self.target.config.vocab_size
+        if tokens:
+            check_tokens(tokens, name, max_len=max_len, vocab_size=vocab_size, placeholders={})
+        return tokens
+
+    def _new_matcher(self, sampling: SamplingParams, stop_tokens: list[int]) -> Callable[[], Any] | None:
+        kind, _ = sampling.constraint
+        if not kind:
+            return None
+        if not self.config.grammars:
+            raise ValueError(f"SamplingParams: {kind} is given, expected none without Engine(grammars=True)")
+        return self._grammars.new_matcher(sampling, stop_tokens)
 
     def _stop_strings(self, sampling: SamplingParams) -> StopStrings | None:
         if not sampling.stop_strings:
@@ -472,6 +503,15 @@ def pass_on(requests: Sequence[BaseRequest], told: SimpleQueue[list[BaseRequest]
                 num_running -= 1
                 if request.error is not None:
                     raise request.error
+
+
+def one_sample(params: SamplingParams | None) -> SamplingParams:
+    """For what returns a single request."""
+    if params is not None and params.n > 1:
+        raise ValueError(
+            f"submit: params has n={params.n}, expected 1 (submit_many returns the requests of all samples)"
+        )
+    return params or SamplingParams()
 
 
 def params_of_each(params: Any, count: int, op: str) -> list[SamplingParams]:

@@ -29,7 +29,7 @@ class Executor:
         self.round = round
         self.passes = Passes(round.target, round.draft, round.state)
         self.target, self.draft, self.state = round.target, round.draft, round.state
-        self.launch = round.launch
+        self.launch, self.forward, self.finish = round.launch, round.forward, round.finish
         self.not_captured: str | None = None  # why rounds that were to be graphs are launched call by call
         self._edited: set[int] = set()  # slots whose last request asked something of its logits
         device = self.state.seq_lens.device
@@ -37,7 +37,8 @@ class Executor:
 
     @torch.inference_mode()
     def begin(self, slot: int, admitted: Admitted) -> None:
-        number, tokens, group, edit = admitted
+        number, tokens, group, extra = admitted
+        edit, prediction = extra or (None, ())
         state, slots = self.state, self._slots[slot : slot + 1]
         if state.window is None:
             # The slot gets all pages up to its first round at once, as the scheduler counts them. Should there be too
@@ -46,15 +47,23 @@ class Executor:
             alloc_pages(state.pool, state.seq_lens, rows, slots=slots, status=state.status)
         if edit is not None or slot in self._edited:
             self._edit(slot, edit, tokens)
-        self.draft.begin(slot, DraftRequest(number, tokens, group))
+        self.draft.begin(slot, DraftRequest(number, tokens, group, prediction))
 
     def _edit(self, slot: int, edit: LogitEdit | None, tokens: list[int]) -> None:
+        masks = self.round.masks
+        if masks is not None:
+            masks.matchers.pop(slot, None)
         if edit is None:
             self.state.edits.kinds[slot] = 0
             self._edited.remove(slot)
         else:
             edit.write(self.state.edits, slot, tokens)
             self._edited.add(slot)
+            if edit.new_matcher is not None:
+                assert masks is not None  # the engine has refused it else
+                masks.matchers[slot] = matcher = edit.new_matcher()
+                for token in tokens[edit.num_prompt_tokens :]:
+                    matcher.accept_token(token)
 
     @torch.inference_mode()
     def prefill(self, chunks: list[Chunk]) -> None:
@@ -66,6 +75,16 @@ class Executor:
         if self.state.sliding():  # where chunks got pages for themselves alone
             self.state.make_room(rows, self.round.reserve)
         self.draft.activate(rows)
+
+    @torch.inference_mode()
+    def constrain(self, number: int, requests: list[tuple[int, int, list[int]]], batch: int, num_rows: int) -> None:
+        if requests:
+            assert self.round.masks is not None
+            self.round.masks.make(number, requests, batch, self.round.most_nodes(batch, num_rows), self._is_busy)
+
+    def _is_busy(self) -> bool:
+        device = self.state.seq_lens.device
+        return device.type == "cuda" and not torch.cuda.current_stream(device).query()
 
     def deactivate(self, slots: list[int]) -> None:
         for slot in slots:

@@ -31,21 +31,23 @@ class RoundSize(NamedTuple):
 class Graphs:
     """Captured rounds by size, how many passes beside them, and what capturing all of it cost."""
 
-    by_size: dict[RoundSize, torch.cuda.CUDAGraph]  # kept for as long as they may run: they own their memory
+    by_size: dict[
+        RoundSize, list[torch.cuda.CUDAGraph]
+    ]  # one behind the other; kept for as long as they may run: they own their memory
     num_passes: int
     seconds: float
     num_bytes: int
 
     @property
     def count(self) -> int:
-        return len(self.by_size) + self.num_passes
+        return sum(map(len, self.by_size.values())) + self.num_passes
 
     def __str__(self) -> str:
         return f"captured {self.count} graphs in {self.seconds:.1f} s, {self.num_bytes / 2**20:.0f} MiB"
 
-    def raw(self) -> dict[tuple[int, int, int], int]:
+    def raw(self) -> dict[tuple[int, int, int], list[int]]:
         """The rounds as cudaGraph_t."""
-        return {size: graph.raw_cuda_graph() for size, graph in self.by_size.items()}
+        return {size: [graph.raw_cuda_graph() for graph in parts] for size, parts in self.by_size.items()}
 
 
 def default_batch_sizes(num_slots: int) -> list[int]:
@@ -75,7 +77,7 @@ def capture(
     torch.cuda.empty_cache()  # as every capture does: what is counted is what stays
     begin, pool = time.perf_counter(), torch.cuda.graph_pool_handle()
     before = torch.cuda.memory_reserved(stream.device)
-    graphs: dict[RoundSize, torch.cuda.CUDAGraph] = {}
+    graphs: dict[RoundSize, list[torch.cuda.CUDAGraph]] = {}
     sizes = [*sorted(round_sizes, reverse=True), RoundSize(0, 0, 0)]
     most_rows = {size.batch: size.num_rows for size in reversed(sizes)}
     bar = Bar(len(sizes) + len(shapes)) if progress else None
@@ -86,10 +88,14 @@ def capture(
             with torch.cuda.stream(stream):
                 round.launch(*size)
             warm.add(rows_and_kv)
-        graph = torch.cuda.CUDAGraph(keep_graph=True)
-        with capturing(graph, pool, stream):
-            round.launch(*size)
-        graphs[size] = graph
+        # Where the host may have its say about a round's logits it is two graphs.
+        halves = [round.forward, round.finish] if round.masks is not None and size.num_rows > 0 else [round.launch]
+        graphs[size] = []
+        for part in halves:
+            graph = torch.cuda.CUDAGraph(keep_graph=True)
+            with capturing(graph, pool, stream):
+                part(*size)
+            graphs[size].append(graph)
         if bar:
             bar.advance(f"rounds (batch {size.batch}, {size.num_rows} nodes)")
     for shape in sorted(shapes, reverse=True):
@@ -103,7 +109,7 @@ def capture(
         if bar:
             bar.advance(f"passes ({shape.rows} rows)")
     stream.synchronize()
-    round.rings.reset()  # of the rounds that only warmed up
+    round.reset()  # of the rounds that only warmed up
     num_bytes = torch.cuda.memory_reserved(stream.device) - before
     captured = Graphs(graphs, len(shapes), time.perf_counter() - begin, num_bytes)
     if bar:

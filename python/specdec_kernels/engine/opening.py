@@ -17,6 +17,7 @@ from ..models.language_model import LanguageModel, open_language_model
 from .config import MAX_STOP_TOKENS, RING_DEPTH, EngineConfig, PagePlan
 from .drafts import Draft, DraftContext
 from .executor import Executor
+from .grammars import TreeMasks
 from .graphs import Graphs, capture
 from .memory import pages_that_fit
 from .passes import captured_shapes
@@ -119,6 +120,10 @@ def load_target(
         top_n=config.top_n,
         depth=RING_DEPTH,
     )
+    masks = None
+    if config.grammars:
+        most_rows, vocab = max(map(max, config.rows)), target.lm_head.out_features
+        masks = TreeMasks(config.num_slots, most_rows, config.needs.num_nodes, vocab, device)
     rungs = dict(zip(config.batch_sizes, config.rows, strict=True))
     round = Round(
         target,
@@ -129,6 +134,7 @@ def load_target(
         accept_width=width,
         num_nodes=config.needs.num_nodes,
         rungs=rungs,
+        masks=masks,
     )
     return Executor(round)
 
@@ -184,7 +190,7 @@ def start(
                 # Its modules may read what is on the device: then they are launched call by call.
                 torch.cuda.synchronize(stream.device)
                 passes.captured.clear()
-                round.rings.reset()
+                round.reset()
                 executor.not_captured = str(error).partition("\n")[0]
         return graphs, make_scheduler(executor, config, stream, graphs, trace)
 

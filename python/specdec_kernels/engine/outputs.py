@@ -50,14 +50,16 @@ class NewTokens:
     finish_reason: FinishReason
     logprobs: list[TokenLogprob] | None = None  # of the tokens, where they were asked for
     rounds: list[int] = field(default_factory=list)  # how many of the tokens each round gave
+    sample: int = 0  # of the prompt's n
 
 
 @dataclass
 class RequestOutput:
     """The result of one request.
 
-    `text` is None where the engine has no tokenizer, `seed` where nothing was drawn, `logprobs` (one for each token)
-    where they were not asked for.
+    `index` is that of its prompt in the list that was given, `sample` which of its n samples this is. `text` is None
+    where the engine has no tokenizer, `seed` where nothing was drawn, `logprobs` (one for each token) where they were
+    not asked for.
     """
 
     index: int
@@ -68,6 +70,7 @@ class RequestOutput:
     stats: RequestStats = field(default_factory=RequestStats)
     seed: int | None = None
     logprobs: list[TokenLogprob] | None = None
+    sample: int = 0
 
 
 class GenerationError(RuntimeError):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig
 
 MAX_LOGPROBS = 20
+MAX_SAMPLES = 1024
+CONSTRAINTS = ("json_schema", "regex", "grammar")
 
 
 @dataclass(frozen=True)
@@ -37,11 +40,19 @@ class SamplingParams:
         min_p: of these, draw from those at least this times as likely as the likeliest; 0, from all.
         seed: of the draws, an integer of 64 bits. Requests that share it draw alike. None: another one each time,
             which the request's output names.
+        n: samples of the prompt, each a request of its own: sample i draws with seed + i, as a request with that seed
+            does. For what returns a list.
         presence_penalty, frequency_penalty: what is subtracted from the logit of a token that the request has
             generated, once, and for each time. The prompt does not count. They may be below 0.
         repetition_penalty: above 0. The logit of a token in the prompt or the text is divided by it where that is above
             0, else multiplied. 1: as it was.
         logit_bias: what is added to the logits of tokens, by their ids, before penalties; -inf forbids a token.
+        json_schema, regex, grammar: what the text must be, by xgrammar (the extra `grammar`), for an
+            `Engine(grammars=True)`; one of them at most. A JSON schema (a dict, or JSON; whitespace in the text has 16
+            characters in a row at most), a regular expression, or a grammar in EBNF whose root is `root`. Stop tokens
+            come where it is complete, and there alone; a budget may cut it off before.
+        prediction: what the text may repeat, text or token ids: an n-gram draft reads it as if it stood before the
+            prompt. For a draft of `Ngram`, alone or in a `Union`. The text is the same.
         ngram_group: who shares this text as n-gram drafts (a tenant; the samples of one prompt): 1 to 2^31 - 1, or 0
             for everybody. A group's requests draft from its texts and everybody's, and only they do from its own.
         min_new_tokens: the first so many tokens are no stop tokens (the target chooses among the others), and complete
@@ -64,10 +75,15 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int | None = None
+    n: int = 1
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] | None = None
+    json_schema: Mapping[str, Any] | str | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    prediction: str | Sequence[int] | None = None
     ngram_group: int = 0
     min_new_tokens: int = 0
     stop: str | Sequence[str] = ()
@@ -89,6 +105,7 @@ class SamplingParams:
         expect("top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
         expect("min_p", 0 <= self.min_p <= 1, "0 to 1")
         expect("seed", self.seed is None or -(2**63) <= self.seed < 2**63, "64 bits with a sign, or None")
+        expect("n", 1 <= self.n <= MAX_SAMPLES, f"1 to {MAX_SAMPLES}")
         for name in ("presence_penalty", "frequency_penalty"):
             expect(name, math.isfinite(getattr(self, name)), "a finite number")
         expect("repetition_penalty", 0 < self.repetition_penalty < math.inf, "a finite number above 0")
@@ -97,6 +114,10 @@ class SamplingParams:
                 raise TypeError(f"SamplingParams: logit_bias has a {type(token).__name__}, expected token ids")
             if not bias < math.inf:
                 raise ValueError(f"SamplingParams: logit_bias[{token}] is {bias}, expected a finite number or -inf")
+        given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"SamplingParams: {given[1]} is given, expected none beside {given[0]}")
+        expect("min_new_tokens", not given or self.min_new_tokens == 0, f"0 beside {''.join(given)}")
         allowed = "'on', 'off' or a number of nodes from 1 on"
         good = self.speculation in ("on", "off") or (isinstance(self.speculation, int) and self.speculation >= 1)
         expect("speculation", good and self.speculation is not True, allowed)
@@ -141,18 +162,35 @@ class SamplingParams:
             return -1
         return 0 if self.logprobs is True else self.logprobs
 
-    def edits(self, num_prompt_tokens: int) -> LogitEdit | None:
+    @property
+    def constraint(self) -> tuple[str, str]:
+        """What the text must be: which of json_schema, regex and grammar is given, and as text; "" twice: none is."""
+        for name in CONSTRAINTS:
+            value = getattr(self, name)
+            if value is not None:
+                return name, value if isinstance(value, str) else json.dumps(value)
+        return "", ""
+
+    def edits(self, num_prompt_tokens: int, new_matcher: Callable[[], Any] | None = None) -> LogitEdit | None:
         """What it asks of the logits of a request with such a prompt; None: nothing."""
         kinds = Edit.BIAS if self.logit_bias else Edit(0)
         if self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1:
             kinds |= Edit.PENALTIES
+        if new_matcher is not None:
+            kinds |= Edit.MASK
         if not kinds:
             return None
         penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty
-        return LogitEdit(kinds, dict(self.logit_bias or {}), *penalties, num_prompt_tokens)
+        return LogitEdit(kinds, dict(self.logit_bias or {}), *penalties, num_prompt_tokens, new_matcher)
 
     def with_seed(self) -> SamplingParams:
         """These, with a seed drawn where there is none and one is needed."""
         if self.temperature == 0 or self.seed is not None:
             return self
         return replace(self, seed=secrets.randbits(63))
+
+    def of_sample(self, number: int) -> SamplingParams:
+        """These, which have a seed where one is needed, for one of the n samples."""
+        if number == 0 or self.seed is None:
+            return self
+        return replace(self, seed=(self.seed + number + 2**63) % 2**64 - 2**63)  # of 64 bits again

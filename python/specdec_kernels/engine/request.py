@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from threading import Condition
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -37,6 +37,9 @@ class Order(NamedTuple):
     stop_tokens: list[int]
     stop: StopStrings | None
     num_logprobs: int  # -1: none, 0: of the token alone
+    new_matcher: Callable[[], Any] | None = None  # of its grammar, if it has one
+    prediction: Sequence[int] = ()
+    sample: int = 0  # of those of its prompt
 
 
 class BaseRequest:
@@ -52,7 +55,7 @@ class BaseRequest:
     """
 
     def __init__(self, engine: Engine, order: Order, tell: Tell) -> None:
-        place, prompt, params, stop_tokens, stop, num_logprobs = order
+        place, prompt, params, stop_tokens, stop, num_logprobs, new_matcher, prediction, sample = order
         self.id = -1
         self.params, self.tell = params, tell
         self.output = RequestOutput(
@@ -60,11 +63,13 @@ class BaseRequest:
             prompt,
             seed=params.seed if params.temperature > 0 else None,
             logprobs=[] if num_logprobs >= 0 else None,
+            sample=sample,
         )
         self.status = FINE  # where the device gave up on it: why
         self.error: BaseException | None = None  # what ended it, where that was an exception
         self._engine = engine
         self._stop_tokens, self._stop, self._num_logprobs = stop_tokens, stop, num_logprobs
+        self._new_matcher, self._prediction = new_matcher, prediction
         self._ends = array("q")  # of each emission: how many tokens there were behind it
         self._ends_as: FinishReason | None = None  # decided here, while the scheduler has not let it go yet
         self._num_pieces: int | None = None  # when there will be no more
@@ -77,6 +82,7 @@ class BaseRequest:
 
     def submission(self, stream: bool) -> Submission:
         params = self.params
+        edit = params.edits(len(self.output.prompt_tokens), self._new_matcher)
         return (
             self.output.prompt_tokens,
             params.max_new_tokens,
@@ -91,7 +97,8 @@ class BaseRequest:
             params.ngram_group,
             params.max_nodes,
             stream or self._stop is not None,
-            params.edits(len(self.output.prompt_tokens)),
+            (edit, self._prediction) if edit is not None or self._prediction else None,
+            self._new_matcher is not None,
         )
 
     def done(self) -> bool:
@@ -202,6 +209,7 @@ class BaseRequest:
             output.finish_reason if end == self._num_pieces else FinishReason.RUNNING,
             None if output.logprobs is None else output.logprobs[bounds[0] : bounds[-1]],
             [b - a for a, b in pairwise(bounds) if b > a],
+            output.sample,
         )
 
     def outcome(self) -> RequestOutput:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..models.attention import Rows
 from ..models.language_model import LanguageModel
 from ..ops import (
     Accepted,
@@ -23,8 +25,9 @@ from ..ops import (
     share_nodes,
     verify_tree,
 )
-from .drafts import Committed, Draft, DrawnFrom, ScoredTree
+from .drafts import Committed, Draft, DrawnFrom, Proposal, ScoredTree
 from .drafts.proposal import scored_tree_of
+from .grammars import TreeMasks
 from .rings import Rings
 from .state import EngineState
 
@@ -46,6 +49,20 @@ class RoundResult:
     shares: Shares
 
 
+class Drafted(NamedTuple):
+    """A round whose target has run."""
+
+    slots: Tensor
+    proposal: Proposal
+    tree: Tree  # cut to its shares
+    scores: Tensor
+    shares: Shares
+    nodes: PackedNodes
+    rows: Rows
+    hidden: Tensor  # [M, H]
+    features: Tensor | None  # [M, F]
+
+
 def most_nodes(batch: int, num_rows: int, limit: int) -> int:
     """What one request may have of a round with so many rows in all; a draft has `limit` at most."""
     return min(MOST_SHARE * num_rows // batch, num_rows - batch + 1, limit)
@@ -65,10 +82,13 @@ class Round:
         accept_width: int,
         num_nodes: int,
         rungs: Mapping[int, Sequence[int]],
+        masks: TreeMasks | None = None,
     ) -> None:
         """`num_nodes` is the most of a tree, `rungs` what rounds of each batch size may verify in all, rising."""
         self.target, self.draft, self.state, self.rings = target, draft, state, rings
         self.reserve, self.accept_width, self.num_nodes = reserve, accept_width, num_nodes
+        self.masks = masks  # None: no request has a grammar
+        self._drafted: Drafted | None = None
         # Of each batch size the rungs [R], the last one again where others have more, and what a request may have of
         # each at most [R]; none where there is nothing to choose.
         self._rungs: dict[int, tuple[Tensor, Tensor]] = {}
@@ -78,7 +98,12 @@ class Round:
             each = torch.tensor([*rows, *[rows[-1]] * (num_rungs - len(rows))], dtype=torch.int32, device=device)
             self._rungs[batch] = each, share * each // batch
 
-    @torch.inference_mode()
+    def reset(self) -> None:
+        """As if there had been none."""
+        self.rings.reset()
+        if self.masks is not None:
+            self.masks.reset()
+
     def launch(self, batch: int, num_rows: int, max_kv_len: int) -> None:
         """Apply the next record of commands, advance its first `batch` slots by one round and publish the results.
 
@@ -86,6 +111,13 @@ class Round:
         verifies `num_rows` nodes, whichever requests they are of; in one of a node for each the draft rests.
         `max_kv_len` KV rows hold each slot's text with the reserve.
         """
+        self.forward(batch, num_rows, max_kv_len)
+        if num_rows > 0:
+            self.finish(batch, num_rows, max_kv_len)
+
+    @torch.inference_mode()
+    def forward(self, batch: int, num_rows: int, max_kv_len: int) -> None:
+        """`launch` as far as the target's states of the drafted trees, which `finish` goes on from."""
         state, rings = self.state, self.rings
         rings.apply_commands(state)
         state.give_back(rings.given_back)
@@ -95,8 +127,17 @@ class Round:
         with state.kv_bounded(max_kv_len):
             if num_rows == 0:
                 self.draft.catch_up(slots)
-                return
-            result = self.run(slots, num_rows)
+            else:
+                self._drafted = self.run_target(slots, num_rows)
+
+    @torch.inference_mode()
+    def finish(self, batch: int, num_rows: int, max_kv_len: int) -> None:
+        """What is left of a `launch` behind `forward`, which was given the same."""
+        state, rings, slots = self.state, self.rings, self.rings.slots[:batch]
+        drafted, self._drafted = self._drafted, None
+        assert drafted is not None
+        with state.kv_bounded(max_kv_len):
+            result = self.commit(drafted)
         _, rung_limits = self._rungs.get(batch, (None, None))
         by_scores = rung_limits is not None and not self.draft.sampled
         rings.publish_results(
@@ -113,23 +154,40 @@ class Round:
     @torch.inference_mode()
     def run(self, slots: Tensor, num_rows: int) -> RoundResult:
         """Advance slots [B] by one round; nothing here reads a device value on the host."""
-        state, draft, batch = self.state, self.draft, len(slots)
+        return self.commit(self.run_target(slots, num_rows))
+
+    def most_nodes(self, batch: int, num_rows: int) -> int:
+        """What one request may have at most. Draws are no matter of scores: all requests have equally many."""
+        return num_rows // batch if self.draft.sampled else most_nodes(batch, num_rows, self.num_nodes)
+
+    def run_target(self, slots: Tensor, num_rows: int) -> Drafted:
+        """Draft for slots [B], and run the target over what is drafted."""
+        state, draft = self.state, self.draft
         state.make_room(slots, self.reserve)
 
-        # Draws are no matter of scores: all requests have equally many.
-        most = num_rows // batch if draft.sampled else most_nodes(batch, num_rows, self.num_nodes)
+        most = self.most_nodes(len(slots), num_rows)
         proposal = draft.propose(slots, most)
         tree, scores = scored_tree_of(proposal.drafts, slots, most, state)
         shares = self._share(scores, slots, num_rows)
         nodes = pack_trees(tree, scores, shares, num_rows)
         cu_seqlens = shares.cu_seqlens
+        if self.masks is not None:
+            self.masks.tell(tree, cu_seqlens, self.rings.num_applied)
         rows = state.rows(slots, state.seq_lens, mask=nodes.mask, cu_seqlens_q=cu_seqlens)
         hidden, features = self.target.forward(nodes.tokens, nodes.positions, rows)
+        return Drafted(slots, proposal, tree, scores, shares, nodes, rows, hidden, features)
+
+    def commit(self, drafted: Drafted) -> RoundResult:
+        """Verify what was drafted, and advance the slots."""
+        state, draft = self.state, self.draft
+        slots, proposal, tree, scores, shares, nodes, rows, hidden, features = drafted
+        cu_seqlens, most = shares.cu_seqlens, tree.tokens.shape[1]
+        allowed = None if self.masks is None else self.masks.allowed[: len(hidden)]
         drawn_from = proposal.drawn_from  # verified as a block, which asks for all logits
-        if drawn_from is None and self._goes_by_levels(batch, num_rows):
-            logits = self._logits_by_levels(hidden, tree, nodes, cu_seqlens, slots)
+        if drawn_from is None and self._goes_by_levels(len(slots), len(hidden)):
+            logits = self._logits_by_levels(hidden, tree, nodes, cu_seqlens, slots, allowed)
         else:
-            logits = self._logits(hidden, nodes.positions, nodes.mask, tree, slots, cu_seqlens)
+            logits = self._logits(hidden, nodes.positions, nodes.mask, tree, slots, allowed, cu_seqlens)
         accepted = self._verify(logits, tree, cu_seqlens, self.accept_width, slots, state.status, drawn_from)
         num_valid = commit_tokens(accepted, state, counts=state.edits.counts, slots=slots)
         token_scores = score_tokens(
@@ -150,7 +208,7 @@ class Round:
             window_tables=rows.window_tables,
         )
         committed = Committed(accepted, num_valid, most, cu_seqlens, ScoredTree(tree, scores))
-        (draft.rest if num_rows == batch else draft.extend)(slots, committed, proposal, features)
+        (draft.rest if len(hidden) == len(slots) else draft.extend)(slots, committed, proposal, features)
         return RoundResult(accepted, token_scores, tree.num_nodes, scores, shares)
 
     def _share(self, scores: Tensor, slots: Tensor, num_rows: int) -> Shares:
@@ -180,13 +238,14 @@ class Round:
         mask: Tensor,
         tree: Tree,
         slots: Tensor,
+        allowed: Tensor | None,
         cu_seqlens: Tensor | None = None,
     ) -> Tensor:
         """[*positions, V] of nodes [*positions, H] as requests want them, with no stop tokens where it is too early for
         them; `mask` says which nodes of the tree lie above each."""
         state = self.state
         logits = self.target.logits(hidden)
-        edit_logits(logits, mask, tree.tokens, state.edits, slots=slots, cu_seqlens_q=cu_seqlens)
+        edit_logits(logits, mask, tree.tokens, state.edits, vocab_mask=allowed, slots=slots, cu_seqlens_q=cu_seqlens)
         mask_stops(logits, positions, state.stop_tokens, state.stops_from, slots=slots, cu_seqlens_q=cu_seqlens)
         return logits
 
@@ -223,7 +282,13 @@ class Round:
         return num_rows > self.accept_width * max(batch, CHEAP_ROWS)
 
     def _logits_by_levels(
-        self, hidden: Tensor, tree: Tree, packed: PackedNodes, cu_seqlens: Tensor, slots: Tensor
+        self,
+        hidden: Tensor,
+        tree: Tree,
+        packed: PackedNodes,
+        cu_seqlens: Tensor,
+        slots: Tensor,
+        allowed: Tensor | None,
     ) -> Tensor:
         """`_logits` of the nodes that the walks visit, computed when they get there; those of others mean nothing."""
         num_rows, most = len(hidden), tree.tokens.shape[1]
@@ -239,6 +304,7 @@ class Round:
                 nodes = first + self._verify(logits, tree, cu_seqlens, depth + 1, slots, None).path[:, depth]
             rows = nodes.clamp(max=num_rows - 1)
             states, positions, mask = (part[rows][:, None] for part in (hidden, packed.positions, packed.mask))
-            of_level = self._logits(states, positions, mask, tree, slots)[:, 0]
+            of_rows = None if allowed is None else allowed[rows][:, None]
+            of_level = self._logits(states, positions, mask, tree, slots, of_rows)[:, 0]
             out[torch.where(is_empty, num_rows, nodes)] = of_level.view(whole)
         return logits

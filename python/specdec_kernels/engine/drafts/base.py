@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -92,11 +93,13 @@ class DraftRequest(NamedTuple):
         id: the engine's number for it, which it keeps when it is retracted.
         tokens: its prompt, and what it produced before a retraction.
         group: who shares its text (`SamplingParams.ngram_group`); 0: everybody.
+        prediction: what its text may repeat; only for drafts that take predictions.
     """
 
     id: int
     tokens: list[int]
     group: int
+    prediction: Sequence[int] = ()
 
 
 class Draft:
@@ -116,10 +119,12 @@ class Draft:
         sampled: the drafts of requests that sample are drawn, and verified as a block: see `Proposal.drawn_from`.
         reads_others: what is proposed for a request depends on the text of others, also where nothing is learnt of them
             (`batch_invariant`).
+        takes_predictions: requests may bring what their text may repeat (`SamplingParams.prediction`).
     """
 
     sampled: bool = False
     reads_others: bool = False
+    takes_predictions: bool = False
     context: DraftContext
     _closed: dict[str, Any]
 

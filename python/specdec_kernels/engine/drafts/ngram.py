@@ -36,6 +36,7 @@ class Ngram(Draft):
     corpus: Sequence[str | Path] = ()
 
     reads_others = True
+    takes_predictions = True
 
     def __post_init__(self) -> None:
         for option, high in (("num_nodes", 256), ("max_tokens", 1 << 30)):
@@ -54,7 +55,7 @@ class Ngram(Draft):
         self.index = NgramIndex(
             max_tokens=self.max_tokens,
             num_slots=context.num_slots,
-            max_len=context.max_len + self.num_nodes,
+            max_len=2 * context.max_len + self.num_nodes,  # of a request, and a prediction before it
             device=context.device,
         )
         for file in self.corpus:
@@ -63,7 +64,7 @@ class Ngram(Draft):
 
     def begin(self, slot: int, request: DraftRequest) -> None:
         self.index.begin(slot, group=request.group, request=request.id)
-        tokens = to_device(array("i", request.tokens), self.context.device)
+        tokens = to_device(array("i", [*request.prediction, *request.tokens]), self.context.device)
         self.index.insert(tokens, slot, start=0)  # skips what the index holds of a retracted request
 
     def propose(self, slots: Tensor, num_nodes: int) -> Proposal:

@@ -45,6 +45,7 @@ class Union(Draft):
         if self.first is self.second:
             raise ValueError("Union: first and second are one object, expected two")
         self.reads_others = self.first.reads_others or self.second.reads_others
+        self.takes_predictions = self.first.takes_predictions or self.second.takes_predictions
 
     def needs(self, target: Any) -> Needs:
         first, second = self.first.needs(target), self.second.needs(target)
