@@ -163,7 +163,7 @@ def printed(text: bytes, rounds: list[int]) -> str:
     out = io.StringIO()
     printer = Printer(Console(file=out), engine)
     for size in rounds:
-        printer(NewTokens(0, list(text[:size]), FinishReason.RUNNING))
+        printer(NewTokens(0, list(text[:size]), FinishReason.RUNNING, rounds=[size]))
         text = text[size:]
     printer.finish()
     return out.getvalue()

@@ -12,9 +12,9 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from . import bench, doctor, generate, info, tune
+from . import bench, chat, doctor, generate, info, serve, tune
 
-COMMANDS = (generate, doctor, tune, bench, info)
+COMMANDS = (generate, chat, serve, doctor, tune, bench, info)
 
 DESCRIPTION = """\
 Speculative decoding makes a large language model emit several tokens per forward pass: a cheap draft proposes a tree

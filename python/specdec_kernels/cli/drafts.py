@@ -6,6 +6,8 @@ import argparse
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from .tune import apply_tuning
+
 if TYPE_CHECKING:
     from ..engine import Draft
 
@@ -41,6 +43,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="a text file that NGRAM knows from the start; several with several flags",
     )
+
+
+def choose(args: argparse.Namespace, on_gpu: bool) -> tuple[str, Draft | None]:
+    """The algorithm of the flags and its draft; `args.model` None is the tiny model, whose head drafts on a GPU.
+
+    What `args.tuning` names counts where the flags say nothing.
+    """
+    from ..engine.tuning import read_tuning
+    from ..tiny import tiny_model
+
+    if args.tuning:
+        tuning = read_tuning(args.tuning, "--tuning")
+        apply_tuning(args, tuning)
+        args.model = args.model or tuning.get("model")
+        chosen = args.speculative_algorithm or args.speculative_draft_model_path
+        if "recommended" in tuning and not chosen:
+            best = tuning["recommended"]
+            args.speculative_algorithm = tuning["algorithm"] if best else "NONE"
+            args.speculative_draft_model_path = tuning["draft"] if best else None
+    # A pass of a draft head takes a CPU a good part of the tiny model's own: there the index is the faster draft.
+    algorithm = args.speculative_algorithm or ("EAGLE3" if args.model is None and on_gpu else "NGRAM")
+    head = args.speculative_draft_model_path
+    if algorithm.startswith("EAGLE3") and head is None and args.model is None:
+        head = tiny_model("eagle3")
+    # A GPU scores a tree in the time of a token; a CPU pays for every node, so there a chain is the faster choice.
+    return algorithm, draft_of(args, algorithm, head, topk=8 if on_gpu else 1)
 
 
 def draft_of(args: argparse.Namespace, algorithm: str, head: Any, *, topk: int) -> Draft | None:

@@ -6,7 +6,6 @@ import argparse
 import sys
 import time
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from . import drafts, tune
@@ -48,18 +47,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--adapter", metavar="PATH", help="LoRA to merge into the target: a folder or hub id")
     drafts.add_arguments(parser)
     tune.add_tuning(parser)
-    parser.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help="budget (200)")
-    parser.add_argument(
-        "--generation-config",
-        choices=["auto", "none"],
-        default="none",
-        help="auto: sample as generation_config.json of the model says; flags beside it win (none)",
-    )
-    parser.add_argument("--temperature", type=float, metavar="T", help="0, greedy (default), or above: sample")
-    parser.add_argument("--top-k", type=int, metavar="K", help="sample from the K likeliest tokens (0: all)")
-    parser.add_argument("--top-p", type=float, metavar="P", help="... of these, the likeliest that reach P (1)")
-    parser.add_argument("--min-p", type=float, metavar="P", help="... of these, any P times as likely as the best (0)")
-    parser.add_argument("--seed", type=int, metavar="N", help="of the draws (default: another one each time)")
+    add_sampling(parser, max_new_tokens=200)
     parser.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of weights and KV")
     parser.add_argument("--kv-dtype", choices=["fp8_e4m3"], help="of KV, if it is to have 8 bits")
@@ -72,6 +60,34 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--trace", metavar="FILE", help="write a Chrome trace of the rounds")
     parser.add_argument("--no-compare", action="store_true", help="skip the plain decoding run")
     parser.set_defaults(run=run)
+
+
+def add_sampling(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=max_new_tokens, metavar="N", help=f"budget ({max_new_tokens})"
+    )
+    parser.add_argument(
+        "--generation-config",
+        choices=["auto", "none"],
+        default="none",
+        help="auto: sample as generation_config.json of the model says; flags beside it win (none)",
+    )
+    parser.add_argument("--temperature", type=float, metavar="T", help="0, greedy (default), or above: sample")
+    parser.add_argument("--top-k", type=int, metavar="K", help="sample from the K likeliest tokens (0: all)")
+    parser.add_argument("--top-p", type=float, metavar="P", help="... of these, the likeliest that reach P (1)")
+    parser.add_argument("--min-p", type=float, metavar="P", help="... of these, any P times as likely as the best (0)")
+    parser.add_argument("--seed", type=int, metavar="N", help="of the draws (default: another one each time)")
+
+
+def sampling_of(args: argparse.Namespace, model: Any) -> SamplingParams:
+    """What the flags say, beside the model's generation config if that is asked for."""
+    from ..engine import SamplingParams
+
+    flags = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed")
+    given = {name: value for name in flags if (value := getattr(args, name)) is not None}
+    if args.generation_config == "auto":
+        return SamplingParams.from_generation_config(model, **given)
+    return SamplingParams(**given)
 
 
 @dataclass
@@ -97,9 +113,7 @@ def compare(args: argparse.Namespace) -> int:
     from rich.console import Console
     from transformers.utils import logging
 
-    from ..engine import SamplingParams
     from ..engine.config import default_device
-    from ..engine.tuning import read_tuning
     from ..tiny import tiny_model
     from .near_tie import difference
 
@@ -107,31 +121,11 @@ def compare(args: argparse.Namespace) -> int:
     if args.model is None:
         torch.set_num_threads(1)  # too small a model to share: on a busy machine its threads wait for each other
 
-    if args.tuning:
-        tuning = read_tuning(args.tuning, "--tuning")
-        tune.apply_tuning(args, tuning)
-        args.model = args.model or tuning.get("model")
-        chosen = args.speculative_algorithm or args.speculative_draft_model_path
-        if "recommended" in tuning and not chosen:
-            best = tuning["recommended"]
-            args.speculative_algorithm = tuning["algorithm"] if best else "NONE"
-            args.speculative_draft_model_path = tuning["draft"] if best else None
     console = Console(highlight=False)
-    model = args.model or tiny_model("target")
     on_gpu = str(args.device or default_device()).startswith("cuda")
-    # A pass of a draft head takes a CPU a good part of the tiny model's own: there the index is the faster draft.
-    algorithm = args.speculative_algorithm or ("EAGLE3" if args.model is None and on_gpu else "NGRAM")
-    head = args.speculative_draft_model_path
-    if algorithm.startswith("EAGLE3") and head is None and args.model is None:
-        head = tiny_model("eagle3")
-    # A GPU scores a tree in the time of a token; a CPU pays for every node, so there a chain is the faster choice.
-    draft = drafts.draft_of(args, algorithm, head, topk=8 if on_gpu else 1)
-    flags = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed")
-    given = {name: value for name in flags if (value := getattr(args, name)) is not None}
-    chosen = (
-        partial(SamplingParams.from_generation_config, model) if args.generation_config == "auto" else SamplingParams
-    )
-    sampling = chosen(**given).with_seed()  # one for both runs: it makes their texts the same
+    algorithm, draft = drafts.choose(args, on_gpu)
+    model = args.model or tiny_model("target")
+    sampling = sampling_of(args, model).with_seed()  # one for both runs: it makes their texts the same
     prompt = DEFAULT_PROMPT if args.prompt is None else args.prompt
 
     first = generate(console, args, model, algorithm, draft, sampling, prompt, stream=True)[0]
@@ -208,8 +202,12 @@ class Printer:
         self.printed = 0
 
     def __call__(self, new: Any) -> None:
-        self._print(new.tokens[:-1], "green")
-        self._print(new.tokens[-1:], None)
+        begin = 0
+        for count in new.rounds:
+            end = begin + count
+            self._print(new.tokens[begin : end - 1], "green")
+            self._print(new.tokens[end - 1 : end], None)
+            begin = end
 
     def finish(self) -> None:
         """Whatever still waited is all there is of it."""

@@ -1,6 +1,6 @@
 """The engine: loads a target and a draft, batches requests continuously, and generates by speculative decoding."""
 
-from .async_engine import AsyncEngine, AsyncRequest
+from .async_engine import AsyncEngine, AsyncRequest, merged
 from .drafts import (
     Committed,
     Draft,
@@ -48,4 +48,5 @@ __all__ = [
     "Standalone",
     "TokenLogprob",
     "Union",
+    "merged",
 ]

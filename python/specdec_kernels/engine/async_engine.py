@@ -25,7 +25,7 @@ class AsyncRequest(BaseRequest):
     def __init__(self, engine: Engine, order: Order, inbox: Inbox) -> None:
         super().__init__(engine, order, inbox.tell)
         self._inbox = inbox
-        self._waiting: list[asyncio.Future[None]] = []
+        self._waiting: set[asyncio.Future[None]] = set()
 
     async def result(self) -> RequestOutput:
         """Its output once it has ended; of a cancelled one, what came until then.
@@ -35,40 +35,64 @@ class AsyncRequest(BaseRequest):
             Exception: what its part of a round, or of a prefill, has raised.
         """
         while not self.done():
-            await self._news()
+            await news([self])
         return self.outcome()
 
-    async def __aiter__(self) -> AsyncIterator[NewTokens]:
-        new, seen = None, 0
-        while new is None or not new.finish_reason:
-            while self.num_pieces == seen:
-                await self._news()
-            begin, seen = seen, self.num_pieces
-            new = self.pieces(begin, seen)
-            if new.finish_reason == FinishReason.ERROR:
-                self.outcome()
-            yield new
-
-    async def _news(self) -> None:
-        """Returns when it has gained something, of which the event loop hears after this task has begun to wait."""
-        self._engine._loop.expect_to_wait()
-        loop = asyncio.get_running_loop()
-        if loop is not self._inbox.loop():
-            raise RuntimeError(f"AsyncRequest: request {self.id} belongs to another event loop, expected that one")
-        future = loop.create_future()
-        self._waiting.append(future)
-        try:
-            await future
-        except asyncio.CancelledError:
-            self.cancel()
-            raise
+    def __aiter__(self) -> AsyncIterator[NewTokens]:
+        return merged([self])
 
     def wake(self) -> None:
         """In the event loop: those who wait look again."""
-        waiting, self._waiting = self._waiting, []
+        waiting, self._waiting = self._waiting, set()
         for future in waiting:
             if not future.done():
                 future.set_result(None)
+
+
+async def merged(requests: Sequence[AsyncRequest]) -> AsyncIterator[NewTokens]:
+    """What any of several requests gains, as it comes: an iteration over all of them, in one task.
+
+    `NewTokens.index` says whose it is, where they were submitted together. A task that is cancelled while it waits
+    cancels them all.
+
+    Raises:
+        GenerationError, Exception: what ends one of them, as its own iteration would.
+    """
+    seen = dict.fromkeys(requests, 0)
+    while seen:
+        gained = [request for request, begin in seen.items() if request.num_pieces > begin]
+        if not gained:
+            await news(list(seen))
+        for request in gained:
+            begin, end = seen[request], request.num_pieces
+            new = request.pieces(begin, end)
+            seen[request] = end
+            if new.finish_reason:
+                del seen[request]
+            if new.finish_reason == FinishReason.ERROR:
+                request.outcome()
+            yield new
+
+
+async def news(requests: Sequence[AsyncRequest]) -> None:
+    """Returns when one of them has gained something, of which the event loop hears once this task waits."""
+    loop = asyncio.get_running_loop()
+    for request in requests:
+        request._engine._loop.expect_to_wait()
+        if loop is not request._inbox.loop():
+            raise RuntimeError(f"AsyncRequest: request {request.id} belongs to another event loop, expected that one")
+    future = loop.create_future()
+    for request in requests:
+        request._waiting.add(future)
+    try:
+        await future
+    except asyncio.CancelledError:
+        for request in requests:
+            request.cancel()
+        raise
+    finally:
+        for request in requests:
+            request._waiting.discard(future)
 
 
 class Inbox:
@@ -135,10 +159,11 @@ class AsyncEngine:
         add_special_tokens: bool = True,
         stream: bool = True,
     ) -> list[AsyncRequest]:
-        """As `Engine.submit_many`; text or token ids, in another thread."""
-        token_lists, each = await asyncio.to_thread(
-            self.engine._checked, "submit_many", prompts, params, add_special_tokens
-        )
+        given = "submit_many", prompts, params, add_special_tokens
+        if any(isinstance(prompt, str) for prompt in prompts):
+            token_lists, each = await asyncio.to_thread(self.engine._checked, *given)
+        else:
+            token_lists, each = self.engine._checked(*given)
         await self._compile(each)
         return self.engine._submit(AsyncRequest, token_lists, each, stream, self._inbox())
 

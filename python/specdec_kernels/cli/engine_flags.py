@@ -1,0 +1,113 @@
+"""The flags of the commands that keep an engine running, named as SGLang's server names them, and that engine."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from . import drafts, tune
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+
+LONGEST_CONTEXT = 8192  # on a GPU, unless the flags say otherwise
+
+# The packaged model continues text, and knows no conversations: to it they are the text of their messages.
+TINY_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", nargs="?", help="target: a folder or hub id (default: the packaged tiny model)")
+    parser.add_argument("--model-path", metavar="PATH", help="the same, as a flag")
+    parser.add_argument("--tokenizer-path", metavar="PATH", help="of its tokenizer (default: the model's)")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the code that a tokenizer brings along")
+    parser.add_argument("--adapter", metavar="PATH", help="LoRA to merge into the target: a folder or hub id")
+    drafts.add_arguments(parser)
+    tune.add_tuning(parser)
+    parser.add_argument(
+        "--context-length",
+        type=int,
+        metavar="N",
+        help="longest sequence, prompt included (default: the model's, at most 8192 on a GPU, 2048 on the CPU)",
+    )
+    parser.add_argument(
+        "--max-running-requests", type=int, metavar="N", help="requests that run at once (64 on a GPU, 8 on the CPU)"
+    )
+    parser.add_argument(
+        "--mem-fraction-static", type=float, metavar="F", help="share of the GPU's memory to take (0.85)"
+    )
+    parser.add_argument("--chunked-prefill-size", type=int, default=2048, metavar="N", help="rows of a prefill (2048)")
+    parser.add_argument("--page-size", type=int, default=16, metavar="N", help="KV rows per page (16)")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of weights and KV")
+    parser.add_argument("--kv-cache-dtype", choices=["fp8_e4m3"], help="of KV, if it is to have 8 bits")
+    parser.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
+    parser.add_argument(
+        "--enable-deterministic-inference", action="store_true", help="the same bits whatever runs beside a request"
+    )
+    parser.add_argument("--disable-cuda-graph", action="store_true", help="launch rounds kernel by kernel")
+    parser.add_argument("--chat-template", metavar="FILE", help="a template in Jinja (default: the tokenizer's)")
+
+
+def resolve(args: argparse.Namespace) -> str | None:
+    """Sets `args.model` to the target, None for the tiny one; returns the chat template in place of its own.
+
+    Raises:
+        ValueError: two targets. OSError: no such template.
+    """
+    if args.model is not None and args.model_path is not None:
+        raise ValueError(f"--model-path is {args.model_path}, expected none beside {args.model}")
+    args.model = args.model or args.model_path
+    if args.chat_template is None:
+        return TINY_TEMPLATE if args.model is None else None
+    with open(args.chat_template, encoding="utf-8") as file:
+        return file.read()
+
+
+def open_engine(args: argparse.Namespace, num_slots: int | None = None) -> tuple[str, Engine]:
+    """The algorithm and the engine that the flags ask for, after `resolve`.
+
+    Args:
+        num_slots: in place of `--max-running-requests`.
+
+    Raises:
+        ValueError, OSError: what the engine refuses.
+    """
+    import torch
+    from transformers.utils import logging
+
+    from ..engine import Engine
+    from ..engine.config import default_device
+    from ..models.families import position_limit
+    from ..models.loading import config_of
+    from ..tiny import tiny_model
+
+    logging.disable_progress_bar()
+    on_gpu = str(args.device or default_device()).startswith("cuda")
+    algorithm, draft = drafts.choose(args, on_gpu)
+    if args.model is None:
+        torch.set_num_threads(1)  # too small a model to share: on a busy machine its threads wait for each other
+    model: Any = args.model or tiny_model("target")
+    max_len = args.context_length
+    if max_len is None and on_gpu:
+        max_len = min(LONGEST_CONTEXT, position_limit(config_of(model)) or LONGEST_CONTEXT)
+    mem_fraction = args.mem_fraction_static
+    engine = Engine(
+        model,
+        adapter=args.adapter,
+        tokenizer=args.tokenizer_path,
+        trust_remote_code=args.trust_remote_code,
+        draft=draft,
+        adaptive=args.speculative_adaptive if draft is not None else None,
+        max_len=max_len,
+        num_slots=num_slots or args.max_running_requests or (64 if on_gpu else 8),
+        mem_fraction=0.85 if mem_fraction is None and on_gpu else mem_fraction,
+        page_size=args.page_size,
+        prefill_chunk=args.chunked_prefill_size,
+        dtype=getattr(torch, args.dtype) if args.dtype else None,
+        kv_dtype=args.kv_cache_dtype,
+        device=args.device,
+        cuda_graph=not args.disable_cuda_graph,
+        batch_invariant=args.enable_deterministic_inference,
+        tuning=args.tuning,
+    )
+    return algorithm, engine

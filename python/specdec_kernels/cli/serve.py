@@ -1,0 +1,162 @@
+"""`specdec serve`: an HTTP server with OpenAI's endpoints, and a page that shows what speculation does."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import socket
+import sys
+from typing import TYPE_CHECKING, Any
+
+from . import engine_flags
+from .extras import require
+
+if TYPE_CHECKING:
+    from ..server import Settings
+
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+PACKAGES = ["torch", "transformers", "safetensors", "fastapi", "uvicorn", "prometheus_client"]
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser(
+        "serve",
+        help="serve a model to OpenAI's clients, and a page that shows what speculation does",
+        description="Serves a model by speculative decoding: chat and text completions as OpenAI's clients ask for "
+        "them, metrics for Prometheus at /metrics, and a page at / that shows which tokens were drafted. Without "
+        "arguments it serves the tiny model that comes with the package. SIGTERM lets running requests end.",
+    )
+    engine_flags.add_arguments(parser)
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
+    parser.add_argument(
+        "--port", type=int, default=30000, metavar="N", help="to listen on; 0: any that is free (30000)"
+    )
+    parser.add_argument("--served-model-name", metavar="NAME", help="by which clients call it (default: as given)")
+    parser.add_argument("--api-key", metavar="KEY", help="that clients have to send (default: none)")
+    parser.add_argument(
+        "--tool-call-parser", choices=["hermes", "llama3"], help="how the model calls tools (default: by its template)"
+    )
+    parser.add_argument(
+        "--sampling-defaults",
+        choices=["model", "openai"],
+        default="model",
+        help="of requests that say nothing: model, what its generation config samples with; openai, temperature 1",
+    )
+    parser.add_argument(
+        "--max-queued-requests", type=int, default=2048, metavar="N", help="that may wait; then it is 429 (2048)"
+    )
+    parser.add_argument(
+        "--max-body-bytes", type=int, default=8 << 20, metavar="N", help="of a request's body (8388608)"
+    )
+    parser.add_argument(
+        "--max-prompt-tokens", type=int, metavar="N", help="of a request (default: what the context holds)"
+    )
+    parser.add_argument("--max-n", type=int, default=128, metavar="N", help="choices of a request (128)")
+    parser.add_argument(
+        "--drain-seconds", type=int, metavar="S", help="that requests have to end in after SIGTERM (default: no limit)"
+    )
+    parser.add_argument(
+        "--log-level", choices=["error", "warning", "info", "debug"], default="warning", help="info: also each request"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    if not require("serve", "serve", PACKAGES):
+        return 2
+    try:
+        return serve(args)
+    except (OSError, ValueError, NotImplementedError) as error:  # what the engine refuses, by name
+        print(f"specdec serve: {error}", file=sys.stderr)
+        return 2
+
+
+def serve(args: argparse.Namespace) -> int:
+    from ..engine import AsyncEngine
+    from ..server import make_app
+
+    template = engine_flags.resolve(args)
+    for name, low in (("max_queued_requests", 0), ("max_body_bytes", 1), ("max_n", 1), ("max_prompt_tokens", 1)):
+        if (value := getattr(args, name)) is not None and value < low:
+            raise ValueError(f"--{name.replace('_', '-')} is {value}, expected at least {low}")
+    with listening_socket(args.host, args.port) as listener:  # a port that is taken is found before a model is loaded
+        algorithm, engine = engine_flags.open_engine(args)
+        with engine:
+            app = make_app(AsyncEngine(engine), settings_of(args, template))
+            host, port = listener.getsockname()[:2]
+            where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+            run_app(app, listener, args, f"{app.state.server.settings.model_name} ({algorithm}) at {where}")
+    return 0
+
+
+def settings_of(args: argparse.Namespace, template: str | None) -> Settings:
+    from ..server import Settings
+    from ..tiny import tiny_model
+
+    return Settings(
+        model_name=args.served_model_name or args.model or "tiny",
+        api_key=args.api_key,
+        defaults=sampling_defaults(args.model or tiny_model("target"), args.sampling_defaults),
+        chat_template=template,
+        tool_parser=args.tool_call_parser,
+        max_queued=args.max_queued_requests,
+        max_body_bytes=args.max_body_bytes,
+        max_prompt_tokens=args.max_prompt_tokens,
+        max_n=args.max_n,
+    )
+
+
+def sampling_defaults(model: Any, source: str) -> dict[str, Any]:
+    """How requests are sampled that say nothing: as OpenAI's are, or as a generation config that draws says."""
+    from ..engine import SamplingParams
+
+    defaults: dict[str, Any] = {"temperature": 1.0}
+    if source == "model":
+        try:
+            config = SamplingParams.from_generation_config(model)
+        except FileNotFoundError:
+            return defaults
+        except ValueError as error:
+            raise ValueError(f"{error}; --sampling-defaults openai does not read it") from error
+        if config.temperature > 0:
+            names = ("temperature", "top_k", "top_p", "min_p")
+            defaults = {name: getattr(config, name) for name in names}
+    return defaults
+
+
+def listening_socket(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except (OSError, OverflowError) as error:
+        raise ValueError(f"--host is {host} and --port {port}, expected an address to listen on ({error})") from error
+    return listener
+
+
+def run_app(app: Any, listener: socket.socket, args: argparse.Namespace, title: str) -> None:
+    """Serves until SIGTERM or SIGINT, and then until the requests that run have ended."""
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            print(f"specdec serve: {title}", flush=True)
+
+    config = uvicorn.Config(
+        app,
+        log_level=args.log_level,
+        access_log=args.log_level in ("info", "debug"),
+        lifespan="off",
+        ws="none",
+        server_header=False,
+        timeout_graceful_shutdown=args.drain_seconds,
+    )
+    # uvicorn raises the signal once more in the end: then it is for this handler, and the engine is closed in order.
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        Server(config).run(sockets=[listener])
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,6 @@
+"""The HTTP server: OpenAI's endpoints over one engine, metrics, and a page that shows what speculation does."""
+
+from .app import make_app
+from .asked import Settings
+
+__all__ = ["Settings", "make_app"]

@@ -1,0 +1,269 @@
+"""The application: who may ask, how much, and where each path leads."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+
+from fastapi import FastAPI, Request
+from fastapi.responses import HTMLResponse, JSONResponse, Response
+from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
+
+from ..engine import AsyncEngine, AsyncRequest, Engine
+from .answers import Answer, event
+from .asked import Asked, Settings, check_model, read_chat, read_completion, read_conversation, read_prompts
+from .fields import TOKENS, Fields, RequestError, parse_body
+from .metrics import Metrics
+from .text import token_texts
+from .tool_calls import PARSERS, ToolParser, parser_for
+
+PAGE = Path(__file__).with_name("page.html")
+PAGE_POLICY = "default-src 'self'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"  # nothing from elsewhere
+
+Reader = Callable[[Fields, Settings, Engine], Asked]
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+class Server:
+    """The endpoints, over one engine, in one event loop."""
+
+    def __init__(self, tasks: AsyncEngine, settings: Settings) -> None:
+        engine = tasks.engine
+        if not getattr(engine.tokenizer, "is_fast", False):
+            lack = engine._no_tokenizer or "it is not one of `tokenizers`"
+            raise ValueError(f"serve: the model has no tokenizer that gives text piece by piece, expected one ({lack})")
+        self.tasks, self.engine, self.settings = tasks, engine, settings
+        self.metrics = Metrics(engine, settings.model_name)
+        self.started = int(time.time())
+        self._backend = engine.tokenizer.backend_tokenizer
+        self._token_text = token_texts(self._backend)
+        template = settings.chat_template or getattr(engine.tokenizer, "chat_template", None) or ""
+        self._parser = PARSERS[settings.tool_parser or parser_for(str(template))]
+
+    # --- answers
+
+    async def chat(self, request: Request) -> Response:
+        return await self._answer(request, read_chat, is_chat=True)
+
+    async def complete(self, request: Request) -> Response:
+        return await self._answer(request, read_completion, is_chat=False)
+
+    async def _answer(self, request: Request, read: Reader, *, is_chat: bool) -> Response:
+        arrival = time.perf_counter()
+        asked = read(await self._body(request), self.settings, self.engine)
+        token_lists = await asyncio.to_thread(asked.tokens, self.engine)
+        requests = self._submit(asked, token_lists, arrival)
+        parser: Callable[[], ToolParser] | None = (lambda: self._parser(asked.tools)) if asked.tools else None
+        answer = Answer(
+            asked,
+            requests,
+            is_chat=is_chat,
+            model=self.settings.model_name,
+            tokenizer=self._backend,
+            token_text=self._token_text,
+            parser=parser,
+            on_first=lambda: self.metrics.first_token.observe(time.perf_counter() - arrival),
+        )
+        if asked.stream:
+            return EventStream(answer)
+        async with leaving_with_client(request.receive, requests):
+            return JSONResponse(await answer.whole())
+
+    def _submit(self, asked: Asked, token_lists: list[list[int]], arrival: float) -> list[AsyncRequest]:
+        """Starts every choice of every prompt, or none. Nothing else runs meanwhile: who is counted has room."""
+        most = self.settings.max_prompt_tokens
+        for tokens in token_lists:
+            if most is not None and len(tokens) > most:
+                raise RequestError(f"the prompt has {len(tokens)} tokens, expected at most {most}", "prompt")
+        prompts = [tokens for tokens in token_lists for _ in range(asked.n)]
+        room = self.engine.config.num_slots + self.settings.max_queued
+        if len(prompts) > room:
+            raise RequestError(f"prompt and n ask for {len(prompts)} texts, expected at most {room}", "n")
+        if self.metrics.num_open + len(prompts) > room:
+            message = f"{self.metrics.num_open} requests are waiting or running, expected fewer: try again later"
+            raise RequestError(message, status=429, code="queue_full", headers={"Retry-After": "1"})
+        params = asked.params_of_each(len(token_lists))
+        try:
+            requests = self.engine._submit(AsyncRequest, prompts, params, True, self.tasks._inbox())
+        except RuntimeError as error:
+            raise RequestError(str(error), status=503) from error
+        except ValueError as error:
+            raise RequestError(str(error)) from error
+        self.metrics.begin(requests, arrival)
+        return requests
+
+    # --- what else a client may want to know
+
+    async def tokenize(self, request: Request) -> Response:
+        body = await self._body(request)
+        check_model(body, self.settings)
+        is_chat = "messages" in body
+        make_tokens = read_conversation(body, self.settings).tokens if is_chat else read_prompts(body)
+        body.expect_no_more()
+        (tokens,) = (await asyncio.to_thread(make_tokens, self.engine))[:1]
+        return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": self.engine.config.max_len})
+
+    async def detokenize(self, request: Request) -> Response:
+        body = await self._body(request)
+        check_model(body, self.settings)
+        tokens = body.need("tokens", TOKENS)
+        body.expect_no_more()
+        vocab_size = self.engine.target.config.vocab_size
+        for token in tokens:
+            if not 0 <= token < vocab_size:
+                raise RequestError(f"tokens has {token}, expected 0 to {vocab_size - 1}", "tokens")
+        return JSONResponse({"prompt": self.engine.tokenizer.decode(tokens)})
+
+    async def models(self, request: Request) -> Response:
+        self._check_key(request)
+        model = {
+            "id": self.settings.model_name,
+            "object": "model",
+            "created": self.started,
+            "owned_by": "specdec_kernels",
+            "max_model_len": self.engine.config.max_len,
+        }
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def server_info(self, request: Request) -> Response:
+        """What SGLang's benchmark reads."""
+        self._check_key(request)
+        state = {"avg_spec_accept_length": self.metrics.totals.accept_length}
+        return JSONResponse({"model_path": self.settings.model_name, "internal_states": [state]})
+
+    async def health(self, _: Request) -> Response:
+        try:
+            self.engine._loop.expect_open()
+        except RuntimeError as error:
+            raise RequestError(str(error), status=503) from error
+        return JSONResponse({"status": "ok"})
+
+    async def show_metrics(self, _: Request) -> Response:
+        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    async def page(self, _: Request) -> Response:
+        return HTMLResponse(PAGE.read_bytes(), headers={"Content-Security-Policy": PAGE_POLICY})
+
+    # --- who may ask, and how much
+
+    def _check_key(self, request: Request) -> None:
+        key = self.settings.api_key
+        if key is None:
+            return
+        given = request.headers.get("authorization", "").encode()
+        if not secrets.compare_digest(given, f"Bearer {key}".encode()):
+            message = "the API key is missing or another one, expected that of this server (Authorization: Bearer ...)"
+            headers = {"WWW-Authenticate": "Bearer"}
+            raise RequestError(message, status=401, code="invalid_api_key", headers=headers)
+
+    async def _body(self, request: Request) -> Fields:
+        self._check_key(request)
+        most = self.settings.max_body_bytes
+        length = request.headers.get("content-length", "")
+        parts: list[bytes] = []
+        size = int(length) if length.isdecimal() else 0
+        if size <= most:
+            size = 0
+            async for part in request.stream():
+                size += len(part)
+                if size > most:
+                    break
+                parts.append(part)
+        if size > most:
+            raise RequestError(f"the body has {size} bytes or more, expected at most {most}", status=413)
+        return parse_body(b"".join(parts))
+
+
+class EventStream(Response):
+    """An answer's events as they come. What fails before the first of them has its status code."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.background = None
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        events = self._answer.events()
+        async with leaving_with_client(receive, self._answer.requests), aclosing(events):  # type: ignore[type-var]
+            try:
+                first = await anext(events)
+            except RequestError as error:
+                return await as_response(error)(scope, receive, send)
+            headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.body", "body": first, "more_body": True})
+            try:
+                async for one in events:
+                    await send({"type": "http.response.body", "body": one, "more_body": True})
+            except RequestError as error:
+                await send({"type": "http.response.body", "body": event(error.body), "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+@asynccontextmanager
+async def leaving_with_client(receive: Receive, requests: Sequence[AsyncRequest]) -> AsyncIterator[None]:
+    """Cancels the requests when their client goes away, or the answer ends before they do."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        for request in requests:
+            request.cancel()
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        watcher.cancel()
+        for request in requests:
+            request.cancel()
+
+
+def as_response(error: RequestError) -> Response:
+    return JSONResponse(error.body, error.status, headers=error.headers)
+
+
+def make_app(tasks: AsyncEngine, settings: Settings) -> FastAPI:
+    """The application that answers for an engine, which it does not close.
+
+    Raises:
+        ValueError: the engine has no fast tokenizer.
+    """
+    server = Server(tasks, settings)
+    app = FastAPI(title="specdec_kernels", docs_url=None, redoc_url=None, openapi_url=None)
+    paths: dict[str, tuple[str, Endpoint]] = {
+        "/": ("GET", server.page),
+        "/v1/chat/completions": ("POST", server.chat),
+        "/v1/completions": ("POST", server.complete),
+        "/v1/models": ("GET", server.models),
+        "/tokenize": ("POST", server.tokenize),
+        "/detokenize": ("POST", server.detokenize),
+        "/health": ("GET", server.health),
+        "/metrics": ("GET", server.show_metrics),
+        "/server_info": ("GET", server.server_info),
+        "/get_server_info": ("GET", server.server_info),
+    }
+    for path, (method, endpoint) in paths.items():
+        app.add_api_route(path, endpoint, methods=[method], response_model=None)
+
+    async def refused(_: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestError)
+        return as_response(error)
+
+    async def no_such_path(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        return as_response(RequestError(message, status=error.status_code))
+
+    async def failed(_: Request, error: Exception) -> Response:
+        return as_response(RequestError(f"{type(error).__name__}: {error}", status=500))
+
+    app.add_exception_handler(RequestError, refused)
+    app.add_exception_handler(HTTPException, no_such_path)
+    app.add_exception_handler(Exception, failed)
+    app.state.server = server
+    return app

@@ -1,0 +1,348 @@
+"""What the body of a request asks for: prompts, how they are decoded, and in which form the answer is wanted."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from ..engine import Engine, SamplingParams
+from ..engine.params import MAX_LOGPROBS
+from ..engine.prompts import chat_tokens
+from .fields import (
+    BOOLEAN,
+    INTEGER,
+    LIST,
+    NUMBER,
+    OBJECT,
+    SPECULATION,
+    STOP,
+    TEXT,
+    TOKENS,
+    Fields,
+    Kind,
+    RequestError,
+    at_most,
+    is_integer,
+    is_text,
+    list_of,
+    one_of,
+    shown,
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a server is started with, beside its engine.
+
+    Attributes:
+        model_name: by which clients call the model. api_key: what they have to send; None: nothing.
+        defaults: parameters of requests that do not give them, by the names of `SamplingParams`.
+        chat_template: in place of the tokenizer's. tool_parser: "hermes" or "llama3"; None: by the chat template.
+        max_queued: requests that may wait for a slot; who comes beyond that is sent away with 429.
+        max_body_bytes, max_prompt_tokens, max_n: of one request. max_prompt_tokens None: what the engine holds.
+    """
+
+    model_name: str
+    api_key: str | None = None
+    defaults: dict[str, Any] = field(default_factory=lambda: {"temperature": 1.0})
+    chat_template: str | None = None
+    tool_parser: str | None = None
+    max_queued: int = 2048
+    max_body_bytes: int = 8 << 20
+    max_prompt_tokens: int | None = None
+    max_n: int = 128
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request's wishes, all of them checked.
+
+    Attributes:
+        tokens: makes the prompts' tokens, which may take a while. params: of every choice; of several, the seed rises.
+        n: choices of each prompt. stream, include_usage, include_rounds: how the answer is sent.
+        num_top: alternatives beside each token, -1: no log-probabilities. tools: names of those that may be called.
+    """
+
+    tokens: Callable[[Engine], list[list[int]]]
+    params: SamplingParams
+    n: int
+    stream: bool
+    include_usage: bool
+    include_rounds: bool
+    num_top: int = -1
+    tools: Sequence[str] = ()
+
+    def params_of_each(self, num_prompts: int) -> list[SamplingParams]:
+        """A choice's seed is the one given and its index, so that choices differ and each can be had again."""
+        seed = self.params.seed
+        if seed is None or self.n == 1:
+            return [self.params] * (num_prompts * self.n)
+        wrapped = [(seed + i + 2**63) % 2**64 - 2**63 for i in range(self.n)]
+        return [replace(self.params, seed=one) for _ in range(num_prompts) for one in wrapped]
+
+
+SAMPLING: dict[str, tuple[str, Kind]] = {
+    "temperature": ("temperature", NUMBER),
+    "top_p": ("top_p", NUMBER),
+    "top_k": ("top_k", INTEGER),
+    "min_p": ("min_p", NUMBER),
+    "seed": ("seed", INTEGER),
+    "stop": ("stop", STOP),
+    "stop_token_ids": ("stop_token_ids", TOKENS),
+    "ignore_eos": ("ignore_eos", BOOLEAN),
+    "min_tokens": ("min_new_tokens", INTEGER),
+    "speculation": ("speculation", SPECULATION),
+    "presence_penalty": ("presence_penalty", NUMBER),
+    "frequency_penalty": ("frequency_penalty", NUMBER),
+    "repetition_penalty": ("repetition_penalty", NUMBER),
+    "logit_bias": ("logit_bias", OBJECT),
+}
+SUPPORTED = {parameter.name for parameter in fields(SamplingParams)}
+
+# What clients send without asking for anything.
+WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (0, 0.0),
+    "frequency_penalty": (0, 0.0),
+    "repetition_penalty": (1, 1.0),
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+    "parallel_tool_calls": (True,),
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    "modalities": (["text"],),
+    "echo": (False,),
+    "best_of": (1,),
+    "suffix": ("",),
+}
+ANYTHING = Kind("anything", lambda _: True)
+NUM_TOP = Kind(f"0 to {MAX_LOGPROBS}", lambda n: is_integer(n) and 0 <= n <= MAX_LOGPROBS)
+IGNORED = ("user", "metadata", "safety_identifier", "prompt_cache_key")
+
+
+def read_chat(body: Fields, settings: Settings, engine: Engine) -> Asked:
+    """The body of `/v1/chat/completions`."""
+    check_model(body, settings)
+    with_logprobs = body.take("logprobs", BOOLEAN, False)
+    num_top = body.take("top_logprobs", NUM_TOP)
+    if num_top and not with_logprobs:
+        raise RequestError(f"top_logprobs is {num_top}, expected logprobs true beside it", "top_logprobs")
+    conversation = read_conversation(body, settings)
+    names = ("max_completion_tokens", "max_tokens")
+    return read_rest(
+        body, settings, engine, conversation.tokens, names, None, (num_top or 0) if with_logprobs else -1, conversation
+    )
+
+
+def read_completion(body: Fields, settings: Settings, engine: Engine) -> Asked:
+    """The body of `/v1/completions`."""
+    check_model(body, settings)
+    num_top = body.take("logprobs", NUM_TOP, -1)
+    return read_rest(body, settings, engine, read_prompts(body), ("max_tokens",), 16, num_top)
+
+
+def read_rest(
+    body: Fields,
+    settings: Settings,
+    engine: Engine,
+    tokens: Callable[[Engine], list[list[int]]],
+    names_of_budget: Sequence[str],
+    budget: int | None,
+    num_top: int,
+    conversation: Conversation | None = None,
+) -> Asked:
+    """What both kinds of bodies have, after their own fields were taken."""
+    n = body.take("n", at_most(settings.max_n), 1)
+    stream = body.take("stream", BOOLEAN, False)
+    options = Fields(body.take("stream_options", OBJECT, {}), "stream_options.")
+    tools = conversation.tools if conversation else ()
+    include_usage = options.take("include_usage", BOOLEAN, False)
+    include_rounds = options.take("include_rounds", BOOLEAN, False)
+    if include_rounds and tools:
+        raise options.error("include_rounds", True, "false with tools")
+    options.expect_no_more()
+    params = read_sampling(body, settings, engine, names_of_budget, budget, num_top)
+    for name, values in WITHOUT_EFFECT.items():
+        body.without_effect(name, *values)
+    for name in IGNORED:
+        body.take(name, ANYTHING)
+    body.expect_no_more()
+    return Asked(tokens, params, n, stream, include_usage, include_rounds, num_top, tools)
+
+
+def check_model(body: Fields, settings: Settings) -> None:
+    name = body.take("model", TEXT, settings.model_name)
+    if name != settings.model_name:
+        message = f"model is {shown(name)}, expected {shown(settings.model_name)}"
+        raise RequestError(message, "model", status=404, code="model_not_found")
+
+
+# --- how it is decoded
+
+
+def read_sampling(
+    body: Fields, settings: Settings, engine: Engine, names_of_budget: Sequence[str], budget: int | None, num_top: int
+) -> SamplingParams:
+    values = dict(settings.defaults)
+    names = {}  # of the fields that parameters came from
+    for name, (parameter, kind) in SAMPLING.items():
+        if name in body and parameter in SUPPORTED:
+            values[parameter] = body.take(name, kind)
+            names[parameter] = name
+    max_len = engine.config.max_len
+    for name in names_of_budget:
+        if name in body:
+            budget = body.take(name, INTEGER)
+            names["max_new_tokens"] = name
+    values["max_new_tokens"] = max_len if budget is None else min(budget, max_len)
+    if values.get("top_k") == -1:  # how others write it
+        values["top_k"] = 0
+    if "stop_token_ids" in values and not values.get("ignore_eos"):
+        values["stop_token_ids"] = [*engine.eos_token_ids, *values["stop_token_ids"]]
+    if "logit_bias" in values:
+        values["logit_bias"] = read_bias(values["logit_bias"])
+    values["logprobs"] = None if num_top < 0 else num_top
+    try:
+        params = SamplingParams(**values)
+        engine._stop_tokens(params)
+    except ValueError as error:
+        raise renamed(error, names) from error
+    return params
+
+
+def renamed(error: ValueError, names: dict[str, str]) -> RequestError:
+    """An error of `SamplingParams`, with the names of a body's fields."""
+    message = str(error).removeprefix("SamplingParams: ")
+    param = message.split(" ", 1)[0]
+    for parameter, name in names.items():
+        message = re.sub(rf"\b{parameter}\b", name, message)
+    return RequestError(message, names.get(param, param))
+
+
+def read_bias(bias: dict[str, Any]) -> dict[int, float]:
+    for token, value in bias.items():
+        if not token.isdecimal() or not NUMBER.holds(value):
+            expected = "token ids with a number each"
+            raise RequestError(f"logit_bias has {shown(token)}: {shown(value)}, expected {expected}", "logit_bias")
+    return {int(token): float(value) for token, value in bias.items()}
+
+
+# --- prompts
+
+
+def read_prompts(body: Fields) -> Callable[[Engine], list[list[int]]]:
+    """The prompts of a completion: texts or token ids, one or several."""
+    kind = Kind(
+        "a string, a list of token ids, or a list of either",
+        lambda value: is_text(value) or (isinstance(value, list) and bool(value)),
+    )
+    prompt = body.need("prompt", kind)
+    prompts = [prompt] if is_text(prompt) or is_integer(prompt[0]) else prompt
+    for index, one in enumerate(prompts):
+        if not is_text(one) and not list_of(is_integer)(one):
+            where = "prompt" if prompts[0] is prompt else f"prompt[{index}]"
+            raise RequestError(f"{where} is {shown(one)}, expected a string or a list of token ids", "prompt")
+    names = ["prompt"] if prompts[0] is prompt else [f"prompt[{i}]" for i in range(len(prompts))]
+    special = body.take("add_special_tokens", BOOLEAN, True)
+    return lambda engine: checked_tokens(engine, prompts, names, special)
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages, and what a chat template makes them tokens with."""
+
+    messages: list[dict[str, Any]]
+    options: dict[str, Any]
+    tools: Sequence[str]
+
+    def tokens(self, engine: Engine) -> list[list[int]]:
+        try:
+            tokens = chat_tokens(self.messages, engine.tokenizer, engine._no_tokenizer, self.options)
+        except Exception as error:  # a template may refuse messages, in its own way
+            raise RequestError(f"messages do not fit the chat template: {error}", "messages") from error
+        return checked_tokens(engine, [tokens], ["messages"], False)
+
+
+def read_conversation(body: Fields, settings: Settings) -> Conversation:
+    messages = [
+        read_message(message, f"messages[{index}]") for index, message in enumerate(body.need("messages", LIST))
+    ]
+    if not messages:
+        raise RequestError("messages is [], expected at least 1 message", "messages")
+    choice = body.take("tool_choice", one_of("auto", "none"), "auto")
+    tools = read_tools(body)
+    options = dict(body.take("chat_template_kwargs", OBJECT, {}))
+    for reserved in ("chat_template", "tools", "tokenize", "return_dict", "conversation"):
+        if reserved in options:
+            where = f"chat_template_kwargs.{reserved}"
+            raise RequestError(f"{where} is {shown(options[reserved])}, expected none", where)
+    if settings.chat_template is not None:
+        options["chat_template"] = settings.chat_template
+    if choice == "none":
+        tools = []
+    if tools:
+        options["tools"] = tools
+    return Conversation(messages, options, [tool["function"]["name"] for tool in tools])
+
+
+def read_message(message: Any, where: str) -> dict[str, Any]:
+    """A message as chat templates take it: content is one text, the arguments of calls are objects."""
+    if not isinstance(message, dict):
+        raise RequestError(f"{where} is {shown(message)}, expected an object", "messages")
+    Fields(message, f"{where}.").need("role", TEXT)
+    read = {name: value for name, value in message.items() if value is not None}
+    content = read.get("content", "")
+    if isinstance(content, list):
+        content = "\n".join(text_of(part, f"{where}.content[{index}]") for index, part in enumerate(content))
+    if not is_text(content):
+        raise RequestError(f"{where}.content is {shown(content)}, expected a string or a list of parts", "messages")
+    read["content"] = content
+    if "tool_calls" in read:
+        read["tool_calls"] = [read_call(call, f"{where}.tool_calls") for call in as_list(read["tool_calls"], where)]
+    return read
+
+
+def text_of(part: Any, where: str) -> str:
+    if not isinstance(part, dict) or part.get("type") != "text" or not is_text(part.get("text")):
+        raise RequestError(f'{where} is {shown(part)}, expected {{"type": "text", "text": ...}}', "messages")
+    return str(part["text"])
+
+
+def as_list(calls: Any, where: str) -> list[Any]:
+    if not isinstance(calls, list):
+        raise RequestError(f"{where}.tool_calls is {shown(calls)}, expected a list", "messages")
+    return calls
+
+
+def read_call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not is_text(function.get("name")):
+        raise RequestError(f"{where} has {shown(call)}, expected a function with its name", "messages")
+    arguments = function.get("arguments", {})
+    if is_text(arguments):
+        with suppress(ValueError):
+            arguments = json.loads(arguments or "{}")
+    if not isinstance(arguments, dict):
+        raise RequestError(f"{where} has arguments {shown(arguments)}, expected an object as JSON", "messages")
+    return {**call, "function": function | {"arguments": arguments}}
+
+
+def read_tools(body: Fields) -> list[dict[str, Any]]:
+    tools: list[dict[str, Any]] = body.take("tools", LIST, [])
+    for index, tool in enumerate(tools):
+        where = f"tools[{index}]"
+        function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+        if not isinstance(function, dict) or not is_text(function.get("name")):
+            expected = '{"type": "function", "function": {"name": ...}}'
+            raise RequestError(f"{where} is {shown(tool)}, expected {expected}", "tools")
+    return tools
+
+
+def checked_tokens(engine: Engine, prompts: list[Any], names: list[str], special: bool) -> list[list[int]]:
+    try:
+        return engine._tokens(prompts, names, special)
+    except (ValueError, TypeError) as error:
+        raise RequestError(str(error), re.split(r"\W", names[0])[0]) from error

@@ -1,0 +1,134 @@
+"""What a server counts, for Prometheus: by the names of vLLM, so that its dashboards and its client read them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields
+
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from ..engine import AsyncRequest, Engine, RequestStats
+from ..status import FinishReason
+
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+
+
+class Metrics(Collector):
+    """Counts of all requests, those that run included. A request costs something at its begin and at its end alone.
+
+    Attributes:
+        first_token: seconds from a request's arrival to its first token.
+    """
+
+    def __init__(self, engine: Engine, model: str) -> None:
+        self._engine, self._label = engine, [model]
+        self._lock = threading.Lock()
+        self._open: dict[AsyncRequest, float] = {}  # and when they came
+        self._ended: Counter[str] = Counter()
+        self._reasons: Counter[str] = Counter()
+        self._rounds: Counter[int] = Counter()  # by the number of their tokens
+        self._registry = CollectorRegistry()
+        names = {"labelnames": ["model_name"], "registry": self._registry, "buckets": SECONDS}
+        first = Histogram("vllm:time_to_first_token_seconds", "From a request's arrival to its first token", **names)  # type: ignore[arg-type]
+        whole = Histogram("vllm:e2e_request_latency_seconds", "From a request's arrival to its end", **names)  # type: ignore[arg-type]
+        self.first_token, self._whole = first.labels(model), whole.labels(model)
+        self._registry.register(self)
+
+    @property
+    def num_open(self) -> int:
+        """Requests that run or wait."""
+        return len(self._open)
+
+    def begin(self, requests: Sequence[AsyncRequest], arrival: float) -> None:
+        with self._lock:
+            self._open.update(dict.fromkeys(requests, arrival))
+        for request in requests:
+            request.add_done_callback(self._end)
+
+    def _end(self, request: AsyncRequest) -> None:
+        rounds = request.pieces(0, request.num_pieces).rounds
+        with self._lock:
+            arrival = self._open.pop(request)
+            self._ended.update(counts_of([request]))
+            self._reasons[request.output.finish_reason.name.lower()] += 1
+            self._rounds.update(rounds)
+        self._whole.observe(time.perf_counter() - arrival)
+
+    def text(self) -> bytes:
+        return generate_latest(self._registry)
+
+    @property
+    def totals(self) -> RequestStats:
+        """The rounds of all requests, of those that run as far as they are."""
+        counts = self._counts()
+        return RequestStats(counts["rounds"], counts["drafted"], counts["accepted"])
+
+    def _counts(self) -> Counter[str]:
+        with self._lock:
+            return self._ended + counts_of(self._open)
+
+    def describe(self) -> Iterable[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        counts = self._counts()
+        with self._lock:
+            reasons, rounds = dict(self._reasons), dict(self._rounds)
+
+        def counter(name: str, what: str, value: float) -> Metric:
+            family = CounterMetricFamily(name, what, labels=["model_name"])
+            family.add_metric(self._label, value)
+            return family
+
+        def gauge(name: str, what: str, value: float) -> Metric:
+            family = GaugeMetricFamily(name, what, labels=["model_name"])
+            family.add_metric(self._label, value)
+            return family
+
+        scheduler = self._engine._scheduler
+        yield gauge("vllm:num_requests_running", "Requests with a slot", scheduler.num_running)
+        yield gauge("vllm:num_requests_waiting", "Requests that wait for one", scheduler.num_waiting)
+        yield counter("vllm:prompt_tokens", "Tokens of prompts", counts["prompt_tokens"])
+        yield counter("vllm:generation_tokens", "Tokens generated", counts["tokens"])
+        ends = CounterMetricFamily(
+            "vllm:request_success", "Requests that ended, by how", labels=["model_name", "finished_reason"]
+        )
+        for reason, count in sorted(reasons.items()):
+            ends.add_metric([*self._label, reason], count)
+        yield ends
+        yield counter("vllm:spec_decode_num_drafts", "Rounds that emitted something", counts["rounds"])
+        yield counter("vllm:spec_decode_num_draft_tokens", "Candidates verified", counts["drafted"])
+        yield counter("vllm:spec_decode_num_accepted_tokens", "Candidates that stayed", counts["accepted"])
+        per_position = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Rounds that accepted so many candidates and one more, of requests that ended",
+            labels=["model_name", "position"],
+        )
+        for position in range(max(rounds, default=1) - 1):
+            reached = sum(count for length, count in rounds.items() if length > position + 1)
+            per_position.add_metric([*self._label, str(position)], reached)
+        yield per_position
+        yield gauge("sglang:spec_accept_length", "Mean tokens of a round", self.totals.accept_length)
+        stats = self._engine.stats()
+        for field in fields(stats):
+            value = getattr(stats, field.name)
+            if isinstance(value, int | float):
+                yield counter(f"specdec:engine_{field.name}", f"EngineStats.{field.name}", value)
+
+
+def counts_of(requests: Iterable[AsyncRequest]) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    for request in requests:
+        output, stats = request.output, request.output.stats
+        if output.finish_reason != FinishReason.ERROR or output.tokens:
+            counts["prompt_tokens"] += len(output.prompt_tokens)
+        counts["tokens"] += len(output.tokens)
+        counts["rounds"] += stats.rounds
+        counts["drafted"] += stats.drafted
+        counts["accepted"] += stats.accepted
+    return counts

@@ -1,0 +1,151 @@
+"""Calls of tools in what a model says: text between tags (Hermes, Qwen), or all of it (Llama 3)."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+
+class ToolCall(dict[str, Any]):
+    """One call, as OpenAI writes it."""
+
+    def __init__(self, name: str, arguments: str) -> None:
+        function = {"name": name, "arguments": arguments}
+        super().__init__(id=f"call_{secrets.token_hex(12)}", type="function", function=function)
+
+
+class ToolParser(Protocol):
+    """Finds calls in a text that arrives in pieces. Text and calls come out in the order in which they were said."""
+
+    def push(self, text: str) -> list[str | ToolCall]: ...
+
+    def finish(self) -> list[str | ToolCall]:
+        """What was held back."""
+        ...
+
+
+class Hermes:
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, with text around it or without.
+
+    Whitespace beside a call is no text, and what stands between the tags and is no call of a tool that was given is
+    text as it stands.
+    """
+
+    BEGIN, END = "<tool_call>", "</tool_call>"
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        self._text = ""  # not handed out yet
+        self._inside = False
+        self._behind = False  # a call, and whitespace at most since
+
+    def push(self, text: str) -> list[str | ToolCall]:
+        self._text += text
+        found: list[str | ToolCall] = []
+        while True:
+            if self._behind:
+                self._text = self._text.lstrip()
+                self._behind = not self._text
+            if not self._inside:
+                before, tag, behind = self._text.partition(self.BEGIN)
+                if not tag:
+                    kept = held_back(self._text, self.BEGIN)
+                    if kept < len(self._text):
+                        found.append(self._text[: len(self._text) - kept])
+                        self._text = self._text[len(self._text) - kept :]
+                    return found
+                if before.strip():
+                    found.append(before.rstrip())
+                self._inside, self._text = True, behind
+            call, length = self._call()
+            if call is None:
+                return found
+            found.append(call)
+            self._inside, self._behind, self._text = False, True, self._text[length:]
+
+    def finish(self) -> list[str | ToolCall]:
+        left = self.BEGIN + self._text if self._inside else self._text
+        if self._inside and (call := call_of(parsed(self._text), self._names)) is not None:
+            return [call]  # it ended with its last token
+        return [left] if left else []
+
+    def _call(self) -> tuple[ToolCall | None, int]:
+        """The call up to an end tag, and how much text that is. A tag inside a string of the arguments is none."""
+        at = self._text.find(self.END)
+        while at >= 0:
+            if (call := call_of(parsed(self._text[:at]), self._names)) is not None:
+                return call, at + len(self.END)
+            at = self._text.find(self.END, at + 1)
+        return None, 0
+
+
+class Llama3:
+    """`{"name": ..., "parameters": {...}}`, several with semicolons between, and nothing beside them."""
+
+    TAG = "<|python_tag|>"  # special, so that most tokenizers leave it out of the text
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        self._text = ""
+        self._is_text = False
+
+    def push(self, text: str) -> list[str | ToolCall]:
+        self._text += text
+        begin = self._text.lstrip()
+        if not self._is_text and (not begin or begin[0] == "{" or self.TAG.startswith(begin[: len(self.TAG)])):
+            return []
+        self._is_text = True
+        text, self._text = self._text, ""
+        return [text] if text else []
+
+    def finish(self) -> list[str | ToolCall]:
+        calls: list[str | ToolCall] = []
+        rest = self._text.strip().removeprefix(self.TAG).strip()
+        while rest and not self._is_text:
+            try:
+                value, end = json.JSONDecoder().raw_decode(rest)
+            except (ValueError, RecursionError):
+                break
+            if (call := call_of(value, self._names)) is None:
+                break
+            calls.append(call)
+            rest = rest[end:].lstrip("; \n")
+        if rest:
+            return [self._text]
+        return calls
+
+
+PARSERS: dict[str, type[Hermes] | type[Llama3]] = {"hermes": Hermes, "llama3": Llama3}
+
+
+def parser_for(chat_template: str) -> str:
+    """The format that a chat template teaches: Llama 3's names `parameters`, the others' tags are Hermes'."""
+    return "llama3" if Hermes.BEGIN not in chat_template and '"parameters"' in chat_template else "hermes"
+
+
+def held_back(text: str, tag: str) -> int:
+    """How many characters at the end may be whitespace before the tag, or its beginning."""
+    partial = next((n for n in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:n])), 0)
+    before = text[: len(text) - partial]
+    return partial + len(before) - len(before.rstrip())
+
+
+def parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def call_of(value: Any, names: Sequence[str]) -> ToolCall | None:
+    """The call that an object is; None: it is none of these tools'."""
+    if not isinstance(value, dict) or value.get("name") not in names:
+        return None
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):
+        arguments = parsed(arguments)
+    if not isinstance(arguments, dict):
+        return None
+    return ToolCall(value["name"], json.dumps(arguments, ensure_ascii=False))
