@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 from openai import OpenAI
+from transformers import GenerationConfig
 
+from random_models import save_random_model
 from serving import NAME, Running, serving, wait_for
-from specdec_kernels.engine import SamplingParams
+from specdec_kernels import cli
+from specdec_kernels.cli.serve import sampling_defaults
+from specdec_kernels.engine import AsyncEngine, Engine, SamplingParams
+from specdec_kernels.server import Settings, make_app
 from specdec_kernels.server.text import TextStream, token_texts
 from specdec_kernels.server.tool_calls import PARSERS, parser_for
+from specdec_kernels.tiny import tiny_model
 from test_requests import DRAFTS, expect_nothing_left, make_engine, prompts
 from tiny import tokenizer
 
@@ -219,12 +228,15 @@ def test_rounds_of_a_stream(server: Running, client: OpenAI) -> None:
     *chunks, last = client.completions.create(
         model=NAME, prompt=prompt, max_tokens=40, stream=True, stream_options=options
     )
-    rounds = [piece for chunk in chunks for piece in chunk.choices[0].to_dict()["rounds"]]  # type: ignore[attr-defined]
-    assert "".join(piece["text"] for piece in rounds) == "".join(chunk.choices[0].text for chunk in chunks)
-    accepted = "".join(piece["text"] for piece in rounds if piece["accepted"])
-    assert last.usage is not None and last.usage.completion_tokens_details is not None
-    count = last.usage.completion_tokens_details.accepted_prediction_tokens
-    assert count and len(tokenizer()(accepted)["input_ids"]) <= 2 * count and accepted
+    choices: list[Any] = [chunk.choices[0].to_dict() for chunk in chunks]
+    pieces = [piece for choice in choices for piece in choice["pieces"]]
+    assert "".join(piece["text"] for piece in pieces) == "".join(choice["text"] for choice in choices)
+    rounds = [count for choice in choices for count in choice["rounds"]]
+    assert last.usage is not None and last.usage.completion_tokens_details is not None and sum(rounds) == 40
+    accepted = last.usage.completion_tokens_details.accepted_prediction_tokens
+    assert accepted == sum(count - 1 for count in rounds) > 0
+    assert len(pieces) == len(rounds) + sum(count > 1 for count in rounds)
+    assert [piece["accepted"] for piece in pieces] == [kind for n in rounds for kind in [True] * (n > 1) + [False]]
 
 
 # --- tools
@@ -658,3 +670,70 @@ def test_sigterm_lets_requests_end() -> None:
     finally:
         process.kill()
         process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["/a", "--model-path", "/b"], "--model-path is /b, expected none beside /a"),
+        (["/nowhere"], "Engine: model is /nowhere, expected an existing folder or a hub id"),
+        (["--chat-template", "/nowhere"], "[Errno 2] No such file or directory: '/nowhere'"),
+        (["--max-n", "0"], "--max-n is 0, expected at least 1"),
+        (["--max-queued-requests", "-1"], "--max-queued-requests is -1, expected at least 0"),
+        (["--max-body-bytes", "0"], "--max-body-bytes is 0, expected at least 1"),
+        (["--max-prompt-tokens", "0"], "--max-prompt-tokens is 0, expected at least 1"),
+        (["--port", "70000"], "--port is 70000, expected 0 to 65535"),
+        (["--mem-fraction-static", "0.5"], "Engine: mem_fraction is 0.5, expected None (device is cpu)"),
+        (["--speculative-algorithm", "EAGLE3", "--model-path", "m"], "--speculative-draft-model-path is missing, expected a folder or hub id for EAGLE3"),
+        (["--host", "256.0.0.1"], "--host is 256.0.0.1 and --port 0, expected an address to listen on ([Errno -2] Name or service not known)"),
+        (["--context-length", "1"], "Engine: max_len is 1, expected at least 2"),
+    ],
+)  # fmt: skip
+def test_bad_flags(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    port = [] if "--port" in arguments else ["--port", "0"]
+    assert cli.main(["serve", "--device", "cpu", *port, *arguments]) == 2
+    assert capsys.readouterr().err == f"specdec serve: {message}\n"
+
+
+def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        assert cli.main(["serve", "--port", port, "--model-path", "/nowhere"]) == 2
+    assert (
+        f"--port {port}, expected an address to listen on ([Errno 98] Address already in use)"
+        in capsys.readouterr().err
+    )
+
+
+def test_a_model_without_a_tokenizer(tmp_path: Path) -> None:
+    save_random_model(tmp_path, "llama")
+    engine = Engine(tmp_path, device="cpu", max_len=64)
+    message = "serve: the model has no tokenizer that gives text piece by piece, expected one (the model folder has no tokenizer)"
+    with engine, pytest.raises(ValueError, match=re.escape(message)):
+        make_app(AsyncEngine(engine), Settings(model_name="m"))
+
+
+def test_how_requests_are_sampled_that_say_nothing(tmp_path: Path) -> None:
+    """As OpenAI's, unless the generation config draws."""
+    assert sampling_defaults(tiny_model("target"), "model") == {"temperature": 1.0}
+    assert sampling_defaults(tmp_path, "model") == {"temperature": 1.0}
+    GenerationConfig(do_sample=True, temperature=0.6, top_p=0.9, top_k=20).save_pretrained(tmp_path)
+    got = sampling_defaults(tmp_path, "model")
+    assert (got["temperature"], got["top_p"], got["top_k"]) == (0.6, 0.9, 20)
+    assert sampling_defaults(tmp_path, "openai") == {"temperature": 1.0}
+    GenerationConfig(no_repeat_ngram_size=2).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"; --sampling-defaults openai does not read it$"):
+        sampling_defaults(tmp_path, "model")
+    engine = make_engine("none")
+    params = SamplingParams(8, temperature=0.6, top_k=20, seed=1)
+    (want,) = engine.generate(TEXT, params)
+    with serving(engine, defaults={"temperature": 0.6, "top_k": 20}) as running, running.client() as client:
+        got_text = client.completions.create(model=NAME, prompt=TEXT, max_tokens=8, seed=1).choices[0].text
+        assert got_text == want.text
+
+
+def test_what_is_missing_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "fastapi" else find_spec(name))
+    assert cli.main(["serve"]) == 2
+    assert capsys.readouterr().err == 'specdec serve needs fastapi: pip install "specdec-kernels[serve]"\n'

@@ -6,6 +6,7 @@ import argparse
 import signal
 import socket
 import sys
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from . import engine_flags
@@ -120,20 +121,24 @@ def sampling_defaults(model: Any, source: str) -> dict[str, Any]:
         except ValueError as error:
             raise ValueError(f"{error}; --sampling-defaults openai does not read it") from error
         if config.temperature > 0:
-            names = ("temperature", "top_k", "top_p", "min_p")
-            defaults = {name: getattr(config, name) for name in names}
+            names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+            defaults = {name: getattr(config, name) for name in names if hasattr(config, name)}
     return defaults
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
+    if not 0 <= port < 65536:
+        raise ValueError(f"--port is {port}, expected 0 to 65535")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except (OSError, OverflowError) as error:
+        with ExitStack() as opened:
+            listener = opened.enter_context(socket.socket(family, kind, protocol))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            opened.pop_all()
+            return listener
+    except OSError as error:
         raise ValueError(f"--host is {host} and --port {port}, expected an address to listen on ({error})") from error
-    return listener
 
 
 def run_app(app: Any, listener: socket.socket, args: argparse.Namespace, title: str) -> None:

@@ -160,7 +160,8 @@ class Answer:
         else:
             parts.append({"text": "".join(map(str, found)), "logprobs": logprobs, "finish_reason": None})
         if self.asked.include_rounds:
-            parts[0]["rounds"] = [{"text": piece.text, "accepted": piece.accepted} for piece in pieces]
+            parts[0]["rounds"] = new.rounds
+            parts[0]["pieces"] = [piece._asdict() for piece in pieces]
         if last:
             parts[-1] |= {"finish_reason": choice.finish_reason, "meta_info": choice.meta_info}
         return parts
@@ -198,7 +199,7 @@ class Answer:
                 "rejected_prediction_tokens": sum(output.stats.drafted for output in outputs) - accepted,
             }
         }
-        cached = [getattr(output.stats, "cached_tokens", None) for output in outputs[:: self.asked.n]]
+        cached = [getattr(output, "cached_tokens", None) for output in outputs[:: self.asked.n]]
         if None not in cached:
             details["prompt_tokens_details"] = {"cached_tokens": sum(count or 0 for count in cached)}
         return usage | details

@@ -23,7 +23,9 @@ from .text import token_texts
 from .tool_calls import PARSERS, ToolParser, parser_for
 
 PAGE = Path(__file__).with_name("page.html")
-PAGE_POLICY = "default-src 'self'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"  # nothing from elsewhere
+PAGE_POLICY = (
+    "default-src 'self'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"  # nothing from elsewhere
+)
 
 Reader = Callable[[Fields, Settings, Engine], Asked]
 Endpoint = Callable[[Request], Awaitable[Response]]

@@ -63,7 +63,8 @@ class Asked:
 
     Attributes:
         tokens: makes the prompts' tokens, which may take a while. params: of every choice; of several, the seed rises.
-        n: choices of each prompt. stream, include_usage, include_rounds: how the answer is sent.
+        n: choices of each prompt. stream, include_usage, include_rounds: how the answer is sent; with rounds, it says
+            how many tokens each gave, and which text was drafted.
         num_top: alternatives beside each token, -1: no log-probabilities. tools: names of those that may be called.
     """
 
