@@ -114,6 +114,7 @@ dev() {
   if outdated "$stamp"; then
     echo "installing torch, transformers and the test tools"
     pip_install torch numpy "transformers>=5.17" tokenizers "safetensors>=0.5" "rich>=13" "matplotlib>=3.8" \
+      "fastapi>=0.115" "uvicorn>=0.34" "httptools>=0.6" "uvloop>=0.21" "prometheus-client>=0.21" "openai>=2" \
       "pytest>=8" "pytest-xdist>=3" "hypothesis>=6" pydantic ruff mypy clang-format
     # Its other dependencies are there but triton, which it asks for and does not import on a CPU.
     pip_install --no-deps --only-binary=:all: xgrammar ||

@@ -159,6 +159,7 @@ class AsyncEngine:
         add_special_tokens: bool = True,
         stream: bool = True,
     ) -> list[AsyncRequest]:
+        """As `Engine.submit_many`. Text becomes tokens in another thread."""
         given = "submit_many", prompts, params, add_special_tokens
         if any(isinstance(prompt, str) for prompt in prompts):
             token_lists, each = await asyncio.to_thread(self.engine._checked, *given)
