@@ -177,6 +177,23 @@ def test_the_end_of_a_text(server: Running, client: OpenAI) -> None:
     assert got.usage is not None and got.usage.completion_tokens >= 15
 
 
+def test_penalties_and_biases(server: Running, client: OpenAI) -> None:
+    (plain,) = server.engine.generate(TEXT, SamplingParams(30))
+    biases = {plain.tokens[0]: -100.0, plain.tokens[3]: 5.0}
+    params = SamplingParams(30, presence_penalty=0.5, frequency_penalty=1.5, repetition_penalty=1.2, logit_bias=biases)
+    (want,) = server.engine.generate(TEXT, params)
+    got = client.completions.create(
+        model=NAME,
+        prompt=TEXT,
+        max_tokens=30,
+        presence_penalty=0.5,
+        frequency_penalty=1.5,
+        logit_bias={str(token): int(value) for token, value in biases.items()},
+        extra_body={"repetition_penalty": 1.2},
+    )
+    assert got.choices[0].text == want.text != plain.text
+
+
 def test_a_chat_goes_on_to_the_end_of_the_context(server: Running, client: OpenAI) -> None:
     prompt = list(range(1, 1001))
     got = client.completions.create(model=NAME, prompt=prompt, max_tokens=LONG, extra_body={"ignore_eos": True})
@@ -373,6 +390,11 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
         (CHAT, {"top_k": 1.5}, "top_k is 1.5, expected an integer", "top_k"),
         (CHAT, {"min_p": 2}, "min_p is 2, expected 0 to 1", "min_p"),
         (CHAT, {"seed": 2**63}, "seed is 9223372036854775808, expected 64 bits with a sign, or None", "seed"),
+        (CHAT, {"presence_penalty": "a"}, 'presence_penalty is "a", expected a number', "presence_penalty"),
+        (CHAT, {"repetition_penalty": 0}, "repetition_penalty is 0, expected a finite number above 0", "repetition_penalty"),
+        (CHAT, {"logit_bias": {"a": 1}}, 'logit_bias has "a": 1, expected token ids with a number each', "logit_bias"),
+        (CHAT, {"logit_bias": {"5": None}}, 'logit_bias has "5": null, expected token ids with a number each', "logit_bias"),
+        (CHAT, {"logit_bias": {"2048": 1}}, "logit_bias has token 2048, expected 0 to 2047 (the model's vocabulary)", "logit_bias"),
         (CHAT, {"stop": [1]}, "stop is [1], expected a string or a list of strings", "stop"),
         (CHAT, {"stop": ""}, "stop is , expected strings that are not empty", "stop"),
         (CHAT, {"stop_token_ids": list(range(17))}, "stop_token_ids has 18 entries, expected at most 16", "stop_token_ids"),

@@ -122,7 +122,7 @@ def sampling_defaults(model: Any, source: str) -> dict[str, Any]:
             raise ValueError(f"{error}; --sampling-defaults openai does not read it") from error
         if config.temperature > 0:
             names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-            defaults = {name: getattr(config, name) for name in names if hasattr(config, name)}
+            defaults = {name: getattr(config, name) for name in names}
     return defaults
 
 

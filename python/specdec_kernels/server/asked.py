@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..engine import Engine, SamplingParams
@@ -102,14 +102,9 @@ SAMPLING: dict[str, tuple[str, Kind]] = {
     "repetition_penalty": ("repetition_penalty", NUMBER),
     "logit_bias": ("logit_bias", OBJECT),
 }
-SUPPORTED = {parameter.name for parameter in fields(SamplingParams)}
 
 # What clients send without asking for anything.
 WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0, 0.0),
-    "frequency_penalty": (0, 0.0),
-    "repetition_penalty": (1, 1.0),
-    "logit_bias": ({},),
     "response_format": ({"type": "text"},),
     "parallel_tool_calls": (True,),
     "store": (False,),
@@ -190,7 +185,7 @@ def read_sampling(
     values = dict(settings.defaults)
     names = {}  # of the fields that parameters came from
     for name, (parameter, kind) in SAMPLING.items():
-        if name in body and parameter in SUPPORTED:
+        if name in body:
             values[parameter] = body.take(name, kind)
             names[parameter] = name
     max_len = engine.config.max_len
@@ -209,6 +204,7 @@ def read_sampling(
     try:
         params = SamplingParams(**values)
         engine._stop_tokens(params)
+        engine._check_bias(params)
     except ValueError as error:
         raise renamed(error, names) from error
     return params
