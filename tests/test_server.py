@@ -296,6 +296,105 @@ def test_tools_in_the_format_of_llama() -> None:
         assert choice.message.tool_calls[0].to_dict()["function"] == {"name": "area", "arguments": '{"width": 3}'}
 
 
+SCHEMA = {
+    "type": "object",
+    "properties": {"width": {"type": "integer"}, "name": {"enum": ["square", "circle"]}},
+    "required": ["width", "name"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def strict() -> Iterator[Running]:
+    """An engine whose requests may have grammars, and predictions."""
+    pytest.importorskip("xgrammar")
+    with serving(make_engine("union", max_len=512, adaptive=False, grammars=True)) as running:
+        yield running
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_texts_to_a_schema(strict: Running, temperature: float) -> None:
+    given: dict[str, Any] = {"model": NAME, "messages": messages(), "temperature": temperature, "seed": 4}
+    form: Any = {"type": "json_schema", "json_schema": {"name": "shape", "schema": SCHEMA, "strict": True}}
+    params = SamplingParams(300, temperature=temperature, seed=4, json_schema=SCHEMA)
+    (want,) = strict.engine.generate(TEXT + "\n", params)
+    with strict.client() as client:
+        for speculation in ("on", "off"):
+            extra = {"speculation": speculation}
+            got = client.chat.completions.create(**given, response_format=form, max_tokens=300, extra_body=extra)
+            text = got.choices[0].message.content
+            assert text == want.text and got.choices[0].finish_reason == "stop"
+            value = json.loads(text or "")
+            assert value.keys() == {"width", "name"} and isinstance(value["width"], int)
+        stream = client.chat.completions.create(**given, response_format=form, max_tokens=300, stream=True)
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == want.text
+        got = client.chat.completions.create(**given, response_format={"type": "json_object"}, max_tokens=200)
+        content = got.choices[0].message.content or ""
+        assert content.startswith("{")
+        if got.choices[0].finish_reason == "stop":
+            assert isinstance(json.loads(content), dict)
+        plain: dict[str, Any] = {"model": NAME, "prompt": TEXT, "temperature": temperature, "max_tokens": 40}
+        text = client.completions.create(**plain, extra_body={"regex": "[ab]{3}c"}).choices[0].text
+        assert re.fullmatch("[ab]{3}c", text)
+        text = client.completions.create(**plain, extra_body={"ebnf": 'root ::= "yes" | "no"'}).choices[0].text
+        assert text in ("yes", "no")
+    strict.wait_until_idle()
+
+
+def test_forced_tools(strict: Running) -> None:
+    """The one that is named, or any; streamed, too."""
+    draw: dict[str, Any] = {"type": "function", "function": {"name": "draw", "parameters": SCHEMA}}
+    turn: dict[str, Any] = {"type": "function", "function": {"name": "turn", "parameters": SCHEMA}}
+    given: dict[str, Any] = {"model": NAME, "messages": messages(), "max_tokens": 300, "tools": [draw, turn]}
+    with strict.client() as client:
+        for choice, names in (
+            ({"type": "function", "function": {"name": "turn"}}, {"turn"}),
+            ("required", {"draw", "turn"}),
+        ):
+            (whole,) = client.chat.completions.create(**given, tool_choice=choice).choices
+            assert whole.message.tool_calls is not None and whole.finish_reason == "tool_calls"
+            function: Any = whole.message.tool_calls[0].to_dict()["function"]
+            assert function["name"] in names
+            assert json.loads(function["arguments"]).keys() == {"width", "name"}
+            chunks = list(client.chat.completions.create(**given, tool_choice=choice, stream=True))
+            (call,) = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
+            assert call.function is not None and call.function.arguments == function["arguments"]
+        cut = client.chat.completions.create(**given | {"max_tokens": 3}, tool_choice="required").choices[0]
+        assert cut.finish_reason == "length" and cut.message.content and not cut.message.tool_calls
+    strict.wait_until_idle()
+
+
+def test_a_prediction(strict: Running) -> None:
+    """The text is the same."""
+    text = strict.engine.generate(TEXT + "\n", SamplingParams(60))[0].text or ""
+    given: dict[str, Any] = {"model": NAME, "messages": messages(), "max_tokens": 60, "seed": 1}
+    with strict.client() as client:
+        for content in (text, [{"type": "text", "text": text}]):
+            prediction: Any = {"type": "content", "content": content}
+            got = client.chat.completions.create(**given, prediction=prediction)
+            assert got.choices[0].message.content == text
+            assert got.usage is not None and got.usage.completion_tokens_details is not None
+            assert got.usage.completion_tokens_details.accepted_prediction_tokens
+    strict.wait_until_idle()
+
+
+def test_what_is_refused_of_grammars(strict: Running, server: Running) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "nothing"}}}
+    status, message, param = strict.error(CHAT, {"messages": messages(), "response_format": form})
+    assert (status, param) == (400, "response_format") and message.startswith("response_format does not compile: ")
+    for fields, name in (
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": [AREA], "tool_choice": "required"}, "tool_choice"),
+        ({"regex": "a"}, "regex"),
+        ({"ebnf": "a"}, "ebnf"),
+    ):
+        got = server.error(CHAT, {"messages": messages()} | fields)
+        assert got == (400, f"{name} is given, expected none without Engine(grammars=True)", name)
+    prediction = {"type": "content", "content": "a"}
+    got = server.error(CHAT, {"messages": messages(), "prediction": prediction})
+    assert got == (400, "prediction is given, expected none without Ngram in Engine(draft=)", "prediction")
+
+
 HERMES = '<tool_call>{"name": "area", "arguments": {"a": "</tool_call>"}}</tool_call>'
 
 
@@ -423,6 +522,16 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
         (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "x"}}]}]}, 'messages[0].tool_calls has arguments "x", expected an object as JSON', "messages"),
         (CHAT, {"tools": [{"type": "web_search"}]}, 'tools[0] is {"type": "web_search"}, expected {"type": "function", "function": {"name": ...}}', "tools"),
         (CHAT, {"tools": [AREA], "parallel_tool_calls": False}, "parallel_tool_calls is false, expected none (this field is not supported)", "parallel_tool_calls"),
+        (CHAT, {"tools": [AREA], "tool_choice": "any"}, 'tool_choice is "any", expected "auto", "none", "required" or {"type": "function", "function": {"name": ...}}', "tool_choice"),
+        (CHAT, {"tool_choice": "required"}, 'tool_choice is "required", expected one of tools, which are []', "tool_choice"),
+        (CHAT, {"tools": [AREA], "tool_choice": {"type": "function", "function": {"name": "f"}}}, 'tool_choice is {"type": "function", "function": {"name": "f"}}, expected one of tools, which are ["area"]', "tool_choice"),
+        (CHAT, {"tools": [AREA], "tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format is given, expected none beside a forced tool_choice", "response_format"),
+        (CHAT, {"response_format": {"type": "yaml"}}, 'response_format.type is "yaml", expected "text" or "json_object" or "json_schema"', "response_format.type"),
+        (CHAT, {"response_format": {"type": "json_schema"}}, "response_format.json_schema is missing, expected an object", "response_format.json_schema"),
+        (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, "response_format.json_schema.schema is missing, expected an object", "response_format.json_schema.schema"),
+        (CHAT, {"regex": "a", "ebnf": "b"}, "ebnf is given, expected none beside regex", "ebnf"),
+        (CHAT, {"prediction": "text"}, 'prediction is "text", expected an object', "prediction"),
+        (CHAT, {"prediction": {"type": "content"}}, "prediction.content is missing, expected a string or a list of parts", "prediction.content"),
         (CHAT, {"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs.tokenize is false, expected none", "chat_template_kwargs.tokenize"),
         (CHAT, {"chat_template": "{{ messages }}"}, 'chat_template is "{{ messages }}", expected none (this field is not supported)', "chat_template"),
         (CHAT, {"audio": {}}, "audio is {}, expected none (this field is not supported)", "audio"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from . import drafts, tune
@@ -45,6 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--enable-deterministic-inference", action="store_true", help="the same bits whatever runs beside a request"
     )
     parser.add_argument("--disable-cuda-graph", action="store_true", help="launch rounds kernel by kernel")
+    parser.add_argument(
+        "--grammar-backend",
+        choices=["xgrammar", "none"],
+        help="what holds texts to JSON schemas and grammars (default: xgrammar where it is installed)",
+    )
     parser.add_argument("--chat-template", metavar="FILE", help="a template in Jinja (default: the tokenizer's)")
 
 
@@ -108,6 +114,16 @@ def open_engine(args: argparse.Namespace, num_slots: int | None = None) -> tuple
         device=args.device,
         cuda_graph=not args.disable_cuda_graph,
         batch_invariant=args.enable_deterministic_inference,
+        grammars=grammars_of(args),
         tuning=args.tuning,
     )
     return algorithm, engine
+
+
+def grammars_of(args: argparse.Namespace) -> bool:
+    installed = importlib.util.find_spec("xgrammar") is not None
+    if args.grammar_backend == "xgrammar" and not installed:
+        raise ValueError(
+            '--grammar-backend is xgrammar, expected none without it (pip install "specdec-kernels[grammar]")'
+        )
+    return installed and args.grammar_backend != "none"

@@ -118,11 +118,12 @@ class Answer:
         if self.asked.include_usage:
             head["usage"] = None
         async for new in self._pieces():
-            for part in self._parts(new):
-                if self._is_chat and new.index not in begun:
-                    begun.add(new.index)
+            index = new.index * self.asked.params.n + new.sample
+            for part in self._parts(self._choices[index], new):
+                if self._is_chat and index not in begun:
+                    begun.add(index)
                     part["delta"] = {"role": "assistant", "content": "", **part["delta"]}
-                yield event(head | {"choices": [{"index": new.index, **part}]})
+                yield event(head | {"choices": [{"index": index, **part}]})
         if self.asked.include_usage:
             yield event(head | {"choices": [], "usage": self.usage})
         yield DONE
@@ -140,9 +141,9 @@ class Answer:
         except GenerationError as error:
             raise RequestError(str(error), status=500) from error
 
-    def _parts(self, new: NewTokens) -> list[dict[str, Any]]:
+    def _parts(self, choice: Choice, new: NewTokens) -> list[dict[str, Any]]:
         """The events of a piece: mostly one, none while a character waits."""
-        choice, last = self._choices[new.index], bool(new.finish_reason)
+        last = bool(new.finish_reason)
         pieces = choice.gain(new)
         found = choice.said("".join(piece.text for piece in pieces), last)
         logprobs = self._logprobs(choice, new.tokens, new.logprobs)
@@ -189,7 +190,7 @@ class Answer:
     def usage(self) -> dict[str, Any]:
         """Tokens, those that end a text among them; a prompt counts once, whatever its number of choices."""
         outputs = [request.output for request in self.requests]
-        prompt = sum(len(output.prompt_tokens) for output in outputs[:: self.asked.n])
+        prompt = sum(len(output.prompt_tokens) for output in outputs[:: self.asked.params.n])
         completion = sum(len(output.tokens) for output in outputs)
         accepted = sum(output.stats.accepted for output in outputs)
         usage = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
@@ -199,7 +200,7 @@ class Answer:
                 "rejected_prediction_tokens": sum(output.stats.drafted for output in outputs) - accepted,
             }
         }
-        cached = [getattr(output, "cached_tokens", None) for output in outputs[:: self.asked.n]]
+        cached = [getattr(output, "cached_tokens", None) for output in outputs[:: self.asked.params.n]]
         if None not in cached:
             details["prompt_tokens_details"] = {"cached_tokens": sum(count or 0 for count in cached)}
         return usage | details

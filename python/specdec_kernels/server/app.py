@@ -20,7 +20,7 @@ from .asked import Asked, Settings, check_model, read_chat, read_completion, rea
 from .fields import TOKENS, Fields, RequestError, parse_body
 from .metrics import Metrics
 from .text import token_texts
-from .tool_calls import PARSERS, ToolParser, parser_for
+from .tool_calls import PARSERS, OneCall, ToolParser, parser_for
 
 PAGE = Path(__file__).with_name("page.html")
 PAGE_POLICY = (
@@ -59,8 +59,13 @@ class Server:
         arrival = time.perf_counter()
         asked = read(await self._body(request), self.settings, self.engine)
         token_lists = await asyncio.to_thread(asked.tokens, self.engine)
+        try:
+            await self.tasks._compile([asked.params])
+        except ValueError as error:
+            raise asked.refused(error) from error
         requests = self._submit(asked, token_lists, arrival)
-        parser: Callable[[], ToolParser] | None = (lambda: self._parser(asked.tools)) if asked.tools else None
+        format = OneCall if asked.must_call else self._parser
+        parser: Callable[[], ToolParser] | None = (lambda: format(asked.tools)) if asked.tools else None
         answer = Answer(
             asked,
             requests,
@@ -82,20 +87,20 @@ class Server:
         for tokens in token_lists:
             if most is not None and len(tokens) > most:
                 raise RequestError(f"the prompt has {len(tokens)} tokens, expected at most {most}", "prompt")
-        prompts = [tokens for tokens in token_lists for _ in range(asked.n)]
+        count = len(token_lists) * asked.params.n
         room = self.engine.config.num_slots + self.settings.max_queued
-        if len(prompts) > room:
-            raise RequestError(f"prompt and n ask for {len(prompts)} texts, expected at most {room}", "n")
-        if self.metrics.num_open + len(prompts) > room:
+        if count > room:
+            raise RequestError(f"prompt and n ask for {count} texts, expected at most {room}", "n")
+        if self.metrics.num_open + count > room:
             message = f"{self.metrics.num_open} requests are waiting or running, expected fewer: try again later"
             raise RequestError(message, status=429, code="queue_full", headers={"Retry-After": "1"})
-        params = asked.params_of_each(len(token_lists))
+        params = [asked.params] * len(token_lists)
         try:
-            requests = self.engine._submit(AsyncRequest, prompts, params, True, self.tasks._inbox())
+            requests = self.engine._submit(AsyncRequest, token_lists, params, True, self.tasks._inbox())
         except RuntimeError as error:
             raise RequestError(str(error), status=503) from error
         except ValueError as error:
-            raise RequestError(str(error)) from error
+            raise asked.refused(error) from error
         self.metrics.begin(requests, arrival)
         return requests
 

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..engine import Engine, SamplingParams
@@ -62,28 +62,27 @@ class Asked:
     """One request's wishes, all of them checked.
 
     Attributes:
-        tokens: makes the prompts' tokens, which may take a while. params: of every choice; of several, the seed rises.
-        n: choices of each prompt. stream, include_usage, include_rounds: how the answer is sent; with rounds, it says
-            how many tokens each gave, and which text was drafted.
+        tokens: makes the prompts' tokens, which may take a while. params: of every prompt, its choices among them.
+        names: of the fields that parameters came from.
+        stream, include_usage, include_rounds: how the answer is sent; with rounds, it says how many tokens each gave,
+            and which text was drafted.
         num_top: alternatives beside each token, -1: no log-probabilities. tools: names of those that may be called.
+        must_call: the text is a call of one of them, as JSON.
     """
 
     tokens: Callable[[Engine], list[list[int]]]
     params: SamplingParams
-    n: int
+    names: dict[str, str]
     stream: bool
     include_usage: bool
     include_rounds: bool
     num_top: int = -1
     tools: Sequence[str] = ()
+    must_call: bool = False
 
-    def params_of_each(self, num_prompts: int) -> list[SamplingParams]:
-        """A choice's seed is the one given and its index, so that choices differ and each can be had again."""
-        seed = self.params.seed
-        if seed is None or self.n == 1:
-            return [self.params] * (num_prompts * self.n)
-        wrapped = [(seed + i + 2**63) % 2**64 - 2**63 for i in range(self.n)]
-        return [replace(self.params, seed=one) for _ in range(num_prompts) for one in wrapped]
+    def refused(self, error: ValueError) -> RequestError:
+        """What the engine has against the parameters, by the names of the body's fields."""
+        return renamed(error, self.names)
 
 
 SAMPLING: dict[str, tuple[str, Kind]] = {
@@ -101,11 +100,12 @@ SAMPLING: dict[str, tuple[str, Kind]] = {
     "frequency_penalty": ("frequency_penalty", NUMBER),
     "repetition_penalty": ("repetition_penalty", NUMBER),
     "logit_bias": ("logit_bias", OBJECT),
+    "regex": ("regex", TEXT),
+    "ebnf": ("grammar", TEXT),
 }
 
 # What clients send without asking for anything.
 WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
-    "response_format": ({"type": "text"},),
     "parallel_tool_calls": (True,),
     "store": (False,),
     "service_tier": ("auto", "default"),
@@ -115,6 +115,10 @@ WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
 }
 ANYTHING = Kind("anything", lambda _: True)
+TOOL_CHOICE = Kind(
+    '"auto", "none", "required" or {"type": "function", "function": {"name": ...}}',
+    lambda value: value in ("auto", "none", "required") or is_function(value),
+)
 NUM_TOP = Kind(f"0 to {MAX_LOGPROBS}", lambda n: is_integer(n) and 0 <= n <= MAX_LOGPROBS)
 IGNORED = ("user", "metadata", "safety_identifier", "prompt_cache_key")
 
@@ -151,7 +155,6 @@ def read_rest(
     conversation: Conversation | None = None,
 ) -> Asked:
     """What both kinds of bodies have, after their own fields were taken."""
-    n = body.take("n", at_most(settings.max_n), 1)
     stream = body.take("stream", BOOLEAN, False)
     options = Fields(body.take("stream_options", OBJECT, {}), "stream_options.")
     tools = conversation.tools if conversation else ()
@@ -160,13 +163,14 @@ def read_rest(
     if include_rounds and tools:
         raise options.error("include_rounds", True, "false with tools")
     options.expect_no_more()
-    params = read_sampling(body, settings, engine, names_of_budget, budget, num_top)
+    params, names = read_sampling(body, settings, engine, names_of_budget, budget, num_top, conversation)
     for name, values in WITHOUT_EFFECT.items():
         body.without_effect(name, *values)
     for name in IGNORED:
         body.take(name, ANYTHING)
     body.expect_no_more()
-    return Asked(tokens, params, n, stream, include_usage, include_rounds, num_top, tools)
+    must_call = conversation is not None and conversation.must_call
+    return Asked(tokens, params, names, stream, include_usage, include_rounds, num_top, tools, must_call)
 
 
 def check_model(body: Fields, settings: Settings) -> None:
@@ -180,10 +184,18 @@ def check_model(body: Fields, settings: Settings) -> None:
 
 
 def read_sampling(
-    body: Fields, settings: Settings, engine: Engine, names_of_budget: Sequence[str], budget: int | None, num_top: int
-) -> SamplingParams:
+    body: Fields,
+    settings: Settings,
+    engine: Engine,
+    names_of_budget: Sequence[str],
+    budget: int | None,
+    num_top: int,
+    conversation: Conversation | None,
+) -> tuple[SamplingParams, dict[str, str]]:
+    """The parameters, and of which fields they came."""
     values = dict(settings.defaults)
-    names = {}  # of the fields that parameters came from
+    names: dict[str, str] = {}
+    values["n"] = body.take("n", at_most(settings.max_n), 1)
     for name, (parameter, kind) in SAMPLING.items():
         if name in body:
             values[parameter] = body.take(name, kind)
@@ -201,13 +213,24 @@ def read_sampling(
     if "logit_bias" in values:
         values["logit_bias"] = read_bias(values["logit_bias"])
     values["logprobs"] = None if num_top < 0 else num_top
+    if conversation is not None:
+        if (schema := read_format(body)) is not None:
+            values["json_schema"], names["json_schema"] = schema, "response_format"
+        if conversation.must_call:
+            if schema is not None:
+                raise RequestError(
+                    "response_format is given, expected none beside a forced tool_choice", "response_format"
+                )
+            values["json_schema"], names["json_schema"] = schema_of_calls(conversation.options["tools"]), "tool_choice"
+        if "prediction" in body:
+            values["prediction"], names["prediction"] = read_prediction(body), "prediction"
     try:
         params = SamplingParams(**values)
         engine._stop_tokens(params)
         engine._check_bias(params)
     except ValueError as error:
         raise renamed(error, names) from error
-    return params
+    return params, names
 
 
 def renamed(error: ValueError, names: dict[str, str]) -> RequestError:
@@ -225,6 +248,52 @@ def read_bias(bias: dict[str, Any]) -> dict[int, float]:
             expected = "token ids with a number each"
             raise RequestError(f"logit_bias has {shown(token)}: {shown(value)}, expected {expected}", "logit_bias")
     return {int(token): float(value) for token, value in bias.items()}
+
+
+def read_format(body: Fields) -> dict[str, Any] | None:
+    """The schema that `response_format` asks for; None: any text will do."""
+    given = body.take("response_format", OBJECT)
+    if given is None:
+        return None
+    fields = Fields(given, "response_format.")
+    kind = fields.need("type", one_of("text", "json_object", "json_schema"))
+    schema: dict[str, Any] | None = {"type": "object"} if kind == "json_object" else None
+    if kind == "json_schema":
+        described = Fields(fields.need("json_schema", OBJECT), "response_format.json_schema.")
+        schema = described.need("schema", OBJECT)
+        for name, kind_of in (("name", TEXT), ("description", TEXT), ("strict", BOOLEAN)):
+            described.take(name, kind_of)
+        described.expect_no_more()
+    fields.expect_no_more()
+    return schema
+
+
+def schema_of_calls(tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of a call of one of the tools."""
+    calls = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"const": tool["function"]["name"]},
+                "arguments": tool["function"].get("parameters") or {"type": "object"},
+            },
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for tool in tools
+    ]
+    return calls[0] if len(calls) == 1 else {"anyOf": calls}
+
+
+def read_prediction(body: Fields) -> str:
+    """The text that much of the answer will repeat: it is what the n-gram index drafts from."""
+    fields = Fields(body.take("prediction", OBJECT), "prediction.")
+    fields.need("type", one_of("content"))
+    content = fields.need("content", Kind("a string or a list of parts", lambda value: isinstance(value, str | list)))
+    fields.expect_no_more()
+    if isinstance(content, list):
+        content = "".join(text_of(part, f"prediction.content[{i}]") for i, part in enumerate(content))
+    return str(content)
 
 
 # --- prompts
@@ -254,6 +323,7 @@ class Conversation:
     messages: list[dict[str, Any]]
     options: dict[str, Any]
     tools: Sequence[str]
+    must_call: bool
 
     def tokens(self, engine: Engine) -> list[list[int]]:
         try:
@@ -269,8 +339,16 @@ def read_conversation(body: Fields, settings: Settings) -> Conversation:
     ]
     if not messages:
         raise RequestError("messages is [], expected at least 1 message", "messages")
-    choice = body.take("tool_choice", one_of("auto", "none"), "auto")
     tools = read_tools(body)
+    choice = body.take("tool_choice", TOOL_CHOICE, "auto")
+    if choice not in ("auto", "none"):
+        wanted = None if choice == "required" else choice["function"]["name"]
+        names = [tool["function"]["name"] for tool in tools]
+        if not names or (wanted is not None and wanted not in names):
+            raise RequestError(
+                f"tool_choice is {shown(choice)}, expected one of tools, which are {shown(names)}", "tool_choice"
+            )
+        tools = [tool for tool in tools if wanted in (None, tool["function"]["name"])]
     options = dict(body.take("chat_template_kwargs", OBJECT, {}))
     for reserved in ("chat_template", "tools", "tokenize", "return_dict", "conversation"):
         if reserved in options:
@@ -282,7 +360,8 @@ def read_conversation(body: Fields, settings: Settings) -> Conversation:
         tools = []
     if tools:
         options["tools"] = tools
-    return Conversation(messages, options, [tool["function"]["name"] for tool in tools])
+    must_call = choice not in ("auto", "none")
+    return Conversation(messages, options, [tool["function"]["name"] for tool in tools], must_call)
 
 
 def read_message(message: Any, where: str) -> dict[str, Any]:
@@ -327,12 +406,17 @@ def read_call(call: Any, where: str) -> dict[str, Any]:
     return {**call, "function": function | {"arguments": arguments}}
 
 
+def is_function(value: Any) -> bool:
+    """Whether it names a function, as a tool or as the choice of one."""
+    function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
+    return isinstance(function, dict) and is_text(function.get("name"))
+
+
 def read_tools(body: Fields) -> list[dict[str, Any]]:
     tools: list[dict[str, Any]] = body.take("tools", LIST, [])
     for index, tool in enumerate(tools):
         where = f"tools[{index}]"
-        function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
-        if not isinstance(function, dict) or not is_text(function.get("name")):
+        if not is_function(tool):
             expected = '{"type": "function", "function": {"name": ...}}'
             raise RequestError(f"{where} is {shown(tool)}, expected {expected}", "tools")
     return tools

@@ -117,6 +117,22 @@ class Llama3:
         return calls
 
 
+class OneCall:
+    """A text that is one call as JSON, as a grammar has made it, unless its budget cut it off."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        self._text = ""
+
+    def push(self, text: str) -> list[str | ToolCall]:
+        self._text += text
+        return []
+
+    def finish(self) -> list[str | ToolCall]:
+        call = call_of(parsed(self._text), self._names)
+        return [self._text if call is None else call] if self._text else []
+
+
 PARSERS: dict[str, type[Hermes] | type[Llama3]] = {"hermes": Hermes, "llama3": Llama3}
 
 
