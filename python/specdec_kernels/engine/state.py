@@ -28,8 +28,9 @@ from ..ops import (
 def to_device(numbers: array[Any], device: torch.device) -> Tensor:
     """int32, or float32, on the device, behind what is on the stream: a pageable copy would wait for all of it."""
     dtype = torch.float32 if numbers.typecode == "f" else torch.int32
-    # torch takes no empty buffer.
-    tensor = torch.frombuffer(numbers, dtype=dtype) if numbers else torch.empty(0, dtype=dtype)
+    if not numbers:  # torch takes no empty buffer
+        return torch.empty(0, dtype=dtype, device=device)
+    tensor = torch.frombuffer(numbers, dtype=dtype)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
