@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from specdec_kernels import FinishReason
-from specdec_kernels.engine import Draft, Engine, NewTokens, Ngram, SamplingParams, Standalone, Union
+from specdec_kernels.engine import Draft, Eagle3, Engine, NewTokens, Ngram, SamplingParams, Standalone, Union
 from specdec_kernels.engine.config import PagePlan
+from specdec_kernels.models.acceptance import EvenAcceptance
 from specdec_kernels.models.families import Mistral
+from specdec_kernels.models.planted import PlantedText, plant_eagle3
 from tiny import Comparison, greedy_by_transformers
 from tiny_models import NATIVE, VOCAB, tiny_model
 
@@ -163,6 +165,24 @@ def test_texts_beyond_the_window(name: str, draft: str, implementation: str, dev
     for prompt, output in zip(prompts, outputs, strict=True):
         want = greedy_by_transformers(model, [prompt], 70)[0]
         comparison.check(prompt, output.tokens, want)
+        assert len(output.tokens) == 70
+    assert len(comparison.near_ties) <= 1
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_a_head_sees_all_of_a_text(adaptive: bool, device: torch.device) -> None:
+    """Its pages stay, also where it rests and catches up; those of the target's layers come back."""
+    model = model_of("all")
+    head = plant_eagle3(model, PlantedText.of(VOCAB, VOCAB), EvenAcceptance())
+    prompts = random_texts(150, 3, 90)
+    draft = Eagle3(head, num_steps=3, topk=3, num_nodes=9)
+    with engine_of(model, draft, device, adaptive=adaptive) as engine:
+        assert engine.config.pages == (None, -(-(400 + engine.config.reserve) // 4), ((16, 20),))
+        outputs = engine.generate(prompts, SamplingParams(70))
+        assert_all_free(engine)
+    comparison = Comparison(model)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        comparison.check(prompt, output.tokens, greedy_by_transformers(model, [prompt], 70)[0])
         assert len(output.tokens) == 70
     assert len(comparison.near_ties) <= 1
 
