@@ -475,6 +475,60 @@ def test_round_rows(rows: int, width: int, group_size: int | None, dtype: torch.
         assert numbers[:, width:].float().isnan().all()
 
 
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(
+    ("rows", "width", "groups"),
+    [
+        (0, 8, 1),
+        (1, 2, 1),
+        (3, 130, 1),
+        (3, 130, 2),
+        (5, 768, 6),
+        (300, 72, 1),
+        (9, 12288, 96),
+        (4, 192, 6),
+        (2, 512, 128),
+    ],
+)
+def test_widen_rows(rows: int, width: int, groups: int, bits: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Rounded once from float32, which all of these have on all devices."""
+    groups = groups if bits == 4 else 1 if groups == 1 else -(-width // 128)
+    if bits == 4:
+        weight = four_bits(rows, width, groups, device)
+        numbers, scales = weight["weight"], weight["weight_scales"]
+    else:
+        numbers = torch.randn(rows, width, device=device).to(torch.float8_e4m3fn)
+        scales = torch.rand(groups, rows, device=device) + 0.5
+    want = reference.widen_rows(numbers, scales).float().to(dtype)
+    for start in (0, 1):  # the second off 16 bytes
+        out = torch.full((rows, width + 16), torch.nan, device=device).to(dtype)
+        sd.widen_rows(numbers, scales, out=out[:, start : start + width])
+        assert torch.equal(out[:, start : start + width], want)
+        assert out[:, :start].isnan().all() and out[:, start + width :].isnan().all()
+    assert torch.equal(sd.widen_rows(numbers, scales, dtype=str(dtype).removeprefix("torch.")), want)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"scales": torch.ones(3, 2)}, "groups is 3, expected 1 or 2"),
+        (
+            {"numbers": torch.zeros(2, 8, dtype=torch.uint8), "scales": torch.ones(3, 2)},
+            "groups is 3, expected a divisor of 16",
+        ),
+        ({"numbers": torch.zeros(2, 8)}, "numbers is float32, expected float8_e4m3fn or uint8"),
+        ({"out": torch.zeros(2, 4)}, "out has shape [2, 4], expected [rows=2, width=256]"),
+    ],
+)
+def test_widen_rows_refuses(arguments: dict[str, torch.Tensor], message: str) -> None:
+    numbers = torch.zeros(2, 256).to(torch.float8_e4m3fn)
+    with pytest.raises(ValueError) as error:
+        sd.widen_rows(**({"numbers": numbers, "scales": torch.ones(1, 2)} | arguments))
+    assert str(error.value) == f"widen_rows: {message}"
+
+
 def test_round_rows_at_the_ends(device: torch.device) -> None:
     """Zeros, the largest numbers there are, and a scale that is given."""
     x = torch.tensor([[0.0, 0.0, 0.0], [3e38, -3e38, 1.0], [1e-38, 0.0, -1e-38]], device=device)

@@ -163,6 +163,10 @@ def linear_rows(t: Inputs, **stream: Any) -> Iterable[Tensor]:
     return [sd.linear_rows(t["x"], t["weight"], t["bias"], **stream)]
 
 
+def widen_rows(t: Inputs, **stream: Any) -> Iterable[Tensor]:
+    return [sd.widen_rows(t["numbers"], t["scales"], **stream)]
+
+
 def round_rows(t: Inputs, **stream: Any) -> Iterable[Tensor]:
     return [x.float() for x in sd.round_rows(t["x"], group_size=128, **stream)]
 
@@ -401,6 +405,9 @@ CASES = {
             "bias": torch.randn(VOCAB).bfloat16(),
         },
         linear_rows,
+    ),
+    "widen_rows": Case(
+        lambda: {"numbers": torch.randint(256, (N, 128), dtype=torch.uint8), "scales": torch.rand(2, N)}, widen_rows
     ),
     "round_rows": Case(lambda: {"x": torch.randn(N, 300)}, round_rows),
     "rotate_qkv": Case(

@@ -248,6 +248,10 @@ def calls(op: str, device: torch.device) -> list[tuple[tuple[Any, ...], dict[str
             ((floats(3, 64, dtype=torch.bfloat16), floats(48, 64, dtype=torch.bfloat16)), options)
             for options in ({}, {"gated": True})
         ],
+        "widen_rows": [
+            ((torch.zeros(3, 64, dtype=torch.uint8), torch.ones(2, 3)), options)
+            for options in ({}, {"dtype": "float32"})
+        ],
         "round_rows": [((floats(3, 200),), {}), ((floats(3, 200),), {"group_size": 128})],
         "rotate_qkv": [
             ((floats(2, 3, 8, 64), floats(30, 64), ints(2, 3), pools[0][0], pools[1][0], table, lens), {}),

@@ -123,6 +123,20 @@ def round_rows(device: torch.device, p: Params) -> Work:
     )
 
 
+def widen_rows(device: torch.device, p: Params) -> Work:
+    """Of 4 bits in groups of 128."""
+    outs, width = p["outs"], p["width"]
+    numbers = torch.randint(256, (outs, width // 2), dtype=torch.uint8, device=device)
+    scales = torch.rand(width // 128, outs, device=device)
+    out = poisoned(outs, width, dtype=getattr(torch, p["dtype"]), device=device)
+    want = reference.widen_rows(numbers, scales).float().to(out.dtype)
+    return Work(
+        call=lambda: sd.widen_rows(numbers, scales, out=out),
+        check=lambda: expect_near("out", out, want, 0),
+        bytes_moved=bytes_of(numbers, scales, out),
+    )
+
+
 def rotate_qkv(device: torch.device, p: Params) -> Work:
     batch, rows = p["batch"], p["rows"]
     lens, table, place = slots_of_rows(batch, rows, device)
@@ -160,6 +174,12 @@ CASES = (
         grid={"rows": (1, 16, 64, 128), "width": (4096, 12288), "outs": (4096, 6144, 24576), "dtype": ("bfloat16",)},
         cpu_grid={"rows": (1, 6), "width": (1024,), "outs": (1024,), "dtype": ("bfloat16",)},
         make=linear_rows,
+    ),
+    Case(
+        "widen_rows",
+        grid={"outs": (4096, 24576), "width": (4096,), "dtype": ("bfloat16",)},
+        cpu_grid={"outs": (64,), "width": (1024,), "dtype": ("bfloat16",)},
+        make=widen_rows,
     ),
     Case("round_rows", grid={"rows": ROWS, "width": (4096, 12288), "dtype": ("bfloat16",)}, make=round_rows),
     Case(

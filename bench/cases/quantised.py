@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+import specdec_kernels as sd
 from specdec_kernels.models.layers import Product
 from specdec_kernels.models.quantised import (
     GROUP,
     Fp8Weight,
     Int4Weight,
     StoredWeight,
-    from_words,
     in_eight_bits,
     rounded,
 )
@@ -49,15 +49,21 @@ def stored_linear(device: torch.device, p: Params) -> Work:
     )
 
 
+def widened(weight: StoredWeight, dtype: torch.dtype) -> Tensor:
+    assert isinstance(weight, Fp8Weight | Int4Weight)
+    return sd.widen_rows(weight.numbers, weight.scales.t(), dtype=str(dtype).removeprefix("torch."))
+
+
 def kernels_of(x: Tensor, weight: StoredWeight) -> Iterator[tuple[str, Callable[[], Tensor]]]:
     """The definition, and what of torch multiplies such numbers where it has a kernel."""
     rows = rounded(x, getattr(weight, "activations", "none"))
-    yield "widened", lambda: functional.linear(rows, weight.dequantised().to(x.dtype))
+    yield "widened", lambda: functional.linear(rows, widened(weight, x.dtype))
     if isinstance(weight, Fp8Weight) and (kernel := weight.torch_kernel(x)) is not None:
         in_eight = in_eight_bits(x, weight.activations)
         yield "torch", lambda: kernel(*in_eight, weight.numbers, weight.scales)
     if isinstance(weight, Int4Weight) and x.is_cuda and x.dtype == torch.bfloat16:
-        numbers, bits = from_words(weight.numbers), weight.scales.view(torch.int32)
+        numbers = sd.widen_rows(weight.numbers, torch.ones_like(weight.scales.t()), dtype="float32").to(torch.uint8)
+        bits = weight.scales.view(torch.int32)
         tiles = torch._convert_weight_to_int4pack(numbers[:, ::2] << 4 | numbers[:, 1::2], INNER_TILES)
         zeros = (8 - (bits & 15)) * weight.scales
         both = torch.stack([weight.scales.t(), zeros.t()], -1).to(x.dtype).contiguous()

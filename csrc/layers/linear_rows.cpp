@@ -141,7 +141,7 @@ void linear_rows_cpu(const LinearRowsParams& p) {
     };
   };
   const auto of_4_bits = [&p](int64_t n, int64_t k, float scale) {
-    const Nibble at = nibble_of(k);
+    const Nibble at = nibble_of(k, p.in);
     const int number = static_cast<const uint8_t*>(p.weight)[n * p.weight_stride + at.byte] >> at.shift & 15;
     return static_cast<float>(number - static_cast<int>(FourBitScale(scale).zero));
   };

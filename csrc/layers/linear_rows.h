@@ -12,14 +12,17 @@ namespace specdec::layers {
 constexpr int64_t kMaxLinearRows = 1 << 18;
 constexpr int64_t kLinearGroup = 128;
 
-// A weight of 4 bits: numbers 0 to 15, 256 of a row in 128 bytes, ordered for the tensor cores. A thread of four, by
+// A weight of 4 bits: numbers 0 to 15, 256 of a row in 128 bytes, ordered for the tensor cores; rows of other widths
+// have neighbours in a byte, the first in its lower half, which linear_rows does not take. A thread of four, by
 // column / 2 % 4, has the columns of 16 bytes for each half of the 256, in words for 32 of them, whose nibble i
 // and i + 4 are neighbours in the row.
+constexpr int64_t kOrderedColumns = 2 * kLinearGroup;
 struct Nibble {
   int64_t byte;
   int shift;
 };
-SD_HD Nibble nibble_of(int64_t column) {
+SD_HD Nibble nibble_of(int64_t column, int64_t width) {
+  if (width % kOrderedColumns != 0) return {column / 2, static_cast<int>(column % 2) * 4};
   const int at = static_cast<int>(column % 256), step = at / 16, pair = step % 2 * 2 + at % 16 / 8;
   const int word = (step / 8 * 4 + at % 8 / 2) * 4 + step % 8 / 2, nibble = pair + at % 2 * 4;
   return {column / 256 * 128 + word * 4 + nibble / 2, nibble % 2 * 4};

@@ -24,6 +24,7 @@
 #include "layers/pair_rows.h"
 #include "layers/rotate_qkv.h"
 #include "layers/round_rows.h"
+#include "layers/widen_rows.h"
 // --- attention
 #include "attention/tree_attention.h"
 // --- verify
@@ -125,6 +126,7 @@ PYBIND11_MODULE(_C_of_main_interpreter, m, pybind11::mod_gil_not_used()) {
   def_op<&linear_rows_plan>(m, "linear_rows_plan", "who multiplies such rows by a weight quickest");
   def_op<&linear_plan>(m, "linear_plan", "the same of sizes, without tensors or a device");
   def_op<&round_rows>(m, "round_rows", "rows as numbers of 8 bits and their scales");
+  def_op<&widen_rows>(m, "widen_rows", "numbers of 8 or 4 bits as those they stand for");
   def_op<&rotate_qkv>(m, "rotate_qkv", "normalise and rotate query and key heads, write keys and values to pages");
 
   // --- attention

@@ -238,6 +238,7 @@ def linear_plan(rows: int, outs: int, ins: int, bits: int, gated: bool, has_wgmm
 def round_rows(
     stream: int | None, x: Tensor, group_size: int | None, scale: Tensor | None, out: Tensor, out_scales: Tensor
 ) -> None: ...
+def widen_rows(stream: int | None, numbers: Tensor, scales: Tensor, out: Tensor) -> None: ...
 def rotate_qkv(
     stream: int | None,
     qkv: Tensor,

@@ -57,6 +57,7 @@ from .ops import (
     tree_attention_workspace,
     verify_tree,
     verify_tree_workspace,
+    widen_rows,
     write_kv,
 )
 from .plans import A100, H200, L40S, AttentionPlan, Gpu, attention_plan
@@ -128,5 +129,6 @@ __all__ = [
     "tree_attention_workspace",
     "verify_tree",
     "verify_tree_workspace",
+    "widen_rows",
     "write_kv",
 ]

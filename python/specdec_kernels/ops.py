@@ -916,6 +916,33 @@ def round_rows(
     return numbers, scales
 
 
+def widen_rows(
+    numbers: Tensor, scales: Tensor, *, dtype: str = "bfloat16", out: Tensor | None = None, stream: int | None = None
+) -> Tensor:
+    """What numbers of 8 or 4 bits stand for: times their scales, rounded once. The other way of `round_rows`, and what
+    stands for a weight of `linear_rows` where that does not multiply.
+
+    Args:
+        numbers: [N, K] float8_e4m3fn, or [N, K / 2] uint8 of 4 bits: as in `linear_rows`, or where K is no multiple of
+            256, neighbours in a byte, the first in its lower half.
+        scales: [G, N] float32, one group of whole rows, or one of each 128 numbers; of 4 bits G equal groups, and the
+            four lowest bits of a scale are the number that stands for 0.
+        dtype: of out, "float32", "float16" or "bfloat16".
+
+    Returns:
+        out [N, K].
+
+    Raises:
+        ValueError: wrong dtype, shape, device or stride; another number of groups.
+    """
+    if out is None:
+        rows, width = shape_of("widen_rows", "numbers", numbers, 2)
+        in_4_bits = str(numbers.dtype).endswith("uint8")
+        out = empty("widen_rows", numbers, (rows, 2 * width if in_4_bits else width), dtype)
+    _C.widen_rows(stream, numbers, scales, out)
+    return out
+
+
 def rotate_qkv(
     qkv: Tensor,
     rotations: Tensor,

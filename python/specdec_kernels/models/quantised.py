@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from .. import _C
-from ..ops import gate_rows, linear_rows, round_rows
+from ..ops import gate_rows, linear_rows, round_rows, widen_rows
 
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
@@ -91,7 +91,10 @@ class Fp8Weight(StoredWeight):
         return self.numbers.shape[0], self.numbers.shape[1]
 
     def dequantised(self) -> Tensor:
-        return spread(self.scales, self.shape[1]) * self.numbers.float()
+        return self._widened(torch.float32)
+
+    def _widened(self, dtype: torch.dtype) -> Tensor:
+        return widened(self.numbers, self.scales, dtype)
 
     def product(self, x: Tensor, bias: Tensor | None = None, gated: bool = False) -> Tensor:
         if not self._is_ours(x, gated):
@@ -104,12 +107,12 @@ class Fp8Weight(StoredWeight):
 
     def multiplied(self, x: Tensor) -> Tensor:
         if self.activations == "none":
-            return functional.linear(x, self.dequantised().to(x.dtype))
+            return functional.linear(x, self._widened(x.dtype))
         numbers, scales = in_eight_bits(x.reshape(-1, x.shape[-1]), self.activations, self.input_scale)
         kernel = self.torch_kernel(x)
         if kernel is None:
             rows = numbers.float() * spread(scales.t(), x.shape[-1])
-            out = functional.linear(rows.to(x.dtype), self.dequantised().to(x.dtype))
+            out = functional.linear(rows.to(x.dtype), self._widened(x.dtype))
         else:
             out = kernel(numbers, scales, self.numbers, self.scales)
         return out.view(*x.shape[:-1], -1)
@@ -198,15 +201,10 @@ class Int4Weight(StoredWeight):
         return self.numbers.shape[0], 2 * self.numbers.shape[1]
 
     def dequantised(self) -> Tensor:
-        means = self._in_order()
+        means = widened(self.numbers, self.scales, torch.float32)
         if self.order is None:
             return means
         return torch.empty_like(means).index_copy_(1, self.order.long(), means)
-
-    def _in_order(self) -> Tensor:
-        bits = self.scales.view(torch.int32)[..., None]
-        numbers = from_words(self.numbers).view(len(self.numbers), self.scales.shape[1], -1)
-        return ((numbers.float() - (bits & 15)) * (bits & ~15).view(torch.float32)).flatten(1)
 
     def product(self, x: Tensor, bias: Tensor | None = None, gated: bool = False) -> Tensor:
         if not self._is_ours(x, gated):
@@ -216,7 +214,7 @@ class Int4Weight(StoredWeight):
         return out.view(*x.shape[:-1], -1)
 
     def multiplied(self, x: Tensor) -> Tensor:
-        return functional.linear(self._taken(x), self._in_order().to(x.dtype))
+        return functional.linear(self._taken(x), widened(self.numbers, self.scales, x.dtype))
 
     def plan(self, x: Tensor) -> str:
         return "linear_rows" if self._is_ours(x, False) else "widened"
@@ -251,20 +249,18 @@ class Int4Weight(StoredWeight):
         return replace(self, numbers=self.numbers[begin:end], scales=self.scales[begin:end])
 
 
+def widened(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """[out, in] of a weight's numbers and its scales [out, groups]."""
+    out: Tensor = widen_rows(numbers, scales.t().contiguous(), dtype=str(dtype).removeprefix("torch."))
+    return out
+
+
 def in_words(numbers: Tensor) -> Tensor:
     """[rows, n / 2] uint8 of [rows, n] numbers of four bits: each 256 columns as `linear_rows` takes them, for tensor
     cores; of another n, neighbours in a byte, the first in its lower half."""
     if numbers.shape[1] % WORDS == 0:  # halves, words, steps, eights, fours, neighbours
         numbers = numbers.view(len(numbers), -1, 2, 4, 2, 2, 4, 2).permute(0, 1, 2, 6, 3, 7, 4, 5).flatten(1)
     return numbers[:, ::2] | (numbers[:, 1::2] << 4)
-
-
-def from_words(words: Tensor) -> Tensor:
-    """The numbers [rows, n] again."""
-    numbers = torch.stack([words & 15, words >> 4], -1).flatten(1)
-    if numbers.shape[1] % WORDS == 0:
-        numbers = numbers.view(len(numbers), -1, 2, 4, 4, 2, 2, 2).permute(0, 1, 2, 4, 6, 7, 3, 5).flatten(1)
-    return numbers
 
 
 @dataclass(frozen=True)

@@ -119,13 +119,22 @@ def spread(scales: Tensor, width: int) -> Tensor:
     return scales.t().repeat_interleave(width if len(scales) == 1 else 128, 1)[:, :width]
 
 
+def widen_rows(numbers: Tensor, scales: Tensor) -> Tensor:
+    if numbers.dtype == torch.uint8:
+        return of_four_bits(numbers, scales)
+    return numbers.double() * spread(scales, numbers.shape[1])
+
+
 def of_four_bits(weight: Tensor, scales: Tensor) -> Tensor:
     """[N, K] of a weight [N, K / 2] of 4 bits, column by column, and scales whose four lowest bits stand for 0."""
     columns = torch.arange(2 * weight.shape[1], device=weight.device)
-    step, at = columns % 256 // 16, columns % 16
-    word = (step // 8 * 4 + at % 8 // 2) * 4 + step % 8 // 2
-    nibble = step % 2 * 2 + at // 8 + at % 2 * 4
-    numbers = weight[:, columns // 256 * 128 + word * 4 + nibble // 2] >> (nibble % 2 * 4) & 15
-    bits = scales.contiguous().view(torch.int32)
-    zeros, factors = (spread(x, len(columns)) for x in (bits & 15, (bits & ~15).view(torch.float32)))
+    byte, nibble = columns // 2, columns % 2
+    if len(columns) % 256 == 0:
+        step, at = columns % 256 // 16, columns % 16
+        in_word = step % 2 * 2 + at // 8 + at % 2 * 4
+        byte = columns // 256 * 128 + ((step // 8 * 4 + at % 8 // 2) * 4 + step % 8 // 2) * 4 + in_word // 2
+        nibble = in_word % 2
+    numbers = weight[:, byte] >> (nibble * 4) & 15
+    bits, size = scales.contiguous().view(torch.int32), len(columns) // len(scales)
+    zeros, factors = (x.t().repeat_interleave(size, 1) for x in (bits & 15, (bits & ~15).view(torch.float32)))
     return (numbers.double() - zeros) * factors.double()
