@@ -361,8 +361,8 @@ def test_any_rungs_give_the_same_texts(name: str, device: torch.device, tmp_path
     engine = make_engine(DRAFTS[name](tmp_path), device, cuda_graph=False, num_pages=60)
     rng, launch, most_nodes = random.Random(3), engine._executor.launch, engine.config.needs.num_nodes
 
-    def launch_any(batch: int, _rows: int, max_kv_len: int) -> None:
-        rungs = rungs_of(batch, most_nodes, equal=engine.draft.sampled) if batch else (0,)
+    def launch_any(batch: int, rows: int, max_kv_len: int) -> None:
+        rungs = rungs_of(batch, most_nodes, equal=engine.draft.sampled) if rows else (0,)
         launch(batch, rng.choice(rungs), max_kv_len)
 
     engine._executor.launch = launch_any  # type: ignore[method-assign]
