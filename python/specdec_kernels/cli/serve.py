@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import signal
 import socket
 import sys
@@ -78,7 +79,13 @@ def serve(args: argparse.Namespace) -> int:
     from ..server import make_app
 
     template = engine_flags.resolve(args)
-    for name, low in (("max_queued_requests", 0), ("max_body_bytes", 1), ("max_n", 1), ("max_prompt_tokens", 1)):
+    for name, low in (
+        ("max_queued_requests", 0),
+        ("max_body_bytes", 1),
+        ("max_n", 1),
+        ("max_prompt_tokens", 1),
+        ("drain_seconds", 0),
+    ):
         if (value := getattr(args, name)) is not None and value < low:
             raise ValueError(f"--{name.replace('_', '-')} is {value}, expected at least {low}")
     with listening_socket(args.host, args.port) as listener:  # a port that is taken is found before a model is loaded
@@ -150,6 +157,11 @@ def run_app(app: Any, listener: socket.socket, args: argparse.Namespace, title: 
             await super().startup(sockets)
             print(f"specdec serve: {title}", flush=True)
 
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            if args.drain_seconds is not None:
+                asyncio.get_running_loop().call_later(args.drain_seconds, app.state.server.cancel_all)
+            await super().shutdown(sockets)
+
     config = uvicorn.Config(
         app,
         log_level=args.log_level,
@@ -157,7 +169,6 @@ def run_app(app: Any, listener: socket.socket, args: argparse.Namespace, title: 
         lifespan="off",
         ws="none",
         server_header=False,
-        timeout_graceful_shutdown=args.drain_seconds,
     )
     # uvicorn raises the signal once more in the end: then it is for this handler, and the engine is closed in order.
     before = signal.signal(signal.SIGTERM, lambda *_: None)

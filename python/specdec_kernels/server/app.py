@@ -104,6 +104,11 @@ class Server:
         self.metrics.begin(requests, arrival)
         return requests
 
+    def cancel_all(self) -> None:
+        """Ends whatever runs or waits: clients are told so."""
+        for request in self.metrics.open_requests:
+            request.cancel()
+
     # --- what else a client may want to know
 
     async def tokenize(self, request: Request) -> Response:

@@ -44,6 +44,11 @@ class Metrics(Collector):
         """Requests that run or wait."""
         return len(self._open)
 
+    @property
+    def open_requests(self) -> list[AsyncRequest]:
+        with self._lock:
+            return list(self._open)
+
     def begin(self, requests: Sequence[AsyncRequest], arrival: float) -> None:
         with self._lock:
             self._open.update(dict.fromkeys(requests, arrival))
