@@ -95,6 +95,7 @@ class Answer:
     ) -> None:
         self.asked, self.requests, self._is_chat, self._token_text = asked, requests, is_chat, token_text
         self._on_first = on_first
+        self._num_tokens = 0  # that have come
         self._choices = [
             Choice(request, tokenizer, parser and parser(), asked.include_rounds and asked.stream)
             for request in requests
@@ -123,6 +124,8 @@ class Answer:
                 if self._is_chat and index not in begun:
                     begun.add(index)
                     part["delta"] = {"role": "assistant", "content": "", **part["delta"]}
+                if self.asked.usage_each_time:
+                    head["usage"] = self.usage
                 yield event(head | {"choices": [{"index": index, **part}]})
         if self.asked.include_usage:
             yield event(head | {"choices": [], "usage": self.usage})
@@ -137,6 +140,7 @@ class Answer:
                     self._on_first()
                 if new.finish_reason == FinishReason.CANCELLED:
                     raise RequestError("the request was cancelled, expected to be sent again", status=503)
+                self._num_tokens += len(new.tokens)
                 yield new
         except GenerationError as error:
             raise RequestError(str(error), status=500) from error
@@ -191,7 +195,7 @@ class Answer:
         """Tokens, those that end a text among them; a prompt counts once, whatever its number of choices."""
         outputs = [request.output for request in self.requests]
         prompt = sum(len(output.prompt_tokens) for output in outputs[:: self.asked.params.n])
-        completion = sum(len(output.tokens) for output in outputs)
+        completion = self._num_tokens
         accepted = sum(output.stats.accepted for output in outputs)
         usage = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
         details: dict[str, Any] = {

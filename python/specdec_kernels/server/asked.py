@@ -64,8 +64,8 @@ class Asked:
     Attributes:
         tokens: makes the prompts' tokens, which may take a while. params: of every prompt, its choices among them.
         names: of the fields that parameters came from.
-        stream, include_usage, include_rounds: how the answer is sent; with rounds, it says how many tokens each gave,
-            and which text was drafted.
+        stream, include_usage, include_rounds, usage_each_time: how the answer is sent; with rounds, it says how many
+            tokens each gave, and which text was drafted.
         num_top: alternatives beside each token, -1: no log-probabilities. tools: names of those that may be called.
         must_call: the text is a call of one of them, as JSON.
     """
@@ -76,6 +76,7 @@ class Asked:
     stream: bool
     include_usage: bool
     include_rounds: bool
+    usage_each_time: bool = False
     num_top: int = -1
     tools: Sequence[str] = ()
     must_call: bool = False
@@ -160,6 +161,7 @@ def read_rest(
     tools = conversation.tools if conversation else ()
     include_usage = options.take("include_usage", BOOLEAN, False)
     include_rounds = options.take("include_rounds", BOOLEAN, False)
+    usage_each_time = options.take("continuous_usage_stats", BOOLEAN, False)
     if include_rounds and tools:
         raise options.error("include_rounds", True, "false with tools")
     options.expect_no_more()
@@ -170,7 +172,18 @@ def read_rest(
         body.take(name, ANYTHING)
     body.expect_no_more()
     must_call = conversation is not None and conversation.must_call
-    return Asked(tokens, params, names, stream, include_usage, include_rounds, num_top, tools, must_call)
+    return Asked(
+        tokens,
+        params,
+        names,
+        stream=stream,
+        include_usage=include_usage,
+        include_rounds=include_rounds,
+        usage_each_time=usage_each_time,
+        num_top=num_top,
+        tools=tools,
+        must_call=must_call,
+    )
 
 
 def check_model(body: Fields, settings: Settings) -> None:
