@@ -94,7 +94,8 @@ def test_a_chat(server: Running, client: OpenAI) -> None:
     assert (got.choices[0].message.role, got.choices[0].message.content) == ("assistant", want.text)
     assert got.choices[0].finish_reason == "length" and got.object == "chat.completion"
     stats = want.stats
-    assert got.usage is not None and got.usage.to_dict() == {
+    assert got.usage is not None
+    assert {name: count for name, count in got.usage.to_dict().items() if name != "prompt_tokens_details"} == {
         "prompt_tokens": len(want.prompt_tokens),
         "completion_tokens": 40,
         "total_tokens": len(want.prompt_tokens) + 40,
