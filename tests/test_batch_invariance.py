@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from specdec_kernels.engine import Draft, Eagle3, Engine, Ngram, SamplingParams, Standalone
+from specdec_kernels.engine.round import Drafted
 from specdec_kernels.tiny import tiny_model
 from tiny import held_out
 
@@ -46,15 +47,15 @@ def logits_of(
     prompts = {n: held_out("code")[n][: 15 + 9 * n] for n in requests}
     kept: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]] = []
     target, round = engine.target, engine._executor.round
-    logits, run = target.logits, round.run
+    logits, commit = target.logits, round.commit
 
     def keep(hidden: torch.Tensor) -> torch.Tensor:
         kept.append(logits(hidden))
         return kept[-1]
 
-    def run_and_look(slots: torch.Tensor, num_rows: int) -> object:
+    def commit_and_look(drafted: Drafted) -> object:
         kept.clear()
-        result = run(slots, num_rows)
+        result, slots = commit(drafted), drafted.slots
         live = [(row, slot) for row, slot in enumerate(slots.tolist()) if slot >= 0]
         for row, slot in live:
             text = (int(engine.state.prefix_lens[slot]), slot)
@@ -63,7 +64,7 @@ def logits_of(
 
     rounds: list[tuple[tuple[int, int], torch.Tensor]] = []
     monkeypatch.setattr(target, "logits", keep)
-    monkeypatch.setattr(round, "run", run_and_look)
+    monkeypatch.setattr(round, "commit", commit_and_look)
     params = [SamplingParams(NEW_TOKENS, ignore_eos=True, temperature=0.7 * (n % 2), seed=n) for n in requests]
     outputs = engine.generate([prompts[n] for n in requests], params)
     monkeypatch.undo()

@@ -7,11 +7,10 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from torch import Tensor
 
 import specdec_kernels as sd
 from specdec_kernels.engine import Eagle3, Engine, Ngram, SamplingParams
-from specdec_kernels.engine.round import most_nodes
+from specdec_kernels.engine.round import Drafted, most_nodes
 from specdec_kernels.tiny import tiny_model
 from test_budget import DRAFTS, NEW_TOKENS, every_draft, expect_plain_texts, make_engine, plain_texts, prompts
 from tiny import Comparison, reference_model
@@ -24,16 +23,16 @@ def test_requests_share_the_rows_of_a_round(name: str, tmp_path: Path) -> None:
     round, launch = engine._executor.round, engine._executor.launch
     engine._executor.launch = lambda batch, _rows, most: launch(batch, 4 * batch, most)  # type: ignore[method-assign]
     seen: list[list[int]] = []
-    run = round.run
+    commit = round.commit
 
-    def noted(slots: Tensor, num_rows: int) -> Any:
-        result = run(slots, num_rows)
+    def noted(drafted: Drafted) -> Any:
+        result, num_rows = commit(drafted), len(drafted.hidden)
         counts = result.num_nodes.tolist()
         assert sum(counts) <= num_rows and max(counts) <= most_nodes(len(counts), num_rows, 256)
         seen.append(counts)
         return result
 
-    round.run = noted  # type: ignore[method-assign]
+    round.commit = noted  # type: ignore[method-assign]
     expect_plain_texts(engine)
     assert any(max(counts) > 4 for counts in seen) != engine.draft.sampled
 

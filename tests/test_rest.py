@@ -291,7 +291,7 @@ def test_requests_that_join_and_leave(name: str, device: torch.device, tmp_path:
     tuning = tuning_for(draft, [1.0], device, **options)
     engine = make_engine(draft, device, adaptive=True, tuning=tuning, **options)
     round, most = engine._executor.round, engine.config.needs.num_nodes
-    run, kinds = round.run, {"rest": 0, "catch up": 0}
+    run, kinds = round.run_target, {"rest": 0, "catch up": 0}
     behind: dict[int, int] = {}
 
     def chosen(slots: Tensor, _num_rows: int) -> Any:
@@ -308,7 +308,7 @@ def test_requests_that_join_and_leave(name: str, device: torch.device, tmp_path:
             kinds["rest"] += 1
         return run(slots, rows)
 
-    round.run = chosen  # type: ignore[method-assign]
+    round.run_target = chosen  # type: ignore[method-assign]
     cancelled = engine.submit(prompts()[0], SamplingParams(60, ignore_eos=True))
     params = [SamplingParams(NEW_TOKENS, speculation="off" if i == 2 else "on") for i in range(len(prompts()))]
     requests = engine.submit_many(prompts(), params)

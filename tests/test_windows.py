@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -158,7 +159,7 @@ def test_texts_beyond_the_window(name: str, draft: str, implementation: str, dev
     model = model_of(name)
     prompts = random_texts(150, 3, 30)
     prompts[2] *= 3  # there is something to find
-    with engine_of(model, DRAFTS[draft](), device, implementation=implementation) as engine:
+    with engine_of(deepcopy(model), DRAFTS[draft](), device, implementation=implementation) as engine:
         outputs = engine.generate(prompts, SamplingParams(70))
         assert_all_free(engine)
     comparison = Comparison(model)

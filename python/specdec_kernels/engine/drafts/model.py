@@ -266,7 +266,7 @@ class ModelDraft(Draft):
         # A stalled slot has pages for these rows, since it had them when it rested: its status is not asked.
         of_slots = self.state.rows(slots, begins, tail_len=REST_ROWS, num_valid=counts)._replace(status=None)
         self.follow(extend, features, of_slots)
-        self.num_kept[slots] = 0
+        self.num_kept[slots] = torch.zeros_like(counts)  # no number of the host: rounds are captured
 
     def _committed_rows(self, slots: Tensor, committed: Committed) -> ExtendRows:
         accepted, num_valid, num_nodes, cu_seqlens, _ = committed
