@@ -180,7 +180,7 @@ def test_a_piece_is_a_round_for_who_keeps_up() -> None:
         launch = engine._executor.launch
 
         def wait(batch: int, num_rows: int, max_kv_len: int) -> None:
-            if batch:
+            if num_rows:
                 assert turn.acquire(timeout=30)
             launch(batch, num_rows, max_kv_len)
 
