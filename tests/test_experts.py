@@ -146,10 +146,10 @@ def test_the_sigmoid_router_takes_the_best_of_the_best_groups(groups: int, group
 
 
 def stirred(folder: Path) -> Path:
-    """The model with norms, biases, corrections and sinks that differ from number to number."""
+    """The model with norms, biases, corrections, sinks and routers that differ from number to number."""
     tensors = load_file(folder / "model.safetensors")
     for name, tensor in tensors.items():
-        if tensor.dim() == 1:
+        if tensor.dim() == 1 or not tensor.any():
             tensors[name] = tensor + 0.3 * torch.randn_like(tensor)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder

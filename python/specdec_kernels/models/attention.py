@@ -244,7 +244,7 @@ def constant_len(config: Any) -> int | None:
     for each in [parameters, *(part for part in parameters.values() if isinstance(part, dict))]:
         if each.get("rope_type") == "longrope":
             ends.append(each.get("original_max_position_embeddings") or config.original_max_position_embeddings)
-        if each.get("rope_type") == "dynamic" and not each.get("alpha"):
+        if each.get("rope_type") == "dynamic":
             ends.append(config.max_position_embeddings)
     return min(ends, default=None)
 
