@@ -42,6 +42,12 @@ class TwoPools:
         assert got.tolist() == want.tolist()
         return want.tolist()
 
+    def assign(self, sources: list[int], destinations: list[int]) -> None:
+        arguments = [self._ints(values) for values in (sources, destinations)]
+        reference.assign_pages(self.model, *arguments)
+        sd.assign_pages(self.pool, *[self._put(values) for values in arguments])
+        self.compare()
+
     def set_entry(self, slot: int, index: int, page: int) -> None:
         for pool in (self.pool, self.model):
             pool.page_table[slot, index] = page

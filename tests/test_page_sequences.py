@@ -1,4 +1,4 @@
-"""alloc_pages, free_pages and fork_pages in random order: the reference's result and no page lost, after every call."""
+"""alloc_pages, free_pages, fork_pages and assign_pages in random order: the reference's result and no page lost, after every call."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run_sequence(pools: TwoPools, page_size: int, max_pages: int, rng: random.Ra
 
     for _ in range(CALLS):
         named = rng.choice([None, some_slots(), some_slots()])
-        match rng.randrange(6):
+        match rng.randrange(7):
             case 0 | 1:
                 lens = [rng.choice([-1, longest + 1, *[rng.randint(0, longest // 2)] * 12]) for _ in slots]
                 pools.alloc(lens, rng.randrange(page_size + 2), named)
@@ -38,6 +38,12 @@ def run_sequence(pools: TwoPools, page_size: int, max_pages: int, rng: random.Ra
             case 3:
                 lens = [rng.choice([-1, 0, longest, rng.randint(0, longest), rows(slot)]) for slot in slots]
                 pools.free(lens, named, window=rng.randint(1, 2 * page_size + 2))
+            case 4:  # pages of a slot take the places of another's
+                held = [[slot * max_pages + i for i in range(max_pages) if pools.model.page_table[slot, i] >= 0] for slot in slots]
+                source, target = rng.choice(held), rng.choice(held)
+                if source is not target:
+                    count = min(len(source), len(target))
+                    pools.assign(rng.sample(source, count), rng.sample(target, count))
             case _:
                 targets = some_slots()
                 sources = [rng.choice([*slots, -1]) for _ in targets]
@@ -98,6 +104,8 @@ class GuardedPool:
         batch = rng.randint(1, 2 * num_slots)
         slots = list(range(num_slots))
         self.rows = guarded(batch, sound=slots), guarded(batch, sound=slots)
+        entries = [*range(num_slots * max_pages), -1]
+        self.entries = guarded(batch, sound=entries), guarded(batch, sound=entries)
         self.lens = guarded(num_slots, sound=list(range(max_pages * self.pool.page_size + 1)))
         self.num_rows = guarded(batch, sound=[0])
 
@@ -109,6 +117,8 @@ class GuardedPool:
                 sd.free_pages(self.pool, self.lens, slots=self.rows[0], status=self.status)
             case "free_pages behind":
                 sd.free_pages(self.pool, self.lens, window=2, slots=self.rows[0], status=self.status)
+            case "assign_pages":
+                sd.assign_pages(self.pool, *self.entries)
             case _:
                 sd.fork_pages(self.pool, *self.rows, self.lens, status=self.status, out=self.num_rows)
 
@@ -121,7 +131,7 @@ class GuardedPool:
         return {x for buffer in self.contents() for x in buffer[:GUARD] + buffer[-GUARD:]}
 
 
-OPS = ["alloc_pages", "free_pages", "free_pages behind", "fork_pages"]
+OPS = ["alloc_pages", "free_pages", "free_pages behind", "fork_pages", "assign_pages"]
 
 
 @pytest.mark.parametrize("op", OPS)

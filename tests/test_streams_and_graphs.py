@@ -235,6 +235,23 @@ def fork_pages(t: Inputs, **stream: Any) -> Iterable[Tensor]:
     return [sd.fork_pages(as_pool(t), t["sources"], t["targets"], t["lens"], **stream), *t.values()]
 
 
+def assign_inputs() -> Inputs:
+    """Pages of slot 0 go to slot 1, and those of others are let go of."""
+    made = as_pool(pool(full=False))
+    sd.alloc_pages(made, ints(9, 13, B), 0)
+    width = made.page_table.shape[1]
+    return {
+        **{name: value for name, value in made._asdict().items() if name != "page_size"},
+        "sources": torch.tensor([0, 1, -1], dtype=torch.int32),
+        "destinations": torch.tensor([width, width + 2, width + 1], dtype=torch.int32),
+    }
+
+
+def assign_pages(t: Inputs, **stream: Any) -> Iterable[Tensor]:
+    sd.assign_pages(as_pool(t), t["sources"], t["destinations"], **stream)
+    return t.values()
+
+
 def write_kv(t: Inputs, **stream: Any) -> Iterable[Tensor]:
     sd.write_kv(*t.values(), **stream)
     return [t["k_pool"], t["v_pool"]]
@@ -478,6 +495,7 @@ CASES = {
     "alloc_pages": Case(lambda: {**pool(full=False), "lens": ints(0, 14, B)}, alloc_pages),
     "free_pages": Case(lambda: {**pool(full=True), "lens": ints(0, 14, B)}, free_pages),
     "fork_pages": Case(fork_inputs, fork_pages),
+    "assign_pages": Case(assign_inputs, assign_pages),
     "write_kv": Case(
         lambda: {
             "k": kv(B, N),

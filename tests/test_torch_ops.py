@@ -210,6 +210,8 @@ def calls(op: str, device: torch.device) -> list[tuple[tuple[Any, ...], dict[str
     if op == "fork_pages":
         sd.free_pages(pool, zeros(2), slots=slots[:1])
         return [((pool, slots[1:], slots[:1], lens), {"status": status})]
+    if op == "assign_pages":
+        return [((pool, torch.tensor([0, -1], dtype=torch.int32, device=device), slots + 5), {})]
     new_kv = floats(2, 3, 2, 64), floats(2, 3, 2, 64)
     noise = {"seeds": seeds, "positions": ints(2), "temperature": temperature, "slots": slots}
     sampling = {"temperature": temperature, "top_k": ints(2), "top_p": temperature + 0.1, "seeds": seeds}

@@ -117,6 +117,22 @@ def fork_pages(device: torch.device, p: Params) -> Work:
     )
 
 
+def assign_pages(device: torch.device, p: Params) -> Work:
+    """A slot ends: all its pages go to entries that nobody runs on."""
+    pages = p["pages"]
+    pool = sd.make_page_pool(2 * pages, 2, pages, PAGE_SIZE, torch.empty(0, device=device))
+    pool.free_stack.copy_(torch.randperm(2 * pages))
+    sd.alloc_pages(pool, torch.tensor([pages * PAGE_SIZE, 0], dtype=torch.int32, device=device), 0)
+    sources = torch.randperm(pages, device=device).int()
+    targets = pages + torch.randperm(pages, device=device).int()
+    return page_op(
+        lambda: sd.assign_pages(pool, sources, targets),
+        lambda want: reference.assign_pages(want, sources.cpu(), targets.cpu()),
+        pool,
+        bytes_of(sources, targets) + 20 * pages,  # an entry read, one read and written, an owner count read and written
+    )
+
+
 def slots_of_rows(batch: int, rows: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Lengths L, a page table that covers L + rows, and where rows L .. L + rows - 1 lie: [B, rows] in a flat pool."""
     max_pages = -(-(LAYER_ROWS + rows) // PAGE_SIZE)
@@ -220,6 +236,7 @@ CASES = [
     Case("alloc_pages", grid={"batch": BATCHES}, make=alloc_pages),
     Case("free_pages", grid={"batch": BATCHES}, make=free_pages),
     Case("fork_pages", grid={"batch": BATCHES}, make=fork_pages),
+    Case("assign_pages", grid={"pages": (1, 64, 512)}, make=assign_pages),
     Case(
         "write_kv",
         grid={"batch": BATCHES, "rows": (6, 32, 2048), "dtype": ("bfloat16",)},

@@ -46,16 +46,10 @@ SD_HD GivenBack find_given_back(const FreePagesParams& p, int64_t start, int64_t
 SD_HD int64_t return_page(const FreePagesParams& p, int64_t slot, int64_t index, int64_t height) {
   const PagePool& pool = p.pool;
   int32_t& entry = pool.page_table[slot * pool.max_pages + index];
-  const int32_t page = entry;
+  const int64_t freed = drop_owner(pool, entry, height);
   entry = -1;
-  if (!is_page(pool, page) || pool.page_refs[page] <= 0) {
-    set_status(p.status, slot, kBadPage);
-  } else if (--pool.page_refs[page] == 0) {
-    if (height < pool.num_pages)
-      pool.free_stack[height++] = page;
-    else
-      set_status(p.status, slot, kBadPage);
-  }
+  if (freed >= 0) return freed;
+  set_status(p.status, slot, kBadPage);
   return height;
 }
 

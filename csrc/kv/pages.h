@@ -1,4 +1,5 @@
-// The page pool: which pages are free, and which slot holds which. Shared by alloc_pages, free_pages and fork_pages.
+// The page pool: which pages are free, and which slot holds which. Shared by alloc_pages, free_pages, fork_pages and
+// assign_pages.
 #pragma once
 
 #include "core/check.h"
@@ -52,6 +53,16 @@ SD_HD void put_page(const PagePool& pool, int32_t* status, int32_t page, int64_t
     pool.page_refs[page] = 1;
   else
     set_status(status, slot, kBadPage);
+}
+
+// Takes one owner off `page`; without any left it goes on the stack. Returns the stack's new height, or -1 where this
+// is no page with an owner, or the stack has no room.
+SD_HD int64_t drop_owner(const PagePool& pool, int32_t page, int64_t height) {
+  if (!is_page(pool, page) || pool.page_refs[page] <= 0) return -1;
+  if (--pool.page_refs[page] > 0) return height;
+  if (height == pool.num_pages) return -1;
+  pool.free_stack[height] = page;
+  return height + 1;
 }
 
 }  // namespace specdec::kv

@@ -35,6 +35,7 @@
 #include "verify/verify_tree.h"
 // --- kv
 #include "kv/alloc_pages.h"
+#include "kv/assign_pages.h"
 #include "kv/copy_kv.h"
 #include "kv/fork_pages.h"
 #include "kv/free_pages.h"
@@ -150,6 +151,7 @@ PYBIND11_MODULE(_C_of_main_interpreter, m, pybind11::mod_gil_not_used()) {
   def_op<&alloc_pages>(m, "alloc_pages", "top page tables up to the rows about to be written");
   def_op<&free_pages>(m, "free_pages", "take back the pages beyond the rows that slots keep");
   def_op<&fork_pages>(m, "fork_pages", "give empty slots the first rows of other slots, by reference");
+  def_op<&assign_pages>(m, "assign_pages", "make entries of the page table name the pages of others");
   def_op<&write_kv>(m, "write_kv", "scatter the valid rows of new K and V into the slots' pages");
   def_op<&move_kv>(m, "move_kv", "bring the KV rows of an accepted path together, in every layer");
   def_op<&copy_kv>(m, "copy_kv", "copy rows of one slot to the same rows of another, in every layer");

@@ -1810,6 +1810,27 @@ def fork_pages(
     return out
 
 
+def assign_pages(pool: PagePool, src_entries: Tensor, dst_entries: Tensor, *, stream: int | None = None) -> None:
+    """Make entries of the page table name the pages of other entries, as shared pointers are assigned.
+
+    An entry is a number, slot * max_pages + index. Its new page gains an owner, its old one loses one, and is free when
+    it has none left. With entries of slots that nobody runs a host can keep the pages of a slot that ends, give them to
+    another slot, and let go of them, without knowing which pages they are. All sources are taken as they were before
+    the call; destinations let go row after row. `page_counts` stay as they are.
+
+    Args:
+        pool: changed in place.
+        src_entries: [B] int32, B at most 512. One that is no entry, as -1, or has no page with an owner, leaves the
+            destination without a page (-1).
+        dst_entries: [B] int32. One that is no entry, or that an earlier row names, makes an empty row. What was no page
+            with an owner is overwritten and not freed.
+
+    Raises:
+        ValueError: wrong dtype, shape, device or stride; more than 512 rows.
+    """
+    _C.assign_pages(stream, pool, src_entries, dst_entries)
+
+
 def write_kv(
     k: Tensor,
     v: Tensor,

@@ -51,6 +51,7 @@ _CHANGED: dict[str, tuple[str, ...]] = {
     "alloc_pages": (*_POOL, "status"),
     "free_pages": (*_POOL, "status"),
     "fork_pages": (*_POOL, "status"),
+    "assign_pages": _POOL,
     "write_kv": ("k_pool", "v_pool", "status"),
     "move_kv": ("k_pools", "v_pools", "status"),
     "copy_kv": ("k_pools", "v_pools", "status"),

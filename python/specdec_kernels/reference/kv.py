@@ -136,6 +136,27 @@ def fork_pages(
     return num_rows
 
 
+def assign_pages(pool: PagePool, src_entries: Tensor, dst_entries: Tensor) -> None:
+    """Also for tables with entries that are not pages, and pages that have no owner."""
+    num_pages, table = len(pool.page_refs), pool.page_table.view(-1)
+    before, owned = table.tolist(), (pool.page_refs > 0).tolist()
+    pages: dict[int, int] = {}  # of each destination, in the order of the rows
+    for src, dst in zip(src_entries.tolist(), dst_entries.tolist(), strict=True):
+        if 0 <= dst < len(before) and dst not in pages:
+            page = before[src] if 0 <= src < len(before) else -1
+            pages[dst] = page if 0 <= page < num_pages and owned[page] else -1
+            if pages[dst] >= 0:
+                pool.page_refs[page] += 1
+    for dst, page in pages.items():
+        old = before[dst]
+        table[dst] = page
+        if 0 <= old < num_pages and pool.page_refs[old] > 0:
+            pool.page_refs[old] -= 1
+            if pool.page_refs[old] == 0:
+                pool.free_stack[int(pool.num_free)] = old
+                pool.num_free[0] += 1
+
+
 def place(page_table: Tensor, slot: int, row: int, page_size: int) -> tuple[int, int]:
     """The page of a slot's KV row, and the row's number in it."""
     return int(page_table[slot, row // page_size]), row % page_size
