@@ -39,7 +39,10 @@ def run_sequence(pools: TwoPools, page_size: int, max_pages: int, rng: random.Ra
                 lens = [rng.choice([-1, 0, longest, rng.randint(0, longest), rows(slot)]) for slot in slots]
                 pools.free(lens, named, window=rng.randint(1, 2 * page_size + 2))
             case 4:  # pages of a slot take the places of another's
-                held = [[slot * max_pages + i for i in range(max_pages) if pools.model.page_table[slot, i] >= 0] for slot in slots]
+                held = [
+                    [slot * max_pages + i for i in range(max_pages) if pools.model.page_table[slot, i] >= 0]
+                    for slot in slots
+                ]
                 source, target = rng.choice(held), rng.choice(held)
                 if source is not target:
                     count = min(len(source), len(target))

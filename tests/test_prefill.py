@@ -20,7 +20,7 @@ def chunks_of(engine: Engine) -> list[Chunk]:
     """Of three slots, of which the first is behind another prefix; all have pages."""
     chunks = []
     for slot, (start, text) in enumerate(zip((7, 0, 0), (prompts()[5], prompts()[1], prompts()[2]), strict=True)):
-        engine._executor.begin(slot, (slot, text, 0, None))
+        engine._executor.begin(slot, (slot, text, 0, None, []))
         chunks.append((slot, start, text[start:]))
     engine._executor.passes.launch(*packed(engine, [(0, 0, prompts()[5][:8])], Shape(1, 7, 1)))
     return chunks

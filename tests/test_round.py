@@ -55,7 +55,7 @@ def begin(engine: Engine, slot: int, text: list[int], chunk: int = 1000, budget:
     """What the scheduler does for a request that gets a slot."""
     executor, state, rows = engine._executor, engine.state, len(text) - 1
     give_back(engine, slot)
-    executor.begin(slot, (slot, text, 0, None))
+    executor.begin(slot, (slot, text, 0, None, []))
     for start in range(0, rows, chunk):
         count = min(chunk, rows - start)
         executor.prefill([(slot, start, text[start : start + count + 1])])

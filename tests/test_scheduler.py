@@ -36,6 +36,8 @@ class Sizes:
     max_stops: int = 2
     max_logprobs: int = 2
     rounds_in_flight: int = 1
+    draft_rests: bool = False
+    prefix_cache: bool = False
     batch_sizes: tuple[int, ...] = (1, 2, 3)
     window: int = 0
     rows: tuple[tuple[int, ...], ...] = ()  # of each batch size; none: 4 for each request
@@ -56,6 +58,10 @@ class Sizes:
         return min(whole, -(-(self.window + ahead) // self.page_size) + 1) if self.window else whole
 
     @property
+    def max_pages(self) -> int:
+        return -(-(self.max_len + self.reserve) // self.page_size)
+
+    @property
     def num_rungs(self) -> int:
         most = max(map(len, self.rows))
         return most if most > 1 else 0
@@ -71,6 +77,7 @@ class Sizes:
     @staticmethod
     def random(rng: random.Random, rounds_in_flight: int = 1) -> Sizes:
         num_slots, accept_width, max_len = rng.randint(1, 6), rng.randint(1, 6), rng.randint(2, 40)
+        window = rng.choice([0, 0, rng.randint(1, 16)])
         smaller = rng.sample(range(1, num_slots + 1), rng.randint(0, num_slots))
         batch_sizes = tuple(sorted({*smaller, num_slots if rng.random() < 0.7 else rng.randint(1, num_slots)}))
         rests = rng.random() < 0.5  # in rounds of the lowest rungs, which have a row for each request
@@ -89,7 +96,9 @@ class Sizes:
             rows=tuple((b, *each) if rests else tuple(each) for b, each in zip(batch_sizes, kinds, strict=True)),
             plain_rounds=rng.random() < 0.5,
             rest_rows=rng.randint(1, 4) if rests else 0,
-            window=rng.choice([0, 0, rng.randint(1, 16)]),
+            window=window,
+            draft_rests=rests or rng.random() < 0.3,
+            prefix_cache=not window and rng.random() < 0.6,
         )
         smallest = sizes.pages(max_len)
         return Sizes(**{**vars(sizes), "num_pages": rng.choice([smallest, smallest + 1, 2 * smallest, 9 * smallest])})
@@ -106,12 +115,80 @@ def scores_of(tokens: list[int], num_logprobs: int) -> tuple[list[float], list[i
     return [token / -4 for token in tokens], tops, [token / -8 for token in tops]
 
 
+class Pages:
+    """The device's pages: who owns them, and what stands in each row of each.
+
+    A row is known by the tokens up to it, as the last layer of a target would know it, and by the one behind them, too,
+    where a draft head has written its own. 0 is what nobody may read.
+    """
+
+    def __init__(self, sizes: Sizes) -> None:
+        self.sizes = sizes
+        self.entries: dict[int, int] = {}  # of the page table: slots' rows first, then the cache's places
+        self.owners = [0] * sizes.num_pages
+        self.rows = [[0] * sizes.page_size for _ in self.owners]
+        self.first_place = sizes.num_slots * sizes.max_pages
+
+    def of(self, slot: int) -> dict[int, int]:
+        """The pages of a slot, by their places in its table."""
+        first, entries = slot * self.sizes.max_pages, self.entries
+        return {i: entries[first + i] for i in range(self.sizes.max_pages) if first + i in entries}
+
+    def cached(self) -> set[int]:
+        return {page for entry, page in self.entries.items() if entry >= self.first_place}
+
+    def take(self, slot: int, behind: int, begin: int, end: int) -> None:
+        """Gives back a slot's pages in front of `behind`, and gives it those from `begin` on."""
+        first = slot * self.sizes.max_pages
+        self.assign([-1] * behind, [*range(first, first + behind)])
+        free = [page for page, owners in enumerate(self.owners) if not owners]
+        for index in range(max(begin, behind), end):
+            assert free, "the pool overflows"
+            self.entries[first + index] = page = free.pop()
+            self.owners[page] = 1
+
+    def assign(self, sources: list[int], destinations: list[int]) -> None:
+        assert len(set(destinations)) == len(sources) == len(destinations) and not {*sources} & {*destinations}
+        assert all(0 <= entry < self.first_place + self.sizes.num_pages for entry in destinations)
+        for source in sources:
+            if source >= 0:
+                self.owners[self.entries[source]] += 1
+        for source, destination in zip(sources, destinations, strict=True):
+            if (page := self.entries.pop(destination, None)) is not None:
+                self.owners[page] -= 1
+            if source >= 0:
+                self.entries[destination] = self.entries[source]
+
+    def free(self, slot: int) -> None:
+        first = slot * self.sizes.max_pages
+        self.assign([-1] * self.sizes.max_pages, [*range(first, first + self.sizes.max_pages)])
+
+    def write(self, slot: int, row: int, value: int) -> None:
+        pages, size = self.of(slot), self.sizes.page_size
+        if self.sizes.window and row // size < min(pages):
+            return  # it has been given back
+        page = pages[row // size]
+        assert self.owners[page] == 1, "a shared page is written"
+        self.rows[page][row % size] = value
+
+    def write_text(self, slot: int, text: list[int], begin: int, end: int, drafted: bool = True) -> None:
+        for row in range(begin, end):
+            self.write(slot, row, hash((drafted, *text[: row + 1 + drafted])))
+
+    def expect_text(self, slot: int, text: list[int], end: int, drafted: bool = True) -> None:
+        pages, size = self.of(slot), self.sizes.page_size
+        first = min(pages, default=0) * size if self.sizes.window else 0
+        for row in range(first, end):
+            values = {hash((has, *text[: row + 1 + has])) for has in {True, drafted}}
+            assert self.rows[pages[row // size]][row % size] in values, "a row of another text"
+
+
 @dataclass
 class Slot:
+    number: int
     request_id: int
     text: list[int]
     rows: int = 0  # committed
-    pages: int = 0
     end_page: int = 0  # of those it has had
     rounds: int = 0
     active: bool = False  # a command said so
@@ -121,6 +198,7 @@ class Slot:
     chunks_waited: int = 0
     behind: int = 0  # rounds at rest that its draft has yet to catch up with
     told: int = 0  # tokens of the text that the executor was told of, where it rules on them
+    drafted: int = 0  # rows that the draft has written, too
 
     @property
     def takes_part(self) -> bool:
@@ -191,7 +269,9 @@ class Device:
         if sizes.rest_rows:  # rounds take any time, and so any rung may be the best one
             costs = [[float(n) for n in each] for each in sizes.rows], [self.rng.uniform(0.1, 50) for _ in sizes.rows]
             self.scheduler.set_costs(_C.RoundCosts(sizes.batch_sizes, sizes.rows, *costs))
+        self.pages = Pages(sizes)
         self.slots: dict[int, Slot] = {}  # in the order of `begin`
+        self.rests = False  # the draft, in the round that is running
         self.late: tuple[Any, ...] | None = None  # what may fail once a launch has done its work
         self.drafted: list[int] = []  # slots of a round that has come as far as the target's logits
         self.sent: dict[int, Sent] = {}
@@ -261,6 +341,10 @@ class Device:
     def submit_any(self) -> int:
         rng, next_id = self.rng, len(self.sent)
         prompt = [rng.randrange(997) for _ in range(rng.choice([1, 2, rng.randint(1, self.sizes.max_len)]))]
+        if self.sent and rng.random() < 0.6:  # it goes on from somebody's text, or begins as it does
+            other = self.sent[rng.randrange(len(self.sent))]
+            text = other.prompt + other.emitted
+            prompt = text[: rng.choice([len(text), rng.randint(1, len(text))])] + prompt[: rng.randrange(4)]
         prompt = prompt[: self.sizes.max_len - 1]
         stops = [token(next_id, len(prompt) + rng.randrange(30))] if rng.random() < 0.3 else []
         assert self.submit(prompt, rng.choice([1, 3, 10, 1000]), stops) == next_id
@@ -281,8 +365,10 @@ class Device:
         assert self.scheduler.num_running == len(held)
         assert self.scheduler.num_waiting == sum(not s.reason for s in self.sent.values()) - len(held)
         if self.sizes.rounds_in_flight == 1:
-            assert self.scheduler.num_free_pages_estimate == self.sizes.num_pages - self.needed(0)
-            assert again == (any(not s.reason for s in self.sent.values()) or any(s.left for s in self.slots.values()))
+            free = self.sizes.num_pages - self.needed(0, cached=True)
+            assert self.scheduler.num_free_pages_estimate == free or self.faults.get("assign_pages")
+            left = any(not s.reason for s in self.sent.values()) or any(s.left for s in self.slots.values())
+            assert again == left or self.faults.get("assign_pages")
         else:
             assert again or all(s.reason for s in self.sent.values())
         return again
@@ -301,9 +387,17 @@ class Device:
             assert turns < 20_000, "the loop does not come to an end"
         assert self.scheduler.num_retractions == len(self.retracted)
         self.check_all_done()
+        self.on_call = lambda: None
+        self.scheduler.clear_cache()
+        self.step()
+        assert not any(self.pages.owners) and self.scheduler.num_cached_pages == 0
 
     def check_all_done(self) -> None:
         assert not self.slots and self.scheduler.num_waiting == self.scheduler.num_running == 0
+        cached = self.pages.cached()
+        assert [owners > 0 for owners in self.pages.owners] == [page in cached for page in range(self.sizes.num_pages)]
+        assert self.scheduler.num_cached_pages == len(cached)
+        assert self.scheduler.num_free_pages_estimate == self.pages.owners.count(0)
         for request_id, sent in self.sent.items():
             want, reason = self.expected(request_id)
             assert sent.emitted == want[: len(sent.emitted)]
@@ -328,18 +422,34 @@ class Device:
 
     # --- what is true of the pool
 
-    def needed(self, rounds: int) -> int:
+    def needed(self, rounds: int, cached: bool = False) -> int:
+        """Pages of those who hold slots, shared ones once, and what these lack; with the cache's, if these count."""
         growth = self.sizes.accept_width * rounds
-        held = [s for s in self.slots.values() if not s.left]
-        return sum(self.sizes.pages(len(s.text) - 1 + (growth if s.started else 0), s.started) for s in held)
+        if self.sizes.window:
+            held = [s for s in self.slots.values() if not s.left]
+            return sum(self.sizes.pages(len(s.text) - 1 + (growth if s.started else 0), s.started) for s in held)
+        pages, lacking = self.pages.cached() if cached else set(), 0
+        for slot in self.slots.values():
+            if not slot.left:
+                held = self.pages.of(slot.number)
+                pages |= {*held.values()}
+                lacking += self.sizes.pages(len(slot.text) - 1 + (growth if slot.started else 0)) - len(held)
+        return len(pages) + lacking
 
     def take_pages(self, slot: Slot, end: int) -> None:
         """Those of all rows up to `end`, but for what is behind the window of the text so far."""
         sizes, rows = self.sizes, len(slot.text) - 1 if slot.started else slot.rows
         behind = max(0, rows - sizes.window) // sizes.page_size if sizes.window else 0
-        slot.end_page = max(slot.end_page, -(-end // sizes.page_size))
-        slot.pages = slot.end_page - min(behind, slot.end_page)
-        assert sum(s.pages for s in self.slots.values()) <= self.sizes.num_pages, "the pool overflows"
+        begin, slot.end_page = slot.end_page, max(slot.end_page, -(-end // sizes.page_size))
+        self.pages.take(slot.number, min(behind, slot.end_page), begin, slot.end_page)
+
+    def assign_pages(self, sources: list[int], destinations: list[int]) -> None:
+        late = self.rng.random() < 0.5
+        if not late:
+            self.may_fail("assign_pages")
+        self.pages.assign(sources, destinations)
+        if late:
+            self.may_fail("assign_pages")
 
     def waiting(self) -> list[int]:
         held = {s.request_id for s in self.slots.values() if not s.left}
@@ -356,8 +466,8 @@ class Device:
 
     # --- the executor
 
-    def begin(self, slot: int, request: tuple[int, list[int], int, object]) -> None:
-        request_id, text, group, extra = request
+    def begin(self, slot: int, request: tuple[int, list[int], int, object, list[int]]) -> None:
+        request_id, text, group, extra, cached = request
         sent = self.sent[request_id]
         assert extra is sent.extra
         assert group == request_id % 5
@@ -365,9 +475,14 @@ class Device:
         assert text == sent.prompt + sent.produced, "a retracted request returns with what it produced"
         if self.visible:
             assert request_id == self.waiting()[0], "first come, first served"
-        assert self.needed(1) + self.sizes.pages(len(text) - 1) <= self.sizes.num_pages
-        self.slots[slot] = Slot(request_id, list(text), told=len(text))
-        self.take_pages(self.slots[slot], 0 if self.sizes.window else len(text) - 1 + self.sizes.reserve)
+        rows, first = len(cached) * self.sizes.page_size, slot * self.sizes.max_pages
+        assert not cached or (self.sizes.prefix_cache and rows < len(text) - 1), "a row is left to prefill"
+        state = self.slots[slot] = Slot(slot, request_id, list(text), rows, drafted=rows, told=len(text))
+        state.end_page = len(cached)
+        self.pages.assign(cached, [*range(first, first + len(cached))])
+        self.pages.expect_text(slot, text, rows)
+        assert self.needed(1) <= self.sizes.num_pages
+        self.take_pages(state, 0 if self.sizes.window else len(text) - 1 + self.sizes.reserve)
         if request_id not in self.first_starts:
             self.first_starts.append(request_id)
         self.may_fail("begin", request_id)
@@ -386,8 +501,10 @@ class Device:
             self.take_pages(state, start + count)
         assert not room or len(chunks) in (len(wanting), self.sizes.prefill_requests)
         self.may_fail("prefill", *(state.request_id for state in states))
-        for state, (_, _, tokens) in zip(states, chunks, strict=True):
+        for state, (slot, start, tokens) in zip(states, chunks, strict=True):
             state.rows += len(tokens) - 1
+            self.pages.write_text(slot, state.text, start, state.rows)
+            state.drafted = state.rows
             self.take_pages(state, state.rows)
         for other in self.slots.values():
             other.chunks_waited += other.takes_part
@@ -419,6 +536,7 @@ class Device:
         assert [*given_back] == [*given_back[given_back >= 0], *[-1] * (given_back < 0).sum()]
         for slot in given_back[given_back >= 0].tolist():
             assert self.slots.pop(slot).left
+            self.pages.free(slot)
         for command in self.activations(record):
             slot, seq_len, root, remaining = command[:4].tolist()
             state = self.slots[slot]
@@ -483,6 +601,8 @@ class Device:
         self.check_rows(slots, batch)
         self.check_kv(slots, max_kv_len)
         self.check_drafting(slots, batch, num_rows)
+        drafting = any(self.sent[self.slots[slot].request_id].max_nodes != 1 for slot in slots)
+        self.rests = self.sizes.draft_rests and num_rows == batch and (self.sizes.rest_rows > 0 or not drafting)
         return slots
 
     def end_round(self, slots: list[int]) -> None:
@@ -497,7 +617,8 @@ class Device:
             state.chunks_waited = 0
             state.rounds += 1
             stalls = row > 0 and self.rng.random() < self.stall
-            self.play(row, state, 0 if stalls else self.rng.randint(1, self.sizes.accept_width))
+            count = 1 if self.rests else self.rng.randint(1, self.sizes.accept_width)
+            self.play(row, state, 0 if stalls else count, self.rests)
         self.num_published += 1
         self.results[(self.num_published - 1) % DEPTH, 0] = self.num_published
 
@@ -510,7 +631,7 @@ class Device:
             assert set(slots) <= set(running) and len(slots) == min(len(running), sizes.max_batch)
         elif not self.stall:
             assert set(running) <= set(slots) or len(slots) == sizes.max_batch
-        waiting = self.waiting()
+        waiting = [] if sizes.prefix_cache else self.waiting()  # who may wait for a prefix
         # Where there is a window, those that were prefilled in this turn had more pages when it was decided.
         changed = sizes.window > 0 and any(s.started and not s.rounds for s in self.slots.values())
         if waiting and len(self.slots) < sizes.num_slots and sizes.rounds_in_flight == 1 and not changed:
@@ -527,6 +648,9 @@ class Device:
             self.num_catch_ups += 1
             for state in states:
                 state.behind = 0
+                if state in drafting:
+                    self.pages.write_text(state.number, state.text, state.drafted, state.rows)
+                    state.drafted = state.rows
             return
         rungs = sizes.rows[sizes.batch_sizes.index(batch)]
         assert num_rows in rungs if drafting or not sizes.plain_rounds else num_rows == batch
@@ -557,13 +681,24 @@ class Device:
     def progress(self) -> tuple[int, int]:
         return self.num_applied, self.num_published
 
-    def play(self, row: int, state: Slot, count: int) -> None:
+    def play(self, row: int, state: Slot, count: int, rests: bool = False) -> None:
         """One slot's part of a round: `count` tokens, cut at a stop token, the budget or the length limit."""
         sent = self.sent[state.request_id]
         want, reason = self.expected(state.request_id)
-        new = [] if state.finished else want[len(sent.produced) :][:count]
+        was_finished = state.finished
+        new = [] if was_finished else want[len(sent.produced) :][:count]
         state.finished = len(sent.produced) + len(new) == len(want)
         nodes = self.rng.randint(1, 9)
+        if not was_finished:
+            drafts = not rests and (not self.sizes.draft_rests or sent.max_nodes != 1)
+            self.pages.expect_text(state.number, state.text, state.rows, drafts)
+        if count and not was_finished:  # a tree, of which a path is kept; at the end nobody tidies it up
+            for behind in range(self.sizes.reserve):
+                self.pages.write(state.number, state.rows + behind, 0)
+            if not state.finished:
+                rows = state.rows + len(new)
+                self.pages.write_text(state.number, state.text + new, state.rows, rows, not rests)
+                state.drafted = state.drafted if rests else rows
         result = self.result(row)
         result[:4] = [len(new), reason if state.finished else 0, 0 if count else STALLED, nodes]
         result[4 : 4 + len(new)] = new
@@ -595,7 +730,8 @@ class Device:
             sent.ended = state.finished or cancelled or sent.failed
             if not sent.ended:
                 newest = [s for s, other in self.slots.items() if not other.left][-1]
-                assert slot == newest and self.needed(0) > self.sizes.num_pages, "only the newest, in want of pages"
+                in_want = self.needed(0) > self.sizes.num_pages or self.faults.get("assign_pages")
+                assert slot == newest and in_want, "only the newest, in want of pages"
                 self.retracted.append(request_id)
             state.left = True
         self.may_fail("deactivate")
@@ -611,6 +747,7 @@ class Device:
             assert not sent.reason, "nothing follows the last emission"
             assert reason or (tokens and self.streams)
             assert (error is not None) == (reason == ERROR and not status)
+            assert counts.pop() <= max(len(sent.prompt) - 2, 0)
             sent.emitted += tokens
             sent.reason, sent.status, sent.counts, sent.error = reason, status, tuple(counts), error
             assert sent.emitted == sent.produced[: len(sent.emitted)]
@@ -677,8 +814,11 @@ def test_mixes_with_cancels_and_submits_anywhere(batch: int, rounds_in_flight: i
     assert reasons == {STOP, LENGTH, CONTEXT, CANCELLED}
 
 
+METHODS = ["begin", "prefill", "record", "activate", "round", "constrain", "deactivate", "assign_pages"]
+
+
 @overlapped
-@pytest.mark.parametrize("method", ["begin", "prefill", "record", "activate", "round", "constrain", "deactivate"])
+@pytest.mark.parametrize("method", METHODS)
 def test_mixes_with_exceptions(method: str, rounds_in_flight: int) -> None:
     """Whatever raises, the exception comes out, its requests end with an error, and the others lose nothing."""
     faults = 0
@@ -863,7 +1003,7 @@ def test_a_round_that_goes_nowhere_ends_the_newest() -> None:
     first, second = device.submit([1], 9), device.submit([2], 9)
     device.sent[second].failed = True
     play = device.play
-    device.play = lambda row, state, count: play(row, state, count if device.sent[second].reason else 0)  # type: ignore[method-assign]
+    device.play = lambda row, state, count, rests: play(row, state, count if device.sent[second].reason else 0)  # type: ignore[method-assign]
     device.run()
     assert (device.sent[second].reason, device.sent[second].status) == (ERROR, STALLED)
     assert device.sent[first].reason == LENGTH

@@ -33,6 +33,7 @@ DRAFTS: dict[str, Callable[[], Draft | None]] = {
         tiny_model("eagle3"), num_steps=4, topk=4, num_nodes=16
     ),  # as many nodes as pay, by clock
 }
+CACHED = {"ngram", "tree", "standalone", "adaptive"}  # with a prefix cache
 REQUESTS = int(os.environ.get("SPECDEC_SOAK", 60 * len(DRAFTS))) // len(DRAFTS)
 
 
@@ -109,6 +110,7 @@ def test_soak(name: str, device: torch.device) -> None:
         num_pages=num_pages,
         rounds_in_flight=2 if name != "ngram" else 1,
         adaptive=name == "adaptive",
+        prefix_cache=name in CACHED,
     )
     chosen = [rng.choice(alone) for _ in range(REQUESTS)]
     params = [any_request(text, sampling, rng) for text, sampling in chosen]
@@ -137,7 +139,9 @@ def test_soak(name: str, device: torch.device) -> None:
     assert set(reasons) == {FinishReason.STOP, FinishReason.LENGTH, FinishReason.CONTEXT, FinishReason.CANCELLED}
     assert reasons.count(FinishReason.CANCELLED) < REQUESTS / 2
     assert stats.retractions > 0 or name == "adaptive"  # rows of few nodes may find pages enough
+    assert (stats.prefix_hits > 0) == (name in CACHED)
 
+    engine.clear_cache()
     pool = engine.state.pool
     assert int(pool.num_free[0]) == len(pool.free_stack) and not pool.page_refs.any(), "pages were lost"
     assert sorted(pool.free_stack.tolist()) == list(range(len(pool.free_stack)))

@@ -24,6 +24,7 @@ using namespace py::literals;
 using scheduler::Admitted;
 using scheduler::Chunk;
 using scheduler::Constrained;
+using scheduler::Entries;
 using scheduler::RoundGraphs;
 using scheduler::Tokens;
 
@@ -38,7 +39,8 @@ class PyExecutor : public scheduler::Executor {
     const WithGil gil;
     const py::object extra = request.extra ? py::reinterpret_borrow<py::object>(static_cast<PyObject*>(request.extra))
                                            : py::object(py::none());
-    object_.attr("begin")(slot, py::make_tuple(request.id, argument(request.tokens), request.group, extra));
+    object_.attr("begin")(
+        slot, py::make_tuple(request.id, argument(request.tokens), request.group, extra, argument(request.cached)));
   }
   void prefill(std::span<const Chunk> chunks) override {
     const WithGil gil;
@@ -72,6 +74,7 @@ class PyExecutor : public scheduler::Executor {
     const auto [applied, published] = object_.attr("progress")().cast<std::pair<int64_t, int64_t>>();
     return {applied, published};
   }
+  void assign_pages(Entries sources, Entries destinations) override { call("assign_pages", sources, destinations); }
 
  private:
   template <class... Args>
@@ -164,9 +167,9 @@ py::object take(PyScheduler& scheduler, bool wait) {
     for (int64_t j = 0; j < e.num_tokens; ++j) new_tokens[j] = *tokens++;
     py::object scores = py::none();
     if (e.scores) scores = py::make_tuple(e.scores->logprobs, e.scores->top_ids, e.scores->top_logprobs);
-    list[i] =
-        py::make_tuple(e.request_id, std::move(new_tokens), static_cast<int32_t>(e.reason), e.counts.rounds,
-                       e.counts.drafted, e.counts.accepted, e.status, std::move(scores), python_exception(e.error));
+    list[i] = py::make_tuple(e.request_id, std::move(new_tokens), static_cast<int32_t>(e.reason), e.counts.rounds,
+                             e.counts.drafted, e.counts.accepted, e.counts.cached, e.status, std::move(scores),
+                             python_exception(e.error));
   }
   return list;
 }
@@ -246,9 +249,9 @@ std::vector<int64_t> submit_many(PyScheduler& scheduler, const py::sequence& req
 std::unique_ptr<PyScheduler> make_scheduler(
     py::object executor, int64_t num_slots, int64_t num_pages, int64_t page_size, int64_t window, int64_t max_len,
     int64_t reserve, int64_t accept_width, int64_t max_stops, int64_t max_logprobs, int64_t prefill_chunk,
-    int64_t prefill_requests, int64_t rounds_in_flight, std::vector<int64_t> batch_sizes,
-    std::vector<std::vector<int64_t>> rows, bool plain_rounds, int64_t rest_rows, const py::object& commands,
-    const py::object& results, std::optional<intptr_t> stream,
+    int64_t prefill_requests, int64_t rounds_in_flight, bool draft_rests, bool prefix_cache,
+    std::vector<int64_t> batch_sizes, std::vector<std::vector<int64_t>> rows, bool plain_rounds, int64_t rest_rows,
+    const py::object& commands, const py::object& results, std::optional<intptr_t> stream,
     const std::map<RoundGraphs::Size, std::vector<intptr_t>>& graphs, bool trace) {
   const scheduler::Config config{.num_slots = num_slots,
                                  .num_pages = num_pages,
@@ -262,6 +265,8 @@ std::unique_ptr<PyScheduler> make_scheduler(
                                  .prefill_chunk = prefill_chunk,
                                  .prefill_requests = prefill_requests,
                                  .rounds_in_flight = rounds_in_flight,
+                                 .draft_rests = draft_rests,
+                                 .prefix_cache = prefix_cache,
                                  .batch_sizes = std::move(batch_sizes),
                                  .rows = std::move(rows),
                                  .plain_rounds = plain_rounds,
@@ -327,6 +332,30 @@ void add_scheduler(py::module_& m) {
           },
           "size"_a, "requests"_a, "expected"_a, "realised"_a)
       .def("tokens", &Budget::tokens, "size"_a, "rung"_a, "requests"_a);
+  using Cache = scheduler::PrefixCache;
+  const auto locked = [](Cache& cache, Cache::Node* node) {
+    cache.lock(node);
+    return py::make_tuple(reinterpret_cast<intptr_t>(node), Cache::places(node));
+  };
+  using Text = std::vector<int32_t>;
+  py::class_<Cache>(m, "PrefixCache", "the scheduler's radix tree of cached pages")
+      .def(py::init<int64_t, int64_t>(), "num_places"_a, "page_size"_a)
+      .def(
+          "find",
+          [=](Cache& cache, const Text& text, int64_t most_pages) {
+            return locked(cache, cache.find(text, most_pages));
+          },
+          "text"_a, "most_pages"_a)
+      .def(
+          "insert",
+          [=](Cache& cache, const Text& text, int64_t pages) { return locked(cache, cache.insert(text, pages)); },
+          "text"_a, "pages"_a)
+      .def(
+          "unlock", [](Cache& cache, intptr_t node) { cache.unlock(reinterpret_cast<Cache::Node*>(node)); }, "node"_a)
+      .def("evict", &Cache::evict, "count"_a)
+      .def("clear", &Cache::clear)
+      .def_property_readonly("size", &Cache::size)
+      .def_property_readonly("num_locked", &Cache::num_locked);
   m.def(
       "command_words",
       [](int64_t max_batch, int64_t num_slots, int64_t max_stops) {
@@ -344,9 +373,9 @@ void add_scheduler(py::module_& m) {
   py::class_<PyScheduler>(m, "Scheduler", py::custom_type_setup(collect_executor))
       .def(py::init(&make_scheduler), "executor"_a, py::kw_only(), "num_slots"_a, "num_pages"_a, "page_size"_a,
            "window"_a = 0, "max_len"_a, "reserve"_a, "accept_width"_a, "max_stops"_a, "max_logprobs"_a = -1,
-           "prefill_chunk"_a, "prefill_requests"_a, "rounds_in_flight"_a, "batch_sizes"_a, "rows"_a,
-           "plain_rounds"_a = false, "rest_rows"_a = 0, "commands"_a, "results"_a, "stream"_a = py::none(),
-           "graphs"_a = py::dict(), "trace"_a = false)
+           "prefill_chunk"_a, "prefill_requests"_a, "rounds_in_flight"_a, "draft_rests"_a = false,
+           "prefix_cache"_a = false, "batch_sizes"_a, "rows"_a, "plain_rounds"_a = false, "rest_rows"_a = 0,
+           "commands"_a, "results"_a, "stream"_a = py::none(), "graphs"_a = py::dict(), "trace"_a = false)
       .def(
           "submit",
           [](PyScheduler& s, const py::object& prompt, int64_t max_new_tokens, const py::object& stop_tokens,
@@ -368,12 +397,16 @@ void add_scheduler(py::module_& m) {
       .def("run", &PyScheduler::run, Release())
       .def("step", &PyScheduler::step, Release())
       .def("settle", &PyScheduler::settle, Release())
+      .def("clear_cache", &PyScheduler::clear_cache, Release())
       .def("stop", &PyScheduler::stop, Release())
       .def("take", &take, "wait"_a = true)
       .def_property_readonly("num_running", &PyScheduler::num_running)
       .def_property_readonly("num_waiting", &PyScheduler::num_waiting)
       .def_property_readonly("num_free_pages_estimate", &PyScheduler::num_free_pages_estimate)
       .def_property_readonly("num_retractions", &PyScheduler::num_retractions)
+      .def_property_readonly("num_cached_pages", &PyScheduler::num_cached_pages)
+      .def_property_readonly("num_prefix_hits", &PyScheduler::num_prefix_hits)
+      .def_property_readonly("num_cached_tokens", &PyScheduler::num_cached_tokens)
       .def_property_readonly("times",
                              [](const PyScheduler& s) {
                                const auto t = s.recorder().totals();

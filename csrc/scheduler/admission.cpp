@@ -24,7 +24,7 @@ int64_t pages_needed(const Config& config, Holders holders, int64_t more_rounds)
   for (const auto& holder : holders) {
     const int64_t rounds = holder->running() ? holder->in_flight + more_rounds : 0;
     const int64_t ahead = holder->running() ? config.reserve : rows_ahead(config);
-    pages += pages_held(config, holder->seq_len() + config.accept_width * rounds, ahead);
+    pages += pages_held(config, holder->seq_len() + config.accept_width * rounds, ahead) - holder->num_shared;
   }
   return pages;
 }
@@ -36,11 +36,13 @@ int64_t max_kv_len(const Config& config, std::span<Request* const> requests) {
   return rows_for(config, longest);
 }
 
-bool round_fits(const Config& config, Holders holders) { return pages_needed(config, holders, 0) <= config.num_pages; }
+bool round_fits(const Config& config, Holders holders, int64_t num_locked) {
+  return pages_needed(config, holders, 0) + num_locked <= config.num_pages;
+}
 
-bool request_fits(const Config& config, Holders holders, const Request& request) {
-  const int64_t pages = pages_held(config, request.seq_len(), rows_ahead(config));
-  return pages_needed(config, holders, 1) + pages <= config.num_pages;
+bool request_fits(const Config& config, Holders holders, int64_t num_locked, const Request& request) {
+  const int64_t own = pages_held(config, request.seq_len(), rows_ahead(config)) - request.num_shared;
+  return pages_needed(config, holders, 1) + own + num_locked <= config.num_pages;
 }
 
 }  // namespace specdec::scheduler

@@ -19,6 +19,8 @@ struct Config {
   int64_t prefill_chunk;             // most prompt rows of one prefill call
   int64_t prefill_requests;          // most requests of one prefill or activate call
   int64_t rounds_in_flight;          // most rounds launched and not yet read; 1: no overlap
+  bool draft_rests = false;          // the draft writes no rows of rounds with a node for each request
+  bool prefix_cache = false;         // pages of requests that end, or run, serve others with the same prefix
   std::vector<int64_t> batch_sizes;  // rising: a round is padded to the next of them
   // Of each batch size, rising from it on: how many rows its rounds may have in all.
   std::vector<std::vector<int64_t>> rows;

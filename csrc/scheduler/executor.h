@@ -13,12 +13,16 @@ namespace specdec::scheduler {
 
 using Tokens = std::span<const int32_t>;
 
+// Of the page table: slot * max_pages + index, and behind those of the slots the places of the prefix cache.
+using Entries = std::span<const int32_t>;
+
 // A request that gets a slot: what the executor and its draft are told of it.
 struct Admitted {
   int64_t id;
-  Tokens tokens;  // its prompt and, after a retraction, what it produced since
-  int32_t group;  // who shares its text as n-gram drafts; 0: everybody
-  void* extra;    // what the request brings along for the executor, which the scheduler does not look at; or null
+  Tokens tokens;   // its prompt and, after a retraction, what it produced since
+  int32_t group;   // who shares its text as n-gram drafts; 0: everybody
+  void* extra;     // what the request brings along for the executor, which the scheduler does not look at; or null
+  Entries cached;  // that hold its first pages, whose rows are written
 };
 
 // How far the device has come since the rings were made.
@@ -46,7 +50,7 @@ class Executor {
  public:
   virtual ~Executor() = default;
 
-  // The request gets the slot, which is empty.
+  // The request gets the slot, which is empty, with the cached pages for its first ones.
   virtual void begin(int32_t slot, const Admitted& request) = 0;
   // Writes the rows of some slots' texts, in one pass if it can. Not called for a text of one token.
   virtual void prefill(std::span<const Chunk> chunks) = 0;
@@ -64,6 +68,10 @@ class Executor {
   // Their requests are finished, cancelled, failed or retracted, at any time after `begin` was called. The next command
   // record gives the slots and their pages back.
   virtual void deactivate(std::span<const int32_t> slots) = 0;
+
+  // Entries of the page table get the pages of others, or none where a source is -1; all destinations differ, and none
+  // is a source. A page that has no entry any more is free.
+  virtual void assign_pages(Entries sources, Entries destinations) = 0;
 
   // Whether the device is still at work, so that it is worth waiting for. Throws where the device has failed.
   virtual bool busy() = 0;

@@ -53,6 +53,7 @@ bool Scheduler::turn() {
   }
   deliver();  // what an exception of the turn before left over
   admit();
+  if (cache_lost_) empty_cache();
   // While the device runs a prefill pass, the loop reads the rounds before it. Then the next round knows their results,
   // and its launch finds room in the device's queue, which the launches of a pass and of a round could fill together.
   if (prefill()) read_rounds();
@@ -60,7 +61,7 @@ bool Scheduler::turn() {
   const bool launched = launch_round();
   if (!in_flight_.empty() && (!launched || std::ssize(in_flight_) >= config_.rounds_in_flight)) read_oldest_round();
   deliver();
-  return !settled() || !in_flight_.empty() || !given_back_.empty();
+  return !settled() || !in_flight_.empty() || !given_back_.empty() || cache_lost_;
 }
 
 // Finds out, after a launch that threw, whether the device got the record and the round.
@@ -90,6 +91,7 @@ void Scheduler::give_up() {
   in_flight_.clear();
   leaving_.clear();
   given_back_.clear();
+  forget_pages();
   emit();
 }
 
@@ -105,11 +107,19 @@ void Scheduler::admit() {
 // New requests join the queue; cancelled ones end, wherever they are.
 void Scheduler::read_mail() {
   std::unordered_set<int64_t> cancelled;
+  bool clears;
   {
     const std::lock_guard lock(mutex_);
     std::ranges::move(submitted_, std::back_inserter(waiting_));
     submitted_.clear();
     cancelled.swap(cancelled_);
+    clears = clearing_;
+  }
+  if (clears) {
+    empty_cache();
+    const std::lock_guard lock(mutex_);
+    clearing_ = false;
+    changed_.notify_all();
   }
   if (cancelled.empty()) return;
 
@@ -125,34 +135,53 @@ void Scheduler::read_mail() {
   });
 }
 
-// Every slot must be sure of its pages in the next round. Until then the rounds in flight are read, which shows how
-// much they really took; then the newest request goes back to the queue. The oldest is never alone in want: the pool
-// holds one sequence of any length.
+// Every slot must be sure of its pages in the next round. What the prefix cache can let go of is theirs. Until that
+// suffices the rounds in flight are read, which shows how much they really took; then the newest request goes back to
+// the queue. The oldest is never alone in want: the pool holds one sequence of any length.
 void Scheduler::make_room() {
-  while (!round_fits(config_, slots_.holders())) {
+  while (!round_fits(config_, slots_.holders(), cache_.num_locked())) {
     if (in_flight_.empty())
       retract_newest();
     else
       read_oldest_round();
   }
+  make_pages(pages_needed(config_, slots_.holders(), 0));
 }
 
 // First come, first served: whoever does not fit holds up those behind. A request that make_room has just retracted
 // does not fit again yet, since admission asks for more than a round.
 void Scheduler::give_slots() {
-  while (!waiting_.empty() && !slots_.full() && request_fits(config_, slots_.holders(), *waiting_.front())) {
+  while (!waiting_.empty() && !slots_.full() && !cache_lost_) {
+    Request& next = *waiting_.front();
+    share_prefix(next);
+    if (awaits_prefix(next) || !request_fits(config_, slots_.holders(), cache_.num_locked(), next)) {
+      leave_prefix(next);
+      return;
+    }
+    make_pages(pages_for(config_, next.seq_len()) - next.num_shared + pages_needed(config_, slots_.holders(), 1));
+    if (cache_lost_) return;
     if (!given_back_.empty()) send({});  // slots and pages are given back before they are given away
     Request& request = slots_.hold(std::move(waiting_.front()));
     request.text.reserve(std::min(request.text.size() + request.remaining, static_cast<size_t>(config_.max_len)));
     waiting_.pop_front();
     request.told = std::ssize(request.text);
-    publish();
-    other_work_ = true;
-    call_for({&request}, [&] {
-      const Span span(recorder_, Work::kPrefill);
-      executor_.begin(request.slot, {request.id, request.text, request.ngram_group, request.extra.get()});
-    });
+    begin(request);
   }
+}
+
+// The request has a slot, and shares what the cache has of its text.
+void Scheduler::begin(Request& request) {
+  request.prefilled = request.num_shared * config_.page_size;
+  if (request.counts.rounds == 0) request.counts.cached = request.prefilled;
+  num_prefix_hits_ += request.prefilled > 0;
+  num_cached_tokens_ += request.prefilled;
+  publish();
+  other_work_ = true;
+  call_for({&request}, [&] {
+    const Span span(recorder_, Work::kPrefill);
+    executor_.begin(request.slot,
+                    {request.id, request.text, request.ngram_group, request.extra.get(), shared_entries(request)});
+  });
 }
 
 // Makes one prefill call with chunks of the oldest prompts, as many as its rows suffice for. A decoding request waits
@@ -414,12 +443,16 @@ bool Scheduler::read_row(const RowResult& result, Request& request) {
   }
   if (count == 0 && goes_on) return false;
 
+  const bool is_first = request.sound == 0;
+  request.sound = sound_rows(request);
   if (count > 0) request.accept(result.tokens, count, result.num_nodes);
   if (request.num_logprobs >= 0) result.add_scores(count, request.num_logprobs, *request.scores);
   if (!goes_on) {
-    finish_held(request, reason);
+    finish_held(request, reason);  // its last tokens have no rows of the draft
     return true;
   }
+  request.sound = sound_rows(request);
+  if (is_first) cache_pages(request);
   if (request.streams) note_tokens(request, reason);
   return true;
 }
@@ -498,9 +531,9 @@ bool Scheduler::wait_for_work(bool again) {
   if (!again) {
     at_rest_ = true;
     changed_.notify_all();
-    changed_.wait(lock, [this] { return !alive_.empty() || stopping_; });
+    changed_.wait(lock, [this] { return !alive_.empty() || clearing_ || stopping_; });
   }
-  at_rest_ = !again && alive_.empty();
+  at_rest_ = !again && alive_.empty() && !clearing_;
   return !at_rest_;
 }
 

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "core/finish_reason.h"
+#include "scheduler/prefix_cache.h"
 
 namespace specdec::scheduler {
 
@@ -18,6 +19,7 @@ struct RoundCounts {
   int64_t rounds = 0;
   int64_t drafted = 0;   // tree nodes without the root
   int64_t accepted = 0;  // tokens without the bonus
+  int64_t cached = 0;    // rows of its prompt that were in the prefix cache when it began
 };
 
 // How a request samples: slot state, as verify_tree takes it.
@@ -45,9 +47,11 @@ struct alignas(64) Request {
   int64_t remaining;          // how many tokens it may still produce
   int64_t in_flight = 0;      // rounds it takes part in that are launched and not yet read
   uint64_t last_round = 0;    // number of the last round it took part in
+  int64_t sound = 0;          // rows of its slot that a round has been read of, which found nothing wrong
   RoundCounts counts = {};
   RequestState state = RequestState::kQueued;
   int32_t slot = -1;
+  int32_t num_shared = 0;  // first pages of its slot that are the prefix cache's
   // How many of the best entries of its logits each token's log-probability is wanted with; -1: not even its own.
   int32_t num_logprobs = -1;
   int32_t max_nodes;         // of its tree in any round, the root included
@@ -62,6 +66,7 @@ struct alignas(64) Request {
   Sampling sampling;
   int32_t ngram_group = 0;
   std::shared_ptr<void> extra = {};     // as in Admitted
+  PrefixCache::Node* prefix = nullptr;  // the shared pages, locked; null: none
   std::unique_ptr<Scores> scores = {};  // of the tokens not yet emitted, where they were asked for
 
   int64_t seq_len() const { return static_cast<int64_t>(text.size()) - 1; }
@@ -78,7 +83,7 @@ struct alignas(64) Request {
   void take_slot(int32_t new_slot) {
     state = RequestState::kPrefilling;
     slot = new_slot;
-    prefilled = 0;
+    sound = 0;
     in_flight = 0;
     behind = 0;
   }

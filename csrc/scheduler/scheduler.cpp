@@ -32,6 +32,7 @@ Scheduler::Scheduler(const Config& config, Executor& executor, const RingMemory&
       recorder_(traces, config.all_rows()),
       budget_(config.batch_sizes, config.rows, config.accept_width, config.rest_rows),
       slots_(config.num_slots),
+      cache_(config.prefix_cache ? config.num_pages : 0, config.page_size),
       last_batch_(config.max_batch()),
       last_rows_(config.rows.back().back()),
       free_pages_(config.num_pages) {
@@ -121,6 +122,13 @@ void Scheduler::stop() {
   changed_.notify_all();
 }
 
+void Scheduler::clear_cache() {
+  std::unique_lock lock(mutex_);
+  clearing_ = true;
+  changed_.notify_all();
+  changed_.wait(lock, [this] { return !clearing_ || stopping_ || !looping_; });
+}
+
 int64_t Scheduler::num_waiting() const {
   const std::lock_guard lock(mutex_);
   return static_cast<int64_t>(alive_.size()) - num_held_;
@@ -140,12 +148,14 @@ void Scheduler::note_tokens(Request& request, FinishReason reason, int32_t statu
 }
 
 void Scheduler::finish(Request& request, FinishReason reason, int32_t status, std::exception_ptr error) {
+  leave_prefix(request);
   note_tokens(request, reason, status, std::move(error));
   const std::lock_guard lock(mutex_);
   alive_.erase(request.id);
 }
 
 void Scheduler::finish_held(Request& request, FinishReason reason, int32_t status, std::exception_ptr error) {
+  if (reason != FinishReason::kError) cache_pages(request);
   leaving_.push_back(request.slot);
   const auto released = slots_.release(request, RequestState::kFinished);
   publish();
@@ -154,6 +164,8 @@ void Scheduler::finish_held(Request& request, FinishReason reason, int32_t statu
 
 void Scheduler::retract_newest() {
   Request& newest = slots_.newest();
+  cache_pages(newest);
+  leave_prefix(newest);
   leaving_.push_back(newest.slot);
   waiting_.push_front(slots_.release(newest, RequestState::kQueued));
   ++num_retractions_;
@@ -162,7 +174,8 @@ void Scheduler::retract_newest() {
 
 void Scheduler::publish() {
   num_held_ = slots_.size();
-  free_pages_ = config_.num_pages - pages_needed(config_, slots_.holders(), 0);
+  num_cached_pages_ = cache_.size();
+  free_pages_ = config_.num_pages - pages_needed(config_, slots_.holders(), 0) - cache_.size();
 }
 
 // Carries out what a turn has noted: gives back slots and hands out what requests have gained, whatever the executor

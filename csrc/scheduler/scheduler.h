@@ -11,6 +11,7 @@
 // - busy: as launch, for the round waited for.
 // - deactivate, and the launch of a record that only gives back slots: nobody; the slots count as given back, or are
 //   given back by the next record.
+// - assign_pages: nobody; the prefix cache is emptied, and the exception comes out of the next turn.
 // - progress, or launches that fail time after time: every request there is and is to come, for the device is gone.
 //
 // They still get their `deactivate`, in the next turn. All other requests go on as if nothing had happened. step()
@@ -30,6 +31,7 @@
 #include "scheduler/config.h"
 #include "scheduler/executor.h"
 #include "scheduler/outbox.h"
+#include "scheduler/prefix_cache.h"
 #include "scheduler/recorder.h"
 #include "scheduler/rings.h"
 #include "scheduler/slots.h"
@@ -82,6 +84,9 @@ class Scheduler {
   void run();
   // Makes one turn, for callers that drive the loop by hand. Returns false when nothing is left to do.
   bool step();
+  // Empties the prefix cache before any request that is submitted later begins; waits for it while the loop runs.
+  // Requests that share pages with it keep them.
+  void clear_cache();
   // Waits until the rounds in flight have been read in which no request takes part any more. Does not wait while there
   // are requests.
   void settle();
@@ -92,6 +97,9 @@ class Scheduler {
   int64_t num_waiting() const;                       // requests that do not
   int64_t num_free_pages_estimate() const { return free_pages_; }
   int64_t num_retractions() const { return num_retractions_; }
+  int64_t num_cached_pages() const { return num_cached_pages_; }    // in the prefix cache
+  int64_t num_prefix_hits() const { return num_prefix_hits_; }      // requests that began with some of them
+  int64_t num_cached_tokens() const { return num_cached_tokens_; }  // rows that these did not prefill
   const Recorder& recorder() const { return recorder_; }
   const Budget& budget() const { return budget_; }
 
@@ -147,6 +155,20 @@ class Scheduler {
   void finish_held(Request& request, FinishReason reason, int32_t status = 0, std::exception_ptr error = {});
   void note_tokens(Request& request, FinishReason reason, int32_t status = 0, std::exception_ptr error = {});
   void retract_newest();
+  void begin(Request& request);
+
+  // --- the prefix cache (sharing.cpp)
+  bool awaits_prefix(const Request& request) const;
+  void share_prefix(Request& request);
+  int64_t sound_rows(const Request& request) const;
+  void cache_pages(Request& request);
+  void leave_prefix(Request& request);
+  std::vector<int32_t> shared_entries(const Request& request) const;
+  void make_pages(int64_t count);
+  void drop_places(std::vector<int32_t> places);
+  void assign_pages(Entries sources, Entries destinations);
+  std::vector<int32_t> forget_pages();
+  void empty_cache();
   void publish();
   void deliver();
   void emit();
@@ -163,6 +185,7 @@ class Scheduler {
   // Owned by the loop.
   std::deque<std::unique_ptr<Request>> waiting_;  // by id: retracted requests are older than all that wait
   Slots slots_;
+  PrefixCache cache_;
   std::vector<int32_t> leaving_;            // slots to be deactivated
   std::vector<int32_t> given_back_;         // deactivated slots of which the device does not know yet
   Emissions emissions_;                     // of this turn
@@ -179,10 +202,13 @@ class Scheduler {
   int failed_launches_ = 0;                 // in a row
   std::exception_ptr failure_;              // of the last of them
   std::exception_ptr broken_;               // why the device is gone
+  bool cache_lost_ = false;                 // places may hold pages that the cache does not know
+  std::exception_ptr cache_failure_;        // what assign_pages threw then
   bool told_ = false;                       // the exception of this turn has ended requests, which carry it
 
   // What other threads see of it.
   std::atomic<int64_t> num_held_ = 0, free_pages_, num_retractions_ = 0;
+  std::atomic<int64_t> num_cached_pages_ = 0, num_prefix_hits_ = 0, num_cached_tokens_ = 0;
   std::atomic<bool> looping_ = false;
 
   // Shared with them, under the lock.
@@ -193,6 +219,7 @@ class Scheduler {
   std::unordered_set<int64_t> alive_;               // neither ended nor refused
   bool at_rest_ = true;                             // the last turn of `run` left nothing to do
   bool stopping_ = false;
+  bool clearing_ = false;  // the cache is to be emptied
   int64_t next_id_ = 0;
 
   Outbox outbox_;

@@ -448,6 +448,12 @@ def fork_pages(
     status: Tensor | None,
     out: Tensor,
 ) -> None: ...
+def assign_pages(
+    stream: int | None,
+    pool: PagePool,
+    src_entries: Tensor,
+    dst_entries: Tensor,
+) -> None: ...
 def write_kv(
     stream: int | None,
     k: Tensor,
@@ -661,9 +667,9 @@ class NgramIndex:
     def device_words(self) -> int: ...
 
 # --- scheduler
-# A request that gets a slot: its id, its prompt with what it produced before a retraction, its n-gram group, and what
-# it brings along for the executor.
-Admitted: TypeAlias = tuple[int, list[int], int, Any]
+# A request that gets a slot: its id, its prompt with what it produced before a retraction, its n-gram group, what it
+# brings along for the executor, and the entries of the page table that hold its first pages, whose rows are written.
+Admitted: TypeAlias = tuple[int, list[int], int, Any, list[int]]
 
 class _Executor(Protocol):
     """What the scheduler drives: csrc/scheduler/executor.h says when each call comes, scheduler.h what a raise does."""
@@ -678,14 +684,16 @@ class _Executor(Protocol):
     ) -> None: ...  # row, slot, new tokens each
     def finish(self, batch: int, num_nodes: int, max_kv_len: int) -> None: ...
     def deactivate(self, slots: list[int]) -> None: ...
+    def assign_pages(self, sources: list[int], destinations: list[int]) -> None: ...
     def progress(self) -> tuple[int, int]: ...
 
-# Request id, new tokens, finish reason, rounds, drafted, accepted, status; where they were asked for, the tokens'
-# log-probabilities, the ids of the best alternatives to each, and theirs; and what an executor call threw that ended
-# the request.
+# Request id, new tokens, finish reason, rounds, drafted, accepted, cached, status; where they were asked for, the
+# tokens' log-probabilities, the ids of the best alternatives to each, and theirs; and what an executor call threw that
+# ended the request.
 Emission: TypeAlias = tuple[
     int,
     list[int],
+    int,
     int,
     int,
     int,
@@ -751,6 +759,24 @@ class Budget:
     def note_tokens(self, size: int, requests: float, expected: Sequence[float], realised: Sequence[float]) -> None: ...
     def tokens(self, size: int, rung: int, requests: float) -> float: ...
 
+class PrefixCache:
+    """The scheduler's radix tree of cached pages; csrc/scheduler/prefix_cache.h says how.
+
+    What `find` and `insert` return is locked: the prefix, a number for `unlock`, and the places of its pages. `clear`
+    ends all locks.
+    """
+
+    def __init__(self, num_places: int, page_size: int) -> None: ...
+    def find(self, text: Sequence[int], most_pages: int) -> tuple[int, list[int]]: ...
+    def insert(self, text: Sequence[int], pages: int) -> tuple[int, list[int]]: ...
+    def unlock(self, node: int) -> None: ...
+    def evict(self, count: int) -> list[int]: ...
+    def clear(self) -> list[int]: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def num_locked(self) -> int: ...
+
 class Scheduler:
     """Continuous batching in C++.
 
@@ -780,6 +806,8 @@ class Scheduler:
         prefill_chunk: int,
         prefill_requests: int,
         rounds_in_flight: int,
+        draft_rests: bool = False,
+        prefix_cache: bool = False,
         batch_sizes: Sequence[int],
         rows: Sequence[Sequence[int]],
         plain_rounds: bool = False,
@@ -820,6 +848,8 @@ class Scheduler:
         """One turn of the loop, for who drives it by hand."""
     def settle(self) -> None:
         """Waits until rounds in flight in which nobody takes part any more have been read, unless somebody is there."""
+    def clear_cache(self) -> None:
+        """Empties the prefix cache before requests submitted later begin; not from inside an executor call."""
     def stop(self) -> None:
         """Cancels all requests, admits no more, and lets `run` return when they have ended."""
     def take(self, wait: bool = True) -> list[Emission] | None:
@@ -833,6 +863,12 @@ class Scheduler:
     def num_free_pages_estimate(self) -> int: ...
     @property
     def num_retractions(self) -> int: ...
+    @property
+    def num_cached_pages(self) -> int: ...
+    @property
+    def num_prefix_hits(self) -> int: ...
+    @property
+    def num_cached_tokens(self) -> int: ...
     @property
     def times(self) -> tuple[int, int, int, int, int, int, int, int]:
         """Rounds, rows; nanoseconds of host work, of waiting, of prefill, of rounds on the device; of those launched

@@ -124,6 +124,7 @@ class EngineConfig:
         round_sizes: of the captured rounds: each batch size with each number of rows, for KV of several lengths where
             attention runs other plans for them; and without rows, where a draft catches up.
         rounds_in_flight: launched and not yet read.
+        prefix_cache: pages of requests serve others whose texts begin alike.
         fixed_split: rows at which attention cuts KV whatever runs beside it; None: where it is fastest.
         top_n: most best entries scored beside a token.
         implementation: of the target, "native" or "transformers".
@@ -152,6 +153,7 @@ class EngineConfig:
     rest_rows: int
     round_sizes: tuple[RoundSize, ...]
     rounds_in_flight: int
+    prefix_cache: bool
     fixed_split: int | None
     top_n: int
     implementation: str
@@ -176,6 +178,7 @@ class EngineConfig:
         cuda_graph: bool = True,
         batch_sizes: Sequence[int] | None = None,
         rounds_in_flight: int | None = None,
+        prefix_cache: bool = False,
         batch_invariant: bool = False,
         implementation: str = "auto",
         grammars: bool = False,
@@ -192,7 +195,8 @@ class EngineConfig:
             max_len = min(2048, position_limit(model) or 2048)
         check_at_least(2, max_len=max_len)
         check_at_least(1, num_slots=num_slots, page_size=page_size, prefill_chunk=prefill_chunk)
-        check_invariance(model, draft, batch_invariant, batch_sizes, adaptive)
+        check_invariance(model, draft, batch_invariant, batch_sizes, adaptive, prefix_cache)
+        check_cacheable(draft, prefix_cache)
         if batch_sizes is not None:
             check_batch_sizes(batch_sizes, num_slots)
         if rounds_in_flight is None:
@@ -208,7 +212,9 @@ class EngineConfig:
         check_needs(draft, needs, model.num_hidden_layers)
         reserve = max(needs.num_nodes, needs.accept_width, needs.scratch_rows) + 1
         max_pages = -(-(max_len + reserve) // page_size)
-        windows = windows_of(model, implementation) | ({None} if needs.kv_numbers else set())
+        # Cached pages serve texts that see other rows of them: none are given back behind a window.
+        keeps_all = prefix_cache or needs.kv_numbers > 0
+        windows = (set() if prefix_cache else windows_of(model, implementation)) | ({None} if keeps_all else set())
         pages = PagePlan.of(windows, max(prefill_chunk, reserve), max_pages, page_size, num_slots)
         if mem_fraction is not None:
             check_mem_fraction(mem_fraction, num_pages, machine.device)
@@ -278,6 +284,7 @@ class EngineConfig:
                 for most in bounds(batch, num_rows)
             ),
             rounds_in_flight=rounds_in_flight,
+            prefix_cache=prefix_cache,
             fixed_split=INVARIANT_SPLIT if batch_invariant else None,
             top_n=top_n,
             implementation=implementation,
@@ -348,7 +355,12 @@ def check_batch_sizes(batch_sizes: Sequence[int], num_slots: int) -> None:
 
 
 def check_invariance(
-    model: Any, draft: Draft, batch_invariant: bool, batch_sizes: Sequence[int] | None, adaptive: bool | None
+    model: Any,
+    draft: Draft,
+    batch_invariant: bool,
+    batch_sizes: Sequence[int] | None,
+    adaptive: bool | None,
+    prefix_cache: bool,
 ) -> None:
     """ValueError for what a batch-invariant engine cannot have."""
     if not batch_invariant:
@@ -367,6 +379,19 @@ def check_invariance(
         )
     if adaptive:
         raise ValueError("Engine: adaptive is set, expected not with batch_invariant")
+    if prefix_cache:
+        raise ValueError(
+            "Engine: prefix_cache is set, expected not with batch_invariant "
+            "(rows that another request has written are equal up to rounding)"
+        )
+
+
+def check_cacheable(draft: Draft, prefix_cache: bool) -> None:
+    if prefix_cache and not draft.cacheable:
+        raise ValueError(
+            f"Engine: prefix_cache is set, expected not with {type(draft).__name__}, "
+            "which keeps more of a prompt than the rows of its pools"
+        )
 
 
 def check_num_pages(num_pages: int, pages: PagePlan, max_len: int, prefill_chunk: int, reserve: int) -> None:

@@ -73,6 +73,10 @@ class Engine:
             None: about a third apart with graphs, every size without.
         rounds_in_flight: rounds launched and not yet read. None: 2 on CUDA (the next round is launched while one
             runs), else 1.
+        prefix_cache: keep the pages of requests that have ended as long as there is room, for others whose texts begin
+            alike: these are not prefilled as far as whole pages go, in target and draft (docs/round.md, section 8).
+            Samples of one prompt that come together prefill it once. Texts are then equal up to proven near-ties, as
+            those of requests in other company are. Refused with batch_invariant.
         batch_invariant: a request gets the same bits whatever runs beside it. Rounds all have one size, `num_slots` and
             all nodes, attention cuts KV at fixed places, which is slower with few requests, and drafts keep the
             calibration that they begin with. A request that is retracted for want of pages may differ from there on:
@@ -122,6 +126,7 @@ class Engine:
         cuda_graph: bool = True,
         batch_sizes: Sequence[int] | None = None,
         rounds_in_flight: int | None = None,
+        prefix_cache: bool = False,
         batch_invariant: bool = False,
         implementation: str = "auto",
         grammars: bool = False,
@@ -154,6 +159,7 @@ class Engine:
             cuda_graph=cuda_graph,
             batch_sizes=batch_sizes,
             rounds_in_flight=rounds_in_flight,
+            prefix_cache=prefix_cache,
             batch_invariant=batch_invariant,
             implementation=implementation,
             grammars=grammars,
@@ -432,6 +438,16 @@ class Engine:
             raise ValueError(f"SamplingParams: stop is given, expected none ({lack})")
         return StopStrings(self.tokenizer, sampling.stop_strings, sampling.min_new_tokens)
 
+    def clear_cache(self) -> None:
+        """Give back the pages of the prefix cache. Requests that run keep theirs; those submitted later begin anew.
+
+        Raises:
+            RuntimeError: the engine is closed, or a callback of a request calls this.
+        """
+        self._loop.expect_open()
+        self._loop.expect_to_wait()
+        self._scheduler.clear_cache()
+
     def close(self) -> None:
         """Cancels what runs, ends the engine's threads, and gives the draft back, which may serve another engine then.
 
@@ -457,6 +473,8 @@ class Engine:
             rounds=rounds,
             rows=rows,
             retractions=self._scheduler.num_retractions,
+            prefix_hits=self._scheduler.num_prefix_hits,
+            cached_tokens=self._scheduler.num_cached_tokens,
             host_seconds=host,
             wait_seconds=wait,
             prefill_seconds=prefill,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..ops import alloc_pages
+from ..ops import alloc_pages, assign_pages
 from .drafts import DraftRequest
 from .edits import LogitEdit
 from .passes import Passes
@@ -17,6 +17,9 @@ from .state import to_device
 
 if TYPE_CHECKING:
     from .._C import Admitted
+
+
+MOST_ASSIGNED = 512  # entries of one call of `assign_pages`
 
 
 class Executor:
@@ -37,9 +40,13 @@ class Executor:
 
     @torch.inference_mode()
     def begin(self, slot: int, admitted: Admitted) -> None:
-        number, tokens, group, extra = admitted
+        number, tokens, group, extra, cached = admitted
         edit, prediction = extra or (None, ())
         state, slots = self.state, self._slots[slot : slot + 1]
+        if cached:
+            first = slot * state.pool.page_table.shape[1]
+            self.assign_pages(cached, [*range(first, first + len(cached))])
+            state.pool.page_counts[slot] = len(cached)
         if state.window is None:
             # The slot gets all pages up to its first round at once, as the scheduler counts them. Should there be too
             # few, it stalls, and its activation turns that into an error.
@@ -47,7 +54,8 @@ class Executor:
             alloc_pages(state.pool, state.seq_lens, rows, slots=slots, status=state.status)
         if edit is not None or slot in self._edited:
             self._edit(slot, edit, tokens)
-        self.draft.begin(slot, DraftRequest(number, tokens, group, prediction))
+        rows = len(cached) * state.pool.page_size
+        self.draft.begin(slot, DraftRequest(number, tokens, group, prediction, rows))
 
     def _edit(self, slot: int, edit: LogitEdit | None, tokens: list[int]) -> None:
         masks = self.round.masks
@@ -64,6 +72,12 @@ class Executor:
                 masks.matchers[slot] = matcher = edit.new_matcher()
                 for token in tokens[edit.num_prompt_tokens :]:
                     matcher.accept_token(token)
+
+    @torch.inference_mode()
+    def assign_pages(self, sources: list[int], destinations: list[int]) -> None:
+        entries = to_device(array("i", sources + destinations), self.state.seq_lens.device).view(2, -1)
+        for begin in range(0, len(sources), MOST_ASSIGNED):
+            assign_pages(self.state.all_pages, *entries[:, begin : begin + MOST_ASSIGNED])
 
     @torch.inference_mode()
     def prefill(self, chunks: list[Chunk]) -> None:

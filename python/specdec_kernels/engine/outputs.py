@@ -59,7 +59,7 @@ class RequestOutput:
 
     `index` is that of its prompt in the list that was given, `sample` which of its n samples this is. `text` is None
     where the engine has no tokenizer, `seed` where nothing was drawn, `logprobs` (one for each token) where they were
-    not asked for.
+    not asked for. `cached_tokens` of the prompt's began in the prefix cache, and were not prefilled.
     """
 
     index: int
@@ -71,6 +71,7 @@ class RequestOutput:
     seed: int | None = None
     logprobs: list[TokenLogprob] | None = None
     sample: int = 0
+    cached_tokens: int = 0
 
 
 class GenerationError(RuntimeError):
@@ -90,6 +91,8 @@ class EngineStats:
 
     Attributes:
         rounds, rows: rounds read, and requests in them. retractions: requests that gave their slot back for a while.
+        prefix_hits: requests that got a slot and began with pages of the prefix cache. cached_tokens: whose rows these
+            held, and that were not prefilled.
         host_seconds: the loop's own work: launching rounds and records of commands, reading what rounds did, giving
             back slots, keeping its books. What `wait_seconds` and `prefill_seconds` count is not in it.
         wait_seconds: the loop's waiting for the device.
@@ -107,6 +110,8 @@ class EngineStats:
     rounds: int
     rows: int
     retractions: int
+    prefix_hits: int
+    cached_tokens: int
     host_seconds: float
     wait_seconds: float
     prefill_seconds: float

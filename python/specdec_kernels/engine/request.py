@@ -131,6 +131,7 @@ class BaseRequest:
         rounds: int,
         drafted: int,
         accepted: int,
+        cached: int,
         status: int,
         scores: tuple[list[float], list[int], list[float]] | None,
         error: BaseException | None,
@@ -159,6 +160,7 @@ class BaseRequest:
             output.logprobs += logprobs
         stats = output.stats
         stats.rounds, stats.drafted, stats.accepted = rounds, drafted, accepted
+        output.cached_tokens = cached
         if reason:
             self.status, self.error = Status(status), error
             self._end(FinishReason(reason))

@@ -42,6 +42,7 @@ class EngineState(SlotState):
     """
 
     pool: PagePool  # of all layers whose window has no table of its own
+    all_pages: PagePool  # `pool`, with rows of the table behind those of the slots for the pages of the prefix cache
     window: int | None  # behind which none of these sees; None: one sees all
     window_pools: dict[int, PagePool]  # of layers with these windows
     window_pages: Mapping[int, int]  # most pages of these
@@ -61,6 +62,7 @@ class EngineState(SlotState):
         num_pages: int,
         max_pages: int,
         page_size: int,
+        prefix_cache: bool = False,
         fixed_split: int | None,
         device: torch.device,
         window: int | None = None,
@@ -69,7 +71,7 @@ class EngineState(SlotState):
         like = torch.empty(0, device=device)
         state = cls(*make_slot_state(num_slots, max_len, max_stop_tokens, like))
         state.window, state.window_pages = window, window_pages
-        state._make_pools(num_pages, max_pages, page_size)
+        state._make_pools(num_pages, max_pages, page_size, prefix_cache)
         state._no_rows = torch.zeros_like(state.seq_lens)
         state.edits = make_logit_edits(num_slots, vocab_size, like)
         state.fixed_split = fixed_split
@@ -78,11 +80,16 @@ class EngineState(SlotState):
 
     def resize_pool(self, num_pages: int) -> None:
         """Another pool, of which every page is free."""
-        self._make_pools(num_pages, self.pool.page_table.shape[1], self.pool.page_size)
+        max_pages, page_size = self.pool.page_table.shape[1], self.pool.page_size
+        self._make_pools(num_pages, max_pages, page_size, len(self.all_pages.page_counts) > len(self.seq_lens))
 
-    def _make_pools(self, num_pages: int, max_pages: int, page_size: int) -> None:
-        sizes = len(self.seq_lens), max_pages, page_size
-        self.pool = make_page_pool(num_pages, *sizes, like=self.seq_lens)
+    def _make_pools(self, num_pages: int, max_pages: int, page_size: int, prefix_cache: bool) -> None:
+        num_slots = len(self.seq_lens)
+        sizes = num_slots, max_pages, page_size
+        num_rows = num_slots + (-(-num_pages // max_pages) if prefix_cache else 0)
+        self.all_pages = make_page_pool(num_pages, num_rows, max_pages, page_size, like=self.seq_lens)
+        of_slots = "page_table", "page_counts", "page_starts"
+        self.pool = self.all_pages._replace(**{name: getattr(self.all_pages, name)[:num_slots] for name in of_slots})
         self.window_pools = {
             window: make_page_pool(pages_of(window, num_pages, self.window_pages), *sizes, like=self.seq_lens)
             for window in self.window_pages

@@ -94,12 +94,14 @@ class DraftRequest(NamedTuple):
         tokens: its prompt, and what it produced before a retraction.
         group: who shares its text (`SamplingParams.ngram_group`); 0: everybody.
         prediction: what its text may repeat; only for drafts that take predictions.
+        cached: rows of its text that are there already, in pools of the draft's own too: `prefill` gets those behind.
     """
 
     id: int
     tokens: list[int]
     group: int
     prediction: Sequence[int] = ()
+    cached: int = 0
 
 
 class Draft:
@@ -117,12 +119,15 @@ class Draft:
 
     Attributes:
         sampled: the drafts of requests that sample are drawn, and verified as a block: see `Proposal.drawn_from`.
+        cacheable: what it keeps of a committed text, but for what its last row yields, is in rows of its pools, of
+            which row i depends on tokens 0 to i + 1 alone. Others take no part in a prefix cache.
         reads_others: what is proposed for a request depends on the text of others, also where nothing is learnt of them
             (`batch_invariant`).
         takes_predictions: requests may bring what their text may repeat (`SamplingParams.prediction`).
     """
 
     sampled: bool = False
+    cacheable: bool = True
     reads_others: bool = False
     takes_predictions: bool = False
     context: DraftContext

@@ -44,6 +44,7 @@ class Union(Draft):
                 raise ValueError(f"Union: {name} is a {type(draft).__name__} with sampled=True, expected sampled=False")
         if self.first is self.second:
             raise ValueError("Union: first and second are one object, expected two")
+        self.cacheable = self.first.cacheable and self.second.cacheable
         self.reads_others = self.first.reads_others or self.second.reads_others
         self.takes_predictions = self.first.takes_predictions or self.second.takes_predictions
 

@@ -1,0 +1,181 @@
+#include "scheduler/prefix_cache.h"
+
+#include <algorithm>
+#include <iterator>
+#include <numeric>
+
+namespace specdec::scheduler {
+namespace {
+
+struct Before {
+  using is_transparent = void;
+  bool operator()(Tokens a, Tokens b) const { return std::ranges::lexicographical_compare(a, b); }
+};
+
+}  // namespace
+
+class PrefixCache::Node {
+ public:
+  Node* parent = nullptr;
+  std::vector<int32_t> tokens;                                             // of its own pages, and the one behind them
+  std::vector<int32_t> places;                                             // of its own pages
+  int64_t end = 0;                                                         // pages from the root on
+  int64_t locks = 0;                                                       // on it and on those behind it
+  uint64_t used = 0;                                                       // when
+  std::map<std::vector<int32_t>, std::unique_ptr<Node>, Before> children;  // by the tokens of their first pages
+
+  int64_t size() const { return static_cast<int64_t>(places.size()); }
+  bool is_free_leaf() const { return parent != nullptr && locks == 0 && children.empty(); }
+};
+
+PrefixCache::PrefixCache(int64_t num_places, int64_t page_size)
+    : num_places_(num_places), page_size_(page_size), free_(num_places), root_(std::make_unique<Node>()) {
+  std::iota(free_.rbegin(), free_.rend(), 0);
+}
+
+PrefixCache::~PrefixCache() { clear(); }
+
+int64_t PrefixCache::num_pages(const Node* node) { return node->end; }
+
+std::vector<int32_t> PrefixCache::places(const Node* node) {
+  std::vector<int32_t> places(node->end);
+  for (; node->parent != nullptr; node = node->parent)
+    std::ranges::copy(node->places, places.begin() + node->end - node->size());
+  return places;
+}
+
+// The node whose prefix is the longest that the text begins with. One that differs amid its pages is cut in two.
+PrefixCache::Node* PrefixCache::descend(Tokens text, int64_t most_pages) {
+  const int64_t most = std::min(most_pages, (std::ssize(text) - 1) / page_size_);
+  Node* node = root_.get();
+  while (node->end < most) {
+    const Tokens rest = text.subspan(node->end * page_size_);
+    const auto found = node->children.find(rest.first(page_size_ + 1));
+    if (found == node->children.end()) break;
+    Node* child = found->second.get();
+    const int64_t alike = std::ranges::mismatch(child->tokens, rest).in1 - child->tokens.begin();
+    const int64_t pages = std::min((alike - 1) / page_size_, most - node->end);
+    if (pages < child->size()) return split(child, pages);
+    node = child;
+  }
+  return node;
+}
+
+// Puts a node with the first pages in front of this one, which keeps the others: whoever has locked it means its end.
+PrefixCache::Node* PrefixCache::split(Node* node, int64_t pages) {
+  auto& siblings = node->parent->children;
+  const auto cut = pages * page_size_;
+  auto& owner = siblings.find(Tokens(node->tokens).first(page_size_ + 1))->second;
+  auto front = std::make_unique<Node>();
+  front->parent = node->parent;
+  front->tokens.assign(node->tokens.begin(), node->tokens.begin() + cut + 1);
+  front->places.assign(node->places.begin(), node->places.begin() + pages);
+  front->end = node->end - node->size() + pages;
+  front->locks = node->locks;
+  front->used = node->used;
+  std::unique_ptr<Node> back = std::exchange(owner, std::move(front));
+  node->parent = owner.get();
+  node->tokens.erase(node->tokens.begin(), node->tokens.begin() + cut);
+  node->places.erase(node->places.begin(), node->places.begin() + pages);
+  const auto first = node->tokens.begin();
+  owner->children.emplace(std::vector(first, first + page_size_ + 1), std::move(back));
+  return owner.get();
+}
+
+PrefixCache::Node* PrefixCache::find(Tokens text, int64_t most_pages) {
+  Node* node = descend(text, most_pages);
+  touch(node);
+  return node;
+}
+
+PrefixCache::Node* PrefixCache::insert(Tokens text, int64_t pages) {
+  Node* node = descend(text, pages);
+  const int64_t most = std::min(pages, (std::ssize(text) - 1) / page_size_);
+  const int64_t count = std::min(most - node->end, std::ssize(free_));
+  if (count > 0) {
+    const Tokens rest = text.subspan(node->end * page_size_, count * page_size_ + 1);
+    auto child = std::make_unique<Node>();
+    child->parent = node;
+    child->tokens.assign(rest.begin(), rest.end());
+    child->places.assign(free_.rbegin(), free_.rbegin() + count);
+    child->end = node->end + count;
+    free_.resize(free_.size() - count);
+    const Tokens key = rest.first(page_size_ + 1);
+    auto& owner = node->children[std::vector(key.begin(), key.end())];
+    owner = std::move(child);
+    node = owner.get();
+  }
+  touch(node);
+  return node;
+}
+
+void PrefixCache::lock(Node* node) {
+  for (; node->parent != nullptr; node = node->parent) {
+    if (node->locks++ == 0) num_locked_ += node->size();
+    enlist(node);
+  }
+}
+
+void PrefixCache::unlock(Node* node) {
+  for (; node->parent != nullptr; node = node->parent) {
+    if (--node->locks == 0) num_locked_ -= node->size();
+    enlist(node);
+  }
+}
+
+std::vector<int32_t> PrefixCache::evict(int64_t count) {
+  std::vector<int32_t> gone;
+  while (std::ssize(gone) < count && !leaves_.empty()) {
+    Node* leaf = leaves_.begin()->second;
+    const int64_t kept = std::max<int64_t>(leaf->size() - (count - std::ssize(gone)), 0);
+    gone.insert(gone.end(), leaf->places.rbegin(), leaf->places.rend() - kept);
+    leaf->end -= leaf->size() - kept;
+    leaf->places.resize(kept);
+    if (kept > 0) {
+      leaf->tokens.resize(kept * page_size_ + 1);
+      continue;
+    }
+    leaves_.erase(leaves_.begin());
+    Node* parent = leaf->parent;
+    parent->children.erase(parent->children.find(Tokens(leaf->tokens).first(page_size_ + 1)));
+    enlist(parent);
+  }
+  free_.insert(free_.end(), gone.begin(), gone.end());
+  return gone;
+}
+
+std::vector<int32_t> PrefixCache::clear() {
+  std::vector<int32_t> gone;
+  // A text may be cut into as many nodes as it has pages: their destructors are not to be called within each other.
+  std::vector<std::unique_ptr<Node>> nodes;
+  nodes.push_back(std::exchange(root_, std::make_unique<Node>()));
+  while (!nodes.empty()) {
+    const std::unique_ptr<Node> node = std::move(nodes.back());
+    nodes.pop_back();
+    gone.insert(gone.end(), node->places.begin(), node->places.end());
+    for (auto& [key, child] : node->children) nodes.push_back(std::move(child));
+  }
+  leaves_.clear();
+  num_locked_ = 0;
+  free_.insert(free_.end(), gone.begin(), gone.end());
+  return gone;
+}
+
+// A prefix has been used, and so have those that it begins with.
+void PrefixCache::touch(Node* node) {
+  for (; node->parent != nullptr; node = node->parent) {
+    leaves_.erase({node->used, node});
+    node->used = ++clock_;
+    enlist(node);
+  }
+}
+
+// Keeps `leaves_` true of a node.
+void PrefixCache::enlist(Node* node) {
+  if (node->is_free_leaf())
+    leaves_.insert({node->used, node});
+  else
+    leaves_.erase({node->used, node});
+}
+
+}  // namespace specdec::scheduler
