@@ -177,7 +177,7 @@ def test_a_head_sees_all_of_a_text(adaptive: bool, device: torch.device) -> None
     head = plant_eagle3(model, PlantedText.of(VOCAB, VOCAB), EvenAcceptance())
     prompts = random_texts(150, 3, 90)
     draft = Eagle3(head, num_steps=3, topk=3, num_nodes=9)
-    with engine_of(model, draft, device, adaptive=adaptive) as engine:
+    with engine_of(deepcopy(model), draft, device, adaptive=adaptive) as engine:
         assert engine.config.pages == (None, -(-(400 + engine.config.reserve) // 4), ((16, 20),))
         outputs = engine.generate(prompts, SamplingParams(70))
         assert_all_free(engine)
