@@ -28,7 +28,7 @@ from ..kv_bounds import AttentionCall
 from .base import Draft, DraftContext, DraftRequest, Needs
 from .proposal import Committed, DrawnFrom, Proposal, no_candidates
 
-CHEAP_ROWS = 64  # of a draft step: so many take no longer to multiply than it takes to read the weights
+CHEAP_ROWS = 64  # of a draft step: a tile of `linear_rows`, for which they take hardly longer than one
 # Rounds that a slot may rest. Each needs room for a row of features; catching up with more rows at once costs less a
 # row as long as reading the weights is most of it.
 REST_ROWS = 16
