@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import signal
 import socket
 import sys
@@ -91,6 +92,9 @@ def serve(args: argparse.Namespace) -> int:
     with listening_socket(args.host, args.port) as listener:  # a port that is taken is found before a model is loaded
         algorithm, engine = engine_flags.open_engine(args)
         with engine:
+            # What was loaded stays: a collection of garbage that looks through all of it stops every request.
+            gc.collect()
+            gc.freeze()
             app = make_app(AsyncEngine(engine), settings_of(args, template))
             host, port = listener.getsockname()[:2]
             where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
