@@ -423,10 +423,10 @@ CASES = {
         },
         linear_rows,
     ),
+    "round_rows": Case(lambda: {"x": torch.randn(N, 300)}, round_rows),
     "widen_rows": Case(
         lambda: {"numbers": torch.randint(256, (N, 128), dtype=torch.uint8), "scales": torch.rand(2, N)}, widen_rows
     ),
-    "round_rows": Case(lambda: {"x": torch.randn(N, 300)}, round_rows),
     "rotate_qkv": Case(
         lambda: {
             "qkv": torch.randn(B, N, 3 * HEADS, D),

@@ -124,7 +124,15 @@ def test_a_wheel_without_its_compiler_is_refused_before_anything_is_made() -> No
 
 
 def test_everything_that_runs_is_inside(wheel: Path) -> None:
-    expected = ["__init__.py", "_C.pyi", "py.typed", "ops.py", "reference/draft.py", "engine/drafts/eagle.py"]
+    expected = [
+        "__init__.py",
+        "_C.pyi",
+        "py.typed",
+        "ops.py",
+        "reference/draft.py",
+        "engine/drafts/eagle.py",
+        "server/page.html",
+    ]
     expected += [f"bench/{path.relative_to(ROOT / 'bench')}" for path in (ROOT / "bench").rglob("*.py")]
     for model in ("target", "eagle3"):
         expected += [f"tiny_model/{model}/{path.name}" for path in (ROOT / "examples" / "tiny" / model).iterdir()]
@@ -134,7 +142,7 @@ def test_everything_that_runs_is_inside(wheel: Path) -> None:
 
 def test_nothing_else_is_inside(wheel: Path) -> None:
     kinds = {Path(name).suffix for name in files(wheel) if name.startswith("specdec_kernels/")}
-    assert kinds == {".py", ".pyi", ".typed", ".so", ".json", ".safetensors"}
+    assert kinds == {".py", ".pyi", ".typed", ".so", ".json", ".safetensors", ".html"}
     assert not [
         name for name in files(wheel) if re.search(r"train\.py|corpus\.py|/results/|/tests/|metrics\.json", name)
     ]

@@ -119,7 +119,7 @@ def fork_pages(device: torch.device, p: Params) -> Work:
 
 def assign_pages(device: torch.device, p: Params) -> Work:
     """A slot ends: all its pages go to entries that nobody runs on."""
-    pages = p["pages"]
+    pages = p["rows"] // PAGE_SIZE
     pool = sd.make_page_pool(2 * pages, 2, pages, PAGE_SIZE, torch.empty(0, device=device))
     pool.free_stack.copy_(torch.randperm(2 * pages))
     sd.alloc_pages(pool, torch.tensor([pages * PAGE_SIZE, 0], dtype=torch.int32, device=device), 0)
@@ -236,7 +236,7 @@ CASES = [
     Case("alloc_pages", grid={"batch": BATCHES}, make=alloc_pages),
     Case("free_pages", grid={"batch": BATCHES}, make=free_pages),
     Case("fork_pages", grid={"batch": BATCHES}, make=fork_pages),
-    Case("assign_pages", grid={"pages": (1, 64, 512)}, make=assign_pages),
+    Case("assign_pages", grid={"rows": (PAGE_SIZE, 1024, 8192)}, make=assign_pages),
     Case(
         "write_kv",
         grid={"batch": BATCHES, "rows": (6, 32, 2048), "dtype": ("bfloat16",)},

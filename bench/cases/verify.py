@@ -27,7 +27,7 @@ SAMPLING: dict[str, dict[str, float]] = {
 }
 
 # What requests ask of their logits, by the name of the `edit` it is benchmarked under.
-EDITS: dict[str, int] = {"none": 0, "penalties": sd.Edit.PENALTIES, "mask": sd.Edit.MASK}
+EDITS: dict[str, int] = {"penalties": sd.Edit.PENALTIES, "mask": sd.Edit.MASK, "none": 0}
 
 
 def accept_length(b: int) -> int:

@@ -937,6 +937,8 @@ def widen_rows(
     """
     if out is None:
         rows, width = shape_of("widen_rows", "numbers", numbers, 2)
+        if dtype not in ("float32", "float16", "bfloat16"):
+            raise ValueError(f"widen_rows: dtype is {dtype}, expected float32, float16 or bfloat16")
         in_4_bits = str(numbers.dtype).endswith("uint8")
         out = empty("widen_rows", numbers, (rows, 2 * width if in_4_bits else width), dtype)
     _C.widen_rows(stream, numbers, scales, out)
