@@ -73,7 +73,9 @@ def give_back(engine: Engine, slot: int) -> None:
 def run(engine: Engine, slots: list[int], num_nodes: int | None = None) -> dict[int, list[int]]:
     """One round, of all nodes or so many for each; the new tokens of each slot named."""
     num_rows = len(slots) * (num_nodes or engine.config.needs.num_nodes)
-    result = engine._executor.round.run(torch.tensor(slots, dtype=torch.int32, device=engine.device), num_rows)
+    round = engine._executor.round
+    with torch.inference_mode():
+        result = round.commit(round.run_target(torch.tensor(slots, dtype=torch.int32, device=engine.device), num_rows))
     lengths = result.accepted.num_valid.tolist()
     return {
         slot: row[:length]

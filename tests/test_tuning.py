@@ -152,9 +152,11 @@ def test_rows_without_a_round_teach_nothing() -> None:
     state.finish_reasons[0] = int(FinishReason.STOP)
     state.seq_lens[1], state.finish_reasons[1] = 40, int(FinishReason.RUNNING)
     state.pool.num_free[0] = 0
-    round.run(torch.tensor([-1, 0, 1], dtype=torch.int32), 36)
+    with torch.inference_mode():
+        round.commit(round.run_target(torch.tensor([-1, 0, 1], dtype=torch.int32), 36))
     assert int(state.status[1]) & int(Status.STALLED)
-    round.run(torch.tensor([2, 3], dtype=torch.int32), 2)
+    with torch.inference_mode():
+        round.commit(round.run_target(torch.tensor([2, 3], dtype=torch.int32), 2))
     assert all(torch.equal(a, b) for a, b in zip(part.calibration, before, strict=True))
 
 

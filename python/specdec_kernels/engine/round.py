@@ -151,17 +151,12 @@ class Round:
             cuts=result.shares.cuts if by_scores else None,
         )
 
-    @torch.inference_mode()
-    def run(self, slots: Tensor, num_rows: int) -> RoundResult:
-        """Advance slots [B] by one round; nothing here reads a device value on the host."""
-        return self.commit(self.run_target(slots, num_rows))
-
     def most_nodes(self, batch: int, num_rows: int) -> int:
         """What one request may have at most. Draws are no matter of scores: all requests have equally many."""
         return num_rows // batch if self.draft.sampled else most_nodes(batch, num_rows, self.num_nodes)
 
     def run_target(self, slots: Tensor, num_rows: int) -> Drafted:
-        """Draft for slots [B], and run the target over what is drafted."""
+        """Draft for slots [B], and run the target over what is drafted; no device value is read on the host."""
         state, draft = self.state, self.draft
         state.make_room(slots, self.reserve)
 
@@ -178,7 +173,7 @@ class Round:
         return Drafted(slots, proposal, tree, scores, shares, nodes, rows, hidden, features)
 
     def commit(self, drafted: Drafted) -> RoundResult:
-        """Verify what was drafted, and advance the slots."""
+        """Verify what was drafted, and advance the slots; no device value is read on the host."""
         state, draft = self.state, self.draft
         slots, proposal, tree, scores, shares, nodes, rows, hidden, features = drafted
         cu_seqlens, most = shares.cu_seqlens, tree.tokens.shape[1]

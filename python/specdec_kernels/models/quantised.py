@@ -374,11 +374,10 @@ def gives_the_definition(kernel: Kernel, device: torch.device) -> bool:
     outs, ins, by_groups = 272, 640, kernel is scaled_by_groups
     numbers = (torch.randn(outs, ins, generator=generator) * 20).to(device, FP8)
     scales = torch.rand(outs, ins // GROUP if by_groups else 1, generator=generator).to(device) + 0.5
+    activations = "group" if by_groups else "token"
     weight = numbers.double() * spread(scales, ins)  # no Fp8Weight, which asks for this kernel when it is made
     for rows in (1, 5, 64):
-        x, of_x = in_eight_bits(
-            torch.randn(rows, ins, generator=generator).to(device), "group" if by_groups else "token"
-        )
+        x, of_x = in_eight_bits(torch.randn(rows, ins, generator=generator).to(device), activations)
         want = (x.double() * spread(of_x.t(), ins)) @ weight.t()
         try:
             got = kernel(x, of_x, numbers, scales)

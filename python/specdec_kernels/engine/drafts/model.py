@@ -28,7 +28,7 @@ from ..kv_bounds import AttentionCall
 from .base import Draft, DraftContext, DraftRequest, Needs
 from .proposal import Committed, DrawnFrom, Proposal, no_candidates
 
-CHEAP_ROWS = 64  # of a draft step: a tile of `linear_rows`, for which they take hardly longer than one
+TILE_ROWS = 64  # of a draft step: a tile of `linear_rows`, for which they take hardly longer than one
 # Rounds that a slot may rest. Each needs room for a row of features; catching up with more rows at once costs less a
 # row as long as reading the weights is most of it.
 REST_ROWS = 16
@@ -140,7 +140,7 @@ class ModelDraft(Draft):
         Of a small tree nearly all is the best path and what stands beside its first nodes, while a row of a step is a
         token of the draft: for 64 requests with 10 paths each, 4 steps are as much work as a fifth of a round.
         """
-        return min(self.topk, max(CHEAP_ROWS // batch, -(-num_nodes // 4), 2))
+        return min(self.topk, max(TILE_ROWS // batch, -(-num_nodes // 4), 2))
 
     def start(self, slots: Tensor, k: int) -> Features | None:
         """The features of the slots' B * k depth-1 nodes, for drafts that carry any."""
