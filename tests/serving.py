@@ -36,7 +36,7 @@ class Running(NamedTuple):
 
     @contextmanager
     def connection(self) -> Iterator[http.client.HTTPConnection]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=300)
         try:
             yield connection
         finally:

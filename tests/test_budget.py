@@ -91,9 +91,14 @@ class Device:
         self.num_published += 1
         result[0] = self.num_published
 
-    def measure(self) -> None:
-        """Every size."""
-        self.scheduler.measure_rounds([*range(1, len(self.lengths) + 1)])
+    def measure(self, *sizes: int) -> None:
+        """These sizes, or every one; what happens meanwhile is forgotten."""
+        before = self.lengths[:], self.rng.getstate()
+        self.scheduler.measure_rounds([*sizes] or [*range(1, len(self.lengths) + 1)])
+        self.measured, self.rounds = self.rounds, []
+        self.us = self.tokens = 0.0
+        self.lengths[:] = before[0]
+        self.rng.setstate(before[1])
 
     def is_right(self, b: int, ahead: int) -> bool:
         """Whether the draft is that follows so many accepted ones."""
@@ -138,6 +143,7 @@ def test_every_size_is_measured_and_counts_as_no_round() -> None:
     assert costs is not None and costs.batches == [1, 2, 3]
     assert costs.rows == [[batch * nodes for nodes in NODES] for batch in (1, 2, 3)]
     assert costs.us == [[100 * batch + nodes for nodes in NODES] for batch in (1, 2, 3)]
+    assert set(device.measured) == {*NODES}  # rounds of requests, of which nothing is left
     assert device.scheduler.times == (0,) * 8 and device.scheduler.rounds_by_rows == [[0] * len(NODES)] * 3
     again = Device(lambda batch, nodes: 1.0, 0.5, batch=3)
     again.scheduler.set_costs(costs)
@@ -159,7 +165,7 @@ def test_every_size_is_measured_and_counts_as_no_round() -> None:
 def test_catching_up_is_measured_between_rounds() -> None:
     device = Device(lambda batch, nodes: 100 * batch + nodes, 0.5, batch=3, rest_rows=8)
     device.catch_up = lambda batch: 7.0 * batch
-    device.scheduler.measure_rounds([1, 3])
+    device.measure(1, 3)
     costs = device.scheduler.costs
     assert costs is not None and costs.catch_up == pytest.approx([7, 14, 21])
     assert costs.us == [[100 * batch + nodes for nodes in NODES] for batch in (1, 2, 3)]
@@ -190,7 +196,7 @@ def test_it_rests_where_that_is_best(catch_up: float, rate: float, batch: int) -
 
 def test_sizes_between_those_that_are_measured() -> None:
     device = Device(lambda batch, nodes: 100 * batch * batch + nodes, 0.5, batch=7)
-    device.scheduler.measure_rounds([1, 3, 7])
+    device.measure(1, 3, 7)
     costs = device.scheduler.costs
     squares = [1, 5, 9, 19, 29, 39, 49]
     assert costs is not None and costs.batches == [1, 2, 3, 4, 5, 6, 7]
@@ -412,6 +418,21 @@ def test_an_adaptive_engine(name: str, device: torch.device, tmp_path: Path) -> 
     assert list(stats.rounds_by_nodes) == [rows / 4 for rows in rungs[1]]
     assert stats.costs.rows == [list(rows) for rows in rungs]
     assert sum(stats.rounds_by_nodes.values()) == stats.rounds > 0
+
+
+def test_measuring_leaves_nothing_behind(device: torch.device, tmp_path: Path) -> None:
+    """No page, no text in the index but the corpus, nothing learnt."""
+    (corpus := tmp_path / "corpus.txt").write_text("def area(width, height):\n    return width * height\n", "utf-8")
+    draft = Union(Eagle3(HEAD, num_steps=3, topk=3, num_nodes=24), Ngram(num_nodes=24, corpus=[corpus]), num_nodes=24)
+    engine = make_engine(draft, device, adaptive=True, cuda_graph=False, batch_sizes=[2, 4])
+    assert engine.stats().costs is not None
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    assert int(engine.state.pool.num_free) == engine.config.num_pages
+    assert engine.state.status.tolist() == engine.state.seq_lens.tolist() == [0] * engine.config.num_slots
+    head, ngram = draft.parts
+    assert isinstance(head, Eagle3) and head.calibration is not None and not head.calibration.counts.any()
+    assert isinstance(ngram, Ngram) and ngram.index.statistics.held == len(ngram._corpus[0])
 
 
 @every_draft

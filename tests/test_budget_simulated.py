@@ -122,8 +122,17 @@ def test_prefixes_cost_what_they_cost(size: int, kind: str) -> None:
         assert machine.of_best(kind) > 0.98, each
 
 
+@sizes
+def test_texts_that_grow_and_cost_nothing(size: int) -> None:
+    """A rate of KV that cannot fall below none leaves what all rounds take as it is."""
+    machine, batch = Machine(size, us_of, boast=1.0), BATCHES[size]
+    machine.run("wrong", 400, 32 * batch)
+    us = sum(machine.run("wrong", 1, kv * batch) and machine.us for _ in range(3) for kv in range(32, 232))
+    assert 600 * batch / us > 0.98 * machine.fixed("wrong", 0)
+
+
 def test_what_any_requests_cost_is_no_rate_of_their_kv() -> None:
-    """Rounds without requests wait for no attention: with short texts the same is missing at every batch size."""
+    """Rounds of texts of no length wait for no attention: with short ones the same is missing at every batch size."""
     machine = Machine(0, lambda batch, rows: us_of(batch, rows) + 300 + 20 * rows / batch)
     machine.run("code", 300, 321)
     for machine.size in (0, 1, 2, 1):
@@ -208,8 +217,21 @@ def test_a_row_for_each_of_the_batch_is_plain_decoding(requests: int) -> None:
     assert budget.tokens(1, 1, requests) == 1 + min(ROWS[1][1] / requests - 1, WIDTH - 1)
 
 
+@sizes
+def test_what_is_promised_above_is_no_hope(size: int) -> None:
+    """Rungs that a round has not, and whose drafts it has scored: they are worth what those promise, and as true as the
+    rungs below."""
+    budget, batch, rows = Machine(size, us_of).budget, BATCHES[size], ROWS[size]
+    gains = [batch * gain("code", r / batch) for r in rows]
+    below = len(rows) // 2
+    for _ in range(200):
+        budget.note_tokens(size, batch, gains, [0.5 * g for g in gains[: below + 1]])
+    for rung in range(len(rows)):
+        assert budget.tokens(size, rung, batch) == pytest.approx(1 + 0.5 * gains[rung] / batch, rel=0.07)
+
+
 def test_what_a_round_shows_is_as_much_as_it_is_expected() -> None:
     budget = Machine(1, us_of).budget
-    for expected, realised in (([], []), ([1.0], []), ([1.0, 2.0], [1.0])):
-        with pytest.raises(ValueError, match=r"^note_tokens: expected \(how many\) is"):
+    for expected, realised in (([], []), ([1.0], []), ([1.0], [1.0, 2.0])):
+        with pytest.raises(ValueError, match=r"^note_tokens: realised \(how many\) is"):
             budget.note_tokens(1, 8, expected, realised)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import pytest
 
 from specdec_kernels import cli
-from specdec_kernels.engine import SamplingParams
+from specdec_kernels.cli.chat import answered
+from specdec_kernels.engine import RequestOutput, SamplingParams
 from test_requests import make_engine
 
 Capture = pytest.CaptureFixture[str]
@@ -31,6 +33,25 @@ def test_turns(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     wanted = [text.text for text in (first, second, third) if text.text is not None]
     assert [answer.strip("\n") for answer in answers if answer.strip()] == [text.strip("\n") for text in wanted]
     assert out.count("tokens/s") == 3 and "\033" not in out
+
+
+def test_a_turn_begins_with_those_before_it(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    """In whole pages: the second prompt begins with the first one and its answer, unless the cache is disabled."""
+    cached: list[tuple[int, int]] = []
+
+    def noted(*arguments: Any) -> RequestOutput:
+        output = answered(*arguments)
+        cached.append((len(output.prompt_tokens), output.cached_tokens))
+        return output
+
+    monkeypatch.setattr("specdec_kernels.cli.chat.answered", noted)
+    first = "import os; import sys; " * 4
+    for flags in ([], ["--disable-radix-cache"]):
+        assert chat(monkeypatch, f"{first}\ndef area(\n", "--page-size", "4", *flags) == 0
+        (begin, none), (turn, hits) = cached
+        assert none == 0 and turn > begin + 16
+        assert begin - 5 <= hits <= turn - 2 if not flags else hits == 0
+        cached.clear()
 
 
 def test_a_system_message_and_the_way_out(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:

@@ -117,7 +117,11 @@ def test_info_of_a_model(capsys: Capture, tmp_path: Path) -> None:
     assert [line.split(maxsplit=1) for line in lines] == [
         ["model", native],
         ["model_type", "qwen3"],
+        ["implementation", "native"],
         ["layers", "native"],
+        ["products", "in the engine's dtype"],
+        ["windows", "all rows in every layer"],
+        ["features", "states that enter any of 2 layers or leave the last"],
         ["rounds", "captured as CUDA graphs"],
     ]
     assert cli.main(["info", other, "--json"]) == 0
@@ -371,7 +375,12 @@ def test_a_size_that_cannot_run_is_named(capsys: Capture, arguments: list[str], 
         (["--accept", "nan"], "argument --accept: 'nan' is not a number from 1 on"),
         (["--input", "0"], "argument --input: '0' is not a whole number from 1 on"),
         (["--speculative-num-steps", "x"], "argument --speculative-num-steps: 'x' is not a whole number from 1 on"),
-        (["--acceptance", "poetry"], "argument --acceptance: invalid choice: 'poetry'"),
+        (["--acceptance", "poetry"], "argument --acceptance: 'poetry' is not one of chat, code, math, wrong"),
+        (
+            ["--algorithm", "tree0"],
+            "argument --algorithm: 'tree0' is not one of none, chain, tree, standalone, adaptive, nor chain or tree with "
+            "a number",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -393,8 +402,8 @@ def test_bench_rejects_numbers(capsys: Capture, option: list[str], message: str)
         ),
         (["round", "--weights", "fp8,int4"], "round takes one --weights, expected it not to be ['fp8', 'int4']"),
         (
-            ["round", "--weights", "fp8", "--shape", "qwen3-30b-a3b"],
-            "--weights is fp8, expected none beside --shape qwen3-30b-a3b, of experts",
+            ["round", "--weights", "int4", "--shape", "qwen3-30b-a3b"],
+            "--weights is int4, expected fp8 or fp8-rows beside --shape qwen3-30b-a3b, of experts",
         ),
         (["round", "--speculative-num-steps", "65"], "Eagle3: num_steps is 65, expected 1 to 64"),
         (["round", "--max-len", "100000"], "model: max_position_embeddings is 4096, expected at least max_len=100000"),
@@ -609,10 +618,10 @@ def test_gpu_time_takes_restores_off() -> None:
     assert restored < plain + 20e-6  # zeroing 256 MiB takes longer
 
 
-def rounds(algorithm: str, adaptive: bool, rates: dict[int, float]) -> list[dict[str, Any]]:
+def rounds(algorithm: str, rates: dict[int, float], accept: float | str = "code eagle3") -> list[dict[str, Any]]:
     params = {
         "shape": "qwen3-8b", "algorithm": algorithm, "num_steps": 0 if algorithm == "none" else 5, "topk": 1, "nodes": 6,
-        "adaptive": adaptive, "accept": 1 if algorithm == "none" else "code eagle3", "input": 321, "output": 215,
+        "adaptive": algorithm == "adaptive", "accept": 1 if algorithm == "none" else accept, "input": 321, "output": 215,
         "max_len": 537, "dtype": "bfloat16",
     }  # fmt: skip
     line = {
@@ -634,22 +643,50 @@ def test_report_of_rounds(tmp_path: Path) -> None:
     """Charts beside the page, and README's table between its marks; written again, nothing changes."""
     results, page, readme = tmp_path / "results", tmp_path / "docs/benchmarks.md", tmp_path / "README.md"
     results.mkdir()
-    fixed = rounds("none", False, {1: 200.0, 4: 800.0}) + rounds("chain", False, {1: 500.0, 4: 1900.0})
-    for name, lines in zip(report.README_RUNS, (fixed, rounds("tree", True, {1: 700.0, 4: 2500.0})), strict=True):
-        run = recorded({}) | {"command": f"specdec bench round {name} --json somewhere", "results": lines}
-        (results / f"{name}.json").write_text(json.dumps(run))
+    lines = [
+        *rounds("none", {1: 200.0, 4: 800.0}),
+        *rounds("chain", {1: 500.0, 4: 1900.0}),
+        *rounds("adaptive", {1: 700.0, 4: 2500.0}),
+    ]
+    run = recorded({}) | {"command": "specdec bench round --json somewhere", "results": lines}
+    (results / f"{report.README_RUN}.json").write_text(json.dumps(run))
     readme.write_text(f"before\n{report.README_BEGIN}old\n{report.README_END}behind\n")
     report.main([str(results), str(page), str(readme)])
     written = readme.read_text(), page.read_text(), *(f.read_text() for f in sorted((page.with_suffix("")).iterdir()))
     assert written[0].startswith("before\n") and written[0].endswith("behind\n") and "old" not in written[0]
     assert "| no speculation | 200 | 800 |" in written[0]
-    assert "| tree (5 steps, topk 1, 6 tokens), as many of them as pay | 700 (3.2) | 2500 (3.2) |" in written[0]
+    assert "| chain (5 steps, topk 1, 6 tokens) | 500 (3.2) | 1900 (3.2) |" in written[0]
+    assert "| as many tokens as pay, the default | 700 (3.2) | 2500 (3.2) |" in written[0]
     assert "published eagle3 drafts were on code" in written[0] and "--json" not in written[0]
-    assert f"![tokens a second by batch size](benchmarks/{report.README_RUNS[0]}.svg)" in written[1]
-    assert ">chain (5, 1, 6)</text>" in written[3] and ">tokens a second</text>" in written[3]
+    assert f"![tokens a second by batch size](benchmarks/{report.README_RUN}.svg)" in written[1]
+    assert ">chain (5, 1, 6)</text>" in written[2] and ">tokens a second</text>" in written[2]
     report.main([str(results), str(page), str(readme)])
     again = readme.read_text(), page.read_text(), *(f.read_text() for f in sorted((page.with_suffix("")).iterdir()))
     assert again == written
+
+
+def test_report_of_an_engine_that_chooses() -> None:
+    """Beside plain decoding and the best fixed draft of each acceptance; of each acceptance a table of its own."""
+    results = [
+        *rounds("none", {1: 200.0, 4: 800.0}),
+        *rounds("chain", {1: 500.0, 4: 1900.0}),
+        *rounds("tree", {1: 600.0, 4: 900.0}),
+        *rounds("adaptive", {1: 630.0, 4: 1850.0}),
+        *rounds("adaptive", {1: 198.0, 4: 796.0}, 1),
+    ]
+    table = report.round_table(results)
+    assert table[2:9] == [
+        "| drafts | | 1 | 4 |",
+        "|---|---|---:|---:|",
+        "| | plain | 200 | 800 |",
+        "| code eagle3 | best fixed | 600 tree (5, 1, 6) | 1900 chain (5, 1, 6) |",
+        "| | adaptive | 630 (3.15, 1.05) | 1850 (2.31, 0.97) |",
+        "| all wrong | best fixed | 200 plain | 800 plain |",
+        "| | adaptive | 198 (0.99, 0.99) | 796 (0.99, 0.99) |",
+    ]
+    heads = [line for line in table if line.startswith("shape=")]
+    assert len(heads) == 2 and "accept=code eagle3" in heads[0] and "accept=1" in heads[1]
+    assert sum(line.startswith("| none |") for line in table) == 2
 
 
 def test_the_page_is_what_the_report_writes(tmp_path: Path) -> None:

@@ -197,3 +197,80 @@ def test_proposer_honours_the_shortest_match() -> None:
     assert drafter.propose([[3]], batch.lengths, batch.tokens) == [[]]
     batch.put(0, [1, 2, 3, 9, 2, 3, 1, 2, 3])
     assert drafter.propose([[1, 2, 3]], batch.lengths, batch.tokens)[0][0] == 9
+
+
+def test_proposer_follows_requests_that_move_wait_and_come_back() -> None:
+    """However the rows of the batch change, each text is inserted once, and drafted from at its end."""
+    random = np.random.default_rng(5)
+    drafter, batch = proposer(max_len=200, requests=6), Batch(6, 200)
+    texts: list[list[int]] = []  # of the requests that run, in the order of their rows
+    waiting: list[list[int]] = []  # preempted
+    begun, told = 0, {}
+    for turn in range(120):
+        for row in reversed(range(len(texts))):
+            event = random.random()
+            if len(texts[row]) > 150 or event < 0.03:  # it ends: the last row moves into its place
+                texts[row] = texts[-1]
+                texts.pop()
+            elif event < 0.08:
+                waiting.append(texts.pop(row))
+        while len(texts) < 6 and (turn < 100 or waiting):
+            if waiting and random.random() < 0.5:
+                texts.append(waiting.pop(int(random.integers(len(waiting)))))
+            elif len(waiting) < 4 and turn < 100:
+                prompt = random.integers(0, 50, int(random.integers(1, 40)))  # shares beginnings with others
+                texts.append([*range(1000 + begun % 3, 1004 + begun % 3), *prompt.tolist(), 2000 + begun])
+                begun += 1
+            else:
+                break
+        random.shuffle(texts)
+        sampled: list[list[int]] = []
+        for row, text in enumerate(texts):
+            new = random.integers(0, 50, int(random.integers(0, 5))).tolist()
+            text += new
+            sampled.append(new)
+            batch.put(row, text)
+        drafts = drafter.propose(sampled, batch.lengths, batch.tokens)
+        for text, new, draft in zip(texts, sampled, drafts, strict=True):
+            assert new or not draft
+            if new:
+                told[next(token for token in text if token >= 2000)] = len(text)
+    assert begun > 20 and drafter.index.statistics.inserted == sum(told.values())
+
+
+def test_proposer_inserts_no_text_twice() -> None:
+    drafter, batch = proposer(), Batch(3)
+    first, second, third = [1, 2, 3, 4, 5], [1, 2, 9, 8], [7, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
+    for row, text in enumerate([first, second, third]):
+        batch.put(row, text)
+    drafter.propose([[5], [8], [10]], batch.lengths, batch.tokens)
+    assert drafter.index.statistics.inserted == 20
+    batch.put(0, [*third, 11])  # the first was preempted, the third moved into its row
+    drafter.propose([[11], [8]], batch.lengths, batch.tokens)
+    assert drafter.index.statistics.inserted == 21
+    batch.put(2, [*first, 6])
+    drafter.propose([[11], [], [6]], batch.lengths, batch.tokens)
+    assert drafter.index.statistics.inserted == 22
+
+
+def test_proposer_messages() -> None:
+    drafter, batch = proposer(), Batch(5)
+    with pytest.raises(ValueError) as error:
+        drafter.propose(torch.zeros(2, 1), batch.lengths, batch.tokens)  # type: ignore[arg-type]
+    assert str(error.value) == (
+        "NgramProposer: sampled_token_ids is a Tensor, expected a list (vllm: --no-async-scheduling)"
+    )
+    with pytest.raises(ValueError) as error:
+        drafter.propose([[1]] * 5, batch.lengths, batch.tokens)
+    assert str(error.value) == "NgramProposer: sampled_token_ids has 5 rows, expected at most 4"
+    with pytest.raises(ValueError) as error:
+        proposer(drafts=256)
+    assert str(error.value) == "NgramProposer: num_speculative_tokens is 256, expected 1 to 255"
+    config = SimpleNamespace(
+        speculative_config=SimpleNamespace(num_speculative_tokens=4),
+        model_config=SimpleNamespace(max_model_len=64),
+        scheduler_config=SimpleNamespace(max_num_seqs=4, async_scheduling=True),
+    )
+    with pytest.raises(ValueError) as error:
+        NgramProposer(config)
+    assert str(error.value) == ("NgramProposer: async_scheduling is True, expected False (vllm: --no-async-scheduling)")

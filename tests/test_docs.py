@@ -140,7 +140,14 @@ def shown_in_reference() -> list[str]:
 
 
 def test_reference_has_every_public_name_once() -> None:
-    """What `specdec_kernels.engine` and `hf` export, and every function that another engine calls."""
+    """What `specdec_kernels.engine` and `hf` export, every function that another engine calls, and what SGLang is given
+    by the plugin."""
+    plugin = [
+        "compat.sglang_attention.TreeAttention",
+        "compat.sglang_attention.TreeAttentionSteps",
+        "compat.sglang_ngram.NgramTrees",
+        "compat.sglang_plugin.register",
+    ]
     compat = [
         f"compat.{module.__name__.rpartition('.')[2]}.{name}"
         for module in (sglang, vllm, vllm_gpu)
@@ -148,7 +155,7 @@ def test_reference_has_every_public_name_once() -> None:
         if getattr(value, "__module__", None) == module.__name__ and value.__name__ == name and name[0] != "_"
     ]
     names = [*(f"engine.{name}" for name in engine.__all__), *(f"hf.{name}" for name in hf.__all__)]
-    assert sorted(shown_in_reference()) == sorted([*names, *compat, "torch_ops"])
+    assert sorted(shown_in_reference()) == sorted([*names, *compat, *plugin, "torch_ops"])
 
 
 def test_reference_has_every_option_of_the_command_line() -> None:

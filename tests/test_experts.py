@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,13 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import specdec_kernels as sd
 from random_models import EXPERTS, random_prompts, save_random_model
 from specdec_kernels.engine import Engine, Ngram, SamplingParams, Standalone
-from specdec_kernels.models.experts import Experts, Routes, SigmoidRouter, SoftmaxRouter
+from specdec_kernels.models.experts import Experts, QuantisedExperts, Routes, SigmoidRouter, SoftmaxRouter
 from specdec_kernels.models.layers import Product
 from specdec_kernels.models.planted import PlantedText, plant_causal_lm
+from specdec_kernels.models.quantised import Fp8Weight, rounded
 from tiny import Comparison, greedy_by_transformers
 
 # --- products
@@ -68,6 +71,44 @@ def test_every_way_gives_the_same_sums(dtype: torch.dtype, rows: int, bias: bool
         got = way(x, chosen)
         assert got.dtype == dtype
         torch.testing.assert_close(got.double().cpu(), want, rtol=ERRORS[dtype], atol=ERRORS[dtype])
+
+
+@pytest.mark.parametrize("activations", ["group", "token", "none"])
+@pytest.mark.parametrize("rows", [1, 7, 40])
+def test_every_way_of_eight_bits(rows: int, activations: str, device: torch.device) -> None:
+    """The op on the weights as they are stored, and products with widened ones."""
+    dense = experts(12, 256, 128, torch.float32, device, False)
+    stored = QuantisedExperts(12)
+    for number in range(12):
+        gate, up = dense.gate_up[number].mT.chunk(2)
+        for part, weight in (("gate", gate), ("up", up), ("down", dense.down[number].mT)):
+            numbers, scales = sd.round_rows(weight.contiguous(), group_size=None if activations == "token" else 128)
+            stored.store(number, part, Fp8Weight(numbers, scales.t(), activations))
+    part = stored.experts()
+    x, chosen = torch.randn(rows, 256, device=device).bfloat16(), routes(rows, 10, 3, device)
+    assert part.plan(x, chosen) == ("expert_rows" if x.is_cuda else "gathered" if rows == 1 else "all")
+    want = torch.zeros(rows, 256, dtype=torch.float64)
+    for row, (of_row, shares) in enumerate(zip(chosen.experts.tolist(), chosen.shares.tolist(), strict=True)):
+        for expert, share in zip(of_row, shares, strict=True):
+            gate_up, down = (weight.double() for weight in part.weights_of(expert, torch.float32))
+            gate, up = (rounded(x[row : row + 1], activations).double() @ gate_up).chunk(2, 1)
+            inner = rounded((functional.silu(gate) * up).to(x.dtype), activations).double()
+            want[row] += (share * inner @ down)[0].cpu()
+    for way in (part.by_our_op, part.gathered, part.all_of_them, part):
+        assert (way(x, chosen).double().cpu() - want).norm() <= 5e-2 * want.norm()
+    assert torch.equal(stored(x, chosen.experts, chosen.shares), part(x, chosen))
+
+
+def test_experts_of_eight_bits_that_the_op_does_not_take() -> None:
+    """Widths that are no groups, and scales of other groups than the rows'."""
+    for inner, groups, activations in ((160, 1, "token"), (128, 1, "group"), (128, 2, "token")):
+        stored = QuantisedExperts(3)
+        for number, (part, outs, ins) in itertools.product(
+            range(3), (("gate", inner, 256), ("up", inner, 256), ("down", 256, inner))
+        ):
+            of_part = torch.rand(outs, min(groups, -(-ins // 128)))
+            stored.store(number, part, Fp8Weight(torch.randn(outs, ins).to(torch.float8_e4m3fn), of_part, activations))
+        assert not stored.experts().fits_our_op(torch.zeros(1, 256, dtype=torch.bfloat16))
 
 
 def test_which_way_is_taken() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import os
 import re
 from collections.abc import Callable
 from typing import Any
@@ -142,6 +143,75 @@ def test_every_text_fits(name: str, temperature: float, device: torch.device) ->
     """Also where drafts are drawn, whose text is another with each draft."""
     each = params(temperature=temperature)
     check_texts(make_engine(name, device, num_slots=3).generate(prompts(), each), each)
+
+
+# Whose texts end within 900 tokens, whatever whitespace they have.
+WORD = {"type": "string", "maxLength": 8}
+SCHEMAS: list[dict[str, Any]] = [
+    SCHEMA,
+    {"type": "array", "items": {"type": "integer", "minimum": -9, "maximum": 9}, "minItems": 1, "maxItems": 5},
+    {
+        "type": "object",
+        "properties": {
+            "point": {"$ref": "#/$defs/point"},
+            "label": {"anyOf": [WORD, {"type": "null"}]},
+            "seen": {"type": "boolean"},
+        },
+        "required": ["point", "label"],
+        "additionalProperties": False,
+        "$defs": {
+            "point": {
+                "type": "object",
+                "properties": {"x": {"enum": [0, 0.5, 1]}, "y": {"const": "up"}},
+                "required": ["x", "y"],
+                "additionalProperties": False,
+            }
+        },
+    },
+    {"anyOf": [{"type": "array", "items": WORD, "maxItems": 3}, {"const": {"none": None}}, {"type": "boolean"}]},
+    {"type": "object", "properties": {'ä "b"': WORD}, "required": ['ä "b"'], "additionalProperties": False},
+]
+KINDS_OF = {"object": dict, "array": list, "string": str, "integer": int, "boolean": bool, "null": type(None)}
+TEXTS = 1000 if "SPECDEC_SOAK" in os.environ else 100
+
+
+def holds(value: Any, schema: dict[str, Any]) -> bool:
+    """Whether a value is as a schema of the keywords above says."""
+    if "$ref" in schema:
+        return holds(value, SCHEMAS[2]["$defs"]["point"])
+    if "anyOf" in schema:
+        return any(holds(value, one) for one in schema["anyOf"])
+    if "enum" in schema or "const" in schema:
+        return value in schema.get("enum", [schema.get("const")])
+    if type(value) is not KINDS_OF[schema["type"]]:
+        return False
+    if isinstance(value, dict):
+        properties = schema["properties"]
+        whole = {*schema["required"]} <= {*value} <= {*properties}
+        return whole and all(holds(one, properties[name]) for name, one in value.items())
+    if isinstance(value, list):
+        fits = schema.get("minItems", 0) <= len(value) <= schema["maxItems"]
+        return fits and all(holds(one, schema["items"]) for one in value)
+    if isinstance(value, str):
+        return len(value) <= schema.get("maxLength", 8) and ("pattern" not in schema or value.islower())
+    return type(value) is not int or schema["minimum"] <= value <= schema["maximum"]
+
+
+@pytest.mark.soak
+def test_texts_are_json(device: torch.device) -> None:
+    """Every one of a thousand, at temperatures from 0 to 1."""
+    texts = [prompt[:30] for prompt in held_out("code")]
+    each = [
+        SamplingParams(900, json_schema=SCHEMAS[i % len(SCHEMAS)], temperature=i % 11 / 10, seed=i)
+        for i in range(TEXTS)
+    ]
+    engine = make_engine("eagle3+ngram", device, num_slots=8, max_len=1024)
+    outputs = engine.generate([texts[i % len(texts)] for i in range(TEXTS)], each)
+    for i, output in enumerate(outputs):
+        assert output.finish_reason == FinishReason.STOP and holds(
+            json.loads(output.text), SCHEMAS[i % len(SCHEMAS)]
+        ), output.text
+    assert len({output.text for output in outputs}) > TEXTS / 4
 
 
 @pytest.mark.parametrize("name", ["eagle3-tree", "ngram"])

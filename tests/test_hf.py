@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from transformers import (
 
 from specdec_kernels import hf
 from specdec_kernels.engine import Draft, Eagle3, Standalone
+from specdec_kernels.ngram import NgramIndex
 from specdec_kernels.tiny import tiny_model
 from tiny import held_out, reference_model, tokenizer
 
@@ -368,3 +370,90 @@ def test_a_model_without_a_limit_of_length_is_refused_by_name() -> None:
     assert message(bloom, batch_of([[5, 6, 7]], bloom.device)).startswith(
         "model: model_type is 'bloom', expected one of ("
     )
+
+
+# --- transformers' own assisted generation, with an n-gram index --------------------------------------------------------
+
+REPOSITORY = Path(__file__).resolve().parents[1] / "examples" / "custom_generate_repository"
+
+
+class Passes:
+    """Counts the passes of a model."""
+
+    def __init__(self, model: Any) -> None:
+        self.number = 0
+        self.hook = model.register_forward_pre_hook(self.count, with_kwargs=True)
+
+    def count(self, module: Any, args: Any, kwargs: Any) -> None:
+        self.number += 1
+
+
+def test_assisted_text_is_the_models_own_in_fewer_passes(model: Any, device: torch.device) -> None:
+    index = NgramIndex(4096, 1, 1024)
+    for prompt in held_out("repeat")[:1] + held_out("code")[:1]:
+        batch = batch_of([prompt], device)
+        options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+        options |= {"repetition_penalty": 1.1, "return_dict_in_generate": True, "output_scores": True}
+        want = model.generate(**batch, **options)
+        passes = Passes(model)
+        got = model.generate(**batch, **options, custom_generate=hf.assisted, index=index, num_tokens=6)
+        assert torch.equal(got.sequences, want.sequences) and passes.number <= 24
+        again = model.generate(**batch, **options, custom_generate=hf.assisted, index=index, num_tokens=6)
+        passes.hook.remove()
+        assert torch.equal(again.sequences, want.sequences) and len(again.scores) == len(want.scores)
+    assert passes.number < 24 + 12  # the second text of a prompt is drafted from the first
+
+
+def test_assisted_text_ends_where_the_plain_one_does(model: Any, device: torch.device) -> None:
+    batch = batch_of([held_out("repeat")[0]], device)
+    options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}
+    text = model.generate(**batch, **options, max_new_tokens=30)
+    index = NgramIndex(4096, 1, 1024)
+    index.insert(text[0].int().cpu())
+    index.insert(torch.tensor([*text[0, :20].tolist(), 10**6], dtype=torch.int32))  # of another vocabulary
+    for limits in (
+        {"max_new_tokens": 7},
+        {"max_new_tokens": 1},
+        {"max_new_tokens": 30, "eos_token_id": int(text[0, -9])},
+    ):
+        want = model.generate(**batch, **options, **limits)
+        assert torch.equal(model.generate(**batch, **options, **limits, custom_generate=hf.assisted, index=index), want)
+
+
+def test_assisted_sampling_keeps_what_may_be_drawn(model: Any, device: torch.device) -> None:
+    """Of one token left by top-k the sampled text is the greedy one, whatever is tried; of a few, each is one of them."""
+    batch = batch_of([held_out("repeat")[0]], device)
+    options: dict[str, Any] = {"max_new_tokens": 12, "pad_token_id": 0}
+    want = model.generate(**batch, **options, do_sample=False)
+    assert torch.equal(model.generate(**batch, **options, do_sample=True, top_k=1, custom_generate=hf.assisted), want)
+    got = model.generate(**batch, **options, do_sample=True, top_k=3, custom_generate=hf.assisted)
+    width = batch["input_ids"].shape[1]
+    best = model(got).logits[0, width - 1 : -1].topk(3).indices
+    assert bool((best == got[0, width:, None]).any(1).all())
+
+
+def test_assisted_refuses_the_rest_by_name(model: Any) -> None:
+    two, one = batch_of([[5, 6, 7], [5, 6]], model.device), batch_of([[5, 6, 7]], model.device)
+    how = {"custom_generate": hf.assisted}
+    assert message(model, two, **how) == (
+        "hf.assisted: input_ids has 2 sequences, expected one (hf.generate takes more)"
+    )
+    assert message(model, one, num_beams=2, **how) == (
+        "hf.assisted: the generation config asks for beam_search, expected greedy_search or sample"
+    )
+    stop = StoppingCriteriaList([StopStringCriteria(tokenizer(), ["x"])])
+    assert message(model, one, stopping_criteria=stop, **how) == (
+        "hf.assisted: stopping_criteria has StopStringCriteria, "
+        "expected lengths and end-of-sequence tokens alone (hf.generate takes others)"
+    )
+    assert message(model, one, num_tokens=256, **how) == "NgramCandidates: num_tokens is 256, expected 1 to 255"
+
+
+def test_a_repository_makes_it_one_line(model: Any, device: torch.device) -> None:
+    batch = batch_of(held_out("repeat")[:2], device)
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    want = model.generate(**batch, **options)
+    how = {"custom_generate": str(REPOSITORY), "trust_remote_code": True}
+    assert torch.equal(model.generate(**batch, **options, **how), want)
+    assert torch.equal(model.generate(**batch, **options, **how, draft=DRAFTS["eagle3"]()), want)
+    assert torch.equal(model.generate(batch["input_ids"][:1], **options, **how), want[:1])

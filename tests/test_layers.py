@@ -1,8 +1,9 @@
-"""The layers' ops: norm_rows, pair_rows, gate_rows, linear_rows, rotate_qkv."""
+"""The layers' ops: norm_rows, pair_rows, gate_rows, linear_rows, expert_rows, rotate_qkv."""
 
 from __future__ import annotations
 
 import itertools
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -55,6 +56,60 @@ def test_norm_rows_of_strided_rows_and_in_place(dtype: torch.dtype, device: torc
     assert total is x and torch.equal(x, want_total)
     check(out, want)
     assert both[:, :64].isnan().all() and both[:, 128:].isnan().all()
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("group_size", [None, 128])
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize(("rows", "width"), [(1, 8), (3, 136), (2, 4096), (5, 1000), (600, 264), (1, 20000), (0, 8)])
+def test_norm_rows_rounded(
+    rows: int, width: int, add: bool, group_size: int | None, dtype: torch.dtype, device: torch.device
+) -> None:
+    """The very numbers that round_rows makes of the rows as they would be stored, and nothing beside them."""
+    x, residual = (torch.randn(rows, width, device=device).to(dtype) for _ in range(2))
+    weight = torch.randn(width, device=device).to(dtype)
+    if rows:
+        x[0, : width // 2] = residual[0, : width // 2] = 0
+    given = residual.clone() if add else None
+    groups = -(-width // 128) if group_size else 1
+    numbers = torch.full((rows, width + 16), torch.nan, device=device).to(torch.float8_e4m3fn)
+    scales = torch.full((groups, rows + 4), torch.nan, device=device)
+    out, total = sd.norm_rows(
+        x, weight, 1e-5, residual=given, out=(numbers[:, :width], given), out_scales=scales[:, :rows]
+    )
+    normed, want_total = sd.norm_rows(x, weight, 1e-5, residual=residual if add else None)
+    want, of_want = sd.round_rows(normed, group_size=group_size)
+    assert torch.equal(total, want_total) and torch.equal(scales[:, :rows], of_want)
+    assert torch.equal(out.float(), want.float())
+    assert numbers[:, width:].float().isnan().all() and scales[:, rows:].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("width", "scales", "message"),
+    [
+        (264, torch.zeros(2, 3), "norm_rows: groups is 2, expected 1 or 3"),
+        (264, torch.zeros(3, 4), "norm_rows: out_scales has shape [3, 4], expected [groups, rows=3]"),
+    ],
+)
+def test_norm_rows_rounded_refuses(width: int, scales: torch.Tensor, message: str) -> None:
+    x = torch.zeros(3, width).bfloat16()
+    with pytest.raises(ValueError) as error:
+        sd.norm_rows(x, x[0], 1e-6, out_scales=scales)
+    assert str(error.value) == message
+
+
+def test_norm_rows_rounded_off_16_bytes(device: torch.device) -> None:
+    """As any others on the CPU, where weights lie as files have them."""
+    x, weight, scales = torch.randn(3, 13, device=device), torch.randn(13, device=device), torch.empty(1, 3).to(device)
+    if device.type == "cuda":
+        with pytest.raises(ValueError) as error:
+            sd.norm_rows(x, weight, 1e-6, out_scales=scales)
+        assert str(error.value) == "norm_rows: out_scales is given, expected None for rows off 16 bytes"
+        return
+    numbers, _ = sd.norm_rows(x, weight, 1e-6, out_scales=scales)
+    want, of_want = sd.round_rows(sd.norm_rows(x, weight, 1e-6)[0])
+    assert torch.equal(numbers.float(), want.float()) and torch.equal(scales, of_want)
 
 
 # --- pair_rows
@@ -455,6 +510,118 @@ def test_linear_rows_of_eight_bits_refuses(changes: dict[str, torch.Tensor], mes
     with pytest.raises(ValueError) as error:
         sd.linear_rows(**arguments)
     assert str(error.value) == f"linear_rows: {message}"
+
+
+# --- expert_rows
+
+
+class Experts(NamedTuple):
+    """Arguments of expert_rows, and rows that nobody may read."""
+
+    arguments: dict[str, torch.Tensor]
+    experts: torch.Tensor  # [T, taken]
+
+
+def experts_of(
+    rows: int, taken: int, experts: int, width: int, outs: int, scaled: str, device: torch.device
+) -> Experts:
+    """Rows that choose at random among all experts but the first two, which are poisoned, as are their scales."""
+    group_size = 128 if scaled == "groups" else None
+    weight, weight_scales = eight_bits(experts * outs, width, group_size, torch.device("cpu"))
+    numbers = weight.view(experts, outs, width)
+    scales = weight_scales.t().view(experts, outs, -1).mT.contiguous()
+    numbers[:2], scales[:2] = torch.full_like(numbers[:2].float(), torch.nan).to(numbers.dtype), torch.nan
+    chosen = 2 + torch.rand(rows, experts - 2).topk(taken).indices
+    flat, order = chosen.flatten().sort()
+    arguments = {"weight": numbers, "weight_scales": scales, "order": order}
+    arguments["ends"] = torch.searchsorted(flat, torch.arange(experts), right=True, out_int32=True)
+    if scaled == "none":
+        arguments["x"] = torch.randn(rows, width).bfloat16()
+    else:
+        arguments["x"], arguments["x_scales"] = eight_bits(rows, width, group_size, torch.device("cpu"))
+    return Experts({name: tensor.to(device) for name, tensor in arguments.items()}, chosen)
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("scaled", ["groups", "rows", "none"])
+@pytest.mark.parametrize(
+    ("rows", "taken", "experts", "width", "outs"),
+    [(1, 2, 5, 128, 16), (3, 4, 9, 768, 48), (8, 8, 20, 256, 32), (40, 2, 4, 640, 32), (70, 3, 130, 128, 16)],
+)
+def test_expert_rows(
+    rows: int, taken: int, experts: int, width: int, outs: int, scaled: str, gated: bool, device: torch.device
+) -> None:
+    """Who reads an expert that nobody takes, or a row of another, makes NaN of some number."""
+    given, _ = experts_of(rows, taken, experts, width, outs, scaled, device)
+    made = outs // 2 if gated else outs
+    for dtype in (torch.bfloat16, torch.float16):
+        if scaled == "none":
+            given["x"] = given["x"].to(dtype)
+        wide = torch.full((rows * taken, made + 8), torch.nan, dtype=dtype, device=device)
+        sd.expert_rows(**given, gated=gated, out=wide[:, :made])
+        assert wide[:, made:].isnan().all()
+        check_eights(wide[:, :made].cpu(), reference.expert_rows(**{k: t.cpu() for k, t in given.items()}, gated=gated))
+
+
+def test_expert_rows_do_not_depend_on_their_neighbours(device: torch.device) -> None:
+    """The same bits alone, beside few and beside many."""
+    given, chosen = experts_of(70, 3, 9, 512, 32, "groups", device)
+    whole = sd.expert_rows(**given).view(70, 3, -1)
+    for first, last in ((0, 1), (5, 12), (3, 33)):
+        flat, order = chosen[first:last].flatten().sort()
+        part = {
+            "x": given["x"][first:last],
+            "x_scales": given["x_scales"][:, first:last],
+            "order": order.to(device),
+            "ends": torch.searchsorted(flat, torch.arange(9), right=True, out_int32=True).to(device),
+        }
+        assert torch.equal(sd.expert_rows(**(given | part)).view(last - first, 3, -1), whole[first:last])
+
+
+def test_expert_rows_stay_in_their_tensors(device: torch.device) -> None:
+    """Whatever order and ends say: pairs of nowhere are of the nearest row, and what ends before it begins is empty."""
+    given, _ = experts_of(2, 2, 4, 128, 16, "none", device)
+    given["order"] = torch.tensor([-7, 1, 900, 2], device=device)
+    given["ends"] = torch.tensor([-3, -5, 2, 1000], dtype=torch.int32, device=device)
+    out = torch.full((4, 16), torch.nan, device=device).bfloat16()
+    sd.expert_rows(**given, out=out)
+    assert out.isfinite().all()
+    given["ends"] = torch.tensor([0, 0, 4, 1], dtype=torch.int32, device=device)
+    assert sd.expert_rows(**given).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"x": torch.zeros(2, 64).bfloat16()}, "in_features is 64, expected 128 to 2147483647"),
+        ({"x": torch.zeros(2, 192).bfloat16()}, "in_features is 192, expected a multiple of 128"),
+        ({"weight": torch.zeros(3, 24, 256)}, "weight is float32, expected float8_e4m3fn"),
+        (
+            {"weight": torch.zeros(3, 24, 256).to(torch.float8_e4m3fn)},
+            "out_features is 24, expected a multiple of 16",
+        ),
+        ({"order": torch.zeros(5, dtype=torch.int64)}, "pairs is 5, expected a multiple of 2"),
+        ({"order": torch.zeros(4, dtype=torch.int32)}, "order is int32, expected int64"),
+        ({"ends": torch.zeros(4, dtype=torch.int32)}, "ends has shape [4], expected [experts=3]"),
+        ({"weight_scales": torch.ones(3, 3, 32)}, "groups is 3, expected 1 or 2"),
+        ({"x_scales": torch.ones(1, 2)}, "x is bfloat16, expected float8_e4m3fn"),
+    ],
+)
+def test_expert_rows_refuses(changes: dict[str, torch.Tensor], message: str) -> None:
+    arguments = {
+        "x": torch.zeros(2, 256).bfloat16(),
+        "weight": torch.zeros(3, 32, 256).to(torch.float8_e4m3fn),
+        "order": torch.zeros(4, dtype=torch.int64),
+        "ends": torch.zeros(3, dtype=torch.int32),
+        "weight_scales": torch.ones(3, 1, 32),
+    } | changes
+    with pytest.raises(ValueError) as error:
+        sd.expert_rows(**arguments)
+    assert str(error.value) == f"expert_rows: {message}"
+
+
+# --- round_rows
 
 
 @pytest.mark.sanitize

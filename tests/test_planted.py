@@ -155,3 +155,12 @@ def test_a_size_too_small_to_time_is_no_wrong_result(capsys: pytest.CaptureFixtu
 def test_what_round_refuses(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", *arguments, "--device", "cpu"]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_rounds_of_a_model_by_transformers_modules(tmp_path: Path) -> None:
+    record = tmp_path / "round.json"
+    command = ["bench", "round", "--device", "cpu", "--quick", "--algorithm", "chain", "--accept", "3"]
+    assert main([*command, "--output", "24", "--implementation", "transformers", "--json", str(record)]) == 0
+    (result,) = json.loads(record.read_text())["results"]
+    assert result["params"]["implementation"] == "transformers" and result["error"] is None
+    assert result["facts"]["accept_length"] == pytest.approx(3, abs=0.1)

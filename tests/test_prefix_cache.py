@@ -32,6 +32,7 @@ from specdec_kernels.engine import (
 from specdec_kernels.engine.drafts import DraftRequest
 from specdec_kernels.tiny import tiny_model
 from test_engine_sampling import differing
+from test_requests import cached_pages, expect_nothing_left
 from tiny import held_out
 
 # --- the tree
@@ -160,25 +161,25 @@ def make_engine(draft: Draft | None, device: torch.device | str = "cpu", **optio
     return Engine(tiny_model("target"), draft=draft, dtype=torch.float32, device=device, **given)
 
 
-def cached_pages(engine: Engine) -> list[int]:
-    table = engine.state.all_pages.page_table[engine.config.num_slots :]
-    return sorted(table[table >= 0].tolist())
-
-
 def expect_nothing_lost(engine: Engine) -> None:
     """A page is free or cached, never both; and free when the cache is emptied."""
-    engine._scheduler.settle()
-    if engine.device.type == "cuda":
-        torch.cuda.synchronize()
-    pool = engine.state.all_pages
-    free = pool.free_stack[: int(pool.num_free)].tolist()
-    assert sorted(free + cached_pages(engine)) == list(range(engine.config.num_pages))
-    assert len(cached_pages(engine)) == engine._scheduler.num_cached_pages
+    expect_nothing_left(engine)
     engine.clear_cache()
-    if engine.device.type == "cuda":
-        torch.cuda.synchronize()
-    assert int(pool.num_free) == engine.config.num_pages and not pool.page_refs.any() and not cached_pages(engine)
-    assert not engine.state.status.any()
+    expect_nothing_left(engine)
+    assert int(engine.state.all_pages.num_free) == engine.config.num_pages
+
+
+def test_a_leak_is_not_what_the_cache_keeps() -> None:
+    """The check that all tests end with finds a page that nobody holds, and one that the cache has and somebody else."""
+    engine = make_engine(None)
+    engine.generate([held_out("code")[0][:40]], SamplingParams(3))
+    expect_nothing_left(engine)
+    pool = engine.state.all_pages
+    for change in (pool.num_free, pool.page_refs[cached_pages(engine)[0]]):
+        change -= 1
+        with pytest.raises(AssertionError):
+            expect_nothing_left(engine)
+        change += 1
 
 
 def shared_prompts(count: int, rng: random.Random) -> list[list[int]]:
@@ -310,7 +311,7 @@ def test_samples_that_come_together_prefill_their_prompt_once(name: str) -> None
 
     engine._executor.prefill = count  # type: ignore[method-assign]
     prompt = held_out("code")[0][:80]
-    outputs = engine.generate([prompt] * 6, [SamplingParams(10, temperature=1.0, seed=seed) for seed in range(6)])
+    outputs = engine.generate([prompt], SamplingParams(10, temperature=1.0, seed=0, n=6))
     assert chunks == [(0, 48), (48, 31)] + [(76, 3)] * 5
     assert [output.cached_tokens for output in outputs] == [0] + [76] * 5
     stats = engine.stats()
@@ -407,6 +408,16 @@ def test_an_engine_without_it_keeps_nothing() -> None:
     engine.clear_cache()
     assert engine.state.pool.page_table.shape == engine.state.all_pages.page_table.shape
     assert int(engine.state.pool.num_free) == engine.config.num_pages and engine.stats().prefix_hits == 0
+
+
+def test_wherever_it_costs_nothing() -> None:
+    for draft, options, kept in (
+        (None, {}, True),
+        (Reader(), {}, False),
+        (None, {"batch_invariant": True}, False),
+    ):
+        with make_engine(draft, prefix_cache=None, **options) as engine:
+            assert engine.config.prefix_cache == kept
 
 
 class Reader(Draft):

@@ -23,12 +23,13 @@ from random_models import random_prompts, save_random_model
 from specdec_kernels.engine import Engine, Ngram, SamplingParams, Standalone
 from specdec_kernels.models.attention import Heads, Reordered, Rotation
 from specdec_kernels.models.experts import ExpertFeedForward, Routes
-from specdec_kernels.models.layers import merged, product_of
-from specdec_kernels.models.loading import ROUNDING, of_any_expert
+from specdec_kernels.models.layers import RoundingNorm, merged, product_of
+from specdec_kernels.models.loading import IN_EIGHT_BITS, of_any_expert
 from specdec_kernels.models.quantised import (
     Fp8Weight,
     Int4Weight,
     QuantisedLinear,
+    RoundedRows,
     SeveralWeights,
     StoredWeight,
     by_columns,
@@ -305,7 +306,7 @@ def test_products_with_rounded_activations(name: str, tmp_path: Path, device: to
             assert (want - x.double() @ module.weight.detach().double().t()).norm() > 5e-3 * want.norm()
 
 
-@pytest.mark.parametrize("model_type", [kind for kind in ROUNDING if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES])
+@pytest.mark.parametrize("model_type", [kind for kind in IN_EIGHT_BITS if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES])
 def test_families_round_what_enters_their_experts(model_type: str, tmp_path: Path) -> None:
     sizes = {"num_hidden_layers": 2, "hidden_size": 256, "head_dim": 64, "layer_types": None}
     folder, _ = write_model(tmp_path, "fp8 rows", model_type, **sizes)
@@ -315,13 +316,17 @@ def test_families_round_what_enters_their_experts(model_type: str, tmp_path: Pat
 
 @pytest.mark.parametrize("name", ["fp8 blocks", "fp8 rows"])
 def test_experts_with_rounded_activations(name: str, tmp_path: Path, device: torch.device) -> None:
-    """Their weights are widened, exactly so in float32, and the rows that enter each of their products rounded."""
+    """Their weights are kept in 8 bits, and the rows that enter each of their products rounded."""
     folder, twin = write_model(tmp_path, name, "qwen3_moe", num_hidden_layers=1, mlp_only_layers=[], **EXPERTS)
     model = engine_of(folder, device=device).target
     module = AutoModelForCausalLM.from_pretrained(twin, dtype=torch.float32).model.layers[0].mlp.experts
     experts = model.decoder.layers[0].feed_forward.experts  # type: ignore[attr-defined]
-    torch.testing.assert_close(experts.gate_up.mT.cpu(), module.gate_up_proj.detach(), rtol=0, atol=0)
-    torch.testing.assert_close(experts.down.mT.cpu(), module.down_proj.detach(), rtol=0, atol=0)
+    assert experts.gate_up.dtype == experts.down.dtype == FP8
+    assert not [name for name, parameter in model.model.named_parameters() if "experts" in name and parameter.ndim > 2]
+    for number in range(4):
+        gate_up, down = (weight.mT.cpu() for weight in experts.weights_of(number, torch.float32))
+        torch.testing.assert_close(gate_up, module.gate_up_proj[number].detach(), rtol=0, atol=0)
+        torch.testing.assert_close(down, module.down_proj[number].detach(), rtol=0, atol=0)
     x, kind = torch.randn(7, 192), {"fp8 rows": "token"}.get(name, "group")
     chosen = torch.rand(7, 4).topk(2).indices
     want = torch.zeros(7, 192, dtype=torch.float64)
@@ -331,6 +336,23 @@ def test_experts_with_rounded_activations(name: str, tmp_path: Path, device: tor
             want[row] += 0.5 * by_definition(nn.functional.silu(gate) * up, module.down_proj[expert], kind)[0]
     got = experts(x.to(device), Routes(chosen.to(device), torch.full((7, 2), 0.5, device=device)))
     assert (got.double().cpu() - want).norm() <= 5e-3 * want.norm()
+
+
+@pytest.mark.parametrize("name", [name for name in ROUNDED if name != "fp8 static"])
+def test_norms_round_for_the_product_behind_them(name: str, tmp_path: Path, device: torch.device) -> None:
+    """Of a layer's four products two find their rows in 8 bits, the very numbers that they would make of others."""
+    folder, _ = write_model(tmp_path, name)
+    target = engine_of(folder, device=device).target
+    layers = target.decoder.layers  # type: ignore[attr-defined]
+    for layer in layers:
+        for norm, reader in ((layer.input_norm, layer.attention.qkv), (layer.middle_norm, layer.feed_forward.gate_up)):
+            assert isinstance(norm, RoundingNorm)
+            x, residual = (torch.randn(5, 192, device=device) for _ in range(2))
+            rows, total = norm.added(x, residual.clone())
+            normed, want = norm.norm.added(x, residual.clone())
+            assert isinstance(rows, RoundedRows) and torch.equal(total, want)
+            assert torch.equal(reader(rows), reader(normed))
+            assert torch.equal(norm(x), norm.norm(x))
 
 
 @pytest.mark.parametrize("name", ROUNDED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,6 +11,7 @@ import torch
 
 import specdec_kernels as sd
 from specdec_kernels.engine import Eagle3, Engine, Ngram, SamplingParams
+from specdec_kernels.engine.drafts import Needs
 from specdec_kernels.engine.round import Drafted, most_nodes
 from specdec_kernels.tiny import tiny_model
 from test_budget import DRAFTS, NEW_TOKENS, every_draft, expect_plain_texts, make_engine, plain_texts, prompts
@@ -28,7 +30,7 @@ def test_requests_share_the_rows_of_a_round(name: str, tmp_path: Path) -> None:
     def noted(drafted: Drafted) -> Any:
         result, num_rows = commit(drafted), len(drafted.hidden)
         counts = result.num_nodes.tolist()
-        assert sum(counts) <= num_rows and max(counts) <= most_nodes(len(counts), num_rows, 256)
+        assert sum(counts) <= num_rows and max(counts) <= most_nodes(len(counts), num_rows, engine.config.needs)
         seen.append(counts)
         return result
 
@@ -50,6 +52,38 @@ def test_small_trees_of_large_batches_are_drafted_by_fewer_paths(
     for prompt, output, plain in zip(prompts(), outputs, plain_texts(), strict=True):
         comparison.check(prompt, output.tokens, plain)
     assert sum(output.stats.rounds for output in outputs) < 0.7 * sum(len(output.tokens) for output in outputs)
+
+
+def test_what_one_request_may_have() -> None:
+    """Where every level of a tree is a pass, rounds of few rows have few levels; where it costs nothing, they need not."""
+    rows = (64, 96, 128, 192, 256, 384, 64 * 48)
+    levels = Needs(num_nodes=48, accept_width=6, num_steps=5)
+    assert [most_nodes(64, each, levels) for each in rows] == [1, 2, 3, 4, 8, 12, 48]
+    assert [most_nodes(64, each, replace(levels, num_steps=3)) for each in rows] == [1, 2, 4, 6, 8, 12, 48]
+    assert [most_nodes(64, each, replace(levels, num_steps=0)) for each in rows] == [1, 3, 4, 6, 8, 12, 48]
+    assert [most_nodes(1, each, levels) for each in (1, 2, 3, 4, 5, 6, 48)] == [1, 2, 3, 4, 5, 12, 48]
+    assert most_nodes(4, 4 * 6, replace(levels, num_nodes=6)) == 6  # a chain of all steps, where nothing is chosen
+
+
+@pytest.mark.parametrize(("rows", "steps"), [(6, 1), (12, 3), (16, 5)])
+def test_rounds_of_few_rows_draft_few_levels(rows: int, steps: int) -> None:
+    """The first is drafted already when a round begins. Texts are those of the target."""
+    draft = Eagle3(tiny_model("eagle3"), num_steps=5, topk=2, num_nodes=16)
+    engine = make_engine(draft, torch.device("cpu"), adaptive=True, num_slots=4, batch_sizes=[4])
+    launch, step, passes = engine._executor.launch, draft.step, []
+
+    def launched(batch: int, num_rows: int, most: int) -> None:
+        passes.append(0)
+        launch(batch, rows if num_rows > 0 else 0, most)
+
+    def stepped(*given: Any) -> Any:
+        passes[-1] += 1
+        return step(*given)
+
+    engine._executor.launch = launched  # type: ignore[method-assign]
+    draft.step = stepped  # type: ignore[method-assign]
+    expect_plain_texts(engine)
+    assert set(passes) - {0} == {steps - 1} - {0} and len(passes) > 10
 
 
 def test_who_is_idle_gets_nothing() -> None:

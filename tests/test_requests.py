@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import math
 import os
 import random
 import signal
@@ -71,13 +72,23 @@ def params() -> list[SamplingParams]:
     ]
 
 
+def cached_pages(engine: Engine) -> list[int]:
+    table = engine.state.all_pages.page_table[engine.config.num_slots :]
+    return sorted(table[table >= 0].tolist())
+
+
 def expect_nothing_left(engine: Engine) -> None:
-    """No page, slot or request."""
+    """No page, slot or request. What the prefix cache keeps is no leak: such a page is its own, once, and not free."""
     engine._scheduler.settle()
     if engine.device.type == "cuda":
         torch.cuda.synchronize()  # slots are given back by a record that the device may not have come to
-    pool = engine.state.pool
-    assert int(pool.num_free[0]) == len(pool.free_stack) and not pool.page_refs.any()
+    pool, cached = engine.state.all_pages, cached_pages(engine)
+    free = pool.free_stack[: int(pool.num_free)].tolist()
+    assert sorted(free + cached) == list(range(engine.config.num_pages))
+    assert pool.page_refs.nonzero().flatten().tolist() == cached and int(pool.page_refs.sum()) == len(cached)
+    assert (engine._scheduler.num_cached_pages, engine._scheduler.num_shared_pages) == (len(cached), 0)
+    for window in engine.state.window_pools.values():
+        assert int(window.num_free) == len(window.free_stack) and not window.page_refs.any()
     assert engine._scheduler.num_running == engine._scheduler.num_waiting == 0
     assert not engine._loop._requests and not engine.state.status.any()
 
@@ -325,6 +336,51 @@ def test_a_thousand_requests_from_eight_threads(tmp_path: Path) -> None:
         assert len(everybody) == 1000 and 10 < cancelled < 400
         assert len({request.id for request in everybody}) == 1000
         expect_nothing_left(engine)
+
+
+def test_a_request_ends_with_its_time() -> None:
+    """By a reason that says so, with what came until then: in `generate`, in `result` and in an iteration."""
+    with make_engine(max_len=2048, num_slots=2) as engine:
+        (plain,) = engine.generate(prompts()[0], SamplingParams(300, ignore_eos=True))
+        late, never = SamplingParams(1900, ignore_eos=True, timeout=0.03), SamplingParams(4, timeout=1e-9)
+        outputs = engine.generate([prompts()[0]] * 3, [never, late, SamplingParams(4, timeout=1e9)])
+        assert [o.finish_reason for o in outputs] == [FinishReason.TIMEOUT] * 2 + [FinishReason.LENGTH]
+        assert not outputs[0].tokens and outputs[0].text == "" and outputs[2].tokens == plain.tokens[:4]
+        for output in (outputs[1], engine.submit(prompts()[0], late).result()):
+            assert output.finish_reason == FinishReason.TIMEOUT and len(output.tokens) < 1900
+            assert output.tokens[:300] == plain.tokens[: len(output.tokens)]
+        *_, last = engine.submit(prompts()[0], late)
+        assert last.finish_reason == FinishReason.TIMEOUT
+        expect_nothing_left(engine)
+
+
+def test_priorities_order_those_who_wait() -> None:
+    with make_engine(num_slots=1, adaptive=False) as engine:
+        ended: list[int] = []
+        running = engine.submit(prompts()[0], SamplingParams(100, ignore_eos=True, priority=9))
+        next(iter(running))
+        each = [SamplingParams(2, priority=priority) for priority in (3, 0, 3, -1, 0)]
+        requests = engine.submit_many(prompts()[:5], each)
+        for request in requests:
+            request.add_done_callback(lambda request: ended.append(request.output.index))
+        for request in [running, *requests]:
+            request.result()
+        assert ended == [3, 1, 4, 0, 2] and len(running.output.tokens) == 100
+        expect_nothing_left(engine)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"priority": 2**31}, "SamplingParams: priority is 2147483648, expected -2147483648 to 2147483647"),
+        ({"timeout": 0}, "SamplingParams: timeout is 0, expected seconds above 0, or None"),
+        ({"timeout": math.inf}, "SamplingParams: timeout is inf, expected seconds above 0, or None"),
+    ],
+)
+def test_turns_that_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        SamplingParams(**options)
+    assert str(error.value) == message
 
 
 def test_generates_from_threads() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from specdec_kernels import FinishReason
 from specdec_kernels.engine import AsyncEngine, Draft, Eagle3, Engine, NewTokens, Ngram, SamplingParams, Union
 from specdec_kernels.tiny import tiny_model
 from tiny import held_out, tokenizer
@@ -42,6 +43,16 @@ def test_sample_i_is_a_request_with_seed_plus_i(device: torch.device) -> None:
     alone = engine.generate([output.prompt_tokens for output in outputs], singles)
     assert [o.tokens for o in outputs] == [o.tokens for o in alone]
     assert outputs[0].tokens != outputs[1].tokens
+
+
+def test_each_sample_looks_for_stop_strings_in_its_own_text() -> None:
+    common: dict[str, Any] = {"max_new_tokens": 40, "temperature": 1.0, "stop": ["=", "\n    "]}
+    engine = make_engine()
+    outputs = engine.generate(prompts(), SamplingParams(**common, n=4, seed=10))
+    singles = [SamplingParams(**common, seed=output.seed) for output in outputs]
+    alone = engine.generate([output.prompt_tokens for output in outputs], singles)
+    assert [(o.tokens, o.text) for o in outputs] == [(o.tokens, o.text) for o in alone]
+    assert sum(o.finish_reason == FinishReason.STOP for o in outputs) > 6
 
 
 def test_seeds_that_are_drawn_follow_one_another() -> None:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from specdec_kernels import _C
 
-STOP, LENGTH, CONTEXT, CANCELLED, ERROR = 1, 2, 3, 4, 5
+STOP, LENGTH, CONTEXT, CANCELLED, ERROR, TIMEOUT = 1, 2, 3, 4, 5, 6
 STALLED, BAD_TREE, BAD_LENGTH = 1, 2, 8
 
 
@@ -222,6 +222,8 @@ class Sent:
     max_nodes: int = 0
     extra: Any = None
     constrained: bool = False
+    priority: int = 0
+    timeout_ns: int = 0
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
@@ -247,7 +249,7 @@ def rings(sizes: Sizes, depth: int = DEPTH) -> dict[str, Any]:
 DEFAULTS = {
     **{"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0},
     **{"min_new_tokens": 0, "num_logprobs": -1, "ngram_group": 0, "max_nodes": 0, "streams": True, "extra": None},
-    "constrained": False,
+    **{"constrained": False, "written": False, "priority": 0, "timeout_ns": 0},
 }
 
 
@@ -283,6 +285,8 @@ class Device:
         self.faults: dict[str, float] = {}  # method -> probability of raising
         self.stall = 0.0
         self.streams = True
+        self.priorities = [0]  # of requests, in turn
+        self.timeouts = [0]
         self.on_call: Any = lambda: None  # from inside an executor call
         self.driven = False  # by a thread of its own, so that the device may be ahead of what is emitted
         self.spoil: Any = lambda row, sent: None  # damages a row of the results
@@ -324,6 +328,8 @@ class Device:
             "max_nodes": number % 3,
             "extra": [number] if number % 3 else None,
             "constrained": number % 4 == 3,
+            "priority": self.priorities[number % len(self.priorities)],
+            "timeout_ns": self.timeouts[number % len(self.timeouts)],
         }
 
     def submit_many(self, requests: list[tuple[list[int], int, list[int]]]) -> list[int]:
@@ -359,7 +365,7 @@ class Device:
 
     def step(self) -> bool:
         self.visible = set(self.sent)
-        self.to_cancel = {i for i, s in self.sent.items() if s.cancelled}
+        self.to_cancel = {i for i, s in self.sent.items() if s.cancelled or s.timeout_ns == 1}
         again = self.step_alone()
         held = [slot for slot in self.slots.values() if not slot.left]
         assert self.scheduler.num_running == len(held)
@@ -405,7 +411,10 @@ class Device:
                 assert sent.cancelled
             elif sent.reason == ERROR:
                 assert sent.failed or sent.status
+            elif sent.reason == TIMEOUT:
+                assert sent.timeout_ns and (sent.timeout_ns > 1 or request_id not in self.first_starts)
             else:
+                assert sent.timeout_ns != 1
                 assert (sent.emitted, sent.reason) == (want, reason)
 
     def expected(self, request_id: int) -> tuple[list[int], int]:
@@ -454,7 +463,13 @@ class Device:
     def waiting(self) -> list[int]:
         held = {s.request_id for s in self.slots.values() if not s.left}
         ended = {i for i, s in self.sent.items() if s.reason or s.ended} | self.to_cancel
-        return [i for i in sorted(self.visible) if i not in held | ended]
+        return [i for i in sorted(self.visible, key=self.rank) if i not in held | ended]
+
+    def rank(self, request_id: int) -> tuple[int, int]:
+        return self.sent[request_id].priority, request_id
+
+    def by_rank(self, slots: list[Slot]) -> list[Slot]:
+        return sorted(slots, key=lambda slot: self.rank(slot.request_id))
 
     def may_fail(self, method: str, *request_ids: int) -> None:
         self.events.append(method)
@@ -474,7 +489,7 @@ class Device:
         assert slot not in self.slots and 0 <= slot < self.sizes.num_slots
         assert text == sent.prompt + sent.produced, "a retracted request returns with what it produced"
         if self.visible:
-            assert request_id == self.waiting()[0], "first come, first served"
+            assert request_id == self.waiting()[0], "by priority, and first come, first served"
         rows, first = len(cached) * self.sizes.page_size, slot * self.sizes.max_pages
         assert not cached or (self.sizes.prefix_cache and rows < len(text) - 1), "a row is left to prefill"
         state = self.slots[slot] = Slot(slot, request_id, list(text), rows, drafted=rows, told=len(text))
@@ -489,8 +504,8 @@ class Device:
 
     def prefill(self, chunks: list[tuple[int, int, list[int]]]) -> None:
         states = [self.slots[slot] for slot, _, _ in chunks]
-        # The oldest that are not prefilled, as many rows of each as there is room for.
-        wanting = [s for s in self.slots.values() if not s.left and s.rows < len(s.text) - 1]
+        # The first in rank that are not prefilled, as many rows of each as there is room for.
+        wanting = self.by_rank([s for s in self.slots.values() if not s.left and s.rows < len(s.text) - 1])
         assert states == wanting[: len(chunks)] and len(chunks) <= self.sizes.prefill_requests
         room = self.sizes.prefill_chunk
         for state, (_, start, tokens) in zip(states, chunks, strict=True):
@@ -513,7 +528,7 @@ class Device:
 
     def activate(self, slots: list[int]) -> None:
         states = [self.slots[slot] for slot in slots]
-        starting = [s for s in self.slots.values() if s.active and not s.started and not s.left]
+        starting = self.by_rank([s for s in self.slots.values() if s.active and not s.started and not s.left])
         assert states == starting[: self.sizes.prefill_requests]
         for state in states:
             self.take_pages(state, state.rows + self.sizes.reserve)
@@ -727,11 +742,12 @@ class Device:
             request_id, sent = state.request_id, self.sent[state.request_id]
             assert not state.left
             cancelled = request_id in self.to_cancel if self.visible else sent.cancelled
-            sent.ended = state.finished or cancelled or sent.failed
+            overdue = 1 < sent.timeout_ns < 10**9  # or may be: time is not the model's
+            sent.ended = state.finished or cancelled or sent.failed or overdue
             if not sent.ended:
-                newest = [s for s, other in self.slots.items() if not other.left][-1]
+                last = self.by_rank([other for other in self.slots.values() if not other.left])[-1].number
                 in_want = self.needed(0) > self.sizes.num_pages or self.faults.get("assign_pages")
-                assert slot == newest and in_want, "only the newest, in want of pages"
+                assert slot == last and in_want, "only the last in rank, in want of pages"
                 self.retracted.append(request_id)
             state.left = True
         self.may_fail("deactivate")
@@ -755,13 +771,14 @@ class Device:
                 assert request_id not in {s.request_id for s in self.slots.values() if not s.left}
         for sent in (self.sent[emission[0]] for emission in emissions):
             up_to_date = self.sizes.rounds_in_flight == 1 and not self.driven
-            if sent.reason not in (ERROR, CANCELLED) and (sent.reason or up_to_date):
+            if sent.reason not in (ERROR, CANCELLED, TIMEOUT) and (sent.reason or up_to_date):
                 assert sent.emitted == sent.produced and sent.counts == (sent.rounds, sent.drafted, sent.accepted)
 
 
 def any_device(seed: int, rounds_in_flight: int = 1) -> Device:
     device = Device(Sizes.random(random.Random(seed), rounds_in_flight), seed)
     device.streams = device.rng.random() < 0.7
+    device.priorities = device.rng.choice([[0], [0], [1, 0], [2, -7, 0, 0, 2]])
     return device
 
 
@@ -783,7 +800,10 @@ def test_mixes(batch: int, rounds_in_flight: int) -> None:
             for _ in range(device.rng.choice([0, 0, 1, 5])):
                 device.step()
         device.run()
-        assert device.first_starts == sorted(device.sent)
+        assert sorted(device.first_starts) == sorted(device.sent)
+        for priority in {*device.priorities}:
+            begun = [i for i in device.first_starts if device.sent[i].priority == priority]
+            assert begun == sorted(begun), "first come, first served"
         retractions += len(device.retracted)
     assert retractions > 60
 
@@ -803,6 +823,7 @@ def test_mixes_with_cancels_and_submits_anywhere(batch: int, rounds_in_flight: i
                 device.submit_any()
 
         device.on_call = meddle
+        device.timeouts = rng.choice([[0], [0, 0, 1], [3600 * 10**9, 0]])
         for _ in range(rng.randint(1, 10)):
             device.submit_any()
             if rng.random() < 0.3:
@@ -811,7 +832,7 @@ def test_mixes_with_cancels_and_submits_anywhere(batch: int, rounds_in_flight: i
                 device.step()
         device.run()
         reasons |= {s.reason for s in device.sent.values()}
-    assert reasons == {STOP, LENGTH, CONTEXT, CANCELLED}
+    assert reasons == {STOP, LENGTH, CONTEXT, CANCELLED, TIMEOUT}
 
 
 METHODS = ["begin", "prefill", "record", "activate", "round", "constrain", "deactivate", "assign_pages"]
@@ -882,6 +903,92 @@ def test_retraction_and_return() -> None:
     device.run()
     assert device.retracted and set(device.retracted) == {new}
     assert len(device.sent[old].emitted) == len(device.sent[new].emitted) == 20
+
+
+def test_priorities_order_the_queue() -> None:
+    """And nothing else: who has the slot keeps it, whoever comes."""
+    device = Device(Sizes(num_slots=1, batch_sizes=(1,)))
+    device.priorities = [5, 5, 0, 5, -3, 0, 9]
+    device.submit([1], 9)
+    device.step()
+    for _ in range(4):
+        device.submit([1], 2)
+    device.step()
+    for _ in range(2):
+        device.submit([1], 2)
+    device.run()
+    assert device.first_starts == [0, 4, 2, 5, 1, 3, 6] and not device.retracted
+
+
+def test_who_does_not_fit_holds_up_lower_priorities() -> None:
+    """A long prompt of a high priority is not passed by short ones of a lower one for which there would be room."""
+    device = Device(Sizes(num_slots=3, num_pages=9, max_len=24))
+    device.priorities = [0, 1, 0]
+    device.submit([1] * 10, 8)
+    device.step()
+    device.submit([1], 1)
+    device.submit([1] * 20, 1)
+    device.run()
+    assert device.first_starts == [0, 2, 1]
+
+
+def test_the_lowest_priority_is_retracted() -> None:
+    """Not the newest; and it is back before others of its priority, behind those of a higher one."""
+    sizes = Sizes(num_slots=2, num_pages=8, page_size=4, max_len=24, reserve=6, accept_width=4, batch_sizes=(1, 2))
+    device = Device(sizes)
+    device.priorities = [1, 0, 1, 0]
+    low, high = device.submit([1, 2], 20), device.submit([3], 20)
+    device.step()
+    later, late = device.submit([4], 1), device.submit([5], 1)
+    starts: list[int] = []
+    begin = device.begin
+    device.begin = lambda slot, request: (starts.append(request[0]), begin(slot, request))[1]  # type: ignore[method-assign]
+    device.run()
+    assert device.retracted and set(device.retracted) == {low}
+    assert device.first_starts == [high, low, late, later] and starts.index(low) < starts.index(later)
+    assert len(device.sent[low].emitted) == len(device.sent[high].emitted) == 20
+
+
+def test_a_prompt_of_a_higher_priority_is_prefilled_first() -> None:
+    device = Device(Sizes(prefill_chunk=4, num_slots=2, batch_sizes=(1, 2)))
+    device.priorities = [1, 0]
+    calls: list[list[int]] = []
+    prefill = device.prefill
+    device.prefill = lambda chunks: (calls.append([slot for slot, _, _ in chunks]), prefill(chunks))[1]  # type: ignore[method-assign]
+    device.submit([1] * 13, 2)
+    device.step()
+    device.submit([1] * 9, 2)
+    device.run()
+    assert calls == [[0], [1], [1], [0], [0]]
+
+
+def test_a_request_that_cannot_begin_in_time_never_does() -> None:
+    device = Device(Sizes(num_slots=1, batch_sizes=(1,)))
+    device.timeouts = [0, 1, 3600 * 10**9]
+    for _ in range(3):
+        device.submit([1, 2], 5)
+    device.run()
+    assert device.first_starts == [0, 2]
+    assert [sent.reason for sent in device.sent.values()] == [LENGTH, TIMEOUT, LENGTH]
+
+
+@pytest.mark.parametrize("rounds_in_flight", [1, 2])
+def test_a_request_ends_with_its_time(rounds_in_flight: int) -> None:
+    """Wherever it is: with a slot, or retracted, or behind others. What came until then it has; nobody else is touched."""
+    sizes = Sizes(num_slots=2, num_pages=300, max_len=1000, accept_width=1, rounds_in_flight=rounds_in_flight)
+    device = Device(Sizes(**vars(sizes) | {"batch_sizes": (1, 2), "rows": ()}))
+    device.timeouts = [0, 20_000_000, 20_000_000]
+    for _ in range(3):
+        device.submit([1, 2], 900)
+    for _ in range(5):
+        device.step_alone()
+    time.sleep(0.03)
+    while device.step_alone():
+        pass
+    device.check_all_done()
+    other, running, waiting = device.sent.values()
+    assert (other.reason, running.reason, waiting.reason) == (LENGTH, TIMEOUT, TIMEOUT)
+    assert len(other.emitted) == 900 > len(running.emitted) and not waiting.emitted
 
 
 def test_a_window_of_a_text_beyond_the_pool() -> None:
@@ -1022,6 +1129,9 @@ def test_stop() -> None:
     device.check_all_done()
     with pytest.raises(RuntimeError, match=r"^submit: the scheduler has been stopped, expected one that runs$"):
         device.scheduler.submit([1], 1)
+    device.scheduler.run()  # which returns at once, for good
+    with pytest.raises(RuntimeError, match=r"^pause: the scheduler has been stopped, expected one that runs$"):
+        device.scheduler.pause()
     with pytest.raises(RuntimeError, match=r"^submit_many: the scheduler has been stopped, expected one that runs$"):
         device.scheduler.submit_many([submission([1], 1)] * 2)
     device.scheduler.run()
@@ -1238,6 +1348,7 @@ def test_an_engine_and_its_scheduler_are_collected() -> None:
         (([1], 0), "submit: max_new_tokens is 0, expected at least 1"),
         (([1], 1, [3, -1]), "submit: stop_tokens[1] is -1, expected 0 to 2147483647"),
         (([1], 1, [3, 4, 5]), "submit: stop_tokens has 3 entries, expected at most 2"),
+        (([1], 1, [], {"priority": 2**31}), "submit: priority is 2147483648, expected -2147483648 to 2147483647"),
         (([1], 1, [], {"ngram_group": -1}), "submit: ngram_group is -1, expected 0 to 2147483647"),
         ((np.zeros((2, 2), np.int32), 1), "submit: prompt has shape [2, 2], expected [length]"),
         ((np.zeros(2, np.int64), 1), "submit: prompt is int64, expected int32"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import re
@@ -21,6 +22,7 @@ from transformers import GenerationConfig
 from random_models import save_random_model
 from serving import NAME, Running, serving, wait_for
 from specdec_kernels import cli
+from specdec_kernels.cli import engine_flags
 from specdec_kernels.cli.serve import sampling_defaults
 from specdec_kernels.engine import AsyncEngine, Engine, SamplingParams
 from specdec_kernels.server import Settings, make_app
@@ -42,7 +44,8 @@ def messages(text: str = TEXT) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    with serving(make_engine("chain", max_len=1024, num_slots=4, adaptive=False), max_queued=4, max_n=3) as running:
+    engine = make_engine("chain", max_len=1024, num_slots=4, adaptive=False, prefix_cache=True)  # as the command has it
+    with serving(engine, max_queued=4, max_n=3) as running:
         yield running
 
 
@@ -95,7 +98,7 @@ def test_a_chat(server: Running, client: OpenAI) -> None:
     assert got.choices[0].finish_reason == "length" and got.object == "chat.completion"
     stats = want.stats
     assert got.usage is not None
-    assert {name: count for name, count in got.usage.to_dict().items() if name != "prompt_tokens_details"} == {
+    assert got.usage.to_dict() == {
         "prompt_tokens": len(want.prompt_tokens),
         "completion_tokens": 40,
         "total_tokens": len(want.prompt_tokens) + 40,
@@ -103,6 +106,7 @@ def test_a_chat(server: Running, client: OpenAI) -> None:
             "accepted_prediction_tokens": stats.accepted,
             "rejected_prediction_tokens": stats.drafted - stats.accepted,
         },
+        "prompt_tokens_details": {"cached_tokens": 0},
     }
     info = got.choices[0].to_dict()["meta_info"]
     assert info == {
@@ -169,6 +173,45 @@ def test_several_prompts_and_choices(server: Running, client: OpenAI) -> None:
         client.completions.create(**given | {"prompt": texts[0], "n": 1, "seed": s}).choices[0].text for s in (5, 6)
     ]
     assert again == want[:2]
+
+
+def test_prompts_that_begin_alike_are_prefilled_once(server: Running, client: OpenAI) -> None:
+    """The choices of one prompt, and what goes on from its text: by rows that are prefilled, in usage and in metrics."""
+    rows: list[int] = []
+    prefill = server.engine._executor.prefill
+
+    def count(chunks: list[Any]) -> None:
+        rows.extend(len(tokens) - 1 for _, _, tokens in chunks)
+        prefill(chunks)
+
+    prompt = prompts()[3]
+    given: dict[str, Any] = {"model": NAME, "prompt": prompt, "max_tokens": 12, "temperature": 1, "seed": 5, "n": 3}
+    want = [make_engine("none").generate([prompt], SamplingParams(12, temperature=1.0, seed=s))[0] for s in (5, 6, 7)]
+    server.engine.clear_cache()
+    before = samples(server)
+    server.engine._executor.prefill = count  # type: ignore[method-assign]
+    try:
+        first = client.completions.create(**given)
+        assert [choice.text for choice in first.choices] == [output.text for output in want]
+        most = (len(prompt) - 2) // 8 * 8
+        assert sum(rows) == len(prompt) - 1 + 2 * (len(prompt) - 1 - most)
+        assert first.usage is not None and first.usage.prompt_tokens_details is not None
+        assert first.usage.prompt_tokens_details.cached_tokens == 0, "the prompt counts once, as it was prefilled"
+        rows.clear()
+        turn = given | {"prompt": [*prompt, 5, 6, 7], "n": 1, "max_tokens": 2}
+        *_, last = client.completions.create(**turn, stream=True, stream_options={"include_usage": True})
+        assert last.usage is not None and last.usage.prompt_tokens_details is not None
+        assert last.usage.prompt_tokens_details.cached_tokens == most and sum(rows) == len(prompt) + 2 - most
+    finally:
+        server.engine._executor.prefill = prefill  # type: ignore[method-assign]
+    server.wait_until_idle()
+    after = samples(server)
+    gained = {name: after[name] - before[name] for name in before}
+    assert gained['vllm:prefix_cache_queries_total{model_name="tiny"}'] == 4 * len(prompt) + 3
+    assert gained['vllm:prefix_cache_hits_total{model_name="tiny"}'] == 3 * most
+    assert gained['specdec:engine_prefix_hits_total{model_name="tiny"}'] == 3
+    assert after['vllm:kv_cache_usage_perc{model_name="tiny"}'] == 0 < after['specdec:cached_pages{model_name="tiny"}']
+    expect_nothing_left(server.engine)
 
 
 @pytest.mark.parametrize("stop", ["self", ["):", "\n\n", "zzz"], ["= ", "_test(self, y):\n   "], "x = y\n\n    d"])
@@ -354,6 +397,12 @@ def test_texts_to_a_schema(strict: Running, temperature: float) -> None:
         if got.choices[0].finish_reason == "stop":
             assert isinstance(json.loads(content), dict)
         plain: dict[str, Any] = {"model": NAME, "prompt": TEXT, "temperature": temperature, "max_tokens": 40}
+        text = (
+            client.completions.create(**plain | {"max_tokens": 200}, extra_body={"response_format": form})
+            .choices[0]
+            .text
+        )
+        assert json.loads(text).keys() == {"width", "name"}
         text = client.completions.create(**plain, extra_body={"regex": "[ab]{3}c"}).choices[0].text
         assert re.fullmatch("[ab]{3}c", text)
         text = client.completions.create(**plain, extra_body={"ebnf": 'root ::= "yes" | "no"'}).choices[0].text
@@ -530,6 +579,10 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
         (CHAT, {"top_logprobs": 2}, "top_logprobs is 2, expected logprobs true beside it", "top_logprobs"),
         (CHAT, {"speculation": "maybe"}, 'speculation is "maybe", expected "on", "off" or a number of nodes', "speculation"),
         (CHAT, {"speculation": 0}, "speculation is 0, expected 'on', 'off' or a number of nodes from 1 on", "speculation"),
+        (CHAT, {"priority": 2**31}, "priority is 2147483648, expected -2147483648 to 2147483647", "priority"),
+        (CHAT, {"priority": "high"}, 'priority is "high", expected an integer', "priority"),
+        (CHAT, {"timeout": 0}, "timeout is 0, expected seconds above 0, or None", "timeout"),
+        (CHAT, {"timeout": "5s"}, 'timeout is "5s", expected a number', "timeout"),
         (CHAT, {"model": "gpt-5"}, 'model is "gpt-5", expected "tiny"', "model"),
         (CHAT, {"messages": []}, "messages is [], expected at least 1 message", "messages"),
         (CHAT, {"messages": None}, "messages is missing, expected a list", "messages"),
@@ -700,6 +753,24 @@ def test_a_client_that_goes_away_gives_its_slots_back(server: Running, stream: b
     assert b'finished_reason="cancelled"' in metrics.text()
 
 
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+def test_a_request_that_takes_too_long_is_told_so(server: Running, client: OpenAI, stream: bool) -> None:
+    """Before its first token by the status, whole answers always; in a stream by its last event."""
+    for timeout in (1e-9, 0.05):
+        given: dict[str, Any] = {"model": NAME, "prompt": TEXT, "max_tokens": LONG, "stream": stream, "n": 2}
+        with pytest.raises(openai.APIError) as error:
+            list(client.completions.create(**given, extra_body={"timeout": timeout, "ignore_eos": True}))
+        message = f"timeout is {timeout}, expected more seconds: the request was not done after them"
+        assert message in str(error.value) and (error.value.param, error.value.code) == ("timeout", "timeout")
+        if not stream or timeout < 0.05:
+            assert isinstance(error.value, openai.InternalServerError) and error.value.status_code == 504
+        server.wait_until_idle()
+        expect_nothing_left(server.engine)
+    assert b'finished_reason="timeout"' in server.app.state.server.metrics.text()
+    got = client.completions.create(model=NAME, prompt=TEXT, max_tokens=2, extra_body={"timeout": 600, "priority": -1})
+    assert got.usage is not None and got.usage.completion_tokens == 2
+
+
 def test_a_device_that_gives_up_is_one_requests_error() -> None:
     engine = make_engine("none", adaptive=False, max_len=512)
     body = {"prompt": TEXT, "max_tokens": LONG, "ignore_eos": True, "stream": True}
@@ -858,6 +929,22 @@ def test_bad_flags(capsys: pytest.CaptureFixture[str], arguments: list[str], mes
     port = [] if "--port" in arguments else ["--port", "0"]
     assert cli.main(["serve", "--device", "cpu", *port, *arguments]) == 2
     assert capsys.readouterr().err == f"specdec serve: {message}\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "kept"),
+    [([], True), (["--disable-radix-cache"], False), (["--enable-deterministic-inference"], False)],
+    ids=["default", "disabled", "deterministic"],
+)
+def test_the_command_keeps_prefixes(flags: list[str], kept: bool) -> None:
+    parser = argparse.ArgumentParser()
+    engine_flags.add_arguments(parser)
+    given = ["--device", "cpu", "--speculative-algorithm", "NONE", "--context-length", "128", *flags]
+    args = parser.parse_args(given)
+    engine_flags.resolve(args)
+    _, engine = engine_flags.open_engine(args)
+    with engine:
+        assert engine.config.prefix_cache == kept
 
 
 def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,23 @@ def test_ours_on_the_tiny_shape(tmp_path: Path, capsys: pytest.CaptureFixture[st
     args.acceptance = "chat"
     shootout.plant(args, CPU)
     assert (out / "head/model.safetensors").stat().st_mtime_ns != planted
+
+
+def test_sglang_with_the_plugin_needs_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = pytest.importorskip("specdec_kernels.bench.engines")
+    (tmp_path / "sglang").mkdir()
+    (tmp_path / "sglang" / "__init__.py").touch()
+    monkeypatch.setattr(sys, "path", [])  # where this package may be installed, with its entry point
+    assert engines.is_installed("sglang", [str(tmp_path)]) and not engines.is_installed(
+        "sglang_plugin", [str(tmp_path)]
+    )
+    described = tmp_path / "specdec_kernels-1.dist-info"
+    described.mkdir()
+    (described / "METADATA").write_text("Metadata-Version: 2.1\nName: specdec-kernels\nVersion: 1\n")
+    (described / "entry_points.txt").write_text(
+        "[sglang.srt.plugins]\nspecdec = specdec_kernels.compat.sglang_plugin:register\n"
+    )
+    assert engines.is_installed("sglang_plugin", [str(tmp_path)])
 
 
 def test_an_engine_that_takes_too_long_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,9 +104,9 @@ def test_the_head_has_the_published_format(tmp_path: Path) -> None:
     ("options", "message"),
     [
         (["--short", "70"], "--short is 70, expected less than --output 70"),
-        (["--engines", "tgi"], "'tgi' is not one of ours, sglang, vllm"),
+        (["--engines", "tgi"], "'tgi' is not one of ours, sglang, sglang_plugin, vllm"),
         (["--json", "/"], "shootout: --json / cannot be written, expected a file's name"),
-        (["--path", "sglang"], "'sglang' is not ENGINE=FOLDER, of ours, sglang, vllm"),
+        (["--path", "sglang"], "'sglang' is not ENGINE=FOLDER, of ours, sglang, sglang_plugin, vllm"),
     ],
 )
 def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str) -> None:

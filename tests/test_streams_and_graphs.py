@@ -109,6 +109,11 @@ def extend_rows(t: Inputs, **stream: Any) -> Iterable[Tensor]:
     return sd.extend_rows(*t.values(), N, **stream)
 
 
+def keep_rows(t: Inputs, **stream: Any) -> Iterable[Tensor]:
+    sd.keep_rows(*(t[name] for name in list(t)[:5]), features=t["features"], kept_features=t["kept"], **stream)
+    return [t["num_kept"], t["rings"], t["kept"]]
+
+
 def learn_inputs() -> Inputs:
     tree = given_tree()
     accepted = sd.verify_tree(torch.randn(B, N, VOCAB), tree, 3)
@@ -165,6 +170,11 @@ def linear_rows(t: Inputs, **stream: Any) -> Iterable[Tensor]:
 
 def widen_rows(t: Inputs, **stream: Any) -> Iterable[Tensor]:
     return [sd.widen_rows(t["numbers"], t["scales"], **stream)]
+
+
+def expert_rows(t: Inputs, **stream: Any) -> Iterable[Tensor]:
+    weight = t["weight"].to(torch.float8_e4m3fn)
+    return [sd.expert_rows(t["x"], weight, t["order"], t["ends"], weight_scales=t["scales"], **stream)]
 
 
 def round_rows(t: Inputs, **stream: Any) -> Iterable[Tensor]:
@@ -386,6 +396,18 @@ CASES = {
         },
         extend_rows,
     ),
+    "keep_rows": Case(
+        lambda: {
+            "tokens": ints(-1, VOCAB, B, K),
+            "path": ints(0, N, B, K),
+            "num_valid": ints(0, K + 1, B),
+            "num_kept": ints(0, 9, B),
+            "rings": ints(0, VOCAB, B, 4),
+            "features": torch.randn(B, N, D),
+            "kept": torch.randn(B, 4, D),
+        },
+        keep_rows,
+    ),
     "build_tree": Case(build_tree_inputs, build_tree),
     "build_tree_from_parents": Case(
         lambda: {"tokens": ints(0, VOCAB, B, N), "parents": random_parents(B, N), "lens": lens()},
@@ -422,6 +444,16 @@ CASES = {
             "bias": torch.randn(VOCAB).bfloat16(),
         },
         linear_rows,
+    ),
+    "expert_rows": Case(
+        lambda: {
+            "x": torch.randn(B, 128).bfloat16(),
+            "weight": torch.randn(3, 16, 128),
+            "order": torch.randperm(2 * B),
+            "ends": torch.tensor([B, B, 2 * B], dtype=torch.int32),
+            "scales": torch.rand(3, 1, 16),
+        },
+        expert_rows,
     ),
     "round_rows": Case(lambda: {"x": torch.randn(N, 300)}, round_rows),
     "widen_rows": Case(

@@ -122,6 +122,16 @@ def test_pools_of_a_window_have_no_more_pages_than_the_others() -> None:
         assert pools.bytes_with(400) - pools.bytes_with(300) == 100 * pools.bytes_with(1) // 4, "one of four layers"
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_a_prefix_cache_keeps_pages_behind_a_window(name: str) -> None:
+    """Where it is asked for by name; "wherever it costs nothing" is not there, but with a window no text goes beyond."""
+    cpu = torch.device("cpu")
+    for asked, max_len, kept in ((True, 400, True), (None, 400, False), (False, 400, False), (None, 16, True)):
+        with engine_of(model_of(name), None, cpu, prefix_cache=asked, max_len=max_len) as engine:
+            pages = engine.config.pages
+            assert (engine.config.prefix_cache, pages.gives_back) == (kept, max_len == 400 and not kept)
+
+
 def test_too_few_pages_for_a_window() -> None:
     with pytest.raises(ValueError) as error:
         engine_of(model_of("all"), None, torch.device("cpu"), num_pages=9)
@@ -173,7 +183,7 @@ def test_texts_beyond_the_window(name: str, draft: str, implementation: str, dev
 @pytest.mark.parametrize("adaptive", [False, True])
 def test_a_head_sees_all_of_a_text(adaptive: bool, device: torch.device) -> None:
     """Its pages stay, also where it rests and catches up; those of the target's layers come back."""
-    model = model_of("all")
+    model, plain = model_of("all"), model_of("all")  # the head takes along what it shares with its target
     head = plant_eagle3(model, PlantedText.of(VOCAB, VOCAB), EvenAcceptance())
     prompts = random_texts(150, 3, 90)
     draft = Eagle3(head, num_steps=3, topk=3, num_nodes=9)
@@ -181,9 +191,10 @@ def test_a_head_sees_all_of_a_text(adaptive: bool, device: torch.device) -> None
         assert engine.config.pages == (None, -(-(400 + engine.config.reserve) // 4), ((16, 20),))
         outputs = engine.generate(prompts, SamplingParams(70))
         assert_all_free(engine)
-    comparison = Comparison(model)
+    plain.load_state_dict({name: weight.cpu() for name, weight in model.state_dict().items()})
+    comparison = Comparison(plain)
     for prompt, output in zip(prompts, outputs, strict=True):
-        comparison.check(prompt, output.tokens, greedy_by_transformers(model, [prompt], 70)[0])
+        comparison.check(prompt, output.tokens, greedy_by_transformers(plain, [prompt], 70)[0])
         assert len(output.tokens) == 70
     assert len(comparison.near_ties) <= 1
 

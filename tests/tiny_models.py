@@ -117,6 +117,8 @@ MORE: dict[str, dict[str, Any]] = {
     "minicpm3": {"num_key_value_heads": 4},
     "youtu": {"num_key_value_heads": 4},
     "gemma2": {"query_pre_attn_scalar": 24, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0},
+    "falcon": {"num_kv_heads": 2},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": WINDOW},
     "gptj": {"rotary_dim": 8},
     "codegen": {"rotary_dim": 8},
     "kimi_linear": {"num_key_value_heads": 4},
@@ -164,6 +166,8 @@ def tiny_config(model_type: str, /, **more: Any) -> Any:
     """The config of a model of this type with small sizes."""
     values = shrunk(CONFIG_MAPPING[model_type]().to_dict())
     changes = MORE.get(model_type, {}) | more
+    if isinstance(getattr(CONFIG_MAPPING[model_type], "head_dim", None), property):
+        changes.pop("head_dim", None)  # which follows from other sizes
     part = values["text_config"] if isinstance(values.get("text_config"), dict) else values
     part.update(changes)
     if "mrope_section" in (part.get("rope_parameters") or {}):

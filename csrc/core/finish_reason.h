@@ -13,7 +13,8 @@ enum class FinishReason : int32_t {
   kContext = 3,  // the sequence reached its maximal length
   // What the scheduler alone can say:
   kCancelled = 4,
-  kError = 5,  // the slot's status says why
+  kError = 5,    // the slot's status says why
+  kTimeout = 6,  // it did not end in the time that it was given
 };
 
 }  // namespace specdec

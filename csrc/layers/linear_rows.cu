@@ -14,7 +14,7 @@
 // them writes the weight.
 #include <algorithm>
 
-#include "core/cuda.cuh"
+#include "core/copy_async.cuh"
 #include "core/mma.cuh"
 #include "core/wgmma.cuh"
 #include "layers/gate_rows.h"
@@ -98,13 +98,6 @@ struct Walk {
     group += kTiles;
   }
 };
-
-__device__ __forceinline__ void copy_async(void* to, const void* from) {
-  asm volatile(
-      "cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))),
-      "l"(from)
-      : "memory");
-}
 
 template <class T, int kWarps, int kDepth>
 __global__ void __launch_bounds__(kWarps* kWarp, 1) linear_rows_kernel(LinearRowsParams p) {

@@ -8,6 +8,7 @@
 
 #include "core/warp.cuh"
 #include "layers/pack.cuh"
+#include "layers/round_rows.h"
 
 namespace specdec::layers {
 
@@ -21,7 +22,15 @@ struct NormRow {
   const P *x, *residual;  // residual: null, or added to x
   const P* weight;
   P* sum;  // null, or what is normalised
-  P* out;
+  P* out;  // null where the result is rounded
+};
+
+// The result as numbers of 8 bits, with a scale for each kRoundGroup of them or one for all.
+struct RoundedRow {
+  Float8* numbers;
+  float* scales;
+  int64_t stride;  // of groups
+  bool by_groups;
 };
 
 __device__ __forceinline__ float norm_block_sum(float x) {
@@ -33,9 +42,25 @@ __device__ __forceinline__ float norm_block_sum(float x) {
   return warp_sum(x);
 }
 
+// The largest of so many neighbouring lanes, numbers of 0 and more.
+template <int kLanes>
+__device__ __forceinline__ float largest_of_lanes(float x) {
+#pragma unroll
+  for (int step = kLanes / 2; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(kFullMask, x, step));
+  return x;
+}
+__device__ __forceinline__ float norm_block_largest(float x) {
+  __shared__ float of_warps[kMaxNormThreads / kWarp];
+  x = largest_of_lanes<kWarp>(x);
+  if (threadIdx.x % kWarp == 0) of_warps[threadIdx.x / kWarp] = x;
+  __syncthreads();
+  return largest_of_lanes<kWarp>(threadIdx.x % kWarp < blockDim.x / kWarp ? of_warps[threadIdx.x % kWarp] : 0);
+}
+
 // kHeld: packs that a thread holds; the others of longer rows are read twice.
-template <class T, int N, int kHeld>
-__device__ __forceinline__ void norm_row(const NormRow<Pack<T, N>>& row, int width, float eps) {
+template <class T, int N, int kHeld, bool kRounded = false>
+__device__ __forceinline__ void norm_row(const NormRow<Pack<T, N>>& row, int width, float eps,
+                                         const RoundedRow& rounded = {}) {
   using P = Pack<T, N>;
   const int packs = width / N, threads = static_cast<int>(blockDim.x);
 
@@ -77,17 +102,61 @@ __device__ __forceinline__ void norm_row(const NormRow<Pack<T, N>>& row, int wid
   for (int i = threadIdx.x + kHeld * threads; i < packs; i += threads) square(read(i));
 
   const float scale = rsqrtf(norm_block_sum(squares) / static_cast<float>(width) + eps);
-  const auto write = [&](int i, const P& pack, const P& factor) {
+  const auto normed = [&](const P& pack, const P& factor) {
     float a[N], w[N];
     unpack(pack, a);
     unpack(factor, w);
 #pragma unroll
     for (int n = 0; n < N; ++n) a[n] *= scale * w[n];
-    if (row.sum) row.sum[i] = pack;
-    row.out[i] = pack_of<T>(a);
+    return pack_of<T>(a);
   };
-  each_held([&](int h, int i) { write(i, held[h], weights[h]); });
-  for (int i = threadIdx.x + kHeld * threads; i < packs; i += threads) write(i, read(i), row.weight[i]);
+  // Calls use(i, sum, result) with the packs of this thread; or with all of a warp, those behind the last as well.
+  const auto each = [&](bool whole_warps, auto&& use) {
+#pragma unroll
+    for (int h = 0; h < kHeld; ++h) {
+      const int i = static_cast<int>(threadIdx.x) + h * threads;
+      if (whole_warps || i < packs) use(i, held[h], i < packs ? normed(held[h], weights[h]) : P{});
+    }
+    for (int first = kHeld * threads; first < packs; first += threads) {
+      const int i = first + static_cast<int>(threadIdx.x);
+      const P pack = i < packs ? read(i) : P{};
+      if (whole_warps || i < packs) use(i, pack, i < packs ? normed(pack, row.weight[i]) : P{});
+    }
+  };
+  if constexpr (!kRounded) {
+    each(false, [&](int i, const P& pack, const P& result) {
+      if (row.sum) row.sum[i] = pack;
+      row.out[i] = result;
+    });
+  } else {
+    constexpr int kLanes = kRoundGroup / N;  // that hold a group
+    static_assert(kLanes <= kWarp);
+    const auto largest_of = [](const P& result) {
+      float a[N], largest = 0;
+      unpack(result, a);
+#pragma unroll
+      for (int n = 0; n < N; ++n) largest = fmaxf(largest, fabsf(a[n]));
+      return largest;
+    };
+    float of_row = 0;
+    if (!rounded.by_groups) {
+      each(false, [&](int, const P&, const P& result) { of_row = fmaxf(of_row, largest_of(result)); });
+      of_row = scale_of(norm_block_largest(of_row));
+      if (threadIdx.x == 0) *rounded.scales = of_row;
+    }
+    each(true, [&](int i, const P& pack, const P& result) {
+      const float scale_of_pack = rounded.by_groups ? scale_of(largest_of_lanes<kLanes>(largest_of(result))) : of_row;
+      if (i >= packs) return;
+      if (rounded.by_groups && i % kLanes == 0) rounded.scales[i / kLanes * rounded.stride] = scale_of_pack;
+      if (row.sum) row.sum[i] = pack;
+      float a[N];
+      unpack(result, a);
+      Pack<Float8, N> numbers;
+#pragma unroll
+      for (int n = 0; n < N; ++n) numbers.x[n] = scaled(a[n], scale_of_pack);
+      reinterpret_cast<Pack<Float8, N>*>(rounded.numbers)[i] = numbers;
+    });
+  }
 }
 
 // Calls f.template operator()<N, kHeld>(threads of a block), for `rows` rows in packs of 16 bytes where they are

@@ -1,12 +1,15 @@
 #include "layers/norm_rows.h"
 
+#include <vector>
+
 #include "core/bytes.h"
 #include "layers/norm_row.h"
+#include "layers/round_rows.h"
 
 namespace specdec::layers {
 
 void norm_rows(CallStream stream, const TensorView& x, const TensorView& weight, double eps, const OptTensor& residual,
-               const OptTensor& out_sum, const TensorView& out) {
+               const OptTensor& out_sum, const OptTensor& out_scales, const TensorView& out) {
   Check check("norm_rows");
   Dim T{"rows"}, H{"width"};
   check.strided("x", x, {T, H}, kFloats);
@@ -20,23 +23,34 @@ void norm_rows(CallStream stream, const TensorView& x, const TensorView& weight,
     check.strided("residual", *residual, {T, H}, dtype);
     check.strided_output("out[1]", *out_sum, {T, H}, dtype);
   }
-  check.strided_output("out[0]", out, {T, H}, dtype);
+  const bool rounded = out_scales.has_value();
+  check.strided_output("out[0]", out, {T, H}, rounded ? kFloat8 : dtype);
+  bool wide = copy_unit({&x, &weight}) == 16 && copy_unit({&out}) >= (rounded ? 16 / item_bytes(x) : 16);
+  if (residual) wide = wide && copy_unit({&*residual, &*out_sum}) == 16;
+  Dim G{"groups"};
+  if (rounded) {
+    check.strided_output("out_scales", *out_scales, {G, T}, kFloat32);
+    const int64_t groups = (H + kRoundGroup - 1) / kRoundGroup;
+    check.that(G == 1 || G == groups, "groups", {"is ", G}, {"1 or ", groups});
+    check.that(wide || !check.on_cuda(), "out_scales", "is given", "None for rows off 16 bytes");
+  }
   if (T == 0) return;
 
-  bool wide = copy_unit({&x, &weight, &out}) == 16;
-  if (residual) wide = wide && copy_unit({&*residual, &*out_sum}) == 16;
   const NormRowsParams params{
       .x = x.data<void>(),
       .residual = data_or_null<void>(residual),
       .weight = weight.data<void>(),
       .out_sum = data_or_null<void>(out_sum),
       .out = out.data<void>(),
+      .scales = data_or_null<float>(out_scales),
       .rows = T,
       .width = H,
+      .groups = rounded ? G.value : 0,
       .x_stride = x.stride(0),
       .residual_stride = residual ? residual->stride(0) : 0,
       .sum_stride = out_sum ? out_sum->stride(0) : 0,
       .out_stride = out.stride(0),
+      .scales_stride = rounded ? out_scales->stride(0) : 0,
       .eps = epsilon,
       .dtype = dtype,
       .wide = wide,
@@ -47,6 +61,7 @@ void norm_rows(CallStream stream, const TensorView& x, const TensorView& weight,
 void norm_rows_cpu(const NormRowsParams& p) {
   with_float_type(p.dtype, [&]<class T>() {
     const auto* weight = static_cast<const T*>(p.weight);
+    std::vector<T> normed(static_cast<size_t>(p.scales ? p.width : 0));
     for (int64_t row = 0; row < p.rows; ++row) {
       const auto* x = static_cast<const T*>(p.x) + row * p.x_stride;
       if (p.residual) {
@@ -55,7 +70,23 @@ void norm_rows_cpu(const NormRowsParams& p) {
         for (int64_t i = 0; i < p.width; ++i) sum[i] = from_float<T>(to_float(x[i]) + to_float(residual[i]));
         x = sum;
       }
-      norm_row_cpu(x, weight, p.width, p.eps, static_cast<T*>(p.out) + row * p.out_stride);
+      if (p.scales == nullptr) {
+        norm_row_cpu(x, weight, p.width, p.eps, static_cast<T*>(p.out) + row * p.out_stride);
+        continue;
+      }
+      norm_row_cpu(x, weight, p.width, p.eps, normed.data());
+      round_rows_cpu({.x = normed.data(),
+                      .given = nullptr,
+                      .numbers = static_cast<Float8*>(p.out) + row * p.out_stride,
+                      .scales = p.scales + row,
+                      .rows = 1,
+                      .width = p.width,
+                      .groups = p.groups,
+                      .x_stride = 0,
+                      .numbers_stride = 0,
+                      .scales_stride = p.scales_stride,
+                      .dtype = p.dtype,
+                      .wide = false});
     }
   });
 }

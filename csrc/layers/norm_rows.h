@@ -11,16 +11,18 @@ struct NormRowsParams {
   const void* residual;  // [rows, width] or null
   const void* weight;    // [width]
   void* out_sum;         // [rows, width], or null without a residual
-  void* out;             // [rows, width]
-  int64_t rows, width;
+  void* out;             // [rows, width], of Float8 with scales
+  float* scales;         // [groups, rows] or null; one group of whole rows, or one of each kRoundGroup numbers
+  int64_t rows, width, groups;
   int64_t x_stride, residual_stride, sum_stride, out_stride;  // of rows, in items
+  int64_t scales_stride;                                      // of groups
   float eps;
   Dtypes dtype;
   bool wide;  // everything can be read and written 16 bytes at a time
 };
 
 void norm_rows(CallStream stream, const TensorView& x, const TensorView& weight, double eps, const OptTensor& residual,
-               const OptTensor& out_sum, const TensorView& out);
+               const OptTensor& out_sum, const OptTensor& out_scales, const TensorView& out);
 
 void norm_rows_cpu(const NormRowsParams& p);
 void norm_rows_cuda(const NormRowsParams& p, Stream stream);

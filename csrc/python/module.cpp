@@ -7,6 +7,7 @@
 // --- draft
 #include "draft/expand_tree.h"
 #include "draft/extend_rows.h"
+#include "draft/keep_rows.h"
 #include "draft/learn_calibration.h"
 #include "draft/sample_draft.h"
 #include "draft/select_topk.h"
@@ -18,6 +19,7 @@
 #include "tree/pack_trees.h"
 #include "tree/share_nodes.h"
 // --- layers
+#include "layers/expert_rows.h"
 #include "layers/gate_rows.h"
 #include "layers/linear_rows.h"
 #include "layers/norm_rows.h"
@@ -110,6 +112,7 @@ PYBIND11_MODULE(_C_of_main_interpreter, m, pybind11::mod_gil_not_used()) {
   def_op<&expand_tree>(m, "expand_tree", "a later draft step: append children, keep the best k as the frontier");
   def_op<&learn_calibration>(m, "learn_calibration", "what became of nodes moves how a draft's scores are put right");
   def_op<&extend_rows>(m, "extend_rows", "the rows of draft-extend, from what a round accepted");
+  def_op<&keep_rows>(m, "keep_rows", "what draft-extend would have read, kept for later");
 
   // --- tree
   def_op<&build_tree>(m, "build_tree", "the best candidates as a tree with links, mask and positions");
@@ -126,6 +129,7 @@ PYBIND11_MODULE(_C_of_main_interpreter, m, pybind11::mod_gil_not_used()) {
   def_op<&linear_rows>(m, "linear_rows", "a few rows times a weight");
   def_op<&linear_rows_plan>(m, "linear_rows_plan", "who multiplies such rows by a weight quickest");
   def_op<&linear_plan>(m, "linear_plan", "the same of sizes, without tensors or a device");
+  def_op<&expert_rows>(m, "expert_rows", "rows times the weights of the experts that they take");
   def_op<&round_rows>(m, "round_rows", "rows as numbers of 8 bits and their scales");
   def_op<&widen_rows>(m, "widen_rows", "numbers of 8 or 4 bits as those they stand for");
   def_op<&rotate_qkv>(m, "rotate_qkv", "normalise and rotate query and key heads, write keys and values to pages");

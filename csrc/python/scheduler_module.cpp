@@ -35,6 +35,15 @@ class PyExecutor : public scheduler::Executor {
       : object_(std::move(object)), graphs_(std::move(graphs)) {}
   py::object& object() { return object_; }
 
+  void set_graphs(const std::map<RoundGraphs::Size, std::vector<intptr_t>>& graphs) {
+    graphs_->clear();
+    for (const auto& [size, addresses] : graphs) {
+      std::vector<CUgraph_st*> parts;
+      for (const intptr_t address : addresses) parts.push_back(reinterpret_cast<CUgraph_st*>(address));
+      graphs_->add(size, parts);
+    }
+  }
+
   void begin(int32_t slot, const Admitted& request) override {
     const WithGil gil;
     const py::object extra = request.extra ? py::reinterpret_borrow<py::object>(static_cast<PyObject*>(request.extra))
@@ -104,6 +113,9 @@ struct PyScheduler : private Referred, public scheduler::Scheduler {
       : Referred{PyExecutor(std::move(executor), std::move(graphs)), std::move(rings)},
         Scheduler(config, Referred::executor, commands, results, traces) {}
   py::object& executor_object() { return Referred::executor.object(); }
+  void set_graphs(const std::map<RoundGraphs::Size, std::vector<intptr_t>>& graphs) {
+    Referred::executor.set_graphs(graphs);
+  }
 };
 
 }  // namespace
@@ -215,7 +227,7 @@ scheduler::Submission submission(const char* op, const py::object& prompt, int64
                                  const py::object& stop_tokens, float temperature, int32_t top_k, float top_p,
                                  float min_p, int64_t seed, int64_t min_new_tokens, int64_t num_logprobs,
                                  int64_t ngram_group, int64_t max_nodes, bool streams, const py::object& extra,
-                                 bool constrained) {
+                                 bool constrained, bool written, int64_t priority, int64_t timeout_ns) {
   return {.prompt = token_list(op, "prompt", prompt),
           .max_new_tokens = max_new_tokens,
           .stop_tokens = token_list(op, "stop_tokens", stop_tokens),
@@ -226,12 +238,15 @@ scheduler::Submission submission(const char* op, const py::object& prompt, int64
           .ngram_group = ngram_group,
           .max_nodes = max_nodes,
           .extra = held(extra),
-          .constrained = constrained};
+          .constrained = constrained,
+          .written = written,
+          .priority = priority,
+          .timeout_ns = timeout_ns};
 }
 
 // All arguments of `submit`, in their order.
 using SubmitArguments = std::tuple<py::object, int64_t, py::object, float, int32_t, float, float, int64_t, int64_t,
-                                   int64_t, int64_t, int64_t, bool, py::object, bool>;
+                                   int64_t, int64_t, int64_t, bool, py::object, bool, bool, int64_t, int64_t>;
 
 std::vector<int64_t> submit_many(PyScheduler& scheduler, const py::sequence& requests) {
   std::vector<scheduler::Submission> submissions;
@@ -250,9 +265,9 @@ std::unique_ptr<PyScheduler> make_scheduler(
     py::object executor, int64_t num_slots, int64_t num_pages, int64_t page_size, int64_t window, int64_t max_len,
     int64_t reserve, int64_t accept_width, int64_t max_stops, int64_t max_logprobs, int64_t prefill_chunk,
     int64_t prefill_requests, int64_t rounds_in_flight, bool draft_rests, bool prefix_cache,
-    std::vector<int64_t> batch_sizes, std::vector<std::vector<int64_t>> rows, bool plain_rounds, int64_t rest_rows,
-    const py::object& commands, const py::object& results, std::optional<intptr_t> stream,
-    const std::map<RoundGraphs::Size, std::vector<intptr_t>>& graphs, bool trace) {
+    std::vector<int64_t> batch_sizes, std::vector<std::vector<int64_t>> rows, std::vector<std::vector<int64_t>> drafted,
+    bool plain_rounds, int64_t rest_rows, const py::object& commands, const py::object& results,
+    std::optional<intptr_t> stream, const std::map<RoundGraphs::Size, std::vector<intptr_t>>& graphs, bool trace) {
   const scheduler::Config config{.num_slots = num_slots,
                                  .num_pages = num_pages,
                                  .page_size = page_size,
@@ -269,6 +284,7 @@ std::unique_ptr<PyScheduler> make_scheduler(
                                  .prefix_cache = prefix_cache,
                                  .batch_sizes = std::move(batch_sizes),
                                  .rows = std::move(rows),
+                                 .drafted = std::move(drafted),
                                  .plain_rounds = plain_rounds,
                                  .rest_rows = rest_rows};
   scheduler::check_config(config);
@@ -291,13 +307,11 @@ std::unique_ptr<PyScheduler> make_scheduler(
   check.that(stream || graphs.empty(), "stream", "is None", "the stream that graphs are launched on");
   std::unique_ptr<RoundGraphs> round_graphs;
   if (stream) round_graphs = std::make_unique<RoundGraphs>(reinterpret_cast<CUstream_st*>(*stream));
-  for (const auto& [size, addresses] : graphs) {
-    std::vector<CUgraph_st*> parts;
-    for (const intptr_t address : addresses) parts.push_back(reinterpret_cast<CUgraph_st*>(address));
-    round_graphs->add(size, parts);
-  }
-  return std::make_unique<PyScheduler>(std::move(executor), std::move(round_graphs), py::make_tuple(commands, results),
-                                       config, command_ring, result_ring, trace);
+  auto made =
+      std::make_unique<PyScheduler>(std::move(executor), std::move(round_graphs), py::make_tuple(commands, results),
+                                    config, command_ring, result_ring, trace);
+  if (!graphs.empty()) made->set_graphs(graphs);
+  return made;
 }
 
 }  // namespace
@@ -326,8 +340,8 @@ void add_scheduler(py::module_& m) {
           "note_tokens",
           [](Budget& budget, size_t size, double requests, const std::vector<double>& expected,
              const std::vector<double>& realised) {
-            const auto count = static_cast<int64_t>(realised.size());
-            Check("note_tokens").range("expected (how many)", static_cast<int64_t>(expected.size()), 1, count);
+            const auto count = static_cast<int64_t>(expected.size());
+            Check("note_tokens").range("realised (how many)", static_cast<int64_t>(realised.size()), 1, count);
             budget.note_tokens(size, requests, expected, realised);
           },
           "size"_a, "requests"_a, "expected"_a, "realised"_a)
@@ -374,22 +388,23 @@ void add_scheduler(py::module_& m) {
       .def(py::init(&make_scheduler), "executor"_a, py::kw_only(), "num_slots"_a, "num_pages"_a, "page_size"_a,
            "window"_a = 0, "max_len"_a, "reserve"_a, "accept_width"_a, "max_stops"_a, "max_logprobs"_a = -1,
            "prefill_chunk"_a, "prefill_requests"_a, "rounds_in_flight"_a, "draft_rests"_a = false,
-           "prefix_cache"_a = false, "batch_sizes"_a, "rows"_a, "plain_rounds"_a = false, "rest_rows"_a = 0,
-           "commands"_a, "results"_a, "stream"_a = py::none(), "graphs"_a = py::dict(), "trace"_a = false)
+           "prefix_cache"_a = false, "batch_sizes"_a, "rows"_a, "drafted"_a = std::vector<std::vector<int64_t>>(),
+           "plain_rounds"_a = false, "rest_rows"_a = 0, "commands"_a, "results"_a, "stream"_a = py::none(),
+           "graphs"_a = py::dict(), "trace"_a = false)
       .def(
           "submit",
           [](PyScheduler& s, const py::object& prompt, int64_t max_new_tokens, const py::object& stop_tokens,
              float temperature, int32_t top_k, float top_p, float min_p, int64_t seed, int64_t min_new_tokens,
              int64_t num_logprobs, int64_t ngram_group, int64_t max_nodes, bool streams, const py::object& extra,
-             bool constrained) {
+             bool constrained, bool written, int64_t priority, int64_t timeout_ns) {
             return s.submit(submission("submit", prompt, max_new_tokens, stop_tokens, temperature, top_k, top_p, min_p,
                                        seed, min_new_tokens, num_logprobs, ngram_group, max_nodes, streams, extra,
-                                       constrained));
+                                       constrained, written, priority, timeout_ns));
           },
           "prompt"_a, "max_new_tokens"_a, "stop_tokens"_a = py::tuple(), py::kw_only(), "temperature"_a = 0.0f,
           "top_k"_a = 0, "top_p"_a = 1.0f, "min_p"_a = 0.0f, "seed"_a = 0, "min_new_tokens"_a = 0,
           "num_logprobs"_a = -1, "ngram_group"_a = 0, "max_nodes"_a = 0, "streams"_a = true, "extra"_a = py::none(),
-          "constrained"_a = false)
+          "constrained"_a = false, "written"_a = false, "priority"_a = 0, "timeout_ns"_a = 0)
       .def("submit_many", &submit_many, "requests"_a)
       .def("cancel", &PyScheduler::cancel)
       .def("measure_rounds", &PyScheduler::measure_rounds, "batches"_a, Release())
@@ -399,12 +414,27 @@ void add_scheduler(py::module_& m) {
       .def("settle", &PyScheduler::settle, Release())
       .def("clear_cache", &PyScheduler::clear_cache, Release())
       .def("stop", &PyScheduler::stop, Release())
+      .def("pause", &PyScheduler::pause, "restart"_a = false, "request_id"_a = -1, Release())
+      .def("resume", &PyScheduler::resume)
+      .def("held",
+           [](const PyScheduler& s, int64_t request_id) -> py::object {
+             const auto held = s.held(request_id);
+             return held ? py::object(py::make_tuple(held->slot, held->text)) : py::none();
+           })
+      .def(
+          "set_graphs",
+          [](PyScheduler& s, const std::map<RoundGraphs::Size, std::vector<intptr_t>>& graphs) {
+            s.set_graphs(graphs);
+            s.forget_rounds();
+          },
+          "graphs"_a)
       .def("take", &take, "wait"_a = true)
       .def_property_readonly("num_running", &PyScheduler::num_running)
       .def_property_readonly("num_waiting", &PyScheduler::num_waiting)
       .def_property_readonly("num_free_pages_estimate", &PyScheduler::num_free_pages_estimate)
       .def_property_readonly("num_retractions", &PyScheduler::num_retractions)
       .def_property_readonly("num_cached_pages", &PyScheduler::num_cached_pages)
+      .def_property_readonly("num_shared_pages", &PyScheduler::num_shared_pages)
       .def_property_readonly("num_prefix_hits", &PyScheduler::num_prefix_hits)
       .def_property_readonly("num_cached_tokens", &PyScheduler::num_cached_tokens)
       .def_property_readonly("times",

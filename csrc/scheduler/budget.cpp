@@ -11,13 +11,13 @@ namespace {
 // enough to tell apart what matters (a standard error of about 6 % at usual accept lengths), few enough to follow a
 // text that changes. How true they are needs more, since a round shows no more of that than how many drafts were
 // accepted.
-constexpr double kMemory = 32, kMemoryOfTruth = 128, kRounds = 2;
+constexpr double kMemory = 32, kMemoryOfTruth = 256, kRounds = 2;
 // Drafts are taken to be as good as they can be as if that had been seen a few times: what rows do not bring is seen as
 // soon as they are tried, and what they would bring is not seen from below.
 constexpr double kHope = 4;
-// A cell of which little is known is as true as the one before, as if it had been seen for so many tokens; scores that
-// promise too little are corrected up to kMostTruth.
-constexpr double kGuess = 1, kMostTruth = 2;
+// A cell of which little is known is as true as the one before, as if it had been seen for so many tokens: scores are
+// calibrated, so what one cell shows is mostly chance. Those that promise too little are corrected up to kMostTruth.
+constexpr double kGuess = 4, kMostTruth = 2;
 // Shares of the time that trials of a dearer rung take and, were they to bring nothing, lose; and looks at the cost of
 // a lower one, whose worth is known. A trial has so many rounds (the first may show nothing of its rung), and a round
 // of it costs so much more than the best at most where several are above it.
@@ -62,18 +62,22 @@ Worth::Worth(double most_rows, int64_t accept_width) : most_(static_cast<double>
 void Worth::note(double requests, std::span<const double> rows, std::span<const double> expected,
                  std::span<const double> realised) {
   const double share = requests / std::max(kMemoryOfTruth, kRounds * requests);
+  const double known = rows[realised.size() - 1];
   double begin = 1;
   for (Cell& cell : cells_) {
     if (begin >= rows.back()) break;
     const auto rise = [&](std::span<const double> gains) {
-      return std::max(interpolated(cell.end, rows, gains) - interpolated(begin, rows, gains), 0.0);
+      const auto of = rows.first(gains.size());
+      return std::max(interpolated(cell.end, of, gains) - interpolated(begin, of, gains), 0.0);
     };
     const double promised = rise(expected);
     cell.count = std::min(cell.count + requests, std::max(kMemory, kRounds * requests));
     cell.promised += (promised - cell.promised) * std::min(requests / cell.count, 1.0);
-    cell.promises += requests * promised - share * cell.promises;
-    cell.kept += requests * rise(realised) - share * cell.kept;
     cell.seen += requests;
+    if (begin < known) {
+      cell.promises += requests * rise(expected.first(realised.size())) - share * cell.promises;
+      cell.kept += requests * rise(realised) - share * cell.kept;
+    }
     begin = cell.end;
   }
 }
@@ -203,7 +207,7 @@ void Budget::note_tokens(size_t size, double requests, std::span<const double> e
   for (size_t rung = 0; rung < expected.size(); ++rung) {
     rows.push_back(rows_each(size, rung, requests));
     by_scores.push_back(expected[rung] / requests);
-    in_truth.push_back(realised[rung] / requests);
+    if (rung < realised.size()) in_truth.push_back(realised[rung] / requests);
   }
   worth_.note(requests, rows, by_scores, in_truth);
 }

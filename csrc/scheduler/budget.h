@@ -25,8 +25,8 @@ class Worth {
   // At most so many rows a request, and so many tokens.
   Worth(double most_rows, int64_t accept_width);
 
-  // A round of so many requests: what one of them gains at these rows a request (rising, from 1 on), by the scores and
-  // in truth. Of rows beyond the last of these nothing is learnt.
+  // A round of so many requests: what one of them gains at these rows a request (rising, from 1 on), by the scores, and
+  // at the first of them in truth. Of rows beyond the last of these nothing is learnt.
   void note(double requests, std::span<const double> rows, std::span<const double> expected,
             std::span<const double> realised);
   double at(double rows) const;
@@ -36,7 +36,7 @@ class Worth {
     double end;  // rows a request; it begins where the one before ends, the first at 1
     double promised = 0, count = 0;
     double promises = 0, kept = 0;  // sums that forget, of rounds that showed both
-    double seen = 0;                // requests' rounds that showed it
+    double seen = 0;                // requests' rounds that showed what is promised
   };
   const double most_;  // drafts that a round gives a request
   std::vector<Cell> cells_;
@@ -64,7 +64,7 @@ class Budget {
   void note_time(size_t size, size_t rung, double requests, double kv_rows, double us);
 
   // What a round of this size showed of the first rungs, one at least: drafts that each was expected to bring so many
-  // requests by their scores, and would have brought in truth, as many values.
+  // requests by their scores, and would have brought in truth, which may be of fewer rungs.
   void note_tokens(size_t size, double requests, std::span<const double> expected, std::span<const double> realised);
 
   // Tokens that a round of this rung is expected to give a request.

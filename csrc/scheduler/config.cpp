@@ -47,6 +47,14 @@ void check_config(const Config& config) {
   check_rows(check, "batch_sizes", config.batch_sizes, config.rows);
   for (const auto& each : config.rows) check.range("rows (the most)", each.back(), 1, kMost);
   check.range("rows (how many of a batch size)", config.num_rungs(), 0, round::kMostRungs);
+  if (!config.drafted.empty()) {
+    check.that(config.drafted.size() == config.rows.size(), "drafted", {"has ", config.drafted.size(), " lists"},
+               {config.rows.size(), " like rows"});
+    for (size_t i = 0; i < config.rows.size(); ++i)
+      check.that(config.drafted[i].size() == config.rows[i].size(), "drafted",
+                 {"has ", config.drafted[i].size(), " numbers for ", config.batch_sizes[i], " requests"},
+                 {config.rows[i].size(), " like rows"});
+  }
   check.range("rest_rows", config.rest_rows, 0, kMost);
   for (size_t i = 0; i < config.rows.size(); ++i)
     check.that(config.rest_rows == 0 || config.rows[i].front() == config.batch_sizes[i], "rest_rows",

@@ -24,6 +24,9 @@ struct Config {
   std::vector<int64_t> batch_sizes;  // rising: a round is padded to the next of them
   // Of each batch size, rising from it on: how many rows its rounds may have in all.
   std::vector<std::vector<int64_t>> rows;
+  // Of each of these, nodes that a request may have drafted: as many as the round cuts it to and more, whose scores say
+  // what larger rounds would bring. Empty: nothing is known of those.
+  std::vector<std::vector<int64_t>> drafted = {};
   // A round whose requests all want no drafts has a row for each, whatever `rows` has.
   bool plain_rounds = false;
   // Rounds of a row for each leave the draft at rest, which can keep so many rows of a request, and has to catch up

@@ -50,7 +50,8 @@ class Executor {
  public:
   virtual ~Executor() = default;
 
-  // The request gets the slot, which is empty, with the cached pages for its first ones.
+  // The request gets the slot, which is empty, with the cached pages for its first ones. One that brings its rows along
+  // has them written here.
   virtual void begin(int32_t slot, const Admitted& request) = 0;
   // Writes the rows of some slots' texts, in one pass if it can. Not called for a text of one token.
   virtual void prefill(std::span<const Chunk> chunks) = 0;

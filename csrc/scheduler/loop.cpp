@@ -21,9 +21,6 @@
 namespace specdec::scheduler {
 namespace {
 
-// measure_rounds times so many rounds of each size, but only one where a round takes kTimedOnce ns.
-constexpr int kTimedRounds = 2;
-constexpr int64_t kTimedOnce = 10'000'000;
 constexpr int kMostFailedLaunches = 8;  // in a row, before the device counts as gone
 // A round is expected to take as long as the last one of its size, give or take 1/kTakesMore of that or kAtLeast ns,
 // which covers the time to wake up. Nothing is expected of a round that takes longer than kLongest ns.
@@ -49,9 +46,11 @@ bool Scheduler::turn() {
   if (unsure_) recover();
   if (broken_) {
     give_up();
+    stand_still();
     return false;
   }
   deliver();  // what an exception of the turn before left over
+  stand_still();
   admit();
   if (cache_lost_) empty_cache();
   // While the device runs a prefill pass, the loop reads the rounds before it. Then the next round knows their results,
@@ -85,7 +84,7 @@ void Scheduler::recover() {
 // Ends every request, with the reason, when the device is gone. Nothing is left to give back then.
 void Scheduler::give_up() {
   read_mail();
-  while (!slots_.empty()) finish_held(slots_.newest(), FinishReason::kError, 0, broken_);
+  while (!slots_.empty()) finish_held(slots_.last(), FinishReason::kError, 0, broken_);
   for (const auto& request : waiting_) finish(*request, FinishReason::kError, 0, broken_);
   waiting_.clear();
   in_flight_.clear();
@@ -104,52 +103,65 @@ void Scheduler::admit() {
   give_slots();
 }
 
-// New requests join the queue; cancelled ones end, wherever they are.
+// New requests join the queue; cancelled ones end, and those whose time is over, wherever they are.
 void Scheduler::read_mail() {
+  std::deque<std::unique_ptr<Request>> submitted;
   std::unordered_set<int64_t> cancelled;
   bool clears;
   {
     const std::lock_guard lock(mutex_);
-    std::ranges::move(submitted_, std::back_inserter(waiting_));
-    submitted_.clear();
+    submitted.swap(submitted_);
     cancelled.swap(cancelled_);
     clears = clearing_;
   }
+  for (auto& request : submitted) enqueue(std::move(request));
   if (clears) {
     empty_cache();
     const std::lock_guard lock(mutex_);
     clearing_ = false;
     changed_.notify_all();
   }
-  if (cancelled.empty()) return;
+  end_early(cancelled);
+}
 
-  std::vector<Request*> running;
+void Scheduler::end_early(const std::unordered_set<int64_t>& cancelled) {
+  const int64_t now = next_deadline_ == kNoDeadline ? 0 : round::nanoseconds();
+  if (cancelled.empty() && now < next_deadline_) return;
+  next_deadline_ = kNoDeadline;
+  const auto reason_of = [&](const Request& request) {
+    if (cancelled.contains(request.id)) return FinishReason::kCancelled;
+    if (request.deadline <= now) return FinishReason::kTimeout;
+    next_deadline_ = std::min(next_deadline_, request.deadline);
+    return FinishReason::kRunning;
+  };
+  std::vector<std::pair<Request*, FinishReason>> running;
   for (const auto& holder : slots_.holders())
-    if (cancelled.contains(holder->id)) running.push_back(holder.get());
-  for (Request* request : running) finish_held(*request, FinishReason::kCancelled);
+    if (const auto reason = reason_of(*holder); reason != FinishReason::kRunning)
+      running.emplace_back(holder.get(), reason);
+  for (const auto& [request, reason] : running) finish_held(*request, reason);
 
   std::erase_if(waiting_, [&](const auto& request) {
-    if (!cancelled.contains(request->id)) return false;
-    finish(*request, FinishReason::kCancelled);
-    return true;
+    const auto reason = reason_of(*request);
+    if (reason != FinishReason::kRunning) finish(*request, reason);
+    return reason != FinishReason::kRunning;
   });
 }
 
 // Every slot must be sure of its pages in the next round. What the prefix cache can let go of is theirs. Until that
-// suffices the rounds in flight are read, which shows how much they really took; then the newest request goes back to
-// the queue. The oldest is never alone in want: the pool holds one sequence of any length.
+// suffices the rounds in flight are read, which shows how much they really took; then the last in rank goes back to the
+// queue. The first is never alone in want: the pool holds one sequence of any length.
 void Scheduler::make_room() {
   while (!round_fits(config_, slots_.holders(), cache_.num_locked())) {
     if (in_flight_.empty())
-      retract_newest();
+      retract_last();
     else
       read_oldest_round();
   }
   make_pages(pages_needed(config_, slots_.holders(), 0));
 }
 
-// First come, first served: whoever does not fit holds up those behind. A request that make_room has just retracted
-// does not fit again yet, since admission asks for more than a round.
+// By rank, and so first come, first served among those of one priority: whoever does not fit holds up those behind. A
+// request that make_room has just retracted does not fit again yet, since admission asks for more than a round.
 void Scheduler::give_slots() {
   while (!waiting_.empty() && !slots_.full() && !cache_lost_) {
     Request& next = *waiting_.front();
@@ -171,10 +183,11 @@ void Scheduler::give_slots() {
 
 // The request has a slot, and shares what the cache has of its text.
 void Scheduler::begin(Request& request) {
-  request.prefilled = request.num_shared * config_.page_size;
-  if (request.counts.rounds == 0) request.counts.cached = request.prefilled;
-  num_prefix_hits_ += request.prefilled > 0;
-  num_cached_tokens_ += request.prefilled;
+  const int64_t shared = request.num_shared * config_.page_size;
+  request.prefilled = request.written ? request.seq_len() : shared;
+  if (request.counts.rounds == 0) request.counts.cached = shared;
+  num_prefix_hits_ += shared > 0;
+  num_cached_tokens_ += shared;
   publish();
   other_work_ = true;
   call_for({&request}, [&] {
@@ -184,7 +197,7 @@ void Scheduler::begin(Request& request) {
   });
 }
 
-// Makes one prefill call with chunks of the oldest prompts, as many as its rows suffice for. A decoding request waits
+// Makes one prefill call with chunks of prompts by rank, as many as its rows suffice for. A decoding request waits
 // for no more than this call between its rounds. Returns false where there are no prompts to prefill.
 bool Scheduler::prefill() {
   std::vector<Request*> requests;
@@ -278,10 +291,14 @@ bool Scheduler::launch_round() {
   }
   size_t shown = rung;
   while (shown > 0 && rows[shown] * last_batch_ > last_rows_ * batch) --shown;
+  size_t scored = shown;
+  if (shown == rung && !config_.drafted.empty())
+    while (scored + 1 < rows.size() && rows[scored + 1] <= config_.drafted[size][rung] * batch) ++scored;
   Round round{.number = num_launched_,
               .size = size,
               .rung = rung,
               .shown = shown,
+              .scored = scored,
               .kind = chooses ? rung + took_[size].size() - rows.size() : 0,
               .kv_rows = kv_rows,
               .rows = {},
@@ -391,21 +408,21 @@ void Scheduler::read_oldest_round() {
   publish();
 
   // Every slot stalled, although its pages were counted: somebody else holds some. Once the rounds in flight show the
-  // same the newest ends, and gives the others its pages; retracting it would only admit it again.
+  // same the last ends, and gives the others its pages; retracting it would only admit it again.
   stuck_ = !progress;
   if (stuck_ && in_flight_.empty()) {
-    finish_held(**std::ranges::max_element(requests, {}, &Request::id), FinishReason::kError, kStalled);
+    finish_held(**std::ranges::max_element(requests, {}, &Request::rank), FinishReason::kError, kStalled);
     stuck_ = false;
   }
 }
 
-// Hands on what a round shows of its rung and those below. Of rungs with more rows a request than the round before had,
-// nothing: where few nodes ended, a larger tree often begins amid a piece that it would have taken whole, and looks
-// worse than it is.
+// Hands on what a round shows of its rung and those below, and what its drafts promise of those above. Of rungs with
+// more rows a request than the round before had, nothing: where few nodes ended, a larger tree often begins amid a
+// piece that it would have taken whole, and looks worse than it is.
 void Scheduler::note_rungs(const Round& round) {
   RungResult shown = results_.rungs(round.number);
   if (shown.requests <= 0 || shown.expected.empty()) return;
-  shown.expected.resize(round.shown + 1);
+  shown.expected.resize(round.scored + 1);
   shown.realised.resize(round.shown + 1);
   budget_.note_tokens(round.size, static_cast<double>(shown.requests), shown.expected, shown.realised);
 }
@@ -492,19 +509,6 @@ void Scheduler::wait_until(const std::function<bool()>& done) {
 
 // --- running it
 
-class Scheduler::LoopGuard {
- public:
-  explicit LoopGuard(Scheduler& scheduler) : looping_(scheduler.looping_) {
-    if (looping_.exchange(true)) throw std::runtime_error("step: the loop is running already, expected one at a time");
-  }
-  ~LoopGuard() { looping_ = false; }
-  LoopGuard(const LoopGuard&) = delete;
-  LoopGuard& operator=(const LoopGuard&) = delete;
-
- private:
-  std::atomic<bool>& looping_;
-};
-
 bool Scheduler::step() {
   const LoopGuard guard(*this);
   return turn();
@@ -522,6 +526,9 @@ void Scheduler::run() {
     }
   }
   outbox_.close();
+  const std::lock_guard lock(mutex_);
+  over_ = true;
+  changed_.notify_all();
 }
 
 // Waits until there is something to do; `again` says that the last turn has left something. Returns false when there
@@ -531,100 +538,15 @@ bool Scheduler::wait_for_work(bool again) {
   if (!again) {
     at_rest_ = true;
     changed_.notify_all();
-    changed_.wait(lock, [this] { return !alive_.empty() || clearing_ || stopping_; });
+    changed_.wait(lock, [this] { return !alive_.empty() || clearing_ || pausing_ || stopping_; });
   }
-  at_rest_ = !again && alive_.empty() && !clearing_;
+  at_rest_ = !again && alive_.empty() && !clearing_ && !pausing_;
   return !at_rest_;
 }
 
 void Scheduler::settle() {
   std::unique_lock lock(mutex_);
   changed_.wait(lock, [this] { return at_rest_ || !alive_.empty(); });
-}
-
-// --- what rounds cost
-
-void Scheduler::measure_rounds(const std::vector<int64_t>& batches) {
-  const LoopGuard guard(*this);
-  if (num_held_ > 0 || !in_flight_.empty())
-    throw std::runtime_error("measure_rounds: requests hold slots, expected none");
-  const std::vector<int64_t>& sizes = config_.batch_sizes;
-  const bool rise = std::ranges::adjacent_find(batches, std::greater_equal<>()) == batches.end();
-  if (!rise || !std::ranges::includes(sizes, batches) || batches.empty() || batches.front() != sizes.front() ||
-      batches.back() != sizes.back())
-    throw ValueError("measure_rounds: batches is " + text_of(batches) + ", expected rising ones of " + text_of(sizes) +
-                     ", the first and the last among them");
-  std::vector<std::vector<double>> us(sizes.size());
-  std::vector<double> catch_up(config_.rest_rows > 0 ? sizes.size() : 0);
-  size_t before = 0;                                  // the size that was timed last
-  const auto us_at = [&](size_t size, double each) {  // with so many rows a request, between those that were timed
-    const double rows = each * static_cast<double>(sizes[size]);
-    size_t next = 0;
-    while (next + 1 < us[size].size() && static_cast<double>(config_.rows[size][next]) < rows) ++next;
-    if (next == 0) return us[size][0];
-    const double low = static_cast<double>(config_.rows[size][next - 1]),
-                 high = static_cast<double>(config_.rows[size][next]);
-    return std::lerp(us[size][next - 1], us[size][next], (rows - low) / (high - low));
-  };
-  for (size_t i = 0; i < sizes.size(); ++i) {
-    if (!std::ranges::binary_search(batches, sizes[i])) continue;
-    const auto time = [&](int64_t rows) { return 1e-3 * static_cast<double>(time_round(sizes[i], rows)); };
-    for (const int64_t rows : config_.rows[i]) us[i].push_back(time(rows));
-    for (size_t rung = us[i].size() - 1; rung-- > 0;)  // one that takes longer than with more rows was held up, perhaps
-      if (us[i][rung] > us[i][rung + 1]) us[i][rung] = std::min(us[i][rung], time(config_.rows[i][rung]));
-    if (config_.rest_rows > 0) catch_up[i] = 1e-3 * static_cast<double>(time_catch_up(sizes[i]));
-    for (size_t j = before + 1; j < i; ++j) {
-      const double share =
-          static_cast<double>(sizes[j] - sizes[before]) / static_cast<double>(sizes[i] - sizes[before]);
-      for (const int64_t rows : config_.rows[j]) {
-        const double each = static_cast<double>(rows) / static_cast<double>(sizes[j]);
-        us[j].push_back(std::lerp(us_at(before, each), us_at(i, each), share));
-      }
-      if (config_.rest_rows > 0) catch_up[j] = std::lerp(catch_up[before], catch_up[i], share);
-    }
-    before = i;
-  }
-  budget_.set_costs({sizes, config_.rows, std::move(us), std::move(catch_up)});
-  recorder_.reset();
-}
-
-void Scheduler::set_costs(RoundCosts costs) {
-  const LoopGuard guard(*this);
-  if (num_held_ > 0 || !in_flight_.empty()) throw std::runtime_error("set_costs: requests hold slots, expected none");
-  if (costs.batches != config_.batch_sizes || costs.rows != config_.rows)
-    throw ValueError("set_costs: costs is of other rounds, expected batches " + text_of(config_.batch_sizes) +
-                     " with rows up to " + text_of(config_.rows.back()));
-  if (costs.catch_up.empty() != (config_.rest_rows == 0))
-    throw ValueError(std::string("set_costs: costs is ") + (costs.catch_up.empty() ? "without" : "with") +
-                     " catch_up, expected it where a draft rests (rest_rows is " + std::to_string(config_.rest_rows) +
-                     ")");
-  budget_.set_costs(std::move(costs));
-}
-
-// Returns the least time of some rounds, in nanoseconds of the device's own clock.
-int64_t Scheduler::time_round(int64_t batch, int64_t rows) {
-  int64_t least = std::numeric_limits<int64_t>::max();
-  for (int i = 0; i < kTimedRounds && (i == 0 || least < kTimedOnce); ++i) {
-    const int64_t number = num_launched_;
-    send({}, batch, rows, rows_for(config_, 0));
-    wait_until([&] { return results_.is_published(number); });
-    least = std::min(least, results_.ended_at(number) - results_.started_at(number));
-  }
-  return std::max<int64_t>(least, 1);
-}
-
-// Returns the least time, in nanoseconds of the device's own clock, that lies between two rounds when a draft catches
-// up between them. The device has all of it before it is done with the first.
-int64_t Scheduler::time_catch_up(int64_t batch) {
-  int64_t least = std::numeric_limits<int64_t>::max(), whole = 0;
-  for (int i = 0; i < kTimedRounds && whole < kTimedOnce; ++i) {
-    const int64_t first = num_launched_;
-    for (const int64_t rows : {batch, int64_t{0}, batch}) send({}, batch, rows, rows_for(config_, 0));
-    wait_until([&] { return results_.is_published(first + 1); });
-    whole = results_.ended_at(first + 1) - results_.started_at(first);
-    least = std::min(least, results_.started_at(first + 1) - results_.ended_at(first));
-  }
-  return std::max<int64_t>(least, 1);
 }
 
 }  // namespace specdec::scheduler

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -38,6 +39,8 @@ struct Scores {
   std::vector<float> top_logprobs;  // likewise
 };
 
+constexpr int64_t kNoDeadline = std::numeric_limits<int64_t>::max();
+
 // The members that every round reads or writes stand first, in two cache lines. A loop that has waited for a round
 // finds its caches cold, and then fetching each line of each request costs more than the work on it.
 struct alignas(64) Request {
@@ -58,6 +61,7 @@ struct alignas(64) Request {
   int32_t behind = 0;        // rounds that its draft has rested since it last caught up, or more than those
   bool constrained = false;  // the executor rules on its next tokens
   bool streams;              // emits after every round, not only at its end
+  bool written = false;      // it brings the rows of its text along, which the executor's `begin` writes
 
   int32_t stops_from = 0;  // first position where a stop token may stand; 0: anywhere
   int64_t told = 0;        // how much of `text` the executor knows, where it rules on it
@@ -65,10 +69,14 @@ struct alignas(64) Request {
   std::vector<int32_t> stop_tokens;
   Sampling sampling;
   int32_t ngram_group = 0;
+  int32_t priority = 0;
+  int64_t deadline = kNoDeadline;       // of round::nanoseconds
   std::shared_ptr<void> extra = {};     // as in Admitted
   PrefixCache::Node* prefix = nullptr;  // the shared pages, locked; null: none
   std::unique_ptr<Scores> scores = {};  // of the tokens not yet emitted, where they were asked for
 
+  // Who comes first: in the queue, in prefill, and at keeping a slot. Lower numbers do.
+  std::pair<int32_t, int64_t> rank() const { return {priority, id}; }
   int64_t seq_len() const { return static_cast<int64_t>(text.size()) - 1; }
   bool running() const { return state == RequestState::kRunning; }
   bool wants_drafts() const { return max_nodes > 1; }
@@ -91,6 +99,7 @@ struct alignas(64) Request {
   void leave_slot(RequestState next) {
     state = next;
     slot = -1;
+    written = false;
   }
   void accept(const int32_t* tokens, int64_t count, int64_t num_nodes) {
     text.insert(text.end(), tokens, tokens + count);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <functional>
+#include <limits>
 
 namespace specdec::scheduler {
 namespace {
@@ -16,7 +17,7 @@ constexpr double kSurprise = 0.25;
 // What may be expected, in parts of the cheapest round, which reads the weights and little else: of presence, and of a
 // row of KV, which is some 1e-5 of the weights of a large model and 1e-4 of those of a small one; and how much more of
 // that each row beyond a request's first takes, and takes at most.
-constexpr double kPresence = 0.15, kAttention = 1e-4, kGrowth = 0.02, kMostGrowth = 0.05;
+constexpr double kPresence = 0.05, kAttention = 1e-4, kGrowth = 0.02, kMostGrowth = 0.05;
 // How far the rates drift in a round, in parts of that, and how far off a round is that is as it should be.
 constexpr double kDrift = 0.005, kNoise = 0.02;
 
@@ -141,10 +142,20 @@ void CostModel::learn_rates(const std::array<double, 3>& shares, double surprise
     rates_[i] += with_round[i] * surprise / variance;
     for (size_t j = 0; j < 3; ++j) covariances_[i][j] -= with_round[i] * with_round[j] / variance;
   }
-  auto& [presence, attention, growth] = rates_;
-  presence = std::max(presence, -2 * priors_[0]);
-  attention = std::max(attention, 0.0);
-  growth = std::clamp(growth, 0.0, kMostGrowth * attention);  // more rows never read less, nor all of it again
+  // More rows never read less, nor all of it again. A rate that is held at its bound takes the others along, as far as
+  // they go together: left where they are, they would make up for a rate that it does not have.
+  const auto hold = [&](size_t i, double low, double high) {
+    const double shift = std::clamp(rates_[i], low, high) - rates_[i];
+    if (shift == 0) return;
+    const std::array<double, 3> together = covariances_[i];
+    for (size_t j = 0; j < 3; ++j) rates_[j] += together[j] / together[i] * shift;
+  };
+  constexpr double kNoBound = std::numeric_limits<double>::infinity();
+  hold(1, 0, kNoBound);
+  hold(2, 0, kMostGrowth * std::max(rates_[1], 0.0));
+  hold(0, -2 * priors_[0], kNoBound);
+  rates_[1] = std::max(rates_[1], 0.0);
+  rates_[2] = std::clamp(rates_[2], 0.0, kMostGrowth * rates_[1]);
 }
 
 }  // namespace specdec::scheduler

@@ -1,4 +1,4 @@
-// What rounds cost: measured once without requests, and corrected by what they take as they run.
+// What rounds cost: measured once, with requests of little text, and corrected by what they take as they run.
 #pragma once
 
 #include <array>
@@ -30,15 +30,14 @@ struct RoundCosts {
   std::vector<double> catch_up;            // us in which the draft of each size catches up; none: it never rests
 };
 
-// The costs of rounds that have requests. What is measured lacks attention over their prefixes, and the experts that
-// their tokens touch. A round takes about
+// The costs of rounds of any requests. Those that were measured had short texts: what is lacking is attention over
+// longer ones, and the experts that more different tokens touch. A round takes about
 //
 //   (measured + presence + kv_rows * (attention + growth * (rows / requests - 1))) * ratio
 //
-// in which kv_rows is the sum of the requests' lengths. `presence` is what any requests cost, however short they are:
-// a call of attention that has something to read waits for it. The three are the same for rounds of all sizes, and
-// follow from these by a Kalman filter; the ratio is what is left over at each rung. A rung that did not run lately has
-// the ratios of those nearby.
+// in which kv_rows is the sum of the requests' lengths. `presence` is what it takes more to have any KV, however
+// little. The three are the same for rounds of all sizes, and follow from these by a Kalman filter; the ratio is what
+// is left over at each rung. A rung that did not run lately has the ratios of those nearby.
 class CostModel {
  public:
   explicit CostModel(RoundCosts costs);

@@ -13,6 +13,7 @@ RoundGraphs::RoundGraphs(CUstream_st*) : stream_(nullptr) {
 }
 RoundGraphs::~RoundGraphs() = default;
 void RoundGraphs::add(const Size&, const std::vector<CUgraph_st*>&) {}
+void RoundGraphs::clear() {}
 bool RoundGraphs::launch(const Size&, Part) { return false; }
 bool RoundGraphs::busy() const { return false; }
 

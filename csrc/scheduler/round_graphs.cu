@@ -81,9 +81,12 @@ void replace_memsets(cudaGraph_t graph) {
 
 RoundGraphs::RoundGraphs(CUstream_st* stream) : stream_(stream) { SD_CUDA_CHECK(kName, cudaGetDevice(&device_)); }
 
-RoundGraphs::~RoundGraphs() {
+RoundGraphs::~RoundGraphs() { clear(); }
+
+void RoundGraphs::clear() {
   for (const auto& [size, graphs] : graphs_)
     for (cudaGraphExec_t graph : graphs) cudaGraphExecDestroy(graph);
+  graphs_.clear();
 }
 
 void RoundGraphs::add(const Size& size, const std::vector<CUgraph_st*>& graphs) {

@@ -26,6 +26,8 @@ class RoundGraphs {
   // The graphs of rounds of this size, which run one behind the other; their memsets become kernels. What they read and
   // write must stay where it is.
   void add(const Size& size, const std::vector<CUgraph_st*>& graphs);
+  // Forgets all of them. None of them runs.
+  void clear();
   // Launches the graphs of this batch and so many nodes for the least KV that is enough: all of them, or the first, or
   // those behind it. False where there are none.
   enum class Part { kAll, kFirst, kRest };

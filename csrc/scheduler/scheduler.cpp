@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "core/check.h"
+#include "round/clock.h"
 #include "scheduler/admission.h"
 
 namespace specdec::scheduler {
@@ -88,7 +89,13 @@ std::unique_ptr<Request> Scheduler::make_request(const char* op, const Submissio
   request->ngram_group = static_cast<int32_t>(submission.ngram_group);
   request->extra = submission.extra;
   request->constrained = submission.constrained;
-  constexpr int32_t kMost = std::numeric_limits<int32_t>::max();
+  request->written = submission.written;
+  constexpr int32_t kLeast = std::numeric_limits<int32_t>::min(), kMost = std::numeric_limits<int32_t>::max();
+  check.range("priority", submission.priority, kLeast, kMost);
+  request->priority = static_cast<int32_t>(submission.priority);
+  const int64_t now = round::nanoseconds();
+  check.range("timeout_ns", submission.timeout_ns, 0, kNoDeadline - now);
+  if (submission.timeout_ns > 0) request->deadline = now + submission.timeout_ns;
   check.range("max_nodes", submission.max_nodes, 0, kMost);
   request->max_nodes = submission.max_nodes > 0 ? static_cast<int32_t>(submission.max_nodes) : kMost;
   return request;
@@ -156,18 +163,25 @@ void Scheduler::finish(Request& request, FinishReason reason, int32_t status, st
 
 void Scheduler::finish_held(Request& request, FinishReason reason, int32_t status, std::exception_ptr error) {
   if (reason != FinishReason::kError) cache_pages(request);
+  leave_prefix(request);
   leaving_.push_back(request.slot);
   const auto released = slots_.release(request, RequestState::kFinished);
   publish();
   finish(*released, reason, status, std::move(error));
 }
 
-void Scheduler::retract_newest() {
-  Request& newest = slots_.newest();
-  cache_pages(newest);
-  leave_prefix(newest);
-  leaving_.push_back(newest.slot);
-  waiting_.push_front(slots_.release(newest, RequestState::kQueued));
+void Scheduler::enqueue(std::unique_ptr<Request> request) {
+  next_deadline_ = std::min(next_deadline_, request->deadline);
+  const auto rank = [](const auto& other) { return other->rank(); };
+  waiting_.insert(std::ranges::upper_bound(waiting_, request->rank(), {}, rank), std::move(request));
+}
+
+void Scheduler::retract_last() {
+  Request& last = slots_.last();
+  cache_pages(last);
+  leave_prefix(last);
+  leaving_.push_back(last.slot);
+  enqueue(slots_.release(last, RequestState::kQueued));
   ++num_retractions_;
   publish();
 }
@@ -175,6 +189,7 @@ void Scheduler::retract_newest() {
 void Scheduler::publish() {
   num_held_ = slots_.size();
   num_cached_pages_ = cache_.size();
+  num_shared_pages_ = cache_.num_locked();
   free_pages_ = config_.num_pages - pages_needed(config_, slots_.holders(), 0) - cache_.size();
 }
 

@@ -24,7 +24,9 @@
 #include <exception>
 #include <functional>
 #include <mutex>
+#include <optional>
 #include <span>
+#include <stdexcept>
 #include <unordered_set>
 
 #include "scheduler/budget.h"
@@ -51,6 +53,15 @@ struct Submission {
   int64_t max_nodes = 0;             // as in Request; 0: as many as pay
   std::shared_ptr<void> extra = {};  // as in Admitted
   bool constrained = false;          // as in Request
+  bool written = false;              // as in Request
+  int64_t priority = 0;              // lower numbers come first
+  int64_t timeout_ns = 0;            // from now on, in which it has to end; 0: any
+};
+
+// A request that runs: its slot, and its text, whose last token is the root.
+struct Held {
+  int32_t slot;
+  std::vector<int32_t> text;
 };
 
 class Scheduler {
@@ -63,7 +74,7 @@ class Scheduler {
   // `stop`.
   int64_t submit(const Submission& submission);
   // Queues all of them, or none: one turn of the loop finds them together. Throws as `submit`, of the first that is
-  // refused. Their ids follow one another.
+  // refused. Their ids follow one another. A request whose time is over ends with kTimeout at the start of a turn.
   std::vector<int64_t> submit_many(std::span<const Submission> submissions);
   // Returns true if the request had not ended. It ends with kCancelled at the start of the next turn, or with the
   // reason that a round which was already read gives.
@@ -71,10 +82,11 @@ class Scheduler {
   // Cancels all requests, admits no more, and lets `run` return when they have ended.
   void stop();
 
-  // Times rounds of these batch sizes, the smallest and the largest among them, with every number of rows, without
-  // requests, and from then on chooses each round's rows by that. What a size between two of them takes lies between,
-  // too; what KV takes is seen as rounds run. So is the time in which a draft catches up, where it rests. Part of the
-  // loop, before any request has a slot; what an executor call throws leaves it. Throws ValueError.
+  // Times rounds of these batch sizes, the smallest and the largest among them, with every number of rows, and from
+  // then on chooses each round's rows by that. They have requests of their own, of one token each, since a round
+  // without any says little of one with some. What a size between two of them takes lies between, too; what KV takes is
+  // seen as rounds run. So is the time in which a draft catches up, where it rests. Part of the loop, before any
+  // request has a slot; what an executor call throws leaves it. Throws ValueError.
   void measure_rounds(const std::vector<int64_t>& batches);
   // Takes what was measured before of rounds with these batch sizes and rows. Throws as measure_rounds.
   void set_costs(RoundCosts costs);
@@ -91,6 +103,20 @@ class Scheduler {
   // are requests.
   void settle();
 
+  // --- standing still (pausing.cpp): what another thread does between these two the loop finds done
+
+  // Waits until the loop, which runs, stands between two turns with nothing in flight, and keeps it there until
+  // `resume`; who comes while another thread has it there waits for that one. With a request, not before that one runs
+  // or has ended. With `restart` requests that held slots are back in the queue then, and the prefix cache is empty:
+  // nothing that rounds have computed is used again. Not from inside an executor call. Throws runtime_error after
+  // `stop`.
+  void pause(bool restart, int64_t request_id = -1);
+  void resume();
+  // A request that runs. While the loop stands still.
+  std::optional<Held> held(int64_t request_id) const;
+  // The rings are as new, and the device has counted nothing yet. While the loop stands still, or has not run.
+  void forget_rounds();
+
   Outbox& outbox() { return outbox_; }
 
   int64_t num_running() const { return num_held_; }  // requests that hold a slot
@@ -98,12 +124,14 @@ class Scheduler {
   int64_t num_free_pages_estimate() const { return free_pages_; }
   int64_t num_retractions() const { return num_retractions_; }
   int64_t num_cached_pages() const { return num_cached_pages_; }    // in the prefix cache
+  int64_t num_shared_pages() const { return num_shared_pages_; }    // of them, those that requests hold on to
   int64_t num_prefix_hits() const { return num_prefix_hits_; }      // requests that began with some of them
   int64_t num_cached_tokens() const { return num_cached_tokens_; }  // rows that these did not prefill
   const Recorder& recorder() const { return recorder_; }
   const Budget& budget() const { return budget_; }
 
  private:
+  class Trial;  // of measure_rounds
   // A round that was launched and not yet read.
   struct Round {
     struct Row {
@@ -113,6 +141,7 @@ class Scheduler {
     int64_t number;
     size_t size, rung;  // of config.batch_sizes, of config.rows[size]
     size_t shown;       // the highest rung of which it shows what it brings
+    size_t scored;      // and the highest of which its drafts say what they promise
     size_t kind;        // of config.all_rows()[size]
     int64_t kv_rows;    // of all its requests
     std::vector<Row> rows;
@@ -124,10 +153,14 @@ class Scheduler {
 
   // --- the turn (loop.cpp)
   bool turn();
+  bool must_pause() const;
+  void stand_still();
   bool wait_for_work(bool again);
   void recover();
   void give_up();
   void read_mail();
+  void enqueue(std::unique_ptr<Request> request);
+  void end_early(const std::unordered_set<int64_t>& cancelled);
   void make_room();
   void admit();
   void give_slots();
@@ -141,8 +174,6 @@ class Scheduler {
   void send(const Commands& commands, int64_t batch = 0, int64_t rows = 0, int64_t max_kv_len = 0,
             bool constrained = false);
   void constrain(const Round& round, int64_t rows, int64_t max_kv_len);
-  int64_t time_round(int64_t batch, int64_t rows);
-  int64_t time_catch_up(int64_t batch);
   void await(const Round& round);
   void wait_until(const std::function<bool()>& done);
   std::vector<Request*> still_held(const Round& round) const;
@@ -154,7 +185,7 @@ class Scheduler {
   void finish(Request& request, FinishReason reason, int32_t status = 0, std::exception_ptr error = {});
   void finish_held(Request& request, FinishReason reason, int32_t status = 0, std::exception_ptr error = {});
   void note_tokens(Request& request, FinishReason reason, int32_t status = 0, std::exception_ptr error = {});
-  void retract_newest();
+  void retract_last();
   void begin(Request& request);
 
   // --- the prefix cache (sharing.cpp)
@@ -183,7 +214,8 @@ class Scheduler {
   Budget budget_;
 
   // Owned by the loop.
-  std::deque<std::unique_ptr<Request>> waiting_;  // by id: retracted requests are older than all that wait
+  std::deque<std::unique_ptr<Request>> waiting_;  // by rank
+  int64_t next_deadline_ = kNoDeadline;           // no request has an earlier one
   Slots slots_;
   PrefixCache cache_;
   std::vector<int32_t> leaving_;            // slots to be deactivated
@@ -208,7 +240,7 @@ class Scheduler {
 
   // What other threads see of it.
   std::atomic<int64_t> num_held_ = 0, free_pages_, num_retractions_ = 0;
-  std::atomic<int64_t> num_cached_pages_ = 0, num_prefix_hits_ = 0, num_cached_tokens_ = 0;
+  std::atomic<int64_t> num_cached_pages_ = 0, num_shared_pages_ = 0, num_prefix_hits_ = 0, num_cached_tokens_ = 0;
   std::atomic<bool> looping_ = false;
 
   // Shared with them, under the lock.
@@ -219,10 +251,28 @@ class Scheduler {
   std::unordered_set<int64_t> alive_;               // neither ended nor refused
   bool at_rest_ = true;                             // the last turn of `run` left nothing to do
   bool stopping_ = false;
-  bool clearing_ = false;  // the cache is to be emptied
+  bool clearing_ = false;      // the cache is to be emptied
+  bool pausing_ = false;       // somebody wants the loop to stand still, or has it so
+  bool restarting_ = false;    // and nobody to hold a slot then
+  int64_t awaited_ = -1;       // and this request to run by then; -1: none
+  bool stands_still_ = false;  // it does
+  bool over_ = false;          // `run` has returned for good
   int64_t next_id_ = 0;
 
   Outbox outbox_;
+};
+
+class Scheduler::LoopGuard {
+ public:
+  explicit LoopGuard(Scheduler& scheduler) : looping_(scheduler.looping_) {
+    if (looping_.exchange(true)) throw std::runtime_error("step: the loop is running already, expected one at a time");
+  }
+  ~LoopGuard() { looping_ = false; }
+  LoopGuard(const LoopGuard&) = delete;
+  LoopGuard& operator=(const LoopGuard&) = delete;
+
+ private:
+  std::atomic<bool>& looping_;
 };
 
 }  // namespace specdec::scheduler

@@ -27,7 +27,7 @@ int64_t most_shared(const Config& config, const Request& request) {
 // Whether a request that is still at the text of this one is about to share so much of it that waiting for that spares
 // half of the prefill or more: samples of one prompt that come together are prefilled once.
 bool Scheduler::awaits_prefix(const Request& request) const {
-  if (!config_.prefix_cache) return false;
+  if (!config_.prefix_cache || request.written) return false;
   for (const auto& holder : slots_.holders()) {
     if (holder->sound > 0) continue;
     const auto alike = std::ranges::mismatch(holder->text, request.text).in1 - holder->text.begin();
@@ -41,7 +41,7 @@ bool Scheduler::awaits_prefix(const Request& request) const {
 // Finds what a request without a slot can begin with, and holds on to it.
 void Scheduler::share_prefix(Request& request) {
   leave_prefix(request);
-  if (!config_.prefix_cache) return;
+  if (!config_.prefix_cache || request.written) return;
   request.prefix = cache_.find(request.text, most_shared(config_, request));
   request.num_shared = static_cast<int32_t>(PrefixCache::num_pages(request.prefix));
   cache_.lock(request.prefix);
@@ -51,7 +51,8 @@ void Scheduler::share_prefix(Request& request) {
 // of rounds at rest. The draft of one that wants no drafts may have rested in any round.
 int64_t Scheduler::sound_rows(const Request& request) const {
   if (!config_.draft_rests) return request.seq_len();
-  return request.wants_drafts() ? request.seq_len() - request.behind : std::min(request.seq_len(), request.prefilled);
+  if (request.wants_drafts()) return request.seq_len() - request.behind;
+  return request.written ? 0 : std::min(request.seq_len(), request.prefilled);
 }
 
 void Scheduler::leave_prefix(Request& request) {

@@ -14,7 +14,8 @@ Request& Slots::hold(std::unique_ptr<Request> request) {
   request->take_slot(free_.back());
   free_.pop_back();
   by_slot_[request->slot] = request.get();
-  return *holders_.emplace_back(std::move(request));
+  const auto place = std::ranges::upper_bound(holders_, request->rank(), {}, &Request::rank);
+  return **holders_.insert(place, std::move(request));
 }
 
 std::unique_ptr<Request> Slots::release(Request& request, RequestState next) {

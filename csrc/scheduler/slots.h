@@ -1,4 +1,4 @@
-// Which slot holds whom. Slots never move; their holders are kept in the order in which they got them.
+// Which slot holds whom. Slots never move; their holders are kept by rank.
 #pragma once
 
 #include <memory>
@@ -26,8 +26,8 @@ class Slots {
   Request* find(int64_t id) const;
   // Whether anybody takes part in rounds.
   bool any_running() const;
-  Request& newest() const { return *holders_.back(); }
-  // Oldest first. Invalidated by hold and release.
+  Request& last() const { return *holders_.back(); }
+  // By rank. Invalidated by hold and release.
   const std::vector<std::unique_ptr<Request>>& holders() const { return holders_; }
 
  private:

@@ -10,15 +10,15 @@ void edit_logits(CallStream stream, const TensorView& logits, const TensorView& 
                  const TensorView& frequency, const TensorView& repetition, const OptTensor& vocab_mask,
                  const OptTensor& slots, const OptTensor& cu_seqlens_q) {
   Check check("edit_logits");
-  Dim B{"batch"}, N{"num_nodes"}, V{"vocab"}, W{"words"}, K{"tree_nodes"}, R{"num_slots"}, T{"rows"};
+  Dim W{"words"}, K{"tree_nodes"};
+  NodeLogitsSizes sizes;
+  auto& [B, N, T, V, R] = sizes;
   const bool packed = cu_seqlens_q.has_value();
-  if (packed) {
-    check.strided_output("logits", logits, {T, V}, kFloats);
+  sizes.check(check, logits, packed);
+  if (packed)
     check.tensor("mask", mask, {T, W}, kInt64);
-  } else {
-    check.strided_output("logits", logits, {B, N, V}, kFloats);
+  else
     check.tensor("mask", mask, {B, N, W}, kInt64);
-  }
   check.packed("cu_seqlens_q", cu_seqlens_q, B);
   check.range("vocab", V, 1, std::numeric_limits<int32_t>::max());
   check.tensor("tokens", tokens, {B, K}, kInt32);
@@ -38,10 +38,7 @@ void edit_logits(CallStream stream, const TensorView& logits, const TensorView& 
   if (B == 0) return;
 
   const EditLogitsParams params{
-      .logits = logits.data<void>(),
-      .logits_dtype = dtype_of(logits),
-      .logits_batch_stride = packed ? 0 : logits.stride(0),
-      .logits_node_stride = logits.stride(packed ? 0 : 1),
+      .logits = sizes.of(logits, slots, cu_seqlens_q),
       .mask = mask.data<const int64_t>(),
       .tokens = tokens.data<const int32_t>(),
       .kinds = kinds.data<const int32_t>(),
@@ -51,38 +48,31 @@ void edit_logits(CallStream stream, const TensorView& logits, const TensorView& 
       .frequency = frequency.data<const float>(),
       .repetition = repetition.data<const float>(),
       .vocab_mask = data_or_null<const int32_t>(vocab_mask),
-      .slots = data_or_null<const int32_t>(slots),
-      .cu_seqlens_q = data_or_null<const int32_t>(cu_seqlens_q),
-      .batch = B,
-      .num_nodes = N,
-      .num_rows = T,
-      .vocab = V,
       .words = W,
       .tree_nodes = K,
       .vocab_words = vocab_words,
-      .num_slots = R,
   };
   SD_DISPATCH(check, stream, edit_logits, params);
 }
 
 void edit_logits_cpu(const EditLogitsParams& p) {
-  with_float_type(p.logits_dtype, [&]<class T>() {
-    for (int64_t b = 0; b < p.batch; ++b) {
+  with_float_type(p.logits.dtype, [&]<class T>() {
+    for (int64_t b = 0; b < p.logits.batch; ++b) {
       const EditedRequest r = edited_request(p, b);
       if (r.kinds == 0) continue;
-      std::vector<bool> is_drafted(p.vocab);
+      std::vector<bool> is_drafted(p.logits.vocab);
       for (int64_t i = 1; i < p.tree_nodes && (r.kinds & kEditPenalties); ++i) {
         const int64_t v = p.tokens[b * p.tree_nodes + i];
-        if (v >= 0 && v < p.vocab) is_drafted[v] = true;
+        if (v >= 0 && v < p.logits.vocab) is_drafted[v] = true;
       }
-      for (int64_t v = 0; v < p.vocab; ++v) {
+      for (int64_t v = 0; v < p.logits.vocab; ++v) {
         if (!is_drafted[v] && !is_edited(p, r, v)) continue;
         for (int64_t node = 0; node < r.nodes.count; ++node) edit_logit<T>(p, r, node, v);
       }
       if (!(r.kinds & kEditMask)) continue;
       for (int64_t node = 0; node < r.nodes.count; ++node) {
-        T* row = logits_of_node<T>(p, r, node);
-        for (int64_t v = 0; v < p.vocab; ++v)
+        T* row = p.logits.row<T>(r.b, r.nodes, node);
+        for (int64_t v = 0; v < p.logits.vocab; ++v)
           if (forbidden(p, r, node, v >> 5) >> (v & 31) & 1) row[v] = from_float<T>(-INFINITY);
       }
     }

@@ -24,8 +24,8 @@ __global__ void __launch_bounds__(kThreads) edit_logits_kernel(EditLogitsParams 
   const auto thread = static_cast<int32_t>(threadIdx.x);
   const auto nodes = static_cast<uint32_t>(r.nodes.count);
 
-  for (int64_t first = part * kPiece; first < p.vocab; first += int64_t{kParts} * kPiece) {
-    const auto size = static_cast<int32_t>(p.vocab - first < kPiece ? p.vocab - first : kPiece);
+  for (int64_t first = part * kPiece; first < p.logits.vocab; first += int64_t{kParts} * kPiece) {
+    const auto size = static_cast<int32_t>(p.logits.vocab - first < kPiece ? p.logits.vocab - first : kPiece);
     if (r.kinds & (kEditBias | kEditPenalties)) {
       if (thread < kPiece / 32) is_drafted[thread] = 0;
       if (thread == 0) count = 0;
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kThreads) edit_logits_kernel(EditLogitsParams 
     }
     if (r.kinds & kEditMask) {
       for (uint32_t node = 0; node < nodes; ++node) {
-        T* row = logits_of_node<T>(p, r, node) + first;
+        T* row = p.logits.row<T>(r.b, r.nodes, node) + first;
         for (int32_t v = thread; v < size; v += kThreads)
           if (forbidden(p, r, node, (first + v) >> 5) >> (v & 31) & 1) row[v] = from_float<T>(-INFINITY);
       }
@@ -56,9 +56,9 @@ __global__ void __launch_bounds__(kThreads) edit_logits_kernel(EditLogitsParams 
 }  // namespace
 
 void edit_logits_cuda(const EditLogitsParams& p, Stream stream) {
-  with_float_type(p.logits_dtype, [&]<class T>() {
-    launch("edit_logits", edit_logits_kernel<T>, {.grid = grid_x("edit_logits", p.batch * kParts), .threads = kThreads},
-           stream, p);
+  with_float_type(p.logits.dtype, [&]<class T>() {
+    launch("edit_logits", edit_logits_kernel<T>,
+           {.grid = grid_x("edit_logits", p.logits.batch * kParts), .threads = kThreads}, stream, p);
   });
 }
 

@@ -5,8 +5,7 @@
 #include "core/dispatch.h"
 #include "core/exact_math.h"
 #include "core/floats.h"
-#include "core/packed_rows.h"
-#include "core/slots.h"
+#include "verify/node_logits.h"
 
 namespace specdec::verify {
 
@@ -17,9 +16,7 @@ enum EditBit : int32_t { kEditBias = 1, kEditPenalties = 2, kEditMask = 4 };
 constexpr int64_t kMaxEditedNodes = int64_t{1} << 20;
 
 struct EditLogitsParams {
-  void* logits;  // [batch, num_nodes, vocab] or packed [num_rows, vocab]; requests and nodes this many elements apart:
-  Dtypes logits_dtype;
-  int64_t logits_batch_stride, logits_node_stride;
+  NodeLogits logits;
   const int64_t* mask;        // [batch, num_nodes, words] or packed [num_rows, words]: each node and its ancestors
   const int32_t* tokens;      // [batch, tree_nodes]
   const int32_t* kinds;       // [num_slots], EditBits
@@ -29,9 +26,7 @@ struct EditLogitsParams {
   const float* frequency;     // [num_slots]
   const float* repetition;    // [num_slots]
   const int32_t* vocab_mask;  // as logits, [.., vocab_words], or null: bit patterns of the tokens allowed at each node
-  const int32_t* slots;       // [batch] or null
-  const int32_t* cu_seqlens_q;  // [batch + 1] or null: of packed rows
-  int64_t batch, num_nodes, num_rows, vocab, words, tree_nodes, vocab_words, num_slots;
+  int64_t words, tree_nodes, vocab_words;
 };
 
 void edit_logits(CallStream stream, const TensorView& logits, const TensorView& mask, const TensorView& tokens,
@@ -51,24 +46,16 @@ struct EditedRequest {
 };
 
 SD_HD EditedRequest edited_request(const EditLogitsParams& p, int64_t b) {
-  const int64_t slot = slot_of(p.slots, b, p.num_slots);
+  const int64_t slot = p.logits.slot(b);
   int32_t kinds = slot < 0 ? 0 : p.kinds[slot];
   if (p.vocab_mask == nullptr) kinds &= ~kEditMask;
   if (kinds == 0) return {b, slot, 0, {}, 0, 0, 1};
-  const RowRange nodes =
-      p.cu_seqlens_q ? packed_rows(p.cu_seqlens_q, b, p.num_rows) : RowRange{b * p.num_nodes, p.num_nodes};
-  return {b, slot, kinds, nodes, p.presence[slot], p.frequency[slot], p.repetition[slot]};
-}
-
-template <class T>
-SD_HD T* logits_of_node(const EditLogitsParams& p, const EditedRequest& r, int64_t node) {
-  const int64_t root = p.cu_seqlens_q ? r.nodes.first * p.logits_node_stride : r.b * p.logits_batch_stride;
-  return static_cast<T*>(p.logits) + root + node * p.logits_node_stride;
+  return {b, slot, kinds, p.logits.nodes(b), p.presence[slot], p.frequency[slot], p.repetition[slot]};
 }
 
 // Whether bias or penalties change the logit of token v wherever it is not drafted.
 SD_HD bool is_edited(const EditLogitsParams& p, const EditedRequest& r, int64_t v) {
-  const int64_t at = r.slot * p.vocab + v;
+  const int64_t at = r.slot * p.logits.vocab + v;
   return ((r.kinds & kEditBias) && p.bias[at] != 0) || ((r.kinds & kEditPenalties) && p.counts[at] != 0);
 }
 
@@ -90,7 +77,7 @@ SD_HD int32_t times_drafted(const EditLogitsParams& p, const EditedRequest& r, i
 
 // The logit of token v at a node with bias and penalties.
 SD_HD float edited(const EditLogitsParams& p, const EditedRequest& r, int64_t node, int64_t v, float x) {
-  const int64_t at = r.slot * p.vocab + v;
+  const int64_t at = r.slot * p.logits.vocab + v;
   if (r.kinds & kEditBias) x = add(x, p.bias[at]);
   if (!(r.kinds & kEditPenalties)) return x;
   const int32_t count = p.counts[at], drafted = times_drafted(p, r, node, static_cast<int32_t>(v));
@@ -102,7 +89,7 @@ SD_HD float edited(const EditLogitsParams& p, const EditedRequest& r, int64_t no
 
 template <class T>
 SD_HD void edit_logit(const EditLogitsParams& p, const EditedRequest& r, int64_t node, int64_t v) {
-  T& logit = logits_of_node<T>(p, r, node)[v];
+  T& logit = p.logits.row<T>(r.b, r.nodes, node)[v];
   logit = from_float<T>(edited(p, r, node, v, to_float(logit)));
 }
 

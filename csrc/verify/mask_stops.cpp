@@ -5,13 +5,11 @@ namespace specdec::verify {
 void mask_stops(CallStream stream, const TensorView& logits, const TensorView& positions, const TensorView& stop_tokens,
                 const TensorView& stops_from, const OptTensor& slots, const OptTensor& cu_seqlens_q) {
   Check check("mask_stops");
-  Dim B{"batch"}, N{"num_nodes"}, V{"vocab"}, R{"num_slots"}, M{"max_stops"};
-  Dim T{"rows"};
+  Dim M{"max_stops"};
+  NodeLogitsSizes sizes;
+  auto& [B, N, T, V, R] = sizes;
   const bool packed = cu_seqlens_q.has_value();
-  if (packed)
-    check.strided_output("logits", logits, {T, V}, kFloats);
-  else
-    check.strided_output("logits", logits, {B, N, V}, kFloats);
+  sizes.check(check, logits, packed);
   if (packed)
     check.tensor("positions", positions, {T}, kInt32);
   else
@@ -24,30 +22,20 @@ void mask_stops(CallStream stream, const TensorView& logits, const TensorView& p
   if (B == 0) return;
 
   const MaskStopsParams params{
-      .logits = logits.data<void>(),
-      .logits_dtype = dtype_of(logits),
-      .logits_batch_stride = packed ? 0 : logits.stride(0),
-      .logits_node_stride = logits.stride(packed ? 0 : 1),
+      .logits = sizes.of(logits, slots, cu_seqlens_q),
       .positions = positions.data<const int32_t>(),
       .stop_tokens = stop_tokens.data<const int32_t>(),
       .stops_from = stops_from.data<const int32_t>(),
-      .slots = data_or_null<const int32_t>(slots),
-      .cu_seqlens_q = data_or_null<const int32_t>(cu_seqlens_q),
-      .batch = B,
-      .num_nodes = N,
-      .num_rows = T,
-      .vocab = V,
       .max_stops = M,
-      .num_slots = R,
   };
   SD_DISPATCH(check, stream, mask_stops, params);
 }
 
 void mask_stops_cpu(const MaskStopsParams& p) {
-  with_float_type(p.logits_dtype, [&]<class T>() {
-    for (int64_t b = 0; b < p.batch; ++b) {
+  with_float_type(p.logits.dtype, [&]<class T>() {
+    for (int64_t b = 0; b < p.logits.batch; ++b) {
       const int64_t slot = slot_with_minimum(p, b);
-      const RowRange nodes = nodes_of(p, b);
+      const RowRange nodes = p.logits.nodes(b);
       for (int64_t i = 0; slot >= 0 && i < nodes.count * p.max_stops; ++i)
         mask_stop<T>(p, b, slot, nodes, i / p.max_stops, i % p.max_stops);
     }

@@ -12,7 +12,7 @@ __global__ void __launch_bounds__(kThreads) mask_stops_kernel(MaskStopsParams p)
   begin_kernel();
   const int64_t b = blockIdx.x, slot = slot_with_minimum(p, b);
   if (slot < 0) return;
-  const RowRange nodes = nodes_of(p, b);
+  const RowRange nodes = p.logits.nodes(b);
   const auto stops = static_cast<uint32_t>(p.max_stops), count = static_cast<uint32_t>(nodes.count) * stops;
   for (uint32_t i = threadIdx.x; i < count; i += kThreads) mask_stop<T>(p, b, slot, nodes, i / stops, i % stops);
 }
@@ -20,8 +20,9 @@ __global__ void __launch_bounds__(kThreads) mask_stops_kernel(MaskStopsParams p)
 }  // namespace
 
 void mask_stops_cuda(const MaskStopsParams& p, Stream stream) {
-  with_float_type(p.logits_dtype, [&]<class T>() {
-    launch("mask_stops", mask_stops_kernel<T>, {.grid = grid_x("mask_stops", p.batch), .threads = kThreads}, stream, p);
+  with_float_type(p.logits.dtype, [&]<class T>() {
+    launch("mask_stops", mask_stops_kernel<T>, {.grid = grid_x("mask_stops", p.logits.batch), .threads = kThreads},
+           stream, p);
   });
 }
 

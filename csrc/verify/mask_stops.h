@@ -3,21 +3,16 @@
 
 #include "core/dispatch.h"
 #include "core/floats.h"
-#include "core/packed_rows.h"
-#include "core/slots.h"
+#include "verify/node_logits.h"
 
 namespace specdec::verify {
 
 struct MaskStopsParams {
-  void* logits;  // [batch, num_nodes, vocab] or packed [num_rows, vocab]; requests and nodes this many elements apart:
-  Dtypes logits_dtype;
-  int64_t logits_batch_stride, logits_node_stride;
-  const int32_t* positions;     // [batch, num_nodes] or packed [num_rows]: of the nodes' tokens
-  const int32_t* stop_tokens;   // [num_slots, max_stops], -1 for none
-  const int32_t* stops_from;    // [num_slots]: first position where a stop token may stand; 0 and below: anywhere
-  const int32_t* slots;         // [batch] or null
-  const int32_t* cu_seqlens_q;  // [batch + 1] or null: of packed rows
-  int64_t batch, num_nodes, num_rows, vocab, max_stops, num_slots;
+  NodeLogits logits;
+  const int32_t* positions;    // [batch, num_nodes] or packed [num_rows]: of the nodes' tokens
+  const int32_t* stop_tokens;  // [num_slots, max_stops], -1 for none
+  const int32_t* stops_from;   // [num_slots]: first position where a stop token may stand; 0 and below: anywhere
+  int64_t max_stops;
 };
 
 void mask_stops(CallStream stream, const TensorView& logits, const TensorView& positions, const TensorView& stop_tokens,
@@ -28,14 +23,8 @@ void mask_stops_cuda(const MaskStopsParams& p, Stream stream);
 
 // The slot of row b if it has a minimum, else -1.
 SD_HD int64_t slot_with_minimum(const MaskStopsParams& p, int64_t b) {
-  const int64_t slot = slot_of(p.slots, b, p.num_slots);
+  const int64_t slot = p.logits.slot(b);
   return slot >= 0 && p.stops_from[slot] > 0 ? slot : -1;
-}
-
-// The nodes of row b, among those of all.
-SD_HD RowRange nodes_of(const MaskStopsParams& p, int64_t b) {
-  if (p.cu_seqlens_q) return packed_rows(p.cu_seqlens_q, b, p.num_rows);
-  return {b * p.num_nodes, p.num_nodes};
 }
 
 // Masks stop token m of a slot after one of row b's nodes.
@@ -43,10 +32,8 @@ template <class T>
 SD_HD void mask_stop(const MaskStopsParams& p, int64_t b, int64_t slot, RowRange nodes, int64_t node, int64_t m) {
   const int32_t token = p.stop_tokens[slot * p.max_stops + m];
   const bool early = int64_t{p.positions[nodes.first + node]} + 1 < p.stops_from[slot];
-  if (!early || token < 0 || token >= p.vocab) return;
-  const int64_t root = p.cu_seqlens_q ? nodes.first * p.logits_node_stride : b * p.logits_batch_stride;
-  T* row = static_cast<T*>(p.logits) + root + node * p.logits_node_stride;
-  row[token] = from_float<T>(-INFINITY);
+  if (!early || token < 0 || token >= p.logits.vocab) return;
+  p.logits.row<T>(b, nodes, node)[token] = from_float<T>(-INFINITY);
 }
 
 }  // namespace specdec::verify

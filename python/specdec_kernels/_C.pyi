@@ -89,6 +89,18 @@ def extend_rows(
     out_last_rows: Tensor,
     out_kept_slots: Tensor,
 ) -> None: ...
+def keep_rows(
+    stream: int | None,
+    tokens: Tensor,
+    path: Tensor,
+    num_valid: Tensor,
+    num_kept: Tensor,
+    kept_tokens: Tensor,
+    features: Tensor | None,
+    kept_features: Tensor | None,
+    slots: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+) -> None: ...
 
 # --- tree
 def build_tree(
@@ -207,6 +219,7 @@ def norm_rows(
     eps: float,
     residual: Tensor | None,
     out_sum: Tensor | None,
+    out_scales: Tensor | None,
     out: Tensor,
 ) -> None: ...
 def pair_rows(
@@ -235,6 +248,17 @@ def linear_rows(
 ) -> None: ...
 def linear_rows_plan(x: Tensor, weight: Tensor, gated: bool) -> str: ...
 def linear_plan(rows: int, outs: int, ins: int, bits: int, gated: bool, has_wgmma: bool) -> str: ...
+def expert_rows(
+    stream: int | None,
+    x: Tensor,
+    weight: Tensor,
+    order: Tensor,
+    ends: Tensor,
+    x_scales: Tensor | None,
+    weight_scales: Tensor,
+    gated: bool,
+    out: Tensor,
+) -> None: ...
 def round_rows(
     stream: int | None, x: Tensor, group_size: int | None, scale: Tensor | None, out: Tensor, out_scales: Tensor
 ) -> None: ...
@@ -719,6 +743,9 @@ Submission: TypeAlias = tuple[
     bool,
     Any,
     bool,
+    bool,
+    int,
+    int,
 ]
 
 def command_words(max_batch: int, num_slots: int, max_stops: int) -> int: ...
@@ -782,7 +809,8 @@ class Scheduler:
 
     `commands` and `results` are the host's ends of the rings that `apply_commands` and `publish_results` work on:
     contiguous int32, pinned where the device is a GPU. `rows` are, of each batch size, the nodes that its rounds may
-    verify in all, of which the last counts until `measure_rounds` or `set_costs`. `graphs` are captured rounds by
+    verify in all, of which the last counts until `measure_rounds` or `set_costs`, and `drafted`, of each of these, the
+    nodes that a request has scores of at most (none: not more than it verifies). `graphs` are captured rounds by
     batch, number of nodes and KV rows that no slot exceeds, of which the least that are enough run (three zeros:
     `apply_commands` and `free_pages` alone; no nodes: a draft that catches up), as raw cudaGraph_t, launched on
     `stream`; others are `executor.launch` calls. With `plain_rounds` those whose requests all want no drafts have a
@@ -810,6 +838,7 @@ class Scheduler:
         prefix_cache: bool = False,
         batch_sizes: Sequence[int],
         rows: Sequence[Sequence[int]],
+        drafted: Sequence[Sequence[int]] = (),
         plain_rounds: bool = False,
         rest_rows: int = 0,
         commands: Tensor,
@@ -836,6 +865,9 @@ class Scheduler:
         streams: bool = True,
         extra: object = None,
         constrained: bool = False,
+        written: bool = False,
+        priority: int = 0,
+        timeout_ns: int = 0,
     ) -> int: ...
     def submit_many(self, requests: Sequence[Submission]) -> list[int]:
         """Submits all, or none where one is refused: the arguments of `submit`, every one, in their order."""
@@ -852,6 +884,17 @@ class Scheduler:
         """Empties the prefix cache before requests submitted later begin; not from inside an executor call."""
     def stop(self) -> None:
         """Cancels all requests, admits no more, and lets `run` return when they have ended."""
+    def pause(self, restart: bool = False, request_id: int = -1) -> None:
+        """Waits until `run` stands between two turns with nothing in flight, where it stays until `resume`.
+
+        With a request, not before that one runs or has ended. With `restart` requests that held slots are back in the
+        queue then, and the prefix cache is empty.
+        """
+    def resume(self) -> None: ...
+    def held(self, request_id: int) -> tuple[int, list[int]] | None:
+        """The slot of a request that runs, and its text, whose last token is the root; between `pause` and `resume`."""
+    def set_graphs(self, graphs: Mapping[tuple[int, int, int], Sequence[int]]) -> None:
+        """Other captured rounds in place of those that there are, and rings as new; between `pause` and `resume`."""
     def take(self, wait: bool = True) -> list[Emission] | None:
         """What requests have gained since the last call: with `wait` something, or None once the loop has ended."""
     def write_trace(self, path: str) -> None: ...
@@ -865,6 +908,9 @@ class Scheduler:
     def num_retractions(self) -> int: ...
     @property
     def num_cached_pages(self) -> int: ...
+    @property
+    def num_shared_pages(self) -> int:
+        """Of the cached ones, those that requests hold on to."""
     @property
     def num_prefix_hits(self) -> int: ...
     @property

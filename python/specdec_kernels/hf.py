@@ -11,6 +11,11 @@ room, makes another in its place. `release` gives its memory back.
 transformers itself keeps `streamer=` and `assistant_model=` from a custom_generate: here they are `stream_to=` and
 `draft=Standalone(model)`. It keeps the tokenizer, too: for `stop_strings=` put a `StopStringCriteria(tokenizer, ...)`
 among the stopping criteria.
+
+`assisted` is a second loop, transformers' own assisted generation, with drafts from an n-gram index. It is for what the
+engine refuses: every model that transformers assists, with any logits processors, one sequence at a time.
+
+    model.generate(**inputs, max_new_tokens=200, custom_generate=hf.assisted)
 """
 
 from __future__ import annotations
@@ -23,6 +28,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
 from transformers.generation.logits_process import (
     LogitNormalization,
@@ -40,8 +46,9 @@ from .engine import Draft, Engine, NewTokens, Ngram, SamplingParams
 from .models.causal_lm import check_supported
 from .models.families import family_of, position_limit
 from .models.loading import check_modules, text_config
+from .ngram import NgramIndex
 
-__all__ = ["generate", "release"]
+__all__ = ["NgramCandidates", "assisted", "generate", "release"]
 
 _ATTRIBUTE = "_specdec_engine"
 _LARGEST_BATCH = 64  # sequences that run at once, unless num_slots says otherwise
@@ -155,6 +162,124 @@ def release(model: Any) -> None:
     kept = model.__dict__.pop(_ATTRIBUTE, None)
     if kept is not None:
         kept[1].close()
+
+
+class NgramCandidates(CandidateGenerator):
+    """Candidates for transformers' assisted generation from an n-gram index, for one text.
+
+    What the text gains is inserted as it grows, and stays findable in the index after it.
+
+    Args:
+        index: on the CPU; its stream of `slot` becomes this text.
+        num_tokens: candidates at a time, at most, 1 to 255.
+        max_length: of the text, prompt included; one token of it is always left for the model itself.
+        vocab_size: candidates end before a token that is no less.
+        slot: of the index, for this text alone.
+    """
+
+    def __init__(
+        self, index: NgramIndex, *, num_tokens: int = 10, max_length: int, vocab_size: int, slot: int = 0
+    ) -> None:
+        if not 1 <= num_tokens <= 255:
+            raise ValueError(f"NgramCandidates: num_tokens is {num_tokens}, expected 1 to 255")
+        self.index, self.num_tokens, self.max_length = index, num_tokens, max_length
+        self.vocab_size, self.slot = vocab_size, slot
+        index.begin(slot)
+        self._known = 0
+
+    def get_candidates(self, input_ids: Any, **kwargs: Any) -> Any:
+        """input_ids, [1, length], and the candidates behind it; no logits, since nothing was drawn."""
+        length = input_ids.shape[1]
+        self.index.insert(input_ids[0, self._known :].int().cpu(), self.slot)
+        self._known = length
+        count = min(self.num_tokens, self.max_length - length - 1)
+        if count < 1:
+            return input_ids, None
+        rows = torch.tensor([[self.slot], [length]], dtype=torch.int32)
+        tree = self.index.draft(rows[0], rows[1], count + 1, mode="chain").tree
+        tokens = tree.tokens[0, 1 : max(int(tree.num_nodes[0]), 1)]
+        outside = (tokens >= self.vocab_size).nonzero()
+        tokens = tokens[: int(outside[0])] if len(outside) else tokens
+        return torch.cat([input_ids, tokens.to(input_ids)[None]], 1), None
+
+    def update_candidate_strategy(self, input_ids: Any, scores: Any, num_matches: int) -> None:
+        """Nothing: how many tokens are drafted does not depend on how many were right."""
+
+
+def assisted(
+    model: Any,
+    input_ids: Tensor,
+    logits_processor: Sequence[Any] = (),
+    stopping_criteria: Sequence[Any] = (),
+    generation_config: GenerationConfig | None = None,
+    *,
+    index: NgramIndex | None = None,
+    num_tokens: int = 10,
+    **model_kwargs: Any,
+) -> Any:
+    """transformers' assisted generation with candidates from an n-gram index: `custom_generate=hf.assisted`.
+
+    The loop is transformers' own and takes what that takes: one sequence, a dynamic cache, greedy or sampled, any
+    logits processors. A greedy text is the model's own; a sampled one is distributed as the model's.
+
+    Args:
+        index: on the CPU, kept by the caller from text to text, so that one drafts for the next; slot 0 is used. None:
+            one for this text alone.
+        num_tokens: candidates a pass, at most.
+
+    Returns:
+        What `model.generate` would.
+
+    Raises:
+        ValueError: several sequences; beams and other modes; a stopping criterion other than a length and
+            end-of-sequence tokens, since transformers would ask it once a pass, behind tokens it should have stopped.
+    """
+    config = generation_config or model.generation_config
+    mode = config.get_generation_mode()
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        raise ValueError(f"hf.assisted: the generation config asks for {mode.value}, expected greedy_search or sample")
+    if len(input_ids) != 1:
+        raise ValueError(
+            f"hf.assisted: input_ids has {len(input_ids)} sequences, expected one (hf.generate takes more)"
+        )
+    for criterion in stopping_criteria:
+        if not isinstance(criterion, MaxLengthCriteria | EosTokenCriteria):
+            raise ValueError(
+                f"hf.assisted: stopping_criteria has {type(criterion).__name__}, "
+                "expected lengths and end-of-sequence tokens alone (hf.generate takes others)"
+            )
+    longest = min(
+        (c.max_length for c in stopping_criteria if isinstance(c, MaxLengthCriteria)), default=config.max_length
+    )
+    index = NgramIndex(max(longest, 27), 1, longest) if index is None else index
+    candidates = NgramCandidates(
+        index, num_tokens=num_tokens, max_length=longest, vocab_size=text_config(model.config).vocab_size
+    )
+    decode: Any = GenerationMixin._assisted_decoding
+    return decode(
+        _Assisted(model, candidates),
+        input_ids,
+        logits_processor=logits_processor,
+        stopping_criteria=stopping_criteria,
+        generation_config=config,
+        **model_kwargs,
+    )
+
+
+class _Assisted:
+    """A model as it is, but for what its assisted generation asks for candidates."""
+
+    def __init__(self, model: Any, candidates: CandidateGenerator) -> None:
+        self._model, self._candidates = model, candidates
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._model(*args, **kwargs)
+
+    def _get_candidate_generator(self, *args: Any, **kwargs: Any) -> CandidateGenerator:
+        return self._candidates
 
 
 class _Watch:

@@ -421,6 +421,42 @@ def extend_rows(
     return out
 
 
+def keep_rows(
+    tokens: Tensor,
+    path: Tensor,
+    num_valid: Tensor,
+    num_kept: Tensor,
+    kept_tokens: Tensor,
+    *,
+    features: Tensor | None = None,
+    kept_features: Tensor | None = None,
+    slots: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    stream: int | None = None,
+) -> None:
+    """Keep what draft-extend would have read, where a draft rests: for each slot a ring of the last C rows.
+
+    The accepted rows of request b follow the num_kept[slot] that its slot has: row i of all that were ever kept stands
+    at i % C of the ring.
+
+    Args:
+        tokens, path: [B, S] int32, as `commit_tokens` left them.
+        num_valid: [B] int32, from `commit_tokens`: rows that count.
+        num_kept: [num_slots] int32, rows that were kept, those that the ring has lost among them; changed in place.
+        kept_tokens: [num_slots, C] int32, the rings; changed in place.
+        features: [B, N, F], or packed [M, F] with cu_seqlens_q; float32, float16 or bfloat16: a row for each node, of
+            which that of `path` is kept. None: tokens alone.
+        kept_features: [num_slots, C, F] in the dtype of features, changed in place; None with them.
+        slots: [B] int32, no slot twice. An empty row keeps nothing.
+        cu_seqlens_q: [B + 1] int32: node i of request b has row cu_seqlens_q[b] + i of features. A request without rows
+            there keeps nothing.
+
+    Raises:
+        ValueError: wrong dtype, shape, device or stride; one of features and kept_features alone.
+    """
+    _C.keep_rows(stream, tokens, path, num_valid, num_kept, kept_tokens, features, kept_features, slots, cu_seqlens_q)
+
+
 # --- tree -------------------------------------------------------------------------------------------------------------
 
 
@@ -743,6 +779,7 @@ def norm_rows(
     *,
     residual: Tensor | None = None,
     out: tuple[Tensor | None, Tensor | None] = (None, None),
+    out_scales: Tensor | None = None,
     stream: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Every row over its root mean square, times a weight; with `residual`, of the sum of both.
@@ -756,19 +793,23 @@ def norm_rows(
         residual: [T, H] like x, added to it.
         out: the two results, None for one that is to be allocated. The second may be x or residual, and is None without
             a residual.
+        out_scales: [G, T] float32, to be written: the rows are then float8_e4m3fn, the very numbers and scales that
+            `round_rows` makes of them, for whole rows (G is 1) or groups of 128. On a GPU rows then start on 16 bytes.
 
     Returns:
         The rows [T, H], and x + residual [T, H]; without a residual, x itself.
 
     Raises:
-        ValueError: wrong dtype, shape, device or stride; out[1] without a residual.
+        ValueError: wrong dtype, shape, device or stride; out[1] without a residual; out_scales of rows off 16 bytes.
     """
     rows, total = out
     if rows is None:
-        rows = empty_like("norm_rows", x, shape_of("norm_rows", "x", x, 2))
+        shape = shape_of("norm_rows", "x", x, 2)
+        rounded = out_scales is not None
+        rows = empty("norm_rows", x, shape, "float8_e4m3fn") if rounded else empty_like("norm_rows", x, shape)
     if residual is not None and total is None:
         total = empty_like("norm_rows", x, shape_of("norm_rows", "x", x, 2))
-    _C.norm_rows(stream, x, weight, eps, residual, total, rows)
+    _C.norm_rows(stream, x, weight, eps, residual, total, out_scales, rows)
     return rows, x if residual is None else total
 
 
@@ -876,6 +917,51 @@ def linear_rows(
         shape = rows, outs // 2 if gated else outs
         out = empty_like("linear_rows", x, shape) if x_scales is None else empty("linear_rows", x, shape, "bfloat16")
     _C.linear_rows(stream, x, weight, bias, x_scales, weight_scales, gated, plan, out)
+    return out
+
+
+def expert_rows(
+    x: Tensor,
+    weight: Tensor,
+    order: Tensor,
+    ends: Tensor,
+    *,
+    weight_scales: Tensor,
+    x_scales: Tensor | None = None,
+    gated: bool = False,
+    out: Tensor | None = None,
+    stream: int | None = None,
+) -> Tensor:
+    """Rows times the weights of the experts that they take, in 8 bits: each weight that is taken is read once for every
+    32 rows that take it (8 where there are no more rows), and no other.
+
+    Sums are float32. The bits of a row do not depend on what is beside it.
+
+    Args:
+        x: [T, K] float16 or bfloat16; with scales float8_e4m3fn, as `round_rows` gives it. K is a multiple of 128; rows
+            may be strided, and start on 16 bytes.
+        weight: [E, N, K] float8_e4m3fn, at most 1024 experts, N a multiple of 16; gated: [E, 2 * N, K], of each expert
+            first the rows of the gate, N a multiple of 8.
+        order: [M] int64, pairs of a row and an expert that it takes, by experts; M is a multiple of T, at most 262144,
+            and pair i is of row i * T / M. Pairs that do not exist are taken for the nearest.
+        ends: [E] int32, where the pairs of each expert end in `order`, and those of the next begin.
+        weight_scales: [E, G, N] float32, or 2 * N of a gate: one group of whole rows, or one of each 128 numbers.
+        x_scales: [G, T] float32, of as many groups.
+        gated: return silu(gate) * up, as `gate_rows` would, rounded once.
+
+    Returns:
+        out [M, N], of each pair, in x's dtype; with x_scales bfloat16, unless an out of float16 is given. Rows of pairs
+        that `order` does not have, or not before an end, stay as they are; without an out they are zeros.
+
+    Raises:
+        ValueError: wrong dtype, shape, device or stride; too many experts or pairs; rows off 16 bytes.
+    """
+    if out is None:
+        outs = shape_of("expert_rows", "weight", weight, 3)[1]
+        shape = shape_of("expert_rows", "order", order, 1)[0], outs // 2 if gated else outs
+        out = empty_like("expert_rows", x, shape) if x_scales is None else empty("expert_rows", x, shape, "bfloat16")
+        out[...] = 0
+    _C.expert_rows(stream, x, weight, order, ends, x_scales, weight_scales, gated, out)
     return out
 
 

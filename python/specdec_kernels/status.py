@@ -17,7 +17,7 @@ class Status(IntFlag):
 
 
 class FinishReason(IntEnum):
-    """`finish_reasons[slot]`; the last two are never on the device, but in what the scheduler reports."""
+    """`finish_reasons[slot]`; the last three are never on the device, but in what the scheduler reports."""
 
     RUNNING = 0
     STOP = 1  # a stop token, kept as the last one, or (found by the host) a stop string
@@ -25,6 +25,7 @@ class FinishReason(IntEnum):
     CONTEXT = 3  # the sequence reached its maximal length
     CANCELLED = 4
     ERROR = 5  # the slot's status says why
+    TIMEOUT = 6  # it did not end in the time that it was given
 
 
 class Edit(IntFlag):

@@ -35,6 +35,7 @@ _CHANGED: dict[str, tuple[str, ...]] = {
         "candidates_tokens", "candidates_parents", "candidates_scores", "frontier_nodes", "frontier_mask",
     ),
     "learn_calibration": ("calibration_table", "calibration_counts"),
+    "keep_rows": ("num_kept", "kept_tokens", "kept_features"),
     "build_tree": ("status",),
     "build_tree_from_parents": ("status",),
     "build_tree_from_mask": ("status",),

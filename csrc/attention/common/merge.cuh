@@ -192,15 +192,25 @@ __device__ __forceinline__ void merge_item(const TreeAttentionParams& p, const D
   if (counts) counter.depart();
 }
 
+// Writes zeros in the rows behind the last packed request, dealt out among all blocks of the call.
+template <class T, int D, int kWarps>
+__device__ void write_rows_behind(const TreeAttentionParams& p, const DevicePlan& plan) {
+  const Request r = request_of(p, p.batch);
+  const int count = r.rows * plan.gqa_group.divisor;
+  const unsigned blocks = gridDim.x * gridDim.y * gridDim.z;
+  const unsigned block = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
+  for (int64_t n = int64_t{block} * kWarps + threadIdx.x / kWarp; n < count * p.kv_heads; n += int64_t{blocks} * kWarps)
+    write_row<T>(p, plan, r, static_cast<int>(n / count), static_cast<int>(n % count), RowSum<D>());
+}
+
 // Writes what no segment has, dealt out among all blocks of the call: the status of requests, and their rows that see
 // nothing.
 template <class T, int D, int kThreads>
 __device__ void write_unseen_rows(const TreeAttentionParams& p, const DevicePlan& plan) {
   constexpr int kWarps = kThreads / kWarp;
-  // Packed requests have one more behind them: the rows behind the last one.
-  const int requests = static_cast<int>(p.batch) + (p.cu_seqlens_q != nullptr);
-  const int slices = max(static_cast<int>(gridDim.x) / requests, 1), tile = plan.tile_rows * plan.row_tiles;
-  for (int64_t item = blockIdx.x; item < int64_t{requests} * slices; item += gridDim.x) {
+  const int batch = static_cast<int>(p.batch), tile = plan.tile_rows * plan.row_tiles;
+  const int slices = batch > 0 ? max(static_cast<int>(gridDim.x) / batch, 1) : 0;
+  for (int64_t item = blockIdx.x; item < int64_t{batch} * slices; item += gridDim.x) {
     const Request r = request_of(p, item / slices);
     const int slice = static_cast<int>(item % slices), warp = threadIdx.x / kWarp;
     if (slice == 0 && threadIdx.x == 0 && r.status != 0) set_status(p.status, r.slot, r.status);
@@ -212,6 +222,7 @@ __device__ void write_unseen_rows(const TreeAttentionParams& p, const DevicePlan
         write_row<T>(p, plan, r, n / count, first + n % count, RowSum<D>());
     }
   }
+  if (p.cu_seqlens_q != nullptr) write_rows_behind<T, D, kWarps>(p, plan);
 }
 
 }  // namespace specdec::attention

@@ -114,15 +114,4 @@ struct ClusterPartials {
   }
 };
 
-// Writes zeros in the rows behind the last packed request, dealt out among all blocks of the call.
-template <class T, int D, int kWarps>
-__device__ void write_rows_behind(const TreeAttentionParams& p, const DevicePlan& plan) {
-  const Request r = request_of(p, p.batch);
-  const int count = r.rows * plan.gqa_group.divisor;
-  const unsigned blocks = gridDim.x * gridDim.y * gridDim.z;
-  const unsigned block = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
-  for (int64_t n = int64_t{block} * kWarps + threadIdx.x / kWarp; n < count * p.kv_heads; n += int64_t{blocks} * kWarps)
-    write_row<T>(p, plan, r, static_cast<int>(n / count), static_cast<int>(n % count), RowSum<D>());
-}
-
 }  // namespace specdec::attention

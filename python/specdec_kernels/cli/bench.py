@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -50,12 +52,13 @@ MAY_BE_ZERO = ("prefix", "top_n", "held", "max_len")
 # Of `round`, beside --batch, --dtype, --max-len and --weights:
 ROUND = "round"
 SHAPES = ("qwen3-8b", "qwen3-30b-a3b", "llama-3.1-8b", "qwen3-0.6b", "tiny")
-ALGORITHMS = ("none", "chain", "tree", "standalone")
+ALGORITHMS = ("none", "chain", "tree", "standalone", "adaptive")
 DOMAINS = ("chat", "code", "math")
+WRONG = "wrong"
 DRAFTERS = ("eagle3", "dflash", "dspark")
 ROUND_OPTIONS = (
     "shape", "algorithm", "acceptance", "drafter", "context_decay", "accept", "input", "output",
-    "speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens", "speculative_adaptive", "tuning",
+    "speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens", "tuning",
 )  # fmt: skip
 # Words, and which:
 WORDS = {
@@ -82,9 +85,9 @@ sizes:
 round:
   Whole rounds of the engine on a model of a well-known shape with planted weights: full cost, a known text, and drafts
   that are accepted as often as a published drafter's were on such texts, easy stretches and hard ones. With --weights
-  the target's layers are stored in 8 bits, by blocks (fp8) or by rows (fp8-rows), or in 4. Every token is checked. All
-  requests of a batch come at once; counted are rounds in which all of them take part, and the run, from their coming
-  to the last one's end.
+  the target's layers are stored in 8 bits, by blocks (fp8) or by rows (fp8-rows), or in 4; with --implementation
+  transformers its own modules run it. Every token is checked. All requests of a batch come at once; counted are rounds
+  in which all of them take part, and the run, from their coming to the last one's end.
 
 columns:
   time      median time of a call; on a GPU from replays of a CUDA graph, on a CPU wall time
@@ -96,7 +99,7 @@ columns:
   gpu       of round: from its first kernel to its last, a mean; idle, the GPU's share of time between rounds;
             host, what the loop takes of the host for one (on a CPU that is the round itself, and left out); emit,
             handing out its tokens, in another thread; wait, waiting for the device; means of all rounds; nodes, how
-            many their trees had, which --speculative-adaptive chooses
+            many their trees had, which adaptive chooses
   run       of round: tokens a second of the whole run, prefill included; first token, when half of the requests had
             theirs
   others    one column each, torch and installed packages (sglang, flashinfer): another way to the same result, checked
@@ -149,12 +152,18 @@ def add_parser(subparsers: Subparsers) -> None:
     rounds.add_argument("--shape", choices=SHAPES, help="of the target (qwen3-8b on a GPU, tiny on a CPU)")
     rounds.add_argument(
         "--algorithm",
-        type=words_of(ALGORITHMS),
+        type=algorithms,
         metavar="NAME",
-        help="none; chain and tree, of an EAGLE-3 head (5 steps; topk 1, 6 tokens; topk 10, 32 tokens); standalone, a "
-        "chain of a small model; several with commas (none,chain,tree)",
+        help="none; chain and tree, of an EAGLE-3 head (5 steps; topk 1, 6 tokens; topk 10, 32 tokens), or chain4 and "
+        "tree8, of so many tokens; standalone, a chain of a small model; adaptive, what an engine does with that head "
+        "that is told nothing more: in each round as many tokens as pay; several with commas (none,chain,tree)",
     )
-    rounds.add_argument("--acceptance", choices=DOMAINS, help="of which texts (chat)")
+    rounds.add_argument(
+        "--acceptance",
+        type=words_of((*DOMAINS, WRONG)),
+        metavar="NAME",
+        help="of which texts: chat, code, math; or wrong, drafts of which none is right; several with commas (chat)",
+    )
     rounds.add_argument("--drafter", choices=DRAFTERS, help="and of whose drafts, at the planted head's cost (eagle3)")
     rounds.add_argument("--context-decay", action="store_true", help="acceptance falls with the length of the context")
     rounds.add_argument(
@@ -173,7 +182,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "--speculative-num-draft-tokens", type=at_least(1), metavar="N", help="instead of the algorithm's own"
     )
     rounds.add_argument(
-        "--speculative-adaptive", action="store_true", help="choose in each round how many of these nodes to draft"
+        "--implementation", choices=("native", "transformers"), default="native", help="of the target (native)"
     )
     tune.add_tuning(rounds)
     parser.set_defaults(run=run)
@@ -222,6 +231,16 @@ def words_of(known: Sequence[str]) -> Callable[[str], list[str]]:
         return values
 
     return words
+
+
+def algorithms(text: str) -> list[str]:
+    """Of ALGORITHMS, or a chain or tree of so many tokens."""
+    values = text.split(",")
+    for value in values:
+        if value not in ALGORITHMS and not re.fullmatch(r"(chain|tree)[1-9]\d*", value):
+            known = ", ".join(ALGORITHMS)
+            raise argparse.ArgumentTypeError(f"{value!r} is not one of {known}, nor chain or tree with a number")
+    return values
 
 
 def run(args: argparse.Namespace) -> int:
@@ -355,7 +374,7 @@ def run_rounds(args: argparse.Namespace) -> int:
 
 
 def round_setups(args: argparse.Namespace, device: Any) -> list[Any]:
-    """One setup for each algorithm."""
+    """One setup for each algorithm and acceptance; but one of no drafts, which none of these changes."""
     from dataclasses import replace
 
     import torch
@@ -379,24 +398,34 @@ def round_setups(args: argparse.Namespace, device: Any) -> list[Any]:
         "num_nodes": args.speculative_num_draft_tokens,
     }
     context = (input + output // 2) if args.context_decay else None
+    if args.accept is not None:
+        acceptances: list[Any] = [args.accept]
+    else:
+        acceptances = [
+            EvenAcceptance(1.0) if name == WRONG else PublishedAcceptance(name, args.drafter or "eagle3", context)
+            for name in args.acceptance or ["chat"]
+        ]
     setups = []
-    for name in args.algorithm or ("none", "chain", "tree"):
-        drafting = rounds.ALGORITHMS[name]
-        if name != "none":
+    for acceptance, name in itertools.product(acceptances, args.algorithm or ("none", "chain", "tree")):
+        drafting = rounds.drafting_of(name)
+        if drafting.kind is None:
+            if acceptance is not acceptances[0]:
+                continue
+        else:
             drafting = replace(drafting, **{key: value for key, value in given.items() if value is not None})
         setup = rounds.Setup(
             shape=shape,
             drafting=drafting,
-            acceptance=EvenAcceptance(min(args.accept, drafting.num_steps + 1))
-            if args.accept is not None
-            else PublishedAcceptance(args.acceptance or "chat", args.drafter or "eagle3", context),
+            acceptance=EvenAcceptance(min(acceptance, drafting.num_steps + 1))
+            if isinstance(acceptance, float)
+            else acceptance,
             input=input,
             output=output,
             device=device,
             dtype=getattr(torch, dtype),
-            adaptive=args.speculative_adaptive,
             max_len=args.max_len[0] if args.max_len else None,
             weights=args.weights[0] if args.weights else None,
+            implementation=args.implementation,
         )
         setups.append(setup)
     return setups
@@ -564,7 +593,7 @@ def show(run_record: dict[str, Any]) -> None:
         print_table(["call", "ns"], [[r["params"]["call"], f"{r['host_us'] * 1e3:.0f}"] for r in calls])
 
 
-ROUND_HEAD = ("shape", "dtype", "weights", "input", "output", "max_len", "accept")
+ROUND_HEAD = ("shape", "dtype", "weights", "implementation", "input", "output", "max_len", "accept")
 ROUND_COLUMNS = [
     "algorithm", "batch", "ms/round", "p90 ms", "tokens/s", "accept length", "p10 to p90", "gpu ms", "idle", "host us",
     "emit us", "wait us", "floor ms", "of floor", "run tokens/s", "first token ms", "rounds by nodes",

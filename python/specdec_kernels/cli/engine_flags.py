@@ -45,6 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--enable-deterministic-inference", action="store_true", help="the same bits whatever runs beside a request"
     )
+    parser.add_argument(
+        "--disable-radix-cache",
+        action="store_true",
+        help="prefill every prompt whole (default: what texts before have begun with is kept, unless layers have "
+        "windows or inference is deterministic)",
+    )
     parser.add_argument("--disable-cuda-graph", action="store_true", help="launch rounds kernel by kernel")
     parser.add_argument(
         "--grammar-backend",
@@ -113,6 +119,7 @@ def open_engine(args: argparse.Namespace, num_slots: int | None = None) -> tuple
         kv_dtype=args.kv_cache_dtype,
         device=args.device,
         cuda_graph=not args.disable_cuda_graph,
+        prefix_cache=False if args.disable_radix_cache else None,
         batch_invariant=args.enable_deterministic_inference,
         grammars=grammars_of(args),
         tuning=args.tuning,

@@ -27,7 +27,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "info",
         help="what is installed here: build, GPU, torch, ops; how a model runs",
         description="Says what is installed here: this package and its CUDA build, Python, torch, GPUs, and the ops. "
-        "Paste it into a bug report. With a model: whether it runs, by which layers, and why not.",
+        "Paste it into a bug report. With a model: whether it runs, how each of its parts does, and why not.",
     )
     parser.add_argument("model", nargs="?", help="a folder or hub id: how this model runs; no weights are read")
     parser.add_argument("--json", action="store_true", help="the same as one JSON object")
@@ -55,31 +55,25 @@ def run_model(model: str, as_json: bool) -> int:
     elif facts["refused"]:
         print(f"specdec info: {facts['refused']}", file=sys.stderr)
     else:
-        for name in ("model", "model_type", "layers", "rounds"):
-            print(f"{name:<22}{facts[name]}")
+        for name, value in facts.items():
+            if value is not None:
+                print(f"{name:<22}{value}")
     return 2 if facts["refused"] else 0
 
 
 def model_facts(model: str) -> dict[str, Any]:
     """How an engine would run the model of a folder or hub id, as far as its config tells."""
     from ..models.checkpoint import expect_folder
-    from ..models.language_model import implementation_of
+    from ..models.language_model import Way, way_of
     from ..models.loading import config_of
 
-    facts: dict[str, Any] = {"model": model, "model_type": None, "layers": None, "rounds": None, "refused": None}
+    facts: dict[str, Any] = {"model": model, "model_type": None, **dict.fromkeys(Way._fields), "refused": None}
     try:
         expect_folder(model, "model")
-        config = config_of(model)
-        facts["model_type"] = config.model_type
-        native = implementation_of(config, max_len=2) == "native"
+        facts["model_type"] = config_of(model).model_type
+        return facts | way_of(model)._asdict()
     except (OSError, ValueError) as error:
         return facts | {"refused": str(error)}
-    if native:
-        return facts | {"layers": "native", "rounds": "captured as CUDA graphs"}
-    return facts | {
-        "layers": "by transformers, with our attention; held to its own logits when an engine is made",
-        "rounds": "captured as CUDA graphs where its code allows (Engine.not_captured says why not)",
-    }
 
 
 def collect() -> dict[str, Any]:

@@ -18,6 +18,7 @@ from .drafts import (
 )
 from .engine import Engine
 from .kv_bounds import AttentionCall
+from .moving import ExportedRequest
 from .outputs import EngineStats, GenerationError, NewTokens, RequestOutput, RequestStats, TokenLogprob
 from .params import SamplingParams
 from .request import Request
@@ -35,6 +36,7 @@ __all__ = [
     "Eagle3",
     "Engine",
     "EngineStats",
+    "ExportedRequest",
     "GenerationError",
     "Needs",
     "NewTokens",

@@ -10,9 +10,11 @@ from typing import Any
 
 from ..status import FinishReason
 from .engine import Engine, one_sample
+from .moving import ExportedRequest, params_of
 from .outputs import NewTokens, RequestOutput
 from .params import SamplingParams
 from .request import BaseRequest, Order
+from .weights import Weights
 
 
 class AsyncRequest(BaseRequest):
@@ -28,7 +30,7 @@ class AsyncRequest(BaseRequest):
         self._waiting: set[asyncio.Future[None]] = set()
 
     async def result(self) -> RequestOutput:
-        """Its output once it has ended; of a cancelled one, what came until then.
+        """Its output once it has ended; of one that was cancelled, or out of its time, what came until then.
 
         Raises:
             GenerationError: the device gave up on it.
@@ -188,6 +190,29 @@ class AsyncEngine:
         for one in each:
             if one.constraint[0] and self.engine.config.grammars:
                 await asyncio.to_thread(self.engine._grammars.compiled, one)
+
+    async def update_weights(
+        self, weights: Weights | None = None, draft: Weights | Sequence[Weights | None] | None = None
+    ) -> None:
+        """`Engine.update_weights`, in another thread."""
+        await asyncio.to_thread(self.engine.update_weights, weights, draft)
+
+    async def export_request(self, request: BaseRequest) -> ExportedRequest:
+        """`Engine.export_request`, in another thread."""
+        return await asyncio.to_thread(self.engine.export_request, request)
+
+    async def import_request(self, exported: ExportedRequest, *, stream: bool = True) -> AsyncRequest:
+        """As `Engine.import_request`."""
+        await self._compile([params_of(exported.values)])
+        return self.engine._import(AsyncRequest, exported, stream, self._inbox())
+
+    async def sleep(self, level: int = 1) -> None:
+        """`Engine.sleep`, in another thread."""
+        await asyncio.to_thread(self.engine.sleep, level)
+
+    async def wake(self) -> None:
+        """`Engine.wake`, in another thread."""
+        await asyncio.to_thread(self.engine.wake)
 
     async def close(self) -> None:
         """Closes the engine: `Engine.close`, in another thread."""

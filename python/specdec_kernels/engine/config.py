@@ -88,6 +88,11 @@ class PagePlan(NamedTuple):
     of_slot: int
     windows: tuple[tuple[int, int], ...]
 
+    @property
+    def gives_back(self) -> bool:
+        """Whether any layer's pages are given back as a text grows."""
+        return self.window is not None or bool(self.windows)
+
     @classmethod
     def of(cls, windows: set[int | None], ahead: int, max_pages: int, page_size: int, num_slots: int) -> PagePlan:
         """For layers with these windows, and slots that have pages for `ahead` rows behind their text at most."""
@@ -178,7 +183,7 @@ class EngineConfig:
         cuda_graph: bool = True,
         batch_sizes: Sequence[int] | None = None,
         rounds_in_flight: int | None = None,
-        prefix_cache: bool = False,
+        prefix_cache: bool | None = False,
         batch_invariant: bool = False,
         implementation: str = "auto",
         grammars: bool = False,
@@ -195,8 +200,8 @@ class EngineConfig:
             max_len = min(2048, position_limit(model) or 2048)
         check_at_least(2, max_len=max_len)
         check_at_least(1, num_slots=num_slots, page_size=page_size, prefill_chunk=prefill_chunk)
-        check_invariance(model, draft, batch_invariant, batch_sizes, adaptive, prefix_cache)
-        check_cacheable(draft, prefix_cache)
+        check_invariance(model, draft, batch_invariant, batch_sizes, adaptive, bool(prefix_cache))
+        check_cacheable(draft, bool(prefix_cache))
         if batch_sizes is not None:
             check_batch_sizes(batch_sizes, num_slots)
         if rounds_in_flight is None:
@@ -212,10 +217,14 @@ class EngineConfig:
         check_needs(draft, needs, model.num_hidden_layers)
         reserve = max(needs.num_nodes, needs.accept_width, needs.scratch_rows) + 1
         max_pages = -(-(max_len + reserve) // page_size)
-        # Cached pages serve texts that see other rows of them: none are given back behind a window.
-        keeps_all = prefix_cache or needs.kv_numbers > 0
-        windows = (set() if prefix_cache else windows_of(model, implementation)) | ({None} if keeps_all else set())
-        pages = PagePlan.of(windows, max(prefill_chunk, reserve), max_pages, page_size, num_slots)
+        keeps_all: set[int | None] = {None}
+        windows = windows_of(model, implementation) | (keeps_all if needs.kv_numbers > 0 else set())
+        sizes = max(prefill_chunk, reserve), max_pages, page_size, num_slots
+        pages = PagePlan.of(windows, *sizes)
+        if prefix_cache is None:
+            prefix_cache = not batch_invariant and draft.cacheable and not pages.gives_back
+        if prefix_cache:  # cached pages serve texts that see other rows of them: none are given back behind a window
+            pages = PagePlan.of(keeps_all, *sizes)
         if mem_fraction is not None:
             check_mem_fraction(mem_fraction, num_pages, machine.device)
             num_pages = pages.of_slot  # until it is known how many fit
@@ -251,7 +260,7 @@ class EngineConfig:
             if machine.gpu is None or batch_invariant or num_rows == 0:
                 return (max_len + reserve,)
             calls = AttentionCall.of(model, None, True), *needs.attention
-            most = most_nodes(batch, num_rows, needs.num_nodes)
+            most = most_nodes(batch, num_rows, needs)
             kinds = {"fp8": kv_dtype.itemsize == 1, "tensor_cores": dtype.itemsize == 2}
             return kv_bounds(calls, batch, num_rows, most, max_len + reserve, machine.gpu, **kinds)
 

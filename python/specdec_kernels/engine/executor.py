@@ -6,6 +6,7 @@ from array import array
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from ..ops import alloc_pages, assign_pages
 from .drafts import DraftRequest
@@ -28,12 +29,15 @@ class Executor:
     All calls come from the thread that runs the scheduler, on the stream of the rounds.
     """
 
-    def __init__(self, round: Round) -> None:
-        self.round = round
+    def __init__(self, round: Round, prefill_chunk: int) -> None:
+        self.round, self.prefill_chunk = round, prefill_chunk
         self.passes = Passes(round.target, round.draft, round.state)
         self.target, self.draft, self.state = round.target, round.draft, round.state
         self.launch, self.forward, self.finish = round.launch, round.forward, round.finish
         self.not_captured: str | None = None  # why rounds that were to be graphs are launched call by call
+        self._arrived: dict[
+            int, dict[str, Tensor]
+        ] = {}  # what the drafts of slots go on from, until they are activated
         self._edited: set[int] = set()  # slots whose last request asked something of its logits
         device = self.state.seq_lens.device
         self._slots = torch.arange(len(self.state.seq_lens), dtype=torch.int32, device=device)
@@ -41,7 +45,7 @@ class Executor:
     @torch.inference_mode()
     def begin(self, slot: int, admitted: Admitted) -> None:
         number, tokens, group, extra, cached = admitted
-        edit, prediction = extra or (None, ())
+        edit, prediction, arrival = extra or (None, (), None)
         state, slots = self.state, self._slots[slot : slot + 1]
         if cached:
             first = slot * state.pool.page_table.shape[1]
@@ -54,7 +58,12 @@ class Executor:
             alloc_pages(state.pool, state.seq_lens, rows, slots=slots, status=state.status)
         if edit is not None or slot in self._edited:
             self._edit(slot, edit, tokens)
-        rows = len(cached) * state.pool.page_size
+        rows, kept = len(cached) * state.pool.page_size, None
+        if arrival is not None:
+            kept = arrival.unpack(state, self.target.pools, self.draft, slots, self.prefill_chunk, len(tokens) - 1)
+        if kept is not None:
+            self._arrived[slot] = kept
+            rows = len(tokens) - 1
         self.draft.begin(slot, DraftRequest(number, tokens, group, prediction, rows))
 
     def _edit(self, slot: int, edit: LogitEdit | None, tokens: list[int]) -> None:
@@ -88,7 +97,12 @@ class Executor:
         rows = to_device(array("i", slots), self.state.seq_lens.device)
         if self.state.sliding():  # where chunks got pages for themselves alone
             self.state.make_room(rows, self.round.reserve)
-        self.draft.activate(rows)
+        if arrived := [slot for slot in slots if slot in self._arrived]:
+            for slot in arrived:
+                self.draft.restore(slot, self._arrived.pop(slot))
+            rows = to_device(array("i", [slot for slot in slots if slot not in arrived]), rows.device)
+        if len(rows) > 0:
+            self.draft.activate(rows)
 
     @torch.inference_mode()
     def constrain(self, number: int, requests: list[tuple[int, int, list[int]]], batch: int, num_rows: int) -> None:
@@ -102,6 +116,7 @@ class Executor:
 
     def deactivate(self, slots: list[int]) -> None:
         for slot in slots:
+            self._arrived.pop(slot, None)
             self.draft.release(slot)
 
     def progress(self) -> tuple[int, int]:

@@ -74,6 +74,7 @@ def capture(
     holds.
     """
     torch.cuda.synchronize(stream.device)  # what made the weights and the state is done
+    round.reset()  # rounds that only warm up apply no record of rounds that were
     torch.cuda.empty_cache()  # as every capture does: what is counted is what stays
     begin, pool = time.perf_counter(), torch.cuda.graph_pool_handle()
     before = torch.cuda.memory_reserved(stream.device)

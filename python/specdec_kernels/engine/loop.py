@@ -14,7 +14,8 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -48,6 +49,7 @@ class Loop:
 
     Attributes:
         hand_out_seconds: what handing out results took so far.
+        unready: why no request can be started; empty where one can.
     """
 
     def __init__(self, scheduler: Scheduler, stream: torch.cuda.Stream | None) -> None:
@@ -58,6 +60,7 @@ class Loop:
         self._requests: dict[int, BaseRequest] = {}  # whose last emission has not come
         self._threads: list[threading.Thread] = []
         self._closed = False
+        self.unready = ""  # why no request can start, where none can
         _loops.add(self)
 
     def submit(self, requests: Sequence[BaseRequest], stream: bool) -> None:
@@ -66,6 +69,8 @@ class Loop:
         submissions = [request.submission(stream) for request in requests]
         with self._lock:
             self.expect_open()
+            if self.unready:
+                raise RuntimeError(self.unready)
             if not self._threads:
                 self._start()
             ids: list[int] = []
@@ -86,6 +91,34 @@ class Loop:
 
     def cancel(self, request_id: int) -> bool:
         return self._process == os.getpid() and self._scheduler.cancel(request_id)
+
+    @contextmanager
+    def paused(self, *, restart: bool = False, request_id: int = -1) -> Iterator[None]:
+        """Within, the loop stands between two rounds, with nothing in flight: what rounds work on can be changed.
+
+        With `restart` no request holds a slot then, and the prefix cache is empty: those that ran begin anew with the
+        text that they have. With a request, it runs then, or has ended.
+        """
+        self.expect_to_wait()
+        with self._lock:
+            self.expect_open()
+            if not self._threads:
+                self._start()
+        self._scheduler.pause(restart, request_id)
+        try:
+            yield
+        finally:
+            self._scheduler.resume()
+
+    def shut_out(self, reason: str) -> None:
+        """No request starts from here on, for this reason. RuntimeError where there are some already."""
+        with self._lock:
+            count = self._scheduler.num_running + self._scheduler.num_waiting
+            if count:
+                raise RuntimeError(
+                    f"sleep: {count} requests run or wait, expected none (wait for them, or cancel them)"
+                )
+            self.unready = reason
 
     def close(self) -> None:
         """Cancels all requests, hands out what they have, and ends the threads. Nothing where that was done before."""

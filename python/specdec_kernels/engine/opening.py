@@ -24,7 +24,7 @@ from .passes import captured_shapes
 from .rings import Rings
 from .round import Round
 from .state import EngineState
-from .tuning import calibrate
+from .tuning import calibrate, learning_nothing
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def open_engine(
         if config.num_rungs > 0 and costs is not None:
             scheduler.set_costs(costs)
         elif config.num_rungs > 0:
-            with on_stream(stream):
+            with on_stream(stream), learning_nothing(draft):
                 scheduler.measure_rounds(list(config.measured_sizes))
     except BaseException:
         if draft.is_open:
@@ -132,12 +132,11 @@ def load_target(
         state,
         rings,
         reserve=config.reserve,
-        accept_width=width,
-        num_nodes=config.needs.num_nodes,
+        needs=config.needs,
         rungs=rungs,
         masks=masks,
     )
-    return Executor(round)
+    return Executor(round, config.prefill_chunk)
 
 
 def check_windows(target: LanguageModel, pages: PagePlan) -> None:
@@ -178,28 +177,40 @@ def start(
 ) -> tuple[Graphs | None, _C.Scheduler]:
     """Rounds and passes as graphs, where they are captured, and the scheduler that launches them."""
     with on_stream(stream):
-        graphs = None
-        if config.captures:
-            assert stream is not None
-            shapes = captured_shapes(config.prefill_chunk, config.num_slots, config.max_len)
-            passes, round = executor.passes, executor.round
-            try:
-                graphs = capture(round, config.round_sizes, passes, shapes, stream, progress=progress)
-            except RuntimeError as error:
-                if config.implementation == "native":
-                    raise
-                # Its modules may read what is on the device: then they are launched call by call.
-                torch.cuda.synchronize(stream.device)
-                passes.captured.clear()
-                round.reset()
-                executor.not_captured = str(error).partition("\n")[0]
+        graphs = capture_all(executor, config, stream, progress)
         return graphs, make_scheduler(executor, config, stream, graphs, trace)
+
+
+def capture_all(
+    executor: Executor, config: EngineConfig, stream: torch.cuda.Stream | None, progress: bool
+) -> Graphs | None:
+    """Rounds and passes as graphs, where they are to be; on the stream."""
+    if not config.captures:
+        return None
+    assert stream is not None
+    shapes = captured_shapes(config.prefill_chunk, config.num_slots, config.max_len)
+    passes, round = executor.passes, executor.round
+    try:
+        return capture(round, config.round_sizes, passes, shapes, stream, progress=progress)
+    except RuntimeError as error:
+        if config.implementation == "native":
+            raise
+        # Its modules may read what is on the device: then they are launched call by call.
+        torch.cuda.synchronize(stream.device)
+        passes.captured.clear()
+        round.reset()
+        executor.not_captured = str(error).partition("\n")[0]
+        return None
 
 
 def make_scheduler(
     executor: Executor, config: EngineConfig, stream: torch.cuda.Stream | None, graphs: Graphs | None, trace: bool
 ) -> _C.Scheduler:
-    rings = executor.round.rings
+    round, rings = executor.round, executor.round.rings
+    drafted = [
+        [round.most_nodes(batch, num_rows) for num_rows in rows]
+        for batch, rows in zip(config.batch_sizes, config.rows, strict=True)
+    ]
     return _C.Scheduler(
         executor,
         num_slots=config.num_slots,
@@ -218,6 +229,7 @@ def make_scheduler(
         prefix_cache=config.prefix_cache,
         batch_sizes=config.batch_sizes,
         rows=config.rows,
+        drafted=[] if round.draft.sampled else drafted,
         plain_rounds=config.plain_rounds,
         rest_rows=config.rest_rows,
         commands=rings.commands,

@@ -62,6 +62,10 @@ class SamplingParams:
         logprobs: True: the log-probability of each token. A number: also those of the so many likeliest tokens in its
             place, at most 20. They are of the distribution behind bias and penalties, before temperature and
             filters.
+        priority: requests of a lower number get a slot first, and keep it longest where pages run out; among those of
+            one number, who was submitted first. Who runs is not interrupted for others to begin.
+        timeout: seconds from its submission, above 0, in which it has to end, waiting included. Else it ends with
+            `FinishReason.TIMEOUT` behind the round that runs then; the output keeps what came until then. None: any.
         speculation: "on", as many drafts are verified as pay; "off", none. A number: so many nodes at most, the root
             of each round's tree included, so that 1 is "off". What a request does not take is others' to have. The text
             is the same.
@@ -88,6 +92,8 @@ class SamplingParams:
     min_new_tokens: int = 0
     stop: str | Sequence[str] = ()
     logprobs: bool | int | None = None
+    priority: int = 0
+    timeout: float | None = None
     speculation: Literal["on", "off"] | int = "on"
 
     def __post_init__(self) -> None:
@@ -118,6 +124,8 @@ class SamplingParams:
         if len(given) > 1:
             raise ValueError(f"SamplingParams: {given[1]} is given, expected none beside {given[0]}")
         expect("min_new_tokens", not given or self.min_new_tokens == 0, f"0 beside {''.join(given)}")
+        expect("priority", -(2**31) <= self.priority < 2**31, "-2147483648 to 2147483647")
+        expect("timeout", self.timeout is None or 0 < self.timeout < math.inf, "seconds above 0, or None")
         allowed = "'on', 'off' or a number of nodes from 1 on"
         good = self.speculation in ("on", "off") or (isinstance(self.speculation, int) and self.speculation >= 1)
         expect("speculation", good and self.speculation is not True, allowed)
@@ -154,6 +162,11 @@ class SamplingParams:
     def max_nodes(self) -> int:
         """Of a round's tree at most, its root included; 0: as many as pay."""
         return {"on": 0, "off": 1}[self.speculation] if isinstance(self.speculation, str) else self.speculation
+
+    @property
+    def timeout_ns(self) -> int:
+        """`timeout` in nanoseconds, above 0; 0: none. A century is as good as none."""
+        return 0 if self.timeout is None else max(1, int(min(self.timeout, 3e9) * 1e9))
 
     @property
     def num_logprobs(self) -> int:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from threading import Condition
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..status import FinishReason, Status
+from .moving import Arrival, logprobs_of
 from .outputs import GenerationError, NewTokens, RequestOutput, TokenLogprob
 from .params import SamplingParams
 from .stop_strings import StopStrings
@@ -52,6 +53,7 @@ class BaseRequest:
         id: the engine's number for it. Ids rise.
         params: how it is decoded, with a seed where one is needed.
         output: the result as far as it has come.
+        stop_tokens, prediction: token ids, as `params` and the model have them.
     """
 
     def __init__(self, engine: Engine, order: Order, tell: Tell) -> None:
@@ -68,8 +70,10 @@ class BaseRequest:
         self.status = FINE  # where the device gave up on it: why
         self.error: BaseException | None = None  # what ended it, where that was an exception
         self._engine = engine
-        self._stop_tokens, self._stop, self._num_logprobs = stop_tokens, stop, num_logprobs
-        self._new_matcher, self._prediction = new_matcher, prediction
+        self.stop_tokens, self.prediction = stop_tokens, prediction
+        self._stop, self._num_logprobs, self._new_matcher = stop, num_logprobs, new_matcher
+        self._before: Sequence[int] = (0, 0, 0, 0)  # rounds and so on that it had in another engine
+        self._arrival: Arrival | None = None
         self._ends = array("q")  # of each emission: how many tokens there were behind it
         self._ends_as: FinishReason | None = None  # decided here, while the scheduler has not let it go yet
         self._num_pieces: int | None = None  # when there will be no more
@@ -80,25 +84,43 @@ class BaseRequest:
         state = self.output.finish_reason.name if self._done else "RUNNING"
         return f"<{type(self).__name__} {self.id}: {len(self.output.tokens)} tokens, {state}>"
 
+    def resume(self, values: Mapping[str, Any], arrival: Arrival) -> None:
+        """Before it is submitted: it goes on from where it left another engine, with the rows that it brings along."""
+        output = self.output
+        output.tokens += values["tokens"]
+        if output.logprobs is not None:
+            output.logprobs += logprobs_of(values)
+        output.index, output.sample = values["index"], values["sample"]
+        self._before, self._arrival = values["counts"], arrival
+        output.stats.rounds, output.stats.drafted, output.stats.accepted, output.cached_tokens = self._before
+        if self._stop is not None:
+            self._stop.find(output.tokens)
+        if output.tokens:
+            self._ends.append(len(output.tokens))
+
     def submission(self, stream: bool) -> Submission:
-        params = self.params
+        params, produced = self.params, self.output.tokens
         edit = params.edits(len(self.output.prompt_tokens), self._new_matcher)
+        extra = edit, self.prediction, self._arrival
         return (
-            self.output.prompt_tokens,
-            params.max_new_tokens,
-            self._stop_tokens,
+            [*self.output.prompt_tokens, *produced],
+            params.max_new_tokens - len(produced),
+            self.stop_tokens,
             params.temperature,
             params.top_k,
             params.top_p,
             params.min_p,
             params.seed or 0,
-            params.min_new_tokens,
+            max(params.min_new_tokens - len(produced), 0),
             self._num_logprobs,
             params.ngram_group,
             params.max_nodes,
             stream or self._stop is not None,
-            (edit, self._prediction) if edit is not None or self._prediction else None,
+            extra if any(extra) else None,
             self._new_matcher is not None,
+            self._arrival is not None,
+            params.priority,
+            params.timeout_ns,
         )
 
     def done(self) -> bool:
@@ -159,8 +181,9 @@ class BaseRequest:
         if output.logprobs is not None and logprobs is not None:
             output.logprobs += logprobs
         stats = output.stats
-        stats.rounds, stats.drafted, stats.accepted = rounds, drafted, accepted
-        output.cached_tokens = cached
+        before = self._before
+        stats.rounds, stats.drafted, stats.accepted = rounds + before[0], drafted + before[1], accepted + before[2]
+        output.cached_tokens = cached + before[3]
         if reason:
             self.status, self.error = Status(status), error
             self._end(FinishReason(reason))
@@ -246,7 +269,7 @@ class Request(BaseRequest):
         """Waits until it has ended.
 
         Returns:
-            Its output; of a cancelled one, what came until then.
+            Its output; of one that was cancelled, or out of its time, what came until then.
 
         Raises:
             TimeoutError: it goes on after `timeout` seconds.

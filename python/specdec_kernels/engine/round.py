@@ -25,7 +25,7 @@ from ..ops import (
     share_nodes,
     verify_tree,
 )
-from .drafts import Committed, Draft, DrawnFrom, Proposal, ScoredTree
+from .drafts import Committed, Draft, DrawnFrom, Needs, Proposal, ScoredTree
 from .drafts.proposal import scored_tree_of
 from .grammars import TreeMasks
 from .rings import Rings
@@ -33,8 +33,9 @@ from .state import EngineState
 
 # Rows that a product takes as long to multiply as it takes to read its weight, about.
 CHEAP_ROWS = 200
-# A request may have so many times the mean number of nodes. What one may have is drafted for all: twice the mean leaves
-# room for texts that differ, while a round of few nodes drafts few steps.
+# A request may have so many times the mean number of nodes, to leave room for texts that differ. But what one may have
+# is drafted for all, and of a model every level is a pass: where rows are few there are as many levels as the mean has
+# rows, since a deeper one costs the whole batch more than it brings those whose text is easy.
 MOST_SHARE = 2
 
 
@@ -63,9 +64,14 @@ class Drafted(NamedTuple):
     features: Tensor | None  # [M, F]
 
 
-def most_nodes(batch: int, num_rows: int, limit: int) -> int:
-    """What one request may have of a round with so many rows in all; a draft has `limit` at most."""
-    return min(MOST_SHARE * num_rows // batch, num_rows - batch + 1, limit)
+def most_nodes(batch: int, num_rows: int, needs: Needs) -> int:
+    """What one request may have drafted for a round with so many rows in all, of a draft with these needs.
+
+    Of a request alone that is more than the round has: what is left out says what a larger round would bring.
+    """
+    each, most_left = num_rows // batch, num_rows - batch + 1
+    share = each + 1 if each + 1 < needs.num_steps else MOST_SHARE * num_rows // batch
+    return min(share, needs.num_nodes, *([most_left] if most_left <= max(needs.num_steps, 1) else []))
 
 
 class Round:
@@ -79,24 +85,24 @@ class Round:
         rings: Rings,
         *,
         reserve: int,
-        accept_width: int,
-        num_nodes: int,
+        needs: Needs,
         rungs: Mapping[int, Sequence[int]],
         masks: TreeMasks | None = None,
     ) -> None:
-        """`num_nodes` is the most of a tree, `rungs` what rounds of each batch size may verify in all, rising."""
+        """`needs` are the draft's, `rungs` what rounds of each batch size may verify in all, rising."""
         self.target, self.draft, self.state, self.rings = target, draft, state, rings
-        self.reserve, self.accept_width, self.num_nodes = reserve, accept_width, num_nodes
+        self.reserve, self.needs, self.accept_width = reserve, needs, needs.accept_width
         self.masks = masks  # None: no request has a grammar
         self._drafted: Drafted | None = None
         # Of each batch size the rungs [R], the last one again where others have more, and what a request may have of
         # each at most [R]; none where there is nothing to choose.
         self._rungs: dict[int, tuple[Tensor, Tensor]] = {}
         num_rungs = max(map(len, rungs.values()))
-        share, device = 1 if draft.sampled else MOST_SHARE, state.seq_lens.device
         for batch, rows in rungs.items() if num_rungs > 1 else ():
-            each = torch.tensor([*rows, *[rows[-1]] * (num_rungs - len(rows))], dtype=torch.int32, device=device)
-            self._rungs[batch] = each, share * each // batch
+            totals = [*rows, *[rows[-1]] * (num_rungs - len(rows))]
+            limits = [self.most_nodes(batch, num_rows) for num_rows in totals]
+            each = torch.tensor([totals, limits], dtype=torch.int32, device=state.seq_lens.device)
+            self._rungs[batch] = each[0], each[1]
 
     def reset(self) -> None:
         """As if there had been none."""
@@ -153,7 +159,7 @@ class Round:
 
     def most_nodes(self, batch: int, num_rows: int) -> int:
         """What one request may have at most. Draws are no matter of scores: all requests have equally many."""
-        return num_rows // batch if self.draft.sampled else most_nodes(batch, num_rows, self.num_nodes)
+        return num_rows // batch if self.draft.sampled else most_nodes(batch, num_rows, self.needs)
 
     def run_target(self, slots: Tensor, num_rows: int) -> Drafted:
         """Draft for slots [B], and run the target over what is drafted; no device value is read on the host."""

@@ -48,7 +48,7 @@ class EngineState(SlotState):
     window_pages: Mapping[int, int]  # most pages of these
     edits: LogitEdits
     fixed_split: int | None  # of attention
-    _no_rows: Tensor  # [num_slots] of zeros
+    no_rows: Tensor  # [num_slots] of zeros
     max_kv_len: int | None  # KV rows that no slot exceeds in the round that is launched; None: outside of one
 
     @classmethod
@@ -72,7 +72,7 @@ class EngineState(SlotState):
         state = cls(*make_slot_state(num_slots, max_len, max_stop_tokens, like))
         state.window, state.window_pages = window, window_pages
         state._make_pools(num_pages, max_pages, page_size, prefix_cache)
-        state._no_rows = torch.zeros_like(state.seq_lens)
+        state.no_rows = torch.zeros_like(state.seq_lens)
         state.edits = make_logit_edits(num_slots, vocab_size, like)
         state.fixed_split = fixed_split
         state.max_kv_len = None
@@ -128,7 +128,7 @@ class EngineState(SlotState):
     def give_back(self, slots: Tensor) -> None:
         """Take back all pages of these slots."""
         for pool in (*self.window_pools.values(), self.pool):
-            free_pages(pool, self._no_rows, slots=slots, status=self.status)
+            free_pages(pool, self.no_rows, slots=slots, status=self.status)
 
     @contextmanager
     def kv_bounded(self, max_kv_len: int) -> Iterator[None]:

@@ -286,14 +286,15 @@ class Heads:
         self,
         kv_heads: int,
         *linears: Any,
-        by_head: bool = False,
+        order: Sequence[int] | None = None,
         normed: Callable[[Projection], Projection] | None = None,
     ) -> Projection:
-        """The product of queries, keys and values, from one module for each or one of all, in which those of a head may
-        stand side by side: `by_head`. `normed` makes another of one whose heads stand as the model has them."""
+        """The product of queries, keys and values, from one module for each or one of all, whose heads stand in this
+        order or in another: `order` says which of them each of ours is. `normed` makes another of one whose heads stand
+        as the model has them."""
         heads = sum(linear.out_features for linear in linears) // self.dim
-        sources = [3 * head + part for part in range(3) for head in range(kv_heads)] if by_head else range(heads)
-        places = self._places([self._order] * (heads - kv_heads) + [self._as_they_are] * kv_heads, sources)
+        orders = [self._order] * (heads - kv_heads) + [self._as_they_are] * kv_heads
+        places = self._places(orders, range(heads) if order is None else order)
         quantised = any(isinstance(linear, QuantisedLinear) for linear in linears)
         are_moved = places != list(range(heads * self.dim))
         if are_moved and normed is None and not quantised:
@@ -344,6 +345,15 @@ class Heads:
         stands at each."""
         heads = zip(range(len(orders)) if sources is None else sources, orders, strict=True)
         return [-1 if at < 0 else head * self.dim + at for head, order in heads for at in order]
+
+
+def order_of_groups(heads: int, kv_heads: int) -> list[int]:
+    """Where queries, then keys, then values stand in a product that has, for each key's head, the queries' that share
+    it, it, and its values'."""
+    group = heads // kv_heads
+    begins = range(0, heads + 2 * kv_heads, group + 2)
+    queries = [begin + i for begin in begins for i in range(group)]
+    return queries + [begin + group + part for part in range(2) for begin in begins]
 
 
 def pool_dim(head_dim: int) -> int:

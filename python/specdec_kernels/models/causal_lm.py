@@ -16,6 +16,7 @@ from .families import Decoder, Family, family_of
 from .held_model import HeldModel
 from .kv_pools import KvPools
 from .loading import config_of, drop_other_senses, load_causal_lm, place
+from .updates import write_over
 
 
 def check_supported(config: PretrainedConfig, max_len: int, name: str = "model") -> Family:
@@ -77,8 +78,9 @@ class CausalLM(HeldModel):
         if not isinstance(model, nn.Module):
             drop_other_senses(self.model)
         place(self.model, dtype, device)
-        self.decoder: Decoder = family.decoder(self.model, max_len, device)
+        self._family = family
         self.max_len = max_len
+        self.decoder: Decoder = family.decoder(self.model, max_len, device)
         self.feature_layers = tuple(feature_layers)
         self._kept_layers = sorted(set(feature_layers))
         shapes = [layer.attention.kv_shape for layer in self.decoder.layers]
@@ -88,6 +90,19 @@ class CausalLM(HeldModel):
         super()._hold(pools)
         for layer, kv in zip(self.decoder.layers, pools.layers, strict=True):
             layer.attention.kv = kv
+
+    @torch.inference_mode()
+    def refresh(self) -> None:
+        device = self.embedding.weight.device
+        write_over(self.decoder, self._family.decoder(self.model, self.max_len, device))
+
+    def _drop_parts(self) -> None:
+        super()._drop_parts()
+        del self.decoder
+
+    @torch.no_grad()
+    def _make_parts(self) -> None:
+        self.decoder = self._family.decoder(self.model, self.max_len, self._device)
 
     def forward(self, tokens: Tensor, positions: Tensor, rows: Rows) -> States:
         """A pass over tokens [B, Q], or packed ones [M], rotated at positions of that shape."""
@@ -109,7 +124,7 @@ class CausalLM(HeldModel):
         """What enters layer `last`, normalised [T, H], after the layers before it; behind all, the final norm's.
         And the states that entered the kept layers [T, len(_kept_layers), H]."""
         layers = self.decoder.layers
-        x, residual = self.decoder.embedding(tokens).flatten(0, -2), None
+        x, residual = self.decoder.embedding(tokens, positions).flatten(0, -2), None
         # The residual stream is in one place, where it is written over; and in others where a feature stays behind, for
         # which it is there before it enters that layer.
         kept = x.new_empty(len(x), len(self._kept_layers), x.shape[-1])

@@ -26,6 +26,8 @@ class Scheme(NamedTuple):
     optional: frozenset[str]  # may be there, too
     marks: str  # the tensor that only a quantised product has
     weight: Callable[[Tensors], StoredWeight]
+    kept: type[StoredWeight]  # as which they are kept
+    activations: str = "none"  # how the rows that enter them are rounded, as those of an `Fp8Weight`
 
     def products(self, names: Iterable[str]) -> set[str]:
         """The modules of a checkpoint with these tensors that are quantised."""
@@ -34,6 +36,14 @@ class Scheme(NamedTuple):
     def of_product(self, path: str) -> set[str]:
         """The names that its tensors may have, a bias apart."""
         return {f"{path}.{name}" for name in self.tensors | self.optional}
+
+
+def fitting_weight(scheme: Scheme, tensors: Tensors, what: str) -> StoredWeight:
+    """What these tensors store. ValueError, of `what` has them, where they do not fit each other."""
+    try:
+        return scheme.weight(tensors)
+    except (ValueError, RuntimeError, IndexError) as error:
+        raise ValueError(f"{what} that does not fit ({error})") from error
 
 
 class Unsupported(ValueError):
@@ -71,7 +81,9 @@ def fine_grained(config: Mapping[str, Any]) -> Scheme:
     def weight(tensors: Tensors) -> StoredWeight:
         return of_blocks(tensors["weight"], tensors["weight_scale_inv"], "group")
 
-    return Scheme(frozenset({"weight", "weight_scale_inv"}), frozenset(), "weight_scale_inv", weight)
+    return Scheme(
+        frozenset({"weight", "weight_scale_inv"}), frozenset(), "weight_scale_inv", weight, Fp8Weight, "group"
+    )
 
 
 def compressed(config: Mapping[str, Any]) -> Scheme:
@@ -114,7 +126,7 @@ def compressed(config: Mapping[str, Any]) -> Scheme:
         return Fp8Weight(expect_fp8(numbers), rows, activations, input_scale=given)
 
     needed = {"weight", "weight_scale"} | ({"input_scale"} if activations == "static" else set())
-    return Scheme(frozenset(needed), frozenset({"weight_zero_point"}), "weight_scale", weight)
+    return Scheme(frozenset(needed), frozenset({"weight_zero_point"}), "weight_scale", weight, Fp8Weight, activations)
 
 
 def packed(config: Mapping[str, Any], weights: Mapping[str, Any], inputs: object) -> Scheme:
@@ -130,7 +142,8 @@ def packed(config: Mapping[str, Any], weights: Mapping[str, Any], inputs: object
         scales = tensors["weight_scale"].float()
         return Int4Weight.of(numbers, torch.full_like(scales, 8, dtype=torch.uint8), scales)
 
-    return Scheme(frozenset({"weight_packed", "weight_scale", "weight_shape"}), frozenset(), "weight_packed", weight)
+    needed = frozenset({"weight_packed", "weight_scale", "weight_shape"})
+    return Scheme(needed, frozenset(), "weight_packed", weight, Int4Weight)
 
 
 def gptq(config: Mapping[str, Any]) -> Scheme:
@@ -145,11 +158,11 @@ def gptq(config: Mapping[str, Any]) -> Scheme:
         zeros, scales = nibbles(tensors["qzeros"]) + less, tensors["scales"].float()
         columns = tensors.get("g_idx")
         size = numbers.shape[1] // len(scales)
-        even = torch.arange(numbers.shape[1]) // max(size, 1)
+        even = torch.arange(numbers.shape[1], device=numbers.device) // max(size, 1)
         ordered = columns is None or (numbers.shape[1] % len(scales) == 0 and torch.equal(columns.int(), even.int()))
         return Int4Weight.of(numbers, zeros.t(), scales.t(), None if ordered else columns)
 
-    return Scheme(frozenset({"qweight", "qzeros", "scales"}), frozenset({"g_idx"}), "qweight", weight)
+    return Scheme(frozenset({"qweight", "qzeros", "scales"}), frozenset({"g_idx"}), "qweight", weight, Int4Weight)
 
 
 def awq(config: Mapping[str, Any]) -> Scheme:
@@ -162,7 +175,7 @@ def awq(config: Mapping[str, Any]) -> Scheme:
         numbers, zeros = (in_order(nibbles(tensors[name])) for name in ("qweight", "qzeros"))
         return Int4Weight.of(numbers.t().contiguous(), zeros.t(), tensors["scales"].t())
 
-    return Scheme(frozenset({"qweight", "qzeros", "scales"}), frozenset(), "qweight", weight)
+    return Scheme(frozenset({"qweight", "qzeros", "scales"}), frozenset(), "qweight", weight, Int4Weight)
 
 
 def of_blocks(numbers: Tensor, scales: Tensor, activations: str) -> Fp8Weight:
@@ -180,7 +193,7 @@ def expect_fp8(numbers: Tensor) -> Tensor:
 
 def nibbles(words: Tensor) -> Tensor:
     """[rows, 8 * n] uint8 of [rows, n] int32, of each the lowest four bits first."""
-    shifts = torch.arange(0, 32, 4, dtype=torch.int32)
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
     return ((words.int()[..., None] >> shifts) & 15).to(torch.uint8).flatten(1)
 
 

@@ -7,7 +7,7 @@ says what no tensor shows. Where one contradicts the other, or holds what nobody
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,8 @@ from .kv_pools import KvPools
 from .language_model import LanguageModel
 from .layers import Layer, norm_of
 from .loading import some
+from .stowing import fetch, stow
+from .updates import Update, expect_numbers, expect_tensors, write_over
 
 LAYER = re.compile(r"(?:midlayer|layers\.(\d+))\.")
 
@@ -114,8 +116,11 @@ class DraftHead(nn.Module):
     name: ClassVar[str]  # of the method, in errors
     id_map: Tensor | None
     layers: nn.ModuleList
+    fc: nn.Linear
+    _parts: Any
     embed_tokens: nn.Embedding
     pools: KvPools
+    is_given = False  # whether the parameters are the caller's
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -143,11 +148,75 @@ class DraftHead(nn.Module):
         """
         weight = target.embedding.weight
         self.to(device=weight.device, dtype=weight.dtype)
-        rotation = Rotation.of(LlamaRotaryEmbedding(self.config), target.max_len, weight.device)
-        heads = Heads(head_dim_of(self.config), rotation)
-        self._layers = [self._layer(index, module, heads) for index, module in enumerate(self.layers)]
-        shapes = [layer.attention.kv_shape for layer in self._layers]
+        self._max_len, self._vocab = target.max_len, len(weight)
+        of_target = {id(parameter) for parameter in target.model.parameters()}
+        self._of_target = {name for name, own in self._named() if id(own) in of_target}
+        self._parts = self._make_parts()
+        shapes = [layer.attention.kv_shape for layer in self._parts.layers]
         self._hold(KvPools.allocate(shapes, num_pages, page_size, weight.dtype, weight.device))
+
+    def _make_parts(self) -> Any:
+        """What `forward` computes with: `layers`, and what is around them."""
+        raise NotImplementedError
+
+    def _named(self) -> Iterable[tuple[str, nn.Parameter]]:
+        return self.named_parameters(remove_duplicate=False)
+
+    def _make_layers(self) -> list[Layer]:
+        device = self.embed_tokens.weight.device
+        rotation = Rotation.of(LlamaRotaryEmbedding(self.config), self._max_len, device)
+        heads = Heads(head_dim_of(self.config), rotation)
+        return [self._layer(index, module, heads) for index, module in enumerate(self.layers)]
+
+    def updates(self, weights: Mapping[str, Tensor], name: str) -> list[Update]:
+        """What becomes of the head's weights by these, named as checkpoints name them; as of `updates_of`."""
+        expect_tensors(weights, name)
+        given = {own_name(key): key for key in weights if not key.endswith(UNUSED) and own_name(key) != "t2d"}
+        updates, parameters = list[Update](), dict(self._named())
+        if "d2t" in given and self.id_map is not None:
+            try:
+                ids = target_ids(name, weights[given.pop("d2t")].cpu(), len(self.id_map), self._vocab)
+            except ValueError as error:
+                raise ValueError(str(error).replace(f"{name}: d2t", f"{name}['d2t']")) from None
+            updates.append(Update(self.id_map, ids))
+        expect_numbers({key: weights[key] for key in given.values()}, name)
+        for own, key in given.items():
+            if own in self._of_target:
+                raise ValueError(f"{name} has {key}, which is the target's, expected weights of the head's own")
+            if own not in parameters:
+                raise ValueError(f"{name} has {key}, unknown to {type(self).__name__}, expected tensors of the head")
+            if weights[key].shape != parameters[own].shape:
+                shapes = list(weights[key].shape), list(parameters[own].shape)
+                raise ValueError(f"{name} has {key} of shape {shapes[0]}, expected {shapes[1]}")
+            updates.append(Update(parameters[own].data, weights[key]))
+        return updates
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """Those that are the head's own to put away."""
+        own = {} if self.is_given else dict(self.named_parameters())
+        return {name: parameter for name, parameter in own.items() if name not in self._of_target}
+
+    def sleep(self, level: int) -> None:
+        """As `HeldModel.sleep`, behind the target's."""
+        self.resize_pools(0)
+        self._device = self.fc.weight.device
+        del self._parts
+        if level == 2 or self._device.type != "cpu":
+            stow(self.weights, drop=level == 2)
+
+    @torch.no_grad()
+    def wake(self, level: int, num_pages: int) -> None:
+        """As `HeldModel.wake`, behind the target's."""
+        if level == 2 or self._device.type != "cpu":
+            fetch(self.weights, self._device, dropped=level == 2)
+        self._parts = self._make_parts()
+        self.resize_pools(num_pages)
+
+    @torch.inference_mode()
+    def refresh(self) -> None:
+        """Parts that were made of weights, its own or the target's, follow them."""
+        write_over(self._parts, self._make_parts())
 
     def _layer(self, index: int, module: Any, heads: Heads) -> Layer:
         projections = module.self_attn
@@ -174,7 +243,7 @@ class DraftHead(nn.Module):
 
     def _hold(self, pools: KvPools) -> None:
         self.pools = pools
-        for layer, kv in zip(self._layers, pools.layers, strict=True):
+        for layer, kv in zip(self._parts.layers, pools.layers, strict=True):
             layer.attention.kv = kv
 
     def resize_pools(self, num_pages: int) -> None:
@@ -201,7 +270,7 @@ class DraftHead(nn.Module):
         self, normed: Tensor, state: Tensor, positions: Tensor, rows: Rows, only: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """What the norm behind the last layer takes, from what the first one does."""
-        first, *others = self._layers
+        first, *others = self._parts.layers
         x, residual = first(normed, state, positions, rows, only=None if others else only)
         for layer in others:
             normed, state = layer.enter(x, residual)
@@ -280,6 +349,7 @@ def load_head(kind: type[H], source: str | Path | H, target: LanguageModel, *, n
             by name.
     """
     head: H = copy(source) if isinstance(source, DraftHead) else load_checkpoint(kind, source, target)
+    head.is_given = isinstance(source, DraftHead)
     head.prepare(target, num_pages, page_size)
     return head
 
@@ -369,7 +439,12 @@ def head_tensors(name: str, folder: Path) -> tuple[dict[str, Tensor], str]:
         found = ", ".join(sorted(layer.rstrip(".") for layer in layers)) or "no layer"
         raise ValueError(f"{name}: {folder} has {found}, expected layers from layers.0 on, none missing")
     first = "midlayer." if "midlayer." in layers else "layers.0."
-    return {re.sub(r"^midlayer\.", "layers.0.", key): tensor for key, tensor in tensors.items()}, first
+    return {own_name(key): tensor for key, tensor in tensors.items()}, first
+
+
+def own_name(key: str) -> str:
+    """What the head calls the tensor of a checkpoint."""
+    return re.sub(r"^midlayer\.", "layers.0.", key.removeprefix("model."))
 
 
 def faults_of(head: DraftHead, tensors: Mapping[str, Tensor], shared: Mapping[str, nn.Module]) -> list[str]:

@@ -8,6 +8,7 @@ the target's state after its final norm. What comes out predicts token i+2 throu
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +19,22 @@ from .causal_lm import CausalLM
 from .checkpoint import EAGLE
 from .draft_head import DraftHead, Features, HeadLayer, HeadOutput, Parts
 from .language_model import LanguageModel
-from .layers import Embedding, product_of
+from .layers import Embedding, Layer, Product, product_of
+
+
+class EagleParts(NamedTuple):
+    embedding: Embedding
+    fc: Product
+    layers: list[Layer]
+    head: Product
 
 
 class EagleHead(DraftHead):
     """Heads differ in their `parts`, and in whether `embed_tokens` and `lm_head` are their own or the target's."""
 
     kind, name = EAGLE, "EAGLE"
+    _parts: EagleParts
+    _among: list[int] | None = None  # the target's tokens that it predicts; None: all
 
     def __init__(self, config: LlamaConfig, parts: Parts | None = None, draft_vocab: int | None = None) -> None:
         super().__init__(config)
@@ -51,12 +61,20 @@ class EagleHead(DraftHead):
             )
         self._target = target  # no module itself: its parameters stay no part of the head
         super().prepare(target, num_pages, page_size)
-        self._embedding = Embedding(self.embed_tokens.weight.detach())
-        self._fc, self._head = product_of(self.fc), product_of(self.lm_head)
+
+    def _make_parts(self) -> EagleParts:
+        head = product_of(self.lm_head)
+        return EagleParts(
+            embedding=Embedding(self.embed_tokens.weight.detach()),
+            fc=product_of(self.fc),
+            layers=self._make_layers(),
+            head=head if self._among is None else head.rows(self._among),
+        )
 
     def draft_among(self, ids: list[int]) -> None:
         """Predicts these tokens of the target alone, by a copy of their rows of `lm_head`."""
-        self._head = self._head.rows(ids)
+        self._among = ids
+        self._parts = self._parts._replace(head=self._parts.head.rows(ids))
         # A head that was given as a module shares its dict of buffers with the copy that this one is.
         id_map = torch.tensor(ids, dtype=torch.int32, device=self.embed_tokens.weight.device)
         self._buffers = self._buffers | {"id_map": id_map}
@@ -69,11 +87,11 @@ class EagleHead(DraftHead):
         self, tokens: Tensor, features: Features, positions: Tensor, rows: Rows, only: Tensor | None = None
     ) -> HeadOutput:
         each = features.table if features.rows is None else features.table[features.rows]
-        state = self._fc(torch.cat([self._embedding(tokens.flatten()), each], dim=-1))
-        norm = self._layers[0].input_norm
+        state = self._parts.fc(torch.cat([self._parts.embedding(tokens.flatten()), each], dim=-1))
+        norm = self._parts.layers[0].input_norm
         x, rest = self.pass_layers(state if norm is None else norm(state), state, positions, rows, only)
         hidden = x if rest is None else rest + x
         return HeadOutput(hidden, hidden)  # it stands for the target's normed state
 
     def logits(self, normed: Tensor) -> Tensor:
-        return self._head(normed)
+        return self._parts.head(normed)

@@ -8,7 +8,7 @@ output. What comes out predicts token i+2 over a reduced draft vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,7 @@ from ..ops import pair_rows
 from .attention import Rows
 from .checkpoint import EAGLE3
 from .draft_head import DraftHead, Features, HeadLayer, HeadOutput, Parts
-from .language_model import LanguageModel
-from .layers import norm_of, product_of
+from .layers import Layer, Norm, Product, norm_of, product_of
 
 # What a head may say of itself, in its config or in the `eagle_config` there, and what is computed here.
 COMPUTED = {
@@ -65,6 +64,18 @@ def feature_layers(config: Any, num_target_layers: int) -> tuple[int, ...]:
     return layers
 
 
+class Eagle3Parts(NamedTuple):
+    embeddings: Tensor
+    embedding_norm: Norm
+    feature_norm: Norm
+    input_norm: Norm | None
+    state_norms: list[Norm]
+    fc: Product
+    layers: list[Layer]
+    norm: Norm
+    head: Product
+
+
 class Eagle3Head(DraftHead):
     """Four entries of a config change what is computed; all are off in the paper.
 
@@ -75,6 +86,7 @@ class Eagle3Head(DraftHead):
     """
 
     kind, name = EAGLE3, "EAGLE-3"
+    _parts: Eagle3Parts
 
     def __init__(self, config: LlamaConfig, num_features: int, draft_vocab: int, parts: Parts | None = None) -> None:
         super().__init__(config)
@@ -109,40 +121,47 @@ class Eagle3Head(DraftHead):
                 raise ValueError(f"EAGLE-3 head: {tensor} is there, expected none without {name} in the config")
         return cls(config, len(feature_layers(config, num_layers)), draft_vocab, Parts.of(tensors))
 
-    def prepare(self, target: LanguageModel, num_pages: int, page_size: int) -> None:
-        super().prepare(target, num_pages, page_size)
+    def _make_parts(self) -> Eagle3Parts:
         first: Any = self.layers[0]
-        self._embeddings = self.embed_tokens.weight.detach()
-        self._embedding_norm, self._feature_norm = norm_of(first.input_layernorm), norm_of(first.hidden_norm)
-        self._input_norm = None if self.input_norm is None else norm_of(self.input_norm)
-        self._state_norms = [norm_of(norm) for norm in self.fc_norm]
-        self._fc, self._norm, self._head = product_of(self.fc), norm_of(self.norm), product_of(self.lm_head)
+        return Eagle3Parts(
+            embeddings=self.embed_tokens.weight.detach(),
+            embedding_norm=norm_of(first.input_layernorm),
+            feature_norm=norm_of(first.hidden_norm),
+            input_norm=None if self.input_norm is None else norm_of(self.input_norm),
+            state_norms=[norm_of(norm) for norm in self.fc_norm],
+            fc=product_of(self.fc),
+            layers=self._make_layers(),
+            norm=norm_of(self.norm),
+            head=product_of(self.lm_head),
+        )
 
     def join(self, features: Tensor) -> Tensor:
-        if self._input_norm is not None:
-            features = self._input_norm(features)
-        if self._state_norms:
-            states = features.chunk(len(self._state_norms), dim=-1)
-            features = torch.cat([norm(state) for norm, state in zip(self._state_norms, states, strict=True)], dim=-1)
-        return self._fc(features)
+        input_norm, state_norms = self._parts.input_norm, self._parts.state_norms
+        if input_norm is not None:
+            features = input_norm(features)
+        if state_norms:
+            states = features.chunk(len(state_norms), dim=-1)
+            features = torch.cat([norm(state) for norm, state in zip(state_norms, states, strict=True)], dim=-1)
+        return self._parts.fc(features)
 
     def forward(
         self, tokens: Tensor, features: Features, positions: Tensor, rows: Rows, only: Tensor | None = None
     ) -> HeadOutput:
+        parts = self._parts
         pairs, state = pair_rows(
-            self._embeddings,
+            parts.embeddings,
             tokens.flatten().contiguous(),
-            self._embedding_norm.weight,
+            parts.embedding_norm.weight,
             features.table,
-            self._feature_norm.weight,
-            self._norm.eps,
+            parts.feature_norm.weight,
+            parts.norm.eps,
             feature_rows=features.rows,
         )
         if self.norm_before_residual:
             state = pairs[:, self.config.hidden_size :].contiguous()
         x, residual = self.pass_layers(pairs, state, positions, rows, only)
-        normed, hidden = self._norm.added(x, residual)
+        normed, hidden = parts.norm.added(x, residual)
         return HeadOutput(normed if self.norm_output else hidden, normed)
 
     def logits(self, normed: Tensor) -> Tensor:
-        return self._head(normed)
+        return self._parts.head(normed)

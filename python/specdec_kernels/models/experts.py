@@ -7,16 +7,16 @@ each time it is replayed.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
-from ..ops import gate_rows
+from ..ops import expert_rows, gate_rows
 from .layers import FeedForward, GatedFeedForward, Product
-from .quantised import rounded
+from .quantised import FP8, GROUP, Fp8Weight, in_eight_bits, rounded, widened
 
 STRIDE_BYTES = 16  # of which `functional.grouped_mm` takes multiples
 
@@ -96,8 +96,11 @@ class Experts:
 
     def __call__(self, x: Tensor, routes: Routes) -> Tensor:
         """[T, H] of rows [T, H]: the sum of what their experts make of them, each by its share."""
-        way = {"grouped": self.grouped, "gathered": self.gathered, "all": self.all_of_them}[self.plan(x, routes)]
-        return way(rounded(x, self.activations), routes)
+        return self.ways()[self.plan(x, routes)](x, routes)
+
+    def ways(self) -> dict[str, Callable[[Tensor, Routes], Tensor]]:
+        """By their names in plans."""
+        return {"grouped": self.grouped, "gathered": self.gathered, "all": self.all_of_them}
 
     def plan(self, x: Tensor, routes: Routes) -> str:
         """Which way is taken, by shapes, dtype and GPU alone: "grouped", "gathered" or "all"."""
@@ -114,12 +117,21 @@ class Experts:
         # Of other numbers and GPUs torch looks at the offsets on the host and multiplies group by group.
         return x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device)[0] in (9, 10)
 
+    def weights_of(self, experts: Tensor | int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Gates and ups [H, 2 * inner] and downs [inner, H] of an expert, or of experts [n], for rows of a dtype."""
+        return self.gate_up[experts], self.down[experts]
+
+    def sorted(self, routes: Routes) -> tuple[Tensor, Tensor, Tensor]:
+        """The experts of all pairs of a row and an expert [T * taken] in order, the numbers of these pairs, and where
+        each expert's end [experts] int32."""
+        experts, order = routes.experts.flatten().sort()
+        numbers = torch.arange(len(self.gate_up), device=experts.device)
+        return experts, order, torch.searchsorted(experts, numbers, right=True, out_int32=True)
+
     def grouped(self, x: Tensor, routes: Routes) -> Tensor:
         taken = routes.experts.shape[1]
-        experts, order = routes.experts.flatten().sort()
-        numbers = torch.arange(len(self.gate_up), device=x.device)
-        ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)  # behind each expert's rows
-        wide = functional.grouped_mm(x[order // taken], self.gate_up, offs=ends)
+        experts, order, ends = self.sorted(routes)
+        wide = functional.grouped_mm(rounded(x, self.activations)[order // taken], self.gate_up, offs=ends)
         made = functional.grouped_mm(self._gated(wide, experts), self.down, offs=ends)
         made = made if self.down_bias is None else made + self.down_bias[experts]
         out = torch.empty_like(made)
@@ -128,17 +140,20 @@ class Experts:
 
     def gathered(self, x: Tensor, routes: Routes) -> Tensor:
         experts = routes.experts.flatten()
-        rows = x.repeat_interleave(routes.experts.shape[1], 0, output_size=len(experts))
-        wide = torch.bmm(rows[:, None], self.gate_up[experts])[:, 0]
-        made = torch.bmm(self._gated(wide, experts)[:, None], self.down[experts])[:, 0]
+        rows = rounded(x, self.activations).repeat_interleave(routes.experts.shape[1], 0, output_size=len(experts))
+        gate_up, down = self.weights_of(experts, x.dtype)
+        wide = torch.bmm(rows[:, None], gate_up)[:, 0]
+        made = torch.bmm(self._gated(wide, experts)[:, None], down)[:, 0]
         return weighted(made if self.down_bias is None else made + self.down_bias[experts], routes)
 
     def all_of_them(self, x: Tensor, routes: Routes) -> Tensor:
         shares = torch.zeros(len(x), len(self.gate_up), device=x.device).scatter_(1, routes.experts, routes.shares)
         takes = torch.zeros_like(shares, dtype=torch.bool).scatter_(1, routes.experts, True)
         total = torch.zeros_like(x, dtype=torch.float32)
+        x = rounded(x, self.activations)
         for expert in range(len(self.gate_up)):
-            made = self._gated(x @ self.gate_up[expert], expert) @ self.down[expert]
+            gate_up, down = self.weights_of(expert, x.dtype)
+            made = self._gated(x @ gate_up, expert) @ down
             made = made if self.down_bias is None else made + self.down_bias[expert]
             mine = slice(expert, expert + 1)
             # An expert may make infinities of rows that are not its own.
@@ -148,6 +163,129 @@ class Experts:
     def _gated(self, wide: Tensor, experts: Tensor | int) -> Tensor:
         gated = self.gate(wide if self.gate_up_bias is None else wide + self.gate_up_bias[experts])
         return rounded(gated, self.activations)
+
+
+@dataclass(frozen=True)
+class Fp8Experts(Experts):
+    """Experts whose weights are kept in 8 bits: `expert_rows` reads those that are taken as they are stored. Where it
+    does not multiply, as on the CPU, those that are taken are widened first, or one after the other.
+
+    Attributes:
+        gate_up, down: of float8_e4m3fn; inputs of an output stand one behind another.
+        gate_up_scales, down_scales: [experts, groups, 2 * inner] and [experts, groups, H] float32, one group of a whole
+            row or one of each 128 inputs.
+    """
+
+    gate_up_scales: Tensor = field(kw_only=True)
+    down_scales: Tensor = field(kw_only=True)
+
+    def ways(self) -> dict[str, Callable[[Tensor, Routes], Tensor]]:
+        return {"expert_rows": self.by_our_op, "gathered": self.gathered, "all": self.all_of_them}
+
+    def plan(self, x: Tensor, routes: Routes) -> str:
+        """As of experts in 16 bits, and "expert_rows"."""
+        if x.is_cuda and self.fits_our_op(x):
+            return "expert_rows"
+        return "gathered" if routes.experts.numel() <= len(self.gate_up) else "all"
+
+    def fits_our_op(self, x: Tensor) -> bool:
+        """Whether weights have scales as `expert_rows` wants them, of the groups in which rows are rounded."""
+        for weight, scales in ((self.gate_up, self.gate_up_scales), (self.down, self.down_scales)):
+            _, ins, outs = weight.shape
+            rows, groups = scales.shape[1] == 1, scales.shape[1] * GROUP == ins
+            alike = {"token": rows, "group": groups, "none": rows or groups}[self.activations]
+            if not alike or ins % GROUP or outs % 16:
+                return False
+        silu = self.gate is gate_rows and self.gate_up_bias is None
+        return silu and x.dtype in (torch.float16, torch.bfloat16)
+
+    def by_our_op(self, x: Tensor, routes: Routes) -> Tensor:
+        _, order, ends = self.sorted(routes)
+
+        def product(rows: Tensor, weight: Tensor, scales: Tensor, gated: bool) -> Tensor:
+            out = torch.empty(len(order), weight.shape[2] // (2 if gated else 1), dtype=x.dtype, device=x.device)
+            of_rows = None
+            if self.activations != "none":
+                rows, of_rows = in_eight_bits(rows, self.activations)
+            expert_rows(rows, weight.mT, order, ends, x_scales=of_rows, weight_scales=scales, gated=gated, out=out)
+            return out
+
+        inner = product(x, self.gate_up, self.gate_up_scales, True)
+        made = product(inner, self.down, self.down_scales, False)
+        return weighted(made if self.down_bias is None else made + self.down_bias[routes.experts.flatten()], routes)
+
+    def weights_of(self, experts: Tensor | int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        def wide(weight: Tensor, scales: Tensor) -> Tensor:
+            numbers = weight.mT.view(torch.uint8)[experts]  # of which torch takes rows wherever it runs
+            of_rows = scales[experts].mT.flatten(0, -2)
+            return widened(numbers.flatten(0, -2).view(FP8), of_rows, dtype).view(numbers.shape).mT
+
+        return wide(self.gate_up, self.gate_up_scales), wide(self.down, self.down_scales)
+
+
+class QuantisedExperts(nn.Module):
+    """What stands in a module of transformers where the parameters of all experts stood, and serves both our parts and
+    its own forward pass. Its numbers and scales are buffers: nobody casts them.
+
+    Args:
+        number: of experts.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+        self.activations: str | None = None
+
+    def store(self, expert: int, part: str, weight: Fp8Weight) -> None:
+        """Takes the "gate", "up" or "down" of an expert, whose activations are rounded as those of all others."""
+        assert self.activations in (None, weight.activations)
+        self.activations = weight.activations
+        name, (outs, ins) = "down" if part == "down" else "gate_up", weight.shape
+        if not hasattr(self, name):
+            all_outs = outs if part == "down" else 2 * outs
+            device = weight.numbers.device
+            numbers = torch.zeros(self.number, all_outs, ins, dtype=torch.uint8, device=device)
+            scales = torch.zeros(self.number, weight.scales.shape[1], all_outs, device=device)
+            self.register_buffer(name, numbers.view(FP8), persistent=False)
+            self.register_buffer(f"{name}_scales", scales, persistent=False)
+        begin = outs if part == "up" else 0
+        self.get_buffer(name).view(torch.uint8)[expert, begin : begin + outs] = weight.numbers.view(torch.uint8)
+        self.get_buffer(f"{name}_scales")[expert, :, begin : begin + outs] = weight.scales.t()
+
+    def places(self, expert: int, part: str) -> tuple[Tensor, Tensor] | None:
+        """Where numbers [out, in] and scales [groups, out] of a part stand; None for an expert or part that is none."""
+        if not 0 <= expert < self.number or part not in ("gate", "up", "down"):
+            return None
+        name = "down" if part == "down" else "gate_up"
+        numbers, scales = self.get_buffer(name)[expert], self.get_buffer(f"{name}_scales")[expert]
+        outs = len(numbers) if part == "down" else len(numbers) // 2
+        begin = outs if part == "up" else 0
+        return numbers[begin : begin + outs], scales[:, begin : begin + outs]
+
+    def experts(self) -> Fp8Experts:
+        """The experts' products, which share the buffers."""
+        assert self.activations is not None
+        buffers = dict(self.named_buffers(recurse=False))
+        gate_up, down = buffers["gate_up"].mT, buffers["down"].mT
+        return Fp8Experts(
+            gate_up,
+            down,
+            activations=self.activations,
+            gate_up_scales=buffers["gate_up_scales"],
+            down_scales=buffers["down_scales"],
+        )
+
+    def numel(self) -> int:
+        """Of all weights."""
+        return sum(buffer.numel() for buffer in self.buffers() if buffer.dtype == FP8)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all numbers and scales."""
+        return sum(buffer.nbytes for buffer in self.buffers())
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        return self.experts()(hidden_states, Routes(top_k_index, top_k_weights.float()))
 
 
 def weighted(made: Tensor, routes: Routes) -> Tensor:

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from .attention import Rows
 from .kv_pools import KvPools, KvScales, KvShape
 from .kv_scales import checkpoint_scales, measured_scale
+from .stowing import fetch, forget_joined, stow, weights_of
+from .updates import Skeleton, Update, updates_of
 
 MEASURED_ROWS = 256  # from which the scales of 8-bit KV are measured
 
@@ -21,6 +23,7 @@ class HeldModel:
 
     Attributes:
         model: the module.
+        is_given: whether the module is the caller's, and not loaded here.
         max_len: the longest sequence to be served.
         pools: of the attention calls of a pass, in their order.
     """
@@ -28,7 +31,10 @@ class HeldModel:
     model: Any
     max_len: int
     pools: KvPools
+    is_given: bool
     _config: Any
+    _device: torch.device
+    _skeleton: Skeleton | None = None
 
     @property
     def config(self) -> Any:
@@ -46,6 +52,44 @@ class HeldModel:
 
     def prefill(self, tokens: Tensor, positions: Tensor, rows: Rows) -> Tensor | None:
         raise NotImplementedError
+
+    def updates(self, weights: Mapping[str, Tensor], name: str) -> list[Update]:
+        """What `updates_of` says of this model's weights; `refresh` comes behind writing them."""
+        if self._skeleton is None:
+            self._skeleton = Skeleton(self.model)
+        return updates_of(self.model, self._skeleton, weights, self.pools, name)
+
+    def refresh(self) -> None:
+        """Parts that were made of weights follow them."""
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """Those that are the model's own to put away: of a module that was given, none."""
+        return {} if self.is_given else weights_of(self.model)
+
+    def sleep(self, level: int) -> None:
+        """Without pools, and with weights in host memory (1) or nowhere (2)."""
+        self.resize_pools(0)
+        self._device = self.embedding.weight.device
+        if self._puts_away(level):
+            self._drop_parts()
+            stow(self.weights, drop=level == 2)
+
+    def wake(self, level: int, num_pages: int) -> None:
+        if self._puts_away(level):
+            fetch(self.weights, self._device, dropped=level == 2)
+            self._make_parts()
+        self.resize_pools(num_pages)
+
+    def _puts_away(self, level: int) -> bool:
+        return not self.is_given and (level == 2 or self._device.type != "cpu")
+
+    def _drop_parts(self) -> None:
+        """Nothing but the module has its weights any more."""
+        forget_joined(self.model)
+
+    def _make_parts(self) -> None:
+        """What a pass computes with, from the module."""
 
     def resize_pools(self, num_pages: int) -> None:
         """Other pools, empty, with another number of pages."""
@@ -68,6 +112,7 @@ class HeldModel:
     ) -> None:
         """Hold pools of `kv_dtype`, if it is given; where it is not that of the weights, with the scales of the model's
         checkpoint, or measured ones."""
+        self.is_given = isinstance(source, nn.Module)
         device = self.embedding.weight.device
         scales = None
         if kv_dtype not in (None, dtype):

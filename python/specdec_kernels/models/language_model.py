@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,8 @@ from .attention import Rows
 from .causal_lm import CausalLM, States, check_supported
 from .families import family_of, largest
 from .kv_pools import KvPools
-from .loading import config_of
+from .loading import config_of, storage_of
+from .updates import Update
 
 IMPLEMENTATIONS = ("auto", "native", "transformers")
 
@@ -27,6 +28,7 @@ class LanguageModel(Protocol):
     """A causal language model over KV pools of its own."""
 
     model: Any  # the module of transformers
+    is_given: bool  # whether that is the caller's
     max_len: int
     pools: KvPools
     feature_layers: tuple[int, ...]
@@ -51,6 +53,22 @@ class LanguageModel(Protocol):
 
     def resize_pools(self, num_pages: int) -> None:
         """Other pools, empty, with another number of pages."""
+
+    def updates(self, weights: Mapping[str, Tensor], name: str) -> list[Update]:
+        """What becomes of its weights by these, named as its checkpoint's, which errors call `name`."""
+
+    def refresh(self) -> None:
+        """Parts that were made of weights follow them."""
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """Those that are its own to put away."""
+
+    def sleep(self, level: int) -> None:
+        """Without pools, and with weights in host memory (1) or nowhere (2)."""
+
+    def wake(self, level: int, num_pages: int) -> None:
+        """As before, with empty pools; weights that were nowhere are zeros."""
 
 
 def implementation_of(config: Any, max_len: int, implementation: str = "auto", name: str = "model") -> str:
@@ -119,3 +137,51 @@ def windows_of(config: Any, implementation: str) -> set[int | None]:
         return {None, largest(config, "sliding_window")}
     family = family_of(config)
     return {family.window(layer) for layer in range(config.num_hidden_layers)}
+
+
+class Way(NamedTuple):
+    """How the parts of a model would run, in words."""
+
+    implementation: str
+    layers: str
+    products: str
+    experts: str | None
+    windows: str
+    features: str
+    rounds: str
+
+
+def way_of(model: str | Path, name: str = "model") -> Way:
+    """What an engine would do with the model of a folder or hub id, as far as its config tells; no weights are read.
+
+    Raises:
+        ValueError: what `config_of` and `implementation_of` refuse.
+    """
+    config = config_of(model, name)
+    implementation = implementation_of(config, 2, name=name)
+    storage = storage_of(model, config)
+    limited = sorted(window for window in windows_of(config, implementation) if window is not None)
+    windows = ", ".join(f"the last {window} rows" for window in limited)
+    count = config.num_hidden_layers
+    if implementation == "native":
+        if None in windows_of(config, implementation):
+            windows = f"{windows} in some layers, all rows in others" if windows else "all rows in every layer"
+        return Way(
+            implementation,
+            "native",
+            storage.products,
+            storage.experts,
+            windows,
+            f"states that enter any of {count} layers or leave the last",
+            "captured as CUDA graphs",
+        )
+    return Way(
+        implementation,
+        "by transformers, with our attention; norms, products, gated parts, rotations and experts of ours where they "
+        "compute the same; held to its own logits when an engine is made",
+        storage.products,
+        storage.experts,
+        f"as its modules ask: {windows} or all" if windows else "as its modules ask",
+        f"by hooks on its {count} layers",
+        "captured as CUDA graphs where its code allows (Engine.not_captured says why not)",
+    )

@@ -19,11 +19,12 @@ from transformers.activations import SiLUActivation
 
 from .. import _C
 from ..ops import gate_rows, linear_rows, norm_rows
-from .quantised import QuantisedLinear, StoredWeight, stored_together
+from .quantised import GROUP, Fp8Weight, QuantisedLinear, RoundedRows, StoredWeight, stored_together
 
 if TYPE_CHECKING:
     from .attention import Attention, Rows
 
+PACK = 8  # numbers of 16 bits in 16 bytes, of which `norm_rows` rounds multiples
 SMALL_INDEX = 16  # up to which torch's embedding has a kernel of its own
 
 
@@ -31,14 +32,20 @@ class Product(NamedTuple):
     weight: Tensor | StoredWeight
     bias: Tensor | None
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor | RoundedRows) -> Tensor:
         """[..., out] from [..., in]."""
+        if isinstance(x, RoundedRows):
+            assert isinstance(self.weight, Fp8Weight)
+            return self.weight.product(x, self.bias)
         if not isinstance(self.weight, Tensor):
             return self.weight.product(x, self.bias)
         return self._rows(x) if self._is_ours(x) else functional.linear(x, self.weight, self.bias)
 
-    def gated(self, x: Tensor) -> Tensor:
+    def gated(self, x: Tensor | RoundedRows) -> Tensor:
         """silu(gate) * up [rows, out / 2] from x [rows, in], of a product that makes gate and up."""
+        if isinstance(x, RoundedRows):
+            assert isinstance(self.weight, Fp8Weight)
+            return self.weight.product(x, self.bias, gated=True)
         if not isinstance(self.weight, Tensor):
             return self.weight.product(x, self.bias, gated=True)
         if self._is_ours(x, gated=True):
@@ -139,13 +146,17 @@ def rows_of_one(parts: list[Tensor]) -> Tensor | None:
 class Embedding(NamedTuple):
     weight: Tensor  # [V, H]
     scale: float | None = None
+    places: Tensor | None = None  # [num_positions, H], of which a token's position adds one; behind the last, the last
 
-    def __call__(self, tokens: Tensor) -> Tensor:
-        """[..., H] of tokens [...]."""
+    def __call__(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """[..., H] of tokens [...] at positions [...]."""
         # What an embedding reads few rows with takes 12 us for 16, on an H200: three times as long as an index.
         few = tokens.is_cuda and tokens.numel() <= SMALL_INDEX
         rows = self.weight[tokens] if few else functional.embedding(tokens, self.weight)
-        return rows if self.scale is None else rows * self.scale
+        rows = rows if self.scale is None else rows * self.scale
+        if self.places is None or positions is None:
+            return rows
+        return rows + self.places[positions.clamp(0, len(self.places) - 1)]
 
 
 class Head(NamedTuple):
@@ -187,9 +198,9 @@ class AnyNorm(Protocol):
     def __call__(self, x: Tensor) -> Tensor:
         """[..., H] from [..., H]."""
 
-    def added(self, x: Tensor, residual: Tensor | None, to: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def added(self, x: Tensor, residual: Tensor | None, to: Tensor | None = None) -> tuple[Any, Tensor]:
         """[T, H] each: the sum of both, normalised, and the sum, which is written over the residual or where `to` says;
-        without a residual it is x itself."""
+        without a residual it is x itself. The first may be `RoundedRows`, where what reads it takes them."""
 
 
 class Norm(NamedTuple):
@@ -207,6 +218,34 @@ class Norm(NamedTuple):
     def added(self, x: Tensor, residual: Tensor | None, to: Tensor | None = None) -> tuple[Tensor, Tensor]:
         out, total = norm_rows(x, self.weight, self.eps, residual=residual, out=(None, residual if to is None else to))
         return out, total
+
+
+class RoundingNorm(NamedTuple):
+    """A root mean square norm before a product that rounds its rows: both in one launch."""
+
+    norm: Norm
+    activations: str  # as of `Fp8Weight`, "token" or "group"
+
+    @classmethod
+    def before(cls, norm: AnyNorm | None, reader: object) -> AnyNorm | None:
+        """The norm itself, unless a product whose rows are rounded is what reads it."""
+        weight = reader.weight if isinstance(reader, Product) else None
+        if not isinstance(norm, Norm) or not isinstance(weight, Fp8Weight):
+            return norm
+        if weight.activations not in ("token", "group") or weight.shape[1] % PACK:
+            return norm
+        return cls(norm, weight.activations)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.norm(x)
+
+    def added(self, x: Tensor, residual: Tensor | None, to: Tensor | None = None) -> tuple[RoundedRows, Tensor]:
+        groups = 1 if self.activations == "token" else -(-x.shape[1] // GROUP)
+        # Groups start on 16 bytes, as `linear_rows` wants them.
+        scales = torch.empty(groups, -(-len(x) // 4) * 4, dtype=torch.float32, device=x.device)[:, : len(x)]
+        out = None, residual if to is None else to
+        numbers, total = norm_rows(x, self.norm.weight, self.norm.eps, residual=residual, out=out, out_scales=scales)
+        return RoundedRows(numbers, scales, x.dtype), total
 
 
 class LayerNorm(NamedTuple):
@@ -319,7 +358,17 @@ class Layer:
     behind_attention: Behind | None = None
     behind_feed_forward: Behind | None = None
 
-    def enter(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def __post_init__(self) -> None:
+        if type(self) is not Layer:  # whose norms others may read, too
+            return
+        if getattr(self.attention, "gate", None) is None:
+            self.input_norm = RoundingNorm.before(self.input_norm, getattr(self.attention, "qkv", None))
+        if isinstance(self.feed_forward, GatedFeedForward):
+            self.middle_norm = RoundingNorm.before(self.middle_norm, self.feed_forward.gate_up)
+        elif isinstance(self.feed_forward, PlainFeedForward):
+            self.middle_norm = RoundingNorm.before(self.middle_norm, self.feed_forward.up)
+
+    def enter(self, x: Tensor, residual: Tensor | None) -> tuple[Any, Tensor]:
         """What the layer takes, from what the one before it left: their sum normalised, and the sum itself, which
         stands where the residual was, or x without one."""
         assert self.input_norm is not None

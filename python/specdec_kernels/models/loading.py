@@ -32,17 +32,19 @@ from transformers.utils.quantization_config import Mxfp4Config, QuantizationConf
 
 from .adapters import merge_adapter
 from .checkpoint import LANGUAGE_MODEL, expect_kind, load_tensors, local_folder, tensor_names
-from .checkpoint_formats import Scheme, Unsupported, scheme_of
+from .checkpoint_formats import Scheme, Unsupported, fitting_weight, scheme_of
+from .experts import QuantisedExperts
 from .kv_scales import SCALE_NAME
 from .quantised import Fp8Weight, QuantisedLinear, StoredWeight
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 PARTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
-ROUNDED = "specdec_activations"  # of a module of experts: how the rows that enter its products are rounded
-ROUNDING = (  # types whose families do it
+IN_EIGHT_BITS = (  # types whose families take experts of 8 bits, and round the rows that enter their products
     "afmoe", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe", "hunyuan_v1_moe", "mixtral", "olmoe",
     "qwen2_moe", "qwen3_moe", "qwen3_vl_moe_text",
 )  # fmt: skip
+STORED_BY = "specdec_scheme"  # of a model: how its quantised weights are stored
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # what configs call their number
 METHOD = "specdec_kernels"  # under which transformers knows how quantised weights are read
 
 # Types with more senses than text that give text alone to the model of their `text_config`, and its states to a head.
@@ -59,7 +61,12 @@ PLACEHOLDERS = tuple(f"{sense}_token_{end}" for end in ("index", "id") for sense
 # Where the classes of a model's modules are defined that our layers read the parameters of.
 KNOWN_MODULES = (
     "transformers.models.", "transformers.activations", "torch.nn.modules.", f"{QuantisedLinear.__module__}.",
+    f"{QuantisedExperts.__module__}.",
 )  # fmt: skip
+
+
+# Classes of transformers that multiply as an nn.Linear does, rounding once more between product and bias.
+PLAIN_LINEARS = ("transformers.models.falcon.modeling_falcon.FalconLinear",)
 
 
 def config_of(model: str | Path | nn.Module, name: str = "model") -> Any:
@@ -146,6 +153,33 @@ def scheme_in(values: dict[str, Any], what: str) -> Scheme | None:
                 except Unsupported as error:
                     raise ValueError(f"{what} is quantised by {method}, {error}") from None
     return None
+
+
+def keeps_experts(scheme: Scheme, model_type: str) -> bool:
+    """Whether experts stay in 8 bits; others are widened to the dtype of the model."""
+    return scheme.kept is Fp8Weight and model_type in IN_EIGHT_BITS
+
+
+class Storage(NamedTuple):
+    """As what a checkpoint's weights are kept when it is loaded, in words; what is stored in 16 bits is not counted."""
+
+    products: str
+    experts: str | None  # None: it has none
+
+
+def storage_of(model: str | Path, config: Any) -> Storage:
+    """Of a folder or hub id, whose `config_of` this is; no weights are read. ValueError as `scheme_in`."""
+    values, _ = PretrainedConfig.get_config_dict(str(model))
+    scheme, count = scheme_in(values, str(model)), next((getattr(config, n) for n in EXPERTS if hasattr(config, n)), 0)
+    products = "in the engine's dtype"
+    experts = "of MXFP4, widened to the engine's dtype" if is_widened(values) else "in the engine's dtype"
+    if scheme is not None:
+        rounded = {"none": "", "token": ", rows rounded each", "group": ", rows rounded by groups of 128"}
+        how = rounded.get(scheme.activations, ", rows rounded by the checkpoint's scales")
+        kept = f"in 8 bits{how}" if scheme.kept is Fp8Weight else "in 4 bits"
+        products = f"kept {kept}"
+        experts = products if keeps_experts(scheme, config.model_type) else "widened to the engine's dtype"
+    return Storage(products, f"{count}, {experts}" if count else None)
 
 
 def is_widened(values: dict[str, Any]) -> bool:
@@ -249,6 +283,7 @@ def from_folder(source: str | Path, dtype: torch.dtype, name: str) -> Any:
     known = known_as(theirs, model)
     if scheme is not None:
         filled = fill(model, folder, scheme, products, theirs, f"{name}: {source}")
+        setattr(model, STORED_BY, scheme)
     faults = []
     if missing := sorted(set(info["missing_keys"]) - filled):
         faults.append(f"lacks {some(missing)}")
@@ -329,8 +364,8 @@ if METHOD not in AUTO_QUANTIZER_MAPPING:
 
 
 def fill(model: Any, folder: Path, scheme: Scheme, products: set[str], tensors: set[str], what: str) -> set[str]:
-    """Puts weights where quantised products stand, and widens those of experts. The names of parameters that it wrote,
-    and of tensors that say nothing.
+    """Puts weights where quantised products and experts of 8 bits stand, and widens those of other experts. The names
+    of parameters that it wrote or replaced, and of tensors that say nothing.
 
     Raises:
         ValueError: a product that is none of the model's, or one that is read as a plain weight elsewhere; tensors that
@@ -343,6 +378,7 @@ def fill(model: Any, folder: Path, scheme: Scheme, products: set[str], tensors: 
     loaded = load_tensors(folder, (tensors | of_products).__contains__)
     modules = dict(model.named_modules())
     written: dict[str, set[tuple[int, str]]] = {}
+    kept: dict[str, QuantisedExperts] = {}  # by the modules in whose places they stand
     filled: set[str] = set()
     # Early GPTQ wrote a bias of zeros for products that have none.
     biases = {name for name in of_products & loaded.keys() if not loaded[name].any()}
@@ -357,10 +393,7 @@ def fill(model: Any, folder: Path, scheme: Scheme, products: set[str], tensors: 
             raise ValueError(f"{what} has a quantised {path}, expected one of float32, float16 or bfloat16")
         if missing := sorted(scheme.tensors - given.keys()):
             raise ValueError(f"{what} lacks {path}.{missing[0]}, expected every tensor of the model and no other")
-        try:
-            weight = scheme.weight(given)
-        except (ValueError, RuntimeError, IndexError) as error:
-            raise ValueError(f"{what} has a quantised {path} that does not fit ({error})") from error
+        weight = fitting_weight(scheme, given, f"{what} has a quantised {path}")
         if isinstance(linear, QuantisedLinear):
             expected = [linear.out_features, linear.in_features]
         else:
@@ -374,9 +407,13 @@ def fill(model: Any, folder: Path, scheme: Scheme, products: set[str], tensors: 
                 filled |= {f"{path}.bias", own[f"{path}.bias"]}
         else:
             assert expert is not None
-            widen(expert, weight, text_config(model.config).model_type, f"{what} has a quantised {path}")
+            in_eight_bits = keeps_experts(scheme, text_config(model.config).model_type)
+            put(expert, weight, kept if in_eight_bits else None, f"{what} has a quantised {path}")
             written.setdefault(expert.path, set()).add((expert.number, expert.part))
-    return filled | whole_experts(written, modules, what)
+    filled |= whole_experts(written, modules, what)
+    for path, experts in kept.items():
+        model.set_submodule(path, experts)
+    return filled
 
 
 class Expert(NamedTuple):
@@ -405,18 +442,23 @@ def expert_of(path: str, modules: dict[str, Any]) -> Expert | None:
     return Expert(match[1], module, number, part, rows)
 
 
-def widen(expert: Expert, weight: StoredWeight, model_type: str, what: str) -> None:
-    """Writes what is stored for the expert as numbers of its parameter's dtype.
+def put(expert: Expert, weight: StoredWeight, kept: dict[str, QuantisedExperts] | None, what: str) -> None:
+    """Stores what an expert has in 8 bits with that of the others of its module; where none is kept so, writes numbers
+    of the module's parameter.
 
     Raises:
         ValueError: activations are rounded in a way that experts cannot be given.
     """
     activations = weight.activations if isinstance(weight, Fp8Weight) else "none"
-    known = activations == "none" or (activations in ("token", "group") and model_type in ROUNDING)
-    if not known or getattr(expert.module, ROUNDED, activations) != activations:
+    others = None if kept is None else kept.setdefault(expert.path, QuantisedExperts(len(expert.module.down_proj)))
+    known = ("none",) if others is None else ("none", "token", "group")
+    if activations not in known or (others is not None and others.activations not in (None, activations)):
         raise ValueError(f"{what} whose activations are rounded ({activations}), expected those of all experts alike")
-    setattr(expert.module, ROUNDED, activations)
-    expert.rows.copy_(weight.dequantised())
+    if others is None:
+        expert.rows.copy_(weight.dequantised())
+    else:
+        assert isinstance(weight, Fp8Weight)
+        others.store(expert.number, expert.part, weight)
 
 
 def whole_experts(written: dict[str, set[tuple[int, str]]], modules: dict[str, Any], what: str) -> set[str]:
@@ -442,7 +484,7 @@ def check_modules(model: nn.Module, name: str = "model", packages: tuple[str, ..
     for path, module in model.named_modules():
         kind = type(module)
         full = f"{kind.__module__}.{kind.__name__}"
-        is_plain = kind in (nn.Linear, NonDynamicallyQuantizableLinear)
+        is_plain = kind in (nn.Linear, NonDynamicallyQuantizableLinear) or full in PLAIN_LINEARS
         if (isinstance(module, nn.Linear) and not is_plain) or (path and not full.startswith(known)):
             is_product = isinstance(module, nn.Linear) or path.endswith(("_proj", "lm_head"))
             expected = "a plain torch.nn.Linear" if is_product else "a module of transformers"

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,23 @@ LARGEST = torch.finfo(FP8).max
 GROUP = 128  # numbers of a row that share a scale, and rows and columns of a block of a weight
 WORDS = 256  # columns of 4 bits that are ordered together
 KERNEL_ERROR = 2e-2  # of a kernel's results, which are bfloat16, against the definition's
+
+
+class RoundedRows(NamedTuple):
+    """Rows in 8 bits, which stand for rows of a dtype in products that would round these."""
+
+    numbers: Tensor  # [T, in] float8_e4m3fn
+    scales: Tensor  # [1, T] or [groups, T] float32
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, x: Tensor, activations: str, input_scale: Tensor | None = None) -> RoundedRows:
+        """Of rows [..., in], as `Fp8Weight.activations` says."""
+        return cls(*in_eight_bits(x.reshape(-1, x.shape[-1]), activations, input_scale), x.dtype)
+
+    def widened(self) -> Tensor:
+        """[T, in] of the dtype."""
+        return (self.numbers.float() * spread(self.scales.t(), self.numbers.shape[1])).to(self.dtype)
 
 
 class StoredWeight(ABC):
@@ -96,46 +113,58 @@ class Fp8Weight(StoredWeight):
     def _widened(self, dtype: torch.dtype) -> Tensor:
         return widened(self.numbers, self.scales, dtype)
 
-    def product(self, x: Tensor, bias: Tensor | None = None, gated: bool = False) -> Tensor:
-        if not self._is_ours(x, gated):
+    def product(self, x: Tensor | RoundedRows, bias: Tensor | None = None, gated: bool = False) -> Tensor:
+        if self.activations == "none":
+            assert isinstance(x, Tensor)
             return super().product(x, bias, gated)
-        rows, scales = in_eight_bits(x.reshape(-1, x.shape[-1]), self.activations, self.input_scale)
-        out = torch.empty(len(rows), self.shape[0] // 2 if gated else self.shape[0], dtype=x.dtype, device=x.device)
-        of_weight = self.scales.t()
-        linear_rows(rows, self.numbers, bias, x_scales=scales, weight_scales=of_weight, gated=gated, out=out)
-        return out.view(*x.shape[:-1], -1)
+        shape = x.numbers.shape if isinstance(x, RoundedRows) else x.shape
+        rows = x if isinstance(x, RoundedRows) else RoundedRows.of(x, self.activations, self.input_scale)
+        if self._is_ours(rows, gated):
+            outs, device = self.shape[0] // 2 if gated else self.shape[0], rows.numbers.device
+            out = torch.empty(len(rows.numbers), outs, dtype=rows.dtype, device=device)
+            numbers, of_weight = rows.numbers, self.scales.t()
+            linear_rows(
+                numbers, self.numbers, bias, x_scales=rows.scales, weight_scales=of_weight, gated=gated, out=out
+            )
+        else:
+            out = self._multiplied(rows)
+            out = out if bias is None else out + bias
+            out = gate_rows(out) if gated else out
+        return out.view(*shape[:-1], -1)
 
     def multiplied(self, x: Tensor) -> Tensor:
         if self.activations == "none":
             return functional.linear(x, self._widened(x.dtype))
-        numbers, scales = in_eight_bits(x.reshape(-1, x.shape[-1]), self.activations, self.input_scale)
-        kernel = self.torch_kernel(x)
+        return self._multiplied(RoundedRows.of(x, self.activations, self.input_scale)).view(*x.shape[:-1], -1)
+
+    def _multiplied(self, rows: RoundedRows) -> Tensor:
+        kernel = self.torch_kernel(rows.numbers, rows.dtype)
         if kernel is None:
-            rows = numbers.float() * spread(scales.t(), x.shape[-1])
-            out = functional.linear(rows.to(x.dtype), self._widened(x.dtype))
-        else:
-            out = kernel(numbers, scales, self.numbers, self.scales)
-        return out.view(*x.shape[:-1], -1)
+            return functional.linear(rows.widened(), self._widened(rows.dtype))
+        return kernel(rows.numbers, rows.scales, self.numbers, self.scales)
 
     def plan(self, x: Tensor) -> str:
-        kernel = self.torch_kernel(x)
-        return "linear_rows" if self._is_ours(x, False) else "widened" if kernel is None else kernel.__name__
+        if self.activations == "none":
+            return "widened"
+        rows = RoundedRows.of(x, self.activations, self.input_scale)
+        kernel = self.torch_kernel(x, x.dtype)
+        return "linear_rows" if self._is_ours(rows, False) else "widened" if kernel is None else kernel.__name__
 
-    def _is_ours(self, x: Tensor, gated: bool) -> bool:
+    def _is_ours(self, rows: RoundedRows, gated: bool) -> bool:
         """Whether `linear_rows` multiplies: few rows, on Hopper, by a weight whose groups are those of the rows."""
         groups, aligned = self.scales.shape[1], self.scales.data_ptr() % 16 == 0
         rounds_alike = groups == 1 if self.activations in ("token", "static") else groups * GROUP == self.shape[1]
-        if self.activations == "none" or not (rounds_alike and aligned and self.scales.stride(0) == 1):
+        if not (rounds_alike and aligned and self.scales.stride(0) == 1) or rows.dtype == torch.float32:
             return False
-        return _C.linear_rows_plan(x, self.numbers, gated) != "library"
+        return _C.linear_rows_plan(rows.numbers, self.numbers, gated) != "library"
 
     @property
     def nbytes(self) -> int:
         return self.numbers.nbytes + self.scales.nbytes
 
-    def torch_kernel(self, x: Tensor) -> Kernel | None:
-        """A kernel of torch for rows such as x, which this GPU and this torch have."""
-        if not x.is_cuda or x.dtype != torch.bfloat16 or any(size % 16 for size in self.shape):
+    def torch_kernel(self, x: Tensor, dtype: torch.dtype) -> Kernel | None:
+        """A kernel of torch for rows of a dtype where x is, which this GPU and this torch have."""
+        if not x.is_cuda or dtype != torch.bfloat16 or any(size % 16 for size in self.shape):
             return None
         if self.scales.shape[1] == 1 and self.activations in ("token", "static"):
             return trusted(scaled_by_rows, x.device.index)
@@ -148,7 +177,7 @@ class Fp8Weight(StoredWeight):
 
     def __post_init__(self) -> None:
         if self.numbers.is_cuda:  # kernels are tried here, not where a graph is captured
-            self.torch_kernel(torch.empty(0, dtype=torch.bfloat16, device=self.numbers.device))
+            self.torch_kernel(self.numbers, torch.bfloat16)
 
     def joined(self, other: StoredWeight) -> StoredWeight | None:
         if not isinstance(other, Fp8Weight) or other.activations != self.activations:
@@ -295,6 +324,10 @@ class SeveralWeights(StoredWeight):
 def stored_together(linears: Sequence[nn.Linear | QuantisedLinear]) -> StoredWeight:
     """One weight of the linears', of which one at least is stored in fewer bits: those that all fit become one, whose
     rows the modules have from then on."""
+    of_all = getattr(linears[0], "whole", None)
+    if of_all is not None and all(getattr(linear, "whole", None) is of_all for linear in linears):
+        stored: StoredWeight = of_all[0]
+        return stored  # of another engine on the same modules, or of this one before
     weights = [linear.weight if isinstance(linear, QuantisedLinear) else linear.weight.detach() for linear in linears]
     whole, *others = weights
     for weight in others:
@@ -308,6 +341,9 @@ def stored_together(linears: Sequence[nn.Linear | QuantisedLinear]) -> StoredWei
         assert isinstance(linear, QuantisedLinear)
         linear.store(whole.rows(begin, begin + weight.shape[0]))
         begin += weight.shape[0]
+    of_all = (whole,)
+    for linear in linears:
+        linear.whole = of_all
     return whole
 
 
@@ -328,10 +364,7 @@ def in_eight_bits(x: Tensor, activations: str, input_scale: Tensor | None = None
 
 def rounded(x: Tensor, activations: str) -> Tensor:
     """Rows [T, in] as a product with rounded activations sees them, in their own dtype."""
-    if activations == "none":
-        return x
-    numbers, scales = in_eight_bits(x, activations)
-    return (numbers.float() * spread(scales.t(), x.shape[1])).to(x.dtype)
+    return x if activations == "none" else RoundedRows.of(x, activations).widened()
 
 
 # --- kernels of torch
@@ -402,11 +435,12 @@ class QuantisedLinear(nn.Module):
         self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
         self._kind: type[Any] | None = None
         self._options: dict[str, Any] = {}
+        self.whole: tuple[StoredWeight] | None = None  # of which the weight is a part, with others
 
     def store(self, weight: StoredWeight) -> None:
         """Takes a weight, in place of the one it had."""
         assert isinstance(weight, self.kinds)
-        self._kind, self._options = type(weight), {}
+        self._kind, self._options, self.whole = type(weight), {}, None
         for field in fields(weight):
             value = getattr(weight, field.name)
             if isinstance(value, Tensor):

@@ -3,7 +3,7 @@
 The module's own code computes everything but attention. It reads position ids and knows no cache; where it calls an
 attention function, ours writes the keys and values to the layer's pages and attends over them. Which rows a layer sees
 (all, a sliding window, a chunk) it says by the mask that it asks for: ours is a marker without a mask's size, and what
-was asked for is learnt once, by a probe.
+was asked for is learnt once, by a probe. Parts of ours stand in for what is theirs alike (`stand_ins`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -24,13 +25,14 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.utils.generic import ModelOutput
 
-from ..ops import write_kv
+from ..ops import rotate_qkv, write_kv
 from .attention import Rows, attended, constant_len, pool_dim
 from .causal_lm import States
 from .families import HEAD_DIMS, check_length
 from .held_model import HeldModel
 from .kv_pools import KvPools, KvShape, LayerKv
 from .loading import config_of, load_causal_lm, place
+from .stand_ins import EXPERTS, StandIns, is_rotation_of_halves, route_rotations
 
 NAME = "specdec_tree"  # of our attention, among transformers'
 PROBED_TOKENS = 3
@@ -63,6 +65,7 @@ class Call(NamedTuple):
     k_dim: int
     v_dim: int
     seen: Seen
+    is_rotated: bool  # what comes just before it is a rotation that `rotate_qkv` does as well
 
     @property
     def head_dim(self) -> int:
@@ -96,6 +99,10 @@ class Attends(Protocol):
 
     def mask(self, options: dict[str, Any]) -> Tensor: ...
 
+    def rotate(
+        self, own: Callable[..., Any], q: Tensor, k: Tensor, *arguments: Any, **named: Any
+    ) -> tuple[Tensor, Tensor]: ...
+
 
 _running: ContextVar[Attends] = ContextVar("specdec_tree")
 
@@ -118,6 +125,10 @@ def attention_function(
 
 def mask_function(**options: Any) -> Tensor:
     return _running.get().mask(options)
+
+
+def rotation_function(own: Callable[..., Any], q: Tensor, k: Tensor, *arguments: Any, **named: Any) -> Any:
+    return _running.get().rotate(own, q, k, *arguments, **named)
 
 
 AttentionInterface.register(NAME, attention_function)
@@ -153,13 +164,25 @@ class Probe:
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
-        self._seen: dict[int, Seen] = {}
+        self._seen: dict[int, Seen | Refused] = {}
         self._masks: list[Tensor] = []
+        self._rotated: list[tuple[Tensor, Tensor] | None] = []  # since the last call; None: in a way of its own
+
+    def rotate(
+        self, own: Callable[..., Any], q: Tensor, k: Tensor, *arguments: Any, **named: Any
+    ) -> tuple[Tensor, Tensor]:
+        out: tuple[Tensor, Tensor] = own(q, k, *arguments, **named)
+        self._rotated.append(out if is_rotation_of_halves(q, k, out, arguments, named) else None)
+        return out
 
     def mask(self, options: dict[str, Any]) -> Tensor:
         marker = marker_like(options["device"], options["dtype"])
         self._masks.append(marker)  # whose storage stays its own
-        self._seen[marker.untyped_storage().data_ptr()] = seen_by(options["mask_function"], options.get("local_size"))
+        try:
+            seen: Seen | Refused = seen_by(options["mask_function"], options.get("local_size"))
+        except Refused as refused:  # by a layer that uses it: some models make masks of windows that none has
+            seen = refused
+        self._seen[marker.untyped_storage().data_ptr()] = seen
         return marker
 
     def attend(
@@ -174,11 +197,18 @@ class Probe:
         if mask is None:
             size = options.get("sliding_window")
             seen = Seen("window", size) if size else Seen("all")
-        elif (place := mask.untyped_storage().data_ptr()) in self._seen:
-            seen = self._seen[place]
-        else:
+        elif (found := self._seen.get(mask.untyped_storage().data_ptr())) is None:
             raise Refused(f"makes attention masks of its own ({kind})")
-        self.calls.append(Call(module, q.shape[1], k.shape[1], k.shape[3], v.shape[3], seen))
+        elif isinstance(found, Refused):
+            raise found
+        else:
+            seen = found
+        # Nothing happens to the rotated ones in between.
+        is_rotated = [out is not None and out[0] is q and out[1] is k for out in self._rotated] == [True]
+        self._rotated.clear()
+        call = Call(module, q.shape[1], k.shape[1], k.shape[3], v.shape[3], seen, False)
+        fits = not call.is_gathered and call.k_dim == call.v_dim == call.head_dim
+        self.calls.append(call._replace(is_rotated=is_rotated and fits))
         return q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
 
 
@@ -193,9 +223,24 @@ class Pass:
     def __init__(self, calls: Sequence[Call], kv: Sequence[LayerKv], marker: Tensor, shape: torch.Size, rows: Rows):
         self._calls, self._kv, self._marker, self._shape, self._rows = calls, kv, marker, shape, rows
         self._next = 0
+        self._angles: tuple[Tensor, Tensor] | None = None  # cosines and sines, as they were given
+        self._table, self._places = marker, marker  # of these: what `rotate_qkv` reads, and where
 
     def mask(self, options: dict[str, Any]) -> Tensor:
         return self._marker
+
+    def rotate(
+        self, own: Callable[..., Any], q: Tensor, k: Tensor, *arguments: Any, **named: Any
+    ) -> tuple[Tensor, Tensor]:
+        if self._next == len(self._calls) or not self._calls[self._next].is_rotated:
+            out: tuple[Tensor, Tensor] = own(q, k, *arguments, **named)
+            return out
+        cosines, sines = arguments
+        if self._angles is None or self._angles[0] is not cosines or self._angles[1] is not sines:
+            self._angles, half = (cosines, sines), q.shape[-1] // 2
+            self._table = torch.cat([cosines[0, :, :half], sines[0, :, :half]], -1).float()
+            self._places = torch.arange(len(self._table), dtype=torch.int32, device=q.device).view(self._shape)
+        return q, k  # which `rotate_qkv` will rotate
 
     def attend(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict[str, Any]
@@ -207,14 +252,49 @@ class Pass:
         scale = options.get("scaling") or k.shape[3] ** -0.5
         sink, soft_cap = options.get("s_aux"), options.get("softcap")
 
+        queries = (
+            self._rotated_and_written(q, k, v, kv) if call.is_rotated else self._written(q, k, v, kv, call.head_dim)
+        )
+        if call.is_gathered:
+            out = gathered_attention(queries, call.seen, kv, rows, scale, soft_cap, sink)
+        else:
+            sinks = None if sink is None else sink.float()
+            out = attended(queries, kv, rows, scale=scale, window=call.window, soft_cap=soft_cap, sinks=sinks)
+        return out.flatten(0, -3)[None, ..., : call.v_dim].to(q.dtype).contiguous()
+
+    def _rotated_and_written(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKv) -> Tensor:
+        """The queries [*shape, heads, head_dim], rotated, of q [1, heads, T, D]; the others' rows are in the pool."""
+        rows = self._rows
+        heads = torch.cat([x[0].transpose(0, 1) for x in (q, k, v)], 1).to(self._marker.dtype)
+        queries: Tensor = rotate_qkv(
+            heads.view(*self._shape, *heads.shape[1:]),
+            self._table,
+            self._places,
+            kv.k,
+            kv.v,
+            rows.table_of(kv),
+            rows.prefix_lens,
+            row_offset=rows.row_offset,
+            slots=rows.slots,
+            num_valid=rows.num_valid,
+            cu_seqlens_q=rows.cu_seqlens_q,
+            k_scale=kv.scales.k,
+            v_scale=kv.scales.v,
+            status=rows.status,
+        )
+        return queries
+
+    def _written(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKv, head_dim: int) -> Tensor:
+        """The queries [*shape, heads, head_dim] of q [1, heads, T, D]; the others' rows are in the pool."""
+        rows = self._rows
+
         def laid_out(x: Tensor) -> Tensor:
             """[*shape, heads, head_dim] of x [1, heads, T, D]."""
             x = x[0].transpose(0, 1).to(self._marker.dtype)
-            if x.shape[2] < call.head_dim:  # to pad by nothing would be a copy
-                x = functional.pad(x, (0, call.head_dim - x.shape[2]))
+            if x.shape[2] < head_dim:  # to pad by nothing would be a copy
+                x = functional.pad(x, (0, head_dim - x.shape[2]))
             return x.reshape(*self._shape, *x.shape[1:])
 
-        queries = laid_out(q)
         write_kv(
             laid_out(k),
             laid_out(v),
@@ -230,12 +310,7 @@ class Pass:
             v_scale=kv.scales.v,
             status=rows.status,
         )
-        if call.is_gathered:
-            out = gathered_attention(queries, call.seen, kv, rows, scale, soft_cap, sink)
-        else:
-            sinks = None if sink is None else sink.float()
-            out = attended(queries, kv, rows, scale=scale, window=call.window, soft_cap=soft_cap, sinks=sinks)
-        return out.flatten(0, -3)[None, ..., : call.v_dim].to(q.dtype).contiguous()
+        return laid_out(q)
 
 
 def gathered_attention(
@@ -339,6 +414,7 @@ class TransformersLM(HeldModel):
 
     Attributes:
         calls: the attention calls of a pass.
+        stand_ins: how many modules of each kind ours stand in for.
 
     Raises:
         ValueError: a model whose attention does not go through transformers' interface, or that carries more from token
@@ -390,14 +466,19 @@ class TransformersLM(HeldModel):
         """The body, which makes hidden states, and what comes behind it, learnt from one pass."""
         whole = shared_copy(self.model)
         whole.set_attn_implementation(NAME)
+        whole.set_experts_implementation(EXPERTS)
+        route_rotations(whole, rotation_function)
         check_serial_state(whole, self._config)
         freeze_rotations(whole, self._config, max_len)
         outputs: dict[str, Any] = {}
-        hooks = [
-            module.register_forward_hook(lambda _, __, output, path=path: outputs.update({path: output}))
-            for path, module in whole.named_modules()
-            if path
-        ]
+        widths: dict[nn.Module, int] = {}
+
+        def note(path: str, module: nn.Module, given: tuple[Any, ...], output: Any) -> None:
+            outputs[path] = output
+            if given and isinstance(given[0], Tensor) and given[0].is_floating_point():
+                widths[module] = given[0].shape[-1]
+
+        hooks = [module.register_forward_hook(partial(note, path)) for path, module in whole.named_modules() if path]
         probe = Probe()
         tokens = torch.zeros(1, PROBED_TOKENS, dtype=torch.long, device=self.device)
         arguments = self._arguments(tokens, torch.arange(PROBED_TOKENS, device=self.device)[None])
@@ -415,6 +496,7 @@ class TransformersLM(HeldModel):
         if not probe.calls:
             raise Refused("does not use the attention interface")
         self.calls = probe.calls
+        check_convolutions(whole, self.calls)
         attended = {path for path, module in whole.named_modules() for call in self.calls if module is call.module}
         bodies = [
             path
@@ -426,6 +508,10 @@ class TransformersLM(HeldModel):
             raise Refused("has no body with hidden states")
         path = min(bodies, key=len)
         self._body = whole.get_submodule(path)
+        self._parts = StandIns(whole, widths)
+        self.stand_ins = self._parts.counts
+        if rotated := sum(call.is_rotated for call in self.calls):
+            self.stand_ins["rotations"] = rotated
         if "position_ids" not in accepted(self._body, arguments):
             raise Refused("takes no position_ids")
         self._behind = copy.copy(whole)
@@ -478,6 +564,17 @@ class TransformersLM(HeldModel):
     def _hold(self, pools: KvPools) -> None:
         super()._hold(pools)
         self._kv = pools.layers
+
+    @torch.inference_mode()
+    def refresh(self) -> None:
+        self._parts.refresh()
+
+    def _drop_parts(self) -> None:
+        super()._drop_parts()
+        self._parts.drop()
+
+    def _make_parts(self) -> None:
+        self._parts.make()
 
     def forward(self, tokens: Tensor, positions: Tensor, rows: Rows) -> States:
         """A pass over tokens [B, Q], or packed ones [M], at positions of that shape, as one sequence of all rows."""
@@ -535,11 +632,16 @@ def check_serial_state(model: nn.Module, config: Any) -> None:
     for kind in dict.fromkeys(getattr(config, "layer_types", None) or ()):
         if any(word in kind for word in serial):
             raise Refused(f"has layers of {kind}, whose state goes from token to token")
-    layers = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    for layer in layers:
-        for module in layer.modules():
-            if isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1 and module.groups > 1:
-                raise Refused("has convolutions over tokens, whose state goes from token to token")
+
+
+def check_convolutions(model: nn.Module, calls: Sequence[Call]) -> None:
+    """Refused for layers with convolutions over tokens beside the attention of these calls."""
+    attends = {call.module for call in calls}
+    for layers in model.modules():
+        if isinstance(layers, nn.ModuleList) and not attends.isdisjoint(layers.modules()):
+            for module in layers.modules():
+                if isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1 and module.groups > 1:
+                    raise Refused("has convolutions over tokens, whose state goes from token to token")
 
 
 def freeze_rotations(model: nn.Module, config: Any, max_len: int) -> None:

@@ -243,3 +243,29 @@ def extend_rows(
         if slot >= 0 and count > 0:
             kept_slots[b] = slot
     return ExtendRows(out_tokens, positions, node_rows, last_rows, kept_slots)
+
+
+def keep_rows(
+    tokens: Tensor,
+    path: Tensor,
+    num_valid: Tensor,
+    num_kept: Tensor,
+    kept_tokens: Tensor,
+    features: Tensor | None = None,
+    kept_features: Tensor | None = None,
+    slots: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+) -> None:
+    """One accepted row after the other, each at its place in the ring, whatever stood there."""
+    for b, slot in enumerate(slot_list(slots, len(num_kept), len(tokens))):
+        nodes = None
+        if features is not None:
+            nodes = features[b] if cu_seqlens_q is None else features[int(cu_seqlens_q[b]) : int(cu_seqlens_q[b + 1])]
+        if slot < 0 or (nodes is not None and len(nodes) == 0):
+            continue
+        for j in range(min(int(num_valid[b]), tokens.shape[1])):
+            at = int(num_kept[slot]) % kept_tokens.shape[1]
+            kept_tokens[slot, at] = max(int(tokens[b, j]), 0)
+            if nodes is not None and kept_features is not None:
+                kept_features[slot, at] = nodes[min(max(int(path[b, j]), 0), len(nodes) - 1)]
+            num_kept[slot] += 1

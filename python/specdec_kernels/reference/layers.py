@@ -100,6 +100,29 @@ def linear_rows(
     return gate_rows(out) if gated else out
 
 
+def expert_rows(
+    x: Tensor,
+    weight: Tensor,
+    order: Tensor,
+    ends: Tensor,
+    *,
+    weight_scales: Tensor,
+    x_scales: Tensor | None = None,
+    gated: bool = False,
+) -> Tensor:
+    """Pair by pair, in float64; NaN where nobody multiplies."""
+    x = x.double() if x_scales is None else x.double() * spread(x_scales, x.shape[1])
+    out = x.new_full((len(order), weight.shape[1] // 2 if gated else weight.shape[1]), torch.nan)
+    begin = 0
+    for expert, end in enumerate(ends.tolist()):
+        for pair in order[begin:end].tolist():
+            wide = weight[expert].double() * spread(weight_scales[expert], x.shape[1])
+            product = wide @ x[pair * len(x) // len(order)]
+            out[pair] = gate_rows(product[None])[0] if gated else product
+        begin = end
+    return out
+
+
 def round_rows(x: Tensor, *, group_size: int | None = None, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """In float32, which the op's numbers are exact in."""
     wide = x.float()

@@ -116,8 +116,8 @@ class Answer:
         """Server-sent events: what came, choice by choice, and in the end how much it was."""
         begun: set[int] = set()
         head: dict[str, Any] = self._head | ({"object": "chat.completion.chunk"} if self._is_chat else {})
-        if self.asked.include_usage:
-            head["usage"] = None
+        known = as_json(head)[1:-1]  # of every event
+        usage: dict[str, Any] = {"usage": None} if self.asked.include_usage else {}
         async for new in self._pieces():
             index = new.index * self.asked.params.n + new.sample
             for part in self._parts(self._choices[index], new):
@@ -125,10 +125,10 @@ class Answer:
                     begun.add(index)
                     part["delta"] = {"role": "assistant", "content": "", **part["delta"]}
                 if self.asked.usage_each_time:
-                    head["usage"] = self.usage
-                yield event(head | {"choices": [{"index": index, **part}]})
+                    usage = {"usage": self.usage}
+                yield event({"choices": [{"index": index, **part}], **usage}, known)
         if self.asked.include_usage:
-            yield event(head | {"choices": [], "usage": self.usage})
+            yield event({"choices": [], "usage": self.usage}, known)
         yield DONE
 
     async def _pieces(self) -> AsyncIterator[NewTokens]:
@@ -140,6 +140,10 @@ class Answer:
                     self._on_first()
                 if new.finish_reason == FinishReason.CANCELLED:
                     raise RequestError("the request was cancelled, expected to be sent again", status=503)
+                if new.finish_reason == FinishReason.TIMEOUT:
+                    seconds = self.asked.params.timeout
+                    message = f"timeout is {seconds}, expected more seconds: the request was not done after them"
+                    raise RequestError(message, "timeout", status=504, code="timeout")
                 self._num_tokens += len(new.tokens)
                 yield new
         except GenerationError as error:
@@ -194,20 +198,19 @@ class Answer:
     def usage(self) -> dict[str, Any]:
         """Tokens, those that end a text among them; a prompt counts once, whatever its number of choices."""
         outputs = [request.output for request in self.requests]
-        prompt = sum(len(output.prompt_tokens) for output in outputs[:: self.asked.params.n])
+        of_prompts = outputs[:: self.asked.params.n]
+        prompt = sum(len(output.prompt_tokens) for output in of_prompts)
+        cached = sum(output.cached_tokens for output in of_prompts)
         completion = self._num_tokens
         accepted = sum(output.stats.accepted for output in outputs)
         usage = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-        details: dict[str, Any] = {
+        return usage | {
             "completion_tokens_details": {
                 "accepted_prediction_tokens": accepted,
                 "rejected_prediction_tokens": sum(output.stats.drafted for output in outputs) - accepted,
-            }
+            },
+            "prompt_tokens_details": {"cached_tokens": cached},
         }
-        cached = [getattr(output, "cached_tokens", None) for output in outputs[:: self.asked.params.n]]
-        if None not in cached:
-            details["prompt_tokens_details"] = {"cached_tokens": sum(count or 0 for count in cached)}
-        return usage | details
 
     def _logprobs(
         self, choice: Choice, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] | None
@@ -243,5 +246,10 @@ def finite(logprob: float) -> float:
     return max(logprob, -9999.0)
 
 
-def event(value: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+as_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
+def event(value: dict[str, Any], known: str = "") -> bytes:
+    """A server-sent event: an object, which begins with members that are `known` as JSON."""
+    text = as_json(value)
+    return f"data: {{{known},{text[1:]}\n\n".encode() if known else f"data: {text}\n\n".encode()

@@ -96,6 +96,8 @@ SAMPLING: dict[str, tuple[str, Kind]] = {
     "stop_token_ids": ("stop_token_ids", TOKENS),
     "ignore_eos": ("ignore_eos", BOOLEAN),
     "min_tokens": ("min_new_tokens", INTEGER),
+    "priority": ("priority", INTEGER),
+    "timeout": ("timeout", NUMBER),
     "speculation": ("speculation", SPECULATION),
     "presence_penalty": ("presence_penalty", NUMBER),
     "frequency_penalty": ("frequency_penalty", NUMBER),
@@ -226,9 +228,9 @@ def read_sampling(
     if "logit_bias" in values:
         values["logit_bias"] = read_bias(values["logit_bias"])
     values["logprobs"] = None if num_top < 0 else num_top
+    if (schema := read_format(body)) is not None:
+        values["json_schema"], names["json_schema"] = schema, "response_format"
     if conversation is not None:
-        if (schema := read_format(body)) is not None:
-            values["json_schema"], names["json_schema"] = schema, "response_format"
         if conversation.must_call:
             if schema is not None:
                 raise RequestError(

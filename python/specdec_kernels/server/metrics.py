@@ -95,10 +95,17 @@ class Metrics(Collector):
             family.add_metric(self._label, value)
             return family
 
-        scheduler = self._engine._scheduler
+        scheduler, stats = self._engine._scheduler, self._engine.stats()
         yield gauge("vllm:num_requests_running", "Requests with a slot", scheduler.num_running)
         yield gauge("vllm:num_requests_waiting", "Requests that wait for one", scheduler.num_waiting)
+        pages = self._engine.config.num_pages
+        free = scheduler.num_free_pages_estimate + scheduler.num_cached_pages - scheduler.num_shared_pages
+        yield gauge("vllm:kv_cache_usage_perc", "Share of the pages that requests need, 1 is all", 1 - free / pages)
+        yield gauge("specdec:cached_pages", "Pages in the prefix cache", scheduler.num_cached_pages)
         yield counter("vllm:prompt_tokens", "Tokens of prompts", counts["prompt_tokens"])
+        yield counter("vllm:prefix_cache_queries", "Tokens looked for in the prefix cache", counts["prompt_tokens"])
+        yield counter("vllm:prefix_cache_hits", "Tokens found there, and not prefilled", counts["cached_tokens"])
+        yield counter("vllm:num_preemptions", "Requests that gave their slot back for a while", stats.retractions)
         yield counter("vllm:generation_tokens", "Tokens generated", counts["tokens"])
         ends = CounterMetricFamily(
             "vllm:request_success", "Requests that ended, by how", labels=["model_name", "finished_reason"]
@@ -119,7 +126,6 @@ class Metrics(Collector):
             per_position.add_metric([*self._label, str(position)], reached)
         yield per_position
         yield gauge("sglang:spec_accept_length", "Mean tokens of a round", self.totals.accept_length)
-        stats = self._engine.stats()
         for field in fields(stats):
             value = getattr(stats, field.name)
             if isinstance(value, int | float):
@@ -132,6 +138,7 @@ def counts_of(requests: Iterable[AsyncRequest]) -> Counter[str]:
         output, stats = request.output, request.output.stats
         if output.finish_reason != FinishReason.ERROR or output.tokens:
             counts["prompt_tokens"] += len(output.prompt_tokens)
+            counts["cached_tokens"] += output.cached_tokens
         counts["tokens"] += len(output.tokens)
         counts["rounds"] += stats.rounds
         counts["drafted"] += stats.drafted

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...models.kv_pools import KvPools
 from ...models.language_model import LanguageModel
+from ...models.updates import Update
 from ..kv_bounds import AttentionCall
 from ..prefill import Prefill
 from ..state import EngineState
@@ -32,6 +33,8 @@ class Needs:
         attention: the attention of `propose` and `extend`, of which captured rounds are chosen. What is not named here
             is right all the same, but its kernels may be those for longer KV.
         rest_rows: rounds that a slot's draft can rest before it has to catch up (`rest`); 0: it does not rest.
+        num_steps: levels of its deepest tree, where each is a pass of a model: rounds of few rows for each request ask
+            for trees of as many levels at most. 0: depth costs nothing.
     """
 
     num_nodes: int
@@ -41,6 +44,7 @@ class Needs:
     kv_numbers: int = 0
     attention: tuple[AttentionCall, ...] = ()
     rest_rows: int = 0
+    num_steps: int = 0
 
 
 @dataclass(frozen=True)
@@ -187,6 +191,38 @@ class Draft:
     def resize_pools(self, num_pages: int) -> None:
         """Make `pools` anew, empty, with another number of pages."""
 
+    def updates(self, weights: Mapping[str, Tensor], name: str) -> list[Update]:
+        """What becomes of the draft's weights by these, named as its checkpoint's, which errors call `name`. Changes
+        nothing yet.
+
+        Raises:
+            TypeError, ValueError: what is no weight of this draft, or none that can take its place.
+        """
+        raise ValueError(f"{name} is given, expected None for {type(self).__name__}, which has no weights")
+
+    def refresh(self) -> None:
+        """Weights have changed at their places, the target's or the draft's: what was made of them follows. No request
+        has a slot."""
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """Those that `sleep` puts away; those of modules that its user gave are not among them."""
+        return {}
+
+    @property
+    def is_given(self) -> bool:
+        """Whether it has weights that are its user's."""
+        return False
+
+    def sleep(self, level: int) -> None:
+        """Give back the memory of pools, and of weights: level 1, what host memory can keep for the time; level 2, all.
+        No request has a slot."""
+        self.resize_pools(0)
+
+    def wake(self, level: int, num_pages: int) -> None:
+        """Be as before `sleep`, with empty pools; weights that were given back are zeros."""
+        self.resize_pools(num_pages)
+
     def begin(self, slot: int, request: DraftRequest) -> None:
         """The slot now belongs to this request."""
 
@@ -221,6 +257,15 @@ class Draft:
         """Be for slots [B] as if no round had been one of rest. Comes before the first `propose` that asks for
         candidates, and at the latest after `Needs.rest_rows` rounds of rest of a slot that wants drafts.
         """
+
+    def save(self, slot: int) -> dict[str, Tensor]:
+        """What it keeps of a slot between two rounds, beside rows of its pools: views of tensors whose shapes are those
+        of any slot. For a request that goes to another engine, behind `catch_up`."""
+        return {}
+
+    def restore(self, slot: int, kept: Mapping[str, Tensor]) -> None:
+        """In place of `prefill` and `activate`: the slot, behind `begin`, goes on from what `save` gave elsewhere. Rows
+        of its pools are there."""
 
     def release(self, slot: int) -> None:
         """The slot's request is gone."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,6 +24,7 @@ from ...models.eagle import EagleHead
 from ...models.eagle3 import Eagle3Head, feature_layers
 from ...models.kv_pools import KvPools
 from ...models.loading import model_name
+from ...models.updates import Update
 from ...ops import ExtendRows
 from ..prefill import Prefill
 from .base import DraftContext, Needs
@@ -65,6 +67,9 @@ class HeadDraft(ModelDraft):
         if self.sampled:
             self.keep_logits(self.module.logits(self.last_hidden[:1]))
 
+    def save(self, slot: int) -> dict[str, Tensor]:
+        return super().save(slot) | {"last_hidden": self.last_hidden[slot]}
+
     def load(self, context: DraftContext) -> DraftHead:
         sizes = {"num_pages": context.num_pages, "page_size": context.page_size}
         module: DraftHead = load_head(self.kind, self.head, context.target, **sizes)
@@ -76,6 +81,26 @@ class HeadDraft(ModelDraft):
 
     def resize_pools(self, num_pages: int) -> None:
         self.module.resize_pools(num_pages)
+
+    def updates(self, weights: Mapping[str, Tensor], name: str) -> list[Update]:
+        return self.module.updates(weights, name)
+
+    def refresh(self) -> None:
+        self.module.refresh()
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        return self.module.weights
+
+    @property
+    def is_given(self) -> bool:
+        return self.module.is_given
+
+    def sleep(self, level: int) -> None:
+        self.module.sleep(level)
+
+    def wake(self, level: int, num_pages: int) -> None:
+        self.module.wake(level, num_pages)
 
     def start(self, slots: Tensor, k: int) -> Features:
         return Features(self.last_hidden, slots[:, None].expand(-1, k).flatten().contiguous())

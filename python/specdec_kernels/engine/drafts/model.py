@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from ...ops import (
     expand_root,
     expand_tree,
     extend_rows,
+    keep_rows,
     learn_calibration,
     make_calibration,
     sample_draft,
@@ -32,6 +34,7 @@ TILE_ROWS = 64  # of a draft step: a tile of `linear_rows`, for which they take 
 # Rounds that a slot may rest. Each needs room for a row of features; catching up with more rows at once costs less a
 # row as long as reading the weights is most of it.
 REST_ROWS = 16
+MOST_NODES = 48  # of a tree, unless the caller says how many
 SEED_OF_ROUND = -0x61C8864680B583EB  # odd, 2^64 over the golden ratio: far from what seeds differ by
 
 
@@ -80,7 +83,7 @@ class ModelDraft(Draft):
         """Most nodes of a tree."""
         if self.num_nodes is not None:
             return self.num_nodes
-        return self.num_steps + 1 if self.topk == 1 else 48
+        return self.num_steps + 1 if self.topk == 1 else MOST_NODES
 
     def needs_of_model(
         self, config: Any, num_layers: int, *, feature_layers: tuple[int, ...] = (), follows_kv_dtype: bool = False
@@ -97,6 +100,7 @@ class ModelDraft(Draft):
                 AttentionCall.of(config, width, follows_kv_dtype, num_layers),
             ),
             rest_rows=REST_ROWS,
+            num_steps=self.num_steps,
         )
 
     def open(self, context: DraftContext) -> None:
@@ -228,9 +232,19 @@ class ModelDraft(Draft):
 
     def extend(self, slots: Tensor, committed: Committed, proposal: Proposal, features: Tensor | None) -> None:
         self.learn(committed)
-        extend = self._committed_rows(slots, committed)
+        accepted, num_valid, num_nodes, cu_seqlens, _ = committed
+        extend = extend_rows(
+            accepted.tokens,
+            accepted.path,
+            num_valid,
+            self.state.prefix_lens,
+            num_nodes,
+            slots=slots,
+            cu_seqlens_q=cu_seqlens,
+            position_offset=self.position_offset,
+        )
         before = self._draft_lens(self.state.prefix_lens)
-        rows = self.state.rows(slots, before, tail_len=extend.tokens.shape[1], num_valid=committed.num_valid)
+        rows = self.state.rows(slots, before, tail_len=extend.tokens.shape[1], num_valid=num_valid)
         # Gathered before anything is computed: S rows instead of N. Padded rows repeat a real one, and are written
         # nowhere.
         self.follow(extend, None if features is None else features[extend.node_rows.flatten()], rows)
@@ -238,13 +252,18 @@ class ModelDraft(Draft):
     def rest(self, slots: Tensor, committed: Committed, proposal: Proposal, features: Tensor | None) -> None:
         if not self.context.catches_up:
             return
-        extend = self._committed_rows(slots, committed)
-        at = extend.kept_slots, self.num_kept[extend.kept_slots] % REST_ROWS
-        self.kept_tokens[at] = extend.tokens[:, 0]
-        if self.kept_features is not None:
-            assert features is not None
-            self.kept_features[at] = features[extend.node_rows[:, 0]]
-        self.num_kept.index_add_(0, extend.kept_slots, committed.num_valid)
+        accepted, num_valid, _, cu_seqlens, _ = committed
+        keep_rows(
+            accepted.tokens,
+            accepted.path,
+            num_valid,
+            self.num_kept,
+            self.kept_tokens,
+            features=features,
+            kept_features=self.kept_features,
+            slots=slots,
+            cu_seqlens_q=cu_seqlens,
+        )
 
     def catch_up(self, slots: Tensor) -> None:
         num_kept = self.num_kept.clamp(max=REST_ROWS)
@@ -268,18 +287,14 @@ class ModelDraft(Draft):
         self.follow(extend, features, of_slots)
         self.num_kept[slots] = torch.zeros_like(counts)  # no number of the host: rounds are captured
 
-    def _committed_rows(self, slots: Tensor, committed: Committed) -> ExtendRows:
-        accepted, num_valid, num_nodes, cu_seqlens, _ = committed
-        return extend_rows(
-            accepted.tokens,
-            accepted.path,
-            num_valid,
-            self.state.prefix_lens,
-            num_nodes,
-            slots=slots,
-            cu_seqlens_q=cu_seqlens,
-            position_offset=self.position_offset,
-        )
+    def save(self, slot: int) -> dict[str, Tensor]:
+        if self.sampled:
+            return {"root_logits": self.root_logits[slot]}
+        return {"child_ids": self.child_ids[slot], "child_logprobs": self.child_logprobs[slot]}
+
+    def restore(self, slot: int, kept: Mapping[str, Tensor]) -> None:
+        for name, tensor in self.save(slot).items():
+            tensor.copy_(kept[name])
 
     def _draft_lens(self, lens: Tensor) -> Tensor:
         """Rows of the draft for as many of the target's."""

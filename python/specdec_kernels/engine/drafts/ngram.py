@@ -58,9 +58,14 @@ class Ngram(Draft):
             max_len=2 * context.max_len + self.num_nodes,  # of a request, and a prediction before it
             device=context.device,
         )
-        for file in self.corpus:
-            tokens = file_tokens(file, context)
-            self.index.insert(torch.tensor(tokens, dtype=torch.int32, device=context.device))
+        self._corpus = [torch.tensor(file_tokens(file, context), dtype=torch.int32) for file in self.corpus]
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Forgets all text but the corpus."""
+        self.index.clear()
+        for tokens in self._corpus:
+            self.index.insert(tokens.to(self.context.device))
 
     def begin(self, slot: int, request: DraftRequest) -> None:
         self.index.begin(slot, group=request.group, request=request.id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -58,6 +59,7 @@ class Union(Draft):
             kv_numbers=first.kv_numbers + second.kv_numbers,
             attention=first.attention + second.attention,
             rest_rows=min(filter(None, (first.rest_rows, second.rest_rows)), default=0),
+            num_steps=max(first.num_steps, second.num_steps),
         )
 
     def expect_closed(self) -> None:
@@ -91,6 +93,14 @@ class Union(Draft):
     def resize_pools(self, num_pages: int) -> None:
         self.first.resize_pools(num_pages)
         self.second.resize_pools(num_pages)
+
+    def sleep(self, level: int) -> None:
+        self.first.sleep(level)
+        self.second.sleep(level)
+
+    def wake(self, level: int, num_pages: int) -> None:
+        self.first.wake(level, num_pages)
+        self.second.wake(level, num_pages)
 
     def begin(self, slot: int, request: DraftRequest) -> None:
         self.first.begin(slot, request)
@@ -136,6 +146,14 @@ class Union(Draft):
     def catch_up(self, slots: Tensor) -> None:
         self.first.catch_up(slots)
         self.second.catch_up(slots)
+
+    def save(self, slot: int) -> dict[str, Tensor]:
+        both = (("first", self.first), ("second", self.second))
+        return {f"{name}.{key}": tensor for name, draft in both for key, tensor in draft.save(slot).items()}
+
+    def restore(self, slot: int, kept: Mapping[str, Tensor]) -> None:
+        for name, draft in (("first.", self.first), ("second.", self.second)):
+            draft.restore(slot, {key.removeprefix(name): kept[key] for key in kept if key.startswith(name)})
 
     def _states(self, features: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """What each draft asked for, of states that stand side by side."""

@@ -23,6 +23,7 @@ from .cohere import Cohere, Cohere2
 from .dots1 import Dots1
 from .ernie4_5_moe import Ernie45Moe
 from .exaone4 import Exaone4, ExaoneMoe
+from .falcon import Falcon
 from .flex_olmo import FlexOlmo
 from .gemma import Gemma
 from .gemma2 import Gemma2, VaultGemma
@@ -31,6 +32,7 @@ from .glm import Glm, Glm4
 from .glm4_moe import Glm4Moe, SolarOpen
 from .gpt_neox import GptNeoX
 from .gpt_oss import GptOss
+from .gptj import CodeGen, GptJ, GptNeo
 from .granite import Granite, HyperClovaX
 from .granite_moe import GraniteMoe, GraniteMoeShared
 from .helium import Ernie45, Helium, InternLM3, IQuestCoder, SeedOss
@@ -59,6 +61,7 @@ __all__ = [
     "Afmoe",
     "Apertus",
     "Arcee",
+    "CodeGen",
     "Cohere",
     "Cohere2",
     "Cwm",
@@ -68,6 +71,7 @@ __all__ = [
     "Ernie45Moe",
     "Exaone4",
     "ExaoneMoe",
+    "Falcon",
     "Family",
     "FlexOlmo",
     "Gemma",
@@ -76,6 +80,8 @@ __all__ = [
     "Glm",
     "Glm4",
     "Glm4Moe",
+    "GptJ",
+    "GptNeo",
     "GptNeoX",
     "GptOss",
     "Granite",

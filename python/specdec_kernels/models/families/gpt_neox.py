@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..attention import Attention, Heads
+from ..attention import Attention, Heads, order_of_groups
 from ..layers import FeedForward, Layer, LayerNorm, ParallelLayer, PlainFeedForward, layer_norm_of, product_of
 from .base import register
 from .llama import Llama
@@ -31,7 +31,7 @@ class GptNeoX(Llama):
     def attention(self, index: int, module: Any, heads: Heads) -> Attention:
         kv_heads = self.config.num_attention_heads
         return Attention(
-            qkv=heads.qkv(kv_heads, module.query_key_value, by_head=True),
+            qkv=heads.qkv(kv_heads, module.query_key_value, order=order_of_groups(kv_heads, kv_heads)),
             out=heads.out(module.dense),
             rotations=heads.rotations,
             kv_heads=kv_heads,

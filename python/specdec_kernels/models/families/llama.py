@@ -29,20 +29,26 @@ class Llama(Family):
     interleaved: ClassVar[bool] = False  # whether the pairs that are rotated are neighbours
     out_name: ClassVar[str] = "o_proj"  # of the product behind attention
     last_norm_name: ClassVar[str] = "norm"
+    layers_name: ClassVar[str] = "layers"
 
     def decoder(self, model: Any, max_len: int, device: torch.device) -> Decoder:
         body = model.get_decoder()
         # One with more senses than text takes the product alone, whatever its language model would do to logits.
         head = self.head(model.lm_head) if body is model.base_model else Head(product_of(model.lm_head))
-        kinds = [self.rotation(index) for index in range(len(body.layers))]
-        heads = {kind: self.heads(body.rotary_emb, kind, max_len, device) for kind in dict.fromkeys(kinds)}
-        layers = zip(body.layers, kinds, strict=True)
+        modules = getattr(body, self.layers_name)
+        kinds = [self.rotation(index) for index in range(len(modules))]
+        heads = {kind: self.heads(self.rotary(body), kind, max_len, device) for kind in dict.fromkeys(kinds)}
+        layers = zip(modules, kinds, strict=True)
         return Decoder(
             embedding=self.embedding(body.get_input_embeddings()),
             layers=[self.layer(index, module, heads[kind]) for index, (module, kind) in enumerate(layers)],
             norm=self.norm(getattr(body, self.last_norm_name)),
             head=head,
         )
+
+    def rotary(self, body: Any) -> Any:
+        """What has the angles of the body's rotations."""
+        return body.rotary_emb
 
     def heads(self, rotary: Any, kind: str | None, max_len: int, device: torch.device) -> Heads:
         """Of the layers whose rotation is of this kind."""

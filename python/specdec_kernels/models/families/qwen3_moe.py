@@ -5,9 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..experts import ExpertFeedForward, Experts, Router, SoftmaxRouter
+from ..experts import ExpertFeedForward, Experts, QuantisedExperts, Router, SoftmaxRouter
 from ..layers import FeedForward, Product
-from ..loading import ROUNDED
 from .base import register, window_of
 from .llama import gated
 from .qwen3 import Qwen3
@@ -41,9 +40,10 @@ class Mellum(Qwen3Moe):
 
 
 def experts_of(module: Any) -> Experts:
-    """Of a module whose parameters are [experts, out, in], gates before ups."""
-    activations = getattr(module, ROUNDED, "none")
-    return Experts(module.gate_up_proj.detach().mT, module.down_proj.detach().mT, activations=activations)
+    """Of a module whose parameters are [experts, out, in], gates before ups, or of one that keeps them in 8 bits."""
+    if isinstance(module, QuantisedExperts):
+        return module.experts()
+    return Experts(module.gate_up_proj.detach().mT, module.down_proj.detach().mT)
 
 
 def softmax_router(module: Any, normalised: bool) -> Router:

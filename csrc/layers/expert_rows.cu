@@ -1,0 +1,318 @@
+// expert_rows by mma.sync: experts that no row takes are not read, the others once for every few rows that take them.
+//
+// Work is items: a tile of 16 rows of an expert's weight for some of its pairs. How many there are only the device
+// knows; each block counts them and walks those that are its own, so that neighbours read what lies together. A block's
+// warps share the length in slices of 128 bytes of each of 16 rows, which every warp copies into a ring of its own
+// (cp.async) and for which it waits alone; at the end of an item they add up. The ring runs on into the next item.
+// Reads an expert's weight once, and its rows of x once for each tile, mostly from caches: the floor is the touched
+// weights over the bandwidth.
+//
+// Numbers of 8 bits become 16-bit ones in registers, exactly so, whose products the tensor cores sum up in float32;
+// each slice's sum is scaled. m16n8k16, rows of the weight as its rows and rows of x as its columns. Which numbers
+// along a row stand together in a step is free as long as both operands agree: a thread's sixteen of four steps are
+// neighbours, so that 16-byte reads serve both.
+#include <algorithm>
+
+#include "core/copy_async.cuh"
+#include "core/mma.cuh"
+#include "core/warp.cuh"
+#include "layers/expert_rows.h"
+#include "layers/gate_rows.h"
+
+namespace specdec::layers {
+namespace {
+
+constexpr int kWarps = 4, kThreads = kWarps * kWarp;
+template <int kTiles>
+constexpr int kBlocks = kTiles > 1 ? 3 : 4;  // of a multiprocessor
+constexpr int kTile = 16;                    // rows of the weight
+constexpr int kSlice = 128;
+constexpr int kSliceBytes = kTile * kSlice;
+constexpr int kDepth = 6;  // of a warp's ring, in slices
+constexpr int kSteps = 4;  // of mma, for a thread's sixteen numbers
+
+template <class X>
+constexpr bool kIsFloat8 = std::is_same_v<X, Float8>;
+
+// What a thread has of 64 numbers of a row: sixteen neighbours.
+template <class X>
+struct Sixteen {
+  static constexpr int kPacks = 16 * sizeof(X) / 16;
+  uint4 packs[kPacks];
+};
+
+// Four numbers of 8 bits as pairs of T.
+template <class T>
+__device__ __forceinline__ void widen(uint32_t word, uint32_t& low, uint32_t& high) {
+  const auto widened = [](uint32_t two) {
+    const __half2_raw raw = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(two), __NV_E4M3);
+    if constexpr (std::is_same_v<T, Half>) {
+      return static_cast<uint32_t>(raw.x) | static_cast<uint32_t>(raw.y) << 16;
+    } else {
+      const float2 both = __half22float2(__half2(raw));
+      const __nv_bfloat162_raw out = __float22bfloat162_rn(both);
+      return static_cast<uint32_t>(out.x) | static_cast<uint32_t>(out.y) << 16;
+    }
+  };
+  low = widened(word & 0xffff);
+  high = widened(word >> 16);
+}
+
+__device__ __forceinline__ uint32_t word_of(const uint4& pack, int i) {
+  return i == 0 ? pack.x : i == 1 ? pack.y : i == 2 ? pack.z : pack.w;
+}
+
+// A tile of an expert's weight, and the places in `order` of the pairs that it is multiplied for.
+struct Item {
+  int64_t expert, first;
+  int tile, count;
+};
+
+// The items of a call, by all experts' numbers of chunks of pairs.
+class Items {
+ public:
+  // By all threads of a block, which meet here.
+  __device__ Items(const ExpertRowsParams& p, int columns, int* chunk_ends) : p_(p), columns_(columns) {
+    __shared__ int of_warps[kWarps];
+    chunk_ends_ = chunk_ends;
+    const int experts = static_cast<int>(p.experts), each = (experts + kThreads - 1) / kThreads;
+    const int from = min(static_cast<int>(threadIdx.x) * each, experts), to = min(from + each, experts);
+    int mine = 0;
+    for (int e = from; e < to; ++e) mine += chunks_of(e);
+    int before = sum_up_to_lane(mine);
+    if (lane_id() == kWarp - 1) of_warps[warp_id()] = before;
+    __syncthreads();
+    for (int w = 0; w < warp_id(); ++w) before += of_warps[w];
+    before -= mine;
+    for (int e = from; e < to; ++e) chunk_ends[e] = before += chunks_of(e);
+    __syncthreads();
+    tiles_ = static_cast<int>(p.weight_rows() / kTile);
+    count_ = int64_t{chunk_ends[experts - 1]} * tiles_;
+  }
+
+  __device__ int64_t count() const { return count_; }
+  __device__ Item at(int64_t i) const {
+    const int chunk = static_cast<int>(i / tiles_);
+    int expert = 0;  // the first whose chunks end behind this one
+    for (int above = static_cast<int>(p_.experts); expert < above;) {
+      const int middle = (expert + above) / 2;
+      chunk_ends_[middle] > chunk ? above = middle : expert = middle + 1;
+    }
+    const int of_expert = chunk - (expert > 0 ? chunk_ends_[expert - 1] : 0);
+    const int64_t first = p_.begin(expert) + int64_t{of_expert} * columns_;
+    return {expert, first, static_cast<int>(i % tiles_),
+            static_cast<int>(min(p_.begin(expert + 1) - first, int64_t{columns_}))};
+  }
+
+ private:
+  __device__ int chunks_of(int expert) const {
+    const int64_t pairs = p_.begin(expert + 1) - p_.begin(expert);
+    return pairs > 0 ? static_cast<int>((pairs + columns_ - 1) / columns_) : 0;
+  }
+
+  const ExpertRowsParams& p_;
+  const int columns_;
+  const int* chunk_ends_;
+  int tiles_;
+  int64_t count_;
+};
+
+// The rows of an expert's weight that are a tile's: eight from one place on and eight from another.
+struct TileRows {
+  int64_t top, bottom;
+
+  __device__ TileRows(const ExpertRowsParams& p, const Item& item) {
+    const int64_t expert = item.expert * p.weight_rows();
+    top = expert + int64_t{item.tile} * (p.gated ? kTile / 2 : kTile);
+    bottom = top + (p.gated ? p.outs : kTile / 2);
+  }
+};
+
+// A warp's slices of the weight on their way, those of one item behind those of the one before.
+class Ring {
+ public:
+  __device__ Ring(const ExpertRowsParams& p, const Items& items, unsigned char* stages)
+      : p_(p), items_(items), stages_(stages), item_(blockIdx.x) {
+    begin_item();
+  }
+
+  // Sixteen bytes each of row lane / 8 and every fourth, whose halves change places in odd rows: so the rows that are
+  // read together meet in no bank. Behind the last item there is nothing to copy, and yet something to wait for.
+  __device__ void fetch(int stage) {
+    if (at_ < p_.in) {
+      const int lane = lane_id();
+      unsigned char* const to = stages_ + stage * kSliceBytes;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int row = i * 4 + lane / 8;
+        copy_async(to + row * kSlice + ((lane % 8) ^ (row % 2 * 4)) * 16,
+                   (i < 2 ? top_ : bottom_) + i % 2 * 4 * p_.in + at_);
+      }
+      at_ += kWarps * kSlice;
+      if (at_ >= p_.in) {
+        item_ += gridDim.x;
+        begin_item();
+      }
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  }
+
+ private:
+  __device__ void begin_item() {
+    at_ = p_.in;
+    if (item_ >= items_.count()) return;
+    const TileRows rows(p_, items_.at(item_));
+    const int lane = lane_id();
+    const auto* const weight = reinterpret_cast<const unsigned char*>(p_.weight) + lane % 8 * 16;
+    top_ = weight + (rows.top + lane / 8) * p_.in;
+    bottom_ = weight + (rows.bottom + lane / 8) * p_.in;
+    at_ = int64_t{warp_id()} * kSlice;
+  }
+
+  const ExpertRowsParams& p_;
+  const Items& items_;
+  unsigned char* const stages_;
+  int64_t item_, at_;  // where the next slice begins, along the length
+  const unsigned char *top_, *bottom_;
+};
+
+// X: of x; T: of out; kTiles: of 8 rows of x that an item has at most.
+template <class X, class T, int kTiles>
+__global__ void __launch_bounds__(kThreads, kBlocks<kTiles>) expert_rows_kernel(ExpertRowsParams p) {
+  using Number = std::conditional_t<kIsFloat8<X>, Half, X>;  // that is multiplied
+  constexpr int kColumns = kTiles * 8;
+  extern __shared__ __align__(128) unsigned char rings[];
+  __shared__ int chunk_ends[kMaxExperts];
+  __shared__ float sums[kWarps][kColumns][kTile + 4];
+  begin_kernel();
+  const int lane = lane_id(), warp = warp_id(), taken = static_cast<int>(p.pairs / p.rows);
+  const Items items(p, kColumns, chunk_ends);
+  unsigned char* const stages = rings + warp * kDepth * kSliceBytes;
+  Ring ring(p, items, stages);
+#pragma unroll 1
+  for (int stage = 0; stage < kDepth - 1; ++stage) ring.fetch(stage);
+
+  int stage = 0;
+  for (int64_t i = blockIdx.x; i < items.count(); i += gridDim.x) {
+    const Item item = items.at(i);
+    const TileRows rows(p, item);
+    const int tiles = (item.count + 7) / 8;
+    // Rows beyond the last are read as the last, and not written.
+    int x_rows[kTiles];
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n)
+      x_rows[n] = static_cast<int>(p.pair(item.first + min(n * 8 + lane / 4, item.count - 1))) / taken;
+    float sum[kTiles][4] = {};
+#pragma unroll 1
+    for (int64_t at = int64_t{warp} * kSlice; at < p.in; at += kWarps * kSlice) {
+      // All that is not in the ring is on its way before that is waited for.
+      const int64_t group = p.groups > 1 ? at / kSlice : 0;
+      const float* const of_weight =
+          p.weight_scales + group * p.weight_rows() + (p.groups - 1) * item.expert * p.weight_rows() + lane / 4;
+      const float low_scale = of_weight[rows.top], high_scale = of_weight[rows.bottom];
+      float of_x[kTiles][2];
+      Sixteen<X> x[kTiles][2];
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n) {
+        if (n >= tiles) break;
+        const X* const from = static_cast<const X*>(p.x) + x_rows[n] * p.x_stride + at + lane % 4 * 16;
+#pragma unroll
+        for (int u = 0; u < 2; ++u)
+#pragma unroll
+          for (int k = 0; k < Sixteen<X>::kPacks; ++k)
+            x[n][u].packs[k] = reinterpret_cast<const uint4*>(from + u * 64)[k];
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int row = __shfl_sync(kFullMask, x_rows[n], (lane % 4 * 2 + e) * 4);
+          of_x[n][e] = kIsFloat8<X> ? p.x_scales[group * p.x_scales_stride + row] : 1;
+        }
+      }
+      asm volatile("cp.async.wait_group %0;" ::"n"(kDepth - 2) : "memory");
+      __syncwarp();
+      const unsigned char* const from = stages + stage * kSliceBytes + lane / 4 * kSlice;
+      uint4 a[2][2];
+#pragma unroll
+      for (int u = 0; u < 2; ++u)
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          a[u][half] = *reinterpret_cast<const uint4*>(from + half * 8 * kSlice +
+                                                       ((u * 4 + lane % 4) ^ (lane / 4 % 2 * 4)) * 16);
+      // The slice read before this one is everybody's no more.
+      ring.fetch(stage == 0 ? kDepth - 1 : stage - 1);
+      if (++stage == kDepth) stage = 0;
+
+      float part[kTiles][4] = {};
+#pragma unroll
+      for (int u = 0; u < 2; ++u)
+#pragma unroll
+        for (int k = 0; k < kSteps; ++k) {
+          uint32_t numbers[4];
+          widen<Number>(word_of(a[u][0], k), numbers[0], numbers[2]);
+          widen<Number>(word_of(a[u][1], k), numbers[1], numbers[3]);
+#pragma unroll
+          for (int n = 0; n < kTiles; ++n) {
+            if (n >= tiles) break;
+            uint32_t low, high;
+            if constexpr (kIsFloat8<X>) {
+              widen<Number>(word_of(x[n][u].packs[0], k), low, high);
+            } else {
+              low = word_of(x[n][u].packs[k / 2], k % 2 * 2);
+              high = word_of(x[n][u].packs[k / 2], k % 2 * 2 + 1);
+            }
+            mma<Number>(part[n], numbers, low, high);
+          }
+        }
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+          if (n < tiles) sum[n][e] += part[n][e] * (of_x[n][e % 2] * (e < 2 ? low_scale : high_scale));
+    }
+
+    __syncthreads();  // who still writes the item before
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sums[warp][n * 8 + lane % 4 * 2 + e % 2][e / 2 * 8 + lane / 4] = sum[n][e];
+    __syncthreads();
+    const int outs = p.gated ? kTile / 2 : kTile;
+    for (int j = threadIdx.x; j < item.count * outs; j += kThreads) {
+      const int column = j / outs, out = j % outs;
+      const auto total = [&](int row) {
+        float of_warps = 0;
+#pragma unroll
+        for (int w = 0; w < kWarps; ++w) of_warps += sums[w][column][row];
+        return of_warps;
+      };
+      float value = total(out);
+      if (p.gated) value = gated(value, total(kTile / 2 + out));
+      T* const to = static_cast<T*>(p.out) + p.pair(item.first + column) * p.out_stride;
+      to[int64_t{item.tile} * outs + out] = from_float<T>(value);
+    }
+  }
+}
+
+template <class X, class T>
+void start(const ExpertRowsParams& p, Stream stream) {
+  const auto of_tiles = [&]<int kTiles>() {
+    const auto kernel = expert_rows_kernel<X, T, kTiles>;
+    constexpr int kRings = kWarps * kDepth * kSliceBytes;
+    SD_CUDA_CHECK("expert_rows", cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kRings));
+    // As many as find room at once, or one for each item there may be.
+    const int64_t tiles = p.weight_rows() / kTile, most = std::min(p.experts, p.pairs) + p.pairs / (kTiles * 8);
+    const int64_t blocks = int64_t{kBlocks<kTiles>} * current_device("expert_rows").multiprocessors;
+    launch("expert_rows", kernel,
+           {.grid = static_cast<unsigned>(std::min(blocks, tiles * most)), .threads = kThreads, .shared_bytes = kRings},
+           stream, p);
+  };
+  p.rows <= 8 ? of_tiles.template operator()<1>() : of_tiles.template operator()<4>();
+}
+
+}  // namespace
+
+void expert_rows_cuda(const ExpertRowsParams& p, Stream stream) {
+  const auto of_type = [&]<class T>() { p.x_scales ? start<Float8, T>(p, stream) : start<T, T>(p, stream); };
+  p.dtype == kBFloat16 ? of_type.template operator()<BFloat16>() : of_type.template operator()<Half>();
+}
+
+}  // namespace specdec::layers

@@ -1,0 +1,44 @@
+// expert_rows: rows times the weights of the experts that they take, of which each is read once for few rows.
+#pragma once
+
+#include "core/dispatch.h"
+#include "core/floats.h"
+
+namespace specdec::layers {
+
+constexpr int64_t kMaxExperts = 1024;
+
+struct ExpertRowsParams {
+  const void* x;         // [rows, in]
+  const Float8* weight;  // [experts, out, in]; gated: [experts, 2 * out, in], of which the first halves are gates
+  const int64_t* order;  // [pairs], pairs of a row and an expert that it takes: pair i is of row i * rows / pairs
+  const int32_t* ends;   // [experts], where each one's pairs in `order` end
+  // [groups, rows] of float8_e4m3fn x, or null; and [experts, groups, out], or 2 * out of a gate; one group of a whole
+  // row or one of each 128 numbers.
+  const float *x_scales, *weight_scales;
+  void* out;  // [pairs, out]
+  int64_t rows, pairs, experts, in, outs, groups;
+  int64_t x_stride, x_scales_stride, out_stride;  // of rows, in items; of groups
+  Dtypes dtype;                                   // of out, and of x unless it has scales
+  bool gated;                                     // out is silu(gate) * up; outs is a multiple of 8
+
+  SD_HD int64_t weight_rows() const { return gated ? 2 * outs : outs; }
+  // Where the pairs of an expert begin, or of the one behind the last; within `order`, whatever the data says.
+  SD_HD int64_t begin(int64_t expert) const {
+    const int64_t end = expert > 0 ? ends[expert - 1] : 0;
+    return end < 0 ? 0 : end < pairs ? end : pairs;
+  }
+  SD_HD int64_t pair(int64_t place) const {
+    const int64_t pair = order[place];
+    return pair < 0 ? 0 : pair < pairs ? pair : pairs - 1;
+  }
+};
+
+void expert_rows(CallStream stream, const TensorView& x, const TensorView& weight, const TensorView& order,
+                 const TensorView& ends, const OptTensor& x_scales, const TensorView& weight_scales, bool gated,
+                 const TensorView& out);
+
+void expert_rows_cpu(const ExpertRowsParams& p);
+void expert_rows_cuda(const ExpertRowsParams& p, Stream stream);
+
+}  // namespace specdec::layers

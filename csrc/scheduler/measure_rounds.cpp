@@ -1,0 +1,171 @@
+// What rounds take, measured before there are requests: by rounds of requests that nobody has made.
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <limits>
+#include <stdexcept>
+
+#include "core/errors.h"
+#include "scheduler/admission.h"
+#include "scheduler/scheduler.h"
+
+namespace specdec::scheduler {
+namespace {
+
+// So many rounds of each size are timed, but only one where a round takes kTimedOnce ns.
+constexpr int kTimedRounds = 2;
+constexpr int64_t kTimedOnce = 10'000'000;
+// First tokens of different texts; so small that every vocabulary has them.
+constexpr int32_t kRoots = 16;
+// What drafts are told of these requests: a group and numbers that no others have.
+constexpr int32_t kGroup = std::numeric_limits<int32_t>::max();
+constexpr int64_t kFirstId = int64_t{1} << 62;
+
+}  // namespace
+
+// Requests that hold the first slots. Each begins with a token and has no end but max_len. A slot that gets no pages
+// takes no part, as in any round.
+class Scheduler::Trial {
+ public:
+  Trial(Scheduler& scheduler, int64_t batch) : scheduler_(scheduler), batch_(batch) {
+    for (int32_t slot = 0; slot < batch; ++slot) {
+      slots_.push_back(slot);
+      requests_.push_back({.id = kFirstId + slot,
+                           .text = {slot % kRoots},
+                           .emitted = 1,
+                           .remaining = scheduler.config_.max_len,
+                           .slot = slot,
+                           .max_nodes = std::numeric_limits<int32_t>::max(),
+                           .streams = false,
+                           .ngram_group = kGroup});
+    }
+    std::vector<Request*> activated;
+    for (Request& request : requests_) {
+      activated.push_back(&request);
+      scheduler_.executor_.begin(request.slot, {request.id, request.text, request.ngram_group, nullptr, {}});
+    }
+    scheduler_.send({.activated = activated});
+    const auto slots = std::span<const int32_t>(slots_);
+    const int64_t most = scheduler_.config_.prefill_requests;
+    for (int64_t i = 0; i < batch; i += most)
+      scheduler_.executor_.activate(slots.subspan(i, std::min(most, batch - i)));
+  }
+
+  // Gives the slots back.
+  void end() {
+    scheduler_.executor_.deactivate(slots_);
+    scheduler_.given_back_ = slots_;
+    scheduler_.send({});
+  }
+
+  // Returns the least time of some rounds with so many rows, in nanoseconds of the device's own clock.
+  int64_t time_round(int64_t rows) {
+    int64_t least = std::numeric_limits<int64_t>::max();
+    for (int i = 0; i < kTimedRounds && (i == 0 || least < kTimedOnce); ++i) {
+      if (has_rested_ && rows > batch_) launch(0);
+      const int64_t number = launch(rows);
+      wait_for(number);
+      least = std::min(least, results().ended_at(number) - results().started_at(number));
+    }
+    return std::max<int64_t>(least, 1);
+  }
+
+  // Returns the least time, in nanoseconds of the device's own clock, that lies between two rounds when a draft catches
+  // up between them. The device has all of it before it is done with the first.
+  int64_t time_catch_up() {
+    int64_t least = std::numeric_limits<int64_t>::max(), whole = 0;
+    for (int i = 0; i < kTimedRounds && whole < kTimedOnce; ++i) {
+      const int64_t first = launch(batch_);
+      launch(0);
+      const int64_t second = launch(batch_);
+      wait_for(second);
+      whole = results().ended_at(second) - results().started_at(first);
+      least = std::min(least, results().started_at(second) - results().ended_at(first));
+    }
+    return std::max<int64_t>(least, 1);
+  }
+
+ private:
+  const ResultRing& results() const { return scheduler_.results_; }
+  void wait_for(int64_t number) {
+    scheduler_.wait_until([&] { return results().is_published(number); });
+  }
+
+  // Returns the number of the round. With 0 rows drafts catch up.
+  int64_t launch(int64_t rows) {
+    const Config& config = scheduler_.config_;
+    const int64_t number = scheduler_.num_launched_;
+    scheduler_.send({.slots = slots_}, batch_, rows, rows_for(config, longest_));
+    if (rows > 0) longest_ += config.accept_width;
+    has_rested_ = config.rest_rows > 0 && rows == batch_;
+    return number;
+  }
+
+  Scheduler& scheduler_;
+  const int64_t batch_;
+  std::vector<Request> requests_;
+  std::vector<int32_t> slots_;
+  int64_t longest_ = 0;  // no text has more rows
+  bool has_rested_ = false;
+};
+
+void Scheduler::measure_rounds(const std::vector<int64_t>& batches) {
+  const LoopGuard guard(*this);
+  if (num_held_ > 0 || !in_flight_.empty())
+    throw std::runtime_error("measure_rounds: requests hold slots, expected none");
+  const std::vector<int64_t>& sizes = config_.batch_sizes;
+  const bool rise = std::ranges::adjacent_find(batches, std::greater_equal<>()) == batches.end();
+  if (!rise || !std::ranges::includes(sizes, batches) || batches.empty() || batches.front() != sizes.front() ||
+      batches.back() != sizes.back())
+    throw ValueError("measure_rounds: batches is " + text_of(batches) + ", expected rising ones of " + text_of(sizes) +
+                     ", the first and the last among them");
+  std::vector<std::vector<double>> us(sizes.size());
+  std::vector<double> catch_up(config_.rest_rows > 0 ? sizes.size() : 0);
+  size_t before = 0;                                  // the size that was timed last
+  const auto us_at = [&](size_t size, double each) {  // with so many rows a request, between those that were timed
+    const double rows = each * static_cast<double>(sizes[size]);
+    size_t next = 0;
+    while (next + 1 < us[size].size() && static_cast<double>(config_.rows[size][next]) < rows) ++next;
+    if (next == 0) return us[size][0];
+    const double low = static_cast<double>(config_.rows[size][next - 1]),
+                 high = static_cast<double>(config_.rows[size][next]);
+    return std::lerp(us[size][next - 1], us[size][next], (rows - low) / (high - low));
+  };
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    if (!std::ranges::binary_search(batches, sizes[i])) continue;
+    Trial trial(*this, sizes[i]);
+    const auto time = [&](int64_t rows) { return 1e-3 * static_cast<double>(trial.time_round(rows)); };
+    for (const int64_t rows : config_.rows[i]) us[i].push_back(time(rows));
+    for (size_t rung = us[i].size() - 1; rung-- > 0;)  // one that takes longer than with more rows was held up, perhaps
+      if (us[i][rung] > us[i][rung + 1]) us[i][rung] = std::min(us[i][rung], time(config_.rows[i][rung]));
+    if (config_.rest_rows > 0) catch_up[i] = 1e-3 * static_cast<double>(trial.time_catch_up());
+    trial.end();
+    for (size_t j = before + 1; j < i; ++j) {
+      const double share =
+          static_cast<double>(sizes[j] - sizes[before]) / static_cast<double>(sizes[i] - sizes[before]);
+      for (const int64_t rows : config_.rows[j]) {
+        const double each = static_cast<double>(rows) / static_cast<double>(sizes[j]);
+        us[j].push_back(std::lerp(us_at(before, each), us_at(i, each), share));
+      }
+      if (config_.rest_rows > 0) catch_up[j] = std::lerp(catch_up[before], catch_up[i], share);
+    }
+    before = i;
+  }
+  budget_.set_costs({sizes, config_.rows, std::move(us), std::move(catch_up)});
+  recorder_.reset();
+}
+
+void Scheduler::set_costs(RoundCosts costs) {
+  const LoopGuard guard(*this);
+  if (num_held_ > 0 || !in_flight_.empty()) throw std::runtime_error("set_costs: requests hold slots, expected none");
+  if (costs.batches != config_.batch_sizes || costs.rows != config_.rows)
+    throw ValueError("set_costs: costs is of other rounds, expected batches " + text_of(config_.batch_sizes) +
+                     " with rows up to " + text_of(config_.rows.back()));
+  if (costs.catch_up.empty() != (config_.rest_rows == 0))
+    throw ValueError(std::string("set_costs: costs is ") + (costs.catch_up.empty() ? "without" : "with") +
+                     " catch_up, expected it where a draft rests (rest_rows is " + std::to_string(config_.rest_rows) +
+                     ")");
+  budget_.set_costs(std::move(costs));
+}
+
+}  // namespace specdec::scheduler

@@ -1,0 +1,283 @@
+"""One request on its way from an engine to another: all that it needs to go on there, as tensors and plain values.
+
+What moves are KV rows, not pages: engines may have pages of different sizes, and hold them at different places. What
+follows from the text (counts of penalties, a grammar's state, what an n-gram index knows of it) is made again from it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ..models.checkpoint import readable
+from ..models.kv_pools import KvPools
+from ..models.stowing import weights_of
+from ..ops import PagePool, write_kv
+from .outputs import TokenLogprob
+from .params import SamplingParams
+from .prompts import check_tokens
+from .state import EngineState
+
+if TYPE_CHECKING:
+    from .drafts import Draft
+    from .engine import Engine
+    from .executor import Executor
+    from .request import BaseRequest
+
+VERSION = 1
+KEYS = ("prompt", "tokens", "params", "logprobs", "counts", "index", "sample", "layout", "weights", "first_rows")
+SAMPLED = 32  # numbers of each weight that tell it from another
+
+
+@dataclass(frozen=True)
+class ExportedRequest:
+    """A request that has left an engine, for `import_request` of another one: over any transport.
+
+    It can be pickled, and saved as a file of safetensors.
+
+    Attributes:
+        tensors: KV rows of target and draft by group of layers, [layers, rows, heads, dim] in the pools' dtype, and
+            what the draft keeps of the request; on the engine's device.
+        values: all else, as JSON has it: the text, parameters, log-probabilities, counts, and what the engine that it
+            goes to must have in common with the one that it comes from.
+    """
+
+    tensors: dict[str, Tensor]
+    values: dict[str, Any]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def to(self, device: torch.device | str) -> ExportedRequest:
+        """The same with tensors on this device."""
+        return ExportedRequest({name: tensor.to(device) for name, tensor in self.tensors.items()}, self.values)
+
+    def save(self, file: str | os.PathLike[str]) -> None:
+        """Writes a file of safetensors, which has the values in its metadata."""
+        save_file(self.tensors, file, metadata={"request": json.dumps(self.values)})
+
+    @classmethod
+    def load(cls, file: str | os.PathLike[str]) -> ExportedRequest:
+        """Reads what `save` wrote, to host memory.
+
+        Raises:
+            ValueError: it is no such file.
+        """
+        with readable(Path(file)), safe_open(file, "pt") as opened:
+            values = json.loads((opened.metadata() or {}).get("request", "null"))
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        if not isinstance(values, dict):
+            raise ValueError(f"ExportedRequest: {file} has no request in its metadata, expected one (of `save`)")
+        return cls(tensors, values)
+
+
+class Arrival:
+    """The rows that a request brings along to the first slot that it gets."""
+
+    def __init__(self, exported: ExportedRequest, device: torch.device) -> None:
+        # A copy to a GPU from pageable memory waits for what is on the caller's stream, not for the rounds.
+        self._tensors: dict[str, Tensor] | None = exported.to(device).tensors
+        self._first_rows: dict[str, int] = exported.values["first_rows"]
+
+    def unpack(self, state: EngineState, target: KvPools, draft: Draft, slot: Tensor, chunk: int, num_rows: int) -> Any:
+        """Writes the rows to the slot's pages, and returns what the draft is to be given when the slot is activated.
+
+        `slot` is [1] int32; pools that give back pages behind a window get those of `chunk` rows at a time. None where
+        the rows were brought before: a request that comes back from the queue is prefilled as any other.
+        """
+        tensors, self._tensors = self._tensors, None
+        if tensors is None:
+            return None
+        for begin in range(0, num_rows, chunk):
+            end = min(begin + chunk, num_rows)
+            ends = torch.full_like(slot, end)
+            state.make_room_for_chunks(slot, ends)
+            self._write(tensors, "target.", target, state, slot, begin, end)
+            state.seq_lens[slot] = ends
+            state.free_behind(slot)
+        for number, pools in enumerate(draft.pools):
+            self._write(tensors, f"draft.{number}.", pools, state, slot, 0, num_rows + 1)
+        mark = "slot."
+        return {name.removeprefix(mark): tensor for name, tensor in tensors.items() if name.startswith(mark)}
+
+    def _write(
+        self,
+        tensors: Mapping[str, Tensor],
+        prefix: str,
+        pools: KvPools,
+        state: EngineState,
+        slot: Tensor,
+        begin: int,
+        end: int,
+    ) -> None:
+        for number, group in enumerate(pools.groups):
+            name = f"{prefix}{number}"
+            first = self._first_rows.get(name, 0)
+            start = max(begin, first)
+            if start >= end:
+                continue
+            table = pool_of(state, group.window).page_table
+            rows = [tensors[f"{name}.{part}"][:, start - first : end - first] for part in ("k", "v")]
+            for layer, (k, v) in enumerate(zip(*rows, strict=True)):
+                write_kv(
+                    k[None],
+                    v[None],
+                    group.k[layer],
+                    group.v[layer],
+                    table,
+                    state.no_rows,
+                    row_offset=start,
+                    slots=slot,
+                    status=state.status,
+                )
+
+
+def pool_of(state: EngineState, window: int | None) -> PagePool:
+    return state.pool if window is None else state.window_pools[window]
+
+
+@torch.no_grad()
+def packed_slot(executor: Executor, slot: int, num_rows: int) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """What a slot with so many rows of the target has: copies of its tensors, and the first rows of groups of layers
+    that have given back earlier ones. Waits for the device."""
+    state, draft = executor.state, executor.draft
+    with torch.inference_mode():
+        if draft.context.catches_up:
+            draft.catch_up(torch.tensor([slot], dtype=torch.int32, device=state.seq_lens.device))
+    tensors: dict[str, Tensor] = {}
+    first_rows: dict[str, int] = {}
+    every = [("target.", executor.target.pools, num_rows)]
+    every += [(f"draft.{number}.", pools, num_rows + 1) for number, pools in enumerate(draft.pools)]
+    for prefix, pools, count in every:
+        for number, group in enumerate(pools.groups):
+            pool, name = pool_of(state, group.window), f"{prefix}{number}"
+            page_size, begin = pool.page_size, int(pool.page_starts[slot])
+            pages = pool.page_table[slot, begin : -(-count // page_size)].long()
+            first_rows[name] = first = begin * page_size
+            for part, kv in (("k", group.k), ("v", group.v)):
+                tensors[f"{name}.{part}"] = kv[:, pages].flatten(1, 2)[:, : count - first].contiguous()
+    kept = draft.save(slot).items()
+    return tensors | {f"slot.{name}": tensor.clone() for name, tensor in kept}, first_rows
+
+
+# --- what two engines must have in common
+
+
+def layout_of(engine: Engine) -> dict[str, Any]:
+    """What a request's tensors look like in this engine, as JSON has it."""
+
+    def of_pools(pools: KvPools) -> list[Any]:
+        return [
+            [*group.shape, list(group.layers), str(group.k.dtype), [list(scales) for scales in group.scales]]
+            for group in pools.groups
+        ]
+
+    kept = engine.draft.save(0)
+    return {
+        "model": engine.target.config.model_type,
+        "kv": of_pools(engine.target.pools),
+        "kv of the draft": [of_pools(pools) for pools in engine.draft.pools],
+        "state of the draft": {name: [str(t.dtype), *t.shape] for name, t in sorted(kept.items())},
+    }
+
+
+@torch.no_grad()
+def checksum(model: Any) -> str:
+    """Of some numbers of each weight: models of one shape that were trained on are told apart."""
+    parts = []
+    for _, weight in sorted(weights_of(model).items()):
+        flat = weight.detach().reshape(-1) if weight.is_contiguous() else weight.detach().t().reshape(-1)
+        step = max(1, len(flat) // SAMPLED)
+        parts.append(flat[::step][:SAMPLED].contiguous().view(torch.uint8))
+    return hashlib.blake2b(torch.cat(parts).cpu().numpy().tobytes(), digest_size=8).hexdigest()
+
+
+def check_values(values: Any, engine: Engine) -> None:
+    """ValueError for a request that this engine cannot go on with exactly."""
+    version = values.get("version") if isinstance(values, dict) else None
+    if version != VERSION:
+        raise ValueError(f"import_request: request has version {version}, expected {VERSION}")
+    if missing := [key for key in KEYS if key not in values]:
+        raise ValueError(f"import_request: request lacks {missing[0]}, expected what export_request gave")
+    ours = json.loads(json.dumps(layout_of(engine)))
+    for key, own in ours.items():
+        if (theirs := values["layout"].get(key)) != own:
+            raise ValueError(f"import_request: request has {key} {theirs}, expected this engine's {own}")
+    if values["weights"] != (own := engine.weights_checksum()):
+        raise ValueError(f"import_request: request is of weights {values['weights']}, expected this engine's {own}")
+    text, sizes = [*values["prompt"], *values["tokens"]], (engine.config.max_len, engine.target.config.vocab_size)
+    check_tokens(text, "import_request: request", max_len=sizes[0], vocab_size=sizes[1], placeholders={})
+
+
+def check_tensors(exported: ExportedRequest, engine: Engine) -> None:
+    """ValueError for tensors that are not what the values say."""
+    num_rows = len(exported.values["prompt"]) + len(exported.values["tokens"]) - 1
+    expected: dict[str, tuple[list[int], torch.dtype]] = {}
+    every = [("target.", engine.target.pools, num_rows)]
+    every += [(f"draft.{number}.", pools, num_rows + 1) for number, pools in enumerate(engine.draft.pools)]
+    for prefix, pools, count in every:
+        for number, group in enumerate(pools.groups):
+            rows = count - exported.values["first_rows"].get(f"{prefix}{number}", 0)
+            for part, kv in (("k", group.k), ("v", group.v)):
+                expected[f"{prefix}{number}.{part}"] = [len(kv), rows, *kv.shape[3:]], kv.dtype
+    for name, kept in engine.draft.save(0).items():
+        expected[f"slot.{name}"] = list(kept.shape), kept.dtype
+    for name, (shape, dtype) in expected.items():
+        tensor = exported.tensors.get(name)
+        if tensor is None:
+            raise ValueError(f"import_request: request lacks {name}, expected a tensor of shape {shape}")
+        if (list(tensor.shape), tensor.dtype) != (shape, dtype):
+            got = f"shape {list(tensor.shape)} and {tensor.dtype}"
+            raise ValueError(f"import_request: request has {name} of {got}, expected {shape} and {dtype}")
+
+
+# --- what is plain
+
+
+def plain_values(request: BaseRequest) -> dict[str, Any]:
+    """What a request that has left its engine is, apart from tensors."""
+    output, params = request.output, request.params
+    given = {field.name: getattr(params, field.name) for field in fields(params)}
+    given |= {
+        "n": 1,
+        "stop_token_ids": list(request.stop_tokens),
+        "stop": params.stop_strings,
+        "logit_bias": None if params.logit_bias is None else [[key, bias] for key, bias in params.logit_bias.items()],
+        "prediction": list(request.prediction) or None,
+        "json_schema": params.constraint[1] if params.json_schema is not None else None,
+    }
+    logprobs = None if output.logprobs is None else [[each.logprob, each.top] for each in output.logprobs]
+    return {
+        "version": VERSION,
+        "prompt": list(output.prompt_tokens),
+        "tokens": list(output.tokens),
+        "params": given,
+        "logprobs": logprobs,
+        "counts": [output.stats.rounds, output.stats.drafted, output.stats.accepted, output.cached_tokens],
+        "index": output.index,
+        "sample": output.sample,
+    }
+
+
+def params_of(values: Mapping[str, Any]) -> SamplingParams:
+    given = dict(values["params"])
+    if given["logit_bias"] is not None:
+        given["logit_bias"] = {int(token): bias for token, bias in given["logit_bias"]}
+    return SamplingParams(**given)
+
+
+def logprobs_of(values: Mapping[str, Any]) -> list[TokenLogprob]:
+    pairs = cast(list[Any], values["logprobs"] or [])
+    return [TokenLogprob(own, [(int(token), logprob) for token, logprob in top]) for own, top in pairs]

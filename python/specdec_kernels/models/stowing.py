@@ -1,0 +1,74 @@
+"""Weights out of the way for a while: in host memory, or nowhere. Tensors stay the objects that they are, and keep
+their shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from .experts import QuantisedExperts
+from .quantised import QuantisedLinear
+from .updates import Update
+
+HEAVY = ("numbers", "scales")  # of a quantised product
+
+
+def weights_of(module: nn.Module) -> dict[str, Tensor]:
+    """All that a checkpoint would replace: parameters, and numbers and scales of quantised products."""
+    weights: dict[str, Tensor] = dict(module.named_parameters())
+    for path, part in module.named_modules():
+        if isinstance(part, QuantisedLinear):
+            weights |= {f"{path}.{name}": tensor for name in HEAVY if (tensor := part._buffers.get(name)) is not None}
+        if isinstance(part, QuantisedExperts):
+            weights |= {f"{path}.{name}": buffer for name, buffer in part.named_buffers(recurse=False)}
+    return weights
+
+
+def stow(weights: Mapping[str, Tensor], *, drop: bool) -> None:
+    """To host memory, where they are not there already, or with `drop` nowhere."""
+    with torch.inference_mode(False), torch.no_grad():
+        for tensor in weights.values():
+            tensor.data = tensor.data.new_empty(1).expand(tensor.shape) if drop else tensor.data.cpu()
+
+
+def fetch(weights: Mapping[str, Tensor], device: torch.device, *, dropped: bool) -> None:
+    """Back to the device; those that were dropped as zeros."""
+    with torch.inference_mode(False), torch.no_grad():
+        for tensor in weights.values():
+            zeros = dropped and torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+            tensor.data = zeros if isinstance(zeros, Tensor) else tensor.data.to(device)
+
+
+def forget_joined(module: nn.Module) -> None:
+    """Quantised products that were joined become products of their own, until they are joined anew."""
+    for part in module.modules():
+        if isinstance(part, QuantisedLinear):
+            part.whole = None
+
+
+class Lacking:
+    """Weights that are to be given before anybody computes with them."""
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        self._left = {name: (tensor.data_ptr(), tensor.nbytes) for name, tensor in weights.items()}
+        self._written: dict[str, dict[int, int]] = {}  # of a weight that comes in parts: where, and how many bytes
+
+    def note(self, updates: Iterable[Update]) -> None:
+        by_place = {place: name for name, (place, _) in self._left.items()}
+        for update in updates:
+            begin, count = update.place.data_ptr(), update.place.nbytes
+            name = by_place.get(begin)
+            if name is None or self._left.get(name, (0, 0))[1] > count:
+                within = (n for n, (at, size) in self._left.items() if at <= begin and begin + count <= at + size)
+                name = next(within, None)
+            if name is not None and name in self._left:
+                written = self._written.setdefault(name, {})
+                written[begin] = count
+                if sum(written.values()) >= self._left[name][1]:
+                    del self._left[name]
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._left)

@@ -1,0 +1,364 @@
+"""What the plugins rely on, held against the sources of the engines, where those are: an installed engine, or a folder
+with an unpacked wheel in SPECDEC_PEERS (several with colons between). Nothing of an engine is run but its registries."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import importlib.metadata
+import importlib.util
+import inspect
+import logging
+import os
+import sys
+import types
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec_kernels.compat import sglang, sglang_plugin, vllm, vllm_gpu
+from specdec_kernels.compat.sglang_attention import TreeAttention, TreeAttentionSteps
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def sources(package: str, known: str) -> Path:
+    """The folder of a package's sources, in the version that the plugins are written for."""
+    folders = [folder for folder in os.environ.get("SPECDEC_PEERS", "").split(os.pathsep) if folder]
+    spec = PathFinder.find_spec(package, [*folders, *sys.path])
+    if spec is None or not spec.origin:
+        pytest.skip(f"no sources of {package} here")
+    folder = Path(spec.origin).parent
+    if not list(folder.parent.glob(f"{package}-{known}*.dist-info")):
+        pytest.skip(f"the sources of {package} are not of {known}")
+    return folder
+
+
+def sglang_sources() -> Path:
+    return sources("sglang", sglang_plugin.VERSIONS[0])
+
+
+def module_of(folder: Path, name: str) -> ast.Module:
+    """The module of a dotted name, whose first part is the folder."""
+    path = folder.joinpath(*name.split(".")[1:])
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    return ast.parse(path.read_text())
+
+
+def defined(module: ast.Module) -> set[str]:
+    """Names that a module binds at its top, in conditions too."""
+    names: set[str] = set()
+    for node in ast.walk(module):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.ImportFrom | ast.Import):
+            names |= {alias.asname or alias.name for alias in node.names}
+    return names
+
+
+def class_of(module: ast.Module, name: str) -> dict[str, ast.FunctionDef]:
+    """The methods of a class."""
+    found = next(node for node in ast.walk(module) if isinstance(node, ast.ClassDef) and node.name == name)
+    return {node.name: node for node in found.body if isinstance(node, ast.FunctionDef)}
+
+
+def parameters(function: ast.FunctionDef) -> list[str]:
+    return [argument.arg for argument in [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]]
+
+
+def test_everything_that_the_plugin_imports_of_sglang_is_there() -> None:
+    folder = sglang_sources()
+    asked = [
+        (node.module, alias.name)
+        for node in ast.walk(ast.parse(Path(sglang_plugin.__file__).read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("sglang.")
+        for alias in node.names
+    ]
+    assert len(asked) >= 12
+    for module, name in asked:
+        assert name in defined(module_of(folder, module)), f"{module}.{name}"
+
+
+def test_the_attention_has_the_methods_that_sglang_calls_with_its_arguments() -> None:
+    folder = sglang_sources()
+    methods = class_of(module_of(folder, "sglang.srt.layers.attention.base_attn_backend"), "AttentionBackend")
+    ours = {name: value for name, value in vars(TreeAttention).items() if inspect.isfunction(value)}
+    for name in (
+        "init_forward_metadata",
+        "init_forward_metadata_out_graph",
+        "init_forward_metadata_in_graph",
+        "init_cuda_graph_state",
+        "get_cuda_graph_seq_len_fill_value",
+        "update_verify_buffers_to_fill_after_draft",
+        "forward_extend",
+        "forward_decode",
+    ):
+        have = list(inspect.signature(ours[name]).parameters)
+        want = parameters(methods[name])
+        assert have[: len(want)] == want, name
+    # Methods without a body of their own that are none of ours are for passes that the plugin does not serve.
+    abstract = {
+        name for name, node in methods.items() if any(isinstance(n, ast.Raise) for n in node.body) and name not in ours
+    }
+    assert abstract == {
+        "forward_mixed",  # other devices
+        "init_forward_metadata_for_breakable_cuda_graph_capture",  # for those that opt in
+        "prepare_forward_metadata_for_breakable_cuda_graph_replay",
+    }
+    steps = class_of(module_of(folder, "sglang.srt.layers.attention.triton_backend"), "TritonMultiStepDraftBackend")
+    for name in set(steps) - {"__init__", "common_template"}:
+        assert list(inspect.signature(getattr(TreeAttentionSteps, name)).parameters) == parameters(steps[name])[:3], (
+            name
+        )
+
+
+def test_the_attention_reads_what_batches_layers_and_pools_have() -> None:
+    folder = sglang_sources()
+    modes = class_of(module_of(folder, "sglang.srt.model_executor.forward_batch_info"), "ForwardMode")
+    assert {"is_decode_or_idle", "is_target_verify", "is_draft_extend_v2"} <= set(modes)
+    layer = ast.unparse(class_of(module_of(folder, "sglang.srt.layers.radix_attention"), "RadixAttention")["__init__"])
+    for name in (
+        "layer_id", "tp_q_head_num", "qk_head_dim", "scaling", "sliding_window_size", "logit_cap", "is_cross_attention",
+        "logit_capping_method", "k_scale", "v_scale", "k_scale_float", "v_scale_float", "attn_type", "xai_temperature_len",
+    ):  # fmt: skip
+        assert f"self.{name} = " in layer, name
+    pools = module_of(folder, "sglang.srt.mem_cache.memory_pool")
+    pool = class_of(pools, "MHATokenToKVPool")
+    assert parameters(pool["set_kv_buffer"])[1:7] == ["layer", "loc_info", "cache_k", "cache_v", "k_scale", "v_scale"]
+    assert "return (loc_info, None, None)" in ast.unparse(pools)  # a bare tensor of places is one
+    assert "range(1, self._alloc_size)" in ast.unparse(pools)  # row 0 of req_to_token is nobody's
+    inputs = ast.unparse(module_of(folder, "sglang.srt.speculative.eagle_info"))
+    assert "def tree_topk(self) -> int:" in inputs and "draft_token_num: int" in inputs
+    extend = ast.unparse(module_of(folder, "sglang.srt.speculative.eagle_worker_common"))
+    assert "forward_batch.seq_lens = forward_batch.seq_lens + num_draft_tokens" in extend
+    assert "tree_mask_buf = verify_mask.buffer if verify_mask.fits(bs) else None" in extend
+    places = ast.unparse(module_of(folder, "sglang.kernels.ops.speculative.cache_locs"))
+    assert "token_pool_ptr + seq_len + topk_id * num_steps + tl.arange(0, iter_upper)" in places
+
+
+def test_drafts_get_their_attention_where_sglang_makes_it() -> None:
+    folder = sglang_sources()
+    methods = class_of(module_of(folder, "sglang.srt.speculative.draft_utils"), "DraftBackendFactory")
+    assert parameters(methods["create_decode_backend"]) == ["self"]
+    assert parameters(methods["create_draft_extend_backend"]) == ["self"]
+    made = ast.unparse(methods["__init__"])
+    for name in ("server_args", "draft_model_runner", "topk", "speculative_num_steps", "draft_attn_backend"):
+        assert f"self.{name} = " in made
+    worker = module_of(folder, "sglang.srt.speculative.eagle_worker_v2")
+    assert "graph_supported_backend_types = [TritonAttnBackend" in ast.unparse(worker)
+    mask = next(
+        node
+        for node in ast.walk(module_of(folder, "sglang.srt.layers.attention.verify_mask"))
+        if isinstance(node, ast.ClassDef) and node.name == "VerifyMask"
+    )
+    fields = [
+        node.target.id for node in mask.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    ]
+    assert fields[:3] == ["buffer", "mode", "max_bs"]
+
+
+def calls_of(module: ast.Module, name: str) -> list[ast.Call]:
+    return [
+        node
+        for node in ast.walk(module)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name
+    ]
+
+
+def test_the_functions_take_what_sglang_gives_them() -> None:
+    module = module_of(sglang_sources(), "sglang.srt.speculative.eagle_utils")
+    for name, ours in {
+        "sgl_build_tree_kernel_efficient": sglang.build_tree_kernel_efficient,
+        "verify_tree_greedy": sglang.verify_tree_greedy,
+        "sampling_fn": sglang.tree_speculative_sampling_target_only,
+    }.items():
+        calls = calls_of(module, name)
+        assert calls, name
+        for call in calls:
+            inspect.signature(ours).bind(*call.args, **{str(word.arg): None for word in call.keywords})
+
+
+def test_the_ngram_worker_has_what_ours_changes_and_reads() -> None:
+    folder = sglang_sources()
+    module = module_of(folder, "sglang.srt.speculative.ngram_worker")
+    methods = class_of(module, "NGRAMWorker")
+    assert parameters(methods["_prepare_draft_tokens"]) == ["self", "batch"]
+    assert parameters(methods["_update_ngram_corpus"]) == ["self", "batch"]
+    assert {"alloc_memory_pool", "clear_cache_pool"} <= set(methods)
+    text = ast.unparse(module)
+    for name in ("draft_token_num", "max_batch_size", "enable_overlap", "model_runner"):
+        assert f"self.{name}" in text
+    assert "accept_tokens[:, 0] = predict" in text  # a row of all nodes for each request
+    algorithms = class_of(module_of(folder, "sglang.srt.speculative.spec_registry"), "CustomSpecAlgo")
+    assert {"is_ngram", "has_draft_kv", "handle_server_args", "create_worker"} <= set(algorithms)
+
+
+def test_the_group_is_the_one_that_sglang_reads() -> None:
+    tomllib = pytest.importorskip("tomllib", reason="tomllib came with Python 3.11")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    group = project["entry-points"]["sglang.srt.plugins"]
+    module, _, name = group["specdec"].partition(":")
+    assert getattr(importlib.import_module(module), name) is sglang_plugin.register
+    plugins = module_of(sglang_sources(), "sglang.srt.plugins")
+    assert 'GENERAL_PLUGINS_GROUP = "sglang.srt.plugins"' in ast.unparse(plugins).replace("'", '"')
+
+
+class Registries(types.ModuleType):
+    """Stands for every module of SGLang that the plugin asks; its own hooks are used where they are."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__: list[str] = []
+        self.choices: list[str] = []
+        self.backends: dict[str, Any] = {}
+        self.algorithms: dict[str, Any] = {}
+
+    def add_attention_backend_choices(self, names: list[str]) -> None:
+        self.choices += names
+
+    def register_attention_backend(self, name: str) -> Any:
+        return lambda make: self.backends.setdefault(name, make)
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Registries:
+    """An SGLang of registries alone, of the known version."""
+    module = Registries("sglang")
+    names = [
+        "sglang", "sglang.srt", "sglang.srt.server_args", "sglang.srt.layers", "sglang.srt.layers.attention",
+        "sglang.srt.layers.attention.attention_registry", "sglang.srt.plugins", "sglang.srt.plugins.hook_registry",
+        "sglang.srt.speculative", "sglang.srt.speculative.spec_info", "sglang.srt.speculative.spec_registry",
+    ]  # fmt: skip
+    for name in names:
+        monkeypatch.setitem(sys.modules, name, module)
+    hooks: list[tuple[str, Any, str]] = []
+    module.HookType = types.SimpleNamespace(AROUND="around", REPLACE="replace")  # type: ignore[attr-defined]
+    module.HookRegistry = types.SimpleNamespace(register=lambda *hook: hooks.append(hook))  # type: ignore[attr-defined]
+    module.hooks = hooks  # type: ignore[attr-defined]
+
+    class Algorithms:
+        NGRAM = types.SimpleNamespace(
+            handle_server_args=lambda args: setattr(args, "seen", True), need_topk=lambda: False
+        )
+
+        @staticmethod
+        def register(name: str, *, supports_overlap: bool, spec_class: type) -> Any:
+            assert supports_overlap
+            return lambda factory: module.algorithms.setdefault(name, (spec_class, factory))
+
+    module.SpeculativeAlgorithm = Algorithms  # type: ignore[attr-defined]
+    module.CustomSpecAlgo = type("CustomSpecAlgo", (), {"is_eagle": lambda self: False})  # type: ignore[attr-defined]
+    monkeypatch.setattr(sglang_plugin, "version", lambda package: sglang_plugin.VERSIONS[0])
+    return module
+
+
+def test_takes_over_what_it_says(host: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        sglang_plugin.register()
+    assert host.choices == ["specdec"] and set(host.backends) == {"specdec"}
+    hooked = {target for target, _, _ in host.hooks}
+    factory = "sglang.srt.speculative.draft_utils.DraftBackendFactory"
+    assert {f"{factory}.create_decode_backend", f"{factory}.create_draft_extend_backend"} <= hooked
+    spec_class, _ = host.algorithms["SPECDEC_NGRAM"]
+    algorithm, args = spec_class(), types.SimpleNamespace()
+    assert algorithm.is_ngram() and not algorithm.is_eagle() and not algorithm.has_draft_kv()
+    assert algorithm.need_topk() is False  # as SGLang's own
+    assert type(copy.deepcopy(algorithm)) is spec_class
+    algorithm.handle_server_args(args)
+    assert args.seen
+    assert "specdec: SGLang 0.5.17 has the attention backend specdec; " in caplog.text
+
+
+def test_drafts_of_other_backends_stay_sglangs(host: Any) -> None:
+    args = types.SimpleNamespace(decode_attention_backend=None, prefill_attention_backend=None, attention_backend="fa3")
+    factory = types.SimpleNamespace(server_args=args, draft_attn_backend=None, speculative_num_steps=1)
+    assert sglang_plugin.draft_decode(lambda self: "its own", factory) == "its own"
+    factory.draft_attn_backend = "specdec"
+    assert sglang_plugin.draft_decode(lambda self: "its own", factory) is None  # one step has no attention
+
+
+@pytest.mark.parametrize("found", ["0.5.23", None])
+def test_an_unknown_version_starts_without_it_and_one_warning(
+    host: Any, found: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def version(package: str) -> str:
+        if found is None:
+            raise importlib.metadata.PackageNotFoundError(package)
+        return found
+
+    monkeypatch.setattr(sglang_plugin, "version", version)
+    sglang_plugin.register()
+    assert not host.choices and not host.backends and not host.hooks and not host.algorithms
+    assert [record.getMessage() for record in caplog.records] == [
+        f"specdec: SGLang {found or 'of no known version'} is not known, expected 0.5.17; nothing is changed"
+    ]
+
+
+def test_a_variable_leaves_it_out(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECDEC_SGLANG", "0")
+    sglang_plugin.register()
+    assert not host.choices and not host.hooks
+
+
+def test_sglangs_own_hooks_put_functions_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its hook registry, by itself: a function is replaced where it is, and where it was imported to."""
+    path = sglang_sources() / "srt" / "plugins" / "hook_registry.py"
+    spec = importlib.util.spec_from_file_location("hook_registry_of_sglang", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    kernels, user = types.ModuleType("sgl_kernel"), types.ModuleType("user_of_sgl_kernel")
+
+    def verify_tree_greedy() -> str:
+        return "its own"
+
+    verify_tree_greedy.__module__ = "sgl_kernel"
+    kernels.verify_tree_greedy = user.verify = verify_tree_greedy  # type: ignore[attr-defined]
+    for each in (kernels, user):
+        monkeypatch.setitem(sys.modules, each.__name__, each)
+    module.HookRegistry.register("sgl_kernel.verify_tree_greedy", lambda: "ours", module.HookType.REPLACE)
+    module.HookRegistry.apply_hooks()
+    assert kernels.verify_tree_greedy() == "ours"
+
+
+def vllm_sources() -> Path:
+    return sources("vllm", "0.26.0")
+
+
+def test_vllm_calls_a_custom_proposer_as_ours_is() -> None:
+    module = module_of(vllm_sources(), "vllm.v1.worker.gpu_model_runner")
+    branch = next(
+        node
+        for node in ast.walk(module)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "spec_config.method == 'custom_class'"
+    )
+    call = next(
+        node
+        for node in ast.walk(branch.body[1])
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".propose")
+    )
+    arguments = [ast.unparse(argument) for argument in call.args]
+    assert arguments == [
+        "sampled_token_ids", "self.input_batch.num_tokens_no_spec", "self.input_batch.token_ids_cpu"
+    ]  # fmt: skip
+    inspect.signature(vllm.NgramProposer.propose).bind(None, *call.args, **{str(w.arg): None for w in call.keywords})
+
+
+def test_vllms_functions_have_the_arguments_of_ours() -> None:
+    folder = vllm_sources()
+    for name, ours in {
+        "vllm.v1.sample.rejection_sampler": vllm.rejection_sample,
+        "vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils": vllm_gpu.rejection_sample,
+    }.items():
+        module = module_of(folder, name)
+        theirs = next(n for n in ast.walk(module) if isinstance(n, ast.FunctionDef) and n.name == "rejection_sample")
+        assert list(inspect.signature(ours).parameters)[: len(parameters(theirs))] == parameters(theirs), name
+
+
+def test_vllm_keeps_asynchronous_scheduling_from_custom_proposers() -> None:
+    text = ast.unparse(module_of(vllm_sources(), "vllm.config.vllm"))
+    assert "Async scheduling not supported with %s-based speculative decoding and will be disabled." in text
