@@ -1,10 +1,11 @@
 """The target's forward pass alone, beside its matrix products alone: what is left to gain in a round.
 
-    python -m specdec_kernels.bench.forward [--shape qwen3-8b] [--rows 1x1,4x1,1x32,...] [--prefix 430] [--json FILE]
+    python -m specdec_kernels.bench.forward [--shape qwen3-8b] [--weights fp8] [--rows 1x1,4x1,1x32,...] [--prefix 430]
+        [--json FILE]
 
-Rows are requests x nodes. Every time is of one CUDA graph, weights cold (a pass reads more than any cache holds). With
---kernels, the time of its kernels by kind, from the profiler: one that starts while another still runs counts its
-wait as well.
+Rows are requests x nodes. Products of weights in 16 bits are cuBLAS's, of others those of the pass. Every time is of
+one CUDA graph, weights cold (a pass reads more than any cache holds). With --kernels, the time of its kernels by kind,
+from the profiler: one that starts while another still runs counts its wait as well.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from specdec_kernels.models.causal_lm import CausalLM
 from specdec_kernels.models.planted import PlantedText, plant_causal_lm
 from specdec_kernels.models.shapes import SHAPES, draft_vocab_of, shape_config
 
+from .stored_weights import STORED, store_layers
 from .timing import replay_seconds, times_of
 
 ROWS = "1x1,4x1,1x6,16x1,1x32,64x1,16x6,64x6,16x32,64x32"
@@ -32,6 +34,7 @@ PAGE_SIZE = 16
 KINDS = {
     "tree_attention": ("attention", "merge_parts", "wgmma_"),
     "norm_rows": ("norm_rows",),
+    "round_rows": ("round_rows", "round_groups"),
     "rotate_qkv": ("rotate_qkv",),
     "gate_rows": ("gate_rows",),
     "elementwise": ("elementwise", "index", "embedding", "cat", "copy", "Memcpy", "Memset", "reduce"),
@@ -56,7 +59,7 @@ class Pass:
             tail_len=nodes,
             mask=None
             if nodes == 1
-            else torch.tensor([[[2**i - 1] for i in range(1, nodes + 1)]] * batch, device=device),
+            else torch.tensor([[[2**i - 1 if i < 64 else -1] for i in range(1, nodes + 1)]] * batch, device=device),
             num_valid=ints([nodes] * batch),
             status=ints([0] * batch),
         )
@@ -77,8 +80,9 @@ class Products:
         self.inputs = {width: torch.randn(rows, width, device=weight.device, dtype=weight.dtype) for width in widths}
 
     def __call__(self) -> Tensor:
-        for product in [*self.products, self.head]:
-            out = functional.linear(self.inputs[product.weight.shape[1]], product.weight)
+        for product in [*self.products, self.head.product]:
+            x, weight = self.inputs[product.weight.shape[1]], product.weight
+            out = functional.linear(x, weight) if isinstance(weight, Tensor) else product(x)
         return out
 
 
@@ -105,6 +109,7 @@ def kinds_of(call: Any) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b")
+    parser.add_argument("--weights", choices=STORED, help="how those of the layers are stored; none: in 16 bits")
     parser.add_argument("--rows", default=ROWS, help="requests x nodes, several with commas")
     parser.add_argument("--prefix", type=int, default=430)
     parser.add_argument("--kernels", action="store_true")
@@ -115,8 +120,11 @@ def main() -> None:
     sizes = [(int(b), int(n)) for b, _, n in (item.partition("x") for item in args.rows.split(","))]
     config = shape_config(args.shape)
     text = PlantedText.of(config.vocab_size, draft_vocab_of(config))
+    model = plant_causal_lm(config, text, device=device, dtype=dtype)
+    if args.weights is not None:
+        store_layers(model, args.weights)
     target = CausalLM(
-        plant_causal_lm(config, text, device=device, dtype=dtype),
+        model,
         max_len=args.prefix + 64,
         num_pages=max(b * -(-(args.prefix + n) // PAGE_SIZE) for b, n in sizes),
         page_size=PAGE_SIZE,

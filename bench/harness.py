@@ -111,11 +111,12 @@ class Result:
 
 def check(work: Work) -> None:
     """One call, and one of each baseline, each against the reference. Raises WrongResult."""
-    if work.restore is not None:
-        work.restore()
+    restore = work.restore or (lambda: None)
+    restore()
     work.call()
     work.check()
     for other in work.others:
+        restore()
         try:
             other.check(other.call())
         except WrongResult as error:

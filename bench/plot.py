@@ -96,7 +96,7 @@ def draw_rates(axes: Axes, results: Results) -> None:
 def name_of(params: dict[str, Any]) -> str:
     """Of an engine's line: who drafts how."""
     steps = f" ({params['num_steps']}, {params['topk']}, {params['nodes']})" if params["num_steps"] else ""
-    adaptive = ", adaptive" if params.get("adaptive") else ""
+    adaptive = ", adaptive" if params.get("adaptive") and params["algorithm"] != "adaptive" else ""
     return " ".join(filter(None, [params.get("engine"), params["algorithm"] + steps + adaptive]))
 
 

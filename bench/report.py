@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,14 @@ from specdec_kernels.cli.bench import (
     text_of,
 )
 
-from .plot import plot_rates
+from .plot import name_of, plot_rates
+from .server import COLUMNS as SERVER_COLUMNS
+from .server import row as server_row
 
 REPLAY = "ngram_replay"
+SERVER = "server"
 SHOOTOUT = "shootout"
-README_RUNS = ("h200-round-code", "h200-round-code-adaptive")
+README_RUN = "h200-round-code"
 README_BEGIN, README_END = "<!-- rounds: written by bench/report.py -->\n", "<!-- end of rounds -->\n"
 EVEN = (
     "Drafts are planted to be right for so many tokens and then wrong, in every request alike: a comparison at a fixed "
@@ -72,7 +76,9 @@ def section(name: str, run: dict[str, Any]) -> str:
     calls = [r for r in run["results"] if "call" in r["params"]]
     ops = [r for r in run["results"] if "call" not in r["params"]]
     for op in dict.fromkeys(r["op"] for r in ops):
-        table = {ROUND: round_table, REPLAY: replay_table, SHOOTOUT: shootout_table}.get(op, op_table)
+        table = {ROUND: round_table, REPLAY: replay_table, SERVER: server_table, SHOOTOUT: shootout_table}.get(
+            op, op_table
+        )
         lines += ["", f"### {op}", "", *table([r for r in ops if r["op"] == op])]
     if calls:
         lines += ["", "### call_overhead", "", "| call | ns |", "|---|---:|"]
@@ -81,21 +87,73 @@ def section(name: str, run: dict[str, Any]) -> str:
 
 
 def has_chart(run: dict[str, Any]) -> bool:
-    """Runs of whole engines at several batch sizes have one."""
-    return len({r["params"]["batch"] for r in run["results"] if "tokens_per_second" in r.get("facts", {})}) > 1
+    """Runs of whole engines at several batch sizes have one, if their drafts are accepted alike."""
+    rates = [r["params"] for r in run["results"] if "tokens_per_second" in r.get("facts", {})]
+    return len({p["batch"] for p in rates if "batch" in p}) > 1 and len(acceptances(rates)) < 2
+
+
+def acceptances(params: Iterable[dict[str, Any]]) -> list[Any]:
+    """How often drafts were accepted, of those results that have any."""
+    return list(dict.fromkeys(p["accept"] for p in params if p.get("num_steps")))
 
 
 def round_table(results: list[dict[str, Any]]) -> list[str]:
-    drafting = [r["params"] for r in results if r["params"]["num_steps"]]
-    even = [EVEN, ""] if drafting and not isinstance(drafting[0]["accept"], str) else []
-    return [
-        *even,
-        round_head(results),
+    """One for each acceptance; what drafts nothing stands in the first."""
+    lines = beside_fixed(results)
+    for i, accept in enumerate(acceptances(r["params"] for r in results) or [None]):
+        even = [EVEN, ""] if accept is not None and not isinstance(accept, str) else []
+        of_this = [r for r in results if (r["params"]["accept"] == accept if r["params"]["num_steps"] else i == 0)]
+        lines += [
+            *even,
+            round_head(of_this),
+            "",
+            "| " + " | ".join(ROUND_COLUMNS) + " |",
+            "|---|" + "---:|" * (len(ROUND_COLUMNS) - 1),
+            *("| " + " | ".join(round_row(r)) + " |" for r in of_this),
+            "",
+        ]
+    return lines[:-1]
+
+
+def beside_fixed(results: list[dict[str, Any]]) -> list[str]:
+    """What an engine that chooses for itself reaches of plain decoding and of the best fixed draft, where a run has
+    all of them."""
+    rates = {
+        (r["params"]["accept"] if r["params"]["num_steps"] else None, name_of(r["params"]), r["params"]["batch"]): r[
+            "facts"
+        ]["tokens_per_second"]
+        for r in results
+        if "tokens_per_second" in r.get("facts", {})
+    }
+    adaptive = {name_of(r["params"]) for r in results if r["params"].get("adaptive")}
+    batches = sorted({batch for _, _, batch in rates})
+    planted = acceptances(r["params"] for r in results)
+    plain = {batch: rate for (accept, _, batch), rate in rates.items() if accept is None}
+    if len(adaptive) != 1 or not plain:
+        return []
+    (chosen,) = adaptive
+    lines = [
+        "Tokens a second: plain decoding, the best of it and the fixed drafts, and the adaptive engine, in brackets "
+        "its share of either.",
         "",
-        "| " + " | ".join(ROUND_COLUMNS) + " |",
-        "|---|" + "---:|" * (len(ROUND_COLUMNS) - 1),
-        *("| " + " | ".join(round_row(r)) + " |" for r in results),
+        "| drafts | | " + " | ".join(map(str, batches)) + " |",
+        "|---|---|" + "---:|" * len(batches),
+        "| | plain | " + " | ".join(f"{plain[b]:.0f}" if b in plain else "" for b in batches) + " |",
     ]
+    for accept in planted:
+        best, reached = [], []
+        for batch in batches:
+            fixed = {n: rate for (a, n, b), rate in rates.items() if a in (accept, None) and b == batch and n != chosen}
+            rate = rates.get((accept, chosen, batch))
+            name = max(fixed, key=fixed.__getitem__, default="")
+            best.append(f"{fixed[name]:.0f} {name.replace('none', 'plain')}" if name else "")
+            beside = (
+                f"({rate / plain[batch]:.2f}, {rate / fixed[name]:.2f})" if name and rate and batch in plain else ""
+            )
+            reached.append(f"{rate:.0f} {beside}" if beside else "")
+        text = accept if isinstance(accept, str) else "all wrong" if accept == 1 else f"{accept:g} tokens"
+        lines += [f"| {text} | best fixed | " + " | ".join(best) + " |", "| | adaptive | " + " | ".join(reached) + " |"]
+    return [*lines, ""]
 
 
 def replay_table(results: list[dict[str, Any]]) -> list[str]:
@@ -140,6 +198,18 @@ def shootout_table(results: list[dict[str, Any]]) -> list[str]:
     ]
 
 
+def server_table(results: list[dict[str, Any]]) -> list[str]:
+    shared = {name: results[0]["params"][name] for name in ("shape", "dtype", "accept", "input", "output", "max_len")}
+    return [
+        f"{text_of(shared)}. Beside: of even prompts `Engine.generate`, of JSON the same texts without a schema, of a "
+        "shared prefix the first request with it.",
+        "",
+        "| " + " | ".join(SERVER_COLUMNS) + " |",
+        "|---|---:|---|" + "---:|" * (len(SERVER_COLUMNS) - 3),
+        *("| " + " | ".join(server_row(r)) + " |" for r in results),
+    ]
+
+
 def op_table(results: list[dict[str, Any]]) -> list[str]:
     others = names_of_others(results)
     columns = [*COLUMNS[1:], *(f"{name} us" for name in others)]
@@ -154,16 +224,15 @@ def op_table(results: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def readme_rounds(runs: dict[str, dict[str, Any]]) -> str:
-    """README's table of tokens a second, from the runs it names."""
-    results = [r for name in README_RUNS for r in runs[name]["results"] if "tokens_per_second" in r.get("facts", {})]
+def readme_rounds(run: dict[str, Any]) -> str:
+    """README's table of tokens a second."""
+    results = [r for r in run["results"] if "tokens_per_second" in r.get("facts", {})]
     batches = sorted({r["params"]["batch"] for r in results})
     lines: dict[str, dict[int, str]] = {}
     for r in results:
         p, facts = r["params"], r["facts"]
-        steps = f" ({p['num_steps']} steps, topk {p['topk']}, {p['nodes']} tokens)" if p["num_steps"] else ""
-        name = {"none": "no speculation"}.get(p["algorithm"], p["algorithm"]) + steps
-        name += ", as many of them as pay" if p["adaptive"] else ""
+        name = {"none": "no speculation", "adaptive": "as many tokens as pay, the default"}.get(p["algorithm"])
+        name = name or f"{p['algorithm']} ({p['num_steps']} steps, topk {p['topk']}, {p['nodes']} tokens)"
         cell = f"{facts['tokens_per_second']:.0f}" + (f" ({facts['accept_length']:.1f})" if p["num_steps"] else "")
         lines.setdefault(name, {})[p["batch"]] = cell
     drafting = next(r["params"] for r in results if r["params"]["num_steps"])
@@ -172,7 +241,7 @@ def readme_rounds(runs: dict[str, dict[str, Any]]) -> str:
         f"| {name} | " + " | ".join(cells.get(batch, "") for batch in batches) + " |" for name, cells in lines.items()
     ]
     return f"""\
-On one {runs[README_RUNS[0]]["machine"]["name"]}, with a model of {drafting["shape"]}'s shape in {drafting["dtype"]},
+On one {run["machine"]["name"]}, with a model of {drafting["shape"]}'s shape in {drafting["dtype"]},
 {drafting["input"]} tokens in and {drafting["output"]} out, and an EAGLE-3 head whose drafts are accepted as often as
 published {drafter} drafts were on {domain}. Tokens a second by batch size, in brackets the accept length:
 
@@ -181,7 +250,7 @@ published {drafter} drafts were on {domain}. Tokens a second by batch size, in b
 {chr(10).join(rows)}
 
 ```bash
-{chr(10).join(runs[name]["command"].partition(" --json")[0] for name in README_RUNS)}
+{run["command"].partition(" --json")[0]}
 ```
 """
 
@@ -198,9 +267,10 @@ def main(arguments: list[str]) -> None:
         if has_chart(run):
             plot_rates(run, charts / f"{name}.svg")
     target.write_text(report(runs))
-    if readme.exists() and set(README_RUNS) <= runs.keys():
+    if readme.exists() and README_RUN in runs:
         before, _, rest = readme.read_text().partition(README_BEGIN)
-        readme.write_text(before + README_BEGIN + readme_rounds(runs) + README_END + rest.partition(README_END)[2])
+        table = readme_rounds(runs[README_RUN])
+        readme.write_text(before + README_BEGIN + table + README_END + rest.partition(README_END)[2])
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from statistics import median, quantiles
@@ -31,9 +32,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from specdec_kernels.engine import Draft, Eagle3, Engine, NewTokens, SamplingParams, Standalone
+from specdec_kernels.engine.drafts import Needs
+from specdec_kernels.engine.drafts.model import MOST_NODES
 from specdec_kernels.engine.round import most_nodes
 from specdec_kernels.models.acceptance import Acceptance, PublishedAcceptance
 from specdec_kernels.models.eagle3 import Eagle3Head
+from specdec_kernels.models.experts import QuantisedExperts
 from specdec_kernels.models.families import kv_numbers
 from specdec_kernels.models.planted import PlantedText, eagle3_config, plant_causal_lm, plant_eagle3
 from specdec_kernels.models.quantised import QuantisedLinear
@@ -61,6 +65,7 @@ class Drafting:
     num_steps: int = 0
     topk: int = 1
     num_nodes: int = 1
+    adaptive: bool = False  # as many of these nodes as pay
 
 
 ALGORITHMS = {
@@ -68,7 +73,18 @@ ALGORITHMS = {
     "chain": Drafting("chain", Eagle3, 5, 1, 6),
     "tree": Drafting("tree", Eagle3, 5, 10, 32),
     "standalone": Drafting("standalone", Standalone, 5, 1, 6),
+    # What an engine does that is told no more than the draft.
+    "adaptive": Drafting("adaptive", Eagle3, Eagle3.num_steps, Eagle3.topk, MOST_NODES, adaptive=True),
 }
+
+
+def drafting_of(algorithm: str) -> Drafting:
+    """Of `ALGORITHMS`, or `chain4` or `tree8`: of so many nodes."""
+    if algorithm in ALGORITHMS:
+        return ALGORITHMS[algorithm]
+    name = algorithm.rstrip("0123456789")
+    d, num_nodes = ALGORITHMS[name], int(algorithm[len(name) :])
+    return replace(d, num_nodes=num_nodes, num_steps=num_nodes - 1 if d.topk == 1 else d.num_steps)
 
 
 @dataclass(frozen=True)
@@ -80,13 +96,13 @@ class Setup:
     output: int
     device: torch.device
     dtype: torch.dtype
-    adaptive: bool = False
     max_len: int | None = None  # of the engine; None: what a request needs
     weights: str | None = None  # how those of the target's layers are stored, of `STORED`; None: in dtype
+    implementation: str = "native"  # of the target, as an engine takes it
 
     def __post_init__(self) -> None:
-        if self.weights is not None and hasattr(shape_config(self.shape), "num_experts"):
-            raise ValueError(f"--weights is {self.weights}, expected none beside --shape {self.shape}, of experts")
+        if self.weights == "int4" and hasattr(shape_config(self.shape), "num_experts"):
+            raise ValueError(f"--weights is int4, expected fp8 or fp8-rows beside --shape {self.shape}, of experts")
         if self.max_len is not None and self.max_len < self.needed_len:
             raise ValueError(
                 f"--max-len is {self.max_len}, expected at least {self.needed_len}, a prompt's tokens and its output's"
@@ -115,13 +131,15 @@ class Setup:
             "num_steps": d.num_steps,
             "topk": d.topk,
             "nodes": d.num_nodes,
-            "adaptive": self.adaptive,
+            "adaptive": d.adaptive,
             "accept": self.acceptance.name if d.num_steps else 1,
             "input": self.input,
             "output": self.output,
             "max_len": self.engine_len,
             "dtype": str(self.dtype).removeprefix("torch."),
-        } | ({} if self.weights is None else {"weights": self.weights})
+            **({} if self.weights is None else {"weights": self.weights}),
+            **({} if self.implementation == "native" else {"implementation": self.implementation}),
+        }
 
 
 @dataclass
@@ -215,7 +233,8 @@ class Bench:
         self.engine = Engine(
             self.target,
             draft=draft_of(setup.drafting, self.draft),
-            adaptive=setup.adaptive,
+            implementation=setup.implementation,
+            adaptive=setup.drafting.adaptive,
             max_len=setup.engine_len,
             num_slots=max_batch,
             num_pages=setup.num_pages(max_batch),
@@ -228,17 +247,18 @@ class Bench:
         setup = self.setup
         shape: dict[str, Any] = {"op": NAME, "params": setup.params(batch), "device": str(setup.device)}
         # What drafts bring, and what their rounds cost, is learnt by an engine that chooses how many to draft.
-        self.generate(batch, 0, setup.output if setup.adaptive else WARM_UP_TOKENS, None)
+        self.generate(batch, 0, setup.output if setup.drafting.adaptive else WARM_UP_TOKENS, None)
         drafts = setup.drafting.num_steps > 0
         requests_differ = drafts and isinstance(setup.acceptance, PublishedAcceptance)
         waves = -(-REQUESTS // batch) if requests_differ else 1
         before, clocks = self.engine.stats(), []
-        for wave in range(waves):
-            clocks.append(RoundClock(batch, time.perf_counter()))
-            wrong = self.generate(batch, wave, setup.output, clocks[-1])
-            if wrong is not None:
-                return Result(**shape, error=wrong)
-            clocks[-1].end()
+        with nothing_collected():
+            for wave in range(waves):
+                clocks.append(RoundClock(batch, time.perf_counter()))
+                wrong = self.generate(batch, wave, setup.output, clocks[-1])
+                if wrong is not None:
+                    return Result(**shape, error=wrong)
+                clocks[-1].end()
         stats = self.engine.stats() - before
         seconds, tokens = (
             list(chain.from_iterable(lists)) for lists in zip(*(c.full_rounds() for c in clocks), strict=True)
@@ -324,7 +344,8 @@ class Bench:
         num_rows = round(batch * num_nodes)
         passes = [(weights(self.target) - target_head, num_rows, kv), (target_head, visited, 0)]
         if self.draft is not None and num_nodes > 1:
-            num_steps = min(d.num_steps, most_nodes(batch, num_rows, d.num_nodes) - 1)
+            needs = Needs(num_nodes=d.num_nodes, accept_width=d.num_steps + 1, num_steps=d.num_steps)
+            num_steps = min(d.num_steps, most_nodes(batch, num_rows, needs) - 1)
             head = weights(self.draft.lm_head)
             body = weights(self.draft) - head
             fc = weights(self.draft.fc) if hasattr(self.draft, "fc") else Weights()
@@ -337,6 +358,15 @@ class Bench:
             for b, f in zip(bytes_moved, flops, strict=True)
         )
         return sum(bytes_moved), sum(flops), floor
+
+
+@contextmanager
+def nothing_collected() -> Iterator[None]:
+    """What was loaded is no garbage to look through, as in a server: that stops a run for a quarter of a second."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def accept_spread(lengths: list[float]) -> dict[str, float]:
@@ -378,6 +408,8 @@ def weights(module: nn.Module) -> Weights:
     for part in module.modules():
         if isinstance(part, QuantisedLinear):
             total += Weights(math.prod(part.weight.shape), part.weight.nbytes)
+        if isinstance(part, QuantisedExperts):
+            total += Weights(part.numel(), part.nbytes)
         if not isinstance(part, nn.Embedding):
             total += sum((Weights(p.numel(), p.nbytes) for p in part.parameters(recurse=False)), Weights())
     return total

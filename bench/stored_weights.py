@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from specdec_kernels.models.checkpoint_formats import of_blocks
+from specdec_kernels.models.experts import QuantisedExperts
 from specdec_kernels.models.quantised import FP8, GROUP, LARGEST, Fp8Weight, Int4Weight, QuantisedLinear, StoredWeight
 
 
@@ -39,10 +40,33 @@ def int4(weight: Tensor) -> StoredWeight:
 STORED: dict[str, Callable[[Tensor], StoredWeight]] = {"fp8": fp8_blocks, "fp8-rows": fp8_rows, "int4": int4}
 
 
+def stored_experts(gate_up: Tensor, down: Tensor, kind: str) -> QuantisedExperts:
+    """Of weights [experts, out, in], gates before ups.
+
+    Raises:
+        ValueError: another kind than one of 8 bits.
+    """
+    experts = QuantisedExperts(len(down))
+    for number in range(len(down)):
+        for part, weight in zip(("gate", "up", "down"), (*gate_up[number].chunk(2), down[number]), strict=True):
+            stored = STORED[kind](weight)
+            if not isinstance(stored, Fp8Weight):
+                raise ValueError(f"experts are stored in {kind}, expected fp8 or fp8-rows")
+            experts.store(number, part, stored)
+    return experts
+
+
 @torch.no_grad()
 def store_layers(model: Any, kind: str) -> None:
-    """Stores the projections of all layers so, where a checkpoint's are put when it is loaded; not the head."""
+    """Stores the projections and experts of all layers so, where those of a checkpoint are put; not the head.
+
+    Raises:
+        ValueError: experts, which are stored in 8 bits alone.
+    """
     layers: nn.Module = model.get_decoder().layers
+    for path, module in list(layers.named_modules()):
+        if hasattr(module, "gate_up_proj") and hasattr(module, "down_proj") and path.endswith("experts"):
+            layers.set_submodule(path, stored_experts(module.gate_up_proj.data, module.down_proj.data, kind))
     for path, linear in list(layers.named_modules()):
         if type(linear) is nn.Linear:
             parent, _, leaf = path.rpartition(".")

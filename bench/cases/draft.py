@@ -150,6 +150,51 @@ def extend_rows(device: torch.device, p: Params) -> Work:
     return Work(lambda: sd.extend_rows(tokens, path, num_valid, prefix_lens, nodes, out=outputs), check, moved)
 
 
+def keep_rows(device: torch.device, p: Params) -> Work:
+    """A round of rest: one row for each request."""
+    batch, width, ring = p["batch"], p["width"], 16
+    tokens = torch.randint(0, 32000, (batch, 6), dtype=torch.int32, device=device)
+    ones, path = torch.ones(batch, dtype=torch.int32, device=device), torch.zeros_like(tokens)
+    ends = torch.arange(batch + 1, dtype=torch.int32, device=device)
+    features = torch.randn(batch, width, device=device).bfloat16()
+    num_kept = torch.randint(0, 100, (batch,), dtype=torch.int32, device=device)
+    before = (
+        num_kept,
+        torch.zeros(batch, ring, dtype=torch.int32, device=device),
+        features.new_zeros(batch, ring, width),
+    )
+    kept = [tensor.clone() for tensor in before]
+
+    def check() -> None:
+        want = [tensor.cpu() for tensor in before]
+        reference.keep_rows(
+            tokens.cpu(), path.cpu(), ones.cpu(), want[0], want[1], features.cpu(), want[2], None, ends.cpu()
+        )
+        for name, got, expected in zip(("num_kept", "kept_tokens", "kept_features"), kept, want, strict=True):
+            expect_equal(name, got, expected)
+
+    def plain_torch() -> None:
+        slots = torch.arange(batch, device=device)
+        at = slots, kept[0] % ring
+        kept[1][at] = tokens[:, 0]
+        kept[2][at] = features[ends[:-1] + path[:, 0]]
+        kept[0].index_add_(0, slots, ones)
+
+    def restore() -> None:
+        for tensor, given in zip(kept, before, strict=True):
+            tensor.copy_(given)
+
+    return Work(
+        call=lambda: sd.keep_rows(
+            tokens, path, ones, kept[0], kept[1], features=features, kept_features=kept[2], cu_seqlens_q=ends
+        ),
+        check=check,
+        bytes_moved=2 * bytes_of(features) + bytes_of(ones, num_kept, num_kept) + 16 * batch,
+        baseline=Baseline("torch", plain_torch, lambda _: check()),
+        restore=restore,
+    )
+
+
 def learn_calibration(device: torch.device, p: Params) -> Work:
     batch, nodes, depths = p["batch"], p["nodes"], 5
     parents = torch.arange(-1, nodes - 1, dtype=torch.int32).div(2, rounding_mode="floor").repeat(batch, 1)
@@ -194,5 +239,6 @@ CASES = [
     Case("expand_root", grid={"batch": (1, 8, 64), "k": (1, 10), "num_steps": (5,)}, make=expand_root),
     Case("expand_tree", grid={"batch": (1, 8, 64), "k": (1, 10), "num_steps": (5,)}, make=expand_tree),
     Case("learn_calibration", grid={"batch": (1, 8, 64), "nodes": (32,)}, make=learn_calibration),
+    Case("keep_rows", grid={"batch": (1, 8, 64, 256), "width": (12288,)}, make=keep_rows),
     Case("extend_rows", grid={"batch": (1, 8, 64), "accept_width": (6,), "nodes": (32,)}, make=extend_rows),
 ]

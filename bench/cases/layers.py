@@ -101,15 +101,15 @@ def linear_rows(device: torch.device, p: Params) -> Work:
 
 
 def round_rows(device: torch.device, p: Params) -> Work:
-    """By groups of 128."""
+    """By groups of 128. A number between two of 8 bits may go to either: an ulp of its scale decides."""
     x = random(p, device, p["rows"], p["width"])
     numbers = torch.full_like(x, torch.nan, dtype=torch.float8_e4m3fn)
     scales = poisoned(p["width"] // 128, -(-len(x) // 4) * 4, dtype=torch.float32, device=device)[:, : len(x)]
     want, of_want = reference.round_rows(x, group_size=128)
 
     def check() -> None:
-        expect_near("out", numbers.float(), want.float(), 0)
-        expect_near("scales", scales, of_want, 0)
+        expect_near("out", numbers.float(), want.float(), 1e-2)
+        expect_near("scales", scales, of_want, 1e-6)
 
     return Work(
         call=lambda: sd.round_rows(x, group_size=128, out=(numbers, scales)),
@@ -118,7 +118,7 @@ def round_rows(device: torch.device, p: Params) -> Work:
         baseline=Baseline(
             "torch",
             lambda: reference.round_rows(x, group_size=128),
-            lambda got: expect_near("out", got[0].float(), want.float(), 0),
+            lambda got: expect_near("out", got[0].float(), want.float(), 1e-2),
         ),
     )
 

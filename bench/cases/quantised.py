@@ -58,7 +58,7 @@ def kernels_of(x: Tensor, weight: StoredWeight) -> Iterator[tuple[str, Callable[
     """The definition, and what of torch multiplies such numbers where it has a kernel."""
     rows = rounded(x, getattr(weight, "activations", "none"))
     yield "widened", lambda: functional.linear(rows, widened(weight, x.dtype))
-    if isinstance(weight, Fp8Weight) and (kernel := weight.torch_kernel(x)) is not None:
+    if isinstance(weight, Fp8Weight) and (kernel := weight.torch_kernel(x, x.dtype)) is not None:
         in_eight = in_eight_bits(x, weight.activations)
         yield "torch", lambda: kernel(*in_eight, weight.numbers, weight.scales)
     if isinstance(weight, Int4Weight) and x.is_cuda and x.dtype == torch.bfloat16:

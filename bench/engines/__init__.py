@@ -7,12 +7,14 @@ would and whose `generate(prompts, count)` greedily writes exactly `count` token
 from __future__ import annotations
 
 import importlib.util
+import sys
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
+from importlib.metadata import distributions
 from typing import Any, Protocol
 
 # The engines by name, and the package that must be installed for each.
-PACKAGES = {"ours": "specdec_kernels", "sglang": "sglang", "vllm": "vllm"}
+PACKAGES = {"ours": "specdec_kernels", "sglang": "sglang", "sglang_plugin": "sglang", "vllm": "vllm"}
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,11 @@ class Runner(Protocol):
 
 
 def is_installed(engine: str, folders: list[str]) -> bool:
-    """Whether a worker finds the engine, with `folders` before its own path."""
+    """Whether a worker finds the engine, with `folders` before its own path, and what plugs into it."""
+    if engine == "sglang_plugin":
+        there = (point for found in distributions(path=[*folders, *sys.path]) for point in found.entry_points)
+        if not any(point.group == "sglang.srt.plugins" and point.name == "specdec" for point in there):
+            return False
     if PathFinder.find_spec(PACKAGES[engine], folders) is not None:
         return True
     return importlib.util.find_spec(PACKAGES[engine]) is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from . import Algorithm, Generated, Job, max_batch
@@ -14,7 +15,13 @@ def version() -> str:
 
 
 class Runner:
+    """SGLang as it is, also where our plugin is installed beside it."""
+
+    plugin: bool = False
+    options: dict[str, Any] = {}  # noqa: RUF012
+
     def __init__(self, job: Job, algorithm: Algorithm) -> None:
+        os.environ["SPECDEC_SGLANG"] = "1" if self.plugin else "0"  # before any of its processes starts
         import sglang
 
         drafting: dict[str, Any] = {}
@@ -35,6 +42,7 @@ class Runner:
             disable_radix_cache=True,  # or a repeated prompt would be free, here alone
             log_level="error",
             **drafting,
+            **self.options,
         )
 
     def generate(self, prompts: list[list[int]], count: int) -> Generated:

@@ -1,0 +1,419 @@
+"""A server beside the engine that it serves: what HTTP, JSON and the way of a text to its client cost.
+
+    python -m specdec_kernels.bench.server --shape qwen3-8b --acceptance code --concurrency 1,16,64 \\
+        --json bench/results/<machine>-server.json
+
+One engine on planted models answers the same prompts twice, in turn: as lists of `Engine.generate`, and as streams to
+as many clients, which are in a process of their own and send all at once. Tokens a second are those of the whole run,
+from the sending to the end of the last text, prefill included; each text is compared with the planted one.
+
+  even      prompts that have nothing in common
+  prefix    one client; prompts that share a long beginning, which the prefix cache has since the first of them
+  json      as even, held to a JSON schema, beside the same texts without
+
+The planted text is JSON for that, a list of strings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.util
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from specdec_kernels.cli.bench import DOMAINS, DRAFTERS, NO_CUDA, SHAPES, algorithms, at_least, find_device, numbers
+from specdec_kernels.cli.extras import require, unwritable
+from specdec_kernels.cli.table import print_table
+from specdec_kernels.engine import AsyncEngine, Engine, SamplingParams
+from specdec_kernels.models.acceptance import PublishedAcceptance
+from specdec_kernels.models.planted import PlantedText
+
+from .harness import Result
+from .record import record
+from .round import GOLDEN, PAGE_SIZE, PlantedModels, RoundClock, Setup, draft_of, drafting_of
+
+NAME = "server"
+PACKAGES = ["transformers", "safetensors", "fastapi", "uvicorn", "prometheus_client"]
+COLUMNS = [
+    "algorithm",
+    "clients",
+    "prompts",
+    "tokens/s",
+    "beside",
+    "share",
+    "first token ms",
+    "beside",
+    "ms between",
+    "p99",
+]
+WARM_UP_TOKENS = 12
+TAIL = 16  # tokens behind a shared beginning
+AFTER_PREFIX = 16  # tokens of an answer there
+ITEM = 64  # tokens of a string of the planted list
+SCHEMA = {"type": "array", "items": {"type": "string"}}
+
+
+class Spelling:
+    """What the tokens of a planted text are as text: JSON, from any of `starts` on.
+
+    Args:
+        starts: places in the text, multiples of `ITEM`.
+    """
+
+    def __init__(self, text: PlantedText, starts: Sequence[int]) -> None:
+        self._begins = {text.tokens(start, 1)[0] for start in starts}
+        self.of = {token: self._spelled(token, place) for place, token in enumerate(text.order.tolist())}
+        self._vocab = text.vocab
+
+    def _spelled(self, token: int, place: int) -> str:
+        if token in self._begins:
+            return f'["{place}'
+        # A token that ends a string and goes on is looked at anew for each mask. Vocabularies have a few hundred.
+        return f'","{place}' if place % ITEM == 0 else f" {place}"
+
+    def tokenizer(self) -> Any:
+        """A fast tokenizer of these tokens, all others being names of their own."""
+        from tokenizers import Tokenizer, decoders, models
+        from transformers import PreTrainedTokenizerFast
+
+        space = "\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}"  # as byte-level tokens have it
+        words = {self.of.get(token, f"<{token}>").replace(" ", space): token for token in range(self._vocab)}
+        backend = Tokenizer(models.WordLevel(words, unk_token=f"<{self.end}>"))
+        backend.decoder = decoders.ByteLevel()
+        return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=f"<{self.end}>")
+
+    @property
+    def end(self) -> int:
+        """A token that the text lacks, which ends one."""
+        return next(token for token in range(self._vocab) if token not in self.of)
+
+    def text(self, tokens: Sequence[int]) -> str:
+        return "".join(self.of[token] for token in tokens)
+
+
+@dataclass
+class Answers:
+    """What clients saw of the streams that came at once."""
+
+    answers: list[dict[str, Any]]
+
+    @property
+    def seconds(self) -> float:
+        return max(float(answer["last"]) for answer in self.answers)
+
+    @property
+    def first_token(self) -> float:
+        return median(float(answer["seconds"][0]) for answer in self.answers)
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in self.answers)
+
+    @property
+    def between(self) -> list[float]:
+        """Seconds from one event of a stream to the next, of all of them."""
+        return [b - a for answer in self.answers for a, b in pairwise(answer["seconds"])]
+
+
+class Clients:
+    """The process of the clients."""
+
+    def __init__(self, port: int, model: str) -> None:
+        self._model = model
+        command = [sys.executable, str(Path(__file__).with_name("server_client.py")), str(port)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def ask(self, prompts: Sequence[list[int]], count: int, **more: Any) -> Answers:
+        """All at once, each for so many tokens.
+
+        Raises:
+            RuntimeError: the server refused one.
+        """
+        common = {"model": self._model, "max_tokens": count, "temperature": 0, "stream": True} | more
+        common["stream_options"] = {"include_usage": True}
+        requests = [["/v1/completions", {"prompt": prompt} | common] for prompt in prompts]
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(requests) + "\n")
+        self._process.stdin.flush()
+        answers = json.loads(self._process.stdout.readline())
+        if errors := [answer["error"] for answer in answers if "error" in answer]:
+            raise RuntimeError(f"the server answered {errors[0]}")
+        return Answers(answers)
+
+    def close(self) -> None:
+        self._process.communicate()  # they end with their input
+
+
+@contextmanager
+def serving(engine: Engine, model: str) -> Iterator[Clients]:
+    """An engine served as `specdec serve` does it, and its clients."""
+    import uvicorn
+
+    from specdec_kernels.server import Settings, make_app
+
+    with engine, socket.create_server(("127.0.0.1", 0)) as listener:
+        app = make_app(AsyncEngine(engine), Settings(model, defaults={"temperature": 0.0}))
+        server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off", ws="none"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        clients = Clients(listener.getsockname()[1], model)
+        gc.collect()
+        gc.freeze()  # as there
+        try:
+            yield clients
+        finally:
+            clients.close()
+            server.should_exit = True
+            thread.join()
+            gc.unfreeze()
+
+
+class Bench:
+    """One engine, for up to so many clients, and what they ask of it."""
+
+    def __init__(
+        self, setup: Setup, models: PlantedModels, concurrency: Sequence[int], prefix: int, repeats: int
+    ) -> None:
+        self.setup, self.text, self.prefix, self.repeats = setup, models.text, prefix, repeats
+        most = max(concurrency)
+        count = len(self.text.order)
+        self._starts = [i * (count // most) // ITEM * ITEM for i in range(most)]
+        self.spelling = Spelling(self.text, self._starts)
+        models.target.generation_config.eos_token_id = self.spelling.end
+        self.with_grammars = importlib.util.find_spec("xgrammar") is not None
+        self.engine = Engine(
+            models.target,
+            draft=draft_of(setup.drafting, models.draft(setup)),
+            tokenizer=self.spelling.tokenizer(),
+            adaptive=setup.drafting.adaptive,
+            max_len=setup.engine_len,
+            num_slots=most,
+            num_pages=setup.num_pages(most),
+            page_size=PAGE_SIZE,
+            prefix_cache=True,
+            grammars=self.with_grammars,
+            device=setup.device,
+            dtype=setup.dtype,
+        )
+
+    def prompts(self, batch: int, wave: int) -> list[list[int]]:
+        """Each wave's are from the middle of the longest stretches that those before it left out."""
+        length, count = self.setup.input, len(self.text.order)
+        return [self.text.tokens(int(count * (i + GOLDEN * wave % 1) / batch), length) for i in range(batch)]
+
+    def expected(self, prompt: list[int], count: int) -> str:
+        at = int((self.text.order == prompt[-1]).nonzero()[0, 0]) + 1
+        return self.spelling.text(self.text.tokens(at, count))
+
+    def check(self, prompts: list[list[int]], texts: Sequence[str], count: int) -> None:
+        for index, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+            if text != self.expected(prompt, count):
+                raise WrongText(f"request {index} strays from the planted text")
+
+    def generate(self, prompts: list[list[int]], count: int) -> RoundClock:
+        self.engine.clear_cache()
+        clock = RoundClock(len(prompts), time.perf_counter())
+        params = SamplingParams(count, ignore_eos=True)
+        outputs = self.engine.generate(prompts, params, on_tokens=clock)
+        clock.end()
+        self.check(prompts, [output.text or "" for output in outputs], count)
+        return clock
+
+    def ask(
+        self, clients: Clients, prompts: list[list[int]], count: int, *, keep: bool = False, **more: Any
+    ) -> Answers:
+        if not keep:
+            self.engine.clear_cache()
+        answers = clients.ask(prompts, count, **more)
+        self.check(prompts, ["".join(answer["texts"]) for answer in answers.answers], count)
+        return answers
+
+    # --- what is measured
+
+    def even(self, clients: Clients, batch: int) -> dict[str, float]:
+        count = self.setup.output
+        self.ask(clients, self.prompts(batch, 0), WARM_UP_TOKENS, ignore_eos=True)
+        self.generate(self.prompts(batch, 0), count if self.setup.drafting.adaptive else WARM_UP_TOKENS)
+        clocks, answers = [], []
+        for wave in range(self.repeats):
+            prompts = self.prompts(batch, wave)
+            clocks.append(self.generate(prompts, count))
+            answers.append(self.ask(clients, prompts, count, ignore_eos=True))
+        tokens = self.repeats * batch * count
+        return {
+            "tokens_per_second": tokens / sum(one.seconds for one in answers),
+            "generate_tokens_per_second": tokens / sum(clock.ended - clock.began for clock in clocks),
+            "first_token_ms": 1e3 * median(one.first_token for one in answers),
+            "generate_first_token_ms": median(clock.run()["first_token_ms"] for clock in clocks),
+        } | between(answers)
+
+    def shared_prefix(self, clients: Clients, batch: int) -> dict[str, float]:
+        count = self.repeats + 1
+        places = [i * len(self.text.order) // count for i in range(count)]
+        prompts = [self.text.tokens(0, self.prefix) + self.text.tokens(place, TAIL) for place in places]
+        self.engine.clear_cache()
+        first, *later = (self.ask(clients, [prompt], AFTER_PREFIX, keep=True, ignore_eos=True) for prompt in prompts)
+        return {
+            "first_token_ms": 1e3 * median(one.first_token for one in later),
+            "second_first_token_ms": 1e3 * later[0].first_token,
+            "uncached_first_token_ms": 1e3 * first.first_token,
+            "cached_tokens": min(one.cached_tokens for one in later),
+        }
+
+    def held_to_schema(self, clients: Clients, batch: int) -> dict[str, float]:
+        count, length = self.setup.output, self.setup.input
+        places = self._starts[:: len(self._starts) // batch][:batch]
+        prompts = [self.text.tokens(place - length + len(self.text.order), length) for place in places]
+        form = {"type": "json_schema", "json_schema": {"name": "list", "schema": SCHEMA}}
+        kinds: dict[str, dict[str, Any]] = {"free_": {"ignore_eos": True}, "": {"response_format": form}}
+        found: dict[str, list[Answers]] = {name: [] for name in kinds}
+        for kind in kinds.values():
+            self.ask(clients, prompts, WARM_UP_TOKENS, **kind)
+        for _ in range(self.repeats):
+            for name, kind in kinds.items():
+                found[name].append(self.ask(clients, prompts, count, **kind))
+        tokens = batch * count * self.repeats
+        rates = {
+            f"{name}tokens_per_second": tokens / sum(one.seconds for one in those) for name, those in found.items()
+        }
+        return rates | {"first_token_ms": 1e3 * median(one.first_token for one in found[""])} | between(found[""])
+
+    def measure(self, clients: Clients, batch: int, prompts: str) -> Result:
+        params = {"prompts": prompts, "concurrency": batch} | self.setup.params(batch)
+        del params["batch"]
+        if prompts == "prefix":
+            params["prefix"] = self.prefix
+        shape: dict[str, Any] = {"op": NAME, "params": params, "device": str(self.setup.device)}
+        ways: dict[str, Callable[[Clients, int], dict[str, float]]] = {
+            "even": self.even, "prefix": self.shared_prefix, "json": self.held_to_schema
+        }  # fmt: skip
+        try:
+            facts = ways[prompts](clients, batch)
+        except WrongText as error:
+            return Result(**shape, error=str(error))
+        return Result(**shape, facts={name: round(value, 4) for name, value in facts.items()})
+
+
+class WrongText(Exception):
+    """Of a model whose text is known."""
+
+
+def between(answers: Sequence[Answers]) -> dict[str, float]:
+    """What passes between two events of a stream: the median, and what ninety-nine in a hundred are below."""
+    seconds = sorted(gap for one in answers for gap in one.between) or [0.0]
+    return {"event_ms": 1e3 * median(seconds), "event_p99_ms": 1e3 * seconds[len(seconds) * 99 // 100]}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = make_parser().parse_args(arguments)
+    if not require("bench.server", "serve", PACKAGES):
+        return 2
+    device = find_device(args.device)
+    if device is None:
+        print(f"server: {NO_CUDA}", file=sys.stderr)
+        return 2
+    if args.json and (why := unwritable(args.json)):
+        print(f"server: --json {args.json} {why}", file=sys.stderr)
+        return 2
+    setups = [
+        Setup(
+            args.shape,
+            drafting_of(name),
+            PublishedAcceptance(args.acceptance, args.drafter),
+            args.input,
+            args.output,
+            device,
+            torch.bfloat16 if device.type == "cuda" else torch.float32,
+            max_len=max(args.input + args.output, args.prefix + TAIL + AFTER_PREFIX) + 1,
+        )
+        for name in args.algorithm
+    ]
+    words = ["python -m specdec_kernels.bench.server", *(sys.argv[1:] if arguments is None else arguments)]
+    command, results = " ".join(words), []
+    models = PlantedModels(setups[0])
+    for setup in setups:
+        bench = Bench(setup, models, args.concurrency, args.prefix, args.repeats)
+        with serving(bench.engine, args.shape) as clients:
+            plan = [(batch, "even") for batch in args.concurrency]
+            plan += [(1, "prefix")] if args.prefix else []
+            plan += [(min(args.json_clients, max(args.concurrency)), "json")] if bench.with_grammars else []
+            for batch, prompts in plan:
+                results.append(bench.measure(clients, batch, prompts))
+                if args.json:  # what was measured survives what comes next
+                    run_record = record(results, device, None, command)
+                    Path(args.json).write_text(json.dumps(run_record, indent=1) + "\n")
+        del bench
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    show(record(results, device, None, command))
+    return 1 if any(r.error for r in results) else 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m specdec_kernels.bench.server",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b")
+    parser.add_argument("--acceptance", choices=DOMAINS, default="code", help="of which texts (code)")
+    parser.add_argument("--drafter", choices=DRAFTERS, default="eagle3", help="and of whose drafts (eagle3)")
+    parser.add_argument("--algorithm", type=algorithms, default=["chain"], metavar="NAME", help="as of `round` (chain)")
+    parser.add_argument("--concurrency", type=numbers(1), default=[1, 16, 64], metavar="N", help="clients (1,16,64)")
+    parser.add_argument("--json-clients", type=at_least(1), default=16, metavar="N", help="whose texts are JSON (16)")
+    parser.add_argument("--input", type=at_least(1), default=321, metavar="N", help="tokens of a prompt (321)")
+    parser.add_argument("--output", type=at_least(2), default=215, metavar="N", help="tokens of a text (215)")
+    parser.add_argument(
+        "--prefix", type=at_least(0), default=4096, metavar="N", help="tokens that prompts share (4096)"
+    )
+    parser.add_argument("--repeats", type=at_least(1), default=5, metavar="N", help="runs of each kind, in turn (5)")
+    parser.add_argument("--device", choices=("cpu", "cuda"))
+    parser.add_argument("--json", metavar="FILE", help="write the run to FILE as well")
+    return parser
+
+
+def show(run_record: dict[str, Any]) -> None:
+    p = run_record["results"][0]["params"]
+    print(f"{run_record['machine']['name']}: {p['shape']} {p['dtype']}, {p['input']} tokens in, {p['output']} out")
+    print_table(COLUMNS, [row(r) for r in run_record["results"]], left=3)
+
+
+def row(r: dict[str, Any]) -> list[str]:
+    """The cells of one result, under COLUMNS."""
+    p, facts = r["params"], r.get("facts", {})
+    name = p["algorithm"] + (f" ({p['num_steps']}, {p['topk']}, {p['nodes']})" if p["num_steps"] else "")
+    head = [name, str(p["concurrency"]), p["prompts"]]
+    if r["error"]:
+        return [*head, "WRONG", *[""] * (len(COLUMNS) - 4)]
+    beside = {"even": "generate_tokens_per_second", "json": "free_tokens_per_second"}.get(p["prompts"], "")
+    first = {"even": "generate_first_token_ms", "prefix": "uncached_first_token_ms"}.get(p["prompts"], "")
+    rates = [facts.get("tokens_per_second"), facts.get(beside)]
+    share = "" if None in rates else f"{rates[0] / rates[1]:.1%}"
+    return [
+        *head,
+        *("" if rate is None else f"{rate:.0f}" for rate in rates),
+        share,
+        *(
+            f"{facts[name]:.2f}" if name in facts else ""
+            for name in ("first_token_ms", first, "event_ms", "event_p99_ms")
+        ),
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
