@@ -17,6 +17,7 @@ from conftest import HAS_CUDA
 from specdec_kernels import _C
 from specdec_kernels.engine import Draft, Eagle, Eagle3, Engine, Ngram, SamplingParams, Standalone, Union
 from specdec_kernels.engine.config import rungs_of
+from specdec_kernels.engine.drafts.model import ModelDraft
 from specdec_kernels.engine.drafts.proposal import scored_tree_of
 from specdec_kernels.engine.graphs import Graphs
 from specdec_kernels.engine.round import Drafted
@@ -436,9 +437,13 @@ def test_measuring_leaves_nothing_behind(device: torch.device, tmp_path: Path) -
 
 
 @every_draft
-def test_a_lower_rung_drafts_the_first_nodes_of_a_higher_one(name: str, device: torch.device, tmp_path: Path) -> None:
-    """Which is how a round shows what the rungs below it would have accepted."""
+def test_a_lower_rung_drafts_the_first_nodes_of_a_higher_one(
+    name: str, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of as many paths; which is how a round shows what the rungs below it would have accepted."""
     from test_round import begin, run
+
+    monkeypatch.setattr(ModelDraft, "branches", lambda draft, batch, num_nodes: draft.topk)
 
     engine = make_engine(DRAFTS[name](tmp_path), device)
     slots = torch.arange(4, dtype=torch.int32, device=device)

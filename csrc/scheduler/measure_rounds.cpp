@@ -12,9 +12,12 @@
 namespace specdec::scheduler {
 namespace {
 
-// So many rounds of each size are timed, but only one where a round takes kTimedOnce ns.
-constexpr int kTimedRounds = 2;
-constexpr int64_t kTimedOnce = 10'000'000;
+// A size is timed until its two quickest rounds agree, which on a GPU the first two do, and on a busy CPU rounds that
+// are held up or find cold caches do not; but no oftener than kTimedRounds and for no longer than kTimedMost, and only
+// once where that takes kTimedOnce.
+constexpr double kAgree = 1.05;
+constexpr int kTimedRounds = 6;
+constexpr int64_t kTimedOnce = 10'000'000, kTimedMost = 40'000'000;  // ns
 // First tokens of different texts; so small that every vocabulary has them.
 constexpr int32_t kRoots = 16;
 // What drafts are told of these requests: a group and numbers that no others have.
@@ -27,28 +30,11 @@ constexpr int64_t kFirstId = int64_t{1} << 62;
 // takes no part, as in any round.
 class Scheduler::Trial {
  public:
-  Trial(Scheduler& scheduler, int64_t batch) : scheduler_(scheduler), batch_(batch) {
-    for (int32_t slot = 0; slot < batch; ++slot) {
-      slots_.push_back(slot);
-      requests_.push_back({.id = kFirstId + slot,
-                           .text = {slot % kRoots},
-                           .emitted = 1,
-                           .remaining = scheduler.config_.max_len,
-                           .slot = slot,
-                           .max_nodes = std::numeric_limits<int32_t>::max(),
-                           .streams = false,
-                           .ngram_group = kGroup});
-    }
-    std::vector<Request*> activated;
-    for (Request& request : requests_) {
-      activated.push_back(&request);
-      scheduler_.executor_.begin(request.slot, {request.id, request.text, request.ngram_group, nullptr, {}});
-    }
-    scheduler_.send({.activated = activated});
-    const auto slots = std::span<const int32_t>(slots_);
-    const int64_t most = scheduler_.config_.prefill_requests;
-    for (int64_t i = 0; i < batch; i += most)
-      scheduler_.executor_.activate(slots.subspan(i, std::min(most, batch - i)));
+  // No two requests have the same id, from `next_id` on: to a draft that would be one that comes back.
+  Trial(Scheduler& scheduler, int64_t batch, int64_t& next_id)
+      : scheduler_(scheduler), batch_(batch), next_id_(next_id) {
+    for (int32_t slot = 0; slot < batch; ++slot) slots_.push_back(slot);
+    begin();
   }
 
   // Gives the slots back.
@@ -60,32 +46,80 @@ class Scheduler::Trial {
 
   // Returns the least time of some rounds with so many rows, in nanoseconds of the device's own clock.
   int64_t time_round(int64_t rows) {
-    int64_t least = std::numeric_limits<int64_t>::max();
-    for (int i = 0; i < kTimedRounds && (i == 0 || least < kTimedOnce); ++i) {
+    return least_of([&] {
+      keep_short();
       if (has_rested_ && rows > batch_) launch(0);
       const int64_t number = launch(rows);
       wait_for(number);
-      least = std::min(least, results().ended_at(number) - results().started_at(number));
-    }
-    return std::max<int64_t>(least, 1);
+      const int64_t ns = results().ended_at(number) - results().started_at(number);
+      return Timed{ns, ns};
+    });
   }
 
   // Returns the least time, in nanoseconds of the device's own clock, that lies between two rounds when a draft catches
   // up between them. The device has all of it before it is done with the first.
   int64_t time_catch_up() {
-    int64_t least = std::numeric_limits<int64_t>::max(), whole = 0;
-    for (int i = 0; i < kTimedRounds && whole < kTimedOnce; ++i) {
+    return least_of([&] {
+      keep_short();
       const int64_t first = launch(batch_);
       launch(0);
       const int64_t second = launch(batch_);
       wait_for(second);
-      whole = results().ended_at(second) - results().started_at(first);
-      least = std::min(least, results().started_at(second) - results().ended_at(first));
+      return Timed{results().started_at(second) - results().ended_at(first),
+                   results().ended_at(second) - results().started_at(first)};
+    });
+  }
+
+ private:
+  struct Timed {
+    int64_t ns, whole;  // with what it needed around it
+  };
+  // Returns the least of what is timed, which goes on until two times are much the same.
+  static int64_t least_of(const std::function<Timed()>& time) {
+    auto [least, spent] = time();
+    int64_t second = spent < kTimedOnce ? std::numeric_limits<int64_t>::max() : least;
+    for (int i = 1; i < kTimedRounds && spent < kTimedMost; ++i) {
+      if (static_cast<double>(second) <= kAgree * static_cast<double>(least)) break;
+      const auto [ns, whole] = time();
+      second = std::clamp(ns, least, second);
+      least = std::min(least, ns);
+      spent += whole;
     }
     return std::max<int64_t>(least, 1);
   }
 
- private:
+  void begin() {
+    std::vector<Request> requests;
+    for (const int32_t slot : slots_)
+      requests.push_back({.id = next_id_++,
+                          .text = {slot % kRoots},
+                          .emitted = 1,
+                          .remaining = scheduler_.config_.max_len,
+                          .slot = slot,
+                          .max_nodes = std::numeric_limits<int32_t>::max(),
+                          .streams = false,
+                          .ngram_group = kGroup});
+    std::vector<Request*> activated;
+    for (Request& request : requests) {
+      activated.push_back(&request);
+      scheduler_.executor_.begin(request.slot, {request.id, request.text, request.ngram_group, nullptr, {}});
+    }
+    scheduler_.send({.activated = activated});
+    const auto slots = std::span<const int32_t>(slots_);
+    const int64_t most = scheduler_.config_.prefill_requests;
+    for (int64_t i = 0; i < batch_; i += most)
+      scheduler_.executor_.activate(slots.subspan(i, std::min(most, batch_ - i)));
+    longest_ = 0;
+    has_rested_ = false;
+  }
+
+  // A request that came to its end would take no part: it begins anew well before.
+  void keep_short() {
+    if (longest_ + 2 * scheduler_.config_.accept_width <= scheduler_.config_.max_len / 2 || longest_ == 0) return;
+    end();
+    begin();
+  }
+
   const ResultRing& results() const { return scheduler_.results_; }
   void wait_for(int64_t number) {
     scheduler_.wait_until([&] { return results().is_published(number); });
@@ -103,7 +137,7 @@ class Scheduler::Trial {
 
   Scheduler& scheduler_;
   const int64_t batch_;
-  std::vector<Request> requests_;
+  int64_t& next_id_;
   std::vector<int32_t> slots_;
   int64_t longest_ = 0;  // no text has more rows
   bool has_rested_ = false;
@@ -121,6 +155,7 @@ void Scheduler::measure_rounds(const std::vector<int64_t>& batches) {
                      ", the first and the last among them");
   std::vector<std::vector<double>> us(sizes.size());
   std::vector<double> catch_up(config_.rest_rows > 0 ? sizes.size() : 0);
+  int64_t next_id = kFirstId;
   size_t before = 0;                                  // the size that was timed last
   const auto us_at = [&](size_t size, double each) {  // with so many rows a request, between those that were timed
     const double rows = each * static_cast<double>(sizes[size]);
@@ -133,7 +168,7 @@ void Scheduler::measure_rounds(const std::vector<int64_t>& batches) {
   };
   for (size_t i = 0; i < sizes.size(); ++i) {
     if (!std::ranges::binary_search(batches, sizes[i])) continue;
-    Trial trial(*this, sizes[i]);
+    Trial trial(*this, sizes[i], next_id);
     const auto time = [&](int64_t rows) { return 1e-3 * static_cast<double>(trial.time_round(rows)); };
     for (const int64_t rows : config_.rows[i]) us[i].push_back(time(rows));
     for (size_t rung = us[i].size() - 1; rung-- > 0;)  // one that takes longer than with more rows was held up, perhaps

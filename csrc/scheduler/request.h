@@ -67,7 +67,7 @@ struct alignas(64) Request {
   int64_t told = 0;        // how much of `text` the executor knows, where it rules on it
   int64_t prefilled = 0;   // rows of text[:-1] whose KV is written, while prefilling
   std::vector<int32_t> stop_tokens;
-  Sampling sampling;
+  Sampling sampling = {};
   int32_t ngram_group = 0;
   int32_t priority = 0;
   int64_t deadline = kNoDeadline;       // of round::nanoseconds
