@@ -140,13 +140,16 @@ def shown_in_reference() -> list[str]:
 
 
 def test_reference_has_every_public_name_once() -> None:
-    """What `specdec_kernels.engine` and `hf` export, every function that another engine calls, and what SGLang is given
-    by the plugin."""
+    """What `specdec_kernels.engine` and `hf` export, every function that another engine calls, and what SGLang and vLLM are
+    given by the plugins."""
     plugin = [
         "compat.sglang_attention.TreeAttention",
         "compat.sglang_attention.TreeAttentionSteps",
         "compat.sglang_ngram.NgramTrees",
         "compat.sglang_plugin.register",
+        "compat.vllm_attention.PagedAttention",
+        "compat.vllm_attention.RowsBuilder",
+        "compat.vllm_plugin.register",
     ]
     compat = [
         f"compat.{module.__name__.rpartition('.')[2]}.{name}"

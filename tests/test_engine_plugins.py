@@ -1,5 +1,6 @@
 """What the plugins rely on, held against the sources of the engines, where those are: an installed engine, or a folder
-with an unpacked wheel in SPECDEC_PEERS (several with colons between). Nothing of an engine is run but its registries."""
+with an unpacked wheel in SPECDEC_PEERS (several with colons between, of several versions too). Nothing of an engine is
+run but its registries and the base classes that a plugin's classes have."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import importlib.util
 import inspect
 import logging
 import os
+import re
 import sys
 import types
 from importlib.machinery import PathFinder
@@ -17,9 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from specdec_kernels.compat import sglang, sglang_plugin, vllm, vllm_gpu
+import specdec_kernels
+from specdec_kernels.compat import sglang, sglang_plugin, vllm, vllm_gpu, vllm_plugin
 from specdec_kernels.compat.sglang_attention import TreeAttention, TreeAttentionSteps
+from specdec_kernels.compat.vllm_attention import PagedAttention, RowsBuilder
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -27,13 +32,13 @@ ROOT = Path(__file__).resolve().parents[1]
 def sources(package: str, known: str) -> Path:
     """The folder of a package's sources, in the version that the plugins are written for."""
     folders = [folder for folder in os.environ.get("SPECDEC_PEERS", "").split(os.pathsep) if folder]
-    spec = PathFinder.find_spec(package, [*folders, *sys.path])
-    if spec is None or not spec.origin:
-        pytest.skip(f"no sources of {package} here")
-    folder = Path(spec.origin).parent
-    if not list(folder.parent.glob(f"{package}-{known}*.dist-info")):
-        pytest.skip(f"the sources of {package} are not of {known}")
-    return folder
+    for path in [*folders, *sys.path]:
+        spec = PathFinder.find_spec(package, [path])
+        if spec is not None and spec.origin:
+            folder = Path(spec.origin).parent
+            if list(folder.parent.glob(f"{package}-{known}*.dist-info")):
+                return folder
+    pytest.skip(f"no sources of {package} {known} here")
 
 
 def sglang_sources() -> Path:
@@ -326,6 +331,7 @@ def test_sglangs_own_hooks_put_functions_everywhere(monkeypatch: pytest.MonkeyPa
 
 
 def vllm_sources() -> Path:
+    """Those that the functions and the proposer are written for."""
     return sources("vllm", "0.26.0")
 
 
@@ -362,3 +368,283 @@ def test_vllms_functions_have_the_arguments_of_ours() -> None:
 def test_vllm_keeps_asynchronous_scheduling_from_custom_proposers() -> None:
     text = ast.unparse(module_of(vllm_sources(), "vllm.config.vllm"))
     assert "Async scheduling not supported with %s-based speculative decoding and will be disabled." in text
+
+
+# --- the plugin for vLLM ---
+
+
+@pytest.fixture(params=vllm_plugin.VERSIONS)
+def vllm_folder(request: pytest.FixtureRequest) -> Path:
+    return sources("vllm", request.param)
+
+
+class Anything(types.ModuleType):
+    """Stands for a module of vLLM, and for what is in it, where nobody looks."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self
+
+
+KV_LAYOUT = "vllm.v1.attention.backends.utils"
+REAL = ("vllm.v1.attention.backend", "vllm.v1.attention.backends.registry", "vllm.utils.import_utils")
+
+
+class Stubs:
+    """Finds every module of vLLM as Anything, but for those of which the tests use the sources."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name.partition(".")[0] != "vllm":
+            return None
+        if name in REAL:
+            return importlib.util.spec_from_file_location(
+                name, self.folder.joinpath(*name.split(".")[1:]).with_suffix(".py")
+            )
+        return importlib.util.spec_from_loader(name, self, is_package=True)  # type: ignore[arg-type]
+
+    def create_module(self, spec: Any) -> types.ModuleType:
+        return Anything(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        if module.__name__ == "vllm.distributed.parallel_state":
+            module.get_dcp_group = module.get_pcp_group = no_group  # type: ignore[attr-defined]
+            module.get_dcp_world_size_and_rank = lambda asked: (1, 0)  # type: ignore[attr-defined]
+        if module.__name__ == "vllm.config":
+            module.get_current_vllm_config_or_none = lambda: None  # type: ignore[attr-defined]
+        if module.__name__ == "vllm.logger":
+            module.init_logger = logging.getLogger  # type: ignore[attr-defined]
+
+
+def no_group() -> None:
+    raise AssertionError("there is no group of processes")
+
+
+def modules_of_vllm() -> list[str]:
+    """Those that are imported, and ours that has its base classes."""
+    ours = "specdec_kernels.compat.vllm_backend"
+    return [name for name in sys.modules if name.partition(".")[0] == "vllm" or name == ours]
+
+
+@pytest.fixture
+def backend(vllm_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """compat.vllm_backend on vLLM's own base classes."""
+    for name in modules_of_vllm():
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Stubs(vllm_folder), *sys.meta_path])
+    monkeypatch.setattr(specdec_kernels, "cuda_version", "13.0")
+    yield importlib.import_module("specdec_kernels.compat.vllm_backend")
+    for name in modules_of_vllm():
+        del sys.modules[name]
+
+
+def configuration(**changes: Any) -> dict[str, Any]:
+    """What vLLM asks a backend about a layer."""
+    fields: dict[str, Any] = {
+        "head_size": 128, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "block_size": None, "use_mla": False,
+        "has_sink": False, "use_sparse": False, "use_mm_prefix": False, "use_per_head_quant_scales": False,
+        "device_capability": types.SimpleNamespace(major=9, minor=0), "attn_type": "decoder",
+    }  # fmt: skip
+    return fields | changes
+
+
+def test_vllm_takes_our_classes_for_its_own(backend: Any) -> None:
+    """Nothing abstract is left, and the methods have the arguments of those that they stand for."""
+    theirs = sys.modules["vllm.v1.attention.backend"]
+    config = types.SimpleNamespace(
+        scheduler_config=types.SimpleNamespace(max_num_seqs=2, max_num_batched_tokens=8),
+        parallel_config=types.SimpleNamespace(), cache_config=None, model_config=None,
+    )  # fmt: skip
+    spec = types.SimpleNamespace(block_size=16, head_size=64)
+    builder = backend.SpecdecBuilder(spec, ["layer"], config, torch.device("cpu"))
+    layer = backend.SpecdecImpl(4, 64, 0.125, 2, None, None, "auto", None, theirs.AttentionType.DECODER, None)
+    assert isinstance(builder, theirs.AttentionMetadataBuilder) and isinstance(layer, theirs.AttentionImpl)
+    assert builder.get_cudagraph_support(config, spec) is theirs.AttentionCGSupport.ALWAYS
+    if hasattr(builder, "use_cascade_attention"):  # later versions have none
+        assert builder.use_cascade_attention(*[0] * 9) is False
+    assert backend.SpecdecBackend().get_impl_cls() is backend.SpecdecImpl
+    assert backend.SpecdecBackend.get_builder_cls() is backend.SpecdecBuilder
+    for ours, base in [
+        (backend.SpecdecBackend, theirs.AttentionBackend), (PagedAttention, theirs.AttentionImpl),
+        (RowsBuilder, theirs.AttentionMetadataBuilder),
+    ]:  # fmt: skip
+        shared = {name for name in vars(ours) if callable(getattr(ours, name)) and hasattr(base, name)}
+        for name in shared - {"__module__", "__doc__", "__class_getitem__"}:
+            have, want = (list(inspect.signature(getattr(each, name)).parameters) for each in (ours, base))
+            assert have[: len(want)] == want, name
+    metadata = theirs.CommonAttentionMetadata.__dataclass_fields__
+    read = {"query_start_loc", "seq_lens", "block_table_tensor", "slot_mapping", "num_reqs", "num_actual_tokens"}
+    assert {*read, "max_seq_len", "causal"} <= set(metadata)
+
+
+def test_vllm_refuses_by_name_what_the_backend_cannot_do(backend: Any) -> None:
+    validate = backend.SpecdecBackend.validate_configuration
+    for changes in (
+        {}, {"kv_cache_dtype": "fp8"}, {"block_size": 64}, {"has_sliding_window": True}, {"head_size": 256},
+        {"dtype": torch.float32}, {"use_kv_connector": True},
+    ):  # fmt: skip
+        assert validate(**configuration(**changes)) == [], changes
+    for change, reason in [
+        ({"head_size": 96}, "head_size not supported"),
+        ({"dtype": torch.float64}, "dtype not supported"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype not supported"),
+        ({"kv_cache_dtype": "float16"}, "kv_cache_dtype float16 not supported for bfloat16 queries"),
+        ({"block_size": 8}, "block_size not supported"),
+        ({"use_mla": True}, "MLA not supported"),
+        ({"has_sink": True}, "attention sinks not supported"),
+        ({"use_sparse": True}, "sparse not supported"),
+        ({"use_mm_prefix": True}, "partial multimodal token full attention not supported"),
+        ({"use_per_head_quant_scales": True}, "per-head quant scales not supported"),
+        ({"device_capability": types.SimpleNamespace(major=7)}, "compute capability not supported"),
+        ({"attn_type": "encoder_decoder"}, "attention type encoder_decoder not supported"),
+        ({"use_non_causal": True}, "non-causal attention not supported"),
+        ({"use_batch_invariant": True}, "batch invariance not supported"),
+        ({"use_pcp": True}, "PCP not supported"),
+    ]:
+        assert validate(**configuration(**change)) == [reason], change
+    # Versions that have no question for these leave them to the builder.
+    if hasattr(backend.SpecdecBackend, "supports_rswa"):
+        assert validate(**configuration(use_dcp=True)) == ["DCP not supported"]
+        assert validate(**configuration(use_rswa=True)) == ["R-SWA not supported"]
+
+
+def test_a_build_without_cuda_is_refused_by_name(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "cuda_version", None)
+    assert backend.SpecdecBackend.validate_configuration(**configuration()) == [
+        "this build of specdec_kernels has no CUDA kernels"
+    ]
+
+
+def test_the_cache_lies_as_vllms_own_backends_have_it(
+    backend: Any, vllm_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    triton = module_of(vllm_folder, "vllm.v1.attention.backends.triton_attn")
+    text = ast.unparse(triton)
+    assert "key_cache, value_cache = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)" in text
+    methods = class_of(triton, "TritonAttentionBackend")
+    if "get_kv_cache_shape" in methods:  # later versions have the same for all
+        shape = ast.unparse(methods["get_kv_cache_shape"])
+        assert "return (num_blocks, num_kv_heads, block_size, 2 * head_size)" in shape
+        assert backend.SpecdecBackend.get_kv_cache_shape(7, 16, 2, 64) == (7, 2, 16, 128)
+        orders = re.findall(r"(?:return|stride_order =) (\(.*\))", ast.unparse(methods["get_kv_cache_stride_order"]))
+        ours = []
+        for layout in ("NHD", "HND"):
+            monkeypatch.setattr(importlib.import_module(KV_LAYOUT), "get_kv_cache_layout", lambda layout=layout: layout)
+            ours += [backend.SpecdecBackend.get_kv_cache_stride_order(layers) for layers in (True, False)]
+        assert list(map(str, ours)) == orders
+    assert "_k_scale_float = " in ast.unparse(module_of(vllm_folder, "vllm.model_executor.layers.attention.attention"))
+    assert "PAD_SLOT_ID = -1" in ast.unparse(module_of(vllm_folder, "vllm.v1.attention.backends.utils"))
+    for runner in ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.input_batch"):
+        lines = ast.unparse(module_of(vllm_folder, runner)).splitlines()
+        (made,) = [line for line in lines if line.strip().startswith("self.seq_lens = torch.zeros(")]
+        assert "dtype=torch.int32" in made
+
+
+def test_vllm_makes_layers_and_graphs_as_the_backend_takes_them_for_granted(vllm_folder: Path) -> None:
+    layers = ast.unparse(module_of(vllm_folder, "vllm.model_executor.layers.attention.attention"))
+    assert (
+        "impl_cls(num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, "
+        "logits_soft_cap, attn_type, kv_sharing_target_layer_name, **extra_impl_args)" in layers
+    )
+    assert "AttentionBackendEnum[self.attn_backend.get_name()]" in layers  # so the name is the member's
+    runner = ast.unparse(module_of(vllm_folder, "vllm.v1.worker.gpu_model_runner"))
+    assert "max_seq_len = self.max_model_len" in runner  # of captures
+    assert "slot_mapping[num_tokens_unpadded:num_tokens_padded].fill_(-1)" in runner
+    second = ast.unparse(module_of(vllm_folder, "vllm.v1.worker.gpu.model_states.default"))
+    assert "if for_capture:\n            max_seq_len = self.max_model_len" in second
+    speculation = ast.unparse(module_of(vllm_folder, "vllm.config.speculative"))
+    assert "attention_backend: AttentionBackendEnum | None = None" in speculation
+    # The builder's block size is the one that slots count and the cache has.
+    assert "copy_with_new_block_size(kernel_block_size)" in ast.unparse(module_of(vllm_folder, "vllm.v1.worker.utils"))
+
+
+def test_vllm_asks_nobody_for_its_rejection_sampler(vllm_folder: Path) -> None:
+    """But the model's own state: there is no registry, so ours stays a function."""
+    for runner in ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner"):
+        assert "self.rejection_sampler = RejectionSampler(" in ast.unparse(module_of(vllm_folder, runner))
+    assert "custom = self.model_state.custom_sampler(self.sampler)" in ast.unparse(
+        module_of(vllm_folder, "vllm.v1.worker.gpu.model_runner")
+    )
+
+
+def test_vllms_registry_gives_our_class(
+    backend: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for known in vllm_plugin.VERSIONS:
+        monkeypatch.setattr(vllm_plugin, "version", lambda package, known=known: f"{known}+cu130")
+        with caplog.at_level(logging.INFO):
+            vllm_plugin.register()
+        said = f"specdec: vLLM {known}+cu130 has the attention backend CUSTOM, for those who ask for it"
+        assert caplog.messages[-1] == said
+    registry = sys.modules["vllm.v1.attention.backends.registry"]
+    assert registry.AttentionBackendEnum.CUSTOM.get_class() is backend.SpecdecBackend
+    assert backend.SpecdecBackend.get_name() == registry.AttentionBackendEnum.CUSTOM.name
+    registry.register_backend(registry.AttentionBackendEnum.CUSTOM, "others.Backend")
+    vllm_plugin.register()
+    assert caplog.messages[-1] == "specdec: the attention backend CUSTOM is others.Backend; nothing is changed"
+    assert registry.AttentionBackendEnum.CUSTOM.get_path() == "others.Backend"
+
+
+def test_the_entry_point_is_the_function_that_registers() -> None:
+    tomllib = pytest.importorskip("tomllib", reason="tomllib came with Python 3.11")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    module, _, name = project["entry-points"]["vllm.general_plugins"]["specdec"].partition(":")
+    assert getattr(importlib.import_module(module), name) is vllm_plugin.register
+
+
+def test_the_group_is_the_one_that_vllm_reads(vllm_folder: Path) -> None:
+    plugins = ast.unparse(module_of(vllm_folder, "vllm.plugins"))
+    assert "DEFAULT_PLUGINS_GROUP = 'vllm.general_plugins'" in plugins
+
+
+def test_registers_under_the_name_that_vllm_keeps_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As often as vLLM calls it, in a vLLM of a registry alone."""
+    registry = types.ModuleType("vllm.v1.attention.backends.registry")
+    paths: list[str] = []
+    custom = types.SimpleNamespace(is_overridden=lambda: bool(paths), get_path=lambda: paths[-1])
+    registry.AttentionBackendEnum = {"CUSTOM": custom}  # type: ignore[attr-defined]
+    registry.register_backend = lambda backend, path: paths.append(path)  # type: ignore[attr-defined]
+    for name in ("vllm", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backends", registry.__name__):
+        monkeypatch.setitem(sys.modules, name, registry)
+    monkeypatch.setattr(vllm_plugin, "version", lambda package: vllm_plugin.VERSIONS[0])
+    vllm_plugin.register()
+    vllm_plugin.register()
+    assert set(paths) == {"specdec_kernels.compat.vllm_backend.SpecdecBackend"}
+
+
+@pytest.mark.parametrize("found", ["0.26.1", "0.34.0", None])
+def test_vllm_of_an_unknown_version_starts_without_it_and_one_warning(
+    found: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def version(package: str) -> str:
+        if found is None:
+            raise importlib.metadata.PackageNotFoundError(package)
+        return found
+
+    monkeypatch.setattr(vllm_plugin, "version", version)
+    monkeypatch.setitem(sys.modules, "vllm", None)  # nothing of it is imported
+    vllm_plugin.register()
+    assert caplog.messages == [
+        f"specdec: vLLM {found or 'of no known version'} is not known, expected one of 0.26.0, 0.27.0, 0.27.1, 0.28.0, "
+        "0.29.0, 0.30.0, 0.31.0, 0.32.0, 0.33.0; nothing is changed"
+    ]
+
+
+def test_a_variable_leaves_the_plugin_out_of_vllm(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SPECDEC_VLLM", "0")
+    monkeypatch.setattr(vllm_plugin, "version", lambda package: vllm_plugin.VERSIONS[0])
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    vllm_plugin.register()
+    assert not caplog.messages

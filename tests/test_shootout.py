@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -43,21 +46,45 @@ def test_ours_on_the_tiny_shape(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert (out / "head/model.safetensors").stat().st_mtime_ns != planted
 
 
-def test_sglang_with_the_plugin_needs_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_an_engine_with_the_plugin_needs_both(engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engines = pytest.importorskip("specdec_kernels.bench.engines")
-    (tmp_path / "sglang").mkdir()
-    (tmp_path / "sglang" / "__init__.py").touch()
+    (tmp_path / engine).mkdir()
+    (tmp_path / engine / "__init__.py").touch()
     monkeypatch.setattr(sys, "path", [])  # where this package may be installed, with its entry point
-    assert engines.is_installed("sglang", [str(tmp_path)]) and not engines.is_installed(
-        "sglang_plugin", [str(tmp_path)]
-    )
+    plugin, folders = f"{engine}_plugin", [str(tmp_path)]
+    assert engines.is_installed(engine, folders) and not engines.is_installed(plugin, folders)
     described = tmp_path / "specdec_kernels-1.dist-info"
     described.mkdir()
     (described / "METADATA").write_text("Metadata-Version: 2.1\nName: specdec-kernels\nVersion: 1\n")
     (described / "entry_points.txt").write_text(
-        "[sglang.srt.plugins]\nspecdec = specdec_kernels.compat.sglang_plugin:register\n"
+        f"[{engines.PLUGINS[plugin]}]\nspecdec = specdec_kernels.compat.{plugin}:register\n"
     )
-    assert engines.is_installed("sglang_plugin", [str(tmp_path)])
+    assert engines.is_installed(plugin, folders)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "vllm_plugin"])
+def test_vllm_runs_chains(engine: str) -> None:
+    engines = pytest.importorskip("specdec_kernels.bench.engines")
+    runs = [name for name, algorithm in engines.ALGORITHMS.items() if engines.can_run(engine, algorithm)]
+    assert runs == ["plain", "chain"]
+
+
+def test_what_vllm_is_started_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plugin is out of the plain row, and attends for target and drafts in the other."""
+    engines = pytest.importorskip("specdec_kernels.bench.engines")
+    started: list[dict[str, Any]] = []
+    stub = types.ModuleType("vllm")
+    stub.LLM = lambda model, **options: started.append(options)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", stub)
+    job = engines.Job("vllm", "chain", "target", "head", "cuda", "bfloat16", 64, [[[[1]]]], 2, 8, 1)
+    monkeypatch.setenv("SPECDEC_VLLM", "")
+    for name, left_in, backend in [("vllm", "0", {}), ("vllm_plugin", "1", {"attention_backend": "CUSTOM"})]:
+        importlib.import_module(f"specdec_kernels.bench.engines.{name}").Runner(job, engines.ALGORITHMS["chain"])
+        options, drafting = started[-1], started[-1]["speculative_config"]
+        assert os.environ["SPECDEC_VLLM"] == left_in
+        assert {key: options[key] for key in options.keys() & {"attention_backend"}} == backend
+        assert drafting == {"method": "eagle3", "model": "head", "num_speculative_tokens": 5} | backend
 
 
 def test_an_engine_that_takes_too_long_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,9 +131,9 @@ def test_the_head_has_the_published_format(tmp_path: Path) -> None:
     ("options", "message"),
     [
         (["--short", "70"], "--short is 70, expected less than --output 70"),
-        (["--engines", "tgi"], "'tgi' is not one of ours, sglang, sglang_plugin, vllm"),
+        (["--engines", "tgi"], "'tgi' is not one of ours, sglang, sglang_plugin, vllm, vllm_plugin"),
         (["--json", "/"], "shootout: --json / cannot be written, expected a file's name"),
-        (["--path", "sglang"], "'sglang' is not ENGINE=FOLDER, of ours, sglang, sglang_plugin, vllm"),
+        (["--path", "sglang"], "'sglang' is not ENGINE=FOLDER, of ours, sglang, sglang_plugin, vllm, vllm_plugin"),
     ],
 )
 def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str) -> None:

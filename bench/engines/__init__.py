@@ -14,7 +14,15 @@ from importlib.metadata import distributions
 from typing import Any, Protocol
 
 # The engines by name, and the package that must be installed for each.
-PACKAGES = {"ours": "specdec_kernels", "sglang": "sglang", "sglang_plugin": "sglang", "vllm": "vllm"}
+PACKAGES = {
+    "ours": "specdec_kernels",
+    "sglang": "sglang",
+    "sglang_plugin": "sglang",
+    "vllm": "vllm",
+    "vllm_plugin": "vllm",
+}
+# Where those look for what plugs into them.
+PLUGINS = {"sglang_plugin": "sglang.srt.plugins", "vllm_plugin": "vllm.general_plugins"}
 
 
 @dataclass(frozen=True)
@@ -68,9 +76,9 @@ class Runner(Protocol):
 
 def is_installed(engine: str, folders: list[str]) -> bool:
     """Whether a worker finds the engine, with `folders` before its own path, and what plugs into it."""
-    if engine == "sglang_plugin":
+    if engine in PLUGINS:
         there = (point for found in distributions(path=[*folders, *sys.path]) for point in found.entry_points)
-        if not any(point.group == "sglang.srt.plugins" and point.name == "specdec" for point in there):
+        if not any(point.group == PLUGINS[engine] and point.name == "specdec" for point in there):
             return False
     if PathFinder.find_spec(PACKAGES[engine], folders) is not None:
         return True
@@ -81,7 +89,7 @@ def can_run(engine: str, algorithm: Algorithm) -> bool:
     """Adaptive trees are ours alone, and vLLM has no trees."""
     if algorithm.adaptive:
         return engine == "ours"
-    return engine != "vllm" or algorithm.topk == 1
+    return PACKAGES[engine] != "vllm" or algorithm.topk == 1
 
 
 def max_batch(job: Job) -> int:

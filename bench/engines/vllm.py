@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from . import Algorithm, Generated, Job, max_batch
@@ -16,13 +17,19 @@ def version() -> str:
 
 
 class Runner:
+    """vLLM as it is, also where our plugin is installed beside it."""
+
+    plugin: bool = False
+    options: dict[str, Any] = {}  # noqa: RUF012
+
     def __init__(self, job: Job, algorithm: Algorithm) -> None:
+        os.environ["SPECDEC_VLLM"] = "1" if self.plugin else "0"  # before any of its processes starts
         import vllm
 
         drafting: dict[str, Any] = {}
         if algorithm.num_steps:
             config = {"method": "eagle3", "model": job.head, "num_speculative_tokens": algorithm.num_steps}
-            drafting = {"speculative_config": config}
+            drafting = {"speculative_config": config | self.options}  # drafts do not follow the target
         self.llm = vllm.LLM(
             job.target,
             dtype=job.dtype,
@@ -32,6 +39,7 @@ class Runner:
             enable_prefix_caching=False,  # or a repeated prompt would be free, here alone
             disable_log_stats=False,  # its counters
             **drafting,
+            **self.options,
         )
         self.drafts = bool(drafting)
 
