@@ -33,7 +33,7 @@ struct AttentionShape {
   // Query rows times heads of one request and KV head, the rows of its row tiles: exact where requests are padded, the
   // mean where they are packed.
   int64_t rows() const {
-    const int64_t of_request = packed ? (q_rows + batch) / (batch + 1) : q_rows;
+    const int64_t of_request = packed && batch > 0 ? (q_rows + batch - 1) / batch : q_rows;
     return of_request * (q_heads / kv_heads);
   }
   // Pairs of a request and a KV head.
