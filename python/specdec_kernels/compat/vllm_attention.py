@@ -235,11 +235,7 @@ class PagedAttention:
                 v_scale=v_scale,
             )
         q, out = query[:tokens], output[:tokens]
-        starts: Tensor | None = rows.query_start_loc
-        lens: Tensor | None = None
-        if len(rows.seq_lens) == 1:
-            # A plan knows how many rows one request has; of packed ones it takes the mean.
-            q, out, starts, lens = q.unsqueeze(0), out.unsqueeze(0), None, rows.q_lens
+        starts = rows.query_start_loc
         size = tree_attention_workspace(q, k_pool, rows.block_table, cu_seqlens_q=starts, max_kv_len=rows.max_kv_len)
         tree_attention(
             q,
@@ -247,7 +243,6 @@ class PagedAttention:
             v_pool,
             rows.block_table,
             rows.prefix_lens,
-            q_lens=lens,
             cu_seqlens_q=starts,
             scale=self.scale,
             window=self.sliding_window,
