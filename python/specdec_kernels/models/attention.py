@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..ops import rotate_qkv, tree_attention
+from ..ops import rotate_qkv, tree_attention, write_kv
 from .kv_pools import KvShape, LayerKv
 from .layers import LayerNorm, Norm, Product, joined, merged, moved, product_of
 from .quantised import QuantisedLinear
@@ -48,6 +48,89 @@ class Rows(NamedTuple):
     def table_of(self, kv: LayerKv) -> Tensor:
         """The page table of a layer."""
         return self.page_table if kv.window is None else self.window_tables[kv.window]
+
+    def write(self, k: Tensor, v: Tensor, kv: LayerKv) -> None:
+        """Keys and values [B, Q, kv_heads, head_dim] or [M, kv_heads, head_dim] to a layer's pools."""
+        write_kv(k, v, **self._written_in(kv))
+
+    def rotate_and_write(
+        self,
+        qkv: Tensor,
+        rotations: Tensor,
+        positions: Tensor,
+        kv: LayerKv,
+        *,
+        q_norm: Norm | None = None,
+        k_norm: Norm | None = None,
+    ) -> Tensor:
+        """Of qkv [B, Q, heads + 2 * kv_heads, head_dim] or [M, ...] queries and keys normalised and rotated, by
+        rotations [num_positions, head_dim] float32 at positions [B, Q] or [M]; keys and values go to a layer's pools.
+        Queries [B, Q, heads, head_dim] or [M, heads, head_dim] are returned."""
+        queries: Tensor = rotate_qkv(
+            qkv,
+            rotations,
+            positions,
+            **self._written_in(kv),
+            q_norm=None if q_norm is None else q_norm.weight,
+            k_norm=None if k_norm is None else k_norm.weight,
+            eps=1e-6 if q_norm is None else q_norm.eps,
+        )
+        return queries
+
+    def _written_in(self, kv: LayerKv) -> dict[str, Any]:
+        """What the ops that write KV are told of the pass and a layer."""
+        return {
+            "k_pool": kv.k,
+            "v_pool": kv.v,
+            "page_table": self.table_of(kv),
+            "prefix_lens": self.prefix_lens,
+            "row_offset": self.row_offset,
+            "slots": self.slots,
+            "num_valid": self.num_valid,
+            "cu_seqlens_q": self.cu_seqlens_q,
+            "k_scale": kv.scales.k,
+            "v_scale": kv.scales.v,
+            "status": self.status,
+        }
+
+    def attend(
+        self,
+        q: Tensor,
+        kv: LayerKv,
+        *,
+        scale: float | None,
+        window: int | None,
+        soft_cap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """What queries [B, Q, heads, head_dim] or [M, heads, head_dim] attend to in a layer's KV, of q's shape; with
+        sinks [heads] float32, one more score of each head that adds to the softmax's sum and to nothing else."""
+        lse = None if sinks is None else q.new_empty(q.shape[:-1], dtype=torch.float32)
+        out: Tensor = tree_attention(
+            q,
+            kv.k,
+            kv.v,
+            self.table_of(kv),
+            self.prefix_lens,
+            slots=self.slots,
+            q_lens=self.num_valid,
+            cu_seqlens_q=self.cu_seqlens_q,
+            tail_len=self.tail_len,
+            mask=self.mask,
+            scale=scale,
+            window=window,
+            soft_cap=soft_cap,
+            k_scale=kv.scales.k,
+            v_scale=kv.scales.v,
+            fixed_split=self.fixed_split,
+            max_kv_len=self.max_kv_len,
+            lse=lse,
+            status=self.status,
+        )
+        if lse is not None and sinks is not None:
+            # exp(lse) becomes exp(lse) + exp(sink).
+            out = (out * torch.sigmoid(lse - sinks)[..., None]).to(out.dtype)
+        return out
 
 
 class Projection(Protocol):
@@ -88,25 +171,8 @@ class Attention:
     def write_kv(self, x: Tensor, positions: Tensor, rows: Rows) -> Tensor:
         """The KV of x [T, in], normalised, at positions [B, Q] or [M]; its queries [*positions, heads, head_dim] are
         returned."""
-        q: Tensor = rotate_qkv(
-            self.qkv(x).view(*positions.shape, -1, self.head_dim),
-            self.rotations,
-            positions,
-            self.kv.k,
-            self.kv.v,
-            rows.table_of(self.kv),
-            rows.prefix_lens,
-            row_offset=rows.row_offset,
-            slots=rows.slots,
-            num_valid=rows.num_valid,
-            cu_seqlens_q=rows.cu_seqlens_q,
-            q_norm=None if self.q_norm is None else self.q_norm.weight,
-            k_norm=None if self.k_norm is None else self.k_norm.weight,
-            eps=1e-6 if self.q_norm is None else self.q_norm.eps,
-            k_scale=self.kv.scales.k,
-            v_scale=self.kv.scales.v,
-            status=rows.status,
-        )
+        qkv = self.qkv(x).view(*positions.shape, -1, self.head_dim)
+        q = rows.rotate_and_write(qkv, self.rotations, positions, self.kv, q_norm=self.q_norm, k_norm=self.k_norm)
         if self.q_factors is not None:
             q *= self.q_factors[positions.clamp(0, len(self.q_factors) - 1)][..., None, :]
         return q
@@ -114,49 +180,9 @@ class Attention:
     def __call__(self, x: Tensor, positions: Tensor, rows: Rows) -> Tensor:
         """What x [T, in] attends to [T, heads * head_dim], before the product `out`."""
         q = self.write_kv(x, positions, rows)
-        out = attended(q, self.kv, rows, scale=self.scale, window=self.window, soft_cap=self.soft_cap, sinks=self.sinks)
+        out = rows.attend(q, self.kv, scale=self.scale, window=self.window, soft_cap=self.soft_cap, sinks=self.sinks)
         out = out.flatten(-2).flatten(0, -2)
         return out if self.gate is None else out * self.gate(x).sigmoid()
-
-
-def attended(
-    q: Tensor,
-    kv: LayerKv,
-    rows: Rows,
-    *,
-    scale: float | None,
-    window: int | None,
-    soft_cap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """What queries [B, Q, heads, head_dim] or [M, heads, head_dim] attend to in a layer's KV, of q's shape; with sinks
-    [heads] float32, one more score of each head that adds to the softmax's sum and to nothing else."""
-    lse = None if sinks is None else q.new_empty(q.shape[:-1], dtype=torch.float32)
-    out: Tensor = tree_attention(
-        q,
-        kv.k,
-        kv.v,
-        rows.table_of(kv),
-        rows.prefix_lens,
-        slots=rows.slots,
-        q_lens=rows.num_valid,
-        cu_seqlens_q=rows.cu_seqlens_q,
-        tail_len=rows.tail_len,
-        mask=rows.mask,
-        scale=scale,
-        window=window,
-        soft_cap=soft_cap,
-        k_scale=kv.scales.k,
-        v_scale=kv.scales.v,
-        fixed_split=rows.fixed_split,
-        max_kv_len=rows.max_kv_len,
-        lse=lse,
-        status=rows.status,
-    )
-    if lse is not None and sinks is not None:
-        # exp(lse) becomes exp(lse) + exp(sink).
-        out = (out * torch.sigmoid(lse - sinks)[..., None]).to(out.dtype)
-    return out
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.utils.generic import ModelOutput
 
-from ..ops import rotate_qkv, write_kv
-from .attention import Rows, attended, constant_len, pool_dim
+from .attention import Rows, constant_len, pool_dim
 from .causal_lm import States
 from .families import HEAD_DIMS, check_length
 from .held_model import HeldModel
@@ -259,34 +258,16 @@ class Pass:
             out = gathered_attention(queries, call.seen, kv, rows, scale, soft_cap, sink)
         else:
             sinks = None if sink is None else sink.float()
-            out = attended(queries, kv, rows, scale=scale, window=call.window, soft_cap=soft_cap, sinks=sinks)
+            out = rows.attend(queries, kv, scale=scale, window=call.window, soft_cap=soft_cap, sinks=sinks)
         return out.flatten(0, -3)[None, ..., : call.v_dim].to(q.dtype).contiguous()
 
     def _rotated_and_written(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKv) -> Tensor:
         """The queries [*shape, heads, head_dim], rotated, of q [1, heads, T, D]; the others' rows are in the pool."""
-        rows = self._rows
-        heads = torch.cat([x[0].transpose(0, 1) for x in (q, k, v)], 1).to(self._marker.dtype)
-        queries: Tensor = rotate_qkv(
-            heads.view(*self._shape, *heads.shape[1:]),
-            self._table,
-            self._places,
-            kv.k,
-            kv.v,
-            rows.table_of(kv),
-            rows.prefix_lens,
-            row_offset=rows.row_offset,
-            slots=rows.slots,
-            num_valid=rows.num_valid,
-            cu_seqlens_q=rows.cu_seqlens_q,
-            k_scale=kv.scales.k,
-            v_scale=kv.scales.v,
-            status=rows.status,
-        )
-        return queries
+        qkv = torch.cat([x[0].transpose(0, 1) for x in (q, k, v)], 1).to(self._marker.dtype)
+        return self._rows.rotate_and_write(qkv.view(*self._shape, *qkv.shape[1:]), self._table, self._places, kv)
 
     def _written(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKv, head_dim: int) -> Tensor:
         """The queries [*shape, heads, head_dim] of q [1, heads, T, D]; the others' rows are in the pool."""
-        rows = self._rows
 
         def laid_out(x: Tensor) -> Tensor:
             """[*shape, heads, head_dim] of x [1, heads, T, D]."""
@@ -295,21 +276,7 @@ class Pass:
                 x = functional.pad(x, (0, head_dim - x.shape[2]))
             return x.reshape(*self._shape, *x.shape[1:])
 
-        write_kv(
-            laid_out(k),
-            laid_out(v),
-            kv.k,
-            kv.v,
-            rows.table_of(kv),
-            rows.prefix_lens,
-            row_offset=rows.row_offset,
-            slots=rows.slots,
-            num_valid=rows.num_valid,
-            cu_seqlens_q=rows.cu_seqlens_q,
-            k_scale=kv.scales.k,
-            v_scale=kv.scales.v,
-            status=rows.status,
-        )
+        self._rows.write(laid_out(k), laid_out(v), kv)
         return laid_out(q)
 
 
