@@ -63,6 +63,7 @@ def test_what_one_request_may_have() -> None:
     assert [most_nodes(64, each, replace(levels, num_steps=0)) for each in rows] == [1, 3, 4, 6, 8, 12, 48]
     assert [most_nodes(1, each, levels) for each in (1, 2, 3, 4, 5, 6, 48)] == [1, 2, 3, 4, 5, 12, 48]
     assert most_nodes(4, 4 * 6, replace(levels, num_nodes=6)) == 6  # a chain of all steps, where nothing is chosen
+    assert [most_nodes(64, each, levels, equal=True) for each in rows] == [1, 1, 2, 3, 4, 6, 48]
 
 
 @pytest.mark.parametrize(("rows", "steps"), [(6, 1), (12, 3), (16, 5)])

@@ -260,7 +260,7 @@ class EngineConfig:
             if machine.gpu is None or batch_invariant or num_rows == 0:
                 return (max_len + reserve,)
             calls = AttentionCall.of(model, None, True), *needs.attention
-            most = most_nodes(batch, num_rows, needs)
+            most = most_nodes(batch, num_rows, needs, equal=draft.sampled)
             kinds = {"fp8": kv_dtype.itemsize == 1, "tensor_cores": dtype.itemsize == 2}
             return kv_bounds(calls, batch, num_rows, most, max_len + reserve, machine.gpu, **kinds)
 

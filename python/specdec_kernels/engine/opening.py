@@ -207,10 +207,6 @@ def make_scheduler(
     executor: Executor, config: EngineConfig, stream: torch.cuda.Stream | None, graphs: Graphs | None, trace: bool
 ) -> _C.Scheduler:
     round, rings = executor.round, executor.round.rings
-    drafted = [
-        [round.most_nodes(batch, num_rows) for num_rows in rows]
-        for batch, rows in zip(config.batch_sizes, config.rows, strict=True)
-    ]
     return _C.Scheduler(
         executor,
         num_slots=config.num_slots,
@@ -229,7 +225,7 @@ def make_scheduler(
         prefix_cache=config.prefix_cache,
         batch_sizes=config.batch_sizes,
         rows=config.rows,
-        drafted=[] if round.draft.sampled else drafted,
+        drafted=[round.rung_limits[batch] for batch in config.batch_sizes],
         plain_rounds=config.plain_rounds,
         rest_rows=config.rest_rows,
         commands=rings.commands,

@@ -64,11 +64,14 @@ class Drafted(NamedTuple):
     features: Tensor | None  # [M, F]
 
 
-def most_nodes(batch: int, num_rows: int, needs: Needs) -> int:
+def most_nodes(batch: int, num_rows: int, needs: Needs, equal: bool = False) -> int:
     """What one request may have drafted for a round with so many rows in all, of a draft with these needs.
 
-    Of a request alone that is more than the round has: what is left out says what a larger round would bring.
+    Of a request alone that is more than the round has: what is left out says what a larger round would bring. `equal`:
+    all requests have as many, as where drafts are drawn, which is no matter of scores.
     """
+    if equal:
+        return num_rows // batch
     each, most_left = num_rows // batch, num_rows - batch + 1
     share = each + 1 if each + 1 < needs.num_steps else MOST_SHARE * num_rows // batch
     return min(share, needs.num_nodes, *([most_left] if most_left <= max(needs.num_steps, 1) else []))
@@ -94,14 +97,19 @@ class Round:
         self.reserve, self.needs, self.accept_width = reserve, needs, needs.accept_width
         self.masks = masks  # None: no request has a grammar
         self._drafted: Drafted | None = None
-        # Of each batch size the rungs [R], the last one again where others have more, and what a request may have of
-        # each at most [R]; none where there is nothing to choose.
+        # Of each batch size what a request may have of each rung at most.
+        self.rung_limits = {batch: [self.most_nodes(batch, total) for total in rows] for batch, rows in rungs.items()}
+        # Of each batch size the rungs [R] and these limits [R], the last ones again where others have more; none where
+        # there is nothing to choose.
         self._rungs: dict[int, tuple[Tensor, Tensor]] = {}
         num_rungs = max(map(len, rungs.values()))
+
+        def filled(of_rungs: Sequence[int]) -> list[int]:
+            return [*of_rungs, *[of_rungs[-1]] * (num_rungs - len(of_rungs))]
+
         for batch, rows in rungs.items() if num_rungs > 1 else ():
-            totals = [*rows, *[rows[-1]] * (num_rungs - len(rows))]
-            limits = [self.most_nodes(batch, num_rows) for num_rows in totals]
-            each = torch.tensor([totals, limits], dtype=torch.int32, device=state.seq_lens.device)
+            both = filled(rows), filled(self.rung_limits[batch])
+            each = torch.tensor(both, dtype=torch.int32, device=state.seq_lens.device)
             self._rungs[batch] = each[0], each[1]
 
     def reset(self) -> None:
@@ -158,8 +166,8 @@ class Round:
         )
 
     def most_nodes(self, batch: int, num_rows: int) -> int:
-        """What one request may have at most. Draws are no matter of scores: all requests have equally many."""
-        return num_rows // batch if self.draft.sampled else most_nodes(batch, num_rows, self.needs)
+        """What one request may have drafted for a round of this draft."""
+        return most_nodes(batch, num_rows, self.needs, equal=self.draft.sampled)
 
     def run_target(self, slots: Tensor, num_rows: int) -> Drafted:
         """Draft for slots [B], and run the target over what is drafted; no device value is read on the host."""
