@@ -71,8 +71,8 @@ void Worth::note(double requests, std::span<const double> rows, std::span<const 
       return std::max(interpolated(cell.end, of, gains) - interpolated(begin, of, gains), 0.0);
     };
     const double promised = rise(expected);
-    cell.count = std::min(cell.count + requests, std::max(kMemory, kRounds * requests));
-    cell.promised += (promised - cell.promised) * std::min(requests / cell.count, 1.0);
+    cell.latest = std::min(cell.latest + requests, std::max(kMemory, kRounds * requests));
+    cell.promised += (promised - cell.promised) * (requests / cell.latest);
     cell.seen += requests;
     if (begin < known) {
       cell.promises += requests * rise(expected.first(realised.size())) - share * cell.promises;

@@ -33,10 +33,11 @@ class Worth {
 
  private:
   struct Cell {
-    double end;  // rows a request; it begins where the one before ends, the first at 1
-    double promised = 0, count = 0;
+    double end;                     // rows a request; it begins where the one before ends, the first at 1
+    double promised = 0;            // a mean over the latest requests' rounds
+    double latest = 0;              // how many of these count in it: it follows a text that changes
+    double seen = 0;                // how many there have been, with which hope fades
     double promises = 0, kept = 0;  // sums that forget, of rounds that showed both
-    double seen = 0;                // requests' rounds that showed what is promised
   };
   const double most_;  // drafts that a round gives a request
   std::vector<Cell> cells_;
