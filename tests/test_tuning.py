@@ -295,6 +295,13 @@ def test_costs_of_other_rounds_are_measured_anew(measured: dict[str, Any], other
         assert engine.tuning["costs"]["us"] == costs.us
 
 
+@pytest.mark.parametrize("name", ["chain", "union"])
+def test_measuring_leaves_calibrations_as_they_were_given(name: str) -> None:
+    with closing(make_engine(DRAFTS[name](), adaptive=True, tuning=tuned(name))) as engine:
+        assert engine.stats().costs is not None
+        assert engine.tuning["calibrations"] == tuned(name)["calibrations"]
+
+
 def test_what_costs_depend_on(measured: dict[str, Any]) -> None:
     with closing(make_engine(DRAFTS["chain"](), adaptive=True, tuning=measured)) as engine:
         config, rounds = engine.config, engine.tuning["costs"]["of"]

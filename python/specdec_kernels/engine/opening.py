@@ -24,7 +24,7 @@ from .passes import captured_shapes
 from .rings import Rings
 from .round import Round
 from .state import EngineState
-from .tuning import calibrate, learning_nothing
+from .tuning import calibrate
 
 
 @dataclass(frozen=True)
@@ -60,18 +60,19 @@ def open_engine(
     try:
         catches_up = config.rest_rows > 0
         draft.open(DraftContext(round.target, round.state, config.max_len, catches_up, tokenizer, no_tokenizer))
-        calibrate(draft, calibrations)
         device = config.machine.device
         stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         if config.mem_fraction is not None:
             assert stream is not None
             config = size_pools(executor, config, stream, trace, progress)
         graphs, scheduler = start(executor, config, stream, trace, progress)
-        if config.num_rungs > 0 and costs is not None:
-            scheduler.set_costs(costs)
-        elif config.num_rungs > 0:
-            with on_stream(stream), learning_nothing(draft):
+        with on_stream(stream):
+            if config.num_rungs > 0 and costs is not None:
+                scheduler.set_costs(costs)
+            elif config.num_rungs > 0:
                 scheduler.measure_rounds(list(config.measured_sizes))
+                draft.begin_anew()
+            calibrate(draft, calibrations)
     except BaseException:
         if draft.is_open:
             draft.close()

@@ -8,8 +8,7 @@ A file of another draft, or of no such kind, is refused. Costs of other rounds a
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 
 from .. import _C, __version__
 from .config import EngineConfig
-from .drafts import Draft, Ngram
+from .drafts import Draft
 from .drafts.model import ModelDraft
 
 SCHEMA = 1
@@ -145,20 +144,6 @@ def calibrate(draft: Draft, calibrations: Sequence[dict[str, Any] | None]) -> No
             for own, given in zip(part.calibration, (entry["table"], entry["counts"]), strict=True):
                 depths = min(len(own), len(given))
                 own[:depths] = torch.tensor(given[:depths], dtype=own.dtype)
-
-
-@contextmanager
-def learning_nothing(draft: Draft) -> Iterator[None]:
-    """Of an open draft that has said nothing yet: what its calibrations and its index learn inside is forgotten."""
-    learnt = [part.calibration for part in calibrated_parts(draft) if part.calibration is not None]
-    before = [[of_depths.clone() for of_depths in calibration] for calibration in learnt]
-    yield
-    for calibration, old in zip(learnt, before, strict=True):
-        for of_depths, values in zip(calibration, old, strict=True):
-            of_depths.copy_(values)
-    for part in draft.parts:
-        if isinstance(part, Ngram):
-            part.begin_anew()
 
 
 # --- costs

@@ -223,6 +223,10 @@ class Draft:
         """Be as before `sleep`, with empty pools; weights that were given back are zeros."""
         self.resize_pools(num_pages)
 
+    def begin_anew(self) -> None:
+        """Rounds were timed with requests of their own: forget what was learnt of their texts. No request has a slot,
+        and captured rounds stay."""
+
     def begin(self, slot: int, request: DraftRequest) -> None:
         """The slot now belongs to this request."""
 

@@ -127,6 +127,12 @@ class ModelDraft(Draft):
         """Makes room for the slots' logits [Vd] behind the root, of which `like` has a row."""
         self.root_logits = like.new_full((len(self.child_ids), like.shape[-1]), -torch.inf)
 
+    def begin_anew(self) -> None:
+        if self.calibration is not None:
+            untouched = make_calibration(self.num_steps, like=self.num_kept)
+            for own, new in zip(self.calibration, untouched, strict=True):
+                own.copy_(new)
+
     def begin(self, slot: int, request: DraftRequest) -> None:
         # Without a prefilled row there are no children: a one-token prompt starts with a root-only tree.
         self.child_logprobs[slot] = -torch.inf

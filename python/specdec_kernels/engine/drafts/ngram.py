@@ -62,7 +62,6 @@ class Ngram(Draft):
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """Forgets all text but the corpus."""
         self.index.clear()
         for tokens in self._corpus:
             self.index.insert(tokens.to(self.context.device))

@@ -102,6 +102,10 @@ class Union(Draft):
         self.first.wake(level, num_pages)
         self.second.wake(level, num_pages)
 
+    def begin_anew(self) -> None:
+        self.first.begin_anew()
+        self.second.begin_anew()
+
     def begin(self, slot: int, request: DraftRequest) -> None:
         self.first.begin(slot, request)
         self.second.begin(slot, request)
