@@ -13,7 +13,6 @@ from ...models.kv_pools import KvPools
 from ...ops import merge_trees
 from ..prefill import Prefill
 from .base import Draft, DraftContext, DraftRequest, Needs
-from .ngram import Ngram
 from .proposal import Committed, Proposal, ScoredTree, no_candidates, scored_tree_of
 
 
@@ -71,6 +70,7 @@ class Union(Draft):
         super().open(context)
         first, second = (draft.needs(context.target.config) for draft in (self.first, self.second))
         self._most = first.num_nodes, second.num_nodes
+        self._has_levels = first.num_steps > 0, second.num_steps > 0
         # What each asked for of the target's states, which stand side by side.
         self._layers = len(first.feature_layers), len(second.feature_layers)
         self.first.open(context)
@@ -120,12 +120,13 @@ class Union(Draft):
         self.second.activate(slots)
 
     def propose(self, slots: Tensor, num_nodes: int) -> Proposal:
-        # One that both drafted may come before others of its own tree, so that all nodes of both are united; a model's
-        # are those of as many steps as the tree may have.
-        drafts = tuple(zip((self.first, self.second), self._most, strict=True))
+        drafts = self.first, self.second
         if num_nodes == 1:
-            return Proposal(no_candidates(slots), note=([draft.propose(slots, 1) for draft, _ in drafts], None))
-        both = [d.propose(slots, most if isinstance(d, Ngram) else min(most, num_nodes)) for d, most in drafts]
+            return Proposal(no_candidates(slots), note=([draft.propose(slots, 1) for draft in drafts], None))
+        # One that both drafted may come before others of its own tree, so that all nodes of both are united; where a
+        # level is a pass of a model, those of as many levels as the tree may have.
+        asked = zip(drafts, self._most, self._has_levels, strict=True)
+        both = [draft.propose(slots, min(most, num_nodes) if levels else most) for draft, most, levels in asked]
         trees = [scored_tree_of(p.drafts, slots, n, self.state) for p, n in zip(both, self._most, strict=True)]
         return Proposal(ScoredTree(*merge_trees(*trees[0], *trees[1], num_nodes)), note=(both, trees))
 
