@@ -38,6 +38,8 @@ EVEN = (
     "Drafts are planted to be right for so many tokens and then wrong, in every request alike: a comparison at a fixed "
     "accept length, and no picture of text."
 )
+# Tokens a second by the acceptance of drafts (None: nothing is drafted), the engine, and the batch size.
+Rates = dict[tuple[Any, str, int], float]
 HEAD = """\
 # Benchmarks
 
@@ -118,20 +120,13 @@ def round_table(results: list[dict[str, Any]]) -> list[str]:
 def beside_fixed(results: list[dict[str, Any]]) -> list[str]:
     """What an engine that chooses for itself reaches of plain decoding and of the best fixed draft, where a run has
     all of them."""
-    rates = {
-        (r["params"]["accept"] if r["params"]["num_steps"] else None, name_of(r["params"]), r["params"]["batch"]): r[
-            "facts"
-        ]["tokens_per_second"]
-        for r in results
-        if "tokens_per_second" in r.get("facts", {})
-    }
+    rates = rates_of(results)
     adaptive = {name_of(r["params"]) for r in results if r["params"].get("adaptive")}
-    batches = sorted({batch for _, _, batch in rates})
-    planted = acceptances(r["params"] for r in results)
     plain = {batch: rate for (accept, _, batch), rate in rates.items() if accept is None}
     if len(adaptive) != 1 or not plain:
         return []
     (chosen,) = adaptive
+    batches = sorted({batch for _, _, batch in rates})
     lines = [
         "Tokens a second: plain decoding, the best of it and the fixed drafts, and the adaptive engine, in brackets "
         "its share of either.",
@@ -140,20 +135,48 @@ def beside_fixed(results: list[dict[str, Any]]) -> list[str]:
         "|---|---|" + "---:|" * len(batches),
         "| | plain | " + " | ".join(f"{plain[b]:.0f}" if b in plain else "" for b in batches) + " |",
     ]
-    for accept in planted:
-        best, reached = [], []
-        for batch in batches:
-            fixed = {n: rate for (a, n, b), rate in rates.items() if a in (accept, None) and b == batch and n != chosen}
-            rate = rates.get((accept, chosen, batch))
-            name = max(fixed, key=fixed.__getitem__, default="")
-            best.append(f"{fixed[name]:.0f} {name.replace('none', 'plain')}" if name else "")
-            beside = (
-                f"({rate / plain[batch]:.2f}, {rate / fixed[name]:.2f})" if name and rate and batch in plain else ""
-            )
-            reached.append(f"{rate:.0f} {beside}" if beside else "")
-        text = accept if isinstance(accept, str) else "all wrong" if accept == 1 else f"{accept:g} tokens"
-        lines += [f"| {text} | best fixed | " + " | ".join(best) + " |", "| | adaptive | " + " | ".join(reached) + " |"]
+    for accept in acceptances(r["params"] for r in results):
+        best = [best_fixed(rates, accept, batch, chosen) for batch in batches]
+        fixed = [f"{rate:.0f} {name.replace('none', 'plain')}" if name else "" for name, rate in best]
+        reached = [
+            with_shares(rates.get((accept, chosen, batch)), plain.get(batch), rate)
+            for batch, (_, rate) in zip(batches, best, strict=True)
+        ]
+        lines += [
+            f"| {drafts_text(accept)} | best fixed | " + " | ".join(fixed) + " |",
+            "| | adaptive | " + " | ".join(reached) + " |",
+        ]
     return [*lines, ""]
+
+
+def rates_of(results: list[dict[str, Any]]) -> Rates:
+    rates: Rates = {}
+    for r in results:
+        p, facts = r["params"], r.get("facts", {})
+        if "tokens_per_second" in facts:
+            rates[p["accept"] if p["num_steps"] else None, name_of(p), p["batch"]] = facts["tokens_per_second"]
+    return rates
+
+
+def best_fixed(rates: Rates, accept: Any, batch: int, chosen: str) -> tuple[str, float | None]:
+    """The name and the rate of the fastest at this batch size that drafts nothing, or with this acceptance, apart from
+    the engine `chosen`; where nothing was measured, "" and None."""
+    of_batch = {name: rate for (a, name, b), rate in rates.items() if a in (accept, None) and b == batch}
+    of_batch.pop(chosen, None)
+    return max(of_batch.items(), key=lambda item: item[1], default=("", None))
+
+
+def with_shares(rate: float | None, *others: float | None) -> str:
+    """A rate, in brackets its share of each of the others; nothing where one of them was not measured."""
+    shares = [f"{rate / other:.2f}" for other in others if rate and other]
+    return f"{rate:.0f} ({', '.join(shares)})" if len(shares) == len(others) else ""
+
+
+def drafts_text(accept: Any) -> str:
+    """What the drafts of this acceptance are called."""
+    if isinstance(accept, str):
+        return accept
+    return "all wrong" if accept == 1 else f"{accept:g} tokens"
 
 
 def replay_table(results: list[dict[str, Any]]) -> list[str]:
