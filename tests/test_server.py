@@ -941,9 +941,8 @@ def test_the_command_keeps_prefixes(flags: list[str], kept: bool) -> None:
     engine_flags.add_arguments(parser)
     given = ["--device", "cpu", "--speculative-algorithm", "NONE", "--context-length", "128", *flags]
     args = parser.parse_args(given)
-    engine_flags.resolve(args)
-    _, engine = engine_flags.open_engine(args)
-    with engine:
+    chosen, _ = engine_flags.resolve(args)
+    with engine_flags.open_engine(args, chosen) as engine:
         assert engine.config.prefix_cache == kept
 
 

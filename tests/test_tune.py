@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from specdec_kernels import cli
-from specdec_kernels.cli import tune_measure
+from specdec_kernels.cli import engine_flags, tune_measure
 from specdec_kernels.cli.tune_measure import Measured, Options, Row, options_of, timed
 from specdec_kernels.engine import Eagle3, Engine, SamplingParams
 from specdec_kernels.engine.tuning import SCHEMA
@@ -98,6 +99,20 @@ def test_generate_and_bench_take_the_file(tuned: tuple[Path, str], capsys: Captu
     options = ["--algorithm", "chain", "--device", "cpu", "--output", "8", "--quick"]
     assert cli.main(["bench", "round", *options, "--tuning", str(file), "--speculative-num-steps", "1"]) == 0
     assert "chain (1, 1, 3)" in capsys.readouterr().out
+
+
+def test_what_serves_and_talks_takes_its_target_too(tuned: tuple[Path, str]) -> None:
+    """With its own chat template; flags beside it win."""
+    file, _ = tuned
+    best = {"num_steps": 2, "topk": 1, "num_nodes": 3}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"recommended": best}))
+    parser = argparse.ArgumentParser()
+    engine_flags.add_arguments(parser)
+    given = ["--device", "cpu", "--tuning", str(file)]
+    chosen, template = engine_flags.resolve(parser.parse_args(given))
+    assert (chosen.model, chosen.algorithm, template) == (TARGET, "EAGLE3", None)
+    other, _ = engine_flags.resolve(parser.parse_args([*given, "--speculative-algorithm", "NGRAM", "another"]))
+    assert (other.model, other.algorithm) == ("another", "NGRAM")
 
 
 def test_nothing_recommended_is_plain_decoding(tuned: tuple[Path, str], capsys: Capture) -> None:

@@ -48,15 +48,13 @@ def run(args: argparse.Namespace) -> int:
 def chat(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from ..tiny import tiny_model
-
-    template = engine_flags.resolve(args)
-    sampling = sampling_of(args, args.model or tiny_model("target"))
+    chosen, template = engine_flags.resolve(args)
+    sampling = sampling_of(args, chosen.model)
     console = Console(highlight=False)
     with console.status("loading"):
-        algorithm, engine = engine_flags.open_engine(args, num_slots=1)
+        engine = engine_flags.open_engine(args, chosen, num_slots=1)
     with engine:
-        console.print(f"{args.model or 'the tiny model'}, {algorithm}. {HELP}.", style="dim", markup=False)
+        console.print(f"{args.model or 'the tiny model'}, {chosen.algorithm}. {HELP}.", style="dim", markup=False)
         system = [{"role": "system", "content": args.system}] if args.system else []
         messages: list[dict[str, Any]] = [*system]
         while (text := asked(console)) is not None:

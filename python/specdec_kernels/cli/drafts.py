@@ -1,10 +1,10 @@
-"""The flags that say how to draft, named as in the field, and the draft they ask for."""
+"""The flags that say how to draft, named as in the field, and the draft they ask for, beside its target."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .tune import apply_tuning
 
@@ -45,14 +45,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def choose(args: argparse.Namespace, on_gpu: bool) -> tuple[str, Draft | None]:
-    """The algorithm of the flags and its draft; `args.model` None is the tiny model, whose head drafts on a GPU.
+class Chosen(NamedTuple):
+    """What an engine is made of."""
 
-    What `args.tuning` names counts where the flags say nothing.
+    model: Any  # the target: a folder or hub id
+    algorithm: str
+    draft: Draft | None
+    on_gpu: bool
+
+
+def choose(args: argparse.Namespace) -> Chosen:
+    """What the flags ask for; `args.model` None is the tiny model, whose head drafts on a GPU.
+
+    What `args.tuning` names counts where the flags say nothing: `args.model` is the target from here on.
+
+    Raises:
+        ValueError, OSError: what `read_tuning` and `draft_of` refuse.
     """
+    import torch
+    from transformers.utils import logging
+
+    from ..engine.config import default_device
     from ..engine.tuning import read_tuning
     from ..tiny import tiny_model
 
+    logging.disable_progress_bar()
+    on_gpu = str(args.device or default_device()).startswith("cuda")
     if args.tuning:
         tuning = read_tuning(args.tuning, "--tuning")
         apply_tuning(args, tuning)
@@ -62,13 +80,16 @@ def choose(args: argparse.Namespace, on_gpu: bool) -> tuple[str, Draft | None]:
             best = tuning["recommended"]
             args.speculative_algorithm = tuning["algorithm"] if best else "NONE"
             args.speculative_draft_model_path = tuning["draft"] if best else None
+    if args.model is None:
+        torch.set_num_threads(1)  # too small a model to share: on a busy machine its threads wait for each other
     # A pass of a draft head takes a CPU a good part of the tiny model's own: there the index is the faster draft.
     algorithm = args.speculative_algorithm or ("EAGLE3" if args.model is None and on_gpu else "NGRAM")
     head = args.speculative_draft_model_path
     if algorithm.startswith("EAGLE3") and head is None and args.model is None:
         head = tiny_model("eagle3")
     # A GPU scores a tree in the time of a token; a CPU pays for every node, so there a chain is the faster choice.
-    return algorithm, draft_of(args, algorithm, head, topk=8 if on_gpu else 1)
+    draft = draft_of(args, algorithm, head, topk=8 if on_gpu else 1)
+    return Chosen(args.model or tiny_model("target"), algorithm, draft, on_gpu)
 
 
 def draft_of(args: argparse.Namespace, algorithm: str, head: Any, *, topk: int) -> Draft | None:

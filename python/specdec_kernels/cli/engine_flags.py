@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from . import drafts, tune
 
@@ -60,50 +60,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chat-template", metavar="FILE", help="a template in Jinja (default: the tokenizer's)")
 
 
-def resolve(args: argparse.Namespace) -> str | None:
-    """Sets `args.model` to the target, None for the tiny one; returns the chat template in place of its own.
+def resolve(args: argparse.Namespace) -> tuple[drafts.Chosen, str | None]:
+    """What the flags ask for, and the chat template in place of the target's own; sets `args.model` to the target, None
+    for the tiny one.
 
     Raises:
-        ValueError: two targets. OSError: no such template.
+        ValueError: two targets. OSError: no such template. Both: what `drafts.choose` refuses.
     """
     if args.model is not None and args.model_path is not None:
         raise ValueError(f"--model-path is {args.model_path}, expected none beside {args.model}")
     args.model = args.model or args.model_path
+    chosen = drafts.choose(args)
     if args.chat_template is None:
-        return TINY_TEMPLATE if args.model is None else None
+        return chosen, TINY_TEMPLATE if args.model is None else None
     with open(args.chat_template, encoding="utf-8") as file:
-        return file.read()
+        return chosen, file.read()
 
 
-def open_engine(args: argparse.Namespace, num_slots: int | None = None) -> tuple[str, Engine]:
-    """The algorithm and the engine that the flags ask for, after `resolve`.
+def open_engine(args: argparse.Namespace, chosen: drafts.Chosen, num_slots: int | None = None) -> Engine:
+    """The engine that the flags ask for.
 
     Args:
+        chosen: what `resolve` gave.
         num_slots: in place of `--max-running-requests`.
 
     Raises:
         ValueError, OSError: what the engine refuses.
     """
     import torch
-    from transformers.utils import logging
 
     from ..engine import Engine
-    from ..engine.config import default_device
     from ..models.families import position_limit
     from ..models.loading import config_of
-    from ..tiny import tiny_model
 
-    logging.disable_progress_bar()
-    on_gpu = str(args.device or default_device()).startswith("cuda")
-    algorithm, draft = drafts.choose(args, on_gpu)
-    if args.model is None:
-        torch.set_num_threads(1)  # too small a model to share: on a busy machine its threads wait for each other
-    model: Any = args.model or tiny_model("target")
+    model, _, draft, on_gpu = chosen
     max_len = args.context_length
     if max_len is None and on_gpu:
         max_len = min(LONGEST_CONTEXT, position_limit(config_of(model)) or LONGEST_CONTEXT)
     mem_fraction = args.mem_fraction_static
-    engine = Engine(
+    return Engine(
         model,
         adapter=args.adapter,
         tokenizer=args.tokenizer_path,
@@ -124,7 +119,6 @@ def open_engine(args: argparse.Namespace, num_slots: int | None = None) -> tuple
         grammars=grammars_of(args),
         tuning=args.tuning,
     )
-    return algorithm, engine
 
 
 def grammars_of(args: argparse.Namespace) -> bool:

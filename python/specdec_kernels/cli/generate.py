@@ -109,22 +109,12 @@ def run(args: argparse.Namespace) -> int:
 
 def compare(args: argparse.Namespace) -> int:
     """0, or 1 where speculation changed the text and no near-tie explains it."""
-    import torch
     from rich.console import Console
-    from transformers.utils import logging
 
-    from ..engine.config import default_device
-    from ..tiny import tiny_model
     from .near_tie import difference
 
-    logging.disable_progress_bar()
-    if args.model is None:
-        torch.set_num_threads(1)  # too small a model to share: on a busy machine its threads wait for each other
-
     console = Console(highlight=False)
-    on_gpu = str(args.device or default_device()).startswith("cuda")
-    algorithm, draft = drafts.choose(args, on_gpu)
-    model = args.model or tiny_model("target")
+    model, algorithm, draft, _ = drafts.choose(args)
     sampling = sampling_of(args, model).with_seed()  # one for both runs: it makes their texts the same
     prompt = DEFAULT_PROMPT if args.prompt is None else args.prompt
 

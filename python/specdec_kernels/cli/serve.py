@@ -79,7 +79,7 @@ def serve(args: argparse.Namespace) -> int:
     from ..engine import AsyncEngine
     from ..server import make_app
 
-    template = engine_flags.resolve(args)
+    chosen, template = engine_flags.resolve(args)
     for name, low in (
         ("max_queued_requests", 0),
         ("max_body_bytes", 1),
@@ -89,27 +89,25 @@ def serve(args: argparse.Namespace) -> int:
     ):
         if (value := getattr(args, name)) is not None and value < low:
             raise ValueError(f"--{name.replace('_', '-')} is {value}, expected at least {low}")
-    with listening_socket(args.host, args.port) as listener:  # a port that is taken is found before a model is loaded
-        algorithm, engine = engine_flags.open_engine(args)
-        with engine:
-            # What was loaded stays: a collection of garbage that looks through all of it stops every request.
-            gc.collect()
-            gc.freeze()
-            app = make_app(AsyncEngine(engine), settings_of(args, template))
-            host, port = listener.getsockname()[:2]
-            where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-            run_app(app, listener, args, f"{app.state.server.settings.model_name} ({algorithm}) at {where}")
+    # A port that is taken is found before a model is loaded.
+    with listening_socket(args.host, args.port) as listener, engine_flags.open_engine(args, chosen) as engine:
+        # What was loaded stays: a collection of garbage that looks through all of it stops every request.
+        gc.collect()
+        gc.freeze()
+        app = make_app(AsyncEngine(engine), settings_of(args, chosen.model, template))
+        host, port = listener.getsockname()[:2]
+        where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        run_app(app, listener, args, f"{app.state.server.settings.model_name} ({chosen.algorithm}) at {where}")
     return 0
 
 
-def settings_of(args: argparse.Namespace, template: str | None) -> Settings:
+def settings_of(args: argparse.Namespace, model: Any, template: str | None) -> Settings:
     from ..server import Settings
-    from ..tiny import tiny_model
 
     return Settings(
         model_name=args.served_model_name or args.model or "tiny",
         api_key=args.api_key,
-        defaults=sampling_defaults(args.model or tiny_model("target"), args.sampling_defaults),
+        defaults=sampling_defaults(model, args.sampling_defaults),
         chat_template=template,
         tool_parser=args.tool_call_parser,
         max_queued=args.max_queued_requests,
