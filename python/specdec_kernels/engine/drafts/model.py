@@ -148,11 +148,13 @@ class ModelDraft(Draft):
         """k, the paths that each step expands: `topk` where rows cost nothing, else few for small trees.
 
         Of a small tree nearly all is the best path and what stands beside its first nodes, while a row of a step is a
-        token of the draft: for 64 requests with 10 paths each, 4 steps are as much work as a fifth of a round. On a CPU
-        every row is work from the first on.
+        token of the draft: for 64 requests with 10 paths each, 4 steps are as much work as a fifth of a round. Where a
+        batch fills the tile by itself, and on a CPU, where every row is work, a tree no larger than a path is one.
         """
-        free_rows = TILE_ROWS if self.context.device.type == "cuda" else 0
-        return min(self.topk, max(free_rows // batch, -(-num_nodes // 4), 2))
+        free = TILE_ROWS // batch if self.context.device.type == "cuda" else 0
+        if free == 0 and num_nodes <= self.num_steps + 1:
+            return 1
+        return min(self.topk, max(free, -(-num_nodes // 4), 2))
 
     def start(self, slots: Tensor, k: int) -> Features | None:
         """The features of the slots' B * k depth-1 nodes, for drafts that carry any."""
