@@ -33,7 +33,7 @@ from .kv_pools import KvPools, KvShape, LayerKv
 from .loading import config_of, load_causal_lm, place
 from .stand_ins import EXPERTS, StandIns, is_rotation_of_halves, route_rotations
 
-NAME = "specdec_tree"  # of our attention, among transformers'
+NAME = "specdec_paged_tree"  # of our attention, among transformers'
 PROBED_TOKENS = 3
 
 # What models pass to an attention function beside what ours takes that has no bearing on it.
@@ -103,7 +103,7 @@ class Attends(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
-_running: ContextVar[Attends] = ContextVar("specdec_tree")
+_running: ContextVar[Attends] = ContextVar("specdec_paged_tree")
 
 
 @contextmanager
