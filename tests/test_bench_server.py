@@ -28,7 +28,8 @@ def test_the_tiny_shape(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     one, three, prefix, held = (r["facts"] for r in run["results"])
     for facts in (one, three):
         assert facts["tokens_per_second"] > 0 and facts["generate_tokens_per_second"] > 0
-        assert facts["generate_first_token_ms"] > 0 and 0 < facts["event_ms"] <= facts["event_p99_ms"]
+        assert facts["generate_first_token_ms"] > 0
+        assert 0 <= facts["event_ms"] <= facts["event_p99_ms"]  # 0 where a busy client finds all events at once
     assert prefix["cached_tokens"] == 112 and prefix["first_token_ms"] > 0
     assert held["tokens_per_second"] > 0 and held["free_tokens_per_second"] > 0
     report = pytest.importorskip("specdec_kernels.bench.report").report({"cpu-server": run})

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 
+from held import rounds_held
 from random_models import VOCAB, random_prompts, save_random_model
 from specdec_kernels import FinishReason
 from specdec_kernels.engine import (
@@ -360,9 +361,10 @@ def test_priorities_order_those_who_wait() -> None:
         running = engine.submit(prompts()[0], SamplingParams(100, ignore_eos=True, priority=9))
         next(iter(running))
         each = [SamplingParams(2, priority=priority) for priority in (3, 0, 3, -1, 0)]
-        requests = engine.submit_many(prompts()[:5], each)
-        for request in requests:
-            request.add_done_callback(lambda request: ended.append(request.output.index))
+        with rounds_held(engine):
+            requests = engine.submit_many(prompts()[:5], each)
+            for request in requests:
+                request.add_done_callback(lambda request: ended.append(request.output.index))
         for request in [running, *requests]:
             request.result()
         assert ended == [3, 1, 4, 0, 2] and len(running.output.tokens) == 100

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from held import rounds_held
 from random_models import random_prompts, save_random_model
 from specdec_kernels.engine import (
     AsyncEngine,
@@ -139,9 +140,10 @@ def test_requests_that_run_go_on_with_the_new_weights(other: tuple[Path, Path], 
         make_engine(TARGET, None, device) as first,
         make_engine(other[0], None, device, num_slots=8) as fresh,
     ):
-        requests = engine.submit_many(prompts, params)
-        next(iter(requests[0]))
-        engine.update_weights(tensors_of(other[0]), tensors_of(other[1]))
+        with rounds_held(engine, after=4):
+            requests = engine.submit_many(prompts, params)
+            next(iter(requests[0]))
+            engine.update_weights(tensors_of(other[0]), tensors_of(other[1]))
         outputs = [request.result() for request in requests]
         assert engine.stats().retractions >= 1 or device.type == "cuda"  # where they may have ended by then
         for output, sampling in zip(outputs, params, strict=True):
