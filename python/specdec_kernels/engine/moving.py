@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from safetensors import safe_open
@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..models.checkpoint import readable
-from ..models.kv_pools import KvPools
+from ..models.kv_pools import KvGroup, KvPools
 from ..models.stowing import weights_of
 from ..ops import PagePool, write_kv
 from .outputs import TokenLogprob
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 VERSION = 1
 KEYS = ("prompt", "tokens", "params", "logprobs", "counts", "index", "sample", "layout", "weights", "first_rows")
+OF_SLOT = "slot."  # names of what the draft keeps begin so
 SAMPLED = 32  # numbers of each weight that tell it from another
 
 
@@ -91,7 +92,9 @@ class Arrival:
         self._tensors: dict[str, Tensor] | None = exported.to(device).tensors
         self._first_rows: dict[str, int] = exported.values["first_rows"]
 
-    def unpack(self, state: EngineState, target: KvPools, draft: Draft, slot: Tensor, chunk: int, num_rows: int) -> Any:
+    def unpack(
+        self, state: EngineState, target: KvPools, draft: Draft, slot: Tensor, chunk: int, num_rows: int
+    ) -> dict[str, Tensor] | None:
         """Writes the rows to the slot's pages, and returns what the draft is to be given when the slot is activated.
 
         `slot` is [1] int32; pools that give back pages behind a window get those of `chunk` rows at a time. None where
@@ -100,51 +103,63 @@ class Arrival:
         tensors, self._tensors = self._tensors, None
         if tensors is None:
             return None
+        of_target, of_draft = groups_of(target, draft, num_rows)
         for begin in range(0, num_rows, chunk):
             end = min(begin + chunk, num_rows)
             ends = torch.full_like(slot, end)
             state.make_room_for_chunks(slot, ends)
-            self._write(tensors, "target.", target, state, slot, begin, end)
+            for group in of_target:
+                self._write(tensors, group, state, slot, begin, end)
             state.seq_lens[slot] = ends
             state.free_behind(slot)
-        for number, pools in enumerate(draft.pools):
-            self._write(tensors, f"draft.{number}.", pools, state, slot, 0, num_rows + 1)
-        mark = "slot."
-        return {name.removeprefix(mark): tensor for name, tensor in tensors.items() if name.startswith(mark)}
+        for group in of_draft:
+            self._write(tensors, group, state, slot, 0, group.num_rows)
+        return {name.removeprefix(OF_SLOT): tensor for name, tensor in tensors.items() if name.startswith(OF_SLOT)}
 
     def _write(
-        self,
-        tensors: Mapping[str, Tensor],
-        prefix: str,
-        pools: KvPools,
-        state: EngineState,
-        slot: Tensor,
-        begin: int,
-        end: int,
+        self, tensors: Mapping[str, Tensor], group: Group, state: EngineState, slot: Tensor, begin: int, end: int
     ) -> None:
-        for number, group in enumerate(pools.groups):
-            name = f"{prefix}{number}"
-            first = self._first_rows.get(name, 0)
-            start = max(begin, first)
-            if start >= end:
-                continue
-            table = pool_of(state, group.window).page_table
-            rows = [tensors[f"{name}.{part}"][:, start - first : end - first] for part in ("k", "v")]
-            for layer, (k, v) in enumerate(zip(*rows, strict=True)):
-                write_kv(
-                    k[None],
-                    v[None],
-                    group.k[layer],
-                    group.v[layer],
-                    table,
-                    state.no_rows,
-                    row_offset=start,
-                    slots=slot,
-                    status=state.status,
-                )
+        """Rows from `begin` to `end`, but for those at the front that were given back."""
+        first = self._first_rows.get(group.name, 0)
+        start = max(begin, first)
+        if start >= end:
+            return
+        table = pool_of(state, group.kv.window).page_table
+        rows = [tensors[f"{group.name}.{part}"][:, start - first : end - first] for part in ("k", "v")]
+        for layer, (k, v) in enumerate(zip(*rows, strict=True)):
+            write_kv(
+                k[None],
+                v[None],
+                group.kv.k[layer],
+                group.kv.v[layer],
+                table,
+                state.no_rows,
+                row_offset=start,
+                slots=slot,
+                status=state.status,
+            )
+
+
+class Group(NamedTuple):
+    """Layers of the target or the draft whose rows are one tensor of keys and one of values."""
+
+    name: str  # of these tensors, before .k and .v
+    kv: KvGroup
+    num_rows: int  # that a request has there
+
+
+def groups_of(target: KvPools, draft: Draft, num_rows: int) -> tuple[list[Group], list[Group]]:
+    """Those of the target, where a request has so many rows, and of the draft, where it has one more."""
+    of_draft = [
+        Group(f"draft.{part}.{number}", group, num_rows + 1)
+        for part, pools in enumerate(draft.pools)
+        for number, group in enumerate(pools.groups)
+    ]
+    return [Group(f"target.{number}", group, num_rows) for number, group in enumerate(target.groups)], of_draft
 
 
 def pool_of(state: EngineState, window: int | None) -> PagePool:
+    """The pages of groups with this window of their own; None: of all others."""
     return state.pool if window is None else state.window_pools[window]
 
 
@@ -158,18 +173,16 @@ def packed_slot(executor: Executor, slot: int, num_rows: int) -> tuple[dict[str,
             draft.catch_up(torch.tensor([slot], dtype=torch.int32, device=state.seq_lens.device))
     tensors: dict[str, Tensor] = {}
     first_rows: dict[str, int] = {}
-    every = [("target.", executor.target.pools, num_rows)]
-    every += [(f"draft.{number}.", pools, num_rows + 1) for number, pools in enumerate(draft.pools)]
-    for prefix, pools, count in every:
-        for number, group in enumerate(pools.groups):
-            pool, name = pool_of(state, group.window), f"{prefix}{number}"
-            page_size, begin = pool.page_size, int(pool.page_starts[slot])
-            pages = pool.page_table[slot, begin : -(-count // page_size)].long()
-            first_rows[name] = first = begin * page_size
-            for part, kv in (("k", group.k), ("v", group.v)):
-                tensors[f"{name}.{part}"] = kv[:, pages].flatten(1, 2)[:, : count - first].contiguous()
+    of_target, of_draft = groups_of(executor.target.pools, draft, num_rows)
+    for name, group, count in of_target + of_draft:
+        pool = pool_of(state, group.window)
+        page_size, begin = pool.page_size, int(pool.page_starts[slot])
+        pages = pool.page_table[slot, begin : -(-count // page_size)].long()
+        first_rows[name] = first = begin * page_size
+        for part, kv in (("k", group.k), ("v", group.v)):
+            tensors[f"{name}.{part}"] = kv[:, pages].flatten(1, 2)[:, : count - first].contiguous()
     kept = draft.save(slot).items()
-    return tensors | {f"slot.{name}": tensor.clone() for name, tensor in kept}, first_rows
+    return tensors | {f"{OF_SLOT}{name}": tensor.clone() for name, tensor in kept}, first_rows
 
 
 # --- what two engines must have in common
@@ -225,15 +238,13 @@ def check_tensors(exported: ExportedRequest, engine: Engine) -> None:
     """ValueError for tensors that are not what the values say."""
     num_rows = len(exported.values["prompt"]) + len(exported.values["tokens"]) - 1
     expected: dict[str, tuple[list[int], torch.dtype]] = {}
-    every = [("target.", engine.target.pools, num_rows)]
-    every += [(f"draft.{number}.", pools, num_rows + 1) for number, pools in enumerate(engine.draft.pools)]
-    for prefix, pools, count in every:
-        for number, group in enumerate(pools.groups):
-            rows = count - exported.values["first_rows"].get(f"{prefix}{number}", 0)
-            for part, kv in (("k", group.k), ("v", group.v)):
-                expected[f"{prefix}{number}.{part}"] = [len(kv), rows, *kv.shape[3:]], kv.dtype
+    of_target, of_draft = groups_of(engine.target.pools, engine.draft, num_rows)
+    for name, group, count in of_target + of_draft:
+        rows = count - exported.values["first_rows"].get(name, 0)
+        for part, kv in (("k", group.k), ("v", group.v)):
+            expected[f"{name}.{part}"] = [len(kv), rows, *kv.shape[3:]], kv.dtype
     for name, kept in engine.draft.save(0).items():
-        expected[f"slot.{name}"] = list(kept.shape), kept.dtype
+        expected[f"{OF_SLOT}{name}"] = list(kept.shape), kept.dtype
     for name, (shape, dtype) in expected.items():
         tensor = exported.tensors.get(name)
         if tensor is None:
