@@ -292,17 +292,18 @@ class Bench:
         }
         return rates | {"first_token_ms": 1e3 * median(one.first_token for one in found[""])} | between(found[""])
 
-    def measure(self, clients: Clients, batch: int, prompts: str) -> Result:
-        params = {"prompts": prompts, "concurrency": batch} | self.setup.params(batch)
+    def measure(self, clients: Clients, batch: int, kind: str) -> Result:
+        """A kind of prompts: "even", "prefix" or "json"."""
+        params = {"prompts": kind, "concurrency": batch} | self.setup.params(batch)
         del params["batch"]
-        if prompts == "prefix":
+        if kind == "prefix":
             params["prefix"] = self.prefix
         shape: dict[str, Any] = {"op": NAME, "params": params, "device": str(self.setup.device)}
         ways: dict[str, Callable[[Clients, int], dict[str, float]]] = {
             "even": self.even, "prefix": self.shared_prefix, "json": self.held_to_schema
         }  # fmt: skip
         try:
-            facts = ways[prompts](clients, batch)
+            facts = ways[kind](clients, batch)
         except WrongText as error:
             return Result(**shape, error=str(error))
         return Result(**shape, facts={name: round(value, 4) for name, value in facts.items()})
@@ -351,8 +352,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             plan = [(batch, "even") for batch in args.concurrency]
             plan += [(1, "prefix")] if args.prefix else []
             plan += [(min(args.json_clients, max(args.concurrency)), "json")] if bench.with_grammars else []
-            for batch, prompts in plan:
-                results.append(bench.measure(clients, batch, prompts))
+            for batch, kind in plan:
+                results.append(bench.measure(clients, batch, kind))
                 if args.json:  # what was measured survives what comes next
                     run_record = record(results, device, None, command)
                     Path(args.json).write_text(json.dumps(run_record, indent=1) + "\n")

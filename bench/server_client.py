@@ -95,13 +95,11 @@ async def serve_input(port: int) -> None:
             clients.append((await loop.create_connection(Client, "127.0.0.1", port))[1])
         gc.collect()
         gc.disable()
-        begins, waits = [], []
-        for client, request in zip(clients, requests, strict=False):
-            begins.append(time.perf_counter())
-            waits.append(client.send(request))
-        await asyncio.gather(*waits)
+        asked = clients[: len(requests)]
+        sent = time.perf_counter()
+        await asyncio.gather(*[client.send(request) for client, request in zip(asked, requests, strict=True)])
         gc.enable()
-        answers = [client.answer(begins[0]) for client in clients[: len(requests)]]
+        answers = [client.answer(sent) for client in asked]
         print(json.dumps(answers), flush=True)
 
 

@@ -144,23 +144,13 @@ class TreeAttention:
         save_kv_cache: bool = True,
         **others: Any,
     ) -> Tensor:
-        """[rows, heads * D] of q [rows, heads * D], behind what k and v are written to the pool."""
-        return self._attend(q, k, v, layer, forward_batch, save_kv_cache, others, self._rows)
+        """[rows, heads * D] of q [rows, heads * D], once k and v are written to the pool.
 
-    forward_decode = forward_extend
-
-    def _attend(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: Any,
-        forward_batch: Any,
-        save_kv_cache: bool,
-        others: dict[str, Any],
-        rows: Rows,
-    ) -> Tensor:
+        Raises:
+            ValueError: what `check_layer` refuses.
+        """
         check_layer(layer, others)
+        rows = self._rows
         if save_kv_cache and k is not None:
             self.token_to_kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v, layer.k_scale, layer.v_scale)
         heads, dim = layer.tp_q_head_num, layer.qk_head_dim
@@ -190,6 +180,8 @@ class TreeAttention:
             out=out.view(shape),
         )
         return out.view(-1, heads * dim)
+
+    forward_decode = forward_extend
 
 
 class DraftStepAttention(TreeAttention):

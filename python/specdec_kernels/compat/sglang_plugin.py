@@ -147,7 +147,7 @@ def register_functions() -> str:
     names = ("build_tree_kernel_efficient", "verify_tree_greedy", "tree_speculative_sampling_target_only")
     for name in names:
         HookRegistry.register(f"sgl_kernel.{name}", getattr(sglang, name), HookType.REPLACE)
-    return f"{', '.join(names)}"
+    return ", ".join(names)
 
 
 def register_ngram() -> str:

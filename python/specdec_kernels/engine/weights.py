@@ -19,7 +19,11 @@ Weights = Mapping[str, Tensor]
 
 
 class NewWeights:
-    """What `Engine.update_weights` was given, checked: nothing has changed yet."""
+    """What `Engine.update_weights` was given, checked: nothing has changed yet.
+
+    Raises:
+        TypeError, ValueError: what `updates` of a model refuses; mappings that are not one for each of a draft's parts.
+    """
 
     def __init__(
         self,
@@ -43,7 +47,7 @@ class NewWeights:
 
 
 def of_parts(draft: Draft, given: Weights | Sequence[Weights | None] | None) -> list[tuple[Weights | None, str]]:
-    """What each part of the draft gets, and what errors call that."""
+    """What each part of the draft gets, and what errors call that; ValueError where there is not one for each."""
     parts = draft.parts
     if given is None:
         return [(None, "")] * len(parts)

@@ -33,8 +33,6 @@ EPSILONS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
 # How far two ways to the same number may be apart: roundings of its dtype, and as many of the largest one's.
 NEAR = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
-Rotate = Callable[..., Any]
-
 
 class StandIns:
     """Forward passes of ours that modules have where these compute what their own do.

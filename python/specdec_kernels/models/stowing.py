@@ -3,6 +3,7 @@ their shapes."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -37,8 +38,10 @@ def fetch(weights: Mapping[str, Tensor], device: torch.device, *, dropped: bool)
     """Back to the device; those that were dropped as zeros."""
     with torch.inference_mode(False), torch.no_grad():
         for tensor in weights.values():
-            zeros = dropped and torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
-            tensor.data = zeros if isinstance(zeros, Tensor) else tensor.data.to(device)
+            if dropped:
+                tensor.data = torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+            else:
+                tensor.data = tensor.data.to(device)
 
 
 def forget_joined(module: nn.Module) -> None:
@@ -52,21 +55,20 @@ class Lacking:
     """Weights that are to be given before anybody computes with them."""
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
-        self._left = {name: (tensor.data_ptr(), tensor.nbytes) for name, tensor in weights.items()}
-        self._written: dict[str, dict[int, int]] = {}  # of a weight that comes in parts: where, and how many bytes
+        self._left = {name: tensor.nbytes for name, tensor in weights.items()}
+        self._places = sorted((tensor.data_ptr(), name) for name, tensor in weights.items())
+        self._given: dict[str, dict[int, int]] = {}  # of a weight that comes in parts: where, and how many bytes
 
     def note(self, updates: Iterable[Update]) -> None:
-        by_place = {place: name for name, (place, _) in self._left.items()}
+        """These have been written, whole weights or parts of them."""
         for update in updates:
             begin, count = update.place.data_ptr(), update.place.nbytes
-            name = by_place.get(begin)
-            if name is None or self._left.get(name, (0, 0))[1] > count:
-                within = (n for n, (at, size) in self._left.items() if at <= begin and begin + count <= at + size)
-                name = next(within, None)
-            if name is not None and name in self._left:
-                written = self._written.setdefault(name, {})
-                written[begin] = count
-                if sum(written.values()) >= self._left[name][1]:
+            behind = bisect_right(self._places, begin, key=lambda place: place[0])
+            first, name = self._places[behind - 1] if behind else (begin, "")
+            if name in self._left and begin + count <= first + self._left[name]:
+                given = self._given.setdefault(name, {})
+                given[begin] = count
+                if sum(given.values()) >= self._left[name]:
                     del self._left[name]
 
     @property

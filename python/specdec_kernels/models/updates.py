@@ -41,6 +41,7 @@ class Update(NamedTuple):
 
 @torch.inference_mode()
 def write(updates: Iterable[Update]) -> None:
+    """Copies each value to its place."""
     for place, value in updates:
         place.copy_(value.detach())
 
@@ -168,7 +169,11 @@ def check_kv_scales(weights: Mapping[str, Tensor], pools: KvPools, name: str) ->
 def stored_updates(
     model: Any, scheme: Scheme, weights: Mapping[str, Tensor], name: str
 ) -> tuple[list[Update], dict[str, Tensor]]:
-    """What becomes of quantised products, and the tensors that are none of theirs."""
+    """What becomes of quantised products, and the tensors that are none of theirs.
+
+    Raises:
+        ValueError: a product that the model has in another way, one that lacks a tensor, or one of another shape.
+    """
     products = scheme.products(weights)
     modules = dict(model.named_modules())
     own, rest, updates = own_names(products, model), dict(weights), list[Update]()
@@ -206,7 +211,8 @@ def stored_updates(
 
 
 def same_kind(old: Any, new: StoredWeight, what: str) -> list[Update]:
-    """The numbers and scales of a stored weight for those of one that differs in nothing else."""
+    """The numbers and scales of a stored weight for those of one that differs in nothing else; ValueError where it
+    does."""
     if list(new.shape) != list(old.shape):
         raise ValueError(f"{what} of shape {list(new.shape)}, expected {list(old.shape)}")
     updates = []
