@@ -72,7 +72,7 @@ def test_texts_stay(name: str, implementation: str, device: torch.device) -> Non
         engine.update_weights(tensors_of(TARGET))
         new = {"eagle3": tensors_of(HEAD), "standalone": tensors_of(TARGET), "union": [None, tensors_of(HEAD)]}
         if name in new:
-            with pytest.raises(RuntimeError, match=r"^Engine lacks draft: "):
+            with pytest.raises(RuntimeError, match=r"^Engine lacks draft(\[1\])?: "):
                 texts(engine)
             engine.update_weights(draft=new[name])
         assert texts(engine) == before
@@ -151,6 +151,19 @@ def test_other_weights_after_a_sleep(device: torch.device) -> None:
         engine.update_weights(new, [None, tensors_of(HEAD)])
         other.update_weights(new)
         assert texts(engine) == texts(other)
+
+
+def test_each_part_of_a_draft_lacks_weights_of_its_own() -> None:
+    head = tensors_of(HEAD)
+    with make_engine(TARGET, Union(eagle3(HEAD), eagle3(HEAD), num_nodes=10), "cpu") as engine:
+        before = texts(engine)
+        engine.sleep(2)
+        engine.wake()
+        engine.update_weights(tensors_of(TARGET), [None, head])
+        with pytest.raises(RuntimeError, match=r"^Engine lacks draft\[0\]: "):
+            texts(engine)
+        engine.update_weights(draft=[head, None])
+        assert texts(engine) == before
 
 
 def test_who_runs_is_not_left_behind() -> None:

@@ -65,10 +65,11 @@ def of_parts(draft: Draft, given: Weights | Sequence[Weights | None] | None) -> 
 
 
 def own_weights(target: LanguageModel, draft: Draft) -> dict[str, Tensor]:
-    """The weights that an engine puts away and takes back."""
-    weights = target.weights
-    for part in draft.parts:
-        weights |= {f"draft: {name}": tensor for name, tensor in part.weights.items()}
+    """The weights that an engine puts away and takes back, by names that say whose they are."""
+    weights = dict(target.weights)
+    for i, part in enumerate(draft.parts):
+        whose = "draft" if len(draft.parts) == 1 else f"draft[{i}]"
+        weights |= {f"{whose}: {name}": tensor for name, tensor in part.weights.items()}
     return weights
 
 
