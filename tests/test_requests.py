@@ -696,8 +696,8 @@ def test_ctrl_c_reaches_who_waits() -> None:
         next(iter(other))
         for wait in (lambda: engine.generate(prompts(), LONG), other.result):
             killer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
-            killer.start()
             with pytest.raises(KeyboardInterrupt):
+                killer.start()
                 wait()
             killer.join()
             assert not other.done(), "only `generate` ends its requests"
