@@ -305,6 +305,20 @@ def test_what_cannot_go_on_exactly_is_refused_by_name(tmp_path: Path) -> None:
             "(the model's vocabulary)"
         )
         assert refused(a, with_values(version=2)) == "import_request: request has version 2, expected 1"
+        for values, why in (
+            ({"layout": 3}, "layout of type int, expected dict"),
+            ({"logprobs": "none"}, "logprobs of type str, expected list or None"),
+            ({"tokens": [4, "5"]}, "'5' among tokens, expected integers"),
+            ({"first_rows": {"target.0": 1.5}}, "1.5 among first_rows, expected integers"),
+            ({"first_rows": {"target.0": -16}}, "rows of target.0 from -16 on, expected 0 to 0"),
+            ({"counts": [1, 2]}, "counts of 2, expected 4"),
+            ({"logprobs": [[0.5]]}, "other logprobs than one and the best beside it for each token"),
+            ({"params": exported.values["params"] | {"loud": 1}}, "loud, expected none among params"),
+        ):
+            assert refused(a, with_values(**values)) == f"import_request: request has {why}"
+        assert refused(a, with_values(params={})) == (
+            "import_request: request lacks frequency_penalty, expected it among params"
+        )
         tokens = exported.values["prompt"]
         assert refused(a, with_values(prompt=tokens * 20)) == (
             f"import_request: request has {20 * len(tokens) + len(exported.values['tokens'])} tokens, "

@@ -35,7 +35,12 @@ if TYPE_CHECKING:
     from .request import BaseRequest
 
 VERSION = 1
-KEYS = ("prompt", "tokens", "params", "logprobs", "counts", "index", "sample", "layout", "weights", "first_rows")
+# What the values are, as JSON has them, and which of them hold integers alone.
+KINDS: dict[str, tuple[type, ...]] = {
+    "prompt": (list,), "tokens": (list,), "params": (dict,), "logprobs": (list, type(None)), "counts": (list,),
+    "index": (int,), "sample": (int,), "layout": (dict,), "weights": (str,), "first_rows": (dict,),
+}  # fmt: skip
+INTEGERS = "prompt", "tokens", "counts", "first_rows"
 OF_SLOT = "slot."  # names of what the draft keeps begin so
 SAMPLED = 32  # numbers of each weight that tell it from another
 
@@ -222,8 +227,25 @@ def check_values(values: Any, engine: Engine) -> None:
     version = values.get("version") if isinstance(values, dict) else None
     if version != VERSION:
         raise ValueError(f"import_request: request has version {version}, expected {VERSION}")
-    if missing := [key for key in KEYS if key not in values]:
+    if missing := [key for key in KINDS if key not in values]:
         raise ValueError(f"import_request: request lacks {missing[0]}, expected what export_request gave")
+    for key, kinds in KINDS.items():
+        if not isinstance(values[key], kinds):
+            given, names = type(values[key]).__name__, " or ".join(kind.__name__.removesuffix("Type") for kind in kinds)
+            raise ValueError(f"import_request: request has {key} of type {given}, expected {names}")
+    for key in INTEGERS:
+        for number in values[key].values() if isinstance(values[key], dict) else values[key]:
+            if type(number) is not int:
+                raise ValueError(f"import_request: request has {number!r} among {key}, expected integers")
+    if len(values["counts"]) != 4:
+        raise ValueError(f"import_request: request has counts of {len(values['counts'])}, expected 4")
+    asked = {field.name for field in fields(SamplingParams)}
+    for name in sorted(asked ^ values["params"].keys()):
+        what = "lacks {}, expected it" if name in asked else "has {}, expected none"
+        raise ValueError(f"import_request: request {what.format(name)} among params")
+    told = values["logprobs"]
+    if told is not None and not (len(told) == len(values["tokens"]) and all(map(is_logprob, told))):
+        raise ValueError("import_request: request has other logprobs than one and the best beside it for each token")
     ours = json.loads(json.dumps(layout_of(engine)))
     for key, own in ours.items():
         if (theirs := values["layout"].get(key)) != own:
@@ -240,7 +262,11 @@ def check_tensors(exported: ExportedRequest, engine: Engine) -> None:
     expected: dict[str, tuple[list[int], torch.dtype]] = {}
     of_target, of_draft = groups_of(engine.target.pools, engine.draft, num_rows)
     for name, group, count in of_target + of_draft:
-        rows = count - exported.values["first_rows"].get(name, 0)
+        window = engine.state.window if group.window is None else group.window
+        first, most = exported.values["first_rows"].get(name, 0), 0 if window is None else max(count + 1 - window, 0)
+        if not 0 <= first <= most:
+            raise ValueError(f"import_request: request has rows of {name} from {first} on, expected 0 to {most}")
+        rows = count - first
         for part, kv in (("k", group.k), ("v", group.v)):
             expected[f"{name}.{part}"] = [len(kv), rows, *kv.shape[3:]], kv.dtype
     for name, kept in engine.draft.save(0).items():
@@ -287,6 +313,13 @@ def params_of(values: Mapping[str, Any]) -> SamplingParams:
     if given["logit_bias"] is not None:
         given["logit_bias"] = {int(token): bias for token, bias in given["logit_bias"]}
     return SamplingParams(**given)
+
+
+def is_logprob(value: Any) -> bool:
+    """Whether it is a number, and pairs of a token and a number."""
+    if not (isinstance(value, list) and len(value) == 2 and isinstance(value[0], float) and isinstance(value[1], list)):
+        return False
+    return all(isinstance(pair, list | tuple) and [type(each) for each in pair] == [int, float] for pair in value[1])
 
 
 def logprobs_of(values: Mapping[str, Any]) -> list[TokenLogprob]:
