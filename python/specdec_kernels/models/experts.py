@@ -248,9 +248,11 @@ class QuantisedExperts(nn.Module):
             scales = torch.zeros(self.number, weight.scales.shape[1], all_outs, device=device)
             self.register_buffer(name, numbers.view(FP8), persistent=False)
             self.register_buffer(f"{name}_scales", scales, persistent=False)
-        begin = outs if part == "up" else 0
-        self.get_buffer(name).view(torch.uint8)[expert, begin : begin + outs] = weight.numbers.view(torch.uint8)
-        self.get_buffer(f"{name}_scales")[expert, :, begin : begin + outs] = weight.scales.t()
+        place = self.places(expert, part)
+        assert place is not None
+        numbers, scales = place
+        numbers.view(torch.uint8).copy_(weight.numbers.view(torch.uint8))
+        scales.copy_(weight.scales.t())
 
     def places(self, expert: int, part: str) -> tuple[Tensor, Tensor] | None:
         """Where numbers [out, in] and scales [groups, out] of a part stand; None for an expert or part that is none."""
