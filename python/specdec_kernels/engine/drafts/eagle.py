@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,9 +21,7 @@ from ...models.draft_head import (
 )
 from ...models.eagle import EagleHead
 from ...models.eagle3 import Eagle3Head, feature_layers
-from ...models.kv_pools import KvPools
 from ...models.loading import model_name
-from ...models.updates import Update
 from ...ops import ExtendRows
 from ..prefill import Prefill
 from .base import DraftContext, Needs
@@ -76,31 +73,8 @@ class HeadDraft(ModelDraft):
         return module
 
     @property
-    def pools(self) -> list[KvPools]:
-        return [self.module.pools]
-
-    def resize_pools(self, num_pages: int) -> None:
-        self.module.resize_pools(num_pages)
-
-    def updates(self, weights: Mapping[str, Tensor], name: str) -> list[Update]:
-        return self.module.updates(weights, name)
-
-    def refresh(self) -> None:
-        self.module.refresh()
-
-    @property
-    def weights(self) -> dict[str, Tensor]:
-        return self.module.weights
-
-    @property
-    def is_given(self) -> bool:
-        return self.module.is_given
-
-    def sleep(self, level: int) -> None:
-        self.module.sleep(level)
-
-    def wake(self, level: int, num_pages: int) -> None:
-        self.module.wake(level, num_pages)
+    def held(self) -> DraftHead:
+        return self.module
 
     def start(self, slots: Tensor, k: int) -> Features:
         return Features(self.last_hidden, slots[:, None].expand(-1, k).flatten().contiguous())

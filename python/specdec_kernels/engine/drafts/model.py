@@ -13,8 +13,11 @@ import torch
 from torch import Tensor
 
 from ...models.attention import Rows
-from ...models.draft_head import Features
+from ...models.draft_head import DraftHead, Features
 from ...models.families import kv_numbers
+from ...models.kv_pools import KvPools
+from ...models.language_model import LanguageModel
+from ...models.updates import Update
 from ...ops import (
     ExtendRows,
     expand_root,
@@ -78,6 +81,38 @@ class ModelDraft(Draft):
     def model_name(self) -> str:
         """What its model is called, wherever its folder lies."""
         raise NotImplementedError
+
+    @property
+    def held(self) -> LanguageModel | DraftHead:
+        """The model, with its pools, of an open draft."""
+        raise NotImplementedError
+
+    @property
+    def pools(self) -> list[KvPools]:
+        return [self.held.pools]
+
+    def resize_pools(self, num_pages: int) -> None:
+        self.held.resize_pools(num_pages)
+
+    def updates(self, weights: Mapping[str, Tensor], name: str) -> list[Update]:
+        return self.held.updates(weights, name)
+
+    def refresh(self) -> None:
+        self.held.refresh()
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        return self.held.weights
+
+    @property
+    def is_given(self) -> bool:
+        return self.held.is_given
+
+    def sleep(self, level: int) -> None:
+        self.held.sleep(level)
+
+    def wake(self, level: int, num_pages: int) -> None:
+        self.held.wake(level, num_pages)
 
     def nodes(self) -> int:
         """Most nodes of a tree."""

@@ -3,7 +3,6 @@ draft is one row ahead."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,8 @@ from torch import Tensor, nn
 from ...models.attention import Rows
 from ...models.checkpoint import expect_folder
 from ...models.draft_head import Features
-from ...models.kv_pools import KvPools
-from ...models.language_model import open_language_model
+from ...models.language_model import LanguageModel, open_language_model
 from ...models.loading import config_of, model_name
-from ...models.updates import Update
 from ...ops import ExtendRows
 from ..prefill import Prefill
 from ..prompts import load_tokenizer
@@ -120,31 +117,8 @@ class Standalone(ModelDraft):
         return logits if self.shared is None else torch.index_select(logits, -1, self.shared.draft_ids)
 
     @property
-    def pools(self) -> list[KvPools]:
-        return [self.lm.pools]
-
-    def resize_pools(self, num_pages: int) -> None:
-        self.lm.resize_pools(num_pages)
-
-    def updates(self, weights: Mapping[str, Tensor], name: str) -> list[Update]:
-        return self.lm.updates(weights, name)
-
-    def refresh(self) -> None:
-        self.lm.refresh()
-
-    @property
-    def weights(self) -> dict[str, Tensor]:
-        return self.lm.weights
-
-    @property
-    def is_given(self) -> bool:
-        return self.lm.is_given
-
-    def sleep(self, level: int) -> None:
-        self.lm.sleep(level)
-
-    def wake(self, level: int, num_pages: int) -> None:
-        self.lm.wake(level, num_pages)
+    def held(self) -> LanguageModel:
+        return self.lm
 
     def step(self, tokens: Tensor, positions: Tensor, features: Features | None, rows: Rows) -> tuple[Tensor, None]:
         return self._logits(self._forward(tokens, positions, rows)).flatten(0, 1), None
