@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 from . import _C
 
+HEAD_DIMS = (64, 128, 256)  # of `rotate_qkv` and `tree_attention`
+
 
 class Gpu(NamedTuple):
     """What the rules know of a device."""

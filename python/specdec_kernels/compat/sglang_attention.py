@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..ops import tree_attention
+from ..plans import HEAD_DIMS
 
 __all__ = ["DraftStepAttention", "TreeAttention", "TreeAttentionSteps"]
 
-HEAD_DIMS = (64, 128, 256)
 WORD = 64
 BITS = [1 << i if i < 63 else -(1 << 63) for i in range(WORD)]
 

@@ -19,9 +19,8 @@ from torch import Tensor
 
 from ..ops import tree_attention, tree_attention_workspace, write_kv
 
-__all__ = ["HEAD_DIMS", "KV_DTYPES", "PagedAttention", "Rows", "RowsBuilder", "Workspace", "refusal"]
+__all__ = ["KV_DTYPES", "PagedAttention", "Rows", "RowsBuilder", "Workspace", "refusal"]
 
-HEAD_DIMS = (64, 128, 256)
 KV_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3")  # by vLLM's names
 
 

@@ -19,7 +19,8 @@ from vllm.v1.attention.backend import (
 )
 
 from .. import cuda_version
-from .vllm_attention import HEAD_DIMS, KV_DTYPES, PagedAttention, RowsBuilder, refusal
+from ..plans import HEAD_DIMS
+from .vllm_attention import KV_DTYPES, PagedAttention, RowsBuilder, refusal
 
 __all__ = ["SpecdecBackend", "SpecdecBuilder", "SpecdecImpl"]
 

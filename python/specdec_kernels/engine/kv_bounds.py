@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from ..models.attention import HEAD_DIMS
 from ..models.families import kv_heads_of, pool_dim_of
-from ..plans import Gpu, attention_plan
+from ..plans import HEAD_DIMS, Gpu, attention_plan
 
 MOST_BOUNDS = 4  # of rounds of one batch size and as many rows
 # Calls that are fewer than one in so many of the most frequent decide no bounds: a head's one layer beside a target's.

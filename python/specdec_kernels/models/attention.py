@@ -12,11 +12,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..ops import rotate_qkv, tree_attention, write_kv
+from ..plans import HEAD_DIMS
 from .kv_pools import KvShape, LayerKv
 from .layers import LayerNorm, Norm, Product, joined, merged, moved, product_of
 from .quantised import QuantisedLinear
-
-HEAD_DIMS = (64, 128, 256)  # of `rotate_qkv` and `tree_attention`
 
 # Beyond the longest sequence: the deepest node of a tree, and padding.
 SPARE_POSITIONS = 320

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
+from ..plans import HEAD_DIMS
 from .attention import Attention, Heads, Rotation, Rows
 from .checkpoint import Kind, expect_kind, load_tensors, local_folder, read_json, readable, tensor_names
-from .families import HEAD_DIMS, head_dim_of, window_of
+from .families import head_dim_of, window_of
 from .families.llama import gated
 from .kv_pools import KvPools
 from .language_model import LanguageModel

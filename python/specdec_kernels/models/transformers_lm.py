@@ -25,9 +25,10 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.utils.generic import ModelOutput
 
+from ..plans import HEAD_DIMS
 from .attention import Rows, constant_len, pool_dim
 from .causal_lm import States
-from .families import HEAD_DIMS, check_length
+from .families import check_length
 from .held_model import HeldModel
 from .kv_pools import KvPools, KvShape, LayerKv
 from .loading import config_of, load_causal_lm, place

@@ -1,6 +1,5 @@
 """One small file for each family of models: how the modules that transformers loads become the parts of a decoder."""
 
-from ..attention import HEAD_DIMS
 from .afmoe import Afmoe
 from .apertus import Apertus
 from .arcee import Arcee, Jais2, Nemotron
@@ -57,7 +56,6 @@ from .smollm3 import SmolLM3
 from .starcoder2 import Starcoder2
 
 __all__ = [
-    "HEAD_DIMS",
     "Afmoe",
     "Apertus",
     "Arcee",

@@ -6,7 +6,8 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 
-from ..attention import HEAD_DIMS, constant_len, pool_dim
+from ...plans import HEAD_DIMS
+from ..attention import constant_len, pool_dim
 from ..layers import AnyNorm, Embedding, Head, Layer
 
 
