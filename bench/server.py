@@ -12,6 +12,9 @@ from the sending to the end of the last text, prefill included; each text is com
   json      as even, held to a JSON schema, beside the same texts without
 
 The planted text is JSON for that, a list of strings.
+
+`--engines ours,sglang --out checkpoints` asks SGLang's server the same, on the same models in published formats, from
+where `bench.shootout` writes and finds them; `--path sglang=FOLDER[:FOLDER]` says where it is, if not installed here.
 """
 
 from __future__ import annotations
@@ -35,20 +38,34 @@ from typing import Any
 
 import torch
 
-from specdec_kernels.cli.bench import DOMAINS, DRAFTERS, NO_CUDA, SHAPES, algorithms, at_least, find_device, numbers
+from specdec_kernels.cli.bench import (
+    DOMAINS,
+    DRAFTERS,
+    NO_CUDA,
+    SHAPES,
+    algorithms,
+    at_least,
+    find_device,
+    numbers,
+    words_of,
+)
 from specdec_kernels.cli.extras import require, unwritable
 from specdec_kernels.cli.table import print_table
 from specdec_kernels.engine import AsyncEngine, Engine, SamplingParams
 from specdec_kernels.models.acceptance import PublishedAcceptance
 from specdec_kernels.models.planted import PlantedText
 
+from .engines import SERVED, Algorithm, Job, is_installed
 from .harness import Result
+from .other_servers import OTHERS, served_by, status
 from .record import record
 from .round import GOLDEN, PAGE_SIZE, PlantedModels, RoundClock, Setup, draft_of, drafting_of
+from .shootout import engine_and_folders, folders_of, plant
 
 NAME = "server"
 PACKAGES = ["transformers", "safetensors", "fastapi", "uvicorn", "prometheus_client"]
 COLUMNS = [
+    "server",
     "algorithm",
     "clients",
     "prompts",
@@ -183,32 +200,23 @@ def serving(engine: Engine, model: str) -> Iterator[Clients]:
 
 
 class Bench:
-    """One engine, for up to so many clients, and what they ask of it."""
+    """What clients ask of one server, up to so many of them.
+
+    Args:
+        clear_cache: lets the server forget the prompts it has seen.
+    """
+
+    name: str
 
     def __init__(
-        self, setup: Setup, models: PlantedModels, concurrency: Sequence[int], prefix: int, repeats: int
+        self, setup: Setup, text: PlantedText, spelling: Spelling, most: int, prefix: int, repeats: int
     ) -> None:
-        self.setup, self.text, self.prefix, self.repeats = setup, models.text, prefix, repeats
-        most = max(concurrency)
-        count = len(self.text.order)
-        self._starts = [i * (count // most) // ITEM * ITEM for i in range(most)]
-        self.spelling = Spelling(self.text, self._starts)
-        models.target.generation_config.eos_token_id = self.spelling.end
-        self.with_grammars = importlib.util.find_spec("xgrammar") is not None
-        self.engine = Engine(
-            models.target,
-            draft=draft_of(setup.drafting, models.draft(setup)),
-            tokenizer=self.spelling.tokenizer(),
-            adaptive=setup.drafting.adaptive,
-            max_len=setup.engine_len,
-            num_slots=most,
-            num_pages=setup.num_pages(most),
-            page_size=PAGE_SIZE,
-            prefix_cache=True,
-            grammars=self.with_grammars,
-            device=setup.device,
-            dtype=setup.dtype,
-        )
+        self.setup, self.text, self.spelling, self.prefix, self.repeats = setup, text, spelling, prefix, repeats
+        self._starts = starts_of(text, most)
+
+    def clear_cache(self) -> None:
+        """The server forgets the prompts that it has seen."""
+        raise NotImplementedError
 
     def prompts(self, batch: int, wave: int) -> list[list[int]]:
         """Each wave's are from the middle of the longest stretches that those before it left out."""
@@ -221,23 +229,14 @@ class Bench:
 
     def check(self, prompts: list[list[int]], texts: Sequence[str], count: int) -> None:
         for index, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
-            if text != self.expected(prompt, count):
+            if text.lstrip() != self.expected(prompt, count).lstrip():  # some leave the space of a first token out
                 raise WrongText(f"request {index} strays from the planted text")
-
-    def generate(self, prompts: list[list[int]], count: int) -> RoundClock:
-        self.engine.clear_cache()
-        clock = RoundClock(len(prompts), time.perf_counter())
-        params = SamplingParams(count, ignore_eos=True)
-        outputs = self.engine.generate(prompts, params, on_tokens=clock)
-        clock.end()
-        self.check(prompts, [output.text or "" for output in outputs], count)
-        return clock
 
     def ask(
         self, clients: Clients, prompts: list[list[int]], count: int, *, keep: bool = False, **more: Any
     ) -> Answers:
         if not keep:
-            self.engine.clear_cache()
+            self.clear_cache()
         answers = clients.ask(prompts, count, **more)
         self.check(prompts, ["".join(answer["texts"]) for answer in answers.answers], count)
         return answers
@@ -247,25 +246,28 @@ class Bench:
     def even(self, clients: Clients, batch: int) -> dict[str, float]:
         count = self.setup.output
         self.ask(clients, self.prompts(batch, 0), WARM_UP_TOKENS, ignore_eos=True)
-        self.generate(self.prompts(batch, 0), count if self.setup.drafting.adaptive else WARM_UP_TOKENS)
-        clocks, answers = [], []
+        self.warm_up(batch)
+        answers = []
         for wave in range(self.repeats):
-            prompts = self.prompts(batch, wave)
-            clocks.append(self.generate(prompts, count))
-            answers.append(self.ask(clients, prompts, count, ignore_eos=True))
+            self.before_wave(batch, wave)
+            answers.append(self.ask(clients, self.prompts(batch, wave), count, ignore_eos=True))
         tokens = self.repeats * batch * count
         return {
             "tokens_per_second": tokens / sum(one.seconds for one in answers),
-            "generate_tokens_per_second": tokens / sum(clock.ended - clock.began for clock in clocks),
             "first_token_ms": 1e3 * median(one.first_token for one in answers),
-            "generate_first_token_ms": median(clock.run()["first_token_ms"] for clock in clocks),
         } | between(answers)
+
+    def warm_up(self, batch: int) -> None:
+        """Before the first wave of even prompts."""
+
+    def before_wave(self, batch: int, wave: int) -> None:
+        """Before each of them."""
 
     def shared_prefix(self, clients: Clients, batch: int) -> dict[str, float]:
         count = self.repeats + 1
         places = [i * len(self.text.order) // count for i in range(count)]
         prompts = [self.text.tokens(0, self.prefix) + self.text.tokens(place, TAIL) for place in places]
-        self.engine.clear_cache()
+        self.clear_cache()
         first, *later = (self.ask(clients, [prompt], AFTER_PREFIX, keep=True, ignore_eos=True) for prompt in prompts)
         return {
             "first_token_ms": 1e3 * median(one.first_token for one in later),
@@ -294,7 +296,7 @@ class Bench:
 
     def measure(self, clients: Clients, batch: int, kind: str) -> Result:
         """A kind of prompts: "even", "prefix" or "json"."""
-        params = {"prompts": kind, "concurrency": batch} | self.setup.params(batch)
+        params = {"server": self.name, "prompts": kind, "concurrency": batch} | self.setup.params(batch)
         del params["batch"]
         if kind == "prefix":
             params["prefix"] = self.prefix
@@ -306,7 +308,83 @@ class Bench:
             facts = ways[kind](clients, batch)
         except WrongText as error:
             return Result(**shape, error=str(error))
+        except RuntimeError as error:
+            return Result(**shape, skipped=" ".join(str(error).split())[:200])
         return Result(**shape, facts={name: round(value, 4) for name, value in facts.items()})
+
+
+class Ours(Bench):
+    """Our server, and the engine that it serves beside it."""
+
+    name = "ours"
+
+    def __init__(
+        self, setup: Setup, models: PlantedModels, spelling: Spelling, most: int, prefix: int, repeats: int
+    ) -> None:
+        super().__init__(setup, models.text, spelling, most, prefix, repeats)
+        models.target.generation_config.eos_token_id = spelling.end
+        self.engine = Engine(
+            models.target,
+            draft=draft_of(setup.drafting, models.draft(setup)),
+            tokenizer=spelling.tokenizer(),
+            adaptive=setup.drafting.adaptive,
+            max_len=setup.engine_len,
+            num_slots=most,
+            num_pages=setup.num_pages(most),
+            page_size=PAGE_SIZE,
+            prefix_cache=True,
+            grammars=has_grammars(),
+            device=setup.device,
+            dtype=setup.dtype,
+        )
+        self._clocks: list[RoundClock] = []
+
+    def clear_cache(self) -> None:
+        self.engine.clear_cache()
+
+    def even(self, clients: Clients, batch: int) -> dict[str, float]:
+        self._clocks = []
+        facts = super().even(clients, batch)
+        tokens = self.repeats * batch * self.setup.output
+        seconds = sum(clock.ended - clock.began for clock in self._clocks)
+        first_tokens = [clock.run()["first_token_ms"] for clock in self._clocks]
+        return facts | {
+            "generate_tokens_per_second": tokens / seconds, "generate_first_token_ms": median(first_tokens)
+        }  # fmt: skip
+
+    def warm_up(self, batch: int) -> None:
+        self.generate(self.prompts(batch, 0), self.setup.output if self.setup.drafting.adaptive else WARM_UP_TOKENS)
+
+    def before_wave(self, batch: int, wave: int) -> None:
+        self._clocks.append(self.generate(self.prompts(batch, wave), self.setup.output))
+
+    def generate(self, prompts: list[list[int]], count: int) -> RoundClock:
+        self.clear_cache()
+        clock = RoundClock(len(prompts), time.perf_counter())
+        outputs = self.engine.generate(prompts, SamplingParams(count, ignore_eos=True), on_tokens=clock)
+        clock.end()
+        self.check(prompts, [output.text or "" for output in outputs], count)
+        return clock
+
+
+class Other(Bench):
+    """Another engine's server, which is asked over HTTP alone."""
+
+    def __init__(self, name: str, port: int, *shared: Any) -> None:
+        super().__init__(*shared)
+        self.name, self._port = name, port
+
+    def clear_cache(self) -> None:
+        status(self._port, "POST", "/flush_cache")
+
+
+def starts_of(text: PlantedText, most: int) -> list[int]:
+    """Where texts that are JSON begin, of so many clients."""
+    return [i * (len(text.order) // most) // ITEM * ITEM for i in range(most)]
+
+
+def has_grammars() -> bool:
+    return importlib.util.find_spec("xgrammar") is not None
 
 
 class WrongText(Exception):
@@ -330,6 +408,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.json and (why := unwritable(args.json)):
         print(f"server: --json {args.json} {why}", file=sys.stderr)
         return 2
+    others = [name for name in args.engines if name != "ours"]
+    if others and args.out is None:
+        print(f"server: --engines has {others[0]}, expected --out DIR beside it, for its checkpoints", file=sys.stderr)
+        return 2
+    for name in list(others):
+        if not is_installed(name, folders_of(args, name)):
+            print(f"server: {name} is not installed here and left out", file=sys.stderr)
+            others.remove(name)
     setups = [
         Setup(
             args.shape,
@@ -345,24 +431,67 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     words = ["python -m specdec_kernels.bench.server", *(sys.argv[1:] if arguments is None else arguments)]
     command, results = " ".join(words), []
-    models = PlantedModels(setups[0])
-    for setup in setups:
-        bench = Bench(setup, models, args.concurrency, args.prefix, args.repeats)
-        with serving(bench.engine, args.shape) as clients:
-            plan = [(batch, "even") for batch in args.concurrency]
-            plan += [(1, "prefix")] if args.prefix else []
-            plan += [(min(args.json_clients, max(args.concurrency)), "json")] if bench.with_grammars else []
-            for batch, kind in plan:
-                results.append(bench.measure(clients, batch, kind))
-                if args.json:  # what was measured survives what comes next
-                    run_record = record(results, device, None, command)
-                    Path(args.json).write_text(json.dumps(run_record, indent=1) + "\n")
-        del bench
+    most = max(args.concurrency)
+
+    def measure(bench: Bench, clients: Clients) -> None:
+        plan = [(batch, "even") for batch in args.concurrency]
+        plan += [(1, "prefix")] if args.prefix else []
+        plan += [(min(args.json_clients, most), "json")] if has_grammars() else []
+        for batch, kind in plan:
+            results.append(bench.measure(clients, batch, kind))
+            if args.json:  # what was measured survives what comes next
+                run_record = record(results, device, None, command)
+                Path(args.json).write_text(json.dumps(run_record, indent=1) + "\n")
+
+    def free() -> None:
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
+
+    if "ours" in args.engines:
+        models = PlantedModels(setups[0])
+        spelling = Spelling(models.text, starts_of(models.text, most))
+        for setup in setups:
+            bench = Ours(setup, models, spelling, most, args.prefix, args.repeats)
+            with serving(bench.engine, args.shape) as clients:
+                measure(bench, clients)
+            del bench
+            free()
+        del models
+        free()
+    if others:
+        text = plant(args, device)
+        free()
+        spelling = Spelling(text, starts_of(text, most))
+        say_what_ends_texts(args.out / "target", spelling)
+    for name in others:
+        for setup in setups:
+            d = setup.drafting
+            job = Job(
+                name, d.name, str(args.out / "target"), str(args.out / "head"), device.type,
+                setup.params(1)["dtype"], setup.engine_len, [[[[0]] * most]], 0, 0, 0,
+            )  # fmt: skip
+            algorithm = Algorithm(d.num_steps, d.topk, d.num_nodes)
+            try:
+                with served_by(name, job, algorithm, folders_of(args, name), args.out / f"{name}.log") as port:
+                    clients = Clients(port, SERVED)
+                    measure(Other(name, port, setup, text, spelling, most, args.prefix, args.repeats), clients)
+                    clients.close()
+            except RuntimeError as error:
+                print(f"server: {error}", file=sys.stderr)
+    if not results:
+        return 2
     show(record(results, device, None, command))
     return 1 if any(r.error for r in results) else 0
+
+
+def say_what_ends_texts(target: Path, spelling: Spelling) -> None:
+    """Puts a tokenizer beside a checkpoint, and the token that ends a text into its configs."""
+    spelling.tokenizer().save_pretrained(target)
+    for name in ("config.json", "generation_config.json"):
+        file = target / name
+        told = json.loads(file.read_text()) if file.exists() else {}
+        file.write_text(json.dumps(told | {"eos_token_id": spelling.end}, indent=2) + "\n")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -384,6 +513,16 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--repeats", type=at_least(1), default=5, metavar="N", help="runs of each kind, in turn (5)")
     parser.add_argument("--device", choices=("cpu", "cuda"))
+    parser.add_argument("--engines", type=words_of(("ours", *OTHERS)), default=["ours"], metavar="NAME")
+    parser.add_argument(
+        "--path",
+        action="append",
+        default=[],
+        type=engine_and_folders,
+        metavar="ENGINE=FOLDER[:FOLDER]",
+        help="look for an engine's packages there first; several with several flags",
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where checkpoints for other engines are written")
     parser.add_argument("--json", metavar="FILE", help="write the run to FILE as well")
     return parser
 
@@ -391,16 +530,16 @@ def make_parser() -> argparse.ArgumentParser:
 def show(run_record: dict[str, Any]) -> None:
     p = run_record["results"][0]["params"]
     print(f"{run_record['machine']['name']}: {p['shape']} {p['dtype']}, {p['input']} tokens in, {p['output']} out")
-    print_table(COLUMNS, [row(r) for r in run_record["results"]], left=3)
+    print_table(COLUMNS, [row(r) for r in run_record["results"]], left=4)
 
 
 def row(r: dict[str, Any]) -> list[str]:
     """The cells of one result, under COLUMNS."""
     p, facts = r["params"], r.get("facts", {})
     name = p["algorithm"] + (f" ({p['num_steps']}, {p['topk']}, {p['nodes']})" if p["num_steps"] else "")
-    head = [name, str(p["concurrency"]), p["prompts"]]
-    if r["error"]:
-        return [*head, "WRONG", *[""] * (len(COLUMNS) - 4)]
+    head = [p.get("server", "ours"), name, str(p["concurrency"]), p["prompts"]]
+    if r["error"] or r["skipped"]:
+        return [*head, "WRONG" if r["error"] else "refused", *[""] * (len(COLUMNS) - 4)]
     beside = {"even": "generate_tokens_per_second", "json": "free_tokens_per_second"}.get(p["prompts"], "")
     first = {"even": "generate_first_token_ms", "prefix": "uncached_first_token_ms"}.get(p["prompts"], "")
     rates = [facts.get("tokens_per_second"), facts.get(beside)]

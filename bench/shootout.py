@@ -7,6 +7,9 @@ A planted target and a planted EAGLE-3 head with a published acceptance are writ
 engine loads them in a process of its own, as its users would, and writes greedily behind pieces of the planted text;
 every token is compared with it. Decoding alone counts: the tokens a second are those of a long run less a short one.
 Where a batch is small, several run one after the other, from different places of the text.
+
+Engines take minutes to start. With `--together` those of an algorithm start at the same time, each with room for the KV
+of the largest batch and no more, and are measured in turn when all of them are there: one works, the others wait.
 """
 
 from __future__ import annotations
@@ -17,12 +20,13 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -61,16 +65,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"shootout: --json {args.json} {why}", file=sys.stderr)
         return 2
     text = plant(args, device)
-    results, engines = [], {}
+    here = [engine for engine in args.engines if is_installed(engine, folders_of(args, engine))]
     for engine in args.engines:
-        if not is_installed(engine, folders_of(args, engine)):
+        if engine not in here:
             print(f"shootout: {engine} is not installed here and left out", file=sys.stderr)
-            continue
-        for algorithm in args.algorithm:
-            if can_run(engine, ALGORITHMS[algorithm]):
-                lines, facts = run_engine(args, device, text, engine, algorithm)
-                results += lines
-                engines[engine] = facts or engines.get(engine, {})
+    results, engines = [], {}
+    for run in runs_of(here, args.algorithm, args.together):
+        for (engine, _), (lines, facts) in zip(run, run_engines(args, device, text, run), strict=True):
+            results += lines
+            engines[engine] = facts or engines.get(engine, {})
     if not results:
         return 2
     command = " ".join(
@@ -81,6 +84,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.json:
         Path(args.json).write_text(json.dumps(run_record, indent=1) + "\n")
     return 1 if any(r.error for r in results) else 2 if any(r.skipped for r in results) else 0
+
+
+def runs_of(engines: list[str], algorithms: list[str], together: bool) -> list[list[tuple[str, str]]]:
+    """Which engines run at the same time, each with an algorithm."""
+    pairs = [(engine, name) for name in algorithms for engine in engines if can_run(engine, ALGORITHMS[name])]
+    if not together:
+        return [[pair] for pair in sorted(pairs, key=lambda pair: engines.index(pair[0]))]
+    return [of_one for name in algorithms if (of_one := [pair for pair in pairs if pair[1] == name])]
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -109,6 +120,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--repeats", type=at_least(1), default=2, metavar="N", help="whose median counts (2)")
     parser.add_argument("--max-len", type=at_least(1), metavar="N", help="of the engines (what the requests need)")
     parser.add_argument("--limit", type=at_least(0.0), default=280.0, metavar="S", help="seconds of one process (280)")
+    parser.add_argument("--together", action="store_true", help="start the engines of an algorithm at the same time")
     parser.add_argument("--device", choices=("cpu", "cuda"))
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the checkpoints are written")
     parser.add_argument("--json", metavar="FILE", help="write the run to FILE as well")
@@ -152,10 +164,30 @@ def starts_of(text: PlantedText, batch: int) -> list[list[int]]:
     return [places[wave::waves] for wave in range(waves)]
 
 
+def run_engines(
+    args: argparse.Namespace, device: torch.device, text: PlantedText, run: list[tuple[str, str]]
+) -> list[tuple[list[Result], dict[str, Any]]]:
+    """What `run_engine` says of each, in processes that run at the same time."""
+    with TemporaryDirectory() as folder, ThreadPoolExecutor(len(run)) as threads:
+        turns = Path(folder) if args.together else None
+        running = [threads.submit(run_engine, args, device, text, *one, turns, len(run)) for one in run]
+        return [one.result() for one in running]
+
+
 def run_engine(
-    args: argparse.Namespace, device: torch.device, text: PlantedText, engine: str, algorithm: str
+    args: argparse.Namespace,
+    device: torch.device,
+    text: PlantedText,
+    engine: str,
+    algorithm: str,
+    turns: Path | None = None,
+    runners: int = 1,
 ) -> tuple[list[Result], dict[str, Any]]:
-    """One process: a result for each batch size, and what the engine says of itself."""
+    """One process: a result for each batch size, and what the engine says of itself.
+
+    Args:
+        turns: a folder in which this and other processes, `runners` in all, take turns.
+    """
     job = Job(
         engine=engine,
         algorithm=algorithm,
@@ -168,12 +200,16 @@ def run_engine(
         short=args.short,
         long=args.output,
         repeats=args.repeats,
+        turns=None if turns is None else str(turns),
+        runners=runners,
     )
-    with tempfile.TemporaryDirectory() as folder:
+    with TemporaryDirectory() as folder:
         source, target, log = (Path(folder) / name for name in ("job.json", "out.json", "log"))
         source.write_text(json.dumps(asdict(job)))
         command = [sys.executable, "-m", "specdec_kernels.bench.engines.worker", str(source), str(target)]
         failure = run_limited(command, folders_of(args, engine), log, args.limit)
+        if turns is not None:
+            (turns / f"{engine} ended").touch()
         if failure:
             print(f"shootout: {engine} {algorithm} {failure}:\n{log.read_text()[-2000:]}", file=sys.stderr)
         found = json.loads(target.read_text()) if target.exists() else {"batches": []}
@@ -203,13 +239,17 @@ def folders_of(args: argparse.Namespace, engine: str) -> list[str]:
     return told[engine].split(os.pathsep) if engine in told else []
 
 
+def environment_of(folders: list[str]) -> dict[str, str]:
+    """Of a process that looks there first."""
+    path = os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")])])
+    return dict(os.environ) | ({"PYTHONPATH": path} if path else {})
+
+
 def run_limited(command: list[str], folders: list[str], log: Path, limit: float) -> str | None:
     """Runs a process group to its end or the limit; says what went wrong, if something did."""
-    path = os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = os.environ | ({"PYTHONPATH": path} if path else {})
     with log.open("w") as file:
         process = subprocess.Popen(
-            command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, env=environment
+            command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, env=environment_of(folders)
         )
         try:
             code = process.wait(limit)

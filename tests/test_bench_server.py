@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,6 +59,7 @@ def test_the_text_is_json_from_where_it_begins() -> None:
     [
         (["--json", "/"], "server: --json / cannot be written, expected a file's name"),
         (["--algorithm", "x"], "'x' is not one of"),
+        (["--engines", "sglang"], "server: --engines has sglang, expected --out DIR beside it, for its checkpoints"),
     ],
 )
 def test_what_is_refused(capsys: pytest.CaptureFixture[str], options: list[str], message: str) -> None:
@@ -65,3 +68,44 @@ def test_what_is_refused(capsys: pytest.CaptureFixture[str], options: list[str],
     except SystemExit as stop:
         code = stop.code
     assert code == 2 and message in capsys.readouterr().err
+
+
+def test_another_server_is_asked_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ours in the place of SGLang's, from the checkpoints that it would read."""
+    pytest.importorskip("xgrammar")
+    sglang = pytest.importorskip("specdec_kernels.bench.engines.sglang")
+
+    def started(job: Any, algorithm: Any, port: int) -> list[str]:
+        told = sglang.settings(job, algorithm)
+        flags = {
+            "--speculative-algorithm": "EAGLE3",
+            "--speculative-draft-model-path": told["speculative_draft_model_path"],
+        }
+        words = [word for flag in flags.items() for word in flag]
+        served = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", sglang.SERVED]
+        main = "from specdec_kernels.cli import main; raise SystemExit(main())"
+        return [sys.executable, "-c", main, "serve", told["model_path"], *words, *served]
+
+    monkeypatch.setattr(sglang.Runner, "server", started)
+    monkeypatch.setattr(server, "is_installed", lambda engine, folders: True)
+    file = tmp_path / "run.json"
+    options = ["--concurrency", "2", "--json-clients", "2", "--engines", "sglang", "--out", str(tmp_path)]
+    assert server.main([*TINY, *options, "--json", str(file)]) == 0, capsys.readouterr()
+    results = json.loads(file.read_text())["results"]
+    assert [(r["params"]["server"], r["params"]["prompts"], r["error"], r["skipped"]) for r in results] == [
+        ("sglang", "even", None, None), ("sglang", "prefix", None, None), ("sglang", "json", None, None)
+    ]  # fmt: skip
+    assert "generate_tokens_per_second" not in results[0]["facts"]
+
+
+def test_a_server_that_does_not_start_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sglang = pytest.importorskip("specdec_kernels.bench.engines.sglang")
+    monkeypatch.setattr(sglang.Runner, "server", lambda *_: [sys.executable, "-c", "print('no room'); exit(3)"])
+    monkeypatch.setattr(server, "is_installed", lambda engine, folders: True)
+    options = ["--concurrency", "1", "--engines", "sglang", "--out", str(tmp_path)]
+    assert server.main([*TINY, *options]) == 2
+    assert "server: sglang does not serve:\nno room" in capsys.readouterr().err

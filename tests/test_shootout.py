@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import json
 import os
@@ -149,3 +150,35 @@ def test_where_an_engine_is_looked_for(tmp_path: Path) -> None:
     (tmp_path / "sglang/__init__.py").write_text("")
     assert shootout.is_installed("sglang", [str(tmp_path)])
     assert shootout.is_installed("ours", [])
+
+
+def test_engines_that_start_together_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rows of ours, which the second one's name does not tell apart for anything but its files."""
+    engines = pytest.importorskip("specdec_kernels.bench.engines")
+    worker = importlib.import_module("specdec_kernels.bench.engines.worker")
+    job = engines.Job("ours", "plain", "", "", "cpu", "float32", 64, [[[[1]] * 4]], 2, 8, 1, str(tmp_path), 2)
+    assert engines.kv_tokens(job) == 4 * 64 * 3 // 2
+    waits: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        (tmp_path / "sglang ended").touch()  # as the process that waits for it sees it
+
+    monkeypatch.setattr(worker.time, "sleep", sleep)
+    with worker.turn(job):
+        assert waits == [0.1]
+        with (tmp_path / "turn").open("w") as lock, pytest.raises(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with (tmp_path / "turn").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert shootout.runs_of(["ours", "vllm"], ["plain", "tree"], True) == [
+        [("ours", "plain"), ("vllm", "plain")], [("ours", "tree")]
+    ]  # fmt: skip
+    assert shootout.runs_of(["ours", "vllm"], ["plain", "tree"], False) == [
+        [("ours", "plain")], [("ours", "tree")], [("vllm", "plain")]
+    ]  # fmt: skip
+
+
+def test_ours_together_with_what_is_not_installed(tmp_path: Path) -> None:
+    options = ["--batch", "1", "--algorithm", "plain", "--engines", "ours,vllm", "--together"]
+    assert shootout.main([*TINY, *options, "--out", str(tmp_path)]) == 0

@@ -21,6 +21,7 @@ PACKAGES = {
     "vllm": "vllm",
     "vllm_plugin": "vllm",
 }
+SERVED = "planted"  # the name of a model that is served
 # Where those look for what plugs into them.
 PLUGINS = {"sglang_plugin": "sglang.srt.plugins", "vllm_plugin": "vllm.general_plugins"}
 
@@ -58,6 +59,8 @@ class Job:
     short: int  # tokens of the run that is taken off the long one
     long: int
     repeats: int
+    turns: str | None = None  # the folder in which engines that share a GPU take turns
+    runners: int = 1  # how many they are
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,11 @@ def can_run(engine: str, algorithm: Algorithm) -> bool:
 
 def max_batch(job: Job) -> int:
     return max(len(wave) for waves in job.batches for wave in waves)
+
+
+def kv_tokens(job: Job) -> int | None:
+    """Tokens whose KV an engine that shares a GPU has room for, half more than the largest batch's; else None."""
+    return None if job.turns is None else max_batch(job) * job.max_len * 3 // 2
 
 
 def how_installed(package: str) -> str | None:

@@ -1,17 +1,41 @@
-"""SGLang, through its offline engine, with the settings its documentation gives for EAGLE-3 (written for 0.5.17)."""
+"""SGLang, through its offline engine or its server, with the settings its documentation gives for EAGLE-3 (written for
+0.5.17)."""
 
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
-from . import Algorithm, Generated, Job, max_batch
+from . import SERVED, Algorithm, Generated, Job, kv_tokens, max_batch
 
 
 def version() -> str:
     import sglang
 
     return str(sglang.__version__)
+
+
+def settings(job: Job, algorithm: Algorithm) -> dict[str, Any]:
+    """What its engine and its server are told alike."""
+    told: dict[str, Any] = {
+        "model_path": job.target,
+        "dtype": job.dtype,
+        "context_length": job.max_len,
+        "max_running_requests": max_batch(job),
+        "log_level": "error",
+    }
+    if (room := kv_tokens(job)) is not None:
+        told["max_total_tokens"] = room
+    if algorithm.num_steps:
+        told |= {
+            "speculative_algorithm": "EAGLE3",
+            "speculative_draft_model_path": job.head,
+            "speculative_num_steps": algorithm.num_steps,
+            "speculative_eagle_topk": algorithm.topk,
+            "speculative_num_draft_tokens": algorithm.num_nodes,
+        }
+    return told
 
 
 class Runner:
@@ -21,29 +45,26 @@ class Runner:
     options: dict[str, Any] = {}  # noqa: RUF012
 
     def __init__(self, job: Job, algorithm: Algorithm) -> None:
-        os.environ["SPECDEC_SGLANG"] = "1" if self.plugin else "0"  # before any of its processes starts
+        os.environ |= self.environment()  # before any of its processes starts
         import sglang
 
-        drafting: dict[str, Any] = {}
-        if algorithm.num_steps:
-            drafting = {
-                "speculative_algorithm": "EAGLE3",
-                "speculative_draft_model_path": job.head,
-                "speculative_num_steps": algorithm.num_steps,
-                "speculative_eagle_topk": algorithm.topk,
-                "speculative_num_draft_tokens": algorithm.num_nodes,
-            }
         self.engine = sglang.Engine(
-            model_path=job.target,
-            dtype=job.dtype,
             skip_tokenizer_init=True,  # prompts and outputs are token ids
-            context_length=job.max_len,
-            max_running_requests=max_batch(job),
             disable_radix_cache=True,  # or a repeated prompt would be free, here alone
-            log_level="error",
-            **drafting,
+            **settings(job, algorithm),
             **self.options,
         )
+
+    @classmethod
+    def environment(cls) -> dict[str, str]:
+        return {"SPECDEC_SGLANG": "1" if cls.plugin else "0"}
+
+    @classmethod
+    def server(cls, job: Job, algorithm: Algorithm, port: int) -> list[str]:
+        """What starts its server."""
+        told = settings(job, algorithm) | cls.options | {"port": port, "served_model_name": SERVED}
+        flags = (word for name, value in told.items() for word in ("--" + name.replace("_", "-"), str(value)))
+        return [sys.executable, "-m", "sglang.launch_server", *flags]
 
     def generate(self, prompts: list[list[int]], count: int) -> Generated:
         sampling = {"temperature": 0.0, "max_new_tokens": count, "ignore_eos": True}

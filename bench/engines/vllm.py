@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+from pathlib import Path
 from typing import Any
 
-from . import Algorithm, Generated, Job, max_batch
+from . import Algorithm, Generated, Job, kv_tokens, max_batch
 
 DRAFTS = "vllm:spec_decode_num_drafts"  # its counter of rounds that drafted
 
@@ -14,6 +16,12 @@ def version() -> str:
     import vllm
 
     return str(vllm.__version__)
+
+
+def kv_bytes(job: Job) -> int:
+    """Of a token, in the target and in a head of one layer."""
+    config = json.loads((Path(job.target) / "config.json").read_text())
+    return 4 * config["num_key_value_heads"] * config["head_dim"] * (config["num_hidden_layers"] + 1)
 
 
 class Runner:
@@ -26,7 +34,9 @@ class Runner:
         os.environ["SPECDEC_VLLM"] = "1" if self.plugin else "0"  # before any of its processes starts
         import vllm
 
-        drafting: dict[str, Any] = {}
+        shared, drafting = {}, {}
+        if (room := kv_tokens(job)) is not None:  # the first decides, the second must be free when it starts
+            shared = {"kv_cache_memory_bytes": room * kv_bytes(job), "gpu_memory_utilization": 0.2}
         if algorithm.num_steps:
             config = {"method": "eagle3", "model": job.head, "num_speculative_tokens": algorithm.num_steps}
             drafting = {"speculative_config": config | self.options}  # drafts do not follow the target
@@ -38,6 +48,7 @@ class Runner:
             max_num_seqs=max_batch(job),
             enable_prefix_caching=False,  # or a repeated prompt would be free, here alone
             disable_log_stats=False,  # its counters
+            **shared,
             **drafting,
             **self.options,
         )

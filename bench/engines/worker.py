@@ -5,9 +5,12 @@ OUT.json is written anew behind every batch size, so that what was measured surv
 
 from __future__ import annotations
 
+import fcntl
 import json
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -35,6 +38,21 @@ def measure(runner: Runner, job: Job, waves: list[list[list[int]]]) -> dict[str,
     return {"batch": len(waves[0]), "seconds": seconds, "tokens": tokens, "rounds": told}
 
 
+@contextmanager
+def turn(job: Job) -> Iterator[None]:
+    """While it is this engine's turn, once all that share the GPU are there or have ended."""
+    if job.turns is None:
+        yield
+        return
+    folder = Path(job.turns)
+    (folder / f"{job.engine} is there").touch()
+    while len({file.name.split(" ")[0] for file in folder.glob("* *")}) < job.runners:
+        time.sleep(0.1)
+    with (folder / "turn").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def main(arguments: list[str]) -> None:
     source, target = map(Path, arguments)
     job = Job(**json.loads(source.read_text()))
@@ -52,9 +70,10 @@ def main(arguments: list[str]) -> None:
         "start_seconds": time.perf_counter() - start,
         "batches": [],
     }
-    for waves in job.batches:
-        result["batches"].append(measure(runner, job, waves))
-        target.write_text(json.dumps(result))
+    with turn(job):
+        for waves in job.batches:
+            result["batches"].append(measure(runner, job, waves))
+            target.write_text(json.dumps(result))
     target.write_text(json.dumps(result))
 
 
