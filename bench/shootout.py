@@ -8,8 +8,8 @@ engine loads them in a process of its own, as its users would, and writes greedi
 every token is compared with it. Decoding alone counts: the tokens a second are those of a long run less a short one.
 Where a batch is small, several run one after the other, from different places of the text.
 
-Engines take minutes to start. With `--together` those of an algorithm start at the same time, each with room for the KV
-of the largest batch and no more, and are measured in turn when all of them are there: one works, the others wait.
+Engines take minutes to start. With `--together 2` two start at the same time, each with room for the KV of the largest
+batch and little more, and are measured in turn when both are there: one works, the other waits.
 """
 
 from __future__ import annotations
@@ -86,12 +86,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if any(r.error for r in results) else 2 if any(r.skipped for r in results) else 0
 
 
-def runs_of(engines: list[str], algorithms: list[str], together: bool) -> list[list[tuple[str, str]]]:
+def runs_of(engines: list[str], algorithms: list[str], together: int) -> list[list[tuple[str, str]]]:
     """Which engines run at the same time, each with an algorithm."""
     pairs = [(engine, name) for name in algorithms for engine in engines if can_run(engine, ALGORITHMS[name])]
-    if not together:
-        return [[pair] for pair in sorted(pairs, key=lambda pair: engines.index(pair[0]))]
-    return [of_one for name in algorithms if (of_one := [pair for pair in pairs if pair[1] == name])]
+    return [pairs[at : at + together] for at in range(0, len(pairs), together)]
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -120,7 +118,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--repeats", type=at_least(1), default=2, metavar="N", help="whose median counts (2)")
     parser.add_argument("--max-len", type=at_least(1), metavar="N", help="of the engines (what the requests need)")
     parser.add_argument("--limit", type=at_least(0.0), default=280.0, metavar="S", help="seconds of one process (280)")
-    parser.add_argument("--together", action="store_true", help="start the engines of an algorithm at the same time")
+    parser.add_argument("--together", type=at_least(1), default=1, metavar="N", help="that start at the same time (1)")
     parser.add_argument("--device", choices=("cpu", "cuda"))
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the checkpoints are written")
     parser.add_argument("--json", metavar="FILE", help="write the run to FILE as well")
@@ -169,7 +167,7 @@ def run_engines(
 ) -> list[tuple[list[Result], dict[str, Any]]]:
     """What `run_engine` says of each, in processes that run at the same time."""
     with TemporaryDirectory() as folder, ThreadPoolExecutor(len(run)) as threads:
-        turns = Path(folder) if args.together else None
+        turns = Path(folder) if len(run) > 1 else None
         running = [threads.submit(run_engine, args, device, text, *one, turns, len(run)) for one in run]
         return [one.result() for one in running]
 
@@ -209,7 +207,7 @@ def run_engine(
         command = [sys.executable, "-m", "specdec_kernels.bench.engines.worker", str(source), str(target)]
         failure = run_limited(command, folders_of(args, engine), log, args.limit)
         if turns is not None:
-            (turns / f"{engine} ended").touch()
+            (turns / f"{engine}-{algorithm} ended").touch()
         if failure:
             print(f"shootout: {engine} {algorithm} {failure}:\n{log.read_text()[-2000:]}", file=sys.stderr)
         found = json.loads(target.read_text()) if target.exists() else {"batches": []}

@@ -132,9 +132,12 @@ def test_the_head_has_the_published_format(tmp_path: Path) -> None:
     ("options", "message"),
     [
         (["--short", "70"], "--short is 70, expected less than --output 70"),
-        (["--engines", "tgi"], "'tgi' is not one of ours, sglang, sglang_plugin, vllm, vllm_plugin"),
+        (["--engines", "tgi"], "'tgi' is not one of ours, sglang, sglang_fa3, sglang_plugin, vllm, vllm_plugin"),
         (["--json", "/"], "shootout: --json / cannot be written, expected a file's name"),
-        (["--path", "sglang"], "'sglang' is not ENGINE=FOLDER, of ours, sglang, sglang_plugin, vllm, vllm_plugin"),
+        (
+            ["--path", "sglang"],
+            "'sglang' is not ENGINE=FOLDER, of ours, sglang, sglang_fa3, sglang_plugin, vllm, vllm_plugin",
+        ),
     ],
 )
 def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str) -> None:
@@ -153,16 +156,15 @@ def test_where_an_engine_is_looked_for(tmp_path: Path) -> None:
 
 
 def test_engines_that_start_together_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two rows of ours, which the second one's name does not tell apart for anything but its files."""
     engines = pytest.importorskip("specdec_kernels.bench.engines")
     worker = importlib.import_module("specdec_kernels.bench.engines.worker")
     job = engines.Job("ours", "plain", "", "", "cpu", "float32", 64, [[[[1]] * 4]], 2, 8, 1, str(tmp_path), 2)
-    assert engines.kv_tokens(job) == 4 * 64 * 3 // 2
+    assert engines.kv_tokens(job) == 4 * 64 * 5 // 4
     waits: list[float] = []
 
     def sleep(seconds: float) -> None:
         waits.append(seconds)
-        (tmp_path / "sglang ended").touch()  # as the process that waits for it sees it
+        (tmp_path / "sglang-tree ended").touch()  # as the process that waits for it sees it
 
     monkeypatch.setattr(worker.time, "sleep", sleep)
     with worker.turn(job):
@@ -171,14 +173,14 @@ def test_engines_that_start_together_take_turns(tmp_path: Path, monkeypatch: pyt
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     with (tmp_path / "turn").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    assert shootout.runs_of(["ours", "vllm"], ["plain", "tree"], True) == [
-        [("ours", "plain"), ("vllm", "plain")], [("ours", "tree")]
-    ]  # fmt: skip
-    assert shootout.runs_of(["ours", "vllm"], ["plain", "tree"], False) == [
-        [("ours", "plain")], [("ours", "tree")], [("vllm", "plain")]
-    ]  # fmt: skip
+    ours, tree, vllm = ("ours", "plain"), ("ours", "tree"), ("vllm", "plain")
+    assert shootout.runs_of(["ours", "vllm"], ["plain", "tree"], 2) == [[ours, vllm], [tree]]
+    assert shootout.runs_of(["ours", "vllm"], ["plain", "tree"], 1) == [[ours], [vllm], [tree]]
 
 
-def test_ours_together_with_what_is_not_installed(tmp_path: Path) -> None:
-    options = ["--batch", "1", "--algorithm", "plain", "--engines", "ours,vllm", "--together"]
-    assert shootout.main([*TINY, *options, "--out", str(tmp_path)]) == 0
+def test_two_of_ours_together(tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    options = ["--batch", "1", "--algorithm", "plain,chain", "--engines", "ours,vllm", "--together", "2"]
+    assert shootout.main([*TINY, *options, "--out", str(tmp_path), "--json", str(file)]) == 0
+    results = json.loads(file.read_text())["results"]
+    assert [r["params"]["algorithm"] for r in results if "facts" in r and not r["error"]] == ["plain", "chain"]

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 PACKAGES = {
     "ours": "specdec_kernels",
     "sglang": "sglang",
+    "sglang_fa3": "sglang",
     "sglang_plugin": "sglang",
     "vllm": "vllm",
     "vllm_plugin": "vllm",
@@ -89,9 +90,11 @@ def is_installed(engine: str, folders: list[str]) -> bool:
 
 
 def can_run(engine: str, algorithm: Algorithm) -> bool:
-    """Adaptive trees are ours alone, and vLLM has no trees."""
+    """Adaptive trees are ours alone, and vLLM has no trees. SGLang takes FA3 by itself for all but trees."""
     if algorithm.adaptive:
         return engine == "ours"
+    if engine == "sglang_fa3":
+        return algorithm.topk > 1
     return PACKAGES[engine] != "vllm" or algorithm.topk == 1
 
 
@@ -100,8 +103,8 @@ def max_batch(job: Job) -> int:
 
 
 def kv_tokens(job: Job) -> int | None:
-    """Tokens whose KV an engine that shares a GPU has room for, half more than the largest batch's; else None."""
-    return None if job.turns is None else max_batch(job) * job.max_len * 3 // 2
+    """Tokens whose KV an engine that shares a GPU has room for, a quarter more than the largest batch's; else None."""
+    return None if job.turns is None else max_batch(job) * job.max_len * 5 // 4
 
 
 def how_installed(package: str) -> str | None:

@@ -45,7 +45,7 @@ def turn(job: Job) -> Iterator[None]:
         yield
         return
     folder = Path(job.turns)
-    (folder / f"{job.engine} is there").touch()
+    (folder / f"{job.engine}-{job.algorithm} is there").touch()
     while len({file.name.split(" ")[0] for file in folder.glob("* *")}) < job.runners:
         time.sleep(0.1)
     with (folder / "turn").open("w") as lock:
