@@ -1,0 +1,50 @@
+// A thread a pack of 16 bytes of a row (blockIdx.y walks these), which it reads of each of the row's experts. Of few
+// rows all of it comes from the L2, and it is the launch that counts.
+#include <algorithm>
+
+#include "core/cuda.cuh"
+#include "layers/combine_rows.h"
+#include "layers/pack.cuh"
+
+namespace specdec::layers {
+namespace {
+
+constexpr int kThreads = 64;  // so that one row has some multiprocessors
+
+template <class T, int N>
+__global__ void __launch_bounds__(kThreads) combine_rows_kernel(CombineRowsParams p) {
+  using P = Pack<T, N>;
+  begin_kernel();
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (i >= p.width / N) return;
+  for (int64_t row = blockIdx.y; row < p.rows; row += gridDim.y) {
+    float sum[N] = {};
+#pragma unroll 8
+    for (int64_t j = row * p.taken; j < (row + 1) * p.taken; ++j) {
+      float of_expert[N];
+      unpack(reinterpret_cast<const P*>(static_cast<const T*>(p.made) + j * p.made_stride)[i], of_expert);
+      const float share = p.shares[j];
+#pragma unroll
+      for (int n = 0; n < N; ++n) sum[n] += share * of_expert[n];
+    }
+    reinterpret_cast<P*>(static_cast<T*>(p.out) + row * p.out_stride)[i] = pack_of<T>(sum);
+  }
+}
+
+}  // namespace
+
+void combine_rows_cuda(const CombineRowsParams& p, Stream stream) {
+  with_float_type(p.dtype, [&]<class T>() {
+    const auto start = [&]<int N>() {
+      const dim3 grid(grid_x("combine_rows", (p.width / N + kThreads - 1) / kThreads),
+                      static_cast<unsigned>(std::min(p.rows, kMaxGridY)));
+      launch("combine_rows", combine_rows_kernel<T, N>, {.grid = grid, .threads = kThreads}, stream, p);
+    };
+    if (p.wide)
+      start.template operator()<16 / sizeof(T)>();
+    else
+      start.template operator()<1>();
+  });
+}
+
+}  // namespace specdec::layers
