@@ -597,6 +597,7 @@ def test_expert_rows_of_sixteen_bits(
         sd.expert_rows(**given, gated=gated, out=wide[:, :made])
         assert wide[:, made:].isnan().all()
         check(wide[:, :made], reference.expert_rows(**{k: t.cpu() for k, t in given.items()}, gated=gated))
+        assert torch.equal(sd.expert_rows(**given, gated=gated, again=True), wide[:, :made])
 
 
 @pytest.mark.sanitize

@@ -11,7 +11,7 @@ namespace specdec::layers {
 
 void expert_rows(CallStream stream, const TensorView& x, const TensorView& weight, const TensorView& order,
                  const TensorView& ends, const OptTensor& x_scales, const OptTensor& weight_scales, bool gated,
-                 const TensorView& out) {
+                 bool again, const TensorView& out) {
   Check check("expert_rows");
   Dim T{"rows"}, M{"pairs"}, E{"experts"}, K{"in_features"}, G{"groups"};
   Dim W{gated ? "2 * out_features" : "out_features"}, N{"out_features"};
@@ -59,6 +59,7 @@ void expert_rows(CallStream stream, const TensorView& x, const TensorView& weigh
       .out_stride = out.stride(0),
       .dtype = dtype_of(out),
       .gated = gated,
+      .again = again,
   };
   SD_DISPATCH(check, stream, expert_rows, params);
 }

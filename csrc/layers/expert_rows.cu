@@ -11,6 +11,9 @@
 // each slice's sum is scaled. m16n8k16, rows of the weight as its rows and rows of x as its columns. Which numbers
 // along a row stand together in a step is free as long as both operands agree: a thread's sixteen of four steps, or
 // eight of two where they have 16 bits, are neighbours, so that 16-byte reads serve both.
+//
+// The next kernel is set up only when all before this one have finished. So where that is this op again, of the same
+// pairs, it knows these while this one still runs, and fills its rings: the memory never idles between the two.
 #include <algorithm>
 
 #include "core/copy_async.cuh"
@@ -191,13 +194,18 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kTiles>) expert_rows_kernel(
   extern __shared__ __align__(128) unsigned char rings[];
   __shared__ int chunk_ends[kMaxExperts];
   __shared__ float sums[kWarps][kColumns][kTile + 4];
-  begin_kernel();
+  const auto begin = [] {
+    wait_for_kernels_before();
+    let_next_kernel_start();
+  };
+  if (!p.again) begin();
   const int lane = lane_id(), warp = warp_id(), taken = static_cast<int>(p.pairs / p.rows);
   const Items items(p, kColumns, chunk_ends);
   unsigned char* const stages = rings + warp * kDepth * kSliceBytes;
   Ring<W> ring(p, items, stages);
 #pragma unroll 1
   for (int stage = 0; stage < kDepth - 1; ++stage) ring.fetch(stage);
+  if (p.again) begin();
 
   int stage = 0;
   for (int64_t i = blockIdx.x; i < items.count(); i += gridDim.x) {

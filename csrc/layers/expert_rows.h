@@ -21,6 +21,7 @@ struct ExpertRowsParams {
   int64_t x_stride, x_scales_stride, out_stride;  // of rows, in items; of groups
   Dtypes dtype;                                   // of out, and of x and weight unless they have scales
   bool gated;                                     // out is silu(gate) * up; outs is a multiple of 8
+  bool again;                                     // not the first call since `order` and `ends` were written
 
   SD_HD int64_t weight_rows() const { return gated ? 2 * outs : outs; }
   // Where the pairs of an expert begin, or of the one behind the last; within `order`, whatever the data says.
@@ -36,7 +37,7 @@ struct ExpertRowsParams {
 
 void expert_rows(CallStream stream, const TensorView& x, const TensorView& weight, const TensorView& order,
                  const TensorView& ends, const OptTensor& x_scales, const OptTensor& weight_scales, bool gated,
-                 const TensorView& out);
+                 bool again, const TensorView& out);
 
 void expert_rows_cpu(const ExpertRowsParams& p);
 void expert_rows_cuda(const ExpertRowsParams& p, Stream stream);

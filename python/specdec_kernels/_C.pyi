@@ -257,6 +257,7 @@ def expert_rows(
     x_scales: Tensor | None,
     weight_scales: Tensor | None,
     gated: bool,
+    again: bool,
     out: Tensor,
 ) -> None: ...
 def route_rows(

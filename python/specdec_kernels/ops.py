@@ -929,6 +929,7 @@ def expert_rows(
     weight_scales: Tensor | None = None,
     x_scales: Tensor | None = None,
     gated: bool = False,
+    again: bool = False,
     out: Tensor | None = None,
     stream: int | None = None,
 ) -> Tensor:
@@ -948,6 +949,9 @@ def expert_rows(
         weight_scales: [E, G, N] float32, or 2 * N of a gate: one group of whole rows, or one of each 128 numbers.
         x_scales: [G, T] float32, of as many groups.
         gated: return silu(gate) * up, as `gate_rows` would, rounded once.
+        again: a call with these `order` and `ends` was launched on the stream since they were written, as that of gate
+            and up is before that of down. On Hopper this one then reads them, and `weight`, before the kernel launched
+            before it has finished, which must therefore not be what writes one of them.
 
     Returns:
         out [M, N], of each pair, in x's dtype; with x_scales bfloat16, unless an out of float16 is given. Rows of pairs
@@ -961,7 +965,7 @@ def expert_rows(
         shape = shape_of("expert_rows", "order", order, 1)[0], outs // 2 if gated else outs
         out = empty_like("expert_rows", x, shape) if x_scales is None else empty("expert_rows", x, shape, "bfloat16")
         out[...] = 0
-    _C.expert_rows(stream, x, weight, order, ends, x_scales, weight_scales, gated, out)
+    _C.expert_rows(stream, x, weight, order, ends, x_scales, weight_scales, gated, again, out)
     return out
 
 

@@ -161,7 +161,7 @@ class Experts:
 
     def _pairs(self, part: str, rows: Tensor, routes: Routes) -> Tensor:
         """What the "gate_up" or "down" of each pair's expert makes of its row, by `expert_rows`."""
-        return pairs_of(rows, getattr(self, part), routes, part == "gate_up", rows.dtype)
+        return pairs_of(part, rows, getattr(self, part), routes, rows.dtype)
 
     def grouped(self, x: Tensor, routes: Routes) -> Tensor:
         order, ends, taken = routes.order, routes.ends, routes.experts.shape[1]
@@ -236,7 +236,7 @@ class Fp8Experts(Experts):
         if self.activations != "none":
             rows, of_rows = in_eight_bits(rows, self.activations)
         scales = {"x_scales": of_rows, "weight_scales": getattr(self, f"{part}_scales")}
-        return pairs_of(rows, getattr(self, part), routes, part == "gate_up", dtype, **scales)
+        return pairs_of(part, rows, getattr(self, part), routes, dtype, **scales)
 
     def weights_of(self, experts: Tensor | int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         def wide(weight: Tensor, scales: Tensor) -> Tensor:
@@ -314,12 +314,12 @@ class QuantisedExperts(nn.Module):
         return self.experts()(hidden_states, routes_of(top_k_index, top_k_weights.float(), self.number))
 
 
-def pairs_of(rows: Tensor, weight: Tensor, routes: Routes, gated: bool, dtype: torch.dtype, **scales: Any) -> Tensor:
-    """`expert_rows`, of a weight [experts, in, out] and into numbers that nobody has to clear, since routes have each
-    pair once."""
-    outs = weight.shape[2] // (2 if gated else 1)
-    out = torch.empty(len(routes.order), outs, dtype=dtype, device=rows.device)
-    expert_rows(rows, weight.mT, routes.order, routes.ends, gated=gated, out=out, **scales)
+def pairs_of(part: str, rows: Tensor, weight: Tensor, routes: Routes, dtype: torch.dtype, **scales: Any) -> Tensor:
+    """`expert_rows` of the "gate_up" or, behind it, "down" [experts, in, out]. Nobody has to clear what it writes,
+    since routes have each pair once."""
+    gated = part == "gate_up"
+    out = torch.empty(len(routes.order), weight.shape[2] // (2 if gated else 1), dtype=dtype, device=rows.device)
+    expert_rows(rows, weight.mT, routes.order, routes.ends, gated=gated, again=not gated, out=out, **scales)
     return out
 
 

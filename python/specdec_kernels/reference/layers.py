@@ -141,7 +141,7 @@ def route_rows(scores: Tensor, taken: int, *, normalised: bool = False) -> Route
 
 
 def combine_rows(made: Tensor, shares: Tensor) -> Tensor:
-    return (made.double().view(*shares.shape, -1) * shares.double()[..., None]).sum(1)
+    return (made.double().view(*shares.shape, made.shape[1]) * shares.double()[..., None]).sum(1)
 
 
 def round_rows(x: Tensor, *, group_size: int | None = None, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
