@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from pathlib import Path
@@ -17,10 +18,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import specdec_kernels as sd
 from random_models import EXPERTS, random_prompts, save_random_model
 from specdec_kernels.engine import Engine, Ngram, SamplingParams, Standalone
-from specdec_kernels.models.experts import Experts, QuantisedExperts, Routes, SigmoidRouter, SoftmaxRouter
+from specdec_kernels.models.experts import FEW_ROWS, Experts, QuantisedExperts, SigmoidRouter, SoftmaxRouter, routes_of
 from specdec_kernels.models.layers import Product
 from specdec_kernels.models.planted import PlantedText, plant_causal_lm
 from specdec_kernels.models.quantised import Fp8Weight, rounded
+from specdec_kernels.ops import Routes
 from tiny import Comparison, greedy_by_transformers
 
 # --- products
@@ -36,8 +38,9 @@ def experts(number: int, hidden: int, inner: int, dtype: torch.dtype, device: to
 
 
 def routes(rows: int, number: int, taken: int, device: torch.device) -> Routes:
-    chosen = torch.rand(rows, number, device=device).topk(taken).indices
-    return Routes(chosen, torch.rand(rows, taken, device=device))
+    """Of so many experts, the last two of which nobody takes."""
+    chosen = torch.rand(rows, number - 2, device=device).topk(taken).indices
+    return routes_of(chosen, torch.rand(rows, taken, device=device), number)
 
 
 def by_definition(part: Experts, x: Tensor, chosen: Routes) -> Tensor:
@@ -65,12 +68,44 @@ ERRORS = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 def test_every_way_gives_the_same_sums(dtype: torch.dtype, rows: int, bias: bool, device: torch.device) -> None:
     """Most experts are taken by several rows, some by none."""
     part = experts(12, 32, 48, dtype, device, bias)
-    x, chosen = torch.randn(rows, 32, device=device).to(dtype), routes(rows, 10, 3, device)
+    x, chosen = torch.randn(rows, 32, device=device).to(dtype), routes(rows, 12, 3, device)
     want = by_definition(part, x, chosen)
     for way in (part.grouped, part.gathered, part.all_of_them, part):
         got = way(x, chosen)
         assert got.dtype == dtype
         torch.testing.assert_close(got.double().cpu(), want, rtol=ERRORS[dtype], atol=ERRORS[dtype])
+
+
+@pytest.mark.parametrize("rows", [1, 7, 40, 80])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_our_op_gives_the_same_sums(dtype: torch.dtype, rows: int, device: torch.device) -> None:
+    """Of weights in 16 bits as modules have them: of few rows on every GPU, of many where torch has no product."""
+    part = experts(12, 64, 128, dtype, device, False)
+    part = dataclasses.replace(part, down_bias=torch.randn(12, 64, device=device).to(dtype))
+    x, chosen = torch.randn(rows, 64, device=device).to(dtype), routes(rows, 12, 3, device)
+    few = rows * 3 <= FEW_ROWS * 12
+    ours = x.is_cuda and (few or not part.has_grouped_kernel(x))
+    assert part.fits_our_op(x) and part.plan(x, chosen) == ("expert_rows" if ours else "grouped")
+    got, want = part.by_our_op(x, chosen), by_definition(part, x, chosen)
+    torch.testing.assert_close(got.double().cpu(), want, rtol=ERRORS[dtype], atol=ERRORS[dtype])
+
+
+def test_experts_that_our_op_does_not_take() -> None:
+    """Other numbers, widths, strides, biases, activations and roundings."""
+    x, cpu = torch.zeros(1, 64, dtype=torch.bfloat16), torch.device("cpu")
+    part = experts(4, 64, 128, torch.bfloat16, cpu, False)
+    assert part.fits_our_op(x) and not part.fits_our_op(x.half())
+    gate_up, bias = part.gate_up.contiguous(), torch.zeros(4, 256, dtype=torch.bfloat16)
+    changes: tuple[dict[str, Any], ...] = (
+        {"gate_up": gate_up},
+        {"gate_up_bias": bias},
+        {"gate": torch.nn.GLU()},
+        {"activations": "token"},
+    )
+    for change in changes:
+        assert not dataclasses.replace(part, **change).fits_our_op(x)
+    assert not experts(4, 64, 96, torch.bfloat16, cpu, False).fits_our_op(x)
+    assert not experts(4, 64, 128, torch.float32, cpu, False).fits_our_op(x.float())
 
 
 @pytest.mark.parametrize("activations", ["group", "token", "none"])
@@ -85,7 +120,7 @@ def test_every_way_of_eight_bits(rows: int, activations: str, device: torch.devi
             numbers, scales = sd.round_rows(weight.contiguous(), group_size=None if activations == "token" else 128)
             stored.store(number, part, Fp8Weight(numbers, scales.t(), activations))
     part = stored.experts()
-    x, chosen = torch.randn(rows, 256, device=device).bfloat16(), routes(rows, 10, 3, device)
+    x, chosen = torch.randn(rows, 256, device=device).bfloat16(), routes(rows, 12, 3, device)
     assert part.plan(x, chosen) == ("expert_rows" if x.is_cuda else "gathered" if rows == 1 else "all")
     want = torch.zeros(rows, 256, dtype=torch.float64)
     for row, (of_row, shares) in enumerate(zip(chosen.experts.tolist(), chosen.shares.tolist(), strict=True)):
@@ -125,7 +160,7 @@ def test_which_way_is_taken() -> None:
 def test_what_an_expert_makes_of_others_rows_does_not_count() -> None:
     part = experts(4, 32, 48, torch.float16, torch.device("cpu"), False)
     part.down[3] *= 30000  # infinities, in float16
-    x, chosen = torch.randn(20, 32).half(), routes(20, 3, 2, torch.device("cpu"))
+    x, chosen = torch.randn(20, 32).half(), routes(20, 4, 2, torch.device("cpu"))
     for way in (part.grouped, part.gathered, part.all_of_them):
         assert way(x, chosen).isfinite().all()
 
@@ -153,9 +188,9 @@ def test_other_experts_when_a_graph_is_replayed(rows: int, dtype: torch.dtype, d
 # --- choices
 
 
-def test_the_softmax_router_takes_the_most_probable() -> None:
-    scores = Product(torch.randn(9, 16), torch.randn(9))
-    x = torch.randn(5, 16)
+def test_the_softmax_router_takes_the_most_probable(device: torch.device) -> None:
+    scores = Product(torch.randn(9, 16, device=device), torch.randn(9, device=device))
+    x = torch.randn(5, 16, device=device)
     odds = (x.double() @ scores.weight.double().T + scores.bias.double()).softmax(-1)  # type: ignore[union-attr]
     for normalised in (False, True):
         chosen = SoftmaxRouter(scores, 4, normalised)(x)
@@ -163,6 +198,10 @@ def test_the_softmax_router_takes_the_most_probable() -> None:
         want = odds.gather(1, chosen.experts)
         want = want / want.sum(-1, keepdim=True) if normalised else want
         torch.testing.assert_close(chosen.shares.double(), want, rtol=1e-5, atol=1e-6)
+        again = routes_of(chosen.experts, chosen.shares, 9)
+        assert torch.equal(chosen.ends, again.ends)
+        of_pairs = chosen.experts.flatten()
+        assert torch.equal(of_pairs[chosen.order], of_pairs[again.order])
 
 
 @pytest.mark.parametrize(("groups", "groups_taken"), [(1, 1), (4, 2), (3, 1)])

@@ -1,9 +1,9 @@
-"""The layers' ops: norm_rows, pair_rows, gate_rows, linear_rows, expert_rows, rotate_qkv."""
+"""The layers' ops: norm_rows, pair_rows, gate_rows, linear_rows, expert_rows, route_rows, combine_rows, rotate_qkv."""
 
 from __future__ import annotations
 
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -525,16 +525,22 @@ class Experts(NamedTuple):
 def experts_of(
     rows: int, taken: int, experts: int, width: int, outs: int, scaled: str, device: torch.device
 ) -> Experts:
-    """Rows that choose at random among all experts but the first two, which are poisoned, as are their scales."""
+    """Rows that choose at random among all experts but the first two, which are poisoned, as are their scales; weights
+    of 16 bits where `scaled` is "halves"."""
+    chosen = 2 + torch.rand(rows, experts - 2).topk(taken).indices
+    flat, order = chosen.flatten().sort()
+    arguments = {"order": order, "ends": torch.searchsorted(flat, torch.arange(experts), right=True, out_int32=True)}
+    if scaled == "halves":
+        arguments["x"] = torch.randn(rows, width).bfloat16()
+        arguments["weight"] = (torch.randn(experts, outs, width) / width**0.5).bfloat16()
+        arguments["weight"][:2] = torch.nan
+        return Experts({name: tensor.to(device) for name, tensor in arguments.items()}, chosen)
     group_size = 128 if scaled == "groups" else None
     weight, weight_scales = eight_bits(experts * outs, width, group_size, torch.device("cpu"))
     numbers = weight.view(experts, outs, width)
     scales = weight_scales.t().view(experts, outs, -1).mT.contiguous()
     numbers[:2], scales[:2] = torch.full_like(numbers[:2].float(), torch.nan).to(numbers.dtype), torch.nan
-    chosen = 2 + torch.rand(rows, experts - 2).topk(taken).indices
-    flat, order = chosen.flatten().sort()
-    arguments = {"weight": numbers, "weight_scales": scales, "order": order}
-    arguments["ends"] = torch.searchsorted(flat, torch.arange(experts), right=True, out_int32=True)
+    arguments |= {"weight": numbers, "weight_scales": scales}
     if scaled == "none":
         arguments["x"] = torch.randn(rows, width).bfloat16()
     else:
@@ -564,24 +570,66 @@ def test_expert_rows(
         check_eights(wide[:, :made].cpu(), reference.expert_rows(**{k: t.cpu() for k, t in given.items()}, gated=gated))
 
 
-def test_expert_rows_do_not_depend_on_their_neighbours(device: torch.device) -> None:
+@pytest.mark.sanitize
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "taken", "experts", "width", "outs"),
+    [
+        (1, 2, 5, 64, 16),
+        (1, 8, 30, 2048, 96),
+        (3, 4, 9, 768, 48),
+        (8, 8, 20, 320, 32),
+        (9, 1, 3, 192, 32),
+        (40, 2, 4, 640, 32),
+        (70, 3, 130, 128, 16),
+        (300, 2, 7, 64, 48),
+    ],
+)
+def test_expert_rows_of_sixteen_bits(
+    rows: int, taken: int, experts: int, width: int, outs: int, gated: bool, device: torch.device
+) -> None:
+    """As above; of 9 rows all take the one expert there is."""
+    given, _ = experts_of(rows, taken, experts, width, outs, "halves", device)
+    made = outs // 2 if gated else outs
+    for dtype in HALVES:
+        given |= {name: given[name].to(dtype) for name in ("x", "weight")}
+        wide = torch.full((rows * taken, made + 8), torch.nan, dtype=dtype, device=device)
+        sd.expert_rows(**given, gated=gated, out=wide[:, :made])
+        assert wide[:, made:].isnan().all()
+        check(wide[:, :made], reference.expert_rows(**{k: t.cpu() for k, t in given.items()}, gated=gated))
+        assert torch.equal(sd.expert_rows(**given, gated=gated, again=True), wide[:, :made])
+
+
+@pytest.mark.sanitize
+def test_expert_rows_of_strided_rows(device: torch.device) -> None:
+    """Whose neighbours nobody may read, and pairs that are rows of their own."""
+    given, _ = experts_of(7, 3, 6, 192, 32, "halves", device)
+    wide = torch.full((21, 320), torch.nan, device=device).bfloat16()
+    given["x"] = wide[:, 64:256].copy_(torch.randn(21, 192))
+    check(sd.expert_rows(**given), reference.expert_rows(**{k: t.cpu() for k, t in given.items()}))
+
+
+@pytest.mark.parametrize("scaled", ["groups", "halves"])
+def test_expert_rows_do_not_depend_on_their_neighbours(scaled: str, device: torch.device) -> None:
     """The same bits alone, beside few and beside many."""
-    given, chosen = experts_of(70, 3, 9, 512, 32, "groups", device)
+    given, chosen = experts_of(70, 3, 9, 512, 32, scaled, device)
     whole = sd.expert_rows(**given).view(70, 3, -1)
     for first, last in ((0, 1), (5, 12), (3, 33)):
         flat, order = chosen[first:last].flatten().sort()
         part = {
             "x": given["x"][first:last],
-            "x_scales": given["x_scales"][:, first:last],
             "order": order.to(device),
             "ends": torch.searchsorted(flat, torch.arange(9), right=True, out_int32=True).to(device),
         }
+        if scaled == "groups":
+            part["x_scales"] = given["x_scales"][:, first:last]
         assert torch.equal(sd.expert_rows(**(given | part)).view(last - first, 3, -1), whole[first:last])
 
 
-def test_expert_rows_stay_in_their_tensors(device: torch.device) -> None:
+@pytest.mark.parametrize("scaled", ["none", "halves"])
+def test_expert_rows_stay_in_their_tensors(scaled: str, device: torch.device) -> None:
     """Whatever order and ends say: pairs of nowhere are of the nearest row, and what ends before it begins is empty."""
-    given, _ = experts_of(2, 2, 4, 128, 16, "none", device)
+    given, _ = experts_of(2, 2, 4, 128, 16, scaled, device)
     given["order"] = torch.tensor([-7, 1, 900, 2], device=device)
     given["ends"] = torch.tensor([-3, -5, 2, 1000], dtype=torch.int32, device=device)
     out = torch.full((4, 16), torch.nan, device=device).bfloat16()
@@ -606,6 +654,17 @@ def test_expert_rows_stay_in_their_tensors(device: torch.device) -> None:
         ({"ends": torch.zeros(4, dtype=torch.int32)}, "ends has shape [4], expected [experts=3]"),
         ({"weight_scales": torch.ones(3, 3, 32)}, "groups is 3, expected 1 or 2"),
         ({"x_scales": torch.ones(1, 2)}, "x is bfloat16, expected float8_e4m3fn"),
+        ({"weight_scales": None}, "weight is float8_e4m3fn, expected bfloat16"),
+        (
+            {"weight_scales": None, "x_scales": torch.ones(1, 2)},
+            "weight_scales is None, expected a tensor beside x_scales",
+        ),
+        ({"weight_scales": None, "x": torch.zeros(2, 32).half()}, "in_features is 32, expected 64 to 2147483647"),
+        ({"weight_scales": None, "x": torch.zeros(2, 96).half()}, "in_features is 96, expected a multiple of 64"),
+        (
+            {"weight_scales": None, "weight": torch.zeros(3, 24, 256).bfloat16()},
+            "out_features is 24, expected a multiple of 16",
+        ),
     ],
 )
 def test_expert_rows_refuses(changes: dict[str, torch.Tensor], message: str) -> None:
@@ -619,6 +678,117 @@ def test_expert_rows_refuses(changes: dict[str, torch.Tensor], message: str) -> 
     with pytest.raises(ValueError) as error:
         sd.expert_rows(**arguments)
     assert str(error.value) == f"expert_rows: {message}"
+
+
+# --- route_rows
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("normalised", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "experts", "taken"),
+    [
+        (0, 4, 2),
+        (1, 1, 1),
+        (1, 128, 8),
+        (3, 7, 7),
+        (17, 60, 4),
+        (64, 256, 32),
+        (64, 33, 3),
+        (65, 128, 8),
+        (30, 300, 5),
+        (0, 1024, 2),
+        (700, 1024, 9),
+        (2500, 64, 6),
+    ],
+)
+def test_route_rows(
+    rows: int, experts: int, taken: int, normalised: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Many scores are alike."""
+    wide = torch.full((rows, experts + 3), torch.nan).to(dtype)
+    wide[:, :experts] = (torch.randn(rows, experts) * 3).round() / 2
+    got = sd.route_rows(wide.to(device)[:, :experts], taken, normalised=normalised)
+    want = reference.route_rows(wide[:, :experts], taken, normalised=normalised)
+    for name in ("experts", "order", "ends"):
+        assert torch.equal(getattr(got, name).cpu(), getattr(want, name)), name
+    if rows:
+        check(got.shares, want.shares)
+
+
+@pytest.mark.parametrize("rows", [1, 70])
+@pytest.mark.parametrize("normalised", [False, True])
+def test_route_rows_of_any_scores(normalised: bool, rows: int, device: torch.device) -> None:
+    """What is no number counts as -inf, infinities share the whole, and rows of neither are taken from the front."""
+    nan, inf = torch.nan, torch.inf
+    scores = torch.tensor(
+        [[nan, 1, -inf, 2, nan], [inf, 5, inf, nan, -inf], [nan] * 5, [-inf] * 5, [-0.0, 0, 0, -0.0, 0]]
+    )
+    got = sd.route_rows(scores.repeat(rows, 1).to(device), 3, normalised=normalised)
+    want = reference.route_rows(scores, 3, normalised=normalised)
+    assert want.experts.tolist() == [[3, 1, 0], [0, 2, 1], [0, 1, 2], [0, 1, 2], [0, 1, 2]]
+    assert torch.equal(got.experts.cpu(), want.experts.repeat(rows, 1))
+    check(got.shares, want.shares.repeat(rows, 1))
+
+
+def test_route_rows_do_not_depend_on_their_neighbours(device: torch.device) -> None:
+    scores = torch.randn(200, 100, device=device)
+    whole = sd.route_rows(scores, 6)
+    for first, last in ((0, 1), (50, 90), (3, 130)):
+        part = sd.route_rows(scores[first:last], 6)
+        assert torch.equal(part.experts, whole.experts[first:last])
+        assert torch.equal(part.shares, whole.shares[first:last])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"scores": torch.zeros(2, 8, dtype=torch.int32)}, "scores is int32, expected float32 or float16 or bfloat16"),
+        ({"scores": torch.zeros(2, 1025)}, "experts is 1025, expected 1 to 1024"),
+        ({"taken": 9}, "taken is 9, expected 1 to 8"),
+        ({"taken": 33, "scores": torch.zeros(2, 64)}, "taken is 33, expected 1 to 32"),
+        ({"scores": torch.zeros(70000, 8)}, "pairs is 280000, expected 0 to 262144"),
+    ],
+)
+def test_route_rows_refuses(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        sd.route_rows(**({"scores": torch.zeros(2, 8), "taken": 4} | changes))
+    assert str(error.value) == f"route_rows: {message}"
+
+
+# --- combine_rows
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "taken", "width"), [(0, 2, 8), (1, 8, 2048), (3, 1, 7), (5, 9, 72), (300, 4, 264)])
+def test_combine_rows(rows: int, taken: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+    wide = torch.randn(rows * taken, width + 9, device=device).to(dtype)
+    shares = torch.rand(rows, taken, device=device)
+    for made in (wide[:, :width], wide[:, 1 : width + 1]):  # the second off 16 bytes
+        both = torch.full((rows, width + 8), torch.nan, device=device).to(dtype)
+        out = sd.combine_rows(made, shares, out=both[:, :width])
+        assert both[:, width:].isnan().all()
+        if rows:
+            check(out, reference.combine_rows(made, shares))
+            assert torch.equal(out, sd.combine_rows(made, shares))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"made": torch.zeros(5, 8)}, "made has shape [5, 8], expected [rows * taken=6, width]"),
+        ({"shares": torch.zeros(2, 3).half()}, "shares is float16, expected float32"),
+        ({"out": torch.zeros(2, 8).half()}, "out is float16, expected float32"),
+        ({"made": torch.zeros(6, 0)}, "width is 0, expected 1 to 2147483647"),
+    ],
+)
+def test_combine_rows_refuses(changes: dict[str, torch.Tensor], message: str) -> None:
+    arguments = {"made": torch.zeros(6, 8), "shares": torch.zeros(2, 3)} | changes
+    with pytest.raises(ValueError) as error:
+        sd.combine_rows(**arguments)
+    assert str(error.value) == f"combine_rows: {message}"
 
 
 # --- round_rows

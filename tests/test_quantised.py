@@ -22,7 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from random_models import random_prompts, save_random_model
 from specdec_kernels.engine import Engine, Ngram, SamplingParams, Standalone
 from specdec_kernels.models.attention import Heads, Reordered, Rotation
-from specdec_kernels.models.experts import ExpertFeedForward, Routes
+from specdec_kernels.models.experts import ExpertFeedForward, routes_of
 from specdec_kernels.models.layers import RoundingNorm, merged, product_of
 from specdec_kernels.models.loading import IN_EIGHT_BITS, of_any_expert
 from specdec_kernels.models.quantised import (
@@ -334,7 +334,7 @@ def test_experts_with_rounded_activations(name: str, tmp_path: Path, device: tor
         for expert in of_row:
             gate, up = by_definition(x[row : row + 1], module.gate_up_proj[expert], kind).chunk(2, 1)
             want[row] += 0.5 * by_definition(nn.functional.silu(gate) * up, module.down_proj[expert], kind)[0]
-    got = experts(x.to(device), Routes(chosen.to(device), torch.full((7, 2), 0.5, device=device)))
+    got = experts(x.to(device), routes_of(chosen.to(device), torch.full((7, 2), 0.5, device=device), 4))
     assert (got.double().cpu() - want).norm() <= 5e-3 * want.norm()
 
 

@@ -177,6 +177,14 @@ def expert_rows(t: Inputs, **stream: Any) -> Iterable[Tensor]:
     return [sd.expert_rows(t["x"], weight, t["order"], t["ends"], weight_scales=t["scales"], **stream)]
 
 
+def route_rows(t: Inputs, **stream: Any) -> Iterable[Tensor]:
+    return sd.route_rows(t["scores"], 3, **stream)
+
+
+def combine_rows(t: Inputs, **stream: Any) -> Iterable[Tensor]:
+    return [sd.combine_rows(t["made"], t["shares"], **stream)]
+
+
 def round_rows(t: Inputs, **stream: Any) -> Iterable[Tensor]:
     return [x.float() for x in sd.round_rows(t["x"], group_size=128, **stream)]
 
@@ -455,6 +463,8 @@ CASES = {
         },
         expert_rows,
     ),
+    "route_rows": Case(lambda: {"scores": torch.randn(N, VOCAB)}, route_rows),
+    "combine_rows": Case(lambda: {"made": torch.randn(3 * N, D), "shares": torch.rand(N, 3)}, combine_rows),
     "round_rows": Case(lambda: {"x": torch.randn(N, 300)}, round_rows),
     "widen_rows": Case(
         lambda: {"numbers": torch.randint(256, (N, 128), dtype=torch.uint8), "scales": torch.rand(2, N)}, widen_rows

@@ -274,6 +274,8 @@ def calls(op: str, device: torch.device) -> list[tuple[tuple[Any, ...], dict[str
             )
             for options in ({}, {"gated": True})
         ],
+        "route_rows": [((floats(5, 9), 3), options) for options in ({}, {"normalised": True})],
+        "combine_rows": [((floats(6, 40), floats(2, 3)), {})],
         "round_rows": [((floats(3, 200),), {}), ((floats(3, 200),), {"group_size": 128})],
         "rotate_qkv": [
             ((floats(2, 3, 8, 64), floats(30, 64), ints(2, 3), pools[0][0], pools[1][0], table, lens), {}),

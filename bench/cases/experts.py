@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec_kernels.models.experts import Experts, Routes
+from specdec_kernels.models.experts import Experts, routes_of
 from specdec_kernels.models.quantised import rounded
+from specdec_kernels.ops import Routes
 
 from ..compare import bytes_of, expect_near, poisoned
 from ..harness import Baseline, Case, Params, Work
@@ -29,13 +30,13 @@ def experts(device: torch.device, p: Params) -> Work:
     stored = "weights" in p
     part = stored_experts(gate_up, down, p["weights"]).experts() if stored else Experts(gate_up.mT, down.mT)
     x, out = random(rows, width), poisoned(rows, width, dtype=dtype, device=device)
-    routes = Routes(
-        torch.rand(rows, number, device=device).topk(taken).indices, torch.rand(rows, taken, device=device) / taken
-    )
+    chosen = torch.rand(rows, number, device=device).topk(taken).indices
+    routes = routes_of(chosen, torch.rand(rows, taken, device=device) / taken, number)
     want = reference(part, x, routes)
     touched = len(routes.experts.unique())
     ways, plan = part.ways(), part.plan(x, routes)
     captures = {"gathered", "all", plan} if x.is_cuda else set(ways) - ({"expert_rows"} - {plan})
+    captures |= {"grouped"} if part.has_grouped_kernel(x) else set()
     item = 1 if stored else x.element_size()
 
     return Work(

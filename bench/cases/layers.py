@@ -7,9 +7,10 @@ from torch import Tensor
 from torch.nn import functional
 
 import specdec_kernels as sd
+from specdec_kernels.models.experts import routes_of
 from specdec_kernels.reference import layers as reference
 
-from ..compare import bytes_of, expect_near, poisoned
+from ..compare import bytes_of, expect_equal, expect_near, poisoned
 from ..harness import Baseline, Case, Params, Work
 from .kv import KV_HEADS, PAGE_SIZE, slots_of_rows
 
@@ -137,6 +138,45 @@ def widen_rows(device: torch.device, p: Params) -> Work:
     )
 
 
+def route_rows(device: torch.device, p: Params) -> Work:
+    scores, taken = random(p, device, p["rows"], p["experts"]), p["taken"]
+    want = reference.route_rows(scores, taken, normalised=True)
+    out = sd.Routes(*(torch.full_like(part, -1) for part in want._replace(shares=want.shares.float())))
+
+    def check() -> None:
+        for name in ("experts", "order", "ends"):
+            expect_equal(name, getattr(out, name), getattr(want, name))
+        expect_near("shares", out.shares, want.shares, 1e-6)
+
+    def plain() -> Tensor:
+        shares, experts = scores.softmax(-1, dtype=torch.float32).topk(taken)
+        return routes_of(experts, shares / shares.sum(-1, keepdim=True), scores.shape[1]).shares
+
+    return Work(
+        call=lambda: sd.route_rows(scores, taken, normalised=True, out=out),
+        check=check,
+        bytes_moved=bytes_of(scores, *out),
+        baseline=Baseline("torch", plain, lambda got: expect_near("shares", got, want.shares, 1e-6)),
+    )
+
+
+def combine_rows(device: torch.device, p: Params) -> Work:
+    made = random(p, device, p["rows"] * p["taken"], p["width"])
+    shares = torch.rand(p["rows"], p["taken"], device=device)
+    out = poisoned(p["rows"], p["width"], dtype=made.dtype, device=device)
+    want = reference.combine_rows(made, shares)
+
+    def plain() -> Tensor:
+        return (made.view(*shares.shape, -1) * shares[..., None]).sum(1).to(made.dtype)
+
+    return Work(
+        call=lambda: sd.combine_rows(made, shares, out=out),
+        check=lambda: expect_near("out", out, want, ERROR),
+        bytes_moved=bytes_of(made, shares, out),
+        baseline=Baseline("torch", plain, lambda got: expect_near("out", got, want, ERROR)),
+    )
+
+
 def rotate_qkv(device: torch.device, p: Params) -> Work:
     batch, rows = p["batch"], p["rows"]
     lens, table, place = slots_of_rows(batch, rows, device)
@@ -182,6 +222,16 @@ CASES = (
         make=widen_rows,
     ),
     Case("round_rows", grid={"rows": ROWS, "width": (4096, 12288), "dtype": ("bfloat16",)}, make=round_rows),
+    Case(
+        "route_rows",
+        grid={"rows": ROWS, "experts": (128,), "taken": (8,), "dtype": ("bfloat16",)},
+        make=route_rows,
+    ),
+    Case(
+        "combine_rows",
+        grid={"rows": ROWS, "taken": (8,), "width": (2048,), "dtype": ("bfloat16",)},
+        make=combine_rows,
+    ),
     Case(
         "rotate_qkv",
         grid={"batch": (1, 16, 64), "rows": (1, 6, 32), "dtype": ("bfloat16",)},

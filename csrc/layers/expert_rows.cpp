@@ -10,16 +10,18 @@
 namespace specdec::layers {
 
 void expert_rows(CallStream stream, const TensorView& x, const TensorView& weight, const TensorView& order,
-                 const TensorView& ends, const OptTensor& x_scales, const TensorView& weight_scales, bool gated,
-                 const TensorView& out) {
+                 const TensorView& ends, const OptTensor& x_scales, const OptTensor& weight_scales, bool gated,
+                 bool again, const TensorView& out) {
   Check check("expert_rows");
   Dim T{"rows"}, M{"pairs"}, E{"experts"}, K{"in_features"}, G{"groups"};
   Dim W{gated ? "2 * out_features" : "out_features"}, N{"out_features"};
-  const bool in_8_bits = x_scales.has_value();
+  const bool in_8_bits = x_scales.has_value(), scaled = weight_scales.has_value();
+  check.that(scaled || !in_8_bits, "weight_scales", "is None", "a tensor beside x_scales");
   check.strided("x", x, {T, K}, in_8_bits ? kFloat8 : kFloat16 | kBFloat16);
-  check.range("in_features", K, kLinearGroup, INT32_MAX);
-  check.that(K % kLinearGroup == 0, "in_features", {"is ", K}, {"a multiple of ", kLinearGroup});
-  check.tensor("weight", weight, {E, W, K}, kFloat8);
+  const int64_t of_ins = scaled ? kLinearGroup : 64;
+  check.range("in_features", K, of_ins, INT32_MAX);
+  check.that(K % of_ins == 0, "in_features", {"is ", K}, {"a multiple of ", of_ins});
+  check.tensor("weight", weight, {E, W, K}, scaled ? kFloat8 : dtype_of(x));
   check.range("experts", E, 1, kMaxExperts);
   check.range(W.name, W, 1, INT32_MAX);
   check.that(W % 16 == 0, W.name, {"is ", W}, "a multiple of 16");
@@ -30,39 +32,42 @@ void expert_rows(CallStream stream, const TensorView& x, const TensorView& weigh
   check.that(T > 0 ? M % T == 0 : M == 0, "pairs", {"is ", M}, {"a multiple of ", T});
   check.tensor("ends", ends, {E}, kInt32);
   if (in_8_bits) check.strided("x_scales", *x_scales, {G, T}, kFloat32);
-  check.tensor("weight_scales", weight_scales, {E, G, W}, kFloat32);
-  check.that(G == 1 || G == K / kLinearGroup, "groups", {"is ", G}, {"1 or ", K / kLinearGroup});
+  if (scaled) {
+    check.tensor("weight_scales", *weight_scales, {E, G, W}, kFloat32);
+    check.that(G == 1 || G == K / kLinearGroup, "groups", {"is ", G}, {"1 or ", K / kLinearGroup});
+  }
   N.value = gated ? W / 2 : W;
   check.strided_output("out", out, {M, N}, in_8_bits ? kFloat16 | kBFloat16 : dtype_of(x));
   if (M == 0) return;
 
   const ExpertRowsParams params{
       .x = x.data<void>(),
-      .weight = weight.data<Float8>(),
+      .weight = weight.data<void>(),
       .order = order.data<int64_t>(),
       .ends = ends.data<int32_t>(),
       .x_scales = data_or_null<float>(x_scales),
-      .weight_scales = weight_scales.data<float>(),
+      .weight_scales = data_or_null<float>(weight_scales),
       .out = out.data<void>(),
       .rows = T,
       .pairs = M,
       .experts = E,
       .in = K,
       .outs = N,
-      .groups = G,
+      .groups = scaled ? G.value : 1,
       .x_stride = x.stride(0),
       .x_scales_stride = in_8_bits ? x_scales->stride(0) : 0,
       .out_stride = out.stride(0),
       .dtype = dtype_of(out),
       .gated = gated,
+      .again = again,
   };
   SD_DISPATCH(check, stream, expert_rows, params);
 }
 
 namespace {
 
-// X: of x; T: of out. An expert's weight is widened row by row, for all of its pairs.
-template <class T, class X>
+// X: of x; W: of weight; T: of out. An expert's weight is widened row by row, for all of its pairs.
+template <class T, class X, class W>
 void multiply(const ExpertRowsParams& p) {
   const int64_t size = p.in / p.groups, taken = p.pairs / p.rows;
   std::vector<float> numbers(static_cast<size_t>(p.in));
@@ -71,7 +76,7 @@ void multiply(const ExpertRowsParams& p) {
     if (begin >= end) continue;
     std::vector<float> made(static_cast<size_t>((end - begin) * p.weight_rows()));
     for (int64_t n = 0; n < p.weight_rows(); ++n) {
-      const Float8* const weight = p.weight + (expert * p.weight_rows() + n) * p.in;
+      const W* const weight = static_cast<const W*>(p.weight) + (expert * p.weight_rows() + n) * p.in;
       for (int64_t k = 0; k < p.in; ++k) numbers[static_cast<size_t>(k)] = to_float(weight[k]);
       for (int64_t place = begin; place < end; ++place) {
         const int64_t row = p.pair(place) / taken;
@@ -81,7 +86,8 @@ void multiply(const ExpertRowsParams& p) {
           float sum = 0;
           for (int64_t k = g * size; k < (g + 1) * size; ++k) sum += to_float(x[k]) * numbers[static_cast<size_t>(k)];
           const float of_x = p.x_scales ? p.x_scales[g * p.x_scales_stride + row] : 1;
-          total += sum * (of_x * p.weight_scales[(expert * p.groups + g) * p.weight_rows() + n]);
+          const float of_weight = p.weight_scales ? p.weight_scales[(expert * p.groups + g) * p.weight_rows() + n] : 1;
+          total += sum * (of_x * of_weight);
         }
         made[static_cast<size_t>((place - begin) * p.weight_rows() + n)] = total;
       }
@@ -98,7 +104,10 @@ void multiply(const ExpertRowsParams& p) {
 }  // namespace
 
 void expert_rows_cpu(const ExpertRowsParams& p) {
-  const auto of_type = [&]<class T>() { p.x_scales ? multiply<T, Float8>(p) : multiply<T, T>(p); };
+  const auto of_type = [&]<class T>() {
+    if (!p.weight_scales) return multiply<T, T, T>(p);
+    p.x_scales ? multiply<T, Float8, Float8>(p) : multiply<T, T, Float8>(p);
+  };
   p.dtype == kBFloat16 ? of_type.template operator()<BFloat16>() : of_type.template operator()<Half>();
 }
 

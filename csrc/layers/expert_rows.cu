@@ -9,8 +9,11 @@
 //
 // Numbers of 8 bits become 16-bit ones in registers, exactly so, whose products the tensor cores sum up in float32;
 // each slice's sum is scaled. m16n8k16, rows of the weight as its rows and rows of x as its columns. Which numbers
-// along a row stand together in a step is free as long as both operands agree: a thread's sixteen of four steps are
-// neighbours, so that 16-byte reads serve both.
+// along a row stand together in a step is free as long as both operands agree: a thread's sixteen of four steps, or
+// eight of two where they have 16 bits, are neighbours, so that 16-byte reads serve both.
+//
+// The next kernel is set up only when all before this one have finished. So where that is this op again, of the same
+// pairs, it knows these while this one still runs, and fills its rings: the memory never idles between the two.
 #include <algorithm>
 
 #include "core/copy_async.cuh"
@@ -26,18 +29,21 @@ constexpr int kWarps = 4, kThreads = kWarps * kWarp;
 template <int kTiles>
 constexpr int kBlocks = kTiles > 1 ? 3 : 4;  // of a multiprocessor
 constexpr int kTile = 16;                    // rows of the weight
-constexpr int kSlice = 128;
+constexpr int kSlice = 128;                  // bytes of each
 constexpr int kSliceBytes = kTile * kSlice;
 constexpr int kDepth = 6;  // of a warp's ring, in slices
-constexpr int kSteps = 4;  // of mma, for a thread's sixteen numbers
 
 template <class X>
 constexpr bool kIsFloat8 = std::is_same_v<X, Float8>;
 
-// What a thread has of 64 numbers of a row: sixteen neighbours.
-template <class X>
-struct Sixteen {
-  static constexpr int kPacks = 16 * sizeof(X) / 16;
+// Numbers of a row of W's that a thread has of half a slice: neighbours, of 16 bytes.
+template <class W>
+constexpr int kNumbers = 16 / sizeof(W);
+
+// As many of a row of X's.
+template <class X, class W>
+struct Neighbours {
+  static constexpr int kPacks = kNumbers<W> * sizeof(X) / 16;
   uint4 packs[kPacks];
 };
 
@@ -78,13 +84,13 @@ class Items {
     const int experts = static_cast<int>(p.experts), each = (experts + kThreads - 1) / kThreads;
     const int from = min(static_cast<int>(threadIdx.x) * each, experts), to = min(from + each, experts);
     int mine = 0;
-    for (int e = from; e < to; ++e) mine += chunks_of(e);
+    for (int e = from; e < to; ++e) mine += chunk_ends[e] = chunks_of(e);
     int before = sum_up_to_lane(mine);
     if (lane_id() == kWarp - 1) of_warps[warp_id()] = before;
     __syncthreads();
     for (int w = 0; w < warp_id(); ++w) before += of_warps[w];
     before -= mine;
-    for (int e = from; e < to; ++e) chunk_ends[e] = before += chunks_of(e);
+    for (int e = from; e < to; ++e) chunk_ends[e] = before += chunk_ends[e];
     __syncthreads();
     tiles_ = static_cast<int>(p.weight_rows() / kTile);
     count_ = int64_t{chunk_ends[experts - 1]} * tiles_;
@@ -129,27 +135,28 @@ struct TileRows {
 };
 
 // A warp's slices of the weight on their way, those of one item behind those of the one before.
+template <class W>
 class Ring {
  public:
   __device__ Ring(const ExpertRowsParams& p, const Items& items, unsigned char* stages)
-      : p_(p), items_(items), stages_(stages), item_(blockIdx.x) {
+      : p_(p), items_(items), stages_(stages), item_(blockIdx.x), row_bytes_(p.in * int64_t{sizeof(W)}) {
     begin_item();
   }
 
   // Sixteen bytes each of row lane / 8 and every fourth, whose halves change places in odd rows: so the rows that are
   // read together meet in no bank. Behind the last item there is nothing to copy, and yet something to wait for.
   __device__ void fetch(int stage) {
-    if (at_ < p_.in) {
+    if (at_ < row_bytes_) {
       const int lane = lane_id();
       unsigned char* const to = stages_ + stage * kSliceBytes;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int row = i * 4 + lane / 8;
         copy_async(to + row * kSlice + ((lane % 8) ^ (row % 2 * 4)) * 16,
-                   (i < 2 ? top_ : bottom_) + i % 2 * 4 * p_.in + at_);
+                   (i < 2 ? top_ : bottom_) + i % 2 * 4 * row_bytes_ + at_);
       }
       at_ += kWarps * kSlice;
-      if (at_ >= p_.in) {
+      if (at_ >= row_bytes_) {
         item_ += gridDim.x;
         begin_item();
       }
@@ -159,38 +166,46 @@ class Ring {
 
  private:
   __device__ void begin_item() {
-    at_ = p_.in;
+    at_ = row_bytes_;
     if (item_ >= items_.count()) return;
     const TileRows rows(p_, items_.at(item_));
     const int lane = lane_id();
-    const auto* const weight = reinterpret_cast<const unsigned char*>(p_.weight) + lane % 8 * 16;
-    top_ = weight + (rows.top + lane / 8) * p_.in;
-    bottom_ = weight + (rows.bottom + lane / 8) * p_.in;
+    const auto* const weight = static_cast<const unsigned char*>(p_.weight) + lane % 8 * 16;
+    top_ = weight + (rows.top + lane / 8) * row_bytes_;
+    bottom_ = weight + (rows.bottom + lane / 8) * row_bytes_;
     at_ = int64_t{warp_id()} * kSlice;
   }
 
   const ExpertRowsParams& p_;
   const Items& items_;
   unsigned char* const stages_;
-  int64_t item_, at_;  // where the next slice begins, along the length
+  int64_t item_;
+  const int64_t row_bytes_;
+  int64_t at_;  // where the next slice begins, along the length
   const unsigned char *top_, *bottom_;
 };
 
-// X: of x; T: of out; kTiles: of 8 rows of x that an item has at most.
-template <class X, class T, int kTiles>
+// X: of x; W: of weight; T: of out; kTiles: of 8 rows of x that an item has at most.
+template <class X, class W, class T, int kTiles>
 __global__ void __launch_bounds__(kThreads, kBlocks<kTiles>) expert_rows_kernel(ExpertRowsParams p) {
   using Number = std::conditional_t<kIsFloat8<X>, Half, X>;  // that is multiplied
-  constexpr int kColumns = kTiles * 8;
+  constexpr bool kScaled = kIsFloat8<W>;
+  constexpr int kColumns = kTiles * 8, kOfSlice = kSlice / sizeof(W);
   extern __shared__ __align__(128) unsigned char rings[];
   __shared__ int chunk_ends[kMaxExperts];
   __shared__ float sums[kWarps][kColumns][kTile + 4];
-  begin_kernel();
+  const auto begin = [] {
+    wait_for_kernels_before();
+    let_next_kernel_start();
+  };
+  if (!p.again) begin();
   const int lane = lane_id(), warp = warp_id(), taken = static_cast<int>(p.pairs / p.rows);
   const Items items(p, kColumns, chunk_ends);
   unsigned char* const stages = rings + warp * kDepth * kSliceBytes;
-  Ring ring(p, items, stages);
+  Ring<W> ring(p, items, stages);
 #pragma unroll 1
   for (int stage = 0; stage < kDepth - 1; ++stage) ring.fetch(stage);
+  if (p.again) begin();
 
   int stage = 0;
   for (int64_t i = blockIdx.x; i < items.count(); i += gridDim.x) {
@@ -204,23 +219,26 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kTiles>) expert_rows_kernel(
       x_rows[n] = static_cast<int>(p.pair(item.first + min(n * 8 + lane / 4, item.count - 1))) / taken;
     float sum[kTiles][4] = {};
 #pragma unroll 1
-    for (int64_t at = int64_t{warp} * kSlice; at < p.in; at += kWarps * kSlice) {
+    for (int64_t at = int64_t{warp} * kOfSlice; at < p.in; at += kWarps * kOfSlice) {
       // All that is not in the ring is on its way before that is waited for.
-      const int64_t group = p.groups > 1 ? at / kSlice : 0;
-      const float* const of_weight =
-          p.weight_scales + group * p.weight_rows() + (p.groups - 1) * item.expert * p.weight_rows() + lane / 4;
-      const float low_scale = of_weight[rows.top], high_scale = of_weight[rows.bottom];
+      const int64_t group = p.groups > 1 ? at / kOfSlice : 0;
+      float low_scale = 1, high_scale = 1;
+      if constexpr (kScaled) {
+        const float* const of_weight =
+            p.weight_scales + group * p.weight_rows() + (p.groups - 1) * item.expert * p.weight_rows() + lane / 4;
+        low_scale = of_weight[rows.top], high_scale = of_weight[rows.bottom];
+      }
       float of_x[kTiles][2];
-      Sixteen<X> x[kTiles][2];
+      Neighbours<X, W> x[kTiles][2];
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) {
         if (n >= tiles) break;
-        const X* const from = static_cast<const X*>(p.x) + x_rows[n] * p.x_stride + at + lane % 4 * 16;
+        const X* const from = static_cast<const X*>(p.x) + x_rows[n] * p.x_stride + at + lane % 4 * kNumbers<W>;
 #pragma unroll
         for (int u = 0; u < 2; ++u)
 #pragma unroll
-          for (int k = 0; k < Sixteen<X>::kPacks; ++k)
-            x[n][u].packs[k] = reinterpret_cast<const uint4*>(from + u * 64)[k];
+          for (int k = 0; k < Neighbours<X, W>::kPacks; ++k)
+            x[n][u].packs[k] = reinterpret_cast<const uint4*>(from + u * kOfSlice / 2)[k];
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const int row = __shfl_sync(kFullMask, x_rows[n], (lane % 4 * 2 + e) * 4);
@@ -245,10 +263,15 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kTiles>) expert_rows_kernel(
 #pragma unroll
       for (int u = 0; u < 2; ++u)
 #pragma unroll
-        for (int k = 0; k < kSteps; ++k) {
+        for (int k = 0; k < kNumbers<W> / 4; ++k) {
           uint32_t numbers[4];
-          widen<Number>(word_of(a[u][0], k), numbers[0], numbers[2]);
-          widen<Number>(word_of(a[u][1], k), numbers[1], numbers[3]);
+          if constexpr (kScaled) {
+            widen<Number>(word_of(a[u][0], k), numbers[0], numbers[2]);
+            widen<Number>(word_of(a[u][1], k), numbers[1], numbers[3]);
+          } else {
+#pragma unroll
+            for (int w = 0; w < 4; ++w) numbers[w] = word_of(a[u][w % 2], 2 * k + w / 2);
+          }
 #pragma unroll
           for (int n = 0; n < kTiles; ++n) {
             if (n >= tiles) break;
@@ -259,14 +282,16 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kTiles>) expert_rows_kernel(
               low = word_of(x[n][u].packs[k / 2], k % 2 * 2);
               high = word_of(x[n][u].packs[k / 2], k % 2 * 2 + 1);
             }
-            mma<Number>(part[n], numbers, low, high);
+            mma<Number>(kScaled ? part[n] : sum[n], numbers, low, high);
           }
         }
+      if constexpr (kScaled) {
 #pragma unroll
-      for (int n = 0; n < kTiles; ++n)
+        for (int n = 0; n < kTiles; ++n)
 #pragma unroll
-        for (int e = 0; e < 4; ++e)
-          if (n < tiles) sum[n][e] += part[n][e] * (of_x[n][e % 2] * (e < 2 ? low_scale : high_scale));
+          for (int e = 0; e < 4; ++e)
+            if (n < tiles) sum[n][e] += part[n][e] * (of_x[n][e % 2] * (e < 2 ? low_scale : high_scale));
+      }
     }
 
     __syncthreads();  // who still writes the item before
@@ -292,10 +317,10 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kTiles>) expert_rows_kernel(
   }
 }
 
-template <class X, class T>
+template <class X, class W, class T>
 void start(const ExpertRowsParams& p, Stream stream) {
   const auto of_tiles = [&]<int kTiles>() {
-    const auto kernel = expert_rows_kernel<X, T, kTiles>;
+    const auto kernel = expert_rows_kernel<X, W, T, kTiles>;
     constexpr int kRings = kWarps * kDepth * kSliceBytes;
     SD_CUDA_CHECK("expert_rows", cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kRings));
     // As many as find room at once, or one for each item there may be.
@@ -311,7 +336,10 @@ void start(const ExpertRowsParams& p, Stream stream) {
 }  // namespace
 
 void expert_rows_cuda(const ExpertRowsParams& p, Stream stream) {
-  const auto of_type = [&]<class T>() { p.x_scales ? start<Float8, T>(p, stream) : start<T, T>(p, stream); };
+  const auto of_type = [&]<class T>() {
+    if (!p.weight_scales) return start<T, T, T>(p, stream);
+    p.x_scales ? start<Float8, Float8, T>(p, stream) : start<T, Float8, T>(p, stream);
+  };
   p.dtype == kBFloat16 ? of_type.template operator()<BFloat16>() : of_type.template operator()<Half>();
 }
 

@@ -19,6 +19,7 @@
 #include "tree/pack_trees.h"
 #include "tree/share_nodes.h"
 // --- layers
+#include "layers/combine_rows.h"
 #include "layers/expert_rows.h"
 #include "layers/gate_rows.h"
 #include "layers/linear_rows.h"
@@ -26,6 +27,7 @@
 #include "layers/pair_rows.h"
 #include "layers/rotate_qkv.h"
 #include "layers/round_rows.h"
+#include "layers/route_rows.h"
 #include "layers/widen_rows.h"
 // --- attention
 #include "attention/tree_attention.h"
@@ -130,6 +132,8 @@ PYBIND11_MODULE(_C_of_main_interpreter, m, pybind11::mod_gil_not_used()) {
   def_op<&linear_rows_plan>(m, "linear_rows_plan", "who multiplies such rows by a weight quickest");
   def_op<&linear_plan>(m, "linear_plan", "the same of sizes, without tensors or a device");
   def_op<&expert_rows>(m, "expert_rows", "rows times the weights of the experts that they take");
+  def_op<&route_rows>(m, "route_rows", "which experts rows take, and the pairs of both by experts");
+  def_op<&combine_rows>(m, "combine_rows", "the sums of what rows' experts made, by their shares");
   def_op<&round_rows>(m, "round_rows", "rows as numbers of 8 bits and their scales");
   def_op<&widen_rows>(m, "widen_rows", "numbers of 8 or 4 bits as those they stand for");
   def_op<&rotate_qkv>(m, "rotate_qkv", "normalise and rotate query and key heads, write keys and values to pages");

@@ -255,10 +255,22 @@ def expert_rows(
     order: Tensor,
     ends: Tensor,
     x_scales: Tensor | None,
-    weight_scales: Tensor,
+    weight_scales: Tensor | None,
     gated: bool,
+    again: bool,
     out: Tensor,
 ) -> None: ...
+def route_rows(
+    stream: int | None,
+    scores: Tensor,
+    taken: int,
+    normalised: bool,
+    out_experts: Tensor,
+    out_shares: Tensor,
+    out_order: Tensor,
+    out_ends: Tensor,
+) -> None: ...
+def combine_rows(stream: int | None, made: Tensor, shares: Tensor, out: Tensor) -> None: ...
 def round_rows(
     stream: int | None, x: Tensor, group_size: int | None, scale: Tensor | None, out: Tensor, out_scales: Tensor
 ) -> None: ...

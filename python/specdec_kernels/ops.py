@@ -926,28 +926,32 @@ def expert_rows(
     order: Tensor,
     ends: Tensor,
     *,
-    weight_scales: Tensor,
+    weight_scales: Tensor | None = None,
     x_scales: Tensor | None = None,
     gated: bool = False,
+    again: bool = False,
     out: Tensor | None = None,
     stream: int | None = None,
 ) -> Tensor:
-    """Rows times the weights of the experts that they take, in 8 bits: each weight that is taken is read once for every
-    32 rows that take it (8 where there are no more rows), and no other.
+    """Rows times the weights of the experts that they take: each weight that is taken is read once for every 32 rows
+    that take it (8 where there are no more rows), and no other.
 
     Sums are float32. The bits of a row do not depend on what is beside it.
 
     Args:
-        x: [T, K] float16 or bfloat16; with scales float8_e4m3fn, as `round_rows` gives it. K is a multiple of 128; rows
-            may be strided, and start on 16 bytes.
-        weight: [E, N, K] float8_e4m3fn, at most 1024 experts, N a multiple of 16; gated: [E, 2 * N, K], of each expert
-            first the rows of the gate, N a multiple of 8.
+        x: [T, K] float16 or bfloat16; with scales float8_e4m3fn, as `round_rows` gives it. K is a multiple of 64, or of
+            128 where weights have scales; rows may be strided, and start on 16 bytes.
+        weight: [E, N, K] like x, or float8_e4m3fn with scales, at most 1024 experts, N a multiple of 16; gated: [E,
+            2 * N, K], of each expert first the rows of the gate, N a multiple of 8.
         order: [M] int64, pairs of a row and an expert that it takes, by experts; M is a multiple of T, at most 262144,
             and pair i is of row i * T / M. Pairs that do not exist are taken for the nearest.
         ends: [E] int32, where the pairs of each expert end in `order`, and those of the next begin.
         weight_scales: [E, G, N] float32, or 2 * N of a gate: one group of whole rows, or one of each 128 numbers.
         x_scales: [G, T] float32, of as many groups.
         gated: return silu(gate) * up, as `gate_rows` would, rounded once.
+        again: a call with these `order` and `ends` was launched on the stream since they were written, as that of gate
+            and up is before that of down. On Hopper this one then reads them, and `weight`, before the kernel launched
+            before it has finished, which must therefore not be what writes one of them.
 
     Returns:
         out [M, N], of each pair, in x's dtype; with x_scales bfloat16, unless an out of float16 is given. Rows of pairs
@@ -961,7 +965,74 @@ def expert_rows(
         shape = shape_of("expert_rows", "order", order, 1)[0], outs // 2 if gated else outs
         out = empty_like("expert_rows", x, shape) if x_scales is None else empty("expert_rows", x, shape, "bfloat16")
         out[...] = 0
-    _C.expert_rows(stream, x, weight, order, ends, x_scales, weight_scales, gated, out)
+    _C.expert_rows(stream, x, weight, order, ends, x_scales, weight_scales, gated, again, out)
+    return out
+
+
+class Routes(NamedTuple):
+    """Which experts rows take, what counts of each, and the pairs of a row and an expert as `expert_rows` takes them:
+    those of row r are r * J to r * J + J - 1."""
+
+    experts: Tensor  # [T, J] int64, no expert twice in a row
+    shares: Tensor  # [T, J] float32
+    order: Tensor  # [T * J] int64, pairs by experts
+    ends: Tensor  # [E] int32, where each expert's pairs in `order` end
+
+
+def route_rows(
+    scores: Tensor,
+    taken: int,
+    *,
+    normalised: bool = False,
+    out: Routes | None = None,
+    stream: int | None = None,
+) -> Routes:
+    """The experts with the best scores of each row, and their shares, in one launch for up to 64 rows and 256 experts.
+
+    Args:
+        scores: [T, E] float32, float16 or bfloat16, at most 1024 experts; rows may be strided. Ties go to the lower
+            number, and NaN counts as -inf.
+        taken: J, how many experts each row takes, 1 to min(E, 32); T * J is at most 262144.
+        normalised: shares are the softmax over the scores of the experts taken, and not over all.
+
+    Returns:
+        Routes, of each row the best expert first, and of each expert the pairs by rows.
+
+    Raises:
+        ValueError: wrong dtype, shape, device or stride; a number out of range.
+    """
+    op = "route_rows"
+    if out is None:
+        rows, experts = shape_of(op, "scores", scores, 2)
+        out = Routes(
+            experts=empty(op, scores, (rows, taken), "int64"),
+            shares=empty(op, scores, (rows, taken), "float32"),
+            order=empty(op, scores, (rows * taken,), "int64"),
+            ends=empty(op, scores, (experts,), "int32"),
+        )
+    elif not isinstance(out, Routes):
+        raise wrong_type(op, "out", out, Routes)
+    _C.route_rows(stream, scores, taken, normalised, *out)
+    return out
+
+
+def combine_rows(made: Tensor, shares: Tensor, *, out: Tensor | None = None, stream: int | None = None) -> Tensor:
+    """What the experts of each row made of it, as one sum by their shares: in float32, in order, rounded once.
+
+    Args:
+        made: [T * J, H] float32, float16 or bfloat16: those of row r are r * J to r * J + J - 1; rows may be strided.
+        shares: [T, J] float32.
+
+    Returns:
+        out [T, H].
+
+    Raises:
+        ValueError: wrong dtype, shape, device or stride.
+    """
+    if out is None:
+        rows, _ = shape_of("combine_rows", "shares", shares, 2)
+        out = empty_like("combine_rows", made, (rows, shape_of("combine_rows", "made", made, 2)[1]))
+    _C.combine_rows(stream, made, shares, out)
     return out
 
 

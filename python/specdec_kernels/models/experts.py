@@ -8,24 +8,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..ops import expert_rows, gate_rows
+from ..ops import Routes, combine_rows, expert_rows, gate_rows, route_rows
 from .layers import FeedForward, GatedFeedForward, Product
 from .quantised import FP8, GROUP, Fp8Weight, in_eight_bits, rounded, widened
 
 STRIDE_BYTES = 16  # of which `functional.grouped_mm` takes multiples
+MAX_EXPERTS, MAX_TAKEN = 1024, 32  # that our ops take
+OUR_INS, OUR_OUTS = 64, 16  # of which `expert_rows` takes multiples, in 16 bits
+# Up to so many rows an expert in the mean `expert_rows` multiplies where torch's grouped product could: it reads a
+# weight again for every 32, which next to no expert has where the mean is half of that.
+FEW_ROWS = 16
 
 
-class Routes(NamedTuple):
-    """Which experts rows take, and what counts of each."""
-
-    experts: Tensor  # [T, taken] int64, no expert twice in a row
-    shares: Tensor  # [T, taken] float32
+def routes_of(experts: Tensor, shares: Tensor, number: int) -> Routes:
+    """Of what rows take of so many experts."""
+    flat, order = experts.flatten().sort()
+    numbers = torch.arange(number, device=experts.device)
+    ends = torch.searchsorted(flat, numbers, right=True, out_int32=True)
+    return Routes(experts, shares.contiguous(), order, ends)
 
 
 class Router(Protocol):
@@ -45,8 +51,12 @@ class SoftmaxRouter(Router):
     normalised: bool
 
     def __call__(self, x: Tensor) -> Routes:
-        shares, experts = self.scores(x).softmax(-1, dtype=torch.float32).topk(self.taken)
-        return Routes(experts, shares / shares.sum(-1, keepdim=True) if self.normalised else shares)
+        scores = self.scores(x)
+        number = scores.shape[1]
+        if scores.is_cuda and number <= MAX_EXPERTS and self.taken <= MAX_TAKEN:
+            return route_rows(scores, self.taken, normalised=self.normalised)
+        shares, experts = scores.softmax(-1, dtype=torch.float32).topk(self.taken)
+        return routes_of(experts, shares / shares.sum(-1, keepdim=True) if self.normalised else shares, number)
 
 
 @dataclass(frozen=True)
@@ -75,16 +85,17 @@ class SigmoidRouter(Router):
         shares = likings.gather(1, experts)
         if self.normalised:
             shares = shares / (shares.sum(-1, keepdim=True) + 1e-20)
-        return Routes(experts, shares * self.factor)
+        return routes_of(experts, shares * self.factor, len(self.weight))
 
 
 @dataclass(frozen=True)
 class Experts:
     """The experts' products: `down(gate(gate_up(x)))` of each.
 
-    There are three ways to the same sums. `grouped_mm` of torch reads each expert that is taken once. Where it has no
-    kernel, or one that waits for the host, the weights of few rows' experts are gathered, which reads them, writes them
-    and reads them again; and of many rows every expert computes all, of which what was not asked for is left out.
+    There are four ways to the same sums. On a GPU `expert_rows` reads each expert that few rows take once. Of many rows
+    `grouped_mm` of torch does. Where neither multiplies such weights, or torch waits for the host, those of few rows'
+    experts are gathered, which reads them, writes them and reads them again; and of many rows every expert computes
+    all, of which what was not asked for is left out.
     """
 
     gate_up: Tensor  # [experts, H, 2 * inner], of any strides
@@ -100,15 +111,38 @@ class Experts:
 
     def ways(self) -> dict[str, Callable[[Tensor, Routes], Tensor]]:
         """By their names in plans."""
-        return {"grouped": self.grouped, "gathered": self.gathered, "all": self.all_of_them}
+        return {
+            "expert_rows": self.by_our_op,
+            "grouped": self.grouped,
+            "gathered": self.gathered,
+            "all": self.all_of_them,
+        }
 
     def plan(self, x: Tensor, routes: Routes) -> str:
-        """Which way is taken, by shapes, dtype and GPU alone: "grouped", "gathered" or "all"."""
-        if self._has_grouped_kernel(x):
+        """Which way is taken, by shapes, dtype and GPU alone: "expert_rows", "grouped", "gathered" or "all"."""
+        grouped, pairs = self.has_grouped_kernel(x), routes.experts.numel()
+        if x.is_cuda and self.fits_our_op(x) and (pairs <= FEW_ROWS * len(self.gate_up) or not grouped):
+            return "expert_rows"
+        if grouped:
             return "grouped"
-        return "gathered" if routes.experts.numel() <= len(self.gate_up) else "all"
+        return "gathered" if pairs <= len(self.gate_up) else "all"
 
-    def _has_grouped_kernel(self, x: Tensor) -> bool:
+    def fits_our_op(self, x: Tensor) -> bool:
+        """Whether `expert_rows` multiplies such rows by the weights as they are stored."""
+        for weight in (self.gate_up, self.down):
+            number, ins, outs = weight.shape
+            if weight.dtype != x.dtype or not weight.mT.is_contiguous():
+                return False
+            if number > MAX_EXPERTS or ins % OUR_INS or outs % OUR_OUTS:
+                return False
+        return self._gate_is_ours(x) and self.activations == "none"
+
+    def _gate_is_ours(self, x: Tensor) -> bool:
+        silu = self.gate is gate_rows and self.gate_up_bias is None
+        return silu and x.dtype in (torch.float16, torch.bfloat16)
+
+    def has_grouped_kernel(self, x: Tensor) -> bool:
+        """Whether torch has a grouped product of such rows that does not wait for the host."""
         strides = [size for weight in (self.gate_up, self.down) for size in weight.stride() if size != 1]
         if any(stride * x.element_size() % STRIDE_BYTES for stride in [*strides, x.shape[-1], self.down.shape[1]]):
             return False
@@ -121,22 +155,23 @@ class Experts:
         """Gates and ups [H, 2 * inner] and downs [inner, H] of an expert, or of experts [n], for rows of a dtype."""
         return self.gate_up[experts], self.down[experts]
 
-    def sorted(self, routes: Routes) -> tuple[Tensor, Tensor, Tensor]:
-        """The experts of all pairs of a row and an expert [T * taken] in order, the numbers of these pairs, and where
-        each expert's end [experts] int32."""
-        experts, order = routes.experts.flatten().sort()
-        numbers = torch.arange(len(self.gate_up), device=experts.device)
-        return experts, order, torch.searchsorted(experts, numbers, right=True, out_int32=True)
+    def by_our_op(self, x: Tensor, routes: Routes) -> Tensor:
+        made = self._pairs("down", self._pairs("gate_up", x, routes), routes)
+        return combined(made if self.down_bias is None else made + self.down_bias[routes.experts.flatten()], routes)
+
+    def _pairs(self, part: str, rows: Tensor, routes: Routes) -> Tensor:
+        """What the "gate_up" or "down" of each pair's expert makes of its row, by `expert_rows`."""
+        return pairs_of(part, rows, getattr(self, part), routes, rows.dtype)
 
     def grouped(self, x: Tensor, routes: Routes) -> Tensor:
-        taken = routes.experts.shape[1]
-        experts, order, ends = self.sorted(routes)
+        order, ends, taken = routes.order, routes.ends, routes.experts.shape[1]
+        experts = routes.experts.flatten()[order]
         wide = functional.grouped_mm(rounded(x, self.activations)[order // taken], self.gate_up, offs=ends)
         made = functional.grouped_mm(self._gated(wide, experts), self.down, offs=ends)
         made = made if self.down_bias is None else made + self.down_bias[experts]
         out = torch.empty_like(made)
         out[order] = made
-        return weighted(out, routes)
+        return combined(out, routes)
 
     def gathered(self, x: Tensor, routes: Routes) -> Tensor:
         experts = routes.experts.flatten()
@@ -144,7 +179,7 @@ class Experts:
         gate_up, down = self.weights_of(experts, x.dtype)
         wide = torch.bmm(rows[:, None], gate_up)[:, 0]
         made = torch.bmm(self._gated(wide, experts)[:, None], down)[:, 0]
-        return weighted(made if self.down_bias is None else made + self.down_bias[experts], routes)
+        return combined(made if self.down_bias is None else made + self.down_bias[experts], routes)
 
     def all_of_them(self, x: Tensor, routes: Routes) -> Tensor:
         shares = torch.zeros(len(x), len(self.gate_up), device=x.device).scatter_(1, routes.experts, routes.shares)
@@ -168,7 +203,8 @@ class Experts:
 @dataclass(frozen=True)
 class Fp8Experts(Experts):
     """Experts whose weights are kept in 8 bits: `expert_rows` reads those that are taken as they are stored. Where it
-    does not multiply, as on the CPU, those that are taken are widened first, or one after the other.
+    does not multiply, as on the CPU, those that are taken are widened first, or one after the other: torch has no
+    grouped product of them.
 
     Attributes:
         gate_up, down: of float8_e4m3fn; inputs of an output stand one behind another.
@@ -182,11 +218,8 @@ class Fp8Experts(Experts):
     def ways(self) -> dict[str, Callable[[Tensor, Routes], Tensor]]:
         return {"expert_rows": self.by_our_op, "gathered": self.gathered, "all": self.all_of_them}
 
-    def plan(self, x: Tensor, routes: Routes) -> str:
-        """As of experts in 16 bits, and "expert_rows"."""
-        if x.is_cuda and self.fits_our_op(x):
-            return "expert_rows"
-        return "gathered" if routes.experts.numel() <= len(self.gate_up) else "all"
+    def has_grouped_kernel(self, x: Tensor) -> bool:
+        return False
 
     def fits_our_op(self, x: Tensor) -> bool:
         """Whether weights have scales as `expert_rows` wants them, of the groups in which rows are rounded."""
@@ -194,25 +227,16 @@ class Fp8Experts(Experts):
             _, ins, outs = weight.shape
             rows, groups = scales.shape[1] == 1, scales.shape[1] * GROUP == ins
             alike = {"token": rows, "group": groups, "none": rows or groups}[self.activations]
-            if not alike or ins % GROUP or outs % 16:
+            if not alike or ins % GROUP or outs % OUR_OUTS:
                 return False
-        silu = self.gate is gate_rows and self.gate_up_bias is None
-        return silu and x.dtype in (torch.float16, torch.bfloat16)
+        return self._gate_is_ours(x)
 
-    def by_our_op(self, x: Tensor, routes: Routes) -> Tensor:
-        _, order, ends = self.sorted(routes)
-
-        def product(rows: Tensor, weight: Tensor, scales: Tensor, gated: bool) -> Tensor:
-            out = torch.empty(len(order), weight.shape[2] // (2 if gated else 1), dtype=x.dtype, device=x.device)
-            of_rows = None
-            if self.activations != "none":
-                rows, of_rows = in_eight_bits(rows, self.activations)
-            expert_rows(rows, weight.mT, order, ends, x_scales=of_rows, weight_scales=scales, gated=gated, out=out)
-            return out
-
-        inner = product(x, self.gate_up, self.gate_up_scales, True)
-        made = product(inner, self.down, self.down_scales, False)
-        return weighted(made if self.down_bias is None else made + self.down_bias[routes.experts.flatten()], routes)
+    def _pairs(self, part: str, rows: Tensor, routes: Routes) -> Tensor:
+        dtype, of_rows = rows.dtype, None
+        if self.activations != "none":
+            rows, of_rows = in_eight_bits(rows, self.activations)
+        scales = {"x_scales": of_rows, "weight_scales": getattr(self, f"{part}_scales")}
+        return pairs_of(part, rows, getattr(self, part), routes, dtype, **scales)
 
     def weights_of(self, experts: Tensor | int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         def wide(weight: Tensor, scales: Tensor) -> Tensor:
@@ -287,12 +311,26 @@ class QuantisedExperts(nn.Module):
         return sum(buffer.nbytes for buffer in self.buffers())
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        return self.experts()(hidden_states, Routes(top_k_index, top_k_weights.float()))
+        return self.experts()(hidden_states, routes_of(top_k_index, top_k_weights.float(), self.number))
 
 
-def weighted(made: Tensor, routes: Routes) -> Tensor:
+def pairs_of(part: str, rows: Tensor, weight: Tensor, routes: Routes, dtype: torch.dtype, **scales: Any) -> Tensor:
+    """`expert_rows` of the "gate_up" or, behind it, "down" [experts, in, out]. Nobody has to clear what it writes,
+    since routes have each pair once."""
+    gated = part == "gate_up"
+    out = torch.empty(len(routes.order), weight.shape[2] // (2 if gated else 1), dtype=dtype, device=rows.device)
+    expert_rows(rows, weight.mT, routes.order, routes.ends, gated=gated, again=not gated, out=out, **scales)
+    return out
+
+
+def combined(made: Tensor, routes: Routes) -> Tensor:
     """[T, H] of [T * taken, H], which a row's experts made one behind another: their sum in float32, by shares."""
-    return (made.view(*routes.experts.shape, -1) * routes.shares[..., None]).sum(1).to(made.dtype)
+    out: Tensor
+    if made.is_cuda:
+        out = combine_rows(made, routes.shares)
+    else:
+        out = (made.view(*routes.experts.shape, -1) * routes.shares[..., None]).sum(1).to(made.dtype)
+    return out
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from torch.nn import functional
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
 from ..ops import gate_rows
-from .experts import Experts, Routes
+from .experts import Experts, routes_of
 from .layers import Activation, GatedFeedForward, Norm, activation_of, merged, product_of
 from .loading import PARTS
 from .quantised import QuantisedLinear
@@ -230,7 +230,7 @@ def experts_function(module: Any, hidden_states: Tensor, top_k_index: Tensor, to
     if not module.is_transposed:
         wide, down = wide.transpose(1, 2), down.transpose(1, 2)
     experts = Experts(wide, down, **biases, gate=gate)
-    return experts(hidden_states, Routes(top_k_index, top_k_weights.float()))
+    return experts(hidden_states, routes_of(top_k_index, top_k_weights.float(), len(wide)))
 
 
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS, experts_function)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ..ops import Routes
 from .kv import write_kv
 
 LARGEST_FP8 = 448.0  # of float8_e4m3fn
@@ -106,7 +107,7 @@ def expert_rows(
     order: Tensor,
     ends: Tensor,
     *,
-    weight_scales: Tensor,
+    weight_scales: Tensor | None = None,
     x_scales: Tensor | None = None,
     gated: bool = False,
 ) -> Tensor:
@@ -116,11 +117,31 @@ def expert_rows(
     begin = 0
     for expert, end in enumerate(ends.tolist()):
         for pair in order[begin:end].tolist():
-            wide = weight[expert].double() * spread(weight_scales[expert], x.shape[1])
+            wide = weight[expert].double()
+            if weight_scales is not None:
+                wide = wide * spread(weight_scales[expert], x.shape[1])
             product = wide @ x[pair * len(x) // len(order)]
             out[pair] = gate_rows(product[None])[0] if gated else product
         begin = end
     return out
+
+
+def route_rows(scores: Tensor, taken: int, *, normalised: bool = False) -> Routes:
+    """Shares in float64."""
+    wide = scores.double()
+    wide = wide.masked_fill(wide.isnan(), -torch.inf)
+    best, experts = wide.sort(dim=1, descending=True, stable=True)
+    # Whatever the largest is, an infinity too, it has the weight 1.
+    weights = torch.where(best == best[:, :1], 0, best - best[:, :1]).exp()
+    experts, chosen = experts[:, :taken], weights[:, :taken]
+    pairs, order = experts.flatten().sort(stable=True)
+    numbers = torch.arange(scores.shape[1], device=scores.device)
+    ends = torch.searchsorted(pairs, numbers, right=True, out_int32=True)
+    return Routes(experts, chosen / (chosen if normalised else weights).sum(1, keepdim=True), order, ends)
+
+
+def combine_rows(made: Tensor, shares: Tensor) -> Tensor:
+    return (made.double().view(*shares.shape, made.shape[1]) * shares.double()[..., None]).sum(1)
 
 
 def round_rows(x: Tensor, *, group_size: int | None = None, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional
 
-from ..experts import ExpertFeedForward, Router, Routes
+from ...ops import Routes
+from ..experts import ExpertFeedForward, Router, routes_of
 from ..layers import FeedForward
 from .base import register
 from .helium import Ernie45
@@ -29,7 +30,8 @@ class CorrectedSoftmaxRouter(Router):
         odds = functional.linear(x.float(), self.weight.float()).softmax(-1)
         experts = (odds + self.correction).topk(self.taken).indices
         shares = odds.gather(1, experts)
-        return Routes(experts, shares / shares.sum(-1, keepdim=True).clamp(min=self.least_sum))
+        shares = shares / shares.sum(-1, keepdim=True).clamp(min=self.least_sum)
+        return routes_of(experts, shares, len(self.weight))
 
 
 @register

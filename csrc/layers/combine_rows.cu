@@ -1,0 +1,61 @@
+// A thread a pack of 16 bytes of a row (blockIdx.y walks these), which it reads of each of the row's experts. Of few
+// rows all of it comes from the L2, and it is the launch that counts.
+#include <algorithm>
+
+#include "core/cuda.cuh"
+#include "layers/combine_rows.h"
+#include "layers/pack.cuh"
+
+namespace specdec::layers {
+namespace {
+
+constexpr int kThreads = 64;  // so that one row has some multiprocessors
+constexpr int kAtOnce = 8;    // experts whose packs are on their way together
+
+template <class T, int N>
+__global__ void __launch_bounds__(kThreads) combine_rows_kernel(CombineRowsParams p) {
+  using P = Pack<T, N>;
+  begin_kernel();
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (i >= p.width / N) return;
+  for (int64_t row = blockIdx.y; row < p.rows; row += gridDim.y) {
+    float sum[N] = {};
+    for (int64_t first = row * p.taken, end = first + p.taken; first < end; first += kAtOnce) {
+      P packs[kAtOnce];
+      float shares[kAtOnce];
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        if (first + j >= end) break;
+        packs[j] = reinterpret_cast<const P*>(static_cast<const T*>(p.made) + (first + j) * p.made_stride)[i];
+        shares[j] = p.shares[first + j];
+      }
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        if (first + j >= end) break;
+        float of_expert[N];
+        unpack(packs[j], of_expert);
+#pragma unroll
+        for (int n = 0; n < N; ++n) sum[n] += shares[j] * of_expert[n];
+      }
+    }
+    reinterpret_cast<P*>(static_cast<T*>(p.out) + row * p.out_stride)[i] = pack_of<T>(sum);
+  }
+}
+
+}  // namespace
+
+void combine_rows_cuda(const CombineRowsParams& p, Stream stream) {
+  with_float_type(p.dtype, [&]<class T>() {
+    const auto start = [&]<int N>() {
+      const dim3 grid(grid_x("combine_rows", (p.width / N + kThreads - 1) / kThreads),
+                      static_cast<unsigned>(std::min(p.rows, kMaxGridY)));
+      launch("combine_rows", combine_rows_kernel<T, N>, {.grid = grid, .threads = kThreads}, stream, p);
+    };
+    if (p.wide)
+      start.template operator()<16 / sizeof(T)>();
+    else
+      start.template operator()<1>();
+  });
+}
+
+}  // namespace specdec::layers
