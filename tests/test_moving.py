@@ -222,6 +222,28 @@ def test_kv_of_8_bits(tmp_path: Path, device: torch.device) -> None:
         assert b.import_request(exported).result().tokens == want.tokens
 
 
+@pytest.mark.parametrize("to_host", [False, True])
+@pytest.mark.skipif(not HAS_CUDA, reason="no GPU here")
+def test_rows_stay_until_they_are_read(to_host: bool) -> None:
+    """However late the engine that they come to reads them, and whoever asks for memory until then."""
+    prompt = held_out("code")[0]
+    with make_engine(TARGET, eagle3(HEAD), "cuda") as a, make_engine(TARGET, eagle3(HEAD), "cuda") as b:
+        (want,) = a.generate([prompt], BASE)
+        exported = a.export_request(a.submit(prompt, BASE))
+        shapes = [(tensor.shape, tensor.dtype) for tensor in exported.tensors.values()]
+        assert b._stream is not None and a._stream is not None
+        with torch.cuda.stream(b._stream):
+            torch.cuda._sleep(1_000_000_000)  # half a second
+        request = b.import_request(exported.to("cpu") if to_host else exported)
+        del exported
+        for stream in (a._stream, torch.cuda.current_stream()):  # to which the tensors' memory goes back
+            with torch.cuda.stream(stream):
+                for _ in range(50):
+                    _others = [torch.full(shape, 7, dtype=dtype, device="cuda") for shape, dtype in shapes]
+                    time.sleep(0.004)
+        assert request.result().tokens == want.tokens
+
+
 def test_retracted_where_it_came_to(device: torch.device) -> None:
     """In a pool that is too small for all that arrive, they are prefilled as others that come back."""
     prompts, params = [prompt[:40] for prompt in held_out("code")[:8]], replace(BASE, max_new_tokens=100)
@@ -326,6 +348,11 @@ def test_what_cannot_go_on_exactly_is_refused_by_name(tmp_path: Path) -> None:
         )
         shape = list(exported.tensors["target.0.k"].shape)
         cut = {"target.0.k": exported.tensors["target.0.k"][:, 1:]}
+        wild = {"slot.child_ids": exported.tensors["slot.child_ids"].clone().fill_(1 << 20)}
+        assert refused(a, ExportedRequest(exported.tensors | wild, exported.values)) == (
+            "import_request: request has slot.child_ids from 1048576 to 1048576, expected 0 to "
+            f"{a.target.config.vocab_size - 1} (the model's vocabulary)"
+        )
         assert refused(a, ExportedRequest(exported.tensors | cut, exported.values)) == (
             f"import_request: request has target.0.k of shape {[shape[0], shape[1] - 1, *shape[2:]]} and torch.float32, "
             f"expected {shape} and torch.float32"

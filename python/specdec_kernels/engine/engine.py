@@ -30,6 +30,7 @@ from .moving import (
     check_tensors,
     check_values,
     checksum,
+    keep_for,
     layout_of,
     packed_slot,
     params_of,
@@ -598,6 +599,8 @@ class Engine:
                     slot, text = held
                     tensors, first_rows = packed_slot(self._executor, slot, len(text) - 1)
                     self._scheduler.cancel(request.id)
+            if held is not None and self._stream is not None:
+                keep_for(torch.cuda.current_stream(self.device), tensors)
         request.add_done_callback(lambda _: has_ended.set())
         if held is not None:
             has_ended.wait()
@@ -630,7 +633,7 @@ class Engine:
         check_values(values, self)
         check_tensors(exported, self)
         (request,) = self._requests(kind, [values["prompt"]], [params_of(values)], *tell)
-        request.resume(values, Arrival(exported, self.device))
+        request.resume(values, Arrival(exported, self.device, self._stream))
         self._follow_caller()
         self._loop.submit([request], stream)
         return request

@@ -90,11 +90,16 @@ class ExportedRequest:
 
 
 class Arrival:
-    """The rows that a request brings along to the first slot that it gets."""
+    """The rows that a request brings along to the first slot that it gets.
 
-    def __init__(self, exported: ExportedRequest, device: torch.device) -> None:
+    Args:
+        stream: of the engine that it has come to, which reads them.
+    """
+
+    def __init__(self, exported: ExportedRequest, device: torch.device, stream: torch.cuda.Stream | None) -> None:
         # A copy to a GPU from pageable memory waits for what is on the caller's stream, not for the rounds.
         self._tensors: dict[str, Tensor] | None = exported.to(device).tensors
+        keep_for(stream, self._tensors)
         self._first_rows: dict[str, int] = exported.values["first_rows"]
 
     def unpack(
@@ -143,6 +148,13 @@ class Arrival:
                 slots=slot,
                 status=state.status,
             )
+
+
+def keep_for(stream: torch.cuda.Stream | None, tensors: Mapping[str, Tensor]) -> None:
+    """Until the stream has read them nobody gets their memory, which is another stream's, whoever lets go of them."""
+    if stream is not None:
+        for tensor in tensors.values():
+            tensor.record_stream(stream)
 
 
 class Group(NamedTuple):
@@ -259,6 +271,7 @@ def check_values(values: Any, engine: Engine) -> None:
 def check_tensors(exported: ExportedRequest, engine: Engine) -> None:
     """ValueError for tensors that are not what the values say."""
     num_rows = len(exported.values["prompt"]) + len(exported.values["tokens"]) - 1
+    vocab_size = engine.target.config.vocab_size
     expected: dict[str, tuple[list[int], torch.dtype]] = {}
     of_target, of_draft = groups_of(engine.target.pools, engine.draft, num_rows)
     for name, group, count in of_target + of_draft:
@@ -278,6 +291,13 @@ def check_tensors(exported: ExportedRequest, engine: Engine) -> None:
         if (list(tensor.shape), tensor.dtype) != (shape, dtype):
             got = f"shape {list(tensor.shape)} and {tensor.dtype}"
             raise ValueError(f"import_request: request has {name} of {got}, expected {shape} and {dtype}")
+        if name.startswith(OF_SLOT) and name.endswith("_ids"):
+            low, high = (int(bound) for bound in tensor.aminmax())
+            if low < 0 or high >= vocab_size:
+                raise ValueError(
+                    f"import_request: request has {name} from {low} to {high}, expected 0 to {vocab_size - 1} "
+                    "(the model's vocabulary)"
+                )
 
 
 # --- what is plain

@@ -264,7 +264,8 @@ class Draft:
 
     def save(self, slot: int) -> dict[str, Tensor]:
         """What it keeps of a slot between two rounds, beside rows of its pools: views of tensors whose shapes are those
-        of any slot. For a request that goes to another engine, behind `catch_up`."""
+        of any slot. For a request that goes to another engine, behind `catch_up`. What is called `..._ids` holds
+        tokens, and is checked where it arrives."""
         return {}
 
     def restore(self, slot: int, kept: Mapping[str, Tensor]) -> None:
