@@ -342,7 +342,7 @@ class Bench:
         target_head = weights(self.target.get_output_embeddings())
         visited = math.ceil(batch * min(num_nodes, accept_length))
         num_rows = round(batch * num_nodes)
-        passes = [(weights(self.target) - target_head, num_rows, kv), (target_head, visited, 0)]
+        passes = [(weights(self.target, num_rows) - target_head, num_rows, kv), (target_head, visited, 0)]
         if self.draft is not None and num_nodes > 1:
             needs = Needs(num_nodes=d.num_nodes, accept_width=d.num_steps + 1, num_steps=d.num_steps)
             num_steps = min(d.num_steps, most_nodes(batch, num_rows, needs) - 1)
@@ -402,17 +402,31 @@ class Weights:
         return Weights(self.numbers - other.numbers, self.nbytes - other.nbytes)
 
 
-def weights(module: nn.Module) -> Weights:
-    """Of all products and norms, the embeddings' few rows left out."""
+def weights(module: nn.Module, num_rows: int | None = None) -> Weights:
+    """Of all products and norms, the embeddings' few rows left out.
+
+    Of experts, with so many rows: the numbers that each row is multiplied with, and the bytes of those experts that one
+    takes, as many as are expected where rows choose evenly. None: all of them.
+    """
     total = Weights()
     for part in module.modules():
         if isinstance(part, QuantisedLinear):
             total += Weights(math.prod(part.weight.shape), part.weight.nbytes)
         if isinstance(part, QuantisedExperts):
-            total += Weights(part.numel(), part.nbytes)
+            total += taken(module, Weights(part.numel(), part.nbytes), num_rows)
         if not isinstance(part, nn.Embedding):
-            total += sum((Weights(p.numel(), p.nbytes) for p in part.parameters(recurse=False)), Weights())
+            for p in part.parameters(recurse=False):
+                mine = Weights(p.numel(), p.nbytes)
+                total += taken(module, mine, num_rows) if p.ndim == 3 else mine
     return total
+
+
+def taken(module: Any, experts: Weights, num_rows: int | None) -> Weights:
+    """Of a layer's experts, what so many rows take."""
+    if num_rows is None:
+        return experts
+    share = module.config.num_experts_per_tok / module.config.num_experts
+    return Weights(round(experts.numbers * share), round(experts.nbytes * (1 - (1 - share) ** num_rows)))
 
 
 def memory_needed(setup: Setup, max_batch: int) -> int:

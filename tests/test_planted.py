@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from specdec_kernels.cli import main
 from specdec_kernels.engine import Eagle3, Engine, SamplingParams, Standalone
@@ -15,7 +16,7 @@ from specdec_kernels.models.acceptance import EvenAcceptance
 from specdec_kernels.models.planted import PlantedText, plant_causal_lm, plant_eagle3
 from specdec_kernels.models.shapes import SHAPES, draft_vocab_of, shape_config
 
-pytest.importorskip("specdec_kernels.bench.round", reason="bench/ is not beside the package here")
+rounds = pytest.importorskip("specdec_kernels.bench.round", reason="bench/ is not beside the package here")
 
 CPU = torch.device("cpu")
 
@@ -164,3 +165,18 @@ def test_rounds_of_a_model_by_transformers_modules(tmp_path: Path) -> None:
     (result,) = json.loads(record.read_text())["results"]
     assert result["params"]["implementation"] == "transformers" and result["error"] is None
     assert result["facts"]["accept_length"] == pytest.approx(3, abs=0.1)
+
+
+def test_what_a_pass_reads_of_experts() -> None:
+    """Few rows read the weights of few experts, and each row is multiplied with those that it takes."""
+    config = Qwen3MoeConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+        num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    numbers = 2 * 8 * 3 * 16 * 32  # of all experts
+    whole = rounds.weights(model)
+    for rows, share in ((1, 2 / 8), (2, 1 - (6 / 8) ** 2), (100, 1.0)):
+        read = rounds.weights(model, rows)
+        assert whole.numbers - read.numbers == numbers * 6 // 8
+        assert (whole.nbytes - read.nbytes) / 4 == pytest.approx(numbers * (1 - share), abs=2)
