@@ -228,7 +228,7 @@ def server_table(results: list[dict[str, Any]]) -> list[str]:
         "shared prefix the first request with it.",
         "",
         "| " + " | ".join(SERVER_COLUMNS) + " |",
-        "|---|---:|---|" + "---:|" * (len(SERVER_COLUMNS) - 3),
+        "|---|---|---:|---|" + "---:|" * (len(SERVER_COLUMNS) - 4),
         *("| " + " | ".join(server_row(r)) + " |" for r in results),
     ]
 

@@ -180,7 +180,7 @@ def serving(engine: Engine, model: str) -> Iterator[Clients]:
     """An engine served as `specdec serve` does it, and its clients."""
     import uvicorn
 
-    from specdec_kernels.server import Settings, make_app
+    from specdec_kernels.server import Settings, make_app, serving_process
 
     with engine, socket.create_server(("127.0.0.1", 0)) as listener:
         app = make_app(AsyncEngine(engine), Settings(model, defaults={"temperature": 0.0}))
@@ -188,15 +188,13 @@ def serving(engine: Engine, model: str) -> Iterator[Clients]:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         clients = Clients(listener.getsockname()[1], model)
-        gc.collect()
-        gc.freeze()  # as there
         try:
-            yield clients
+            with serving_process():
+                yield clients
         finally:
             clients.close()
             server.should_exit = True
             thread.join()
-            gc.unfreeze()
 
 
 class Bench:

@@ -88,7 +88,8 @@ async def serve_input(port: int) -> None:
         requests = []
         for path, body in json.loads(line):
             data = json.dumps(body).encode()
-            head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
+            kind = "Content-Type: application/json\r\n"  # without which others do not look into a body
+            head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\n{kind}Content-Length: {len(data)}\r\n\r\n"
             requests.append(head.encode() + data)
         clients = [client for client in clients if not client.transport.is_closing()]
         while len(clients) < len(requests):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.util
 import json
 import re
@@ -25,7 +26,7 @@ from specdec_kernels import cli
 from specdec_kernels.cli import engine_flags
 from specdec_kernels.cli.serve import sampling_defaults
 from specdec_kernels.engine import AsyncEngine, Engine, SamplingParams
-from specdec_kernels.server import Settings, make_app
+from specdec_kernels.server import Settings, make_app, serving_process
 from specdec_kernels.server.text import TextStream, token_texts
 from specdec_kernels.server.tool_calls import PARSERS, parser_for
 from specdec_kernels.tiny import tiny_model
@@ -988,3 +989,12 @@ def test_what_is_missing_is_named(capsys: pytest.CaptureFixture[str], monkeypatc
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "fastapi" else find_spec(name))
     assert cli.main(["serve"]) == 2
     assert capsys.readouterr().err == 'specdec serve needs fastapi: pip install "specdec-kernels[serve]"\n'
+
+
+def test_what_a_process_that_serves_asks_of_python() -> None:
+    """Python's lock changes hands soon, and what is loaded is no garbage; afterwards all is as before."""
+    before, frozen = sys.getswitchinterval(), gc.get_freeze_count()
+    with serving_process():
+        assert sys.getswitchinterval() == pytest.approx(2e-4)
+        assert gc.get_freeze_count() > frozen
+    assert sys.getswitchinterval() == before and gc.get_freeze_count() == 0

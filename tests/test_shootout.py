@@ -184,3 +184,14 @@ def test_two_of_ours_together(tmp_path: Path) -> None:
     assert shootout.main([*TINY, *options, "--out", str(tmp_path), "--json", str(file)]) == 0
     results = json.loads(file.read_text())["results"]
     assert [r["params"]["algorithm"] for r in results if "facts" in r and not r["error"]] == ["plain", "chain"]
+
+
+def test_how_an_engine_came_here_names_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = pytest.importorskip("specdec_kernels.bench.engines")
+    for url, told in (
+        ("file:///home/me/wheels/engine-1.0%2Bcu13-py3-none-any.whl", "engine-1.0+cu13-py3-none-any.whl"),
+        ("https://example.org/engine.whl", "https://example.org/engine.whl"),
+    ):
+        found = types.SimpleNamespace(read_text=lambda name, url=url: json.dumps({"url": url}))
+        monkeypatch.setattr("importlib.metadata.distribution", lambda package, found=found: found)
+        assert engines.how_installed("engine") == told

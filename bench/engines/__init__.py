@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from importlib.metadata import distributions
 from typing import Any, Protocol
+from urllib.parse import unquote
 
 # The engines by name, and the package that must be installed for each.
 PACKAGES = {
@@ -117,4 +118,7 @@ def how_installed(package: str) -> str | None:
     except metadata.PackageNotFoundError:
         return None
     came_from: Any = json.loads(found.read_text("direct_url.json") or "{}")
-    return came_from.get("url") or (found.read_text("INSTALLER") or "unpacked wheel").strip()
+    url = str(came_from.get("url", ""))
+    if url.startswith("file:"):  # whose folder says nothing elsewhere
+        return unquote(url.rsplit("/", 1)[-1])
+    return url or (found.read_text("INSTALLER") or "unpacked wheel").strip()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import signal
 import socket
 import sys
@@ -77,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
 def serve(args: argparse.Namespace) -> int:
     from ..engine import AsyncEngine
-    from ..server import make_app
+    from ..server import make_app, serving_process
 
     chosen, template = engine_flags.resolve(args)
     for name, low in (
@@ -91,13 +90,11 @@ def serve(args: argparse.Namespace) -> int:
             raise ValueError(f"--{name.replace('_', '-')} is {value}, expected at least {low}")
     # A port that is taken is found before a model is loaded.
     with listening_socket(args.host, args.port) as listener, engine_flags.open_engine(args, chosen) as engine:
-        # What was loaded stays: a collection of garbage that looks through all of it stops every request.
-        gc.collect()
-        gc.freeze()
         app = make_app(AsyncEngine(engine), settings_of(args, chosen.model, template))
         host, port = listener.getsockname()[:2]
         where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        run_app(app, listener, args, f"{app.state.server.settings.model_name} ({chosen.algorithm}) at {where}")
+        with serving_process():
+            run_app(app, listener, args, f"{app.state.server.settings.model_name} ({chosen.algorithm}) at {where}")
     return 0
 
 

@@ -2,5 +2,6 @@
 
 from .app import make_app
 from .asked import Settings
+from .process import serving_process
 
-__all__ = ["Settings", "make_app"]
+__all__ = ["Settings", "make_app", "serving_process"]
