@@ -60,7 +60,8 @@ from .harness import Result
 from .other_servers import OTHERS, served_by, status
 from .record import record
 from .round import GOLDEN, PAGE_SIZE, PlantedModels, RoundClock, Setup, draft_of, drafting_of
-from .shootout import engine_and_folders, folders_of, plant
+from .shootout import add_path, folders_of, plant
+from .spelling import Spelling, say_what_ends_texts, starts_of
 
 NAME = "server"
 PACKAGES = ["transformers", "safetensors", "fastapi", "uvicorn", "prometheus_client"]
@@ -80,46 +81,7 @@ COLUMNS = [
 WARM_UP_TOKENS = 12
 TAIL = 16  # tokens behind a shared beginning
 AFTER_PREFIX = 16  # tokens of an answer there
-ITEM = 64  # tokens of a string of the planted list
 SCHEMA = {"type": "array", "items": {"type": "string"}}
-
-
-class Spelling:
-    """What the tokens of a planted text are as text: JSON, from any of `starts` on.
-
-    Args:
-        starts: places in the text, multiples of `ITEM`.
-    """
-
-    def __init__(self, text: PlantedText, starts: Sequence[int]) -> None:
-        self._begins = {text.tokens(start, 1)[0] for start in starts}
-        self.of = {token: self._spelled(token, place) for place, token in enumerate(text.order.tolist())}
-        self._vocab = text.vocab
-
-    def _spelled(self, token: int, place: int) -> str:
-        if token in self._begins:
-            return f'["{place}'
-        # A token that ends a string and goes on is looked at anew for each mask. Vocabularies have a few hundred.
-        return f'","{place}' if place % ITEM == 0 else f" {place}"
-
-    def tokenizer(self) -> Any:
-        """A fast tokenizer of these tokens, all others being names of their own."""
-        from tokenizers import Tokenizer, decoders, models
-        from transformers import PreTrainedTokenizerFast
-
-        space = "\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}"  # as byte-level tokens have it
-        words = {self.of.get(token, f"<{token}>").replace(" ", space): token for token in range(self._vocab)}
-        backend = Tokenizer(models.WordLevel(words, unk_token=f"<{self.end}>"))
-        backend.decoder = decoders.ByteLevel()
-        return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=f"<{self.end}>")
-
-    @property
-    def end(self) -> int:
-        """A token that the text lacks, which ends one."""
-        return next(token for token in range(self._vocab) if token not in self.of)
-
-    def text(self, tokens: Sequence[int]) -> str:
-        return "".join(self.of[token] for token in tokens)
 
 
 @dataclass
@@ -376,11 +338,6 @@ class Other(Bench):
         status(self._port, "POST", "/flush_cache")
 
 
-def starts_of(text: PlantedText, most: int) -> list[int]:
-    """Where texts that are JSON begin, of so many clients."""
-    return [i * (len(text.order) // most) // ITEM * ITEM for i in range(most)]
-
-
 def has_grammars() -> bool:
     return importlib.util.find_spec("xgrammar") is not None
 
@@ -414,82 +371,90 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not is_installed(name, folders_of(args, name)):
             print(f"server: {name} is not installed here and left out", file=sys.stderr)
             others.remove(name)
-    setups = [
-        Setup(
-            args.shape,
-            drafting_of(name),
-            PublishedAcceptance(args.acceptance, args.drafter),
-            args.input,
-            args.output,
-            device,
-            torch.bfloat16 if device.type == "cuda" else torch.float32,
-            max_len=max(args.input + args.output, args.prefix + TAIL + AFTER_PREFIX) + 1,
-        )
-        for name in args.algorithm
-    ]
-    words = ["python -m specdec_kernels.bench.server", *(sys.argv[1:] if arguments is None else arguments)]
-    command, results = " ".join(words), []
-    most = max(args.concurrency)
+    run = Run(args, device, " ".join(["python -m specdec_kernels.bench.server", *(sys.argv[1:] if arguments is None else arguments)]))
+    if "ours" in args.engines:
+        run.ask_ours()
+    if others:
+        run.ask_others(others)
+    if not run.results:
+        return 2
+    show(record(run.results, device, None, run.command))
+    return 1 if any(r.error for r in run.results) else 0
 
-    def measure(bench: Bench, clients: Clients) -> None:
+
+class Run:
+    """What one call measures, as its arguments ask."""
+
+    def __init__(self, args: argparse.Namespace, device: torch.device, command: str) -> None:
+        self.args, self.device, self.command = args, device, command
+        self.results: list[Result] = []
+        self._most = max(args.concurrency)
+        self._setups = [
+            Setup(
+                args.shape,
+                drafting_of(name),
+                PublishedAcceptance(args.acceptance, args.drafter),
+                args.input,
+                args.output,
+                device,
+                torch.bfloat16 if device.type == "cuda" else torch.float32,
+                max_len=max(args.input + args.output, args.prefix + TAIL + AFTER_PREFIX) + 1,
+            )
+            for name in args.algorithm
+        ]
+
+    def ask_ours(self) -> None:
+        models = PlantedModels(self._setups[0])
+        spelling = self._spelling(models.text)
+        for setup in self._setups:
+            bench = Ours(setup, models, spelling, self._most, self.args.prefix, self.args.repeats)
+            with serving(bench.engine, self.args.shape) as clients:
+                self._measure(bench, clients)
+            del bench
+            self._free()
+
+    def ask_others(self, names: list[str]) -> None:
+        args = self.args
+        self._free()
+        text = plant(args, self.device)
+        self._free()
+        spelling = self._spelling(text)
+        say_what_ends_texts(args.out / "target", spelling)
+        for name in names:
+            for setup in self._setups:
+                d = setup.drafting
+                job = Job(
+                    name, d.name, str(args.out / "target"), str(args.out / "head"), self.device.type,
+                    setup.params(1)["dtype"], setup.engine_len, [[[[0]] * self._most]], 0, 0, 0,
+                )  # fmt: skip
+                algorithm, log = Algorithm(d.num_steps, d.topk, d.num_nodes), args.out / f"{name}.log"
+                try:
+                    with served_by(name, job, algorithm, folders_of(args, name), log) as port:
+                        clients = Clients(port, SERVED)
+                        bench = Other(name, port, setup, text, spelling, self._most, args.prefix, args.repeats)
+                        self._measure(bench, clients)
+                        clients.close()
+                except RuntimeError as error:
+                    print(f"server: {error}", file=sys.stderr)
+
+    def _spelling(self, text: PlantedText) -> Spelling:
+        return Spelling(text, starts_of(text, self._most))
+
+    def _measure(self, bench: Bench, clients: Clients) -> None:
+        args = self.args
         plan = [(batch, "even") for batch in args.concurrency]
         plan += [(1, "prefix")] if args.prefix else []
-        plan += [(min(args.json_clients, most), "json")] if has_grammars() else []
+        plan += [(min(args.json_clients, self._most), "json")] if has_grammars() else []
         for batch, kind in plan:
-            results.append(bench.measure(clients, batch, kind))
+            self.results.append(bench.measure(clients, batch, kind))
             if args.json:  # what was measured survives what comes next
-                run_record = record(results, device, None, command)
+                run_record = record(self.results, self.device, None, self.command)
                 Path(args.json).write_text(json.dumps(run_record, indent=1) + "\n")
 
-    def free() -> None:
+    def _free(self) -> None:
         gc.collect()
-        if device.type == "cuda":
+        if self.device.type == "cuda":
             torch.cuda.empty_cache()
-
-    if "ours" in args.engines:
-        models = PlantedModels(setups[0])
-        spelling = Spelling(models.text, starts_of(models.text, most))
-        for setup in setups:
-            bench = Ours(setup, models, spelling, most, args.prefix, args.repeats)
-            with serving(bench.engine, args.shape) as clients:
-                measure(bench, clients)
-            del bench
-            free()
-        del models
-        free()
-    if others:
-        text = plant(args, device)
-        free()
-        spelling = Spelling(text, starts_of(text, most))
-        say_what_ends_texts(args.out / "target", spelling)
-    for name in others:
-        for setup in setups:
-            d = setup.drafting
-            job = Job(
-                name, d.name, str(args.out / "target"), str(args.out / "head"), device.type,
-                setup.params(1)["dtype"], setup.engine_len, [[[[0]] * most]], 0, 0, 0,
-            )  # fmt: skip
-            algorithm = Algorithm(d.num_steps, d.topk, d.num_nodes)
-            try:
-                with served_by(name, job, algorithm, folders_of(args, name), args.out / f"{name}.log") as port:
-                    clients = Clients(port, SERVED)
-                    measure(Other(name, port, setup, text, spelling, most, args.prefix, args.repeats), clients)
-                    clients.close()
-            except RuntimeError as error:
-                print(f"server: {error}", file=sys.stderr)
-    if not results:
-        return 2
-    show(record(results, device, None, command))
-    return 1 if any(r.error for r in results) else 0
-
-
-def say_what_ends_texts(target: Path, spelling: Spelling) -> None:
-    """Puts a tokenizer beside a checkpoint, and the token that ends a text into its configs."""
-    spelling.tokenizer().save_pretrained(target)
-    for name in ("config.json", "generation_config.json"):
-        file = target / name
-        told = json.loads(file.read_text()) if file.exists() else {}
-        file.write_text(json.dumps(told | {"eos_token_id": spelling.end}, indent=2) + "\n")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -512,14 +477,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--repeats", type=at_least(1), default=5, metavar="N", help="runs of each kind, in turn (5)")
     parser.add_argument("--device", choices=("cpu", "cuda"))
     parser.add_argument("--engines", type=words_of(("ours", *OTHERS)), default=["ours"], metavar="NAME")
-    parser.add_argument(
-        "--path",
-        action="append",
-        default=[],
-        type=engine_and_folders,
-        metavar="ENGINE=FOLDER[:FOLDER]",
-        help="look for an engine's packages there first; several with several flags",
-    )
+    add_path(parser)
     parser.add_argument("--out", type=Path, metavar="DIR", help="where checkpoints for other engines are written")
     parser.add_argument("--json", metavar="FILE", help="write the run to FILE as well")
     return parser

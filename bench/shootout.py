@@ -102,14 +102,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--acceptance", choices=DOMAINS, default="code", help="of which texts (code)")
     parser.add_argument("--drafter", choices=DRAFTERS, default="eagle3", help="and of whose drafts (eagle3)")
     parser.add_argument("--engines", type=words_of(tuple(PACKAGES)), default=list(PACKAGES), metavar="NAME")
-    parser.add_argument(
-        "--path",
-        action="append",
-        default=[],
-        type=engine_and_folders,
-        metavar="ENGINE=FOLDER[:FOLDER]",
-        help="look for an engine's packages there first, in its process alone; several with several flags",
-    )
+    add_path(parser)
     parser.add_argument("--algorithm", type=words_of(tuple(ALGORITHMS)), default=list(ALGORITHMS), metavar="NAME")
     parser.add_argument("--batch", type=numbers(1), default=[1, 4, 16, 64], metavar="N")
     parser.add_argument("--input", type=at_least(1), default=321, metavar="N", help="tokens of a prompt (321)")
@@ -123,6 +116,17 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the checkpoints are written")
     parser.add_argument("--json", metavar="FILE", help="write the run to FILE as well")
     return parser
+
+
+def add_path(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--path",
+        action="append",
+        default=[],
+        type=engine_and_folders,
+        metavar="ENGINE=FOLDER[:FOLDER]",
+        help="look for an engine's packages there first, in its process alone; several with several flags",
+    )
 
 
 def engine_and_folders(text: str) -> str:
