@@ -371,7 +371,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not is_installed(name, folders_of(args, name)):
             print(f"server: {name} is not installed here and left out", file=sys.stderr)
             others.remove(name)
-    run = Run(args, device, " ".join(["python -m specdec_kernels.bench.server", *(sys.argv[1:] if arguments is None else arguments)]))
+    words = ["python -m specdec_kernels.bench.server", *(sys.argv[1:] if arguments is None else arguments)]
+    run = Run(args, device, " ".join(words))
     if "ours" in args.engines:
         run.ask_ours()
     if others:
