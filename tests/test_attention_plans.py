@@ -29,6 +29,7 @@ def plan_of(line: str, plan: str | None = None) -> AttentionPlan:
         tensor_cores=pools != "float32",
         packed=options == "packed",
         fixed_split=128 if options == "split128" else None,
+        page_size=1 if options == "page1" else 16,
         gpu=GPUS[gpu],
         plan=plan,
     )
@@ -60,6 +61,7 @@ def random_shape(draw: random.Random) -> dict[str, object]:
         "fp8": draw.random() < 0.5,
         "packed": packed,
         "fixed_split": fixed_split,
+        "page_size": draw.choice([1, 5, 16, 64]),
         "gpu": draw.choice([*GPUS.values(), Gpu(20, True, 227 * 1024, 228 * 1024)]),
     }
 

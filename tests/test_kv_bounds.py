@@ -107,7 +107,7 @@ def test_up_to_a_bound_plans_are_those_at_the_bound(seed: int) -> None:
             for call in calls
         ]
 
-    bounds = kv_bounds(calls, batch, batch * num_nodes, num_nodes, most, sd.H200, fp8=fp8, tensor_cores=True)
+    bounds = kv_bounds(calls, batch, batch * num_nodes, num_nodes, most, sd.H200, page_size=16, fp8=fp8, tensor_cores=True)
     every = last_alike(plans, most)
     assert set(bounds) <= set(every) and bounds[-1] == most and len(bounds) == min(len(every), MOST_BOUNDS)
     for low, high in zip([0, *every], every, strict=False):
@@ -124,7 +124,7 @@ def test_of_too_many_bounds_the_nearest_go() -> None:
 
     assert last_alike(plans, 70_000) == [*lengths, 70_000]
     calls = [AttentionCall(rows, 32, 8, 128, True) for rows in (1, 4, 8, 16, 32, 64)]
-    bounds = kv_bounds(calls, 2, 128, 64, 131_072, sd.H200, fp8=True, tensor_cores=True)
+    bounds = kv_bounds(calls, 2, 128, 64, 131_072, sd.H200, page_size=16, fp8=True, tensor_cores=True)
     assert len(bounds) == MOST_BOUNDS and bounds[-1] == 131_072
 
 

@@ -28,6 +28,7 @@ struct AttentionShape {
   bool packed;          // q_rows are those of all requests together
   bool fp8;             // pools hold float8_e4m3fn
   bool tensor_cores;    // may be used: 16-bit queries, rows that start on 16 bytes, pools that kernels can address
+  bool boxes;           // pages are whole boxes of the copy engine
   int64_t fixed_split;  // KV is split at multiples of so many rows, whatever else is in the batch; 0: evenly
 
   // Query rows times heads of one request and KV head, the rows of its row tiles: exact where requests are padded, the
@@ -55,6 +56,7 @@ struct AttentionPlan {
   bool operator==(const AttentionPlan&) const = default;
 };
 
+constexpr int kBoxTokens = 16;   // KV rows of a page that Hopper's copy engine copies at once, 128 bytes of each
 constexpr int kMaxRowTiles = 4;   // that walk KV in step; further row tiles follow as items of their own
 constexpr int kMaxWorkers = 512;  // two for each multiprocessor, of which no device has so many
 constexpr int kMaxClusterBlocks = 8;

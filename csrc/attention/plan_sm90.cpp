@@ -94,7 +94,8 @@ int cluster_blocks(const AttentionShape& shape, int64_t max_kv_len, const Device
 // wgmma multiplies 64 rows at a time, but even for 16 of them that takes less time than reading their 16-bit KV. 8-bit
 // KV is dequantised in registers for up to 32 rows; for up to 64 where one block on each multiprocessor has enough to
 // do and KV is not short; in shared memory for more. With fixed_split a row's bits must not depend on its neighbours,
-// so neither the kernel nor its row tile depends on their number.
+// so neither the kernel nor its row tile depends on their number. Tiles of 128 rows live on boxes of the copy engine:
+// where pages are none, two of 64 rows copy them row by row.
 Kernel persistent_kernel(const AttentionShape& shape, int64_t max_kv_len, const Device& device) {
   if (!shape.fp8) return Kernel::kWgmma;
   const bool one_block = shape.pairs() < 2 * device.multiprocessors && max_kv_len > kShortTokens;
@@ -104,7 +105,8 @@ Kernel persistent_kernel(const AttentionShape& shape, int64_t max_kv_len, const 
 
 int persistent_tile_rows(const AttentionShape& shape, Kernel kernel) {
   const int64_t rows = shape.rows();
-  if (kernel != Kernel::kDequantRegisters) return rows > 64 && !shape.fixed_split ? 128 : 64;
+  const bool wide = rows > 64 && !shape.fixed_split && (shape.boxes || kernel != Kernel::kWgmma);
+  if (kernel != Kernel::kDequantRegisters) return wide ? 128 : 64;
   const int largest = shape.head_dim == 256 ? 32 : 64;  // whose sums fit in registers
   return shape.fixed_split || rows > 32 ? largest : rows > 16 ? 32 : 16;
 }

@@ -19,8 +19,8 @@ using Sizes = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t>;
 // Multiprocessors, has_wgmma, shared bytes per block and per multiprocessor.
 using Gpu = std::tuple<int, bool, int, int>;
 
-py::tuple attention_plan(const Sizes& sizes, bool packed, bool fp8, bool tensor_cores, int64_t fixed_split,
-                         int64_t max_kv_len, const Gpu& gpu, const std::optional<std::string>& name) {
+py::tuple attention_plan(const Sizes& sizes, int64_t page_size, bool packed, bool fp8, bool tensor_cores,
+                         int64_t fixed_split, int64_t max_kv_len, const Gpu& gpu, const std::optional<std::string>& name) {
   const auto [batch, q_rows, q_heads, kv_heads, head_dim] = sizes;
   const auto [multiprocessors, has_wgmma, per_block, per_multiprocessor] = gpu;
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
@@ -31,6 +31,7 @@ py::tuple attention_plan(const Sizes& sizes, bool packed, bool fp8, bool tensor_
   check.that(q_heads >= 1 && q_heads % kv_heads == 0, "q_heads", {"is ", q_heads},
              {"a multiple of kv_heads=", kv_heads});
   check.that(head_dim == 64 || head_dim == 128 || head_dim == 256, "head_dim", {"is ", head_dim}, "64, 128 or 256");
+  check.range("page_size", page_size, 1, kMost);
   check.range("max_kv_len", max_kv_len, 1, kMost);
   check.that(fixed_split >= 0 && fixed_split % 128 == 0, "fixed_split", {"is ", fixed_split},
              "a positive multiple of 128");
@@ -43,6 +44,7 @@ py::tuple attention_plan(const Sizes& sizes, bool packed, bool fp8, bool tensor_
                              .packed = packed,
                              .fp8 = fp8,
                              .tensor_cores = tensor_cores,
+                             .boxes = page_size % kBoxTokens == 0,
                              .fixed_split = fixed_split};
   const Device device{.multiprocessors = multiprocessors,
                       .is_hopper_or_later = has_wgmma,

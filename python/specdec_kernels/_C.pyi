@@ -344,6 +344,7 @@ def tree_attention_plan(
 ) -> str: ...
 def attention_plan(
     sizes: tuple[int, int, int, int, int],
+    page_size: int,
     packed: bool,
     fp8: bool,
     tensor_cores: bool,

@@ -48,6 +48,7 @@ def attention_plan(
     kv_heads: int,
     head_dim: int,
     max_kv_len: int,
+    page_size: int = 16,
     fp8: bool = False,
     packed: bool = False,
     tensor_cores: bool = True,
@@ -62,6 +63,7 @@ def attention_plan(
         q_rows: query rows of each request, or with `packed` of all of them.
         q_heads, kv_heads, head_dim: as the tensors have them; head_dim is 64, 128 or 256.
         max_kv_len: KV rows, prefix and tail, that no request exceeds.
+        page_size: KV rows of a page.
         fp8: pools hold float8_e4m3fn instead of 16-bit floats.
         packed: rows are packed, with cu_seqlens_q.
         tensor_cores: queries are 16-bit floats, and rows of q, out and the pools start on 16 bytes.
@@ -76,4 +78,6 @@ def attention_plan(
         ValueError: a size out of range, or a plan that does not exist or cannot run this shape on this GPU.
     """
     sizes = (batch, q_rows, q_heads, kv_heads, head_dim)
-    return AttentionPlan(*_C.attention_plan(sizes, packed, fp8, tensor_cores, fixed_split or 0, max_kv_len, gpu, plan))
+    split = fixed_split or 0
+    found = _C.attention_plan(sizes, page_size, packed, fp8, tensor_cores, split, max_kv_len, gpu, plan)
+    return AttentionPlan(*found)

@@ -4,11 +4,10 @@
 
 #include <cuda.h>
 
+#include "attention/plan.h"
 #include "attention/tree_attention.h"
 
 namespace specdec::attention {
-
-constexpr int kBoxTokens = 16;  // of a copy, 128 bytes of each
 
 struct TensorMaps {
   CUtensorMap k, v;

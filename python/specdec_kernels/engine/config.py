@@ -261,8 +261,17 @@ class EngineConfig:
                 return (max_len + reserve,)
             calls = AttentionCall.of(model, None, True), *needs.attention
             most = most_nodes(batch, num_rows, needs, equal=draft.sampled)
-            kinds = {"fp8": kv_dtype.itemsize == 1, "tensor_cores": dtype.itemsize == 2}
-            return kv_bounds(calls, batch, num_rows, most, max_len + reserve, machine.gpu, **kinds)
+            return kv_bounds(
+                calls,
+                batch,
+                num_rows,
+                most,
+                max_len + reserve,
+                machine.gpu,
+                page_size=page_size,
+                fp8=kv_dtype.itemsize == 1,
+                tensor_cores=dtype.itemsize == 2,
+            )
 
         return cls(
             machine=machine,

@@ -47,6 +47,7 @@ def kv_bounds(
     max_kv_len: int,
     gpu: Gpu,
     *,
+    page_size: int,
     fp8: bool,
     tensor_cores: bool,
 ) -> tuple[int, ...]:
@@ -69,6 +70,7 @@ def kv_bounds(
                 kv_heads=call.kv_heads,
                 head_dim=call.head_dim,
                 max_kv_len=length,
+                page_size=page_size,
                 fp8=fp8 and call.follows_kv_dtype,
                 tensor_cores=tensor_cores,
                 gpu=gpu,
