@@ -107,7 +107,9 @@ def test_up_to_a_bound_plans_are_those_at_the_bound(seed: int) -> None:
             for call in calls
         ]
 
-    bounds = kv_bounds(calls, batch, batch * num_nodes, num_nodes, most, sd.H200, page_size=16, fp8=fp8, tensor_cores=True)
+    bounds = kv_bounds(
+        calls, batch, batch * num_nodes, num_nodes, most, sd.H200, page_size=16, fp8=fp8, tensor_cores=True
+    )
     every = last_alike(plans, most)
     assert set(bounds) <= set(every) and bounds[-1] == most and len(bounds) == min(len(every), MOST_BOUNDS)
     for low, high in zip([0, *every], every, strict=False):

@@ -56,7 +56,7 @@ struct AttentionPlan {
   bool operator==(const AttentionPlan&) const = default;
 };
 
-constexpr int kBoxTokens = 16;   // KV rows of a page that Hopper's copy engine copies at once, 128 bytes of each
+constexpr int kBoxTokens = 16;    // KV rows of a page that Hopper's copy engine copies at once, 128 bytes of each
 constexpr int kMaxRowTiles = 4;   // that walk KV in step; further row tiles follow as items of their own
 constexpr int kMaxWorkers = 512;  // two for each multiprocessor, of which no device has so many
 constexpr int kMaxClusterBlocks = 8;

@@ -20,7 +20,8 @@ using Sizes = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t>;
 using Gpu = std::tuple<int, bool, int, int>;
 
 py::tuple attention_plan(const Sizes& sizes, int64_t page_size, bool packed, bool fp8, bool tensor_cores,
-                         int64_t fixed_split, int64_t max_kv_len, const Gpu& gpu, const std::optional<std::string>& name) {
+                         int64_t fixed_split, int64_t max_kv_len, const Gpu& gpu,
+                         const std::optional<std::string>& name) {
   const auto [batch, q_rows, q_heads, kv_heads, head_dim] = sizes;
   const auto [multiprocessors, has_wgmma, per_block, per_multiprocessor] = gpu;
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
