@@ -803,6 +803,24 @@ def test_health_of_a_closed_engine() -> None:
         assert running.error(COMPLETIONS, {"prompt": TEXT})[0] == 503
 
 
+def test_prefixes_can_be_let_go_of() -> None:
+    with serving(make_engine(prefix_cache=True), api_key="secret") as running:
+        key = {"Authorization": "Bearer secret"}
+
+        def cached() -> int:
+            body = {"prompt": TEXT * 8, "max_tokens": 2}
+            usage = json.loads(running.ask(COMPLETIONS, body, key)[2])["usage"]
+            return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+        assert (cached(), cached() > 0) == (0, True)
+        assert running.error("/flush_cache", {})[0] == 401
+        assert cached() > 0
+        assert running.ask("/flush_cache", {}, key)[0] == 200
+        assert cached() == 0
+        running.engine.close()
+        assert running.error("/flush_cache", {}, key) == (503, "Engine is closed, expected an open one", None)
+
+
 def test_tokens(server: Running) -> None:
     tokens = tokenizer()(TEXT)["input_ids"]
     answer = json.loads(server.ask("/tokenize", {"model": NAME, "prompt": TEXT})[2])

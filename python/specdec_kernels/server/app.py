@@ -155,6 +155,14 @@ class Server:
             raise RequestError(str(error), status=503) from error
         return JSONResponse({"status": "ok"})
 
+    async def flush_cache(self, request: Request) -> Response:
+        self._check_key(request)
+        try:
+            await asyncio.to_thread(self.engine.clear_cache)
+        except RuntimeError as error:
+            raise RequestError(str(error), status=503) from error
+        return JSONResponse({"status": "ok"})
+
     async def show_metrics(self, _: Request) -> Response:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
 
@@ -255,6 +263,7 @@ def make_app(tasks: AsyncEngine, settings: Settings) -> FastAPI:
         "/tokenize": ("POST", server.tokenize),
         "/detokenize": ("POST", server.detokenize),
         "/health": ("GET", server.health),
+        "/flush_cache": ("POST", server.flush_cache),
         "/metrics": ("GET", server.show_metrics),
         "/server_info": ("GET", server.server_info),
         "/get_server_info": ("GET", server.server_info),
