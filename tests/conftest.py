@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -30,6 +32,14 @@ def verifier(request: pytest.FixtureRequest) -> tuple[torch.device, str | None]:
     """A device, and one of its plans of verify_tree."""
     device, *plan = request.param.split(" ")
     return torch.device(device), plan[0] if plan else None
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """An interrupt raises, also where the tests were started in the background, which ignores them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(autouse=True)

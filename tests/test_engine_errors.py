@@ -283,6 +283,7 @@ def test_an_exception_in_the_model_ends_generate_and_nothing_else(
     expect_usable(engine, want, prompts)
 
 
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("at", [1, 2, 7])
 def test_ctrl_c(engine: Engine, at: int) -> None:
     prompts = random_prompts(5)

@@ -688,6 +688,7 @@ def test_an_engine_without_references_is_collected() -> None:
     assert threading.active_count() == before
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_reaches_who_waits() -> None:
     """In `generate` and in `result`; the engine goes on."""
     with make_engine(max_len=1024) as engine:
