@@ -100,7 +100,9 @@ class Answers:
 
     @property
     def cached_tokens(self) -> int:
-        return sum(answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in self.answers)
+        """As far as the server tells."""
+        details = (answer["usage"].get("prompt_tokens_details") or {} for answer in self.answers)
+        return sum(each.get("cached_tokens", 0) for each in details)
 
     @property
     def between(self) -> list[float]:
@@ -160,13 +162,9 @@ def serving(engine: Engine, model: str) -> Iterator[Clients]:
 
 
 class Bench:
-    """What clients ask of one server, up to so many of them.
+    """What clients ask of one server, up to so many of them."""
 
-    Args:
-        clear_cache: lets the server forget the prompts it has seen.
-    """
-
-    name: str
+    name: str  # of the server
 
     def __init__(
         self, setup: Setup, text: PlantedText, spelling: Spelling, most: int, prefix: int, repeats: int
