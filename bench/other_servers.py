@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import http.client
 import importlib
-import os
-import signal
 import socket
-import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from .engines import Algorithm, Job
-from .shootout import environment_of
+from .shootout import environment_of, process_group
 
 OTHERS = ("sglang", "sglang_plugin")  # whose servers can be asked
 START_SECONDS = 280.0  # in which one of them must be there
@@ -42,22 +39,12 @@ def served_by(name: str, job: Job, algorithm: Algorithm, folders: list[str], log
     runner = importlib.import_module(f".engines.{name}", __package__).Runner
     with socket.create_server(("127.0.0.1", 0)) as found:
         port = found.getsockname()[1]
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            runner.server(job, algorithm, port),
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env=environment_of(folders) | runner.environment(),
-        )
-    try:
+    with process_group(
+        runner.server(job, algorithm, port), environment_of(folders) | runner.environment(), log
+    ) as process:
         until = time.monotonic() + START_SECONDS
         while status(port, "GET", "/health") != 200:
             if process.poll() is not None or time.monotonic() > until:
                 raise RuntimeError(f"{name} does not serve:\n{log.read_text()[-2000:]}")
             time.sleep(0.5)
         yield port
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()

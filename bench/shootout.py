@@ -20,9 +20,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -249,19 +249,27 @@ def environment_of(folders: list[str]) -> dict[str, str]:
 
 def run_limited(command: list[str], folders: list[str], log: Path, limit: float) -> str | None:
     """Runs a process group to its end or the limit; says what went wrong, if something did."""
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, env=environment_of(folders)
-        )
+    with process_group(command, environment_of(folders), log) as process:
         try:
             code = process.wait(limit)
         except subprocess.TimeoutExpired:
             return f"took more than {limit:g} s"
-        finally:
-            with suppress(ProcessLookupError):  # the engine's own processes, where it left some
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
     return f"ended with code {code}" if code else None
+
+
+@contextmanager
+def process_group(command: list[str], environment: dict[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that writes to the log; at the end it is killed, with all that it has started."""
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, env=environment
+        )
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):  # the engine's own processes, where it left some
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def result_of(
