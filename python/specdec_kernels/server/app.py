@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from pathlib import Path
 
 from fastapi import FastAPI, Request
@@ -96,9 +96,8 @@ class Server:
             raise RequestError(message, status=429, code="queue_full", headers={"Retry-After": "1"})
         params = [asked.params] * len(token_lists)
         try:
-            requests = self.engine._submit(AsyncRequest, token_lists, params, True, self.tasks._inbox())
-        except RuntimeError as error:
-            raise RequestError(str(error), status=503) from error
+            with able_to_serve():
+                requests = self.engine._submit(AsyncRequest, token_lists, params, True, self.tasks._inbox())
         except ValueError as error:
             raise asked.refused(error) from error
         self.metrics.begin(requests, arrival)
@@ -149,18 +148,14 @@ class Server:
         return JSONResponse({"model_path": self.settings.model_name, "internal_states": [state]})
 
     async def health(self, _: Request) -> Response:
-        try:
+        with able_to_serve():
             self.engine._loop.expect_open()
-        except RuntimeError as error:
-            raise RequestError(str(error), status=503) from error
         return JSONResponse({"status": "ok"})
 
     async def flush_cache(self, request: Request) -> Response:
         self._check_key(request)
-        try:
+        with able_to_serve():
             await asyncio.to_thread(self.engine.clear_cache)
-        except RuntimeError as error:
-            raise RequestError(str(error), status=503) from error
         return JSONResponse({"status": "ok"})
 
     async def show_metrics(self, _: Request) -> Response:
@@ -197,6 +192,15 @@ class Server:
         if size > most:
             raise RequestError(f"the body has {size} bytes or more, expected at most {most}", status=413)
         return parse_body(b"".join(parts))
+
+
+@contextmanager
+def able_to_serve() -> Iterator[None]:
+    """What an engine cannot do for now, or any more, is a 503."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RequestError(str(error), status=503) from error
 
 
 class EventStream(Response):
