@@ -22,6 +22,9 @@ enum class Kernel {
   kCluster,           // Hopper: a thread-block cluster for each request, KV head and row tile
 };
 
+constexpr int kBoxTokens = 16;  // KV rows of a page that Hopper's copy engine copies at once, 128 bytes of each
+constexpr bool is_of_boxes(int64_t page_size) { return page_size % kBoxTokens == 0; }
+
 // What is static about a call.
 struct AttentionShape {
   int64_t batch, q_rows, q_heads, kv_heads, head_dim;
@@ -56,7 +59,6 @@ struct AttentionPlan {
   bool operator==(const AttentionPlan&) const = default;
 };
 
-constexpr int kBoxTokens = 16;    // KV rows of a page that Hopper's copy engine copies at once, 128 bytes of each
 constexpr int kMaxRowTiles = 4;   // that walk KV in step; further row tiles follow as items of their own
 constexpr int kMaxWorkers = 512;  // two for each multiprocessor, of which no device has so many
 constexpr int kMaxClusterBlocks = 8;

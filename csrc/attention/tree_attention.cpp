@@ -107,7 +107,7 @@ AttentionShape shape_of(const TreeAttentionParams& p) {
           .packed = p.cu_seqlens_q != nullptr,
           .fp8 = p.fp8,
           .tensor_cores = tensor_cores,
-          .boxes = p.rows.page_size % kBoxTokens == 0,
+          .boxes = is_of_boxes(p.rows.page_size),
           .fixed_split = p.fixed_split};
 }
 

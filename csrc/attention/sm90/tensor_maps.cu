@@ -32,8 +32,8 @@ bool encode(CUtensorMap& map, const void* pool, const PoolStrides& strides, cons
 
 TensorMaps tensor_maps_of(const TreeAttentionParams& p) {
   TensorMaps maps{};
-  maps.usable = p.rows.page_size % kBoxTokens == 0 && p.rows.num_pages > 0 &&
-                encode(maps.k, p.k_pool, p.k_strides, p) && encode(maps.v, p.v_pool, p.v_strides, p);
+  maps.usable = is_of_boxes(p.rows.page_size) && p.rows.num_pages > 0 && encode(maps.k, p.k_pool, p.k_strides, p) &&
+                encode(maps.v, p.v_pool, p.v_strides, p);
   return maps;
 }
 
