@@ -60,7 +60,7 @@ from .harness import Result
 from .other_servers import OTHERS, served_by, status
 from .record import record
 from .round import GOLDEN, PAGE_SIZE, PlantedModels, RoundClock, Setup, draft_of, drafting_of
-from .shootout import add_path, folders_of, plant
+from .shootout import MORE, add_path, folders_of, plant
 from .spelling import Spelling, say_what_ends_texts, starts_of
 
 NAME = "server"
@@ -397,7 +397,7 @@ class Run:
                 args.output,
                 device,
                 torch.bfloat16 if device.type == "cuda" else torch.float32,
-                max_len=max(args.input + args.output, args.prefix + TAIL + AFTER_PREFIX) + 1,
+                max_len=max(args.input + args.output, args.prefix + TAIL + AFTER_PREFIX) + MORE,
             )
             for name in args.algorithm
         ]
@@ -477,6 +477,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=("cpu", "cuda"))
     parser.add_argument("--engines", type=words_of(("ours", *OTHERS)), default=["ours"], metavar="NAME")
     add_path(parser)
+    parser.set_defaults(layers=None)  # those of the shape, in the checkpoints of `bench.shootout`, too
     parser.add_argument("--out", type=Path, metavar="DIR", help="where checkpoints for other engines are written")
     parser.add_argument("--json", metavar="FILE", help="write the run to FILE as well")
     return parser

@@ -99,6 +99,7 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b")
+    parser.add_argument("--layers", type=at_least(1), metavar="N", help="of the model, instead of the shape's")
     parser.add_argument("--acceptance", choices=DOMAINS, default="code", help="of which texts (code)")
     parser.add_argument("--drafter", choices=DRAFTERS, default="eagle3", help="and of whose drafts (eagle3)")
     parser.add_argument("--engines", type=words_of(tuple(PACKAGES)), default=list(PACKAGES), metavar="NAME")
@@ -138,9 +139,9 @@ def engine_and_folders(text: str) -> str:
 
 def plant(args: argparse.Namespace, device: torch.device) -> PlantedText:
     """The text; its target and head lie in --out. What lies there from the same options is used again."""
-    config = shape_config(args.shape)
+    config = shape_config(args.shape, args.layers)
     text = PlantedText.of(config.vocab_size, draft_vocab_of(config))
-    made_of = [args.shape, args.acceptance, args.drafter, dtype_of(device)]
+    made_of = [args.shape, config.num_hidden_layers, args.acceptance, args.drafter, dtype_of(device)]
     told = args.out / "planted.json"
     if told.exists() and json.loads(told.read_text()) == made_of:
         return text
@@ -220,6 +221,7 @@ def run_engine(
     for batch in args.batch:
         params = {
             "engine": engine, "algorithm": algorithm, "batch": batch, **steps_of(algorithm), "shape": args.shape,
+            "layers": args.layers,
             "accept": PublishedAcceptance(args.acceptance, args.drafter).name, "input": args.input,
             "output": args.output, "short": args.short, "max_len": job.max_len, "dtype": job.dtype,
         }  # fmt: skip
@@ -294,7 +296,8 @@ def show(run_record: dict[str, Any]) -> None:
     told = ", ".join(f"{name} {facts.get('version', '?')}" for name, facts in run_record["engines"].items())
     p = run_record["results"][0]["params"]
     print(f"{run_record['machine']['name']}: {told}")
-    print(f"{p['shape']} {p['dtype']}, accept {p['accept']}, {p['input']} tokens in, {p['output']} out")
+    layers = f" of {p['layers']} layers" if p.get("layers") else ""
+    print(f"{p['shape']}{layers} {p['dtype']}, accept {p['accept']}, {p['input']} tokens in, {p['output']} out")
     print_table(COLUMNS, [row(r) for r in run_record["results"]], left=2)
 
 

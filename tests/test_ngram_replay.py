@@ -106,3 +106,14 @@ def test_peers_are_fed_as_their_engines_do() -> None:
     trie.extend([4])
     inserted = [arguments for name, arguments in inner.calls if name == "insert"]
     assert inserted == [([[*range(1, 10)]],), ([[*range(1, 10)]],)]  # the prompt, then a round late
+
+    lookup = Canned(propose=[[4, 5]])
+    prompt_lookup = peers.PromptLookup(SimpleNamespace(NgramProposer=lambda config: lookup), 3, shortest=2)
+    prompt_lookup.begin([7, 8])
+    prompt_lookup.extend([9])
+    assert prompt_lookup.nodes(prompt_lookup.draft()) == ([9, 4, 5], [-1, 0, 1])
+    ((name, (drafts, sampled, lengths, texts)),) = lookup.calls
+    assert (name, drafts, sampled, lengths.tolist()) == ("propose", 3, [[9]], [3])
+    assert texts[0, :4].tolist() == [7, 8, 9, 0]
+    prompt_lookup.begin([1])
+    assert prompt_lookup.nodes([[]]) == ([1], [-1])

@@ -47,6 +47,15 @@ def test_ours_on_the_tiny_shape(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert (out / "head/model.safetensors").stat().st_mtime_ns != planted
 
 
+def test_a_shape_of_fewer_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, file = tmp_path / "planted", tmp_path / "run.json"
+    options = ["--layers", "2", "--batch", "1", "--algorithm", "plain", "--engines", "ours"]
+    assert shootout.main([*TINY, *options, "--out", str(out), "--json", str(file)]) == 0
+    assert "tiny of 2 layers float32, accept code eagle3" in capsys.readouterr().out
+    assert json.loads((out / "target/config.json").read_text())["num_hidden_layers"] == 2
+    assert json.loads(file.read_text())["results"][0]["params"]["layers"] == 2
+
+
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])
 def test_an_engine_with_the_plugin_needs_both(engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engines = pytest.importorskip("specdec_kernels.bench.engines")

@@ -1,18 +1,24 @@
-"""Arctic's suffix decoding and SGLang's n-gram trie, fed and asked as their engines do it (bench/ngram_replay.py).
+"""Arctic's suffix decoding, SGLang's n-gram trie and vLLM's prompt lookup, fed and asked as their engines do it
+(bench/ngram_replay.py).
 
-Both run on the CPU. Written for arctic-inference 0.3.0, whose package needs no more than NumPy for this, and sglang
-0.5.23, whose trie is compiled when it is first used.
+All run on the CPU. Written for arctic-inference 0.3.0, whose package needs no more than NumPy for this, sglang 0.5.23,
+whose trie is compiled when it is first used, and vllm 0.26.0, whose lookup Numba compiles.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
+
+import numpy as np
 
 from ..drafter import Drafter
 from . import installed
 
 TRIE_DEPTH, TRIE_NODES = 18, 10_000_000  # what sglang serves with
+LOOKUP = 5  # tokens that have to match, vllm's default; shorter matches down to 2 are what its users ask for
+MOST_TOKENS = 1 << 14  # of a request
 EVERY_LENGTH = 1e6
 
 
@@ -87,6 +93,45 @@ class Trie(Drafter):
         return [tokens[i] for i in kept], parents
 
 
+class PromptLookup(Drafter):
+    """vLLM: a chain behind the last place of the request's own text that ends as the text does."""
+
+    def __init__(self, package: Any, drafts: int, *, shortest: int) -> None:
+        self._proposer = package.NgramProposer(
+            SimpleNamespace(
+                speculative_config=SimpleNamespace(
+                    prompt_lookup_min=shortest, prompt_lookup_max=LOOKUP, num_speculative_tokens=drafts
+                ),
+                model_config=SimpleNamespace(max_model_len=MOST_TOKENS),
+                scheduler_config=SimpleNamespace(max_num_seqs=1024),
+                parallel_config=SimpleNamespace(tensor_parallel_size=1),
+            )
+        )
+        self._drafts = drafts
+        self._text = np.zeros((1, MOST_TOKENS), np.int32)
+        self._length = np.zeros(1, np.int32)
+
+    def learn(self, document: Sequence[int]) -> None:
+        """Nothing: it looks at the request alone."""
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self._length[0] = 0
+        self.extend(prompt)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        begin = int(self._length[0])
+        self._text[0, begin : begin + len(tokens)] = tokens
+        self._length[0] += len(tokens)
+
+    def draft(self) -> Any:
+        last = int(self._text[0, self._length[0] - 1])
+        return self._proposer.propose(self._drafts, [[last]], self._length, self._text)
+
+    def nodes(self, found: Any) -> tuple[list[int], list[int]]:
+        tokens = list(found[0])
+        return [int(self._text[0, self._length[0] - 1]), *tokens], [*range(-1, len(tokens))]
+
+
 def ngram_drafters() -> dict[str, Callable[[int], Drafter]]:
     """By name, what makes one for so many drafts: as it is served, and as it drafts best."""
     drafters: dict[str, Callable[[int], Drafter]] = {}
@@ -96,4 +141,7 @@ def ngram_drafters() -> dict[str, Callable[[int], Drafter]]:
     if sglang := installed("sglang.kernels.ops.speculative.ngram_corpus"):
         drafters["sglang"] = lambda drafts: Trie(sglang, drafts, prompts=False)
         drafters["sglang + prompts"] = lambda drafts: Trie(sglang, drafts, prompts=True)
+    if vllm := installed("vllm.v1.spec_decode.ngram_proposer"):
+        drafters["vllm"] = lambda drafts: PromptLookup(vllm, drafts, shortest=LOOKUP)
+        drafters["vllm from 2"] = lambda drafts: PromptLookup(vllm, drafts, shortest=2)
     return drafters

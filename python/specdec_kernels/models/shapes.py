@@ -98,9 +98,11 @@ _CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
 SHAPES = tuple(_CONFIGS)
 
 
-def shape_config(name: str) -> Any:
-    """A new config of the shape; embeddings are untied, and no token ends a text."""
+def shape_config(name: str, num_layers: int | None = None) -> Any:
+    """A new config of the shape, or with so many layers; embeddings are untied, and no token ends a text."""
     kind, values = _CONFIGS[name]
+    if num_layers is not None:
+        values = values | {"num_hidden_layers": num_layers}
     return kind(**values, tie_word_embeddings=False, bos_token_id=None, eos_token_id=None)
 
 
