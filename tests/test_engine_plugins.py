@@ -187,6 +187,59 @@ def test_the_functions_take_what_sglang_gives_them() -> None:
             inspect.signature(ours).bind(*call.args, **{str(word.arg): None for word in call.keywords})
 
 
+def test_drafts_ask_for_the_best_of_their_probabilities_alone() -> None:
+    """Between the two functions that the plugin stands around, SGLang looks at no probability unless it samples
+    drafts."""
+    folder = sglang_sources()
+    utils = module_of(folder, "sglang.srt.speculative.spec_utils")
+    renorm = next(n for n in ast.walk(utils) if isinstance(n, ast.FunctionDef) and n.name == "renorm_draft_probs")
+    assert [argument.arg for argument in renorm.args.args] == [
+        "next_token_logits", "sampling_info", "use_rejection_sampling"
+    ]  # fmt: skip
+    for call in calls_of(module_of(folder, "sglang.srt.speculative.eagle_worker_v2"), "renorm_draft_probs"):
+        assert len(call.args) == 3 and not call.keywords  # by their places, as ours takes them
+    topk = module_of(folder, "sglang.srt.utils.common")
+    fast_topk = next(n for n in ast.walk(topk) if isinstance(n, ast.FunctionDef) and n.name == "fast_topk")
+    assert [argument.arg for argument in fast_topk.args.args] == ["values", "topk", "dim"]
+    callers = {
+        path.stem
+        for path in (folder / "srt").rglob("*.py")
+        if "renorm_draft_probs(" in path.read_text() and path.stem != "spec_utils"
+    }
+    assert callers <= {"eagle_worker_v2", "eagle_draft_cuda_graph_runner"}  # the second only speaks of it
+    worker = module_of(folder, "sglang.srt.speculative.eagle_worker_v2")
+    imported = [
+        node.module
+        for node in ast.walk(worker)
+        if isinstance(node, ast.ImportFrom) and any(alias.name == "fast_topk" for alias in node.names)
+    ]
+    assert imported == ["sglang.srt.utils.common"]
+    asked = ast.unparse(worker).count("fast_topk(probs, self.topk, dim=-1)")
+    assert asked == len(calls_of(worker, "renorm_draft_probs")) == 3
+
+
+def test_a_drafts_best_tokens_come_straight_from_its_logits() -> None:
+    logits = torch.randn(3, 50)
+
+    def renorm(given: torch.Tensor, sampling_info: Any, use_rejection_sampling: bool) -> torch.Tensor:
+        return given.softmax(-1)
+
+    def topk(values: torch.Tensor, count: int, dim: int) -> Any:
+        return torch.topk(values, count, dim)
+
+    # On the CPU, and where drafts are sampled, everything is SGLang's own.
+    assert torch.equal(sglang_plugin.keep_logits(renorm, logits, None, False), logits.softmax(-1))
+    assert torch.equal(sglang_plugin.keep_logits(renorm, logits, None, True), logits.softmax(-1))
+    want = torch.topk(logits.softmax(-1), 4, -1)
+    for values in (logits.softmax(-1), sglang_plugin.DraftLogits(logits)):
+        probabilities, tokens = sglang_plugin.best_of(topk, values, 4, dim=-1)
+        torch.testing.assert_close(probabilities, want.values)
+        assert torch.equal(tokens, want.indices) and tokens.dtype == torch.int64
+    many = torch.randn(2, 100)
+    probabilities, tokens = sglang_plugin.best_of(topk, sglang_plugin.DraftLogits(many), 80, dim=-1)
+    assert torch.equal(tokens, torch.topk(many.softmax(-1), 80, -1).indices)
+
+
 def test_the_ngram_worker_has_what_ours_changes_and_reads() -> None:
     folder = sglang_sources()
     module = module_of(folder, "sglang.srt.speculative.ngram_worker")

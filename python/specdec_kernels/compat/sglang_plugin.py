@@ -12,14 +12,18 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
+
+from ..ops import select_topk
 
 __all__ = ["ALGORITHM", "BACKEND", "VERSIONS", "register"]
 
 BACKEND = "specdec"
 ALGORITHM = "SPECDEC_NGRAM"
 VERSIONS = ("0.5.17",)  # whose interfaces are known and tested
+MAX_TOPK = 64  # that select_topk takes
 DRAFTING = (None, "EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM", ALGORITHM)  # what the backend verifies
 
 logger = logging.getLogger(__name__)
@@ -136,7 +140,7 @@ def draft_extend(original: Callable[[Any], Any], factory: Any) -> Any:
 
 
 def register_functions() -> str:
-    """The functions that build and verify trees, on CUDA tensors, in the place of `sgl_kernel`'s."""
+    """The functions that choose a draft's tokens, and build and verify trees, on CUDA tensors."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from .. import cuda_version
@@ -147,7 +151,35 @@ def register_functions() -> str:
     names = ("build_tree_kernel_efficient", "verify_tree_greedy", "tree_speculative_sampling_target_only")
     for name in names:
         HookRegistry.register(f"sgl_kernel.{name}", getattr(sglang, name), HookType.REPLACE)
-    return ", ".join(names)
+    HookRegistry.register("sglang.srt.speculative.spec_utils.renorm_draft_probs", keep_logits, HookType.AROUND)
+    HookRegistry.register("sglang.srt.utils.common.fast_topk", best_of, HookType.AROUND)
+    return ", ".join([*names, "fast_topk"])
+
+
+@dataclass(frozen=True)
+class DraftLogits:
+    """Stands for a draft's probabilities between the function that normalises them all and the one that sorts them:
+    `select_topk` gives the best and their probabilities in one pass over the logits."""
+
+    logits: Any  # [rows, vocabulary]
+
+
+def keep_logits(original: Callable[..., Any], logits: Any, sampling_info: Any, use_rejection_sampling: bool) -> Any:
+    """For `renorm_draft_probs`, whose probabilities go to `fast_topk` alone unless drafts are sampled."""
+    if use_rejection_sampling or not logits.is_cuda or not len(logits):
+        return original(logits, sampling_info, use_rejection_sampling)
+    return DraftLogits(logits)
+
+
+def best_of(original: Callable[..., Any], values: Any, topk: int, dim: int) -> Any:
+    """For `fast_topk`: probabilities [rows, topk] float32 and tokens [rows, topk] int64, best first."""
+    if not isinstance(values, DraftLogits):
+        return original(values, topk, dim)
+    logits = values.logits
+    if topk > MAX_TOPK:
+        return original(logits.softmax(-1), topk, dim)
+    best = select_topk(logits, topk)
+    return best.logprobs.exp(), best.ids.long()
 
 
 def register_ngram() -> str:
