@@ -9,8 +9,9 @@
 //
 // A round is a chain of such products with small kernels between them, during which the memory would idle; so this
 // kernel starts while those still run (programmatic dependent launch), and fills its ring before x is there: none of
-// them writes the weight. A gate is taken here for the same reason: a tile is then eight rows of the gate and the same
-// eight of what is gated, in turn, which makes the two sums those of one thread.
+// them writes the weight. What they read waits behind all that the ring has asked for, so it asks for no more at a time
+// than keeps the memory busy. A gate is taken here for the same reason: a tile is then eight rows of the gate and the
+// same eight of what is gated, in turn, which makes the two sums those of one thread.
 //
 // Numbers of 8 bits are multiplied as such, 128 of them at a time, whose sums the tensor cores keep with 14 bits of
 // mantissa or so; these are then scaled, by the group's scales of both sides, and added up in float32. Scales come to
@@ -41,11 +42,18 @@ constexpr int kMaxScaledColumns = 64;  // the same of 8 bits, whose products are
 constexpr int kSliceBytes = 128;       // of a row, that lie together: a row of a swizzled panel
 constexpr int kWarpgroup = 4 * kWarp;
 constexpr int kRingBytes = 226 * 1024;
+constexpr int kBytesUnderWay = 36 * 1000;  // of the weight, to a multiprocessor: what bandwidth and latency make
 
-// Barriers of each stage: `full` opens when the whole stage has arrived, `empty` when all its readers are done.
+// Barriers of each stage: `full` opens when the stage's part of the weight has arrived, `x_full` when that of x has,
+// `empty` when all its readers are done.
 template <int kStages>
 struct RingBarriers {
-  Mbarrier full[kStages], empty[kStages];
+  Mbarrier full[kStages], x_full[kStages], empty[kStages];
+
+  __device__ void wait_for_both(const Turn<kStages>& turn) {
+    full[turn.at].wait(turn.parity);
+    x_full[turn.at].wait(turn.parity);
+  }
 };
 
 // Every kernel begins with this. Other threads see the barriers after the next barrier of the block or its cluster.
@@ -59,6 +67,7 @@ __device__ __forceinline__ void begin_ring(const CUtensorMap& weight, const CUte
   cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&x));
   for (int i = 0; i < stages; ++i) {
     barriers.full[i].init(1);
+    barriers.x_full[i].init(1);
     barriers.empty[i].init(readers);
   }
   Cluster::show_barriers();
@@ -78,7 +87,8 @@ struct WgmmaLinearRows {
   int groups;         // of so many tiles, of a block
   int depth;          // slices of a stage
   int stages, stage_bytes;
-  int scales;  // groups that a stage has scales of: those of its slices, 1 of whole rows, or 0
+  int stages_under_way;  // at most, whose part of the weight has not arrived
+  int scales;            // groups that a stage has scales of: those of its slices, 1 of whole rows, or 0
 
   __device__ int rows_at_once() const { return tiles_at_once * tile_rows; }
   __device__ int slice_bytes() const { return rows_at_once() * kSliceBytes; }
@@ -129,12 +139,19 @@ class LinearRows : SliceOf<W> {
   __device__ void copy_weight() {
     constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST);
     const int rows = w_.rows_at_once();
-    const int bytes = w_.depth * (w_.slice_bytes() + kXBytes) + w_.scales * (rows + (kHasScaledX ? kColumns : 0)) * 4;
-    Turn<kMaxStages> turn;
+    const int bytes = w_.depth * w_.slice_bytes() + w_.scales * rows * 4;
+    Turn<kMaxStages> turn, arriving;
+    int under_way = 0;
     int row = share_.first * w_.tile_rows;
     for (int group = 0; group < w_.groups; ++group, row += rows)
       for (int slice = 0; slice < share_.slices; slice += w_.depth, turn.advance(w_.stages)) {
         barriers_.empty[turn.at].wait(turn.parity ^ 1);
+        if (under_way == w_.stages_under_way) {
+          barriers_.full[arriving.at].wait(arriving.parity);
+          arriving.advance(w_.stages);
+        } else {
+          ++under_way;
+        }
         uint64_t* const full = &barriers_.full[turn.at].state;
         cute::set_barrier_transaction_bytes(*full, bytes);
         void* const to = stage_at(turn.at);
@@ -155,12 +172,14 @@ class LinearRows : SliceOf<W> {
   // By another.
   __device__ void copy_x() {
     constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_LAST);
+    constexpr int kScaleBytes = kHasScaledX ? kColumns * 4 : 0;
     wait_for_kernels_before();
     Turn<kMaxStages> turn;
     for (int group = 0; group < w_.groups; ++group)
       for (int slice = 0; slice < share_.slices; slice += w_.depth, turn.advance(w_.stages)) {
         barriers_.empty[turn.at].wait(turn.parity ^ 1);
-        uint64_t* const full = &barriers_.full[turn.at].state;
+        uint64_t* const full = &barriers_.x_full[turn.at].state;
+        cute::set_barrier_transaction_bytes(*full, w_.depth * kXBytes + w_.scales * kScaleBytes);
         cute::SM90_TMA_LOAD_3D::copy(&w_.x, full, kHint, x_of(turn.at), 0, 0, (share_.first_slice + slice) * kXPanels);
         if constexpr (kHasScaledX)
           cute::SM90_TMA_LOAD_2D::copy(&w_.x_scales, full, kHint, x_scales_of(turn.at), 0, group_of(slice));
@@ -182,7 +201,7 @@ class LinearRows : SliceOf<W> {
       }
       int before = -1;
       for (int slice = 0; slice < share_.slices; slice += w_.depth) {
-        barriers_.full[turn.at].wait(turn.parity);
+        barriers_.wait_for_both(turn);
         pin(sums);
         cute::warpgroup_arrive();
         uint64_t weight = wgmma_operand(stage_at(turn.at) + mine * w_.tile_rows * kSliceBytes, 0);
@@ -261,7 +280,7 @@ class LinearRows : SliceOf<W> {
 
   // Starts to multiply the next group, of a stage that may have to arrive.
   __device__ void start_group(GroupTurn& next, const RowPlace& place, Widened& rows, Sums& part) {
-    if (next.group == 0) barriers_.full[next.stage.at].wait(next.stage.parity);
+    if (next.group == 0) barriers_.wait_for_both(next.stage);
     const int i = next.group / kGroups, half = next.group % kGroups;
     const unsigned char* const slice = stage_at(next.stage.at) + i * w_.slice_bytes();
     const uint64_t x = wgmma_operand(x_of(next.stage.at), 0) + (i * kXBytes >> 4);
@@ -505,7 +524,7 @@ CUtensorMap gated_scales_map(const LinearRowsParams& p, int box_rows, int scales
 
 // How a weight is shared out.
 struct Cut {
-  int split, clusters, tile_rows, tiles_at_once, groups, depth, stages, stage_bytes, bytes;
+  int split, clusters, tile_rows, tiles_at_once, groups, depth, stages, stage_bytes, stages_under_way, bytes;
 
   // scale_groups: 0, 1 of whole rows, or those of all slices.
   template <class W>
@@ -543,6 +562,7 @@ struct Cut {
     }
     stage_bytes = stage_of(depth);
     stages = std::min(kMaxStages, (kRingBytes - behind) / stage_bytes);
+    stages_under_way = std::min(stages, parts(kBytesUnderWay, depth * at_once * kSliceBytes));
     bytes = stages * stage_bytes + behind;
   }
 };
@@ -578,6 +598,7 @@ void start(const LinearRowsParams& p, Stream stream) {
       .depth = cut.depth,
       .stages = cut.stages,
       .stage_bytes = cut.stage_bytes,
+      .stages_under_way = cut.stages_under_way,
       .scales = scales,
   };
   launch("linear_rows", kernel,
