@@ -85,6 +85,46 @@ def test_norm_rows_rounded(
     assert numbers[:, width:].float().isnan().all() and scales[:, rows:].isnan().all()
 
 
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("group_size", [None, 128])
+@pytest.mark.parametrize(
+    ("rows", "taken", "width"), [(1, 8, 2048), (3, 1, 136), (5, 11, 20000), (2, 3, 7), (600, 2, 264), (0, 2, 8)]
+)
+def test_norm_rows_of_shares(
+    rows: int, taken: int, width: int, group_size: int | None, dtype: torch.dtype, device: torch.device
+) -> None:
+    """The very bits that norm_rows makes of what combine_rows makes, rounded or not."""
+    made, shares = torch.randn(rows * taken, width + 8, device=device).to(dtype)[:, :width], torch.rand(rows, taken)
+    shares, residual = shares.to(device), torch.randn(rows, width, device=device).to(dtype)
+    weight = torch.randn(width, device=device).to(dtype)
+    combined = sd.combine_rows(made, shares)
+    out, total = sd.norm_rows(made, weight, 1e-5, residual=residual, shares=shares)
+    want, want_total = sd.norm_rows(combined, weight, 1e-5, residual=residual)
+    assert torch.equal(out, want) and torch.equal(total, want_total)
+    if width % 8:
+        return
+    scales, want_scales = (torch.empty(-(-width // 128) if group_size else 1, rows, device=device) for _ in range(2))
+    out, _ = sd.norm_rows(made, weight, 1e-5, residual=residual, shares=shares, out_scales=scales)
+    want, _ = sd.norm_rows(combined, weight, 1e-5, residual=residual, out_scales=want_scales)
+    assert torch.equal(out.float(), want.float()) and torch.equal(scales, want_scales)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"residual": None}, "shares is given, expected None without residual"),
+        ({"shares": torch.rand(2, 4)}, "x has shape [6, 8], expected [rows * taken=8, width]"),
+        ({"shares": torch.rand(3, 2)}, "residual has shape [2, 8], expected [rows=3, width=8]"),
+    ],
+)
+def test_norm_rows_of_shares_refuses(changes: dict[str, torch.Tensor | None], message: str) -> None:
+    arguments = {"x": torch.randn(6, 8), "residual": torch.randn(2, 8), "shares": torch.rand(2, 3)}
+    with pytest.raises(ValueError) as error:
+        sd.norm_rows(weight=torch.ones(8), eps=1e-5, **arguments | changes)
+    assert str(error.value) == f"norm_rows: {message}"
+
+
 @pytest.mark.parametrize(
     ("width", "scales", "message"),
     [

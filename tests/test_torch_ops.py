@@ -248,6 +248,7 @@ def calls(op: str, device: torch.device) -> list[tuple[tuple[Any, ...], dict[str
         "norm_rows": [
             ((floats(3, 64), floats(64), 1e-5), {}),
             ((floats(3, 64), floats(64), 1e-5), {"residual": floats(3, 64)}),
+            ((floats(6, 64), floats(64), 1e-5), {"residual": floats(3, 64), "shares": floats(3, 2)}),
         ],
         "pair_rows": [
             ((floats(9, 64), ints(3), floats(64), floats(4, 64), floats(64), 1e-5), options)

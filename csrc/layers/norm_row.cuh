@@ -1,7 +1,8 @@
 // One row over its root mean square, by a block, whose threads hold what they read until the sum of squares is known,
 // the reads all on their way before one is looked at. With few rows it is latency that counts, and a thread has one
 // 16-byte read of each; with many, fewer threads with two wait less for each other. Registers are kept so few that a
-// multiprocessor has 1024 threads or more.
+// multiprocessor has 1024 threads or more, unless x is what several experts made. No kernel writes the weight, so that
+// it is on its way before those before this one have finished.
 #pragma once
 
 #include <algorithm>
@@ -14,15 +15,19 @@ namespace specdec::layers {
 
 constexpr int kMaxNormThreads = 512;
 // Blocks that a multiprocessor has room for, of threads that hold so many packs.
-template <int kHeld>
-constexpr int kNormBlocks = kHeld == 1 ? 3 : 2;
+template <int kHeld, bool kShared = false>
+constexpr int kNormBlocks = kShared      ? 1
+                            : kHeld == 1 ? 3
+                                         : 2;
+constexpr int kSharesAtOnce = 8;  // experts whose packs are on their way together
 
 template <class P>
 struct NormRow {
   const P *x, *residual;  // residual: null, or added to x
-  const P* weight;
-  P* sum;  // null, or what is normalised
-  P* out;  // null where the result is rounded
+  P* sum;                 // null, or what is normalised
+  P* out;                 // null where the result is rounded
+  const float* shares;    // by which so many rows of x, so many packs apart, are summed first
+  int64_t taken, x_stride;
 };
 
 // The result as numbers of 8 bits, with a scale for each kRoundGroup of them or one for all.
@@ -57,12 +62,24 @@ __device__ __forceinline__ float norm_block_largest(float x) {
   return largest_of_lanes<kWarp>(threadIdx.x % kWarp < blockDim.x / kWarp ? of_warps[threadIdx.x % kWarp] : 0);
 }
 
-// kHeld: packs that a thread holds; the others of longer rows are read twice.
-template <class T, int N, int kHeld, bool kRounded = false>
-__device__ __forceinline__ void norm_row(const NormRow<Pack<T, N>>& row, int width, float eps,
+// The first statement of a kernel. find(): the block's NormRow, asked for when the kernels before this one have
+// finished. kHeld: packs that a thread holds; the others of longer rows are read twice. kShared: whether x has shares.
+template <class T, int N, int kHeld, bool kRounded = false, bool kShared = false, class Find>
+__device__ __forceinline__ void norm_row(const Pack<T, N>* weight, int width, float eps, Find&& find,
                                          const RoundedRow& rounded = {}) {
   using P = Pack<T, N>;
   const int packs = width / N, threads = static_cast<int>(blockDim.x);
+  P held[kHeld], more[kHeld], weights[kHeld];
+  const auto each_held = [&](auto&& use) {
+#pragma unroll
+    for (int h = 0; h < kHeld; ++h) {
+      const int i = static_cast<int>(threadIdx.x) + h * threads;
+      if (i < packs) use(h, i);
+    }
+  };
+  each_held([&](int h, int i) { weights[h] = weight[i]; });
+  begin_kernel();
+  const NormRow<P> row = find();
 
   // The sum as it is stored, which is what is normalised.
   const auto add = [](P& value, const P& more) {
@@ -73,8 +90,31 @@ __device__ __forceinline__ void norm_row(const NormRow<Pack<T, N>>& row, int wid
     for (int n = 0; n < N; ++n) a[n] += b[n];
     value = pack_of<T>(a);
   };
+  const auto read_x = [&](int i) {
+    if constexpr (!kShared) return row.x[i];
+    float sum[N] = {};
+    for (int64_t first = 0; first < row.taken; first += kSharesAtOnce) {
+      P parts[kSharesAtOnce];
+      float shares[kSharesAtOnce];
+#pragma unroll
+      for (int j = 0; j < kSharesAtOnce; ++j) {
+        if (first + j >= row.taken) break;
+        parts[j] = row.x[(first + j) * row.x_stride + i];
+        shares[j] = row.shares[first + j];
+      }
+#pragma unroll
+      for (int j = 0; j < kSharesAtOnce; ++j) {
+        if (first + j >= row.taken) break;
+        float part[N];
+        unpack(parts[j], part);
+#pragma unroll
+        for (int n = 0; n < N; ++n) sum[n] += shares[j] * part[n];
+      }
+    }
+    return pack_of<T>(sum);
+  };
   const auto read = [&](int i) {
-    P value = row.x[i];
+    P value = read_x(i);
     if (row.residual) add(value, row.residual[i]);
     return value;
   };
@@ -86,17 +126,8 @@ __device__ __forceinline__ void norm_row(const NormRow<Pack<T, N>>& row, int wid
     for (int n = 0; n < N; ++n) squares += a[n] * a[n];
   };
   // All that is held is on its way before any of it is looked at.
-  P held[kHeld], more[kHeld], weights[kHeld];
-  const auto each_held = [&](auto&& use) {
-#pragma unroll
-    for (int h = 0; h < kHeld; ++h) {
-      const int i = static_cast<int>(threadIdx.x) + h * threads;
-      if (i < packs) use(h, i);
-    }
-  };
-  each_held([&](int h, int i) { held[h] = row.x[i]; });
   if (row.residual) each_held([&](int h, int i) { more[h] = row.residual[i]; });
-  each_held([&](int h, int i) { weights[h] = row.weight[i]; });
+  each_held([&](int h, int i) { held[h] = read_x(i); });
   if (row.residual) each_held([&](int h, int) { add(held[h], more[h]); });
   each_held([&](int h, int) { square(held[h]); });
   for (int i = threadIdx.x + kHeld * threads; i < packs; i += threads) square(read(i));
@@ -120,7 +151,7 @@ __device__ __forceinline__ void norm_row(const NormRow<Pack<T, N>>& row, int wid
     for (int first = kHeld * threads; first < packs; first += threads) {
       const int i = first + static_cast<int>(threadIdx.x);
       const P pack = i < packs ? read(i) : P{};
-      if (whole_warps || i < packs) use(i, pack, i < packs ? normed(pack, row.weight[i]) : P{});
+      if (whole_warps || i < packs) use(i, pack, i < packs ? normed(pack, weight[i]) : P{});
     }
   };
   if constexpr (!kRounded) {

@@ -3,19 +3,31 @@
 #include <vector>
 
 #include "core/bytes.h"
+#include "layers/combine_rows.h"
 #include "layers/norm_row.h"
 #include "layers/round_rows.h"
 
 namespace specdec::layers {
 
-void norm_rows(CallStream stream, const TensorView& x, const TensorView& weight, double eps, const OptTensor& residual,
-               const OptTensor& out_sum, const OptTensor& out_scales, const TensorView& out) {
+void norm_rows(CallStream stream, const TensorView& x, const TensorView& weight, double eps, const OptTensor& shares,
+               const OptTensor& residual, const OptTensor& out_sum, const OptTensor& out_scales,
+               const TensorView& out) {
   Check check("norm_rows");
   Dim T{"rows"}, H{"width"};
-  check.strided("x", x, {T, H}, kFloats);
+  Dim J{"taken", 1};
+  if (shares) {
+    J = Dim{"taken"};
+    check.tensor("shares", *shares, {T, J}, kFloat32);
+    check.range("taken", J, 1, INT32_MAX);
+    Dim M{"rows * taken", T * J};
+    check.strided("x", x, {M, H}, kFloats);
+  } else {
+    check.strided("x", x, {T, H}, kFloats);
+  }
   const Dtypes dtype = dtype_of(x);
   check.range("width", H, 1, INT32_MAX);
   check.tensor("weight", weight, {H}, dtype);
+  check.that(!shares || residual, "shares", "is given", "None without residual");
   const float epsilon = check.factor("eps", eps);
   check.that(residual.has_value() == out_sum.has_value(), "out[1]", out_sum ? "is given" : "is None",
              residual ? "a tensor beside residual" : "None without residual");
@@ -38,12 +50,14 @@ void norm_rows(CallStream stream, const TensorView& x, const TensorView& weight,
 
   const NormRowsParams params{
       .x = x.data<void>(),
+      .shares = data_or_null<float>(shares),
       .residual = data_or_null<void>(residual),
       .weight = weight.data<void>(),
       .out_sum = data_or_null<void>(out_sum),
       .out = out.data<void>(),
       .scales = data_or_null<float>(out_scales),
       .rows = T,
+      .taken = J,
       .width = H,
       .groups = rounded ? G.value : 0,
       .x_stride = x.stride(0),
@@ -62,8 +76,22 @@ void norm_rows_cpu(const NormRowsParams& p) {
   with_float_type(p.dtype, [&]<class T>() {
     const auto* weight = static_cast<const T*>(p.weight);
     std::vector<T> normed(static_cast<size_t>(p.scales ? p.width : 0));
+    std::vector<T> combined(static_cast<size_t>(p.shares ? p.width : 0));
     for (int64_t row = 0; row < p.rows; ++row) {
       const auto* x = static_cast<const T*>(p.x) + row * p.x_stride;
+      if (p.shares) {
+        combine_rows_cpu({.made = static_cast<const T*>(p.x) + row * p.taken * p.x_stride,
+                          .shares = p.shares + row * p.taken,
+                          .out = combined.data(),
+                          .rows = 1,
+                          .taken = p.taken,
+                          .width = p.width,
+                          .made_stride = p.x_stride,
+                          .out_stride = 0,
+                          .dtype = p.dtype,
+                          .wide = false});
+        x = combined.data();
+      }
       if (p.residual) {
         const auto* residual = static_cast<const T*>(p.residual) + row * p.residual_stride;
         auto* sum = static_cast<T*>(p.out_sum) + row * p.sum_stride;

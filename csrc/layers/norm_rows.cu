@@ -1,31 +1,35 @@
 // A block a row (norm_row.cuh). Reads x, residual and the weight and writes sum and result once, which may be
-// rounded to 8 bits on the way.
+// rounded to 8 bits on the way. With shares, x is read as often as experts made a part of it.
 #include "layers/norm_row.cuh"
 #include "layers/norm_rows.h"
 
 namespace specdec::layers {
 namespace {
 
-template <class T, int N, int kHeld, bool kRounded>
-__global__ void __launch_bounds__(kMaxNormThreads, kNormBlocks<kHeld>) norm_rows_kernel(NormRowsParams p) {
+template <class T, int N, int kHeld, bool kRounded, bool kShared>
+__global__ void __launch_bounds__(kMaxNormThreads, kNormBlocks<kHeld, kShared>) norm_rows_kernel(NormRowsParams p) {
   using P = Pack<T, N>;
-  begin_kernel();
   const int64_t row = blockIdx.x;
-  NormRow<P> of_block{};
-  of_block.x = reinterpret_cast<const P*>(static_cast<const T*>(p.x) + row * p.x_stride);
-  of_block.weight = static_cast<const P*>(p.weight);
-  if (p.residual) {
-    of_block.residual = reinterpret_cast<const P*>(static_cast<const T*>(p.residual) + row * p.residual_stride);
-    of_block.sum = reinterpret_cast<P*>(static_cast<T*>(p.out_sum) + row * p.sum_stride);
-  }
-  const int width = static_cast<int>(p.width);
-  if constexpr (kRounded) {
-    Float8* const numbers = static_cast<Float8*>(p.out) + row * p.out_stride;
-    norm_row<T, N, kHeld, true>(of_block, width, p.eps, {numbers, p.scales + row, p.scales_stride, p.groups > 1});
-  } else {
-    of_block.out = reinterpret_cast<P*>(static_cast<T*>(p.out) + row * p.out_stride);
-    norm_row<T, N, kHeld>(of_block, width, p.eps);
-  }
+  const auto find = [&] {
+    NormRow<P> found{};
+    found.x = reinterpret_cast<const P*>(static_cast<const T*>(p.x) + row * p.taken * p.x_stride);
+    if (p.residual) {
+      found.residual = reinterpret_cast<const P*>(static_cast<const T*>(p.residual) + row * p.residual_stride);
+      found.sum = reinterpret_cast<P*>(static_cast<T*>(p.out_sum) + row * p.sum_stride);
+    }
+    if constexpr (!kRounded) found.out = reinterpret_cast<P*>(static_cast<T*>(p.out) + row * p.out_stride);
+    if constexpr (kShared) {
+      found.shares = p.shares + row * p.taken;
+      found.taken = p.taken;
+      found.x_stride = p.x_stride / N;
+    }
+    return found;
+  };
+  RoundedRow rounded{};
+  if constexpr (kRounded)
+    rounded = {static_cast<Float8*>(p.out) + row * p.out_stride, p.scales + row, p.scales_stride, p.groups > 1};
+  norm_row<T, N, kHeld, kRounded, kShared>(static_cast<const P*>(p.weight), static_cast<int>(p.width), p.eps, find,
+                                           rounded);
 }
 
 }  // namespace
@@ -36,8 +40,11 @@ void norm_rows_cuda(const NormRowsParams& p, Stream stream) {
       const auto start = [&](void (*kernel)(NormRowsParams)) {
         launch("norm_rows", kernel, {.grid = grid_x("norm_rows", p.rows), .threads = threads}, stream, p);
       };
-      if (p.scales == nullptr) return start(norm_rows_kernel<T, N, kHeld, false>);
-      if constexpr (N > 1) start(norm_rows_kernel<T, N, kHeld, true>);
+      const auto of_shares = [&]<bool kShared>() {
+        if (p.scales == nullptr) return start(norm_rows_kernel<T, N, kHeld, false, kShared>);
+        if constexpr (N > 1) start(norm_rows_kernel<T, N, kHeld, true, kShared>);
+      };
+      p.shares ? of_shares.template operator()<true>() : of_shares.template operator()<false>();
     });
   });
 }

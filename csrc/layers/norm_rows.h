@@ -7,13 +7,14 @@
 namespace specdec::layers {
 
 struct NormRowsParams {
-  const void* x;         // [rows, width]
+  const void* x;         // [rows, width]; with shares [rows * taken, width], of which combine_rows makes that
+  const float* shares;   // [rows, taken] or null, then `taken` is 1
   const void* residual;  // [rows, width] or null
   const void* weight;    // [width]
   void* out_sum;         // [rows, width], or null without a residual
   void* out;             // [rows, width], of Float8 with scales
   float* scales;         // [groups, rows] or null; one group of whole rows, or one of each kRoundGroup numbers
-  int64_t rows, width, groups;
+  int64_t rows, taken, width, groups;
   int64_t x_stride, residual_stride, sum_stride, out_stride;  // of rows, in items
   int64_t scales_stride;                                      // of groups
   float eps;
@@ -21,8 +22,8 @@ struct NormRowsParams {
   bool wide;  // everything can be read and written 16 bytes at a time
 };
 
-void norm_rows(CallStream stream, const TensorView& x, const TensorView& weight, double eps, const OptTensor& residual,
-               const OptTensor& out_sum, const OptTensor& out_scales, const TensorView& out);
+void norm_rows(CallStream stream, const TensorView& x, const TensorView& weight, double eps, const OptTensor& shares,
+               const OptTensor& residual, const OptTensor& out_sum, const OptTensor& out_scales, const TensorView& out);
 
 void norm_rows_cpu(const NormRowsParams& p);
 void norm_rows_cuda(const NormRowsParams& p, Stream stream);

@@ -9,23 +9,24 @@ namespace {
 template <class T, int N, int kHeld>
 __global__ void __launch_bounds__(kMaxNormThreads, kNormBlocks<kHeld>) pair_rows_kernel(PairRowsParams p) {
   using P = Pack<T, N>;
-  begin_kernel();
   const int64_t row = blockIdx.x;
-  T* const pair = static_cast<T*>(p.out) + row * p.out_stride;
-  NormRow<P> of_block{};
-  if (blockIdx.y == 0) {
-    const T* const embeddings = static_cast<const T*>(p.embeddings);
-    of_block.x = reinterpret_cast<const P*>(embeddings + embedding_of(p, row) * p.embeddings_stride);
-    of_block.weight = static_cast<const P*>(p.embedding_weight);
-    of_block.out = reinterpret_cast<P*>(pair);
-  } else {
-    const T* const features = static_cast<const T*>(p.features);
-    of_block.x = reinterpret_cast<const P*>(features + feature_of(p, row) * p.features_stride);
-    of_block.weight = static_cast<const P*>(p.feature_weight);
-    of_block.sum = reinterpret_cast<P*>(static_cast<T*>(p.out_features) + row * p.out_features_stride);
-    of_block.out = reinterpret_cast<P*>(pair + p.width);
-  }
-  norm_row<T, N, kHeld>(of_block, static_cast<int>(p.width), p.eps);
+  const bool is_feature = blockIdx.y == 1;
+  const void* const weight = is_feature ? p.feature_weight : p.embedding_weight;
+  norm_row<T, N, kHeld>(static_cast<const P*>(weight), static_cast<int>(p.width), p.eps, [&] {
+    T* const pair = static_cast<T*>(p.out) + row * p.out_stride;
+    NormRow<P> found{};
+    if (is_feature) {
+      const T* const features = static_cast<const T*>(p.features);
+      found.x = reinterpret_cast<const P*>(features + feature_of(p, row) * p.features_stride);
+      found.sum = reinterpret_cast<P*>(static_cast<T*>(p.out_features) + row * p.out_features_stride);
+      found.out = reinterpret_cast<P*>(pair + p.width);
+    } else {
+      const T* const embeddings = static_cast<const T*>(p.embeddings);
+      found.x = reinterpret_cast<const P*>(embeddings + embedding_of(p, row) * p.embeddings_stride);
+      found.out = reinterpret_cast<P*>(pair);
+    }
+    return found;
+  });
 }
 
 }  // namespace

@@ -217,6 +217,7 @@ def norm_rows(
     x: Tensor,
     weight: Tensor,
     eps: float,
+    shares: Tensor | None,
     residual: Tensor | None,
     out_sum: Tensor | None,
     out_scales: Tensor | None,

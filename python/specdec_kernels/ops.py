@@ -778,6 +778,7 @@ def norm_rows(
     eps: float,
     *,
     residual: Tensor | None = None,
+    shares: Tensor | None = None,
     out: tuple[Tensor | None, Tensor | None] = (None, None),
     out_scales: Tensor | None = None,
     stream: int | None = None,
@@ -791,6 +792,8 @@ def norm_rows(
         weight: [H] of the same dtype.
         eps: added to the mean square, above 0.
         residual: [T, H] like x, added to it.
+        shares: [T, taken] float32, beside a residual: x is then [T * taken, H], of which `combine_rows` would make what
+            is added to the residual, with the same bits.
         out: the two results, None for one that is to be allocated. The second may be x or residual, and is None without
             a residual.
         out_scales: [G, T] float32, to be written: the rows are then float8_e4m3fn, the very numbers and scales that
@@ -800,16 +803,19 @@ def norm_rows(
         The rows [T, H], and x + residual [T, H]; without a residual, x itself.
 
     Raises:
-        ValueError: wrong dtype, shape, device or stride; out[1] without a residual; out_scales of rows off 16 bytes.
+        ValueError: wrong dtype, shape, device or stride; out[1] or shares without a residual; out_scales of rows off 16
+            bytes.
     """
     rows, total = out
+    shape = shape_of("norm_rows", "x", x, 2)
+    if shares is not None:
+        shape = shape_of("norm_rows", "shares", shares, 2)[0], shape[1]
     if rows is None:
-        shape = shape_of("norm_rows", "x", x, 2)
         rounded = out_scales is not None
         rows = empty("norm_rows", x, shape, "float8_e4m3fn") if rounded else empty_like("norm_rows", x, shape)
     if residual is not None and total is None:
-        total = empty_like("norm_rows", x, shape_of("norm_rows", "x", x, 2))
-    _C.norm_rows(stream, x, weight, eps, residual, total, out_scales, rows)
+        total = empty_like("norm_rows", x, shape)
+    _C.norm_rows(stream, x, weight, eps, shares, residual, total, out_scales, rows)
     return rows, x if residual is None else total
 
 

@@ -15,6 +15,7 @@ from .attention import Rows
 from .families import Decoder, Family, family_of
 from .held_model import HeldModel
 from .kv_pools import KvPools
+from .layers import MadeRows
 from .loading import config_of, drop_other_senses, load_causal_lm, place
 from .updates import write_over
 
@@ -124,14 +125,13 @@ class CausalLM(HeldModel):
         """What enters layer `last`, normalised [T, H], after the layers before it; behind all, the final norm's.
         And the states that entered the kept layers [T, len(_kept_layers), H]."""
         layers = self.decoder.layers
-        x, residual = self.decoder.embedding(tokens, positions).flatten(0, -2), None
+        embedded, residual = self.decoder.embedding(tokens, positions).flatten(0, -2), None
         # The residual stream is in one place, where it is written over; and in others where a feature stays behind, for
         # which it is there before it enters that layer.
-        kept = x.new_empty(len(x), len(self._kept_layers), x.shape[-1])
-        places = iter([*kept.unbind(1), x])
+        kept = embedded.new_empty(len(embedded), len(self._kept_layers), embedded.shape[-1])
+        places = iter([*kept.unbind(1), embedded])
         moving = {0, *self._kept_layers} if self._kept_layers else set()
-        if 0 in self._kept_layers:
-            x = next(places).copy_(x)
+        x: Tensor | MadeRows = next(places).copy_(embedded) if 0 in self._kept_layers else embedded
         for i, layer in enumerate(layers[:last]):
             normed, state = layer.enter(x, residual)
             to = next(places) if i in moving else None

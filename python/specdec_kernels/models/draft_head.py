@@ -26,7 +26,7 @@ from .families import head_dim_of, window_of
 from .families.llama import gated
 from .kv_pools import KvPools
 from .language_model import LanguageModel
-from .layers import Layer, norm_of
+from .layers import Layer, MadeRows, norm_of
 from .loading import some
 from .stowing import fetch, stow
 from .updates import Update, expect_numbers, expect_tensors, write_over
@@ -269,7 +269,7 @@ class DraftHead(nn.Module):
 
     def pass_layers(
         self, normed: Tensor, state: Tensor, positions: Tensor, rows: Rows, only: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor | MadeRows, Tensor | None]:
         """What the norm behind the last layer takes, from what the first one does."""
         first, *others = self._parts.layers
         x, residual = first(normed, state, positions, rows, only=None if others else only)

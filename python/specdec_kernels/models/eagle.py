@@ -19,7 +19,7 @@ from .causal_lm import CausalLM
 from .checkpoint import EAGLE
 from .draft_head import DraftHead, Features, HeadLayer, HeadOutput, Parts
 from .language_model import LanguageModel
-from .layers import Embedding, Layer, Product, product_of
+from .layers import Embedding, Layer, Product, product_of, sum_of
 
 
 class EagleParts(NamedTuple):
@@ -90,7 +90,7 @@ class EagleHead(DraftHead):
         state = self._parts.fc(torch.cat([self._parts.embedding(tokens.flatten()), each], dim=-1))
         norm = self._parts.layers[0].input_norm
         x, rest = self.pass_layers(state if norm is None else norm(state), state, positions, rows, only)
-        hidden = x if rest is None else rest + x
+        hidden = sum_of(x, rest, None)
         return HeadOutput(hidden, hidden)  # it stands for the target's normed state
 
     def logits(self, normed: Tensor) -> Tensor:

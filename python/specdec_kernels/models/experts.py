@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..ops import Routes, combine_rows, expert_rows, gate_rows, route_rows
-from .layers import FeedForward, GatedFeedForward, Product
+from ..ops import Routes, expert_rows, gate_rows, route_rows
+from .layers import FeedForward, GatedFeedForward, MadeRows, Product
 from .quantised import FP8, GROUP, Fp8Weight, in_eight_bits, rounded, widened
 
 STRIDE_BYTES = 16  # of which `functional.grouped_mm` takes multiples
@@ -156,8 +156,13 @@ class Experts:
         return self.gate_up[experts], self.down[experts]
 
     def by_our_op(self, x: Tensor, routes: Routes) -> Tensor:
+        return self.made_of(x, routes).combined()
+
+    def made_of(self, x: Tensor, routes: Routes) -> MadeRows:
+        """What is to be summed, by `expert_rows`."""
         made = self._pairs("down", self._pairs("gate_up", x, routes), routes)
-        return combined(made if self.down_bias is None else made + self.down_bias[routes.experts.flatten()], routes)
+        made = made if self.down_bias is None else made + self.down_bias[routes.experts.flatten()]
+        return MadeRows(made, routes.shares)
 
     def _pairs(self, part: str, rows: Tensor, routes: Routes) -> Tensor:
         """What the "gate_up" or "down" of each pair's expert makes of its row, by `expert_rows`."""
@@ -171,7 +176,7 @@ class Experts:
         made = made if self.down_bias is None else made + self.down_bias[experts]
         out = torch.empty_like(made)
         out[order] = made
-        return combined(out, routes)
+        return MadeRows(out, routes.shares).combined()
 
     def gathered(self, x: Tensor, routes: Routes) -> Tensor:
         experts = routes.experts.flatten()
@@ -179,7 +184,8 @@ class Experts:
         gate_up, down = self.weights_of(experts, x.dtype)
         wide = torch.bmm(rows[:, None], gate_up)[:, 0]
         made = torch.bmm(self._gated(wide, experts)[:, None], down)[:, 0]
-        return combined(made if self.down_bias is None else made + self.down_bias[experts], routes)
+        made = made if self.down_bias is None else made + self.down_bias[experts]
+        return MadeRows(made, routes.shares).combined()
 
     def all_of_them(self, x: Tensor, routes: Routes) -> Tensor:
         shares = torch.zeros(len(x), len(self.gate_up), device=x.device).scatter_(1, routes.experts, routes.shares)
@@ -323,16 +329,6 @@ def pairs_of(part: str, rows: Tensor, weight: Tensor, routes: Routes, dtype: tor
     return out
 
 
-def combined(made: Tensor, routes: Routes) -> Tensor:
-    """[T, H] of [T * taken, H], which a row's experts made one behind another: their sum in float32, by shares."""
-    out: Tensor
-    if made.is_cuda:
-        out = combine_rows(made, routes.shares)
-    else:
-        out = (made.view(*routes.experts.shape, -1) * routes.shares[..., None]).sum(1).to(made.dtype)
-    return out
-
-
 @dataclass(frozen=True)
 class ExpertFeedForward(FeedForward):
     """The experts that a router chooses, and beside them one that all rows share, if any, behind a gate of its own."""
@@ -342,8 +338,11 @@ class ExpertFeedForward(FeedForward):
     shared: GatedFeedForward | None = None
     shared_gate: Product | None = None  # [1, H], of which the sigmoid counts
 
-    def __call__(self, normed: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        out = self.experts(normed, self.router(normed))
+    def __call__(self, normed: Tensor, state: Tensor | None) -> tuple[Tensor | MadeRows, Tensor | None]:
+        routes = self.router(normed)
+        if state is not None and self.shared is None and self.experts.plan(normed, routes) == "expert_rows":
+            return self.experts.made_of(normed, routes), state
+        out = self.experts(normed, routes)
         if self.shared is not None:
             shared = self.shared.made_of(normed)
             out = out + (shared if self.shared_gate is None else self.shared_gate(normed).sigmoid() * shared)

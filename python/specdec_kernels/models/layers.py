@@ -18,7 +18,7 @@ from torch.nn import functional
 from transformers.activations import SiLUActivation
 
 from .. import _C
-from ..ops import gate_rows, linear_rows, norm_rows
+from ..ops import combine_rows, gate_rows, linear_rows, norm_rows
 from .quantised import GROUP, Fp8Weight, QuantisedLinear, RoundedRows, StoredWeight, stored_together
 
 if TYPE_CHECKING:
@@ -192,13 +192,30 @@ class Scale(NamedTuple):
         return x * self.factor
 
 
+class MadeRows(NamedTuple):
+    """What several experts made of each row, which their shares make one."""
+
+    made: Tensor  # [T * taken, H], those of a row one behind another
+    shares: Tensor  # [T, taken] float32
+
+    def combined(self) -> Tensor:
+        """[T, H]: their sum in float32, by shares."""
+        out: Tensor
+        if self.made.is_cuda:
+            out = combine_rows(self.made, self.shares)
+        else:
+            rows, taken = self.shares.shape
+            out = (self.made.view(rows, taken, -1) * self.shares[..., None]).sum(1).to(self.made.dtype)
+        return out
+
+
 class AnyNorm(Protocol):
     """What stands before a part of a layer."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., H] from [..., H]."""
 
-    def added(self, x: Tensor, residual: Tensor | None, to: Tensor | None = None) -> tuple[Any, Tensor]:
+    def added(self, x: Tensor | MadeRows, residual: Tensor | None, to: Tensor | None = None) -> tuple[Any, Tensor]:
         """[T, H] each: the sum of both, normalised, and the sum, which is written over the residual or where `to` says;
         without a residual it is x itself. The first may be `RoundedRows`, where what reads it takes them."""
 
@@ -215,9 +232,11 @@ class Norm(NamedTuple):
         out: Tensor = rows.view(x.shape)
         return out
 
-    def added(self, x: Tensor, residual: Tensor | None, to: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        out, total = norm_rows(x, self.weight, self.eps, residual=residual, out=(None, residual if to is None else to))
-        return out, total
+    def added(self, x: Tensor | MadeRows, residual: Tensor | None, to: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        rows, shares = x if isinstance(x, MadeRows) else (x, None)
+        out = None, residual if to is None else to
+        normed, total = norm_rows(rows, self.weight, self.eps, residual=residual, shares=shares, out=out)
+        return normed, total
 
 
 class RoundingNorm(NamedTuple):
@@ -239,13 +258,24 @@ class RoundingNorm(NamedTuple):
     def __call__(self, x: Tensor) -> Tensor:
         return self.norm(x)
 
-    def added(self, x: Tensor, residual: Tensor | None, to: Tensor | None = None) -> tuple[RoundedRows, Tensor]:
-        groups = 1 if self.activations == "token" else -(-x.shape[1] // GROUP)
+    def added(
+        self, x: Tensor | MadeRows, residual: Tensor | None, to: Tensor | None = None
+    ) -> tuple[RoundedRows, Tensor]:
+        rows, shares = x if isinstance(x, MadeRows) else (x, None)
+        count = len(rows if shares is None else shares)
+        groups = 1 if self.activations == "token" else -(-rows.shape[1] // GROUP)
         # Groups start on 16 bytes, as `linear_rows` wants them.
-        scales = torch.empty(groups, -(-len(x) // 4) * 4, dtype=torch.float32, device=x.device)[:, : len(x)]
-        out = None, residual if to is None else to
-        numbers, total = norm_rows(x, self.norm.weight, self.norm.eps, residual=residual, out=out, out_scales=scales)
-        return RoundedRows(numbers, scales, x.dtype), total
+        scales = torch.empty(groups, -(-count // 4) * 4, dtype=torch.float32, device=rows.device)[:, :count]
+        numbers, total = norm_rows(
+            rows,
+            self.norm.weight,
+            self.norm.eps,
+            residual=residual,
+            shares=shares,
+            out=(None, residual if to is None else to),
+            out_scales=scales,
+        )
+        return RoundedRows(numbers, scales, rows.dtype), total
 
 
 class LayerNorm(NamedTuple):
@@ -258,7 +288,7 @@ class LayerNorm(NamedTuple):
     def __call__(self, x: Tensor) -> Tensor:
         return functional.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
 
-    def added(self, x: Tensor, residual: Tensor | None, to: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def added(self, x: Tensor | MadeRows, residual: Tensor | None, to: Tensor | None = None) -> tuple[Tensor, Tensor]:
         total = sum_of(x, residual, to)
         return self(total), total
 
@@ -269,13 +299,14 @@ class NoNorm(NamedTuple):
     def __call__(self, x: Tensor) -> Tensor:
         return x
 
-    def added(self, x: Tensor, residual: Tensor | None, to: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def added(self, x: Tensor | MadeRows, residual: Tensor | None, to: Tensor | None = None) -> tuple[Tensor, Tensor]:
         total = sum_of(x, residual, to)
         return total, total
 
 
-def sum_of(x: Tensor, residual: Tensor | None, to: Tensor | None) -> Tensor:
+def sum_of(x: Tensor | MadeRows, residual: Tensor | None, to: Tensor | None) -> Tensor:
     """The sum, written over the residual or where `to` says; x itself without a residual."""
+    x = x.combined() if isinstance(x, MadeRows) else x
     return x if residual is None else torch.add(x, residual, out=residual if to is None else to)
 
 
@@ -299,9 +330,10 @@ def layer_norm_of(norm: Any) -> LayerNorm:
 class FeedForward(Protocol):
     """What a layer has behind its attention."""
 
-    def __call__(self, normed: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, normed: Tensor, state: Tensor | None) -> tuple[Tensor | MadeRows, Tensor | None]:
         """From rows [T, H], normalised, and the state of the residual stream: the part's own output, and the state that
-        is to be added to it; or the sum of both, written over the state, and None. Without a state, its own output."""
+        is to be added to it; or the sum of both, written over the state, and None. Without a state, its own output as
+        a tensor."""
 
 
 Activation = Callable[[Tensor], Tensor]
@@ -368,7 +400,7 @@ class Layer:
         elif isinstance(self.feed_forward, PlainFeedForward):
             self.middle_norm = RoundingNorm.before(self.middle_norm, self.feed_forward.up)
 
-    def enter(self, x: Tensor, residual: Tensor | None) -> tuple[Any, Tensor]:
+    def enter(self, x: Tensor | MadeRows, residual: Tensor | None) -> tuple[Any, Tensor]:
         """What the layer takes, from what the one before it left: their sum normalised, and the sum itself, which
         stands where the residual was, or x without one."""
         assert self.input_norm is not None
@@ -383,7 +415,7 @@ class Layer:
         *,
         move_to: Tensor | None = None,
         only: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor | MadeRows, Tensor | None]:
         """What the next norm takes: rows, and the state of the residual stream that it adds to them, or None where they
         have it already. `state` is written over, unless it is to `move_to` another place and stay as it is. With `only`
         [R], these of all T rows."""
@@ -399,7 +431,9 @@ class Layer:
             normed, state = self.middle_norm.added(x if behind is None else behind(x), state, move_to)
         if self.behind_feed_forward is None:
             return self.feed_forward(normed, state)
-        return self.behind_feed_forward(self.feed_forward(normed, None)[0]), state
+        made, _ = self.feed_forward(normed, None)
+        assert isinstance(made, Tensor)
+        return self.behind_feed_forward(made), state
 
 
 @dataclass
@@ -416,7 +450,7 @@ class ParallelLayer(Layer):
         *,
         move_to: Tensor | None = None,
         only: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor | MadeRows, Tensor | None]:
         attended = self.attention(normed, positions, rows)
         if only is not None:
             attended, normed, state = attended[only], normed[only], state[only]
