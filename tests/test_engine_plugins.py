@@ -22,7 +22,7 @@ import pytest
 import torch
 
 import specdec_kernels
-from specdec_kernels.compat import sglang, sglang_plugin, vllm, vllm_gpu, vllm_plugin
+from specdec_kernels.compat import hosts, sglang, sglang_plugin, vllm, vllm_gpu, vllm_plugin
 from specdec_kernels.compat.sglang_attention import TreeAttention, TreeAttentionSteps
 from specdec_kernels.compat.vllm_attention import PagedAttention, RowsBuilder
 
@@ -310,7 +310,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Registries:
 
     module.SpeculativeAlgorithm = Algorithms  # type: ignore[attr-defined]
     module.CustomSpecAlgo = type("CustomSpecAlgo", (), {"is_eagle": lambda self: False})  # type: ignore[attr-defined]
-    monkeypatch.setattr(sglang_plugin, "version", lambda package: sglang_plugin.VERSIONS[0])
+    monkeypatch.setattr(hosts, "version", lambda package: sglang_plugin.VERSIONS[0])
     return module
 
 
@@ -348,7 +348,7 @@ def test_an_unknown_version_starts_without_it_and_one_warning(
             raise importlib.metadata.PackageNotFoundError(package)
         return found
 
-    monkeypatch.setattr(sglang_plugin, "version", version)
+    monkeypatch.setattr(hosts, "version", version)
     sglang_plugin.register()
     assert not host.choices and not host.backends and not host.hooks and not host.algorithms
     assert [record.getMessage() for record in caplog.records] == [
@@ -634,7 +634,7 @@ def test_vllms_registry_gives_our_class(
     backend: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for known in vllm_plugin.VERSIONS:
-        monkeypatch.setattr(vllm_plugin, "version", lambda package, known=known: f"{known}+cu130")
+        monkeypatch.setattr(hosts, "version", lambda package, known=known: f"{known}+cu130")
         with caplog.at_level(logging.INFO):
             vllm_plugin.register()
         said = f"specdec: vLLM {known}+cu130 has the attention backend CUSTOM, for those who ask for it"
@@ -669,7 +669,7 @@ def test_registers_under_the_name_that_vllm_keeps_for_others(monkeypatch: pytest
     registry.register_backend = lambda backend, path: paths.append(path)  # type: ignore[attr-defined]
     for name in ("vllm", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backends", registry.__name__):
         monkeypatch.setitem(sys.modules, name, registry)
-    monkeypatch.setattr(vllm_plugin, "version", lambda package: vllm_plugin.VERSIONS[0])
+    monkeypatch.setattr(hosts, "version", lambda package: vllm_plugin.VERSIONS[0])
     vllm_plugin.register()
     vllm_plugin.register()
     assert set(paths) == {"specdec_kernels.compat.vllm_backend.SpecdecBackend"}
@@ -684,7 +684,7 @@ def test_vllm_of_an_unknown_version_starts_without_it_and_one_warning(
             raise importlib.metadata.PackageNotFoundError(package)
         return found
 
-    monkeypatch.setattr(vllm_plugin, "version", version)
+    monkeypatch.setattr(hosts, "version", version)
     monkeypatch.setitem(sys.modules, "vllm", None)  # nothing of it is imported
     vllm_plugin.register()
     assert caplog.messages == [
@@ -697,7 +697,7 @@ def test_a_variable_leaves_the_plugin_out_of_vllm(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("SPECDEC_VLLM", "0")
-    monkeypatch.setattr(vllm_plugin, "version", lambda package: vllm_plugin.VERSIONS[0])
+    monkeypatch.setattr(hosts, "version", lambda package: vllm_plugin.VERSIONS[0])
     monkeypatch.setitem(sys.modules, "vllm", None)
     vllm_plugin.register()
     assert not caplog.messages

@@ -10,13 +10,12 @@ gone when the package is uninstalled, or left out of SGLANG_PLUGINS.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from ..ops import select_topk
+from .hosts import version_to_change
 
 __all__ = ["ALGORITHM", "BACKEND", "VERSIONS", "register"]
 
@@ -31,14 +30,8 @@ logger = logging.getLogger(__name__)
 
 def register() -> None:
     """What SGLang calls once in each of its processes, before it reads its arguments."""
-    if os.environ.get("SPECDEC_SGLANG") == "0":
-        return
-    try:
-        found = version("sglang")
-    except PackageNotFoundError:
-        found = "of no known version"
-    if found not in VERSIONS:
-        logger.warning("specdec: SGLang %s is not known, expected %s; nothing is changed", found, " or ".join(VERSIONS))
+    found = version_to_change("SGLang", VERSIONS, logger)
+    if found is None:
         return
     taken = [register_attention(), register_drafts(), register_functions(), register_ngram()]
     logger.info("specdec: SGLang %s has %s", found, "; ".join(taken))

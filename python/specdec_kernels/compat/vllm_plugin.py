@@ -8,8 +8,8 @@ already, nor where `SPECDEC_VLLM=0` is set; it is gone when the package is unins
 from __future__ import annotations
 
 import logging
-import os
-from importlib.metadata import PackageNotFoundError, version
+
+from .hosts import version_to_change
 
 __all__ = ["BACKEND", "PATH", "VERSIONS", "register"]
 
@@ -23,15 +23,8 @@ logger = logging.getLogger("vllm.specdec_kernels")  # vLLM shows what is logged 
 
 def register() -> None:
     """What vLLM calls once in each of its processes, before it makes a model."""
-    if os.environ.get("SPECDEC_VLLM") == "0":
-        return
-    try:
-        found = version("vllm")
-    except PackageNotFoundError:
-        found = "of no known version"
-    if found.partition("+")[0] not in VERSIONS:  # a label behind it says what it is built for
-        known = ", ".join(VERSIONS)
-        logger.warning("specdec: vLLM %s is not known, expected one of %s; nothing is changed", found, known)
+    found = version_to_change("vLLM", VERSIONS, logger)
+    if found is None:
         return
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
