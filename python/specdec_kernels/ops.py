@@ -785,7 +785,8 @@ def norm_rows(
 ) -> tuple[Tensor, Tensor]:
     """Every row over its root mean square, times a weight; with `residual`, of the sum of both.
 
-    Sums and products are float32; what is normalised is the sum as it is stored.
+    Sums and products are float32; what is normalised is the sum as it is stored. On a GPU the op reads `weight` before
+    the kernel launched ahead of it has finished: that one must not write it.
 
     Args:
         x: [T, H] float32, float16 or bfloat16; rows may be strided, here and below.
@@ -832,6 +833,9 @@ def pair_rows(
     stream: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """What an EAGLE-3 layer reads: the embeddings of tokens beside a feature each, both over their root mean squares.
+
+    On a GPU the op reads the norms' weights before the kernel launched ahead of it has finished: that one must not
+    write them.
 
     Args:
         embeddings: [V, H] float32, float16 or bfloat16; rows may be strided, here and below.
