@@ -288,7 +288,8 @@ def result_of(
     tokens = len(places) * (params["output"] - params["short"])
     facts = {"tokens_per_second": round(tokens / seconds, 2), "start_seconds": round(start_seconds, 2)}
     if line["rounds"]:
-        facts["accept_length"] = round(sum(map(len, line["tokens"])) / line["rounds"], 4)
+        behind_prefill = sum(len(tokens) - 1 for tokens in line["tokens"])  # whose first ones are of no round
+        facts["accept_length"] = round(behind_prefill / line["rounds"], 4)
     return Result(**shape, facts=facts)
 
 

@@ -117,6 +117,10 @@ class LateFeatures(Eagle3):
         assert features is not None
         super().prefill(prefill, torch.cat([features[:, 1:], features[:, -1:]], 1))
 
+    def extend(self, slots: Tensor, committed: Any, proposal: Any, features: Tensor | None) -> None:
+        assert features is not None
+        super().extend(slots, committed, proposal, torch.cat([features[1:], features[-1:]]))
+
 
 def test_position_offset(diagnosed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """No head's tensors hold this: it is between the rows of a draft and those of the target."""
@@ -215,8 +219,8 @@ def test_an_engine_accepts_what_the_table_says() -> None:
         found = measure(Eagle3(HEAD, num_steps=4, topk=1), 4, engine.target, texts)
     with Engine(TARGET, draft=Eagle3(HEAD, num_steps=4, topk=1), adaptive=False, device="cpu") as engine:
         for prompt, text, rounds, tokens in zip(prompts, texts, found.rounds, found.tokens, strict=True):
-            (output,) = engine.generate(prompt, SamplingParams(tokens))
-            assert output.tokens[: len(text.tokens) - len(prompt)] == text.tokens[len(prompt) :][:tokens]
+            (output,) = engine.generate(prompt, SamplingParams(tokens + 1))  # the first one is of no round
+            assert output.tokens[: len(text.tokens) - len(prompt)] == text.tokens[len(prompt) :][: tokens + 1]
             assert output.stats.rounds == rounds > 5
 
 

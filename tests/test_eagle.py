@@ -130,7 +130,8 @@ def test_chains_are_those_of_the_published_forward(bias: bool, tmp_path: Path, m
     def keep(slots: Tensor, num_nodes: int) -> Any:
         proposal = propose(slots, num_nodes)
         tree = scored_tree_of(proposal.drafts, slots, num_nodes, engine.state).tree
-        drafted.extend(zip(tree.positions[:, 0].tolist(), tree.tokens[:, 1:].tolist(), strict=True))
+        if num_nodes > 1:
+            drafted.extend(zip(tree.positions[:, 0].tolist(), tree.tokens[:, 1:].tolist(), strict=True))
         return proposal
 
     monkeypatch.setattr(engine.draft, "propose", keep)
@@ -174,8 +175,8 @@ def test_a_planted_head_is_right(topk: int) -> None:
         num_slots=2,
         device="cpu",
     )
-    outputs = engine.generate([text.tokens(3, 20), text.tokens(200, 9)], SamplingParams(max_new_tokens=40))
-    assert [out.tokens for out in outputs] == [text.tokens(23, 40), text.tokens(209, 40)]
+    outputs = engine.generate([text.tokens(3, 20), text.tokens(200, 9)], SamplingParams(max_new_tokens=41))
+    assert [out.tokens for out in outputs] == [text.tokens(23, 41), text.tokens(209, 41)]
     assert all(out.stats.accept_length == 5 for out in outputs)
 
 

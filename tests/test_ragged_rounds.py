@@ -23,7 +23,7 @@ def test_requests_share_the_rows_of_a_round(name: str, tmp_path: Path) -> None:
     """No more than the budget, some requests more than others, and the texts are those of the target."""
     engine = make_engine(DRAFTS[name](tmp_path), torch.device("cpu"), adaptive=True)
     round, launch = engine._executor.round, engine._executor.launch
-    engine._executor.launch = lambda batch, rows, most: launch(batch, 4 * batch if rows else 0, most)  # type: ignore
+    engine._executor.launch = lambda batch, rows, most: launch(batch, 4 * batch if rows > 0 else rows, most)  # type: ignore
     seen: list[list[int]] = []
     commit = round.commit
 
@@ -75,7 +75,7 @@ def test_rounds_of_few_rows_draft_few_levels(rows: int, steps: int) -> None:
 
     def launched(batch: int, num_rows: int, most: int) -> None:
         passes.append(0)
-        launch(batch, rows if num_rows > 0 else 0, most)
+        launch(batch, rows if num_rows > 0 else num_rows, most)
 
     def stepped(*given: Any) -> Any:
         passes[-1] += 1

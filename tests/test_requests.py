@@ -105,7 +105,7 @@ def test_texts_are_those_of_generate(name: str, device: torch.device) -> None:
             assert (got.tokens, got.text, got.finish_reason) == (output.tokens, output.text, output.finish_reason)
             assert (got.prompt_tokens, got.seed) == (output.prompt_tokens, output.seed) and request.done()
             assert (got.logprobs is None) == (output.logprobs is None)
-            assert got.stats.accepted + got.stats.rounds == len(got.tokens)
+            assert got.stats.accepted + got.stats.rounds == len(got.tokens) - 1
         expect_nothing_left(engine)
 
 
@@ -167,7 +167,8 @@ def expect_pieces(pieces: list[NewTokens], request: Request) -> None:
         assert sum(new.rounds) == len(new.tokens) and min(new.rounds, default=1) > 0
         assert (new.logprobs is None) == (output.logprobs is None)
     rounds = [count for new in pieces for count in new.rounds]
-    assert len(rounds) == output.stats.rounds and sum(rounds) - len(rounds) == output.stats.accepted
+    assert len(rounds) == 1 + output.stats.rounds and sum(rounds) - len(rounds) == output.stats.accepted
+    assert rounds[0] == 1
     if output.logprobs is not None:
         assert [token for new in pieces for token in new.logprobs or []] == output.logprobs
 
@@ -203,7 +204,7 @@ def test_a_piece_is_a_round_for_who_keeps_up() -> None:
         for new in request:
             pieces.append(new)
             turn.release()
-        assert len(pieces) == request.output.stats.rounds > 3 and all(len(new.rounds) == 1 for new in pieces)
+        assert len(pieces) == 1 + request.output.stats.rounds > 4 and all(len(new.rounds) == 1 for new in pieces)
 
 
 def test_without_streaming_there_is_one_piece() -> None:

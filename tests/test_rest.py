@@ -294,8 +294,10 @@ def test_requests_that_join_and_leave(name: str, device: torch.device, tmp_path:
     run, kinds = round.run_target, {"rest": 0, "catch up": 0}
     behind: dict[int, int] = {}
 
-    def chosen(slots: Tensor, _num_rows: int) -> Any:
+    def chosen(slots: Tensor, num_rows: int) -> Any:
         """In place of the budget, which goes by the clock."""
+        if num_rows == _C.FIRST_ROUND:
+            return run(slots, num_rows)
         batch = len(slots)
         rows = rng.choice([batch, batch, batch, 3 * batch // 2, 2 * batch, batch * most])
         nodes, live = 1 if rows == batch else 2, [slot for slot in slots.tolist() if slot >= 0]
@@ -337,7 +339,7 @@ def test_an_engine_that_rests(name: str, device: torch.device, tmp_path: Path) -
     outputs = engine.generate(prompts(), SamplingParams(NEW_TOKENS, ignore_eos=True))
     for prompt, output, want in zip(prompts(), outputs, plain_texts(), strict=True):
         Comparison(reference_model()).check(prompt, output.tokens[: len(want)], want)
-        assert output.stats.rounds == NEW_TOKENS and output.stats.drafted == 0
+        assert output.stats.rounds == NEW_TOKENS - 1 and output.stats.drafted == 0
     assert engine.stats().rounds_by_nodes[1] == engine.stats().rounds
     kept = int(model_draft(engine).num_kept.max())
     assert 0 < kept <= REST_ROWS
@@ -357,8 +359,8 @@ def test_requests_that_want_no_drafts_rest_for_good(adaptive: bool, device: torc
     engine._executor.launch = lambda *size: launched.append(size[:2]) or launch(*size)
     off = SamplingParams(NEW_TOKENS, ignore_eos=True, speculation="off")
     outputs = engine.generate(prompts(), off)
-    assert [output.stats.rounds for output in outputs] == [NEW_TOKENS] * len(prompts())
-    assert all(rows == batch for batch, rows in launched)
+    assert [output.stats.rounds for output in outputs] == [NEW_TOKENS - 1] * len(prompts())
+    assert all(rows in (batch, _C.FIRST_ROUND) for batch, rows in launched)
     assert engine.stats().rounds_by_nodes[1] == engine.stats().rounds > 0
     launched.clear()
     both = [off, SamplingParams(NEW_TOKENS, ignore_eos=True)]
@@ -377,7 +379,7 @@ def test_a_batch_invariant_engine_has_rounds_of_one_size(device: torch.device) -
     launch = engine._executor.launch
     engine._executor.launch = lambda *size: launched.append(size[:2]) or launch(*size)
     engine.generate(prompts()[:3], SamplingParams(6, speculation="off"))
-    assert {(batch, rows) for batch, rows in launched if batch} == {(3, 24)}
+    assert {(batch, rows) for batch, rows in launched if batch} == {(3, 24), (3, _C.FIRST_ROUND)}
 
 
 @pytest.mark.parametrize("draft", [None, Ngram(num_nodes=8)], ids=["none", "ngram"])
@@ -417,7 +419,7 @@ def test_a_captured_pass_catches_up(name: str, tmp_path: Path) -> None:
     record = rings.commands[int(rings.num_applied) % len(rings.commands)]
     record.fill_(-1)
     record[2:5] = torch.tensor([2, -1, 0])
-    (graph,) = (graph for size, graph in engine.graphs.by_size.items() if size[:2] == (3, 0))
+    (graph,) = (graph for size, graph in engine.graphs.by_size.items() if size[:2] == (3, _C.CATCH_UP))
     graph.instantiate()
     graph.replay()
     torch.cuda.synchronize()

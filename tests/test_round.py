@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from conftest import HAS_CUDA
 from random_models import random_prompts, save_random_model
-from specdec_kernels import Status, free_pages
+from specdec_kernels import _C, Status, free_pages
 from specdec_kernels.engine import Draft, Eagle3, Engine, Ngram, SamplingParams, Standalone, Union
 from specdec_kernels.engine.drafts.proposal import scored_tree_of
 from specdec_kernels.engine.round import Round
@@ -51,16 +51,17 @@ def prompts() -> list[list[int]]:
     return [prompt[:length] for prompt, length in zip(held_out("code"), [23, 40, 9, 31, 17, 60, 2, 48], strict=False)]
 
 
-def begin(engine: Engine, slot: int, text: list[int], chunk: int = 1000, budget: int = 100) -> None:
-    """What the scheduler does for a request that gets a slot."""
-    executor, state, rows = engine._executor, engine.state, len(text) - 1
+def begin(engine: Engine, slot: int, text: list[int], chunk: int = 1000, budget: int = 100) -> list[int]:
+    """What the scheduler does for a request that gets a slot, its first round included, whose token is returned."""
+    executor, state, rows = engine._executor, engine.state, len(text)
     give_back(engine, slot)
     executor.begin(slot, (slot, text, 0, None, []))
     for start in range(0, rows, chunk):
         count = min(chunk, rows - start)
-        executor.prefill([(slot, start, text[start : start + count + 1])])
-    state.seq_lens[slot], state.root_tokens[slot], state.remaining[slot] = rows, text[-1], budget
+        executor.prefill([(slot, start, [*text, text[-1]][start : start + count + 1])])
+    state.seq_lens[slot], state.root_tokens[slot], state.remaining[slot] = rows - 1, text[-1], budget
     executor.activate([slot])
+    return run(engine, [slot], _C.FIRST_ROUND)[slot]
 
 
 def give_back(engine: Engine, slot: int) -> None:
@@ -71,8 +72,10 @@ def give_back(engine: Engine, slot: int) -> None:
 
 
 def run(engine: Engine, slots: list[int], num_nodes: int | None = None) -> dict[int, list[int]]:
-    """One round, of all nodes or so many for each; the new tokens of each slot named."""
+    """One round, of all nodes or so many for each, or a first one; the new tokens of each slot named."""
     num_rows = len(slots) * (num_nodes or engine.config.needs.num_nodes)
+    if num_nodes == _C.FIRST_ROUND:
+        num_rows = num_nodes
     round = engine._executor.round
     with torch.inference_mode():
         result = round.commit(round.run_target(torch.tensor(slots, dtype=torch.int32, device=engine.device), num_rows))
@@ -173,17 +176,22 @@ def test_a_finished_slot_is_inert(name: str, device: torch.device) -> None:
     begin(engine, 0, prompts()[0], budget=3)
     begin(engine, 1, prompts()[1])
     begin(alone, 1, prompts()[1])
+    other, want = list[int](), list[int]()  # in rounds of other lengths, perhaps: what a draft learns is of both
     while not int(engine.state.finish_reasons[0]):
-        assert run(engine, [0, 1])[1] == run(alone, [1])[1]
+        other += run(engine, [0, 1])[1]
+        want += run(alone, [1])[1]
     before = slot_state(engine, 0)
     for _ in range(4):
         got = run(engine, [0, 1])
-        assert got == {0: [], 1: run(alone, [1])[1]}
+        assert got[0] == []
+        other += got[1]
+        want += run(alone, [1])[1]
         after = slot_state(engine, 0)
         del before["pages"], before["count"], after["pages"], after["count"]
         assert after == before
         before = slot_state(engine, 0)
-    assert not engine.state.status.any()
+    both = min(len(other), len(want))
+    assert both > 4 and other[:both] == want[:both] and not engine.state.status.any()
 
 
 # --- the order of requests, and retraction
@@ -208,7 +216,8 @@ def test_retraction_loses_nothing(name: str, device: torch.device) -> None:
     got = tight.generate(prompts()[:5], params)
     assert tight._scheduler.num_retractions > 0
     assert [o.tokens for o in got] == [o.tokens for o in want]
-    assert [o.stats.accepted + o.stats.rounds for o in got] == [60] * 5
+    firsts = [60 - o.stats.accepted - o.stats.rounds for o in got]  # tokens of first rounds, one each time it began
+    assert min(firsts) == 1 and 5 < sum(firsts) <= 5 + tight._scheduler.num_retractions
     pool = tight.state.pool
     assert int(pool.num_free[0]) == len(pool.free_stack) and not pool.page_refs.any()
 
@@ -309,7 +318,7 @@ def test_chunks_of_any_size_give_the_same_drafts(name: str, device: torch.device
     want = {key: torch.tensor(value) for key, value in slot_state(whole, 1).items()}
     first = run(whole, [1])
     engine = make_engine(name, device)
-    for chunk in (*range(1, 18), 32, 33):
+    for chunk in (*range(1, 18), 32, 33, 34):
         begin(engine, 1, text, chunk=chunk)
         got = slot_state(engine, 1)
         for key in ("length", "root", "child_ids"):
@@ -436,7 +445,7 @@ def test_eagle3_trees_are_those_of_the_training_code(
     slots = [3, 0, 2]
     texts = {slot: list(prompt) for slot, prompt in zip(slots, prompts(), strict=False)}
     for slot in slots:
-        begin(engine, slot, texts[slot], chunk=chunk)
+        texts[slot] += begin(engine, slot, texts[slot], chunk=chunk)
     same = total = accepted = 0
     for _ in range(6):
         new = run(engine, slots)

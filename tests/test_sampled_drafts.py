@@ -61,11 +61,11 @@ def distribution(prompt: list[int], sampling: SamplingParams) -> dict[tuple[int,
 def test_texts_have_the_distribution_of_the_target(
     device: torch.device, number: int, top_k: int, temperature: float
 ) -> None:
-    """Chi-square of three tokens: first one with drafts behind it, second and third in a block or behind one."""
+    """Chi-square of the tokens behind the first one: one with drafts behind it, and two in a block or behind one."""
     count, prompt = 1500, held_out("code")[number][:30]
     engine = make_engine(device, steps=2, num_slots=100)
     params = [
-        SamplingParams(3, ignore_eos=True, seed=seed, temperature=temperature, top_k=top_k) for seed in range(count)
+        SamplingParams(4, ignore_eos=True, seed=seed, temperature=temperature, top_k=top_k) for seed in range(count)
     ]
     outputs = engine.generate([prompt] * count, params)
     seen = Counter(tuple(output.tokens) for output in outputs)
@@ -77,7 +77,7 @@ def test_texts_have_the_distribution_of_the_target(
         cells.append((count - sum(n for n, _ in cells), rare * count))
     chi_square = sum((n - expected) ** 2 / expected for n, expected in cells)
     freedom = len(cells) - 1
-    assert freedom > 8 and accept_length(outputs) > 1.4
+    assert freedom > 8 and accept_length(outputs) > 1.25
     assert chi_square < freedom + 5 * (2 * freedom) ** 0.5, (chi_square, freedom)
 
 

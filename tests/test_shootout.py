@@ -113,7 +113,7 @@ def test_a_text_that_strays_is_wrong() -> None:
     line: dict[str, Any] = {
         "seconds": {"short": [1.0, 1.0], "long": [3.0, 5.0]},
         "tokens": [text.tokens(at + 5, 8) for at in wave],
-        "rounds": 16,
+        "rounds": 14,
     }
     right = shootout.result_of(params, line, text, 1.5, CPU)
     assert right.facts == {"tokens_per_second": 8.0, "start_seconds": 1.5, "accept_length": 2.0}

@@ -54,7 +54,11 @@ class PyExecutor : public scheduler::Executor {
   void prefill(std::span<const Chunk> chunks) override {
     const WithGil gil;
     py::list list;
-    for (const Chunk& chunk : chunks) list.append(py::make_tuple(chunk.slot, chunk.start, argument(chunk.tokens)));
+    for (const Chunk& chunk : chunks) {
+      std::vector<int32_t> tokens = argument(chunk.tokens);
+      tokens.push_back(chunk.next);
+      list.append(py::make_tuple(chunk.slot, chunk.start, std::move(tokens)));
+    }
     object_.attr("prefill")(list);
   }
   void activate(std::span<const int32_t> slots) override { call("activate", slots); }
@@ -383,6 +387,8 @@ void add_scheduler(py::module_& m) {
       },
       "max_batch"_a, "accept_width"_a, "num_rungs"_a, "max_logprobs"_a,
       "int32 words of a record of results; max_logprobs -1: without scores");
+  m.attr("CATCH_UP") = scheduler::kCatchUp;
+  m.attr("FIRST_ROUND") = scheduler::kFirstRound;
   using Release = py::call_guard<WithoutGil>;
   py::class_<PyScheduler>(m, "Scheduler", py::custom_type_setup(collect_executor))
       .def(py::init(&make_scheduler), "executor"_a, py::kw_only(), "num_slots"_a, "num_pages"_a, "page_size"_a,

@@ -31,13 +31,19 @@ struct Progress {
   int64_t num_published;  // rounds
 };
 
-// Rows start .. start + num_rows() - 1 of a text but its last token: their tokens, and the one that follows them.
+// Rows start .. start + num_rows() - 1 of a text: their tokens, and the one that follows them. Nobody knows yet what
+// follows a text's last token, the root: there it is the root once more.
 struct Chunk {
   int32_t slot;
   int64_t start;
   Tokens tokens;
-  int64_t num_rows() const { return std::ssize(tokens) - 1; }
+  int32_t next;
+  int64_t num_rows() const { return std::ssize(tokens); }
 };
+
+// What a launch has for the rows of a round, where it is none that verifies nodes.
+constexpr int64_t kCatchUp = 0;      // the draft of the slots catches up, and nothing is published
+constexpr int64_t kFirstRound = -1;  // their first round, of the states that prefill has left of their roots
 
 // A request of a round whose next tokens the executor rules on, and what it gained since the executor was last told.
 struct Constrained {
@@ -53,13 +59,16 @@ class Executor {
   // The request gets the slot, which is empty, with the cached pages for its first ones. One that brings its rows along
   // has them written here.
   virtual void begin(int32_t slot, const Admitted& request) = 0;
-  // Writes the rows of some slots' texts, in one pass if it can. Not called for a text of one token.
+  // Writes the rows of some slots' texts, in one pass if it can, and keeps the states of each chunk's last row: of a
+  // text's last chunk those of the root, which the slot's first round goes on from.
   virtual void prefill(std::span<const Chunk> chunks) = 0;
-  // The slots' state has been set by commands; their first round comes next.
+  // The slots' state has been set by commands; their first round comes next: of those that were prefilled one of
+  // kFirstRound, of those that brought their rows along one like all others.
   virtual void activate(std::span<const int32_t> slots) = 0;
   // Starts a round of `batch` slots that verifies `rows` nodes of theirs: applies the next command record, advances its
-  // slots, publishes. No slot reads or writes KV from row `max_kv_len` on. With a batch of 0, applies the record and
-  // does no more; with 0 rows, it lets the draft of the record's slots catch up behind that, and publishes nothing.
+  // slots, publishes. No slot reads or writes KV from row `max_kv_len` on. With kFirstRound for the rows it verifies
+  // the slots' roots alone, without a pass of the target. With kCatchUp it lets the draft of the record's slots catch
+  // up behind that, and publishes nothing; and with a batch of 0 it applies the record and does no more.
   virtual void launch(int64_t batch, int64_t rows, int64_t max_kv_len) = 0;
   // The same in two steps, for rounds with constrained requests: as far as the target's logits, and, while the device
   // is at that, which tokens they allow, and the rest. `number` is that of the last command record, from 1 on.

@@ -26,6 +26,13 @@ constexpr int kMostFailedLaunches = 8;  // in a row, before the device counts as
 // which covers the time to wake up. Nothing is expected of a round that takes longer than kLongest ns.
 constexpr int64_t kTakesMore = 64, kAtLeast = 150'000, kLongest = 1'000'000'000;
 
+std::vector<int32_t> slots_of(const std::vector<Request*>& requests) {
+  std::vector<int32_t> slots;
+  slots.reserve(requests.size());
+  for (const Request* request : requests) slots.push_back(request->slot);
+  return slots;
+}
+
 }  // namespace
 
 // Makes one executor call on behalf of these holders of slots. If it throws, they end, and the exception is rethrown.
@@ -57,6 +64,14 @@ bool Scheduler::turn() {
   // and its launch finds room in the device's queue, which the launches of a pass and of a round could fill together.
   if (prefill()) read_rounds();
   activate();
+  if (launch_first_rounds()) {
+    // The next round's texts are a token longer than when pages were counted. With no round to run beside another the
+    // first tokens go out before it.
+    if (std::ssize(in_flight_) >= config_.rounds_in_flight) read_oldest_round();
+    make_room();
+    if (cache_lost_) empty_cache();
+    deliver();
+  }
   const bool launched = launch_round();
   if (!in_flight_.empty() && (!launched || std::ssize(in_flight_) >= config_.rounds_in_flight)) read_oldest_round();
   deliver();
@@ -184,8 +199,8 @@ void Scheduler::give_slots() {
 // The request has a slot, and shares what the cache has of its text.
 void Scheduler::begin(Request& request) {
   const int64_t shared = request.num_shared * config_.page_size;
-  request.prefilled = request.written ? request.seq_len() : shared;
-  if (request.counts.rounds == 0) request.counts.cached = shared;
+  request.prefilled = request.written ? std::ssize(request.text) : shared;
+  if (request.last_round == 0) request.counts.cached = shared;
   num_prefix_hits_ += shared > 0;
   num_cached_tokens_ += shared;
   publish();
@@ -208,7 +223,9 @@ bool Scheduler::prefill() {
     if (count == 0 || std::ssize(chunks) == config_.prefill_requests) continue;
     const int64_t start = holder->prefilled;
     requests.push_back(holder.get());
-    chunks.push_back({holder->slot, start, Tokens(holder->text).subspan(start, count + 1)});
+    const Tokens text = holder->text;
+    chunks.push_back(
+        {holder->slot, start, text.subspan(start, count), text[std::min(start + count, holder->seq_len())]});
     room -= count;
   }
   if (chunks.empty()) return false;
@@ -244,8 +261,27 @@ void Scheduler::activate() {
       const Span span(recorder_, Work::kPrefill);
       executor_.activate(slots);
     });
-    for (Request* request : requests) request->state = RequestState::kRunning;
+    for (Request* request : requests)
+      request->state = request->written ? RequestState::kRunning : RequestState::kBeginning;
   }
+}
+
+// Launches the first rounds of all requests that have been prefilled here, each of as many as a round has rows. Returns
+// false where there are none.
+bool Scheduler::launch_first_rounds() {
+  const auto begins = [](const auto& holder) { return holder->state == RequestState::kBeginning; };
+  if (std::ranges::none_of(slots_.holders(), begins)) return false;
+  while (std::ranges::any_of(slots_.holders(), begins)) {
+    if (std::ssize(in_flight_) >= config_.rounds_in_flight) read_oldest_round();
+    const Span span(recorder_, Work::kPlan);
+    std::vector<Request*> requests;
+    for (const auto& holder : slots_.holders())
+      if (begins(holder) && std::ssize(requests) < config_.max_batch()) requests.push_back(holder.get());
+    const Round round{.size = size_for(requests), .is_first = true};
+    launch(round, requests, kFirstRound, max_kv_len(config_, requests));
+    other_work_ = true;  // to the round behind it
+  }
+  return true;
 }
 
 // Launches a round of all running requests, or of those that have waited longest where a round has fewer rows. Returns
@@ -263,16 +299,11 @@ bool Scheduler::launch_round() {
     requests.resize(config_.max_batch());
   }
 
-  ++turn_number_;
-  const size_t size = std::ranges::lower_bound(config_.batch_sizes, std::ssize(requests)) - config_.batch_sizes.begin();
+  const size_t size = size_for(requests);
   int64_t kv_rows = 0;
   int32_t behind = 0;
   bool wants_drafts = false;
-  std::vector<int32_t> slots;
-  slots.reserve(requests.size());
-  for (Request* request : requests) {
-    request->last_round = turn_number_;
-    slots.push_back(request->slot);
+  for (const Request* request : requests) {
     kv_rows += request->seq_len();
     behind = std::max(behind, request->behind);
     wants_drafts |= request->wants_drafts();
@@ -286,7 +317,7 @@ bool Scheduler::launch_round() {
   const int64_t most_rows = max_kv_len(config_, requests);
   const bool rests = config_.rest_rows > 0 && num_rows == batch;
   if (behind > 0 && (!rests || behind >= config_.rest_rows)) {
-    call_for(requests, [&] { send({.slots = slots}, batch, 0, most_rows); });
+    call_for(requests, [&] { send({.slots = slots_of(requests)}, batch, kCatchUp, most_rows); });
     for (Request* request : requests) request->behind = 0;
   }
   size_t shown = rung;
@@ -294,32 +325,48 @@ bool Scheduler::launch_round() {
   size_t scored = shown;
   if (shown == rung && !config_.drafted.empty())
     while (scored + 1 < rows.size() && rows[scored + 1] <= config_.drafted[size][rung] * batch) ++scored;
-  Round round{.number = num_launched_,
-              .size = size,
-              .rung = rung,
-              .shown = shown,
-              .scored = scored,
-              .kind = chooses ? rung + took_[size].size() - rows.size() : 0,
-              .kv_rows = kv_rows,
-              .rows = {},
-              .follows = !in_flight_.empty() && !other_work_};
-  round.rows.reserve(requests.size());
-  for (const Request* request : requests) round.rows.push_back({request->slot, request->id});
-  const bool constrained = std::ranges::any_of(requests, &Request::constrained);
-  call_for(requests, [&] { send({.slots = slots}, batch, num_rows, most_rows, constrained); });
-  if (constrained) {
-    constrain(round, num_rows, most_rows);
-    requests = still_held(round);
-  }
-  for (Request* request : requests) {
-    ++request->in_flight;
-    if (rests && request->wants_drafts()) ++request->behind;
-  }
-  in_flight_.push_back(std::move(round));
+  const Round round{.size = size,
+                    .rung = rung,
+                    .shown = shown,
+                    .scored = scored,
+                    .kind = chooses ? rung + took_[size].size() - rows.size() : 0,
+                    .kv_rows = kv_rows,
+                    .follows = !in_flight_.empty() && !other_work_};
+  launch(round, requests, num_rows, most_rows);
+  if (rests)
+    for (Request* request : still_held(in_flight_.back())) request->behind += request->wants_drafts();
   other_work_ = false;
   last_batch_ = batch;
   last_rows_ = num_rows;
   return true;
+}
+
+// The smallest batch size of a round of these requests.
+size_t Scheduler::size_for(const std::vector<Request*>& requests) const {
+  return std::ranges::lower_bound(config_.batch_sizes, std::ssize(requests)) - config_.batch_sizes.begin();
+}
+
+// Launches a round of these requests, which run from then on.
+void Scheduler::launch(Round round, std::vector<Request*> requests, int64_t rows, int64_t max_kv_len) {
+  round.number = num_launched_;
+  ++round_number_;
+  round.rows.reserve(requests.size());
+  for (Request* request : requests) {
+    request->last_round = round_number_;
+    round.rows.push_back({request->slot, request->id});
+  }
+  const bool constrained = std::ranges::any_of(requests, &Request::constrained);
+  const int64_t batch = config_.batch_sizes[round.size];
+  call_for(requests, [&] { send({.slots = slots_of(requests)}, batch, rows, max_kv_len, constrained); });
+  if (constrained) {
+    constrain(round, rows, max_kv_len);
+    requests = still_held(round);
+  }
+  for (Request* request : requests) {
+    request->state = RequestState::kRunning;
+    ++request->in_flight;
+  }
+  in_flight_.push_back(std::move(round));
 }
 
 // Lets the executor rule on the next tokens of a round that has been launched as far as the target's logits: by all
@@ -343,7 +390,7 @@ void Scheduler::constrain(const Round& round, int64_t rows, int64_t max_kv_len) 
   unsure_ = false;
 }
 
-// Writes one command record, and launches a round behind it, of a constrained one the first step; or with no rows a
+// Writes one command record, and launches a round behind it, of a constrained one the first step; or with kCatchUp a
 // draft that catches up, or with no batch nothing.
 void Scheduler::send(const Commands& commands, int64_t batch, int64_t rows, int64_t max_kv_len, bool constrained) {
   wait_until([&] { return commands_.is_free(num_sent_); });
@@ -372,7 +419,7 @@ void Scheduler::send(const Commands& commands, int64_t batch, int64_t rows, int6
   }
   given_back_.clear();
   ++num_sent_;
-  if (rows > 0)
+  if (rows != kCatchUp)
     ++num_launched_;
   else
     other_work_ = true;
@@ -391,11 +438,15 @@ void Scheduler::read_oldest_round() {
 
   const Span span(recorder_, Work::kRead);
   const int64_t started_at = results_.started_at(round.number), ended_at = results_.ended_at(round.number);
-  took_[round.size][round.kind] = ended_at - started_at;
-  recorder_.add_round(started_at, ended_at, std::ssize(round.rows), round.size, round.kind, round.follows);
-  budget_.note_time(round.size, round.rung, static_cast<double>(round.rows.size()), static_cast<double>(round.kv_rows),
-                    1e-3 * static_cast<double>(ended_at - started_at));
-  note_rungs(round);
+  if (round.is_first) {
+    recorder_.add_first_round(started_at, ended_at, std::ssize(round.rows));
+  } else {
+    took_[round.size][round.kind] = ended_at - started_at;
+    recorder_.add_round(started_at, ended_at, std::ssize(round.rows), round.size, round.kind, round.follows);
+    budget_.note_time(round.size, round.rung, static_cast<double>(round.rows.size()),
+                      static_cast<double>(round.kv_rows), 1e-3 * static_cast<double>(ended_at - started_at));
+    note_rungs(round);
+  }
   bool progress = requests.size() < round.rows.size();  // the pages of those who have ended come back
   size_t next = 0;
   for (size_t b = 0; b < round.rows.size() && next < requests.size(); ++b) {
@@ -403,9 +454,10 @@ void Scheduler::read_oldest_round() {
     if (request.id != round.rows[b].request_id) continue;  // it has ended since
     ++next;
     --request.in_flight;
-    progress |= read_row(results_.row(round.number, static_cast<int64_t>(b)), request);
+    progress |= read_row(results_.row(round.number, static_cast<int64_t>(b)), request, round.is_first);
   }
   publish();
+  if (round.is_first) return;  // whoever stalled there begins with another round
 
   // Every slot stalled, although its pages were counted: somebody else holds some. Once the rounds in flight show the
   // same the last ends, and gives the others its pages; retracting it would only admit it again.
@@ -439,14 +491,15 @@ std::vector<Request*> Scheduler::still_held(const Round& round) const {
 }
 
 // Takes over what the round did for one request. Returns false when it stalled; then its state is as before the round.
-bool Scheduler::read_row(const RowResult& result, Request& request) {
+bool Scheduler::read_row(const RowResult& result, Request& request, bool is_first) {
   const int64_t count = result.num_valid;
   const auto reason = static_cast<FinishReason>(result.finish_reason);
   const bool goes_on = reason == FinishReason::kRunning;
   int32_t status = result.status & ~kStalled;
 
   // The device has to keep these limits. Results that break them are of as little use as those of a broken slot.
-  const int64_t room = std::min({config_.accept_width, request.remaining, config_.max_len - std::ssize(request.text)});
+  const int64_t most = is_first ? 1 : config_.accept_width;
+  const int64_t room = std::min({most, request.remaining, config_.max_len - std::ssize(request.text)});
   const bool in_range =
       count >= 0 && count <= room && reason >= FinishReason::kRunning && reason <= FinishReason::kContext;
   // The loop covers the whole width: the processor cannot guess the number of tokens, and a branch that it mispredicts
@@ -460,16 +513,17 @@ bool Scheduler::read_row(const RowResult& result, Request& request) {
   }
   if (count == 0 && goes_on) return false;
 
-  const bool is_first = request.sound == 0;
+  const bool was_sound = request.sound > 0;
   request.sound = sound_rows(request);
-  if (count > 0) request.accept(result.tokens, count, result.num_nodes);
+  if (count > 0) request.accept(result.tokens, count);
+  if (count > 0 && !is_first) request.count_round(count, result.num_nodes);
   if (request.num_logprobs >= 0) result.add_scores(count, request.num_logprobs, *request.scores);
   if (!goes_on) {
     finish_held(request, reason);  // its last tokens have no rows of the draft
     return true;
   }
   request.sound = sound_rows(request);
-  if (is_first) cache_pages(request);
+  if (!was_sound) cache_pages(request);
   if (request.streams) note_tokens(request, reason);
   return true;
 }

@@ -48,7 +48,7 @@ class Scheduler::Trial {
   int64_t time_round(int64_t rows) {
     return least_of([&] {
       keep_short();
-      if (has_rested_ && rows > batch_) launch(0);
+      if (has_rested_ && rows > batch_) launch(kCatchUp);
       const int64_t number = launch(rows);
       wait_for(number);
       const int64_t ns = results().ended_at(number) - results().started_at(number);
@@ -62,7 +62,7 @@ class Scheduler::Trial {
     return least_of([&] {
       keep_short();
       const int64_t first = launch(batch_);
-      launch(0);
+      launch(kCatchUp);
       const int64_t second = launch(batch_);
       wait_for(second);
       return Timed{results().started_at(second) - results().ended_at(first),
@@ -104,13 +104,21 @@ class Scheduler::Trial {
       activated.push_back(&request);
       scheduler_.executor_.begin(request.slot, {request.id, request.text, request.ngram_group, nullptr, {}});
     }
+    std::vector<Chunk> chunks;
+    for (const Request& request : requests) chunks.push_back({request.slot, 0, request.text, request.text.back()});
+    const int64_t most = scheduler_.config_.prefill_requests, most_rows = scheduler_.config_.prefill_chunk;
+    for_each_part(std::span<const Chunk>(chunks), std::min(most, most_rows),
+                  [&](auto part) { scheduler_.executor_.prefill(part); });
     scheduler_.send({.activated = activated});
-    const auto slots = std::span<const int32_t>(slots_);
-    const int64_t most = scheduler_.config_.prefill_requests;
-    for (int64_t i = 0; i < batch_; i += most)
-      scheduler_.executor_.activate(slots.subspan(i, std::min(most, batch_ - i)));
+    for_each_part(std::span<const int32_t>(slots_), most, [&](auto part) { scheduler_.executor_.activate(part); });
     longest_ = 0;
     has_rested_ = false;
+  }
+
+  // Calls with no more than `most` of them at a time.
+  template <class T, class Call>
+  static void for_each_part(std::span<const T> all, int64_t most, Call&& call) {
+    for (int64_t i = 0; i < std::ssize(all); i += most) call(all.subspan(i, std::min(most, std::ssize(all) - i)));
   }
 
   // A request that came to its end would take no part: it begins anew well before.
@@ -125,12 +133,12 @@ class Scheduler::Trial {
     scheduler_.wait_until([&] { return results().is_published(number); });
   }
 
-  // Returns the number of the round. With 0 rows drafts catch up.
+  // Returns the number of the round, unless drafts catch up.
   int64_t launch(int64_t rows) {
     const Config& config = scheduler_.config_;
     const int64_t number = scheduler_.num_launched_;
     scheduler_.send({.slots = slots_}, batch_, rows, rows_for(config, longest_));
-    if (rows > 0) longest_ += config.accept_width;
+    if (rows != kCatchUp) longest_ += config.accept_width;
     has_rested_ = config.rest_rows > 0 && rows == batch_;
     return number;
   }

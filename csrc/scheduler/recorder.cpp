@@ -52,10 +52,17 @@ void Recorder::add_round(int64_t started_at, int64_t ended_at, int64_t requests,
     gaps_ += std::max<int64_t>(started_at - last_ended_at_, 0);
   }
   last_ended_at_ = ended_at;
+  trace({started_at, ended_at, round::nanoseconds(), requests, rows_[size][kind]});
+}
+
+void Recorder::add_first_round(int64_t started_at, int64_t ended_at, int64_t requests) {
+  trace({started_at, ended_at, round::nanoseconds(), requests, 0});
+}
+
+void Recorder::trace(const Round& round) {
   if (!traces_) return;
   const std::lock_guard lock(mutex_);
-  if (rounds_.size() < kMostEvents)
-    rounds_.push_back({started_at, ended_at, round::nanoseconds(), requests, rows_[size][kind]});
+  if (rounds_.size() < kMostEvents) rounds_.push_back(round);
 }
 
 void Recorder::reset() {
@@ -106,7 +113,7 @@ void Recorder::write_trace(const std::string& path) const {
     std::fprintf(file.get(), "},\n");
   }
   for (const Round& round : rounds_) {
-    write("round", 1, round.started_at + offset, round.ended_at + offset);
+    write(round.nodes > 0 ? "round" : "first round", 1, round.started_at + offset, round.ended_at + offset);
     std::fprintf(file.get(), ", \"args\": {\"requests\": %lld, \"nodes\": %lld}},\n",
                  static_cast<long long>(round.requests), static_cast<long long>(round.nodes));
   }

@@ -28,6 +28,9 @@ class Recorder {
   // device should have gone from one to the other at once.
   void add_round(int64_t started_at, int64_t ended_at, int64_t requests, size_t size, size_t kind, bool follows);
 
+  // The first round of so many requests, which is in no total: the trace alone shows it.
+  void add_first_round(int64_t started_at, int64_t ended_at, int64_t requests);
+
   // Forgets all that was recorded.
   void reset();
 
@@ -48,9 +51,10 @@ class Recorder {
     int64_t begin, end;
   };
   struct Round {
-    int64_t started_at, ended_at, read_at, requests, nodes;
+    int64_t started_at, ended_at, read_at, requests, nodes;  // of a first round 0 nodes
   };
   static constexpr size_t kMostEvents = 1 << 20;  // then a trace ends
+  void trace(const Round& round);
 
   const bool traces_;
   const std::vector<std::vector<int64_t>> rows_;

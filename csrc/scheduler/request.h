@@ -1,8 +1,10 @@
-// A request and its life: queued -> prefilling -> starting -> running -> finished, and back to queued when it is
-// retracted. Starting: the device knows its length and root, and its first round is about to come.
+// A request and its life: queued -> prefilling -> starting -> beginning -> running -> finished, and back to queued when
+// it is retracted. Starting: the device knows its length and root. Beginning: its draft knows it, too, and its first
+// round is about to come, from what prefill has left; one that has brought its rows along begins with any round.
 #pragma once
 
 #include <cstdint>
+#include <iterator>
 #include <limits>
 #include <memory>
 #include <utility>
@@ -13,9 +15,10 @@
 
 namespace specdec::scheduler {
 
-enum class RequestState { kQueued, kPrefilling, kStarting, kRunning, kFinished };
+enum class RequestState { kQueued, kPrefilling, kStarting, kBeginning, kRunning, kFinished };
 
-// Totals of a request since it was submitted, over the rounds that gave it tokens.
+// Totals of a request since it was submitted, over the rounds that gave it tokens, first rounds left out: nothing was
+// drafted for them.
 struct RoundCounts {
   int64_t rounds = 0;
   int64_t drafted = 0;   // tree nodes without the root
@@ -65,7 +68,7 @@ struct alignas(64) Request {
 
   int32_t stops_from = 0;  // first position where a stop token may stand; 0: anywhere
   int64_t told = 0;        // how much of `text` the executor knows, where it rules on it
-  int64_t prefilled = 0;   // rows of text[:-1] whose KV is written, while prefilling
+  int64_t prefilled = 0;   // rows of text whose KV is written, while prefilling; the root's is the last of them
   std::vector<int32_t> stop_tokens;
   Sampling sampling = {};
   int32_t ngram_group = 0;
@@ -80,7 +83,7 @@ struct alignas(64) Request {
   int64_t seq_len() const { return static_cast<int64_t>(text.size()) - 1; }
   bool running() const { return state == RequestState::kRunning; }
   bool wants_drafts() const { return max_nodes > 1; }
-  int64_t rows_to_prefill() const { return state == RequestState::kPrefilling ? seq_len() - prefilled : 0; }
+  int64_t rows_to_prefill() const { return state == RequestState::kPrefilling ? std::ssize(text) - prefilled : 0; }
 
   // Whether the request may still need tokens after the rounds in flight. Each of them gives it one token or more,
   // unless it stalls, which is seen when the round is read.
@@ -101,9 +104,11 @@ struct alignas(64) Request {
     slot = -1;
     written = false;
   }
-  void accept(const int32_t* tokens, int64_t count, int64_t num_nodes) {
+  void accept(const int32_t* tokens, int64_t count) {
     text.insert(text.end(), tokens, tokens + count);
     remaining -= count;
+  }
+  void count_round(int64_t count, int64_t num_nodes) {
     counts.rounds += 1;
     counts.drafted += num_nodes - 1;
     counts.accepted += count - 1;

@@ -11,7 +11,7 @@
 // - busy: as launch, for the round waited for.
 // - deactivate, and the launch of a record that only gives back slots: nobody; the slots count as given back, or are
 //   given back by the next record.
-// - assign_pages: nobody; the prefix cache is emptied, and the exception comes out of the next turn.
+// - assign_pages: nobody; the prefix cache is emptied, and the exception comes out then, of this turn or the next.
 // - progress, or launches that fail time after time: every request there is and is to come, for the device is gone.
 //
 // They still get their `deactivate`, in the next turn. All other requests go on as if nothing had happened. step()
@@ -138,14 +138,15 @@ class Scheduler {
       int32_t slot;
       int64_t request_id;
     };
-    int64_t number;
-    size_t size, rung;  // of config.batch_sizes, of config.rows[size]
-    size_t shown;       // the highest rung of which it shows what it brings
-    size_t scored;      // and the highest of which its drafts say what they promise
-    size_t kind;        // of config.all_rows()[size]
-    int64_t kv_rows;    // of all its requests
-    std::vector<Row> rows;
-    bool follows;  // nothing but a round lies between it and the one before
+    int64_t number = 0;
+    size_t size, rung = 0;  // of config.batch_sizes, of config.rows[size]
+    size_t shown = 0;       // the highest rung of which it shows what it brings
+    size_t scored = 0;      // and the highest of which its drafts say what they promise
+    size_t kind = 0;        // of config.all_rows()[size]
+    int64_t kv_rows = 0;    // of all its requests
+    std::vector<Row> rows = {};
+    bool follows = false;   // nothing but a round lies between it and the one before
+    bool is_first = false;  // of requests that begin: it is no measure of any other
   };
   // --- submitting (scheduler.cpp), for this op
   std::unique_ptr<Request> make_request(const char* op, const Submission& submission) const;
@@ -166,11 +167,14 @@ class Scheduler {
   void give_slots();
   bool prefill();
   void activate();
+  bool launch_first_rounds();
   bool launch_round();
+  size_t size_for(const std::vector<Request*>& requests) const;
+  void launch(Round round, std::vector<Request*> requests, int64_t rows, int64_t max_kv_len);
   void read_rounds();
   void read_oldest_round();
   void note_rungs(const Round& round);
-  bool read_row(const RowResult& result, Request& request);
+  bool read_row(const RowResult& result, Request& request, bool is_first);
   void send(const Commands& commands, int64_t batch = 0, int64_t rows = 0, int64_t max_kv_len = 0,
             bool constrained = false);
   void constrain(const Round& round, int64_t rows, int64_t max_kv_len);
@@ -224,7 +228,7 @@ class Scheduler {
   std::deque<Round> in_flight_;             // oldest first
   int64_t num_sent_ = 0;                    // command records
   int64_t num_launched_ = 0;                // rounds
-  uint64_t turn_number_ = 0;                // of turns that launched a round
+  uint64_t round_number_ = 0;               // of the last round launched, from 1 on
   int64_t last_batch_, last_rows_;          // of the last round launched
   std::vector<std::vector<int64_t>> took_;  // ns, by the last round of each size and kind
   int64_t began_ = 0;                       // when the oldest round in flight did; 0: that is not known

@@ -17,10 +17,9 @@ namespace {
 // The first entry of a slot's row of the page table; that of the places is behind all slots.
 int64_t first_entry(const Config& config, int64_t slot) { return slot * pages_for(config, config.max_len); }
 
-// Whole pages that a request may find written: a row at least is left to prefill, which yields the first candidates.
-int64_t most_shared(const Config& config, const Request& request) {
-  return std::max<int64_t>(request.seq_len() - 1, 0) / config.page_size;
-}
+// Whole pages that a request may find written: the root's row at least is left to prefill, which yields the first
+// token.
+int64_t most_shared(const Config& config, const Request& request) { return request.seq_len() / config.page_size; }
 
 }  // namespace
 
@@ -33,7 +32,7 @@ bool Scheduler::awaits_prefix(const Request& request) const {
     const auto alike = std::ranges::mismatch(holder->text, request.text).in1 - holder->text.begin();
     const int64_t pages = std::min((alike - 1) / config_.page_size, most_shared(config_, request));
     const int64_t spared = (pages - request.num_shared) * config_.page_size;
-    if (spared > 0 && 2 * spared >= request.seq_len() - request.num_shared * config_.page_size) return true;
+    if (spared > 0 && 2 * spared >= std::ssize(request.text) - request.num_shared * config_.page_size) return true;
   }
   return false;
 }
@@ -48,11 +47,12 @@ void Scheduler::share_prefix(Request& request) {
 }
 
 // Of the rows of a request, of which a round has found nothing wrong, those that its draft has written, too: not those
-// of rounds at rest. The draft of one that wants no drafts may have rested in any round.
+// of rounds at rest. The draft of one that wants no drafts may have rested in any round but a first one, which is the
+// one that writes its row of the root.
 int64_t Scheduler::sound_rows(const Request& request) const {
   if (!config_.draft_rests) return request.seq_len();
   if (request.wants_drafts()) return request.seq_len() - request.behind;
-  return request.written ? 0 : std::min(request.seq_len(), request.prefilled);
+  return request.written ? 0 : std::min(request.seq_len(), request.prefilled - 1);
 }
 
 void Scheduler::leave_prefix(Request& request) {

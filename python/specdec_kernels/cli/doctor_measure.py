@@ -19,12 +19,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..engine import Draft, DraftContext, DraftRequest, Engine, Needs, SamplingParams
+from ..engine import Committed, Draft, DraftContext, DraftRequest, Engine, Needs, SamplingParams
+from ..engine.drafts.proposal import scored_tree_of
 from ..engine.prefill import Prefill
 from ..engine.state import EngineState
 from ..models.attention import Rows
 from ..models.language_model import LanguageModel
-from ..ops import Candidates
+from ..ops import Accepted, Candidates
 
 
 class Recorder(Draft):
@@ -110,7 +111,9 @@ def measure(draft: Draft, num_steps: int, target: LanguageModel, texts: Sequence
     own = num_steps + 2  # rows of a slot behind the text it shares
     state = EngineState.create(
         num_slots=num_slots,
-        vocab_size=0,  # no round runs, which would edit logits
+        vocab_size=0,  # no round runs, which would edit logits, and go on from hidden states
+        hidden_size=0,
+        dtype=target.embedding.weight.dtype,
         max_len=longest,
         max_stop_tokens=0,
         num_pages=longest + num_slots * own,
@@ -141,8 +144,9 @@ def covered(draft: Draft, texts: Sequence[Text]) -> float | None:
 
 
 def roots_of(text: Text, num_steps: int) -> range:
-    """The tokens that rounds may have as roots: a prompt's last one, and behind it those with enough text ahead."""
-    return range(max(len(text.prompt) - 1, 1), len(text.tokens) - num_steps)
+    """The tokens that rounds may have as roots: those behind a prompt, of which no round drafts the first one, with
+    enough text ahead."""
+    return range(len(text.prompt), len(text.tokens) - num_steps)
 
 
 def shifted(features: Tensor, by: int) -> Tensor:
@@ -182,6 +186,17 @@ def drafts_right(draft: Draft, num_steps: int, text: Text, features: Tensor | No
     )
     draft.prefill(prefill, None if features is None else features[None, :length])
     draft.activate(slots)
+    # As if a round had just committed the roots, and nothing else: what follows them is what the draft then drafts.
+    state.prefix_lens[: len(roots)] = lengths - 1
+    accepted = Accepted(
+        tokens=state.root_tokens[: len(roots), None].contiguous(),
+        num_valid=torch.ones_like(slots),
+        path=torch.zeros_like(slots)[:, None],
+    )
+    proposal = draft.propose(slots, 1)
+    tree = scored_tree_of(proposal.drafts, slots, 1, state)
+    committed = Committed(accepted, accepted.num_valid, 1, numbers(range(len(roots) + 1)), tree)
+    draft.extend(slots, committed, proposal, None if features is None else features[lengths - 1])
     candidates = draft.propose(slots, num_steps + 1).drafts
     assert isinstance(candidates, Candidates)
     behind = torch.stack([tokens[roots.start + step : roots.stop + step] for step in range(1, num_steps + 1)], 1)

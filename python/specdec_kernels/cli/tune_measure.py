@@ -198,4 +198,6 @@ def timed(engine: Engine, options: Options, batch: int, prompts: Sequence[list[i
     seconds -= counts.prefill_seconds
     tokens = sum(len(output.tokens) for output in outputs)
     of_requests = sum(output.stats.rounds for output in outputs)
-    return Row(options, batch, tokens / seconds, tokens / of_requests, 1e3 * seconds / counts.rounds)
+    accepted = sum(output.stats.accepted for output in outputs)
+    accept_length = (accepted + of_requests) / of_requests
+    return Row(options, batch, tokens / seconds, accept_length, 1e3 * seconds / counts.rounds)

@@ -245,7 +245,7 @@ class EngineConfig:
             "masks": num_slots * needs.num_nodes * -(-model.vocab_size // 32) * 4 if grammars else 0,
             "slots": 4 * num_slots * (max_pages * (1 + len(pages.windows)) + MAX_STOP_TOKENS + 2 * model.vocab_size)
             + ring_bytes(num_slots, needs.accept_width, num_rungs, top_n)
-            + num_slots * rest_rows * len(needs.feature_layers) * model.hidden_size * dtype.itemsize,
+            + num_slots * (1 + rest_rows) * len(needs.feature_layers) * model.hidden_size * dtype.itemsize,
         }
         check_memory(parts, machine, num_slots=num_slots, max_len=max_len, num_pages=num_pages)
         check_num_nodes(num_slots, needs.num_nodes)
@@ -257,7 +257,7 @@ class EngineConfig:
         rows = tuple(rungs_of(batch, needs.num_nodes, adaptive, draft.sampled) for batch in batch_sizes)
 
         def bounds(batch: int, num_rows: int) -> tuple[int, ...]:
-            if machine.gpu is None or batch_invariant or num_rows == 0:
+            if machine.gpu is None or batch_invariant or num_rows in (_C.CATCH_UP, _C.FIRST_ROUND):
                 return (max_len + reserve,)
             calls = AttentionCall.of(model, None, True), *needs.attention
             most = most_nodes(batch, num_rows, needs, equal=draft.sampled)
@@ -298,7 +298,7 @@ class EngineConfig:
             round_sizes=tuple(
                 RoundSize(batch, num_rows, most)
                 for batch, each in zip(batch_sizes, all_rows(batch_sizes, rows, not batch_invariant), strict=True)
-                for num_rows in ([*([0] if rest_rows else []), *each] if captures else [])
+                for num_rows in ([_C.FIRST_ROUND, *([_C.CATCH_UP] if rest_rows else []), *each] if captures else [])
                 for most in bounds(batch, num_rows)
             ),
             rounds_in_flight=rounds_in_flight,

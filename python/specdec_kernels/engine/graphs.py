@@ -13,14 +13,16 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .. import _C
 from .passes import Passes
 from .prefill import Shape
 from .round import Round
 
 
 class RoundSize(NamedTuple):
-    """What is static about a round: slots, nodes that it verifies, and the KV rows that no slot exceeds. Without nodes,
-    of the pass in which a draft catches up."""
+    """What is static about a round: slots, nodes that it verifies, and the KV rows that no slot exceeds. With
+    `_C.CATCH_UP` in place of nodes, about the pass in which a draft catches up; with `_C.FIRST_ROUND`, about the first
+    round of those that have been prefilled."""
 
     batch: int
     num_rows: int
@@ -85,12 +87,13 @@ def capture(
     warm: set[tuple[int, int]] = set()
     for size in sizes:
         rows_and_kv = size.num_rows, size.max_kv_len
-        if rows_and_kv not in warm or size.num_rows in (0, most_rows[size.batch]):
+        if rows_and_kv not in warm or size.num_rows in (_C.CATCH_UP, _C.FIRST_ROUND, most_rows[size.batch]):
             with torch.cuda.stream(stream):
                 round.launch(*size)
             warm.add(rows_and_kv)
         # Where the host may have its say about a round's logits it is two graphs.
-        halves = [round.forward, round.finish] if round.masks is not None and size.num_rows > 0 else [round.launch]
+        in_halves = round.masks is not None and size.num_rows != _C.CATCH_UP
+        halves = [round.forward, round.finish] if in_halves else [round.launch]
         graphs[size] = []
         for part in halves:
             graph = torch.cuda.CUDAGraph(keep_graph=True)
@@ -98,7 +101,8 @@ def capture(
                 part(*size)
             graphs[size].append(graph)
         if bar:
-            bar.advance(f"rounds (batch {size.batch}, {size.num_rows} nodes)")
+            nodes = "first" if size.num_rows == _C.FIRST_ROUND else f"{size.num_rows} nodes"
+            bar.advance(f"rounds (batch {size.batch}, {nodes})")
     for shape in sorted(shapes, reverse=True):
         packed = torch.zeros(sum(shape.sizes), dtype=torch.int32, device=stream.device)
         with torch.cuda.stream(stream):

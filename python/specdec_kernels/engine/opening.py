@@ -102,6 +102,9 @@ def load_target(
     state = EngineState.create(
         num_slots=config.num_slots,
         vocab_size=target.lm_head.out_features,
+        hidden_size=target.lm_head.in_features,
+        num_features=len(config.needs.feature_layers) * target.config.hidden_size,
+        dtype=config.dtype,
         max_len=config.max_len,
         max_stop_tokens=MAX_STOP_TOKENS,
         num_pages=config.num_pages,

@@ -10,7 +10,8 @@ from ..status import FinishReason
 
 @dataclass(slots=True)
 class RequestStats:
-    """Counts of one request, over rounds that emitted something.
+    """Counts of one request, over rounds that emitted something. The first token, which prefill yields, and that of a
+    request that comes back after a retraction, are of none.
 
     Attributes:
         rounds: target forwards. drafted: candidates verified. accepted: candidates that stayed.
@@ -22,7 +23,7 @@ class RequestStats:
 
     @property
     def accept_length(self) -> float:
-        """Mean tokens per round, the bonus token included; 1 without speculation."""
+        """Mean tokens per round, the bonus token included; 1 without speculation, 0 without a round."""
         return (self.accepted + self.rounds) / self.rounds if self.rounds else 0.0
 
 
@@ -42,7 +43,8 @@ class TokenLogprob:
 class NewTokens:
     """Tokens that a request has gained: of one round, as `on_tokens` receives them, or of all since the last look.
 
-    All tokens of a round but the last were drafted and accepted; the last is the target's own.
+    All tokens of a round but the last were drafted and accepted; the last is the target's own. So is the first of all,
+    which stands for a round here.
     """
 
     index: int  # of the prompt in the list given to `generate` or `submit_many`
@@ -90,7 +92,8 @@ class EngineStats:
     """What the rounds of an engine took since it was made; `b - a` is what they took from one to the other.
 
     Attributes:
-        rounds, rows: rounds read, and requests in them. retractions: requests that gave their slot back for a while.
+        rounds, rows: rounds read, but for first ones of requests, and requests in them. retractions: requests that gave
+            their slot back for a while.
         prefix_hits: requests that got a slot and began with pages of the prefix cache. cached_tokens: whose rows these
             held, and that were not prefilled.
         host_seconds: the loop's own work: launching rounds and records of commands, reading what rounds did, giving

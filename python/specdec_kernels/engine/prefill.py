@@ -9,12 +9,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..models.attention import Rows
+from ..models.attention import LastRows, Rows
+from ..models.causal_lm import Prefilled
 from .state import EngineState
 
 MOST_PADDING = 0.1  # of a pass of several chunks
 
-Chunk = tuple[int, int, list[int]]  # slot, first row, tokens: one more than rows, for the last row's successor
+# Slot, first row, tokens: one more than rows, for the last row's successor. Of a text's last token that is itself.
+Chunk = tuple[int, int, list[int]]
 
 
 class Shape(NamedTuple):
@@ -78,7 +80,9 @@ def pack(chunks: Sequence[Chunk], shape: Shape) -> array[int]:
 class Prefill(NamedTuple):
     """Chunks cut into P pieces of Q neighbouring rows, each a row of the batch with a prefix of its own.
 
-    A layer writes the KV of all pieces before it attends, so that a piece finds those before it in its prefix.
+    A layer writes the KV of all pieces before it attends, so that a piece finds those before it in its prefix. The last
+    row of a text is the root's. Its successor is not known yet, and it stands there itself: what a draft makes of that
+    is written again when the first round is committed.
     """
 
     tokens: Tensor  # [P, Q] int32; 0 where a piece is shorter
@@ -112,10 +116,33 @@ class Prefill(NamedTuple):
         positions = starts[:, None] + columns
         return cls(tokens[:, :-1], tokens[:, 1:], positions, rows, piece_slots, slots, ends, last_rows)
 
-    def finish(self, state: EngineState) -> None:
-        """All models have run it: the slots have its rows, and what was wrong with a piece is their status. What is
-        behind a window then goes."""
-        assert self.rows.status is not None
-        state.status.scatter_reduce_(0, self.piece_slots.long(), self.rows.status, "amax")  # at least what it was
+    @property
+    def last_pieces(self) -> Tensor:
+        """[R] int32: those of the chunks' last rows."""
+        return torch.div(self.last_rows, self.tokens.shape[1], rounding_mode="floor")
+
+    @property
+    def last(self) -> LastRows:
+        """The last row of each chunk: with its piece's pages, behind all rows before it."""
+        starts, counts, pieces = self.rows.prefix_lens, self.rows.num_valid, self.last_pieces
+        assert counts is not None
+        before = (starts + counts - 1).clamp(min=0)
+        # A piece without rows, as where a pass is run before it is captured, has no last one.
+        are_there = counts[pieces].clamp(max=1)
+        rows = self.rows._replace(slots=pieces, prefix_lens=before, tail_len=1, num_valid=are_there)
+        return LastRows(self.last_rows, before[pieces][:, None], rows)
+
+    def finish(self, state: EngineState, states: Prefilled) -> None:
+        """All models have run it, the target with these states: the slots have its rows and the states of its chunks'
+        last ones, and what was wrong with a piece is their status. What is behind a window then goes."""
+        counts, status, pieces = self.rows.num_valid, self.rows.status, self.last_pieces
+        assert counts is not None and status is not None and states.hidden is not None
+        # Of rows that are not there, or have no pages, nothing is kept that could be no number.
+        is_void = ((counts[pieces] == 0) | (status[pieces] != 0))[:, None]
+        state.last_hidden[self.slots] = states.hidden.to(state.last_hidden.dtype).masked_fill(is_void, 0)
+        if states.features is not None:
+            features = states.features.flatten(0, 1)[self.last_rows]
+            state.last_features[self.slots] = features.to(state.last_features.dtype).masked_fill(is_void, 0)
+        state.status.scatter_reduce_(0, self.piece_slots.long(), status, "amax")  # at least what it was
         state.seq_lens[self.slots] = self.ends
         state.free_behind(self.slots)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .. import _C
 from ..models.attention import Rows
 from ..models.language_model import LanguageModel
 from ..ops import (
@@ -51,7 +52,7 @@ class RoundResult:
 
 
 class Drafted(NamedTuple):
-    """A round whose target has run."""
+    """A round whose target has run, or had in prefill."""
 
     slots: Tensor
     proposal: Proposal
@@ -62,6 +63,7 @@ class Drafted(NamedTuple):
     rows: Rows
     hidden: Tensor  # [M, H]
     features: Tensor | None  # [M, F]
+    rests: bool  # the draft, behind it
 
 
 def most_nodes(batch: int, num_rows: int, needs: Needs, equal: bool = False) -> int:
@@ -121,12 +123,13 @@ class Round:
     def launch(self, batch: int, num_rows: int, max_kv_len: int) -> None:
         """Apply the next record of commands, advance its first `batch` slots by one round and publish the results.
 
-        With batch 0 the record is all. With `num_rows` 0 the slots' draft catches up, and nothing is published. A round
-        verifies `num_rows` nodes, whichever requests they are of; in one of a node for each the draft rests.
-        `max_kv_len` KV rows hold each slot's text with the reserve.
+        With batch 0 the record is all. With `_C.CATCH_UP` for the rows the slots' draft catches up, and nothing is
+        published. With `_C.FIRST_ROUND` it is the first round of slots that have been prefilled: the target has run
+        over their roots. Others verify `num_rows` nodes, whichever requests they are of; in one of a node for each the
+        draft rests. `max_kv_len` KV rows hold each slot's text with the reserve.
         """
         self.forward(batch, num_rows, max_kv_len)
-        if num_rows > 0:
+        if num_rows != _C.CATCH_UP:
             self.finish(batch, num_rows, max_kv_len)
 
     @torch.inference_mode()
@@ -139,7 +142,7 @@ class Round:
             return
         slots = rings.slots[:batch]
         with state.kv_bounded(max_kv_len):
-            if num_rows == 0:
+            if num_rows == _C.CATCH_UP:
                 self.draft.catch_up(slots)
             else:
                 self._drafted = self.run_target(slots, num_rows)
@@ -153,7 +156,7 @@ class Round:
         with state.kv_bounded(max_kv_len):
             result = self.commit(drafted)
         _, rung_limits = self._rungs.get(batch, (None, None))
-        by_scores = rung_limits is not None and not self.draft.sampled
+        by_scores = rung_limits is not None and not self.draft.sampled and num_rows != _C.FIRST_ROUND
         rings.publish_results(
             result.accepted,
             result.num_nodes,
@@ -167,29 +170,45 @@ class Round:
 
     def most_nodes(self, batch: int, num_rows: int) -> int:
         """What one request may have drafted for a round of this draft."""
+        if num_rows == _C.FIRST_ROUND:
+            return 1
         return most_nodes(batch, num_rows, self.needs, equal=self.draft.sampled)
 
     def run_target(self, slots: Tensor, num_rows: int) -> Drafted:
-        """Draft for slots [B], and run the target over what is drafted; no device value is read on the host."""
-        state, draft = self.state, self.draft
-        state.make_room(slots, self.reserve)
+        """Draft for slots [B], and run the target over what is drafted; no device value is read on the host.
+
+        In a first round that is their roots, each at its row whoever takes part: the slots have their pages, and the
+        target's states of them.
+        """
+        state, draft, is_first = self.state, self.draft, num_rows == _C.FIRST_ROUND
+        if not is_first:
+            state.make_room(slots, self.reserve)
 
         most = self.most_nodes(len(slots), num_rows)
+        num_rows = len(slots) if is_first else num_rows
         proposal = draft.propose(slots, most)
         tree, scores = scored_tree_of(proposal.drafts, slots, most, state)
-        shares = self._share(scores, slots, num_rows)
+        # Where one is batch-invariant, nobody's share, and no row's place, depends on others.
+        equal = is_first or state.fixed_split is not None
+        shares = self._equal_shares(slots, most) if equal else self._share(scores, slots, num_rows)
         nodes = pack_trees(tree, scores, shares, num_rows)
         cu_seqlens = shares.cu_seqlens
         if self.masks is not None:
             self.masks.tell(tree, cu_seqlens, self.rings.num_applied)
         rows = state.rows(slots, state.seq_lens, mask=nodes.mask, cu_seqlens_q=cu_seqlens)
-        hidden, features = self.target.forward(nodes.tokens, nodes.positions, rows)
-        return Drafted(slots, proposal, tree, scores, shares, nodes, rows, hidden, features)
+        if is_first:
+            at = slots.clamp(min=0)
+            hidden = state.last_hidden[at]
+            features = state.last_features[at] if self.needs.feature_layers else None
+        else:
+            hidden, features = self.target.forward(nodes.tokens, nodes.positions, rows)
+        rests = num_rows == len(slots) and not is_first
+        return Drafted(slots, proposal, tree, scores, shares, nodes, rows, hidden, features, rests)
 
     def commit(self, drafted: Drafted) -> RoundResult:
         """Verify what was drafted, and advance the slots; no device value is read on the host."""
         state, draft = self.state, self.draft
-        slots, proposal, tree, scores, shares, nodes, rows, hidden, features = drafted
+        slots, proposal, tree, scores, shares, nodes, rows, hidden, features, rests = drafted
         cu_seqlens, most = shares.cu_seqlens, tree.tokens.shape[1]
         allowed = None if self.masks is None else self.masks.allowed[: len(hidden)]
         drawn_from = proposal.drawn_from  # verified as a block, which asks for all logits
@@ -217,17 +236,12 @@ class Round:
             window_tables=rows.window_tables,
         )
         committed = Committed(accepted, num_valid, most, cu_seqlens, ScoredTree(tree, scores))
-        (draft.rest if len(hidden) == len(slots) else draft.extend)(slots, committed, proposal, features)
+        (draft.rest if rests else draft.extend)(slots, committed, proposal, features)
         return RoundResult(accepted, token_scores, tree.num_nodes, scores, shares)
 
     def _share(self, scores: Tensor, slots: Tensor, num_rows: int) -> Shares:
         """The best nodes of the whole batch for its budget; and where each rung would have cut."""
         state, batch = self.state, len(slots)
-        if state.fixed_split is not None:  # batch invariance: nobody's share, and no row's place, depends on others
-            most = num_rows // batch
-            each = state.max_nodes[slots.clamp(min=0)].clamp(max=most)
-            starts = torch.arange(0, num_rows + most, most, dtype=torch.int32, device=scores.device)
-            return Shares(each, starts, scores.new_empty(0), scores.new_empty(0))
         rungs, rung_limits = self._rungs.get(batch, (None, None))
         return share_nodes(
             scores,
@@ -239,6 +253,13 @@ class Round:
             rungs=rungs,
             rung_limits=rung_limits,
         )
+
+    def _equal_shares(self, slots: Tensor, most: int) -> Shares:
+        """As many nodes for each request, at fixed rows, unless it wants fewer."""
+        each = self.state.max_nodes[slots.clamp(min=0)].clamp(max=most)
+        starts = torch.arange(0, (len(slots) + 1) * most, most, dtype=torch.int32, device=slots.device)
+        no_cuts = torch.empty(0, device=slots.device)
+        return Shares(each, starts, no_cuts, no_cuts)
 
     def _logits(
         self,

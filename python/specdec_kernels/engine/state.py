@@ -47,6 +47,8 @@ class EngineState(SlotState):
     window_pools: dict[int, PagePool]  # of layers with these windows
     window_pages: Mapping[int, int]  # most pages of these
     edits: LogitEdits
+    last_hidden: Tensor  # [num_slots, H], of the last row that prefill has run; of a text's last one, its root's
+    last_features: Tensor  # [num_slots, F], as drafts ask for them, likewise
     fixed_split: int | None  # of attention
     no_rows: Tensor  # [num_slots] of zeros
     max_kv_len: int | None  # KV rows that no slot exceeds in the round that is launched; None: outside of one
@@ -57,6 +59,9 @@ class EngineState(SlotState):
         *,
         num_slots: int,
         vocab_size: int,
+        hidden_size: int,
+        num_features: int = 0,
+        dtype: torch.dtype,
         max_len: int,
         max_stop_tokens: int,
         num_pages: int,
@@ -74,6 +79,8 @@ class EngineState(SlotState):
         state._make_pools(num_pages, max_pages, page_size, prefix_cache)
         state.no_rows = torch.zeros_like(state.seq_lens)
         state.edits = make_logit_edits(num_slots, vocab_size, like)
+        state.last_hidden = torch.zeros(num_slots, hidden_size, dtype=dtype, device=device)
+        state.last_features = torch.zeros(num_slots, num_features, dtype=dtype, device=device)
         state.fixed_split = fixed_split
         state.max_kv_len = None
         return state

@@ -132,6 +132,14 @@ class Rows(NamedTuple):
         return out
 
 
+class LastRows(NamedTuple):
+    """Rows of a pass whose own states are wanted, each in turn a request of one row."""
+
+    places: Tensor  # [R] int32: which they are of the pass's T rows
+    positions: Tensor  # [R, 1] int32
+    rows: Rows
+
+
 class Projection(Protocol):
     """What makes queries, keys and values."""
 

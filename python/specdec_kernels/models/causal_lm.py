@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from .attention import Rows
+from .attention import LastRows, Rows
 from .families import Decoder, Family, family_of
 from .held_model import HeldModel
 from .kv_pools import KvPools
-from .layers import MadeRows
+from .layers import MadeRows, rows_at
 from .loading import config_of, drop_other_senses, load_causal_lm, place
 from .updates import write_over
 
@@ -33,6 +33,13 @@ class States(NamedTuple):
 
     hidden: Tensor  # [*tokens, H], after the final norm
     features: Tensor | None  # [*tokens, len(feature_layers) * H], side by side; None: no layer was asked for
+
+
+class Prefilled(NamedTuple):
+    """What a forward pass for the sake of KV leaves."""
+
+    hidden: Tensor | None  # [R, H], after the final norm, of the last rows; None: of none
+    features: Tensor | None  # as of `States`, of all rows
 
 
 class CausalLM(HeldModel):
@@ -107,23 +114,35 @@ class CausalLM(HeldModel):
 
     def forward(self, tokens: Tensor, positions: Tensor, rows: Rows) -> States:
         """A pass over tokens [B, Q], or packed ones [M], rotated at positions of that shape."""
-        hidden, kept = self._enter(len(self.decoder.layers), tokens, positions, rows)
+        x, residual, kept = self._pass(len(self.decoder.layers), tokens, positions, rows)
+        hidden = self.decoder.norm.added(x, residual)[0]
         return States(hidden.view(*tokens.shape, -1), self._features(kept, tokens))
 
-    def prefill(self, tokens: Tensor, positions: Tensor, rows: Rows) -> Tensor | None:
-        """`forward` for the sake of the rows' KV and of the features it returns, without what follows the last of
-        them."""
-        last = len(self.decoder.layers)
-        if last in self.feature_layers:
-            _, kept = self._enter(last, tokens, positions, rows)
+    def prefill(self, tokens: Tensor, positions: Tensor, rows: Rows, last: LastRows | None = None) -> Prefilled:
+        """`forward` for the sake of the rows' KV, of the features and of the hidden states of the last rows. They alone
+        pass what follows the last layer's KV, where theirs is written a second time."""
+        layer, norm, hidden = self.decoder.layers[-1], self.decoder.norm, None
+        if len(self.decoder.layers) in self.feature_layers:
+            x, residual, kept = self._pass(len(self.decoder.layers), tokens, positions, rows)
+            states = norm.added(x, residual)[0]
+            if last is not None:
+                hidden = states[last.places]
         else:
-            normed, kept = self._enter(last - 1, tokens, positions, rows)
-            self.decoder.layers[-1].attention.write_kv(normed, positions, rows)
-        return self._features(kept, tokens)
+            x, residual, kept = self._pass(len(self.decoder.layers) - 1, tokens, positions, rows)
+            if last is not None:  # rows of their own, since whatever enters the layer writes over the residual
+                of_last = rows_at(last.places, x), None if residual is None else rows_at(last.places, residual)
+            layer.attention.write_kv(layer.enter(x, residual)[0], positions, rows)
+            if last is not None:
+                normed, state = layer.enter(*of_last)
+                hidden = norm.added(*layer(normed, state, last.positions, last.rows))[0]
+        return Prefilled(hidden, self._features(kept, tokens))
 
-    def _enter(self, last: int, tokens: Tensor, positions: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-        """What enters layer `last`, normalised [T, H], after the layers before it; behind all, the final norm's.
-        And the states that entered the kept layers [T, len(_kept_layers), H]."""
+    def _pass(
+        self, count: int, tokens: Tensor, positions: Tensor, rows: Rows
+    ) -> tuple[Tensor | MadeRows, Tensor | None, Tensor]:
+        """What the first `count` layers leave for what comes behind them to enter: rows [T, H], and the state of the
+        residual stream, if there is one. And the states that entered the kept layers [T, len(_kept_layers), H], which
+        for the one behind these are there when it is entered."""
         layers = self.decoder.layers
         embedded, residual = self.decoder.embedding(tokens, positions).flatten(0, -2), None
         # The residual stream is in one place, where it is written over; and in others where a feature stays behind, for
@@ -132,12 +151,11 @@ class CausalLM(HeldModel):
         places = iter([*kept.unbind(1), embedded])
         moving = {0, *self._kept_layers} if self._kept_layers else set()
         x: Tensor | MadeRows = next(places).copy_(embedded) if 0 in self._kept_layers else embedded
-        for i, layer in enumerate(layers[:last]):
+        for i, layer in enumerate(layers[:count]):
             normed, state = layer.enter(x, residual)
             to = next(places) if i in moving else None
             x, residual = layer(normed, state, positions, rows, move_to=to)
-        enter = layers[last].enter if last < len(layers) else self.decoder.norm.added
-        return enter(x, residual)[0], kept
+        return x, residual, kept
 
     def _features(self, kept: Tensor, tokens: Tensor) -> Tensor | None:
         """The feature layers' states side by side, in the order that was asked for."""

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -266,6 +267,17 @@ class DraftHead(nn.Module):
             only: [R], of all B * Q rows those that have an output, after the KV of all is written; None: all.
         """
         raise NotImplementedError
+
+    def enter(self, tokens: Tensor, features: Features) -> tuple[Tensor, Tensor]:
+        """What the first layer takes: rows [B * Q, ...], normalised where it asks for that, and the residual stream."""
+        raise NotImplementedError
+
+    def prefill(self, tokens: Tensor, features: Features, positions: Tensor, rows: Rows) -> None:
+        """`forward` for the sake of the rows' KV."""
+        normed, state = self.enter(tokens, features)
+        for before, layer in pairwise(self._parts.layers):
+            normed, state = layer.enter(*before(normed, state, positions, rows))
+        self._parts.layers[-1].attention.write_kv(normed, positions, rows)
 
     def pass_layers(
         self, normed: Tensor, state: Tensor, positions: Tensor, rows: Rows, only: Tensor | None

@@ -83,13 +83,16 @@ class EagleHead(DraftHead):
         """The state after the target's final norm [..., H], from the one before it."""
         return self._target.decoder.norm(features)
 
-    def forward(
-        self, tokens: Tensor, features: Features, positions: Tensor, rows: Rows, only: Tensor | None = None
-    ) -> HeadOutput:
+    def enter(self, tokens: Tensor, features: Features) -> tuple[Tensor, Tensor]:
         each = features.table if features.rows is None else features.table[features.rows]
         state = self._parts.fc(torch.cat([self._parts.embedding(tokens.flatten()), each], dim=-1))
         norm = self._parts.layers[0].input_norm
-        x, rest = self.pass_layers(state if norm is None else norm(state), state, positions, rows, only)
+        return state if norm is None else norm(state), state
+
+    def forward(
+        self, tokens: Tensor, features: Features, positions: Tensor, rows: Rows, only: Tensor | None = None
+    ) -> HeadOutput:
+        x, rest = self.pass_layers(*self.enter(tokens, features), positions, rows, only)
         hidden = sum_of(x, rest, None)
         return HeadOutput(hidden, hidden)  # it stands for the target's normed state
 

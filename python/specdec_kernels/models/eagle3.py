@@ -144,9 +144,7 @@ class Eagle3Head(DraftHead):
             features = torch.cat([norm(state) for norm, state in zip(state_norms, states, strict=True)], dim=-1)
         return self._parts.fc(features)
 
-    def forward(
-        self, tokens: Tensor, features: Features, positions: Tensor, rows: Rows, only: Tensor | None = None
-    ) -> HeadOutput:
+    def enter(self, tokens: Tensor, features: Features) -> tuple[Tensor, Tensor]:
         parts = self._parts
         pairs, state = pair_rows(
             parts.embeddings,
@@ -159,8 +157,13 @@ class Eagle3Head(DraftHead):
         )
         if self.norm_before_residual:
             state = pairs[:, self.config.hidden_size :].contiguous()
-        x, residual = self.pass_layers(pairs, state, positions, rows, only)
-        normed, hidden = parts.norm.added(x, residual)
+        return pairs, state
+
+    def forward(
+        self, tokens: Tensor, features: Features, positions: Tensor, rows: Rows, only: Tensor | None = None
+    ) -> HeadOutput:
+        x, residual = self.pass_layers(*self.enter(tokens, features), positions, rows, only)
+        normed, hidden = self._parts.norm.added(x, residual)
         return HeadOutput(normed if self.norm_output else hidden, normed)
 
     def logits(self, normed: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .attention import Rows
+from .attention import LastRows, Rows
 from .kv_pools import KvPools, KvScales, KvShape
 from .kv_scales import checkpoint_scales, measured_scale
 from .stowing import fetch, forget_joined, stow, weights_of
@@ -50,7 +50,7 @@ class HeldModel:
         head: nn.Linear = self.model.get_output_embeddings()
         return head
 
-    def prefill(self, tokens: Tensor, positions: Tensor, rows: Rows) -> Tensor | None:
+    def prefill(self, tokens: Tensor, positions: Tensor, rows: Rows, last: LastRows | None = None) -> Any:
         raise NotImplementedError
 
     def updates(self, weights: Mapping[str, Tensor], name: str) -> list[Update]:

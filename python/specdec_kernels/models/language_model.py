@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from .attention import Rows
-from .causal_lm import CausalLM, States, check_supported
+from .attention import LastRows, Rows
+from .causal_lm import CausalLM, Prefilled, States, check_supported
 from .families import family_of, largest
 from .kv_pools import KvPools
 from .loading import config_of, storage_of
@@ -45,8 +45,8 @@ class LanguageModel(Protocol):
     def forward(self, tokens: Tensor, positions: Tensor, rows: Rows) -> States:
         """A pass over tokens [B, Q], or packed ones [M], at positions of that shape."""
 
-    def prefill(self, tokens: Tensor, positions: Tensor, rows: Rows) -> Tensor | None:
-        """`forward` for the sake of the rows' KV and of the features, which are returned."""
+    def prefill(self, tokens: Tensor, positions: Tensor, rows: Rows, last: LastRows | None = None) -> Prefilled:
+        """`forward` for the sake of the rows' KV, of the features and of the hidden states of the last rows."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., V] from hidden states [..., H]."""

@@ -209,6 +209,14 @@ class MadeRows(NamedTuple):
         return out
 
 
+def rows_at(places: Tensor, x: Tensor | MadeRows) -> Any:
+    """Some of the rows, like x, copied."""
+    if isinstance(x, MadeRows):
+        made = x.made.view(*x.shares.shape, -1)[places]
+        return MadeRows(made.flatten(0, 1), x.shares[places])
+    return x[places]
+
+
 class AnyNorm(Protocol):
     """What stands before a part of a layer."""
 

@@ -26,8 +26,8 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.utils.generic import ModelOutput
 
 from ..plans import HEAD_DIMS
-from .attention import Rows, constant_len, pool_dim
-from .causal_lm import States
+from .attention import LastRows, Rows, constant_len, pool_dim
+from .causal_lm import Prefilled, States
 from .families import check_length
 from .held_model import HeldModel
 from .kv_pools import KvPools, KvShape, LayerKv
@@ -559,9 +559,10 @@ class TransformersLM(HeldModel):
             features = torch.cat(kept, -1).view(*tokens.shape, -1)
         return States(hidden.view(*tokens.shape, -1), features)
 
-    def prefill(self, tokens: Tensor, positions: Tensor, rows: Rows) -> Tensor | None:
-        """`forward` for the sake of the rows' KV and of the features it returns."""
-        return self.forward(tokens, positions, rows).features
+    def prefill(self, tokens: Tensor, positions: Tensor, rows: Rows, last: LastRows | None = None) -> Prefilled:
+        """`forward` for the sake of the rows' KV, of the features and of the hidden states of the last rows."""
+        hidden, features = self.forward(tokens, positions, rows)
+        return Prefilled(None if last is None else hidden.flatten(0, -2)[last.places], features)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., V] from hidden states [..., H], with all that the model does to its logits."""

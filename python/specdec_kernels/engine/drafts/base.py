@@ -231,10 +231,13 @@ class Draft:
         """The slot now belongs to this request."""
 
     def prefill(self, prefill: Prefill, features: Tensor | None) -> None:
-        """The target has just run these pieces of prompts; `features` [P, Q, n * H] are its states, as in `extend`."""
+        """The target has just run these pieces of prompts; `features` [P, Q, n * H] are its states, as in `extend`. The
+        last row of a prompt is the root's, whose successor is not known: there it is the root itself, and what is kept
+        of that row comes again with `extend` of the first round."""
 
     def activate(self, slots: Tensor) -> None:
-        """Prefill of slots [R] is complete: their roots and lengths are set, their first round comes next."""
+        """Prefill of slots [R] is complete: their roots and lengths are set. Their first round comes next: `propose` of
+        a node alone, and `extend` with the token behind it."""
 
     def propose(self, slots: Tensor, num_nodes: int) -> Proposal:
         """Drafts behind the roots of slots [B] int32, for trees of up to `num_nodes` nodes, 1 to `Needs.num_nodes`.

@@ -12,7 +12,6 @@ from ...models.attention import Rows
 from ...models.draft_head import (
     DraftHead,
     Features,
-    HeadOutput,
     config_of_head,
     frequent_tokens,
     load_head,
@@ -87,19 +86,14 @@ class HeadDraft(ModelDraft):
     def prefill(self, prefill: Prefill, features: Tensor | None) -> None:
         assert features is not None
         joined = Features(self.module.join(features).flatten(0, 1))
-        output = self.module(prefill.next_tokens, joined, prefill.positions, prefill.rows, only=prefill.last_rows)
-        self._keep(prefill.slots.long(), output)
+        self.module.prefill(prefill.next_tokens, joined, prefill.positions, prefill.rows)
 
     def follow(self, extend: ExtendRows, features: Tensor | None, rows: Rows) -> None:
         assert features is not None
         joined = Features(self.module.join(features))
         output = self.module(extend.tokens, joined, extend.positions, rows, only=extend.last_rows)
-        self._keep(extend.kept_slots, output)
-
-    def _keep(self, rows: Tensor, output: HeadOutput) -> None:
-        """An output of a row for each becomes these rows of the draft state: children, and the feature they share."""
-        self.set_root_children(rows, self.module.logits(output.normed))
-        self.last_hidden[rows] = output.hidden
+        self.set_root_children(extend.kept_slots, self.module.logits(output.normed))
+        self.last_hidden[extend.kept_slots] = output.hidden  # the feature that these children share
 
 
 @dataclass

@@ -45,7 +45,8 @@ SEED_OF_ROUND = -0x61C8864680B583EB  # odd, 2^64 over the golden ratio: far from
 class ModelDraft(Draft):
     """The loop that EAGLE heads and standalone models share; they supply `step` and feed `set_root_children`.
 
-    Draft state, per slot: the root's k best children (ids, log-probabilities), ready before the round starts. One row
+    Draft state, per slot: the root's k best children (ids, log-probabilities), ready before the round starts; prefill
+    leaves none, since no first round asks for them. One row
     more, behind the slots, is what empty rows of a batch (slot -1) read, and rows that have nothing to keep write.
 
     With `sampled` (and k = 1) children of requests that sample are drawn, for `verify_tree` to accept or reject as a
@@ -169,7 +170,7 @@ class ModelDraft(Draft):
                 own.copy_(new)
 
     def begin(self, slot: int, request: DraftRequest) -> None:
-        # Without a prefilled row there are no children: a one-token prompt starts with a root-only tree.
+        # No round has been: there are no children until the first one yields them.
         self.child_logprobs[slot] = -torch.inf
         self.num_kept[slot] = 0
         if self.sampled:

@@ -126,13 +126,6 @@ class Standalone(ModelDraft):
     def prefill(self, prefill: Prefill, features: Tensor | None) -> None:
         self.lm.prefill(self._fed(prefill.tokens), prefill.positions, prefill.rows)
 
-    def activate(self, slots: Tensor) -> None:
-        """The roots' own rows, which give the first children."""
-        starts, tokens = self.state.seq_lens, self.state.root_tokens[slots]
-        rows = self.state.rows(slots, starts, tail_len=1)
-        hidden = self._forward(tokens[:, None], starts[slots][:, None], rows)
-        self.set_root_children(slots.long(), self._logits(hidden[:, -1]))
-
     def follow(self, extend: ExtendRows, features: Tensor | None, rows: Rows) -> None:
         hidden = self._forward(extend.tokens, extend.positions, rows).flatten(0, 1)
         self.set_root_children(extend.kept_slots, self._logits(hidden[extend.last_rows]))
