@@ -19,7 +19,7 @@ import specdec_kernels as sd
 from random_models import EXPERTS, random_prompts, save_random_model
 from specdec_kernels.engine import Engine, Ngram, SamplingParams, Standalone
 from specdec_kernels.models.experts import FEW_ROWS, Experts, QuantisedExperts, SigmoidRouter, SoftmaxRouter, routes_of
-from specdec_kernels.models.layers import Product
+from specdec_kernels.models.layers import MadeRows, Product, rows_at
 from specdec_kernels.models.planted import PlantedText, plant_causal_lm
 from specdec_kernels.models.quantised import Fp8Weight, rounded
 from specdec_kernels.ops import Routes
@@ -323,3 +323,11 @@ def test_batch_invariance_is_refused_with_experts(tmp_path: Path) -> None:
         "Engine: batch_invariant is set, expected not with mixtral, "
         "whose experts multiply the rows of several requests together"
     )
+
+
+def test_some_of_the_rows_that_experts_made() -> None:
+    made = MadeRows(torch.randn(5 * 3, 4), torch.rand(5, 3))
+    places = torch.tensor([4, 0, 0])
+    torch.testing.assert_close(rows_at(places, made).combined(), made.combined()[places])
+    plain = torch.randn(5, 4)
+    assert torch.equal(rows_at(places, plain), plain[places])
