@@ -293,4 +293,4 @@ def test_the_event_loop_hears_of_a_turn_once(monkeypatch: pytest.MonkeyPatch) ->
             await asyncio.sleep(0.05)
 
         run(main())
-        assert sum(calls) == 6 * 50 and len(calls) <= engine.stats().rounds < 150
+        assert sum(calls) == 6 * 50 and len(calls) <= engine.stats().rounds + 6 < 150  # and first rounds
