@@ -174,15 +174,18 @@ class RoundClock:
             tokens[-1] += len(new.tokens)
             # The last round of a request is cut by its budget and counts for no full one.
             sizes[-1] += new.finish_reason == FinishReason.RUNNING
-        pairs = [i for i in range(1, len(starts)) if sizes[i - 1] == sizes[i] == self.batch]
+        # Nor does the first token, which prefill yields; and the round behind it begins amid a piece of text that is
+        # drafted right, where all others begin behind one.
+        pairs = [i for i in range(2, len(starts)) if sizes[i - 1] == sizes[i] == self.batch]
         return [starts[i] - starts[i - 1] for i in pairs], [tokens[i] for i in pairs]
 
     def accept_lengths(self) -> list[float]:
-        """Of each request, the tokens of a round: of those between its first and its last, which its budget cuts."""
+        """Of each request, the tokens of a round: of those between the one behind its first token and its last, which
+        its budget cuts."""
         rounds: dict[int, list[int]] = {}
         for _, new in self.arrivals:
             rounds.setdefault(new.index, []).append(len(new.tokens))
-        return [sum(whole) / len(whole) for whole in (tokens[1:-1] for tokens in rounds.values()) if whole]
+        return [sum(whole) / len(whole) for whole in (tokens[2:-1] for tokens in rounds.values()) if whole]
 
     def run(self) -> dict[str, float]:
         """Of the whole run: its tokens a second, and how long requests waited for their first tokens."""
