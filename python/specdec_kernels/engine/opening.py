@@ -102,7 +102,7 @@ def load_target(
     state = EngineState.create(
         num_slots=config.num_slots,
         vocab_size=target.lm_head.out_features,
-        hidden_size=target.lm_head.in_features,
+        hidden_size=target.hidden_size,
         num_features=len(config.needs.feature_layers) * target.config.hidden_size,
         dtype=config.dtype,
         max_len=config.max_len,

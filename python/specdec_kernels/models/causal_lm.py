@@ -112,6 +112,11 @@ class CausalLM(HeldModel):
     def _make_parts(self) -> None:
         self.decoder = self._family.decoder(self.model, self.max_len, self._device)
 
+    @property
+    def hidden_size(self) -> int:
+        size: int = self.config.hidden_size
+        return size
+
     def forward(self, tokens: Tensor, positions: Tensor, rows: Rows) -> States:
         """A pass over tokens [B, Q], or packed ones [M], rotated at positions of that shape."""
         x, residual, kept = self._pass(len(self.decoder.layers), tokens, positions, rows)

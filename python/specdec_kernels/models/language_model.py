@@ -37,6 +37,10 @@ class LanguageModel(Protocol):
     def config(self) -> Any: ...
 
     @property
+    def hidden_size(self) -> int:
+        """Of the states that `forward` returns and `logits` takes."""
+
+    @property
     def embedding(self) -> nn.Embedding: ...
 
     @property

@@ -552,6 +552,7 @@ class TransformersLM(HeldModel):
         running = Pass(self.calls, self._kv, self._marker, tokens.shape, rows)
         with attending(running):
             hidden = self._body(**arguments).last_hidden_state
+        self.hidden_size = hidden.shape[-1]  # some models project behind their last layer; the check on opening sees it
         features = None
         if self.feature_layers:
             kept = [self._kept[layer] for layer in self.feature_layers]
