@@ -3,14 +3,13 @@
 #include <algorithm>
 
 #include "core/cuda.cuh"
+#include "layers/combine_row.cuh"
 #include "layers/combine_rows.h"
-#include "layers/pack.cuh"
 
 namespace specdec::layers {
 namespace {
 
 constexpr int kThreads = 64;  // so that one row has some multiprocessors
-constexpr int kAtOnce = 8;    // experts whose packs are on their way together
 
 template <class T, int N>
 __global__ void __launch_bounds__(kThreads) combine_rows_kernel(CombineRowsParams p) {
@@ -19,26 +18,9 @@ __global__ void __launch_bounds__(kThreads) combine_rows_kernel(CombineRowsParam
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (i >= p.width / N) return;
   for (int64_t row = blockIdx.y; row < p.rows; row += gridDim.y) {
-    float sum[N] = {};
-    for (int64_t first = row * p.taken, end = first + p.taken; first < end; first += kAtOnce) {
-      P packs[kAtOnce];
-      float shares[kAtOnce];
-#pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) {
-        if (first + j >= end) break;
-        packs[j] = reinterpret_cast<const P*>(static_cast<const T*>(p.made) + (first + j) * p.made_stride)[i];
-        shares[j] = p.shares[first + j];
-      }
-#pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) {
-        if (first + j >= end) break;
-        float of_expert[N];
-        unpack(packs[j], of_expert);
-#pragma unroll
-        for (int n = 0; n < N; ++n) sum[n] += shares[j] * of_expert[n];
-      }
-    }
-    reinterpret_cast<P*>(static_cast<T*>(p.out) + row * p.out_stride)[i] = pack_of<T>(sum);
+    const P* made = reinterpret_cast<const P*>(static_cast<const T*>(p.made) + row * p.taken * p.made_stride) + i;
+    reinterpret_cast<P*>(static_cast<T*>(p.out) + row * p.out_stride)[i] =
+        combined(made, p.made_stride / N, p.shares + row * p.taken, p.taken);
   }
 }
 

@@ -8,7 +8,7 @@
 #include <algorithm>
 
 #include "core/warp.cuh"
-#include "layers/pack.cuh"
+#include "layers/combine_row.cuh"
 #include "layers/round_rows.h"
 
 namespace specdec::layers {
@@ -19,7 +19,6 @@ template <int kHeld, bool kShared = false>
 constexpr int kNormBlocks = kShared      ? 1
                             : kHeld == 1 ? 3
                                          : 2;
-constexpr int kSharesAtOnce = 8;  // experts whose packs are on their way together
 
 template <class P>
 struct NormRow {
@@ -91,27 +90,10 @@ __device__ __forceinline__ void norm_row(const Pack<T, N>* weight, int width, fl
     value = pack_of<T>(a);
   };
   const auto read_x = [&](int i) {
-    if constexpr (!kShared) return row.x[i];
-    float sum[N] = {};
-    for (int64_t first = 0; first < row.taken; first += kSharesAtOnce) {
-      P parts[kSharesAtOnce];
-      float shares[kSharesAtOnce];
-#pragma unroll
-      for (int j = 0; j < kSharesAtOnce; ++j) {
-        if (first + j >= row.taken) break;
-        parts[j] = row.x[(first + j) * row.x_stride + i];
-        shares[j] = row.shares[first + j];
-      }
-#pragma unroll
-      for (int j = 0; j < kSharesAtOnce; ++j) {
-        if (first + j >= row.taken) break;
-        float part[N];
-        unpack(parts[j], part);
-#pragma unroll
-        for (int n = 0; n < N; ++n) sum[n] += shares[j] * part[n];
-      }
-    }
-    return pack_of<T>(sum);
+    if constexpr (kShared)
+      return combined(row.x + i, row.x_stride, row.shares, row.taken);
+    else
+      return row.x[i];
   };
   const auto read = [&](int i) {
     P value = read_x(i);
