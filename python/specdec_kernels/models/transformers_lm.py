@@ -476,6 +476,7 @@ class TransformersLM(HeldModel):
             raise Refused("has no body with hidden states")
         path = min(bodies, key=len)
         self._body = whole.get_submodule(path)
+        self.hidden_size: int = outputs[path].last_hidden_state.shape[-1]  # its layers' own may be another
         self._parts = StandIns(whole, widths)
         self.stand_ins = self._parts.counts
         if rotated := sum(call.is_rotated for call in self.calls):
@@ -552,7 +553,6 @@ class TransformersLM(HeldModel):
         running = Pass(self.calls, self._kv, self._marker, tokens.shape, rows)
         with attending(running):
             hidden = self._body(**arguments).last_hidden_state
-        self.hidden_size = hidden.shape[-1]  # some models project behind their last layer; the check on opening sees it
         features = None
         if self.feature_layers:
             kept = [self._kept[layer] for layer in self.feature_layers]
