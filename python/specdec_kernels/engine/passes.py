@@ -59,6 +59,7 @@ class Passes:
     def launch(self, packed: Tensor, shape: Shape) -> None:
         """One pass over what `pack` packed; nothing here reads a device value on the host."""
         prefill = Prefill.of(packed, shape, self.state)
-        states = self.target.prefill(prefill.tokens, prefill.positions, prefill.rows, prefill.last)
+        last = prefill.last
+        states = self.target.prefill(prefill.tokens, prefill.positions, prefill.rows, last)
         self.draft.prefill(prefill, states.features)
-        prefill.finish(self.state, states)
+        prefill.finish(self.state, states, last)

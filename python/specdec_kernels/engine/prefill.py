@@ -117,31 +117,27 @@ class Prefill(NamedTuple):
         return cls(tokens[:, :-1], tokens[:, 1:], positions, rows, piece_slots, slots, ends, last_rows)
 
     @property
-    def last_pieces(self) -> Tensor:
-        """[R] int32: those of the chunks' last rows."""
-        return torch.div(self.last_rows, self.tokens.shape[1], rounding_mode="floor")
-
-    @property
     def last(self) -> LastRows:
         """The last row of each chunk: with its piece's pages, behind all rows before it."""
-        starts, counts, pieces = self.rows.prefix_lens, self.rows.num_valid, self.last_pieces
+        starts, counts = self.rows.prefix_lens, self.rows.num_valid
         assert counts is not None
+        pieces = torch.div(self.last_rows, self.tokens.shape[1], rounding_mode="floor")
         before = (starts + counts - 1).clamp(min=0)
         # A piece without rows, as where a pass is run before it is captured, has no last one.
         are_there = counts[pieces].clamp(max=1)
         rows = self.rows._replace(slots=pieces, prefix_lens=before, tail_len=1, num_valid=are_there)
         return LastRows(self.last_rows, before[pieces][:, None], rows)
 
-    def finish(self, state: EngineState, states: Prefilled) -> None:
+    def finish(self, state: EngineState, states: Prefilled, last: LastRows) -> None:
         """All models have run it, the target with these states: the slots have its rows and the states of its chunks'
         last ones, and what was wrong with a piece is their status. What is behind a window then goes."""
-        counts, status, pieces = self.rows.num_valid, self.rows.status, self.last_pieces
-        assert counts is not None and status is not None and states.hidden is not None
+        are_there, status, pieces = last.rows.num_valid, self.rows.status, last.rows.slots
+        assert are_there is not None and status is not None and states.hidden is not None
         # Of rows that are not there, or have no pages, nothing is kept that could be no number.
-        is_void = ((counts[pieces] == 0) | (status[pieces] != 0))[:, None]
+        is_void = ((are_there == 0) | (status[pieces] != 0))[:, None]
         state.last_hidden[self.slots] = states.hidden.to(state.last_hidden.dtype).masked_fill(is_void, 0)
         if states.features is not None:
-            features = states.features.flatten(0, 1)[self.last_rows]
+            features = states.features.flatten(0, 1)[last.places]
             state.last_features[self.slots] = features.to(state.last_features.dtype).masked_fill(is_void, 0)
         state.status.scatter_reduce_(0, self.piece_slots.long(), status, "amax")  # at least what it was
         state.seq_lens[self.slots] = self.ends
