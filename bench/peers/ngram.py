@@ -123,13 +123,16 @@ class PromptLookup(Drafter):
         self._text[0, begin : begin + len(tokens)] = tokens
         self._length[0] += len(tokens)
 
+    @property
+    def _root(self) -> int:
+        return int(self._text[0, self._length[0] - 1])
+
     def draft(self) -> Any:
-        last = int(self._text[0, self._length[0] - 1])
-        return self._proposer.propose(self._drafts, [[last]], self._length, self._text)
+        return self._proposer.propose(self._drafts, [[self._root]], self._length, self._text)
 
     def nodes(self, found: Any) -> tuple[list[int], list[int]]:
         tokens = list(found[0])
-        return [int(self._text[0, self._length[0] - 1]), *tokens], [*range(-1, len(tokens))]
+        return [self._root, *tokens], [*range(-1, len(tokens))]
 
 
 def ngram_drafters() -> dict[str, Callable[[int], Drafter]]:

@@ -15,7 +15,7 @@ import torch
 from transformers.utils import logging
 
 from .. import __version__
-from ..engine import Draft, Engine, SamplingParams
+from ..engine import Draft, Engine, RequestStats, SamplingParams
 from ..engine.prompts import load_tokenizer
 from ..engine.tuning import SCHEMA
 from ..models.checkpoint import EAGLE, EAGLE3, kind_of, local_folder
@@ -197,7 +197,8 @@ def timed(engine: Engine, options: Options, batch: int, prompts: Sequence[list[i
     counts = engine.stats() - before
     seconds -= counts.prefill_seconds
     tokens = sum(len(output.tokens) for output in outputs)
-    of_requests = sum(output.stats.rounds for output in outputs)
-    accepted = sum(output.stats.accepted for output in outputs)
-    accept_length = (accepted + of_requests) / of_requests
-    return Row(options, batch, tokens / seconds, accept_length, 1e3 * seconds / counts.rounds)
+    of_requests = RequestStats(
+        rounds=sum(output.stats.rounds for output in outputs),
+        accepted=sum(output.stats.accepted for output in outputs),
+    )
+    return Row(options, batch, tokens / seconds, of_requests.accept_length, 1e3 * seconds / counts.rounds)
