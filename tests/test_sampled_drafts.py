@@ -57,7 +57,7 @@ def distribution(prompt: list[int], sampling: SamplingParams) -> dict[tuple[int,
     return texts
 
 
-@pytest.mark.parametrize(("number", "top_k", "temperature"), [(13, 3, 1.0), (4, 4, 1.6)])
+@pytest.mark.parametrize(("number", "top_k", "temperature"), [(13, 3, 1.0), (16, 4, 1.6)])
 def test_texts_have_the_distribution_of_the_target(
     device: torch.device, number: int, top_k: int, temperature: float
 ) -> None:
@@ -77,7 +77,7 @@ def test_texts_have_the_distribution_of_the_target(
         cells.append((count - sum(n for n, _ in cells), rare * count))
     chi_square = sum((n - expected) ** 2 / expected for n, expected in cells)
     freedom = len(cells) - 1
-    assert freedom > 8 and accept_length(outputs) > 1.25
+    assert freedom > 8 and accept_length(outputs) > 1.4
     assert chi_square < freedom + 5 * (2 * freedom) ** 0.5, (chi_square, freedom)
 
 

@@ -115,7 +115,7 @@ def test_what_is_learnt_is_what_became_of_the_drafts_own_nodes(name: str) -> Non
     engine = make_engine(DRAFTS[name](), num_pages=150)
     rounds = [held_to_the_reference(part) for part in calibrated_parts(engine.draft)]
     params = [SamplingParams(9 + 3 * i, temperature=i % 2, seed=i) for i in range(7)]  # ends are in the midst of rounds
-    engine.generate(prompts(0, 7), params)
+    engine.generate(prompts(7, 14), params)
     assert rounds and all(sum(round) > 30 for round in rounds)
     assert not torch.equal(calibrated_parts(engine.draft)[0].calibration.table, identity(2))  # type: ignore[union-attr]
 
@@ -135,8 +135,7 @@ def held_to_the_reference(part: ModelDraft) -> list[int]:
         before = int(part.calibration.counts[..., 0].sum())
         learn(committed)
         assert torch.equal(part.calibration.counts[..., :2].sum(1), want.counts[..., :2].sum(1))
-        # Of a handful of nodes the few steps that are taken do not come all the way.
-        torch.testing.assert_close(part.calibration.table, want.table.float(), rtol=0.05, atol=0.1)
+        torch.testing.assert_close(part.calibration.table, want.table.float(), rtol=0.05, atol=0.05)
         counted.append(int(part.calibration.counts[..., 0].sum()) - before)
 
     part.learn = compare  # type: ignore[method-assign]
