@@ -138,13 +138,13 @@ def test_a_chat(server: Running, client: OpenAI) -> None:
 
 
 def test_a_stream_does_not_wait_for_the_end(server: Running, client: OpenAI) -> None:
-    """Nor does it send a token alone that came with others."""
+    """Nor does it send a token alone that came with others, as all but the first do."""
     (want,) = server.engine.generate(TEXT, SamplingParams(400, ignore_eos=True))
     stream = client.completions.create(
         model=NAME, prompt=TEXT, max_tokens=400, stream=True, extra_body={"ignore_eos": True}
     )
     texts = [chunk.choices[0].text for chunk in stream]
-    assert "".join(texts) == want.text and 3 < sum(map(bool, texts)) <= want.stats.rounds
+    assert "".join(texts) == want.text and 3 < sum(map(bool, texts)) <= 1 + want.stats.rounds
 
 
 def test_content_in_parts(server: Running, client: OpenAI) -> None:
