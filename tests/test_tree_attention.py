@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 
 import pytest
@@ -205,6 +206,20 @@ def test_random_bits_of_any_pattern(device: torch.device, dtype: torch.dtype, po
 def test_causal_chain(device: torch.device, dtype: torch.dtype, pools: torch.dtype, rows: int) -> None:
     cache = make_cache([29, 0], [rows] * 2, page_size=16, dtype=pools, device=device)
     check(torch.randn(2, rows, 4, 64, device=device).to(dtype), cache)
+
+
+@all_paths
+@pytest.mark.parametrize("window", [None, 90, 700])
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("kv_heads", [1, 4])
+def test_chunk_of_a_prompt(
+    device: torch.device, dtype: torch.dtype, pools: torch.dtype, kv_heads: int, page_size: int, window: int | None
+) -> None:
+    """Long chains, which see most of one another, so that few KV tiles have a look at who sees what."""
+    rows = [601, 40, 1]
+    cache = make_cache([300, 0, 77], rows, page_size=page_size, kv_heads=kv_heads, dtype=pools, device=device)
+    cu_seqlens = torch.tensor([0, *itertools.accumulate(rows)], dtype=torch.int32)
+    check(torch.randn(sum(rows), 4, 64, device=device).to(dtype), cache, cu_seqlens_q=cu_seqlens, window=window)
 
 
 @all_paths
@@ -916,8 +931,12 @@ def test_max_kv_len_is_a_narrower_table(device: torch.device, dtype: torch.dtype
     assert torch.equal(sd.tree_attention(q, *wide_cache.tensors(), mask=mask, max_kv_len=rows), want)
     names = [sd.tree_attention_plan(q, cache.k_pool, table, max_kv_len=rows) for table in (cache.page_table, wide)]
     assert names[0] == names[1]
+    # Of a bound the table's room is the most that counts, and without one 4096 rows.
     assert sd.tree_attention_plan(q, cache.k_pool, wide, max_kv_len=10**9) == sd.tree_attention_plan(
-        q, cache.k_pool, wide
+        q, cache.k_pool, wide, max_kv_len=16 * wide.shape[1]
+    )
+    assert sd.tree_attention_plan(q, cache.k_pool, wide) == sd.tree_attention_plan(
+        q, cache.k_pool, wide, max_kv_len=4096
     )
 
 

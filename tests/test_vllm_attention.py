@@ -21,7 +21,7 @@ def config(**changes: Any) -> Any:
         "scheduler_config": SimpleNamespace(max_num_seqs=MAX_REQUESTS, max_num_batched_tokens=MAX_TOKENS),
         "parallel_config": SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
         "cache_config": SimpleNamespace(calculate_kv_scales=False),
-        "model_config": SimpleNamespace(rswa_window=None),
+        "model_config": SimpleNamespace(rswa_window=None, max_model_len=MAX_LEN),
     }
     return SimpleNamespace(**fields | changes)
 

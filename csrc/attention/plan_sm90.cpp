@@ -95,7 +95,7 @@ int cluster_blocks(const AttentionShape& shape, int64_t max_kv_len, const Device
 // KV is dequantised in registers for up to 32 rows; for up to 64 where one block on each multiprocessor has enough to
 // do and KV is not short; in shared memory for more. With fixed_split a row's bits must not depend on its neighbours,
 // so neither the kernel nor its row tile depends on their number. Tiles of 128 rows live on boxes of the copy engine:
-// where pages are none, two of 64 rows copy them row by row.
+// where pages are none, some tiles of 64 rows copy them row by row, unless rows are so many that products take longer.
 Kernel persistent_kernel(const AttentionShape& shape, int64_t max_kv_len, const Device& device) {
   if (!shape.fp8) return Kernel::kWgmma;
   const bool one_block = shape.pairs() < 2 * device.multiprocessors && max_kv_len > kShortTokens;
@@ -105,19 +105,21 @@ Kernel persistent_kernel(const AttentionShape& shape, int64_t max_kv_len, const 
 
 int persistent_tile_rows(const AttentionShape& shape, Kernel kernel) {
   const int64_t rows = shape.rows();
-  const bool wide = rows > 64 && !shape.fixed_split && (shape.boxes || kernel != Kernel::kWgmma);
+  constexpr int64_t kManyRows = 512;
+  const bool wide = rows > (shape.boxes || kernel != Kernel::kWgmma ? 64 : kManyRows) && !shape.fixed_split;
   if (kernel != Kernel::kDequantRegisters) return wide ? 128 : 64;
   const int largest = shape.head_dim == 256 ? 32 : 64;  // whose sums fit in registers
   return shape.fixed_split || rows > 32 ? largest : rows > 16 ? 32 : 16;
 }
 
 // Blocks on a multiprocessor. Two hide more of each other's waiting; where there are fewer than `least` pairs of a
-// request and a KV head, one has as much KV on its way and leaves half as many partial results, but where 8 bits are
-// dequantised in shared memory only if KV is short.
+// request and a KV head, one has as much KV on its way and leaves half as many partial results, but not where several
+// row tiles of 64 walk the same KV, and where 8 bits are dequantised in shared memory only if KV is short.
 int occupancy(const AttentionShape& shape, int64_t max_kv_len, const AttentionPlan& plan, int64_t least) {
   const bool is_long = plan.kernel == Kernel::kDequantSmem && max_kv_len > 8192;
   if (most_blocks_sm90(plan.kernel, shape.head_dim, plan.tile_rows, 1) == 1) return 1;
-  return shape.pairs() >= least || is_long ? 2 : 1;
+  const bool in_step = plan.kernel == Kernel::kWgmma && plan.row_tiles > 1;
+  return shape.pairs() >= least || is_long || in_step ? 2 : 1;
 }
 
 }  // namespace

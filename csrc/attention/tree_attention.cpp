@@ -11,6 +11,9 @@ namespace specdec::attention {
 namespace {
 
 constexpr int64_t kSplit = 128;  // KV rows, whole tiles of every kernel
+// KV rows that a plan is made for where nobody says how many there may be: a table often has room for far more than its
+// texts need. Plans for so many lose a tenth at most behind 32768, plans for those take twice as long for short texts.
+constexpr int64_t kUsualTokens = 4096;
 
 // The stride of a dimension that is walked; that of a dimension of size 1 may be any number.
 int64_t walked_stride(const TensorView& t, int i) { return t.shape(i) > 1 ? t.stride(i) : 0; }
@@ -85,6 +88,7 @@ struct Sizes {
     // No request has more rows than that.
     p.fixed_split = std::min<int64_t>(fixed_split.value_or(0), INT32_MAX / kSplit * kSplit);
     p.max_kv_len = std::min(row_capacity(p.rows), max_kv_len.value_or(INT64_MAX));
+    p.planned_kv_len = std::min(row_capacity(p.rows), max_kv_len.value_or(kUsualTokens));
     return p;
   }
 };
@@ -112,8 +116,8 @@ AttentionShape shape_of(const TreeAttentionParams& p) {
 }
 
 // The plan of a call on a GPU that has rows.
-AttentionPlan plan_of(const Check& check, const TreeAttentionParams& p, const std::optional<std::string>& name) {
-  return plan_attention(check, shape_of(p), p.max_kv_len, device_of(check), name);
+AttentionPlan plan_of(const Check& check, const PlannedAttention& p, const std::optional<std::string>& name) {
+  return plan_attention(check, shape_of(p), p.planned_kv_len, device_of(check), name);
 }
 
 int64_t workspace_of(const TreeAttentionParams& p, const AttentionPlan& plan) {

@@ -47,7 +47,8 @@ struct TreeAttentionParams {
 };
 
 struct PlannedAttention : TreeAttentionParams {
-  AttentionPlan plan;  // CUDA only
+  int64_t planned_kv_len;  // KV rows that the plan is made for: max_kv_len where it was given
+  AttentionPlan plan;      // CUDA only
 };
 
 void tree_attention(CallStream stream, const TensorView& q, const TensorView& k_pool, const TensorView& v_pool,

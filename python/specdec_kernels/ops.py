@@ -1221,8 +1221,8 @@ def tree_attention(
     captured call serves every length up to `max_kv_len`.
 
     On a GPU the kernel and how it divides the work, the plan, are chosen from shapes and `max_kv_len`, never from
-    lengths. Without `max_kv_len` a request may have as much KV as the page table has room for, so that a wide table,
-    even of short texts, gets the plan for long ones: pass what you know.
+    lengths. Without `max_kv_len` a request may have as much KV as the page table has room for, and the plan is made for
+    4096 rows of it at most: pass what you know.
 
     A query row with nothing to see, one at or beyond q_lens[b], of an empty or stalled slot, or behind the last packed
     request gives zeros (lse -inf), never NaN. KV rows that no query row of the request sees never touch a result,

@@ -99,6 +99,9 @@ class WgmmaAttention {
   __device__ void sum_tiles(const Segment& s, OnlineSoftmax<D>& rows) {
     if (!q_requested_) begin_load_q(s);
     finish_load_q();
+    const int last = s.request.valid_rows * plan_.gqa_group.divisor - 1, row = min(first_row(s), last);
+    shared_begin_ = shared_begin(p_, s.request, plan_.gqa_group.div(min(row + kWarpgroupRows - 1, last)));
+    shared_end_ = shared_end(p_, s.request, plan_.gqa_group.div(row));
     Scores scores;
     Weights weights;
     int tile = s.first_tile;
@@ -226,7 +229,7 @@ class WgmmaAttention {
   __device__ Seen seen_of(const Segment& s, int tile) const {
     Seen seen;
     const int64_t first = int64_t{tile} * kTokens;
-    seen.all = first + kTokens <= s.request.prefix && first >= s.request.end - p_.window;
+    seen.all = first + kTokens <= shared_end_ && first >= shared_begin_;
 #pragma unroll
     for (int w = 0; w < kWords; ++w) seen.all &= ring_.present_tokens(cursor_.key().at, w) == ~uint64_t{0};
     if (seen.all) return seen;
@@ -339,6 +342,8 @@ class WgmmaAttention {
   Turn<Ring::kSegments> turn_;  // of the next segment
   Cursor cursor_;
   bool q_requested_ = false;  // of the next segment
+  int64_t shared_begin_ = 0;  // KV that all of the warpgroup's rows see
+  int shared_end_ = 0;
   Scale scale_;               // of scores, where rows of q became Half
 };
 

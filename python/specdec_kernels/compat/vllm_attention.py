@@ -48,7 +48,7 @@ class Rows:
 
     num_actual_tokens: int  # T
     page_size: int
-    max_kv_len: int  # no request has more
+    max_kv_len: int | None  # no request has more; None: as many as may be
     query_start_loc: Tensor  # [B + 1] int32
     seq_lens: Tensor  # [B] int32, rows of this pass included
     block_table: Tensor  # [B, blocks] int32
@@ -99,7 +99,8 @@ class RowsBuilder:
         Args:
             common_prefix_len: 0, since cascades are never asked for.
             common_attn_metadata: vLLM's, of whose host values only `num_reqs`, `num_actual_tokens` and `max_seq_len`,
-                which may be an upper bound, are read. A capture is told the longest sequence that there may be.
+                which may be an upper bound, are read. A capture is told the longest sequence that there may be, which
+                says nothing of those that come.
             fast_build: has no effect.
 
         Raises:
@@ -110,11 +111,12 @@ class RowsBuilder:
             raise ValueError("specdec: attention is not causal, expected rows that see what is before them")
         batch, tokens = int(common.num_reqs), int(common.num_actual_tokens)
         q_lens, prefix_lens = rows_of(self._requests, batch)
+        longest = max(int(common.max_seq_len), 1)
         write_pages, write_rows = rows_of(self._tokens, tokens)
         rows = Rows(
             num_actual_tokens=tokens,
             page_size=self.kv_cache_spec.block_size,
-            max_kv_len=max(int(common.max_seq_len), 1),
+            max_kv_len=longest if longest < self.vllm_config.model_config.max_model_len else None,
             query_start_loc=common.query_start_loc[: batch + 1],
             seq_lens=common.seq_lens[:batch],
             block_table=common.block_table_tensor[:batch],
