@@ -263,7 +263,7 @@ class StreamK : public StreamKState {
 
   // The next segment of the share.
   __device__ Segment next() {
-    if (at_ < end_ && unit_ == units_) enter_item();
+    if (at_ < end_ && unit_ == units_ && !enter_item_behind()) enter_item();
     Segment s;
     s.kv_head = -1;
     if (at_ >= end_) return s;
@@ -313,6 +313,19 @@ class StreamK : public StreamKState {
     }
     upto_ = sum_up_to_lane(units_of_mine_ * static_cast<int>(p_.kv_heads));
     scanned_ = base;
+  }
+
+  // Goes to the item behind this one, if that belongs to the same request and KV head: a long prompt has many, and to
+  // count them from the first one each time takes longer than some of their tiles.
+  __device__ bool enter_item_behind() {
+    if (units_ == 0) return false;  // there is no item yet
+    const Request request = broadcast(mine_, lane_);
+    for (unit_ = units_ = 0; units_ == 0; units_ = units_in(p_, plan_, tiles_, whole())) {
+      first_row_ += plan_.tile_rows * plan_.row_tiles;
+      if (first_row_ >= request.valid_rows * plan_.gqa_group.divisor) return false;
+      tiles_ = tiles_of(p_, plan_, request, first_row_);
+    }
+    return true;
   }
 
   // Goes to the item of unit at_, which is no earlier on the line than the item before.
