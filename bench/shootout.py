@@ -111,7 +111,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--short", type=at_least(1), default=20, metavar="N", help="of the one taken off it (20)")
     parser.add_argument("--repeats", type=at_least(1), default=2, metavar="N", help="whose median counts (2)")
     parser.add_argument("--max-len", type=at_least(1), metavar="N", help="of the engines (what the requests need)")
-    parser.add_argument("--limit", type=at_least(0.0), default=280.0, metavar="S", help="seconds of one process (280)")
+    parser.add_argument("--limit", type=at_least(0.0), default=400.0, metavar="S", help="seconds of one process (400)")
     parser.add_argument("--together", type=at_least(1), default=1, metavar="N", help="that start at the same time (1)")
     parser.add_argument("--device", choices=("cpu", "cuda"))
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the checkpoints are written")
@@ -282,11 +282,13 @@ def result_of(
     for index, (at, tokens) in enumerate(zip(places, line["tokens"], strict=True)):
         if tokens != text.tokens(at, params["output"]):
             return Result(**shape, error=f"request {index} strays from the planted text")
-    seconds = median(line["seconds"]["long"]) - median(line["seconds"]["short"])
+    long = line["seconds"]["long"]
+    seconds = median(long) - median(line["seconds"]["short"])
     if seconds <= 0:
         return Result(**shape, skipped="the long run took no longer than the short one, which takes more --output")
     tokens = len(places) * (params["output"] - params["short"])
     facts = {"tokens_per_second": round(tokens / seconds, 2), "start_seconds": round(start_seconds, 2)}
+    facts["spread"] = round((max(long) - min(long)) / median(long), 4)
     if line["rounds"]:
         behind_prefill = sum(len(tokens) - 1 for tokens in line["tokens"])  # whose first ones are of no round
         facts["accept_length"] = round(behind_prefill / line["rounds"], 4)

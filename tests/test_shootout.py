@@ -116,7 +116,7 @@ def test_a_text_that_strays_is_wrong() -> None:
         "rounds": 14,
     }
     right = shootout.result_of(params, line, text, 1.5, CPU)
-    assert right.facts == {"tokens_per_second": 8.0, "start_seconds": 1.5, "accept_length": 2.0}
+    assert right.facts == {"tokens_per_second": 8.0, "start_seconds": 1.5, "spread": 0.5, "accept_length": 2.0}
     line["tokens"][2][7] += 1
     wrong = shootout.result_of(params, line, text, 1.5, CPU)
     assert wrong.error == "request 2 strays from the planted text" and not wrong.facts

@@ -23,8 +23,8 @@ def measure(runner: Runner, job: Job, waves: list[list[list[int]]]) -> dict[str,
     seconds: dict[str, list[float]] = {"short": [], "long": []}
     tokens: list[list[int]] = []
     rounds: list[int | None] = []
-    for wave in waves:  # whatever is still compiled or captured at this size
-        runner.generate(wave, job.short)
+    for wave in waves:  # whatever is still compiled or captured at this size, and at those that its last rounds have
+        runner.generate(wave, job.long)
     for _ in range(job.repeats):
         for name, count in (("short", job.short), ("long", job.long)):
             tokens, rounds = [], []
