@@ -2,10 +2,10 @@
 // starts a copy every 60 cycles only. They walk the worker's segments (stream-K, or whole items), look up the pages of
 // their tokens one tile ahead, and copy rows with cp.async, 16 bytes at a time: one path serves every page size and any
 // strides, and a row of one head (128 bytes or more) is whole sectors anyway. Where there are many query rows, the copy
-// engine copies boxes of 16 tokens instead, as long as these lie in the prefix or in a chain and on one page, so that exponentials do
-// not queue behind copies. Two blocks that walk the same KV in step may be a cluster: each then starts half of the
-// boxes, which go to both, and the L2 is read once instead of twice. The other warps consume the tiles and release each
-// stage when they are done with it. Producers and consumers meet at barriers alone.
+// engine copies boxes of 16 tokens instead, as long as these lie in the prefix or in a chain and on one page, so that
+// exponentials do not queue behind copies. Two blocks that walk the same KV in step may be a cluster: each then starts
+// half of the boxes, which go to both, and the L2 is read once instead of twice. The other warps consume the tiles and
+// release each stage when they are done with it. Producers and consumers meet at barriers alone.
 //
 // In the kernels a "token" is a KV row, and a "row" is a query row times a head of its GQA group.
 #pragma once
@@ -270,8 +270,8 @@ struct KvRing {
     return addresses;
   }
 
-  // Copies a warp's tokens of a tile by the copy engine. Returns false unless all of them may be read, in pages of whole
-  // boxes.
+  // Copies a warp's tokens of a tile by the copy engine. Returns false unless all of them may be read, in pages of
+  // whole boxes.
   __device__ __forceinline__ bool copy_boxes(const TreeAttentionParams& p, const DevicePlan& plan, const Segment& s,
                                              const TensorMaps& maps, Span range, int lane, int first, int my_first,
                                              Turn<kStages> stage, const Pages& pages) {

@@ -97,8 +97,8 @@ SD_HD int32_t visible_begin(const TreeAttentionParams& p, const Request& r, int3
   return static_cast<int32_t>(clamp_to((p.mask ? r.prefix : visible_end(p, r, i)) - p.window, 0, r.end));
 }
 
-// All query rows from i to j see the KV rows from shared_begin(j) to shared_end(i), as far as these are on a page. Behind
-// the prefix that is so of a causal chain alone.
+// All query rows from i to j see the KV rows from shared_begin(j) to shared_end(i), as far as these are on a page.
+// Behind the prefix that is so of a causal chain alone.
 SD_HD int64_t shared_begin(const TreeAttentionParams& p, const Request& r, int32_t j) {
   return p.window == INT64_MAX ? 0 : (p.mask ? r.end : visible_end(p, r, j)) - p.window;
 }

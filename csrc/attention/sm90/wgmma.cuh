@@ -344,7 +344,7 @@ class WgmmaAttention {
   bool q_requested_ = false;  // of the next segment
   int64_t shared_begin_ = 0;  // KV that all of the warpgroup's rows see
   int shared_end_ = 0;
-  Scale scale_;               // of scores, where rows of q became Half
+  Scale scale_;  // of scores, where rows of q became Half
 };
 
 template <class Attention>

@@ -21,7 +21,7 @@ from ..models.loading import config_of, model_name, placeholders
 from ..models.stowing import Lacking
 from ..status import FinishReason
 from .config import MAX_STOP_TOKENS, EngineConfig, Machine
-from .drafts import Draft, Ngram
+from .drafts import Draft
 from .grammars import Grammars
 from .loop import Loop
 from .moving import (
