@@ -34,6 +34,8 @@ class WgmmaAttention {
   // Two blocks of a worker may be a cluster, in which each copies half of every tile for both. One warpgroup gets its
   // KV as fast from plain copies.
   static constexpr bool kPairs = kWarpgroups == 2 && !kFp8;
+  // Long prompts have 128 rows a block, most of whose tail all rows see; whoever has 64 has no registers to know it.
+  static constexpr bool kManyRows = kWarpgroups == 2;
   static constexpr int kWords = kTokens / 64;
   static_assert(kWords <= 2);
   using Ring = std::conditional_t<kFp8, DequantRing<kTokens, D, kKeys, kValues, kStages, kConsumers>,
@@ -99,9 +101,11 @@ class WgmmaAttention {
   __device__ void sum_tiles(const Segment& s, OnlineSoftmax<D>& rows) {
     if (!q_requested_) begin_load_q(s);
     finish_load_q();
-    const int last = s.request.valid_rows * plan_.gqa_group.divisor - 1, row = min(first_row(s), last);
-    shared_begin_ = shared_begin(p_, s.request, plan_.gqa_group.div(min(row + kWarpgroupRows - 1, last)));
-    shared_end_ = shared_end(p_, s.request, plan_.gqa_group.div(row));
+    if constexpr (kManyRows) {
+      const int last = s.request.valid_rows * plan_.gqa_group.divisor - 1, row = min(first_row(s), last);
+      shared_begin_ = shared_begin(p_, s.request, plan_.gqa_group.div(min(row + kWarpgroupRows - 1, last)));
+      shared_end_ = shared_end(p_, s.request, plan_.gqa_group.div(row));
+    }
     Scores scores;
     Weights weights;
     int tile = s.first_tile;
@@ -229,7 +233,10 @@ class WgmmaAttention {
   __device__ Seen seen_of(const Segment& s, int tile) const {
     Seen seen;
     const int64_t first = int64_t{tile} * kTokens;
-    seen.all = first + kTokens <= shared_end_ && first >= shared_begin_;
+    if constexpr (kManyRows)
+      seen.all = first + kTokens <= shared_end_ && first >= shared_begin_;
+    else
+      seen.all = first + kTokens <= s.request.prefix && first >= s.request.end - p_.window;
 #pragma unroll
     for (int w = 0; w < kWords; ++w) seen.all &= ring_.present_tokens(cursor_.key().at, w) == ~uint64_t{0};
     if (seen.all) return seen;
@@ -342,7 +349,7 @@ class WgmmaAttention {
   Turn<Ring::kSegments> turn_;  // of the next segment
   Cursor cursor_;
   bool q_requested_ = false;  // of the next segment
-  int64_t shared_begin_ = 0;  // KV that all of the warpgroup's rows see
+  int64_t shared_begin_ = 0;  // KV that all of the warpgroup's rows see, with kManyRows
   int shared_end_ = 0;
   Scale scale_;  // of scores, where rows of q became Half
 };
