@@ -250,6 +250,7 @@ def test_a_capture_serves_every_batch_that_fits(device: torch.device, replayed: 
 def test_one_request_and_none_in_a_capture_of_one(device: torch.device) -> None:
     runner = Runner(device)
     captured = runner.builder.build(0, runner.described(8, 1, MAX_LEN))
+    assert captured.max_kv_len is None  # the longest that may be says nothing of those that come
     common = runner.batch([(30, 5)], tokens=8, requests=1)
     runner.builder.build(0, common)
     q, k, v = runner.inputs(8)

@@ -12,7 +12,8 @@ namespace {
 
 constexpr int64_t kSplit = 128;  // KV rows, whole tiles of every kernel
 // KV rows that a plan is made for where nobody says how many there may be: a table often has room for far more than its
-// texts need. Plans for so many lose a tenth at most behind 32768, plans for those take twice as long for short texts.
+// texts need. Plans for so many lose a seventh at most behind 32768, plans for those take up to twice as long for short
+// texts.
 constexpr int64_t kUsualTokens = 4096;
 
 // The stride of a dimension that is walked; that of a dimension of size 1 may be any number.
@@ -88,7 +89,7 @@ struct Sizes {
     // No request has more rows than that.
     p.fixed_split = std::min<int64_t>(fixed_split.value_or(0), INT32_MAX / kSplit * kSplit);
     p.max_kv_len = std::min(row_capacity(p.rows), max_kv_len.value_or(INT64_MAX));
-    p.planned_kv_len = std::min(row_capacity(p.rows), max_kv_len.value_or(kUsualTokens));
+    p.planned_kv_len = std::min(p.max_kv_len, max_kv_len.value_or(kUsualTokens));
     return p;
   }
 };

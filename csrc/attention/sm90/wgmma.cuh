@@ -35,7 +35,7 @@ class WgmmaAttention {
   // KV as fast from plain copies.
   static constexpr bool kPairs = kWarpgroups == 2 && !kFp8;
   // Long prompts have 128 rows a block, most of whose tail all rows see; whoever has 64 has no registers to know it.
-  static constexpr bool kManyRows = kWarpgroups == 2;
+  static constexpr bool kFindsShared = kWarpgroups == 2;
   static constexpr int kWords = kTokens / 64;
   static_assert(kWords <= 2);
   using Ring = std::conditional_t<kFp8, DequantRing<kTokens, D, kKeys, kValues, kStages, kConsumers>,
@@ -101,7 +101,7 @@ class WgmmaAttention {
   __device__ void sum_tiles(const Segment& s, OnlineSoftmax<D>& rows) {
     if (!q_requested_) begin_load_q(s);
     finish_load_q();
-    if constexpr (kManyRows) {
+    if constexpr (kFindsShared) {
       const int last = s.request.valid_rows * plan_.gqa_group.divisor - 1, row = min(first_row(s), last);
       shared_begin_ = shared_begin(p_, s.request, plan_.gqa_group.div(min(row + kWarpgroupRows - 1, last)));
       shared_end_ = shared_end(p_, s.request, plan_.gqa_group.div(row));
@@ -233,7 +233,7 @@ class WgmmaAttention {
   __device__ Seen seen_of(const Segment& s, int tile) const {
     Seen seen;
     const int64_t first = int64_t{tile} * kTokens;
-    if constexpr (kManyRows)
+    if constexpr (kFindsShared)
       seen.all = first + kTokens <= shared_end_ && first >= shared_begin_;
     else
       seen.all = first + kTokens <= s.request.prefix && first >= s.request.end - p_.window;
@@ -349,7 +349,7 @@ class WgmmaAttention {
   Turn<Ring::kSegments> turn_;  // of the next segment
   Cursor cursor_;
   bool q_requested_ = false;  // of the next segment
-  int64_t shared_begin_ = 0;  // KV that all of the warpgroup's rows see, with kManyRows
+  int64_t shared_begin_ = 0;  // KV that all of the warpgroup's rows see, with kFindsShared
   int shared_end_ = 0;
   Scale scale_;  // of scores, where rows of q became Half
 };
