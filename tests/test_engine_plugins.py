@@ -22,7 +22,7 @@ import pytest
 import torch
 
 import specdec_kernels
-from specdec_kernels.compat import hosts, sglang, sglang_plugin, vllm, vllm_gpu, vllm_plugin
+from specdec_kernels.compat import hosts, sglang, sglang_plugin, sglang_rounds, vllm, vllm_gpu, vllm_plugin
 from specdec_kernels.compat.sglang_attention import TreeAttention, TreeAttentionSteps
 from specdec_kernels.compat.vllm_attention import PagedAttention, RowsBuilder
 
@@ -79,7 +79,8 @@ def test_everything_that_the_plugin_imports_of_sglang_is_there() -> None:
     folder = sglang_sources()
     asked = [
         (node.module, alias.name)
-        for node in ast.walk(ast.parse(Path(sglang_plugin.__file__).read_text()))
+        for ours in (sglang_plugin, sglang_rounds)
+        for node in ast.walk(ast.parse(Path(str(ours.__file__)).read_text()))
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("sglang.")
         for alias in node.names
     ]
@@ -151,8 +152,9 @@ def test_drafts_get_their_attention_where_sglang_makes_it() -> None:
     assert parameters(methods["create_decode_backend"]) == ["self"]
     assert parameters(methods["create_draft_extend_backend"]) == ["self"]
     made = ast.unparse(methods["__init__"])
-    for name in ("server_args", "draft_model_runner", "topk", "speculative_num_steps", "draft_attn_backend"):
+    for name in ("server_args", "draft_model_runner", "topk", "speculative_num_steps"):
         assert f"self.{name} = " in made
+    assert "self.draft_attn_backend = server_args.speculative_draft_attention_backend" in made
     worker = module_of(folder, "sglang.srt.speculative.eagle_worker_v2")
     assert "graph_supported_backend_types = [TritonAttnBackend" in ast.unparse(worker)
     mask = next(
@@ -218,6 +220,48 @@ def test_drafts_ask_for_the_best_of_their_probabilities_alone() -> None:
     assert asked == len(calls_of(worker, "renorm_draft_probs")) == 3
 
 
+def test_rounds_are_made_of_what_ours_stands_around() -> None:
+    """The functions have the arguments that ours pass on, and read what ours change."""
+    folder = sglang_sources()
+
+    def function(module: str, name: str) -> ast.FunctionDef:
+        tree = module_of(folder, f"sglang.srt.{module}")
+        return next(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == name)
+
+    for ours, module, name in (
+        (sglang_rounds.verify_logits, "layers.logits_processor", "_get_logits"),
+        (sglang_rounds.sample, "speculative.eagle_utils", "eagle_sample"),
+        (sglang_rounds.extend_accepted, "speculative.eagle_worker_v2", "_draft_extend_for_decode"),
+        (sglang_rounds.move_accepted, "speculative.spec_utils", "move_accept_tokens_to_target_kvcache"),
+    ):
+        assert len(inspect.signature(ours).parameters) == 1 + len(parameters(function(module, name))), name
+    widths = parameters(function("speculative.spec_utils", "resolve_num_tokens_per_req"))
+    assert {"phase", "server_args"} <= set(widths)
+    extend = ast.unparse(function("speculative.eagle_worker_v2", "_draft_extend_for_decode"))
+    assert extend.count("speculative_num_draft_tokens") == 5  # each the width of draft-extend
+    for read in ("batch_result.logits_output.hidden_states", "batch_result.next_token_ids", "len(batch.seq_lens)"):
+        assert read in extend
+    graphs = ast.unparse(module_of(folder, "sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner"))
+    assert "captured_req_width = resolve_num_tokens_per_req(" in graphs
+    sampling = ast.unparse(function("speculative.eagle_utils", "eagle_sample"))
+    for name in ("is_all_greedy", "acc_additive_penalties", "acc_scaling_penalties", "logit_bias", "grammar_mask"):
+        assert name in sampling
+    verify = ast.unparse(function("speculative.eagle_worker_common", "run_eagle_verify"))
+    reads = [line for line in verify.splitlines() if "next_token_logits" in line]
+    assert len(reads) == 2 and all("maybe_detect" in line for line in reads)
+    logits = ast.unparse(function("layers.logits_processor", "_get_logits"))
+    for name in ("do_tensor_parallel_all_gather", "logit_scale", "final_logit_softcapping"):
+        assert f"self.{name}" in logits
+    head = ast.unparse(function("layers.logits_processor", "_compute_lm_head"))
+    for name in ("use_fp32_lm_head", "rl_on_policy_target"):
+        assert f"self.{name}" in head
+    move = ast.unparse(function("speculative.spec_utils", "move_accept_tokens_to_target_kvcache"))
+    assert "batch.seq_lens + num_correct_drafts + 1" in move and "allocator.get_kvcache().move_kv_cache" in move
+    pool = ast.unparse(module_of(folder, "sglang.srt.mem_cache.memory_pool"))
+    for name in ("data_ptrs", "use_hnd", "use_native_move_kv_cache", "k_buffer", "v_buffer"):
+        assert f"self.{name} = " in pool, name
+
+
 def test_a_drafts_best_tokens_come_straight_from_its_logits() -> None:
     logits = torch.randn(3, 50)
 
@@ -228,15 +272,15 @@ def test_a_drafts_best_tokens_come_straight_from_its_logits() -> None:
         return torch.topk(values, count, dim)
 
     # On the CPU, and where drafts are sampled, everything is SGLang's own.
-    assert torch.equal(sglang_plugin.keep_logits(renorm, logits, None, False), logits.softmax(-1))
-    assert torch.equal(sglang_plugin.keep_logits(renorm, logits, None, True), logits.softmax(-1))
+    assert torch.equal(sglang_rounds.keep_logits(renorm, logits, None, False), logits.softmax(-1))
+    assert torch.equal(sglang_rounds.keep_logits(renorm, logits, None, True), logits.softmax(-1))
     want = torch.topk(logits.softmax(-1), 4, -1)
-    for values in (logits.softmax(-1), sglang_plugin.DraftLogits(logits)):
-        probabilities, tokens = sglang_plugin.best_of(topk, values, 4, dim=-1)
+    for values in (logits.softmax(-1), sglang_rounds.DraftLogits(logits)):
+        probabilities, tokens = sglang_rounds.best_of(topk, values, 4, dim=-1)
         torch.testing.assert_close(probabilities, want.values)
         assert torch.equal(tokens, want.indices) and tokens.dtype == torch.int64
     many = torch.randn(2, 100)
-    probabilities, tokens = sglang_plugin.best_of(topk, sglang_plugin.DraftLogits(many), 80, dim=-1)
+    probabilities, tokens = sglang_rounds.best_of(topk, sglang_rounds.DraftLogits(many), 80, dim=-1)
     assert torch.equal(tokens, torch.topk(many.softmax(-1), 80, -1).indices)
 
 
@@ -332,10 +376,13 @@ def test_takes_over_what_it_says(host: Any, caplog: pytest.LogCaptureFixture) ->
 
 
 def test_drafts_of_other_backends_stay_sglangs(host: Any) -> None:
-    args = types.SimpleNamespace(decode_attention_backend=None, prefill_attention_backend=None, attention_backend="fa3")
-    factory = types.SimpleNamespace(server_args=args, draft_attn_backend=None, speculative_num_steps=1)
+    args = types.SimpleNamespace(
+        speculative_draft_attention_backend=None, decode_attention_backend=None, prefill_attention_backend=None,
+        attention_backend="fa3",
+    )  # fmt: skip
+    factory = types.SimpleNamespace(server_args=args, speculative_num_steps=1)
     assert sglang_plugin.draft_decode(lambda self: "its own", factory) == "its own"
-    factory.draft_attn_backend = "specdec"
+    args.speculative_draft_attention_backend = "specdec"
     assert sglang_plugin.draft_decode(lambda self: "its own", factory) is None  # one step has no attention
 
 

@@ -50,6 +50,7 @@
 #include "round/publish_results.h"
 // --- compat
 #include "compat/linked_trees.h"
+#include "compat/move_accept_tokens.h"
 #include "compat/verify_chains.h"
 #include "compat/verify_links.h"
 
@@ -173,6 +174,7 @@ PYBIND11_MODULE(_C_of_main_interpreter, m, pybind11::mod_gil_not_used()) {
   def_op<&reconstruct_indices_from_tree_mask>(m, "reconstruct_indices_from_tree_mask", "SGLang's links from a mask");
   def_op<&verify_tree_greedy>(m, "verify_tree_greedy", "SGLang's walk along the target's argmax");
   def_op<&tree_speculative_sampling_target_only>(m, "tree_speculative_sampling_target_only", "SGLang's sampled walk");
+  def_op<&move_accept_tokens>(m, "move_accept_tokens", "KV rows of accepted paths come together in SGLang's pool");
   def_op<&chain_speculative_sampling>(m, "chain_speculative_sampling", "SGLang's rejection sampling of chains");
   def_op<&rejection_sample>(m, "rejection_sample", "vLLM's rejection sampling of ragged chains");
 

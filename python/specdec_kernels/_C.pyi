@@ -633,6 +633,18 @@ def tree_speculative_sampling_target_only(
     threshold_single: float,
     threshold_acc: float,
 ) -> None: ...
+def move_accept_tokens(
+    stream: int | None,
+    data_ptrs: Tensor,
+    row_bytes: int,
+    num_rows: int,
+    req_to_token: Tensor,
+    req_pool_indices: Tensor,
+    seq_lens: Tensor,
+    out_cache_loc: Tensor,
+    accept_index: Tensor,
+    num_correct_drafts: Tensor,
+) -> None: ...
 def chain_speculative_sampling(
     stream: int | None,
     predicts: Tensor,

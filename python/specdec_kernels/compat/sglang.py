@@ -23,6 +23,7 @@ __all__ = [
     "chain_block_speculative_sampling_triton",
     "chain_speculative_sampling",
     "chain_speculative_sampling_triton",
+    "move_accept_tokens",
     "reconstruct_indices_from_tree_mask",
     "tree_speculative_sampling_target_only",
     "verify_tree_greedy",
@@ -151,6 +152,52 @@ def verify_tree_greedy(
         retrive_next_token,
         retrive_next_sibling,
         target_predict,
+    )
+
+
+def move_accept_tokens(
+    data_ptrs: Tensor,
+    row_bytes: int,
+    num_rows: int,
+    req_to_token: Tensor,
+    req_pool_indices: Tensor,
+    seq_lens: Tensor,
+    out_cache_loc: Tensor,
+    accept_index: Tensor,
+    num_correct_drafts: Tensor,
+) -> None:
+    """Bring the KV rows of accepted paths together, in every layer, in one kernel: what SGLang does in
+    `move_accept_tokens_to_target_kvcache`.
+
+    The row of path entry j, out_cache_loc[accept_index[b, j]], goes to req_to_token[req_pool_indices[b], seq_lens[b] +
+    j], for j up to num_correct_drafts[b]. Rows in place already are not touched. A row without a place on either side
+    stays. Paths rise, and a request's rows are no other's.
+
+    Args:
+        data_ptrs: [buffers] int64, addresses of K and V of every layer: row_bytes * num_rows bytes each, on the device
+            of the tensors, at multiples of 16.
+        row_bytes: of one row of one buffer, a multiple of 16.
+        num_rows: of each buffer.
+        req_to_token: [slots, places] int32.
+        req_pool_indices, seq_lens: [bs] int64.
+        out_cache_loc: [rows] int64, by flat row of the trees.
+        accept_index: [bs, S] int32, from `verify_tree_greedy`.
+        num_correct_drafts: [bs] int32, the root left out.
+
+    Raises:
+        ValueError: wrong dtype, shape or device; a number out of range.
+    """
+    _C.move_accept_tokens(
+        None,
+        data_ptrs,
+        row_bytes,
+        num_rows,
+        req_to_token,
+        req_pool_indices,
+        seq_lens,
+        out_cache_loc,
+        accept_index,
+        num_correct_drafts,
     )
 
 

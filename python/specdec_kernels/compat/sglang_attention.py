@@ -21,8 +21,9 @@ from torch.nn.functional import pad
 from ..ops import tree_attention
 from ..plans import HEAD_DIMS
 
-__all__ = ["DraftStepAttention", "TreeAttention", "TreeAttentionSteps"]
+__all__ = ["BACKEND", "DraftStepAttention", "TreeAttention", "TreeAttentionSteps", "draft_backend"]
 
+BACKEND = "specdec"  # its name in SGLang
 WORD = 64
 BITS = [1 << i if i < 63 else -(1 << 63) for i in range(WORD)]
 
@@ -251,6 +252,13 @@ class TreeAttentionSteps:
                     mask = self._masks[step, :1].expand(len(table), -1, -1).contiguous()
                 rows = Rows(table, prefix_lens, self.topk, tail_len=self.topk * self.num_steps, mask=mask)
             backend.init_step(rows)
+
+
+def draft_backend(server_args: Any, phase: str) -> str | None:
+    """The name of a draft's attention backend in a phase, as SGLang resolves it."""
+    own, of_phase = server_args.speculative_draft_attention_backend, getattr(server_args, f"{phase}_attention_backend")
+    name: str | None = own or of_phase or server_args.attention_backend
+    return name
 
 
 def check_model(model_runner: Any) -> None:

@@ -1,8 +1,9 @@
 """The plugin that SGLang finds in its entry point group `sglang.srt.plugins`.
 
 It registers the attention backend `specdec` (`--attention-backend specdec`, `--speculative-draft-attention-backend
-specdec`) and the algorithm `SPECDEC_NGRAM`, and puts the functions of `compat.sglang` in the place of those that build
-and verify trees. SGLang has registries for the first two; drafts' attention and the functions go through its hooks.
+specdec`) and the algorithm `SPECDEC_NGRAM`, puts the functions of `compat.sglang` in the place of those that build and
+verify trees, and those of `compat.sglang_rounds` around what else a round does. SGLang has registries for the first
+two; drafts' attention and the functions go through its hooks.
 Nothing of this happens in a version of SGLang that is not in `VERSIONS`, nor where `SPECDEC_SGLANG=0` is set; it is
 gone when the package is uninstalled, or left out of SGLANG_PLUGINS.
 """
@@ -11,18 +12,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-from ..ops import select_topk
+from . import sglang, sglang_rounds
 from .hosts import version_to_change
+from .sglang_attention import BACKEND, DraftStepAttention, TreeAttention, TreeAttentionSteps, draft_backend
 
 __all__ = ["ALGORITHM", "BACKEND", "VERSIONS", "register"]
 
-BACKEND = "specdec"
 ALGORITHM = "SPECDEC_NGRAM"
 VERSIONS = ("0.5.17",)  # whose interfaces are known and tested
-MAX_TOPK = 64  # that select_topk takes
 DRAFTING = (None, "EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM", ALGORITHM)  # what the backend verifies
 
 logger = logging.getLogger(__name__)
@@ -57,8 +56,6 @@ def make_backend(model_runner: Any) -> Any:
     from sglang.srt.runtime_context import get_parallel, get_spec
     from sglang.srt.speculative.eagle_utils import TreeMaskMode
 
-    from .sglang_attention import TreeAttention
-
     algorithm = model_runner.server_args.speculative_algorithm
     if algorithm not in DRAFTING:
         names = ", ".join(name for name in DRAFTING if name)
@@ -88,23 +85,12 @@ def register_drafts() -> str:
     return "the same for drafts"
 
 
-def draft_attention(factory: Any, phase: str) -> str | None:
-    """The name of a draft's attention backend in a phase, as SGLang resolves it."""
-    args = factory.server_args
-    name: str | None = (
-        factory.draft_attn_backend or getattr(args, f"{phase}_attention_backend") or args.attention_backend
-    )
-    return name
-
-
 def draft_decode(original: Callable[[Any], Any], factory: Any) -> Any:
-    if draft_attention(factory, "decode") != BACKEND:
+    if draft_backend(factory.server_args, "decode") != BACKEND:
         return original(factory)
     if factory.speculative_num_steps <= 1:
         return None
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-
-    from .sglang_attention import DraftStepAttention, TreeAttentionSteps
 
     class SpecdecDraftStep(DraftStepAttention, AttentionBackend):  # type: ignore[misc]
         pass
@@ -115,14 +101,9 @@ def draft_decode(original: Callable[[Any], Any], factory: Any) -> Any:
 
 
 def draft_extend(original: Callable[[Any], Any], factory: Any) -> Any:
-    from sglang.srt.runtime_context import get_spec
-
-    phase = "decode" if get_spec().speculative_attention_mode == "decode" else "prefill"
-    if draft_attention(factory, phase) != BACKEND:
+    if draft_backend(factory.server_args, sglang_rounds.extend_phase()) != BACKEND:
         return original(factory)
     from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
-
-    from .sglang_attention import TreeAttention
 
     class SpecdecDraftExtend(TreeAttention, TritonAttnBackend):  # type: ignore[misc]
         """SGLang captures draft-extend for backends of a few classes alone; nothing else of this one is used."""
@@ -133,46 +114,28 @@ def draft_extend(original: Callable[[Any], Any], factory: Any) -> Any:
 
 
 def register_functions() -> str:
-    """The functions that choose a draft's tokens, and build and verify trees, on CUDA tensors."""
+    """The functions that build and verify trees, and what else a round does, on CUDA tensors."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from .. import cuda_version
-    from . import sglang
 
     if cuda_version is None:
         return "its own functions, since this build has no CUDA kernels"
     names = ("build_tree_kernel_efficient", "verify_tree_greedy", "tree_speculative_sampling_target_only")
     for name in names:
         HookRegistry.register(f"sgl_kernel.{name}", getattr(sglang, name), HookType.REPLACE)
-    HookRegistry.register("sglang.srt.speculative.spec_utils.renorm_draft_probs", keep_logits, HookType.AROUND)
-    HookRegistry.register("sglang.srt.utils.common.fast_topk", best_of, HookType.AROUND)
-    return ", ".join([*names, "fast_topk"])
-
-
-@dataclass(frozen=True)
-class DraftLogits:
-    """Stands for a draft's probabilities between the function that normalises them all and the one that sorts them:
-    `select_topk` gives the best and their probabilities in one pass over the logits."""
-
-    logits: Any  # [rows, vocabulary]
-
-
-def keep_logits(original: Callable[..., Any], logits: Any, sampling_info: Any, use_rejection_sampling: bool) -> Any:
-    """For `renorm_draft_probs`, whose probabilities go to `fast_topk` alone unless drafts are sampled."""
-    if use_rejection_sampling or not logits.is_cuda or not len(logits):
-        return original(logits, sampling_info, use_rejection_sampling)
-    return DraftLogits(logits)
-
-
-def best_of(original: Callable[..., Any], values: Any, topk: int, dim: int) -> Any:
-    """For `fast_topk`: probabilities [rows, topk] float32 and tokens [rows, topk] int64, best first."""
-    if not isinstance(values, DraftLogits):
-        return original(values, topk, dim)
-    logits = values.logits
-    if topk > MAX_TOPK:
-        return original(logits.softmax(-1), topk, dim)
-    best = select_topk(logits, topk)
-    return best.logprobs.exp(), best.ids.long()
+    around = {
+        "speculative.spec_utils.renorm_draft_probs": sglang_rounds.keep_logits,
+        "utils.common.fast_topk": sglang_rounds.best_of,
+        "layers.logits_processor.LogitsProcessor._get_logits": sglang_rounds.verify_logits,
+        "speculative.eagle_utils.eagle_sample": sglang_rounds.sample,
+        "speculative.spec_utils.move_accept_tokens_to_target_kvcache": sglang_rounds.move_accepted,
+        "speculative.spec_utils.resolve_num_tokens_per_req": sglang_rounds.accepted_width,
+        "speculative.eagle_worker_v2.EagleDraftWorker._draft_extend_for_decode": sglang_rounds.extend_accepted,
+    }
+    for place, function in around.items():
+        HookRegistry.register(f"sglang.srt.{place}", function, HookType.AROUND)
+    return ", ".join([*names, *(place.rsplit(".", 1)[-1] for place in around)])
 
 
 def register_ngram() -> str:
