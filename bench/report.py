@@ -209,6 +209,7 @@ def shootout_table(results: list[dict[str, Any]]) -> list[str]:
         steps = f" ({p['num_steps']}, {p['topk']}, {p['nodes']})" if p["num_steps"] else ""
         rows.setdefault((p["algorithm"] + steps, p["batch"]), {})[p["engine"]] = cell
     shared = {name: results[0]["params"][name] for name in ("shape", "dtype", "accept", "input", "output", "max_len")}
+    shared["accept"] = ", ".join(dict.fromkeys(str(r["params"]["accept"]) for r in results))
     return [
         f"{text_of(shared)}. Tokens a second of decoding, in brackets the accept length.",
         "",

@@ -424,7 +424,7 @@ class Run:
                 d = setup.drafting
                 job = Job(
                     name, d.name, str(args.out / "target"), str(args.out / "head"), self.device.type,
-                    setup.params(1)["dtype"], setup.engine_len, [[[[0]] * self._most]], 0, 0, 0,
+                    setup.params(1)["dtype"], setup.engine_len, [[[[[0]] * self._most]]], 0, 0, 0,
                 )  # fmt: skip
                 algorithm, log = Algorithm(d.num_steps, d.topk, d.num_nodes), args.out / f"{name}.log"
                 try:

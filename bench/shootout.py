@@ -8,6 +8,9 @@ engine loads them in a process of its own, as its users would, and writes greedi
 every token is compared with it. Decoding alone counts: the tokens a second are those of a long run less a short one.
 Where a batch is small, several run one after the other, from different places of the text.
 
+N-gram drafts are found in the prompts, which quote what will be written: passages of 4 to 24 tokens, between which 1 to
+4 are others. No piece of that text is written twice, so no engine finds there what it wrote before.
+
 Engines take minutes to start. With `--together 2` two start at the same time, each with room for the KV of the largest
 batch and little more, and are measured in turn when both are there: one works, the other waits.
 """
@@ -23,8 +26,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from itertools import count
 from pathlib import Path
+from random import Random
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -46,6 +51,9 @@ from .record import record
 NAME = "shootout"
 REQUESTS = 4  # at each batch size, at least
 MORE = 64  # tokens of max_len beyond a request's, for what engines keep free
+PASSAGE, BETWEEN = (4, 24), (1, 4)  # tokens that a prompt quotes, and of others before it quotes on
+LEAD = 8  # tokens of the text right before what is written, at the end of a prompt with quotes
+QUOTES = f"quotes of {PASSAGE[0]} to {PASSAGE[1]}"
 COLUMNS = ["engine", "algorithm", "batch", "tokens/s", "accept length", "start s"]
 
 
@@ -63,6 +71,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     if args.json and (why := unwritable(args.json)):
         print(f"shootout: --json {args.json} {why}", file=sys.stderr)
+        return 2
+    config = shape_config(args.shape, args.layers)
+    try:
+        for algorithm in args.algorithm:
+            runs_of_batches(args, PlantedText.of(config.vocab_size, draft_vocab_of(config)), algorithm)
+    except ValueError as error:
+        print(error, file=sys.stderr)
         return 2
     text = plant(args, device)
     here = [engine for engine in args.engines if is_installed(engine, folders_of(args, engine))]
@@ -141,7 +156,7 @@ def plant(args: argparse.Namespace, device: torch.device) -> PlantedText:
     """The text; its target and head lie in --out. What lies there from the same options is used again."""
     config = shape_config(args.shape, args.layers)
     text = PlantedText.of(config.vocab_size, draft_vocab_of(config))
-    made_of = [args.shape, config.num_hidden_layers, args.acceptance, args.drafter, dtype_of(device)]
+    made_of = [args.shape, config.num_hidden_layers, args.acceptance, args.drafter, dtype_of(device), "two texts"]
     told = args.out / "planted.json"
     if told.exists() and json.loads(told.read_text()) == made_of:
         return text
@@ -158,6 +173,66 @@ def plant(args: argparse.Namespace, device: torch.device) -> PlantedText:
 
 def dtype_of(device: torch.device) -> str:
     return "bfloat16" if device.type == "cuda" else "float32"
+
+
+@dataclass(frozen=True)
+class Request:
+    prompt: list[int]
+    answer: list[int]  # what a long run writes
+
+
+Waves = list[list[Request]]  # requests of a batch at a time, one batch after the other
+
+
+def runs_of_batches(args: argparse.Namespace, text: PlantedText, algorithm: str) -> list[list[Waves]]:
+    """Of each batch size its runs: one that counts for nothing, then a short and a long one for each repeat.
+
+    Raises:
+        ValueError: the text is too short for as many pieces.
+    """
+    runs = 1 + 2 * args.repeats
+    if not ALGORITHMS[algorithm].ngram:
+        return [[waves_of(text, batch, args.input, args.output)] * runs for batch in args.batch]
+    lengths = [args.output, *[args.short, args.output] * args.repeats]
+    starts = [starts_of(text, batch) for batch in args.batch]
+    wanted = sum(len(wave) * (LEAD + length) for waves in starts for wave in waves for length in lengths)
+    if wanted > len(text.other_order):
+        raise ValueError(
+            f"shootout: ngram takes {wanted} tokens of text, expected at most {len(text.other_order)}: "
+            "ask for fewer or smaller batches, a shorter --output or fewer --repeats"
+        )
+    at, found = 0, []
+    for waves in starts:
+        found.append([])
+        for length in lengths:
+            run: Waves = []
+            for wave in waves:
+                pieces = [text.other_tokens(at + i * (LEAD + length), LEAD + length) for i in range(len(wave))]
+                run.append([quoting(text, piece, args.input) for piece in pieces])
+                at += len(wave) * (LEAD + length)
+            found[-1].append(run)
+    return found
+
+
+def waves_of(text: PlantedText, batch: int, prompt: int, output: int) -> Waves:
+    return [
+        [Request(text.tokens(at, prompt), text.tokens(at + prompt, output)) for at in wave]
+        for wave in starts_of(text, batch)
+    ]
+
+
+def quoting(text: PlantedText, piece: list[int], length: int) -> Request:
+    """A prompt of that length that ends with the first tokens of a piece and quotes the others before."""
+    draw, answer, quotes = Random(piece[0]), piece[LEAD:], []
+    others = (text.tokens(at, 1)[0] for at in count(draw.randrange(len(text.order))))  # that no answer has
+    at = 0
+    while at < len(answer) and len(quotes) < length:
+        passage, between = draw.randint(*PASSAGE), draw.randint(*BETWEEN)
+        quotes += [*answer[at : at + passage], *(next(others) for _ in range(between))]
+        at += passage + between
+    quotes = quotes[: max(0, length - LEAD)]
+    before = [next(others) for _ in range(length - LEAD - len(quotes))]
+    return Request([*before, *quotes, *piece[:LEAD]][-length:], answer)
 
 
 def starts_of(text: PlantedText, batch: int) -> list[list[int]]:
@@ -191,6 +266,7 @@ def run_engine(
     Args:
         turns: a folder in which this and other processes, `runners` in all, take turns.
     """
+    batches = runs_of_batches(args, text, algorithm)
     job = Job(
         engine=engine,
         algorithm=algorithm,
@@ -199,7 +275,7 @@ def run_engine(
         device=device.type,
         dtype=dtype_of(device),
         max_len=args.max_len or args.input + args.output + MORE,
-        batches=[[[text.tokens(at, args.input) for at in wave] for wave in starts_of(text, b)] for b in args.batch],
+        batches=[[[[r.prompt for r in wave] for wave in waves] for waves in runs] for runs in batches],
         short=args.short,
         long=args.output,
         repeats=args.repeats,
@@ -218,15 +294,16 @@ def run_engine(
         found = json.loads(target.read_text()) if target.exists() else {"batches": []}
     measured = {line["batch"]: line for line in found.pop("batches")}
     results = []
-    for batch in args.batch:
+    accept = QUOTES if ALGORITHMS[algorithm].ngram else PublishedAcceptance(args.acceptance, args.drafter).name
+    for batch, runs in zip(args.batch, batches, strict=True):
         params = {
             "engine": engine, "algorithm": algorithm, "batch": batch, **steps_of(algorithm), "shape": args.shape,
-            "layers": args.layers,
-            "accept": PublishedAcceptance(args.acceptance, args.drafter).name, "input": args.input,
-            "output": args.output, "short": args.short, "max_len": job.max_len, "dtype": job.dtype,
+            "layers": args.layers, "accept": accept, "input": args.input, "output": args.output, "short": args.short,
+            "max_len": job.max_len, "dtype": job.dtype,
         }  # fmt: skip
         if batch in measured:
-            results.append(result_of(params, measured[batch], text, found["start_seconds"], device))
+            answers = [request.answer for wave in runs[-1] for request in wave]
+            results.append(result_of(params, measured[batch], answers, found["start_seconds"], device))
         else:
             results.append(Result(NAME, params, str(device), skipped=f"{engine} {failure or 'gave no result'}"))
     return results, found
@@ -275,18 +352,21 @@ def process_group(command: list[str], environment: dict[str, str], log: Path) ->
 
 
 def result_of(
-    params: dict[str, Any], line: dict[str, Any], text: PlantedText, start_seconds: float, device: torch.device
+    params: dict[str, Any],
+    line: dict[str, Any],
+    answers: Sequence[list[int]],
+    start_seconds: float,
+    device: torch.device,
 ) -> Result:
     shape: dict[str, Any] = {"op": NAME, "params": params, "device": str(device)}
-    places = [at + params["input"] for wave in starts_of(text, params["batch"]) for at in wave]
-    for index, (at, tokens) in enumerate(zip(places, line["tokens"], strict=True)):
-        if tokens != text.tokens(at, params["output"]):
+    for index, (answer, tokens) in enumerate(zip(answers, line["tokens"], strict=True)):
+        if tokens != answer:
             return Result(**shape, error=f"request {index} strays from the planted text")
     long = line["seconds"]["long"]
     seconds = median(long) - median(line["seconds"]["short"])
     if seconds <= 0:
         return Result(**shape, skipped="the long run took no longer than the short one, which takes more --output")
-    tokens = len(places) * (params["output"] - params["short"])
+    tokens = len(answers) * (params["output"] - params["short"])
     facts = {"tokens_per_second": round(tokens / seconds, 2), "start_seconds": round(start_seconds, 2)}
     facts["spread"] = round((max(long) - min(long)) / median(long), 4)
     if line["rounds"]:
@@ -300,7 +380,8 @@ def show(run_record: dict[str, Any]) -> None:
     p = run_record["results"][0]["params"]
     print(f"{run_record['machine']['name']}: {told}")
     layers = f" of {p['layers']} layers" if p.get("layers") else ""
-    print(f"{p['shape']}{layers} {p['dtype']}, accept {p['accept']}, {p['input']} tokens in, {p['output']} out")
+    accepts = ", ".join(dict.fromkeys(str(r["params"]["accept"]) for r in run_record["results"]))
+    print(f"{p['shape']}{layers} {p['dtype']}, accept {accepts}, {p['input']} tokens in, {p['output']} out")
     print_table(COLUMNS, [row(r) for r in run_record["results"]], left=2)
 
 

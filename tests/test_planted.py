@@ -70,6 +70,22 @@ def test_the_text_stays_inside_the_draft_vocabulary() -> None:
     assert text.tokens(28, 4) == [*text.order[28:].tolist(), *text.order[:2].tolist()]
 
 
+def test_the_second_text_has_the_rest_of_the_vocabulary(device: torch.device) -> None:
+    text = PlantedText.of(100, 30, seed=5)
+    assert sorted([*text.order.tolist(), *text.other_order.tolist()]) == list(range(100))
+    assert text.other_tokens(60, 10) == text.other_order[60:].tolist()
+    with pytest.raises(ValueError, match=r"^other_tokens: start \+ count is 71, expected at most 70$"):
+        text.other_tokens(60, 11)
+    assert not len(PlantedText.of(30, 30).other_order)
+    config, text = shape_config("tiny"), tiny_text()
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    target = plant_causal_lm(config, text, device=device, dtype=dtype)
+    engine = Engine(target, max_len=256, num_slots=2, device=device, dtype=dtype)
+    prompts = [text.other_tokens(3, 10), text.tokens(3, 10)]
+    outputs = engine.generate(prompts, SamplingParams(max_new_tokens=60))
+    assert outputs[0].tokens == text.other_tokens(13, 60) and outputs[1].tokens == text.tokens(13, 60)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_shapes_are_configs_of_their_own(shape: str) -> None:
     config = shape_config(shape)

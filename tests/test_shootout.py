@@ -77,7 +77,7 @@ def test_an_engine_with_the_plugin_needs_both(engine: str, tmp_path: Path, monke
 def test_vllm_runs_chains(engine: str) -> None:
     engines = pytest.importorskip("specdec_kernels.bench.engines")
     runs = [name for name, algorithm in engines.ALGORITHMS.items() if engines.can_run(engine, algorithm)]
-    assert runs == ["plain", "chain"]
+    assert runs == ["plain", "chain", "ngram"]
 
 
 def test_what_vllm_is_started_with(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +87,7 @@ def test_what_vllm_is_started_with(monkeypatch: pytest.MonkeyPatch) -> None:
     stub = types.ModuleType("vllm")
     stub.LLM = lambda model, **options: started.append(options)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm", stub)
-    job = engines.Job("vllm", "chain", "target", "head", "cuda", "bfloat16", 64, [[[[1]]]], 2, 8, 1)
+    job = engines.Job("vllm", "chain", "target", "head", "cuda", "bfloat16", 64, [[[[[1]]]]], 2, 8, 1)
     monkeypatch.setenv("SPECDEC_VLLM", "")
     for name, left_in, backend in [("vllm", "0", {}), ("vllm_plugin", "1", {"attention_backend": "CUSTOM"})]:
         importlib.import_module(f"specdec_kernels.bench.engines.{name}").Runner(job, engines.ALGORITHMS["chain"])
@@ -95,6 +95,104 @@ def test_what_vllm_is_started_with(monkeypatch: pytest.MonkeyPatch) -> None:
         assert os.environ["SPECDEC_VLLM"] == left_in
         assert {key: options[key] for key in options.keys() & {"attention_backend"}} == backend
         assert drafting == {"method": "eagle3", "model": "head", "num_speculative_tokens": 5} | backend
+        importlib.import_module(f"specdec_kernels.bench.engines.{name}").Runner(job, engines.ALGORITHMS["ngram"])
+        assert {key: started[-1][key] for key in started[-1].keys() & {"attention_backend"}} == backend
+        proposer = {"method": "custom_class", "model": "specdec_kernels.compat.vllm.NgramProposer"}
+        lookup = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5}
+        assert started[-1]["speculative_config"] == (proposer if backend else lookup) | {"num_speculative_tokens": 11}
+    module, cls = proposer["model"].rsplit(".", 1)
+    assert hasattr(importlib.import_module(module), cls)
+
+
+def test_vllms_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of EAGLE-3 it counts rounds; rounds of n-grams that found no draft are told by what was accepted."""
+    engines = pytest.importorskip("specdec_kernels.bench.engines")
+    stub, counters = types.ModuleType("vllm"), {"drafts": 0, "accepted_tokens": 0}
+
+    class LLM:
+        def __init__(self, model: str, **options: Any) -> None:
+            pass
+
+        def get_metrics(self) -> list[Any]:
+            return [types.SimpleNamespace(name=f"vllm:spec_decode_num_{n}", value=v) for n, v in counters.items()]
+
+        def generate(self, prompts: list[Any], sampling: Any, use_tqdm: bool) -> list[Any]:
+            counters["drafts"] += 3
+            counters["accepted_tokens"] += 5
+            return [types.SimpleNamespace(outputs=[types.SimpleNamespace(token_ids=[1] * 9)]) for _ in prompts]
+
+    stub.LLM, stub.SamplingParams = LLM, dict  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", stub)
+    monkeypatch.setenv("SPECDEC_VLLM", "")
+    runner = importlib.import_module("specdec_kernels.bench.engines.vllm").Runner
+    job = engines.Job("vllm", "chain", "target", "head", "cuda", "bfloat16", 64, [[[[[1]]]]], 2, 8, 1)
+    for algorithm, rounds in (("plain", None), ("chain", 3), ("ngram", 2 * 8 - 5)):
+        counters["drafts"] = 100
+        assert runner(job, engines.ALGORITHMS[algorithm]).generate([[1], [2]], 9).rounds == rounds
+
+
+@pytest.mark.parametrize(
+    "name, ngram", [("sglang", "NGRAM"), ("sglang_fa3", "NGRAM"), ("sglang_plugin", "SPECDEC_NGRAM")]
+)
+def test_what_sglang_is_started_with(name: str, ngram: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = pytest.importorskip("specdec_kernels.bench.engines")
+    started: list[dict[str, Any]] = []
+    stub = types.ModuleType("sglang")
+    stub.Engine = lambda **options: started.append(options)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "sglang", stub)
+    monkeypatch.setenv("SPECDEC_SGLANG", "")
+    job = engines.Job(name, "tree", "target", "head", "cuda", "bfloat16", 64, [[[[[1]] * 4]]], 2, 8, 1)
+    for algorithm, told in (
+        ("plain", {}),
+        ("tree", {"algorithm": "EAGLE3", "draft_model_path": "head", "num_steps": 5, "eagle_topk": 10, "num_draft_tokens": 32}),
+        ("ngram", {"algorithm": ngram, "num_draft_tokens": 12}),
+    ):  # fmt: skip
+        importlib.import_module(f"specdec_kernels.bench.engines.{name}").Runner(job, engines.ALGORITHMS[algorithm])
+        drafting = {key: value for key, value in started[-1].items() if key.startswith("speculative_")}
+        assert drafting == {f"speculative_{key}": value for key, value in told.items()}
+        assert started[-1]["max_running_requests"] == 4
+
+
+def test_ngrams_are_found_in_prompts_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.json"
+    options = ["--batch", "2", "--algorithm", "plain,ngram", "--engines", "ours"]
+    assert shootout.main([*TINY, *options, "--input", "70", "--out", str(tmp_path), "--json", str(file)]) == 0
+    assert "accept code eagle3, quotes of 4 to 24, 70 tokens in" in capsys.readouterr().out
+    plain, ngram = json.loads(file.read_text())["results"]
+    assert plain["error"] is None and ngram["error"] is None
+    assert ngram["params"]["accept"] == "quotes of 4 to 24" and ngram["params"]["nodes"] == 12
+    assert 1.5 < ngram["facts"]["accept_length"] < 8  # neither nothing is found nor all
+
+
+def test_prompts_quote_what_is_written() -> None:
+    config = shape_config("tiny")
+    text = PlantedText.of(config.vocab_size, draft_vocab_of(config))
+    piece = text.other_tokens(100, 8 + 60)
+    for length in (5, 8, 40, 100, 300):
+        request = shootout.quoting(text, piece, length)
+        assert len(request.prompt) == length and request.answer == piece[8:]
+        lead = min(8, length)
+        assert request.prompt[-lead:] == piece[8 - lead : 8]
+        quoted = [token for token in request.prompt[:-lead] if token in piece]
+        assert quoted == sorted(quoted, key=piece.index) and set(quoted) <= set(request.answer)
+        if length >= 100:
+            assert 0.6 * 60 < len(quoted) < 60  # the rest is what comes between
+    assert shootout.quoting(text, piece, 90) == shootout.quoting(text, piece, 90)
+
+
+def test_no_piece_is_written_twice() -> None:
+    config = shape_config("tiny")
+    text = PlantedText.of(config.vocab_size, draft_vocab_of(config))
+    args = shootout.make_parser().parse_args([*TINY, "--batch", "1,2", "--output", "20", "--out", "x"])
+    batches = shootout.runs_of_batches(args, text, "ngram")
+    assert [len(runs) for runs in batches] == [3, 3]
+    assert [[len(waves) for waves in runs] for runs in batches] == [[4] * 3, [2] * 3]
+    answers = [request.answer for runs in batches for waves in runs for wave in waves for request in wave]
+    assert [len(a) for a in answers] == [20] * 4 + [10] * 4 + [20] * 4 + [20] * 4 + [10] * 4 + [20] * 4
+    tokens = [token for answer in answers for token in answer]
+    assert len(tokens) == len(set(tokens))
+    chains = shootout.runs_of_batches(args, text, "chain")
+    assert chains[0][0] is chains[0][2] and len(chains[0]) == 3  # the same texts, since nothing is looked up
 
 
 def test_an_engine_that_takes_too_long_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,15 +208,16 @@ def test_a_text_that_strays_is_wrong() -> None:
     text = PlantedText.of(config.vocab_size, draft_vocab_of(config))
     params = {"batch": 4, "input": 5, "output": 8, "short": 2}
     (wave,) = shootout.starts_of(text, 4)
+    answers = [text.tokens(at + 5, 8) for at in wave]
     line: dict[str, Any] = {
         "seconds": {"short": [1.0, 1.0], "long": [3.0, 5.0]},
-        "tokens": [text.tokens(at + 5, 8) for at in wave],
+        "tokens": [list(answer) for answer in answers],
         "rounds": 14,
     }
-    right = shootout.result_of(params, line, text, 1.5, CPU)
+    right = shootout.result_of(params, line, answers, 1.5, CPU)
     assert right.facts == {"tokens_per_second": 8.0, "start_seconds": 1.5, "spread": 0.5, "accept_length": 2.0}
     line["tokens"][2][7] += 1
-    wrong = shootout.result_of(params, line, text, 1.5, CPU)
+    wrong = shootout.result_of(params, line, answers, 1.5, CPU)
     assert wrong.error == "request 2 strays from the planted text" and not wrong.facts
 
 
@@ -140,6 +239,11 @@ def test_the_head_has_the_published_format(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (
+            ["--algorithm", "ngram", "--batch", "1,8"],
+            "shootout: ngram takes 2088 tokens of text, expected at most 1024: ask for fewer or smaller batches, a shorter "
+            "--output or fewer --repeats",
+        ),
         (["--short", "70"], "--short is 70, expected less than --output 70"),
         (["--engines", "tgi"], "'tgi' is not one of ours, sglang, sglang_fa3, sglang_plugin, vllm, vllm_plugin"),
         (["--json", "/"], "shootout: --json / cannot be written, expected a file's name"),
@@ -167,7 +271,7 @@ def test_where_an_engine_is_looked_for(tmp_path: Path) -> None:
 def test_engines_that_start_together_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engines = pytest.importorskip("specdec_kernels.bench.engines")
     worker = importlib.import_module("specdec_kernels.bench.engines.worker")
-    job = engines.Job("ours", "plain", "", "", "cpu", "float32", 64, [[[[1]] * 4]], 2, 8, 1, str(tmp_path), 2)
+    job = engines.Job("ours", "plain", "", "", "cpu", "float32", 64, [[[[[1]] * 4]]], 2, 8, 1, str(tmp_path), 2)
     assert engines.kv_tokens(job) == 4 * 64 * 5 // 4
     waits: list[float] = []
 

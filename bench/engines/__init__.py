@@ -36,6 +36,7 @@ class Algorithm:
     topk: int = 1
     num_nodes: int = 1
     adaptive: bool = False
+    ngram: bool = False  # drafts are what followed the last tokens elsewhere in the text
 
 
 ALGORITHMS = {
@@ -43,6 +44,7 @@ ALGORITHMS = {
     "chain": Algorithm(5, 1, 6),
     "tree": Algorithm(5, 10, 32),
     "adaptive": Algorithm(5, 10, 32, adaptive=True),
+    "ngram": Algorithm(11, 1, 12, ngram=True),
 }
 
 
@@ -57,7 +59,9 @@ class Job:
     device: str
     dtype: str
     max_len: int
-    batches: list[list[list[list[int]]]]  # of each batch size its waves, of each wave the prompts
+    # Of each batch size its runs, of each run its waves, of each wave the prompts. The first run counts for nothing;
+    # behind it a short one and a long one take turns.
+    batches: list[list[list[list[list[int]]]]]
     short: int  # tokens of the run that is taken off the long one
     long: int
     repeats: int
@@ -95,12 +99,12 @@ def can_run(engine: str, algorithm: Algorithm) -> bool:
     if algorithm.adaptive:
         return engine == "ours"
     if engine == "sglang_fa3":
-        return algorithm.topk > 1
+        return algorithm.topk > 1 or algorithm.ngram
     return PACKAGES[engine] != "vllm" or algorithm.topk == 1
 
 
 def max_batch(job: Job) -> int:
-    return max(len(wave) for waves in job.batches for wave in waves)
+    return max(len(wave) for runs in job.batches for waves in runs for wave in waves)
 
 
 def kv_tokens(job: Job) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from specdec_kernels import __version__
-from specdec_kernels.engine import Eagle3, Engine, SamplingParams
+from specdec_kernels.engine import Draft, Eagle3, Engine, Ngram, SamplingParams
 
 from . import Algorithm, Generated, Job, max_batch
 
@@ -14,12 +14,18 @@ def version() -> str:
     return __version__
 
 
+def draft_of(job: Job, a: Algorithm) -> Draft | None:
+    if a.ngram:
+        return Ngram(num_nodes=a.num_nodes)
+    return Eagle3(job.head, num_steps=a.num_steps, topk=a.topk, num_nodes=a.num_nodes) if a.num_steps else None
+
+
 class Runner:
     def __init__(self, job: Job, algorithm: Algorithm) -> None:
         a = algorithm
         self.engine = Engine(
             job.target,
-            draft=Eagle3(job.head, num_steps=a.num_steps, topk=a.topk, num_nodes=a.num_nodes) if a.num_steps else None,
+            draft=draft_of(job, a),
             adaptive=a.adaptive if a.num_steps else None,
             max_len=job.max_len,
             num_slots=max_batch(job),

@@ -1,5 +1,5 @@
-"""SGLang, through its offline engine or its server, with the settings its documentation gives for EAGLE-3 (written for
-0.5.17)."""
+"""SGLang, through its offline engine or its server, with the settings its documentation gives for EAGLE-3 and n-grams
+(written for 0.5.17)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def version() -> str:
     return str(sglang.__version__)
 
 
-def settings(job: Job, algorithm: Algorithm) -> dict[str, Any]:
-    """What its engine and its server are told alike."""
+def settings(job: Job, algorithm: Algorithm, ngram: str = "NGRAM") -> dict[str, Any]:
+    """What its engine and its server are told alike; `ngram` is the name of what drafts n-grams."""
     told: dict[str, Any] = {
         "model_path": job.target,
         "dtype": job.dtype,
@@ -27,7 +27,9 @@ def settings(job: Job, algorithm: Algorithm) -> dict[str, Any]:
     }
     if (room := kv_tokens(job)) is not None:
         told["max_total_tokens"] = room
-    if algorithm.num_steps:
+    if algorithm.ngram:
+        told |= {"speculative_algorithm": ngram, "speculative_num_draft_tokens": algorithm.num_nodes}
+    elif algorithm.num_steps:
         told |= {
             "speculative_algorithm": "EAGLE3",
             "speculative_draft_model_path": job.head,
@@ -42,6 +44,7 @@ class Runner:
     """SGLang as it is, also where our plugin is installed beside it."""
 
     plugin: bool = False
+    ngram: str = "NGRAM"
     options: dict[str, Any] = {}  # noqa: RUF012
 
     def __init__(self, job: Job, algorithm: Algorithm) -> None:
@@ -51,7 +54,7 @@ class Runner:
         self.engine = sglang.Engine(
             skip_tokenizer_init=True,  # prompts and outputs are token ids
             disable_radix_cache=True,  # or a repeated prompt would be free, here alone
-            **settings(job, algorithm),
+            **settings(job, algorithm, self.ngram),
             **self.options,
         )
 
@@ -62,7 +65,7 @@ class Runner:
     @classmethod
     def server(cls, job: Job, algorithm: Algorithm, port: int) -> list[str]:
         """What starts its server."""
-        told = settings(job, algorithm) | cls.options | {"port": port, "served_model_name": SERVED}
+        told = settings(job, algorithm, cls.ngram) | cls.options | {"port": port, "served_model_name": SERVED}
         flags = (word for name, value in told.items() for word in ("--" + name.replace("_", "-"), str(value)))
         return [sys.executable, "-m", "sglang.launch_server", *flags]
 

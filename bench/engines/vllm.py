@@ -9,7 +9,8 @@ from typing import Any
 
 from . import Algorithm, Generated, Job, kv_tokens, max_batch
 
-DRAFTS = "vllm:spec_decode_num_drafts"  # its counter of rounds that drafted
+DRAFTS = "vllm:spec_decode_num_drafts"  # its counter of rounds that drafted,
+ACCEPTED = "vllm:spec_decode_num_accepted_tokens"  # and of drafts that were accepted
 
 
 def version() -> str:
@@ -28,6 +29,8 @@ class Runner:
     """vLLM as it is, also where our plugin is installed beside it."""
 
     plugin: bool = False
+    # Its own n-grams match from two tokens on, not from five, its default, since it drafts more often then.
+    ngram: dict[str, Any] = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5}  # noqa: RUF012
     options: dict[str, Any] = {}  # noqa: RUF012
 
     def __init__(self, job: Job, algorithm: Algorithm) -> None:
@@ -37,7 +40,9 @@ class Runner:
         shared, drafting = {}, {}
         if (room := kv_tokens(job)) is not None:  # the first decides, the second must be free when it starts
             shared = {"kv_cache_memory_bytes": room * kv_bytes(job), "gpu_memory_utilization": 0.2}
-        if algorithm.num_steps:
+        if algorithm.ngram:
+            drafting = {"speculative_config": self.ngram | {"num_speculative_tokens": algorithm.num_steps}}
+        elif algorithm.num_steps:
             config = {"method": "eagle3", "model": job.head, "num_speculative_tokens": algorithm.num_steps}
             drafting = {"speculative_config": config | self.options}  # drafts do not follow the target
         self.llm = vllm.LLM(
@@ -52,18 +57,23 @@ class Runner:
             **drafting,
             **self.options,
         )
-        self.drafts = bool(drafting)
+        self.drafts, self.every_round = bool(drafting), not algorithm.ngram
 
     def generate(self, prompts: list[list[int]], count: int) -> Generated:
         import vllm
 
         sampling = vllm.SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False)
-        before = self.rounds()
+        before = self.counted()
         outputs = self.llm.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False)
-        rounds = self.rounds() - before if self.drafts else None
-        return Generated([list(output.outputs[0].token_ids) for output in outputs], rounds)
+        tokens, counted = [list(output.outputs[0].token_ids) for output in outputs], self.counted() - before
+        if not self.drafts:
+            return Generated(tokens, None)
+        # A round gives a token of the target's own and what was accepted. The first token is of no round.
+        return Generated(tokens, counted if self.every_round else sum(len(t) - 1 for t in tokens) - counted)
 
-    def rounds(self) -> int:
+    def counted(self) -> int:
+        """Rounds so far; of drafts that not every round has, those that were accepted."""
         if not self.drafts:
             return 0
-        return sum(int(metric.value) for metric in self.llm.get_metrics() if metric.name == DRAFTS)
+        name = DRAFTS if self.every_round else ACCEPTED
+        return sum(int(metric.value) for metric in self.llm.get_metrics() if metric.name == name)

@@ -18,24 +18,24 @@ from typing import Any
 from . import ALGORITHMS, PACKAGES, Job, Runner, how_installed
 
 
-def measure(runner: Runner, job: Job, waves: list[list[list[int]]]) -> dict[str, Any]:
+def measure(runner: Runner, job: Job, runs: list[list[list[list[int]]]]) -> dict[str, Any]:
     """Seconds of all waves with short and with long outputs, by repeat; texts and rounds of the last repeat."""
     seconds: dict[str, list[float]] = {"short": [], "long": []}
     tokens: list[list[int]] = []
     rounds: list[int | None] = []
-    for wave in waves:  # whatever is still compiled or captured at this size, and at those that its last rounds have
+    first, *others = runs
+    for wave in first:  # whatever is still compiled or captured at this size, and at those that its last rounds have
         runner.generate(wave, job.long)
-    for _ in range(job.repeats):
-        for name, count in (("short", job.short), ("long", job.long)):
-            tokens, rounds = [], []
-            start = time.perf_counter()
-            generated = [runner.generate(wave, count) for wave in waves]
-            seconds[name].append(time.perf_counter() - start)
-            for wave in generated:
-                tokens += wave.tokens
-                rounds.append(wave.rounds)
+    for name, waves in zip(("short", "long") * job.repeats, others, strict=True):
+        tokens, rounds = [], []
+        start = time.perf_counter()
+        generated = [runner.generate(wave, getattr(job, name)) for wave in waves]
+        seconds[name].append(time.perf_counter() - start)
+        for wave in generated:
+            tokens += wave.tokens
+            rounds.append(wave.rounds)
     told = None if None in rounds else sum(r for r in rounds if r is not None)
-    return {"batch": len(waves[0]), "seconds": seconds, "tokens": tokens, "rounds": told}
+    return {"batch": len(first[0]), "seconds": seconds, "tokens": tokens, "rounds": told}
 
 
 @contextmanager
@@ -71,8 +71,8 @@ def main(arguments: list[str]) -> None:
         "batches": [],
     }
     with turn(job):
-        for waves in job.batches:
-            result["batches"].append(measure(runner, job, waves))
+        for runs in job.batches:
+            result["batches"].append(measure(runner, job, runs))
             target.write_text(json.dumps(result))
     target.write_text(json.dumps(result))
 

@@ -36,21 +36,41 @@ ROWS_AT_ONCE = 2048  # of lm_head, that are written together
 
 @dataclass(frozen=True)
 class PlantedText:
-    """The text that planted models write: the tokens of the draft vocabulary, in one shuffled order, over and over."""
+    """The text that planted models write: the tokens of the draft vocabulary, in one shuffled order, over and over.
+
+    The rest of the vocabulary is a second, longer text in which no token comes twice, which targets write behind a
+    token of it, and whose drafts know nothing of it."""
 
     vocab: int
     draft_ids: Tensor  # [Vd] int64, rising
     order: Tensor  # [Vd] int64, the draft ids as they follow each other
+    other_order: Tensor  # [V - Vd] int64, the second text
 
     @classmethod
     def of(cls, vocab: int, draft_vocab: int, seed: int = 0) -> PlantedText:
         draft_ids = torch.arange(draft_vocab) * vocab // draft_vocab
-        shuffle = torch.randperm(draft_vocab, generator=torch.Generator().manual_seed(seed))
-        return cls(vocab, draft_ids, draft_ids[shuffle])
+        generator = torch.Generator().manual_seed(seed)
+        shuffle = torch.randperm(draft_vocab, generator=generator)
+        others = torch.ones(vocab, dtype=torch.bool)
+        others[draft_ids] = False
+        other_ids = others.nonzero()[:, 0]
+        return cls(vocab, draft_ids, draft_ids[shuffle], other_ids[torch.randperm(len(other_ids), generator=generator)])
 
     def tokens(self, start: int, count: int) -> list[int]:
         """`count` tokens of the text from position `start` on."""
         return self.order[torch.arange(start, start + count) % len(self.order)].tolist()
+
+    def other_tokens(self, start: int, count: int) -> list[int]:
+        """`count` tokens of the second text from position `start` on.
+
+        Raises:
+            ValueError: it ends before.
+        """
+        if not 0 <= start <= start + count <= len(self.other_order):
+            raise ValueError(
+                f"other_tokens: start + count is {start + count}, expected at most {len(self.other_order)}"
+            )
+        return self.other_order[start : start + count].tolist()
 
 
 @torch.no_grad()
@@ -73,6 +93,8 @@ def plant_causal_lm(
         embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
         embedding.bernoulli_(0.5).mul_(2).sub_(1)  # every row is as long as any other
         plant_successors(head, embedding, text.order, text.order, acceptance or EvenAcceptance())
+        if acceptance is None and len(text.other_order):
+            write_successors(head, embedding, text.other_order, text.other_order, EvenAcceptance())
     return model.requires_grad_(False).eval()
 
 
@@ -155,11 +177,16 @@ def plant_successors(head: Tensor, embedding: Tensor, tokens: Tensor, rows: Tens
         embedding: [V, C], the C <= H first numbers of the tokens' rows: a final state has these alone, normed to the
             length of a whole one.
     """
+    head.normal_(0, NOISE * PEAK / math.sqrt(head.shape[1] * embedding.shape[1]))
+    write_successors(head, embedding, tokens, rows, acceptance)
+
+
+def write_successors(head: Tensor, embedding: Tensor, tokens: Tensor, rows: Tensor, acceptance: Acceptance) -> None:
+    """`plant_successors` of one text more: other rows stay as they are."""
     device, (count, carried), hidden = embedding.device, (len(tokens), embedding.shape[1]), head.shape[1]
     tokens, rows = tokens.to(device), rows.to(device)
     with torch.device("cpu"):  # where the draws are the same for every device
         logits = acceptance.logits(count, carried // NUMBERS_PER_CANDIDATE).to(device, torch.float32)
-    head.normal_(0, NOISE * PEAK / math.sqrt(hidden * carried))
     distances = torch.arange(1, logits.shape[1] + 1, device=device)
     for at in torch.split(torch.arange(count, device=device), ROWS_AT_ONCE):
         # A row is a candidate behind one token of the text for each column. Its weights are the sum of these tokens'
