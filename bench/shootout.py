@@ -9,7 +9,7 @@ every token is compared with it. Decoding alone counts: the tokens a second are 
 Where a batch is small, several run one after the other, from different places of the text.
 
 N-gram drafts are found in the prompts, which quote what will be written: passages of 4 to 24 tokens, between which 1 to
-4 are others. No piece of that text is written twice, so no engine finds there what it wrote before.
+4 are others. No piece of text that counts is written twice, so no engine finds there what it wrote before.
 
 Engines take minutes to start. With `--together 2` two start at the same time, each with room for the KV of the largest
 batch and little more, and are measured in turn when both are there: one works, the other waits.
@@ -27,7 +27,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -190,27 +190,24 @@ def runs_of_batches(args: argparse.Namespace, text: PlantedText, algorithm: str)
     Raises:
         ValueError: the text is too short for as many pieces.
     """
-    runs = 1 + 2 * args.repeats
     if not ALGORITHMS[algorithm].ngram:
-        return [[waves_of(text, batch, args.input, args.output)] * runs for batch in args.batch]
-    lengths = [args.output, *[args.short, args.output] * args.repeats]
-    starts = [starts_of(text, batch) for batch in args.batch]
+        return [[waves_of(text, batch, args.input, args.output)] * (1 + 2 * args.repeats) for batch in args.batch]
+    starts, lengths = [starts_of(text, batch) for batch in args.batch], [args.short, args.output] * args.repeats
     wanted = sum(len(wave) * (LEAD + length) for waves in starts for wave in waves for length in lengths)
     if wanted > len(text.other_order):
         raise ValueError(
             f"shootout: ngram takes {wanted} tokens of text, expected at most {len(text.other_order)}: "
             "ask for fewer or smaller batches, a shorter --output or fewer --repeats"
         )
-    at, found = 0, []
+    rest, longest = iter(text.other_order.tolist()), LEAD + args.output
+    found = []
     for waves in starts:
-        found.append([])
-        for length in lengths:
-            run: Waves = []
-            for wave in waves:
-                pieces = [text.other_tokens(at + i * (LEAD + length), LEAD + length) for i in range(len(wave))]
-                run.append([quoting(text, piece, args.input) for piece in pieces])
-                at += len(wave) * (LEAD + length)
-            found[-1].append(run)
+        first = [[quoting(text, text.tokens(at, longest), args.input) for at in wave] for wave in waves]
+        others = [
+            [[quoting(text, list(islice(rest, LEAD + length)), args.input) for _ in wave] for wave in waves]
+            for length in lengths
+        ]
+        found.append([first, *others])
     return found
 
 
