@@ -246,9 +246,15 @@ def test_rounds_are_made_of_what_ours_stands_around() -> None:
     sampling = ast.unparse(function("speculative.eagle_utils", "eagle_sample"))
     for name in ("is_all_greedy", "acc_additive_penalties", "acc_scaling_penalties", "logit_bias", "grammar_mask"):
         assert name in sampling
-    verify = ast.unparse(function("speculative.eagle_worker_common", "run_eagle_verify"))
-    reads = [line for line in verify.splitlines() if "next_token_logits" in line]
-    assert len(reads) == 2 and all("maybe_detect" in line for line in reads)
+    # Nothing reads the logits of trees but the function that ours stands around, and those of log-probabilities.
+    for module, name in (
+        ("speculative.eagle_worker_common", "run_eagle_verify"),
+        ("speculative.ngram_worker", "forward_batch_generation"),
+    ):
+        verify = ast.unparse(function(module, name))
+        reads = [line for line in verify.splitlines() if "next_token_logits" in line]
+        assert len(reads) == 2 and all("maybe_detect" in line for line in reads)
+        assert "eagle_sample(verify_input, batch, logits_output, grammar_mask)" in verify
     logits = ast.unparse(function("layers.logits_processor", "_get_logits"))
     for name in ("do_tensor_parallel_all_gather", "logit_scale", "final_logit_softcapping"):
         assert f"self.{name}" in logits

@@ -11,7 +11,9 @@ from ..ngram import NgramIndex
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["NgramTrees"]
+__all__ = ["ALGORITHM", "NgramTrees"]
+
+ALGORITHM = "SPECDEC_NGRAM"  # its name in SGLang
 
 
 class NgramTrees:

@@ -17,10 +17,10 @@ from typing import Any
 from . import sglang, sglang_rounds
 from .hosts import version_to_change
 from .sglang_attention import BACKEND, DraftStepAttention, TreeAttention, TreeAttentionSteps, draft_backend
+from .sglang_ngram import ALGORITHM, NgramTrees
 
 __all__ = ["ALGORITHM", "BACKEND", "VERSIONS", "register"]
 
-ALGORITHM = "SPECDEC_NGRAM"
 VERSIONS = ("0.5.17",)  # whose interfaces are known and tested
 DRAFTING = (None, "EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM", ALGORITHM)  # what the backend verifies
 
@@ -166,8 +166,6 @@ def register_ngram() -> str:
 
 def ngram_worker(server_args: Any) -> type:
     from sglang.srt.speculative.ngram_worker import NGRAMWorker
-
-    from .sglang_ngram import NgramTrees
 
     class SpecdecNgramWorker(NGRAMWorker):  # type: ignore[misc]
         def alloc_memory_pool(self, **kwargs: Any) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..ops import select_topk
 from .sglang import move_accept_tokens
 from .sglang_attention import BACKEND, TreeAttention, draft_backend
+from .sglang_ngram import ALGORITHM
 
 __all__ = [
     "accepted_width",
@@ -30,6 +31,14 @@ __all__ = [
 ]
 
 MAX_TOPK = 64  # that select_topk takes
+SAMPLED = (
+    "EAGLE",
+    "EAGLE3",
+    "NEXTN",
+    "STANDALONE",
+    "NGRAM",
+    ALGORITHM,
+)  # whose trees go to eagle_sample, and nowhere else
 
 
 # --- a draft's best tokens ---
@@ -142,7 +151,7 @@ def ends_in_sample() -> bool:
     """Whether what is verified goes to `eagle_sample`, which widens logits where it has to."""
     from sglang.srt.runtime_context import get_spec
 
-    return get_spec().speculative_algorithm in ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
+    return get_spec().speculative_algorithm in SAMPLED
 
 
 def has_more_to_do(processor: Any, lm_head: Any) -> bool:
