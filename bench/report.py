@@ -63,6 +63,8 @@ def section(name: str, run: dict[str, Any]) -> str:
         f"`{run['command']}`, {run['date']}{driver}, torch {machine['torch']}, specdec_kernels {package['version']}"
         f" at {package['commit'] or 'a released wheel'}, CUDA {package['cuda'] or 'none'}.",
     ]
+    if "note" in run:
+        lines += ["", f"**{run['note']}**", ""]
     for engine, facts in run.get("engines", {}).items():
         lines.append(
             f"{engine} {facts.get('version', '?')} ({facts.get('installed') or 'from a source tree'}; "

@@ -22,7 +22,9 @@ def settings(job: Job, algorithm: Algorithm, ngram: str = "NGRAM") -> dict[str, 
         "model_path": job.target,
         "dtype": job.dtype,
         "context_length": job.max_len,
-        "max_running_requests": max_batch(job),
+        # One more than come: SGLang counts a request whose prompt it reads in chunks twice, and the last one would wait
+        # until another has ended.
+        "max_running_requests": max_batch(job) + 1,
         "log_level": "error",
     }
     if (room := kv_tokens(job)) is not None:
