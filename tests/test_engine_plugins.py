@@ -381,6 +381,22 @@ def test_takes_over_what_it_says(host: Any, caplog: pytest.LogCaptureFixture) ->
     assert "specdec: SGLang 0.5.17 has the attention backend specdec; " in caplog.text
 
 
+def test_everything_that_is_hooked_is_there(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(specdec_kernels, "cuda_version", "13.0")
+    sglang_plugin.register()
+    hooked = [target for target, _, _ in host.hooks]
+    assert len(hooked) == len(set(hooked)) >= 12
+    folder = sglang_sources()
+    for target in hooked:
+        package, *path, last = target.split(".")
+        if package == "sgl_kernel":
+            assert path == [] and last in vars(sglang)
+            continue
+        is_method = path[-1][0].isupper()
+        module = module_of(folder, ".".join([package, *(path[:-1] if is_method else path)]))
+        assert last in (class_of(module, path[-1]) if is_method else defined(module)), target
+
+
 def test_drafts_of_other_backends_stay_sglangs(host: Any) -> None:
     args = types.SimpleNamespace(
         speculative_draft_attention_backend=None, decode_attention_backend=None, prefill_attention_backend=None,

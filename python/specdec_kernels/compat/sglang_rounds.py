@@ -197,7 +197,8 @@ def move_accepted(
 ) -> Any:
     """For `move_accept_tokens_to_target_kvcache`: all of it in one kernel, in pools of plain rows."""
     pool = allocator.get_kvcache()
-    row_bytes = plain_rows(pool) if accept_index.is_cuda else None
+    is_known = accept_index.is_cuda and accept_index.dtype == num_correct_drafts.dtype == torch.int32
+    row_bytes = plain_rows(pool) if is_known else None
     if row_bytes is None:
         return original(batch, accept_index, num_correct_drafts, allocator)
     return move_accept_tokens(
