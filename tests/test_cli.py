@@ -706,3 +706,6 @@ def test_report(tmp_path: Path, short_rounds: None, monkeypatch: pytest.MonkeyPa
     assert "## here: " in text and "`specdec bench all --device cpu --quick" in text
     assert "| batch=4 | " in text and "wrong result: out differs in 1 of 4" in text
     assert "| _C.noop4, torch | " in text
+    assert "**" not in text
+    run = json.loads((tmp_path / "here.json").read_text())
+    assert "\n\n**It rained.**\n\n" in report.report({"here": run | {"note": "It rained."}})

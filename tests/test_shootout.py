@@ -162,6 +162,8 @@ def test_ngrams_are_found_in_prompts_alone(tmp_path: Path, capsys: pytest.Captur
     assert plain["error"] is None and ngram["error"] is None
     assert ngram["params"]["accept"] == "quotes of 4 to 24" and ngram["params"]["nodes"] == 12
     assert 1.5 < ngram["facts"]["accept_length"] < 8  # neither nothing is found nor all
+    report = importlib.import_module("specdec_kernels.bench.report").report({"here": json.loads(file.read_text())})
+    assert "accept=code eagle3, quotes of 4 to 24 " in report and "| ngram (11, 1, 12) | 2 | " in report
 
 
 def test_prompts_quote_what_is_written() -> None:
