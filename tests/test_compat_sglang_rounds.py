@@ -181,6 +181,7 @@ def test_pools_of_other_rows_are_sglangs_to_move(engine: Any, device: torch.devi
     pool = Pool(2, 200, 8, device)
     pool.v_buffer = [torch.zeros(200, 2, 4, device=device, dtype=BF16) for _ in range(2)]
     assert not sglang_rounds.plain_rows(pool)
+    assert not sglang_rounds.plain_rows(Pool(0, 200, 8, device))
 
 
 # --- draft-extend -----------------------------------------------------------------------------------------------------

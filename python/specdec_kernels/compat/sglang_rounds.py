@@ -31,14 +31,8 @@ __all__ = [
 ]
 
 MAX_TOPK = 64  # that select_topk takes
-SAMPLED = (
-    "EAGLE",
-    "EAGLE3",
-    "NEXTN",
-    "STANDALONE",
-    "NGRAM",
-    ALGORITHM,
-)  # whose trees go to eagle_sample, and nowhere else
+# Algorithms whose trees go to `eagle_sample`, and their logits nowhere else.
+SAMPLED = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM", ALGORITHM)
 
 
 # --- a draft's best tokens ---
@@ -223,8 +217,8 @@ def plain_rows(pool: Any) -> int | None:
     if pool not in row_sizes:
         buffers = [*pool.k_buffer, *pool.v_buffer]
         kinds = {(len(each), each[0].numel() * each.element_size(), each.is_contiguous()) for each in buffers}
-        ((_, size, contiguous), *others) = kinds
-        is_plain = not others and contiguous and size % 16 == 0 and len(buffers) == len(pool.data_ptrs)
+        _, size, contiguous = max(kinds, default=(0, 0, False))
+        is_plain = len(kinds) == 1 and contiguous and size % 16 == 0 and len(buffers) == len(pool.data_ptrs)
         row_sizes[pool] = size if is_plain else None
     return row_sizes[pool]
 
