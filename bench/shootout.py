@@ -72,21 +72,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.json and (why := unwritable(args.json)):
         print(f"shootout: --json {args.json} {why}", file=sys.stderr)
         return 2
-    config = shape_config(args.shape, args.layers)
+    text = text_of(args)
     try:
-        for algorithm in args.algorithm:
-            runs_of_batches(args, PlantedText.of(config.vocab_size, draft_vocab_of(config)), algorithm)
+        batches = {algorithm: runs_of_batches(args, text, algorithm) for algorithm in args.algorithm}
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    text = plant(args, device)
+    plant(args, device)
     here = [engine for engine in args.engines if is_installed(engine, folders_of(args, engine))]
     for engine in args.engines:
         if engine not in here:
             print(f"shootout: {engine} is not installed here and left out", file=sys.stderr)
     results, engines = [], {}
     for run in runs_of(here, args.algorithm, args.together):
-        for (engine, _), (lines, facts) in zip(run, run_engines(args, device, text, run), strict=True):
+        for (engine, _), (lines, facts) in zip(run, run_engines(args, device, batches, run), strict=True):
             results += lines
             engines[engine] = facts or engines.get(engine, {})
     if not results:
@@ -152,10 +151,14 @@ def engine_and_folders(text: str) -> str:
     return text
 
 
+def text_of(args: argparse.Namespace) -> PlantedText:
+    config = shape_config(args.shape, args.layers)
+    return PlantedText.of(config.vocab_size, draft_vocab_of(config))
+
+
 def plant(args: argparse.Namespace, device: torch.device) -> PlantedText:
     """The text; its target and head lie in --out. What lies there from the same options is used again."""
-    config = shape_config(args.shape, args.layers)
-    text = PlantedText.of(config.vocab_size, draft_vocab_of(config))
+    config, text = shape_config(args.shape, args.layers), text_of(args)
     made_of = [args.shape, config.num_hidden_layers, args.acceptance, args.drafter, dtype_of(device), "two texts"]
     told = args.out / "planted.json"
     if told.exists() and json.loads(told.read_text()) == made_of:
@@ -199,7 +202,7 @@ def runs_of_batches(args: argparse.Namespace, text: PlantedText, algorithm: str)
             f"shootout: ngram takes {wanted} tokens of text, expected at most {len(text.other_order)}: "
             "ask for fewer or smaller batches, a shorter --output or fewer --repeats"
         )
-    rest, longest = iter(text.other_order.tolist()), LEAD + args.output
+    rest, longest = iter(text.other_tokens(0, wanted)), LEAD + args.output
     found = []
     for waves in starts:
         first = [[quoting(text, text.tokens(at, longest), args.input) for at in wave] for wave in waves]
@@ -240,19 +243,22 @@ def starts_of(text: PlantedText, batch: int) -> list[list[int]]:
 
 
 def run_engines(
-    args: argparse.Namespace, device: torch.device, text: PlantedText, run: list[tuple[str, str]]
+    args: argparse.Namespace, device: torch.device, batches: dict[str, list[list[Waves]]], run: list[tuple[str, str]]
 ) -> list[tuple[list[Result], dict[str, Any]]]:
-    """What `run_engine` says of each, in processes that run at the same time."""
+    """What `run_engine` says of each, in processes that run at the same time; `batches` has each algorithm's."""
     with TemporaryDirectory() as folder, ThreadPoolExecutor(len(run)) as threads:
         turns = Path(folder) if len(run) > 1 else None
-        running = [threads.submit(run_engine, args, device, text, *one, turns, len(run)) for one in run]
+        running = [
+            threads.submit(run_engine, args, device, batches[algorithm], engine, algorithm, turns, len(run))
+            for engine, algorithm in run
+        ]
         return [one.result() for one in running]
 
 
 def run_engine(
     args: argparse.Namespace,
     device: torch.device,
-    text: PlantedText,
+    batches: list[list[Waves]],
     engine: str,
     algorithm: str,
     turns: Path | None = None,
@@ -261,9 +267,9 @@ def run_engine(
     """One process: a result for each batch size, and what the engine says of itself.
 
     Args:
+        batches: the runs of each batch size.
         turns: a folder in which this and other processes, `runners` in all, take turns.
     """
-    batches = runs_of_batches(args, text, algorithm)
     job = Job(
         engine=engine,
         algorithm=algorithm,

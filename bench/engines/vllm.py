@@ -57,7 +57,8 @@ class Runner:
             **drafting,
             **self.options,
         )
-        self.drafts, self.every_round = bool(drafting), not algorithm.ngram
+        # Of drafts that not every round has, those that were accepted tell how many rounds there were.
+        self.counter = None if not drafting else ACCEPTED if algorithm.ngram else DRAFTS
 
     def generate(self, prompts: list[list[int]], count: int) -> Generated:
         import vllm
@@ -66,14 +67,11 @@ class Runner:
         before = self.counted()
         outputs = self.llm.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False)
         tokens, counted = [list(output.outputs[0].token_ids) for output in outputs], self.counted() - before
-        if not self.drafts:
-            return Generated(tokens, None)
-        # A round gives a token of the target's own and what was accepted. The first token is of no round.
-        return Generated(tokens, counted if self.every_round else sum(len(t) - 1 for t in tokens) - counted)
+        if self.counter == ACCEPTED:  # a round gives one more, and the first token is of no round
+            return Generated(tokens, sum(len(t) - 1 for t in tokens) - counted)
+        return Generated(tokens, None if self.counter is None else counted)
 
     def counted(self) -> int:
-        """Rounds so far; of drafts that not every round has, those that were accepted."""
-        if not self.drafts:
+        if self.counter is None:
             return 0
-        name = DRAFTS if self.every_round else ACCEPTED
-        return sum(int(metric.value) for metric in self.llm.get_metrics() if metric.name == name)
+        return sum(int(metric.value) for metric in self.llm.get_metrics() if metric.name == self.counter)

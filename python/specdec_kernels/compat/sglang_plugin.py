@@ -22,7 +22,6 @@ from .sglang_ngram import ALGORITHM, NgramTrees
 __all__ = ["ALGORITHM", "BACKEND", "VERSIONS", "register"]
 
 VERSIONS = ("0.5.17",)  # whose interfaces are known and tested
-DRAFTING = (None, "EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM", ALGORITHM)  # what the backend verifies
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +56,8 @@ def make_backend(model_runner: Any) -> Any:
     from sglang.srt.speculative.eagle_utils import TreeMaskMode
 
     algorithm = model_runner.server_args.speculative_algorithm
-    if algorithm not in DRAFTING:
-        names = ", ".join(name for name in DRAFTING if name)
+    if algorithm is not None and algorithm not in sglang_rounds.VERIFIED:
+        names = ", ".join(sglang_rounds.VERIFIED)
         raise ValueError(f"specdec: speculative_algorithm is {algorithm}, expected none or one of {names}")
     if get_parallel().attn_dcp_size > 1:
         raise ValueError(f"specdec: decode context parallelism is {get_parallel().attn_dcp_size}, expected 1")

@@ -31,8 +31,8 @@ __all__ = [
 ]
 
 MAX_TOPK = 64  # that select_topk takes
-# Algorithms whose trees go to `eagle_sample`, and their logits nowhere else.
-SAMPLED = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM", ALGORITHM)
+# Algorithms whose trees our attention verifies; SGLang gives them to `eagle_sample`, and their logits to nothing else.
+VERIFIED = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM", ALGORITHM)
 
 
 # --- a draft's best tokens ---
@@ -145,7 +145,7 @@ def ends_in_sample() -> bool:
     """Whether what is verified goes to `eagle_sample`, which widens logits where it has to."""
     from sglang.srt.runtime_context import get_spec
 
-    return get_spec().speculative_algorithm in SAMPLED
+    return get_spec().speculative_algorithm in VERIFIED
 
 
 def has_more_to_do(processor: Any, lm_head: Any) -> bool:
@@ -233,20 +233,21 @@ def accepted_width(original: Callable[..., int], *, phase: str, server_args: Any
     first few. No path is longer than the steps of a draft and the token behind it.
     """
     width: int = original(phase=phase, server_args=server_args, **others)
-    if phase != "draft_extend" or not extends_accepted(server_args):
-        return width
-    return min(width, int(server_args.speculative_num_steps) + 1)
+    return path_width(server_args, width) if phase == "draft_extend" else width
 
 
-def extends_accepted(server_args: Any) -> bool:
+def path_width(server_args: Any, nodes: int) -> int:
+    """Rows of a path behind a tree of `nodes`; all of them where the plugin leaves draft-extend as it is."""
     from sglang.srt.utils.common import require_mlp_sync
 
-    return bool(
-        (server_args.speculative_eagle_topk or 1) > 1
-        and draft_backend(server_args, extend_phase()) == BACKEND
-        and not server_args.enable_multi_layer_eagle
-        and not require_mlp_sync(server_args)
-    )
+    if (
+        (server_args.speculative_eagle_topk or 1) <= 1
+        or draft_backend(server_args, extend_phase()) != BACKEND
+        or server_args.enable_multi_layer_eagle
+        or require_mlp_sync(server_args)
+    ):
+        return nodes
+    return min(nodes, int(server_args.speculative_num_steps) + 1)
 
 
 def extend_phase() -> str:
@@ -259,14 +260,13 @@ def extend_phase() -> str:
 def extend_accepted(original: Callable[..., Any], worker: Any, batch: Any, batch_result: Any) -> Any:
     """For `EagleDraftWorker._draft_extend_for_decode`: the rows of each request's path, not of its tree."""
     nodes, bs = worker.speculative_num_draft_tokens, len(batch.seq_lens)
-    width = min(nodes, worker.speculative_num_steps + 1)
+    width = path_width(worker.server_args, nodes)
     graphs, output = worker.cuda_graph_runner_for_draft_extend, batch_result.logits_output
     whole = batch.out_cache_loc, batch_result.next_token_ids, output.hidden_states
     if (
         width == nodes
         or bs == 0
         or not isinstance(worker.draft_extend_attn_backend, TreeAttention)
-        or not extends_accepted(worker.server_args)
         or any(rows is not None and len(rows) != bs * nodes for rows in whole)
         or (graphs is not None and graphs.captured_req_width != width)
     ):
