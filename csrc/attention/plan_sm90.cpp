@@ -24,7 +24,8 @@ int64_t tiles_of(int64_t rows, int tile_rows) { return (rows + tile_rows - 1) / 
 //
 //   16    up to 16 rows; up to 64, where that makes 8 tiles at most; and of 8-bit pools up to 32, or 64 with short KV,
 //         where half of the multiprocessors are enough for all tiles: mma.sync takes 8 bits as they are
-//   64    up to 64 rows; and more, where that makes 16 tiles at most, or KV is short
+//   64    up to 64 rows; and more, where that makes 16 tiles at most, or KV is short and there is a multiprocessor for
+//         each of two blocks
 //   128   else: a block has a multiprocessor for itself, which is better than more clusters of fewer blocks each
 int cluster_tile_rows(const AttentionShape& shape, int64_t max_kv_len, const Device& device) {
   const int64_t rows = shape.rows(), tiles_of_16 = tiles_of(rows, 16);
@@ -32,7 +33,8 @@ int cluster_tile_rows(const AttentionShape& shape, int64_t max_kv_len, const Dev
       (tiles_of_16 <= 2 || (tiles_of_16 <= kMaxRowTiles && max_kv_len <= kShortTokens)))
     return 16;
   if (rows <= 64) return rows <= 16 || shape.pairs() * tiles_of_16 <= 8 ? 16 : 64;
-  return shape.pairs() * tiles_of(rows, 64) <= 16 || max_kv_len <= kShortTokens ? 64 : 128;
+  const int64_t tiles = shape.pairs() * tiles_of(rows, 64);
+  return tiles <= 16 || (max_kv_len <= kShortTokens && 2 * tiles <= device.multiprocessors) ? 64 : 128;
 }
 
 // Clusters that share a row tile where its KV is long:
@@ -62,6 +64,13 @@ int sharing_clusters(const AttentionShape& shape, int64_t max_kv_len, int tile_r
 //   8 on, one row tile each                         16384
 //   8 to 32, more row tiles                         10240
 //   more                                            5120
+//
+// Where there is no multiprocessor for each of two such blocks, but for each of two with 128 rows:
+//
+//   pools of 8 bits                                 5120
+//   pages that are no boxes                         any
+//   one row tile each                               16384
+//   more row tiles                                  10240
 bool clusters_pay(const AttentionShape& shape, int64_t max_kv_len, const Device& device, int sharing) {
   if (shape.fixed_split || shape.head_dim == 256) return false;
   const int64_t rows = shape.rows(), tiles = tiles_of(rows, 64), clusters = shape.pairs() * tiles;
@@ -69,7 +78,12 @@ bool clusters_pay(const AttentionShape& shape, int64_t max_kv_len, const Device&
   // be one for each of two blocks.
   constexpr int64_t kMostTokensOfPairs = 4352;
   const int64_t needed = rows <= 16 && !shape.fp8 && max_kv_len <= kMostTokensOfPairs ? clusters : 2 * clusters;
-  if (clusters == 0 || tiles > kMaxRowTiles || needed > device.multiprocessors) return false;
+  if (clusters == 0 || tiles > kMaxRowTiles) return false;
+  if (needed > device.multiprocessors) {
+    const int64_t wide_tiles = tiles_of(rows, 128);
+    if (rows <= 64 || 2 * shape.pairs() * wide_tiles > device.multiprocessors) return false;
+    return shape.fp8 ? max_kv_len <= 5120 : !shape.boxes || max_kv_len <= (wide_tiles == 1 ? 16384 : 10240);
+  }
   if (sharing > 1) return true;
   if (rows <= 16 && clusters >= 8 && (clusters <= 16 || shape.fp8)) return true;
   return max_kv_len <= (clusters < 8 ? 8192 : tiles == 1 ? 16384 : clusters <= 32 ? 10240 : 5120);
@@ -96,6 +110,7 @@ int cluster_blocks(const AttentionShape& shape, int64_t max_kv_len, const Device
 // do and KV is not short; in shared memory for more. With fixed_split a row's bits must not depend on its neighbours,
 // so neither the kernel nor its row tile depends on their number. Tiles of 128 rows live on boxes of the copy engine:
 // where pages are none, some tiles of 64 rows copy them row by row, unless rows are so many that products take longer.
+// Two tiles of 64 rows, or three where KV is short, are faster with boxes too, unless KV is long.
 Kernel persistent_kernel(const AttentionShape& shape, int64_t max_kv_len, const Device& device) {
   if (!shape.fp8) return Kernel::kWgmma;
   const bool one_block = shape.pairs() < 2 * device.multiprocessors && max_kv_len > kShortTokens;
@@ -103,10 +118,16 @@ Kernel persistent_kernel(const AttentionShape& shape, int64_t max_kv_len, const 
   return shape.rows() <= most && !shape.fixed_split ? Kernel::kDequantRegisters : Kernel::kDequantSmem;
 }
 
-int persistent_tile_rows(const AttentionShape& shape, Kernel kernel) {
+int persistent_tile_rows(const AttentionShape& shape, int64_t max_kv_len, Kernel kernel) {
   const int64_t rows = shape.rows();
   constexpr int64_t kManyRows = 512;
-  const bool wide = rows > (shape.boxes || kernel != Kernel::kWgmma ? 64 : kManyRows) && !shape.fixed_split;
+  const auto narrow_rows = [&]() -> int64_t {  // the most that tiles of 64 have
+    if (kernel != Kernel::kWgmma || (shape.boxes && shape.head_dim == 256)) return 64;
+    if (!shape.boxes) return kManyRows;
+    if (max_kv_len <= kShortTokens) return 192;
+    return max_kv_len <= (shape.head_dim == 64 ? kMediumTokens : 8192) ? 128 : 64;
+  };
+  const bool wide = !shape.fixed_split && rows > narrow_rows();
   if (kernel != Kernel::kDequantRegisters) return wide ? 128 : 64;
   const int largest = shape.head_dim == 256 ? 32 : 64;  // whose sums fit in registers
   return shape.fixed_split || rows > 32 ? largest : rows > 16 ? 32 : 16;
@@ -148,7 +169,7 @@ AttentionPlan plan_sm90(const AttentionShape& shape, int64_t max_kv_len, const D
     return plan;
   }
 
-  plan.tile_rows = forced.tile_rows.value_or(persistent_tile_rows(shape, plan.kernel));
+  plan.tile_rows = forced.tile_rows.value_or(persistent_tile_rows(shape, max_kv_len, plan.kernel));
   set_row_tiles(plan, shape);
   const int multiprocessors = device.multiprocessors;
   set_workers(plan, forced.occupancy.value_or(occupancy(shape, max_kv_len, plan, multiprocessors + 1)), device);
