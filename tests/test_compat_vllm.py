@@ -199,6 +199,23 @@ def test_proposer_honours_the_shortest_match() -> None:
     assert drafter.propose([[1, 2, 3]], batch.lengths, batch.tokens)[0][0] == 9
 
 
+@pytest.mark.parametrize(("requests", "drafted"), [(1, 6), (64, 2)])
+def test_proposer_drafts_what_is_worth_its_rows(requests: int, drafted: int) -> None:
+    """Of a match of one token each draft is accepted by 3/5 of the one before: 0.36 is above 64/(208 + 64), 0.216 not."""
+    drafter, batch = proposer(drafts=6, requests=requests), Batch(requests)
+    for row in range(requests):
+        known = list(range(100 * row, 100 * row + 20))
+        batch.put(row, [*known, 100 * row + 50, known[3]])
+    sampled = [[100 * row + 3] for row in range(requests)]
+    drafts = drafter.propose(sampled, batch.lengths, batch.tokens)
+    assert drafts == [list(range(100 * row + 4, 100 * row + 4 + drafted)) for row in range(requests)]
+    for row in range(requests):  # and of a match of many tokens all are
+        known = list(range(100 * row, 100 * row + 20))
+        batch.put(row, [*known, 100 * row + 50, *known[3:14]])
+    drafts = drafter.propose([list(batch.tokens[row, 22:32]) for row in range(requests)], batch.lengths, batch.tokens)
+    assert drafts == [list(range(100 * row + 14, 100 * row + 20)) for row in range(requests)]
+
+
 def test_proposer_follows_requests_that_move_wait_and_come_back() -> None:
     """However the rows of the batch change, each text is inserted once, and drafted from at its end."""
     random = np.random.default_rng(5)
