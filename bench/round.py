@@ -163,20 +163,29 @@ class RoundClock:
         starts: list[float] = []
         tokens: list[int] = []
         sizes: list[int] = []
+        begins: list[bool] = []  # whether some request's first token is among a round's, which prefill yields
         seen: set[int] = set()
+        known: set[int] = set()
         for at, new in self.arrivals:
             if not starts or new.index in seen:
                 starts.append(at)
                 tokens.append(0)
                 sizes.append(0)
+                begins.append(False)
                 seen.clear()
             seen.add(new.index)
             tokens[-1] += len(new.tokens)
             # The last round of a request is cut by its budget and counts for no full one.
             sizes[-1] += new.finish_reason == FinishReason.RUNNING
-        # Nor does the first token, which prefill yields; and the round behind it begins amid a piece of text that is
+            begins[-1] |= new.index not in known
+            known.add(new.index)
+        # Nor does a first token, nor the time of a prefill; and the round behind it begins amid a piece of text that is
         # drafted right, where all others begin behind one.
-        pairs = [i for i in range(2, len(starts)) if sizes[i - 1] == sizes[i] == self.batch]
+        pairs = [
+            i
+            for i in range(1, len(starts))
+            if sizes[i - 1] == sizes[i] == self.batch and not begins[i - 1] and not begins[i]
+        ]
         return [starts[i] - starts[i - 1] for i in pairs], [tokens[i] for i in pairs]
 
     def accept_lengths(self) -> list[float]:

@@ -11,10 +11,11 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from specdec_kernels.cli import main
-from specdec_kernels.engine import Eagle3, Engine, SamplingParams, Standalone
+from specdec_kernels.engine import Eagle3, Engine, NewTokens, SamplingParams, Standalone
 from specdec_kernels.models.acceptance import EvenAcceptance
 from specdec_kernels.models.planted import PlantedText, plant_causal_lm, plant_eagle3
 from specdec_kernels.models.shapes import SHAPES, draft_vocab_of, shape_config
+from specdec_kernels.status import FinishReason
 
 rounds = pytest.importorskip("specdec_kernels.bench.round", reason="bench/ is not beside the package here")
 
@@ -196,3 +197,17 @@ def test_what_a_pass_reads_of_experts() -> None:
         read = rounds.weights(model, rows)
         assert whole.numbers - read.numbers == numbers * 6 // 8
         assert (whole.nbytes - read.nbytes) / 4 == pytest.approx(numbers * (1 - share), abs=2)
+
+
+def test_rounds_beside_a_prefill_are_no_full_ones() -> None:
+    """Two requests whose prompts are read one after the other: the first has a round in between."""
+    clock = rounds.RoundClock(batch=2)
+    running, end = FinishReason.RUNNING, FinishReason.LENGTH
+    told = [
+        (0.0, 0, 1, running), (1.0, 0, 3, running), (5.0, 1, 1, running),  # the second's first token
+        (6.0, 0, 2, running), (6.0, 1, 4, running), (7.0, 0, 3, running), (7.0, 1, 5, running),
+        (8.5, 0, 1, running), (8.5, 1, 2, running), (9.0, 0, 1, end), (9.0, 1, 2, running),
+    ]  # fmt: skip
+    for at, index, count, reason in told:
+        clock.arrivals.append((at, NewTokens(index, [7] * count, reason)))
+    assert clock.full_rounds() == ([1.0, 1.5], [8, 3])
