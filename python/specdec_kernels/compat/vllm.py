@@ -116,7 +116,8 @@ class NgramProposer:
     A draft is one more row for the model, for which the whole batch waits, and may be one more token of one request. So
     chains end where their drafts are not likely enough to be worth their rows: of B requests, where the index thinks
     that they are accepted less often than one time in 1 + 208 / B, since a GPU multiplies some 208 rows while it reads
-    the weights. One request gets nearly all drafts that were asked for, 64 get those accepted one time in four.
+    the weights. One request gets nearly all drafts that were asked for, 64 get those accepted one time in four. From 42
+    requests on nothing is drafted where nothing matches; before that a draft goes on behind a token that was another.
 
     A round of 64 requests takes 0.15 ms of one core (AMD EPYC, 8 drafts each), half of it for the drafts themselves.
 
