@@ -61,32 +61,27 @@ int sharing_clusters(const AttentionShape& shape, int64_t max_kv_len, int tile_r
 //   up to 16 rows, 8 to 16 clusters                 any: they reach the memory's bandwidth
 //   up to 16 rows of 8-bit pools, 8 clusters on     any
 //   fewer than 8                                    8192, or any where clusters share
-//   8 on, one row tile each                         16384
-//   8 to 32, more row tiles                         10240
-//   more                                            5120
-//
-// Where there is no multiprocessor for each of two such blocks, but for each of two with 128 rows:
-//
-//   pools of 8 bits                                 5120
-//   pages that are no boxes                         any
-//   one row tile each                               16384
-//   more row tiles                                  10240
+//   8-bit pools, more row tiles                     10240 for 8 to 32, 5120 for more
+//   more row tiles, 17 on, pages that are no boxes  any
+//   up to 128 rows                                  16384
+//   more                                            10240
 bool clusters_pay(const AttentionShape& shape, int64_t max_kv_len, const Device& device, int sharing) {
   if (shape.fixed_split || shape.head_dim == 256) return false;
   const int64_t rows = shape.rows(), tiles = tiles_of(rows, 64), clusters = shape.pairs() * tiles;
   // Up to 16 rows two blocks are faster than one as long as there is a multiprocessor for each cluster; else there must
-  // be one for each of two blocks.
+  // be one for each of two blocks, of 64 rows or of 128.
   constexpr int64_t kMostTokensOfPairs = 4352;
-  const int64_t needed = rows <= 16 && !shape.fp8 && max_kv_len <= kMostTokensOfPairs ? clusters : 2 * clusters;
-  if (clusters == 0 || tiles > kMaxRowTiles) return false;
-  if (needed > device.multiprocessors) {
-    const int64_t wide_tiles = tiles_of(rows, 128);
-    if (rows <= 64 || 2 * shape.pairs() * wide_tiles > device.multiprocessors) return false;
-    return shape.fp8 ? max_kv_len <= 5120 : !shape.boxes || max_kv_len <= (wide_tiles == 1 ? 16384 : 10240);
-  }
+  const int64_t wide_tiles = tiles_of(rows, 128);
+  const int64_t needed = rows <= 16 && !shape.fp8 && max_kv_len <= kMostTokensOfPairs ? clusters
+                         : rows <= 64                                                 ? 2 * clusters
+                                                                                      : 2 * shape.pairs() * wide_tiles;
+  if (clusters == 0 || tiles > kMaxRowTiles || needed > device.multiprocessors) return false;
   if (sharing > 1) return true;
   if (rows <= 16 && clusters >= 8 && (clusters <= 16 || shape.fp8)) return true;
-  return max_kv_len <= (clusters < 8 ? 8192 : tiles == 1 ? 16384 : clusters <= 32 ? 10240 : 5120);
+  if (clusters < 8) return max_kv_len <= 8192;
+  if (shape.fp8 && tiles > 1) return max_kv_len <= (clusters <= 32 ? 10240 : 5120);
+  if (tiles > 1 && clusters > 16 && !shape.boxes) return true;
+  return max_kv_len <= (wide_tiles == 1 ? 16384 : 10240);
 }
 
 // Blocks of a cluster. Clusters are whole, for which not all of the device has room; with up to 64 rows the blocks of
