@@ -163,29 +163,23 @@ class RoundClock:
         starts: list[float] = []
         tokens: list[int] = []
         sizes: list[int] = []
-        begins: list[bool] = []  # whether some request's first token is among a round's, which prefill yields
         seen: set[int] = set()
-        known: set[int] = set()
+        known: set[int] = set()  # requests whose first token is there
         for at, new in self.arrivals:
             if not starts or new.index in seen:
                 starts.append(at)
                 tokens.append(0)
                 sizes.append(0)
-                begins.append(False)
                 seen.clear()
             seen.add(new.index)
             tokens[-1] += len(new.tokens)
-            # The last round of a request is cut by its budget and counts for no full one.
-            sizes[-1] += new.finish_reason == FinishReason.RUNNING
-            begins[-1] |= new.index not in known
+            # The last round of a request is cut by its budget and counts for no full one, nor does a first token, which
+            # prefill yields.
+            sizes[-1] += new.finish_reason == FinishReason.RUNNING and new.index in known
             known.add(new.index)
-        # Nor does a first token, nor the time of a prefill; and the round behind it begins amid a piece of text that is
-        # drafted right, where all others begin behind one.
-        pairs = [
-            i
-            for i in range(1, len(starts))
-            if sizes[i - 1] == sizes[i] == self.batch and not begins[i - 1] and not begins[i]
-        ]
+        # Behind a first token lies the time of a prefill, and a round that begins amid a piece of text that is drafted
+        # right, where all others begin behind one.
+        pairs = [i for i in range(1, len(starts)) if sizes[i - 1] == sizes[i] == self.batch]
         return [starts[i] - starts[i - 1] for i in pairs], [tokens[i] for i in pairs]
 
     def accept_lengths(self) -> list[float]:
