@@ -68,13 +68,12 @@ int sharing_clusters(const AttentionShape& shape, int64_t max_kv_len, int tile_r
 bool clusters_pay(const AttentionShape& shape, int64_t max_kv_len, const Device& device, int sharing) {
   if (shape.fixed_split || shape.head_dim == 256) return false;
   const int64_t rows = shape.rows(), tiles = tiles_of(rows, 64), clusters = shape.pairs() * tiles;
-  // Up to 16 rows two blocks are faster than one as long as there is a multiprocessor for each cluster; else there must
-  // be one for each of two blocks, of 64 rows or of 128.
+  // Up to 16 rows, and up to 64 of half as many columns, two blocks are faster than one as long as there is a
+  // multiprocessor for each cluster; else there must be one for each of two blocks, of 64 rows or of 128.
   constexpr int64_t kMostTokensOfPairs = 4352;
   const int64_t wide_tiles = tiles_of(rows, 128);
-  const int64_t needed = rows <= 16 && !shape.fp8 && max_kv_len <= kMostTokensOfPairs ? clusters
-                         : rows <= 64                                                 ? 2 * clusters
-                                                                                      : 2 * shape.pairs() * wide_tiles;
+  const bool pairs_fit = !shape.fp8 && max_kv_len <= kMostTokensOfPairs && (rows <= 16 || shape.head_dim == 64);
+  const int64_t needed = rows > 64 ? 2 * shape.pairs() * wide_tiles : pairs_fit ? clusters : 2 * clusters;
   if (clusters == 0 || tiles > kMaxRowTiles || needed > device.multiprocessors) return false;
   if (sharing > 1) return true;
   if (rows <= 16 && clusters >= 8 && (clusters <= 16 || shape.fp8)) return true;
