@@ -802,7 +802,8 @@ def test_small_of_every_kernel(variant: str) -> None:
     cache = make_cache(lens, [q_rows] * len(lens), page_size=16, head_dim=head_dim, dtype=pools, device="cuda")
     cache.page_table[0, 20] = -1
     q = torch.randn(len(lens), q_rows, 8, head_dim, device="cuda").bfloat16()
-    assert sd.tree_attention_plan(q, cache.k_pool, cache.page_table, plan=plan).startswith(plan)
+    name = sd.tree_attention_plan(q, cache.k_pool, cache.page_table, plan=plan)
+    assert set(plan.split(".")) <= set(name.split("."))
     trees = random_trees(len(lens), q_rows)
     check(q, cache, mask=trees, plan=plan)
     check(q, cache, mask=trees, plan=plan, soft_cap=9.0, window=150)

@@ -29,6 +29,16 @@ def empty_like(op: str, like: Any, shape: Sequence[int]) -> Any:
     return empty(op, like, shape, str(getattr(like, "dtype", None)))
 
 
+def fill_zeros(out: Any, stream: int | None) -> None:
+    """Zeros in a tensor, on the stream that the op runs on."""
+    if stream is None or not getattr(out, "is_cuda", False):
+        out[...] = 0
+        return
+    cuda = sys.modules["torch"].cuda
+    with cuda.stream(cuda.ExternalStream(stream, device=out.device)):
+        out[...] = 0
+
+
 def arange_like(like: Any, start: int, stop: int, step: int) -> Any:
     """`arange` of the library that `empty` allocates from."""
     library = sys.modules["torch" if hasattr(like, "new_empty") else "numpy"]

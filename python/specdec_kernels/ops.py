@@ -18,7 +18,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from . import _C
-from ._alloc import arange_like, empty, empty_like, shape_of, wrong_type
+from ._alloc import arange_like, empty, empty_like, fill_zeros, shape_of, wrong_type
 from ._tree import Tree as Tree
 from ._tree import tree_outputs
 
@@ -974,7 +974,7 @@ def expert_rows(
         outs = shape_of("expert_rows", "weight", weight, 3)[1]
         shape = shape_of("expert_rows", "order", order, 1)[0], outs // 2 if gated else outs
         out = empty_like("expert_rows", x, shape) if x_scales is None else empty("expert_rows", x, shape, "bfloat16")
-        out[...] = 0
+        fill_zeros(out, stream)
     _C.expert_rows(stream, x, weight, order, ends, x_scales, weight_scales, gated, again, out)
     return out
 
