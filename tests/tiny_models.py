@@ -90,7 +90,7 @@ NO_SMALL = {
 GEMMA4 = {
     "layer_types": ["sliding_attention", "full_attention"] * 2,
     "per_layer_config": {1: {"head_dim": 32}, 3: {"head_dim": 32}},
-    "final_logit_softcapping": 2.0,
+    "final_logit_softcapping": 500.0,
     "hidden_size_per_layer_input": 16,
 }
 
@@ -116,7 +116,7 @@ MORE: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {"num_key_value_heads": 4},
     "minicpm3": {"num_key_value_heads": 4},
     "youtu": {"num_key_value_heads": 4},
-    "gemma2": {"query_pre_attn_scalar": 24, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0},
+    "gemma2": {"query_pre_attn_scalar": 24, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 500.0},
     "falcon": {"num_kv_heads": 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": WINDOW},
     "gptj": {"rotary_dim": 8},
