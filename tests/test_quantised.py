@@ -705,11 +705,11 @@ def test_an_expert_too_many(tensors: str, tmp_path: Path) -> None:
     message = {
         "all": f"has a quantised {path}.4.down_proj, expected quantised projections and experts alone",
         "weight": f"has {path}.4.down_proj.weight, {path}.4.gate_proj.weight, {path}.4.up_proj.weight, unknown to "
-        f"Qwen3MoeForCausalLM and has {path}.down_proj of shape [5, 192, 160], expected [4, 192, 160], expected every "
-        "tensor of the model and no other",
+        "Qwen3MoeForCausalLM, expected every tensor of the model and no other",
         "weight_scale": f"has a quantised {path}.4.down_proj, expected quantised projections and experts alone",
     }[tensors]
-    assert refusal(folder) == f"model: {folder} {message}"
+    of_newer = f" and has {path}.down_proj of shape [5, 192, 160], expected [4, 192, 160]"  # versions of transformers
+    assert refusal(folder).replace(of_newer, "") == f"model: {folder} {message}"
 
 
 def test_one_pattern_for_the_experts_of_a_layer() -> None:

@@ -435,11 +435,17 @@ def expert_of(path: str, modules: dict[str, Any]) -> Expert | None:
     if getattr(module, "is_transposed", True) or not hasattr(module, "gate_up_proj"):
         return None
     number, inner = int(match[2]), module.down_proj.shape[2]
-    if number >= len(module.down_proj):
+    if number >= experts_in(module):
         return None
     whole = (module.down_proj if part == "down" else module.gate_up_proj).data[number]
     rows = {"gate": whole[:inner], "up": whole[inner:], "down": whole}[part]
     return Expert(match[1], module, number, part, rows)
+
+
+def experts_in(module: Any) -> int:
+    """How many there are by the config: some versions of transformers make room for as many as a checkpoint has."""
+    count: int = getattr(module, "num_experts", len(module.down_proj))
+    return count
 
 
 def put(expert: Expert, weight: StoredWeight, kept: dict[str, QuantisedExperts] | None, what: str) -> None:
@@ -450,7 +456,7 @@ def put(expert: Expert, weight: StoredWeight, kept: dict[str, QuantisedExperts] 
         ValueError: activations are rounded in a way that experts cannot be given.
     """
     activations = weight.activations if isinstance(weight, Fp8Weight) else "none"
-    others = None if kept is None else kept.setdefault(expert.path, QuantisedExperts(len(expert.module.down_proj)))
+    others = None if kept is None else kept.setdefault(expert.path, QuantisedExperts(experts_in(expert.module)))
     known = ("none",) if others is None else ("none", "token", "group")
     if activations not in known or (others is not None and others.activations not in (None, activations)):
         raise ValueError(f"{what} whose activations are rounded ({activations}), expected those of all experts alike")
@@ -464,7 +470,7 @@ def put(expert: Expert, weight: StoredWeight, kept: dict[str, QuantisedExperts] 
 def whole_experts(written: dict[str, set[tuple[int, str]]], modules: dict[str, Any], what: str) -> set[str]:
     """The names of the parameters that were written, which are wholly so. ValueError where they are in part."""
     for path, parts in written.items():
-        for number in range(len(modules[path].down_proj)):
+        for number in range(experts_in(modules[path])):
             for part in ("gate", "up", "down"):
                 if (number, part) not in parts:
                     raise ValueError(
