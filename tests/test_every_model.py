@@ -60,13 +60,13 @@ def own_text(model: Any) -> tuple[list[int], torch.Tensor]:
     return out.sequences[0, len(prompt()) :].tolist(), torch.cat(out.logits)
 
 
-def expect_like(text: RequestOutput, want: tuple[list[int], torch.Tensor]) -> None:
+def expect_like(text: RequestOutput, want: tuple[list[int], torch.Tensor], what: str) -> None:
     """The same tokens, and log-probabilities: of random weights a text alone may be one token over and over."""
     tokens, logits = want
-    assert list(text.tokens) == tokens and text.logprobs is not None
+    assert list(text.tokens) == tokens and text.logprobs is not None, what
     best = torch.tensor([[logprob for _, logprob in each.top] for each in text.logprobs]).double()
     error = (best - logits.double().log_softmax(-1).topk(LIKELIEST).values).abs().amax(-1)
-    assert (error <= ERROR * logits.double().std(-1).clamp(min=1e-3)).all(), error
+    assert (error <= ERROR * logits.double().std(-1).clamp(min=1e-3)).all(), f"{what}: {error}"
 
 
 def texts(model: Any, other: Any, implementation: str) -> dict[str, RequestOutput]:
@@ -128,8 +128,7 @@ def row_of(model_type: str) -> str:
             continue
         want = own_text(model)
         for name, text in found.items():
-            print(f"{model_type}, {way}, {name}")
-            expect_like(text, want)
+            expect_like(text, want, f"{model_type}, {way}, {name}")
         ways[way] = "yes"
     if "yes" in ways.values():
         why = ""

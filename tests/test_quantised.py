@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
@@ -702,14 +703,16 @@ def test_an_expert_too_many(tensors: str, tmp_path: Path) -> None:
         for name in ("weight", "weight_scale") if tensors == "all" else (tensors,):
             stored[f"{path}.4.{part}.{name}"] = stored[f"{path}.0.{part}.{name}"].clone()
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    shape = f" and has {path}.down_proj of shape [5, 192, 160], expected [4, 192, 160]"
+    if transformers.__version__.startswith("5.17."):  # which makes room for it and does not tell
+        shape = ""
     message = {
         "all": f"has a quantised {path}.4.down_proj, expected quantised projections and experts alone",
         "weight": f"has {path}.4.down_proj.weight, {path}.4.gate_proj.weight, {path}.4.up_proj.weight, unknown to "
-        "Qwen3MoeForCausalLM, expected every tensor of the model and no other",
+        f"Qwen3MoeForCausalLM{shape}, expected every tensor of the model and no other",
         "weight_scale": f"has a quantised {path}.4.down_proj, expected quantised projections and experts alone",
     }[tensors]
-    of_newer = f" and has {path}.down_proj of shape [5, 192, 160], expected [4, 192, 160]"  # versions of transformers
-    assert refusal(folder).replace(of_newer, "") == f"model: {folder} {message}"
+    assert refusal(folder) == f"model: {folder} {message}"
 
 
 def test_one_pattern_for_the_experts_of_a_layer() -> None:

@@ -444,8 +444,7 @@ def expert_of(path: str, modules: dict[str, Any]) -> Expert | None:
 
 def experts_in(module: Any) -> int:
     """How many there are by the config: some versions of transformers make room for as many as a checkpoint has."""
-    count: int = getattr(module, "num_experts", len(module.down_proj))
-    return count
+    return int(getattr(module, "num_experts", len(module.down_proj)))
 
 
 def put(expert: Expert, weight: StoredWeight, kept: dict[str, QuantisedExperts] | None, what: str) -> None:
