@@ -303,6 +303,7 @@ def test_from_asyncio() -> None:
 
 
 def test_what_cannot_go_on_exactly_is_refused_by_name(tmp_path: Path) -> None:
+    pytest.importorskip("xgrammar")
     prompt = held_out("code")[0]
     with make_engine(TARGET, eagle3(HEAD), "cpu", grammars=True) as a:
         request = a.submit(prompt, replace(BASE, regex="a+", ignore_eos=False))

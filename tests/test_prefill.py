@@ -81,8 +81,9 @@ def test_the_shape_of_a_pass() -> None:
 @pytest.mark.skipif(not HAS_CUDA, reason="no GPU here")
 @every_draft
 def test_captured_passes_are_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make_engine(name, "cuda", num_slots=SLOTS)
-    other = make_engine(name, "cuda", num_slots=SLOTS, cuda_graph=False)
+    # Not adaptive: rounds that are timed leave something in slots that nobody holds.
+    engine = make_engine(name, "cuda", num_slots=SLOTS, adaptive=False)
+    other = make_engine(name, "cuda", num_slots=SLOTS, adaptive=False, cuda_graph=False)
     assert len(engine._executor.passes.captured) == len(captured_shapes(2048, SLOTS, MAX_LEN))
     with torch.inference_mode(), on_stream(engine._stream):
         chunks = chunks_of(engine)

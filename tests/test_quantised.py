@@ -513,7 +513,8 @@ def that_fails(*_tensors: Tensor) -> Tensor:
 def test_a_kernel_is_taken_where_it_gives_the_definition() -> None:
     cpu = torch.device("cpu")
     assert gives_the_definition(by_hand, cpu)
-    assert gives_the_definition(scaled_by_rows, cpu)  # torch has that one for CPUs, too
+    if torch.__version__ >= (2, 13):  # type: ignore[operator]
+        assert gives_the_definition(scaled_by_rows, cpu)  # which has that one for CPUs, too
     assert not gives_the_definition(without_scales, cpu)
     assert not gives_the_definition(that_fails, cpu)
 

@@ -419,7 +419,7 @@ def test_a_captured_pass_catches_up(name: str, tmp_path: Path) -> None:
     record = rings.commands[int(rings.num_applied) % len(rings.commands)]
     record.fill_(-1)
     record[2:5] = torch.tensor([2, -1, 0])
-    (graph,) = (graph for size, graph in engine.graphs.by_size.items() if size[:2] == (3, _C.CATCH_UP))
+    (graph,) = (graph for size, [graph] in engine.graphs.by_size.items() if size[:2] == (3, _C.CATCH_UP))
     graph.instantiate()
     graph.replay()
     torch.cuda.synchronize()

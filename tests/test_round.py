@@ -292,6 +292,7 @@ def test_captured_rounds_feed_the_index(name: str) -> None:
     outputs = engine.generate(prompts()[:6], SamplingParams(max_new_tokens=60, ignore_eos=True))
     assert engine._scheduler.num_retractions > 0
     draft: Any = engine.draft
+    torch.cuda.synchronize()  # the last rounds may still run, on the engine's stream
     index = (draft if name == "ngram" else draft.second).index.to("cpu")
     statistics = index.statistics
     assert statistics.inserted == statistics.held == sum(len(o.prompt_tokens + o.tokens) for o in outputs)
