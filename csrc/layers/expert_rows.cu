@@ -1,11 +1,12 @@
 // expert_rows by mma.sync: experts that no row takes are not read, the others once for every few rows that take them.
 //
 // Work is items: a tile of 16 rows of an expert's weight for some of its pairs. How many there are only the device
-// knows; each block counts them and walks those that are its own, so that neighbours read what lies together. A block's
-// warps share the length in slices of 128 bytes of each of 16 rows, which every warp copies into a ring of its own
-// (cp.async) and for which it waits alone; at the end of an item they add up. The ring runs on into the next item.
-// Reads an expert's weight once, and its rows of x once for each tile, mostly from caches: the floor is the touched
-// weights over the bandwidth.
+// knows; each block counts them and walks those that are its own, so that neighbours read what lies together. A warp
+// copies slices of 128 bytes of each of the 16 rows into a ring of its own (cp.async), which runs on into the next
+// item. A block is one warp, which waits for no other: what an item begins and ends with (its search, its pairs, its
+// sums) takes longer than a slice, and others multiply meanwhile. Only where items are too few to hide what a slice
+// takes in a warp, several share one, slice by slice, and add up. Reads an expert's weight once, and its rows of x once
+// for each tile, mostly from caches: the floor is the touched weights over the bandwidth.
 //
 // Numbers of 8 bits become 16-bit ones in registers, exactly so, whose products the tensor cores sum up in float32;
 // each slice's sum is scaled. m16n8k16, rows of the weight as its rows and rows of x as its columns. Which numbers
@@ -25,13 +26,15 @@
 namespace specdec::layers {
 namespace {
 
-constexpr int kWarps = 4, kThreads = kWarps * kWarp;
-template <int kTiles>
-constexpr int kBlocks = kTiles > 1 ? 3 : 4;  // of a multiprocessor
-constexpr int kTile = 16;                    // rows of the weight
-constexpr int kSlice = 128;                  // bytes of each
+constexpr int kTile = 16;    // rows of the weight
+constexpr int kSlice = 128;  // bytes of each
 constexpr int kSliceBytes = kTile * kSlice;
-constexpr int kDepth = 6;  // of a warp's ring, in slices
+constexpr int kDepth = 6;       // of a warp's ring, in slices
+constexpr int kMostWarps = 16;  // of a multiprocessor
+
+// Warps that share an item where there are few: rows of numbers of 16 bits have twice as many slices.
+template <class W>
+constexpr int kSharing = 2 * sizeof(W);
 
 template <class X>
 constexpr bool kIsFloat8 = std::is_same_v<X, Float8>;
@@ -78,19 +81,17 @@ struct Item {
 class Items {
  public:
   // By all threads of a block, which meet here.
-  __device__ Items(const ExpertRowsParams& p, int columns, int* chunk_ends) : p_(p), columns_(columns) {
-    __shared__ int of_warps[kWarps];
-    chunk_ends_ = chunk_ends;
-    const int experts = static_cast<int>(p.experts), each = (experts + kThreads - 1) / kThreads;
-    const int from = min(static_cast<int>(threadIdx.x) * each, experts), to = min(from + each, experts);
-    int mine = 0;
-    for (int e = from; e < to; ++e) mine += chunk_ends[e] = chunks_of(e);
-    int before = sum_up_to_lane(mine);
-    if (lane_id() == kWarp - 1) of_warps[warp_id()] = before;
-    __syncthreads();
-    for (int w = 0; w < warp_id(); ++w) before += of_warps[w];
-    before -= mine;
-    for (int e = from; e < to; ++e) chunk_ends[e] = before += chunk_ends[e];
+  __device__ Items(const ExpertRowsParams& p, int columns, int* chunk_ends)
+      : p_(p), columns_(columns), chunk_ends_(chunk_ends) {
+    const int experts = static_cast<int>(p.experts);
+    if (warp_id() == 0) {
+      const int each = (experts + kWarp - 1) / kWarp;
+      const int from = min(lane_id() * each, experts), to = min(from + each, experts);
+      int mine = 0;
+      for (int e = from; e < to; ++e) mine += chunk_ends[e] = chunks_of(e);
+      int before = sum_up_to_lane(mine) - mine;
+      for (int e = from; e < to; ++e) chunk_ends[e] = before += chunk_ends[e];
+    }
     __syncthreads();
     tiles_ = static_cast<int>(p.weight_rows() / kTile);
     count_ = int64_t{chunk_ends[experts - 1]} * tiles_;
@@ -118,7 +119,7 @@ class Items {
 
   const ExpertRowsParams& p_;
   const int columns_;
-  const int* chunk_ends_;
+  const int* const chunk_ends_;
   int tiles_;
   int64_t count_;
 };
@@ -135,7 +136,7 @@ struct TileRows {
 };
 
 // A warp's slices of the weight on their way, those of one item behind those of the one before.
-template <class W>
+template <class W, int kWarps>
 class Ring {
  public:
   __device__ Ring(const ExpertRowsParams& p, const Items& items, unsigned char* stages)
@@ -185,24 +186,24 @@ class Ring {
   const unsigned char *top_, *bottom_;
 };
 
-// X: of x; W: of weight; T: of out; kTiles: of 8 rows of x that an item has at most.
-template <class X, class W, class T, int kTiles>
-__global__ void __launch_bounds__(kThreads, kBlocks<kTiles>) expert_rows_kernel(ExpertRowsParams p) {
+// X: of x; W: of weight; T: of out; kTiles: of 8 rows of x that an item has at most; kWarps: of a block, which share
+// its items.
+template <class X, class W, class T, int kTiles, int kWarps>
+__global__ void __launch_bounds__(kWarps* kWarp, kMostWarps / kWarps) expert_rows_kernel(ExpertRowsParams p) {
   using Number = std::conditional_t<kIsFloat8<X>, Half, X>;  // that is multiplied
   constexpr bool kScaled = kIsFloat8<W>;
   constexpr int kColumns = kTiles * 8, kOfSlice = kSlice / sizeof(W);
-  extern __shared__ __align__(128) unsigned char rings[];
-  __shared__ int chunk_ends[kMaxExperts];
-  __shared__ float sums[kWarps][kColumns][kTile + 4];
+  constexpr bool kAhead = kTiles == 1;  // x is read a slice ahead: of more rows there are no registers for it
+  extern __shared__ __align__(128) unsigned char slices[];
   const auto begin = [] {
     wait_for_kernels_before();
     let_next_kernel_start();
   };
   if (!p.again) begin();
   const int lane = lane_id(), warp = warp_id(), taken = static_cast<int>(p.pairs / p.rows);
-  const Items items(p, kColumns, chunk_ends);
-  unsigned char* const stages = rings + warp * kDepth * kSliceBytes;
-  Ring<W> ring(p, items, stages);
+  const Items items(p, kColumns, reinterpret_cast<int*>(slices + kWarps * kDepth * kSliceBytes));
+  unsigned char* const stages = slices + warp * kDepth * kSliceBytes;
+  Ring<W, kWarps> ring(p, items, stages);
 #pragma unroll 1
   for (int stage = 0; stage < kDepth - 1; ++stage) ring.fetch(stage);
   if (p.again) begin();
@@ -213,10 +214,26 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kTiles>) expert_rows_kernel(
     const TileRows rows(p, item);
     const int tiles = (item.count + 7) / 8;
     // Rows beyond the last are read as the last, and not written.
-    int x_rows[kTiles];
+    int pairs[kTiles], x_rows[kTiles];
 #pragma unroll
-    for (int n = 0; n < kTiles; ++n)
-      x_rows[n] = static_cast<int>(p.pair(item.first + min(n * 8 + lane / 4, item.count - 1))) / taken;
+    for (int n = 0; n < kTiles; ++n) {
+      pairs[n] = static_cast<int>(p.pair(item.first + min(n * 8 + lane / 4, item.count - 1)));
+      x_rows[n] = pairs[n] / taken;
+    }
+    Neighbours<X, W> x[kTiles][2];
+    const auto read = [&](Neighbours<X, W>(&to)[kTiles][2], int64_t at) {
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n) {
+        if (n >= tiles) break;
+        const X* const from = static_cast<const X*>(p.x) + x_rows[n] * p.x_stride + at + lane % 4 * kNumbers<W>;
+#pragma unroll
+        for (int u = 0; u < 2; ++u)
+#pragma unroll
+          for (int k = 0; k < Neighbours<X, W>::kPacks; ++k)
+            to[n][u].packs[k] = reinterpret_cast<const uint4*>(from + u * kOfSlice / 2)[k];
+      }
+    };
+    if constexpr (kAhead) read(x, int64_t{warp} * kOfSlice);
     float sum[kTiles][4] = {};
 #pragma unroll 1
     for (int64_t at = int64_t{warp} * kOfSlice; at < p.in; at += kWarps * kOfSlice) {
@@ -229,16 +246,15 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kTiles>) expert_rows_kernel(
         low_scale = of_weight[rows.top], high_scale = of_weight[rows.bottom];
       }
       float of_x[kTiles][2];
-      Neighbours<X, W> x[kTiles][2];
+      Neighbours<X, W> ahead[kTiles][2];
+      if constexpr (kAhead) {
+        if (at + kWarps * kOfSlice < p.in) read(ahead, at + kWarps * kOfSlice);
+      } else {
+        read(x, at);
+      }
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) {
         if (n >= tiles) break;
-        const X* const from = static_cast<const X*>(p.x) + x_rows[n] * p.x_stride + at + lane % 4 * kNumbers<W>;
-#pragma unroll
-        for (int u = 0; u < 2; ++u)
-#pragma unroll
-          for (int k = 0; k < Neighbours<X, W>::kPacks; ++k)
-            x[n][u].packs[k] = reinterpret_cast<const uint4*>(from + u * kOfSlice / 2)[k];
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const int row = __shfl_sync(kFullMask, x_rows[n], (lane % 4 * 2 + e) * 4);
@@ -292,45 +308,64 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kTiles>) expert_rows_kernel(
           for (int e = 0; e < 4; ++e)
             if (n < tiles) sum[n][e] += part[n][e] * (of_x[n][e % 2] * (e < 2 ? low_scale : high_scale));
       }
+      if constexpr (kAhead) {
+#pragma unroll
+        for (int u = 0; u < 2; ++u) x[0][u] = ahead[0][u];
+      }
     }
 
-    __syncthreads();  // who still writes the item before
+    if constexpr (kWarps > 1) {
+      static_assert(kTiles == 1);
+      __shared__ float4 sums[kWarps][kWarp];
+      __syncthreads();  // those of the item before have been read
+      sums[warp][lane] = {sum[0][0], sum[0][1], sum[0][2], sum[0][3]};
+      __syncthreads();
+      if (warp > 0) continue;
+#pragma unroll
+      for (int w = 1; w < kWarps; ++w) {
+        const float4 more = sums[w][lane];
+        sum[0][0] += more.x, sum[0][1] += more.y, sum[0][2] += more.z, sum[0][3] += more.w;
+      }
+    }
+    const int outs = p.gated ? kTile / 2 : kTile;
 #pragma unroll
     for (int n = 0; n < kTiles; ++n)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) sums[warp][n * 8 + lane % 4 * 2 + e % 2][e / 2 * 8 + lane / 4] = sum[n][e];
-    __syncthreads();
-    const int outs = p.gated ? kTile / 2 : kTile;
-    for (int j = threadIdx.x; j < item.count * outs; j += kThreads) {
-      const int column = j / outs, out = j % outs;
-      const auto total = [&](int row) {
-        float of_warps = 0;
-#pragma unroll
-        for (int w = 0; w < kWarps; ++w) of_warps += sums[w][column][row];
-        return of_warps;
-      };
-      float value = total(out);
-      if (p.gated) value = gated(value, total(kTile / 2 + out));
-      T* const to = static_cast<T*>(p.out) + p.pair(item.first + column) * p.out_stride;
-      to[int64_t{item.tile} * outs + out] = from_float<T>(value);
-    }
+      for (int e = 0; e < 2; ++e) {
+        const int column = lane % 4 * 2 + e;
+        const int64_t pair = __shfl_sync(kFullMask, pairs[n], column * 4);
+        if (n * 8 + column >= item.count) continue;
+        T* const to = static_cast<T*>(p.out) + pair * p.out_stride + int64_t{item.tile} * outs + lane / 4;
+        const float top = sum[n][e], bottom = sum[n][2 + e];
+        to[0] = from_float<T>(p.gated ? gated(top, bottom) : top);
+        if (!p.gated) to[kTile / 2] = from_float<T>(bottom);
+      }
   }
 }
 
 template <class X, class W, class T>
 void start(const ExpertRowsParams& p, Stream stream) {
-  const auto of_tiles = [&]<int kTiles>() {
-    const auto kernel = expert_rows_kernel<X, W, T, kTiles>;
+  const int64_t multiprocessors = current_device("expert_rows").multiprocessors;
+  const auto most_items = [&](int columns) {
+    const int64_t touched = std::min(p.experts, p.pairs);
+    return p.weight_rows() / kTile * (touched + (p.pairs - touched) / columns);
+  };
+  const auto of_tiles = [&]<int kTiles, int kWarps>() {
+    const auto kernel = expert_rows_kernel<X, W, T, kTiles, kWarps>;
     constexpr int kRings = kWarps * kDepth * kSliceBytes;
-    SD_CUDA_CHECK("expert_rows", cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kRings));
-    // As many as find room at once, or one for each item there may be.
-    const int64_t tiles = p.weight_rows() / kTile, most = std::min(p.experts, p.pairs) + p.pairs / (kTiles * 8);
-    const int64_t blocks = int64_t{kBlocks<kTiles>} * current_device("expert_rows").multiprocessors;
+    SD_CUDA_CHECK("expert_rows", cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                      kRings + int{kMaxExperts * sizeof(int)}));
+    // As many blocks as find room at once, or one for each item there may be.
+    const int64_t room = kMostWarps / kWarps * multiprocessors;
     launch("expert_rows", kernel,
-           {.grid = static_cast<unsigned>(std::min(blocks, tiles * most)), .threads = kThreads, .shared_bytes = kRings},
+           {.grid = static_cast<unsigned>(std::min(room, most_items(kTiles * 8))),
+            .threads = kWarps * kWarp,
+            .shared_bytes = kRings + p.experts * sizeof(int)},
            stream, p);
   };
-  p.rows <= 8 ? of_tiles.template operator()<1>() : of_tiles.template operator()<4>();
+  if (p.rows > 8) return of_tiles.template operator()<kIsFloat8<W> ? 2 : 4, 1>();  // more take too many registers
+  most_items(8) <= kMostWarps / 2 * multiprocessors ? of_tiles.template operator()<1, kSharing<W>>()
+                                                    : of_tiles.template operator()<1, 1>();
 }
 
 }  // namespace
