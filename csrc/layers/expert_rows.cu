@@ -32,9 +32,16 @@ constexpr int kSliceBytes = kTile * kSlice;
 constexpr int kDepth = 6;       // of a warp's ring, in slices
 constexpr int kMostWarps = 16;  // of a multiprocessor
 
-// Warps that share an item where there are few: rows of numbers of 16 bits have twice as many slices.
+// Parts of the length that are summed up each for itself, in any call, so that a row gets the same bits alone, where
+// warps share an item, and beside others. Rows of numbers of 16 bits have twice as many slices.
 template <class W>
-constexpr int kSharing = 2 * sizeof(W);
+constexpr int kParts = 2 * sizeof(W);
+
+// In slices.
+template <class W>
+__device__ int64_t begin_of_part(int part, int64_t slices) {
+  return part * slices / kParts<W>;
+}
 
 template <class X>
 constexpr bool kIsFloat8 = std::is_same_v<X, Float8>;
@@ -140,14 +147,20 @@ template <class W, int kWarps>
 class Ring {
  public:
   __device__ Ring(const ExpertRowsParams& p, const Items& items, unsigned char* stages)
-      : p_(p), items_(items), stages_(stages), item_(blockIdx.x), row_bytes_(p.in * int64_t{sizeof(W)}) {
+      : p_(p),
+        items_(items),
+        stages_(stages),
+        item_(blockIdx.x),
+        row_bytes_(p.in * int64_t{sizeof(W)}),
+        begin_(kWarps > 1 ? begin_of_part<W>(warp_id(), row_bytes_ / kSlice) * kSlice : 0),
+        end_(kWarps > 1 ? begin_of_part<W>(warp_id() + 1, row_bytes_ / kSlice) * kSlice : row_bytes_) {
     begin_item();
   }
 
   // Sixteen bytes each of row lane / 8 and every fourth, whose halves change places in odd rows: so the rows that are
   // read together meet in no bank. Behind the last item there is nothing to copy, and yet something to wait for.
   __device__ void fetch(int stage) {
-    if (at_ < row_bytes_) {
+    if (at_ < end_) {
       const int lane = lane_id();
       unsigned char* const to = stages_ + stage * kSliceBytes;
 #pragma unroll
@@ -156,8 +169,8 @@ class Ring {
         copy_async(to + row * kSlice + ((lane % 8) ^ (row % 2 * 4)) * 16,
                    (i < 2 ? top_ : bottom_) + i % 2 * 4 * row_bytes_ + at_);
       }
-      at_ += kWarps * kSlice;
-      if (at_ >= row_bytes_) {
+      at_ += kSlice;
+      if (at_ >= end_) {
         item_ += gridDim.x;
         begin_item();
       }
@@ -167,22 +180,22 @@ class Ring {
 
  private:
   __device__ void begin_item() {
-    at_ = row_bytes_;
-    if (item_ >= items_.count()) return;
+    at_ = end_;
+    if (item_ >= items_.count() || begin_ == end_) return;
     const TileRows rows(p_, items_.at(item_));
     const int lane = lane_id();
     const auto* const weight = static_cast<const unsigned char*>(p_.weight) + lane % 8 * 16;
     top_ = weight + (rows.top + lane / 8) * row_bytes_;
     bottom_ = weight + (rows.bottom + lane / 8) * row_bytes_;
-    at_ = int64_t{warp_id()} * kSlice;
+    at_ = begin_;
   }
 
   const ExpertRowsParams& p_;
   const Items& items_;
   unsigned char* const stages_;
   int64_t item_;
-  const int64_t row_bytes_;
-  int64_t at_;  // where the next slice begins, along the length
+  const int64_t row_bytes_, begin_, end_;  // the warp's part of the length
+  int64_t at_;                             // where the next slice begins, along the length
   const unsigned char *top_, *bottom_;
 };
 
@@ -208,6 +221,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, kMostWarps / kWarps) expert_row
   for (int stage = 0; stage < kDepth - 1; ++stage) ring.fetch(stage);
   if (p.again) begin();
 
+  const int64_t num_slices = p.in / kOfSlice;
   int stage = 0;
   for (int64_t i = blockIdx.x; i < items.count(); i += gridDim.x) {
     const Item item = items.at(i);
@@ -233,85 +247,98 @@ __global__ void __launch_bounds__(kWarps* kWarp, kMostWarps / kWarps) expert_row
             to[n][u].packs[k] = reinterpret_cast<const uint4*>(from + u * kOfSlice / 2)[k];
       }
     };
-    if constexpr (kAhead) read(x, int64_t{warp} * kOfSlice);
+    const int first_part = kWarps > 1 ? warp : 0, last_part = kWarps > 1 ? warp : kParts<W> - 1;
+    int64_t at = begin_of_part<W>(first_part, num_slices) * kOfSlice;
+    const int64_t end = begin_of_part<W>(last_part + 1, num_slices) * kOfSlice;
+    if constexpr (kAhead) {
+      if (at < end) read(x, at);
+    }
     float sum[kTiles][4] = {};
 #pragma unroll 1
-    for (int64_t at = int64_t{warp} * kOfSlice; at < p.in; at += kWarps * kOfSlice) {
-      // All that is not in the ring is on its way before that is waited for.
-      const int64_t group = p.groups > 1 ? at / kOfSlice : 0;
-      float low_scale = 1, high_scale = 1;
-      if constexpr (kScaled) {
-        const float* const of_weight =
-            p.weight_scales + group * p.weight_rows() + (p.groups - 1) * item.expert * p.weight_rows() + lane / 4;
-        low_scale = of_weight[rows.top], high_scale = of_weight[rows.bottom];
-      }
-      float of_x[kTiles][2];
-      Neighbours<X, W> ahead[kTiles][2];
-      if constexpr (kAhead) {
-        if (at + kWarps * kOfSlice < p.in) read(ahead, at + kWarps * kOfSlice);
-      } else {
-        read(x, at);
-      }
-#pragma unroll
-      for (int n = 0; n < kTiles; ++n) {
-        if (n >= tiles) break;
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int row = __shfl_sync(kFullMask, x_rows[n], (lane % 4 * 2 + e) * 4);
-          of_x[n][e] = kIsFloat8<X> ? p.x_scales[group * p.x_scales_stride + row] : 1;
+    for (int part = first_part; part <= last_part; ++part) {
+      float of_part[kTiles][4] = {};
+#pragma unroll 1
+      for (const int64_t behind = begin_of_part<W>(part + 1, num_slices) * kOfSlice; at < behind; at += kOfSlice) {
+        // All that is not in the ring is on its way before that is waited for.
+        const int64_t group = p.groups > 1 ? at / kOfSlice : 0;
+        float low_scale = 1, high_scale = 1;
+        if constexpr (kScaled) {
+          const float* const of_weight =
+              p.weight_scales + group * p.weight_rows() + (p.groups - 1) * item.expert * p.weight_rows() + lane / 4;
+          low_scale = of_weight[rows.top], high_scale = of_weight[rows.bottom];
         }
-      }
-      asm volatile("cp.async.wait_group %0;" ::"n"(kDepth - 2) : "memory");
-      __syncwarp();
-      const unsigned char* const from = stages + stage * kSliceBytes + lane / 4 * kSlice;
-      uint4 a[2][2];
+        float of_x[kTiles][2];
+        Neighbours<X, W> ahead[kTiles][2];
+        if constexpr (kAhead) {
+          if (at + kOfSlice < end) read(ahead, at + kOfSlice);
+        } else {
+          read(x, at);
+        }
 #pragma unroll
-      for (int u = 0; u < 2; ++u)
+        for (int n = 0; n < kTiles; ++n) {
+          if (n >= tiles) break;
 #pragma unroll
-        for (int half = 0; half < 2; ++half)
-          a[u][half] = *reinterpret_cast<const uint4*>(from + half * 8 * kSlice +
-                                                       ((u * 4 + lane % 4) ^ (lane / 4 % 2 * 4)) * 16);
-      // The slice read before this one is everybody's no more.
-      ring.fetch(stage == 0 ? kDepth - 1 : stage - 1);
-      if (++stage == kDepth) stage = 0;
+          for (int e = 0; e < 2; ++e) {
+            const int row = __shfl_sync(kFullMask, x_rows[n], (lane % 4 * 2 + e) * 4);
+            of_x[n][e] = kIsFloat8<X> ? p.x_scales[group * p.x_scales_stride + row] : 1;
+          }
+        }
+        asm volatile("cp.async.wait_group %0;" ::"n"(kDepth - 2) : "memory");
+        __syncwarp();
+        const unsigned char* const from = stages + stage * kSliceBytes + lane / 4 * kSlice;
+        uint4 a[2][2];
+#pragma unroll
+        for (int u = 0; u < 2; ++u)
+#pragma unroll
+          for (int half = 0; half < 2; ++half)
+            a[u][half] = *reinterpret_cast<const uint4*>(from + half * 8 * kSlice +
+                                                         ((u * 4 + lane % 4) ^ (lane / 4 % 2 * 4)) * 16);
+        // The slice read before this one is everybody's no more.
+        ring.fetch(stage == 0 ? kDepth - 1 : stage - 1);
+        if (++stage == kDepth) stage = 0;
 
-      float part[kTiles][4] = {};
+        float part[kTiles][4] = {};
 #pragma unroll
-      for (int u = 0; u < 2; ++u)
+        for (int u = 0; u < 2; ++u)
 #pragma unroll
-        for (int k = 0; k < kNumbers<W> / 4; ++k) {
-          uint32_t numbers[4];
-          if constexpr (kScaled) {
-            widen<Number>(word_of(a[u][0], k), numbers[0], numbers[2]);
-            widen<Number>(word_of(a[u][1], k), numbers[1], numbers[3]);
-          } else {
-#pragma unroll
-            for (int w = 0; w < 4; ++w) numbers[w] = word_of(a[u][w % 2], 2 * k + w / 2);
-          }
-#pragma unroll
-          for (int n = 0; n < kTiles; ++n) {
-            if (n >= tiles) break;
-            uint32_t low, high;
-            if constexpr (kIsFloat8<X>) {
-              widen<Number>(word_of(x[n][u].packs[0], k), low, high);
+          for (int k = 0; k < kNumbers<W> / 4; ++k) {
+            uint32_t numbers[4];
+            if constexpr (kScaled) {
+              widen<Number>(word_of(a[u][0], k), numbers[0], numbers[2]);
+              widen<Number>(word_of(a[u][1], k), numbers[1], numbers[3]);
             } else {
-              low = word_of(x[n][u].packs[k / 2], k % 2 * 2);
-              high = word_of(x[n][u].packs[k / 2], k % 2 * 2 + 1);
+#pragma unroll
+              for (int w = 0; w < 4; ++w) numbers[w] = word_of(a[u][w % 2], 2 * k + w / 2);
             }
-            mma<Number>(kScaled ? part[n] : sum[n], numbers, low, high);
+#pragma unroll
+            for (int n = 0; n < kTiles; ++n) {
+              if (n >= tiles) break;
+              uint32_t low, high;
+              if constexpr (kIsFloat8<X>) {
+                widen<Number>(word_of(x[n][u].packs[0], k), low, high);
+              } else {
+                low = word_of(x[n][u].packs[k / 2], k % 2 * 2);
+                high = word_of(x[n][u].packs[k / 2], k % 2 * 2 + 1);
+              }
+              mma<Number>(kScaled ? part[n] : of_part[n], numbers, low, high);
+            }
           }
+        if constexpr (kScaled) {
+#pragma unroll
+          for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e)
+              if (n < tiles) of_part[n][e] += part[n][e] * (of_x[n][e % 2] * (e < 2 ? low_scale : high_scale));
         }
-      if constexpr (kScaled) {
+        if constexpr (kAhead) {
 #pragma unroll
-        for (int n = 0; n < kTiles; ++n)
-#pragma unroll
-          for (int e = 0; e < 4; ++e)
-            if (n < tiles) sum[n][e] += part[n][e] * (of_x[n][e % 2] * (e < 2 ? low_scale : high_scale));
+          for (int u = 0; u < 2; ++u) x[0][u] = ahead[0][u];
+        }
       }
-      if constexpr (kAhead) {
 #pragma unroll
-        for (int u = 0; u < 2; ++u) x[0][u] = ahead[0][u];
-      }
+      for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) sum[n][e] += of_part[n][e];
     }
 
     if constexpr (kWarps > 1) {
@@ -351,6 +378,7 @@ void start(const ExpertRowsParams& p, Stream stream) {
     return p.weight_rows() / kTile * (touched + (p.pairs - touched) / columns);
   };
   const auto of_tiles = [&]<int kTiles, int kWarps>() {
+    static_assert(kWarps == 1 || kWarps == kParts<W>);
     const auto kernel = expert_rows_kernel<X, W, T, kTiles, kWarps>;
     constexpr int kRings = kWarps * kDepth * kSliceBytes;
     SD_CUDA_CHECK("expert_rows", cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
@@ -364,7 +392,7 @@ void start(const ExpertRowsParams& p, Stream stream) {
            stream, p);
   };
   if (p.rows > 8) return of_tiles.template operator()<kIsFloat8<W> ? 2 : 4, 1>();  // more take too many registers
-  most_items(8) <= kMostWarps / 2 * multiprocessors ? of_tiles.template operator()<1, kSharing<W>>()
+  most_items(8) <= kMostWarps / 2 * multiprocessors ? of_tiles.template operator()<1, kParts<W>>()
                                                     : of_tiles.template operator()<1, 1>();
 }
 
