@@ -5,8 +5,10 @@
 // copies slices of 128 bytes of each of the 16 rows into a ring of its own (cp.async), which runs on into the next
 // item. A block is one warp, which waits for no other: what an item begins and ends with (its search, its pairs, its
 // sums) takes longer than a slice, and others multiply meanwhile. Only where items are too few to hide what a slice
-// takes in a warp, several share one, slice by slice, and add up. Reads an expert's weight once, and its rows of x once
-// for each tile, mostly from caches: the floor is the touched weights over the bandwidth.
+// takes in a warp, several share one, a part of the length each, and add up.
+//
+// It reads an expert's weight once, and its rows of x once for each tile, mostly from caches: the floor is the touched
+// weights over the bandwidth.
 //
 // Numbers of 8 bits become 16-bit ones in registers, exactly so, whose products the tensor cores sum up in float32;
 // each slice's sum is scaled. m16n8k16, rows of the weight as its rows and rows of x as its columns. Which numbers
