@@ -299,7 +299,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, kMostWarps / kWarps) expert_row
         ring.fetch(stage == 0 ? kDepth - 1 : stage - 1);
         if (++stage == kDepth) stage = 0;
 
-        float part[kTiles][4] = {};
+        float of_slice[kTiles][4] = {};
 #pragma unroll
         for (int u = 0; u < 2; ++u)
 #pragma unroll
@@ -322,7 +322,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, kMostWarps / kWarps) expert_row
                 low = word_of(x[n][u].packs[k / 2], k % 2 * 2);
                 high = word_of(x[n][u].packs[k / 2], k % 2 * 2 + 1);
               }
-              mma<Number>(kScaled ? part[n] : of_part[n], numbers, low, high);
+              mma<Number>(kScaled ? of_slice[n] : of_part[n], numbers, low, high);
             }
           }
         if constexpr (kScaled) {
@@ -330,7 +330,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, kMostWarps / kWarps) expert_row
           for (int n = 0; n < kTiles; ++n)
 #pragma unroll
             for (int e = 0; e < 4; ++e)
-              if (n < tiles) of_part[n][e] += part[n][e] * (of_x[n][e % 2] * (e < 2 ? low_scale : high_scale));
+              if (n < tiles) of_part[n][e] += of_slice[n][e] * (of_x[n][e % 2] * (e < 2 ? low_scale : high_scale));
         }
         if constexpr (kAhead) {
 #pragma unroll

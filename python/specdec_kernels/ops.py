@@ -944,7 +944,7 @@ def expert_rows(
     stream: int | None = None,
 ) -> Tensor:
     """Rows times the weights of the experts that they take: each weight that is taken is read once for every 32 rows
-    that take it (8 where there are no more rows), and no other.
+    that take it (16 where weights have scales, 8 where there are no more rows), and no other.
 
     Sums are float32. The bits of a row do not depend on what is beside it.
 

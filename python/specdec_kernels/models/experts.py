@@ -21,8 +21,8 @@ from .quantised import FP8, GROUP, Fp8Weight, in_eight_bits, rounded, widened
 STRIDE_BYTES = 16  # of which `functional.grouped_mm` takes multiples
 MAX_EXPERTS, MAX_TAKEN = 1024, 32  # that our ops take
 OUR_INS, OUR_OUTS = 64, 16  # of which `expert_rows` takes multiples, in 16 bits
-# Up to so many rows an expert in the mean `expert_rows` multiplies where torch's grouped product could: it reads a
-# weight again for every 32, which next to no expert has where the mean is half of that.
+# Up to so many rows an expert in the mean `expert_rows` multiplies where torch's grouped product could, on an H200 in
+# 0.9 of its time: it reads a weight again for every 32, which next to no expert has where the mean is half of that.
 FEW_ROWS = 16
 
 
