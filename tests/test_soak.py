@@ -17,6 +17,7 @@ from specdec_kernels import FinishReason
 from specdec_kernels.engine import Draft, Eagle3, Engine, NewTokens, Ngram, RequestOutput, SamplingParams, Standalone
 from specdec_kernels.tiny import tiny_model
 from test_engine_sampling import KINDS, close_draws
+from test_requests import cached_pages, expect_nothing_left
 from tiny import Comparison, held_out, reference_model
 
 pytestmark = pytest.mark.soak
@@ -142,12 +143,8 @@ def test_soak(name: str, device: torch.device) -> None:
     assert (stats.prefix_hits > 0) == (name in CACHED)
 
     engine.clear_cache()
-    if device.type == "cuda":
-        torch.cuda.synchronize()  # what the engine's stream still gives back is given back
-    pool = engine.state.pool
-    assert int(pool.num_free[0]) == len(pool.free_stack) and not pool.page_refs.any(), "pages were lost"
-    assert sorted(pool.free_stack.tolist()) == list(range(len(pool.free_stack)))
-    assert not engine.state.status.any() and engine._scheduler.num_running == 0
+    expect_nothing_left(engine)
+    assert not cached_pages(engine)
     (half, half_cuda), (end, end_cuda) = memory
     assert end_cuda - half_cuda < 2**20  # states of the last prefill, which may be a longer one
     assert end - half < 64 * 2**20
