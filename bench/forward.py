@@ -33,10 +33,10 @@ PAGE_SIZE = 16
 # What a kernel's name says about its kind, the first that fits; others count as products.
 KINDS = {
     "tree_attention": ("attention", "merge_parts", "wgmma_"),
-    "norm_rows": ("norm_rows",),
-    "round_rows": ("round_rows", "round_groups"),
-    "rotate_qkv": ("rotate_qkv",),
-    "gate_rows": ("gate_rows",),
+    "add_rms_norm": ("add_rms_norm",),
+    "quantize_fp8": ("quantize_fp8", "round_groups"),
+    "rope_qkv_write_kv": ("rope_qkv_write_kv",),
+    "silu_and_mul": ("silu_and_mul",),
     "elementwise": ("elementwise", "index", "embedding", "cat", "copy", "Memcpy", "Memset", "reduce"),
 }
 

@@ -197,8 +197,12 @@ def test_what_is_no_tensor_or_struct_is_named(call: Any, message: str) -> None:
             (None, LOGITS, 2**63, None, LOGITS, LOGITS),
             "k is a int, expected int of 64 bits",
         ),
-        ("norm_rows", (None, LOGITS, LOGITS, [], None, None, None, None, LOGITS), "eps is a list, expected float"),
-        ("linear_rows", (None, LOGITS, LOGITS, None, None, None, "yes", None, LOGITS), "gated is a str, expected bool"),
+        ("add_rms_norm", (None, LOGITS, LOGITS, [], None, None, None, None, LOGITS), "eps is a list, expected float"),
+        (
+            "small_m_gemm",
+            (None, LOGITS, LOGITS, None, None, None, "yes", None, LOGITS),
+            "gated is a str, expected bool",
+        ),
         (
             "tree_attention_workspace",
             (*[LOGITS] * 4, "x", None, None),

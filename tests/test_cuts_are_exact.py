@@ -37,7 +37,7 @@ def first_tokens(device: torch.device, cut_by: str) -> torch.Tensor:
         }[cut_by]
         scores = torch.cat([torch.zeros_like(known), known], 1).contiguous()
         rows = BATCH + BATCH // 2
-        shares = sd.share_nodes(scores, rows)
+        shares = sd.allocate_nodes(scores, rows)
         assert int(shares.cu_seqlens[-1]) == rows
         sd.pack_trees(tree, scores, shares, rows)
         given = {"temperature": temperature, "seeds": seeds, "cu_seqlens_q": shares.cu_seqlens}

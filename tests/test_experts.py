@@ -22,7 +22,7 @@ from specdec_kernels.models.experts import FEW_ROWS, Experts, QuantisedExperts, 
 from specdec_kernels.models.layers import MadeRows, Product, rows_at
 from specdec_kernels.models.planted import PlantedText, plant_causal_lm
 from specdec_kernels.models.quantised import Fp8Weight, rounded
-from specdec_kernels.ops import Routes
+from specdec_kernels.ops import Routing
 from tiny import Comparison, greedy_by_transformers
 
 # --- products
@@ -37,13 +37,13 @@ def experts(number: int, hidden: int, inner: int, dtype: torch.dtype, device: to
     return Experts(gate_up.mT, down.mT, *biases)
 
 
-def routes(rows: int, number: int, taken: int, device: torch.device) -> Routes:
+def routes(rows: int, number: int, taken: int, device: torch.device) -> Routing:
     """Of so many experts, the last two of which nobody takes."""
     chosen = torch.rand(rows, number - 2, device=device).topk(taken).indices
     return routes_of(chosen, torch.rand(rows, taken, device=device), number)
 
 
-def by_definition(part: Experts, x: Tensor, chosen: Routes) -> Tensor:
+def by_definition(part: Experts, x: Tensor, chosen: Routing) -> Tensor:
     """In float64, row by row."""
     out = torch.zeros(len(x), part.down.shape[2], dtype=torch.float64)
     for row, (of_row, shares) in enumerate(zip(chosen.experts.tolist(), chosen.shares.tolist(), strict=True)):
@@ -85,7 +85,7 @@ def test_our_op_gives_the_same_sums(dtype: torch.dtype, rows: int, device: torch
     x, chosen = torch.randn(rows, 64, device=device).to(dtype), routes(rows, 12, 3, device)
     few = rows * 3 <= FEW_ROWS * 12
     ours = x.is_cuda and (few or not part.has_grouped_kernel(x))
-    assert part.fits_our_op(x) and part.plan(x, chosen) == ("expert_rows" if ours else "grouped")
+    assert part.fits_our_op(x) and part.plan(x, chosen) == ("moe_grouped_gemm" if ours else "grouped")
     got, want = part.by_our_op(x, chosen), by_definition(part, x, chosen)
     torch.testing.assert_close(got.double().cpu(), want, rtol=ERRORS[dtype], atol=ERRORS[dtype])
 
@@ -117,11 +117,11 @@ def test_every_way_of_eight_bits(rows: int, activations: str, device: torch.devi
     for number in range(12):
         gate, up = dense.gate_up[number].mT.chunk(2)
         for part, weight in (("gate", gate), ("up", up), ("down", dense.down[number].mT)):
-            numbers, scales = sd.round_rows(weight.contiguous(), group_size=None if activations == "token" else 128)
+            numbers, scales = sd.quantize_fp8(weight.contiguous(), group_size=None if activations == "token" else 128)
             stored.store(number, part, Fp8Weight(numbers, scales.t(), activations))
     part = stored.experts()
     x, chosen = torch.randn(rows, 256, device=device).bfloat16(), routes(rows, 12, 3, device)
-    assert part.plan(x, chosen) == ("expert_rows" if x.is_cuda else "gathered" if rows == 1 else "all")
+    assert part.plan(x, chosen) == ("moe_grouped_gemm" if x.is_cuda else "gathered" if rows == 1 else "all")
     want = torch.zeros(rows, 256, dtype=torch.float64)
     for row, (of_row, shares) in enumerate(zip(chosen.experts.tolist(), chosen.shares.tolist(), strict=True)):
         for expert, share in zip(of_row, shares, strict=True):

@@ -13,13 +13,13 @@ from trees import assert_is_tree, assert_same_tree
 INT = torch.int32
 
 
-def shares_of(counts: list[int], ends: list[int] | None = None) -> sd.Shares:
+def shares_of(counts: list[int], ends: list[int] | None = None) -> sd.NodeAllocation:
     starts = torch.tensor([0, *counts]).cumsum(0).to(INT) if ends is None else torch.tensor(ends, dtype=INT)
-    return sd.Shares(torch.tensor(counts, dtype=INT), starts, torch.empty(0), torch.empty(0))
+    return sd.NodeAllocation(torch.tensor(counts, dtype=INT), starts, torch.empty(0), torch.empty(0))
 
 
 def check(
-    device: torch.device, tree: sd.Tree, scores: torch.Tensor, shares: sd.Shares, num_rows: int
+    device: torch.device, tree: sd.Tree, scores: torch.Tensor, shares: sd.NodeAllocation, num_rows: int
 ) -> tuple[sd.Tree, sd.PackedNodes]:
     cut, want_tree = (sd.Tree(*(field.clone() for field in tree)) for _ in range(2))
     want = reference.pack_trees(want_tree, scores, shares, num_rows)
@@ -31,7 +31,7 @@ def check(
         torch.full((num_rows, words), -77, device=device),
         torch.full((num_rows,), torch.nan, device=device),
     )
-    there = sd.Shares(*(field.to(device) for field in shares))
+    there = sd.NodeAllocation(*(field.to(device) for field in shares))
     got = sd.pack_trees(cut, scores.to(device), there, num_rows, out=out)
     assert_same_tree(cut, want_tree)
     for name, g, w in zip(sd.PackedNodes._fields, got, want, strict=True):
@@ -76,7 +76,7 @@ def test_rows_outside_are_left_out(device: torch.device) -> None:
     wild = [-(2**31), -4, 3, 2**31 - 1]
     for ends in (wild, wild[::-1], [0, 9, 2, 4]):
         cut = on(device, sd.Tree(*(field.clone() for field in tree)))
-        shares = sd.Shares(*(field.to(device) for field in shares_of([2**31 - 1, -5, 3], ends)))
+        shares = sd.NodeAllocation(*(field.to(device) for field in shares_of([2**31 - 1, -5, 3], ends)))
         out = sd.PackedNodes(
             *(
                 torch.full((5, *shape), -77, dtype=dtype, device=device)
@@ -117,7 +117,7 @@ def test_best_nodes_of_the_batch(device: torch.device) -> None:
     for tree, listed in ((built, scores), ordered, (found, found_scores), merged):
         assert bool((listed.diff(dim=1).nan_to_num(nan=0) <= 0).all())
         for budget in (batch, 2 * batch + 1, 40, batch * nodes):
-            shares = sd.share_nodes(listed, budget)
+            shares = sd.allocate_nodes(listed, budget)
             cut, packed = check(device, tree, listed, shares, budget)
             for b in range(batch):
                 assert_is_tree(cut, b, int(tree.positions[b, 0]))
@@ -137,7 +137,7 @@ def test_messages() -> None:
         assert str(error.value) == message
     for arguments, message in (
         ((None, scores, shares_of([1, 1]), 3), "pack_trees: tree is a NoneType, expected a Tree"),
-        ((tree, scores, None, 3), "pack_trees: shares is a NoneType, expected a Shares"),
+        ((tree, scores, None, 3), "pack_trees: shares is a NoneType, expected a NodeAllocation"),
     ):
         with pytest.raises(TypeError) as wrong:
             sd.pack_trees(*arguments)

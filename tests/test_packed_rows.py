@@ -30,7 +30,7 @@ def cut_trees(device: torch.device, vocab: int = VOCAB) -> Cut:
     scores[2] = -torch.inf  # nothing but its root
     tree, scores = on(device, tree), scores.to(device)
     slots = torch.tensor([0, 1, 2, -1, 4, 5], dtype=INT, device=device)
-    shares = sd.share_nodes(scores.cummin(1).values, 4 * BATCH, slots=slots)
+    shares = sd.allocate_nodes(scores.cummin(1).values, 4 * BATCH, slots=slots)
     packed = sd.pack_trees(tree, scores, shares, int(shares.cu_seqlens[-1]) + NOBODY)
     counts = shares.num_nodes.tolist()
 
@@ -163,7 +163,7 @@ def test_mask_stops_and_score_tokens(device: torch.device) -> None:
 @pytest.mark.sanitize
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("normed", [False, True])
-def test_rotate_qkv(device: torch.device, dtype: torch.dtype, normed: bool) -> None:
+def test_rope_qkv_write_kv(device: torch.device, dtype: torch.dtype, normed: bool) -> None:
     cut, query_heads, heads, dim = cut_trees(device), 4, 2, 64
     table, num_pages = page_table(BATCH, 8)
     qkv = torch.randn(BATCH, NODES, query_heads + 2 * heads, dim, device=device).to(dtype)
@@ -174,11 +174,11 @@ def test_rotate_qkv(device: torch.device, dtype: torch.dtype, normed: bool) -> N
     status = torch.zeros(BATCH, dtype=INT, device=device)
     status[4] = sd.Status.STALLED
     given = {"row_offset": 1, "status": status, **norms}
-    want = sd.rotate_qkv(
+    want = sd.rope_qkv_write_kv(
         qkv, turns, cut.tree.positions, *pools[0], table.to(device), lens, num_valid=cut.tree.num_nodes, **given
     )
     packed = (cut.pack(qkv), turns, cut.packed.positions, *pools[1], table.to(device), lens)
-    got = sd.rotate_qkv(*packed, cu_seqlens_q=cut.ends, **given)
+    got = sd.rope_qkv_write_kv(*packed, cu_seqlens_q=cut.ends, **given)
     nobody = cut.pack(want)
     nobody[-NOBODY:] = 0
     assert_same_bytes(got, nobody.cpu())
@@ -188,10 +188,10 @@ def test_rotate_qkv(device: torch.device, dtype: torch.dtype, normed: bool) -> N
 
     fewer = torch.zeros(BATCH, dtype=INT, device=device)
     before = [pool.cpu() for pool in pools[1]]
-    assert_same_bytes(sd.rotate_qkv(*packed, cu_seqlens_q=cut.ends, num_valid=fewer, **given), got.cpu())
+    assert_same_bytes(sd.rope_qkv_write_kv(*packed, cu_seqlens_q=cut.ends, num_valid=fewer, **given), got.cpu())
     for g, w in zip(pools[1], before, strict=True):
         assert_same_bytes(g, w)
-    sd.rotate_qkv(*packed, cu_seqlens_q=cut.ends, num_valid=fewer + 99, **given)
+    sd.rope_qkv_write_kv(*packed, cu_seqlens_q=cut.ends, num_valid=fewer + 99, **given)
     assert status[0] == sd.Status.BAD_LENGTH
 
 
@@ -208,7 +208,7 @@ WILD_ENDS = [
 
 @pytest.mark.sanitize
 @pytest.mark.parametrize(("ends", "rows", "beyond"), WILD_ENDS)
-def test_rotate_qkv_of_rows_that_are_not_there(
+def test_rope_qkv_write_kv_of_rows_that_are_not_there(
     device: torch.device, ends: list[int], rows: list[tuple[int, int] | None], beyond: set[int]
 ) -> None:
     """As if every row were a request's only one."""
@@ -224,12 +224,12 @@ def test_rotate_qkv_of_rows_that_are_not_there(
         b, j = of
         slots = torch.tensor([b if b not in beyond else -1], dtype=INT)
         one = (qkv[row : row + 1, None].contiguous(), turns, positions[row : row + 1, None])
-        want[row] = sd.rotate_qkv(*one, *want_pools, table, lens + j, slots=slots)[0, 0]
+        want[row] = sd.rope_qkv_write_kv(*one, *want_pools, table, lens + j, slots=slots)[0, 0]
 
     pools = [poisoned(num_pages, 4, heads, dim).to(device) for _ in range(2)]
     status = torch.zeros(3, dtype=INT, device=device)
     inputs = [t.to(device) for t in (qkv, turns, positions)]
-    got = sd.rotate_qkv(
+    got = sd.rope_qkv_write_kv(
         *inputs,
         *pools,
         table.to(device),
@@ -244,10 +244,12 @@ def test_rotate_qkv_of_rows_that_are_not_there(
 
 
 @pytest.mark.sanitize
-def test_extend_rows_of_rows_that_are_not_there(device: torch.device) -> None:
+def test_draft_extend_inputs_of_rows_that_are_not_there(device: torch.device) -> None:
     ones = torch.ones(3, 2, dtype=INT, device=device)
     ends = torch.tensor([-5, 3, 1, 2**31 - 1], dtype=INT, device=device)
-    rows = sd.extend_rows(ones, ones, ones[:, 0].contiguous(), ones[:, 0].contiguous(), 4, cu_seqlens_q=ends).node_rows
+    rows = sd.draft_extend_inputs(
+        ones, ones, ones[:, 0].contiguous(), ones[:, 0].contiguous(), 4, cu_seqlens_q=ends
+    ).node_rows
     assert rows.tolist() == [[0, 0], [0, 0], [2, 2]]
 
 
@@ -268,12 +270,12 @@ def test_verify_tree_of_more_requests_than_rows(device: torch.device) -> None:
 
 
 @pytest.mark.sanitize
-def test_extend_rows(device: torch.device) -> None:
+def test_draft_extend_inputs(device: torch.device) -> None:
     cut = cut_trees(device)
     accepted = sd.verify_tree(torch.randn(BATCH, NODES, VOCAB, device=device), cut.tree, WIDTH)
     lens = torch.full((BATCH,), 5, dtype=INT, device=device)
     given = (accepted.tokens, accepted.path, accepted.num_valid, lens, NODES)
-    want, got = sd.extend_rows(*given), sd.extend_rows(*given, cu_seqlens_q=cut.ends)
+    want, got = sd.draft_extend_inputs(*given), sd.draft_extend_inputs(*given, cu_seqlens_q=cut.ends)
     rows = torch.arange(BATCH * NODES, device=device).view(BATCH, NODES)
     packed = cut.pack(rows)
     live = accepted.num_valid > 0
@@ -296,7 +298,7 @@ NUMBERS, TWO = torch.zeros(5, dtype=INT), torch.zeros(2, dtype=INT)
         (lambda: sd.verify_tree(LOGITS[:0], random_draft(2, 4, 5)[0], 2, cu_seqlens_q=ENDS), "verify_tree: rows is 0, expected 1 to 2147483647"),
         (lambda: sd.verify_tree_workspace(LOGITS, num_nodes=0), "verify_tree: num_nodes is 0, expected 1 to 512"),
         (lambda: sd.score_tokens(LOGITS, sd.Accepted(TWO[:, None], TWO, TWO[:, None]), cu_seqlens_q=ENDS[1:]), "score_tokens: accepted.path has shape [2, 1], expected [batch=1, accept_width]"),
-        (lambda: sd.extend_rows(TWO[:, None], TWO[:, None], TWO, TWO, 4, cu_seqlens_q=ENDS[1:]), "extend_rows: cu_seqlens_q has shape [2], expected [batch + 1=3]"),
+        (lambda: sd.draft_extend_inputs(TWO[:, None], TWO[:, None], TWO, TWO, 4, cu_seqlens_q=ENDS[1:]), "draft_extend_inputs: cu_seqlens_q has shape [2], expected [batch + 1=3]"),
     ],
 )  # fmt: skip
 def test_messages(call: Callable[[], Any], message: str) -> None:

@@ -70,7 +70,7 @@ def draft(drafts: Drafts, roots: Tensor, k: int, num_steps: int, num_nodes: int,
 def learn(calibration: sd.Calibration, drafted: Drafted, emitted: Tensor) -> None:
     tokens = drafted.tree.tokens[:, :1] + 1 + torch.arange(STEPS + 1, dtype=INT)
     path = torch.zeros_like(tokens)
-    sd.learn_calibration(calibration, drafted.tree, drafted.scores, sd.Accepted(tokens, emitted.to(INT), path))
+    sd.update_calibration(calibration, drafted.tree, drafted.scores, sd.Accepted(tokens, emitted.to(INT), path))
 
 
 def accepted(right: Tensor, num_nodes: int) -> float:
@@ -125,7 +125,7 @@ def test_the_budget_expects_what_comes(size: int, domain: str, temperature: floa
         if rows > batch:
             k = min(10, max(64 // batch, -(-most // 4), 2))
             drafted = draft(drafts, roots, k, min(WIDTH - 1, most - 1), most, calibration.table)
-            shares = sd.share_nodes(drafted.scores, rows, rungs=rungs, rung_limits=limits)
+            shares = sd.allocate_nodes(drafted.scores, rows, rungs=rungs, rung_limits=limits)
             nodes = torch.arange(most)
             for r in range(rung + 1):
                 inside = (nodes > 0) & (nodes < limits[r]) & (drafted.scores >= shares.cuts[r])

@@ -105,12 +105,14 @@ def expand_tree(t: Inputs, **stream: Any) -> Iterable[Tensor]:
     return [*inputs, *candidates, frontier.nodes, frontier.mask]
 
 
-def extend_rows(t: Inputs, **stream: Any) -> Iterable[Tensor]:
-    return sd.extend_rows(*t.values(), N, **stream)
+def draft_extend_inputs(t: Inputs, **stream: Any) -> Iterable[Tensor]:
+    return sd.draft_extend_inputs(*t.values(), N, **stream)
 
 
-def keep_rows(t: Inputs, **stream: Any) -> Iterable[Tensor]:
-    sd.keep_rows(*(t[name] for name in list(t)[:5]), features=t["features"], kept_features=t["kept"], **stream)
+def append_draft_backlog(t: Inputs, **stream: Any) -> Iterable[Tensor]:
+    sd.append_draft_backlog(
+        *(t[name] for name in list(t)[:5]), features=t["features"], kept_features=t["kept"], **stream
+    )
     return [t["num_kept"], t["rings"], t["kept"]]
 
 
@@ -127,11 +129,11 @@ def learn_inputs() -> Inputs:
     }
 
 
-def learn_calibration(t: Inputs, **stream: Any) -> Iterable[Tensor]:
+def update_calibration(t: Inputs, **stream: Any) -> Iterable[Tensor]:
     tree = sd.Tree(*(t[f"t_{name}"] for name in sd.Tree._fields))
     accepted = sd.Accepted(*(t[f"a_{name}"] for name in sd.Accepted._fields))
     calibration = struct(sd.Calibration, t)
-    sd.learn_calibration(calibration, tree, t["scores"], accepted, **stream)
+    sd.update_calibration(calibration, tree, t["scores"], accepted, **stream)
     return calibration
 
 
@@ -152,44 +154,44 @@ def build_tree_from_mask(t: Inputs, **stream: Any) -> Iterable[Tensor]:
     return sd.build_tree_from_mask(t["tokens"], t["mask"], t["lens"], **stream)
 
 
-def norm_rows(t: Inputs, **stream: Any) -> Iterable[Tensor]:
-    return sd.norm_rows(t["x"], t["weight"], 1e-6, residual=t["residual"], **stream)
+def add_rms_norm(t: Inputs, **stream: Any) -> Iterable[Tensor]:
+    return sd.add_rms_norm(t["x"], t["weight"], 1e-6, residual=t["residual"], **stream)
 
 
-def pair_rows(t: Inputs, **stream: Any) -> Iterable[Tensor]:
-    return sd.pair_rows(**t, eps=1e-6, **stream)
+def rms_norm_concat(t: Inputs, **stream: Any) -> Iterable[Tensor]:
+    return sd.rms_norm_concat(**t, eps=1e-6, **stream)
 
 
-def gate_rows(t: Inputs, **stream: Any) -> Iterable[Tensor]:
-    return [sd.gate_rows(t["x"], **stream)]
+def silu_and_mul(t: Inputs, **stream: Any) -> Iterable[Tensor]:
+    return [sd.silu_and_mul(t["x"], **stream)]
 
 
-def linear_rows(t: Inputs, **stream: Any) -> Iterable[Tensor]:
-    return [sd.linear_rows(t["x"], t["weight"], t["bias"], **stream)]
+def small_m_gemm(t: Inputs, **stream: Any) -> Iterable[Tensor]:
+    return [sd.small_m_gemm(t["x"], t["weight"], t["bias"], **stream)]
 
 
-def widen_rows(t: Inputs, **stream: Any) -> Iterable[Tensor]:
-    return [sd.widen_rows(t["numbers"], t["scales"], **stream)]
+def dequantize(t: Inputs, **stream: Any) -> Iterable[Tensor]:
+    return [sd.dequantize(t["numbers"], t["scales"], **stream)]
 
 
-def expert_rows(t: Inputs, **stream: Any) -> Iterable[Tensor]:
-    return [sd.expert_rows(t["x"], t["weight"], t["order"], t["ends"], weight_scales=t["scales"], **stream)]
+def moe_grouped_gemm(t: Inputs, **stream: Any) -> Iterable[Tensor]:
+    return [sd.moe_grouped_gemm(t["x"], t["weight"], t["order"], t["ends"], weight_scales=t["scales"], **stream)]
 
 
-def route_rows(t: Inputs, **stream: Any) -> Iterable[Tensor]:
-    return sd.route_rows(t["scores"], 3, **stream)
+def moe_route(t: Inputs, **stream: Any) -> Iterable[Tensor]:
+    return sd.moe_route(t["scores"], 3, **stream)
 
 
-def combine_rows(t: Inputs, **stream: Any) -> Iterable[Tensor]:
-    return [sd.combine_rows(t["made"], t["shares"], **stream)]
+def moe_combine(t: Inputs, **stream: Any) -> Iterable[Tensor]:
+    return [sd.moe_combine(t["made"], t["shares"], **stream)]
 
 
-def round_rows(t: Inputs, **stream: Any) -> Iterable[Tensor]:
-    return [x.float() for x in sd.round_rows(t["x"], group_size=128, **stream)]
+def quantize_fp8(t: Inputs, **stream: Any) -> Iterable[Tensor]:
+    return [x.float() for x in sd.quantize_fp8(t["x"], group_size=128, **stream)]
 
 
-def rotate_qkv(t: Inputs, **stream: Any) -> Iterable[Tensor]:
-    out = sd.rotate_qkv(
+def rope_qkv_write_kv(t: Inputs, **stream: Any) -> Iterable[Tensor]:
+    out = sd.rope_qkv_write_kv(
         t["qkv"], t["rotations"], t["positions"], t["k_pool"], t["v_pool"], t["table"], t["lens"], **stream
     )
     return [out, t["k_pool"], t["v_pool"]]
@@ -296,17 +298,17 @@ def merge_trees(t: Inputs, **stream: Any) -> Iterable[Tensor]:
     return *tree, scores
 
 
-def share_nodes(t: Inputs, **stream: Any) -> Iterable[Tensor]:
-    return sd.share_nodes(t["scores"], 2 * B, max_nodes=t["max_nodes"], rungs=t["rungs"], **stream)
+def allocate_nodes(t: Inputs, **stream: Any) -> Iterable[Tensor]:
+    return sd.allocate_nodes(t["scores"], 2 * B, max_nodes=t["max_nodes"], rungs=t["rungs"], **stream)
 
 
 def shares_inputs() -> Inputs:
-    shares = sd.share_nodes(-torch.rand(B, N).cumsum(1), 2 * B)
+    shares = sd.allocate_nodes(-torch.rand(B, N).cumsum(1), 2 * B)
     return {**given_tree()._asdict(), "scores": logprobs(B, N), **{f"s_{k}": v for k, v in shares._asdict().items()}}
 
 
 def pack_trees(t: Inputs, **stream: Any) -> Iterable[Tensor]:
-    tree, shares = struct(sd.Tree, t), sd.Shares(*(t[f"s_{name}"] for name in sd.Shares._fields))
+    tree, shares = struct(sd.Tree, t), sd.NodeAllocation(*(t[f"s_{name}"] for name in sd.NodeAllocation._fields))
     return [*sd.pack_trees(tree, t["scores"], shares, 2 * B, **stream), *tree]
 
 
@@ -393,17 +395,17 @@ CASES = {
     ),
     "expand_root": Case(lambda: {"ids": ints(0, VOCAB, B, K), "logprobs": logprobs(B, K), "lens": lens()}, expand_root),
     "expand_tree": Case(expand_tree_inputs, expand_tree),
-    "learn_calibration": Case(learn_inputs, learn_calibration),
-    "extend_rows": Case(
+    "update_calibration": Case(learn_inputs, update_calibration),
+    "draft_extend_inputs": Case(
         lambda: {
             "tokens": ints(-1, VOCAB, B, K),
             "path": ints(0, N, B, K),
             "num_valid": ints(0, K + 1, B),
             "prefix_lens": lens(),
         },
-        extend_rows,
+        draft_extend_inputs,
     ),
-    "keep_rows": Case(
+    "append_draft_backlog": Case(
         lambda: {
             "tokens": ints(-1, VOCAB, B, K),
             "path": ints(0, N, B, K),
@@ -413,7 +415,7 @@ CASES = {
             "features": torch.randn(B, N, D),
             "kept": torch.randn(B, 4, D),
         },
-        keep_rows,
+        append_draft_backlog,
     ),
     "build_tree": Case(build_tree_inputs, build_tree),
     "build_tree_from_parents": Case(
@@ -424,15 +426,15 @@ CASES = {
         lambda: {"tokens": ints(0, VOCAB, B, N), "mask": given_tree().mask, "lens": lens()}, build_tree_from_mask
     ),
     "merge_trees": Case(merge_trees_inputs, merge_trees),
-    "share_nodes": Case(
+    "allocate_nodes": Case(
         lambda: {"scores": -torch.rand(B, N).cumsum(1), "max_nodes": ints(1, N + 1, B), "rungs": ints(B, B * N, 3)},
-        share_nodes,
+        allocate_nodes,
     ),
     "pack_trees": Case(shares_inputs, pack_trees),
-    "norm_rows": Case(
-        lambda: {"x": torch.randn(N, D), "residual": torch.randn(N, D), "weight": torch.randn(D)}, norm_rows
+    "add_rms_norm": Case(
+        lambda: {"x": torch.randn(N, D), "residual": torch.randn(N, D), "weight": torch.randn(D)}, add_rms_norm
     ),
-    "pair_rows": Case(
+    "rms_norm_concat": Case(
         lambda: {
             "embeddings": torch.randn(VOCAB, D),
             "tokens": ints(0, VOCAB, N),
@@ -441,18 +443,18 @@ CASES = {
             "feature_rows": ints(0, B, N),
             "feature_weight": torch.randn(D),
         },
-        pair_rows,
+        rms_norm_concat,
     ),
-    "gate_rows": Case(lambda: {"x": torch.randn(N, 2 * D)}, gate_rows),
-    "linear_rows": Case(
+    "silu_and_mul": Case(lambda: {"x": torch.randn(N, 2 * D)}, silu_and_mul),
+    "small_m_gemm": Case(
         lambda: {
             "x": torch.randn(B, 64).bfloat16(),
             "weight": torch.randn(VOCAB, 64).bfloat16(),
             "bias": torch.randn(VOCAB).bfloat16(),
         },
-        linear_rows,
+        small_m_gemm,
     ),
-    "expert_rows": Case(
+    "moe_grouped_gemm": Case(
         lambda: {
             "x": torch.randn(B, 128).bfloat16(),
             "weight": torch.randn(3, 16, 128).to(torch.float8_e4m3fn),
@@ -460,15 +462,15 @@ CASES = {
             "ends": torch.tensor([B, B, 2 * B], dtype=torch.int32),
             "scales": torch.rand(3, 1, 16),
         },
-        expert_rows,
+        moe_grouped_gemm,
     ),
-    "route_rows": Case(lambda: {"scores": torch.randn(N, VOCAB)}, route_rows),
-    "combine_rows": Case(lambda: {"made": torch.randn(3 * N, D), "shares": torch.rand(N, 3)}, combine_rows),
-    "round_rows": Case(lambda: {"x": torch.randn(N, 300)}, round_rows),
-    "widen_rows": Case(
-        lambda: {"numbers": torch.randint(256, (N, 128), dtype=torch.uint8), "scales": torch.rand(2, N)}, widen_rows
+    "moe_route": Case(lambda: {"scores": torch.randn(N, VOCAB)}, moe_route),
+    "moe_combine": Case(lambda: {"made": torch.randn(3 * N, D), "shares": torch.rand(N, 3)}, moe_combine),
+    "quantize_fp8": Case(lambda: {"x": torch.randn(N, 300)}, quantize_fp8),
+    "dequantize": Case(
+        lambda: {"numbers": torch.randint(256, (N, 128), dtype=torch.uint8), "scales": torch.rand(2, N)}, dequantize
     ),
-    "rotate_qkv": Case(
+    "rope_qkv_write_kv": Case(
         lambda: {
             "qkv": torch.randn(B, N, 3 * HEADS, D),
             "rotations": torch.randn(32, D),
@@ -478,7 +480,7 @@ CASES = {
             "table": pages(),
             "lens": lens(),
         },
-        rotate_qkv,
+        rope_qkv_write_kv,
     ),
     "tree_attention": Case(
         lambda: {

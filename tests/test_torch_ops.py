@@ -226,12 +226,12 @@ def calls(op: str, device: torch.device) -> list[tuple[tuple[Any, ...], dict[str
         "sample_draft": [((floats(2, 20), 4), noise)],
         "expand_root": [((ints(2, 2), -floats(2, 2).abs(), lens, 3), {"slots": slots, "position_offset": 1})],
         "expand_tree": [((ints(2, 2, 2), -floats(2, 2, 2).abs(), 2, candidates, frontier, lens), {})],
-        "learn_calibration": [((sd.make_calibration(2, like=temperature), tree, -floats(2, 4).abs(), accepted), {})],
-        "extend_rows": [
+        "update_calibration": [((sd.make_calibration(2, like=temperature), tree, -floats(2, 4).abs(), accepted), {})],
+        "draft_extend_inputs": [
             ((accepted.tokens, accepted.path, accepted.num_valid, lens, 4), options)
             for options in ({}, {"slots": slots, "position_offset": 1})
         ],
-        "keep_rows": [
+        "append_draft_backlog": [
             ((accepted.tokens, accepted.path, accepted.num_valid, ints(2), ints(2, 5)), options)
             for options in (
                 {"slots": slots},
@@ -243,27 +243,27 @@ def calls(op: str, device: torch.device) -> list[tuple[tuple[Any, ...], dict[str
         "build_tree_from_parents": [((ints(2, 4), parents, lens), {}), ((ints(2, 4), parents, lens), both)],
         "build_tree_from_mask": [((ints(2, 4), mask, lens), {}), ((ints(2, 4), mask, lens), both)],
         "merge_trees": [((tree, floats(2, 4), tree, floats(2, 4), 5), {})],
-        "share_nodes": [((-floats(2, 4).abs().cumsum(1), 5), options) for options in ({}, {"rungs": ints(3)})],
-        "pack_trees": [((tree, floats(2, 4), sd.share_nodes(-floats(2, 4).abs().cumsum(1), 5), 6), {})],
-        "norm_rows": [
+        "allocate_nodes": [((-floats(2, 4).abs().cumsum(1), 5), options) for options in ({}, {"rungs": ints(3)})],
+        "pack_trees": [((tree, floats(2, 4), sd.allocate_nodes(-floats(2, 4).abs().cumsum(1), 5), 6), {})],
+        "add_rms_norm": [
             ((floats(3, 64), floats(64), 1e-5), {}),
             ((floats(3, 64), floats(64), 1e-5), {"residual": floats(3, 64)}),
             ((floats(6, 64), floats(64), 1e-5), {"residual": floats(3, 64), "shares": floats(3, 2)}),
         ],
-        "pair_rows": [
+        "rms_norm_concat": [
             ((floats(9, 64), ints(3), floats(64), floats(4, 64), floats(64), 1e-5), options)
             for options in ({}, {"feature_rows": ints(3)})
         ],
-        "gate_rows": [((floats(3, 64),), {})],
-        "linear_rows": [
+        "silu_and_mul": [((floats(3, 64),), {})],
+        "small_m_gemm": [
             ((floats(3, 64, dtype=torch.bfloat16), floats(48, 64, dtype=torch.bfloat16)), options)
             for options in ({}, {"gated": True})
         ],
-        "widen_rows": [
+        "dequantize": [
             ((torch.zeros(3, 64, dtype=torch.uint8), torch.ones(2, 3)), options)
             for options in ({}, {"dtype": "float32"})
         ],
-        "expert_rows": [
+        "moe_grouped_gemm": [
             (
                 (
                     floats(3, 128, dtype=torch.bfloat16),
@@ -275,10 +275,10 @@ def calls(op: str, device: torch.device) -> list[tuple[tuple[Any, ...], dict[str
             )
             for options in ({}, {"gated": True})
         ],
-        "route_rows": [((floats(5, 9), 3), options) for options in ({}, {"normalised": True})],
-        "combine_rows": [((floats(6, 40), floats(2, 3)), {})],
-        "round_rows": [((floats(3, 200),), {}), ((floats(3, 200),), {"group_size": 128})],
-        "rotate_qkv": [
+        "moe_route": [((floats(5, 9), 3), options) for options in ({}, {"normalised": True})],
+        "moe_combine": [((floats(6, 40), floats(2, 3)), {})],
+        "quantize_fp8": [((floats(3, 200),), {}), ((floats(3, 200),), {"group_size": 128})],
+        "rope_qkv_write_kv": [
             ((floats(2, 3, 8, 64), floats(30, 64), ints(2, 3), pools[0][0], pools[1][0], table, lens), {}),
             ((floats(2, 3, 8, 64), floats(30, 64), ints(2, 3), pools[0][0], pools[1][0], table, lens), both),
         ],
@@ -320,7 +320,7 @@ def same(got: Any, want: Any) -> None:
         torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
 
-OF_FLOAT8 = {"expert_rows"}  # which the check of a schema would multiply, and torch does not
+OF_FLOAT8 = {"moe_grouped_gemm"}  # which the check of a schema would multiply, and torch does not
 CLOCKED = {"apply_commands", "publish_results"}  # write what time it is
 
 

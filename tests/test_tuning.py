@@ -131,7 +131,7 @@ def held_to_the_reference(part: ModelDraft) -> list[int]:
     def compare(committed: Committed) -> None:
         assert part.calibration is not None
         want = sd.Calibration(*(field.clone() for field in part.calibration))
-        reference.learn_calibration(want, *committed.tree, committed.accepted)
+        reference.update_calibration(want, *committed.tree, committed.accepted)
         before = int(part.calibration.counts[..., 0].sum())
         learn(committed)
         assert torch.equal(part.calibration.counts[..., :2].sum(1), want.counts[..., :2].sum(1))

@@ -131,7 +131,7 @@ def expand_tree(device: torch.device, p: Params) -> Work:
     return Work(call, check, moved, restore=restore)
 
 
-def extend_rows(device: torch.device, p: Params) -> Work:
+def draft_extend_inputs(device: torch.device, p: Params) -> Work:
     batch, width, nodes = p["batch"], p["accept_width"], p["nodes"]
     tokens, path, num_valid, prefix_lens = (
         torch.randint(low, high, shape, dtype=torch.int32, device=device)
@@ -139,18 +139,18 @@ def extend_rows(device: torch.device, p: Params) -> Work:
             (-1, 32000, (batch, width)), (0, nodes, (batch, width)), (0, width + 1, (batch,)), (0, 4096, (batch,)),
         )
     )  # fmt: skip
-    want = reference.extend_rows(tokens.cpu(), path.cpu(), num_valid.cpu(), prefix_lens.cpu(), nodes)
-    outputs = sd.ExtendRows(*(poisoned(*t.shape, dtype=t.dtype, device=device) for t in want))
+    want = reference.draft_extend_inputs(tokens.cpu(), path.cpu(), num_valid.cpu(), prefix_lens.cpu(), nodes)
+    outputs = sd.DraftExtendInputs(*(poisoned(*t.shape, dtype=t.dtype, device=device) for t in want))
 
     def check() -> None:
         for name, got, expected in zip(want._fields, outputs, want, strict=True):
             expect_equal(name, got, expected)
 
     moved = bytes_of(tokens, path, num_valid, prefix_lens, *outputs)
-    return Work(lambda: sd.extend_rows(tokens, path, num_valid, prefix_lens, nodes, out=outputs), check, moved)
+    return Work(lambda: sd.draft_extend_inputs(tokens, path, num_valid, prefix_lens, nodes, out=outputs), check, moved)
 
 
-def keep_rows(device: torch.device, p: Params) -> Work:
+def append_draft_backlog(device: torch.device, p: Params) -> Work:
     """A round of rest: one row for each request."""
     batch, width, ring = p["batch"], p["width"], 16
     tokens = torch.randint(0, 32000, (batch, 6), dtype=torch.int32, device=device)
@@ -167,7 +167,7 @@ def keep_rows(device: torch.device, p: Params) -> Work:
 
     def check() -> None:
         want = [tensor.cpu() for tensor in before]
-        reference.keep_rows(
+        reference.append_draft_backlog(
             tokens.cpu(), path.cpu(), ones.cpu(), want[0], want[1], features.cpu(), want[2], None, ends.cpu()
         )
         for name, got, expected in zip(("num_kept", "kept_tokens", "kept_features"), kept, want, strict=True):
@@ -185,7 +185,7 @@ def keep_rows(device: torch.device, p: Params) -> Work:
             tensor.copy_(given)
 
     return Work(
-        call=lambda: sd.keep_rows(
+        call=lambda: sd.append_draft_backlog(
             tokens, path, ones, kept[0], kept[1], features=features, kept_features=kept[2], cu_seqlens_q=ends
         ),
         check=check,
@@ -195,7 +195,7 @@ def keep_rows(device: torch.device, p: Params) -> Work:
     )
 
 
-def learn_calibration(device: torch.device, p: Params) -> Work:
+def update_calibration(device: torch.device, p: Params) -> Work:
     batch, nodes, depths = p["batch"], p["nodes"], 5
     parents = torch.arange(-1, nodes - 1, dtype=torch.int32).div(2, rounding_mode="floor").repeat(batch, 1)
     parents[:, 0] = -1
@@ -204,7 +204,7 @@ def learn_calibration(device: torch.device, p: Params) -> Work:
     scores = -(tree.positions * torch.rand(1)).float()
     accepted = sd.verify_tree(torch.randn(batch, nodes, 4), tree, 6)
     want = sd.make_calibration(depths, scores)
-    reference.learn_calibration(want, tree, scores, accepted)
+    reference.update_calibration(want, tree, scores, accepted)
     calibration = sd.make_calibration(depths, scores.to(device))
     calibration.table.fill_(torch.nan)
     there = sd.Tree(*(field.to(device) for field in tree)), scores.to(device)
@@ -213,7 +213,7 @@ def learn_calibration(device: torch.device, p: Params) -> Work:
     def call() -> None:
         calibration.counts.zero_()
         calibration.table.copy_(identity)
-        sd.learn_calibration(calibration, *there, kept)
+        sd.update_calibration(calibration, *there, kept)
 
     identity = torch.tensor([[1.0, 0.0]] * depths, device=device)
 
@@ -238,7 +238,11 @@ CASES = [
     ),
     Case("expand_root", grid={"batch": (1, 8, 64), "k": (1, 10), "num_steps": (5,)}, make=expand_root),
     Case("expand_tree", grid={"batch": (1, 8, 64), "k": (1, 10), "num_steps": (5,)}, make=expand_tree),
-    Case("learn_calibration", grid={"batch": (1, 8, 64), "nodes": (32,)}, make=learn_calibration),
-    Case("keep_rows", grid={"batch": (1, 8, 64, 256), "width": (12288,)}, make=keep_rows),
-    Case("extend_rows", grid={"batch": (1, 8, 64), "accept_width": (6,), "nodes": (32,)}, make=extend_rows),
+    Case("update_calibration", grid={"batch": (1, 8, 64), "nodes": (32,)}, make=update_calibration),
+    Case("append_draft_backlog", grid={"batch": (1, 8, 64, 256), "width": (12288,)}, make=append_draft_backlog),
+    Case(
+        "draft_extend_inputs",
+        grid={"batch": (1, 8, 64), "accept_width": (6,), "nodes": (32,)},
+        make=draft_extend_inputs,
+    ),
 ]

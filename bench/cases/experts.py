@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specdec_kernels.models.experts import Experts, routes_of
 from specdec_kernels.models.quantised import rounded
-from specdec_kernels.ops import Routes
+from specdec_kernels.ops import Routing
 
 from ..compare import bytes_of, expect_near, poisoned
 from ..harness import Baseline, Case, Params, Work
@@ -35,7 +35,7 @@ def experts(device: torch.device, p: Params) -> Work:
     want = reference(part, x, routes)
     touched = len(routes.experts.unique())
     ways, plan = part.ways(), part.plan(x, routes)
-    captures = {"gathered", "all", plan} if x.is_cuda else set(ways) - ({"expert_rows"} - {plan})
+    captures = {"gathered", "all", plan} if x.is_cuda else set(ways) - ({"moe_grouped_gemm"} - {plan})
     captures |= {"grouped"} if part.has_grouped_kernel(x) else set()
     item = 1 if stored else x.element_size()
 
@@ -53,7 +53,7 @@ def experts(device: torch.device, p: Params) -> Work:
     )
 
 
-def reference(part: Experts, x: Tensor, routes: Routes) -> Tensor:
+def reference(part: Experts, x: Tensor, routes: Routing) -> Tensor:
     """Row by row and expert by expert, in float32."""
     out = torch.zeros(x.shape, device=x.device)
     x = rounded(x, part.activations).float()
@@ -86,7 +86,7 @@ WEIGHTS = ("fp8", "fp8-rows")
 CASES = (
     Case("experts", grid=SIZES, cpu_grid=CPU_SIZES, make=experts),
     Case(
-        "expert_rows",
+        "moe_grouped_gemm",
         grid=SIZES | {"weights": WEIGHTS},
         cpu_grid=CPU_SIZES | {"weights": WEIGHTS},
         make=experts,

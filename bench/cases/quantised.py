@@ -51,7 +51,7 @@ def stored_linear(device: torch.device, p: Params) -> Work:
 
 def widened(weight: StoredWeight, dtype: torch.dtype) -> Tensor:
     assert isinstance(weight, Fp8Weight | Int4Weight)
-    return sd.widen_rows(weight.numbers, weight.scales.t(), dtype=str(dtype).removeprefix("torch."))
+    return sd.dequantize(weight.numbers, weight.scales.t(), dtype=str(dtype).removeprefix("torch."))
 
 
 def kernels_of(x: Tensor, weight: StoredWeight) -> Iterator[tuple[str, Callable[[], Tensor]]]:
@@ -62,7 +62,7 @@ def kernels_of(x: Tensor, weight: StoredWeight) -> Iterator[tuple[str, Callable[
         in_eight = in_eight_bits(x, weight.activations)
         yield "torch", lambda: kernel(*in_eight, weight.numbers, weight.scales)
     if isinstance(weight, Int4Weight) and x.is_cuda and x.dtype == torch.bfloat16:
-        numbers = sd.widen_rows(weight.numbers, torch.ones_like(weight.scales.t()), dtype="float32").to(torch.uint8)
+        numbers = sd.dequantize(weight.numbers, torch.ones_like(weight.scales.t()), dtype="float32").to(torch.uint8)
         bits = weight.scales.view(torch.int32)
         tiles = torch._convert_weight_to_int4pack(numbers[:, ::2] << 4 | numbers[:, 1::2], INNER_TILES)
         zeros = (8 - (bits & 15)) * weight.scales

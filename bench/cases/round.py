@@ -64,7 +64,7 @@ def publish_results(device: torch.device, p: Params) -> Work:
     rungs = torch.tensor(rungs_of(batch, NODES), dtype=torch.int32, device=device)
     rung_limits = 2 * rungs // batch
     node_scores = -torch.rand(batch, NODES, device=device).cumsum(1)
-    shares = sd.share_nodes(node_scores, batch * 8, rungs=rungs, rung_limits=rung_limits)
+    shares = sd.allocate_nodes(node_scores, batch * 8, rungs=rungs, rung_limits=rung_limits)
     compared = {"rung_limits": rung_limits, "node_scores": node_scores, "cuts": shares.cuts}
     rings = rings_of(state, len(rungs))
 

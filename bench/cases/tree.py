@@ -114,12 +114,12 @@ def merge_trees(device: torch.device, p: Params) -> Work:
     )
 
 
-def share_nodes(device: torch.device, p: Params) -> Work:
+def allocate_nodes(device: torch.device, p: Params) -> Work:
     batch, nodes = p["batch"], p["nodes"]
     scores = -torch.rand(batch, nodes, device=device).cumsum(1)
     rungs = torch.tensor([batch * n // 2 for n in range(2, 18)], dtype=torch.int32, device=device)
     budget = batch * max(nodes // 4, 1)
-    out = sd.Shares(
+    out = sd.NodeAllocation(
         poisoned(batch, dtype=torch.int32, device=device),
         poisoned(batch + 1, dtype=torch.int32, device=device),
         poisoned(len(rungs), dtype=torch.float32, device=device),
@@ -127,13 +127,13 @@ def share_nodes(device: torch.device, p: Params) -> Work:
     )
 
     def check() -> None:
-        want = reference.share_nodes(scores.cpu(), budget, rungs=rungs.cpu())
+        want = reference.allocate_nodes(scores.cpu(), budget, rungs=rungs.cpu())
         expect_equal("num_nodes", out.num_nodes, want.num_nodes)
         expect_equal("cu_seqlens", out.cu_seqlens, want.cu_seqlens)
         expect_equal("cuts", out.cuts, want.cuts)
 
     return Work(
-        call=lambda: sd.share_nodes(scores, budget, rungs=rungs, out=out),
+        call=lambda: sd.allocate_nodes(scores, budget, rungs=rungs, out=out),
         check=check,
         bytes_moved=bytes_of(scores, *out),
     )
@@ -144,10 +144,10 @@ def pack_trees(device: torch.device, p: Params) -> Work:
     tree, scores = scored_tree(batch, nodes, device)
     counts = tree.num_nodes // 2
     ends = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).to(torch.int32)
-    shares = sd.Shares(counts, ends, scores[0, :0], scores[0, :0])
+    shares = sd.NodeAllocation(counts, ends, scores[0, :0], scores[0, :0])
     rows = batch * max(nodes // 2, 1)
     want_tree = sd.Tree(*(field.to("cpu", copy=True) for field in tree))
-    want = reference.pack_trees(want_tree, scores.cpu(), sd.Shares(*(field.cpu() for field in shares)), rows)
+    want = reference.pack_trees(want_tree, scores.cpu(), sd.NodeAllocation(*(field.cpu() for field in shares)), rows)
     out = sd.PackedNodes(*(poisoned(*field.shape, dtype=field.dtype, device=device) for field in want))
 
     def check() -> None:
@@ -169,6 +169,6 @@ CASES = [
     Case("build_tree_from_parents", grid=SIZES, make=from_elsewhere(sd.build_tree_from_parents, "parents")),
     Case("build_tree_from_mask", grid=SIZES, make=from_elsewhere(sd.build_tree_from_mask, "mask")),
     Case("merge_trees", grid=SIZES, make=merge_trees),
-    Case("share_nodes", grid=SIZES, make=share_nodes),
+    Case("allocate_nodes", grid=SIZES, make=allocate_nodes),
     Case("pack_trees", grid=SIZES, make=pack_trees),
 ]

@@ -5,30 +5,30 @@
 #include "python/fast_op.h"
 
 // --- draft
+#include "draft/append_draft_backlog.h"
+#include "draft/draft_extend_inputs.h"
 #include "draft/expand_tree.h"
-#include "draft/extend_rows.h"
-#include "draft/keep_rows.h"
-#include "draft/learn_calibration.h"
 #include "draft/sample_draft.h"
 #include "draft/select_topk.h"
+#include "draft/update_calibration.h"
 // --- tree
+#include "tree/allocate_nodes.h"
 #include "tree/build_tree.h"
 #include "tree/build_tree_from_mask.h"
 #include "tree/build_tree_from_parents.h"
 #include "tree/merge_trees.h"
 #include "tree/pack_trees.h"
-#include "tree/share_nodes.h"
 // --- layers
-#include "layers/combine_rows.h"
-#include "layers/expert_rows.h"
-#include "layers/gate_rows.h"
-#include "layers/linear_rows.h"
-#include "layers/norm_rows.h"
-#include "layers/pair_rows.h"
-#include "layers/rotate_qkv.h"
-#include "layers/round_rows.h"
-#include "layers/route_rows.h"
-#include "layers/widen_rows.h"
+#include "layers/activation/silu_and_mul.h"
+#include "layers/gemm/small_m_gemm.h"
+#include "layers/moe/moe_combine.h"
+#include "layers/moe/moe_grouped_gemm.h"
+#include "layers/moe/moe_route.h"
+#include "layers/norm/add_rms_norm.h"
+#include "layers/norm/rms_norm_concat.h"
+#include "layers/quant/dequantize.h"
+#include "layers/quant/quantize_fp8.h"
+#include "layers/rope/rope_qkv_write_kv.h"
 // --- attention
 #include "attention/tree_attention.h"
 // --- verify
@@ -113,31 +113,33 @@ PYBIND11_MODULE(_C_of_main_interpreter, m, pybind11::mod_gil_not_used()) {
   def_op<&sample_draft>(m, "sample_draft", "draws without replacement from each row of draft logits");
   def_op<&expand_root>(m, "expand_root", "draft step 1: the root's children become candidates and frontier");
   def_op<&expand_tree>(m, "expand_tree", "a later draft step: append children, keep the best k as the frontier");
-  def_op<&learn_calibration>(m, "learn_calibration", "what became of nodes moves how a draft's scores are put right");
-  def_op<&extend_rows>(m, "extend_rows", "the rows of draft-extend, from what a round accepted");
-  def_op<&keep_rows>(m, "keep_rows", "what draft-extend would have read, kept for later");
+  def_op<&update_calibration>(m, "update_calibration", "what became of nodes moves how a draft's scores are put right");
+  def_op<&draft_extend_inputs>(m, "draft_extend_inputs", "the rows of draft-extend, from what a round accepted");
+  def_op<&append_draft_backlog>(m, "append_draft_backlog", "what draft-extend would have read, kept for later");
 
   // --- tree
   def_op<&build_tree>(m, "build_tree", "the best candidates as a tree with links, mask and positions");
   def_op<&build_tree_from_parents>(m, "build_tree_from_parents", "links, mask and positions from parent pointers");
   def_op<&build_tree_from_mask>(m, "build_tree_from_mask", "links, mask and positions from an ancestor mask");
   def_op<&merge_trees>(m, "merge_trees", "the union of two draft trees, cut to its best nodes");
-  def_op<&share_nodes>(m, "share_nodes", "how many nodes each request gets of a budget for the whole batch");
+  def_op<&allocate_nodes>(m, "allocate_nodes", "how many nodes each request gets of a budget for the whole batch");
   def_op<&pack_trees>(m, "pack_trees", "trees cut to their first nodes, and these as packed rows");
 
   // --- layers
-  def_op<&norm_rows>(m, "norm_rows", "rows, or sums of rows, over their root mean square");
-  def_op<&pair_rows>(m, "pair_rows", "embeddings beside features, each row over its root mean square");
-  def_op<&gate_rows>(m, "gate_rows", "silu(gate) * up of rows that hold both");
-  def_op<&linear_rows>(m, "linear_rows", "a few rows times a weight");
-  def_op<&linear_rows_plan>(m, "linear_rows_plan", "who multiplies such rows by a weight quickest");
-  def_op<&linear_plan>(m, "linear_plan", "the same of sizes, without tensors or a device");
-  def_op<&expert_rows>(m, "expert_rows", "rows times the weights of the experts that they take");
-  def_op<&route_rows>(m, "route_rows", "which experts rows take, and the pairs of both by experts");
-  def_op<&combine_rows>(m, "combine_rows", "the sums of what rows' experts made, by their shares");
-  def_op<&round_rows>(m, "round_rows", "rows as numbers of 8 bits and their scales");
-  def_op<&widen_rows>(m, "widen_rows", "numbers of 8 or 4 bits as those they stand for");
-  def_op<&rotate_qkv>(m, "rotate_qkv", "normalise and rotate query and key heads, write keys and values to pages");
+  def_op<&add_rms_norm>(m, "add_rms_norm", "rows, or sums of rows, over their root mean square");
+  def_op<&rms_norm_concat>(m, "rms_norm_concat", "embeddings beside features, each row over its root mean square");
+  def_op<&silu_and_mul>(m, "silu_and_mul", "silu(gate) * up of rows that hold both");
+  def_op<&small_m_gemm>(m, "small_m_gemm", "a few rows times a weight");
+  def_op<&small_m_gemm_plan>(m, "small_m_gemm_plan", "who multiplies such rows by a weight quickest");
+  def_op<&small_m_gemm_plan_of_sizes>(m, "small_m_gemm_plan_of_sizes",
+                                      "the same of sizes, without tensors or a device");
+  def_op<&moe_grouped_gemm>(m, "moe_grouped_gemm", "rows times the weights of the experts that they take");
+  def_op<&moe_route>(m, "moe_route", "which experts rows take, and the pairs of both by experts");
+  def_op<&moe_combine>(m, "moe_combine", "the sums of what rows' experts made, by their shares");
+  def_op<&quantize_fp8>(m, "quantize_fp8", "rows as numbers of 8 bits and their scales");
+  def_op<&dequantize>(m, "dequantize", "numbers of 8 or 4 bits as those they stand for");
+  def_op<&rope_qkv_write_kv>(m, "rope_qkv_write_kv",
+                             "normalise and rotate query and key heads, write keys and values to pages");
 
   // --- attention
   def_op<&tree_attention>(m, "tree_attention", "attention over a paged KV prefix and a tail of tree nodes");

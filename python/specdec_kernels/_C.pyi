@@ -61,7 +61,7 @@ def expand_tree(
     out_parent_rows: Tensor,
     out_positions: Tensor,
 ) -> None: ...
-def learn_calibration(
+def update_calibration(
     stream: int | None,
     table: Tensor,
     counts: Tensor,
@@ -73,7 +73,7 @@ def learn_calibration(
     emitted: Tensor,
     num_valid: Tensor,
 ) -> None: ...
-def extend_rows(
+def draft_extend_inputs(
     stream: int | None,
     tokens: Tensor,
     path: Tensor,
@@ -89,7 +89,7 @@ def extend_rows(
     out_last_rows: Tensor,
     out_kept_slots: Tensor,
 ) -> None: ...
-def keep_rows(
+def append_draft_backlog(
     stream: int | None,
     tokens: Tensor,
     path: Tensor,
@@ -177,7 +177,7 @@ def merge_trees(
     out_num_nodes: Tensor,
     out_scores: Tensor,
 ) -> None: ...
-def share_nodes(
+def allocate_nodes(
     stream: int | None,
     scores: Tensor,
     budget: int,
@@ -212,7 +212,7 @@ def pack_trees(
 ) -> None: ...
 
 # --- layers
-def norm_rows(
+def add_rms_norm(
     stream: int | None,
     x: Tensor,
     weight: Tensor,
@@ -223,7 +223,7 @@ def norm_rows(
     out_scales: Tensor | None,
     out: Tensor,
 ) -> None: ...
-def pair_rows(
+def rms_norm_concat(
     stream: int | None,
     embeddings: Tensor,
     tokens: Tensor,
@@ -235,8 +235,8 @@ def pair_rows(
     out: Tensor,
     out_features: Tensor,
 ) -> None: ...
-def gate_rows(stream: int | None, x: Tensor, out: Tensor) -> None: ...
-def linear_rows(
+def silu_and_mul(stream: int | None, x: Tensor, out: Tensor) -> None: ...
+def small_m_gemm(
     stream: int | None,
     x: Tensor,
     weight: Tensor,
@@ -247,9 +247,9 @@ def linear_rows(
     plan: str | None,
     out: Tensor,
 ) -> None: ...
-def linear_rows_plan(x: Tensor, weight: Tensor, gated: bool) -> str: ...
-def linear_plan(rows: int, outs: int, ins: int, bits: int, gated: bool, has_wgmma: bool) -> str: ...
-def expert_rows(
+def small_m_gemm_plan(x: Tensor, weight: Tensor, gated: bool) -> str: ...
+def small_m_gemm_plan_of_sizes(rows: int, outs: int, ins: int, bits: int, gated: bool, has_wgmma: bool) -> str: ...
+def moe_grouped_gemm(
     stream: int | None,
     x: Tensor,
     weight: Tensor,
@@ -261,7 +261,7 @@ def expert_rows(
     again: bool,
     out: Tensor,
 ) -> None: ...
-def route_rows(
+def moe_route(
     stream: int | None,
     scores: Tensor,
     taken: int,
@@ -271,12 +271,12 @@ def route_rows(
     out_order: Tensor,
     out_ends: Tensor,
 ) -> None: ...
-def combine_rows(stream: int | None, made: Tensor, shares: Tensor, out: Tensor) -> None: ...
-def round_rows(
+def moe_combine(stream: int | None, made: Tensor, shares: Tensor, out: Tensor) -> None: ...
+def quantize_fp8(
     stream: int | None, x: Tensor, group_size: int | None, scale: Tensor | None, out: Tensor, out_scales: Tensor
 ) -> None: ...
-def widen_rows(stream: int | None, numbers: Tensor, scales: Tensor, out: Tensor) -> None: ...
-def rotate_qkv(
+def dequantize(stream: int | None, numbers: Tensor, scales: Tensor, out: Tensor) -> None: ...
+def rope_qkv_write_kv(
     stream: int | None,
     qkv: Tensor,
     rotations: Tensor,

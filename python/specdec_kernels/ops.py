@@ -133,7 +133,7 @@ class Frontier(NamedTuple):
     mask: Tensor  # [B, k, Wd] int64 bit patterns, Wd = max(1, ceil(k * (num_steps - 1) / 64))
 
 
-class ExtendRows(NamedTuple):
+class DraftExtendInputs(NamedTuple):
     """Rows of draft-extend, with W = min(S, num_nodes) for each request."""
 
     tokens: Tensor  # [B, W] int32, 0 where there is none
@@ -326,7 +326,7 @@ def make_calibration(num_depths: int, like: Tensor) -> Calibration:
     return Calibration(table, counts)
 
 
-def learn_calibration(
+def update_calibration(
     calibration: Calibration,
     tree: Tree,
     scores: Tensor,
@@ -353,14 +353,14 @@ def learn_calibration(
     Raises:
         ValueError: wrong dtype, shape, device or stride.
     """
-    op = "learn_calibration"
+    op = "update_calibration"
     if not isinstance(calibration, Calibration):
         raise wrong_type(op, "calibration", calibration, Calibration)
     if not isinstance(tree, Tree):
         raise wrong_type(op, "tree", tree, Tree)
     if not isinstance(accepted, Accepted):
         raise wrong_type(op, "accepted", accepted, Accepted)
-    _C.learn_calibration(
+    _C.update_calibration(
         stream,
         *calibration,
         tree.tokens,
@@ -373,7 +373,7 @@ def learn_calibration(
     )
 
 
-def extend_rows(
+def draft_extend_inputs(
     tokens: Tensor,
     path: Tensor,
     num_valid: Tensor,
@@ -383,9 +383,9 @@ def extend_rows(
     slots: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     position_offset: int = 0,
-    out: ExtendRows | None = None,
+    out: DraftExtendInputs | None = None,
     stream: int | None = None,
-) -> ExtendRows:
+) -> DraftExtendInputs:
     """What draft-extend runs on: the tokens a round accepted, as rows of a forward pass of the draft.
 
     Args:
@@ -399,29 +399,31 @@ def extend_rows(
         position_offset: of row 0 beyond L.
 
     Returns:
-        ExtendRows.
+        DraftExtendInputs.
 
     Raises:
         ValueError: wrong dtype, shape, device or stride; a number out of range.
     """
-    op = "extend_rows"
+    op = "draft_extend_inputs"
     if out is None:
         batch, accept_width = shape_of(op, "tokens", tokens, 2)
         each, once = (batch, min(accept_width, num_nodes)), (batch,)
-        out = ExtendRows(
+        out = DraftExtendInputs(
             tokens=empty(op, tokens, each, "int32"),
             positions=empty(op, tokens, each, "int32"),
             node_rows=empty(op, tokens, each, "int64"),
             last_rows=empty(op, tokens, once, "int64"),
             kept_slots=empty(op, tokens, once, "int64"),
         )
-    elif not isinstance(out, ExtendRows):
-        raise wrong_type(op, "out", out, ExtendRows)
-    _C.extend_rows(stream, tokens, path, num_valid, prefix_lens, num_nodes, slots, cu_seqlens_q, position_offset, *out)
+    elif not isinstance(out, DraftExtendInputs):
+        raise wrong_type(op, "out", out, DraftExtendInputs)
+    _C.draft_extend_inputs(
+        stream, tokens, path, num_valid, prefix_lens, num_nodes, slots, cu_seqlens_q, position_offset, *out
+    )
     return out
 
 
-def keep_rows(
+def append_draft_backlog(
     tokens: Tensor,
     path: Tensor,
     num_valid: Tensor,
@@ -454,7 +456,9 @@ def keep_rows(
     Raises:
         ValueError: wrong dtype, shape, device or stride; one of features and kept_features alone.
     """
-    _C.keep_rows(stream, tokens, path, num_valid, num_kept, kept_tokens, features, kept_features, slots, cu_seqlens_q)
+    _C.append_draft_backlog(
+        stream, tokens, path, num_valid, num_kept, kept_tokens, features, kept_features, slots, cu_seqlens_q
+    )
 
 
 # --- tree -------------------------------------------------------------------------------------------------------------
@@ -650,7 +654,7 @@ def merge_trees(
     return tree, scores
 
 
-class Shares(NamedTuple):
+class NodeAllocation(NamedTuple):
     """What each request gets of a budget of rows for the whole batch."""
 
     num_nodes: Tensor  # [B] int32: nodes, from the first on, the root included; 0 for an empty row
@@ -659,7 +663,7 @@ class Shares(NamedTuple):
     cuts: Tensor  # [R] float32: the score of the worst node taken; inf where there are but roots, -inf where all are
 
 
-def share_nodes(
+def allocate_nodes(
     scores: Tensor,
     budget: int,
     *,
@@ -669,9 +673,9 @@ def share_nodes(
     status: Tensor | None = None,
     rungs: Tensor | None = None,
     rung_limits: Tensor | None = None,
-    out: Shares | None = None,
+    out: NodeAllocation | None = None,
     stream: int | None = None,
-) -> Shares:
+) -> NodeAllocation:
     """Which nodes of a batch are verified under one budget of rows: the likeliest of all requests' together.
 
     Every request that is there gets its root; the rest of the budget goes to the nodes with the best scores in the
@@ -695,24 +699,24 @@ def share_nodes(
         rung_limits: [R] int32: nodes that any request gets at most under each of them. None: N.
 
     Returns:
-        Shares. Probabilities are summed in whole 2^-40, so that all of it is the same on both devices.
+        NodeAllocation. Probabilities are summed in whole 2^-40, so that all of it is the same on both devices.
 
     Raises:
         ValueError: wrong dtype, shape, device or stride; a budget below B; too many nodes; rung_limits without rungs.
     """
-    op = "share_nodes"
+    op = "allocate_nodes"
     if out is None:
         batch, _ = shape_of(op, "scores", scores, 2)
         count = 0 if rungs is None else shape_of(op, "rungs", rungs, 1)[0]
-        out = Shares(
+        out = NodeAllocation(
             num_nodes=empty(op, scores, (batch,), "int32"),
             cu_seqlens=empty(op, scores, (batch + 1,), "int32"),
             expected=empty(op, scores, (count,), "float32"),
             cuts=empty(op, scores, (count,), "float32"),
         )
-    elif not isinstance(out, Shares):
-        raise wrong_type(op, "out", out, Shares)
-    _C.share_nodes(stream, scores, budget, slots, max_nodes, finish_reasons, status, rungs, rung_limits, *out)
+    elif not isinstance(out, NodeAllocation):
+        raise wrong_type(op, "out", out, NodeAllocation)
+    _C.allocate_nodes(stream, scores, budget, slots, max_nodes, finish_reasons, status, rungs, rung_limits, *out)
     return out
 
 
@@ -728,7 +732,7 @@ class PackedNodes(NamedTuple):
 def pack_trees(
     tree: Tree,
     scores: Tensor,
-    shares: Shares,
+    shares: NodeAllocation,
     num_rows: int,
     *,
     out: PackedNodes | None = None,
@@ -752,8 +756,8 @@ def pack_trees(
     op = "pack_trees"
     if not isinstance(tree, Tree):
         raise wrong_type(op, "tree", tree, Tree)
-    if not isinstance(shares, Shares):
-        raise wrong_type(op, "shares", shares, Shares)
+    if not isinstance(shares, NodeAllocation):
+        raise wrong_type(op, "shares", shares, NodeAllocation)
     if out is None:
         words = shape_of(op, "tree.mask", tree.mask, 3)[2]
         rows = max(num_rows, 0)  # a bad number is for the op to name
@@ -772,7 +776,7 @@ def pack_trees(
 # --- layers -----------------------------------------------------------------------------------------------------------
 
 
-def norm_rows(
+def add_rms_norm(
     x: Tensor,
     weight: Tensor,
     eps: float,
@@ -793,12 +797,12 @@ def norm_rows(
         weight: [H] of the same dtype.
         eps: added to the mean square, above 0.
         residual: [T, H] like x, added to it.
-        shares: [T, taken] float32, beside a residual: x is then [T * taken, H], of which `combine_rows` would make what
+        shares: [T, taken] float32, beside a residual: x is then [T * taken, H], of which `moe_combine` would make what
             is added to the residual, with the same bits.
         out: the two results, None for one that is to be allocated. The second may be x or residual, and is None without
             a residual.
         out_scales: [G, T] float32, to be written: the rows are then float8_e4m3fn, the very numbers and scales that
-            `round_rows` makes of them, for whole rows (G is 1) or groups of 128. On a GPU rows then start on 16 bytes.
+            `quantize_fp8` makes of them, for whole rows (G is 1) or groups of 128. On a GPU rows then start on 16 bytes.
 
     Returns:
         The rows [T, H], and x + residual [T, H]; without a residual, x itself.
@@ -808,19 +812,19 @@ def norm_rows(
             bytes.
     """
     rows, total = out
-    shape = shape_of("norm_rows", "x", x, 2)
+    shape = shape_of("add_rms_norm", "x", x, 2)
     if shares is not None:
-        shape = shape_of("norm_rows", "shares", shares, 2)[0], shape[1]
+        shape = shape_of("add_rms_norm", "shares", shares, 2)[0], shape[1]
     if rows is None:
         rounded = out_scales is not None
-        rows = empty("norm_rows", x, shape, "float8_e4m3fn") if rounded else empty_like("norm_rows", x, shape)
+        rows = empty("add_rms_norm", x, shape, "float8_e4m3fn") if rounded else empty_like("add_rms_norm", x, shape)
     if residual is not None and total is None:
-        total = empty_like("norm_rows", x, shape)
-    _C.norm_rows(stream, x, weight, eps, shares, residual, total, out_scales, rows)
+        total = empty_like("add_rms_norm", x, shape)
+    _C.add_rms_norm(stream, x, weight, eps, shares, residual, total, out_scales, rows)
     return rows, x if residual is None else total
 
 
-def pair_rows(
+def rms_norm_concat(
     embeddings: Tensor,
     tokens: Tensor,
     embedding_weight: Tensor,
@@ -854,15 +858,17 @@ def pair_rows(
     """
     pairs, kept = out
     if pairs is None or kept is None:
-        (rows,) = shape_of("pair_rows", "tokens", tokens, 1)
-        _, width = shape_of("pair_rows", "embeddings", embeddings, 2)
-        pairs = empty_like("pair_rows", embeddings, (rows, 2 * width)) if pairs is None else pairs
-        kept = empty_like("pair_rows", embeddings, (rows, width)) if kept is None else kept
-    _C.pair_rows(stream, embeddings, tokens, embedding_weight, features, feature_rows, feature_weight, eps, pairs, kept)
+        (rows,) = shape_of("rms_norm_concat", "tokens", tokens, 1)
+        _, width = shape_of("rms_norm_concat", "embeddings", embeddings, 2)
+        pairs = empty_like("rms_norm_concat", embeddings, (rows, 2 * width)) if pairs is None else pairs
+        kept = empty_like("rms_norm_concat", embeddings, (rows, width)) if kept is None else kept
+    _C.rms_norm_concat(
+        stream, embeddings, tokens, embedding_weight, features, feature_rows, feature_weight, eps, pairs, kept
+    )
     return pairs, kept
 
 
-def gate_rows(x: Tensor, *, out: Tensor | None = None, stream: int | None = None) -> Tensor:
+def silu_and_mul(x: Tensor, *, out: Tensor | None = None, stream: int | None = None) -> Tensor:
     """silu(gate) * up of rows that hold both side by side, in float32, rounded once.
 
     Args:
@@ -875,13 +881,13 @@ def gate_rows(x: Tensor, *, out: Tensor | None = None, stream: int | None = None
         ValueError: wrong dtype, shape, device or stride.
     """
     if out is None:
-        rows, width = shape_of("gate_rows", "x", x, 2)
-        out = empty_like("gate_rows", x, (rows, width // 2))
-    _C.gate_rows(stream, x, out)
+        rows, width = shape_of("silu_and_mul", "x", x, 2)
+        out = empty_like("silu_and_mul", x, (rows, width // 2))
+    _C.silu_and_mul(stream, x, out)
     return out
 
 
-def linear_rows(
+def small_m_gemm(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -905,12 +911,12 @@ def linear_rows(
             then of up, N a multiple of 8.
         bias: of as many numbers and of out's dtype; None for none.
         x_scales, weight_scales: of float8_e4m3fn x and weight, [G, M] and [G, N] float32, whose groups start on 16
-            bytes; one group of whole rows, or one of each 128 numbers, as `round_rows` gives them. K is then a multiple
+            bytes; one group of whole rows, or one of each 128 numbers, as `quantize_fp8` gives them. K is then a multiple
             of 128 and N of 16, a GPU one of Hopper, and out bfloat16, unless an out of float16 is given.
             weight_scales alone: of 4 bits, a weight [N, K / 2] uint8 of numbers 0 to 15 in the order of `nibble_of`
-            (csrc/layers/linear_rows.h), K a multiple of 256 and N of 16; scales are as above, and the four lowest bits
+            (csrc/layers/gemm/small_m_gemm.h), K a multiple of 256 and N of 16; scales are as above, and the four lowest bits
             of each are the number that stands for 0. x has 16 bits.
-        gated: return silu(gate) * up, as `gate_rows` would, rounded once.
+        gated: return silu(gate) * up, as `silu_and_mul` would, rounded once.
         plan: forces a kernel, for tests and benchmarks: "sm80.mma", or on Hopper "sm90.wgmma", which it has by itself
             unless rows of `x` or `weight` overlap. The latter alone takes numbers of fewer bits.
 
@@ -922,15 +928,15 @@ def linear_rows(
             or that the device cannot run.
     """
     if out is None:
-        rows, _ = shape_of("linear_rows", "x", x, 2)
-        outs = shape_of("linear_rows", "weight", weight, 2)[0]
+        rows, _ = shape_of("small_m_gemm", "x", x, 2)
+        outs = shape_of("small_m_gemm", "weight", weight, 2)[0]
         shape = rows, outs // 2 if gated else outs
-        out = empty_like("linear_rows", x, shape) if x_scales is None else empty("linear_rows", x, shape, "bfloat16")
-    _C.linear_rows(stream, x, weight, bias, x_scales, weight_scales, gated, plan, out)
+        out = empty_like("small_m_gemm", x, shape) if x_scales is None else empty("small_m_gemm", x, shape, "bfloat16")
+    _C.small_m_gemm(stream, x, weight, bias, x_scales, weight_scales, gated, plan, out)
     return out
 
 
-def expert_rows(
+def moe_grouped_gemm(
     x: Tensor,
     weight: Tensor,
     order: Tensor,
@@ -949,7 +955,7 @@ def expert_rows(
     Sums are float32. The bits of a row do not depend on what is beside it.
 
     Args:
-        x: [T, K] float16 or bfloat16; with scales float8_e4m3fn, as `round_rows` gives it. K is a multiple of 64, or of
+        x: [T, K] float16 or bfloat16; with scales float8_e4m3fn, as `quantize_fp8` gives it. K is a multiple of 64, or of
             128 where weights have scales; rows may be strided, and start on 16 bytes.
         weight: [E, N, K] like x, or float8_e4m3fn with scales, at most 1024 experts, N a multiple of 16; gated: [E,
             2 * N, K], of each expert first the rows of the gate, N a multiple of 8.
@@ -958,7 +964,7 @@ def expert_rows(
         ends: [E] int32, where the pairs of each expert end in `order`, and those of the next begin.
         weight_scales: [E, G, N] float32, or 2 * N of a gate: one group of whole rows, or one of each 128 numbers.
         x_scales: [G, T] float32, of as many groups.
-        gated: return silu(gate) * up, as `gate_rows` would, rounded once.
+        gated: return silu(gate) * up, as `silu_and_mul` would, rounded once.
         again: a call with these `order` and `ends` was launched on the stream since they were written, as that of gate
             and up is before that of down. On Hopper this one then reads them, and `weight`, before the kernel launched
             before it has finished, which must therefore not be what writes one of them.
@@ -971,16 +977,20 @@ def expert_rows(
         ValueError: wrong dtype, shape, device or stride; too many experts or pairs; rows off 16 bytes.
     """
     if out is None:
-        outs = shape_of("expert_rows", "weight", weight, 3)[1]
-        shape = shape_of("expert_rows", "order", order, 1)[0], outs // 2 if gated else outs
-        out = empty_like("expert_rows", x, shape) if x_scales is None else empty("expert_rows", x, shape, "bfloat16")
+        outs = shape_of("moe_grouped_gemm", "weight", weight, 3)[1]
+        shape = shape_of("moe_grouped_gemm", "order", order, 1)[0], outs // 2 if gated else outs
+        out = (
+            empty_like("moe_grouped_gemm", x, shape)
+            if x_scales is None
+            else empty("moe_grouped_gemm", x, shape, "bfloat16")
+        )
         fill_zeros(out, stream)
-    _C.expert_rows(stream, x, weight, order, ends, x_scales, weight_scales, gated, again, out)
+    _C.moe_grouped_gemm(stream, x, weight, order, ends, x_scales, weight_scales, gated, again, out)
     return out
 
 
-class Routes(NamedTuple):
-    """Which experts rows take, what counts of each, and the pairs of a row and an expert as `expert_rows` takes them:
+class Routing(NamedTuple):
+    """Which experts rows take, what counts of each, and the pairs of a row and an expert as `moe_grouped_gemm` takes them:
     those of row r are r * J to r * J + J - 1."""
 
     experts: Tensor  # [T, J] int64, no expert twice in a row
@@ -989,14 +999,14 @@ class Routes(NamedTuple):
     ends: Tensor  # [E] int32, where each expert's pairs in `order` end
 
 
-def route_rows(
+def moe_route(
     scores: Tensor,
     taken: int,
     *,
     normalised: bool = False,
-    out: Routes | None = None,
+    out: Routing | None = None,
     stream: int | None = None,
-) -> Routes:
+) -> Routing:
     """The experts with the best scores of each row, and their shares, in one launch for up to 64 rows and 256 experts.
 
     Args:
@@ -1006,27 +1016,27 @@ def route_rows(
         normalised: shares are the softmax over the scores of the experts taken, and not over all.
 
     Returns:
-        Routes, of each row the best expert first, and of each expert the pairs by rows.
+        Routing, of each row the best expert first, and of each expert the pairs by rows.
 
     Raises:
         ValueError: wrong dtype, shape, device or stride; a number out of range.
     """
-    op = "route_rows"
+    op = "moe_route"
     if out is None:
         rows, experts = shape_of(op, "scores", scores, 2)
-        out = Routes(
+        out = Routing(
             experts=empty(op, scores, (rows, taken), "int64"),
             shares=empty(op, scores, (rows, taken), "float32"),
             order=empty(op, scores, (rows * taken,), "int64"),
             ends=empty(op, scores, (experts,), "int32"),
         )
-    elif not isinstance(out, Routes):
-        raise wrong_type(op, "out", out, Routes)
-    _C.route_rows(stream, scores, taken, normalised, *out)
+    elif not isinstance(out, Routing):
+        raise wrong_type(op, "out", out, Routing)
+    _C.moe_route(stream, scores, taken, normalised, *out)
     return out
 
 
-def combine_rows(made: Tensor, shares: Tensor, *, out: Tensor | None = None, stream: int | None = None) -> Tensor:
+def moe_combine(made: Tensor, shares: Tensor, *, out: Tensor | None = None, stream: int | None = None) -> Tensor:
     """What the experts of each row made of it, as one sum by their shares: in float32, in order, rounded once.
 
     Args:
@@ -1040,13 +1050,13 @@ def combine_rows(made: Tensor, shares: Tensor, *, out: Tensor | None = None, str
         ValueError: wrong dtype, shape, device or stride.
     """
     if out is None:
-        rows, _ = shape_of("combine_rows", "shares", shares, 2)
-        out = empty_like("combine_rows", made, (rows, shape_of("combine_rows", "made", made, 2)[1]))
-    _C.combine_rows(stream, made, shares, out)
+        rows, _ = shape_of("moe_combine", "shares", shares, 2)
+        out = empty_like("moe_combine", made, (rows, shape_of("moe_combine", "made", made, 2)[1]))
+    _C.moe_combine(stream, made, shares, out)
     return out
 
 
-def round_rows(
+def quantize_fp8(
     x: Tensor,
     *,
     group_size: int | None = None,
@@ -1057,7 +1067,7 @@ def round_rows(
     """Rows as float8_e4m3fn and the scales that give them back: a scale is the largest of its numbers over 448, and at
     least 1e-12; each number is divided by it and rounded to nearest, ties to even. Beyond 448 is 448.
 
-    Both sides of a product of 8 bits (`linear_rows`) are such rows. Source: DeepSeek-V3 (arXiv
+    Both sides of a product of 8 bits (`small_m_gemm`) are such rows. Source: DeepSeek-V3 (arXiv
     2412.19437), section 3.3.2.
 
     Args:
@@ -1074,23 +1084,23 @@ def round_rows(
     """
     numbers, scales = out
     if numbers is None or scales is None:
-        rows, width = shape_of("round_rows", "x", x, 2)
+        rows, width = shape_of("quantize_fp8", "x", x, 2)
         groups = max(-(-width // (group_size or max(width, 1))), 1)
-        numbers = empty("round_rows", x, (rows, width), "float8_e4m3fn") if numbers is None else numbers
+        numbers = empty("quantize_fp8", x, (rows, width), "float8_e4m3fn") if numbers is None else numbers
         if scales is None:
-            scales = empty("round_rows", x, (groups, -(-rows // 4) * 4), "float32")[:, :rows]
-    _C.round_rows(stream, x, group_size, scale, numbers, scales)
+            scales = empty("quantize_fp8", x, (groups, -(-rows // 4) * 4), "float32")[:, :rows]
+    _C.quantize_fp8(stream, x, group_size, scale, numbers, scales)
     return numbers, scales
 
 
-def widen_rows(
+def dequantize(
     numbers: Tensor, scales: Tensor, *, dtype: str = "bfloat16", out: Tensor | None = None, stream: int | None = None
 ) -> Tensor:
-    """What numbers of 8 or 4 bits stand for: times their scales, rounded once. The other way of `round_rows`, and what
-    stands for a weight of `linear_rows` where that does not multiply.
+    """What numbers of 8 or 4 bits stand for: times their scales, rounded once. The other way of `quantize_fp8`, and what
+    stands for a weight of `small_m_gemm` where that does not multiply.
 
     Args:
-        numbers: [N, K] float8_e4m3fn, or [N, K / 2] uint8 of 4 bits: as in `linear_rows`, or where K is no multiple of
+        numbers: [N, K] float8_e4m3fn, or [N, K / 2] uint8 of 4 bits: as in `small_m_gemm`, or where K is no multiple of
             256, neighbours in a byte, the first in its lower half.
         scales: [G, N] float32, one group of whole rows, or one of each 128 numbers; of 4 bits G equal groups, and the
             four lowest bits of a scale are the number that stands for 0.
@@ -1103,16 +1113,16 @@ def widen_rows(
         ValueError: wrong dtype, shape, device or stride; another number of groups.
     """
     if out is None:
-        rows, width = shape_of("widen_rows", "numbers", numbers, 2)
+        rows, width = shape_of("dequantize", "numbers", numbers, 2)
         if dtype not in ("float32", "float16", "bfloat16"):
-            raise ValueError(f"widen_rows: dtype is {dtype}, expected float32, float16 or bfloat16")
+            raise ValueError(f"dequantize: dtype is {dtype}, expected float32, float16 or bfloat16")
         in_4_bits = str(numbers.dtype).endswith("uint8")
-        out = empty("widen_rows", numbers, (rows, 2 * width if in_4_bits else width), dtype)
-    _C.widen_rows(stream, numbers, scales, out)
+        out = empty("dequantize", numbers, (rows, 2 * width if in_4_bits else width), dtype)
+    _C.dequantize(stream, numbers, scales, out)
     return out
 
 
-def rotate_qkv(
+def rope_qkv_write_kv(
     qkv: Tensor,
     rotations: Tensor,
     positions: Tensor,
@@ -1156,10 +1166,10 @@ def rotate_qkv(
         ValueError: wrong dtype, shape, device or stride; a scale that `write_kv` refuses.
     """
     if out is None:
-        *rows, heads, head_dim = shape_of("rotate_qkv", "qkv", qkv, 4 if cu_seqlens_q is None else 3)
-        kv_heads = shape_of("rotate_qkv", "k_pool", k_pool, 4)[2]
-        out = empty_like("rotate_qkv", qkv, (*rows, max(heads - 2 * kv_heads, 0), head_dim))
-    _C.rotate_qkv(
+        *rows, heads, head_dim = shape_of("rope_qkv_write_kv", "qkv", qkv, 4 if cu_seqlens_q is None else 3)
+        kv_heads = shape_of("rope_qkv_write_kv", "k_pool", k_pool, 4)[2]
+        out = empty_like("rope_qkv_write_kv", qkv, (*rows, max(heads - 2 * kv_heads, 0), head_dim))
+    _C.rope_qkv_write_kv(
         stream,
         qkv,
         rotations,

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from . import _C
 
-HEAD_DIMS = (64, 128, 256)  # of `rotate_qkv` and `tree_attention`
+HEAD_DIMS = (64, 128, 256)  # of `rope_qkv_write_kv` and `tree_attention`
 
 
 class Gpu(NamedTuple):

@@ -34,13 +34,13 @@ _CHANGED: dict[str, tuple[str, ...]] = {
     "expand_tree": (
         "candidates_tokens", "candidates_parents", "candidates_scores", "frontier_nodes", "frontier_mask",
     ),
-    "learn_calibration": ("calibration_table", "calibration_counts"),
-    "keep_rows": ("num_kept", "kept_tokens", "kept_features"),
+    "update_calibration": ("calibration_table", "calibration_counts"),
+    "append_draft_backlog": ("num_kept", "kept_tokens", "kept_features"),
     "build_tree": ("status",),
     "build_tree_from_parents": ("status",),
     "build_tree_from_mask": ("status",),
     "pack_trees": tuple(f"tree_{name}" for name in ops.Tree._fields),
-    "rotate_qkv": ("k_pool", "v_pool", "status"),
+    "rope_qkv_write_kv": ("k_pool", "v_pool", "status"),
     "tree_attention": ("status",),
     "edit_logits": ("logits",),
     "mask_stops": ("logits",),
@@ -128,7 +128,7 @@ class _Op:
                     kind = kind.replace("Tensor", f"Tensor({next(marks)}!)")
                 arguments.append(f"{kind} {field}{default}")
         count = sum(1 if part is None else len(_struct_fields(part)) for part in self.results)
-        if self.name == "norm_rows" and required is None:
+        if self.name == "add_rms_norm" and required is None:
             count = 1  # the sum is x then, which an operator must not return
         results = "Tensor" if count == 1 else "(" + ", ".join(["Tensor"] * count) + ")"
         return f"{self.name}{overload}({', '.join(arguments)}) -> {results}"
@@ -197,7 +197,7 @@ def _function(name: str) -> Any:
     without, because Inductor (torch 2.13) fails on one whose only mutable argument is None.
     """
     op = _Op(name)
-    split = "residual" if name == "norm_rows" else "status" if op.changed == ("status",) else None
+    split = "residual" if name == "add_rms_norm" else "status" if op.changed == ("status",) else None
     plain = op.register(without=split)
     if split is None and not any(op.results) and not any(_is_struct(hint) for hint in op.hints.values()):
         return plain
@@ -227,7 +227,7 @@ def _function(name: str) -> Any:
             named.pop(split, None)
             called = plain
         results = called(*values, **named)
-        if name == "norm_rows" and called is plain:
+        if name == "add_rms_norm" and called is plain:
             return results, values[0]
         if not sizes or sizes == [1]:
             return results

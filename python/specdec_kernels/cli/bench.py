@@ -36,7 +36,7 @@ NUMBERS = {
     "accept_width": "tokens of a round at most",
     "prefix": "tokens before the tree",
     "page_size": "KV rows of a page",
-    "rows": "rows, of rotate_qkv and write_kv per request",
+    "rows": "rows, of rope_qkv_write_kv and write_kv per request",
     "width": "numbers of a row",
     "outs": "numbers of a row that a product makes",
     "experts": "experts of a layer",

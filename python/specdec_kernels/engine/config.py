@@ -24,7 +24,7 @@ from .round import most_nodes
 
 MAX_STOP_TOKENS = 16
 INVARIANT_SPLIT = 1024  # rows of KV
-MOST_NODES = 65536  # of a round, among which `share_nodes` chooses
+MOST_NODES = 65536  # of a round, among which `allocate_nodes` chooses
 RING_DEPTH = 16  # records of commands, which the loop may be ahead of the device, and of results
 
 

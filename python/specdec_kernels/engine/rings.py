@@ -116,7 +116,7 @@ class Rings:
                 compared with. None: under none.
             node_scores: [B, N] float32, by which trees were cut. None: a rung has the first nodes of each tree, and
                 what it was expected to bring is what it would have brought.
-            cuts: [num_rungs] float32, falling: the score of the worst node of each rung (`share_nodes`).
+            cuts: [num_rungs] float32, falling: the score of the worst node of each rung (`allocate_nodes`).
         """
         logprobs, top_ids, top_logprobs = scores or (None, None, None)
         _C.publish_results(

@@ -14,16 +14,16 @@ from ..models.attention import Rows
 from ..models.language_model import LanguageModel
 from ..ops import (
     Accepted,
+    NodeAllocation,
     PackedNodes,
-    Shares,
     TokenScores,
     Tree,
+    allocate_nodes,
     commit_tokens,
     edit_logits,
     mask_stops,
     pack_trees,
     score_tokens,
-    share_nodes,
     verify_tree,
 )
 from .drafts import Committed, Draft, DrawnFrom, Needs, Proposal, ScoredTree
@@ -48,7 +48,7 @@ class RoundResult:
     scores: TokenScores  # how likely it was
     num_nodes: Tensor  # [B] of each tree that was verified
     node_scores: Tensor  # [B, N], by which trees were cut
-    shares: Shares
+    shares: NodeAllocation
 
 
 class Drafted(NamedTuple):
@@ -58,7 +58,7 @@ class Drafted(NamedTuple):
     proposal: Proposal
     tree: Tree  # cut to its shares
     scores: Tensor
-    shares: Shares
+    shares: NodeAllocation
     nodes: PackedNodes
     rows: Rows
     hidden: Tensor  # [M, H]
@@ -239,11 +239,11 @@ class Round:
         (draft.rest if rests else draft.extend)(slots, committed, proposal, features)
         return RoundResult(accepted, token_scores, tree.num_nodes, scores, shares)
 
-    def _share(self, scores: Tensor, slots: Tensor, num_rows: int) -> Shares:
+    def _share(self, scores: Tensor, slots: Tensor, num_rows: int) -> NodeAllocation:
         """The best nodes of the whole batch for its budget; and where each rung would have cut."""
         state, batch = self.state, len(slots)
         rungs, rung_limits = self._rungs.get(batch, (None, None))
-        return share_nodes(
+        return allocate_nodes(
             scores,
             num_rows,
             slots=slots,
@@ -254,12 +254,12 @@ class Round:
             rung_limits=rung_limits,
         )
 
-    def _equal_shares(self, slots: Tensor, most: int) -> Shares:
+    def _equal_shares(self, slots: Tensor, most: int) -> NodeAllocation:
         """As many nodes for each request, at fixed rows, unless it wants fewer."""
         each = self.state.max_nodes[slots.clamp(min=0)].clamp(max=most)
         starts = torch.arange(0, (len(slots) + 1) * most, most, dtype=torch.int32, device=slots.device)
         no_cuts = torch.empty(0, device=slots.device)
-        return Shares(each, starts, no_cuts, no_cuts)
+        return NodeAllocation(each, starts, no_cuts, no_cuts)
 
     def _logits(
         self,

@@ -21,7 +21,7 @@ from .drafts.model import ModelDraft
 
 SCHEMA = 1
 IDENTITY = "draft", "model", "target"  # of a calibration: the draft's class, what its model and the target are called
-# What a slope and an offset are kept to, and how many nodes count (csrc/draft/learn_calibration.h).
+# What a slope and an offset are kept to, and how many nodes count (csrc/draft/update_calibration.h).
 SLOPES, MOST_OFFSET, MOST_NODES = (0.125, 8.0), 8.0, 1 << 14
 MOST_LOGITS = MOST_NODES * 24 << 16
 
@@ -67,7 +67,7 @@ def read_tuning(source: Source, name: str = "Engine: tuning") -> dict[str, Any]:
 
 
 def is_calibration(entry: dict[str, Any]) -> bool:
-    """Whether it has a table and counts as `learn_calibration` may have left them."""
+    """Whether it has a table and counts as `update_calibration` may have left them."""
     try:
         table = torch.tensor(entry["table"], dtype=torch.float64)
         counts = torch.tensor(entry["counts"])

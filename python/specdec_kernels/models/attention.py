@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..ops import rotate_qkv, tree_attention, write_kv
+from ..ops import rope_qkv_write_kv, tree_attention, write_kv
 from ..plans import HEAD_DIMS
 from .kv_pools import KvShape, LayerKv
 from .layers import LayerNorm, Norm, Product, joined, merged, moved, product_of
@@ -65,7 +65,7 @@ class Rows(NamedTuple):
         """Of qkv [B, Q, heads + 2 * kv_heads, head_dim] or [M, ...] queries and keys normalised and rotated, by
         rotations [num_positions, head_dim] float32 at positions [B, Q] or [M]; keys and values go to a layer's pools.
         Queries [B, Q, heads, head_dim] or [M, heads, head_dim] are returned."""
-        queries: Tensor = rotate_qkv(
+        queries: Tensor = rope_qkv_write_kv(
             qkv,
             rotations,
             positions,
@@ -245,7 +245,7 @@ class Rotation(NamedTuple):
     def of(cls, rotary: Any, max_len: int, device: torch.device, *kind: str, interleaved: bool = False) -> Rotation:
         """Those of a module of transformers that makes cosines and sines, for sequences of up to `max_len` tokens.
 
-        Beyond `constant_len` the table ends, and `rotate_qkv` takes its last row.
+        Beyond `constant_len` the table ends, and `rope_qkv_write_kv` takes its last row.
         """
         count = min(max_len + SPARE_POSITIONS, constant_len(rotary.config) or max_len + SPARE_POSITIONS)
         positions = torch.arange(count, device=device)[None]
@@ -285,7 +285,7 @@ def constant_len(config: Any) -> int | None:
 class Heads:
     """How the heads of a model stand in our products and pools, so that the kernels compute what the model does.
 
-    `rotate_qkv` rotates number i of a head with number i + D / 2, all of them, and kernels know D of 64, 128 and 256.
+    `rope_qkv_write_kv` rotates number i of a head with number i + D / 2, all of them, and kernels know D of 64, 128 and 256.
     Other models are the same numbers in other places: rows of the products are moved so that each rotated pair stands
     where the kernel looks for it, with cosine 1 and sine 0 for numbers that are not rotated, and zeros fill a head up
     to D. Scores do not change, since queries and keys are moved alike, and the scale stays that of the model's heads.

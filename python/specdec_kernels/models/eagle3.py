@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from ..ops import pair_rows
+from ..ops import rms_norm_concat
 from .attention import Rows
 from .checkpoint import EAGLE3
 from .draft_head import DraftHead, Features, HeadLayer, HeadOutput, Parts
@@ -146,7 +146,7 @@ class Eagle3Head(DraftHead):
 
     def enter(self, tokens: Tensor, features: Features) -> tuple[Tensor, Tensor]:
         parts = self._parts
-        pairs, state = pair_rows(
+        pairs, state = rms_norm_concat(
             parts.embeddings,
             tokens.flatten().contiguous(),
             parts.embedding_norm.weight,

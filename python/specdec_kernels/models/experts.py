@@ -14,30 +14,30 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..ops import Routes, expert_rows, gate_rows, route_rows
+from ..ops import Routing, moe_grouped_gemm, moe_route, silu_and_mul
 from .layers import FeedForward, GatedFeedForward, MadeRows, Product
 from .quantised import FP8, GROUP, Fp8Weight, in_eight_bits, rounded, widened
 
 STRIDE_BYTES = 16  # of which `functional.grouped_mm` takes multiples
 MAX_EXPERTS, MAX_TAKEN = 1024, 32  # that our ops take
-OUR_INS, OUR_OUTS = 64, 16  # of which `expert_rows` takes multiples, in 16 bits
-# Up to so many rows an expert in the mean `expert_rows` multiplies where torch's grouped product could, on an H200 in
+OUR_INS, OUR_OUTS = 64, 16  # of which `moe_grouped_gemm` takes multiples, in 16 bits
+# Up to so many rows an expert in the mean `moe_grouped_gemm` multiplies where torch's grouped product could, on an H200 in
 # 0.9 of its time: it reads a weight again for every 32, which next to no expert has where the mean is half of that.
 FEW_ROWS = 16
 
 
-def routes_of(experts: Tensor, shares: Tensor, number: int) -> Routes:
+def routes_of(experts: Tensor, shares: Tensor, number: int) -> Routing:
     """Of what rows take of so many experts."""
     flat, order = experts.flatten().sort()
     numbers = torch.arange(number, device=experts.device)
     ends = torch.searchsorted(flat, numbers, right=True, out_int32=True)
-    return Routes(experts, shares.contiguous(), order, ends)
+    return Routing(experts, shares.contiguous(), order, ends)
 
 
 class Router(Protocol):
     """What chooses experts."""
 
-    def __call__(self, x: Tensor) -> Routes:
+    def __call__(self, x: Tensor) -> Routing:
         """Of rows [T, H]."""
 
 
@@ -50,11 +50,11 @@ class SoftmaxRouter(Router):
     taken: int
     normalised: bool
 
-    def __call__(self, x: Tensor) -> Routes:
+    def __call__(self, x: Tensor) -> Routing:
         scores = self.scores(x)
         number = scores.shape[1]
         if scores.is_cuda and number <= MAX_EXPERTS and self.taken <= MAX_TAKEN:
-            return route_rows(scores, self.taken, normalised=self.normalised)
+            return moe_route(scores, self.taken, normalised=self.normalised)
         shares, experts = scores.softmax(-1, dtype=torch.float32).topk(self.taken)
         return routes_of(experts, shares / shares.sum(-1, keepdim=True) if self.normalised else shares, number)
 
@@ -74,7 +74,7 @@ class SigmoidRouter(Router):
     normalised: bool
     factor: float  # of all shares
 
-    def __call__(self, x: Tensor) -> Routes:
+    def __call__(self, x: Tensor) -> Routing:
         likings = functional.linear(x.float(), self.weight.float()).sigmoid()
         grouped = (likings + self.correction).view(len(x), self.groups, -1)
         if self.groups_taken < self.groups:
@@ -92,7 +92,7 @@ class SigmoidRouter(Router):
 class Experts:
     """The experts' products: `down(gate(gate_up(x)))` of each.
 
-    There are four ways to the same sums. On a GPU `expert_rows` reads each expert that few rows take once. Of many rows
+    There are four ways to the same sums. On a GPU `moe_grouped_gemm` reads each expert that few rows take once. Of many rows
     `grouped_mm` of torch does. Where neither multiplies such weights, or torch waits for the host, those of few rows'
     experts are gathered, which reads them, writes them and reads them again; and of many rows every expert computes
     all, of which what was not asked for is left out.
@@ -102,33 +102,33 @@ class Experts:
     down: Tensor  # [experts, inner, H]
     gate_up_bias: Tensor | None = None  # [experts, 2 * inner]
     down_bias: Tensor | None = None  # [experts, H]
-    gate: Callable[[Tensor], Tensor] = gate_rows  # [rows, inner] of [rows, 2 * inner]
+    gate: Callable[[Tensor], Tensor] = silu_and_mul  # [rows, inner] of [rows, 2 * inner]
     activations: str = "none"  # how the rows that enter a product are rounded, as those of an `Fp8Weight`
 
-    def __call__(self, x: Tensor, routes: Routes) -> Tensor:
+    def __call__(self, x: Tensor, routes: Routing) -> Tensor:
         """[T, H] of rows [T, H]: the sum of what their experts make of them, each by its share."""
         return self.ways()[self.plan(x, routes)](x, routes)
 
-    def ways(self) -> dict[str, Callable[[Tensor, Routes], Tensor]]:
+    def ways(self) -> dict[str, Callable[[Tensor, Routing], Tensor]]:
         """By their names in plans."""
         return {
-            "expert_rows": self.by_our_op,
+            "moe_grouped_gemm": self.by_our_op,
             "grouped": self.grouped,
             "gathered": self.gathered,
             "all": self.all_of_them,
         }
 
-    def plan(self, x: Tensor, routes: Routes) -> str:
-        """Which way is taken, by shapes, dtype and GPU alone: "expert_rows", "grouped", "gathered" or "all"."""
+    def plan(self, x: Tensor, routes: Routing) -> str:
+        """Which way is taken, by shapes, dtype and GPU alone: "moe_grouped_gemm", "grouped", "gathered" or "all"."""
         grouped, pairs = self.has_grouped_kernel(x), routes.experts.numel()
         if x.is_cuda and self.fits_our_op(x) and (pairs <= FEW_ROWS * len(self.gate_up) or not grouped):
-            return "expert_rows"
+            return "moe_grouped_gemm"
         if grouped:
             return "grouped"
         return "gathered" if pairs <= len(self.gate_up) else "all"
 
     def fits_our_op(self, x: Tensor) -> bool:
-        """Whether `expert_rows` multiplies such rows by the weights as they are stored."""
+        """Whether `moe_grouped_gemm` multiplies such rows by the weights as they are stored."""
         for weight in (self.gate_up, self.down):
             number, ins, outs = weight.shape
             if weight.dtype != x.dtype or not weight.mT.is_contiguous():
@@ -138,7 +138,7 @@ class Experts:
         return self._gate_is_ours(x) and self.activations == "none"
 
     def _gate_is_ours(self, x: Tensor) -> bool:
-        silu = self.gate is gate_rows and self.gate_up_bias is None
+        silu = self.gate is silu_and_mul and self.gate_up_bias is None
         return silu and x.dtype in (torch.float16, torch.bfloat16)
 
     def has_grouped_kernel(self, x: Tensor) -> bool:
@@ -155,20 +155,20 @@ class Experts:
         """Gates and ups [H, 2 * inner] and downs [inner, H] of an expert, or of experts [n], for rows of a dtype."""
         return self.gate_up[experts], self.down[experts]
 
-    def by_our_op(self, x: Tensor, routes: Routes) -> Tensor:
+    def by_our_op(self, x: Tensor, routes: Routing) -> Tensor:
         return self.made_of(x, routes).combined()
 
-    def made_of(self, x: Tensor, routes: Routes) -> MadeRows:
-        """What is to be summed, by `expert_rows`."""
+    def made_of(self, x: Tensor, routes: Routing) -> MadeRows:
+        """What is to be summed, by `moe_grouped_gemm`."""
         made = self._pairs("down", self._pairs("gate_up", x, routes), routes)
         made = made if self.down_bias is None else made + self.down_bias[routes.experts.flatten()]
         return MadeRows(made, routes.shares)
 
-    def _pairs(self, part: str, rows: Tensor, routes: Routes) -> Tensor:
-        """What the "gate_up" or "down" of each pair's expert makes of its row, by `expert_rows`."""
+    def _pairs(self, part: str, rows: Tensor, routes: Routing) -> Tensor:
+        """What the "gate_up" or "down" of each pair's expert makes of its row, by `moe_grouped_gemm`."""
         return pairs_of(part, rows, getattr(self, part), routes, rows.dtype)
 
-    def grouped(self, x: Tensor, routes: Routes) -> Tensor:
+    def grouped(self, x: Tensor, routes: Routing) -> Tensor:
         order, ends, taken = routes.order, routes.ends, routes.experts.shape[1]
         experts = routes.experts.flatten()[order]
         wide = functional.grouped_mm(rounded(x, self.activations)[order // taken], self.gate_up, offs=ends)
@@ -178,7 +178,7 @@ class Experts:
         out[order] = made
         return MadeRows(out, routes.shares).combined()
 
-    def gathered(self, x: Tensor, routes: Routes) -> Tensor:
+    def gathered(self, x: Tensor, routes: Routing) -> Tensor:
         experts = routes.experts.flatten()
         rows = rounded(x, self.activations).repeat_interleave(routes.experts.shape[1], 0, output_size=len(experts))
         gate_up, down = self.weights_of(experts, x.dtype)
@@ -187,7 +187,7 @@ class Experts:
         made = made if self.down_bias is None else made + self.down_bias[experts]
         return MadeRows(made, routes.shares).combined()
 
-    def all_of_them(self, x: Tensor, routes: Routes) -> Tensor:
+    def all_of_them(self, x: Tensor, routes: Routing) -> Tensor:
         shares = torch.zeros(len(x), len(self.gate_up), device=x.device).scatter_(1, routes.experts, routes.shares)
         takes = torch.zeros_like(shares, dtype=torch.bool).scatter_(1, routes.experts, True)
         total = torch.zeros_like(x, dtype=torch.float32)
@@ -208,7 +208,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class Fp8Experts(Experts):
-    """Experts whose weights are kept in 8 bits: `expert_rows` reads those that are taken as they are stored. Where it
+    """Experts whose weights are kept in 8 bits: `moe_grouped_gemm` reads those that are taken as they are stored. Where it
     does not multiply, as on the CPU, those that are taken are widened first, or one after the other: torch has no
     grouped product of them.
 
@@ -221,14 +221,14 @@ class Fp8Experts(Experts):
     gate_up_scales: Tensor = field(kw_only=True)
     down_scales: Tensor = field(kw_only=True)
 
-    def ways(self) -> dict[str, Callable[[Tensor, Routes], Tensor]]:
-        return {"expert_rows": self.by_our_op, "gathered": self.gathered, "all": self.all_of_them}
+    def ways(self) -> dict[str, Callable[[Tensor, Routing], Tensor]]:
+        return {"moe_grouped_gemm": self.by_our_op, "gathered": self.gathered, "all": self.all_of_them}
 
     def has_grouped_kernel(self, x: Tensor) -> bool:
         return False
 
     def fits_our_op(self, x: Tensor) -> bool:
-        """Whether weights have scales as `expert_rows` wants them, of the groups in which rows are rounded."""
+        """Whether weights have scales as `moe_grouped_gemm` wants them, of the groups in which rows are rounded."""
         for weight, scales in ((self.gate_up, self.gate_up_scales), (self.down, self.down_scales)):
             _, ins, outs = weight.shape
             rows, groups = scales.shape[1] == 1, scales.shape[1] * GROUP == ins
@@ -237,7 +237,7 @@ class Fp8Experts(Experts):
                 return False
         return self._gate_is_ours(x)
 
-    def _pairs(self, part: str, rows: Tensor, routes: Routes) -> Tensor:
+    def _pairs(self, part: str, rows: Tensor, routes: Routing) -> Tensor:
         dtype, of_rows = rows.dtype, None
         if self.activations != "none":
             rows, of_rows = in_eight_bits(rows, self.activations)
@@ -320,12 +320,12 @@ class QuantisedExperts(nn.Module):
         return self.experts()(hidden_states, routes_of(top_k_index, top_k_weights.float(), self.number))
 
 
-def pairs_of(part: str, rows: Tensor, weight: Tensor, routes: Routes, dtype: torch.dtype, **scales: Any) -> Tensor:
-    """`expert_rows` of the "gate_up" or, behind it, "down" [experts, in, out]. Nobody has to clear what it writes,
+def pairs_of(part: str, rows: Tensor, weight: Tensor, routes: Routing, dtype: torch.dtype, **scales: Any) -> Tensor:
+    """`moe_grouped_gemm` of the "gate_up" or, behind it, "down" [experts, in, out]. Nobody has to clear what it writes,
     since routes have each pair once."""
     gated = part == "gate_up"
     out = torch.empty(len(routes.order), weight.shape[2] // (2 if gated else 1), dtype=dtype, device=rows.device)
-    expert_rows(rows, weight.mT, routes.order, routes.ends, gated=gated, again=not gated, out=out, **scales)
+    moe_grouped_gemm(rows, weight.mT, routes.order, routes.ends, gated=gated, again=not gated, out=out, **scales)
     return out
 
 
@@ -340,7 +340,7 @@ class ExpertFeedForward(FeedForward):
 
     def __call__(self, normed: Tensor, state: Tensor | None) -> tuple[Tensor | MadeRows, Tensor | None]:
         routes = self.router(normed)
-        if state is not None and self.shared is None and self.experts.plan(normed, routes) == "expert_rows":
+        if state is not None and self.shared is None and self.experts.plan(normed, routes) == "moe_grouped_gemm":
             return self.experts.made_of(normed, routes), state
         out = self.experts(normed, routes)
         if self.shared is not None:

@@ -2,7 +2,7 @@
 
 Parts hold tensors, which they share with the modules that they are made of. Query, key and value projections become one
 product, and so do gate and up. Between products a layer needs four launches: a norm with the residual sum before it,
-the rotation that also writes KV, attention, and a norm; and a fifth, the gate, of many rows that `linear_rows` does not
+the rotation that also writes KV, attention, and a norm; and a fifth, the gate, of many rows that `small_m_gemm` does not
 take.
 """
 
@@ -18,13 +18,13 @@ from torch.nn import functional
 from transformers.activations import SiLUActivation
 
 from .. import _C
-from ..ops import combine_rows, gate_rows, linear_rows, norm_rows
+from ..ops import add_rms_norm, moe_combine, silu_and_mul, small_m_gemm
 from .quantised import GROUP, Fp8Weight, QuantisedLinear, RoundedRows, StoredWeight, stored_together
 
 if TYPE_CHECKING:
     from .attention import Attention, Rows
 
-PACK = 8  # numbers of 16 bits in 16 bytes, of which `norm_rows` rounds multiples
+PACK = 8  # numbers of 16 bits in 16 bytes, of which `add_rms_norm` rounds multiples
 SMALL_INDEX = 16  # up to which torch's embedding has a kernel of its own
 
 
@@ -50,7 +50,7 @@ class Product(NamedTuple):
             return self.weight.product(x, self.bias, gated=True)
         if self._is_ours(x, gated=True):
             return self._rows(x, gated=True)
-        out: Tensor = gate_rows(functional.linear(x, self.weight, self.bias))
+        out: Tensor = silu_and_mul(functional.linear(x, self.weight, self.bias))
         return out
 
     def added_to(self, state: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -63,11 +63,11 @@ class Product(NamedTuple):
         return state.addmm_(x, self.weight.t()), None
 
     def _is_ours(self, x: Tensor, gated: bool = False) -> bool:
-        """Whether `linear_rows` is quicker than torch's product, which is cuBLAS on a GPU."""
-        return isinstance(self.weight, Tensor) and _C.linear_rows_plan(x, self.weight, gated) != "library"
+        """Whether `small_m_gemm` is quicker than torch's product, which is cuBLAS on a GPU."""
+        return isinstance(self.weight, Tensor) and _C.small_m_gemm_plan(x, self.weight, gated) != "library"
 
     def _rows(self, x: Tensor, gated: bool = False) -> Tensor:
-        out: Tensor = linear_rows(x.reshape(-1, x.shape[-1]), self.weight, self.bias, gated=gated)
+        out: Tensor = small_m_gemm(x.reshape(-1, x.shape[-1]), self.weight, self.bias, gated=gated)
         return out.view(*x.shape[:-1], -1)
 
     def rows(self, places: list[int]) -> Product:
@@ -202,7 +202,7 @@ class MadeRows(NamedTuple):
         """[T, H]: their sum in float32, by shares."""
         out: Tensor
         if self.made.is_cuda:
-            out = combine_rows(self.made, self.shares)
+            out = moe_combine(self.made, self.shares)
         else:
             rows, taken = self.shares.shape
             out = (self.made.view(rows, taken, -1) * self.shares[..., None]).sum(1).to(self.made.dtype)
@@ -236,14 +236,14 @@ class Norm(NamedTuple):
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., H] from [..., H]."""
-        rows, _ = norm_rows(x.reshape(-1, x.shape[-1]), self.weight, self.eps)
+        rows, _ = add_rms_norm(x.reshape(-1, x.shape[-1]), self.weight, self.eps)
         out: Tensor = rows.view(x.shape)
         return out
 
     def added(self, x: Tensor | MadeRows, residual: Tensor | None, to: Tensor | None = None) -> tuple[Tensor, Tensor]:
         rows, shares = x if isinstance(x, MadeRows) else (x, None)
         out = None, residual if to is None else to
-        normed, total = norm_rows(rows, self.weight, self.eps, residual=residual, shares=shares, out=out)
+        normed, total = add_rms_norm(rows, self.weight, self.eps, residual=residual, shares=shares, out=out)
         return normed, total
 
 
@@ -272,9 +272,9 @@ class RoundingNorm(NamedTuple):
         rows, shares = x if isinstance(x, MadeRows) else (x, None)
         count = len(rows if shares is None else shares)
         groups = 1 if self.activations == "token" else -(-rows.shape[1] // GROUP)
-        # Groups start on 16 bytes, as `linear_rows` wants them.
+        # Groups start on 16 bytes, as `small_m_gemm` wants them.
         scales = torch.empty(groups, -(-count // 4) * 4, dtype=torch.float32, device=rows.device)[:, :count]
-        numbers, total = norm_rows(
+        numbers, total = add_rms_norm(
             rows,
             self.norm.weight,
             self.norm.eps,

@@ -3,7 +3,7 @@
 What is computed is a definition, the same on every device. A weight is numbers times scales. Where a format says that
 activations are rounded too, every row is, by scales of its own, so that no row depends on the others beside it. Both
 become numbers of the rows' dtype and are multiplied: exactly so in float32, in 16 bits with one more rounding of each.
-On a GPU kernels that leave that rounding out stand for it: `linear_rows` for few rows on Hopper, and for 8 bits one of
+On a GPU kernels that leave that rounding out stand for it: `small_m_gemm` for few rows on Hopper, and for 8 bits one of
 torch where, tried once, it gives what it should.
 """
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from .. import _C
-from ..ops import gate_rows, linear_rows, round_rows, widen_rows
+from ..ops import dequantize, quantize_fp8, silu_and_mul, small_m_gemm
 
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
@@ -62,7 +62,7 @@ class StoredWeight(ABC):
         """[..., out] from [..., in]; gated, [rows, out / 2] from [rows, in], of a gate and then what it gates."""
         out = self.multiplied(x)
         out = out if bias is None else out + bias
-        return gate_rows(out) if gated else out
+        return silu_and_mul(out) if gated else out
 
     @abstractmethod
     def multiplied(self, x: Tensor) -> Tensor:
@@ -123,13 +123,13 @@ class Fp8Weight(StoredWeight):
             outs, device = self.shape[0] // 2 if gated else self.shape[0], rows.numbers.device
             out = torch.empty(len(rows.numbers), outs, dtype=rows.dtype, device=device)
             numbers, of_weight = rows.numbers, self.scales.t()
-            linear_rows(
+            small_m_gemm(
                 numbers, self.numbers, bias, x_scales=rows.scales, weight_scales=of_weight, gated=gated, out=out
             )
         else:
             out = self._multiplied(rows)
             out = out if bias is None else out + bias
-            out = gate_rows(out) if gated else out
+            out = silu_and_mul(out) if gated else out
         return out.view(*shape[:-1], -1)
 
     def multiplied(self, x: Tensor) -> Tensor:
@@ -148,15 +148,15 @@ class Fp8Weight(StoredWeight):
             return "widened"
         rows = RoundedRows.of(x, self.activations, self.input_scale)
         kernel = self.torch_kernel(x, x.dtype)
-        return "linear_rows" if self._is_ours(rows, False) else "widened" if kernel is None else kernel.__name__
+        return "small_m_gemm" if self._is_ours(rows, False) else "widened" if kernel is None else kernel.__name__
 
     def _is_ours(self, rows: RoundedRows, gated: bool) -> bool:
-        """Whether `linear_rows` multiplies: few rows, on Hopper, by a weight whose groups are those of the rows."""
+        """Whether `small_m_gemm` multiplies: few rows, on Hopper, by a weight whose groups are those of the rows."""
         groups, aligned = self.scales.shape[1], self.scales.data_ptr() % 16 == 0
         rounds_alike = groups == 1 if self.activations in ("token", "static") else groups * GROUP == self.shape[1]
         if not (rounds_alike and aligned and self.scales.stride(0) == 1) or rows.dtype == torch.float32:
             return False
-        return _C.linear_rows_plan(rows.numbers, self.numbers, gated) != "library"
+        return _C.small_m_gemm_plan(rows.numbers, self.numbers, gated) != "library"
 
     @property
     def nbytes(self) -> int:
@@ -239,25 +239,25 @@ class Int4Weight(StoredWeight):
         if not self._is_ours(x, gated):
             return super().product(x, bias, gated)
         rows = self._taken(x).reshape(-1, x.shape[-1])
-        out: Tensor = linear_rows(rows, self.numbers, bias, weight_scales=self.scales.t(), gated=gated)
+        out: Tensor = small_m_gemm(rows, self.numbers, bias, weight_scales=self.scales.t(), gated=gated)
         return out.view(*x.shape[:-1], -1)
 
     def multiplied(self, x: Tensor) -> Tensor:
         return functional.linear(self._taken(x), widened(self.numbers, self.scales, x.dtype))
 
     def plan(self, x: Tensor) -> str:
-        return "linear_rows" if self._is_ours(x, False) else "widened"
+        return "small_m_gemm" if self._is_ours(x, False) else "widened"
 
     def _taken(self, x: Tensor) -> Tensor:
         return x if self.order is None else x.index_select(-1, self.order)
 
     def _is_ours(self, x: Tensor, gated: bool) -> bool:
-        """Whether `linear_rows` multiplies: few rows, on Hopper, by groups of 128 or whole rows."""
+        """Whether `small_m_gemm` multiplies: few rows, on Hopper, by groups of 128 or whole rows."""
         if self.scales.shape[1] not in (1, self.shape[1] // GROUP) or self.shape[1] % WORDS:
             return False
         if self.scales.data_ptr() % 16 or self.scales.stride(0) != 1:
             return False
-        return _C.linear_rows_plan(x, self.numbers, gated) != "library"
+        return _C.small_m_gemm_plan(x, self.numbers, gated) != "library"
 
     @property
     def nbytes(self) -> int:
@@ -280,12 +280,12 @@ class Int4Weight(StoredWeight):
 
 def widened(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """[out, in] of a weight's numbers and its scales [out, groups]."""
-    out: Tensor = widen_rows(numbers, scales.t().contiguous(), dtype=str(dtype).removeprefix("torch."))
+    out: Tensor = dequantize(numbers, scales.t().contiguous(), dtype=str(dtype).removeprefix("torch."))
     return out
 
 
 def in_words(numbers: Tensor) -> Tensor:
-    """[rows, n / 2] uint8 of [rows, n] numbers of four bits: each 256 columns as `linear_rows` takes them, for tensor
+    """[rows, n / 2] uint8 of [rows, n] numbers of four bits: each 256 columns as `small_m_gemm` takes them, for tensor
     cores; of another n, neighbours in a byte, the first in its lower half."""
     if numbers.shape[1] % WORDS == 0:  # halves, words, steps, eights, fours, neighbours
         numbers = numbers.view(len(numbers), -1, 2, 4, 2, 2, 4, 2).permute(0, 1, 2, 6, 3, 7, 4, 5).flatten(1)
@@ -359,7 +359,7 @@ def same(one: Tensor | None, other: Tensor | None) -> bool:
 def in_eight_bits(x: Tensor, activations: str, input_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Rows [T, in] as float8_e4m3fn and their scales, [1, T] or [groups, T] float32."""
     assert (activations == "static") is (input_scale is not None)
-    return round_rows(x, group_size=GROUP if activations == "group" else None, scale=input_scale)
+    return quantize_fp8(x, group_size=GROUP if activations == "group" else None, scale=input_scale)
 
 
 def rounded(x: Tensor, activations: str) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
-from ..ops import gate_rows
+from ..ops import silu_and_mul
 from .experts import Experts, routes_of
 from .layers import Activation, GatedFeedForward, Norm, activation_of, merged, product_of
 from .loading import PARTS
@@ -195,7 +195,7 @@ def route_rotations(model: nn.Module, rotate: Callable[..., Any]) -> None:
 
 def is_rotation_of_halves(q: Tensor, k: Tensor, out: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
     """Whether `out` is q and k [1, heads, T, D], rotated number i with number i + D / 2 by cosines and sines
-    [1, T, D / 2], or these twice [1, T, D], as `rotate_qkv` does it."""
+    [1, T, D / 2], or these twice [1, T, D], as `rope_qkv_write_kv` does it."""
     if named or len(arguments) != 2 or not all(isinstance(table, Tensor) for table in arguments):
         return False
     half = q.shape[-1] // 2
@@ -225,7 +225,7 @@ def experts_function(module: Any, hidden_states: Tensor, top_k_index: Tensor, to
         biases = {"gate_up_bias": getattr(module, name).detach(), "down_bias": module.down_proj_bias.detach()}
     gate = module._apply_gate if module.has_gate else module.act_fn
     if module.has_gate and type(module)._apply_gate is _default_apply_gate and activation_of(module.act_fn) is None:
-        gate = gate_rows
+        gate = silu_and_mul
     wide, down = wide.detach(), down.detach()
     if not module.is_transposed:
         wide, down = wide.transpose(1, 2), down.transpose(1, 2)

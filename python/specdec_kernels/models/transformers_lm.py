@@ -65,7 +65,7 @@ class Call(NamedTuple):
     k_dim: int
     v_dim: int
     seen: Seen
-    is_rotated: bool  # what comes just before it is a rotation that `rotate_qkv` does as well
+    is_rotated: bool  # what comes just before it is a rotation that `rope_qkv_write_kv` does as well
 
     @property
     def head_dim(self) -> int:
@@ -224,7 +224,7 @@ class Pass:
         self._calls, self._kv, self._marker, self._shape, self._rows = calls, kv, marker, shape, rows
         self._next = 0
         self._angles: tuple[Tensor, Tensor] | None = None  # cosines and sines, as they were given
-        self._table, self._places = marker, marker  # of these: what `rotate_qkv` reads, and where
+        self._table, self._places = marker, marker  # of these: what `rope_qkv_write_kv` reads, and where
 
     def mask(self, options: dict[str, Any]) -> Tensor:
         return self._marker
@@ -240,7 +240,7 @@ class Pass:
             self._angles, half = (cosines, sines), q.shape[-1] // 2
             self._table = torch.cat([cosines[0, :, :half], sines[0, :, :half]], -1).float()
             self._places = torch.arange(len(self._table), dtype=torch.int32, device=q.device).view(self._shape)
-        return q, k  # which `rotate_qkv` will rotate
+        return q, k  # which `rope_qkv_write_kv` will rotate
 
     def attend(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict[str, Any]

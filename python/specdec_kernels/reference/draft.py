@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..ops import Accepted, Calibration, Candidates, DraftInputs, ExtendRows, Frontier, Tree
+from ..ops import Accepted, Calibration, Candidates, DraftExtendInputs, DraftInputs, Frontier, Tree
 from .noise import USE_DRAFT, noise
 
 
@@ -128,7 +128,7 @@ def logits_of(logprobs: Tensor) -> Tensor:
     return x - torch.log(-torch.expm1(x))
 
 
-def learn_calibration(calibration: Calibration, tree: Tree, scores: Tensor, accepted: Accepted) -> None:
+def update_calibration(calibration: Calibration, tree: Tree, scores: Tensor, accepted: Accepted) -> None:
     """Node by node; the likeliest scaling is looked for until nothing moves."""
     table, counts = calibration
     depths = len(table)
@@ -217,7 +217,7 @@ def expand_tree(
     return candidates, nodes, new_mask, inputs
 
 
-def extend_rows(
+def draft_extend_inputs(
     tokens: Tensor,
     path: Tensor,
     num_valid: Tensor,
@@ -225,7 +225,7 @@ def extend_rows(
     num_nodes: int,
     slots: Tensor | None = None,
     position_offset: int = 0,
-) -> ExtendRows:
+) -> DraftExtendInputs:
     """Row by row. Nodes outside the tree are the nearest there is."""
     batch, num_slots = len(tokens), len(prefix_lens)
     width = min(tokens.shape[1], num_nodes)
@@ -242,10 +242,10 @@ def extend_rows(
         last_rows[b] = b * width + max(count - 1, 0)
         if slot >= 0 and count > 0:
             kept_slots[b] = slot
-    return ExtendRows(out_tokens, positions, node_rows, last_rows, kept_slots)
+    return DraftExtendInputs(out_tokens, positions, node_rows, last_rows, kept_slots)
 
 
-def keep_rows(
+def append_draft_backlog(
     tokens: Tensor,
     path: Tensor,
     num_valid: Tensor,

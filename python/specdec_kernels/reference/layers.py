@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..ops import Routes
+from ..ops import Routing
 from .kv import write_kv
 
 LARGEST_FP8 = 448.0  # of float8_e4m3fn
@@ -19,12 +19,12 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
 
 
-def norm_rows(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def add_rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
     total = x if residual is None else x + residual
     return norm(total, weight, eps), total
 
 
-def pair_rows(
+def rms_norm_concat(
     embeddings: Tensor,
     tokens: Tensor,
     embedding_weight: Tensor,
@@ -42,7 +42,7 @@ def pair_rows(
     return torch.cat([norm(embedded, embedding_weight, eps), norm(features, feature_weight, eps)], dim=-1), features
 
 
-def gate_rows(x: Tensor) -> Tensor:
+def silu_and_mul(x: Tensor) -> Tensor:
     gate, up = x.double().chunk(2, dim=-1)
     return torch.nn.functional.silu(gate) * up
 
@@ -54,7 +54,7 @@ def rotate(x: Tensor, rotations: Tensor, positions: Tensor) -> Tensor:
     return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
 
 
-def rotate_qkv(
+def rope_qkv_write_kv(
     qkv: Tensor,
     rotations: Tensor,
     positions: Tensor,
@@ -79,7 +79,7 @@ def rotate_qkv(
     return rotate(q, rotations, positions)
 
 
-def linear_rows(
+def small_m_gemm(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -98,10 +98,10 @@ def linear_rows(
     out = x @ weight.T
     if bias is not None:
         out = out + bias.double()
-    return gate_rows(out) if gated else out
+    return silu_and_mul(out) if gated else out
 
 
-def expert_rows(
+def moe_grouped_gemm(
     x: Tensor,
     weight: Tensor,
     order: Tensor,
@@ -121,13 +121,13 @@ def expert_rows(
             if weight_scales is not None:
                 wide = wide * spread(weight_scales[expert], x.shape[1])
             product = wide @ x[pair * len(x) // len(order)]
-            out[pair] = gate_rows(product[None])[0] if gated else product
+            out[pair] = silu_and_mul(product[None])[0] if gated else product
         begin = end
     return out
 
 
-def route_rows(scores: Tensor, taken: int, *, normalised: bool = False) -> Routes:
-    """Shares in float64."""
+def moe_route(scores: Tensor, taken: int, *, normalised: bool = False) -> Routing:
+    """Routing in float64."""
     wide = scores.double()
     wide = wide.masked_fill(wide.isnan(), -torch.inf)
     best, experts = wide.sort(dim=1, descending=True, stable=True)
@@ -137,14 +137,14 @@ def route_rows(scores: Tensor, taken: int, *, normalised: bool = False) -> Route
     pairs, order = experts.flatten().sort(stable=True)
     numbers = torch.arange(scores.shape[1], device=scores.device)
     ends = torch.searchsorted(pairs, numbers, right=True, out_int32=True)
-    return Routes(experts, chosen / (chosen if normalised else weights).sum(1, keepdim=True), order, ends)
+    return Routing(experts, chosen / (chosen if normalised else weights).sum(1, keepdim=True), order, ends)
 
 
-def combine_rows(made: Tensor, shares: Tensor) -> Tensor:
+def moe_combine(made: Tensor, shares: Tensor) -> Tensor:
     return (made.double().view(*shares.shape, made.shape[1]) * shares.double()[..., None]).sum(1)
 
 
-def round_rows(x: Tensor, *, group_size: int | None = None, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def quantize_fp8(x: Tensor, *, group_size: int | None = None, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """In float32, which the op's numbers are exact in."""
     wide = x.float()
     if scale is None:
@@ -163,7 +163,7 @@ def spread(scales: Tensor, width: int) -> Tensor:
     return scales.t().repeat_interleave(width if len(scales) == 1 else 128, 1)[:, :width]
 
 
-def widen_rows(numbers: Tensor, scales: Tensor) -> Tensor:
+def dequantize(numbers: Tensor, scales: Tensor) -> Tensor:
     if numbers.dtype == torch.uint8:
         return of_four_bits(numbers, scales)
     return numbers.double() * spread(scales, numbers.shape[1])

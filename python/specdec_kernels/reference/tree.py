@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ..ops import Candidates, PackedNodes, Shares, Tree
+from ..ops import Candidates, NodeAllocation, PackedNodes, Tree
 from ..status import Status
 from .draft import mask_bits, mask_words, slot_list
 
@@ -128,7 +128,7 @@ def merge_trees(a: Tree, a_scores: Tensor, b: Tree, b_scores: Tensor, num_draft_
     return stack(rows, num_draft_tokens), out_scores
 
 
-def share_nodes(
+def allocate_nodes(
     scores: Tensor,
     budget: int,
     slots: Tensor | None = None,
@@ -137,7 +137,7 @@ def share_nodes(
     status: Tensor | None = None,
     rungs: Tensor | None = None,
     rung_limits: Tensor | None = None,
-) -> Shares:
+) -> NodeAllocation:
     """All nodes of the batch, sorted; Python's sort is stable, so ties stay in the order of requests and nodes."""
     batch, nodes = scores.shape
     state = [tensor for tensor in (max_nodes, finish_reasons, status) if tensor is not None]
@@ -165,10 +165,10 @@ def share_nodes(
         best = [score for score, _ in of_rung[:room]]
         expected.append(roots + math.fsum(math.exp(score) for score in best))
         cuts.append(torch.inf if room == 0 else -torch.inf if room >= len(of_rung) else best[-1])
-    return Shares(num_nodes, ends, torch.tensor(expected).float(), torch.tensor(cuts).float())
+    return NodeAllocation(num_nodes, ends, torch.tensor(expected).float(), torch.tensor(cuts).float())
 
 
-def pack_trees(tree: Tree, scores: Tensor, shares: Shares, num_rows: int) -> PackedNodes:
+def pack_trees(tree: Tree, scores: Tensor, shares: NodeAllocation, num_rows: int) -> PackedNodes:
     """The cut trees, made anew in place of the whole ones, and their nodes one after the other."""
     nodes = tree.tokens.shape[1]
     kept = [min(int(n), int(m)) for n, m in zip(shares.num_nodes, tree.num_nodes, strict=True)]

@@ -21,7 +21,7 @@ from ...models.draft_head import (
 from ...models.eagle import EagleHead
 from ...models.eagle3 import Eagle3Head, feature_layers
 from ...models.loading import model_name
-from ...ops import ExtendRows
+from ...ops import DraftExtendInputs
 from ..prefill import Prefill
 from .base import DraftContext, Needs
 from .model import ModelDraft
@@ -88,7 +88,7 @@ class HeadDraft(ModelDraft):
         joined = Features(self.module.join(features).flatten(0, 1))
         self.module.prefill(prefill.next_tokens, joined, prefill.positions, prefill.rows)
 
-    def follow(self, extend: ExtendRows, features: Tensor | None, rows: Rows) -> None:
+    def follow(self, extend: DraftExtendInputs, features: Tensor | None, rows: Rows) -> None:
         assert features is not None
         joined = Features(self.module.join(features))
         output = self.module(extend.tokens, joined, extend.positions, rows, only=extend.last_rows)

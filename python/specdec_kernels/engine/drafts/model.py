@@ -19,21 +19,21 @@ from ...models.kv_pools import KvPools
 from ...models.language_model import LanguageModel
 from ...models.updates import Update
 from ...ops import (
-    ExtendRows,
+    DraftExtendInputs,
+    append_draft_backlog,
+    draft_extend_inputs,
     expand_root,
     expand_tree,
-    extend_rows,
-    keep_rows,
-    learn_calibration,
     make_calibration,
     sample_draft,
     select_topk,
+    update_calibration,
 )
 from ..kv_bounds import AttentionCall
 from .base import Draft, DraftContext, DraftRequest, Needs
 from .proposal import Committed, DrawnFrom, Proposal, no_candidates
 
-TILE_ROWS = 64  # of a draft step: a tile of `linear_rows`, for which they take hardly longer than one
+TILE_ROWS = 64  # of a draft step: a tile of `small_m_gemm`, for which they take hardly longer than one
 # Rounds that a slot may rest. Each needs room for a row of features; catching up with more rows at once costs less a
 # row as long as reading the weights is most of it.
 REST_ROWS = 16
@@ -271,7 +271,7 @@ class ModelDraft(Draft):
         draft_rows = self._draft_rows[: len(slots), :num_nodes].contiguous()
         return Proposal(candidates, DrawnFrom(torch.stack(logits_of_steps, 1), draft_rows, self.id_map))
 
-    def follow(self, extend: ExtendRows, features: Tensor | None, rows: Rows) -> None:
+    def follow(self, extend: DraftExtendInputs, features: Tensor | None, rows: Rows) -> None:
         """Runs the model over rows of committed tokens [B, W], with features [B * W, n * H] where it reads any. What
         follows the last of each becomes its slot's draft state."""
         raise NotImplementedError
@@ -279,7 +279,7 @@ class ModelDraft(Draft):
     def extend(self, slots: Tensor, committed: Committed, proposal: Proposal, features: Tensor | None) -> None:
         self.learn(committed)
         accepted, num_valid, num_nodes, cu_seqlens, _ = committed
-        extend = extend_rows(
+        extend = draft_extend_inputs(
             accepted.tokens,
             accepted.path,
             num_valid,
@@ -299,7 +299,7 @@ class ModelDraft(Draft):
         if not self.context.catches_up:
             return
         accepted, num_valid, _, cu_seqlens, _ = committed
-        keep_rows(
+        append_draft_backlog(
             accepted.tokens,
             accepted.path,
             num_valid,
@@ -320,7 +320,7 @@ class ModelDraft(Draft):
         # Where the ring has lost rows its first one stands amid it.
         places = (self.num_kept - num_kept)[slots, None] + rows
         at = slot_rows[:, None], (places % REST_ROWS).long()
-        extend = ExtendRows(
+        extend = DraftExtendInputs(
             tokens=self.kept_tokens[at],
             positions=begins[slots, None] + rows,
             node_rows=batch.new_empty(0),  # features have been gathered
@@ -351,4 +351,4 @@ class ModelDraft(Draft):
         tree, scores = committed.tree
         if self.calibration is None or self.state.fixed_split is not None or tree.tokens.shape[1] == 1:
             return
-        learn_calibration(self.calibration, tree, scores, committed.accepted)
+        update_calibration(self.calibration, tree, scores, committed.accepted)

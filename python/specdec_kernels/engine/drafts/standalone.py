@@ -15,7 +15,7 @@ from ...models.checkpoint import expect_folder
 from ...models.draft_head import Features
 from ...models.language_model import LanguageModel, open_language_model
 from ...models.loading import config_of, model_name
-from ...ops import ExtendRows
+from ...ops import DraftExtendInputs
 from ..prefill import Prefill
 from ..prompts import load_tokenizer
 from .base import DraftContext, Needs
@@ -126,6 +126,6 @@ class Standalone(ModelDraft):
     def prefill(self, prefill: Prefill, features: Tensor | None) -> None:
         self.lm.prefill(self._fed(prefill.tokens), prefill.positions, prefill.rows)
 
-    def follow(self, extend: ExtendRows, features: Tensor | None, rows: Rows) -> None:
+    def follow(self, extend: DraftExtendInputs, features: Tensor | None, rows: Rows) -> None:
         hidden = self._forward(extend.tokens, extend.positions, rows).flatten(0, 1)
         self.set_root_children(extend.kept_slots, self._logits(hidden[extend.last_rows]))

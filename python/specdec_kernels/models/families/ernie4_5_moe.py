@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional
 
-from ...ops import Routes
+from ...ops import Routing
 from ..experts import ExpertFeedForward, Router, routes_of
 from ..layers import FeedForward
 from .base import register
@@ -26,7 +26,7 @@ class CorrectedSoftmaxRouter(Router):
     taken: int
     least_sum: float  # of the probabilities of those taken, by which they are divided
 
-    def __call__(self, x: Tensor) -> Routes:
+    def __call__(self, x: Tensor) -> Routing:
         odds = functional.linear(x.float(), self.weight.float()).softmax(-1)
         experts = (odds + self.correction).topk(self.taken).indices
         shares = odds.gather(1, experts)

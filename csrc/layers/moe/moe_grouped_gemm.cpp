@@ -1,0 +1,114 @@
+#include "layers/moe/moe_grouped_gemm.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "core/bytes.h"
+#include "layers/activation/silu_and_mul.h"
+#include "layers/gemm/small_m_gemm.h"
+
+namespace specdec::layers {
+
+void moe_grouped_gemm(CallStream stream, const TensorView& x, const TensorView& weight, const TensorView& order,
+                      const TensorView& ends, const OptTensor& x_scales, const OptTensor& weight_scales, bool gated,
+                      bool again, const TensorView& out) {
+  Check check("moe_grouped_gemm");
+  Dim T{"rows"}, M{"pairs"}, E{"experts"}, K{"in_features"}, G{"groups"};
+  Dim W{gated ? "2 * out_features" : "out_features"}, N{"out_features"};
+  const bool in_8_bits = x_scales.has_value(), scaled = weight_scales.has_value();
+  check.that(scaled || !in_8_bits, "weight_scales", "is None", "a tensor beside x_scales");
+  check.strided("x", x, {T, K}, in_8_bits ? kFloat8 : kFloat16 | kBFloat16);
+  const int64_t of_ins = scaled ? kLinearGroup : 64;
+  check.range("in_features", K, of_ins, INT32_MAX);
+  check.that(K % of_ins == 0, "in_features", {"is ", K}, {"a multiple of ", of_ins});
+  check.tensor("weight", weight, {E, W, K}, scaled ? kFloat8 : dtype_of(x));
+  check.range("experts", E, 1, kMaxExperts);
+  check.range(W.name, W, 1, INT32_MAX);
+  check.that(W % 16 == 0, W.name, {"is ", W}, "a multiple of 16");
+  for (const auto& [name, tensor] : {std::pair{"x", &x}, {"weight", &weight}})
+    check.that(copy_unit({tensor}) == 16, name, "has rows off 16 bytes", "rows that start on 16 bytes");
+  check.tensor("order", order, {M}, kInt64);
+  check.range("pairs", M, 0, kMaxSmallMGemm);
+  check.that(T > 0 ? M % T == 0 : M == 0, "pairs", {"is ", M}, {"a multiple of ", T});
+  check.tensor("ends", ends, {E}, kInt32);
+  if (in_8_bits) check.strided("x_scales", *x_scales, {G, T}, kFloat32);
+  if (scaled) {
+    check.tensor("weight_scales", *weight_scales, {E, G, W}, kFloat32);
+    check.that(G == 1 || G == K / kLinearGroup, "groups", {"is ", G}, {"1 or ", K / kLinearGroup});
+  }
+  N.value = gated ? W / 2 : W;
+  check.strided_output("out", out, {M, N}, in_8_bits ? kFloat16 | kBFloat16 : dtype_of(x));
+  if (M == 0) return;
+
+  const MoeGroupedGemmParams params{
+      .x = x.data<void>(),
+      .weight = weight.data<void>(),
+      .order = order.data<int64_t>(),
+      .ends = ends.data<int32_t>(),
+      .x_scales = data_or_null<float>(x_scales),
+      .weight_scales = data_or_null<float>(weight_scales),
+      .out = out.data<void>(),
+      .rows = T,
+      .pairs = M,
+      .experts = E,
+      .in = K,
+      .outs = N,
+      .groups = scaled ? G.value : 1,
+      .x_stride = x.stride(0),
+      .x_scales_stride = in_8_bits ? x_scales->stride(0) : 0,
+      .out_stride = out.stride(0),
+      .dtype = dtype_of(out),
+      .gated = gated,
+      .again = again,
+  };
+  SD_DISPATCH(check, stream, moe_grouped_gemm, params);
+}
+
+namespace {
+
+// X: of x; W: of weight; T: of out. An expert's weight is widened row by row, for all of its pairs.
+template <class T, class X, class W>
+void multiply(const MoeGroupedGemmParams& p) {
+  const int64_t size = p.in / p.groups, taken = p.pairs / p.rows;
+  std::vector<float> numbers(static_cast<size_t>(p.in));
+  for (int64_t expert = 0; expert < p.experts; ++expert) {
+    const int64_t begin = p.begin(expert), end = p.begin(expert + 1);
+    if (begin >= end) continue;
+    std::vector<float> made(static_cast<size_t>((end - begin) * p.weight_rows()));
+    for (int64_t n = 0; n < p.weight_rows(); ++n) {
+      const W* const weight = static_cast<const W*>(p.weight) + (expert * p.weight_rows() + n) * p.in;
+      for (int64_t k = 0; k < p.in; ++k) numbers[static_cast<size_t>(k)] = to_float(weight[k]);
+      for (int64_t place = begin; place < end; ++place) {
+        const int64_t row = p.pair(place) / taken;
+        const X* const x = static_cast<const X*>(p.x) + row * p.x_stride;
+        float total = 0;
+        for (int64_t g = 0; g < p.groups; ++g) {
+          float sum = 0;
+          for (int64_t k = g * size; k < (g + 1) * size; ++k) sum += to_float(x[k]) * numbers[static_cast<size_t>(k)];
+          const float of_x = p.x_scales ? p.x_scales[g * p.x_scales_stride + row] : 1;
+          const float of_weight = p.weight_scales ? p.weight_scales[(expert * p.groups + g) * p.weight_rows() + n] : 1;
+          total += sum * (of_x * of_weight);
+        }
+        made[static_cast<size_t>((place - begin) * p.weight_rows() + n)] = total;
+      }
+    }
+    for (int64_t place = begin; place < end; ++place) {
+      T* const out = static_cast<T*>(p.out) + p.pair(place) * p.out_stride;
+      const float* const of_pair = made.data() + (place - begin) * p.weight_rows();
+      for (int64_t n = 0; n < p.outs; ++n)
+        out[n] = from_float<T>(p.gated ? gated(of_pair[n], of_pair[p.outs + n]) : of_pair[n]);
+    }
+  }
+}
+
+}  // namespace
+
+void moe_grouped_gemm_cpu(const MoeGroupedGemmParams& p) {
+  const auto of_type = [&]<class T>() {
+    if (!p.weight_scales) return multiply<T, T, T>(p);
+    p.x_scales ? multiply<T, Float8, Float8>(p) : multiply<T, T, Float8>(p);
+  };
+  p.dtype == kBFloat16 ? of_type.template operator()<BFloat16>() : of_type.template operator()<Half>();
+}
+
+}  // namespace specdec::layers

@@ -1,0 +1,101 @@
+// One block for the shares and one for each rung, a thread a request: 31 turns of a bisection, each of log2(nodes)
+// reads of a list that stays in the L1, and a sum over the block. Reads 4 bytes a node that a search meets, writes
+// 8 bytes a request; latency bound, some microseconds whatever the budget is.
+#include "core/cuda.cuh"
+#include "core/warp.cuh"
+#include "tree/allocate_nodes.h"
+
+namespace specdec::tree {
+namespace {
+
+constexpr int kThreads = 256, kWarps = kThreads / kWarp;
+
+// The sum over the block, which every thread gets.
+template <class T>
+__device__ T block_sum(T x, T (&of_warps)[kWarps]) {
+#pragma unroll
+  for (int step = kWarp / 2; step > 0; step /= 2) x += __shfl_xor_sync(kFullMask, x, step);
+  __syncthreads();  // what was summed before has been read
+  if (lane_id() == 0) of_warps[warp_id()] = x;
+  __syncthreads();
+  T sum = 0;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) sum += of_warps[w];
+  return sum;
+}
+
+// The sum over the threads before this one; `total` is that of the block.
+__device__ int32_t sum_before(int32_t x, int32_t (&of_warps)[kWarps], int32_t& total) {
+  const int32_t through = sum_up_to_lane(x);
+  __syncthreads();
+  if (lane_id() == kWarp - 1) of_warps[warp_id()] = through;
+  __syncthreads();
+  int32_t before = through - x;
+  total = 0;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) {
+    if (w < warp_id()) before += of_warps[w];
+    total += of_warps[w];
+  }
+  return before;
+}
+
+__global__ void __launch_bounds__(kThreads) allocate_nodes_kernel(AllocateNodesParams p) {
+  begin_kernel();
+  __shared__ int32_t of_warps[kWarps];
+  __shared__ unsigned long long weights[kWarps];
+  const int64_t rung = static_cast<int64_t>(blockIdx.x) - 1;
+  const int32_t limit = limit_of_all(p, rung);
+  // What a search begins with is three reads, one behind the other: of most batches a thread keeps it.
+  const int32_t own = threadIdx.x < p.batch ? list_length(p, threadIdx.x, limit) : 0;
+  const auto length_of = [&](int64_t b) { return b < kThreads ? own : list_length(p, b, limit); };
+  const auto sum_over_batch = [&](auto f) {
+    int32_t sum = 0;
+    for (int64_t b = threadIdx.x; b < p.batch; b += kThreads) sum += f(b, length_of(b));
+    return static_cast<int64_t>(block_sum(sum, of_warps));
+  };
+  const int64_t roots = sum_over_batch([](int64_t, int32_t length) { return static_cast<int32_t>(length > 0); });
+  const int64_t room = room_of(rung < 0 ? p.budget : p.rungs[rung], roots);
+  const Cut cut = find_cut(room, [&](uint32_t key) {
+    return sum_over_batch([&](int64_t b, int32_t length) { return num_reaching(p, b, length, key); });
+  });
+
+  if (rung >= 0) {
+    unsigned long long weight = 0;
+    for (int64_t b = threadIdx.x; b < p.batch; b += kThreads) weight += weight_above(p, b, length_of(b), cut);
+    weight = block_sum(weight, weights);
+    if (threadIdx.x > 0) return;
+    weight += static_cast<uint64_t>(cut.ties) * weight_of(key_float(cut.key));
+    p.out_expected[rung] = sum_of(weight);
+    p.out_cuts[rung] = cut_score(room, cut);
+    return;
+  }
+
+  int32_t ties_before = 0, taken = 0;  // of the requests of earlier turns
+  for (int64_t first = 0; first < p.batch; first += kThreads) {
+    const int64_t b = first + threadIdx.x;
+    const bool there = b < p.batch;
+    const int32_t length = there ? length_of(b) : 0;
+    const Reaching found = there ? reaching(p, b, length, cut) : Reaching{0, 0};
+    int32_t total;
+    const int64_t left = cut.ties - ties_before - sum_before(found.equal, of_warps, total);
+    ties_before += total;
+    const auto ties = static_cast<int32_t>(clamp_to<int64_t>(left, 0, found.equal));
+    const int32_t count = length > 0 ? 1 + found.above + ties : 0;
+    const int32_t at = taken + sum_before(count, of_warps, total);
+    taken += total;
+    if (!there) continue;
+    p.out_num_nodes[b] = count;
+    p.out_cu_seqlens[b] = at;
+  }
+  if (threadIdx.x == 0) p.out_cu_seqlens[p.batch] = taken;
+}
+
+}  // namespace
+
+void allocate_nodes_cuda(const AllocateNodesParams& p, Stream stream) {
+  launch("allocate_nodes", allocate_nodes_kernel,
+         {.grid = grid_x("allocate_nodes", 1 + p.num_rungs), .threads = kThreads}, stream, p);
+}
+
+}  // namespace specdec::tree
