@@ -58,7 +58,7 @@ void small_m_gemm(CallStream stream, const TensorView& x, const TensorView& weig
                   const OptTensor& x_scales, const OptTensor& weight_scales, bool gated,
                   const std::optional<std::string>& plan, const TensorView& out);
 
-// Who is quickest for such tensors (small_m_gemm_plan_of_sizes.h): x [..., in], weight [out, in], of x's dtype, 8 bits
+// Who is quickest for such tensors (small_m_gemm_plan.h): x [..., in], weight [out, in], of x's dtype, 8 bits
 // or 4.
 std::string small_m_gemm_plan(const TensorView& x, const TensorView& weight, bool gated);
 
