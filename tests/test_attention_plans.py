@@ -87,9 +87,7 @@ def test_plans_hold_together(seed: int) -> None:
             assert (plan.workspace_bytes > 0) == (plan.sharing_clusters > 1)
         else:
             # All blocks of a persistent grid run at once.
-            assert plan.workers * plan.row_tiles <= max(
-                gpu.multiprocessors * plan.blocks_per_multiprocessor, plan.row_tiles
-            )
+            assert plan.workers * plan.row_tiles <= max(gpu.num_sms * plan.blocks_per_sm, plan.row_tiles)
             assert (plan.workspace_bytes > 0) != plan.whole_items
 
 

@@ -140,7 +140,7 @@ def test_the_gpu_that_is_current() -> None:
             _C.current_gpu()
     elif torch.cuda.is_available():
         gpu = Machine.of("cuda").gpu
-        assert gpu is not None and gpu.multiprocessors == torch.cuda.get_device_properties(0).multi_processor_count
+        assert gpu is not None and gpu.num_sms == torch.cuda.get_device_properties(0).multi_processor_count
         assert gpu == sd.H200 or "H200" not in torch.cuda.get_device_name()
 
 

@@ -118,8 +118,7 @@ void check_plan(const Check& check, const std::string& name, const AttentionPlan
   } else {
     const int most = is_mma ? most_blocks_sm80(shape.head_dim, device)
                             : most_blocks_sm90(plan.kernel, shape.head_dim, plan.tile_rows, plan.warpgroups);
-    that(plan.blocks_per_multiprocessor >= 1 && plan.blocks_per_multiprocessor <= most,
-         most == 1 ? "occupancy1" : "occupancy1 or occupancy2");
+    that(plan.blocks_per_sm >= 1 && plan.blocks_per_sm <= most, most == 1 ? "occupancy1" : "occupancy1 or occupancy2");
     that(!plan.whole_items ||
              (!shape.packed && !shape.fixed_split && shape.rows() <= int64_t{plan.tile_rows} * plan.row_tiles),
          "split for packed rows, more rows than the row tiles have, or fixed_split");
@@ -137,9 +136,9 @@ void set_row_tiles(AttentionPlan& plan, const AttentionShape& shape) {
   plan.tile_tokens = tile_tokens_of(plan.kernel, shape.head_dim, plan.tile_rows, shape.fp8);
 }
 
-void set_workers(AttentionPlan& plan, int blocks_per_multiprocessor, const Device& device) {
-  plan.blocks_per_multiprocessor = blocks_per_multiprocessor;
-  plan.workers = std::clamp(device.multiprocessors * blocks_per_multiprocessor / plan.row_tiles, 1, kMaxWorkers);
+void set_workers(AttentionPlan& plan, int blocks_per_sm, const Device& device) {
+  plan.blocks_per_sm = blocks_per_sm;
+  plan.workers = std::clamp(device.num_sms * blocks_per_sm / plan.row_tiles, 1, kMaxWorkers);
 }
 
 bool takes_whole_items(const AttentionPlan& plan, const AttentionShape& shape, int64_t max_kv_len) {
@@ -166,7 +165,7 @@ std::string to_string(const AttentionPlan& plan) {
   if (plan.kernel == Kernel::kCluster)
     return name + ".blocks" + std::to_string(plan.cluster_blocks) + ".sharing" + std::to_string(plan.sharing_clusters);
   name += plan.whole_items ? ".whole" : ".split";
-  name += ".occupancy" + std::to_string(plan.blocks_per_multiprocessor);
+  name += ".occupancy" + std::to_string(plan.blocks_per_sm);
   if (plan.kernel == Kernel::kDequantRegisters) name += ".warpgroups" + std::to_string(plan.warpgroups);
   return name;
 }
@@ -219,8 +218,8 @@ const std::vector<KernelVariant>& kernel_variants() {
 
 bool KernelVariant::runs(const AttentionPlan& plan, const AttentionShape& shape) const {
   return kernel == plan.kernel && tile_rows == plan.tile_rows && head_dim == shape.head_dim && fp8 == shape.fp8 &&
-         (occupancy == 0 || occupancy == plan.blocks_per_multiprocessor) &&
-         (warpgroups == 0 || warpgroups == plan.warpgroups) && sharing == (plan.sharing_clusters > 1);
+         (occupancy == 0 || occupancy == plan.blocks_per_sm) && (warpgroups == 0 || warpgroups == plan.warpgroups) &&
+         sharing == (plan.sharing_clusters > 1);
 }
 
 std::string to_string(const KernelVariant& variant) {

@@ -46,15 +46,15 @@ struct AttentionShape {
 
 struct AttentionPlan {
   Kernel kernel = Kernel::kPlain;
-  int tile_rows = 0;                  // query rows (times heads) of a row tile, which one block computes at a time
-  int tile_tokens = 0;                // KV rows of a KV tile
-  int row_tiles = 0;                  // row tiles that walk the same KV in step, each in a block of its own
-  int blocks_per_multiprocessor = 0;  // of a persistent grid
-  int cluster_blocks = 0;             // blocks of a cluster that share one row tile's KV; 0: no clusters
-  int sharing_clusters = 0;           // clusters that share a row tile whose KV is long; 1: none do
-  bool whole_items = false;           // each (request, KV head, row tiles) is one worker's: KV is not split
-  int warpgroups = 0;                 // that multiply in a block
-  int workers = 0;                    // of a persistent grid, each of row_tiles blocks
+  int tile_rows = 0;         // query rows (times heads) of a row tile, which one block computes at a time
+  int tile_tokens = 0;       // KV rows of a KV tile
+  int row_tiles = 0;         // row tiles that walk the same KV in step, each in a block of its own
+  int blocks_per_sm = 0;     // of a persistent grid
+  int cluster_blocks = 0;    // blocks of a cluster that share one row tile's KV; 0: no clusters
+  int sharing_clusters = 0;  // clusters that share a row tile whose KV is long; 1: none do
+  bool whole_items = false;  // each (request, KV head, row tiles) is one worker's: KV is not split
+  int warpgroups = 0;        // that multiply in a block
+  int workers = 0;           // of a persistent grid, each of row_tiles blocks
 
   bool operator==(const AttentionPlan&) const = default;
 };

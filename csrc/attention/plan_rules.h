@@ -28,7 +28,7 @@ constexpr int kShortTokens = 1088, kMediumTokens = 2304;
 // The kernel and its row tile are chosen: fills in what follows from them.
 void set_row_tiles(AttentionPlan& plan, const AttentionShape& shape);
 // The persistent grid that has so many blocks on each multiprocessor: all of them have to run at once.
-void set_workers(AttentionPlan& plan, int blocks_per_multiprocessor, const Device& device);
+void set_workers(AttentionPlan& plan, int blocks_per_sm, const Device& device);
 // Whether workers take whole items, without a look at lengths: where KV is short, and a quarter of the workers, or all
 // but a few, are busy to the end. All share the memory's bandwidth, of which one alone can use several times its share,
 // so that it matters little who has more to do.

@@ -12,7 +12,7 @@
 namespace specdec::attention {
 
 int most_blocks_sm80(int64_t head_dim, const Device& device) {
-  return head_dim < 256 && device.shared_bytes_per_multiprocessor >= 212 * 1024 ? 2 : 1;
+  return head_dim < 256 && device.shared_bytes_per_sm >= 212 * 1024 ? 2 : 1;
 }
 
 AttentionPlan plan_sm80(const AttentionShape& shape, int64_t max_kv_len, const Device& device,

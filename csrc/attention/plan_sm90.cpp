@@ -13,7 +13,7 @@ namespace {
 // So little KV that two warpgroups of a block find no more to do than one.
 constexpr int kTokensOfOneWarpgroup = 768;
 // So much KV that more clusters share it, and so much that clusters which share it pay even where they take
-// multiprocessors from the next call.
+// num_sms from the next call.
 constexpr int kLongTokens = 16384, kVeryLongTokens = 65536;
 
 int64_t tiles_of(int64_t rows, int tile_rows) { return (rows + tile_rows - 1) / tile_rows; }
@@ -23,24 +23,24 @@ int64_t tiles_of(int64_t rows, int tile_rows) { return (rows + tile_rows - 1) / 
 // Row tile of a cluster:
 //
 //   16    up to 16 rows; up to 64, where that makes 8 tiles at most; and of 8-bit pools up to 32, or 64 with short KV,
-//         where half of the multiprocessors are enough for all tiles: mma.sync takes 8 bits as they are
+//         where half of the num_sms are enough for all tiles: mma.sync takes 8 bits as they are
 //   64    up to 64 rows; and more, where that makes 16 tiles at most, or KV is short and there is a multiprocessor for
 //         each of two blocks
 //   128   else: a block has a multiprocessor for itself, which is better than more clusters of fewer blocks each
 int cluster_tile_rows(const AttentionShape& shape, int64_t max_kv_len, const Device& device) {
   const int64_t rows = shape.rows(), tiles_of_16 = tiles_of(rows, 16);
-  if (shape.fp8 && 2 * shape.pairs() * tiles_of_16 <= device.multiprocessors &&
+  if (shape.fp8 && 2 * shape.pairs() * tiles_of_16 <= device.num_sms &&
       (tiles_of_16 <= 2 || (tiles_of_16 <= kMaxRowTiles && max_kv_len <= kShortTokens)))
     return 16;
   if (rows <= 64) return rows <= 16 || shape.pairs() * tiles_of_16 <= 8 ? 16 : 64;
   const int64_t tiles = shape.pairs() * tiles_of(rows, 64);
-  return tiles <= 16 || (max_kv_len <= kShortTokens && 2 * tiles <= device.multiprocessors) ? 64 : 128;
+  return tiles <= 16 || (max_kv_len <= kShortTokens && 2 * tiles <= device.num_sms) ? 64 : 128;
 }
 
 // Clusters that share a row tile where its KV is long:
 //
 //   tiles of 16 rows   clusters
-//   1 to 4             8, 4, 2, 2: all of them find multiprocessors of their own, and so do the next call's; 4 for 3 or
+//   1 to 4             8, 4, 2, 2: all of them find num_sms of their own, and so do the next call's; 4 for 3 or
 //                      4 tiles of one or two pairs with long KV, which the tiles of a pair read from the L2
 //   5 to 7             1
 //   8                  2 for 8 pairs with very long KV: they read it faster than one, but disturb the next call where
@@ -74,7 +74,7 @@ bool clusters_pay(const AttentionShape& shape, int64_t max_kv_len, const Device&
   const int64_t wide_tiles = tiles_of(rows, 128);
   const bool pairs_fit = !shape.fp8 && max_kv_len <= kMostTokensOfPairs && (rows <= 16 || shape.head_dim == 64);
   const int64_t needed = rows > 64 ? 2 * shape.pairs() * wide_tiles : pairs_fit ? clusters : 2 * clusters;
-  if (clusters == 0 || tiles > kMaxRowTiles || needed > device.multiprocessors) return false;
+  if (clusters == 0 || tiles > kMaxRowTiles || needed > device.num_sms) return false;
   if (sharing > 1) return true;
   if (rows <= 16 && clusters >= 8 && (clusters <= 16 || shape.fp8)) return true;
   if (clusters < 8) return max_kv_len <= 8192;
@@ -87,14 +87,14 @@ bool clusters_pay(const AttentionShape& shape, int64_t max_kv_len, const Device&
 // two calls are there at once.
 int cluster_blocks(const AttentionShape& shape, int64_t max_kv_len, const Device& device, int tile_rows, int sharing) {
   const int64_t tiles = std::max<int64_t>(shape.pairs() * tiles_of(shape.rows(), tile_rows), 1);
-  const auto blocks = [&](int64_t multiprocessors) {
-    return static_cast<int>(std::clamp<int64_t>(multiprocessors / tiles, 2, kMaxClusterBlocks));
+  const auto blocks = [&](int64_t num_sms) {
+    return static_cast<int>(std::clamp<int64_t>(num_sms / tiles, 2, kMaxClusterBlocks));
   };
   if (sharing > 1) return tiles > 4 ? 6 : kMaxClusterBlocks;
-  if (shape.fp8 && tile_rows == 16 && tiles > 16) return 4 * tiles <= device.multiprocessors ? 6 : 2;
-  // With short KV, so few that the next call's blocks have multiprocessors of their own.
-  if (tile_rows == 16 && tiles <= 16 && max_kv_len <= kShortTokens) return blocks(device.multiprocessors / 2);
-  return blocks(device.multiprocessors * 3 / 4);
+  if (shape.fp8 && tile_rows == 16 && tiles > 16) return 4 * tiles <= device.num_sms ? 6 : 2;
+  // With short KV, so few that the next call's blocks have num_sms of their own.
+  if (tile_rows == 16 && tiles <= 16 && max_kv_len <= kShortTokens) return blocks(device.num_sms / 2);
+  return blocks(device.num_sms * 3 / 4);
 }
 
 // --- persistent grids
@@ -107,7 +107,7 @@ int cluster_blocks(const AttentionShape& shape, int64_t max_kv_len, const Device
 // Two tiles of 64 rows, or three where KV is short, are faster with boxes too, unless KV is long.
 Kernel persistent_kernel(const AttentionShape& shape, int64_t max_kv_len, const Device& device) {
   if (!shape.fp8) return Kernel::kWgmma;
-  const bool one_block = shape.pairs() < 2 * device.multiprocessors && max_kv_len > kShortTokens;
+  const bool one_block = shape.pairs() < 2 * device.num_sms && max_kv_len > kShortTokens;
   const int most = shape.head_dim < 256 && one_block ? 64 : 32;
   return shape.rows() <= most && !shape.fixed_split ? Kernel::kDequantRegisters : Kernel::kDequantSmem;
 }
@@ -158,22 +158,22 @@ AttentionPlan plan_sm90(const AttentionShape& shape, int64_t max_kv_len, const D
     plan.sharing_clusters = sharing;
     plan.cluster_blocks = forced.cluster_blocks.value_or(cluster_blocks(shape, max_kv_len, device, tile_rows, sharing));
     plan.warpgroups = tile_rows == 128 ? 2 : 1;
-    plan.blocks_per_multiprocessor = tile_rows == 128 ? 1 : 2;
+    plan.blocks_per_sm = tile_rows == 128 ? 1 : 2;
     set_row_tiles(plan, shape);
     return plan;
   }
 
   plan.tile_rows = forced.tile_rows.value_or(persistent_tile_rows(shape, max_kv_len, plan.kernel));
   set_row_tiles(plan, shape);
-  const int multiprocessors = device.multiprocessors;
-  set_workers(plan, forced.occupancy.value_or(occupancy(shape, max_kv_len, plan, multiprocessors + 1)), device);
+  const int num_sms = device.num_sms;
+  set_workers(plan, forced.occupancy.value_or(occupancy(shape, max_kv_len, plan, num_sms + 1)), device);
   plan.whole_items = forced.whole_items.value_or(takes_whole_items(plan, shape, max_kv_len));
   // One block has enough 8-bit KV on its way for up to twice as many items, where these are split.
   if (shape.fp8 && !plan.whole_items && !forced.occupancy)
-    set_workers(plan, occupancy(shape, max_kv_len, plan, 2 * multiprocessors), device);
+    set_workers(plan, occupancy(shape, max_kv_len, plan, 2 * num_sms), device);
   plan.warpgroups = plan.tile_rows == 128 ? 2 : 1;
   if (plan.kernel == Kernel::kDequantRegisters) {
-    const bool two = shape.head_dim < 256 && plan.blocks_per_multiprocessor == 1 && max_kv_len > kTokensOfOneWarpgroup;
+    const bool two = shape.head_dim < 256 && plan.blocks_per_sm == 1 && max_kv_len > kTokensOfOneWarpgroup;
     plan.warpgroups = forced.warpgroups.value_or(two || plan.tile_rows == 64 ? 2 : 1);
   }
   return plan;

@@ -32,11 +32,11 @@ Device describe(const char* op, int device) {
     return value;
   };
   const int major = attribute(cudaDevAttrComputeCapabilityMajor);
-  return {.multiprocessors = attribute(cudaDevAttrMultiProcessorCount),
+  return {.num_sms = attribute(cudaDevAttrMultiProcessorCount),
           .is_hopper_or_later = major >= 9,
           .has_wgmma = kBuiltForWgmma && major == 9,
           .shared_bytes_per_block = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin),
-          .shared_bytes_per_multiprocessor = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor)};
+          .shared_bytes_per_sm = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor)};
 }
 
 }  // namespace
@@ -56,7 +56,7 @@ Device current_device(const char* op) {
 unsigned cluster_size(const char* op, int64_t tasks, int blocks_per_sm, int64_t useful) {
   const Device device = current_device(op);
   if (!device.is_hopper_or_later) return 1;
-  const int64_t blocks = static_cast<int64_t>(device.multiprocessors) * blocks_per_sm;
+  const int64_t blocks = static_cast<int64_t>(device.num_sms) * blocks_per_sm;
   unsigned size = 1;
   while (size < kMaxCluster && 2 * size <= useful && 2 * size * tasks <= blocks) size *= 2;
   return size;

@@ -4,10 +4,10 @@
 namespace specdec {
 
 struct Device {
-  int multiprocessors;
-  bool is_hopper_or_later;                                      // has clusters and programmatic dependent launch
-  bool has_wgmma;                                               // as Hopper alone does, and this build its instructions
-  int shared_bytes_per_block, shared_bytes_per_multiprocessor;  // at most, on request
+  int num_sms;
+  bool is_hopper_or_later;                          // has clusters and programmatic dependent launch
+  bool has_wgmma;                                   // as Hopper alone does, and this build its instructions
+  int shared_bytes_per_block, shared_bytes_per_sm;  // at most, on request
 };
 
 // The CUDA device that is current (CUDA builds only).

@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(kStreamThreads, kStreamBlocksPerProcessor)
 template <class T>
 bool is_for_streams(const SelectTopkParams& p) {
   constexpr int64_t kTile = int64_t{kStreamThreads} * kStreamVectors * (sizeof(uint4) / sizeof(T));
-  return p.rows > kRowBlocksPerProcessor * current_device("select_topk").multiprocessors && p.vocab > kTile &&
+  return p.rows > kRowBlocksPerProcessor * current_device("select_topk").num_sms && p.vocab > kTile &&
          p.k * p.vocab <= kTile * (kMostHits / 2);
 }
 

@@ -16,14 +16,14 @@ using namespace attention;
 
 // Batch, query rows, query heads, KV heads, head dimension.
 using Sizes = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t>;
-// Multiprocessors, has_wgmma, shared bytes per block and per multiprocessor.
+// SMs, has_wgmma, shared memory per block and per SM in bytes.
 using Gpu = std::tuple<int, bool, int, int>;
 
 py::tuple attention_plan(const Sizes& sizes, int64_t page_size, bool packed, bool fp8, bool tensor_cores,
                          int64_t fixed_split, int64_t max_kv_len, const Gpu& gpu,
                          const std::optional<std::string>& name) {
   const auto [batch, q_rows, q_heads, kv_heads, head_dim] = sizes;
-  const auto [multiprocessors, has_wgmma, per_block, per_multiprocessor] = gpu;
+  const auto [num_sms, has_wgmma, per_block, per_sm] = gpu;
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
   Check check("attention_plan");
   check.range("batch", batch, 1, kMost);
@@ -36,7 +36,7 @@ py::tuple attention_plan(const Sizes& sizes, int64_t page_size, bool packed, boo
   check.range("max_kv_len", max_kv_len, 1, kMost);
   check.that(fixed_split >= 0 && fixed_split % 128 == 0, "fixed_split", {"is ", fixed_split},
              "a positive multiple of 128");
-  check.range("multiprocessors", multiprocessors, 1, kMaxWorkers);
+  check.range("num_sms", num_sms, 1, kMaxWorkers);
   const AttentionShape shape{.batch = batch,
                              .q_rows = q_rows,
                              .q_heads = q_heads,
@@ -47,26 +47,25 @@ py::tuple attention_plan(const Sizes& sizes, int64_t page_size, bool packed, boo
                              .tensor_cores = tensor_cores,
                              .boxes = is_of_boxes(page_size),
                              .fixed_split = fixed_split};
-  const Device device{.multiprocessors = multiprocessors,
+  const Device device{.num_sms = num_sms,
                       .is_hopper_or_later = has_wgmma,
                       .has_wgmma = has_wgmma,
                       .shared_bytes_per_block = per_block,
-                      .shared_bytes_per_multiprocessor = per_multiprocessor};
+                      .shared_bytes_per_sm = per_sm};
   const AttentionPlan plan = plan_attention(check, shape, max_kv_len, device, name);
   std::string variant = "plain";
   for (const KernelVariant& each : kernel_variants())
     if (each.runs(plan, shape)) variant = to_string(each);
-  return py::make_tuple(to_string(plan), variant, plan.tile_rows, plan.tile_tokens, plan.row_tiles,
-                        plan.blocks_per_multiprocessor, plan.cluster_blocks, plan.sharing_clusters, plan.whole_items,
-                        plan.warpgroups, plan.workers, workspace_bytes(plan, shape, max_kv_len));
+  return py::make_tuple(to_string(plan), variant, plan.tile_rows, plan.tile_tokens, plan.row_tiles, plan.blocks_per_sm,
+                        plan.cluster_blocks, plan.sharing_clusters, plan.whole_items, plan.warpgroups, plan.workers,
+                        workspace_bytes(plan, shape, max_kv_len));
 }
 
 // The CUDA device that is current.
 Gpu current_gpu() {
 #ifdef SPECDEC_WITH_CUDA
   const Device device = current_device("current_gpu");
-  return {device.multiprocessors, device.has_wgmma, device.shared_bytes_per_block,
-          device.shared_bytes_per_multiprocessor};
+  return {device.num_sms, device.has_wgmma, device.shared_bytes_per_block, device.shared_bytes_per_sm};
 #else
   throw NotImplementedError("current_gpu: this build of specdec_kernels has no CUDA half, expected one that has");
 #endif

@@ -15,14 +15,14 @@ constexpr int64_t kMaxParts = 8, kBytesOfPart = 512 * 16, kWalkThreads = 512;
 // Whether reading all rows takes no longer than walking to a leaf: as measured with V = 128256 on an H200.
 bool is_quicker_at_once(const VerifyShape& s, const Device& device) {
   const int64_t rows = s.rows, bytes = rows * s.vocab * s.logit_bytes;
-  return s.num_nodes <= (s.sampled ? 64 : 32) && bytes <= (s.sampled ? 40 << 20 : 24 << 20) &&
-         rows <= device.multiprocessors && s.batch <= kMaxGridY;  // of packed requests most may have no row
+  return s.num_nodes <= (s.sampled ? 64 : 32) && bytes <= (s.sampled ? 40 << 20 : 24 << 20) && rows <= device.num_sms &&
+         s.batch <= kMaxGridY;  // of packed requests most may have no row
 }
 
 // A power of two: no multiprocessor has more blocks than another. The blocks of a sampled row are a cluster, and of
 // clusters of more than two blocks a tenth of the multiprocessors is out of reach.
 int parts_of(const VerifyShape& s, const Device& device) {
-  const int64_t rows = std::max(s.rows, s.num_nodes), all = device.multiprocessors, most = all * 9 / 10;
+  const int64_t rows = std::max(s.rows, s.num_nodes), all = device.num_sms, most = all * 9 / 10;
   const int64_t useful = std::min(kMaxParts, s.vocab * s.logit_bytes / kBytesOfPart);
   const int64_t limit = s.sampled && !device.is_hopper_or_later ? 1 : useful;
   int64_t parts = 1;
@@ -73,7 +73,7 @@ VerifyPlan plan_verify(const Check& check, const VerifyShape& shape, const Devic
 std::pair<std::string, int> verify_plan(int64_t batch, int64_t num_nodes, int64_t vocab, int64_t logit_bytes,
                                         bool sampled, bool rejects, int64_t multiprocessors, bool is_hopper_or_later) {
   Device device{};
-  device.multiprocessors = static_cast<int>(multiprocessors);
+  device.num_sms = static_cast<int>(multiprocessors);
   device.is_hopper_or_later = is_hopper_or_later;
   const VerifyPlan plan =
       plan_verify(Check("verify_plan"), {batch, num_nodes, batch * num_nodes, vocab, logit_bytes, sampled, rejects},

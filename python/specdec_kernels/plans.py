@@ -12,10 +12,10 @@ HEAD_DIMS = (64, 128, 256)  # of `rope_qkv_write_kv` and `tree_attention`
 class Gpu(NamedTuple):
     """What the rules know of a device."""
 
-    multiprocessors: int
+    num_sms: int
     has_wgmma: bool  # Hopper, compute capability 9.0
     shared_bytes_per_block: int  # at most, on request
-    shared_bytes_per_multiprocessor: int
+    shared_bytes_per_sm: int
 
 
 H200 = Gpu(132, True, 227 * 1024, 228 * 1024)
@@ -31,7 +31,7 @@ class AttentionPlan(NamedTuple):
     tile_rows: int  # query rows times heads that one block computes at a time
     tile_tokens: int  # KV rows of a KV tile
     row_tiles: int  # row tiles that walk the same KV in step, each in a block of its own
-    blocks_per_multiprocessor: int
+    blocks_per_sm: int
     cluster_blocks: int  # blocks of a cluster that share one row tile's KV; 0: no clusters
     sharing_clusters: int  # clusters that share a row tile whose KV is long; 1: none do
     whole_items: bool  # KV is not split: each request, KV head and its row tiles are one worker's

@@ -12,7 +12,7 @@ namespace specdec::attention {
 struct DevicePlan {
   int tile_rows;
   int row_tiles;
-  int blocks_per_multiprocessor;
+  int blocks_per_sm;
   int workers;
   int cluster_blocks;
   bool whole_items;
@@ -28,7 +28,7 @@ inline DevicePlan device_plan_of(const AttentionPlan& plan, const TreeAttentionP
   const auto divide_by = [](int64_t divisor) { return cutlass::FastDivmod(static_cast<int>(divisor)); };
   return {.tile_rows = plan.tile_rows,
           .row_tiles = plan.row_tiles,
-          .blocks_per_multiprocessor = plan.blocks_per_multiprocessor,
+          .blocks_per_sm = plan.blocks_per_sm,
           .workers = plan.workers,
           .cluster_blocks = plan.cluster_blocks,
           .whole_items = plan.whole_items,

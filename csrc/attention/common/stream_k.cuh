@@ -225,8 +225,7 @@ class StreamK : public StreamKState {
       least = __reduce_min_sync(kFullMask, least);
       most = __reduce_max_sync(kFullMask, most);
       const int enough =
-          total_ / workers_ +
-          plan_.split_tiles.div(plan_.tile_tokens.div(kSplitCostTokens * plan_.blocks_per_multiprocessor));
+          total_ / workers_ + plan_.split_tiles.div(plan_.tile_tokens.div(kSplitCostTokens * plan_.blocks_per_sm));
       if (least == most) {
         // Shares that end where KV heads do leave less to merge, or nothing.
         const int each = (heads + workers_ - 1) / workers_;  // KV heads of a worker

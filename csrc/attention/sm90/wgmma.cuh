@@ -398,8 +398,7 @@ void wgmma_attention(const TreeAttentionParams& p, const DevicePlan& plan, Strea
     if (plan.tile_rows == 128)
       return launch_wgmma<WgmmaAttention<T, T, D, 2, kTokens128, kStages128, 1>>(p, plan, stream);
     if constexpr (D < 256)
-      if (plan.blocks_per_multiprocessor == 2)
-        return launch_wgmma<WgmmaAttention<T, T, D, 1, kTokens64, 3, 2>>(p, plan, stream);
+      if (plan.blocks_per_sm == 2) return launch_wgmma<WgmmaAttention<T, T, D, 1, kTokens64, 3, 2>>(p, plan, stream);
     launch_wgmma<WgmmaAttention<T, T, D, 1, kTokens64, kStages64, 1>>(p, plan, stream);
   });
 }

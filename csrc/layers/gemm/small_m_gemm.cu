@@ -188,7 +188,7 @@ void small_m_gemm_cuda(const SmallMGemmParams& p, Stream stream) {
   SD_CUDA_CHECK("small_m_gemm", cudaGetDevice(&device));
   SD_CUDA_CHECK("small_m_gemm", cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
   const int64_t tiles = (p.out + outs_of_tile(p) - 1) / outs_of_tile(p);
-  const auto blocks = static_cast<unsigned>(std::min<int64_t>(tiles, current_device("small_m_gemm").multiprocessors));
+  const auto blocks = static_cast<unsigned>(std::min<int64_t>(tiles, current_device("small_m_gemm").num_sms));
   const auto start = [&]<class T, int kWarps, int kDepth>() {
     const int bytes = kWarps * kDepth * kSliceBytes;
     const auto kernel = small_m_gemm_kernel<T, kWarps, kDepth>;

@@ -574,7 +574,7 @@ void start(const SmallMGemmParams& p, Stream stream) {
   const auto kernel = wgmma_small_m_gemm_kernel<T, W, kColumns>;
   SD_CUDA_CHECK("small_m_gemm", cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kRingBytes));
   const Cut cut(Slice{}, static_cast<int>(p.gated ? 2 * p.out : p.out), p.in, kColumns, p.groups, p.gated,
-                current_device("small_m_gemm").multiprocessors);
+                current_device("small_m_gemm").num_sms);
   const int at_once = cut.tiles_at_once * cut.tile_rows;
   const int scales = p.groups > 1 ? cut.depth * Slice::kGroups : static_cast<int>(p.groups);
   const int64_t width = Slice::kIsNibbles ? p.in / 2 : p.in;  // in items of the weight

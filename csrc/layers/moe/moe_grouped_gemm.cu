@@ -375,7 +375,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, kMostWarps / kWarps) moe_groupe
 
 template <class X, class W, class T>
 void start(const MoeGroupedGemmParams& p, Stream stream) {
-  const int64_t multiprocessors = current_device("moe_grouped_gemm").multiprocessors;
+  const int64_t multiprocessors = current_device("moe_grouped_gemm").num_sms;
   const auto most_items = [&](int columns) {
     const int64_t touched = std::min(p.experts, p.pairs);
     return p.weight_rows() / kTile * (touched + (p.pairs - touched) / columns);

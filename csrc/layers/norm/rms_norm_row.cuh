@@ -181,7 +181,7 @@ void with_norm_threads(const char* op, int64_t rows, int64_t width, bool wide, F
     f.template operator()<N, kHeld>(static_cast<unsigned>(std::min<int64_t>(warps * kWarp, kMaxNormThreads)));
   };
   const auto of_pack = [&]<int N>() {
-    const bool many = rows > 3 * current_device(op).multiprocessors;
+    const bool many = rows > 3 * current_device(op).num_sms;
     many ? of_held.template operator()<N, 2>() : of_held.template operator()<N, 1>();
   };
   wide ? of_pack.template operator()<16 / sizeof(T)>() : of_pack.template operator()<1>();
