@@ -17,20 +17,22 @@ def ints(low: int, high: int, *shape: int) -> torch.Tensor:
     return torch.randint(low, high, shape, dtype=INT)
 
 
-def inputs(batch: int, accept_width: int, num_nodes: int, ring: int, width: int, dtype: torch.dtype) -> dict[str, Any]:
+def inputs(
+    batch: int, accept_width: int, num_nodes: int, ring: int, width: int | None, dtype: torch.dtype
+) -> dict[str, Any]:
     """Of more slots than requests, some of which are empty rows."""
     num_slots = batch + 3
     slots = torch.randperm(num_slots)[:batch].int()
     slots[::4] = -1
     given: dict[str, Any] = {
         "tokens": ints(-1, 50000, batch, accept_width),
-        "path": ints(0, num_nodes, batch, accept_width),
+        "path": ints(0, max(num_nodes, 1), batch, accept_width),
         "num_valid": ints(0, accept_width + 1, batch),
         "num_kept": ints(0, 99, num_slots),
         "kept_tokens": ints(0, 9, num_slots, ring),
         "slots": slots,
     }
-    if width:
+    if width is not None:
         given["features"] = torch.randn(batch, num_nodes, width).to(dtype)
         given["kept_features"] = torch.full((num_slots, ring, width), -77).to(dtype)
     return given
@@ -54,7 +56,9 @@ def check(device: torch.device, given: dict[str, Any]) -> None:
         (67, 6, 4, 4, 33, torch.bfloat16),  # more rows than a ring has
         (3, 1, 1, 16, 12288, torch.bfloat16),  # of a head over a model of 4096
         (2, 2, 3, 5, 20001, torch.float32),
-        (9, 4, 4, 16, 0, torch.float32),  # a standalone model's: tokens alone
+        (9, 4, 4, 16, None, torch.float32),  # a standalone draft model: tokens alone
+        (9, 4, 0, 16, 8, torch.float32),  # features without rows: nothing to append
+        (9, 4, 4, 16, 0, torch.float32),  # features without columns: tokens alone
     ],
 )
 def test_matches_reference(
@@ -62,7 +66,7 @@ def test_matches_reference(
     accept_width: int,
     num_nodes: int,
     ring: int,
-    width: int,
+    width: int | None,
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
@@ -83,6 +87,18 @@ def test_packed_rows(device: torch.device) -> None:
     before = given["num_kept"].clone()
     check(device, {name: value for name, value in given.items() if value is not None})
     assert (given["num_kept"] - before).tolist() == [2, 0, 2, 2, 0, 0, 0, 0]
+
+
+@pytest.mark.sanitize
+def test_packed_features_without_columns(device: torch.device) -> None:
+    """They are features still: a request without nodes appends nothing."""
+    given = inputs(2, 3, 4, 4, None, torch.float32)
+    given |= {"slots": torch.arange(2).int(), "cu_seqlens_q": torch.tensor([0, 0, 4]).to(INT)}
+    given |= {"features": torch.zeros(4, 0), "kept_features": torch.zeros(5, 4, 0)}
+    given["num_valid"].fill_(2)
+    before = given["num_kept"].clone()
+    check(device, given)
+    assert (given["num_kept"] - before).tolist() == [0, 2, 0, 0, 0]
 
 
 @pytest.mark.sanitize

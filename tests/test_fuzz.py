@@ -173,6 +173,13 @@ def check_call(seed: int) -> None:
     hurt = rng.sample(sorted(named, key=str), rng.randint(0, min(2, len(named))))
     for key in hurt:
         named[key] = damaged(named[key], rng)
+    check_twice(op, arguments, options, named, by_reference=not hurt)
+
+
+def check_twice(
+    op: str, arguments: list[Any], options: dict[str, Any], named: dict[Any, Any], by_reference: bool
+) -> None:
+    """Make the call of `named` twice: values of `arguments` by their place, of `options` by their name."""
 
     def made() -> tuple[list[Any], dict[str, Any]]:
         copy = {key: copied(value) for key, value in named.items()}
@@ -188,7 +195,7 @@ def check_call(seed: int) -> None:
         for (name, a), (_, b) in zip(*map(each_tensor, results), strict=True):
             assert torch.equal(bits(a), bits(b)), f"result{name} differs from call to call"
 
-        if not hurt:
+        if by_reference:
             check_by_reference(op, made(), results[0], first)
 
     changed = () if isinstance(results[0], BaseException) else torch_ops._CHANGED.get(op, ())
@@ -214,3 +221,27 @@ def test_ops_refuse_or_repeat() -> None:
         except BaseException:
             print(f"SPECDEC_FUZZ_SEED={seed}")
             raise
+
+
+def without_size(value: Any, size: int) -> Any:
+    """Return the value with every dimension of this size cut to nothing."""
+    if isinstance(value, torch.Tensor):
+        for dim, n in enumerate(value.shape):
+            value = value.narrow(dim, 0, 0) if n == size else value
+        return value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(without_size(part, size) for part in value))
+    return value
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_an_empty_tensor_is_not_an_absent_one(op: str) -> None:
+    """An empty tensor's data pointer is null, which ops must not read as "not given"."""
+    torch.manual_seed(0)
+    for arguments, options in calls(op, torch.device("cpu")):
+        named = dict(enumerate(arguments)) | options
+        sizes = {n for value in named.values() for _, x in each_tensor(value) for n in x.shape}
+        for size in sorted(sizes - {0}):
+            check_twice(op, arguments, options, {key: without_size(value, size) for key, value in named.items()}, False)
+            for key, value in named.items():
+                check_twice(op, arguments, options, named | {key: without_size(value, size)}, False)

@@ -1,4 +1,4 @@
-// TensorView: what an op sees of a caller's tensor. Non-owning, valid until the call returns to Python.
+// TensorView: a non-owning view of a caller's tensor, valid until the op returns to Python.
 #pragma once
 
 #include <dlpack/dlpack.h>
@@ -20,7 +20,7 @@ struct TensorView {
     for (int i = 0; i < dl.ndim; ++i) n *= dl.shape[i];
     return n;
   }
-  // DLPack before 1.2 may leave strides null for a contiguous tensor.
+  // Before DLPack 1.2, strides may be null for a contiguous tensor.
   int64_t stride(int i) const {
     if (dl.strides != nullptr) return dl.strides[i];
     int64_t s = 1;
@@ -36,12 +36,19 @@ struct TensorView {
 
 using OptTensor = std::optional<TensorView>;
 
+// An address for tensors without elements. Nobody reads or writes it.
+alignas(16) inline char no_elements[16];
+
+// Return the data of an optional tensor, or null if the caller gave none. Ops read null as "not given", but a tensor
+// without elements may have a null pointer, too: such a tensor gets the address of `no_elements`.
 template <class T>
 T* data_or_null(const OptTensor& t) {
-  return t ? t->data<T>() : nullptr;
+  if (!t) return nullptr;
+  if (t->dl.data == nullptr) return static_cast<T*>(static_cast<void*>(no_elements));
+  return t->data<T>();
 }
 
-// The `stream=` keyword of an op: a raw cudaStream_t, or none for the caller's current stream.
+// The `stream=` keyword of an op: a raw cudaStream_t. Not given: the caller's current stream.
 struct CallStream {
   bool given = false;
   void* stream = nullptr;
