@@ -41,7 +41,7 @@ def falling(batch: int, nodes: int, levels: int = 0) -> torch.Tensor:
 @pytest.mark.sanitize
 def test_by_hand(device: torch.device) -> None:
     scores = torch.tensor([[0, -0.1, -3.0, -4.0], [0, -0.1, -0.2, -3.0], [0, -1.0, -1.0, -torch.inf]])
-    got = check(device, scores, 7, rungs=torch.tensor([3, 5, 9, 99], dtype=INT))
+    got = check(device, scores, 7, budget_levels=torch.tensor([3, 5, 9, 99], dtype=INT))
     assert got.num_nodes.tolist() == [2, 3, 2] and got.cu_seqlens.tolist() == [0, 2, 5, 7]
     assert got.cuts.tolist() == [torch.inf, pytest.approx(-0.1), -3, -torch.inf]
     assert float(got.expected[1]) == pytest.approx(3 + 2 * math.exp(-0.1))
@@ -49,7 +49,7 @@ def test_by_hand(device: torch.device) -> None:
     limited = check(device, scores, 7, max_nodes=limits, slots=slots)
     assert limited.num_nodes.tolist() == [1, 4, 0]
     capped = check(
-        device, scores, 7, rungs=torch.tensor([5, 9], dtype=INT), rung_limits=torch.tensor([2, 3], dtype=INT)
+        device, scores, 7, budget_levels=torch.tensor([5, 9], dtype=INT), level_limits=torch.tensor([2, 3], dtype=INT)
     )
     assert capped.num_nodes.tolist() == [2, 3, 2] and capped.cuts.tolist() == [pytest.approx(-0.1), -torch.inf]
 
@@ -67,13 +67,13 @@ def test_matches_a_sort(device: torch.device, batch: int, nodes: int) -> None:
     for levels in (0, 7):
         scores = falling(batch, nodes, levels)
         budget = int(torch.randint(batch, batch * nodes + 2, ()))
-        rungs = torch.randint(0, batch * nodes + 2, (5,), dtype=INT)
+        budget_levels = torch.randint(0, batch * nodes + 2, (5,), dtype=INT)
         state = {"max_nodes": torch.randint(-1, nodes + 2, (batch + 3,), dtype=INT)}
         state |= {name: torch.randint(0, 5, (batch + 3,), dtype=INT) // 4 for name in ("finish_reasons", "status")}
         slots = torch.randint(-1, batch + 4, (batch,), dtype=INT)
-        check(device, scores, budget, rungs=rungs)
+        check(device, scores, budget, budget_levels=budget_levels)
         limits = torch.randint(-1, nodes + 2, (5,), dtype=INT)
-        check(device, scores, budget, **state, slots=slots, rungs=rungs, rung_limits=limits)
+        check(device, scores, budget, **state, slots=slots, budget_levels=budget_levels, level_limits=limits)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -94,9 +94,9 @@ def test_any_lists(device: torch.device, data: st.DataObject) -> None:
         if data.draw(st.booleans()):
             given[name] = ints(-2 if high > 3 else 0, high, batch)
     count = data.draw(st.integers(0, 4))
-    given["rungs"] = ints(-3, batch * nodes + 3, count)
+    given["budget_levels"] = ints(-3, batch * nodes + 3, count)
     if data.draw(st.booleans()):
-        given["rung_limits"] = ints(-1, nodes + 1, count)
+        given["level_limits"] = ints(-1, nodes + 1, count)
     got = check(device, scores, batch + data.draw(st.integers(0, batch * nodes + 2)), **given)
     assert list(got.num_nodes) == list(got.cu_seqlens.diff())
 
@@ -113,9 +113,9 @@ def test_what_is_no_sorted_list_stays_in_bounds(device: torch.device) -> None:
     for _ in range(20):
         scores = wild[torch.randint(0, 6, (7, 9))]
         got = sd.allocate_nodes(
-            scores.to(device), 20, rungs=torch.tensor([-(2**31), 12, 2**31 - 1], dtype=INT, device=device)
+            scores.to(device), 20, budget_levels=torch.tensor([-(2**31), 12, 2**31 - 1], dtype=INT, device=device)
         )
-        same = sd.allocate_nodes(scores, 20, rungs=torch.tensor([-(2**31), 12, 2**31 - 1], dtype=INT))
+        same = sd.allocate_nodes(scores, 20, budget_levels=torch.tensor([-(2**31), 12, 2**31 - 1], dtype=INT))
         assert all(torch.equal(g.cpu(), s) for g, s in zip(got, same, strict=True))
         assert int(got.num_nodes.min()) >= 1 and int(got.num_nodes.max()) <= 9 and int(got.cu_seqlens[-1]) <= 20
         assert got.cu_seqlens.diff().tolist() == got.num_nodes.tolist() and bool(got.expected.isfinite().all())
@@ -133,11 +133,11 @@ SCORES = torch.zeros(2, 3)
         ({"scores": torch.zeros(257, 256), "budget": 999}, "allocate_nodes: batch * num_nodes is 65792, expected 0 to 65536"),
         ({"max_nodes": torch.zeros(1, dtype=INT)}, "allocate_nodes: slots is None for batch=2, expected a tensor, or batch <= num_slots=1"),
         ({"max_nodes": torch.zeros(3)}, "allocate_nodes: max_nodes is float32, expected int32"),
-        ({"rung_limits": torch.zeros(3, dtype=INT)}, "allocate_nodes: rung_limits is given, expected None, since rungs is None"),
+        ({"level_limits": torch.zeros(3, dtype=INT)}, "allocate_nodes: level_limits is given, expected None, since budget_levels is None"),
         ({"slots": torch.zeros(3, dtype=INT)}, "allocate_nodes: slots has shape [3], expected [batch=2]"),
-        ({"rungs": torch.zeros(3)}, "allocate_nodes: rungs is float32, expected int32"),
+        ({"budget_levels": torch.zeros(3)}, "allocate_nodes: budget_levels is float32, expected int32"),
     ],
-    ids=["budget", "dtype", "nodes", "too many", "few slots", "max_nodes", "limits", "slots", "rungs"],
+    ids=["budget", "dtype", "nodes", "too many", "few slots", "max_nodes", "limits", "slots", "budget_levels"],
 )  # fmt: skip
 def test_messages(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as error:

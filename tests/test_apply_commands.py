@@ -52,7 +52,7 @@ def record(
 def rings_of(records: torch.Tensor, state: sd.SlotState, batch: int = B) -> Rings:
     """Rings with these records of commands, one or several."""
     records = records if records.ndim == 2 else records[None]
-    rings = Rings.create(state, max_batch=batch, accept_width=1, num_rungs=0, top_n=-1, depth=len(records))
+    rings = Rings.create(state, max_batch=batch, accept_width=1, num_levels=0, top_n=-1, depth=len(records))
     rings.commands.copy_(records)
     return rings
 

@@ -1,4 +1,4 @@
-"""The budget: what rounds cost is measured, what drafts bring is learnt, and no rung changes a text."""
+"""The budget: what rounds cost is measured, what drafts bring is learnt, and no level changes a text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from conftest import HAS_CUDA
 from specdec_kernels import _C
 from specdec_kernels.engine import Draft, Eagle, Eagle3, Engine, Ngram, SamplingParams, Standalone, Union
-from specdec_kernels.engine.config import rungs_of
+from specdec_kernels.engine.config import budget_levels
 from specdec_kernels.engine.drafts.model import ModelDraft
 from specdec_kernels.engine.drafts.proposal import scored_tree_of
 from specdec_kernels.engine.graphs import Graphs
@@ -32,7 +32,9 @@ WIDTH, DEPTH = 16, 5
 class Device:
     """Rounds of a chain: node i is accepted, if those before it are, with probability `rate`."""
 
-    def __init__(self, cost: Callable[[int, int], float], rate: float, batch: int = 1, rest_rows: int = 0) -> None:
+    def __init__(
+        self, cost: Callable[[int, int], float], rate: float, batch: int = 1, max_idle_rounds: int = 0
+    ) -> None:
         self.cost, self.rate, self.rng = cost, rate, random.Random(5)
         self.commands = np.full((DEPTH, _C.command_words(batch, batch, 0)), -1, np.int32)
         self.results = np.zeros((DEPTH, _C.result_words(batch, WIDTH, len(NODES), -1)), np.int32)
@@ -52,7 +54,7 @@ class Device:
             rounds_in_flight=2,
             batch_sizes=[*range(1, batch + 1)],
             rows=[[size * nodes for nodes in NODES] for size in range(1, batch + 1)],
-            rest_rows=rest_rows,
+            max_idle_rounds=max_idle_rounds,
             commands=self.commands,
             results=self.results,
         )
@@ -165,7 +167,7 @@ def test_every_size_is_measured_and_counts_as_no_round() -> None:
 
 
 def test_catching_up_is_measured_between_rounds() -> None:
-    device = Device(lambda batch, nodes: 100 * batch + nodes, 0.5, batch=3, rest_rows=8)
+    device = Device(lambda batch, nodes: 100 * batch + nodes, 0.5, batch=3, max_idle_rounds=8)
     device.catch_up = lambda batch: 7.0 * batch
     device.measure(1, 3)
     costs = device.scheduler.costs
@@ -173,11 +175,16 @@ def test_catching_up_is_measured_between_rounds() -> None:
     assert costs.us == [[100 * batch + nodes for nodes in NODES] for batch in (1, 2, 3)]
     with pytest.raises(ValueError) as error:
         Device(flat, 0.5, batch=3).scheduler.set_costs(costs)
-    assert str(error.value) == "set_costs: costs is with catch_up, expected it where a draft rests (rest_rows is 0)"
+    assert (
+        str(error.value) == "set_costs: costs is with catch_up, expected it where a draft rests (max_idle_rounds is 0)"
+    )
     without = _C.RoundCosts(costs.batches, costs.rows, costs.us)
     with pytest.raises(ValueError) as error:
-        Device(flat, 0.5, batch=3, rest_rows=8).scheduler.set_costs(without)
-    assert str(error.value) == "set_costs: costs is without catch_up, expected it where a draft rests (rest_rows is 8)"
+        Device(flat, 0.5, batch=3, max_idle_rounds=8).scheduler.set_costs(without)
+    assert (
+        str(error.value)
+        == "set_costs: costs is without catch_up, expected it where a draft rests (max_idle_rounds is 8)"
+    )
 
 
 @pytest.mark.parametrize("catch_up", [20.0, 500.0, 4000.0])
@@ -185,7 +192,7 @@ def test_catching_up_is_measured_between_rounds() -> None:
 @pytest.mark.parametrize("batch", [1, 64])
 def test_it_rests_where_that_is_best(catch_up: float, rate: float, batch: int) -> None:
     """What catching up takes is part of what it is measured by; it is never far below a device that only rests."""
-    device = Device(bound, rate, batch, rest_rows=16)
+    device = Device(bound, rate, batch, max_idle_rounds=16)
     device.catch_up = lambda _batch: catch_up
     device.measure()
     device.run(200)
@@ -231,14 +238,14 @@ def test_a_round_that_was_held_up_is_timed_again() -> None:
     assert device.scheduler.costs.us == [[100 * batch + nodes for nodes in NODES] for batch in (1, 2)]
 
 
-def test_without_costs_the_highest_rung() -> None:
+def test_without_costs_the_highest_level() -> None:
     assert set(Device(flat, 0.0).run(100)) == {NODES[-1]}
 
 
 @pytest.mark.parametrize("cost", [flat, bound])
 @pytest.mark.parametrize("rate", [0.0, 0.3, 0.6, 0.95])
 @pytest.mark.parametrize("batch", [1, 8, 40, 64])
-def test_it_finds_the_best_rung(cost: Callable[[int, int], float], rate: float, batch: int) -> None:
+def test_it_finds_the_best_level(cost: Callable[[int, int], float], rate: float, batch: int) -> None:
     device = Device(cost, rate, batch)
     device.measure()
     device.run(200)
@@ -248,7 +255,7 @@ def test_it_finds_the_best_rung(cost: Callable[[int, int], float], rate: float, 
     ideal = batch * sum(rate**i for i in range(best)) / cost(batch, best)
     plain = batch / cost(batch, 1)
     print(f"{best}: { ({n: rounds.count(n) for n in NODES}) }, {device.tokens / device.us / ideal:.3f} of the best")
-    assert device.tokens / device.us > 0.94 * ideal  # estimates waver where two rungs are nearly as good
+    assert device.tokens / device.us > 0.94 * ideal  # estimates waver where two levels are nearly as good
     assert device.tokens / device.us > 0.99 * plain
 
 
@@ -259,12 +266,12 @@ def test_drafts_that_never_come_true_cost_next_to_nothing() -> None:
     device.us = 0
     rounds = device.run(2000)
     tried = [i for i, nodes in enumerate(rounds) if nodes > 1]
-    assert {rounds[i] for i in tried} == {2}  # the next rung is twice as dear already
+    assert {rounds[i] for i in tried} == {2}  # the next level is twice as dear already
     assert 10 <= len(tried) <= 2000 / 64 and all(b == a + 1 or b - a >= 64 for a, b in pairwise(tried))
     assert device.us < 1.02 * 2000 * bound(64, 1)
 
 
-def test_cheap_rungs_are_all_tried_at_once() -> None:
+def test_cheap_levels_are_all_tried_at_once() -> None:
     device = Device(flat, 0.0)
     device.measure()
     rounds = device.run(2000)[500:]
@@ -302,7 +309,7 @@ def test_larger_trees_are_not_judged_from_where_small_ones_end() -> None:
     assert device.run(100).count(4) > 80
 
 
-def test_prefixes_cost_all_rungs_the_same() -> None:
+def test_prefixes_cost_all_levels_the_same() -> None:
     """Which the measured costs do not show: where the round takes long anyway, drafts are worth more."""
     device = Device(bound, 0.6, 24)
     device.measure()
@@ -365,14 +372,14 @@ def expect_plain_texts(engine: Engine) -> None:
 
 
 @every_draft
-def test_any_rungs_give_the_same_texts(name: str, device: torch.device, tmp_path: Path) -> None:
+def test_any_levels_give_the_same_texts(name: str, device: torch.device, tmp_path: Path) -> None:
     """Whatever a round's number of nodes, in a pool from which requests are retracted."""
     engine = make_engine(DRAFTS[name](tmp_path), device, cuda_graph=False, num_pages=60)
     rng, launch, most_nodes = random.Random(3), engine._executor.launch, engine.config.needs.num_nodes
 
     def launch_any(batch: int, rows: int, max_kv_len: int) -> None:
-        rungs = rungs_of(batch, most_nodes, equal=engine.draft.sampled) if rows > 0 else (rows,)
-        launch(batch, rng.choice(rungs), max_kv_len)
+        levels = budget_levels(batch, most_nodes, equal=engine.draft.sampled) if rows > 0 else (rows,)
+        launch(batch, rng.choice(levels), max_kv_len)
 
     engine._executor.launch = launch_any  # type: ignore[method-assign]
     expect_plain_texts(engine)
@@ -382,21 +389,21 @@ def test_any_rungs_give_the_same_texts(name: str, device: torch.device, tmp_path
 
 @pytest.mark.skipif(not HAS_CUDA, reason="no GPU here")
 @every_draft
-def test_graphs_of_any_rung_give_the_same_texts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the budget picks them, and with the graphs of each batch size exchanged among its rungs."""
+def test_graphs_of_any_level_give_the_same_texts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the budget picks them, and with the graphs of each batch size exchanged among its levels."""
     device = torch.device("cuda")
     engine = make_engine(DRAFTS[name](tmp_path), device)
-    rungs = dict(zip(engine.config.batch_sizes, engine.config.rows, strict=True))
+    levels = dict(zip(engine.config.batch_sizes, engine.config.rows, strict=True))
     if engine.graphs is None:
         pytest.skip("launched kernel by kernel")
     expect_plain_texts(engine)
     costs = engine.stats().costs
-    assert costs is not None and costs.rows == [list(rows) for rows in rungs.values()]
+    assert costs is not None and costs.rows == [list(rows) for rows in levels.values()]
     raw, rng = Graphs.raw, random.Random(3)
 
     def exchanged(graphs: Graphs) -> dict[tuple[int, int, int], int]:
         by_size = raw(graphs)  # float32 has one bound of KV
-        return {(b, n, most): by_size[b, rng.choice(rungs[b]) if n > 0 else n, most] for b, n, most in by_size}
+        return {(b, n, most): by_size[b, rng.choice(levels[b]) if n > 0 else n, most] for b, n, most in by_size}
 
     monkeypatch.setattr(Graphs, "raw", exchanged)
     for _ in range(2):
@@ -416,9 +423,9 @@ def test_an_adaptive_engine(name: str, device: torch.device, tmp_path: Path) -> 
     expect_plain_texts(engine)
     stats = engine.stats() - before
     assert stats.costs is not None and stats.costs.batches == [2, 4]
-    rungs = [rungs_of(batch, engine.config.needs.num_nodes) for batch in (2, 4)]
-    assert list(stats.rounds_by_nodes) == [rows / 4 for rows in rungs[1]]
-    assert stats.costs.rows == [list(rows) for rows in rungs]
+    levels = [budget_levels(batch, engine.config.needs.num_nodes) for batch in (2, 4)]
+    assert list(stats.rounds_by_nodes) == [rows / 4 for rows in levels[1]]
+    assert stats.costs.rows == [list(rows) for rows in levels]
     assert sum(stats.rounds_by_nodes.values()) == stats.rounds > 0
 
 
@@ -438,10 +445,10 @@ def test_measuring_leaves_nothing_behind(device: torch.device, tmp_path: Path) -
 
 
 @every_draft
-def test_a_lower_rung_drafts_the_first_nodes_of_a_higher_one(
+def test_a_lower_level_drafts_the_first_nodes_of_a_higher_one(
     name: str, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of as many paths; which is how a round shows what the rungs below it would have accepted."""
+    """Of as many paths; which is how a round shows what the levels below it would have accepted."""
     from test_round import begin, run
 
     monkeypatch.setattr(ModelDraft, "branches", lambda draft, batch, num_nodes: draft.topk)
@@ -453,7 +460,7 @@ def test_a_lower_rung_drafts_the_first_nodes_of_a_higher_one(
     for _ in range(4):
         most = engine.config.needs.num_nodes
         whole = scored_tree_of(engine.draft.propose(slots, most).drafts, slots, most, engine.state).tree
-        for nodes in rungs_of(1, most):
+        for nodes in budget_levels(1, most):
             tree = scored_tree_of(engine.draft.propose(slots, nodes).drafts, slots, nodes, engine.state).tree
             assert tree.tokens.shape == (4, nodes)
             assert torch.equal(tree.num_nodes, whole.num_nodes.clamp(max=nodes))
@@ -482,24 +489,24 @@ def test_drawn_drafts_are_as_many_for_each_request(device: torch.device) -> None
     assert seen == engine.stats().rounds > 0
 
 
-def test_rungs() -> None:
-    assert rungs_of(1, 48) == (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
-    assert rungs_of(8, 48) == (8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384)
-    assert rungs_of(8, 48, equal=True) == (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384)
-    assert rungs_of(5, 6) == (5, 7, 10, 15, 20, 30)
-    assert rungs_of(4, 33) == (4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 132)  # 128 would be next to it
-    assert rungs_of(3, 1) == (3,) and rungs_of(2, 6, adaptive=False) == (12,)
+def test_levels() -> None:
+    assert budget_levels(1, 48) == (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
+    assert budget_levels(8, 48) == (8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384)
+    assert budget_levels(8, 48, equal=True) == (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384)
+    assert budget_levels(5, 6) == (5, 7, 10, 15, 20, 30)
+    assert budget_levels(4, 33) == (4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 132)  # 128 would be next to it
+    assert budget_levels(3, 1) == (3,) and budget_levels(2, 6, adaptive=False) == (12,)
 
 
 @pytest.mark.parametrize("equal", [False, True])
 @pytest.mark.parametrize("num_nodes", [*range(1, 70), 255, 256])
-def test_rungs_are_next_to_each_other(num_nodes: int, equal: bool) -> None:
+def test_levels_are_next_to_each_other(num_nodes: int, equal: bool) -> None:
     for batch in range(1, 70):
-        rungs = rungs_of(batch, num_nodes, equal=equal)
-        assert rungs[0] == batch and rungs[-1] == batch * num_nodes and len(rungs) <= 17
-        for low, high in pairwise(rungs):
+        levels = budget_levels(batch, num_nodes, equal=equal)
+        assert levels[0] == batch and levels[-1] == batch * num_nodes and len(levels) <= 17
+        for low, high in pairwise(levels):
             assert low < high <= max(1.5 * low, 2 * batch if equal or batch == 1 else 0)
-        assert not equal or not any(rows % batch for rows in rungs)
+        assert not equal or not any(rows % batch for rows in levels)
 
 
 def test_a_batch_invariant_engine_is_not_adaptive() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from specdec_kernels._C import Budget, RoundCosts
-from specdec_kernels.engine.config import rungs_of
+from specdec_kernels.engine.config import budget_levels
 
 BATCHES = (1, 8, 16, 64, 256)
 WIDTH = 6
@@ -20,7 +20,7 @@ def us_of(batch: int, rows: int) -> float:
     return 4200 + drafting + max(27 * batch, 24 * rows - 1000)
 
 
-ROWS = [rungs_of(batch, 48) for batch in BATCHES]
+ROWS = [budget_levels(batch, 48) for batch in BATCHES]
 US = [[us_of(batch, rows) for rows in each] for batch, each in zip(BATCHES, ROWS, strict=True)]
 # Of a request that has x rows: what its drafts gain is most * (1 - (1 + x - 1) ** -power).
 DRAFTS = {"chat": (2.6, 0.55), "code": (4.0, 0.65), "math": (4.6, 0.75), "wrong": (0.0, 1.0)}
@@ -45,30 +45,30 @@ class Machine:
         chosen = []
         self.us = self.tokens = self.expected = 0
         for _ in range(rounds):
-            rung = self.budget.next(self.size, batch, kv_rows)
-            self.expected += batch * self.budget.tokens(self.size, rung, batch)
+            level = self.budget.next_level(self.size, batch, kv_rows)
+            self.expected += batch * self.budget.expected_tokens(self.size, level, batch)
             gains = [gain(kind, r / batch) for r in rows]
             # Every accepted draft is a coin: how far off the mean over the batch is.
             noise = self.rng.gauss(0, 1.2 / batch**0.5)
             true = [batch * max(g * (1 + noise / 2), 0.0) for g in gains]
             scores = [batch * max(self.lie * g, self.boast * (1 - batch / r)) for g, r in zip(gains, rows, strict=True)]
-            us = self.cost(batch, rows[rung]) * self.rng.uniform(0.99, 1.01)
-            self.budget.note_time(self.size, rung, batch, kv_rows, us)
-            shown = min(rung, self.last) + 1
-            self.budget.note_tokens(self.size, batch, scores[:shown], true[:shown])
-            self.last = rung
+            us = self.cost(batch, rows[level]) * self.rng.uniform(0.99, 1.01)
+            self.budget.update_cost(self.size, level, batch, kv_rows, us)
+            shown = min(level, self.last) + 1
+            self.budget.update_gain(self.size, batch, scores[:shown], true[:shown])
+            self.last = level
             self.us += us
-            self.tokens += batch * (1 + gains[rung])
-            chosen.append(rung)
+            self.tokens += batch * (1 + gains[level])
+            chosen.append(level)
         return chosen
 
-    def fixed(self, kind: str, rung: int) -> float:
-        """Tokens a microsecond where all rounds are of one rung."""
+    def fixed(self, kind: str, level: int) -> float:
+        """Tokens a microsecond where all rounds are of one level."""
         batch, rows = BATCHES[self.size], ROWS[self.size]
-        return batch * (1 + gain(kind, rows[rung] / batch)) / self.cost(batch, rows[rung])
+        return batch * (1 + gain(kind, rows[level] / batch)) / self.cost(batch, rows[level])
 
     def of_best(self, kind: str) -> float:
-        return self.tokens / self.us / max(self.fixed(kind, rung) for rung in range(len(ROWS[self.size])))
+        return self.tokens / self.us / max(self.fixed(kind, level) for level in range(len(ROWS[self.size])))
 
 
 sizes = pytest.mark.parametrize("size", range(len(BATCHES)))
@@ -77,7 +77,7 @@ sizes = pytest.mark.parametrize("size", range(len(BATCHES)))
 @sizes
 @pytest.mark.parametrize("kind", DRAFTS)
 @pytest.mark.parametrize("lie", [1.0, 1.6])
-def test_next_to_the_best_fixed_rung(size: int, kind: str, lie: float) -> None:
+def test_next_to_the_best_fixed_level(size: int, kind: str, lie: float) -> None:
     """Also where scores promise more than comes true."""
     machine = Machine(size, us_of, lie, boast=1.0 if kind == "wrong" else 0.0)
     machine.run(kind, 400)
@@ -168,7 +168,7 @@ def test_the_same_rounds_give_the_same_choices() -> None:
 
 @pytest.mark.parametrize("period", [1, 2, 3])
 def test_batch_sizes_that_take_turns(period: int) -> None:
-    """As rounds tell it: nothing of rungs above the round's or the one's before. A trial goes on in another size."""
+    """As rounds tell it: nothing of levels above the round's or the one's before. A trial goes on in another size."""
     budget, last = Machine(2, us_of).budget, 0
 
     def run(kind: str, rounds: int) -> tuple[list[tuple[int, int]], float, float]:
@@ -177,13 +177,13 @@ def test_batch_sizes_that_take_turns(period: int) -> None:
         for number in range(rounds):
             size = 2 + number // period % 2
             batch, rows = BATCHES[size], ROWS[size]
-            rung = budget.next(size, batch, 0)
-            shown = [batch * gain(kind, r / batch) for r in rows[: min(rung, last) + 1]]
-            budget.note_time(size, rung, batch, 0, us_of(batch, rows[rung]))
-            budget.note_tokens(size, batch, shown, shown)
-            last = rung
-            chosen.append((size, rung))
-            spent += us_of(batch, rows[rung])
+            level = budget.next_level(size, batch, 0)
+            shown = [batch * gain(kind, r / batch) for r in rows[: min(level, last) + 1]]
+            budget.update_cost(size, level, batch, 0, us_of(batch, rows[level]))
+            budget.update_gain(size, batch, shown, shown)
+            last = level
+            chosen.append((size, level))
+            spent += us_of(batch, rows[level])
             plain += us_of(batch, batch)
         return chosen, spent, plain
 
@@ -199,13 +199,13 @@ def test_a_clock_that_stands_still_says_nothing() -> None:
     budget = Machine(3, us_of).budget
     for us in (0.0, -5.0, float("nan")):
         for _ in range(20_000):
-            budget.note_time(3, 2, BATCHES[3], 1000, us)
+            budget.update_cost(3, 2, BATCHES[3], 1000, us)
     other = Machine(3, us_of).budget
-    for rung in range(len(ROWS[3])):
+    for level in range(len(ROWS[3])):
         for each in (budget, other):
-            each.note_time(3, rung, BATCHES[3], 5000, us_of(BATCHES[3], ROWS[3][rung]))
-    assert [budget.next(3, BATCHES[3], 5000) for _ in range(300)] == [
-        other.next(3, BATCHES[3], 5000) for _ in range(300)
+            each.update_cost(3, level, BATCHES[3], 5000, us_of(BATCHES[3], ROWS[3][level]))
+    assert [budget.next_level(3, BATCHES[3], 5000) for _ in range(300)] == [
+        other.next_level(3, BATCHES[3], 5000) for _ in range(300)
     ]
 
 
@@ -213,25 +213,25 @@ def test_a_clock_that_stands_still_says_nothing() -> None:
 def test_a_row_for_each_of_the_batch_is_plain_decoding(requests: int) -> None:
     """Whoever is absent, its row is nobody's draft; of more rows those who are there have the more."""
     budget = Machine(1, us_of).budget
-    assert budget.tokens(1, 0, requests) == 1
-    assert budget.tokens(1, 1, requests) == 1 + min(ROWS[1][1] / requests - 1, WIDTH - 1)
+    assert budget.expected_tokens(1, 0, requests) == 1
+    assert budget.expected_tokens(1, 1, requests) == 1 + min(ROWS[1][1] / requests - 1, WIDTH - 1)
 
 
 @sizes
 def test_what_is_promised_above_is_no_hope(size: int) -> None:
-    """Rungs that a round has not, and whose drafts it has scored: they are worth what those promise, and as true as the
-    rungs below."""
+    """Levels that a round has not, and whose drafts it has scored: they are worth what those promise, and as true as the
+    levels below."""
     budget, batch, rows = Machine(size, us_of).budget, BATCHES[size], ROWS[size]
     gains = [batch * gain("code", r / batch) for r in rows]
     below = len(rows) // 2
     for _ in range(200):
-        budget.note_tokens(size, batch, gains, [0.5 * g for g in gains[: below + 1]])
-    for rung in range(len(rows)):
-        assert budget.tokens(size, rung, batch) == pytest.approx(1 + 0.5 * gains[rung] / batch, rel=0.07)
+        budget.update_gain(size, batch, gains, [0.5 * g for g in gains[: below + 1]])
+    for level in range(len(rows)):
+        assert budget.expected_tokens(size, level, batch) == pytest.approx(1 + 0.5 * gains[level] / batch, rel=0.07)
 
 
 def test_what_a_round_shows_is_as_much_as_it_is_expected() -> None:
     budget = Machine(1, us_of).budget
-    for expected, realised in (([], []), ([1.0], []), ([1.0], [1.0, 2.0])):
-        with pytest.raises(ValueError, match=r"^note_tokens: realised \(how many\) is"):
-            budget.note_tokens(1, 8, expected, realised)
+    for predicted, observed in (([], []), ([1.0], []), ([1.0], [1.0, 2.0])):
+        with pytest.raises(ValueError, match=r"^update_gain: observed \(how many\) is"):
+            budget.update_gain(1, 8, predicted, observed)

@@ -15,7 +15,7 @@ from conftest import HAS_CUDA
 from random_models import save_random_model
 from specdec_kernels import _C
 from specdec_kernels.engine import Draft, Engine, Needs, Ngram, SamplingParams
-from specdec_kernels.engine.config import RING_DEPTH, EngineConfig, Machine, host_bytes, ring_bytes, rungs_of
+from specdec_kernels.engine.config import RING_DEPTH, EngineConfig, Machine, budget_levels, host_bytes, ring_bytes
 from specdec_kernels.engine.rings import Rings
 from specdec_kernels.ops import make_slot_state
 
@@ -66,7 +66,7 @@ def test_defaults_on_a_gpu() -> None:
     got = resolve(Tree(), CUDA, num_slots=20)
     assert (got.dtype, got.kv_dtype) == (torch.bfloat16, torch.bfloat16)
     assert got.captures and got.batch_sizes == got.measured_sizes == (1, 2, 4, 8, 12, 16, 20)
-    assert got.rows == tuple(rungs_of(batch, 32) for batch in got.batch_sizes) and got.rounds_in_flight == 2
+    assert got.rows == tuple(budget_levels(batch, 32) for batch in got.batch_sizes) and got.rounds_in_flight == 2
     called = resolve(Tree(), CUDA, cuda_graph=False)
     assert not called.captures and called.batch_sizes == tuple(range(1, 9))
     assert called.rows == tuple((32 * batch,) for batch in called.batch_sizes)
@@ -92,7 +92,7 @@ def test_rows_are_reserved_for_whatever_writes_most(needs: dict[str, int], reser
 
 @pytest.mark.parametrize("machine", [CPU, CUDA], ids=["cpu", "cuda"])
 def test_rounds_are_adaptive_where_that_is_exact(machine: Machine) -> None:
-    assert resolve(Tree(), machine).num_rungs == len(rungs_of(8, 32))
+    assert resolve(Tree(), machine).num_levels == len(budget_levels(8, 32))
     for draft, options in (
         (Tree(sampled=True), {}),
         (Tree(), {"batch_invariant": True}),
@@ -101,7 +101,7 @@ def test_rounds_are_adaptive_where_that_is_exact(machine: Machine) -> None:
         got = resolve(draft, machine, **options)
         assert got.rows == tuple((32 * batch,) for batch in got.batch_sizes)
     drawn = resolve(Tree(sampled=True), machine, adaptive=True)
-    assert drawn.rows[-1] == rungs_of(8, 32, equal=True)
+    assert drawn.rows[-1] == budget_levels(8, 32, equal=True)
 
 
 def test_a_batch_invariant_engine_has_one_size() -> None:
@@ -198,7 +198,7 @@ def test_what_fits_is_not_refused() -> None:
     draft, options = Tree(), {"num_slots": 4, "max_len": 1000, "kv_dtype": None}
     got = resolve(draft, **options)
     kv = got.num_pages * got.page_size * 4 * (2 * 4 * 2 * 64 + 256)
-    slots = 4 * 4 * (got.max_pages + 16 + 2 * 1000) + ring_bytes(4, 6, got.num_rungs, 20)
+    slots = 4 * 4 * (got.max_pages + 16 + 2 * 1000) + ring_bytes(4, 6, got.num_levels, 20)
     needed = kv + 4 * 32 * 1000 * 4 + slots
     assert resolve(draft, Machine(CPU.device, needed), **options) == dataclasses.replace(
         got, machine=Machine(CPU.device, needed)
@@ -208,7 +208,7 @@ def test_what_fits_is_not_refused() -> None:
 
 def test_ring_bytes_are_those_of_the_rings() -> None:
     state = make_slot_state(5, 100, 16, torch.empty(0))
-    rings = Rings.create(state, max_batch=5, accept_width=7, num_rungs=3, top_n=20, depth=RING_DEPTH)
+    rings = Rings.create(state, max_batch=5, accept_width=7, num_levels=3, top_n=20, depth=RING_DEPTH)
     assert ring_bytes(5, 7, 3, 20) == rings.commands.nbytes + rings.results.nbytes
     assert (
         _C.command_words(5, 5, 16) == rings.commands.shape[1] and _C.result_words(5, 7, 3, 20) == rings.results.shape[1]

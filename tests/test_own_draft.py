@@ -193,7 +193,7 @@ class Asking(Draft):
         ({"feature_layers": (0, 5)}, "feature_layers=(0, 5), expected 0 to 4 (the target's)"),
         ({"scratch_rows": -1}, "scratch_rows=-1, expected 0 or more"),
         ({"kv_numbers": -1}, "kv_numbers=-1, expected 0 or more"),
-        ({"rest_rows": -1}, "rest_rows=-1, expected 0 or more"),
+        ({"max_idle_rounds": -1}, "max_idle_rounds=-1, expected 0 or more"),
     ],
     ids=str,
 )

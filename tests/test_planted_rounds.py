@@ -108,9 +108,9 @@ def test_a_tree_by_calibrated_scores_accepts_what_a_chain_of_as_many_nodes_does(
     ("size", "domain", "temperature"), [(0, "chat", 1.0), (1, "code", 2.0), (2, "chat", 0.5), (3, "math", 2.0)]
 )
 def test_the_budget_expects_what_comes(size: int, domain: str, temperature: float) -> None:
-    """Over 1000 rounds of the rungs that it chooses by the costs of an H200, while drafts are calibrated, behind some
+    """Over 1000 rounds of the levels that it chooses by the costs of an H200, while drafts are calibrated, behind some
     that it has learnt from."""
-    batch, rungs = BATCHES[size], torch.tensor(ROWS[size], dtype=INT)
+    batch, levels = BATCHES[size], torch.tensor(ROWS[size], dtype=INT)
     limits = torch.tensor([most_nodes(batch, rows, NEEDS) for rows in ROWS[size]], dtype=INT)
     drafts, calibration = planted(domain, temperature), sd.make_calibration(WIDTH - 1, torch.empty(0))
     budget, last = Budget(RoundCosts(BATCHES, ROWS, US), WIDTH), 0
@@ -118,16 +118,16 @@ def test_the_budget_expects_what_comes(size: int, domain: str, temperature: floa
     expected = came = 0.0
     chosen = set()
     for number in range(1000 + (learning := 1000 if batch == 1 else 300)):
-        rung = budget.next(size, batch, 0)
-        rows, most = ROWS[size][rung], int(limits[rung])
+        level = budget.next_level(size, batch, 0)
+        rows, most = ROWS[size][level], int(limits[level])
         emitted = torch.ones(batch, dtype=torch.int64)
-        gains = torch.zeros(2, len(rungs))
+        gains = torch.zeros(2, len(levels))
         if rows > batch:
             k = min(10, max(64 // batch, -(-most // 4), 2))
             drafted = draft(drafts, roots, k, min(WIDTH - 1, most - 1), most, calibration.table)
-            shares = sd.allocate_nodes(drafted.scores, rows, rungs=rungs, rung_limits=limits)
+            shares = sd.allocate_nodes(drafted.scores, rows, budget_levels=levels, level_limits=limits)
             nodes = torch.arange(most)
-            for r in range(rung + 1):
+            for r in range(level + 1):
                 inside = (nodes > 0) & (nodes < limits[r]) & (drafted.scores >= shares.cuts[r])
                 inside &= nodes < shares.num_nodes[:, None]
                 gains[0, r] = drafted.scores[inside].exp().sum()
@@ -136,12 +136,12 @@ def test_the_budget_expects_what_comes(size: int, domain: str, temperature: floa
             emitted += right.amax(1)
             learn(calibration, drafted, emitted)
         if number >= learning:
-            expected += batch * budget.tokens(size, rung, batch)
+            expected += batch * budget.expected_tokens(size, level, batch)
             came += int(emitted.sum())
-            chosen.add(rung)
-        shown = min(rung, last) + 1
-        budget.note_time(size, rung, batch, 0, US[size][rung])
-        budget.note_tokens(size, batch, gains[0, :shown].tolist(), gains[1, :shown].tolist())
-        roots, last = (roots + emitted.to(INT)) % TEXT, rung
+            chosen.add(level)
+        shown = min(level, last) + 1
+        budget.update_cost(size, level, batch, 0, US[size][level])
+        budget.update_gain(size, batch, gains[0, :shown].tolist(), gains[1, :shown].tolist())
+        roots, last = (roots + emitted.to(INT)) % TEXT, level
     assert expected == pytest.approx(came, rel=0.03)
     assert max(chosen) > 0

@@ -20,9 +20,9 @@ def ints(*shape: int) -> torch.Tensor:
     return torch.randint(-(2**31), 2**31, shape).to(INT)
 
 
-def rings_of(slots: int, batch: int, width: int, device: torch.device, top_n: int = -1, num_rungs: int = 0) -> Rings:
+def rings_of(slots: int, batch: int, width: int, device: torch.device, top_n: int = -1, num_levels: int = 0) -> Rings:
     state = sd.make_slot_state(slots, 99, 0, like=torch.empty(0, device=device))
-    sizes = {"max_batch": batch, "accept_width": width, "num_rungs": num_rungs, "top_n": top_n}
+    sizes = {"max_batch": batch, "accept_width": width, "num_levels": num_levels, "top_n": top_n}
     rings = Rings.create(state, **sizes, depth=DEPTH)
     rings.results.fill_(-77)
     return rings
@@ -74,13 +74,13 @@ def test_records_in_order(device: torch.device, batch: int, width: int, slots: i
 
 @pytest.mark.sanitize
 @pytest.mark.parametrize("drawn", [False, True])
-@pytest.mark.parametrize(("batch", "width", "nodes", "num_rungs"), [(5, 3, 9, 3), (64, 6, 48, 11), (1, 1, 1, 32)])
-def test_what_the_rungs_would_have_brought(
-    device: torch.device, batch: int, width: int, nodes: int, num_rungs: int, drawn: bool
+@pytest.mark.parametrize(("batch", "width", "nodes", "num_levels"), [(5, 3, 9, 3), (64, 6, 48, 11), (1, 1, 1, 32)])
+def test_what_the_levels_would_have_brought(
+    device: torch.device, batch: int, width: int, nodes: int, num_levels: int, drawn: bool
 ) -> None:
     """Of the rows that go on, whatever else the tensors hold."""
     slots = batch + 2
-    rings = rings_of(slots, batch, width, device, num_rungs=num_rungs)
+    rings = rings_of(slots, batch, width, device, num_levels=num_levels)
     want = rings.results.cpu().clone()
     given = rows(batch, width, slots)
     given["state"].finish_reasons.copy_(torch.randint(0, 5, (slots,)) // 4)
@@ -90,11 +90,11 @@ def test_what_the_rungs_would_have_brought(
         num_valid=torch.randint(-1, width + 1, (batch,), dtype=INT), path=paths
     )
     given |= {"slots": torch.randint(-1, slots + 1, (batch,), dtype=INT)}
-    given |= {"rung_limits": torch.randint(0, nodes + 2, (num_rungs,), dtype=INT).sort().values}
+    given |= {"level_limits": torch.randint(0, nodes + 2, (num_levels,), dtype=INT).sort().values}
     if not drawn:
         scores = -torch.rand(batch, nodes).cumsum(1)
         scores[torch.rand(batch, nodes) < 0.1] = torch.nan
-        cuts = -torch.rand(num_rungs).cumsum(0) * nodes / num_rungs
+        cuts = -torch.rand(num_levels).cumsum(0) * nodes / num_levels
         cuts[-1] = -torch.inf
         given |= {"node_scores": scores, "cuts": cuts}
     rings.publish_results(**on(device, given))
@@ -102,9 +102,9 @@ def test_what_the_rungs_would_have_brought(
     if device.type == "cuda":
         torch.cuda.synchronize()
     got, want = rings.results[0], want[0]
-    floats = slice(8, 8 + num_rungs)
+    floats = slice(8, 8 + num_levels)
     torch.testing.assert_close(got[floats].view(torch.float32), want[floats].view(torch.float32), rtol=1e-6, atol=1e-7)
-    assert torch.equal(got[8 + num_rungs :], want[8 + num_rungs :]) and int(got[6]) == int(want[6])
+    assert torch.equal(got[8 + num_levels :], want[8 + num_levels :]) and int(got[6]) == int(want[6])
 
 
 def test_rows_without_slots(device: torch.device) -> None:
@@ -129,7 +129,7 @@ def test_any_count_names_a_record(device: torch.device, count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("max_batch", "accept_width", "num_rungs", "max_logprobs", "words"),
+    ("max_batch", "accept_width", "num_levels", "max_logprobs", "words"),
     [
         (1, 1, 0, -1, 14),
         (2, 3, 0, -1, 22),
@@ -140,9 +140,9 @@ def test_any_count_names_a_record(device: torch.device, count: int) -> None:
         (64, 6, 9, 20, 8 + 18 + 64 * 256),
     ],
 )
-def test_words_of_a_record(max_batch: int, accept_width: int, num_rungs: int, max_logprobs: int, words: int) -> None:
-    """As csrc/round/records.h describes them: 8, two of each rung, then each row's 4, tokens and scores; even."""
-    assert _C.result_words(max_batch, accept_width, num_rungs, max_logprobs) == words
+def test_words_of_a_record(max_batch: int, accept_width: int, num_levels: int, max_logprobs: int, words: int) -> None:
+    """As csrc/round/records.h describes them: 8, two of each level, then each row's 4, tokens and scores; even."""
+    assert _C.result_words(max_batch, accept_width, num_levels, max_logprobs) == words
 
 
 SCORES = sd.TokenScores(torch.zeros(2, 2), torch.zeros(2, 2, 1, dtype=INT), torch.zeros(2, 2, 1))
@@ -202,17 +202,17 @@ def test_scores_come_with_who_asked(
     [
         ({"node_scores": torch.zeros(2, 4)}, "publish_results: cuts is None, expected a tensor, since node_scores is given"),
         ({"cuts": torch.zeros(2)}, "publish_results: cuts is given, expected None, since node_scores is None"),
-        ({"rung_limits": None, "node_scores": torch.zeros(2, 4), "cuts": torch.zeros(2)}, "publish_results: node_scores is given, expected None, since rung_limits is None"),
-        ({"rung_limits": torch.zeros(33, dtype=INT)}, "publish_results: num_rungs is 33, expected 0 to 32"),
-        ({"node_scores": torch.zeros(2, 4), "cuts": torch.zeros(3)}, "publish_results: cuts has shape [3], expected [num_rungs=2]"),
-        ({"rung_limits": torch.zeros(3, dtype=INT)}, "publish_results: words is 24, expected 26 to 2147483647"),
+        ({"level_limits": None, "node_scores": torch.zeros(2, 4), "cuts": torch.zeros(2)}, "publish_results: node_scores is given, expected None, since level_limits is None"),
+        ({"level_limits": torch.zeros(33, dtype=INT)}, "publish_results: num_levels is 33, expected 0 to 32"),
+        ({"node_scores": torch.zeros(2, 4), "cuts": torch.zeros(3)}, "publish_results: cuts has shape [3], expected [num_levels=2]"),
+        ({"level_limits": torch.zeros(3, dtype=INT)}, "publish_results: words is 24, expected 26 to 2147483647"),
     ],
     ids=["no cuts", "cuts alone", "no limits", "many", "shape", "words"],
 )  # fmt: skip
-def test_messages_about_rungs(change: dict[str, Any], message: str) -> None:
-    rings, given = rings_of(3, 2, 2, torch.device("cpu"), num_rungs=2), rows(2, 2, 3)
+def test_messages_about_levels(change: dict[str, Any], message: str) -> None:
+    rings, given = rings_of(3, 2, 2, torch.device("cpu"), num_levels=2), rows(2, 2, 3)
     with pytest.raises(ValueError) as error:
-        rings.publish_results(**(given | {"rung_limits": torch.tensor([1, 4], dtype=INT)} | change))
+        rings.publish_results(**(given | {"level_limits": torch.tensor([1, 4], dtype=INT)} | change))
     assert str(error.value) == message
 
 

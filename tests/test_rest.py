@@ -18,7 +18,7 @@ from specdec_kernels import _C
 from specdec_kernels.engine import Draft, Eagle, Eagle3, Engine, Ngram, SamplingParams, Standalone, Union
 from specdec_kernels.engine.config import EngineConfig, Machine
 from specdec_kernels.engine.drafts import Committed, DraftContext, DraftRequest, Needs, Proposal
-from specdec_kernels.engine.drafts.model import REST_ROWS, ModelDraft
+from specdec_kernels.engine.drafts.model import MAX_IDLE_ROUNDS, ModelDraft
 from specdec_kernels.engine.drafts.proposal import scored_tree_of
 from specdec_kernels.engine.prefill import Prefill
 from specdec_kernels.engine.tuning import SCHEMA, rounds_of
@@ -54,13 +54,13 @@ def make_engine(draft: Draft | None, device: torch.device, **options: Any) -> En
 
 
 def tuning_for(draft: Draft, us: list[float], device: torch.device, **options: Any) -> dict[str, Any]:
-    """With such costs of the rungs at any batch size."""
+    """With such costs of the budget_levels at any batch size."""
     model = config_of(tiny_model("target"))
     sizes: dict[str, Any] = {"max_len": MAX_LEN, "num_slots": 3, "page_size": 4, "dtype": torch.float32}
     config = EngineConfig.resolve(model, draft, Machine.of(device), adaptive=True, **(sizes | options))
     rows = [list(each) for each in config.rows]
     each = [(us + us[-1:] * len(of_size))[: len(of_size)] for of_size in rows]
-    catch_up = [us[0]] * len(rows) if config.rest_rows else []
+    catch_up = [us[0]] * len(rows) if config.max_idle_rounds else []
     costs = {"of": rounds_of(model, draft, config), "batches": list(config.batch_sizes), "rows": rows, "us": each}
     return {"schema": SCHEMA, "costs": {**costs, "catch_up": catch_up}}
 
@@ -98,7 +98,7 @@ def test_what_is_drafted_after_a_rest(name: str, device: torch.device, tmp_path:
 
     def both(slots: list[int], nodes: int) -> None:
         nonlocal behind
-        if nodes > 1 or behind == REST_ROWS:
+        if nodes > 1 or behind == MAX_IDLE_ROUNDS:
             resting.draft.catch_up(torch.tensor(slots, dtype=torch.int32, device=device))
             live = [slot for slot in slots if slot >= 0 and not int(resting.state.finish_reasons[slot])]
             expect_same_state(rests, follows, live)
@@ -131,7 +131,7 @@ def test_what_is_drafted_after_a_rest(name: str, device: torch.device, tmp_path:
         engine.state.pool.num_free[0] = free
     both([0, 2], most)
     join(1, 6)
-    for _ in range(REST_ROWS + 3):  # the ring is full once
+    for _ in range(MAX_IDLE_ROUNDS + 3):  # the ring is full once
         both([0, 1, 2], 1)
     both([2, 0, 1], most)
     both([2, 0, 1], most)
@@ -166,7 +166,7 @@ def test_rows_that_the_ring_has_lost(device: torch.device) -> None:
         begin(engine, slot, prompts()[slot])
     draft.catch_up(torch.tensor([0, 1], dtype=torch.int32, device=device))
     other = draft.kept_tokens[1].clone()
-    tokens = [run_round(engine, [0], 1)[0][0] for _ in range(REST_ROWS + 5)]
+    tokens = [run_round(engine, [0], 1)[0][0] for _ in range(MAX_IDLE_ROUNDS + 5)]
     kept = torch.tensor(tokens[5:], dtype=torch.int32, device=device)
     assert torch.equal(draft.kept_tokens[0].roll(-5), kept) and torch.equal(draft.kept_tokens[1], other)
     pools, hidden = draft.module.pools.layers[0].k, draft.last_hidden.clone()
@@ -175,7 +175,7 @@ def test_rows_that_the_ring_has_lost(device: torch.device) -> None:
     draft.catch_up(torch.tensor([0, 1], dtype=torch.int32, device=device))
     length, after = int(engine.state.seq_lens[0]), pools[pages].flatten(0, 1)
     changed = (before != after).flatten(1).any(1).nonzero().flatten().tolist()
-    assert changed == [*range(length - REST_ROWS, length)]
+    assert changed == [*range(length - MAX_IDLE_ROUNDS, length)]
     assert not torch.equal(draft.last_hidden[0], hidden[0]) and torch.equal(draft.last_hidden[1], hidden[1])
 
 
@@ -191,7 +191,7 @@ def test_whoever_rests_for_good_teaches_nothing(name: str, device: torch.device,
             begin(engine, slot, prompts()[slot])
         engine.state.max_nodes[0] = 1
         if 0 in slots:
-            for _ in range(REST_ROWS + 4):
+            for _ in range(MAX_IDLE_ROUNDS + 4):
                 run_round(engine, [0], 1)
         for _ in range(6):
             draft.catch_up(torch.tensor(slots, dtype=torch.int32, device=device))
@@ -301,7 +301,7 @@ def test_requests_that_join_and_leave(name: str, device: torch.device, tmp_path:
         batch = len(slots)
         rows = rng.choice([batch, batch, batch, 3 * batch // 2, 2 * batch, batch * most])
         nodes, live = 1 if rows == batch else 2, [slot for slot in slots.tolist() if slot >= 0]
-        if max(behind.get(slot, 0) for slot in live) >= (REST_ROWS if nodes == 1 else 1):
+        if max(behind.get(slot, 0) for slot in live) >= (MAX_IDLE_ROUNDS if nodes == 1 else 1):
             draft.catch_up(slots)
             behind.update(dict.fromkeys(live, 0))
             kinds["catch up"] += 1
@@ -342,10 +342,10 @@ def test_an_engine_that_rests(name: str, device: torch.device, tmp_path: Path) -
         assert output.stats.rounds == NEW_TOKENS - 1 and output.stats.drafted == 0
     assert engine.stats().rounds_by_nodes[1] == engine.stats().rounds
     kept = int(model_draft(engine).num_kept.max())
-    assert 0 < kept <= REST_ROWS
+    assert 0 < kept <= MAX_IDLE_ROUNDS
     if engine.graphs is None:
         catch_ups = [batch for batch, rows in launched if batch and not rows]
-        assert len(prompts()) * NEW_TOKENS / 3 / REST_ROWS / 3 < len(catch_ups) < len(launched) / 4
+        assert len(prompts()) * NEW_TOKENS / 3 / MAX_IDLE_ROUNDS / 3 < len(catch_ups) < len(launched) / 4
 
 
 @pytest.mark.parametrize("adaptive", [True, False])
@@ -374,7 +374,7 @@ def test_requests_that_want_no_drafts_rest_for_good(adaptive: bool, device: torc
 
 def test_a_batch_invariant_engine_has_rounds_of_one_size(device: torch.device) -> None:
     engine = make_engine(Eagle3(HEAD, num_steps=3, topk=2, num_nodes=8), device, batch_invariant=True, cuda_graph=False)
-    assert (engine.config.plain_rounds, engine.config.rest_rows) == (False, 0)
+    assert (engine.config.plain_rounds, engine.config.max_idle_rounds) == (False, 0)
     launched: list[tuple[int, int]] = []
     launch = engine._executor.launch
     engine._executor.launch = lambda *size: launched.append(size[:2]) or launch(*size)
@@ -385,7 +385,7 @@ def test_a_batch_invariant_engine_has_rounds_of_one_size(device: torch.device) -
 @pytest.mark.parametrize("draft", [None, Ngram(num_nodes=8)], ids=["none", "ngram"])
 def test_a_draft_without_a_model_has_nothing_to_rest(draft: Draft | None, device: torch.device) -> None:
     engine = make_engine(draft, device, adaptive=True, cuda_graph=False)
-    assert engine.config.rest_rows == 0
+    assert engine.config.max_idle_rounds == 0
     costs = engine.stats().costs
     assert costs is None if draft is None else costs is not None and costs.catch_up == []
     engine.close()
@@ -449,18 +449,18 @@ def test_captured_rounds_propose_what_they_would_without_rest() -> None:
 
 
 def budget(catch_up: float, drafting: float = 10.0) -> _C.Budget:
-    return _C.Budget(_C.RoundCosts([1], [[1, 2]], [[100.0, 100.0 + drafting]], [catch_up]), 4, rest_rows=16)
+    return _C.Budget(_C.RoundCosts([1], [[1, 2]], [[100.0, 100.0 + drafting]], [catch_up]), 4, max_idle_rounds=16)
 
 
 def test_resting_costs_what_catching_up_takes_in_the_end() -> None:
     """A sixteenth of it a round: drafts that bring 5 % at 10 % more pay where resting costs 5 % more."""
-    for catch_up, rung in ((30.0, 0), (200.0, 1)):
+    for catch_up, level in ((30.0, 0), (200.0, 1)):
         made = budget(catch_up)
         for _ in range(200):
-            made.note_tokens(0, 1, [0.0, 0.0], [0.0, 0.0])  # forgets the guess that all drafts are right
+            made.update_gain(0, 1, [0.0, 0.0], [0.0, 0.0])  # forgets the guess that all drafts are right
         for _ in range(300):
-            made.note_tokens(0, 1, [0.0, 0.05], [0.0, 0.05])
-        assert made.next(0, 1, 0, 16) == rung
+            made.update_gain(0, 1, [0.0, 0.05], [0.0, 0.05])
+        assert made.next_level(0, 1, 0, 16) == level
 
 
 def test_a_rest_ends_when_it_has_cost_as_much_as_catching_up() -> None:
@@ -470,9 +470,9 @@ def test_a_rest_ends_when_it_has_cost_as_much_as_catching_up() -> None:
     at_rest = 100 + 150 / 16
     lost = at_rest * (2 / 110 * at_rest - 1)
     assert lost < 150 * (1 - 1 / 16) and 2 * lost > 150 * (1 - 2 / 16)
-    assert made.next(0, 1, 0, 0) == 1  # nobody is behind: there is nothing to pay
-    assert [made.next(0, 1, 0, behind) for behind in (1, 2)] == [0, 1]
-    assert made.next(0, 1, 0, 16) == 1
+    assert made.next_level(0, 1, 0, 0) == 1  # nobody is behind: there is nothing to pay
+    assert [made.next_level(0, 1, 0, behind) for behind in (1, 2)] == [0, 1]
+    assert made.next_level(0, 1, 0, 16) == 1
 
 
 @pytest.mark.parametrize("catch_up", [1.0, 100.0, 800.0])
@@ -480,14 +480,14 @@ def test_trials_pay_for_catching_up(catch_up: float) -> None:
     """Drafts that are all wrong are tried all the same, and all of it takes 2 % at most."""
     made, behind, tried, us = budget(catch_up, drafting=100.0), 0, 0, 0.0
     for _ in range(200):
-        made.note_tokens(0, 1, [0.0, 0.0], [0.0, 0.0])
+        made.update_gain(0, 1, [0.0, 0.0], [0.0, 0.0])
     for _ in range(20_000):
-        rung = made.next(0, 1, 0, behind)
-        if behind and (rung or behind == 16):
+        level = made.next_level(0, 1, 0, behind)
+        if behind and (level or behind == 16):
             us, behind = us + catch_up, 0
-        us += 100 + 100 * rung
-        made.note_time(0, rung, 1, 0, 100.0 + 100.0 * rung)
-        made.note_tokens(0, 1, [0.0, 0.0][: rung + 1], [0.0, 0.0][: rung + 1])
-        tried, behind = tried + rung, 0 if rung else behind + 1
+        us += 100 + 100 * level
+        made.update_cost(0, level, 1, 0, 100.0 + 100.0 * level)
+        made.update_gain(0, 1, [0.0, 0.0][: level + 1], [0.0, 0.0][: level + 1])
+        tried, behind = tried + level, 0 if level else behind + 1
     assert tried > 100
     assert us < 1.02 * 20_000 * (100 + catch_up / 16)

@@ -37,13 +37,13 @@ class Sizes:
     max_stops: int = 2
     max_logprobs: int = 2
     rounds_in_flight: int = 1
-    draft_rests: bool = False
+    draft_can_idle: bool = False
     prefix_cache: bool = False
     batch_sizes: tuple[int, ...] = (1, 2, 3)
     window: int = 0
     rows: tuple[tuple[int, ...], ...] = ()  # of each batch size; none: 4 for each request
     plain_rounds: bool = False
-    rest_rows: int = 0
+    max_idle_rounds: int = 0
 
     def __post_init__(self) -> None:
         if not self.rows:
@@ -63,7 +63,7 @@ class Sizes:
         return -(-(self.max_len + self.reserve) // self.page_size)
 
     @property
-    def num_rungs(self) -> int:
+    def num_levels(self) -> int:
         most = max(map(len, self.rows))
         return most if most > 1 else 0
 
@@ -81,7 +81,7 @@ class Sizes:
         window = rng.choice([0, 0, rng.randint(1, 16)])
         smaller = rng.sample(range(1, num_slots + 1), rng.randint(0, num_slots))
         batch_sizes = tuple(sorted({*smaller, num_slots if rng.random() < 0.7 else rng.randint(1, num_slots)}))
-        rests = rng.random() < 0.5  # in rounds of the lowest rungs, which have a row for each request
+        rests = rng.random() < 0.5  # in rounds of the lowest levels, which have a row for each request
         kinds = [sorted(rng.sample(range(b + rests, 9 * b), rng.randint(1, 3))) for b in batch_sizes]
         sizes = Sizes(
             num_slots=num_slots,
@@ -96,9 +96,9 @@ class Sizes:
             batch_sizes=batch_sizes,
             rows=tuple((b, *each) if rests else tuple(each) for b, each in zip(batch_sizes, kinds, strict=True)),
             plain_rounds=rng.random() < 0.5,
-            rest_rows=rng.randint(1, 4) if rests else 0,
+            max_idle_rounds=rng.randint(1, 4) if rests else 0,
             window=window,
-            draft_rests=rests or rng.random() < 0.3,
+            draft_can_idle=rests or rng.random() < 0.3,
             prefix_cache=not window and rng.random() < 0.6,
         )
         smallest = sizes.pages(max_len)
@@ -244,7 +244,7 @@ DEPTH = 5
 
 def rings(sizes: Sizes, depth: int = DEPTH) -> dict[str, Any]:
     commands = _C.command_words(sizes.max_batch, sizes.num_slots, sizes.max_stops)
-    results = _C.result_words(sizes.max_batch, sizes.accept_width, sizes.num_rungs, sizes.max_logprobs)
+    results = _C.result_words(sizes.max_batch, sizes.accept_width, sizes.num_levels, sizes.max_logprobs)
     return {"commands": np.full((depth, commands), -1, np.int32), "results": np.zeros((depth, results), np.int32)}
 
 
@@ -270,7 +270,7 @@ class Device:
         self.num_applied = self.num_published = 0
         self.scheduler = _C.Scheduler(self, **vars(sizes), **made)
         self.num_catch_ups = 0
-        if sizes.rest_rows:  # rounds take any time, and so any rung may be the best one
+        if sizes.max_idle_rounds:  # rounds take any time, and so any level may be the best one
             costs = [[float(n) for n in each] for each in sizes.rows], [self.rng.uniform(0.1, 50) for _ in sizes.rows]
             self.scheduler.set_costs(_C.RoundCosts(sizes.batch_sizes, sizes.rows, *costs))
         self.pages = Pages(sizes)
@@ -627,15 +627,17 @@ class Device:
         self.check_rows(slots, batch)
         self.check_drafting(slots, batch, num_rows)
         drafting = any(self.sent[self.slots[slot].request_id].max_nodes != 1 for slot in slots)
-        self.rests = self.sizes.draft_rests and num_rows == batch and (self.sizes.rest_rows > 0 or not drafting)
+        self.rests = (
+            self.sizes.draft_can_idle and num_rows == batch and (self.sizes.max_idle_rounds > 0 or not drafting)
+        )
         return slots
 
     def end_round(self, slots: list[int], is_first: bool) -> None:
         result = self.results[self.num_published % DEPTH]
         result[:] = self.rng.choice([-1, 2**31 - 1])
-        if self.sizes.rest_rows:
+        if self.sizes.max_idle_rounds:
             result[2:6].view(np.int64)[:] = [0, self.rng.randint(1, 100_000)]
-            result[6] = 0  # nothing is learnt of rungs
+            result[6] = 0  # nothing is learnt of levels
         for row, slot in enumerate(slots):
             state = self.slots[slot]
             self.take_pages(state, len(state.text) - 1 + self.sizes.reserve)
@@ -685,7 +687,7 @@ class Device:
         sizes, states = self.sizes, [self.slots[slot] for slot in slots]
         drafting = [s for s in states if self.sent[s.request_id].max_nodes != 1]
         if num_rows == CATCH_UP:
-            assert sizes.rest_rows and (self.faults or any(state.behind for state in states))
+            assert sizes.max_idle_rounds and (self.faults or any(state.behind for state in states))
             self.num_catch_ups += 1
             for state in states:
                 state.behind = 0
@@ -693,14 +695,14 @@ class Device:
                     self.pages.write_text(state.number, state.text, state.drafted, state.rows)
                     state.drafted = state.rows
             return
-        rungs = sizes.rows[sizes.batch_sizes.index(batch)]
-        assert num_rows in rungs if drafting or not sizes.plain_rounds else num_rows == batch
+        budget_levels = sizes.rows[sizes.batch_sizes.index(batch)]
+        assert num_rows in budget_levels if drafting or not sizes.plain_rounds else num_rows == batch
         if num_rows > batch:
             assert not any(state.behind for state in states)
-        elif sizes.rest_rows:
+        elif sizes.max_idle_rounds:
             for state in drafting:
                 state.behind += 1
-                assert state.behind <= sizes.rest_rows
+                assert state.behind <= sizes.max_idle_rounds
 
     def check_kv(self, slots: list[int], max_kv_len: int) -> None:
         """Whatever the rounds in flight accepted, which the host does not know, every row and its reserve are there."""
@@ -711,7 +713,7 @@ class Device:
 
     def result(self, row: int) -> np.ndarray:
         """out_len, finish reason, status, num_nodes and tokens of a row of the round that is running."""
-        begin = 8 + 2 * self.sizes.num_rungs + row * self.sizes.row_words
+        begin = 8 + 2 * self.sizes.num_levels + row * self.sizes.row_words
         return self.results[self.num_published % DEPTH, begin : begin + self.sizes.row_words]
 
     def scores(self, row: int) -> np.ndarray:
@@ -731,7 +733,7 @@ class Device:
         state.finished = len(sent.produced) + len(new) == len(want)
         nodes = self.rng.randint(1, 9)
         if not was_finished:
-            drafts = not rests and (not self.sizes.draft_rests or sent.max_nodes != 1)
+            drafts = not rests and (not self.sizes.draft_can_idle or sent.max_nodes != 1)
             self.pages.expect_text(state.number, state.text, state.rows, drafts)
         if count and not was_finished:  # a tree, of which a path is kept; at the end nobody tidies it up
             for behind in range(0 if is_first else self.sizes.reserve):
@@ -1483,9 +1485,9 @@ def test_submit_wants_ints() -> None:
          "Scheduler: rows[0] is [4, 4], expected rising numbers from 1 on, a row for each request"),
         ({"rows": [[1], [2], [2**31]]}, "Scheduler: rows (the most) is 2147483648, expected 1 to 2147483647"),
         ({"rows": [[1], [2], [*range(3, 36)]]}, "Scheduler: rows (how many of a batch size) is 33, expected 0 to 32"),
-        ({"rest_rows": -1}, "Scheduler: rest_rows is -1, expected 0 to 2147483647"),
-        ({"rest_rows": 8},
-         "Scheduler: rest_rows is 8, expected 0 (rounds of 1 requests have 4 rows at least, "
+        ({"max_idle_rounds": -1}, "Scheduler: max_idle_rounds is -1, expected 0 to 2147483647"),
+        ({"max_idle_rounds": 8},
+         "Scheduler: max_idle_rounds is 8, expected 0 (rounds of 1 requests have 4 rows at least, "
          "and a draft rests in those of one each)"),
         ({"num_pages": 7}, "Scheduler: num_pages is 7, expected 8 to 2147483647 (one sequence of max_len tokens must fit)"),
         ({"commands": np.zeros((5, 20), np.int32)}, "Scheduler: commands.shape[1] is 20, expected 53 to 2147483647"),

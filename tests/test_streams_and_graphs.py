@@ -299,7 +299,7 @@ def merge_trees(t: Inputs, **stream: Any) -> Iterable[Tensor]:
 
 
 def allocate_nodes(t: Inputs, **stream: Any) -> Iterable[Tensor]:
-    return sd.allocate_nodes(t["scores"], 2 * B, max_nodes=t["max_nodes"], rungs=t["rungs"], **stream)
+    return sd.allocate_nodes(t["scores"], 2 * B, max_nodes=t["max_nodes"], budget_levels=t["budget_levels"], **stream)
 
 
 def shares_inputs() -> Inputs:
@@ -369,7 +369,7 @@ def publish_results_inputs() -> Inputs:
         **state_inputs(),
         "finish_reasons": ints(0, 2, B),
         "status": ints(0, 4, B),
-        "rung_limits": torch.tensor([3, 9], dtype=torch.int32),
+        "level_limits": torch.tensor([3, 9], dtype=torch.int32),
         "node_scores": -torch.rand(B, 9).cumsum(1),
         "cuts": torch.tensor([-0.5, -1.5]),
     }
@@ -377,7 +377,7 @@ def publish_results_inputs() -> Inputs:
 
 def publish_results(t: Inputs, **stream: Any) -> Iterable[Tensor]:
     accepted, state = struct(sd.Accepted, t), struct(sd.SlotState, t)
-    compared = {name: t[name] for name in ("rung_limits", "node_scores", "cuts")}
+    compared = {name: t[name] for name in ("level_limits", "node_scores", "cuts")}
     rings(t).publish_results(accepted, t["num_nodes"], state, **compared, **stream)
     return [t["results"][:, :2], t["results"][:, 6:], t["num_published"]]  # without the times
 
@@ -427,7 +427,11 @@ CASES = {
     ),
     "merge_trees": Case(merge_trees_inputs, merge_trees),
     "allocate_nodes": Case(
-        lambda: {"scores": -torch.rand(B, N).cumsum(1), "max_nodes": ints(1, N + 1, B), "rungs": ints(B, B * N, 3)},
+        lambda: {
+            "scores": -torch.rand(B, N).cumsum(1),
+            "max_nodes": ints(1, N + 1, B),
+            "budget_levels": ints(B, B * N, 3),
+        },
         allocate_nodes,
     ),
     "pack_trees": Case(shares_inputs, pack_trees),

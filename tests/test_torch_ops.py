@@ -243,7 +243,9 @@ def calls(op: str, device: torch.device) -> list[tuple[tuple[Any, ...], dict[str
         "build_tree_from_parents": [((ints(2, 4), parents, lens), {}), ((ints(2, 4), parents, lens), both)],
         "build_tree_from_mask": [((ints(2, 4), mask, lens), {}), ((ints(2, 4), mask, lens), both)],
         "merge_trees": [((tree, floats(2, 4), tree, floats(2, 4), 5), {})],
-        "allocate_nodes": [((-floats(2, 4).abs().cumsum(1), 5), options) for options in ({}, {"rungs": ints(3)})],
+        "allocate_nodes": [
+            ((-floats(2, 4).abs().cumsum(1), 5), options) for options in ({}, {"budget_levels": ints(3)})
+        ],
         "pack_trees": [((tree, floats(2, 4), sd.allocate_nodes(-floats(2, 4).abs().cumsum(1), 5), 6), {})],
         "add_rms_norm": [
             ((floats(3, 64), floats(64), 1e-5), {}),

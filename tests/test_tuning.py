@@ -264,7 +264,7 @@ def measured() -> Iterator[dict[str, Any]]:
         tuning = engine.tuning
     assert tuning["costs"]["batches"] == [1, 2, 3, 4] and tuning["costs"]["rows"][1] == [2, 3, 4, 6, 8, 10]
     tuning["costs"]["us"] = [
-        [1e9 * batch + rung for rung in range(len(rows))] for batch, rows in enumerate(tuning["costs"]["rows"], 1)
+        [1e9 * batch + level for level in range(len(rows))] for batch, rows in enumerate(tuning["costs"]["rows"], 1)
     ]
     yield json.loads(json.dumps(tuning))
 

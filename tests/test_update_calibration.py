@@ -57,7 +57,7 @@ def run(
         tree = sd.build_tree(candidates, roots.to(INT), lens, NODES)
         scores = torch.cat([candidates.scores.new_zeros(batch, 1), candidates.scores.topk(NODES - 1).values], 1)
         budget = torch.tensor([batch * NODES], dtype=INT, device=device)
-        promised += float(sd.allocate_nodes(scores, batch, rungs=budget).expected)
+        promised += float(sd.allocate_nodes(scores, batch, budget_levels=budget).expected)
         accepted = sd.verify_tree(target[tree.tokens.long()], tree, STEPS + 1, **sampling)
         emitted += int(accepted.num_valid.sum())
         if learn:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import specdec_kernels as sd
-from specdec_kernels.engine.config import rungs_of
+from specdec_kernels.engine.config import budget_levels
 from specdec_kernels.engine.rings import Rings
 from specdec_kernels.reference import round as reference
 
@@ -28,9 +28,9 @@ def on_cpu(state: sd.SlotState) -> sd.SlotState:
     return sd.SlotState(*(tensor.cpu().clone() for tensor in state))
 
 
-def rings_of(state: sd.SlotState, num_rungs: int = 0) -> Rings:
+def rings_of(state: sd.SlotState, num_levels: int = 0) -> Rings:
     return Rings.create(
-        state, max_batch=len(state.seq_lens), accept_width=WIDTH, num_rungs=num_rungs, top_n=-1, depth=1
+        state, max_batch=len(state.seq_lens), accept_width=WIDTH, num_levels=num_levels, top_n=-1, depth=1
     )
 
 
@@ -61,20 +61,20 @@ def publish_results(device: torch.device, p: Params) -> Work:
     accepted = sd.Accepted(ints(0, 32000, batch, WIDTH), ints(1, WIDTH + 1, batch), ints(0, 32, batch, WIDTH))
     num_nodes, state = ints(1, 33, batch), random_state(batch, device)
     slots = torch.randperm(batch, device=device).int()
-    rungs = torch.tensor(rungs_of(batch, NODES), dtype=torch.int32, device=device)
-    rung_limits = 2 * rungs // batch
+    levels = torch.tensor(budget_levels(batch, NODES), dtype=torch.int32, device=device)
+    level_limits = 2 * levels // batch
     node_scores = -torch.rand(batch, NODES, device=device).cumsum(1)
-    shares = sd.allocate_nodes(node_scores, batch * 8, rungs=rungs, rung_limits=rung_limits)
-    compared = {"rung_limits": rung_limits, "node_scores": node_scores, "cuts": shares.cuts}
-    rings = rings_of(state, len(rungs))
+    shares = sd.allocate_nodes(node_scores, batch * 8, budget_levels=levels, level_limits=level_limits)
+    compared = {"level_limits": level_limits, "node_scores": node_scores, "cuts": shares.cuts}
+    rings = rings_of(state, len(levels))
 
     def check() -> None:
         want = rings.results.clone()
         there = sd.Accepted(*(tensor.cpu() for tensor in accepted))
-        of_rungs = {name: tensor.cpu() for name, tensor in compared.items()}
+        of_levels = {name: tensor.cpu() for name, tensor in compared.items()}
         count = torch.zeros(1, dtype=torch.int64)
-        reference.publish_results(want, count, there, num_nodes.cpu(), on_cpu(state), slots.cpu(), **of_rungs)
-        expect_equal("results", rings.results[:, 8 + len(rungs) :], want[:, 8 + len(rungs) :])
+        reference.publish_results(want, count, there, num_nodes.cpu(), on_cpu(state), slots.cpu(), **of_levels)
+        expect_equal("results", rings.results[:, 8 + len(levels) :], want[:, 8 + len(levels) :])
 
     return Work(
         lambda: rings.publish_results(accepted, num_nodes, state, slots=slots, **compared),

@@ -117,23 +117,23 @@ def merge_trees(device: torch.device, p: Params) -> Work:
 def allocate_nodes(device: torch.device, p: Params) -> Work:
     batch, nodes = p["batch"], p["nodes"]
     scores = -torch.rand(batch, nodes, device=device).cumsum(1)
-    rungs = torch.tensor([batch * n // 2 for n in range(2, 18)], dtype=torch.int32, device=device)
+    budget_levels = torch.tensor([batch * n // 2 for n in range(2, 18)], dtype=torch.int32, device=device)
     budget = batch * max(nodes // 4, 1)
     out = sd.NodeAllocation(
         poisoned(batch, dtype=torch.int32, device=device),
         poisoned(batch + 1, dtype=torch.int32, device=device),
-        poisoned(len(rungs), dtype=torch.float32, device=device),
-        poisoned(len(rungs), dtype=torch.float32, device=device),
+        poisoned(len(budget_levels), dtype=torch.float32, device=device),
+        poisoned(len(budget_levels), dtype=torch.float32, device=device),
     )
 
     def check() -> None:
-        want = reference.allocate_nodes(scores.cpu(), budget, rungs=rungs.cpu())
+        want = reference.allocate_nodes(scores.cpu(), budget, budget_levels=budget_levels.cpu())
         expect_equal("num_nodes", out.num_nodes, want.num_nodes)
         expect_equal("cu_seqlens", out.cu_seqlens, want.cu_seqlens)
         expect_equal("cuts", out.cuts, want.cuts)
 
     return Work(
-        call=lambda: sd.allocate_nodes(scores, budget, rungs=rungs, out=out),
+        call=lambda: sd.allocate_nodes(scores, budget, budget_levels=budget_levels, out=out),
         check=check,
         bytes_moved=bytes_of(scores, *out),
     )

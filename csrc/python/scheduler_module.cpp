@@ -268,9 +268,9 @@ std::vector<int64_t> submit_many(PyScheduler& scheduler, const py::sequence& req
 std::unique_ptr<PyScheduler> make_scheduler(
     py::object executor, int64_t num_slots, int64_t num_pages, int64_t page_size, int64_t window, int64_t max_len,
     int64_t reserve, int64_t accept_width, int64_t max_stops, int64_t max_logprobs, int64_t prefill_chunk,
-    int64_t prefill_requests, int64_t rounds_in_flight, bool draft_rests, bool prefix_cache,
+    int64_t prefill_requests, int64_t rounds_in_flight, bool draft_can_idle, bool prefix_cache,
     std::vector<int64_t> batch_sizes, std::vector<std::vector<int64_t>> rows, std::vector<std::vector<int64_t>> drafted,
-    bool plain_rounds, int64_t rest_rows, const py::object& commands, const py::object& results,
+    bool plain_rounds, int64_t max_idle_rounds, const py::object& commands, const py::object& results,
     std::optional<intptr_t> stream, const std::map<RoundGraphs::Size, std::vector<intptr_t>>& graphs, bool trace) {
   const scheduler::Config config{.num_slots = num_slots,
                                  .num_pages = num_pages,
@@ -284,13 +284,13 @@ std::unique_ptr<PyScheduler> make_scheduler(
                                  .prefill_chunk = prefill_chunk,
                                  .prefill_requests = prefill_requests,
                                  .rounds_in_flight = rounds_in_flight,
-                                 .draft_rests = draft_rests,
+                                 .draft_can_idle = draft_can_idle,
                                  .prefix_cache = prefix_cache,
                                  .batch_sizes = std::move(batch_sizes),
                                  .rows = std::move(rows),
                                  .drafted = std::move(drafted),
                                  .plain_rounds = plain_rounds,
-                                 .rest_rows = rest_rows};
+                                 .max_idle_rounds = max_idle_rounds};
   scheduler::check_config(config);
   Check check("Scheduler");
   const auto ring = [&](const char* name, const py::object& object, int64_t min_depth, int64_t min_width) {
@@ -305,7 +305,7 @@ std::unique_ptr<PyScheduler> make_scheduler(
   };
   const round::CommandLayout command_layout{config.max_batch(), num_slots, max_stops};
   const auto command_ring = ring("commands", commands, 2, command_layout.words());
-  const round::ResultLayout result_layout{accept_width, config.num_rungs(), max_logprobs};
+  const round::ResultLayout result_layout{accept_width, config.num_levels(), max_logprobs};
   const auto result_ring = ring("results", results, rounds_in_flight + 1, result_layout.words(config.max_batch()));
 
   check.that(stream || graphs.empty(), "stream", "is None", "the stream that graphs are launched on");
@@ -331,25 +331,43 @@ void add_scheduler(py::module_& m) {
       .def_readonly("us", &RoundCosts::us)
       .def_readonly("catch_up", &RoundCosts::catch_up);
   using scheduler::Budget;
+  using scheduler::BudgetConstants;
+  py::class_<BudgetConstants>(m, "BudgetConstants", "the tuned numbers of a budget")
+      .def(py::init())
+      .def_readwrite("gain_window", &BudgetConstants::gain_window)
+      .def_readwrite("correction_window", &BudgetConstants::correction_window)
+      .def_readwrite("min_window_rounds", &BudgetConstants::min_window_rounds)
+      .def_readwrite("optimism", &BudgetConstants::optimism)
+      .def_readwrite("correction_prior", &BudgetConstants::correction_prior)
+      .def_readwrite("max_correction", &BudgetConstants::max_correction)
+      .def_readwrite("explore_time_share", &BudgetConstants::explore_time_share)
+      .def_readwrite("explore_loss_share", &BudgetConstants::explore_loss_share)
+      .def_readwrite("explore_rounds", &BudgetConstants::explore_rounds)
+      .def_readwrite("explore_max_cost", &BudgetConstants::explore_max_cost)
+      .def_readwrite("retime_time_share", &BudgetConstants::retime_time_share)
+      .def_readwrite("retime_loss_share", &BudgetConstants::retime_loss_share)
+      .def_readwrite("switch_margin", &BudgetConstants::switch_margin);
   py::class_<Budget>(m, "Budget", "chooses how many rows rounds get")
-      .def(py::init([](const RoundCosts& costs, int64_t accept_width, int64_t rest_rows) {
-             auto budget = std::make_unique<Budget>(costs.batches, costs.rows, accept_width, rest_rows);
+      .def(py::init([](const RoundCosts& costs, int64_t accept_width, int64_t max_idle_rounds,
+                       const BudgetConstants& constants) {
+             auto budget =
+                 std::make_unique<Budget>(costs.batches, costs.rows, accept_width, max_idle_rounds, constants);
              budget->set_costs(costs);
              return budget;
            }),
-           "costs"_a, "accept_width"_a, "rest_rows"_a = 0)
-      .def("next", &Budget::next, "size"_a, "requests"_a, "kv_rows"_a, "behind"_a = 0.0)
-      .def("note_time", &Budget::note_time, "size"_a, "rung"_a, "requests"_a, "kv_rows"_a, "us"_a)
+           "costs"_a, "accept_width"_a, "max_idle_rounds"_a = 0, "constants"_a = BudgetConstants())
+      .def("next_level", &Budget::next_level, "size_index"_a, "num_requests"_a, "kv_rows"_a, "draft_lag"_a = 0.0)
+      .def("update_cost", &Budget::update_cost, "size_index"_a, "level"_a, "num_requests"_a, "kv_rows"_a, "us"_a)
       .def(
-          "note_tokens",
-          [](Budget& budget, size_t size, double requests, const std::vector<double>& expected,
-             const std::vector<double>& realised) {
-            const auto count = static_cast<int64_t>(expected.size());
-            Check("note_tokens").range("realised (how many)", static_cast<int64_t>(realised.size()), 1, count);
-            budget.note_tokens(size, requests, expected, realised);
+          "update_gain",
+          [](Budget& budget, size_t size_index, double num_requests, const std::vector<double>& predicted,
+             const std::vector<double>& observed) {
+            const auto count = static_cast<int64_t>(predicted.size());
+            Check("update_gain").range("observed (how many)", static_cast<int64_t>(observed.size()), 1, count);
+            budget.update_gain(size_index, num_requests, predicted, observed);
           },
-          "size"_a, "requests"_a, "expected"_a, "realised"_a)
-      .def("tokens", &Budget::tokens, "size"_a, "rung"_a, "requests"_a);
+          "size_index"_a, "num_requests"_a, "predicted"_a, "observed"_a)
+      .def("expected_tokens", &Budget::expected_tokens, "size_index"_a, "level"_a, "num_requests"_a);
   using Cache = scheduler::PrefixCache;
   const auto locked = [](Cache& cache, Cache::Node* node) {
     cache.lock(node);
@@ -382,10 +400,10 @@ void add_scheduler(py::module_& m) {
       "max_batch"_a, "num_slots"_a, "max_stops"_a, "int32 words of a record of commands");
   m.def(
       "result_words",
-      [](int64_t max_batch, int64_t accept_width, int64_t num_rungs, int64_t max_logprobs) {
-        return round::ResultLayout{accept_width, num_rungs, max_logprobs}.words(max_batch);
+      [](int64_t max_batch, int64_t accept_width, int64_t num_levels, int64_t max_logprobs) {
+        return round::ResultLayout{accept_width, num_levels, max_logprobs}.words(max_batch);
       },
-      "max_batch"_a, "accept_width"_a, "num_rungs"_a, "max_logprobs"_a,
+      "max_batch"_a, "accept_width"_a, "num_levels"_a, "max_logprobs"_a,
       "int32 words of a record of results; max_logprobs -1: without scores");
   m.attr("CATCH_UP") = scheduler::kCatchUp;
   m.attr("FIRST_ROUND") = scheduler::kFirstRound;
@@ -393,9 +411,9 @@ void add_scheduler(py::module_& m) {
   py::class_<PyScheduler>(m, "Scheduler", py::custom_type_setup(collect_executor))
       .def(py::init(&make_scheduler), "executor"_a, py::kw_only(), "num_slots"_a, "num_pages"_a, "page_size"_a,
            "window"_a = 0, "max_len"_a, "reserve"_a, "accept_width"_a, "max_stops"_a, "max_logprobs"_a = -1,
-           "prefill_chunk"_a, "prefill_requests"_a, "rounds_in_flight"_a, "draft_rests"_a = false,
+           "prefill_chunk"_a, "prefill_requests"_a, "rounds_in_flight"_a, "draft_can_idle"_a = false,
            "prefix_cache"_a = false, "batch_sizes"_a, "rows"_a, "drafted"_a = std::vector<std::vector<int64_t>>(),
-           "plain_rounds"_a = false, "rest_rows"_a = 0, "commands"_a, "results"_a, "stream"_a = py::none(),
+           "plain_rounds"_a = false, "max_idle_rounds"_a = 0, "commands"_a, "results"_a, "stream"_a = py::none(),
            "graphs"_a = py::dict(), "trace"_a = false)
       .def(
           "submit",

@@ -1,6 +1,6 @@
-// One block. A trip to host memory takes about a microsecond, and what several warps ask for at a time is fetched for
-// one after the other. So every word is read once, by warps that each have lines of their own, and all at once: one
-// trip, and one more where slots are activated, a warp each.
+// Uses one block. A trip to host memory takes about a microsecond, and concurrent requests of several warps for a line
+// are served one after the other. So each word is read once, by warps that own whole lines, and all at once: one trip,
+// and one more if slots are activated (one warp per slot).
 #include "core/cuda.cuh"
 #include "round/apply_commands.h"
 #include "round/clock.h"
@@ -9,7 +9,7 @@ namespace specdec::round {
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / kWarp;
-constexpr int kWords = 4;  // of a thread on their way at a time
+constexpr int kWords = 4;  // loads in flight per thread
 static_assert(CommandLayout::kStops <= kWarp);
 
 __global__ void __launch_bounds__(kThreads) apply_commands_kernel(ApplyCommandsParams p) {
@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kThreads) apply_commands_kernel(ApplyCommandsP
       }
     }
   }
-  __syncthreads();  // a slot to activate may have been given back by this very record
+  __syncthreads();  // this record may also give back a slot that it activates
 
   __shared__ int32_t words[kWarps][Layout::kStops];
   const int64_t warp = thread / kWarp, lane = thread % kWarp, size = layout.activation(1) - layout.activation(0);
@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(kThreads) apply_commands_kernel(ApplyCommandsP
     if (lane == 0 && slot >= 0) activate_slot(p, slot, words[warp]);
     __syncwarp();  // the words may be overwritten
   }
-  __syncthreads();  // the record has been read: the host may have it back
+  __syncthreads();  // the record has been read: the host may overwrite it
   if (thread == 0) {
     *p.num_applied = number + 1;
     record[Layout::kApplied] = done_mark(number);

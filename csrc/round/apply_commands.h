@@ -1,4 +1,4 @@
-// apply_commands: the host's next record of commands becomes slot state.
+// Applies the host's next command record to the slot state.
 #pragma once
 
 #include <bit>
@@ -12,7 +12,7 @@ namespace specdec::round {
 struct ApplyCommandsParams {
   int32_t* commands;     // [depth, layout.words()]
   int64_t* num_applied;  // [1]: records applied so far
-  int64_t* started_at;   // [1]: when the last one was
+  int64_t* started_at;   // [1]: when the last one was applied
   // Slot state.
   int32_t* seq_lens;        // [num_slots]
   int32_t* root_tokens;     // [num_slots]
@@ -28,8 +28,8 @@ struct ApplyCommandsParams {
   int32_t* max_nodes;       // [num_slots]
   int32_t* finish_reasons;  // [num_slots]
   int32_t* status;          // [num_slots]
-  // Whom the round is for.
-  int32_t* slots;       // [max_batch]
+  // Outputs.
+  int32_t* slots;       // [max_batch]: of the round
   int32_t* given_back;  // [num_slots]
   int64_t depth;
   CommandLayout layout;
@@ -46,15 +46,15 @@ void apply_commands(CallStream stream, const TensorView& commands, const TensorV
 void apply_commands_cpu(const ApplyCommandsParams& p);
 void apply_commands_cuda(const ApplyCommandsParams& p, Stream stream);
 
-// The state of a slot that nobody holds.
+// Resets the state of a slot to that of a free one.
 SD_HD void reset_slot(const ApplyCommandsParams& p, int64_t slot) {
   p.seq_lens[slot] = 0;
   p.finish_reasons[slot] = 0;
   p.status[slot] = 0;
 }
 
-// What activation sets besides the stop tokens. The status stays: prefill may have set it. A slot that is stalled got
-// no pages when it began, so what prefill wrote is lost.
+// Sets the state of an activated slot, except for the stop tokens. The status stays: prefill may have set it. A stalled
+// slot got no pages when it began, so its prefilled rows are lost.
 SD_HD void activate_slot(const ApplyCommandsParams& p, int64_t slot, const int32_t* words) {
   using Layout = CommandLayout;
   p.seq_lens[slot] = words[Layout::kSeqLen];

@@ -1,4 +1,4 @@
-// The clock of whichever device runs a round.
+// Reads the clock of the device that runs a round.
 #pragma once
 
 #include <cstdint>

@@ -7,31 +7,11 @@
 namespace specdec::scheduler {
 namespace {
 
-// What scores promise is a mean over so many latest requests' rounds, or over so many rounds where the batch is large:
-// enough to tell apart what matters (a standard error of about 6 % at usual accept lengths), few enough to follow a
-// text that changes. How true they are needs more, since a round shows no more of that than how many drafts were
-// accepted.
-constexpr double kMemory = 32, kMemoryOfTruth = 256, kRounds = 2;
-// Drafts are taken to be as good as they can be as if that had been seen a few times: what rows do not bring is seen as
-// soon as they are tried, and what they would bring is not seen from below.
-constexpr double kHope = 4;
-// A cell of which little is known is as true as the one before, as if it had been seen for so many tokens: scores are
-// calibrated, so what one cell shows is mostly chance. Those that promise too little are corrected up to kMostTruth.
-constexpr double kGuess = 4, kMostTruth = 2;
-// Shares of the time that trials of a dearer rung take and, were they to bring nothing, lose; and looks at the cost of
-// a lower one, whose worth is known. A trial has so many rounds (the first may show nothing of its rung), and a round
-// of it costs so much more than the best at most where several are above it.
-constexpr double kTrialShare = 1.0 / 64, kLostShare = 1.0 / 128, kLookShare = 1.0 / 128, kLostByLooks = 1.0 / 512;
-constexpr int kTrialRounds = 2;
-constexpr double kTrialCost = 2;
-// A higher rung than that of the round before has to be so much better.
-constexpr double kBetter = 1.005;
-
-// The value at x of a curve through (1, 0) and these points, straight on beyond them.
-double interpolated(double x, std::span<const double> xs, std::span<const double> ys) {
+// Returns the value at x of the piecewise linear curve through (1, 0) and these points, extrapolated beyond the last.
+double interpolate(double x, std::span<const double> xs, std::span<const double> ys) {
   double x0 = 1, y0 = 0, slope = 0;
   for (size_t i = 0; i < xs.size(); ++i) {
-    if (xs[i] <= x0) continue;  // a rung of one row a request
+    if (xs[i] <= x0) continue;  // the level of one row per request
     slope = (ys[i] - y0) / (xs[i] - x0);
     if (x <= xs[i]) break;
     x0 = xs[i];
@@ -40,176 +20,188 @@ double interpolated(double x, std::span<const double> xs, std::span<const double
   return y0 + slope * (x - x0);
 }
 
-// Rows that a request may have at most, of any batch size.
-double most_rows(const std::vector<int64_t>& batches, const std::vector<std::vector<int64_t>>& rows) {
+// Returns the most rows per request of any full batch.
+double max_rows_per_request(const std::vector<int64_t>& batch_sizes, const std::vector<std::vector<int64_t>>& levels) {
   double most = 1;
-  for (size_t i = 0; i < batches.size(); ++i)
-    most = std::max(most, static_cast<double>(rows[i].back()) / static_cast<double>(batches[i]));
+  for (size_t i = 0; i < batch_sizes.size(); ++i)
+    most = std::max(most, static_cast<double>(levels[i].back()) / static_cast<double>(batch_sizes[i]));
   return most;
 }
 
 }  // namespace
 
-Worth::Worth(double most_rows, int64_t accept_width) : most_(static_cast<double>(accept_width - 1)) {
-  // Four cells to each doubling: rungs lie further apart.
-  for (double begin = 1, octave = 1; begin < most_rows; octave *= 2)
-    for (int quarter = 1; quarter <= 4 && begin < most_rows; ++quarter) {
+GainModel::GainModel(double max_rows_per_request, int64_t accept_width, const BudgetConstants& constants)
+    : constants_(constants), max_gain_(static_cast<double>(accept_width - 1)) {
+  // Four segments to each doubling: budget levels are further apart.
+  for (double begin = 1, octave = 1; begin < max_rows_per_request; octave *= 2)
+    for (int quarter = 1; quarter <= 4 && begin < max_rows_per_request; ++quarter) {
       begin = octave * (1 + quarter / 4.0);
-      cells_.push_back({.end = begin});
+      segments_.push_back({.end = begin});
     }
 }
 
-void Worth::note(double requests, std::span<const double> rows, std::span<const double> expected,
-                 std::span<const double> realised) {
-  const double share = requests / std::max(kMemoryOfTruth, kRounds * requests);
-  const double known = rows[realised.size() - 1];
+void GainModel::update(double num_requests, std::span<const double> rows, std::span<const double> predicted,
+                       std::span<const double> observed) {
+  const double min_window = constants_.min_window_rounds * num_requests;
+  const double decay = num_requests / std::max(constants_.correction_window, min_window);
+  const double observed_rows = rows[observed.size() - 1];
   double begin = 1;
-  for (Cell& cell : cells_) {
+  for (Segment& segment : segments_) {
     if (begin >= rows.back()) break;
     const auto rise = [&](std::span<const double> gains) {
-      const auto of = rows.first(gains.size());
-      return std::max(interpolated(cell.end, of, gains) - interpolated(begin, of, gains), 0.0);
+      const auto xs = rows.first(gains.size());
+      return std::max(interpolate(segment.end, xs, gains) - interpolate(begin, xs, gains), 0.0);
     };
-    const double promised = rise(expected);
-    cell.latest = std::min(cell.latest + requests, std::max(kMemory, kRounds * requests));
-    cell.promised += (promised - cell.promised) * (requests / cell.latest);
-    cell.seen += requests;
-    if (begin < known) {
-      cell.promises += requests * rise(expected.first(realised.size())) - share * cell.promises;
-      cell.kept += requests * rise(realised) - share * cell.kept;
+    segment.weight = std::min(segment.weight + num_requests, std::max(constants_.gain_window, min_window));
+    segment.predicted_mean += (rise(predicted) - segment.predicted_mean) * (num_requests / segment.weight);
+    segment.num_observations += num_requests;
+    if (begin < observed_rows) {
+      segment.predicted_sum += num_requests * rise(predicted.first(observed.size())) - decay * segment.predicted_sum;
+      segment.observed_sum += num_requests * rise(observed) - decay * segment.observed_sum;
     }
-    begin = cell.end;
+    begin = segment.end;
   }
 }
 
-double Worth::at(double rows) const {
-  double gain = 0, begin = 1, truth = 1, slope = 1;
-  for (const Cell& cell : cells_) {
+double GainModel::gain_at(double rows) const {
+  const double optimism = constants_.optimism, prior = constants_.correction_prior;
+  double gain = 0, begin = 1, correction = 1, slope = 1;
+  for (const Segment& segment : segments_) {
     if (begin >= rows) break;
-    const double width = cell.end - begin;
-    truth = std::min((cell.kept + kGuess * truth) / (cell.promises + kGuess), kMostTruth);
-    const double known = truth * cell.promised, hope = std::min(slope * width, most_ - gain);
-    const double rise = std::lerp(known, std::max(hope, known), kHope / (kHope + cell.seen));
+    const double width = segment.end - begin;
+    correction = std::min((segment.observed_sum + prior * correction) / (segment.predicted_sum + prior),
+                          constants_.max_correction);
+    const double known = correction * segment.predicted_mean, optimistic = std::min(slope * width, max_gain_ - gain);
+    const double rise = std::lerp(known, std::max(optimistic, known), optimism / (optimism + segment.num_observations));
     gain += rise * std::min((rows - begin) / width, 1.0);
     slope = rise / width;
-    begin = cell.end;
+    begin = segment.end;
   }
   return gain;
 }
 
-Budget::Budget(const std::vector<int64_t>& batches, std::vector<std::vector<int64_t>> rows, int64_t accept_width,
-               int64_t rest_rows)
-    : batches_(batches),
-      rows_(std::move(rows)),
-      rest_rows_(static_cast<double>(rest_rows)),
-      worth_(most_rows(batches, rows_), accept_width),
-      last_(rows_.size()) {}
+Budget::Budget(const std::vector<int64_t>& batch_sizes, std::vector<std::vector<int64_t>> levels, int64_t accept_width,
+               int64_t max_idle_rounds, const BudgetConstants& constants)
+    : constants_(constants),
+      batch_sizes_(batch_sizes),
+      levels_(std::move(levels)),
+      max_idle_rounds_(static_cast<double>(max_idle_rounds)),
+      gain_(max_rows_per_request(batch_sizes, levels_), accept_width, constants),
+      last_level_(levels_.size()) {}
 
 void Budget::set_costs(RoundCosts costs) { model_.emplace(std::move(costs)); }
 
-// Rows that each request has of a round. A row for each of the batch has no room for drafts, whoever is absent.
-double Budget::rows_each(size_t size, size_t rung, double requests) const {
-  const int64_t rows = rows_[size][rung];
-  return rows == batches_[size] ? 1 : static_cast<double>(rows) / requests;
+// Returns the rows that each request has. A level of one row per place of the batch has no room for drafts, even if
+// fewer requests than places take part.
+double Budget::rows_per_request(size_t size_index, size_t level, double num_requests) const {
+  const int64_t rows = levels_[size_index][level];
+  return rows == batch_sizes_[size_index] ? 1 : static_cast<double>(rows) / num_requests;
 }
 
-double Budget::tokens(size_t size, size_t rung, double requests) const {
-  return 1 + worth_.at(rows_each(size, rung, requests));
+double Budget::expected_tokens(size_t size_index, size_t level, double num_requests) const {
+  return 1 + gain_.gain_at(rows_per_request(size_index, level, num_requests));
 }
 
-// What it costs to catch up now, beyond what it costs to rest on: then a draft that is further behind is sooner due.
-double Budget::catching_up(size_t size, double behind) const {
+// Returns what catching up now costs, beyond what the draft owes anyway: a draft with a larger lag has to catch up
+// soon, so it is charged less.
+double Budget::catch_up_cost(size_t size_index, double draft_lag) const {
   const std::vector<double>& us = model_->measured().catch_up;
-  return us.empty() || behind == 0 ? 0 : us[size] * std::max(1 - behind / rest_rows_, 0.0);
+  return us.empty() || draft_lag == 0 ? 0 : us[size_index] * std::max(1 - draft_lag / max_idle_rounds_, 0.0);
 }
 
-size_t Budget::next(size_t size, double requests, double kv_rows, double behind) {
-  const size_t count = rows_[size].size();
-  if (!model_ || count == 1) return count - 1;
-  std::vector<double> us, gains;
-  for (size_t rung = 0; rung < count; ++rung) {
-    us.push_back(model_->expected(size, rung, requests, kv_rows));
-    gains.push_back(tokens(size, rung, requests));
+size_t Budget::next_level(size_t size_index, double num_requests, double kv_rows, double draft_lag) {
+  const size_t num_levels = levels_[size_index].size();
+  if (!model_ || num_levels == 1) return num_levels - 1;
+  std::vector<double> us, tokens;
+  for (size_t level = 0; level < num_levels; ++level) {
+    us.push_back(model_->expected_us(size_index, level, num_requests, kv_rows));
+    tokens.push_back(expected_tokens(size_index, level, num_requests));
   }
+  // A round without drafting adds its share of the next catch-up.
   if (const std::vector<double>& catch_up = model_->measured().catch_up; !catch_up.empty())
-    us[0] += catch_up[size] / rest_rows_;
-  const double to_catch_up = catching_up(size, behind);
-  const auto rate = [&](size_t rung) { return gains[rung] / us[rung]; };
+    us[0] += catch_up[size_index] / max_idle_rounds_;
+  const double catch_up_us = catch_up_cost(size_index, draft_lag);
+  const auto throughput = [&](size_t level) { return tokens[level] / us[level]; };
   size_t best = 0;
-  for (size_t rung = 1; rung < count; ++rung)
-    if (rate(rung) > rate(best)) best = rung;
-  if (best > last_[size] && rate(best) <= kBetter * rate(last_[size])) best = last_[size];
-  // Who rents until the rent has come to the price, and buys then, pays no more than twice what was best.
-  if (best == 0 || to_catch_up == 0)
-    us_lost_at_rest_ = 0;
-  else if ((us_lost_at_rest_ += us[0] * std::max(rate(best) / rate(0) - 1, 0.0)) < to_catch_up)
+  for (size_t level = 1; level < num_levels; ++level)
+    if (throughput(level) > throughput(best)) best = level;
+  const size_t last = last_level_[size_index];
+  if (best > last && throughput(best) <= constants_.switch_margin * throughput(last)) best = last;
+  // Ski rental: not drafting until the loss equals the cost of catching up costs at most twice the optimum.
+  if (best == 0 || catch_up_us == 0)
+    us_lost_while_idle_ = 0;
+  else if ((us_lost_while_idle_ += us[0] * std::max(throughput(best) / throughput(0) - 1, 0.0)) < catch_up_us)
     best = 0;
-  last_[size] = best;
+  last_level_[size_index] = best;
 
-  us_since_trial_ += us[best];
-  us_since_look_ += us[best];
-  if (rounds_to_try_ > 0 && size_of_trial_ != size) {
-    // The batch has changed amid a trial, whose last round shows nothing unless it follows the one before: it is of
-    // this size, and paid for afterwards.
-    size_of_trial_ = size;
-    trial_ = std::min(trial_, rung_to_try(us, best));
-    if (trial_ > best)
-      us_since_trial_ -= std::max(us[trial_] / kTrialShare, (us[trial_] - 1 / rate(best)) / kLostShare);
+  us_since_explore_ += us[best];
+  us_since_retime_ += us[best];
+  if (explore_rounds_left_ > 0 && explored_size_ != size_index) {
+    // The batch size has changed during an exploration. Its last round shows nothing unless it follows the one before,
+    // so it runs at the new size, and is paid for afterwards.
+    explored_size_ = size_index;
+    explored_level_ = std::min(explored_level_, level_to_explore(us, best));
+    if (explored_level_ > best)
+      us_since_explore_ -= std::max(us[explored_level_] / constants_.explore_time_share,
+                                    (us[explored_level_] - 1 / throughput(best)) / constants_.explore_loss_share);
   }
-  if (rounds_to_try_ == 0) {
-    if (const auto rung = rung_to_look_at(size, best, us, gains)) {
-      const double lost = us[*rung] - gains[*rung] / rate(best) + (*rung == 0 ? catching_up(size, 1) : 0);
-      if (us_since_look_ * kLookShare >= us[*rung] && us_since_look_ * kLostByLooks >= lost) {
-        us_since_look_ = 0;
-        return *rung;
+  if (explore_rounds_left_ == 0) {
+    if (const auto level = level_to_retime(size_index, best, us, tokens)) {
+      const double lost =
+          us[*level] - tokens[*level] / throughput(best) + (*level == 0 ? catch_up_cost(size_index, 1) : 0);
+      if (us_since_retime_ * constants_.retime_time_share >= us[*level] &&
+          us_since_retime_ * constants_.retime_loss_share >= lost) {
+        us_since_retime_ = 0;
+        return *level;
       }
     }
-    if (best + 1 == count) return best;
-    trial_ = rung_to_try(us, best);
-    const double lost = us[trial_] - 1 / rate(best);  // as if it brought a token a request
-    if (us_since_trial_ * kTrialShare < kTrialRounds * us[trial_] + to_catch_up ||
-        us_since_trial_ * kLostShare < kTrialRounds * lost + to_catch_up)
+    if (best + 1 == num_levels) return best;
+    explored_level_ = level_to_explore(us, best);
+    const double lost = us[explored_level_] - 1 / throughput(best);  // as if it gave each request one token
+    if (us_since_explore_ * constants_.explore_time_share <
+            constants_.explore_rounds * us[explored_level_] + catch_up_us ||
+        us_since_explore_ * constants_.explore_loss_share < constants_.explore_rounds * lost + catch_up_us)
       return best;
-    us_since_trial_ = 0;
-    size_of_trial_ = size;
-    rounds_to_try_ = kTrialRounds;
+    us_since_explore_ = 0;
+    explored_size_ = size_index;
+    explore_rounds_left_ = constants_.explore_rounds;
   }
-  --rounds_to_try_;
-  return std::max(best, std::min(trial_, count - 1));
+  --explore_rounds_left_;
+  return std::max(best, std::min(explored_level_, num_levels - 1));
 }
 
-// The highest that is not dear, since it shows those below it too; at least the next one.
-size_t Budget::rung_to_try(std::span<const double> us, size_t best) {
-  size_t rung = us.size() - 1;
-  while (rung > best + 1 && us[rung] > kTrialCost * us[best]) --rung;
-  return rung;
+// Returns the highest level that is not too expensive, since it also shows those below it; at least the next one.
+size_t Budget::level_to_explore(std::span<const double> us, size_t best) const {
+  size_t level = us.size() - 1;
+  while (level > best + 1 && us[level] > constants_.explore_max_cost * us[best]) --level;
+  return level;
 }
 
-// Of the lower rungs that would be the best at what was measured, the one that has not run for longest: what it costs
-// by now is not seen from above.
-std::optional<size_t> Budget::rung_to_look_at(size_t size, size_t best, std::span<const double> us,
-                                              std::span<const double> gains) const {
-  std::optional<size_t> oldest;
-  for (size_t rung = 0; rung < best; ++rung)
-    if (gains[rung] / model_->measured().us[size][rung] > gains[best] / us[best] &&
-        (!oldest || model_->evidence(size, rung) < model_->evidence(size, *oldest)))
-      oldest = rung;
-  return oldest;
+// Among lower levels that would win at their measured cost, returns the one whose cost is most stale: rounds of the
+// best level do not show what it costs now.
+std::optional<size_t> Budget::level_to_retime(size_t size_index, size_t best, std::span<const double> us,
+                                              std::span<const double> tokens) const {
+  std::optional<size_t> stalest;
+  for (size_t level = 0; level < best; ++level)
+    if (tokens[level] / model_->measured().us[size_index][level] > tokens[best] / us[best] &&
+        (!stalest || model_->evidence(size_index, level) < model_->evidence(size_index, *stalest)))
+      stalest = level;
+  return stalest;
 }
 
-void Budget::note_time(size_t size, size_t rung, double requests, double kv_rows, double us) {
-  if (model_) model_->note(size, rung, requests, kv_rows, us);
+void Budget::update_cost(size_t size_index, size_t level, double num_requests, double kv_rows, double us) {
+  if (model_) model_->update(size_index, level, num_requests, kv_rows, us);
 }
 
-void Budget::note_tokens(size_t size, double requests, std::span<const double> expected,
-                         std::span<const double> realised) {
-  std::vector<double> rows, by_scores, in_truth;
-  for (size_t rung = 0; rung < expected.size(); ++rung) {
-    rows.push_back(rows_each(size, rung, requests));
-    by_scores.push_back(expected[rung] / requests);
-    if (rung < realised.size()) in_truth.push_back(realised[rung] / requests);
+void Budget::update_gain(size_t size_index, double num_requests, std::span<const double> predicted,
+                         std::span<const double> observed) {
+  std::vector<double> rows, predicted_each, observed_each;
+  for (size_t level = 0; level < predicted.size(); ++level) {
+    rows.push_back(rows_per_request(size_index, level, num_requests));
+    predicted_each.push_back(predicted[level] / num_requests);
+    if (level < observed.size()) observed_each.push_back(observed[level] / num_requests);
   }
-  worth_.note(requests, rows, by_scores, in_truth);
+  gain_.update(num_requests, rows, predicted_each, observed_each);
 }
 
 }  // namespace specdec::scheduler

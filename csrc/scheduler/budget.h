@@ -1,9 +1,10 @@
-// How many rows a round gets: as many as pay for themselves at its batch.
+// Chooses how many draft tokens to verify each round.
 //
-// A row more costs every request of the batch, and brings what it is accepted for. The rungs of a batch size are totals
-// of rows, from one a request (plain decoding) on. What a rung costs is measured, and corrected as rounds run
-// (round_costs.h). What it brings is learnt from rounds: of each, what every rung would have brought by the draft's own
-// scores, and what it would have brought in truth, as far as the round shows that.
+// Verifying one more token costs time for the whole batch and pays off only if the token is accepted. A *budget level*
+// is a total number of rows (tokens) to verify for a batch size; the lowest level is one row per request, i.e. plain
+// decoding. The cost of a level is measured at startup and updated as rounds run (round_costs.h). The gain of a level
+// is learned from rounds: each round reports, for every level, how many tokens the draft's scores predicted and how
+// many would have been accepted, as far as the round can tell.
 #pragma once
 
 #include <cstddef>
@@ -12,82 +13,94 @@
 #include <span>
 #include <vector>
 
+#include "scheduler/budget_constants.h"
 #include "scheduler/round_costs.h"
 
 namespace specdec::scheduler {
 
-// What a request gains beyond its own token in a round that has so many rows for it: a curve over rows a request, which
-// is the same for all batch sizes, so that a batch that changes keeps what was learnt. It rises by cells. Each has the
-// mean of what the scores promise of it, times how much of that came true. What was hardly seen is as good as it can
-// be: a row brings no more than those before it, and all of them no more than the longest path.
-class Worth {
+// Models the expected number of accepted draft tokens per request as a function of rows per request.
+//
+// All batch sizes share one curve, so nothing learned is lost when the batch grows or shrinks. The curve is piecewise
+// linear. Each segment stores the predicted gain (a moving average) and a correction factor (observed / predicted).
+// Segments with few observations are optimistic: the gain per row never increases with rows, and the total gain never
+// exceeds the longest path.
+class GainModel {
  public:
-  // At most so many rows a request, and so many tokens.
-  Worth(double most_rows, int64_t accept_width);
+  GainModel(double max_rows_per_request, int64_t accept_width, const BudgetConstants& constants = {});
 
-  // A round of so many requests: what one of them gains at these rows a request (rising, from 1 on), by the scores, and
-  // at the first of them in truth. Of rows beyond the last of these nothing is learnt.
-  void note(double requests, std::span<const double> rows, std::span<const double> expected,
-            std::span<const double> realised);
-  double at(double rows) const;
+  // Records one round of `num_requests` requests. `rows` are rows per request, increasing from 1. `predicted[i]` is the
+  // gain per request that the draft's scores predict at rows[i]; `observed[i]` is the gain that was seen, for the first
+  // observed.size() entries, at least one. Learns nothing about row counts above rows.back().
+  void update(double num_requests, std::span<const double> rows, std::span<const double> predicted,
+              std::span<const double> observed);
+
+  // Returns the expected gain per request at this many rows per request.
+  double gain_at(double rows) const;
 
  private:
-  struct Cell {
-    double end;                     // rows a request; it begins where the one before ends, the first at 1
-    double promised = 0;            // a mean over the latest requests' rounds
-    double latest = 0;              // how many of these count in it: it follows a text that changes
-    double seen = 0;                // how many there have been, with which hope fades
-    double promises = 0, kept = 0;  // sums that forget, of rounds that showed both
+  struct Segment {
+    double end;                                  // rows per request; starts where the previous one ends (the first: 1)
+    double predicted_mean = 0;                   // moving average over recent rounds
+    double weight = 0;                           // observations in predicted_mean, at most a window
+    double num_observations = 0;                 // requests times rounds, in all; optimism fades as it grows
+    double predicted_sum = 0, observed_sum = 0;  // exponentially decayed, over rounds that report both
   };
-  const double most_;  // drafts that a round gives a request
-  std::vector<Cell> cells_;
+  const BudgetConstants constants_;
+  const double max_gain_;
+  std::vector<Segment> segments_;
 };
 
 class Budget {
  public:
-  // Of each batch size the rungs, as in RoundCosts; a round gives a request `accept_width` tokens at most. A draft that
-  // rests in rounds of the lowest rung catches up at least once in `rest_rows` of them.
-  Budget(const std::vector<int64_t>& batches, std::vector<std::vector<int64_t>> rows, int64_t accept_width,
-         int64_t rest_rows = 0);
+  // `levels[i]` are the budget levels of batch_sizes[i], in rows, as in RoundCosts. A request accepts at most
+  // `accept_width` tokens per round. If `max_idle_rounds` > 0, a draft that has been skipped for that many rounds must
+  // catch up before it can be skipped again.
+  Budget(const std::vector<int64_t>& batch_sizes, std::vector<std::vector<int64_t>> levels, int64_t accept_width,
+         int64_t max_idle_rounds = 0, const BudgetConstants& constants = {});
 
-  // Until there are costs, every round is of the highest rung.
+  // Sets measured costs. Until then every round uses the highest level.
   void set_costs(RoundCosts costs);
   std::optional<RoundCosts> costs() const { return model_ ? std::optional(model_->measured()) : std::nullopt; }
 
-  // The rung of the next round of this size, for so many requests whose KV has so many rows: that of most tokens a
-  // microsecond. Now and then a higher one is tried, whose worth is not seen from below: that takes no more than 1/64
-  // of the time, and loses no more than 1/128. And one looks at a lower one whose cost may have changed. Where a
-  // request's draft is `behind` by so many rounds, whatever drafts has to catch up first: that is paid for by what
-  // resting has lost by then, of which no more is lost than catching up takes.
-  size_t next(size_t size, double requests, double kv_rows, double behind = 0);
+  // Returns the level for the next round: the one with the highest expected tokens per microsecond. `kv_rows` is the
+  // sum of the requests' lengths.
+  //
+  // Two kinds of exploration keep the estimates honest. A higher level is tried now and then, because its gain cannot
+  // be observed from below (at most 1/64 of the time and a 1/128 loss). A lower level is re-timed now and then, because
+  // its cost may have changed. `draft_lag` is the number of rounds for which the draft has been skipped. Catching up
+  // costs time, so drafting resumes only after the throughput lost by not drafting exceeds that cost (the ski-rental
+  // rule).
+  size_t next_level(size_t size_index, double num_requests, double kv_rows, double draft_lag = 0);
 
-  // A round took so long.
-  void note_time(size_t size, size_t rung, double requests, double kv_rows, double us);
+  // Records the duration of a round in microseconds.
+  void update_cost(size_t size_index, size_t level, double num_requests, double kv_rows, double us);
 
-  // What a round of this size showed of the first rungs, one at least: drafts that each was expected to bring so many
-  // requests by their scores, and would have brought in truth, which may be of fewer rungs.
-  void note_tokens(size_t size, double requests, std::span<const double> expected, std::span<const double> realised);
+  // Records predicted and observed gains, summed over the requests, of the levels that a round reports, from the lowest
+  // on. `observed` may be shorter, but not empty.
+  void update_gain(size_t size_index, double num_requests, std::span<const double> predicted,
+                   std::span<const double> observed);
 
-  // Tokens that a round of this rung is expected to give a request.
-  double tokens(size_t size, size_t rung, double requests) const;
+  // Returns the expected tokens per request for a round at this level, the bonus token included.
+  double expected_tokens(size_t size_index, size_t level, double num_requests) const;
 
  private:
-  double rows_each(size_t size, size_t rung, double requests) const;
-  static size_t rung_to_try(std::span<const double> us, size_t best);
-  std::optional<size_t> rung_to_look_at(size_t size, size_t best, std::span<const double> us,
-                                        std::span<const double> gains) const;
-  double catching_up(size_t size, double behind) const;
+  double rows_per_request(size_t size_index, size_t level, double num_requests) const;
+  size_t level_to_explore(std::span<const double> us, size_t best) const;
+  std::optional<size_t> level_to_retime(size_t size_index, size_t best, std::span<const double> us,
+                                        std::span<const double> tokens) const;
+  double catch_up_cost(size_t size_index, double draft_lag) const;
 
-  const std::vector<int64_t> batches_;
-  const std::vector<std::vector<int64_t>> rows_;
-  const double rest_rows_;
-  Worth worth_;
+  const BudgetConstants constants_;
+  const std::vector<int64_t> batch_sizes_;
+  const std::vector<std::vector<int64_t>> levels_;
+  const double max_idle_rounds_;
+  GainModel gain_;
   std::optional<CostModel> model_;
-  std::vector<size_t> last_;  // of each size, the rung chosen last
-  double us_since_trial_ = 0, us_since_look_ = 0;
-  double us_lost_at_rest_ = 0;  // since a higher rung is the best
-  size_t size_of_trial_ = 0, trial_ = 0;
-  int rounds_to_try_ = 0;
+  std::vector<size_t> last_level_;  // by size index, explorations left out
+  double us_since_explore_ = 0, us_since_retime_ = 0;
+  double us_lost_while_idle_ = 0;  // since a higher level became the best
+  size_t explored_size_ = 0, explored_level_ = 0;
+  int explore_rounds_left_ = 0;
 };
 
 }  // namespace specdec::scheduler

@@ -10,7 +10,7 @@
 
 namespace specdec::scheduler {
 
-int64_t Config::num_rungs() const {
+int64_t Config::num_levels() const {
   size_t most = 0;
   for (const auto& each : rows) most = std::max(most, each.size());
   return most > 1 ? static_cast<int64_t>(most) : 0;
@@ -46,7 +46,7 @@ void check_config(const Config& config) {
   }
   check_rows(check, "batch_sizes", config.batch_sizes, config.rows);
   for (const auto& each : config.rows) check.range("rows (the most)", each.back(), 1, kMost);
-  check.range("rows (how many of a batch size)", config.num_rungs(), 0, round::kMostRungs);
+  check.range("rows (how many of a batch size)", config.num_levels(), 0, round::kMaxLevels);
   if (!config.drafted.empty()) {
     check.that(config.drafted.size() == config.rows.size(), "drafted", {"has ", config.drafted.size(), " lists"},
                {config.rows.size(), " like rows"});
@@ -55,10 +55,10 @@ void check_config(const Config& config) {
                  {"has ", config.drafted[i].size(), " numbers for ", config.batch_sizes[i], " requests"},
                  {config.rows[i].size(), " like rows"});
   }
-  check.range("rest_rows", config.rest_rows, 0, kMost);
+  check.range("max_idle_rounds", config.max_idle_rounds, 0, kMost);
   for (size_t i = 0; i < config.rows.size(); ++i)
-    check.that(config.rest_rows == 0 || config.rows[i].front() == config.batch_sizes[i], "rest_rows",
-               {"is ", config.rest_rows},
+    check.that(config.max_idle_rounds == 0 || config.rows[i].front() == config.batch_sizes[i], "max_idle_rounds",
+               {"is ", config.max_idle_rounds},
                {"0 (rounds of ", config.batch_sizes[i], " requests have ", config.rows[i].front(),
                 " rows at least, and a draft rests in those of one each)"});
   const int64_t smallest = pages_held(config, config.max_len, rows_ahead(config));

@@ -19,7 +19,7 @@ struct Config {
   int64_t prefill_chunk;             // most prompt rows of one prefill call
   int64_t prefill_requests;          // most requests of one prefill or activate call
   int64_t rounds_in_flight;          // most rounds launched and not yet read; 1: no overlap
-  bool draft_rests = false;          // the draft writes no rows of rounds with a node for each request
+  bool draft_can_idle = false;       // the draft writes no rows of rounds with a node for each request
   bool prefix_cache = false;         // pages of requests that end, or run, serve others with the same prefix
   std::vector<int64_t> batch_sizes;  // rising: a round is padded to the next of them
   // Of each batch size, rising from it on: how many rows its rounds may have in all.
@@ -31,10 +31,10 @@ struct Config {
   bool plain_rounds = false;
   // Rounds of a row for each leave the draft at rest, which can keep so many rows of a request, and has to catch up
   // before more of them, or before it drafts. 0: it does not rest, or need not catch up.
-  int64_t rest_rows = 0;
+  int64_t max_idle_rounds = 0;
 
-  // Rungs that rounds tell apart; 0 where there is nothing to choose.
-  int64_t num_rungs() const;
+  // Levels that rounds tell apart; 0 where there is nothing to choose.
+  int64_t num_levels() const;
   int64_t max_batch() const { return batch_sizes.back(); }
   // Of all rounds, the plain ones among them.
   std::vector<std::vector<int64_t>> all_rows() const;

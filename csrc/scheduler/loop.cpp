@@ -311,25 +311,26 @@ bool Scheduler::launch_round() {
   const int64_t batch = config_.batch_sizes[size];
   const std::vector<int64_t>& rows = config_.rows[size];
   const bool chooses = wants_drafts || !config_.plain_rounds;
-  const size_t rung =
-      chooses ? budget_.next(size, static_cast<double>(requests.size()), static_cast<double>(kv_rows), behind) : 0;
-  const int64_t num_rows = chooses ? rows[rung] : batch;
+  const size_t level =
+      chooses ? budget_.next_level(size, static_cast<double>(requests.size()), static_cast<double>(kv_rows), behind)
+              : 0;
+  const int64_t num_rows = chooses ? rows[level] : batch;
   const int64_t most_rows = max_kv_len(config_, requests);
-  const bool rests = config_.rest_rows > 0 && num_rows == batch;
-  if (behind > 0 && (!rests || behind >= config_.rest_rows)) {
+  const bool rests = config_.max_idle_rounds > 0 && num_rows == batch;
+  if (behind > 0 && (!rests || behind >= config_.max_idle_rounds)) {
     call_for(requests, [&] { send({.slots = slots_of(requests)}, batch, kCatchUp, most_rows); });
     for (Request* request : requests) request->behind = 0;
   }
-  size_t shown = rung;
+  size_t shown = level;
   while (shown > 0 && rows[shown] * last_batch_ > last_rows_ * batch) --shown;
   size_t scored = shown;
-  if (shown == rung && !config_.drafted.empty())
-    while (scored + 1 < rows.size() && rows[scored + 1] <= config_.drafted[size][rung] * batch) ++scored;
+  if (shown == level && !config_.drafted.empty())
+    while (scored + 1 < rows.size() && rows[scored + 1] <= config_.drafted[size][level] * batch) ++scored;
   const Round round{.size = size,
-                    .rung = rung,
+                    .level = level,
                     .shown = shown,
                     .scored = scored,
-                    .kind = chooses ? rung + took_[size].size() - rows.size() : 0,
+                    .kind = chooses ? level + took_[size].size() - rows.size() : 0,
                     .kv_rows = kv_rows,
                     .follows = !in_flight_.empty() && !other_work_};
   launch(round, requests, num_rows, most_rows);
@@ -443,9 +444,9 @@ void Scheduler::read_oldest_round() {
   } else {
     took_[round.size][round.kind] = ended_at - started_at;
     recorder_.add_round(started_at, ended_at, std::ssize(round.rows), round.size, round.kind, round.follows);
-    budget_.note_time(round.size, round.rung, static_cast<double>(round.rows.size()),
-                      static_cast<double>(round.kv_rows), 1e-3 * static_cast<double>(ended_at - started_at));
-    note_rungs(round);
+    budget_.update_cost(round.size, round.level, static_cast<double>(round.rows.size()),
+                        static_cast<double>(round.kv_rows), 1e-3 * static_cast<double>(ended_at - started_at));
+    update_budget(round);
   }
   bool progress = requests.size() < round.rows.size();  // the pages of those who have ended come back
   size_t next = 0;
@@ -468,15 +469,15 @@ void Scheduler::read_oldest_round() {
   }
 }
 
-// Hands on what a round shows of its rung and those below, and what its drafts promise of those above. Of rungs with
+// Hands on what a round shows of its level and those below, and what its drafts promise of those above. Of levels with
 // more rows a request than the round before had, nothing: where few nodes ended, a larger tree often begins amid a
 // piece that it would have taken whole, and looks worse than it is.
-void Scheduler::note_rungs(const Round& round) {
-  RungResult shown = results_.rungs(round.number);
-  if (shown.requests <= 0 || shown.expected.empty()) return;
-  shown.expected.resize(round.scored + 1);
-  shown.realised.resize(round.shown + 1);
-  budget_.note_tokens(round.size, static_cast<double>(shown.requests), shown.expected, shown.realised);
+void Scheduler::update_budget(const Round& round) {
+  LevelResult shown = results_.levels(round.number);
+  if (shown.requests <= 0 || shown.predicted.empty()) return;
+  shown.predicted.resize(round.scored + 1);
+  shown.observed.resize(round.shown + 1);
+  budget_.update_gain(round.size, static_cast<double>(shown.requests), shown.predicted, shown.observed);
 }
 
 // The requests of a round that have not ended since, in the order of its rows.

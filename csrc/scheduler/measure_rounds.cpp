@@ -139,7 +139,7 @@ class Scheduler::Trial {
     const int64_t number = scheduler_.num_launched_;
     scheduler_.send({.slots = slots_}, batch_, rows, rows_for(config, longest_));
     if (rows != kCatchUp) longest_ += config.accept_width;
-    has_rested_ = config.rest_rows > 0 && rows == batch_;
+    has_rested_ = config.max_idle_rounds > 0 && rows == batch_;
     return number;
   }
 
@@ -162,7 +162,7 @@ void Scheduler::measure_rounds(const std::vector<int64_t>& batches) {
     throw ValueError("measure_rounds: batches is " + text_of(batches) + ", expected rising ones of " + text_of(sizes) +
                      ", the first and the last among them");
   std::vector<std::vector<double>> us(sizes.size());
-  std::vector<double> catch_up(config_.rest_rows > 0 ? sizes.size() : 0);
+  std::vector<double> catch_up(config_.max_idle_rounds > 0 ? sizes.size() : 0);
   int64_t next_id = kFirstId;
   size_t before = 0;                                  // the size that was timed last
   const auto us_at = [&](size_t size, double each) {  // with so many rows a request, between those that were timed
@@ -179,9 +179,10 @@ void Scheduler::measure_rounds(const std::vector<int64_t>& batches) {
     Trial trial(*this, sizes[i], next_id);
     const auto time = [&](int64_t rows) { return 1e-3 * static_cast<double>(trial.time_round(rows)); };
     for (const int64_t rows : config_.rows[i]) us[i].push_back(time(rows));
-    for (size_t rung = us[i].size() - 1; rung-- > 0;)  // one that takes longer than with more rows was held up, perhaps
-      if (us[i][rung] > us[i][rung + 1]) us[i][rung] = std::min(us[i][rung], time(config_.rows[i][rung]));
-    if (config_.rest_rows > 0) catch_up[i] = 1e-3 * static_cast<double>(trial.time_catch_up());
+    for (size_t level = us[i].size() - 1;
+         level-- > 0;)  // one that takes longer than with more rows was held up, perhaps
+      if (us[i][level] > us[i][level + 1]) us[i][level] = std::min(us[i][level], time(config_.rows[i][level]));
+    if (config_.max_idle_rounds > 0) catch_up[i] = 1e-3 * static_cast<double>(trial.time_catch_up());
     trial.end();
     for (size_t j = before + 1; j < i; ++j) {
       const double share =
@@ -190,7 +191,7 @@ void Scheduler::measure_rounds(const std::vector<int64_t>& batches) {
         const double each = static_cast<double>(rows) / static_cast<double>(sizes[j]);
         us[j].push_back(std::lerp(us_at(before, each), us_at(i, each), share));
       }
-      if (config_.rest_rows > 0) catch_up[j] = std::lerp(catch_up[before], catch_up[i], share);
+      if (config_.max_idle_rounds > 0) catch_up[j] = std::lerp(catch_up[before], catch_up[i], share);
     }
     before = i;
   }
@@ -204,10 +205,10 @@ void Scheduler::set_costs(RoundCosts costs) {
   if (costs.batches != config_.batch_sizes || costs.rows != config_.rows)
     throw ValueError("set_costs: costs is of other rounds, expected batches " + text_of(config_.batch_sizes) +
                      " with rows up to " + text_of(config_.rows.back()));
-  if (costs.catch_up.empty() != (config_.rest_rows == 0))
+  if (costs.catch_up.empty() != (config_.max_idle_rounds == 0))
     throw ValueError(std::string("set_costs: costs is ") + (costs.catch_up.empty() ? "without" : "with") +
-                     " catch_up, expected it where a draft rests (rest_rows is " + std::to_string(config_.rest_rows) +
-                     ")");
+                     " catch_up, expected it where a draft rests (max_idle_rounds is " +
+                     std::to_string(config_.max_idle_rounds) + ")");
   budget_.set_costs(std::move(costs));
 }
 

@@ -69,14 +69,14 @@ RowResult ResultRing::row(int64_t number, int64_t b) const {
           .top_n = layout_.top_n};
 }
 
-RungResult ResultRing::rungs(int64_t number) const {
+LevelResult ResultRing::levels(int64_t number) const {
   const int32_t* record = memory_.row(number);
-  RungResult rungs{.requests = record[round::ResultLayout::kNumGoingOn], .expected = {}, .realised = {}};
-  for (int64_t r = 0; r < layout_.num_rungs; ++r) {
-    rungs.expected.push_back(std::bit_cast<float>(record[round::ResultLayout::kExpected + r]));
-    rungs.realised.push_back(record[layout_.realised() + r]);
+  LevelResult levels{.requests = record[round::ResultLayout::kNumContinuing], .predicted = {}, .observed = {}};
+  for (int64_t r = 0; r < layout_.num_levels; ++r) {
+    levels.predicted.push_back(std::bit_cast<float>(record[round::ResultLayout::kPredicted + r]));
+    levels.observed.push_back(record[layout_.observed() + r]);
   }
-  return rungs;
+  return levels;
 }
 
 void RowResult::add_scores(int64_t count, int64_t num_logprobs, Scores& scores) const {

@@ -50,10 +50,10 @@ struct RowResult {
   void add_scores(int64_t count, int64_t num_logprobs, Scores& scores) const;
 };
 
-// What a round's requests that go on show of the rungs: drafts that each was expected to bring them, and would have.
-struct RungResult {
+// Drafts that were predicted and would have been accepted at each budget level, summed over the requests that continue.
+struct LevelResult {
   int64_t requests;
-  std::vector<double> expected, realised;  // [rungs]
+  std::vector<double> predicted, observed;  // [levels]
 };
 
 class ResultRing {
@@ -62,7 +62,7 @@ class ResultRing {
 
   bool is_published(int64_t number) const;
   RowResult row(int64_t number, int64_t b) const;
-  RungResult rungs(int64_t number) const;
+  LevelResult levels(int64_t number) const;
   // Nanoseconds of the device's clock.
   int64_t started_at(int64_t number) const { return time(number, round::ResultLayout::kStarted); }
   int64_t ended_at(int64_t number) const { return time(number, round::ResultLayout::kEnded); }

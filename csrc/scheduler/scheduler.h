@@ -139,11 +139,11 @@ class Scheduler {
       int64_t request_id;
     };
     int64_t number = 0;
-    size_t size, rung = 0;  // of config.batch_sizes, of config.rows[size]
-    size_t shown = 0;       // the highest rung of which it shows what it brings
-    size_t scored = 0;      // and the highest of which its drafts say what they promise
-    size_t kind = 0;        // of config.all_rows()[size]
-    int64_t kv_rows = 0;    // of all its requests
+    size_t size, level = 0;  // of config.batch_sizes, of config.rows[size]
+    size_t shown = 0;        // the highest level of which it shows what it brings
+    size_t scored = 0;       // and the highest of which its drafts say what they promise
+    size_t kind = 0;         // of config.all_rows()[size]
+    int64_t kv_rows = 0;     // of all its requests
     std::vector<Row> rows = {};
     bool follows = false;   // nothing but a round lies between it and the one before
     bool is_first = false;  // of requests that begin: it is no measure of any other
@@ -173,7 +173,7 @@ class Scheduler {
   void launch(Round round, std::vector<Request*> requests, int64_t rows, int64_t max_kv_len);
   void read_rounds();
   void read_oldest_round();
-  void note_rungs(const Round& round);
+  void update_budget(const Round& round);
   bool read_row(const RowResult& result, Request& request, bool is_first);
   void send(const Commands& commands, int64_t batch = 0, int64_t rows = 0, int64_t max_kv_len = 0,
             bool constrained = false);

@@ -50,7 +50,7 @@ void Scheduler::share_prefix(Request& request) {
 // of rounds at rest. The draft of one that wants no drafts may have rested in any round but a first one, which is the
 // one that writes its row of the root.
 int64_t Scheduler::sound_rows(const Request& request) const {
-  if (!config_.draft_rests) return request.seq_len();
+  if (!config_.draft_can_idle) return request.seq_len();
   if (request.wants_drafts()) return request.seq_len() - request.behind;
   return request.written ? 0 : std::min(request.seq_len(), request.prefilled - 1);
 }

@@ -7,10 +7,10 @@ namespace specdec::tree {
 
 void allocate_nodes(CallStream stream, const TensorView& scores, int64_t budget, const OptTensor& slots,
                     const OptTensor& max_nodes, const OptTensor& finish_reasons, const OptTensor& status,
-                    const OptTensor& rungs, const OptTensor& rung_limits, const TensorView& out_num_nodes,
+                    const OptTensor& budget_levels, const OptTensor& level_limits, const TensorView& out_num_nodes,
                     const TensorView& out_cu_seqlens, const TensorView& out_expected, const TensorView& out_cuts) {
   Check check("allocate_nodes");
-  Dim B{"batch"}, N{"num_nodes"}, S{"num_slots"}, R{"num_rungs", 0};
+  Dim B{"batch"}, N{"num_nodes"}, S{"num_slots"}, R{"num_levels", 0};
   check.tensor("scores", scores, {B, N}, kFloat32);
   check.range("num_nodes", N, 1, kMaxTreeNodes);
   check.range("batch * num_nodes", B * N, 0, kMaxSharedRows);
@@ -20,10 +20,10 @@ void allocate_nodes(CallStream stream, const TensorView& scores, int64_t budget,
   check.tensor("status", status, {S}, kInt32);
   if (!max_nodes && !finish_reasons && !status) S.value = INT32_MAX;  // any slot will do
   check.slots(slots, B, S);
-  if (rungs) R.value = -1;
-  check.tensor("rungs", rungs, {R}, kInt32);
-  check.that(rungs || !rung_limits, "rung_limits", "is given", "None, since rungs is None");
-  check.tensor("rung_limits", rung_limits, {R}, kInt32);
+  if (budget_levels) R.value = -1;
+  check.tensor("budget_levels", budget_levels, {R}, kInt32);
+  check.that(budget_levels || !level_limits, "level_limits", "is given", "None, since budget_levels is None");
+  check.tensor("level_limits", level_limits, {R}, kInt32);
   Dim ends{"batch + 1", B + 1};
   check.output("out.num_nodes", out_num_nodes, {B}, kInt32);
   check.output("out.cu_seqlens", out_cu_seqlens, {ends}, kInt32);
@@ -36,8 +36,8 @@ void allocate_nodes(CallStream stream, const TensorView& scores, int64_t budget,
       .max_nodes = data_or_null<const int32_t>(max_nodes),
       .finish_reasons = data_or_null<const int32_t>(finish_reasons),
       .status = data_or_null<const int32_t>(status),
-      .rungs = data_or_null<const int32_t>(rungs),
-      .rung_limits = data_or_null<const int32_t>(rung_limits),
+      .budget_levels = data_or_null<const int32_t>(budget_levels),
+      .level_limits = data_or_null<const int32_t>(level_limits),
       .out_num_nodes = out_num_nodes.data<int32_t>(),
       .out_cu_seqlens = out_cu_seqlens.data<int32_t>(),
       .out_expected = out_expected.data<float>(),
@@ -45,7 +45,7 @@ void allocate_nodes(CallStream stream, const TensorView& scores, int64_t budget,
       .batch = B,
       .nodes = N,
       .num_slots = S,
-      .num_rungs = R,
+      .num_levels = R,
       .budget = budget,
   };
   SD_DISPATCH(check, stream, allocate_nodes, params);
@@ -53,8 +53,8 @@ void allocate_nodes(CallStream stream, const TensorView& scores, int64_t budget,
 
 void allocate_nodes_cpu(const AllocateNodesParams& p) {
   std::vector<int32_t> lengths(p.batch);
-  const auto limit_lists = [&](int64_t rung) {
-    for (int64_t b = 0; b < p.batch; ++b) lengths[b] = list_length(p, b, limit_of_all(p, rung));
+  const auto limit_lists = [&](int64_t level) {
+    for (int64_t b = 0; b < p.batch; ++b) lengths[b] = list_length(p, b, limit_of_all(p, level));
   };
   const auto total = [&](uint32_t key) {
     int64_t count = 0;
@@ -76,9 +76,9 @@ void allocate_nodes_cpu(const AllocateNodesParams& p) {
   }
   p.out_cu_seqlens[p.batch] = static_cast<int32_t>(taken);
 
-  for (int64_t r = 0; r < p.num_rungs; ++r) {
+  for (int64_t r = 0; r < p.num_levels; ++r) {
     limit_lists(r);
-    const int64_t room = room_of(p.rungs[r], roots);
+    const int64_t room = room_of(p.budget_levels[r], roots);
     const Cut at = find_cut(room, total);
     uint64_t weight = static_cast<uint64_t>(at.ties) * weight_of(key_float(at.key));
     for (int64_t b = 0; b < p.batch; ++b) weight += weight_above(p, b, lengths[b], at);

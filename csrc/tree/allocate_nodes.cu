@@ -1,4 +1,4 @@
-// One block for the shares and one for each rung, a thread a request: 31 turns of a bisection, each of log2(nodes)
+// One block for the shares and one for each level, a thread a request: 31 turns of a bisection, each of log2(nodes)
 // reads of a list that stays in the L1, and a sum over the block. Reads 4 bytes a node that a search meets, writes
 // 8 bytes a request; latency bound, some microseconds whatever the budget is.
 #include "core/cuda.cuh"
@@ -44,8 +44,8 @@ __global__ void __launch_bounds__(kThreads) allocate_nodes_kernel(AllocateNodesP
   begin_kernel();
   __shared__ int32_t of_warps[kWarps];
   __shared__ unsigned long long weights[kWarps];
-  const int64_t rung = static_cast<int64_t>(blockIdx.x) - 1;
-  const int32_t limit = limit_of_all(p, rung);
+  const int64_t level = static_cast<int64_t>(blockIdx.x) - 1;
+  const int32_t limit = limit_of_all(p, level);
   // What a search begins with is three reads, one behind the other: of most batches a thread keeps it.
   const int32_t own = threadIdx.x < p.batch ? list_length(p, threadIdx.x, limit) : 0;
   const auto length_of = [&](int64_t b) { return b < kThreads ? own : list_length(p, b, limit); };
@@ -55,19 +55,19 @@ __global__ void __launch_bounds__(kThreads) allocate_nodes_kernel(AllocateNodesP
     return static_cast<int64_t>(block_sum(sum, of_warps));
   };
   const int64_t roots = sum_over_batch([](int64_t, int32_t length) { return static_cast<int32_t>(length > 0); });
-  const int64_t room = room_of(rung < 0 ? p.budget : p.rungs[rung], roots);
+  const int64_t room = room_of(level < 0 ? p.budget : p.budget_levels[level], roots);
   const Cut cut = find_cut(room, [&](uint32_t key) {
     return sum_over_batch([&](int64_t b, int32_t length) { return num_reaching(p, b, length, key); });
   });
 
-  if (rung >= 0) {
+  if (level >= 0) {
     unsigned long long weight = 0;
     for (int64_t b = threadIdx.x; b < p.batch; b += kThreads) weight += weight_above(p, b, length_of(b), cut);
     weight = block_sum(weight, weights);
     if (threadIdx.x > 0) return;
     weight += static_cast<uint64_t>(cut.ties) * weight_of(key_float(cut.key));
-    p.out_expected[rung] = sum_of(weight);
-    p.out_cuts[rung] = cut_score(room, cut);
+    p.out_expected[level] = sum_of(weight);
+    p.out_cuts[level] = cut_score(room, cut);
     return;
   }
 
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(kThreads) allocate_nodes_kernel(AllocateNodesP
 
 void allocate_nodes_cuda(const AllocateNodesParams& p, Stream stream) {
   launch("allocate_nodes", allocate_nodes_kernel,
-         {.grid = grid_x("allocate_nodes", 1 + p.num_rungs), .threads = kThreads}, stream, p);
+         {.grid = grid_x("allocate_nodes", 1 + p.num_levels), .threads = kThreads}, stream, p);
 }
 
 }  // namespace specdec::tree

@@ -21,13 +21,13 @@ struct AllocateNodesParams {
   const int32_t* max_nodes;       // [num_slots]
   const int32_t* finish_reasons;  // [num_slots]: other than 0
   const int32_t* status;          // [num_slots]: kStalled
-  const int32_t* rungs;           // [num_rungs] or null
-  const int32_t* rung_limits;     // [num_rungs] or null: nodes that any request gets at most
+  const int32_t* budget_levels;   // [num_levels] or null
+  const int32_t* level_limits;    // [num_levels] or null: nodes that any request gets at most
   int32_t* out_num_nodes;         // [batch]
   int32_t* out_cu_seqlens;        // [batch + 1]
-  float* out_expected;            // [num_rungs]
-  float* out_cuts;                // [num_rungs]
-  int64_t batch, nodes, num_slots, num_rungs, budget;
+  float* out_expected;            // [num_levels]
+  float* out_cuts;                // [num_levels]
+  int64_t batch, nodes, num_slots, num_levels, budget;
 };
 
 constexpr int64_t kMaxSharedRows = 1 << 16;  // of a batch: sums of weights fit 64 bits
@@ -39,10 +39,10 @@ SD_HD uint32_t node_key(float score) {
   return key < kRootKey ? key : kRootKey;
 }
 
-// Nodes that any request gets at most, by the budget itself or by a rung.
-SD_HD int32_t limit_of_all(const AllocateNodesParams& p, int64_t rung) {
+// Nodes that any request gets at most, by the budget itself or by a level.
+SD_HD int32_t limit_of_all(const AllocateNodesParams& p, int64_t level) {
   const auto nodes = static_cast<int32_t>(p.nodes);
-  return rung < 0 || !p.rung_limits ? nodes : clamp_to(p.rung_limits[rung], 1, nodes);
+  return level < 0 || !p.level_limits ? nodes : clamp_to(p.level_limits[level], 1, nodes);
 }
 
 // Nodes of row b's list that may be taken, the root included; 0 for an empty row.
@@ -125,7 +125,7 @@ SD_HD uint64_t weight_above(const AllocateNodesParams& p, int64_t b, int32_t len
 
 void allocate_nodes(CallStream stream, const TensorView& scores, int64_t budget, const OptTensor& slots,
                     const OptTensor& max_nodes, const OptTensor& finish_reasons, const OptTensor& status,
-                    const OptTensor& rungs, const OptTensor& rung_limits, const TensorView& out_num_nodes,
+                    const OptTensor& budget_levels, const OptTensor& level_limits, const TensorView& out_num_nodes,
                     const TensorView& out_cu_seqlens, const TensorView& out_expected, const TensorView& out_cuts);
 
 void allocate_nodes_cpu(const AllocateNodesParams& p);

@@ -185,8 +185,8 @@ def allocate_nodes(
     max_nodes: Tensor | None,
     finish_reasons: Tensor | None,
     status: Tensor | None,
-    rungs: Tensor | None,
-    rung_limits: Tensor | None,
+    budget_levels: Tensor | None,
+    level_limits: Tensor | None,
     out_num_nodes: Tensor,
     out_cu_seqlens: Tensor,
     out_expected: Tensor,
@@ -573,7 +573,7 @@ def publish_results(
     top_logprobs: Tensor | None,
     num_logprobs: Tensor | None,
     path: Tensor | None,
-    rung_limits: Tensor | None,
+    level_limits: Tensor | None,
     node_scores: Tensor | None,
     cuts: Tensor | None,
     max_nodes: Tensor | None,
@@ -780,7 +780,7 @@ CATCH_UP: int
 FIRST_ROUND: int
 
 def command_words(max_batch: int, num_slots: int, max_stops: int) -> int: ...
-def result_words(max_batch: int, accept_width: int, num_rungs: int, max_logprobs: int) -> int: ...
+def result_words(max_batch: int, accept_width: int, num_levels: int, max_logprobs: int) -> int: ...
 
 class RoundCosts:
     """What a round costs on the machine that runs it.
@@ -808,14 +808,41 @@ class RoundCosts:
     @property
     def catch_up(self) -> list[float]: ...
 
-class Budget:
-    """Chooses how many rows rounds get, as the scheduler does; csrc/scheduler/budget.h says how."""
+class BudgetConstants:
+    """The tuned numbers of a budget; csrc/scheduler/budget_constants.h says what each is and where it comes from."""
 
-    def __init__(self, costs: RoundCosts, accept_width: int, rest_rows: int = 0) -> None: ...
-    def next(self, size: int, requests: float, kv_rows: float, behind: float = 0.0) -> int: ...
-    def note_time(self, size: int, rung: int, requests: float, kv_rows: float, us: float) -> None: ...
-    def note_tokens(self, size: int, requests: float, expected: Sequence[float], realised: Sequence[float]) -> None: ...
-    def tokens(self, size: int, rung: int, requests: float) -> float: ...
+    gain_window: float
+    correction_window: float
+    min_window_rounds: float
+    optimism: float
+    correction_prior: float
+    max_correction: float
+    explore_time_share: float
+    explore_loss_share: float
+    explore_rounds: int
+    explore_max_cost: float
+    retime_time_share: float
+    retime_loss_share: float
+    switch_margin: float
+
+    def __init__(self) -> None: ...
+
+class Budget:
+    """Choose how many rows rounds get, as the scheduler does; csrc/scheduler/budget.h says how."""
+
+    def __init__(
+        self,
+        costs: RoundCosts,
+        accept_width: int,
+        max_idle_rounds: int = 0,
+        constants: BudgetConstants = ...,
+    ) -> None: ...
+    def next_level(self, size_index: int, num_requests: float, kv_rows: float, draft_lag: float = 0.0) -> int: ...
+    def update_cost(self, size_index: int, level: int, num_requests: float, kv_rows: float, us: float) -> None: ...
+    def update_gain(
+        self, size_index: int, num_requests: float, predicted: Sequence[float], observed: Sequence[float]
+    ) -> None: ...
+    def expected_tokens(self, size_index: int, level: int, num_requests: float) -> float: ...
 
 class PrefixCache:
     """The scheduler's radix tree of cached pages; csrc/scheduler/prefix_cache.h says how.
@@ -845,7 +872,7 @@ class Scheduler:
     batch, number of nodes and KV rows that no slot exceeds, of which the least that are enough run (three zeros:
     `apply_commands` and `free_pages` alone; no nodes: a draft that catches up), as raw cudaGraph_t, launched on
     `stream`; others are `executor.launch` calls. With `plain_rounds` those whose requests all want no drafts have a
-    node for each. With `rest_rows` the draft rests in rounds of one node each, and catches up at the latest when a
+    node for each. With `max_idle_rounds` the draft rests in rounds of one node each, and catches up at the latest when a
     request has had so many.
     """
 
@@ -865,13 +892,13 @@ class Scheduler:
         prefill_chunk: int,
         prefill_requests: int,
         rounds_in_flight: int,
-        draft_rests: bool = False,
+        draft_can_idle: bool = False,
         prefix_cache: bool = False,
         batch_sizes: Sequence[int],
         rows: Sequence[Sequence[int]],
         drafted: Sequence[Sequence[int]] = (),
         plain_rounds: bool = False,
-        rest_rows: int = 0,
+        max_idle_rounds: int = 0,
         commands: Tensor,
         results: Tensor,
         stream: int | None = None,

@@ -671,8 +671,8 @@ def allocate_nodes(
     max_nodes: Tensor | None = None,
     finish_reasons: Tensor | None = None,
     status: Tensor | None = None,
-    rungs: Tensor | None = None,
-    rung_limits: Tensor | None = None,
+    budget_levels: Tensor | None = None,
+    level_limits: Tensor | None = None,
     out: NodeAllocation | None = None,
     stream: int | None = None,
 ) -> NodeAllocation:
@@ -694,20 +694,21 @@ def allocate_nodes(
         max_nodes: [num_slots] int32: nodes that a slot's request gets at most, the root included; 1 (and below) is the
             root alone. None: N.
         finish_reasons, status: [num_slots] int32: rows whose request has finished (not 0), or is stalled, are empty.
-        rungs: [R] int32, other budgets: what they would take is told in `expected` and `cuts`. A rung below the number
-            of roots takes the roots. None: R is 0.
-        rung_limits: [R] int32: nodes that any request gets at most under each of them. None: N.
+        budget_levels: [R] int32, other budgets, which `expected` and `cuts` report on. A level below the number of
+            roots takes the roots. None: R is 0.
+        level_limits: [R] int32: most nodes of any request at each level. None: N.
 
     Returns:
         NodeAllocation. Probabilities are summed in whole 2^-40, so that all of it is the same on both devices.
 
     Raises:
-        ValueError: wrong dtype, shape, device or stride; a budget below B; too many nodes; rung_limits without rungs.
+        ValueError: wrong dtype, shape, device or stride; a budget below B; too many nodes; level_limits without
+            budget_levels.
     """
     op = "allocate_nodes"
     if out is None:
         batch, _ = shape_of(op, "scores", scores, 2)
-        count = 0 if rungs is None else shape_of(op, "rungs", rungs, 1)[0]
+        count = 0 if budget_levels is None else shape_of(op, "budget_levels", budget_levels, 1)[0]
         out = NodeAllocation(
             num_nodes=empty(op, scores, (batch,), "int32"),
             cu_seqlens=empty(op, scores, (batch + 1,), "int32"),
@@ -716,7 +717,9 @@ def allocate_nodes(
         )
     elif not isinstance(out, NodeAllocation):
         raise wrong_type(op, "out", out, NodeAllocation)
-    _C.allocate_nodes(stream, scores, budget, slots, max_nodes, finish_reasons, status, rungs, rung_limits, *out)
+    _C.allocate_nodes(
+        stream, scores, budget, slots, max_nodes, finish_reasons, status, budget_levels, level_limits, *out
+    )
     return out
 
 

@@ -125,7 +125,8 @@ class EngineConfig:
         batch_sizes: of rounds, rising up to num_slots. measured_sizes: of these, whose costs are measured.
         rows: of each batch size the nodes that its rounds verify in all, rising; several: the engine is adaptive.
         plain_rounds: a round whose requests all want no drafts has a node for each, whatever `rows` has.
-        rest_rows: rounds that a slot's draft may rest before it has to catch up; 0: it does not rest, or need not.
+        max_idle_rounds: rounds for which a slot's draft may be idle before it has to catch up; 0: it is never idle, or
+            need not catch up.
         round_sizes: of the captured rounds: each batch size with each number of rows, for KV of several lengths where
             attention runs other plans for them; and without rows, where a draft catches up.
         rounds_in_flight: launched and not yet read.
@@ -155,7 +156,7 @@ class EngineConfig:
     measured_sizes: tuple[int, ...]
     rows: tuple[tuple[int, ...], ...]
     plain_rounds: bool
-    rest_rows: int
+    max_idle_rounds: int
     round_sizes: tuple[RoundSize, ...]
     rounds_in_flight: int
     prefix_cache: bool
@@ -234,9 +235,9 @@ class EngineConfig:
         captures = on_cuda and cuda_graph
         if adaptive is None:
             adaptive = (captures or not on_cuda) and not batch_invariant and not draft.sampled
-        rest_rows = needs.rest_rows if adaptive and needs.num_nodes > 1 else 0
+        max_idle_rounds = needs.max_idle_rounds if adaptive and needs.num_nodes > 1 else 0
         top_n = min(MAX_LOGPROBS, model.vocab_size)
-        num_rungs = num_rungs_of(rungs_of(num_slots, needs.num_nodes, adaptive, draft.sampled))
+        num_levels = num_levels_of(budget_levels(num_slots, needs.num_nodes, adaptive, draft.sampled))
         fewest = min([num_pages, *(most for _, most in pages.windows)])
         row_numbers = num_pages * needs.kv_numbers + fewest * kv_numbers(model, model.num_hidden_layers)
         parts = {  # at least: a draft's KV may be wider than the target's, and not all layers have the shortest window
@@ -244,8 +245,8 @@ class EngineConfig:
             "logits": num_slots * needs.num_nodes * model.vocab_size * dtype.itemsize,
             "masks": num_slots * needs.num_nodes * -(-model.vocab_size // 32) * 4 if grammars else 0,
             "slots": 4 * num_slots * (max_pages * (1 + len(pages.windows)) + MAX_STOP_TOKENS + 2 * model.vocab_size)
-            + ring_bytes(num_slots, needs.accept_width, num_rungs, top_n)
-            + num_slots * (1 + rest_rows) * len(needs.feature_layers) * model.hidden_size * dtype.itemsize,
+            + ring_bytes(num_slots, needs.accept_width, num_levels, top_n)
+            + num_slots * (1 + max_idle_rounds) * len(needs.feature_layers) * model.hidden_size * dtype.itemsize,
         }
         check_memory(parts, machine, num_slots=num_slots, max_len=max_len, num_pages=num_pages)
         check_num_nodes(num_slots, needs.num_nodes)
@@ -254,7 +255,7 @@ class EngineConfig:
             batch_sizes = [num_slots]
         if batch_sizes is None:
             batch_sizes = default_batch_sizes(num_slots) if captures else range(1, num_slots + 1)
-        rows = tuple(rungs_of(batch, needs.num_nodes, adaptive, draft.sampled) for batch in batch_sizes)
+        rows = tuple(budget_levels(batch, needs.num_nodes, adaptive, draft.sampled) for batch in batch_sizes)
 
         def bounds(batch: int, num_rows: int) -> tuple[int, ...]:
             if machine.gpu is None or batch_invariant or num_rows in (_C.CATCH_UP, _C.FIRST_ROUND):
@@ -294,11 +295,13 @@ class EngineConfig:
             measured_sizes=tuple(batch_sizes) if on_cuda else tuple(sorted({batch_sizes[0], num_slots})),
             rows=rows,
             plain_rounds=not batch_invariant,
-            rest_rows=rest_rows,
+            max_idle_rounds=max_idle_rounds,
             round_sizes=tuple(
                 RoundSize(batch, num_rows, most)
                 for batch, each in zip(batch_sizes, all_rows(batch_sizes, rows, not batch_invariant), strict=True)
-                for num_rows in ([_C.FIRST_ROUND, *([_C.CATCH_UP] if rest_rows else []), *each] if captures else [])
+                for num_rows in (
+                    [_C.FIRST_ROUND, *([_C.CATCH_UP] if max_idle_rounds else []), *each] if captures else []
+                )
                 for most in bounds(batch, num_rows)
             ),
             rounds_in_flight=rounds_in_flight,
@@ -315,26 +318,26 @@ class EngineConfig:
         return all_rows(self.batch_sizes, self.rows, self.plain_rounds)
 
     @property
-    def num_rungs(self) -> int:
-        """Rungs that rounds are compared by; 0 where there is nothing to choose."""
-        return num_rungs_of(self.rows[-1])
+    def num_levels(self) -> int:
+        """Return the number of budget levels of the largest batch; 0 if there is nothing to choose."""
+        return num_levels_of(self.rows[-1])
 
 
-def rungs_of(batch: int, num_nodes: int, adaptive: bool = True, equal: bool = False) -> tuple[int, ...]:
-    """How many nodes rounds of this batch size may verify: all, or, where they are adaptive, 1 for each request, which
-    is plain decoding, and from there on 1.5, 2, 3, 4, 6, ... times as many, in whole numbers.
+def budget_levels(batch: int, num_nodes: int, adaptive: bool = True, equal: bool = False) -> tuple[int, ...]:
+    """Return how many nodes rounds of this batch size may verify, in increasing order.
 
-    A rung is at most 1.5 times the one before, but for 1 to 2 of a single request. `equal`: of each request as many, so
-    that 2 follow 1.
+    All of them or, if rounds are adaptive, 1 per request (plain decoding), then 1.5, 2, 3, 4, 6, ... times as many, in
+    whole numbers. A level is at most 1.5 times the one before, except for 1 and 2 of a single request. With `equal` all
+    requests have the same number, so 2 follows 1.
     """
     most = batch * num_nodes
     if not adaptive:
         return (most,)
     halves = [2, *(half << power for power in range(8) for half in (3, 4) if not (equal and half << power == 3))]
-    rungs = sorted({rows for half in halves if (rows := batch * half // 2) < most})
-    if len(rungs) > 1 and 3 * rungs[-2] >= 2 * most:
-        rungs.pop()
-    return (*rungs, most)
+    levels = sorted({rows for half in halves if (rows := batch * half // 2) < most})
+    if len(levels) > 1 and 3 * levels[-2] >= 2 * most:
+        levels.pop()
+    return (*levels, most)
 
 
 def all_rows(batch_sizes: Sequence[int], rows: Sequence[Sequence[int]], plain_rounds: bool) -> list[list[int]]:
@@ -342,16 +345,16 @@ def all_rows(batch_sizes: Sequence[int], rows: Sequence[Sequence[int]], plain_ro
     return [sorted({*([batch] if plain_rounds else []), *each}) for batch, each in pairs]
 
 
-def num_rungs_of(rows: Sequence[int]) -> int:
-    """Rungs that rounds are compared by, from those of the largest batch, which has the most; 0 where there is nothing
+def num_levels_of(rows: Sequence[int]) -> int:
+    """Return the number of budget levels, given those of the largest batch (which has the most); 0 if there is nothing
     to choose."""
     return len(rows) if len(rows) > 1 else 0
 
 
-def ring_bytes(num_slots: int, accept_width: int, num_rungs: int, top_n: int) -> int:
+def ring_bytes(num_slots: int, accept_width: int, num_levels: int, top_n: int) -> int:
     """The bytes of both rings, whose words are counted in C++, where they are written."""
     words = _C.command_words(num_slots, num_slots, MAX_STOP_TOKENS)
-    words += _C.result_words(num_slots, accept_width, num_rungs, top_n)
+    words += _C.result_words(num_slots, accept_width, num_levels, top_n)
     return 4 * RING_DEPTH * words
 
 
@@ -436,7 +439,7 @@ def check_needs(draft: Draft, needs: Needs, num_layers: int) -> None:
     for need in ("num_nodes", "accept_width"):
         if not 1 <= getattr(needs, need) <= 256:
             raise ValueError(f"{name} {need}={getattr(needs, need)}, expected 1 to 256")
-    for need in ("scratch_rows", "kv_numbers", "rest_rows"):
+    for need in ("scratch_rows", "kv_numbers", "max_idle_rounds"):
         if getattr(needs, need) < 0:
             raise ValueError(f"{name} {need}={getattr(needs, need)}, expected 0 or more")
     if not all(0 <= layer <= num_layers for layer in needs.feature_layers):

@@ -58,7 +58,7 @@ def open_engine(
     executor = load_target(model, draft, config, adapter)
     round = executor.round
     try:
-        catches_up = config.rest_rows > 0
+        catches_up = config.max_idle_rounds > 0
         draft.open(DraftContext(round.target, round.state, config.max_len, catches_up, tokenizer, no_tokenizer))
         device = config.machine.device
         stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -67,9 +67,9 @@ def open_engine(
             config = size_pools(executor, config, stream, trace, progress)
         graphs, scheduler = start(executor, config, stream, trace, progress)
         with on_stream(stream):
-            if config.num_rungs > 0 and costs is not None:
+            if config.num_levels > 0 and costs is not None:
                 scheduler.set_costs(costs)
-            elif config.num_rungs > 0:
+            elif config.num_levels > 0:
                 scheduler.measure_rounds(list(config.measured_sizes))
                 draft.begin_anew()
             calibrate(draft, calibrations)
@@ -121,7 +121,7 @@ def load_target(
         state,
         max_batch=config.num_slots,
         accept_width=width,
-        num_rungs=config.num_rungs,
+        num_levels=config.num_levels,
         top_n=config.top_n,
         depth=RING_DEPTH,
     )
@@ -129,7 +129,7 @@ def load_target(
     if config.grammars:
         most_rows, vocab = max(map(max, config.rows)), target.lm_head.out_features
         masks = TreeMasks(config.num_slots, most_rows, config.needs.num_nodes, vocab, device)
-    rungs = dict(zip(config.batch_sizes, config.rows, strict=True))
+    budget_levels = dict(zip(config.batch_sizes, config.rows, strict=True))
     round = Round(
         target,
         draft,
@@ -137,7 +137,7 @@ def load_target(
         rings,
         reserve=config.reserve,
         needs=config.needs,
-        rungs=rungs,
+        budget_levels=budget_levels,
         masks=masks,
     )
     return Executor(round, config.prefill_chunk)
@@ -225,13 +225,13 @@ def make_scheduler(
         prefill_chunk=config.prefill_chunk,
         prefill_requests=config.prefill_requests,
         rounds_in_flight=config.rounds_in_flight,
-        draft_rests=config.needs.rest_rows > 0,
+        draft_can_idle=config.needs.max_idle_rounds > 0,
         prefix_cache=config.prefix_cache,
         batch_sizes=config.batch_sizes,
         rows=config.rows,
-        drafted=[round.rung_limits[batch] for batch in config.batch_sizes],
+        drafted=[round.level_limits[batch] for batch in config.batch_sizes],
         plain_rounds=config.plain_rounds,
-        rest_rows=config.rest_rows,
+        max_idle_rounds=config.max_idle_rounds,
         commands=rings.commands,
         results=rings.results,
         stream=stream.cuda_stream if stream else None,

@@ -30,7 +30,7 @@ class Rings:
 
     @classmethod
     def create(
-        cls, state: SlotState, *, max_batch: int, accept_width: int, num_rungs: int, top_n: int, depth: int
+        cls, state: SlotState, *, max_batch: int, accept_width: int, num_levels: int, top_n: int, depth: int
     ) -> Rings:
         num_slots, max_stops = state.stop_tokens.shape
         device = state.stop_tokens.device
@@ -43,7 +43,7 @@ class Rings:
 
         rings = cls(
             commands=shared(_C.command_words(max_batch, num_slots, max_stops)),
-            results=shared(_C.result_words(max_batch, accept_width, num_rungs, top_n)),
+            results=shared(_C.result_words(max_batch, accept_width, num_levels, top_n)),
             num_applied=counter(),
             num_published=counter(),
             started_at=counter(),
@@ -99,7 +99,7 @@ class Rings:
         *,
         slots: Tensor | None = None,
         scores: TokenScores | None = None,
-        rung_limits: Tensor | None = None,
+        level_limits: Tensor | None = None,
         node_scores: Tensor | None = None,
         cuts: Tensor | None = None,
         stream: int | None = None,
@@ -112,11 +112,11 @@ class Rings:
             state: finish_reasons, status and, with scores, num_logprobs: who did not ask gets none.
             slots: [B] int32; an empty row has finish reason and status 0.
             scores: from `score_tokens`.
-            rung_limits: [num_rungs] int32, rising: nodes of a request at most under each rung that the round is to be
-                compared with. None: under none.
-            node_scores: [B, N] float32, by which trees were cut. None: a rung has the first nodes of each tree, and
-                what it was expected to bring is what it would have brought.
-            cuts: [num_rungs] float32, falling: the score of the worst node of each rung (`allocate_nodes`).
+            level_limits: [num_levels] int32, increasing: most nodes of a request at each budget level that the round is
+                compared with. None: there are no levels.
+            node_scores: [B, N] float32, by which trees were cut. None: a level has the first nodes of each tree, and
+                its predicted gain is the observed one.
+            cuts: [num_levels] float32, decreasing: the score of the worst node of each level (`allocate_nodes`).
         """
         logprobs, top_ids, top_logprobs = scores or (None, None, None)
         _C.publish_results(
@@ -134,8 +134,8 @@ class Rings:
             top_ids,
             top_logprobs,
             state.num_logprobs if scores else None,
-            None if rung_limits is None else accepted.path,
-            rung_limits,
+            None if level_limits is None else accepted.path,
+            level_limits,
             node_scores,
             cuts,
             None if node_scores is None else state.max_nodes,

@@ -91,28 +91,30 @@ class Round:
         *,
         reserve: int,
         needs: Needs,
-        rungs: Mapping[int, Sequence[int]],
+        budget_levels: Mapping[int, Sequence[int]],
         masks: TreeMasks | None = None,
     ) -> None:
-        """`needs` are the draft's, `rungs` what rounds of each batch size may verify in all, rising."""
+        """`needs` are the draft's, `budget_levels` what rounds of each batch size may verify in all, rising."""
         self.target, self.draft, self.state, self.rings = target, draft, state, rings
         self.reserve, self.needs, self.accept_width = reserve, needs, needs.accept_width
         self.masks = masks  # None: no request has a grammar
         self._drafted: Drafted | None = None
-        # Of each batch size what a request may have of each rung at most.
-        self.rung_limits = {batch: [self.most_nodes(batch, total) for total in rows] for batch, rows in rungs.items()}
-        # Of each batch size the rungs [R] and these limits [R], the last ones again where others have more; none where
-        # there is nothing to choose.
-        self._rungs: dict[int, tuple[Tensor, Tensor]] = {}
-        num_rungs = max(map(len, rungs.values()))
+        # For each batch size, the most nodes of a request at each budget level.
+        self.level_limits = {
+            batch: [self.most_nodes(batch, total) for total in rows] for batch, rows in budget_levels.items()
+        }
+        # For each batch size, the levels [R] and these limits [R], padded with the last ones; empty if there is nothing
+        # to choose.
+        self._levels: dict[int, tuple[Tensor, Tensor]] = {}
+        num_levels = max(map(len, budget_levels.values()))
 
-        def filled(of_rungs: Sequence[int]) -> list[int]:
-            return [*of_rungs, *[of_rungs[-1]] * (num_rungs - len(of_rungs))]
+        def padded(values: Sequence[int]) -> list[int]:
+            return [*values, *[values[-1]] * (num_levels - len(values))]
 
-        for batch, rows in rungs.items() if num_rungs > 1 else ():
-            both = filled(rows), filled(self.rung_limits[batch])
+        for batch, rows in budget_levels.items() if num_levels > 1 else ():
+            both = padded(rows), padded(self.level_limits[batch])
             each = torch.tensor(both, dtype=torch.int32, device=state.seq_lens.device)
-            self._rungs[batch] = each[0], each[1]
+            self._levels[batch] = each[0], each[1]
 
     def reset(self) -> None:
         """As if there had been none."""
@@ -155,15 +157,15 @@ class Round:
         assert drafted is not None
         with state.kv_bounded(max_kv_len):
             result = self.commit(drafted)
-        _, rung_limits = self._rungs.get(batch, (None, None))
-        by_scores = rung_limits is not None and not self.draft.sampled and num_rows != _C.FIRST_ROUND
+        _, level_limits = self._levels.get(batch, (None, None))
+        by_scores = level_limits is not None and not self.draft.sampled and num_rows != _C.FIRST_ROUND
         rings.publish_results(
             result.accepted,
             result.num_nodes,
             state,
             slots=slots,
             scores=result.scores,
-            rung_limits=rung_limits,
+            level_limits=level_limits,
             node_scores=result.node_scores if by_scores else None,
             cuts=result.shares.cuts if by_scores else None,
         )
@@ -240,9 +242,9 @@ class Round:
         return RoundResult(accepted, token_scores, tree.num_nodes, scores, shares)
 
     def _share(self, scores: Tensor, slots: Tensor, num_rows: int) -> NodeAllocation:
-        """The best nodes of the whole batch for its budget; and where each rung would have cut."""
+        """Choose the best nodes of the whole batch for its budget, and find where each budget level would have cut."""
         state, batch = self.state, len(slots)
-        rungs, rung_limits = self._rungs.get(batch, (None, None))
+        budget_levels, level_limits = self._levels.get(batch, (None, None))
         return allocate_nodes(
             scores,
             num_rows,
@@ -250,8 +252,8 @@ class Round:
             max_nodes=state.max_nodes,
             finish_reasons=state.finish_reasons,
             status=state.status,
-            rungs=rungs,
-            rung_limits=rung_limits,
+            budget_levels=budget_levels,
+            level_limits=level_limits,
         )
 
     def _equal_shares(self, slots: Tensor, most: int) -> NodeAllocation:

@@ -197,5 +197,5 @@ def costs_for(tuning: dict[str, Any], rounds: dict[str, Any], config: EngineConf
         return None
     found = costs_in(costs)
     sizes = list(config.batch_sizes), [list(rows) for rows in config.rows]
-    fits = (found.batches, found.rows) == sizes and bool(found.catch_up) == (config.rest_rows > 0)
+    fits = (found.batches, found.rows) == sizes and bool(found.catch_up) == (config.max_idle_rounds > 0)
     return found if fits else None

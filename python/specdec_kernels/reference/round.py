@@ -46,42 +46,42 @@ def publish_results(
     state: SlotState,
     slots: Tensor | None = None,
     scores: TokenScores | None = None,
-    rung_limits: Tensor | None = None,
+    level_limits: Tensor | None = None,
     node_scores: Tensor | None = None,
     cuts: Tensor | None = None,
 ) -> None:
-    """But for the times, words 2 to 5."""
+    """Write the record of a round, except for the times (words 2 to 5)."""
     record = results[int(num_published) % len(results)]
     num_published += 1
     record[0] = int(num_published)
-    num_rungs = 0 if rung_limits is None else len(rung_limits)
-    going_on, expected, realised = 0, torch.zeros(num_rungs, dtype=torch.float64), torch.zeros(num_rungs)
+    num_levels = 0 if level_limits is None else len(level_limits)
+    num_continuing, predicted, observed = 0, torch.zeros(num_levels, dtype=torch.float64), torch.zeros(num_levels)
     for b in range(len(num_nodes)):
         slot = b if slots is None else int(slots[b])
         if not 0 <= slot < len(state.status) or state.finish_reasons[slot] != 0 or accepted.num_valid[b] <= 0:
             continue
-        going_on += 1
+        num_continuing += 1
         path = accepted.path[b, 1 : int(accepted.num_valid[b])].tolist()
-        for r in range(num_rungs):
-            assert rung_limits is not None
+        for r in range(num_levels):
+            assert level_limits is not None
             if node_scores is None or cuts is None:
-                realised[r] += sum(0 < node < int(rung_limits[r]) for node in path)
+                observed[r] += sum(0 < node < int(level_limits[r]) for node in path)
                 continue
-            most = min(node_scores.shape[1], int(rung_limits[r]))
+            most = min(node_scores.shape[1], int(level_limits[r]))
             has = [0 < i < most and bool(node_scores[b, i] >= cuts[r]) for i in range(node_scores.shape[1])]
-            realised[r] += sum(0 < node < len(has) and has[node] for node in path)
+            observed[r] += sum(0 < node < len(has) and has[node] for node in path)
             listed = [i for i, inside in enumerate(has) if inside and i < max(int(state.max_nodes[slot]), 1)]
-            expected[r] += node_scores[b, listed].double().clamp(max=0).exp().sum()
-    record[6] = going_on
-    record[8 : 8 + num_rungs] = (realised if node_scores is None else expected.float()).view(torch.int32)
-    record[8 + num_rungs : 8 + 2 * num_rungs] = realised.int()
+            predicted[r] += node_scores[b, listed].double().clamp(max=0).exp().sum()
+    record[6] = num_continuing
+    record[8 : 8 + num_levels] = (observed if node_scores is None else predicted.float()).view(torch.int32)
+    record[8 + num_levels : 8 + 2 * num_levels] = observed.int()
     for b in range(len(num_nodes)):
         slot = b if slots is None else int(slots[b])
         inside = 0 <= slot < len(state.status)
         reason, bits = (state.finish_reasons[slot], state.status[slot]) if inside else (0, 0)
         head = torch.tensor([accepted.num_valid[b], reason, bits, num_nodes[b]], dtype=torch.int32)
         words = torch.cat([head, accepted.tokens[b]])
-        begin = 8 + 2 * num_rungs + b * len(words)
+        begin = 8 + 2 * num_levels + b * len(words)
         record[begin : begin + len(words)] = words
         if scores is not None and inside and state.num_logprobs[slot] >= 0:
             row = torch.cat([part[b].flatten().view(torch.int32) for part in scores])

@@ -135,8 +135,8 @@ def allocate_nodes(
     max_nodes: Tensor | None = None,
     finish_reasons: Tensor | None = None,
     status: Tensor | None = None,
-    rungs: Tensor | None = None,
-    rung_limits: Tensor | None = None,
+    budget_levels: Tensor | None = None,
+    level_limits: Tensor | None = None,
 ) -> NodeAllocation:
     """All nodes of the batch, sorted; Python's sort is stable, so ties stay in the order of requests and nodes."""
     batch, nodes = scores.shape
@@ -159,12 +159,12 @@ def allocate_nodes(
     num_nodes = torch.tensor([(most[b] > 0) + taken.count(b) for b in range(batch)], dtype=torch.int32)
     ends = torch.cat([torch.zeros(1, dtype=torch.int64), num_nodes.cumsum(0)]).to(torch.int32)
     expected, cuts = [], []
-    for r, rung in enumerate([] if rungs is None else rungs.tolist()):
-        room = max(rung - roots, 0)
-        of_rung = ranked(nodes if rung_limits is None else int(rung_limits[r]))
-        best = [score for score, _ in of_rung[:room]]
+    for r, level in enumerate([] if budget_levels is None else budget_levels.tolist()):
+        room = max(level - roots, 0)
+        of_level = ranked(nodes if level_limits is None else int(level_limits[r]))
+        best = [score for score, _ in of_level[:room]]
         expected.append(roots + math.fsum(math.exp(score) for score in best))
-        cuts.append(torch.inf if room == 0 else -torch.inf if room >= len(of_rung) else best[-1])
+        cuts.append(torch.inf if room == 0 else -torch.inf if room >= len(of_level) else best[-1])
     return NodeAllocation(num_nodes, ends, torch.tensor(expected).float(), torch.tensor(cuts).float())
 
 

@@ -32,7 +32,7 @@ class Needs:
             0: it has none, and pages behind the windows of the target's layers may be given back.
         attention: the attention of `propose` and `extend`, of which captured rounds are chosen. What is not named here
             is right all the same, but its kernels may be those for longer KV.
-        rest_rows: rounds that a slot's draft can rest before it has to catch up (`rest`); 0: it does not rest.
+        max_idle_rounds: rounds that a slot's draft can rest before it has to catch up (`rest`); 0: it does not rest.
         num_steps: levels of its deepest tree, where each is a pass of a model: rounds of few rows for each request ask
             for trees of as many levels at most. 0: depth costs nothing.
     """
@@ -43,7 +43,7 @@ class Needs:
     scratch_rows: int = 0
     kv_numbers: int = 0
     attention: tuple[AttentionCall, ...] = ()
-    rest_rows: int = 0
+    max_idle_rounds: int = 0
     num_steps: int = 0
 
 
@@ -262,7 +262,7 @@ class Draft:
 
     def catch_up(self, slots: Tensor) -> None:
         """Be for slots [B] as if no round had been one of rest. Comes before the first `propose` that asks for
-        candidates, and at the latest after `Needs.rest_rows` rounds of rest of a slot that wants drafts.
+        candidates, and at the latest after `Needs.max_idle_rounds` rounds of rest of a slot that wants drafts.
         """
 
     def save(self, slot: int) -> dict[str, Tensor]:

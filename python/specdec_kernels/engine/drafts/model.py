@@ -36,7 +36,7 @@ from .proposal import Committed, DrawnFrom, Proposal, no_candidates
 TILE_ROWS = 64  # of a draft step: a tile of `small_m_gemm`, for which they take hardly longer than one
 # Rounds that a slot may rest. Each needs room for a row of features; catching up with more rows at once costs less a
 # row as long as reading the weights is most of it.
-REST_ROWS = 16
+MAX_IDLE_ROUNDS = 16
 MOST_NODES = 48  # of a tree, unless the caller says how many
 SEED_OF_ROUND = -0x61C8864680B583EB  # odd, 2^64 over the golden ratio: far from what seeds differ by
 
@@ -58,7 +58,7 @@ class ModelDraft(Draft):
     depend on the others.
 
     A round of rest keeps the tokens and features that draft-extend would have read, a row of a slot for each, in a ring
-    of REST_ROWS; `catch_up` is draft-extend over all of them.
+    of MAX_IDLE_ROUNDS; `catch_up` is draft-extend over all of them.
     """
 
     _: KW_ONLY
@@ -135,7 +135,7 @@ class ModelDraft(Draft):
                 AttentionCall.of(config, self.topk, follows_kv_dtype, num_layers * max(self.num_steps - 1, 1)),
                 AttentionCall.of(config, width, follows_kv_dtype, num_layers),
             ),
-            rest_rows=REST_ROWS,
+            max_idle_rounds=MAX_IDLE_ROUNDS,
             num_steps=self.num_steps,
         )
 
@@ -151,7 +151,7 @@ class ModelDraft(Draft):
         # Of rows that were kept at rest: how many there are, and with them those that the ring has lost; their tokens,
         # and their features, where the draft reads any.
         self.num_kept = torch.zeros(slots + 1, dtype=torch.int32, device=device)
-        self.kept_tokens = torch.zeros(slots + 1, REST_ROWS, dtype=torch.int32, device=device)
+        self.kept_tokens = torch.zeros(slots + 1, MAX_IDLE_ROUNDS, dtype=torch.int32, device=device)
         self.kept_features: Tensor | None = None
 
     def keep_features(self, like: Tensor, width: int) -> None:
@@ -312,24 +312,24 @@ class ModelDraft(Draft):
         )
 
     def catch_up(self, slots: Tensor) -> None:
-        num_kept = self.num_kept.clamp(max=REST_ROWS)
+        num_kept = self.num_kept.clamp(max=MAX_IDLE_ROUNDS)
         begins = self._draft_lens(self.state.seq_lens - num_kept[:-1])
         counts, slot_rows = num_kept[slots], slots.long()
-        rows = torch.arange(REST_ROWS, dtype=torch.int32, device=slots.device)
+        rows = torch.arange(MAX_IDLE_ROUNDS, dtype=torch.int32, device=slots.device)
         batch = torch.arange(len(slots), device=slots.device)
         # Where the ring has lost rows its first one stands amid it.
         places = (self.num_kept - num_kept)[slots, None] + rows
-        at = slot_rows[:, None], (places % REST_ROWS).long()
+        at = slot_rows[:, None], (places % MAX_IDLE_ROUNDS).long()
         extend = DraftExtendInputs(
             tokens=self.kept_tokens[at],
             positions=begins[slots, None] + rows,
             node_rows=batch.new_empty(0),  # features have been gathered
-            last_rows=batch * REST_ROWS + (counts - 1).clamp(min=0),
+            last_rows=batch * MAX_IDLE_ROUNDS + (counts - 1).clamp(min=0),
             kept_slots=torch.where(counts > 0, slot_rows, len(self.num_kept) - 1),
         )
         features = None if self.kept_features is None else self.kept_features[at].flatten(0, 1)
         # A stalled slot has pages for these rows, since it had them when it rested: its status is not asked.
-        of_slots = self.state.rows(slots, begins, tail_len=REST_ROWS, num_valid=counts)._replace(status=None)
+        of_slots = self.state.rows(slots, begins, tail_len=MAX_IDLE_ROUNDS, num_valid=counts)._replace(status=None)
         self.follow(extend, features, of_slots)
         self.num_kept[slots] = torch.zeros_like(counts)  # no number of the host: rounds are captured
 

@@ -57,7 +57,7 @@ class Union(Draft):
             scratch_rows=max(first.scratch_rows, second.scratch_rows),
             kv_numbers=first.kv_numbers + second.kv_numbers,
             attention=first.attention + second.attention,
-            rest_rows=min(filter(None, (first.rest_rows, second.rest_rows)), default=0),
+            max_idle_rounds=min(filter(None, (first.max_idle_rounds, second.max_idle_rounds)), default=0),
             num_steps=max(first.num_steps, second.num_steps),
         )
 
