@@ -1,4 +1,4 @@
-// Neighbouring numbers of a row, read and written as one.
+// Pack: adjacent elements of a row, read and written by one vectorized access.
 #pragma once
 
 #include "core/floats.h"

@@ -22,7 +22,7 @@ void silu_and_mul(CallStream stream, const TensorView& x, const TensorView& out)
       .x_stride = x.stride(0),
       .out_stride = out.stride(0),
       .dtype = dtype_of(x),
-      .wide = copy_unit({&x, &out}) == 16 && I * item_bytes(x) % 16 == 0,
+      .vectorized = copy_unit({&x, &out}) == 16 && I * item_bytes(x) % 16 == 0,
   };
   SD_DISPATCH(check, stream, silu_and_mul, params);
 }
@@ -33,7 +33,7 @@ void silu_and_mul_cpu(const SiluAndMulParams& p) {
       const auto* gate = static_cast<const T*>(p.x) + row * p.x_stride;
       auto* out = static_cast<T*>(p.out) + row * p.out_stride;
       for (int64_t i = 0; i < p.width; ++i)
-        out[i] = from_float<T>(gated(to_float(gate[i]), to_float(gate[p.width + i])));
+        out[i] = from_float<T>(silu_mul(to_float(gate[i]), to_float(gate[p.width + i])));
     }
   });
 }

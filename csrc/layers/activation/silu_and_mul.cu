@@ -1,5 +1,7 @@
-// A thread a pack of 16 bytes; blockIdx.y walks the rows. Reads 2 * width and writes width numbers a row, all of them
-// from or into the L2 where the rows are few: then it is the launch that counts.
+// SwiGLU activation: out = silu(gate) * up, for rows that hold gate and up halves.
+//
+// One thread per 16-byte pack of a row; blockIdx.y strides over rows. Reads 2 * width and writes width elements per
+// row. With few rows all traffic stays in L2, and launch latency dominates.
 #include <algorithm>
 
 #include "core/cuda.cuh"
@@ -23,7 +25,7 @@ __global__ void __launch_bounds__(kThreads) silu_and_mul_kernel(SiluAndMulParams
     unpack(reinterpret_cast<const P*>(x)[i], gate);
     unpack(reinterpret_cast<const P*>(x + p.width)[i], up);
 #pragma unroll
-    for (int n = 0; n < N; ++n) up[n] = gated(gate[n], up[n]);
+    for (int n = 0; n < N; ++n) up[n] = silu_mul(gate[n], up[n]);
     reinterpret_cast<P*>(static_cast<T*>(p.out) + row * p.out_stride)[i] = pack_of<T>(up);
   }
 }
@@ -37,7 +39,7 @@ void silu_and_mul_cuda(const SiluAndMulParams& p, Stream stream) {
                       static_cast<unsigned>(std::min(p.rows, kMaxGridY)));
       launch("silu_and_mul", silu_and_mul_kernel<T, N>, {.grid = grid, .threads = kThreads}, stream, p);
     };
-    if (p.wide)
+    if (p.vectorized)
       start.template operator()<16 / sizeof(T)>();
     else
       start.template operator()<1>();

@@ -1,4 +1,4 @@
-// silu_and_mul: silu(gate) * up of rows that hold gate and up side by side.
+// silu_and_mul: silu(gate) * up (SwiGLU) of rows that hold the gate half, then the up half.
 #pragma once
 
 #include <cmath>
@@ -12,15 +12,15 @@ struct SiluAndMulParams {
   const void* x;  // [rows, 2 * width]
   void* out;      // [rows, width]
   int64_t rows, width;
-  int64_t x_stride, out_stride;  // of rows, in items
+  int64_t x_stride, out_stride;  // between rows, in elements
   Dtypes dtype;
-  bool wide;  // everything can be read and written 16 bytes at a time
+  bool vectorized;  // all rows allow 16-byte accesses
 };
 
-// silu(gate) * up.
-SD_HD float gated(float gate, float up) {
+// Return silu(gate) * up.
+SD_HD float silu_mul(float gate, float up) {
 #ifdef __CUDA_ARCH__
-  // Two special functions and four multiplications and sums: behind a product of many rows, this is what takes time.
+  // Two special-function and four FMA-pipe instructions: fused after a GEMM of many rows, this is the cost.
   float power, inverse;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(gate * -1.44269504f));
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1 + power));

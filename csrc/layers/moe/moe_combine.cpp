@@ -5,28 +5,29 @@
 
 namespace specdec::layers {
 
-void moe_combine(CallStream stream, const TensorView& made, const TensorView& shares, const TensorView& out) {
+void moe_combine(CallStream stream, const TensorView& expert_outputs, const TensorView& topk_weights,
+                 const TensorView& out) {
   Check check("moe_combine");
   Dim T{"rows"}, J{"taken"}, W{"width"};
-  check.tensor("shares", shares, {T, J}, kFloat32);
-  check.range("taken", J, 1, kMaxSmallMGemm);
+  check.tensor("shares", topk_weights, {T, J}, kFloat32);
+  check.range("taken", J, 1, kMaxSmallMRows);
   Dim M{"rows * taken", T * J};
-  check.strided("made", made, {M, W}, kFloats);
+  check.strided("made", expert_outputs, {M, W}, kFloats);
   check.range("width", W, 1, INT32_MAX);
-  check.strided_output("out", out, {T, W}, dtype_of(made));
+  check.strided_output("out", out, {T, W}, dtype_of(expert_outputs));
   if (T == 0) return;
 
   const MoeCombineParams params{
-      .made = made.data<void>(),
-      .shares = shares.data<float>(),
+      .expert_outputs = expert_outputs.data<void>(),
+      .topk_weights = topk_weights.data<float>(),
       .out = out.data<void>(),
       .rows = T,
-      .taken = J,
+      .top_k = J,
       .width = W,
-      .made_stride = made.stride(0),
+      .expert_outputs_stride = expert_outputs.stride(0),
       .out_stride = out.stride(0),
-      .dtype = dtype_of(made),
-      .wide = copy_unit({&made, &out}) == 16 && W * item_bytes(made) % 16 == 0,
+      .dtype = dtype_of(expert_outputs),
+      .vectorized = copy_unit({&expert_outputs, &out}) == 16 && W * item_bytes(expert_outputs) % 16 == 0,
   };
   SD_DISPATCH(check, stream, moe_combine, params);
 }
@@ -37,8 +38,8 @@ void moe_combine_cpu(const MoeCombineParams& p) {
       auto* const out = static_cast<T*>(p.out) + row * p.out_stride;
       for (int64_t i = 0; i < p.width; ++i) {
         float sum = 0;
-        for (int64_t j = row * p.taken; j < (row + 1) * p.taken; ++j)
-          sum += p.shares[j] * to_float(static_cast<const T*>(p.made)[j * p.made_stride + i]);
+        for (int64_t j = row * p.top_k; j < (row + 1) * p.top_k; ++j)
+          sum += p.topk_weights[j] * to_float(static_cast<const T*>(p.expert_outputs)[j * p.expert_outputs_stride + i]);
         out[i] = from_float<T>(sum);
       }
     }

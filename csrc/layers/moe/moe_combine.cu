@@ -1,5 +1,7 @@
-// A thread a pack of 16 bytes of a row (blockIdx.y walks these), which it reads of each of the row's experts. Of few
-// rows all of it comes from the L2, and it is the launch that counts.
+// MoE combine: out[row] = sum over j of topk_weights[row, j] * expert_outputs[row * top_k + j].
+//
+// One thread per 16-byte pack of a row (blockIdx.y strides over rows); it reads that pack of each expert output. With
+// few rows everything is in L2, and launch latency dominates.
 #include <algorithm>
 
 #include "core/cuda.cuh"
@@ -9,7 +11,7 @@
 namespace specdec::layers {
 namespace {
 
-constexpr int kThreads = 64;  // so that one row has some multiprocessors
+constexpr int kThreads = 64;  // small, so one row spreads over several SMs
 
 template <class T, int N>
 __global__ void __launch_bounds__(kThreads) moe_combine_kernel(MoeCombineParams p) {
@@ -18,9 +20,11 @@ __global__ void __launch_bounds__(kThreads) moe_combine_kernel(MoeCombineParams 
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (i >= p.width / N) return;
   for (int64_t row = blockIdx.y; row < p.rows; row += gridDim.y) {
-    const P* made = reinterpret_cast<const P*>(static_cast<const T*>(p.made) + row * p.taken * p.made_stride) + i;
+    const P* expert_outputs =
+        reinterpret_cast<const P*>(static_cast<const T*>(p.expert_outputs) + row * p.top_k * p.expert_outputs_stride) +
+        i;
     reinterpret_cast<P*>(static_cast<T*>(p.out) + row * p.out_stride)[i] =
-        combined(made, p.made_stride / N, p.shares + row * p.taken, p.taken);
+        combine_pack(expert_outputs, p.expert_outputs_stride / N, p.topk_weights + row * p.top_k, p.top_k);
   }
 }
 
@@ -33,7 +37,7 @@ void moe_combine_cuda(const MoeCombineParams& p, Stream stream) {
                       static_cast<unsigned>(std::min(p.rows, kMaxGridY)));
       launch("moe_combine", moe_combine_kernel<T, N>, {.grid = grid, .threads = kThreads}, stream, p);
     };
-    if (p.wide)
+    if (p.vectorized)
       start.template operator()<16 / sizeof(T)>();
     else
       start.template operator()<1>();

@@ -1,4 +1,4 @@
-// What several experts made of a row, as one: the same sum, in the same order, wherever it is taken.
+// The weighted sum of a row's expert outputs, in the same order in every kernel that fuses it.
 #pragma once
 
 #include <cstdint>
@@ -7,29 +7,29 @@
 
 namespace specdec::layers {
 
-constexpr int kExpertsAtOnce = 8;  // whose packs are on their way together
+constexpr int kExpertsInFlight = 8;  // packs loaded together
 
-// The sum in float32, by shares [taken], of the pack that `made` points to and those `stride` packs further each.
+// Return the weighted sum, in float32, of top_k packs that are `stride` packs apart.
 template <class T, int N>
-__device__ __forceinline__ Pack<T, N> combined(const Pack<T, N>* made, int64_t stride, const float* shares,
-                                               int64_t taken) {
+__device__ __forceinline__ Pack<T, N> combine_pack(const Pack<T, N>* expert_outputs, int64_t stride,
+                                                   const float* topk_weights, int64_t top_k) {
   float sum[N] = {};
-  for (int64_t first = 0; first < taken; first += kExpertsAtOnce) {
-    Pack<T, N> parts[kExpertsAtOnce];
-    float part_shares[kExpertsAtOnce];
+  for (int64_t first = 0; first < top_k; first += kExpertsInFlight) {
+    Pack<T, N> parts[kExpertsInFlight];
+    float part_weights[kExpertsInFlight];
 #pragma unroll
-    for (int j = 0; j < kExpertsAtOnce; ++j) {
-      if (first + j >= taken) break;
-      parts[j] = made[(first + j) * stride];
-      part_shares[j] = shares[first + j];
+    for (int j = 0; j < kExpertsInFlight; ++j) {
+      if (first + j >= top_k) break;
+      parts[j] = expert_outputs[(first + j) * stride];
+      part_weights[j] = topk_weights[first + j];
     }
 #pragma unroll
-    for (int j = 0; j < kExpertsAtOnce; ++j) {
-      if (first + j >= taken) break;
+    for (int j = 0; j < kExpertsInFlight; ++j) {
+      if (first + j >= top_k) break;
       float part[N];
       unpack(parts[j], part);
 #pragma unroll
-      for (int n = 0; n < N; ++n) sum[n] += part_shares[j] * part[n];
+      for (int n = 0; n < N; ++n) sum[n] += part_weights[j] * part[n];
     }
   }
   return pack_of<T>(sum);

@@ -9,42 +9,42 @@
 
 namespace specdec::layers {
 
-void moe_grouped_gemm(CallStream stream, const TensorView& x, const TensorView& weight, const TensorView& order,
-                      const TensorView& ends, const OptTensor& x_scales, const OptTensor& weight_scales, bool gated,
-                      bool again, const TensorView& out) {
+void moe_grouped_gemm(CallStream stream, const TensorView& x, const TensorView& weight, const TensorView& sorted_pairs,
+                      const TensorView& expert_ends, const OptTensor& x_scales, const OptTensor& weight_scales,
+                      bool gated, bool routing_ready, const TensorView& out) {
   Check check("moe_grouped_gemm");
   Dim T{"rows"}, M{"pairs"}, E{"experts"}, K{"in_features"}, G{"groups"};
   Dim W{gated ? "2 * out_features" : "out_features"}, N{"out_features"};
-  const bool in_8_bits = x_scales.has_value(), scaled = weight_scales.has_value();
-  check.that(scaled || !in_8_bits, "weight_scales", "is None", "a tensor beside x_scales");
-  check.strided("x", x, {T, K}, in_8_bits ? kFloat8 : kFloat16 | kBFloat16);
-  const int64_t of_ins = scaled ? kLinearGroup : 64;
-  check.range("in_features", K, of_ins, INT32_MAX);
-  check.that(K % of_ins == 0, "in_features", {"is ", K}, {"a multiple of ", of_ins});
+  const bool is_fp8 = x_scales.has_value(), scaled = weight_scales.has_value();
+  check.that(scaled || !is_fp8, "weight_scales", "is None", "a tensor beside x_scales");
+  check.strided("x", x, {T, K}, is_fp8 ? kFloat8 : kFloat16 | kBFloat16);
+  const int64_t in_multiple = scaled ? kWeightGroup : 64;
+  check.range("in_features", K, in_multiple, INT32_MAX);
+  check.that(K % in_multiple == 0, "in_features", {"is ", K}, {"a multiple of ", in_multiple});
   check.tensor("weight", weight, {E, W, K}, scaled ? kFloat8 : dtype_of(x));
   check.range("experts", E, 1, kMaxExperts);
   check.range(W.name, W, 1, INT32_MAX);
   check.that(W % 16 == 0, W.name, {"is ", W}, "a multiple of 16");
   for (const auto& [name, tensor] : {std::pair{"x", &x}, {"weight", &weight}})
     check.that(copy_unit({tensor}) == 16, name, "has rows off 16 bytes", "rows that start on 16 bytes");
-  check.tensor("order", order, {M}, kInt64);
-  check.range("pairs", M, 0, kMaxSmallMGemm);
+  check.tensor("order", sorted_pairs, {M}, kInt64);
+  check.range("pairs", M, 0, kMaxSmallMRows);
   check.that(T > 0 ? M % T == 0 : M == 0, "pairs", {"is ", M}, {"a multiple of ", T});
-  check.tensor("ends", ends, {E}, kInt32);
-  if (in_8_bits) check.strided("x_scales", *x_scales, {G, T}, kFloat32);
+  check.tensor("ends", expert_ends, {E}, kInt32);
+  if (is_fp8) check.strided("x_scales", *x_scales, {G, T}, kFloat32);
   if (scaled) {
     check.tensor("weight_scales", *weight_scales, {E, G, W}, kFloat32);
-    check.that(G == 1 || G == K / kLinearGroup, "groups", {"is ", G}, {"1 or ", K / kLinearGroup});
+    check.that(G == 1 || G == K / kWeightGroup, "groups", {"is ", G}, {"1 or ", K / kWeightGroup});
   }
   N.value = gated ? W / 2 : W;
-  check.strided_output("out", out, {M, N}, in_8_bits ? kFloat16 | kBFloat16 : dtype_of(x));
+  check.strided_output("out", out, {M, N}, is_fp8 ? kFloat16 | kBFloat16 : dtype_of(x));
   if (M == 0) return;
 
   const MoeGroupedGemmParams params{
       .x = x.data<void>(),
       .weight = weight.data<void>(),
-      .order = order.data<int64_t>(),
-      .ends = ends.data<int32_t>(),
+      .sorted_pairs = sorted_pairs.data<int64_t>(),
+      .expert_ends = expert_ends.data<int32_t>(),
       .x_scales = data_or_null<float>(x_scales),
       .weight_scales = data_or_null<float>(weight_scales),
       .out = out.data<void>(),
@@ -55,48 +55,50 @@ void moe_grouped_gemm(CallStream stream, const TensorView& x, const TensorView& 
       .outs = N,
       .groups = scaled ? G.value : 1,
       .x_stride = x.stride(0),
-      .x_scales_stride = in_8_bits ? x_scales->stride(0) : 0,
+      .x_scales_stride = is_fp8 ? x_scales->stride(0) : 0,
       .out_stride = out.stride(0),
       .dtype = dtype_of(out),
       .gated = gated,
-      .again = again,
+      .routing_ready = routing_ready,
   };
   SD_DISPATCH(check, stream, moe_grouped_gemm, params);
 }
 
 namespace {
 
-// X: of x; W: of weight; T: of out. An expert's weight is widened row by row, for all of its pairs.
+// X, W, T: element types of x, weight and out. Each weight row is converted once for all pairs of its expert.
 template <class T, class X, class W>
 void multiply(const MoeGroupedGemmParams& p) {
-  const int64_t size = p.in / p.groups, taken = p.pairs / p.rows;
-  std::vector<float> numbers(static_cast<size_t>(p.in));
+  const int64_t size = p.in / p.groups, top_k = p.pairs / p.rows;
+  std::vector<float> weight_row(static_cast<size_t>(p.in));
   for (int64_t expert = 0; expert < p.experts; ++expert) {
     const int64_t begin = p.begin(expert), end = p.begin(expert + 1);
     if (begin >= end) continue;
-    std::vector<float> made(static_cast<size_t>((end - begin) * p.weight_rows()));
+    std::vector<float> products(static_cast<size_t>((end - begin) * p.weight_rows()));
     for (int64_t n = 0; n < p.weight_rows(); ++n) {
       const W* const weight = static_cast<const W*>(p.weight) + (expert * p.weight_rows() + n) * p.in;
-      for (int64_t k = 0; k < p.in; ++k) numbers[static_cast<size_t>(k)] = to_float(weight[k]);
+      for (int64_t k = 0; k < p.in; ++k) weight_row[static_cast<size_t>(k)] = to_float(weight[k]);
       for (int64_t place = begin; place < end; ++place) {
-        const int64_t row = p.pair(place) / taken;
+        const int64_t row = p.pair(place) / top_k;
         const X* const x = static_cast<const X*>(p.x) + row * p.x_stride;
         float total = 0;
         for (int64_t g = 0; g < p.groups; ++g) {
           float sum = 0;
-          for (int64_t k = g * size; k < (g + 1) * size; ++k) sum += to_float(x[k]) * numbers[static_cast<size_t>(k)];
-          const float of_x = p.x_scales ? p.x_scales[g * p.x_scales_stride + row] : 1;
-          const float of_weight = p.weight_scales ? p.weight_scales[(expert * p.groups + g) * p.weight_rows() + n] : 1;
-          total += sum * (of_x * of_weight);
+          for (int64_t k = g * size; k < (g + 1) * size; ++k)
+            sum += to_float(x[k]) * weight_row[static_cast<size_t>(k)];
+          const float x_scale = p.x_scales ? p.x_scales[g * p.x_scales_stride + row] : 1;
+          const float weight_scale =
+              p.weight_scales ? p.weight_scales[(expert * p.groups + g) * p.weight_rows() + n] : 1;
+          total += sum * (x_scale * weight_scale);
         }
-        made[static_cast<size_t>((place - begin) * p.weight_rows() + n)] = total;
+        products[static_cast<size_t>((place - begin) * p.weight_rows() + n)] = total;
       }
     }
     for (int64_t place = begin; place < end; ++place) {
       T* const out = static_cast<T*>(p.out) + p.pair(place) * p.out_stride;
-      const float* const of_pair = made.data() + (place - begin) * p.weight_rows();
+      const float* const pair_products = products.data() + (place - begin) * p.weight_rows();
       for (int64_t n = 0; n < p.outs; ++n)
-        out[n] = from_float<T>(p.gated ? gated(of_pair[n], of_pair[p.outs + n]) : of_pair[n]);
+        out[n] = from_float<T>(p.gated ? silu_mul(pair_products[n], pair_products[p.outs + n]) : pair_products[n]);
     }
   }
 }

@@ -1,23 +1,24 @@
-// moe_grouped_gemm by mma.sync: experts that no row takes are not read, the others once for every few rows that take
-// them.
+// Grouped GEMM of MoE experts with mma.sync. Experts that no row selected are not read; the others are read once per
+// few rows that selected them.
 //
-// Work is items: a tile of 16 rows of an expert's weight for some of its pairs. How many there are only the device
-// knows; each block counts them and walks those that are its own, so that neighbours read what lies together. A warp
-// copies slices of 128 bytes of each of the 16 rows into a ring of its own (cp.async), which runs on into the next
-// item. A block is one warp, which waits for no other: what an item begins and ends with (its search, its pairs, its
-// sums) takes longer than a slice, and others multiply meanwhile. Only where items are too few to hide what a slice
-// takes in a warp, several share one, a part of the length each, and add up.
+// A work item is a tile of 16 weight rows of one expert for up to kMaxPairs of its (row, expert) pairs. The number of
+// items is known only on the device: each block counts them and strides over its own, so that adjacent blocks read
+// adjacent memory. A warp copies slices (128 bytes of each of the 16 rows) into its own cp.async ring, which runs on
+// into the next item. A block is one warp and waits for no other: per-item setup and epilogue (search, pairs, sums)
+// take longer than a slice, and other blocks hide them. Only if there are too few items to hide a slice's latency,
+// several warps share an item, split K and add their sums.
 //
-// It reads an expert's weight once, and its rows of x once for each tile, mostly from caches: the floor is the touched
-// weights over the bandwidth.
+// An expert's weight is read once, its rows of x once per tile, mostly from caches: the lower bound is the selected
+// experts' bytes over bandwidth.
 //
-// Numbers of 8 bits become 16-bit ones in registers, exactly so, whose products the tensor cores sum up in float32;
-// each slice's sum is scaled. m16n8k16, rows of the weight as its rows and rows of x as its columns. Which numbers
-// along a row stand together in a step is free as long as both operands agree: a thread's sixteen of four steps, or
-// eight of two where they have 16 bits, are neighbours, so that 16-byte reads serve both.
+// FP8 elements are converted exactly to 16 bits in registers; tensor cores accumulate in float32, and each slice's sum
+// is scaled. m16n8k16, with weight rows as M and rows of x as N. The order of elements along K is free as long as both
+// operands agree: a thread takes sixteen contiguous FP8 elements for four steps, or eight 16-bit ones for two, so
+// 16-byte reads serve both.
 //
-// The next kernel is set up only when all before this one have finished. So where that is this op again, of the same
-// pairs, it knows these while this one still runs, and fills its rings: the memory never idles between the two.
+// Programmatic dependent launch: the next kernel is set up only when all kernels before this one have finished. If that
+// next kernel is this op with the same routing (routing_ready), it may read the routing while this one still runs and
+// fill its rings, so memory never idles between the two.
 #include <algorithm>
 
 #include "core/copy_async.cuh"
@@ -29,18 +30,18 @@
 namespace specdec::layers {
 namespace {
 
-constexpr int kTile = 16;    // rows of the weight
-constexpr int kSlice = 128;  // bytes of each
+constexpr int kTile = 16;    // weight rows
+constexpr int kSlice = 128;  // bytes of each row
 constexpr int kSliceBytes = kTile * kSlice;
-constexpr int kDepth = 6;       // of a warp's ring, in slices
-constexpr int kMostWarps = 16;  // of a multiprocessor
+constexpr int kDepth = 6;  // of a warp's ring, in slices
+constexpr int kMaxWarpsPerSm = 16;
 
-// Parts of the length that are summed up each for itself, in any call, so that a row gets the same bits alone, where
-// warps share an item, and beside others. Rows of numbers of 16 bits have twice as many slices.
+// Parts of K that are summed separately in every call. So a row gets the same bits whether one warp handles an item or
+// several split it, i.e. whatever the batch. 16-bit rows have twice as many slices, and parts.
 template <class W>
 constexpr int kParts = 2 * sizeof(W);
 
-// In slices.
+// Return the first slice of a part of K.
 template <class W>
 __device__ int64_t begin_of_part(int part, int64_t slices) {
   return part * slices / kParts<W>;
@@ -49,21 +50,21 @@ __device__ int64_t begin_of_part(int part, int64_t slices) {
 template <class X>
 constexpr bool kIsFloat8 = std::is_same_v<X, Float8>;
 
-// Numbers of a row of W's that a thread has of half a slice: neighbours, of 16 bytes.
+// Elements of W that a thread reads from half a slice of a row: 16 contiguous bytes.
 template <class W>
-constexpr int kNumbers = 16 / sizeof(W);
+constexpr int kElements = 16 / sizeof(W);
 
-// As many of a row of X's.
+// The matching elements of a row of x.
 template <class X, class W>
-struct Neighbours {
-  static constexpr int kPacks = kNumbers<W> * sizeof(X) / 16;
+struct XFragment {
+  static constexpr int kPacks = kElements<W> * sizeof(X) / 16;
   uint4 packs[kPacks];
 };
 
-// Four numbers of 8 bits as pairs of T.
+// Convert four FP8 elements to two pairs of T.
 template <class T>
-__device__ __forceinline__ void widen(uint32_t word, uint32_t& low, uint32_t& high) {
-  const auto widened = [](uint32_t two) {
+__device__ __forceinline__ void dequantize_fp8x4(uint32_t word, uint32_t& low, uint32_t& high) {
+  const auto convert_pair = [](uint32_t two) {
     const __half2_raw raw = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(two), __NV_E4M3);
     if constexpr (std::is_same_v<T, Half>) {
       return static_cast<uint32_t>(raw.x) | static_cast<uint32_t>(raw.y) << 16;
@@ -73,26 +74,26 @@ __device__ __forceinline__ void widen(uint32_t word, uint32_t& low, uint32_t& hi
       return static_cast<uint32_t>(out.x) | static_cast<uint32_t>(out.y) << 16;
     }
   };
-  low = widened(word & 0xffff);
-  high = widened(word >> 16);
+  low = convert_pair(word & 0xffff);
+  high = convert_pair(word >> 16);
 }
 
 __device__ __forceinline__ uint32_t word_of(const uint4& pack, int i) {
   return i == 0 ? pack.x : i == 1 ? pack.y : i == 2 ? pack.z : pack.w;
 }
 
-// A tile of an expert's weight, and the places in `order` of the pairs that it is multiplied for.
+// A tile of an expert's weight, and `count` pairs from sorted_pairs[first] on that it is multiplied with.
 struct Item {
   int64_t expert, first;
   int tile, count;
 };
 
-// The items of a call, by all experts' numbers of chunks of pairs.
+// The work items of a call. An expert has one chunk per max_pairs of its pairs, and a chunk has one item per tile.
 class Items {
  public:
-  // By all threads of a block, which meet here.
-  __device__ Items(const MoeGroupedGemmParams& p, int columns, int* chunk_ends)
-      : p_(p), columns_(columns), chunk_ends_(chunk_ends) {
+  // Count the chunks of all experts; called by all threads of a block, ends in a barrier.
+  __device__ Items(const MoeGroupedGemmParams& p, int max_pairs, int* chunk_ends)
+      : p_(p), max_pairs_(max_pairs), chunk_ends_(chunk_ends) {
     const int experts = static_cast<int>(p.experts);
     if (warp_id() == 0) {
       const int each = (experts + kWarp - 1) / kWarp;
@@ -110,31 +111,32 @@ class Items {
   __device__ int64_t count() const { return count_; }
   __device__ Item at(int64_t i) const {
     const int chunk = static_cast<int>(i / tiles_);
-    int expert = 0;  // the first whose chunks end behind this one
+    int expert = 0;  // the first whose chunks end after this one
     for (int above = static_cast<int>(p_.experts); expert < above;) {
       const int middle = (expert + above) / 2;
       chunk_ends_[middle] > chunk ? above = middle : expert = middle + 1;
     }
-    const int of_expert = chunk - (expert > 0 ? chunk_ends_[expert - 1] : 0);
-    const int64_t first = p_.begin(expert) + int64_t{of_expert} * columns_;
+    const int chunk_of_expert = chunk - (expert > 0 ? chunk_ends_[expert - 1] : 0);
+    const int64_t first = p_.begin(expert) + int64_t{chunk_of_expert} * max_pairs_;
     return {expert, first, static_cast<int>(i % tiles_),
-            static_cast<int>(min(p_.begin(expert + 1) - first, int64_t{columns_}))};
+            static_cast<int>(min(p_.begin(expert + 1) - first, int64_t{max_pairs_}))};
   }
 
  private:
   __device__ int chunks_of(int expert) const {
     const int64_t pairs = p_.begin(expert + 1) - p_.begin(expert);
-    return pairs > 0 ? static_cast<int>((pairs + columns_ - 1) / columns_) : 0;
+    return pairs > 0 ? static_cast<int>((pairs + max_pairs_ - 1) / max_pairs_) : 0;
   }
 
   const MoeGroupedGemmParams& p_;
-  const int columns_;
+  const int max_pairs_;
   const int* const chunk_ends_;
   int tiles_;
   int64_t count_;
 };
 
-// The rows of an expert's weight that are a tile's: eight from one place on and eight from another.
+// The weight rows of a tile: eight from `top` on and eight from `bottom` on. A gated tile has gate rows on top and the
+// matching up rows below.
 struct TileRows {
   int64_t top, bottom;
 
@@ -145,7 +147,7 @@ struct TileRows {
   }
 };
 
-// A warp's slices of the weight on their way, those of one item behind those of the one before.
+// A warp's cp.async ring of weight slices, which runs on from one item to the next.
 template <class W, int kWarps>
 class Ring {
  public:
@@ -160,8 +162,8 @@ class Ring {
     begin_item();
   }
 
-  // Sixteen bytes each of row lane / 8 and every fourth, whose halves change places in odd rows: so the rows that are
-  // read together meet in no bank. Behind the last item there is nothing to copy, and yet something to wait for.
+  // Copy 16 bytes of row lane / 8 and of every fourth row after it. Odd rows swap their halves, so rows that are read
+  // together have no bank conflicts. After the last item nothing is copied, but a group is committed all the same.
   __device__ void fetch(int stage) {
     if (at_ < end_) {
       const int lane = lane_id();
@@ -197,83 +199,85 @@ class Ring {
   const Items& items_;
   unsigned char* const stages_;
   int64_t item_;
-  const int64_t row_bytes_, begin_, end_;  // the warp's part of the length
-  int64_t at_;                             // where the next slice begins, along the length
+  const int64_t row_bytes_, begin_, end_;  // the warp's part of K, in bytes
+  int64_t at_;                             // where the next slice begins along K, in bytes
   const unsigned char *top_, *bottom_;
 };
 
-// X: of x; W: of weight; T: of out; kTiles: of 8 rows of x that an item has at most; kWarps: of a block, which share
-// its items.
+// X, W, T: element types of x, weight and out. kTiles: mma tiles of 8 pairs per item, at most. kWarps: warps per block,
+// which split K.
 template <class X, class W, class T, int kTiles, int kWarps>
-__global__ void __launch_bounds__(kWarps* kWarp, kMostWarps / kWarps) moe_grouped_gemm_kernel(MoeGroupedGemmParams p) {
-  using Number = std::conditional_t<kIsFloat8<X>, Half, X>;  // that is multiplied
+__global__ void __launch_bounds__(kWarps* kWarp, kMaxWarpsPerSm / kWarps)
+    moe_grouped_gemm_kernel(MoeGroupedGemmParams p) {
+  using Operand = std::conditional_t<kIsFloat8<X>, Half, X>;  // of the mma instruction
   constexpr bool kScaled = kIsFloat8<W>;
-  constexpr int kColumns = kTiles * 8, kOfSlice = kSlice / sizeof(W);
-  constexpr bool kAhead = kTiles == 1;  // x is read a slice ahead: of more rows there are no registers for it
+  constexpr int kMaxPairs = kTiles * 8, kSliceElements = kSlice / sizeof(W);
+  constexpr bool kPrefetchX = kTiles == 1;  // prefetch x one slice ahead; more rows leave no registers for it
   extern __shared__ __align__(128) unsigned char slices[];
   const auto begin = [] {
     wait_for_kernels_before();
     let_next_kernel_start();
   };
-  if (!p.again) begin();
-  const int lane = lane_id(), warp = warp_id(), taken = static_cast<int>(p.pairs / p.rows);
-  const Items items(p, kColumns, reinterpret_cast<int*>(slices + kWarps * kDepth * kSliceBytes));
+  if (!p.routing_ready) begin();
+  const int lane = lane_id(), warp = warp_id(), top_k = static_cast<int>(p.pairs / p.rows);
+  const Items items(p, kMaxPairs, reinterpret_cast<int*>(slices + kWarps * kDepth * kSliceBytes));
   unsigned char* const stages = slices + warp * kDepth * kSliceBytes;
   Ring<W, kWarps> ring(p, items, stages);
 #pragma unroll 1
   for (int stage = 0; stage < kDepth - 1; ++stage) ring.fetch(stage);
-  if (p.again) begin();
+  if (p.routing_ready) begin();
 
-  const int64_t num_slices = p.in / kOfSlice;
+  const int64_t num_slices = p.in / kSliceElements;
   int stage = 0;
   for (int64_t i = blockIdx.x; i < items.count(); i += gridDim.x) {
     const Item item = items.at(i);
     const TileRows rows(p, item);
     const int tiles = (item.count + 7) / 8;
-    // Rows beyond the last are read as the last, and not written.
+    // Pairs after the last read the last one's row; they are not written.
     int pairs[kTiles], x_rows[kTiles];
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
       pairs[n] = static_cast<int>(p.pair(item.first + min(n * 8 + lane / 4, item.count - 1)));
-      x_rows[n] = pairs[n] / taken;
+      x_rows[n] = pairs[n] / top_k;
     }
-    Neighbours<X, W> x[kTiles][2];
-    const auto read = [&](Neighbours<X, W>(&to)[kTiles][2], int64_t at) {
+    XFragment<X, W> x[kTiles][2];
+    const auto read = [&](XFragment<X, W>(&to)[kTiles][2], int64_t at) {
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) {
         if (n >= tiles) break;
-        const X* const from = static_cast<const X*>(p.x) + x_rows[n] * p.x_stride + at + lane % 4 * kNumbers<W>;
+        const X* const from = static_cast<const X*>(p.x) + x_rows[n] * p.x_stride + at + lane % 4 * kElements<W>;
 #pragma unroll
         for (int u = 0; u < 2; ++u)
 #pragma unroll
-          for (int k = 0; k < Neighbours<X, W>::kPacks; ++k)
-            to[n][u].packs[k] = reinterpret_cast<const uint4*>(from + u * kOfSlice / 2)[k];
+          for (int k = 0; k < XFragment<X, W>::kPacks; ++k)
+            to[n][u].packs[k] = reinterpret_cast<const uint4*>(from + u * kSliceElements / 2)[k];
       }
     };
     const int first_part = kWarps > 1 ? warp : 0, last_part = kWarps > 1 ? warp : kParts<W> - 1;
-    int64_t at = begin_of_part<W>(first_part, num_slices) * kOfSlice;
-    const int64_t end = begin_of_part<W>(last_part + 1, num_slices) * kOfSlice;
-    if constexpr (kAhead) {
+    int64_t at = begin_of_part<W>(first_part, num_slices) * kSliceElements;
+    const int64_t end = begin_of_part<W>(last_part + 1, num_slices) * kSliceElements;
+    if constexpr (kPrefetchX) {
       if (at < end) read(x, at);
     }
     float sum[kTiles][4] = {};
 #pragma unroll 1
     for (int part = first_part; part <= last_part; ++part) {
-      float of_part[kTiles][4] = {};
+      float part_sum[kTiles][4] = {};
 #pragma unroll 1
-      for (const int64_t behind = begin_of_part<W>(part + 1, num_slices) * kOfSlice; at < behind; at += kOfSlice) {
-        // All that is not in the ring is on its way before that is waited for.
-        const int64_t group = p.groups > 1 ? at / kOfSlice : 0;
+      for (const int64_t part_end = begin_of_part<W>(part + 1, num_slices) * kSliceElements; at < part_end;
+           at += kSliceElements) {
+        // Issue the loads that bypass the ring before waiting for the ring.
+        const int64_t group = p.groups > 1 ? at / kSliceElements : 0;
         float low_scale = 1, high_scale = 1;
         if constexpr (kScaled) {
-          const float* const of_weight =
+          const float* const weight_scale =
               p.weight_scales + group * p.weight_rows() + (p.groups - 1) * item.expert * p.weight_rows() + lane / 4;
-          low_scale = of_weight[rows.top], high_scale = of_weight[rows.bottom];
+          low_scale = weight_scale[rows.top], high_scale = weight_scale[rows.bottom];
         }
-        float of_x[kTiles][2];
-        Neighbours<X, W> ahead[kTiles][2];
-        if constexpr (kAhead) {
-          if (at + kOfSlice < end) read(ahead, at + kOfSlice);
+        float x_scale[kTiles][2];
+        XFragment<X, W> next_x[kTiles][2];
+        if constexpr (kPrefetchX) {
+          if (at + kSliceElements < end) read(next_x, at + kSliceElements);
         } else {
           read(x, at);
         }
@@ -283,7 +287,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, kMostWarps / kWarps) moe_groupe
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             const int row = __shfl_sync(kFullMask, x_rows[n], (lane % 4 * 2 + e) * 4);
-            of_x[n][e] = kIsFloat8<X> ? p.x_scales[group * p.x_scales_stride + row] : 1;
+            x_scale[n][e] = kIsFloat8<X> ? p.x_scales[group * p.x_scales_stride + row] : 1;
           }
         }
         asm volatile("cp.async.wait_group %0;" ::"n"(kDepth - 2) : "memory");
@@ -296,34 +300,34 @@ __global__ void __launch_bounds__(kWarps* kWarp, kMostWarps / kWarps) moe_groupe
           for (int half = 0; half < 2; ++half)
             a[u][half] = *reinterpret_cast<const uint4*>(from + half * 8 * kSlice +
                                                          ((u * 4 + lane % 4) ^ (lane / 4 % 2 * 4)) * 16);
-        // The slice read before this one is everybody's no more.
+        // The previous slice has been read by all lanes, so its stage is free.
         ring.fetch(stage == 0 ? kDepth - 1 : stage - 1);
         if (++stage == kDepth) stage = 0;
 
-        float of_slice[kTiles][4] = {};
+        float slice_sum[kTiles][4] = {};
 #pragma unroll
         for (int u = 0; u < 2; ++u)
 #pragma unroll
-          for (int k = 0; k < kNumbers<W> / 4; ++k) {
-            uint32_t numbers[4];
+          for (int k = 0; k < kElements<W> / 4; ++k) {
+            uint32_t a_regs[4];
             if constexpr (kScaled) {
-              widen<Number>(word_of(a[u][0], k), numbers[0], numbers[2]);
-              widen<Number>(word_of(a[u][1], k), numbers[1], numbers[3]);
+              dequantize_fp8x4<Operand>(word_of(a[u][0], k), a_regs[0], a_regs[2]);
+              dequantize_fp8x4<Operand>(word_of(a[u][1], k), a_regs[1], a_regs[3]);
             } else {
 #pragma unroll
-              for (int w = 0; w < 4; ++w) numbers[w] = word_of(a[u][w % 2], 2 * k + w / 2);
+              for (int w = 0; w < 4; ++w) a_regs[w] = word_of(a[u][w % 2], 2 * k + w / 2);
             }
 #pragma unroll
             for (int n = 0; n < kTiles; ++n) {
               if (n >= tiles) break;
               uint32_t low, high;
               if constexpr (kIsFloat8<X>) {
-                widen<Number>(word_of(x[n][u].packs[0], k), low, high);
+                dequantize_fp8x4<Operand>(word_of(x[n][u].packs[0], k), low, high);
               } else {
                 low = word_of(x[n][u].packs[k / 2], k % 2 * 2);
                 high = word_of(x[n][u].packs[k / 2], k % 2 * 2 + 1);
               }
-              mma<Number>(kScaled ? of_slice[n] : of_part[n], numbers, low, high);
+              mma<Operand>(kScaled ? slice_sum[n] : part_sum[n], a_regs, low, high);
             }
           }
         if constexpr (kScaled) {
@@ -331,23 +335,23 @@ __global__ void __launch_bounds__(kWarps* kWarp, kMostWarps / kWarps) moe_groupe
           for (int n = 0; n < kTiles; ++n)
 #pragma unroll
             for (int e = 0; e < 4; ++e)
-              if (n < tiles) of_part[n][e] += of_slice[n][e] * (of_x[n][e % 2] * (e < 2 ? low_scale : high_scale));
+              if (n < tiles) part_sum[n][e] += slice_sum[n][e] * (x_scale[n][e % 2] * (e < 2 ? low_scale : high_scale));
         }
-        if constexpr (kAhead) {
+        if constexpr (kPrefetchX) {
 #pragma unroll
-          for (int u = 0; u < 2; ++u) x[0][u] = ahead[0][u];
+          for (int u = 0; u < 2; ++u) x[0][u] = next_x[0][u];
         }
       }
 #pragma unroll
       for (int n = 0; n < kTiles; ++n)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) sum[n][e] += of_part[n][e];
+        for (int e = 0; e < 4; ++e) sum[n][e] += part_sum[n][e];
     }
 
     if constexpr (kWarps > 1) {
       static_assert(kTiles == 1);
       __shared__ float4 sums[kWarps][kWarp];
-      __syncthreads();  // those of the item before have been read
+      __syncthreads();  // the previous item's sums have been read
       sums[warp][lane] = {sum[0][0], sum[0][1], sum[0][2], sum[0][3]};
       __syncthreads();
       if (warp > 0) continue;
@@ -367,7 +371,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, kMostWarps / kWarps) moe_groupe
         if (n * 8 + column >= item.count) continue;
         T* const to = static_cast<T*>(p.out) + pair * p.out_stride + int64_t{item.tile} * outs + lane / 4;
         const float top = sum[n][e], bottom = sum[n][2 + e];
-        to[0] = from_float<T>(p.gated ? gated(top, bottom) : top);
+        to[0] = from_float<T>(p.gated ? silu_mul(top, bottom) : top);
         if (!p.gated) to[kTile / 2] = from_float<T>(bottom);
       }
   }
@@ -375,28 +379,29 @@ __global__ void __launch_bounds__(kWarps* kWarp, kMostWarps / kWarps) moe_groupe
 
 template <class X, class W, class T>
 void start(const MoeGroupedGemmParams& p, Stream stream) {
-  const int64_t multiprocessors = current_device("moe_grouped_gemm").num_sms;
-  const auto most_items = [&](int columns) {
+  const int64_t num_sms = current_device("moe_grouped_gemm").num_sms;
+  const auto max_items = [&](int max_pairs) {
     const int64_t touched = std::min(p.experts, p.pairs);
-    return p.weight_rows() / kTile * (touched + (p.pairs - touched) / columns);
+    return p.weight_rows() / kTile * (touched + (p.pairs - touched) / max_pairs);
   };
-  const auto of_tiles = [&]<int kTiles, int kWarps>() {
+  const auto with_tiles = [&]<int kTiles, int kWarps>() {
     static_assert(kWarps == 1 || kWarps == kParts<W>);
     const auto kernel = moe_grouped_gemm_kernel<X, W, T, kTiles, kWarps>;
     constexpr int kRings = kWarps * kDepth * kSliceBytes;
     SD_CUDA_CHECK("moe_grouped_gemm", cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                            kRings + int{kMaxExperts * sizeof(int)}));
-    // As many blocks as find room at once, or one for each item there may be.
-    const int64_t room = kMostWarps / kWarps * multiprocessors;
+    // Launch as many blocks as fit at once, but no more than there may be items.
+    const int64_t room = kMaxWarpsPerSm / kWarps * num_sms;
     launch("moe_grouped_gemm", kernel,
-           {.grid = static_cast<unsigned>(std::min(room, most_items(kTiles * 8))),
+           {.grid = static_cast<unsigned>(std::min(room, max_items(kTiles * 8))),
             .threads = kWarps * kWarp,
             .shared_bytes = kRings + p.experts * sizeof(int)},
            stream, p);
   };
-  if (p.rows > 8) return of_tiles.template operator()<kIsFloat8<W> ? 2 : 4, 1>();  // more take too many registers
-  most_items(8) <= kMostWarps / 2 * multiprocessors ? of_tiles.template operator()<1, kParts<W>>()
-                                                    : of_tiles.template operator()<1, 1>();
+  if (p.rows > 8)
+    return with_tiles.template operator()<kIsFloat8<W> ? 2 : 4, 1>();  // larger tiles use too many registers
+  max_items(8) <= kMaxWarpsPerSm / 2 * num_sms ? with_tiles.template operator()<1, kParts<W>>()
+                                               : with_tiles.template operator()<1, 1>();
 }
 
 }  // namespace

@@ -1,4 +1,5 @@
-// moe_route: which experts rows take, by their scores, and the pairs of both as moe_grouped_gemm multiplies them.
+// moe_route: MoE routing. Selects each row's top-k experts by router score, computes routing weights by softmax, and
+// sorts (row, expert) pairs by expert for moe_grouped_gemm.
 #pragma once
 
 #include <cmath>
@@ -9,28 +10,28 @@
 
 namespace specdec::layers {
 
-constexpr int64_t kMaxTaken = 32;
+constexpr int64_t kMaxTopK = 32;
 
 struct MoeRouteParams {
-  const void* scores;  // [rows, experts]
-  int64_t* chosen;     // [rows, taken], the best first; ties go to the lower number, and NaN counts as -inf
-  float* shares;       // [rows, taken]
-  int64_t* order;      // [rows * taken], pairs of a row and an expert of its: by experts, and then by rows
-  int32_t* ends;       // [experts], where each one's pairs in `order` end
-  int64_t rows, experts, taken;
-  int64_t scores_stride;  // of rows, in items
+  const void* scores;     // [rows, experts]
+  int64_t* topk_ids;      // [rows, top_k], best first; ties go to the lower id, and NaN counts as -inf
+  float* topk_weights;    // [rows, top_k]
+  int64_t* sorted_pairs;  // [rows * top_k], indices into topk_ids, sorted by expert, then by row
+  int32_t* expert_ends;   // [experts], end of each expert's range in sorted_pairs
+  int64_t rows, experts, top_k;
+  int64_t scores_stride;  // between rows, in elements
   Dtypes dtype;
-  bool normalised;  // shares are of those taken alone, else of all
+  bool renormalize;  // softmax over the selected experts, else over all
 
-  SD_HD int64_t pairs() const { return rows * taken; }
+  SD_HD int64_t pairs() const { return rows * top_k; }
 };
 
-// What a score counts beside the largest of its row, before it is divided by the sum.
+// Return a score's unnormalized softmax weight, given the largest score of its row.
 SD_HD float score_weight(float score, float largest) { return expf(below_max(score, largest)); }
 
-void moe_route(CallStream stream, const TensorView& scores, int64_t taken, bool normalised,
-               const TensorView& out_experts, const TensorView& out_shares, const TensorView& out_order,
-               const TensorView& out_ends);
+void moe_route(CallStream stream, const TensorView& scores, int64_t top_k, bool renormalize,
+               const TensorView& out_topk_ids, const TensorView& out_topk_weights, const TensorView& out_sorted_pairs,
+               const TensorView& out_expert_ends);
 
 void moe_route_cpu(const MoeRouteParams& p);
 void moe_route_cuda(const MoeRouteParams& p, Stream stream);

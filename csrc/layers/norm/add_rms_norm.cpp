@@ -9,15 +9,15 @@
 
 namespace specdec::layers {
 
-void add_rms_norm(CallStream stream, const TensorView& x, const TensorView& weight, double eps, const OptTensor& shares,
-                  const OptTensor& residual, const OptTensor& out_sum, const OptTensor& out_scales,
-                  const TensorView& out) {
+void add_rms_norm(CallStream stream, const TensorView& x, const TensorView& weight, double eps,
+                  const OptTensor& topk_weights, const OptTensor& residual, const OptTensor& out_sum,
+                  const OptTensor& out_scales, const TensorView& out) {
   Check check("add_rms_norm");
   Dim T{"rows"}, H{"width"};
   Dim J{"taken", 1};
-  if (shares) {
+  if (topk_weights) {
     J = Dim{"taken"};
-    check.tensor("shares", *shares, {T, J}, kFloat32);
+    check.tensor("shares", *topk_weights, {T, J}, kFloat32);
     check.range("taken", J, 1, INT32_MAX);
     Dim M{"rows * taken", T * J};
     check.strided("x", x, {M, H}, kFloats);
@@ -27,7 +27,7 @@ void add_rms_norm(CallStream stream, const TensorView& x, const TensorView& weig
   const Dtypes dtype = dtype_of(x);
   check.range("width", H, 1, INT32_MAX);
   check.tensor("weight", weight, {H}, dtype);
-  check.that(!shares || residual, "shares", "is given", "None without residual");
+  check.that(!topk_weights || residual, "shares", "is given", "None without residual");
   const float epsilon = check.factor("eps", eps);
   check.that(residual.has_value() == out_sum.has_value(), "out[1]", out_sum ? "is given" : "is None",
              residual ? "a tensor beside residual" : "None without residual");
@@ -35,39 +35,39 @@ void add_rms_norm(CallStream stream, const TensorView& x, const TensorView& weig
     check.strided("residual", *residual, {T, H}, dtype);
     check.strided_output("out[1]", *out_sum, {T, H}, dtype);
   }
-  const bool rounded = out_scales.has_value();
-  check.strided_output("out[0]", out, {T, H}, rounded ? kFloat8 : dtype);
-  bool wide = copy_unit({&x, &weight}) == 16 && copy_unit({&out}) >= (rounded ? 16 / item_bytes(x) : 16);
-  if (residual) wide = wide && copy_unit({&*residual, &*out_sum}) == 16;
+  const bool quantized = out_scales.has_value();
+  check.strided_output("out[0]", out, {T, H}, quantized ? kFloat8 : dtype);
+  bool vectorized = copy_unit({&x, &weight}) == 16 && copy_unit({&out}) >= (quantized ? 16 / item_bytes(x) : 16);
+  if (residual) vectorized = vectorized && copy_unit({&*residual, &*out_sum}) == 16;
   Dim G{"groups"};
-  if (rounded) {
+  if (quantized) {
     check.strided_output("out_scales", *out_scales, {G, T}, kFloat32);
-    const int64_t groups = (H + kRoundGroup - 1) / kRoundGroup;
+    const int64_t groups = (H + kFp8Group - 1) / kFp8Group;
     check.that(G == 1 || G == groups, "groups", {"is ", G}, {"1 or ", groups});
-    check.that(wide || !check.on_cuda(), "out_scales", "is given", "None for rows off 16 bytes");
+    check.that(vectorized || !check.on_cuda(), "out_scales", "is given", "None for rows off 16 bytes");
   }
   if (T == 0) return;
 
   const AddRmsNormParams params{
       .x = x.data<void>(),
-      .shares = data_or_null<float>(shares),
+      .topk_weights = data_or_null<float>(topk_weights),
       .residual = data_or_null<void>(residual),
       .weight = weight.data<void>(),
       .out_sum = data_or_null<void>(out_sum),
       .out = out.data<void>(),
       .scales = data_or_null<float>(out_scales),
       .rows = T,
-      .taken = J,
+      .top_k = J,
       .width = H,
-      .groups = rounded ? G.value : 0,
+      .groups = quantized ? G.value : 0,
       .x_stride = x.stride(0),
       .residual_stride = residual ? residual->stride(0) : 0,
       .sum_stride = out_sum ? out_sum->stride(0) : 0,
       .out_stride = out.stride(0),
-      .scales_stride = rounded ? out_scales->stride(0) : 0,
+      .scales_stride = quantized ? out_scales->stride(0) : 0,
       .eps = epsilon,
       .dtype = dtype,
-      .wide = wide,
+      .vectorized = vectorized,
   };
   SD_DISPATCH(check, stream, add_rms_norm, params);
 }
@@ -76,20 +76,20 @@ void add_rms_norm_cpu(const AddRmsNormParams& p) {
   with_float_type(p.dtype, [&]<class T>() {
     const auto* weight = static_cast<const T*>(p.weight);
     std::vector<T> normed(static_cast<size_t>(p.scales ? p.width : 0));
-    std::vector<T> combined(static_cast<size_t>(p.shares ? p.width : 0));
+    std::vector<T> combined(static_cast<size_t>(p.topk_weights ? p.width : 0));
     for (int64_t row = 0; row < p.rows; ++row) {
       const auto* x = static_cast<const T*>(p.x) + row * p.x_stride;
-      if (p.shares) {
-        moe_combine_cpu({.made = static_cast<const T*>(p.x) + row * p.taken * p.x_stride,
-                         .shares = p.shares + row * p.taken,
+      if (p.topk_weights) {
+        moe_combine_cpu({.expert_outputs = static_cast<const T*>(p.x) + row * p.top_k * p.x_stride,
+                         .topk_weights = p.topk_weights + row * p.top_k,
                          .out = combined.data(),
                          .rows = 1,
-                         .taken = p.taken,
+                         .top_k = p.top_k,
                          .width = p.width,
-                         .made_stride = p.x_stride,
+                         .expert_outputs_stride = p.x_stride,
                          .out_stride = 0,
                          .dtype = p.dtype,
-                         .wide = false});
+                         .vectorized = false});
         x = combined.data();
       }
       if (p.residual) {
@@ -99,22 +99,22 @@ void add_rms_norm_cpu(const AddRmsNormParams& p) {
         x = sum;
       }
       if (p.scales == nullptr) {
-        norm_row_cpu(x, weight, p.width, p.eps, static_cast<T*>(p.out) + row * p.out_stride);
+        rms_norm_row_cpu(x, weight, p.width, p.eps, static_cast<T*>(p.out) + row * p.out_stride);
         continue;
       }
-      norm_row_cpu(x, weight, p.width, p.eps, normed.data());
+      rms_norm_row_cpu(x, weight, p.width, p.eps, normed.data());
       quantize_fp8_cpu({.x = normed.data(),
-                        .given = nullptr,
-                        .numbers = static_cast<Float8*>(p.out) + row * p.out_stride,
+                        .scale_in = nullptr,
+                        .out = static_cast<Float8*>(p.out) + row * p.out_stride,
                         .scales = p.scales + row,
                         .rows = 1,
                         .width = p.width,
                         .groups = p.groups,
                         .x_stride = 0,
-                        .numbers_stride = 0,
+                        .out_stride = 0,
                         .scales_stride = p.scales_stride,
                         .dtype = p.dtype,
-                        .wide = false});
+                        .vectorized = false});
     }
   });
 }

@@ -47,8 +47,8 @@ void rms_norm_concat(CallStream stream, const TensorView& embeddings, const Tens
       .out_features_stride = out_features.stride(0),
       .eps = epsilon,
       .dtype = dtype,
-      .wide = H * item_bytes(out) % 16 == 0 &&  // both halves of a pair
-              copy_unit({&embeddings, &embedding_weight, &features, &feature_weight, &out, &out_features}) == 16,
+      .vectorized = H * item_bytes(out) % 16 == 0 &&  // both halves of a row of `out`
+                    copy_unit({&embeddings, &embedding_weight, &features, &feature_weight, &out, &out_features}) == 16,
   };
   SD_DISPATCH(check, stream, rms_norm_concat, params);
 }
@@ -56,13 +56,14 @@ void rms_norm_concat(CallStream stream, const TensorView& embeddings, const Tens
 void rms_norm_concat_cpu(const RmsNormConcatParams& p) {
   with_float_type(p.dtype, [&]<class T>() {
     const auto norm = [&](const T* x, const void* weight, T* out) {
-      norm_row_cpu(x, static_cast<const T*>(weight), p.width, p.eps, out);
+      rms_norm_row_cpu(x, static_cast<const T*>(weight), p.width, p.eps, out);
     };
     for (int64_t row = 0; row < p.rows; ++row) {
-      T* const pair = static_cast<T*>(p.out) + row * p.out_stride;
-      norm(static_cast<const T*>(p.embeddings) + embedding_of(p, row) * p.embeddings_stride, p.embedding_weight, pair);
+      T* const out_row = static_cast<T*>(p.out) + row * p.out_stride;
+      norm(static_cast<const T*>(p.embeddings) + embedding_of(p, row) * p.embeddings_stride, p.embedding_weight,
+           out_row);
       const T* const feature = static_cast<const T*>(p.features) + feature_of(p, row) * p.features_stride;
-      norm(feature, p.feature_weight, pair + p.width);
+      norm(feature, p.feature_weight, out_row + p.width);
       std::copy(feature, feature + p.width, static_cast<T*>(p.out_features) + row * p.out_features_stride);
     }
   });

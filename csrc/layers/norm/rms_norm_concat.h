@@ -1,4 +1,5 @@
-// rms_norm_concat: what an EAGLE-3 layer reads, embeddings beside features, each row over its root mean square.
+// rms_norm_concat: the input of an EAGLE-3 layer, i.e. token embeddings and target features, each RMS-normalized and
+// concatenated.
 #pragma once
 
 #include "core/dispatch.h"
@@ -12,22 +13,22 @@ struct RmsNormConcatParams {
   const int32_t* tokens;         // [rows]
   const void* embedding_weight;  // [width]
   const void* features;          // [num_features, width]
-  const int32_t* feature_rows;   // [rows], or null: row i has feature i
+  const int32_t* feature_rows;   // [rows], or null: row i reads feature i
   const void* feature_weight;    // [width]
   void* out;                     // [rows, 2 * width]
   void* out_features;            // [rows, width]
   int64_t rows, width, vocab, num_features;
-  int64_t embeddings_stride, features_stride, out_stride, out_features_stride;  // of rows, in items
+  int64_t embeddings_stride, features_stride, out_stride, out_features_stride;  // between rows, in elements
   float eps;
   Dtypes dtype;
-  bool wide;  // everything can be read and written 16 bytes at a time
+  bool vectorized;  // all rows allow 16-byte accesses
 };
 
-// Row of a table; a number outside it takes the nearest there is.
-SD_HD int64_t nearest_row(int32_t row, int64_t count) { return clamp_to(int64_t{row}, 0, count - 1); }
-SD_HD int64_t embedding_of(const RmsNormConcatParams& p, int64_t row) { return nearest_row(p.tokens[row], p.vocab); }
+// Return a row index clamped to the table.
+SD_HD int64_t clamped_row(int32_t row, int64_t count) { return clamp_to(int64_t{row}, 0, count - 1); }
+SD_HD int64_t embedding_of(const RmsNormConcatParams& p, int64_t row) { return clamped_row(p.tokens[row], p.vocab); }
 SD_HD int64_t feature_of(const RmsNormConcatParams& p, int64_t row) {
-  return p.feature_rows ? nearest_row(p.feature_rows[row], p.num_features) : row;
+  return p.feature_rows ? clamped_row(p.feature_rows[row], p.num_features) : row;
 }
 
 void rms_norm_concat(CallStream stream, const TensorView& embeddings, const TensorView& tokens,

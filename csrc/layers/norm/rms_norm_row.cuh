@@ -1,8 +1,9 @@
-// One row over its root mean square, by a block, whose threads hold what they read until the sum of squares is known,
-// the reads all on their way before one is looked at. With few rows it is latency that counts, and a thread has one
-// 16-byte read of each; with many, fewer threads with two wait less for each other. Registers are kept so few that a
-// multiprocessor has 1024 threads or more, unless x is what several experts made. No kernel writes the weight, so that
-// it is on its way before those before this one have finished.
+// RMSNorm of one row by one block, with optional MoE combine and residual add before it and FP8 quantization after it.
+//
+// Threads keep what they read in registers until the sum of squares is known; all loads are issued before the first
+// use. With few rows latency dominates, so a thread makes one 16-byte read of each operand; with many rows, fewer
+// threads with two reads each wait less for one another. Register use allows at least 1024 threads per SM, except when
+// expert outputs are combined. No kernel writes the weight, so it is loaded before the previous kernels have finished.
 #pragma once
 
 #include <algorithm>
@@ -13,32 +14,33 @@
 
 namespace specdec::layers {
 
-constexpr int kMaxNormThreads = 512;
-// Blocks that a multiprocessor has room for, of threads that hold so many packs.
-template <int kHeld, bool kShared = false>
-constexpr int kNormBlocks = kShared      ? 1
-                            : kHeld == 1 ? 3
-                                         : 2;
+constexpr int kMaxRmsNormThreads = 512;
+// Minimum blocks per SM (launch bounds).
+template <int kPacksPerThread, bool kCombine = false>
+constexpr int kRmsNormBlocksPerSm = kCombine               ? 1
+                                    : kPacksPerThread == 1 ? 3
+                                                           : 2;
 
 template <class P>
-struct NormRow {
-  const P *x, *residual;  // residual: null, or added to x
-  P* sum;                 // null, or what is normalised
-  P* out;                 // null where the result is rounded
-  const float* shares;    // by which so many rows of x, so many packs apart, are summed first
-  int64_t taken, x_stride;
+struct RmsNormRow {
+  const P *x, *residual;  // residual may be null
+  P* sum;                 // receives x + residual, or null
+  P* out;                 // null if the result is quantized
+  const float*
+      topk_weights;  // with kCombine: weights of top_k rows of x, x_stride packs apart, which are combined first
+  int64_t top_k, x_stride;
 };
 
-// The result as numbers of 8 bits, with a scale for each kRoundGroup of them or one for all.
-struct RoundedRow {
-  Float8* numbers;
+// An FP8 result, with one scale per kFp8Group elements or one per row.
+struct QuantizedRow {
+  Float8* out;
   float* scales;
-  int64_t stride;  // of groups
+  int64_t stride;  // between groups
   bool by_groups;
 };
 
-__device__ __forceinline__ float norm_block_sum(float x) {
-  __shared__ float sums[kMaxNormThreads / kWarp];
+__device__ __forceinline__ float block_sum(float x) {
+  __shared__ float sums[kMaxRmsNormThreads / kWarp];
   x = warp_sum(x);
   if (threadIdx.x % kWarp == 0) sums[threadIdx.x / kWarp] = x;
   __syncthreads();
@@ -46,41 +48,41 @@ __device__ __forceinline__ float norm_block_sum(float x) {
   return warp_sum(x);
 }
 
-// The largest of so many neighbouring lanes, numbers of 0 and more.
+// Return the maximum over kLanes adjacent lanes, of values >= 0.
 template <int kLanes>
-__device__ __forceinline__ float largest_of_lanes(float x) {
+__device__ __forceinline__ float lanes_max(float x) {
 #pragma unroll
   for (int step = kLanes / 2; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(kFullMask, x, step));
   return x;
 }
-__device__ __forceinline__ float norm_block_largest(float x) {
-  __shared__ float of_warps[kMaxNormThreads / kWarp];
-  x = largest_of_lanes<kWarp>(x);
-  if (threadIdx.x % kWarp == 0) of_warps[threadIdx.x / kWarp] = x;
+__device__ __forceinline__ float block_max(float x) {
+  __shared__ float warp_maxima[kMaxRmsNormThreads / kWarp];
+  x = lanes_max<kWarp>(x);
+  if (threadIdx.x % kWarp == 0) warp_maxima[threadIdx.x / kWarp] = x;
   __syncthreads();
-  return largest_of_lanes<kWarp>(threadIdx.x % kWarp < blockDim.x / kWarp ? of_warps[threadIdx.x % kWarp] : 0);
+  return lanes_max<kWarp>(threadIdx.x % kWarp < blockDim.x / kWarp ? warp_maxima[threadIdx.x % kWarp] : 0);
 }
 
-// The first statement of a kernel. find(): the block's NormRow, asked for when the kernels before this one have
-// finished. kHeld: packs that a thread holds; the others of longer rows are read twice. kShared: whether x has shares.
-template <class T, int N, int kHeld, bool kRounded = false, bool kShared = false, class Find>
-__device__ __forceinline__ void norm_row(const Pack<T, N>* weight, int width, float eps, Find&& find,
-                                         const RoundedRow& rounded = {}) {
+// Normalize one row; the first statement of a kernel. find() returns the block's RmsNormRow and is called once previous
+// kernels have finished. A thread keeps kPacksPerThread packs; packs of longer rows are read twice.
+template <class T, int N, int kPacksPerThread, bool kQuantized = false, bool kCombine = false, class Find>
+__device__ __forceinline__ void rms_norm_row(const Pack<T, N>* weight, int width, float eps, Find&& find,
+                                             const QuantizedRow& quantized = {}) {
   using P = Pack<T, N>;
   const int packs = width / N, threads = static_cast<int>(blockDim.x);
-  P held[kHeld], more[kHeld], weights[kHeld];
-  const auto each_held = [&](auto&& use) {
+  P x_packs[kPacksPerThread], more[kPacksPerThread], weights[kPacksPerThread];
+  const auto for_each_held = [&](auto&& use) {
 #pragma unroll
-    for (int h = 0; h < kHeld; ++h) {
+    for (int h = 0; h < kPacksPerThread; ++h) {
       const int i = static_cast<int>(threadIdx.x) + h * threads;
       if (i < packs) use(h, i);
     }
   };
-  each_held([&](int h, int i) { weights[h] = weight[i]; });
+  for_each_held([&](int h, int i) { weights[h] = weight[i]; });
   begin_kernel();
-  const NormRow<P> row = find();
+  const RmsNormRow<P> row = find();
 
-  // The sum as it is stored, which is what is normalised.
+  // Add and round to T: the sum is normalized as it is stored.
   const auto add = [](P& value, const P& more) {
     float a[N], b[N];
     unpack(value, a);
@@ -90,8 +92,8 @@ __device__ __forceinline__ void norm_row(const Pack<T, N>* weight, int width, fl
     value = pack_of<T>(a);
   };
   const auto read_x = [&](int i) {
-    if constexpr (kShared)
-      return combined(row.x + i, row.x_stride, row.shares, row.taken);
+    if constexpr (kCombine)
+      return combine_pack(row.x + i, row.x_stride, row.topk_weights, row.top_k);
     else
       return row.x[i];
   };
@@ -107,15 +109,15 @@ __device__ __forceinline__ void norm_row(const Pack<T, N>* weight, int width, fl
 #pragma unroll
     for (int n = 0; n < N; ++n) squares += a[n] * a[n];
   };
-  // All that is held is on its way before any of it is looked at.
-  if (row.residual) each_held([&](int h, int i) { more[h] = row.residual[i]; });
-  each_held([&](int h, int i) { held[h] = read_x(i); });
-  if (row.residual) each_held([&](int h, int) { add(held[h], more[h]); });
-  each_held([&](int h, int) { square(held[h]); });
-  for (int i = threadIdx.x + kHeld * threads; i < packs; i += threads) square(read(i));
+  // Issue all loads before the first use.
+  if (row.residual) for_each_held([&](int h, int i) { more[h] = row.residual[i]; });
+  for_each_held([&](int h, int i) { x_packs[h] = read_x(i); });
+  if (row.residual) for_each_held([&](int h, int) { add(x_packs[h], more[h]); });
+  for_each_held([&](int h, int) { square(x_packs[h]); });
+  for (int i = threadIdx.x + kPacksPerThread * threads; i < packs; i += threads) square(read(i));
 
-  const float scale = rsqrtf(norm_block_sum(squares) / static_cast<float>(width) + eps);
-  const auto normed = [&](const P& pack, const P& factor) {
+  const float scale = rsqrtf(block_sum(squares) / static_cast<float>(width) + eps);
+  const auto normalized = [&](const P& pack, const P& factor) {
     float a[N], w[N];
     unpack(pack, a);
     unpack(factor, w);
@@ -123,68 +125,70 @@ __device__ __forceinline__ void norm_row(const Pack<T, N>* weight, int width, fl
     for (int n = 0; n < N; ++n) a[n] *= scale * w[n];
     return pack_of<T>(a);
   };
-  // Calls use(i, sum, result) with the packs of this thread; or with all of a warp, those behind the last as well.
+  // Call use(i, sum, result) for each pack of this thread; with whole_warps also for packs past the end, so that all
+  // lanes take part.
   const auto each = [&](bool whole_warps, auto&& use) {
 #pragma unroll
-    for (int h = 0; h < kHeld; ++h) {
+    for (int h = 0; h < kPacksPerThread; ++h) {
       const int i = static_cast<int>(threadIdx.x) + h * threads;
-      if (whole_warps || i < packs) use(i, held[h], i < packs ? normed(held[h], weights[h]) : P{});
+      if (whole_warps || i < packs) use(i, x_packs[h], i < packs ? normalized(x_packs[h], weights[h]) : P{});
     }
-    for (int first = kHeld * threads; first < packs; first += threads) {
+    for (int first = kPacksPerThread * threads; first < packs; first += threads) {
       const int i = first + static_cast<int>(threadIdx.x);
       const P pack = i < packs ? read(i) : P{};
-      if (whole_warps || i < packs) use(i, pack, i < packs ? normed(pack, weight[i]) : P{});
+      if (whole_warps || i < packs) use(i, pack, i < packs ? normalized(pack, weight[i]) : P{});
     }
   };
-  if constexpr (!kRounded) {
+  if constexpr (!kQuantized) {
     each(false, [&](int i, const P& pack, const P& result) {
       if (row.sum) row.sum[i] = pack;
       row.out[i] = result;
     });
   } else {
-    constexpr int kLanes = kRoundGroup / N;  // that hold a group
+    constexpr int kLanes = kFp8Group / N;  // per group
     static_assert(kLanes <= kWarp);
-    const auto largest_of = [](const P& result) {
-      float a[N], largest = 0;
+    const auto pack_max = [](const P& result) {
+      float a[N], max = 0;
       unpack(result, a);
 #pragma unroll
-      for (int n = 0; n < N; ++n) largest = fmaxf(largest, fabsf(a[n]));
-      return largest;
+      for (int n = 0; n < N; ++n) max = fmaxf(max, fabsf(a[n]));
+      return max;
     };
-    float of_row = 0;
-    if (!rounded.by_groups) {
-      each(false, [&](int, const P&, const P& result) { of_row = fmaxf(of_row, largest_of(result)); });
-      of_row = scale_of(norm_block_largest(of_row));
-      if (threadIdx.x == 0) *rounded.scales = of_row;
+    float row_scale = 0;
+    if (!quantized.by_groups) {
+      each(false, [&](int, const P&, const P& result) { row_scale = fmaxf(row_scale, pack_max(result)); });
+      row_scale = fp8_scale(block_max(row_scale));
+      if (threadIdx.x == 0) *quantized.scales = row_scale;
     }
     each(true, [&](int i, const P& pack, const P& result) {
-      const float scale_of_pack = rounded.by_groups ? scale_of(largest_of_lanes<kLanes>(largest_of(result))) : of_row;
+      const float pack_scale = quantized.by_groups ? fp8_scale(lanes_max<kLanes>(pack_max(result))) : row_scale;
       if (i >= packs) return;
-      if (rounded.by_groups && i % kLanes == 0) rounded.scales[i / kLanes * rounded.stride] = scale_of_pack;
+      if (quantized.by_groups && i % kLanes == 0) quantized.scales[i / kLanes * quantized.stride] = pack_scale;
       if (row.sum) row.sum[i] = pack;
       float a[N];
       unpack(result, a);
-      Pack<Float8, N> numbers;
+      Pack<Float8, N> out;
 #pragma unroll
-      for (int n = 0; n < N; ++n) numbers.x[n] = scaled(a[n], scale_of_pack);
-      reinterpret_cast<Pack<Float8, N>*>(rounded.numbers)[i] = numbers;
+      for (int n = 0; n < N; ++n) out.x[n] = to_fp8(a[n], pack_scale);
+      reinterpret_cast<Pack<Float8, N>*>(quantized.out)[i] = out;
     });
   }
 }
 
-// Calls f.template operator()<N, kHeld>(threads of a block), for `rows` rows in packs of 16 bytes where they are
-// `wide`, else of one number.
+// Call f.template operator()<N, kPacksPerThread>(threads per block): N elements per pack make 16 bytes if `vectorized`,
+// else one element.
 template <class T, class F>
-void with_norm_threads(const char* op, int64_t rows, int64_t width, bool wide, F&& f) {
-  const auto of_held = [&]<int N, int kHeld>() {
-    const int64_t warps = (width / N + kHeld * kWarp - 1) / (kHeld * kWarp);
-    f.template operator()<N, kHeld>(static_cast<unsigned>(std::min<int64_t>(warps * kWarp, kMaxNormThreads)));
+void with_rms_norm_shape(const char* op, int64_t rows, int64_t width, bool vectorized, F&& f) {
+  const auto with_packs = [&]<int N, int kPacksPerThread>() {
+    const int64_t warps = (width / N + kPacksPerThread * kWarp - 1) / (kPacksPerThread * kWarp);
+    f.template operator()<N, kPacksPerThread>(
+        static_cast<unsigned>(std::min<int64_t>(warps * kWarp, kMaxRmsNormThreads)));
   };
-  const auto of_pack = [&]<int N>() {
+  const auto with_pack = [&]<int N>() {
     const bool many = rows > 3 * current_device(op).num_sms;
-    many ? of_held.template operator()<N, 2>() : of_held.template operator()<N, 1>();
+    many ? with_packs.template operator()<N, 2>() : with_packs.template operator()<N, 1>();
   };
-  wide ? of_pack.template operator()<16 / sizeof(T)>() : of_pack.template operator()<1>();
+  vectorized ? with_pack.template operator()<16 / sizeof(T)>() : with_pack.template operator()<1>();
 }
 
 }  // namespace specdec::layers

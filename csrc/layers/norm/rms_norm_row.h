@@ -1,4 +1,4 @@
-// One row over its root mean square, on the CPU.
+// rms_norm_row_cpu: RMSNorm of one row on the CPU.
 #pragma once
 
 #include <cmath>
@@ -8,7 +8,7 @@
 namespace specdec::layers {
 
 template <class T>
-void norm_row_cpu(const T* x, const T* weight, int64_t width, float eps, T* out) {
+void rms_norm_row_cpu(const T* x, const T* weight, int64_t width, float eps, T* out) {
   double squares = 0;
   for (int64_t i = 0; i < width; ++i) squares += static_cast<double>(to_float(x[i])) * to_float(x[i]);
   const float scale = 1 / std::sqrt(static_cast<float>(squares / static_cast<double>(width)) + eps);

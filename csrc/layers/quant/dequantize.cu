@@ -1,5 +1,7 @@
-// A thread for eight neighbours, which it writes at once. Those of 4 bits lie in four words of a line that its
-// neighbours read as well.
+// Dequantize FP8 or INT4 weights: out = q * scale, or (q - zero) * scale.
+//
+// One thread per eight adjacent elements. Eight INT4 elements of an interleaved row lie in four words of a cache line
+// that adjacent threads read as well.
 #include "core/cuda.cuh"
 #include "layers/pack.cuh"
 #include "layers/quant/dequantize.h"
@@ -16,38 +18,38 @@ __global__ void __launch_bounds__(kThreads) dequantize_kernel(DequantizeParams p
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (i >= p.rows * packs) return;
   const int64_t row = i / packs, first = i % packs * kPack;
-  const auto* const numbers = static_cast<const uint8_t*>(p.numbers) + row * p.numbers_stride;
+  const auto* const qweight = static_cast<const uint8_t*>(p.qweight) + row * p.qweight_stride;
   T* const out = static_cast<T*>(p.out) + row * p.out_stride + first;
   const auto scale_at = [&](int64_t column) { return p.scales[column / p.group_size * p.scales_stride + row]; };
 
-  if (!p.wide || p.group_size % kPack != 0) {
+  if (!p.vectorized || p.group_size % kPack != 0) {
     for (int n = 0; n < kPack && first + n < p.width; ++n)
-      out[n] = from_float<T>(widened(p, numbers, first + n, scale_at(first + n)));
+      out[n] = from_float<T>(dequantized(p, qweight, first + n, scale_at(first + n)));
     return;
   }
   const float scale = scale_at(first);
   float values[kPack];
-  if (!p.in_4_bits) {
-    const auto pack = reinterpret_cast<const Pack<Float8, kPack>*>(numbers)[first / kPack];
+  if (!p.is_int4) {
+    const auto pack = reinterpret_cast<const Pack<Float8, kPack>*>(qweight)[first / kPack];
     unpack(pack, values);
 #pragma unroll
     for (float& value : values) value *= scale;
   } else {
-    const FourBitScale both(scale);
+    const Int4Scale both(scale);
     const auto value_of = [&](uint32_t bits) {
       return static_cast<float>(static_cast<int>(bits & 15) - static_cast<int>(both.zero)) * both.scale;
     };
-    if (p.width % kOrderedColumns == 0) {
-      const Nibble at = nibble_of(first, p.width);
+    if (p.width % kInterleavedColumns == 0) {
+      const Int4Place at = int4_place(first, p.width);
 #pragma unroll
-      for (int n = 0; n < kPack; n += 2) {  // the neighbour's lies 16 bits further
-        const uint32_t word = *reinterpret_cast<const uint32_t*>(numbers + (at.byte / 4 * 4 + n / 2 * 16));
+      for (int n = 0; n < kPack; n += 2) {  // the next column is 16 bits higher
+        const uint32_t word = *reinterpret_cast<const uint32_t*>(qweight + (at.byte / 4 * 4 + n / 2 * 16));
         const int shift = static_cast<int>(at.byte % 4) * 8 + at.shift;
         values[n] = value_of(word >> shift);
         values[n + 1] = value_of(word >> (shift + 16));
       }
     } else {
-      const uint32_t word = reinterpret_cast<const uint32_t*>(numbers)[first / kPack];
+      const uint32_t word = reinterpret_cast<const uint32_t*>(qweight)[first / kPack];
 #pragma unroll
       for (int n = 0; n < kPack; ++n) values[n] = value_of(word >> 4 * n);
     }

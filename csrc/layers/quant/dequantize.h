@@ -1,4 +1,4 @@
-// dequantize: numbers of 8 or 4 bits and their scales as the numbers they stand for.
+// dequantize: FP8 or INT4 weights and their scales to floats.
 #pragma once
 
 #include <algorithm>
@@ -10,25 +10,26 @@
 namespace specdec::layers {
 
 struct DequantizeParams {
-  const void* numbers;  // [rows, width] Float8, or [rows, width / 2] of 4 bits
-  const float* scales;  // [groups, rows]; of 4 bits FourBitScale
+  const void* qweight;  // [rows, width] Float8, or [rows, width / 2] bytes of INT4
+  const float* scales;  // [groups, rows]; Int4Scale for INT4
   void* out;            // [rows, width]
   int64_t rows, width, group_size;
-  int64_t numbers_stride, scales_stride, out_stride;  // of rows, in items; of groups
+  int64_t qweight_stride, scales_stride, out_stride;  // between rows, in elements; scales_stride between groups
   Dtypes dtype;                                       // of out
-  bool in_4_bits, wide;                               // numbers of 8 columns can be read, and out written, at a time
+  bool is_int4;
+  bool vectorized;  // 8 columns can be read, and 16 bytes of out written, at once
 };
 
-// The number of a column, from those of its row and the scale of its group.
-SD_HD float widened(const DequantizeParams& p, const void* row, int64_t column, float scale) {
-  if (!p.in_4_bits) return to_float(static_cast<const Float8*>(row)[column]) * scale;
-  const Nibble at = nibble_of(column, p.width);
-  const FourBitScale both(scale);
-  const int number = static_cast<const uint8_t*>(row)[at.byte] >> at.shift & 15;
-  return static_cast<float>(number - static_cast<int>(both.zero)) * both.scale;
+// Return one dequantized element of a row, given its group's scale.
+SD_HD float dequantized(const DequantizeParams& p, const void* row, int64_t column, float scale) {
+  if (!p.is_int4) return to_float(static_cast<const Float8*>(row)[column]) * scale;
+  const Int4Place at = int4_place(column, p.width);
+  const Int4Scale both(scale);
+  const int q = static_cast<const uint8_t*>(row)[at.byte] >> at.shift & 15;
+  return static_cast<float>(q - static_cast<int>(both.zero)) * both.scale;
 }
 
-void dequantize(CallStream stream, const TensorView& numbers, const TensorView& scales, const TensorView& out);
+void dequantize(CallStream stream, const TensorView& qweight, const TensorView& scales, const TensorView& out);
 
 void dequantize_cpu(const DequantizeParams& p);
 void dequantize_cuda(const DequantizeParams& p, Stream stream);

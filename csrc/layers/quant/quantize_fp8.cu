@@ -1,5 +1,8 @@
-// A warp for each 128 numbers, which it holds; of whole rows a block, whose warps agree on the largest and read their
-// numbers again. Reads x, and writes half as many bytes or a quarter: with few rows it is the launch that counts.
+// FP8 quantization: scale = max |x| / 448 over a group or a row, out = x / scale.
+//
+// Per group: one warp per 128 elements, kept in registers. Per row: one block per row, whose warps agree on the maximum
+// and read their elements again. Reads x, writes half or a quarter as many bytes. With few rows launch latency
+// dominates.
 #include <algorithm>
 
 #include "core/warp.cuh"
@@ -10,106 +13,106 @@ namespace specdec::layers {
 namespace {
 
 constexpr int kThreads = 256, kRowThreads = 1024;
-constexpr int kOfLane = kRoundGroup / kWarp;
+constexpr int kPerLane = kFp8Group / kWarp;
 
-__device__ __forceinline__ float warp_largest(float x) {
+__device__ __forceinline__ float warp_max(float x) {
 #pragma unroll
   for (int step = kWarp / 2; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(kFullMask, x, step));
   return x;
 }
 
-// A lane's numbers of those from `begin` on, 0 behind the last.
-template <class T, bool kWide>
-__device__ __forceinline__ void read(const T* x, int64_t begin, int64_t width, float (&values)[kOfLane]) {
-  if constexpr (kWide) {
-    const int64_t at = begin + lane_id() * kOfLane;
+// Read this lane's elements of the group at `begin`; 0 past the end of the row.
+template <class T, bool kVectorized>
+__device__ __forceinline__ void read(const T* x, int64_t begin, int64_t width, float (&values)[kPerLane]) {
+  if constexpr (kVectorized) {
+    const int64_t at = begin + lane_id() * kPerLane;
 #pragma unroll
-    for (int n = 0; n < kOfLane; ++n) values[n] = 0;
-    if (at < width) unpack(*reinterpret_cast<const Pack<T, kOfLane>*>(x + at), values);
+    for (int n = 0; n < kPerLane; ++n) values[n] = 0;
+    if (at < width) unpack(*reinterpret_cast<const Pack<T, kPerLane>*>(x + at), values);
   } else {
 #pragma unroll
-    for (int n = 0; n < kOfLane; ++n) {
+    for (int n = 0; n < kPerLane; ++n) {
       const int64_t at = begin + n * kWarp + lane_id();
       values[n] = at < width ? to_float(x[at]) : 0;
     }
   }
 }
 
-template <bool kWide>
-__device__ __forceinline__ void write(Float8* numbers, int64_t begin, int64_t width, const float (&values)[kOfLane],
+template <bool kVectorized>
+__device__ __forceinline__ void write(Float8* out, int64_t begin, int64_t width, const float (&values)[kPerLane],
                                       float scale) {
-  if constexpr (kWide) {
-    const int64_t at = begin + lane_id() * kOfLane;
-    Pack<Float8, kOfLane> pack;
+  if constexpr (kVectorized) {
+    const int64_t at = begin + lane_id() * kPerLane;
+    Pack<Float8, kPerLane> pack;
 #pragma unroll
-    for (int n = 0; n < kOfLane; ++n) pack.x[n] = scaled(values[n], scale);
-    if (at < width) *reinterpret_cast<Pack<Float8, kOfLane>*>(numbers + at) = pack;
+    for (int n = 0; n < kPerLane; ++n) pack.x[n] = to_fp8(values[n], scale);
+    if (at < width) *reinterpret_cast<Pack<Float8, kPerLane>*>(out + at) = pack;
   } else {
 #pragma unroll
-    for (int n = 0; n < kOfLane; ++n) {
+    for (int n = 0; n < kPerLane; ++n) {
       const int64_t at = begin + n * kWarp + lane_id();
-      if (at < width) numbers[at] = scaled(values[n], scale);
+      if (at < width) out[at] = to_fp8(values[n], scale);
     }
   }
 }
 
-__device__ __forceinline__ float largest_of(const float (&values)[kOfLane]) {
-  float largest = 0;
+__device__ __forceinline__ float max_of(const float (&values)[kPerLane]) {
+  float max = 0;
 #pragma unroll
-  for (int n = 0; n < kOfLane; ++n) largest = fmaxf(largest, fabsf(values[n]));
-  return largest;
+  for (int n = 0; n < kPerLane; ++n) max = fmaxf(max, fabsf(values[n]));
+  return max;
 }
 
-template <class T, bool kWide>
-__global__ void __launch_bounds__(kThreads) round_groups_kernel(QuantizeFp8Params p) {
+template <class T, bool kVectorized>
+__global__ void __launch_bounds__(kThreads) quantize_groups_kernel(QuantizeFp8Params p) {
   begin_kernel();
   const int64_t warp = static_cast<int64_t>(blockIdx.x) * (kThreads / kWarp) + warp_id();
   if (warp >= p.rows * p.groups) return;
-  const int64_t row = warp / p.groups, group = warp % p.groups, begin = group * kRoundGroup;
-  float values[kOfLane];
-  read<T, kWide>(static_cast<const T*>(p.x) + row * p.x_stride, begin, p.width, values);
-  const float scale = scale_of(warp_largest(largest_of(values)));
+  const int64_t row = warp / p.groups, group = warp % p.groups, begin = group * kFp8Group;
+  float values[kPerLane];
+  read<T, kVectorized>(static_cast<const T*>(p.x) + row * p.x_stride, begin, p.width, values);
+  const float scale = fp8_scale(warp_max(max_of(values)));
   if (lane_id() == 0) p.scales[group * p.scales_stride + row] = scale;
-  write<kWide>(p.numbers + row * p.numbers_stride, begin, p.width, values, scale);
+  write<kVectorized>(p.out + row * p.out_stride, begin, p.width, values, scale);
 }
 
-template <class T, bool kWide>
-__global__ void __launch_bounds__(kRowThreads) quantize_fp8_kernel(QuantizeFp8Params p) {
-  __shared__ float of_warps[kRowThreads / kWarp];
+template <class T, bool kVectorized>
+__global__ void __launch_bounds__(kRowThreads) quantize_rows_kernel(QuantizeFp8Params p) {
+  __shared__ float warp_maxima[kRowThreads / kWarp];
   begin_kernel();
-  const int64_t row = blockIdx.x, step = int64_t{blockDim.x} / kWarp * kRoundGroup;
+  const int64_t row = blockIdx.x, step = int64_t{blockDim.x} / kWarp * kFp8Group;
   const T* const x = static_cast<const T*>(p.x) + row * p.x_stride;
-  float values[kOfLane], scale;
-  if (p.given) {
-    scale = fmaxf(*p.given, kSmallestScale);
+  float values[kPerLane], scale;
+  if (p.scale_in) {
+    scale = fmaxf(*p.scale_in, kMinScale);
   } else {
-    float largest = 0;
-    for (int64_t begin = warp_id() * kRoundGroup; begin < p.width; begin += step) {
-      read<T, kWide>(x, begin, p.width, values);
-      largest = fmaxf(largest, largest_of(values));
+    float max = 0;
+    for (int64_t begin = warp_id() * kFp8Group; begin < p.width; begin += step) {
+      read<T, kVectorized>(x, begin, p.width, values);
+      max = fmaxf(max, max_of(values));
     }
-    largest = warp_largest(largest);
-    if (lane_id() == 0) of_warps[warp_id()] = largest;
+    max = warp_max(max);
+    if (lane_id() == 0) warp_maxima[warp_id()] = max;
     __syncthreads();
-    largest = lane_id() < static_cast<int>(blockDim.x) / kWarp ? of_warps[lane_id()] : 0;
-    scale = scale_of(warp_largest(largest));
+    max = lane_id() < static_cast<int>(blockDim.x) / kWarp ? warp_maxima[lane_id()] : 0;
+    scale = fp8_scale(warp_max(max));
   }
   if (threadIdx.x == 0) p.scales[row] = scale;
-  for (int64_t begin = warp_id() * kRoundGroup; begin < p.width; begin += step) {
-    read<T, kWide>(x, begin, p.width, values);
-    write<kWide>(p.numbers + row * p.numbers_stride, begin, p.width, values, scale);
+  for (int64_t begin = warp_id() * kFp8Group; begin < p.width; begin += step) {
+    read<T, kVectorized>(x, begin, p.width, values);
+    write<kVectorized>(p.out + row * p.out_stride, begin, p.width, values, scale);
   }
 }
 
-template <class T, bool kWide>
+template <class T, bool kVectorized>
 void start(const QuantizeFp8Params& p, Stream stream) {
   if (p.groups > 1) {
     const int64_t warps = p.rows * p.groups, of_block = kThreads / kWarp;
-    launch("quantize_fp8", round_groups_kernel<T, kWide>,
+    launch("quantize_fp8", quantize_groups_kernel<T, kVectorized>,
            {.grid = grid_x("quantize_fp8", (warps + of_block - 1) / of_block), .threads = kThreads}, stream, p);
   } else {
-    const int64_t warps = (p.width + kRoundGroup - 1) / kRoundGroup;
-    launch("quantize_fp8", quantize_fp8_kernel<T, kWide>,
+    const int64_t warps = (p.width + kFp8Group - 1) / kFp8Group;
+    launch("quantize_fp8", quantize_rows_kernel<T, kVectorized>,
            {.grid = grid_x("quantize_fp8", p.rows),
             .threads = static_cast<unsigned>(std::min<int64_t>(warps * kWarp, kRowThreads))},
            stream, p);
@@ -119,7 +122,7 @@ void start(const QuantizeFp8Params& p, Stream stream) {
 }  // namespace
 
 void quantize_fp8_cuda(const QuantizeFp8Params& p, Stream stream) {
-  with_float_type(p.dtype, [&]<class T>() { p.wide ? start<T, true>(p, stream) : start<T, false>(p, stream); });
+  with_float_type(p.dtype, [&]<class T>() { p.vectorized ? start<T, true>(p, stream) : start<T, false>(p, stream); });
 }
 
 }  // namespace specdec::layers

@@ -10,12 +10,12 @@
 
 namespace specdec::layers {
 
-void rope_qkv_write_kv(CallStream stream, const TensorView& qkv, const TensorView& rotations,
-                       const TensorView& positions, const TensorView& k_pool, const TensorView& v_pool,
-                       const TensorView& page_table, const TensorView& prefix_lens, int64_t row_offset,
-                       const OptTensor& slots, const OptTensor& num_valid, const OptTensor& cu_seqlens_q,
-                       const OptTensor& q_norm, const OptTensor& k_norm, double eps, const OptTensor& page_refs,
-                       double k_scale, double v_scale, const OptTensor& status, const TensorView& out_q) {
+void rope_qkv_write_kv(CallStream stream, const TensorView& qkv, const TensorView& cos_sin, const TensorView& positions,
+                       const TensorView& k_pool, const TensorView& v_pool, const TensorView& page_table,
+                       const TensorView& prefix_lens, int64_t row_offset, const OptTensor& slots,
+                       const OptTensor& num_valid, const OptTensor& cu_seqlens_q, const OptTensor& q_norm,
+                       const OptTensor& k_norm, double eps, const OptTensor& page_refs, double k_scale, double v_scale,
+                       const OptTensor& status, const TensorView& out_q) {
   Check check("rope_qkv_write_kv");
   Dim B{"batch"}, Q{"q_len"}, A{"query_heads + 2 * heads"}, Hq{"query_heads"}, H{"heads"}, D{"head_dim"};
   Dim X{"num_positions"}, T{"rows"};
@@ -26,7 +26,7 @@ void rope_qkv_write_kv(CallStream stream, const TensorView& qkv, const TensorVie
     check.strided("qkv", qkv, {B, Q, A, D}, kFloats);
   const Dtypes dtype = dtype_of(qkv);
   check.that(D == 64 || D == 128 || D == 256, "head_dim", {"is ", D}, "64, 128 or 256");
-  check.tensor("rotations", rotations, {X, D}, kFloat32);
+  check.tensor("rotations", cos_sin, {X, D}, kFloat32);
   check.range("num_positions", X, 1, std::numeric_limits<int32_t>::max());
   if (packed)
     check.tensor("positions", positions, {T}, kInt32);
@@ -60,14 +60,14 @@ void rope_qkv_write_kv(CallStream stream, const TensorView& qkv, const TensorVie
   write.cu_seqlens_q = data_or_null<const int32_t>(cu_seqlens_q);
   write.q_len = packed ? T : Q;
   write.head_bytes = D * item_bytes(qkv);
-  // What a lane of the kernel reads and writes at once.
+  // Bytes that a lane of the kernel reads and writes at once.
   write.unit =
-      copy_unit({&qkv, &k_pool, &v_pool, &out_q, &rotations, q_norm ? &*q_norm : &qkv, k_norm ? &*k_norm : &qkv});
+      copy_unit({&qkv, &k_pool, &v_pool, &out_q, &cos_sin, q_norm ? &*q_norm : &qkv, k_norm ? &*k_norm : &qkv});
   const RopeQkvWriteKvParams params{
       .write = write,
       .q = heads,
       .out_q = bytes(out_q),
-      .rotations = rotations.data<float>(),
+      .cos_sin = cos_sin.data<float>(),
       .positions = positions.data<int32_t>(),
       .q_norm = data_or_null<void>(q_norm),
       .k_norm = data_or_null<void>(k_norm),
@@ -82,10 +82,11 @@ void rope_qkv_write_kv(CallStream stream, const TensorView& qkv, const TensorVie
 
 namespace {
 
-// A head, normalised if there is a weight, and rotated: number d and number d + head_dim / 2 are a point of the plane.
+// Apply RMSNorm (if `norm` is given) and RoPE to a head. Elements d and d + head_dim / 2 are rotated together (NeoX
+// style).
 template <class T>
-void rotate_head(const RopeQkvWriteKvParams& p, const T* head, const T* norm, const float* rotation,
-                 std::vector<float>& out) {
+void rope_head(const RopeQkvWriteKvParams& p, const T* head, const T* norm, const float* cos_sin_row,
+               std::vector<float>& out) {
   const int64_t half = p.head_dim / 2;
   for (int64_t d = 0; d < p.head_dim; ++d) out[d] = to_float(head[d]);
   if (norm) {
@@ -95,7 +96,7 @@ void rotate_head(const RopeQkvWriteKvParams& p, const T* head, const T* norm, co
     for (int64_t d = 0; d < p.head_dim; ++d) out[d] *= scale * to_float(norm[d]);
   }
   for (int64_t d = 0; d < half; ++d) {
-    const float x = out[d], y = out[half + d], cosine = rotation[d], sine = rotation[half + d];
+    const float x = out[d], y = out[half + d], cosine = cos_sin_row[d], sine = cos_sin_row[half + d];
     out[d] = x * cosine - y * sine;
     out[half + d] = y * cosine + x * sine;
   }
@@ -112,7 +113,7 @@ void store_head(const std::vector<float>& values, char* to, bool round, float sc
 }
 
 template <class T>
-void write_row(const RopeQkvWriteKvParams& p, const kv::RowsToWrite& r, int64_t b, int64_t j, const float* rotation,
+void write_row(const RopeQkvWriteKvParams& p, const kv::RowsToWrite& r, int64_t b, int64_t j, const float* cos_sin_row,
                std::vector<float>& values) {
   const kv::WriteKvParams& w = p.write;
   const kv::KvRow to =
@@ -120,7 +121,7 @@ void write_row(const RopeQkvWriteKvParams& p, const kv::RowsToWrite& r, int64_t 
   if (to.bits) return set_status(w.status, r.slot, to.bits);
   for (int64_t h = 0; h < w.heads; ++h) {
     const char* const k = row_data(w.k, b, r.first + j) + h * w.k.head_stride;
-    rotate_head(p, reinterpret_cast<const T*>(k), static_cast<const T*>(p.k_norm), rotation, values);
+    rope_head(p, reinterpret_cast<const T*>(k), static_cast<const T*>(p.k_norm), cos_sin_row, values);
     store_head<T>(values, row_data(w.k_pool, to) + h * w.k_pool.head_stride, w.round, w.k_scale);
     const auto* const v = reinterpret_cast<const T*>(row_data(w.v, b, r.first + j) + h * w.v.head_stride);
     for (int64_t d = 0; d < p.head_dim; ++d) values[d] = to_float(v[d]);
@@ -137,19 +138,19 @@ void rope_qkv_write_kv_cpu(const RopeQkvWriteKvParams& p) {
     for (int64_t row = 0; row < p.num_rows; ++row) {
       const auto [b, j] =
           p.write.cu_seqlens_q ? packed_request_row(p, row) : RequestRow{row / p.write.q_len, row % p.write.q_len};
-      if (b < 0) {  // nobody's row
+      if (b < 0) {  // padding row
         std::memset(p.out_q + row * row_bytes, 0, row_bytes);
         continue;
       }
       const kv::RowsToWrite r = rows_to_write(p.write, b);
       if (r.bits && j == 0) set_status(p.write.status, r.slot, r.bits);
-      const float* const rotation = rotation_of(p, p.positions[row]);
+      const float* const cos_sin_row = cos_sin_of(p, p.positions[row]);
       for (int64_t h = 0; h < p.query_heads; ++h) {
         const char* const q = row_data(p.q, b, r.first + j) + h * p.q.head_stride;
-        rotate_head(p, reinterpret_cast<const T*>(q), static_cast<const T*>(p.q_norm), rotation, values);
+        rope_head(p, reinterpret_cast<const T*>(q), static_cast<const T*>(p.q_norm), cos_sin_row, values);
         store_head<T>(values, p.out_q + row * row_bytes + h * p.write.head_bytes, false, 1);
       }
-      if (j < r.count) write_row<T>(p, r, b, j, rotation, values);
+      if (j < r.count) write_row<T>(p, r, b, j, cos_sin_row, values);
     }
   });
 }

@@ -1,7 +1,9 @@
-// A few lanes a head: each holds eight neighbouring numbers of the first half and those that they are rotated with.
-// blockIdx.x is the row, blockIdx.y and the block's lanes its heads. Reads each head once and writes it once, and the
-// rotation and the norm from caches; with few rows all of it waits for memory once, then for the page table, so every
-// read that does not depend on another is made first.
+// RoPE, optional q/k RMSNorm and KV cache write, fused.
+//
+// A few lanes per head: each holds eight adjacent elements of the first half and the eight they are rotated with.
+// blockIdx.x is the row; blockIdx.y and the block's lane groups are its heads. Reads and writes each head once; cos_sin
+// and norm weights come from caches. With few rows latency dominates: one memory round trip, then one for the page
+// table. So all independent reads are issued first.
 #include <cutlass/fast_math.h>
 
 #include "core/cuda.cuh"
@@ -11,15 +13,15 @@
 namespace specdec::layers {
 namespace {
 
-constexpr int kWarps = 4;    // of a block
-constexpr int kNumbers = 8;  // of a lane, in each half of a head
+constexpr int kWarps = 4;     // per block
+constexpr int kElements = 8;  // per lane, in each half of a head
 
 template <int D>
-constexpr int kLanes = D / 2 / kNumbers;  // of a head
+constexpr int kLanes = D / 2 / kElements;  // per head
 template <int D>
-constexpr int kHeads = kWarps * kWarp / kLanes<D>;  // of a block
+constexpr int kHeads = kWarps * kWarp / kLanes<D>;  // per block
 
-// N neighbouring numbers, read and written as packs of U.
+// Read N adjacent elements as packs of U.
 template <int N, int U, class T>
 __device__ __forceinline__ void read(const T* from, float (&to)[N]) {
 #pragma unroll
@@ -41,18 +43,18 @@ __device__ __forceinline__ void write(const float (&from)[N], T* to) {
   }
 }
 template <int N>
-__device__ __forceinline__ void write_rounded(const float (&from)[N], Float8* to, float scale) {
+__device__ __forceinline__ void write_fp8(const float (&from)[N], Float8* to, float scale) {
 #pragma unroll
   for (int n = 0; n < N; ++n) to[n] = kv::to_float8(from[n], scale);
 }
 
-// U: numbers that move at once.
+// U: elements per memory access.
 template <class T, int D, int U>
 __global__ void __launch_bounds__(kWarps* kWarp)
     rope_qkv_write_kv_kernel(RopeQkvWriteKvParams p, cutlass::FastDivmod q_len, cutlass::FastDivmod page_size) {
   begin_kernel();
   const kv::WriteKvParams& w = p.write;
-  constexpr int N = kNumbers, half = D / 2, kFloatsAtOnce = U > 1 ? 4 : 1;
+  constexpr int N = kElements, half = D / 2, kFloatsPerRead = U > 1 ? 4 : 1;
   const int row = blockIdx.x, head = blockIdx.y * kHeads<D> + threadIdx.x / kLanes<D>, lane = threadIdx.x % kLanes<D>;
   const int query_heads = static_cast<int>(p.query_heads), heads = static_cast<int>(w.heads);
   if (head >= query_heads + 2 * heads) return;
@@ -64,7 +66,7 @@ __global__ void __launch_bounds__(kWarps* kWarp)
     q_len(b, j, row);
   }
   const bool is_query = head < query_heads, is_value = head >= query_heads + heads;
-  // Query, key and value heads follow each other.
+  // Query, key and value heads are consecutive.
   const int in_request = w.cu_seqlens_q ? row : j;
   const T* from = reinterpret_cast<const T*>(row_data(p.q, b, in_request) + head * p.q.head_stride) + lane * N;
   float x[N], y[N];
@@ -72,12 +74,12 @@ __global__ void __launch_bounds__(kWarps* kWarp)
   read<N, U>(from + half, y);
   float cosine[N], sine[N];
   if (!is_value) {
-    const float* const rotation = rotation_of(p, p.positions[row]) + lane * N;
-    read<N, kFloatsAtOnce>(rotation, cosine);
-    read<N, kFloatsAtOnce>(rotation + half, sine);
+    const float* const cos_sin_row = cos_sin_of(p, p.positions[row]) + lane * N;
+    read<N, kFloatsPerRead>(cos_sin_row, cosine);
+    read<N, kFloatsPerRead>(cos_sin_row + half, sine);
   }
 
-  if (b < 0) {  // nobody's row: its queries are zeros, and nothing else is written
+  if (b < 0) {  // padding row: its queries are zeros, and nothing else is written
     if (!is_query) return;
 #pragma unroll
     for (int n = 0; n < N; ++n) x[n] = y[n] = 0;
@@ -109,7 +111,7 @@ __global__ void __launch_bounds__(kWarps* kWarp)
       float squares = 0;
 #pragma unroll
       for (int n = 0; n < N; ++n) squares += x[n] * x[n] + y[n] * y[n];
-      // Other heads of the warp may have left.
+      // Lanes of other heads in the warp may have exited.
       const unsigned lanes = ((1u << kLanes<D>)-1) << (threadIdx.x % kWarp - lane);
 #pragma unroll
       for (int step = kLanes<D> / 2; step > 0; step /= 2) squares += __shfl_xor_sync(lanes, squares, step);
@@ -125,16 +127,16 @@ __global__ void __launch_bounds__(kWarps* kWarp)
     }
 #pragma unroll
     for (int n = 0; n < N; ++n) {
-      const float turned = x[n] * cosine[n] - y[n] * sine[n];
+      const float rotated_x = x[n] * cosine[n] - y[n] * sine[n];
       y[n] = y[n] * cosine[n] + x[n] * sine[n];
-      x[n] = turned;
+      x[n] = rotated_x;
     }
   }
   if (w.round && !is_query) {
     const float scale = is_value ? w.v_scale : w.k_scale;
     Float8* const out = reinterpret_cast<Float8*>(to) + lane * N;
-    write_rounded(x, out, scale);
-    write_rounded(y, out + half, scale);
+    write_fp8(x, out, scale);
+    write_fp8(y, out + half, scale);
   } else {
     T* const out = reinterpret_cast<T*>(to) + lane * N;
     write<N, U>(x, out);
@@ -154,13 +156,13 @@ void rope_qkv_write_kv_cuda(const RopeQkvWriteKvParams& p, Stream stream) {
            cutlass::FastDivmod(static_cast<int>(w.q_len)), cutlass::FastDivmod(static_cast<int>(w.rows.page_size)));
   };
   with_float_type(w.dtype, [&]<class T>() {
-    const auto of_dim = [&]<int D>() {
-      constexpr int kMost = 16 / sizeof(T);
-      w.unit == 16 ? start.template operator()<T, D, kMost>() : start.template operator()<T, D, 1>();
+    const auto with_dim = [&]<int D>() {
+      constexpr int kMaxPack = 16 / sizeof(T);
+      w.unit == 16 ? start.template operator()<T, D, kMaxPack>() : start.template operator()<T, D, 1>();
     };
-    if (p.head_dim == 64) return of_dim.template operator()<64>();
-    if (p.head_dim == 128) return of_dim.template operator()<128>();
-    of_dim.template operator()<256>();
+    if (p.head_dim == 64) return with_dim.template operator()<64>();
+    if (p.head_dim == 128) return with_dim.template operator()<128>();
+    with_dim.template operator()<256>();
   });
 }
 

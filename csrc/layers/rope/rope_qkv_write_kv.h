@@ -1,5 +1,5 @@
-// rope_qkv_write_kv: what a layer does between its query-key-value product and attention. Normalises and rotates the
-// query and key heads of every row, and writes keys and values into the slots' pages.
+// rope_qkv_write_kv: everything between a layer's QKV projection and attention. Applies optional q/k RMSNorm and RoPE
+// to query and key heads, returns the queries, and writes keys and values to the slots' KV pages.
 #pragma once
 
 #include "core/host_device.h"
@@ -9,11 +9,11 @@
 namespace specdec::layers {
 
 struct RopeQkvWriteKvParams {
-  // Where rows go: k and v are the heads of qkv, of which keys are not yet what is written.
+  // Where rows are written. Its k and v point at the heads of qkv; keys are not yet normalized and rotated there.
   kv::WriteKvParams write;
   kv::NewRows q;             // [batch, q_len, query_heads, head_dim] of qkv, or packed [num_rows, ..]
   char* out_q;               // as q, contiguous
-  const float* rotations;    // [num_positions, head_dim]: cosines of head_dim / 2 frequencies, then sines
+  const float* cos_sin;      // [num_positions, head_dim]: head_dim / 2 cosines, then as many sines
   const int32_t* positions;  // [batch, q_len] or [num_rows]
   const void* q_norm;        // [head_dim] or null
   const void* k_norm;
@@ -22,17 +22,17 @@ struct RopeQkvWriteKvParams {
   float eps;
 };
 
-void rope_qkv_write_kv(CallStream stream, const TensorView& qkv, const TensorView& rotations,
-                       const TensorView& positions, const TensorView& k_pool, const TensorView& v_pool,
-                       const TensorView& page_table, const TensorView& prefix_lens, int64_t row_offset,
-                       const OptTensor& slots, const OptTensor& num_valid, const OptTensor& cu_seqlens_q,
-                       const OptTensor& q_norm, const OptTensor& k_norm, double eps, const OptTensor& page_refs,
-                       double k_scale, double v_scale, const OptTensor& status, const TensorView& out_q);
+void rope_qkv_write_kv(CallStream stream, const TensorView& qkv, const TensorView& cos_sin, const TensorView& positions,
+                       const TensorView& k_pool, const TensorView& v_pool, const TensorView& page_table,
+                       const TensorView& prefix_lens, int64_t row_offset, const OptTensor& slots,
+                       const OptTensor& num_valid, const OptTensor& cu_seqlens_q, const OptTensor& q_norm,
+                       const OptTensor& k_norm, double eps, const OptTensor& page_refs, double k_scale, double v_scale,
+                       const OptTensor& status, const TensorView& out_q);
 
 void rope_qkv_write_kv_cpu(const RopeQkvWriteKvParams& p);
 void rope_qkv_write_kv_cuda(const RopeQkvWriteKvParams& p, Stream stream);
 
-// Row `row` of all is row j of request b; b is -1 behind the last of packed requests.
+// A request and a row of it; b is -1 for rows after the last packed request.
 struct RequestRow {
   int64_t b, j;
 };
@@ -41,9 +41,9 @@ SD_HD RequestRow packed_request_row(const RopeQkvWriteKvParams& p, int64_t row) 
   return {b, b < 0 ? 0 : row - p.write.cu_seqlens_q[b]};
 }
 
-// The rotation of a position; one outside the table takes the nearest there is.
-SD_HD const float* rotation_of(const RopeQkvWriteKvParams& p, int64_t position) {
-  return p.rotations + clamp_to(position, 0, p.num_positions - 1) * p.head_dim;
+// Return the cosines and sines of a position, clamped to the table.
+SD_HD const float* cos_sin_of(const RopeQkvWriteKvParams& p, int64_t position) {
+  return p.cos_sin + clamp_to(position, 0, p.num_positions - 1) * p.head_dim;
 }
 
 }  // namespace specdec::layers
