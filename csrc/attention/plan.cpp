@@ -1,3 +1,4 @@
+// Chooses, names and checks the plans of tree_attention (plan.h). The rules are in plan_sm90.cpp and plan_sm80.cpp.
 #include "attention/plan.h"
 
 #include <algorithm>
@@ -23,34 +24,34 @@ constexpr KernelName kKernelNames[] = {
     {Kernel::kCluster, "sm90.cluster"},
 };
 
-std::string name_of(Kernel kernel, int tile_rows) {
+std::string kernel_name(Kernel kernel, int tile_rows) {
   for (const KernelName& each : kKernelNames)
     if (each.kernel == kernel)
       return std::string(each.name) + (kernel == Kernel::kPlain ? "" : "." + std::to_string(tile_rows));
   return {};
 }
 
-// "plain, sm80.mma.16, ...": every kernel with every row tile.
-std::string all_names() {
+// Return "plain, sm80.mma.16, ...": every kernel with every row tile.
+std::string all_kernel_names() {
   std::string names = "plain";
   for (const KernelVariant& variant : kernel_variants()) {
-    const std::string name = ", " + name_of(variant.kernel, variant.tile_rows);
+    const std::string name = ", " + kernel_name(variant.kernel, variant.tile_rows);
     if ((names + ",").find(name + ",") == std::string::npos) names += name;
   }
   return names;
 }
 
-// What the options of a kernel are called; those with a number are followed by it.
-std::vector<std::string_view> options_of(Kernel kernel) {
+// Return the option names of a kernel; blocks, sharing, occupancy and warpgroups are followed by a number.
+std::vector<std::string_view> option_names(Kernel kernel) {
   if (kernel == Kernel::kPlain) return {};
   if (kernel == Kernel::kCluster) return {"blocks", "sharing"};
   if (kernel == Kernel::kDequantRegisters) return {"split", "whole", "occupancy", "warpgroups"};
   return {"split", "whole", "occupancy"};
 }
 
-// Reads one option into `options`; false if it is none of the kernel's.
-bool read_option(std::string_view text, Kernel kernel, PlanOptions& options) {
-  for (const std::string_view name : options_of(kernel)) {
+// Parse one option into `options`; return false if the kernel has no such option.
+bool parse_option(std::string_view text, Kernel kernel, PlanOptions& options) {
+  for (const std::string_view name : option_names(kernel)) {
     if (text.substr(0, name.size()) != name) continue;
     const std::string_view digits = text.substr(name.size());
     if (name == "split" || name == "whole") {
@@ -69,11 +70,11 @@ bool read_option(std::string_view text, Kernel kernel, PlanOptions& options) {
   return false;
 }
 
-PlanOptions read_name(const Check& check, const std::string& name) {
+PlanOptions parse_plan_name(const Check& check, const std::string& name) {
   PlanOptions options;
   std::string_view rest;
   for (const KernelVariant& variant : kernel_variants()) {
-    const std::string known = name_of(variant.kernel, variant.tile_rows);
+    const std::string known = kernel_name(variant.kernel, variant.tile_rows);
     if (name != known && name.compare(0, known.size() + 1, known + ".") != 0) continue;
     options.kernel = variant.kernel;
     options.tile_rows = variant.tile_rows;
@@ -81,13 +82,14 @@ PlanOptions read_name(const Check& check, const std::string& name) {
     break;
   }
   if (name == "plain") options.kernel = Kernel::kPlain;
-  check.that(options.kernel.has_value(), "plan", "is " + name, "one of " + all_names() + ", and options behind it");
+  check.that(options.kernel.has_value(), "plan", "is " + name,
+             "one of " + all_kernel_names() + ", optionally followed by options");
   while (!rest.empty()) {
     const size_t end = std::min(rest.find('.', 1), rest.size());
     const std::string_view option = rest.substr(1, end - 1);
-    if (!read_option(option, *options.kernel, options)) {
+    if (!parse_option(option, *options.kernel, options)) {
       std::string expected;
-      for (const std::string_view each : options_of(*options.kernel))
+      for (const std::string_view each : option_names(*options.kernel))
         expected +=
             (expected.empty() ? "" : ", ") + std::string(each) + (each == "split" || each == "whole" ? "" : "<number>");
       check.that(false, "plan", "is " + name, "options of " + expected);
@@ -97,28 +99,29 @@ PlanOptions read_name(const Check& check, const std::string& name) {
   return options;
 }
 
-// Whether the tensor cores can be used: with head_dim 256 they need room for two stages of K and V.
-bool has_tensor_cores(const AttentionShape& shape, const Device& device) {
+// Return whether the tensor cores can be used: with head_dim 256 they need room for two stages of K and V.
+bool can_use_tensor_cores(const AttentionShape& shape, const Device& device) {
   return shape.tensor_cores && (shape.head_dim < 256 || device.shared_bytes_per_block > 128 * 1024);
 }
 
-// Throws unless a plan that was forced can run.
+// Throw unless a forced plan can run.
 void check_plan(const Check& check, const std::string& name, const AttentionPlan& plan, const AttentionShape& shape,
                 const Device& device) {
   const auto that = [&](bool ok, const std::string& expected) { check.that(ok, "plan", "is " + name, expected); };
   const bool is_mma = plan.kernel == Kernel::kMma;
-  that(has_tensor_cores(shape, device), "plain for a call that tensor cores do not take");
+  that(can_use_tensor_cores(shape, device), "plain where tensor cores cannot be used");
   that(is_mma != device.has_wgmma,
        std::string("plain or a plan of ") + (device.has_wgmma ? "sm90" : "sm80") + " on this device");
   if (plan.kernel == Kernel::kCluster) {
     that(!shape.fixed_split, "one without clusters with fixed_split");
     that(plan.cluster_blocks >= 2 && plan.cluster_blocks <= kMaxClusterBlocks, "2 to 8 blocks of a cluster");
     that(plan.sharing_clusters >= 1 && plan.sharing_clusters <= kMaxClusterBlocks, "1 to 8 clusters that share");
-    that(shape.batch * plan.row_tiles <= kMaxGridY, "one without clusters for so many requests");
+    that(shape.batch * plan.row_tiles <= kMaxGridY, "one without clusters for a batch of this size");
   } else {
-    const int most = is_mma ? most_blocks_sm80(shape.head_dim, device)
-                            : most_blocks_sm90(plan.kernel, shape.head_dim, plan.tile_rows, plan.warpgroups);
-    that(plan.blocks_per_sm >= 1 && plan.blocks_per_sm <= most, most == 1 ? "occupancy1" : "occupancy1 or occupancy2");
+    const int max_blocks = is_mma ? max_blocks_per_sm80(shape.head_dim, device)
+                                  : max_blocks_per_sm90(plan.kernel, shape.head_dim, plan.tile_rows, plan.warpgroups);
+    that(plan.blocks_per_sm >= 1 && plan.blocks_per_sm <= max_blocks,
+         max_blocks == 1 ? "occupancy1" : "occupancy1 or occupancy2");
     that(!plan.whole_items ||
              (!shape.packed && !shape.fixed_split && shape.rows() <= int64_t{plan.tile_rows} * plan.row_tiles),
          "split for packed rows, more rows than the row tiles have, or fixed_split");
@@ -141,7 +144,7 @@ void set_workers(AttentionPlan& plan, int blocks_per_sm, const Device& device) {
   plan.workers = std::clamp(device.num_sms * blocks_per_sm / plan.row_tiles, 1, kMaxWorkers);
 }
 
-bool takes_whole_items(const AttentionPlan& plan, const AttentionShape& shape, int64_t max_kv_len) {
+bool use_whole_items(const AttentionPlan& plan, const AttentionShape& shape, int64_t max_kv_len) {
   if (shape.fixed_split || shape.packed || shape.rows() > plan.tile_rows * plan.row_tiles || max_kv_len > kMediumTokens)
     return false;
   const int64_t items = shape.pairs(), each = (items + plan.workers - 1) / plan.workers;
@@ -150,8 +153,8 @@ bool takes_whole_items(const AttentionPlan& plan, const AttentionShape& shape, i
 
 AttentionPlan plan_attention(const Check& check, const AttentionShape& shape, int64_t max_kv_len, const Device& device,
                              const std::optional<std::string>& name) {
-  const PlanOptions forced = name ? read_name(check, *name) : PlanOptions{};
-  if (forced.kernel == Kernel::kPlain || (!name && !has_tensor_cores(shape, device))) return {};
+  const PlanOptions forced = name ? parse_plan_name(check, *name) : PlanOptions{};
+  if (forced.kernel == Kernel::kPlain || (!name && !can_use_tensor_cores(shape, device))) return {};
   const bool sm90 = forced.kernel ? forced.kernel != Kernel::kMma : device.has_wgmma;
   const auto rules = sm90 ? plan_sm90 : plan_sm80;
   const AttentionPlan plan = rules(shape, max_kv_len, device, forced);
@@ -160,7 +163,7 @@ AttentionPlan plan_attention(const Check& check, const AttentionShape& shape, in
 }
 
 std::string to_string(const AttentionPlan& plan) {
-  std::string name = name_of(plan.kernel, plan.tile_rows);
+  std::string name = kernel_name(plan.kernel, plan.tile_rows);
   if (plan.kernel == Kernel::kPlain) return name;
   if (plan.kernel == Kernel::kCluster)
     return name + ".blocks" + std::to_string(plan.cluster_blocks) + ".sharing" + std::to_string(plan.sharing_clusters);
@@ -223,7 +226,7 @@ bool KernelVariant::runs(const AttentionPlan& plan, const AttentionShape& shape)
 }
 
 std::string to_string(const KernelVariant& variant) {
-  std::string name = name_of(variant.kernel, variant.tile_rows);
+  std::string name = kernel_name(variant.kernel, variant.tile_rows);
   if (variant.occupancy) name += ".occupancy" + std::to_string(variant.occupancy);
   if (variant.warpgroups) name += ".warpgroups" + std::to_string(variant.warpgroups);
   if (variant.sharing) name += ".sharing";

@@ -1,17 +1,17 @@
-// The rules for mma.sync: compute capability 8.0 and later, except Hopper.
+// Rules for mma.sync: compute capability 8.0 and later, except Hopper.
 //
-//   rows of a KV head   row tile
+//   rows of a KV head   tile_rows
 //   up to 16            16
 //   up to 32            32
-//   more                64; with head_dim 256, whose sums fit in registers no further, 32
+//   more                64; 32 with head_dim 256, the largest whose accumulators fit in registers
 //
-// With fixed_split it is always the last one: where a row's bits must not depend on its neighbours, the row tile may
-// not depend on their number.
+// With fixed_split the tile is always the largest: a row's bits must not depend on its neighbors, so the tile must not
+// depend on their number.
 #include "attention/plan_rules.h"
 
 namespace specdec::attention {
 
-int most_blocks_sm80(int64_t head_dim, const Device& device) {
+int max_blocks_per_sm80(int64_t head_dim, const Device& device) {
   return head_dim < 256 && device.shared_bytes_per_sm >= 212 * 1024 ? 2 : 1;
 }
 
@@ -23,9 +23,9 @@ AttentionPlan plan_sm80(const AttentionShape& shape, int64_t max_kv_len, const D
   plan.tile_rows = forced.tile_rows.value_or(shape.fixed_split || rows > 32 ? largest : rows > 16 ? 32 : 16);
   plan.sharing_clusters = plan.warpgroups = 1;
   set_row_tiles(plan, shape);
-  // Two blocks hide more of each other's waiting than one.
-  set_workers(plan, forced.occupancy.value_or(most_blocks_sm80(shape.head_dim, device)), device);
-  plan.whole_items = forced.whole_items.value_or(takes_whole_items(plan, shape, max_kv_len));
+  // Two blocks hide more of each other's latency than one.
+  set_workers(plan, forced.occupancy.value_or(max_blocks_per_sm80(shape.head_dim, device)), device);
+  plan.whole_items = forced.whole_items.value_or(use_whole_items(plan, shape, max_kv_len));
   return plan;
 }
 

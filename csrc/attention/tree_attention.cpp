@@ -1,3 +1,4 @@
+// The op tree_attention: validates its arguments, plans the call and dispatches to the CPU or CUDA implementation.
 #include "attention/tree_attention.h"
 
 #include <algorithm>
@@ -10,36 +11,36 @@
 namespace specdec::attention {
 namespace {
 
-constexpr int64_t kSplit = 128;  // KV rows, whole tiles of every kernel
-// KV rows that a plan is made for where nobody says how many there may be: a table often has room for far more than its
-// texts need. Plans for so many lose a seventh at most behind 32768, plans for those take up to twice as long for short
-// texts.
-constexpr int64_t kUsualTokens = 4096;
+constexpr int64_t kSplitMultiple = 128;  // KV rows; a multiple of every kernel's KV tile
+// KV rows that a plan assumes without max_kv_len: page tables often have room for far more than the texts need. At
+// 32768 rows, plans for 4096 lose at most a seventh; for short texts, plans for 32768 take up to twice as long.
+constexpr int64_t kDefaultPlanTokens = 4096;
 
-// The stride of a dimension that is walked; that of a dimension of size 1 may be any number.
-int64_t walked_stride(const TensorView& t, int i) { return t.shape(i) > 1 ? t.stride(i) : 0; }
+// Return the stride of a dimension, or 0 for a dimension of size 1, whose stride may be anything.
+int64_t effective_stride(const TensorView& t, int i) { return t.shape(i) > 1 ? t.stride(i) : 0; }
 
 RowStrides row_strides(const TensorView& t) {
   const int n = static_cast<int>(t.ndim());
-  return {n == 4 ? walked_stride(t, 0) : 0, walked_stride(t, n - 3), walked_stride(t, n - 2)};
+  return {n == 4 ? effective_stride(t, 0) : 0, effective_stride(t, n - 3), effective_stride(t, n - 2)};
 }
 
 PoolStrides pool_strides(const TensorView& t) {
-  return {walked_stride(t, 0), walked_stride(t, 1), walked_stride(t, 2)};
+  return {effective_stride(t, 0), effective_stride(t, 1), effective_stride(t, 2)};
 }
 
-bool on_16_bytes(const TensorView& t) { return reinterpret_cast<uintptr_t>(t.data<void>()) % 16 == 0; }
+bool is_aligned(const TensorView& t) { return reinterpret_cast<uintptr_t>(t.data<void>()) % 16 == 0; }
 
-bool rows_on_16_bytes(const TensorView& t) {
+bool rows_are_aligned(const TensorView& t) {
   int64_t strides = 0;
-  for (int i = 0; i + 1 < t.ndim(); ++i) strides |= walked_stride(t, i) * (t.dl.dtype.bits / 8);
-  return on_16_bytes(t) && strides % 16 == 0;
+  for (int i = 0; i + 1 < t.ndim(); ++i) strides |= effective_stride(t, i) * (t.dl.dtype.bits / 8);
+  return is_aligned(t) && strides % 16 == 0;
 }
 
 constexpr double kLog2e = 1.4426950408889634;
 
-// The arguments that a plan depends on, checked, as far as params have them.
-struct Sizes {
+// The dimensions of a call. check() validates the arguments that a plan depends on, and fills in the params that follow
+// from them.
+struct Dims {
   Dim B{"batch"}, Q{"q_rows"}, Hq{"q_heads"}, Hkv{"kv_heads"}, D{"head_dim"};
   Dim P{"num_pages"}, page_size{"page_size"}, num_slots{"num_slots"}, max_pages{"max_pages"}, ends{"batch + 1"};
 
@@ -63,10 +64,10 @@ struct Sizes {
     check.tensor("page_table", page_table, {num_slots, max_pages}, kInt32);
     if (packed) {
       check.tensor("cu_seqlens_q", *cu_seqlens_q, {ends}, kInt32);
-      check.that(ends >= 1, "cu_seqlens_q", "is empty", "batch + 1 row numbers");
+      check.that(ends >= 1, "cu_seqlens_q", "is empty", "batch + 1 row offsets");
       B.value = ends - 1;
     }
-    if (fixed_split && (*fixed_split <= 0 || *fixed_split % kSplit != 0))
+    if (fixed_split && (*fixed_split <= 0 || *fixed_split % kSplitMultiple != 0))
       check.that(false, "fixed_split", "is " + std::to_string(*fixed_split), "a positive multiple of 128");
     if (max_kv_len) check.that(*max_kv_len >= 1, "max_kv_len", {"is ", *max_kv_len}, "1 or more");
 
@@ -86,21 +87,21 @@ struct Sizes {
     p.head_dim = D;
     p.num_slots = num_slots;
     p.aligned = true;
-    // No request has more rows than that.
-    p.fixed_split = std::min<int64_t>(fixed_split.value_or(0), INT32_MAX / kSplit * kSplit);
+    // No request has more rows than this.
+    p.fixed_split = std::min<int64_t>(fixed_split.value_or(0), INT32_MAX / kSplitMultiple * kSplitMultiple);
     p.max_kv_len = std::min(row_capacity(p.rows), max_kv_len.value_or(INT64_MAX));
-    p.planned_kv_len = std::min(p.max_kv_len, max_kv_len.value_or(kUsualTokens));
+    p.planned_kv_len = std::min(p.max_kv_len, max_kv_len.value_or(kDefaultPlanTokens));
     return p;
   }
 };
 
-// From the first element of a pool to the last.
+// Return the bytes from the first element of a pool to the last.
 int64_t span_bytes(const PoolStrides& s, const TreeAttentionParams& p) {
   return (p.fp8 ? 1 : 2) * (p.rows.num_pages * s.page + p.rows.page_size * s.row + p.kv_heads * s.head);
 }
 
-AttentionShape shape_of(const TreeAttentionParams& p) {
-  // Kernels count KV rows' places in pools in 16 bytes, of which they count 2^32.
+AttentionShape attention_shape(const TreeAttentionParams& p) {
+  // Kernels address KV rows in units of 16 bytes, as 32-bit offsets.
   constexpr int64_t kMaxSpan = int64_t{16} << 32;
   const bool tensor_cores = p.dtype != kFloat32 && p.aligned && span_bytes(p.k_strides, p) <= kMaxSpan &&
                             span_bytes(p.v_strides, p) <= kMaxSpan;
@@ -112,17 +113,17 @@ AttentionShape shape_of(const TreeAttentionParams& p) {
           .packed = p.cu_seqlens_q != nullptr,
           .fp8 = p.fp8,
           .tensor_cores = tensor_cores,
-          .boxes = is_of_boxes(p.rows.page_size),
+          .tma_pages = has_tma_boxes(p.rows.page_size),
           .fixed_split = p.fixed_split};
 }
 
-// The plan of a call on a GPU that has rows.
+// Return the plan of a call on a GPU that has rows.
 AttentionPlan plan_of(const Check& check, const PlannedAttention& p, const std::optional<std::string>& name) {
-  return plan_attention(check, shape_of(p), p.planned_kv_len, device_of(check), name);
+  return plan_attention(check, attention_shape(p), p.planned_kv_len, device_of(check), name);
 }
 
 int64_t workspace_of(const TreeAttentionParams& p, const AttentionPlan& plan) {
-  return workspace_bytes(plan, shape_of(p), p.max_kv_len);
+  return workspace_bytes(plan, attention_shape(p), p.max_kv_len);
 }
 
 bool has_rows(const TreeAttentionParams& p) { return p.q_rows > 0 && p.q_heads > 0; }
@@ -142,9 +143,9 @@ void tree_attention(CallStream stream, const TensorView& q, const TensorView& k_
                     const OptTensor& lse, const OptTensor& workspace, const OptTensor& status) {
   Check check("tree_attention");
   Dim W{"mask_words"};
-  Sizes n;
+  Dims n;
   const bool packed = cu_seqlens_q.has_value();
-  check.that(!packed || !q_lens, "q_lens", "is given beside cu_seqlens_q", "one of the two");
+  check.that(!packed || !q_lens, "q_lens", "is given together with cu_seqlens_q", "one of the two");
   PlannedAttention params = n.check(check, q, k_pool, page_table, cu_seqlens_q, fixed_split, max_kv_len);
   check.strided("v_pool", v_pool, {n.P, n.page_size, n.Hkv, n.D}, dtype_of(k_pool));
   check.tensor("prefix_lens", prefix_lens, {n.num_slots}, kInt32);
@@ -159,7 +160,7 @@ void tree_attention(CallStream stream, const TensorView& q, const TensorView& k_
   check.that(!mask || 64 * W >= known_tail, "mask", "has mask_words " + std::to_string(W),
              std::to_string((known_tail + 63) / 64) + " or more for a tail of " + std::to_string(known_tail));
   if (window && *window < 1) check.that(false, "window", "is " + std::to_string(*window), "1 or more");
-  if (scale) check.factor("scale", *scale);  // above 0, so that the highest product is the highest score
+  if (scale) check.factor("scale", *scale);  // positive, so that the highest product is the highest score
   const float cap = soft_cap ? check.factor("soft_cap", *soft_cap, kLog2e) : 0;
   const float k_factor = kv::pool_scale(check, "k_scale", k_scale, k_pool);
   const float v_factor = kv::pool_scale(check, "v_scale", v_scale, v_pool);
@@ -195,7 +196,7 @@ void tree_attention(CallStream stream, const TensorView& q, const TensorView& k_
   params.log2_scale = static_cast<float>(scale.value_or(1 / std::sqrt(static_cast<double>(n.D))) * k_factor * kLog2e);
   params.soft_cap = cap;
   params.v_scale = v_factor;
-  params.aligned = rows_on_16_bytes(k_pool) && rows_on_16_bytes(v_pool) && rows_on_16_bytes(q) && rows_on_16_bytes(out);
+  params.aligned = rows_are_aligned(k_pool) && rows_are_aligned(v_pool) && rows_are_aligned(q) && rows_are_aligned(out);
   if (check.on_cuda()) {
     params.plan = plan_of(check, params, plan);
     params.workspace = static_cast<float*>(check.workspace(workspace, workspace_of(params, params.plan)));
@@ -207,7 +208,7 @@ int64_t tree_attention_workspace(const TensorView& q, const TensorView& k_pool, 
                                  const OptTensor& cu_seqlens_q, std::optional<int64_t> fixed_split,
                                  std::optional<int64_t> max_kv_len, const std::optional<std::string>& plan) {
   Check check("tree_attention");
-  Sizes n;
+  Dims n;
   const PlannedAttention p = n.check(check, q, k_pool, page_table, cu_seqlens_q, fixed_split, max_kv_len);
   if (!check.on_cuda()) check_no_plan(check, plan);
   return check.on_cuda() && has_rows(p) ? workspace_of(p, plan_of(check, p, plan)) : 0;
@@ -217,7 +218,7 @@ std::string tree_attention_plan(const TensorView& q, const TensorView& k_pool, c
                                 const OptTensor& cu_seqlens_q, std::optional<int64_t> fixed_split,
                                 std::optional<int64_t> max_kv_len, const std::optional<std::string>& plan) {
   Check check("tree_attention");
-  Sizes n;
+  Dims n;
   const PlannedAttention p = n.check(check, q, k_pool, page_table, cu_seqlens_q, fixed_split, max_kv_len);
   if (!check.on_cuda()) check_no_plan(check, plan);
   return check.on_cuda() && has_rows(p) ? to_string(plan_of(check, p, plan)) : "cpu";

@@ -1,4 +1,4 @@
-// From a plan to its kernel.
+// Dispatch a planned tree_attention call to its kernel.
 #include "attention/common/launch.cuh"
 #include "core/cluster.cuh"
 
@@ -7,7 +7,7 @@ static_assert(kMaxClusterBlocks == kMaxCluster);
 
 void tree_attention_cuda(const PlannedAttention& p, Stream stream) {
   if (p.plan.kernel == Kernel::kPlain) return plain_attention(p, stream);
-  const DevicePlan plan = device_plan_of(p.plan, p);
+  const DevicePlan plan = make_device_plan(p.plan, p);
   with_head_dim(p.head_dim, [&]<int D>() {
     switch (p.plan.kernel) {
       case Kernel::kMma:

@@ -1,4 +1,6 @@
 // tree_attention: attention of each request's query rows over its paged KV prefix and a tail of tree nodes.
+//
+// Reads q, the K and V pools, page table, lengths and mask; writes out, lse and status. plan.h says which kernel runs.
 #pragma once
 
 #include "attention/plan.h"
@@ -8,7 +10,7 @@
 
 namespace specdec::attention {
 
-// In elements. The head dimension itself is contiguous.
+// Strides in elements. The head dimension itself is contiguous.
 struct RowStrides {
   int64_t batch, row, head;  // batch is 0 for packed rows
 };
@@ -17,12 +19,12 @@ struct PoolStrides {
 };
 
 struct TreeAttentionParams {
-  const void* q;       // [batch, q_rows, q_heads, head_dim], or packed [q_rows, q_heads, head_dim]; free strides
-  const void* k_pool;  // [num_pages, page_size, kv_heads, head_dim], free strides
-  const void* v_pool;  // [num_pages, page_size, kv_heads, head_dim], free strides
-  void* out;           // as q, of its own strides
+  const void* q;       // [batch, q_rows, q_heads, head_dim], or packed [q_rows, q_heads, head_dim]; any strides
+  const void* k_pool;  // [num_pages, page_size, kv_heads, head_dim], any strides
+  const void* v_pool;  // [num_pages, page_size, kv_heads, head_dim], any strides
+  void* out;           // shape of q, strides of its own
   Dtypes dtype;        // of q and out
-  bool fp8;            // the pools hold float8_e4m3fn; else they are of dtype too
+  bool fp8;            // the pools hold float8_e4m3fn; else they have dtype too
   RowStrides q_strides, out_strides;
   PoolStrides k_strides, v_strides;
   kv::PageRows rows;
@@ -36,18 +38,18 @@ struct TreeAttentionParams {
   int64_t batch, q_rows, q_heads, kv_heads, head_dim;
   int64_t num_slots, mask_words;
   int64_t tail_len;     // -1: each request's number of valid rows
-  int64_t window;       // a row sees the last `window` rows of its path at most; INT64_MAX: all
-  float log2_scale;     // of q.k, with log2(e) in it: exponentials are powers of two
-  float soft_cap;       // in the same units, scores become soft_cap * tanh(score / soft_cap); 0: they stay
-  float v_scale;        // of the weighted sum of values
-  bool aligned;         // every row of q, out and the pools starts on 16 bytes
-  int64_t fixed_split;  // split KV at multiples of so many rows, whatever else is in the batch; 0: evenly
-  float* workspace;     // on 16 bytes, workspace_bytes() of partial results; CUDA only
-  int64_t max_kv_len;   // KV rows that a request has at most: the table's room, or less where the caller knows
+  int64_t window;       // a row attends to at most the last `window` rows of its path; INT64_MAX: all
+  float log2_scale;     // softmax scale times log2(e) and k_scale: exponentials are powers of two
+  float soft_cap;       // in the same units: scores become soft_cap * tanh(score / soft_cap); 0: none
+  float v_scale;        // factor of the output
+  bool aligned;         // every row of q, out and the pools is aligned to 16 bytes
+  int64_t fixed_split;  // batch invariance: split KV at multiples of this many rows; 0: split evenly
+  float* workspace;     // aligned to 16 bytes, workspace_bytes() of partial results; CUDA only
+  int64_t max_kv_len;   // bound on a request's KV rows: what the page table has room for, or less if the caller says so
 };
 
 struct PlannedAttention : TreeAttentionParams {
-  int64_t planned_kv_len;  // KV rows that the plan is made for: max_kv_len where it was given
+  int64_t planned_kv_len;  // KV rows that the plan assumes: max_kv_len if it was given
   AttentionPlan plan;      // CUDA only
 };
 
@@ -59,17 +61,17 @@ void tree_attention(CallStream stream, const TensorView& q, const TensorView& k_
                     std::optional<int64_t> max_kv_len, const std::optional<std::string>& plan, const TensorView& out,
                     const OptTensor& lse, const OptTensor& workspace, const OptTensor& status);
 
-// Bytes of workspace that a call with such tensors needs on their device.
+// Return the bytes of workspace that a call with such tensors needs on their device.
 int64_t tree_attention_workspace(const TensorView& q, const TensorView& k_pool, const TensorView& page_table,
                                  const OptTensor& cu_seqlens_q, std::optional<int64_t> fixed_split,
                                  std::optional<int64_t> max_kv_len, const std::optional<std::string>& plan);
 
-// The name of the plan of such a call, on the CPU "cpu".
+// Return the plan name of such a call; "cpu" on the CPU.
 std::string tree_attention_plan(const TensorView& q, const TensorView& k_pool, const TensorView& page_table,
                                 const OptTensor& cu_seqlens_q, std::optional<int64_t> fixed_split,
                                 std::optional<int64_t> max_kv_len, const std::optional<std::string>& plan);
 
-// Calls f.template operator()<T, Kv>() with the storage types of q and out, and of the pools.
+// Call f.template operator()<T, Kv>(): T is the storage type of q and out, Kv that of the KV pools.
 template <class F>
 void with_types(const TreeAttentionParams& p, F&& f) {
   with_float_type(p.dtype, [&]<class T>() {

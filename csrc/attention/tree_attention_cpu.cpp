@@ -1,4 +1,4 @@
-// The CPU twin of tree_attention. One pass handles up to kRows rows of one request and KV head over tiles of kTokens KV
+// tree_attention on the CPU. One pass computes up to kRows rows of one request and KV head over tiles of kTokens KV
 // rows, gathered into contiguous float32 with K transposed, so that every inner loop runs along a vector.
 #include <algorithm>
 #include <bit>
@@ -14,16 +14,16 @@ namespace {
 
 constexpr int kTokens = 64;
 constexpr int kRows = 64;
-constexpr int kRowsAtOnce = 4;  // rows that share the registers of an inner loop
+constexpr int kRowsPerStep = 4;  // rows that share the registers of an inner loop
 constexpr int kLanes = 16;
-constexpr float kNone = -std::numeric_limits<float>::infinity();
+constexpr float kMinusInf = -std::numeric_limits<float>::infinity();
 
-// GCC and Clang split these over whatever registers the target has. Aligned like a float: numbers of a scratch row.
+// GCC and Clang split these over whatever registers the target has. Aligned like a float: elements of a scratch row.
 typedef float Lanes __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
 typedef uint32_t BitLanes __attribute__((vector_size(4 * kLanes)));
 typedef float Quad __attribute__((vector_size(16), aligned(4), may_alias));
 
-// The wheel runs on any x86-64, so the inner loops are compiled for three generations and picked at load time.
+// The wheel runs on any x86-64, so the inner loops are compiled for three generations and dispatched at load time.
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
 #define SPECDEC_CPU_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
@@ -31,25 +31,25 @@ typedef float Quad __attribute__((vector_size(16), aligned(4), may_alias));
 #endif
 #define SPECDEC_INLINE inline __attribute__((always_inline))
 
-// What one pass keeps between tiles, and one tile of KV. Rows are padded to a multiple of kRowsAtOnce with zeros.
+// State of a pass between tiles, and one tile of KV. Rows are padded with zeros to a multiple of kRowsPerStep.
 struct Pass {
   int rows, head_dim;
-  float soft_cap;        // 0: none
-  float* q;              // [kRows, head_dim], scaled for powers of two
-  float* k_rows;         // [kTokens, head_dim]
-  float* k;              // [head_dim, kTokens]
-  float* v;              // [kTokens, head_dim]
-  float* scores;         // [kRows, kTokens], then probabilities
-  float* out;            // [kRows, head_dim], not yet divided by sum
-  float max[kRows];      // of the scores so far
-  float sum[kRows];      // of 2^(score - max)
-  float rescale[kRows];  // of this tile: what a higher max makes of earlier sums
-  uint64_t seen[kRows];  // of this tile: bit j: the row sees token j
+  float soft_cap;           // 0: none
+  float* q;                 // [kRows, head_dim], scaled to log2 units
+  float* k_rows;            // [kTokens, head_dim]
+  float* k;                 // [head_dim, kTokens]
+  float* v;                 // [kTokens, head_dim]
+  float* scores;            // [kRows, kTokens], then probabilities
+  float* out;               // [kRows, head_dim], not yet divided by sum
+  float max[kRows];         // of the scores so far
+  float sum[kRows];         // of 2^(score - max)
+  float rescale[kRows];     // for this tile: factor of earlier sums under the new max
+  uint64_t visible[kRows];  // for this tile: bit j is set if the row attends to token j
 };
 
 SPECDEC_INLINE Lanes& lanes(float* x) { return *reinterpret_cast<Lanes*>(x); }
 
-// 2^x for x <= 0, to a unit or two in the last place (Cephes' polynomial); x below -126 gives 0, NaN stays NaN.
+// Compute 2^x for x <= 0, to a unit or two in the last place (Cephes' polynomial); x below -126 gives 0, NaN stays NaN.
 SPECDEC_INLINE void exp2_lanes(Lanes& x) {
   const float kRound = 12582912.0f;  // adding it leaves the nearest integer in the low mantissa bits
   const Lanes shifted = x + kRound;
@@ -64,7 +64,7 @@ SPECDEC_INLINE void exp2_lanes(Lanes& x) {
   x = x >= -126.0f ? scaled : (x < -126.0f ? Lanes{} : x);
 }
 
-// tanh, to a few units in the last place (Cephes' polynomial near 0).
+// Compute tanh, to a few units in the last place (Cephes' polynomial near 0).
 SPECDEC_INLINE void tanh_lanes(Lanes& x) {
   const BitLanes sign = (BitLanes)x & 0x80000000u;
   const Lanes size = (Lanes)((BitLanes)x & 0x7fffffffu), z = x * x;
@@ -79,7 +79,7 @@ SPECDEC_INLINE void tanh_lanes(Lanes& x) {
   x = size < 0.625f ? near : (Lanes)((BitLanes)far | sign);
 }
 
-// Softmax weights of row i over this tile, and what they make of the sums before it.
+// Compute the softmax weights of row i over this tile, and rescale the row's earlier sum.
 SPECDEC_INLINE void softmax_row(Pass& p, int i) {
   float* scores = p.scores + i * kTokens;
   if (p.soft_cap != 0) {
@@ -89,14 +89,14 @@ SPECDEC_INLINE void softmax_row(Pass& p, int i) {
       lanes(scores + c) = x * p.soft_cap;
     }
   }
-  if (p.seen[i] != ~uint64_t{0})
-    for (int j = 0; j < kTokens; ++j) scores[j] = p.seen[i] >> j & 1 ? scores[j] : kNone;
-  Lanes top = lanes(scores);
-  for (int c = kLanes; c < kTokens; c += kLanes) top = lanes(scores + c) > top ? lanes(scores + c) : top;
+  if (p.visible[i] != ~uint64_t{0})
+    for (int j = 0; j < kTokens; ++j) scores[j] = p.visible[i] >> j & 1 ? scores[j] : kMinusInf;
+  Lanes tile_max = lanes(scores);
+  for (int c = kLanes; c < kTokens; c += kLanes) tile_max = lanes(scores + c) > tile_max ? lanes(scores + c) : tile_max;
   float max = p.max[i];
-  for (int j = 0; j < kLanes; ++j) max = top[j] > max ? top[j] : max;
+  for (int j = 0; j < kLanes; ++j) max = tile_max[j] > max ? tile_max[j] : max;
 
-  const float origin = max > kNone ? max : 0;  // nothing seen yet: 2^(-inf - 0), not 2^(-inf + inf)
+  const float origin = max > kMinusInf ? max : 0;  // before any visible token: 2^(-inf - 0), not 2^(-inf + inf)
   Lanes total{};
   for (int c = 0; c < kTokens; c += kLanes) {
     Lanes x = lanes(scores + c) - origin;
@@ -113,42 +113,42 @@ SPECDEC_INLINE void softmax_row(Pass& p, int i) {
 
 SPECDEC_CPU_CLONES void attend_tile(Pass& p) {
   const int D = p.head_dim;
-  for (int i = 0; i < p.rows; i += kRowsAtOnce) {
-    const float* q[kRowsAtOnce];
-    for (int g = 0; g < kRowsAtOnce; ++g) q[g] = p.q + (i + g) * D;
+  for (int i = 0; i < p.rows; i += kRowsPerStep) {
+    const float* q[kRowsPerStep];
+    for (int g = 0; g < kRowsPerStep; ++g) q[g] = p.q + (i + g) * D;
     for (int c = 0; c < kTokens; c += kLanes) {
-      Lanes s[kRowsAtOnce] = {};
+      Lanes s[kRowsPerStep] = {};
       for (int d = 0; d < D; ++d) {
         const Lanes k = lanes(p.k + d * kTokens + c);
-        for (int g = 0; g < kRowsAtOnce; ++g) s[g] += q[g][d] * k;
+        for (int g = 0; g < kRowsPerStep; ++g) s[g] += q[g][d] * k;
       }
-      for (int g = 0; g < kRowsAtOnce; ++g) lanes(p.scores + (i + g) * kTokens + c) = s[g];
+      for (int g = 0; g < kRowsPerStep; ++g) lanes(p.scores + (i + g) * kTokens + c) = s[g];
     }
 
-    uint64_t seen_by_all = ~uint64_t{0};
-    for (int g = 0; g < kRowsAtOnce; ++g) {
+    uint64_t visible_to_all = ~uint64_t{0};
+    for (int g = 0; g < kRowsPerStep; ++g) {
       softmax_row(p, i + g);
-      seen_by_all &= p.seen[i + g];
+      visible_to_all &= p.visible[i + g];
     }
 
-    if (seen_by_all == ~uint64_t{0}) {
+    if (visible_to_all == ~uint64_t{0}) {
       const float* weights = p.scores + i * kTokens;
       for (int c = 0; c < D; c += kLanes) {
-        Lanes o[kRowsAtOnce];
-        for (int g = 0; g < kRowsAtOnce; ++g) o[g] = lanes(p.out + (i + g) * D + c) * p.rescale[i + g];
+        Lanes o[kRowsPerStep];
+        for (int g = 0; g < kRowsPerStep; ++g) o[g] = lanes(p.out + (i + g) * D + c) * p.rescale[i + g];
         for (int j = 0; j < kTokens; ++j) {
           const Lanes v = lanes(p.v + j * D + c);
-          for (int g = 0; g < kRowsAtOnce; ++g) o[g] += weights[g * kTokens + j] * v;
+          for (int g = 0; g < kRowsPerStep; ++g) o[g] += weights[g * kTokens + j] * v;
         }
-        for (int g = 0; g < kRowsAtOnce; ++g) lanes(p.out + (i + g) * D + c) = o[g];
+        for (int g = 0; g < kRowsPerStep; ++g) lanes(p.out + (i + g) * D + c) = o[g];
       }
       continue;
     }
-    // A row must not meet tokens it does not see even with weight 0: they may hold NaN.
-    for (int r = i; r < i + kRowsAtOnce; ++r) {
+    // Tokens that a row does not attend to must not be read even with weight 0: they may hold NaN.
+    for (int r = i; r < i + kRowsPerStep; ++r) {
       float* out = p.out + r * D;
       for (int c = 0; c < D; c += kLanes) lanes(out + c) *= p.rescale[r];
-      for (uint64_t left = p.seen[r]; left != 0; left &= left - 1) {
+      for (uint64_t left = p.visible[r]; left != 0; left &= left - 1) {
         const int j = std::countr_zero(left);
         const float weight = p.scores[r * kTokens + j];
         for (int c = 0; c < D; c += kLanes) lanes(out + c) += weight * lanes(p.v + j * D + c);
@@ -157,7 +157,7 @@ SPECDEC_CPU_CLONES void attend_tile(Pass& p) {
   }
 }
 
-// pass.k from pass.k_rows, in blocks of 4 x 4.
+// Transpose pass.k_rows to pass.k, in blocks of 4 x 4.
 void transpose_keys(Pass& pass) {
   const int D = pass.head_dim;
   for (int d = 0; d < D; d += 4) {
@@ -182,14 +182,14 @@ void copy_row(const Kv* __restrict from, float* __restrict to, int D) {
   for (int d = 0; d < D; ++d) to[d] = to_float(from[d]);
 }
 
-// Fills pass.k and pass.v with KV rows first to first + kTokens - 1, and zeros for those outside [begin, end) or on a
-// page that is none; returns which of them are there.
+// Fill pass.k and pass.v with KV rows first to first + kTokens - 1, and zeros for those outside [begin, end) or on an
+// invalid page; return a mask of the rows that are present.
 template <class Kv>
 uint64_t gather_tile(Pass& pass, const TreeAttentionParams& p, const Request& r, int64_t head, int64_t first,
                      int64_t begin, int64_t end, int32_t& status) {
   const int D = pass.head_dim;
   const kv::RowDivmod page_size{static_cast<int>(p.rows.page_size)};
-  uint64_t there = 0;
+  uint64_t present = 0;
   for (int j = 0; j < kTokens; ++j) {
     float *k = pass.k_rows + j * D, *v = pass.v + j * D;
     if (first + j >= begin && first + j < end) {
@@ -198,7 +198,7 @@ uint64_t gather_tile(Pass& pass, const TreeAttentionParams& p, const Request& r,
       if (at.bits == 0) {
         copy_row(static_cast<const Kv*>(p.k_pool) + row_start(p.k_strides, at, head), k, D);
         copy_row(static_cast<const Kv*>(p.v_pool) + row_start(p.v_strides, at, head), v, D);
-        there |= uint64_t{1} << j;
+        present |= uint64_t{1} << j;
         continue;
       }
     }
@@ -206,22 +206,22 @@ uint64_t gather_tile(Pass& pass, const TreeAttentionParams& p, const Request& r,
     std::fill_n(v, D, 0.0f);
   }
   transpose_keys(pass);
-  return there;
+  return present;
 }
 
-// Rows [begin, begin + count) of a request and KV head, where row n is query row n / G, head n % G of its GQA group.
+// Compute rows [begin, begin + count) of a request and KV head; row n is query row n / G, head n % G of its GQA group.
 template <class T, class Kv>
 int32_t attend_rows(Pass& pass, const TreeAttentionParams& p, const Request& r, int64_t head, int64_t begin,
                     int64_t count) {
   const int64_t G = p.q_heads / p.kv_heads, D = p.head_dim;
   const int64_t valid = clamp_to(r.valid_rows * G - begin, int64_t{0}, count);
   int32_t status = 0;
-  pass.rows = static_cast<int>((valid + kRowsAtOnce - 1) / kRowsAtOnce * kRowsAtOnce);
+  pass.rows = static_cast<int>((valid + kRowsPerStep - 1) / kRowsPerStep * kRowsPerStep);
   pass.head_dim = static_cast<int>(D);
   pass.soft_cap = p.soft_cap;
   std::fill_n(pass.q, pass.rows * D, 0.0f);
   std::fill_n(pass.out, pass.rows * D, 0.0f);
-  std::fill_n(pass.max, pass.rows, kNone);
+  std::fill_n(pass.max, pass.rows, kMinusInf);
   std::fill_n(pass.sum, pass.rows, 0.0f);
   for (int64_t n = 0; n < valid; ++n) {
     const int64_t i = (begin + n) / G, h = head * G + (begin + n) % G;
@@ -229,14 +229,14 @@ int32_t attend_rows(Pass& pass, const TreeAttentionParams& p, const Request& r, 
     for (int64_t d = 0; d < D; ++d) pass.q[n * D + d] = to_float(q[d]) * p.log2_scale;
   }
 
-  // Tiles start at multiples of kTokens whatever a window leaves out, so that no row depends on its neighbours.
+  // Tiles start at multiples of kTokens even with a window, so that no row depends on its neighbors.
   const int64_t kv_begin = valid > 0 ? visible_begin(p, r, begin / G) : 0;
   const int64_t kv_end = valid > 0 ? visible_end(p, r, (begin + valid - 1) / G) : 0;
   for (int64_t first = kv_begin / kTokens * kTokens; first < kv_end; first += kTokens) {
-    const uint64_t there = gather_tile<Kv>(pass, p, r, head, first, kv_begin, kv_end, status);
-    for (int64_t n = 0; n < valid; ++n) pass.seen[n] = there & visible_word(p, r, (begin + n) / G, first);
-    // Padding sees what the row before it sees, which keeps its neighbours on the short path.
-    for (int64_t n = valid; n < pass.rows; ++n) pass.seen[n] = pass.seen[n - 1];
+    const uint64_t present = gather_tile<Kv>(pass, p, r, head, first, kv_begin, kv_end, status);
+    for (int64_t n = 0; n < valid; ++n) pass.visible[n] = present & visible_word(p, r, (begin + n) / G, first);
+    // Padding rows take the mask of the row before them, which keeps their neighbors on the fast path.
+    for (int64_t n = valid; n < pass.rows; ++n) pass.visible[n] = pass.visible[n - 1];
     attend_tile(pass);
   }
 
@@ -246,7 +246,8 @@ int32_t attend_rows(Pass& pass, const TreeAttentionParams& p, const Request& r, 
     const float sum = n < valid ? pass.sum[n] : 0.0f;
     for (int64_t d = 0; d < D; ++d) out[d] = from_float<T>(sum == 0 ? 0.0f : pass.out[n * D + d] / sum * p.v_scale);
     if (p.lse)
-      p.lse[(r.flat_row + i) * p.q_heads + h] = sum == 0 ? kNone : (pass.max[n] + std::log2(sum)) * 0.6931471805599453f;
+      p.lse[(r.flat_row + i) * p.q_heads + h] =
+          sum == 0 ? kMinusInf : (pass.max[n] + std::log2(sum)) * 0.6931471805599453f;
   }
   return status;
 }
@@ -254,7 +255,7 @@ int32_t attend_rows(Pass& pass, const TreeAttentionParams& p, const Request& r, 
 }  // namespace
 
 void tree_attention_cpu(const TreeAttentionParams& p) {
-  // Aligned scratch, kept for the life of the thread.
+  // Aligned scratch, kept per thread.
   struct alignas(64) Line {
     float x[16];
   };
@@ -275,7 +276,7 @@ void tree_attention_cpu(const TreeAttentionParams& p) {
   with_types(p, [&]<class T, class Kv>() {
     const int64_t G = p.q_heads / p.kv_heads, requests = p.batch + (p.cu_seqlens_q != nullptr);
     for (int64_t b = 0; b < requests; ++b) {
-      const Request r = request_of(p, b);
+      const Request r = load_request(p, b);
       int32_t status = r.status;
       for (int64_t head = 0; head < p.kv_heads; ++head)
         for (int64_t begin = 0; begin < r.rows * G; begin += kRows)

@@ -52,13 +52,13 @@ __device__ __forceinline__ uint64_t wgmma_operand(const void* start, int panel_b
   return d;
 }
 
-// An operand and those behind it, as what all lanes of a warp have in common: the compiler then computes them once for
-// all lanes, which is where wgmma takes them from.
+// A wgmma descriptor, and descriptors at byte offsets from it, as warp-uniform values: the compiler then computes them
+// once per warp, in the uniform registers that wgmma reads.
 class WarpOperand {
  public:
   __device__ explicit WarpOperand(uint64_t operand)
       : high_(operand >> 32 << 32), low_(__shfl_sync(kFullMask, static_cast<uint32_t>(operand), 0)) {}
-  __device__ uint64_t behind(int bytes) const { return high_ | (low_ + (bytes >> 4)); }
+  __device__ uint64_t offset(int bytes) const { return high_ | (low_ + (bytes >> 4)); }
 
  private:
   const uint64_t high_;

@@ -45,7 +45,7 @@ py::tuple attention_plan(const Sizes& sizes, int64_t page_size, bool packed, boo
                              .packed = packed,
                              .fp8 = fp8,
                              .tensor_cores = tensor_cores,
-                             .boxes = is_of_boxes(page_size),
+                             .tma_pages = has_tma_boxes(page_size),
                              .fixed_split = fixed_split};
   const Device device{.num_sms = num_sms,
                       .is_hopper_or_later = has_wgmma,

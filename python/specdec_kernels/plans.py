@@ -1,4 +1,4 @@
-"""Which kernel runs when: the rules of the ops that have several, asked without tensors and without a GPU."""
+"""Ask which kernel `tree_attention` runs for a shape: the C++ planning rules, without tensors or a GPU."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from typing import NamedTuple
 
 from . import _C
 
-HEAD_DIMS = (64, 128, 256)  # of `rope_qkv_write_kv` and `tree_attention`
+HEAD_DIMS = (64, 128, 256)  # that `rope_qkv_write_kv` and `tree_attention` support
 
 
 class Gpu(NamedTuple):
-    """What the rules know of a device."""
+    """The properties of a GPU that planning rules use."""
 
     num_sms: int
     has_wgmma: bool  # Hopper, compute capability 9.0
-    shared_bytes_per_block: int  # at most, on request
+    shared_bytes_per_block: int  # opt-in maximum
     shared_bytes_per_sm: int
 
 
@@ -24,18 +24,18 @@ L40S = Gpu(142, False, 99 * 1024, 100 * 1024)
 
 
 class AttentionPlan(NamedTuple):
-    """Which kernel runs a call of `tree_attention`, and how it divides the work; see docs/attention.md."""
+    """The kernel of a `tree_attention` call and how it divides the work; see docs/attention.md."""
 
-    name: str  # what `tree_attention(plan=...)` takes
-    variant: str  # the compiled kernel
-    tile_rows: int  # query rows times heads that one block computes at a time
+    name: str  # as for `tree_attention(plan=...)`
+    variant: str  # name of the compiled kernel
+    tile_rows: int  # query rows times heads of a GQA group that one block computes at a time
     tile_tokens: int  # KV rows of a KV tile
-    row_tiles: int  # row tiles that walk the same KV in step, each in a block of its own
-    blocks_per_sm: int
-    cluster_blocks: int  # blocks of a cluster that share one row tile's KV; 0: no clusters
-    sharing_clusters: int  # clusters that share a row tile whose KV is long; 1: none do
-    whole_items: bool  # KV is not split: each request, KV head and its row tiles are one worker's
-    warpgroups: int  # that multiply in a block
+    row_tiles: int  # row tiles that read the same KV in step, each in a block of its own
+    blocks_per_sm: int  # of a persistent grid
+    cluster_blocks: int  # blocks of a cluster, which split one row tile's KV; 0: no clusters
+    sharing_clusters: int  # clusters that split the KV of a row tile if it is long; 1: no such split
+    whole_items: bool  # one worker per work item (request, KV head, row tiles): KV is not split
+    warpgroups: int  # that run MMAs in a block
     workers: int  # of a persistent grid, each of row_tiles blocks
     workspace_bytes: int
 
@@ -56,26 +56,30 @@ def attention_plan(
     gpu: Gpu = H200,
     plan: str | None = None,
 ) -> AttentionPlan:
-    """The plan of a `tree_attention` call of such a shape on such a GPU: a pure function, in every build.
+    """Return the plan of a `tree_attention` call; a pure function that needs neither tensors nor a GPU.
+
+    Example: batch 4, 32 query rows and 8K KV of an 8B model. `attention_plan(batch=4, q_rows=32, q_heads=32,
+    kv_heads=8, head_dim=128, max_kv_len=8192).name` is "sm90.cluster.128.blocks3.sharing1". The rules are in
+    csrc/attention/plan.h.
 
     Args:
-        batch: requests.
-        q_rows: query rows of each request, or with `packed` of all of them.
-        q_heads, kv_heads, head_dim: as the tensors have them; head_dim is 64, 128 or 256.
-        max_kv_len: KV rows, prefix and tail, that no request exceeds.
+        batch: number of requests.
+        q_rows: query rows per request; with `packed`, of all requests together.
+        q_heads, kv_heads, head_dim: sizes of the tensors; head_dim is 64, 128 or 256.
+        max_kv_len: bound on the KV rows of a request, prefix and tail.
         page_size: KV rows of a page.
-        fp8: pools hold float8_e4m3fn instead of 16-bit floats.
-        packed: rows are packed, with cu_seqlens_q.
-        tensor_cores: queries are 16-bit floats, and rows of q, out and the pools start on 16 bytes.
+        fp8: whether the pools hold float8_e4m3fn instead of 16-bit floats.
+        packed: whether query rows are packed, with cu_seqlens_q.
+        tensor_cores: whether queries are 16-bit floats, and rows of q, out and the pools are aligned to 16 bytes.
         fixed_split: as for `tree_attention`.
         gpu: the device.
-        plan: the name of a plan to be forced.
+        plan: name of a plan to force.
 
     Returns:
         The plan.
 
     Raises:
-        ValueError: a size out of range, or a plan that does not exist or cannot run this shape on this GPU.
+        ValueError: a size is out of range, or `plan` does not exist or cannot run this shape on this GPU.
     """
     sizes = (batch, q_rows, q_heads, kv_heads, head_dim)
     split = fixed_split or 0

@@ -1,4 +1,4 @@
-// The plan of a call as its kernels use it: with divisors prepared for the device.
+// DevicePlan: the AttentionPlan of a call in the form its kernels take, with precomputed fast divisors.
 #pragma once
 
 #include <cutlass/fast_math.h>
@@ -8,7 +8,7 @@
 
 namespace specdec::attention {
 
-// The first fields are those of AttentionPlan.
+// Start with fields copied from AttentionPlan; see there.
 struct DevicePlan {
   int tile_rows;
   int row_tiles;
@@ -17,14 +17,14 @@ struct DevicePlan {
   int cluster_blocks;
   bool whole_items;
   bool two_warpgroups;
-  cutlass::FastDivmod tile_tokens;  // divides by the KV rows of a KV tile
-  cutlass::FastDivmod gqa_group;    // by q_heads / kv_heads
-  cutlass::FastDivmod split_tiles;  // by the KV tiles of a split with fixed_split; else by 1
-  cutlass::FastDivmod page_size;    // by the KV rows of a page
+  cutlass::FastDivmod tile_tokens;  // divisor: KV rows of a KV tile
+  cutlass::FastDivmod gqa_group;    // divisor: q_heads / kv_heads
+  cutlass::FastDivmod split_tiles;  // divisor: KV tiles per split with fixed_split; else 1
+  cutlass::FastDivmod page_size;    // divisor: KV rows of a page
   int sharing_clusters;
 };
 
-inline DevicePlan device_plan_of(const AttentionPlan& plan, const TreeAttentionParams& p) {
+inline DevicePlan make_device_plan(const AttentionPlan& plan, const TreeAttentionParams& p) {
   const auto divide_by = [](int64_t divisor) { return cutlass::FastDivmod(static_cast<int>(divisor)); };
   return {.tile_rows = plan.tile_rows,
           .row_tiles = plan.row_tiles,
@@ -40,10 +40,10 @@ inline DevicePlan device_plan_of(const AttentionPlan& plan, const TreeAttentionP
           .sharing_clusters = plan.sharing_clusters};
 }
 
-// Where row n of all the rows of a request and KV head is: query row n / G, head n % G of its GQA group.
+// Locate row n among the packed rows of a request and KV head: query row n / G, head n % G of its GQA group.
 struct QueryRow {
-  int row;   // of the request
-  int head;  // of all query heads
+  int row;   // query row of the request
+  int head;  // among all query heads
 };
 __device__ __forceinline__ QueryRow query_row(const DevicePlan& plan, int kv_head, int n) {
   QueryRow at;

@@ -1,4 +1,4 @@
-// The kernels of tree_attention, one function for each, and how they are launched.
+// Declare the kernels of tree_attention, one launch function each, and the helpers that launch them.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,7 +11,7 @@ namespace specdec::attention {
 
 void plain_attention(const TreeAttentionParams& p, Stream stream);
 
-// One file of instantiations/ defines each of these for one head dimension, so that they compile side by side.
+// Defined by instantiations/, one file per kernel and head dimension, so that they compile in parallel.
 template <int D>
 void mma_attention(const TreeAttentionParams& p, const DevicePlan& plan, Stream stream);
 template <int D>
@@ -23,7 +23,7 @@ void dequant_smem_attention(const TreeAttentionParams& p, const DevicePlan& plan
 template <int D>  // 64 or 128
 void cluster_attention(const TreeAttentionParams& p, const DevicePlan& plan, Stream stream);
 
-// A kernel gets more than 48 KB of dynamic shared memory only if it was asked for on this device.
+// Opt in to more than 48 KB of dynamic shared memory, which the runtime requires per kernel and device.
 template <class KernelFunction>
 void allow_shared_bytes(KernelFunction* kernel, size_t bytes) {
   if (bytes > 48 * 1024)
@@ -31,9 +31,11 @@ void allow_shared_bytes(KernelFunction* kernel, size_t bytes) {
                   cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
 }
 
-// Launches a persistent grid: plan.row_tiles blocks for each worker. Blocks wait for each other's partial results, so
-// all have to run at once, which only a cooperative launch guarantees. A kernel with kPairs makes clusters of two
-// blocks where a worker has an even number of them: multiprocessors come in twos.
+// Launch a persistent grid of plan.workers x plan.row_tiles blocks.
+//
+// Blocks wait for each other's partial results, so all of them must be co-resident, which only a cooperative launch
+// guarantees. A kernel with kMulticast runs as clusters of two blocks if a worker has an even number of them: Hopper's
+// SMs come in pairs (TPCs).
 template <class Attention, class KernelFunction, class... More>
 void launch_persistent(KernelFunction* kernel, const TreeAttentionParams& p, const DevicePlan& plan, Stream stream,
                        const More&... more) {
@@ -46,8 +48,8 @@ void launch_persistent(KernelFunction* kernel, const TreeAttentionParams& p, con
   attributes[1].val.programmaticStreamSerializationAllowed = 1;
   attributes[2].id = cudaLaunchAttributeClusterDimension;
   attributes[2].val.clusterDim = {2, 1, 1};
-  const bool pairs = Attention::kPairs && plan.row_tiles % 2 == 0;
-  const unsigned count = !current_device("tree_attention").is_hopper_or_later ? 1 : pairs ? 3 : 2;
+  const bool multicast = Attention::kMulticast && plan.row_tiles % 2 == 0;
+  const unsigned count = !current_device("tree_attention").is_hopper_or_later ? 1 : multicast ? 3 : 2;
   const cudaLaunchConfig_t config{.gridDim = dim3(plan.workers * plan.row_tiles),
                                   .blockDim = dim3(Attention::kThreads),
                                   .dynamicSmemBytes = kSharedBytes,
@@ -57,14 +59,14 @@ void launch_persistent(KernelFunction* kernel, const TreeAttentionParams& p, con
   SD_CUDA_CHECK("tree_attention", cudaLaunchKernelEx(&config, kernel, p, plan, more...));
 }
 
-// Calls f.template operator()<T>() with the storage type of a checked 16-bit dtype.
+// Call f.template operator()<T>() with the storage type of a 16-bit dtype that has been checked.
 template <class F>
 void with_16_bit_type(Dtypes dtype, F&& f) {
   if (dtype == kBFloat16) return f.template operator()<BFloat16>();
   return f.template operator()<Half>();
 }
 
-// Calls f.template operator()<T, Kv>() with the storage types of q and out, and of the pools.
+// Call f.template operator()<T, Kv>(): T is the storage type of q and out, Kv that of the KV pools.
 template <class F>
 void with_16_bit_types(const TreeAttentionParams& p, F&& f) {
   with_16_bit_type(p.dtype, [&]<class T>() {
@@ -75,7 +77,7 @@ void with_16_bit_types(const TreeAttentionParams& p, F&& f) {
   });
 }
 
-// Calls f.template operator()<D>() with a checked head dimension.
+// Call f.template operator()<D>() with a head dimension that has been checked.
 template <class F>
 void with_head_dim(int64_t head_dim, F&& f) {
   if (head_dim == 64) return f.template operator()<64>();

@@ -1,5 +1,5 @@
-// How a warp multiplies its 16 rows by the K and V of a stage with mma.sync: for pools of 16 bits, and for pools of 8
-// bits, which are dequantised in registers.
+// mma.sync operands of tree_attention: how a warp multiplies its 16 query rows by the K and V tiles of a stage. Two
+// versions: 16-bit pools, and FP8 pools, which are dequantized in registers.
 #pragma once
 
 #include <cute/arch/copy_sm75.hpp>
@@ -9,7 +9,7 @@
 
 namespace specdec::attention {
 
-// Where row n of a segment's request and KV head begins; null behind the request.
+// Return a pointer to row n of a segment's request and KV head, or null past the request's last row.
 template <class T>
 __device__ __forceinline__ const T* q_row(const TreeAttentionParams& p, const DevicePlan& plan, const Segment& s,
                                           int n) {
@@ -18,49 +18,49 @@ __device__ __forceinline__ const T* q_row(const TreeAttentionParams& p, const De
   return static_cast<const T*>(p.q) + s.request.q_start + at.row * p.q_strides.row + at.head * p.q_strides.head;
 }
 
-// Reads fragments 0 to kCount - 1, each four fragments ahead of its use: shared memory takes longer to deliver one than
-// the tensor cores to multiply it.
+// Software-pipeline fragment loads: read fragments 0 to kCount - 1, each kPrefetch = 4 fragments ahead of its use,
+// because shared memory takes longer to deliver a fragment than the tensor cores to consume it.
 template <int kCount>
 struct Pipeline {
-  static constexpr int kAhead = 4;
-  uint32_t b[kAhead][4];
+  static constexpr int kPrefetch = 4;
+  uint32_t b[kPrefetch][4];
 
   template <class Read>
   __device__ __forceinline__ void begin(Read&& read) {
 #pragma unroll
-    for (int i = 0; i < kAhead && i < kCount; ++i) read(i, b[i]);
+    for (int i = 0; i < kPrefetch && i < kCount; ++i) read(i, b[i]);
   }
-  // Calls use(i, b) for each in order.
+  // Call use(i, b) for each fragment in order.
   template <class Read, class Use>
   __device__ __forceinline__ void run(Read&& read, Use&& use) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      use(i, b[i % kAhead]);
-      if (i + kAhead < kCount) read(i + kAhead, b[i % kAhead]);
+      use(i, b[i % kPrefetch]);
+      if (i + kPrefetch < kCount) read(i + kPrefetch, b[i % kPrefetch]);
     }
   }
 };
 
-// Reads values for a Pipeline, of the tokens from first_token on: fragment i is block i % kBlocks, that is 32 bytes of
-// the values of 16 tokens, transposed in units of 16 bits.
-template <int kBlocks, class Stage>
+// Return a Pipeline reader of V for the tokens from first_token on. Fragment i is block i % kFragments of 16 tokens: 32
+// bytes of their values, transposed in units of 16 bits.
+template <int kFragments, class Stage>
 __device__ __forceinline__ auto read_values(const Stage& kv, int first_token) {
   return [&kv, first_token](int i, uint32_t (&b)[4]) {
-    const int lane = threadIdx.x % kWarp, row = first_token + 16 * (i / kBlocks) + lane % 16;
+    const int lane = threadIdx.x % kWarp, row = first_token + 16 * (i / kFragments) + lane % 16;
     cute::SM75_U16x8_LDSM_T::copy(
-        *reinterpret_cast<const cute::uint128_t*>(kv.v + kv.offset(row, 2 * (i % kBlocks) + lane / 16)), b[0], b[1],
+        *reinterpret_cast<const cute::uint128_t*>(kv.v + kv.offset(row, 2 * (i % kFragments) + lane / 16)), b[0], b[1],
         b[2], b[3]);
   };
 }
 
-// Operands of queries and pools of T.
+// Operands for queries and pools of the same 16-bit type T.
 template <class T, class Kv, int D>
 struct MmaOperands {
-  using Factor = T;                 // the type that is multiplied
-  static constexpr int kStep = 64;  // tokens at once, at most
+  using MmaElement = T;             // input type of the MMA
+  static constexpr int kStep = 64;  // maximum tokens per step
   uint32_t q[D / 16][4];            // query rows as A fragments
 
-  // Loads a lane's two rows, lane / 4 and lane / 4 + 8, from where they begin; null: they are behind the request.
+  // Load a lane's two rows, lane / 4 and lane / 4 + 8, from the given pointers; null (past the request) loads zeros.
   __device__ Scale load(float scale, const T* const (&rows)[2]) {
     const int lane = threadIdx.x % kWarp;
 #pragma unroll
@@ -73,27 +73,28 @@ struct MmaOperands {
     return {scale, scale};
   }
 
-  // scores = q k^T for the tokens from first_token on.
+  // Compute scores = q k^T for the tokens from first_token on.
   template <class Stage, int N>
-  __device__ __forceinline__ void multiply_k(const Stage& kv, int first_token, float (&scores)[N][4]) const {
-    constexpr int kAtOnce = N / 2;
-    constexpr int kChains = kAtOnce == 1 ? 2 : 1;  // sums of a score that do not wait for each other
+  __device__ __forceinline__ void multiply_qk(const Stage& kv, int first_token, float (&scores)[N][4]) const {
+    constexpr int kTokenBlocks = N / 2;
+    constexpr int kChains =
+        kTokenBlocks == 1 ? 2 : 1;  // independent accumulators per score, to break dependency chains
     const int lane = threadIdx.x % kWarp;
     float sums[kChains][N][4]{};
     const auto read = [&](int i, uint32_t (&b)[4]) {
-      // 16 tokens by 16 dimensions: lanes 0-7 and 16-23 name tokens 0-7 and 8-15 of the lower 8 dimensions, the others
-      // of the upper 8.
-      const int row = first_token + 16 * (i % kAtOnce) + lane % 8 + lane / 16 * 8;
+      // ldmatrix of 16 tokens by 16 dimensions: lanes 0-7 and 16-23 address tokens 0-7 and 8-15 of the lower 8
+      // dimensions, the other lanes those of the upper 8.
+      const int row = first_token + 16 * (i % kTokenBlocks) + lane % 8 + lane / 16 * 8;
       cute::SM75_U32x4_LDSM_N::copy(
-          *reinterpret_cast<const cute::uint128_t*>(kv.k + kv.offset(row, 2 * (i / kAtOnce) + lane / 8 % 2)), b[0],
+          *reinterpret_cast<const cute::uint128_t*>(kv.k + kv.offset(row, 2 * (i / kTokenBlocks) + lane / 8 % 2)), b[0],
           b[1], b[2], b[3]);
     };
-    Pipeline<D / 16 * kAtOnce> keys;
+    Pipeline<D / 16 * kTokenBlocks> keys;
     keys.begin(read);
     keys.run(read, [&](int i, const uint32_t (&b)[4]) {
-      auto& sum = sums[i / kAtOnce % kChains];
-      mma<T>(sum[2 * (i % kAtOnce)], q[i / kAtOnce], b[0], b[1]);
-      mma<T>(sum[2 * (i % kAtOnce) + 1], q[i / kAtOnce], b[2], b[3]);
+      auto& sum = sums[i / kTokenBlocks % kChains];
+      mma<T>(sum[2 * (i % kTokenBlocks)], q[i / kTokenBlocks], b[0], b[1]);
+      mma<T>(sum[2 * (i % kTokenBlocks) + 1], q[i / kTokenBlocks], b[2], b[3]);
     });
 #pragma unroll
     for (int n = 0; n < N; ++n)
@@ -101,48 +102,49 @@ struct MmaOperands {
       for (int e = 0; e < 4; ++e) scores[n][e] = kChains == 1 ? sums[0][n][e] : sums[0][n][e] + sums[kChains - 1][n][e];
   }
 
-  static constexpr int kBlocks = D / 16;  // fragments of 16 tokens' values
+  static constexpr int kFragments = D / 16;  // fragments of V per 16 tokens
   template <class Stage>
   __device__ __forceinline__ static auto read_v(const Stage& kv, int first_token) {
-    return read_values<kBlocks>(kv, first_token);
+    return read_values<kFragments>(kv, first_token);
   }
 
-  // out += weights v for the tokens from first_token on, whose values a Pipeline has begun to read. Tokens outside
-  // `met` have weight 0 in all rows, and their values may be NaN.
+  // Compute out += weights v for the tokens from first_token on, whose V reads a Pipeline has already begun. Tokens
+  // outside `any_visible` have weight 0 in all rows, and their V may be NaN, so it is masked to zero.
   template <class Stage, int N>
-  __device__ __forceinline__ static void add_v(const Stage& kv, int first_token, const uint32_t (&weights)[N][4],
-                                               uint64_t met, Pipeline<N * kBlocks>& values, float (&out)[D / 8][4]) {
+  __device__ __forceinline__ static void accumulate_pv(const Stage& kv, int first_token,
+                                                       const uint32_t (&weights)[N][4], uint64_t any_visible,
+                                                       Pipeline<N * kFragments>& values, float (&out)[D / 8][4]) {
     const auto use = [&](int i, const uint32_t (&b)[4]) {
-      mma<T>(out[2 * (i % kBlocks)], weights[i / kBlocks], b[0], b[1]);
-      mma<T>(out[2 * (i % kBlocks) + 1], weights[i / kBlocks], b[2], b[3]);
+      mma<T>(out[2 * (i % kFragments)], weights[i / kFragments], b[0], b[1]);
+      mma<T>(out[2 * (i % kFragments) + 1], weights[i / kFragments], b[2], b[3]);
     };
     if constexpr (N == 1)
-      if (met == ~uint64_t{0}) return values.run(read_v(kv, first_token), use);
+      if (any_visible == ~uint64_t{0}) return values.run(read_v(kv, first_token), use);
     const int lane = threadIdx.x % kWarp;
-    uint32_t keep[N][2];  // masks of a register's two values: of tokens 0-7, of tokens 8-15
+    uint32_t keep[N][2];  // AND masks of a register's two values: tokens 0-7, tokens 8-15
 #pragma unroll
     for (int n = 0; n < 2 * N; ++n) {
-      const uint32_t tokens = static_cast<uint32_t>(met >> (8 * n + lane % 4 * 2));
+      const uint32_t tokens = static_cast<uint32_t>(any_visible >> (8 * n + lane % 4 * 2));
       keep[n / 2][n % 2] = (tokens & 1 ? 0xffffu : 0) | (tokens & 2 ? 0xffff0000u : 0);
     }
     values.run(read_v(kv, first_token), [&](int i, uint32_t (&b)[4]) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) b[e] &= keep[i / kBlocks][e % 2];
+      for (int e = 0; e < 4; ++e) b[e] &= keep[i / kFragments][e % 2];
       use(i, b);
     });
   }
 
-  // Calls store(dimension, pair of floats) for 16 dimensions of `out` from 16 n on, of row lane / 4 + 8 h.
+  // Call store(dimension, pair of floats) for the 16 dimensions of `out` from 16 n on, of row lane / 4 + 8 h.
   template <class Store>
-  __device__ __forceinline__ static void spread(const float (&out)[D / 8][4], int n, int h, Store&& store) {
+  __device__ __forceinline__ static void visit_columns(const float (&out)[D / 8][4], int n, int h, Store&& store) {
     const int column = 16 * n + threadIdx.x % 4 * 2;
     store(column, make_float2(out[2 * n][2 * h], out[2 * n][2 * h + 1]));
     store(column + 8, make_float2(out[2 * n + 1][2 * h], out[2 * n + 1][2 * h + 1]));
   }
 };
 
-// Dequantises four 8-bit floats to Half, in order. From compute capability 8.9 on two take one instruction.
-__device__ __forceinline__ void dequantise(uint32_t x, uint32_t& low, uint32_t& high) {
+// Dequantize four FP8 (e4m3) values to Half, in order. From compute capability 8.9 on, one instruction converts two.
+__device__ __forceinline__ void dequantize(uint32_t x, uint32_t& low, uint32_t& high) {
 #if __CUDA_ARCH__ >= 890
   asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.rn.f16x2.e4m3x2 %0, a;\ncvt.rn.f16x2.e4m3x2 %1, b;\n}"
       : "=r"(low), "=r"(high)
@@ -155,41 +157,41 @@ __device__ __forceinline__ void dequantise(uint32_t x, uint32_t& low, uint32_t& 
 #endif
 }
 
-// Makes Half of pairs of BFloat16, a quarter of a row in each of four neighbouring lanes. Brings the largest number
-// below 2^15 by a power of two, and returns the factor that undoes it.
+// Convert BFloat16 pairs to Half in place; four adjacent lanes hold a quarter of a row each. Scale the row by a power
+// of two so that its largest magnitude is below 2^15, and return the factor that undoes the scaling.
 template <int N>
 __device__ __forceinline__ float scale_to_half(uint32_t (&pairs)[N]) {
-  constexpr int kTop = 14, kLeast = -40;  // exponents; a smaller row has no score worth mentioning
+  constexpr int kMaxExponent = 14, kMinExponent = -40;  // exponents; a row below 2^kLeast has negligible scores
   const auto low = [](uint32_t pair) { return __uint_as_float(pair << 16); };
   const auto high = [](uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); };
-  float top = 0;
+  float max_abs = 0;
 #pragma unroll
-  for (const uint32_t x : pairs) top = fmaxf(top, fmaxf(fabsf(low(x)), fabsf(high(x))));
-  top = fmaxf(top, __shfl_xor_sync(kFullMask, top, 1));
-  top = fmaxf(top, __shfl_xor_sync(kFullMask, top, 2));
-  const int exponent = max(static_cast<int>(__float_as_uint(top) >> 23) - 127, kLeast) - kTop;
+  for (const uint32_t x : pairs) max_abs = fmaxf(max_abs, fmaxf(fabsf(low(x)), fabsf(high(x))));
+  max_abs = fmaxf(max_abs, __shfl_xor_sync(kFullMask, max_abs, 1));
+  max_abs = fmaxf(max_abs, __shfl_xor_sync(kFullMask, max_abs, 2));
+  const int exponent = max(static_cast<int>(__float_as_uint(max_abs) >> 23) - 127, kMinExponent) - kMaxExponent;
   const float factor = __uint_as_float(static_cast<uint32_t>(127 - exponent) << 23);
 #pragma unroll
   for (uint32_t& x : pairs) x = pack<Half>(low(x) * factor, high(x) * factor);
   return __uint_as_float(static_cast<uint32_t>(127 + exponent) << 23);
 }
 
-// Operands of 8-bit pools. They are multiplied as Half, which holds every 8-bit float and NaN, and become Half in
-// registers, on the way from shared memory.
+// Operands for FP8 pools. FP8 is dequantized to Half in registers, after loading from shared memory, and multiplied as
+// Half, which represents every e4m3 value and NaN exactly.
 template <class T, int D>
 struct MmaOperands<T, Float8, D> {
-  using Factor = Half;
+  using MmaElement = Half;
   static constexpr int kStep = 32;
   uint32_t q[D / 16][4];
 
-  // Dimensions that are summed over may be in any order: a lane reads 16 bytes of a token at a time, which are four
-  // fragments, and q is ordered accordingly.
-  static constexpr int kPieces = D / 64;  // pieces of 16 bytes that a lane reads
+  // The order of dimensions that are summed over is free: a lane reads 16 bytes of a token at a time, which make four
+  // fragments, and q is permuted to match.
+  static constexpr int kPieces = D / 64;  // 16-byte pieces that a lane reads of each row
   __device__ static int piece_of_lane(int i) {
     return D == 64 ? threadIdx.x % 4 : i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2;
   }
 
-  // Rows of BFloat16 are brought into the range of Half by a power of two each, which keeps all bits that matter.
+  // BFloat16 rows are scaled into the range of Half by a power of two per row, which keeps all significant bits.
   __device__ Scale load(float scale, const T* const (&rows)[2]) {
     Scale scales{scale, scale};
 #pragma unroll
@@ -215,7 +217,7 @@ struct MmaOperands<T, Float8, D> {
   }
 
   template <class Stage, int N>
-  __device__ __forceinline__ void multiply_k(const Stage& kv, int first_token, float (&scores)[N][4]) const {
+  __device__ __forceinline__ void multiply_qk(const Stage& kv, int first_token, float (&scores)[N][4]) const {
     const int row = first_token + threadIdx.x % kWarp / 4;
     const auto read = [&](int i, uint4(&b)[N]) {
 #pragma unroll
@@ -234,28 +236,29 @@ struct MmaOperands<T, Float8, D> {
 #pragma unroll
         for (int n = 0; n < N; ++n) {
           uint32_t low, high;
-          dequantise((&b[i % 2][n].x)[j], low, high);
+          dequantize((&b[i % 2][n].x)[j], low, high);
           mma<Half>(scores[n], q[4 * i + j], low, high);
         }
     }
   }
 
-  static constexpr int kBlocks = D / 32;
+  static constexpr int kFragments = D / 32;
   template <class Stage>
   __device__ __forceinline__ static auto read_v(const Stage& kv, int first_token) {
-    return read_values<kBlocks>(kv, first_token);
+    return read_values<kFragments>(kv, first_token);
   }
 
-  // ldmatrix transposes pairs of bytes, that is two dimensions of a token. A register so holds two tokens' pairs, and
-  // one byte permutation makes pairs of tokens of them.
+  // ldmatrix.trans transposes pairs of bytes, i.e. two dimensions of a token. So a register holds the byte pairs of two
+  // tokens, and one byte permutation regroups them into pairs of tokens.
   template <class Stage, int N>
-  __device__ __forceinline__ static void add_v(const Stage& kv, int first_token, const uint32_t (&weights)[N][4],
-                                               uint64_t met, Pipeline<N * kBlocks>& values, float (&out)[D / 8][4]) {
+  __device__ __forceinline__ static void accumulate_pv(const Stage& kv, int first_token,
+                                                       const uint32_t (&weights)[N][4], uint64_t any_visible,
+                                                       Pipeline<N * kFragments>& values, float (&out)[D / 8][4]) {
     const int lane = threadIdx.x % kWarp;
-    uint32_t keep[N][2];  // masks of a register's four values: of tokens 0-7, of tokens 8-15
+    uint32_t keep[N][2];  // AND masks of a register's four values: tokens 0-7, tokens 8-15
 #pragma unroll
     for (int n = 0; n < 2 * N; ++n) {
-      const uint32_t tokens = static_cast<uint32_t>(met >> (8 * n + lane % 4 * 2));
+      const uint32_t tokens = static_cast<uint32_t>(any_visible >> (8 * n + lane % 4 * 2));
       keep[n / 2][n % 2] = (tokens & 1 ? 0x00ff00ffu : 0) | (tokens & 2 ? 0xff00ff00u : 0);
     }
     values.run(read_v(kv, first_token), [&](int i, const uint32_t (&b)[4]) {
@@ -264,15 +267,15 @@ struct MmaOperands<T, Float8, D> {
         uint32_t even[2], odd[2];
 #pragma unroll
         for (int c = 0; c < 2; ++c)
-          dequantise(__byte_perm(b[2 * e + c], 0, 0x3120) & keep[i / kBlocks][c], even[c], odd[c]);
-        mma<Half>(out[4 * (i % kBlocks) + 2 * e], weights[i / kBlocks], even[0], even[1]);
-        mma<Half>(out[4 * (i % kBlocks) + 2 * e + 1], weights[i / kBlocks], odd[0], odd[1]);
+          dequantize(__byte_perm(b[2 * e + c], 0, 0x3120) & keep[i / kFragments][c], even[c], odd[c]);
+        mma<Half>(out[4 * (i % kFragments) + 2 * e], weights[i / kFragments], even[0], even[1]);
+        mma<Half>(out[4 * (i % kFragments) + 2 * e + 1], weights[i / kFragments], odd[0], odd[1]);
       }
     });
   }
 
   template <class Store>
-  __device__ __forceinline__ static void spread(const float (&out)[D / 8][4], int n, int h, Store&& store) {
+  __device__ __forceinline__ static void visit_columns(const float (&out)[D / 8][4], int n, int h, Store&& store) {
     const int column = 16 * n + threadIdx.x % 4 * 4;
     store(column, make_float2(out[2 * n][2 * h], out[2 * n + 1][2 * h]));
     store(column + 2, make_float2(out[2 * n][2 * h + 1], out[2 * n + 1][2 * h + 1]));

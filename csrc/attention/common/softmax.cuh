@@ -1,6 +1,7 @@
-// The online softmax (Milakov and Gimelshein, arXiv 1805.02867) of one warp's 16 query rows over the KV tiles met so
-// far, in the layout that mma.sync and wgmma both leave in registers: a lane holds rows lane / 4 and lane / 4 + 8, and
-// of every 8 columns (tokens of a score, dimensions of the sum) columns lane % 4 * 2 and the next one.
+// Online softmax (Milakov and Gimelshein, arXiv 1805.02867) of one warp's 16 query rows over KV tiles, in registers.
+//
+// The layout is the C fragment of both mma.sync and wgmma: a lane holds rows lane / 4 and lane / 4 + 8, and of every 8
+// columns (tokens of the scores, dimensions of the output) columns lane % 4 * 2 and the next one.
 #pragma once
 
 #include "attention/common/stream_k.cuh"
@@ -19,7 +20,7 @@ __device__ __forceinline__ float tanh_fast(float x) {
   return y;
 }
 
-// Packs two floats into one register of T, the lower one in the lower half.
+// Pack two floats into one register of T, `low` in the lower half.
 template <class T>
 __device__ __forceinline__ uint32_t pack(float low, float high) {
   if constexpr (std::is_same_v<T, BFloat16>) {
@@ -31,8 +32,8 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
   }
 }
 
-// Packs scores that have become weights as the A operand of mma and wgmma. 16 tokens are four registers: rows lane / 4
-// and + 8 of the lower eight tokens, then of the upper eight.
+// Pack softmax weights as the A operand of mma and wgmma. 16 tokens take four registers: rows lane / 4 and + 8 of the
+// lower eight tokens, then of the upper eight.
 template <class T, int N>
 __device__ __forceinline__ void pack_weights(const float (&scores)[N][4], uint32_t (&weights)[N / 2][4]) {
 #pragma unroll
@@ -44,16 +45,16 @@ __device__ __forceinline__ void pack_weights(const float (&scores)[N][4], uint32
         weights[n][2 * c + h] = pack<T>(scores[2 * n + c][2 * h], scores[2 * n + c][2 * h + 1]);
 }
 
-// The factors of a lane's two rows of scores, above 0.
+// Scale factors of a lane's two rows of scores; positive.
 struct Scale {
   float of[2];
 };
 
 template <int D>
 struct OnlineSoftmax {
-  float out[D / 8][4];  // not yet divided by sum
-  float max[2];         // of the scores so far, in powers of two
-  float sum[2];         // of 2^(score - max), over this lane's columns
+  float out[D / 8][4];  // unnormalized: not yet divided by sum
+  float max[2];         // running maximum of the scores, in log2 units
+  float sum[2];         // of 2^(score - max), over this lane's columns only
 
   __device__ void clear() {
 #pragma unroll
@@ -62,8 +63,8 @@ struct OnlineSoftmax {
     sum[0] = sum[1] = 0;
   }
 
-  // Applies the soft cap, if there is one. `scale` brings scores to powers of two; returns the factors that do so
-  // afterwards.
+  // Apply the soft cap, if there is one. `scale` converts raw scores to log2 units; return the factors that still have
+  // to be applied to the (capped) scores.
   template <int N>
   __device__ static Scale cap(const TreeAttentionParams& p, Scale scale, float (&scores)[N][4]) {
     if (p.soft_cap == 0) return scale;
@@ -75,11 +76,11 @@ struct OnlineSoftmax {
     return {1, 1};
   }
 
-  // Masks tokens that a row does not see. Bit j of seen[h]: row lane / 4 + 8 h sees the token of column j.
+  // Set masked scores to -inf. Bit j of visible[h]: row lane / 4 + 8 h attends to the token of column j.
   template <int N>
-  __device__ static void mask(const uint64_t (&seen)[2], float (&scores)[N][4]) {
+  __device__ static void mask(const uint64_t (&visible)[2], float (&scores)[N][4]) {
     const int column = threadIdx.x % 4 * 2;
-    const uint64_t mine[2] = {seen[0] >> column, seen[1] >> column};
+    const uint64_t mine[2] = {visible[0] >> column, visible[1] >> column};
 #pragma unroll
     for (int n = 0; n < N; ++n)
 #pragma unroll
@@ -87,38 +88,39 @@ struct OnlineSoftmax {
         if (!(mine[e / 2] >> (8 * n + e % 2) & 1)) scores[n][e] = -INFINITY;
   }
 
-  // By what a higher maximum scales the sums before it.
+  // Factors by which a new maximum rescales earlier sums.
   struct Rescale {
     float factor[2];
-    bool any;  // some row of the warp has one
+    bool any;  // whether some row of the warp is rescaled
   };
 
-  // Turns a tile's scores, which `scale` brings to powers of two, into weights. The caller still has to rescale()
+  // Turn a tile's scores, which `scale` converts to log2 units, into softmax weights. The caller still has to rescale()
   // `out`.
   template <int N>
   __device__ Rescale softmax(Scale scale, float (&scores)[N][4]) {
-    // Weights up to 2^8 do no harm, so a maximum that rises by less stays: few tiles then rescale sums, or have to find
-    // the maxima of whole rows.
-    constexpr float kSlack = 8;
-    float top[2] = {-INFINITY, -INFINITY};  // over this lane's columns
+    // Weights up to 2^8 are harmless, so keep a maximum until it grows by more: then few tiles rescale sums or reduce
+    // maxima over whole rows.
+    constexpr float kRescaleThreshold = 8;
+    float tile_max[2] = {-INFINITY, -INFINITY};  // over this lane's columns
 #pragma unroll
     for (int n = 0; n < N; ++n)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) top[e / 2] = fmaxf(top[e / 2], scores[n][e]);
-    const auto rises = [&](int h) { return top[h] * scale.of[h] > max[h] + kSlack; };
-    Rescale rescale_by{{1, 1}, __any_sync(kFullMask, rises(0) || rises(1)) != 0};
+      for (int e = 0; e < 4; ++e) tile_max[e / 2] = fmaxf(tile_max[e / 2], scores[n][e]);
+    const auto exceeds = [&](int h) { return tile_max[h] * scale.of[h] > max[h] + kRescaleThreshold; };
+    Rescale rescale_by{{1, 1}, __any_sync(kFullMask, exceeds(0) || exceeds(1)) != 0};
     if (rescale_by.any)
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        for (int step = 1; step <= 2; step *= 2) top[h] = fmaxf(top[h], __shfl_xor_sync(kFullMask, top[h], step));
-        if (rises(h)) {  // each row decides for itself, so that none depends on its neighbours
-          const float next = top[h] * scale.of[h];
+        for (int step = 1; step <= 2; step *= 2)
+          tile_max[h] = fmaxf(tile_max[h], __shfl_xor_sync(kFullMask, tile_max[h], step));
+        if (exceeds(h)) {  // decided per row, so that no row depends on its neighbors
+          const float next = tile_max[h] * scale.of[h];
           rescale_by.factor[h] = exp2_fast(max[h] - next);
           max[h] = next;
           sum[h] *= rescale_by.factor[h];
         }
       }
-    // Where nothing has been seen yet this computes 2^(-inf - 0), not 2^(-inf + inf).
+    // Before any visible token, compute 2^(-inf - 0) rather than 2^(-inf + inf).
     const float origin[2] = {max[0] == -INFINITY ? 0 : max[0], max[1] == -INFINITY ? 0 : max[1]};
 #pragma unroll
     for (int n = 0; n < N; ++n)
@@ -138,7 +140,7 @@ struct OnlineSoftmax {
       for (int e = 0; e < 4; ++e) o[e] *= rescale_by.factor[e / 2];
   }
 
-  // Adds up the columns of all lanes: `sum` becomes that of whole rows.
+  // Reduce over the four lanes of a row: `sum` becomes the sum of whole rows.
   __device__ void finish() {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -148,7 +150,7 @@ struct OnlineSoftmax {
   }
 };
 
-// Stores four neighbouring columns of one row in out.
+// Store four adjacent columns of one row of out.
 template <class T>
 __device__ __forceinline__ void store_out(const TreeAttentionParams& p, const Request& r, QueryRow at, int column,
                                           float4 x) {

@@ -1,9 +1,13 @@
-// Stream-K: how the work of one call is split into even shares, by each block for itself, from lengths that only the
-// device knows. An item is a request, a KV head and up to plan.row_tiles row tiles; its KV is a number of tiles. All
-// tiles of all items lie on one line: request after request, KV head after head, item after item, tile after tile. Of n
-// workers, worker w does units [w N / n, (w + 1) N / n) of the N on the line. So a worker meets at most two items that
-// it does not do alone, the first and the last of its share, and leaves at most two partial results: their space
-// depends on neither batch nor lengths. Where items differ little from a share, none of them is split.
+// Stream-K decomposition of one call (Osama et al., arXiv 2301.03598): every block computes its own even share of the
+// work, from lengths that only the device knows.
+//
+// A work item is a request, a KV head and up to plan.row_tiles row tiles; its KV is a number of tiles. All tiles of all
+// items form one linear order: by request, KV head, item, tile. With n workers and N units in total, worker w does
+// units [w N / n, (w + 1) N / n). So a worker has at most two items that it does not do alone, the first and the last
+// of its share, and leaves at most two partial results: the workspace size depends on neither batch nor lengths. If
+// items differ little from a share in size, none of them is split.
+//
+// Reads: lengths (prefix_lens, slots, q_lens, cu_seqlens_q, status). Writes nothing.
 #pragma once
 
 #include "attention/common/device_plan.cuh"
@@ -13,20 +17,22 @@
 
 namespace specdec::attention {
 
-// A piece of an item that one worker does: what of the item lies in its share, or with fixed_split one split of it. The
-// partial results of an item lie in the order of its KV: the first, of the worker in whose share the item begins, at 2
-// worker + 1; the following ones at 2 (worker + 1), 2 (worker + 2), ...; with fixed_split each at the number of its
-// unit.
+// The part of a work item that one worker does at a time: the item's units within the worker's share, or with
+// fixed_split one split of the item.
+//
+// Partial results of an item are numbered in the order of its KV: the first one, from the worker in whose share the
+// item begins, is 2 worker + 1; the following ones are 2 (worker + 1), 2 (worker + 2), ... With fixed_split each has
+// the number of its unit.
 struct Segment {
   Request request;
   int kv_head;                 // -1: the worker has nothing left to do
   int first_row;               // of the item
-  int first_tile, end_tile;    // KV tiles
-  int splits;                  // partial results of the item; 1: it is not split
-  int partial, first_partial;  // which partial result this segment leaves, and which is the item's first
-  int workers, rank;           // workers that do some of the item, and which of them this one is
+  int first_tile, end_tile;    // range of KV tiles
+  int splits;                  // partial results of the item; 1: the item is not split
+  int partial, first_partial;  // number of the partial result of this segment, and of the item's first
+  int workers, rank;           // number of workers on the item, and this worker's rank among them
   bool last;                   // the worker's last segment of the item
-  bool merge;                  // nothing is to be summed: the item's partial results are to be merged
+  bool merge;                  // no KV to read: merge the item's partial results instead
 };
 
 // Tokens [begin, end).
@@ -34,7 +40,7 @@ struct Span {
   int begin, end;
 };
 
-// The tokens that some of `count` query rows from `first_row` on may see; there is one such row at least.
+// Return the tokens visible to some of the `count` query rows from `first_row` on, of which at least one must exist.
 __device__ __forceinline__ Span span_of(const TreeAttentionParams& p, const DevicePlan& plan, const Request& r,
                                         int first_row, int count) {
   if (p.mask != nullptr && p.window == INT64_MAX) return {0, r.end};
@@ -54,15 +60,15 @@ __device__ __forceinline__ Tiles tiles_of(const TreeAttentionParams& p, const De
   return {first, span.begin == span.end ? first : plan.tile_tokens.div(span.end - 1) + 1};
 }
 
-// The units of work that these tiles are: one for each tile, for each split with fixed_split, or one in all where items
-// are whole.
+// Return the number of work units in these tiles: one per tile; with fixed_split one per split; one in all if items are
+// whole.
 __device__ __forceinline__ int units_in(const TreeAttentionParams& p, const DevicePlan& plan, Tiles tiles, bool whole) {
   if (tiles.end == tiles.first) return 0;
   if (whole) return 1;
   return plan.split_tiles.div(tiles.end - 1) - plan.split_tiles.div(tiles.first) + 1;
 }
 
-// The units of one KV head of a request.
+// Return the units of one KV head of a request.
 __device__ __forceinline__ int units_of(const TreeAttentionParams& p, const DevicePlan& plan, const Request& r,
                                         bool whole) {
   const int end = r.valid_rows * plan.gqa_group.divisor;
@@ -72,7 +78,7 @@ __device__ __forceinline__ int units_of(const TreeAttentionParams& p, const Devi
   return units;
 }
 
-// Gives all lanes of a warp what one of them knows.
+// Broadcast a value of lane `lane` to all lanes of the warp.
 template <class T>
 __device__ __forceinline__ T broadcast(const T& x, int lane) {
   static_assert(sizeof(T) % 4 == 0);
@@ -83,56 +89,56 @@ __device__ __forceinline__ T broadcast(const T& x, int lane) {
   return y;
 }
 
-// Requests that a lane caches, lane l those of number l, l + 32, ...: each is read once.
+// Requests that a lane caches: lane l holds requests l, l + 32, ... so that each is read once.
 constexpr int kCachedRequests = 4;
 using CachedRequests = Request[kCachedRequests];
 
-// Tokens that a worker may have beyond an even share, for each block on its multiprocessor, before splitting pays:
-// leaving partial results and merging them costs as much.
+// Tokens that a worker may have beyond an even share, per block on its SM, before splitting pays off: storing and
+// merging partial results costs as much.
 constexpr int kSplitCostTokens = 28 * 64;
 
-// What a walk knows, so that it can be kept between its steps.
+// State of a stream-K walk, kept between its steps.
 class StreamKState {
  protected:
-  // This lane's request of the last scan, its units, and the units up to it.
-  Request mine_{};
-  int units_of_mine_ = 0, upto_ = 0, scanned_ = -1;
+  // This lane's request of the last scan, its units per KV head, and the inclusive prefix sum of units over the lanes.
+  Request lane_request_{};
+  int lane_units_ = 0, prefix_units_ = 0, scanned_base_ = -1;
 
-  int workers_ = 0, total_ = 0;  // total_ = workers_ share_ + longer_, in units
-  int share_ = 0, longer_ = 0;
+  int workers_ = 0, total_ = 0;  // total_ = workers_ units_per_worker_ + remainder_, in units
+  int units_per_worker_ = 0, remainder_ = 0;
   bool whole_ = false;  // items are not split: each is one unit
 
-  // The position of the walk.
+  // Position of the walk.
   int worker_ = 0;
-  int at_ = 0, end_ = 0;       // units on the line
-  int base_ = 0, before_ = 0;  // first request of the last scan, and the units before it
-  int lane_ = 0;               // the lane whose request the walk is in
+  int at_ = 0, end_ = 0;             // units in the linear order
+  int base_ = 0, units_before_ = 0;  // first request of the last scan, and the units before it
+  int lane_ = 0;                     // lane whose request the walk is in
   int head_ = 0, first_row_ = 0;
   Tiles tiles_{};
-  int unit_ = 0, units_ = 0;  // of the item
+  int unit_ = 0, units_ = 0;  // within the item
 
-  // The progress of next_segment().
-  bool waited_ = false, known_ = false, split_some_ = false, merging_ = false;
+  // Progress of next_segment().
+  bool waited_ = false, counted_ = false, has_splits_ = false, merging_ = false;
 };
 
-// The walk of a worker that takes whole items, each of no more rows than plan.row_tiles have: every plan.workers-th of
-// them that has KV to be read. It reads the lengths of its own items only.
+// Walk of a worker that takes whole items: every plan.workers-th item that has KV, each of at most plan.row_tiles row
+// tiles. Reads the lengths of its own items only.
 class WholeItems {
  public:
-  // The next segment, or one with head -1. The first call waits for the kernels before this one; while they run, it
-  // prefetches what it is likely to read, and fetches its own code. By a warp, all lanes together.
+  // Return the next segment, or one with kv_head -1 at the end. The first call waits for the preceding kernels; while
+  // they run, it prefetches what it will probably read, and its own code. Call from all lanes of a warp.
   __device__ __forceinline__ Segment next_segment(const TreeAttentionParams& p, const DevicePlan& plan, int worker) {
     const unsigned heads = static_cast<unsigned>(p.kv_heads);
-    bool known = item_ >= 0;
-    if (!known) item_ = worker;
+    bool waited = item_ >= 0;
+    if (!waited) item_ = worker;
     Segment s;
 #pragma unroll 1
-    while (true) {  // one loop for both passes, since code has to be fetched too
+    while (true) {  // one loop for both passes, to fetch less code
       s.kv_head = -1;
       s.first_row = s.first_tile = s.end_tile = 0;
       const unsigned b = static_cast<unsigned>(item_) / heads;
       if (b < p.batch) {
-        s.request = request_of(p, b);
+        s.request = load_request(p, b);
         s.kv_head = static_cast<int>(static_cast<unsigned>(item_) - b * heads);
         if (s.request.valid_rows > 0) {
           const Tiles tiles = tiles_of(p, plan, s.request, 0);
@@ -140,13 +146,13 @@ class WholeItems {
           s.end_tile = tiles.end;
         }
       }
-      if (!known) {
+      if (!waited) {
         if (s.first_tile < s.end_tile)
           prefetch(p.rows.page_table + s.request.slot * p.rows.max_pages +
                    plan.page_size.div(s.first_tile * plan.tile_tokens.divisor));
         wait_for_kernels_before();
         let_next_kernel_start();
-        known = true;
+        waited = true;
         continue;
       }
       if (s.kv_head < 0) return s;
@@ -164,24 +170,24 @@ class WholeItems {
   int item_ = -1;
 };
 
-// The walk of a worker that takes its share of the line. All lanes of a warp call it together. Where registers are
-// short, kAllowWhole is false, and lengths cannot decide that items stay whole.
+// Walk of a worker that takes its stream-K share. All methods are called by all lanes of a warp. If registers are
+// scarce, kAllowWhole is false: then lengths cannot decide to keep items whole.
 template <bool kAllowWhole>
 class StreamK : public StreamKState {
  public:
   __device__ StreamK(const TreeAttentionParams& p, const DevicePlan& plan, const StreamKState& state,
-                     CachedRequests& known)
-      : StreamKState(state), p_(p), plan_(plan), cached_requests_(known) {}
+                     CachedRequests& cached_requests)
+      : StreamKState(state), p_(p), plan_(plan), cached_requests_(cached_requests) {}
 
-  // The next segment: first those of the worker's share, then the items to be merged, at last one with head -1. The
-  // first call waits for the kernels before this one. The walk is made while they may still change what it reads, and
-  // again behind them only if they have: in a chain of calls they rarely do. It is one loop, since code has to be
-  // fetched too.
+  // Return the next segment: first those of the worker's share, then the items to merge, finally one with kv_head -1.
+  //
+  // The first call waits for the preceding kernels. It walks while they may still change the lengths, and walks again
+  // after the wait only if they did: in a chain of calls they rarely do. It is one loop, to fetch less code.
   __device__ __forceinline__ Segment next_segment(int worker) {
 #pragma unroll 1
     while (true) {
-      if (!known_) {
-        measure();
+      if (!counted_) {
+        count_units();
         seek(worker);
       }
       Segment s = next();
@@ -189,98 +195,97 @@ class StreamK : public StreamKState {
         wait_for_kernels_before();
         let_next_kernel_start();
         waited_ = true;
-        if (!holds()) continue;
+        if (!lengths_unchanged()) continue;
       }
-      known_ = true;
-      if (s.kv_head < 0 && split_some_ && !merging_) {
-        merging_ = true;  // merging begins when all of the share is done
+      counted_ = true;
+      if (s.kv_head < 0 && has_splits_ && !merging_) {
+        merging_ = true;  // merging begins when the whole share is done
         seek(worker);
         continue;
       }
-      split_some_ |= s.kv_head >= 0 && s.splits > 1;
+      has_splits_ |= s.kv_head >= 0 && s.splits > 1;
       s.merge = merging_;
       if (!merging_ || s.kv_head < 0 || (s.splits > 1 && s.last)) return s;
     }
   }
 
  private:
-  // Reads the lengths, from which the rest follows. Where they decide that items stay whole, everything is counted
-  // again.
-  __device__ void measure() {
+  // Read the lengths and divide the units among the workers. If the lengths decide that items stay whole, count again.
+  __device__ void count_units() {
     whole_ = false;
 #pragma unroll 1
     while (true) {
-      int heads = 0, least = INT32_MAX, most = 0;  // KV heads that have units, and units of one of them
+      int heads = 0, min_units = INT32_MAX, max_units = 0;  // KV heads that have units; units per KV head
       total_ = 0;
-      scanned_ = -1;
+      scanned_base_ = -1;
       for (int base = 0; base < p_.batch; base += kWarp) {
         scan(base, whole());
-        total_ += __shfl_sync(kFullMask, upto_, kWarp - 1);
-        heads += __popc(__ballot_sync(kFullMask, units_of_mine_ > 0)) * static_cast<int>(p_.kv_heads);
-        if (units_of_mine_ > 0) least = min(least, units_of_mine_);
-        most = max(most, units_of_mine_);
+        total_ += __shfl_sync(kFullMask, prefix_units_, kWarp - 1);
+        heads += __popc(__ballot_sync(kFullMask, lane_units_ > 0)) * static_cast<int>(p_.kv_heads);
+        if (lane_units_ > 0) min_units = min(min_units, lane_units_);
+        max_units = max(max_units, lane_units_);
       }
       workers_ = min(plan_.workers, total_);
       if (workers_ == 0) return;
-      least = __reduce_min_sync(kFullMask, least);
-      most = __reduce_max_sync(kFullMask, most);
-      const int enough =
+      min_units = __reduce_min_sync(kFullMask, min_units);
+      max_units = __reduce_max_sync(kFullMask, max_units);
+      const int max_share =
           total_ / workers_ + plan_.split_tiles.div(plan_.tile_tokens.div(kSplitCostTokens * plan_.blocks_per_sm));
-      if (least == most) {
-        // Shares that end where KV heads do leave less to merge, or nothing.
+      if (min_units == max_units) {
+        // Shares that end where KV heads end leave less to merge, or nothing.
         const int each = (heads + workers_ - 1) / workers_;  // KV heads of a worker
         const int fewer = each == 1 ? workers_ - workers_ % heads : heads % each == 0 ? heads / each : 0;
-        if (fewer > 0 && (fewer * 16 >= workers_ * 15 || total_ / fewer <= enough)) workers_ = fewer;
-      } else if (kAllowWhole && !whole_ && !p_.fixed_split && heads <= workers_ && most <= enough) {
+        if (fewer > 0 && (fewer * 16 >= workers_ * 15 || total_ / fewer <= max_share)) workers_ = fewer;
+      } else if (kAllowWhole && !whole_ && !p_.fixed_split && heads <= workers_ && max_units <= max_share) {
         whole_ = true;
         continue;
       }
       break;
     }
-    share_ = total_ / workers_;
-    longer_ = total_ - share_ * workers_;
+    units_per_worker_ = total_ / workers_;
+    remainder_ = total_ - units_per_worker_ * workers_;
   }
   __device__ bool whole() const { return kAllowWhole && whole_; }
 
-  // Whether the lengths are still those that measure() has read. May be false if they are.
-  __device__ bool holds() const {
+  // Return whether the lengths are still those that count_units() read. May return false even if they are.
+  __device__ bool lengths_unchanged() const {
     if (p_.batch > kCachedRequests * kWarp) return false;
     bool same = true;
 #pragma unroll 1
     for (int b = threadIdx.x % kWarp; b < p_.batch; b += kWarp)
-      same &= request_of(p_, b) == cached_requests_[b / kWarp];
+      same &= load_request(p_, b) == cached_requests_[b / kWarp];
     return __all_sync(kFullMask, same);
   }
 
-  // Goes to the beginning of a worker's share; a worker without work has an empty one.
+  // Move to the beginning of a worker's share, which is empty for a worker without work.
   __device__ void seek(int worker) {
     worker_ = worker;
     at_ = worker < workers_ ? begin(worker) : 0;
     end_ = worker < workers_ ? begin(worker + 1) : 0;
-    base_ = before_ = unit_ = units_ = 0;
+    base_ = units_before_ = unit_ = units_ = 0;
   }
 
-  // The next segment of the share.
+  // Return the next segment of the share, or one with kv_head -1.
   __device__ Segment next() {
-    if (at_ < end_ && unit_ == units_ && !enter_item_behind()) enter_item();
+    if (at_ < end_ && unit_ == units_ && !enter_next_item()) enter_item();
     Segment s;
     s.kv_head = -1;
     if (at_ >= end_) return s;
     const int split = plan_.split_tiles.divisor, first = plan_.split_tiles.div(tiles_.first);
     const int count = p_.fixed_split ? 1 : min(end_ - at_, units_ - unit_);
-    s.request = broadcast(mine_, lane_);
+    s.request = broadcast(lane_request_, lane_);
     s.kv_head = head_;
     s.first_row = first_row_;
     s.first_tile = max((first + unit_) * split, tiles_.first);
     s.end_tile = whole() ? tiles_.end : min((first + unit_ + count) * split, tiles_.end);
-    find_partials(s, count);
+    assign_partials(s, count);
     s.merge = false;
     at_ += count;
     unit_ += count;
     return s;
   }
 
-  __device__ void find_partials(Segment& s, int count) const {
+  __device__ void assign_partials(Segment& s, int count) const {
     s.splits = s.workers = 1;
     s.partial = s.first_partial = s.rank = 0;
     s.last = unit_ + count == units_ || at_ + count == end_;
@@ -293,32 +298,32 @@ class StreamK : public StreamKState {
     s.first_partial = p_.fixed_split ? begin : 2 * first_worker + 1;
   }
 
-  __device__ int begin(int worker) const { return share_ * worker + longer_ * worker / workers_; }
+  __device__ int begin(int worker) const { return units_per_worker_ * worker + remainder_ * worker / workers_; }
   __device__ int worker_of(int unit) const {
     const int near =
-        static_cast<int>(static_cast<float>(unit) / static_cast<float>(total_) * workers_);  // right, or off by one
+        static_cast<int>(static_cast<float>(unit) / static_cast<float>(total_) * workers_);  // exact, or off by one
     return near + (begin(near + 1) <= unit) - (begin(near) > unit);
   }
 
-  // Lane l takes request base + l; upto_ becomes the units of it and of the lanes before it.
-  __device__ void scan(int base, bool again) {
+  // Assign request base + l to lane l, and compute prefix_units_ over the lanes.
+  __device__ void scan(int base, bool reuse_cached) {
     const int b = base + static_cast<int>(threadIdx.x) % kWarp, n = base / kWarp;
-    mine_ = Request{};
-    units_of_mine_ = 0;
+    lane_request_ = Request{};
+    lane_units_ = 0;
     if (b < p_.batch) {
-      mine_ = again && n < kCachedRequests ? cached_requests_[n] : request_of(p_, b);
-      if (n < kCachedRequests) cached_requests_[n] = mine_;
-      units_of_mine_ = units_of(p_, plan_, mine_, whole());
+      lane_request_ = reuse_cached && n < kCachedRequests ? cached_requests_[n] : load_request(p_, b);
+      if (n < kCachedRequests) cached_requests_[n] = lane_request_;
+      lane_units_ = units_of(p_, plan_, lane_request_, whole());
     }
-    upto_ = sum_up_to_lane(units_of_mine_ * static_cast<int>(p_.kv_heads));
-    scanned_ = base;
+    prefix_units_ = sum_up_to_lane(lane_units_ * static_cast<int>(p_.kv_heads));
+    scanned_base_ = base;
   }
 
-  // Goes to the item behind this one, if that belongs to the same request and KV head: a long prompt has many, and to
-  // count them from the first one each time takes longer than some of their tiles.
-  __device__ bool enter_item_behind() {
-    if (units_ == 0) return false;  // there is no item yet
-    const Request request = broadcast(mine_, lane_);
+  // Move to the next item if it belongs to the same request and KV head. A long prompt has many items, and counting
+  // them from the first each time takes longer than some of their tiles.
+  __device__ bool enter_next_item() {
+    if (units_ == 0) return false;  // no item has been entered yet
+    const Request request = broadcast(lane_request_, lane_);
     for (unit_ = units_ = 0; units_ == 0; units_ = units_in(p_, plan_, tiles_, whole())) {
       first_row_ += plan_.tile_rows * plan_.row_tiles;
       if (first_row_ >= request.valid_rows * plan_.gqa_group.divisor) return false;
@@ -327,23 +332,24 @@ class StreamK : public StreamKState {
     return true;
   }
 
-  // Goes to the item of unit at_, which is no earlier on the line than the item before.
+  // Move to the item that contains unit at_, which is not before the current item.
   __device__ void enter_item() {
     for (; base_ < p_.batch; base_ += kWarp) {
-      if (base_ != scanned_) scan(base_, true);
-      const unsigned found = __ballot_sync(kFullMask, before_ + upto_ > at_);
+      if (base_ != scanned_base_) scan(base_, true);
+      const unsigned found = __ballot_sync(kFullMask, units_before_ + prefix_units_ > at_);
       if (found != 0) {
         lane_ = __ffs(found) - 1;
         return enter_item_of_lane();
       }
-      before_ += __shfl_sync(kFullMask, upto_, kWarp - 1);
+      units_before_ += __shfl_sync(kFullMask, prefix_units_, kWarp - 1);
     }
-    at_ = end_;  // happens only if lengths have changed since they were measured
+    at_ = end_;  // reached only if the lengths have changed since they were counted
   }
   __device__ void enter_item_of_lane() {
-    const int units_of_head = __shfl_sync(kFullMask, units_of_mine_, lane_);
-    int left = at_ - before_ - __shfl_sync(kFullMask, upto_, lane_) + units_of_head * static_cast<int>(p_.kv_heads);
-    const Request request = broadcast(mine_, lane_);
+    const int units_of_head = __shfl_sync(kFullMask, lane_units_, lane_);
+    int left = at_ - units_before_ - __shfl_sync(kFullMask, prefix_units_, lane_) +
+               units_of_head * static_cast<int>(p_.kv_heads);
+    const Request request = broadcast(lane_request_, lane_);
     head_ = left / units_of_head;
     left -= head_ * units_of_head;
     for (first_row_ = 0;; first_row_ += plan_.tile_rows * plan_.row_tiles) {

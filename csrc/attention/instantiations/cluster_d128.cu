@@ -1,3 +1,4 @@
+// Instantiate cluster_attention for head_dim 128.
 #include "attention/sm90/cluster.cuh"
 
 namespace specdec::attention {

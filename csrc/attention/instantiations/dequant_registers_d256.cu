@@ -1,3 +1,4 @@
+// Instantiate dequant_registers_attention for head_dim 256.
 #include "attention/sm90/dequant_registers.cuh"
 
 namespace specdec::attention {

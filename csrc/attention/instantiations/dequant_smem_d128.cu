@@ -1,3 +1,4 @@
+// Instantiate dequant_smem_attention for head_dim 128.
 #include "attention/sm90/wgmma.cuh"
 
 namespace specdec::attention {

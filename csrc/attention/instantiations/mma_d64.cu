@@ -1,3 +1,4 @@
+// Instantiate mma_attention for head_dim 64.
 #include "attention/sm80/mma.cuh"
 
 namespace specdec::attention {

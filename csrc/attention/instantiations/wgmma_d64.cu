@@ -1,3 +1,4 @@
+// Instantiate wgmma_attention for head_dim 64.
 #include "attention/sm90/wgmma.cuh"
 
 namespace specdec::attention {

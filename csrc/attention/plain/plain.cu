@@ -1,9 +1,10 @@
-// tree_attention without tensor cores: for float32, and for rows that do not start on 16 bytes; pools may hold 8 bits.
-// One block computes 16 rows of one request and KV head, where row n is query row n / G, head n % G of its GQA group.
-// It walks the KV that its rows may see in tiles of 64 (or 32) tokens through shared memory, with an online softmax in
-// float32. A warp owns 4 rows. A lane owns 1 or 2 tokens of their scores, and head_dim / 32 columns of the weighted sum
-// of values: rows never meet across warps, and a row's arithmetic depends on nothing but its own request. Grid: (row
-// tiles of all requests, kv_heads). Bytes: the KV of a request and head once per row tile.
+// tree_attention without tensor cores: for float32, and for rows that are not aligned to 16 bytes; pools may be FP8.
+//
+// A block computes 16 rows of one request and KV head, where row n is query row n / G, head n % G of its GQA group. It
+// streams the KV visible to its rows in tiles of 64 (or 32) tokens through shared memory, with an online softmax in
+// float32. A warp owns 4 rows; a lane owns 1 or 2 tokens of their scores, and head_dim / 32 columns of their outputs.
+// No reduction crosses warps, and a row's arithmetic depends on nothing but its own request. Grid: (row tiles of all
+// requests, kv_heads). Traffic: the KV of a request and head once per row tile.
 #include <cutlass/fast_math.h>
 
 #include "attention/common/launch.cuh"
@@ -19,27 +20,28 @@ constexpr int kRowsPerWarp = kRows / (kThreads / kWarp);
 
 template <class Kv, int D>
 struct Tile {
-  // Two float32 tiles of 256 x 64 would leave no room on devices with 100 KB of shared memory.
+  // Two float32 tiles of 256 x 64 would not fit on devices with 100 KB of shared memory.
   static constexpr int kTokens = sizeof(Kv) * D >= 1024 ? 32 : 64;
-  static constexpr int kVector = 16 / sizeof(Kv);  // elements of one 16-byte access
-  static constexpr int kStride = D + kVector;      // of a token: lanes on neighbouring tokens hit different banks
-  static constexpr int kColumns = D / kWarp;       // columns of the weighted sum that a lane owns
+  static constexpr int kVector = 16 / sizeof(Kv);  // elements of a 16-byte access
+  static constexpr int kStride =
+      D + kVector;  // of a token: padded, so that lanes on adjacent tokens hit different banks
+  static constexpr int kColumns = D / kWarp;  // columns of the output that a lane owns
 
-  alignas(16) float q[kRows][D];  // scaled for powers of two
+  alignas(16) float q[kRows][D];  // scaled to log2 units
   alignas(16) Kv k[kTokens][kStride];
   alignas(16) Kv v[kTokens][kStride];
   alignas(16) float weights[kRows][kTokens];
-  int64_t k_rows[2][kTokens];  // where this tile's and the next tile's tokens begin in the pools; -1: not present
+  int64_t k_rows[2][kTokens];  // offsets of this and the next tile's tokens in the pools; -1: not present
   int64_t v_rows[2][kTokens];
 };
 
-// N elements that move as one.
+// N elements that are loaded and stored as one vector.
 template <class T, int N>
 struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Pack {
   T x[N];
 };
 
-// Copies a tile's tokens, 16 bytes at a time where the pools allow, with zeros for tokens that are not present.
+// Copy a tile's tokens to shared memory, 16 bytes at a time if aligned, with zeros for tokens that are not present.
 template <class Kv, int D>
 __device__ __forceinline__ void load_tile(Tile<Kv, D>& s, const TreeAttentionParams& p, int buffer) {
   using Vector = Pack<Kv, Tile<Kv, D>::kVector>;
@@ -66,8 +68,8 @@ __device__ __forceinline__ void load_tile(Tile<Kv, D>& s, const TreeAttentionPar
   }
 }
 
-// Adds weights x values of the tile to a warp's rows. kPartial: some row does not see some token, whose value must not
-// be met even with weight 0, since it may be NaN.
+// Accumulate weights x values of the tile into a warp's rows. kPartial: some row does not attend to some token, whose
+// value must not be read even with weight 0, since it may be NaN.
 template <bool kPartial, class Kv, int D>
 __device__ __forceinline__ void add_values(const Tile<Kv, D>& s, int row, int lane,
                                            float (&acc)[kRowsPerWarp][D / kWarp]) {
@@ -98,7 +100,7 @@ __global__ void __launch_bounds__(kThreads) plain_kernel(TreeAttentionParams p, 
 
   const auto [b, begin] = find_row_block(p, kRows, blockIdx.x);
   if (b < 0) return;
-  const Request r = request_of(p, b);
+  const Request r = load_request(p, b);
   if (begin == 0 && blockIdx.y == 0 && threadIdx.x == 0 && r.status != 0) set_status(p.status, r.slot, r.status);
 
   const int64_t G = p.q_heads / p.kv_heads, head = blockIdx.y;
@@ -117,7 +119,7 @@ __global__ void __launch_bounds__(kThreads) plain_kernel(TreeAttentionParams p, 
 
   const int64_t kv_begin = valid > 0 ? visible_begin(p, r, begin / G) : 0;
   const int64_t end = valid > 0 ? visible_end(p, r, (begin + valid - 1) / G) : 0;
-  const auto find_addresses = [&](int64_t first, int buffer) {
+  const auto resolve_addresses = [&](int64_t first, int buffer) {
     const int j = threadIdx.x;
     if (j >= kTokens) return;
     int64_t k_row = -1, v_row = -1;
@@ -138,16 +140,16 @@ __global__ void __launch_bounds__(kThreads) plain_kernel(TreeAttentionParams p, 
 #pragma unroll
   for (int a = 0; a < kRowsPerWarp; ++a) max_score[a] = -INFINITY;
 
-  // Tiles start at multiples of kTokens whatever a window leaves out, so that no row depends on its neighbours.
+  // Tiles start at multiples of kTokens even with a window, so that no row depends on its neighbors.
   const int64_t kv_first = kv_begin / kTokens * kTokens;
-  find_addresses(kv_first, 0);
+  resolve_addresses(kv_first, 0);
   __syncthreads();
   int buffer = 0;
   for (int64_t first = kv_first; first < end; first += kTokens, buffer ^= 1) {
     load_tile(s, p, buffer);
-    find_addresses(first + kTokens, buffer ^ 1);
+    resolve_addresses(first + kTokens, buffer ^ 1);
     __syncthreads();
-    if (row < valid) {  // the same for the whole warp
+    if (row < valid) {  // warp-uniform
       float score[kRowsPerWarp][kLaneTokens] = {};
 #pragma unroll 4
       for (int d = 0; d < D; d += kVector) {
@@ -174,24 +176,26 @@ __global__ void __launch_bounds__(kThreads) plain_kernel(TreeAttentionParams p, 
       const bool partial = first + kTokens > r.prefix || p.window != INT64_MAX;
 #pragma unroll
       for (int a = 0; a < kRowsPerWarp; ++a) {
-        uint64_t seen = ~uint64_t{0};
+        uint64_t visible = ~uint64_t{0};
         if (row + a >= valid)
-          seen = 0;
+          visible = 0;
         else if (partial)
-          seen = visible_word(p, r, (begin + row + a) / G, first);
-        float top = max_score[a];
+          visible = visible_word(p, r, (begin + row + a) / G, first);
+        float new_max = max_score[a];
 #pragma unroll
         for (int u = 0; u < kLaneTokens; ++u) {
           const int j = lane + u * kWarp;
           if (p.soft_cap != 0) score[a][u] = p.soft_cap * tanhf(score[a][u] / p.soft_cap);
-          if ((seen >> j & 1) == 0 || s.k_rows[buffer][j] < 0) score[a][u] = -INFINITY;
-          top = fmaxf(top, score[a][u]);
+          if ((visible >> j & 1) == 0 || s.k_rows[buffer][j] < 0) score[a][u] = -INFINITY;
+          new_max = fmaxf(new_max, score[a][u]);
         }
-        for (int step = kWarp / 2; step > 0; step /= 2) top = fmaxf(top, __shfl_xor_sync(kFullMask, top, step));
+        for (int step = kWarp / 2; step > 0; step /= 2)
+          new_max = fmaxf(new_max, __shfl_xor_sync(kFullMask, new_max, step));
 
-        const float origin = top > -INFINITY ? top : 0.0f;  // nothing seen yet: 2^(-inf - 0), not 2^(-inf + inf)
+        const float origin =
+            new_max > -INFINITY ? new_max : 0.0f;  // before any visible token: 2^(-inf - 0), not 2^(-inf + inf)
         const float rescale = exp2f(max_score[a] - origin);
-        max_score[a] = top;
+        max_score[a] = new_max;
         sum[a] *= rescale;
 #pragma unroll
         for (int u = 0; u < kLaneTokens; ++u) {
@@ -215,7 +219,7 @@ __global__ void __launch_bounds__(kThreads) plain_kernel(TreeAttentionParams p, 
   for (int a = 0; a < kRowsPerWarp; ++a) {
     float total = sum[a];
     for (int step = kWarp / 2; step > 0; step /= 2) total += __shfl_xor_sync(kFullMask, total, step);
-    if (row + a >= rows) continue;  // the same for the whole warp
+    if (row + a >= rows) continue;  // warp-uniform
     const int64_t i = (begin + row + a) / G, h = head * G + (begin + row + a) % G;
     T* out = static_cast<T*>(p.out) + r.out_start + i * p.out_strides.row + h * p.out_strides.head + lane * kColumns;
 #pragma unroll
@@ -227,7 +231,7 @@ __global__ void __launch_bounds__(kThreads) plain_kernel(TreeAttentionParams p, 
 }
 
 template <class T, class Kv, int D>
-void start(const TreeAttentionParams& p, Stream stream) {
+void launch_plain(const TreeAttentionParams& p, Stream stream) {
   const LaunchShape shape{
       .grid = dim3(grid_x("tree_attention", count_row_blocks(p, kRows)), static_cast<unsigned>(p.kv_heads)),
       .threads = kThreads,
@@ -240,7 +244,8 @@ void start(const TreeAttentionParams& p, Stream stream) {
 }  // namespace
 
 void plain_attention(const TreeAttentionParams& p, Stream stream) {
-  with_types(p, [&]<class T, class Kv>() { with_head_dim(p.head_dim, [&]<int D>() { start<T, Kv, D>(p, stream); }); });
+  with_types(
+      p, [&]<class T, class Kv>() { with_head_dim(p.head_dim, [&]<int D>() { launch_plain<T, Kv, D>(p, stream); }); });
 }
 
 }  // namespace specdec::attention

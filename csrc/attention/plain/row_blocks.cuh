@@ -1,4 +1,4 @@
-// Which query rows of which request block x of a grid has, where only the device knows the lengths.
+// Map block x of a grid to query rows of a request, where only the device knows the lengths.
 #pragma once
 
 #include "attention/common/visibility.h"
@@ -6,24 +6,24 @@
 
 namespace specdec::attention {
 
-// Blocks of one request. A request without rows still has one block, which reports its status.
+// Return the blocks of one request. A request without rows still has one block, which reports its status.
 __device__ inline int64_t row_blocks(const TreeAttentionParams& p, int64_t rows, int per_block) {
   return max((rows * (p.q_heads / p.kv_heads) + per_block - 1) / per_block, int64_t{1});
 }
 
-// Blocks that cover every request, counted on the host.
+// Return how many blocks cover every request; computed on the host, as an upper bound for packed rows.
 inline int64_t count_row_blocks(const TreeAttentionParams& p, int per_block) {
   const int64_t rows = p.q_rows * (p.q_heads / p.kv_heads);
-  // Packed requests differ in length, but each adds at most one block to what one long request would have.
+  // Packed requests differ in length, but each adds at most one block to what one long request would need.
   return p.cu_seqlens_q ? rows / per_block + p.batch + 1 : (rows + per_block - 1) / per_block * p.batch;
 }
 
 struct RowBlock {
-  int64_t request;    // batch: the rows behind the last packed request; -1: nothing to do
+  int64_t request;    // batch: the padding rows after the last packed request; -1: nothing to do
   int64_t first_row;  // row n is query row n / G, head n % G of its GQA group
 };
 
-// Finds block x. By each warp for itself, all lanes together.
+// Find block x. Call from all lanes of a warp; each warp finds it by itself.
 __device__ inline RowBlock find_row_block(const TreeAttentionParams& p, int per_block, int64_t x) {
   if (p.cu_seqlens_q == nullptr) {
     const int64_t each = (p.q_rows * (p.q_heads / p.kv_heads) + per_block - 1) / per_block;
@@ -31,14 +31,14 @@ __device__ inline RowBlock find_row_block(const TreeAttentionParams& p, int per_
   }
   const int lane = threadIdx.x % kWarp;
   for (int64_t base = 0; base <= p.batch; base += kWarp) {
-    const int64_t blocks = base + lane <= p.batch ? row_blocks(p, request_of(p, base + lane).rows, per_block) : 0;
-    const int64_t upto = sum_up_to_lane(blocks);
-    const unsigned found = __ballot_sync(kFullMask, upto > x);
+    const int64_t blocks = base + lane <= p.batch ? row_blocks(p, load_request(p, base + lane).rows, per_block) : 0;
+    const int64_t prefix = sum_up_to_lane(blocks);
+    const unsigned found = __ballot_sync(kFullMask, prefix > x);
     if (found != 0) {
       const int owner = __ffs(found) - 1;
-      return {base + owner, (x - __shfl_sync(kFullMask, upto - blocks, owner)) * per_block};
+      return {base + owner, (x - __shfl_sync(kFullMask, prefix - blocks, owner)) * per_block};
     }
-    x -= __shfl_sync(kFullMask, upto, kWarp - 1);
+    x -= __shfl_sync(kFullMask, prefix, kWarp - 1);
   }
   return {-1, 0};
 }

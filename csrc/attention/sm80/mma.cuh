@@ -1,8 +1,10 @@
-// tree_attention with mma.sync (compute capability 8.0 and later): 16, 32 or 64 rows of a KV head, where the job is to
-// stream the KV. A block has two producer warps and four consumer warps. Each consumer has 16 rows and a quarter, half
-// or all of a tile's tokens, with a softmax of its own, so that consumers meet only at the end of a segment, and fewer
-// rows do not mean that K and V are read more often from shared memory. Grid: row_tiles x workers blocks, one or two on
-// each multiprocessor. Bytes: the KV of each request once per item.
+// tree_attention with mma.sync (compute capability 8.0 and later) for tiles of 16, 32 or 64 rows of a KV head, where
+// the work is memory-bound: streaming the KV.
+//
+// A block has two producer warps and four consumer warps. Each consumer has 16 rows and a quarter, half or all of a
+// tile's tokens, with a softmax of its own. So consumers meet only at the end of a segment, and K and V are read from
+// shared memory no more often for fewer rows. Grid: row_tiles x workers persistent blocks, one or two per SM. Traffic:
+// the KV of each request once per work item.
 #pragma once
 
 #include "attention/common/kv_ring.cuh"
@@ -12,22 +14,22 @@
 
 namespace specdec::attention {
 
-// Four columns of a row's sum, its maximum, and its sum of weights.
+// Four columns of a row's partial output, the row's maximum and its sum of weights.
 struct RowSums {
   float4 x;
-  float top, total;
+  float row_max, row_sum;
 };
 
-// Adds up what the warps of a block have summed of their rows. kShares warps met the same 16 rows, each with tokens of
-// its own: warp w has rows 16 (w / kShares) to + 15. It needs a buffer of kWarps * 16 * D floats that nobody else uses.
-template <class Operands, int D, int kWarps, int kShares>
+// Reduce the partial results of a block's warps. kWarpsPerRows warps processed the same 16 rows over different tokens:
+// warp w has rows 16 (w / kWarpsPerRows) to + 15. Needs an exclusive buffer of kWarps * 16 * D floats.
+template <class Operands, int D, int kWarps, int kWarpsPerRows>
 struct SegmentWriter {
-  static constexpr int kRows = kWarps / kShares * 16, kThreads = kWarps * kWarp;
+  static constexpr int kRows = kWarps / kWarpsPerRows * 16, kThreads = kWarps * kWarp;
   float max[kWarps][16], sum[kWarps][16];
 
   __device__ static void sync() { asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory"); }
 
-  // Stores what the warps have of their rows in the buffer.
+  // Store the warps' partial results in the buffer.
   __device__ __forceinline__ void store(OnlineSoftmax<D>& rows, float* buffer) {
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     rows.finish();
@@ -43,52 +45,52 @@ struct SegmentWriter {
     for (int n = 0; n < D / 16; ++n)
 #pragma unroll
       for (int h = 0; h < 2; ++h)
-        Operands::spread(rows.out, n, h, [&](int column, float2 x) {
+        Operands::visit_columns(rows.out, n, h, [&](int column, float2 x) {
           *reinterpret_cast<float2*>(address_of(buffer, warp, lane / 4 + 8 * h, column)) = x;
         });
     sync();
   }
 
-  // Afterwards: four columns of a row, from `column` on.
+  // Return four columns of a row, from `column` on, reduced over warps. Called after store().
   __device__ __forceinline__ RowSums sums_of(int row, int column, float* buffer) const {
-    const int w = row / 16 * kShares;
-    RowSums all{.x = {}, .top = max[w][row % 16], .total = 0};
+    const int w = row / 16 * kWarpsPerRows;
+    RowSums all{.x = {}, .row_max = max[w][row % 16], .row_sum = 0};
 #pragma unroll
-    for (int k = 1; k < kShares; ++k) all.top = fmaxf(all.top, max[w + k][row % 16]);
+    for (int k = 1; k < kWarpsPerRows; ++k) all.row_max = fmaxf(all.row_max, max[w + k][row % 16]);
 #pragma unroll
-    for (int k = 0; k < kShares; ++k) {
-      const float weight = all.top == -INFINITY ? 0 : exp2_fast(max[w + k][row % 16] - all.top);
+    for (int k = 0; k < kWarpsPerRows; ++k) {
+      const float weight = all.row_max == -INFINITY ? 0 : exp2_fast(max[w + k][row % 16] - all.row_max);
       const float4 y = *reinterpret_cast<const float4*>(address_of(buffer, w + k, row % 16, column));
       all.x.x += weight * y.x, all.x.y += weight * y.y, all.x.z += weight * y.z, all.x.w += weight * y.w;
-      all.total += weight * sum[w + k][row % 16];
+      all.row_sum += weight * sum[w + k][row % 16];
     }
     return all;
   }
 
  private:
-  // Rows are swizzled by 32 bytes, so that 8 lanes which write one column of 8 rows meet 8 different banks.
+  // Swizzle rows by 32 bytes, so that 8 lanes that write one column of 8 rows hit 8 different banks.
   __device__ static float* address_of(float* buffer, int warp, int row, int column) {
     return buffer + (warp * 16 + row) * D + ((column / 8 ^ row) % 8 * 8) + column % 8 + column / 64 * 64;
   }
 };
 
-// For query rows of T and pools of Kv.
+// T: type of query rows. Kv: type of the pools.
 template <class T, class Kv, int D, int kRows, int kStages>
 class MmaAttention {
  public:
   using Operands = MmaOperands<T, Kv, D>;
   static constexpr bool kFp8 = std::is_same_v<Kv, Float8>;
-  static constexpr int kWarps = 4;                     // that consume
-  static constexpr int kShares = kWarps * 16 / kRows;  // that share 16 rows
+  static constexpr int kWarps = 4;                           // consumers
+  static constexpr int kWarpsPerRows = kWarps * 16 / kRows;  // warps that share the same 16 rows
   static constexpr int kTokens = tile_tokens_of(Kernel::kMma, D, kRows, kFp8);
-  static constexpr int kMyTokens = kTokens / kShares;  // tokens of a tile that one warp has
+  static constexpr int kMyTokens = kTokens / kWarpsPerRows;  // tokens of a tile that one warp has
   // How many of them it takes at a time.
   static constexpr int kStep = kMyTokens < Operands::kStep ? kMyTokens : Operands::kStep;
   using Ring = KvRing<kTokens, kFp8 ? D : 2 * D, kStages, kWarps, 2>;
   static constexpr int kThreads = (kWarps + Ring::kProducers) * kWarp;
-  static constexpr int kBlocks = D == 256 ? 1 : 2;  // that a multiprocessor has room for
-  static constexpr bool kPairs = false;
-  using Writer = SegmentWriter<Operands, D, kWarps, kShares>;
+  static constexpr int kBlocksPerSm = D == 256 ? 1 : 2;  // that fit on an SM
+  static constexpr bool kMulticast = false;
+  using Writer = SegmentWriter<Operands, D, kWarps, kWarpsPerRows>;
 
   struct Shared {
     Ring ring;
@@ -102,9 +104,9 @@ class MmaAttention {
     Turn<kStages> stage;
     Turn<Ring::kSegments> turn;
     wait_for_kernels_before();
-    write_unseen_rows<T, D, Writer::kThreads>(p, plan);
+    write_rows_without_kv<T, D, Writer::kThreads>(p, plan);
     while (true) {
-      ring.announced[turn.at].wait(turn.parity);
+      ring.segment_full[turn.at].wait(turn.parity);
       const Segment& s = ring.segments[turn.at];
       if (s.kv_head < 0) return;
       if (s.merge)
@@ -112,7 +114,7 @@ class MmaAttention {
       else
         do_segment(shared, p, plan, row_tile, s, stage);
       __syncwarp();
-      if (lane == 0) ring.read[turn.at].arrive();
+      if (lane == 0) ring.segment_empty[turn.at].arrive();
       turn.advance();
     }
   }
@@ -122,7 +124,7 @@ class MmaAttention {
                                     const Segment& s, Turn<kStages>& stage) {
     Ring& ring = shared.ring;
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-    const int first_row = s.first_row + row_tile * kRows + warp / kShares * 16;
+    const int first_row = s.first_row + row_tile * kRows + warp / kWarpsPerRows * 16;
     Operands operands;
     const Scale scale = load_q(p, plan, s, first_row, operands);
     OnlineSoftmax<D> rows;
@@ -135,7 +137,7 @@ class MmaAttention {
         stage.advance();
       }
     }
-    // The last tile's stage has been consumed: it becomes the writer's buffer.
+    // The last tile's stage has been consumed and becomes the writer's buffer.
     const int first = s.first_row + row_tile * kRows;
     const int count = min(kRows, s.request.valid_rows * plan.gqa_group.divisor - first);
     auto* const buffer = reinterpret_cast<float*>(&ring.stages[stage.at]);
@@ -150,27 +152,27 @@ class MmaAttention {
     stage.advance();
   }
 
-  // Writes four columns of a row: to out, or to the workspace where others have sums of the row too.
+  // Write four columns of a row: to out, or to the workspace if the item is split.
   __device__ __forceinline__ static void store(const TreeAttentionParams& p, const DevicePlan& plan, const Segment& s,
                                                int row_tile, int row, int column, const RowSums& sums) {
-    const auto& [x, top, total] = sums;
+    const auto& [x, row_max, row_sum] = sums;
     if (s.splits == 1) {
-      const float factor = total == 0 ? 0 : p.v_scale / total;
+      const float factor = row_sum == 0 ? 0 : p.v_scale / row_sum;
       const QueryRow at = query_row(plan, s.kv_head, s.first_row + row_tile * kRows + row);
       store_out<T>(p, s.request, at, column, make_float4(x.x * factor, x.y * factor, x.z * factor, x.w * factor));
-      if (column == 0) store_lse(p, s.request, at, top, total);
+      if (column == 0) store_lse(p, s.request, at, row_max, row_sum);
     } else {
       float* partial = partial_of(p, plan, s.partial, row_tile, D);
       *reinterpret_cast<float4*>(partial + row * D + column) = x;
       if (column == 0) {
-        partial[kRows * D + row] = top;
-        partial[kRows * D + kRows + row] = total;
+        partial[kRows * D + row] = row_max;
+        partial[kRows * D + kRows + row] = row_sum;
       }
     }
   }
 
  public:
-  // Adds a warp's tokens of the tile in a stage, which starts at token `first`, to its rows, those from first_row on.
+  // Accumulate this warp's tokens of a tile, which starts at token `first`, into its rows, those from first_row on.
   template <class AnyRing>
   __device__ __forceinline__ static void add_tile(const TreeAttentionParams& p, const DevicePlan& plan,
                                                   const Segment& s, int first_row, const Operands& operands,
@@ -178,50 +180,51 @@ class MmaAttention {
                                                   OnlineSoftmax<D>& rows) {
 #pragma unroll 1
     for (int step = 0; step < kMyTokens; step += kStep) {
-      const int first_token = threadIdx.x / kWarp % kShares * kMyTokens + step;
-      const uint64_t there = ring.present_tokens(stage, first_token / 64) >> first_token % 64;
-      add_tokens(p, plan, s, first_row, operands, scale, ring.stages[stage], first, first_token, there, rows);
+      const int first_token = threadIdx.x / kWarp % kWarpsPerRows * kMyTokens + step;
+      const uint64_t present = ring.present_tokens(stage, first_token / 64) >> first_token % 64;
+      add_tokens(p, plan, s, first_row, operands, scale, ring.stages[stage], first, first_token, present, rows);
     }
   }
 
  private:
-  // Adds kStep tokens of the tile that starts at token `first`; bit j of `there`: token first_token + j is present.
+  // Accumulate kStep tokens of the tile that starts at token `first`. Bit j of `present`: token first_token + j is
+  // present.
   __device__ __forceinline__ static void add_tokens(const TreeAttentionParams& p, const DevicePlan& plan,
                                                     const Segment& s, int first_row, const Operands& operands,
                                                     Scale scale, const typename Ring::Stage& kv, int64_t first,
-                                                    int first_token, uint64_t there, OnlineSoftmax<D>& rows) {
+                                                    int first_token, uint64_t present, OnlineSoftmax<D>& rows) {
     const int lane = threadIdx.x % kWarp;
     float scores[kStep / 8][4];
-    operands.multiply_k(kv, first_token, scores);
-    Pipeline<kStep / 16 * Operands::kBlocks> values;
+    operands.multiply_qk(kv, first_token, scores);
+    Pipeline<kStep / 16 * Operands::kFragments> values;
     if constexpr (kStep == 16)
-      values.begin(Operands::read_v(kv, first_token));  // values come meanwhile, for which there are registers
+      values.begin(Operands::read_v(kv, first_token));  // overlaps with the softmax, as registers suffice
     scale = rows.cap(p, scale, scores);
     first += first_token;
-    // All rows see all of the tokens, unless some are in the tail, before some row's window, or not present.
-    uint64_t met = ~uint64_t{0};
-    if (~there & low_bits(kStep) || first + kStep > s.request.prefix || p.window != INT64_MAX) {
-      uint64_t seen[2] = {there, there};
+    // All rows attend to all of the tokens, unless some are in the tail, before some row's window, or not present.
+    uint64_t any_visible = ~uint64_t{0};
+    if (~present & low_bits(kStep) || first + kStep > s.request.prefix || p.window != INT64_MAX) {
+      uint64_t visible[2] = {present, present};
       const int last = s.request.valid_rows * plan.gqa_group.divisor - 1;
-      if (!all_see(p, s.request, first, there & low_bits(kStep)))
+      if (!all_visible(p, s.request, first, present & low_bits(kStep)))
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           const int i = plan.gqa_group.div(min(first_row + lane / 4 + 8 * h, last));
-          seen[h] &= visible_word(p, s.request, i, first);
+          visible[h] &= visible_word(p, s.request, i, first);
         }
-      rows.mask(seen, scores);
-      met = seen[0] | seen[1];
-      for (int step = 4; step < kWarp; step *= 2) met |= __shfl_xor_sync(kFullMask, met, step);
+      rows.mask(visible, scores);
+      any_visible = visible[0] | visible[1];
+      for (int step = 4; step < kWarp; step *= 2) any_visible |= __shfl_xor_sync(kFullMask, any_visible, step);
     }
     rows.rescale(rows.softmax(scale, scores));
     uint32_t weights[kStep / 16][4];
-    pack_weights<typename Operands::Factor>(scores, weights);
+    pack_weights<typename Operands::MmaElement>(scores, weights);
     if constexpr (kStep > 16) values.begin(Operands::read_v(kv, first_token));
-    operands.add_v(kv, first_token, weights, met, values, rows.out);
+    operands.accumulate_pv(kv, first_token, weights, any_visible, values, rows.out);
   }
 
  public:
-  // Loads the rows from first_row on, with zeros for those behind the request.
+  // Load the rows from first_row on, with zeros past the request.
   __device__ static Scale load_q(const TreeAttentionParams& p, const DevicePlan& plan, const Segment& s, int first_row,
                                  Operands& operands) {
     const int row = first_row + threadIdx.x % kWarp / 4;
@@ -231,7 +234,7 @@ class MmaAttention {
 };
 
 template <class Attention>
-__global__ void __launch_bounds__(Attention::kThreads, Attention::kBlocks)
+__global__ void __launch_bounds__(Attention::kThreads, Attention::kBlocksPerSm)
     mma_kernel(const __grid_constant__ TreeAttentionParams p, const __grid_constant__ DevicePlan plan) {
 #ifndef __CUDA_ARCH_FEAT_SM90_ALL  // Hopper has kernels of its own
   extern __shared__ __align__(1024) unsigned char memory[];
@@ -254,7 +257,7 @@ void launch_mma(const TreeAttentionParams& p, const DevicePlan& plan, Stream str
   launch_persistent<Attention>(mma_kernel<Attention>, p, plan, stream);
 }
 
-// Defined for each head dimension in a file of instantiations/, so that they compile side by side.
+// Instantiated by instantiations/, one file per head dimension, so that they compile in parallel.
 template <int D>
 void mma_attention(const TreeAttentionParams& p, const DevicePlan& plan, Stream stream) {
   with_16_bit_types(p, [&]<class T, class Kv>() {

@@ -1,12 +1,15 @@
-// tree_attention with a thread-block cluster for each request, KV head and row tile of 16, 64 or 128 rows (compute
-// capability 9.0), where these are few. The blocks of a cluster read even shares of the KV, found from one request's
-// lengths, and merge their sums through each other's shared memory: neither a walk of all work nor the workspace stands
-// between lengths and result. Where there are fewer tiles of 16 rows than find multiprocessors, several clusters share
-// a tile whose KV is long, and the last of them to leave its sums in the workspace writes the rows. A block has four
-// producer warps, of which two may dequantise, and four consumer warps, or eight for 128 rows. Grid: [sharing_clusters
-// x cluster_blocks, KV heads, requests x row_tiles]. Two blocks fit on a multiprocessor, with half of its memory each,
-// so that the next call's blocks start while this one's run, and find out what to copy first; or one block of 128 rows.
-// Bytes: the KV of each request once per row tile.
+// tree_attention with one thread-block cluster per request, KV head and row tile of 16, 64 or 128 rows (compute
+// capability 9.0), for few such tiles.
+//
+// The blocks of a cluster read even shares of the KV, derived from one request's lengths, and merge their partial
+// results through distributed shared memory: neither a walk of all work nor the workspace delays the result. With fewer
+// tiles of 16 rows than fill the GPU and long KV, several clusters share a tile; the last one to store its partial
+// result in the workspace writes the rows.
+//
+// A block has four producer warps, of which two may dequantize, and four consumer warps, or eight for 128 rows. Grid:
+// [sharing_clusters x cluster_blocks, KV heads, requests x row_tiles]. Two blocks fit on an SM, with half of its shared
+// memory each, so that the next call's blocks start while this one's run and look up what to copy first; blocks of 128
+// rows take a whole SM. Traffic: the KV of each request once per row tile.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -17,23 +20,23 @@
 
 namespace specdec::attention {
 
-// For query rows of T and pools of Kv. kSharing: clusters may share a row tile, which costs code.
+// T: type of query rows. Kv: type of the pools. kSharing: clusters may share a row tile, which costs code size.
 template <class T, class Kv, int D, int kRows, bool kSharing_>
 class ClusterAttention {
  public:
   static constexpr bool kSharing = kSharing_;
-  static constexpr bool kDequantises = std::is_same_v<Kv, Float8> && kRows > 16;
+  static constexpr bool kDequantizes = std::is_same_v<Kv, Float8> && kRows > 16;
   static constexpr int kConsumers = kRows == 128 ? 8 : 4;
-  static constexpr int kBlocks = kRows == 128 ? 1 : 2;  // on a multiprocessor
-  // mma.sync gets pools of 8 bits as they are, in tiles of 128 tokens, which have the bytes of 64 tokens of 16 bits.
+  static constexpr int kBlocksPerSm = kRows == 128 ? 1 : 2;  // per SM
+  // mma.sync takes FP8 pools as stored, in tiles of 128 tokens, which have the bytes of 64 tokens in 16 bits.
   using Ring =
-      std::conditional_t<kDequantises,
+      std::conditional_t<kDequantizes,
                          ClusterDequantRing<D, 256 / D, 256 / D, (kRows == 128 ? 1024 : 256) / D, kConsumers>,
                          ClusterRing<128 / sizeof(Kv), sizeof(Kv) * D, (kRows == 128 ? 640 : 384) / D, kConsumers>>;
   using Accumulator = std::conditional_t<kRows == 16, ClusterMma<T, Kv, D, Ring>, ClusterWgmma<T, Kv, D, Ring>>;
-  static constexpr int kWarps = kConsumers + 4, kThreads = kWarps * kWarp;  // the last warps produce or dequantise
+  static constexpr int kWarps = kConsumers + 4, kThreads = kWarps * kWarp;  // the last warps produce or dequantize
   static constexpr int kWriters =
-      kSharing ? kConsumers : kWarps;  // the first warps write: code in more of them is fetched more often
+      kSharing ? kConsumers : kWarps;  // the first warps write: code that more warps run is fetched more often
   static constexpr int kConsumerRegisters = kRows == 128 ? 208 : 168, kProducerRegisters = 88;
   static constexpr bool kPartialsInStages = Accumulator::kPartialsInStages;
   using Partials = ClusterPartials<D, kRows>;
@@ -45,7 +48,7 @@ class ClusterAttention {
     std::conditional_t<kPartialsInStages, char, Partials> partials;
     Mbarrier partials_arrived;
 
-    // By one thread, before the block's first barrier.
+    // Initialize the barriers. Call from one thread, before the block's first __syncthreads().
     __device__ void init() {
       ring.init();
       partials_arrived.init(1);
@@ -53,32 +56,32 @@ class ClusterAttention {
     }
   };
   static_assert(sizeof(Shared) <=
-                (228 / kBlocks - 1) * 1024);  // a multiprocessor has 228 KB, of which each block costs one
+                (228 / kBlocksPerSm - 1) * 1024);  // of an SM's 228 KB, the system reserves 1 KB per block
 
   __device__ ClusterAttention(Shared& shared, const TreeAttentionParams& p, const DevicePlan& plan)
       : shared_(shared), p_(p), plan_(plan) {
     s_.kv_head = static_cast<int>(blockIdx.y);
     s_.first_row = static_cast<int>(blockIdx.z) % plan.row_tiles * kRows;
-    s_.request = request_of(p, request_);  // a guess as long as the kernels before this one run
+    s_.request = load_request(p, request_);  // speculative while the preceding kernels run
   }
 
-  // Whether the block has nothing to do, and may leave before the blocks of the next call come. Its request has to be
-  // short by the lengths as they are before the kernels before this one have finished, and as they are afterwards. By
-  // all threads of the block.
+  // Return whether the block has nothing to do and may exit, so that the next call's blocks find room. Its request must
+  // be short both by the lengths read before the preceding kernels have finished and by those read afterwards. Call
+  // from all threads of the block.
   __device__ bool is_idle() const {
-    const bool other = !is_first() && p_.cu_seqlens_q == nullptr;
-    if (!__syncthreads_and(other && !is_split_between_clusters(p_, plan_, s_.request, s_.first_row))) return false;
+    const bool other = !is_first_cluster() && p_.cu_seqlens_q == nullptr;
+    if (!__syncthreads_and(other && !is_split_across_clusters(p_, plan_, s_.request, s_.first_row))) return false;
     let_next_kernel_start();
     wait_for_kernels_before();
-    return !is_split_between_clusters(p_, plan_, request_of(p_, request_), s_.first_row);
+    return !is_split_across_clusters(p_, plan_, load_request(p_, request_), s_.first_row);
   }
 
-  // The whole life of a producer warp.
+  // Run a producer warp from start to end.
   __device__ void produce() {
-    typename Ring::Quantised ring(shared_.ring, p_, plan_, s_);
+    typename Ring::Quantized ring(shared_.ring, p_, plan_, s_);
     Accumulator accumulator(shared_.queries, shared_.ring, shared_.accumulator, p_, plan_, s_);
     if constexpr (!kPartialsInStages) Cluster::arrive_relaxed();
-    ring.copy_first();
+    ring.copy_first_share();
     wait_if_idle();
     while (has_rows()) {
       if constexpr (kPartialsInStages)
@@ -92,36 +95,36 @@ class ClusterAttention {
     }
   }
 
-  // The whole life of a dequantising warp.
-  __device__ void dequantise() {
+  // Run a dequantizer warp from start to end.
+  __device__ void dequantize() {
     static_assert(kPartialsInStages);
-    typename Ring::Dequantiser dequantiser(shared_.ring);
-    shared_.ring.known.wait(0);
+    typename Ring::Dequantizer dequantizer(shared_.ring);
+    shared_.ring.request_full.wait(0);
     s_.request = shared_.ring.request;
     wait_if_idle();
     while (has_rows()) {
-      dequantiser.dequantise(share_of(p_, plan_, s_.request, s_.first_row));
+      dequantizer.dequantize(share_of(p_, plan_, s_.request, s_.first_row));
       Cluster::arrive_relaxed();
       Cluster::wait();
       finish<!kSharing>();
     }
   }
 
-  // The whole life of a consumer warp.
+  // Run a consumer warp from start to end.
   __device__ void consume() {
     Accumulator accumulator(shared_.queries, shared_.ring, shared_.accumulator, p_, plan_, s_);
     if constexpr (!kPartialsInStages) Cluster::arrive_relaxed();
-    if constexpr (kBlocks > 1) prefetch_queries();
+    if constexpr (kBlocksPerSm > 1) prefetch_queries();
     wait_for_kernels_before();
     accumulator.begin_load_q();
-    const Request truth = request_of(p_, request_);
+    const Request actual = load_request(p_, request_);
     if (threadIdx.x == 0) {
-      shared_.ring.request = truth;
-      shared_.ring.known.arrive();
+      shared_.ring.request = actual;
+      shared_.ring.request_full.arrive();
     }
     accumulator.finish_load_q();
-    if (!(truth == s_.request)) {
-      s_.request = truth;
+    if (!(actual == s_.request)) {
+      s_.request = actual;
       accumulator.begin_load_q();
       accumulator.finish_load_q();
     }
@@ -147,12 +150,12 @@ class ClusterAttention {
       accumulator.begin_load_q();
       accumulator.finish_load_q();
     }
-    if (p_.cu_seqlens_q != nullptr) write_rows_behind<T, D, kConsumers>(p_, plan_);
+    if (p_.cu_seqlens_q != nullptr) write_padding_rows<T, D, kConsumers>(p_, plan_);
   }
 
  private:
-  // Prefetches the row tile's queries and masks into the L2, by the consumers: if a kernel before still writes them, it
-  // writes them there.
+  // Prefetch the row tile's queries and masks into the L2; call from the consumers. A preceding kernel that still
+  // writes them also writes to the L2.
   __device__ void prefetch_queries() const {
     constexpr int kLines = 2 * D / 128, kThreadsHere = kConsumers * kWarp;
     for (int n = threadIdx.x; n < kRows * kLines; n += kThreadsHere)
@@ -162,29 +165,29 @@ class ClusterAttention {
         prefetch(p_.mask + s_.request.flat_row * p_.mask_words + n);
   }
 
-  // Whether the request has rows from the tile on, and KV for this cluster; the same in all its threads.
+  // Return whether the request has rows from the tile on, and KV for this cluster; uniform over the cluster.
   __device__ bool has_rows() const {
     return s_.first_row < s_.request.rows * plan_.gqa_group.divisor &&
-           (!kSharing || is_first() || is_split_between_clusters(p_, plan_, s_.request, s_.first_row));
+           (!kSharing || is_first_cluster() || is_split_across_clusters(p_, plan_, s_.request, s_.first_row));
   }
-  // Whether this is the first of the clusters that share the tile.
-  __device__ bool is_first() const { return static_cast<int>(blockIdx.x) < plan_.cluster_blocks; }
+  // Return whether this is the first of the clusters that share the tile.
+  __device__ bool is_first_cluster() const { return static_cast<int>(blockIdx.x) < plan_.cluster_blocks; }
 
-  // Completes a cluster barrier that has been begun, where nothing follows.
+  // Complete a cluster barrier that this block has arrived at, if no work follows.
   __device__ void wait_if_idle() const {
     if constexpr (!kPartialsInStages)
       if (!has_rows()) Cluster::wait();
   }
 
-  // Writes the rows when all partial results have arrived, and goes to the cluster's next row tile. Partial results may
-  // be sent again when all blocks have finished.
+  // Write the rows once all partial results have arrived, and advance to the cluster's next row tile. Partial results
+  // may be sent again only after all blocks have finished.
   template <bool kWrites>
   __device__ void finish() {
     shared_.partials_arrived.wait(parity_);
     parity_ ^= 1;
     if constexpr (kSharing && kWrites) {
       s_.splits = s_.workers =
-          is_split_between_clusters(p_, plan_, s_.request, s_.first_row) ? plan_.sharing_clusters : 1;
+          is_split_across_clusters(p_, plan_, s_.request, s_.first_row) ? plan_.sharing_clusters : 1;
       s_.first_partial = (request_ * static_cast<int>(p_.kv_heads) + s_.kv_head) * plan_.sharing_clusters;
       s_.partial = s_.first_partial + static_cast<int>(blockIdx.x) / plan_.cluster_blocks;
     }
@@ -213,11 +216,11 @@ class ClusterAttention {
   const DevicePlan& plan_;
   const int request_ = static_cast<int>(blockIdx.z) / plan_.row_tiles;
   Segment s_;
-  unsigned parity_ = 0;  // of the tile's partial results
+  unsigned parity_ = 0;  // of `partials_arrived`
 };
 
 template <class Attention>
-__global__ void __launch_bounds__(Attention::kThreads, Attention::kBlocks)
+__global__ void __launch_bounds__(Attention::kThreads, Attention::kBlocksPerSm)
     cluster_kernel(const __grid_constant__ TreeAttentionParams p, const __grid_constant__ DevicePlan plan) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) unsigned char memory[];
@@ -233,9 +236,9 @@ __global__ void __launch_bounds__(Attention::kThreads, Attention::kBlocks)
     Attention(shared, p, plan).consume();
   } else {
     cutlass::arch::warpgroup_reg_dealloc<Attention::kProducerRegisters>();
-    if constexpr (Attention::kDequantises)
+    if constexpr (Attention::kDequantizes)
       if (threadIdx.x / kWarp >= Attention::kConsumers + Attention::Ring::kProducers)
-        return Attention(shared, p, plan).dequantise();
+        return Attention(shared, p, plan).dequantize();
     Attention(shared, p, plan).produce();
   }
 #endif
@@ -256,7 +259,7 @@ void launch_cluster(const TreeAttentionParams& p, const DevicePlan& plan, Stream
   launch("tree_attention", kernel, shape, stream, p, plan);
 }
 
-// Defined for each head dimension in a file of instantiations/, so that they compile side by side.
+// Instantiated by instantiations/, one file per head dimension, so that they compile in parallel.
 template <int D>
 void cluster_attention(const TreeAttentionParams& p, const DevicePlan& plan, Stream stream) {
   with_16_bit_types(p, [&]<class T, class Kv>() {

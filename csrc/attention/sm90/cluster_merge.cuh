@@ -1,7 +1,9 @@
-// Merging inside a cluster: what its blocks have summed of a row goes to one of them. Block k of n finishes rows k, k +
-// n, ..., and receives everybody's sums of them in its shared memory. Where clusters share the row tile, it leaves the
-// merged sum in the workspace, and the last cluster to do so writes the row: nobody waits. Partial results are merged
-// in the order of the KV.
+// Reduction within a cluster: blocks send their partial results of a row to one of them through distributed shared
+// memory.
+//
+// Block k of n finishes rows k, k + n, ... and receives every block's partial results of them in its shared memory. If
+// clusters share the row tile, the block stores the merged result in the workspace, and the last cluster to do so
+// writes the row: nobody waits. Partial results are merged in KV order.
 #pragma once
 
 #include "attention/common/merge.cuh"
@@ -13,11 +15,11 @@ namespace specdec::attention {
 template <int D, int kRows>
 struct ClusterPartials {
   static constexpr int kSlots =
-      kRows == 16 ? 21 : kRows + 6;   // rows that a block finishes, times the blocks of a cluster: at most
-  alignas(16) float out[kSlots][D];   // not yet divided by the sums of weights
-  alignas(8) float2 weights[kSlots];  // their maxima and sums of weights
+      kRows == 16 ? 21 : kRows + 6;   // max rows that a block finishes, times the blocks of a cluster
+  alignas(16) float out[kSlots][D];   // unnormalized outputs: not yet divided by the sums of weights
+  alignas(8) float2 weights[kSlots];  // (maximum, sum of weights)
 
-  // Where this block's sum of a row goes: to the block that finishes the row.
+  // Where this block's partial result of a row goes: the rank of the block that finishes the row, and the slot there.
   struct Destination {
     unsigned rank;
     int slot;
@@ -26,28 +28,28 @@ struct ClusterPartials {
     const unsigned size = Cluster::size();
     return {row % size, static_cast<int>(row / size * size + Cluster::rank())};
   }
-  // Sends some columns. The stores count themselves in at the barrier `arrived` of the block they go to.
+  // Send four columns. The stores complete as transaction bytes on the barrier `arrived` of the destination block.
   __device__ void send(Destination to, int column, float4 x, const Mbarrier& arrived) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
                      Cluster::address_at(&out[to.slot][column], to.rank)),
                  "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(Cluster::address_at(&arrived, to.rank))
                  : "memory");
   }
-  __device__ void send(Destination to, float top, float total, const Mbarrier& arrived) {
+  __device__ void send(Destination to, float row_max, float row_sum, const Mbarrier& arrived) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(
                      Cluster::address_at(&weights[to.slot], to.rank)),
-                 "f"(top), "f"(total), "r"(Cluster::address_at(&arrived, to.rank))
+                 "f"(row_max), "f"(row_sum), "r"(Cluster::address_at(&arrived, to.rank))
                  : "memory");
   }
-  // The bytes that come to this block for `count` rows.
+  // Return the bytes that this block receives for `count` rows.
   __device__ static unsigned bytes(int count) {
-    const int size = static_cast<int>(Cluster::size()), behind = count - static_cast<int>(Cluster::rank());
-    return behind <= 0
+    const int size = static_cast<int>(Cluster::size()), remaining = count - static_cast<int>(Cluster::rank());
+    return remaining <= 0
                ? 0
-               : static_cast<unsigned>((behind + size - 1) / size * size) * (sizeof(float) * D + sizeof(float2));
+               : static_cast<unsigned>((remaining + size - 1) / size * size) * (sizeof(float) * D + sizeof(float2));
   }
 
-  // Writes the rows from s.first_row on that this block finishes, and zeros for those behind the valid ones.
+  // Write the rows from s.first_row on that this block finishes, with zeros for those past the valid ones.
   template <class T, int kWarps, bool kSharing>
   __device__ void finish(const TreeAttentionParams& p, const DevicePlan& plan, const Segment& s) const {
     const int lane = threadIdx.x % kWarp, size = static_cast<int>(Cluster::size());
@@ -56,25 +58,25 @@ struct ClusterPartials {
     int slot = static_cast<int>(threadIdx.x) / kWarp * size;
 #pragma unroll 1
     for (int row = static_cast<int>(Cluster::rank()) + slot; row < end; row += kWarps * size, slot += kWarps * size) {
-      RowSum<D> total;
+      RowSum<D> sum;
       if (row < valid) {
         float2 part{-INFINITY, 0};
         if (lane < size) part = weights[slot + lane];
-        const float top = part.x;
-        total.top = top;
+        const float row_max = part.x;
+        sum.row_max = row_max;
 #pragma unroll
         for (int step = kMaxCluster / 2; step > 0; step /= 2)
-          total.top = fmaxf(total.top, __shfl_xor_sync(kFullMask, total.top, step));
-        const float origin = __shfl_sync(kFullMask, total.top, 0);
-        const float weight = origin == -INFINITY ? 0 : exp2_fast(top - origin);
-        total.top = origin;
+          sum.row_max = fmaxf(sum.row_max, __shfl_xor_sync(kFullMask, sum.row_max, step));
+        const float origin = __shfl_sync(kFullMask, sum.row_max, 0);
+        const float weight = origin == -INFINITY ? 0 : exp2_fast(row_max - origin);
+        sum.row_max = origin;
         const float mine = weight * part.y;
-        total.total = mine;
+        sum.row_sum = mine;
 #pragma unroll
         for (int step = kMaxCluster / 2; step > 0; step /= 2)
-          total.total += __shfl_xor_sync(kFullMask, total.total, step);
-        total.total = __shfl_sync(kFullMask, total.total, 0);
-        float4& to = total.x[0];
+          sum.row_sum += __shfl_xor_sync(kFullMask, sum.row_sum, step);
+        sum.row_sum = __shfl_sync(kFullMask, sum.row_sum, 0);
+        float4& to = sum.x[0];
 #pragma unroll
         for (int k = 0; k < static_cast<int>(kMaxCluster); ++k) {
           float4 x{};
@@ -84,22 +86,22 @@ struct ClusterPartials {
         }
       }
       if constexpr (kSharing)
-        if (s.splits > 1 && row < valid && !is_last(p, plan, s, row, total)) continue;
+        if (s.splits > 1 && row < valid && !store_and_check_last(p, plan, s, row, sum)) continue;
       if (!kSharing || row < valid || s.partial == s.first_partial)
-        write_row<T>(p, plan, s.request, s.kv_head, s.first_row + row, total);
+        write_row<T>(p, plan, s.request, s.kv_head, s.first_row + row, sum);
     }
   }
 
  private:
-  // Where clusters share the row tile: leaves what this one has summed of a row. Returns whether it is the last one to
-  // do so, which gets the sum of all.
-  __device__ static bool is_last(const TreeAttentionParams& p, const DevicePlan& plan, const Segment& s, int row,
-                                 RowSum<D>& sum) {
+  // Store this cluster's partial result of a row, where clusters share the row tile. Return whether it is the last
+  // cluster to do so; then `sum` becomes the merged result of all of them.
+  __device__ static bool store_and_check_last(const TreeAttentionParams& p, const DevicePlan& plan, const Segment& s,
+                                              int row, RowSum<D>& sum) {
     const int tile = s.first_row / kRows;
     sum.store(partial_of(p, plan, s.partial, tile, D), kRows, row);
     __syncwarp();
     bool last = false;
-    if (threadIdx.x % kWarp == 0) last = PartialsCounter(p, plan, s, tile, D, row).arrive_last();
+    if (threadIdx.x % kWarp == 0) last = PartialsCounter(p, plan, s, tile, D, row).arrive_and_check_last();
     if (!__any_sync(kFullMask, last)) return false;
     __syncwarp();
     RowSum<D> all;

@@ -1,5 +1,5 @@
-// How four warps of a cluster's block sum up to 16 rows over its share of the KV with mma.sync: each has a quarter of
-// every tile's tokens, and all threads of the block add up what they have.
+// Consumers of cluster attention with mma.sync, for up to 16 rows: each of four warps has a quarter of every tile's
+// tokens in the block's share of the KV; all threads of the block then reduce over the warps.
 #pragma once
 
 #include "attention/sm80/mma.cuh"
@@ -8,7 +8,7 @@
 
 namespace specdec::attention {
 
-// For query rows of T and pools of Kv.
+// T: type of query rows. Kv: type of the pools.
 template <class T, class Kv, int D, class Ring>
 class ClusterMma {
  public:
@@ -26,7 +26,7 @@ class ClusterMma {
                         const DevicePlan& plan, const Segment& s)
       : queries_(queries), ring_(ring), shared_(shared), p_(p), plan_(plan), s_(s) {}
 
-  // Begins to load the rows of q, with zeros for those behind the request.
+  // Start loading the rows of q, with zeros past the request.
   __device__ void begin_load_q() const {
     if constexpr (kFp8) return;
     constexpr int kPieces = D / 8;
@@ -41,7 +41,7 @@ class ClusterMma {
     }
   }
 
-  // Waits for them and loads them into registers.
+  // Wait for the rows of q and load them into registers.
   __device__ void finish_load_q() {
     if constexpr (kFp8) {
       scale_ = Mma::load_q(p_, plan_, s_, s_.first_row, operands_);
@@ -60,7 +60,7 @@ class ClusterMma {
     sync();
   }
 
-  // Sums over a share. By the consumers.
+  // Accumulate a share of the KV. Call from the consumers.
   __device__ void accumulate(Span share) {
     OnlineSoftmax<D> rows;
     rows.clear();
@@ -71,7 +71,7 @@ class ClusterMma {
       stage_.advance();
     }
     rows.finish();
-    sync();  // all stages are free, until the rows have been added up
+    sync();  // all stages stay free until the rows have been reduced
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -81,13 +81,14 @@ class ClusterMma {
       }
 #pragma unroll
       for (int n = 0; n < D / 16; ++n)
-        Mma::Operands::spread(rows.out, n, h, [&](int column, float2 x) {
+        Mma::Operands::visit_columns(rows.out, n, h, [&](int column, float2 x) {
           *reinterpret_cast<float2*>(address_of(warp, lane / 4 + 8 * h, column)) = x;
         });
     }
   }
 
-  // Sends the sums to the blocks that finish the rows. By all threads of the block, behind a barrier of them.
+  // Send the partial results to the blocks that finish the rows. Call from all threads of the block, after a block
+  // barrier.
   template <int kThreads>
   __device__ void send(ClusterPartials<D, kRows>& partials, const Mbarrier& arrived) const {
     const int count = s_.request.valid_rows * plan_.gqa_group.divisor - s_.first_row;
@@ -95,34 +96,34 @@ class ClusterMma {
     for (int begin = 0; begin < kRows * D / 4; begin += kThreads) {
       const int n = begin + static_cast<int>(threadIdx.x), row = n / (D / 4), column = n % (D / 4) * 4;
       if (row >= count) continue;
-      float top = shared_.max[0][row];
+      float row_max = shared_.max[0][row];
 #pragma unroll
-      for (int w = 1; w < kWarps; ++w) top = fmaxf(top, shared_.max[w][row]);
-      const float origin = top == -INFINITY ? 0 : top;
+      for (int w = 1; w < kWarps; ++w) row_max = fmaxf(row_max, shared_.max[w][row]);
+      const float origin = row_max == -INFINITY ? 0 : row_max;
       float4 x{};
-      float total = 0;
+      float row_sum = 0;
 #pragma unroll
       for (int w = 0; w < kWarps; ++w) {
         const float weight = exp2_fast(shared_.max[w][row] - origin);
         const float4 y = *reinterpret_cast<const float4*>(address_of(w, row, column));
         x.x += weight * y.x, x.y += weight * y.y, x.z += weight * y.z, x.w += weight * y.w;
-        total += weight * shared_.sum[w][row];
+        row_sum += weight * shared_.sum[w][row];
       }
       const auto to = ClusterPartials<D, kRows>::destination_of(row);
       partials.send(to, column, x, arrived);
-      if (column == 0) partials.send(to, top, total, arrived);
+      if (column == 0) partials.send(to, row_max, row_sum, arrived);
     }
   }
 
  private:
   static constexpr bool kFp8 = std::is_same_v<Kv, Float8>;
   using Mma = MmaAttention<T, Kv, D, kRows, Ring::kStages>;
-  static_assert(Mma::kShares == kWarps && kWarps * kRows * D * sizeof(float) <= sizeof(typename Ring::Stage));
+  static_assert(Mma::kWarpsPerRows == kWarps && kWarps * kRows * D * sizeof(float) <= sizeof(typename Ring::Stage));
 
   __device__ static void sync() { asm volatile("bar.sync 1, %0;" ::"n"(kWarps * kWarp) : "memory"); }
 
-  // Where a warp's sums lie in a stage. Rows are swizzled by 32 bytes, so that 8 lanes which write one column of 8 rows
-  // meet 8 different banks.
+  // Return where a warp's partial results lie in the first stage. Rows are swizzled by 32 bytes, so that 8 lanes that
+  // write one column of 8 rows hit 8 different banks.
   __device__ float* address_of(int warp, int row, int column) const {
     return reinterpret_cast<float*>(&ring_.stages[0]) + (warp * kRows + row) * D + ((column / 8 ^ row) % 8 * 8) +
            column % 8 + column / 64 * 64;

@@ -1,5 +1,5 @@
-// How one or two warpgroups of a cluster's block sum 64 rows each over its share of the KV with wgmma: a tile's V is
-// multiplied while the scores of the next tile become weights.
+// Consumers of cluster attention with wgmma: one or two warpgroups accumulate 64 rows each over the block's share of
+// the KV. The PV product of a tile overlaps with the softmax of the next tile.
 #pragma once
 
 #include "attention/sm90/cluster_merge.cuh"
@@ -8,17 +8,17 @@
 
 namespace specdec::attention {
 
-// For query rows of T and pools of Kv.
+// T: type of query rows. Kv: type of the pools.
 template <class T, class Kv, int D, class Ring>
 class ClusterWgmma {
-  using Factor = std::conditional_t<std::is_same_v<Kv, Float8>, Half, T>;  // the type that is multiplied
-  static constexpr bool kConvertsQ = !std::is_same_v<T, Factor>;
+  using MmaElement = std::conditional_t<std::is_same_v<Kv, Float8>, Half, T>;  // input type of the MMA
+  static constexpr bool kConvertsQ = !std::is_same_v<T, MmaElement>;
 
  public:
   static constexpr int kRows = 16 * Ring::kConsumers;
   static_assert(kRows % 64 == 0 && Ring::kTokens == 64);
   using QueryTile = Stage<kRows, 2 * D>;           // its k holds q
-  static constexpr bool kPartialsInStages = true;  // there is no room for them besides
+  static constexpr bool kPartialsInStages = true;  // there is no other room for them
   struct Queries {
     alignas(1024) unsigned char q[kRows * 2 * D];
   };
@@ -28,7 +28,7 @@ class ClusterWgmma {
                           const DevicePlan& plan, const Segment& s)
       : queries_(queries), ring_(ring), p_(p), plan_(plan), s_(s) {}
 
-  // Begins to load the rows of q, with zeros for those behind the request.
+  // Start loading the rows of q, with zeros past the request.
   __device__ void begin_load_q() const {
     constexpr int kPieces = D / 8;
     const int end = s_.request.valid_rows * plan_.gqa_group.divisor;
@@ -46,7 +46,7 @@ class ClusterWgmma {
     }
   }
 
-  // Waits for them.
+  // Wait for the rows of q, and convert them to Half if needed.
   __device__ void finish_load_q() {
     asm volatile("cp.async.wait_all;" ::: "memory");
     if constexpr (kConvertsQ) {
@@ -57,15 +57,15 @@ class ClusterWgmma {
     sync();
   }
 
-  // Sums over a share. By the consumers.
+  // Accumulate a share of the KV. Call from the consumers.
   __device__ void accumulate(Span share) {
     rows_.clear();
     if (share.begin < share.end) sum_tiles(share, rows_);
     rows_.finish();
-    sync();  // nobody multiplies by these rows of q any more
+    sync();  // no warp reads these rows of q any more
   }
 
-  // Sends the sums to the blocks that finish the rows. By the consumers.
+  // Send the partial results to the blocks that finish the rows. Call from the consumers.
   __device__ void send(ClusterPartials<D, kRows>& partials, const Mbarrier& arrived) const {
     const OnlineSoftmax<D>& rows = rows_;
     const int lane = threadIdx.x % kWarp;
@@ -78,7 +78,7 @@ class ClusterWgmma {
       for (int d = 0; d < D / 8; d += 2) {
         float a[2] = {rows.out[d][2 * h], rows.out[d][2 * h + 1]};
         float b[2] = {rows.out[d + 1][2 * h], rows.out[d + 1][2 * h + 1]};
-        // Of two lanes the even one gets the four columns of d, the odd one those of d + 1.
+        // Of two adjacent lanes, the even one gets the four columns of d, the odd one those of d + 1.
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const float other = __shfl_xor_sync(kFullMask, lane & 1 ? a[e] : b[e], 1);
@@ -94,13 +94,13 @@ class ClusterWgmma {
  private:
   using Tile = typename Ring::Stage;
   using Cursor = typename Ring::Shared::Cursor;
-  using MultiplyK = Wgmma<Factor, Ring::kTokens, cute::SM90::GMMA::Major::K>;
-  using MultiplyV = Wgmma<Factor, D, cute::SM90::GMMA::Major::MN>;
+  using QkMma = Wgmma<MmaElement, Ring::kTokens, cute::SM90::GMMA::Major::K>;
+  using PvMma = Wgmma<MmaElement, D, cute::SM90::GMMA::Major::MN>;
   using Scores = float[Ring::kTokens / 8][4];
   using Weights = uint32_t[Ring::kTokens / 16][4];
 
-  // Which tokens of a tile two rows see.
-  struct Seen {
+  // Which tokens of a tile two rows attend to.
+  struct TileMask {
     bool all;
     uint64_t bits[2];
   };
@@ -111,114 +111,113 @@ class ClusterWgmma {
     Scores scores;
     Weights weights;
     int first = share.begin;
-    Seen seen = wait_for_tile(first);
+    TileMask visible = wait_for_tile(first);
     cute::warpgroup_arrive();
-    multiply_k(scores);
+    multiply_qk(scores);
     cute::warpgroup_wait<0>();
     pin(scores);
     release_k();
-    rows.rescale(softmax(seen, scores, rows));
-    pack_weights<Factor>(scores, weights);
+    rows.rescale(softmax(visible, scores, rows));
+    pack_weights<MmaElement>(scores, weights);
 
     while ((first += Ring::kTokens) < share.end) {
       const Cursor before = cursor_;
       cursor_.advance();
       wait_for_v(before);
-      seen = wait_for_tile(first);
+      visible = wait_for_tile(first);
       pin(rows.out);
       cute::warpgroup_arrive();
-      multiply_k(scores);
-      add_v(before, weights, rows);
+      multiply_qk(scores);
+      accumulate_pv(before, weights, rows);
       cute::warpgroup_wait<1>();
       pin(scores);
       release_k();
-      const auto rescale_by = softmax(seen, scores, rows);
+      const auto rescale_by = softmax(visible, scores, rows);
       cute::warpgroup_wait<0>();
       pin(rows.out);
-      pin(scores);  // the weights' registers are free
+      pin(scores);  // frees the registers of the weights
       release_v(before);
       rows.rescale(rescale_by);
-      pack_weights<Factor>(scores, weights);
+      pack_weights<MmaElement>(scores, weights);
     }
     wait_for_v(cursor_);
     pin(rows.out);
     cute::warpgroup_arrive();
-    add_v(cursor_, weights, rows);
+    accumulate_pv(cursor_, weights, rows);
     cute::warpgroup_wait<0>();
     pin(rows.out);
     release_v(cursor_);
     cursor_.advance();
   }
 
-  // K and V of a tile share a barrier unless they have been dequantised.
-  static constexpr bool kApart = Ring::Shared::kApart;
+  // K and V of a tile share a barrier unless they have been dequantized.
+  static constexpr bool kSeparateKv = Ring::Shared::kSeparateKv;
   __device__ void wait_for_v(Cursor cursor) const {
-    if constexpr (kApart) {
+    if constexpr (kSeparateKv) {
       const auto at = cursor.value();
       ring_.full_v[at.at].wait(at.parity);
     }
   }
   __device__ void release_k() const {
-    if constexpr (kApart) {
+    if constexpr (kSeparateKv) {
       __syncwarp();
       if (threadIdx.x % kWarp == 0) ring_.empty[cursor_.key().at].arrive();
     }
   }
   __device__ void release_v(Cursor cursor) const {
     if (threadIdx.x % kWarp != 0) return;
-    if constexpr (kApart)
+    if constexpr (kSeparateKv)
       ring_.empty_v[cursor.value().at].arrive();
     else
       ring_.empty[cursor.value().at].arrive();
   }
 
-  // Waits for a tile, and returns what rows lane / 4 and lane / 4 + 8 of the warp see of it.
-  __device__ Seen wait_for_tile(int first) const {
+  // Wait for a tile, and return what rows lane / 4 and lane / 4 + 8 of the warp attend to.
+  __device__ TileMask wait_for_tile(int first) const {
     const auto at = cursor_.key();
     ring_.full[at.at].wait(at.parity);
-    if constexpr (!kApart) show_to_wgmma();  // dequantisers have done so already
-    const uint64_t there = ring_.present_tokens(at.at, 0);
-    Seen seen;
-    seen.all = first <= s_.request.prefix - Ring::kTokens && first >= s_.request.end - p_.window && !~there;
-    if (seen.all) return seen;
-    if (all_see(p_, s_.request, first, there)) {
-      seen.bits[0] = seen.bits[1] = there;
-      return seen;
+    if constexpr (!kSeparateKv) show_to_wgmma();  // dequantizer warps have already issued the proxy fence
+    const uint64_t present = ring_.present_tokens(at.at, 0);
+    TileMask visible;
+    visible.all = first <= s_.request.prefix - Ring::kTokens && first >= s_.request.end - p_.window && !~present;
+    if (visible.all) return visible;
+    if (all_visible(p_, s_.request, first, present)) {
+      visible.bits[0] = visible.bits[1] = present;
+      return visible;
     }
-    // Each of 16 lanes looks for one of the warp's rows.
+    // Each of 16 lanes computes the mask of one of the warp's rows.
     const int lane = threadIdx.x % kWarp, last = s_.request.valid_rows * plan_.gqa_group.divisor - 1;
     const int i = plan_.gqa_group.div(min(s_.first_row + warp_ * 16 + lane % 16, last));
-    const uint64_t mine = visible_word(p_, s_.request, i, first) & there;
+    const uint64_t mine = visible_word(p_, s_.request, i, first) & present;
 #pragma unroll
-    for (int h = 0; h < 2; ++h) seen.bits[h] = __shfl_sync(kFullMask, mine, 8 * h + lane / 4);
-    return seen;
+    for (int h = 0; h < 2; ++h) visible.bits[h] = __shfl_sync(kFullMask, mine, 8 * h + lane / 4);
+    return visible;
   }
 
-  // scores = q k^T.
-  __device__ void multiply_k(Scores& scores) const {
+  // Issue scores = q k^T.
+  __device__ void multiply_qk(Scores& scores) const {
     const WarpOperand q(wgmma_operand(queries_.q + (kRows == 64 ? 0 : warp_ / 4 * 64 * QueryTile::kLine), 0));
     const WarpOperand k(wgmma_operand(ring_.keys(cursor_.key().at), 0));
 #pragma unroll
     for (int d = 0; d < D; d += 16) {
       const int panel = d / 64, inside = d % 64 * 2;
-      MultiplyK::multiply(q.behind(panel * QueryTile::kPanel + inside), k.behind(panel * Tile::kPanel + inside), d > 0,
-                          scores);
+      QkMma::multiply(q.offset(panel * QueryTile::kPanel + inside), k.offset(panel * Tile::kPanel + inside), d > 0,
+                      scores);
     }
     cute::warpgroup_commit_batch();
   }
 
-  // rows.out += weights v.
-  __device__ void add_v(Cursor cursor, const Weights& weights, OnlineSoftmax<D>& rows) const {
+  // Issue rows.out += weights v.
+  __device__ void accumulate_pv(Cursor cursor, const Weights& weights, OnlineSoftmax<D>& rows) const {
     const WarpOperand v(wgmma_operand(ring_.values(cursor.value().at), Tile::kPanel));
 #pragma unroll
-    for (int n = 0; n < Ring::kTokens / 16; ++n)
-      MultiplyV::multiply(weights[n], v.behind(n * 16 * 128), true, rows.out);
+    for (int n = 0; n < Ring::kTokens / 16; ++n) PvMma::multiply(weights[n], v.offset(n * 16 * 128), true, rows.out);
     cute::warpgroup_commit_batch();
   }
 
-  __device__ auto softmax(const Seen& seen, Scores& scores, OnlineSoftmax<D>& rows) const {
+  __device__ auto softmax(const TileMask& visible, Scores& scores, OnlineSoftmax<D>& rows) const {
     const Scale scale = rows.cap(p_, kConvertsQ ? scale_ : Scale{p_.log2_scale, p_.log2_scale}, scores);
-    if (!seen.all) rows.mask(seen.bits, scores);
+    if (!visible.all) rows.mask(visible.bits, scores);
     return rows.softmax(scale, scores);
   }
 
@@ -228,7 +227,7 @@ class ClusterWgmma {
   const DevicePlan& plan_;
   const Segment& s_;
   OnlineSoftmax<D> rows_;
-  Scale scale_;  // of scores, where rows of q became Half
+  Scale scale_;  // of scores, if rows of q were converted to Half
   const int warp_ = static_cast<int>(threadIdx.x) / kWarp;
   Cursor cursor_;
 };

@@ -1,5 +1,5 @@
-// 8-bit pools that are dequantised in shared memory: a KvRing brings tiles as they are, and two more warps turn them
-// into the tiles that a pool of Half would have given. Half holds every 8-bit float and NaN.
+// KV pipeline for FP8 pools that are dequantized in shared memory: a KvRing brings FP8 tiles, and two more warps
+// convert them to Half tiles with the layout of a 16-bit pool. Half represents every e4m3 value and NaN exactly.
 #pragma once
 
 #include "attention/common/kv_ring.cuh"
@@ -8,52 +8,52 @@
 
 namespace specdec::attention {
 
-constexpr int kDequantisers = 2;  // warps
+constexpr int kDequantizers = 2;  // warps
 
-// Stores 16 numbers of 8 bits in shared memory as Half: pieces 2 n and 2 n + 1 of a token.
+// Store 16 FP8 values in shared memory as Half: 16-byte pieces 2 n and 2 n + 1 of a token.
 template <class Stage>
-__device__ __forceinline__ void store_dequantised(uint4 x, unsigned char* to, int row, int n) {
+__device__ __forceinline__ void store_dequantized(uint4 x, unsigned char* to, int row, int n) {
   uint4 low, high;
-  dequantise(x.x, low.x, low.y);
-  dequantise(x.y, low.z, low.w);
-  dequantise(x.z, high.x, high.y);
-  dequantise(x.w, high.z, high.w);
+  dequantize(x.x, low.x, low.y);
+  dequantize(x.y, low.z, low.w);
+  dequantize(x.z, high.x, high.y);
+  dequantize(x.w, high.z, high.w);
   const int at = Stage::offset(row, 2 * n);
   *reinterpret_cast<uint4*>(to + at) = low;
   *reinterpret_cast<uint4*>(to + (at ^ 16)) = high;
 }
 
-// The dequantised tiles, which start on 1024 bytes. K and V of a tile come and go each for itself: K of the next tile
-// is dequantised while V is still multiplied.
-template <int kTokens, int D, int kKeys_, int kValues_>
+// The dequantized tiles, aligned to 1024 bytes. K and V of a tile are filled and released separately: K of the next
+// tile is dequantized while V is still being multiplied.
+template <int kTokens, int D, int kKStages_, int kVStages_>
 struct DequantTiles {
-  static constexpr int kKeys = kKeys_, kValues = kValues_;
-  static_assert((kKeys & (kKeys - 1)) == 0 && (kValues & (kValues - 1)) == 0);
-  alignas(128) unsigned char k[kKeys][kTokens * 2 * D];
-  unsigned char v[kValues][kTokens * 2 * D];
+  static constexpr int kKStages = kKStages_, kVStages = kVStages_;
+  static_assert((kKStages & (kKStages - 1)) == 0 && (kVStages & (kVStages - 1)) == 0);
+  alignas(128) unsigned char k[kKStages][kTokens * 2 * D];
+  unsigned char v[kVStages][kTokens * 2 * D];
 
   __device__ const unsigned char* keys(int at) const { return k[at]; }
   __device__ const unsigned char* values(int at) const { return v[at]; }
 };
 
-// The barriers of those tiles.
+// Barriers of the dequantized tiles.
 template <class Tiles, int kTokens, int D, int kConsumers>
 struct DequantBarriers {
-  static constexpr bool kApart = true;
-  static constexpr int kKeys = Tiles::kKeys, kValues = Tiles::kValues;
+  static constexpr bool kSeparateKv = true;
+  static constexpr int kKStages = Tiles::kKStages, kVStages = Tiles::kVStages;
   using Stage = attention::Stage<kTokens, 2 * D>;
 
-  alignas(8) uint16_t present[kKeys][kTokens / 16];  // as a KvRing has it
-  Mbarrier full[kKeys], empty[kKeys], full_v[kValues], empty_v[kValues];
+  alignas(8) uint16_t present[kKStages][kTokens / 16];  // as in KvRing
+  Mbarrier full[kKStages], empty[kKStages], full_v[kVStages], empty_v[kVStages];
 
-  // By one thread, before the block's first barrier.
+  // Initialize the barriers. Call from one thread, before the block's first __syncthreads().
   __device__ void init() {
-    for (int s = 0; s < kKeys; ++s) {
-      full[s].init(kDequantisers);
+    for (int s = 0; s < kKStages; ++s) {
+      full[s].init(kDequantizers);
       empty[s].init(kConsumers);
     }
-    for (int s = 0; s < kValues; ++s) {
-      full_v[s].init(kDequantisers);
+    for (int s = 0; s < kVStages; ++s) {
+      full_v[s].init(kDequantizers);
       empty_v[s].init(kConsumers);
     }
   }
@@ -66,33 +66,33 @@ struct DequantBarriers {
   struct Cursor {
     unsigned tile = 0;  // counts all tiles
     __device__ void advance() { ++tile; }
-    __device__ Turn<kKeys> key() const { return {static_cast<int>(tile % kKeys), tile / kKeys & 1}; }
-    __device__ Turn<kValues> value() const { return {static_cast<int>(tile % kValues), tile / kValues & 1}; }
+    __device__ Turn<kKStages> key() const { return {static_cast<int>(tile % kKStages), tile / kKStages & 1}; }
+    __device__ Turn<kVStages> value() const { return {static_cast<int>(tile % kVStages), tile / kVStages & 1}; }
   };
 
-  // By a dequantising warp: its tokens of the next tile of `quantised`.
-  template <class Quantised>
-  __device__ __forceinline__ void dequantise_tile(int dequantiser, Quantised& quantised, Turn<Quantised::kStages>& from,
-                                                  Tiles& tiles, Turn<kKeys>& to, Turn<kValues>& to_v) {
-    const int first = dequantiser * kMyTokens;
-    auto& source = quantised.stages[from.at];
-    quantised.full[from.at].wait(from.parity);
-    empty[to.at].wait(to.parity ^ 1);  // the first round finds all stages empty
+  // Dequantize this warp's tokens of the next tile of `quantized`. Call from a dequantizer warp.
+  template <class Quantized>
+  __device__ __forceinline__ void dequantize_tile(int dequantizer, Quantized& quantized, Turn<Quantized::kStages>& from,
+                                                  Tiles& tiles, Turn<kKStages>& to, Turn<kVStages>& to_v) {
+    const int first = dequantizer * kMyTokens;
+    auto& source = quantized.stages[from.at];
+    quantized.full[from.at].wait(from.parity);
+    empty[to.at].wait(to.parity ^ 1);  // passes at once in the first round: all stages start empty
     if (threadIdx.x % kWarp < kMyTokens / 16) {
       const int n = first / 16 + static_cast<int>(threadIdx.x) % kWarp;
-      present[to.at][n] = quantised.present[from.at][n];
+      present[to.at][n] = quantized.present[from.at][n];
     }
-    dequantise_tokens(source.k, tiles.k[to.at], first, [&] {
-      if constexpr (Quantised::kApart) release(quantised.empty[from.at]);
+    dequantize_tokens(source.k, tiles.k[to.at], first, [&] {
+      if constexpr (Quantized::kSeparateKv) release(quantized.empty[from.at]);
     });
     publish(full[to.at]);
-    if constexpr (Quantised::kApart) quantised.full_v[from.at].wait(from.parity);
+    if constexpr (Quantized::kSeparateKv) quantized.full_v[from.at].wait(from.parity);
     empty_v[to_v.at].wait(to_v.parity ^ 1);
-    dequantise_tokens(source.v, tiles.v[to_v.at], first, [&] {
-      if constexpr (Quantised::kApart)
-        release(quantised.empty_v[from.at]);
+    dequantize_tokens(source.v, tiles.v[to_v.at], first, [&] {
+      if constexpr (Quantized::kSeparateKv)
+        release(quantized.empty_v[from.at]);
       else
-        release(quantised.empty[from.at]);
+        release(quantized.empty[from.at]);
     });
     publish(full_v[to_v.at]);
     from.advance();
@@ -101,26 +101,27 @@ struct DequantBarriers {
   }
 
  private:
-  static constexpr int kMyTokens = kTokens / kDequantisers;
+  static constexpr int kMyTokens = kTokens / kDequantizers;
 
-  // Publishes what all lanes have written. The writers show it to wgmma, so that consumers need not.
+  // Publish what all lanes have written. The writers issue the async-proxy fence, so that the consumers need not.
   __device__ static void publish(Mbarrier& barrier) {
     show_to_wgmma();
     release(barrier);
   }
 
-  // Arrives once all lanes have done what comes before.
+  // Arrive once all lanes have completed their preceding accesses.
   __device__ static void release(Mbarrier& barrier) {
     __syncwarp();
     if (threadIdx.x % kWarp == 0) barrier.arrive();
   }
 
-  // Four lanes take 64 numbers of a token, and the lanes of two tokens take different halves of a line: so neither
-  // reading 16 bytes a lane nor writing twice as many meets a bank twice. Calls read() when everything has been read.
-  template <class Read>
-  __device__ __forceinline__ static void dequantise_tokens(const unsigned char* from, unsigned char* to, int first,
-                                                           Read&& read) {
-    using Quantised = attention::Stage<kTokens, D>;
+  // Dequantize tokens of a tile. Four lanes take 64 values of a token, and the lanes of two tokens take different
+  // halves of a line, so that neither 16-byte reads nor the writes, which are twice as large, have bank conflicts. Call
+  // on_read() once everything has been read.
+  template <class OnRead>
+  __device__ __forceinline__ static void dequantize_tokens(const unsigned char* from, unsigned char* to, int first,
+                                                           OnRead&& on_read) {
+    using Quantized = attention::Stage<kTokens, D>;
     constexpr int kPasses = D / 64, kCount = kMyTokens / 8 * kPasses, kBatch = kCount < 8 ? kCount : 8;
     const int lane = threadIdx.x % kWarp, row = first + lane / 4;
     const auto piece = [&](int pass) { return lane % 4 + 4 * (kPasses == 1 ? 0 : pass ^ (row & 1)); };
@@ -129,63 +130,65 @@ struct DequantBarriers {
       uint4 x[kBatch];
 #pragma unroll
       for (int i = 0; i < kBatch; ++i)
-        x[i] = *reinterpret_cast<const uint4*>(from + Quantised::offset(row, piece((begin + i) % kPasses)) +
-                                               (begin + i) / kPasses * 8 * Quantised::kLine);
-      if (begin + kBatch == kCount) read();
+        x[i] = *reinterpret_cast<const uint4*>(from + Quantized::offset(row, piece((begin + i) % kPasses)) +
+                                               (begin + i) / kPasses * 8 * Quantized::kLine);
+      if (begin + kBatch == kCount) on_read();
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         unsigned char* const place = to + (begin + i) / kPasses * 8 * Stage::kLine;
-        store_dequantised<Stage>(x[i], place, row, piece((begin + i) % kPasses));
+        store_dequantized<Stage>(x[i], place, row, piece((begin + i) % kPasses));
       }
     }
   }
 };
 
-// Both, for a persistent grid: kConsumers warps of the block consume, the next two produce, the last two dequantise.
-template <int kTokens, int D, int kKeys_, int kValues_, int kQuantisedStages, int kConsumers>
-struct alignas(1024) DequantRing : DequantTiles<kTokens, D, kKeys_, kValues_>,
-                                   KvRing<kTokens, D, kQuantisedStages, kConsumers, 2, true, kDequantisers>,
-                                   DequantBarriers<DequantTiles<kTokens, D, kKeys_, kValues_>, kTokens, D, kConsumers> {
-  using Tiles = DequantTiles<kTokens, D, kKeys_, kValues_>;
-  using Quantised = KvRing<kTokens, D, kQuantisedStages, kConsumers, 2, true, kDequantisers>;
-  using Dequantised = DequantBarriers<Tiles, kTokens, D, kConsumers>;
-  using Dequantised::kApart, Dequantised::kKeys, Dequantised::kValues, Dequantised::full, Dequantised::full_v,
-      Dequantised::empty, Dequantised::empty_v, Dequantised::present_tokens;
+// Combine both for a persistent grid: kConsumers warps of the block consume, the next two produce, the last two
+// dequantize.
+template <int kTokens, int D, int kKStages_, int kVStages_, int kQuantizedStages, int kConsumers>
+struct alignas(1024) DequantRing
+    : DequantTiles<kTokens, D, kKStages_, kVStages_>,
+      KvRing<kTokens, D, kQuantizedStages, kConsumers, 2, true, kDequantizers>,
+      DequantBarriers<DequantTiles<kTokens, D, kKStages_, kVStages_>, kTokens, D, kConsumers> {
+  using Tiles = DequantTiles<kTokens, D, kKStages_, kVStages_>;
+  using Quantized = KvRing<kTokens, D, kQuantizedStages, kConsumers, 2, true, kDequantizers>;
+  using Dequantized = DequantBarriers<Tiles, kTokens, D, kConsumers>;
+  using Dequantized::kSeparateKv, Dequantized::kKStages, Dequantized::kVStages, Dequantized::full, Dequantized::full_v,
+      Dequantized::empty, Dequantized::empty_v, Dequantized::present_tokens;
   using Tiles::keys, Tiles::values;
-  using typename Dequantised::Stage, typename Dequantised::Cursor;
+  using typename Dequantized::Stage, typename Dequantized::Cursor;
 
-  // By one thread, before the block's first barrier.
+  // Initialize the barriers. Call from one thread, before the block's first __syncthreads().
   __device__ void init() {
-    Dequantised::init();
-    Quantised::init();
+    Dequantized::init();
+    Quantized::init();
   }
 
-  // The whole life of a dequantising warp.
-  __device__ void dequantise_all() {
-    Turn<Quantised::kSegments> turn;
-    Turn<kQuantisedStages> from;
-    Turn<kKeys> to;
-    Turn<kValues> to_v;
-    const int dequantiser = static_cast<int>(threadIdx.x) / kWarp - kConsumers - Quantised::kProducers;
+  // Run a dequantizer warp from start to end.
+  __device__ void dequantize_all() {
+    Turn<Quantized::kSegments> turn;
+    Turn<kQuantizedStages> from;
+    Turn<kKStages> to;
+    Turn<kVStages> to_v;
+    const int dequantizer = static_cast<int>(threadIdx.x) / kWarp - kConsumers - Quantized::kProducers;
 #pragma unroll 1
     while (true) {
-      this->announced[turn.at].wait(turn.parity);
+      this->segment_full[turn.at].wait(turn.parity);
       const Segment& s = this->segments[turn.at];
       if (s.kv_head < 0) return;
       int tiles = s.merge ? 0 : s.end_tile - s.first_tile;
       __syncwarp();
-      if (threadIdx.x % kWarp == 0) this->read[turn.at].arrive();
+      if (threadIdx.x % kWarp == 0) this->segment_empty[turn.at].arrive();
       turn.advance();
 #pragma unroll 1
       for (; tiles > 0; --tiles)
-        Dequantised::dequantise_tile(dequantiser, static_cast<Quantised&>(*this), from, static_cast<Tiles&>(*this), to,
+        Dequantized::dequantize_tile(dequantizer, static_cast<Quantized&>(*this), from, static_cast<Tiles&>(*this), to,
                                      to_v);
     }
   }
 };
 
-// Makes Half of 16 rows of BFloat16 in shared memory, by a warp: brings each row into the range of Half by a power of
-// two, which keeps all bits that matter. Returns the factors of the scores of rows lane / 4 and + 8.
+// Convert 16 rows of BFloat16 in shared memory to Half, with one warp. Scale each row into the range of Half by a power
+// of two, which keeps all significant bits. Return the scale factors of the scores of rows lane / 4 and + 8.
 template <int D, class QueryTile>
 __device__ __forceinline__ Scale scale_to_half(unsigned char* q, int first_row, float scale) {
   constexpr int kPieces = D / 32;  // 16-byte pieces of one row that a lane has

@@ -1,3 +1,4 @@
+// Encode the TMA descriptors of the KV pools on the host.
 #include <algorithm>
 
 #include "attention/sm90/tensor_maps.h"
@@ -6,14 +7,14 @@
 namespace specdec::attention {
 namespace {
 
-// Encodes a pool; false where the copy engine has no map of such strides.
+// Encode a pool; return false if TMA cannot describe its strides.
 bool encode(CUtensorMap& map, const void* pool, const PoolStrides& strides, const TreeAttentionParams& p) {
   const auto encode_tiled = tensor_map_encoder("tree_attention");
   if (encode_tiled == nullptr) return false;
   const int64_t sizes[4] = {p.head_dim, p.kv_heads, p.rows.page_size, p.rows.num_pages};
   const int64_t steps[4] = {1, strides.head, strides.row, strides.page};
   const int64_t size = p.fp8 ? 1 : 2, line = std::min<int64_t>(p.head_dim * size, 128);  // in bytes
-  const cuuint32_t box[4] = {static_cast<cuuint32_t>(line / size), 1, kBoxTokens, 1}, each[4] = {1, 1, 1, 1};
+  const cuuint32_t box[4] = {static_cast<cuuint32_t>(line / size), 1, kTmaBoxTokens, 1}, each[4] = {1, 1, 1, 1};
   cuuint64_t counts[4], bytes[4];
   for (int i = 0; i < 4; ++i) {
     if (sizes[i] > 1 && steps[i] <= 0) return false;
@@ -30,9 +31,9 @@ bool encode(CUtensorMap& map, const void* pool, const PoolStrides& strides, cons
 
 }  // namespace
 
-TensorMaps tensor_maps_of(const TreeAttentionParams& p) {
+TensorMaps encode_tensor_maps(const TreeAttentionParams& p) {
   TensorMaps maps{};
-  maps.usable = is_of_boxes(p.rows.page_size) && p.rows.num_pages > 0 && encode(maps.k, p.k_pool, p.k_strides, p) &&
+  maps.usable = has_tma_boxes(p.rows.page_size) && p.rows.num_pages > 0 && encode(maps.k, p.k_pool, p.k_strides, p) &&
                 encode(maps.v, p.v_pool, p.v_strides, p);
   return maps;
 }

@@ -1,5 +1,5 @@
-// The pools as Hopper's copy engine sees them (tensor maps). It copies 16 tokens of a head at once where a warp would
-// copy two, wherever 16 tokens lie in one page.
+// TMA descriptors of the KV pools. TMA copies 16 tokens of a head per instruction, where a warp would copy two; it
+// applies where 16 tokens lie in one page.
 #pragma once
 
 #include <cuda.h>
@@ -14,7 +14,8 @@ struct TensorMaps {
   bool usable;
 };
 
-// Sets usable = false where pages are not made of whole boxes, or the driver has no map of such strides.
-TensorMaps tensor_maps_of(const TreeAttentionParams& p);
+// Encode both pools. Set usable = false if pages are not a multiple of kTmaBoxTokens rows, or if TMA cannot describe
+// the strides.
+TensorMaps encode_tensor_maps(const TreeAttentionParams& p);
 
 }  // namespace specdec::attention

@@ -1,5 +1,5 @@
-// Query rows as the columns of wgmma's products, where keys and values are the A operand: how consumers load them, and
-// how they add up what their warps have summed and write it.
+// Query rows as the N dimension (columns) of wgmma products whose A operand is K or V: how consumers load the rows, and
+// how they reduce over warps and write the results.
 #pragma once
 
 #include <cfloat>
@@ -18,19 +18,19 @@ class TransposedRows {
   using QueryTile = Stage<kRows, 2 * D>;  // its k holds q
   using WeightTile = Stage<Ring::kTokens, 2 * kRows>;
 
-  // The state of a row's softmax besides its sums.
+  // Softmax state of a row, without its sums.
   struct RowState {
-    float max, scale;  // of the scores so far in powers of two; what brings capped scores to those
+    float max, scale;  // running maximum in log2 units; factor from (capped) scores to log2 units
   };
   struct Shared {
     Ring ring;
     alignas(1024) unsigned char q[kRows * 2 * D];
     alignas(1024) unsigned char weights[kWarpgroups][Ring::kTokens * 2 * kRows];
     alignas(16) RowState state[kWarpgroups][kRows];
-    alignas(16) uint64_t seen[kWarpgroups][kRows];  // bit j: the row sees token j of the tile
+    alignas(16) uint64_t visible[kWarpgroups][kRows];  // bit j: the row attends to token j of the tile
     alignas(16) float factor[kWarpgroups][kRows];
-    alignas(16) float before_cap[kRows];  // the factors of scores before they are capped
-    float of_warps[kConsumers][kRows];
+    alignas(16) float cap_scale[kRows];  // factors of scores before they are capped
+    float warp_partials[kConsumers][kRows];
   };
 
   __device__ TransposedRows(Shared& shared, const TreeAttentionParams& p, const DevicePlan& plan, int row_tile)
@@ -38,18 +38,18 @@ class TransposedRows {
 
  protected:
   using Operands = MmaOperands<T, Float8, D>;
-  static constexpr int kHalves = D / 64;       // products of 64 dimensions
-  static constexpr float kNothing = -FLT_MAX;  // the maximum of no scores, from which differences are numbers
+  static constexpr int kDimTiles = D / 64;      // products of 64 dimensions
+  static constexpr float kMinScore = -FLT_MAX;  // maximum of no scores; finite, so that differences are never NaN
 
-  // A lane has rows lane % 4 * 2 and the next one of every 8, and two pairs of every 16 dimensions, see write_rows().
+  // A lane has rows lane % 4 * 2 and the next one of every 8, and two pairs of every 16 dimensions; see write_rows().
   using Sums = float[kRows / 8][2];
-  using Out = float[kHalves][kRows / 8][4];
+  using Out = float[kDimTiles][kRows / 8][4];
 
   __device__ static void sync_consumers() { asm volatile("bar.sync 1, %0;" ::"n"(kConsumers * kWarp) : "memory"); }
 
-  // Loads the rows from first_row on, 16 a warp, in the order of Operands; zeros for those behind the request.
+  // Load the rows from first_row on, 16 per warp, in the order of Operands, with zeros past the request.
   __device__ void load_q(const Segment& s, int first_row) {
-    sync_consumers();  // nobody reads the rows of the segment before any more
+    sync_consumers();  // no warp reads the rows of the previous segment any more
     if (16 * warp_ < kRows) load_q_of_warp(s, first_row);
     sync_consumers();
   }
@@ -68,29 +68,29 @@ class TransposedRows {
           *reinterpret_cast<uint32_t*>(shared_.q + QueryTile::offset(row, 2 * k + c) + lane_ % 4 * 4) =
               operands.q[k][2 * c + h];
       if (lane_ % 4 == 0) {
-        shared_.before_cap[row] = scale.of[h];
+        shared_.cap_scale[row] = scale.of[h];
 #pragma unroll
-        for (auto& state : shared_.state) state[row] = {kNothing, p_.soft_cap == 0 ? scale.of[h] : 1};
+        for (auto& state : shared_.state) state[row] = {kMinScore, p_.soft_cap == 0 ? scale.of[h] : 1};
       }
     }
     show_to_wgmma();
   }
 
-  // The rows that a warpgroup writes: all of them, or each of two warpgroups one half.
+  // Rows that a warpgroup writes: all of them, or one half for each of two warpgroups.
   static constexpr int kMine = kRows / 8 / kWarpgroups;
-  using MyOut = float[kHalves][kMine][4];
+  using MyOut = float[kDimTiles][kMine][4];
 
-  // Adds up both warpgroups' sums of the rows that this one writes, times their factors, through the memory of q and
-  // weights, which nobody needs any more.
+  // Reduce both warpgroups' partial results of the rows that this one writes, times their factors, through the memory
+  // of q and weights, which is free by now.
   __device__ void exchange(const Out& out, MyOut& mine) const {
     static_assert(sizeof(shared_.q) + sizeof(shared_.weights) >=
-                  sizeof(float4) * kHalves * kRows / 8 * kWarpgroupThreads);
+                  sizeof(float4) * kDimTiles * kRows / 8 * kWarpgroupThreads);
     const auto place = [&](int of_warpgroup, int m, int i) {
-      return reinterpret_cast<float4*>(shared_.q) + ((of_warpgroup * kHalves + m) * kMine + i) * kWarpgroupThreads +
+      return reinterpret_cast<float4*>(shared_.q) + ((of_warpgroup * kDimTiles + m) * kMine + i) * kWarpgroupThreads +
              thread_of_warpgroup_;
     };
 #pragma unroll
-    for (int m = 0; m < kHalves; ++m)
+    for (int m = 0; m < kDimTiles; ++m)
 #pragma unroll
       for (int i = 0; i < kMine; ++i) {
         float give[4];
@@ -103,7 +103,7 @@ class TransposedRows {
       }
     sync_consumers();
 #pragma unroll
-    for (int m = 0; m < kHalves; ++m)
+    for (int m = 0; m < kDimTiles; ++m)
 #pragma unroll
       for (int i = 0; i < kMine; ++i) {
         const float4 y = *place(1 - warpgroup_, m, i);
@@ -124,17 +124,17 @@ class TransposedRows {
       for (int c = 0; c < 2; ++c) {
         float sum = sums[n][c];
         for (int step = 4; step < kWarp; step *= 2) sum += __shfl_xor_sync(kFullMask, sum, step);
-        if (lane_ < 4) shared_.of_warps[warp_][8 * n + lane_ % 4 * 2 + c] = sum;
+        if (lane_ < 4) shared_.warp_partials[warp_][8 * n + lane_ % 4 * 2 + c] = sum;
       }
     sync_consumers();
     const int end = s.request.valid_rows * plan_.gqa_group.divisor;
     float* partial = s.splits > 1 ? partial_of(p_, plan_, s.partial, row_tile_, D) : nullptr;
     if (threadIdx.x < kRows) {
       const int row = threadIdx.x;
-      float max = kNothing, sum = 0;
+      float max = kMinScore, sum = 0;
       for (const auto& state : shared_.state) max = fmaxf(max, state[row].max);
       for (int w = 0; w < kConsumers; ++w)
-        sum += shared_.of_warps[w][row] * exp2_fast(shared_.state[w / 4][row].max - max);
+        sum += shared_.warp_partials[w][row] * exp2_fast(shared_.state[w / 4][row].max - max);
       for (int g = 0; g < kWarpgroups; ++g)
         shared_.factor[g][row] = exp2_fast(shared_.state[g][row].max - max) * (partial != nullptr ? 1
                                                                                : sum == 0         ? 0
@@ -155,7 +155,7 @@ class TransposedRows {
       sync_consumers();
       MyOut mine;
 #pragma unroll
-      for (int m = 0; m < kHalves; ++m)
+      for (int m = 0; m < kDimTiles; ++m)
 #pragma unroll
         for (int n = 0; n < kRows / 8; ++n)
 #pragma unroll
@@ -166,8 +166,8 @@ class TransposedRows {
 
   __device__ void write_rows(const Segment& s, int first_row, float* partial, const MyOut& out) const {
     const int end = s.request.valid_rows * plan_.gqa_group.divisor;
-    // A lane has pairs of neighbouring dimensions, and eight lanes those of 16.
-    const int first_column = 16 * kHalves * warp_of_warpgroup_ + lane_ / 4 * 2;
+    // A lane has pairs of adjacent dimensions, and eight lanes those of 16.
+    const int first_column = 16 * kDimTiles * warp_of_warpgroup_ + lane_ / 4 * 2;
 #pragma unroll
     for (int i = 0; i < kMine; ++i)
 #pragma unroll
@@ -178,7 +178,7 @@ class TransposedRows {
         T* to =
             static_cast<T*>(p_.out) + s.request.out_start + at.row * p_.out_strides.row + at.head * p_.out_strides.head;
 #pragma unroll
-        for (int m = 0; m < kHalves; ++m) {
+        for (int m = 0; m < kDimTiles; ++m) {
           const float2 x = make_float2(out[m][i][c], out[m][i][2 + c]);
           const int column = first_column + 16 * m;
           if (partial != nullptr)
@@ -195,8 +195,7 @@ class TransposedRows {
   const int row_tile_;
   const int warp_ = static_cast<int>(threadIdx.x) / kWarp, lane_ = static_cast<int>(threadIdx.x) % kWarp;
   const int warp_of_warpgroup_ = warp_ % 4, thread_of_warpgroup_ = static_cast<int>(threadIdx.x) % kWarpgroupThreads;
-  // The shuffle tells the compiler that a warp agrees on this, so that it computes operands' addresses once for all
-  // lanes.
+  // The shuffle shows the compiler that the value is warp-uniform, so that it computes operand addresses once per warp.
   const int warpgroup_ = kWarpgroups == 1 ? 0 : __shfl_sync(kFullMask, warp_ / 4, 0);
 };
 
