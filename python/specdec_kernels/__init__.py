@@ -5,7 +5,6 @@ The ops take any tensor with DLPack (torch, NumPy, CuPy, JAX); importing this pa
 
 from ._C import cuda_architectures, cuda_version
 from ._C import version as __version__
-from ._tree import Tree
 from .ngram import NgramDraft, NgramIndex, NgramStatistics
 from .ops import (
     Accepted,
@@ -22,6 +21,7 @@ from .ops import (
     SlotState,
     TokenScores,
     TopK,
+    Tree,
     add_rms_norm,
     alloc_pages,
     allocate_nodes,

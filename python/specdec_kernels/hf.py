@@ -43,9 +43,9 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
 
 from .engine import Draft, Engine, NewTokens, Ngram, SamplingParams
-from .models.causal_lm import check_supported
+from .models.backends.native import check_supported
 from .models.families import family_of, position_limit
-from .models.loading import check_modules, text_config
+from .models.weights.loading import check_modules, text_config
 from .ngram import NgramIndex
 
 __all__ = ["NgramCandidates", "assisted", "generate", "release"]

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import _C
-from ._alloc import empty, wrong_type
-from ._tree import Tree, tree_outputs
+from .ops._alloc import empty, wrong_type
+from .ops.structs import Tree, tree_outputs
 
 if TYPE_CHECKING:
     from .ops import Tensor

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from . import ops
-from ._op_list import native_halves, public_ops
+from .ops._op_list import native_halves, public_ops
 
 _library: Any = torch.library.Library("specdec", "DEF")  # type: ignore[no-untyped-call]
 
@@ -88,7 +88,7 @@ class _Op:
 
     def __init__(self, name: str) -> None:
         self.name, self.call = name, getattr(ops, name)
-        self.hints = get_type_hints(self.call, vars(ops) | {"Tensor": Tensor})
+        self.hints = get_type_hints(self.call, vars(ops) | {"Tensor": Tensor, "Literal": Literal})
         without = ("out", "lse", "workspace", "plan", "stream")
         self.parameters = [
             parameter
@@ -104,7 +104,11 @@ class _Op:
         sizes = ("tree_attention_workspace", "verify_tree_workspace")
         nothing = types.SimpleNamespace(**dict.fromkeys(sizes, lambda *_: 0), **{name: lambda *_: None})
         self.fake = types.FunctionType(
-            self.call.__code__, vars(ops) | {"_C": nothing}, name, self.call.__defaults__, self.call.__closure__
+            self.call.__code__,
+            self.call.__globals__ | {"_C": nothing},
+            name,
+            self.call.__defaults__,
+            self.call.__closure__,
         )
         self.fake.__kwdefaults__ = self.call.__kwdefaults__
 

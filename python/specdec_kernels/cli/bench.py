@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import tune
-from .extras import require, unwritable
+from .optional_dependencies import require, unwritable
 from .table import print_table
 
 if TYPE_CHECKING:
@@ -247,8 +247,8 @@ def run(args: argparse.Namespace) -> int:
     if not require("bench", "bench", ["torch", "rich"]):
         return 2
     # The harness lives in bench/ of the source tree and is part of the package only once installed.
-    cases = import_module("specdec_kernels.bench.cases").CASES
-    overhead = import_module("specdec_kernels.bench.call_overhead")
+    cases = import_module("specdec_kernels.bench.ops.cases").CASES
+    overhead = import_module("specdec_kernels.bench.ops.call_overhead")
     if not args.ops:
         if args.baseline:
             return refuse(f"--baseline {args.baseline} stands alone, expected an op or a recorded run beside it")
@@ -320,7 +320,7 @@ def show_recorded(args: argparse.Namespace) -> int:
         return refuse(str(error))
     show(run_record)
     if args.plot:
-        import_module("specdec_kernels.bench.plot").plot(run_record, args.plot)
+        import_module("specdec_kernels.bench.report.plot").plot(run_record, args.plot)
     return compare(args, run_record)
 
 
@@ -351,7 +351,7 @@ def run_rounds(args: argparse.Namespace) -> int:
     except (OSError, ValueError) as error:
         return refuse(str(error))
 
-    rounds = import_module("specdec_kernels.bench.round")
+    rounds = import_module("specdec_kernels.bench.engine.round")
     batches = args.batch or ([1] if args.quick or device.type == "cpu" else [1, 4, 16, 64])
     for setup in setups:
         needed, free = rounds.memory_needed(setup, max(batches)), rounds.free_memory(device)
@@ -361,7 +361,7 @@ def run_rounds(args: argparse.Namespace) -> int:
                 f"{setup.params(1)['dtype']}, and {device.type} has {free / 1e9:.1f} GB free: another --shape, fewer "
                 "--batch, a shorter --max-len"
             )
-    ceilings = import_module("specdec_kernels.bench.ceilings").measure_ceilings(device, args.quick)
+    ceilings = import_module("specdec_kernels.bench.ops.ceilings").measure_ceilings(device, args.quick)
     results = []
     try:
         with progress(len(setups) * len(batches)) as advance:
@@ -379,9 +379,9 @@ def round_setups(args: argparse.Namespace, device: Any) -> list[Any]:
 
     import torch
 
-    from ..models.acceptance import EvenAcceptance, PublishedAcceptance
+    from ..synthetic.acceptance import EvenAcceptance, PublishedAcceptance
 
-    rounds = import_module("specdec_kernels.bench.round")
+    rounds = import_module("specdec_kernels.bench.engine.round")
     shape = args.shape or ("qwen3-8b" if device.type == "cuda" else "tiny")
     small = shape == "tiny"
     input, output = (args.input or (32 if small else 321)), (args.output or (32 if small else 215))
@@ -477,8 +477,8 @@ def plan_of(
 
 
 def bench(args: argparse.Namespace, plan: list[tuple[Any, dict[str, Any]]], overhead: Any, device: Any) -> int:
-    harness = import_module("specdec_kernels.bench.harness")
-    ceilings_of = import_module("specdec_kernels.bench.ceilings").measure_ceilings
+    harness = import_module("specdec_kernels.bench.ops.harness")
+    ceilings_of = import_module("specdec_kernels.bench.ops.ceilings").measure_ceilings
 
     results, ceilings = [], None
     with progress(len(plan) + 1) as advance:
@@ -496,14 +496,16 @@ def bench(args: argparse.Namespace, plan: list[tuple[Any, dict[str, Any]]], over
 
 def finish(args: argparse.Namespace, results: list[Any], device: Any, ceilings: Any) -> int:
     """Shows, records and draws what was measured."""
-    run_record = import_module("specdec_kernels.bench.record").record(results, device, ceilings, args.command_line)
+    run_record = import_module("specdec_kernels.bench.report.record").record(
+        results, device, ceilings, args.command_line
+    )
     show(run_record)
     if args.json:
         with open(args.json, "w") as file:
             json.dump(run_record, file, indent=1)
             file.write("\n")
     if args.plot:
-        import_module("specdec_kernels.bench.plot").plot(run_record, args.plot)
+        import_module("specdec_kernels.bench.report.plot").plot(run_record, args.plot)
     slower = compare(args, run_record)
     wrong = [result for result in results if result.error]
     for result in wrong:
@@ -519,7 +521,7 @@ def compare(args: argparse.Namespace, run_record: dict[str, Any]) -> int:
     if not args.baseline:
         return 0
     before = args.baseline_run
-    found = import_module("specdec_kernels.bench.baseline").changes(run_record, before)
+    found = import_module("specdec_kernels.bench.ops.baseline").changes(run_record, before)
     if not found:
         return refuse(f"--baseline {args.baseline} has no size of this run, expected the same op and sizes")
     names = before["machine"]["name"], run_record["machine"]["name"]

@@ -8,8 +8,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from . import engine_flags
-from .extras import require
 from .generate import Printer, add_sampling, sampling_of
+from .optional_dependencies import require
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -80,7 +80,7 @@ def answered(
     console: Console, engine: Engine, messages: list[dict[str, Any]], sampling: SamplingParams, template: str | None
 ) -> RequestOutput:
     """Prints the answer as it comes; Ctrl-C ends it, and it stands as far as it came."""
-    from ..engine.prompts import chat_tokens
+    from ..engine.text.prompts import chat_tokens
 
     options = {} if template is None else {"chat_template": template}
     tokens = chat_tokens(messages, engine.tokenizer, engine._no_tokenizer, options)

@@ -7,7 +7,7 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
-from .extras import require
+from .optional_dependencies import require
 from .table import print_table
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from torch import Tensor
 from transformers.utils import logging
 
 from ..engine import Draft, Engine
-from ..engine.prompts import load_tokenizer
-from ..models.checkpoint import EAGLE, EAGLE3, kind_of, local_folder
-from ..models.loading import config_of
+from ..engine.text.prompts import load_tokenizer
+from ..models.weights.checkpoint import EAGLE, EAGLE3, kind_of, local_folder
+from ..models.weights.loading import config_of
 from .bench import progress
 from .doctor_measure import Acceptance, Recorder, Text, measure, record, write_texts
 from .doctor_shifts import KINDS, Head, Prompting, Shift, head_shifts, prompting_shifts, standalone_shifts

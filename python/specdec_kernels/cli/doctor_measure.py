@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from ..engine import Committed, Draft, DraftContext, DraftRequest, Engine, Needs, SamplingParams
+from ..engine.device.prefill import Prefill
+from ..engine.device.state import EngineState
 from ..engine.drafts.proposal import scored_tree_of
-from ..engine.prefill import Prefill
-from ..engine.state import EngineState
-from ..models.attention import Rows
 from ..models.language_model import LanguageModel
+from ..models.layers.attention import Rows
 from ..ops import Accepted, Candidates
 
 

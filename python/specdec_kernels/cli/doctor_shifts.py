@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ..engine import Draft, Eagle, Eagle3, Standalone
-from ..models.checkpoint import load_tensors, read_json, tensor_files, tensor_names
+from ..models.weights.checkpoint import load_tensors, read_json, tensor_files, tensor_names
 
 KINDS: dict[str, Callable[..., Any]] = {"EAGLE": Eagle, "EAGLE3": Eagle3, "STANDALONE": Standalone}
 

@@ -6,7 +6,7 @@ import argparse
 import importlib.util
 from typing import TYPE_CHECKING
 
-from . import drafts, tune
+from . import speculative_flags, tune
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokenizer-path", metavar="PATH", help="of its tokenizer (default: the model's)")
     parser.add_argument("--trust-remote-code", action="store_true", help="run the code that a tokenizer brings along")
     parser.add_argument("--adapter", metavar="PATH", help="LoRA to merge into the target: a folder or hub id")
-    drafts.add_arguments(parser)
+    speculative_flags.add_arguments(parser)
     tune.add_tuning(parser)
     parser.add_argument(
         "--context-length",
@@ -70,7 +70,7 @@ def resolve(args: argparse.Namespace) -> tuple[drafts.Chosen, str | None]:
     if args.model is not None and args.model_path is not None:
         raise ValueError(f"--model-path is {args.model_path}, expected none beside {args.model}")
     args.model = args.model or args.model_path
-    chosen = drafts.choose(args)
+    chosen = speculative_flags.choose(args)
     if args.chat_template is None:
         return chosen, TINY_TEMPLATE if args.model is None else None
     with open(args.chat_template, encoding="utf-8") as file:
@@ -91,7 +91,7 @@ def open_engine(args: argparse.Namespace, chosen: drafts.Chosen, num_slots: int 
 
     from ..engine import Engine
     from ..models.families import position_limit
-    from ..models.loading import config_of
+    from ..models.weights.loading import config_of
 
     model, _, draft, on_gpu = chosen
     max_len = args.context_length

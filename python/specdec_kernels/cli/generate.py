@@ -8,8 +8,8 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from . import drafts, tune
-from .extras import require
+from . import speculative_flags, tune
+from .optional_dependencies import require
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,7 +45,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("prompt", nargs="?", help="text to continue (default: the head of a small Python class)")
     parser.add_argument("--model", help="target: a folder or hub id (default: the packaged tiny model)")
     parser.add_argument("--adapter", metavar="PATH", help="LoRA to merge into the target: a folder or hub id")
-    drafts.add_arguments(parser)
+    speculative_flags.add_arguments(parser)
     tune.add_tuning(parser)
     add_sampling(parser, max_new_tokens=200)
     parser.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
@@ -114,7 +114,7 @@ def compare(args: argparse.Namespace) -> int:
     from .near_tie import difference
 
     console = Console(highlight=False)
-    model, algorithm, draft, _ = drafts.choose(args)
+    model, algorithm, draft, _ = speculative_flags.choose(args)
     sampling = sampling_of(args, model).with_seed()  # one for both runs: it makes their texts the same
     prompt = DEFAULT_PROMPT if args.prompt is None else args.prompt
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
-from .extras import require
+from .optional_dependencies import require
 from .table import print_table
 
 if TYPE_CHECKING:
@@ -63,9 +63,9 @@ def run_model(model: str, as_json: bool) -> int:
 
 def model_facts(model: str) -> dict[str, Any]:
     """How an engine would run the model of a folder or hub id, as far as its config tells."""
-    from ..models.checkpoint import expect_folder
     from ..models.language_model import Way, way_of
-    from ..models.loading import config_of
+    from ..models.weights.checkpoint import expect_folder
+    from ..models.weights.loading import config_of
 
     facts: dict[str, Any] = {"model": model, "model_type": None, **dict.fromkeys(Way._fields), "refused": None}
     try:
@@ -79,7 +79,7 @@ def model_facts(model: str) -> dict[str, Any]:
 def collect() -> dict[str, Any]:
     import specdec_kernels as sd
 
-    from .._op_list import native_halves, public_ops
+    from ..ops._op_list import native_halves, public_ops
 
     versions = {name: installed_version(name) for name in PACKAGES}
     facts: dict[str, Any] = {

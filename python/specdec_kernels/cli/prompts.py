@@ -74,7 +74,7 @@ def without_template(prompt: Prompt) -> str:
 
 def with_template(prompt: Prompt, tokenizer: Any) -> list[int]:
     """The tokens of the prompt as a conversation in the tokenizer's chat template, up to where the answer begins."""
-    from ..engine.prompts import chat_tokens
+    from ..engine.text.prompts import chat_tokens
 
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     return chat_tokens(messages, tokenizer, "", {})

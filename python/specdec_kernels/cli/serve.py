@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from . import engine_flags
-from .extras import require
+from .optional_dependencies import require
 
 if TYPE_CHECKING:
     from ..server import Settings

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .doctor import ALGORITHMS
-from .extras import require, unwritable
+from .optional_dependencies import require, unwritable
 from .table import print_table
 
 if TYPE_CHECKING:

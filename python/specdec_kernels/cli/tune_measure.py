@@ -16,9 +16,9 @@ from transformers.utils import logging
 
 from .. import __version__
 from ..engine import Draft, Engine, RequestStats, SamplingParams
-from ..engine.prompts import load_tokenizer
+from ..engine.text.prompts import load_tokenizer
 from ..engine.tuning import SCHEMA
-from ..models.checkpoint import EAGLE, EAGLE3, kind_of, local_folder
+from ..models.weights.checkpoint import EAGLE, EAGLE3, kind_of, local_folder
 from .bench import progress
 from .doctor_shifts import KINDS
 from .prompts import read_prompts, with_template, without_template

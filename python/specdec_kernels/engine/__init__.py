@@ -1,6 +1,7 @@
 """The engine: loads a target and a draft, batches requests continuously, and generates by speculative decoding."""
 
 from .async_engine import AsyncEngine, AsyncRequest, merged
+from .device.kv_buckets import AttentionCall
 from .drafts import (
     Committed,
     Draft,
@@ -17,11 +18,10 @@ from .drafts import (
     Union,
 )
 from .engine import Engine
-from .kv_bounds import AttentionCall
-from .moving import ExportedRequest
 from .outputs import EngineStats, GenerationError, NewTokens, RequestOutput, RequestStats, TokenLogprob
 from .params import SamplingParams
 from .request import Request
+from .transfer.migration import ExportedRequest
 
 __all__ = [
     "AsyncEngine",

@@ -10,11 +10,11 @@ from typing import Any
 
 from ..status import FinishReason
 from .engine import Engine, one_sample
-from .moving import ExportedRequest, params_of
 from .outputs import NewTokens, RequestOutput
 from .params import SamplingParams
 from .request import BaseRequest, Order
-from .weights import Weights
+from .transfer.migration import ExportedRequest, params_of
+from .weight_updates import Weights
 
 
 class AsyncRequest(BaseRequest):

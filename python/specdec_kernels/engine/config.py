@@ -12,15 +12,15 @@ import torch
 
 from .. import _C
 from ..models.families import kv_numbers, position_limit
-from ..models.kv_scales import kv_dtype_of
 from ..models.language_model import implementation_of, windows_of
-from ..models.loading import DTYPES
+from ..models.weights.kv_scales import kv_dtype_of
+from ..models.weights.loading import DTYPES
 from ..plans import Gpu
+from .device.graphs import RoundSize, default_batch_sizes
+from .device.kv_buckets import AttentionCall, kv_bounds
+from .device.round import most_nodes
 from .drafts import Draft, Needs
-from .graphs import RoundSize, default_batch_sizes
-from .kv_bounds import AttentionCall, kv_bounds
 from .params import MAX_LOGPROBS
-from .round import most_nodes
 
 MAX_STOP_TOKENS = 16
 INVARIANT_SPLIT = 1024  # rows of KV

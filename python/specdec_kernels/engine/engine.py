@@ -15,16 +15,30 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ..models.adapters import with_base
-from ..models.checkpoint import expect_folder
-from ..models.loading import config_of, model_name, placeholders
-from ..models.stowing import Lacking
+from ..models.weights.adapters import with_base
+from ..models.weights.checkpoint import expect_folder
+from ..models.weights.loading import config_of, model_name, placeholders
+from ..models.weights.offload import Lacking
 from ..status import FinishReason
 from .config import MAX_STOP_TOKENS, EngineConfig, Machine
+from .device.grammar_masks import Grammars
 from .drafts import Draft
-from .grammars import Grammars
-from .loop import Loop
-from .moving import (
+from .outputs import EngineStats, GenerationError, NewTokens, RequestOutput
+from .params import SamplingParams
+from .request import BaseRequest, Order, Request
+from .startup import capture_all, on_stream, open_engine
+from .text.prompts import (
+    as_list,
+    chat_tokens,
+    check_tokens,
+    conversations,
+    load_tokenizer,
+    own_tokenizer,
+    tokens_of_each,
+)
+from .text.stop_strings import StopStrings
+from .threads import Loop
+from .transfer.migration import (
     Arrival,
     ExportedRequest,
     check_tensors,
@@ -36,14 +50,8 @@ from .moving import (
     params_of,
     plain_values,
 )
-from .opening import capture_all, on_stream, open_engine
-from .outputs import EngineStats, GenerationError, NewTokens, RequestOutput
-from .params import SamplingParams
-from .prompts import as_list, chat_tokens, check_tokens, conversations, load_tokenizer, own_tokenizer, tokens_of_each
-from .request import BaseRequest, Order, Request
-from .stop_strings import StopStrings
 from .tuning import Source, calibrations_for, costs_for, read_tuning, rounds_of, tuning_of
-from .weights import NewWeights, Weights, own_weights, why_unready
+from .weight_updates import NewWeights, Weights, own_weights, why_unready
 
 OnTokens = Callable[[NewTokens], bool | None]
 AnyRequest = TypeVar("AnyRequest", bound=BaseRequest)

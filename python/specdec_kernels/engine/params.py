@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..status import Edit
-from .edits import LogitEdit
-from .generation_config import values_of
+from .device.logit_edits import LogitEdit
+from .text.generation_config import values_of
 
 if TYPE_CHECKING:
     from torch import nn

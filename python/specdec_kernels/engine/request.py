@@ -11,10 +11,10 @@ from threading import Condition
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..status import FinishReason, Status
-from .moving import Arrival, logprobs_of
 from .outputs import GenerationError, NewTokens, RequestOutput, TokenLogprob
 from .params import SamplingParams
-from .stop_strings import StopStrings
+from .text.stop_strings import StopStrings
+from .transfer.migration import Arrival, logprobs_of
 
 if TYPE_CHECKING:
     from .._C import Submission

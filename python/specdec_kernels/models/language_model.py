@@ -14,12 +14,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from .attention import LastRows, Rows
-from .causal_lm import CausalLM, Prefilled, States, check_supported
+from .backends.native import CausalLM, Prefilled, States, check_supported
 from .families import family_of, largest
 from .kv_pools import KvPools
-from .loading import config_of, storage_of
-from .updates import Update
+from .layers.attention import LastRows, Rows
+from .weights.loading import config_of, storage_of
+from .weights.update import Update
 
 IMPLEMENTATIONS = ("auto", "native", "transformers")
 
@@ -114,7 +114,7 @@ def open_language_model(
     window_pages: Mapping[int, int] = MappingProxyType({}),
 ) -> LanguageModel:
     """The model by `implementation_of`; the other arguments are those of `CausalLM`."""
-    from .transformers_lm import TransformersLM  # here, since it stands on this module
+    from .backends.transformers import TransformersLM  # here, since it stands on this module
 
     kind: type[CausalLM] | type[TransformersLM] = TransformersLM
     if implementation_of(config_of(model, name), max_len, implementation, name) == "native":

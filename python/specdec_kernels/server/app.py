@@ -15,10 +15,10 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from ..engine import AsyncEngine, AsyncRequest, Engine
-from .answers import Answer, event
-from .asked import Asked, Settings, check_model, read_chat, read_completion, read_conversation, read_prompts
 from .fields import TOKENS, Fields, RequestError, parse_body
 from .metrics import Metrics
+from .protocol import Asked, Settings, check_model, read_chat, read_completion, read_conversation, read_prompts
+from .responses import Answer, event
 from .text import token_texts
 from .tool_calls import PARSERS, OneCall, ToolParser, parser_for
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from ...models.kv_pools import KvPools
 from ...models.language_model import LanguageModel
-from ...models.updates import Update
-from ..kv_bounds import AttentionCall
-from ..prefill import Prefill
-from ..state import EngineState
+from ...models.weights.update import Update
+from ..device.kv_buckets import AttentionCall
+from ..device.prefill import Prefill
+from ..device.state import EngineState
 from .proposal import Committed, Proposal, no_candidates
 
 

@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ...models.attention import Rows
-from ...models.draft_head import (
+from ...models.heads.base import (
     DraftHead,
     Features,
     config_of_head,
@@ -18,11 +17,12 @@ from ...models.draft_head import (
     num_layers_of,
     own_vocabulary,
 )
-from ...models.eagle import EagleHead
-from ...models.eagle3 import Eagle3Head, feature_layers
-from ...models.loading import model_name
+from ...models.heads.eagle import EagleHead
+from ...models.heads.eagle3 import Eagle3Head, feature_layers
+from ...models.layers.attention import Rows
+from ...models.weights.loading import model_name
 from ...ops import DraftExtendInputs
-from ..prefill import Prefill
+from ..device.prefill import Prefill
 from .base import DraftContext, Needs
 from .model import ModelDraft
 

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...models.attention import Rows
-from ...models.draft_head import DraftHead, Features
 from ...models.families import kv_numbers
+from ...models.heads.base import DraftHead, Features
 from ...models.kv_pools import KvPools
 from ...models.language_model import LanguageModel
-from ...models.updates import Update
+from ...models.layers.attention import Rows
+from ...models.weights.update import Update
 from ...ops import (
     DraftExtendInputs,
     append_draft_backlog,
@@ -29,7 +29,7 @@ from ...ops import (
     select_topk,
     update_calibration,
 )
-from ..kv_bounds import AttentionCall
+from ..device.kv_buckets import AttentionCall
 from .base import Draft, DraftContext, DraftRequest, Needs
 from .proposal import Committed, DrawnFrom, Proposal, no_candidates
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...ngram import NgramIndex
-from ..state import to_device
+from ..device.state import to_device
 from .base import Draft, DraftContext, DraftRequest, Needs
 from .proposal import Committed, Proposal, ScoredTree, no_candidates
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...ops import Accepted, Candidates, Tree, build_tree
-from ..state import EngineState
+from ..device.state import EngineState
 
 
 class ScoredTree(NamedTuple):

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...models.attention import Rows
-from ...models.checkpoint import expect_folder
-from ...models.draft_head import Features
+from ...models.heads.base import Features
 from ...models.language_model import LanguageModel, open_language_model
-from ...models.loading import config_of, model_name
+from ...models.layers.attention import Rows
+from ...models.weights.checkpoint import expect_folder
+from ...models.weights.loading import config_of, model_name
 from ...ops import DraftExtendInputs
-from ..prefill import Prefill
-from ..prompts import load_tokenizer
+from ..device.prefill import Prefill
+from ..text.prompts import load_tokenizer
 from .base import DraftContext, Needs
 from .model import ModelDraft
 from .vocabularies import SharedTokens, shared_tokens

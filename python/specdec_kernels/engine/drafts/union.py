@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...models.kv_pools import KvPools
 from ...ops import merge_trees
-from ..prefill import Prefill
+from ..device.prefill import Prefill
 from .base import Draft, DraftContext, DraftRequest, Needs
 from .proposal import Committed, Proposal, ScoredTree, no_candidates, scored_tree_of
 

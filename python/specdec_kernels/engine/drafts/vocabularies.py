@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..prompts import plain
+from ..text.prompts import plain
 
 SPACE, BYTE_SPACE = "\u2581", "\u0120"  # what stands for a space in vocabularies of SentencePiece, and of bytes
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ..attention import Attention, Heads
-from ..experts import ExpertFeedForward, SigmoidRouter
-from ..layers import Embedding, FeedForward, Layer
+from ..layers.attention import Attention, Heads
+from ..layers.linear import Embedding, FeedForward, Layer
+from ..layers.moe import ExpertFeedForward, SigmoidRouter
 from .base import register
 from .llama import gated
 from .qwen3 import Qwen3

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..attention import Heads
-from ..layers import FeedForward, Layer, PlainFeedForward, product_of
+from ..layers.attention import Heads
+from ..layers.linear import FeedForward, Layer, PlainFeedForward, product_of
 from .base import register
 from .qwen3 import Qwen3
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..layers import AnyNorm, FeedForward, PlainFeedForward, layer_norm_of, product_of
+from ..layers.linear import AnyNorm, FeedForward, PlainFeedForward, layer_norm_of, product_of
 from .base import register
 from .llama import Llama
 

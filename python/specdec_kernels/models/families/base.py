@@ -7,8 +7,8 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import torch
 
 from ...plans import HEAD_DIMS
-from ..attention import constant_len, pool_dim
-from ..layers import AnyNorm, Embedding, Head, Layer
+from ..layers.attention import constant_len, pool_dim
+from ..layers.linear import AnyNorm, Embedding, Head, Layer
 
 
 def largest(config: Any, name: str) -> int | None:

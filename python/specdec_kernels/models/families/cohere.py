@@ -9,8 +9,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from ..attention import Heads, NormedHeads, Projection
-from ..layers import Head, Layer, LayerNorm, ParallelLayer
+from ..layers.attention import Heads, NormedHeads, Projection
+from ..layers.linear import Head, Layer, LayerNorm, ParallelLayer
 from .base import register, window_of
 from .llama import Llama
 

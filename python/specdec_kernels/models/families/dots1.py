@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..layers import FeedForward
+from ..layers.linear import FeedForward
 from .base import register
 from .glm4_moe import sigmoid_routed
 from .llama import gated

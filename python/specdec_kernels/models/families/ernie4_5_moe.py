@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...ops import Routing
-from ..experts import ExpertFeedForward, Router, routes_of
-from ..layers import FeedForward
+from ..layers.linear import FeedForward
+from ..layers.moe import ExpertFeedForward, Router, routes_of
 from .base import register
 from .helium import Ernie45
 from .llama import gated

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..attention import Heads
-from ..layers import FeedForward, Layer
+from ..layers.attention import Heads
+from ..layers.linear import FeedForward, Layer
 from .base import register
 from .glm4_moe import sigmoid_routed
 from .llama import gated

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..attention import Attention, Heads, order_of_groups
-from ..layers import FeedForward, Layer, LayerNorm, ParallelLayer, PlainFeedForward, layer_norm_of, product_of
+from ..layers.attention import Attention, Heads, order_of_groups
+from ..layers.linear import FeedForward, Layer, LayerNorm, ParallelLayer, PlainFeedForward, layer_norm_of, product_of
 from .base import register
 from .llama import Llama
 

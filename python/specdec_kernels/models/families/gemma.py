@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..layers import Embedding, Norm, one_more_norm_of
+from ..layers.linear import Embedding, Norm, one_more_norm_of
 from .base import register
 from .llama import Llama
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ..attention import Attention, Heads
-from ..layers import Head, Layer
+from ..layers.attention import Attention, Heads
+from ..layers.linear import Head, Layer
 from .base import register, window_of
 from .gemma import Gemma
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ..attention import Attention, Heads
+from ..layers.attention import Attention, Heads
 from .base import register
 from .gemma2 import Gemma2
 

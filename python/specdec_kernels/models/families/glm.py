@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ..attention import Heads
-from ..layers import FeedForward, Layer
+from ..layers.attention import Heads
+from ..layers.linear import FeedForward, Layer
 from .base import register
 from .llama import Llama
 from .phi3 import fused

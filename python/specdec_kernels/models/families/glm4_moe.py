@@ -6,9 +6,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ..attention import Attention, Heads
-from ..experts import ExpertFeedForward, SigmoidRouter
-from ..layers import FeedForward, norm_of
+from ..layers.attention import Attention, Heads
+from ..layers.linear import FeedForward, norm_of
+from ..layers.moe import ExpertFeedForward, SigmoidRouter
 from .base import register
 from .llama import Llama, gated
 from .qwen3_moe import experts_of

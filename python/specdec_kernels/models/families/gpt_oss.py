@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention import Attention, Heads
-from ..experts import ExpertFeedForward, Experts, SoftmaxRouter
-from ..layers import FeedForward, product_of
+from ..layers.attention import Attention, Heads
+from ..layers.linear import FeedForward, product_of
+from ..layers.moe import ExpertFeedForward, Experts, SoftmaxRouter
 from .base import register, window_of
 from .llama import Llama
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ..attention import Attention, Heads, Projection, Rotation
-from ..layers import FeedForward, Layer, LayerNorm, ParallelLayer, PlainFeedForward, layer_norm_of, product_of
+from ..layers.attention import Attention, Heads, Projection, Rotation
+from ..layers.linear import FeedForward, Layer, LayerNorm, ParallelLayer, PlainFeedForward, layer_norm_of, product_of
 from .base import Decoder, head_dim_of, register
 from .llama import Llama
 

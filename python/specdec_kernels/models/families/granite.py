@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ..attention import Heads
-from ..layers import Embedding, Head, Layer, Norm, Scale, norm_of
+from ..layers.attention import Heads
+from ..layers.linear import Embedding, Head, Layer, Norm, Scale, norm_of
 from .base import register
 from .llama import Llama
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..attention import Heads
-from ..experts import ExpertFeedForward
-from ..layers import FeedForward, GatedFeedForward, Layer, Scale, activation_of, product_of
+from ..layers.attention import Heads
+from ..layers.linear import FeedForward, GatedFeedForward, Layer, Scale, activation_of, product_of
+from ..layers.moe import ExpertFeedForward
 from .base import register
 from .granite import Granite
 from .qwen3_moe import experts_of, softmax_router

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from ..attention import Attention, Heads
-from ..experts import ExpertFeedForward, SoftmaxRouter
-from ..layers import FeedForward, Norm, product_of
+from ..layers.attention import Attention, Heads
+from ..layers.linear import FeedForward, Norm, product_of
+from ..layers.moe import ExpertFeedForward, SoftmaxRouter
 from .base import register
 from .llama import Llama, gated
 from .qwen3_moe import experts_of

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..attention import Attention, Heads, Projection, Rotation
-from ..layers import (
+from ..layers.attention import Attention, Heads, Projection, Rotation
+from ..layers.linear import (
     AnyNorm,
     Embedding,
     FeedForward,

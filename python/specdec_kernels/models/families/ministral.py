@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..attention import Attention, Heads
+from ..layers.attention import Attention, Heads
 from .base import register, window_of
 from .mistral import Mistral
 

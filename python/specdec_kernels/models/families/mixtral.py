@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..experts import ExpertFeedForward
-from ..layers import FeedForward
+from ..layers.linear import FeedForward
+from ..layers.moe import ExpertFeedForward
 from .base import register
 from .mistral import Mistral
 from .qwen3_moe import experts_of, softmax_router

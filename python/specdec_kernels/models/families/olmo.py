@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ..attention import Attention, Heads
-from ..layers import LayerNorm
+from ..layers.attention import Attention, Heads
+from ..layers.linear import LayerNorm
 from .base import register
 from .llama import Llama
 from .olmoe import clipped

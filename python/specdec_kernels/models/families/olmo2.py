@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ..attention import Attention, Heads
-from ..layers import FeedForward, Layer, NoNorm, norm_of
+from ..layers.attention import Attention, Heads
+from ..layers.linear import FeedForward, Layer, NoNorm, norm_of
 from .base import register
 from .llama import Llama
 from .olmoe import NormedProduct

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention import Attention, Heads, Projection
-from ..experts import ExpertFeedForward
-from ..layers import FeedForward, Norm, norm_of
+from ..layers.attention import Attention, Heads, Projection
+from ..layers.linear import FeedForward, Norm, norm_of
+from ..layers.moe import ExpertFeedForward
 from .base import register
 from .llama import Llama
 from .qwen3_moe import experts_of, softmax_router

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ..attention import Heads, NormedHeads, Projection
-from ..layers import FeedForward, Layer, LayerNorm, ParallelLayer, PlainFeedForward, layer_norm_of, product_of
+from ..layers.attention import Heads, NormedHeads, Projection
+from ..layers.linear import FeedForward, Layer, LayerNorm, ParallelLayer, PlainFeedForward, layer_norm_of, product_of
 from .base import register
 from .llama import Llama
 

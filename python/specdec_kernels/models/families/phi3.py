@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..attention import Attention, Heads
-from ..layers import FeedForward, GatedFeedForward, activation_of, product_of
+from ..layers.attention import Attention, Heads
+from ..layers.linear import FeedForward, GatedFeedForward, activation_of, product_of
 from .base import register
 from .llama import Llama
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..experts import ExpertFeedForward
-from ..layers import FeedForward, product_of
+from ..layers.linear import FeedForward, product_of
+from ..layers.moe import ExpertFeedForward
 from .base import register
 from .llama import gated
 from .qwen2 import Qwen2

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ..attention import Attention, Heads
-from ..layers import norm_of
+from ..layers.attention import Attention, Heads
+from ..layers.linear import norm_of
 from .base import register
 from .qwen2 import Qwen2
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..experts import ExpertFeedForward, Experts, QuantisedExperts, Router, SoftmaxRouter
-from ..layers import FeedForward, Product
+from ..layers.linear import FeedForward, Product
+from ..layers.moe import ExpertFeedForward, Experts, QuantisedExperts, Router, SoftmaxRouter
 from .base import register, window_of
 from .llama import gated
 from .qwen3 import Qwen3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..layers import FeedForward, LayerNorm, PlainFeedForward, layer_norm_of, product_of
+from ..layers.linear import FeedForward, LayerNorm, PlainFeedForward, layer_norm_of, product_of
 from .base import register
 from .llama import Llama
 

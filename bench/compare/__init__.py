@@ -1,0 +1,1 @@
+"""Comparisons of whole engines on the same checkpoints."""

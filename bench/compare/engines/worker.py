@@ -1,0 +1,81 @@
+"""Runs one engine with one algorithm: `python -m specdec_kernels.bench.compare.engines.worker JOB.json OUT.json`.
+
+OUT.json is written anew behind every batch size, so that what was measured survives an engine that hangs or dies.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from . import ALGORITHMS, PACKAGES, Job, Runner, how_installed
+
+
+def measure(runner: Runner, job: Job, runs: list[list[list[list[int]]]]) -> dict[str, Any]:
+    """Seconds of all waves with short and with long outputs, by repeat; texts and rounds of the last repeat."""
+    seconds: dict[str, list[float]] = {"short": [], "long": []}
+    tokens: list[list[int]] = []
+    rounds: list[int | None] = []
+    first, *others = runs
+    for wave in first:  # whatever is still compiled or captured at this size, and at those that its last rounds have
+        runner.generate(wave, job.long)
+    for name, waves in zip(("short", "long") * job.repeats, others, strict=True):
+        tokens, rounds = [], []
+        start = time.perf_counter()
+        generated = [runner.generate(wave, getattr(job, name)) for wave in waves]
+        seconds[name].append(time.perf_counter() - start)
+        for wave in generated:
+            tokens += wave.tokens
+            rounds.append(wave.rounds)
+    told = None if None in rounds else sum(r for r in rounds if r is not None)
+    return {"batch": len(first[0]), "seconds": seconds, "tokens": tokens, "rounds": told}
+
+
+@contextmanager
+def turn(job: Job) -> Iterator[None]:
+    """While it is this engine's turn, once all that share the GPU are there or have ended."""
+    if job.turns is None:
+        yield
+        return
+    folder = Path(job.turns)
+    (folder / f"{job.engine}-{job.algorithm} is there").touch()
+    while len({file.name.split(" ")[0] for file in folder.glob("* *")}) < job.runners:
+        time.sleep(0.1)
+    with (folder / "turn").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def main(arguments: list[str]) -> None:
+    source, target = map(Path, arguments)
+    job = Job(**json.loads(source.read_text()))
+    engine = import_module(f".{job.engine}", __package__)
+    start = time.perf_counter()
+    runner = engine.Runner(job, ALGORITHMS[job.algorithm])
+    import torch  # what the engine runs on, once it is there
+    import transformers
+
+    result: dict[str, Any] = {
+        "version": engine.version(),
+        "installed": how_installed(PACKAGES[job.engine]),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "start_seconds": time.perf_counter() - start,
+        "batches": [],
+    }
+    with turn(job):
+        for runs in job.batches:
+            result["batches"].append(measure(runner, job, runs))
+            target.write_text(json.dumps(result))
+    target.write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,1 @@
+"""Benchmarks of the engine: rounds, forward passes, replayed n-gram text."""

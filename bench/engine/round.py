@@ -1,0 +1,485 @@
+"""Whole rounds of the engine, on planted models: what a token costs at a batch size and an accept length.
+
+Tokens are timed as the callback of `Engine.generate` receives them. Counted are rounds in which every request takes
+part; the whole run, from the call to its end, is told beside them.
+
+A planted text has easy stretches and hard ones, and so requests differ: where few of them run at once, several batches
+run one after the other, each from other places of the text, until `REQUESTS` were seen.
+
+What the host does is a mean over all rounds of the run, those in which requests join and leave included. `host us` is
+the time of the loop's thread in its turns, but for what it waits for the device (`wait us`) and what it takes to launch
+prefill: launching rounds, reading what they did, giving slots away and back. A launch that waits for room in the
+device's queue counts as work, and polling as waiting. `emit us` is what another thread takes to hand out results,
+beside the loop.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from specdec_kernels.engine import Draft, Eagle3, Engine, NewTokens, SamplingParams, Standalone
+from specdec_kernels.engine.device.round import most_nodes
+from specdec_kernels.engine.drafts import Needs
+from specdec_kernels.engine.drafts.model import MOST_NODES
+from specdec_kernels.models.families import kv_numbers
+from specdec_kernels.models.heads.eagle3 import Eagle3Head
+from specdec_kernels.models.layers.moe import QuantisedExperts
+from specdec_kernels.models.layers.quantized import QuantisedLinear
+from specdec_kernels.status import FinishReason
+from specdec_kernels.synthetic.acceptance import Acceptance, PublishedAcceptance
+from specdec_kernels.synthetic.models import PlantedText, eagle3_config, plant_causal_lm, plant_eagle3
+from specdec_kernels.synthetic.shapes import draft_vocab_of, shape_config
+
+from ..ops.ceilings import Ceilings
+from ..ops.harness import Result
+from ..ops.stored_weights import store_layers
+from ..ops.timing import times_of
+
+NAME = "round"
+WARM_UP_TOKENS = 12
+REQUESTS = 8  # whose accept lengths a measurement is of, at least, where they differ
+PAGE_SIZE = 16
+GOLDEN = (math.sqrt(5) - 1) / 2
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """How to draft: the options of a draft with an EAGLE-3 head or a standalone model."""
+
+    name: str
+    kind: Callable[..., Draft] | None
+    num_steps: int = 0
+    topk: int = 1
+    num_nodes: int = 1
+    adaptive: bool = False  # as many of these nodes as pay
+
+
+ALGORITHMS = {
+    "none": Drafting("none", None),
+    "chain": Drafting("chain", Eagle3, 5, 1, 6),
+    "tree": Drafting("tree", Eagle3, 5, 10, 32),
+    "standalone": Drafting("standalone", Standalone, 5, 1, 6),
+    # What an engine does that is told no more than the draft.
+    "adaptive": Drafting("adaptive", Eagle3, Eagle3.num_steps, Eagle3.topk, MOST_NODES, adaptive=True),
+}
+
+
+def drafting_of(algorithm: str) -> Drafting:
+    """Of `ALGORITHMS`, or `chain4` or `tree8`: of so many nodes."""
+    if algorithm in ALGORITHMS:
+        return ALGORITHMS[algorithm]
+    name = algorithm.rstrip("0123456789")
+    d, num_nodes = ALGORITHMS[name], int(algorithm[len(name) :])
+    return replace(d, num_nodes=num_nodes, num_steps=num_nodes - 1 if d.topk == 1 else d.num_steps)
+
+
+@dataclass(frozen=True)
+class Setup:
+    shape: str
+    drafting: Drafting
+    acceptance: Acceptance
+    input: int
+    output: int
+    device: torch.device
+    dtype: torch.dtype
+    max_len: int | None = None  # of the engine; None: what a request needs
+    weights: str | None = None  # how those of the target's layers are stored, of `STORED`; None: in dtype
+    implementation: str = "native"  # of the target, as an engine takes it
+
+    def __post_init__(self) -> None:
+        if self.weights == "int4" and hasattr(shape_config(self.shape), "num_experts"):
+            raise ValueError(f"--weights is int4, expected fp8 or fp8-rows beside --shape {self.shape}, of experts")
+        if self.max_len is not None and self.max_len < self.needed_len:
+            raise ValueError(
+                f"--max-len is {self.max_len}, expected at least {self.needed_len}, a prompt's tokens and its output's"
+            )
+
+    @property
+    def needed_len(self) -> int:
+        return self.input + self.output + 1
+
+    @property
+    def engine_len(self) -> int:
+        return self.max_len or self.needed_len
+
+    def num_pages(self, num_slots: int) -> int:
+        """Pages of the pool: what so many requests need, and no less than one of the engine's longest would."""
+        d = self.drafting
+        beyond = max(d.num_nodes, d.num_steps + 1, d.topk * d.num_steps + 1) + 1  # rows that a round writes, at most
+        return max(num_slots * -(-(self.needed_len + beyond) // PAGE_SIZE), -(-(self.engine_len + beyond) // PAGE_SIZE))
+
+    def params(self, batch: int) -> dict[str, Any]:
+        d = self.drafting
+        return {
+            "shape": self.shape,
+            "algorithm": d.name,
+            "batch": batch,
+            "num_steps": d.num_steps,
+            "topk": d.topk,
+            "nodes": d.num_nodes,
+            "adaptive": d.adaptive,
+            "accept": self.acceptance.name if d.num_steps else 1,
+            "input": self.input,
+            "output": self.output,
+            "max_len": self.engine_len,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            **({} if self.weights is None else {"weights": self.weights}),
+            **({} if self.implementation == "native" else {"implementation": self.implementation}),
+        }
+
+
+@dataclass
+class RoundClock:
+    """`on_tokens` of a `generate`: groups what arrives into rounds, and notes when each one's first tokens came."""
+
+    batch: int
+    began: float = 0.0
+    ended: float = 0.0
+    # Noted as it arrives, and looked at afterwards: this counts as handing out.
+    arrivals: list[tuple[float, NewTokens]] = field(default_factory=list)
+
+    def end(self) -> None:
+        self.ended = time.perf_counter()
+
+    def __call__(self, new: NewTokens) -> None:
+        self.arrivals.append((time.perf_counter(), new))
+
+    def full_rounds(self) -> tuple[list[float], list[int]]:
+        """Seconds from one full round to the next, and the tokens of each."""
+        starts: list[float] = []
+        tokens: list[int] = []
+        sizes: list[int] = []
+        seen: set[int] = set()
+        known: set[int] = set()  # requests whose first token is there
+        for at, new in self.arrivals:
+            if not starts or new.index in seen:
+                starts.append(at)
+                tokens.append(0)
+                sizes.append(0)
+                seen.clear()
+            seen.add(new.index)
+            tokens[-1] += len(new.tokens)
+            # The last round of a request is cut by its budget and counts for no full one, nor does a first token, which
+            # prefill yields.
+            sizes[-1] += new.finish_reason == FinishReason.RUNNING and new.index in known
+            known.add(new.index)
+        # Behind a first token lies the time of a prefill, and a round that begins amid a piece of text that is drafted
+        # right, where all others begin behind one.
+        pairs = [i for i in range(1, len(starts)) if sizes[i - 1] == sizes[i] == self.batch]
+        return [starts[i] - starts[i - 1] for i in pairs], [tokens[i] for i in pairs]
+
+    def accept_lengths(self) -> list[float]:
+        """Of each request, the tokens of a round: of those between the one behind its first token and its last, which
+        its budget cuts."""
+        rounds: dict[int, list[int]] = {}
+        for _, new in self.arrivals:
+            rounds.setdefault(new.index, []).append(len(new.tokens))
+        return [sum(whole) / len(whole) for whole in (tokens[2:-1] for tokens in rounds.values()) if whole]
+
+    def run(self) -> dict[str, float]:
+        """Of the whole run: its tokens a second, and how long requests waited for their first tokens."""
+        first_tokens = {new.index: at for at, new in reversed(self.arrivals)}
+        waits = sorted(at - self.began for at in first_tokens.values())
+        return {
+            "run_tokens_per_second": sum(len(new.tokens) for _, new in self.arrivals) / (self.ended - self.began),
+            "first_token_ms": 1e3 * waits[len(waits) // 2],
+            "last_first_token_ms": 1e3 * waits[-1],
+        }
+
+
+class PlantedModels:
+    """A text, a target that continues it, and what drafts for that."""
+
+    def __init__(self, setup: Setup) -> None:
+        config = shape_config(setup.shape)
+        self.text = PlantedText.of(config.vocab_size, draft_vocab_of(config))
+        self._place: dict[str, Any] = {"device": setup.device, "dtype": setup.dtype}
+        self.target = plant_causal_lm(config, self.text, **self._place)
+        if setup.weights is not None:
+            store_layers(self.target, setup.weights)
+        self._draft: tuple[Any, Any] = None, None
+
+    def draft(self, setup: Setup) -> Any:
+        """Of this kind and acceptance; the last one is kept, the target serves all."""
+        kind = setup.drafting.kind
+        if kind is None:
+            return None
+        if self._draft[0] != (kind, setup.acceptance):
+            self._draft = None, None
+            if kind is Eagle3:
+                model: Any = plant_eagle3(self.target, self.text, setup.acceptance)
+            else:
+                small = standalone_config(setup.shape)
+                model = plant_causal_lm(small, self.text, acceptance=setup.acceptance, **self._place)
+            self._draft = (kind, setup.acceptance), model
+        return self._draft[1]
+
+
+class Bench:
+    """An engine on planted models, for batches up to `max_batch`."""
+
+    def __init__(self, setup: Setup, max_batch: int, models: PlantedModels | None = None) -> None:
+        self.setup = setup
+        models = models or PlantedModels(setup)
+        self.text, self.target, self.draft = models.text, models.target, models.draft(setup)
+        self.engine = Engine(
+            self.target,
+            draft=draft_of(setup.drafting, self.draft),
+            implementation=setup.implementation,
+            adaptive=setup.drafting.adaptive,
+            max_len=setup.engine_len,
+            num_slots=max_batch,
+            num_pages=setup.num_pages(max_batch),
+            page_size=PAGE_SIZE,
+            device=setup.device,
+            dtype=setup.dtype,
+        )
+
+    def measure(self, batch: int, ceilings: Ceilings) -> Result:
+        setup = self.setup
+        shape: dict[str, Any] = {"op": NAME, "params": setup.params(batch), "device": str(setup.device)}
+        # What drafts bring, and what their rounds cost, is learnt by an engine that chooses how many to draft.
+        self.generate(batch, 0, setup.output if setup.drafting.adaptive else WARM_UP_TOKENS, None)
+        drafts = setup.drafting.num_steps > 0
+        requests_differ = drafts and isinstance(setup.acceptance, PublishedAcceptance)
+        waves = -(-REQUESTS // batch) if requests_differ else 1
+        before, clocks = self.engine.stats(), []
+        with nothing_collected():
+            for wave in range(waves):
+                clocks.append(RoundClock(batch, time.perf_counter()))
+                wrong = self.generate(batch, wave, setup.output, clocks[-1])
+                if wrong is not None:
+                    return Result(**shape, error=wrong)
+                clocks[-1].end()
+        stats = self.engine.stats() - before
+        seconds, tokens = (
+            list(chain.from_iterable(lists)) for lists in zip(*(c.full_rounds() for c in clocks), strict=True)
+        )
+        if not seconds:
+            few = f"no round had all {batch} requests: the first ended before the last began, which takes more --output"
+            return Result(**shape, skipped=few)
+        shares = {nodes: count / stats.rounds for nodes, count in stats.rounds_by_nodes.items() if count}
+        accept_length = sum(tokens) / (len(tokens) * batch)
+        bytes_moved, flops, floor = self.floor(batch, accept_length, shares, ceilings)
+        facts = {
+            "accept_length": accept_length,
+            **(accept_spread([length for clock in clocks for length in clock.accept_lengths()]) if drafts else {}),
+            "tokens_per_second": sum(tokens) / sum(seconds),
+            **{name: median([run[name] for run in map(RoundClock.run, clocks)]) for name in clocks[0].run()},
+        }
+        if setup.device.type == "cuda":
+            facts |= {
+                "gpu_us": stats.device_ms * 1e3,
+                "host_us": stats.host_us,
+                "emit_us": stats.emit_us,
+                "wait_us": stats.wait_us,
+            }
+            if stats.idle is not None:
+                facts["idle"] = stats.idle
+            if (graphs := self.engine.graphs) is not None:
+                facts |= {"graphs": graphs.count, "capture_seconds": graphs.seconds}
+        return Result(
+            **shape,
+            time=times_of(seconds),
+            bytes_moved=bytes_moved,
+            flops=flops,
+            floor=floor,
+            cold=setup.device.type == "cuda",
+            facts={name: round(value, 4) for name, value in facts.items()} | {"nodes": nodes_text(shares)},
+        )
+
+    def generate(self, batch: int, wave: int, output: int, on_tokens: Any) -> str | None:
+        """A batch of pieces of the text, continued; says what is wrong with the result, if something is.
+
+        Each wave's pieces are from the middle of the longest stretches that those before it left out.
+        """
+        length, count = self.setup.input, len(self.text.order)
+        at = [int(count * (i + GOLDEN * wave % 1) / batch) for i in range(batch)]
+        results = self.engine.generate(
+            [self.text.tokens(start, length) for start in at],
+            SamplingParams(max_new_tokens=output, ignore_eos=True),
+            on_tokens=on_tokens,
+        )
+        for start, result in zip(at, results, strict=True):
+            expected = self.text.tokens(start + length, len(result.tokens))
+            if result.tokens != expected:
+                first = next(
+                    i for i, pair in enumerate(zip(result.tokens, expected, strict=True)) if len(set(pair)) > 1
+                )
+                return f"request {result.index} strays from the planted text at token {first}"
+        return None
+
+    def floor(
+        self, batch: int, accept_length: float, shares: dict[float, float], ceilings: Ceilings
+    ) -> tuple[int, int, float]:
+        """`floor_of`, as a mean of the rounds' numbers of nodes."""
+        floors = [
+            [share * value for value in self.floor_of(batch, accept_length, n, ceilings)] for n, share in shares.items()
+        ]
+        bytes_moved, flops, seconds = map(sum, zip(*floors, strict=True))
+        return round(bytes_moved), round(flops), seconds
+
+    def floor_of(
+        self, batch: int, accept_length: float, num_nodes: float, ceilings: Ceilings
+    ) -> tuple[int, int, float]:
+        """Bytes and flops of a round's forward passes, and the least seconds they could take, pass by pass.
+
+        A pass reads its weights once, and the target's all KV rows; activations and logits are not counted, and of the
+        nodes that the target's head multiplies those that walks visit.
+        """
+        setup, d = self.setup, self.setup.drafting
+        config = self.target.config
+        rows = setup.input + setup.output // 2
+        kv = kv_numbers(config, config.num_hidden_layers) * setup.dtype.itemsize * rows * batch
+        target_head = weights(self.target.get_output_embeddings())
+        visited = math.ceil(batch * min(num_nodes, accept_length))
+        num_rows = round(batch * num_nodes)
+        passes = [(weights(self.target, num_rows) - target_head, num_rows, kv), (target_head, visited, 0)]
+        if self.draft is not None and num_nodes > 1:
+            needs = Needs(num_nodes=d.num_nodes, accept_width=d.num_steps + 1, num_steps=d.num_steps)
+            num_steps = min(d.num_steps, most_nodes(batch, num_rows, needs) - 1)
+            head = weights(self.draft.lm_head)
+            body = weights(self.draft) - head
+            fc = weights(self.draft.fc) if hasattr(self.draft, "fc") else Weights()
+            steps = [(body - fc, batch * d.topk, 0), (head, batch * d.topk, 0)] * max(num_steps - 1, 0)
+            passes += [*steps, (body, batch * (num_steps + 1), 0), (head, batch, 0)]
+        bytes_moved = [read.nbytes + extra for read, _, extra in passes]
+        flops = [2 * read.numbers * m for read, m, _ in passes]
+        floor = sum(
+            max(b / ceilings.bytes_per_second, f / ceilings.flops_per_second)
+            for b, f in zip(bytes_moved, flops, strict=True)
+        )
+        return sum(bytes_moved), sum(flops), floor
+
+
+@contextmanager
+def nothing_collected() -> Iterator[None]:
+    """What was loaded is no garbage to look through, as in a server: that stops a run for a quarter of a second."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def accept_spread(lengths: list[float]) -> dict[str, float]:
+    """Between what accept lengths the middle eight tenths of the requests are; nothing of one request."""
+    if len(lengths) < 2:
+        return {}
+    tenths = quantiles(lengths, n=10, method="inclusive")
+    return {"accept_length_p10": tenths[0], "accept_length_p90": tenths[-1]}
+
+
+def nodes_text(shares: dict[float, float]) -> str:
+    """What share of the rounds verified how many nodes of each request, in the mean."""
+    return ", ".join(f"{nodes:.3g}: {share:.0%}" for nodes, share in shares.items())
+
+
+def draft_of(d: Drafting, model: Any) -> Draft | None:
+    if d.kind is None:
+        return None
+    return d.kind(model, num_steps=d.num_steps, topk=d.topk, num_nodes=d.num_nodes)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What a forward pass reads, in numbers and in bytes."""
+
+    numbers: int = 0
+    nbytes: int = 0
+
+    def __add__(self, other: Weights) -> Weights:
+        return Weights(self.numbers + other.numbers, self.nbytes + other.nbytes)
+
+    def __sub__(self, other: Weights) -> Weights:
+        return Weights(self.numbers - other.numbers, self.nbytes - other.nbytes)
+
+
+def weights(module: nn.Module, num_rows: int | None = None) -> Weights:
+    """Of all products and norms, the embeddings' few rows left out.
+
+    Of experts, with so many rows: the numbers that each row is multiplied with, and the bytes of those experts that one
+    takes, as many as are expected where rows choose evenly. None: all of them.
+    """
+    total = Weights()
+    for part in module.modules():
+        if isinstance(part, QuantisedLinear):
+            total += Weights(math.prod(part.weight.shape), part.weight.nbytes)
+        if isinstance(part, QuantisedExperts):
+            total += taken(module, Weights(part.numel(), part.nbytes), num_rows)
+        if not isinstance(part, nn.Embedding):
+            for p in part.parameters(recurse=False):
+                mine = Weights(p.numel(), p.nbytes)
+                total += taken(module, mine, num_rows) if p.ndim == 3 else mine
+    return total
+
+
+def taken(module: Any, experts: Weights, num_rows: int | None) -> Weights:
+    """Of a layer's experts, what so many rows take."""
+    if num_rows is None:
+        return experts
+    share = module.config.num_experts_per_tok / module.config.num_experts
+    return Weights(round(experts.numbers * share), round(experts.nbytes * (1 - (1 - share) ** num_rows)))
+
+
+def memory_needed(setup: Setup, max_batch: int) -> int:
+    """Bytes of weights and KV, and a tenth more for everything else; nothing is allocated."""
+    config = shape_config(setup.shape)
+    item = setup.dtype.itemsize
+    with torch.device("meta"):
+        models: list[Any] = [AutoModelForCausalLM.from_config(config)]
+        if setup.drafting.kind is Eagle3:
+            models.append(Eagle3Head(eagle3_config(config), 3, draft_vocab_of(config)))
+        elif setup.drafting.kind is Standalone:
+            models.append(AutoModelForCausalLM.from_config(standalone_config(setup.shape)))
+    rows = setup.num_pages(max_batch) * PAGE_SIZE
+    kv_width = sum(kv_numbers(m.config, m.config.num_hidden_layers) for m in models)
+    # A head shares the target's embeddings.
+    shared = [0, *(m.embed_tokens.weight.numel() for m in models[1:] if isinstance(m, Eagle3Head))]
+    numbers = sum(p.numel() for m in models for p in m.parameters()) - sum(shared) + rows * kv_width
+    return int(1.1 * item * numbers)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can still be taken, as the driver or the system estimates it."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):  # no Linux: what is there in all
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def standalone_config(shape: str) -> Any:
+    """Of the small model that drafts for a shape."""
+    config = shape_config("tiny" if shape == "tiny" else "qwen3-0.6b")
+    config.vocab_size = shape_config(shape).vocab_size
+    return config
+
+
+def measure_rounds(setups: Sequence[Setup], batches: Sequence[int], ceilings: Ceilings) -> Iterator[Result]:
+    """One result for each batch and setup, all of one target on one device; one engine after another."""
+    models = PlantedModels(setups[0])
+    for setup in setups:
+        bench = Bench(setup, max(batches), models)
+        for batch in batches:
+            yield bench.measure(batch, ceilings)
+        bench.engine.close()
+        del bench
+        gc.collect()
+        if setup.device.type == "cuda":
+            torch.cuda.empty_cache()

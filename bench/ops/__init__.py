@@ -1,0 +1,1 @@
+"""Benchmark cases of the ops, their clocks and baselines."""

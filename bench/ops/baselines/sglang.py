@@ -1,0 +1,221 @@
+"""SGLang's tree kernels, called as its EAGLE worker calls them (sglang/srt/speculative/eagle_utils.py).
+
+Its trees are links between flat rows, `b * N + node`: `next_token` is a node's first child. Everything is int64. The
+kernels are compiled when they are first called, which takes nvcc and half a minute.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import specdec_kernels as sd
+
+from ..check import WrongResult, expect_equal
+from ..harness import Baseline
+from . import module
+
+QLEN_ONLY = 1  # the mask's layout: [B, N, N] bytes, the smallest that takes any N
+
+Links = tuple[Tensor, Tensor, Tensor]  # retrieve_index, next_token, next_sibling: int64 [B, N]
+
+
+def kernels(name: str, device: torch.device) -> Any:
+    return module(f"sglang.kernels.ops.speculative.{name}", device)
+
+
+def build_tree(
+    candidates: sd.Candidates,
+    root_tokens: Tensor,
+    seq_lens: Tensor,
+    nodes: int,
+    num_steps: int,
+    want: Callable[[], sd.Tree],
+) -> Sequence[Baseline]:
+    """The tree of `nodes` best candidates; and its kernel alone, on candidates chosen and sorted already."""
+    tree, device = kernels("tree", root_tokens.device), root_tokens.device
+    batch, count = candidates.tokens.shape
+    if tree is None or count < nodes - 1:
+        return ()
+    k = 1 if count == num_steps else next(k for k in range(2, count) if k + (num_steps - 1) * k * k == count)
+    tokens, roots, lens = candidates.tokens.long(), root_tokens.long(), seq_lens.long()
+    # The parent of each run of k candidates; the first run's is the root.
+    parents = torch.cat([torch.full_like(roots[:, None], -1), candidates.parents[:, k::k].long()], 1).contiguous()
+
+    def choose() -> tuple[Tensor, Tensor]:
+        chosen = torch.sort(torch.topk(candidates.scores, nodes - 1, dim=-1).indices).values
+        return chosen, torch.gather(tokens, 1, chosen)
+
+    def build(chosen: Tensor, drafts: Tensor) -> tuple[Tensor, ...]:
+        tokens = torch.cat([roots[:, None], drafts], 1)
+        mask = torch.full((batch * nodes * nodes,), True, device=device)
+        links = torch.full((3, batch, nodes), -1, dtype=torch.int64, device=device)
+        positions = torch.empty(batch * nodes, dtype=torch.int64, device=device)
+        tree.build_tree_kernel_efficient(
+            parents, chosen, lens, mask, positions, *links, k, num_steps, nodes, QLEN_ONLY
+        )  # fmt: skip
+        return tokens, positions.view(batch, nodes), mask.view(batch, nodes, nodes), *links
+
+    def check(got: tuple[Tensor, ...]) -> None:
+        expect_same_trees(*got, want())
+
+    chosen = choose()
+    return (
+        Baseline("sglang", lambda: build(*choose()), check),
+        Baseline("sglang kernel", lambda: build(*chosen), check),
+    )
+
+
+def build_tree_from_mask(tree: sd.Tree) -> Sequence[Baseline]:
+    """Positions and links from a mask of bytes; parents and bit masks it has not."""
+    ops, device = kernels("tree", tree.tokens.device), tree.tokens.device
+    if ops is None:
+        return ()
+    batch, nodes = tree.tokens.shape
+    mask, lens = visible_nodes(tree).flatten(), tree.positions[:, 0].long()
+
+    def call() -> tuple[Tensor, ...]:
+        positions = torch.empty(batch * nodes, dtype=torch.int64, device=device)
+        links = torch.empty(3, batch, nodes, dtype=torch.int64, device=device)
+        ops.reconstruct_indices_from_tree_mask(mask, lens, positions, *links, batch, nodes)
+        return positions, *links
+
+    def check(got: tuple[Tensor, ...]) -> None:
+        positions, _, next_token, next_sibling = got
+        expect_equal("positions", positions.view(batch, nodes), tree.positions)
+        expect_equal("next_token", next_token, tree.first_child)
+        expect_equal("next_sibling", next_sibling, tree.next_sibling)
+
+    return (Baseline("sglang", call, check),)
+
+
+def verify_greedy(
+    logits: Tensor, tree: sd.Tree, width: int, check: Callable[[tuple[Tensor, ...]], None]
+) -> Sequence[Baseline]:
+    """Argmax of every node, then the walk."""
+    ops = kernels("tree", logits.device)
+    if ops is None:
+        return ()
+    tokens, links = tree.tokens.long(), links_of(tree)
+
+    def call() -> tuple[Tensor, ...]:
+        out = accept_buffers(tree, width)
+        ops.verify_tree_greedy(*out, tokens, *links, torch.argmax(logits, -1))
+        return out
+
+    return (Baseline("sglang", call, lambda out: check(accepted(*out, tree))),)
+
+
+def verify_sampled(
+    logits: Tensor,
+    tree: sd.Tree,
+    width: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    check: Callable[[tuple[Tensor, ...]], None],
+) -> Sequence[Baseline]:
+    """Softmax, top-k and top-p of every node, then the walk with its own coins (its `accept` thresholds at 1)."""
+    ops = kernels("sampling", logits.device)
+    renorm = module("flashinfer.sampling", logits.device)
+    if ops is None or renorm is None:
+        return ()
+    (batch, nodes, vocab), device = logits.shape, logits.device
+    tokens, links = tree.tokens.long(), links_of(tree)
+    temperatures = torch.full((batch, 1), temperature, device=device)
+    top_ks = torch.full((batch,), top_k, dtype=torch.int32, device=device)
+    top_ps = torch.full((batch,), top_p, device=device)
+
+    def call() -> tuple[Tensor, ...]:
+        out = accept_buffers(tree, width)
+        rows = logits.view(batch * nodes, vocab).float() / temperatures.repeat_interleave(nodes, 0)
+        probs = torch.softmax(rows, -1)
+        if top_k > 0:
+            probs = renorm.top_k_renorm_probs(probs, top_ks.repeat_interleave(nodes, 0))
+        if top_p < 1:
+            probs = renorm.top_p_renorm_probs(probs, top_ps.repeat_interleave(nodes, 0))
+        probs = probs.view(batch, nodes, vocab)
+        coins, last_coin = torch.rand(batch, nodes, device=device), torch.rand(batch, device=device)
+        ops.tree_speculative_sampling_target_only(
+            *out, tokens, *links, coins, last_coin, probs, torch.zeros_like(probs), 1.0, 1.0, True
+        )
+        return out
+
+    return (Baseline("sglang", call, lambda out: check(accepted(*out, tree))),)
+
+
+def links_of(tree: sd.Tree) -> Links:
+    rows = torch.arange(tree.tokens.numel(), device=tree.tokens.device).view(tree.tokens.shape)
+    return rows, tree.first_child.long(), tree.next_sibling.long()
+
+
+def visible_nodes(tree: sd.Tree) -> Tensor:
+    """The mask's bits as bool [B, N, N]."""
+    bits = torch.arange(tree.tokens.shape[1], device=tree.mask.device)
+    return ((tree.mask[:, :, bits // 64] >> (bits % 64)) & 1).bool()
+
+
+def accept_buffers(tree: sd.Tree, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """predicts, accept_index and accept_token_num, as the kernels want them."""
+    batch, device = len(tree.tokens), tree.tokens.device
+    return (
+        torch.zeros(tree.tokens.numel(), dtype=torch.int32, device=device),
+        torch.full((batch, width), -1, dtype=torch.int32, device=device),
+        torch.empty(batch, dtype=torch.int32, device=device),
+    )
+
+
+def accepted(predicts: Tensor, accept_index: Tensor, accept_token_num: Tensor, tree: sd.Tree) -> tuple[Tensor, ...]:
+    """Their result as verify_tree's: tokens, lengths (the bonus token counts), path."""
+    nodes = tree.tokens.shape[1]
+    lengths = accept_token_num + 1
+    columns = torch.arange(accept_index.shape[1], device=predicts.device)
+    rows = accept_index.gather(1, torch.minimum(columns, lengths[:, None] - 1)).long()
+    tokens = predicts[rows].where(columns < lengths[:, None], torch.full_like(rows, -1).int())
+    return tokens, lengths, (rows % nodes).int()
+
+
+def expect_same_trees(
+    tokens: Tensor,
+    positions: Tensor,
+    mask: Tensor,
+    _rows: Tensor,
+    next_token: Tensor,
+    next_sibling: Tensor,
+    want: sd.Tree,
+) -> None:
+    """The same nodes, whatever their order: by their tokens from the root on, once by the links, once by the mask."""
+    visible = visible_nodes(want)
+    for b in range(len(tokens)):
+        theirs, ours = tokens[b].tolist(), want.tokens[b].tolist()
+        same = (
+            paths_by_links(theirs, next_token[b].tolist(), next_sibling[b].tolist())
+            == paths_by_links(ours, want.first_child[b].tolist(), want.next_sibling[b].tolist())
+            and paths_by_mask(theirs, positions[b].tolist(), mask[b].tolist())
+            == paths_by_mask(ours, want.positions[b].tolist(), visible[b].tolist())
+        )  # fmt: skip
+        if not same:
+            raise WrongResult(f"tree {b} is another")
+
+
+def paths_by_links(tokens: list[int], first_child: list[int], next_sibling: list[int]) -> Counter[tuple[int, ...]]:
+    paths, open_nodes = [], [(0, (tokens[0],))]
+    while open_nodes and len(paths) <= len(tokens):
+        node, path = open_nodes.pop()
+        paths.append(path)
+        child = first_child[node]
+        while child >= 0 and len(open_nodes) <= len(tokens):
+            open_nodes.append((child, (*path, tokens[child])))
+            child = next_sibling[child]
+    return Counter(paths)
+
+
+def paths_by_mask(tokens: list[int], positions: list[int], visible: list[list[int]]) -> Counter[tuple[int, ...]]:
+    return Counter(
+        (position, *(token for token, seen in zip(tokens, row, strict=True) if seen))
+        for position, row in zip(positions, visible, strict=True)
+    )

@@ -1,0 +1,94 @@
+"""The experts of a layer, in the shape of Qwen3-30B-A3B: every way to multiply, beside the one that is taken."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec_kernels.models.layers.moe import Experts, routes_of
+from specdec_kernels.models.layers.quantized import rounded
+from specdec_kernels.ops import Routing
+
+from ..check import bytes_of, expect_near, poisoned
+from ..harness import Baseline, Case, Params, Work
+from ..stored_weights import stored_experts
+
+ERROR = 2e-2  # of 16-bit results, and where a number lies at the border of two of 8 bits
+
+
+def experts(device: torch.device, p: Params) -> Work:
+    """Rows choose at random, so that every further one takes experts that no row before it took."""
+    dtype, rows = getattr(torch, p["dtype"]), p["rows"]
+    number, taken, width, inner = p["experts"], p["taken"], p["width"], p["inner"]
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device).to(dtype)
+
+    gate_up, down = random(number, 2 * inner, width) / width**0.5, random(number, width, inner) / inner**0.5
+    stored = "weights" in p
+    part = stored_experts(gate_up, down, p["weights"]).experts() if stored else Experts(gate_up.mT, down.mT)
+    x, out = random(rows, width), poisoned(rows, width, dtype=dtype, device=device)
+    chosen = torch.rand(rows, number, device=device).topk(taken).indices
+    routes = routes_of(chosen, torch.rand(rows, taken, device=device) / taken, number)
+    want = reference(part, x, routes)
+    touched = len(routes.experts.unique())
+    ways, plan = part.ways(), part.plan(x, routes)
+    captures = {"gathered", "all", plan} if x.is_cuda else set(ways) - ({"moe_grouped_gemm"} - {plan})
+    captures |= {"grouped"} if part.has_grouped_kernel(x) else set()
+    item = 1 if stored else x.element_size()
+
+    return Work(
+        call=lambda: out.copy_(part(x, routes)),
+        check=lambda: expect_near("out", out, want, ERROR),
+        bytes_moved=touched * 3 * width * inner * item + bytes_of(x, out, *routes),
+        flops=2 * 3 * rows * taken * width * inner,
+        peers=[
+            Baseline(name, lambda way=way: way(x, routes), lambda got: expect_near("out", got, want, ERROR))  # type: ignore[misc]
+            for name, way in ways.items()
+            if name in captures
+        ],
+        facts={"plan": plan, "touched": touched},
+    )
+
+
+def reference(part: Experts, x: Tensor, routes: Routing) -> Tensor:
+    """Row by row and expert by expert, in float32."""
+    out = torch.zeros(x.shape, device=x.device)
+    x = rounded(x, part.activations).float()
+    for row in range(len(x)):
+        for expert, share in zip(routes.experts[row].tolist(), routes.shares[row].tolist(), strict=True):
+            gate_up, down = part.weights_of(expert, torch.float32)
+            gate, up = (x[row] @ gate_up.float()).chunk(2)
+            inner = rounded((torch.nn.functional.silu(gate) * up)[None], part.activations)[0]
+            out[row] += share * (inner @ down.float())
+    return out
+
+
+SIZES: dict[str, Any] = {
+    "rows": (1, 2, 4, 8, 16, 32, 64),
+    "experts": (128,),
+    "taken": (8,),
+    "width": (2048,),
+    "inner": (768,),
+    "dtype": ("bfloat16",),
+}
+CPU_SIZES: dict[str, Any] = {
+    "rows": (1, 8),
+    "experts": (16,),
+    "taken": (4,),
+    "width": (256,),
+    "inner": (128,),
+    "dtype": ("float32",),
+}
+WEIGHTS = ("fp8", "fp8-rows")
+CASES = (
+    Case("experts", grid=SIZES, cpu_grid=CPU_SIZES, make=experts),
+    Case(
+        "moe_grouped_gemm",
+        grid=SIZES | {"weights": WEIGHTS},
+        cpu_grid=CPU_SIZES | {"weights": WEIGHTS},
+        make=experts,
+    ),
+)

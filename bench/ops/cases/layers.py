@@ -1,0 +1,240 @@
+"""Cases of the layers' ops, in the shapes of an 8B model."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import specdec_kernels as sd
+from specdec_kernels.models.layers.moe import routes_of
+from specdec_kernels.reference import layers as reference
+
+from ..check import bytes_of, expect_equal, expect_near, poisoned
+from ..harness import Baseline, Case, Params, Work
+from .kv import KV_HEADS, PAGE_SIZE, slots_of_rows
+
+Q_HEADS, HEAD_DIM = 32, 128
+EPS = 1e-6
+VOCAB = 32000
+ERROR = 8e-3  # of 16-bit results
+
+
+def random(p: Params, device: torch.device, *shape: int) -> Tensor:
+    return torch.randn(shape, device=device).to(getattr(torch, p["dtype"]))
+
+
+def add_rms_norm(device: torch.device, p: Params) -> Work:
+    """With the sum before it, as layers need it."""
+    x, residual = (random(p, device, p["rows"], p["width"]) for _ in range(2))
+    weight = random(p, device, p["width"])
+    out, total = (poisoned(*x.shape, dtype=x.dtype, device=device) for _ in range(2))
+    want, want_total = reference.add_rms_norm(x, weight, EPS, residual)
+
+    def plain() -> Tensor:
+        return functional.rms_norm(x + residual, x.shape[1:], weight, EPS)
+
+    def check() -> None:
+        expect_near("out", out, want, ERROR)
+        expect_near("sum", total, want_total, ERROR)
+
+    return Work(
+        call=lambda: sd.add_rms_norm(x, weight, EPS, residual=residual, out=(out, total)),
+        check=check,
+        bytes_moved=bytes_of(x, residual, weight, out, total),
+        baseline=Baseline("torch", plain, lambda got: expect_near("out", got, want, 2 * ERROR)),
+    )
+
+
+def rms_norm_concat(device: torch.device, p: Params) -> Work:
+    """Of a table that no cache holds, with features in another order."""
+    rows, width = p["rows"], p["width"]
+    embeddings, features = random(p, device, VOCAB, width), random(p, device, rows, width)
+    tokens = torch.randint(VOCAB, (rows,), dtype=torch.int32, device=device)
+    feature_rows = torch.randperm(rows, device=device).int()
+    weights = [random(p, device, width) for _ in range(2)]
+    out, kept = (poisoned(rows, n, dtype=features.dtype, device=device) for n in (2 * width, width))
+    want, want_kept = reference.rms_norm_concat(embeddings, tokens, weights[0], features, weights[1], EPS, feature_rows)
+
+    def call() -> object:
+        return sd.rms_norm_concat(
+            embeddings, tokens, weights[0], features, weights[1], EPS,
+            feature_rows=feature_rows, out=(out, kept),
+        )  # fmt: skip
+
+    def check() -> None:
+        expect_near("out", out, want, ERROR)
+        expect_near("features", kept, want_kept, 0)
+
+    return Work(call, check, 3 * bytes_of(features) + bytes_of(out, tokens, feature_rows, *weights))
+
+
+def silu_and_mul(device: torch.device, p: Params) -> Work:
+    x = random(p, device, p["rows"], 2 * p["width"])
+    out = poisoned(p["rows"], p["width"], dtype=x.dtype, device=device)
+    want = reference.silu_and_mul(x)
+
+    def plain() -> Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return functional.silu(gate) * up
+
+    return Work(
+        call=lambda: sd.silu_and_mul(x, out=out),
+        check=lambda: expect_near("out", out, want, ERROR),
+        bytes_moved=bytes_of(x, out),
+        baseline=Baseline("torch", plain, lambda got: expect_near("out", got, want, 2 * ERROR)),
+    )
+
+
+def small_m_gemm(device: torch.device, p: Params) -> Work:
+    x, weight = random(p, device, p["rows"], p["width"]), random(p, device, p["outs"], p["width"])
+    out = poisoned(p["rows"], p["outs"], dtype=x.dtype, device=device)
+    want = reference.small_m_gemm(x.cpu(), weight.cpu())
+    return Work(
+        call=lambda: sd.small_m_gemm(x, weight, out=out),
+        check=lambda: expect_near("out", out, want, ERROR),
+        bytes_moved=bytes_of(x, weight, out),
+        flops=2 * x.shape[0] * weight.numel(),
+        baseline=Baseline(
+            "torch", lambda: functional.linear(x, weight), lambda got: expect_near("out", got, want, ERROR)
+        ),
+    )
+
+
+def quantize_fp8(device: torch.device, p: Params) -> Work:
+    """By groups of 128. A number between two of 8 bits may go to either: an ulp of its scale decides."""
+    x = random(p, device, p["rows"], p["width"])
+    numbers = torch.full_like(x, torch.nan, dtype=torch.float8_e4m3fn)
+    scales = poisoned(p["width"] // 128, -(-len(x) // 4) * 4, dtype=torch.float32, device=device)[:, : len(x)]
+    want, of_want = reference.quantize_fp8(x, group_size=128)
+
+    def check() -> None:
+        expect_near("out", numbers.float(), want.float(), 1e-2)
+        expect_near("scales", scales, of_want, 1e-6)
+
+    return Work(
+        call=lambda: sd.quantize_fp8(x, group_size=128, out=(numbers, scales)),
+        check=check,
+        bytes_moved=bytes_of(x, numbers, scales),
+        baseline=Baseline(
+            "torch",
+            lambda: reference.quantize_fp8(x, group_size=128),
+            lambda got: expect_near("out", got[0].float(), want.float(), 1e-2),
+        ),
+    )
+
+
+def dequantize(device: torch.device, p: Params) -> Work:
+    """Of 4 bits in groups of 128."""
+    outs, width = p["outs"], p["width"]
+    numbers = torch.randint(256, (outs, width // 2), dtype=torch.uint8, device=device)
+    scales = torch.rand(width // 128, outs, device=device)
+    out = poisoned(outs, width, dtype=getattr(torch, p["dtype"]), device=device)
+    want = reference.dequantize(numbers, scales).float().to(out.dtype)
+    return Work(
+        call=lambda: sd.dequantize(numbers, scales, out=out),
+        check=lambda: expect_near("out", out, want, 0),
+        bytes_moved=bytes_of(numbers, scales, out),
+    )
+
+
+def moe_route(device: torch.device, p: Params) -> Work:
+    scores, taken = random(p, device, p["rows"], p["experts"]), p["taken"]
+    want = reference.moe_route(scores, taken, normalised=True)
+    out = sd.Routing(*(torch.full_like(part, -1) for part in want._replace(shares=want.shares.float())))
+
+    def check() -> None:
+        for name in ("experts", "order", "ends"):
+            expect_equal(name, getattr(out, name), getattr(want, name))
+        expect_near("shares", out.shares, want.shares, 1e-6)
+
+    def plain() -> Tensor:
+        shares, experts = scores.softmax(-1, dtype=torch.float32).topk(taken)
+        return routes_of(experts, shares / shares.sum(-1, keepdim=True), scores.shape[1]).shares
+
+    return Work(
+        call=lambda: sd.moe_route(scores, taken, normalised=True, out=out),
+        check=check,
+        bytes_moved=bytes_of(scores, *out),
+        baseline=Baseline("torch", plain, lambda got: expect_near("shares", got, want.shares, 1e-6)),
+    )
+
+
+def moe_combine(device: torch.device, p: Params) -> Work:
+    made = random(p, device, p["rows"] * p["taken"], p["width"])
+    shares = torch.rand(p["rows"], p["taken"], device=device)
+    out = poisoned(p["rows"], p["width"], dtype=made.dtype, device=device)
+    want = reference.moe_combine(made, shares)
+
+    def plain() -> Tensor:
+        return (made.view(*shares.shape, -1) * shares[..., None]).sum(1).to(made.dtype)
+
+    return Work(
+        call=lambda: sd.moe_combine(made, shares, out=out),
+        check=lambda: expect_near("out", out, want, ERROR),
+        bytes_moved=bytes_of(made, shares, out),
+        baseline=Baseline("torch", plain, lambda got: expect_near("out", got, want, ERROR)),
+    )
+
+
+def rope_qkv_write_kv(device: torch.device, p: Params) -> Work:
+    batch, rows = p["batch"], p["rows"]
+    lens, table, place = slots_of_rows(batch, rows, device)
+    qkv = random(p, device, batch, rows, Q_HEADS + 2 * KV_HEADS, HEAD_DIM)
+    norms = {name: random(p, device, HEAD_DIM) for name in ("q_norm", "k_norm")}
+    angles = torch.rand(64, HEAD_DIM // 2, device=device)
+    rotations = torch.cat([angles.cos(), angles.sin()], dim=1)
+    positions = torch.randint(64, (batch, rows), dtype=torch.int32, device=device)
+    shape = (table.numel(), PAGE_SIZE, KV_HEADS, HEAD_DIM)
+    pools = [torch.zeros(shape, dtype=qkv.dtype, device=device) for _ in "kv"]
+    out = poisoned(batch, rows, Q_HEADS, HEAD_DIM, dtype=qkv.dtype, device=device)
+
+    def check() -> None:
+        q, k, v = qkv.split([Q_HEADS, KV_HEADS, KV_HEADS], dim=2)
+        for name, got, heads in (("q", out, q), ("k_pool", pools[0].flatten(0, 1)[place], k)):
+            weight = norms["q_norm" if name == "q" else "k_norm"]
+            want = reference.rotate(reference.norm(heads, weight, EPS), rotations, positions)
+            expect_near(name, got, want, ERROR)
+        expect_near("v_pool", pools[1].flatten(0, 1)[place], v, 0)
+
+    return Work(
+        call=lambda: sd.rope_qkv_write_kv(qkv, rotations, positions, *pools, table, lens, **norms, out=out),
+        check=check,
+        bytes_moved=2 * bytes_of(qkv) + bytes_of(positions, lens),
+    )
+
+
+ROWS = (1, 6, 64, 384, 2048)
+CASES = (
+    Case("add_rms_norm", grid={"rows": ROWS, "width": (4096,), "dtype": ("bfloat16",)}, make=add_rms_norm),
+    Case("rms_norm_concat", grid={"rows": ROWS[:-1], "width": (4096,), "dtype": ("bfloat16",)}, make=rms_norm_concat),
+    Case("silu_and_mul", grid={"rows": ROWS, "width": (12288,), "dtype": ("bfloat16",)}, make=silu_and_mul),
+    Case(
+        "small_m_gemm",
+        grid={"rows": (1, 16, 64, 128), "width": (4096, 12288), "outs": (4096, 6144, 24576), "dtype": ("bfloat16",)},
+        cpu_grid={"rows": (1, 6), "width": (1024,), "outs": (1024,), "dtype": ("bfloat16",)},
+        make=small_m_gemm,
+    ),
+    Case(
+        "dequantize",
+        grid={"outs": (4096, 24576), "width": (4096,), "dtype": ("bfloat16",)},
+        cpu_grid={"outs": (64,), "width": (1024,), "dtype": ("bfloat16",)},
+        make=dequantize,
+    ),
+    Case("quantize_fp8", grid={"rows": ROWS, "width": (4096, 12288), "dtype": ("bfloat16",)}, make=quantize_fp8),
+    Case(
+        "moe_route",
+        grid={"rows": ROWS, "experts": (128,), "taken": (8,), "dtype": ("bfloat16",)},
+        make=moe_route,
+    ),
+    Case(
+        "moe_combine",
+        grid={"rows": ROWS, "taken": (8,), "width": (2048,), "dtype": ("bfloat16",)},
+        make=moe_combine,
+    ),
+    Case(
+        "rope_qkv_write_kv",
+        grid={"batch": (1, 16, 64), "rows": (1, 6, 32), "dtype": ("bfloat16",)},
+        make=rope_qkv_write_kv,
+    ),
+)

@@ -1,0 +1,92 @@
+"""Products with weights of 8 and 4 bits, in the shapes of an 8B model's layers, beside the same product in 16 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import specdec_kernels as sd
+from specdec_kernels.models.layers.linear import Product
+from specdec_kernels.models.layers.quantized import (
+    GROUP,
+    Fp8Weight,
+    Int4Weight,
+    StoredWeight,
+    in_eight_bits,
+    rounded,
+)
+
+from ..check import bytes_of, expect_near, poisoned
+from ..harness import Baseline, Case, Params, Work
+from ..stored_weights import STORED
+from .layers import random
+
+ERROR = 1e-2  # of 16-bit results
+INNER_TILES = 8  # of torch's layout of 4 bits
+
+
+def stored_linear(device: torch.device, p: Params) -> Work:
+    x, dense = random(p, device, p["rows"], p["width"]), random(p, device, p["outs"], p["width"])
+    weight = STORED[p["weights"]](dense)
+    out = poisoned(p["rows"], p["outs"], dtype=x.dtype, device=device)
+    want = rounded(x, getattr(weight, "activations", "none")).float() @ weight.dequantised().t()
+    of_dense = x.float() @ dense.float().t()
+    stored, in_16_bits = Product(weight, None), Product(dense, None)
+    return Work(
+        call=lambda: out.copy_(stored(x)),
+        check=lambda: expect_near("out", out, want, ERROR),
+        bytes_moved=bytes_of(x, out) + weight.nbytes,
+        flops=2 * x.shape[0] * dense.numel(),
+        baseline=Baseline("16 bits", lambda: in_16_bits(x), lambda got: expect_near("out", got, of_dense, ERROR)),
+        peers=[
+            Baseline(name, call, lambda got: expect_near("out", got, want, ERROR))
+            for name, call in kernels_of(x, weight)
+        ],
+        facts={"plan": weight.plan(x)},
+    )
+
+
+def widened(weight: StoredWeight, dtype: torch.dtype) -> Tensor:
+    assert isinstance(weight, Fp8Weight | Int4Weight)
+    return sd.dequantize(weight.numbers, weight.scales.t(), dtype=str(dtype).removeprefix("torch."))
+
+
+def kernels_of(x: Tensor, weight: StoredWeight) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    """The definition, and what of torch multiplies such numbers where it has a kernel."""
+    rows = rounded(x, getattr(weight, "activations", "none"))
+    yield "widened", lambda: functional.linear(rows, widened(weight, x.dtype))
+    if isinstance(weight, Fp8Weight) and (kernel := weight.torch_kernel(x, x.dtype)) is not None:
+        in_eight = in_eight_bits(x, weight.activations)
+        yield "torch", lambda: kernel(*in_eight, weight.numbers, weight.scales)
+    if isinstance(weight, Int4Weight) and x.is_cuda and x.dtype == torch.bfloat16:
+        numbers = sd.dequantize(weight.numbers, torch.ones_like(weight.scales.t()), dtype="float32").to(torch.uint8)
+        bits = weight.scales.view(torch.int32)
+        tiles = torch._convert_weight_to_int4pack(numbers[:, ::2] << 4 | numbers[:, 1::2], INNER_TILES)
+        zeros = (8 - (bits & 15)) * weight.scales
+        both = torch.stack([weight.scales.t(), zeros.t()], -1).to(x.dtype).contiguous()
+        yield "torch", lambda: torch._weight_int4pack_mm(x, tiles, GROUP, both)
+
+
+CASES = (
+    Case(
+        "stored_linear",
+        grid={
+            "rows": (1, 6, 32, 64),
+            "weights": tuple(STORED),
+            "width": (4096, 12288),
+            "outs": (4096, 6144, 24576),
+            "dtype": ("bfloat16",),
+        },
+        cpu_grid={
+            "rows": (1, 6),
+            "weights": tuple(STORED),
+            "width": (256,),
+            "outs": (512,),
+            "dtype": ("float32", "bfloat16"),
+        },
+        make=stored_linear,
+    ),
+)

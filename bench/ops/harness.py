@@ -1,0 +1,185 @@
+"""What a case is, and how one is measured: check, then time, beside the floor that no version can beat."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .ceilings import Ceilings
+from .check import WrongResult
+from .timing import Call, Times, cpu_time, gpu_time
+
+Params = dict[str, Any]
+
+MAX_INPUT_SETS = 256
+INPUTS_SHARE = 0.25  # of the GPU's memory, for all sets together
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """Another way to the same result. `check` gets what `call` returns and raises WrongResult."""
+
+    name: str
+    call: Callable[[], Any]
+    check: Callable[[Any], None]
+
+
+@dataclass(frozen=True)
+class Work:
+    """One input set of an op, ready to run on outputs that are already there."""
+
+    call: Call
+    check: Callable[[], None]  # of the outputs after one call; raises WrongResult
+    bytes_moved: int  # through memory at least: each input read once, each output written once
+    flops: int = 0  # only where arithmetic, not memory, may be the limit
+    restore: Call | None = None  # puts back what a call changes, for ops that advance state
+    baseline: Baseline | None = None  # plain torch
+    peers: Sequence[Baseline] = ()  # other packages' kernels, where they are installed (peers/)
+    facts: Mapping[str, float | str] = field(default_factory=dict)  # more about the call, as its plan
+
+    @property
+    def others(self) -> tuple[Baseline, ...]:
+        return (*([] if self.baseline is None else [self.baseline]), *self.peers)
+
+
+@dataclass(frozen=True)
+class Case:
+    """An op with the sizes it is measured at. The first value of each parameter is the smallest."""
+
+    op: str
+    grid: Mapping[str, Sequence[Any]]
+    make: Callable[[torch.device, Params], Work]
+    cpu_grid: Mapping[str, Sequence[Any]] | None = None  # where the GPU's sizes would take minutes on a CPU
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    base: Params | None = None  # where all combinations are too many: the size around which one parameter varies
+
+    def sizes(
+        self, device: torch.device, quick: bool = False, full: bool = False, **chosen: Sequence[Any]
+    ) -> Iterator[Params]:
+        """The sizes to measure: without `base`, or with `full`, all combinations; else `base` and around it each
+        parameter's values, one parameter at a time. With `quick` the smallest. `chosen` fixes parameters to values,
+        of which every combination is measured.
+        """
+        grid = dict(self.cpu_grid if self.cpu_grid is not None and device.type == "cpu" else self.grid)
+        unknown = set(chosen) - set(grid)
+        if unknown:
+            raise ValueError(f"{self.op} has no {' or '.join(sorted(unknown))}, its parameters are {', '.join(grid)}")
+
+        free = {name: values[:1] if quick else values for name, values in grid.items() if name not in chosen}
+        if self.base is None or quick or full:
+            rest = [dict(zip(free, values, strict=True)) for values in itertools.product(*free.values())]
+        else:
+            base = {name: self.base[name] if self.base[name] in free[name] else free[name][0] for name in free}
+            around = [base | {name: value} for name in free for value in free[name]]
+            rest = [size for i, size in enumerate(around) if size not in around[:i]] or [{}]
+        for values in itertools.product(*chosen.values()):
+            for size in rest:
+                size = size | dict(zip(chosen, values, strict=True))
+                yield {name: size[name] for name in grid}
+
+    def smallest(self, device: torch.device) -> Params:
+        return next(self.sizes(device, quick=True))
+
+
+@dataclass(frozen=True)
+class Result:
+    """One line of the table. Times in seconds; None where there is none to give."""
+
+    op: str
+    params: Params
+    device: str
+    error: str | None = None  # what differs from the reference: then nothing was timed
+    skipped: str | None = None  # why it could not be timed, though nothing was wrong
+    time: Times | None = None
+    host: Times | None = None  # of the call's return, on a GPU
+    bytes_moved: int = 0
+    flops: int = 0
+    floor: float | None = None
+    cold: bool = False  # inputs rotated through more than the L2 cache
+    baselines: Mapping[str, Times] = field(default_factory=dict)
+    facts: Mapping[str, float | str] = field(default_factory=dict)  # more that was seen: of `round`, or a plan
+
+    @property
+    def of_floor(self) -> float | None:
+        """The share of the time that the floor explains: 1 is perfect."""
+        return self.floor / self.time.median if self.floor and self.time and self.time.median else None
+
+
+def check(work: Work) -> None:
+    """One call, and one of each baseline, each against the reference. Raises WrongResult."""
+    restore = work.restore or (lambda: None)
+    restore()
+    work.call()
+    work.check()
+    for other in work.others:
+        restore()
+        try:
+            other.check(other.call())
+        except WrongResult as error:
+            raise WrongResult(f"baseline {other.name}: {error}") from error
+
+
+def measure(case: Case, params: Params, device: torch.device, ceilings: Ceilings) -> Result:
+    shape: dict[str, Any] = {"op": case.op, "params": params, "device": str(device)}
+    try:
+        first = case.make(device, params)
+        check(first)
+    except WrongResult as error:
+        return Result(**shape, error=str(error))
+    except ValueError as error:  # the op has no such size, and says so
+        return Result(**shape, skipped=str(error))
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return Result(**shape, skipped=f"{device} has not the memory for it")
+
+    floor = max(first.bytes_moved / ceilings.bytes_per_second, first.flops / ceilings.flops_per_second)
+    shape |= {"bytes_moved": first.bytes_moved, "flops": first.flops, "floor": floor, "facts": first.facts}
+    timed = on_gpu(case, params, device, first) if device.type == "cuda" else on_cpu(first)
+    return Result(**shape, **timed)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """torch's own class on a GPU; on a CPU it says it in words."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
+def on_gpu(case: Case, params: Params, device: torch.device, first: Work) -> dict[str, Any]:
+    works, cold = input_sets(case, params, device, first)
+    restores = [work.restore for work in works if work.restore is not None] or None
+    return {
+        "time": gpu_time([work.call for work in works], restores),
+        "host": cpu_time([first.call], after_round=torch.cuda.synchronize)[0],
+        "cold": cold,
+        "baselines": {
+            other.name: gpu_time([work.others[i].call for work in works]) for i, other in enumerate(first.others)
+        },
+    }
+
+
+def input_sets(case: Case, params: Params, device: torch.device, first: Work) -> tuple[list[Work], bool]:
+    """Enough input sets that rotating through them leaves nothing of one in the L2 cache, and whether it is so.
+
+    Inputs too small for that, even MAX_INPUT_SETS of them, are measured in a single set: warm, as in a round, where
+    the kernel before has just written them.
+    """
+    cache = 2 * torch.cuda.get_device_properties(device).L2_cache_size
+    sets = -(-cache // max(first.bytes_moved, 1))
+    if sets > MAX_INPUT_SETS:
+        return [first], False
+    works, used = [first], torch.cuda.memory_allocated(device)
+    room = INPUTS_SHARE * torch.cuda.get_device_properties(device).total_memory
+    while len(works) < sets and torch.cuda.memory_allocated(device) - used < room:
+        works.append(case.make(device, params))
+    return works, len(works) == sets
+
+
+def on_cpu(work: Work) -> dict[str, Any]:
+    if work.restore is not None:
+        return {"time": cpu_time([work.call], restores=[work.restore])[0]}
+    ours, *theirs = cpu_time([work.call, *(other.call for other in work.others)])
+    return {"time": ours, "baselines": {other.name: t for other, t in zip(work.others, theirs, strict=True)}}

@@ -1,0 +1,83 @@
+"""Dense weights stored in fewer bits, as published checkpoints have them: nothing is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from specdec_kernels.models.layers.moe import QuantisedExperts
+from specdec_kernels.models.layers.quantized import (
+    FP8,
+    GROUP,
+    LARGEST,
+    Fp8Weight,
+    Int4Weight,
+    QuantisedLinear,
+    StoredWeight,
+)
+from specdec_kernels.models.weights.formats import of_blocks
+
+
+def fp8_blocks(weight: Tensor) -> StoredWeight:
+    """A scale for each block of 128 by 128 numbers, activations rounded by groups of 128: as Qwen3-8B-FP8."""
+    outs, ins = weight.shape
+    padded = functional.pad(weight.float(), (0, -ins % GROUP, 0, -outs % GROUP))
+    scales = padded.unflatten(0, (-1, GROUP)).unflatten(2, (-1, GROUP)).abs().amax((1, 3)) / LARGEST
+    spread = scales.repeat_interleave(GROUP, 0)[:outs].repeat_interleave(GROUP, 1)[:, :ins]
+    return of_blocks((weight.float() / spread).to(FP8), scales, "group")
+
+
+def fp8_rows(weight: Tensor) -> StoredWeight:
+    """A scale for each row, and one for each row of activations: as compressed-tensors' FP8-dynamic."""
+    scales = weight.float().abs().amax(1, keepdim=True) / LARGEST
+    return Fp8Weight((weight.float() / scales).to(FP8), scales, "token")
+
+
+def int4(weight: Tensor) -> StoredWeight:
+    """Groups of 128 columns, whose zero is 8 and whose scale is a number of 16 bits."""
+    grouped = weight.float().unflatten(1, (-1, min(GROUP, weight.shape[1])))
+    scales = (grouped.abs().amax(-1) / 7).to(torch.bfloat16).float()
+    numbers = ((grouped / scales[..., None]).round() + 8).clamp(0, 15).to(torch.uint8).flatten(1)
+    return Int4Weight.of(numbers, torch.full_like(scales, 8, dtype=torch.uint8), scales)
+
+
+STORED: dict[str, Callable[[Tensor], StoredWeight]] = {"fp8": fp8_blocks, "fp8-rows": fp8_rows, "int4": int4}
+
+
+def stored_experts(gate_up: Tensor, down: Tensor, kind: str) -> QuantisedExperts:
+    """Of weights [experts, out, in], gates before ups.
+
+    Raises:
+        ValueError: another kind than one of 8 bits.
+    """
+    experts = QuantisedExperts(len(down))
+    for number in range(len(down)):
+        for part, weight in zip(("gate", "up", "down"), (*gate_up[number].chunk(2), down[number]), strict=True):
+            stored = STORED[kind](weight)
+            if not isinstance(stored, Fp8Weight):
+                raise ValueError(f"experts are stored in {kind}, expected fp8 or fp8-rows")
+            experts.store(number, part, stored)
+    return experts
+
+
+@torch.no_grad()
+def store_layers(model: Any, kind: str) -> None:
+    """Stores the projections and experts of all layers so, where those of a checkpoint are put; not the head.
+
+    Raises:
+        ValueError: experts, which are stored in 8 bits alone.
+    """
+    layers: nn.Module = model.get_decoder().layers
+    for path, module in list(layers.named_modules()):
+        if hasattr(module, "gate_up_proj") and hasattr(module, "down_proj") and path.endswith("experts"):
+            layers.set_submodule(path, stored_experts(module.gate_up_proj.data, module.down_proj.data, kind))
+    for path, linear in list(layers.named_modules()):
+        if type(linear) is nn.Linear:
+            parent, _, leaf = path.rpartition(".")
+            stored = QuantisedLinear(linear)
+            stored.store(STORED[kind](linear.weight))
+            setattr(layers.get_submodule(parent), leaf, stored)

@@ -1,0 +1,1 @@
+"""Records of runs, their plots and the generated page."""

@@ -1,0 +1,315 @@
+"""SGLang's speculative kernels: the same names, arguments, shapes, dtypes and in-place results, on CPU and CUDA.
+
+    from specdec_kernels.compat.sglang import verify_tree_greedy  # for sgl_kernel's
+
+What is wrong in the data of a call, or in its arguments, does no harm here: links that do not rise end a walk, tokens
+and rows out of range are neither read nor written, outputs need not be filled beforehand, offsets have 64 bits, and
+arguments of a wrong shape, dtype or device raise. Letters: bs requests, D nodes of a tree, S width of an accepted row,
+V vocabulary. Integers are the same on both devices.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ... import _C
+
+if TYPE_CHECKING:
+    from ...ops import Tensor
+
+__all__ = [
+    "build_tree_kernel_efficient",
+    "chain_block_speculative_sampling_triton",
+    "chain_speculative_sampling",
+    "chain_speculative_sampling_triton",
+    "move_accept_tokens",
+    "reconstruct_indices_from_tree_mask",
+    "tree_speculative_sampling_target_only",
+    "verify_tree_greedy",
+]
+
+
+def build_tree_kernel_efficient(
+    parent_list: Tensor,
+    selected_index: Tensor,
+    verified_seq_len: Tensor,
+    tree_mask: Tensor,
+    positions: Tensor,
+    retrive_index: Tensor,
+    retrive_next_token: Tensor,
+    retrive_next_sibling: Tensor,
+    topk: int,
+    depth: int,
+    draft_token_num: int,
+    tree_mask_mode: int,
+) -> None:
+    """Trees of chosen candidates: their links, positions and masks.
+
+    Candidate c was drafted from the root where c < topk, else from candidate parent_list[c // topk]. A node whose
+    parent is not among the nodes before it has no links; it stands at the root's position and sees the root and itself.
+
+    Args:
+        parent_list: [bs, topk * (depth - 1) + 1 or more] int64; of any width for depth 1.
+        selected_index: [bs, D - 1] int64, the candidate of each node but the root, rising.
+        verified_seq_len: [bs] int64.
+        tree_mask: bool or uint8, written. Mode 0 (full): for each request D rows of its verified_seq_len + D columns,
+            of which the last D are written, where they are within the tensor. Mode 1 (tree): [bs * D * D]. Mode 2
+            (packed, D up to 32): bits from the lowest, 1, 2 or 4 bytes a row for D up to 8, 16, 32.
+        positions: [bs * D] int64, written: verified_seq_len plus the node's depth.
+        retrive_index, retrive_next_token, retrive_next_sibling: [bs, D] int64, written: flat row, first child and next
+            sibling of each node, -1 for none.
+        draft_token_num: D, 1 to 256.
+
+    Raises:
+        ValueError: wrong dtype, shape or device; a number out of range.
+    """
+    _C.build_tree_kernel_efficient(
+        None,
+        parent_list,
+        selected_index,
+        verified_seq_len,
+        tree_mask,
+        positions,
+        retrive_index,
+        retrive_next_token,
+        retrive_next_sibling,
+        topk,
+        depth,
+        draft_token_num,
+        tree_mask_mode,
+    )
+
+
+def reconstruct_indices_from_tree_mask(
+    tree_mask: Tensor,
+    verified_seq_len: Tensor,
+    positions: Tensor,
+    retrive_index: Tensor,
+    retrive_next_token: Tensor,
+    retrive_next_sibling: Tensor,
+    batch_size: int,
+    draft_token_num: int,
+) -> None:
+    """Links and positions of trees that come as masks.
+
+    A node's depth is the number of earlier nodes it sees, its parent the last of them; its first child is the first
+    later node that sees it.
+
+    Args:
+        tree_mask: [bs * D * D] bool or uint8.
+        verified_seq_len: [bs] int64.
+        positions: [bs * D] int64, written.
+        retrive_index, retrive_next_token, retrive_next_sibling: [bs, D] int64, written; -1 for none.
+        draft_token_num: D, 1 to 256.
+
+    Raises:
+        ValueError: wrong dtype, shape or device; a number out of range.
+    """
+    _C.reconstruct_indices_from_tree_mask(
+        None,
+        tree_mask,
+        verified_seq_len,
+        positions,
+        retrive_index,
+        retrive_next_token,
+        retrive_next_sibling,
+        batch_size,
+        draft_token_num,
+    )
+
+
+def verify_tree_greedy(
+    predicts: Tensor,
+    accept_index: Tensor,
+    accept_token_num: Tensor,
+    candidates: Tensor,
+    retrive_index: Tensor,
+    retrive_next_token: Tensor,
+    retrive_next_sibling: Tensor,
+    target_predict: Tensor,
+) -> None:
+    """The longest path that the target's own choices follow, and the token after it.
+
+    Args:
+        predicts: [rows] int32, changed at the flat rows of the path: the token that follows each.
+        accept_index: [bs, S] int32, changed in its first accept_token_num + 1 columns: flat rows of the path.
+        accept_token_num: [bs] int32, written: accepted nodes, the root left out; at most S - 1.
+        candidates: [bs, D] int64, the nodes' tokens; D up to 1024.
+        retrive_index, retrive_next_token, retrive_next_sibling: [bs, D] int64.
+        target_predict: [bs, D] int64, read by flat row.
+
+    Raises:
+        ValueError: wrong dtype, shape or device.
+    """
+    _C.verify_tree_greedy(
+        None,
+        predicts,
+        accept_index,
+        accept_token_num,
+        candidates,
+        retrive_index,
+        retrive_next_token,
+        retrive_next_sibling,
+        target_predict,
+    )
+
+
+def move_accept_tokens(
+    data_ptrs: Tensor,
+    row_bytes: int,
+    num_rows: int,
+    req_to_token: Tensor,
+    req_pool_indices: Tensor,
+    seq_lens: Tensor,
+    out_cache_loc: Tensor,
+    accept_index: Tensor,
+    num_correct_drafts: Tensor,
+) -> None:
+    """Bring the KV rows of accepted paths together, in every layer, in one kernel: what SGLang does in
+    `move_accept_tokens_to_target_kvcache`.
+
+    The row of path entry j, out_cache_loc[accept_index[b, j]], goes to req_to_token[req_pool_indices[b], seq_lens[b] +
+    j], for j up to num_correct_drafts[b]. Rows in place already are not touched. A row without a place on either side
+    stays. Paths rise, and a request's rows are no other's.
+
+    Args:
+        data_ptrs: [buffers] int64, addresses of K and V of every layer: row_bytes * num_rows bytes each, on the device
+            of the tensors, at multiples of 16.
+        row_bytes: of one row of one buffer, a multiple of 16.
+        num_rows: of each buffer.
+        req_to_token: [slots, places] int32.
+        req_pool_indices, seq_lens: [bs] int64.
+        out_cache_loc: [rows] int64, by flat row of the trees.
+        accept_index: [bs, S] int32, from `verify_tree_greedy`.
+        num_correct_drafts: [bs] int32, the root left out.
+
+    Raises:
+        ValueError: wrong dtype, shape or device; a number out of range.
+    """
+    _C.move_accept_tokens(
+        None,
+        data_ptrs,
+        row_bytes,
+        num_rows,
+        req_to_token,
+        req_pool_indices,
+        seq_lens,
+        out_cache_loc,
+        accept_index,
+        num_correct_drafts,
+    )
+
+
+def tree_speculative_sampling_target_only(
+    predicts: Tensor,
+    accept_index: Tensor,
+    accept_token_num: Tensor,
+    candidates: Tensor,
+    retrive_index: Tensor,
+    retrive_next_token: Tensor,
+    retrive_next_sibling: Tensor,
+    uniform_samples: Tensor,
+    uniform_samples_for_final_sampling: Tensor,
+    target_probs: Tensor,
+    draft_probs: Tensor,
+    threshold_single: float = 1.0,
+    threshold_acc: float = 1.0,
+    deterministic: bool = True,
+) -> None:
+    """A walk by coins: a child is accepted while the coin is below the probability of the children tried so far.
+
+    The next token is drawn from what the target has left at the last node: its probabilities less `draft_probs`, or all
+    of them where the path has the full width. With both thresholds at 1 the text is distributed as the target's.
+
+    Args:
+        predicts, accept_index, accept_token_num, candidates: as for `verify_tree_greedy`.
+        retrive_index, retrive_next_token, retrive_next_sibling: [bs, D] int64.
+        uniform_samples: [bs, D] float32, the coin of each node's children.
+        uniform_samples_for_final_sampling: [bs] float32.
+        target_probs: [bs, D, V] float32; what is no probability counts as 0. V is at most 2^22.
+        draft_probs: [bs, D, V] float32, zeros; changed: the target's probability of each token that was rejected.
+        threshold_single: a child at least this probable is accepted whatever the coin.
+        threshold_acc: what the children's sum is divided by before the coin is compared.
+        deterministic: has no effect: the same arguments always give the same result.
+
+    Raises:
+        ValueError: wrong dtype, shape or device; a threshold outside 0 to 1.
+    """
+    _C.tree_speculative_sampling_target_only(
+        None,
+        predicts,
+        accept_index,
+        accept_token_num,
+        candidates,
+        retrive_index,
+        retrive_next_token,
+        retrive_next_sibling,
+        uniform_samples,
+        uniform_samples_for_final_sampling,
+        target_probs,
+        draft_probs,
+        threshold_single,
+        threshold_acc,
+    )
+
+
+def chain_speculative_sampling(
+    predicts: Tensor,
+    accept_index: Tensor,
+    accept_token_num: Tensor,
+    candidates: Tensor,
+    retrive_index: Tensor,
+    retrive_next_token: Tensor | None,
+    retrive_next_sibling: Tensor | None,
+    uniform_samples: Tensor,
+    uniform_samples_for_final_sampling: Tensor,
+    target_probs: Tensor,
+    draft_probs: Tensor,
+    threshold_single: float = 1.0,
+    threshold_acc: float = 1.0,
+    deterministic: bool = True,
+    *,
+    block_verification: bool = False,
+) -> None:
+    """Rejection sampling of chains that were drawn from `draft_probs`.
+
+    A draft is accepted where coin * q < p; the first that is not is replaced by a draw from max(p - q, 0). Block
+    verification (Sun et al., arXiv 2403.10444) decides by whole prefixes and accepts at least as much on average.
+
+    Args:
+        predicts, accept_index, accept_token_num, candidates: as for `verify_tree_greedy`, with S = D.
+        retrive_index: [bs, D] int64.
+        retrive_next_token, retrive_next_sibling: have no effect.
+        uniform_samples: [bs, D - 1 or more] float32, a coin for each draft.
+        uniform_samples_for_final_sampling: [bs] float32.
+        target_probs: [bs, D, V] float32. V is at most 2^22.
+        draft_probs: [bs, D - 1, V] float32; what is no probability counts as 0.
+        threshold_single, threshold_acc: 1; no other is lossless.
+        deterministic: has no effect.
+        block_verification: as said.
+
+    Raises:
+        ValueError: wrong dtype, shape or device; a threshold other than 1.
+    """
+    for name, threshold in (("threshold_single", threshold_single), ("threshold_acc", threshold_acc)):
+        if threshold != 1:
+            raise ValueError(f"chain_speculative_sampling: {name} is {threshold}, expected 1")
+    _C.chain_speculative_sampling(
+        None,
+        predicts,
+        accept_index,
+        accept_token_num,
+        candidates,
+        retrive_index,
+        uniform_samples,
+        uniform_samples_for_final_sampling,
+        target_probs,
+        draft_probs,
+        block_verification,
+    )
+
+
+# As SGLang names the two.
+chain_speculative_sampling_triton = chain_speculative_sampling
+chain_block_speculative_sampling_triton = partial(chain_speculative_sampling, block_verification=True)

@@ -1,0 +1,284 @@
+"""What SGLang's rounds of speculation do between the passes of its models, by our kernels or with less of it.
+
+Functions here stand around SGLang's own (`compat.sglang_plugin` registers them as hooks), and leave to those whatever
+they do not know. Nothing here imports SGLang but within a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from ...ops import select_topk
+from .attention import BACKEND, TreeAttention, draft_backend
+from .functions import move_accept_tokens
+from .ngram import ALGORITHM
+
+__all__ = [
+    "accepted_width",
+    "best_of",
+    "extend_accepted",
+    "extend_phase",
+    "keep_logits",
+    "move_accepted",
+    "sample",
+    "verify_logits",
+]
+
+MAX_TOPK = 64  # that select_topk takes
+# Algorithms whose trees our attention verifies; SGLang gives them to `eagle_sample`, and their logits to nothing else.
+VERIFIED = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM", ALGORITHM)
+
+
+# --- a draft's best tokens ---
+
+
+@dataclass(frozen=True)
+class DraftLogits:
+    """Stands for a draft's probabilities between the function that normalises them all and the one that sorts them:
+    `select_topk` gives the best and their probabilities in one pass over the logits."""
+
+    logits: Tensor  # [rows, vocabulary]
+
+
+def keep_logits(original: Callable[..., Any], logits: Any, sampling_info: Any, use_rejection_sampling: bool) -> Any:
+    """For `renorm_draft_probs`, whose probabilities go to `fast_topk` alone unless drafts are sampled."""
+    if use_rejection_sampling or not logits.is_cuda or not len(logits):
+        return original(logits, sampling_info, use_rejection_sampling)
+    return DraftLogits(logits)
+
+
+def best_of(original: Callable[..., Any], values: Any, topk: int, dim: int) -> Any:
+    """For `fast_topk`: probabilities [rows, topk] float32 and tokens [rows, topk] int64, best first."""
+    if not isinstance(values, DraftLogits):
+        return original(values, topk, dim)
+    logits = values.logits
+    if topk > MAX_TOPK:
+        return original(logits.softmax(-1), topk, dim)
+    best = select_topk(logits, topk)
+    return best.logprobs.exp(), best.ids.long()
+
+
+# --- the target's logits of a tree ---
+
+
+class VerifyLogits:
+    """The logits of trees that are verified in a CUDA graph, in the dtype of the head.
+
+    SGLang widens all of them to float32 within the graph, and greedy verification then looks for the largest of each
+    row, which is the same before and after. Without that, 64 trees of 32 nodes and a vocabulary of 152 thousand take
+    1.2 instead of 3.7 GB, written and read. Here the head writes to the first half of the buffer that SGLang has for
+    the wide ones, and they are widened where anything else is done with them.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[int, Tensor] = {}  # by their address: SGLang's, [rows, vocabulary] float32
+
+    def narrow(self, buffer: Tensor, dtype: torch.dtype) -> Tensor:
+        """[rows, vocabulary] of dtype, 2 bytes, in the memory of the buffer."""
+        known = self._buffers.get(buffer.data_ptr())
+        if known is None or len(known) < len(buffer) or known.shape[1] != buffer.shape[1]:
+            self._buffers[buffer.data_ptr()] = buffer
+        rows, vocab = buffer.shape
+        return buffer.view(dtype).view(-1)[: rows * vocab].view(rows, vocab)
+
+    def is_narrow(self, logits: Any) -> bool:
+        """Whether these are logits that `narrow` has given room, or the first rows of them."""
+        buffer = self._buffers.get(logits.data_ptr())
+        return (
+            buffer is not None
+            and logits.dtype.itemsize == 2
+            and logits.shape[1] == buffer.shape[1]
+            and len(logits) <= len(buffer)
+        )
+
+    def widen(self, logits: Tensor) -> Tensor:
+        """float32, where SGLang has them."""
+        wide: Tensor = self._buffers[logits.data_ptr()][: len(logits)]
+        return wide.copy_(logits.clone())  # whose memory overlaps
+
+
+verified = VerifyLogits()
+
+
+def verify_logits(
+    original: Callable[..., Any],
+    processor: Any,
+    hidden_states: Tensor,
+    lm_head: Any,
+    logits_metadata: Any,
+    embedding_bias: Tensor | None = None,
+    use_logits_buffer: bool = True,
+) -> Any:
+    """For `LogitsProcessor._get_logits`: where a verification is captured, the logits are not widened.
+
+    The head has to be a plain one, of one GPU, whose logits are neither scaled nor capped.
+    """
+    buffer, weight = logits_metadata.next_token_logits_buffer, getattr(lm_head, "weight", None)
+    if (
+        buffer is None
+        or weight is None
+        or not use_logits_buffer
+        or not logits_metadata.forward_mode.is_target_verify()
+        or not is_capturing()
+        or not ends_in_sample()
+        or has_more_to_do(processor, lm_head)
+        or weight.dtype not in (torch.bfloat16, torch.float16)
+        or hidden_states.dtype != weight.dtype
+        or tuple(buffer.shape) != (len(hidden_states), processor.vocab_size)
+        or len(weight) != processor.vocab_size
+    ):
+        return original(processor, hidden_states, lm_head, logits_metadata, embedding_bias, use_logits_buffer)
+    return torch.matmul(hidden_states, weight.T, out=verified.narrow(buffer, weight.dtype))
+
+
+def is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def ends_in_sample() -> bool:
+    """Whether what is verified goes to `eagle_sample`, which widens logits where it has to."""
+    from sglang.srt.runtime_context import get_spec
+
+    return get_spec().speculative_algorithm in VERIFIED
+
+
+def has_more_to_do(processor: Any, lm_head: Any) -> bool:
+    """Whether SGLang computes logits in another way than by one product, or does something with them."""
+    from sglang.srt.layers.logits_processor import should_apply_lm_head_quant_method
+
+    return bool(
+        processor.do_tensor_parallel_all_gather
+        or processor.logit_scale is not None
+        or processor.final_logit_softcapping
+        or processor.use_fp32_lm_head
+        or processor.rl_on_policy_target is not None
+        or hasattr(lm_head, "set_lora")
+        or should_apply_lm_head_quant_method(lm_head, getattr(lm_head, "quant_method", None))
+    )
+
+
+def sample(
+    original: Callable[..., Any], verify_input: Any, batch: Any, logits_output: Any, grammar_mask: Any = None
+) -> Any:
+    """For `eagle_sample`: logits are widened for all that is not greedy, or is asked about probabilities."""
+    logits = logits_output.next_token_logits
+    if logits is not None and verified.is_narrow(logits):
+        info = batch.sampling_info
+        is_plain = (
+            info.is_all_greedy
+            and info.acc_additive_penalties is None
+            and info.acc_scaling_penalties is None
+            and info.logit_bias is None
+            and grammar_mask is None
+            and not batch.return_logprob
+        )
+        if not is_plain:
+            logits_output.next_token_logits = verified.widen(logits)
+    return original(verify_input, batch, logits_output, grammar_mask)
+
+
+# --- rows that were accepted ---
+
+
+def move_accepted(
+    original: Callable[..., Any], batch: Any, accept_index: Tensor, num_correct_drafts: Tensor, allocator: Any
+) -> Any:
+    """For `move_accept_tokens_to_target_kvcache`: all of it in one kernel, in pools of plain rows."""
+    pool = allocator.get_kvcache()
+    is_known = accept_index.is_cuda and accept_index.dtype == num_correct_drafts.dtype == torch.int32
+    row_bytes = plain_rows(pool) if is_known else None
+    if row_bytes is None:
+        return original(batch, accept_index, num_correct_drafts, allocator)
+    return move_accept_tokens(
+        pool.data_ptrs.view(torch.int64),
+        row_bytes,
+        len(pool.k_buffer[0]),
+        batch.req_to_token_pool.req_to_token,
+        batch.req_pool_indices,
+        batch.seq_lens,
+        batch.out_cache_loc,
+        accept_index,
+        num_correct_drafts,
+    )
+
+
+def plain_rows(pool: Any) -> int | None:
+    """Bytes of a row of any layer's K or V; None where they differ, or where the pool is not of such rows."""
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    if type(pool) is not MHATokenToKVPool or pool.use_hnd or pool.use_native_move_kv_cache:
+        return None
+    if pool not in row_sizes:
+        buffers = [*pool.k_buffer, *pool.v_buffer]
+        kinds = {(len(each), each[0].numel() * each.element_size(), each.is_contiguous()) for each in buffers}
+        _, size, contiguous = max(kinds, default=(0, 0, False))
+        is_plain = len(kinds) == 1 and contiguous and size % 16 == 0 and len(buffers) == len(pool.data_ptrs)
+        row_sizes[pool] = size if is_plain else None
+    return row_sizes[pool]
+
+
+row_sizes: WeakKeyDictionary[Any, int | None] = WeakKeyDictionary()  # by pool, whose buffers never change in size
+
+
+def accepted_width(original: Callable[..., int], *, phase: str, server_args: Any, **others: Any) -> int:
+    """For `resolve_num_tokens_per_req`: rows of a request in draft-extend.
+
+    Behind a tree, SGLang's draft reads as many rows as the tree has nodes, of which the path that was accepted is the
+    first few. No path is longer than the steps of a draft and the token behind it.
+    """
+    width: int = original(phase=phase, server_args=server_args, **others)
+    return path_width(server_args, width) if phase == "draft_extend" else width
+
+
+def path_width(server_args: Any, nodes: int) -> int:
+    """Rows of a path behind a tree of `nodes`; all of them where the plugin leaves draft-extend as it is."""
+    from sglang.srt.utils.common import require_mlp_sync
+
+    if (
+        (server_args.speculative_eagle_topk or 1) <= 1
+        or draft_backend(server_args, extend_phase()) != BACKEND
+        or server_args.enable_multi_layer_eagle
+        or require_mlp_sync(server_args)
+    ):
+        return nodes
+    return min(nodes, int(server_args.speculative_num_steps) + 1)
+
+
+def extend_phase() -> str:
+    """Whose attention backend a draft's draft-extend has."""
+    from sglang.srt.runtime_context import get_spec
+
+    return "decode" if get_spec().speculative_attention_mode == "decode" else "prefill"
+
+
+def extend_accepted(original: Callable[..., Any], worker: Any, batch: Any, batch_result: Any) -> Any:
+    """For `EagleDraftWorker._draft_extend_for_decode`: the rows of each request's path, not of its tree."""
+    nodes, bs = worker.speculative_num_draft_tokens, len(batch.seq_lens)
+    width = path_width(worker.server_args, nodes)
+    graphs, output = worker.cuda_graph_runner_for_draft_extend, batch_result.logits_output
+    whole = batch.out_cache_loc, batch_result.next_token_ids, output.hidden_states
+    if (
+        width == nodes
+        or bs == 0
+        or not isinstance(worker.draft_extend_attn_backend, TreeAttention)
+        or any(rows is not None and len(rows) != bs * nodes for rows in whole)
+        or (graphs is not None and graphs.captured_req_width != width)
+    ):
+        return original(worker, batch, batch_result)
+
+    def first(rows: Tensor | None) -> Tensor | None:
+        return None if rows is None else rows.view(bs, nodes, *rows.shape[1:])[:, :width].flatten(0, 1)
+
+    batch.out_cache_loc, batch_result.next_token_ids, output.hidden_states = map(first, whole)
+    worker.speculative_num_draft_tokens = width
+    try:
+        return original(worker, batch, batch_result)
+    finally:
+        worker.speculative_num_draft_tokens = nodes
+        batch.out_cache_loc, batch_result.next_token_ids, output.hidden_states = whole

@@ -1,0 +1,1 @@
+"""What runs a round on the device: slot state, rings, CUDA graphs, prefill, and the round itself."""

@@ -1,0 +1,123 @@
+"""What the C++ scheduler calls: slots begin, prefill, run rounds and end here. Results go back through a ring."""
+
+from __future__ import annotations
+
+from array import array
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ...ops import alloc_pages, assign_pages
+from ..drafts import DraftRequest
+from .logit_edits import LogitEdit
+from .prefill import Chunk
+from .prefill_graphs import Passes
+from .round import Round
+from .state import to_device
+
+if TYPE_CHECKING:
+    from ..._C import Admitted
+
+
+MOST_ASSIGNED = 512  # entries of one call of `assign_pages`
+
+
+class Executor:
+    """Turns the scheduler's decisions into device work, which no call but `progress` waits for.
+
+    All calls come from the thread that runs the scheduler, on the stream of the rounds.
+    """
+
+    def __init__(self, round: Round, prefill_chunk: int) -> None:
+        self.round, self.prefill_chunk = round, prefill_chunk
+        self.passes = Passes(round.target, round.draft, round.state)
+        self.target, self.draft, self.state = round.target, round.draft, round.state
+        self.launch, self.forward, self.finish = round.launch, round.forward, round.finish
+        self.not_captured: str | None = None  # why rounds that were to be graphs are launched call by call
+        self._arrived: dict[
+            int, dict[str, Tensor]
+        ] = {}  # what the drafts of slots go on from, until they are activated
+        self._edited: set[int] = set()  # slots whose last request asked something of its logits
+        device = self.state.seq_lens.device
+        self._slots = torch.arange(len(self.state.seq_lens), dtype=torch.int32, device=device)
+
+    @torch.inference_mode()
+    def begin(self, slot: int, admitted: Admitted) -> None:
+        number, tokens, group, extra, cached = admitted
+        edit, prediction, arrival = extra or (None, (), None)
+        state, slots = self.state, self._slots[slot : slot + 1]
+        if cached:
+            first = slot * state.pool.page_table.shape[1]
+            self.assign_pages(cached, [*range(first, first + len(cached))])
+            state.pool.page_counts[slot] = len(cached)
+        if state.window is None:
+            # The slot gets all pages up to its first round at once, as the scheduler counts them. Should there be too
+            # few, it stalls, and its activation turns that into an error.
+            rows = len(tokens) - 1 + self.round.reserve
+            alloc_pages(state.pool, state.seq_lens, rows, slots=slots, status=state.status)
+        if edit is not None or slot in self._edited:
+            self._edit(slot, edit, tokens)
+        rows, kept = len(cached) * state.pool.page_size, None
+        if arrival is not None:
+            kept = arrival.unpack(state, self.target.pools, self.draft, slots, self.prefill_chunk, len(tokens) - 1)
+        if kept is not None:
+            self._arrived[slot] = kept
+            rows = len(tokens) - 1
+        self.draft.begin(slot, DraftRequest(number, tokens, group, prediction, rows))
+
+    def _edit(self, slot: int, edit: LogitEdit | None, tokens: list[int]) -> None:
+        masks = self.round.masks
+        if masks is not None:
+            masks.matchers.pop(slot, None)
+        if edit is None:
+            self.state.edits.kinds[slot] = 0
+            self._edited.remove(slot)
+        else:
+            edit.write(self.state.edits, slot, tokens)
+            self._edited.add(slot)
+            if edit.new_matcher is not None:
+                assert masks is not None  # the engine has refused it else
+                masks.matchers[slot] = matcher = edit.new_matcher()
+                for token in tokens[edit.num_prompt_tokens :]:
+                    matcher.accept_token(token)
+
+    @torch.inference_mode()
+    def assign_pages(self, sources: list[int], destinations: list[int]) -> None:
+        entries = to_device(array("i", sources + destinations), self.state.seq_lens.device).view(2, -1)
+        for begin in range(0, len(sources), MOST_ASSIGNED):
+            assign_pages(self.state.all_pages, *entries[:, begin : begin + MOST_ASSIGNED])
+
+    @torch.inference_mode()
+    def prefill(self, chunks: list[Chunk]) -> None:
+        self.passes.run(chunks)
+
+    @torch.inference_mode()
+    def activate(self, slots: list[int]) -> None:
+        rows = to_device(array("i", slots), self.state.seq_lens.device)
+        if self.state.sliding():  # where chunks got pages for themselves alone
+            self.state.make_room(rows, self.round.reserve)
+        if arrived := [slot for slot in slots if slot in self._arrived]:
+            for slot in arrived:
+                self.draft.restore(slot, self._arrived.pop(slot))
+            rows = to_device(array("i", [slot for slot in slots if slot not in arrived]), rows.device)
+        if len(rows) > 0:
+            self.draft.activate(rows)
+
+    @torch.inference_mode()
+    def constrain(self, number: int, requests: list[tuple[int, int, list[int]]], batch: int, num_rows: int) -> None:
+        if requests:
+            assert self.round.masks is not None
+            self.round.masks.make(number, requests, batch, self.round.most_nodes(batch, num_rows), self._is_busy)
+
+    def _is_busy(self) -> bool:
+        device = self.state.seq_lens.device
+        return device.type == "cuda" and not torch.cuda.current_stream(device).query()
+
+    def deactivate(self, slots: list[int]) -> None:
+        for slot in slots:
+            self._arrived.pop(slot, None)
+            self.draft.release(slot)
+
+    def progress(self) -> tuple[int, int]:
+        return int(self.round.rings.num_applied), int(self.round.rings.num_published)

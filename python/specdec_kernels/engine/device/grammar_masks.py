@@ -1,0 +1,156 @@
+"""What a request's text must be: grammars compiled by xgrammar, and the masks of a round's trees."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...ops import Tree
+from ..params import SamplingParams
+
+Matcher = Any  # xgrammar.GrammarMatcher
+POLL_SECONDS = 5e-5  # between two looks whether the device has the tree
+MOST_WHITESPACE = 16  # characters in a row, between two parts of a JSON text: some models would go on for ever
+FULL = -1  # a word of a mask that allows all of its tokens
+
+
+class Grammars:
+    """Compiles what requests ask for, each once; any thread."""
+
+    def __init__(self, tokenizer: Any, no_tokenizer: str, vocab_size: int) -> None:
+        self._tokenizer, self._no_tokenizer, self._vocab_size = tokenizer, no_tokenizer, vocab_size
+        self._lock = Lock()
+        self._compiler: Any = None
+
+    def compiled(self, sampling: SamplingParams) -> Any:
+        """The grammar of a request that has one.
+
+        Raises:
+            ValueError: there is no tokenizer, or no xgrammar; what is asked for is no schema, pattern or grammar.
+        """
+        kind, source = sampling.constraint
+        with self._lock:
+            if self._compiler is None:
+                self._compiler = self._make_compiler(kind)
+        compile_it = {
+            "json_schema": partial(self._compiler.compile_json_schema, max_whitespace_cnt=MOST_WHITESPACE),
+            "regex": self._compiler.compile_regex,
+            "grammar": self._compiler.compile_grammar,
+        }[kind]
+        try:
+            return compile_it(source)
+        except RuntimeError as error:
+            why = " ".join(re.sub(r"^\[[^]]*\] \S+:\d+: ", "", str(error)).split())  # without its time and place
+            raise ValueError(f"SamplingParams: {kind} does not compile: {why}") from error
+
+    def new_matcher(self, sampling: SamplingParams, stop_tokens: Sequence[int]) -> Callable[[], Matcher]:
+        """Makes matchers that are at the beginning of the text, which the request's stop tokens may end."""
+        kind, _ = sampling.constraint
+        if not stop_tokens:
+            raise ValueError(f"SamplingParams: {kind} is given, expected beside it a stop token, which ends the text")
+        grammar = self.compiled(sampling)
+        import xgrammar
+
+        return lambda: xgrammar.GrammarMatcher(grammar, override_stop_tokens=list(stop_tokens))
+
+    def _make_compiler(self, kind: str) -> Any:
+        if self._tokenizer is None:
+            raise ValueError(f"SamplingParams: {kind} is given, expected none ({self._no_tokenizer})")
+        try:
+            import xgrammar
+        except ImportError as error:
+            raise ValueError(
+                f"SamplingParams: {kind} is given, expected none without xgrammar "
+                '(pip install "specdec-kernels[grammar]")'
+            ) from error
+        info = xgrammar.TokenizerInfo.from_huggingface(self._tokenizer, vocab_size=self._vocab_size)
+        return xgrammar.GrammarCompiler(info)
+
+
+class TreeMasks:
+    """Which tokens the nodes of a round's trees allow: the host finds out while the device runs the target over them.
+
+    Attributes:
+        allowed: [rows, ceil(V / 32)] int32 on the device, of packed rows as `edit_logits` takes them.
+    """
+
+    def __init__(self, num_slots: int, num_rows: int, most_nodes: int, vocab: int, device: torch.device) -> None:
+        words = -(-vocab // 32)
+        pinned = device.type == "cuda"
+        self.allowed = torch.full((num_rows, words), FULL, dtype=torch.int32, device=device)
+        self._on_host = torch.full(self.allowed.shape, FULL, dtype=torch.int32, pin_memory=pinned)
+        self._trees = torch.zeros(num_slots * (3 * most_nodes + 1) + 1, dtype=torch.int32, pin_memory=pinned)
+        self._number = torch.zeros(1, dtype=torch.int64, pin_memory=pinned)
+        self._copies = torch.cuda.Stream(device) if pinned else None  # type: ignore[no-untyped-call]
+        self._threads = ThreadPoolExecutor(thread_name_prefix="specdec masks")
+        self.matchers: dict[int, Matcher] = {}  # of slots, where they have one
+
+    def reset(self) -> None:
+        """As if no round had told anything."""
+        self._number.zero_()
+
+    def tell(self, tree: Tree, cu_seqlens: Tensor, number: Tensor) -> None:
+        """Shows the host the trees of a round [B, N], whose number it may look at when they are there."""
+        parts = (tree.tokens, tree.first_child, tree.next_sibling, cu_seqlens)
+        together = torch.cat([part.flatten() for part in parts])
+        self._trees[: len(together)].copy_(together, non_blocking=True)
+        self._number.copy_(number, non_blocking=True)
+
+    def make(
+        self,
+        number: int,
+        requests: Sequence[tuple[int, int, list[int]]],
+        batch: int,
+        num_nodes: int,
+        busy: Callable[[], bool],
+    ) -> None:
+        """The masks of a round of `batch` trees of `num_nodes`, which `number` says is told.
+
+        Args:
+            requests: of each that is constrained its row of the round, its slot, and what it has gained.
+            busy: whether the device is at work, without which it tells nothing more.
+        """
+        while int(self._number) != number:
+            if not busy() and int(self._number) != number:
+                raise RuntimeError(f"the device is at rest, and has not told the trees of record {number}")
+            time.sleep(POLL_SECONDS)
+        size = batch * num_nodes
+        tokens, first_child, next_sibling = self._trees[: 3 * size].view(3, batch, num_nodes).long()
+        ends = self._trees[3 * size : 3 * size + batch + 1].tolist()
+
+        @torch.inference_mode()
+        def make_one(request: tuple[int, int, list[int]]) -> None:
+            row, slot, gained = request
+            matcher = self.matchers[slot]
+            for token in gained:
+                matcher.accept_token(token)
+            begin, count = ends[row], ends[row + 1] - ends[row]
+            allowed = self._on_host[begin : begin + count].fill_(FULL)
+            if count == 0 or matcher.is_terminated():
+                return
+            links = (part[row, :count].contiguous() for part in (first_child, next_sibling, tokens))
+            matcher.traverse_draft_tree(*links, allowed)
+            # No walk comes to a node that is not allowed, nor goes on behind one that ends the text. But it asks the
+            # latter for a token, which there must be.
+            allowed[1:][~allowed[1:].any(1)] = FULL
+
+        # xgrammar lets go of the GIL.
+        for _ in self._threads.map(make_one, requests) if len(requests) > 1 else map(make_one, requests):
+            pass
+        rows = [(ends[row], ends[row + 1]) for row, _, _ in requests]
+        begin, end = min(first for first, _ in rows), max(last for _, last in rows)
+        if self._copies is None:
+            self.allowed[begin:end] = self._on_host[begin:end]
+            return
+        # Beside the target's pass; rounds before have read what this overwrites, else the tree would not be there.
+        with torch.cuda.stream(self._copies):
+            self.allowed[begin:end].copy_(self._on_host[begin:end], non_blocking=True)
+        torch.cuda.current_stream(self.allowed.device).wait_stream(self._copies)

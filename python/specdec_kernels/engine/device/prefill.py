@@ -1,0 +1,144 @@
+"""Chunks of several prompts as one forward pass."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...models.backends.native import Prefilled
+from ...models.layers.attention import LastRows, Rows
+from .state import EngineState
+
+MOST_PADDING = 0.1  # of a pass of several chunks
+
+# Slot, first row, tokens: one more than rows, for the last row's successor. Of a text's last token that is itself.
+Chunk = tuple[int, int, list[int]]
+
+
+class Shape(NamedTuple):
+    """Sizes of a pass: P pieces of Q rows, which are those of R chunks."""
+
+    pieces: int
+    length: int
+    chunks: int
+
+    @property
+    def rows(self) -> int:
+        return self.pieces * self.length
+
+    @property
+    def sizes(self) -> list[int]:
+        """The sizes of the arrays that `pack` packs, in their order."""
+        return [*3 * [self.pieces], *3 * [self.chunks], self.pieces * (self.length + 1)]
+
+    @classmethod
+    def fitting(cls, lengths: Sequence[int]) -> Shape:
+        """The longest pieces that are little more than chunks of these lengths."""
+        longest, most = max(lengths), (1 + MOST_PADDING) * sum(lengths)
+        powers = (1 << power for power in reversed(range(longest.bit_length())))
+        shapes = (cls(num_pieces(lengths, q), q, len(lengths)) for q in (longest, *powers))
+        return next(shape for shape in shapes if shape.rows <= most)
+
+
+def num_pieces(lengths: Sequence[int], length: int) -> int:
+    """Pieces that chunks of these lengths are cut into."""
+    return sum(-(-n // length) for n in lengths)
+
+
+def pack(chunks: Sequence[Chunk], shape: Shape) -> array[int]:
+    """What the host knows of a pass, as numbers for one copy to the device.
+
+    A shape may have room for more: then there are pieces without rows, and the last chunk is there several times.
+    """
+    length = shape.length
+    piece_slots, starts, counts, tokens = array("i"), array("i"), array("i"), array("i")
+    slots, ends, last_rows = array("i"), array("i"), array("i")
+    for slot, start, chunk in chunks:
+        num_rows = len(chunk) - 1
+        for begin in range(0, num_rows, length):
+            count = min(length, num_rows - begin)
+            piece_slots.append(slot)
+            starts.append(start + begin)
+            counts.append(count)
+            tokens.extend(chunk[begin : begin + count + 1])
+            tokens.extend([0] * (length - count))
+        slots.append(slot)
+        ends.append(start + num_rows)
+        last_rows.append((len(counts) - 1) * length + counts[-1] - 1)
+    for of_pieces, empty in ((piece_slots, slots[-1]), (starts, 0), (counts, 0)):
+        of_pieces.extend([empty] * (shape.pieces - len(of_pieces)))
+    for of_chunks in (slots, ends, last_rows):
+        of_chunks.extend([of_chunks[-1]] * (shape.chunks - len(of_chunks)))
+    tokens.extend([0] * (shape.pieces * (length + 1) - len(tokens)))
+    return sum([piece_slots, starts, counts, slots, ends, last_rows, tokens], array("i"))
+
+
+class Prefill(NamedTuple):
+    """Chunks cut into P pieces of Q neighbouring rows, each a row of the batch with a prefix of its own.
+
+    A layer writes the KV of all pieces before it attends, so that a piece finds those before it in its prefix. The last
+    row of a text is the root's. Its successor is not known yet, and it stands there itself: what a draft makes of that
+    is written again when the first round is committed.
+    """
+
+    tokens: Tensor  # [P, Q] int32; 0 where a piece is shorter
+    next_tokens: Tensor  # [P, Q] int32: the successor of each
+    positions: Tensor  # [P, Q] int32
+    rows: Rows  # with tables, lengths and status of the pieces
+    piece_slots: Tensor  # [P] int32
+    slots: Tensor  # [R] int32: of the chunks
+    ends: Tensor  # [R] int32: rows that these slots have then
+    last_rows: Tensor  # [R] int32: the last row of each chunk, of P * Q
+
+    @classmethod
+    def of(cls, packed: Tensor, shape: Shape, state: EngineState) -> Prefill:
+        """From what `pack` packed, on the device; nothing here reads it on the host. The slots get pages for it."""
+        piece_slots, starts, counts, slots, ends, last_rows, tokens = torch.split(packed, shape.sizes)
+        tokens = tokens.view(shape.pieces, shape.length + 1)
+        state.make_room_for_chunks(slots, ends)
+        pieces, columns = (
+            torch.arange(n, dtype=torch.int32, device=packed.device) for n in (shape.pieces, shape.length)
+        )
+        rows = Rows(
+            slots=pieces,
+            page_table=state.pool.page_table[piece_slots],
+            window_tables={window: pool.page_table[piece_slots] for window, pool in state.window_pools.items()},
+            prefix_lens=starts,
+            tail_len=shape.length,
+            num_valid=counts,
+            status=state.status[piece_slots],
+            fixed_split=state.fixed_split,
+        )
+        positions = starts[:, None] + columns
+        return cls(tokens[:, :-1], tokens[:, 1:], positions, rows, piece_slots, slots, ends, last_rows)
+
+    @property
+    def last(self) -> LastRows:
+        """The last row of each chunk: with its piece's pages, behind all rows before it."""
+        starts, counts = self.rows.prefix_lens, self.rows.num_valid
+        assert counts is not None
+        pieces = torch.div(self.last_rows, self.tokens.shape[1], rounding_mode="floor")
+        before = (starts + counts - 1).clamp(min=0)
+        # A piece without rows, as where a pass is run before it is captured, has no last one.
+        are_there = counts[pieces].clamp(max=1)
+        rows = self.rows._replace(slots=pieces, prefix_lens=before, tail_len=1, num_valid=are_there)
+        return LastRows(self.last_rows, before[pieces][:, None], rows)
+
+    def finish(self, state: EngineState, states: Prefilled, last: LastRows) -> None:
+        """All models have run it, the target with these states: the slots have its rows and the states of its chunks'
+        last ones, and what was wrong with a piece is their status. What is behind a window then goes."""
+        are_there, status, pieces = last.rows.num_valid, self.rows.status, last.rows.slots
+        assert are_there is not None and status is not None and states.hidden is not None
+        # Of rows that are not there, or have no pages, nothing is kept that could be no number.
+        is_void = ((are_there == 0) | (status[pieces] != 0))[:, None]
+        state.last_hidden[self.slots] = states.hidden.to(state.last_hidden.dtype).masked_fill(is_void, 0)
+        if states.features is not None:
+            features = states.features.flatten(0, 1)[last.places]
+            state.last_features[self.slots] = features.to(state.last_features.dtype).masked_fill(is_void, 0)
+        state.status.scatter_reduce_(0, self.piece_slots.long(), status, "amax")  # at least what it was
+        state.seq_lens[self.slots] = self.ends
+        state.free_behind(self.slots)

@@ -1,0 +1,65 @@
+"""Prefill passes: captured as CUDA graphs for some shapes, else launched call by call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...models.language_model import LanguageModel
+from ..drafts import Draft
+from .prefill import Chunk, Prefill, Shape, num_pieces, pack
+from .state import EngineState, to_device
+
+PIECE = 64  # rows of a captured pass's pieces
+CHEAP_ROWS = 256  # a pass of so many rows takes little more than one of a few: most of it is reading the weights
+MOST_ROWS = 1.25  # of a captured pass, in those of one launched call by call
+
+
+def captured_shapes(prefill_chunk: int, num_slots: int, max_len: int) -> list[Shape]:
+    """For every number of pieces that slots can have, one that is a quarter larger at most."""
+    most = min(-(-prefill_chunk // PIECE), num_slots * -(-(max_len - 1) // PIECE))
+    sizes = (1, 2, 3, *(size << power for power in range(24) for size in (4, 5, 6, 7)))
+    return [Shape(size, PIECE, min(size, num_slots)) for size in sizes if size < most] + [
+        Shape(most, PIECE, min(most, num_slots))
+    ]
+
+
+class Passes:
+    """Runs chunks of prompts through target and draft.
+
+    Launching hundreds of kernels takes as long as many a pass, so passes are captured for some numbers of pieces. One
+    whose chunks do not fit such a shape well is launched call by call, in the shape that fits them.
+    """
+
+    def __init__(self, target: LanguageModel, draft: Draft, state: EngineState) -> None:
+        self.target, self.draft, self.state = target, draft, state
+        self.captured: dict[Shape, tuple[torch.cuda.CUDAGraph, Tensor]] = {}  # and what it reads, as `pack` packs it
+
+    def run(self, chunks: Sequence[Chunk]) -> None:
+        lengths = [len(tokens) - 1 for _, _, tokens in chunks]
+        fitting = Shape.fitting(lengths)
+        shape = self.captured_shape(lengths, fitting.rows)
+        if shape is None:
+            self.launch(to_device(pack(chunks, fitting), self.state.seq_lens.device), fitting)
+            return
+        graph, packed = self.captured[shape]
+        packed.copy_(to_device(pack(chunks, shape), packed.device))
+        graph.replay()
+
+    def captured_shape(self, lengths: Sequence[int], fitting_rows: int) -> Shape | None:
+        """The smallest captured shape for chunks of these lengths; None where a pass of `fitting_rows` is better."""
+        pieces = num_pieces(lengths, PIECE)
+        shape = min((shape for shape in self.captured if shape.pieces >= pieces), default=None)
+        most = max(CHEAP_ROWS, MOST_ROWS * fitting_rows)
+        return shape if shape and shape.rows <= most else None
+
+    @torch.inference_mode()
+    def launch(self, packed: Tensor, shape: Shape) -> None:
+        """One pass over what `pack` packed; nothing here reads a device value on the host."""
+        prefill = Prefill.of(packed, shape, self.state)
+        last = prefill.last
+        states = self.target.prefill(prefill.tokens, prefill.positions, prefill.rows, last)
+        self.draft.prefill(prefill, states.features)
+        prefill.finish(self.state, states, last)

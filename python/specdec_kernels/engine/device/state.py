@@ -1,0 +1,163 @@
+"""What a round reads and writes between rounds, at fixed addresses."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...models.kv_pools import pages_of
+from ...models.layers.attention import Rows
+from ...ops import (
+    LogitEdits,
+    PagePool,
+    SlotState,
+    alloc_pages,
+    free_pages,
+    make_logit_edits,
+    make_page_pool,
+    make_slot_state,
+)
+
+
+def to_device(numbers: array[Any], device: torch.device) -> Tensor:
+    """int32, or float32, on the device, behind what is on the stream: a pageable copy would wait for all of it."""
+    dtype = torch.float32 if numbers.typecode == "f" else torch.int32
+    if not numbers:  # torch takes no empty buffer
+        return torch.empty(0, dtype=dtype, device=device)
+    tensor = torch.frombuffer(numbers, dtype=dtype)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+class EngineState(SlotState):
+    """The slots' state, the pages they hold, and how they attend.
+
+    What no layer of a page table sees any more is given back as a text grows: before a round, and behind each chunk of
+    a prompt. A table that keeps all gets a prompt's pages at once; one with a window chunk by chunk.
+    """
+
+    pool: PagePool  # of all layers whose window has no table of its own
+    all_pages: PagePool  # `pool`, with rows of the table behind those of the slots for the pages of the prefix cache
+    window: int | None  # behind which none of these sees; None: one sees all
+    window_pools: dict[int, PagePool]  # of layers with these windows
+    window_pages: Mapping[int, int]  # most pages of these
+    edits: LogitEdits
+    last_hidden: Tensor  # [num_slots, H], of the last row that prefill has run; of a text's last one, its root's
+    last_features: Tensor  # [num_slots, F], as drafts ask for them, likewise
+    fixed_split: int | None  # of attention
+    no_rows: Tensor  # [num_slots] of zeros
+    max_kv_len: int | None  # KV rows that no slot exceeds in the round that is launched; None: outside of one
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        num_slots: int,
+        vocab_size: int,
+        hidden_size: int,
+        num_features: int = 0,
+        dtype: torch.dtype,
+        max_len: int,
+        max_stop_tokens: int,
+        num_pages: int,
+        max_pages: int,
+        page_size: int,
+        prefix_cache: bool = False,
+        fixed_split: int | None,
+        device: torch.device,
+        window: int | None = None,
+        window_pages: Mapping[int, int] = MappingProxyType({}),
+    ) -> EngineState:
+        like = torch.empty(0, device=device)
+        state = cls(*make_slot_state(num_slots, max_len, max_stop_tokens, like))
+        state.window, state.window_pages = window, window_pages
+        state._make_pools(num_pages, max_pages, page_size, prefix_cache)
+        state.no_rows = torch.zeros_like(state.seq_lens)
+        state.edits = make_logit_edits(num_slots, vocab_size, like)
+        state.last_hidden = torch.zeros(num_slots, hidden_size, dtype=dtype, device=device)
+        state.last_features = torch.zeros(num_slots, num_features, dtype=dtype, device=device)
+        state.fixed_split = fixed_split
+        state.max_kv_len = None
+        return state
+
+    def resize_pool(self, num_pages: int) -> None:
+        """Another pool, of which every page is free."""
+        max_pages, page_size = self.pool.page_table.shape[1], self.pool.page_size
+        self._make_pools(num_pages, max_pages, page_size, len(self.all_pages.page_counts) > len(self.seq_lens))
+
+    def _make_pools(self, num_pages: int, max_pages: int, page_size: int, prefix_cache: bool) -> None:
+        num_slots = len(self.seq_lens)
+        sizes = num_slots, max_pages, page_size
+        num_rows = num_slots + (-(-num_pages // max_pages) if prefix_cache else 0)
+        self.all_pages = make_page_pool(num_pages, num_rows, max_pages, page_size, like=self.seq_lens)
+        of_slots = "page_table", "page_counts", "page_starts"
+        self.pool = self.all_pages._replace(**{name: getattr(self.all_pages, name)[:num_slots] for name in of_slots})
+        self.window_pools = {
+            window: make_page_pool(pages_of(window, num_pages, self.window_pages), *sizes, like=self.seq_lens)
+            for window in self.window_pages
+        }
+
+    def sliding(self) -> list[tuple[int, PagePool]]:
+        """The pools that give back pages behind a window."""
+        own = [] if self.window is None else [(self.window, self.pool)]
+        return [*self.window_pools.items(), *own]
+
+    def make_room(self, slots: Tensor, reserve: int) -> None:
+        """Pages for `reserve` rows behind the text of these slots, and none for what is behind a window.
+
+        A slot that gets none of the pool is stalled. Other pools have them where that has, since they need no more.
+        """
+        self.free_behind(slots)
+        for pool in self.window_pools.values():
+            alloc_pages(pool, self.seq_lens, reserve, slots=slots)
+        alloc_pages(self.pool, self.seq_lens, reserve, slots=slots, status=self.status)
+
+    def make_room_for_chunks(self, slots: Tensor, ends: Tensor) -> None:
+        """Pages that these slots [R] need for the first `ends` rows of their prompts, where they did not get them when
+        they began. Where there are none rows are missing, which is found when they are to be written."""
+        if not self.sliding():
+            return
+        lens = self.seq_lens.clone()
+        lens[slots] = ends
+        for _, pool in self.sliding():
+            alloc_pages(pool, lens, 0, slots=slots)
+
+    def free_behind(self, slots: Tensor) -> None:
+        """Take back the pages of these slots that no layer sees any more."""
+        for window, pool in self.sliding():
+            free_pages(pool, self.seq_lens, window=window, slots=slots, status=self.status)
+
+    def give_back(self, slots: Tensor) -> None:
+        """Take back all pages of these slots."""
+        for pool in (*self.window_pools.values(), self.pool):
+            free_pages(pool, self.no_rows, slots=slots, status=self.status)
+
+    @contextmanager
+    def kv_bounded(self, max_kv_len: int) -> Iterator[None]:
+        """For the passes of a round, which may have other plans where KV is short."""
+        self.max_kv_len = max_kv_len
+        try:
+            yield
+        finally:
+            self.max_kv_len = None
+
+    def rows(
+        self, slots: Tensor, prefix_lens: Tensor, tail_len: int | None = None, **options: Tensor | int | None
+    ) -> Rows:
+        """A forward pass of these slots over `prefix_lens` rows and a tail; packed rows are a tail themselves."""
+        return Rows(
+            slots=slots,
+            page_table=self.pool.page_table,
+            window_tables={window: pool.page_table for window, pool in self.window_pools.items()},
+            prefix_lens=prefix_lens,
+            tail_len=tail_len,
+            status=self.status,
+            fixed_split=self.fixed_split,
+            max_kv_len=self.max_kv_len,
+            **options,  # type: ignore[arg-type]
+        )

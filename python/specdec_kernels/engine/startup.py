@@ -1,0 +1,255 @@
+"""From a configuration to an engine that runs: load, size the pools, capture, make the scheduler."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import _C
+from ..models.language_model import LanguageModel, open_language_model
+from .config import MAX_STOP_TOKENS, RING_DEPTH, EngineConfig, PagePlan
+from .device.executor import Executor
+from .device.grammar_masks import TreeMasks
+from .device.graphs import Graphs, capture
+from .device.memory import pages_that_fit
+from .device.prefill_graphs import captured_shapes
+from .device.rings import Rings
+from .device.round import Round
+from .device.state import EngineState
+from .drafts import Draft, DraftContext
+from .tuning import calibrate
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What an engine runs on."""
+
+    config: EngineConfig
+    executor: Executor
+    stream: torch.cuda.Stream | None
+    graphs: Graphs | None
+    scheduler: _C.Scheduler
+
+
+def open_engine(
+    model: str | Path | nn.Module,
+    draft: Draft,
+    config: EngineConfig,
+    *,
+    adapter: Path | None,
+    tokenizer: Any,
+    no_tokenizer: str,
+    calibrations: Sequence[dict[str, Any] | None],
+    costs: _C.RoundCosts | None,
+    trace: bool,
+    progress: bool,
+) -> Opened:
+    """Load target and draft, and make all that their rounds need. Where that fails, the draft is closed again.
+
+    `calibrations` are what the draft's begin with (`calibrations_for`), `costs` those of the rounds, if they are known.
+    """
+    executor = load_target(model, draft, config, adapter)
+    round = executor.round
+    try:
+        catches_up = config.max_idle_rounds > 0
+        draft.open(DraftContext(round.target, round.state, config.max_len, catches_up, tokenizer, no_tokenizer))
+        device = config.machine.device
+        stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        if config.mem_fraction is not None:
+            assert stream is not None
+            config = size_pools(executor, config, stream, trace, progress)
+        graphs, scheduler = start(executor, config, stream, trace, progress)
+        with on_stream(stream):
+            if config.num_levels > 0 and costs is not None:
+                scheduler.set_costs(costs)
+            elif config.num_levels > 0:
+                scheduler.measure_rounds(list(config.measured_sizes))
+                draft.begin_anew()
+            calibrate(draft, calibrations)
+    except BaseException:
+        if draft.is_open:
+            draft.close()
+        raise
+    return Opened(config, executor, stream, graphs, scheduler)
+
+
+def load_target(
+    model: str | Path | nn.Module, draft: Draft, config: EngineConfig, adapter: Path | None = None
+) -> Executor:
+    """The target with its pools, the slots' state, and the rounds of both; the draft is still to be opened."""
+    device = config.machine.device
+    target = open_language_model(
+        model,
+        implementation=config.implementation,
+        max_len=config.max_len,
+        num_pages=config.num_pages,
+        page_size=config.page_size,
+        dtype=config.dtype,
+        device=device,
+        kv_dtype=config.kv_dtype,
+        feature_layers=config.needs.feature_layers,
+        adapter=adapter,
+        window_pages=dict(config.pages.windows),
+    )
+    check_windows(target, config.pages)
+    state = EngineState.create(
+        num_slots=config.num_slots,
+        vocab_size=target.lm_head.out_features,
+        hidden_size=target.hidden_size,
+        num_features=len(config.needs.feature_layers) * target.config.hidden_size,
+        dtype=config.dtype,
+        max_len=config.max_len,
+        max_stop_tokens=MAX_STOP_TOKENS,
+        num_pages=config.num_pages,
+        max_pages=config.max_pages,
+        page_size=config.page_size,
+        prefix_cache=config.prefix_cache,
+        fixed_split=config.fixed_split,
+        device=device,
+        window=config.pages.window,
+        window_pages=target.pools.window_pages,
+    )
+    width = config.needs.accept_width
+    rings = Rings.create(
+        state,
+        max_batch=config.num_slots,
+        accept_width=width,
+        num_levels=config.num_levels,
+        top_n=config.top_n,
+        depth=RING_DEPTH,
+    )
+    masks = None
+    if config.grammars:
+        most_rows, vocab = max(map(max, config.rows)), target.lm_head.out_features
+        masks = TreeMasks(config.num_slots, most_rows, config.needs.num_nodes, vocab, device)
+    budget_levels = dict(zip(config.batch_sizes, config.rows, strict=True))
+    round = Round(
+        target,
+        draft,
+        state,
+        rings,
+        reserve=config.reserve,
+        needs=config.needs,
+        budget_levels=budget_levels,
+        masks=masks,
+    )
+    return Executor(round, config.prefill_chunk)
+
+
+def check_windows(target: LanguageModel, pages: PagePlan) -> None:
+    """ValueError where a layer sees rows whose pages would be given back."""
+    for group in target.pools.groups:
+        sees, kept = group.shape.window, pages.window
+        if group.window is None and kept is not None and (sees is None or sees > kept):
+            raise ValueError(
+                f"model: layer {group.layers[0]} has window={sees}, expected at most {kept} (by the family's `window`)"
+            )
+
+
+def size_pools(
+    executor: Executor, config: EngineConfig, stream: torch.cuda.Stream, trace: bool, progress: bool
+) -> EngineConfig:
+    """Pools that take what `mem_fraction` leaves: all is made and tried out with the smallest, which is thrown away."""
+    trial = start(executor, config, stream, trace, progress)
+    assert config.mem_fraction is not None
+    with on_stream(stream):
+        fitting = pages_that_fit(executor, config.mem_fraction, config.prefill_chunk)
+    del trial
+    executor.passes.captured.clear()
+    torch.cuda.empty_cache()
+    if fitting < config.pages.of_slot:
+        raise ValueError(
+            f"Engine: mem_fraction is {config.mem_fraction}, which leaves room for {fitting} pages, "
+            f"expected at least {config.pages.of_slot} (one request of max_len={config.max_len} tokens)"
+        )
+    num_pages = min(fitting, config.num_slots * config.pages.of_slot)
+    executor.state.resize_pool(num_pages)
+    executor.target.resize_pools(num_pages)
+    executor.draft.resize_pools(num_pages)
+    return dataclasses.replace(config, num_pages=num_pages)
+
+
+def start(
+    executor: Executor, config: EngineConfig, stream: torch.cuda.Stream | None, trace: bool, progress: bool
+) -> tuple[Graphs | None, _C.Scheduler]:
+    """Rounds and passes as graphs, where they are captured, and the scheduler that launches them."""
+    with on_stream(stream):
+        graphs = capture_all(executor, config, stream, progress)
+        return graphs, make_scheduler(executor, config, stream, graphs, trace)
+
+
+def capture_all(
+    executor: Executor, config: EngineConfig, stream: torch.cuda.Stream | None, progress: bool
+) -> Graphs | None:
+    """Rounds and passes as graphs, where they are to be; on the stream."""
+    if not config.captures:
+        return None
+    assert stream is not None
+    shapes = captured_shapes(config.prefill_chunk, config.num_slots, config.max_len)
+    passes, round = executor.passes, executor.round
+    try:
+        return capture(round, config.round_sizes, passes, shapes, stream, progress=progress)
+    except RuntimeError as error:
+        if config.implementation == "native":
+            raise
+        # Its modules may read what is on the device: then they are launched call by call.
+        torch.cuda.synchronize(stream.device)
+        passes.captured.clear()
+        round.reset()
+        executor.not_captured = str(error).partition("\n")[0]
+        return None
+
+
+def make_scheduler(
+    executor: Executor, config: EngineConfig, stream: torch.cuda.Stream | None, graphs: Graphs | None, trace: bool
+) -> _C.Scheduler:
+    round, rings = executor.round, executor.round.rings
+    return _C.Scheduler(
+        executor,
+        num_slots=config.num_slots,
+        num_pages=config.num_pages,
+        page_size=config.page_size,
+        window=config.pages.window or 0,
+        max_len=config.max_len,
+        reserve=config.reserve,
+        accept_width=config.needs.accept_width,
+        max_stops=MAX_STOP_TOKENS,
+        max_logprobs=config.top_n,
+        prefill_chunk=config.prefill_chunk,
+        prefill_requests=config.prefill_requests,
+        rounds_in_flight=config.rounds_in_flight,
+        draft_can_idle=config.needs.max_idle_rounds > 0,
+        prefix_cache=config.prefix_cache,
+        batch_sizes=config.batch_sizes,
+        rows=config.rows,
+        drafted=[round.level_limits[batch] for batch in config.batch_sizes],
+        plain_rounds=config.plain_rounds,
+        max_idle_rounds=config.max_idle_rounds,
+        commands=rings.commands,
+        results=rings.results,
+        stream=stream.cuda_stream if stream else None,
+        graphs=graphs.raw() if graphs else {},
+        trace=trace,
+    )
+
+
+@contextmanager
+def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """The engine's device and stream: what is launched here waits for all that the caller's stream was given before,
+    and what the caller launches later waits for it."""
+    if stream is None:
+        yield
+        return
+    with torch.cuda.device(stream.device):
+        caller = torch.cuda.current_stream()
+        stream.wait_stream(caller)
+        with torch.cuda.stream(stream):
+            yield
+        caller.wait_stream(stream)

@@ -1,0 +1,1 @@
+"""Prompts, stop strings and generation configs: everything between text and tokens."""

@@ -1,0 +1,1 @@
+"""Move requests with their KV rows between engines."""

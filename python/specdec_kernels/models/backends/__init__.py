@@ -1,0 +1,1 @@
+"""Implementations of a language model: native layers, or modules of transformers."""

@@ -1,0 +1,135 @@
+"""What the ways to run a model have in common: transformers' module, which has the weights, and KV pools."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..kv_pools import KvPools, KvScales, KvShape
+from ..layers.attention import LastRows, Rows
+from ..weights.kv_scales import checkpoint_scales, measured_scale
+from ..weights.offload import fetch, forget_joined, stow, weights_of
+from ..weights.update import Skeleton, Update, updates_of
+
+MEASURED_ROWS = 256  # from which the scales of 8-bit KV are measured
+
+
+class HeldModel:
+    """A module of transformers with the KV pools of its attention.
+
+    Attributes:
+        model: the module.
+        is_given: whether the module is the caller's, and not loaded here.
+        max_len: the longest sequence to be served.
+        pools: of the attention calls of a pass, in their order.
+    """
+
+    model: Any
+    max_len: int
+    pools: KvPools
+    is_given: bool
+    _config: Any
+    _device: torch.device
+    _skeleton: Skeleton | None = None
+
+    @property
+    def config(self) -> Any:
+        return self._config
+
+    @property
+    def embedding(self) -> nn.Embedding:
+        embedding: nn.Embedding = self.model.get_input_embeddings()
+        return embedding
+
+    @property
+    def lm_head(self) -> nn.Linear:
+        head: nn.Linear = self.model.get_output_embeddings()
+        return head
+
+    def prefill(self, tokens: Tensor, positions: Tensor, rows: Rows, last: LastRows | None = None) -> Any:
+        raise NotImplementedError
+
+    def updates(self, weights: Mapping[str, Tensor], name: str) -> list[Update]:
+        """What `updates_of` says of this model's weights; `refresh` comes behind writing them."""
+        if self._skeleton is None:
+            self._skeleton = Skeleton(self.model)
+        return updates_of(self.model, self._skeleton, weights, self.pools, name)
+
+    def refresh(self) -> None:
+        """Parts that were made of weights follow them."""
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """Those that are the model's own to put away: of a module that was given, none."""
+        return {} if self.is_given else weights_of(self.model)
+
+    def sleep(self, level: int) -> None:
+        """Without pools, and with weights in host memory (1) or nowhere (2)."""
+        self.resize_pools(0)
+        self._device = self.embedding.weight.device
+        if self._puts_away(level):
+            self._drop_parts()
+            stow(self.weights, drop=level == 2)
+
+    def wake(self, level: int, num_pages: int) -> None:
+        if self._puts_away(level):
+            fetch(self.weights, self._device, dropped=level == 2)
+            self._make_parts()
+        self.resize_pools(num_pages)
+
+    def _puts_away(self, level: int) -> bool:
+        return not self.is_given and (level == 2 or self._device.type != "cpu")
+
+    def _drop_parts(self) -> None:
+        """Nothing but the module has its weights any more."""
+        forget_joined(self.model)
+
+    def _make_parts(self) -> None:
+        """What a pass computes with, from the module."""
+
+    def resize_pools(self, num_pages: int) -> None:
+        """Other pools, empty, with another number of pages."""
+        self._hold(self.pools.with_pages(num_pages))
+
+    def _hold(self, pools: KvPools) -> None:
+        """These are the pools from now on."""
+        self.pools = pools
+
+    def _make_pools(
+        self,
+        source: str | Path | nn.Module,
+        shapes: Sequence[KvShape],
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype | None,
+        name: str,
+        window_pages: Mapping[int, int],
+    ) -> None:
+        """Hold pools of `kv_dtype`, if it is given; where it is not that of the weights, with the scales of the model's
+        checkpoint, or measured ones."""
+        self.is_given = isinstance(source, nn.Module)
+        device = self.embedding.weight.device
+        scales = None
+        if kv_dtype not in (None, dtype):
+            scales = checkpoint_scales(source, len(shapes), name)
+            if scales is None:
+                self._hold(KvPools.allocate(shapes, -(-MEASURED_ROWS // page_size), page_size, dtype, device))
+                scales = self._measured_scales()
+        self._hold(KvPools.allocate(shapes, num_pages, page_size, kv_dtype or dtype, device, scales, window_pages))
+
+    @torch.inference_mode()
+    def _measured_scales(self) -> list[KvScales]:
+        """Scales measured from the keys and values that one pass leaves in the pools, which are not 8-bit yet."""
+        count, device = min(MEASURED_ROWS, self.max_len), self.embedding.weight.device
+        drawn = torch.randint(self.config.vocab_size, (1, count), generator=torch.Generator().manual_seed(0))
+        zero = torch.zeros(1, dtype=torch.int32, device=device)
+        pages = torch.arange(self.pools.num_pages, dtype=torch.int32, device=device)[None]
+        rows = Rows(slots=zero, page_table=pages, prefix_lens=zero, tail_len=count)
+        positions = torch.arange(count, dtype=torch.int32, device=device)[None]
+        self.prefill(drawn.to(device, torch.int32), positions, rows)
+        return [KvScales(measured_scale(kv.k), measured_scale(kv.v)) for kv in self.pools.layers]

@@ -1,0 +1,236 @@
+"""Parts of ours in the place of a module's own, on the general way, where they give the same numbers.
+
+A norm of transformers is eight launches, and ours is one; of few rows a product of ours is quicker than cuBLAS. What
+may stand in is found by what a module does, not by its name: both compute the same drawn rows before it is taken. The
+modules keep their classes, parameters and hooks, and only their forward pass is another. They are copies
+(`transformers_lm.shared_copy`), so that the model itself stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
+
+from ...ops import silu_and_mul
+from ..layers.linear import Activation, GatedFeedForward, Norm, activation_of, merged, product_of
+from ..layers.moe import Experts, routes_of
+from ..layers.quantized import QuantisedLinear
+from ..weights.loading import PARTS
+from ..weights.update import write_over
+
+EXPERTS = "specdec_experts"  # of our products of experts, among transformers'
+ROTATION = "apply_rotary_pos_emb"  # what modeling files call the function that rotates queries and keys
+EPSILONS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
+
+# How far two ways to the same number may be apart: roundings of its dtype, and as many of the largest one's.
+NEAR = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+class StandIns:
+    """Forward passes of ours that modules have where these compute what their own do.
+
+    Args:
+        model: a copy whose modules nobody else runs.
+        widths: how long the rows are that enter a module, of those that a pass has run.
+
+    Attributes:
+        counts: of each kind, how many there are.
+    """
+
+    def __init__(self, model: nn.Module, widths: dict[nn.Module, int]) -> None:
+        self.counts: Counter[str] = Counter()
+        self._makers: list[Callable[[], Norm | GatedFeedForward]] = []
+        like = next(model.parameters()).detach()
+        with torch.inference_mode(False), torch.no_grad():
+            for module, width in widths.items():
+                maker: Callable[[], Norm | GatedFeedForward] | None
+                if (maker := norm_like(module, width, like)) is not None:
+                    self.counts["norms"] += 1
+                elif (maker := gated_like(module, width)) is not None:
+                    self.counts["gated"] += 1
+                if maker is not None:
+                    self._stand_in(module, len(self._makers), width, like.dtype)
+                    self._makers.append(maker)
+            for module in model.modules():
+                if type(module) is nn.Linear:
+                    module.forward = partial(_product, module)  # type: ignore[method-assign]
+                    self.counts["products"] += 1
+            self.make()
+
+    @torch.no_grad()
+    def make(self) -> None:
+        """The parts, of the parameters that the modules have now."""
+        self._parts = [maker() for maker in self._makers]
+
+    def drop(self) -> None:
+        """Nothing but the modules has their parameters any more; no pass runs until `make`."""
+        self._parts.clear()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """What was made of parameters follows them, where it is."""
+        write_over(self._parts, [maker() for maker in self._makers])
+
+    def _stand_in(self, module: nn.Module, index: int, width: int, dtype: torch.dtype) -> None:
+        """For rows of this width and dtype; others, and what has more arguments, are left to the module."""
+        own = module.forward
+
+        def forward(*arguments: Any, **named: Any) -> Any:
+            if len(arguments) == 1 and not named and arguments[0].dtype == dtype and arguments[0].shape[-1] == width:
+                part = self._parts[index]
+                return part(arguments[0]) if isinstance(part, Norm) else _gated(part, arguments[0])
+            return own(*arguments, **named)
+
+        module.forward = forward
+
+
+def _gated(part: GatedFeedForward, x: Tensor) -> Tensor:
+    return part.made_of(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+
+
+def _product(linear: nn.Linear, x: Tensor) -> Tensor:
+    """The product by the parameters that the module has now, which a merged one may have moved."""
+    if x.dtype != linear.weight.dtype:
+        return functional.linear(x, linear.weight, linear.bias)  # which says what is wrong
+    return product_of(linear)(x)
+
+
+def near(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    a, b = a.float(), b.float()
+    return torch.allclose(a, b, rtol=NEAR[dtype], atol=NEAR[dtype] * float(b.abs().max()) / 8)
+
+
+def drawn(rows: int, width: int, like: Tensor) -> Tensor:
+    """[1, rows, width], the same ones always."""
+    x = torch.randn(1, rows, width, generator=torch.Generator().manual_seed(rows))
+    return x.to(like.device, like.dtype)
+
+
+def agree(
+    module: nn.Module, ours: Callable[[Tensor], Tensor], width: int, like: Tensor, scales: tuple[float, ...]
+) -> bool:
+    """Whether the module and ours make the same of drawn rows of these sizes."""
+    for scale in scales:
+        x = drawn(5, width, like) * scale
+        try:
+            theirs = module(x.clone())
+            mine = ours(x)
+        except (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError):
+            return False
+        if not isinstance(theirs, Tensor) or not near(mine, theirs, like.dtype):
+            return False
+    return True
+
+
+def norm_like(module: nn.Module, width: int, like: Tensor) -> Callable[[], Norm] | None:
+    """What makes the root mean square norm that a module is, by weight, 1 + weight or ones, which are like `like`;
+    None: it is none."""
+    tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+    eps = next((getattr(module, name) for name in EPSILONS if isinstance(getattr(module, name, None), float)), None)
+    weight = tensors.pop("weight", None)
+    if eps is None or tensors or any(module.children()) or isinstance(module, nn.LayerNorm):
+        return None
+    if like.dtype not in NEAR or (weight is not None and (weight.shape != (width,) or weight.dtype != like.dtype)):
+        return None
+    ones = Norm(torch.ones(width, dtype=like.dtype, device=like.device), eps)
+    makers: list[Callable[[], Norm]] = [lambda: ones]
+    if weight is not None:
+        makers = [lambda: Norm(weight.detach(), eps), lambda: Norm((1 + weight.detach().float()).to(weight.dtype), eps)]
+    for maker in makers:
+        # Small rows show how large eps is.
+        if agree(module, maker().__call__, width, like, (1.0, 30.0, eps**0.5)):
+            return maker
+    return None
+
+
+def gated_like(module: nn.Module, width: int) -> Callable[[], GatedFeedForward] | None:
+    """What makes the gated feed-forward part that a module is, and merges its weights; None: it is none."""
+    linears = {name: part for name, part in module.named_children() if isinstance(part, (nn.Linear, QuantisedLinear))}
+    parts = {PARTS.get(name): part for name, part in linears.items()}
+    others = [part for part in module.children() if part not in linears.values()]
+    if len(linears) != 3 or parts.keys() != {"gate", "up", "down"} or len(others) > 1:
+        return None
+    gate, up, down = parts["gate"], parts["up"], parts["down"]
+    if (gate.bias is None) != (up.bias is None) or any(isinstance(part, QuantisedLinear) for part in parts.values()):
+        return None
+    activation: Activation | None = activation_of(others[0]) if others else None
+    like: Any = down.weight
+
+    def by_parts(x: Tensor) -> Tensor:
+        opened = gate(x)
+        out: Tensor = down((functional.silu(opened) if activation is None else activation(opened)) * up(x))
+        return out
+
+    # Large rows show a clamp, if there is one.
+    if not agree(module, by_parts, width, like, (1.0, 20.0)):
+        return None
+    return lambda: GatedFeedForward(merged(gate, up), product_of(down), activation)
+
+
+def route_rotations(model: nn.Module, rotate: Callable[..., Any]) -> None:
+    """Has modules ask `rotate` (the function they would have called, and its arguments) to rotate queries and keys."""
+    routed: dict[Any, Any] = {}
+    for module in model.modules():
+        forward = type(module).forward
+        code = getattr(forward, "__code__", None)
+        if code is None or ROTATION not in code.co_names or ROTATION not in forward.__globals__:
+            continue
+        if forward not in routed:
+            names = forward.__globals__ | {ROTATION: partial(rotate, forward.__globals__[ROTATION])}
+            other = FunctionType(code, names, forward.__name__, forward.__defaults__, forward.__closure__)
+            other.__kwdefaults__ = forward.__kwdefaults__
+            routed[forward] = other
+        module.forward = MethodType(routed[forward], module)
+
+
+def is_rotation_of_halves(q: Tensor, k: Tensor, out: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
+    """Whether `out` is q and k [1, heads, T, D], rotated number i with number i + D / 2 by cosines and sines
+    [1, T, D / 2], or these twice [1, T, D], as `rope_qkv_write_kv` does it."""
+    if named or len(arguments) != 2 or not all(isinstance(table, Tensor) for table in arguments):
+        return False
+    half = q.shape[-1] // 2
+    for table in arguments:
+        if table.shape not in ((1, q.shape[2], half), (1, q.shape[2], 2 * half)):
+            return False
+        if table.shape[2] > half and not torch.equal(table[..., :half], table[..., half:]):
+            return False
+    cosines, sines = (table[0, :, :half].float() for table in arguments)
+
+    def rotated(x: Tensor) -> Tensor:
+        first, second = x[..., :half].float(), x[..., half:].float()
+        return torch.cat([first * cosines - second * sines, second * cosines + first * sines], -1).to(x.dtype)
+
+    return isinstance(out, tuple) and all(near(rotated(x), y, x.dtype) for x, y in zip((q, k), out, strict=True))
+
+
+def experts_function(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The products of experts among transformers' own: by `Experts`, which never wait for the host."""
+    if getattr(module, "has_post_expert_norm", False):
+        other: Tensor = ALL_EXPERTS_FUNCTIONS["batched_mm"](module, hidden_states, top_k_index, top_k_weights)
+        return other
+    wide, down = module.gate_up_proj if module.has_gate else module.up_proj, module.down_proj
+    biases: dict[str, Any] = {}
+    if module.has_bias:
+        name = "gate_up_proj_bias" if module.has_gate else "up_proj_bias"
+        biases = {"gate_up_bias": getattr(module, name).detach(), "down_bias": module.down_proj_bias.detach()}
+    gate = module._apply_gate if module.has_gate else module.act_fn
+    if module.has_gate and type(module)._apply_gate is _default_apply_gate and activation_of(module.act_fn) is None:
+        gate = silu_and_mul
+    wide, down = wide.detach(), down.detach()
+    if not module.is_transposed:
+        wide, down = wide.transpose(1, 2), down.transpose(1, 2)
+    experts = Experts(wide, down, **biases, gate=gate)
+    return experts(hidden_states, routes_of(top_k_index, top_k_weights.float(), len(wide)))
+
+
+ALL_EXPERTS_FUNCTIONS.register(EXPERTS, experts_function)

@@ -1,0 +1,176 @@
+"""A Hugging Face causal language model over paged KV: the target, and the standalone draft."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from ..families import Decoder, Family, family_of
+from ..kv_pools import KvPools
+from ..layers.attention import LastRows, Rows
+from ..layers.linear import MadeRows, rows_at
+from ..weights.loading import config_of, drop_other_senses, load_causal_lm, place
+from ..weights.update import write_over
+from .base import HeldModel
+
+
+def check_supported(config: PretrainedConfig, max_len: int, name: str = "model") -> Family:
+    """The family that makes parts of such a model; ValueError, by name, for what they cannot express."""
+    family = family_of(config, name)
+    family.check(name)
+    family.check_len(max_len, name)
+    return family
+
+
+class States(NamedTuple):
+    """What a forward pass leaves of its rows."""
+
+    hidden: Tensor  # [*tokens, H], after the final norm
+    features: Tensor | None  # [*tokens, len(feature_layers) * H], side by side; None: no layer was asked for
+
+
+class Prefilled(NamedTuple):
+    """What a forward pass for the sake of KV leaves."""
+
+    hidden: Tensor | None  # [R, H], after the final norm, of the last rows; None: of none
+    features: Tensor | None  # as of `States`, of all rows
+
+
+class CausalLM(HeldModel):
+    """The model with its KV pools, and one forward pass for every purpose (prefill, tree, draft step).
+
+    Args:
+        model: a path or hub id for `AutoModelForCausalLM`, or a module already loaded. Its weights are shared: those of
+            projections that are merged become rows of the merged ones. It is moved to the device, and its parameters
+            are cast to dtype, if they are elsewhere or otherwise; nothing else about it changes.
+        max_len: the longest sequence to be served; the model must allow it.
+        dtype, device: of weights and pools.
+        kv_dtype: of the pools, if it is another: float8_e4m3fn. Keys and values of a layer are then divided by scales:
+            the checkpoint's, or if it brings none, measured in one pass over tokens drawn from the vocabulary, the same
+            ones always.
+        feature_layers: layers whose entering hidden states a pass returns as `features` (for EAGLE-3); the number of
+            layers itself names the state entering the final norm.
+        adapter: the folder of an adapter that is merged into the weights of a path or hub id.
+        name: of the model in errors.
+        window_pages: windows whose layers have a page table of their own (`Rows.window_tables`), and the most pages of
+            each.
+
+    Raises:
+        ValueError: an architecture or head dimension that is not supported; what `models.loading` refuses.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | nn.Module,
+        *,
+        max_len: int,
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        kv_dtype: torch.dtype | None = None,
+        feature_layers: Sequence[int] = (),
+        adapter: Path | None = None,
+        name: str = "model",
+        window_pages: Mapping[int, int] = MappingProxyType({}),
+    ) -> None:
+        self._config = config_of(model, name)
+        family = check_supported(self._config, max_len, name)
+        self.model = load_causal_lm(model, dtype, name, family.packages, adapter)
+        if not isinstance(model, nn.Module):
+            drop_other_senses(self.model)
+        place(self.model, dtype, device)
+        self._family = family
+        self.max_len = max_len
+        self.decoder: Decoder = family.decoder(self.model, max_len, device)
+        self.feature_layers = tuple(feature_layers)
+        self._kept_layers = sorted(set(feature_layers))
+        shapes = [layer.attention.kv_shape for layer in self.decoder.layers]
+        self._make_pools(model, shapes, num_pages, page_size, dtype, kv_dtype, name, window_pages)
+
+    def _hold(self, pools: KvPools) -> None:
+        super()._hold(pools)
+        for layer, kv in zip(self.decoder.layers, pools.layers, strict=True):
+            layer.attention.kv = kv
+
+    @torch.inference_mode()
+    def refresh(self) -> None:
+        device = self.embedding.weight.device
+        write_over(self.decoder, self._family.decoder(self.model, self.max_len, device))
+
+    def _drop_parts(self) -> None:
+        super()._drop_parts()
+        del self.decoder
+
+    @torch.no_grad()
+    def _make_parts(self) -> None:
+        self.decoder = self._family.decoder(self.model, self.max_len, self._device)
+
+    @property
+    def hidden_size(self) -> int:
+        size: int = self.config.hidden_size
+        return size
+
+    def forward(self, tokens: Tensor, positions: Tensor, rows: Rows) -> States:
+        """A pass over tokens [B, Q], or packed ones [M], rotated at positions of that shape."""
+        x, residual, kept = self._pass(len(self.decoder.layers), tokens, positions, rows)
+        hidden = self.decoder.norm.added(x, residual)[0]
+        return States(hidden.view(*tokens.shape, -1), self._features(kept, tokens))
+
+    def prefill(self, tokens: Tensor, positions: Tensor, rows: Rows, last: LastRows | None = None) -> Prefilled:
+        """`forward` for the sake of the rows' KV, of the features and of the hidden states of the last rows. They alone
+        pass what follows the last layer's KV, where theirs is written a second time."""
+        layer, norm, hidden = self.decoder.layers[-1], self.decoder.norm, None
+        if len(self.decoder.layers) in self.feature_layers:
+            x, residual, kept = self._pass(len(self.decoder.layers), tokens, positions, rows)
+            states = norm.added(x, residual)[0]
+            if last is not None:
+                hidden = states[last.places]
+        else:
+            x, residual, kept = self._pass(len(self.decoder.layers) - 1, tokens, positions, rows)
+            if last is not None:  # rows of their own, since whatever enters the layer writes over the residual
+                of_last = rows_at(last.places, x), None if residual is None else rows_at(last.places, residual)
+            layer.attention.write_kv(layer.enter(x, residual)[0], positions, rows)
+            if last is not None:
+                normed, state = layer.enter(*of_last)
+                hidden = norm.added(*layer(normed, state, last.positions, last.rows))[0]
+        return Prefilled(hidden, self._features(kept, tokens))
+
+    def _pass(
+        self, count: int, tokens: Tensor, positions: Tensor, rows: Rows
+    ) -> tuple[Tensor | MadeRows, Tensor | None, Tensor]:
+        """What the first `count` layers leave for what comes behind them to enter: rows [T, H], and the state of the
+        residual stream, if there is one. And the states that entered the kept layers [T, len(_kept_layers), H], which
+        for the one behind these are there when it is entered."""
+        layers = self.decoder.layers
+        embedded, residual = self.decoder.embedding(tokens, positions).flatten(0, -2), None
+        # The residual stream is in one place, where it is written over; and in others where a feature stays behind, for
+        # which it is there before it enters that layer.
+        kept = embedded.new_empty(len(embedded), len(self._kept_layers), embedded.shape[-1])
+        places = iter([*kept.unbind(1), embedded])
+        moving = {0, *self._kept_layers} if self._kept_layers else set()
+        x: Tensor | MadeRows = next(places).copy_(embedded) if 0 in self._kept_layers else embedded
+        for i, layer in enumerate(layers[:count]):
+            normed, state = layer.enter(x, residual)
+            to = next(places) if i in moving else None
+            x, residual = layer(normed, state, positions, rows, move_to=to)
+        return x, residual, kept
+
+    def _features(self, kept: Tensor, tokens: Tensor) -> Tensor | None:
+        """The feature layers' states side by side, in the order that was asked for."""
+        if not self.feature_layers:
+            return None
+        kept = kept.view(*tokens.shape, *kept.shape[1:])
+        if list(self.feature_layers) == self._kept_layers:
+            return kept.flatten(-2)
+        return torch.cat([kept[..., self._kept_layers.index(layer), :] for layer in self.feature_layers], dim=-1)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., V] from hidden states [..., H]."""
+        return self.decoder.head(hidden)

@@ -1,0 +1,1 @@
+"""Draft heads: EAGLE and EAGLE-3."""

@@ -1,0 +1,100 @@
+"""EAGLE and EAGLE-2 draft heads in their published checkpoint format (Li et al. 2024, arXiv 2401.15077, 2406.16858).
+
+The two papers share the head and differ in the tree that is drafted with it. Decoder layers, mostly one, the first
+without a norm before its attention, over `fc` of the embedding of token i+1 beside the feature of position i, which is
+the target's state after its final norm. What comes out predicts token i+2 through the target's own `lm_head`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+
+from ..backends.native import CausalLM
+from ..language_model import LanguageModel
+from ..layers.attention import Rows
+from ..layers.linear import Embedding, Layer, Product, product_of, sum_of
+from ..weights.checkpoint import EAGLE
+from .base import DraftHead, Features, HeadLayer, HeadOutput, Parts
+
+
+class EagleParts(NamedTuple):
+    embedding: Embedding
+    fc: Product
+    layers: list[Layer]
+    head: Product
+
+
+class EagleHead(DraftHead):
+    """Heads differ in their `parts`, and in whether `embed_tokens` and `lm_head` are their own or the target's."""
+
+    kind, name = EAGLE, "EAGLE"
+    _parts: EagleParts
+    _among: list[int] | None = None  # the target's tokens that it predicts; None: all
+
+    def __init__(self, config: LlamaConfig, parts: Parts | None = None, draft_vocab: int | None = None) -> None:
+        super().__init__(config)
+        parts, hidden = parts or Parts(), config.hidden_size
+        self.fc = nn.Linear(2 * hidden, hidden, bias="fc" in parts.biases)
+        norms = ["input_layernorm"]
+        self.layers = nn.ModuleList(
+            HeadLayer(config, parts, hidden, *(norms if index or parts.first_norm else ()))
+            for index in range(parts.num_layers)
+        )
+        self.embed_tokens = nn.Embedding(config.vocab_size, hidden)
+        self.lm_head = nn.Linear(hidden, draft_vocab or config.vocab_size, bias=False)
+
+    @classmethod
+    def made_for(
+        cls, config: LlamaConfig, tensors: Mapping[str, Tensor], draft_vocab: int, num_layers: int
+    ) -> EagleHead:
+        return cls(config, Parts.of(tensors), draft_vocab)
+
+    def prepare(self, target: LanguageModel, num_pages: int, page_size: int) -> None:
+        if not isinstance(target, CausalLM):
+            raise ValueError(
+                "EAGLE head: the target runs by transformers' modules, expected a native one (EAGLE-3 takes either)"
+            )
+        self._target = target  # no module itself: its parameters stay no part of the head
+        super().prepare(target, num_pages, page_size)
+
+    def _make_parts(self) -> EagleParts:
+        head = product_of(self.lm_head)
+        return EagleParts(
+            embedding=Embedding(self.embed_tokens.weight.detach()),
+            fc=product_of(self.fc),
+            layers=self._make_layers(),
+            head=head if self._among is None else head.rows(self._among),
+        )
+
+    def draft_among(self, ids: list[int]) -> None:
+        """Predicts these tokens of the target alone, by a copy of their rows of `lm_head`."""
+        self._among = ids
+        self._parts = self._parts._replace(head=self._parts.head.rows(ids))
+        # A head that was given as a module shares its dict of buffers with the copy that this one is.
+        id_map = torch.tensor(ids, dtype=torch.int32, device=self.embed_tokens.weight.device)
+        self._buffers = self._buffers | {"id_map": id_map}
+
+    def join(self, features: Tensor) -> Tensor:
+        """The state after the target's final norm [..., H], from the one before it."""
+        return self._target.decoder.norm(features)
+
+    def enter(self, tokens: Tensor, features: Features) -> tuple[Tensor, Tensor]:
+        each = features.table if features.rows is None else features.table[features.rows]
+        state = self._parts.fc(torch.cat([self._parts.embedding(tokens.flatten()), each], dim=-1))
+        norm = self._parts.layers[0].input_norm
+        return state if norm is None else norm(state), state
+
+    def forward(
+        self, tokens: Tensor, features: Features, positions: Tensor, rows: Rows, only: Tensor | None = None
+    ) -> HeadOutput:
+        x, rest = self.pass_layers(*self.enter(tokens, features), positions, rows, only)
+        hidden = sum_of(x, rest, None)
+        return HeadOutput(hidden, hidden)  # it stands for the target's normed state
+
+    def logits(self, normed: Tensor) -> Tensor:
+        return self._parts.head(normed)

@@ -1,0 +1,1 @@
+"""Parts of decoder layers on the ops: linears, norms, attention, MLP and MoE."""

@@ -1,0 +1,1 @@
+"""Checkpoints: formats, loading, adapters, updates, offload."""

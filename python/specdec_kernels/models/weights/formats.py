@@ -1,0 +1,202 @@
+"""How quantised checkpoints say what their tensors mean: fine-grained FP8, compressed-tensors, GPTQ and AWQ.
+
+Which products are quantised is told by the tensors themselves, how by `quantization_config`. What is not read here is
+refused by name, before any weight is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..layers.quantized import FP8, GROUP, Fp8Weight, Int4Weight, StoredWeight, by_columns
+
+Tensors = Mapping[str, Tensor]  # of one product, by the last part of their names
+
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where the columns 0 to 7 stand in a word, in fours of bits
+
+
+class Scheme(NamedTuple):
+    """How the quantised products of a checkpoint are stored."""
+
+    tensors: frozenset[str]  # of each
+    optional: frozenset[str]  # may be there, too
+    marks: str  # the tensor that only a quantised product has
+    weight: Callable[[Tensors], StoredWeight]
+    kept: type[StoredWeight]  # as which they are kept
+    activations: str = "none"  # how the rows that enter them are rounded, as those of an `Fp8Weight`
+
+    def products(self, names: Iterable[str]) -> set[str]:
+        """The modules of a checkpoint with these tensors that are quantised."""
+        return {name.removesuffix(f".{self.marks}") for name in names if name.endswith(f".{self.marks}")}
+
+    def of_product(self, path: str) -> set[str]:
+        """The names that its tensors may have, a bias apart."""
+        return {f"{path}.{name}" for name in self.tensors | self.optional}
+
+
+def fitting_weight(scheme: Scheme, tensors: Tensors, what: str) -> StoredWeight:
+    """What these tensors store. ValueError, of `what` has them, where they do not fit each other."""
+    try:
+        return scheme.weight(tensors)
+    except (ValueError, RuntimeError, IndexError) as error:
+        raise ValueError(f"{what} that does not fit ({error})") from error
+
+
+class Unsupported(ValueError):
+    """What of a format is not supported, in words that follow "is quantised by ..."."""
+
+
+def scheme_of(quantisation: Mapping[str, Any]) -> Scheme:
+    """The scheme of a `quantization_config`.
+
+    Raises:
+        Unsupported: there is none.
+    """
+    readers = {"fp8": fine_grained, "compressed-tensors": compressed, "gptq": gptq, "awq": awq}
+    method = str(quantisation.get("quant_method"))
+    if method not in readers:
+        raise Unsupported(f"expected {', '.join(readers)} or weights of float32, float16 or bfloat16")
+    return readers[method](quantisation)
+
+
+def expect(values: Mapping[str, Any], where: str = "", **wanted: object) -> None:
+    """Unsupported unless each key has the value, or one of a tuple of values."""
+    for key, choices in wanted.items():
+        value, allowed = values.get(key), choices if isinstance(choices, tuple) else (choices,)
+        if value not in allowed:
+            raise Unsupported(f"{where}{key} is {value!r}, expected {' or '.join(map(repr, allowed))}")
+
+
+def fine_grained(config: Mapping[str, Any]) -> Scheme:
+    """Blocks of 128 by 128 numbers, and activations by groups of 128. Source: DeepSeek-V3 (arXiv 2412.19437), 3.3."""
+    block = config.get("weight_block_size")
+    if block is None or list(block) != [GROUP, GROUP]:
+        raise Unsupported(f"weight_block_size is {block}, expected {[GROUP, GROUP]}")
+    expect(config, fmt=("e4m3", None), activation_scheme=("dynamic", None), scale_fmt=("float", None))
+
+    def weight(tensors: Tensors) -> StoredWeight:
+        return of_blocks(tensors["weight"], tensors["weight_scale_inv"], "group")
+
+    return Scheme(
+        frozenset({"weight", "weight_scale_inv"}), frozenset(), "weight_scale_inv", weight, Fp8Weight, "group"
+    )
+
+
+def compressed(config: Mapping[str, Any]) -> Scheme:
+    """One group of products of compressed-tensors, in 8-bit floats or 4-bit integers."""
+    groups = list((config.get("config_groups") or {}).values())
+    if len(groups) != 1:
+        raise Unsupported(f"config_groups has {len(groups)} groups, expected one")
+    for other in ("sparsity_config", "transform_config"):
+        if any(value not in (None, "dense", [], {}) for value in (config.get(other) or {}).values()):
+            raise Unsupported(f"{other} is given, expected none")
+    expect(groups[0], output_activations=None)
+    weights, inputs = groups[0].get("weights") or {}, groups[0].get("input_activations")
+    expect(weights, "weights: ", type=("float", "int"), dynamic=(False, None))
+    if weights["type"] == "int":
+        return packed(config, weights, inputs)
+    expect(config, format=("float-quantized", "naive-quantized"))
+    expect(weights, "weights: ", num_bits=8, symmetric=True, strategy=("tensor", "channel", "block"))
+    activations = "none"
+    if inputs:
+        expect(inputs, "input_activations: ", num_bits=8, type="float", symmetric=True)
+        static = {("tensor", False): "static", ("token", True): "token", ("group", True): "group"}
+        kind = str(inputs.get("strategy")), bool(inputs.get("dynamic"))
+        if kind not in static:
+            raise Unsupported(
+                f"input_activations: strategy is {kind[0]!r} and dynamic is {kind[1]}, expected 'tensor' and False, or "
+                "'token' or 'group' and True (what depends on other rows would depend on the drafts)"
+            )
+        activations = static[kind]
+    if activations == "group":
+        expect(inputs or {}, "input_activations: ", group_size=GROUP)
+    if weights["strategy"] == "block" and list(weights.get("block_structure") or ()) != [GROUP, GROUP]:
+        raise Unsupported(f"weights: block_structure is {weights.get('block_structure')}, expected {[GROUP, GROUP]}")
+
+    def weight(tensors: Tensors) -> StoredWeight:
+        numbers, scale = tensors["weight"], tensors["weight_scale"]
+        if weights["strategy"] == "block":
+            return of_blocks(numbers, scale, activations)
+        rows = scale.float().reshape(-1, 1).expand(len(numbers), 1).contiguous()
+        given = tensors["input_scale"].float().reshape(1) if activations == "static" else None
+        return Fp8Weight(expect_fp8(numbers), rows, activations, input_scale=given)
+
+    needed = {"weight", "weight_scale"} | ({"input_scale"} if activations == "static" else set())
+    return Scheme(frozenset(needed), frozenset({"weight_zero_point"}), "weight_scale", weight, Fp8Weight, activations)
+
+
+def packed(config: Mapping[str, Any], weights: Mapping[str, Any], inputs: object) -> Scheme:
+    expect(config, format="pack-quantized")
+    expect(weights, "weights: ", num_bits=4, symmetric=True, strategy=("group", "channel"))
+    if weights.get("actorder") == "group":
+        raise Unsupported("weights: actorder is 'group', expected 'static' or none")
+    if inputs:
+        raise Unsupported("input_activations are given, expected none beside weights of 4 bits")
+
+    def weight(tensors: Tensors) -> StoredWeight:
+        numbers = nibbles(tensors["weight_packed"])[:, : int(tensors["weight_shape"][1])]
+        scales = tensors["weight_scale"].float()
+        return Int4Weight.of(numbers, torch.full_like(scales, 8, dtype=torch.uint8), scales)
+
+    needed = frozenset({"weight_packed", "weight_scale", "weight_shape"})
+    return Scheme(needed, frozenset(), "weight_packed", weight, Int4Weight)
+
+
+def gptq(config: Mapping[str, Any]) -> Scheme:
+    """Source: Frantar et al., GPTQ (arXiv 2210.17323). The first format stores zeros less one."""
+    expect(config, bits=4, checkpoint_format=("gptq", "gptq_v2", None))
+    if config.get("dynamic"):
+        raise Unsupported("dynamic is given, expected one number of bits for all products")
+    less = 0 if config.get("checkpoint_format") == "gptq_v2" else 1
+
+    def weight(tensors: Tensors) -> StoredWeight:
+        numbers = nibbles(tensors["qweight"].t()).contiguous()
+        zeros, scales = nibbles(tensors["qzeros"]) + less, tensors["scales"].float()
+        columns = tensors.get("g_idx")
+        size = numbers.shape[1] // len(scales)
+        even = torch.arange(numbers.shape[1], device=numbers.device) // max(size, 1)
+        ordered = columns is None or (numbers.shape[1] % len(scales) == 0 and torch.equal(columns.int(), even.int()))
+        return Int4Weight.of(numbers, zeros.t(), scales.t(), None if ordered else columns)
+
+    return Scheme(frozenset({"qweight", "qzeros", "scales"}), frozenset({"g_idx"}), "qweight", weight, Int4Weight)
+
+
+def awq(config: Mapping[str, Any]) -> Scheme:
+    """Source: Lin et al., AWQ (arXiv 2306.00978)."""
+    expect(config, bits=4, zero_point=True)
+    if str(config.get("version", config.get("format", "gemm"))).lower() != "gemm":
+        raise Unsupported(f"version is {config.get('version', config.get('format'))!r}, expected 'gemm'")
+
+    def weight(tensors: Tensors) -> StoredWeight:
+        numbers, zeros = (in_order(nibbles(tensors[name])) for name in ("qweight", "qzeros"))
+        return Int4Weight.of(numbers.t().contiguous(), zeros.t(), tensors["scales"].t())
+
+    return Scheme(frozenset({"qweight", "qzeros", "scales"}), frozenset(), "qweight", weight, Int4Weight)
+
+
+def of_blocks(numbers: Tensor, scales: Tensor, activations: str) -> Fp8Weight:
+    outs, ins = numbers.shape
+    if list(scales.shape) != [-(-outs // GROUP), -(-ins // GROUP)]:
+        raise ValueError(f"scales of shape {list(scales.shape)} for {outs} by {ins} numbers, expected one a block")
+    return Fp8Weight(expect_fp8(numbers), by_columns(scales.float().repeat_interleave(GROUP, 0)[:outs]), activations)
+
+
+def expect_fp8(numbers: Tensor) -> Tensor:
+    if numbers.dtype != FP8:
+        raise ValueError(f"a weight of {numbers.dtype}, expected {FP8}")
+    return numbers
+
+
+def nibbles(words: Tensor) -> Tensor:
+    """[rows, 8 * n] uint8 of [rows, n] int32, of each the lowest four bits first."""
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
+    return ((words.int()[..., None] >> shifts) & 15).to(torch.uint8).flatten(1)
+
+
+def in_order(numbers: Tensor) -> Tensor:
+    """Columns of AWQ's words as they belong."""
+    return numbers.view(len(numbers), -1, 8)[..., list(AWQ_ORDER)].flatten(1)

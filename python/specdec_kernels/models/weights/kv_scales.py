@@ -1,0 +1,71 @@
+"""What the numbers of 8-bit KV pools stand for: the scales that a checkpoint brings, or measured ones.
+
+Key and value are written divided by their layer's scale, in float8_e4m3fn: relative to the number an error of at most
+2^-4 between 2^-6 and 448 of the scale, beyond which they are clamped.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ..kv_pools import KvScales
+from .checkpoint import load_tensors, local_folder
+
+FP8 = torch.float8_e4m3fn
+LARGEST = 448.0  # of float8_e4m3fn
+ROOM = 4.0  # between the largest number that was measured and LARGEST, at least
+
+# As llm-compressor and AutoFP8 name them (`self_attn.k_scale`), ModelOpt (`self_attn.k_proj.k_scale`), and older
+# versions of the first two (`self_attn.k_proj.output_scale`; `self_attn.kv_scale` for both).
+SCALE_NAME = re.compile(r"(?:.+\.)?layers\.(\d+)\.self_attn\.(?:(k|v|kv)_scale|([kv])_proj\.(?:\3_scale|output_scale))")
+
+
+def kv_dtype_of(kv_dtype: str | torch.dtype | None, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of KV pools for weights of `dtype`, as a user names it.
+
+    Raises:
+        ValueError: neither that of the weights nor float8_e4m3fn.
+    """
+    if kv_dtype is None or kv_dtype == dtype:
+        return dtype
+    if kv_dtype not in (FP8, "fp8_e4m3"):
+        raise ValueError(f"Engine: kv_dtype is {kv_dtype!r}, expected None (that of the weights), 'fp8_e4m3' or {FP8}")
+    return FP8
+
+
+def checkpoint_scales(model: str | Path | nn.Module, num_layers: int, name: str) -> list[KvScales] | None:
+    """The scales of each layer that a folder or hub id brings; None: it brings none, or the model is a module.
+
+    Raises:
+        ValueError: a layer without scales beside others that have some, or a scale that is no positive number.
+    """
+    if isinstance(model, nn.Module):
+        return None
+    folder = local_folder(model, name)
+    scales: list[dict[str, float]] = [{} for _ in range(num_layers)]
+    for tensor, value in load_tensors(folder, SCALE_NAME.fullmatch).items():
+        match = SCALE_NAME.fullmatch(tensor)
+        assert match is not None
+        if value.numel() != 1 or not 0 < float(value) < math.inf:
+            raise ValueError(f"{name}: {folder} has {tensor} {value.tolist()}, expected one number above 0")
+        if int(match[1]) < num_layers:
+            scales[int(match[1])] |= dict.fromkeys(match[2] or match[3], float(value))
+    if not any(scales):
+        return None
+    for layer, of_layer in enumerate(scales):
+        if lacking := {"k", "v"} - of_layer.keys():
+            raise ValueError(f"{name}: {folder} has no {min(lacking)}_scale in layer {layer}, expected one in each")
+    return [KvScales(**of_layer) for of_layer in scales]
+
+
+def measured_scale(numbers: Tensor) -> float:
+    """A power of two, by which division costs no precision, that leaves ROOM above the largest of these numbers."""
+    largest = float(numbers.abs().max())
+    if not 0 < largest < math.inf:
+        return 1.0
+    return 2.0 ** math.ceil(math.log2(largest * ROOM / LARGEST))

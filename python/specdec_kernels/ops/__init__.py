@@ -1,0 +1,132 @@
+"""The ops. One thin function each: allocate the outputs that were not passed, call the compiled op positionally.
+
+Conventions: shapes are row-major and contiguous unless said; indices are int32; every op runs on the device of its
+tensors (all the same), on the caller's current stream unless `stream=` names another, without synchronising, and is
+legal inside a CUDA graph when its outputs are passed: `out=` takes what the op returns, and is returned. Nothing is
+converted or copied for the caller: a wrong dtype, shape, device or stride is a ValueError that names the argument, a
+struct that is something else a TypeError. `requires_grad` is ignored.
+
+Letters: B batch, N tree nodes, S accept row width, k topk, V vocabulary, W mask words (ceil(N / 64)).
+`slots[B]` names the slot each row works for (-1: an empty row); None means row b is slot b.
+
+Lengths: `seq_lens[num_slots]` counts the tokens of a slot that are committed, L; `prefix_lens[num_slots]` the KV rows
+in front of those that a call is about, which is L or what L was before; `num_valid[B]` the entries of a row that count.
+"""
+
+from __future__ import annotations
+
+from .attention import tree_attention, tree_attention_plan, tree_attention_workspace
+from .draft import (
+    Calibration,
+    DraftExtendInputs,
+    DraftInputs,
+    Frontier,
+    TopK,
+    append_draft_backlog,
+    draft_extend_inputs,
+    expand_root,
+    expand_tree,
+    make_calibration,
+    sample_draft,
+    select_topk,
+    update_calibration,
+)
+from .kv import PagePool, alloc_pages, assign_pages, copy_kv, fork_pages, free_pages, make_page_pool, move_kv, write_kv
+from .layers import (
+    Routing,
+    add_rms_norm,
+    dequantize,
+    moe_combine,
+    moe_grouped_gemm,
+    moe_route,
+    quantize_fp8,
+    rms_norm_concat,
+    rope_qkv_write_kv,
+    silu_and_mul,
+    small_m_gemm,
+)
+from .structs import Accepted, Candidates, Tree
+from .tree import (
+    NodeAllocation,
+    PackedNodes,
+    allocate_nodes,
+    build_tree,
+    build_tree_from_mask,
+    build_tree_from_parents,
+    merge_trees,
+    pack_trees,
+)
+from .verify import (
+    LogitEdits,
+    SlotState,
+    TokenScores,
+    commit_tokens,
+    edit_logits,
+    make_logit_edits,
+    make_slot_state,
+    mask_stops,
+    score_tokens,
+    verify_tree,
+    verify_tree_workspace,
+)
+
+__all__ = [
+    "Accepted",
+    "Calibration",
+    "Candidates",
+    "DraftExtendInputs",
+    "DraftInputs",
+    "Frontier",
+    "LogitEdits",
+    "NodeAllocation",
+    "PackedNodes",
+    "PagePool",
+    "Routing",
+    "SlotState",
+    "TokenScores",
+    "TopK",
+    "Tree",
+    "add_rms_norm",
+    "alloc_pages",
+    "allocate_nodes",
+    "append_draft_backlog",
+    "assign_pages",
+    "build_tree",
+    "build_tree_from_mask",
+    "build_tree_from_parents",
+    "commit_tokens",
+    "copy_kv",
+    "dequantize",
+    "draft_extend_inputs",
+    "edit_logits",
+    "expand_root",
+    "expand_tree",
+    "fork_pages",
+    "free_pages",
+    "make_calibration",
+    "make_logit_edits",
+    "make_page_pool",
+    "make_slot_state",
+    "mask_stops",
+    "merge_trees",
+    "moe_combine",
+    "moe_grouped_gemm",
+    "moe_route",
+    "move_kv",
+    "pack_trees",
+    "quantize_fp8",
+    "rms_norm_concat",
+    "rope_qkv_write_kv",
+    "sample_draft",
+    "score_tokens",
+    "select_topk",
+    "silu_and_mul",
+    "small_m_gemm",
+    "tree_attention",
+    "tree_attention_plan",
+    "tree_attention_workspace",
+    "update_calibration",
+    "verify_tree",
+    "verify_tree_workspace",
+    "write_kv",
+]

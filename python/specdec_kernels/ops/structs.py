@@ -1,0 +1,68 @@
+"""Structs that pass between the ops of several rooms: candidates of a draft, token trees, accepted tokens."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ._alloc import bit_numbers, empty, shape_of
+from ._tensor import Tensor
+
+
+class Candidates(NamedTuple):
+    """Every token the draft proposed: k of step 1, then k * k of each later step; a parent has a lower number."""
+
+    tokens: Tensor  # [B, C] int32, C = k + (num_steps - 1) * k * k
+    parents: Tensor  # [B, C] int32 candidate numbers, -1: the root
+    scores: Tensor  # [B, C] float32 cumulative log-probabilities, -inf where there is no candidate (yet)
+
+
+class Tree(NamedTuple):
+    """A token tree per row: node 0 is the root, parents come before children, N from 1 to 256.
+
+    Rows of a tree beyond its `num_nodes` carry the root's token, position L, their own mask bit, and -1 elsewhere. An
+    empty row has no nodes; its tokens and positions are 0.
+    """
+
+    tokens: Tensor  # [B, N] int32
+    parents: Tensor  # [B, N] int32, -1: none
+    positions: Tensor  # [B, N] int32, L + depth
+    first_child: Tensor  # [B, N] int32, the lowest-numbered child, -1: none
+    next_sibling: Tensor  # [B, N] int32, the next node with the same parent, -1: none
+    mask: Tensor  # [B, N, W] int64 bit patterns: bit j of row i, node j is i or an ancestor of i
+    num_nodes: Tensor  # [B] int32, including the root
+
+    def dense_mask(self) -> Tensor:
+        """The mask with one bool for each pair of nodes, as attention that takes a dense mask wants it.
+
+        Returns:
+            [B, N, N] bool, of torch or NumPy as the tree is: node i sees node j. For
+            `torch.nn.functional.scaled_dot_product_attention` it is the part of `attn_mask` over the tree's own keys,
+            for FlexAttention what a `mask_mod` looks up.
+        """
+        batch, nodes, words = self.mask.shape
+        bits = (self.mask[..., None] >> bit_numbers(self.mask)) & 1
+        return (bits != 0).reshape(batch, nodes, 64 * words)[:, :, :nodes]
+
+
+class Accepted(NamedTuple):
+    """What a round's verification emits; rows of fixed width S with `num_valid` of each in use."""
+
+    tokens: Tensor  # [B, S] int32: accepted drafts, then the bonus token, then -1
+    num_valid: Tensor  # [B] int32
+    path: Tensor  # [B, S] int32: the tree node whose logits gave each token (root first, rising), the last repeated
+
+
+def tree_outputs(op: str, name: str, like: Tensor, nodes: int | None, ndim: int = 2) -> Tree:
+    """A new tree: rows as many as `like` has, of `nodes` nodes (None: as `like`)."""
+    batch, *columns = shape_of(op, name, like, ndim)
+    nodes = max(columns[0] if nodes is None else nodes, 0)  # the op itself refuses a number out of range
+    row = (batch, nodes)
+    return Tree(
+        empty(op, like, row, "int32"),
+        empty(op, like, row, "int32"),
+        empty(op, like, row, "int32"),
+        empty(op, like, row, "int32"),
+        empty(op, like, row, "int32"),
+        empty(op, like, (batch, nodes, (nodes + 63) // 64), "int64"),
+        empty(op, like, (batch,), "int32"),
+    )

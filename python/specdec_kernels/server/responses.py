@@ -1,0 +1,255 @@
+"""What the engine's pieces become: OpenAI's objects, whole or as a stream of events."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+from ..engine import AsyncRequest, GenerationError, NewTokens, TokenLogprob, merged
+from ..status import FinishReason
+from .fields import RequestError
+from .protocol import Asked
+from .text import Piece, TextStream, TokenText
+from .tool_calls import ToolCall, ToolParser
+
+DONE = b"data: [DONE]\n\n"
+
+
+class Choice:
+    """One choice of an answer, as its tokens come."""
+
+    def __init__(self, request: AsyncRequest, tokenizer: Any, parser: ToolParser | None, by_rounds: bool) -> None:
+        self.request = request
+        self.parser = parser
+        self.num_calls = 0
+        self.offset = 0  # of the text in characters, for `text_offset`
+        self._by_rounds = by_rounds
+        self._text = TextStream(tokenizer, request.params.stop_strings)
+
+    def gain(self, new: NewTokens) -> list[Piece]:
+        """The text that can be sent after these tokens."""
+        if self._by_rounds:
+            begin = 0
+            for count in new.rounds:
+                end = begin + count
+                self._text.push(new.tokens[begin : end - 1], accepted=True)
+                self._text.push(new.tokens[end - 1 : end])
+                begin = end
+        else:
+            self._text.push(new.tokens)
+        if new.finish_reason:
+            return self._text.finish(self.request.outcome().text or "")
+        found_stop = self.request.output.text is not None  # the text is known, and its end on the way
+        return [] if found_stop else self._text.take()
+
+    def said(self, text: str, last: bool) -> list[str | ToolCall]:
+        """The text, or what tools it calls."""
+        if self.parser is None:
+            return [text] if text else []
+        found = self.parser.push(text)
+        if last:
+            found += self.parser.finish()
+        self.num_calls += sum(isinstance(item, ToolCall) for item in found)
+        return found
+
+    @property
+    def finish_reason(self) -> str:
+        if self.num_calls:
+            return "tool_calls"
+        return "stop" if self.request.output.finish_reason == FinishReason.STOP else "length"
+
+    @property
+    def meta_info(self) -> dict[str, Any]:
+        """What speculation did for it, by SGLang's names."""
+        stats = self.request.output.stats
+        return {
+            "spec_accept_length": stats.accept_length,
+            "spec_accept_token_num": stats.accepted,
+            "spec_draft_token_num": stats.drafted,
+            "spec_verify_ct": stats.rounds,
+        }
+
+
+class Answer:
+    """The answer to one HTTP request.
+
+    Args:
+        is_chat: to `/v1/chat/completions`; else to `/v1/completions`.
+        parser: makes what finds calls of tools; None: nothing does. on_first: called when the first token has come.
+    """
+
+    def __init__(
+        self,
+        asked: Asked,
+        requests: Sequence[AsyncRequest],
+        *,
+        is_chat: bool,
+        model: str,
+        tokenizer: Any,
+        token_text: Callable[[int], TokenText],
+        parser: Callable[[], ToolParser] | None,
+        on_first: Callable[[], None],
+    ) -> None:
+        self.asked, self.requests, self._is_chat, self._token_text = asked, requests, is_chat, token_text
+        self._on_first = on_first
+        self._num_tokens = 0  # that have come
+        self._choices = [
+            Choice(request, tokenizer, parser and parser(), asked.include_rounds and asked.stream)
+            for request in requests
+        ]
+        self._head = {
+            "id": ("chatcmpl-" if is_chat else "cmpl-") + secrets.token_hex(12),
+            "object": "chat.completion" if is_chat else "text_completion",
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    async def whole(self) -> dict[str, Any]:
+        async for _ in self._pieces():
+            pass
+        return self._head | {"choices": [self._whole(i) for i in range(len(self._choices))], "usage": self.usage}
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """Server-sent events: what came, choice by choice, and in the end how much it was."""
+        begun: set[int] = set()
+        head: dict[str, Any] = self._head | ({"object": "chat.completion.chunk"} if self._is_chat else {})
+        known = as_json(head)[1:-1]  # of every event
+        usage: dict[str, Any] = {"usage": None} if self.asked.include_usage else {}
+        async for new in self._pieces():
+            index = new.index * self.asked.params.n + new.sample
+            for part in self._parts(self._choices[index], new):
+                if self._is_chat and index not in begun:
+                    begun.add(index)
+                    part["delta"] = {"role": "assistant", "content": "", **part["delta"]}
+                if self.asked.usage_each_time:
+                    usage = {"usage": self.usage}
+                yield event({"choices": [{"index": index, **part}], **usage}, known)
+        if self.asked.include_usage:
+            yield event({"choices": [], "usage": self.usage}, known)
+        yield DONE
+
+    async def _pieces(self) -> AsyncIterator[NewTokens]:
+        begun = False
+        try:
+            async for new in merged(self.requests):
+                if not begun:
+                    begun = True
+                    self._on_first()
+                if new.finish_reason == FinishReason.CANCELLED:
+                    raise RequestError("the request was cancelled, expected to be sent again", status=503)
+                if new.finish_reason == FinishReason.TIMEOUT:
+                    seconds = self.asked.params.timeout
+                    message = f"timeout is {seconds}, expected more seconds: the request was not done after them"
+                    raise RequestError(message, "timeout", status=504, code="timeout")
+                self._num_tokens += len(new.tokens)
+                yield new
+        except GenerationError as error:
+            raise RequestError(str(error), status=500) from error
+
+    def _parts(self, choice: Choice, new: NewTokens) -> list[dict[str, Any]]:
+        """The events of a piece: mostly one, none while a character waits."""
+        last = bool(new.finish_reason)
+        pieces = choice.gain(new)
+        found = choice.said("".join(piece.text for piece in pieces), last)
+        logprobs = self._logprobs(choice, new.tokens, new.logprobs)
+        if not found and not last and logprobs is None:
+            return []
+        parts: list[dict[str, Any]] = []
+        if self._is_chat:
+            calls = [item for item in found if isinstance(item, ToolCall)]
+            first = choice.num_calls - len(calls)
+            text = "".join(item for item in found if isinstance(item, str))
+            delta: dict[str, Any] = {"content": text} if text else {}
+            if calls:
+                delta["tool_calls"] = [{"index": first + i, **call} for i, call in enumerate(calls)]
+            parts.append({"delta": delta, "logprobs": logprobs, "finish_reason": None})
+        else:
+            parts.append({"text": "".join(map(str, found)), "logprobs": logprobs, "finish_reason": None})
+        if self.asked.include_rounds:
+            parts[0]["rounds"] = new.rounds
+            parts[0]["pieces"] = [piece._asdict() for piece in pieces]
+        if last:
+            parts[-1] |= {"finish_reason": choice.finish_reason, "meta_info": choice.meta_info}
+        return parts
+
+    def _whole(self, index: int) -> dict[str, Any]:
+        choice = self._choices[index]
+        output = choice.request.outcome()
+        found = choice.said(output.text or "", last=True)
+        text = "".join(item for item in found if isinstance(item, str))
+        whole: dict[str, Any] = {"index": index}
+        if self._is_chat:
+            calls = [item for item in found if isinstance(item, ToolCall)]
+            whole["message"] = {"role": "assistant", "content": text if text or not calls else None}
+            if calls:
+                whole["message"]["tool_calls"] = calls
+        else:
+            whole["text"] = text
+        return whole | {
+            "logprobs": self._logprobs(choice, output.tokens, output.logprobs),
+            "finish_reason": choice.finish_reason,
+            "meta_info": choice.meta_info,
+        }
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        """Tokens, those that end a text among them; a prompt counts once, whatever its number of choices."""
+        outputs = [request.output for request in self.requests]
+        of_prompts = outputs[:: self.asked.params.n]
+        prompt = sum(len(output.prompt_tokens) for output in of_prompts)
+        cached = sum(output.cached_tokens for output in of_prompts)
+        completion = self._num_tokens
+        accepted = sum(output.stats.accepted for output in outputs)
+        usage = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+        return usage | {
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": sum(output.stats.drafted for output in outputs) - accepted,
+            },
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+    def _logprobs(
+        self, choice: Choice, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] | None
+    ) -> dict[str, Any] | None:
+        if self.asked.num_top < 0 or not logprobs:
+            return None
+        if self._is_chat:
+            return {"content": [self._chat_entry(t, one) for t, one in zip(tokens, logprobs, strict=True)]}
+        texts = [self._token_text(token).text for token in tokens]
+        offsets = []
+        for text in texts:
+            offsets.append(choice.offset)
+            choice.offset += len(text)
+        return {
+            "tokens": texts,
+            "token_logprobs": [finite(one.logprob) for one in logprobs],
+            "top_logprobs": [
+                {self._token_text(token).text: finite(value) for token, value in one.top} for one in logprobs
+            ],
+            "text_offset": offsets,
+        }
+
+    def _chat_entry(self, token: int, one: TokenLogprob) -> dict[str, Any]:
+        return self._entry(token, one.logprob) | {"top_logprobs": [self._entry(*other) for other in one.top]}
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self._token_text(token)
+        return {"token": text.text, "logprob": finite(logprob), "bytes": text.bytes}
+
+
+def finite(logprob: float) -> float:
+    """JSON has no infinity, which the log-probability of a token that is ruled out is."""
+    return max(logprob, -9999.0)
+
+
+as_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
+def event(value: dict[str, Any], known: str = "") -> bytes:
+    """A server-sent event: an object, which begins with members that are `known` as JSON."""
+    text = as_json(value)
+    return f"data: {{{known},{text[1:]}\n\n".encode() if known else f"data: {text}\n\n".encode()

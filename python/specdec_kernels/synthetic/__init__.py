@@ -1,0 +1,1 @@
+"""Synthetic models with a known text and a known acceptance, for benchmarks and tests."""

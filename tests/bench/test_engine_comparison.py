@@ -1,0 +1,325 @@
+"""Engines side by side: checkpoints in published formats, a process each, texts compared, one record."""
+
+from __future__ import annotations
+
+import fcntl
+import importlib
+import json
+import os
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from specdec_kernels.synthetic.acceptance import PublishedAcceptance
+from specdec_kernels.synthetic.models import PlantedText, plant_causal_lm, plant_eagle3
+from specdec_kernels.synthetic.shapes import draft_vocab_of, shape_config
+
+shootout = pytest.importorskip(
+    "specdec_kernels.bench.compare.engine_comparison", reason="bench/ is not beside the package here"
+)
+
+CPU = torch.device("cpu")
+TINY = ["--shape", "tiny", "--device", "cpu", "--input", "20", "--output", "70", "--short", "10", "--repeats", "1"]
+
+
+def test_ours_on_the_tiny_shape(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, file = tmp_path / "planted", tmp_path / "run.json"
+    options = ["--acceptance", "math", "--batch", "2", "--algorithm", "plain,chain", "--engines", "ours,sglang,vllm"]
+    assert shootout.main([*TINY, *options, "--out", str(out), "--json", str(file)]) == 0
+    captured = capsys.readouterr()
+    assert "tiny float32, accept math eagle3, 20 tokens in, 70 out" in captured.out
+    run = json.loads(file.read_text())
+    assert {"version", "installed", "torch", "transformers"} < run["engines"]["ours"].keys()
+    plain, chain = (r for r in run["results"] if r["params"]["engine"] == "ours")
+    assert plain["params"]["algorithm"] == "plain" and plain["facts"]["accept_length"] == 1.0
+    assert chain["error"] is None and chain["facts"]["tokens_per_second"] > 0
+    assert 2.5 < chain["facts"]["accept_length"] < 5.5  # published: 3.9 of five drafts; here of four requests
+    # The same options find what was planted; others plant anew.
+    planted = (out / "head/model.safetensors").stat().st_mtime_ns
+    args = shootout.make_parser().parse_args([*TINY, "--acceptance", "math", "--out", str(out)])
+    shootout.plant(args, CPU)
+    assert (out / "head/model.safetensors").stat().st_mtime_ns == planted
+    args.acceptance = "chat"
+    shootout.plant(args, CPU)
+    assert (out / "head/model.safetensors").stat().st_mtime_ns != planted
+
+
+def test_a_shape_of_fewer_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, file = tmp_path / "planted", tmp_path / "run.json"
+    options = ["--layers", "2", "--batch", "1", "--algorithm", "plain", "--engines", "ours"]
+    assert shootout.main([*TINY, *options, "--out", str(out), "--json", str(file)]) == 0
+    assert "tiny of 2 layers float32, accept code eagle3" in capsys.readouterr().out
+    assert json.loads((out / "target/config.json").read_text())["num_hidden_layers"] == 2
+    assert json.loads(file.read_text())["results"][0]["params"]["layers"] == 2
+
+
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_an_engine_with_the_plugin_needs_both(engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = pytest.importorskip("specdec_kernels.bench.compare.engines")
+    (tmp_path / engine).mkdir()
+    (tmp_path / engine / "__init__.py").touch()
+    monkeypatch.setattr(sys, "path", [])  # where this package may be installed, with its entry point
+    plugin, folders = f"{engine}_plugin", [str(tmp_path)]
+    assert engines.is_installed(engine, folders) and not engines.is_installed(plugin, folders)
+    described = tmp_path / "specdec_kernels-1.dist-info"
+    described.mkdir()
+    (described / "METADATA").write_text("Metadata-Version: 2.1\nName: specdec-kernels\nVersion: 1\n")
+    (described / "entry_points.txt").write_text(
+        f"[{engines.PLUGINS[plugin]}]\nspecdec = specdec_kernels.compat.{plugin}:register\n"
+    )
+    assert engines.is_installed(plugin, folders)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "vllm_plugin"])
+def test_vllm_runs_chains(engine: str) -> None:
+    engines = pytest.importorskip("specdec_kernels.bench.compare.engines")
+    runs = [name for name, algorithm in engines.ALGORITHMS.items() if engines.can_run(engine, algorithm)]
+    assert runs == ["plain", "chain", "ngram"]
+
+
+def test_what_vllm_is_started_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plugin is out of the plain row, and attends for target and drafts in the other."""
+    engines = pytest.importorskip("specdec_kernels.bench.compare.engines")
+    started: list[dict[str, Any]] = []
+    stub = types.ModuleType("vllm")
+    stub.LLM = lambda model, **options: started.append(options)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", stub)
+    job = engines.Job("vllm", "chain", "target", "head", "cuda", "bfloat16", 64, [[[[[1]]]]], 2, 8, 1)
+    monkeypatch.setenv("SPECDEC_VLLM", "")
+    for name, left_in, backend in [("vllm", "0", {}), ("vllm_plugin", "1", {"attention_backend": "CUSTOM"})]:
+        importlib.import_module(f"specdec_kernels.bench.compare.engines.{name}").Runner(
+            job, engines.ALGORITHMS["chain"]
+        )
+        options, drafting = started[-1], started[-1]["speculative_config"]
+        assert os.environ["SPECDEC_VLLM"] == left_in
+        assert {key: options[key] for key in options.keys() & {"attention_backend"}} == backend
+        assert drafting == {"method": "eagle3", "model": "head", "num_speculative_tokens": 5} | backend
+        importlib.import_module(f"specdec_kernels.bench.compare.engines.{name}").Runner(
+            job, engines.ALGORITHMS["ngram"]
+        )
+        assert {key: started[-1][key] for key in started[-1].keys() & {"attention_backend"}} == backend
+        proposer = {"method": "custom_class", "model": "specdec_kernels.compat.vllm.NgramProposer"}
+        lookup = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5}
+        assert started[-1]["speculative_config"] == (proposer if backend else lookup) | {"num_speculative_tokens": 11}
+    module, cls = proposer["model"].rsplit(".", 1)
+    assert hasattr(importlib.import_module(module), cls)
+
+
+def test_vllms_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of EAGLE-3 it counts rounds; rounds of n-grams that found no draft are told by what was accepted."""
+    engines = pytest.importorskip("specdec_kernels.bench.compare.engines")
+    stub, counters = types.ModuleType("vllm"), {"drafts": 0, "accepted_tokens": 0}
+
+    class LLM:
+        def __init__(self, model: str, **options: Any) -> None:
+            pass
+
+        def get_metrics(self) -> list[Any]:
+            return [types.SimpleNamespace(name=f"vllm:spec_decode_num_{n}", value=v) for n, v in counters.items()]
+
+        def generate(self, prompts: list[Any], sampling: Any, use_tqdm: bool) -> list[Any]:
+            counters["drafts"] += 3
+            counters["accepted_tokens"] += 5
+            return [types.SimpleNamespace(outputs=[types.SimpleNamespace(token_ids=[1] * 9)]) for _ in prompts]
+
+    stub.LLM, stub.SamplingParams = LLM, dict  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", stub)
+    monkeypatch.setenv("SPECDEC_VLLM", "")
+    runner = importlib.import_module("specdec_kernels.bench.compare.engines.vllm").Runner
+    job = engines.Job("vllm", "chain", "target", "head", "cuda", "bfloat16", 64, [[[[[1]]]]], 2, 8, 1)
+    for algorithm, rounds in (("plain", None), ("chain", 3), ("ngram", 2 * 8 - 5)):
+        counters["drafts"] = 100
+        assert runner(job, engines.ALGORITHMS[algorithm]).generate([[1], [2]], 9).rounds == rounds
+
+
+@pytest.mark.parametrize(
+    "name, ngram", [("sglang", "NGRAM"), ("sglang_fa3", "NGRAM"), ("sglang_plugin", "SPECDEC_NGRAM")]
+)
+def test_what_sglang_is_started_with(name: str, ngram: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = pytest.importorskip("specdec_kernels.bench.compare.engines")
+    started: list[dict[str, Any]] = []
+    stub = types.ModuleType("sglang")
+    stub.Engine = lambda **options: started.append(options)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "sglang", stub)
+    monkeypatch.setenv("SPECDEC_SGLANG", "")
+    job = engines.Job(name, "tree", "target", "head", "cuda", "bfloat16", 64, [[[[[1]] * 4]]], 2, 8, 1)
+    for algorithm, told in (
+        ("plain", {}),
+        ("tree", {"algorithm": "EAGLE3", "draft_model_path": "head", "num_steps": 5, "eagle_topk": 10, "num_draft_tokens": 32}),
+        ("ngram", {"algorithm": ngram, "num_draft_tokens": 12}),
+    ):  # fmt: skip
+        importlib.import_module(f"specdec_kernels.bench.compare.engines.{name}").Runner(
+            job, engines.ALGORITHMS[algorithm]
+        )
+        drafting = {key: value for key, value in started[-1].items() if key.startswith("speculative_")}
+        assert drafting == {f"speculative_{key}": value for key, value in told.items()}
+        assert started[-1]["max_running_requests"] == 5  # one that is read in chunks counts twice
+
+
+def test_ngrams_are_found_in_prompts_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.json"
+    options = ["--batch", "2", "--algorithm", "plain,ngram", "--engines", "ours"]
+    assert shootout.main([*TINY, *options, "--input", "70", "--out", str(tmp_path), "--json", str(file)]) == 0
+    assert "accept code eagle3, quotes of 4 to 24, 70 tokens in" in capsys.readouterr().out
+    plain, ngram = json.loads(file.read_text())["results"]
+    assert plain["error"] is None and ngram["error"] is None
+    assert ngram["params"]["accept"] == "quotes of 4 to 24" and ngram["params"]["nodes"] == 12
+    assert 1.5 < ngram["facts"]["accept_length"] < 8  # neither nothing is found nor all
+    report = importlib.import_module("specdec_kernels.bench.report.report").report(
+        {"here": json.loads(file.read_text())}
+    )
+    assert "accept=code eagle3, quotes of 4 to 24 " in report and "| ngram (11, 1, 12) | 2 | " in report
+
+
+def test_prompts_quote_what_is_written() -> None:
+    config = shape_config("tiny")
+    text = PlantedText.of(config.vocab_size, draft_vocab_of(config))
+    piece = text.other_tokens(100, 8 + 60)
+    for length in (5, 8, 40, 100, 300):
+        request = shootout.quoting(text, piece, length)
+        assert len(request.prompt) == length and request.answer == piece[8:]
+        lead = min(8, length)
+        assert request.prompt[-lead:] == piece[8 - lead : 8]
+        quoted = [token for token in request.prompt[:-lead] if token in piece]
+        assert quoted == sorted(quoted, key=piece.index) and set(quoted) <= set(request.answer)
+        if length >= 100:
+            assert 0.6 * 60 < len(quoted) < 60  # the rest is what comes between
+    assert shootout.quoting(text, piece, 90) == shootout.quoting(text, piece, 90)
+
+
+def test_no_piece_is_written_twice() -> None:
+    config = shape_config("tiny")
+    text = PlantedText.of(config.vocab_size, draft_vocab_of(config))
+    args = shootout.make_parser().parse_args([*TINY, "--batch", "1,2", "--output", "20", "--out", "x"])
+    batches = shootout.runs_of_batches(args, text, "ngram")
+    assert [len(runs) for runs in batches] == [3, 3]
+    assert [[len(waves) for waves in runs] for runs in batches] == [[4] * 3, [2] * 3]
+    answers = [request.answer for runs in batches for waves in runs[1:] for wave in waves for request in wave]
+    assert [len(answer) for answer in answers] == [10] * 4 + [20] * 4 + [10] * 4 + [20] * 4
+    first = [request.answer for runs in batches for wave in runs[0] for request in wave]
+    assert [len(answer) for answer in first] == [20] * 8  # counts for nothing, and is of the other text
+    assert not {token for answer in first for token in answer} & set(text.other_order.tolist())
+    tokens = [token for answer in answers for token in answer]
+    assert len(tokens) == len(set(tokens))
+    chains = shootout.runs_of_batches(args, text, "chain")
+    assert chains[0][0] is chains[0][2] and len(chains[0]) == 3  # the same texts, since nothing is looked up
+
+
+def test_an_engine_that_takes_too_long_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--batch", "1", "--algorithm", "plain", "--engines", "ours", "--limit", "0.05"]
+    assert shootout.main([*TINY, *options, "--out", str(tmp_path), "--json", str(tmp_path / "run.json")]) == 2
+    assert "shootout: ours plain took more than 0.05 s" in capsys.readouterr().err
+    (result,) = json.loads((tmp_path / "run.json").read_text())["results"]
+    assert result["skipped"] == "ours took more than 0.05 s" and "facts" not in result
+
+
+def test_a_text_that_strays_is_wrong() -> None:
+    config = shape_config("tiny")
+    text = PlantedText.of(config.vocab_size, draft_vocab_of(config))
+    params = {"batch": 4, "input": 5, "output": 8, "short": 2}
+    (wave,) = shootout.starts_of(text, 4)
+    answers = [text.tokens(at + 5, 8) for at in wave]
+    line: dict[str, Any] = {
+        "seconds": {"short": [1.0, 1.0], "long": [3.0, 5.0]},
+        "tokens": [list(answer) for answer in answers],
+        "rounds": 14,
+    }
+    right = shootout.result_of(params, line, answers, 1.5, CPU)
+    assert right.facts == {"tokens_per_second": 8.0, "start_seconds": 1.5, "spread": 0.5, "accept_length": 2.0}
+    line["tokens"][2][7] += 1
+    wrong = shootout.result_of(params, line, answers, 1.5, CPU)
+    assert wrong.error == "request 2 strays from the planted text" and not wrong.facts
+
+
+def test_the_head_has_the_published_format(tmp_path: Path) -> None:
+    config = shape_config("tiny")
+    text = PlantedText.of(config.vocab_size, draft_vocab_of(config))
+    target = plant_causal_lm(config, text, device=CPU, dtype=torch.float32)
+    shootout.write_eagle3(plant_eagle3(target, text, PublishedAcceptance("chat")), tmp_path)
+    tensors, told = load_file(tmp_path / "model.safetensors"), json.loads((tmp_path / "config.json").read_text())
+    assert {"fc.weight", "norm.weight", "lm_head.weight", "midlayer.self_attn.q_proj.weight"} < tensors.keys()
+    assert not any(name.startswith("embed_tokens") for name in tensors)
+    ids = torch.arange(1024) + tensors["d2t"]
+    assert torch.equal(ids, text.draft_ids) and torch.equal(tensors["t2d"].nonzero()[:, 0], ids)
+    left = told["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+    assert told["eagle_aux_hidden_state_layer_ids"] == [layer + 1 for layer in left]
+    assert told["draft_vocab_size"] == 1024 and told["architectures"] == ["LlamaForCausalLMEagle3"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ["--algorithm", "ngram", "--batch", "1,8"],
+            "shootout: ngram takes 1152 tokens of text, expected at most 1024: ask for fewer or smaller batches, a shorter "
+            "--output or fewer --repeats",
+        ),
+        (["--short", "70"], "--short is 70, expected less than --output 70"),
+        (["--engines", "tgi"], "'tgi' is not one of ours, sglang, sglang_fa3, sglang_plugin, vllm, vllm_plugin"),
+        (["--json", "/"], "shootout: --json / cannot be written, expected a file's name"),
+        (
+            ["--path", "sglang"],
+            "'sglang' is not ENGINE=FOLDER, of ours, sglang, sglang_fa3, sglang_plugin, vllm, vllm_plugin",
+        ),
+    ],
+)
+def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str) -> None:
+    try:
+        code = shootout.main([*TINY, "--out", str(tmp_path), *options])
+    except SystemExit as stop:
+        code = stop.code
+    assert code == 2 and message in capsys.readouterr().err
+
+
+def test_where_an_engine_is_looked_for(tmp_path: Path) -> None:
+    (tmp_path / "sglang").mkdir()
+    (tmp_path / "sglang/__init__.py").write_text("")
+    assert shootout.is_installed("sglang", [str(tmp_path)])
+    assert shootout.is_installed("ours", [])
+
+
+def test_engines_that_start_together_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = pytest.importorskip("specdec_kernels.bench.compare.engines")
+    worker = importlib.import_module("specdec_kernels.bench.compare.engines.worker")
+    job = engines.Job("ours", "plain", "", "", "cpu", "float32", 64, [[[[[1]] * 4]]], 2, 8, 1, str(tmp_path), 2)
+    assert engines.kv_tokens(job) == 4 * 64 * 5 // 4
+    waits: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        (tmp_path / "sglang-tree ended").touch()  # as the process that waits for it sees it
+
+    monkeypatch.setattr(worker.time, "sleep", sleep)
+    with worker.turn(job):
+        assert waits == [0.1]
+        with (tmp_path / "turn").open("w") as lock, pytest.raises(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with (tmp_path / "turn").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    ours, tree, vllm = ("ours", "plain"), ("ours", "tree"), ("vllm", "plain")
+    assert shootout.runs_of(["ours", "vllm"], ["plain", "tree"], 2) == [[ours, vllm], [tree]]
+    assert shootout.runs_of(["ours", "vllm"], ["plain", "tree"], 1) == [[ours], [vllm], [tree]]
+
+
+def test_two_of_ours_together(tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    options = ["--batch", "1", "--algorithm", "plain,chain", "--engines", "ours,vllm", "--together", "2"]
+    assert shootout.main([*TINY, *options, "--out", str(tmp_path), "--json", str(file)]) == 0
+    results = json.loads(file.read_text())["results"]
+    assert [r["params"]["algorithm"] for r in results if "facts" in r and not r["error"]] == ["plain", "chain"]
+
+
+def test_how_an_engine_came_here_names_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = pytest.importorskip("specdec_kernels.bench.compare.engines")
+    for url, told in (
+        ("file:///home/me/wheels/engine-1.0%2Bcu13-py3-none-any.whl", "engine-1.0+cu13-py3-none-any.whl"),
+        ("https://example.org/engine.whl", "https://example.org/engine.whl"),
+    ):
+        found = types.SimpleNamespace(read_text=lambda name, url=url: json.dumps({"url": url}))
+        monkeypatch.setattr("importlib.metadata.distribution", lambda package, found=found: found)
+        assert engines.how_installed("engine") == told

@@ -1,0 +1,713 @@
+"""The command line, called as a function; in a process of its own only where other packages must be missing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import specdec_kernels
+from specdec_kernels import cli
+from specdec_kernels.bench.ops import baseline, cases, timing
+from specdec_kernels.bench.ops.check import WrongResult, expect_close, expect_equal, expect_near
+from specdec_kernels.bench.ops.harness import Baseline, Case, Work
+from specdec_kernels.bench.report import plot, report
+from specdec_kernels.cli import bench, table
+from specdec_kernels.ops._op_list import public_ops
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def short_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "MAX_SECONDS", 0.01)
+
+
+def without(*packages: str) -> str:
+    """The start of a Python program in which these packages cannot be imported."""
+    return f"import sys; sys.modules.update(dict.fromkeys({packages!r}))"
+
+
+def in_a_process(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+
+# --- help -------------------------------------------------------------------------------------------------------------
+
+
+def test_no_arguments_prints_help(capsys: Capture) -> None:
+    assert cli.main([]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("usage: specdec <command> [options]")
+    assert "Start with `specdec info`" in text
+
+
+@pytest.mark.parametrize("command", [module.__name__.rsplit(".", 1)[1] for module in cli.COMMANDS])
+def test_every_command_is_listed_and_has_help(capsys: Capture, command: str) -> None:
+    cli.main([])
+    assert f"\n    {command} " in capsys.readouterr().out
+    with pytest.raises(SystemExit) as stop:
+        cli.main([command, "--help"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: specdec {command}")
+
+
+def test_version(capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == f"specdec_kernels {specdec_kernels.__version__}\n"
+
+
+def test_unknown_command(capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["frobnicate"])
+    assert stop.value.code == 2
+    assert "invalid choice: 'frobnicate'" in capsys.readouterr().err
+
+
+def test_python_dash_m() -> None:
+    done = subprocess.run([sys.executable, "-m", "specdec_kernels", "--version"], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout == f"specdec_kernels {specdec_kernels.__version__}\n"
+
+
+# --- info -------------------------------------------------------------------------------------------------------------
+
+
+def test_info(capsys: Capture) -> None:
+    assert cli.main(["info"]) == 0
+    text = capsys.readouterr().out
+    assert f"specdec_kernels       {specdec_kernels.__version__}\n" in text
+    assert f"torch                 {importlib.metadata.version('torch')}\n" in text
+    assert "DLPack exchange API   yes" in text
+    for op in public_ops():
+        assert op in text
+
+
+def test_info_json(capsys: Capture) -> None:
+    assert cli.main(["info", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["specdec_kernels"] == specdec_kernels.__version__
+    assert facts["cuda_version"] == specdec_kernels.cuda_version
+    assert facts["packages"]["torch"] == importlib.metadata.version("torch")
+    assert list(facts["ops"]) == public_ops()
+    halves = ["cpu", "cuda"] if specdec_kernels.cuda_version else ["cpu"]
+    assert facts["ops"]["select_topk"] == halves
+    assert len(facts["devices"]) == torch.cuda.device_count()
+
+
+def test_info_of_a_model(capsys: Capture, tmp_path: Path) -> None:
+    """By its config alone: there are no weights."""
+    from transformers import AutoConfig
+
+    def of(model_type: str) -> str:
+        AutoConfig.for_model(model_type, num_hidden_layers=2).save_pretrained(tmp_path / model_type)
+        return str(tmp_path / model_type)
+
+    native, other = of("qwen3"), of("biogpt")
+    assert cli.main(["info", native]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(maxsplit=1) for line in lines] == [
+        ["model", native],
+        ["model_type", "qwen3"],
+        ["implementation", "native"],
+        ["layers", "native"],
+        ["products", "in the engine's dtype"],
+        ["windows", "all rows in every layer"],
+        ["features", "states that enter any of 2 layers or leave the last"],
+        ["rounds", "captured as CUDA graphs"],
+    ]
+    assert cli.main(["info", other, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["model_type"] == "biogpt" and facts["layers"].startswith("by transformers, with our attention")
+    assert cli.main(["info", of("mamba")]) == 2
+    out, err = capsys.readouterr()
+    assert not out and err == "specdec info: model: mamba has no attention in its layers, expected a model that has\n"
+    assert cli.main(["info", "/nowhere"]) == 2
+    assert capsys.readouterr().err == "specdec info: model is /nowhere, expected an existing folder or a hub id\n"
+
+
+def test_info_of_a_cpu_build(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(specdec_kernels, "cuda_version", None)
+    monkeypatch.setattr(specdec_kernels, "cuda_architectures", None)
+    cli.main(["info"])
+    assert "CUDA build            CPU only: built without nvcc\n" in capsys.readouterr().out
+
+
+def test_info_needs_the_standard_library_only() -> None:
+    code = without("torch", "numpy", "rich", "transformers") + "; from specdec_kernels.cli import main; main(['info'])"
+    done = in_a_process(code)
+    assert done.returncode == 0, done.stderr
+    assert "torch does not import" in done.stdout  # its metadata is still there
+    assert "\nselect_topk" in done.stdout
+
+
+# --- bench ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        (("torch", "rich"), 'specdec bench needs torch and rich: pip install "specdec-kernels[bench]"\n'),
+        (("rich",), 'specdec bench needs rich: pip install "specdec-kernels[bench]"\n'),
+    ],
+    ids=["torch+rich", "rich"],
+)
+def test_bench_names_what_is_missing(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, missing: tuple[str, ...], message: str
+) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in missing else find_spec(name))
+    assert cli.main(["bench", "select_topk"]) == 2
+    assert capsys.readouterr().err == message
+
+
+def test_bench_lists_ops(capsys: Capture) -> None:
+    assert cli.main(["bench"]) == 0
+    text = capsys.readouterr().out
+    for name in [*cases.CASES, "call_overhead"]:
+        assert name in text
+
+
+def test_bench_one_op(capsys: Capture, tmp_path: Path, short_rounds: None) -> None:
+    file = tmp_path / "run.json"
+    assert cli.main(["bench", "select_topk", "--quick", "--device", "cpu", "--batch", "2,3", "--json", str(file)]) == 0
+    text = capsys.readouterr().out
+    assert "of floor" in text and "batch=3 " in text
+    run = json.loads(file.read_text())
+    assert run.keys() == {"schema", "date", "command", "specdec_kernels", "machine", "ceilings", "results"}
+    assert run["schema"] == 2
+    assert run["command"].startswith("specdec bench select_topk --quick")
+    assert run["machine"].keys() == {"device", "name", "driver", "torch", "python"}
+    assert run["ceilings"].keys() == {"copy_gb_s", "read_gb_s", "tflop_s"}
+    assert [r["params"]["batch"] for r in run["results"]] == [2, 3]
+    for r in run["results"]:
+        assert r["error"] is None and r["time_us"] > 0 and r["p90_us"] >= r["time_us"]
+        assert r["floor_us"] > 0 and r["bytes"] > 0 and r["baselines"]["torch"] > 0
+
+
+def test_results_readme_defines_every_field() -> None:
+    readme = Path(__file__).parents[2] / "bench/results/README.md"
+    from specdec_kernels.bench.ops.harness import Result
+    from specdec_kernels.bench.report.record import line, record
+
+    run = record([Result("op", {}, "cpu")], torch.device("cpu"), None, "")
+    for field in [*run, *line(Result("op", {}, "cpu"))]:
+        assert f"`{field}`" in readme.read_text(), field
+
+
+def test_call_overhead(capsys: Capture, tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    assert cli.main(["bench", "call_overhead", "--quick", "--device", "cpu", "--json", str(file)]) == 0
+    run = json.loads(file.read_text())
+    assert run["ceilings"] is None
+    nanoseconds = {r["params"]["call"]: r["host_us"] * 1e3 for r in run["results"]}
+    assert 0 < nanoseconds["_C.noop1, torch"] < nanoseconds["_C.noop8, torch"]
+    assert "_C.noop8, torch" in capsys.readouterr().out
+
+
+def doubling(wrong: bool = False, wrong_baseline: bool = False, wrong_peer: bool = False) -> Case:
+    """A case of an op that doubles numbers, and forgets the last one if `wrong`."""
+
+    def make(device: torch.device, params: dict[str, Any]) -> Work:
+        numbers = torch.arange(params["batch"], device=device)
+        out = torch.full_like(numbers, -1)
+
+        def call() -> None:
+            out.copy_(2 * numbers)
+            if wrong:
+                out[-1] = 0
+
+        return Work(
+            call=call,
+            check=lambda: expect_equal("out", out, 2 * numbers),
+            bytes_moved=2 * numbers.nbytes,
+            baseline=Baseline("adding", lambda: numbers + numbers + wrong_baseline, lambda o: expect_equal("sum", o, 2 * numbers)),
+            peers=[Baseline("shifting", lambda: (numbers << 1) - int(wrong_peer), lambda o: expect_equal("shift", o, 2 * numbers))],
+        )  # fmt: skip
+
+    return Case("doubling", {"batch": (4, 5)}, make)
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        (doubling(wrong=True), "out differs in 1 of 4 elements, first at [3]: got 0, expected 6"),
+        (doubling(wrong_baseline=True), "baseline adding: sum differs in 4 of 4 elements, first at [0]: got 1, expected 0"),
+        (doubling(wrong_peer=True), "baseline shifting: shift differs in 4 of 4 elements, first at [0]: got -1, expected 0"),
+    ],
+    ids=["op", "baseline", "peer"],
+)  # fmt: skip
+def test_a_wrong_result_gets_no_time(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, short_rounds: None, case: Case, message: str
+) -> None:
+    monkeypatch.setattr(cases, "CASES", {"doubling": case})
+    file = tmp_path / "run.json"
+    assert cli.main(["bench", "doubling", "--device", "cpu", "--quick", "--json", str(file)]) == 1
+    captured = capsys.readouterr()
+    assert captured.err == f"wrong result, not timed: doubling batch=4: {message}\n"
+    assert "WRONG" in captured.out
+    (result,) = json.loads(file.read_text())["results"]
+    assert result["error"] == message
+    assert [result[key] for key in ("time_us", "p90_us", "host_us", "of_floor")] == [None] * 4
+    assert result["baselines"] == {}
+
+
+def test_a_right_result_gets_a_time(capsys: Capture, monkeypatch: pytest.MonkeyPatch, short_rounds: None) -> None:
+    monkeypatch.setattr(cases, "CASES", {"doubling": doubling()})
+    assert cli.main(["bench", "all", "--device", "cpu", "--batch", "4,5"]) == 0  # call_overhead has no batch
+    text = capsys.readouterr().out
+    assert "batch=4" in text and "batch=5" in text and "adding us" in text and "shifting us" in text
+
+
+def test_sizes_of_a_case() -> None:
+    cpu = torch.device("cpu")
+    grid = {"batch": (1, 2, 8), "nodes": (4, 16), "dtype": ("float32", "float16")}
+    product = Case("op", grid, doubling().make)
+    assert len(list(product.sizes(cpu))) == 12
+    assert list(product.sizes(cpu, quick=True)) == [{"batch": 1, "nodes": 4, "dtype": "float32"}]
+
+    case = Case("op", grid, doubling().make, base={"batch": 2, "nodes": 16, "dtype": "float32"})
+
+    def sizes(**arguments: Any) -> list[tuple[Any, ...]]:
+        return [tuple(size.values()) for size in case.sizes(cpu, **arguments)]
+
+    around = [(1, 16, "float32"), (2, 16, "float32"), (8, 16, "float32"), (2, 4, "float32"), (2, 16, "float16")]
+    assert sizes() == around
+    assert sizes(quick=True) == [(1, 4, "float32")]
+    assert sizes(full=True) == list(itertools.product(*grid.values()))
+    assert sizes(batch=[3], nodes=[5, 6], dtype=["float16"]) == [(3, 5, "float16"), (3, 6, "float16")]
+    assert sizes(batch=[3, 4], nodes=[16]) == [(b, 16, t) for b in (3, 4) for t in ("float32", "float16")]
+
+
+def test_every_parameter_is_an_option() -> None:
+    grids = [grid for case in cases.CASES.values() for grid in (case.grid, case.cpu_grid or {}, case.base or {})]
+    assert {name for grid in grids for name in grid} == {*bench.NUMBERS, *bench.WORDS}
+    for case in cases.CASES.values():
+        for name, values in case.grid.items():
+            assert name in bench.NUMBERS or set(values) <= set(bench.WORDS[name])
+        assert case.base is None or case.base.keys() == case.grid.keys()
+
+
+def test_parameters_as_options(capsys: Capture) -> None:
+    arguments = ["--batch", "2", "--nodes", "4,5", "--k", "3", "--device", "cpu"]
+    assert cli.main(["bench", "build_tree", *arguments]) == 0
+    text = capsys.readouterr().out
+    assert text.count("build_tree") == 1 and "batch=2 nodes=4 k=3" in text and "batch=2 nodes=5 k=3" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["nosuchop"],
+            "specdec bench: there is no op nosuchop, expected one of doubling, call_overhead, round, or all\n",
+        ),
+        (["doubling", "--json", "/nowhere/x.json"], "specdec bench: --json /nowhere/x.json is in no existing folder\n"),
+        (["doubling", "--plot", "/nowhere/x.png"], "specdec bench: --plot /nowhere/x.png is in no existing folder\n"),
+        (
+            ["doubling", "--plot", "x.txt"],
+            "specdec bench: --plot x.txt is no picture, expected a name in .png or .svg or .pdf\n",
+        ),
+        (["doubling", "--dtype", "float32"], "specdec bench: doubling has no dtype, its parameters are batch\n"),
+        (
+            ["doubling", "--nodes", "4", "--num-steps", "1"],
+            "specdec bench: doubling has no nodes or num_steps, its parameters are batch\n",
+        ),
+        (["call_overhead", "--batch", "4"], "specdec bench: none of these ops has batch\n"),
+    ],
+    ids=["op", "json", "plot", "picture", "parameter", "parameters", "overhead"],
+)
+def test_bench_refuses(capsys: Capture, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str) -> None:
+    monkeypatch.setattr(cases, "CASES", {"doubling": doubling()})
+    assert cli.main(["bench", "--device", "cpu", *arguments]) == 2
+    assert capsys.readouterr().err == message
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_bench_without_a_gpu(capsys: Capture) -> None:
+    assert cli.main(["bench", "select_topk", "--device", "cuda"]) == 2
+    assert "needs a CUDA build of specdec_kernels and a GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "option",
+    [["--batch", "1,x"], ["--nodes", "-1"], ["--dtype", "int8"], ["--mode", "tree,bush"], ["--device", "tpu"]],
+    ids=" ".join,
+)
+def test_bench_rejects_values(capsys: Capture, option: list[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["bench", "select_topk", *option])
+    assert stop.value.code == 2
+    assert option[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["select_topk", "--k", "65"], "select_topk: k is 65, expected 1 to 64"),
+        (["build_tree", "--nodes", "400"], "build_tree: num_draft_tokens is 400, expected 1 to 256"),
+        (["tree_attention", "--batch", "1000000000000000"], "cpu has not the memory for it"),
+    ],
+    ids=["select_topk", "build_tree", "memory"],
+)
+def test_a_size_that_cannot_run_is_named(capsys: Capture, arguments: list[str], message: str) -> None:
+    assert cli.main(["bench", *arguments, "--device", "cpu", "--quick"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"not timed: {arguments[0]} ") and captured.err.endswith(f": {message}\n")
+    assert "skipped" in captured.out
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (["--batch", "0"], "argument --batch: '0' is not numbers from 1 on, with commas between them"),
+        (["--batch", "1,,2"], "argument --batch: '1,,2' is not numbers from 1 on, with commas between them"),
+        (["--prefix", "-1"], "argument --prefix: '-1' is not numbers from 0 on, with commas between them"),
+        (["--accept", "0.5"], "argument --accept: '0.5' is not a number from 1 on"),
+        (["--accept", "nan"], "argument --accept: 'nan' is not a number from 1 on"),
+        (["--input", "0"], "argument --input: '0' is not a whole number from 1 on"),
+        (["--speculative-num-steps", "x"], "argument --speculative-num-steps: 'x' is not a whole number from 1 on"),
+        (["--acceptance", "poetry"], "argument --acceptance: 'poetry' is not one of chat, code, math, wrong"),
+        (
+            ["--algorithm", "tree0"],
+            "argument --algorithm: 'tree0' is not one of none, chain, tree, standalone, adaptive, nor chain or tree with "
+            "a number",
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bench_rejects_numbers(capsys: Capture, option: list[str], message: str) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["bench", "round", *option])
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["all", "doubling"], "all means every op, expected no op beside it"),
+        (["doubling", "--accept", "2"], "--accept is of round, expected it not beside doubling"),
+        (
+            ["round", "--nodes", "4"],
+            "round has no nodes, expected --batch, --dtype, --max-len, --weights and what its help lists",
+        ),
+        (["round", "--weights", "fp8,int4"], "round takes one --weights, expected it not to be ['fp8', 'int4']"),
+        (
+            ["round", "--weights", "int4", "--shape", "qwen3-30b-a3b"],
+            "--weights is int4, expected fp8 or fp8-rows beside --shape qwen3-30b-a3b, of experts",
+        ),
+        (["round", "--speculative-num-steps", "65"], "Eagle3: num_steps is 65, expected 1 to 64"),
+        (["round", "--max-len", "100000"], "model: max_position_embeddings is 4096, expected at least max_len=100000"),
+        (["doubling", "--json", "{folder}"], "--json {folder} cannot be written, expected a file's name"),
+        (["doubling", "--plot", "{folder}.png"], "--plot {folder}.png cannot be written, expected a file's name"),
+        (["{folder}.json"], "{folder}.json cannot be read (No such file or directory)"),
+        (["doubling", "--baseline", "{text}"], "--baseline {text} is not JSON, expected a run that --json wrote"),
+        (["doubling", "--baseline", "{number}"], "--baseline {number} is no run of schema 2, expected one that --json wrote"),
+        (["--baseline", "{number}"], "--baseline {number} stands alone, expected an op or a recorded run beside it"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)  # fmt: skip
+def test_bench_refuses_before_it_runs(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    monkeypatch.setattr(cases, "CASES", {"doubling": doubling()})
+    names = {"folder": str(tmp_path / "folder"), "text": str(tmp_path / "text"), "number": str(tmp_path / "number")}
+    Path(names["folder"]).mkdir()
+    Path(names["folder"] + ".png").mkdir()
+    Path(names["text"]).write_text("no run")
+    Path(names["number"]).write_text("3")
+    assert cli.main(["bench", "--device", "cpu", "--quick", *(a.format(**names) for a in arguments)]) == 2
+    assert capsys.readouterr().err == f"specdec bench: {message.format(**names)}\n"
+
+
+def test_rounds_too_large_for_the_machine_are_refused(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    from specdec_kernels.bench.engine import round
+
+    monkeypatch.setattr(round, "free_memory", lambda device: 10**9)
+    assert (
+        cli.main(["bench", "round", "--device", "cpu", "--shape", "qwen3-8b", "--batch", "1,4", "--algorithm", "chain"])
+        == 2
+    )
+    error = capsys.readouterr().err
+    assert error.startswith("specdec bench: qwen3-8b needs about 3")
+    assert "GB for weights and KV of 4 requests in float32, and cpu has 1.0 GB free" in error
+
+
+def recorded(times: dict[int, float], p90: float = 1.0, machine: str = "a CPU") -> dict[str, Any]:
+    """A run of one op: microseconds by batch."""
+    line = {
+        "op": "op",
+        "error": None,
+        "host_us": None,
+        "floor_us": 0.5,
+        "of_floor": 0.5,
+        "cold": False,
+        "baselines": {},
+    }
+    return {
+        "schema": 2, "date": "2026-01-01 00:00 UTC", "command": "", "ceilings": None,
+        "specdec_kernels": {"version": "1", "commit": "abc", "cuda": None},
+        "machine": {"device": "cpu", "name": machine, "driver": None, "torch": "2", "python": "3"},
+        "results": [
+            {**line, "params": {"batch": batch}, "time_us": time, "p90_us": p90 * time} for batch, time in times.items()
+        ],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("now", "code"), [(104.0, 0), (106.0, 1), (50.0, 0)])
+def test_a_run_beside_its_baseline(capsys: Capture, tmp_path: Path, now: float, code: int) -> None:
+    before, after = tmp_path / "before.json", tmp_path / "after.json"
+    before.write_text(json.dumps(recorded({1: 100.0, 2: 10.0, 3: 5.0}, machine="another CPU")))
+    after.write_text(json.dumps(recorded({1: now, 2: 10.0, 4: 7.0})))
+    assert cli.main(["bench", str(after), "--baseline", str(before)]) == code
+    captured = capsys.readouterr()
+    assert f"{now / 100 - 1:+.1%}" in captured.out
+    assert captured.err.splitlines()[0] == "the baseline is of another machine: another CPU, here a CPU"
+    assert ("slower than the baseline: op batch=1: +6.0%" in captured.err) == bool(code)
+    assert cli.main(["bench", str(after), "--baseline", str(before), "--threshold", "10"]) == 0
+
+
+def test_baselines_of_rounds_count_tokens_and_share_parameters() -> None:
+    old = {"op": "round", "params": {"batch": 1}, "facts": {"tokens_per_second": 200.0}}
+    new = {"op": "round", "params": {"batch": 1, "max_len": 537}, "facts": {"tokens_per_second": 100.0}}
+    (change,) = baseline.changes({"results": [new]}, {"results": [old]})
+    assert change.unit == "tokens/s" and change.slower == pytest.approx(1.0)
+    skipped = {"op": "round", "params": {"batch": 1}}
+    assert baseline.changes({"results": [skipped]}, {"results": [old]}) == []
+
+
+def test_a_baseline_without_a_shared_size(capsys: Capture, tmp_path: Path) -> None:
+    before, after = tmp_path / "before.json", tmp_path / "after.json"
+    before.write_text(json.dumps(recorded({1: 100.0})))
+    after.write_text(json.dumps(recorded({2: 100.0})))
+    assert cli.main(["bench", str(after), "--baseline", str(before)]) == 2
+    assert "has no size of this run, expected the same op and sizes" in capsys.readouterr().err
+
+
+def test_noise_has_a_star(capsys: Capture, tmp_path: Path) -> None:
+    run = tmp_path / "run.json"
+    run.write_text(json.dumps(recorded({1: 10.0}, p90=1.4)))
+    cli.main(["bench", str(run)])
+    assert "*" not in capsys.readouterr().out
+    run.write_text(json.dumps(recorded({1: 10.0}, p90=1.6)))
+    cli.main(["bench", str(run)])
+    assert "16.00*" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("width", [80, 100])
+@pytest.mark.parametrize("name", ["h200-verify", "h200-round-code"])
+def test_narrow_terminals_see_whole_numbers(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, name: str, width: int
+) -> None:
+    for variable, value in (("FORCE_COLOR", "1"), ("COLUMNS", str(width)), ("TERM", "dumb")):
+        monkeypatch.setenv(variable, value)
+    record = Path(__file__).parents[2] / f"bench/results/{name}.json"
+    assert cli.main(["bench", str(record)]) == 0
+    text = capsys.readouterr().out
+    assert "\N{HORIZONTAL ELLIPSIS}" not in text
+    for r in json.loads(record.read_text())["results"]:
+        shown = f"{r['facts']['tokens_per_second']:.0f}" if "facts" in r else bench.number(r["time_us"])
+        assert shown in text
+    rows = [line for line in text.splitlines() if "\u2500" in line]
+    assert rows and all(len(line) <= width for line in rows)
+
+
+def test_empty_columns_are_left_out(capsys: Capture) -> None:
+    table.print_table(["name", "absent", "count"], [["x", "", "1"], ["y", "", "2"]])
+    text = capsys.readouterr().out
+    assert "absent" not in text and "name" in text and "count" in text
+
+
+@pytest.mark.parametrize("rich", [True, False], ids=["rich", "plain"])
+def test_a_reader_that_leaves(rich: bool) -> None:
+    """`specdec info | head -1`: no traceback."""
+    code = (without() if rich else without("rich")) + "; from specdec_kernels.cli import main; sys.exit(main(['info']))"
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = subprocess.run([sys.executable, "-c", code], stdout=writing, stderr=subprocess.PIPE, text=True)
+    finally:
+        os.close(writing)
+    assert done.returncode == 1 and done.stderr == ""
+
+
+# --- plots ------------------------------------------------------------------------------------------------------------
+
+
+def test_plot(capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, short_rounds: None) -> None:
+    monkeypatch.setattr(cases, "CASES", {"doubling": doubling()})
+    picture, record = tmp_path / "x.png", tmp_path / "x.json"
+    assert cli.main(["bench", "all", "--device", "cpu", "--quick", "--plot", str(picture), "--json", str(record)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    plot.main([str(record), str(tmp_path / "again.svg")])
+    assert "adding" in (tmp_path / "again.svg").read_text()
+
+
+def test_plot_needs_matplotlib(capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find_spec(name))
+    assert cli.main(["bench", "select_topk", "--quick", "--device", "cpu", "--plot", str(tmp_path / "x.png")]) == 2
+    assert capsys.readouterr().err == 'specdec bench --plot needs matplotlib: pip install "specdec-kernels[bench]"\n'
+
+
+def results_of(sizes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{"op": "op", "params": size, "time_us": 1.0, "floor_us": 0.5, "baselines": {}} for size in sizes]
+
+
+def test_panels_of_a_product_and_of_one_parameter_at_a_time() -> None:
+    grid = {"batch": (1, 2, 8), "nodes": (4, 16), "dtype": ("float32", "float16")}
+    base = {"batch": 2, "nodes": 16, "dtype": "float32"}
+    cpu = torch.device("cpu")
+
+    product = results_of([*Case("op", grid, doubling().make).sizes(cpu)])
+    ((parameter, results),) = plot.panels_of(product)
+    assert parameter == "batch" and results == product
+    assert len(plot.lines_of(results, "batch")) == 4
+
+    around = results_of([*Case("op", grid, doubling().make, base=base).sizes(cpu)])
+    panels = {parameter: [r["params"][parameter] for r in results] for parameter, results in plot.panels_of(around)}
+    assert panels == {"batch": [1, 2, 8, 2], "nodes": [16, 4]}  # float16 has a single point, in the first panel
+
+    many = results_of([*Case("op", grid | {"k": (1, 2, 4)}, doubling().make).sizes(cpu)])
+    parts = plot.panels_of(many)  # 12 lines are too many for one panel
+    assert [(p, {r["params"]["nodes"] for r in part}) for p, part in parts] == [("batch", {4}), ("batch", {16})]
+    assert [r for _, part in parts for r in part] == sorted(many, key=lambda r: r["params"]["nodes"])
+
+    alone = results_of([{"batch": 4}])
+    assert plot.panels_of(alone) == [("batch", alone)]
+
+
+# --- comparisons, restores, the report --------------------------------------------------------------------------------
+
+
+def test_comparisons_say_what_differs() -> None:
+    x = torch.tensor([[1.0, 2.0], [3.0, -torch.inf]])
+    expect_close("x", x + 1e-6, x, atol=1e-5)
+    expect_near("x", x[0] * 1.001, x[0], 1e-2)
+    with pytest.raises(WrongResult, match=r"x differs in 1 of 4 elements, first at \[0, 1\]: got nan, expected 2"):
+        expect_close("x", torch.tensor([[1.0, torch.nan], [3.0, -torch.inf]]), x, atol=1.0)
+    with pytest.raises(WrongResult, match=r"x has shape \[2\], expected \[2, 2\]"):
+        expect_equal("x", x[0], x)
+    with pytest.raises(WrongResult, match="x is off by nan of its norm, allowed 1e-02"):
+        expect_near("x", x[0] * torch.nan, x[0], 1e-2)
+
+
+def test_restores_run_outside_the_clock(short_rounds: None) -> None:
+    order: list[str] = []
+    (times,) = timing.cpu_time([lambda: order.append("call")], restores=[lambda: order.append("restore")])
+    assert order[:4] == ["restore", "call"] * 2
+    assert 0 < times.best <= times.median <= times.p90
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+def test_gpu_time_takes_restores_off() -> None:
+    x = torch.zeros(1 << 26, device="cuda")
+    small = torch.zeros(1, device="cuda")
+    plain = timing.gpu_time([lambda: small.add_(1)]).median
+    restored = timing.gpu_time([lambda: small.add_(1)], [lambda: x.zero_()]).median
+    assert 0 < plain < 20e-6
+    assert restored < plain + 20e-6  # zeroing 256 MiB takes longer
+
+
+def rounds(algorithm: str, rates: dict[int, float], accept: float | str = "code eagle3") -> list[dict[str, Any]]:
+    params = {
+        "shape": "qwen3-8b", "algorithm": algorithm, "num_steps": 0 if algorithm == "none" else 5, "topk": 1, "nodes": 6,
+        "adaptive": algorithm == "adaptive", "accept": 1 if algorithm == "none" else accept, "input": 321, "output": 215,
+        "max_len": 537, "dtype": "bfloat16",
+    }  # fmt: skip
+    line = {
+        "op": "round",
+        "error": None,
+        "time_us": 9e3,
+        "p90_us": 9e3,
+        "floor_us": 4e3,
+        "of_floor": 0.4,
+        "baselines": {},
+    }
+    return [
+        {**line, "params": params | {"batch": b}, "facts": {"tokens_per_second": rate, "accept_length": 3.25}}
+        for b, rate in rates.items()
+    ]
+
+
+def test_report_of_rounds(tmp_path: Path) -> None:
+    """Charts beside the page, and README's table between its marks; written again, nothing changes."""
+    results, page, readme = tmp_path / "results", tmp_path / "docs/benchmarks.md", tmp_path / "README.md"
+    results.mkdir()
+    lines = [
+        *rounds("none", {1: 200.0, 4: 800.0}),
+        *rounds("chain", {1: 500.0, 4: 1900.0}),
+        *rounds("adaptive", {1: 700.0, 4: 2500.0}),
+    ]
+    run = recorded({}) | {"command": "specdec bench round --json somewhere", "results": lines}
+    (results / f"{report.README_RUN}.json").write_text(json.dumps(run))
+    readme.write_text(f"before\n{report.README_BEGIN}old\n{report.README_END}behind\n")
+    report.main([str(results), str(page), str(readme)])
+    written = readme.read_text(), page.read_text(), *(f.read_text() for f in sorted((page.with_suffix("")).iterdir()))
+    assert written[0].startswith("before\n") and written[0].endswith("behind\n") and "old" not in written[0]
+    assert "| no speculation | 200 | 800 |" in written[0]
+    assert "| chain (5 steps, topk 1, 6 tokens) | 500 (3.2) | 1900 (3.2) |" in written[0]
+    assert "| as many tokens as pay, the default | 700 (3.2) | 2500 (3.2) |" in written[0]
+    assert "published eagle3 drafts were on code" in written[0] and "--json" not in written[0]
+    assert f"![tokens a second by batch size](benchmarks/{report.README_RUN}.svg)" in written[1]
+    assert ">chain (5, 1, 6)</text>" in written[2] and ">tokens a second</text>" in written[2]
+    report.main([str(results), str(page), str(readme)])
+    again = readme.read_text(), page.read_text(), *(f.read_text() for f in sorted((page.with_suffix("")).iterdir()))
+    assert again == written
+
+
+def test_report_of_an_engine_that_chooses() -> None:
+    """Beside plain decoding and the best fixed draft of each acceptance; of each acceptance a table of its own."""
+    results = [
+        *rounds("none", {1: 200.0, 4: 800.0}),
+        *rounds("chain", {1: 500.0, 4: 1900.0}),
+        *rounds("tree", {1: 600.0, 4: 900.0}),
+        *rounds("adaptive", {1: 630.0, 4: 1850.0}),
+        *rounds("adaptive", {1: 198.0, 4: 796.0}, 1),
+    ]
+    table = report.round_table(results)
+    assert table[2:9] == [
+        "| drafts | | 1 | 4 |",
+        "|---|---|---:|---:|",
+        "| | plain | 200 | 800 |",
+        "| code eagle3 | best fixed | 600 tree (5, 1, 6) | 1900 chain (5, 1, 6) |",
+        "| | adaptive | 630 (3.15, 1.05) | 1850 (2.31, 0.97) |",
+        "| all wrong | best fixed | 200 plain | 800 plain |",
+        "| | adaptive | 198 (0.99, 0.99) | 796 (0.99, 0.99) |",
+    ]
+    heads = [line for line in table if line.startswith("shape=")]
+    assert len(heads) == 2 and "accept=code eagle3" in heads[0] and "accept=1" in heads[1]
+    assert sum(line.startswith("| none |") for line in table) == 2
+
+
+def test_the_page_is_what_the_report_writes(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    report.main([str(root / "bench/results"), str(tmp_path / "benchmarks.md"), str(tmp_path / "README.md")])
+    assert (tmp_path / "benchmarks.md").read_text() == (root / "docs/benchmarks.md").read_text()
+    charts = {f.name for f in (root / "docs/benchmarks").iterdir()}
+    assert {f.name for f in (tmp_path / "benchmarks").iterdir()} == charts
+
+
+def test_report(tmp_path: Path, short_rounds: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cases, "CASES", {"doubling": doubling(), "halving": doubling(wrong=True)})
+    cli.main(["bench", "all", "--device", "cpu", "--quick", "--json", str(tmp_path / "here.json")])
+    report.main([str(tmp_path), str(tmp_path / "docs/benchmarks.md")])
+    text = (tmp_path / "docs/benchmarks.md").read_text()
+    assert text.startswith("# Benchmarks\n")
+    assert "## here: " in text and "`specdec bench all --device cpu --quick" in text
+    assert "| batch=4 | " in text and "wrong result: out differs in 1 of 4" in text
+    assert "| _C.noop4, torch | " in text
+    assert "**" not in text
+    run = json.loads((tmp_path / "here.json").read_text())
+    assert "\n\n**It rained.**\n\n" in report.report({"here": run | {"note": "It rained."}})

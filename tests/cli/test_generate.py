@@ -1,0 +1,180 @@
+"""`specdec generate`: what it prints, where, and what it says when it cannot."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from specdec_kernels import FinishReason, cli
+from specdec_kernels.cli.generate import DEFAULT_PROMPT, Printer
+from specdec_kernels.engine import Engine, NewTokens, Ngram, SamplingParams
+from specdec_kernels.tiny import tiny_model
+from support.random_checkpoints import save_random_model
+
+Capture = pytest.CaptureFixture[str]
+
+
+def generate(*arguments: str) -> int:
+    return cli.main(["generate", "--device", "cpu", *arguments])
+
+
+def test_default_run_into_a_pipe(capsys: Capture) -> None:
+    assert generate("--max-new-tokens", "24") == 0
+    captured = capsys.readouterr()
+    assert captured.out.startswith(DEFAULT_PROMPT)
+    assert "\033" not in captured.out and captured.err == ""
+    for word in ("NGRAM", "plain", "accept length", "NGRAM produced the same tokens"):
+        assert word in captured.out
+
+
+def test_no_run_drafts_from_what_another_said(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Repeated, for its time, a run is the one that is shown: the index does not know its text already."""
+    accepted = []
+    for most in (1, 4):
+        monkeypatch.setattr("specdec_kernels.cli.generate.MOST_RUNS", most)
+        monkeypatch.setattr("specdec_kernels.cli.generate.ENOUGH_SECONDS", 1e9)
+        assert generate("--max-new-tokens", "60", "--no-speculative-adaptive", "--no-compare") == 0
+        accepted.append(capsys.readouterr().out.partition("accept length")[2].split()[1])
+    assert accepted[0] == accepted[1]
+
+
+def test_sampling(capsys: Capture) -> None:
+    """Both runs draw with one seed, so their texts are the same; that seed, printed, repeats them."""
+    sampled = ["--max-new-tokens", "24", "--temperature", "1.1", "--top-k", "40", "--top-p", "0.95", "--min-p", "0.01"]
+    assert generate(*sampled) == 0
+    first = capsys.readouterr().out
+    assert "NGRAM produced the same tokens" in first
+    seed = first.partition("sampled with --seed ")[2].split()[0]
+    assert generate(*sampled, "--seed", seed, "--no-compare") == 0
+    assert capsys.readouterr().out.partition("\n\ngreen:")[0] == first.partition("\n\ngreen:")[0]
+
+
+def test_a_trace_of_the_rounds(capsys: Capture, tmp_path: Path) -> None:
+    trace = ["--trace", str(tmp_path / "t.json")]
+    fixed = ["--no-speculative-adaptive", "--speculative-num-draft-tokens", "6"]
+    assert generate(*fixed, *trace, "--no-compare", "--no-cuda-graph", "--max-new-tokens", "9") == 0
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    names = [event["name"] for event in events if event["ph"] == "X"]
+    assert {"turn", "admit", "prefill", "plan", "commands", "launch", "read", "round", "emit"} <= set(names)
+    assert {event["args"]["nodes"] for event in events if event["name"] == "round"} == {6}
+
+
+def test_a_narrow_terminal_breaks_no_text(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = "def f(" + ", ".join(f"argument_{i}" for i in range(20)) + "):\n    return"
+    texts = []
+    for columns in ("40", "200"):
+        monkeypatch.setenv("COLUMNS", columns)
+        assert generate(prompt, "--max-new-tokens", "24", "--no-compare") == 0
+        text, _, table = capsys.readouterr().out.partition("\n\ngreen:")
+        texts.append(text)
+        assert "accept length" in table and "\N{HORIZONTAL ELLIPSIS}" not in table
+    assert texts[0].startswith(prompt) and texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "/nowhere"], "Engine: model is /nowhere, expected an existing folder or a hub id"),
+        (
+            ["--speculative-algorithm", "EAGLE3", "--speculative-num-steps", "0"],
+            "Eagle3: num_steps is 0, expected 1 to 64",
+        ),
+        (
+            ["--model", str(tiny_model("target")), "--speculative-algorithm", "EAGLE3"],
+            "--speculative-draft-model-path is missing, expected a folder or hub id for EAGLE3",
+        ),
+        (
+            ["--speculative-algorithm", "EAGLE3", "--speculative-ngram-corpus", __file__],
+            "--speculative-ngram-corpus is given, expected none for EAGLE3",
+        ),
+        (
+            ["--speculative-algorithm", "NGRAM", "--speculative-ngram-corpus", "/nowhere"],
+            "[Errno 2] No such file or directory: '/nowhere'",
+        ),
+        (["--max-new-tokens", "0"], "SamplingParams: max_new_tokens is 0, expected at least 1"),
+        (["--temperature", "-1"], "SamplingParams: temperature is -1.0, expected a number from 0 (greedy) on"),
+        (["--temperature", "1", "--top-p", "0"], "SamplingParams: top_p is 0.0, expected above 0 and at most 1"),
+        (["--page-size", "0"], "Engine: page_size is 0, expected at least 1"),
+        ([""], "generate: prompts[0] is empty, expected at least 1 token"),
+        (["--device", "meta"], "Engine: device is meta, expected cpu or cuda"),
+        (["--mem-fraction", "0.5"], "Engine: mem_fraction is 0.5, expected None (device is cpu)"),
+    ],
+)
+def test_refusals_are_one_line(capsys: Capture, arguments: list[str], message: str) -> None:
+    assert generate(*arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.err == f"specdec generate: {message}\n"
+
+
+def test_a_corpus_is_drafted_from(tmp_path: Path) -> None:
+    """What the model says anyway, known from the start."""
+    plain = Engine(tiny_model("target"), draft=Ngram(), adaptive=False, max_len=200, device="cpu")
+    budget = SamplingParams(max_new_tokens=60)
+    (want,) = plain.generate(DEFAULT_PROMPT, budget)
+    corpus = tmp_path / "answers.txt"
+    assert want.text is not None
+    corpus.write_text(DEFAULT_PROMPT + want.text, "utf-8")
+    draft = Ngram(corpus=[corpus])
+    engine = Engine(tiny_model("target"), draft=draft, adaptive=False, max_len=200, device="cpu")
+    (got,) = engine.generate(DEFAULT_PROMPT, budget)
+    assert got.tokens == want.tokens
+    assert got.stats.accept_length > 2 * want.stats.accept_length
+
+
+def test_a_corpus_must_be_text(capsys: Capture, tmp_path: Path) -> None:
+    corpus = tmp_path / "image"
+    corpus.write_bytes(b"\xff\xfe\x00")
+    assert generate("--speculative-algorithm", "NGRAM", "--speculative-ngram-corpus", str(corpus)) == 2
+    message = f"specdec generate: Ngram: corpus has {corpus}, expected text in UTF-8\n"
+    assert capsys.readouterr().err == message
+
+
+def test_a_model_without_a_tokenizer(capsys: Capture, tmp_path: Path) -> None:
+    folder = save_random_model(tmp_path, "llama")
+    capsys.readouterr()
+    assert generate("hello", "--model", str(folder)) == 2
+    assert "expected token ids (the model folder has no tokenizer)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [["--foo"], ["--speculative-algorithm", "MAGIC"], ["--dtype", "int8"]])
+def test_wrong_flags(capsys: Capture, flags: list[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        generate(*flags)
+    assert stop.value.code == 2
+    assert flags[-1] in capsys.readouterr().err
+
+
+class Bytes:
+    """A tokenizer whose tokens are the bytes of UTF-8."""
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
+        return bytes(tokens).decode(errors="replace")
+
+
+def printed(text: bytes, rounds: list[int]) -> str:
+    """What a printer makes of a text that comes in rounds of these sizes."""
+    engine: Any = SimpleNamespace(tokenizer=Bytes())
+    out = io.StringIO()
+    printer = Printer(Console(file=out), engine)
+    for size in rounds:
+        printer(NewTokens(0, list(text[:size]), FinishReason.RUNNING, rounds=[size]))
+        text = text[size:]
+    printer.finish()
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("rounds", [[1] * 13, [13], [2, 5, 4, 2], [3, 3, 7]])
+def test_characters_split_between_tokens_stay_whole(rounds: list[int]) -> None:
+    text = "a€b😀ñ[x]"
+    assert len(text.encode()) == sum(rounds) + 1
+    assert printed(text.encode(), [*rounds, 1]) == text + "\n\n"
+
+
+def test_a_character_that_never_ends_is_shown_at_the_end() -> None:
+    assert printed("a€".encode()[:-1], [1, 1, 1]) == "a\N{REPLACEMENT CHARACTER}\n\n"

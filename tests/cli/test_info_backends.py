@@ -1,0 +1,110 @@
+"""What `specdec info MODEL` says of a model is what an engine has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_quantized import EXPERTS, write_model
+from torch import Tensor
+
+from specdec_kernels.engine import Engine
+from specdec_kernels.models.language_model import Way, open_language_model, way_of
+from specdec_kernels.models.layers.linear import GatedFeedForward
+from specdec_kernels.models.layers.moe import ExpertFeedForward, Fp8Experts
+from specdec_kernels.models.layers.quantized import Fp8Weight, Int4Weight
+from support.tiny_random_models import NATIVE, WINDOW, tiny_model
+
+
+def opened(folder: Path) -> tuple[Way, Any]:
+    """What is said, and the target that an engine opens."""
+    with Engine(str(folder), max_len=64, device="cpu", dtype=torch.float32, adaptive=False) as engine:
+        way = way_of(str(folder))
+        assert way.implementation == engine.config.implementation
+        return way, engine.target
+
+
+def saved(folder: Path, model_type: str, **more: Any) -> Path:
+    tiny_model(model_type, **more).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "model_type", "products", "kind"),
+    [
+        ("fp8 blocks", "llama", "kept in 8 bits, rows rounded by groups of 128", Fp8Weight),
+        ("fp8 rows", "llama", "kept in 8 bits, rows rounded each", Fp8Weight),
+        ("fp8 static", "llama", "kept in 8 bits, rows rounded by the checkpoint's scales", Fp8Weight),
+        ("fp8 weights alone", "llama", "kept in 8 bits", Fp8Weight),
+        ("gptq", "qwen3", "kept in 4 bits", Int4Weight),
+    ],
+)
+def test_products(name: str, model_type: str, products: str, kind: type, tmp_path: Path) -> None:
+    way, target = opened(write_model(tmp_path, name, model_type)[0])
+    assert way.products == products and way.experts is None
+    parts = [part for layer in target.decoder.layers for part in (layer.attention.qkv, layer.feed_forward.down)]
+    assert all(type(part.weight) is kind for part in parts)
+    activations = {getattr(part.weight, "activations", "none") for part in parts}
+    rounded = {"none": "", "token": "rows rounded each", "group": "by groups of 128", "static": "checkpoint's scales"}
+    assert rounded[activations.pop()] in products and not activations
+
+
+@pytest.mark.parametrize(
+    ("name", "experts"),
+    [("fp8 rows", "4, kept in 8 bits, rows rounded each"), ("awq", "4, widened to the engine's dtype")],
+)
+def test_quantised_experts(name: str, experts: str, tmp_path: Path) -> None:
+    way, target = opened(write_model(tmp_path, name, "qwen3_moe", **EXPERTS)[0])
+    assert way.experts == experts
+    parts = [layer.feed_forward for layer in target.decoder.layers]
+    of_experts = [part.experts for part in parts if isinstance(part, ExpertFeedForward)]
+    assert of_experts and all(isinstance(part, Fp8Experts) == ("8 bits" in experts) for part in of_experts)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "more", "windows"),
+    [
+        ("llama", NATIVE, "all rows in every layer"),
+        ("mistral", NATIVE, f"the last {WINDOW} rows"),
+        (
+            "gemma3_text",
+            NATIVE | {"layer_types": ["sliding_attention", "full_attention"] * 2},
+            f"the last {WINDOW} rows in some layers, all rows in others",
+        ),
+        ("mimo_v2_flash", {}, f"as its modules ask: the last {WINDOW} rows or all"),
+        ("gpt2", {}, "as its modules ask"),
+    ],
+)
+def test_windows(model_type: str, more: dict[str, Any], windows: str, tmp_path: Path) -> None:
+    way, target = opened(saved(tmp_path, model_type, **more))
+    assert way.windows == windows
+    said = {f"the last {group.shape.window} rows" for group in target.pools.groups if group.shape.window is not None}
+    assert all(each in windows for each in said) and ("all" in windows or way.implementation == "transformers") == any(
+        group.shape.window is None for group in target.pools.groups
+    )
+    assert way.products == "in the engine's dtype" and way.experts in (None, "4, in the engine's dtype")
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "nanochat"])
+def test_features(model_type: str, tmp_path: Path) -> None:
+    """Any layer that is said to have them gives them."""
+    folder = saved(tmp_path, model_type, **NATIVE)
+    count = 4
+    assert f" {count} layers" in way_of(str(folder)).features
+    lm = open_language_model(
+        str(folder), max_len=64, num_pages=8, page_size=8, dtype=torch.float32, device=torch.device("cpu"),
+        feature_layers=tuple(range(count + 1)),
+    )  # fmt: skip
+    assert lm.feature_layers == tuple(range(count + 1))
+    layers = getattr(getattr(lm, "decoder", None), "layers", None) or lm._layers()  # type: ignore[attr-defined]
+    assert len(layers) == count
+
+
+def test_dense_parts_share_a_dtype(tmp_path: Path) -> None:
+    way, target = opened(saved(tmp_path, "llama", **NATIVE))
+    assert way.layers == "native" and way.rounds == "captured as CUDA graphs"
+    for layer in target.decoder.layers:
+        assert isinstance(layer.feed_forward, GatedFeedForward)
+        assert isinstance(layer.attention.qkv.weight, Tensor)

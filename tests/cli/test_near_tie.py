@@ -1,0 +1,122 @@
+"""`specdec generate` says of two texts that differ whether roundoff explains it."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdec_kernels import cli
+from specdec_kernels.cli.near_tie import difference, likeliest
+from specdec_kernels.engine import Engine, RequestOutput, SamplingParams
+from specdec_kernels.reference.verify import filtered, uniform
+from specdec_kernels.tiny import tiny_model
+from support.tiny_checkpoint import held_out
+
+GREEDY = SamplingParams()
+
+
+def model_of(logits: Tensor, dtype: torch.dtype = torch.float32) -> Any:
+    """A target that holds these logits [V] behind any text."""
+
+    class Model:
+        device = torch.device("cpu")
+
+        def __call__(self, tokens: Tensor, logits_to_keep: int) -> Any:
+            self.asked = tokens.tolist()
+            return SimpleNamespace(logits=logits[None, None].expand(1, logits_to_keep, -1))
+
+    model: Any = Model()
+    model.dtype = dtype
+    return model
+
+
+def test_texts_that_are_the_same() -> None:
+    assert difference(None, [1], ([2, 3], [2, 3]), GREEDY) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_the_margin_is_that_of_the_worse_of_both(dtype: torch.dtype) -> None:
+    limit = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.4}[dtype]
+    logits = torch.tensor([0.0, 5.0, 5.0 - 0.9 * limit, 5.0 - 1.1 * limit])
+    model = model_of(logits, dtype)
+    near = difference(model, [9, 9], ([7, 1, 4], [7, 2, 4]), GREEDY)
+    assert near is not None and near.is_near_tie and near.at == 1
+    assert near.margin == pytest.approx(0.9 * limit, rel=1e-3)
+    assert model.asked == [[9, 9, 7]]
+    for pair in ((1, 3), (3, 1), (2, 3)):  # the two are near each other, or not, but not both the best
+        far = difference(model, [9, 9], ([7, pair[0]], [7, pair[1]]), GREEDY)
+        assert far is not None and not far.is_near_tie
+
+
+def test_a_text_that_ends_early_is_no_near_tie() -> None:
+    parted = difference(model_of(torch.zeros(4)), [1], ([2, 3], [2, 3, 3]), GREEDY)
+    assert parted is not None and parted.at == 2 and parted.margin == math.inf and not parted.is_near_tie
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 9}, {"top_p": 0.6}, {"min_p": 0.05}, {"top_k": 30, "top_p": 0.8}])
+def test_the_distribution_is_that_of_the_reference(filters: dict[str, Any]) -> None:
+    logits = 2 * torch.randn(200, dtype=torch.float64)
+    sampling = SamplingParams(temperature=0.8, **filters)
+    torch.testing.assert_close(likeliest(logits, sampling, 0.0), filtered(logits, 0.8, **filters))
+
+
+def test_a_draw_between_two_tokens() -> None:
+    seed, prompt, text = 11, [4, 4, 4], [8, 8]
+    u = uniform(seed, 5)  # where the token that differs stands
+    sampling = SamplingParams(temperature=1.0, seed=seed)
+    for beside, near in ((1e-5, True), (0.01, False)):
+        p = torch.tensor([u - beside, beside, 0.5 * (1 - u), 0.5 * (1 - u)], dtype=torch.float64)
+        for other in (0, 1):  # the number is where token 2 begins, just behind token 1
+            parted = difference(model_of(p.log()), prompt, ([*text, 2], [*text, other]), sampling)
+            assert parted is not None and parted.at == 2
+            assert parted.is_near_tie == (near or other == 1)
+
+
+def test_drawn_tokens_have_no_margin() -> None:
+    """Of what an engine draws, the distance to the number is 0, wherever it stands: so seeds and positions are right."""
+    engine = Engine(tiny_model("target"), max_len=256, device="cpu")
+    sampling = SamplingParams(24, temperature=1.1, top_k=40, top_p=0.95, min_p=0.01, seed=5, ignore_eos=True)
+    prompt = held_out("code")[0]
+    (output,) = engine.generate([prompt], sampling)
+    margins = []
+    for at, token in enumerate(output.tokens):
+        other = (*output.tokens[:at], 0 if token else 1)
+        parted = difference(engine.target.model, prompt, (list(output.tokens[: at + 1]), list(other)), sampling)
+        assert parted is not None and parted.at == at
+        margins.append(parted.margin)
+        with torch.inference_mode():
+            logits = engine.target.model(torch.tensor([prompt + output.tokens[:at]])).logits[0, -1].double()
+        p = likeliest(logits, sampling, 0.0)
+        end = float(p.cumsum(0)[token])
+        assert end - float(p[token]) - 1e-4 <= uniform(5, len(prompt) + at) <= end + 1e-4
+    assert sum(margin > 0.01 for margin in margins) > 12
+
+
+def test_an_error_is_called_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    generate = Engine.generate
+
+    def wrong(self: Engine, *arguments: Any, **options: Any) -> list[RequestOutput]:
+        outputs = generate(self, *arguments, **options)
+        if self.config.needs.num_nodes > 1:
+            outputs[0].tokens[5] += 1
+        return outputs
+
+    monkeypatch.setattr(Engine, "generate", wrong)
+    monkeypatch.setenv("COLUMNS", "200")
+    assert cli.main(["generate", "--device", "cpu", "--max-new-tokens", "12"]) == 1
+    out = capsys.readouterr().out
+    assert "NGRAM produced other tokens from token 5 on, which is an error: a margin of" in out
+    assert "near-tie" not in out
+
+
+def test_the_margin_is_of_the_logits_as_the_request_wants_them() -> None:
+    model = model_of(torch.tensor([0.0, 5.0, 4.0, 3.0]))
+    sampling = SamplingParams(presence_penalty=0.5, repetition_penalty=2.0, logit_bias={2: -2.0})
+    parted = difference(model, [3], ([1, 2], [1, 3]), sampling)  # 1 and 3 are repeated, 1 was generated
+    assert parted is not None and parted.at == 1
+    assert parted.margin == pytest.approx(0.5)  # 2.0, 2.0 and 1.5

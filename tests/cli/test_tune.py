@@ -1,0 +1,212 @@
+"""`specdec tune`: what it tries, what it makes of the measurements, and how it ends."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec_kernels import cli
+from specdec_kernels.cli import engine_flags, tune_measure
+from specdec_kernels.cli.tune_measure import Measured, Options, Row, options_of, timed
+from specdec_kernels.engine import Eagle3, Engine, SamplingParams
+from specdec_kernels.engine.tuning import SCHEMA
+from specdec_kernels.tiny import tiny_model
+from support.tiny_checkpoint import held_out
+
+Capture = pytest.CaptureFixture[str]
+
+TARGET, HEAD = str(tiny_model("target")), str(tiny_model("eagle3"))
+
+
+def row(options: Options, batch: int, speed: float) -> Row:
+    return Row(options, batch, speed, 2.0, 10.0)
+
+
+PLAIN, CHAIN, TREE = Options(0, 1, 1), Options(3, 1, 4), Options(3, 4, 16)
+
+
+def test_chains_and_trees_that_can_be() -> None:
+    """A tree has more nodes than a chain of its depth, and no more than its branches make."""
+    assert options_of([1, 3], [1, 4], [4, 8, 64]) == [
+        PLAIN, Options(1, 1, 2), CHAIN, Options(1, 4, 4), Options(3, 4, 8)
+    ]  # fmt: skip
+    assert Options(3, 4, 37) in options_of([3], [4], [37]) and options_of([3], [4], [38]) == [PLAIN]
+
+
+def test_every_batch_counts_alike() -> None:
+    """Twice as fast at batch 1 is worth twice as fast at batch 32, however many tokens that is."""
+    rows = [row(PLAIN, 1, 10), row(CHAIN, 1, 40), row(TREE, 1, 60), row(PLAIN, 32, 1000), row(CHAIN, 32, 900)]
+    both = Measured("m", "d", "EAGLE3", [*rows, row(TREE, 32, 500)], True)
+    assert both.recommended == CHAIN  # 40 * 900 is more than 60 * 500 and 10 * 1000
+    assert both.plain(32) == 1000 and both.batches == [1, 32]
+    fastest = both.facts()["fastest_by_batch"]
+    assert [(f["batch"], f["options"]["num_nodes"]) for f in fastest] == [(1, 16), (32, 1)]
+    assert Measured("m", "d", "EAGLE3", rows, False).recommended == CHAIN  # the tree was not measured at both
+    slow = [row(PLAIN, 1, 10), row(CHAIN, 1, 9)]
+    assert Measured("m", "d", "EAGLE3", slow, True).facts()["recommended"] is None
+
+
+def test_accept_length_is_the_engines() -> None:
+    """Two waves of two, with a prompt again where there are no more."""
+    prompts = held_out("code")[:3]
+    with Engine(TARGET, draft=Eagle3(HEAD, **CHAIN._asdict()), adaptive=False, num_slots=2, device="cpu") as engine:
+        found = timed(engine, CHAIN, 2, prompts, 12)
+        outputs = engine.generate([*prompts, prompts[0]], SamplingParams(12, ignore_eos=True))
+    rounds = sum(output.stats.rounds for output in outputs)
+    assert (found.options, found.batch, found.accept_length) == (CHAIN, 2, 44 / rounds)
+    assert found.tokens_per_second > 0 and found.round_ms > 0
+
+
+SMALL = ["--batch", "1,2", "--num-steps", "2", "--topk", "1", "--max-new-tokens", "6", "--device", "cpu"]
+
+
+@pytest.fixture
+def tuned(tmp_path: Path, capsys: Capture) -> tuple[Path, str]:
+    prompts, out = tmp_path / "prompts.txt", tmp_path / "tuning.json"
+    prompts.write_text("def f(x):\n\nimport os\n")
+    options = ["--prompts", str(prompts), "--out", str(out), *SMALL]
+    assert cli.main(["tune", TARGET, "--draft", HEAD, *options]) == 0
+    return out, capsys.readouterr().out
+
+
+def test_table_bars_and_file(tuned: tuple[Path, str]) -> None:
+    file, shown = tuned
+    facts: dict[str, Any] = json.loads(file.read_text())
+    assert (facts["schema"], facts["model"], facts["draft"], facts["algorithm"]) == (SCHEMA, TARGET, HEAD, "EAGLE3")
+    assert facts["complete"] and len(facts["measured"]) == 4
+    assert [(m["options"]["num_nodes"], m["batch"]) for m in facts["measured"]] == [(1, 1), (1, 2), (3, 1), (3, 2)]
+    assert [m["accept_length"] for m in facts["measured"][:2]] == [1, 1]
+    for words in ("accept length", "tokens/s, batch 1", "tokens/s, batch 2", "plain #", "2, 1, 3"):
+        assert words in shown
+    assert shown.count(" *\n") == 2 and "\033" not in shown and max(map(len, shown.splitlines())) <= 120
+
+
+def test_generate_and_bench_take_the_file(tuned: tuple[Path, str], capsys: Capture) -> None:
+    file, _ = tuned
+    facts = json.loads(file.read_text())
+    facts["recommended"] = {"num_steps": 2, "topk": 1, "num_nodes": 3}
+    file.write_text(json.dumps(facts))
+    fixed = ["--no-speculative-adaptive", "--max-new-tokens", "9", "--device", "cpu", "--no-compare"]
+    assert cli.main(["generate", "import os", "--tuning", str(file), *fixed]) == 0
+    out = capsys.readouterr().out
+    table = out.partition("green:")[2].partition("tokens ")[2].split()
+    rounds, drafted = (int(table[table.index(word) + 2]) for word in ("rounds", "drafted"))
+    assert "EAGLE3" in out and drafted == 2 * rounds
+    options = ["--algorithm", "chain", "--device", "cpu", "--output", "8", "--quick"]
+    assert cli.main(["bench", "round", *options, "--tuning", str(file), "--speculative-num-steps", "1"]) == 0
+    assert "chain (1, 1, 3)" in capsys.readouterr().out
+
+
+def test_what_serves_and_talks_takes_its_target_too(tuned: tuple[Path, str]) -> None:
+    """With its own chat template; flags beside it win."""
+    file, _ = tuned
+    best = {"num_steps": 2, "topk": 1, "num_nodes": 3}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"recommended": best}))
+    parser = argparse.ArgumentParser()
+    engine_flags.add_arguments(parser)
+    given = ["--device", "cpu", "--tuning", str(file)]
+    chosen, template = engine_flags.resolve(parser.parse_args(given))
+    assert (chosen.model, chosen.algorithm, template) == (TARGET, "EAGLE3", None)
+    other, _ = engine_flags.resolve(parser.parse_args([*given, "--speculative-algorithm", "NGRAM", "another"]))
+    assert (other.model, other.algorithm) == ("another", "NGRAM")
+
+
+def test_nothing_recommended_is_plain_decoding(tuned: tuple[Path, str], capsys: Capture) -> None:
+    file, _ = tuned
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"recommended": None}))
+    options = ["--tuning", str(file), "--max-new-tokens", "5", "--device", "cpu"]
+    assert cli.main(["generate", "import os", *options]) == 0
+    out = capsys.readouterr().out
+    assert "plain" in out and "EAGLE3" not in out and "NGRAM" not in out
+
+
+def test_an_interrupt_keeps_what_there_is(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(engine: Engine, options: Options, batch: int, *rest: object) -> Row:
+        if batch == 2:
+            raise KeyboardInterrupt
+        return row(options, batch, 5.0)
+
+    monkeypatch.setattr(tune_measure, "timed", interrupted)
+    out = tmp_path / "tuning.json"
+    assert cli.main(["tune", TARGET, "--draft", HEAD, *SMALL, "--out", str(out)]) == 0
+    facts = json.loads(out.read_text())
+    assert not facts["complete"] and [m["batch"] for m in facts["measured"]] == [1]
+    assert capsys.readouterr().out.startswith("Not all was measured: interrupted, or out of time (--seconds).")
+
+
+def test_what_the_recommended_draft_has_learnt_goes_with_it(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fast(engine: Engine, options: Options, batch: int, prompts: list[list[int]], *rest: object) -> Row:
+        engine.generate(prompts, SamplingParams(16, ignore_eos=True))
+        return row(options, batch, 5.0 * options.num_nodes)
+
+    monkeypatch.setattr(tune_measure, "timed", fast)
+    out = tmp_path / "tuning.json"
+    options = [*SMALL, "--num-steps", "1,2", "--out", str(out)]
+    assert cli.main(["tune", TARGET, "--draft", HEAD, *options]) == 0
+    (entry,) = json.loads(out.read_text())["calibrations"]
+    assert (entry["draft"], entry["model"], entry["target"]) == ("Eagle3", "eagle3", "target")
+    assert len(entry["table"]) == 2 and [1.0, 0.0] not in entry["table"]
+    given: list[Any] = []
+    begin = Engine.__init__
+
+    def noted(self: Engine, *arguments: Any, **others: Any) -> None:
+        begin(self, *arguments, **others)
+        given.append(self.tuning["calibrations"])
+
+    monkeypatch.setattr(Engine, "__init__", noted)
+    assert cli.main(["generate", "import os", "--tuning", str(out), "--max-new-tokens", "5", "--device", "cpu"]) == 0
+    assert given == [[entry], []]  # with the draft, and without to compare
+    head = ["--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", TARGET, "--device", "cpu"]
+    assert cli.main(["generate", "import os", "--tuning", str(out), *head]) == 2
+    assert capsys.readouterr().err == (
+        "specdec generate: Engine: tuning has a calibration of Eagle3 (eagle3) for target, "
+        "expected one of Standalone (target) for target\n"
+    )
+
+
+def test_what_an_engine_gives_is_taken_without_options(tmp_path: Path, capsys: Capture) -> None:
+    with Engine(TARGET, draft=Eagle3(HEAD, topk=1), num_slots=1, device="cpu") as engine:
+        engine.generate("import os", SamplingParams(16, ignore_eos=True))
+        tuning = engine.tuning
+    file = tmp_path / "t.json"
+    file.write_text(json.dumps(tuning))
+    head = ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", HEAD, "--device", "cpu"]
+    options = ["--model", TARGET, "--tuning", str(file), "--max-new-tokens", "5", *head]
+    assert cli.main(["generate", "import os", *options]) == 0
+    assert "EAGLE3" in capsys.readouterr().out
+
+
+def test_nothing_begins_when_time_is_out(capsys: Capture, tmp_path: Path) -> None:
+    assert cli.main(["tune", TARGET, "--draft", HEAD, *SMALL, "--seconds", "0"]) == 1
+    assert capsys.readouterr().err == "specdec tune: nothing was measured in the time that was given\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--batch", "1,x"], "--batch is 1,x, expected numbers from 1 on, with commas between them"),
+        (["--topk", "0"], "--topk is 0, expected numbers from 1 on, with commas between them"),
+        (["--out", "/nowhere/t.json"], "--out is /nowhere/t.json, expected a file in an existing folder"),
+        (["--out", "/"], "--out is /, expected a file in an existing folder"),
+        (["--max-new-tokens", "1"], "--max-new-tokens is 1, expected at least 2"),
+    ],
+)
+def test_refusals(capsys: Capture, arguments: list[str], message: str) -> None:
+    assert cli.main(["tune", TARGET, "--draft", HEAD, *arguments]) == 2
+    assert capsys.readouterr().err == f"specdec tune: {message}\n"
+
+
+def test_a_file_that_is_no_tuning(capsys: Capture, tmp_path: Path) -> None:
+    file = tmp_path / "t.json"
+    file.write_text('{"schema": 0}')
+    message = f"--tuning is {file} of schema 0, expected schema 1\n"
+    assert cli.main(["generate", "--tuning", str(file)]) == 2
+    assert capsys.readouterr().err == f"specdec generate: {message}"
+    assert cli.main(["bench", "round", "--device", "cpu", "--tuning", str(file)]) == 2
+    assert capsys.readouterr().err == f"specdec bench: {message}"

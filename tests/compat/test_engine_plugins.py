@@ -1,0 +1,778 @@
+"""What the plugins rely on, held against the sources of the engines, where those are: an installed engine, or a folder
+with an unpacked wheel in SPECDEC_PEERS (several with colons between, of several versions too). Nothing of an engine is
+run but its registries and the base classes that a plugin's classes have."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import importlib.metadata
+import importlib.util
+import inspect
+import logging
+import os
+import re
+import sys
+import types
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import specdec_kernels
+from specdec_kernels.compat import version_gate as hosts
+from specdec_kernels.compat.sglang import functions as sglang
+from specdec_kernels.compat.sglang import plugin as sglang_plugin
+from specdec_kernels.compat.sglang import rounds as sglang_rounds
+from specdec_kernels.compat.sglang.attention import TreeAttention, TreeAttentionSteps
+from specdec_kernels.compat.vllm import functions as vllm
+from specdec_kernels.compat.vllm import gpu as vllm_gpu
+from specdec_kernels.compat.vllm import plugin as vllm_plugin
+from specdec_kernels.compat.vllm.attention import PagedAttention, RowsBuilder
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def sources(package: str, known: str) -> Path:
+    """The folder of a package's sources, in the version that the plugins are written for."""
+    folders = [folder for folder in os.environ.get("SPECDEC_PEERS", "").split(os.pathsep) if folder]
+    for path in [*folders, *sys.path]:
+        spec = PathFinder.find_spec(package, [path])
+        if spec is not None and spec.origin:
+            folder = Path(spec.origin).parent
+            if list(folder.parent.glob(f"{package}-{known}*.dist-info")):
+                return folder
+    pytest.skip(f"no sources of {package} {known} here")
+
+
+def sglang_sources() -> Path:
+    return sources("sglang", sglang_plugin.VERSIONS[0])
+
+
+def module_of(folder: Path, name: str) -> ast.Module:
+    """The module of a dotted name, whose first part is the folder."""
+    path = folder.joinpath(*name.split(".")[1:])
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    return ast.parse(path.read_text())
+
+
+def defined(module: ast.Module) -> set[str]:
+    """Names that a module binds at its top, in conditions too."""
+    names: set[str] = set()
+    for node in ast.walk(module):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.ImportFrom | ast.Import):
+            names |= {alias.asname or alias.name for alias in node.names}
+    return names
+
+
+def class_of(module: ast.Module, name: str) -> dict[str, ast.FunctionDef]:
+    """The methods of a class."""
+    found = next(node for node in ast.walk(module) if isinstance(node, ast.ClassDef) and node.name == name)
+    return {node.name: node for node in found.body if isinstance(node, ast.FunctionDef)}
+
+
+def parameters(function: ast.FunctionDef) -> list[str]:
+    return [argument.arg for argument in [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]]
+
+
+def test_everything_that_the_plugin_imports_of_sglang_is_there() -> None:
+    folder = sglang_sources()
+    asked = [
+        (node.module, alias.name)
+        for ours in (sglang_plugin, sglang_rounds)
+        for node in ast.walk(ast.parse(Path(str(ours.__file__)).read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("sglang.")
+        for alias in node.names
+    ]
+    assert len(asked) >= 12
+    for module, name in asked:
+        assert name in defined(module_of(folder, module)), f"{module}.{name}"
+
+
+def test_the_attention_has_the_methods_that_sglang_calls_with_its_arguments() -> None:
+    folder = sglang_sources()
+    methods = class_of(module_of(folder, "sglang.srt.layers.attention.base_attn_backend"), "AttentionBackend")
+    ours = {name: value for name, value in vars(TreeAttention).items() if inspect.isfunction(value)}
+    for name in (
+        "init_forward_metadata",
+        "init_forward_metadata_out_graph",
+        "init_forward_metadata_in_graph",
+        "init_cuda_graph_state",
+        "get_cuda_graph_seq_len_fill_value",
+        "update_verify_buffers_to_fill_after_draft",
+        "forward_extend",
+        "forward_decode",
+    ):
+        have = list(inspect.signature(ours[name]).parameters)
+        want = parameters(methods[name])
+        assert have[: len(want)] == want, name
+    # Methods without a body of their own that are none of ours are for passes that the plugin does not serve.
+    abstract = {
+        name for name, node in methods.items() if any(isinstance(n, ast.Raise) for n in node.body) and name not in ours
+    }
+    assert abstract == {
+        "forward_mixed",  # other devices
+        "init_forward_metadata_for_breakable_cuda_graph_capture",  # for those that opt in
+        "prepare_forward_metadata_for_breakable_cuda_graph_replay",
+    }
+    steps = class_of(module_of(folder, "sglang.srt.layers.attention.triton_backend"), "TritonMultiStepDraftBackend")
+    for name in set(steps) - {"__init__", "common_template"}:
+        assert list(inspect.signature(getattr(TreeAttentionSteps, name)).parameters) == parameters(steps[name])[:3], (
+            name
+        )
+
+
+def test_the_attention_reads_what_batches_layers_and_pools_have() -> None:
+    folder = sglang_sources()
+    modes = class_of(module_of(folder, "sglang.srt.model_executor.forward_batch_info"), "ForwardMode")
+    assert {"is_decode_or_idle", "is_target_verify", "is_draft_extend_v2"} <= set(modes)
+    layer = ast.unparse(class_of(module_of(folder, "sglang.srt.layers.radix_attention"), "RadixAttention")["__init__"])
+    for name in (
+        "layer_id", "tp_q_head_num", "qk_head_dim", "scaling", "sliding_window_size", "logit_cap", "is_cross_attention",
+        "logit_capping_method", "k_scale", "v_scale", "k_scale_float", "v_scale_float", "attn_type", "xai_temperature_len",
+    ):  # fmt: skip
+        assert f"self.{name} = " in layer, name
+    pools = module_of(folder, "sglang.srt.mem_cache.memory_pool")
+    pool = class_of(pools, "MHATokenToKVPool")
+    assert parameters(pool["set_kv_buffer"])[1:7] == ["layer", "loc_info", "cache_k", "cache_v", "k_scale", "v_scale"]
+    assert "return (loc_info, None, None)" in ast.unparse(pools)  # a bare tensor of places is one
+    assert "range(1, self._alloc_size)" in ast.unparse(pools)  # row 0 of req_to_token is nobody's
+    inputs = ast.unparse(module_of(folder, "sglang.srt.speculative.eagle_info"))
+    assert "def tree_topk(self) -> int:" in inputs and "draft_token_num: int" in inputs
+    extend = ast.unparse(module_of(folder, "sglang.srt.speculative.eagle_worker_common"))
+    assert "forward_batch.seq_lens = forward_batch.seq_lens + num_draft_tokens" in extend
+    assert "tree_mask_buf = verify_mask.buffer if verify_mask.fits(bs) else None" in extend
+    places = ast.unparse(module_of(folder, "sglang.kernels.ops.speculative.cache_locs"))
+    assert "token_pool_ptr + seq_len + topk_id * num_steps + tl.arange(0, iter_upper)" in places
+
+
+def test_drafts_get_their_attention_where_sglang_makes_it() -> None:
+    folder = sglang_sources()
+    methods = class_of(module_of(folder, "sglang.srt.speculative.draft_utils"), "DraftBackendFactory")
+    assert parameters(methods["create_decode_backend"]) == ["self"]
+    assert parameters(methods["create_draft_extend_backend"]) == ["self"]
+    made = ast.unparse(methods["__init__"])
+    for name in ("server_args", "draft_model_runner", "topk", "speculative_num_steps"):
+        assert f"self.{name} = " in made
+    assert "self.draft_attn_backend = server_args.speculative_draft_attention_backend" in made
+    worker = module_of(folder, "sglang.srt.speculative.eagle_worker_v2")
+    assert "graph_supported_backend_types = [TritonAttnBackend" in ast.unparse(worker)
+    mask = next(
+        node
+        for node in ast.walk(module_of(folder, "sglang.srt.layers.attention.verify_mask"))
+        if isinstance(node, ast.ClassDef) and node.name == "VerifyMask"
+    )
+    fields = [
+        node.target.id for node in mask.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    ]
+    assert fields[:3] == ["buffer", "mode", "max_bs"]
+
+
+def calls_of(module: ast.Module, name: str) -> list[ast.Call]:
+    return [
+        node
+        for node in ast.walk(module)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name
+    ]
+
+
+def test_the_functions_take_what_sglang_gives_them() -> None:
+    module = module_of(sglang_sources(), "sglang.srt.speculative.eagle_utils")
+    for name, ours in {
+        "sgl_build_tree_kernel_efficient": sglang.build_tree_kernel_efficient,
+        "verify_tree_greedy": sglang.verify_tree_greedy,
+        "sampling_fn": sglang.tree_speculative_sampling_target_only,
+    }.items():
+        calls = calls_of(module, name)
+        assert calls, name
+        for call in calls:
+            inspect.signature(ours).bind(*call.args, **{str(word.arg): None for word in call.keywords})
+
+
+def test_drafts_ask_for_the_best_of_their_probabilities_alone() -> None:
+    """Between the two functions that the plugin stands around, SGLang looks at no probability unless it samples
+    drafts."""
+    folder = sglang_sources()
+    utils = module_of(folder, "sglang.srt.speculative.spec_utils")
+    renorm = next(n for n in ast.walk(utils) if isinstance(n, ast.FunctionDef) and n.name == "renorm_draft_probs")
+    assert [argument.arg for argument in renorm.args.args] == [
+        "next_token_logits", "sampling_info", "use_rejection_sampling"
+    ]  # fmt: skip
+    for call in calls_of(module_of(folder, "sglang.srt.speculative.eagle_worker_v2"), "renorm_draft_probs"):
+        assert len(call.args) == 3 and not call.keywords  # by their places, as ours takes them
+    topk = module_of(folder, "sglang.srt.utils.common")
+    fast_topk = next(n for n in ast.walk(topk) if isinstance(n, ast.FunctionDef) and n.name == "fast_topk")
+    assert [argument.arg for argument in fast_topk.args.args] == ["values", "topk", "dim"]
+    callers = {
+        path.stem
+        for path in (folder / "srt").rglob("*.py")
+        if "renorm_draft_probs(" in path.read_text() and path.stem != "spec_utils"
+    }
+    assert callers <= {"eagle_worker_v2", "eagle_draft_cuda_graph_runner"}  # the second only speaks of it
+    worker = module_of(folder, "sglang.srt.speculative.eagle_worker_v2")
+    imported = [
+        node.module
+        for node in ast.walk(worker)
+        if isinstance(node, ast.ImportFrom) and any(alias.name == "fast_topk" for alias in node.names)
+    ]
+    assert imported == ["sglang.srt.utils.common"]
+    asked = ast.unparse(worker).count("fast_topk(probs, self.topk, dim=-1)")
+    assert asked == len(calls_of(worker, "renorm_draft_probs")) == 3
+
+
+def test_rounds_are_made_of_what_ours_stands_around() -> None:
+    """The functions have the arguments that ours pass on, and read what ours change."""
+    folder = sglang_sources()
+
+    def function(module: str, name: str) -> ast.FunctionDef:
+        tree = module_of(folder, f"sglang.srt.{module}")
+        return next(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == name)
+
+    for ours, module, name in (
+        (sglang_rounds.verify_logits, "layers.logits_processor", "_get_logits"),
+        (sglang_rounds.sample, "speculative.eagle_utils", "eagle_sample"),
+        (sglang_rounds.extend_accepted, "speculative.eagle_worker_v2", "_draft_extend_for_decode"),
+        (sglang_rounds.move_accepted, "speculative.spec_utils", "move_accept_tokens_to_target_kvcache"),
+    ):
+        assert len(inspect.signature(ours).parameters) == 1 + len(parameters(function(module, name))), name
+    widths = parameters(function("speculative.spec_utils", "resolve_num_tokens_per_req"))
+    assert {"phase", "server_args"} <= set(widths)
+    extend = ast.unparse(function("speculative.eagle_worker_v2", "_draft_extend_for_decode"))
+    assert extend.count("speculative_num_draft_tokens") == 5  # each the width of draft-extend
+    for read in ("batch_result.logits_output.hidden_states", "batch_result.next_token_ids", "len(batch.seq_lens)"):
+        assert read in extend
+    graphs = ast.unparse(module_of(folder, "sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner"))
+    assert "captured_req_width = resolve_num_tokens_per_req(" in graphs
+    sampling = ast.unparse(function("speculative.eagle_utils", "eagle_sample"))
+    for name in ("is_all_greedy", "acc_additive_penalties", "acc_scaling_penalties", "logit_bias", "grammar_mask"):
+        assert name in sampling
+    # Nothing reads the logits of trees but the function that ours stands around, and those of log-probabilities.
+    for module, name in (
+        ("speculative.eagle_worker_common", "run_eagle_verify"),
+        ("speculative.ngram_worker", "forward_batch_generation"),
+    ):
+        verify = ast.unparse(function(module, name))
+        reads = [line for line in verify.splitlines() if "next_token_logits" in line]
+        assert len(reads) == 2 and all("maybe_detect" in line for line in reads)
+        assert "eagle_sample(verify_input, batch, logits_output, grammar_mask)" in verify
+    logits = ast.unparse(function("layers.logits_processor", "_get_logits"))
+    for name in ("do_tensor_parallel_all_gather", "logit_scale", "final_logit_softcapping"):
+        assert f"self.{name}" in logits
+    head = ast.unparse(function("layers.logits_processor", "_compute_lm_head"))
+    for name in ("use_fp32_lm_head", "rl_on_policy_target"):
+        assert f"self.{name}" in head
+    move = ast.unparse(function("speculative.spec_utils", "move_accept_tokens_to_target_kvcache"))
+    assert "batch.seq_lens + num_correct_drafts + 1" in move and "allocator.get_kvcache().move_kv_cache" in move
+    pool = ast.unparse(module_of(folder, "sglang.srt.mem_cache.memory_pool"))
+    for name in ("data_ptrs", "use_hnd", "use_native_move_kv_cache", "k_buffer", "v_buffer"):
+        assert f"self.{name} = " in pool, name
+
+
+def test_a_drafts_best_tokens_come_straight_from_its_logits() -> None:
+    logits = torch.randn(3, 50)
+
+    def renorm(given: torch.Tensor, sampling_info: Any, use_rejection_sampling: bool) -> torch.Tensor:
+        return given.softmax(-1)
+
+    def topk(values: torch.Tensor, count: int, dim: int) -> Any:
+        return torch.topk(values, count, dim)
+
+    # On the CPU, and where drafts are sampled, everything is SGLang's own.
+    assert torch.equal(sglang_rounds.keep_logits(renorm, logits, None, False), logits.softmax(-1))
+    assert torch.equal(sglang_rounds.keep_logits(renorm, logits, None, True), logits.softmax(-1))
+    want = torch.topk(logits.softmax(-1), 4, -1)
+    for values in (logits.softmax(-1), sglang_rounds.DraftLogits(logits)):
+        probabilities, tokens = sglang_rounds.best_of(topk, values, 4, dim=-1)
+        torch.testing.assert_close(probabilities, want.values)
+        assert torch.equal(tokens, want.indices) and tokens.dtype == torch.int64
+    many = torch.randn(2, 100)
+    probabilities, tokens = sglang_rounds.best_of(topk, sglang_rounds.DraftLogits(many), 80, dim=-1)
+    assert torch.equal(tokens, torch.topk(many.softmax(-1), 80, -1).indices)
+
+
+def test_the_ngram_worker_has_what_ours_changes_and_reads() -> None:
+    folder = sglang_sources()
+    module = module_of(folder, "sglang.srt.speculative.ngram_worker")
+    methods = class_of(module, "NGRAMWorker")
+    assert parameters(methods["_prepare_draft_tokens"]) == ["self", "batch"]
+    assert parameters(methods["_update_ngram_corpus"]) == ["self", "batch"]
+    assert {"alloc_memory_pool", "clear_cache_pool"} <= set(methods)
+    text = ast.unparse(module)
+    for name in ("draft_token_num", "max_batch_size", "enable_overlap", "model_runner"):
+        assert f"self.{name}" in text
+    assert "accept_tokens[:, 0] = predict" in text  # a row of all nodes for each request
+    algorithms = class_of(module_of(folder, "sglang.srt.speculative.spec_registry"), "CustomSpecAlgo")
+    assert {"is_ngram", "has_draft_kv", "handle_server_args", "create_worker"} <= set(algorithms)
+
+
+def test_the_group_is_the_one_that_sglang_reads() -> None:
+    tomllib = pytest.importorskip("tomllib", reason="tomllib came with Python 3.11")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    group = project["entry-points"]["sglang.srt.plugins"]
+    module, _, name = group["specdec"].partition(":")
+    assert getattr(importlib.import_module(module), name) is sglang_plugin.register
+    plugins = module_of(sglang_sources(), "sglang.srt.plugins")
+    assert 'GENERAL_PLUGINS_GROUP = "sglang.srt.plugins"' in ast.unparse(plugins).replace("'", '"')
+
+
+class Registries(types.ModuleType):
+    """Stands for every module of SGLang that the plugin asks; its own hooks are used where they are."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__: list[str] = []
+        self.choices: list[str] = []
+        self.backends: dict[str, Any] = {}
+        self.algorithms: dict[str, Any] = {}
+
+    def add_attention_backend_choices(self, names: list[str]) -> None:
+        self.choices += names
+
+    def register_attention_backend(self, name: str) -> Any:
+        return lambda make: self.backends.setdefault(name, make)
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Registries:
+    """An SGLang of registries alone, of the known version."""
+    module = Registries("sglang")
+    names = [
+        "sglang", "sglang.srt", "sglang.srt.server_args", "sglang.srt.layers", "sglang.srt.layers.attention",
+        "sglang.srt.layers.attention.attention_registry", "sglang.srt.plugins", "sglang.srt.plugins.hook_registry",
+        "sglang.srt.speculative", "sglang.srt.speculative.spec_info", "sglang.srt.speculative.spec_registry",
+    ]  # fmt: skip
+    for name in names:
+        monkeypatch.setitem(sys.modules, name, module)
+    hooks: list[tuple[str, Any, str]] = []
+    module.HookType = types.SimpleNamespace(AROUND="around", REPLACE="replace")  # type: ignore[attr-defined]
+    module.HookRegistry = types.SimpleNamespace(register=lambda *hook: hooks.append(hook))  # type: ignore[attr-defined]
+    module.hooks = hooks  # type: ignore[attr-defined]
+
+    class Algorithms:
+        NGRAM = types.SimpleNamespace(
+            handle_server_args=lambda args: setattr(args, "seen", True), need_topk=lambda: False
+        )
+
+        @staticmethod
+        def register(name: str, *, supports_overlap: bool, spec_class: type) -> Any:
+            assert supports_overlap
+            return lambda factory: module.algorithms.setdefault(name, (spec_class, factory))
+
+    module.SpeculativeAlgorithm = Algorithms  # type: ignore[attr-defined]
+    module.CustomSpecAlgo = type("CustomSpecAlgo", (), {"is_eagle": lambda self: False})  # type: ignore[attr-defined]
+    monkeypatch.setattr(hosts, "version", lambda package: sglang_plugin.VERSIONS[0])
+    return module
+
+
+def test_takes_over_what_it_says(host: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        sglang_plugin.register()
+    assert host.choices == ["specdec"] and set(host.backends) == {"specdec"}
+    hooked = {target for target, _, _ in host.hooks}
+    factory = "sglang.srt.speculative.draft_utils.DraftBackendFactory"
+    assert {f"{factory}.create_decode_backend", f"{factory}.create_draft_extend_backend"} <= hooked
+    spec_class, _ = host.algorithms["SPECDEC_NGRAM"]
+    algorithm, args = spec_class(), types.SimpleNamespace()
+    assert algorithm.is_ngram() and not algorithm.is_eagle() and not algorithm.has_draft_kv()
+    assert algorithm.need_topk() is False  # as SGLang's own
+    assert type(copy.deepcopy(algorithm)) is spec_class
+    algorithm.handle_server_args(args)
+    assert args.seen
+    assert "specdec: SGLang 0.5.17 has the attention backend specdec; " in caplog.text
+
+
+def test_everything_that_is_hooked_is_there(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(specdec_kernels, "cuda_version", "13.0")
+    sglang_plugin.register()
+    hooked = [target for target, _, _ in host.hooks]
+    assert len(hooked) == len(set(hooked)) >= 12
+    folder = sglang_sources()
+    for target in hooked:
+        package, *path, last = target.split(".")
+        if package == "sgl_kernel":
+            assert path == [] and last in vars(sglang)
+            continue
+        is_method = path[-1][0].isupper()
+        module = module_of(folder, ".".join([package, *(path[:-1] if is_method else path)]))
+        assert last in (class_of(module, path[-1]) if is_method else defined(module)), target
+
+
+def test_drafts_of_other_backends_stay_sglangs(host: Any) -> None:
+    args = types.SimpleNamespace(
+        speculative_draft_attention_backend=None, decode_attention_backend=None, prefill_attention_backend=None,
+        attention_backend="fa3",
+    )  # fmt: skip
+    factory = types.SimpleNamespace(server_args=args, speculative_num_steps=1)
+    assert sglang_plugin.draft_decode(lambda self: "its own", factory) == "its own"
+    args.speculative_draft_attention_backend = "specdec"
+    assert sglang_plugin.draft_decode(lambda self: "its own", factory) is None  # one step has no attention
+
+
+@pytest.mark.parametrize("found", ["0.5.23", None])
+def test_an_unknown_version_starts_without_it_and_one_warning(
+    host: Any, found: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def version(package: str) -> str:
+        if found is None:
+            raise importlib.metadata.PackageNotFoundError(package)
+        return found
+
+    monkeypatch.setattr(hosts, "version", version)
+    sglang_plugin.register()
+    assert not host.choices and not host.backends and not host.hooks and not host.algorithms
+    assert [record.getMessage() for record in caplog.records] == [
+        f"specdec: SGLang {found or 'of no known version'} is not known, expected 0.5.17; nothing is changed"
+    ]
+
+
+def test_a_variable_leaves_it_out(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECDEC_SGLANG", "0")
+    sglang_plugin.register()
+    assert not host.choices and not host.hooks
+
+
+def test_sglangs_own_hooks_put_functions_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its hook registry, by itself: a function is replaced where it is, and where it was imported to."""
+    path = sglang_sources() / "srt" / "plugins" / "hook_registry.py"
+    spec = importlib.util.spec_from_file_location("hook_registry_of_sglang", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    kernels, user = types.ModuleType("sgl_kernel"), types.ModuleType("user_of_sgl_kernel")
+
+    def verify_tree_greedy() -> str:
+        return "its own"
+
+    verify_tree_greedy.__module__ = "sgl_kernel"
+    kernels.verify_tree_greedy = user.verify = verify_tree_greedy  # type: ignore[attr-defined]
+    for each in (kernels, user):
+        monkeypatch.setitem(sys.modules, each.__name__, each)
+    module.HookRegistry.register("sgl_kernel.verify_tree_greedy", lambda: "ours", module.HookType.REPLACE)
+    module.HookRegistry.apply_hooks()
+    assert kernels.verify_tree_greedy() == "ours"
+
+
+def vllm_sources() -> Path:
+    """Those that the functions and the proposer are written for."""
+    return sources("vllm", "0.26.0")
+
+
+def test_vllm_calls_a_custom_proposer_as_ours_is() -> None:
+    module = module_of(vllm_sources(), "vllm.v1.worker.gpu_model_runner")
+    branch = next(
+        node
+        for node in ast.walk(module)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "spec_config.method == 'custom_class'"
+    )
+    call = next(
+        node
+        for node in ast.walk(branch.body[1])
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".propose")
+    )
+    arguments = [ast.unparse(argument) for argument in call.args]
+    assert arguments == [
+        "sampled_token_ids", "self.input_batch.num_tokens_no_spec", "self.input_batch.token_ids_cpu"
+    ]  # fmt: skip
+    inspect.signature(vllm.NgramProposer.propose).bind(None, *call.args, **{str(w.arg): None for w in call.keywords})
+
+
+def test_vllms_functions_have_the_arguments_of_ours() -> None:
+    folder = vllm_sources()
+    for name, ours in {
+        "vllm.v1.sample.rejection_sampler": vllm.rejection_sample,
+        "vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils": vllm_gpu.rejection_sample,
+    }.items():
+        module = module_of(folder, name)
+        theirs = next(n for n in ast.walk(module) if isinstance(n, ast.FunctionDef) and n.name == "rejection_sample")
+        assert list(inspect.signature(ours).parameters)[: len(parameters(theirs))] == parameters(theirs), name
+
+
+def test_vllm_keeps_asynchronous_scheduling_from_custom_proposers() -> None:
+    text = ast.unparse(module_of(vllm_sources(), "vllm.config.vllm"))
+    assert "Async scheduling not supported with %s-based speculative decoding and will be disabled." in text
+
+
+# --- the plugin for vLLM ---
+
+
+@pytest.fixture(params=vllm_plugin.VERSIONS)
+def vllm_folder(request: pytest.FixtureRequest) -> Path:
+    return sources("vllm", request.param)
+
+
+class Anything(types.ModuleType):
+    """Stands for a module of vLLM, and for what is in it, where nobody looks."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self
+
+
+KV_LAYOUT = "vllm.v1.attention.backends.utils"
+REAL = ("vllm.v1.attention.backend", "vllm.v1.attention.backends.registry", "vllm.utils.import_utils")
+
+
+class Stubs:
+    """Finds every module of vLLM as Anything, but for those of which the tests use the sources."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name.partition(".")[0] != "vllm":
+            return None
+        if name in REAL:
+            return importlib.util.spec_from_file_location(
+                name, self.folder.joinpath(*name.split(".")[1:]).with_suffix(".py")
+            )
+        return importlib.util.spec_from_loader(name, self, is_package=True)  # type: ignore[arg-type]
+
+    def create_module(self, spec: Any) -> types.ModuleType:
+        return Anything(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        if module.__name__ == "vllm.distributed.parallel_state":
+            module.get_dcp_group = module.get_pcp_group = no_group  # type: ignore[attr-defined]
+            module.get_dcp_world_size_and_rank = lambda asked: (1, 0)  # type: ignore[attr-defined]
+        if module.__name__ == "vllm.config":
+            module.get_current_vllm_config_or_none = lambda: None  # type: ignore[attr-defined]
+        if module.__name__ == "vllm.logger":
+            module.init_logger = logging.getLogger  # type: ignore[attr-defined]
+
+
+def no_group() -> None:
+    raise AssertionError("there is no group of processes")
+
+
+def modules_of_vllm() -> list[str]:
+    """Those that are imported, and ours that has its base classes."""
+    ours = "specdec_kernels.compat.vllm.backend"
+    return [name for name in sys.modules if name.partition(".")[0] == "vllm" or name == ours]
+
+
+@pytest.fixture
+def backend(vllm_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """compat.vllm_backend on vLLM's own base classes."""
+    for name in modules_of_vllm():
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Stubs(vllm_folder), *sys.meta_path])
+    monkeypatch.setattr(specdec_kernels, "cuda_version", "13.0")
+    yield importlib.import_module("specdec_kernels.compat.vllm.backend")
+    for name in modules_of_vllm():
+        del sys.modules[name]
+
+
+def configuration(**changes: Any) -> dict[str, Any]:
+    """What vLLM asks a backend about a layer."""
+    fields: dict[str, Any] = {
+        "head_size": 128, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "block_size": None, "use_mla": False,
+        "has_sink": False, "use_sparse": False, "use_mm_prefix": False, "use_per_head_quant_scales": False,
+        "device_capability": types.SimpleNamespace(major=9, minor=0), "attn_type": "decoder",
+    }  # fmt: skip
+    return fields | changes
+
+
+def test_vllm_takes_our_classes_for_its_own(backend: Any) -> None:
+    """Nothing abstract is left, and the methods have the arguments of those that they stand for."""
+    theirs = sys.modules["vllm.v1.attention.backend"]
+    config = types.SimpleNamespace(
+        scheduler_config=types.SimpleNamespace(max_num_seqs=2, max_num_batched_tokens=8),
+        parallel_config=types.SimpleNamespace(), cache_config=None, model_config=None,
+    )  # fmt: skip
+    spec = types.SimpleNamespace(block_size=16, head_size=64)
+    builder = backend.SpecdecBuilder(spec, ["layer"], config, torch.device("cpu"))
+    layer = backend.SpecdecImpl(4, 64, 0.125, 2, None, None, "auto", None, theirs.AttentionType.DECODER, None)
+    assert isinstance(builder, theirs.AttentionMetadataBuilder) and isinstance(layer, theirs.AttentionImpl)
+    assert builder.get_cudagraph_support(config, spec) is theirs.AttentionCGSupport.ALWAYS
+    if hasattr(builder, "use_cascade_attention"):  # later versions have none
+        assert builder.use_cascade_attention(*[0] * 9) is False
+    assert backend.SpecdecBackend().get_impl_cls() is backend.SpecdecImpl
+    assert backend.SpecdecBackend.get_builder_cls() is backend.SpecdecBuilder
+    for ours, base in [
+        (backend.SpecdecBackend, theirs.AttentionBackend), (PagedAttention, theirs.AttentionImpl),
+        (RowsBuilder, theirs.AttentionMetadataBuilder),
+    ]:  # fmt: skip
+        shared = {name for name in vars(ours) if callable(getattr(ours, name)) and hasattr(base, name)}
+        for name in shared - {"__module__", "__doc__", "__class_getitem__"}:
+            have, want = (list(inspect.signature(getattr(each, name)).parameters) for each in (ours, base))
+            assert have[: len(want)] == want, name
+    metadata = theirs.CommonAttentionMetadata.__dataclass_fields__
+    read = {"query_start_loc", "seq_lens", "block_table_tensor", "slot_mapping", "num_reqs", "num_actual_tokens"}
+    assert {*read, "max_seq_len", "causal"} <= set(metadata)
+
+
+def test_vllm_refuses_by_name_what_the_backend_cannot_do(backend: Any) -> None:
+    validate = backend.SpecdecBackend.validate_configuration
+    for changes in (
+        {}, {"kv_cache_dtype": "fp8"}, {"block_size": 64}, {"has_sliding_window": True}, {"head_size": 256},
+        {"dtype": torch.float32}, {"use_kv_connector": True},
+    ):  # fmt: skip
+        assert validate(**configuration(**changes)) == [], changes
+    for change, reason in [
+        ({"head_size": 96}, "head_size not supported"),
+        ({"dtype": torch.float64}, "dtype not supported"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype not supported"),
+        ({"kv_cache_dtype": "float16"}, "kv_cache_dtype float16 not supported for bfloat16 queries"),
+        ({"block_size": 8}, "block_size not supported"),
+        ({"use_mla": True}, "MLA not supported"),
+        ({"has_sink": True}, "attention sinks not supported"),
+        ({"use_sparse": True}, "sparse not supported"),
+        ({"use_mm_prefix": True}, "partial multimodal token full attention not supported"),
+        ({"use_per_head_quant_scales": True}, "per-head quant scales not supported"),
+        ({"device_capability": types.SimpleNamespace(major=7)}, "compute capability not supported"),
+        ({"attn_type": "encoder_decoder"}, "attention type encoder_decoder not supported"),
+        ({"use_non_causal": True}, "non-causal attention not supported"),
+        ({"use_batch_invariant": True}, "batch invariance not supported"),
+        ({"use_pcp": True}, "PCP not supported"),
+    ]:
+        assert validate(**configuration(**change)) == [reason], change
+    # Versions that have no question for these leave them to the builder.
+    if hasattr(backend.SpecdecBackend, "supports_rswa"):
+        assert validate(**configuration(use_dcp=True)) == ["DCP not supported"]
+        assert validate(**configuration(use_rswa=True)) == ["R-SWA not supported"]
+
+
+def test_a_build_without_cuda_is_refused_by_name(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "cuda_version", None)
+    assert backend.SpecdecBackend.validate_configuration(**configuration()) == [
+        "this build of specdec_kernels has no CUDA kernels"
+    ]
+
+
+def test_the_cache_lies_as_vllms_own_backends_have_it(
+    backend: Any, vllm_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    triton = module_of(vllm_folder, "vllm.v1.attention.backends.triton_attn")
+    text = ast.unparse(triton)
+    assert "key_cache, value_cache = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)" in text
+    methods = class_of(triton, "TritonAttentionBackend")
+    if "get_kv_cache_shape" in methods:  # later versions have the same for all
+        shape = ast.unparse(methods["get_kv_cache_shape"])
+        assert "return (num_blocks, num_kv_heads, block_size, 2 * head_size)" in shape
+        assert backend.SpecdecBackend.get_kv_cache_shape(7, 16, 2, 64) == (7, 2, 16, 128)
+        orders = re.findall(r"(?:return|stride_order =) (\(.*\))", ast.unparse(methods["get_kv_cache_stride_order"]))
+        ours = []
+        for layout in ("NHD", "HND"):
+            monkeypatch.setattr(importlib.import_module(KV_LAYOUT), "get_kv_cache_layout", lambda layout=layout: layout)
+            ours += [backend.SpecdecBackend.get_kv_cache_stride_order(layers) for layers in (True, False)]
+        assert list(map(str, ours)) == orders
+    assert "_k_scale_float = " in ast.unparse(module_of(vllm_folder, "vllm.model_executor.layers.attention.attention"))
+    assert "PAD_SLOT_ID = -1" in ast.unparse(module_of(vllm_folder, "vllm.v1.attention.backends.utils"))
+    for runner in ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.input_batch"):
+        lines = ast.unparse(module_of(vllm_folder, runner)).splitlines()
+        (made,) = [line for line in lines if line.strip().startswith("self.seq_lens = torch.zeros(")]
+        assert "dtype=torch.int32" in made
+
+
+def test_vllm_makes_layers_and_graphs_as_the_backend_takes_them_for_granted(vllm_folder: Path) -> None:
+    layers = ast.unparse(module_of(vllm_folder, "vllm.model_executor.layers.attention.attention"))
+    assert (
+        "impl_cls(num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, "
+        "logits_soft_cap, attn_type, kv_sharing_target_layer_name, **extra_impl_args)" in layers
+    )
+    assert "AttentionBackendEnum[self.attn_backend.get_name()]" in layers  # so the name is the member's
+    runner = ast.unparse(module_of(vllm_folder, "vllm.v1.worker.gpu_model_runner"))
+    assert "max_seq_len = self.max_model_len" in runner  # of captures
+    assert "slot_mapping[num_tokens_unpadded:num_tokens_padded].fill_(-1)" in runner
+    second = ast.unparse(module_of(vllm_folder, "vllm.v1.worker.gpu.model_states.default"))
+    assert "if for_capture:\n            max_seq_len = self.max_model_len" in second
+    speculation = ast.unparse(module_of(vllm_folder, "vllm.config.speculative"))
+    assert "attention_backend: AttentionBackendEnum | None = None" in speculation
+    # The builder's block size is the one that slots count and the cache has.
+    assert "copy_with_new_block_size(kernel_block_size)" in ast.unparse(module_of(vllm_folder, "vllm.v1.worker.utils"))
+
+
+def test_vllm_asks_nobody_for_its_rejection_sampler(vllm_folder: Path) -> None:
+    """But the model's own state: there is no registry, so ours stays a function."""
+    for runner in ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner"):
+        assert "self.rejection_sampler = RejectionSampler(" in ast.unparse(module_of(vllm_folder, runner))
+    assert "custom = self.model_state.custom_sampler(self.sampler)" in ast.unparse(
+        module_of(vllm_folder, "vllm.v1.worker.gpu.model_runner")
+    )
+
+
+def test_vllms_registry_gives_our_class(
+    backend: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for known in vllm_plugin.VERSIONS:
+        monkeypatch.setattr(hosts, "version", lambda package, known=known: f"{known}+cu130")
+        with caplog.at_level(logging.INFO):
+            vllm_plugin.register()
+        said = f"specdec: vLLM {known}+cu130 has the attention backend CUSTOM, for those who ask for it"
+        assert caplog.messages[-1] == said
+    registry = sys.modules["vllm.v1.attention.backends.registry"]
+    assert registry.AttentionBackendEnum.CUSTOM.get_class() is backend.SpecdecBackend
+    assert backend.SpecdecBackend.get_name() == registry.AttentionBackendEnum.CUSTOM.name
+    registry.register_backend(registry.AttentionBackendEnum.CUSTOM, "others.Backend")
+    vllm_plugin.register()
+    assert caplog.messages[-1] == "specdec: the attention backend CUSTOM is others.Backend; nothing is changed"
+    assert registry.AttentionBackendEnum.CUSTOM.get_path() == "others.Backend"
+
+
+def test_the_entry_point_is_the_function_that_registers() -> None:
+    tomllib = pytest.importorskip("tomllib", reason="tomllib came with Python 3.11")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    module, _, name = project["entry-points"]["vllm.general_plugins"]["specdec"].partition(":")
+    assert getattr(importlib.import_module(module), name) is vllm_plugin.register
+
+
+def test_the_group_is_the_one_that_vllm_reads(vllm_folder: Path) -> None:
+    plugins = ast.unparse(module_of(vllm_folder, "vllm.plugins"))
+    assert "DEFAULT_PLUGINS_GROUP = 'vllm.general_plugins'" in plugins
+
+
+def test_registers_under_the_name_that_vllm_keeps_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As often as vLLM calls it, in a vLLM of a registry alone."""
+    registry = types.ModuleType("vllm.v1.attention.backends.registry")
+    paths: list[str] = []
+    custom = types.SimpleNamespace(is_overridden=lambda: bool(paths), get_path=lambda: paths[-1])
+    registry.AttentionBackendEnum = {"CUSTOM": custom}  # type: ignore[attr-defined]
+    registry.register_backend = lambda backend, path: paths.append(path)  # type: ignore[attr-defined]
+    for name in ("vllm", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backends", registry.__name__):
+        monkeypatch.setitem(sys.modules, name, registry)
+    monkeypatch.setattr(hosts, "version", lambda package: vllm_plugin.VERSIONS[0])
+    vllm_plugin.register()
+    vllm_plugin.register()
+    assert set(paths) == {"specdec_kernels.compat.vllm.backend.SpecdecBackend"}
+
+
+@pytest.mark.parametrize("found", ["0.26.1", "0.34.0", None])
+def test_vllm_of_an_unknown_version_starts_without_it_and_one_warning(
+    found: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def version(package: str) -> str:
+        if found is None:
+            raise importlib.metadata.PackageNotFoundError(package)
+        return found
+
+    monkeypatch.setattr(hosts, "version", version)
+    monkeypatch.setitem(sys.modules, "vllm", None)  # nothing of it is imported
+    vllm_plugin.register()
+    assert caplog.messages == [
+        f"specdec: vLLM {found or 'of no known version'} is not known, expected one of 0.26.0, 0.27.0, 0.27.1, 0.28.0, "
+        "0.29.0, 0.30.0, 0.31.0, 0.32.0, 0.33.0; nothing is changed"
+    ]
+
+
+def test_a_variable_leaves_the_plugin_out_of_vllm(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SPECDEC_VLLM", "0")
+    monkeypatch.setattr(hosts, "version", lambda package: vllm_plugin.VERSIONS[0])
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    vllm_plugin.register()
+    assert not caplog.messages

@@ -1,0 +1,371 @@
+"""compat.sglang_rounds: what SGLang's rounds do between passes, against what its own functions give."""
+
+from __future__ import annotations
+
+import re
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdec_kernels.compat.sglang import attention as sglang_attention
+from specdec_kernels.compat.sglang import functions as sglang
+from specdec_kernels.compat.sglang import rounds as sglang_rounds
+
+BF16 = torch.bfloat16
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An SGLang of the few names that are asked for within calls."""
+    module = ModuleType("sglang")
+    spec = SimpleNamespace(speculative_algorithm="EAGLE3", speculative_attention_mode="prefill")
+    found: dict[str, Any] = {
+        "spec": spec,
+        "get_spec": lambda: spec,
+        "require_mlp_sync": lambda args: False,
+        "should_apply_lm_head_quant_method": lambda head, method: method is not None,
+        "MHATokenToKVPool": Pool,
+    }
+    for name, value in found.items():
+        setattr(module, name, value)
+    names = (
+        "", ".srt", ".srt.utils", ".srt.utils.common", ".srt.runtime_context", ".srt.layers", ".srt.layers.logits_processor",
+        ".srt.mem_cache", ".srt.mem_cache.memory_pool",
+    )  # fmt: skip
+    for name in names:
+        monkeypatch.setitem(sys.modules, f"sglang{name}", module)
+    return module
+
+
+class Pool:
+    """SGLang's pool of K and V: rows of each layer in a tensor of their own."""
+
+    use_hnd = False
+    use_native_move_kv_cache = False
+
+    def __init__(self, layers: int, rows: int, dim: int, device: torch.device) -> None:
+        self.k_buffer = [torch.randn(rows, 2, dim, device=device).to(BF16) for _ in range(layers)]
+        self.v_buffer = [torch.randn(rows, 2, dim, device=device).to(BF16) for _ in range(layers)]
+        self.data_ptrs = torch.tensor([each.data_ptr() for each in self.buffers()], device=device).view(torch.uint64)
+
+    def buffers(self) -> list[Tensor]:
+        return [*self.k_buffer, *self.v_buffer]
+
+    def row_bytes(self) -> int:
+        return self.k_buffer[0][0].numel() * 2
+
+    def whole(self) -> Tensor:
+        return torch.stack(self.buffers()).cpu()
+
+
+# --- rows that were accepted ------------------------------------------------------------------------------------------
+
+
+class Accepted:
+    """Paths that were accepted in trees of `nodes`, whose rows lie anywhere in the pool."""
+
+    def __init__(self, bs: int, nodes: int, width: int, rows: int, device: torch.device, longest: int = 30) -> None:
+        places = longest + nodes
+        self.lens = torch.randint(0, longest + 1, (bs,), device=device)
+        self.req_to_token = torch.randperm(rows)[: (bs + 2) * places].view(bs + 2, places).int().to(device)
+        self.slots = torch.randperm(bs + 2)[:bs].to(device)
+        columns = self.lens[:, None] + torch.arange(nodes, device=device)
+        self.out_cache_loc = self.req_to_token[self.slots].gather(1, columns).long().flatten()
+        self.num_correct = torch.randint(0, width, (bs,), device=device).int()
+        self.index = torch.full((bs, width), -1, dtype=torch.int32)
+        for b, count in enumerate(self.num_correct.tolist()):
+            path = [0, *sorted((torch.randperm(nodes - 1)[:count] + 1).tolist())]
+            self.index[b, : count + 1] = torch.tensor(path) + b * nodes
+        self.index = self.index.to(device)
+
+    def arguments(self, pool: Pool) -> tuple[Any, ...]:
+        return (
+            pool.data_ptrs.view(torch.int64), pool.row_bytes(), len(pool.k_buffer[0]), self.req_to_token, self.slots,
+            self.lens, self.out_cache_loc, self.index, self.num_correct,
+        )  # fmt: skip
+
+    def expected(self, before: Tensor) -> Tensor:
+        """What SGLang does: all rows of all paths are read, then all are written."""
+        after = before.clone()
+        for b, count in enumerate(self.num_correct.tolist()):
+            for j in range(count + 1):
+                source = self.out_cache_loc[int(self.index[b, j])]
+                after[:, self.req_to_token[self.slots[b], self.lens[b] + j].long()] = before[:, source]
+        return after
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("bs, nodes, width, layers", [(1, 32, 6, 36), (5, 9, 9, 1), (3, 70, 40, 2), (64, 8, 3, 3)])
+def test_rows_of_a_path_come_together(device: torch.device, bs: int, nodes: int, width: int, layers: int) -> None:
+    rows = (bs + 2) * (30 + nodes) + 5
+    pool, accepted = Pool(layers, rows, 16, device), Accepted(bs, nodes, width, rows, device)
+    before = pool.whole()
+    sglang.move_accept_tokens(*accepted.arguments(pool))
+    assert torch.equal(pool.whole(), accepted.expected(before))
+
+
+@pytest.mark.sanitize
+def test_rows_without_a_place_stay(device: torch.device) -> None:
+    """Whatever the indices are, rows go to rows of the pool, and nothing beyond it is read or written."""
+    for _ in range(10):
+        pool, accepted = Pool(2, 200, 8, device), Accepted(4, 9, 5, 300, device)
+        before = pool.whole()
+        wild = torch.tensor([-(2**31), -1, 200, 2**31 - 1], device=device)
+        for tensor in (accepted.index, accepted.lens, accepted.slots, accepted.out_cache_loc, accepted.num_correct):
+            is_wild = torch.rand(tensor.shape, device=device) < 0.2
+            tensor[is_wild] = wild[torch.randint(4, tensor.shape, device=device)][is_wild].to(tensor.dtype)
+        sglang.move_accept_tokens(*accepted.arguments(pool))
+        after = pool.whole()
+        known = {row.numpy().tobytes() for row in before.view(torch.int16).flatten(0, 1)}
+        assert all(row.numpy().tobytes() in known for row in after.view(torch.int16).flatten(0, 1))
+
+
+def test_no_rows_are_moved_without_requests(device: torch.device) -> None:
+    pool, accepted = Pool(1, 200, 8, device), Accepted(1, 9, 5, 200, device)
+    before = pool.whole()
+    accepted.index, accepted.num_correct = accepted.index[:0], accepted.num_correct[:0]
+    accepted.slots, accepted.lens = accepted.slots[:0], accepted.lens[:0]
+    sglang.move_accept_tokens(*accepted.arguments(pool))
+    assert torch.equal(pool.whole(), before)
+
+
+@pytest.mark.parametrize(
+    "at, value, message",
+    [
+        (0, torch.zeros(2), "move_accept_tokens: data_ptrs is float32, expected int64"),
+        (1, 24, "move_accept_tokens: row_bytes is 24, expected a multiple of 16"),
+        (2, -1, "move_accept_tokens: num_rows is -1, expected 0 to 2147483647"),
+        (5, torch.zeros(3, dtype=torch.int64), "move_accept_tokens: seq_lens has shape [3], expected [batch=2]"),
+        (7, torch.zeros(2, 3), "move_accept_tokens: accept_index is float32, expected int32"),
+    ],
+)
+def test_messages(at: int, value: Any, message: str) -> None:
+    cpu = torch.device("cpu")
+    pool, accepted = Pool(1, 200, 8, cpu), Accepted(2, 9, 5, 200, cpu)
+    arguments = list(accepted.arguments(pool))
+    arguments[at] = value
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        sglang.move_accept_tokens(*arguments)
+
+
+def test_pools_of_other_rows_are_sglangs_to_move(engine: Any, device: torch.device) -> None:
+    accepted = Accepted(2, 9, 5, 200, device)
+    batch = SimpleNamespace(
+        req_to_token_pool=SimpleNamespace(req_to_token=accepted.req_to_token), req_pool_indices=accepted.slots,
+        seq_lens=accepted.lens, out_cache_loc=accepted.out_cache_loc,
+    )  # fmt: skip
+
+    def moved(pool: Any) -> bool:
+        """Whether ours moved the rows, rightly; else SGLang was asked."""
+        asked: list[Any] = []
+        before = pool.whole()
+        allocator = SimpleNamespace(get_kvcache=lambda: pool)
+        sglang_rounds.move_accepted(
+            lambda *given: asked.append(given), batch, accepted.index, accepted.num_correct, allocator
+        )
+        if asked:
+            assert asked == [(batch, accepted.index, accepted.num_correct, allocator)]
+            return False
+        assert torch.equal(pool.whole(), accepted.expected(before))
+        return True
+
+    cuda = device.type == "cuda"
+    assert moved(Pool(2, 200, 8, device)) is cuda  # SGLang's own where there is no GPU
+    pool = Pool(2, 200, 8, device)
+    pool.use_hnd = True
+    assert not moved(pool)
+    assert not moved(type("OtherPool", (Pool,), {})(2, 200, 8, device))
+    assert not moved(Pool(2, 200, 6, device))  # rows of 24 bytes
+    pool = Pool(2, 200, 8, device)
+    pool.v_buffer = [torch.zeros(200, 2, 4, device=device, dtype=BF16) for _ in range(2)]
+    assert not sglang_rounds.plain_rows(pool)
+    assert not sglang_rounds.plain_rows(Pool(0, 200, 8, device))
+
+
+# --- draft-extend -----------------------------------------------------------------------------------------------------
+
+
+def server_args(**changes: Any) -> Any:
+    fields: dict[str, Any] = {
+        "speculative_eagle_topk": 4, "speculative_num_steps": 2, "speculative_draft_attention_backend": None,
+        "prefill_attention_backend": None, "decode_attention_backend": "fa3", "attention_backend": "specdec",
+        "enable_multi_layer_eagle": False,
+    }  # fmt: skip
+    return SimpleNamespace(**fields | changes)
+
+
+def test_draft_extend_is_as_wide_as_a_path(engine: Any) -> None:
+    def width(phase: str = "draft_extend", **changes: Any) -> int:
+        return sglang_rounds.accepted_width(
+            lambda *, phase, server_args: 8, phase=phase, server_args=server_args(**changes)
+        )
+
+    assert width() == 3
+    assert width(speculative_num_steps=9) == 8
+    assert width("target_verify") == 8 and width("draft_decode") == 8
+    assert width(speculative_eagle_topk=1) == 8 and width(speculative_eagle_topk=None) == 8
+    assert width(attention_backend="fa3") == 8 and width(prefill_attention_backend="triton") == 8
+    assert width(attention_backend="fa3", speculative_draft_attention_backend="specdec") == 3
+    assert width(enable_multi_layer_eagle=True) == 8
+    engine.spec.speculative_attention_mode = "decode"
+    assert width() == 8 and width(decode_attention_backend="specdec") == 3
+    engine.require_mlp_sync = lambda args: True
+    assert width(decode_attention_backend="specdec") == 8
+
+
+class DraftExtend(sglang_attention.TreeAttention):
+    def __init__(self) -> None:
+        """Without an engine."""
+
+
+def test_draft_extend_reads_accepted_rows_alone(engine: Any) -> None:
+    bs, nodes, width, dim = 3, 8, 3, 4
+    hidden, tokens, places = torch.randn(bs * nodes, dim), torch.arange(bs * nodes).int(), torch.arange(bs * nodes) + 50
+    worker = SimpleNamespace(
+        speculative_num_draft_tokens=nodes, speculative_num_steps=width - 1, server_args=server_args(),
+        draft_extend_attn_backend=DraftExtend(), cuda_graph_runner_for_draft_extend=None,
+    )  # fmt: skip
+    batch = SimpleNamespace(seq_lens=torch.ones(bs), out_cache_loc=places)
+    result = SimpleNamespace(next_token_ids=tokens, logits_output=SimpleNamespace(hidden_states=hidden))
+    seen: list[Any] = []
+
+    def original(worker: Any, batch: Any, result: Any) -> str:
+        rows = batch.out_cache_loc, result.next_token_ids, result.logits_output.hidden_states
+        seen.append((worker.speculative_num_draft_tokens, *rows))
+        if worker.server_args.attention_backend == "broken":
+            raise RuntimeError("broken")
+        return "done"
+
+    def rows_seen() -> int:
+        seen.clear()
+        assert sglang_rounds.extend_accepted(original, worker, batch, result) == "done"
+        assert worker.speculative_num_draft_tokens == nodes and batch.out_cache_loc is places
+        assert result.next_token_ids is tokens and result.logits_output.hidden_states is hidden
+        return int(seen[0][0])
+
+    first = torch.cat([torch.arange(width) + b * nodes for b in range(bs)])
+    assert rows_seen() == width
+    assert torch.equal(seen[0][1], places[first]) and torch.equal(seen[0][2], tokens[first])
+    assert torch.equal(seen[0][3], hidden[first])
+    worker.cuda_graph_runner_for_draft_extend = SimpleNamespace(captured_req_width=width)
+    assert rows_seen() == width
+    worker.cuda_graph_runner_for_draft_extend = SimpleNamespace(captured_req_width=nodes)
+    assert rows_seen() == nodes
+    worker.cuda_graph_runner_for_draft_extend = None
+    worker.draft_extend_attn_backend = None
+    assert rows_seen() == nodes  # another backend's
+    worker.draft_extend_attn_backend, worker.server_args = DraftExtend(), server_args(speculative_eagle_topk=1)
+    assert rows_seen() == nodes
+    worker.server_args = server_args(attention_backend="broken", speculative_draft_attention_backend="specdec")
+    with pytest.raises(RuntimeError, match="broken"):
+        sglang_rounds.extend_accepted(original, worker, batch, result)
+    assert worker.speculative_num_draft_tokens == nodes and batch.out_cache_loc is places
+
+
+# --- the target's logits ----------------------------------------------------------------------------------------------
+
+
+class Logits:
+    """A head of SGLang, its logits processor and the buffer of its graphs."""
+
+    def __init__(self, device: torch.device, rows: int = 6, vocab: int = 40, dim: int = 16) -> None:
+        self.head = SimpleNamespace(weight=torch.randn(vocab, dim, device=device).to(BF16), quant_method=None)
+        self.processor = SimpleNamespace(
+            do_tensor_parallel_all_gather=False, logit_scale=None, final_logit_softcapping=None, use_fp32_lm_head=False,
+            rl_on_policy_target=None, vocab_size=vocab,
+        )  # fmt: skip
+        self.hidden = torch.randn(rows, dim, device=device).to(BF16)
+        self.buffer = torch.zeros(9, vocab, device=device)
+        self.metadata = SimpleNamespace(
+            next_token_logits_buffer=self.buffer[:rows], forward_mode=SimpleNamespace(is_target_verify=lambda: True)
+        )
+
+    def original(self, processor: Any, hidden: Tensor, head: Any, metadata: Any, bias: Any, use_buffer: bool) -> Tensor:
+        return (hidden @ head.weight.T).float()
+
+    def get(self) -> Tensor:
+        found: Tensor = sglang_rounds.verify_logits(
+            self.original, self.processor, self.hidden, self.head, self.metadata
+        )
+        return found
+
+
+@pytest.fixture
+def capturing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sglang_rounds, "is_capturing", lambda: True)
+
+
+def sampling_info(**changes: Any) -> Any:
+    fields = {
+        "is_all_greedy": True, "acc_additive_penalties": None, "acc_scaling_penalties": None, "logit_bias": None
+    }  # fmt: skip
+    return SimpleNamespace(**fields | changes)
+
+
+def sampled(logits: Tensor, mask: Any = None, return_logprob: bool = False, **changes: Any) -> Tensor:
+    """The logits that SGLang's function gets."""
+    batch = SimpleNamespace(sampling_info=sampling_info(**changes), return_logprob=return_logprob)
+    output = SimpleNamespace(next_token_logits=logits)
+    got: Tensor = sglang_rounds.sample(
+        lambda tree, batch, output, mask: output.next_token_logits, None, batch, output, mask
+    )
+    return got
+
+
+def test_logits_of_a_captured_verification_stay_narrow(engine: Any, capturing: None, device: torch.device) -> None:
+    made = Logits(device)
+    want = made.hidden @ made.head.weight.T
+    got = made.get()
+    assert got.dtype == BF16 and got.is_contiguous() and torch.equal(got, want)
+    assert got.data_ptr() == made.buffer.data_ptr()  # no memory of its own
+    assert torch.equal(got.argmax(-1), want.float().argmax(-1))
+    assert sampled(got[:4]) is not None and sampled(got[:4]).dtype == BF16
+    # Whatever is not greedy gets what SGLang has: the same numbers in its buffer, in float32.
+    for changes in (
+        {"is_all_greedy": False}, {"acc_additive_penalties": 1}, {"acc_scaling_penalties": 1}, {"logit_bias": 1},
+        {"mask": object()}, {"return_logprob": True},
+    ):  # fmt: skip
+        wide = sampled(made.get()[:4], **changes)
+        assert wide.dtype == torch.float32 and torch.equal(wide, want[:4].float())
+        assert wide.data_ptr() == made.buffer.data_ptr()
+    # A smaller graph of the same buffer, then the larger again.
+    few = Logits(device)
+    few.head, few.buffer = made.head, made.buffer
+    few.metadata.next_token_logits_buffer, few.hidden = made.buffer[:2], made.hidden[:2]
+    assert torch.equal(sampled(few.get(), is_all_greedy=False), want[:2].float())
+    assert torch.equal(sampled(made.get(), is_all_greedy=False), want.float())
+
+
+def test_other_logits_are_sglangs(engine: Any, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    assert Logits(device).get().dtype == torch.float32  # no capture
+    monkeypatch.setattr(sglang_rounds, "is_capturing", lambda: True)
+    for name, value in {
+        "do_tensor_parallel_all_gather": True, "logit_scale": 2.0, "final_logit_softcapping": 30.0,
+        "use_fp32_lm_head": True, "rl_on_policy_target": "fsdp", "vocab_size": 39,
+    }.items():  # fmt: skip
+        made = Logits(device)
+        setattr(made.processor, name, value)
+        assert made.get().dtype == torch.float32, name
+    made = Logits(device)
+    made.head.quant_method = "fp8"
+    assert made.get().dtype == torch.float32
+    made = Logits(device)
+    made.head.set_lora = None
+    assert made.get().dtype == torch.float32
+    made = Logits(device)
+    made.metadata.forward_mode = SimpleNamespace(is_target_verify=lambda: False)
+    assert made.get().dtype == torch.float32
+    made = Logits(device)
+    made.metadata.next_token_logits_buffer = None
+    assert made.get().dtype == torch.float32
+    made = Logits(device)
+    made.metadata.next_token_logits_buffer = made.buffer  # of more rows
+    assert made.get().dtype == torch.float32
+    engine.spec.speculative_algorithm = "DFLASH"
+    assert Logits(device).get().dtype == torch.float32
+    foreign = torch.randn(3, 8).to(BF16)  # is not ours to widen
+    assert sampled(foreign, is_all_greedy=False) is foreign

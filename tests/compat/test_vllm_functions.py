@@ -1,0 +1,293 @@
+"""compat.vllm: rejection sampling of ragged chains, and the n-gram proposer."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from specdec_kernels.compat.vllm.functions import NgramProposer, rejection_sample
+
+
+def metadata(temperature: Tensor | None, **options: Any) -> Any:
+    greedy = temperature is None or bool((temperature == 0).all())
+    random = temperature is not None and bool((temperature > 0).all())
+    return SimpleNamespace(all_greedy=greedy, all_random=random, temperature=temperature, generators={}, **options)
+
+
+def ends_of(counts: list[int], device: torch.device) -> Tensor:
+    return torch.tensor(counts, device=device).cumsum(0).int()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+def test_greedy(device: torch.device, dtype: torch.dtype, index_dtype: torch.dtype) -> None:
+    counts, vocab = [3, 0, 5, 1, 4], 11
+    wide = torch.randn(sum(counts), vocab + 5, device=device).to(dtype)
+    wide[:, 3] = wide[:, 7] = 9  # ties
+    logits = wide[:, :vocab]
+    drafts = logits.float().argmax(-1)
+    drafts[:] = 3
+    drafts[2], drafts[5], drafts[10] = 7, -1, 2**31 - 1
+    bonus = torch.arange(5, device=device)[:, None]
+    out = rejection_sample(
+        drafts.to(index_dtype), counts, 6, ends_of(counts, device), None, logits, bonus.to(index_dtype), metadata(None)
+    )
+    assert out.dtype == torch.int32
+    assert out.tolist() == [
+        [3, 3, 3, -1, -1, -1, -1],
+        [1, -1, -1, -1, -1, -1, -1],
+        [3, 3, 3, -1, -1, -1, -1],
+        [3, 3, -1, -1, -1, -1, -1],
+        [3, 3, -1, -1, -1, -1, -1],
+    ]
+
+
+@pytest.mark.parametrize("has_probs", [False, True])
+def test_emitted_tokens_are_distributed_as_the_target(device: torch.device, has_probs: bool) -> None:
+    batch, vocab, width = 20000, 6, 2
+    logits = torch.randn(1, width, vocab).expand(batch, -1, -1).reshape(-1, vocab)
+    draft = torch.softmax(torch.randn(width, vocab), -1)
+    tokens = torch.stack([torch.multinomial(row, batch, replacement=True) for row in draft], 1)
+    if not has_probs:
+        tokens[:] = torch.tensor([4, 2])
+    probs = draft.expand(batch, -1, -1).reshape(-1, vocab).contiguous().to(device) if has_probs else None
+    counts = [width] * batch
+    bonus = torch.full((batch, 1), 5, device=device)
+    out = rejection_sample(
+        tokens.flatten().to(device), counts, width, ends_of(counts, device), probs, logits.to(device), bonus,
+        metadata(torch.ones(batch, device=device)),
+    ).cpu()  # fmt: skip
+    target = torch.softmax(logits[:width].float(), -1)
+    for place in range(width):
+        emitted = out[:, place][out[:, place] >= 0]
+        counted = torch.bincount(emitted, minlength=vocab) / len(emitted)
+        sigma = (target[place] * (1 - target[place]) / len(emitted)).sqrt()
+        assert ((counted - target[place]).abs() < 5 * sigma).all(), place
+    accepted = out[:, :width] == tokens
+    assert torch.equal(out[:, 1] == -1, ~accepted[:, 0])
+    assert torch.equal(out[:, 2] == 5, accepted.all(1))
+
+
+def test_accepts_by_the_ratio_of_probabilities(device: torch.device) -> None:
+    """A draft that the target likes more than the draft does is always accepted; one it rules out never."""
+    batch, vocab = 64, 4
+    logits = torch.tensor([[0.0, 1.0, -torch.inf, torch.nan]], device=device).repeat(batch, 1)
+    probs = torch.tensor([[0.5, 0.1, 0.2, 0.2]], device=device).repeat(batch, 1)
+    counts, bonus = [1] * batch, torch.zeros(batch, 1, dtype=torch.int64, device=device)
+    sampled = metadata(torch.ones(batch, device=device))
+    for token, accepted in ((1, True), (2, False), (3, False)):
+        tokens = torch.full((batch,), token, device=device)
+        for draft in (probs, None):
+            if draft is None and token == 1:
+                continue
+            out = rejection_sample(tokens, counts, 1, ends_of(counts, device), draft, logits, bonus, sampled)
+            assert ((out[:, 0] == token) & (out[:, 1] == 0)).all() if accepted else (out[:, 0] < 2).all()
+    assert vocab == logits.shape[1]
+
+
+def test_generators_make_a_request_repeatable(device: torch.device) -> None:
+    counts, vocab = [4, 0, 3], 50
+    tokens = torch.randint(vocab, (7,), device=device)
+    logits, bonus = torch.randn(7, vocab, device=device), torch.zeros(3, 1, dtype=torch.int32, device=device)
+    rows = []
+    for _ in range(8):
+        sampled = metadata(torch.tensor([1.0, 0.0, 0.7], device=device))
+        sampled.generators = {0: torch.Generator(device).manual_seed(5), 1: torch.Generator(device)}
+        rows.append(rejection_sample(tokens, counts, 4, ends_of(counts, device), None, logits, bonus, sampled))
+    assert all(torch.equal(row[0], rows[0][0]) for row in rows)
+    assert any(not torch.equal(row[2], rows[0][2]) for row in rows)
+
+
+@pytest.mark.sanitize
+def test_garbage_stays_within_its_bounds(device: torch.device) -> None:
+    logits = torch.randn(6, 9, device=device)
+    logits[2] = -torch.inf
+    logits[3] = torch.nan
+    logits[4, 2:4] = torch.inf
+    tokens = torch.tensor([-(2**31), 2**31 - 1, 0, 1, 2, 8], dtype=torch.int32, device=device)
+    sampled = metadata(torch.tensor([1.0, torch.nan, 1.0], device=device))
+    for ends in ([2, 4, 6], [-5, 2**31 - 1, 3], [9, 2, -7], [2, 2, 100]):
+        out = rejection_sample(
+            tokens, [2, 2, 2], 2, torch.tensor(ends, dtype=torch.int32, device=device), torch.rand(6, 9, device=device),
+            logits, torch.zeros(3, dtype=torch.int32, device=device), sampled,
+        )  # fmt: skip
+        assert ((out >= -1) & (out < 9)).all()
+    empty = torch.empty(0, dtype=torch.int32, device=device)
+    assert rejection_sample(empty, [], 3, empty, None, logits[:0], empty, metadata(None)).shape == (0, 4)
+
+
+def test_messages() -> None:
+    logits, drafts = torch.zeros(3, 7), torch.zeros(3, dtype=torch.int32)
+    ends, bonus = torch.tensor([1, 3], dtype=torch.int32), torch.zeros(2, 1)
+    with pytest.raises(ValueError) as error:
+        rejection_sample(drafts, [1, 2], 2, ends.long(), None, logits, bonus, metadata(None))
+    assert str(error.value) == "rejection_sample: cu_num_draft_tokens is int64, expected int32"
+    with pytest.raises(ValueError) as error:
+        rejection_sample(drafts, [1, 2], 2, ends, torch.zeros(3, 8), logits, bonus, metadata(None))
+    assert str(error.value) == "rejection_sample: draft_probs has shape [3, 8], expected [tokens=3, vocab=7]"
+    with pytest.raises(ValueError) as error:
+        rejection_sample(drafts, [1, 2], 2, ends, None, logits, bonus, metadata(None), synthetic_mode=True)
+    assert str(error.value) == "rejection_sample: synthetic_mode is True, expected False"
+
+
+# --- the proposer -----------------------------------------------------------------------------------------------------
+
+
+def proposer(drafts: int = 4, max_len: int = 64, requests: int = 4, **options: Any) -> NgramProposer:
+    config = SimpleNamespace(
+        speculative_config=SimpleNamespace(num_speculative_tokens=drafts, **options),
+        model_config=SimpleNamespace(max_model_len=max_len),
+        scheduler_config=SimpleNamespace(max_num_seqs=requests),
+    )
+    return NgramProposer(config)
+
+
+class Batch:
+    """Texts as vLLM holds them: rows that are overwritten in place."""
+
+    def __init__(self, rows: int, max_len: int = 64) -> None:
+        self.tokens = np.full((rows, max_len), 999, np.int32)
+        self.lengths = np.zeros(rows, np.int32)
+
+    def put(self, row: int, text: list[int]) -> None:
+        self.tokens[row] = 999
+        self.tokens[row, : len(text)] = text
+        self.lengths[row] = len(text)
+
+
+def test_proposer_drafts_what_followed_before() -> None:
+    drafter, batch = proposer(), Batch(3)
+    batch.put(0, [1, 2, 3, 4, 5, 6, 1, 2])
+    batch.put(1, [30, 31, 32])
+    batch.put(2, [1, 2])
+    drafts = drafter.propose([[2], [32], []], batch.lengths, batch.tokens, slot_mappings=None)
+    assert drafts == [[3, 4, 5, 6], [], []]
+    batch.put(0, [1, 2, 3, 4, 5, 6, 1, 2, 3, 30])
+    batch.put(2, [7, 8, 30, 31])
+    drafts = drafter.propose([[3, 30], [], [31]], batch.lengths, batch.tokens)
+    assert drafts[0][:2] == [31, 32] and drafts[1] == [] and drafts[2][0] == 32
+
+
+def test_proposer_notices_another_request_in_a_row() -> None:
+    drafter, batch = proposer(), Batch(1)
+    batch.put(0, [1, 2, 3, 4])
+    drafter.propose([[4]], batch.lengths, batch.tokens)
+    batch.put(0, [5, 6, 2])
+    assert drafter.propose([[2]], batch.lengths, batch.tokens)[0][:2] == [3, 4]  # the old text stays findable
+    batch.put(0, [5, 6, 2, 9, 5])
+    assert drafter.propose([[9, 5]], batch.lengths, batch.tokens)[0][:2] == [6, 2]
+
+
+def test_proposer_stops_at_the_longest_text() -> None:
+    drafter, batch = proposer(drafts=8, max_len=10), Batch(1, 10)
+    batch.put(0, [1, 2, 3, 4, 5, 6, 1, 2])
+    assert drafter.propose([[2]], batch.lengths, batch.tokens) == [[3, 4]]
+    batch.put(0, [1, 2, 3, 4, 5, 6, 1, 2, 3, 4])
+    assert drafter.propose([[4]], batch.lengths, batch.tokens) == [[]]
+
+
+def test_proposer_honours_the_shortest_match() -> None:
+    drafter, batch = proposer(prompt_lookup_min=3), Batch(1)
+    batch.put(0, [1, 2, 3, 9, 2, 3])
+    assert drafter.propose([[3]], batch.lengths, batch.tokens) == [[]]
+    batch.put(0, [1, 2, 3, 9, 2, 3, 1, 2, 3])
+    assert drafter.propose([[1, 2, 3]], batch.lengths, batch.tokens)[0][0] == 9
+
+
+@pytest.mark.parametrize(("requests", "drafted"), [(1, 6), (9, 6), (64, 3)])
+def test_proposer_drafts_what_is_worth_its_rows(requests: int, drafted: int) -> None:
+    """Of a match of one token each draft is accepted by 3/5 of the one before: 0.216 is above 64/(330 + 64), 0.13 not."""
+    drafter, batch = proposer(drafts=6, requests=requests), Batch(requests)
+    for row in range(requests):
+        known = list(range(100 * row, 100 * row + 20))
+        batch.put(row, [*known, 100 * row + 50, known[3]])
+    sampled = [[100 * row + 3] for row in range(requests)]
+    drafts = drafter.propose(sampled, batch.lengths, batch.tokens)
+    assert drafts == [list(range(100 * row + 4, 100 * row + 4 + drafted)) for row in range(requests)]
+    for row in range(requests):  # and of a match of many tokens all are
+        known = list(range(100 * row, 100 * row + 20))
+        batch.put(row, [*known, 100 * row + 50, *known[3:14]])
+    drafts = drafter.propose([list(batch.tokens[row, 22:32]) for row in range(requests)], batch.lengths, batch.tokens)
+    assert drafts == [list(range(100 * row + 14, 100 * row + 20)) for row in range(requests)]
+
+
+def test_proposer_follows_requests_that_move_wait_and_come_back() -> None:
+    """However the rows of the batch change, each text is inserted once, and drafted from at its end."""
+    random = np.random.default_rng(5)
+    drafter, batch = proposer(max_len=200, requests=6), Batch(6, 200)
+    texts: list[list[int]] = []  # of the requests that run, in the order of their rows
+    waiting: list[list[int]] = []  # preempted
+    begun, told = 0, {}
+    for turn in range(120):
+        for row in reversed(range(len(texts))):
+            event = random.random()
+            if len(texts[row]) > 150 or event < 0.03:  # it ends: the last row moves into its place
+                texts[row] = texts[-1]
+                texts.pop()
+            elif event < 0.08:
+                waiting.append(texts.pop(row))
+        while len(texts) < 6 and (turn < 100 or waiting):
+            if waiting and random.random() < 0.5:
+                texts.append(waiting.pop(int(random.integers(len(waiting)))))
+            elif len(waiting) < 4 and turn < 100:
+                prompt = random.integers(0, 50, int(random.integers(1, 40)))  # shares beginnings with others
+                texts.append([*range(1000 + begun % 3, 1004 + begun % 3), *prompt.tolist(), 2000 + begun])
+                begun += 1
+            else:
+                break
+        random.shuffle(texts)
+        sampled: list[list[int]] = []
+        for row, text in enumerate(texts):
+            new = random.integers(0, 50, int(random.integers(0, 5))).tolist()
+            text += new
+            sampled.append(new)
+            batch.put(row, text)
+        drafts = drafter.propose(sampled, batch.lengths, batch.tokens)
+        for text, new, draft in zip(texts, sampled, drafts, strict=True):
+            assert new or not draft
+            if new:
+                told[next(token for token in text if token >= 2000)] = len(text)
+    assert begun > 20 and drafter.index.statistics.inserted == sum(told.values())
+
+
+def test_proposer_inserts_no_text_twice() -> None:
+    drafter, batch = proposer(), Batch(3)
+    first, second, third = [1, 2, 3, 4, 5], [1, 2, 9, 8], [7, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
+    for row, text in enumerate([first, second, third]):
+        batch.put(row, text)
+    drafter.propose([[5], [8], [10]], batch.lengths, batch.tokens)
+    assert drafter.index.statistics.inserted == 20
+    batch.put(0, [*third, 11])  # the first was preempted, the third moved into its row
+    drafter.propose([[11], [8]], batch.lengths, batch.tokens)
+    assert drafter.index.statistics.inserted == 21
+    batch.put(2, [*first, 6])
+    drafter.propose([[11], [], [6]], batch.lengths, batch.tokens)
+    assert drafter.index.statistics.inserted == 22
+
+
+def test_proposer_messages() -> None:
+    drafter, batch = proposer(), Batch(5)
+    with pytest.raises(ValueError) as error:
+        drafter.propose(torch.zeros(2, 1), batch.lengths, batch.tokens)  # type: ignore[arg-type]
+    assert str(error.value) == (
+        "NgramProposer: sampled_token_ids is a Tensor, expected a list (vllm: --no-async-scheduling)"
+    )
+    with pytest.raises(ValueError) as error:
+        drafter.propose([[1]] * 5, batch.lengths, batch.tokens)
+    assert str(error.value) == "NgramProposer: sampled_token_ids has 5 rows, expected at most 4"
+    with pytest.raises(ValueError) as error:
+        proposer(drafts=256)
+    assert str(error.value) == "NgramProposer: num_speculative_tokens is 256, expected 1 to 255"
+    config = SimpleNamespace(
+        speculative_config=SimpleNamespace(num_speculative_tokens=4),
+        model_config=SimpleNamespace(max_model_len=64),
+        scheduler_config=SimpleNamespace(max_num_seqs=4, async_scheduling=True),
+    )
+    with pytest.raises(ValueError) as error:
+        NgramProposer(config)
+    assert str(error.value) == ("NgramProposer: async_scheduling is True, expected False (vllm: --no-async-scheduling)")

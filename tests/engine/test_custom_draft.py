@@ -1,0 +1,266 @@
+"""A draft of one's own: the class that docs/embedding.md shows, in engines of every kind; and what drafts may not be."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdec_kernels import Candidates
+from specdec_kernels.engine import (
+    Committed,
+    Draft,
+    Eagle,
+    Eagle3,
+    Engine,
+    Needs,
+    Ngram,
+    Proposal,
+    RequestOutput,
+    SamplingParams,
+    Standalone,
+    Union,
+)
+from specdec_kernels.engine.drafts.proposal import scored_tree_of
+from specdec_kernels.tiny import tiny_model
+from support.devices import HAS_CUDA
+from support.tiny_checkpoint import Comparison, greedy_by_transformers, held_out, reference_model
+
+TARGET, HEAD = tiny_model("target"), tiny_model("eagle3")
+NEW_TOKENS = 40
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "embedding.md"
+
+
+def bigrams_of_the_page() -> type[Draft]:
+    """The class as it stands on the page, imports included."""
+    (block,) = (b for b in re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S) if "class Bigrams" in b)
+    source, _, rest = block.partition("\nprompt = ")
+    assert rest and len(source[source.index("class") :].splitlines()) <= 36
+    namespace: dict[str, Any] = {}
+    exec(compile(source, PAGE.name, "exec"), namespace)
+    bigrams: type[Draft] = namespace["Bigrams"]
+    return bigrams
+
+
+Bigrams = bigrams_of_the_page()
+
+
+def make_engine(draft: Draft | None, device: torch.device | str = "cpu", **options: Any) -> Engine:
+    sizes: dict[str, Any] = {"max_len": 256, "num_slots": 4, "page_size": 4, "dtype": torch.float32, "device": device}
+    return Engine(TARGET, draft=draft, **(sizes | options))
+
+
+def prompts() -> list[list[int]]:
+    return [
+        *(prompt[:50] for prompt in held_out("code")[:6]),
+        *(prompt[-80:] for prompt in held_out("repeat")[:6]),
+        [7],
+    ]
+
+
+def expect_plain_texts(engine: Engine) -> list[RequestOutput]:
+    comparison = Comparison(reference_model())
+    outputs = engine.generate(prompts(), SamplingParams(NEW_TOKENS))
+    for prompt, output, want in zip(
+        prompts(), outputs, greedy_by_transformers(reference_model(), prompts(), NEW_TOKENS), strict=True
+    ):
+        comparison.check(prompt, output.tokens, want)
+    assert len(comparison.near_ties) <= 1 and not engine.state.status.any()
+    return outputs
+
+
+def accept_length(outputs: list[RequestOutput]) -> float:
+    return 1 + sum(o.stats.accepted for o in outputs) / sum(o.stats.rounds for o in outputs)
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_greedy_text_is_that_of_plain_decoding(adaptive: bool, device: torch.device) -> None:
+    """Also from a pool from which requests are retracted."""
+    outputs = expect_plain_texts(make_engine(Bigrams(), device, adaptive=adaptive, num_pages=100))
+    if not adaptive:
+        assert accept_length(outputs) > 1.2
+
+
+@pytest.mark.skipif(not HAS_CUDA, reason="no GPU here")
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_its_rounds_are_captured(adaptive: bool) -> None:
+    engine = make_engine(Bigrams(), "cuda", adaptive=adaptive)
+    assert engine.graphs is not None
+    outputs = expect_plain_texts(engine)
+    called = expect_plain_texts(make_engine(Bigrams(), "cuda", adaptive=adaptive, cuda_graph=False))
+    if not adaptive:
+        assert abs(accept_length(outputs) - accept_length(called)) < 0.1
+
+
+def test_a_seed_gives_the_text_of_plain_decoding() -> None:
+    params = [SamplingParams(20, temperature=0.8, top_p=0.9, seed=seed) for seed in range(len(prompts()))]
+    want = make_engine(None).generate(prompts(), params)
+    got = make_engine(Bigrams()).generate(prompts(), params)
+    assert sum(a.tokens != b.tokens for a, b in zip(want, got, strict=True)) <= 1  # a near-tie, and what follows it
+
+
+UNIONS = {
+    "own and index": lambda: Union(Bigrams(), Ngram(num_nodes=8), num_nodes=12),
+    "own and own": lambda: Union(Bigrams(), Bigrams(), num_nodes=8),
+    "head and own": lambda: Union(Eagle3(HEAD, num_steps=3, topk=4, num_nodes=16), Bigrams(), num_nodes=16),
+    "two heads": lambda: Union(Eagle3(HEAD, num_steps=2, topk=4), Eagle3(HEAD, num_steps=5, topk=1), num_nodes=12),
+    "head and model": lambda: Union(Eagle3(HEAD, topk=1), Standalone(TARGET, num_steps=2, topk=2, num_nodes=6)),
+    "a union and an index": lambda: Union(Union(Bigrams(), Eagle3(HEAD, topk=2)), Ngram(num_nodes=8), num_nodes=16),
+}
+
+
+@pytest.mark.parametrize("name", UNIONS)
+def test_unions_of_any_two(name: str, device: torch.device) -> None:
+    outputs = expect_plain_texts(make_engine(UNIONS[name](), device, adaptive=False))
+    assert accept_length(outputs) > (2 if "head" in name else 1.2)
+
+
+def test_scores_are_log_probabilities_of_paths() -> None:
+    """0 for the root, never rising along a path, -inf for unused nodes, whatever drafts."""
+    for draft in (Bigrams(), Ngram(), Eagle3(HEAD), Standalone(TARGET), UNIONS["a union and an index"]()):
+        engine = make_engine(draft, adaptive=False)
+        checked = 0
+        propose = draft.propose
+
+        def check(slots: Tensor, num_nodes: int, propose: Any = propose, engine: Engine = engine) -> Proposal:
+            nonlocal checked
+            proposal: Proposal = propose(slots, num_nodes)
+            tree, scores = scored_tree_of(proposal.drafts, slots, num_nodes, engine.state)
+            assert scores.shape == tree.tokens.shape == (len(slots), num_nodes)
+            for row, count in enumerate(tree.num_nodes.tolist()):
+                values = scores[row].tolist()
+                assert values[0] == 0 and values[count:] == [-torch.inf] * (num_nodes - count)
+                assert all(-torch.inf < values[i] <= values[tree.parents[row, i]] + 1e-5 for i in range(1, count))
+                checked += count - 1
+            return proposal
+
+        draft.propose = check  # type: ignore[method-assign]
+        engine.generate(prompts()[6:9], SamplingParams(12))
+        assert checked > 20, type(draft).__name__
+
+
+# --- one engine for each
+
+
+def test_a_draft_serves_one_engine_until_it_is_closed() -> None:
+    draft = Eagle3(HEAD, num_steps=2, topk=2)
+    first = make_engine(draft)
+    message = (
+        "Engine: draft (Eagle3) is open in another engine, expected one for this engine alone, or the other one closed"
+    )
+    for again in (draft, Union(draft, Ngram()), Union(Ngram(), Union(Bigrams(), draft))):
+        with pytest.raises(ValueError) as error:
+            make_engine(again)
+        assert str(error.value) == message
+    want = expect_plain_texts(first)
+    first.close()
+    assert not draft.is_open and draft == Eagle3(HEAD, num_steps=2, topk=2)
+    assert [o.tokens for o in expect_plain_texts(make_engine(draft))] == [o.tokens for o in want]
+
+
+def test_an_engine_that_is_not_made_leaves_its_draft_closed() -> None:
+    class Broken(Bigrams):  # type: ignore[misc, valid-type]
+        def open(self, context: Any) -> None:
+            super().open(context)
+            raise OSError("no such table")
+
+    own, broken = Bigrams(), Broken()
+    for draft in (broken, Union(own, broken)):
+        with pytest.raises(OSError, match="no such table"):
+            make_engine(draft)
+        assert not draft.is_open and not own.is_open and not broken.is_open
+    expect_plain_texts(make_engine(own))
+
+
+class Asking(Draft):
+    def __init__(self, **needs: Any) -> None:
+        self.asked = Needs(**({"num_nodes": 4, "accept_width": 4} | needs))
+
+    def needs(self, target: Any) -> Needs:
+        return self.asked
+
+
+@pytest.mark.parametrize(
+    ("needs", "message"),
+    [
+        ({"num_nodes": 0}, "num_nodes=0, expected 1 to 256"),
+        ({"num_nodes": 257}, "num_nodes=257, expected 1 to 256"),
+        ({"accept_width": 0}, "accept_width=0, expected 1 to 256"),
+        ({"feature_layers": (0, 5)}, "feature_layers=(0, 5), expected 0 to 4 (the target's)"),
+        ({"scratch_rows": -1}, "scratch_rows=-1, expected 0 or more"),
+        ({"kv_numbers": -1}, "kv_numbers=-1, expected 0 or more"),
+        ({"max_idle_rounds": -1}, "max_idle_rounds=-1, expected 0 or more"),
+    ],
+    ids=str,
+)
+def test_what_no_engine_can_provide(needs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        make_engine(Asking(**needs))
+    assert str(error.value) == f"Engine: draft (Asking) needs {message}"
+
+
+def test_features_are_those_that_were_asked_for() -> None:
+    """Side by side in the order of the layers, of prompts and of trees; a union hands each draft its own."""
+    seen: dict[str, set[int]] = {"prefill": set(), "extend": set()}
+
+    class Reader(Asking):
+        def prefill(self, prefill: Any, features: Tensor | None) -> None:
+            assert features is not None and features.is_contiguous()
+            seen["prefill"].add(features.shape[-1])
+
+        def extend(self, slots: Tensor, committed: Committed, proposal: Proposal, features: Tensor | None) -> None:
+            assert features is not None and int(committed.cu_seqlens[-1]) <= len(features)
+            seen["extend"].add(features.shape[-1])
+
+    hidden = reference_model().config.hidden_size
+    expect_plain_texts(make_engine(Union(Reader(feature_layers=(3, 1)), Bigrams(), num_nodes=4)))
+    assert seen == {"prefill": {2 * hidden}, "extend": {2 * hidden}}
+    expect_plain_texts(make_engine(Union(Reader(feature_layers=(4,)), Eagle3(HEAD, topk=1), num_nodes=8)))
+    assert seen == {"prefill": {hidden, 2 * hidden}, "extend": {hidden, 2 * hidden}}
+
+
+def test_candidates_that_are_no_tree_end_their_requests() -> None:
+    class Wrong(Bigrams):  # type: ignore[misc, valid-type]
+        def propose(self, slots: Tensor, num_nodes: int) -> Proposal:
+            proposal: Proposal = super().propose(slots, num_nodes)
+            tokens, parents, scores = proposal.drafts
+            return Proposal(Candidates(tokens.clamp(min=0), parents, scores.flip(1)), note=proposal.note)
+
+    with pytest.raises(RuntimeError, match=r"prompts\[0\] ended with BAD_TREE"):
+        make_engine(Wrong()).generate([prompts()[6]], SamplingParams(NEW_TOKENS))
+
+
+# --- options
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Eagle3("x", num_steps=0), "Eagle3: num_steps is 0, expected 1 to 64"),
+        (lambda: Eagle("x", topk=65), "Eagle: topk is 65, expected 1 to 64"),
+        (lambda: Standalone("x", num_nodes=257), "Standalone: num_nodes is 257, expected 1 to 256"),
+        (lambda: Eagle3(None), "Eagle3: head is a NoneType, expected a folder, a hub id or an Eagle3Head"),
+        (lambda: Standalone(3), "Standalone: model is a int, expected a folder, a hub id or a module"),
+        (lambda: Ngram(num_nodes=0), "Ngram: num_nodes is 0, expected 1 to 256"),
+        (lambda: Ngram(max_tokens=0), "Ngram: max_tokens is 0, expected 1 to 1073741824"),
+        (lambda: Ngram(corpus="docs.txt"), "Ngram: corpus is docs.txt, expected a list of files"),
+        (lambda: Union(Ngram(), Ngram(), num_nodes=300), "Union: num_nodes is 300, expected 1 to 256"),
+        (lambda: Union(Ngram(), "NGRAM"), "Union: second is a str, expected a Draft"),
+        (lambda: Union(*[Ngram()] * 2), "Union: first and second are one object, expected two"),
+        (lambda: make_engine("EAGLE3"), "Engine: draft is a str, expected a Draft or None"),
+    ],
+)
+def test_options_are_checked_where_they_are_given(make: Any, message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        make()
+    assert str(error.value) == message
+
+
+def test_options_make_drafts_equal() -> None:
+    assert Eagle3("x", topk=1) == Eagle3("x", topk=1) != Eagle3("x", topk=2)
+    assert Union(Eagle3("x"), Ngram()) == Union(Eagle3("x"), Ngram())
+    assert repr(Ngram(num_nodes=8)) == "Ngram(num_nodes=8, max_tokens=1048576, corpus=())"

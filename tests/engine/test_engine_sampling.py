@@ -1,0 +1,256 @@
+"""Sampled text is drawn from the target's distribution with the request's own noise, whatever drafts or runs beside it."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from specdec_kernels.engine import Draft, Eagle3, Engine, Ngram, RequestOutput, SamplingParams, Standalone, Union
+from specdec_kernels.engine.device.round import Round
+from specdec_kernels.reference import verify as reference
+from specdec_kernels.tiny import tiny_model
+from support.tiny_checkpoint import Comparison, greedy_by_transformers, held_out, reference_model
+
+TARGET, HEAD = tiny_model("target"), tiny_model("eagle3")
+MAX_LEN = 256
+NEW_TOKENS = 32
+NOISE = 1e-4  # what float32 logits of other shapes change in a probability
+
+# Every round drafts all it may: else so small a model, which costs as much for one node as for many, soon drafts little.
+DRAFTS: dict[str, Callable[[], Draft | None]] = {
+    "none": lambda: None,
+    "ngram": lambda: Ngram(),
+    "ngram-8": lambda: Ngram(num_nodes=8),
+    "eagle3-chain": lambda: Eagle3(HEAD, num_steps=3, topk=1),
+    "eagle3-tree": lambda: Eagle3(HEAD, num_steps=5, topk=8, num_nodes=32),
+    "eagle3-bush": lambda: Eagle3(HEAD, num_steps=2, topk=4, num_nodes=9),
+    "eagle3+ngram": lambda: Union(Eagle3(HEAD, num_steps=3, topk=4, num_nodes=16), Ngram(num_nodes=16), num_nodes=16),
+    "standalone": lambda: Standalone(TARGET, num_steps=3, topk=2, num_nodes=8),
+}
+# Slots, page size, pages beyond those of one request.
+LAYOUTS = {"single": (1, 16, 0), "batched": (8, 16, 200), "page1": (3, 1, 500), "page3": (4, 3, 40)}
+
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 1.0},
+    {"temperature": 0.0},
+    {"temperature": 0.7, "top_k": 20},
+    {"temperature": 1.3, "top_p": 0.8},
+    {"temperature": 0.9, "min_p": 0.1},
+    {"temperature": 1.0, "top_k": 50, "top_p": 0.9, "min_p": 0.02},
+]
+
+
+@functools.cache
+def prompts() -> list[list[int]]:
+    return [prompt[:60] for prompt in held_out("code")[:12]]
+
+
+def params(max_new_tokens: int = NEW_TOKENS) -> list[SamplingParams]:
+    """One for each prompt: every kind, greedy ones among them, each with a seed of its own."""
+    kinds = (KINDS * len(prompts()))[: len(prompts())]
+    return [SamplingParams(max_new_tokens, seed=1000 + i, **kind) for i, kind in enumerate(kinds)]
+
+
+def make_engine(name: str, layout: str, device: torch.device | str = "cpu") -> Engine:
+    num_slots, page_size, more = LAYOUTS[layout]
+    return Engine(
+        TARGET,
+        draft=DRAFTS[name](),
+        adaptive=False,
+        max_len=MAX_LEN,
+        num_slots=num_slots,
+        page_size=page_size,
+        num_pages=-(-(MAX_LEN + 80) // page_size) + more,
+        prefill_chunk=50,
+        dtype=torch.float32,
+        device=device,
+    )
+
+
+@functools.cache
+def plain() -> list[RequestOutput]:
+    return make_engine("none", "single").generate(prompts(), params())
+
+
+def close_draws(prompt: list[int], tokens: list[int], sampling: SamplingParams) -> set[int]:
+    """What the target may draw behind prompt and tokens, its probabilities and the draw known to NOISE."""
+    assert sampling.seed is not None
+    with torch.inference_mode():
+        logits = reference_model()(torch.tensor([prompt + tokens])).logits[0, -1]
+    u = reference.uniform(sampling.seed, len(prompt) + len(tokens))
+    draws = set()
+    slacks = (-NOISE, 0.0, NOISE)
+    for more_p, more_min_p in itertools.product(slacks, slacks):
+        p = reference.filtered(
+            logits,
+            sampling.temperature,
+            sampling.top_k,
+            sampling.top_p + more_p if sampling.top_p < 1 else 1.0,
+            sampling.min_p * (1 + more_min_p),
+        )
+        low, high = (reference.drawn(p, min(max(u + e, 0.0), 1 - 1e-12)) for e in (-NOISE, NOISE))
+        draws |= {token for token in range(low, high + 1) if p[token] > 0}
+    return draws
+
+
+def differing(ours: list[RequestOutput], theirs: list[RequestOutput], each: list[SamplingParams]) -> int:
+    """How many texts differ; each must from a token on whose draw was too close to call."""
+    count = 0
+    for a, b, sampling in zip(ours, theirs, each, strict=True):
+        if a.tokens == b.tokens:
+            continue
+        at = next(i for i, (x, y) in enumerate(zip(a.tokens, b.tokens, strict=False)) if x != y)
+        if sampling.temperature == 0:
+            Comparison(reference_model()).check(a.prompt_tokens, a.tokens, b.tokens)
+        else:
+            draws = close_draws(a.prompt_tokens, a.tokens[:at], sampling)
+            assert {a.tokens[at], b.tokens[at]} <= draws, f"token {at} is {a.tokens[at]}, expected one of {draws}"
+        count += 1
+    return count
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", DRAFTS)
+def test_text_depends_on_the_seed_alone(name: str, layout: str, device: torch.device) -> None:
+    engine = make_engine(name, layout, device)
+    outputs = engine.generate(prompts(), params())
+    assert differing(outputs, plain(), params()) <= 2
+    for output, sampling in zip(outputs, params(), strict=True):
+        assert output.seed == (sampling.seed if sampling.temperature > 0 else None)
+    if isinstance(engine.draft, Eagle3 | Standalone):
+        assert sum(o.stats.accepted for o in outputs) > 0.5 * sum(o.stats.rounds for o in outputs)
+
+
+@pytest.mark.parametrize("name", ["eagle3-tree", "eagle3-bush", "standalone"])
+def test_logits_may_be_those_of_visited_nodes_alone(
+    name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in large rounds: the same texts and log-probabilities, whatever stands where nothing is computed."""
+    each = [replace(one, logprobs=2, min_new_tokens=4, stop_token_ids=(10, 32)) for one in params()]
+    want = make_engine(name, "batched", device).generate(prompts(), each)
+    levels: list[int] = []
+    by_levels, new_empty = Round._logits_by_levels, torch.Tensor.new_empty
+
+    def poisoned(like: torch.Tensor, *size: Any, **options: Any) -> torch.Tensor:
+        out = new_empty(like, *size, **options)
+        return out.fill_(torch.nan) if out.is_floating_point() else out
+
+    def noted(self: Round, hidden: torch.Tensor, *rest: Any) -> torch.Tensor:
+        levels.append(len(hidden))
+        return by_levels(self, hidden, *rest)
+
+    monkeypatch.setattr("specdec_kernels.engine.device.round.CHEAP_ROWS", 0)
+    monkeypatch.setattr(Round, "_logits_by_levels", noted)
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
+    got = make_engine(name, "batched", device).generate(prompts(), each)
+    assert levels and differing(got, want, each) <= 1
+    for a, b in zip(got, want, strict=True):
+        if a.tokens == b.tokens:
+            assert a.finish_reason == b.finish_reason
+            logprobs = [[token.logprob for token in output.logprobs or ()] for output in (a, b)]
+            assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-3)
+
+
+def test_plain_text_is_what_the_reference_draws() -> None:
+    """From transformers' logits, with the noise that docs/verification.md defines."""
+    for output, sampling in list(zip(plain(), params(), strict=True))[:6]:
+        for at in range(0, len(output.tokens), 3):
+            if sampling.temperature > 0:
+                assert output.tokens[at] in close_draws(output.prompt_tokens, output.tokens[:at], sampling)
+
+
+def test_greedy_rows_of_a_mixed_batch() -> None:
+    greedy = [i for i, sampling in enumerate(params()) if sampling.temperature == 0]
+    want = greedy_by_transformers(reference_model(), [prompts()[i] for i in greedy], NEW_TOKENS)
+    comparison = Comparison(reference_model())
+    for i, text in zip(greedy, want, strict=True):
+        comparison.check(prompts()[i], plain()[i].tokens, text)
+
+
+@pytest.mark.parametrize("name", ["none", "eagle3-tree", "ngram"])
+def test_order_and_company_do_not_matter(name: str) -> None:
+    engine = make_engine(name, "batched")
+    order = torch.randperm(len(prompts())).tolist()[:10]
+    outputs = engine.generate([prompts()[i] for i in order], [params()[i] for i in order])
+    assert differing(outputs, [plain()[i] for i in order], [params()[i] for i in order]) <= 2
+
+
+@pytest.mark.parametrize("name", ["none", "eagle3-tree", "ngram", "standalone"])
+def test_a_retracted_request_draws_the_same(name: str) -> None:
+    each = [SamplingParams(100, ignore_eos=True, temperature=0.8, seed=i) for i in range(4)]
+    want = make_engine(name, "batched").generate(prompts()[:4], each)
+    tight = Engine(
+        TARGET, draft=DRAFTS[name](), adaptive=False, max_len=MAX_LEN, num_slots=4, page_size=4, num_pages=90, device="cpu"
+    )  # fmt: skip
+    got = tight.generate(prompts()[:4], each)
+    assert tight._scheduler.num_retractions > 0
+    assert differing(got, want, each) <= 1
+
+
+def test_other_seeds_give_other_texts() -> None:
+    engine = make_engine("eagle3-tree", "batched")
+    prompt = prompts()[0]
+    outputs = engine.generate(
+        [prompt] * 6, [SamplingParams(NEW_TOKENS, temperature=1.0, seed=s) for s in (1, 1, 2, 3, -4, 2**62)]
+    )
+    texts = [tuple(output.tokens) for output in outputs]
+    assert texts[0] == texts[1] and len(set(texts)) == 5
+
+
+def test_without_a_seed_every_run_is_another_and_can_be_repeated() -> None:
+    engine = make_engine("ngram", "batched")
+    unseeded = SamplingParams(NEW_TOKENS, temperature=1.0)
+    outputs = engine.generate([prompts()[0]] * 3, unseeded) + engine.generate([prompts()[0]], unseeded)
+    assert len({output.seed for output in outputs}) == len({tuple(output.tokens) for output in outputs}) == 4
+    again = engine.generate([prompts()[0]], SamplingParams(NEW_TOKENS, temperature=1.0, seed=outputs[1].seed))
+    assert again[0].tokens == outputs[1].tokens
+
+
+@pytest.mark.parametrize(
+    "narrow",
+    [
+        {"temperature": 1e-3},
+        {"temperature": 1e-30},
+        {"temperature": 2.0, "top_k": 1},
+        {"temperature": 1.0, "min_p": 1.0},
+        {"temperature": 1.0, "top_p": 1e-6},
+    ],
+    ids=str,
+)
+def test_what_leaves_one_token_is_greedy(narrow: dict[str, Any]) -> None:
+    want = greedy_by_transformers(reference_model(), prompts()[:8], NEW_TOKENS)
+    outputs = make_engine("eagle3-tree", "batched").generate(
+        prompts()[:8], SamplingParams(NEW_TOKENS, seed=5, **narrow)
+    )
+    comparison = Comparison(reference_model())
+    for prompt, output, text in zip(prompts(), outputs, want, strict=False):
+        comparison.check(prompt, output.tokens, text)
+    assert len(comparison.near_ties) <= 1
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"temperature": -0.5}, "temperature is -0.5, expected a number from 0 (greedy) on"),
+        ({"temperature": float("nan")}, "temperature is nan, expected a number from 0 (greedy) on"),
+        ({"temperature": float("inf")}, "temperature is inf, expected a number from 0 (greedy) on"),
+        ({"top_k": -1}, "top_k is -1, expected at least 1, or 0 for all tokens"),
+        ({"top_k": 2**31}, "top_k is 2147483648, expected at least 1, or 0 for all tokens"),
+        ({"top_p": 0.0}, "top_p is 0.0, expected above 0 and at most 1"),
+        ({"top_p": 1.5}, "top_p is 1.5, expected above 0 and at most 1"),
+        ({"min_p": -0.1}, "min_p is -0.1, expected 0 to 1"),
+        ({"min_p": 2}, "min_p is 2, expected 0 to 1"),
+        ({"seed": 2**63}, "seed is 9223372036854775808, expected 64 bits with a sign, or None"),
+    ],
+    ids=str,
+)
+def test_bad_parameters(bad: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        SamplingParams(**bad)
+    assert str(error.value) == f"SamplingParams: {message}"

@@ -1,0 +1,314 @@
+"""Texts under a JSON schema, a pattern or a grammar: always complete and valid, and the same with any draft or none."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import os
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from specdec_kernels import FinishReason
+from specdec_kernels.engine import AsyncEngine, Draft, Eagle3, Engine, Ngram, SamplingParams, Standalone, Union
+from specdec_kernels.engine.device.round import Round
+from specdec_kernels.reference import verify as reference
+from specdec_kernels.tiny import tiny_model
+from support.tiny_checkpoint import held_out, reference_model, tokenizer
+
+xgrammar = pytest.importorskip("xgrammar")
+
+TARGET, HEAD = tiny_model("target"), tiny_model("eagle3")
+MAX_LEN, NEW_TOKENS = 256, 200
+DRAFTS: dict[str, Callable[[], Draft | None]] = {
+    "none": lambda: None,
+    "ngram": lambda: Ngram(num_nodes=8),
+    "eagle3-tree": lambda: Eagle3(HEAD, num_steps=5, topk=8, num_nodes=32),
+    "eagle3+ngram": lambda: Union(Eagle3(HEAD, num_steps=3, topk=4, num_nodes=16), Ngram(num_nodes=16), num_nodes=16),
+    "standalone": lambda: Standalone(TARGET, num_steps=3, topk=2, num_nodes=8),
+    "drawn": lambda: Eagle3(HEAD, num_steps=3, topk=1, sampled=True),
+}
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "pattern": "^[a-z]{1,8}$"},
+        "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "maxItems": 2},
+        "size": {"type": "integer", "minimum": 0, "maximum": 999},
+    },
+    "required": ["name", "tags", "size"],
+    "additionalProperties": False,
+}
+PATTERN = r"(yes|no), (0|[1-9][0-9]?)%"
+EBNF = 'root ::= "def " [a-z]+ "(" ")" ":" " pass"'
+KINDS: list[dict[str, Any]] = [
+    {"json_schema": SCHEMA},
+    {"json_schema": json.dumps(SCHEMA), "temperature": 1.0},
+    {},
+    {"regex": PATTERN, "temperature": 0.9},
+    {"grammar": EBNF, "temperature": 0.8, "top_k": 40},
+    {"json_schema": SCHEMA, "temperature": 0.7, "frequency_penalty": 0.3, "top_p": 0.9},
+]
+
+
+@functools.cache
+def prompts() -> list[list[int]]:
+    return [prompt[:40] for prompt in held_out("code")[: len(KINDS) + 3]]
+
+
+def params(**more: Any) -> list[SamplingParams]:
+    return [SamplingParams(NEW_TOKENS, seed=5 + i, **(KINDS[i % len(KINDS)] | more)) for i in range(len(prompts()))]
+
+
+def make_engine(name: str, device: torch.device | str = "cpu", **options: Any) -> Engine:
+    defaults: dict[str, Any] = {"max_len": MAX_LEN, "num_slots": 4, "page_size": 4, "dtype": torch.float32}
+    return Engine(TARGET, draft=DRAFTS[name](), adaptive=False, grammars=True, device=device, **(defaults | options))
+
+
+def fits(text: str, sampling: SamplingParams) -> bool:
+    kind, _ = sampling.constraint
+    if kind == "json_schema":
+        value = json.loads(text)
+        return (
+            set(value) == {"name", "tags", "size"}
+            and re.fullmatch("[a-z]{1,8}", value["name"]) is not None
+            and set(value["tags"]) <= {"red", "green", "blue"}
+            and 0 <= value["size"] <= 999
+        )
+    return kind == "" or re.fullmatch(PATTERN if kind == "regex" else r"def [a-z]+\(\): pass", text) is not None
+
+
+@functools.cache
+def compiler() -> Any:
+    info = xgrammar.TokenizerInfo.from_huggingface(tokenizer(), vocab_size=reference_model().config.vocab_size)
+    return xgrammar.GrammarCompiler(info)
+
+
+def by_hand(prompt: list[int], sampling: SamplingParams) -> list[int]:
+    """Token by token, with a matcher and a mask of its own."""
+    eos, vocab = tokenizer().eos_token_id, reference_model().config.vocab_size
+    kind, source = sampling.constraint
+    matcher = None
+    if kind:
+        options = {"max_whitespace_cnt": 16} if kind == "json_schema" else {}
+        matcher = xgrammar.GrammarMatcher(getattr(compiler(), f"compile_{kind}")(source, **options))
+    generated: list[int] = []
+    while len(generated) < sampling.max_new_tokens and eos not in generated:
+        with torch.inference_mode():
+            x = reference_model()(torch.tensor([prompt + generated])).logits[0, -1]
+        x = x.double().clone()
+        for token in set(generated):
+            x[token] -= sampling.frequency_penalty * generated.count(token)
+        if matcher is not None:
+            mask = xgrammar.allocate_token_bitmask(1, vocab)
+            matcher.fill_next_token_bitmask(mask)
+            ids = torch.arange(vocab)
+            x[(mask[0].long()[ids // 32] >> ids % 32 & 1) == 0] = -torch.inf
+        if sampling.temperature == 0:
+            token = int(x.argmax())
+        else:
+            p = reference.filtered(x, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+            token = reference.drawn(p, reference.uniform(sampling.seed, len(prompt) + len(generated)))
+        assert matcher is None or matcher.accept_token(token)
+        generated.append(token)
+    return generated
+
+
+@functools.cache
+def wanted() -> list[list[int]]:
+    return [by_hand(prompt, one) for prompt, one in zip(prompts(), params(), strict=True)]
+
+
+def check_texts(outputs: list[Any], each: list[SamplingParams]) -> None:
+    for output, sampling in zip(outputs, each, strict=True):
+        if sampling.constraint[0]:
+            assert output.finish_reason == FinishReason.STOP, output.text
+        if output.finish_reason == FinishReason.STOP:
+            assert fits(output.text, sampling), output.text
+
+
+@pytest.mark.parametrize("name", [name for name in DRAFTS if name != "drawn"])
+def test_text_is_the_targets_under_the_grammar(name: str, device: torch.device) -> None:
+    outputs = make_engine(name, device).generate(prompts(), params())
+    assert [output.tokens for output in outputs] == wanted()
+    check_texts(outputs, params())
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("name", DRAFTS)
+def test_every_text_fits(name: str, temperature: float, device: torch.device) -> None:
+    """Also where drafts are drawn, whose text is another with each draft."""
+    each = params(temperature=temperature)
+    check_texts(make_engine(name, device, num_slots=3).generate(prompts(), each), each)
+
+
+# Whose texts end within 900 tokens, whatever whitespace they have.
+WORD = {"type": "string", "maxLength": 8}
+SCHEMAS: list[dict[str, Any]] = [
+    SCHEMA,
+    {"type": "array", "items": {"type": "integer", "minimum": -9, "maximum": 9}, "minItems": 1, "maxItems": 5},
+    {
+        "type": "object",
+        "properties": {
+            "point": {"$ref": "#/$defs/point"},
+            "label": {"anyOf": [WORD, {"type": "null"}]},
+            "seen": {"type": "boolean"},
+        },
+        "required": ["point", "label"],
+        "additionalProperties": False,
+        "$defs": {
+            "point": {
+                "type": "object",
+                "properties": {"x": {"enum": [0, 0.5, 1]}, "y": {"const": "up"}},
+                "required": ["x", "y"],
+                "additionalProperties": False,
+            }
+        },
+    },
+    {"anyOf": [{"type": "array", "items": WORD, "maxItems": 3}, {"const": {"none": None}}, {"type": "boolean"}]},
+    {"type": "object", "properties": {'ä "b"': WORD}, "required": ['ä "b"'], "additionalProperties": False},
+]
+KINDS_OF = {"object": dict, "array": list, "string": str, "integer": int, "boolean": bool, "null": type(None)}
+TEXTS = 1000 if "SPECDEC_SOAK" in os.environ else 100
+
+
+def holds(value: Any, schema: dict[str, Any]) -> bool:
+    """Whether a value is as a schema of the keywords above says."""
+    if "$ref" in schema:
+        return holds(value, SCHEMAS[2]["$defs"]["point"])
+    if "anyOf" in schema:
+        return any(holds(value, one) for one in schema["anyOf"])
+    if "enum" in schema or "const" in schema:
+        return value in schema.get("enum", [schema.get("const")])
+    if type(value) is not KINDS_OF[schema["type"]]:
+        return False
+    if isinstance(value, dict):
+        properties = schema["properties"]
+        whole = {*schema["required"]} <= {*value} <= {*properties}
+        return whole and all(holds(one, properties[name]) for name, one in value.items())
+    if isinstance(value, list):
+        fits = schema.get("minItems", 0) <= len(value) <= schema["maxItems"]
+        return fits and all(holds(one, schema["items"]) for one in value)
+    if isinstance(value, str):
+        return len(value) <= schema.get("maxLength", 8) and ("pattern" not in schema or value.islower())
+    return type(value) is not int or schema["minimum"] <= value <= schema["maximum"]
+
+
+@pytest.mark.soak
+def test_texts_are_json(device: torch.device) -> None:
+    """Every one of a thousand, at temperatures from 0 to 1."""
+    texts = [prompt[:30] for prompt in held_out("code")]
+    each = [
+        SamplingParams(900, json_schema=SCHEMAS[i % len(SCHEMAS)], temperature=i % 11 / 10, seed=i)
+        for i in range(TEXTS)
+    ]
+    engine = make_engine("eagle3+ngram", device, num_slots=8, max_len=1024)
+    outputs = engine.generate([texts[i % len(texts)] for i in range(TEXTS)], each)
+    for i, output in enumerate(outputs):
+        assert output.finish_reason == FinishReason.STOP and holds(
+            json.loads(output.text), SCHEMAS[i % len(SCHEMAS)]
+        ), output.text
+    assert len({output.text for output in outputs}) > TEXTS / 4
+
+
+@pytest.mark.parametrize("name", ["eagle3-tree", "ngram"])
+def test_by_levels(name: str, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    monkeypatch.setattr(Round, "_goes_by_levels", lambda *_: True)
+    outputs = make_engine(name, device).generate(prompts(), params())
+    assert [output.tokens for output in outputs] == wanted()
+
+
+@pytest.mark.parametrize("name", ["none", "eagle3-tree"])
+def test_a_request_that_is_retracted_goes_on_within_its_grammar(name: str, device: torch.device) -> None:
+    engine = make_engine(name, device, num_pages=-(-(MAX_LEN + 80) // 4))
+    outputs = engine.generate(prompts(), params())
+    assert [output.tokens for output in outputs] == wanted()
+    assert engine.stats().retractions > 0
+
+
+@pytest.mark.parametrize("in_flight", [2, 3])
+def test_rounds_in_flight(in_flight: int, device: torch.device) -> None:
+    engine = make_engine("eagle3-tree", device, rounds_in_flight=in_flight, num_slots=2)  # which are used again
+    outputs = engine.generate(prompts(), params())
+    assert [output.tokens for output in outputs] == wanted()
+
+
+def test_cancelled_requests_leave_nothing(device: torch.device) -> None:
+    engine = make_engine("eagle3-tree", device)
+    engine.generate(prompts(), params(), on_tokens=lambda new: True)
+    outputs = engine.generate(prompts()[:4], params()[:4])
+    assert [output.tokens for output in outputs] == wanted()[:4]
+
+
+def test_without_a_grammar_it_is_the_same_engine(device: torch.device) -> None:
+    each = [SamplingParams(24, temperature=0.8, seed=i) for i in range(4)]
+    with_grammars = make_engine("eagle3-tree", device).generate(prompts()[:4], each)
+    without = Engine(
+        TARGET, draft=DRAFTS["eagle3-tree"](), adaptive=False, max_len=MAX_LEN, dtype=torch.float32, device=device
+    ).generate(prompts()[:4], each)
+    assert [output.tokens for output in with_grammars] == [output.tokens for output in without]
+
+
+def test_a_budget_may_cut_a_text_off(device: torch.device) -> None:
+    (output,) = make_engine("eagle3-tree", device).generate(prompts()[:1], SamplingParams(4, json_schema=SCHEMA))
+    assert output.finish_reason == FinishReason.LENGTH and output.tokens == wanted()[0][:4]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"json_schema": {}, "regex": "a"}, "SamplingParams: regex is given, expected none beside json_schema"),
+        ({"grammar": "root ::= 1", "min_new_tokens": 3}, "SamplingParams: min_new_tokens is 3, expected 0 beside grammar"),
+    ],
+)  # fmt: skip
+def test_messages(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        SamplingParams(**given)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"regex": "(a"}, "SamplingParams: regex does not compile: Regex parsing error at position 3: "),
+        ({"grammar": "root ::= x"}, "SamplingParams: grammar does not compile: EBNF parser error at line 1, column 10: "),
+        ({"json_schema": '{"type": 5'}, "SamplingParams: json_schema does not compile: "),
+        ({"json_schema": {"type": "nope"}}, "SamplingParams: json_schema does not compile: "),
+        ({"regex": "a", "ignore_eos": True}, "SamplingParams: regex is given, expected beside it a stop token, which ends the text"),
+    ],
+    ids=["regex", "grammar", "json", "schema", "no end"],
+)  # fmt: skip
+def test_what_does_not_compile_is_refused(given: dict[str, Any], message: str) -> None:
+    engine = make_engine("none")
+    with pytest.raises(ValueError) as error:
+        engine.submit([1, 2], SamplingParams(**given))
+    assert str(error.value).startswith(message)
+    assert engine.generate([[1, 2]], SamplingParams(2))[0].tokens  # nothing has started
+
+
+def test_an_engine_without_grammars_refuses_them() -> None:
+    with Engine(TARGET, max_len=MAX_LEN, device="cpu") as engine, pytest.raises(ValueError) as error:
+        engine.submit([1, 2], SamplingParams(json_schema=SCHEMA))
+    assert str(error.value) == "SamplingParams: json_schema is given, expected none without Engine(grammars=True)"
+
+
+def test_without_xgrammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "xgrammar", None)
+    with pytest.raises(ValueError) as error:
+        make_engine("none").submit([1, 2], SamplingParams(regex="a"))
+    assert str(error.value) == (
+        'SamplingParams: regex is given, expected none without xgrammar (pip install "specdec-kernels[grammar]")'
+    )
+
+
+def test_the_event_loop_goes_on_while_a_grammar_compiles(device: torch.device) -> None:
+    async def texts() -> list[list[int]]:
+        async with AsyncEngine(make_engine("ngram", device)) as engine:
+            one = await engine.submit(prompts()[3], params()[3])
+            many = await engine.submit_many(prompts()[3:5], params()[3:5])
+            return [(await request.result()).tokens for request in (one, *many)]
+
+    assert asyncio.run(texts()) == [wanted()[3], *wanted()[3:5]]

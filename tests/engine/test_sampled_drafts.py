@@ -1,0 +1,143 @@
+"""Drafts of a chain that are drawn: the text has the target's distribution still, and more of them are accepted."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import pytest
+import torch
+
+from specdec_kernels.engine import (
+    Eagle,
+    Eagle3,
+    Engine,
+    Ngram,
+    Proposal,
+    RequestOutput,
+    SamplingParams,
+    Standalone,
+    Union,
+)
+from specdec_kernels.engine.drafts.proposal import scored_tree_of
+from specdec_kernels.reference import verify as reference
+from specdec_kernels.tiny import tiny_model
+from support.tiny_checkpoint import Comparison, greedy_by_transformers, held_out, reference_model
+
+TARGET, HEAD = tiny_model("target"), tiny_model("eagle3")
+NEW_TOKENS = 32
+
+
+def make_engine(device: torch.device | str, steps: int = 4, num_slots: int = 8, drawn: bool = True) -> Engine:
+    draft = Eagle3(HEAD, num_steps=steps, topk=1, sampled=drawn)
+    sizes = {"max_len": 192, "num_slots": num_slots, "dtype": torch.float32, "device": device, "adaptive": False}
+    return Engine(TARGET, draft=draft, **sizes)  # type: ignore[arg-type]
+
+
+def prompts(count: int) -> list[list[int]]:
+    return [prompt[:60] for prompt in held_out("code")[:count]]
+
+
+def accept_length(outputs: list[RequestOutput]) -> float:
+    return 1 + sum(o.stats.accepted for o in outputs) / sum(o.stats.rounds for o in outputs)
+
+
+def distribution(prompt: list[int], sampling: SamplingParams) -> dict[tuple[int, ...], float]:
+    """Of all texts that may follow the prompt."""
+    texts: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(sampling.max_new_tokens):
+        longer = {}
+        with torch.inference_mode():
+            logits = reference_model()(torch.tensor([[*prompt, *text] for text in texts])).logits[:, -1]
+        for (text, chance), row in zip(texts.items(), logits, strict=True):
+            p = reference.filtered(row, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+            for token in p.nonzero().flatten().tolist():
+                longer[(*text, token)] = chance * float(p[token])
+        texts = longer
+    return texts
+
+
+@pytest.mark.parametrize(("number", "top_k", "temperature"), [(13, 3, 1.0), (16, 4, 1.6)])
+def test_texts_have_the_distribution_of_the_target(
+    device: torch.device, number: int, top_k: int, temperature: float
+) -> None:
+    """Chi-square of the tokens behind the first one: one with drafts behind it, and two in a block or behind one."""
+    count, prompt = 1500, held_out("code")[number][:30]
+    engine = make_engine(device, steps=2, num_slots=100)
+    params = [
+        SamplingParams(4, ignore_eos=True, seed=seed, temperature=temperature, top_k=top_k) for seed in range(count)
+    ]
+    outputs = engine.generate([prompt] * count, params)
+    seen = Counter(tuple(output.tokens) for output in outputs)
+    want = distribution(prompt, params[0])
+    assert set(seen) <= set(want) and abs(sum(want.values()) - 1) < 1e-6
+    rare = sum(chance for chance in want.values() if chance * count < 5)
+    cells = [(seen[text], chance * count) for text, chance in want.items() if chance * count >= 5]
+    if rare * count >= 5:
+        cells.append((count - sum(n for n, _ in cells), rare * count))
+    chi_square = sum((n - expected) ** 2 / expected for n, expected in cells)
+    freedom = len(cells) - 1
+    assert freedom > 8 and accept_length(outputs) > 1.4
+    assert chi_square < freedom + 5 * (2 * freedom) ** 0.5, (chi_square, freedom)
+
+
+@pytest.mark.parametrize(("temperature", "gain"), [(0.7, 0.2), (1.0, 0.3)])
+def test_more_drafts_are_accepted(temperature: float, gain: float) -> None:
+    lengths = {}
+    for drawn in (False, True):
+        params = [SamplingParams(64, ignore_eos=True, temperature=temperature, seed=i) for i in range(24)]
+        lengths[drawn] = accept_length(make_engine("cpu", drawn=drawn).generate(prompts(24), params))
+    print(lengths)
+    assert lengths[True] > lengths[False] + gain
+
+
+def test_greedy_requests_beside_drawn_ones(device: torch.device) -> None:
+    engine = make_engine(device)
+    params = [SamplingParams(NEW_TOKENS, temperature=0.9 * (i % 2), seed=i) for i in range(12)]
+    outputs = engine.generate(prompts(12), params)
+    want = greedy_by_transformers(reference_model(), prompts(12)[::2], NEW_TOKENS)
+    comparison = Comparison(reference_model())
+    for output, text in zip(outputs[::2], want, strict=True):
+        comparison.check(output.prompt_tokens, output.tokens, text)
+    assert len(comparison.near_ties) <= 1
+
+
+def test_a_seed_gives_a_text(device: torch.device) -> None:
+    engine = make_engine(device)
+    params = [SamplingParams(NEW_TOKENS, temperature=1.0, seed=seed) for seed in (1, 1, 2, 3)]
+    texts = [tuple(o.tokens) for o in engine.generate([prompts(1)[0]] * 4, params)]
+    assert texts[0] == texts[1] and len(set(texts)) == 3
+    assert texts == [tuple(o.tokens) for o in engine.generate([prompts(1)[0]] * 4, params)]
+
+
+def test_rounds_draw_anew() -> None:
+    """A position that is drafted in several rounds gets other noise in each: what was rejected does not come back."""
+    engine = make_engine("cpu")
+    drawn: dict[int, list[int]] = {}
+    propose = engine.draft.propose
+
+    def keep(slots: torch.Tensor, num_nodes: int) -> Proposal:
+        proposal = propose(slots, num_nodes)
+        tree = scored_tree_of(proposal.drafts, slots, num_nodes, engine.state).tree
+        for position, token in zip(tree.positions[0, 1:].tolist(), tree.tokens[0, 1:].tolist(), strict=True):
+            drawn.setdefault(position, []).append(token)
+        return proposal
+
+    engine.draft.propose = keep  # type: ignore[assignment, method-assign]
+    engine.generate(prompts(1)[0], SamplingParams(100, ignore_eos=True, temperature=2.5, seed=1))
+    several = [tokens for tokens in drawn.values() if len(tokens) > 1]
+    pairs = [a == b for tokens in several for a, b in itertools.pairwise(tokens)]
+    assert len(pairs) > 50 and sum(pairs) < 0.3 * len(pairs), f"{sum(pairs)} of {len(pairs)}"
+
+
+@pytest.mark.parametrize("kind", [Eagle, Eagle3, Standalone])
+def test_a_tree_cannot_be_drawn(kind: type) -> None:
+    with pytest.raises(ValueError) as error:
+        kind("x", topk=2, sampled=True)
+    assert str(error.value) == f"{kind.__name__}: sampled is True with topk=2, expected topk=1 (a chain can be drawn)"
+
+
+def test_a_union_takes_no_drawn_drafts() -> None:
+    with pytest.raises(ValueError) as error:
+        Union(Ngram(), Eagle3("x", topk=1, sampled=True))
+    assert str(error.value) == "Union: second is a Eagle3 with sampled=True, expected sampled=False"

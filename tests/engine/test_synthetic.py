@@ -1,0 +1,213 @@
+"""Planted models write their text, and drafts for them are accepted as often as was asked; rounds are timed on them."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+from specdec_kernels.cli import main
+from specdec_kernels.engine import Eagle3, Engine, NewTokens, SamplingParams, Standalone
+from specdec_kernels.status import FinishReason
+from specdec_kernels.synthetic.acceptance import EvenAcceptance
+from specdec_kernels.synthetic.models import PlantedText, plant_causal_lm, plant_eagle3
+from specdec_kernels.synthetic.shapes import SHAPES, draft_vocab_of, shape_config
+
+rounds = pytest.importorskip("specdec_kernels.bench.engine.round", reason="bench/ is not beside the package here")
+
+CPU = torch.device("cpu")
+
+
+def tiny_text() -> PlantedText:
+    config = shape_config("tiny")
+    return PlantedText.of(config.vocab_size, draft_vocab_of(config))
+
+
+def run(draft: str, accept: float, topk: int, nodes: int, device: torch.device, rank: int = 0) -> float:
+    """The accept length of one long request, whose text is checked."""
+    config, text = shape_config("tiny"), tiny_text()
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    target = plant_causal_lm(config, text, device=device, dtype=dtype)
+    acceptance = EvenAcceptance(accept, rank)
+    if draft == "EAGLE3":
+        model = plant_eagle3(target, text, acceptance)
+    else:
+        model = plant_causal_lm(config, text, device=device, dtype=dtype, acceptance=acceptance)
+    options = {"num_steps": 4, "topk": topk, "num_nodes": nodes}
+    proposer = Eagle3(model, **options) if draft == "EAGLE3" else Standalone(model, **options)
+    engine = Engine(target, draft=proposer, adaptive=False, max_len=256, num_slots=2, device=device, dtype=dtype)
+    prompts = [text.tokens(3, 10), text.tokens(600, 21)]
+    outputs = engine.generate(prompts, SamplingParams(max_new_tokens=140))
+    assert outputs[0].tokens == text.tokens(13, 140)
+    assert outputs[1].tokens == text.tokens(621, 140)
+    return sum(len(o.tokens) - 1 for o in outputs) / sum(o.stats.rounds for o in outputs)
+
+
+@pytest.mark.parametrize("draft", ["EAGLE3", "STANDALONE"])
+@pytest.mark.parametrize(("topk", "nodes"), [(1, 5), (4, 12)])
+def test_the_accept_length_is_what_was_asked(draft: str, topk: int, nodes: int, device: torch.device) -> None:
+    assert run(draft, 2.5, topk, nodes, device) == pytest.approx(2.5, abs=0.06)
+
+
+@pytest.mark.parametrize(("asked", "reached"), [(1.0, 1.0), (math.inf, 5.0)])
+def test_the_extremes(asked: float, reached: float) -> None:
+    assert run("EAGLE3", asked, 1, 5, CPU) == pytest.approx(reached, abs=0.1)
+
+
+def test_a_rank_behind_the_first_is_found_by_trees_alone() -> None:
+    assert run("STANDALONE", math.inf, 1, 5, CPU, rank=1) == 1.0
+    # The second best of the second best is a candidate, but its children are none: two wrong paths are likelier.
+    assert run("STANDALONE", math.inf, 2, 15, CPU, rank=1) == pytest.approx(3.0, abs=0.1)
+
+
+def test_the_text_stays_inside_the_draft_vocabulary() -> None:
+    text = PlantedText.of(100, 30, seed=5)
+    assert sorted(text.order.tolist()) == text.draft_ids.tolist()
+    assert text.draft_ids.max() < 100 and len(set(text.draft_ids.tolist())) == 30
+    assert text.tokens(28, 4) == [*text.order[28:].tolist(), *text.order[:2].tolist()]
+
+
+def test_the_second_text_has_the_rest_of_the_vocabulary(device: torch.device) -> None:
+    text = PlantedText.of(100, 30, seed=5)
+    assert sorted([*text.order.tolist(), *text.other_order.tolist()]) == list(range(100))
+    assert text.other_tokens(60, 10) == text.other_order[60:].tolist()
+    with pytest.raises(ValueError, match=r"^other_tokens: start \+ count is 71, expected at most 70$"):
+        text.other_tokens(60, 11)
+    assert not len(PlantedText.of(30, 30).other_order)
+    config, text = shape_config("tiny"), tiny_text()
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    target = plant_causal_lm(config, text, device=device, dtype=dtype)
+    engine = Engine(target, max_len=256, num_slots=2, device=device, dtype=dtype)
+    prompts = [text.other_tokens(3, 10), text.tokens(3, 10)]
+    outputs = engine.generate(prompts, SamplingParams(max_new_tokens=60))
+    assert outputs[0].tokens == text.other_tokens(13, 60) and outputs[1].tokens == text.tokens(13, 60)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_shapes_are_configs_of_their_own(shape: str) -> None:
+    config = shape_config(shape)
+    assert config.num_attention_heads % config.num_key_value_heads == 0
+    assert not config.tie_word_embeddings
+    assert draft_vocab_of(config) < config.vocab_size
+
+
+def test_a_module_that_is_no_head_is_refused() -> None:
+    config, text = shape_config("tiny"), tiny_text()
+    target = plant_causal_lm(config, text, device=CPU, dtype=torch.float32)
+    with pytest.raises(ValueError) as error:
+        Eagle3(target)
+    assert str(error.value) == "Eagle3: head is a Qwen3ForCausalLM, expected a folder, a hub id or an Eagle3Head"
+
+
+def test_rounds_are_timed_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = tmp_path / "round.json"
+    command = ["bench", "round", "--device", "cpu", "--shape", "tiny", "--batch", "1,2", "--quick"]
+    assert (
+        main([*command, "--algorithm", "none,chain", "--accept", "3.5", "--output", "120", "--json", str(record)]) == 0
+    )
+    assert "chain (5, 1, 6)" in capsys.readouterr().out
+    results = json.loads(record.read_text())["results"]
+    assert [(r["params"]["algorithm"], r["params"]["batch"]) for r in results] == [
+        ("none", 1),
+        ("none", 2),
+        ("chain", 1),
+        ("chain", 2),
+    ]
+    for r in results:
+        assert r["op"] == "round" and r["error"] is None and r["time_us"] > 0 < r["floor_us"]
+        expected = 1 if r["params"]["algorithm"] == "none" else 3.5
+        assert r["facts"]["accept_length"] == pytest.approx(expected, abs=0.35)
+
+
+def test_rounds_of_published_acceptance(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Requests differ: eight of them are measured at batch 1, and their tenths stand beside the mean."""
+    record = tmp_path / "round.json"
+    command = ["bench", "round", "--device", "cpu", "--quick", "--algorithm", "chain", "--output", "40"]
+    acceptance = ["--acceptance", "code", "--drafter", "dspark", "--context-decay", "--max-len", "300"]
+    assert main([*command, *acceptance, "--json", str(record)]) == 0
+    (result,) = json.loads(record.read_text())["results"]
+    assert result["params"]["accept"] == "code dspark at 52 tokens" and result["params"]["max_len"] == 300
+    facts = result["facts"]
+    assert 1 <= facts["accept_length_p10"] < facts["accept_length"] < facts["accept_length_p90"] <= 6
+    assert f"{facts['accept_length_p10']:.2f} to {facts['accept_length_p90']:.2f}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("weights", ["fp8", "fp8-rows", "int4"])
+def test_rounds_of_weights_in_fewer_bits(weights: str, tmp_path: Path) -> None:
+    """The text is what it was, and so is what drafts bring; the floor counts the bytes that are stored."""
+    command = ["bench", "round", "--device", "cpu", "--quick", "--algorithm", "chain", "--accept", "3.5"]
+    results = []
+    for options in ([], ["--weights", weights]):
+        record = tmp_path / "round.json"
+        assert main([*command, "--output", "60", *options, "--json", str(record)]) == 0
+        results += json.loads(record.read_text())["results"]
+    dense, stored = results
+    assert stored["params"] == dense["params"] | {"weights": weights}
+    assert stored["facts"]["accept_length"] == pytest.approx(dense["facts"]["accept_length"], abs=0.1)
+    assert stored["flops"] == dense["flops"] and stored["bytes"] < dense["bytes"]
+
+
+def test_a_size_too_small_to_time_is_no_wrong_result(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["bench", "round", "--device", "cpu", "--quick", "--algorithm", "tree", "--accept", "6", "--output", "4"]
+    assert main(command) == 2
+    captured = capsys.readouterr()
+    assert "skipped" in captured.out and "WRONG" not in captured.out
+    assert captured.err.startswith("not timed: round shape=tiny algorithm=tree batch=1 ")
+    assert captured.err.endswith(
+        "no round had all 1 requests: the first ended before the last began, which takes more --output\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["build_tree", "round"], "round is timed alone, expected no op beside it"),
+        (["round", "--accept", "2", "--drafter", "dspark"], "--accept is 2.0, expected none beside --drafter"),
+        (["round", "--max-len", "12"], "--max-len is 12, expected at least 65, a prompt's tokens and its output's"),
+    ],
+)
+def test_what_round_refuses(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *arguments, "--device", "cpu"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_rounds_of_a_model_by_transformers_modules(tmp_path: Path) -> None:
+    record = tmp_path / "round.json"
+    command = ["bench", "round", "--device", "cpu", "--quick", "--algorithm", "chain", "--accept", "3"]
+    assert main([*command, "--output", "41", "--implementation", "transformers", "--json", str(record)]) == 0
+    (result,) = json.loads(record.read_text())["results"]
+    assert result["params"]["implementation"] == "transformers" and result["error"] is None
+    assert result["facts"]["accept_length"] == pytest.approx(3, abs=0.1)
+
+
+def test_what_a_pass_reads_of_experts() -> None:
+    """Few rows read the weights of few experts, and each row is multiplied with those that it takes."""
+    config = Qwen3MoeConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+        num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    numbers = 2 * 8 * 3 * 16 * 32  # of all experts
+    whole = rounds.weights(model)
+    for rows, share in ((1, 2 / 8), (2, 1 - (6 / 8) ** 2), (100, 1.0)):
+        read = rounds.weights(model, rows)
+        assert whole.numbers - read.numbers == numbers * 6 // 8
+        assert (whole.nbytes - read.nbytes) / 4 == pytest.approx(numbers * (1 - share), abs=2)
+
+
+def test_rounds_beside_a_prefill_are_no_full_ones() -> None:
+    """Two requests whose prompts are read one after the other: the first has a round in between."""
+    clock = rounds.RoundClock(batch=2)
+    running, end = FinishReason.RUNNING, FinishReason.LENGTH
+    told = [
+        (0.0, 0, 1, running), (1.0, 0, 3, running), (5.0, 1, 1, running),  # the second's first token
+        (6.0, 0, 2, running), (6.0, 1, 4, running), (7.0, 0, 3, running), (7.0, 1, 5, running),
+        (8.5, 0, 1, running), (8.5, 1, 2, running), (9.0, 0, 1, end), (9.0, 1, 2, running),
+    ]  # fmt: skip
+    for at, index, count, reason in told:
+        clock.arrivals.append((at, NewTokens(index, [7] * count, reason)))
+    assert clock.full_rounds() == ([1.0, 1.5], [8, 3])

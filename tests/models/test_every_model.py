@@ -1,0 +1,173 @@
+"""Every model type of transformers that goes on with a text, as a tiny random checkpoint: it works, or it is refused by name.
+
+Whatever opens is compared: its greedy text in float32, plain and speculative, with that of transformers' own `generate`.
+docs/models.md is what comes out, for one version of transformers; `python tests/models/test_every_model.py` writes it.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from specdec_kernels.engine import Engine, Ngram, RequestOutput, SamplingParams, Standalone
+from specdec_kernels.models.families import known_families
+from specdec_kernels.models.weights.loading import PLAIN_OF_TEXT, text_config
+from support.tiny_random_models import NATIVE, NO_SMALL, tiny_config, tiny_model
+
+MODEL_TYPES = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *PLAIN_OF_TEXT})
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+LENGTH = 14  # tokens of a text, behind a prompt that is longer than windows and chunks
+LIKELIEST = 4  # tokens whose log-probabilities are compared at each place
+ERROR = 1e-3  # of them, beside the spread of the logits
+
+HEAD = """# Models
+
+Every model type that transformers {version} makes a causal language model of, and those for images and text whose text part
+our layers run, which are given text alone: each tried as a tiny random checkpoint in float32. What opens gives the text
+of transformers' own `generate`, plain, with trees of the n-gram index and with a standalone draft of its own type.
+*Native*: our layers run it. *Transformers*: its own modules run it, with our paged
+tree attention behind transformers' attention interface. `Engine(implementation="auto")` takes the first where there is
+one. This page is written by `python tests/models/test_every_model.py`, and the test holds it to what it finds.
+
+{works} types work; the others are refused before the first token, for the reason given.
+
+| model type | native | transformers | why not |
+|---|---|---|---|
+"""
+
+
+def prompt() -> list[int]:
+    tokens: list[int] = torch.randint(5, 150, (19,), generator=torch.Generator().manual_seed(1)).tolist()
+    return tokens
+
+
+def own_text(model: Any) -> tuple[list[int], torch.Tensor]:
+    """And the logits of each of its tokens."""
+    if getattr(text_config(model.config), "attn_logit_softcapping", None):
+        model.set_attn_implementation("eager")  # some versions' own choice knows no cap
+    tokens = torch.tensor([prompt()])
+    options = {"max_new_tokens": LENGTH, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    out = model.generate(
+        tokens, attention_mask=torch.ones_like(tokens), output_logits=True, return_dict_in_generate=True, **options
+    )
+    return out.sequences[0, len(prompt()) :].tolist(), torch.cat(out.logits)
+
+
+def expect_like(text: RequestOutput, want: tuple[list[int], torch.Tensor], what: str) -> None:
+    """The same tokens, and log-probabilities: of random weights a text alone may be one token over and over."""
+    tokens, logits = want
+    assert list(text.tokens) == tokens and text.logprobs is not None, what
+    best = torch.tensor([[logprob for _, logprob in each.top] for each in text.logprobs]).double()
+    error = (best - logits.double().log_softmax(-1).topk(LIKELIEST).values).abs().amax(-1)
+    assert (error <= ERROR * logits.double().std(-1).clamp(min=1e-3)).all(), f"{what}: {error}"
+
+
+def texts(model: Any, other: Any, implementation: str) -> dict[str, RequestOutput]:
+    """The text of each draft. ValueError: the model is refused."""
+    params, found = SamplingParams(max_new_tokens=LENGTH, ignore_eos=True, logprobs=LIKELIEST), {}
+    drafts = {
+        "plain": None,
+        "n-gram": Ngram(num_nodes=8),
+        "itself": Standalone(model, num_steps=3, topk=2, num_nodes=6),
+        "another": Standalone(other, num_steps=2, topk=2, num_nodes=5),
+    }
+    for name, draft in drafts.items():
+        with Engine(
+            model,
+            draft=draft,
+            implementation=implementation,
+            adaptive=False,
+            max_len=64,
+            num_slots=2,
+            dtype=torch.float32,
+            device="cpu",
+        ) as engine:
+            found[name] = engine.generate([prompt()], params)[0]
+    return found
+
+
+def can_be_made(model_type: str) -> bool:
+    """Whether there is a tiny model of it: that is a matter of its config and of packages that it wants."""
+    if model_type in NO_SMALL:
+        return False
+    try:
+        tiny_model(model_type)
+    except Exception:
+        return False
+    return True
+
+
+def row_of(model_type: str) -> str:
+    """The line of the table. AssertionError: a model that opens gives another text than its own."""
+    ways, why = {"native": "-", "transformers": "-"}, ""
+    for way in ways:
+        if not can_be_made(model_type):
+            why = f"not tried: {NO_SMALL.get(model_type, 'no small checkpoint can be made of its config')}"
+            continue
+        if way == "native" and text_config(tiny_config(model_type)).model_type not in known_families():
+            continue
+        changes = NATIVE if way == "native" else {}
+        model, other = (tiny_model(model_type, seed, **changes) for seed in (0, 1))
+        try:
+            found = texts(model, other, way)
+        except ValueError as error:
+            why = (
+                re.sub(r"^(draft )?model: \w+ ", "", str(error))
+                .partition(", expected")[0]
+                .partition(" (")[0]
+                .removeprefix("model: ")
+            )
+            why = re.sub(r", [\d.e+-]+ of their spread apart", "", why)
+            continue
+        want = own_text(model)
+        for name, text in found.items():
+            expect_like(text, want, f"{model_type}, {way}, {name}")
+        ways[way] = "yes"
+    if "yes" in ways.values():
+        why = ""
+    return f"| {model_type} | {ways['native']} | {ways['transformers']} | {why} |"
+
+
+def version_of_page() -> str:
+    match = re.search(r"transformers ([\d.]+) makes", PAGE.read_text())
+    assert match is not None
+    return match[1]
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_it_works_or_is_refused_by_name(model_type: str) -> None:
+    row = row_of(model_type)
+    if transformers.__version__ == version_of_page():
+        assert row in PAGE.read_text().splitlines()
+
+
+def test_page_has_every_type_and_counts_them() -> None:
+    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| ") and "model type" not in line]
+    works = sum("| yes |" in row for row in rows)
+    assert works >= 60
+    assert f"{works} types work;" in PAGE.read_text()
+    if transformers.__version__ == version_of_page():
+        assert [row.split(" ")[1] for row in rows] == MODEL_TYPES
+
+
+def main(model_types: list[str]) -> None:
+    rows = []
+    for model_type in model_types or MODEL_TYPES:
+        rows.append(row_of(model_type))
+        print(rows[-1], flush=True)
+    if not model_types:
+        works = sum("| yes |" in row for row in rows)
+        head = HEAD.format(version=transformers.__version__, works=works)
+        PAGE.write_text(head + "\n".join(rows) + "\n")
+
+
+if __name__ == "__main__":
+    transformers.logging.set_verbosity_error()
+    main(sys.argv[1:])

@@ -1,0 +1,340 @@
+"""Feed-forward parts of experts: every way to multiply, every way to choose, and whole models."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn import functional
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import specdec_kernels as sd
+from specdec_kernels.engine import Engine, Ngram, SamplingParams, Standalone
+from specdec_kernels.models.layers.linear import MadeRows, Product, rows_at
+from specdec_kernels.models.layers.moe import (
+    FEW_ROWS,
+    Experts,
+    QuantisedExperts,
+    SigmoidRouter,
+    SoftmaxRouter,
+    routes_of,
+)
+from specdec_kernels.models.layers.quantized import Fp8Weight, rounded
+from specdec_kernels.ops import Routing
+from specdec_kernels.synthetic.models import PlantedText, plant_causal_lm
+from support.random_checkpoints import EXPERTS, random_prompts, save_random_model
+from support.tiny_checkpoint import Comparison, greedy_by_transformers
+
+# --- products
+
+
+def experts(number: int, hidden: int, inner: int, dtype: torch.dtype, device: torch.device, bias: bool) -> Experts:
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device).to(dtype)
+
+    gate_up, down = random(number, 2 * inner, hidden) / hidden**0.5, random(number, hidden, inner) / inner**0.5
+    biases = (random(number, 2 * inner), random(number, hidden)) if bias else (None, None)
+    return Experts(gate_up.mT, down.mT, *biases)
+
+
+def routes(rows: int, number: int, taken: int, device: torch.device) -> Routing:
+    """Of so many experts, the last two of which nobody takes."""
+    chosen = torch.rand(rows, number - 2, device=device).topk(taken).indices
+    return routes_of(chosen, torch.rand(rows, taken, device=device), number)
+
+
+def by_definition(part: Experts, x: Tensor, chosen: Routing) -> Tensor:
+    """In float64, row by row."""
+    out = torch.zeros(len(x), part.down.shape[2], dtype=torch.float64)
+    for row, (of_row, shares) in enumerate(zip(chosen.experts.tolist(), chosen.shares.tolist(), strict=True)):
+        for expert, share in zip(of_row, shares, strict=True):
+            wide = x[row].double().cpu() @ part.gate_up[expert].double().cpu()
+            if part.gate_up_bias is not None:
+                wide = wide + part.gate_up_bias[expert].double().cpu()
+            gate, up = wide.chunk(2)
+            made = (functional.silu(gate) * up) @ part.down[expert].double().cpu()
+            if part.down_bias is not None:
+                made = made + part.down_bias[expert].double().cpu()
+            out[row] += share * made
+    return out
+
+
+ERRORS = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 7, 40])
+@pytest.mark.parametrize("dtype", ERRORS, ids=str)
+def test_every_way_gives_the_same_sums(dtype: torch.dtype, rows: int, bias: bool, device: torch.device) -> None:
+    """Most experts are taken by several rows, some by none."""
+    part = experts(12, 32, 48, dtype, device, bias)
+    x, chosen = torch.randn(rows, 32, device=device).to(dtype), routes(rows, 12, 3, device)
+    want = by_definition(part, x, chosen)
+    for way in (part.grouped, part.gathered, part.all_of_them, part):
+        got = way(x, chosen)
+        assert got.dtype == dtype
+        torch.testing.assert_close(got.double().cpu(), want, rtol=ERRORS[dtype], atol=ERRORS[dtype])
+
+
+@pytest.mark.parametrize("rows", [1, 7, 40, 80])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_our_op_gives_the_same_sums(dtype: torch.dtype, rows: int, device: torch.device) -> None:
+    """Of weights in 16 bits as modules have them: of few rows on every GPU, of many where torch has no product."""
+    part = experts(12, 64, 128, dtype, device, False)
+    part = dataclasses.replace(part, down_bias=torch.randn(12, 64, device=device).to(dtype))
+    x, chosen = torch.randn(rows, 64, device=device).to(dtype), routes(rows, 12, 3, device)
+    few = rows * 3 <= FEW_ROWS * 12
+    ours = x.is_cuda and (few or not part.has_grouped_kernel(x))
+    assert part.fits_our_op(x) and part.plan(x, chosen) == ("moe_grouped_gemm" if ours else "grouped")
+    got, want = part.by_our_op(x, chosen), by_definition(part, x, chosen)
+    torch.testing.assert_close(got.double().cpu(), want, rtol=ERRORS[dtype], atol=ERRORS[dtype])
+
+
+def test_experts_that_our_op_does_not_take() -> None:
+    """Other numbers, widths, strides, biases, activations and roundings."""
+    x, cpu = torch.zeros(1, 64, dtype=torch.bfloat16), torch.device("cpu")
+    part = experts(4, 64, 128, torch.bfloat16, cpu, False)
+    assert part.fits_our_op(x) and not part.fits_our_op(x.half())
+    gate_up, bias = part.gate_up.contiguous(), torch.zeros(4, 256, dtype=torch.bfloat16)
+    changes: tuple[dict[str, Any], ...] = (
+        {"gate_up": gate_up},
+        {"gate_up_bias": bias},
+        {"gate": torch.nn.GLU()},
+        {"activations": "token"},
+    )
+    for change in changes:
+        assert not dataclasses.replace(part, **change).fits_our_op(x)
+    assert not experts(4, 64, 96, torch.bfloat16, cpu, False).fits_our_op(x)
+    assert not experts(4, 64, 128, torch.float32, cpu, False).fits_our_op(x.float())
+
+
+@pytest.mark.parametrize("activations", ["group", "token", "none"])
+@pytest.mark.parametrize("rows", [1, 7, 40])
+def test_every_way_of_eight_bits(rows: int, activations: str, device: torch.device) -> None:
+    """The op on the weights as they are stored, and products with widened ones."""
+    dense = experts(12, 256, 128, torch.float32, device, False)
+    stored = QuantisedExperts(12)
+    for number in range(12):
+        gate, up = dense.gate_up[number].mT.chunk(2)
+        for part, weight in (("gate", gate), ("up", up), ("down", dense.down[number].mT)):
+            numbers, scales = sd.quantize_fp8(weight.contiguous(), group_size=None if activations == "token" else 128)
+            stored.store(number, part, Fp8Weight(numbers, scales.t(), activations))
+    part = stored.experts()
+    x, chosen = torch.randn(rows, 256, device=device).bfloat16(), routes(rows, 12, 3, device)
+    assert part.plan(x, chosen) == ("moe_grouped_gemm" if x.is_cuda else "gathered" if rows == 1 else "all")
+    want = torch.zeros(rows, 256, dtype=torch.float64)
+    for row, (of_row, shares) in enumerate(zip(chosen.experts.tolist(), chosen.shares.tolist(), strict=True)):
+        for expert, share in zip(of_row, shares, strict=True):
+            gate_up, down = (weight.double() for weight in part.weights_of(expert, torch.float32))
+            gate, up = (rounded(x[row : row + 1], activations).double() @ gate_up).chunk(2, 1)
+            inner = rounded((functional.silu(gate) * up).to(x.dtype), activations).double()
+            want[row] += (share * inner @ down)[0].cpu()
+    for way in (part.by_our_op, part.gathered, part.all_of_them, part):
+        assert (way(x, chosen).double().cpu() - want).norm() <= 5e-2 * want.norm()
+    assert torch.equal(stored(x, chosen.experts, chosen.shares), part(x, chosen))
+
+
+def test_experts_of_eight_bits_that_the_op_does_not_take() -> None:
+    """Widths that are no groups, and scales of other groups than the rows'."""
+    for inner, groups, activations in ((160, 1, "token"), (128, 1, "group"), (128, 2, "token")):
+        stored = QuantisedExperts(3)
+        for number, (part, outs, ins) in itertools.product(
+            range(3), (("gate", inner, 256), ("up", inner, 256), ("down", 256, inner))
+        ):
+            of_part = torch.rand(outs, min(groups, -(-ins // 128)))
+            stored.store(number, part, Fp8Weight(torch.randn(outs, ins).to(torch.float8_e4m3fn), of_part, activations))
+        assert not stored.experts().fits_our_op(torch.zeros(1, 256, dtype=torch.bfloat16))
+
+
+def test_which_way_is_taken() -> None:
+    """By shapes and dtype: on the CPU torch has a product of groups for all numbers, of strides of 16 bytes."""
+    cpu = torch.device("cpu")
+    x, few, many = torch.randn(9, 30), routes(2, 12, 3, cpu), routes(9, 12, 3, cpu)
+    odd = experts(12, 30, 48, torch.float32, cpu, False)
+    assert (odd.plan(x[:2], few), odd.plan(x, many)) == ("gathered", "all")
+    assert experts(12, 32, 46, torch.float32, cpu, False).plan(torch.randn(9, 32), many) == "all"
+    assert experts(12, 32, 48, torch.float32, cpu, False).plan(torch.randn(9, 32), many) == "grouped"
+    torch.testing.assert_close(odd(x, many).double(), by_definition(odd, x, many), rtol=1e-5, atol=1e-5)
+
+
+def test_what_an_expert_makes_of_others_rows_does_not_count() -> None:
+    part = experts(4, 32, 48, torch.float16, torch.device("cpu"), False)
+    part.down[3] *= 30000  # infinities, in float16
+    x, chosen = torch.randn(20, 32).half(), routes(20, 4, 2, torch.device("cpu"))
+    for way in (part.grouped, part.gathered, part.all_of_them):
+        assert way(x, chosen).isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", [1, 40])
+def test_other_experts_when_a_graph_is_replayed(rows: int, dtype: torch.dtype, device: torch.device) -> None:
+    if device.type == "cpu":
+        pytest.skip("graphs are of GPUs")
+    part = experts(12, 64, 48, dtype, device, False)
+    router = SoftmaxRouter(Product(torch.randn(12, 64, device=device).to(dtype), None), 3, True)
+    x = torch.randn(rows, 64, device=device).to(dtype)
+    part(x, router(x))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = part(x, router(x))
+    for _ in range(3):
+        x.normal_()
+        graph.replay()
+        want = by_definition(part, x, router(x))
+        torch.testing.assert_close(out.double().cpu(), want, rtol=ERRORS[dtype], atol=ERRORS[dtype])
+
+
+# --- choices
+
+
+def test_the_softmax_router_takes_the_most_probable(device: torch.device) -> None:
+    scores = Product(torch.randn(9, 16, device=device), torch.randn(9, device=device))
+    x = torch.randn(5, 16, device=device)
+    odds = (x.double() @ scores.weight.double().T + scores.bias.double()).softmax(-1)  # type: ignore[union-attr]
+    for normalised in (False, True):
+        chosen = SoftmaxRouter(scores, 4, normalised)(x)
+        assert torch.equal(chosen.experts, odds.argsort(-1, descending=True)[:, :4])
+        want = odds.gather(1, chosen.experts)
+        want = want / want.sum(-1, keepdim=True) if normalised else want
+        torch.testing.assert_close(chosen.shares.double(), want, rtol=1e-5, atol=1e-6)
+        again = routes_of(chosen.experts, chosen.shares, 9)
+        assert torch.equal(chosen.ends, again.ends)
+        of_pairs = chosen.experts.flatten()
+        assert torch.equal(of_pairs[chosen.order], of_pairs[again.order])
+
+
+@pytest.mark.parametrize(("groups", "groups_taken"), [(1, 1), (4, 2), (3, 1)])
+@pytest.mark.parametrize("normalised", [False, True])
+def test_the_sigmoid_router_takes_the_best_of_the_best_groups(groups: int, groups_taken: int, normalised: bool) -> None:
+    weight, correction, x = torch.randn(12, 16), torch.randn(12), torch.randn(6, 16)
+    chosen = SigmoidRouter(weight, correction, 3, groups, groups_taken, normalised, 1.5)(x)
+    likings = (x.double() @ weight.double().T).sigmoid()
+    corrected = (likings + correction).tolist()
+    size = 12 // groups
+    for row, experts_of_row in enumerate(chosen.experts.tolist()):
+        best_two = {g: sum(sorted(corrected[row][g * size : (g + 1) * size])[-2:]) for g in range(groups)}
+        best = sorted(best_two, key=best_two.__getitem__)[-groups_taken:]
+        allowed = [expert for expert in range(12) if expert // size in best]
+        assert set(experts_of_row) == set(sorted(allowed, key=corrected[row].__getitem__)[-3:])
+        shares = likings[row, experts_of_row]
+        shares = 1.5 * (shares / shares.sum() if normalised else shares)
+        torch.testing.assert_close(chosen.shares[row].double(), shares, rtol=1e-5, atol=1e-6)
+
+
+# --- models
+
+
+def stirred(folder: Path) -> Path:
+    """The model with norms, biases, corrections, sinks and routers that differ from number to number."""
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if tensor.dim() == 1 or not tensor.any():
+            tensors[name] = tensor + 0.3 * torch.randn_like(tensor)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("algorithm", ["none", "ngram", "standalone"])
+@pytest.mark.parametrize("model_type", EXPERTS)
+def test_greedy_text_is_that_of_transformers(
+    model_type: str, algorithm: str, tmp_path: Path, device: torch.device
+) -> None:
+    """The draft is the model itself: nearly all that it says is accepted."""
+    # Wider weights magnify what the order of sums brings, until a row takes another expert.
+    folder = stirred(save_random_model(tmp_path / "model", model_type, initializer_range=0.1))
+    drafts = {"ngram": Ngram(num_nodes=9), "standalone": Standalone(folder, num_steps=3, topk=2, num_nodes=11)}
+    options: dict[str, Any] = {"max_len": 256, "num_slots": 4, "page_size": 3, "dtype": torch.float32}
+    engine = Engine(folder, draft=drafts.get(algorithm), adaptive=False, device=device, **options)
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    prompts = random_prompts(5)
+    outputs = engine.generate(prompts, SamplingParams(max_new_tokens=20))
+    comparison = Comparison(reference)
+    for prompt, output, want in zip(prompts, outputs, greedy_by_transformers(reference, prompts, 20), strict=True):
+        comparison.check(prompt, output.tokens, want)
+    assert len(comparison.near_ties) <= 1
+    if algorithm == "standalone":
+        assert sum(o.stats.accepted for o in outputs) > 0.7 * sum(o.stats.rounds for o in outputs) * 3
+
+
+def test_a_window_of_all_layers(tmp_path: Path, device: torch.device) -> None:
+    folder = save_random_model(tmp_path / "model", "qwen3_moe", use_sliding_window=True, sliding_window=11)
+    engine = Engine(folder, draft=Ngram(num_nodes=9), max_len=256, dtype=torch.float32, device=device)
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    comparison = Comparison(reference)
+    prompts = random_prompts(3)
+    for prompt, output in zip(prompts, engine.generate(prompts, SamplingParams(max_new_tokens=20)), strict=True):
+        comparison.check(prompt, output.tokens, greedy_by_transformers(reference, [prompt], 20)[0])
+    assert len(comparison.near_ties) <= 1
+
+
+def mxfp4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Blocks [experts, out, in / 32, 16] uint8 and scales [experts, out, in / 32] uint8 of a weight [experts, in, out],
+    and what they stand for."""
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    rows = weight.mT.unflatten(2, (-1, 32))
+    exponents = rows.abs().amax(-1).clamp(min=1e-6).div(6).log2().ceil()
+    scaled = rows / exponents.exp2()[..., None]
+    codes = (scaled.abs()[..., None] - values).abs().argmin(-1)
+    means = values[codes] * scaled.sign() * exponents.exp2()[..., None]
+    bits = (codes | (scaled < 0).long() << 3).to(torch.uint8)
+    return bits[..., ::2] | bits[..., 1::2] << 4, (exponents + 127).to(torch.uint8), means.flatten(2).mT
+
+
+def test_experts_in_mxfp4(tmp_path: Path, device: torch.device) -> None:
+    """As gpt-oss is published: transformers widens them."""
+    folder = save_random_model(tmp_path / "model", "gpt_oss", num_hidden_layers=2)
+    tensors, twin = load_file(folder / "model.safetensors"), {}
+    for name in list(tensors):
+        if name.endswith(("gate_up_proj", "down_proj")):
+            tensors[f"{name}_blocks"], tensors[f"{name}_scales"], twin[name] = mxfp4(tensors.pop(name))
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    reference.load_state_dict(reference.state_dict() | twin)
+    save_file({n: t.contiguous() for n, t in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    skipped = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": skipped}
+    (folder / "config.json").write_text(json.dumps(config))
+    engine = Engine(folder, draft=Ngram(num_nodes=9), max_len=256, dtype=torch.float32, device=device)
+    comparison = Comparison(reference)
+    prompts = random_prompts(3)
+    for prompt, output in zip(prompts, engine.generate(prompts, SamplingParams(max_new_tokens=20)), strict=True):
+        comparison.check(prompt, output.tokens, greedy_by_transformers(reference, [prompt], 20)[0])
+    assert len(comparison.near_ties) <= 1
+
+
+def test_planted_experts_write_the_text() -> None:
+    config = AutoConfig.for_model(
+        "qwen3_moe", vocab_size=256, hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=64, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, bos_token_id=None,
+        eos_token_id=None,
+    )  # fmt: skip
+    text = PlantedText.of(256, 128)
+    model = plant_causal_lm(config, text, device=torch.device("cpu"), dtype=torch.float32)
+    (output,) = Engine(model, max_len=128, device="cpu").generate([text.tokens(0, 8)], SamplingParams(20))
+    assert output.tokens == text.tokens(8, 20)
+
+
+def test_batch_invariance_is_refused_with_experts(tmp_path: Path) -> None:
+    folder = save_random_model(tmp_path / "model", "mixtral")
+    with pytest.raises(ValueError) as error:
+        Engine(folder, batch_invariant=True, max_len=64, device="cpu")
+    assert str(error.value) == (
+        "Engine: batch_invariant is set, expected not with mixtral, "
+        "whose experts multiply the rows of several requests together"
+    )
+
+
+def test_some_of_the_rows_that_experts_made() -> None:
+    made = MadeRows(torch.randn(5 * 3, 4), torch.rand(5, 3))
+    places = torch.tensor([4, 0, 0])
+    torch.testing.assert_close(rows_at(places, made).combined(), made.combined()[places])
+    plain = torch.randn(5, 4)
+    assert torch.equal(rows_at(places, plain), plain[places])

@@ -1,0 +1,726 @@
+"""Weights of 8 and 4 bits: products against float64, and tiny models in every published layout that is read.
+
+Each layout is written here once more, the other way round: numbers chosen for a dense weight, packed as the format has
+it. The twin of a model is what its numbers stand for, in float32.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from specdec_kernels.engine import Engine, Ngram, SamplingParams, Standalone
+from specdec_kernels.models.layers.attention import Heads, Reordered, Rotation
+from specdec_kernels.models.layers.linear import RoundingNorm, merged, product_of
+from specdec_kernels.models.layers.moe import ExpertFeedForward, routes_of
+from specdec_kernels.models.layers.quantized import (
+    Fp8Weight,
+    Int4Weight,
+    QuantisedLinear,
+    RoundedRows,
+    SeveralWeights,
+    StoredWeight,
+    by_columns,
+    gives_the_definition,
+    scaled_by_rows,
+)
+from specdec_kernels.models.weights.loading import IN_EIGHT_BITS, of_any_expert
+from support.random_checkpoints import random_prompts, save_random_model
+from support.tiny_checkpoint import Comparison, greedy_by_transformers
+from support.tiny_random_models import NATIVE, published, tiny_model
+
+FP8 = torch.float8_e4m3fn
+Tensors = dict[str, Tensor]
+
+
+class Written(NamedTuple):
+    tensors: Tensors  # of one product, by the last part of their names
+    means: Tensor  # [out, in] float32
+
+
+def eights(weight: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Numbers of float8_e4m3fn for scales that every number of the weight has, and what they stand for."""
+    numbers = (weight / scales).to(FP8)
+    return numbers, numbers.float() * scales
+
+
+def fp8_blocks(name: str) -> Callable[[Tensor], Written]:
+    def write(weight: Tensor) -> Written:
+        outs, ins = weight.shape
+        padded = nn.functional.pad(weight, (0, -ins % 128, 0, -outs % 128))
+        blocks = padded.unflatten(0, (-1, 128)).unflatten(2, (-1, 128)).abs().amax((1, 3)) / 448
+        scales = blocks.repeat_interleave(128, 0)[:outs].repeat_interleave(128, 1)[:, :ins]
+        numbers, means = eights(weight, scales)
+        return Written({"weight": numbers, name: blocks}, means)
+
+    return write
+
+
+def fp8_rows(weight: Tensor) -> Written:
+    scales = weight.abs().amax(1, keepdim=True) / 448
+    numbers, means = eights(weight, scales)
+    return Written({"weight": numbers, "weight_scale": scales}, means)
+
+
+def fp8_static(weight: Tensor) -> Written:
+    scale = weight.abs().max() / 448
+    numbers, means = eights(weight, scale)
+    return Written({"weight": numbers, "weight_scale": scale.view(1), "input_scale": torch.tensor([0.01])}, means)
+
+
+def fours(weight: Tensor, size: int, symmetric: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Numbers [out, in], zeros and scales [out, groups] for groups of columns, and what they stand for."""
+    grouped = weight.unflatten(1, (-1, size))
+    low, high = grouped.amin(-1), grouped.amax(-1)
+    scales = ((grouped.abs().amax(-1) / 7) if symmetric else (high - low) / 15).half().float()
+    zeros = torch.full_like(scales, 8) if symmetric else (-low / scales).round().clamp(1, 15)
+    numbers = ((grouped / scales[..., None]).round() + zeros[..., None]).clamp(0, 15)
+    means = (numbers - zeros[..., None]) * scales[..., None]
+    return numbers.flatten(1).int(), zeros.int(), scales, means.flatten(1)
+
+
+def words(numbers: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
+    """[rows, n / 8] int32: eight numbers in a word, of each eight the one named by `order` in the next four bits."""
+    packed = torch.zeros(len(numbers), numbers.shape[1] // 8, dtype=torch.int64)
+    for place, column in enumerate(order):
+        packed |= numbers[:, column::8].long() << 4 * place
+    return torch.where(packed >= 1 << 31, packed - (1 << 32), packed).int()
+
+
+def gptq(weight: Tensor) -> Written:
+    numbers, zeros, scales, means = fours(weight, 32, symmetric=False)
+    tensors = {
+        "qweight": words(numbers).t(),  # eight rows of [in, out] in a word
+        "qzeros": words(zeros.t() - 1),
+        "scales": scales.t().half(),
+        "g_idx": (torch.arange(weight.shape[1]) // 32).int(),
+    }
+    return Written(tensors, means)
+
+
+def gptq_shuffled(weight: Tensor) -> Written:
+    """Columns in the order of their activations: those of a group lie apart."""
+    order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(1))
+    numbers, zeros, scales, means = fours(weight[:, order], 32, symmetric=True)
+    back = order.argsort()
+    tensors = {
+        "qweight": words(numbers[:, back]).t(),
+        "qzeros": words(zeros.t()),
+        "scales": scales.t().half(),
+        "g_idx": (torch.arange(weight.shape[1]) // 32).int()[back],
+    }
+    return Written(tensors, means[:, back])
+
+
+def awq(weight: Tensor) -> Written:
+    numbers, zeros, scales, means = fours(weight, 32, symmetric=False)
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    tensors = {"qweight": words(numbers.t(), order), "qzeros": words(zeros.t(), order), "scales": scales.t().half()}
+    return Written(tensors, means)
+
+
+def packed(weight: Tensor) -> Written:
+    numbers, _, scales, means = fours(weight, 32, symmetric=True)
+    tensors = {"weight_packed": words(numbers), "weight_scale": scales, "weight_shape": torch.tensor(weight.shape)}
+    return Written(tensors, means)
+
+
+def compressed(format: str, inputs: dict[str, Any] | None, **weights: Any) -> dict[str, Any]:
+    group = {
+        "targets": ["Linear"],
+        "weights": {"symmetric": True, "dynamic": False} | weights,
+        "input_activations": inputs and {"num_bits": 8, "type": "float", "symmetric": True} | inputs,
+        "output_activations": None,
+    }
+    return {
+        "quant_method": "compressed-tensors", "format": format, "config_groups": {"group_0": group},
+        "ignore": ["lm_head"], "kv_cache_scheme": None, "quantization_status": "compressed",
+    }  # fmt: skip
+
+
+BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+EIGHT = {"num_bits": 8, "type": "float"}
+FORMATS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Written]]] = {
+    "fp8 blocks": (BLOCKS, fp8_blocks("weight_scale_inv")),
+    "fp8 rows": (
+        compressed("float-quantized", {"dynamic": True, "strategy": "token"}, strategy="channel", **EIGHT),
+        fp8_rows,
+    ),
+    "fp8 static": (
+        compressed("naive-quantized", {"dynamic": False, "strategy": "tensor"}, strategy="tensor", **EIGHT),
+        fp8_static,
+    ),
+    "fp8 weights alone": (compressed("naive-quantized", None, strategy="channel", **EIGHT), fp8_rows),
+    "compressed blocks": (
+        compressed(
+            "float-quantized",
+            {"dynamic": True, "strategy": "group", "group_size": 128},
+            strategy="block",
+            block_structure=[128, 128],
+            **EIGHT,
+        ),
+        fp8_blocks("weight_scale"),
+    ),
+    "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 32, "checkpoint_format": "gptq"}, gptq),
+    "gptq shuffled": (
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True, "checkpoint_format": "gptq_v2"},
+        gptq_shuffled,
+    ),
+    "awq": ({"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}, awq),
+    "packed": (
+        compressed("pack-quantized", None, num_bits=4, type="int", strategy="group", group_size=32),
+        packed,
+    ),
+}
+WEIGHTS_ALONE = ["fp8 weights alone", "gptq", "gptq shuffled", "awq", "packed"]
+ROUNDED = [name for name in FORMATS if name not in WEIGHTS_ALONE]
+
+
+def write_model(folder: Path, name: str, model_type: str = "llama", **changes: Any) -> tuple[Path, Path]:
+    """A random model whose projections are quantised, and its twin, whose weights are what the numbers stand for."""
+    sizes = {"hidden_size": 192, "intermediate_size": 320, "num_hidden_layers": 2, "num_attention_heads": 4}
+    twin = save_random_model(folder / "twin", model_type, **(sizes | changes))
+    config, write = FORMATS[name]
+    quantised, means = {}, {}
+    for key, tensor in load_file(twin / "model.safetensors").items():
+        means[key] = quantised[key] = tensor
+        if re.search(r"(_proj|\.w[123])\.weight$", key):
+            written = write(tensor)
+            del quantised[key]
+            quantised |= {key.removesuffix("weight") + part: t.contiguous() for part, t in written.tensors.items()}
+            means[key] = written.means
+    save_file(means, twin / "model.safetensors", metadata={"format": "pt"})
+    other = folder / "quantised"
+    other.mkdir()
+    text = json.loads((twin / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(text | {"quantization_config": config}))
+    save_file(quantised, other / "model.safetensors", metadata={"format": "pt"})
+    return other, twin
+
+
+def engine_of(model: Any, draft: Any = None, **options: Any) -> Engine:
+    defaults = {"max_len": 256, "num_slots": 4, "page_size": 3, "dtype": torch.float32, "adaptive": False}
+    return Engine(model, draft=draft, **(defaults | options))
+
+
+# --- models
+
+
+MOVED = {
+    "pad_token_id": 0,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+}
+EXPERTS = {"moe_intermediate_size": 160, "num_experts": 4, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "model_type"),
+    [
+        *((name, "llama") for name in WEIGHTS_ALONE),
+        *(("awq", "qwen3_moe"), ("gptq", "mixtral"), ("packed", "glm4_moe")),
+        *(("awq", "glm"), ("fp8 weights alone", "cohere")),  # whose heads' numbers are moved
+    ],
+)
+def test_greedy_text_is_that_of_the_dequantised_model(
+    name: str, model_type: str, tmp_path: Path, device: torch.device
+) -> None:
+    changes: dict[str, Any] = {"qwen3_moe": EXPERTS, "cohere": {"hidden_size": 256}, "glm": MOVED}.get(model_type, {})
+    folder, twin = write_model(tmp_path, name, model_type, **changes)
+    reference = AutoModelForCausalLM.from_pretrained(twin, dtype=torch.float32).eval()
+    prompts = random_prompts(4)
+    outputs = engine_of(folder, Ngram(num_nodes=9), device=device).generate(prompts, SamplingParams(20))
+    comparison = Comparison(reference)
+    for prompt, output, want in zip(prompts, outputs, greedy_by_transformers(reference, prompts, 20), strict=True):
+        comparison.check(prompt, output.tokens, want)
+    assert len(comparison.near_ties) <= 1
+
+
+@pytest.mark.parametrize(
+    ("name", "model_type"),
+    [("awq", "qwen2_5_vl"), ("gptq", "llava"), ("packed", "mistral3"), ("fp8 weights alone", "gemma3")],
+)
+def test_language_models_beside_other_senses(name: str, model_type: str, tmp_path: Path, device: torch.device) -> None:
+    """Quantised tensors have the names that published checkpoints have, which are not the model's own."""
+    module = tiny_model(model_type, **NATIVE)
+    module.save_pretrained(tmp_path)
+    config, write = FORMATS[name]
+    tensors, state = {}, module.state_dict()
+    for key, tensor in state.items():
+        known = published(key, model_type)
+        tensors[known] = tensor.clone()
+        if re.search(r"language_model\..*_proj\.weight$", key):
+            written = write(tensors.pop(known))
+            tensors |= {known.removesuffix("weight") + part: t.contiguous() for part, t in written.tensors.items()}
+            state[key] = written.means
+    module.load_state_dict(state)
+    text = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(text | {"quantization_config": config}))
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    prompts = [torch.randint(20, 150, (length,)).tolist() for length in (5, 19)]  # behind Mistral 3's image token
+    with engine_of(tmp_path, Ngram(num_nodes=9), device=device) as engine:
+        assert engine.config.implementation == "native"
+        assert isinstance(engine.target.model.get_decoder().layers[0].self_attn.q_proj, QuantisedLinear)
+        outputs = engine.generate(prompts, SamplingParams(12, ignore_eos=True))
+    comparison = Comparison(module)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        (want,) = greedy_by_transformers(module, [prompt], 12, eos_token_id=None)
+        comparison.check(prompt, output.tokens, want)
+
+
+def by_definition(x: Tensor, means: Tensor, kind: str) -> Tensor:
+    """In float64, of rounded activations."""
+    wide = x.double()
+    if kind == "group":
+        largest = nn.functional.pad(wide, (0, -x.shape[1] % 128)).unflatten(1, (-1, 128)).abs().amax(-1)
+        scales = (largest / 448).repeat_interleave(128, 1)[:, : x.shape[1]]
+    elif kind == "token":
+        scales = wide.abs().amax(1, keepdim=True) / 448
+    else:
+        scales = torch.full((1, 1), 0.01, dtype=torch.float64)
+    rounded = (wide / scales).clamp(-448, 448).float().to(FP8).double() * scales
+    return rounded @ means.double().t()
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_products_with_rounded_activations(name: str, tmp_path: Path, device: torch.device) -> None:
+    """Within what activations cost that lie at the border of two numbers of 8 bits, in float32 as in float64."""
+    folder, twin = write_model(tmp_path, name)
+    model = engine_of(folder, device=device).target.model
+    kind = {"fp8 rows": "token", "fp8 static": "static"}.get(name, "group")
+    for path, module in AutoModelForCausalLM.from_pretrained(twin).named_modules():
+        if path.endswith("_proj"):
+            x = torch.randn(7, module.in_features)
+            got = product_of(model.get_submodule(path))(x.to(device)).double().cpu()
+            want = by_definition(x, module.weight.detach(), kind)
+            assert (got - want).norm() <= 2e-3 * want.norm()
+            assert (want - x.double() @ module.weight.detach().double().t()).norm() > 5e-3 * want.norm()
+
+
+@pytest.mark.parametrize("model_type", [kind for kind in IN_EIGHT_BITS if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES])
+def test_families_round_what_enters_their_experts(model_type: str, tmp_path: Path) -> None:
+    sizes = {"num_hidden_layers": 2, "hidden_size": 256, "head_dim": 64, "layer_types": None}
+    folder, _ = write_model(tmp_path, "fp8 rows", model_type, **sizes)
+    parts = [layer.feed_forward for layer in engine_of(folder, device="cpu").target.decoder.layers]
+    assert {part.experts.activations for part in parts if isinstance(part, ExpertFeedForward)} == {"token"}
+
+
+@pytest.mark.parametrize("name", ["fp8 blocks", "fp8 rows"])
+def test_experts_with_rounded_activations(name: str, tmp_path: Path, device: torch.device) -> None:
+    """Their weights are kept in 8 bits, and the rows that enter each of their products rounded."""
+    folder, twin = write_model(tmp_path, name, "qwen3_moe", num_hidden_layers=1, mlp_only_layers=[], **EXPERTS)
+    model = engine_of(folder, device=device).target
+    module = AutoModelForCausalLM.from_pretrained(twin, dtype=torch.float32).model.layers[0].mlp.experts
+    experts = model.decoder.layers[0].feed_forward.experts  # type: ignore[attr-defined]
+    assert experts.gate_up.dtype == experts.down.dtype == FP8
+    assert not [name for name, parameter in model.model.named_parameters() if "experts" in name and parameter.ndim > 2]
+    for number in range(4):
+        gate_up, down = (weight.mT.cpu() for weight in experts.weights_of(number, torch.float32))
+        torch.testing.assert_close(gate_up, module.gate_up_proj[number].detach(), rtol=0, atol=0)
+        torch.testing.assert_close(down, module.down_proj[number].detach(), rtol=0, atol=0)
+    x, kind = torch.randn(7, 192), {"fp8 rows": "token"}.get(name, "group")
+    chosen = torch.rand(7, 4).topk(2).indices
+    want = torch.zeros(7, 192, dtype=torch.float64)
+    for row, of_row in enumerate(chosen.tolist()):
+        for expert in of_row:
+            gate, up = by_definition(x[row : row + 1], module.gate_up_proj[expert], kind).chunk(2, 1)
+            want[row] += 0.5 * by_definition(nn.functional.silu(gate) * up, module.down_proj[expert], kind)[0]
+    got = experts(x.to(device), routes_of(chosen.to(device), torch.full((7, 2), 0.5, device=device), 4))
+    assert (got.double().cpu() - want).norm() <= 5e-3 * want.norm()
+
+
+@pytest.mark.parametrize("name", [name for name in ROUNDED if name != "fp8 static"])
+def test_norms_round_for_the_product_behind_them(name: str, tmp_path: Path, device: torch.device) -> None:
+    """Of a layer's four products two find their rows in 8 bits, the very numbers that they would make of others."""
+    folder, _ = write_model(tmp_path, name)
+    target = engine_of(folder, device=device).target
+    layers = target.decoder.layers  # type: ignore[attr-defined]
+    for layer in layers:
+        for norm, reader in ((layer.input_norm, layer.attention.qkv), (layer.middle_norm, layer.feed_forward.gate_up)):
+            assert isinstance(norm, RoundingNorm)
+            x, residual = (torch.randn(5, 192, device=device) for _ in range(2))
+            rows, total = norm.added(x, residual.clone())
+            normed, want = norm.norm.added(x, residual.clone())
+            assert isinstance(rows, RoundedRows) and torch.equal(total, want)
+            assert torch.equal(reader(rows), reader(normed))
+            assert torch.equal(norm(x), norm.norm(x))
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_text_does_not_depend_on_drafts(name: str, tmp_path: Path, device: torch.device) -> None:
+    """Rows are rounded one by one: trees, prompts and single tokens have the same scales. The draft is the model itself,
+    through another engine's parts."""
+    folder, _ = write_model(tmp_path, name, "qwen2", hidden_size=256, num_key_value_heads=1)
+    prompts = random_prompts(4)
+    plain, *drafted = (
+        [output.tokens for output in engine.generate(prompts, SamplingParams(24))]
+        for draft in (None, Ngram(num_nodes=9), Standalone(folder, num_steps=3, topk=2, num_nodes=7))
+        for engine in [engine_of(folder, draft, device=device)]
+    )
+    equal = sum(tokens == want for texts in drafted for tokens, want in zip(texts, plain, strict=True))
+    assert equal >= 6  # of 8: sums of other orders may round an activation to the next number of 8 bits
+
+
+def test_the_module_computes_what_the_engine_does(tmp_path: Path, device: torch.device) -> None:
+    """Its projections stand in transformers' own forward pass, too."""
+    folder, twin = write_model(tmp_path, "awq")
+    model = engine_of(folder, device=device).target.model
+    tokens = torch.randint(199, (1, 9))
+    want = AutoModelForCausalLM.from_pretrained(twin, dtype=torch.float32)(tokens).logits
+    torch.testing.assert_close(model(tokens.to(device)).logits.cpu(), want, rtol=1e-3, atol=1e-3)
+    assert not hasattr(model.config, "quantization_config") and not hasattr(model, "hf_quantizer")
+
+
+# --- products of one input
+
+
+def linear_of(weight: StoredWeight, bias: bool) -> QuantisedLinear:
+    outs, ins = weight.shape
+    linear = QuantisedLinear(nn.Linear(ins, outs, bias=bias))
+    linear.store(weight)
+    return linear
+
+
+def test_rows_of_heads_are_moved_without_a_copy_of_the_weight(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    """Neighbours rotate, 16 of a head's 64 numbers: what the kernel takes as pairs is 32 apart. Nothing is left for a
+    call to make, which a graph would refuse."""
+    linears = [linear_of(int4_weight(outs), bias).to(device) for outs, bias in ((128, True), (64, True), (64, True))]
+    for linear in linears:
+        linear.bias.data.normal_()
+    angles = torch.randn(5, 8, device=device)
+    heads = Heads(64, Rotation(angles.cos(), angles.sin(), interleaved=True))
+    moved = heads.qkv(1, *linears)
+    assert isinstance(moved, Reordered)
+    x = torch.randn(3, 256, device=device)
+    rows = merged(*linears)(x).unflatten(-1, (4, 64))
+    order = [*range(0, 16, 2), *range(16, 40), *range(1, 16, 2), *range(40, 64)]
+    want = torch.cat([rows[:, :3, order], rows[:, 3:]], 1).flatten(1)
+
+    def refuse(*_arguments: Any, **_named: Any) -> None:
+        raise AssertionError("a tensor of numbers from the host")
+
+    monkeypatch.setattr(torch, "tensor", refuse)
+    assert torch.equal(moved(x), want)
+
+
+def fp8_weight(outs: int, activations: str = "token", input_scale: float | None = None) -> Fp8Weight:
+    columns = 2 if activations == "group" else 1
+    given = None if input_scale is None else torch.tensor([input_scale])
+    return Fp8Weight(torch.randn(outs, 256).to(FP8), torch.rand(outs, columns) + 0.5, activations, input_scale=given)
+
+
+def int4_weight(outs: int, columns: Tensor | None = None) -> Int4Weight:
+    numbers, zeros = (torch.randint(16, (outs, n), dtype=torch.uint8) for n in (256, 2))
+    return Int4Weight.of(numbers, zeros, torch.rand(outs, 2), columns)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [fp8_weight(6), fp8_weight(2), fp8_weight(4)],
+        [fp8_weight(6, "group"), fp8_weight(4, "group")],
+        [fp8_weight(6, "static", 0.1), fp8_weight(2, "static", 0.1)],
+        [int4_weight(6), int4_weight(2)],
+    ],
+)
+def test_merged_weights_keep_their_scales(parts: list[StoredWeight]) -> None:
+    linears = [linear_of(part, bias=True) for part in parts]
+    x = torch.randn(5, 256)
+    want = torch.cat([linear(x) for linear in linears], 1)
+    whole = merged(*linears)
+    assert isinstance(whole.weight, type(parts[0]))
+    torch.testing.assert_close(whole(x), want, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(torch.cat([linear(x) for linear in linears], 1), want)
+    assert linears[1].weight.numbers.data_ptr() == whole.weight.numbers[parts[0].shape[0] :].data_ptr()  # type: ignore[attr-defined]
+    gate, up = want.chunk(2, 1)
+    torch.testing.assert_close(whole.gated(x), nn.functional.silu(gate) * up, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [fp8_weight(6, "static", 0.1), fp8_weight(2, "static", 0.2)],
+        [fp8_weight(6), int4_weight(2)],
+        [int4_weight(6), int4_weight(2, torch.arange(256) % 2)],
+        [fp8_weight(6), None],
+    ],
+)
+def test_weights_that_are_no_single_one_stand_side_by_side(parts: list[StoredWeight | None]) -> None:
+    linears: list[Any] = [nn.Linear(256, 4) if part is None else linear_of(part, bias=True) for part in parts]
+    x = torch.randn(5, 256)
+    whole = merged(*linears)
+    assert isinstance(whole.weight, SeveralWeights)
+    torch.testing.assert_close(whole(x), torch.cat([linear(x) for linear in linears], 1))
+    means = whole.weight.dequantised()
+    assert list(means.shape) == list(whole.weight.shape) == [sum(linear.out_features for linear in linears), 256]
+
+
+def test_rows_of_zeros_and_large_numbers() -> None:
+    weight = fp8_weight(6)
+    x = torch.stack([torch.zeros(256), torch.full((256,), 1e30), torch.full((256,), 1e-30)])
+    got = weight.product(x)
+    assert got.isfinite().all() and (got[0] == 0).all() and (got[1] != 0).all()
+
+
+@pytest.mark.parametrize("ins", [96, 256, 768])
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_numbers_of_4_bits_are_what_they_were(ins: int, shuffled: bool, device: torch.device) -> None:
+    """Whatever order they are kept in, and whoever multiplies."""
+    groups = max(ins // 128, 1)
+    numbers, zeros = (torch.randint(16, (32, n), dtype=torch.uint8) for n in (ins, groups))
+    scales = torch.rand(32, groups).half()
+    columns = (torch.randperm(ins) % groups if shuffled else torch.arange(ins) * groups // ins).int()
+    weight = Int4Weight.of(numbers, zeros, scales, columns if shuffled else None)
+    of_columns = columns.long()
+    want = (numbers.float() - zeros.float()[:, of_columns]) * scales.float()[:, of_columns]
+    assert torch.equal(weight.dequantised(), want)
+    assert torch.equal(weight.rows(16, 32).dequantised(), want[16:])
+    linear = linear_of(weight, bias=False).to(device)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        x = torch.randn(3, ins, device=device).to(dtype)
+        error = linear.weight.product(x).double().cpu() - x.double().cpu() @ want.double().t()
+        assert error.norm() <= 1e-2 * (x.double().cpu() @ want.double().t()).norm()
+
+
+# --- kernels
+
+
+def by_hand(numbers: Tensor, scales: Tensor, weight: Tensor, weight_scales: Tensor) -> Tensor:
+    """Of rows and weights that have one scale each."""
+    return ((numbers.double() * scales.t()) @ (weight.double() * weight_scales).t()).to(torch.bfloat16)
+
+
+def without_scales(numbers: Tensor, scales: Tensor, weight: Tensor, weight_scales: Tensor) -> Tensor:
+    return (numbers.double() @ weight.double().t()).to(torch.bfloat16)
+
+
+def that_fails(*_tensors: Tensor) -> Tensor:
+    raise RuntimeError("not on this GPU")
+
+
+def test_a_kernel_is_taken_where_it_gives_the_definition() -> None:
+    cpu = torch.device("cpu")
+    assert gives_the_definition(by_hand, cpu)
+    if torch.__version__ >= (2, 13):  # type: ignore[operator]
+        assert gives_the_definition(scaled_by_rows, cpu)  # which has that one for CPUs, too
+    assert not gives_the_definition(without_scales, cpu)
+    assert not gives_the_definition(that_fails, cpu)
+
+
+@pytest.mark.parametrize("activations", ["token", "group"])
+@pytest.mark.parametrize("rows", [1, 7, 64])
+def test_products_in_bfloat16(rows: int, activations: str, device: torch.device) -> None:
+    """By kernels where there are some."""
+    weight = Fp8Weight(
+        (torch.randn(272, 640, device=device) * 20).to(FP8),
+        by_columns(torch.rand(272, 5 if activations == "group" else 1, device=device) + 0.5),
+        activations,
+    )
+    x = torch.randn(rows, 640, device=device).bfloat16()
+    got = weight.product(x)
+    want = by_definition(x.float().cpu(), weight.dequantised().cpu(), activations)
+    assert got.dtype == torch.bfloat16
+    assert (got.double().cpu() - want).norm() <= 1e-2 * want.norm()
+
+
+# --- what is refused
+
+
+def refusal(model: Any) -> str:
+    with pytest.raises(ValueError) as error:
+        Engine(model, max_len=64, device="cpu")
+    return str(error.value)
+
+
+ROWS = FORMATS["fp8 rows"][0]
+
+
+def changed(config: dict[str, Any], part: str, **values: Any) -> dict[str, Any]:
+    group = config["config_groups"]["group_0"]
+    return config | {"config_groups": {"group_0": group | {part: group[part] | values}}}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (BLOCKS | {"weight_block_size": [64, 64]}, "fp8 (e4m3), weight_block_size is [64, 64], expected [128, 128]"),
+        (
+            BLOCKS | {"activation_scheme": "static"},
+            "fp8 (e4m3), activation_scheme is 'static', expected 'dynamic' or None",
+        ),
+        (BLOCKS | {"scale_fmt": "ue8m0"}, "fp8 (e4m3), scale_fmt is 'ue8m0', expected 'float' or None"),
+        (
+            ROWS | {"config_groups": {}},
+            "compressed-tensors (float-quantized), config_groups has 0 groups, expected one",
+        ),
+        (
+            changed(ROWS, "input_activations", strategy="tensor"),
+            "compressed-tensors (float-quantized), input_activations: strategy is 'tensor' and dynamic is True, expected "
+            "'tensor' and False, or 'token' or 'group' and True (what depends on other rows would depend on the drafts)",
+        ),
+        (
+            changed(ROWS, "weights", type="int"),
+            "compressed-tensors (float-quantized), format is 'float-quantized', expected 'pack-quantized'",
+        ),
+        (
+            ROWS | {"transform_config": {"config_groups": {"R1": {}}}},
+            "compressed-tensors (float-quantized), transform_config is given, expected none",
+        ),
+        ({"quant_method": "gptq", "bits": 8}, "gptq, bits is 8, expected 4"),
+        ({"quant_method": "awq", "bits": 4, "zero_point": False}, "awq, zero_point is False, expected True"),
+        (
+            {"quant_method": "awq", "bits": 4, "zero_point": True, "version": "gemv"},
+            "awq, version is 'gemv', expected 'gemm'",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_other_ways_are_refused_before_weights_are_read(config: dict[str, Any], message: str, tmp_path: Path) -> None:
+    folder, _ = write_model(tmp_path, "fp8 rows")
+    text = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(text | {"quantization_config": config}))
+    (folder / "model.safetensors").unlink()
+    assert refusal(folder) == f"model: {folder} is quantised by {message}"
+
+
+PROJECTION = "model.layers.1.mlp.up_proj"
+
+
+def without_scale(tensors: Tensors) -> None:
+    del tensors[f"{PROJECTION}.weight"]
+
+
+def of_another_shape(tensors: Tensors) -> None:
+    tensors[f"{PROJECTION}.weight"] = tensors[f"{PROJECTION}.weight"][:-1].clone()
+    tensors[f"{PROJECTION}.weight_scale"] = tensors[f"{PROJECTION}.weight_scale"][:-1].clone()
+
+
+def in_other_numbers(tensors: Tensors) -> None:
+    tensors[f"{PROJECTION}.weight"] = tensors[f"{PROJECTION}.weight"].to(torch.float8_e5m2)
+
+
+def head_too(tensors: Tensors) -> None:
+    written = fp8_rows(tensors.pop("lm_head.weight"))
+    tensors |= {f"lm_head.{name}": tensor for name, tensor in written.tensors.items()}
+
+
+def one_more(tensors: Tensors) -> None:
+    written = fp8_rows(torch.randn(8, 8))
+    tensors |= {f"model.layers.1.mlp.experts.0.up_proj.{name}": tensor for name, tensor in written.tensors.items()}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without_scale, f"lacks {PROJECTION}.weight, expected every tensor of the model and no other"),
+        (of_another_shape, f"has {PROJECTION} of shape [319, 192], expected [320, 192]"),
+        (
+            in_other_numbers,
+            f"has a quantised {PROJECTION} that does not fit (a weight of torch.float8_e5m2, expected "
+            "torch.float8_e4m3fn)",
+        ),
+        (head_too, "has a quantised lm_head, expected one of float32, float16 or bfloat16"),
+        (
+            one_more,
+            "has a quantised model.layers.1.mlp.experts.0.up_proj, expected quantised projections and experts alone",
+        ),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_tensors_that_do_not_fit(change: Callable[[Tensors], None], message: str, tmp_path: Path) -> None:
+    folder, _ = write_model(tmp_path, "fp8 rows")
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert refusal(folder) == f"model: {folder} {message}"
+
+
+def test_groups_of_different_lengths_are_refused(tmp_path: Path) -> None:
+    folder, _ = write_model(tmp_path, "gptq shuffled")
+    tensors = load_file(folder / "model.safetensors")
+    tensors[f"{PROJECTION}.g_idx"][0] = 1 - tensors[f"{PROJECTION}.g_idx"][0].clamp(max=1)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert refusal(folder) == (
+        f"model: {folder} has a quantised {PROJECTION} that does not fit (groups of different lengths, expected equal "
+        "ones)"
+    )
+
+
+@pytest.mark.parametrize("zeros", [True, False])
+def test_a_bias_that_the_model_has_not(zeros: bool, tmp_path: Path) -> None:
+    """Early GPTQ wrote them for all products, of zeros."""
+    folder, _ = write_model(tmp_path, "gptq")
+    tensors = load_file(folder / "model.safetensors")
+    tensors[f"{PROJECTION}.bias"] = torch.zeros(320) if zeros else torch.ones(320)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    if zeros:
+        assert engine_of(folder, device="cpu").generate([[1, 2]], SamplingParams(3))[0].tokens
+    else:
+        assert refusal(folder) == (
+            f"model: {folder} has {PROJECTION}.bias, unknown to LlamaForCausalLM, expected every tensor of the model "
+            "and no other"
+        )
+
+
+@pytest.mark.parametrize("change", ["one is missing", "static"])
+def test_experts_that_do_not_fit(change: str, tmp_path: Path) -> None:
+    folder, _ = write_model(
+        tmp_path, "fp8 rows" if change == "one is missing" else "fp8 static", "qwen3_moe", **EXPERTS
+    )
+    tensors = load_file(folder / "model.safetensors")
+    if change == "one is missing":
+        tensors = {
+            name: tensor
+            for name, tensor in tensors.items()
+            if "layers.0.mlp.experts.2.up_proj.weight_scale" not in name
+        }
+        message = "has quantised experts in model.layers.0.mlp.experts, but not up of 2, expected all"
+    else:
+        path = "model.layers.0.mlp.experts.0.down_proj"
+        message = f"has a quantised {path} whose activations are rounded (static), expected those of all experts alike"
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert refusal(folder) == f"model: {folder} {message}"
+
+
+@pytest.mark.parametrize("tensors", ["all", "weight", "weight_scale"])
+def test_an_expert_too_many(tensors: str, tmp_path: Path) -> None:
+    """Names of experts are matched by one pattern for each layer, which knows no number."""
+    folder, _ = write_model(tmp_path, "fp8 rows", "qwen3_moe", **EXPERTS)
+    stored = load_file(folder / "model.safetensors")
+    path = "model.layers.0.mlp.experts"
+    for part in ("gate_proj", "up_proj", "down_proj"):
+        for name in ("weight", "weight_scale") if tensors == "all" else (tensors,):
+            stored[f"{path}.4.{part}.{name}"] = stored[f"{path}.0.{part}.{name}"].clone()
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    shape = f" and has {path}.down_proj of shape [5, 192, 160], expected [4, 192, 160]"
+    if transformers.__version__.startswith("5.17."):  # which makes room for it and does not tell
+        shape = ""
+    message = {
+        "all": f"has a quantised {path}.4.down_proj, expected quantised projections and experts alone",
+        "weight": f"has {path}.4.down_proj.weight, {path}.4.gate_proj.weight, {path}.4.up_proj.weight, unknown to "
+        f"Qwen3MoeForCausalLM{shape}, expected every tensor of the model and no other",
+        "weight_scale": f"has a quantised {path}.4.down_proj, expected quantised projections and experts alone",
+    }[tensors]
+    assert refusal(folder) == f"model: {folder} {message}"
+
+
+def test_one_pattern_for_the_experts_of_a_layer() -> None:
+    names = [f"model.layers.{layer}.mlp.experts.{number}.up_proj.weight" for layer in (1, 12) for number in (0, 37)]
+    patterns = {of_any_expert(name) for name in names}
+    assert patterns == {rf"model\.layers\.{layer}\.mlp\.experts\.\d+\.up_proj\.weight" for layer in (1, 12)}
+    assert all(sum(re.fullmatch(pattern, name) is not None for pattern in patterns) == 1 for name in names)
+    assert of_any_expert("model.layers.3.mlp.shared_experts.up_proj.weight_scale") == (
+        r"model\.layers\.3\.mlp\.shared_experts\.up_proj\.weight_scale"
+    )

@@ -1,0 +1,138 @@
+"""The general way beside the native one: the same states and features, and what is refused by name."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from specdec_kernels.engine import Engine, SamplingParams
+from specdec_kernels.engine import startup as opening
+from specdec_kernels.engine.device.prefill_graphs import captured_shapes
+from specdec_kernels.models.language_model import open_language_model
+from specdec_kernels.models.layers.attention import Rows
+from support.tiny_random_models import NATIVE, tiny_model
+
+
+def test_states_and_features_are_those_of_the_native_way() -> None:
+    model = tiny_model("llama", **NATIVE)
+    tokens = torch.randint(5, 150, (1, 17), dtype=torch.int32)
+    positions = torch.arange(17, dtype=torch.int32)[None]
+    zero = torch.zeros(1, dtype=torch.int32)
+    rows = Rows(slots=zero, page_table=torch.arange(4, dtype=torch.int32)[None], prefix_lens=zero, tail_len=17)
+    states = []
+    for implementation in ("native", "transformers"):
+        lm = open_language_model(
+            model,
+            implementation=implementation,
+            max_len=32,
+            num_pages=4,
+            page_size=8,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            feature_layers=(4, 0, 2),
+        )
+        with torch.inference_mode():
+            hidden, features = lm.forward(tokens, positions, rows)
+            assert features is not None
+            states.append((hidden, features, lm.logits(hidden)))
+    for native, general in zip(*states, strict=True):
+        assert native.shape == general.shape
+        torch.testing.assert_close(general, native, rtol=1e-4, atol=1e-4)
+
+
+def test_an_unknown_implementation_is_refused() -> None:
+    with pytest.raises(ValueError) as error:
+        Engine(tiny_model("llama", **NATIVE), implementation="magic", device="cpu")
+    assert str(error.value) == "Engine: implementation is 'magic', expected one of auto, native, transformers"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "message"),
+    [
+        ("rwkv", "model: rwkv has no attention in its layers, expected a model that has"),
+        ("blt", "model: blt is made of several models, expected one"),
+        (  # whose config says -1 for no limit of length
+            "xlnet",
+            "model: XLNetLMHeadModel does not use the attention interface, expected a decoder with causal attention "
+            "through transformers' attention interface",
+        ),
+    ],
+)
+def test_what_has_no_attention_of_ours_is_refused(model_type: str, message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        Engine(tiny_model(model_type), max_len=64, device="cpu")
+    assert str(error.value) == message
+
+
+class NoStream:
+    """Stands for a stream of a device that this machine may not have."""
+
+    device, cuda_stream = "cuda:0", 0
+
+
+@pytest.mark.parametrize("implementation", ["native", "transformers"])
+def test_rounds_that_cannot_be_captured_are_launched_call_by_call(
+    implementation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a capture has left is undone before rounds are launched. Our own parts are captured, or it is an error."""
+    options: dict[str, Any] = {"max_len": 64, "num_slots": 2, "dtype": torch.float32, "device": "cpu"}
+    with Engine(tiny_model("llama", **NATIVE), implementation=implementation, **options) as engine:
+        executor, waited, made = engine._executor, [], []
+        rings, passes = executor.round.rings, executor.passes
+
+        def capture(*_arguments: Any, **_named: Any) -> Any:
+            passes.captured[next(iter(captured_shapes(64, 2, 64)))] = (None, torch.zeros(1))  # type: ignore[assignment]
+            rings.num_applied.fill_(3)
+            raise RuntimeError("operation not permitted when stream is capturing\nand more of it")
+
+        def make_scheduler(*arguments: Any) -> str:
+            made.append(arguments[3])
+            return "scheduler"
+
+        monkeypatch.setattr(opening, "on_stream", lambda _stream: nullcontext())
+        monkeypatch.setattr(opening, "capture", capture)
+        monkeypatch.setattr(opening, "make_scheduler", make_scheduler)
+        monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+        config = replace(engine.config, captures=True)
+        if implementation == "native":
+            with pytest.raises(RuntimeError, match=r"^operation not permitted"):
+                opening.start(executor, config, NoStream(), False, False)  # type: ignore[arg-type]
+            assert engine.not_captured is None
+            return
+        assert opening.start(executor, config, NoStream(), False, False) == (None, "scheduler")  # type: ignore[arg-type]
+        assert engine.not_captured == "operation not permitted when stream is capturing"
+        assert (waited, made, passes.captured) == ([NoStream.device], [None], {})
+        assert int(rings.num_applied) == 0
+
+
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 96, "factor": 4.0,
+    "short_factor": [1.0 + i / 8 for i in range(8)], "long_factor": [2.0 + i for i in range(8)],
+}  # fmt: skip
+PLAIN = {"rope_type": "default", "rope_theta": 1e4}
+
+
+def test_rotations_of_one_layer_type_that_change_with_the_length() -> None:
+    """Up to the length behind which they change they are plain ones, as long as nothing looks for that length."""
+    model = tiny_model(
+        "gemma3_text", rope_parameters={"full_attention": LONGROPE, "sliding_attention": PLAIN}, eos_token_id=None
+    )
+    options: dict[str, Any] = {"implementation": "transformers", "device": "cpu", "dtype": torch.float32}
+    with pytest.raises(ValueError) as error:
+        Engine(model, max_len=97, **options)
+    assert str(error.value) == (
+        "model: Gemma3ForCausalLM has rotations of rope_type 'longrope' that change behind 96 tokens "
+        "(max_len is 97), expected a decoder with causal attention through transformers' attention interface"
+    )
+    prompt = torch.randint(5, 150, (60,)).tolist()
+    with Engine(model, max_len=96, **options) as engine:
+        body = engine.target._body  # type: ignore[attr-defined]
+        kinds = {kind for module in body.modules() for kind in (getattr(module, "rope_type", None) or {}).values()}
+        assert kinds == {"default"}
+        tokens = engine.generate([prompt], SamplingParams(max_new_tokens=36))[0].tokens
+    want = model.generate(torch.tensor([prompt]), max_new_tokens=36, do_sample=False, use_cache=False)
+    assert tokens == want[0, 60:].tolist()

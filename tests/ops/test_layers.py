@@ -1,0 +1,1071 @@
+"""The layers' ops: add_rms_norm, rms_norm_concat, silu_and_mul, small_m_gemm, moe_grouped_gemm, moe_route, moe_combine, rope_qkv_write_kv."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import specdec_kernels as sd
+from specdec_kernels import _C, Status
+from specdec_kernels.models.layers.linear import Product
+from specdec_kernels.reference import layers as reference
+from support.devices import TOLERANCES, on_cuda
+from support.paged import INT, assert_same_bytes, page_table, poisoned
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+HALVES = DTYPES[1:]
+Multiplier = tuple[torch.device, str | None]  # a device and one of its kernels of small_m_gemm
+
+
+def check(got: torch.Tensor, want: torch.Tensor, factor: float = 1) -> None:
+    """Within a few roundings of the float64 result, relative to its scale."""
+    error = (got.double().cpu() - want.double().cpu()).abs().max()
+    assert error <= factor * TOLERANCES[got.dtype] * max(1.0, float(want.abs().max())), float(error)
+
+
+# --- add_rms_norm
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("rows", "width"), [(1, 1), (3, 7), (5, 64), (2, 4096), (1, 20000), (0, 8), (1100, 72), (1100, 5000)]
+)
+@pytest.mark.parametrize("add", [False, True])
+def test_add_rms_norm(rows: int, width: int, add: bool, dtype: torch.dtype, device: torch.device) -> None:
+    x, residual = (torch.randn(rows, width, device=device).to(dtype) for _ in range(2))
+    weight = torch.randn(width, device=device).to(dtype)
+    out, total = sd.add_rms_norm(x, weight, 1e-5, residual=residual if add else None)
+    want, want_total = reference.add_rms_norm(x, weight, 1e-5, residual if add else None)
+    assert torch.equal(total, want_total)
+    if rows:
+        check(out, want)
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_add_rms_norm_of_strided_rows_and_in_place(dtype: torch.dtype, device: torch.device) -> None:
+    wide = torch.randn(4, 200, device=device).to(dtype)
+    x, residual = wide[:, :64], wide[:, 101:165]  # the second is off 16 bytes
+    weight = torch.randn(64, device=device).to(dtype)
+    want, want_total = reference.add_rms_norm(x, weight, 1e-6, residual)
+    both = torch.full((4, 130), torch.nan, device=device).to(dtype)
+    out, total = sd.add_rms_norm(x, weight, 1e-6, residual=residual, out=(both[:, 64:128], x))
+    assert total is x and torch.equal(x, want_total)
+    check(out, want)
+    assert both[:, :64].isnan().all() and both[:, 128:].isnan().all()
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("group_size", [None, 128])
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize(("rows", "width"), [(1, 8), (3, 136), (2, 4096), (5, 1000), (600, 264), (1, 20000), (0, 8)])
+def test_add_rms_norm_rounded(
+    rows: int, width: int, add: bool, group_size: int | None, dtype: torch.dtype, device: torch.device
+) -> None:
+    """The very numbers that quantize_fp8 makes of the rows as they would be stored, and nothing beside them."""
+    x, residual = (torch.randn(rows, width, device=device).to(dtype) for _ in range(2))
+    weight = torch.randn(width, device=device).to(dtype)
+    if rows:
+        x[0, : width // 2] = residual[0, : width // 2] = 0
+    given = residual.clone() if add else None
+    groups = -(-width // 128) if group_size else 1
+    numbers = torch.full((rows, width + 16), torch.nan, device=device).to(torch.float8_e4m3fn)
+    scales = torch.full((groups, rows + 4), torch.nan, device=device)
+    out, total = sd.add_rms_norm(
+        x, weight, 1e-5, residual=given, out=(numbers[:, :width], given), out_scales=scales[:, :rows]
+    )
+    normed, want_total = sd.add_rms_norm(x, weight, 1e-5, residual=residual if add else None)
+    want, of_want = sd.quantize_fp8(normed, group_size=group_size)
+    assert torch.equal(total, want_total) and torch.equal(scales[:, :rows], of_want)
+    assert torch.equal(out.float(), want.float())
+    assert numbers[:, width:].float().isnan().all() and scales[:, rows:].isnan().all()
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("group_size", [None, 128])
+@pytest.mark.parametrize(
+    ("rows", "taken", "width"), [(1, 8, 2048), (3, 1, 136), (5, 11, 20000), (2, 3, 7), (600, 2, 264), (0, 2, 8)]
+)
+def test_add_rms_norm_of_shares(
+    rows: int, taken: int, width: int, group_size: int | None, dtype: torch.dtype, device: torch.device
+) -> None:
+    """The very bits that add_rms_norm makes of what moe_combine makes, rounded or not."""
+    made, shares = torch.randn(rows * taken, width + 8, device=device).to(dtype)[:, :width], torch.rand(rows, taken)
+    shares, residual = shares.to(device), torch.randn(rows, width, device=device).to(dtype)
+    weight = torch.randn(width, device=device).to(dtype)
+    combined = sd.moe_combine(made, shares)
+    out, total = sd.add_rms_norm(made, weight, 1e-5, residual=residual, shares=shares)
+    want, want_total = sd.add_rms_norm(combined, weight, 1e-5, residual=residual)
+    assert torch.equal(out, want) and torch.equal(total, want_total)
+    if width % 8:
+        return
+    scales, want_scales = (torch.empty(-(-width // 128) if group_size else 1, rows, device=device) for _ in range(2))
+    out, _ = sd.add_rms_norm(made, weight, 1e-5, residual=residual, shares=shares, out_scales=scales)
+    want, _ = sd.add_rms_norm(combined, weight, 1e-5, residual=residual, out_scales=want_scales)
+    assert torch.equal(out.float(), want.float()) and torch.equal(scales, want_scales)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"residual": None}, "shares is given, expected None without residual"),
+        ({"shares": torch.rand(2, 4)}, "x has shape [6, 8], expected [rows * taken=8, width]"),
+        ({"shares": torch.rand(3, 2)}, "residual has shape [2, 8], expected [rows=3, width=8]"),
+    ],
+)
+def test_add_rms_norm_of_shares_refuses(changes: dict[str, torch.Tensor | None], message: str) -> None:
+    arguments = {"x": torch.randn(6, 8), "residual": torch.randn(2, 8), "shares": torch.rand(2, 3)}
+    with pytest.raises(ValueError) as error:
+        sd.add_rms_norm(weight=torch.ones(8), eps=1e-5, **arguments | changes)
+    assert str(error.value) == f"add_rms_norm: {message}"
+
+
+@pytest.mark.parametrize(
+    ("width", "scales", "message"),
+    [
+        (264, torch.zeros(2, 3), "add_rms_norm: groups is 2, expected 1 or 3"),
+        (264, torch.zeros(3, 4), "add_rms_norm: out_scales has shape [3, 4], expected [groups, rows=3]"),
+    ],
+)
+def test_add_rms_norm_rounded_refuses(width: int, scales: torch.Tensor, message: str) -> None:
+    x = torch.zeros(3, width).bfloat16()
+    with pytest.raises(ValueError) as error:
+        sd.add_rms_norm(x, x[0], 1e-6, out_scales=scales)
+    assert str(error.value) == message
+
+
+def test_add_rms_norm_rounded_off_16_bytes(device: torch.device) -> None:
+    """As any others on the CPU, where weights lie as files have them."""
+    x, weight, scales = torch.randn(3, 13, device=device), torch.randn(13, device=device), torch.empty(1, 3).to(device)
+    if device.type == "cuda":
+        with pytest.raises(ValueError) as error:
+            sd.add_rms_norm(x, weight, 1e-6, out_scales=scales)
+        assert str(error.value) == "add_rms_norm: out_scales is given, expected None for rows off 16 bytes"
+        return
+    numbers, _ = sd.add_rms_norm(x, weight, 1e-6, out_scales=scales)
+    want, of_want = sd.quantize_fp8(sd.add_rms_norm(x, weight, 1e-6)[0])
+    assert torch.equal(numbers.float(), want.float()) and torch.equal(scales, of_want)
+
+
+# --- rms_norm_concat
+
+
+def pair_inputs(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:
+    vocab, features = 50, rows + 2
+    made = {
+        "embeddings": torch.randn(vocab, width),
+        "embedding_weight": torch.randn(width),
+        "features": 3 * torch.randn(features, width),
+        "feature_weight": torch.randn(width),
+    }
+    wild = torch.tensor([-1, 2**31 - 1], dtype=torch.int32)
+    tokens, feature_rows = (torch.randint(n, (rows,), dtype=torch.int32) for n in (vocab, features))
+    tokens[1:3], feature_rows[2:4] = wild[: len(tokens[1:3])], wild[: len(feature_rows[2:4])]
+    numbers = {"tokens": tokens.to(device), "feature_rows": feature_rows.to(device)}
+    return {name: x.to(device=device, dtype=dtype) for name, x in made.items()} | numbers
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "width"), [(1, 1), (5, 7), (3, 64), (2, 4096), (1, 20000), (0, 8), (640, 72)])
+def test_rms_norm_concat(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+    inputs = pair_inputs(rows, width, dtype, device)
+    for feature_rows in (inputs.pop("feature_rows"), None):
+        out = torch.full((rows, 2 * width + 8), torch.nan, device=device).to(dtype)
+        got, kept = sd.rms_norm_concat(**inputs, feature_rows=feature_rows, eps=1e-5, out=(out[:, : 2 * width], None))
+        want, features = reference.rms_norm_concat(**inputs, feature_rows=feature_rows, eps=1e-5)
+        assert torch.equal(kept, features) and out[:, 2 * width :].isnan().all()
+        if rows:
+            check(got, want)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokens": torch.zeros(4)}, "rms_norm_concat: tokens is float32, expected int32"),
+        ({"features": torch.zeros(3, 8)}, "rms_norm_concat: num_features is 3, expected 4 to 2147483647"),
+        ({"embeddings": torch.zeros(0, 8)}, "rms_norm_concat: vocab is 0, expected 1 to 2147483647"),
+        ({"feature_weight": torch.zeros(9)}, "rms_norm_concat: feature_weight has shape [9], expected [width=8]"),
+        ({"eps": 0.0}, "rms_norm_concat: eps is 0.000000, expected a finite float32 above 0"),
+    ],
+)
+def test_rms_norm_concat_refuses(change: dict[str, object], message: str) -> None:
+    inputs = pair_inputs(4, 8, torch.float32, torch.device("cpu"))
+    del inputs["feature_rows"]
+    with pytest.raises(ValueError) as error:
+        sd.rms_norm_concat(**(inputs | {"eps": 1e-6} | change))
+    assert str(error.value) == message
+
+
+# --- silu_and_mul
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "width"), [(1, 1), (3, 7), (2, 64), (5, 1536), (0, 8)])
+def test_silu_and_mul(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+    x = 4 * torch.randn(rows, 2 * width, device=device).to(dtype)
+    out = sd.silu_and_mul(x)
+    assert out.shape == (rows, width)
+    if rows:
+        check(out, reference.silu_and_mul(x))
+
+
+def test_silu_and_mul_at_the_ends(device: torch.device) -> None:
+    gate = torch.tensor([[-1e30, -200.0, 0.0, 200.0, 1e30]], device=device)
+    out = sd.silu_and_mul(torch.cat([gate, torch.ones_like(gate)], dim=1))
+    assert out.tolist() == [[0, 0, 0, 200, pytest.approx(1e30)]]
+
+
+# --- small_m_gemm
+
+
+# Who multiplies, from sizes alone: [rows, outs, ins, bits, gated, Hopper].
+LINEAR_PLANS = {
+    "sm90.wgmma": [
+        (1, 6144, 4096, 16, False, True),
+        (6, 24576, 4096, 16, True, True),
+        (64, 151936, 4096, 16, False, True),
+        (65, 32768, 4096, 16, False, True),
+        (96, 4096, 12288, 16, False, True),
+        (128, 24576, 4096, 16, True, True),
+        (128, 1, 64, 16, False, True),
+        (1, 6144, 4096, 8, False, True),
+        (64, 24576, 4096, 8, True, True),
+        (64, 24576, 4096, 4, True, True),
+    ],
+    "sm80.mma": [
+        (1, 6144, 4096, 16, False, False),
+        (6, 24576, 4096, 16, True, False),
+        (64, 151936, 4096, 16, False, False),
+        (64, 16, 64, 16, True, False),
+    ],
+    "library": [
+        (0, 6144, 4096, 16, False, True),
+        (65, 6144, 4096, 16, False, False),  # more than few, without wgmma
+        (65, 32769, 4096, 16, False, True),  # more of the weight than its blocks take at once
+        (128, 151936, 4096, 16, False, True),
+        (129, 4096, 4096, 16, False, True),
+        (384, 24576, 4096, 16, True, True),
+        (2048, 4096, 12288, 16, False, True),
+        (1, 6144, 4096, 32, False, True),  # float32
+        (1, 6144, 4096, 8, False, False),  # 8 bits, which Hopper alone multiplies here
+        (65, 6144, 4096, 8, False, True),
+        (1, 6144, 4160, 8, False, True),  # a length that is no multiple of 128
+        (1, 6152, 4096, 8, False, True),
+        (1, 6144, 4224, 4, False, True),  # and of 256 for 4 bits
+        (1, 6144, 4100, 16, False, True),  # a length that is no multiple of 64
+        (1, 6152, 4096, 16, True, True),  # gates that do not come in eights
+    ],
+}
+
+
+@pytest.mark.parametrize("plan", LINEAR_PLANS)
+def test_who_multiplies(plan: str) -> None:
+    for sizes in LINEAR_PLANS[plan]:
+        assert _C.small_m_gemm_plan_of_sizes(*sizes) == plan, sizes
+
+
+def test_every_plan_of_small_m_gemm_is_somebodys() -> None:
+    sizes = itertools.product((1, 64, 100, 300), (64, 40000), (64,), (4, 8, 16, 32), (True, False), (True, False))
+    assert {_C.small_m_gemm_plan_of_sizes(*each) for each in sizes} == set(LINEAR_PLANS)
+
+
+def test_torch_multiplies_on_the_cpu() -> None:
+    assert _C.small_m_gemm_plan(torch.zeros(1, 64).bfloat16(), torch.zeros(16, 64).bfloat16(), False) == "library"
+
+
+@pytest.fixture(params=["cpu", on_cuda("cuda sm80.mma"), on_cuda("cuda sm90.wgmma")])
+def multiplier(request: pytest.FixtureRequest) -> Multiplier:
+    device, *plan = request.param.split(" ")
+    if plan == ["sm90.wgmma"] and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("no Hopper GPU here")
+    return torch.device(device), plan[0] if plan else None
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("rows", [0, 1, 3, 8, 9, 33, 64, 90, 128])
+@pytest.mark.parametrize(("width", "outs"), [(64, 1), (320, 17), (1088, 48), (512, 5000), (192, 40000)])
+def test_small_m_gemm(rows: int, width: int, outs: int, dtype: torch.dtype, multiplier: Multiplier) -> None:
+    device, plan = multiplier
+    x = torch.randn(rows, width, device=device).to(dtype)
+    weight = torch.randn(outs, width, device=device).to(dtype)
+    for bias in (None, torch.randn(outs, device=device).to(dtype)):
+        out = torch.full((rows, outs + 8), torch.nan, device=device).to(dtype)
+        sd.small_m_gemm(x, weight, bias, out=out[:, :outs], plan=plan)
+        assert out[:, outs:].isnan().all()
+        if rows:
+            check(out[:, :outs], reference.small_m_gemm(x, weight, bias))
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("rows", [0, 2, 14, 32, 64, 70, 128])
+@pytest.mark.parametrize(("width", "outs"), [(64, 8), (1152, 40), (512, 2504), (192, 20000)])
+def test_small_m_gemm_gated(rows: int, width: int, outs: int, dtype: torch.dtype, multiplier: Multiplier) -> None:
+    device, plan = multiplier
+    x = torch.randn(rows, width, device=device).to(dtype)
+    weight = (torch.randn(2 * outs, width, device=device) * width**-0.5).to(dtype)
+    for bias in (None, torch.randn(2 * outs, device=device).to(dtype)):
+        out = torch.full((rows, outs + 8), torch.nan, device=device).to(dtype)
+        sd.small_m_gemm(x, weight, bias, gated=True, out=out[:, :outs], plan=plan)
+        assert out[:, outs:].isnan().all()
+        if rows:
+            check(out[:, :outs], reference.small_m_gemm(x, weight, bias, gated=True))
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("gated", [False, True])
+def test_small_m_gemm_of_strided_rows(gated: bool, multiplier: Multiplier) -> None:
+    device, plan = multiplier
+    for rows, width, outs in ((15, 64, 32), (200, 256, 96), (300, 512, 96), (600, 512, 128)):
+        x, weight = (torch.randn(n, width + 96, device=device).bfloat16() for n in (rows, 2 * outs))
+        x, weight = x[::2, 32 : 32 + width], weight[::2, 64 : 64 + width]
+        check(sd.small_m_gemm(x, weight, gated=gated, plan=plan), reference.small_m_gemm(x, weight, gated=gated))
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("outs", [3008, 20000])
+def test_small_m_gemm_does_not_depend_on_its_neighbours(outs: int, gated: bool, multiplier: Multiplier) -> None:
+    device, plan = multiplier
+    x, weight = (torch.randn(n, 512, device=device).bfloat16() for n in (200, outs))
+    whole = torch.cat([sd.small_m_gemm(part, weight, gated=gated, plan=plan) for part in x.split(40)])
+    for first, last in ((0, 1), (3, 5), (2, 8), (7, 23), (40, 80), (30, 110), (70, 198)):
+        assert torch.equal(sd.small_m_gemm(x[first:last], weight, gated=gated, plan=plan), whole[first:last])
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "width", "outs"), [(129, 64, 8), (300, 320, 48), (130, 512, 20000), (384, 64, 12288), (500, 192, 2504)]
+)
+def test_small_m_gemm_of_many(
+    rows: int, width: int, outs: int, gated: bool, dtype: torch.dtype, multiplier: Multiplier
+) -> None:
+    device, plan = multiplier
+    outs = min(outs, 48) if device.type == "cpu" else outs
+    outs, all_outs = (outs, 2 * outs) if gated else (outs - 3, outs - 3)
+    x = torch.randn(rows, width, device=device).to(dtype)
+    weight = (torch.randn(all_outs, width, device=device) * width**-0.5).to(dtype)
+    for bias in (None, torch.randn(all_outs, device=device).to(dtype)):
+        want = reference.small_m_gemm(x, weight, bias, gated=gated)
+        for start in (0, 8 if bias is None else 1):  # the last off 16 bytes
+            out = torch.full((rows, outs + 16), torch.nan, device=device).to(dtype)
+            sd.small_m_gemm(x, weight, bias, gated=gated, out=out[:, start : start + outs], plan=plan)
+            assert out[:, :start].isnan().all() and out[:, start + outs :].isnan().all()
+            check(out[:, start : start + outs], want)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_small_m_gemm_of_many_do_not_depend_on_their_number(gated: bool, multiplier: Multiplier) -> None:
+    device, plan = multiplier
+    x, weight = (torch.randn(n, 320, device=device).bfloat16() for n in (700, 24576 if device.type == "cuda" else 64))
+    whole = sd.small_m_gemm(x, weight, gated=gated, plan=plan)
+    for first, last in ((0, 129), (3, 195), (100, 484), (128, 640), (1, 700)):
+        assert torch.equal(sd.small_m_gemm(x[first:last], weight, gated=gated, plan=plan), whole[first:last])
+
+
+@pytest.mark.parametrize("rows", [1, 100, 128, 129, 320])  # up to 128 the product itself
+def test_a_layers_gate_does_not_depend_on_who_takes_it(rows: int, device: torch.device) -> None:
+    outs = 12288 if device.type == "cuda" else 8
+    x, weight = torch.randn(rows, 128, device=device).bfloat16(), torch.randn(2 * outs, 128, device=device).bfloat16()
+    got = Product(weight * 128**-0.5, None).gated(x)
+    check(got, reference.small_m_gemm(x, weight * 128**-0.5, gated=True), factor=2)
+
+
+@pytest.mark.parametrize(
+    ("shape", "weight", "gated", "message"),
+    [
+        ((262145, 64), (4, 64), False, "small_m_gemm: rows is 262145, expected 0 to 262144"),
+        ((2, 96), (4, 96), False, "small_m_gemm: in_features is 96, expected a multiple of 64"),
+        ((2, 64), (4, 128), False, "small_m_gemm: weight has shape [4, 128], expected [out_features, in_features=64]"),
+        ((2, 64), (24, 64), True, "small_m_gemm: 2 * out_features is 24, expected a multiple of 16"),
+    ],
+)
+def test_small_m_gemm_refuses(shape: tuple[int, int], weight: tuple[int, int], gated: bool, message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        sd.small_m_gemm(torch.zeros(shape).bfloat16(), torch.zeros(weight).bfloat16(), gated=gated)
+    assert str(error.value) == message
+
+
+def test_small_m_gemm_refuses_a_plan_that_is_none(device: torch.device) -> None:
+    x, weight = torch.zeros(2, 64, device=device).bfloat16(), torch.zeros(4, 64, device=device).bfloat16()
+    with pytest.raises(ValueError) as error:
+        sd.small_m_gemm(x, weight, plan="sm70.mma")
+    assert str(error.value).startswith("small_m_gemm: plan is sm70.mma, expected ")
+    assert str(error.value).endswith("None on cpu" if device.type == "cpu" else "sm80.mma or sm90.wgmma")
+
+
+@pytest.mark.parametrize("name", ["x", "weight"])
+def test_small_m_gemm_refuses_rows_off_16_bytes(name: str) -> None:
+    tensors = {"x": torch.zeros(2, 64).bfloat16(), "weight": torch.zeros(4, 64).bfloat16()}
+    tensors[name] = torch.zeros(2, 72).bfloat16()[:, 1:65]
+    with pytest.raises(ValueError) as error:
+        sd.small_m_gemm(**tensors)
+    assert str(error.value) == (f"small_m_gemm: {name} has rows off 16 bytes, expected rows that start on 16 bytes")
+
+
+# --- small_m_gemm of 8 bits, and quantize_fp8
+
+
+EIGHTS = ["cpu", on_cuda("cuda")]
+
+
+@pytest.fixture(params=EIGHTS)
+def hopper(request: pytest.FixtureRequest) -> torch.device:
+    if request.param == "cuda" and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("no Hopper GPU here")
+    return torch.device(request.param)
+
+
+def eight_bits(
+    rows: int, width: int, group_size: int | None, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of different lengths, whose groups are of different lengths, too."""
+    x = torch.randn(rows, width, device=device) * torch.rand(rows, 1, device=device)
+    grown = x.unflatten(1, (-1, 128)) * torch.rand(rows, width // 128, 1, device=device)
+    return sd.quantize_fp8(grown.flatten(1), group_size=group_size)
+
+
+def check_eights(got: torch.Tensor, want: torch.Tensor) -> None:
+    """The tensor cores keep some 14 bits of the sums of 128 products."""
+    assert got.isfinite().all()
+    assert (got.double() - want).norm() <= (2e-2 if got.dtype == torch.bfloat16 else 1e-2) / 4 * want.norm()
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("group_size", [None, 128])
+@pytest.mark.parametrize("rows", [0, 1, 3, 8, 9, 17, 33, 64, 70, 130])
+@pytest.mark.parametrize(("width", "outs"), [(128, 16), (384, 48), (1024, 1056), (2048, 5008), (512, 20000)])
+def test_small_m_gemm_of_eight_bits(
+    rows: int, width: int, outs: int, group_size: int | None, gated: bool, hopper: torch.device
+) -> None:
+    if hopper.type == "cpu":
+        rows, outs, width = min(rows, 9), 16, min(width, 384)
+    x, weight = eight_bits(rows, width, group_size, hopper), eight_bits(2 * outs, width, group_size, hopper)
+    made = outs if gated else 2 * outs
+    for dtype, bias in ((torch.bfloat16, None), (torch.float16, torch.randn(2 * outs, device=hopper).half())):
+        out = torch.full((rows, made + 8), torch.nan, dtype=dtype, device=hopper)
+        scales = {"x_scales": x[1], "weight_scales": weight[1]}
+        sd.small_m_gemm(x[0], weight[0], bias, **scales, gated=gated, out=out[:, :made])
+        assert out[:, made:].isnan().all()
+        if rows:
+            check_eights(out[:, :made], reference.small_m_gemm(x[0], weight[0], bias, **scales, gated=gated))
+
+
+@pytest.mark.parametrize("group_size", [None, 128])
+@pytest.mark.parametrize("outs", [3008, 20000])
+def test_small_m_gemm_of_eight_bits_do_not_depend_on_their_neighbours(
+    outs: int, group_size: int | None, hopper: torch.device
+) -> None:
+    outs = 16 if hopper.type == "cpu" else outs
+    x, x_scales = eight_bits(60, 512, group_size, hopper)
+    weight, of_weight = eight_bits(outs, 512, group_size, hopper)
+    whole = sd.small_m_gemm(x, weight, x_scales=x_scales, weight_scales=of_weight)
+    for first, last in ((0, 1), (4, 9), (8, 24), (12, 44)):
+        part = sd.small_m_gemm(x[first:last], weight, x_scales=x_scales[:, first:last], weight_scales=of_weight)
+        assert torch.equal(part, whole[first:last])
+
+
+def four_bits(rows: int, width: int, groups: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """Every byte is a pair of numbers, and every four bits are a zero."""
+    weight = torch.randint(256, (rows, width // 2), dtype=torch.uint8, device=device)
+    bits = (torch.rand(groups, rows, device=device) + 0.5).view(torch.int32)
+    scales = (bits & ~15 | torch.randint(16, bits.shape, dtype=torch.int32, device=device)).view(torch.float32)
+    return {"weight": weight, "weight_scales": scales}
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("by_groups", [False, True])
+@pytest.mark.parametrize("rows", [0, 1, 3, 8, 9, 17, 32, 33, 70])
+@pytest.mark.parametrize(("width", "outs"), [(256, 16), (768, 48), (1024, 1056), (2048, 5008), (512, 20000)])
+def test_small_m_gemm_of_four_bits(
+    rows: int, width: int, outs: int, by_groups: bool, gated: bool, hopper: torch.device
+) -> None:
+    if hopper.type == "cpu":
+        rows, outs, width = min(rows, 9), 16, min(width, 768)
+    weight = four_bits(2 * outs, width, width // 128 if by_groups else 1, hopper)
+    made = outs if gated else 2 * outs
+    for dtype in HALVES:
+        x = (torch.randn(rows, width, device=hopper) * (width**-0.5 / 5 if gated else 1)).to(dtype)
+        for bias in (None, torch.randn(2 * outs, device=hopper).to(dtype)):
+            out = torch.full((rows, made + 8), torch.nan, dtype=dtype, device=hopper)
+            sd.small_m_gemm(x, bias=bias, **weight, gated=gated, out=out[:, :made])
+            assert out[:, made:].isnan().all()
+            if rows:
+                check(out[:, :made], reference.small_m_gemm(x, bias=bias, **weight, gated=gated))
+
+
+@pytest.mark.parametrize("outs", [3008, 20000])
+def test_small_m_gemm_of_four_bits_do_not_depend_on_their_neighbours(outs: int, hopper: torch.device) -> None:
+    outs = 16 if hopper.type == "cpu" else outs
+    x, weight = torch.randn(60, 512, device=hopper).bfloat16(), four_bits(outs, 512, 4, hopper)
+    whole = sd.small_m_gemm(x, **weight)
+    for first, last in ((0, 1), (4, 9), (8, 24), (12, 44)):
+        assert torch.equal(sd.small_m_gemm(x[first:last], **weight), whole[first:last])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"weight": torch.zeros(16, 256, dtype=torch.uint8)}, "weight has shape [16, 256], expected [out_features, in_features / 2=128]"),
+        ({"weight": torch.zeros(16, 256).bfloat16()}, "weight is bfloat16, expected uint8"),
+        ({"x": torch.zeros(2, 128).bfloat16()}, "in_features is 128, expected a multiple of 256"),
+        ({"weight_scales": torch.ones(4, 16)}, "groups is 4, expected 1 or 2"),
+        ({"x": torch.zeros(2, 256)}, "x is float32, expected float16 or bfloat16"),
+    ],
+)  # fmt: skip
+def test_small_m_gemm_of_four_bits_refuses(changes: dict[str, torch.Tensor], message: str) -> None:
+    arguments = {"x": torch.zeros(2, 256).bfloat16()} | four_bits(16, 256, 2, torch.device("cpu")) | changes
+    with pytest.raises(ValueError) as error:
+        sd.small_m_gemm(**arguments)
+    assert str(error.value) == f"small_m_gemm: {message}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"weight_scales": None}, "weight_scales is None, expected a tensor beside x_scales"),
+        ({"x_scales": None}, "x is float8_e4m3fn, expected float16 or bfloat16"),
+        ({"x": torch.zeros(2, 256).bfloat16()}, "x is bfloat16, expected float8_e4m3fn"),
+        ({"weight_scales": torch.ones(2, 16)}, "weight_scales has shape [2, 16], expected [groups=1, out_features=16]"),
+        ({"x_scales": torch.ones(3, 4)[:, :2], "weight_scales": torch.ones(3, 16)}, "groups is 3, expected 1 or 2"),
+        (
+            {"x_scales": torch.ones(2, 2), "weight_scales": torch.ones(2, 16)},
+            "x_scales has groups off 16 bytes, expected groups that start on 16 bytes",
+        ),
+        ({"x": torch.zeros(2, 192).to(torch.float8_e4m3fn)}, "in_features is 192, expected a multiple of 128"),
+        ({"weight": torch.zeros(8, 256).to(torch.float8_e4m3fn)}, "out_features is 8, expected a multiple of 16"),
+    ],
+)
+def test_small_m_gemm_of_eight_bits_refuses(changes: dict[str, torch.Tensor], message: str) -> None:
+    x, weight = (torch.zeros(n, 256).to(torch.float8_e4m3fn) for n in (2, 16))
+    scales = {"x_scales": torch.ones(1, 2), "weight_scales": torch.ones(1, 16)}
+    arguments = {"x": x, "weight": weight} | scales | changes
+    with pytest.raises(ValueError) as error:
+        sd.small_m_gemm(**arguments)
+    assert str(error.value) == f"small_m_gemm: {message}"
+
+
+# --- moe_grouped_gemm
+
+
+class Experts(NamedTuple):
+    """Arguments of moe_grouped_gemm, and rows that nobody may read."""
+
+    arguments: dict[str, torch.Tensor]
+    experts: torch.Tensor  # [T, taken]
+
+
+def experts_of(
+    rows: int, taken: int, experts: int, width: int, outs: int, scaled: str, device: torch.device
+) -> Experts:
+    """Rows that choose at random among all experts but the first two, which are poisoned, as are their scales; weights
+    of 16 bits where `scaled` is "halves"."""
+    chosen = 2 + torch.rand(rows, experts - 2).topk(taken).indices
+    flat, order = chosen.flatten().sort()
+    arguments = {"order": order, "ends": torch.searchsorted(flat, torch.arange(experts), right=True, out_int32=True)}
+    if scaled == "halves":
+        arguments["x"] = torch.randn(rows, width).bfloat16()
+        arguments["weight"] = (torch.randn(experts, outs, width) / width**0.5).bfloat16()
+        arguments["weight"][:2] = torch.nan
+        return Experts({name: tensor.to(device) for name, tensor in arguments.items()}, chosen)
+    group_size = 128 if scaled == "groups" else None
+    weight, weight_scales = eight_bits(experts * outs, width, group_size, torch.device("cpu"))
+    numbers = weight.view(experts, outs, width)
+    scales = weight_scales.t().view(experts, outs, -1).mT.contiguous()
+    numbers[:2], scales[:2] = torch.full_like(numbers[:2].float(), torch.nan).to(numbers.dtype), torch.nan
+    arguments |= {"weight": numbers, "weight_scales": scales}
+    if scaled == "none":
+        arguments["x"] = torch.randn(rows, width).bfloat16()
+    else:
+        arguments["x"], arguments["x_scales"] = eight_bits(rows, width, group_size, torch.device("cpu"))
+    return Experts({name: tensor.to(device) for name, tensor in arguments.items()}, chosen)
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("scaled", ["groups", "rows", "none"])
+@pytest.mark.parametrize(
+    ("rows", "taken", "experts", "width", "outs"),
+    [(1, 2, 5, 128, 16), (3, 4, 9, 768, 48), (8, 8, 20, 256, 32), (40, 2, 4, 640, 32), (70, 3, 130, 128, 16)],
+)
+def test_moe_grouped_gemm(
+    rows: int, taken: int, experts: int, width: int, outs: int, scaled: str, gated: bool, device: torch.device
+) -> None:
+    """Who reads an expert that nobody takes, or a row of another, makes NaN of some number."""
+    given, _ = experts_of(rows, taken, experts, width, outs, scaled, device)
+    made = outs // 2 if gated else outs
+    for dtype in (torch.bfloat16, torch.float16):
+        if scaled == "none":
+            given["x"] = given["x"].to(dtype)
+        wide = torch.full((rows * taken, made + 8), torch.nan, dtype=dtype, device=device)
+        sd.moe_grouped_gemm(**given, gated=gated, out=wide[:, :made])
+        assert wide[:, made:].isnan().all()
+        check_eights(
+            wide[:, :made].cpu(), reference.moe_grouped_gemm(**{k: t.cpu() for k, t in given.items()}, gated=gated)
+        )
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "taken", "experts", "width", "outs"),
+    [
+        (1, 2, 5, 64, 16),
+        (1, 8, 30, 2048, 96),
+        (3, 4, 9, 768, 48),
+        (8, 8, 20, 320, 32),
+        (9, 1, 3, 192, 32),
+        (40, 2, 4, 640, 32),
+        (70, 3, 130, 128, 16),
+        (300, 2, 7, 64, 48),
+    ],
+)
+def test_moe_grouped_gemm_of_sixteen_bits(
+    rows: int, taken: int, experts: int, width: int, outs: int, gated: bool, device: torch.device
+) -> None:
+    """As above; of 9 rows all take the one expert there is."""
+    given, _ = experts_of(rows, taken, experts, width, outs, "halves", device)
+    made = outs // 2 if gated else outs
+    for dtype in HALVES:
+        given |= {name: given[name].to(dtype) for name in ("x", "weight")}
+        wide = torch.full((rows * taken, made + 8), torch.nan, dtype=dtype, device=device)
+        sd.moe_grouped_gemm(**given, gated=gated, out=wide[:, :made])
+        assert wide[:, made:].isnan().all()
+        check(wide[:, :made], reference.moe_grouped_gemm(**{k: t.cpu() for k, t in given.items()}, gated=gated))
+        assert torch.equal(sd.moe_grouped_gemm(**given, gated=gated, again=True), wide[:, :made])
+
+
+@pytest.mark.sanitize
+def test_moe_grouped_gemm_of_strided_rows(device: torch.device) -> None:
+    """Whose neighbours nobody may read, and pairs that are rows of their own."""
+    given, _ = experts_of(7, 3, 6, 192, 32, "halves", device)
+    wide = torch.full((21, 320), torch.nan, device=device).bfloat16()
+    given["x"] = wide[:, 64:256].copy_(torch.randn(21, 192))
+    check(sd.moe_grouped_gemm(**given), reference.moe_grouped_gemm(**{k: t.cpu() for k, t in given.items()}))
+
+
+@pytest.mark.parametrize("scaled", ["groups", "halves"])
+def test_moe_grouped_gemm_do_not_depend_on_their_neighbours(scaled: str, device: torch.device) -> None:
+    """The same bits alone, beside few and beside many."""
+    given, chosen = experts_of(70, 3, 9, 512, 32, scaled, device)
+    whole = sd.moe_grouped_gemm(**given).view(70, 3, -1)
+    for first, last in ((0, 1), (5, 12), (3, 33)):
+        flat, order = chosen[first:last].flatten().sort()
+        part = {
+            "x": given["x"][first:last],
+            "order": order.to(device),
+            "ends": torch.searchsorted(flat, torch.arange(9), right=True, out_int32=True).to(device),
+        }
+        if scaled == "groups":
+            part["x_scales"] = given["x_scales"][:, first:last]
+        assert torch.equal(sd.moe_grouped_gemm(**(given | part)).view(last - first, 3, -1), whole[first:last])
+
+
+@pytest.mark.parametrize("scaled", ["none", "halves"])
+def test_moe_grouped_gemm_stay_in_their_tensors(scaled: str, device: torch.device) -> None:
+    """Whatever order and ends say: pairs of nowhere are of the nearest row, and what ends before it begins is empty."""
+    given, _ = experts_of(2, 2, 4, 128, 16, scaled, device)
+    given["order"] = torch.tensor([-7, 1, 900, 2], device=device)
+    given["ends"] = torch.tensor([-3, -5, 2, 1000], dtype=torch.int32, device=device)
+    out = torch.full((4, 16), torch.nan, device=device).bfloat16()
+    sd.moe_grouped_gemm(**given, out=out)
+    assert out.isfinite().all()
+    given["ends"] = torch.tensor([0, 0, 4, 1], dtype=torch.int32, device=device)
+    assert sd.moe_grouped_gemm(**given).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"x": torch.zeros(2, 64).bfloat16()}, "in_features is 64, expected 128 to 2147483647"),
+        ({"x": torch.zeros(2, 192).bfloat16()}, "in_features is 192, expected a multiple of 128"),
+        ({"weight": torch.zeros(3, 24, 256)}, "weight is float32, expected float8_e4m3fn"),
+        (
+            {"weight": torch.zeros(3, 24, 256).to(torch.float8_e4m3fn)},
+            "out_features is 24, expected a multiple of 16",
+        ),
+        ({"order": torch.zeros(5, dtype=torch.int64)}, "pairs is 5, expected a multiple of 2"),
+        ({"order": torch.zeros(4, dtype=torch.int32)}, "order is int32, expected int64"),
+        ({"ends": torch.zeros(4, dtype=torch.int32)}, "ends has shape [4], expected [experts=3]"),
+        ({"weight_scales": torch.ones(3, 3, 32)}, "groups is 3, expected 1 or 2"),
+        ({"x_scales": torch.ones(1, 2)}, "x is bfloat16, expected float8_e4m3fn"),
+        ({"weight_scales": None}, "weight is float8_e4m3fn, expected bfloat16"),
+        (
+            {"weight_scales": None, "x_scales": torch.ones(1, 2)},
+            "weight_scales is None, expected a tensor beside x_scales",
+        ),
+        ({"weight_scales": None, "x": torch.zeros(2, 32).half()}, "in_features is 32, expected 64 to 2147483647"),
+        ({"weight_scales": None, "x": torch.zeros(2, 96).half()}, "in_features is 96, expected a multiple of 64"),
+        (
+            {"weight_scales": None, "weight": torch.zeros(3, 24, 256).bfloat16()},
+            "out_features is 24, expected a multiple of 16",
+        ),
+    ],
+)
+def test_moe_grouped_gemm_refuses(changes: dict[str, torch.Tensor], message: str) -> None:
+    arguments = {
+        "x": torch.zeros(2, 256).bfloat16(),
+        "weight": torch.zeros(3, 32, 256).to(torch.float8_e4m3fn),
+        "order": torch.zeros(4, dtype=torch.int64),
+        "ends": torch.zeros(3, dtype=torch.int32),
+        "weight_scales": torch.ones(3, 1, 32),
+    } | changes
+    with pytest.raises(ValueError) as error:
+        sd.moe_grouped_gemm(**arguments)
+    assert str(error.value) == f"moe_grouped_gemm: {message}"
+
+
+# --- moe_route
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("normalised", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "experts", "taken"),
+    [
+        (0, 4, 2),
+        (1, 1, 1),
+        (1, 128, 8),
+        (3, 7, 7),
+        (17, 60, 4),
+        (64, 256, 32),
+        (64, 33, 3),
+        (65, 128, 8),
+        (30, 300, 5),
+        (0, 1024, 2),
+        (700, 1024, 9),
+        (2500, 64, 6),
+    ],
+)
+def test_moe_route(
+    rows: int, experts: int, taken: int, normalised: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Many scores are alike."""
+    wide = torch.full((rows, experts + 3), torch.nan).to(dtype)
+    wide[:, :experts] = (torch.randn(rows, experts) * 3).round() / 2
+    got = sd.moe_route(wide.to(device)[:, :experts], taken, normalised=normalised)
+    want = reference.moe_route(wide[:, :experts], taken, normalised=normalised)
+    for name in ("experts", "order", "ends"):
+        assert torch.equal(getattr(got, name).cpu(), getattr(want, name)), name
+    if rows:
+        check(got.shares, want.shares)
+
+
+@pytest.mark.parametrize("rows", [1, 70])
+@pytest.mark.parametrize("normalised", [False, True])
+def test_moe_route_of_any_scores(normalised: bool, rows: int, device: torch.device) -> None:
+    """What is no number counts as -inf, infinities share the whole, and rows of neither are taken from the front."""
+    nan, inf = torch.nan, torch.inf
+    scores = torch.tensor(
+        [[nan, 1, -inf, 2, nan], [inf, 5, inf, nan, -inf], [nan] * 5, [-inf] * 5, [-0.0, 0, 0, -0.0, 0]]
+    )
+    got = sd.moe_route(scores.repeat(rows, 1).to(device), 3, normalised=normalised)
+    want = reference.moe_route(scores, 3, normalised=normalised)
+    assert want.experts.tolist() == [[3, 1, 0], [0, 2, 1], [0, 1, 2], [0, 1, 2], [0, 1, 2]]
+    assert torch.equal(got.experts.cpu(), want.experts.repeat(rows, 1))
+    check(got.shares, want.shares.repeat(rows, 1))
+
+
+def test_moe_route_do_not_depend_on_their_neighbours(device: torch.device) -> None:
+    scores = torch.randn(200, 100, device=device)
+    whole = sd.moe_route(scores, 6)
+    for first, last in ((0, 1), (50, 90), (3, 130)):
+        part = sd.moe_route(scores[first:last], 6)
+        assert torch.equal(part.experts, whole.experts[first:last])
+        assert torch.equal(part.shares, whole.shares[first:last])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"scores": torch.zeros(2, 8, dtype=torch.int32)}, "scores is int32, expected float32 or float16 or bfloat16"),
+        ({"scores": torch.zeros(2, 1025)}, "experts is 1025, expected 1 to 1024"),
+        ({"taken": 9}, "taken is 9, expected 1 to 8"),
+        ({"taken": 33, "scores": torch.zeros(2, 64)}, "taken is 33, expected 1 to 32"),
+        ({"scores": torch.zeros(70000, 8)}, "pairs is 280000, expected 0 to 262144"),
+    ],
+)
+def test_moe_route_refuses(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        sd.moe_route(**({"scores": torch.zeros(2, 8), "taken": 4} | changes))
+    assert str(error.value) == f"moe_route: {message}"
+
+
+# --- moe_combine
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "taken", "width"), [(0, 2, 8), (1, 8, 2048), (3, 1, 7), (5, 9, 72), (300, 4, 264)])
+def test_moe_combine(rows: int, taken: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+    wide = torch.randn(rows * taken, width + 9, device=device).to(dtype)
+    shares = torch.rand(rows, taken, device=device)
+    for made in (wide[:, :width], wide[:, 1 : width + 1]):  # the second off 16 bytes
+        both = torch.full((rows, width + 8), torch.nan, device=device).to(dtype)
+        out = sd.moe_combine(made, shares, out=both[:, :width])
+        assert both[:, width:].isnan().all()
+        if rows:
+            check(out, reference.moe_combine(made, shares))
+            assert torch.equal(out, sd.moe_combine(made, shares))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"made": torch.zeros(5, 8)}, "made has shape [5, 8], expected [rows * taken=6, width]"),
+        ({"shares": torch.zeros(2, 3).half()}, "shares is float16, expected float32"),
+        ({"out": torch.zeros(2, 8).half()}, "out is float16, expected float32"),
+        ({"made": torch.zeros(6, 0)}, "width is 0, expected 1 to 2147483647"),
+    ],
+)
+def test_moe_combine_refuses(changes: dict[str, torch.Tensor], message: str) -> None:
+    arguments = {"made": torch.zeros(6, 8), "shares": torch.zeros(2, 3)} | changes
+    with pytest.raises(ValueError) as error:
+        sd.moe_combine(**arguments)
+    assert str(error.value) == f"moe_combine: {message}"
+
+
+# --- quantize_fp8
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("group_size", [None, 128])
+@pytest.mark.parametrize(("rows", "width"), [(0, 8), (1, 1), (3, 130), (2, 4096), (5, 12288), (300, 72), (1, 60000)])
+def test_quantize_fp8(rows: int, width: int, group_size: int | None, dtype: torch.dtype, device: torch.device) -> None:
+    """The very numbers: divisions and roundings are exact on all devices."""
+    wide = (torch.randn(rows, width + 8, device=device) * 10 ** torch.randn(rows, 1, device=device)).to(dtype)
+    for x in (wide[:, :width], wide[:, 1 : width + 1]):  # the second off 16 bytes
+        if rows:
+            x[0, : width // 2] = 0
+        numbers = torch.full((rows, width + 16), torch.nan, device=device).to(torch.float8_e4m3fn)
+        got, scales = sd.quantize_fp8(x, group_size=group_size, out=(numbers[:, :width], None))
+        want, of_want = reference.quantize_fp8(x.cpu(), group_size=group_size)
+        assert torch.equal(scales.cpu(), of_want)
+        assert torch.equal(got.cpu().float(), want.float())
+        assert numbers[:, width:].float().isnan().all()
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(
+    ("rows", "width", "groups"),
+    [
+        (0, 8, 1),
+        (1, 2, 1),
+        (3, 130, 1),
+        (3, 130, 2),
+        (5, 768, 6),
+        (300, 72, 1),
+        (9, 12288, 96),
+        (4, 192, 6),
+        (2, 512, 128),
+    ],
+)
+def test_dequantize(rows: int, width: int, groups: int, bits: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Rounded once from float32, which all of these have on all devices."""
+    groups = groups if bits == 4 else 1 if groups == 1 else -(-width // 128)
+    if bits == 4:
+        weight = four_bits(rows, width, groups, device)
+        numbers, scales = weight["weight"], weight["weight_scales"]
+    else:
+        numbers = torch.randn(rows, width, device=device).to(torch.float8_e4m3fn)
+        scales = torch.rand(groups, rows, device=device) + 0.5
+    want = reference.dequantize(numbers, scales).float().to(dtype)
+    for start in (0, 1):  # the second off 16 bytes
+        out = torch.full((rows, width + 16), torch.nan, device=device).to(dtype)
+        sd.dequantize(numbers, scales, out=out[:, start : start + width])
+        assert torch.equal(out[:, start : start + width], want)
+        assert out[:, :start].isnan().all() and out[:, start + width :].isnan().all()
+    assert torch.equal(sd.dequantize(numbers, scales, dtype=str(dtype).removeprefix("torch.")), want)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"scales": torch.ones(3, 2)}, "groups is 3, expected 1 or 2"),
+        (
+            {"numbers": torch.zeros(2, 8, dtype=torch.uint8), "scales": torch.ones(3, 2)},
+            "groups is 3, expected a divisor of 16",
+        ),
+        ({"numbers": torch.zeros(2, 8)}, "numbers is float32, expected float8_e4m3fn or uint8"),
+        ({"out": torch.zeros(2, 4)}, "out has shape [2, 4], expected [rows=2, width=256]"),
+    ],
+)
+def test_dequantize_refuses(arguments: dict[str, torch.Tensor], message: str) -> None:
+    numbers = torch.zeros(2, 256).to(torch.float8_e4m3fn)
+    with pytest.raises(ValueError) as error:
+        sd.dequantize(**({"numbers": numbers, "scales": torch.ones(1, 2)} | arguments))
+    assert str(error.value) == f"dequantize: {message}"
+
+
+def test_quantize_fp8_at_the_ends(device: torch.device) -> None:
+    """Zeros, the largest numbers there are, and a scale that is given."""
+    x = torch.tensor([[0.0, 0.0, 0.0], [3e38, -3e38, 1.0], [1e-38, 0.0, -1e-38]], device=device)
+    numbers, scales = sd.quantize_fp8(x)
+    assert numbers.float().tolist() == [[0, 0, 0], [448, -448, 0], [0, 0, 0]]
+    assert scales[0].tolist() == [pytest.approx(1e-12), pytest.approx(3e38 / 448), pytest.approx(1e-12)]
+    given = torch.tensor([0.5], device=device)
+    numbers, scales = sd.quantize_fp8(torch.tensor([[1.0, 1e9, -0.26]], device=device), scale=given)
+    assert numbers.float().tolist() == [[2, 448, -0.5]] and scales.tolist() == [[0.5]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"group_size": 64}, "quantize_fp8: group_size is 64, expected 128 or None"),
+        (
+            {"group_size": 128, "scale": torch.ones(1)},
+            "quantize_fp8: scale is given, expected none beside a group_size",
+        ),
+        (
+            {"x": torch.zeros(2, 3, dtype=torch.int32)},
+            "quantize_fp8: x is int32, expected float32 or float16 or bfloat16",
+        ),
+    ],
+)
+def test_quantize_fp8_refuses(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        sd.quantize_fp8(**({"x": torch.zeros(2, 256)} | arguments))
+    assert str(error.value) == message
+
+
+# --- rope_qkv_write_kv
+
+
+def rotations(count: int, head_dim: int, device: torch.device) -> torch.Tensor:
+    angles = torch.arange(count)[:, None] * 0.9 ** torch.arange(head_dim // 2)
+    return torch.cat([angles.cos(), angles.sin()], dim=1).float().to(device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize(("batch", "q_len", "heads", "kv_heads", "page_size"), [(3, 5, 4, 2, 4), (1, 1, 3, 1, 1)])
+def test_rope_qkv_write_kv(
+    batch: int,
+    q_len: int,
+    heads: int,
+    kv_heads: int,
+    page_size: int,
+    norms: bool,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    qkv = torch.randn(batch, q_len, heads + 2 * kv_heads, head_dim).to(dtype)
+    table, num_pages = page_table(batch, 8)
+    lens = torch.randint(0, 3 * page_size, (batch,), dtype=INT)
+    positions = torch.randint(-2, 40, (batch, q_len), dtype=INT)
+    weights = {f"{name}_norm": torch.randn(head_dim).to(dtype) if norms else None for name in "qk"}
+    pools = [poisoned(num_pages, page_size, kv_heads, head_dim, dtype=dtype) for _ in range(2)]
+    valid = torch.randint(0, q_len + 1, (batch,), dtype=INT)
+    turns = rotations(33, head_dim, torch.device("cpu"))
+    inputs = [qkv, turns, positions, *pools, table, lens]
+    got_inputs = [x.clone().to(device) for x in inputs]
+    options = {"row_offset": 1, "eps": 1e-5}
+    out = sd.rope_qkv_write_kv(
+        *got_inputs,
+        **options,
+        num_valid=valid.to(device),
+        **{name: None if w is None else w.to(device) for name, w in weights.items()},
+    )
+    want = reference.rope_qkv_write_kv(*inputs, **options, num_valid=valid, **weights)
+    check(out, want, 2)
+    got_k, got_v = got_inputs[3].cpu(), got_inputs[4]
+    assert_same_bytes(got_v, pools[1])
+    assert torch.equal(got_k.isnan(), pools[0].isnan())
+    check(got_k.nan_to_num(), pools[0].nan_to_num(), 2)
+
+
+def test_rope_qkv_write_kv_of_strided_heads_rounds_for_8_bit_pools(device: torch.device) -> None:
+    wide = torch.randn(2, 3, 8, 72, device=device).bfloat16()
+    qkv = wide[:, :, 1:7, 3:67]
+    table, num_pages = page_table(2, 2)
+    pools = [torch.zeros(num_pages, 4, 2, 64, dtype=torch.float8_e4m3fn, device=device) for _ in range(2)]
+    lens = torch.tensor([1, 4], dtype=INT, device=device)
+    positions = torch.zeros(2, 3, dtype=INT, device=device)
+    turns = rotations(1, 64, device)
+    out = sd.rope_qkv_write_kv(qkv, turns, positions, *pools, table.to(device), lens, k_scale=0.5, v_scale=2.0)
+    want = [torch.zeros_like(pool) for pool in pools]
+    sd.write_kv(qkv[:, :, 2:4], qkv[:, :, 4:], *want, table.to(device), lens, k_scale=0.5, v_scale=2.0)
+    assert torch.equal(out, qkv[:, :, :2])  # position 0 is turned by nothing
+    for pool, expected in zip(pools, want, strict=True):
+        assert_same_bytes(pool, expected.cpu())
+
+
+@pytest.mark.sanitize
+def test_rope_qkv_write_kv_marks_what_it_cannot_write(device: torch.device) -> None:
+    table, num_pages = page_table(5, 2)
+    table[1, 1] = -1
+    pools = [poisoned(num_pages, 4, 1, 64).to(device) for _ in range(2)]
+    refs = torch.ones(num_pages, dtype=INT)
+    refs[table[2, 0]] = 2
+    arguments = {
+        "slots": torch.tensor([0, 1, 2, 3, 4, -1, 99], dtype=INT, device=device),
+        "num_valid": torch.tensor([2, 2, 2, 2, 3, 2, 2], dtype=INT, device=device),
+        "status": torch.tensor([0, 0, 0, Status.STALLED, 0], dtype=INT, device=device),
+        "page_refs": refs.to(device),
+    }
+    qkv = torch.randn(7, 2, 3, 64, device=device)
+    lens = torch.tensor([7, 3, 0, 0, 0], dtype=INT, device=device)
+    out = sd.rope_qkv_write_kv(
+        qkv,
+        rotations(2, 64, device),
+        torch.zeros(7, 2, dtype=INT, device=device),
+        *pools,
+        table.to(device),
+        lens,
+        **arguments,
+    )
+    assert arguments["status"].tolist() == [
+        Status.BAD_LENGTH,
+        Status.BAD_PAGE,
+        Status.SHARED_PAGE,
+        Status.STALLED,
+        Status.BAD_LENGTH,
+    ]
+    assert torch.equal(out, qkv[:, :, :1])
+    written = [(int(table[0, 1]), 3), (int(table[1, 0]), 3)]
+    for pool in pools:
+        assert {(page, row) for page, row in (~pool[:, :, 0, 0].isnan()).nonzero().tolist()} == set(written)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"qkv": (2, 3, 4, 96)}, "rope_qkv_write_kv: head_dim is 96, expected 64, 128 or 256"),
+        (
+            {"qkv": (2, 3, 2, 64)},
+            "rope_qkv_write_kv: query_heads + 2 * heads is 2, expected 3 to 16384",
+        ),
+        (
+            {"positions": (2, 4)},
+            "rope_qkv_write_kv: positions has shape [2, 4], expected [batch=2, q_len=3]",
+        ),
+    ],
+)
+def test_rope_qkv_write_kv_refuses(changes: dict[str, tuple[int, ...]], message: str) -> None:
+    shapes = {"qkv": (2, 3, 4, 64), "positions": (2, 3)} | changes
+    qkv = torch.zeros(shapes["qkv"])
+    pool = torch.zeros(4, 4, 1, qkv.shape[-1])
+    with pytest.raises(ValueError) as error:
+        sd.rope_qkv_write_kv(
+            qkv,
+            torch.zeros(8, qkv.shape[-1]),
+            torch.zeros(shapes["positions"], dtype=INT),
+            pool,
+            pool.clone(),
+            torch.zeros(2, 2, dtype=INT),
+            torch.zeros(2, dtype=INT),
+        )
+    assert str(error.value) == message

@@ -1,0 +1,197 @@
+"""The README and the pages of docs/ are true where a program can tell: code, commands, quotations, links and tables."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import specdec_kernels as sd
+from specdec_kernels import engine, hf
+from specdec_kernels.cli import make_parser
+from specdec_kernels.compat.sglang import functions as sglang
+from specdec_kernels.compat.vllm import functions as vllm
+from specdec_kernels.compat.vllm import gpu as vllm_gpu
+from specdec_kernels.models.families import base as families
+from specdec_kernels.ops._op_list import native_halves, public_ops
+
+ROOT = Path(__file__).resolve().parents[2]
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("examples/*/*.md"))]
+
+# The ops, what they take and return, and what stands beside them.
+PUBLIC = {name for name in sd.__all__ if inspect.isclass(getattr(sd, name)) or inspect.isfunction(getattr(sd, name))}
+
+every_page = pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def python_blocks(page: Path) -> list[str]:
+    return blocks(page, "python")
+
+
+def without_code(page: Path) -> str:
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """What `#...` may name: each heading in lower case, without punctuation, with dashes for spaces."""
+    headings = re.findall(r"^#+ (.*)$", without_code(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def printed_by(block: str) -> list[str]:
+    """The lines a block says it prints: the comments behind its `print` calls."""
+    return re.findall(r"^print\(.*\)  # (.*)$", block, re.MULTILINE)
+
+
+@every_page
+def test_code_runs_and_prints_what_it_says(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks of a page share one namespace, in order; families that one registers go with it."""
+    monkeypatch.setattr(families, "_FAMILIES", dict(families._FAMILIES))
+    namespace: dict[str, object] = {}
+    for number, block in enumerate(python_blocks(page), 1):
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            exec(compile(block, f"{page.name}, Python block {number}", "exec"), namespace)
+        if printed_by(block):
+            assert out.getvalue().splitlines() == printed_by(block)
+
+
+@every_page
+def test_commands_are_understood(page: Path) -> None:
+    """`specdec` ends the process where it does not know a command or an option."""
+    for command in re.findall(r"^specdec (.*)$", "".join(blocks(page, "bash")), re.MULTILINE):
+        make_parser().parse_args(shlex.split(command, comments=True))
+
+
+@every_page
+def test_cpp_is_quoted_from_the_source(page: Path) -> None:
+    source = {line.strip() for path in (ROOT / "csrc").rglob("*.cpp") for line in path.read_text().splitlines()}
+    for block in blocks(page, "cpp"):
+        assert set(block.splitlines()) <= source
+
+
+def test_readme_shows_the_engine_and_the_ops() -> None:
+    engine, ops = python_blocks(README)
+    assert "import specdec_kernels as sd" in ops and "from specdec_kernels.engine import" in engine
+
+
+@every_page
+def test_relative_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", without_code(page)):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), f"{page.name} links to {link}"
+        assert not anchor or anchor in anchors(target), f"{page.name} links to {link}"
+
+
+def verbs() -> list[str]:
+    usage = subprocess.run([ROOT / "build.sh"], capture_output=True, text=True, check=True).stdout
+    return re.findall(r"^  ([a-z]+) ", usage, re.MULTILINE)
+
+
+def test_verbs_named_are_verbs_of_build_sh() -> None:
+    assert verbs() == ["demo", "test", "docs", "dev", "wheel"]
+    for page in PAGES:
+        named = set(re.findall(r"\./build\.sh ([a-z]+)", page.read_text()))
+        assert named <= set(verbs()), f"{page.name} names {named - set(verbs())}"
+
+
+def test_unknown_verb_is_refused() -> None:
+    done = subprocess.run([ROOT / "build.sh", "frobnicate"], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("usage: ./build.sh <verb>\n")
+
+
+def test_op_table_names_the_ops() -> None:
+    """Every compiled op runs on both devices; `make_page_pool` is a helper of theirs in Python."""
+    rows = [[cell.strip() for cell in line.split("|")] for line in README.read_text().splitlines() if line[:3] == "| `"]
+    named = {name: (cpu, cuda) for _, names, _, cpu, cuda, _ in rows for name in re.findall(r"`(\w+)`", names)}
+    expected = {op: ("✓", "✓") for op in public_ops() if native_halves(op)}
+    assert named == expected | {"NgramIndex": ("✓", "✓")}
+
+
+def test_site_has_every_page_once() -> None:
+    """All but the notebook's, which are linked to and dated."""
+    nav = re.findall(r"- (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    pages = [str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")]
+    assert sorted(nav) == sorted(page for page in pages if not page.startswith("notebook/"))
+
+
+def test_site_has_every_public_name_once() -> None:
+    """What `import specdec_kernels` gives, each with its docstring on the page of its room."""
+    pages = "".join(page.read_text() for page in sorted((ROOT / "docs" / "ops").glob("*.md")))
+    shown = re.findall(r"^::: specdec_kernels\.[\w.]*?(\w+)$", pages, re.MULTILINE)
+    assert sorted(shown) == sorted(PUBLIC)
+
+
+def shown_in_reference() -> list[str]:
+    pages = "".join(page.read_text() for page in sorted((ROOT / "docs" / "reference").glob("*.md")))
+    return re.findall(r"^::: specdec_kernels\.(\S+)$", pages, re.MULTILINE)
+
+
+def test_reference_has_every_public_name_once() -> None:
+    """What `specdec_kernels.engine` and `hf` export, every function that another engine calls, and what SGLang and vLLM are
+    given by the plugins."""
+    plugin = [
+        "compat.sglang_attention.TreeAttention",
+        "compat.sglang_attention.TreeAttentionSteps",
+        "compat.sglang_ngram.NgramTrees",
+        "compat.sglang_plugin.register",
+        "compat.vllm_attention.PagedAttention",
+        "compat.vllm_attention.RowsBuilder",
+        "compat.vllm_plugin.register",
+    ]
+    compat = [
+        f"compat.{module.__name__.rpartition('.')[2]}.{name}"
+        for module in (sglang, vllm, vllm_gpu)
+        for name, value in vars(module).items()
+        if getattr(value, "__module__", None) == module.__name__ and value.__name__ == name and name[0] != "_"
+    ]
+    names = [*(f"engine.{name}" for name in engine.__all__), *(f"hf.{name}" for name in hf.__all__)]
+    assert sorted(shown_in_reference()) == sorted([*names, *compat, *plugin, "torch_ops"])
+
+
+def test_reference_has_every_option_of_the_command_line() -> None:
+    """What `--help` says, in the order in which it does."""
+    _, *sections = (ROOT / "docs" / "reference" / "cli.md").read_text().split("\n## specdec ")
+    commands = next(action.choices for action in make_parser()._actions if isinstance(action.choices, dict))
+    assert [section.split()[0] for section in sections] == list(commands)
+    for section, parser in zip(sections, commands.values(), strict=True):
+        listed = [re.findall(r"`([^`]+)`", row.split("|")[1]) for row in section.splitlines() if row[:3] == "| `"]
+        options = [action for action in parser._actions if action.dest != "help"]
+        assert listed == [list(action.option_strings) or [action.dest] for action in options]
+        said = [
+            row.rstrip("| ").rpartition("| ")[2].replace("`", "") for row in section.splitlines() if row[:3] == "| `"
+        ]
+        assert said == [str(action.help).replace("`", "") for action in options]
+        assert section.splitlines()[2] == parser.description
+
+
+def test_changelog_has_this_version_first() -> None:
+    """Behind what is not released yet, if anything."""
+    versions = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert versions[versions[0] == "Unreleased"] == (ROOT / "VERSION").read_text().strip()
+
+
+def test_ops_are_called_in_the_examples_of_their_pages() -> None:
+    for page in sorted((ROOT / "docs" / "ops").glob("*.md")):
+        for op in re.findall(r"^::: specdec_kernels\.ops\.([a-z]\w+)$", page.read_text(), re.MULTILINE):
+            assert any(f"sd.{op}(" in block for block in python_blocks(page)), f"{page.name} does not call {op}"
+
+
+def test_design_page_names_every_room_of_csrc() -> None:
+    page = (ROOT / "docs" / "design.md").read_text()
+    rooms = {path.name for path in (ROOT / "csrc").iterdir() if path.is_dir()}
+    assert set(re.findall(r"^  ([a-z]+)/ ", page, re.MULTILINE)) >= rooms

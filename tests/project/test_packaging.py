@@ -1,0 +1,99 @@
+"""A fresh copy of the source, in a folder with a space in its name, builds as a stranger would build it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support import native_build as native_build
+
+ROOT = native_build.ROOT
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """What a clone would hold: every file that git does not ignore, and nothing that was built."""
+    native_build.require([], ["git", "c++"])
+    if not (ROOT / ".git").exists():
+        pytest.skip("this is no git checkout")
+    copy = tmp_path / "a folder with spaces"
+    for name in native_build.run(["git", "ls-files", "-co", "--exclude-standard"]).splitlines():
+        if (ROOT / name).is_file():
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, copy / name)
+    return copy
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> Path:
+    """An environment with pip alone; returns its Python."""
+    native_build.run([sys.executable, "-m", "venv", tmp_path / "environment"])
+    return tmp_path / "environment" / "bin" / "python"
+
+
+def files(folder: Path) -> set[Path]:
+    return {path.relative_to(folder) for path in folder.rglob("*")}
+
+
+def pip(python: Path, *arguments: str | Path, **variables: str) -> None:
+    """pip with this project's versions, also for what it installs to build with."""
+    constraints = (ROOT / "constraints.txt").as_uri()
+    command = [python, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments]
+    native_build.run(command, PIP_CONSTRAINT=constraints, PIP_BUILD_CONSTRAINT=constraints, PYTHONPATH="", **variables)
+
+
+def test_pip_installs_from_it_and_writes_nothing_there(source: Path, environment: Path) -> None:
+    before = files(source)
+    pip(environment, "install", "--no-deps", "-Ccmake.build-type=Debug", source, SPECDEC_CUDA="OFF")
+    assert files(source) == before
+    program = "import specdec_kernels as sd; print(sd.__version__, sd.cuda_version)"
+    said = native_build.run([environment, "-c", program], PYTHONPATH="")
+    assert said == f"{(ROOT / 'VERSION').read_text().strip()} None\n"
+
+
+def test_a_wheel_can_be_the_first_thing_that_is_built(source: Path) -> None:
+    done = subprocess.run(
+        ["./build.sh", "wheel", "cpu"],
+        cwd=source,
+        env={**os.environ, "PYTHON": sys.executable, "PYTHONS": sys.executable, "PYTHONPATH": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = (source / "dist").glob("*.whl")
+    assert wheel.name.startswith(f"specdec_kernels-{(ROOT / 'VERSION').read_text().strip()}+cpu-cp3")
+
+
+def test_pip_finds_all_that_a_build_with_nvcc_needs(source: Path, environment: Path, tmp_path: Path) -> None:
+    """What pip would install to build with, and two kernels compiled with that alone."""
+    native_build.require([], ["nvcc"])
+    program = (
+        "import pathlib, sys, tomllib; sys.path.insert(0, 'packaging'); "
+        "print(*tomllib.loads(pathlib.Path('pyproject.toml').read_text())['build-system']['requires'], sep='\\n')"
+    )
+    if sys.version_info < (3, 11):
+        pytest.skip("tomllib came with Python 3.11")
+    requires = subprocess.run([environment, "-c", program], cwd=source, capture_output=True, text=True, check=True)
+    pip(environment, "install", *requires.stdout.split("\n")[:-1])
+    program = "import sys; sys.path.insert(0, 'packaging'); import build_backend as b; print(*b.get_requires_for_build_wheel())"
+    asked = subprocess.run([environment, "-c", program], cwd=source, capture_output=True, text=True, check=True)
+    assert "nvidia-cutlass" in asked.stdout
+    pip(environment, "install", "cmake", "ninja", *asked.stdout.split())
+
+    tools, build = environment.parent, tmp_path / "a build"
+    native_build.run(
+        [
+            *(tools / "cmake", "-S", source, "-B", build, "-G", "Ninja", f"-DPython_EXECUTABLE={environment}"),
+            f"-DCMAKE_MAKE_PROGRAM={tools / 'ninja'}",
+            f"-Dpybind11_DIR={native_build.run([environment, '-m', 'pybind11', '--cmakedir']).strip()}",
+            "-DSKBUILD_PROJECT_VERSION=0",
+        ]
+    )
+    kernels = [f"CMakeFiles/specdec_core.dir/csrc/{name}.cu.o" for name in ("core/cuda", "kv/copy_kv")]
+    native_build.run([tools / "ninja", "-C", build, *kernels])
+    assert all((build / kernel).exists() for kernel in kernels)

@@ -1,0 +1,224 @@
+"""A wheel holds what it should, asks the system for next to nothing, and works where nothing else is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import numpy
+import pytest
+
+from support import native_build as native_build
+
+ROOT = native_build.ROOT
+DEVELOPMENT_BUILD = ROOT / "build" / "dev"
+
+# Of any system with glibc and a C++ runtime; cudart is inside, and libcuda is loaded when a kernel is.
+SYSTEM_LIBRARIES = {"libstdc++", "libm", "libgcc_s", "libc", "libpthread", "libdl", "librt", "ld-linux-x86-64"}
+
+
+HERE = f"cp{sys.version_info[0]}{sys.version_info[1]}"
+
+WHEELS = [None, *sorted((ROOT / "dist").glob("specdec_kernels-*.whl"))]
+
+
+@pytest.fixture(scope="module", params=WHEELS, ids=["built" if path is None else path.stem for path in WHEELS])
+def wheel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Each wheel that `./build.sh wheel` has left in dist, and one of the objects that the development build has just
+    made, so that nothing is compiled a second time."""
+    native_build.require(["scikit_build_core", "pybind11", "tvm_ffi"], ["c++", "readelf", "nm"])
+    if request.param is not None:
+        made = request.param.stat().st_mtime
+        sources = (path for room in ("csrc", "python", "bench") for path in (ROOT / room).rglob("*.[chp]*"))
+        newer = [path for path in sources if "__pycache__" not in path.parts and path.stat().st_mtime > made]
+        if newer:
+            pytest.skip(f"{request.param.name} is older than {newer[0].relative_to(ROOT)}")
+        return request.param
+    if not (DEVELOPMENT_BUILD / "CMakeInit.txt").exists():
+        pytest.skip("there is no build in build/dev (./build.sh dev makes it)")
+    directory = tmp_path_factory.mktemp("wheel")
+    with native_build.alone(ROOT / "build" / "wheel"):
+        native_build.run(
+            [
+                *(sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--no-index"),
+                *("-w", directory, "-Cbuild-dir=build/dev", ROOT),
+            ],
+            PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        )
+    (path,) = directory.glob("specdec_kernels-*.whl")
+    return path
+
+
+def version(wheel: Path) -> str:
+    return wheel.name.split("-")[1]
+
+
+def interpreter(wheel: Path) -> str:
+    """The Python that a wheel is for, looked for where build.sh does."""
+    tag = wheel.name.split("-")[2]
+    if tag == HERE:
+        return sys.executable
+    minor = tag.removeprefix("cp3")
+    kept = Path.home().glob(f".pyenv/versions/3.{minor}.*/bin/python")
+    for path in (shutil.which(f"python3.{minor}"), f"/opt/python/{tag}-{tag}/bin/python", *kept):
+        if path and Path(path).exists() and subprocess.run([path, "-c", ""], capture_output=True).returncode == 0:
+            return str(path)
+    pytest.skip(f"there is no CPython 3.{minor}")
+
+
+@pytest.fixture(scope="module")
+def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment with the wheel and nothing else, not even pip."""
+    directory = tmp_path_factory.mktemp("environment")
+    native_build.run([interpreter(wheel), "-m", "venv", "--without-pip", directory])
+    python = directory / "bin" / "python"
+    native_build.run(
+        [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel], PYTHONPATH=""
+    )
+    return python
+
+
+@pytest.fixture
+def packages(wheel: Path, python: Path, tmp_path: Path) -> Path:
+    """A directory with numpy and nothing else: this one, or for another Python the one that pip finds."""
+    if wheel.name.split("-")[2] == HERE:
+        installed = Path(numpy.__file__).parents[1]
+        for name in ("numpy", "numpy.libs"):
+            if (installed / name).exists():
+                (tmp_path / name).symlink_to(installed / name)
+        return tmp_path
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--only-binary", ":all:"]
+    pip += ["-c", ROOT / "constraints.txt", "--target", tmp_path, "numpy"]
+    if subprocess.run(pip, capture_output=True).returncode != 0:
+        pytest.skip("pip finds no numpy for this Python")
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def module(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("unpacked")
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(".so")]
+        return Path(archive.extract(name, directory))
+
+
+def files(wheel: Path) -> set[str]:
+    return {name for name in zipfile.ZipFile(wheel).namelist() if not name.endswith("/")}
+
+
+@pytest.mark.skipif(bool(list(Path("/usr/local").glob("cuda-12*"))), reason="CUDA 12 is here")
+def test_a_wheel_without_its_compiler_is_refused_before_anything_is_made() -> None:
+    environment = {"PATH": "/usr/bin:/bin", "PYTHON": "/nowhere/python"}
+    done = subprocess.run([ROOT / "build.sh", "wheel", "cu12"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr == (
+        "build.sh: there is no nvcc of CUDA 12, expected one on the PATH or in /usr/local/cuda-12.*/bin (NVIDIA's packages "
+        "cuda-{nvcc,cudart-dev,cccl,nvtx}-12-9; PyPI's nvidia-cuda-nvcc-cu12 is without nvcc, cicc, cudafe++, fatbinary and "
+        "nvlink)\n"
+    )
+
+
+def test_everything_that_runs_is_inside(wheel: Path) -> None:
+    expected = [
+        "__init__.py",
+        "_C.pyi",
+        "py.typed",
+        "ops.py",
+        "reference/draft.py",
+        "engine/drafts/eagle.py",
+        "server/page.html",
+    ]
+    expected += [f"bench/{path.relative_to(ROOT / 'bench')}" for path in (ROOT / "bench").rglob("*.py")]
+    for model in ("target", "eagle3"):
+        expected += [f"tiny_model/{model}/{path.name}" for path in (ROOT / "examples" / "tiny" / model).iterdir()]
+    assert {f"specdec_kernels/{name}" for name in expected} <= files(wheel)
+    assert any(name.endswith("/licenses/LICENSE") for name in files(wheel))
+
+
+def test_nothing_else_is_inside(wheel: Path) -> None:
+    kinds = {Path(name).suffix for name in files(wheel) if name.startswith("specdec_kernels/")}
+    assert kinds == {".py", ".pyi", ".typed", ".so", ".json", ".safetensors", ".html"}
+    assert not [
+        name for name in files(wheel) if re.search(r"train\.py|corpus\.py|/results/|/tests/|metrics\.json", name)
+    ]
+
+
+def test_its_version_is_the_tree_s_with_the_label_of_its_variant(wheel: Path) -> None:
+    assert re.fullmatch(re.escape((ROOT / "VERSION").read_text().strip()) + r"(\+(cu13|cu12|cpu))?", version(wheel))
+    (metadata,) = [name for name in files(wheel) if name.endswith(".dist-info/METADATA")]
+    assert f"\nVersion: {version(wheel)}\n" in zipfile.ZipFile(wheel).read(metadata).decode()
+
+
+def test_it_needs_the_system_alone(module: Path) -> None:
+    needed = re.findall(r"\(NEEDED\).*\[(.*?)\.so", native_build.run(["readelf", "-d", module]))
+    assert needed and set(needed) <= SYSTEM_LIBRARIES
+
+
+def test_it_exports_one_symbol(module: Path) -> None:
+    symbols = native_build.run(["nm", "-D", "--defined-only", module]).split("\n")
+    assert [line.split()[-1] for line in symbols if line] == ["PyInit__C"]
+
+
+def test_it_imports_where_nothing_else_is(wheel: Path, python: Path) -> None:
+    program = "import sys, specdec_kernels as sd; print(sd.__version__, {'torch', 'numpy'} & sys.modules.keys())"
+    said = native_build.run([python, "-c", program], PYTHONPATH="")
+    assert said == f"{version(wheel)} set()\n"
+
+
+def test_specdec_info_works_where_nothing_else_is(python: Path) -> None:
+    said = native_build.run([python.parent / "specdec", "info"], PYTHONPATH="")
+    assert re.search(r"^numpy +not installed$", said, re.MULTILINE)
+    assert re.search(r"^select_topk +yes ", said, re.MULTILINE)
+
+
+def test_the_models_are_found(python: Path) -> None:
+    program = "from specdec_kernels.tiny import tiny_model; print(*map(tiny_model, ('target', 'eagle3')))"
+    for folder in native_build.run([python, "-c", program], PYTHONPATH="").split():
+        assert Path(folder).is_relative_to(python.parents[1]) and (Path(folder) / "model.safetensors").exists()
+
+
+def test_ops_run_with_numpy_alone(python: Path, packages: Path) -> None:
+    program = """
+import numpy as np, specdec_kernels as sd
+print(sd.select_topk(np.array([[0, 3, 1, 2]], np.float32), 2)[0].tolist())
+"""
+    assert native_build.run([python, "-c", program], PYTHONPATH=str(packages)) == "[[1, 3]]\n"
+
+
+def torch_for(tag: str, release: str) -> Path:
+    """A folder with that torch for that Python: the one installed here, or of SPECDEC_TORCHES (separated by colons, made
+    by `pip install --target`). Of releases PyPI has CUDA builds alone, which do not import without NVIDIA's packages:
+    gigabytes that no test downloads."""
+    here = importlib.util.find_spec("torch")
+    folders = [] if here is None or here.origin is None else [str(Path(here.origin).parents[1])]
+    for folder in map(Path, [*folders, *filter(None, os.environ.get("SPECDEC_TORCHES", "").split(":"))]):
+        told = (folder / "torch" / "version.py").read_text()
+        if f"__version__ = '{release}." in told and list((folder / "torch").glob(f"_C.cpython-{tag[2:]}-*")):
+            return folder
+    pytest.skip(f"there is no torch {release} for {tag} here (SPECDEC_TORCHES names folders of others)")
+
+
+@pytest.mark.parametrize("release", ["2.10", "2.11", "2.12", "2.13"])
+def test_ops_run_with_torch(wheel: Path, python: Path, release: str) -> None:
+    """Behind the wheel on the path, so that the specdec_kernels under test is the wheel's."""
+    folder = torch_for(wheel.name.split("-")[2], release)
+    program = f"""
+import sys
+sys.path.append({str(folder)!r})
+import torch, specdec_kernels as sd
+
+tokens, parents = torch.tensor([[7, 3, 5, 9]]).int(), torch.tensor([[-1, 0, 0, 1]]).int()
+tree = sd.build_tree_from_parents(tokens, parents, torch.tensor([10]).int())
+logits = torch.zeros(1, 4, 16)
+logits[0, 0, 3] = logits[0, 1, 9] = logits[0, 3, 4] = 1
+print(torch.__version__, sd.verify_tree(logits, tree, accept_width=3).tokens.tolist(), sd.__file__)
+"""
+    said, tokens, file = re.fullmatch(
+        r"(\S+) (.*\]) (.*)\n", native_build.run([python, "-c", program], PYTHONPATH="")
+    ).groups()
+    assert said.startswith(f"{release}.") and tokens == "[[3, 9, 4]]" and Path(file).is_relative_to(python.parents[1])

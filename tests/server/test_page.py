@@ -1,0 +1,101 @@
+"""The page at `/`: what a person sees while both texts arrive, in headless Chromium; and that it needs nothing else."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+from test_requests import make_engine
+
+from specdec_kernels.engine import SamplingParams
+from specdec_kernels.server.app import PAGE
+from support.browser import CHROMIUM, Page, browsing
+from support.server_thread import Running, serving
+
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
+PROMPT = "class Point:\n    def __init__(self, x, y):\n        self.x = x\n"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with serving(make_engine("chain", max_len=512, adaptive=False)) as running:
+        yield running
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Iterator[Page]:
+    with browsing(tmp_path) as page:
+        yield page
+
+
+def test_it_is_one_file_that_asks_this_server_alone(server: Running) -> None:
+    status, headers, body = server.ask("/")
+    assert (status, body) == (200, PAGE.read_bytes())
+    assert headers["Content-Security-Policy"].startswith("default-src 'self';")
+    text = body.decode()
+    assert not re.search(r"(src|href)=\"(?!data:)", text) and "//" not in re.sub(
+        r"^ *// .*|  // .*$", "", text, flags=re.M
+    )
+    paths = set(re.findall(r'"(v1/[a-z/]+)"', text))
+    assert paths == {"v1/models", "v1/completions", "v1/chat/completions"}
+    assert all(server.ask(f"/{path}")[0] in (200, 405) for path in paths)
+
+
+@needs_chromium
+@pytest.mark.parametrize("order", ["together", "turns"])
+def test_both_texts_arrive(server: Running, page: Page, order: str) -> None:
+    (want,) = server.engine.generate(PROMPT, SamplingParams(60))
+    page.open(f"http://127.0.0.1:{server.port}/")
+    page.wait_for("element('prompt').value !== ''")
+    for name, value in {"prompt": PROMPT, "tokens": 60, "mode": "text", "order": order}.items():
+        page.value(f"element('{name}').value = {value!r}")
+    page.value("element('run').click()")
+    page.wait_for("element('verdict').textContent !== ''")
+    assert re.fullmatch(r"the same text, \d+\.\d\d times as fast", page.value("element('verdict').textContent"))
+    for pane, rounds in (("on", want.stats.rounds), ("off", 59)):
+        assert page.value(f"element('{pane}').querySelector('pre').textContent") == want.text
+        shown = {
+            name: page.value(f"element('{pane}').querySelector('.{name}').textContent")
+            for name in ("count", "length", "speed")
+        }
+        assert (shown["count"], shown["length"]) == ("60", f"{59 / rounds:.2f}") and float(shown["speed"]) > 0
+    accepted = "Array.from(element('%s').querySelectorAll('span.accepted'), span => span.textContent).join('')"
+    assert page.value(accepted % "off") == "" and 0 < len(page.value(accepted % "on")) < len(want.text or "")
+    color = "getComputedStyle(element('on').querySelector('span.%s')).color"
+    assert page.value(color % "accepted") != page.value(color % "own")
+    assert page.value("element('run').textContent") == "Run" and not page.errors
+
+
+@needs_chromium
+def test_a_link_runs_at_once_and_can_be_stopped(server: Running, page: Page) -> None:
+    page.open(f"http://127.0.0.1:{server.port}/#prompt={quote(PROMPT)}&tokens=100000&mode=text")
+    page.wait_for("Number(element('on').querySelector('.count').textContent) > 10")
+    page.value("element('run').click()")
+    page.wait_for("document.querySelectorAll('.error').length === 2")
+    assert page.value("document.querySelector('.error').textContent") == "stopped"
+    server.wait_until_idle()
+
+
+@needs_chromium
+def test_errors_are_shown(page: Page) -> None:
+    with serving(make_engine(), api_key="secret") as running:
+        page.open(f"http://127.0.0.1:{running.port}/#prompt=x")
+        page.wait_for("document.querySelectorAll('.error').length === 2")
+        assert "the API key is missing" in page.value("document.querySelector('.error').textContent")
+        page.value("element('key').value = 'secret'; element('key').dispatchEvent(new Event('change'))")
+        page.wait_for("element('model').textContent === 'tiny' && element('verdict').textContent !== ''")
+
+
+@needs_chromium
+def test_what_a_model_says_is_text(page: Page) -> None:
+    """Tags in it are shown, not obeyed."""
+    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    with serving(make_engine(max_len=512), chat_template=template) as running:
+        prompt = quote('x = "<b>bold</b>"\n' * 8)
+        page.open(f"http://127.0.0.1:{running.port}/#prompt={prompt}&tokens=40&mode=chat")
+        page.wait_for("element('verdict').textContent !== ''")
+        assert "<b>bold</b>" in page.value("element('on').querySelector('pre').textContent")
+        assert page.value("document.querySelectorAll('b').length") == 0
