@@ -872,8 +872,8 @@ class Scheduler:
     batch, number of nodes and KV rows that no slot exceeds, of which the least that are enough run (three zeros:
     `apply_commands` and `free_pages` alone; no nodes: a draft that catches up), as raw cudaGraph_t, launched on
     `stream`; others are `executor.launch` calls. With `plain_rounds` those whose requests all want no drafts have a
-    node for each. With `max_idle_rounds` the draft rests in rounds of one node each, and catches up at the latest when a
-    request has had so many.
+    node for each. With `max_idle_rounds` the draft idles in rounds of one node each, for at most this many rounds of a
+    request.
     """
 
     def __init__(

@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chat-template", metavar="FILE", help="a template in Jinja (default: the tokenizer's)")
 
 
-def resolve(args: argparse.Namespace) -> tuple[drafts.Chosen, str | None]:
+def resolve(args: argparse.Namespace) -> tuple[speculative_flags.Chosen, str | None]:
     """What the flags ask for, and the chat template in place of the target's own; sets `args.model` to the target, None
     for the tiny one.
 
@@ -77,7 +77,7 @@ def resolve(args: argparse.Namespace) -> tuple[drafts.Chosen, str | None]:
         return chosen, file.read()
 
 
-def open_engine(args: argparse.Namespace, chosen: drafts.Chosen, num_slots: int | None = None) -> Engine:
+def open_engine(args: argparse.Namespace, chosen: speculative_flags.Chosen, num_slots: int | None = None) -> Engine:
     """The engine that the flags ask for.
 
     Args:
