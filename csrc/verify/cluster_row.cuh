@@ -1,4 +1,4 @@
-// A row of logits read by all blocks of a cluster, and what its warps tell each other about it.
+// A row of logits split over the blocks of a cluster, and the exchange of partial results between their warps.
 #pragma once
 
 #include "core/cluster.cuh"
@@ -10,8 +10,8 @@ namespace specdec::verify {
 
 constexpr int kRowWarps = kRowThreads / kWarp;
 
-// Blocks that share a row without telling each other anything: those of one y and z of the grid.
-struct GridRow {
+// Blocks that share a row without exchanging data: those with the same y and z in the grid.
+struct GridBlocks {
   __device__ static unsigned size() { return gridDim.x; }
   __device__ static unsigned rank() { return blockIdx.x; }
   __device__ static int size_log2() { return __popc(size() - 1); }
@@ -26,37 +26,37 @@ __device__ __forceinline__ int row_warp() {
   return kRowWarps * static_cast<int>(Blocks::rank()) + warp_id();
 }
 
-// A row in tiles of 512 bytes, one vector of 16 a lane. Each warp of the cluster has a stretch of consecutive tiles, so
-// that sums in order of ids need only the stretches' totals. Rows may start at any element.
+// A row in tiles of 512 bytes, one 16-byte vector per lane. Each warp of the cluster owns a segment of consecutive
+// tiles, so prefix sums in order of ids need only the segments' totals. Rows may start at any element.
 template <class T, class Blocks = Cluster>
 class TiledRow {
  public:
   static constexpr int kItems = sizeof(uint4) / sizeof(T);
-  static constexpr int64_t kUseful = kRowThreads * kItems;  // ids that keep a block busy
+  static constexpr int64_t kIdsPerBlock = kRowThreads * kItems;  // ids that occupy a block
   static constexpr int kTile = kItems * kWarp;
 
   __device__ explicit TiledRow(int64_t vocab) : vocab_(static_cast<int>(vocab)) {}
   __device__ TiledRow(const LogitRow<T>& row, int64_t vocab) : TiledRow(vocab) { move_to(row); }
 
-  // Nearly always the rows of a walk start at the same place of a vector.
+  // Move to another row. Rows of a walk nearly always have the same alignment.
   __device__ void move_to(const LogitRow<T>& row) {
     row_ = row;
     const int skipped = static_cast<int>(reinterpret_cast<uintptr_t>(row.logits) % sizeof(uint4) / sizeof(T));
     if (skipped != skipped_) divide(skipped);
   }
 
-  // What a lane holds of its warp's stretch: its part of the tiles from `first` on, -inf beyond the stretch.
+  // A lane's registers for its warp's segment: its vectors of the tiles from `first` on, -inf beyond the segment.
   static constexpr int kHeld = 8;
   struct Held {
     uint4 raw[kHeld];
     int first;
   };
 
-  // Starts to read the row; largest() waits for it.
+  // Start to load the row; largest() waits for it.
   __device__ __forceinline__ void begin(Held& held) const { hold(first_, held); }
 
-  // After begin(): the lane's largest logit, and the first of its tiles that has it. The last tiles are held in the
-  // end.
+  // After begin(): return the lane's largest logit and the first of its tiles that has it. The last tiles stay in
+  // registers.
   template <bool kAdjusted>
   __device__ __forceinline__ float largest(Held& held, int& its_tile) const {
     float best = -INFINITY;
@@ -76,12 +76,12 @@ class TiledRow {
     }
   }
   __device__ uint4 read(int tile, const Held& held) const {
-    return tile < held.first ? read(tile) : one_of(held, tile - held.first);
+    return tile < held.first ? read(tile) : held_vector(held, tile - held.first);
   }
 
-  // After largest(): calls f(id, x) for the lane's logits that reach `least`, those still held first.
+  // After largest(): call f(id, x) for the lane's logits that are at least `least`, those in registers first.
   template <bool kAdjusted, class F>
-  __device__ __forceinline__ void each_from(float least, Held& held, F&& f) const {
+  __device__ __forceinline__ void for_each_at_least(float least, Held& held, F&& f) const {
     while (true) {
       unsigned hits = 0;
 #pragma unroll
@@ -93,7 +93,7 @@ class TiledRow {
       for (; hits != 0; hits &= hits - 1) {
         const int hit = __ffs(static_cast<int>(hits)) - 1, tile = held.first + hit;
         float x[kItems];
-        items<kAdjusted>(tile, one_of(held, hit), x);
+        items<kAdjusted>(tile, held_vector(held, hit), x);
 #pragma unroll
         for (int i = 0; i < kItems; ++i)
           if (x[i] >= least) f(id_of(tile) + i, x[i]);
@@ -103,11 +103,11 @@ class TiledRow {
     }
   }
 
-  // Calls f(tile, raw) for the tiles of this warp's stretch, in order, all lanes together; items() and largest_of()
-  // read raw. Four loads are in flight, but f stands in the code once: a kernel this short waits for its instructions
-  // as much as for memory.
+  // Call f(tile, raw) for the tiles of this warp's segment, in order, with all lanes; items() and largest_of() decode
+  // raw. Four loads are in flight, but the code contains f once: a kernel this short waits for instructions as much as
+  // for memory.
   template <class F>
-  __device__ __forceinline__ void each(F&& f) const {
+  __device__ __forceinline__ void for_each_tile(F&& f) const {
     constexpr int kLoads = 4;
     for (int first = first_; first < end_; first += kLoads) {
       uint4 raw[kLoads];
@@ -122,7 +122,7 @@ class TiledRow {
     }
   }
 
-  // This lane's part of any tile: the ids from id_of(tile) on, -inf where there is no such id.
+  // Load this lane's vector of any tile: ids from id_of(tile) on, -inf where the id does not exist.
   __device__ uint4 read(int tile) const { return whole(id_of(tile)) ? *vector(id_of(tile)) : partial(id_of(tile)); }
   template <bool kAdjusted>
   __device__ __forceinline__ void items(int tile, const uint4& raw, float (&x)[kItems]) const {
@@ -150,25 +150,25 @@ class TiledRow {
   }
   __device__ int id_of(int tile) const { return tile * kTile + lane_id() * kItems - skipped_; }
 
-  // The tiles of the stretch of one of the cluster's warps: from first_of(warp) to, not including, first_of(warp + 1).
+  // Return the first tile of a warp's segment. The segment ends before first_of(warp + 1).
   __device__ int first_of(int row_warp) const {
-    return min(row_warp * stretch_, (vocab_ + skipped_ + kTile - 1) / kTile);
+    return min(row_warp * segment_tiles_, (vocab_ + skipped_ + kTile - 1) / kTile);
   }
 
  private:
   __device__ void divide(int skipped) {
     skipped_ = skipped;
-    const int tiles = (vocab_ + skipped_ + kTile - 1) / kTile;  // place p of the vectors' grid holds id p - skipped_
-    stretch_ = (tiles + row_warps<Blocks>() - 1) >> (Blocks::size_log2() + 4);
+    const int tiles = (vocab_ + skipped_ + kTile - 1) / kTile;  // element p of the vector grid is id p - skipped_
+    segment_tiles_ = (tiles + row_warps<Blocks>() - 1) >> (Blocks::size_log2() + 4);
     static_assert(kRowWarps == 16);
-    first_ = min(row_warp<Blocks>() * stretch_, tiles);
-    end_ = min(first_ + stretch_, tiles);
+    first_ = min(row_warp<Blocks>() * segment_tiles_, tiles);
+    end_ = min(first_ + segment_tiles_, tiles);
     cut_ = (first_ == 0 && skipped_ > 0) || (end_ == tiles && (vocab_ + skipped_) % kItems != 0);
   }
   __device__ bool whole(int id) const { return id >= 0 && id + kItems <= vocab_; }
   __device__ const uint4* vector(int id) const { return reinterpret_cast<const uint4*>(row_.logits + id); }
 
-  __device__ __forceinline__ static uint4 one_of(const Held& held, int index) {
+  __device__ __forceinline__ static uint4 held_vector(const Held& held, int index) {
     uint4 raw = held.raw[0];
 #pragma unroll
     for (int j = 1; j < kHeld; ++j)
@@ -180,8 +180,8 @@ class TiledRow {
     load(first, held.raw);
   }
 
-  // All loads under way at once. The one or two vectors that a row's ends cut are read afterwards, by code that few
-  // warps run.
+  // Issue all loads at once. The one or two vectors that a row's ends cut are loaded afterwards, in code that few warps
+  // run.
   template <int kCount>
   __device__ __forceinline__ void load(int first, uint4 (&raw)[kCount]) const {
 #pragma unroll
@@ -216,7 +216,7 @@ class TiledRow {
     return raw;
   }
 
-  // Two at a time; NaN loses, as in fmaxf.
+  // Two elements at a time; NaN loses, as in fmaxf.
   template <class Pair>
   __device__ __forceinline__ static float largest_pair(const uint4& raw) {
     const Pair* pairs = reinterpret_cast<const Pair*>(&raw);
@@ -225,22 +225,22 @@ class TiledRow {
   }
 
   LogitRow<T> row_;
-  int vocab_, skipped_ = -1, stretch_, first_, end_;
-  bool cut_;  // whether a row's end cuts a vector of the stretch
+  int vocab_, skipped_ = -1, segment_tiles_, first_, end_;
+  bool cut_;  // whether a row's end cuts a vector of this segment
 };
 
-// Numbers from every warp of the cluster to all of them. A block of Hopper sends them into its neighbours' shared
-// memory and they count themselves in at a barrier there (st.async): no fence, no barrier of the whole cluster. Two
-// buffers take turns: whoever writes one again has heard from every warp that it is done with it.
+// All-gather of words from every warp of the cluster. A Hopper block stores them into its neighbours' shared memory,
+// and they complete transactions on an mbarrier there (st.async): no fence and no cluster-wide barrier. Two buffers
+// alternate: a warp that writes a buffer again has heard from every warp that it no longer reads that buffer.
 class Exchange {
  public:
   static constexpr int kWords = 512;
-  struct Storage {  // in shared memory
+  struct Storage {  // in smem
     alignas(16) uint64_t words[2][kWords];
     Mbarrier barriers[2];
   };
 
-  // Every block must have begun before a number can be sent to it. Blocks announce that here, and wait in join().
+  // Every block must have started before data can be sent to it. Blocks announce that here and wait in join().
   __device__ explicit Exchange(Storage& storage) : s_(storage) {
 #if __CUDA_ARCH__ >= 900
     if (Cluster::size() == 1) return;
@@ -258,45 +258,49 @@ class Exchange {
 #endif
   }
 
-  // `each` numbers of every warp, in order of warps: the warp's i-th is that of lane i * 32 / each. `each` is a power
-  // of two, at most 32, and the numbers fit a buffer.
-  __device__ __forceinline__ const uint64_t* all(uint64_t mine, int each = 1) { return exchange(mine, each, true); }
-  // The same for the first warp of each block alone. A barrier of the block comes before others read them or send more.
-  __device__ __forceinline__ const uint64_t* to_first_warp(uint64_t mine) { return exchange(mine, 1, warp_id() == 0); }
-
-  // A number of every block, in order of blocks, which all its threads know. There has been a barrier of the block
-  // since the last numbers were read.
-  __device__ __forceinline__ const uint64_t* of_blocks(uint64_t mine) {
-    uint64_t* numbers = s_.words[turn_ ^= 1];
-#if __CUDA_ARCH__ >= 900
-    if (Cluster::size() > 1) {
-      Mbarrier& barrier = expect_numbers(static_cast<int>(Cluster::size()));
-      if (threadIdx.x < Cluster::size()) send(&numbers[Cluster::rank()], mine, barrier, threadIdx.x);
-      wait_for_numbers();
-      return numbers;
-    }
-#endif
-    if (threadIdx.x == 0) numbers[0] = mine;
-    __syncthreads();
-    return numbers;
+  // Gather `each` words of every warp, in order of warps: a warp's i-th word is that of lane i * 32 / each. `each` is a
+  // power of two, at most 32, and the words fit a buffer.
+  __device__ __forceinline__ const uint64_t* all_gather(uint64_t mine, int each = 1) {
+    return exchange(mine, each, true);
+  }
+  // Gather to the first warp of each block only. A block barrier must come before others read them or send more.
+  __device__ __forceinline__ const uint64_t* gather_to_first_warp(uint64_t mine) {
+    return exchange(mine, 1, warp_id() == 0);
   }
 
-  // The sum, and below the maximum, over all threads of the cluster.
+  // Gather one word of every block, in order of blocks, known to all of its threads. A block barrier must have come
+  // after the last words were read.
+  __device__ __forceinline__ const uint64_t* gather_blocks(uint64_t mine) {
+    uint64_t* words = s_.words[turn_ ^= 1];
+#if __CUDA_ARCH__ >= 900
+    if (Cluster::size() > 1) {
+      Mbarrier& barrier = expect_words(static_cast<int>(Cluster::size()));
+      if (threadIdx.x < Cluster::size()) send(&words[Cluster::rank()], mine, barrier, threadIdx.x);
+      wait_for_words();
+      return words;
+    }
+#endif
+    if (threadIdx.x == 0) words[0] = mine;
+    __syncthreads();
+    return words;
+  }
+
+  // Return the sum (below: the maximum) over all threads of the cluster.
   __device__ uint64_t sum(uint64_t mine) {
-    const uint64_t* numbers = all(warp_sum(mine));
+    const uint64_t* words = all_gather(warp_sum(mine));
     uint64_t total = 0;
-    for (int i = lane_id(); i < row_warps(); i += kWarp) total += numbers[i];
+    for (int i = lane_id(); i < row_warps(); i += kWarp) total += words[i];
     return warp_sum(total);
   }
   __device__ uint64_t max(uint64_t mine) {
-    const uint64_t* numbers = all(warp_max(mine));
+    const uint64_t* words = all_gather(warp_max(mine));
     uint64_t most = 0;
-    for (int i = lane_id(); i < row_warps(); i += kWarp) most = ::max(most, numbers[i]);
+    for (int i = lane_id(); i < row_warps(); i += kWarp) most = ::max(most, words[i]);
     return warp_max(most);
   }
 
 #if __CUDA_ARCH__ >= 900
-  // Writes to the same places of the block of that rank, and counts the bytes in at its barrier.
+  // Write to the same address in the block of that rank, and complete the bytes on its mbarrier.
   __device__ static void send(uint64_t* to, uint64_t number, Mbarrier& barrier, unsigned rank) {
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u64 [%0], %1, [%2];" ::"r"(
                      Cluster::address_at(to, rank)),
@@ -314,35 +318,34 @@ class Exchange {
 
  private:
   __device__ __forceinline__ const uint64_t* exchange(uint64_t mine, int each, bool waits) {
-    uint64_t* numbers = s_.words[turn_ ^= 1];
-    const int apart_log2 = __clz(each) - (31 - 5);  // lanes between numbers: 32 / each
+    uint64_t* words = s_.words[turn_ ^= 1];
+    const int apart_log2 = __clz(each) - (31 - 5);  // lanes between words: 32 / each
 #if __CUDA_ARCH__ >= 900
     if (Cluster::size() > 1) {
-      Mbarrier& barrier = expect_numbers(row_warps() * each);
+      Mbarrier& barrier = expect_words(row_warps() * each);
       const int messages = each << Cluster::size_log2();
 #pragma unroll 1
       for (int first = 0; first < messages; first += kWarp) {
         const int message = first + lane_id(), i = min(message >> Cluster::size_log2(), each - 1);
         const uint64_t number = __shfl_sync(kFullMask, mine, i << apart_log2);
-        if (message < messages) send(&numbers[row_warp() * each + i], number, barrier, message & (Cluster::size() - 1));
+        if (message < messages) send(&words[row_warp() * each + i], number, barrier, message & (Cluster::size() - 1));
       }
-      wait_for_numbers(waits);
-      return numbers;
+      wait_for_words(waits);
+      return words;
     }
 #endif
-    if (lane_id() >> apart_log2 << apart_log2 == lane_id())
-      numbers[row_warp() * each + (lane_id() >> apart_log2)] = mine;
+    if (lane_id() >> apart_log2 << apart_log2 == lane_id()) words[row_warp() * each + (lane_id() >> apart_log2)] = mine;
     __syncthreads();
-    return numbers;
+    return words;
   }
 
 #if __CUDA_ARCH__ >= 900
-  __device__ __forceinline__ Mbarrier& expect_numbers(int count) {
+  __device__ __forceinline__ Mbarrier& expect_words(int count) {
     Mbarrier& barrier = s_.barriers[turn_];
     if (threadIdx.x == 0) barrier.arrive_expecting(static_cast<unsigned>(count * sizeof(uint64_t)));
     return barrier;
   }
-  __device__ __forceinline__ void wait_for_numbers(bool waits = true) {
+  __device__ __forceinline__ void wait_for_words(bool waits = true) {
     if (waits) s_.barriers[turn_].wait_for_cluster(phases_ >> turn_ & 1);
     phases_ ^= 1u << turn_;
   }
@@ -352,31 +355,31 @@ class Exchange {
   unsigned turn_ = 0, phases_ = 0;
 };
 
-// Where a place falls among n numbers in shared memory that are added up in order, place_of(their sum); the same in all
+// Result of a search in the prefix sums of n words in smem, for the position target_of(sum of all); the same in all
 // lanes of a warp.
-struct Place {
-  int index;        // of the number that it falls into; -1: beyond all of them
-  uint64_t before;  // what the numbers before that one add up to
-  uint64_t place, total;
+struct PrefixHit {
+  int index;        // word that contains the target; -1: beyond all of them
+  uint64_t before;  // sum of the words before that one
+  uint64_t target, total;
 };
-template <class PlaceOf>
-__device__ Place find_place(const uint64_t* numbers, int n, PlaceOf&& place_of) {
-  const int few = (n + kWarp - 1) / kWarp, first = lane_id() * few;  // each lane adds up a few
+template <class TargetOf>
+__device__ PrefixHit find_in_prefix_sums(const uint64_t* words, int n, TargetOf&& target_of) {
+  const int few = (n + kWarp - 1) / kWarp, first = lane_id() * few;  // each lane sums a few
   uint64_t mine = 0;
-  for (int i = first; i < min(first + few, n); ++i) mine += numbers[i];
+  for (int i = first; i < min(first + few, n); ++i) mine += words[i];
   const uint64_t through = sum_up_to_lane(mine);
-  const uint64_t total = __shfl_sync(kFullMask, through, kWarp - 1), place = place_of(total);
-  const unsigned behind = __ballot_sync(kFullMask, place < through);
-  if (behind == 0) return {-1, 0, place, total};
-  const int lane = __ffs(static_cast<int>(behind)) - 1;
+  const uint64_t total = __shfl_sync(kFullMask, through, kWarp - 1), target = target_of(total);
+  const unsigned past = __ballot_sync(kFullMask, target < through);
+  if (past == 0) return {-1, 0, target, total};
+  const int lane = __ffs(static_cast<int>(past)) - 1;
   uint64_t before = __shfl_sync(kFullMask, through - mine, lane);
   int index = lane * few;
-  while (index + 1 < n && place >= before + numbers[index]) before += numbers[index++];
-  return {index, before, place, total};
+  while (index + 1 < n && target >= before + words[index]) before += words[index++];
+  return {index, before, target, total};
 }
 
-// A lane's largest logit and the lowest id that has it: the larger number is the better one, 0 is nothing above -inf.
-// `held` since the row's begin().
+// Pack a lane's largest logit and the lowest id that has it. A larger word is better; 0 means nothing above -inf.
+// `held` must be unchanged since the row's begin().
 template <bool kAdjusted, class Row>
 __device__ __forceinline__ uint64_t lane_entry(const Row& row, typename Row::Held& held) {
   int tile;
@@ -397,14 +400,14 @@ __device__ __forceinline__ int32_t entry_id(uint64_t entry) {
   return entry == 0 ? -1 : static_cast<int32_t>(~static_cast<uint32_t>(entry));
 }
 
-// The lowest id with the largest logit, or -1 where nothing is above -inf; to the first warp of each block alone.
-// `held` since the row's begin(). There is a barrier of the block before the next row.
+// Return the lowest id with the largest logit, or -1 if nothing is above -inf; valid in the first warp of each block
+// only. `held` must be unchanged since the row's begin(). A block barrier must come before the next row.
 template <class T, bool kAdjusted>
 __device__ int32_t largest_id(const TiledRow<T>& row, typename TiledRow<T>::Held& held, Exchange& exchange) {
-  const uint64_t* numbers = exchange.to_first_warp(warp_max(lane_entry<kAdjusted>(row, held)));
+  const uint64_t* words = exchange.gather_to_first_warp(warp_max(lane_entry<kAdjusted>(row, held)));
   if (warp_id() != 0) return -1;
   uint64_t winner = 0;
-  for (int i = lane_id(); i < row_warps(); i += kWarp) winner = ::max(winner, numbers[i]);
+  for (int i = lane_id(); i < row_warps(); i += kWarp) winner = ::max(winner, words[i]);
   return entry_id(warp_max(winner));
 }
 

@@ -1,4 +1,4 @@
-// The rules of commit_tokens, the same on both devices: how much of a row stays, and what its slot becomes.
+// Rules of commit_tokens, shared by CPU and GPU: how many tokens of a row are committed and how its slot changes.
 #pragma once
 
 #include "core/finish_reason.h"
@@ -8,7 +8,7 @@
 
 namespace specdec::verify {
 
-// What a row needs of its slot, read all at once.
+// State of one slot, loaded all at once.
 struct SlotState {
   int32_t seq_len, remaining, max_len;
   FinishReason finish_reason;
@@ -20,14 +20,15 @@ SD_HD SlotState slot_state(const CommitTokensParams& p, int64_t slot) {
           p.status ? p.status[slot] : 0};
 }
 
-// Whether a token ends slot's request. No early exit: reads that do not wait for each other are the quicker ones.
+// Return whether `token` stops the slot's request. There is no early exit: independent loads overlap.
 SD_HD bool is_stop(const CommitTokensParams& p, int64_t slot, int32_t token) {
   bool found = false;
   for (int64_t m = 0; m < p.max_stops; ++m) found |= p.stop_tokens[slot * p.max_stops + m] == token;
   return found && token >= 0;  // -1 pads stop_tokens
 }
 
-// What a row comes to: `kept` tokens and the slot's finish reason; nothing where `emits` is false.
+// Result for one row: number of committed tokens and the slot's finish reason. Nothing is written where `emits` is
+// false.
 struct Cut {
   int64_t kept = 0;
   FinishReason reason = FinishReason::kRunning;
@@ -36,7 +37,7 @@ struct Cut {
 
 SD_HD int64_t at_least_0(int64_t x) { return x > 0 ? x : 0; }
 
-// Cuts a row of `len` tokens of which the first stop is number `stop`, or none if that is beyond.
+// Truncate a row of `len` tokens whose first stop token has index `stop` (beyond the row: there is none).
 SD_HD Cut cut_row(const CommitTokensParams& p, const SlotState& slot, int32_t len, int64_t stop) {
   Cut cut;
   if (slot.finish_reason != FinishReason::kRunning || (slot.status & kStalled)) return cut;
@@ -46,7 +47,7 @@ SD_HD Cut cut_row(const CommitTokensParams& p, const SlotState& slot, int32_t le
   cut.emits = true;
   cut.kept = len;
   const int64_t budget = at_least_0(slot.remaining);
-  const int64_t room = at_least_0(slot.max_len - (int64_t{slot.seq_len} + 1));  // the root is one of the tokens, too
+  const int64_t room = at_least_0(slot.max_len - (int64_t{slot.seq_len} + 1));  // the root token counts, too
   if (cut.kept > budget) cut.kept = budget;
   if (cut.kept > room) cut.kept = room;
   cut.reason = cut.kept == budget ? FinishReason::kLength
@@ -59,18 +60,18 @@ SD_HD Cut cut_row(const CommitTokensParams& p, const SlotState& slot, int32_t le
   return cut;
 }
 
-// Counts a token that a slot has emitted, where somebody counts.
+// Count an emitted token for the penalties, if counts are kept.
 SD_HD void count_token(const CommitTokensParams& p, int64_t slot, int32_t token) {
   if (p.counts == nullptr || slot < 0 || token < 0 || token >= p.vocab) return;
   int32_t* count = p.counts + slot * p.vocab + token;
 #ifdef __CUDA_ARCH__
-  atomicAdd(count, 2);  // a token may stand in a row more than once
+  atomicAdd(count, 2);  // a token may occur more than once in a row
 #else
   *count += 2;
 #endif
 }
 
-// Writes all that row b changes, but for the padding of its tokens and the counts.
+// Write everything that row b changes, except the padding of its tokens and the counts.
 SD_HD void write_cut(const CommitTokensParams& p, int64_t b, int64_t slot, const SlotState& state, const Cut& cut) {
   const auto kept = static_cast<int32_t>(cut.kept);
   p.num_valid[b] = kept;

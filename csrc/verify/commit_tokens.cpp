@@ -1,3 +1,4 @@
+// commit_tokens: argument checks and the CPU implementation.
 #include "verify/commit_tokens.h"
 
 #include <algorithm>

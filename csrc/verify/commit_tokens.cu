@@ -1,15 +1,17 @@
-// One warp a request, one lane a token. Reads and writes a few dozen bytes of tokens and state each: the launch is the
-// cost, then two reads in a row, the slot and everything at it.
+// commit_tokens on a GPU: one warp per request, one lane per token.
+//
+// Each warp reads and writes a few dozen bytes of tokens and slot state. The launch dominates; then two dependent
+// loads: the slot index, then the slot's state.
 #include "core/cuda.cuh"
 #include "verify/commit_row.h"
 
 namespace specdec::verify {
 namespace {
 
-constexpr int kWarps = 4;  // of a block
+constexpr int kWarps = 4;  // per block
 
-// The number of the row's first stop token, or its width: whether it is within what is emitted is for cut_row to say.
-// `token` is the lane's among the first ones.
+// Return the index of the row's first stop token, or the row's width. cut_row decides whether it lies within the
+// emitted tokens. `token` is this lane's token of the first 32.
 __device__ int64_t first_stop(const CommitTokensParams& p, int64_t slot, const int32_t* tokens, int32_t token) {
   const int64_t lane = threadIdx.x % kWarp;
   for (int64_t first = 0; first < p.accept_width; first += kWarp) {
@@ -26,7 +28,8 @@ __global__ void __launch_bounds__(kWarps* kWarp) commit_tokens_kernel(CommitToke
   if (b >= p.batch) return;
   int32_t* tokens = p.tokens + b * p.accept_width;
   const int64_t slot = slot_of(p.slots, b, p.num_slots);
-  const int32_t len = p.num_valid[b], token = lane < p.accept_width ? tokens[lane] : -1;  // neither waits for the slot
+  const int32_t len = p.num_valid[b],
+                token = lane < p.accept_width ? tokens[lane] : -1;  // neither load waits for the slot
 
   SlotState state{};
   Cut cut;
@@ -34,7 +37,7 @@ __global__ void __launch_bounds__(kWarps* kWarp) commit_tokens_kernel(CommitToke
     state = slot_state(p, slot);
     cut = cut_row(p, state, len, first_stop(p, slot, tokens, token));
   }
-  __syncwarp();  // what follows overwrites what every lane has read
+  __syncwarp();  // the writes below overwrite what every lane has read
   if (lane == 0) write_cut(p, b, slot, state, cut);
   for (int64_t j = lane; j < cut.kept; j += kWarp) count_token(p, slot, tokens[j]);
   for (int64_t j = cut.kept + lane; j < p.accept_width; j += kWarp) tokens[j] = -1;

@@ -1,15 +1,15 @@
-// A token from a row's filtered distribution (sampling.h), drawn by a whole cluster. Three ways, by what is left to
-// find:
+// Draw a token from a row's filtered distribution (sampling.h) with a whole cluster. The request's temperature arrives
+// as Sampler::scale, which RowScale multiplies into (logit - max). Three steps, as far as needed:
 //
-// 1. The row's maximum, and with it a lower bound of its k best entries: the k-th largest of a few hundred maxima, each
-//    over a part of the row. Reads the row from memory.
-// 2. With top-k or top-p: the entries from that bound on, some more than k, go to a list in the shared memory of every
-//    block, in any order. Each entry counts who is ahead of it, what they weigh, and who has a lower id: with that it
-//    knows whether it is kept, and its place among those the draw adds up. Takes the entries from registers where they
-//    hold the row, from L1 or L2 otherwise. Nearly always the end.
-// 3. Where the list is too short (a nucleus of hundreds of tokens, masses of ties): thresholds by bisection over keys,
-//    one pass over the row a bit. Then, or at once where there is no such filter, the weights are added up stretch by
-//    stretch, and the block whose stretch the draw falls into looks for the tile and the token.
+// 1. Find the row's maximum and a lower bound of its k best entries: the k-th largest of a few hundred maxima, each
+// over a part of the row. Reads the row from memory.
+// 2. With top-k or top-p: put the entries above that bound, a few more than k, into a list in every block's smem, in
+// any order. Each entry counts the entries ahead of it, their weight, and those with a lower id. From these it knows
+// whether it is kept, and its position in the prefix sum of the draw. Entries come from registers if they hold the row,
+// else from L1 or L2. The draw nearly always ends here.
+// 3. If the list is too short (a nucleus of hundreds of tokens, many ties): find the thresholds by bisection over keys,
+// with one pass over the row per bit. Then, or at once without such filters, sum the weights segment by segment; the
+// block whose segment contains the draw finds the tile and the token.
 #pragma once
 
 #include "verify/cluster_row.cuh"
@@ -17,15 +17,15 @@
 
 namespace specdec::verify {
 
-// Blocks on a multiprocessor at a time: with two, the registers of a sampling kernel would spill.
+// Blocks per SM: with two, the registers of a sampling kernel would spill.
 constexpr int blocks_per_sm(bool sampled) { return sampled ? 1 : 2; }
 
-constexpr int kListCapacity = kRowThreads;  // entries a row's list holds: at most one a thread
-constexpr int kSentCapacity = 1024;         // that blocks send; each the same part of it, at most kListCapacity
-constexpr int kNucleusGuess = 50;           // entries wanted for top-p without top-k
-constexpr int kMaxMaxima = kRowThreads;     // among which the bound is looked for
+constexpr int kListCapacity = kRowThreads;  // entries of a row's list: at most one per thread
+constexpr int kSentCapacity = 1024;         // entries that the blocks send; an equal part each, at most kListCapacity
+constexpr int kNucleusGuess = 50;           // entries listed for top-p without top-k
+constexpr int kMaxMaxima = kRowThreads;     // maxima among which the bound is searched
 
-struct DrawStorage {  // in shared memory
+struct DrawStorage {  // in smem
   struct alignas(16) Entry {
     uint64_t weight;
     uint32_t key;
@@ -36,9 +36,9 @@ struct DrawStorage {  // in shared memory
     int32_t ids[kListCapacity];
     uint32_t keys[kListCapacity];
   };
-  // The two may share memory: the blocks exchange numbers between the last use of one and the first write of the other.
+  // The two may share memory: the blocks exchange words between the last use of one and the first write of the other.
   union {
-    Entry sent[kSentCapacity];  // by each block, to places of its own
+    Entry sent[kSentCapacity];  // each block writes its own part
     Kept kept;
   };
   struct {
@@ -46,21 +46,21 @@ struct DrawStorage {  // in shared memory
     int32_t id;
   } found[kListCapacity];  // by this block
   Entry list[kListCapacity];
-  Mbarrier list_barrier;  // counts what is sent in
+  Mbarrier list_barrier;  // counts the bytes sent in
   uint64_t kept_weight;
   uint64_t tile_weights[kRowWarps];
   uint32_t bounds[kRowWarps];
-  unsigned num_found;  // by this block, in all rows so far
+  unsigned num_found;  // by this block, over all rows so far
   int32_t token;
 };
 
-// What the draws of successive rows count up, the same in every thread of a block.
+// Counters over the draws of successive rows, equal in every thread of a block.
 struct DrawProgress {
   unsigned list_phase = 0;  // of the list's barrier
   unsigned found = 0;       // num_found
 };
 
-// How many low bits of a key are always equal, because the type has fewer bits than float.
+// Low bits of a key that are always equal because the type has fewer bits than float.
 template <class T>
 constexpr int kKeyShift = 0;
 template <>
@@ -79,7 +79,7 @@ class TokenDraw {
                        DrawStorage& storage, DrawProgress& progress)
       : row_(row), held_(held), sampler_(sampler), exchange_(exchange), s_(storage), progress_(progress) {}
 
-  // Must be called before the Exchange is made.
+  // Must be called before the Exchange is constructed.
   __device__ static void init(DrawStorage& storage) {
 #if __CUDA_ARCH__ >= 900
     if (threadIdx.x == 0) storage.list_barrier.init(1);
@@ -87,10 +87,10 @@ class TokenDraw {
     if (threadIdx.x == 0) storage.num_found = 0;
   }
 
-  // Returns the token for that absolute position, or -1 where nothing is above -inf, to the first warp of each block
-  // alone. There must be a barrier of the block before the next row. Where the draw would take bisection and
-  // `kWhenLong` is given, that is returned instead.
-  template <int32_t kWhenLong = kNone>
+  // Return the token for an absolute position, or -1 if nothing is above -inf; valid in the first warp of each block
+  // only. A block barrier must come before the next row. If the draw needs bisection and `kIfTooLong` is given, return
+  // that instead.
+  template <int32_t kIfTooLong = kNone>
   __device__ int32_t token(uint32_t position) {
     const uint64_t random = noise(sampler_.seed, NoiseUse::kToken, position, 0).u64();
     if (!find_max()) return kNone;
@@ -98,16 +98,17 @@ class TokenDraw {
     if (sampler_.filters_by_key()) {
       if (cut_list()) {
         if (warp_id() != 0) return kNone;
-        const Place drawn = find_place(s_.kept.weights, listed_, [=](uint64_t all) { return mul_high(random, all); });
+        const PrefixHit drawn =
+            find_in_prefix_sums(s_.kept.weights, listed_, [=](uint64_t all) { return mul_high(random, all); });
         return s_.kept.ids[drawn.index];
       }
-      if constexpr (kWhenLong != kNone) return kWhenLong;
+      if constexpr (kIfTooLong != kNone) return kIfTooLong;
       bound = threshold();
     }
     return from_row(bound, random);
   }
 
-  // The lowest logit that top-k and top-p keep, for a row that has a token and a request that has such a filter.
+  // Return the lowest logit that top-k and top-p keep, for a row with a token and a request with such a filter.
   __device__ float lowest_kept() {
     find_max();
     if (!cut_list()) return threshold();
@@ -123,33 +124,33 @@ class TokenDraw {
   using Items = const float (&)[kItems];
   enum class Sum { kWeights, kCount };
 
-  // The least logit with that key or a larger one.
+  // Return the smallest logit with that key or a larger one.
   __device__ static float bound_of(uint32_t key) { return key > kKeyOfMinusInf ? key_float(key) : -INFINITY; }
 
-  // Way 1.
+  // Step 1.
   __device__ bool find_max() {
     const bool listed = sampler_.filters_by_key();
     int tile;
     best_ = row_.template largest<kAdjusted>(held_, tile);
     uint32_t key = order_key(best_);
     const int wanted = sampler_.top_k > 0 ? static_cast<int>(min(sampler_.top_k, int64_t{1} << 20)) : kNucleusGuess;
-    int each = 1;  // maxima from a warp: many more than are wanted, so that the list does not get long
+    int each = 1;  // maxima per warp: well above the number wanted, which keeps the list short
     while (listed && each < kWarp && 2 * each * row_warps() <= kMaxMaxima && each * row_warps() < 5 * wanted / 2)
       each *= 2;
     for (int d = 1; d < kWarp / each; d *= 2) key = ::max(key, __shfl_xor_sync(kFullMask, key, d));
 
-    const uint64_t* maxima = exchange_.all(key, each);
+    const uint64_t* maxima = exchange_.all_gather(key, each);
     const int n = each * row_warps();
     uint32_t most = 0;
     for (int i = lane_id(); i < n; i += kWarp) most = ::max(most, static_cast<uint32_t>(maxima[i]));
     max_key_ = __reduce_max_sync(kFullMask, most);
     scale_ = {key_float(max_key_), sampler_.scale};
-    bound_ = listed && n >= wanted ? nth_largest(maxima, n, wanted) : 0;  // else the list would not hold them
+    bound_ = listed && n >= wanted ? nth_largest(maxima, n, wanted) : 0;  // otherwise the list would overflow
     return max_key_ > kKeyOfMinusInf;
   }
 
-  // A key that at least `nth` of n keys reach, and no more unless some are equal. n is a power of two, 16 to 512; as
-  // many threads as there are for each key count the larger ones.
+  // Return a key that at least `nth` of n keys reach, and no more unless some are equal. n is a power of two, 16 to
+  // 512; the threads available per key share the counting of larger keys.
   __device__ uint32_t nth_largest(const uint64_t* keys, int n, int nth) {
     const int threads_log2 = __clz(n) - __clz(kRowThreads), threads = 1 << threads_log2;
     const auto key = static_cast<uint32_t>(keys[threadIdx.x >> threads_log2]);
@@ -164,13 +165,13 @@ class TokenDraw {
     return __reduce_min_sync(kFullMask, s_.bounds[lane_id() % kRowWarps]);
   }
 
-  // Way 2: lists the entries and cuts the list. False where it does not hold every token kept.
+  // Step 2: fill the list and filter it. Return false if it does not hold every kept token.
   __device__ bool cut_list() {
     if (bound_ == 0) return false;
     const float bound = bound_ > kKeyOfMinusInf ? bound_of(bound_) : bits_float(0xff7fffffu);  // -inf is no entry
-    const int room = min(kListCapacity, kSentCapacity >> Cluster::size_log2());                // of each block
+    const int room = min(kListCapacity, kSentCapacity >> Cluster::size_log2());                // per block
     if (best_ >= bound)
-      row_.template each_from<kAdjusted>(bound, held_, [&](int id, float x) {
+      row_.template for_each_at_least<kAdjusted>(bound, held_, [&](int id, float x) {
         const auto place = static_cast<int>(atomicAdd(&s_.num_found, 1u) - progress_.found);
         if (place < room) s_.found[place] = {x, id};
       });
@@ -178,9 +179,9 @@ class TokenDraw {
     const auto found = static_cast<int>(s_.num_found - progress_.found);
     progress_.found += static_cast<unsigned>(found);
     share_found(min(found, room));
-    const uint64_t* counts = exchange_.of_blocks(static_cast<uint64_t>(found));
+    const uint64_t* counts = exchange_.gather_blocks(static_cast<uint64_t>(found));
 
-    int total = 0, sent = 0, mine = kNone;  // found, sent, and the place of the one that this thread takes to the list
+    int total = 0, sent = 0, mine = kNone;  // found, sent, and the entry that this thread copies to the list
     bool fits = true;
     for (int rank = 0; rank < static_cast<int>(Cluster::size()); ++rank) {
       const auto count = static_cast<int>(counts[rank]);
@@ -205,7 +206,7 @@ class TokenDraw {
     return cut(total, row_weight);
   }
 
-  // Sends the first `count` of the entries found to all blocks, a thread an entry and block.
+  // Send the first `count` found entries to all blocks, one thread per entry and block.
   __device__ void share_found(int count) {
     const int log2 = Cluster::size_log2(), first = static_cast<int>(Cluster::rank()) * (kSentCapacity >> log2);
     for (int i = threadIdx.x; i < count << log2; i += kRowThreads) {
@@ -222,10 +223,10 @@ class TokenDraw {
     }
   }
 
-  // Decides which of the list's n entries are kept, in order of ids. The threads of an entry count together, each over
-  // a part of the list.
+  // Decide which of the list's n entries are kept, in order of ids. The threads of an entry split the list and count
+  // together.
   __device__ bool cut(int n, uint64_t row_weight) {
-    // As many for each as there are: 512 over n, rounded down to a power of two, at most 32.
+    // Threads per entry: 512 / n, rounded down to a power of two, at most 32.
     const int threads_log2 = min(5, __clz(n - 1) - __clz(kRowThreads - 1));
     const int threads = 1 << threads_log2;
     const int mine = static_cast<int>(threadIdx.x) >> threads_log2;
@@ -233,7 +234,7 @@ class TokenDraw {
     const DrawStorage::Entry entry = there ? s_.list[mine] : DrawStorage::Entry{0, 0, kNone};
     const int top_k = sampler_.top_k > 0 ? static_cast<int>(min(sampler_.top_k, static_cast<int64_t>(n))) : n;
 
-    // How many have a larger key, the same, a lower id: three counts of up to 512 in a word.
+    // Entries with a larger key, an equal key, a lower id: three counts of up to 512 packed into a word.
     constexpr uint32_t kEqual = 1u << 10, kLower = 1u << 20;
     uint32_t counts = 0;
     uint64_t weight_ahead = 0;
@@ -253,8 +254,8 @@ class TokenDraw {
     }
     const auto ahead = static_cast<int>(counts % kEqual), equal = static_cast<int>(counts / kEqual % kEqual);
     if (writes && ahead < top_k && ahead + equal >= top_k)
-      s_.kept_weight = weight_ahead + static_cast<uint64_t>(equal) * entry.weight;  // equals weigh the same
-    __syncthreads();  // what top-k keeps weighs kept_weight
+      s_.kept_weight = weight_ahead + static_cast<uint64_t>(equal) * entry.weight;  // equal keys have equal weights
+    __syncthreads();  // kept_weight has the weight of top-k's tokens
 
     bool kept = ahead < top_k;
     if (sampler_.top_p < 1) {
@@ -268,11 +269,11 @@ class TokenDraw {
       s_.kept.ids[place] = entry.id;
       s_.kept.keys[place] = entry.key;
     }
-    __syncthreads();  // what is kept is known
+    __syncthreads();  // the kept entries are known
     return true;
   }
 
-  // Way 3: the lowest logit that top-k and top-p keep.
+  // Step 3: return the lowest logit that top-k and top-p keep.
   __device__ float threshold() {
     const uint32_t high = (max_key_ >> kShift) + 1;
     uint32_t threshold = 0;
@@ -284,17 +285,17 @@ class TokenDraw {
     return bound_of(threshold << kShift);
   }
 
-  // The largest key from which on the row's logits add up to `wanted`.
+  // Return the largest key above which the row's logits sum up to `wanted`.
   __device__ uint32_t last_reaching(uint32_t low, uint32_t high, uint64_t wanted, Sum what) {
     return last_key(low, high, [&](uint32_t key) { return row_sum(bound_of(key << kShift), what) >= wanted; });
   }
 
-  // What this lane's logits from the bound on weigh together, where each weighs at least `min_weight`; or how many
-  // there are. Called, not inlined: it is long, and has three users.
-  __device__ __noinline__ static uint64_t stretch_sum(Row row, RowScale scale, float bound, uint64_t min_weight,
+  // Return the weight of this lane's logits that reach the bound and weigh at least `min_weight`, or their count.
+  // noinline: it is long and has three callers.
+  __device__ __noinline__ static uint64_t segment_sum(Row row, RowScale scale, float bound, uint64_t min_weight,
                                                       Sum what) {
     uint64_t sum = 0;
-    row.each([&](int tile, const uint4& raw) {
+    row.for_each_tile([&](int tile, const uint4& raw) {
       float x[kItems];
       row.template items<kAdjusted>(tile, raw, x);
       if (what == Sum::kWeights) {
@@ -307,7 +308,7 @@ class TokenDraw {
     return sum;
   }
   __device__ uint64_t row_sum(float bound, Sum what) {
-    return exchange_.sum(stretch_sum(row_, scale_, bound, 0, what));
+    return exchange_.sum(segment_sum(row_, scale_, bound, 0, what));
   }
   __device__ static uint64_t lane_weight(Items x, const RowScale& scale, float bound, uint64_t min_weight) {
     uint64_t weight = 0;
@@ -325,18 +326,19 @@ class TokenDraw {
     return weight >= min_weight ? weight : 0;
   }
 
-  // Way 3: the draw among the tokens whose logits reach `bound`.
+  // Step 3: draw among the tokens whose logits reach `bound`.
   __device__ int32_t from_row(float bound, uint64_t random) {
     const uint64_t* weights =
-        exchange_.all(warp_sum(stretch_sum(row_, scale_, bound, sampler_.min_weight, Sum::kWeights)));
-    const Place drawn = find_place(weights, row_warps(), [=](uint64_t all) { return mul_high(random, all); });
+        exchange_.all_gather(warp_sum(segment_sum(row_, scale_, bound, sampler_.min_weight, Sum::kWeights)));
+    const PrefixHit drawn =
+        find_in_prefix_sums(weights, row_warps(), [=](uint64_t all) { return mul_high(random, all); });
     const bool ours = drawn.index / kRowWarps == static_cast<int>(Cluster::rank());
-    if (ours) look_up(drawn.index, drawn.before, drawn.place, bound);
+    if (ours) look_up(drawn.index, drawn.before, drawn.target, bound);
     return static_cast<int32_t>(exchange_.max(ours ? static_cast<uint64_t>(s_.token + 1) : 0)) - 1;
   }
 
-  // One block: the token, to s_.token, that the draw falls on in the stretch of warp `owner`, before which the weights
-  // add up to `before`. A warp a tile.
+  // Find, with one block, the drawn token in the segment of warp `owner`, before which the weights sum up to `before`.
+  // Write it to s_.token. One warp per tile.
   __device__ void look_up(int owner, uint64_t before, uint64_t drawn, float bound) {
     __syncthreads();  // s_.token has been read
     if (threadIdx.x == 0) s_.token = kNone;
@@ -366,7 +368,7 @@ class TokenDraw {
           sum += one;
         }
       }
-      __syncthreads();  // the tiles' weights have been read, and the token is known to the block
+      __syncthreads();  // the tiles' weights have been read, and the block knows the token
     }
   }
 
@@ -377,8 +379,8 @@ class TokenDraw {
   DrawStorage& s_;
   DrawProgress& progress_;
   float best_ = 0;                    // the lane's largest logit
-  uint32_t max_key_ = 0, bound_ = 0;  // whole keys
-  int listed_ = 0;                    // entries of the list
+  uint32_t max_key_ = 0, bound_ = 0;  // full keys
+  int listed_ = 0;                    // entries in the list
   RowScale scale_{};
 };
 

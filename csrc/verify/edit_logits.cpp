@@ -1,3 +1,4 @@
+// edit_logits: argument checks and the CPU implementation.
 #include "verify/edit_logits.h"
 
 #include <limits>

@@ -1,9 +1,9 @@
-// Up to kParts blocks a request, each with pieces of the vocabulary for all of its nodes. Where a slot asks for nothing
-// its blocks end after two reads: the launch is the cost.
+// edit_logits on a GPU: kParts blocks per request; each block handles vocabulary pieces of kPiece tokens for all of the
+// request's nodes. The blocks of a slot without edits exit after two loads, so the launch is the cost.
 //
-// A piece of bias and counts, 8 bytes a token, is read once for all nodes. The tokens that change, which are few, are
-// listed; then every thread takes pairs of a listed token and a node, whose reads do not wait for one another. A
-// grammar's masks are read whole, vocab / 8 bytes a node, and what they forbid is written.
+// Each block reads a piece of bias and counts (8 bytes per token) once for all nodes and lists the few tokens that
+// change; then each thread takes (listed token, node) pairs, whose loads are independent. Grammar masks are read whole
+// (vocab / 8 bytes per node), and forbidden tokens are set to -inf.
 #include "core/cuda.cuh"
 #include "verify/edit_logits.h"
 
@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kThreads) edit_logits_kernel(EditLogitsParams 
       __syncthreads();
       const uint32_t pairs = count * nodes;  // 64-bit division is slow
       for (uint32_t i = thread; i < pairs; i += kThreads) edit_logit<T>(p, r, i % nodes, first + listed[i / nodes]);
-      __syncthreads();  // the list may be written again, and what a grammar forbids stays so
+      __syncthreads();  // the list may be overwritten, and the mask is applied after the edits
     }
     if (r.kinds & kEditMask) {
       for (uint32_t node = 0; node < nodes; ++node) {

@@ -1,4 +1,6 @@
-// edit_logits: what requests ask of their logits: biases, penalties for tokens that are in the text, a grammar's masks.
+// edit_logits: apply each request's logit bias, penalties and grammar mask to its nodes' logits, in place.
+//
+// Penalties at a node count the tokens of the text and of the drafted path from the root to the node.
 #pragma once
 
 #include "core/bits.h"
@@ -9,23 +11,23 @@
 
 namespace specdec::verify {
 
-// What a slot asks for; Python's `Edit` names the same.
+// Edits of a slot; Python's `Edit` mirrors these bits.
 enum EditBit : int32_t { kEditBias = 1, kEditPenalties = 2, kEditMask = 4 };
 
-// A kernel counts pairs of a token and a node in 32 bits.
+// The kernel counts (token, node) pairs in 32 bits.
 constexpr int64_t kMaxEditedNodes = int64_t{1} << 20;
 
 struct EditLogitsParams {
   NodeLogits logits;
-  const int64_t* mask;        // [batch, num_nodes, words] or packed [num_rows, words]: each node and its ancestors
-  const int32_t* tokens;      // [batch, tree_nodes]
-  const int32_t* kinds;       // [num_slots], EditBits
-  const float* bias;          // [num_slots, vocab]
-  const int32_t* counts;      // [num_slots, vocab]: twice how often generated, and one if it is in the prompt
-  const float* presence;      // [num_slots]
-  const float* frequency;     // [num_slots]
+  const int64_t* mask;     // [batch, num_nodes, words] or packed [num_rows, words]: bits of each node and its ancestors
+  const int32_t* tokens;   // [batch, tree_nodes]
+  const int32_t* kinds;    // [num_slots], EditBits
+  const float* bias;       // [num_slots, vocab]
+  const int32_t* counts;   // [num_slots, vocab]: 2 * times generated + (1 if in the prompt)
+  const float* presence;   // [num_slots]
+  const float* frequency;  // [num_slots]
   const float* repetition;    // [num_slots]
-  const int32_t* vocab_mask;  // as logits, [.., vocab_words], or null: bit patterns of the tokens allowed at each node
+  const int32_t* vocab_mask;  // as logits, [.., vocab_words], or null: bitmask of the tokens allowed at each node
   int64_t words, tree_nodes, vocab_words;
 };
 
@@ -37,7 +39,7 @@ void edit_logits(CallStream stream, const TensorView& logits, const TensorView& 
 void edit_logits_cpu(const EditLogitsParams& p);
 void edit_logits_cuda(const EditLogitsParams& p, Stream stream);
 
-// What a request asks for, and where its rows are.
+// Edits of one request, and its rows.
 struct EditedRequest {
   int64_t b, slot;
   int32_t kinds;  // 0: nothing
@@ -53,13 +55,13 @@ SD_HD EditedRequest edited_request(const EditLogitsParams& p, int64_t b) {
   return {b, slot, kinds, p.logits.nodes(b), p.presence[slot], p.frequency[slot], p.repetition[slot]};
 }
 
-// Whether bias or penalties change the logit of token v wherever it is not drafted.
+// Return whether bias or penalties change the logit of token v at nodes where it is not drafted.
 SD_HD bool is_edited(const EditLogitsParams& p, const EditedRequest& r, int64_t v) {
   const int64_t at = r.slot * p.logits.vocab + v;
   return ((r.kinds & kEditBias) && p.bias[at] != 0) || ((r.kinds & kEditPenalties) && p.counts[at] != 0);
 }
 
-// How often token v stands on the way to a node, the root aside, which is counted already.
+// Count how often token v occurs on the path to a node, the root excluded: `counts` has it already.
 SD_HD int32_t times_drafted(const EditLogitsParams& p, const EditedRequest& r, int64_t node, int32_t v) {
   const int64_t* mask = p.mask + (r.nodes.first + node) * p.words;
   int32_t times = 0;
@@ -75,7 +77,7 @@ SD_HD int32_t times_drafted(const EditLogitsParams& p, const EditedRequest& r, i
   return times;
 }
 
-// The logit of token v at a node with bias and penalties.
+// Return the logit of token v at a node after bias and penalties.
 SD_HD float edited(const EditLogitsParams& p, const EditedRequest& r, int64_t node, int64_t v, float x) {
   const int64_t at = r.slot * p.logits.vocab + v;
   if (r.kinds & kEditBias) x = add(x, p.bias[at]);
@@ -93,7 +95,7 @@ SD_HD void edit_logit(const EditLogitsParams& p, const EditedRequest& r, int64_t
   logit = from_float<T>(edited(p, r, node, v, to_float(logit)));
 }
 
-// The tokens 32 w to 32 w + 31 that a grammar forbids at a node, as bits.
+// Return the tokens 32 w to 32 w + 31 that the grammar forbids at a node, as bits.
 SD_HD uint32_t forbidden(const EditLogitsParams& p, const EditedRequest& r, int64_t node, int64_t w) {
   return ~static_cast<uint32_t>(p.vocab_mask[(r.nodes.first + node) * p.vocab_words + w]);
 }

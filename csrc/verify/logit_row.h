@@ -1,4 +1,4 @@
-// One node's logits as verification sees them: with the request's bias, and without the tokens a grammar forbids.
+// One node's logits as verification reads them: plus the request's bias, minus the tokens that a grammar forbids.
 #pragma once
 
 #include "core/exact_math.h"
@@ -10,9 +10,9 @@ template <class T>
 struct LogitRow {
   const T* logits;         // [vocab]
   const float* bias;       // [vocab] or null
-  const int32_t* allowed;  // [ceil(vocab / 32)] bit patterns or null: bit v % 32 of word v / 32 allows token v
+  const int32_t* allowed;  // [ceil(vocab / 32)] or null: bit v % 32 of word v / 32 allows token v
 
-  // NaN and what is forbidden are -inf.
+  // Return the logit after bias and mask; NaN and forbidden tokens become -inf.
   SD_HD float adjusted(float x, int64_t v) const {
     if (bias) x = add(x, bias[v]);
     if (allowed && !(static_cast<uint32_t>(allowed[v >> 5]) >> (v & 31) & 1)) x = -INFINITY;

@@ -1,3 +1,4 @@
+// mask_stops: argument checks and the CPU implementation.
 #include "verify/mask_stops.h"
 
 namespace specdec::verify {
@@ -18,7 +19,7 @@ void mask_stops(CallStream stream, const TensorView& logits, const TensorView& p
   check.tensor("stop_tokens", stop_tokens, {R, M}, kInt32);
   check.tensor("stops_from", stops_from, {R}, kInt32);
   check.slots(slots, B, R);
-  check.range("num_nodes * max_stops", (packed ? T : N) * M, 0, INT32_MAX);  // what one block counts
+  check.range("num_nodes * max_stops", (packed ? T : N) * M, 0, INT32_MAX);  // one block counts them in 32 bits
   if (B == 0) return;
 
   const MaskStopsParams params{

@@ -1,4 +1,5 @@
-// One block a request, one thread a node and stop token. Where nobody has a minimum the launch is the cost.
+// mask_stops on a GPU: one block per request, one thread per (node, stop token) pair. Blocks of slots without a minimum
+// length exit after two loads.
 #include "core/cuda.cuh"
 #include "verify/mask_stops.h"
 

@@ -1,4 +1,4 @@
-// mask_stops: stop tokens get no probability where it is too early for them.
+// mask_stops: set the logits of stop tokens to -inf at nodes before a request's minimum length, in place.
 #pragma once
 
 #include "core/dispatch.h"
@@ -9,9 +9,9 @@ namespace specdec::verify {
 
 struct MaskStopsParams {
   NodeLogits logits;
-  const int32_t* positions;    // [batch, num_nodes] or packed [num_rows]: of the nodes' tokens
+  const int32_t* positions;    // [batch, num_nodes] or packed [num_rows]: positions of the nodes' tokens
   const int32_t* stop_tokens;  // [num_slots, max_stops], -1 for none
-  const int32_t* stops_from;   // [num_slots]: first position where a stop token may stand; 0 and below: anywhere
+  const int32_t* stops_from;   // [num_slots]: first position at which a stop token may occur; <= 0: anywhere
   int64_t max_stops;
 };
 
@@ -21,13 +21,13 @@ void mask_stops(CallStream stream, const TensorView& logits, const TensorView& p
 void mask_stops_cpu(const MaskStopsParams& p);
 void mask_stops_cuda(const MaskStopsParams& p, Stream stream);
 
-// The slot of row b if it has a minimum, else -1.
+// Return the slot of row b if it has a minimum length, else -1.
 SD_HD int64_t slot_with_minimum(const MaskStopsParams& p, int64_t b) {
   const int64_t slot = p.logits.slot(b);
   return slot >= 0 && p.stops_from[slot] > 0 ? slot : -1;
 }
 
-// Masks stop token m of a slot after one of row b's nodes.
+// Mask stop token m of a slot at one of row b's nodes.
 template <class T>
 SD_HD void mask_stop(const MaskStopsParams& p, int64_t b, int64_t slot, RowRange nodes, int64_t node, int64_t m) {
   const int32_t token = p.stop_tokens[slot * p.max_stops + m];

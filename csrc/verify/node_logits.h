@@ -1,5 +1,5 @@
-// The logits of requests' nodes, which edit_logits and mask_stops change in place: as many for each request, or packed
-// rows without gaps.
+// Logits of the requests' nodes, which edit_logits and mask_stops change in place: num_nodes rows per request, or
+// packed rows without gaps.
 #pragma once
 
 #include "core/check.h"
@@ -9,21 +9,21 @@
 namespace specdec::verify {
 
 struct NodeLogits {
-  void* data;  // [batch, num_nodes, vocab] or packed [num_rows, vocab]; requests and nodes this many elements apart:
+  void* data;  // [batch, num_nodes, vocab] or packed [num_rows, vocab], with the strides below, in elements
   Dtypes dtype;
   int64_t batch_stride, node_stride;
   const int32_t* slots;         // [batch] or null
-  const int32_t* cu_seqlens_q;  // [batch + 1] or null: of packed rows
+  const int32_t* cu_seqlens_q;  // [batch + 1] or null: row offsets of packed rows
   int64_t batch, num_nodes, num_rows, vocab, num_slots;
 
   SD_HD int64_t slot(int64_t b) const { return slot_of(slots, b, num_slots); }
 
-  // The nodes of request b, among those of all.
+  // Return the rows of request b's nodes.
   SD_HD RowRange nodes(int64_t b) const {
     return cu_seqlens_q ? packed_rows(cu_seqlens_q, b, num_rows) : RowRange{b * num_nodes, num_nodes};
   }
 
-  // Of one of request b's nodes.
+  // Return the logits of one of request b's nodes.
   template <class T>
   SD_HD T* row(int64_t b, RowRange nodes, int64_t node) const {
     const int64_t root = cu_seqlens_q ? nodes.first * node_stride : b * batch_stride;
@@ -31,7 +31,7 @@ struct NodeLogits {
   }
 };
 
-// The sizes of such logits, which other arguments share.
+// Sizes of such logits, shared with other arguments' checks.
 struct NodeLogitsSizes {
   Dim batch{"batch"}, nodes{"num_nodes"}, rows{"rows"}, vocab{"vocab"}, slots{"num_slots"};
 
@@ -42,7 +42,7 @@ struct NodeLogitsSizes {
       check.strided_output("logits", logits, {batch, nodes, vocab}, kFloats);
   }
 
-  // With whatever has been checked by then.
+  // Build NodeLogits from the sizes checked so far.
   NodeLogits of(const TensorView& logits, const OptTensor& slots_of_rows, const OptTensor& cu_seqlens_q) const {
     const bool packed = cu_seqlens_q.has_value();
     return {.data = logits.data<void>(),

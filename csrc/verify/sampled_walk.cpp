@@ -1,3 +1,4 @@
+// verify_tree on the CPU for sampled candidates (the walk: sampled_walk.h).
 #include "verify/sampled_walk.h"
 
 #include "verify/token_weights.h"
@@ -5,15 +6,15 @@
 namespace specdec::verify {
 namespace {
 
-// Rows of SampledWalk, on the CPU. The draw goes through the draft's vocabulary in order of its ids, then through the
-// target's tokens that the draft does not have.
+// Rows of SampledWalk on the CPU. The draw scans the draft's vocabulary in order of draft ids, then the target's tokens
+// that the draft vocabulary lacks.
 template <class T>
 class CpuRows {
  public:
   CpuRows(const VerifyTreeParams& p, const std::vector<bool>& mapped, TokenWeights& target, TokenWeights& draft)
       : p_(p), mapped_(mapped), target_(target), draft_(draft) {}
 
-  // Begins with the next request.
+  // Start the next request.
   void start(int64_t b, int64_t slot, const Sampler& sampler, const Sampler& draft_sampler) {
     b_ = b;
     slot_ = slot;
@@ -45,21 +46,21 @@ class CpuRows {
     return {target_[token], draft_[d]};
   }
 
-  uint64_t leave(float scale) {
+  uint64_t set_residual(float scale) {
     scale_ = scale;
-    left_ = 0;
-    each_left([&](int64_t, uint64_t weight) {
-      left_ += weight;
+    residual_total_ = 0;
+    for_each_residual([&](int64_t, uint64_t weight) {
+      residual_total_ += weight;
       return false;
     });
-    return left_;
+    return residual_total_;
   }
 
   int32_t draw(uint64_t random) const {
-    const uint64_t drawn = mul_high(random, left_);
+    const uint64_t drawn = mul_high(random, residual_total_);
     uint64_t through = 0;
     int32_t token = -1;
-    each_left([&](int64_t v, uint64_t weight) {
+    for_each_residual([&](int64_t v, uint64_t weight) {
       if ((through += weight) <= drawn) return false;
       token = static_cast<int32_t>(v);
       return true;
@@ -68,12 +69,12 @@ class CpuRows {
   }
 
  private:
-  // Calls f(token, what is left of it) in order of the draw until f returns true.
+  // Call f(token, residual weight) in draw order until f returns true.
   template <class F>
-  void each_left(F&& f) const {
+  void for_each_residual(F&& f) const {
     for (int64_t d = 0; d < p_.drafts.vocab; ++d) {
       const int64_t v = p_.drafts.id_map ? p_.drafts.id_map[d] : d;
-      if (v >= 0 && v < p_.vocab && f(v, left_weight(target_[v], draft_[d], scale_))) return;
+      if (v >= 0 && v < p_.vocab && f(v, residual_weight(target_[v], draft_[d], scale_))) return;
     }
     if (!p_.drafts.id_map) return;
     for (int64_t v = 0; v < p_.vocab; ++v)
@@ -86,10 +87,10 @@ class CpuRows {
   int64_t b_ = 0, slot_ = 0;
   Sampler sampler_, draft_sampler_;
   float scale_ = 0;
-  uint64_t left_ = 0;
+  uint64_t residual_total_ = 0;
 };
 
-// Which of the target's tokens the draft has.
+// Return which target tokens are in the draft's vocabulary.
 std::vector<bool> mapped_tokens(const VerifyTreeParams& p) {
   std::vector<bool> mapped(p.drafts.id_map ? static_cast<size_t>(p.vocab) : 0);
   for (int64_t d = 0; p.drafts.id_map && d < p.drafts.vocab; ++d) {

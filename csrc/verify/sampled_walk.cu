@@ -1,9 +1,10 @@
-// verify_tree with sampled candidates: one cluster a request walks down its tree (sampled_walk.h), all threads of all
-// blocks together; what they share are rows of logits (cluster_row.cuh).
+// verify_tree on a GPU for sampled candidates: one cluster per request walks down its tree (sampled_walk.h); all
+// threads of all blocks walk together and share rows of logits (cluster_row.cuh).
 //
-// A node with one sampled child reads the target's row and the draft's twice (largest logits, sums), and once or twice
-// more where the child is rejected (what is left, the draw), all but the first time from L1 or L2. top-k and top-p cost
-// what TokenDraw takes to find their threshold.
+// A node with one sampled child reads the target's row and the draft's row twice (maxima, then sums), and once or twice
+// more if the child is rejected (residual, then the draw). All reads but the first hit L1 or L2. top-k and top-p add
+// TokenDraw's threshold search (draw_token.cuh). A request's temperature enters in sampler_of() (sampling.h), which the
+// kernel below calls for the target and, through draft_sampler_of(), for the draft.
 #include "verify/draw_token.cuh"
 #include "verify/sampled_walk.h"
 
@@ -12,12 +13,12 @@ namespace {
 
 constexpr int kBlocksPerSm = 1;
 
-// Rows of SampledWalk. Every thread of the cluster gets the same answers. The passes are functions of their own: the
-// walk has each in several places.
+// Rows of SampledWalk on a GPU. Every thread of the cluster gets the same results. The passes are noinline functions
+// because the walk calls each in several places.
 template <class T, bool kAdjusted>
 class ClusterRows {
  public:
-  // `mapped`, in shared memory, has a bit for each token of the target's that the draft has; null without an id_map.
+  // `mapped`, in smem, has a bit for each target token that is in the draft's vocabulary; null without an id_map.
   __device__ ClusterRows(const VerifyTreeParams& p, int64_t b, int64_t slot, const Sampler& sampler,
                          const Sampler& draft_sampler, const uint32_t* mapped, Exchange& exchange,
                          DrawStorage& draw_storage)
@@ -60,7 +61,7 @@ class ClusterRows {
     const auto [target_key, draft_key] = largest_keys(order_key(target_.template largest<kAdjusted>(target_held, tile)),
                                                       order_key(draft_.template largest<false>(draft_held, tile)));
     target_scale_ = {key_float(target_key), sampler_.scale};
-    // A draft row without tokens has a maximum of infinity, beside which all of its tokens weigh nothing.
+    // A draft row without tokens gets a maximum of infinity, so that all of its tokens weigh 0.
     draft_scale_ = {draft_key > kKeyOfMinusInf ? key_float(draft_key) : INFINITY, draft_sampler_.scale};
     same_tiles_ = !p_.drafts.id_map && target_.id_of(0) == draft_.id_of(0);
     target_total_ = draft_total_ = 0;
@@ -68,20 +69,20 @@ class ClusterRows {
 
     threshold_ = sampler_.filters_by_key() ? threshold() : -INFINITY;
     uint64_t target = 0, draft = 0;
-    target_.each([&](int tile, const uint4& raw) {
+    target_.for_each_tile([&](int tile, const uint4& raw) {
       if (!any_kept(tile, raw)) return;
       float x[kItems];
       target_.template items<kAdjusted>(tile, raw, x);
 #pragma unroll
       for (int i = 0; i < kItems; ++i) target += kept(x[i]);
     });
-    draft_.each([&](int tile, const uint4& raw) {
+    draft_.for_each_tile([&](int tile, const uint4& raw) {
       float x[kItems];
       draft_.template items<false>(tile, raw, x);
 #pragma unroll
       for (int i = 0; i < kItems; ++i) draft += draft_scale_.weight(x[i]);
     });
-    add_up(target, draft);
+    sum_totals(target, draft);
     return true;
   }
   __device__ uint64_t target_total() const { return target_total_; }
@@ -98,32 +99,32 @@ class ClusterRows {
     return {kept(target_row_[token]), draft_scale_.weight(x)};
   }
 
-  __device__ __noinline__ uint64_t leave(float scale) {
+  __device__ __noinline__ uint64_t set_residual(float scale) {
     scale_ = scale;
-    drafted_ = others_ = 0;
-    each_drafted([&](int, const uint64_t (&left)[kItems]) {
+    drafted_residual_ = other_residual_ = 0;
+    for_each_drafted([&](int, const uint64_t (&residual)[kItems]) {
 #pragma unroll
-      for (int i = 0; i < kItems; ++i) drafted_ += left[i];
+      for (int i = 0; i < kItems; ++i) drafted_residual_ += residual[i];
     });
     if (mapped_)
-      each_other([&](int, const uint64_t (&left)[kItems]) {
+      for_each_other([&](int, const uint64_t (&residual)[kItems]) {
 #pragma unroll
-        for (int i = 0; i < kItems; ++i) others_ += left[i];
+        for (int i = 0; i < kItems; ++i) other_residual_ += residual[i];
       });
-    return left_ = exchange_.sum(drafted_ + others_);
+    return residual_total_ = exchange_.sum(drafted_residual_ + other_residual_);
   }
 
   __device__ __noinline__ int32_t draw(uint64_t random) {
     int32_t token = -1;
-    Place place = stretch_of(drafted_, mul_high(random, left_));
-    if (place.index >= 0) {
-      if (place.index == row_warp()) {
-        const int d = find_in<T>(place, draft_, [&](auto&& f) { each_drafted(f); });
+    PrefixHit hit = find_segment(drafted_residual_, mul_high(random, residual_total_));
+    if (hit.index >= 0) {
+      if (hit.index == row_warp()) {
+        const int d = find_in_segment<T>(hit, draft_, [&](auto&& f) { for_each_drafted(f); });
         token = d < 0 ? -1 : p_.drafts.id_map ? p_.drafts.id_map[d] : d;
       }
     } else if (mapped_) {
-      place = stretch_of(others_, place.place - place.total);
-      if (place.index == row_warp()) token = find_in<T>(place, target_, [&](auto&& f) { each_other(f); });
+      hit = find_segment(other_residual_, hit.target - hit.total);
+      if (hit.index == row_warp()) token = find_in_segment<T>(hit, target_, [&](auto&& f) { for_each_other(f); });
     }
     return static_cast<int32_t>(exchange_.max(static_cast<uint64_t>(token + 1))) - 1;
   }
@@ -139,7 +140,7 @@ class ClusterRows {
   __device__ Keys largest_keys(uint32_t target, uint32_t draft) {
     target = __reduce_max_sync(kFullMask, target);
     draft = __reduce_max_sync(kFullMask, draft);
-    const uint64_t* keys = exchange_.all(static_cast<uint64_t>(target) << 32 | draft);
+    const uint64_t* keys = exchange_.all_gather(static_cast<uint64_t>(target) << 32 | draft);
     for (int i = lane_id(); i < row_warps(); i += kWarp) {
       target = ::max(target, static_cast<uint32_t>(keys[i] >> 32));
       draft = ::max(draft, static_cast<uint32_t>(keys[i]));
@@ -157,11 +158,11 @@ class ClusterRows {
     return TokenDraw<T, kAdjusted>(target_, held, sampler_, exchange_, draw_storage_, progress_).lowest_kept();
   }
 
-  // Adds up both totals from each thread's part.
-  __device__ void add_up(uint64_t target, uint64_t draft) {
+  // Sum both totals over the threads' parts.
+  __device__ void sum_totals(uint64_t target, uint64_t draft) {
     target = warp_sum(target);
     draft = warp_sum(draft);
-    const uint64_t* sums = exchange_.all(lane_id() < kWarp / 2 ? target : draft, 2);
+    const uint64_t* sums = exchange_.all_gather(lane_id() < kWarp / 2 ? target : draft, 2);
     target = draft = 0;
     for (int i = lane_id(); i < row_warps(); i += kWarp) {
       target += sums[2 * i];
@@ -171,7 +172,7 @@ class ClusterRows {
     draft_total_ = warp_sum(draft);
   }
 
-  // The lowest draft id of a token, or -1.
+  // Return the lowest draft id of a token, or -1.
   __device__ __noinline__ int32_t find_draft_id(int32_t token) {
     uint32_t found = 0;
     const int threads = kRowWarps * kWarp * static_cast<int>(Cluster::size());
@@ -181,7 +182,7 @@ class ClusterRows {
     return lowest == 0 ? -1 : static_cast<int32_t>(~static_cast<uint32_t>(lowest));
   }
 
-  // Whether top-k and top-p keep a token of the warp's tile of the target's row. Such a filter seldom does.
+  // Return whether top-k and top-p keep any token of the warp's tile of the target's row (rarely true).
   __device__ bool any_kept(int tile, const uint4& raw) const {
     return __any_sync(kFullMask, target_.template largest_of<kAdjusted>(tile, raw) >= threshold_);
   }
@@ -192,11 +193,10 @@ class ClusterRows {
     return __any_sync(kFullMask, most >= threshold_);
   }
 
-  // Calls f(tile, what is left of the tokens) for the draft's ids in this warp's stretch, but for tiles of which
-  // nothing can be left.
+  // Call f(tile, residual weights) for the draft ids of this warp's segment, skipping tiles whose residual is zero.
   template <class F>
-  __device__ void each_drafted(F&& f) const {
-    draft_.each([&](int tile, const uint4& raw) {
+  __device__ void for_each_drafted(F&& f) const {
+    draft_.for_each_tile([&](int tile, const uint4& raw) {
       float x[kItems], y[kItems];
       if (same_tiles_)
         target_.template items<kAdjusted>(tile, target_.read(tile), x);
@@ -204,13 +204,13 @@ class ClusterRows {
         gather(draft_.id_of(tile), x);
       if (!any_kept(x)) return;
       draft_.template items<false>(tile, raw, y);
-      uint64_t left[kItems];
+      uint64_t residual[kItems];
 #pragma unroll
-      for (int i = 0; i < kItems; ++i) left[i] = left_weight(kept(x[i]), draft_scale_.weight(y[i]), scale_);
-      f(tile, left);
+      for (int i = 0; i < kItems; ++i) residual[i] = residual_weight(kept(x[i]), draft_scale_.weight(y[i]), scale_);
+      f(tile, residual);
     });
   }
-  // The target's logits of the draft's ids from `first` on; -inf where there is no such id or token.
+  // Gather the target's logits of the draft ids from `first` on; -inf where the id or the token does not exist.
   __device__ void gather(int first, float (&x)[kItems]) const {
     int token[kItems];
 #pragma unroll
@@ -222,46 +222,47 @@ class ClusterRows {
 #pragma unroll
     for (int i = 0; i < kItems; ++i) x[i] = token[i] >= 0 && token[i] < p_.vocab ? target_row_[token[i]] : -INFINITY;
   }
-  // Calls f in the same way for the tokens of the target that the draft does not have.
+  // Call f(tile, residual weights) for the target tokens that are not in the draft's vocabulary.
   template <class F>
-  __device__ void each_other(F&& f) const {
-    target_.each([&](int tile, const uint4& raw) {
+  __device__ void for_each_other(F&& f) const {
+    target_.for_each_tile([&](int tile, const uint4& raw) {
       if (!any_kept(tile, raw)) return;
       float x[kItems];
       target_.template items<kAdjusted>(tile, raw, x);
-      uint64_t left[kItems];
+      uint64_t residual[kItems];
       const int first = target_.id_of(tile);
 #pragma unroll
       for (int i = 0; i < kItems; ++i) {
         const int v = first + i;
         const bool other = v >= 0 && v < p_.vocab && !(mapped_[v >> 5] >> (v & 31) & 1);
-        left[i] = other ? kept(x[i]) : 0;
+        residual[i] = other ? kept(x[i]) : 0;
       }
-      f(tile, left);
+      f(tile, residual);
     });
   }
 
-  // The stretch that holds the place; `mine` is this thread's part of its warp's sum.
-  __device__ Place stretch_of(uint64_t mine, uint64_t place) {
-    return find_place(exchange_.all(warp_sum(mine)), row_warps(), [=](uint64_t) { return place; });
+  // Find the segment that contains the target position; `mine` is this thread's part of its warp's sum.
+  __device__ PrefixHit find_segment(uint64_t mine, uint64_t target) {
+    return find_in_prefix_sums(exchange_.all_gather(warp_sum(mine)), row_warps(), [=](uint64_t) { return target; });
   }
 
-  // One warp: the id within its stretch of `row` that the place falls on, in the lane that has it; -1 in the others.
+  // Find, with one warp, the id in its segment of `row` at the target position. The lane that owns it returns it, the
+  // others -1.
   template <class U, class Each>
-  __device__ static int find_in(const Place& place, const TiledRow<U>& row, Each&& each) {
-    uint64_t before = place.before;
+  __device__ static int find_in_segment(const PrefixHit& hit, const TiledRow<U>& row, Each&& each) {
+    uint64_t before = hit.before;
     int found = -1;
-    each([&](int tile, const uint64_t (&left)[kItems]) {
+    each([&](int tile, const uint64_t (&residual)[kItems]) {
       uint64_t lane = 0;
 #pragma unroll
-      for (int i = 0; i < kItems; ++i) lane += left[i];
+      for (int i = 0; i < kItems; ++i) lane += residual[i];
       const uint64_t through = before + sum_up_to_lane(lane);
       uint64_t sum = through - lane;
-      if (place.place >= sum && place.place < through) {
+      if (hit.target >= sum && hit.target < through) {
 #pragma unroll
         for (int i = 0; i < kItems; ++i) {
-          if (place.place >= sum && place.place < sum + left[i]) found = row.id_of(tile) + i;
-          sum += left[i];
+          if (hit.target >= sum && hit.target < sum + residual[i]) found = row.id_of(tile) + i;
+          sum += residual[i];
         }
       }
       before = __shfl_sync(kFullMask, through, kWarp - 1);
@@ -279,14 +280,14 @@ class ClusterRows {
 
   LogitRow<T> target_row_, draft_row_;
   TiledRow<T> target_, draft_;
-  bool same_tiles_ = false;  // both rows' tiles hold the same ids
+  bool same_tiles_ = false;  // both rows' tiles cover the same ids
   RowScale target_scale_{}, draft_scale_{};
   float threshold_ = 0, scale_ = 0;
   uint64_t target_total_ = 0, draft_total_ = 0;
-  uint64_t left_ = 0, drafted_ = 0, others_ = 0;  // what is left: of all, and this thread's part
+  uint64_t residual_total_ = 0, drafted_residual_ = 0, other_residual_ = 0;  // residual: total, and this thread's parts
 };
 
-// Sets, in shared memory, the bits of the target's tokens that the draft has.
+// Set, in smem, the bits of the target tokens that are in the draft's vocabulary.
 __device__ void map_tokens(const VerifyTreeParams& p, uint32_t* mapped) {
   for (int i = threadIdx.x; i < (p.vocab + 31) / 32; i += kRowThreads) mapped[i] = 0;
   __syncthreads();
@@ -329,7 +330,7 @@ __global__ void __launch_bounds__(kRowThreads, kBlocksPerSm)
 
 template <class T, bool kAdjusted>
 void start(const VerifyTreeParams& p, Stream stream) {
-  const unsigned cluster = cluster_size("verify_tree", p.batch, kBlocksPerSm, p.vocab / TiledRow<T>::kUseful);
+  const unsigned cluster = cluster_size("verify_tree", p.batch, kBlocksPerSm, p.vocab / TiledRow<T>::kIdsPerBlock);
   const size_t bits = p.drafts.id_map ? static_cast<size_t>(p.vocab + 31) / 32 * sizeof(uint32_t) : 0;
   auto* kernel = verify_sampled_kernel<T, kAdjusted>;
   if (bits > 0)

@@ -1,49 +1,49 @@
-// The walk down one tree whose candidates were sampled, the same on both devices (docs/verification.md).
+// The walk down one tree whose candidates were sampled, shared by CPU and GPU (docs/verification.md).
 //
-// A node whose children were drawn without replacement from q goes through them in draw order: child d is accepted with
-// probability min(1, p(d) / q(d)); otherwise p becomes what is left of it, max(p - q, 0), and q loses d. What is
-// subtracted is always a multiple of the same q, and clamping twice is clamping once, so a node's state is one number:
-// what is left of a token of weight w, of which the draft's weight is w', is max(w - scale * w', 0), where each
-// rejection adds (the sum of what is left) / (the sum of the draft's weights that are left) to `scale`. Nothing is
-// normalised. A rejected token is left with nothing by the same formula.
+// The children of a node are drawn without replacement from the draft's distribution q and are tested in draw order.
+// Child d is accepted with probability min(1, p(d) / q(d)); otherwise p becomes the residual max(p - q, 0), and q loses
+// d. Every subtraction is a multiple of the same q, and clamping twice equals clamping once, so one number describes a
+// node's state: a token with target weight w and draft weight w' has the residual max(w - scale * w', 0), where each
+// rejection adds (sum of the residual) / (sum of the remaining draft weights) to `scale`. Nothing is normalized. The
+// same formula leaves a rejected token with a residual of 0.
 #pragma once
 
 #include "verify/verify_tree.h"
 
 namespace specdec::verify {
 
-// In units of 2^-40 of the row's likeliest token; the sum of it is taken of its integer part.
-SD_HD float left_of(uint64_t target, uint64_t draft, float scale) {
-  const float left = sub(static_cast<float>(target), mul(scale, static_cast<float>(draft)));
-  return left > 0 ? left : 0;
+// Return a token's residual, in units of 2^-40 of the row's likeliest token. Sums use its integer part.
+SD_HD float residual(uint64_t target, uint64_t draft, float scale) {
+  const float rest = sub(static_cast<float>(target), mul(scale, static_cast<float>(draft)));
+  return rest > 0 ? rest : 0;
 }
-SD_HD uint64_t left_weight(uint64_t target, uint64_t draft, float scale) {
-  return static_cast<uint64_t>(left_of(target, draft, scale));
+SD_HD uint64_t residual_weight(uint64_t target, uint64_t draft, float scale) {
+  return static_cast<uint64_t>(residual(target, draft, scale));
 }
 
-// A token's weights at a node: the target's after its filters, and the draft's.
+// A token's weights at a node: the target's after filters, and the draft's.
 struct TokenPair {
   uint64_t target, draft;
 };
 
-// The coin of one sampled draft, uniform in [0, 1).
+// Return the uniform number in [0, 1) that accepts or rejects one sampled draft.
 SD_HD double coin(uint64_t seed, uint32_t position, uint32_t draw) {
   return mul(static_cast<double>(noise(seed, NoiseUse::kCoin, position, draw).u64() >> 11), 0x1p-53);
 }
 
-// Which draft a request's candidates were drawn with; greedy where they count as not sampled.
+// Return the sampling parameters of a request's draft; greedy if its candidates do not count as sampled.
 SD_HD Sampler draft_sampler_of(const VerifyTreeParams& p, int64_t slot) {
   const float* temperature = p.drafts.temperature ? p.drafts.temperature : p.sampling.temperature;
   return sampler_of({temperature, nullptr, nullptr, nullptr, p.sampling.seeds}, slot, p.drafts.vocab);
 }
 
-// One request. `Rows` is what a device does with rows of logits:
-//   int32_t token(node, position)           the target's own token after a node, or -1
-//   bool open(node, draft_row)              turns to a node and its draft's row: whether the target has any token there
-//   uint64_t target_total(), draft_total()  the sums of the weights
-//   TokenPair pair(token)                   {0, 0} for what is no token of the draft's vocabulary
-//   uint64_t leave(scale)                   sets what is left, and returns its sum
-//   int32_t draw(random)                    a token from what is left, of which there is some
+// The walk of one request. `Rows` provides a device's operations on rows of logits:
+// * int32_t token(node, position): the target's own token after a node, or -1
+// * bool open(node, draft_row): select a node's target row and its draft row; false if the target row has no token
+// * uint64_t target_total(), draft_total(): sums of the weights
+// * TokenPair pair(token): a token's weights; {0, 0} for a token outside the draft's vocabulary
+// * uint64_t set_residual(scale): set the residual and return its sum
+// * int32_t draw(random): draw a token from the residual, which is not empty
 template <class Rows>
 class SampledWalk {
  public:
@@ -59,9 +59,9 @@ class SampledWalk {
         out_(out),
         writes_(writes) {}
 
-  // Returns bits for the slot's status.
+  // Walk, and return bits for the slot's status.
   SD_HD int32_t run() {
-    int32_t node = p_.drafts.in_blocks && drafts_sampled_ ? take_block() : 0;
+    int32_t node = p_.drafts.block_verification && drafts_sampled_ ? verify_block() : 0;
     while (node >= 0) node = step(node);
     return bits_;
   }
@@ -77,7 +77,7 @@ class SampledWalk {
     return checked_child([this](int32_t i) { return node_at(i); }, size_, node, before, child);
   }
 
-  // Emits the token after a node. Returns the node to go on from, if any.
+  // Emit the token after a node. Return the node to continue from, or kNoChild.
   SD_HD int32_t step(int32_t node) {
     const int32_t first = child_after(node, node, node_at(node).first_child);
     const int32_t row = first >= 0 ? draft_row(first) : kNotSampled;
@@ -91,7 +91,8 @@ class SampledWalk {
     return next;
   }
 
-  // The token after a node whose children were drawn from that row of the draft's, and the child that carries it.
+  // Return the token after a node whose children were drawn from that draft row; set `next` to the child that carries
+  // it.
   SD_HD int32_t sampled(int32_t node, int32_t first, int32_t row, int32_t& next) {
     const bool no_row = row < 0 || row >= p_.drafts.num_rows;
     if (!rows_.open(node, no_row ? 0 : row)) return -1;
@@ -106,36 +107,36 @@ class SampledWalk {
       }
       const int32_t token = node_at(next).token;
       const TokenPair pair = rows_.pair(token);
-      if (pair.draft == 0 || carried_before(first, next)) continue;  // cannot have been drawn: it says nothing
+      if (pair.draft == 0 || is_duplicate_sibling(first, next)) continue;  // cannot have been drawn: skip it
 
       const float step = static_cast<float>(div(static_cast<double>(target), static_cast<double>(draft)));
       const auto wanted = static_cast<double>(mul(step, static_cast<float>(pair.draft)));
-      if (mul(coin(sampler_.seed, position, draw), wanted) < left_of(pair.target, pair.draft, scale)) return token;
+      if (mul(coin(sampler_.seed, position, draw), wanted) < residual(pair.target, pair.draft, scale)) return token;
       scale = add(scale, step);
       draft -= pair.draft;
-      target = rows_.leave(scale);
-      if (target == 0) return token;  // p and q differ by their rounding alone
+      target = rows_.set_residual(scale);
+      if (target == 0) return token;  // p and q differ by rounding only
     }
-    if (scale == 0) rows_.leave(0);
+    if (scale == 0) rows_.set_residual(0);
     return rows_.draw(noise(sampler_.seed, NoiseUse::kToken, position, 0).u64());
   }
 
-  // Whether one of the siblings from `first` to before `child` has its token.
-  SD_HD bool carried_before(int32_t first, int32_t child) const {
+  // Return whether a sibling from `first` to before `child` carries the same token.
+  SD_HD bool is_duplicate_sibling(int32_t first, int32_t child) const {
     int32_t i = first;
     while (i != child && node_at(i).token != node_at(child).token) i = node_at(i).next_sibling;
     return i != child;
   }
 
-  // Block verification of the chain of sampled nodes at the root: as far as each node has one child and that was
-  // sampled. Emits what it accepts. Returns the chain's last node where all of it is accepted, for the walk to go on
-  // from; otherwise it emits the bonus, too, and returns kNoChild.
-  SD_HD int32_t take_block() {
+  // Verify the chain of sampled nodes at the root as one block (block verification): it extends as long as each node
+  // has exactly one child and that child was sampled. Emit the accepted tokens. If the whole chain is accepted, return
+  // its last node, from which the walk continues; otherwise emit the bonus token and return kNoChild.
+  SD_HD int32_t verify_block() {
     const uint32_t position = position_after(p_, b_, 0);
-    double share = 1;  // p_i of the paper: how much of the target's probability the first i drafts have
+    double ratio = 1;  // p_i of the paper: clipped probability ratio of the first i drafts
     int32_t node = 0, length = 0;
-    int32_t kept = 0, kept_node = 0, kept_row = 0;  // drafts accepted so far, and the last of them
-    float kept_scale = 0;
+    int32_t accepted = 0, accepted_node = 0, accepted_row = 0;  // drafts accepted so far, and the last of them
+    float accepted_scale = 0;
     while (true) {
       const int32_t child = length + 1 < out_.accept_width ? only_child(node) : kNoChild;
       const int32_t row = child >= 0 ? draft_row(child) : kNotSampled;
@@ -144,36 +145,37 @@ class SampledWalk {
       if (pair.draft == 0) break;
 
       const auto target = static_cast<double>(rows_.target_total()), draft = static_cast<double>(rows_.draft_total());
-      const auto scale = static_cast<float>(div(div(target, draft), share));
-      // A share of 1 always ends a block here rather than before, unless p and q are equal: then longer ones are kept.
-      if (share == 1 || coin(sampler_.seed, position, length) < chance(share, scale, target)) {
-        kept = length;
-        kept_node = node;
-        kept_row = row;
-        kept_scale = scale;
+      const auto scale = static_cast<float>(div(div(target, draft), ratio));
+      // With a ratio of 1 the block always ends here rather than earlier, unless p and q are equal: then longer blocks
+      // are accepted.
+      if (ratio == 1 || coin(sampler_.seed, position, length) < end_probability(ratio, scale, target)) {
+        accepted = length;
+        accepted_node = node;
+        accepted_row = row;
+        accepted_scale = scale;
       }
       const auto target_weight = static_cast<double>(pair.target), draft_weight = static_cast<double>(pair.draft);
-      share = mul(share, div(mul(target_weight, draft), mul(draft_weight, target)));
-      share = share > 1 ? 1 : share < 0x1p-60 ? 0 : share;
+      ratio = mul(ratio, div(mul(target_weight, draft), mul(draft_weight, target)));
+      ratio = ratio > 1 ? 1 : ratio < 0x1p-60 ? 0 : ratio;
       node = child;
       ++length;
-      if (share == 0) break;  // it stays 0
+      if (ratio == 0) break;  // it stays 0
     }
-    const bool all = length == 0 || coin(sampler_.seed, position, length) < share;
-    emit_chain(all ? length : kept);
+    const bool all = length == 0 || coin(sampler_.seed, position, length) < ratio;
+    emit_chain(all ? length : accepted);
     if (all) return node;
 
-    rows_.open(kept_node, kept_row);
-    if (rows_.leave(kept_scale) == 0) rows_.leave(0);  // p and q differ by their rounding alone
-    const uint32_t after = position_after(p_, b_, kept_node);
-    out_.emit(rows_.draw(noise(sampler_.seed, NoiseUse::kToken, after, 0).u64()), kept_node, writes_);
+    rows_.open(accepted_node, accepted_row);
+    if (rows_.set_residual(accepted_scale) == 0) rows_.set_residual(0);  // p and q differ by rounding only
+    const uint32_t after = position_after(p_, b_, accepted_node);
+    out_.emit(rows_.draw(noise(sampler_.seed, NoiseUse::kToken, after, 0).u64()), accepted_node, writes_);
     return kNoChild;
   }
 
-  // The chance (h_i) that a block ends here rather than before, where its `share` is below 1.
-  SD_HD double chance(double share, float scale, double target) {
-    const double rest = mul(share, div(static_cast<double>(rows_.leave(scale)), target));
-    return rest > 0 ? div(rest, add(rest, add(1.0, -share))) : 0;
+  // Return the probability h_i that the block ends here rather than earlier, for a ratio below 1.
+  SD_HD double end_probability(double ratio, float scale, double target) {
+    const double later = mul(ratio, div(static_cast<double>(rows_.set_residual(scale)), target));
+    return later > 0 ? div(later, add(later, add(1.0, -ratio))) : 0;
   }
 
   SD_HD int32_t only_child(int32_t node) const {

@@ -1,9 +1,11 @@
-// What a request's sampling parameters make of a row of logits, the same on both devices.
+// Sampling parameters of a request, and the weights they give to a row of logits. Shared by CPU and GPU.
+//
+// A request's temperature, top-k, top-p and min-p enter verification here: sampler_of() reads them from SamplingArrays
+// by slot and turns them into a Sampler. Sampler::scale = log2(e) / temperature.
 //
 // A token's weight is 2^((x - max) * scale) in units of 2^-40 (core/exact_math.h), so sums of weights are exact
-// integers whatever their order. Every filter keeps the tokens from some logit upwards: top-k and top-p keep those
-// whose key is at least a threshold, min-p those whose exponent is. Ties of the last token kept are therefore kept as
-// well.
+// integers in any order. Every filter keeps the tokens above some logit: top-k and top-p keep those whose order key
+// reaches a threshold, min-p those whose weight does. Ties with the last kept token are therefore kept, too.
 #pragma once
 
 #include "core/exact_math.h"
@@ -11,33 +13,33 @@
 
 namespace specdec::verify {
 
-// Per slot. All null: everything is greedy.
+// Sampling parameters by slot. All null: every request is greedy.
 struct SamplingArrays {
-  const float* temperature;  // [num_slots]; 0 and below, and NaN: greedy
-  const int32_t* top_k;      // [num_slots] or null; 0 and below: off
-  const float* top_p;        // [num_slots] or null; 1 and above, and NaN: off
-  const float* min_p;        // [num_slots] or null; 0 and below, and NaN: off
+  const float* temperature;  // [num_slots]; <= 0 or NaN: greedy
+  const int32_t* top_k;      // [num_slots] or null; <= 0: off
+  const float* top_p;        // [num_slots] or null; >= 1 or NaN: off
+  const float* min_p;        // [num_slots] or null; <= 0 or NaN: off
   const int64_t* seeds;      // [num_slots]
 };
 
-// One request's parameters.
+// Sampling parameters of one request.
 struct Sampler {
   bool greedy = true;
   float scale = 0;          // log2(e) / temperature
   int64_t top_k = 0;        // 0: off
   float top_p = 1;          // 1: off
-  uint64_t min_weight = 0;  // of min-p
+  uint64_t min_weight = 0;  // min-p's threshold; 0: off
   uint64_t seed = 0;
 
   SD_HD bool filters_by_key() const { return top_k > 0 || top_p < 1; }
-  // What a token weighs after min-p: the likeliest one weighs 2^40.
+  // Return a token's weight after min-p; the likeliest token weighs 2^40.
   SD_HD uint64_t after_min_p(uint64_t weight) const { return weight >= min_weight ? weight : 0; }
 };
 
 SD_HD Sampler sampler_of(const SamplingArrays& a, int64_t slot, int64_t vocab) {
   Sampler s;
   if (!a.temperature) return s;
-  // All loads before the first use: on a GPU they wait together.
+  // All loads come before the first use, so that their latencies overlap on a GPU.
   const float temperature = a.temperature[slot], top_p = a.top_p ? a.top_p[slot] : 1,
               min_p = a.min_p ? a.min_p[slot] : 0;
   const int32_t top_k = a.top_k ? a.top_k[slot] : 0;
@@ -56,27 +58,27 @@ SD_HD Sampler sampler_of(const SamplingArrays& a, int64_t slot, int64_t vocab) {
   return s;
 }
 
-// A row's distribution before its filters: how likely a logit is beside the row's largest one.
+// A row's softmax before filters: logits relative to the row's maximum, times the scale.
 struct RowScale {
   float max, scale;
 
-  SD_HD float exponent(float x) const { return x == max ? 0.0f : mul(sub(x, max), scale); }  // +inf: only the largest
+  SD_HD float exponent(float x) const { return x == max ? 0.0f : mul(sub(x, max), scale); }  // +inf: only the maximum
   SD_HD uint64_t weight(float x) const { return exp2_weight(exponent(x)); }
 };
 
-// The weight that the best tokens must reach together for top-p, of `total`; at least one token's.
+// Return the weight, of `total`, that the best tokens must reach together for top-p; at least one token's.
 SD_HD uint64_t top_p_weight(float top_p, uint64_t total) {
   const double wanted = static_cast<double>(top_p) * static_cast<double>(total);
   return wanted > 1 ? static_cast<uint64_t>(wanted) : 1;
 }
 
-// The token drawn for absolute position `position` is the first one, in order of ids, with which the weights of the
-// tokens kept add up to more than this.
+// Return the random threshold for absolute position `position`. The drawn token is the first, in order of ids, whose
+// cumulative weight exceeds it.
 SD_HD uint64_t drawn_weight(uint64_t seed, uint32_t position, uint64_t total) {
   return mul_high(noise(seed, NoiseUse::kToken, position, 0).u64(), total);
 }
 
-// The largest key in [low, high) for which reaches(key), which holds for low and, once false, stays false.
+// Return the largest key in [low, high) with reaches(key). It holds for low and, once false, stays false.
 template <class Reaches>
 SD_HD uint32_t last_key(uint32_t low, uint32_t high, Reaches&& reaches) {
   while (high - low > 1) {

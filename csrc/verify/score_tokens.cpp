@@ -1,3 +1,4 @@
+// score_tokens: argument checks and the CPU implementation.
 #include "verify/score_tokens.h"
 
 #include <algorithm>
@@ -66,7 +67,7 @@ void score_tokens_cpu(const ScoreTokensParams& p) {
       p.out_logprobs[r] = -INFINITY;
       std::fill_n(top_ids, p.top_n, -1);
       std::fill_n(top_logprobs, p.top_n, -INFINITY);
-      const int64_t wanted = wanted_top(p, r / p.width);
+      const int64_t wanted = wanted_top_n(p, r / p.width);
       const int64_t start = wanted < 0 ? -1 : logits_of_token(p, r / p.width, r % p.width);
       if (start < 0) continue;
       const T* row = static_cast<const T*>(p.logits) + start;

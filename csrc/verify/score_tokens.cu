@@ -1,6 +1,8 @@
-// One block a token, or a cluster of up to 8 where tokens are few, as in select_topk (core/row_topk.cuh). Reads the
-// logits of the nodes that emitted a token once, and nothing else of them. A token that nobody wants scored costs its
-// blocks two reads and their launch.
+// score_tokens on a GPU: one block per token, or a cluster of up to 8 blocks if there are few tokens, as in select_topk
+// (core/row_topk.cuh).
+//
+// Reads the logits of the nodes that emitted a token, once, and no others. The blocks of a token that needs no score
+// exit after two loads.
 #include "core/row_topk.cuh"
 #include "verify/score_tokens.h"
 
@@ -21,8 +23,8 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocksPerProcessor)
   float* top_logprobs = p.out_top_logprobs + r * p.top_n;
 
   const auto width = static_cast<uint32_t>(p.width), number = static_cast<uint32_t>(r);  // 64-bit division is slow
-  const int wanted = static_cast<int>(wanted_top(p, number / width));
-  int64_t start = logits_of_token(p, number / width, number % width);  // its reads do not wait for those before
+  const int wanted = static_cast<int>(wanted_top_n(p, number / width));
+  int64_t start = logits_of_token(p, number / width, number % width);  // these loads do not wait for those above
   if (wanted < 0) start = -1;
   const int top_n = start < 0 ? 0 : wanted;
   if (first_block && thread >= top_n && thread < p.top_n) {
@@ -49,7 +51,7 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocksPerProcessor)
 void score_tokens_cuda(const ScoreTokensParams& p, Stream stream) {
   with_float_type(p.logits_dtype, [&]<class T>() {
     const int64_t rows = p.batch * p.width;
-    // About half of the places of padded rows hold a token.
+    // About half of the entries of padded rows hold a token.
     const int log2_blocks = row_log2_blocks<T>("score_tokens", (rows + 1) / 2, p.vocab);
     launch("score_tokens", score_tokens_kernel<T>, row_shape("score_tokens", rows, log2_blocks), stream, p,
            log2_blocks);

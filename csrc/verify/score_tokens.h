@@ -1,4 +1,4 @@
-// score_tokens: the log-probabilities of emitted tokens, and the best alternatives of each.
+// score_tokens: write the log-probability of each emitted token and the best alternatives at its node.
 #pragma once
 
 #include "core/dispatch.h"
@@ -9,16 +9,16 @@
 namespace specdec::verify {
 
 struct ScoreTokensParams {
-  const void* logits;  // [batch, num_nodes, vocab] or [num_rows, vocab]; requests and nodes this many elements apart:
+  const void* logits;  // [batch, num_nodes, vocab] or [num_rows, vocab], with the strides below, in elements
   Dtypes logits_dtype;
   int64_t logits_batch_stride, logits_node_stride;
   const int32_t* path;       // [batch, width]: the node whose logits chose each token
   const int32_t* tokens;     // [batch, width]
-  const int32_t* num_valid;  // [batch]: tokens in use of each row
+  const int32_t* num_valid;  // [batch]: valid tokens of each row
   const int32_t* slots;      // [batch] or null
-  // [num_slots] or null: how many of the top_n a slot wants, all where null; below 0, its tokens are not scored.
+  // [num_slots] or null: how many of the top_n a slot wants (null: all); negative: its tokens are not scored.
   const int32_t* num_logprobs;
-  const int32_t* cu_seqlens_q;  // [batch + 1] or null: of packed rows
+  const int32_t* cu_seqlens_q;  // [batch + 1] or null: row offsets of packed rows
   float* out_logprobs;          // [batch, width]
   int32_t* out_top_ids;         // [batch, width, top_n]
   float* out_top_logprobs;      // [batch, width, top_n]
@@ -27,16 +27,16 @@ struct ScoreTokensParams {
 
 constexpr int64_t kMaxTopAlternatives = 64;
 
-// How many of the best entries row b wants; below 0, it is not scored.
-SD_HD int64_t wanted_top(const ScoreTokensParams& p, int64_t b) {
+// Return how many alternatives row b wants; negative: it is not scored.
+SD_HD int64_t wanted_top_n(const ScoreTokensParams& p, int64_t b) {
   if (!p.num_logprobs) return p.top_n;
   const int64_t slot = slot_of(p.slots, b, p.num_slots);
   const int64_t wanted = slot < 0 ? -1 : p.num_logprobs[slot];
   return wanted < p.top_n ? wanted : p.top_n;
 }
 
-// Where the logits of token j of row b begin, in elements, or -1 where there is no such token: beyond the length, or
-// with a node or token out of range.
+// Return the offset, in elements, of the logits of token j of row b. Return -1 if there is no such token: beyond the
+// row's length, or with a node or token out of range.
 SD_HD int64_t logits_of_token(const ScoreTokensParams& p, int64_t b, int64_t j) {
   const int64_t node = p.path[b * p.width + j], token = p.tokens[b * p.width + j];
   const RowRange nodes = p.cu_seqlens_q ? packed_rows(p.cu_seqlens_q, b, p.num_rows) : RowRange{0, p.num_nodes};

@@ -1,4 +1,4 @@
-// A tree in shared memory.
+// One tree in smem, copied asynchronously.
 #pragma once
 
 #include <cuda_pipeline.h>

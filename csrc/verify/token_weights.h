@@ -1,4 +1,4 @@
-// CPU: the tokens of one row of logits that a request may get.
+// CPU: greedy choice, filters and draw over one row of logits.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 
 namespace specdec::verify {
 
-// The lowest id with the largest logit, or -1 when none is above -inf.
+// Return the lowest id with the largest logit, or -1 if no logit is above -inf.
 template <class T>
 int32_t largest_id(const LogitRow<T>& row, int64_t vocab) {
   float best = -std::numeric_limits<float>::infinity();
@@ -26,10 +26,10 @@ int32_t largest_id(const LogitRow<T>& row, int64_t vocab) {
   return id;
 }
 
-// The weight of every token of a row after the request's filters, and their sum.
+// Weights of all tokens of a row after the request's filters, and their sum.
 class TokenWeights {
  public:
-  // Whether anything is above -inf; otherwise all weights are 0.
+  // Compute the weights. Return whether any logit is above -inf; otherwise all weights are 0.
   template <class T>
   bool read(const LogitRow<T>& row, int64_t vocab, const Sampler& sampler) {
     RowScale scale{-std::numeric_limits<float>::infinity(), sampler.scale};
@@ -49,7 +49,7 @@ class TokenWeights {
   uint64_t operator[](int64_t v) const { return weights_[static_cast<size_t>(v)]; }
   uint64_t total() const { return total_; }
 
-  // A row's token for that absolute position, or -1 where nothing is above -inf.
+  // Draw a row's token for an absolute position; return -1 if no logit is above -inf.
   template <class T>
   int32_t draw(const LogitRow<T>& row, int64_t vocab, const Sampler& sampler, uint32_t position) {
     if (!read(row, vocab, sampler)) return -1;
@@ -57,11 +57,11 @@ class TokenWeights {
     uint64_t through = 0;
     for (size_t v = 0; v < weights_.size(); ++v)
       if ((through += weights_[v]) > drawn) return static_cast<int32_t>(v);
-    return -1;  // not reached: total > drawn
+    return -1;  // unreachable: total > drawn
   }
 
  private:
-  // The lowest logit that top-k and top-p keep.
+  // Return the lowest logit that top-k and top-p keep.
   float threshold_of(const Sampler& sampler, const RowScale& scale) {
     sorted_ = logits_;
     auto end = sorted_.end();
@@ -69,7 +69,7 @@ class TokenWeights {
       const auto last = sorted_.begin() + sampler.top_k - 1;
       std::nth_element(sorted_.begin(), last, end, std::greater<>());
       const float least = *last;
-      end = std::partition(last + 1, end, [=](float x) { return x == least; });  // ties of the last one stay
+      end = std::partition(last + 1, end, [=](float x) { return x == least; });  // keep ties with the last one
       if (sampler.top_p >= 1) return least;
     }
     std::sort(sorted_.begin(), end, std::greater<>());

@@ -1,4 +1,5 @@
-// The walk down one tree, the same on both devices: bounded, and in bounds whatever the links say.
+// Links of one tree, checked as they are followed, and the emitted path. Shared by CPU and GPU. Walks are bounded and
+// stay in bounds whatever the links say.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +17,7 @@ struct TreeLinks {
   int64_t num_nodes;
 };
 
-// What the walk needs of a node, together.
+// Fields of a node that the walk reads, in one load.
 struct alignas(16) TreeNode {
   int32_t token, parent, first_child, next_sibling;
 };
@@ -28,8 +29,8 @@ SD_HD TreeNode read_node(const TreeLinks& t, int64_t b, int64_t i) {
 
 constexpr int32_t kNoChild = -1, kMalformed = -2;
 
-// Whether `child` may come after `before` among the children of `node`: kMalformed where the link leaves the tree, does
-// not rise, or leads to a node with another parent. Rising links bound every walk by `size`.
+// Return `child` if it may follow `before` among the children of `node`, else kMalformed: the link leaves the tree,
+// does not increase, or leads to a node with another parent. Increasing links bound every walk by `size`.
 template <class Nodes>
 SD_HD int32_t checked_child(const Nodes& nodes, int32_t size, int32_t node, int32_t before, int32_t child) {
   if (child == kNoChild) return kNoChild;
@@ -41,7 +42,7 @@ SD_HD int32_t first_child(const Nodes& nodes, int32_t size, int32_t node) {
   return checked_child(nodes, size, node, node, nodes(node).first_child);
 }
 
-// The first of the children of `node` from `child` on that carries `token`, or kNoChild; kMalformed at the first bad
+// Return the first child of `node`, from `child` on, that carries `token`, or kNoChild; kMalformed at the first bad
 // link. nodes(i) is node i.
 template <class Nodes>
 SD_HD int32_t find_child(const Nodes& nodes, int32_t size, int32_t node, int32_t child, int32_t token) {
@@ -50,15 +51,15 @@ SD_HD int32_t find_child(const Nodes& nodes, int32_t size, int32_t node, int32_t
   return child;
 }
 
-// Nodes in use of a tree said to have `claimed`. Where that is more than there can be, there is no telling which nodes
-// are meant: the root alone, and `bits` for the slot's status.
+// Return the number of nodes in use of a tree that claims `claimed`. If it claims more than fit, the nodes are unknown:
+// use only the root and set `bits` for the slot's status.
 SD_HD int32_t tree_size(int32_t claimed, int64_t num_nodes, int32_t& bits) {
   if (claimed <= num_nodes) return claimed;
   bits |= kBadTree;
   return 1;
 }
 
-// One request's emitted tokens. The caller finds the next one and calls emit() with it; at the end, finish() pads.
+// One request's emitted tokens. The caller finds the next token and calls emit(); finish() pads at the end.
 struct EmittedRow {
   int32_t* tokens;  // [accept_width]
   int32_t* path;    // [accept_width]
@@ -66,7 +67,7 @@ struct EmittedRow {
   int64_t len = 0;
   int32_t last_node = 0;
 
-  // Whether there is room for another token afterwards. One thread `writes`, the others of its block only count.
+  // Emit a token; return whether another one fits. Only one thread `writes`; the others of its block only count.
   SD_HD bool emit(int32_t token, int32_t node, bool writes = true) {
     if (writes) {
       tokens[len] = token;

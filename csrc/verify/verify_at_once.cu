@@ -1,11 +1,12 @@
-// Few nodes: the tokens of all of them at once, and then a walk that looks them up.
+// verify_tree for few nodes: find the tokens of all nodes at once, then walk by looking them up.
 //
-// Walking node by node (verify_tree.cu) costs 2 us a node, 6.5 when it is sampled, one after the other. This costs that
-// once, and reads every node's row, 2 or 4 bytes x vocab each, with a block on each multiprocessor. The blocks that
-// share a row leave a number in the workspace: where all is greedy their largest logits, without a word to each other;
-// a cluster otherwise the token it drew. A flat row with a nucleus too long for a list would take ten times as long,
-// and most rows are not on the path: such a node is left to the walk, whose cluster finds its token as verify_tree.cu
-// does.
+// The node-by-node walk (verify_tree.cu) costs 2 us per node, 6.5 us if sampled, serially. This kernel pair pays that
+// once and reads every node's row (2 or 4 bytes x vocab each), with a block on each SM. The blocks of a row leave a
+// word in the workspace: in a greedy batch each block its largest logit, without communication; otherwise a cluster its
+// drawn token. A flat row whose nucleus is too long for a list would take ten times as long, and most rows are not on
+// the path: such a node is left to the walk, whose cluster finds its token as verify_tree.cu does.
+//
+// A request's temperature enters in node_tokens_kernel and walk_tokens_kernel through sampler_of() (sampling.h).
 #include <bit>
 
 #include "verify/draw_token.cuh"
@@ -14,19 +15,19 @@
 namespace specdec::verify {
 namespace {
 
-constexpr int32_t kUnfound = -2;  // for a token
+constexpr int32_t kPending = -2;  // token of a node that is left to the walk
 
-// What a node's blocks leave in the workspace: a part's largest lane_entry(), or a token that looks like one.
+// The word that a node's blocks leave in the workspace: a part's largest lane_entry(), or a token in the same format.
 __device__ uint64_t entry_of(int32_t token) {
   return token == kNoChild ? 0 : uint64_t{1} << 32 | ~static_cast<uint32_t>(token);
 }
 
-// Whether there is no packed row for a node: the grid has a place for the most nodes of a tree.
+// Return whether a node has no packed row: the grid covers the maximum nodes of a tree.
 __device__ bool has_no_row(const VerifyTreeParams& p, int64_t b, int64_t node) {
   return p.cu_seqlens_q && node >= packed_rows(p.cu_seqlens_q, b, p.num_rows).count;
 }
 
-// Grid: parts of a row, nodes, requests.
+// Grid: (parts of a row, nodes, requests).
 template <class T, bool kAdjusted>
 __global__ void __launch_bounds__(kRowThreads, blocks_per_sm(false)) node_maxima_kernel(VerifyTreeParams p) {
   __shared__ uint64_t of_warps[kRowWarps];
@@ -36,7 +37,7 @@ __global__ void __launch_bounds__(kRowThreads, blocks_per_sm(false)) node_maxima
   const int64_t b = blockIdx.z, node = blockIdx.y;
   if (has_no_row(p, b, node)) return;
   const int64_t slot = slot_of(p.slots, b, p.num_slots);
-  using Row = TiledRow<T, GridRow>;
+  using Row = TiledRow<T, GridBlocks>;
   const Row row(logit_row<T>(p, b, slot, node), p.vocab);
   typename Row::Held held;
   row.begin(held);
@@ -51,7 +52,7 @@ __global__ void __launch_bounds__(kRowThreads, blocks_per_sm(false)) node_maxima
   if (lane_id() == 0) p.workspace[row_of_node(p, b, node) * gridDim.x + blockIdx.x] = best;
 }
 
-// Grid: a cluster for each node, requests.
+// Grid: (one cluster per node, requests).
 template <class T, bool kAdjusted>
 __global__ void __launch_bounds__(kRowThreads, blocks_per_sm(true)) node_tokens_kernel(VerifyTreeParams p) {
   __shared__ Exchange::Storage exchange_storage;
@@ -78,12 +79,12 @@ __global__ void __launch_bounds__(kRowThreads, blocks_per_sm(true)) node_tokens_
   } else {
     DrawProgress progress;
     token = TokenDraw<T, kAdjusted>(row, held, sampler, exchange, draw_storage, progress)
-                .template token<kUnfound>(position_after(p, b, node));
+                .template token<kPending>(position_after(p, b, node));
   }
   if (Cluster::rank() == 0 && threadIdx.x == 0) p.workspace[row_of_node(p, b, node)] = entry_of(token);
 }
 
-// A block a request where all is greedy, a cluster otherwise; a thread for each of the nodes' `parts`.
+// One block per request in a greedy batch, else one cluster; one thread per part of the nodes.
 template <class T, bool kAdjusted, bool kSampled>
 __global__ void __launch_bounds__(kRowThreads, blocks_per_sm(kSampled))
     walk_tokens_kernel(VerifyTreeParams p, int parts_log2) {
@@ -117,7 +118,7 @@ __global__ void __launch_bounds__(kRowThreads, blocks_per_sm(kSampled))
 
   const bool decides = warp_id() == 0, writes = Cluster::rank() == 0 && thread == 0;
   EmittedRow out = emitted_row(p, b);
-  // The node to visit after this one.
+  // Emit a node's token; return the node to visit next.
   const auto after = [&](int32_t node, int32_t token, auto child) {
     if (token < 0) bits |= kBadLogits;
     if (token < 0 || !out.emit(token, node, writes)) return kNoChild;
@@ -125,9 +126,9 @@ __global__ void __launch_bounds__(kRowThreads, blocks_per_sm(kSampled))
     if (to == kMalformed) bits |= kBadTree;
     return to;
   };
-  // Walks from a node to the first one without a token, if the walk comes to one.
+  // Walk from a node to the first one without a token, if there is one on the path.
   const auto walk = [&](int32_t node) {
-    while (node >= 0 && tokens[node] != kUnfound) node = after(node, tokens[node], [&] { return next[node]; });
+    while (node >= 0 && tokens[node] != kPending) node = after(node, tokens[node], [&] { return next[node]; });
     return node;
   };
   int32_t node = size > 0 ? 0 : kNoChild;
@@ -140,7 +141,7 @@ __global__ void __launch_bounds__(kRowThreads, blocks_per_sm(kSampled))
     TiledRow<T> row(p.vocab);
 #pragma unroll 1
     while ((node = next_node) >= 0) {
-      __syncthreads();  // all know it
+      __syncthreads();  // all threads have read next_node
       row.move_to(logit_row<T>(p, b, slot, node));
       typename TiledRow<T>::Held held;
       row.begin(held);
@@ -168,10 +169,10 @@ void start(const VerifyTreeParams& p, Stream stream) {
     launch("verify_tree", node_maxima_kernel<T, kAdjusted>, {.grid = dim3(parts, nodes, batch), .threads = kRowThreads},
            stream, p);
 
-  const unsigned left = kSampled ? 1 : parts;  // for each node
+  const unsigned left = kSampled ? 1 : parts;  // per node
   const unsigned threads = kSampled ? kRowThreads : (nodes * left + kWarp - 1) / kWarp * kWarp;
   const unsigned cluster =
-      kSampled ? cluster_size("verify_tree", p.batch, blocks_per_sm(true), p.vocab / TiledRow<T>::kUseful) : 1;
+      kSampled ? cluster_size("verify_tree", p.batch, blocks_per_sm(true), p.vocab / TiledRow<T>::kIdsPerBlock) : 1;
   launch("verify_tree", walk_tokens_kernel<T, kAdjusted, kSampled>,
          {.grid = batch * cluster,
           .threads = threads,
@@ -183,7 +184,7 @@ void start(const VerifyTreeParams& p, Stream stream) {
 }  // namespace
 
 void verify_at_once_cuda(const VerifyTreeParams& p, Stream stream) {
-  with_kinds(p, [&]<class T, bool kAdjusted, bool kSampled>() { start<T, kAdjusted, kSampled>(p, stream); });
+  with_kernel_variant(p, [&]<class T, bool kAdjusted, bool kSampled>() { start<T, kAdjusted, kSampled>(p, stream); });
 }
 
 }  // namespace specdec::verify

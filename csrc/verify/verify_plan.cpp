@@ -1,3 +1,4 @@
+// Rules that choose verify_tree's GPU kernel (verify_plan.h).
 #include "verify/verify_plan.h"
 
 #include <algorithm>
@@ -8,26 +9,26 @@
 namespace specdec::verify {
 namespace {
 
-// Blocks that may share a node's row; and bytes of a row that keep one busy, a vector of 16 for each of its 512
-// threads. The block that walks afterwards has a thread for each part of a greedy tree's nodes.
-constexpr int64_t kMaxParts = 8, kBytesOfPart = 512 * 16, kWalkThreads = 512;
+// Maximum blocks per node's row; bytes of a row that occupy one block (a 16-byte vector for each of its 512 threads);
+// threads of the block that walks afterwards, one per part of a greedy tree's nodes.
+constexpr int64_t kMaxParts = 8, kBytesPerPart = 512 * 16, kWalkThreads = 512;
 
-// Whether reading all rows takes no longer than walking to a leaf: as measured with V = 128256 on an H200.
-bool is_quicker_at_once(const VerifyShape& s, const Device& device) {
+// Return whether reading all rows is at least as fast as walking to a leaf. Measured with V = 128256 on an H200.
+bool prefers_at_once(const VerifyShape& s, const Device& device) {
   const int64_t rows = s.rows, bytes = rows * s.vocab * s.logit_bytes;
   return s.num_nodes <= (s.sampled ? 64 : 32) && bytes <= (s.sampled ? 40 << 20 : 24 << 20) && rows <= device.num_sms &&
-         s.batch <= kMaxGridY;  // of packed requests most may have no row
+         s.batch <= kMaxGridY;  // most packed requests may lack a row
 }
 
-// A power of two: no multiprocessor has more blocks than another. The blocks of a sampled row are a cluster, and of
-// clusters of more than two blocks a tenth of the multiprocessors is out of reach.
-int parts_of(const VerifyShape& s, const Device& device) {
+// Return the number of blocks per row, a power of two: no SM gets more blocks than another. The blocks of a sampled row
+// are a cluster, and clusters of more than two blocks cannot use a tenth of the SMs.
+int num_parts(const VerifyShape& s, const Device& device) {
   const int64_t rows = std::max(s.rows, s.num_nodes), all = device.num_sms, most = all * 9 / 10;
-  const int64_t useful = std::min(kMaxParts, s.vocab * s.logit_bytes / kBytesOfPart);
+  const int64_t useful = std::min(kMaxParts, s.vocab * s.logit_bytes / kBytesPerPart);
   const int64_t limit = s.sampled && !device.is_hopper_or_later ? 1 : useful;
   int64_t parts = 1;
   while (2 * parts <= limit && 2 * parts * rows <= (s.sampled && parts > 1 ? most : all)) parts *= 2;
-  // Two blocks on each multiprocessor, where nearly all have one and registers suffice for two.
+  // Use two blocks per SM where nearly all SMs have one and registers suffice for two.
   if (!s.sampled && 2 * parts <= limit && parts * rows >= most && 2 * parts * s.num_nodes <= kWalkThreads) parts *= 2;
   return static_cast<int>(parts);
 }
@@ -54,7 +55,7 @@ VerifyPlan plan_verify(const Check& check, const VerifyShape& shape, const Devic
   VerifyPlan plan{VerifyKernel::kWalk, 0};
   if (shape.rejects)
     plan.kernel = VerifyKernel::kRejection;
-  else if (is_quicker_at_once(shape, device))
+  else if (prefers_at_once(shape, device))
     plan.kernel = VerifyKernel::kAtOnce;
   if (name) {
     const auto* named = std::ranges::find(kKernelNames, *name, &KernelName::name);
@@ -66,7 +67,7 @@ VerifyPlan plan_verify(const Check& check, const VerifyShape& shape, const Devic
                {"walk for a batch above ", kMaxGridY});
     plan.kernel = named->kernel;
   }
-  if (plan.kernel == VerifyKernel::kAtOnce) plan.parts = parts_of(shape, device);
+  if (plan.kernel == VerifyKernel::kAtOnce) plan.parts = num_parts(shape, device);
   return plan;
 }
 

@@ -1,3 +1,4 @@
+// verify_tree: argument checks, planning and the CPU implementation.
 #include "verify/verify_tree.h"
 
 #include <limits>
@@ -8,7 +9,7 @@
 namespace specdec::verify {
 namespace {
 
-// What the plan of a call depends on.
+// Collect the sizes that a plan depends on.
 VerifyShape shape_of(const TensorView& logits, int64_t batch, int64_t num_nodes, bool sampled, bool rejects) {
   const bool packed = logits.ndim() == 2;
   return {.batch = batch,
@@ -26,13 +27,13 @@ VerifyPlan plan_call(const Check& check, const VerifyShape& shape, const std::op
   return {};
 }
 
-// The arguments that a plan depends on, checked.
+// Check the arguments that a plan depends on.
 VerifyShape check_planned(Check& check, const TensorView& logits, std::optional<int64_t> num_nodes,
                           const OptTensor& temperature, const OptTensor& draft_logits) {
   Dim B{"batch"}, N{"num_nodes", num_nodes.value_or(-1)}, V{"vocab"};
   if (num_nodes) {
     check.range("num_nodes", N, 1, kMaxVerifiedNodes);
-    check.strided("logits", logits, {B, V}, kFloats);  // of packed rows there are at least as many as requests
+    check.strided("logits", logits, {B, V}, kFloats);  // packed rows are at least as many as the requests
   } else {
     check.strided("logits", logits, {B, N, V}, kFloats);
   }
@@ -142,7 +143,7 @@ void verify_tree(CallStream stream, const TensorView& logits, const TensorView& 
                  .rows = data_or_null<const int32_t>(draft_rows),
                  .temperature = data_or_null<const float>(draft_temperature),
                  .id_map = data_or_null<const int32_t>(id_map),
-                 .in_blocks = block_verification},
+                 .block_verification = block_verification},
       .vocab_mask = data_or_null<const int32_t>(vocab_mask),
       .logit_bias = data_or_null<const float>(logit_bias),
       .bias_stride = logit_bias ? logit_bias->stride(0) : 0,
@@ -157,7 +158,7 @@ void verify_tree(CallStream stream, const TensorView& logits, const TensorView& 
       .vocab = V,
       .accept_width = S,
       .num_rows = shape.rows,
-      // Without slot state only the sign of slots[b] says anything.
+      // Without slot state only the sign of slots[b] matters.
       .num_slots = has_slots ? R.value : std::numeric_limits<int64_t>::max(),
       .workspace = static_cast<uint64_t*>(own_memory),
       .plan = planned,

@@ -1,13 +1,16 @@
-// One cluster a request walks down its tree; its blocks share a row of logits (cluster_row.cuh) and all of them follow
-// the walk. Clusters are as large as the batch leaves room for: 8 blocks at batch 1 to 16, 2 at 64, 1 from 128 on,
-// twice that for greedy batches, which need half the registers.
+// verify_tree on a GPU, node by node: one cluster per request walks down its tree. The cluster's blocks share a row of
+// logits (cluster_row.cuh), and all of them follow the walk. Clusters are as large as the batch allows: 8 blocks at
+// batch 1 to 16, 2 at 64, 1 from 128 on; twice that for greedy batches, which need half the registers.
 //
-// Reads the rows of visited nodes alone, once for a greedy request (2 or 4 bytes x vocab a node). A sampled one keeps
-// them in registers at batch 1 to 16 and reads what it lists once more, from L1 or L2, beyond. At batch 1 a node costs
-// a memory latency and a round of messages, about 2 us, or 7 us when it is sampled. Sixteen warps that do the same take
-// turns at four schedulers, so what follows the row's last round of messages is one warp's work.
+// Reads only the rows of visited nodes: once for a greedy request (2 or 4 bytes x vocab per node). A sampled request
+// keeps its row in registers at batch 1 to 16; beyond, it reads the tiles with listed entries once more, from L1 or L2.
+// At batch 1 a greedy node costs a memory latency and an exchange, about 2 us; a sampled node 7 us. Sixteen warps with
+// the same work share four schedulers, so one warp does all work after the row's last exchange.
 //
-// Few nodes are quicker all at once (verify_at_once.cu). Asking for rows beforehand is no faster.
+// Where a request's temperature enters: verify_tree_kernel calls sampler_of() (sampling.h) at the root; TokenDraw
+// (draw_token.cuh) multiplies logits by Sampler::scale. With sampled candidates sampled_walk.cu runs instead.
+//
+// verify_at_once.cu is faster for few nodes. Prefetching rows is not faster.
 #include "verify/draw_token.cuh"
 #include "verify/shared_tree.cuh"
 #include "verify/verify_tree.h"
@@ -15,7 +18,7 @@
 namespace specdec::verify {
 namespace {
 
-// The children of a node, looked up by one warp while the node's token is not known yet: lane i holds the i-th.
+// The children of a node, loaded by one warp while the node's token is not known yet: lane i holds the i-th.
 class Children {
  public:
   __device__ void look_up(const SharedTree& tree, int32_t size, int32_t node) {
@@ -31,7 +34,7 @@ class Children {
       next_ = checked_child(tree, size, node, next_, child.next_sibling);
     }
   }
-  // Finds the child that carries the token, as find_child() does by a walk over all of them.
+  // Find the child that carries the token, as find_child() does by walking over all of them.
   __device__ int32_t find(const SharedTree& tree, int32_t size, int32_t node, int32_t token) const {
     const unsigned lanes = __ballot_sync(kFullMask, child_ >= 0 && token_ == token);
     if (lanes != 0) return __shfl_sync(kFullMask, child_, __ffs(static_cast<int>(lanes)) - 1);
@@ -40,7 +43,7 @@ class Children {
 
  private:
   int32_t child_, token_ = 0;
-  int32_t next_;  // after those held
+  int32_t next_;  // first child that no lane holds
 };
 
 template <class T, bool kAdjusted, bool kSampled>
@@ -67,7 +70,7 @@ __global__ void __launch_bounds__(kRowThreads, blocks_per_sm(kSampled)) verify_t
     row.move_to(logit_row<T>(p, b, slot, node));
     typename TiledRow<T>::Held held;
     row.begin(held);
-    if (node == 0) {  // while the root's logits are on their way
+    if (node == 0) {  // while the root's logits load
       tree.copy(p, b);
       if (kSampled && slot >= 0) sampler = sampler_of(p.sampling, slot, p.vocab);
       size = slot < 0 ? 0 : walked_size(p, b, bits);
@@ -102,7 +105,7 @@ __global__ void __launch_bounds__(kRowThreads, blocks_per_sm(kSampled)) verify_t
 template <class T, bool kAdjusted, bool kSampled>
 void start(const VerifyTreeParams& p, Stream stream) {
   const unsigned cluster =
-      cluster_size("verify_tree", p.batch, blocks_per_sm(kSampled), p.vocab / TiledRow<T>::kUseful);
+      cluster_size("verify_tree", p.batch, blocks_per_sm(kSampled), p.vocab / TiledRow<T>::kIdsPerBlock);
   launch("verify_tree", verify_tree_kernel<T, kAdjusted, kSampled>,
          {.grid = grid_x("verify_tree", p.batch * cluster),
           .threads = kRowThreads,
@@ -116,7 +119,7 @@ void start(const VerifyTreeParams& p, Stream stream) {
 void verify_tree_cuda(const VerifyTreeParams& p, Stream stream) {
   if (p.plan.kernel == VerifyKernel::kRejection) return verify_sampled_cuda(p, stream);
   if (p.plan.kernel == VerifyKernel::kAtOnce) return verify_at_once_cuda(p, stream);
-  with_kinds(p, [&]<class T, bool kAdjusted, bool kSampled>() { start<T, kAdjusted, kSampled>(p, stream); });
+  with_kernel_variant(p, [&]<class T, bool kAdjusted, bool kSampled>() { start<T, kAdjusted, kSampled>(p, stream); });
 }
 
 }  // namespace specdec::verify

@@ -1,4 +1,8 @@
-// verify_tree: walks each request's tree along the target's own choices and emits the accepted drafts and the bonus.
+// verify_tree: walk each request's tree along the target's own choices; emit the accepted drafts and the bonus token.
+//
+// Reads the target's logits of the tree's nodes, the tree's links, and sampling parameters by slot (sampling.h). Writes
+// tokens, their number and the path of nodes. Kernels: verify_tree.cu (node by node), verify_at_once.cu (all nodes at
+// once), sampled_walk.cu (rejection sampling); verify_plan.h chooses.
 #pragma once
 
 #include "core/dispatch.h"
@@ -10,56 +14,56 @@
 
 namespace specdec::verify {
 
-// A kernel keeps the tree in shared memory.
+// The kernels keep the tree in smem.
 constexpr int64_t kMaxVerifiedNodes = 512;
-// The sum of so many weights fits 64 bits.
+// The sum of this many weights fits 64 bits.
 constexpr int64_t kMaxVocab = int64_t{1} << 22;
-// A kernel keeps a bit for each token, where the draft has a vocabulary of its own.
+// A kernel keeps a bit per token if the draft has its own vocabulary.
 constexpr int64_t kMaxMappedVocab = int64_t{1} << 20;
 
-// What sampled candidates were drawn from.
+// Distributions from which sampled candidates were drawn.
 struct SampledDrafts {
   const void* logits;  // [batch, num_rows, vocab] in the target's dtype, or null: no candidate was sampled
   int64_t batch_stride, row_stride, num_rows, vocab;
-  const int32_t* rows;       // [batch, num_nodes]: the row of `logits` a node was drawn from; -1: it was not sampled
-  const float* temperature;  // [num_slots], or null: the request's
-  const int32_t* id_map;     // [vocab] or null: the target's id of each of the draft's
-  bool in_blocks;            // block verification
+  const int32_t* rows;       // [batch, num_nodes]: the row of `logits` from which a node was drawn; -1: not sampled
+  const float* temperature;  // [num_slots], or null: the request's own
+  const int32_t* id_map;     // [vocab] or null: target id of each draft id
+  bool block_verification;   // block verification of chains
 };
 
 struct VerifyTreeParams {
-  const void* logits;  // [batch, num_nodes, vocab] or [num_rows, vocab]; requests and nodes this many elements apart:
+  const void* logits;  // [batch, num_nodes, vocab] or [num_rows, vocab], with the strides below, in elements
   Dtypes logits_dtype;
   int64_t logits_batch_stride, logits_node_stride;
   TreeLinks links;
-  const int32_t* positions;   // [batch, num_nodes]: of the nodes' tokens; null when all is greedy
-  const int32_t* tree_sizes;  // [batch]: nodes in use of each tree; <= 0 is an empty row
+  const int32_t* positions;   // [batch, num_nodes]: positions of the nodes' tokens; null if all requests are greedy
+  const int32_t* tree_sizes;  // [batch]: nodes in use of each tree; <= 0: an empty row
   SamplingArrays sampling;
   SampledDrafts drafts;
-  const int32_t* vocab_mask;  // as logits, [.., mask_words], or null: bit patterns of the tokens allowed at each node
-  const float* logit_bias;    // [num_slots, vocab] or null; slots `bias_stride` elements apart
+  const int32_t* vocab_mask;  // as logits, [.., mask_words], or null: bitmask of the tokens allowed at each node
+  const float* logit_bias;    // [num_slots, vocab] or null, with this stride between slots:
   int64_t bias_stride, mask_words;
   const int32_t* slots;         // [batch] or null
   const int32_t* cu_seqlens_q;  // [batch + 1] or null: node i of request b has the packed row cu_seqlens_q[b] + i
   int32_t* status;              // [num_slots] or null
-  int32_t* out_tokens;          // [batch, accept_width]: accepted drafts, bonus, -1
+  int32_t* out_tokens;          // [batch, accept_width]: accepted drafts, bonus token, then -1
   int32_t* out_len;             // [batch]
-  int32_t* out_path;            // [batch, accept_width]: node of each emitted token's KV row, the last one repeated
+  int32_t* out_path;            // [batch, accept_width]: node of each emitted token's KV row; the last one repeats
   int64_t batch, vocab, accept_width;
-  int64_t num_rows;  // batch * num_nodes, or the packed ones
+  int64_t num_rows;  // batch * num_nodes, or the number of packed rows
   int64_t num_slots;
   uint64_t* workspace;  // [num_rows, plan.parts] or null
   VerifyPlan plan;      // on a GPU
 };
 
-// The row of a node among those of all. Packed rows are read before it is known which there are: one that is not there
-// counts as the nearest.
+// Return a node's row among all rows. Packed rows are read before their bounds are known: an index out of range is
+// clamped to the nearest row.
 SD_HD int64_t row_of_node(const VerifyTreeParams& p, int64_t b, int64_t node) {
   if (p.cu_seqlens_q) return clamp_to(p.cu_seqlens_q[b] + node, 0, p.num_rows - 1);
   return b * p.links.num_nodes + node;
 }
 
-// Nodes of row b that are walked: no more than it has rows. `bits` is for the slot's status.
+// Return the nodes of row b to walk, at most its rows; set `bits` for the slot's status.
 SD_HD int32_t walked_size(const VerifyTreeParams& p, int64_t b, int32_t& bits) {
   if (!p.cu_seqlens_q) return tree_size(p.tree_sizes[b], p.links.num_nodes, bits);
   const int64_t rows = packed_rows(p.cu_seqlens_q, b, p.num_rows).count;
@@ -82,7 +86,7 @@ SD_HD LogitRow<T> draft_logit_row(const VerifyTreeParams& p, int64_t b, int64_t 
           nullptr};
 }
 
-// Absolute position of the token that follows node `node`: what its noise is keyed by.
+// Return the absolute position of the token after node `node`, which keys its noise.
 SD_HD uint32_t position_after(const VerifyTreeParams& p, int64_t b, int64_t node) {
   return static_cast<uint32_t>(p.positions[b * p.links.num_nodes + node]) + 1;
 }
@@ -90,16 +94,16 @@ SD_HD uint32_t position_after(const VerifyTreeParams& p, int64_t b, int64_t node
 SD_HD EmittedRow emitted_row(const VerifyTreeParams& p, int64_t b) {
   return {p.out_tokens + b * p.accept_width, p.out_path + b * p.accept_width, p.accept_width};
 }
-// Called at the end of a walk, by the thread that writes.
+// Finish a walk. Called by the thread that writes.
 SD_HD void finish_walk(const VerifyTreeParams& p, int64_t b, int64_t slot, int32_t bits, EmittedRow& out) {
   if (bits) set_status(p.status, slot, bits);
   out.finish();
   p.out_len[b] = static_cast<int32_t>(out.len);
 }
 
-// Calls f.template operator()<T, kAdjusted, kSampled>() for the kernels of a call.
+// Call f.template operator()<T, kAdjusted, kSampled>() for a call's dtype and features.
 template <class F>
-void with_kinds(const VerifyTreeParams& p, F&& f) {
+void with_kernel_variant(const VerifyTreeParams& p, F&& f) {
   with_float_type(p.logits_dtype, [&]<class T>() {
     const bool adjusted = p.logit_bias || p.vocab_mask, sampled = p.sampling.temperature;
     if (adjusted)
@@ -119,7 +123,7 @@ void verify_tree(CallStream stream, const TensorView& logits, const TensorView& 
                  const std::optional<std::string>& plan, const OptTensor& workspace, const OptTensor& status,
                  const TensorView& out_tokens, const TensorView& out_len, const TensorView& out_path);
 
-// Bytes of workspace that a call needs, and the name of its plan; "cpu" on the CPU.
+// Return the bytes of workspace that a call needs, and the name of its plan ("cpu" on the CPU).
 int64_t verify_tree_workspace(const TensorView& logits, std::optional<int64_t> num_nodes, const OptTensor& temperature,
                               const OptTensor& draft_logits, const std::optional<std::string>& plan);
 std::string verify_tree_plan(const TensorView& logits, std::optional<int64_t> num_nodes, const OptTensor& temperature,
@@ -128,7 +132,7 @@ std::string verify_tree_plan(const TensorView& logits, std::optional<int64_t> nu
 void verify_tree_cpu(const VerifyTreeParams& p);
 void verify_tree_cuda(const VerifyTreeParams& p, Stream stream);
 void verify_at_once_cuda(const VerifyTreeParams& p, Stream stream);
-// These two verify sampled candidates (sampled_walk.h).
+// Verify sampled candidates (sampled_walk.h).
 void verify_sampled_cpu(const VerifyTreeParams& p);
 void verify_sampled_cuda(const VerifyTreeParams& p, Stream stream);
 
