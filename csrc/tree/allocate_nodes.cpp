@@ -1,3 +1,4 @@
+// allocate_nodes: argument checks and the CPU implementation.
 #include "tree/allocate_nodes.h"
 
 #include <algorithm>
@@ -18,7 +19,7 @@ void allocate_nodes(CallStream stream, const TensorView& scores, int64_t budget,
   check.tensor("max_nodes", max_nodes, {S}, kInt32);
   check.tensor("finish_reasons", finish_reasons, {S}, kInt32);
   check.tensor("status", status, {S}, kInt32);
-  if (!max_nodes && !finish_reasons && !status) S.value = INT32_MAX;  // any slot will do
+  if (!max_nodes && !finish_reasons && !status) S.value = INT32_MAX;  // any slot is valid
   check.slots(slots, B, S);
   if (budget_levels) R.value = -1;
   check.tensor("budget_levels", budget_levels, {R}, kInt32);
@@ -54,20 +55,20 @@ void allocate_nodes(CallStream stream, const TensorView& scores, int64_t budget,
 void allocate_nodes_cpu(const AllocateNodesParams& p) {
   std::vector<int32_t> lengths(p.batch);
   const auto limit_lists = [&](int64_t level) {
-    for (int64_t b = 0; b < p.batch; ++b) lengths[b] = list_length(p, b, limit_of_all(p, level));
+    for (int64_t b = 0; b < p.batch; ++b) lengths[b] = list_length(p, b, node_limit(p, level));
   };
   const auto total = [&](uint32_t key) {
     int64_t count = 0;
-    for (int64_t b = 0; b < p.batch; ++b) count += num_reaching(p, b, lengths[b], key);
+    for (int64_t b = 0; b < p.batch; ++b) count += count_at_least(p, b, lengths[b], key);
     return count;
   };
   limit_lists(-1);
   const int64_t roots = std::ranges::count_if(lengths, [](int32_t length) { return length > 0; });
 
-  Cut cut = find_cut(room_of(p.budget, roots), total);
+  Cut cut = find_cut(non_root_rows(p.budget, roots), total);
   int64_t taken = 0;
   for (int64_t b = 0; b < p.batch; ++b) {
-    const Reaching found = reaching(p, b, lengths[b], cut);
+    const SelectedCounts found = count_selected(p, b, lengths[b], cut);
     const int64_t ties = std::min<int64_t>(cut.ties, found.equal);
     cut.ties -= ties;
     p.out_num_nodes[b] = lengths[b] > 0 ? static_cast<int32_t>(1 + found.above + ties) : 0;
@@ -78,7 +79,7 @@ void allocate_nodes_cpu(const AllocateNodesParams& p) {
 
   for (int64_t r = 0; r < p.num_levels; ++r) {
     limit_lists(r);
-    const int64_t room = room_of(p.budget_levels[r], roots);
+    const int64_t room = non_root_rows(p.budget_levels[r], roots);
     const Cut at = find_cut(room, total);
     uint64_t weight = static_cast<uint64_t>(at.ties) * weight_of(key_float(at.key));
     for (int64_t b = 0; b < p.batch; ++b) weight += weight_above(p, b, lengths[b], at);

@@ -1,25 +1,25 @@
-// The best candidates of a row, in order, found by a block.
+// Select the best candidates of a row, in order, with one block.
 //
-// Candidates come in tiles, in registers, by rising numbers. The best so far and a tile are first narrowed down: a few
-// samples, spread over all, are ranked by counting, and nobody behind the best sample with enough ahead of it can be
-// among the best. That leaves little more than the number wanted, which are ranked exactly, by counting too. Equal
-// scores cost nothing more: the number decides.
+// Candidates come in tiles of registers, by increasing index. The best so far and the new tile are first reduced: a
+// is_small evenly spread samples are ranked by counting, and a candidate below the best sample that has enough
+// candidates ahead of it cannot be selected. The remaining ones, is_small more than wanted, are ranked exactly, again
+// by counting. Equal scores cost nothing extra: the lower index wins.
 //
-// What takes time is not the counting but instructions that wait for one another, hence the count of a fixed length and
-// the case of a single tile, before which nothing is held.
+// Dependent instructions merge the time, not the counting. Hence the counting loop of fixed length, and the special
+// case of a single tile, which has no previous best.
 #pragma once
 
 #include "core/cuda.cuh"
 
 namespace specdec::tree {
 
-// The score as an integer of the same order; 0 for a score of -inf: no candidate.
+// Return the score as an integer of the same order; 0 for a score of -inf: no candidate.
 __device__ __forceinline__ uint32_t rising_bits(float score) {
   const uint32_t bits = __float_as_uint(score + 0.0f);  // -0 becomes 0
   return score == -INFINITY ? 0 : bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
-// count += a > b, with the addition predicated: the compiler takes two instructions for it.
+// count += a > b with a predicated addition: the compiler would emit two instructions.
 __device__ __forceinline__ void count_if_above(int& count, uint32_t a, uint32_t b) {
   asm("{.reg .pred p; setp.gt.u32 p, %1, %2; @p add.s32 %0, %0, 1;}" : "+r"(count) : "r"(a), "r"(b));
 }
@@ -35,33 +35,34 @@ class BestCandidates {
 
   // Candidates i, i + kThreads, ... of a tile, which thread i holds.
   struct Tile {
-    uint32_t scores[kEach];  // rising_bits, 0 for none
+    uint32_t scores[kEach];  // rising_bits; 0: no candidate
     int32_t tokens[kEach], parents[kEach];
   };
 
  private:
-  static constexpr int kSamples = 16, kCounters = kThreads / kSamples;  // that share the counting for all samples
+  static constexpr int kSamples = 16,
+                       kCounters = kThreads / kSamples;  // threads that share the counting for each sample
   static constexpr int kHeld = kOneTile ? 0 : kCapacity, kMost = kTile + kHeld;
-  static constexpr int kShare = (kMost / kCounters + 3) / 4 * 4;  // of a counter
+  static constexpr int kShare = (kMost / kCounters + 3) / 4 * 4;  // scores per counter
   static constexpr int kHints = 1024;
   static_assert(kCounters * kShare - kTile <= kThreads, "one thread for each score that pads");
   static_assert(!kOneTile || kTile <= kHints, "hints are exact");
 
  public:
-  struct Storage {  // in shared memory
+  struct Storage {  // in smem
     alignas(16) uint32_t scores[kCounters * kShare];
-    alignas(16) int32_t ahead[kSamples][kCounters + 4];  // rows in different banks
+    alignas(16) int32_t ahead[kSamples][kCounters + 4];  // rows start in different banks
     uint64_t keys[kMost];
     int32_t tokens[kMost], parents[kMost];
     uint32_t best_scores[kCapacity];
-    int32_t best_numbers[kCapacity], best_tokens[kCapacity], best_parents[kCapacity];
+    int32_t best_indices[kCapacity], best_tokens[kCapacity], best_parents[kCapacity];
     int16_t hints[kHints];
     int32_t kept;
   };
 
   __device__ BestCandidates(Storage& storage, int limit) : s_(storage), limit_(limit) {}
 
-  // Whether the thread's part of a later tile may change anything: an equal score is too late.
+  // Return whether this thread's part of a later tile may change the selection. An equal score comes too late.
   __device__ bool improves(const Tile& tile) const {
     const uint32_t least = count_ < limit_ ? 0 : limit_ > 0 ? s_.best_scores[limit_ - 1] : UINT32_MAX;
     bool better = false;
@@ -69,8 +70,8 @@ class BestCandidates {
     return better;
   }
 
-  // Step 1, before a barrier: shows a tile to the block.
-  __device__ void show(const Tile& tile) {
+  // Step 1, before a barrier: publish a tile to the block.
+  __device__ void publish(const Tile& tile) {
     const int i = static_cast<int>(threadIdx.x);
 #pragma unroll
     for (int e = 0; e < kEach; ++e) s_.scores[count_ + e * kThreads + i] = tile.scores[e];
@@ -81,13 +82,13 @@ class BestCandidates {
     if (i == 0) s_.kept = 0;
   }
 
-  // Step 2, before a barrier: ranks the samples among the best and `width` candidates of the tile.
+  // Step 2, before a barrier: rank the samples among the current best and `width` candidates of the tile.
   __device__ void count(int width) {
     const int n = count_ + width;
-    if (few(n)) return;
+    if (is_small(n)) return;
     const unsigned sample = threadIdx.x % kSamples, counter = threadIdx.x / kSamples;
     const int begin = static_cast<int>(counter) * kShare, at = sample_at(sample, n);
-    // Within a counter's own share ties are not counted, which errs on the safe side.
+    // Within a counter's own share ties are not counted, which is conservative.
     const uint32_t score = s_.scores[at] - (at >= begin + kShare ? 1 : 0);
     uint4 fours[kShare / 4];
 #pragma unroll
@@ -103,15 +104,15 @@ class BestCandidates {
     s_.ahead[sample][counter] = (ahead[0] + ahead[1]) + (ahead[2] + ahead[3]);
   }
 
-  // Step 3: takes the tile, its `width` candidates being the numbers from `first` on. Ends with a barrier.
-  __device__ void take(const Tile& tile, int64_t first, int width) {
+  // Step 3: merge the tile, whose `width` candidates have the indices from `first` on. Ends with a barrier.
+  __device__ void merge(const Tile& tile, int64_t first, int width) {
     const int i = static_cast<int>(threadIdx.x);
     const Pivot pivot = find_pivot(count_ + width);
     bool keep[kEach];
 #pragma unroll
     for (int e = 0; e < kEach; ++e) keep[e] = pivot.reached_by(tile.scores[e], count_ + e * kThreads + i);
     int place[kEach];
-    find_places(keep, place);
+    assign_places(keep, place);
 #pragma unroll
     for (int e = 0; e < kEach; ++e)
       if (keep[e])
@@ -119,9 +120,9 @@ class BestCandidates {
     if (!kOneTile && count_ > 0) {
       const bool keep_held[1] = {i < count_ && pivot.reached_by(s_.best_scores[i], i)};
       int place_held[1];
-      find_places(keep_held, place_held);
+      assign_places(keep_held, place_held);
       if (keep_held[0])
-        put(place_held[0], s_.best_scores[i], s_.best_numbers[i], s_.best_tokens[i], s_.best_parents[i]);
+        put(place_held[0], s_.best_scores[i], s_.best_indices[i], s_.best_tokens[i], s_.best_parents[i]);
     }
     __syncthreads();
     rank(s_.kept);
@@ -129,22 +130,22 @@ class BestCandidates {
   }
 
   __device__ int count() const { return count_; }
-  __device__ int32_t number(int place) const { return s_.best_numbers[place]; }
-  __device__ int32_t token(int place) const { return s_.best_tokens[place]; }
-  __device__ int32_t parent(int place) const { return s_.best_parents[place]; }
+  __device__ int32_t index(int rank) const { return s_.best_indices[rank]; }
+  __device__ int32_t token(int rank) const { return s_.best_tokens[rank]; }
+  __device__ int32_t parent(int rank) const { return s_.best_parents[rank]; }
 
-  // The place of a candidate that is among the best.
-  __device__ int place_of(int32_t number) const {
-    int place = s_.hints[hint_of(number)];
+  // Return the rank of a selected candidate.
+  __device__ int rank_of(int32_t index) const {
+    int rank = s_.hints[hint_of(index)];
     if constexpr (!kOneTile)
-      for (int tries = 0; tries < count_ && s_.best_numbers[place] != number; ++tries)
-        place = place > 0 ? place - 1 : count_ - 1;
-    return place;
+      for (int tries = 0; tries < count_ && s_.best_indices[rank] != index; ++tries)
+        rank = rank > 0 ? rank - 1 : count_ - 1;
+    return rank;
   }
 
  private:
-  // Candidates with this score at positions up to `at`, or with a better one. Positions are in s_.scores, where of two
-  // equal scores the lower number comes first.
+  // Candidates with this score at positions up to `at`, or with a better score. Positions index s_.scores, where the
+  // lower candidate index comes first among equal scores.
   struct Pivot {
     uint32_t score;
     int at;
@@ -153,19 +154,19 @@ class BestCandidates {
     }
   };
 
-  static __device__ uint32_t hint_of(int32_t number) { return static_cast<uint32_t>(number) % kHints; }
+  static __device__ uint32_t hint_of(int32_t index) { return static_cast<uint32_t>(index) % kHints; }
 
   static __device__ int sample_at(uint32_t sample, uint32_t n) {
     return static_cast<int>(__umulhi((sample + 1) * 0x9e3779b9u, n));  // multiples of the golden ratio: evenly spread
   }
 
-  // Too few to be worth narrowing down.
-  __device__ bool few(int n) const { return n <= limit_ + 2 * kSamples; }
+  // Return whether there are too is_small candidates to reduce.
+  __device__ bool is_small(int n) const { return n <= limit_ + 2 * kSamples; }
 
-  // A pivot that at least `limit_` of the first n reach, or all that are there.
+  // Return a pivot that at least `limit_` of the first n reach, or one that all reach.
   __device__ Pivot find_pivot(int n) const {
     constexpr Pivot kAll{0, 0};
-    if (few(n)) return kAll;
+    if (is_small(n)) return kAll;
     const unsigned sample = threadIdx.x % kSamples;
     int total = 0;
 #pragma unroll
@@ -179,9 +180,9 @@ class BestCandidates {
     return {s_.scores[at], at};
   }
 
-  // Places in s_.keys for what a thread keeps.
+  // Assign places in s_.keys to the candidates that a thread keeps.
   template <int kCount>
-  __device__ void find_places(const bool (&keep)[kCount], int (&place)[kCount]) {
+  __device__ void assign_places(const bool (&keep)[kCount], int (&place)[kCount]) {
     const unsigned lane = threadIdx.x % kWarp;
     int kept = 0;
 #pragma unroll
@@ -197,13 +198,13 @@ class BestCandidates {
     for (int e = 0; e < kCount; ++e) place[e] += first;
   }
 
-  __device__ void put(int place, uint32_t score, int32_t number, int32_t token, int32_t parent) {
-    s_.keys[place] = uint64_t{score} << 32 | ~static_cast<uint32_t>(number);
+  __device__ void put(int place, uint32_t score, int32_t index, int32_t token, int32_t parent) {
+    s_.keys[place] = uint64_t{score} << 32 | ~static_cast<uint32_t>(index);
     s_.tokens[place] = token;
     s_.parents[place] = parent;
   }
 
-  // The best of the first n keys, in order: as many threads count for one candidate as there are.
+  // Rank the first n keys and store the best in order. Threads beyond one per candidate share the counting.
   __device__ void rank(int n) {
     if (n <= kThreads / 4)
       rank_shared<4>(n);
@@ -226,18 +227,18 @@ class BestCandidates {
 #pragma unroll
       for (int distance = 1; distance < kSharing; distance *= 2) place += __shfl_xor_sync(kFullMask, place, distance);
       if (j < n && part == 0 && place < limit_) {
-        const auto number = static_cast<int32_t>(~static_cast<uint32_t>(key));
+        const auto index = static_cast<int32_t>(~static_cast<uint32_t>(key));
         s_.best_tokens[place] = s_.tokens[j];
         s_.best_parents[place] = s_.parents[j];
-        s_.hints[hint_of(number)] = static_cast<int16_t>(place);
-        s_.best_numbers[place] = number;
+        s_.hints[hint_of(index)] = static_cast<int16_t>(place);
+        s_.best_indices[place] = index;
         if constexpr (!kOneTile) s_.best_scores[place] = static_cast<uint32_t>(key >> 32);
       }
     }
   }
 
   Storage& s_;
-  int limit_, count_ = 0;  // the same in every thread
+  int limit_, count_ = 0;  // equal in every thread
 };
 
 }  // namespace specdec::tree

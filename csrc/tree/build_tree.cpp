@@ -1,3 +1,4 @@
+// build_tree: argument checks and the CPU implementation.
 #include "tree/build_tree.h"
 
 #include <limits>
@@ -47,7 +48,7 @@ void build_tree(CallStream stream, const TensorView& cand_tokens, const TensorVi
   SD_DISPATCH(check, stream, build_tree, params);
 }
 
-// The node that is the parent of node i: nodes 1.. are the candidates `chosen`, in order.
+// Return the parent node of node i: nodes 1.. are the candidates `chosen`, in order.
 static int32_t parent_node(const CandidateRow& row, const int32_t* chosen, int32_t i) {
   if (i == 0) return -1;
   const int32_t parent = row.parents[chosen[i - 1]];

@@ -1,7 +1,8 @@
-// One block a row. The row is read once, in tiles of candidates in registers; best_candidates.cuh keeps the best, in
-// order, then one thread a node finds its parent among them and tree_nodes.cuh writes the tree. Reads 12 bytes a
-// candidate, writes 20 + 8 W bytes a node; latency bound, so that no load waits for another where it need not, and
-// barriers are few.
+// build_tree on a GPU: one block per row.
+//
+// The block reads the row once, in tiles of candidates in registers; best_candidates.cuh keeps the best, in order; then
+// one thread per node finds its parent among them, and tree_nodes.cuh writes the tree. Reads 12 bytes per candidate,
+// writes 20 + 8 W bytes per node. Latency bound: loads are independent where possible, and barriers are is_small.
 #include "tree/best_candidates.cuh"
 #include "tree/build_tree.h"
 #include "tree/tree_nodes.cuh"
@@ -9,7 +10,7 @@
 namespace specdec::tree {
 namespace {
 
-// The part of a row from candidate `first` on that a thread works on, with its loads under way.
+// A thread's part of the tile that starts at candidate `first`, with its loads in flight.
 template <class Best>
 struct LoadedTile {
   float scores[Best::kEach];
@@ -52,7 +53,7 @@ __global__ void __launch_bounds__(Best::kThreads) build_tree_kernel(BuildTreePar
   if (slot >= 0) head = {.count = 1, .root_token = p.root_tokens[slot], .seq_len = p.seq_lens[slot]};
 
   Best best(storage, static_cast<int>(p.out.nodes) - 1);
-  bool malformed = false;  // so far: who follows a malformed candidate comes after it
+  bool malformed = false;  // descendants of a malformed candidate come after it
   for (int64_t first = 0; first < p.candidates; first += Best::kTile) {
     const LoadedTile<Best> loaded = next;
     if (!kOneTile) next = LoadedTile<Best>(row, first + Best::kTile, p.candidates);
@@ -67,31 +68,31 @@ __global__ void __launch_bounds__(Best::kThreads) build_tree_kernel(BuildTreePar
       tile.tokens[e] = loaded.tokens[e];
       tile.parents[e] = loaded.parents[e];
     }
-    const auto find_malformed = [&] {
+    const auto has_malformed = [&] {
       bool found = false;
 #pragma unroll
-      for (int e = 0; e < Best::kEach; ++e) {  // with &, not &&: the reads do not wait for one another
+      for (int e = 0; e < Best::kEach; ++e) {  // & rather than &&: the loads are independent
         const float above = row.rank_above(first + e * Best::kThreads + i, tile.parents[e]);
         found |= (ranks[e] > -INFINITY) & (above < ranks[e]);
       }
       return found;
     };
     if (malformed) drop_malformed<Best>(tile, row, first, p.out.nodes);
-    if (first > 0 && !__syncthreads_or(best.improves(tile) | find_malformed())) continue;
+    if (first > 0 && !__syncthreads_or(best.improves(tile) | has_malformed())) continue;
 
-    best.show(tile);
+    best.publish(tile);
     __syncthreads();
-    const bool found = find_malformed();
+    const bool found = has_malformed();
     best.count(width);
-    if (__syncthreads_or(found)) {  // not before the count, which takes as long as reading the parents' scores
+    if (__syncthreads_or(found)) {  // after count(), which takes as long as reading the parents' scores
       malformed = true;
       drop_malformed<Best>(tile, row, first, p.out.nodes);
-      best.show(tile);
+      best.publish(tile);
       __syncthreads();
       best.count(width);
       __syncthreads();
     }
-    best.take(tile, first, width);
+    best.merge(tile, first, width);
     if (kOneTile) break;
   }
   if (malformed && i == 0) set_status(p.status, slot, kBadTree);
@@ -101,10 +102,10 @@ __global__ void __launch_bounds__(Best::kThreads) build_tree_kernel(BuildTreePar
   if (i > 0 && i < head.count) {
     token = best.token(i - 1);
     const int32_t candidate = best.parent(i - 1);
-    parent = candidate < 0 ? 0 : 1 + best.place_of(candidate);
+    parent = candidate < 0 ? 0 : 1 + best.rank_of(candidate);
   }
   if (p.out_scores && i < p.out.nodes)
-    p.out_scores[b * p.out.nodes + i] = i == 0 ? 0.0f : i < head.count ? row.scores[best.number(i - 1)] : -INFINITY;
+    p.out_scores[b * p.out.nodes + i] = i == 0 ? 0.0f : i < head.count ? row.scores[best.index(i - 1)] : -INFINITY;
   write_nodes(p.out, b, head, token, parent, nodes);
 }
 

@@ -1,3 +1,4 @@
+// build_tree_from_mask: argument checks and the CPU implementation.
 #include "tree/build_tree_from_mask.h"
 
 namespace specdec::tree {

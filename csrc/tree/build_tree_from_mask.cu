@@ -1,4 +1,4 @@
-// The kernel is given_tree.cuh's; parents come from the caller's mask.
+// build_tree_from_mask on a GPU: given_tree.cuh's kernel with parents from the caller's mask.
 #include "tree/build_tree_from_mask.h"
 #include "tree/given_tree.cuh"
 

@@ -1,4 +1,4 @@
-// build_tree_from_mask: links, mask and positions of a tree that comes from elsewhere as an ancestor mask.
+// build_tree_from_mask: compute links, mask and positions of an external tree given as an ancestor mask.
 #pragma once
 
 #include "core/bits.h"
@@ -13,8 +13,8 @@ struct BuildTreeFromMaskParams : GivenTree {
     return static_cast<uint64_t>(mask[(b * out.nodes + i) * out.words + w]);
   }
 
-  // The highest bit of row i below i, where the row is its parent's row and its own bit. If no row up to i is refused,
-  // they are a tree: row 0 has bit 0, so by induction each row has it and is closed under ancestors.
+  // Return the highest set bit of row i below i, if the row is its parent's row plus its own bit. If no row up to i is
+  // rejected, they form a tree: row 0 has bit 0, so by induction each row has it and is closed under ancestors.
   SD_HD int32_t node_parent(int64_t b, int32_t i) const {
     int64_t parent = -1;
     for (int64_t w = 0; w < out.words; ++w) {

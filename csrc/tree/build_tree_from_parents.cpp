@@ -1,3 +1,4 @@
+// build_tree_from_parents: argument checks and the CPU implementation.
 #include "tree/build_tree_from_parents.h"
 
 namespace specdec::tree {

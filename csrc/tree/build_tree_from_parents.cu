@@ -1,4 +1,4 @@
-// The kernel is given_tree.cuh's; parents come from the caller.
+// build_tree_from_parents on a GPU: given_tree.cuh's kernel with the caller's parents.
 #include "tree/build_tree_from_parents.h"
 #include "tree/given_tree.cuh"
 

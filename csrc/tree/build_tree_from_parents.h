@@ -1,4 +1,4 @@
-// build_tree_from_parents: links, mask and positions of a tree that comes from elsewhere as parent pointers.
+// build_tree_from_parents: compute links, mask and positions of an external tree given as parent indices.
 #pragma once
 
 #include "tree/given_tree.h"
@@ -8,7 +8,7 @@ namespace specdec::tree {
 struct BuildTreeFromParentsParams : GivenTree {
   const int32_t* parents;  // [batch, nodes], node 0: -1
 
-  // Node 0 alone is a root, and a parent comes before its children.
+  // Return node i's parent, or kNoParent: only node 0 is a root, and a parent comes before its children.
   SD_HD int32_t node_parent(int64_t b, int32_t i) const {
     const int32_t parent = parents[b * out.nodes + i];
     return (i == 0 ? parent == -1 : parent >= 0 && parent < i) ? parent : kNoParent;

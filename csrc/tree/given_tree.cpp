@@ -1,3 +1,4 @@
+// Argument checks shared by build_tree_from_parents and build_tree_from_mask.
 #include "tree/given_tree.h"
 
 namespace specdec::tree {

@@ -1,6 +1,7 @@
-// The kernel of build_tree_from_parents and build_tree_from_mask. One block a row, one thread a node: find and check
-// the parent, then tree_nodes.cuh. Reads 4 bytes a node and what the parents are found in, writes 20 + 8 W bytes a
-// node; latency bound.
+// GPU kernel of build_tree_from_parents and build_tree_from_mask: one block per row, one thread per node.
+//
+// Each thread finds and checks its node's parent, then tree_nodes.cuh writes the tree. Reads 4 bytes per node and the
+// data that the parents come from, writes 20 + 8 W bytes per node. Latency bound.
 #pragma once
 
 #include "tree/given_tree.h"
@@ -16,13 +17,13 @@ __global__ void __launch_bounds__(64 * kWords) given_tree_kernel(Params p) {
   const auto i = static_cast<int32_t>(threadIdx.x);
 
   clear_nodes(nodes);
-  const int32_t given = i < p.out.nodes ? p.node_parent(b, i) : -1;  // none of these waits for the slot
+  const int32_t given = i < p.out.nodes ? p.node_parent(b, i) : -1;  // no load here waits for the slot
   const int32_t token = i < p.out.nodes ? p.tokens[b * p.out.nodes + i] : 0;
   const int64_t slot = slot_of(p.slots, b, p.num_slots);
   TreeHead row = given_head(p, b, slot);
 
-  const bool sound = slot < 0 || (is_count(p, row.count) && (i >= row.count || given != kNoParent));
-  if (__syncthreads_or(!sound)) {  // the root alone
+  const bool valid = slot < 0 || (is_count(p, row.count) && (i >= row.count || given != kNoParent));
+  if (__syncthreads_or(!valid)) {  // keep only the root
     if (i == 0) set_status(p.status, slot, kBadTree);
     row.count = 1;
   }

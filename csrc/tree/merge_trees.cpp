@@ -1,3 +1,4 @@
+// merge_trees: argument checks and the CPU implementation.
 #include "tree/merge_trees.h"
 
 #include <algorithm>
@@ -49,31 +50,31 @@ void merge_trees(CallStream stream, const TensorView& a_tokens, const TensorView
 }
 
 void merge_trees_cpu(const MergeTreesParams& p) {
-  constexpr int64_t kMost = 2 * kMaxTreeNodes;
+  constexpr int64_t kMaxCandidates = 2 * kMaxTreeNodes;
   const auto nodes = static_cast<int32_t>(p.out.nodes);
   for (int64_t row = 0; row < p.batch; ++row) {
     const RowPair pair = row_pair(p, row);
     const int32_t candidates = pair.candidates();
-    uint64_t paths[kMost];
-    float scores[kMost];
-    int32_t first[kMost];  // who stands for a candidate
+    uint64_t paths[kMaxCandidates];
+    float scores[kMaxCandidates];
+    int32_t representative[kMaxCandidates];  // index that represents each candidate
     for (int32_t c = 0; c < candidates; ++c) {
       const PathNode node = path_node(pair.row_of(c), pair.node_of(c));
       paths[c] = node.path;
       scores[c] = node.score;
-      first[c] = c;
+      representative[c] = c;
       if (node.path == 0) continue;
       int32_t same = 0;
       while (paths[same] != node.path) ++same;  // at most c
-      first[c] = same;
+      representative[c] = same;
       scores[same] = std::max(scores[same], node.score);
     }
 
     BestList<kMaxTreeNodes> best(nodes - 1);
     for (int32_t c = 0; c < candidates; ++c)
-      if (first[c] == c && scores[c] > -INFINITY) best.offer(scores[c], c);
+      if (representative[c] == c && scores[c] > -INFINITY) best.offer(scores[c], c);
 
-    int32_t tokens[kMaxTreeNodes], parents[kMaxTreeNodes], node_of[kMost];
+    int32_t tokens[kMaxTreeNodes], parents[kMaxTreeNodes], node_of[kMaxCandidates];
     TreeRow tree{pair.head(), tokens, parents};
     tokens[0] = tree.root_token;
     parents[0] = -1;
@@ -84,7 +85,7 @@ void merge_trees_cpu(const MergeTreesParams& p) {
       const int32_t c = best.numbers()[i], node = tree.count++, parent = pair.parent_of(c);
       node_of[c] = node;
       tokens[node] = pair.row_of(c).tokens[pair.node_of(c)];
-      parents[node] = parent < 0 ? 0 : node_of[first[parent]];
+      parents[node] = parent < 0 ? 0 : node_of[representative[parent]];
       out_scores[node] = best.scores()[i];
     }
     write_row(p.out, row, tree);

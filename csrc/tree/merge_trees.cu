@@ -1,7 +1,8 @@
-// One block a row, one thread a candidate: copy both trees to shared memory, walk up for the path's hash, find the
-// first node of the same path, then count who ranks higher. Two passes over the candidates in shared memory, which take
-// the time, and a handful of barriers; reads 16 bytes a node of either tree, writes 24 + 8 W bytes a node; latency
-// bound.
+// merge_trees on a GPU: one block per row, one thread per candidate.
+//
+// The block copies both trees to smem; each thread hashes its path to the root, finds the first node with the same
+// path, then counts the nodes that rank higher. Time goes into two passes over the candidates in smem and a few
+// barriers. Reads 16 bytes per node of either tree, writes 24 + 8 W bytes per node. Latency bound.
 #include "core/exact_math.h"
 #include "tree/merge_trees.h"
 #include "tree/tree_nodes.cuh"
@@ -9,9 +10,9 @@
 namespace specdec::tree {
 namespace {
 
-constexpr int kMost = 2 * kMaxTreeNodes;
+constexpr int kMaxCandidates = 2 * kMaxTreeNodes;
 
-// A row copied by the block, to be read behind a barrier. Its counts are those of the original.
+// Copy a row with the block, to be read after a barrier. The counts stay those of the original.
 __device__ __forceinline__ ScoredRow copy_row(const ScoredRow& row, int32_t* tokens, int32_t* parents, float* scores) {
   for (int32_t i = threadIdx.x; i < row.count; i += blockDim.x) {
     tokens[i] = row.tokens[i];
@@ -22,13 +23,13 @@ __device__ __forceinline__ ScoredRow copy_row(const ScoredRow& row, int32_t* tok
 }
 
 template <int kWords>
-__global__ void __launch_bounds__(kMost) merge_trees_kernel(MergeTreesParams p) {
+__global__ void __launch_bounds__(kMaxCandidates) merge_trees_kernel(MergeTreesParams p) {
   begin_kernel();
-  __shared__ int32_t tokens[kMost], parents[kMost];
-  __shared__ float scores[kMost];
-  __shared__ uint64_t paths[kMost], ranks[kMost];
-  __shared__ uint32_t score_keys[kMost];
-  __shared__ int32_t first[kMost], place[kMost], chosen[kMaxTreeNodes];
+  __shared__ int32_t tokens[kMaxCandidates], parents[kMaxCandidates];
+  __shared__ float scores[kMaxCandidates];
+  __shared__ uint64_t paths[kMaxCandidates], ranks[kMaxCandidates];
+  __shared__ uint32_t score_keys[kMaxCandidates];
+  __shared__ int32_t representative[kMaxCandidates], place[kMaxCandidates], chosen[kMaxTreeNodes];
   __shared__ TreeNodes<kWords> nodes;
   const auto i = static_cast<int32_t>(threadIdx.x), most = static_cast<int32_t>(p.out.nodes);
   const int64_t row = blockIdx.x;
@@ -47,20 +48,20 @@ __global__ void __launch_bounds__(kMost) merge_trees_kernel(MergeTreesParams p) 
     score_keys[i] = order_key(own.score);
   }
   __syncthreads();
-  int32_t same = i;  // the first of this path
+  int32_t same = i;  // first candidate with this path
   if (own.path != 0) {
 #pragma unroll 8
     for (int32_t c = i - 1; c >= 0; --c) same = paths[c] == own.path ? c : same;
   }
-  if (i < candidates) first[i] = same;
+  if (i < candidates) representative[i] = same;
   if (same != i) atomicMax(&score_keys[same], order_key(own.score));
   __syncthreads();
   const bool counts = own.path != 0 && same == i;
   const uint64_t rank = counts ? uint64_t{score_keys[i]} << 32 | ~static_cast<uint32_t>(i) : 0;
-  if (i < candidates) ranks[i] = rank;  // by score, then by number
+  if (i < candidates) ranks[i] = rank;  // by score, then by index
   __syncthreads();
 
-  int32_t better = most;  // in number
+  int32_t better = most;  // count of better candidates
   if (counts) {
     better = 0;
 #pragma unroll 8
@@ -77,7 +78,7 @@ __global__ void __launch_bounds__(kMost) merge_trees_kernel(MergeTreesParams p) 
   if (i > 0 && i < head.count) {
     const int32_t c = chosen[i - 1], above = pair.parent_of(c);
     token = pair.row_of(c).tokens[pair.node_of(c)];
-    parent = above < 0 ? 0 : place[first[above]];
+    parent = above < 0 ? 0 : place[representative[above]];
     score = key_float(score_keys[c]);
   }
   if (i < most) p.out_scores[row * p.out.nodes + i] = score;

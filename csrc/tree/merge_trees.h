@@ -1,12 +1,12 @@
-// merge_trees: the union of two draft trees of the same request, cut to the best nodes.
+// merge_trees: merge two draft trees of the same request and keep the best nodes.
 //
-// Nodes are numbered through both trees: number i is node i + 1 of `a`, then number a.nodes - 1 + i node i + 1 of `b`.
-// Two nodes are the same if the tokens on their paths are. The first of them stands for all, with the best score of
-// any; then parents score at least as much as their children and have lower numbers than they, so that the best nodes,
-// ties to the lower number, are a tree with its parents first.
+// Candidates are indexed across both trees: index i is node i + 1 of `a`; index a.nodes - 1 + i is node i + 1 of `b`.
+// Two nodes are the same if the tokens on their paths are. The first of equal nodes represents all, with their best
+// score; then a parent scores at least as much as its children and has a lower index, so the best nodes, with ties to
+// the lower index, form a tree with parents first.
 //
-// Paths are compared by a hash of 64 bits. Should two paths ever collide, a node is lost and its children continue
-// another one: still a tree.
+// Paths are compared by a 64-bit hash. If two paths ever collide, a node is lost and its children attach to another
+// one: still a tree.
 #pragma once
 
 #include <cmath>
@@ -33,7 +33,7 @@ struct MergeTreesParams {
   int64_t batch;
 };
 
-// One row of a tree, where it is or copied.
+// One row of a tree, in place or copied.
 struct ScoredRow {
   const int32_t* tokens;
   const int32_t* parents;
@@ -50,7 +50,7 @@ SD_HD ScoredRow scored_row(const ScoredTree& t, int64_t row) {
   return {t.tokens + at, t.parents + at, t.scores + at, count, count > 0 ? t.positions[at] : 0};
 }
 
-// What a node is on its own: its path's hash, and the lowest score on it; 0 and -inf where it is no candidate.
+// A node's path hash and the lowest score on its path; 0 and -inf if it is no candidate.
 struct PathNode {
   uint64_t path;
   float score;
@@ -71,19 +71,19 @@ SD_HD PathNode path_node(const ScoredRow& row, int32_t node) {
   return found;
 }
 
-// The rows of both trees: `b` counts only beside the same root, and is all there is beside an empty row.
+// The rows of both trees. `b` counts only if its root equals `a`'s, and stands alone if `a` is empty.
 struct RowPair {
   ScoredRow a, b;
 
-  SD_HD int32_t from_a() const { return a.count > 0 ? a.count - 1 : 0; }
-  SD_HD int32_t candidates() const { return from_a() + (b.count > 0 ? b.count - 1 : 0); }
-  SD_HD bool is_a(int32_t number) const { return number < from_a(); }
-  SD_HD const ScoredRow& row_of(int32_t number) const { return is_a(number) ? a : b; }
-  SD_HD int32_t node_of(int32_t number) const { return 1 + (is_a(number) ? number : number - from_a()); }
-  // The number of a candidate's parent, or -1 for the root.
-  SD_HD int32_t parent_of(int32_t number) const {
-    const int32_t parent = row_of(number).parents[node_of(number)];
-    return parent == 0 ? -1 : parent - 1 + (is_a(number) ? 0 : from_a());
+  SD_HD int32_t num_from_a() const { return a.count > 0 ? a.count - 1 : 0; }
+  SD_HD int32_t candidates() const { return num_from_a() + (b.count > 0 ? b.count - 1 : 0); }
+  SD_HD bool is_from_a(int32_t index) const { return index < num_from_a(); }
+  SD_HD const ScoredRow& row_of(int32_t index) const { return is_from_a(index) ? a : b; }
+  SD_HD int32_t node_of(int32_t index) const { return 1 + (is_from_a(index) ? index : index - num_from_a()); }
+  // Return the index of a candidate's parent, or -1 for the root.
+  SD_HD int32_t parent_of(int32_t index) const {
+    const int32_t parent = row_of(index).parents[node_of(index)];
+    return parent == 0 ? -1 : parent - 1 + (is_from_a(index) ? 0 : num_from_a());
   }
   SD_HD TreeHead head() const {
     const ScoredRow& row = a.count > 0 ? a : b;

@@ -1,3 +1,4 @@
+// pack_trees: argument checks and the CPU implementation.
 #include "tree/pack_trees.h"
 
 namespace specdec::tree {
@@ -43,7 +44,7 @@ void pack_trees(CallStream stream, const TensorView& tokens, const TensorView& p
 
 void pack_trees_cpu(const PackTreesParams& p) {
   for (int64_t b = 0; b < p.batch; ++b) {
-    const int32_t kept = nodes_kept(p, b), root = p.tree.tokens[b * p.tree.nodes];
+    const int32_t kept = num_kept(p, b), root = p.tree.tokens[b * p.tree.nodes];
     const int32_t position = p.tree.positions[b * p.tree.nodes];
     for (int32_t i = 0; i < p.tree.nodes; ++i) cut_node(p, b, i, kept, root, position);
     p.tree.num_nodes[b] = kept;

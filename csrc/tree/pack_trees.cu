@@ -1,5 +1,7 @@
-// One block a request, one thread a node, and behind them the packed rows, one thread each. Reads and writes
-// 24 + 8 W bytes a node; latency bound.
+// pack_trees on a GPU: one block per request with one thread per node, followed by blocks with one thread per packed
+// row.
+//
+// Reads and writes 24 + 8 W bytes per node. Latency bound.
 #include "core/cuda.cuh"
 #include "tree/pack_trees.h"
 
@@ -16,9 +18,9 @@ __global__ void __launch_bounds__(kThreads) pack_trees_kernel(PackTreesParams p)
     if (row < p.num_rows) pack_row(p, row);
     return;
   }
-  const int32_t kept = nodes_kept(p, b), root = p.tree.tokens[b * p.tree.nodes];
+  const int32_t kept = num_kept(p, b), root = p.tree.tokens[b * p.tree.nodes];
   const int32_t position = p.tree.positions[b * p.tree.nodes], i = static_cast<int32_t>(threadIdx.x);
-  __syncthreads();  // all have read what is about to change
+  __syncthreads();  // all threads have read what changes below
   if (i < p.tree.nodes) cut_node(p, b, i, kept, root, position);
   if (i == 0) p.tree.num_nodes[b] = kept;
 }

@@ -1,4 +1,4 @@
-// pack_trees: trees cut to their first nodes, and these nodes as packed rows.
+// pack_trees: truncate trees to their first nodes, in place, and write these nodes as packed rows.
 #pragma once
 
 #include <cmath>
@@ -14,8 +14,8 @@ namespace specdec::tree {
 struct PackTreesParams {
   TreeOut tree;               // [batch, nodes], changed in place
   const float* scores;        // [batch, nodes]
-  const int32_t* num_nodes;   // [batch]: nodes that stay
-  const int32_t* cu_seqlens;  // [batch + 1]: request b has the rows cu[b] to cu[b + 1] - 1
+  const int32_t* num_nodes;   // [batch]: nodes to keep
+  const int32_t* cu_seqlens;  // [batch + 1]: request b has rows cu[b] to cu[b + 1] - 1
   int32_t* out_tokens;        // [num_rows]
   int32_t* out_positions;     // [num_rows]
   int64_t* out_mask;          // [num_rows, words]
@@ -23,18 +23,19 @@ struct PackTreesParams {
   int64_t batch, num_rows;
 };
 
-// Nodes of request b that stay, of those it has.
-SD_HD int32_t nodes_kept(const PackTreesParams& p, int64_t b) {
+// Return the number of nodes of request b to keep, at most those that it has.
+SD_HD int32_t num_kept(const PackTreesParams& p, int64_t b) {
   const int32_t there = clamp_to(p.tree.num_nodes[b], 0, static_cast<int32_t>(p.tree.nodes));
   return clamp_to(p.num_nodes[b], 0, there);
 }
 
-// A packed row: a node of its request that stays, or nobody's. It reads of a tree only what cut_node leaves as it is,
-// and nodes_kept is the same before and after its request's count is changed, so rows and cuts come in any order.
+// Write a packed row: a kept node of its request, or an unused row. It reads only elements of a tree that cut_node does
+// not change, and num_kept gives the same result before and after its request's count changes, so rows and cuts may run
+// in any order.
 SD_HD void pack_row(const PackTreesParams& p, int64_t row) {
   const TreeOut& t = p.tree;
   const int64_t b = request_of_row(p.cu_seqlens, p.batch, row), i = b < 0 ? 0 : row - p.cu_seqlens[b];
-  const bool is_node = b >= 0 && i < nodes_kept(p, b);
+  const bool is_node = b >= 0 && i < num_kept(p, b);
   const int64_t at = is_node ? b * t.nodes + i : 0;
   p.out_tokens[row] = is_node ? t.tokens[at] : 0;
   p.out_positions[row] = is_node ? t.positions[at] : 0;
@@ -42,9 +43,9 @@ SD_HD void pack_row(const PackTreesParams& p, int64_t row) {
   p.out_scores[row] = is_node ? p.scores[at] : -INFINITY;
 }
 
-// What is left of node i of request b, of which `kept` stay. Parents come before children and links rise, so a link to
-// a node that is gone is the end of its list. Nobody else's elements are read but the root's, which stay unless all
-// nodes go: its token and position come from the caller.
+// Update node i of request b, which keeps `kept` nodes. Parents come before children and links increase, so a link to a
+// removed node ends its list. Other nodes' elements are not read except the root's, which stay unless all nodes go: its
+// token and position come from the caller.
 SD_HD void cut_node(const PackTreesParams& p, int64_t b, int32_t i, int32_t kept, int32_t root_token,
                     int32_t root_position) {
   const TreeOut& t = p.tree;

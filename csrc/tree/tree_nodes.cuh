@@ -1,8 +1,8 @@
-// write_row (tree_rows.h) by a block: one thread a node, from the nodes' parents.
+// Write a tree row (write_row in tree_rows.h) with one block: one thread per node, from the nodes' parents.
 //
-// A node's children are a set of bits in shared memory, so that its first child is the lowest bit of its own set and
-// its next sibling the next bit of its parent's. Ancestors come from pointer doubling: log2(depth) turns for any tree.
-// While the nodes are a warp's lanes it needs no memory; else a few steps up come first, which mostly do.
+// A node's children are a bitset in smem: its first child is the lowest bit of its own set, its next sibling the next
+// bit of its parent's set. Ancestors come from pointer doubling: log2(depth) steps for any tree. If the nodes fit a
+// warp's lanes this needs no memory; otherwise a few single steps up come first, which mostly suffice.
 #pragma once
 
 #include "core/bits.h"
@@ -11,18 +11,18 @@
 
 namespace specdec::tree {
 
-// Shared memory of a row with up to 64 * kWords nodes.
+// smem of a row with up to 64 * kWords nodes.
 template <int kWords>
 struct TreeNodes {
   static constexpr int kNodes = 64 * kWords;
-  int32_t up[kNodes];  // the parent, or the node itself where there is none
+  int32_t up[kNodes];  // the parent, or the node itself without one
   union {
     uint64_t children[kNodes][kWords];   // bit j of row i: node j is a child of node i
-    uint64_t ancestors[kWords][kNodes];  // later, while doubling
+    uint64_t ancestors[kWords][kNodes];  // reused while doubling
   };
 };
 
-// To be called by every thread, before a barrier and write_nodes.
+// Clear the bitsets. Every thread calls this, before a barrier and write_nodes.
 template <int kWords>
 __device__ __forceinline__ void clear_nodes(TreeNodes<kWords>& s) {
   const unsigned i = threadIdx.x;
@@ -30,7 +30,7 @@ __device__ __forceinline__ void clear_nodes(TreeNodes<kWords>& s) {
     for (int w = 0; w < kWords; ++w) s.children[i][w] = 0;
 }
 
-// The lowest bit above `bit`, or -1.
+// Return the lowest set bit above `bit`, or -1.
 template <int kWords>
 __device__ __forceinline__ int32_t next_bit(const uint64_t (&bits)[kWords], int32_t bit) {
   int32_t found = -1;
@@ -43,11 +43,11 @@ __device__ __forceinline__ int32_t next_bit(const uint64_t (&bits)[kWords], int3
   return found;
 }
 
-// Adds node i's ancestors to `bits`. Ends what `children` are there for.
+// Add node i's ancestors to `bits`. Overwrites `children`.
 template <int kWords>
 __device__ __forceinline__ void find_ancestors(TreeNodes<kWords>& s, int32_t i, int32_t nodes,
                                                uint64_t (&bits)[kWords]) {
-  constexpr int kSteps = 6;  // seldom is a draft deeper
+  constexpr int kSteps = 6;  // drafts are rarely deeper
   if (nodes <= kWarp) {
     if (i >= kWarp) return;
     int32_t at = i < nodes ? s.up[i] : i;
@@ -70,7 +70,7 @@ __device__ __forceinline__ void find_ancestors(TreeNodes<kWords>& s, int32_t i, 
     moved = up != at;
     at = up;
   }
-  while (__syncthreads_or(moved)) {  // `bits` has what is from i up to `at`
+  while (__syncthreads_or(moved)) {  // `bits` has the nodes from i up to `at`
     if (i < nodes) {
       s.up[i] = at;
       for (int w = 0; w < kWords; ++w) s.ancestors[w][i] = bits[w];
@@ -83,8 +83,8 @@ __device__ __forceinline__ void find_ancestors(TreeNodes<kWords>& s, int32_t i, 
   }
 }
 
-// Writes row b of every output, thread i node i with its token and parent, which count if it is used. Called by every
-// thread of the block.
+// Write row b of every output; thread i writes node i. Its token and parent count only if the node is used. Every
+// thread of the block calls this.
 template <int kWords>
 __device__ __forceinline__ void write_nodes(const TreeOut& out, int64_t b, const TreeHead& head, int32_t token,
                                             int32_t parent, TreeNodes<kWords>& s) {
@@ -96,7 +96,7 @@ __device__ __forceinline__ void write_nodes(const TreeOut& out, int64_t b, const
     out.tokens[at] = token;
     out.parents[at] = parent;
   }
-  if (parent >= 0) {  // 32 bits at a time, which is quicker
+  if (parent >= 0) {  // 32-bit atomics are faster
     auto* half_words = reinterpret_cast<uint32_t*>(s.children[parent]);
     atomicOr(half_words + i / 32, 1u << i % 32);
   }

@@ -1,3 +1,4 @@
+// Tree rows on the CPU, and the checks of their tensors.
 #include "tree/tree_rows.h"
 
 #include <algorithm>
@@ -24,7 +25,7 @@ void write_row(const TreeOut& out, int64_t b, const TreeRow& row) {
     if (i > 0 && i < row.count) {
       const int32_t parent = row.parents[i];
       std::copy_n(mask + parent * out.words, out.words, mask + i * out.words);
-      positions[i] = static_cast<int32_t>(int64_t{positions[parent]} + 1);  // a bad length may leave int32
+      positions[i] = static_cast<int32_t>(int64_t{positions[parent]} + 1);  // an invalid length may overflow int32
       (last_child[parent] < 0 ? first_child[parent] : next_sibling[last_child[parent]]) = i;
       last_child[parent] = i;
     }

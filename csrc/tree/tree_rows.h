@@ -1,7 +1,7 @@
-// The outputs every tree builder has, and how they are written.
+// Outputs that all tree builders share, and their layout.
 //
-// A builder settles the tokens and parents of a row's nodes (parents before children, node 0 the root); the rest
-// follows. write_row does it on the host, node after node from the parent's; tree_nodes.cuh on the device, a thread a
+// A builder determines the tokens and parents of a row's nodes (parents before children, node 0 is the root); the rest
+// follows from these. write_row does it on the CPU, node by node; tree_nodes.cuh does it on the GPU, one thread per
 // node.
 #pragma once
 
@@ -24,8 +24,8 @@ struct TreeOut {
   int64_t nodes, words;
 };
 
-// What the nodes of a row share. Unused nodes carry the root's token and position; an empty row has count 0, and zeros
-// there.
+// Values shared by the nodes of a row. Unused nodes carry the root's token and position; an empty row has count 0 and
+// zeros.
 struct TreeHead {
   int32_t count = 0;
   int32_t root_token = 0;
@@ -37,17 +37,17 @@ struct TreeRow : TreeHead {
   const int32_t* parents;  // [count]
 };
 
-// Writes row b of every output.
+// Write row b of every output.
 void write_row(const TreeOut& out, int64_t b, const TreeRow& row);
 
-// What messages call the seven outputs.
+// Names of the seven outputs in error messages.
 struct TreeNames {
   const char *tokens, *parents, *positions, *first_child, *next_sibling, *mask, *num_nodes;
 };
 inline constexpr TreeNames kOutTree{"out.tokens",       "out.parents", "out.positions", "out.first_child",
                                     "out.next_sibling", "out.mask",    "out.num_nodes"};
 
-// Checks the seven outputs in order; `nodes` is bound and within 1 to kMaxTreeNodes.
+// Check the seven outputs in order; `nodes` is bound and within 1 to kMaxTreeNodes.
 TreeOut check_tree_out(Check& check, const TreeNames& names, Dim& batch, Dim& nodes, const TensorView& out_tokens,
                        const TensorView& out_parents, const TensorView& out_positions,
                        const TensorView& out_first_child, const TensorView& out_next_sibling,
