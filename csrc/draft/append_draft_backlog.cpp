@@ -1,3 +1,4 @@
+// append_draft_backlog: argument checks and the CPU implementation.
 #include "draft/append_draft_backlog.h"
 
 #include <cstring>
@@ -55,13 +56,13 @@ void append_draft_backlog(CallStream stream, const TensorView& tokens, const Ten
 
 void append_draft_backlog_cpu(const AppendDraftBacklogParams& p) {
   for (int64_t b = 0; b < p.batch; ++b) {
-    const KeptRows r = rows_to_keep(p, b);
+    const BacklogRows r = backlog_rows(p, b);
     for (int64_t j = r.first; j < r.end; ++j) {
-      keep_token(p, r, j);
+      append_token(p, r, j);
       if (p.row_bytes > 0)
-        std::memcpy(p.kept_features + place_of(p, r, j) * p.row_bytes, features_of(p, r, j), p.row_bytes);
+        std::memcpy(p.kept_features + ring_row(p, r, j) * p.row_bytes, features_of(p, r, j), p.row_bytes);
     }
-    count_kept(p, r);
+    advance_backlog(p, r);
   }
 }
 

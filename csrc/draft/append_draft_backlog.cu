@@ -1,6 +1,7 @@
-// One block a request, which alone knows how many rows its slot has kept. In a round of rest that is one row: 24 KiB of
-// an EAGLE-3 head over a model of 4096, read by three units of 16 bytes a thread, all asked for before the first is
-// written.
+// append_draft_backlog on a GPU: one block per request, which alone knows the length of its slot's backlog.
+//
+// A round without drafting appends one row: 24 KiB for an EAGLE-3 head on a model with hidden size 4096, i.e. three
+// 16-byte loads per thread, all issued before the first store.
 #include "core/bytes.h"
 #include "core/cuda.cuh"
 #include "draft/append_draft_backlog.h"
@@ -8,18 +9,18 @@
 namespace specdec::draft {
 namespace {
 
-constexpr int kThreads = 512, kUnits = 4;  // that a thread holds
+constexpr int kThreads = 512, kUnits = 4;  // in flight per thread
 
 template <class Unit>
 __global__ void __launch_bounds__(kThreads) append_draft_backlog_kernel(AppendDraftBacklogParams p) {
   begin_kernel();
-  const KeptRows r = rows_to_keep(p, blockIdx.x);
+  const BacklogRows r = backlog_rows(p, blockIdx.x);
   const int64_t units = p.row_bytes / static_cast<int64_t>(sizeof(Unit));
   for (int64_t j = r.first; j < r.end; ++j) {
-    if (threadIdx.x == 0) keep_token(p, r, j);
+    if (threadIdx.x == 0) append_token(p, r, j);
     if (p.features == nullptr) continue;
     const auto* from = reinterpret_cast<const Unit*>(features_of(p, r, j));
-    auto* to = reinterpret_cast<Unit*>(p.kept_features + place_of(p, r, j) * p.row_bytes);
+    auto* to = reinterpret_cast<Unit*>(p.kept_features + ring_row(p, r, j) * p.row_bytes);
     for (int64_t first = threadIdx.x; first < units; first += kUnits * kThreads) {
       Unit held[kUnits];
 #pragma unroll
@@ -30,8 +31,8 @@ __global__ void __launch_bounds__(kThreads) append_draft_backlog_kernel(AppendDr
         if (first + n * kThreads < units) to[first + n * kThreads] = held[n];
     }
   }
-  __syncthreads();  // everybody has read how many there were
-  if (threadIdx.x == 0) count_kept(p, r);
+  __syncthreads();  // all threads have read the old length
+  if (threadIdx.x == 0) advance_backlog(p, r);
 }
 
 }  // namespace

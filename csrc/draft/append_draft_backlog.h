@@ -1,4 +1,7 @@
-// append_draft_backlog: in a round of rest, what draft-extend would have read goes to a ring of rows of each slot.
+// append_draft_backlog: in a round that skips drafting, append the inputs of draft-extend to each slot's ring buffer.
+//
+// Reads the accepted tokens and the target's features at their nodes. Writes tokens and features into the slot's ring
+// and advances its length. draft-extend replays the backlog when drafting resumes.
 #pragma once
 
 #include "core/dispatch.h"
@@ -9,10 +12,10 @@
 namespace specdec::draft {
 
 struct AppendDraftBacklogParams {
-  const int32_t* tokens;        // [batch, accept_width], -1 behind the valid ones
+  const int32_t* tokens;        // [batch, accept_width], -1 after the valid ones
   const int32_t* path;          // [batch, accept_width], tree nodes
   const int32_t* num_valid;     // [batch]
-  int32_t* num_kept;            // [num_slots], those that the ring has lost among them
+  int32_t* num_kept;            // [num_slots]: rows ever appended, overwritten ones included
   int32_t* kept_tokens;         // [num_slots, ring]
   const char* features;         // [batch, num_nodes] or packed [num_rows] rows of row_bytes, or null
   char* kept_features;          // [num_slots, ring] rows of row_bytes, or null
@@ -21,40 +24,40 @@ struct AppendDraftBacklogParams {
   int64_t batch, accept_width, num_nodes, num_rows, ring, num_slots, row_bytes, unit;
 };
 
-// What a request keeps: rows `first` to `end` - 1 of those accepted, of which its ring has room for all.
-struct KeptRows {
+// Accepted rows `first` to `end` - 1 of one request, which all fit its ring.
+struct BacklogRows {
   int64_t b, slot;
   RowRange nodes;
   int64_t first, end;
-  uint32_t num_kept;  // before them
+  uint32_t num_kept;  // backlog length before them
 };
 
-SD_HD KeptRows rows_to_keep(const AppendDraftBacklogParams& p, int64_t b) {
+SD_HD BacklogRows backlog_rows(const AppendDraftBacklogParams& p, int64_t b) {
   const int64_t slot = slot_of(p.slots, b, p.num_slots);
   RowRange nodes{b * p.num_nodes, p.num_nodes};
   if (p.cu_seqlens_q) nodes = packed_rows(p.cu_seqlens_q, b, p.num_rows);
-  const bool keeps = slot >= 0 && (p.features == nullptr || nodes.count > 0);
-  const int64_t end = keeps ? clamp_to(int64_t{p.num_valid[b]}, 0, p.accept_width) : 0;
-  return {b, slot, nodes, end > p.ring ? end - p.ring : 0, end, keeps ? static_cast<uint32_t>(p.num_kept[slot]) : 0};
+  const bool appends = slot >= 0 && (p.features == nullptr || nodes.count > 0);
+  const int64_t end = appends ? clamp_to(int64_t{p.num_valid[b]}, 0, p.accept_width) : 0;
+  return {b, slot, nodes, end > p.ring ? end - p.ring : 0, end, appends ? static_cast<uint32_t>(p.num_kept[slot]) : 0};
 }
 
-// The row of all rings that accepted row j goes to.
-SD_HD int64_t place_of(const AppendDraftBacklogParams& p, const KeptRows& r, int64_t j) {
+// Return the ring row, among those of all slots, for accepted row j.
+SD_HD int64_t ring_row(const AppendDraftBacklogParams& p, const BacklogRows& r, int64_t j) {
   return r.slot * p.ring + (r.num_kept + static_cast<uint32_t>(j)) % static_cast<uint32_t>(p.ring);
 }
 
-SD_HD void keep_token(const AppendDraftBacklogParams& p, const KeptRows& r, int64_t j) {
+SD_HD void append_token(const AppendDraftBacklogParams& p, const BacklogRows& r, int64_t j) {
   const int32_t token = p.tokens[r.b * p.accept_width + j];
-  p.kept_tokens[place_of(p, r, j)] = token > 0 ? token : 0;
+  p.kept_tokens[ring_row(p, r, j)] = token > 0 ? token : 0;
 }
 
-// The row of features of accepted row j. Of a node that the tree does not have, the nearest that it has.
-SD_HD const char* features_of(const AppendDraftBacklogParams& p, const KeptRows& r, int64_t j) {
+// Return the features of accepted row j. A node outside the tree is clamped to the nearest one.
+SD_HD const char* features_of(const AppendDraftBacklogParams& p, const BacklogRows& r, int64_t j) {
   const int64_t node = clamp_to(int64_t{p.path[r.b * p.accept_width + j]}, 0, r.nodes.count - 1);
   return p.features + (r.nodes.first + node) * p.row_bytes;
 }
 
-SD_HD void count_kept(const AppendDraftBacklogParams& p, const KeptRows& r) {
+SD_HD void advance_backlog(const AppendDraftBacklogParams& p, const BacklogRows& r) {
   if (r.end > 0) p.num_kept[r.slot] = static_cast<int32_t>(r.num_kept + static_cast<uint32_t>(r.end));
 }
 

@@ -1,3 +1,4 @@
+// draft_extend_inputs: argument checks and the CPU implementation.
 #include "draft/draft_extend_inputs.h"
 
 namespace specdec::draft {

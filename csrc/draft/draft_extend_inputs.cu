@@ -1,4 +1,5 @@
-// A thread a row. A few dozen bytes each: the launch is the cost, then two reads in a row, the slot and its length.
+// draft_extend_inputs on a GPU: one thread per row. A few dozen bytes per row: the launch dominates; then two dependent
+// loads, the slot and its length.
 #include "core/cuda.cuh"
 #include "draft/draft_extend_inputs.h"
 

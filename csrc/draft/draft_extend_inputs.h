@@ -1,5 +1,5 @@
-// draft_extend_inputs: the rows of draft-extend. What a round accepted becomes what the draft's forward pass over it
-// takes.
+// draft_extend_inputs: turn the tokens that a round accepted into the inputs of the draft's forward pass over them
+// (draft-extend).
 #pragma once
 
 #include "core/dispatch.h"
@@ -10,7 +10,7 @@
 namespace specdec::draft {
 
 struct DraftExtendInputsParams {
-  const int32_t* tokens;        // [batch, accept_width], -1 behind the valid ones
+  const int32_t* tokens;        // [batch, accept_width], -1 after the valid ones
   const int32_t* path;          // [batch, accept_width], tree nodes
   const int32_t* num_valid;     // [batch]
   const int32_t* prefix_lens;   // [num_slots]
@@ -24,7 +24,7 @@ struct DraftExtendInputsParams {
   int64_t batch, accept_width, width, num_nodes, num_slots, position_offset;
 };
 
-// Row j of request b, and with its first one what there is once of a request.
+// Write row j of request b; row 0 also writes the request's own outputs.
 SD_HD void write_extend_row(const DraftExtendInputsParams& p, int64_t b, int64_t j) {
   const int64_t from = b * p.accept_width + j, to = b * p.width + j;
   const int64_t slot = slot_of(p.slots, b, p.num_slots);
@@ -34,7 +34,7 @@ SD_HD void write_extend_row(const DraftExtendInputsParams& p, int64_t b, int64_t
   p.out_positions[to] = static_cast<int32_t>(start + p.position_offset + j);
   const RowRange nodes =
       p.cu_seqlens_q ? packed_rows(p.cu_seqlens_q, b, INT32_MAX) : RowRange{b * p.num_nodes, p.num_nodes};
-  // A request without rows has nothing to extend; the row of its place is one that there is, if any are.
+  // A request without rows has nothing to extend; its row index must still be valid.
   p.out_node_rows[to] = nodes.count > 0 ? nodes.first + clamp_to(int64_t{node}, 0, nodes.count - 1) : 0;
   if (j > 0) return;
   const int64_t last = num_valid < p.width ? num_valid : p.width;

@@ -1,3 +1,4 @@
+// expand_root and expand_tree: argument checks and the CPU implementations.
 #include "draft/expand_tree.h"
 
 #include "core/best_list.h"
@@ -6,8 +7,15 @@
 namespace specdec::draft {
 namespace {
 
-// Depth and offset are added to a length: small enough that only a bad length can leave int32.
+// Depth and offset are added to a length: both are small enough that only an invalid length can overflow int32.
 constexpr int64_t kMaxPositionOffset = 1 << 20;
+
+// Check the offset of positions and the calibration table; bind `depths`.
+void check_depth_arguments(Check& check, int64_t position_offset, const OptTensor& calibration, Dim& depths) {
+  check.range("position_offset", position_offset, -kMaxPositionOffset, kMaxPositionOffset);
+  check.tensor("calibration", calibration, {depths, 2}, kFloat32);
+  if (calibration) check.range("num_depths", depths, 1, kMaxCalibratedDepths);
+}
 
 }  // namespace
 
@@ -26,10 +34,8 @@ void expand_root(CallStream stream, const TensorView& topk_ids, const TensorView
   Dim C{"candidates", num_candidates(K, num_steps)}, W{"mask_words", draft_mask_words(K, num_steps)};
   if (!slots) B.value = S;
   check.slots(slots, B, S);
-  check.range("position_offset", position_offset, -kMaxPositionOffset, kMaxPositionOffset);
   Dim depths{"num_depths"};
-  check.tensor("calibration", calibration, {depths, 2}, kFloat32);
-  if (calibration) check.range("num_depths", depths, 1, kMaxCalibratedDepths);
+  check_depth_arguments(check, position_offset, calibration, depths);
   check.output("out[0].tokens", out_cand_tokens, {B, C}, kInt32);
   check.output("out[0].parents", out_cand_parents, {B, C}, kInt32);
   check.output("out[0].scores", out_cand_scores, {B, C}, kFloat32);
@@ -94,10 +100,8 @@ void expand_tree(CallStream stream, const TensorView& topk_ids, const TensorView
   check.output("frontier.mask", mask, {B, K, W}, kInt64);
   check.tensor("seq_lens", seq_lens, {S}, kInt32);
   check.slots(slots, B, S);
-  check.range("position_offset", position_offset, -kMaxPositionOffset, kMaxPositionOffset);
   Dim depths{"num_depths"};
-  check.tensor("calibration", calibration, {depths, 2}, kFloat32);
-  if (calibration) check.range("num_depths", depths, 1, kMaxCalibratedDepths);
+  check_depth_arguments(check, position_offset, calibration, depths);
   check.output("out.tokens", out_tokens, {B, K}, kInt32);
   check.output("out.parent_rows", out_parent_rows, {B, K}, kInt32);
   check.output("out.positions", out_positions, {B, K}, kInt32);

@@ -1,8 +1,8 @@
-// expand_root: every thread writes its columns; 12 bytes a candidate and 8 a mask word.
+// expand_root on a GPU: every thread writes its columns; 12 bytes per candidate and 8 per mask word.
 //
-// expand_tree: one block a row. About 28 bytes a child, so what counts is how many latencies follow each other: all
-// loads but one (the parents' scores) start at once, then come one barrier for the scores, the ranking
-// (block_topk.cuh), and one barrier for the frontier before the masks.
+// expand_tree on a GPU: one block per row. A child is about 28 bytes, so dependent latencies dominate: all loads but
+// one (the parents' scores) start at once; then one barrier for the scores, the ranking (block_topk.cuh), and one
+// barrier for the frontier before the masks.
 #include <algorithm>
 
 #include "core/block_topk.cuh"
@@ -13,7 +13,7 @@ namespace specdec::draft {
 namespace {
 
 constexpr int kRootThreads = 256;
-constexpr int kMaxRootBlocks = 64;  // a row
+constexpr int kMaxRootBlocks = 64;  // per row
 
 __global__ void __launch_bounds__(kRootThreads) expand_root_kernel(ExpandRootParams p) {
   begin_kernel();
@@ -26,16 +26,16 @@ __global__ void __launch_bounds__(kRootThreads) expand_root_kernel(ExpandRootPar
   if (first < p.k) write_root_frontier(p, b, slot, first);
 }
 
-constexpr int kMaskWords = 1024;  // of a row's masks, at a time
+constexpr int kMaskWords = 1024;  // of a row's masks, per pass
 
-// i / k for i < 64 * 64 and k <= 64, by a multiplication.
+// Compute i / k for i < 64 * 64 and k <= 64 by a multiplication.
 struct SmallDivisor {
   uint32_t inverse;
   __device__ explicit SmallDivisor(uint32_t k) : inverse(((1u << 18) + k - 1) / k) {}
   __device__ int divide(uint32_t i) const { return static_cast<int>(i * inverse >> 18); }
 };
 
-// kThreads * kChildren >= k * k. Masks are copied 2^log2_columns words wide.
+// kThreads * kChildren >= k * k. Masks are copied in chunks of 2^log2_columns words.
 template <int kThreads, int kChildren>
 __global__ void __launch_bounds__(kThreads) expand_tree_kernel(ExpandTreeParams p, int log2_columns) {
   static_assert(kMaskWords >= kMaxTopk && kThreads >= kMaxTopk);
@@ -52,8 +52,8 @@ __global__ void __launch_bounds__(kThreads) expand_tree_kernel(ExpandTreeParams 
 
   const int words = static_cast<int>(p.mask_words), columns = 1 << log2_columns;
   int64_t* mask = p.mask + b * k * words;
-  const auto for_each_mask_word = [&](int first, auto f) {  // f(row, word, its place in `masks`)
-#pragma unroll 1  // straight code is not in the instruction cache yet: what is short is fast
+  const auto for_each_mask_word = [&](int first, auto f) {  // f(row, word, index in `masks`)
+#pragma unroll 1  // unrolled code is not in the instruction cache yet: short code is fast
     for (int e = thread; e < k << log2_columns; e += kThreads) {
       const int row = e >> log2_columns, word = first + (e & (columns - 1));
       if (word < words) f(row, word, e);
@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(kThreads) expand_tree_kernel(ExpandTreeParams 
   });
   __syncthreads();
 
-  for (int first = 0; first < words; first += columns) {  // columns do not depend on each other
+  for (int first = 0; first < words; first += columns) {  // columns are independent
     if (first > 0) {
       __syncthreads();
       load_masks(first);

@@ -1,5 +1,7 @@
-// expand_root and expand_tree: one draft step. Candidates are appended, the best k become the next frontier, and what
-// the next draft forward needs is written. Numbering: candidates.h.
+// expand_root and expand_tree: one draft step.
+//
+// Each step appends candidates, selects the best k as the next frontier, and writes the inputs of the next draft
+// forward pass (tokens, positions, mask). Candidate order: candidates.h.
 #pragma once
 
 #include "core/bits.h"
@@ -18,12 +20,12 @@ struct ExpandRootParams {
   const int32_t* slots;        // [batch] or null
   const float* calibration;    // [depths, 2] or null
   int32_t* out_cand_tokens;    // [batch, candidates]
-  int32_t* out_cand_parents;   // [batch, candidates], -1: the root
+  int32_t* out_cand_parents;   // [batch, candidates], -1: child of the root
   float* out_cand_scores;      // [batch, candidates], cumulative log-probabilities
-  int32_t* out_frontier;       // [batch, k], candidate numbers
+  int32_t* out_frontier;       // [batch, k], candidate indices
   int32_t* out_tokens;         // [batch, k]
   int32_t* out_positions;      // [batch, k]
-  int64_t* out_mask;           // [batch, k, mask_words], 64-bit patterns over the draft's tail rows
+  int64_t* out_mask;           // [batch, k, mask_words], bits over the draft's tail rows
   int64_t batch, num_slots, k, candidates, mask_words, position_offset, depths;
 };
 
@@ -33,7 +35,7 @@ struct ExpandTreeParams {
   int32_t* cand_tokens;        // [batch, candidates], appended to
   int32_t* cand_parents;       // [batch, candidates], appended to
   float* cand_scores;          // [batch, candidates], appended to
-  int32_t* frontier;           // [batch, k], candidate numbers, replaced
+  int32_t* frontier;           // [batch, k], candidate indices, replaced
   int64_t* mask;               // [batch, k, mask_words], replaced
   const int32_t* seq_lens;     // [num_slots]
   const int32_t* slots;        // [batch] or null
@@ -44,7 +46,7 @@ struct ExpandTreeParams {
   int64_t batch, num_slots, k, candidates, mask_words, position_offset, step, depths;
 };
 
-// Candidate c of row b as step 1 leaves it: a child of the root, or a column that later steps fill.
+// Write candidate c of row b for step 1: a child of the root, or a column that later steps fill.
 SD_HD void write_root_candidate(const ExpandRootParams& p, int64_t b, int64_t slot, int64_t c) {
   const int64_t at = b * p.candidates + c, child = slot * p.k + c;
   const bool filled = slot >= 0 && c < p.k;
@@ -54,7 +56,7 @@ SD_HD void write_root_candidate(const ExpandRootParams& p, int64_t b, int64_t sl
       filled ? child_score(0.0f, calibrated(platt_of(p.calibration, p.depths, 1), p.topk_logprobs[child])) : -INFINITY;
 }
 
-// Frontier node j of row b at depth 1.
+// Write frontier node j of row b at depth 1.
 SD_HD void write_root_frontier(const ExpandRootParams& p, int64_t b, int64_t slot, int64_t j) {
   const int64_t at = b * p.k + j;
   p.out_frontier[at] = static_cast<int32_t>(j);
@@ -68,15 +70,15 @@ struct FrontierNode {
   float score;
 };
 
-// Frontier node j of row b. A number outside the candidates there are, and any node of an empty row, is none: its
-// children score -inf.
+// Read frontier node j of row b. An index out of range, and any node of an empty row, is no node: its children score
+// -inf.
 SD_HD FrontierNode read_frontier(const ExpandTreeParams& p, int64_t b, int64_t slot, int64_t j) {
   const int32_t candidate = p.frontier[b * p.k + j];
   if (slot < 0 || candidate < 0 || candidate >= first_candidate(p.k, p.step)) return {-1, -INFINITY};
   return {candidate, p.cand_scores[b * p.candidates + candidate]};
 }
 
-// Child i = parent's frontier row * k + rank, as the draft proposed it.
+// Child i = (parent's frontier row) * k + rank, as the draft proposed it.
 struct Child {
   int32_t token;
   float logprob;
@@ -86,7 +88,7 @@ SD_HD Child read_child(const ExpandTreeParams& p, int64_t b, int64_t i) {
   return {p.topk_ids[at], p.topk_logprobs[at]};
 }
 
-// Appends child i, and returns its score.
+// Append child i and return its score.
 SD_HD float append_child(const ExpandTreeParams& p, int64_t b, int64_t slot, FrontierNode parent, int64_t i,
                          Child child) {
   const int64_t at = b * p.candidates + first_candidate(p.k, p.step) + i;
@@ -97,12 +99,12 @@ SD_HD float append_child(const ExpandTreeParams& p, int64_t b, int64_t slot, Fro
   return score;
 }
 
-// Where the new frontier of a slot is rotated.
+// Return the RoPE position of a slot's new frontier.
 SD_HD int32_t child_position(const ExpandTreeParams& p, int64_t slot) {
   return slot >= 0 ? static_cast<int32_t>(p.seq_lens[slot] + p.step - 1 + p.position_offset) : 0;
 }
 
-// The new frontier's node j of row b is child i. Its mask is written by the caller: it replaces the one it is made of.
+// Write node j of row b's new frontier, which is child i. The caller writes its mask, which replaces its own input.
 SD_HD void write_frontier(const ExpandTreeParams& p, int64_t b, int64_t slot, int64_t j, int32_t i, int32_t position) {
   const int64_t at = b * p.k + j;
   p.frontier[at] = static_cast<int32_t>(first_candidate(p.k, p.step) + i);

@@ -1,11 +1,11 @@
-// Gumbel top-k (Kool et al., "Stochastic Beams and Where to Find Them", 2019), the same on both devices: the k entries
-// with the largest log2(p) + noise, in falling order, are k draws from p without replacement. The noise of an entry is
-// -log2(E) with E exponentially distributed.
+// Gumbel top-k (Kool et al., "Stochastic Beams and Where to Find Them", 2019), bitwise equal on CPU and GPU: the k
+// entries with the largest log2(p) + noise, in descending order, are k draws from p without replacement. An entry's
+// noise is -log2(E) with E exponentially distributed.
 //
-// E is made of a 32-bit word as -log2(1 - v), v = (word + 1/2) / 2^32. Large scores come from small v, which is exact
-// below 2^-9 and has 24 bits above; near v = 1, 1 - v is. So E reaches from 2^-32.5 to 33, both ends resolved: what a
-// draw leaves out is events of probability below 2^-32. Scores near the best of a row are a few units large, and
-// those of equal float32 go to the lower id: a matter of 2^-20 of a draw.
+// E is computed from a 32-bit word as -log2(1 - v), v = (word + 1/2) / 2^32. Large scores come from small v, which is
+// exact below 2^-9 and has 24 bits above; near v = 1, 1 - v is exact. So E covers 2^-32.5 to 33 with both ends
+// resolved: a draw omits only events of probability below 2^-32. Scores near a row's best are a few units large; equal
+// float32 scores go to the lower id, which affects 2^-20 of a draw.
 #pragma once
 
 #include "core/exact_math.h"
@@ -13,9 +13,9 @@
 
 namespace specdec::draft {
 
-constexpr uint32_t kNoiseIds = 4;  // ids that share a block of noise: id's word is words[id % 4] of block id / 4
+constexpr uint32_t kNoiseIds = 4;  // ids per block of noise: id uses words[id % 4] of block id / 4
 
-// (word + 1/2) / 2^32
+// Return (word + 1/2) / 2^32.
 SD_HD float unit_interval(uint32_t word) { return mul(add(static_cast<float>(word), 0.5f), 0x1p-32f); }
 
 SD_HD float exponential(uint32_t word) {
@@ -23,7 +23,7 @@ SD_HD float exponential(uint32_t word) {
   return word < kBelowSqrtHalf ? -log2_1p(-unit_interval(word)) : -log2_of(unit_interval(~word));
 }
 
-// What turns logits into powers of 2: log2(e) / temperature. 0 for temperatures that mean greedy: 0, below, or NaN.
+// Return log2(e) / temperature, which turns logits into powers of 2; 0 if the temperature means greedy (<= 0 or NaN).
 SD_HD float scale_of_temperature(float temperature) {
   if (!(temperature > 0)) return 0;
   constexpr float kLargest = 3.402823466e38f, kLeast = 1e-30f;
@@ -31,7 +31,7 @@ SD_HD float scale_of_temperature(float temperature) {
   return scale > kLargest ? kLargest : scale < kLeast ? kLeast : scale;
 }
 
-// log2 of a probability, up to a constant of the row, whose largest logit is `max`; -inf for -inf and NaN.
+// Return log2 of a probability up to a constant of the row, whose largest logit is `max`; -inf for -inf and NaN.
 SD_HD float log2_weight(float x, float max, float scale) {
   return x > -INFINITY ? mul(below_max(x, max), scale) : -INFINITY;
 }

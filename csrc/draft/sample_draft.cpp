@@ -1,3 +1,4 @@
+// sample_draft: argument checks and the CPU implementation.
 #include "draft/sample_draft.h"
 
 #include <algorithm>
@@ -14,14 +15,14 @@ namespace {
 using Best = BestList<kMaxTopk>;
 
 template <class T>
-void draw(const DraftRow& of_row, const T* row, int64_t vocab, float max, Best& best) {
+void draw(const DraftRow& state, const T* row, int64_t vocab, float max, Best& best) {
   for (int64_t first = 0; first < vocab; first += kNoiseIds) {
-    const Noise words = of_row.noise_of(static_cast<uint32_t>(first / kNoiseIds));
+    const Noise words = state.noise_of(static_cast<uint32_t>(first / kNoiseIds));
     const int64_t end = std::min<int64_t>(first + kNoiseIds, vocab);
     for (int64_t v = first; v < end; ++v) {
-      const float weight = log2_weight(to_float(row[v]), max, of_row.scale);
+      const float weight = log2_weight(to_float(row[v]), max, state.scale);
       const uint32_t word = words.words[v - first];
-      // Most entries are not worth their logarithms: E >= v log2(e), and v >= 2^-(zeros + 1).
+      // Most entries do not need their logarithms: E >= v log2(e), and v >= 2^-(zeros + 1).
       const float at_most = weight + (static_cast<float>(std::countl_zero(word)) + 0.48f);
       if (best.takes(at_most)) best.offer(perturbed(weight, word), static_cast<int32_t>(v));
     }
@@ -74,20 +75,20 @@ void sample_draft_cpu(const SampleDraftParams& p) {
     for (int64_t r = 0; r < p.rows; ++r) {
       int32_t* ids = p.out_ids + r * p.k;
       float* logprobs = p.out_logprobs + r * p.k;
-      const DraftRow of_row = draft_row(p, r / p.rows_per_request, r % p.rows_per_request);
-      if (of_row.slot < 0) {
+      const DraftRow state = draft_row(p, r / p.rows_per_request, r % p.rows_per_request);
+      if (state.slot < 0) {
         std::fill_n(ids, p.k, 0);
         std::fill_n(logprobs, p.k, -INFINITY);
         continue;
       }
       const T* row = static_cast<const T*>(p.logits) + r * p.logits_stride;
-      const bool greedy = of_row.scale == 0;
-      const RowSoftmax softmax(row, p.vocab, greedy ? kLog2e : of_row.scale);
+      const bool greedy = state.scale == 0;
+      const RowSoftmax softmax(row, p.vocab, greedy ? kLog2e : state.scale);
       Best best(static_cast<int>(p.k));
       if (greedy)
         offer_row(row, p.vocab, best);
       else
-        draw(of_row, row, p.vocab, softmax.max(), best);
+        draw(state, row, p.vocab, softmax.max(), best);
       for (int64_t j = 0; j < p.k; ++j) {
         const int32_t id = best.numbers()[j];
         ids[j] = p.id_map ? p.id_map[id] : id;

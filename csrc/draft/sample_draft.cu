@@ -1,7 +1,11 @@
-// As select_topk: one block a row, or a cluster of up to 8 where rows are few, and one read of the row from memory.
-// Then comes the noise, about 35 instructions an entry (most of them Philox's, for four entries at a time), which for
-// many rows takes longer than reading them. The two logarithms of an exact score would cost as much again: they are
-// taken only of entries whose upper bound, which costs one fast logarithm, is among the best.
+// sample_draft on a GPU: one block per row, or a cluster of up to 8 if there are few rows, as in select_topk; the row
+// is read from memory once.
+//
+// Noise then costs about 35 instructions per entry (mostly Philox, for four entries at a time); for many rows this
+// takes longer than reading them. The two logarithms of an exact score would cost as much again: they are computed only
+// for entries whose upper bound, which costs one fast logarithm, is among the best.
+//
+// A request's draft temperature enters in draft_row() (sample_draft.h).
 #include "core/row_topk.cuh"
 #include "draft/sample_draft.h"
 #include "draft/select_topk.h"
@@ -17,23 +21,23 @@ __device__ __forceinline__ float fast_log2(float x) {
   return y;
 }
 
-// Not below perturbed(): E is at least v log2(e), the margin is above what the logarithms are off by, and rounding the
-// sum keeps the order.
-__device__ __forceinline__ float perturbed_at_most(float x, float max, float scale, uint32_t word) {
+// Return an upper bound of perturbed(): E is at least v log2(e), the margin exceeds the error of the logarithms, and
+// rounding the sum is monotonic.
+__device__ __forceinline__ float perturbed_upper_bound(float x, float max, float scale, uint32_t word) {
   constexpr float kOffset = 32 - 0.528766f + 1e-3f;
-  const float log2_weight = fminf(mul(sub(x, max), scale), 0.0f);  // 0 for an x of +inf, or NaN
+  const float log2_weight = fminf(mul(sub(x, max), scale), 0.0f);  // 0 for an x of +inf or NaN
   return log2_weight + (kOffset - fast_log2(static_cast<float>(word) + 0.5f));
 }
 
-// The words of ids from `id` on, which may begin anywhere within a block of noise; where is the same for all vectors of
+// Load the words of ids from `id` on. `id` may lie anywhere in a block of noise, at the same offset for all vectors of
 // a row.
 template <uint32_t kItems>
-__device__ __forceinline__ void words_from(const DraftRow& of_row, uint32_t id, uint32_t (&words)[kItems + 4]) {
+__device__ __forceinline__ void words_from(const DraftRow& state, uint32_t id, uint32_t (&words)[kItems + 4]) {
   const uint32_t begin = id % kNoiseIds;
 #pragma unroll
   for (uint32_t i = 0; i < kItems + 4; i += 4) {
     if (i == kItems && begin == 0) break;
-    const Noise noise = of_row.noise_of(id / kNoiseIds + i / 4);
+    const Noise noise = state.noise_of(id / kNoiseIds + i / 4);
 #pragma unroll
     for (int j = 0; j < 4; ++j) words[i + j] = noise.words[j];
   }
@@ -47,9 +51,9 @@ __device__ __forceinline__ void words_from(const DraftRow& of_row, uint32_t id, 
   }
 }
 
-// Not inlined, as is score_key(): for the few entries that are looked at again, small code is fast code.
-__device__ __noinline__ uint32_t word_of(const DraftRow& of_row, uint32_t id) {
-  const Noise noise = of_row.noise_of(id / kNoiseIds);
+// noinline, as is score_key(): few entries are evaluated exactly, and small code is fast code.
+__device__ __noinline__ uint32_t word_of(const DraftRow& state, uint32_t id) {
+  const Noise noise = state.noise_of(id / kNoiseIds);
   const uint32_t even = id & 2 ? noise.words[2] : noise.words[0], odd = id & 2 ? noise.words[3] : noise.words[1];
   return id & 1 ? odd : even;
 }
@@ -61,11 +65,11 @@ __device__ __noinline__ uint32_t score_key(float x, float max, float scale, uint
 struct SampleStorage {
   RowTopkStorage row;
   uint32_t warp_max[kRowThreads / kWarp], block_max[kMaxRowBlocks];
-  float at_most[kRowVectors][kRowThreads];  // of each vector of each thread: a bound of its scores
+  float at_most[kRowVectors][kRowThreads];  // upper bound of the scores of each thread's vectors
 };
 
-// The largest logit of a row, from the largest of each thread. In a cluster, in place of a Cluster::wait().
-__device__ float max_of_row(SampleStorage& s, float mine, int log2_blocks) {
+// Return the largest logit of a row from each thread's largest. In a cluster this replaces a Cluster::wait().
+__device__ float row_max(SampleStorage& s, float mine, int log2_blocks) {
   const int blocks = 1 << log2_blocks, part = static_cast<int>(blockIdx.x) & (blocks - 1);
   const uint32_t of_warp = __reduce_max_sync(kFullMask, order_key(mine));
   if (threadIdx.x % kWarp == 0) s.warp_max[threadIdx.x / kWarp] = of_warp;
@@ -94,33 +98,33 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocksPerProcessor)
   float* logprobs = p.out_logprobs + static_cast<int64_t>(r) * k;
 
   const auto rows_per_request = static_cast<uint32_t>(p.rows_per_request);  // 64-bit division is slow
-  const DraftRow of_row = draft_row(p, r / rows_per_request, r % rows_per_request);
-  if (of_row.slot < 0) {
+  const DraftRow state = draft_row(p, r / rows_per_request, r % rows_per_request);
+  if (state.slot < 0) {
     if (part == 0 && threadIdx.x < k) {
       ids[threadIdx.x] = 0;
       logprobs[threadIdx.x] = -INFINITY;
     }
     return;
   }
-  const bool greedy = of_row.scale == 0;
-  const float scale = greedy ? kLog2e : of_row.scale;
+  const bool greedy = state.scale == 0;
+  const float scale = greedy ? kLog2e : state.scale;
 
   if (log2_blocks > 0) Cluster::arrive();
   Share share(row, p.vocab, part, log2_blocks);
   const Softmax mine = softmax_of_share(share, scale);
-  const float max = max_of_row(s, mine.max, log2_blocks);
+  const float max = row_max(s, mine.max, log2_blocks);
   if (log2_blocks > 0) Cluster::arrive();  // for merge_blocks()
   const float of_warp = warp_sum(mine.sum_below(max, scale));
   if (threadIdx.x % kWarp == 0) s.row.warp_sums[threadIdx.x / kWarp] = of_warp;
 
-  // The bound of this thread's entries, and of each of its vectors; the entry that has it.
+  // Upper bounds of this thread's entries and of each of its vectors, and the entry with the highest bound.
   const uint32_t tiles = share.num_tiles(), single = share.single_of(threadIdx.x), thread = threadIdx.x;
   float at_most = greedy ? mine.max : -INFINITY, x_of_best = at_most;
   uint32_t word_of_best = 0;
 #pragma unroll
   for (int i = 0; i < kRowVectors; ++i) s.at_most[i][thread] = at_most;
   const auto consider = [&](float x, uint32_t word) {
-    const float bound = perturbed_at_most(x, max, scale, word);
+    const float bound = perturbed_upper_bound(x, max, scale, word);
     if (bound > at_most) at_most = bound, x_of_best = x, word_of_best = word;
     return bound;
   };
@@ -129,13 +133,13 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocksPerProcessor)
     for (uint32_t tile = 0; tile < tiles; ++tile)
       share.for_each_vector(tile, all_vectors, [&](int i, uint32_t id, const float (&x)[Share::kItems]) {
         uint32_t words[Share::kItems + 4];
-        words_from<Share::kItems>(of_row, id, words);
+        words_from<Share::kItems>(state, id, words);
         float bound = s.at_most[i][thread];
 #pragma unroll
         for (int j = 0; j < Share::kItems; ++j) bound = fmaxf(bound, consider(x[j], words[j]));
         s.at_most[i][thread] = bound;
       });
-    if (single != Share::kNone) consider(share.at(single), word_of(of_row, single));
+    if (single != Share::kNone) consider(share.at(single), word_of(state, single));
   }
 
   const auto key_of = [&](float x, uint32_t word) { return greedy ? order_key(x) : score_key(x, max, scale, word); };
@@ -149,13 +153,13 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocksPerProcessor)
     for (uint32_t tile = 0; tile < tiles; ++tile)
       share.for_each_vector(tile, reaches, [&](int, uint32_t id, const float (&x)[Share::kItems]) {
         uint32_t words[Share::kItems + 4] = {};
-        if (!greedy) words_from<Share::kItems>(of_row, id, words);
+        if (!greedy) words_from<Share::kItems>(state, id, words);
 #pragma unroll
         for (int j = 0; j < Share::kItems; ++j)
-          if (greedy ? !(x[j] < bar) : !(perturbed_at_most(x[j], max, scale, words[j]) < bar))
+          if (greedy ? !(x[j] < bar) : !(perturbed_upper_bound(x[j], max, scale, words[j]) < bar))
             f(entry_key(key_of(x[j], words[j]), id + j));
       });
-    if (single != Share::kNone) f(entry_key(key_of(share.at(single), word_of(of_row, single)), single));
+    if (single != Share::kNone) f(entry_key(key_of(share.at(single), word_of(state, single)), single));
   });
 
   Softmax of_block{max, 0};

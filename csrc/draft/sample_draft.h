@@ -1,4 +1,4 @@
-// sample_draft: k draws without replacement from each row of draft logits, in draw order (gumbel.h).
+// sample_draft: draw k tokens without replacement from each row of draft logits, in draw order (gumbel.h).
 #pragma once
 
 #include "core/dispatch.h"
@@ -11,7 +11,7 @@ struct SampleDraftParams {
   const void* logits;  // [rows, vocab], float dtype, rows `logits_stride` elements apart
   Dtypes logits_dtype;
   int64_t logits_stride;
-  const int32_t* positions;  // [rows], of the tokens drawn
+  const int32_t* positions;  // [rows], of the drawn tokens
   const int64_t* seeds;      // [num_slots]
   const float* temperature;  // [num_slots]
   const int32_t* slots;      // [batch] or null
@@ -21,18 +21,18 @@ struct SampleDraftParams {
   int64_t rows, rows_per_request, vocab, k, num_slots;
 };
 
-// What a row is drawn with.
+// Sampling state of one row.
 struct DraftRow {
   int64_t slot;  // -1: an empty row
-  float scale;   // of its logits; 0: greedy
+  float scale;   // log2(e) / temperature; 0: greedy
   uint64_t seed;
-  uint32_t position, branch;  // rows of a request differ in the latter
+  uint32_t position, branch;  // `branch` distinguishes the rows of a request
 
-  // The words for ids 4 * block to 4 * block + 3.
+  // Return the words for ids 4 * block to 4 * block + 3.
   SD_HD Noise noise_of(uint32_t block) const { return noise(seed, NoiseUse::kDraft, position, branch, block); }
 };
 
-// Row `branch` of request b.
+// Return the state of row `branch` of request b.
 SD_HD DraftRow draft_row(const SampleDraftParams& p, int64_t b, int64_t branch) {
   const int64_t slot = slot_of(p.slots, b, p.num_slots);
   if (slot < 0) return {-1, 0, 0, 0, 0};

@@ -1,3 +1,4 @@
+// select_topk: argument checks and the CPU implementation.
 #include "draft/select_topk.h"
 
 #include <algorithm>

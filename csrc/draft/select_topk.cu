@@ -1,10 +1,12 @@
-// Few rows: one block a row, or a cluster of up to 8; the row is read once and held in registers (row_topk.cuh), so
-// what counts is a read, two block barriers and a cluster barrier.
+// select_topk on a GPU.
 //
-// Many rows: 2 or 4 bytes an entry should be all that counts. But blocks that hold a row leave the memory idle while
-// they choose, and only two find room on a multiprocessor. So five smaller ones go through their rows tile by tile and
-// hold nothing: what reaches a pivot of the first tile, a few times k of the row, is put on a list on the way. The
-// exponentials, 16 a cycle, take half of the time that reading 16-bit rows takes, and run beside it.
+// Few rows: one block per row, or a cluster of up to 8. The row is read once and held in registers (row_topk.cuh), so
+// the cost is one read, two block barriers and a cluster barrier.
+//
+// Many rows: reading 2 or 4 bytes per entry should be the only cost. But blocks that hold a row leave memory idle while
+// they select, and only two fit an SM. So five smaller blocks per SM stream their rows tile by tile and hold nothing:
+// entries that reach a pivot from the first tile, a few times k per row, go to a list. The exponentials, 16 per cycle,
+// take half the time of reading 16-bit rows and overlap with it.
 #include "core/row_topk.cuh"
 #include "draft/select_topk.h"
 
@@ -27,8 +29,8 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocksPerProcessor)
            });
 }
 
-constexpr int kStreamThreads = 256, kStreamVectors = 6, kStreamBlocksPerProcessor = 5;
-constexpr int kMostHits = 256;
+constexpr int kStreamThreads = 256, kStreamVectors = 6, kStreamBlocksPerSm = 5;
+constexpr int kMaxHits = 256;
 
 template <class T>
 using StreamShare = RowShare<T, kStreamThreads, kStreamVectors>;
@@ -36,15 +38,14 @@ using StreamShare = RowShare<T, kStreamThreads, kStreamVectors>;
 struct StreamStorage {
   typename BlockTopk<kStreamThreads>::Storage block;
   Softmax parts[kStreamThreads / kWarp];
-  uint4 hits[kMostHits];  // vectors with an entry that reaches the pivot
-  uint32_t hit_ids[kMostHits];
+  uint4 hits[kMaxHits];  // vectors with an entry that reaches the pivot
+  uint32_t hit_ids[kMaxHits];
   int num_hits;
 };
 
-// A block a row.
+// One block per row.
 template <class T>
-__global__ void __launch_bounds__(kStreamThreads, kStreamBlocksPerProcessor)
-    select_topk_stream_kernel(SelectTopkParams p) {
+__global__ void __launch_bounds__(kStreamThreads, kStreamBlocksPerSm) select_topk_stream_kernel(SelectTopkParams p) {
   begin_kernel();
   using Share = StreamShare<T>;
   __shared__ StreamStorage s;
@@ -58,30 +59,30 @@ __global__ void __launch_bounds__(kStreamThreads, kStreamBlocksPerProcessor)
   float best = share.largest();
   if (thread == 0) s.num_hits = 0;
   const uint32_t pivot = topk.find_pivot(order_key(best), share.all_have_elements(), k);
-  // Exponentials are relative to the best of the first tile, which is seldom far below the best of all.
+  // Exponentials are relative to the first tile's maximum, which is rarely far below the row's.
   const float least = key_float(pivot), reference = key_float(topk.best()), shift = reference * kLog2e;
   float sum = 0;
-  const auto take = [&] {
+  const auto process_tile = [&] {
     share.for_each([&](float x) { sum += fast_exp2(fmaf(x, kLog2e, -shift)); });
     share.for_each_vector_from(
         least,
         [&](uint4 vector, uint32_t id) {
           const int at = atomicAdd(&s.num_hits, 1);
-          if (at >= kMostHits) return;
+          if (at >= kMaxHits) return;
           s.hits[at] = vector;
           s.hit_ids[at] = id;
         },
         [&](float x, uint32_t id) { topk.append(entry_key(order_key(x), id)); });
   };
-  take();
+  process_tile();
 #pragma unroll 1
-  for (uint32_t tile = 1; tile < tiles; ++tile) {  // with code of its own for the first, a twentieth faster
+  for (uint32_t tile = 1; tile < tiles; ++tile) {  // peeling the first iteration is 5 % faster
     share.load(tile);
     best = fmaxf(best, share.largest());
-    take();
+    process_tile();
   }
-  Softmax mine{reference, sum * fast_exp2(-fmaf(reference, kLog2e, -shift))};  // makes good what rounding took from it
-  if (!(mine.sum < INFINITY)) mine = softmax_of_share(share, kLog2e);          // NaN, infinities or too far below
+  Softmax mine{reference, sum * fast_exp2(-fmaf(reference, kLog2e, -shift))};  // undo the rounding of shift
+  if (!(mine.sum < INFINITY)) mine = softmax_of_share(share, kLog2e);          // NaN, infinities or an underflow
   const float of_warp = key_float(__reduce_max_sync(kFullMask, order_key(fmaxf(mine.max, best))));
   const float sum_of_warp = warp_sum(mine.sum_below(of_warp, kLog2e));
   if (thread % kWarp == 0) s.parts[thread / kWarp] = {of_warp, sum_of_warp};
@@ -89,12 +90,13 @@ __global__ void __launch_bounds__(kStreamThreads, kStreamBlocksPerProcessor)
 
   constexpr int kItems = Share::kItems;
   const int hits = s.num_hits;
-  for (int e = thread; e < min(hits, kMostHits) * kItems; e += kStreamThreads) {
+  for (int e = thread; e < min(hits, kMaxHits) * kItems; e += kStreamThreads) {
     const float x = to_float(reinterpret_cast<const T*>(s.hits)[e]);
     if (!(x < least)) topk.append(entry_key(order_key(x), s.hit_ids[e / kItems] + e % kItems));
   }
   __syncthreads();
-  if (hits > kMostHits || topk.count() > topk.kCapacity) {  // as where a row rises: again, with a pivot of all of it
+  if (hits > kMaxHits ||
+      topk.count() > topk.kCapacity) {  // e.g. in an increasing row: repeat with a pivot of the whole row
     topk.clear();
     const uint32_t best_of_mine = order_key(best), of_all = topk.find_pivot(best_of_mine, true, k);
     topk.collect(of_all, k, static_cast<uint32_t>(p.vocab), [&](uint32_t from, auto f) {
@@ -106,7 +108,7 @@ __global__ void __launch_bounds__(kStreamThreads, kStreamBlocksPerProcessor)
     });
   }
   topk.rank(k, [&](int place, uint64_t key) {
-    Softmax all{-INFINITY, 0};  // worked out by few warps: all of them would hold up the exponentials of other blocks
+    Softmax all{-INFINITY, 0};  // computed by few warps: all of them would delay the exponentials of other blocks
     for (const Softmax& part : s.parts) all.max = fmaxf(all.max, part.max);
     for (const Softmax& part : s.parts) all.sum += part.sum_below(all.max, kLog2e);
     const auto id = static_cast<int32_t>(key_number(key));
@@ -115,19 +117,19 @@ __global__ void __launch_bounds__(kStreamThreads, kStreamBlocksPerProcessor)
   });
 }
 
-// Whether rows are more than blocks that hold one find room at a time, and no more than half a list is expected.
+// Return whether there are more rows than resident row-holding blocks, and at most half a list is expected.
 template <class T>
-bool is_for_streams(const SelectTopkParams& p) {
+bool uses_streaming(const SelectTopkParams& p) {
   constexpr int64_t kTile = int64_t{kStreamThreads} * kStreamVectors * (sizeof(uint4) / sizeof(T));
   return p.rows > kRowBlocksPerProcessor * current_device("select_topk").num_sms && p.vocab > kTile &&
-         p.k * p.vocab <= kTile * (kMostHits / 2);
+         p.k * p.vocab <= kTile * (kMaxHits / 2);
 }
 
 }  // namespace
 
 void select_topk_cuda(const SelectTopkParams& p, Stream stream) {
   with_float_type(p.logits_dtype, [&]<class T>() {
-    if (is_for_streams<T>(p)) {
+    if (uses_streaming<T>(p)) {
       launch("select_topk", select_topk_stream_kernel<T>,
              {.grid = grid_x("select_topk", p.rows), .threads = kStreamThreads}, stream, p);
       return;

@@ -1,4 +1,4 @@
-// select_topk: log-softmax and the k best of every row of draft logits, in one pass over the logits.
+// select_topk: compute log-softmax and the k best entries of every row of draft logits, in one pass over the logits.
 #pragma once
 
 #include "core/dispatch.h"

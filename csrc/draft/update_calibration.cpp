@@ -1,3 +1,4 @@
+// update_calibration: argument checks and the CPU implementation.
 #include "draft/update_calibration.h"
 
 #include <vector>
@@ -41,29 +42,29 @@ void update_calibration(CallStream stream, const TensorView& table, const Tensor
 
 namespace {
 
-// A depth of which something was seen has new counts and a new scaling.
-void learn_depth(const UpdateCalibrationParams& p, int64_t depth, const int64_t* more) {
+// Update a depth's counts and refit its scaling, if any of its nodes was observed.
+void update_depth(const UpdateCalibrationParams& p, int64_t depth, const int64_t* more) {
   constexpr int kSums = kCalibrationSums;
   int64_t* const counts = p.counts + depth * kCalibrationBins * kSums;
   BinCounts bins[kCalibrationBins];
-  int64_t seen = 0, all = 0;
+  int64_t observed = 0, all = 0;
   for (int b = 0; b < kCalibrationBins; ++b) {
     bins[b] = BinCounts::of(counts + b * kSums);
     bins[b].add(BinCounts::of(more + b * kSums));
-    seen += more[b * kSums];
+    observed += more[b * kSums];
     all += bins[b].nodes;
   }
-  if (seen == 0) return;
+  if (observed == 0) return;
   for (int b = 0; b < kCalibrationBins; ++b) {
-    bins[b].fade(all);
+    bins[b].decay(all);
     bins[b].store(counts + b * kSums);
   }
   float* const platt = p.table + 2 * depth;
   Fit fit{platt[0], platt[1]};
-  for (int step = 0; step < kDescents; ++step) {
-    Descent descent = fit.of_prior();
-    for (const BinCounts& bin : bins) descent.add(fit.of_bin(bin));
-    fit.step(descent);
+  for (int step = 0; step < kNewtonSteps; ++step) {
+    Derivatives total = fit.prior_derivatives();
+    for (const BinCounts& bin : bins) total.add(fit.bin_derivatives(bin));
+    fit.step(total);
   }
   platt[0] = static_cast<float>(fit.slope);
   platt[1] = static_cast<float>(fit.offset);
@@ -76,14 +77,14 @@ void update_calibration_cpu(const UpdateCalibrationParams& p) {
   std::vector<int64_t> more(p.depths * kSums);
   for (int64_t b = 0; b < p.batch; ++b)
     for (int64_t i = 1; i < p.nodes; ++i) {
-      const SeenNode seen = seen_node(p, b, i);
-      if (seen.bin < 0) continue;
-      int64_t* const sums = &more[seen.bin * kCalibrationSums];
+      const ObservedNode observed = observe_node(p, b, i);
+      if (observed.bin < 0) continue;
+      int64_t* const sums = &more[observed.bin * kCalibrationSums];
       sums[0] += 1;
-      sums[1] += seen.taken;
-      sums[2] += seen.logit;
+      sums[1] += observed.accepted;
+      sums[2] += observed.logit;
     }
-  for (int64_t depth = 0; depth < p.depths; ++depth) learn_depth(p, depth, &more[depth * kSums]);
+  for (int64_t depth = 0; depth < p.depths; ++depth) update_depth(p, depth, &more[depth * kSums]);
 }
 
 }  // namespace specdec::draft

@@ -1,13 +1,11 @@
-// update_calibration: what became of the nodes that were verified moves the table by which a draft's log-probabilities
-// are put right.
+// update_calibration: learn from verified nodes the table that calibrates a draft's log-probabilities (calibration.h).
 //
-// A node counts if what was emitted led to its parent and went on; then it was taken or it was not. So the tree may
-// be one that was merged with another before it was verified, or whose last nodes were left out. What the draft had
-// said of a node is found by inverting the table at its score beside its parent's, so that nothing but the scores
-// has to be kept. Each depth has 16 bins of the logit, of which nodes, those taken and the sum of logits are counted
-// in integers, and halved when they have become many: a memory that fades, whose sums do not depend on their order.
-// The slope and the offset of a depth are those that make what was counted likeliest, with a prior that holds them
-// at 1 and 0; a few steps of Newton from the last ones on find them.
+// A node is observed if the emitted tokens lead to its parent and go on; it is then accepted or not. So the tree may
+// have been merged with another one or truncated before verification. The draft's own probability of a node is
+// recovered by inverting the table at its score relative to its parent's, so only scores need to be stored. Each depth
+// has 16 bins of the logit. Each bin counts nodes, accepted nodes and the sum of logits as integers, halved at a limit
+// (exponential forgetting), so sums do not depend on order. Slope and offset of a depth maximize the likelihood of the
+// counts, with a prior at 1 and 0; a few Newton steps from the previous values find them.
 #pragma once
 
 #include "core/dispatch.h"
@@ -15,8 +13,8 @@
 
 namespace specdec::draft {
 
-constexpr int kCalibrationBins = 16, kCalibrationSums = 3;  // of nodes, of those taken, of logits in 2^-16
-constexpr int64_t kMaxCalibrationNodes = 1 << 14;           // of a depth
+constexpr int kCalibrationBins = 16, kCalibrationSums = 3;  // nodes, accepted nodes, sum of logits in 2^-16
+constexpr int64_t kMaxCalibrationNodes = 1 << 14;           // per depth
 
 struct UpdateCalibrationParams {
   float* table;              // [depths, 2], changed in place
@@ -31,93 +29,94 @@ struct UpdateCalibrationParams {
   int64_t batch, nodes, width, depths;
 };
 
-struct SeenNode {
-  int64_t bin = -1;  // among those of all depths; -1: it does not count
-  bool taken = false;
+struct ObservedNode {
+  int64_t bin = -1;  // index over all depths; -1: not observed
+  bool accepted = false;
   int64_t logit = 0;  // in 2^-16
 };
 
-SD_HD SeenNode seen_node(const UpdateCalibrationParams& p, int64_t b, int64_t i) {
-  SeenNode seen;
+SD_HD ObservedNode observe_node(const UpdateCalibrationParams& p, int64_t b, int64_t i) {
+  ObservedNode observed;
   const int64_t row = b * p.nodes, valid = p.num_valid[b] < p.width ? p.num_valid[b] : p.width;
-  if (i < 1 || i >= p.num_nodes[b]) return seen;
+  if (i < 1 || i >= p.num_nodes[b]) return observed;
   const int64_t level = int64_t{p.positions[row + i]} - p.positions[row], parent = p.parents[row + i];
-  if (level < 1 || level > valid) return seen;
+  if (level < 1 || level > valid) return observed;
   const int32_t* const emitted = p.emitted + b * p.width;
   int64_t at = parent;
   for (int64_t above = level - 1; above > 0; --above) {
-    if (at < 1 || at >= i || p.tokens[row + at] != emitted[above - 1]) return seen;
+    if (at < 1 || at >= i || p.tokens[row + at] != emitted[above - 1]) return observed;
     at = p.parents[row + at];
   }
-  if (at != 0) return seen;
+  if (at != 0) return observed;
   const float score = p.scores[row + i], above = parent > 0 ? p.scores[row + parent] : 0;
-  if (!(score > -INFINITY) || !(above > -INFINITY) || !(score <= above)) return seen;
+  if (!(score > -INFINITY) || !(above > -INFINITY) || !(score <= above)) return observed;
 
   const int64_t depth = clamp_to(level, 1, p.depths);
-  const float before = logit_before(platt_of(p.table, p.depths, depth), sub(score, above));
-  if (!(before == before)) return seen;
+  const float before = uncalibrated_logit(platt_of(p.table, p.depths, depth), sub(score, above));
+  if (!(before == before)) return observed;
   const float logit = clamp_to(before, -24.0f, 24.0f);
   const auto bin = static_cast<int64_t>(floorf(clamp_to(add(logit, 8.0f), 0.0f, 15.0f)));
-  seen.bin = (depth - 1) * kCalibrationBins + bin;
-  seen.taken = emitted[level - 1] == p.tokens[row + i];
-  seen.logit = static_cast<int64_t>(mul(logit, 0x1p16f));
-  return seen;
+  observed.bin = (depth - 1) * kCalibrationBins + bin;
+  observed.accepted = emitted[level - 1] == p.tokens[row + i];
+  observed.logit = static_cast<int64_t>(mul(logit, 0x1p16f));
+  return observed;
 }
 
-// What a bin of a depth has counted.
+// Counts of one bin.
 struct BinCounts {
-  int64_t nodes, taken, logits;
+  int64_t nodes, accepted, logits;
 
   SD_HD static BinCounts of(const int64_t* sums) { return {sums[0], sums[1], sums[2]}; }
-  SD_HD void store(int64_t* sums) const { sums[0] = nodes, sums[1] = taken, sums[2] = logits; }
-  SD_HD void add(const BinCounts& more) { nodes += more.nodes, taken += more.taken, logits += more.logits; }
-  // As often as it takes to have no more than kMaxCalibrationNodes of `all` nodes of the depth.
-  SD_HD void fade(int64_t all) {
-    for (; all > kMaxCalibrationNodes; all /= 2) nodes /= 2, taken /= 2, logits /= 2;
+  SD_HD void store(int64_t* sums) const { sums[0] = nodes, sums[1] = accepted, sums[2] = logits; }
+  SD_HD void add(const BinCounts& more) { nodes += more.nodes, accepted += more.accepted, logits += more.logits; }
+  // Halve until the depth, which has `all` nodes, has at most kMaxCalibrationNodes.
+  SD_HD void decay(int64_t all) {
+    for (; all > kMaxCalibrationNodes; all /= 2) nodes /= 2, accepted /= 2, logits /= 2;
   }
 };
 
-// The slope and the curvature of -log p(counts), which is convex, at a scaling: sums over bins and the prior.
-struct Descent {
-  double by_slope = 0, by_offset = 0, slope2 = 0, offset2 = 0, both = 0;
+// Gradient and Hessian of -log p(counts), which is convex: sums over bins and the prior.
+struct Derivatives {
+  double d_slope = 0, d_offset = 0, d2_slope = 0, d2_offset = 0, d2_mixed = 0;
 
-  SD_HD void add(const Descent& other) {
-    by_slope = specdec::add(by_slope, other.by_slope);
-    by_offset = specdec::add(by_offset, other.by_offset);
-    slope2 = specdec::add(slope2, other.slope2);
-    offset2 = specdec::add(offset2, other.offset2);
-    both = specdec::add(both, other.both);
+  SD_HD void add(const Derivatives& other) {
+    d_slope = specdec::add(d_slope, other.d_slope);
+    d_offset = specdec::add(d_offset, other.d_offset);
+    d2_slope = specdec::add(d2_slope, other.d2_slope);
+    d2_offset = specdec::add(d2_offset, other.d2_offset);
+    d2_mixed = specdec::add(d2_mixed, other.d2_mixed);
   }
 };
 
-constexpr int kDescents = 2;  // steps of Newton's method; counts move little from round to round
+constexpr int kNewtonSteps = 2;  // counts change little from round to round
 
-// A depth's scaling on its way to the likeliest.
+// A depth's scaling during the Newton steps.
 struct Fit {
   double slope, offset;
 
-  SD_HD Descent of_prior() const {
+  SD_HD Derivatives prior_derivatives() const {
     constexpr double kPrior = 2;
     return {mul(kPrior, add(slope, -1.0)), mul(kPrior, offset), kPrior, kPrior, 0};
   }
-  SD_HD Descent of_bin(const BinCounts& bin) const {
+  SD_HD Derivatives bin_derivatives(const BinCounts& bin) const {
     if (bin.nodes <= 0) return {};
-    const auto nodes = static_cast<double>(bin.nodes), taken = static_cast<double>(bin.taken);
+    const auto nodes = static_cast<double>(bin.nodes), accepted = static_cast<double>(bin.accepted);
     const double logit = mul(div(static_cast<double>(bin.logits), nodes), 0x1p-16);
     const double z = add(mul(slope, logit), offset);
     const auto least = static_cast<float>(z < 0 ? z : -z);
     const double odds = mul(static_cast<double>(exp2_weight(mul(least, kLog2e))), 0x1p-40);
     const double minor = div(odds, add(1.0, odds)), p = z < 0 ? minor : add(1.0, -minor);
-    const double beyond = add(mul(nodes, p), -taken), weight = mul(nodes, mul(p, add(1.0, -p)));
-    return {mul(beyond, logit), beyond, mul(weight, mul(logit, logit)), weight, mul(weight, logit)};
+    const double excess = add(mul(nodes, p), -accepted), weight = mul(nodes, mul(p, add(1.0, -p)));
+    return {mul(excess, logit), excess, mul(weight, mul(logit, logit)), weight, mul(weight, logit)};
   }
-  SD_HD void step(const Descent& d) {
-    const double determinant = add(mul(d.slope2, d.offset2), -mul(d.both, d.both));
-    const double of_slope = div(add(mul(d.by_slope, d.offset2), -mul(d.by_offset, d.both)), determinant);
+  SD_HD void step(const Derivatives& d) {
+    const double determinant = add(mul(d.d2_slope, d.d2_offset), -mul(d.d2_mixed, d.d2_mixed));
+    const double slope_step = div(add(mul(d.d_slope, d.d2_offset), -mul(d.d_offset, d.d2_mixed)), determinant);
     const double before = slope;
-    slope = clamp_to(add(slope, -clamp_to(of_slope, -0.5, 0.5)), 0.125, 8.0);
-    const double of_offset = div(add(d.by_offset, -mul(d.both, add(before, -slope))), d.offset2);  // beside that slope
-    offset = clamp_to(add(offset, -clamp_to(of_offset, -0.5, 0.5)), -8.0, 8.0);
+    slope = clamp_to(add(slope, -clamp_to(slope_step, -0.5, 0.5)), 0.125, 8.0);
+    const double offset_step =
+        div(add(d.d_offset, -mul(d.d2_mixed, add(before, -slope))), d.d2_offset);  // at the new slope
+    offset = clamp_to(add(offset, -clamp_to(offset_step, -0.5, 0.5)), -8.0, 8.0);
   }
 };
 
