@@ -1,5 +1,5 @@
-// What writes to the index: streams, blocks and updates, one after another. The CPU's way, and a GPU's where the rows
-// of a call depend on each other.
+// Writes to the index: streams, blocks and updates, sequentially. The CPU uses this, and a GPU when the rows of a call
+// depend on each other.
 #pragma once
 
 #include "ngram/layout.h"
@@ -13,34 +13,34 @@ SD_HD NgramSlot ngram_empty_stream(uint32_t number, uint32_t scope) {
           .stream = number,
           .block = kNgramNone,
           .scope = scope,
-          .group = kNgramGlobal,
+          .group = kNgramGlobalScope,
           .followed = {{kNgramNone, 0}, {kNgramNone, 0}},
           .tail = {}};
 }
 
 SD_HD NgramSlot ngram_next_stream(const NgramView& v, uint32_t group, bool is_private) {
   uint32_t& number = v.header->streams;
-  number = number % (kNgramPrivate - 1) + 1;  // 0 is the documents' number
-  NgramSlot stream = ngram_empty_stream(number, is_private ? kNgramPrivate | number : group);
+  number = number % (kNgramPrivateScope - 1) + 1;  // 0 stands for documents
+  NgramSlot stream = ngram_empty_stream(number, is_private ? kNgramPrivateScope | number : group);
   stream.live = 1;
   stream.group = group;
   return stream;
 }
 
-// A slot's stream, or a new one that everybody sees.
-SD_HD NgramSlot& ngram_running(const NgramView& v, int64_t slot) {
+// Return a slot's stream, or start a new one in the global scope.
+SD_HD NgramSlot& ngram_running_stream(const NgramView& v, int64_t slot) {
   NgramSlot& stream = v.slots[slot];
-  if (!stream.live) stream = ngram_next_stream(v, kNgramGlobal, false);
+  if (!stream.live) stream = ngram_next_stream(v, kNgramGlobalScope, false);
   return stream;
 }
 
-// Whether a request of that name (0: none), group and privacy goes on with what is in this slot, unless it runs there.
+// Return whether a request with that name (0: none), group and privacy resumes the stream in this slot.
 SD_HD bool ngram_resumes(const NgramSlot& slot, uint64_t name, uint32_t group, bool is_private) {
-  return name != 0 && slot.request == name && slot.group == group && (slot.scope >= kNgramPrivate) == is_private;
+  return name != 0 && slot.request == name && slot.group == group && (slot.scope >= kNgramPrivateScope) == is_private;
 }
 
-// Starts a stream in a slot, or goes on with the one that ended in slot `ended` (-1: none), which gets what was here:
-// that may be resumed as well.
+// Start a stream in a slot, or resume the one that ended in slot `ended` (-1: none). That slot gets the previous stream
+// of this one, which may be resumed later, too.
 SD_HD void ngram_begin(const NgramView& v, int64_t slot, int64_t ended, uint64_t name, uint32_t group,
                        bool is_private) {
   NgramSlot& stream = v.slots[slot];
@@ -56,30 +56,31 @@ SD_HD void ngram_begin(const NgramView& v, int64_t slot, int64_t ended, uint64_t
   stream.live = 1;
 }
 
-// The id of the block that is taken n blocks after the one of that id; n is at most the number of blocks.
+// Return the id of the n-th block after the one with that id; n is at most the number of blocks.
 SD_HD uint32_t ngram_id_after(const NgramView& v, uint32_t id, uint32_t n) {
   uint32_t turn = id >> v.block_bits, index = (id & ((1u << v.block_bits) - 1)) + n;
   for (; index >= v.num_blocks; index -= v.num_blocks) ++turn;
   return (turn << v.block_bits | index) & kNgramIdMask;
 }
 
-// The id of the block that is taken next.
+// Return the id of the next block to allocate.
 SD_HD uint32_t ngram_next_id(const NgramView& v) {
-  return v.header->blocks_taken > 0 ? v.header->next_block : 1u << v.block_bits;  // turn 1: a zeroed block has turn 0
+  return v.header->blocks_allocated > 0 ? v.header->next_block
+                                        : 1u << v.block_bits;  // turn 1: a zeroed block has turn 0
 }
 
-// The block that a stream has written last, or null when the ring has overwritten it.
+// Return the stream's last written block, or null if the ring has overwritten it.
 SD_HD NgramBlock* ngram_last_block(const NgramView& v, const NgramSlot& stream) {
   NgramBlock* last = ngram_block(v, stream.block);
   return last && last->owner == stream.stream ? last : nullptr;
 }
 
-SD_HD NgramBlock* ngram_take_block(const NgramView& v, NgramSlot& stream) {
+SD_HD NgramBlock* ngram_allocate_block(const NgramView& v, NgramSlot& stream) {
   NgramHeader& header = *v.header;
   const uint32_t id = ngram_next_id(v);
   header.next_block = ngram_id_after(v, id, 1);
   NgramBlock& block = v.blocks[id & ((1u << v.block_bits) - 1)];
-  const bool overwrites = header.blocks_taken++ >= v.num_blocks;
+  const bool overwrites = header.blocks_allocated++ >= v.num_blocks;
   for (int32_t& token : block.tokens) {
     header.held -= overwrites && token >= 0;
     token = -1;
@@ -88,7 +89,7 @@ SD_HD NgramBlock* ngram_take_block(const NgramView& v, NgramSlot& stream) {
   block.owner = stream.stream;
   block.scope = stream.scope;
   block.prev = block.next = kNgramNone;
-  // After the overwriting, which may have hit the stream's own last block.
+  // After the overwrite, which may have hit the stream's own last block.
   if (NgramBlock* last = ngram_last_block(v, stream)) {
     block.prev = stream.block;
     last->next = id;
@@ -97,13 +98,13 @@ SD_HD NgramBlock* ngram_take_block(const NgramView& v, NgramSlot& stream) {
   return &block;
 }
 
-// The keys of the token before which `before(1)`, `before(2)`, ... stand: one for each order, smallest first.
+// Compute a token's keys, one per order, smallest first. before(n) is the n-th token before it.
 template <class Before>
 SD_HD void ngram_keys(uint32_t scope, const Before& before, uint64_t (&keys)[kNgramOrders]) {
   uint64_t hash = ngram_hash_seed(scope);
   int order = 0;
   SD_UNROLL
-  for (int n = 1; n <= kNgramLongest; ++n) {
+  for (int n = 1; n <= kNgramMaxOrder; ++n) {
     hash = ngram_hash_step(hash, before(n));
     if (n == 1 << order) {
       keys[order] = ngram_key(hash, order);
@@ -112,8 +113,8 @@ SD_HD void ngram_keys(uint32_t scope, const Before& before, uint64_t (&keys)[kNg
   }
 }
 
-// A known n-gram takes the position as its newest. A new one takes the first empty entry of its set, else the one whose
-// newest position is oldest (the first of those).
+// Record a position. A known n-gram gets it as its newest; a new one takes the first empty entry of its set, else the
+// entry whose newest position is oldest (the first of those).
 SD_HD void ngram_update(const NgramView& v, NgramSet& set, uint32_t tag, uint32_t position, uint64_t& entries,
                         uint64_t& evictions) {
   if (const int way = ngram_find(set, tag); way >= 0) {
@@ -149,7 +150,7 @@ SD_HD void ngram_prefetch(const void* address) {
 #endif
 }
 
-// A known n-gram's older positions lie in other lines than its tag.
+// Prefetch a known n-gram's older positions, which lie in other cache lines than its tag.
 SD_HD void ngram_prefetch_older(const NgramSet& set, uint32_t tag) {
   if (const int way = ngram_find(set, tag); way >= 0) {
     ngram_prefetch(set.older[way]);
@@ -157,16 +158,17 @@ SD_HD void ngram_prefetch_older(const NgramSet& set, uint32_t tag) {
   }
 }
 
-// Writes tokens behind a stream. `window` gets the kNgramLongest tokens before them, and them; `position` their places.
+// Append tokens to a stream. `window` receives the kNgramMaxOrder tokens before them, then them; `position` their
+// positions.
 SD_HD void ngram_write(const NgramView& v, const int32_t* tokens, int count, NgramSlot& s, int32_t* window,
                        uint32_t* position) {
   const uint32_t start = s.length;
-  for (int j = 1; j <= kNgramLongest; ++j) window[kNgramLongest - j] = s.tail[(start - j) % kNgramMaxMatch];
+  for (int j = 1; j <= kNgramMaxOrder; ++j) window[kNgramMaxOrder - j] = s.tail[(start - j) % kNgramMaxMatch];
   uint32_t offset = start % kNgramBlockTokens;
   NgramBlock* block = offset > 0 ? ngram_last_block(v, s) : nullptr;
   for (int i = 0; i < count; ++i) {
-    if (block == nullptr) block = ngram_take_block(v, s);
-    block->tokens[offset] = window[kNgramLongest + i] = s.tail[(start + i) % kNgramMaxMatch] = tokens[i];
+    if (block == nullptr) block = ngram_allocate_block(v, s);
+    block->tokens[offset] = window[kNgramMaxOrder + i] = s.tail[(start + i) % kNgramMaxMatch] = tokens[i];
     position[i] = s.block << kNgramOffsetBits | offset;
     if (++offset == kNgramBlockTokens) {
       offset = 0;
@@ -178,12 +180,12 @@ SD_HD void ngram_write(const NgramView& v, const int32_t* tokens, int count, Ngr
   v.header->held += count;
 }
 
-// Writes the tokens and indexes each under the n-grams before it: a position enters the table when its token is known,
-// so the end of a stream, which has no continuation, is never a candidate. kPiece tokens are hashed and prefetched
+// Append the tokens and index each under the n-grams before it. A position enters the table when its token is known, so
+// the end of a stream, which has no continuation, is never a candidate. kPiece tokens are hashed and prefetched
 // together.
 template <int kPiece>
 SD_HD void ngram_append(const NgramView& v, const int32_t* tokens, int64_t count, NgramSlot& s) {
-  int32_t window[kNgramLongest + kPiece];
+  int32_t window[kNgramMaxOrder + kPiece];
   uint32_t position[kPiece];
   uint64_t keys[kPiece][kNgramOrders];
 
@@ -192,7 +194,7 @@ SD_HD void ngram_append(const NgramView& v, const int32_t* tokens, int64_t count
     const uint32_t start = s.length;
     ngram_write(v, tokens + done, piece, s, window, position);
     for (int i = 0; i < piece; ++i) {
-      ngram_keys(s.scope, [&](int n) { return window[kNgramLongest + i - n]; }, keys[i]);
+      ngram_keys(s.scope, [&](int n) { return window[kNgramMaxOrder + i - n]; }, keys[i]);
       for (const uint64_t key : keys[i]) ngram_prefetch(v.sets + ngram_set_of(v, key));
     }
     for (int i = 0; i < piece; ++i)

@@ -1,6 +1,7 @@
-// One thread writes the tokens, which is little work. Then threads take pieces of the text, hash them and sort their
-// updates by parts of the table; then they take parts, and apply the updates of each in order. A part's sets are nobody
-// else's, and what an update does depends on its set alone, so the order of the parts leaves no trace.
+// Parallel append. One thread writes the tokens, which is little work. Then threads take pieces of the text, hash them
+// and sort their updates by partition of the table; then they take partitions and apply each one's updates in order.
+// Only one thread touches a partition's sets, and an update depends only on its set, so the order of partitions does
+// not matter.
 #include "ngram/bulk_append.h"
 
 #include <algorithm>
@@ -27,7 +28,7 @@ void NgramBulk::hash(const NgramView& v, int piece, int begin, int end, uint32_t
   const auto part_of = [&](uint32_t set) { return static_cast<int>(uint64_t{set} * kParts / v.num_sets); };
   for (int i = begin; i < end; ++i) {
     uint64_t keys[kNgramOrders];
-    ngram_keys(scope, [&](int n) { return window_[kNgramLongest + i - n]; }, keys);
+    ngram_keys(scope, [&](int n) { return window_[kNgramMaxOrder + i - n]; }, keys);
     for (int order = 0; order < kNgramOrders && start + i >= 1u << order; ++order) {
       const Update update{ngram_set_of(v, keys[order]), ngram_tag(keys[order]), positions_[i]};
       ++next[part_of(update.set)];

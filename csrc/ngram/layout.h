@@ -1,20 +1,21 @@
-// The memory of the n-gram index: one block of bytes, the same on both devices, without pointers.
+// Memory layout of the n-gram index: one block of bytes without pointers, identical on CPU and GPU.
 //
-// [header][sets][blocks][slots], each at a multiple of 256 bytes. All zero is empty.
+// [header][sets][blocks] [slots], each at a multiple of 256 bytes. All zeros is empty.
 //
-// Token store: a ring of blocks of 27 tokens. A stream (a running request, or a document) fills its own blocks, linked
-// both ways; a stream in need of room takes the ring's oldest block, whoever owns it, so text ages out in the order in
-// which its blocks were taken. A block's id counts the ring's turns, so a reference to an overwritten block is known by
-// its id: no reference is ever cleaned up.
+// Token store: a ring of blocks of 27 tokens. A stream (a running request, or a document) fills its own blocks, which
+// are linked in both directions; a stream that needs room takes the ring's oldest block, whichever stream owns it, so
+// text ages out in the order in which its blocks were allocated. A block's id counts the ring's turns, so a reference
+// to an overwritten block is detected by its id: references are never cleaned up.
 //
-// Table: sets of 8 entries. The hash of (scope, order n, last n tokens) names the set and the tag; an entry holds the
-// 15 most recent positions of the token that followed. An update reads and writes one set, and only its first 64 bytes
-// when the n-gram is new. Updates happen in the order (request order, position, order n ascending), and what one does
-// depends on its set, its key and its position alone: sorted by set, stably, they give the same bytes.
+// Table: 8-way sets of entries. The hash of (scope, order n, last n tokens) selects the set and the tag; an entry holds
+// the 15 most recent positions of the token that followed. An update reads and writes one set, and only its first 64
+// bytes if the n-gram is new. Updates are ordered by (request, position, order n ascending), and the result of one
+// depends only on its set, key and position: any stable sort by set gives the same bytes.
 //
-// Slots: a stream's record: where its text goes, its last tokens, and which place its drafts follow.
+// Slots: the record of a stream: where its text goes, its last tokens, and the occurrence that its drafts follow.
 //
-// Scopes: every text belongs to one, which its blocks name. 0 is everybody's, 1 to 2^31 - 1 are groups, above that are
+// Scopes: every text belongs to one, stored in its blocks. 0 is global, 1 to 2^31 - 1 are groups, larger ones are
+// private to a stream. Texts of different scopes share memory and nothing else.
 // streams of their own. Texts of different scopes share the memory and nothing else.
 #pragma once
 
@@ -33,39 +34,41 @@
 
 namespace specdec::ngram {
 
-constexpr int kNgramOrders = 4;                         // n = 1, 2, 4, 8
-constexpr int kNgramLongest = 1 << (kNgramOrders - 1);  // the longest hashed n
-constexpr int kNgramWays = 8;                           // entries of a set
-constexpr int kNgramOlder = 14;                         // positions of an entry behind the newest
-constexpr int kNgramRecent = 1 + kNgramOlder;           // positions of an entry
-constexpr int kNgramScopes = 3;                         // its own, its group's and everybody's: what a stream sees
-constexpr int kNgramPlaces = 1 + kNgramOrders * kNgramScopes * kNgramRecent;  // that a draft may look at
-constexpr int kNgramCandidates = 32;                                          // of a draft: a warp's lanes
-constexpr int kNgramMaxMatch = 32;                                            // longest match that is verified
+constexpr int kNgramOrders = 4;                          // n = 1, 2, 4, 8
+constexpr int kNgramMaxOrder = 1 << (kNgramOrders - 1);  // the longest hashed n
+constexpr int kNgramWays = 8;                            // entries per set (associativity)
+constexpr int kNgramOlder = 14;                          // older positions of an entry, after the newest
+constexpr int kNgramRecent = 1 + kNgramOlder;            // positions per entry
+constexpr int kNgramScopes = 3;                          // scopes that a stream reads: private, its group's, global
+constexpr int kNgramMaxOccurrences =
+    1 + kNgramOrders * kNgramScopes * kNgramRecent;  // occurrences that a draft may check
+constexpr int kNgramCandidates = 32;                 // per draft: a warp's lanes
+constexpr int kNgramMaxMatch = 32;                   // longest match that is verified
 constexpr int kNgramMaxWeightLog = 24;
-constexpr uint32_t kNgramMaxStep = 256;  // tokens between two drafts of a stream, for the second to go on
+constexpr uint32_t kNgramMaxStep =
+    256;  // maximum tokens between two drafts of a stream if the second one continues the first
 constexpr int kNgramBlockTokens = 27;
 constexpr int kNgramOffsetBits = 5;  // position = block id << 5 | offset
 constexpr uint32_t kNgramIdMask = (1u << (32 - kNgramOffsetBits)) - 1;
-constexpr uint32_t kNgramNone = 0xffffffff;   // no block: no id is that large
-constexpr uint32_t kNgramGlobal = 0;          // everybody's scope
-constexpr uint32_t kNgramPrivate = 1u << 31;  // | stream number: a stream's own scope
+constexpr uint32_t kNgramNone = 0xffffffff;        // no block: no id is this large
+constexpr uint32_t kNgramGlobalScope = 0;          // global scope
+constexpr uint32_t kNgramPrivateScope = 1u << 31;  // | stream number: a stream's private scope
 
 struct alignas(256) NgramHeader {
-  uint32_t next_block;    // id of the block that is taken next
-  uint32_t streams;       // number of the last stream begun, below 2^31
-  uint64_t blocks_taken;  // ever
-  uint64_t inserted;      // tokens, ever
-  uint64_t held;          // of them, not overwritten
-  uint64_t entries;       // of the table, in use
-  uint64_t evictions;     // entries that gave way to a new n-gram
-  // What happened: nothing depends on these, and `digest` leaves them out.
+  uint32_t next_block;        // id of the next block to allocate
+  uint32_t streams;           // number of the newest stream, below 2^31
+  uint64_t blocks_allocated;  // ever allocated
+  uint64_t inserted;          // tokens ever inserted
+  uint64_t held;              // tokens not yet overwritten
+  uint64_t entries;           // table entries in use
+  uint64_t evictions;         // entries replaced by a new n-gram
+  // Statistics: nothing depends on these, and `digest` excludes them.
   uint64_t drafts;                               // rows with a stream
-  uint64_t matches;                              // of those, with a candidate
-  uint64_t drafted;                              // nodes beyond the roots
+  uint64_t matches;                              // rows with a candidate
+  uint64_t drafted;                              // nodes without the roots
   uint64_t rounds_by_match[kNgramMaxMatch + 1];  // rows reported, by the match length of their draft
   uint64_t accepted_by_match[kNgramMaxMatch + 1];
-  uint64_t refused;  // rows left out by a GPU, which cannot raise
+  uint64_t refused;  // rows that a GPU ignored, since it cannot raise
 };
 static_assert(sizeof(NgramHeader) == 768);
 
@@ -78,35 +81,35 @@ static_assert(sizeof(NgramSet) == 512);
 
 struct alignas(128) NgramBlock {
   uint32_t id;
-  uint32_t owner;                     // stream number, 0 = a document
-  uint32_t scope;                     // of its text
-  uint32_t prev, next;                // ids of the stream's neighbouring blocks, or kNgramNone
+  uint32_t owner;                     // stream number; 0: a document
+  uint32_t scope;                     // scope of its text
+  uint32_t prev, next;                // ids of the stream's neighboring blocks, or kNgramNone
   int32_t tokens[kNgramBlockTokens];  // -1 = not written
 };
 static_assert(sizeof(NgramBlock) == 128);
 
-// A place whose text agreed furthest with a stream when that had so many tokens.
+// The occurrence whose text matched a stream furthest when the stream had `length` tokens.
 struct alignas(8) NgramFollowed {
   uint32_t position, length;
 };
 
-// A stream that has ended stays until its slot is given away, so that its request may resume it.
+// A stream's record. An ended stream stays until its slot is reused, so that its request may resume it.
 struct alignas(16) NgramSlot {
-  uint64_t request;  // the caller's number + 1, 0 = none
+  uint64_t request;  // the caller's number + 1; 0: none
   uint32_t live;
   uint32_t length;               // tokens of the stream
   uint32_t stream;               // its number, > 0
-  uint32_t block;                // id of the block written last
-  uint32_t scope;                // where its text goes
-  uint32_t group;                // what else it sees, 0 = no group
-  NgramFollowed followed[2];     // at the last drafts of different lengths
-  int32_t tail[kNgramMaxMatch];  // token p of the stream is at p % 32: the context, whatever the ring forgot
+  uint32_t block;                // id of the last written block
+  uint32_t scope;                // scope of its own text
+  uint32_t group;                // additional scope that it reads; 0: no group
+  NgramFollowed followed[2];     // at the last two drafts of different lengths
+  int32_t tail[kNgramMaxMatch];  // token p of the stream is at p % 32: the context, even if the ring has overwritten it
 };
 static_assert(sizeof(NgramSlot) == 176 && offsetof(NgramSlot, followed) % 16 == 0);
 
 struct NgramSizes {
   uint32_t num_sets, num_blocks, num_slots;
-  uint32_t block_bits;  // id = turn of the ring << block_bits | index
+  uint32_t block_bits;  // id = (turn of the ring << block_bits) | index
 
   SD_HD size_t sets_at() const { return sizeof(NgramHeader); }
   SD_HD size_t blocks_at() const { return sets_at() + num_sets * sizeof(NgramSet); }
@@ -148,13 +151,13 @@ SD_HD uint32_t ngram_set_of(const NgramView& v, uint64_t key) {
   return static_cast<uint32_t>(((key >> 32) * v.num_sets) >> 32);
 }
 
-// Never 0, so that an empty entry has no key's tag.
+// Return a key's tag, never 0, so that no key matches an empty entry.
 SD_HD uint32_t ngram_tag(uint64_t key) {
   const uint32_t tag = static_cast<uint32_t>(key) << 8;
   return tag != 0 ? tag : 1u << 8;
 }
 
-// The entry of that tag, or -1. All are compared, which is quicker than to stop at the first.
+// Return the entry with that tag, or -1. Comparing all entries is faster than stopping at the first match.
 SD_HD int ngram_find(const NgramSet& set, uint32_t tag) {
   int way = -1;
   SD_UNROLL
@@ -162,19 +165,19 @@ SD_HD int ngram_find(const NgramSet& set, uint32_t tag) {
   return way;
 }
 
-// How old a position is beside one being written: its own distance and that of every position not overwritten are below
-// two turns of the ring, and of two the older is the larger.
+// Return a position's age relative to a position being written. Its distance and that of every position not yet
+// overwritten are below two turns of the ring; of two positions the older has the larger age.
 SD_HD uint32_t ngram_age(const NgramView& v, uint32_t position, uint32_t now) {
   return now + (1u << (v.block_bits + kNgramOffsetBits)) - position;
 }
 
-// The block of that id, or null when the ring has overwritten it.
+// Return the block with that id, or null if the ring has overwritten it.
 SD_HD NgramBlock* ngram_block(const NgramView& v, uint32_t id) {
   const uint32_t index = id & ((1u << v.block_bits) - 1);
   return index < v.num_blocks && v.blocks[index].id == id ? v.blocks + index : nullptr;
 }
 
-// A place in the token store; block null = past an end.
+// A position in the token store; block null: beyond an end.
 struct NgramCursor {
   const NgramBlock* block;
   uint32_t offset;
@@ -187,7 +190,7 @@ SD_HD NgramCursor ngram_cursor(const NgramView& v, uint32_t position) {
 
 SD_HD int32_t ngram_token(const NgramCursor& c) { return c.block ? c.block->tokens[c.offset] : -1; }
 
-// A link holds when both blocks say so: ids repeat after many turns of the ring.
+// Advance one token. A link is valid only if both blocks agree, since ids repeat after many turns of the ring.
 SD_HD void ngram_forward(const NgramView& v, NgramCursor& c) {
   if (++c.offset < kNgramBlockTokens) return;
   const uint32_t id = c.block->id;
@@ -202,7 +205,7 @@ SD_HD void ngram_backward(const NgramView& v, NgramCursor& c) {
   if (c.block && c.block->next != id) c.block = nullptr;
 }
 
-// n tokens further on.
+// Advance n tokens.
 SD_HD void ngram_advance(const NgramView& v, NgramCursor& c, uint32_t n) {
   c.offset += n;
   while (c.block && c.offset >= kNgramBlockTokens) {
@@ -213,22 +216,22 @@ SD_HD void ngram_advance(const NgramView& v, NgramCursor& c, uint32_t n) {
   }
 }
 
-// The place that the last draft followed before the stream, of that length now, grew: its newer one, unless there was a
-// draft since. So drafts of a length leave the same, in whatever order.
+// Return the index of the occurrence that the last draft followed before the stream reached `length`: the newer one,
+// unless a draft has run since. So all drafts at one length leave the same record, in any order.
 SD_HD int ngram_followed(const NgramFollowed (&at)[2], uint32_t length) {
   return at[1].length != length && (at[0].length == length || at[1].length > at[0].length) ? 1 : 0;
 }
 
-// Where that goes on, or kNgramNone.
-SD_HD uint32_t ngram_follow(const NgramView& v, const NgramFollowed& place, uint32_t length) {
-  const uint32_t step = length - place.length;
-  NgramCursor c = ngram_cursor(v, place.position);
+// Return the position where that occurrence continues, or kNgramNone.
+SD_HD uint32_t ngram_follow(const NgramView& v, const NgramFollowed& occurrence, uint32_t length) {
+  const uint32_t step = length - occurrence.length;
+  NgramCursor c = ngram_cursor(v, occurrence.position);
   if (step > kNgramMaxStep) return kNgramNone;
   if (c.block) ngram_advance(v, c, step);
   return c.block ? c.block->id << kNgramOffsetBits | c.offset : kNgramNone;
 }
 
-// How many tokens before `c` agree with the context, newest first.
+// Count the tokens before `c` that match the context, newest first.
 SD_HD int ngram_match(const NgramView& v, NgramCursor c, const int32_t* context, int context_len) {
   int match = 0;
   while (match < context_len) {
@@ -239,19 +242,19 @@ SD_HD int ngram_match(const NgramView& v, NgramCursor c, const int32_t* context,
   return match;
 }
 
-// What a candidate counts, in fixed point, so that sums are exact and the same on both devices.
+// Weights of candidates in fixed point, so that sums are exact and equal on CPU and GPU.
 struct NgramWeights {
   uint32_t own, group, global;     // in 1/16, at most 2^12
-  uint32_t recency[kNgramRecent];  // of the i-th newest place of an n-gram, in 1/256
+  uint32_t recency[kNgramRecent];  // weight of an n-gram's i-th newest occurrence, in 1/256
 
-  // Of text in a block with this owner and scope, to a stream.
+  // Return the weight of text in a block with this owner and scope, for a stream.
   SD_HD uint32_t of(uint32_t owner, uint32_t scope, uint32_t stream) const {
     if (owner == stream) return own;
-    return scope == kNgramGlobal ? global : group;  // another's own scope is never looked at
+    return scope == kNgramGlobalScope ? global : group;  // other streams' private scopes are never read
   }
 };
 
-// Below 2^45, so that 32 of them stay below 2^50.
+// Return a candidate's weight, below 2^45, so that 32 of them sum up to less than 2^50.
 SD_HD uint64_t ngram_weight(uint32_t scale, uint32_t recency, int match) {
   const int log = match < kNgramMaxWeightLog ? match : kNgramMaxWeightLog;
   return static_cast<uint64_t>(scale * recency) << log;

@@ -1,4 +1,4 @@
-// NgramIndex::draft: the checks, and its CPU half.
+// NgramIndex::draft: argument checks and the CPU implementation.
 #include "ngram/ngram_draft.h"
 
 #include <algorithm>
@@ -16,21 +16,21 @@
 namespace specdec::ngram {
 namespace {
 
-constexpr int64_t kRowsTogether = 4;  // what a thread takes at a time
+constexpr int64_t kRowsTogether = 4;  // rows that a thread takes at a time
 
 struct Candidates {
   NgramCandidate at[kNgramCandidates];
   int count = 0;
-  int longest = 0;
-  uint32_t best = kNgramNone;  // the place of the first of those
+  int longest_match = 0;
+  uint32_t best = kNgramNone;  // position of the first candidate with that match
 };
 
-// The place followed, then those of each order's n-gram: longest n first, then scope by scope, newest first.
-int find_places(const NgramView& v, const NgramSlot& slot, uint32_t followed, const NgramWeights& weights,
-                const int32_t* context, int context_len, NgramPlace* places) {
+// List the followed occurrence, then those of each order's n-gram: longest n first, then by scope, newest first.
+int find_occurrences(const NgramView& v, const NgramSlot& slot, uint32_t followed, const NgramWeights& weights,
+                     const int32_t* context, int context_len, NgramOccurrence* occurrences) {
   uint32_t scopes[kNgramScopes];
   const int num_scopes = ngram_find_scopes(slot, weights, scopes);
-  const int orders = std::bit_width(static_cast<unsigned>(std::min(context_len, kNgramLongest)));
+  const int orders = std::bit_width(static_cast<unsigned>(std::min(context_len, kNgramMaxOrder)));
   uint64_t keys[kNgramScopes][kNgramOrders];
   for (int s = 0; s < num_scopes; ++s) {
     ngram_keys(scopes[s], [&](int n) { return context[n - 1]; }, keys[s]);
@@ -42,7 +42,7 @@ int find_places(const NgramView& v, const NgramSlot& slot, uint32_t followed, co
 
   int found = 0;
   if (const NgramCursor at = ngram_cursor(v, followed); at.block && ngram_sees(slot.scope, slot.group, at.block->scope))
-    places[found++] = {followed, at.block->scope, 0, 0};
+    occurrences[found++] = {followed, at.block->scope, 0, 0};
   for (int order = orders - 1; order >= 0; --order)
     for (int s = 0; s < num_scopes; ++s) {
       const NgramSet& set = v.sets[ngram_set_of(v, keys[s][order])];
@@ -51,8 +51,8 @@ int find_places(const NgramView& v, const NgramSlot& slot, uint32_t followed, co
       const int held = std::min<int>(set.meta[way] & 0xff, kNgramRecent);
       for (int i = 0; i < held; ++i) {
         const uint32_t position = i == 0 ? set.newest[way] : set.older[way][i - 1];
-        places[found++] = {position, scopes[s], 1 << order, i};
-        // All the text is on its way before any is read.
+        occurrences[found++] = {position, scopes[s], 1 << order, i};
+        // Prefetch all texts before any is read.
         const uint32_t index = (position >> kNgramOffsetBits) & ((1u << v.block_bits) - 1);
         const char* block = reinterpret_cast<const char*>(v.blocks + index);
         __builtin_prefetch(block);
@@ -62,33 +62,33 @@ int find_places(const NgramView& v, const NgramSlot& slot, uint32_t followed, co
   return found;
 }
 
-// Every place once, with the longest n that names it, while there is room.
+// Verify each occurrence once, with the longest n that lists it, until the candidates are full.
 Candidates find_candidates(const NgramDraftParams& p, const NgramSlot& slot, uint32_t followed) {
   const NgramView& v = p.index;
   int32_t context[kNgramMaxMatch] = {};  // newest first
   const int context_len = static_cast<int>(std::min<uint32_t>(slot.length, kNgramMaxMatch));
   for (int i = 0; i < context_len; ++i) context[i] = slot.tail[(slot.length - 1 - i) % kNgramMaxMatch];
-  NgramPlace places[kNgramPlaces];
-  const int found = find_places(v, slot, followed, p.weights, context, context_len, places);
+  NgramOccurrence occurrences[kNgramMaxOccurrences];
+  const int found = find_occurrences(v, slot, followed, p.weights, context, context_len, occurrences);
 
   Candidates c;
-  uint32_t seen[kNgramPlaces];
+  uint32_t seen[kNgramMaxOccurrences];
   int distinct = 0;
   for (int i = 0; i < found && c.count < kNgramCandidates; ++i) {
-    const NgramPlace& place = places[i];
-    if (std::find(seen, seen + distinct, place.position) != seen + distinct) continue;
-    seen[distinct++] = place.position;
-    const NgramCandidate candidate = ngram_verify(p, place, slot.stream, context, context_len);
+    const NgramOccurrence& occurrence = occurrences[i];
+    if (std::find(seen, seen + distinct, occurrence.position) != seen + distinct) continue;
+    seen[distinct++] = occurrence.position;
+    const NgramCandidate candidate = ngram_verify(p, occurrence, slot.stream, context, context_len);
     if (candidate.weight == 0) continue;
     c.at[c.count++] = candidate;
-    if (c.count > 1 && candidate.match <= c.longest) continue;
-    c.longest = candidate.match;
-    c.best = place.position;
+    if (c.count > 1 && candidate.match <= c.longest_match) continue;
+    c.longest_match = candidate.match;
+    c.best = occurrence.position;
   }
   return c;
 }
 
-// The candidates of a stream, and what the next draft follows. Rows may name a slot twice, side by side.
+// Find the candidates of a stream and record what the next draft follows. Concurrent rows may share a slot.
 Candidates follow_candidates(const NgramDraftParams& p, NgramSlot& slot) {
   using Atomic = std::atomic_ref<NgramFollowed>;
   const NgramFollowed at[2] = {Atomic(slot.followed[0]).load(std::memory_order_relaxed),
@@ -99,18 +99,18 @@ Candidates follow_candidates(const NgramDraftParams& p, NgramSlot& slot) {
   return found;
 }
 
-// A node that may be added: the candidates that agree on the path to it.
-struct Open {
+// A node that may be added next: the candidates that agree on the path to it.
+struct OpenNode {
   uint32_t members;  // bit i: candidate i
   int32_t token;
   int32_t parent, depth;
-  int match;  // the longest of its candidates
+  int match;  // longest match of its candidates
   uint64_t weight;
-  int32_t log2_p;  // but for the weight of all
+  int32_t log2_p;  // before subtracting the total weight's log2
 };
 
-struct OpenNodes {  // disjoint members, so never more than there are candidates
-  Open at[kNgramCandidates];
+struct OpenNodes {  // disjoint members, so at most as many as candidates
+  OpenNode at[kNgramCandidates];
   uint32_t rank[kNgramCandidates];
   int count = 0;
 
@@ -126,7 +126,7 @@ struct OpenNodes {  // disjoint members, so never more than there are candidates
     rank[i] = rank[count];
   }
 
-  // Adds the children of a node: one for each different next token of its members.
+  // Add the children of a node: one per distinct next token of its members.
   void add_children(const NgramDraftParams& p, const Candidates& c, uint32_t members, int32_t node, int32_t depth) {
     const int begin = count;
     for (; members != 0; members &= members - 1) {
@@ -147,7 +147,7 @@ struct OpenNodes {  // disjoint members, so never more than there are candidates
   }
 };
 
-// Grows the tree of a row behind its root, and returns the number of nodes.
+// Grow the tree of a row below its root and return the number of nodes.
 int32_t grow_tree(const NgramDraftParams& p, Candidates& c, int32_t* tokens, int32_t* parents, float* scores) {
   OpenNodes open;
   uint64_t total = 0;
@@ -157,9 +157,9 @@ int32_t grow_tree(const NgramDraftParams& p, Candidates& c, int32_t* tokens, int
   int32_t used = 1;
   for (; open.count > 0 && used < p.out.nodes; ++used) {
     const int first = open.best();
-    const Open best = open.at[first];
+    const OpenNode best = open.at[first];
     const int32_t log2_p = best.log2_p - log2_total;
-    if (log2_p < p.min_log2_p) break;  // and so are all others
+    if (log2_p < p.min_log2_p) break;  // all others are lower
     tokens[used] = best.token;
     parents[used] = best.parent;
     scores[used] = ngram_score(log2_p);
@@ -173,7 +173,7 @@ int32_t grow_tree(const NgramDraftParams& p, Candidates& c, int32_t* tokens, int
   return used;
 }
 
-// In units of 1 / `unit`.
+// Return the value in units of 1 / `unit`.
 uint32_t fixed_point(double value, uint32_t unit) { return static_cast<uint32_t>(std::llround(value * unit)); }
 
 NgramWeights checked_weights(Check& check, double own, double group, double global, double recency) {
@@ -189,8 +189,8 @@ NgramWeights checked_weights(Check& check, double own, double group, double glob
   };
   check.that(recency > 0 && recency <= 1, "recency", {"is ", recency}, "above 0, at most 1");
   double power = 1;
-  for (uint32_t& of_place : weights.recency) {
-    of_place = recency == 1 ? 256 : fixed_point(power, 256);  // most often, and quicker
+  for (uint32_t& occurrence_weight : weights.recency) {
+    occurrence_weight = recency == 1 ? 256 : fixed_point(power, 256);  // the common case, and faster
     power *= recency;
   }
   return weights;
@@ -200,7 +200,7 @@ int32_t in_log2(double value) { return static_cast<int32_t>(std::lround(std::log
 
 using Steps = std::array<int32_t, kNgramMaxMatch + 1>;
 
-// What each token of a path costs, by match. Worked out once: 33 logarithms take as long as half a lookup.
+// Return the cost per token of a path, by match. Computed once: 33 logarithms take as long as half a lookup.
 const Steps& path_steps() {
   static const Steps steps = [] {
     Steps made;
@@ -282,8 +282,8 @@ void ngram_draft_cpu(const NgramDraftParams& p, int64_t begin, int64_t end) {
     int32_t tokens[tree::kMaxTreeNodes], parents[tree::kMaxTreeNodes];
     tree::TreeRow row{{}, tokens, parents};
 
-    const int64_t number = slot_of(p.slots, b, p.index.num_slots);
-    NgramSlot* slot = number < 0 ? nullptr : p.index.slots + number;
+    const int64_t slot_index = slot_of(p.slots, b, p.index.num_slots);
+    NgramSlot* slot = slot_index < 0 ? nullptr : p.index.slots + slot_index;
     if (slot && slot->live && slot->length > 0) {
       Candidates candidates = follow_candidates(p, *slot);
       row.root_token = tokens[0] = slot->tail[(slot->length - 1) % kNgramMaxMatch];
@@ -291,7 +291,7 @@ void ngram_draft_cpu(const NgramDraftParams& p, int64_t begin, int64_t end) {
       scores[0] = 0;
       row.count = grow_tree(p, candidates, tokens, parents, scores);
       row.seq_len = p.seq_lens[b];
-      p.out_match_len[b] = candidates.longest;
+      p.out_match_len[b] = candidates.longest_match;
     }
     write_row(p.out, b, row);
   }

@@ -1,23 +1,24 @@
-// One block a row; every step is as wide as it can be, since what takes time is steps that wait for one another, and
-// instructions that are executed once each.
+// ngram_draft on a GPU: one block per row. Dependent steps and instructions that run only once take the time, so every
+// step is as parallel as possible.
 //
-// A warp takes an n-gram of a scope: slot number, slot record and set are three loads in a row, and a set is read whole
-// (512 bytes), so that finding an entry and reading its positions is one of them. Then eight lanes take a place: its
-// block is one load of 16 bytes a lane, which 64 places do at the same time, and so are the blocks beside it, which are
-// most often those before and behind it in its text. That tells the match, and what follows, so nothing is read from
-// memory while the tree grows.
+// Lookup: one warp per (n-gram, scope). Slot number, slot record and set are three dependent loads; a set is read whole
+// (512 bytes), so finding an entry and reading its positions is one load. Then eight lanes take an occurrence: its
+// block is one 16-byte load per lane, for 64 occurrences at a time, and so are the adjacent blocks in memory, which are
+// mostly the previous and next ones of its text. These give the match and the continuation, so growing the tree reads
+// nothing from memory.
 //
-// Nor does the tree grow node by node. Along a path where no candidate leaves, log2 p falls by the same step from node
-// to node: such a segment, of which 32 candidates have at most 63, holds as many nodes above a bound as a division
-// says. So the bound that leaves enough nodes is found by bisection, and a node's number by counting what is better. A
-// segment ends where one of its candidates parts from another, so what is needed of the texts is how long any two
-// agree; it is that candidate's which is the first of those on it.
+// Tree: the tree is not grown node by node. Along a path on which no candidate leaves, log2 p decreases by a constant
+// step per node: for such a segment (32 candidates have at most 63), a division gives the number of nodes above a
+// bound. So bisection finds the bound that leaves enough nodes, and counting better nodes gives a node's index. A
+// segment ends where one of its candidates diverges from another, so the tree needs only the common prefix length of
+// any two texts; a segment belongs to its first candidate.
 //
-// Floor: the start (0.55 us) and 3 loads that wait for one another, one or two more where the blocks of a text lie
+// Lower bound of the time: launch (0.55 us) and 3 dependent loads of 0.4 us each from memory, one or two more if a
+// text's blocks are not adjacent or a draft is longer than a block.
 // apart or a draft is longer than a block, of 0.4 us from memory.
 #include "ngram/draft/candidates.cuh"
 #include "ngram/draft/nodes.cuh"
-#include "ngram/draft/places.cuh"
+#include "ngram/draft/occurrences.cuh"
 #include "ngram/draft/segments.cuh"
 
 namespace specdec::ngram {
@@ -33,16 +34,16 @@ __global__ void __launch_bounds__(kThreads, 2) ngram_draft_kernel(NgramDraftPara
   const auto i = static_cast<int32_t>(threadIdx.x);
   const Request request = find_request(p, row);
   if (i < kWarp) s.context[i] = request.context;
-  if (i == 0) s.longest = s.segments = 0;
-  const int rounds = find_places(p, request, s);
+  if (i == 0) s.longest_match = s.segments = 0;
+  const int rounds = find_occurrences(p, request, s);
   __syncthreads();
   const int candidates = find_candidates(p, request, rounds, s);
   int count = request.context_len > 0;
   if (candidates > 0) {
     compare_texts(request, s, candidates);
     find_segments(p, s, candidates);
-    take_logarithms(s);
-    count = number_nodes(p, s);
+    compute_logarithms(s);
+    count = index_nodes(p, s);
   }
 
   tree::TreeHead head;
@@ -51,27 +52,27 @@ __global__ void __launch_bounds__(kThreads, 2) ngram_draft_kernel(NgramDraftPara
   int32_t token = head.root_token, parent = -1;
   float score = i == 0 && count > 0 ? 0 : -INFINITY;
   if (i > 0 && i < count) {
-    const uint32_t name = s.listed_name[s.listed[i]], rank = s.listed_rank[s.listed[i]], owner = name >> 8,
-                   depth = name & 0xff, leaves = s.leaves[owner];
-    const uint32_t above = depth == (leaves & 0xff) + 1 ? leaves : name - 1;
+    const uint32_t key = s.listed_key[s.listed[i]], rank = s.listed_rank[s.listed[i]], owner = key >> 8,
+                   depth = key & 0xff, leaves = s.leaves[owner];
+    const uint32_t above = depth == (leaves & 0xff) + 1 ? leaves : key - 1;
     token = s.text[owner][depth - 1];
-    parent = above == 0 ? 0 : s.number[above >> 8][above & 0xff];
+    parent = above == 0 ? 0 : s.node_index[above >> 8][above & 0xff];
     score = ngram_score(static_cast<int32_t>(rank >> kNgramTieBits) - kNgramRankBase - s.log2_total());
   }
   if (i < p.out.nodes) p.out_scores[row * p.out.nodes + i] = score;
   __syncthreads();
-  if (i >= s.nodes.kNodes) return;  // who is left waits for fewer
+  if (i >= s.nodes.kNodes) return;  // fewer threads wait at the remaining barriers
   clear_nodes(s.nodes);
   __syncthreads();
   write_nodes(p.out, row, head, token, parent, s.nodes);
   if (i == 0) {
-    p.out_match_len[row] = s.longest;
+    p.out_match_len[row] = s.longest_match;
     if (head.count > 0) {
       auto count = [](uint64_t& counter, int by) {
         atomicAdd(reinterpret_cast<unsigned long long*>(&counter), static_cast<unsigned long long>(by));
       };
       count(p.index.header->drafts, 1);
-      count(p.index.header->matches, s.longest > 0);
+      count(p.index.header->matches, s.longest_match > 0);
       count(p.index.header->drafted, head.count - 1);
     }
   }

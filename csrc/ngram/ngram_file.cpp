@@ -1,7 +1,7 @@
-// NgramIndex::save and load: the index as a file, bytes as they lie in memory behind a head that says what they are.
+// NgramIndex::save and load: the index as a file: its bytes as in memory, after a header that identifies them.
 //
-// Only text and table are kept; streams end with the process that ran them. A file is taken for what it is by its mark,
-// version, sizes and two checksums; beyond that every walk over the store is bounded, whatever it holds.
+// Only text and table are stored; streams end with the process that ran them. A file is recognized by its magic,
+// version, sizes and two checksums; beyond that, every walk over the store is bounded, whatever the file contains.
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -14,20 +14,20 @@
 namespace specdec::ngram {
 namespace {
 
-constexpr char kMark[8] = {'s', 'd', 'n', 'g', 'r', 'a', 'm', '\n'};
-constexpr uint32_t kVersion = 2;  // of the layout and the hash, too
+constexpr char kMagic[8] = {'s', 'd', 'n', 'g', 'r', 'a', 'm', '\n'};
+constexpr uint32_t kVersion = 2;  // covers the layout and the hash
 
-struct FileHead {
-  char mark[8];
+struct FileHeader {
+  char magic[8];
   uint32_t version, unused;
   int64_t max_tokens, num_blocks, num_slots, max_len;
   uint64_t payload_checksum;
-  uint64_t checksum;  // of what is above
+  uint64_t checksum;  // of the fields above
 };
 
-uint64_t checksum_of(const FileHead& head) {
-  const auto* const bytes = reinterpret_cast<const std::byte*>(&head);
-  return ngram_checksum(bytes, bytes + offsetof(FileHead, checksum), 0);
+uint64_t checksum_of(const FileHeader& header) {
+  const auto* const bytes = reinterpret_cast<const std::byte*>(&header);
+  return ngram_checksum(bytes, bytes + offsetof(FileHeader, checksum), 0);
 }
 
 int write_all(int fd, const void* data, size_t bytes) {
@@ -41,7 +41,7 @@ int write_all(int fd, const void* data, size_t bytes) {
   return 0;
 }
 
-// How many bytes could be read.
+// Read until the end of the file; return the bytes read.
 size_t read_all(int fd, void* data, size_t bytes) {
   size_t got = 0;
   while (got < bytes) {
@@ -53,7 +53,7 @@ size_t read_all(int fd, void* data, size_t bytes) {
   return got;
 }
 
-[[noreturn]] void refuse(const std::string& is, const std::string& expected) {
+[[noreturn]] void reject(const std::string& is, const std::string& expected) {
   throw ValueError("ngram_load: file " + is + ", expected " + expected);
 }
 
@@ -63,13 +63,13 @@ int NgramIndex::save(int fd) const {
   if (on_cuda()) return copy({})->save(fd);
   const std::shared_lock lock(mutex_);
   const size_t bytes = view_.slots_at();
-  // Without the counts of drafting, which go on while this is written.
+  // Without the draft statistics, which change during the write.
   NgramHeader header{};
   std::memcpy(static_cast<void*>(&header), view_.header, offsetof(NgramHeader, drafts));
   const auto* const start = reinterpret_cast<const std::byte*>(&header);
   const uint64_t of_header = ngram_checksum(start, start + sizeof header, 0);
-  FileHead head{
-      .mark = {},
+  FileHeader file_header{
+      .magic = {},
       .version = kVersion,
       .unused = 0,
       .max_tokens = config_.max_tokens,
@@ -79,44 +79,45 @@ int NgramIndex::save(int fd) const {
       .payload_checksum = ngram_checksum(host_->data() + sizeof header, host_->data() + bytes, of_header),
       .checksum = 0,
   };
-  std::memcpy(head.mark, kMark, sizeof kMark);
-  head.checksum = checksum_of(head);
-  if (const int error = write_all(fd, &head, sizeof head)) return error;
+  std::memcpy(file_header.magic, kMagic, sizeof kMagic);
+  file_header.checksum = checksum_of(file_header);
+  if (const int error = write_all(fd, &file_header, sizeof file_header)) return error;
   if (const int error = write_all(fd, &header, sizeof header)) return error;
   return write_all(fd, host_->data() + sizeof header, bytes - sizeof header);
 }
 
 std::unique_ptr<NgramIndex> NgramIndex::load(int fd, std::optional<int64_t> num_slots, std::optional<int64_t> max_len,
                                              int64_t num_threads) {
-  FileHead head{};
-  const size_t got = read_all(fd, &head, sizeof head);
-  if (got < sizeof kMark || std::memcmp(head.mark, kMark, sizeof kMark) != 0)
-    refuse("is no n-gram index", "one that `save` wrote");
-  if (got < sizeof head) refuse("has " + std::to_string(got) + " bytes", "more: it is truncated");
-  if (head.version != kVersion)
-    refuse("has version " + std::to_string(head.version), "version " + std::to_string(kVersion));
+  FileHeader file_header{};
+  const size_t got = read_all(fd, &file_header, sizeof file_header);
+  if (got < sizeof kMagic || std::memcmp(file_header.magic, kMagic, sizeof kMagic) != 0)
+    reject("is no n-gram index", "one that `save` wrote");
+  if (got < sizeof file_header) reject("has " + std::to_string(got) + " bytes", "more: it is truncated");
+  if (file_header.version != kVersion)
+    reject("has version " + std::to_string(file_header.version), "version " + std::to_string(kVersion));
   const std::string intact = "what `save` wrote: it is corrupt";
-  if (head.checksum != checksum_of(head)) refuse("has a head that does not match its checksum", intact);
+  if (file_header.checksum != checksum_of(file_header)) reject("has a header that does not match its checksum", intact);
 
   Check check("ngram_load");
-  check.range("num_blocks", head.num_blocks, 1, kNgramIdMask / 2);
-  const Config config = checked_config(check, head.max_tokens, head.num_blocks, num_slots.value_or(head.num_slots),
-                                       max_len.value_or(head.max_len), num_threads);
+  check.range("num_blocks", file_header.num_blocks, 1, kNgramIdMask / 2);
+  const Config config =
+      checked_config(check, file_header.max_tokens, file_header.num_blocks, num_slots.value_or(file_header.num_slots),
+                     max_len.value_or(file_header.max_len), num_threads);
   const size_t bytes = config.sizes.slots_at();
   struct stat file{};
-  const auto want = static_cast<int64_t>(sizeof head + bytes);
-  if (fstat(fd, &file) == 0 && file.st_size != want)  // before any memory is taken
-    refuse("has " + std::to_string(file.st_size) + " bytes",
+  const auto want = static_cast<int64_t>(sizeof file_header + bytes);
+  if (fstat(fd, &file) == 0 && file.st_size != want)  // before any memory is allocated
+    reject("has " + std::to_string(file.st_size) + " bytes",
            std::to_string(want) + (file.st_size < want ? ": it is truncated" : ": something follows"));
 
   std::unique_ptr<NgramIndex> index(new NgramIndex(config, {}));
   std::byte* const memory = index->host_->data();
-  if (read_all(fd, memory, bytes) != bytes) refuse("cannot be read", std::to_string(want) + " bytes");
+  if (read_all(fd, memory, bytes) != bytes) reject("cannot be read", std::to_string(want) + " bytes");
   const NgramHeader& header = *index->view_.header;
-  const bool sound = (header.next_block & ((1u << config.sizes.block_bits) - 1)) < config.sizes.num_blocks &&
-                     header.next_block <= kNgramIdMask && header.streams < kNgramPrivate;
-  if (!sound || head.payload_checksum != ngram_checksum(memory, memory + bytes, 0))
-    refuse("has content that does not match its checksum", intact);
+  const bool valid = (header.next_block & ((1u << config.sizes.block_bits) - 1)) < config.sizes.num_blocks &&
+                     header.next_block <= kNgramIdMask && header.streams < kNgramPrivateScope;
+  if (!valid || file_header.payload_checksum != ngram_checksum(memory, memory + bytes, 0))
+    reject("has content that does not match its checksum", intact);
   return index;
 }
 

@@ -1,3 +1,4 @@
+// NgramIndex: argument checks, locking, writes, statistics (ngram_index.h).
 #include "ngram/ngram_index.h"
 
 #include <sys/mman.h>
@@ -19,7 +20,7 @@ namespace specdec::ngram {
 namespace {
 
 constexpr int kPiece = 64;       // tokens hashed and prefetched together
-constexpr int64_t kTurn = 1024;  // tokens inserted before others get their turn; threads together take more
+constexpr int64_t kTurn = 1024;  // tokens inserted per lock; bulk inserts take more
 constexpr int64_t kMaxTokens = int64_t{1} << 30;
 constexpr int64_t kMaxSlots = int64_t{1} << 16;
 constexpr int64_t kMaxThreads = 256;
@@ -32,7 +33,7 @@ void check_tokens(Check& check, const int32_t* tokens, int64_t count, int64_t ro
   check.that(false, "tokens", {"has ", *negative, " at index ", negative - tokens, of_row}, "token ids of 0 or more");
 }
 
-// What only a build with kernels can do, for an index on a GPU, which others cannot make.
+// GPU-only operations. Builds without kernels cannot create an index on a GPU.
 #ifdef SPECDEC_WITH_CUDA
 void zero(const Check& check, void* memory, size_t bytes) {
   DeviceGuard guard(check.device().device_id);
@@ -55,7 +56,7 @@ ZeroedMemory::ZeroedMemory(size_t bytes) : bytes_(bytes) {
   void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (p == MAP_FAILED) throw std::bad_alloc();
 #ifdef MADV_HUGEPAGE
-  madvise(p, bytes, MADV_HUGEPAGE);  // random access misses the TLB less; a refusal costs only speed
+  madvise(p, bytes, MADV_HUGEPAGE);  // random access causes fewer TLB misses; failure costs only speed
 #endif
   data_ = static_cast<std::byte*>(p);
 }
@@ -68,11 +69,10 @@ NgramIndex::Config NgramIndex::checked_config(Check check, int64_t max_tokens, s
   check.range("num_slots", num_slots, 1, kMaxSlots);
   check.range("max_len", max_len, 1, INT32_MAX);
   check.range("num_threads", num_threads, 1, kMaxThreads);
-  // A block more for each slot: the last block of a running stream is not full.
+  // One more block per slot: the last block of a running stream is not full.
   const int64_t blocks = num_blocks.value_or((max_tokens + kNgramBlockTokens - 1) / kNgramBlockTokens + num_slots);
   NgramSizes sizes{
-      // An entry a token. Text has 1.4 to 2 different n-grams of these orders for each of its tokens, and most of them
-      // never return.
+      // One entry per token. Text has 1.4 to 2 different n-grams of these orders per token, and most never recur.
       .num_sets = static_cast<uint32_t>((max_tokens + kNgramWays - 1) / kNgramWays),
       .num_blocks = static_cast<uint32_t>(blocks),
       .num_slots = static_cast<uint32_t>(num_slots),
@@ -101,7 +101,7 @@ NgramIndex::NgramIndex(const Config& config, const OptTensor& memory)
   check.that(reinterpret_cast<uintptr_t>(device_.data<void>()) % 256 == 0, "memory", "starts anywhere",
              "a multiple of 256");
   zero(check, device_.data<std::byte>() + work_at(view_), kNgramWorkBytes);
-  static int64_t no_size = 0;  // in place of the shape, which is the caller's
+  static int64_t no_size = 0;  // replaces the shape, which belongs to the caller
   device_.dl.shape = &no_size;
   device_.dl.strides = nullptr;
 }
@@ -128,7 +128,7 @@ void NgramIndex::read(void* to, const void* from, size_t bytes, const char* op) 
 }
 
 std::unique_ptr<NgramIndex> NgramIndex::copy(const OptTensor& memory) const {
-  std::unique_ptr<NgramIndex> other(new NgramIndex(config_, memory));  // before the lock, as ForkMutex asks
+  std::unique_ptr<NgramIndex> other(new NgramIndex(config_, memory));  // before the lock, as ForkMutex requires
   const std::lock_guard lock(mutex_);
   const size_t bytes = config_.sizes.bytes();
   if (memory)
@@ -164,13 +164,13 @@ uint64_t ngram_checksum(const std::byte* from, const std::byte* to, uint64_t has
 
 uint64_t NgramIndex::digest() const {
   if (on_cuda()) return copy({})->digest();
-  const std::lock_guard lock(mutex_);  // drafts note in their slots what the next one follows
+  const std::lock_guard lock(mutex_);  // drafts record in their slots what the next one follows
   const std::byte* const start = host_->data();
   const uint64_t hash = ngram_checksum(start, start + offsetof(NgramHeader, drafts), 0);
   return ngram_checksum(start + view_.sets_at(), start + view_.bytes(), hash);
 }
 
-// What writes looks at everything first: a refused call changes nothing.
+// Writes check all arguments first: a rejected call changes nothing.
 
 void NgramIndex::begin(int64_t slot, int64_t group, bool is_private, std::optional<int64_t> request) {
   Check check = index_check("ngram_begin");
@@ -191,10 +191,10 @@ void NgramIndex::begin(int64_t slot, int64_t group, bool is_private, std::option
 void ngram_begin_cpu(const NgramBeginParams& p) {
   const NgramView& v = p.index;
   int64_t ended = p.name == 0 ? v.num_slots : 0;
-  const auto goes_on = [&](const NgramSlot& s) {
+  const auto continues = [&](const NgramSlot& s) {
     return ngram_resumes(s, p.name, p.group, p.is_private) && (!s.live || &s == v.slots + p.slot);
   };
-  while (ended < v.num_slots && !goes_on(v.slots[ended])) ++ended;
+  while (ended < v.num_slots && !continues(v.slots[ended])) ++ended;
   ngram_begin(v, p.slot, ended < v.num_slots ? ended : -1, p.name, p.group, p.is_private);
 }
 
@@ -248,7 +248,7 @@ void NgramIndex::insert_on_host(Check& check, const int32_t* tokens, int64_t cou
       lock.lock();
     }
     const int64_t turn = std::min(most, count - done);
-    NgramSlot& stream = slot ? ngram_running(view_, *slot) : document;
+    NgramSlot& stream = slot ? ngram_running_stream(view_, *slot) : document;
     if (in_bulk)
       bulk->append(view_, tokens + done, static_cast<int>(turn), stream, workers_);
     else
@@ -259,7 +259,7 @@ void NgramIndex::insert_on_host(Check& check, const int32_t* tokens, int64_t cou
 void NgramIndex::insert_on_device(const Check& check, const int32_t* tokens, int64_t count, std::optional<int64_t> slot,
                                   uint32_t group, int64_t start) const {
   const std::lock_guard lock(mutex_);
-  for (int64_t done = 0; done < count; done += kNgramChunk) {
+  for (int64_t done = 0; done < count; done += kNgramMaxTokens) {
     [[maybe_unused]] const NgramInsertParams params{
         .index = view_,
         .work = device_.data<std::byte>() + work_at(view_),
@@ -269,7 +269,7 @@ void NgramIndex::insert_on_device(const Check& check, const int32_t* tokens, int
         .slots = nullptr,
         .match_len = nullptr,
         .rows = 1,
-        .width = std::min(kNgramChunk, count - done),
+        .width = std::min(kNgramMaxTokens, count - done),
         .first_slot = slot.value_or(0),
         .is_document = !slot,
         .is_first = done == 0,
@@ -297,8 +297,8 @@ void NgramIndex::extend(const TensorView& tokens, const TensorView& num_valid, c
 
   const std::lock_guard lock(mutex_);
   if (on_cuda()) {
-    check.that(W <= kNgramChunk, "tokens", {"has rows of ", W}, {"at most ", kNgramChunk});
-    const int64_t rows_together = W > 0 ? std::min(kNgramRows, kNgramChunk / W) : 0;
+    check.that(W <= kNgramMaxTokens, "tokens", {"has rows of ", W}, {"at most ", kNgramMaxTokens});
+    const int64_t rows_together = W > 0 ? std::min(kNgramMaxRows, kNgramMaxTokens / W) : 0;
     for (int64_t b = 0; W > 0 && b < B; b += rows_together) {
       [[maybe_unused]] const NgramInsertParams params{
           .index = view_,
@@ -313,7 +313,7 @@ void NgramIndex::extend(const TensorView& tokens, const TensorView& num_valid, c
           .first_slot = row_slots ? 0 : b,
           .is_document = false,
           .is_first = false,
-          .group = kNgramGlobal,
+          .group = kNgramGlobalScope,
           .start = -1,
           .left = 0,
       };
@@ -321,7 +321,7 @@ void NgramIndex::extend(const TensorView& tokens, const TensorView& num_valid, c
     }
     return;
   }
-  std::vector<int64_t> added(view_.num_slots);  // by the rows so far, which may name a slot twice
+  std::vector<int64_t> added(view_.num_slots);  // by the rows so far, which may repeat a slot
   for (int64_t b = 0; b < B; ++b) {
     const int64_t slot = slot_of(row_slots, b, S);
     if (slot < 0) continue;
@@ -337,7 +337,7 @@ void NgramIndex::extend(const TensorView& tokens, const TensorView& num_valid, c
   for (int64_t b = 0; b < B; ++b) {
     const int64_t slot = slot_of(row_slots, b, S);
     if (slot < 0 || counts[b] == 0) continue;
-    ngram_append<kPiece>(view_, rows + b * W, counts[b], ngram_running(view_, slot));
+    ngram_append<kPiece>(view_, rows + b * W, counts[b], ngram_running_stream(view_, slot));
     if (matches == nullptr) continue;
     ++view_.header->rounds_by_match[matches[b]];
     view_.header->accepted_by_match[matches[b]] += counts[b] - 1;

@@ -1,10 +1,11 @@
-// NgramIndex: drafts from text seen before. Hash of the last {1, 2, 4, 8} tokens -> the most recent places they stood.
+// NgramIndex: drafts from text seen before. The hash of the last {1, 2, 4, 8} tokens leads to their most recent
+// occurrences.
 //
-// All state is one block of bytes (layout.h), in host memory of its own or in a caller's memory on a GPU. On the host,
-// calls from several threads are safe: drafts run side by side, and what writes does so alone; a long insert lets
-// others in between. Equal bytes need an order of the writing calls and of a slot's drafts, which note in it what the
-// next one follows, so one thread should make them. On a GPU calls are
-// ordered by their streams, and what returns a number waits.
+// All state is one block of bytes (layout.h), in host memory of its own or in a caller's GPU memory. On the host, calls
+// from several threads are safe: drafts run concurrently, writes run exclusively, and a long insert yields to others in
+// between. Reproducible bytes need a fixed order of the writing calls and of a slot's drafts (a draft records in the
+// slot what the next one follows), so one thread should make them. On a GPU, calls are ordered by their streams, and
+// calls that return a number wait.
 #pragma once
 
 #include <cstddef>
@@ -18,7 +19,7 @@
 
 namespace specdec::ngram {
 
-// Zeroed host memory of a fixed size, touched only where it is used; on huge pages where the kernel grants them.
+// Zeroed host memory of a fixed size, committed on first use; on huge pages if the kernel grants them.
 class ZeroedMemory {
  public:
   explicit ZeroedMemory(size_t bytes);
@@ -33,29 +34,29 @@ class ZeroedMemory {
   size_t bytes_;
 };
 
-// Of bytes whose number is a multiple of 8, on from `hash`.
+// Return the checksum of bytes, a multiple of 8, continued from `hash`.
 uint64_t ngram_checksum(const std::byte* from, const std::byte* to, uint64_t hash);
 
 struct NgramStatistics {
   NgramHeader header;
-  uint64_t capacity;  // entries of the table
+  uint64_t capacity;  // table entries
 };
 
 class NgramIndex {
  public:
   NgramIndex(int64_t max_tokens, int64_t num_slots, int64_t max_len, int64_t num_threads, const OptTensor& memory);
-  // int64 words of memory that an index of this size takes on a GPU: its own, and what writing works in.
+  // Return the int64 words of GPU memory that an index of this size needs: the index and the workspace of writes.
   int64_t device_words() const;
-  // A copy, streams included, on the host or on a GPU.
+  // Copy the index, streams included, to the host or a GPU.
   std::unique_ptr<NgramIndex> copy(const OptTensor& memory) const;
-  // From what `save` wrote. No stream is running then.
+  // Load what `save` wrote. No stream is running then.
   static std::unique_ptr<NgramIndex> load(int fd, std::optional<int64_t> num_slots, std::optional<int64_t> max_len,
                                           int64_t num_threads);
-  // Returns 0, or what errno said.
+  // Return 0 or errno.
   int save(int fd) const;
 
   void begin(int64_t slot, int64_t group, bool is_private, std::optional<int64_t> request);
-  int64_t length(int64_t slot) const;  // of its stream
+  int64_t length(int64_t slot) const;  // of the slot's stream
   void insert(const TensorView& tokens, std::optional<int64_t> slot, int64_t group, std::optional<int64_t> start);
   void extend(const TensorView& tokens, const TensorView& num_valid, const OptTensor& slots,
               const OptTensor& match_len);
@@ -69,7 +70,7 @@ class NgramIndex {
 
   int64_t num_bytes() const { return static_cast<int64_t>(config_.sizes.bytes()); }
   NgramStatistics statistics() const;
-  // Of every byte but the counts of what was drafted.
+  // Return a checksum of every byte except the draft statistics.
   uint64_t digest() const;
 
  private:
@@ -82,7 +83,8 @@ class NgramIndex {
                                int64_t max_len, int64_t num_threads);
 
   bool on_cuda() const { return !host_; }
-  // With the device of the index, which tensors must share, and its current stream; on the host it knows nothing yet.
+  // Return a Check with the index's device, which tensors must share, and its current stream; no device yet on the
+  // host.
   Check index_check(const char* op) const;
   void require_own_device(const Check& check) const;
   void read(void* to, const void* from, size_t bytes, const char* op) const;  // from the index to the host
@@ -95,7 +97,7 @@ class NgramIndex {
 
   const Config config_;
   const std::unique_ptr<ZeroedMemory> host_;  // null on a GPU
-  TensorView device_;                         // the caller's memory there, without its shape
+  TensorView device_;                         // the caller's GPU memory, without its shape
   const NgramView view_;
   mutable ForkMutex mutex_;
   mutable WorkerPool workers_;

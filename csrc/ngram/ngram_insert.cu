@@ -1,22 +1,21 @@
-// One kernel adds tokens to the index, so that a round is one launch.
+// ngram_insert on a GPU: one kernel adds tokens to the index, so that a round is one launch.
 //
-// Every block makes the same plan from the same reads: a thread a row, the planners, finds where its tokens go, and the
-// blocks of the ring are given out by prefix sums over the rows. The other threads, the updaters, hash a token each in
-// the meantime, which takes the rows' lengths and last tokens alone, and keep the updates of the block's own sets, in
-// order; eight lanes, one for each entry, take a set into registers and apply its updates. So no update waits for
-// another but in its own set, and the order is kept without a sort. While they do, the planners share out and write the
-// ring's blocks, as nobody reads those. What the plan reads, slots and header, is written by the block that is the last
-// to have its plan.
+// Every block computes the same plan from the same reads. Planner threads, one per row, find where its tokens go and
+// assign the ring's blocks by prefix sums over the rows. Meanwhile the updater threads hash one token each, which needs
+// only the rows' lengths and last tokens, and keep the updates of the block's own sets, in order; then eight lanes, one
+// per entry, load a set into registers and apply its updates. So an update waits only for others in its own set, and no
+// sort is needed. Meanwhile the planners divide and write the ring's blocks, which nothing reads. The last block to
+// finish its plan writes the plan's inputs (slots and header).
 //
-// What a row finds when its turn comes does not depend on the rows before, with exceptions that are rare (a ring so
-// small that the call overwrites what it continues, a slot named twice, tokens of a slot without a stream): then one
-// thread does it all, as the CPU would.
+// A row's plan does not depend on earlier rows, with rare exceptions (a ring so small that the call overwrites what it
+// continues, a repeated slot, tokens for a slot without a stream): then one thread processes all rows sequentially, as
+// the CPU does.
 //
-// A round is latency, and less of memory (slot numbers, slot records, sets, the latter on their way together, of 0.4
-// us; the start takes 0.55) than of instructions: code that runs once takes four to five cycles for each. So the two
-// kinds of threads have code of their own that runs at the same time, what a round never is is left out of its kernel,
-// warps that have nothing to do skip what others do, and lanes of a warp go through the same code where sets differ:
-// votes of some of a warp's lanes take much longer. In bulk every block hashes every token and reads it from L2.
+// A round is bound by latency, less of memory (slot numbers, slot records, sets in parallel: 0.4 us each; launch 0.55
+// us) than of instructions: code that runs once takes four to five cycles per instruction. So the two kinds of threads
+// run separate code concurrently; cases that a round cannot have are compiled out of its kernel; idle warps skip the
+// others' work; and lanes of a warp run the same code for different sets, since ballots over a part of a warp take much
+// longer. In bulk inserts every block hashes every token and reads it from L2.
 #include "ngram/insert/planner.cuh"
 #include "ngram/insert/updater.cuh"
 
@@ -30,7 +29,7 @@ __global__ void __launch_bounds__(kThreads, 1) ngram_insert_kernel(const __grid_
   begin_kernel();
   __shared__ Plan s;
   NgramInsertParams p = given;
-  if constexpr (kIsRound) {  // what a round never is: code that it does not need takes time too
+  if constexpr (kIsRound) {  // a round cannot have these; compiling them out saves time
     p.is_document = p.is_first = false;
     p.start = -1;
     p.left = 0;
@@ -62,7 +61,7 @@ __global__ void __launch_bounds__(kBeginThreads) ngram_begin_kernel(NgramBeginPa
 
 void ngram_insert_cuda(const NgramInsertParams& p, Stream stream) {
   unsigned blocks = 1;
-  while (blocks < kMostBlocks && 2 * blocks * kUpdatesPerBlock <= p.rows * p.width * kNgramOrders) blocks *= 2;
+  while (blocks < kMaxBlocks && 2 * blocks * kUpdatesPerBlock <= p.rows * p.width * kNgramOrders) blocks *= 2;
   const LaunchShape shape{.grid = blocks, .threads = kThreads};
   if (p.lengths != nullptr)
     launch("ngram_insert", ngram_insert_kernel<true>, shape, stream, p);

@@ -1,4 +1,4 @@
-// What writes to the index: the parameters of its kernels and their CPU twins.
+// Writes to the index: parameters of the kernels and of their CPU counterparts.
 #pragma once
 
 #include "core/dispatch.h"
@@ -6,13 +6,13 @@
 
 namespace specdec::ngram {
 
-constexpr int64_t kNgramChunk = 1 << 16;  // tokens of one call of ngram_insert_cuda
-constexpr int64_t kNgramRows = 128;       // rows of one
+constexpr int64_t kNgramMaxTokens = 1 << 16;  // tokens per call of ngram_insert_cuda
+constexpr int64_t kNgramMaxRows = 128;        // rows per call
 
-// What writing works in. Zero at first.
+// Workspace of writes. Initially zero.
 struct alignas(256) NgramWork {
-  uint32_t planned;    // blocks of a running call that have their plan
-  NgramSlot document;  // the one being inserted
+  uint32_t planned;    // blocks of a running call that have finished their plan
+  NgramSlot document;  // the document being inserted
 };
 
 constexpr size_t kNgramWorkBytes = sizeof(NgramWork);
@@ -22,24 +22,24 @@ struct NgramInsertParams {
   void* work;  // kNgramWorkBytes, aligned to 256
   int64_t max_len;
   const int32_t* tokens;     // [rows, width]
-  const int32_t* lengths;    // [rows] or null: all of them
-  const int32_t* slots;      // [rows] or null: first_slot and those behind it
+  const int32_t* lengths;    // [rows] or null: whole rows
+  const int32_t* slots;      // [rows] or null: consecutive slots from first_slot on
   const int32_t* match_len;  // [rows] or null
   int64_t rows, width, first_slot;
-  // Of a single row that is a piece of a longer text:
-  bool is_document, is_first;  // for nobody's stream; its first piece
-  uint32_t group;              // a document's
-  int64_t start;               // where the piece belongs in the stream, -1: at its end
-  int64_t left;                // tokens of the text from the piece on
+  // For a single row that is a piece of a longer text:
+  bool is_document, is_first;  // inserted without a stream; its first piece
+  uint32_t group;              // of a document
+  int64_t start;               // position of the piece in the stream, -1: at its end
+  int64_t left;                // tokens of the text from this piece on
 };
 
-// Adds rows to their streams in order. Rows that the host would refuse add nothing and are counted.
+// Append rows to their streams in order. Rows that the host would reject add nothing and are counted.
 void ngram_insert_cuda(const NgramInsertParams& p, Stream stream);
 
 struct NgramBeginParams {
   NgramView index;
   int64_t slot;
-  uint64_t name;  // of the request, 0: none
+  uint64_t name;  // request number + 1; 0: none
   uint32_t group;
   bool is_private;
 };
@@ -53,7 +53,7 @@ struct NgramReleaseParams {
 void ngram_release_cpu(const NgramReleaseParams& p);
 void ngram_release_cuda(const NgramReleaseParams& p, Stream stream);
 
-// From one device or the host to another, behind what the stream has; `wait` returns when it is done.
+// Copy between devices or the host, in stream order; with `wait`, return when it is done.
 void ngram_copy_cuda(void* to, const void* from, size_t bytes, bool wait, Stream stream);
 void ngram_zero_cuda(void* memory, size_t bytes, Stream stream);
 

@@ -1,4 +1,4 @@
-// The n-gram index as a class of Python. `ngram.py` documents it.
+// Python bindings of NgramIndex. `ngram.py` documents the class.
 #include <array>
 #include <vector>
 
@@ -14,8 +14,8 @@ namespace {
 
 using ngram::NgramIndex;
 
-// Another thread may give the tensor other storage while this one is without the GIL, so the tokens are copied before.
-// (On a GPU they are read by launches, as any op reads its tensors.) What insert refuses is left to it.
+// Insert tokens. They are copied first, since another thread may resize the tensor while this one does not hold the
+// GIL. (On a GPU, launches read them as any op reads its tensors.) `insert` itself checks the arguments.
 void insert(NgramIndex& index, TensorView tokens, std::optional<int64_t> slot, int64_t group,
             std::optional<int64_t> start) {
   std::vector<int32_t> copy;
@@ -34,9 +34,9 @@ void insert(NgramIndex& index, TensorView tokens, std::optional<int64_t> slot, i
 
 void add_ngram_index(py::module_& m) {
   using Release = py::call_guard<WithoutGil>;
-  py::class_<NgramIndex> index(m, "NgramIndex", "n-gram index: drafts from text seen before");
-  def_method<&NgramIndex::extend>(index, "extend", "what a round has added to the streams of its slots");
-  def_method<&NgramIndex::draft>(index, "draft", "trees of what may follow the streams of slots");
+  py::class_<NgramIndex> index(m, "NgramIndex", "N-gram index: drafts from text seen before");
+  def_method<&NgramIndex::extend>(index, "extend", "Append the tokens of a round to the streams of its slots");
+  def_method<&NgramIndex::draft>(index, "draft", "Draft trees that continue the streams of slots");
   index.def(py::init<int64_t, int64_t, int64_t, int64_t, const OptTensor&>(), Release())
       .def_static("load", &NgramIndex::load, Release())
       .def("save", &NgramIndex::save, Release())

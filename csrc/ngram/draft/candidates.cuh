@@ -1,4 +1,4 @@
-// What the text at those places is worth, and what follows it.
+// ngram_draft on a GPU, part 2: verify and weigh the occurrences, and copy their continuations to smem.
 #pragma once
 
 #include "core/cuda.cuh"
@@ -6,12 +6,12 @@
 
 namespace specdec::ngram::draft {
 
-// A block of the store in the registers of eight lanes, four words each.
+// A block of the token store in the registers of eight lanes, four words each.
 struct BlockWords {
   uint4 words;
 
   __device__ void load(const NgramView& v, uint32_t index) {
-    words = {};  // which is no block with a link to it
+    words = {};  // not a block that any link leads to
     if (index < v.num_blocks) words = reinterpret_cast<const uint4*>(v.blocks + index)[lane_id() % kOctet];
   }
   __device__ uint32_t id() const { return __shfl_sync(kFullMask, words.x, 0, kOctet); }
@@ -20,7 +20,7 @@ struct BlockWords {
   __device__ uint32_t prev() const { return __shfl_sync(kFullMask, words.w, 0, kOctet); }
   __device__ uint32_t next() const { return __shfl_sync(kFullMask, words.x, 1, kOctet); }
 
-  // For which of its tokens `is(word, token)` holds: bit `word`, for all lanes.
+  // Return a bitmask, in all lanes, of the words for which `is(word, token)` holds.
   template <class Is>
   __device__ uint32_t which(const Is& is) const {
     const int first = lane_id() % kOctet * 4;
@@ -40,9 +40,9 @@ struct BlockWords {
   }
 };
 
-// What eight lanes know of a place. All lanes of a warp go through all of it, as its warp's votes need them.
-struct Place {
-  BlockWords own, before, after;  // its block, and those beside it
+// An occurrence in eight lanes. All lanes of a warp execute everything, since the ballots need them.
+struct Occurrence {
+  BlockWords own, before, after;  // its block and the two adjacent in memory
   uint32_t index;
   int offset;
   bool held;
@@ -61,7 +61,7 @@ struct Place {
       prefetch(v.blocks + index + further);
   }
 
-  // How many of its block's tokens before word `end` agree with the context from its m-th token on.
+  // Count the tokens before word `end` of a block that match the context from its m-th token on.
   template <class Row>
   __device__ static int agree(const BlockWords& block, int end, int m, const Row& s, int context_len) {
     const uint32_t same = block.which([&](int word, int32_t token) {
@@ -71,35 +71,36 @@ struct Place {
     return __clz(static_cast<int>(~(same << (kWarp - end))));
   }
 
-  // Goes on from block to block, where all of a place's own block up to its end was `taken`: take(block, at, more) is
-  // how much of a block goes on behind `at` tokens (`more`: if it counts), and so until that is not all, or `most` is
-  // reached. What the block beside says is asked at once, as it is most often the next. Returns how many were taken.
-  template <bool kForward, class Take>
-  __device__ int follow(const NgramView& v, int taken, int end, int most, bool wanted, const Take& take) const {
+  // Continue from block to block, if all of the occurrence's own block up to its end was consumed. consume(block, at,
+  // more) returns how much of a block continues after `at` tokens (`more`: whether it counts); stop when that is not
+  // the whole block or `most` is reached. The adjacent block is evaluated speculatively, since it is mostly the next
+  // one. Return the total.
+  template <bool kForward, class Consume>
+  __device__ int follow(const NgramView& v, int total, int end, int most, bool wanted, const Consume& consume) const {
     const auto next_of = [](const BlockWords& block) { return kForward ? block.next() : block.prev(); };
     const auto leads_to = [](const BlockWords& block) { return kForward ? block.prev() : block.next(); };
-    const BlockWords& beside = kForward ? after : before;
-    bool more = wanted && taken == end && taken < most;
-    const bool is_beside = (beside.id() == next_of(own)) & (leads_to(beside) == own.id());
-    int run = take(beside, end, more && is_beside);
-    if (more && is_beside) {
-      taken += run;
-      more = run == kNgramBlockTokens && taken < most;
+    const BlockWords& adjacent = kForward ? after : before;
+    bool more = wanted && total == end && total < most;
+    const bool is_adjacent = (adjacent.id() == next_of(own)) & (leads_to(adjacent) == own.id());
+    int run = consume(adjacent, end, more && is_adjacent);
+    if (more && is_adjacent) {
+      total += run;
+      more = run == kNgramBlockTokens && total < most;
     }
-    BlockWords block = is_beside ? beside : own;
+    BlockWords block = is_adjacent ? adjacent : own;
 #pragma unroll 1
     while (__any_sync(kFullMask, more)) {
       const uint32_t id = block.id(), link = next_of(block);
       if (more) block.load(v, link & ((1u << v.block_bits) - 1));
       more &= (block.id() == link) & (leads_to(block) == id);
-      run = take(block, taken, more);
-      if (more) taken += run;
-      more &= run == kNgramBlockTokens && taken < most;
+      run = consume(block, total, more);
+      if (more) total += run;
+      more &= run == kNgramBlockTokens && total < most;
     }
-    return taken;
+    return total;
   }
 
-  // How many tokens before it agree with the context.
+  // Count the tokens before it that match the context.
   template <class Row>
   __device__ int match(const NgramView& v, const Row& s, int context_len) const {
     const int own_match = agree(own, held ? kHead + offset : kHead, 0, s, context_len);
@@ -108,7 +109,7 @@ struct Place {
     });
   }
 
-  // Copies what follows, and returns how much it is.
+  // Copy the continuation and return its length.
   __device__ int copy(const NgramView& v, bool wanted, int depths, int32_t* text) const {
     const auto copy_block = [&](const BlockWords& block, int from, int depth, bool more) {
       const uint32_t written = block.written();  // by all lanes
@@ -128,46 +129,46 @@ struct Place {
   }
 };
 
-// Verifies the places, and keeps those that are worth something while there is room, with what follows them. Returns
-// how many.
+// Verify the occurrences and keep those with a weight until the candidates are full, with their continuations. Return
+// their number.
 template <class Row>
 __device__ __forceinline__ int find_candidates(const NgramDraftParams& p, const Request& request, int rounds, Row& s) {
-  static_assert(kTogether == 2 * kWarp);
+  static_assert(kParallel == 2 * kWarp);
   const int lane = lane_id(), depths = static_cast<int>(p.out.nodes) - 1;
   int count = 0;
 #pragma unroll 1
-  for (int begin = 0; begin < rounds * kTogether && count < kNgramCandidates; begin += kTogether) {
+  for (int begin = 0; begin < rounds * kParallel && count < kNgramCandidates; begin += kParallel) {
     const int i = begin + static_cast<int>(threadIdx.x) / kOctet;
     const int ngram = max(i - 1, 0) / kNgramRecent, age = max(i - 1, 0) % kNgramRecent;
-    const uint32_t position = s.places.position[i];
-    Place place;
-    place.load(p.index, position, depths);
-    bool named = false;  // by a longer n
+    const uint32_t position = s.occurrences.position[i];
+    Occurrence occurrence;
+    occurrence.load(p.index, position, depths);
+    bool named = false;  // listed by a longer n
 #pragma unroll 1
     for (int j = lane % kOctet * 4; j < i; j += 4 * kOctet) {
-      const uint4 four = reinterpret_cast<const uint4&>(s.places.position[j]);
+      const uint4 four = reinterpret_cast<const uint4&>(s.occurrences.position[j]);
       named |= four.x == position || (j + 1 < i && four.y == position) || (j + 2 < i && four.z == position) ||
                (j + 3 < i && four.w == position);
     }
     named = (__ballot_sync(kFullMask, named) >> (lane / kOctet * kOctet) & 0xff) != 0;
-    const uint32_t id = place.own.id(), owner = place.own.owner(), scope = place.own.scope();
-    const bool seen = i == 0 ? ngram_sees(request.scope, request.group, scope) : scope == s.places.scope[ngram];
-    const uint32_t written = place.own.written();
-    place.held = place.held && !named && seen && id == position >> kNgramOffsetBits;
-    place.held = place.held && (written >> (kHead + place.offset) % kWarp & 1) != 0;
+    const uint32_t id = occurrence.own.id(), owner = occurrence.own.owner(), scope = occurrence.own.scope();
+    const bool seen = i == 0 ? ngram_sees(request.scope, request.group, scope) : scope == s.occurrences.scope[ngram];
+    const uint32_t written = occurrence.own.written();
+    occurrence.held = occurrence.held && !named && seen && id == position >> kNgramOffsetBits;
+    occurrence.held = occurrence.held && (written >> (kHead + occurrence.offset) % kWarp & 1) != 0;
     int match = 0;
     uint64_t weight = 0;
-    if (__any_sync(kFullMask, place.held)) match = place.match(p.index, s, request.context_len);
-    if (place.held && match >= (i == 0 ? 0 : s.places.least[ngram]) && match >= p.min_match)
+    if (__any_sync(kFullMask, occurrence.held)) match = occurrence.match(p.index, s, request.context_len);
+    if (occurrence.held && match >= (i == 0 ? 0 : s.occurrences.min_match[ngram]) && match >= p.min_match)
       weight = ngram_weight(p.weights.of(owner, scope, request.stream), p.weights.recency[age], match);
-    if (lane % kOctet == 0) s.places.good[i] = weight > 0;
+    if (lane % kOctet == 0) s.occurrences.good[i] = weight > 0;
     __syncthreads();
 
-    const uint64_t low = __ballot_sync(kFullMask, s.places.good[begin + lane]);
-    const uint64_t good = low | uint64_t{__ballot_sync(kFullMask, s.places.good[begin + kWarp + lane])} << kWarp;
+    const uint64_t low = __ballot_sync(kFullMask, s.occurrences.good[begin + lane]);
+    const uint64_t good = low | uint64_t{__ballot_sync(kFullMask, s.occurrences.good[begin + kWarp + lane])} << kWarp;
     const int at = count + __popcll(good & low_bits(i - begin));
     const bool chosen = weight > 0 && at < kNgramCandidates;
-    const int length = place.copy(p.index, chosen, depths, s.text[chosen ? at : 0]);
+    const int length = occurrence.copy(p.index, chosen, depths, s.text[chosen ? at : 0]);
     if (chosen && lane % kOctet == 0) {
       s.candidate[at] = {weight, match, length};
       s.position[at] = position;

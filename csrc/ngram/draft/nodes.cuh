@@ -1,4 +1,4 @@
-// Which nodes of the segments are drafted, and in what order.
+// ngram_draft on a GPU, part 4: which nodes of the segments are drafted, and in what order.
 #pragma once
 
 #include "core/warp.cuh"
@@ -6,7 +6,7 @@
 
 namespace specdec::ngram::draft {
 
-// The segments in the registers of a warp, two a lane.
+// The segments in the registers of a warp, two per lane.
 struct Segments {
   Segment own[2];
 
@@ -19,7 +19,8 @@ struct Segments {
     }
   }
 
-  // Of a chain's nodes each is the best child of the one before: the other segments lose theirs.
+  // Reduce the tree to a chain, in which each node is the best child of the previous one: other segments lose their
+  // nodes.
   template <class Row>
   __device__ void keep_chain(const Row& s) {
     uint32_t rank[2], parent[2], at = 0;
@@ -28,7 +29,7 @@ struct Segments {
     for (int k = 0; k < 2; ++k) {
       const uint32_t leaves = s.leaves[own[k].owner];
       const bool begins = own[k].start == static_cast<int>(leaves & 0xff);
-      parent[k] = begins ? leaves : name_of(own[k].owner, own[k].start);
+      parent[k] = begins ? leaves : node_key(own[k].owner, own[k].start);
       rank[k] = own[k].length > 0 ? ngram_rank(own[k].log2_p(own[k].start + 1), own[k].tie) : 0;
     }
     while (true) {
@@ -40,7 +41,7 @@ struct Segments {
       for (int k = 0; k < 2; ++k)
         if (parent[k] == at && rank[k] == best) {
           kept[k] = true;
-          end = name_of(own[k].owner, own[k].start + own[k].length);
+          end = node_key(own[k].owner, own[k].start + own[k].length);
         }
       at = __reduce_max_sync(kFullMask, end);
     }
@@ -48,7 +49,8 @@ struct Segments {
     for (int k = 0; k < 2; ++k) own[k].length = kept[k] ? own[k].length : 0;
   }
 
-  // The largest log2 p that as many nodes have at least. By all warps, which try fifteen at a time.
+  // Return the largest log2 p that at least `most` nodes reach. Called by all warps, which try fifteen values at a
+  // time.
   __device__ int32_t bound(int most) const {
     int32_t best = -kNgramRankBase, least = best;
     const int all = own[0].length + own[1].length;
@@ -72,12 +74,12 @@ struct Segments {
   }
 };
 
-// Names the tree's nodes by their numbers, and returns how many there are, with the root.
+// Assign indices to the tree's nodes and return their number, with the root.
 template <class Row>
-__device__ __forceinline__ int number_nodes(const NgramDraftParams& p, Row& s) {
+__device__ __forceinline__ int index_nodes(const NgramDraftParams& p, Row& s) {
   const auto t = static_cast<int>(threadIdx.x), nodes = static_cast<int>(p.out.nodes);
   const int lane = lane_id();
-  // Every warp finds which nodes there are, and lists those of some segments.
+  // Every warp finds the selected nodes and lists those of some segments.
   Segments segments;
   segments.load(s);
   if (p.chain) segments.keep_chain(s);
@@ -89,8 +91,8 @@ __device__ __forceinline__ int number_nodes(const NgramDraftParams& p, Row& s) {
   const int listed = static_cast<int>((all & 0xffff) + (all >> 16));
   const int first[2] = {static_cast<int>(up_to & 0xffff) - kept[0],
                         static_cast<int>((all & 0xffff) + (up_to >> 16)) - kept[1]};
-  // Eight lanes a segment.
-  static_assert(kMostSegments <= kTogether);
+  // Eight lanes per segment.
+  static_assert(kMaxSegments <= kParallel);
   const int i = t / kOctet;
   const int here = __shfl_sync(kFullMask, i < kWarp ? kept[0] : kept[1], i % kWarp);
   const int at = __shfl_sync(kFullMask, i < kWarp ? first[0] : first[1], i % kWarp);
@@ -99,11 +101,11 @@ __device__ __forceinline__ int number_nodes(const NgramDraftParams& p, Row& s) {
     const Segment& segment = s.segment[i];
     const int depth = segment.start + 1 + q;
     s.listed_rank[at + q] = ngram_rank(segment.log2_p(depth), segment.tie);
-    s.listed_name[at + q] = static_cast<uint16_t>(name_of(segment.owner, depth));
+    s.listed_key[at + q] = static_cast<uint16_t>(node_key(segment.owner, depth));
   }
   __syncthreads();
 
-  // A node's number is how many are better. Each warp has all ranks, and votes for some nodes.
+  // A node's index is the number of better nodes. Each warp holds all ranks and ballots for some nodes.
   uint32_t rank[Row::kListedParts];
 #pragma unroll
   for (int part = 0; part < Row::kListedParts; ++part) {
@@ -112,14 +114,14 @@ __device__ __forceinline__ int number_nodes(const NgramDraftParams& p, Row& s) {
   }
 #pragma unroll 1
   for (int n = warp_id(); n < listed; n += kWarps) {
-    const uint32_t own = s.listed_rank[n], name = s.listed_name[n];
-    int number = 1;
+    const uint32_t own = s.listed_rank[n], key = s.listed_key[n];
+    int index = 1;
     __syncwarp();
 #pragma unroll
-    for (const uint32_t other : rank) number += __popc(__ballot_sync(kFullMask, other > own));
-    if (lane == 0 && number < nodes) {
-      s.listed[number] = static_cast<uint16_t>(n);
-      s.number[name >> 8][name & 0xff] = static_cast<uint8_t>(number);
+    for (const uint32_t other : rank) index += __popc(__ballot_sync(kFullMask, other > own));
+    if (lane == 0 && index < nodes) {
+      s.listed[index] = static_cast<uint16_t>(n);
+      s.node_index[key >> 8][key & 0xff] = static_cast<uint8_t>(index);
     }
   }
   __syncthreads();

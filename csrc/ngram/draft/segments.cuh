@@ -1,22 +1,23 @@
-// The tree that all candidates make, as segments: nodes one behind the other, whose path the same candidates share.
+// ngram_draft on a GPU, part 3: the trie of all candidates as segments, consecutive nodes whose path the same
+// candidates share.
 #pragma once
 
 #include "ngram/draft/row.cuh"
 
 namespace specdec::ngram::draft {
 
-// Of a warp's weights, which are below 2^45.
+// Sum a warp's weights, which are below 2^45.
 __device__ __forceinline__ uint64_t sum_weights(uint64_t weight) {
   const uint32_t low = __reduce_add_sync(kFullMask, static_cast<uint32_t>(weight) & 0xffffff);
   return low + (uint64_t{__reduce_add_sync(kFullMask, static_cast<uint32_t>(weight >> 24))} << 24);
 }
 
-// How long the texts of any two candidates agree, a lane for two of them; and what is needed of all candidates.
+// Compute the common prefix length of any two continuations, one lane per pair, and what is needed of all candidates.
 template <class Row>
 __device__ __forceinline__ void compare_texts(const Request& request, Row& s, int count) {
   const int lane = lane_id();
-  // A warp has the pairs of its candidate with those behind it, and in its other lanes those of the one as far from the
-  // end.
+  // A warp has the pairs of its candidate with later ones, and in its other lanes those of the candidate as far from
+  // the end.
   if (const int first = warp_id(); 2 * first < count) {
     const bool mirrored = lane < first;
     const int i = mirrored ? count - 1 - first : first, j = mirrored ? count - 1 - lane : lane;
@@ -39,22 +40,22 @@ __device__ __forceinline__ void compare_texts(const Request& request, Row& s, in
   if (warp_id() == kWarps - 1) {
     const Candidate own = lane < count ? s.candidate[lane] : Candidate{0, 0, 0};
     s.shared[lane][lane] = static_cast<uint8_t>(own.length);
-    const auto longest = __reduce_max_sync(kFullMask, static_cast<unsigned>(own.match));
+    const auto longest_match = __reduce_max_sync(kFullMask, static_cast<unsigned>(own.match));
     const uint64_t total = sum_weights(own.weight);
-    const int best = first_bit(__ballot_sync(kFullMask, lane < count && own.match == static_cast<int>(longest)));
-    if (lane == 0) {  // that is what the next draft follows, in one store, as a row may have the same slot
+    const int best = first_bit(__ballot_sync(kFullMask, lane < count && own.match == static_cast<int>(longest_match)));
+    if (lane == 0) {  // the next draft follows this one; a single store, since another row may have the same slot
       const int last = ngram_followed(request.followed, request.length);
       reinterpret_cast<uint2&>(request.slot->followed[1 - last]) = {s.position[best], request.length};
-      s.longest = static_cast<int>(longest);
-      s.weight[kMostSegments] = total;
-      s.segment[kMostSegments].step = 1;
+      s.longest_match = static_cast<int>(longest_match);
+      s.weight[kMaxSegments] = total;
+      s.segment[kMaxSegments].step = 1;
     }
   }
   __syncthreads();
 }
 
-// The segments of the tree that all candidates make, in any order: a warp for those that a candidate is the first of,
-// from the last to the one that begins where the candidate parts from those before it.
+// Find the segments of the candidates' trie, in any order: one warp for the segments of which a candidate is the first,
+// from the last one to the one that starts where the candidate diverges from earlier ones.
 template <class Row>
 __device__ __forceinline__ void find_segments(const NgramDraftParams& p, Row& s, int count) {
   const int lane = lane_id();
@@ -64,8 +65,8 @@ __device__ __forceinline__ void find_segments(const NgramDraftParams& p, Row& s,
     __syncwarp();
     const auto begin = static_cast<int>(__reduce_max_sync(kFullMask, static_cast<unsigned>(lane < i ? end : 0)));
     const uint32_t there = __ballot_sync(kFullMask, lane < i && end == begin);
-    if (lane == 0) s.leaves[i] = begin > 0 ? name_of(static_cast<uint32_t>(first_bit(there)), begin) : 0;
-    int ends = s.candidate[i].length;  // as it agrees with itself so long
+    if (lane == 0) s.leaves[i] = begin > 0 ? node_key(static_cast<uint32_t>(first_bit(there)), begin) : 0;
+    int ends = s.candidate[i].length;  // it agrees with itself to its end
 #pragma unroll 1
     while (ends > begin) {
       const bool in = lane >= i && end >= ends;
@@ -92,10 +93,10 @@ __device__ __forceinline__ void find_segments(const NgramDraftParams& p, Row& s,
   __syncthreads();
 }
 
-// Of all segments and of all candidates, together, as it takes long.
+// Compute the logarithms of all segments and of all candidates at once, since each takes long.
 template <class Row>
-__device__ __forceinline__ void take_logarithms(Row& s) {
-  if (const auto i = static_cast<int>(threadIdx.x); i < s.segments || i == kMostSegments) {
+__device__ __forceinline__ void compute_logarithms(Row& s) {
+  if (const auto i = static_cast<int>(threadIdx.x); i < s.segments || i == kMaxSegments) {
     Segment& segment = s.segment[i];
     segment.log2_w = ngram_log2(s.weight[i]);
     segment.per_step = 0xffffffffu / static_cast<uint32_t>(segment.step) + 1;

@@ -1,4 +1,4 @@
-// An update of a set by eight lanes.
+// ngram_insert on a GPU: update a set with eight lanes.
 #pragma once
 
 #include "core/warp.cuh"
@@ -6,7 +6,7 @@
 
 namespace specdec::ngram::insert {
 
-// Sets in the registers of a warp, eight lanes each, one for each entry. All lanes of the warp go through all of it.
+// Sets in the registers of a warp, eight lanes each, one per entry. All lanes of the warp execute everything.
 struct SetLanes {
   int way;
   uint32_t meta, newest, older[kNgramOlder];
@@ -31,13 +31,13 @@ struct SetLanes {
 #pragma unroll
     for (int i = 0; i < kNgramOlder / 2; ++i) twos[i] = {older[2 * i], older[2 * i + 1]};
   }
-  // For which of the set's lanes `is` holds.
+  // Return a bitmask of the set's lanes for which `is` holds.
   __device__ uint32_t which(bool is) const {
     return __ballot_sync(kFullMask, is) >> (lane_id() - way) & ((1u << kNgramWays) - 1);
   }
   __device__ bool is_first_of(uint32_t lanes) const { return __ffs(static_cast<int>(lanes)) - 1 == way; }
 
-  // ngram_update (append.h), where it is `wanted`.
+  // Apply ngram_update (append.h) if `wanted`.
   __device__ void update(const NgramView& v, bool wanted, uint32_t tag, uint32_t position, uint32_t& entries,
                          uint32_t& evictions) {
     const uint32_t hits = which((meta ^ tag) < 256), empty = which((meta & 0xff) == 0);
