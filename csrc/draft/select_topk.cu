@@ -81,8 +81,9 @@ __global__ void __launch_bounds__(kStreamThreads, kStreamBlocksPerSm) select_top
     best = fmaxf(best, share.largest());
     process_tile();
   }
-  Softmax mine{reference, sum * fast_exp2(-fmaf(reference, kLog2e, -shift))};  // undo the rounding of shift
-  if (!(mine.sum < INFINITY)) mine = softmax_of_share(share, kLog2e);          // NaN, infinities or an underflow
+  Softmax mine{reference, sum * fast_exp2(-fmaf(reference, kLog2e, -shift))};  // undo the rounding of `shift`
+  if (!(mine.sum < INFINITY))
+    mine = softmax_of_share(share, kLog2e);  // NaN, infinities, or a reference far below the maximum
   const float of_warp = key_float(__reduce_max_sync(kFullMask, order_key(fmaxf(mine.max, best))));
   const float sum_of_warp = warp_sum(mine.sum_below(of_warp, kLog2e));
   if (thread % kWarp == 0) s.parts[thread / kWarp] = {of_warp, sum_of_warp};

@@ -1,6 +1,6 @@
 // Memory layout of the n-gram index: one block of bytes without pointers, identical on CPU and GPU.
 //
-// [header][sets][blocks] [slots], each at a multiple of 256 bytes. All zeros is empty.
+// [header][sets][blocks][slots], each at a multiple of 256 bytes. All zeros is empty.
 //
 // Token store: a ring of blocks of 27 tokens. A stream (a running request, or a document) fills its own blocks, which
 // are linked in both directions; a stream that needs room takes the ring's oldest block, whichever stream owns it, so

@@ -1,11 +1,11 @@
 // Select the best candidates of a row, in order, with one block.
 //
 // Candidates come in tiles of registers, by increasing index. The best so far and the new tile are first reduced: a
-// is_small evenly spread samples are ranked by counting, and a candidate below the best sample that has enough
-// candidates ahead of it cannot be selected. The remaining ones, is_small more than wanted, are ranked exactly, again
+// few evenly spread samples are ranked by counting, and a candidate below the best sample that has enough
+// candidates ahead of it cannot be selected. The remaining ones, few more than wanted, are ranked exactly, again
 // by counting. Equal scores cost nothing extra: the lower index wins.
 //
-// Dependent instructions merge the time, not the counting. Hence the counting loop of fixed length, and the special
+// Dependent instructions take the time, not the counting. Hence the counting loop of fixed length, and the special
 // case of a single tile, which has no previous best.
 #pragma once
 
@@ -160,7 +160,7 @@ class BestCandidates {
     return static_cast<int>(__umulhi((sample + 1) * 0x9e3779b9u, n));  // multiples of the golden ratio: evenly spread
   }
 
-  // Return whether there are too is_small candidates to reduce.
+  // Return whether there are too few candidates to reduce.
   __device__ bool is_small(int n) const { return n <= limit_ + 2 * kSamples; }
 
   // Return a pivot that at least `limit_` of the first n reach, or one that all reach.

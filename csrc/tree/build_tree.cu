@@ -2,7 +2,7 @@
 //
 // The block reads the row once, in tiles of candidates in registers; best_candidates.cuh keeps the best, in order; then
 // one thread per node finds its parent among them, and tree_nodes.cuh writes the tree. Reads 12 bytes per candidate,
-// writes 20 + 8 W bytes per node. Latency bound: loads are independent where possible, and barriers are is_small.
+// writes 20 + 8 W bytes per node. Latency bound: loads are independent where possible, and barriers are few.
 #include "tree/best_candidates.cuh"
 #include "tree/build_tree.h"
 #include "tree/tree_nodes.cuh"
