@@ -211,7 +211,7 @@ def command_line(args: argparse.Namespace, arguments: Sequence[str]) -> str:
     """Without the places of files."""
     files = {str(args.file), str(args.json)}
     return " ".join(
-        [f"python -m specdec_kernels.bench.{NAME}", *(Path(a).name if a in files else a for a in arguments)]
+        [f"python -m specdec_kernels.bench.engine.{NAME}", *(Path(a).name if a in files else a for a in arguments)]
     )
 
 

@@ -36,7 +36,7 @@ def served_by(name: str, job: Job, algorithm: Algorithm, folders: list[str], log
     Raises:
         RuntimeError: it is not there in time, or ended.
     """
-    runner = importlib.import_module(f".engines.{name}", __package__).Runner
+    runner = importlib.import_module(f"specdec_kernels.bench.compare.engines.{name}").Runner
     with socket.create_server(("127.0.0.1", 0)) as found:
         port = found.getsockname()[1]
     with process_group(

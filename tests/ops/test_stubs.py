@@ -142,7 +142,7 @@ def test_every_compiled_function_is_an_op_its_workspace_its_plan_a_timing_aid_or
     assert {name.removesuffix("_workspace").removesuffix("_plan") for name in ops_and_sizes} <= set(public_ops())
 
 
-ROOMS = sorted({path.parent.name for path in (ROOT / "csrc").rglob("*.h")} - {"core", "python"})
+ROOMS = sorted({path.name for path in (ROOT / "csrc").iterdir() if path.is_dir()} - {"core", "python"})
 
 
 @pytest.mark.parametrize("room", ROOMS)

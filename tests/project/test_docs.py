@@ -145,16 +145,16 @@ def test_reference_has_every_public_name_once() -> None:
     """What `specdec_kernels.engine` and `hf` export, every function that another engine calls, and what SGLang and vLLM are
     given by the plugins."""
     plugin = [
-        "compat.sglang_attention.TreeAttention",
-        "compat.sglang_attention.TreeAttentionSteps",
-        "compat.sglang_ngram.NgramTrees",
-        "compat.sglang_plugin.register",
-        "compat.vllm_attention.PagedAttention",
-        "compat.vllm_attention.RowsBuilder",
-        "compat.vllm_plugin.register",
+        "compat.sglang.attention.TreeAttention",
+        "compat.sglang.attention.TreeAttentionSteps",
+        "compat.sglang.ngram.NgramTrees",
+        "compat.sglang.plugin.register",
+        "compat.vllm.attention.PagedAttention",
+        "compat.vllm.attention.RowsBuilder",
+        "compat.vllm.plugin.register",
     ]
     compat = [
-        f"compat.{module.__name__.rpartition('.')[2]}.{name}"
+        module.__name__.removeprefix("specdec_kernels.").removesuffix(".functions") + f".{name}"
         for module in (sglang, vllm, vllm_gpu)
         for name, value in vars(module).items()
         if getattr(value, "__module__", None) == module.__name__ and value.__name__ == name and name[0] != "_"
