@@ -1,4 +1,4 @@
-// The scheduler as a class of Python: its loop runs without the GIL, and takes it for each call of the Python executor.
+// Binds the scheduler. Its loop runs without the GIL, and takes it for each call of the Python executor.
 #include <exception>
 #include <limits>
 #include <map>
@@ -21,7 +21,7 @@ namespace {
 namespace py = pybind11;
 using namespace py::literals;
 
-using scheduler::Admitted;
+using scheduler::AdmittedRequest;
 using scheduler::Chunk;
 using scheduler::Constrained;
 using scheduler::Entries;
@@ -30,7 +30,7 @@ using scheduler::Tokens;
 
 class PyExecutor : public scheduler::Executor {
  public:
-  // `graphs` may be null: then every launch is a Python call, after which the device is at rest or asked by `progress`.
+  // `graphs` may be null: then every launch is a Python call, after which the device is idle or `progress` is called.
   PyExecutor(py::object object, std::unique_ptr<RoundGraphs> graphs)
       : object_(std::move(object)), graphs_(std::move(graphs)) {}
   py::object& object() { return object_; }
@@ -44,12 +44,12 @@ class PyExecutor : public scheduler::Executor {
     }
   }
 
-  void begin(int32_t slot, const Admitted& request) override {
+  void begin(int32_t slot, const AdmittedRequest& request) override {
     const WithGil gil;
     const py::object extra = request.extra ? py::reinterpret_borrow<py::object>(static_cast<PyObject*>(request.extra))
                                            : py::object(py::none());
-    object_.attr("begin")(
-        slot, py::make_tuple(request.id, argument(request.tokens), request.group, extra, argument(request.cached)));
+    object_.attr("begin")(slot, py::make_tuple(request.id, argument(request.tokens), request.ngram_group, extra,
+                                               argument(request.cached_entries)));
   }
   void prefill(std::span<const Chunk> chunks) override {
     const WithGil gil;
@@ -105,7 +105,7 @@ class PyExecutor : public scheduler::Executor {
   std::unique_ptr<RoundGraphs> graphs_;
 };
 
-// A scheduler that owns what it refers to: the executor, and the rings.
+// A scheduler that owns the executor and the rings.
 struct Referred {
   PyExecutor executor;
   py::tuple rings;
@@ -135,7 +135,7 @@ struct pybind11::detail::type_caster<specdec::scheduler::RoundCosts>
 namespace specdec::python {
 namespace {
 
-// An engine is its scheduler's executor and owns it: the garbage collector has to see that circle.
+// Shows the garbage collector the reference cycle: an engine owns its scheduler, whose executor it is.
 void collect_executor(PyHeapTypeObject* heap_type) {
   PyTypeObject& type = heap_type->ht_type;
   type.tp_flags |= Py_TPFLAGS_HAVE_GC;
@@ -152,7 +152,7 @@ void collect_executor(PyHeapTypeObject* heap_type) {
   };
 }
 
-// The object that an exception of an executor call is to Python.
+// Returns the Python object of an exception of an executor call.
 py::object python_exception(const std::exception_ptr& error) {
   if (!error) return py::none();
   try {
@@ -165,32 +165,34 @@ py::object python_exception(const std::exception_ptr& error) {
   return py::error_already_set().value();
 }
 
-// What the loop has put into its outbox since it was last asked, as tuples; with `wait` at least one, or None once the
-// loop has ended and all is taken.
+// Returns the updates since the last call, as tuples. With `wait`: at least one, or None once the loop has ended and
+// all updates are taken.
 py::object take(PyScheduler& scheduler, bool wait) {
   bool has_more = true;
   if (wait) {
     const WithoutGil released;
-    has_more = scheduler.outbox().wait();
+    has_more = scheduler.updates().wait();
   }
   if (!has_more) return py::none();
-  const scheduler::Emissions emissions = scheduler.outbox().take();
-  py::list list(emissions.each.size());
-  const int32_t* tokens = emissions.tokens.data();
-  for (size_t i = 0; i < emissions.each.size(); ++i) {
-    const scheduler::Emission& e = emissions.each[i];
-    py::list new_tokens(e.num_tokens);
-    for (int64_t j = 0; j < e.num_tokens; ++j) new_tokens[j] = *tokens++;
+  const scheduler::RequestUpdates updates = scheduler.updates().take();
+  py::list list(updates.each.size());
+  const int32_t* tokens = updates.tokens.data();
+  for (size_t i = 0; i < updates.each.size(); ++i) {
+    const scheduler::RequestUpdate& update = updates.each[i];
+    py::list new_tokens(update.num_tokens);
+    for (int64_t j = 0; j < update.num_tokens; ++j) new_tokens[j] = *tokens++;
     py::object scores = py::none();
-    if (e.scores) scores = py::make_tuple(e.scores->logprobs, e.scores->top_ids, e.scores->top_logprobs);
-    list[i] = py::make_tuple(e.request_id, std::move(new_tokens), static_cast<int32_t>(e.reason), e.counts.rounds,
-                             e.counts.drafted, e.counts.accepted, e.counts.cached, e.status, std::move(scores),
-                             python_exception(e.error));
+    if (update.scores)
+      scores = py::make_tuple(update.scores->logprobs, update.scores->top_ids, update.scores->top_logprobs);
+    const scheduler::RoundCounts& counts = update.counts;
+    list[i] = py::make_tuple(update.request_id, std::move(new_tokens), static_cast<int32_t>(update.reason),
+                             counts.rounds, counts.drafted, counts.accepted, counts.cached, update.status,
+                             std::move(scores), python_exception(update.error));
   }
   return list;
 }
 
-// The view of what should be a tensor, which `tensor` keeps alive.
+// Returns a view of a tensor, which `tensor` keeps alive. Throws TypeError for other objects.
 TensorView named_tensor(const char* op, const char* name, const py::object& object, PyTensor& tensor) try {
   TensorView view;
   if (!tensor.load(object.ptr(), view)) throw py::error_already_set();
@@ -199,7 +201,7 @@ TensorView named_tensor(const char* op, const char* name, const py::object& obje
   throw TypeError(std::string(op) + ": " + name + " " + error.what());
 }
 
-// The tokens of a list of ints or of an int32 tensor on the CPU.
+// Returns the tokens of a list of ints or of an int32 tensor on the CPU.
 std::vector<int64_t> token_list(const char* op, const char* name, const py::object& tokens) {
   if (py::isinstance<py::list>(tokens) || py::isinstance<py::tuple>(tokens)) {
     try {
@@ -218,7 +220,7 @@ std::vector<int64_t> token_list(const char* op, const char* name, const py::obje
   return {data, data + length};
 }
 
-// An object of Python's that is held without the GIL; null for None.
+// Holds a Python object where the GIL is not held; null for None.
 std::shared_ptr<void> held(py::object object) {
   if (object.is_none()) return nullptr;
   return {object.release().ptr(), [](void* pointer) {
@@ -231,7 +233,7 @@ scheduler::Submission submission(const char* op, const py::object& prompt, int64
                                  const py::object& stop_tokens, float temperature, int32_t top_k, float top_p,
                                  float min_p, int64_t seed, int64_t min_new_tokens, int64_t num_logprobs,
                                  int64_t ngram_group, int64_t max_nodes, bool streams, const py::object& extra,
-                                 bool constrained, bool written, int64_t priority, int64_t timeout_ns) {
+                                 bool constrained, bool migrated, int64_t priority, int64_t timeout_ns) {
   return {.prompt = token_list(op, "prompt", prompt),
           .max_new_tokens = max_new_tokens,
           .stop_tokens = token_list(op, "stop_tokens", stop_tokens),
@@ -243,7 +245,7 @@ scheduler::Submission submission(const char* op, const py::object& prompt, int64
           .max_nodes = max_nodes,
           .extra = held(extra),
           .constrained = constrained,
-          .written = written,
+          .migrated = migrated,
           .priority = priority,
           .timeout_ns = timeout_ns};
 }
@@ -420,15 +422,15 @@ void add_scheduler(py::module_& m) {
           [](PyScheduler& s, const py::object& prompt, int64_t max_new_tokens, const py::object& stop_tokens,
              float temperature, int32_t top_k, float top_p, float min_p, int64_t seed, int64_t min_new_tokens,
              int64_t num_logprobs, int64_t ngram_group, int64_t max_nodes, bool streams, const py::object& extra,
-             bool constrained, bool written, int64_t priority, int64_t timeout_ns) {
+             bool constrained, bool migrated, int64_t priority, int64_t timeout_ns) {
             return s.submit(submission("submit", prompt, max_new_tokens, stop_tokens, temperature, top_k, top_p, min_p,
                                        seed, min_new_tokens, num_logprobs, ngram_group, max_nodes, streams, extra,
-                                       constrained, written, priority, timeout_ns));
+                                       constrained, migrated, priority, timeout_ns));
           },
           "prompt"_a, "max_new_tokens"_a, "stop_tokens"_a = py::tuple(), py::kw_only(), "temperature"_a = 0.0f,
           "top_k"_a = 0, "top_p"_a = 1.0f, "min_p"_a = 0.0f, "seed"_a = 0, "min_new_tokens"_a = 0,
           "num_logprobs"_a = -1, "ngram_group"_a = 0, "max_nodes"_a = 0, "streams"_a = true, "extra"_a = py::none(),
-          "constrained"_a = false, "written"_a = false, "priority"_a = 0, "timeout_ns"_a = 0)
+          "constrained"_a = false, "migrated"_a = false, "priority"_a = 0, "timeout_ns"_a = 0)
       .def("submit_many", &submit_many, "requests"_a)
       .def("cancel", &PyScheduler::cancel)
       .def("measure_rounds", &PyScheduler::measure_rounds, "batches"_a, Release())
@@ -449,7 +451,7 @@ void add_scheduler(py::module_& m) {
           "set_graphs",
           [](PyScheduler& s, const std::map<RoundGraphs::Size, std::vector<intptr_t>>& graphs) {
             s.set_graphs(graphs);
-            s.forget_rounds();
+            s.reset_rounds();
           },
           "graphs"_a)
       .def("take", &take, "wait"_a = true)

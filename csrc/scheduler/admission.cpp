@@ -12,7 +12,7 @@ int64_t pages_for(const Config& config, int64_t seq_len) {
 
 int64_t pages_held(const Config& config, int64_t seq_len, int64_t ahead) {
   const int64_t whole = pages_for(config, seq_len);
-  // Of the first page and the last one only a part may be seen.
+  // The window may see only a part of the first page and of the last.
   const int64_t of_window = (config.window + ahead + config.page_size - 1) / config.page_size + 1;
   return config.window == 0 ? whole : std::min(whole, of_window);
 }

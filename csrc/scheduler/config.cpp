@@ -25,11 +25,11 @@ std::vector<std::vector<int64_t>> Config::all_rows() const {
 
 void check_config(const Config& config) {
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
-  constexpr int64_t kMostSlots = 1 << 20, kWidest = 1 << 16;  // so that no number of words leaves 64 bits
+  constexpr int64_t kMostSlots = 1 << 20, kWidest = 1 << 16;  // so that word counts fit 64 bits
   Check check("Scheduler");
   check.range("num_slots", config.num_slots, 1, kMostSlots);
   check.range("page_size", config.page_size, 1, kMost);
-  check.range("window", config.window, 0, config.prefix_cache ? 0 : kMost);  // cached pages are kept
+  check.range("window", config.window, 0, config.prefix_cache ? 0 : kMost);  // cached pages are never given back
   check.range("max_len", config.max_len, 2, kMost);
   check.range("accept_width", config.accept_width, 1, kWidest);
   check.range("max_stops", config.max_stops, 0, kWidest);
@@ -41,7 +41,7 @@ void check_config(const Config& config) {
   check.that(!config.batch_sizes.empty(), "batch_sizes", "is empty", "at least 1 size");
   int64_t smallest_batch = 1;
   for (const int64_t batch : config.batch_sizes) {
-    check.range("batch_sizes (rising)", batch, smallest_batch, config.num_slots);
+    check.range("batch_sizes (increasing)", batch, smallest_batch, config.num_slots);
     smallest_batch = batch + 1;
   }
   check_rows(check, "batch_sizes", config.batch_sizes, config.rows);
@@ -60,7 +60,7 @@ void check_config(const Config& config) {
     check.that(config.max_idle_rounds == 0 || config.rows[i].front() == config.batch_sizes[i], "max_idle_rounds",
                {"is ", config.max_idle_rounds},
                {"0 (rounds of ", config.batch_sizes[i], " requests have ", config.rows[i].front(),
-                " rows at least, and a draft rests in those of one each)"});
+                " rows at least, and a draft is idle only in those of one each)"});
   const int64_t smallest = pages_held(config, config.max_len, rows_ahead(config));
   check.that(config.num_pages >= smallest && config.num_pages <= kMost, "num_pages", {"is ", config.num_pages},
              {smallest, " to ", kMost, " (one sequence of max_len tokens must fit)"});

@@ -1,4 +1,4 @@
-// The sizes the scheduler decides with, fixed for its life.
+// The sizes that the scheduler works with, fixed for its life.
 #pragma once
 
 #include <cstdint>
@@ -10,33 +10,33 @@ struct Config {
   int64_t num_slots;
   int64_t num_pages;  // of the pool
   int64_t page_size;
-  int64_t window;                    // rows behind which pages are given back; 0: none are
-  int64_t max_len;                   // tokens of a sequence, with prompt and root
-  int64_t reserve;                   // KV rows a round may touch beyond seq_len
-  int64_t accept_width;              // S: most tokens a round gives a request
+  int64_t window = 0;                // of attention, in rows: pages before it are given back; 0: none are
+  int64_t max_len;                   // most tokens of a sequence, with prompt and root
+  int64_t reserve;                   // KV rows that a round may use beyond seq_len
+  int64_t accept_width;              // S: most tokens that a round gives a request
   int64_t max_stops;                 // most stop tokens of a request
-  int64_t max_logprobs;              // most alternatives to a token whose scores results hold; -1: they hold none
+  int64_t max_logprobs = -1;         // most alternatives to a token in the results; -1: no log-probabilities
   int64_t prefill_chunk;             // most prompt rows of one prefill call
   int64_t prefill_requests;          // most requests of one prefill or activate call
   int64_t rounds_in_flight;          // most rounds launched and not yet read; 1: no overlap
-  bool draft_can_idle = false;       // the draft writes no rows of rounds with a node for each request
-  bool prefix_cache = false;         // pages of requests that end, or run, serve others with the same prefix
-  std::vector<int64_t> batch_sizes;  // rising: a round is padded to the next of them
-  // Of each batch size, rising from it on: how many rows its rounds may have in all.
+  bool draft_can_idle = false;       // the draft writes no rows in rounds of one node per request
+  bool prefix_cache = false;         // pages of requests, ended or running, serve others with the same prefix
+  std::vector<int64_t> batch_sizes;  // increasing: a round is padded to the next of them
+  // The budget levels of each batch size: rows that its rounds may have in all, increasing, at least the batch size.
   std::vector<std::vector<int64_t>> rows;
-  // Of each of these, nodes that a request may have drafted: as many as the round cuts it to and more, whose scores say
-  // what larger rounds would bring. Empty: nothing is known of those.
+  // For each of these, the most nodes that are drafted for a request: at least as many as the round keeps. The scores
+  // of the others predict the gain of higher levels. Empty: nothing is known about those.
   std::vector<std::vector<int64_t>> drafted = {};
-  // A round whose requests all want no drafts has a row for each, whatever `rows` has.
+  // A round whose requests all want no drafts has one row each, even if `rows` has no such level.
   bool plain_rounds = false;
-  // Rounds of a row for each leave the draft at rest, which can keep so many rows of a request, and has to catch up
-  // before more of them, or before it drafts. 0: it does not rest, or need not catch up.
+  // Rounds of one row each leave the draft idle, for at most this many rounds of a request: then, or before it drafts
+  // again, it has to catch up. 0: it is never idle, or need not catch up.
   int64_t max_idle_rounds = 0;
 
-  // Levels that rounds tell apart; 0 where there is nothing to choose.
+  // Returns the number of budget levels of the batch size that has the most; 0 if there is nothing to choose.
   int64_t num_levels() const;
   int64_t max_batch() const { return batch_sizes.back(); }
-  // Of all rounds, the plain ones among them.
+  // Returns the rows of all rounds, plain rounds included, for each batch size.
   std::vector<std::vector<int64_t>> all_rows() const;
 };
 

@@ -1,4 +1,4 @@
-// What rounds take, measured before there are requests: by rounds of requests that nobody has made.
+// Measures what rounds cost before there are requests, by rounds of synthetic requests.
 #include <algorithm>
 #include <cmath>
 #include <functional>
@@ -12,26 +12,26 @@
 namespace specdec::scheduler {
 namespace {
 
-// A size is timed until its two quickest rounds agree, which on a GPU the first two do, and on a busy CPU rounds that
-// are held up or find cold caches do not; but no oftener than kTimedRounds and for no longer than kTimedMost, and only
-// once where that takes kTimedOnce.
+// A size is timed until its two fastest rounds agree within kAgree (on a GPU the first two do; on a busy CPU, rounds
+// that were delayed or found cold caches do not), but at most kTimedRounds times and for kTimedMost, and only once if
+// that takes kTimedOnce.
 constexpr double kAgree = 1.05;
 constexpr int kTimedRounds = 6;
 constexpr int64_t kTimedOnce = 10'000'000, kTimedMost = 40'000'000;  // ns
-// First tokens of different texts; so small that every vocabulary has them.
+// Number of distinct first tokens; so small that every vocabulary has them.
 constexpr int32_t kRoots = 16;
-// What drafts are told of these requests: a group and numbers that no others have.
+// The n-gram group and the first id of these requests, which no others have.
 constexpr int32_t kGroup = std::numeric_limits<int32_t>::max();
 constexpr int64_t kFirstId = int64_t{1} << 62;
 
 }  // namespace
 
-// Requests that hold the first slots. Each begins with a token and has no end but max_len. A slot that gets no pages
-// takes no part, as in any round.
-class Scheduler::Trial {
+// Times rounds of synthetic requests that hold the first slots. Each begins with one token and ends only at max_len. A
+// slot that gets no pages takes no part, as in any round.
+class Scheduler::RoundTimer {
  public:
-  // No two requests have the same id, from `next_id` on: to a draft that would be one that comes back.
-  Trial(Scheduler& scheduler, int64_t batch, int64_t& next_id)
+  // Takes distinct ids from `next_id` on: to a draft, an id seen before is a retracted request that comes back.
+  RoundTimer(Scheduler& scheduler, int64_t batch, int64_t& next_id)
       : scheduler_(scheduler), batch_(batch), next_id_(next_id) {
     for (int32_t slot = 0; slot < batch; ++slot) slots_.push_back(slot);
     begin();
@@ -44,11 +44,11 @@ class Scheduler::Trial {
     scheduler_.send({});
   }
 
-  // Returns the least time of some rounds with so many rows, in nanoseconds of the device's own clock.
+  // Returns the least duration of some rounds with this many rows, in nanoseconds of the device's clock.
   int64_t time_round(int64_t rows) {
     return least_of([&] {
       keep_short();
-      if (has_rested_ && rows > batch_) launch(kCatchUp);
+      if (draft_idled_ && rows > batch_) launch(kCatchUp);
       const int64_t number = launch(rows);
       wait_for(number);
       const int64_t ns = results().ended_at(number) - results().started_at(number);
@@ -56,8 +56,8 @@ class Scheduler::Trial {
     });
   }
 
-  // Returns the least time, in nanoseconds of the device's own clock, that lies between two rounds when a draft catches
-  // up between them. The device has all of it before it is done with the first.
+  // Returns the least time between two rounds with a catch-up in between, in nanoseconds of the device's clock. The
+  // device has all three launches before it is done with the first.
   int64_t time_catch_up() {
     return least_of([&] {
       keep_short();
@@ -72,9 +72,9 @@ class Scheduler::Trial {
 
  private:
   struct Timed {
-    int64_t ns, whole;  // with what it needed around it
+    int64_t ns, whole;  // `whole` includes the launches around it
   };
-  // Returns the least of what is timed, which goes on until two times are much the same.
+  // Returns the least time; repeats until two times agree.
   static int64_t least_of(const std::function<Timed()>& time) {
     auto [least, spent] = time();
     int64_t second = spent < kTimedOnce ? std::numeric_limits<int64_t>::max() : least;
@@ -112,16 +112,16 @@ class Scheduler::Trial {
     scheduler_.send({.activated = activated});
     for_each_part(std::span<const int32_t>(slots_), most, [&](auto part) { scheduler_.executor_.activate(part); });
     longest_ = 0;
-    has_rested_ = false;
+    draft_idled_ = false;
   }
 
-  // Calls with no more than `most` of them at a time.
+  // Calls with at most `most` elements at a time.
   template <class T, class Call>
   static void for_each_part(std::span<const T> all, int64_t most, Call&& call) {
     for (int64_t i = 0; i < std::ssize(all); i += most) call(all.subspan(i, std::min(most, std::ssize(all) - i)));
   }
 
-  // A request that came to its end would take no part: it begins anew well before.
+  // Restarts the requests well before they reach max_len, where they would take no part in rounds.
   void keep_short() {
     if (longest_ + 2 * scheduler_.config_.accept_width <= scheduler_.config_.max_len / 2 || longest_ == 0) return;
     end();
@@ -133,13 +133,13 @@ class Scheduler::Trial {
     scheduler_.wait_until([&] { return results().is_published(number); });
   }
 
-  // Returns the number of the round, unless drafts catch up.
+  // Launches a round and returns its number (none for a catch-up).
   int64_t launch(int64_t rows) {
     const Config& config = scheduler_.config_;
     const int64_t number = scheduler_.num_launched_;
     scheduler_.send({.slots = slots_}, batch_, rows, rows_for(config, longest_));
     if (rows != kCatchUp) longest_ += config.accept_width;
-    has_rested_ = config.max_idle_rounds > 0 && rows == batch_;
+    draft_idled_ = config.max_idle_rounds > 0 && rows == batch_;
     return number;
   }
 
@@ -148,7 +148,7 @@ class Scheduler::Trial {
   int64_t& next_id_;
   std::vector<int32_t> slots_;
   int64_t longest_ = 0;  // no text has more rows
-  bool has_rested_ = false;
+  bool draft_idled_ = false;
 };
 
 void Scheduler::measure_rounds(const std::vector<int64_t>& batches) {
@@ -159,13 +159,14 @@ void Scheduler::measure_rounds(const std::vector<int64_t>& batches) {
   const bool rise = std::ranges::adjacent_find(batches, std::greater_equal<>()) == batches.end();
   if (!rise || !std::ranges::includes(sizes, batches) || batches.empty() || batches.front() != sizes.front() ||
       batches.back() != sizes.back())
-    throw ValueError("measure_rounds: batches is " + text_of(batches) + ", expected rising ones of " + text_of(sizes) +
+    throw ValueError("measure_rounds: batches is " + text_of(batches) + ", expected increasing ones of " + text_of(sizes) +
                      ", the first and the last among them");
   std::vector<std::vector<double>> us(sizes.size());
   std::vector<double> catch_up(config_.max_idle_rounds > 0 ? sizes.size() : 0);
   int64_t next_id = kFirstId;
-  size_t before = 0;                                  // the size that was timed last
-  const auto us_at = [&](size_t size, double each) {  // with so many rows a request, between those that were timed
+  size_t before = 0;  // the size that was timed last
+  // Returns the us of a round with `each` rows per request, interpolated between timed levels.
+  const auto us_at = [&](size_t size, double each) {
     const double rows = each * static_cast<double>(sizes[size]);
     size_t next = 0;
     while (next + 1 < us[size].size() && static_cast<double>(config_.rows[size][next]) < rows) ++next;
@@ -176,14 +177,14 @@ void Scheduler::measure_rounds(const std::vector<int64_t>& batches) {
   };
   for (size_t i = 0; i < sizes.size(); ++i) {
     if (!std::ranges::binary_search(batches, sizes[i])) continue;
-    Trial trial(*this, sizes[i], next_id);
-    const auto time = [&](int64_t rows) { return 1e-3 * static_cast<double>(trial.time_round(rows)); };
+    RoundTimer timer(*this, sizes[i], next_id);
+    const auto time = [&](int64_t rows) { return 1e-3 * static_cast<double>(timer.time_round(rows)); };
     for (const int64_t rows : config_.rows[i]) us[i].push_back(time(rows));
     for (size_t level = us[i].size() - 1;
-         level-- > 0;)  // one that takes longer than with more rows was held up, perhaps
+         level-- > 0;)  // a round that took longer than one of more rows may have been delayed
       if (us[i][level] > us[i][level + 1]) us[i][level] = std::min(us[i][level], time(config_.rows[i][level]));
-    if (config_.max_idle_rounds > 0) catch_up[i] = 1e-3 * static_cast<double>(trial.time_catch_up());
-    trial.end();
+    if (config_.max_idle_rounds > 0) catch_up[i] = 1e-3 * static_cast<double>(timer.time_catch_up());
+    timer.end();
     for (size_t j = before + 1; j < i; ++j) {
       const double share =
           static_cast<double>(sizes[j] - sizes[before]) / static_cast<double>(sizes[i] - sizes[before]);
@@ -207,7 +208,7 @@ void Scheduler::set_costs(RoundCosts costs) {
                      " with rows up to " + text_of(config_.rows.back()));
   if (costs.catch_up.empty() != (config_.max_idle_rounds == 0))
     throw ValueError(std::string("set_costs: costs is ") + (costs.catch_up.empty() ? "without" : "with") +
-                     " catch_up, expected it where a draft rests (max_idle_rounds is " +
+                     " catch_up, expected it if a draft can be idle (max_idle_rounds is " +
                      std::to_string(config_.max_idle_rounds) + ")");
   budget_.set_costs(std::move(costs));
 }

@@ -1,4 +1,4 @@
-// The loop stands still between two turns, with nothing in flight, while another thread works on what rounds work on.
+// Pauses the loop between two turns, with nothing in flight, while another thread changes state that rounds use.
 #include <stdexcept>
 
 #include "scheduler/scheduler.h"
@@ -9,24 +9,24 @@ namespace specdec::scheduler {
 
 void Scheduler::pause(bool restart, int64_t request_id) {
   std::unique_lock lock(mutex_);
-  changed_.wait(lock, [this] { return !pausing_ || over_; });  // whoever came before
-  if (!over_) {
-    pausing_ = true;
-    restarting_ = restart;
-    awaited_ = request_id;
-    changed_.notify_all();
-    changed_.wait(lock, [this] { return stands_still_ || over_; });
+  state_changed_.wait(lock, [this] { return !pause_.requested || finished_; });  // a pause requested before
+  if (!finished_) {
+    pause_.requested = true;
+    pause_.restart = restart;
+    pause_.request_id = request_id;
+    state_changed_.notify_all();
+    state_changed_.wait(lock, [this] { return pause_.reached || finished_; });
   }
-  if (over_) {
-    pausing_ = false;
+  if (finished_) {
+    pause_.requested = false;
     throw std::runtime_error("pause: the scheduler has been stopped, expected one that runs");
   }
 }
 
 void Scheduler::resume() {
   const std::lock_guard lock(mutex_);
-  pausing_ = stands_still_ = false;
-  changed_.notify_all();
+  pause_.requested = pause_.reached = false;
+  state_changed_.notify_all();
 }
 
 std::optional<Held> Scheduler::held(int64_t request_id) const {
@@ -35,34 +35,34 @@ std::optional<Held> Scheduler::held(int64_t request_id) const {
   return Held{request->slot, request->text};
 }
 
-void Scheduler::forget_rounds() {
-  if (!in_flight_.empty()) throw std::runtime_error("forget_rounds: rounds are in flight, expected none");
+void Scheduler::reset_rounds() {
+  if (!in_flight_.empty()) throw std::runtime_error("reset_rounds: rounds are in flight, expected none");
   num_sent_ = num_launched_ = 0;
 }
 
 // --- the loop
 
-// Whether somebody waits for the loop to stand still, and it is time to.
+// Returns whether a pause is requested and its request, if any, runs or has ended.
 bool Scheduler::must_pause() const {
   const std::lock_guard lock(mutex_);
-  if (!pausing_) return false;
-  if (awaited_ < 0 || !alive_.contains(awaited_)) return true;
-  const Request* request = slots_.find(awaited_);
+  if (!pause_.requested) return false;
+  if (pause_.request_id < 0 || !live_ids_.contains(pause_.request_id)) return true;
+  const Request* request = slots_.find(pause_.request_id);
   return request != nullptr && request->running();
 }
 
-void Scheduler::stand_still() {
+void Scheduler::pause_if_requested() {
   if (!must_pause()) return;
-  read_rounds();
-  if (restarting_) {
+  read_all_rounds();
+  if (pause_.restart) {
     while (!slots_.empty()) retract_last();
     empty_cache();
   }
-  deliver();
+  flush();
   std::unique_lock lock(mutex_);
-  stands_still_ = true;
-  changed_.notify_all();
-  changed_.wait(lock, [this] { return !stands_still_; });
+  pause_.reached = true;
+  state_changed_.notify_all();
+  state_changed_.wait(lock, [this] { return !pause_.reached; });
 }
 
 }  // namespace specdec::scheduler

@@ -17,11 +17,11 @@ struct Before {
 class PrefixCache::Node {
  public:
   Node* parent = nullptr;
-  std::vector<int32_t> tokens;                                             // of its own pages, and the one behind them
+  std::vector<int32_t> tokens;                                             // of its own pages, and the one after them
   std::vector<int32_t> places;                                             // of its own pages
   int64_t end = 0;                                                         // pages from the root on
-  int64_t locks = 0;                                                       // on it and on those behind it
-  uint64_t used = 0;                                                       // when
+  int64_t locks = 0;                                                       // on it and on those below it
+  uint64_t used = 0;                                                       // time of last use
   std::map<std::vector<int32_t>, std::unique_ptr<Node>, Before> children;  // by the tokens of their first pages
 
   int64_t size() const { return static_cast<int64_t>(places.size()); }
@@ -44,7 +44,7 @@ std::vector<int32_t> PrefixCache::places(const Node* node) {
   return places;
 }
 
-// The node whose prefix is the longest that the text begins with. One that differs amid its pages is cut in two.
+// Returns the node of the longest prefix of the text. Splits a node that only begins like the text.
 PrefixCache::Node* PrefixCache::descend(Tokens text, int64_t most_pages) {
   const int64_t most = std::min(most_pages, (std::ssize(text) - 1) / page_size_);
   Node* node = root_.get();
@@ -61,7 +61,7 @@ PrefixCache::Node* PrefixCache::descend(Tokens text, int64_t most_pages) {
   return node;
 }
 
-// Puts a node with the first pages in front of this one, which keeps the others: whoever has locked it means its end.
+// Inserts a parent with the first pages above this node, which keeps the others, since locks on it mean its end.
 PrefixCache::Node* PrefixCache::split(Node* node, int64_t pages) {
   auto& siblings = node->parent->children;
   const auto cut = pages * page_size_;
@@ -146,7 +146,7 @@ std::vector<int32_t> PrefixCache::evict(int64_t count) {
 
 std::vector<int32_t> PrefixCache::clear() {
   std::vector<int32_t> gone;
-  // A text may be cut into as many nodes as it has pages: their destructors are not to be called within each other.
+  // A text may be split into as many nodes as it has pages: their destructors must not nest.
   std::vector<std::unique_ptr<Node>> nodes;
   nodes.push_back(std::exchange(root_, std::make_unique<Node>()));
   while (!nodes.empty()) {
@@ -161,7 +161,7 @@ std::vector<int32_t> PrefixCache::clear() {
   return gone;
 }
 
-// A prefix has been used, and so have those that it begins with.
+// Marks a prefix, and those that it begins with, as used.
 void PrefixCache::touch(Node* node) {
   for (; node->parent != nullptr; node = node->parent) {
     leaves_.erase({node->used, node});
@@ -170,7 +170,7 @@ void PrefixCache::touch(Node* node) {
   }
 }
 
-// Keeps `leaves_` true of a node.
+// Updates the entry of a node in `leaves_`.
 void PrefixCache::enlist(Node* node) {
   if (node->is_free_leaf())
     leaves_.insert({node->used, node});

@@ -1,8 +1,8 @@
-// Which prefixes of texts have their KV in pages that nobody runs on: a radix tree whose edges are whole pages.
+// A radix tree of text prefixes whose KV is cached in pages. Its edges are whole pages.
 //
-// A page stands for its own tokens and for the one behind them, which the last row of a draft head in it has read
-// (round.md, section 8). The tree does not know pages of the pool, but places, in which the device keeps them: places
-// are given away here, and taken back with the pages that are let go of.
+// A page is keyed by its own tokens and the one after them, which the last row of a draft head in it has read
+// (round.md, section 8). The tree does not know pages of the pool, only places in which the device keeps them: it
+// assigns places to cached pages, and gets them back when it evicts these.
 #pragma once
 
 #include <cstdint>
@@ -18,28 +18,28 @@ namespace specdec::scheduler {
 
 class PrefixCache {
  public:
-  // A prefix, from the root on. Its pages stay while anybody has locked it or one that it begins.
+  // A prefix, from the root on. Its pages stay while it, or a prefix that it begins, is locked.
   class Node;
 
-  // With 0 places nothing is ever cached.
+  // Creates an empty cache. With 0 places it never caches anything.
   PrefixCache(int64_t num_places, int64_t page_size);
   ~PrefixCache();
 
-  // The longest cached prefix of a text, of `most_pages` at most. Valid until the next call, unless it is locked.
+  // Returns the longest cached prefix of a text, at most `most_pages` long. Valid until the next call, unless locked.
   Node* find(Tokens text, int64_t most_pages);
-  // Adds what is missing of the text's first pages, as far as there are places; as find otherwise.
+  // Adds the missing ones of the text's first pages, as far as there are places, and returns the prefix as find does.
   Node* insert(Tokens text, int64_t pages);
   void lock(Node* node);
   void unlock(Node* node);
 
-  // Pages of a prefix, and where they are.
+  // Returns the number of pages of a prefix, and their places.
   static int64_t num_pages(const Node* node);
   static std::vector<int32_t> places(const Node* node);
 
-  // Lets go of `count` pages, or of all that nobody has locked, and returns their places: last pages of prefixes that
-  // begin no other, those first that were not used for the longest time.
+  // Evicts `count` pages, or all that are not locked, and returns their places: last pages of prefixes that begin no
+  // other, least recently used first.
   std::vector<int32_t> evict(int64_t count);
-  // Lets go of everything, locks included: no node is valid any more.
+  // Evicts everything, locked or not. Invalidates all nodes.
   std::vector<int32_t> clear();
 
   int64_t num_places() const { return num_places_; }
@@ -53,9 +53,9 @@ class PrefixCache {
   void enlist(Node* node);
 
   const int64_t num_places_, page_size_;
-  std::vector<int32_t> free_;  // places, the next one to give away at the back
+  std::vector<int32_t> free_;  // places, the next one last
   std::unique_ptr<Node> root_;
-  std::set<std::pair<uint64_t, Node*>> leaves_;  // that nobody has locked, by when they were used
+  std::set<std::pair<uint64_t, Node*>> leaves_;  // not locked, least recently used first
   uint64_t clock_ = 0;
   int64_t num_locked_ = 0;  // pages
 };

@@ -38,7 +38,7 @@ void Recorder::add(Work work, int64_t begin, int64_t end) {
   nanoseconds_[static_cast<int>(work)] += end - begin;
   if (!traces_) return;
   const std::lock_guard lock(mutex_);
-  if (events_.size() < kMostEvents) events_.push_back({work, begin, end});
+  if (events_.size() < kMaxEvents) events_.push_back({work, begin, end});
 }
 
 void Recorder::add_round(int64_t started_at, int64_t ended_at, int64_t requests, size_t size, size_t kind,
@@ -62,7 +62,7 @@ void Recorder::add_first_round(int64_t started_at, int64_t ended_at, int64_t req
 void Recorder::trace(const Round& round) {
   if (!traces_) return;
   const std::lock_guard lock(mutex_);
-  if (rounds_.size() < kMostEvents) rounds_.push_back(round);
+  if (rounds_.size() < kMaxEvents) rounds_.push_back(round);
 }
 
 void Recorder::reset() {
@@ -94,7 +94,7 @@ void Recorder::write_trace(const std::string& path) const {
   if (!file) throw std::runtime_error("trace: cannot write " + path);
 
   const std::lock_guard lock(mutex_);
-  // The device's clock is another one; the round that was read soonest after its end says how far it is off.
+  // The device has another clock; the round that was read soonest after its end gives the offset.
   int64_t offset = std::numeric_limits<int64_t>::max(), first = offset;
   for (const Round& round : rounds_) offset = std::min(offset, round.read_at - round.ended_at);
   for (const Event& event : events_) first = std::min(first, event.begin);
@@ -118,7 +118,7 @@ void Recorder::write_trace(const std::string& path) const {
                  static_cast<long long>(round.requests), static_cast<long long>(round.nodes));
   }
   std::fprintf(file.get(), "{\"name\": \"end\", \"ph\": \"M\", \"pid\": 0}\n]}\n");
-  if (std::fflush(file.get()) != 0 || std::ferror(file.get()))  // the disk is full, say
+  if (std::fflush(file.get()) != 0 || std::ferror(file.get()))  // for example, the disk is full
     throw std::runtime_error("trace: cannot write " + path);
 }
 

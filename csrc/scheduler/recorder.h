@@ -1,4 +1,4 @@
-// Where the time goes: totals for each kind of work, NVTX ranges, and on request a trace of every piece.
+// Records where the time goes: totals for each kind of work, NVTX ranges, and on request a trace of every span.
 #pragma once
 
 #include <array>
@@ -10,39 +10,39 @@
 
 namespace specdec::scheduler {
 
-// What the loop's thread does. A turn contains the others: `kAdmit` is who joins and who leaves, `kPrefill` the
-// executor's begin, prefill and activate, `kPlan` the choice of a round, with its record of commands (`kCommands`) and
-// its launch (`kLaunch`), `kWait` waiting for the device, `kRead` what a round's results change, `kEmit` the hand-over
-// of what requests have gained.
+// The work of the loop's thread. A turn contains the others: `kAdmit` admits and ends requests, `kPrefill` is the
+// executor's begin, prefill and activate, `kPlan` chooses a round, with its command record (`kCommands`) and its launch
+// (`kLaunch`), `kWait` waits for the device, `kRead` applies a round's results, `kEmit` publishes the requests'
+// updates.
 enum class Work { kTurn, kAdmit, kPrefill, kPlan, kCommands, kLaunch, kWait, kRead, kEmit };
 constexpr int kNumWorks = 9;
 
 class Recorder {
  public:
-  // `rows`: of each batch size those of its rounds.
+  // `rows[i]` are the rows that rounds of batch size i may have.
   Recorder(bool traces, const std::vector<std::vector<int64_t>>& rows);
 
   void add(Work work, int64_t begin, int64_t end);
-  // A round of so many requests that verified rows[size][kind] nodes, in ns of the device's clock, that was read now.
-  // `follows`: the one before it was in flight when it was launched, and nothing else was in between, so that the
-  // device should have gone from one to the other at once.
+  // Records a round of this many requests that verified rows[size][kind] nodes, in ns of the device's clock, and was
+  // read now. `follows`: it was launched while the round before was in flight, with no other work in between, so the
+  // device should have started it at once.
   void add_round(int64_t started_at, int64_t ended_at, int64_t requests, size_t size, size_t kind, bool follows);
 
-  // The first round of so many requests, which is in no total: the trace alone shows it.
+  // Records the first round of this many requests in the trace, but in no total.
   void add_first_round(int64_t started_at, int64_t ended_at, int64_t requests);
 
-  // Forgets all that was recorded.
+  // Forgets everything recorded.
   void reset();
 
-  // May be called from any thread. All but the counts of rounds and requests in them are nanoseconds. `host` is the
-  // loop's time without `wait` and `prefill`.
+  // Totals in nanoseconds, except for the counts of rounds and of requests in them. `host` is the loop's time without
+  // `wait` and `prefill`. `totals` may be called from any thread.
   struct Totals {
     int64_t rounds, requests, host, wait, prefill, device, following, gaps;
   };
   Totals totals() const;
-  std::vector<std::vector<int64_t>> rounds_by_rows() const;  // of each batch size
+  std::vector<std::vector<int64_t>> rounds_by_rows() const;  // [size][kind]
 
-  // Returns the trace in the format of chrome://tracing and Perfetto. May be called from any thread.
+  // Writes the trace in the format of chrome://tracing and Perfetto. May be called from any thread.
   void write_trace(const std::string& path) const;
 
  private:
@@ -51,14 +51,14 @@ class Recorder {
     int64_t begin, end;
   };
   struct Round {
-    int64_t started_at, ended_at, read_at, requests, nodes;  // of a first round 0 nodes
+    int64_t started_at, ended_at, read_at, requests, nodes;  // 0 nodes: a first round
   };
-  static constexpr size_t kMostEvents = 1 << 20;  // then a trace ends
+  static constexpr size_t kMaxEvents = 1 << 20;  // then the trace ends
   void trace(const Round& round);
 
   const bool traces_;
   const std::vector<std::vector<int64_t>> rows_;
-  mutable std::mutex mutex_;  // of what is traced
+  mutable std::mutex mutex_;  // guards events_ and rounds_
   std::vector<Event> events_;
   std::vector<Round> rounds_;
   int64_t last_ended_at_ = 0;
@@ -67,7 +67,7 @@ class Recorder {
   std::vector<std::vector<std::atomic<int64_t>>> by_rows_;
 };
 
-// A piece of work, from here to the end of the scope.
+// Records work from here to the end of the scope.
 class Span {
  public:
   Span(Recorder& recorder, Work work);

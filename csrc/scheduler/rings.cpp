@@ -11,7 +11,7 @@ namespace {
 
 int32_t load(int32_t& word) { return std::atomic_ref(word).load(std::memory_order_acquire); }
 
-// Copies values to `out` and fills up with -1 to `size`.
+// Copies values to `out` and pads them with -1 to `size`.
 void write_padded(int32_t* out, std::span<const int32_t> values, int64_t size) {
   std::fill(std::ranges::copy(values, out).out, out + size, -1);
 }

@@ -1,4 +1,4 @@
-// The host's ends of the two rings (round/records.h).
+// The host's side of the two rings (round/records.h).
 #pragma once
 
 #include <span>
@@ -9,14 +9,14 @@
 
 namespace specdec::scheduler {
 
-// Memory of a ring; pinned where the device is a GPU.
+// Memory of a ring; pinned if the device is a GPU.
 struct RingMemory {
   int32_t* words;  // [depth, width]
   int64_t depth, width;
   int32_t* row(int64_t number) const { return words + round::ring_row(number, depth) * width; }
 };
 
-// What one record tells the device.
+// The contents of one command record.
 struct Commands {
   std::span<Request* const> activated = {};
   std::span<const int32_t> slots = {};       // of the round
@@ -27,7 +27,7 @@ class CommandRing {
  public:
   CommandRing(const RingMemory& memory, const round::CommandLayout& layout) : memory_(memory), layout_(layout) {}
 
-  // Whether the row of record `number` may be written: the record there before has been applied.
+  // Returns whether the row of record `number` may be written, i.e. the record there before has been applied.
   bool is_free(int64_t number) const;
   void write(int64_t number, const Commands& commands) const;
 
@@ -41,12 +41,12 @@ struct RowResult {
   int64_t num_valid;
   int32_t finish_reason, status, num_nodes;
   const int32_t* tokens;  // [accept_width]
-  // Where the request asked for them, floats as their bits.
+  // Only if the request wants them; floats as bits.
   const int32_t* logprobs;                // [accept_width]
   const int32_t *top_ids, *top_logprobs;  // [accept_width, top_n]
   int64_t top_n;
 
-  // Appends those of the first `count` tokens.
+  // Appends the scores of the first `count` tokens.
   void add_scores(int64_t count, int64_t num_logprobs, Scores& scores) const;
 };
 
@@ -63,7 +63,7 @@ class ResultRing {
   bool is_published(int64_t number) const;
   RowResult row(int64_t number, int64_t b) const;
   LevelResult levels(int64_t number) const;
-  // Nanoseconds of the device's clock.
+  // Return times in nanoseconds of the device's clock.
   int64_t started_at(int64_t number) const { return time(number, round::ResultLayout::kStarted); }
   int64_t ended_at(int64_t number) const { return time(number, round::ResultLayout::kEnded); }
 

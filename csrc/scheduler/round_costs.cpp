@@ -50,14 +50,14 @@ void check_rows(const Check& check, const char* batches_name, const std::vector<
   for (size_t i = 0; i < rows.size(); ++i)
     if (!increases_from(rows[i], batches[i]))
       check.that(false, ("rows[" + std::to_string(i) + "]").c_str(), {"is ", text_of(rows[i])},
-                 {"rising numbers from ", batches[i], " on, a row for each request"});
+                 {"increasing values from ", batches[i], " on, at least a row per request"});
 }
 
 RoundCosts::RoundCosts(std::vector<int64_t> batches_, std::vector<std::vector<int64_t>> rows_,
                        std::vector<std::vector<double>> us_, std::vector<double> catch_up_)
     : batches(std::move(batches_)), rows(std::move(rows_)), us(std::move(us_)), catch_up(std::move(catch_up_)) {
   const Check check("RoundCosts");
-  check.that(increases_from(batches, 1), "batches", {"is ", text_of(batches)}, "rising numbers from 1 on");
+  check.that(increases_from(batches, 1), "batches", {"is ", text_of(batches)}, "increasing values from 1 on");
   check_rows(check, "batches", batches, rows);
   std::vector<int64_t> widths, given;
   for (const auto& each : rows) widths.push_back(std::ssize(each));

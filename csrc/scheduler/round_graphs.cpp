@@ -1,4 +1,4 @@
-// A build without CUDA has no graphs, and no stream to ask.
+// Stubs for builds without CUDA, which have no graphs and no streams.
 #include "scheduler/round_graphs.h"
 
 #ifndef SPECDEC_WITH_CUDA

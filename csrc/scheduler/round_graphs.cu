@@ -11,7 +11,7 @@ namespace {
 constexpr const char* kName = "round graph";
 constexpr int kThreads = 256, kMostBlocks = 512;
 
-// A word of 1, 2 or 4 bytes, `count` times.
+// Writes a word of 1, 2 or 4 bytes `count` times.
 template <class T>
 __global__ void __launch_bounds__(kThreads) fill_kernel(T* out, T value, size_t count) {
   const size_t step = static_cast<size_t>(gridDim.x) * kThreads;
@@ -34,7 +34,7 @@ cudaGraphNode_t add_fill(cudaGraph_t graph, const std::vector<cudaGraphNode_t>& 
   return node;
 }
 
-// The nodes that `get` (of a graph or of a node) has to give.
+// Returns the nodes that `get` lists, for a graph or a node.
 template <class Get>
 std::vector<cudaGraphNode_t> nodes_of(Get&& get) {
   size_t count = 0;
@@ -44,14 +44,14 @@ std::vector<cudaGraphNode_t> nodes_of(Get&& get) {
   return nodes;
 }
 
-#if CUDART_VERSION >= 13000  // where these take what kind the edges are, which of a memset are plain
+#if CUDART_VERSION >= 13000  // here these take edge types; edges of a memset are plain
 #define SD_PLAIN_EDGES nullptr,
 #else
 #define SD_PLAIN_EDGES
 #endif
 
-// Kernels in place of memsets. Kernels one behind the other the device starts by itself; each memset between them, of
-// which cuBLAS captures dozens in a round of many rows, costs the host one to two microseconds of every launch.
+// Replaces memsets by kernels. The device starts consecutive kernels by itself; each memset between them (cuBLAS
+// captures dozens in a round of many rows) costs the host one to two microseconds per launch.
 void replace_memsets(cudaGraph_t graph) {
   for (cudaGraphNode_t node :
        nodes_of([&](cudaGraphNode_t* nodes, size_t* count) { return cudaGraphGetNodes(graph, nodes, count); })) {
@@ -65,14 +65,15 @@ void replace_memsets(cudaGraph_t graph) {
     const auto before = nodes_of([&](cudaGraphNode_t* nodes, size_t* count) {
       return cudaGraphNodeGetDependencies(node, nodes, SD_PLAIN_EDGES count);
     });
-    const auto behind = nodes_of([&](cudaGraphNode_t* nodes, size_t* count) {
+    const auto draft_lag = nodes_of([&](cudaGraphNode_t* nodes, size_t* count) {
       return cudaGraphNodeGetDependentNodes(node, nodes, SD_PLAIN_EDGES count);
     });
     const cudaGraphNode_t fill = set.elementSize == 4   ? add_fill<uint32_t>(graph, before, set)
                                  : set.elementSize == 2 ? add_fill<uint16_t>(graph, before, set)
                                                         : add_fill<uint8_t>(graph, before, set);
-    const std::vector<cudaGraphNode_t> fills(behind.size(), fill);
-    SD_CUDA_CHECK(kName, cudaGraphAddDependencies(graph, fills.data(), behind.data(), SD_PLAIN_EDGES behind.size()));
+    const std::vector<cudaGraphNode_t> fills(draft_lag.size(), fill);
+    SD_CUDA_CHECK(kName,
+                  cudaGraphAddDependencies(graph, fills.data(), draft_lag.data(), SD_PLAIN_EDGES draft_lag.size()));
     SD_CUDA_CHECK(kName, cudaGraphDestroyNode(node));
   }
 }
@@ -95,12 +96,12 @@ void RoundGraphs::add(const Size& size, const std::vector<CUgraph_st*>& graphs) 
     replace_memsets(graph);
     cudaGraphExec_t& executable = graphs_[size].emplace_back(nullptr);
     SD_CUDA_CHECK(kName, cudaGraphInstantiate(&executable, graph, 0));
-    SD_CUDA_CHECK(kName, cudaGraphUpload(executable, stream_));  // else its first launch would
+    SD_CUDA_CHECK(kName, cudaGraphUpload(executable, stream_));  // else the first launch would do it
   }
 }
 
 bool RoundGraphs::launch(const Size& size, Part part) {
-  const auto graph = graphs_.lower_bound(size);  // the KV of one batch and number of nodes stands side by side, rising
+  const auto graph = graphs_.lower_bound(size);  // KV buckets of one batch and number of nodes are adjacent, increasing
   const auto batch_and_nodes = [](const Size& of) { return std::pair(std::get<0>(of), std::get<1>(of)); };
   if (graph == graphs_.end() || batch_and_nodes(graph->first) != batch_and_nodes(size)) return false;
   const DeviceGuard guard(device_);

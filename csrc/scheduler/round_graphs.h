@@ -14,25 +14,25 @@ namespace specdec::scheduler {
 
 class RoundGraphs {
  public:
-  // The graphs are made on the current device, for this stream.
+  // Uses the current device and this stream.
   explicit RoundGraphs(CUstream_st* stream);
   ~RoundGraphs();
   RoundGraphs(const RoundGraphs&) = delete;
   RoundGraphs& operator=(const RoundGraphs&) = delete;
 
-  // Batch, nodes to verify, KV rows that no slot exceeds.
+  // Batch, nodes to verify, KV bucket (no slot has more rows).
   using Size = std::tuple<int64_t, int64_t, int64_t>;
 
-  // The graphs of rounds of this size, which run one behind the other; their memsets become kernels. What they read and
-  // write must stay where it is.
+  // Adds the graphs of rounds of this size, which run one after another; their memsets become kernels. The memory that
+  // they use must stay where it is.
   void add(const Size& size, const std::vector<CUgraph_st*>& graphs);
-  // Forgets all of them. None of them runs.
+  // Destroys all graphs. None may be running.
   void clear();
-  // Launches the graphs of this batch and so many nodes for the least KV that is enough: all of them, or the first, or
-  // those behind it. False where there are none.
+  // Launches the graphs of this batch and number of nodes with the smallest sufficient KV bucket: all of them, the
+  // first, or the rest. Returns false if there are none.
   enum class Part { kAll, kFirst, kRest };
   bool launch(const Size& size, Part part = Part::kAll);
-  // Whether the stream has work left. Throws where it failed.
+  // Returns whether the stream has work left. Throws if it failed.
   bool busy() const;
 
  private:

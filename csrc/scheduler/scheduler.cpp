@@ -33,11 +33,11 @@ Scheduler::Scheduler(const Config& config, Executor& executor, const RingMemory&
       recorder_(traces, config.all_rows()),
       budget_(config.batch_sizes, config.rows, config.accept_width, config.max_idle_rounds),
       slots_(config.num_slots),
-      cache_(config.prefix_cache ? config.num_pages : 0, config.page_size),
+      prefix_(config.prefix_cache ? config.num_pages : 0, config.page_size),
       last_batch_(config.max_batch()),
       last_rows_(config.rows.back().back()),
       free_pages_(config.num_pages) {
-  for (const auto& each : config.all_rows()) took_.emplace_back(each.size());
+  for (const auto& each : config.all_rows()) last_round_ns_.emplace_back(each.size());
 }
 
 // --- any thread
@@ -63,14 +63,14 @@ std::unique_ptr<Request> Scheduler::make_request(const char* op, const Submissio
   Check check(op);
   const std::vector<int64_t>& prompt = submission.prompt;
   check.that(!prompt.empty(), "prompt", "is empty", "at least 1 token");
-  // One token at least must still be possible. What is short enough also fits the pool: check_config saw to that.
+  // At least one more token must be possible. A prompt that is short enough also fits the pool, by check_config.
   check.that(static_cast<int64_t>(prompt.size()) < config_.max_len, "prompt", {"has ", prompt.size(), " tokens"},
              {"at most ", config_.max_len - 1, " (max_len - 1)"});
   auto request = std::make_unique<Request>();
   request->text = checked_tokens(check, "prompt", prompt);
   request->emitted = static_cast<int64_t>(prompt.size());
   check.that(submission.max_new_tokens >= 1, "max_new_tokens", {"is ", submission.max_new_tokens}, "at least 1");
-  // A larger budget than the device's int32 can hold is no budget: max_len ends the request first.
+  // The device holds an int32. max_len ends the request before a larger limit does.
   request->remaining = std::min(submission.max_new_tokens, config_.max_len);
   request->stop_tokens = checked_tokens(check, "stop_tokens", submission.stop_tokens);
   check.that(static_cast<int64_t>(submission.stop_tokens.size()) <= config_.max_stops, "stop_tokens",
@@ -79,7 +79,7 @@ std::unique_ptr<Request> Scheduler::make_request(const char* op, const Submissio
   request->streams = submission.streams;
   check.that(submission.min_new_tokens >= 0 && submission.min_new_tokens <= submission.max_new_tokens, "min_new_tokens",
              {"is ", submission.min_new_tokens}, "0 to max_new_tokens");
-  if (submission.min_new_tokens > 0)  // what max_len cuts off needs no minimum
+  if (submission.min_new_tokens > 0)  // max_len may end the request earlier
     request->stops_from = static_cast<int32_t>(
         std::min(request->emitted + std::min(submission.min_new_tokens, config_.max_len), config_.max_len));
   check.range("num_logprobs", submission.num_logprobs, -1, config_.max_logprobs);
@@ -89,7 +89,7 @@ std::unique_ptr<Request> Scheduler::make_request(const char* op, const Submissio
   request->ngram_group = static_cast<int32_t>(submission.ngram_group);
   request->extra = submission.extra;
   request->constrained = submission.constrained;
-  request->written = submission.written;
+  request->migrated = submission.migrated;
   constexpr int32_t kLeast = std::numeric_limits<int32_t>::min(), kMost = std::numeric_limits<int32_t>::max();
   check.range("priority", submission.priority, kLeast, kMost);
   request->priority = static_cast<int32_t>(submission.priority);
@@ -101,23 +101,23 @@ std::unique_ptr<Request> Scheduler::make_request(const char* op, const Submissio
   return request;
 }
 
-// Returns the id of the first.
+// Queues requests and returns the id of the first.
 int64_t Scheduler::queue(const char* op, std::span<std::unique_ptr<Request>> requests) {
   const std::lock_guard lock(mutex_);
   if (stopping_)
     throw std::runtime_error(std::string(op).append(": the scheduler has been stopped, expected one that runs"));
   const int64_t first = next_id_;
   for (auto& request : requests) {
-    alive_.insert(request->id = next_id_++);
+    live_ids_.insert(request->id = next_id_++);
     submitted_.push_back(std::move(request));
   }
-  changed_.notify_all();
+  state_changed_.notify_all();
   return first;
 }
 
 bool Scheduler::cancel(int64_t request_id) {
   const std::lock_guard lock(mutex_);
-  if (!alive_.contains(request_id)) return false;
+  if (!live_ids_.contains(request_id)) return false;
   cancelled_.insert(request_id);
   return true;
 }
@@ -125,48 +125,48 @@ bool Scheduler::cancel(int64_t request_id) {
 void Scheduler::stop() {
   const std::lock_guard lock(mutex_);
   stopping_ = true;
-  cancelled_.insert(alive_.begin(), alive_.end());
-  changed_.notify_all();
+  cancelled_.insert(live_ids_.begin(), live_ids_.end());
+  state_changed_.notify_all();
 }
 
 void Scheduler::clear_cache() {
   std::unique_lock lock(mutex_);
-  clearing_ = true;
-  changed_.notify_all();
-  changed_.wait(lock, [this] { return !clearing_ || stopping_ || !looping_; });
+  prefix_.clear_requested = true;
+  state_changed_.notify_all();
+  state_changed_.wait(lock, [this] { return !prefix_.clear_requested || stopping_ || !loop_running_; });
 }
 
 int64_t Scheduler::num_waiting() const {
   const std::lock_guard lock(mutex_);
-  return static_cast<int64_t>(alive_.size()) - num_held_;
+  return static_cast<int64_t>(live_ids_.size()) - num_held_;
 }
 
-bool Scheduler::settled() const {
+bool Scheduler::all_ended() const {
   const std::lock_guard lock(mutex_);
-  return alive_.empty();
+  return live_ids_.empty();
 }
 
 // --- the loop's bookkeeping
 
-void Scheduler::note_tokens(Request& request, FinishReason reason, int32_t status, std::exception_ptr error) {
-  const int64_t num_tokens = request.take_tokens(emissions_.tokens);
-  emissions_.each.push_back(
+void Scheduler::queue_update(Request& request, FinishReason reason, int32_t status, std::exception_ptr error) {
+  const int64_t num_tokens = request.take_tokens(updates_.tokens);
+  updates_.each.push_back(
       {request.id, num_tokens, reason, status, request.counts, request.take_scores(), std::move(error)});
 }
 
 void Scheduler::finish(Request& request, FinishReason reason, int32_t status, std::exception_ptr error) {
-  leave_prefix(request);
-  note_tokens(request, reason, status, std::move(error));
+  release_prefix(request);
+  queue_update(request, reason, status, std::move(error));
   const std::lock_guard lock(mutex_);
-  alive_.erase(request.id);
+  live_ids_.erase(request.id);
 }
 
 void Scheduler::finish_held(Request& request, FinishReason reason, int32_t status, std::exception_ptr error) {
   if (reason != FinishReason::kError) cache_pages(request);
-  leave_prefix(request);
-  leaving_.push_back(request.slot);
+  release_prefix(request);
+  to_deactivate_.push_back(request.slot);
   const auto released = slots_.release(request, RequestState::kFinished);
-  publish();
+  update_counters();
   finish(*released, reason, status, std::move(error));
 }
 
@@ -179,41 +179,40 @@ void Scheduler::enqueue(std::unique_ptr<Request> request) {
 void Scheduler::retract_last() {
   Request& last = slots_.last();
   cache_pages(last);
-  leave_prefix(last);
-  leaving_.push_back(last.slot);
+  release_prefix(last);
+  to_deactivate_.push_back(last.slot);
   enqueue(slots_.release(last, RequestState::kQueued));
   ++num_retractions_;
-  publish();
+  update_counters();
 }
 
-void Scheduler::publish() {
+void Scheduler::update_counters() {
   num_held_ = slots_.size();
-  num_cached_pages_ = cache_.size();
-  num_shared_pages_ = cache_.num_locked();
-  free_pages_ = config_.num_pages - pages_needed(config_, slots_.holders(), 0) - cache_.size();
+  prefix_.num_pages = prefix_.cache.size();
+  prefix_.num_shared_pages = prefix_.cache.num_locked();
+  free_pages_ = config_.num_pages - pages_needed(config_, slots_.holders(), 0) - prefix_.cache.size();
 }
 
-// Carries out what a turn has noted: gives back slots and hands out what requests have gained, whatever the executor
-// throws.
-void Scheduler::deliver() {
+// Deactivates slots and publishes the updates of a turn, even if the executor throws.
+void Scheduler::flush() {
   try {
-    if (!leaving_.empty()) {
-      const auto slots = std::exchange(leaving_, {});
+    if (!to_deactivate_.empty()) {
+      const auto slots = std::exchange(to_deactivate_, {});
       given_back_.insert(given_back_.end(), slots.begin(), slots.end());
       executor_.deactivate(slots);
     }
-    if (!given_back_.empty() && !slots_.any_running()) send({});  // else the next round takes them along
+    if (!given_back_.empty() && !slots_.any_running()) send({});  // else the next round's record does
   } catch (...) {
-    emit();
+    publish_updates();
     throw;
   }
-  emit();
+  publish_updates();
 }
 
-void Scheduler::emit() {
-  if (emissions_.each.empty()) return;
+void Scheduler::publish_updates() {
+  if (updates_.each.empty()) return;
   const Span span(recorder_, Work::kEmit);
-  outbox_.put(emissions_);
+  update_queue_.push(updates_);
 }
 
 }  // namespace specdec::scheduler

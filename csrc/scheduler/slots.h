@@ -1,4 +1,4 @@
-// Which slot holds whom. Slots never move; their holders are kept by rank.
+// Maps slots to requests. A request keeps its slot; the holders of slots are ordered by rank.
 #pragma once
 
 #include <memory>
@@ -18,22 +18,22 @@ class Slots {
 
   // Gives the request the lowest free slot.
   Request& hold(std::unique_ptr<Request> request);
-  // Takes the request out of its slot; `next` is the state it goes on in.
+  // Takes the request out of its slot and puts it into state `next`.
   std::unique_ptr<Request> release(Request& request, RequestState next);
 
-  // The holder of a slot, or the one with this id; null if there is none.
+  // Returns the holder of a slot, or the holder with this id; null if there is none.
   Request* at(int32_t slot) const { return by_slot_[slot]; }
   Request* find(int64_t id) const;
-  // Whether anybody takes part in rounds.
+  // Returns whether any request takes part in rounds.
   bool any_running() const;
   Request& last() const { return *holders_.back(); }
-  // By rank. Invalidated by hold and release.
+  // Returns the holders by rank. Invalidated by hold and release.
   const std::vector<std::unique_ptr<Request>>& holders() const { return holders_; }
 
  private:
   std::vector<std::unique_ptr<Request>> holders_;
   std::vector<Request*> by_slot_;
-  std::vector<int32_t> free_;  // falling, so that the lowest is at the back
+  std::vector<int32_t> free_;  // decreasing, so that the lowest is last
 };
 
 }  // namespace specdec::scheduler

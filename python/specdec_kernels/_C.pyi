@@ -741,7 +741,7 @@ class _Executor(Protocol):
 # Request id, new tokens, finish reason, rounds, drafted, accepted, cached, status; where they were asked for, the
 # tokens' log-probabilities, the ids of the best alternatives to each, and theirs; and what an executor call threw that
 # ended the request.
-Emission: TypeAlias = tuple[
+RequestUpdate: TypeAlias = tuple[
     int,
     list[int],
     int,
@@ -923,7 +923,7 @@ class Scheduler:
         streams: bool = True,
         extra: object = None,
         constrained: bool = False,
-        written: bool = False,
+        migrated: bool = False,
         priority: int = 0,
         timeout_ns: int = 0,
     ) -> int: ...
@@ -953,7 +953,7 @@ class Scheduler:
         """The slot of a request that runs, and its text, whose last token is the root; between `pause` and `resume`."""
     def set_graphs(self, graphs: Mapping[tuple[int, int, int], Sequence[int]]) -> None:
         """Other captured rounds in place of those that there are, and rings as new; between `pause` and `resume`."""
-    def take(self, wait: bool = True) -> list[Emission] | None:
+    def take(self, wait: bool = True) -> list[RequestUpdate] | None:
         """What requests have gained since the last call: with `wait` something, or None once the loop has ended."""
     def write_trace(self, path: str) -> None: ...
     @property

@@ -176,14 +176,15 @@ def test_catching_up_is_measured_between_rounds() -> None:
     with pytest.raises(ValueError) as error:
         Device(flat, 0.5, batch=3).scheduler.set_costs(costs)
     assert (
-        str(error.value) == "set_costs: costs is with catch_up, expected it where a draft rests (max_idle_rounds is 0)"
+        str(error.value)
+        == "set_costs: costs is with catch_up, expected it if a draft can be idle (max_idle_rounds is 0)"
     )
     without = _C.RoundCosts(costs.batches, costs.rows, costs.us)
     with pytest.raises(ValueError) as error:
         Device(flat, 0.5, batch=3, max_idle_rounds=8).scheduler.set_costs(without)
     assert (
         str(error.value)
-        == "set_costs: costs is without catch_up, expected it where a draft rests (max_idle_rounds is 8)"
+        == "set_costs: costs is without catch_up, expected it if a draft can be idle (max_idle_rounds is 8)"
     )
 
 
@@ -219,7 +220,7 @@ def test_what_is_measured_must_be_sizes_of_rounds(batches: list[int]) -> None:
     with pytest.raises(ValueError) as error:
         Device(flat, 0.5, batch=3).scheduler.measure_rounds(batches)
     assert str(error.value) == (
-        f"measure_rounds: batches is {batches}, expected rising ones of [1, 2, 3], the first and the last among them"
+        f"measure_rounds: batches is {batches}, expected increasing ones of [1, 2, 3], the first and the last among them"
     )
 
 

@@ -22,11 +22,21 @@ def test_messages_of_catching_up() -> None:
 @pytest.mark.parametrize(
     ("batches", "rows", "us", "message"),
     [
-        ([], [], [], "batches is [], expected rising numbers from 1 on"),
-        ([1, 1], [[1], [1]], [[1.0], [1.0]], "batches is [1, 1], expected rising numbers from 1 on"),
+        ([], [], [], "batches is [], expected increasing values from 1 on"),
+        ([1, 1], [[1], [1]], [[1.0], [1.0]], "batches is [1, 1], expected increasing values from 1 on"),
         ([1, 2], [[1]], [[1.0]], "rows has 1 lists, expected 2 like batches"),
-        ([2], [[1, 4]], [[1.0, 1.0]], "rows[0] is [1, 4], expected rising numbers from 2 on, a row for each request"),
-        ([1], [[4, 4]], [[1.0, 1.0]], "rows[0] is [4, 4], expected rising numbers from 1 on, a row for each request"),
+        (
+            [2],
+            [[1, 4]],
+            [[1.0, 1.0]],
+            "rows[0] is [1, 4], expected increasing values from 2 on, at least a row per request",
+        ),
+        (
+            [1],
+            [[4, 4]],
+            [[1.0, 1.0]],
+            "rows[0] is [4, 4], expected increasing values from 1 on, at least a row per request",
+        ),
         ([1, 2], [[1], [2, 3]], [[1.0], [1.0]], "us has lists of [1, 1], expected [1, 2] like rows"),
         ([1], [[1, 2]], [[1.0]], "us has lists of [1], expected [2] like rows"),
         ([1], [[1]], [[0.0]], "us has 0.000000, expected times above 0"),

@@ -251,7 +251,7 @@ def rings(sizes: Sizes, depth: int = DEPTH) -> dict[str, Any]:
 DEFAULTS = {
     **{"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0},
     **{"min_new_tokens": 0, "num_logprobs": -1, "ngram_group": 0, "max_nodes": 0, "streams": True, "extra": None},
-    **{"constrained": False, "written": False, "priority": 0, "timeout_ns": 0},
+    **{"constrained": False, "migrated": False, "priority": 0, "timeout_ns": 0},
 }
 
 
@@ -1476,19 +1476,19 @@ def test_submit_wants_ints() -> None:
         ({"max_stops": -1}, "Scheduler: max_stops is -1, expected 0 to 65536"),
         ({"rounds_in_flight": 0}, "Scheduler: rounds_in_flight is 0, expected 1 to 64"),
         ({"batch_sizes": []}, "Scheduler: batch_sizes is empty, expected at least 1 size"),
-        ({"batch_sizes": [1, 4]}, "Scheduler: batch_sizes (rising) is 4, expected 2 to 3"),
-        ({"batch_sizes": [2, 2]}, "Scheduler: batch_sizes (rising) is 2, expected 3 to 3"),
+        ({"batch_sizes": [1, 4]}, "Scheduler: batch_sizes (increasing) is 4, expected 2 to 3"),
+        ({"batch_sizes": [2, 2]}, "Scheduler: batch_sizes (increasing) is 2, expected 3 to 3"),
         ({"rows": []}, "Scheduler: rows has 0 lists, expected 3 like batch_sizes"),
-        ({"rows": [[1], [2], []]}, "Scheduler: rows[2] is [], expected rising numbers from 3 on, a row for each request"),
-        ({"rows": [[1], [1], [3]]}, "Scheduler: rows[1] is [1], expected rising numbers from 2 on, a row for each request"),
+        ({"rows": [[1], [2], []]}, "Scheduler: rows[2] is [], expected increasing values from 3 on, at least a row per request"),
+        ({"rows": [[1], [1], [3]]}, "Scheduler: rows[1] is [1], expected increasing values from 2 on, at least a row per request"),
         ({"rows": [[4, 4], [8], [12]]},
-         "Scheduler: rows[0] is [4, 4], expected rising numbers from 1 on, a row for each request"),
+         "Scheduler: rows[0] is [4, 4], expected increasing values from 1 on, at least a row per request"),
         ({"rows": [[1], [2], [2**31]]}, "Scheduler: rows (the most) is 2147483648, expected 1 to 2147483647"),
         ({"rows": [[1], [2], [*range(3, 36)]]}, "Scheduler: rows (how many of a batch size) is 33, expected 0 to 32"),
         ({"max_idle_rounds": -1}, "Scheduler: max_idle_rounds is -1, expected 0 to 2147483647"),
         ({"max_idle_rounds": 8},
          "Scheduler: max_idle_rounds is 8, expected 0 (rounds of 1 requests have 4 rows at least, "
-         "and a draft rests in those of one each)"),
+         "and a draft is idle only in those of one each)"),
         ({"num_pages": 7}, "Scheduler: num_pages is 7, expected 8 to 2147483647 (one sequence of max_len tokens must fit)"),
         ({"commands": np.zeros((5, 20), np.int32)}, "Scheduler: commands.shape[1] is 20, expected 53 to 2147483647"),
         ({"commands": np.zeros((1, 53), np.int32)}, "Scheduler: commands.shape[0] is 1, expected 2 to 2147483647"),
@@ -1520,7 +1520,7 @@ def test_a_device_that_forgets_to_publish() -> None:
     device.sent[lost].failed = True
     launch = device.launch
     device.launch = lambda *size: launch(*size) if size[0] == 0 else None  # type: ignore[method-assign]
-    with pytest.raises(RuntimeError, match="step: the device is at rest and a record is missing, expected launch to"):
+    with pytest.raises(RuntimeError, match="step: the device is idle and a record is missing, expected launch to"):
         device.step()
     device.launch = launch  # type: ignore[method-assign]
     device.submit([2], 9)

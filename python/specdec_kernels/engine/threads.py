@@ -24,7 +24,7 @@ from ..status import FinishReason
 from .request import BaseRequest, Tell
 
 if TYPE_CHECKING:
-    from .._C import Emission, Scheduler
+    from .._C import RequestUpdate, Scheduler
 
 CLOSED = "Engine is closed, expected an open one"
 
@@ -185,7 +185,7 @@ class Loop:
                 request.fail(error, gone=True)
                 request.tell([request])
 
-    def _hand_out(self, emissions: list[Emission]) -> None:
+    def _hand_out(self, emissions: list[RequestUpdate]) -> None:
         with self._lock:  # who is about to submit has the id, and has not noted the request yet
             requests = [self._requests.get(emission[0]) for emission in emissions]
         told: dict[Tell, list[BaseRequest]] = {}
