@@ -1,18 +1,19 @@
-// The best of many scored things, found one by one.
+// BestList: the k best of a stream of scored ids, kept sorted by insertion.
 #pragma once
 
 #include <cstdint>
 
 namespace specdec {
 
-// The best `limit` of the candidates offered, best first: score descending, then number ascending. One thread.
+// The best `limit` candidates offered, best first: score descending, then id ascending. For one thread.
 template <int kCapacity>
 class BestList {
  public:
   explicit BestList(int limit) : limit_(limit) {}
 
-  // Numbers must rise from call to call: an equal score never displaces an earlier one.
-  void offer(float score, int32_t number) {
+  // Insert a candidate if it is good enough. Ids must increase from call to call: an equal score never displaces an
+  // earlier one.
+  void offer(float score, int32_t id) {
     int i = count_;
     if (count_ == limit_) {
       if (limit_ == 0 || !(score > scores_[--i])) return;
@@ -21,22 +22,22 @@ class BestList {
     }
     for (; i > 0 && score > scores_[i - 1]; --i) {
       scores_[i] = scores_[i - 1];
-      numbers_[i] = numbers_[i - 1];
+      ids_[i] = ids_[i - 1];
     }
     scores_[i] = score;
-    numbers_[i] = number;
+    ids_[i] = id;
   }
 
-  // Whether offer() would list a later number of this score.
-  bool takes(float score) const { return count_ < limit_ || (limit_ > 0 && score > scores_[limit_ - 1]); }
+  // Return whether offer() would insert a later id with this score.
+  bool accepts(float score) const { return count_ < limit_ || (limit_ > 0 && score > scores_[limit_ - 1]); }
 
   int count() const { return count_; }
-  const int32_t* numbers() const { return numbers_; }
+  const int32_t* ids() const { return ids_; }
   const float* scores() const { return scores_; }
 
  private:
   float scores_[kCapacity];
-  int32_t numbers_[kCapacity];
+  int32_t ids_[kCapacity];
   int limit_, count_ = 0;
 };
 

@@ -8,10 +8,10 @@
 
 namespace specdec {
 
-// n ones from bit 0 up, for any n.
+// Return a word whose lowest n bits are set, for any n.
 SD_HD uint64_t low_bits(int64_t n) { return n <= 0 ? 0 : n >= 64 ? ~uint64_t{0} : (uint64_t{1} << n) - 1; }
 
-// Word `word` of a mask in which only bit `bit` is set.
+// Return word `word` of a mask in which only bit `bit` is set.
 SD_HD uint64_t own_bit(int64_t bit, int64_t word) { return bit >> 6 == word ? uint64_t{1} << (bit & 63) : 0; }
 
 SD_HD int count_bits(uint64_t bits) {
@@ -22,7 +22,7 @@ SD_HD int count_bits(uint64_t bits) {
 #endif
 }
 
-// The number of the highest bit set, of which there is one.
+// Return the index of the highest set bit; `bits` is not 0.
 SD_HD int highest_bit(uint64_t bits) {
 #ifdef __CUDA_ARCH__
   return 63 - __clzll(static_cast<long long>(bits));

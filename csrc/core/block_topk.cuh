@@ -1,9 +1,8 @@
-// The k best of many entries that the threads of a block hold, for k much smaller than their number.
+// BlockTopk: the k best of many entries held by the threads of a block, for k much smaller than their id.
 //
-// An entry is a 64-bit key, unique in the block: its score's order_key above its complemented number, so that a larger
-// key is the better entry and equal scores go to the lower number. The k-th largest of the maxima of some groups of
-// threads is a pivot that at least k entries reach and few others do. Only those are listed and ranked against each
-// other.
+// An entry is a 64-bit key, unique in the block: its score's order_key in the high word, its complemented id in the low
+// word. So a larger key is the better entry, and equal scores go to the lower id. The k-th largest of the maxima of
+// groups of threads is a pivot: at least k entries reach it and few others do. Only those are listed and ranked.
 #pragma once
 
 #include "core/cuda.cuh"
@@ -11,16 +10,16 @@
 
 namespace specdec {
 
-constexpr __host__ __device__ uint64_t entry_key(uint32_t score_key, uint32_t number) {
-  return static_cast<uint64_t>(score_key) << 32 | static_cast<uint32_t>(~number);
+constexpr __host__ __device__ uint64_t entry_key(uint32_t score_key, uint32_t id) {
+  return static_cast<uint64_t>(score_key) << 32 | static_cast<uint32_t>(~id);
 }
 constexpr __host__ __device__ uint32_t key_score(uint64_t key) { return static_cast<uint32_t>(key >> 32); }
-constexpr __host__ __device__ uint32_t key_number(uint64_t key) { return ~static_cast<uint32_t>(key); }
+constexpr __host__ __device__ uint32_t key_id(uint64_t key) { return ~static_cast<uint32_t>(key); }
 
 template <int kThreads>
 class BlockTopk {
   static constexpr int kWarps = kThreads / kWarp;
-  static constexpr int kFewLanes = 4;  // of a small group; a large one is a warp
+  static constexpr int kFewLanes = 4;  // lanes of a small group; a large group is a warp
   static constexpr int kMaxGroups = kThreads / kFewLanes;
 
  public:
@@ -36,9 +35,9 @@ class BlockTopk {
 
   __device__ explicit BlockTopk(Storage& storage) : s_(storage) {}
 
-  // A score that at least k entries of the block reach, or 0 where it has not that many groups of threads with
-  // entries. `mine` is a score_key that one of this thread's entries has, its best one if that can be (0: no entries),
-  // `all` whether every thread has some. Called by all threads, as are the others.
+  // Return a score key that at least k entries of the block reach, or 0 if fewer than k groups of threads have entries.
+  // `mine` is the score key of one of this thread's entries, preferably its best (0: no entries); `all` says that every
+  // thread has entries. Like the other methods, called by all threads.
   __device__ uint32_t find_pivot(uint32_t mine, bool all, int k) {
     const bool by_warps = all && 4 * k <= 3 * kWarps;
     const int lanes = by_warps ? kWarp : kFewLanes, groups = kThreads / lanes;
@@ -51,8 +50,8 @@ class BlockTopk {
     if (threadIdx.x == 0) s_.count = 0;
     __syncthreads();
 
-    // The k-th largest maximum is the least that has fewer than k ahead of it.
-    if (groups <= kWarp) {  // then every warp finds it, with a lane or more for each group
+    // The k-th largest maximum is the least one with fewer than k larger ones.
+    if (groups <= kWarp) {  // every warp finds it, with at least one lane per group
       const uint32_t theirs = s_.maxima[lane % groups];
       int ahead = 0;
 #pragma unroll 4
@@ -60,7 +59,7 @@ class BlockTopk {
       return __reduce_min_sync(kFullMask, ahead < k ? theirs : ~0u);
     }
 
-    int ahead = 0;  // of the group of this thread, whose lanes count together
+    int ahead = 0;  // maxima above that of this thread's group, whose lanes count together
 #pragma unroll 2
     for (int i = lane % lanes; i < groups / 4; i += lanes) ahead += num_above(mine, i);
     for (int offset = 1; offset < kFewLanes; offset *= 2) ahead += __shfl_xor_sync(kFullMask, ahead, offset);
@@ -72,19 +71,19 @@ class BlockTopk {
     return pivot;
   }
 
-  // After find_pivot(): the largest `mine` of the block.
+  // Return the largest `mine` of the block; call it after find_pivot().
   __device__ uint32_t best() const {
     uint32_t best = 0;
     for (const uint32_t of_warp : s_.best) best = max(best, of_warp);
     return best;
   }
 
-  // Lists the entries that reach the pivot: at least k, if the block has them. Where those are too many, because many
-  // scores are equal, the keys, which are unique, are bisected for one that at least k entries reach and not more than
-  // fit. visit(least, f) calls f(key) for each of the block's entries with a score_key of at least `least`, in any
-  // threads; it may call it for others too. Ends in a barrier.
+  // List the entries that reach the pivot: at least k, if the block has them. If they are too many, because many scores
+  // are equal, bisect the (unique) keys for one that at least k entries reach and no more than fit. visit(least, f)
+  // calls f(key) for each of the block's entries with a score key of at least `least`, in any thread; it may call it
+  // for others, too. Ends in a barrier.
   template <class Visit>
-  __device__ void collect(uint32_t pivot, int k, uint32_t num_numbers, Visit visit) {
+  __device__ void collect(uint32_t pivot, int k, uint32_t num_ids, Visit visit) {
     const uint64_t reached = static_cast<uint64_t>(pivot) << 32;
     uint64_t low = reached, high = ~uint64_t{0}, least = reached;  // too many reach `low`, too few `high`
     while (true) {
@@ -94,30 +93,31 @@ class BlockTopk {
       __syncthreads();
       const int count = s_.count;
       if (count <= kCapacity && (count >= k || least == reached)) return;
-      if (least == reached) {  // the likeliest: that the pivot's own score is the one shared
+      if (least == reached) {  // most likely, the pivot's own score is the one that many entries share
         least += uint64_t{1} << 32;
       } else {
         (count < k ? high : low) = least;
-        if (key_score(high - 1) == key_score(low)) low = max(low, entry_key(key_score(low), num_numbers - 1));
+        if (key_score(high - 1) == key_score(low)) low = max(low, entry_key(key_score(low), num_ids - 1));
         least = low + (high - low) / 2;
       }
       clear();
     }
   }
 
-  // The list itself: emptied between two barriers, added to by any thread, up to what it holds.
+  // Empty the list, between two barriers.
   __device__ void clear() {
     __syncthreads();
     if (threadIdx.x == 0) s_.count = 0;
     __syncthreads();
   }
+  // Append to the list, up to its capacity; called by any thread.
   __device__ void append(uint64_t key) {
     if (*const_cast<volatile int*>(&s_.count) > kCapacity) return;
     const int at = atomicAdd(&s_.count, 1);
     if (at < kCapacity) s_.list[at] = key;
   }
 
-  // Ranks the list, after a barrier: some thread calls put(place, key) for each of the k best, once.
+  // Rank the list, after a barrier: for each of the k best, one thread calls put(rank, key).
   template <class Put>
   __device__ void rank(int k, Put put) {
     const int count = s_.count;
@@ -139,7 +139,7 @@ class BlockTopk {
   __device__ int count() const { return s_.count; }
 
  private:
-  // How many of the i-th four maxima are above another.
+  // Count how many of the i-th four maxima are larger than `maximum`.
   __device__ int num_above(uint32_t maximum, int i) const {
     const uint4 four = reinterpret_cast<const uint4*>(s_.maxima)[i];
     return (four.x > maximum) + (four.y > maximum) + (four.z > maximum) + (four.w > maximum);

@@ -118,7 +118,7 @@ void Check::common(const char* name, const TensorView& t, Shape shape, Dtypes dt
   for (int i = 0; match && i < t.ndim(); ++i) {
     const ShapeItem& item = shape.begin()[i];
     int64_t want = item.dim ? item.dim->value : item.number;
-    for (int j = 0; want < 0 && j < i; ++j)  // a size that stands twice in one shape
+    for (int j = 0; want < 0 && j < i; ++j)  // a size that occurs twice in one shape
       if (shape.begin()[j].dim == item.dim) want = t.shape(j);
     match = t.shape(i) == want || (item.dim && want < 0);
   }
@@ -128,7 +128,7 @@ void Check::common(const char* name, const TensorView& t, Shape shape, Dtypes dt
   memory(name, t, contiguous_from);
 }
 
-// Where a tensor is, and whether it can be addressed.
+// Check a tensor's device, contiguity, storage and alignment.
 void Check::memory(const char* name, const TensorView& t, int contiguous_from) {
   const DLDevice device = t.dl.device;
   if (device.device_type != kDLCPU && device.device_type != kDLCUDAHost && device.device_type != kDLCUDA)

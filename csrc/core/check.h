@@ -6,7 +6,7 @@
 //   check.tensor("parents", parents, {B, N}, kInt32);         // must agree with them
 //   check.output("out", out, {B}, kInt32);                    // also: writable
 //
-// Messages are `<op>: <argument> <what it is>, expected <what it must be>`. About 6 ns a tensor.
+// Messages read `<op>: <argument> <what it is>, expected <what it must be>`. Costs about 6 ns per tensor.
 #pragma once
 
 #include <concepts>
@@ -20,7 +20,7 @@
 
 namespace specdec {
 
-// A size with a name, bound by the first tensor that has it. -1 is "not met", so empty batches work.
+// A named size, bound by the first tensor that has it. -1 is "not bound", so empty batches work.
 struct Dim {
   const char* name;
   int64_t value = -1;
@@ -44,11 +44,11 @@ constexpr Dtypes kInt32{1}, kInt64{2}, kFloat32{4}, kFloat16{8}, kBFloat16{16}, 
 constexpr Dtypes operator|(Dtypes a, Dtypes b) { return {a.bits | b.bits}; }
 constexpr Dtypes kFloats = kFloat32 | kFloat16 | kBFloat16;
 
-// The one dtype of a checked tensor, as its bit in Dtypes.
+// Return the dtype of a checked tensor, as its bit in Dtypes.
 Dtypes dtype_of(const TensorView& t);
 inline bool operator==(Dtypes a, Dtypes b) { return a.bits == b.bits; }
 
-// A part of a message, which becomes text only where a check fails.
+// A part of a message, formatted only if a check fails.
 class Word {
  public:
   Word(const char* text) : part_(std::string_view(text)) {}
@@ -63,7 +63,7 @@ class Word {
   std::variant<std::string_view, int64_t, double, DLDataType> part_;
 };
 
-// One word, or several in braces: {"is ", value}. Lives until the call it is an argument of returns.
+// One word, or several in braces: {"is ", value}. Lives until the call that it is an argument of returns.
 class Phrase {
  public:
   template <class T>
@@ -82,11 +82,11 @@ class Check {
  public:
   explicit Check(const char* op) : op_(op) {}
 
-  // Contiguous, of this shape and one of these dtypes, on the device of the first tensor checked.
+  // Require a contiguous tensor of this shape and one of these dtypes, on the device of the first tensor checked.
   void tensor(const char* name, const TensorView& t, Shape shape, Dtypes dtypes);
-  // As `tensor`, but only the last dimension need be contiguous.
+  // Like tensor(), but only the last dimension must be contiguous.
   void strided(const char* name, const TensorView& t, Shape shape, Dtypes dtypes);
-  // As `tensor`, and written by the op.
+  // Like tensor(), for a tensor that the op writes.
   void output(const char* name, const TensorView& t, Shape shape, Dtypes dtypes);
   void strided_output(const char* name, const TensorView& t, Shape shape, Dtypes dtypes);
 
@@ -97,25 +97,25 @@ class Check {
     if (t) output(name, *t, shape, dtypes);
   }
 
-  // Memory that the op needs for itself, of any dtype and shape: contiguous, writable, on 16 bytes, and of so many
-  // bytes or more. Null where none are needed and none is given.
+  // Return the op's scratch memory: a contiguous, writable tensor of any dtype and shape, aligned to 16 bytes, with at
+  // least `bytes` bytes. Null if bytes is 0.
   void* workspace(const OptTensor& workspace, int64_t bytes);
 
-  // A number within [low, high].
+  // Require a value within [low, high].
   void range(const char* name, int64_t value, int64_t low, int64_t high);
-  // A factor, which is rounded to float32 after multiplication by `unit`: a finite number above 0.
+  // Return value * unit in float32; requires it to be finite, normal and above 0.
   float factor(const char* name, double value, double unit = 1);
-  // Anything else: `<op>: <name> <is>, expected <expected>` unless ok.
+  // Throw `<op>: <name> <is>, expected <expected>` unless ok.
   void that(bool ok, const char* name, const Phrase& is, const Phrase& expected) const {
     if (!ok) fail(name, is.text(), expected.text());
   }
-  // `slots` may be none (row b is slot b), which needs batch <= num_slots.
+  // Check `slots`, [batch]. If it is absent, row b works for slot b, which requires batch <= num_slots.
   void slots(const OptTensor& slots, Dim& batch, const Dim& num_slots);
 
-  // Where packed rows end, [batch + 1] if there are any: binds the batch.
+  // Check the offsets of packed rows, [batch + 1], if given; binds the batch.
   void packed(const char* name, const OptTensor& cu_seqlens, Dim& batch);
 
-  // For what works on the host alone: the tensors checked so far are there.
+  // Require that the tensors checked so far are on the CPU, for ops without a CUDA half.
   void require_cpu() const;
 
   bool on_cuda() const { return first_.is_cuda(); }
@@ -123,7 +123,7 @@ class Check {
   const char* first_name() const { return first_name_; }
   DLDevice device() const { return first_.dl.device; }
 
-  // The stream to launch on: the `stream=` keyword, else the producer's current one, else the legacy default.
+  // Return the stream to launch on: the `stream=` keyword, else the producer's current stream, else the legacy default.
   void* stream(const CallStream& call) const;
 
  private:

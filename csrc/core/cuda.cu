@@ -42,7 +42,7 @@ Device describe(const char* op, int device) {
 }  // namespace
 
 Device current_device(const char* op) {
-  // Asked once of each device: an op needs the answer twice, and each attribute costs it 30 ns.
+  // Query each device once: an op needs the answer twice, and each attribute costs 30 ns.
   constexpr int kRemembered = 64;
   static std::once_flag asked[kRemembered];
   static Device remembered[kRemembered];

@@ -1,4 +1,4 @@
-// Launching, and what every kernel file needs.
+// Kernel launches with programmatic dependent launch (PDL), error checks, and constants that every kernel file needs.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -9,29 +9,28 @@
 
 namespace specdec {
 
-// Throws CudaError, with the op's name and the place, unless `error` is cudaSuccess.
+// Throw CudaError, with the op's name and the source location, unless `error` is cudaSuccess.
 void check_cuda(cudaError_t error, const char* op, const char* file, int line);
 
 #define SD_CUDA_CHECK(op, expression) ::specdec::check_cuda((expression), op, __FILE__, __LINE__)
-// After every <<<>>>: without a GPU, or with a wrong configuration, only this call says so.
+// Use after every <<<>>>: only this call reports a missing GPU or a wrong launch configuration.
 #define SD_LAUNCH_CHECK(op) SD_CUDA_CHECK(op, cudaGetLastError())
 
-// The x of a launch's grid, for a number of blocks > 0 that the caller's sizes made. Throws ValueError beyond
-// kMaxGridX.
+// Return a launch's grid.x for `blocks` > 0, which depends on the caller's sizes. Throws ValueError above kMaxGridX.
 unsigned grid_x(const char* op, int64_t blocks);
 
 constexpr int kWarp = 32;
 constexpr unsigned kFullMask = 0xffffffffu;
 
-// How launch() starts a kernel.
+// The launch configuration of a kernel.
 struct LaunchShape {
   dim3 grid, threads;
   size_t shared_bytes = 0;  // dynamic
-  unsigned cluster = 1;     // blocks of a cluster, along x; more than 1 needs compute capability 9.0
+  unsigned cluster = 1;     // blocks per cluster, along x; more than 1 requires compute capability 9.0
 };
 
-// Starts a kernel that may be set up while the one before it on the stream still runs (programmatic dependent launch):
-// in a chain of kernels this short, starting is most of the time. The kernel must call begin_kernel() first.
+// Launch a kernel that may be set up while the previous one on the stream still runs (programmatic dependent launch):
+// in a chain of kernels this short, launch latency is most of the time. The kernel must call begin_kernel() first.
 template <class... Params>
 void launch(const char* op, void (*kernel)(Params...), const LaunchShape& shape, Stream stream,
             const std::type_identity_t<Params>&... params) {
@@ -56,8 +55,8 @@ void launch(const char* op, void (*kernel)(Params...), const LaunchShape& shape,
   SD_CUDA_CHECK(op, cudaLaunchKernelEx(&config, kernel, params...));
 }
 
-// The first statement of a kernel started by launch(): lets the next kernel be set up, then waits until every kernel
-// before this one has finished and its writes are visible. Nothing of the caller's is read or written before.
+// Let the next kernel be set up, then wait until all previous kernels have finished and their writes are visible. The
+// first statement of a kernel started by launch(); nothing of the caller's is read or written before it.
 __device__ __forceinline__ void begin_kernel() {
 #if __CUDA_ARCH__ >= 900
   cudaTriggerProgrammaticLaunchCompletion();
@@ -65,8 +64,8 @@ __device__ __forceinline__ void begin_kernel() {
 #endif
 }
 
-// The other way round: the next kernel is set up only when every kernel before this one has finished. It may then read,
-// before its own wait_for_kernels_before(), whatever this kernel does not write.
+// The two halves of begin_kernel(). A kernel that waits first lets the next one be set up only when all previous
+// kernels have finished; the next kernel may then read, before its own wait, whatever this kernel does not write.
 __device__ __forceinline__ void wait_for_kernels_before() {
 #if __CUDA_ARCH__ >= 900
   cudaGridDependencySynchronize();
@@ -78,13 +77,13 @@ __device__ __forceinline__ void let_next_kernel_start() {
 #endif
 }
 
-// A number that the compiler computes once, rather than wherever it is used.
+// Return x as an opaque value, so that the compiler computes it once instead of at each use.
 __device__ __forceinline__ int hold(int x) {
   asm volatile("" : "+r"(x));
   return x;
 }
 
-// Asks for the line in the L2. Nothing is read: who writes it afterwards meets it there.
+// Prefetch a cache line into L2. Nothing is read, so a later write hits it there.
 __device__ __forceinline__ void prefetch(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }

@@ -1,4 +1,4 @@
-// What host code asks of a GPU.
+// Device: properties of a GPU that host code plans by.
 #pragma once
 
 namespace specdec {
@@ -10,7 +10,7 @@ struct Device {
   int shared_bytes_per_block, shared_bytes_per_sm;  // at most, on request
 };
 
-// The CUDA device that is current (CUDA builds only).
+// Return the current CUDA device's properties (CUDA builds only).
 Device current_device(const char* op);
 
 }  // namespace specdec

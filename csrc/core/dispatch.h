@@ -1,7 +1,7 @@
-// From a checked call to the CPU or CUDA half of an op.
+// Dispatch from a checked call to the CPU or CUDA half of an op.
 //
 // An op <op> declares, in <op>.h, `void <op>_cpu(const Params&)` and `void <op>_cuda(const Params&, Stream)`; its
-// <op>.cpp ends in SD_DISPATCH(check, stream, <op>, params). A build without nvcc has no CUDA half, and says so.
+// <op>.cpp ends in SD_DISPATCH(check, stream, <op>, params). A build without nvcc has no CUDA half and raises an error.
 #pragma once
 
 #include "core/check.h"
@@ -13,10 +13,10 @@ namespace specdec {
 
 using Stream = CUstream_st*;
 
-// Blocks that a grid has at most: what an op spreads over y is checked against this, over x by grid_x (cuda.cuh).
+// Maximum grid dimensions. Ops check grid.y against kMaxGridY; grid_x (cuda.cuh) checks grid.x.
 constexpr int64_t kMaxGridX = INT32_MAX, kMaxGridY = 65535;
 
-// Makes the call's device current for the scope (CUDA builds only).
+// Makes a device current for a scope (CUDA builds only).
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device);
@@ -30,7 +30,7 @@ class DeviceGuard {
 
 [[noreturn]] void throw_no_cuda(const Check& check);
 
-// The GPU that the tensors of a call are on; throws where this build has no CUDA kernels.
+// Return the GPU that the tensors of a call are on; throws if this build has no CUDA kernels.
 Device device_of(const Check& check);
 
 }  // namespace specdec

@@ -1,4 +1,4 @@
-// Exceptions by kind; python/module.cpp turns each into the Python exception of the same name.
+// Exception types; python/module.cpp translates each to the Python exception of the same name.
 #pragma once
 
 #include <stdexcept>

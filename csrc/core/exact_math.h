@@ -1,9 +1,9 @@
-// Float arithmetic with the same bits on both devices: single IEEE operations in a written order, fused only where that
-// is written (-ffp-contract=off on the host, the _rn intrinsics on the device), and no transcendental library
+// Float arithmetic that gives the same bits on CPU and GPU: single IEEE operations in source order, fused only where
+// fused() says so (-ffp-contract=off on the host, _rn intrinsics on the device), and no transcendental library
 // functions.
 //
-// Sums of such numbers would still depend on their order, which a kernel cannot keep. So what is summed is integers:
-// weights in units of 2^-40, whose sums are exact.
+// Float sums would still depend on the order of addition, which a parallel kernel does not keep. So sums are taken over
+// integers: weights in units of 2^-40, whose sums are exact.
 #pragma once
 
 #include <bit>
@@ -59,7 +59,7 @@ SD_HD float bits_float(uint32_t u) {
 #endif
 }
 
-// For the few numbers a request has, rather than each token.
+// Double precision, for the few values per request, not for every token.
 SD_HD double mul(double a, double b) {
 #ifdef __CUDA_ARCH__
   return __dmul_rn(a, b);
@@ -82,21 +82,21 @@ SD_HD double div(double a, double b) {
 #endif
 }
 
-// Orders floats as unsigned integers: -inf is the least and NaN counts as -inf; -0 equals +0.
+// Map a float to an unsigned integer of the same order: -inf is the least, NaN counts as -inf, -0 equals +0.
 SD_HD uint32_t order_key(float x) {
   const uint32_t u = float_bits(x == x ? add(x, 0.0f) : -INFINITY);
   return u & 0x80000000u ? ~u : u | 0x80000000u;
 }
 constexpr uint32_t kKeyOfMinusInf = 0x007fffffu;
 
-// The float behind a key.
+// Return the float of an order_key.
 SD_HD float key_float(uint32_t key) { return bits_float(key & 0x80000000u ? key & 0x7fffffffu : ~key); }
 
-// 2^t for t <= 0 in units of 2^-40, rounded down: exactly 2^40 at t = 0, 0 below t = -40 and for NaN. Sums of up to
-// kMostWeights of them fit 64 bits.
+// Return 2^t for t <= 0 in units of 2^-40, rounded down: exactly 2^40 at t = 0, 0 below t = -40 and for NaN. Sums of up
+// to kMostWeights of them fit 64 bits.
 //
-// t is split into an integer and a rest in [0, 1), 2^rest is a minimax polynomial (1.4e-7 relative; exactly 1 at 0,
-// below 2 at 1), and its 24 mantissa bits are shifted into place. About 20 instructions on a GPU.
+// t is split into an integer and a fraction in [0, 1); 2^fraction is a minimax polynomial (1.4e-7 relative error;
+// exactly 1 at 0, below 2 at 1), whose 24 mantissa bits are shifted into place. About 20 instructions on a GPU.
 constexpr int kWeightBits = 40;
 constexpr int64_t kMostWeights = 1 << 23;
 SD_HD uint64_t exp2_weight(float t) {
@@ -112,11 +112,11 @@ SD_HD uint64_t exp2_weight(float t) {
   const uint32_t mantissa = (float_bits(m) & 0x7fffffu) | 0x800000u;  // m * 2^23
   const auto exponent = static_cast<int32_t>(float_bits(add(floor, kInteger)) - float_bits(kInteger));
   const int left = kWeightBits - 23 + exponent;  // -24 to 17
-  // A product, so that a sum of weights is one multiply-add each.
+  // A product instead of a shift, so that accumulating a weight is one multiply-add.
   return static_cast<uint64_t>(mantissa >> (left < 0 ? -left : 0)) * (1u << (left > 0 ? left : 0));
 }
 
-// log2(1 + f) for f from -0.293 to 0.415, to 1.4e-7 of itself also near 0: f times a minimax polynomial.
+// Return log2(1 + f) for f from -0.293 to 0.415, with 1.4e-7 relative error also near 0: f times a minimax polynomial.
 SD_HD float log2_1p(float f) {
   float m = 0x1.01b6d6p-3f;
   m = add(mul(m, f), -0x1.a87d0ap-3f);
@@ -130,7 +130,8 @@ SD_HD float log2_1p(float f) {
   return mul(m, f);
 }
 
-// log2(x) for a normal x > 0: the exponent that leaves a mantissa from sqrt(1/2) to sqrt(2), and that one's logarithm.
+// Return log2(x) for a normal x > 0: the exponent that leaves a mantissa from sqrt(1/2) to sqrt(2), plus log2 of that
+// mantissa.
 SD_HD float log2_of(float x) {
   constexpr uint32_t kSqrtHalf = 0x3f3504f3;
   const uint32_t above = float_bits(x) - kSqrtHalf;
@@ -139,7 +140,7 @@ SD_HD float log2_of(float x) {
   return add(static_cast<float>(exponent), log2_1p(sub(mantissa, 1.0f)));
 }
 
-// The high 64 bits of a * b: with a uniform 64-bit `a`, a uniform integer below b.
+// Return the high 64 bits of a * b. With a uniform 64-bit `a`, this is a uniform integer below b.
 SD_HD uint64_t mul_high(uint64_t a, uint64_t b) {
 #ifdef __CUDA_ARCH__
   return __umul64hi(a, b);
@@ -152,12 +153,12 @@ SD_HD uint64_t mul_high(uint64_t a, uint64_t b) {
 
 constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147181f;
 
-// The probability behind a log-probability, which is at most 0, as a weight; and what a sum of such comes to.
+// Convert a log-probability (at most 0) to a weight, and a sum of weights to a float.
 SD_HD uint64_t weight_of(float logprob) { return exp2_weight(mul(logprob < 0 ? logprob : 0.0f, kLog2e)); }
 SD_HD float sum_of(uint64_t weights) { return static_cast<float>(mul(static_cast<double>(weights), 0x1p-40)); }
 
-// x - max, where max is the largest entry of a row: 0 at the maximum also when that is +inf, so that entries of +inf
-// share the whole probability and everything else gets none.
+// Return x - max for a row's largest entry `max`: 0 at the maximum even if that is +inf, so that entries of +inf share
+// all the probability.
 SD_HD float below_max(float x, float max) { return x == max ? 0.0f : x - max; }
 
 }  // namespace specdec

@@ -1,4 +1,4 @@
-// Why a request ended; Python's `FinishReason` names the same.
+// FinishReason: why a request ended, as in Python's `FinishReason`.
 #pragma once
 
 #include <cstdint>
@@ -7,14 +7,14 @@ namespace specdec {
 
 enum class FinishReason : int32_t {
   kRunning = 0,
-  // What finish_reasons[slot] can say:
+  // In finish_reasons[slot], and from the scheduler:
   kStop = 1,     // a stop token, kept as the last one
-  kLength = 2,   // the budget of new tokens is used up
+  kLength = 2,   // max_new_tokens reached
   kContext = 3,  // the sequence reached its maximal length
-  // What the scheduler alone can say:
+  // From the scheduler only:
   kCancelled = 4,
-  kError = 5,    // the slot's status says why
-  kTimeout = 6,  // it did not end in the time that it was given
+  kError = 5,    // see the slot's status
+  kTimeout = 6,  // the request's time limit passed
 };
 
 }  // namespace specdec

@@ -1,4 +1,4 @@
-// 16-bit and 8-bit floats as storage types, readable on host and device, and dispatch from a dtype to its C++ type.
+// Storage types for FP16, BF16 and FP8, with conversions for host and device, and dispatch from a dtype to its type.
 #pragma once
 
 #include <cmath>
@@ -23,7 +23,7 @@ struct Half {
 struct BFloat16 {
   uint16_t bits;
 };
-struct Float8 {  // e4m3fn: 4 bits of exponent, 3 of mantissa, up to 448, one NaN of either sign and no infinity
+struct Float8 {  // e4m3fn: 4 exponent and 3 mantissa bits, at most 448, one NaN per sign, no infinity
   uint8_t bits;
 };
 
@@ -74,7 +74,7 @@ inline uint16_t float_to_bfloat16(float f) {
   return static_cast<uint16_t>((u + 0x7fff + ((u >> 16) & 1)) >> 16);
 }
 
-// Without branches and with selections by masks, so that loops over it are vectorised on any x86-64.
+// Branch-free, with selection by masks, so that loops over it vectorize on any x86-64.
 inline float float8_to_float(uint8_t b) {
   const uint32_t magnitude = b & 0x7f, bits = magnitude << 20;
   const uint32_t normal = bits + (120u << 23);
@@ -85,7 +85,7 @@ inline float float8_to_float(uint8_t b) {
                          (0x7fc00000 & is_nan));
 }
 
-// Round to nearest, ties to even; what lies beyond 448, infinity too, becomes 448.
+// Round to nearest, ties to even; saturates at 448, infinity included.
 inline uint8_t float_to_float8(float f) {
   const uint32_t u = bits_from_float(f), magnitude = u & 0x7fffffff;
   const auto sign = static_cast<uint8_t>(u >> 24 & 0x80);
@@ -154,7 +154,7 @@ SD_HD Float8 from_float<Float8>(float x) {
 #endif
 }
 
-// Calls f.template operator()<T>() with the storage type of a checked dtype.
+// Call f.template operator()<T>() with the storage type of a checked dtype.
 template <class F>
 void with_float_type(Dtypes dtype, F&& f) {
   if (dtype == kFloat32) return f.template operator()<float>();

@@ -16,7 +16,7 @@ struct Registry {
   Registry();
 };
 
-// Never destroyed: threads may run until the process ends.
+// Return the registry of all mutexes. It is never destroyed, because threads may run until the process ends.
 Registry& registry() {
   static auto* const registry = new Registry;
   return *registry;
@@ -32,7 +32,7 @@ void after_fork() {
   registry().mutex.unlock();
 }
 
-// A child's thread has another number than the one that locked, which pthread_rwlock_unlock asks for: new locks.
+// Construct new locks: pthread_rwlock_unlock requires the thread that locked, and the child's thread has another id.
 void after_fork_in_child() {
   for (std::shared_mutex* mutex : registry().all) new (mutex) std::shared_mutex;
   registry().mutex.unlock();

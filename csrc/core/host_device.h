@@ -1,4 +1,4 @@
-// SD_HD marks small functions shared by a kernel and its CPU twin.
+// SD_HD: marks small functions shared by a kernel and its CPU twin.
 #pragma once
 
 #include <type_traits>
@@ -11,7 +11,7 @@
 
 namespace specdec {
 
-// The number nearest to x that lies in [low, high].
+// Return x clamped to [low, high].
 template <class T>
 SD_HD T clamp_to(T x, std::type_identity_t<T> low, std::type_identity_t<T> high) {
   return x < low ? low : x > high ? high : x;

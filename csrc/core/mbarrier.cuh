@@ -1,5 +1,5 @@
-// A barrier in shared memory (mbarrier, compute capability 8.0) between warps that do not wait for each other
-// otherwise, or that counts what is sent there.
+// Mbarrier: a barrier in shared memory (mbarrier, compute capability 8.0) that synchronizes producer and consumer warps
+// and counts the bytes of TMA copies.
 #pragma once
 
 #include <cstdint>
@@ -12,17 +12,17 @@ struct Mbarrier {
   __device__ void init(unsigned arrivals) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(address()), "r"(arrivals) : "memory");
   }
-  // What this thread did before is seen by whoever waited.
+  // Arrive with release semantics: waiters see what this thread did before.
   __device__ void arrive() {
     asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(address()) : "memory");
   }
-  // An arrival after which the phase lasts until so many bytes have come besides (compute capability 9.0).
+  // Arrive and expect `bytes` of copies: the phase also waits for them (compute capability 9.0).
   __device__ void arrive_expecting(unsigned bytes) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(address()), "r"(bytes) : "memory");
 #endif
   }
-  // The same with more arrivals than one, which no one instruction makes.
+  // Do the same with several arrivals, for which there is no single instruction.
   __device__ void arrive_expecting(unsigned arrivals, unsigned bytes) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(address()), "r"(bytes) : "memory");
@@ -30,7 +30,7 @@ struct Mbarrier {
                  : "memory");
 #endif
   }
-  // Starts the copy of a box of four dimensions, which the phase waits for.
+  // Start a TMA copy of a 4-D box, which the phase waits for.
   __device__ void copy_box(void* to, const void* map, int x0, int x1, int x2, int x3) {
 #if __CUDA_ARCH__ >= 900
     asm volatile(
@@ -40,7 +40,8 @@ struct Mbarrier {
         : "memory");
 #endif
   }
-  // The same to this place in each block of the cluster whose bit is set, where the barrier of this place waits for it.
+  // Start a multicast TMA copy to the same shared-memory address in each block of the cluster whose bit is set; the
+  // barrier at this address in that block waits for it.
   __device__ void copy_box_to(uint16_t blocks, void* to, const void* map, int x0, int x1, int x2, int x3) {
 #if __CUDA_ARCH__ >= 900
     asm volatile(
@@ -50,9 +51,9 @@ struct Mbarrier {
         : "memory");
 #endif
   }
-  // By lanes 0 to blocks - 1 of a warp, an arrival at the barrier of this place in block `lane` of the cluster. Nothing
-  // is to be seen behind it that was written, only read, so that it has not to be a release for the cluster, which
-  // would wait for the whole device. Without a branch, beside which products would be waited for.
+  // Arrive, in lanes 0 to blocks - 1 of a warp, at this barrier's counterpart in block `lane` of the cluster. Relaxed
+  // is enough: the arrival only says that reads are done, and a cluster-scope release would wait for the whole device.
+  // Predicated instead of branching, because a branch would wait for wgmma in flight.
   __device__ void arrive_at_each(unsigned lane, unsigned blocks) {
 #if __CUDA_ARCH__ >= 900
     asm volatile(
@@ -63,11 +64,11 @@ struct Mbarrier {
         : "memory");
 #endif
   }
-  // One of the barrier's arrivals, made when all cp.async of this thread so far have landed.
+  // Arrive once all earlier cp.async of this thread have completed.
   __device__ void arrive_after_copies() {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(address()) : "memory");
   }
-  // Until the phase of this parity is over: 0 for the first, 1 for the second, 0 for the third.
+  // Wait until the phase of this parity is complete: 0 for the first phase, 1 for the second, 0 for the third.
   __device__ void wait(unsigned parity) {
 #if __CUDA_ARCH__ >= 900
     asm volatile(
@@ -83,7 +84,7 @@ struct Mbarrier {
         : "memory");
 #endif
   }
-  // The same, where what was counted in came from other blocks of the cluster (compute capability 9.0).
+  // Wait with cluster scope, for arrivals and copies from other blocks of the cluster (compute capability 9.0).
   __device__ void wait_for_cluster(unsigned parity) {
 #if __CUDA_ARCH__ >= 900
     unsigned done = 0;
@@ -102,9 +103,9 @@ struct Mbarrier {
   __device__ uint32_t address() const { return static_cast<uint32_t>(__cvta_generic_to_shared(&state)); }
 };
 
-// Walks around a ring whose places have barriers: the place, of kPlaces or fewer, and the parity of its barrier's
-// phase. The phase before a barrier's first counts as over: who waits for the parity that is not this one finds each
-// place free on the first lap.
+// A cursor in a ring of stages with mbarriers: the stage index, below kPlaces or the given count, and the parity of its
+// current phase. The phase before a barrier's first counts as complete, so a producer that waits for parity ^ 1 finds
+// every stage free on the first lap.
 template <int kPlaces>
 struct Turn {
   int at = 0;
@@ -115,7 +116,7 @@ struct Turn {
       parity ^= 1;
     }
   }
-  // By up to kPlaces.
+  // Advance by at most kPlaces.
   __device__ void advance_by(int places) {
     at += places;
     if (at >= kPlaces) {

@@ -1,5 +1,5 @@
-// Rows of requests that stand one after the other without gaps: request b's are cu_seqlens[b] to cu_seqlens[b + 1] - 1,
-// and those behind the last request's are nobody's.
+// Packed (ragged) rows: request b owns rows cu_seqlens[b] to cu_seqlens[b + 1] - 1; rows after the last request's are
+// padding.
 #pragma once
 
 #include <cstdint>
@@ -12,15 +12,15 @@ struct RowRange {
   int64_t first, count;
 };
 
-// The rows of request b; none where they would leave the `num_rows` there are.
+// Return the rows of request b; empty if they would exceed `num_rows`.
 SD_HD RowRange packed_rows(const int32_t* cu_seqlens, int64_t b, int64_t num_rows) {
   const int64_t first = cu_seqlens[b], end = cu_seqlens[b + 1];
   return first >= 0 && first <= end && end <= num_rows ? RowRange{first, end - first} : RowRange{0, 0};
 }
 
-// The request that a row is of, or -1. The search is bounded whatever cu_seqlens says.
+// Return the request that owns a row, or -1. The search is bounded whatever cu_seqlens contains.
 SD_HD int64_t request_of_row(const int32_t* cu_seqlens, int64_t batch, int64_t row) {
-  int64_t low = 0, high = batch;  // the last request that begins at `row` or before is from low - 1 on, before high
+  int64_t low = 0, high = batch;  // the last request that begins at or before `row` is in [low - 1, high)
   while (low < high) {
     const int64_t middle = (low + high) / 2;
     if (cu_seqlens[middle] <= row)

@@ -1,7 +1,8 @@
-// Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), the same on both devices.
+// Philox4x32-10, a counter-based random generator (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC
+// 2011), identical on CPU and GPU.
 //
-// Noise is a function of its counter, so nothing has to be carried along: a request's tokens depend on its seed and on
-// the absolute position of the token drawn, not on its neighbours, its slot or how many rounds it took.
+// Noise is a function of its counter, so there is no state: a request's tokens depend on its seed and on the absolute
+// position of the sampled token, not on the rest of the batch, the slot or the number of rounds.
 #pragma once
 
 #include <cstdint>
@@ -10,11 +11,11 @@
 
 namespace specdec {
 
-// What a number is for. Two purposes never share a counter, so their noise is independent.
+// The purpose of a random value. Purposes never share a counter, so their noise is independent.
 enum class NoiseUse : uint32_t {
-  kToken = 0,  // the draw of a token from the target's distribution, or from what rejections left of it
-  kCoin = 1,   // the acceptance of a sampled draft; `draw` is its number among its siblings
-  kDraft = 2,  // sample_draft; `block` names the ids it is for
+  kToken = 0,  // sampling a token from the target's distribution, or from the residual after rejections
+  kCoin = 1,   // acceptance of a sampled draft; `draw` is its index among its siblings
+  kDraft = 2,  // sample_draft; `block` is the block of ids
 };
 
 struct Noise {

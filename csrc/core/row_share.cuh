@@ -1,7 +1,7 @@
-// A block's share of a row of floats, read with 16-byte loads that are all under way at once.
+// RowShare: a block's part of a row of floats, read with 16-byte loads that are all in flight at once.
 //
-// The row may start anywhere and have any length: the elements before its first 16-byte vector and behind its last are
-// the first block's, one each for its first threads.
+// The row may start at any address and have any length: elements before its first aligned 16-byte vector and after its
+// last one belong to the first block, one each for its first threads.
 #pragma once
 
 #include <algorithm>
@@ -15,10 +15,10 @@ template <class T, int kThreads, int kVectors>
 class RowShare {
  public:
   static constexpr uint32_t kItems = sizeof(uint4) / sizeof(T);
-  static constexpr uint32_t kElements = kVectors * kItems + 1;  // a thread's in a tile, the single one included
-  static constexpr uint32_t kNone = ~0u;                        // for an id
+  static constexpr uint32_t kElements = kVectors * kItems + 1;  // per thread and tile, the single one included
+  static constexpr uint32_t kNone = ~0u;                        // no id
 
-  // Part `part` of 2^log2_parts about equal ones.
+  // Take part `part` of 2^log2_parts roughly equal parts.
   __device__ RowShare(const T* row, int64_t vocab, int part, int log2_parts) : row_(row) {
     const auto misaligned = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(row) % sizeof(uint4) / sizeof(T));
     const auto size = static_cast<uint32_t>(vocab);
@@ -33,7 +33,7 @@ class RowShare {
     }
   }
 
-  // The share is read in tiles of kVectors vectors a thread; there is always a first.
+  // Return the number of tiles (kVectors vectors per thread) of the share; at least 1.
   __device__ uint32_t num_tiles() const { return max(1u, (end_ - first_ + kTile - 1) / kTile); }
 
   __device__ bool has_elements() const { return threadIdx.x < end_ - first_ || single_of(threadIdx.x) != kNone; }
@@ -48,7 +48,7 @@ class RowShare {
     single_ = single_id_ == kNone ? -INFINITY : at(single_id_);
   }
 
-  // f(x) for each element of this thread in the tile loaded, NaN as it is, and perhaps for a -inf more.
+  // Call f(x) for each element of this thread in the loaded tile, NaN included, and perhaps for one extra -inf.
   template <class F>
   __device__ void for_each(F f) const {
 #pragma unroll
@@ -61,7 +61,7 @@ class RowShare {
     f(single_);
   }
 
-  // The largest element of this thread in the tile loaded, passing over NaN.
+  // Return this thread's largest element in the loaded tile, ignoring NaN.
   __device__ float largest() const {
     float largest = fmaxf(single_, -INFINITY);
 #pragma unroll
@@ -70,7 +70,7 @@ class RowShare {
     return largest;
   }
 
-  // f(x, id) for each element of this thread in the tile loaded that is not below `least`, NaN included.
+  // Call f(x, id) for each element of this thread in the loaded tile that is not below `least`, NaN included.
   template <class F>
   __device__ void for_each_from(float least, F f) const {
     uint32_t hits = 0;
@@ -95,8 +95,8 @@ class RowShare {
     if (single_id_ != kNone && !(single_ < least)) f(single_, single_id_);
   }
 
-  // f(vector, id) for each vector of this thread in the tile loaded with an element that is not below `least`, or with
-  // NaN alone; id is its first element's. And g(x, id) for the single element, if that is not below it.
+  // Call f(vector, id) for each vector of this thread in the loaded tile that has an element not below `least`, or only
+  // NaN; id is that of its first element. Call g(x, id) for the single element if it is not below `least`.
   template <class F, class G>
   __device__ void for_each_vector_from(float least, F f, G g) const {
 #pragma unroll
@@ -106,8 +106,8 @@ class RowShare {
     if (single_id_ != kNone && !(single_ < least)) g(single_, single_id_);
   }
 
-  // f(i, id, x) for each vector i of this thread in a tile for which wanted(i), read again: x[j] is the element of id +
-  // j.
+  // Read a tile's vectors again and call f(i, id, x) for each vector i of this thread with wanted(i); x[j] is the
+  // element of id + j.
   template <class Wanted, class F>
   __device__ void for_each_vector(uint32_t tile, Wanted wanted, F f) const {
     const uint32_t start = first_ + tile * kTile + threadIdx.x;
@@ -124,7 +124,7 @@ class RowShare {
     }
   }
 
-  // The id of element e < kElements of a thread in a tile, or kNone.
+  // Return the id of element e < kElements of a thread in a tile, or kNone.
   __device__ uint32_t id_of(uint32_t tile, uint32_t thread, uint32_t e) const {
     if (e == kElements - 1) return tile == 0 ? single_of(thread) : kNone;
     const uint32_t vector = first_ + tile * kTile + thread + e / kItems * kThreads;
@@ -133,7 +133,7 @@ class RowShare {
 
   __device__ float at(uint32_t id) const { return to_float(row_[id]); }
 
-  // The id of the element that a thread has beside its vectors, or kNone.
+  // Return the id of the single element that a thread has in addition to its vectors, or kNone.
   __device__ uint32_t single_of(uint32_t thread) const {
     if (thread < singles_) return thread;
     const uint32_t id = tail_start_ + thread - kItems;
@@ -148,7 +148,7 @@ class RowShare {
     __device__ explicit Items(uint4 b) : bits(b) {}
   };
 
-  // The largest element of a vector, passing over NaN; two elements at a time where there are instructions for that.
+  // Return the largest element of a vector, ignoring NaN; two elements at a time where the hardware can.
   static __device__ float largest_of(uint4 v, float) {
     return fmaxf(fmaxf(__uint_as_float(v.x), __uint_as_float(v.y)), fmaxf(__uint_as_float(v.z), __uint_as_float(v.w)));
   }

@@ -1,4 +1,4 @@
-// The softmax of a row of floats on the CPU, in loops that compilers vectorise.
+// RowSoftmax: softmax of a row of floats on the CPU, in loops that compilers vectorize.
 #pragma once
 
 #include <algorithm>
@@ -9,8 +9,8 @@
 
 namespace specdec {
 
-// 2^t for t from -126 to 0, to 1e-7, in operations that every compiler vectorises: the nearest integer goes to the
-// exponent and the rest through a minimax polynomial.
+// Return 2^t for t from -126 to 0, to 1e-7, in operations that every compiler vectorizes: the nearest integer goes to
+// the exponent, the remainder through a minimax polynomial.
 inline float exp2_vectorised(float t) {
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
   const float shifted = t + kRound, rest = t - (shifted - kRound);
@@ -24,8 +24,8 @@ inline float exp2_vectorised(float t) {
   return m * bits_float((float_bits(shifted) - float_bits(kRound) + 127) << 23);
 }
 
-// The largest entry of a row, NaN counting as -inf, and the sum of 2^((x - max) * scale); -inf and 0 where none is
-// above -inf.
+// The largest entry of a row (NaN counts as -inf) and the sum of 2^((x - max) * scale); -inf and 0 if no entry is above
+// -inf.
 class RowSoftmax {
  public:
   template <class T>
@@ -59,7 +59,7 @@ class RowSoftmax {
 
   float max() const { return max_; }
 
-  // A probability is at most 1, whatever the rounding: build_tree relies on children never beating parents.
+  // Return log p, clamped to at most 0 despite rounding: build_tree relies on children never scoring above parents.
   float logprob(float x) const {
     return x > -INFINITY ? std::min(below_max(x, max_) * scale_ * kLn2 - log_sum_, 0.0f) : -INFINITY;
   }
@@ -69,21 +69,21 @@ class RowSoftmax {
   double sum_ = 0;
 };
 
-// Offers a row's entries, NaN as -inf. Most of them are no better than what is held,
-// which is found out for many at a time.
+// Offer a row's entries (NaN as -inf) to `best`. Most are not good enough, which is tested for many at a time.
 template <class T, int kCapacity>
 void offer_row(const T* row, int64_t size, BestList<kCapacity>& best) {
   constexpr int64_t kLanes = 16;
   for (int64_t start = 0; start < size; start += kLanes) {
     const int64_t end = std::min(start + kLanes, size);
     float values[kLanes];
-    int taken = 0;
+    int num_accepted = 0;
     for (int64_t i = 0; i < end - start; ++i) {
       const float x = to_float(row[start + i]);
       values[i] = x == x ? x : -INFINITY;
-      taken += best.takes(values[i]);
+      num_accepted += best.accepts(values[i]);
     }
-    for (int64_t i = 0; taken > 0 && i < end - start; ++i) best.offer(values[i], static_cast<int32_t>(start + i));
+    for (int64_t i = 0; num_accepted > 0 && i < end - start; ++i)
+      best.offer(values[i], static_cast<int32_t>(start + i));
   }
 }
 

@@ -1,7 +1,8 @@
-// Softmax and the k best of a row of logits, by one block or by a cluster of blocks that share the row.
+// row_topk: softmax and top-k of a row of logits, by one block or by a cluster of blocks that share the row.
 //
-// Each block reads its share once, keeping maximum and sum of exponents, and lists its own k best (block_topk.cuh). In
-// a cluster it puts them, sorted, into the shared memory of the first block, which ranks the best of all lists again.
+// Each block reads its part once, keeps maximum and sum of exponentials, and lists its own k best (block_topk.cuh). In
+// a cluster, blocks put their sorted lists into the first block's shared memory, which ranks the best of all lists
+// again.
 #pragma once
 
 #include <bit>
@@ -13,7 +14,7 @@
 
 namespace specdec {
 
-constexpr int kRowVectors = 8, kRowBlocksPerProcessor = 2;
+constexpr int kRowVectors = 8, kRowBlocksPerSm = 2;
 constexpr int kMaxRowBlocks = kMaxCluster, kMaxRowTopk = 64;
 static_assert(kMaxRowBlocks * kMaxRowTopk <= BlockTopk<kRowThreads>::kCapacity);
 
@@ -24,12 +25,12 @@ __device__ __forceinline__ float fast_exp2(float x) {
   return y;
 }
 
-// The largest of some numbers x, and the sum of 2^((x - max) * scale); of none: -inf and 0. The scale is log2(e) for a
-// plain softmax.
+// The largest of some elements x and the sum of 2^((x - max) * scale); -inf and 0 for no elements. The scale is log2(e)
+// for a plain softmax.
 struct Softmax {
   float max, sum;
 
-  // The sum as it is beside a larger maximum.
+  // Return the sum rescaled to a larger maximum.
   __device__ float sum_below(float larger, float scale) const {
     return sum * fast_exp2(below_max(max, larger) * scale);
   }
@@ -40,23 +41,23 @@ struct Softmax {
     max = larger;
   }
 
-  // A probability is at most 1, whatever the rounding: build_tree relies on children never beating parents.
+  // Return log p, clamped to at most 0 despite rounding: build_tree relies on children never scoring above parents.
   __device__ float logprob(float x, float scale) const {
     return x > -INFINITY ? fminf(below_max(x, max) * scale * kLn2 - logf(sum), 0.0f) : -INFINITY;
   }
 };
 
-// The softmax of this thread's elements in the tile that is loaded; NaN counts as -inf.
+// Return the softmax of this thread's elements in the loaded tile; NaN counts as -inf.
 template <class Share>
 __device__ Softmax softmax_of_mine(const Share& share, uint32_t tile, float scale) {
   Softmax mine{share.largest(), 0};
   if (mine.max == -INFINITY) return mine;
-  // 2^(x * scale - shift) in two instructions; what rounding took from the shift is made good at the end.
+  // 2^(x * scale - shift) takes two instructions; the shift's rounding error is corrected at the end.
   const float shift = mine.max * scale;
   share.for_each([&](float x) { mine.sum += fast_exp2(fmaf(x, scale, -shift)); });
   mine.sum *= fast_exp2(-fmaf(mine.max, scale, -shift));
   if (mine.sum < INFINITY) return mine;
-  mine.sum = 0;  // there are NaN or infinities
+  mine.sum = 0;  // NaN or infinities present
 #pragma unroll 1
   for (uint32_t e = 0; e < Share::kElements; ++e) {
     const uint32_t id = share.id_of(tile, threadIdx.x, e);
@@ -66,7 +67,7 @@ __device__ Softmax softmax_of_mine(const Share& share, uint32_t tile, float scal
   return mine;
 }
 
-// The softmax of all of this thread's elements.
+// Return the softmax of all of this thread's elements.
 template <class Share>
 __device__ Softmax softmax_of_share(Share& share, float scale) {
   Softmax mine{-INFINITY, 0};
@@ -81,14 +82,15 @@ __device__ Softmax softmax_of_share(Share& share, float scale) {
 struct RowTopkStorage {
   typename BlockTopk<kRowThreads>::Storage block;
   float warp_sums[kRowThreads / kWarp];
-  // What each block of a cluster found; only the first block's are used.
+  // Results of all blocks of a cluster; used in the first block.
   uint64_t lists[kMaxRowBlocks * kMaxRowTopk];
   Softmax parts[kMaxRowBlocks];
 };
 
-// After topk.collect() in each block of a cluster of 2^log2_blocks: calls emit(place, key, softmax) for each of the k
-// best of the row, by some threads of the first block, and returns the softmax to all threads of that block. `of_block`
-// is each block's own. In a cluster of several, blocks have called Cluster::arrive() once more than Cluster::wait().
+// Merge the results of a cluster of 2^log2_blocks blocks, after topk.collect() in each: threads of the first block call
+// emit(rank, key, softmax) for each of the row's k best, and all its threads get the row's softmax. `of_block` is the
+// block's own softmax. In a cluster of several blocks, each has called Cluster::arrive() once more than
+// Cluster::wait().
 template <class Emit>
 __device__ Softmax merge_blocks(RowTopkStorage& s, BlockTopk<kRowThreads> topk, Softmax of_block, float scale, int k,
                                 int log2_blocks, Emit emit) {
@@ -106,12 +108,12 @@ __device__ Softmax merge_blocks(RowTopkStorage& s, BlockTopk<kRowThreads> topk, 
   Cluster::wait();
   if (part != 0) return of_block;
 
-  // Lane i of every warp looks at block i.
+  // Lane i of every warp reads the results of block i.
   const int lane = threadIdx.x % kWarp;
   const Softmax mine = lane < blocks ? s.parts[lane] : Softmax{-INFINITY, 0};
   Softmax all{key_float(__reduce_max_sync(kFullMask, order_key(mine.max))), 0};
   all.sum = warp_sum(mine.sum_below(all.max, scale));
-  // The first ceil(k / blocks) entries of all lists are k or more: the k best reach the least of them.
+  // The first ceil(k / blocks) entries of all lists are at least k entries, so the k best reach the least of them.
   uint64_t least = lane < blocks ? s.lists[lane * k + ((k + blocks - 1) >> log2_blocks) - 1] : ~uint64_t{0};
   for (int offset = 1; offset < kMaxRowBlocks; offset *= 2)
     least = min(least, __shfl_xor_sync(kFullMask, least, offset));
@@ -126,11 +128,11 @@ __device__ Softmax merge_blocks(RowTopkStorage& s, BlockTopk<kRowThreads> topk, 
   return all;
 }
 
-// Called by a cluster of 2^log2_blocks blocks of kRowThreads. Calls emit(place, id, x, softmax) for each of the k best
-// of the row, by threads of the first block; returns the softmax to all threads of that block.
+// Find a row's top-k; called by a cluster of 2^log2_blocks blocks of kRowThreads. Threads of the first block call
+// emit(rank, id, x, softmax) for each of the k best, and all its threads get the row's softmax.
 template <class T, class Emit>
 __device__ Softmax row_topk(RowTopkStorage& s, const T* row, int64_t vocab, int k, int log2_blocks, Emit emit) {
-  if (log2_blocks > 0) Cluster::arrive();  // the first block's shared memory is there once all have arrived
+  if (log2_blocks > 0) Cluster::arrive();  // the first block's shared memory exists once all have arrived
   const int part = static_cast<int>(blockIdx.x) & ((1 << log2_blocks) - 1);
   RowShare<T, kRowThreads, kRowVectors> share(row, vocab, part, log2_blocks);
   const Softmax mine = softmax_of_share(share, kLog2e);
@@ -153,19 +155,18 @@ __device__ Softmax row_topk(RowTopkStorage& s, const T* row, int64_t vocab, int 
   for (const float sum : s.warp_sums) of_block.sum += sum;
 
   return merge_blocks(s, topk, of_block, kLog2e, k, log2_blocks, [&](int place, uint64_t key, const Softmax& softmax) {
-    emit(place, static_cast<int32_t>(key_number(key)), key_float(key_score(key)), softmax);
+    emit(place, static_cast<int32_t>(key_id(key)), key_float(key_score(key)), softmax);
   });
 }
 
-// The log2 of how many blocks share a row: no more than give each processor one, and none without a vector for each of
-// its threads.
+// Return log2 of the blocks per row: at most one block per SM, and each with at least one vector per thread.
 template <class T>
 int row_log2_blocks(const char* op, int64_t rows, int64_t vocab) {
   constexpr int64_t kUseful = kRowThreads * static_cast<int64_t>(sizeof(uint4) / sizeof(T));
   return std::countr_zero(cluster_size(op, rows, 1, vocab / kUseful));
 }
 
-// How such a kernel is launched; its last argument is log2_blocks.
+// Return the launch configuration of a row kernel, whose last argument is log2_blocks.
 inline LaunchShape row_shape(const char* op, int64_t rows, int log2_blocks) {
   return {.grid = grid_x(op, rows << log2_blocks), .threads = kRowThreads, .cluster = 1u << log2_blocks};
 }

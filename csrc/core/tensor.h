@@ -36,7 +36,7 @@ struct TensorView {
 
 using OptTensor = std::optional<TensorView>;
 
-// An address for tensors without elements. Nobody reads or writes it.
+// An address for tensors without elements; never read or written.
 alignas(16) inline char no_elements[16];
 
 // Return the data of an optional tensor, or null if the caller gave none. Ops read null as "not given", but a tensor

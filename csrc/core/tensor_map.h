@@ -1,4 +1,4 @@
-// What the copy engine (TMA, compute capability 9.0) is told of a tensor.
+// TMA tensor maps (compute capability 9.0).
 #pragma once
 
 #include <cuda.h>
@@ -8,7 +8,8 @@
 
 namespace specdec {
 
-// The driver's function, asked for at run time: the module links no driver. Null where the driver has none.
+// Return the driver's cuTensorMapEncodeTiled, looked up at run time because the module does not link the driver. Null
+// if the driver lacks it.
 inline auto tensor_map_encoder(const char* op) {
   static const auto encode = [op] {
     void* function = nullptr;
@@ -20,9 +21,9 @@ inline auto tensor_map_encoder(const char* op) {
   return encode;
 }
 
-// A tensor map (TMA) of numbers of 16 or 8 bits, or of bytes. A copy brings a box to panels of 128 bytes a row,
-// swizzled as wgmma reads them, with zeros for what lies outside of the tensor; float32 numbers, as they are. Strides
-// are in bytes, of all dimensions but the first.
+// Return the tensor map of 16-bit, 8-bit or float32 elements. A TMA copy writes a box as panels of 128 bytes per row,
+// swizzled as wgmma reads them (float32: not swizzled), with zeros outside the tensor. Strides are in bytes, for all
+// dimensions but the first.
 template <int kDims>
 CUtensorMap tensor_map(const char* op, const void* data, Dtypes dtype, const cuuint64_t (&sizes)[kDims],
                        const cuuint64_t (&strides)[kDims - 1], const cuuint32_t (&box)[kDims]) {

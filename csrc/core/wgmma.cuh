@@ -1,4 +1,4 @@
-// What wgmma (compute capability 9.0) multiplies, and how.
+// Tensor-core multiplication by wgmma (compute capability 9.0): instructions, operand descriptors and fences.
 #pragma once
 
 #include <cute/arch/mma_sm90.hpp>
@@ -10,8 +10,8 @@
 
 namespace specdec {
 
-// Multiplications of a warpgroup: 64 rows of A, from shared memory or registers, by 32 bytes x N of B from shared
-// memory.
+// A warpgroup's multiplication: 64 rows of A, 32 bytes each, from shared memory or registers, by 32 bytes x N of B from
+// shared memory.
 template <class T, int N, cute::SM90::GMMA::Major kMajorB>
 struct Wgmma {
   using Element =
@@ -38,8 +38,9 @@ struct Wgmma {
   }
 };
 
-// An operand in panels of 128 bytes a row, or kLine of them, swizzled as a Stage's, that start on 8 rows. Bytes from
-// one 64 of the rows of A or columns of B to the next matter only where these are what is contiguous.
+// Return the descriptor of an operand in panels of kLine bytes per row, swizzled like a Stage, that start at a multiple
+// of 8 rows. panel_bytes, the distance between 64 rows of A or columns of B and the next 64, matters only for MN-major
+// operands.
 template <int kLine = 128>
 __device__ __forceinline__ uint64_t wgmma_operand(const void* start, int panel_bytes) {
   using cute::SM90::GMMA::LayoutType;
@@ -62,13 +63,13 @@ class WarpOperand {
 
  private:
   const uint64_t high_;
-  const uint32_t low_;  // has the address
+  const uint32_t low_;  // contains the address
 };
 
-// What this thread has written to shared memory by plain stores, or has waited for of cp.async, is there for wgmma too.
-__device__ __forceinline__ void show_to_wgmma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Make this thread's plain stores to shared memory, and the cp.async it has waited for, visible to wgmma.
+__device__ __forceinline__ void fence_for_wgmma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// What is read or written by wgmma stays on its side of a wait.
+// Keep the compiler from moving accesses to wgmma's registers across a wait.
 template <int N>
 __device__ __forceinline__ void pin(float (&x)[N][4]) {
 #pragma unroll

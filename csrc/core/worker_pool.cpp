@@ -12,12 +12,12 @@ namespace specdec {
 
 struct WorkerPool::State {
   const pid_t process = getpid();
-  std::mutex one_call;  // held by the call that has the workers
-  std::mutex mutex;     // of what follows
+  std::mutex one_call;  // held by the call that uses the workers
+  std::mutex mutex;     // guards what follows
   std::condition_variable wake, done;
-  uint64_t call = 0;   // counts the calls
-  bool open = false;   // a worker that wakes too late finds its call closed, and nobody waits for it
-  int64_t inside = 0;  // workers at work
+  uint64_t call = 0;   // index of the current call
+  bool open = false;   // a worker that wakes too late finds its call closed; the call does not wait for it
+  int64_t inside = 0;  // workers currently working
   bool stop = false;
   const std::function<void(int64_t)>* work = nullptr;
   int64_t count = 0;
@@ -50,7 +50,8 @@ WorkerPool::WorkerPool(int64_t threads) {
 }
 
 WorkerPool::~WorkerPool() {
-  if (state_ == nullptr || state_->process != getpid()) return;  // a child has nobody to join: left as it is
+  if (state_ == nullptr || state_->process != getpid())
+    return;  // a forked child has no threads to join: leak the state
   {
     const std::lock_guard lock(state_->mutex);
     state_->stop = true;

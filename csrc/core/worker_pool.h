@@ -1,4 +1,4 @@
-// Threads that share the work of a call with the thread that makes it.
+// WorkerPool: threads that share the work of a call with the calling thread.
 #pragma once
 
 #include <cstdint>
@@ -8,14 +8,14 @@ namespace specdec {
 
 class WorkerPool {
  public:
-  // With the caller's own, so 1 starts none.
+  // `threads` includes the caller's, so 1 starts none.
   explicit WorkerPool(int64_t threads);
   ~WorkerPool();
   WorkerPool(const WorkerPool&) = delete;
   WorkerPool& operator=(const WorkerPool&) = delete;
 
-  // work(i) for every i below `count`, and returns when all are done; `work` does not throw. A second call at the same
-  // time, or one in a forked child, where the threads are not, works alone.
+  // Call work(i) for every i below `count` and return when all are done; `work` must not throw. A concurrent second
+  // call runs on its own thread alone, as does a call in a forked child, which has no workers.
   void run(int64_t count, const std::function<void(int64_t)>& work);
 
  private:

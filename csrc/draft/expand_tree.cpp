@@ -143,12 +143,12 @@ void expand_tree_cpu(const ExpandTreeParams& p) {
         best.offer(append_child(p, b, slot, parent, i, read_child(p, b, i)), static_cast<int32_t>(i));
     }
     const int32_t position = child_position(p, slot);
-    for (int64_t j = 0; j < p.k; ++j) write_frontier(p, b, slot, j, best.numbers()[j], position);
+    for (int64_t j = 0; j < p.k; ++j) write_frontier(p, b, slot, j, best.ids()[j], position);
 
     int64_t* mask = p.mask + b * p.k * p.mask_words;
     for (int64_t w = 0; w < p.mask_words; ++w) {
       int64_t parents[kMaxTopk];
-      for (int64_t j = 0; j < p.k; ++j) parents[j] = mask[best.numbers()[j] / p.k * p.mask_words + w];
+      for (int64_t j = 0; j < p.k; ++j) parents[j] = mask[best.ids()[j] / p.k * p.mask_words + w];
       for (int64_t j = 0; j < p.k; ++j)
         mask[j * p.mask_words + w] = parents[j] | static_cast<int64_t>(own_bit((p.step - 1) * p.k + j, w));
     }

@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kThreads) expand_tree_kernel(ExpandTreeParams 
       if (keys[c] >= least && keys[c] > 0) f(entry_key(keys[c], thread + c * kThreads));
   });
   topk.rank(k, [&](int j, uint64_t key) {
-    const auto i = static_cast<int32_t>(key_number(key));
+    const auto i = static_cast<int32_t>(key_id(key));
     parents[j] = by_k.divide(i);
     write_frontier(p, b, slot, j, i, position);
   });

@@ -24,7 +24,7 @@ void draw(const DraftRow& state, const T* row, int64_t vocab, float max, Best& b
       const uint32_t word = words.words[v - first];
       // Most entries do not need their logarithms: E >= v log2(e), and v >= 2^-(zeros + 1).
       const float at_most = weight + (static_cast<float>(std::countl_zero(word)) + 0.48f);
-      if (best.takes(at_most)) best.offer(perturbed(weight, word), static_cast<int32_t>(v));
+      if (best.accepts(at_most)) best.offer(perturbed(weight, word), static_cast<int32_t>(v));
     }
   }
 }
@@ -90,7 +90,7 @@ void sample_draft_cpu(const SampleDraftParams& p) {
       else
         draw(state, row, p.vocab, softmax.max(), best);
       for (int64_t j = 0; j < p.k; ++j) {
-        const int32_t id = best.numbers()[j];
+        const int32_t id = best.ids()[j];
         ids[j] = p.id_map ? p.id_map[id] : id;
         logprobs[j] = softmax.logprob(to_float(row[id]));
       }

@@ -86,7 +86,7 @@ __device__ float row_max(SampleStorage& s, float mine, int log2_blocks) {
 }
 
 template <class T>
-__global__ void __launch_bounds__(kRowThreads, kRowBlocksPerProcessor)
+__global__ void __launch_bounds__(kRowThreads, kRowBlocksPerSm)
     sample_draft_kernel(SampleDraftParams p, int log2_blocks) {
   begin_kernel();
   using Share = RowShare<T, kRowThreads, kRowVectors>;
@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocksPerProcessor)
   Softmax of_block{max, 0};
   for (const float sum : s.row.warp_sums) of_block.sum += sum;
   merge_blocks(s.row, topk, of_block, scale, k, log2_blocks, [&](int place, uint64_t key, const Softmax& softmax) {
-    const auto id = static_cast<int32_t>(key_number(key));
+    const auto id = static_cast<int32_t>(key_id(key));
     ids[place] = p.id_map ? p.id_map[id] : id;
     logprobs[place] = softmax.logprob(share.at(id), scale);
   });

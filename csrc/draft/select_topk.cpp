@@ -43,7 +43,7 @@ void select_topk_cpu(const SelectTopkParams& p) {
       BestList<kMaxTopk> best(static_cast<int>(p.k));
       offer_row(row, p.vocab, best);
       for (int64_t j = 0; j < p.k; ++j) {
-        const int32_t id = best.numbers()[j];
+        const int32_t id = best.ids()[j];
         p.out_ids[r * p.k + j] = p.id_map ? p.id_map[id] : id;
         p.out_logprobs[r * p.k + j] = softmax.logprob(best.scores()[j]);
       }

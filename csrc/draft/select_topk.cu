@@ -16,7 +16,7 @@ namespace {
 static_assert(kMaxTopk <= kMaxRowTopk);
 
 template <class T>
-__global__ void __launch_bounds__(kRowThreads, kRowBlocksPerProcessor)
+__global__ void __launch_bounds__(kRowThreads, kRowBlocksPerSm)
     select_topk_kernel(SelectTopkParams p, int log2_blocks) {
   begin_kernel();
   __shared__ RowTopkStorage storage;
@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(kStreamThreads, kStreamBlocksPerSm) select_top
     Softmax all{-INFINITY, 0};  // computed by few warps: all of them would delay the exponentials of other blocks
     for (const Softmax& part : s.parts) all.max = fmaxf(all.max, part.max);
     for (const Softmax& part : s.parts) all.sum += part.sum_below(all.max, kLog2e);
-    const auto id = static_cast<int32_t>(key_number(key));
+    const auto id = static_cast<int32_t>(key_id(key));
     p.out_ids[r * p.k + place] = p.id_map ? p.id_map[id] : id;
     p.out_logprobs[r * p.k + place] = all.logprob(key_float(key_score(key)), kLog2e);
   });
@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(kStreamThreads, kStreamBlocksPerSm) select_top
 template <class T>
 bool uses_streaming(const SelectTopkParams& p) {
   constexpr int64_t kTile = int64_t{kStreamThreads} * kStreamVectors * (sizeof(uint4) / sizeof(T));
-  return p.rows > kRowBlocksPerProcessor * current_device("select_topk").num_sms && p.vocab > kTile &&
+  return p.rows > kRowBlocksPerSm * current_device("select_topk").num_sms && p.vocab > kTile &&
          p.k * p.vocab <= kTile * (kMaxHits / 2);
 }
 

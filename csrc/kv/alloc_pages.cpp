@@ -33,16 +33,16 @@ void alloc_pages_cpu(const AllocPagesParams& p) {
     const int64_t slot = slot_of(p.slots, b, p.pool.num_slots);
     if (slot < 0) continue;
     const int64_t held = pages_held(p.pool, p.pool.page_counts[slot]);
-    const int64_t lacking = pages_lacking(p, held, p.seq_lens[slot]);
-    if (lacking < 0) {
+    const int64_t num_needed = pages_to_add(p, held, p.seq_lens[slot]);
+    if (num_needed < 0) {
       set_status(p.status, slot, kBadLength);
-    } else if (lacking > height) {
+    } else if (num_needed > height) {
       set_status(p.status, slot, kStalled);
     } else {
-      for (int64_t i = 0; i < lacking; ++i)
+      for (int64_t i = 0; i < num_needed; ++i)
         put_page(p.pool, p.status, p.pool.free_stack[height - 1 - i], slot, held + i);
-      p.pool.page_counts[slot] = static_cast<int32_t>(held + lacking);
-      height -= lacking;
+      p.pool.page_counts[slot] = static_cast<int32_t>(held + num_needed);
+      height -= num_needed;
       clear_status(p.status, slot, kStalled);
     }
   }

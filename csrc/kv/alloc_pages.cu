@@ -1,6 +1,8 @@
-// One block, a thread a row: what it lacks, and by a scan over the rows which stretch of the stack it gets. Where the
-// stack does not suffice for all, one warp decides row by row. Then a thread a page. A chain of three dependent reads
-// (slots, counts and lengths, stack), 12 bytes a page.
+// Allocate KV pages: pop pages from the free stack and append them to slots' page tables.
+//
+// One block. First one thread per row: how many pages it needs, and by a prefix sum over rows which range of the stack
+// it gets. If the stack is too low for all rows, one warp decides row by row. Then one thread per page. Three dependent
+// reads (slots; counts and lengths; stack), 12 bytes per page.
 #include "core/cuda.cuh"
 #include "kv/alloc_pages.h"
 #include "kv/tile.cuh"
@@ -9,33 +11,33 @@ namespace specdec::kv {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kEach = 2;  // pages of a thread at a time
+constexpr int kPagesPerThread = 2;  // in flight
 
 struct Shared {
   FirstRows<kThreads> first_rows;
-  PageNumbers<kThreads> numbers;
+  PageIndex<kThreads> page_index;
   int64_t slots[kThreads];
   int held[kThreads];
-  int lacking[kThreads];  // where the stack is too low: pages wanted, then -1 for a stalled row
+  int num_needed[kThreads];  // if the stack is too low: pages needed, then -1 for a stalled row
   int total;
 };
 
-// Settles a tile whose rows want more than there is: each gets its stretch or is stalled, in the order of the rows. By
-// one warp, whose lanes pass their rows' wants round, so that a step waits for the sum alone.
-__device__ void serve_serially(Shared& s, int64_t height) {
+// Serve a tile whose rows need more pages than there are: in row order, each gets its range or is stalled. Called by
+// one warp; lanes broadcast their rows' needs, so a step depends on the running total only.
+__device__ void serve_in_order(Shared& s, int64_t height) {
   const int lane = threadIdx.x;
   int total = 0;
   for (int first = 0; first < kThreads; first += kWarp) {
-    const int wanted = s.lacking[first + lane];
-    s.numbers.starts[first + lane] = total;  // of rows that want nothing
-    if (!__any_sync(kFullMask, wanted > 0)) continue;
+    const int needed = s.num_needed[first + lane];
+    s.page_index.starts[first + lane] = total;  // for rows that need nothing
+    if (!__any_sync(kFullMask, needed > 0)) continue;
 #pragma unroll 8
     for (int i = 0; i < kWarp; ++i) {
-      const int next = __shfl_sync(kFullMask, wanted, i);
+      const int next = __shfl_sync(kFullMask, needed, i);
       const bool fits = next <= height - total;
       if (lane == i) {
-        s.numbers.starts[first + i] = total;
-        if (!fits) s.lacking[first + i] = -1;
+        s.page_index.starts[first + i] = total;
+        if (!fits) s.num_needed[first + i] = -1;
       }
       if (fits) total += next;
     }
@@ -52,27 +54,28 @@ __global__ void __launch_bounds__(kThreads) alloc_pages_kernel(AllocPagesParams 
   for (int64_t first = 0; first < p.batch; first += kThreads) {
     int64_t slot = first + row < p.batch ? slot_of(p.slots, first + row, p.pool.num_slots) : -1;
     const int32_t count = slot < 0 ? 0 : p.pool.page_counts[slot], len = slot < 0 ? 0 : p.seq_lens[slot];
-    // This is done while the loads are on their way. Serving a slot twice changes nothing: a served one lacks nothing,
-    // and a refused one is refused again, since pages only get fewer. So once a tile equals once a row.
+    // Deduplicate slots while the loads are in flight. Serving a slot twice changes nothing: a served slot needs
+    // nothing more, and a refused one is refused again, since pages only become fewer. So once per tile equals once per
+    // row.
     if (p.slots && !s.first_rows.is_first(static_cast<int>(slot))) slot = -1;
     const int64_t held = pages_held(p.pool, count);
-    int64_t need = slot < 0 ? 0 : pages_lacking(p, held, len);
+    int64_t need = slot < 0 ? 0 : pages_to_add(p, held, len);
     if (need < 0) {
       set_status(p.status, slot, kBadLength);
       slot = -1;
       need = 0;
     }
 
-    int total = s.numbers.number(need);
+    int total = s.page_index.build(need);
     s.slots[row] = slot;
     s.held[row] = static_cast<int>(held);
     bool stalled = false;
     if (total > height) {
-      s.lacking[row] = static_cast<int>(need);
+      s.num_needed[row] = static_cast<int>(need);
       __syncthreads();  // lacking is written
-      if (row < kWarp) serve_serially(s, height);
-      __syncthreads();  // every stretch is settled
-      stalled = s.lacking[row] < 0;
+      if (row < kWarp) serve_in_order(s, height);
+      __syncthreads();  // every range is decided
+      stalled = s.num_needed[row] < 0;
       total = s.total;
     }
     if (stalled) {
@@ -83,17 +86,17 @@ __global__ void __launch_bounds__(kThreads) alloc_pages_kernel(AllocPagesParams 
     }
     __syncthreads();  // the rows and their pages are known
 
-    for (int64_t page = row; page < total; page += kEach * kThreads) {
-      int32_t ids[kEach];
+    for (int64_t page = row; page < total; page += kPagesPerThread * kThreads) {
+      int32_t ids[kPagesPerThread];
 #pragma unroll
-      for (int e = 0; e < kEach; ++e)
+      for (int e = 0; e < kPagesPerThread; ++e)
         if (page + e * kThreads < total) ids[e] = p.pool.free_stack[height - 1 - page - e * kThreads];
 #pragma unroll
-      for (int e = 0; e < kEach; ++e) {
+      for (int e = 0; e < kPagesPerThread; ++e) {
         const int64_t i = page + e * kThreads;
         if (i >= total) break;
-        const int to = s.numbers.row_of(static_cast<int>(i));
-        put_page(p.pool, p.status, ids[e], s.slots[to], s.held[to] + i - s.numbers.starts[to]);
+        const int to = s.page_index.row_of(static_cast<int>(i));
+        put_page(p.pool, p.status, ids[e], s.slots[to], s.held[to] + i - s.page_index.starts[to]);
       }
     }
     height -= total;

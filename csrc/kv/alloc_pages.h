@@ -1,4 +1,4 @@
-// alloc_pages: tops slots' page tables up to the rows they are about to write.
+// alloc_pages: allocates pages for the rows that slots are about to write.
 #pragma once
 
 #include "core/dispatch.h"
@@ -21,11 +21,11 @@ void alloc_pages(CallStream stream, const PoolTensors& tensors, const TensorView
 void alloc_pages_cpu(const AllocPagesParams& p);
 void alloc_pages_cuda(const AllocPagesParams& p, Stream stream);
 
-// The pages a slot lacks for `rows` (0 when it holds enough), or -1 where these or what it holds make no sense.
-SD_HD int64_t pages_lacking(const AllocPagesParams& p, int64_t held, int64_t rows) {
-  const int64_t wanted = pages_for(p.pool, rows + p.reserve);
-  if (held < 0 || rows < 0 || wanted > p.pool.max_pages) return -1;
-  return wanted > held ? wanted - held : 0;
+// Return the pages a slot needs in addition for `rows` rows (0 if it holds enough), or -1 if rows or held are invalid.
+SD_HD int64_t pages_to_add(const AllocPagesParams& p, int64_t held, int64_t rows) {
+  const int64_t needed = pages_for(p.pool, rows + p.reserve);
+  if (held < 0 || rows < 0 || needed > p.pool.max_pages) return -1;
+  return needed > held ? needed - held : 0;
 }
 
 }  // namespace specdec::kv

@@ -27,7 +27,7 @@ void assign_pages(CallStream stream, const PoolTensors& tensors, const TensorVie
 
 void assign_pages_cpu(const AssignPagesParams& p) {
   const PagePool& pool = p.pool;
-  std::array<int32_t, kMaxAssignments> entries, pages;  // of the rows: where to, and what
+  std::array<int32_t, kMaxAssignments> entries, pages;  // per row: destination entry and source page
   for (int64_t b = 0; b < p.batch; ++b) {
     const int32_t entry = entry_of(pool, p.dst_entries[b]);
     const auto* end = entries.begin() + b;
@@ -39,7 +39,7 @@ void assign_pages_cpu(const AssignPagesParams& p) {
   int64_t height = free_height(pool);
   for (int64_t b = 0; b < p.batch; ++b) {
     if (entries[b] < 0) continue;
-    const int64_t freed = drop_owner(pool, std::exchange(pool.page_table[entries[b]], pages[b]), height);
+    const int64_t freed = release_page(pool, std::exchange(pool.page_table[entries[b]], pages[b]), height);
     if (freed >= 0) height = freed;
   }
   *pool.num_free = static_cast<int32_t>(height);

@@ -1,7 +1,9 @@
-// One block, a thread a row: every source gains its owner before any destination loses one, so a page that only moves
-// is never free in between. What the counts were tells whether all pages that lose an owner had one: then the last row
-// to let go of a page pushes it, and a scan over the rows says where; else one thread does what the CPU does. A chain
-// of four dependent accesses (entries, table, owners, stack), 28 bytes a row.
+// Copy page-table entries with reference counting.
+//
+// One block, one thread per row. Every source gains its owner before any destination loses one, so a page that only
+// moves is never free in between. The old counts show whether all released pages had an owner. If so, the last row to
+// release a page pushes it to the free stack, at a place given by a prefix sum over rows; else one thread does what the
+// CPU does. Four dependent accesses (entries, table, owners, stack), 28 bytes per row.
 #include "core/cuda.cuh"
 #include "kv/assign_pages.h"
 #include "kv/tile.cuh"
@@ -27,7 +29,7 @@ __global__ void __launch_bounds__(kThreads) assign_pages_kernel(AssignPagesParam
   int32_t entry = row < p.batch ? entry_of(pool, p.dst_entries[row]) : -1;
   if (!s.first_rows.is_first(entry)) entry = -1;
   const int32_t page = entry < 0 ? -1 : page_to_share(pool, p.src_entries[row]);
-  __syncthreads();  // no page has a new owner yet where it is seen whether it has one
+  __syncthreads();  // all threads have checked for an owner before any page gets a new one
   if (page >= 0) atomicAdd(pool.page_refs + page, 1);
   __syncthreads();  // every source has been read and has its owner
 
@@ -41,11 +43,11 @@ __global__ void __launch_bounds__(kThreads) assign_pages_kernel(AssignPagesParam
   const bool owned = old < 0 || atomicSub(pool.page_refs + old, 1) > 0;
   if (!__syncthreads_and(owned)) {
     if (old >= 0) atomicAdd(pool.page_refs + old, 1);
-    __syncthreads();  // as if nobody had let go
+    __syncthreads();  // all releases are undone
     if (row > 0) return;
     int64_t top = height;
     for (int64_t b = 0; b < p.batch; ++b) {
-      const int64_t freed = drop_owner(pool, s.dropped[b], top);
+      const int64_t freed = release_page(pool, s.dropped[b], top);
       if (freed >= 0) top = freed;
     }
     *pool.num_free = static_cast<int32_t>(top);
@@ -53,7 +55,7 @@ __global__ void __launch_bounds__(kThreads) assign_pages_kernel(AssignPagesParam
   }
 
   bool last = old >= 0 && pool.page_refs[old] == 0;
-  __syncthreads();  // everyone has read what is left; now the count of a page that is gone finds its last owner
+  __syncthreads();  // all counts are read; now the count of a released page is reused to find its last owner
   if (last) atomicMax(pool.page_refs + old, row + 1);
   __syncthreads();
   last = last && pool.page_refs[old] == row + 1;

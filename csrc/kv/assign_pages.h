@@ -1,4 +1,4 @@
-// assign_pages: makes entries of the page table name the pages of others, as shared pointers are assigned.
+// assign_pages: copies page-table entries with reference counting, like assigning shared pointers. For prefix caching.
 #pragma once
 
 #include "core/dispatch.h"
@@ -6,13 +6,13 @@
 
 namespace specdec::kv {
 
-// Rows of a call at most: one block does them all at once, so that every row sees the table as it was before it.
+// Maximum rows per call: one block handles all of them at once, so every row sees the table as it was before the call.
 constexpr int64_t kMaxAssignments = 512;
 
 struct AssignPagesParams {
   PagePool pool;
   const int32_t* src_entries;  // [batch]: slot * max_pages + index, -1 for no page
-  const int32_t* dst_entries;  // [batch]: likewise, -1 for an empty row
+  const int32_t* dst_entries;  // [batch]: slot * max_pages + index, -1 for an empty row
   int64_t batch;
 };
 
@@ -22,12 +22,12 @@ void assign_pages(CallStream stream, const PoolTensors& tensors, const TensorVie
 void assign_pages_cpu(const AssignPagesParams& p);
 void assign_pages_cuda(const AssignPagesParams& p, Stream stream);
 
-// An entry of the table, or -1 where the number names none.
-SD_HD int32_t entry_of(const PagePool& pool, int32_t number) {
-  return number >= 0 && number < pool.num_slots * pool.max_pages ? number : -1;
+// Return a table entry's index, or -1 if it is out of range.
+SD_HD int32_t entry_of(const PagePool& pool, int32_t index) {
+  return index >= 0 && index < pool.num_slots * pool.max_pages ? index : -1;
 }
 
-// The page of a source that can have one more owner, or -1.
+// Return the page of a source entry if it can get one more owner, else -1.
 SD_HD int32_t page_to_share(const PagePool& pool, int32_t src) {
   const int32_t entry = entry_of(pool, src);
   const int32_t page = entry < 0 ? -1 : pool.page_table[entry];

@@ -1,5 +1,8 @@
-// A block is a request and a stretch of the columns of all layers (16 bytes of K and of V each). Its first warp finds
-// the rows, a lane a row. Reads and writes 2 * layers * heads * head_bytes a copied row each.
+// Copy KV rows between slots, in every layer.
+//
+// One block per request (blockIdx.x) and range of columns over all layers (blockIdx.y); a column is 16 bytes of K and
+// of V. The block's first warp finds the rows, one lane per row. Reads and writes 2 * layers * heads * head_bytes per
+// row.
 #include "kv/copy_kv.h"
 #include "kv/row_copies.cuh"
 
@@ -7,8 +10,8 @@ namespace specdec::kv {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int64_t kBlocks = 2112;  // of the whole grid, about
-constexpr int kRows = 4;           // copied at a time
+constexpr int64_t kBlocks = 2112;  // approximate grid size
+constexpr int kRows = 4;           // in flight
 
 template <class Unit>
 __global__ void __launch_bounds__(kThreads)
@@ -29,7 +32,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     __syncthreads();  // the rows are known
     copy_rows<Unit, kThreads, kRows>(p.pools, columns, copies);
-    __syncthreads();  // before the next ones are
+    __syncthreads();  // before the next rows overwrite them
   }
 }
 

@@ -11,7 +11,7 @@ struct CopyKvParams {
   PageRows rows;
   const int32_t* src_slots;    // [batch]
   const int32_t* dst_slots;    // [batch]
-  const int32_t* prefix_lens;  // [num_slots]: the rows end here
+  const int32_t* prefix_lens;  // [num_slots]: of the destination; copied rows end here
   const int32_t* num_rows;     // [batch]
   int32_t* status;             // [num_slots] or null
   int64_t batch, num_slots;
@@ -24,7 +24,7 @@ void copy_kv(CallStream stream, const TensorView& k_pools, const TensorView& v_p
 void copy_kv_cpu(const CopyKvParams& p);
 void copy_kv_cuda(const CopyKvParams& p, Stream stream);
 
-// What request b copies: rows first .. first + count - 1.
+// The rows that request b copies: first .. first + count - 1.
 struct RowsToCopy {
   int64_t src, dst, first = 0, count = 0;
   int32_t bits = 0;  // for the destination's status
@@ -46,7 +46,7 @@ SD_HD RowsToCopy rows_to_copy(const CopyKvParams& p, int64_t b) {
   return rows;
 }
 
-// Bits other than 0, for the destination's status, say why a row is left out.
+// One row's source and destination. Nonzero bits, for the destination's status, say why the row is skipped.
 struct RowCopy {
   KvRow from, to;
   int32_t bits = 0;

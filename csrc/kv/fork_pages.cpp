@@ -29,8 +29,8 @@ void fork_pages(CallStream stream, const PoolTensors& tensors, const TensorView&
 
 namespace {
 
-// Whether an earlier row of the call forks into this slot.
-bool is_taken(const ForkPagesParams& p, int64_t b, int64_t dst) {
+// Return whether an earlier row of the call forks into this slot.
+bool is_duplicate(const ForkPagesParams& p, int64_t b, int64_t dst) {
   for (int64_t earlier = 0; earlier < b; ++earlier)
     if (p.dst_slots[earlier] == dst && slot_of(p.src_slots, earlier, p.pool.num_slots) >= 0) return true;
   return false;
@@ -39,29 +39,29 @@ bool is_taken(const ForkPagesParams& p, int64_t b, int64_t dst) {
 }  // namespace
 
 void fork_pages_cpu(const ForkPagesParams& p) {
-  constexpr int32_t kNoFork = -1;  // in out_num_rows, until the end
+  constexpr int32_t kRejected = -1;  // in out_num_rows, until the end
   const int64_t height = free_height(p.pool);
 
-  int64_t taken = 0;  // from the stack
+  int64_t num_popped = 0;  // pages from the stack
   for (int64_t b = 0; b < p.batch; ++b) {
     const Fork fork = find_fork(p, b);
-    p.out_num_rows[b] = kNoFork;
-    if (fork.dst < 0 || is_taken(p, b, fork.dst)) continue;
+    p.out_num_rows[b] = kRejected;
+    if (fork.dst < 0 || is_duplicate(p, b, fork.dst)) continue;
     if (fork.bits) {
       set_status(p.status, fork.dst, fork.bits);
-    } else if (fork.num_rows > 0 && taken == height) {
+    } else if (fork.num_rows > 0 && num_popped == height) {
       set_status(p.status, fork.dst, kStalled);
     } else {
       clear_status(p.status, fork.dst, kStalled);
       p.out_num_rows[b] = fork.num_rows;
-      taken += fork.num_rows > 0;
+      num_popped += fork.num_rows > 0;
     }
   }
 
-  // Only now are slots changed: a slot that another row forks into was empty before, and is no source.
-  int64_t place = height;
+  // Slots are changed only now, because a slot that another row forks into was empty before and is no source.
+  int64_t height_left = height;
   for (int64_t b = 0; b < p.batch; ++b) {
-    if (p.out_num_rows[b] == kNoFork) continue;
+    if (p.out_num_rows[b] == kRejected) continue;
     const int64_t src = p.src_slots[b], dst = p.dst_slots[b], pages = p.prefix_lens[dst] / p.pool.page_size;
     const int64_t first = first_held(p.pool.page_starts[src], pages);
     for (int64_t i = first; i < pages; ++i) share_page(p, p.pool.page_table[src * p.pool.max_pages + i], dst, i);
@@ -69,13 +69,13 @@ void fork_pages_cpu(const ForkPagesParams& p) {
     p.pool.page_counts[dst] = static_cast<int32_t>(pages + (p.out_num_rows[b] > 0));
   }
   for (int64_t b = 0; b < p.batch; ++b) {
-    if (p.out_num_rows[b] == kNoFork)
+    if (p.out_num_rows[b] == kRejected)
       p.out_num_rows[b] = 0;
     else if (p.out_num_rows[b] > 0)
-      put_page(p.pool, p.status, p.pool.free_stack[--place], p.dst_slots[b],
+      put_page(p.pool, p.status, p.pool.free_stack[--height_left], p.dst_slots[b],
                p.prefix_lens[p.dst_slots[b]] / p.pool.page_size);
   }
-  *p.pool.num_free = static_cast<int32_t>(place);
+  *p.pool.num_free = static_cast<int32_t>(height_left);
 }
 
 }  // namespace specdec::kv

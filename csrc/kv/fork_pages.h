@@ -1,4 +1,4 @@
-// fork_pages: gives empty slots the first rows of other slots, by reference as far as whole pages go.
+// fork_pages: gives empty slots a prefix of other slots' rows. Full pages are shared by reference.
 #pragma once
 
 #include "core/dispatch.h"
@@ -6,7 +6,8 @@
 
 namespace specdec::kv {
 
-// Rows of a call at most: one block does them all at once, so that every row sees the slots as they were before it.
+// Maximum rows per call: one block handles all of them at once, so every row sees the slots as they were before the
+// call.
 constexpr int64_t kMaxForks = 512;
 
 struct ForkPagesParams {
@@ -15,7 +16,7 @@ struct ForkPagesParams {
   const int32_t* dst_slots;    // [batch]
   const int32_t* prefix_lens;  // [num_slots]: rows that a destination shares with its source
   int32_t* status;             // [num_slots] or null
-  int32_t* out_num_rows;       // [batch]: rows of the last page, when it is a page of the destination's own
+  int32_t* out_num_rows;       // [batch]: rows to copy to the partial last page, which is the destination's own
   int64_t batch;
 };
 
@@ -27,10 +28,10 @@ void fork_pages_cuda(const ForkPagesParams& p, Stream stream);
 
 struct Fork {
   int64_t src, dst;      // dst is -1 for an empty row
-  int64_t first = 0;     // entry before which the source has given back its pages
-  int64_t pages = 0;     // end of the whole ones, to be shared
-  int32_t num_rows = 0;  // of the partial page behind them, which becomes a page of its own
-  int32_t bits = 0;      // for the destination's status: why there is no such fork
+  int64_t first = 0;     // first entry that the source has not freed
+  int64_t pages = 0;     // end of the full pages, which are shared
+  int32_t num_rows = 0;  // rows of the partial page after them, which the destination gets a page for
+  int32_t bits = 0;      // for the destination's status: why the fork is refused
 };
 
 SD_HD Fork find_fork(const ForkPagesParams& p, int64_t b) {
@@ -48,13 +49,13 @@ SD_HD Fork find_fork(const ForkPagesParams& p, int64_t b) {
   return fork;
 }
 
-// Makes the destination one more owner of `page`, the source's entry `index`. What is no page with an owner cannot be
-// shared: the entry stays missing.
+// Make the destination one more owner of `page`, the source's entry `index`. If it is not a page with an owner, the
+// entry stays missing.
 SD_HD void share_page(const ForkPagesParams& p, int32_t page, int64_t dst, int64_t index) {
   const PagePool& pool = p.pool;
-  const bool sound = is_page(pool, page) && pool.page_refs[page] > 0 && pool.page_refs[page] < INT32_MAX;
-  pool.page_table[dst * pool.max_pages + index] = sound ? page : -1;
-  if (!sound) return set_status(p.status, dst, kBadPage);
+  const bool valid = is_page(pool, page) && pool.page_refs[page] > 0 && pool.page_refs[page] < INT32_MAX;
+  pool.page_table[dst * pool.max_pages + index] = valid ? page : -1;
+  if (!valid) return set_status(p.status, dst, kBadPage);
 #ifdef __CUDA_ARCH__
   atomicAdd(pool.page_refs + page, 1);
 #else

@@ -33,14 +33,14 @@ void free_pages_cpu(const FreePagesParams& p) {
   for (int64_t b = 0; b < p.batch; ++b) {
     const int64_t slot = slot_of(p.slots, b, pool.num_slots);
     if (slot < 0) continue;
-    const GivenBack back = find_given_back(p, pool.page_starts[slot], pool.page_counts[slot], p.prefix_lens[slot]);
-    if (!back.sound) {
+    const PagesToFree to_free = pages_to_free(p, pool.page_starts[slot], pool.page_counts[slot], p.prefix_lens[slot]);
+    if (!to_free.valid) {
       set_status(p.status, slot, kBadLength);
       continue;
     }
-    for (int64_t i = back.end - 1; i >= back.first; --i) height = return_page(p, slot, i, height);
-    pool.page_starts[slot] = static_cast<int32_t>(back.start);
-    pool.page_counts[slot] = static_cast<int32_t>(back.count);
+    for (int64_t i = to_free.end - 1; i >= to_free.first; --i) height = return_page(p, slot, i, height);
+    pool.page_starts[slot] = static_cast<int32_t>(to_free.start);
+    pool.page_counts[slot] = static_cast<int32_t>(to_free.count);
   }
   *pool.num_free = static_cast<int32_t>(height);
 }

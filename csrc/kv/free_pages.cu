@@ -1,9 +1,11 @@
-// One block, a thread a row: what it gives back; then a thread a page. Each takes one owner off its page, and what the
-// count was tells which case this is:
-//   1 everywhere: every page is free now, and the order of the pages is their order on the stack;
-//   above 0 everywhere: the last owner to let go, in that order, pushes the page;
-//   else (entries without a page, pages without an owner): the owners come back, and one thread does what the CPU does.
-// A chain of four dependent accesses (slots, their words and lengths, table, owners), 12 bytes a page.
+// Free KV pages: drop an owner of each page and push pages without owners to the free stack.
+//
+// One block. First one thread per row: which entries it frees. Then one thread per page decrements the page's reference
+// count, and the old counts decide between three cases:
+//   all 1: every page is free now, and is pushed in the order of the pages;
+//   all above 0: the last owner to release a page, in that order, pushes it;
+//   else (entries without a page, pages without an owner): counts are restored, and one thread does what the CPU does.
+// Four dependent accesses (slots; their counts and lengths; table; owners), 12 bytes per page.
 #include "core/cuda.cuh"
 #include "kv/free_pages.h"
 #include "kv/tile.cuh"
@@ -12,36 +14,36 @@ namespace specdec::kv {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kEach = 2;  // pages of a thread at a time
-constexpr int kPages = kEach * kThreads;
+constexpr int kPagesPerThread = 2;  // in flight
+constexpr int kPages = kPagesPerThread * kThreads;
 
 struct Shared {
   FirstRows<kThreads> first_rows;
-  PageNumbers<kThreads> numbers;
+  PageIndex<kThreads> page_index;
   int64_t slots[kThreads];
-  int ends[kThreads];  // of what rows give back
+  int ends[kThreads];  // end of the entries that each row frees
   typename cub::BlockScan<int, kThreads>::TempStorage scan;
   int64_t height;
 
   struct Entry {
     int64_t slot, index;
   };
-  // Where the page with this number stands in a table: the last one of a row comes first.
+  // Return the table entry of a page index; a row's last entry comes first.
   __device__ Entry entry_of(int64_t page) const {
-    const int row = numbers.row_of(static_cast<int>(page));
-    return {slots[row], ends[row] - 1 - (page - numbers.starts[row])};
+    const int row = page_index.row_of(static_cast<int>(page));
+    return {slots[row], ends[row] - 1 - (page - page_index.starts[row])};
   }
 };
 
-// Returns pages first .. first + kPages - 1 of `total`; gives the stack's new height.
+// Free pages first .. first + kPages - 1 of `total`. Return the stack's new height.
 __device__ int64_t return_pages(const FreePagesParams& p, Shared& s, int64_t first, int64_t total, int64_t height) {
   const PagePool& pool = p.pool;
   const int pages = static_cast<int>(min(total - first, static_cast<int64_t>(kPages)));
   const auto rank = [](int e) { return e * kThreads + static_cast<int>(threadIdx.x); };
-  int32_t* entries[kEach];
-  int32_t ids[kEach], owners[kEach];
+  int32_t* entries[kPagesPerThread];
+  int32_t ids[kPagesPerThread], owners[kPagesPerThread];
 #pragma unroll
-  for (int e = 0; e < kEach; ++e) {
+  for (int e = 0; e < kPagesPerThread; ++e) {
     ids[e] = -1;
     if (rank(e) >= pages) continue;
     const auto at = s.entry_of(first + rank(e));
@@ -50,7 +52,7 @@ __device__ int64_t return_pages(const FreePagesParams& p, Shared& s, int64_t fir
   }
   bool all_one = true, all_owned = true;
 #pragma unroll
-  for (int e = 0; e < kEach; ++e) {
+  for (int e = 0; e < kPagesPerThread; ++e) {
     if (rank(e) >= pages) continue;
     owners[e] = is_page(pool, ids[e]) ? atomicSub(pool.page_refs + ids[e], 1) : 0;
     all_one &= owners[e] == 1;
@@ -65,7 +67,7 @@ __device__ int64_t return_pages(const FreePagesParams& p, Shared& s, int64_t fir
 
   if (__syncthreads_and(all_one)) {
 #pragma unroll
-    for (int e = 0; e < kEach; ++e) {
+    for (int e = 0; e < kPagesPerThread; ++e) {
       if (rank(e) >= pages) break;
       *entries[e] = -1;
       push(e, height + rank(e));
@@ -74,18 +76,18 @@ __device__ int64_t return_pages(const FreePagesParams& p, Shared& s, int64_t fir
   }
 
   if (__syncthreads_and(all_owned)) {
-    bool last[kEach];
+    bool last[kPagesPerThread];
 #pragma unroll
-    for (int e = 0; e < kEach; ++e) last[e] = rank(e) < pages && pool.page_refs[ids[e]] == 0;
-    __syncthreads();  // everyone has read what is left; now the count of a page that is gone finds its last owner
+    for (int e = 0; e < kPagesPerThread; ++e) last[e] = rank(e) < pages && pool.page_refs[ids[e]] == 0;
+    __syncthreads();  // all counts are read; now the count of a released page is reused to find its last owner
 #pragma unroll
-    for (int e = 0; e < kEach; ++e)
+    for (int e = 0; e < kPagesPerThread; ++e)
       if (last[e]) atomicMax(pool.page_refs + ids[e], rank(e) + 1);
     __syncthreads();
 #pragma unroll
-    for (int e = 0; e < kEach; ++e) last[e] = last[e] && pool.page_refs[ids[e]] == rank(e) + 1;
+    for (int e = 0; e < kPagesPerThread; ++e) last[e] = last[e] && pool.page_refs[ids[e]] == rank(e) + 1;
 #pragma unroll
-    for (int e = 0; e < kEach; ++e) {
+    for (int e = 0; e < kPagesPerThread; ++e) {
       int before, freed;
       cub::BlockScan<int, kThreads>(s.scan).ExclusiveSum(last[e], before, freed);
       if (rank(e) < pages) *entries[e] = -1;
@@ -94,15 +96,15 @@ __device__ int64_t return_pages(const FreePagesParams& p, Shared& s, int64_t fir
         push(e, height + before);
       }
       height = min(height + freed, pool.num_pages);
-      __syncthreads();  // the scan's storage is used again, and the next pages see these owners
+      __syncthreads();  // the scan's storage is reused, and the next pages see these owners
     }
     return height;
   }
 
 #pragma unroll
-  for (int e = 0; e < kEach; ++e)
+  for (int e = 0; e < kPagesPerThread; ++e)
     if (is_page(pool, ids[e])) atomicAdd(pool.page_refs + ids[e], 1);
-  __syncthreads();  // as if nothing had happened
+  __syncthreads();  // all counts are restored
   if (threadIdx.x == 0) {
     for (int i = 0; i < pages; ++i) {
       const auto at = s.entry_of(first + i);
@@ -124,22 +126,22 @@ __global__ void __launch_bounds__(kThreads) free_pages_kernel(FreePagesParams p)
     int64_t slot = first + row < p.batch ? slot_of(p.slots, first + row, p.pool.num_slots) : -1;
     const int32_t start = slot < 0 ? 0 : p.pool.page_starts[slot], count = slot < 0 ? 0 : p.pool.page_counts[slot];
     const int32_t len = slot < 0 ? 0 : p.prefix_lens[slot];
-    // This is done while the loads are on their way. A slot that has given back its pages holds nothing more to give,
-    // so serving it once a tile is the same as once a row.
+    // Deduplicate slots while the loads are in flight. A slot that has freed its pages has nothing more to free, so
+    // once per tile equals once per row.
     if (p.slots && !s.first_rows.is_first(static_cast<int>(slot))) slot = -1;
-    const GivenBack back = find_given_back(p, start, count, len);
+    const PagesToFree to_free = pages_to_free(p, start, count, len);
     if (slot >= 0) {
-      if (!back.sound) {
+      if (!to_free.valid) {
         set_status(p.status, slot, kBadLength);
       } else {
-        p.pool.page_starts[slot] = static_cast<int32_t>(back.start);
-        p.pool.page_counts[slot] = static_cast<int32_t>(back.count);
+        p.pool.page_starts[slot] = static_cast<int32_t>(to_free.start);
+        p.pool.page_counts[slot] = static_cast<int32_t>(to_free.count);
       }
     }
 
-    const int total = s.numbers.number(slot < 0 ? 0 : back.end - back.first);
+    const int total = s.page_index.build(slot < 0 ? 0 : to_free.end - to_free.first);
     s.slots[row] = slot;
-    s.ends[row] = static_cast<int>(back.end);
+    s.ends[row] = static_cast<int>(to_free.end);
     __syncthreads();  // the rows and their pages are known
     for (int64_t i = 0; i < total; i += kPages) height = return_pages(p, s, i, total, height);
     __syncthreads();  // the next tile sees this one's counts, and may reuse the shared arrays

@@ -1,4 +1,4 @@
-// free_pages: takes back the pages beyond the rows that slots keep, or those behind a window.
+// free_pages: frees the pages after the rows that slots keep, or those before a sliding window.
 #pragma once
 
 #include <optional>
@@ -10,8 +10,8 @@ namespace specdec::kv {
 
 struct FreePagesParams {
   PagePool pool;
-  const int32_t* prefix_lens;  // [num_slots]: rows to keep, 0 for none; or rows of which the last `window` are kept
-  int64_t window;              // -1: none
+  const int32_t* prefix_lens;  // [num_slots]: rows to keep; with a window, rows of which the last `window` are kept
+  int64_t window;              // -1: no window
   const int32_t* slots;        // [batch] or null
   int32_t* status;             // [num_slots] or null
   int64_t batch;
@@ -23,30 +23,30 @@ void free_pages(CallStream stream, const PoolTensors& tensors, const TensorView&
 void free_pages_cpu(const FreePagesParams& p);
 void free_pages_cuda(const FreePagesParams& p, Stream stream);
 
-// What a slot gives back, and what its words are then.
-struct GivenBack {
-  int64_t first = 0, end = 0;  // entries of its table, the last one first
+// The entries that a slot frees, and its page_starts and page_counts afterwards.
+struct PagesToFree {
+  int64_t first = 0, end = 0;  // freed from the last one to the first
   int64_t start = 0, count = 0;
-  bool sound = true;  // else rows or count make no sense, and nothing changes
+  bool valid = true;  // false if rows or count are out of range; then nothing changes
 };
 
-SD_HD GivenBack find_given_back(const FreePagesParams& p, int64_t start, int64_t count, int64_t rows) {
+SD_HD PagesToFree pages_to_free(const FreePagesParams& p, int64_t start, int64_t count, int64_t rows) {
   const int64_t held = pages_held(p.pool, count), first = first_held(start, held < 0 ? 0 : held);
-  if (held < 0 || rows < 0) return {.sound = false};
+  if (held < 0 || rows < 0) return {.valid = false};
   if (p.window < 0) {
     const int64_t kept = clamp_to(pages_for(p.pool, rows), int64_t{0}, held), begin = kept < first ? first : kept;
     return {.first = begin, .end = held, .start = first < kept ? first : kept, .count = kept};
   }
-  const int64_t behind = rows > p.window ? (rows - p.window) / p.pool.page_size : 0;
-  const int64_t end = clamp_to(behind, first, held);
+  const int64_t outside_window = rows > p.window ? (rows - p.window) / p.pool.page_size : 0;
+  const int64_t end = clamp_to(outside_window, first, held);
   return {.first = first, .end = end, .start = end, .count = held};
 }
 
-// Gives back entry `index` of a slot's table; returns the stack's new height.
+// Free entry `index` of a slot's table. Return the stack's new height.
 SD_HD int64_t return_page(const FreePagesParams& p, int64_t slot, int64_t index, int64_t height) {
   const PagePool& pool = p.pool;
   int32_t& entry = pool.page_table[slot * pool.max_pages + index];
-  const int64_t freed = drop_owner(pool, entry, height);
+  const int64_t freed = release_page(pool, entry, height);
   entry = -1;
   if (freed >= 0) return freed;
   set_status(p.status, slot, kBadPage);

@@ -1,4 +1,4 @@
-// The K and V pools of several layers, whose rows lie at the same places in each.
+// LayerPools: the K and V pools of all layers, with the same page layout in each.
 #pragma once
 
 #include <cstring>
@@ -9,16 +9,16 @@
 namespace specdec::kv {
 
 struct LayerPools {
-  PoolView k, v;  // of layer 0; the others this many bytes apart:
+  PoolView k, v;  // of layer 0; layers are these strides apart, in bytes:
   int64_t k_layer_stride, v_layer_stride;
   int64_t layers, heads;
-  int64_t head_bytes, unit;  // of one head; what it is copied in
+  int64_t head_bytes, unit;  // bytes per head, and per copy
 };
 
-// Columns of `unit` bytes that the kernels count in 32 bits with room to spare, in all layers together.
+// Maximum elements of a row in all layers together: kernels count columns in 32 bits, with a margin.
 constexpr int64_t kMaxLayerItems = int64_t{1} << 29;
 
-// The pools of all layers, from tensors [layers, num_pages, page_size, heads, head_dim].
+// Return the pools of tensors [layers, num_pages, page_size, heads, head_dim].
 inline LayerPools layer_pools(const TensorView& k, const TensorView& v) {
   return {.k = pool_view(k, 1),
           .v = pool_view(v, 1),
@@ -30,12 +30,12 @@ inline LayerPools layer_pools(const TensorView& k, const TensorView& v) {
           .unit = copy_unit({&k, &v})};
 }
 
-// The sizes of such pools and of the table of their pages, which other arguments share.
+// The sizes of such pools and their page table, which other arguments share.
 struct PagedLayers {
   Dim layers{"layers"}, heads{"heads"}, head_dim{"head_dim"};
   Dim pages{"num_pages"}, page_size{"page_size"}, slots{"num_slots"}, max_pages{"max_pages"};
 
-  // Checks both pools and the table, in this order, and binds their sizes.
+  // Check both pools and the table, in this order, and bind their sizes.
   void check(Check& check, const TensorView& k_pools, const TensorView& v_pools, const TensorView& page_table);
 
   PageRows rows(const TensorView& page_table, const OptTensor& page_refs) const {
@@ -47,7 +47,7 @@ struct PagedLayers {
   }
 };
 
-// One row in every layer, on the host.
+// Copy one row in every layer, on the host.
 inline void copy_row(const LayerPools& pools, KvRow from, KvRow to) {
   for (int64_t layer = 0; layer < pools.layers; ++layer) {
     for (int64_t h = 0; h < pools.heads; ++h) {

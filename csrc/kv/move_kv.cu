@@ -1,6 +1,8 @@
-// A block is a request and a stretch of the columns of all layers (16 bytes of K and of V each). Its first warp finds
-// the moves, a lane an entry of the path, so that a chain, which moves nothing, is over after two dependent reads.
-// Reads and writes 2 * layers * heads * head_bytes a moved row each.
+// Compact the KV rows of an accepted path, in every layer.
+//
+// One block per request (blockIdx.x) and range of columns over all layers (blockIdx.y); a column is 16 bytes of K and
+// of V. The block's first warp finds the moves, one lane per path entry, so a chain, which moves nothing, ends after
+// two dependent reads. Reads and writes 2 * layers * heads * head_bytes per moved row.
 #include "kv/move_kv.h"
 #include "kv/row_copies.cuh"
 
@@ -8,11 +10,11 @@ namespace specdec::kv {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int64_t kBlocks = 2112;  // of the whole grid, about
-constexpr int kRows = 4;           // moved at a time: most paths are no longer
+constexpr int64_t kBlocks = 2112;  // approximate grid size
+constexpr int kRows = 4;           // in flight: most paths are no longer
 
-// Whether a path of a warp's lanes at most has nothing to move: one read tells, and many blocks have no other task. The
-// first of a request goes on, to report what is wrong.
+// Return whether a path of at most 32 entries needs no moves. That takes one read, and many blocks do nothing else. A
+// request's first block does not use it, because it reports errors.
 __device__ bool is_in_place(const int32_t* path, int count, int64_t accept_width) {
   const int j = threadIdx.x % kWarp;
   const int node = j < accept_width ? path[j] : j;
@@ -45,7 +47,7 @@ __global__ void __launch_bounds__(kThreads)
     __syncthreads();  // the moves are known
     bits = why_stopped;
     copy_rows<Unit, kThreads, kRows>(p.pools, columns, copies);
-    if (request.count > first + kWarp) __syncthreads();  // before the next ones are
+    if (request.count > first + kWarp) __syncthreads();  // before the next moves overwrite them
   }
   if (bits && blockIdx.y == 0 && threadIdx.x == 0) set_status(p.status, request.slot, bits);
 }

@@ -1,4 +1,4 @@
-// move_kv: brings the KV rows of an accepted path together, in every layer.
+// move_kv: compacts the KV rows of an accepted path, in every layer.
 #pragma once
 
 #include "core/dispatch.h"
@@ -24,7 +24,7 @@ void move_kv(CallStream stream, const TensorView& k_pools, const TensorView& v_p
 void move_kv_cpu(const MoveKvParams& p);
 void move_kv_cuda(const MoveKvParams& p, Stream stream);
 
-// What request b has to move: entries 0 .. count - 1 of its path, from row `before` of its slot.
+// The path of request b to compact: entries 0 .. count - 1, whose rows follow row `before` of its slot.
 struct PathToMove {
   int64_t slot, before = 0, count = 0;
   int32_t bits = 0;  // for the slot's status
@@ -44,15 +44,15 @@ SD_HD PathToMove path_to_move(const MoveKvParams& p, int64_t b) {
   return path;
 }
 
-// The move of entry j, if it needs one. Bits other than 0 end the request's moves before it.
+// The move of a path entry, if it needs one. Nonzero bits end the request's moves before it.
 struct RowMove {
   KvRow from, to;
   int32_t bits = 0;
   bool needed = false;
 };
 
-// A path that rises from 0 has path[j] >= j: sources lie behind their destinations, so no row is overwritten before it
-// has moved.
+// Return the move of entry j. An increasing path from 0 has path[j] >= j: sources come after their destinations, so no
+// row is overwritten before it has moved.
 template <class Divmod>
 SD_HD RowMove find_move(const MoveKvParams& p, const Divmod& page_size, const PathToMove& request, const int32_t* path,
                         int64_t j) {

@@ -1,5 +1,5 @@
-// From a slot's KV row to its place in a paged pool, the same on both devices. Row r of a slot is entry r % page_size
-// of page page_table[slot, r / page_size], in every layer's pool alike.
+// Lookup of a slot's KV row in a paged pool, the same on CPU and GPU. Row r of a slot is row r % page_size of page
+// page_table[slot, r / page_size], in every layer's pool.
 #pragma once
 
 #include <cstdint>
@@ -11,18 +11,18 @@ namespace specdec::kv {
 
 struct PageRows {
   const int32_t* page_table;  // [num_slots, max_pages]
-  const int32_t* page_refs;   // [num_pages] or null: then every page counts as the slot's own
+  const int32_t* page_refs;   // [num_pages], or null: every page counts as the slot's own
   int64_t max_pages, num_pages;
   int64_t page_size;
 };
 
-// The rows a slot can have: lengths are int32, so no row lies beyond.
+// Return the maximum rows of a slot; lengths are int32.
 SD_HD int64_t row_capacity(const PageRows& rows) {
   const int64_t capacity = rows.max_pages * rows.page_size;
   return capacity < INT32_MAX ? capacity : INT32_MAX;
 }
 
-// Divides rows by the page size. Kernels use cutlass::FastDivmod, which is called the same way.
+// Divides rows by the page size, with the interface of cutlass::FastDivmod, which kernels use.
 struct RowDivmod {
   int page_size;
   void operator()(int& quotient, int& remainder, int row) const {
@@ -32,11 +32,11 @@ struct RowDivmod {
 };
 
 struct KvRow {
-  int32_t page = -1, offset = 0;  // row of the page
-  int32_t bits = 0;               // for the slot's status when there is no such row, else 0
+  int32_t page = -1, offset = 0;  // page, and row within the page
+  int32_t bits = 0;               // for the slot's status if there is no such row, else 0
 };
 
-// Where `row` of a slot lies, for reading.
+// Look up `row` of a slot, for reading.
 template <class Divmod>
 SD_HD KvRow find_row(const PageRows& rows, const Divmod& divmod, int64_t slot, int64_t row) {
   KvRow at;
@@ -51,7 +51,7 @@ SD_HD KvRow find_row(const PageRows& rows, const Divmod& divmod, int64_t slot, i
   return at;
 }
 
-// As find_row, for writing: a page with several owners is refused.
+// Look up `row` of a slot, for writing: a page with several owners is refused.
 template <class Divmod>
 SD_HD KvRow find_own_row(const PageRows& rows, const Divmod& divmod, int64_t slot, int64_t row) {
   KvRow at = find_row(rows, divmod, slot, row);

@@ -1,4 +1,4 @@
-// A pool of K or V as callers pass it: its strides, its dtypes, and what a 1.0 in it stands for.
+// K or V pools as callers pass them: strides, dtypes and scales.
 #pragma once
 
 #include "core/bytes.h"
@@ -7,7 +7,7 @@
 
 namespace specdec::kv {
 
-// A pool tensor whose dimension `pages` counts its pages.
+// Return the view of a pool tensor whose dimension `pages` counts its pages.
 inline PoolView pool_view(const TensorView& t, int pages) {
   return {.data = bytes(t),
           .page_stride = byte_stride(t, pages),
@@ -15,12 +15,12 @@ inline PoolView pool_view(const TensorView& t, int pages) {
           .head_stride = byte_stride(t, pages + 2)};
 }
 
-// Items of a KV row that the kernels count in 32 bits with room to spare.
+// Maximum elements of a KV row: kernels count them in 32 bits, with a margin.
 constexpr int64_t kMaxRowItems = int64_t{1} << 20;
 
 constexpr Dtypes kKvDtypes = kFloats | kFloat8;
 
-// The scale of a pool. Only pools of 8 bits may have one; others hold the numbers themselves.
+// Return a pool's scale. Only FP8 pools may have one.
 inline float pool_scale(Check& check, const char* name, double scale, const TensorView& pool) {
   check.that(scale == 1 || dtype_of(pool) == kFloat8, name, {"is ", scale}, {"1 for pools of ", pool.dl.dtype});
   return check.factor(name, scale);

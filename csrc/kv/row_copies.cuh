@@ -1,4 +1,4 @@
-// Copying rows within the K and V pools of all layers: a block's first warp finds out which, then every thread owns
+// Copies of rows within the K and V pools of all layers: a block's first warp finds the rows, then every thread owns
 // columns of K and V and copies them for all rows.
 #pragma once
 
@@ -11,12 +11,12 @@
 
 namespace specdec::kv {
 
-// The rows of a request that a block copies, at most a warp of them at a time. In shared memory.
+// The rows that a block copies, up to 32 at a time. In shared memory.
 struct RowCopies {
   int64_t k_from[kWarp], k_to[kWarp], v_from[kWarp], v_to[kWarp];  // bytes from the pool's first row
   int count;
 
-  // Called by one whole warp: lanes with `wanted` add their copy, in the order of the lanes.
+  // Collect the copies of the lanes with `wanted`, in lane order; called by one whole warp.
   __device__ void gather(const LayerPools& pools, bool wanted, KvRow source, KvRow target) {
     const unsigned lane = threadIdx.x % kWarp, all = __ballot_sync(kFullMask, wanted);
     const int at = __popc(all & ((1u << lane) - 1));
@@ -30,16 +30,16 @@ struct RowCopies {
   }
 };
 
-// How the columns of all layers are cut up among blockIdx.y and threads.
+// How the columns of all layers are divided among blockIdx.y and threads.
 struct Columns {
   cutlass::FastDivmod units_per_layer, units_per_head;
   int count, per_block;
 };
 
-// A batch by `blocks` blocks or so of `threads`.
+// Divide the columns for a grid of about `blocks` blocks of `threads` threads.
 inline Columns cut_columns(const LayerPools& pools, int64_t batch, int64_t blocks, int64_t threads, unsigned& grid_y) {
   const int64_t per_head = pools.head_bytes / pools.unit, count = pools.layers * pools.heads * per_head;
-  const int64_t steps = (count + threads - 1) / threads;  // of a block that would do everything
+  const int64_t steps = (count + threads - 1) / threads;  // if one block handled all columns
   const int64_t most = std::max<int64_t>(1, std::min({blocks / batch, steps, kMaxGridY}));
   const int64_t steps_per_block = (steps + most - 1) / most;
   grid_y = static_cast<unsigned>((steps + steps_per_block - 1) / steps_per_block);
@@ -48,8 +48,8 @@ inline Columns cut_columns(const LayerPools& pools, int64_t batch, int64_t block
           static_cast<int>(steps_per_block * threads)};
 }
 
-// The block's columns of all rows in `copies`, kRows rows at a time: these are all read before any is written, so that
-// reads need not wait for each other.
+// Copy the block's columns of all rows in `copies`, kRows rows at a time: all of them are read before any is written,
+// so that the reads overlap.
 template <class Unit, int kThreads, int kRows>
 __device__ __forceinline__ void copy_rows(const LayerPools& pools, const Columns& columns, const RowCopies& copies) {
   const int first = static_cast<int>(blockIdx.y) * columns.per_block;

@@ -1,4 +1,5 @@
-// What the page kernels share: one block, first a thread a row of `slots`, then a thread a page of those rows.
+// Parts shared by the page kernels, which run one block: first one thread per row of `slots`, then one thread per page
+// of those rows.
 #pragma once
 
 #include <cstdint>
@@ -6,12 +7,12 @@
 
 namespace specdec::kv {
 
-// Finds rows that name a slot which an earlier row of the block names. A hash table, in shared memory, of twice the
-// slots it can hold, so that a search ends.
+// Finds rows whose slot occurs in an earlier row of the block. A hash table in shared memory, at most half full, so
+// that a search ends.
 template <int kThreads>
 class FirstRows {
  public:
-  // Called by the whole block, a row a thread; `slot` is -1 for none.
+  // Return whether this thread's row is the first with its slot; called by the whole block. `slot` is -1 for none.
   __device__ bool is_first(int slot) {
     for (int i = threadIdx.x; i < kSize; i += kThreads) {
       slots_[i] = -1;
@@ -36,24 +37,25 @@ class FirstRows {
   int slots_[kSize], rows_[kSize];
 };
 
-// The pages of a tile's rows, numbered through: row r's are numbers starts[r] to starts[r + 1] - 1. Rows work for
-// different slots, and a table has fewer than 2^31 entries (check_pool), so 32 bits do. In shared memory.
+// A flat index of the pages of a tile's rows: row r has indices starts[r] to starts[r + 1] - 1. Rows have different
+// slots, and a table has fewer than 2^31 entries (check_pool), so 32 bits are enough. In shared memory.
 template <int kThreads>
-struct PageNumbers {
+struct PageIndex {
   using Scan = cub::BlockScan<int, kThreads>;
   typename Scan::TempStorage scan;
   int starts[kThreads];
 
-  // Called by the whole block with the pages of each thread's row: gives their total. They can be looked up after a
-  // __syncthreads.
-  __device__ int number(int64_t pages) {
+  // Build the index from the number of pages of each thread's row; called by the whole block. Return the total. Call
+  // __syncthreads before lookups.
+  __device__ int build(int64_t pages) {
     int start, total;
     Scan(scan).ExclusiveSum(static_cast<int>(pages), start, total);
     starts[threadIdx.x] = start;
     return total;
   }
 
-  // The row of a page: the last one that starts at or before it (rows without pages start where the next one does).
+  // Return the row of a page index: the last row that starts at or before it (a row without pages starts where the next
+  // one does).
   __device__ int row_of(int64_t page) const {
     int row = 0;
     for (int step = kThreads / 2; step > 0; step /= 2)

@@ -16,14 +16,15 @@ NewRows new_rows(const TensorView& t, bool packed) {
 
 namespace {
 
-// Four numbers where they and their 8-bit versions can be moved as one, else one.
-int64_t rounding_unit(const TensorView& k, const TensorView& v, const TensorView& k_pool, const TensorView& v_pool) {
+// Return the bytes per read when quantizing: four elements if they and their FP8 versions can each be moved at once,
+// else one.
+int64_t quantize_unit(const TensorView& k, const TensorView& v, const TensorView& k_pool, const TensorView& v_pool) {
   const int64_t item = item_bytes(k);
   return copy_unit({&k, &v}) >= 4 * item && copy_unit({&k_pool, &v_pool}) >= 4 ? 4 * item : item;
 }
 
 void write_head(const WriteKvParams& p, const char* from, char* to, float scale) {
-  if (!p.round) {
+  if (!p.quantize) {
     std::memcpy(to, from, p.head_bytes);
     return;
   }
@@ -35,7 +36,7 @@ void write_head(const WriteKvParams& p, const char* from, char* to, float scale)
 
 }  // namespace
 
-WriteKvParams WriteKvArguments::check(Check& check, Dim& batch, Dim& heads, Dim& head_dim, Dtypes dtype) const {
+WriteKvParams KvDestination::check(Check& check, Dim& batch, Dim& heads, Dim& head_dim, Dtypes dtype) const {
   constexpr int64_t kMax = std::numeric_limits<int32_t>::max();
   Dim P{"num_pages"}, Z{"page_size"}, R{"num_slots"}, M{"max_pages"};
   check.strided_output("k_pool", k_pool, {P, Z, heads, head_dim}, dtype | kFloat8);
@@ -66,7 +67,7 @@ WriteKvParams WriteKvArguments::check(Check& check, Dim& batch, Dim& heads, Dim&
   p.batch = batch;
   p.num_slots = R;
   p.heads = heads;
-  p.round = !(dtype == dtype_of(k_pool));  // rows that have 8 bits already are copied
+  p.quantize = !(dtype == dtype_of(k_pool));  // FP8 rows are copied as they are
   p.dtype = dtype;
   p.k_scale = k_factor;
   p.v_scale = v_factor;
@@ -91,8 +92,8 @@ void write_kv(CallStream stream, const TensorView& k, const TensorView& v, const
     check.strided("v", v, {B, Q, H, D}, dtype);
   check.range("heads * head_dim", H * D, 1, kMaxRowItems);
   check.packed("cu_seqlens_q", cu_seqlens_q, B);
-  const WriteKvArguments to{k_pool,    v_pool,    page_table, prefix_lens, row_offset, slots,
-                            num_valid, page_refs, k_scale,    v_scale,     status};
+  const KvDestination to{k_pool,    v_pool,    page_table, prefix_lens, row_offset, slots,
+                         num_valid, page_refs, k_scale,    v_scale,     status};
   WriteKvParams params = to.check(check, B, H, D, dtype);
   if (B == 0) return;
 
@@ -101,7 +102,7 @@ void write_kv(CallStream stream, const TensorView& k, const TensorView& v, const
   params.cu_seqlens_q = data_or_null<const int32_t>(cu_seqlens_q);
   params.q_len = packed ? T : Q;
   params.head_bytes = D * item_bytes(k);
-  params.unit = params.round ? rounding_unit(k, v, k_pool, v_pool) : copy_unit({&k, &v, &k_pool, &v_pool});
+  params.unit = params.quantize ? quantize_unit(k, v, k_pool, v_pool) : copy_unit({&k, &v, &k_pool, &v_pool});
   SD_DISPATCH(check, stream, write_kv, params);
 }
 

@@ -1,6 +1,9 @@
-// One warp a row, copying K and V in units of up to 16 bytes, or rounding them to 8 bits by four numbers; blockIdx.x is
-// the request. Eight units of a lane are read at a time, and the first ones before it is known where the row goes.
-// Reads 2 * heads * head_bytes a valid row and writes as much, rounded a half or a quarter of it.
+// Write new K and V rows to the paged KV cache, copied or quantized to FP8.
+//
+// One warp per row; blockIdx.x is the request, blockIdx.y strides over its rows. K and V move in units of up to 16
+// bytes, or of four elements when quantizing. Each lane has eight units in flight, and reads the first ones before the
+// row's destination is known. Reads 2 * heads * head_bytes per valid row and writes as much, or half or a quarter as
+// FP8.
 #include <cutlass/fast_math.h>
 
 #include <algorithm>
@@ -12,11 +15,11 @@
 namespace specdec::kv {
 namespace {
 
-constexpr int kWarps = 4;          // rows a block writes at a time
-constexpr int64_t kBlocks = 8192;  // of the whole grid, about; more rows are walked
+constexpr int kWarps = 4;          // per block, one row each
+constexpr int64_t kBlocks = 8192;  // approximate maximum grid size; blocks stride over more rows
 constexpr int kUnits = 4;          // of K and of V that a lane holds
 
-// What becomes of a unit on its way.
+// How a unit is converted: copied, or quantized to FP8.
 template <class Unit>
 struct Copy {
   using From = Unit;
@@ -24,7 +27,7 @@ struct Copy {
   __device__ static To convert(From x, float) { return x; }
 };
 template <class T, int N>
-struct Round {
+struct Quantize {
   struct alignas(N * sizeof(T)) From {
     T x[N];
   };
@@ -39,13 +42,13 @@ struct Round {
   }
 };
 
-// A lane's units of a stretch of kUnits * kWarp of a row.
+// A lane's units of kUnits * kWarp consecutive units of a row.
 template <class Unit>
-struct Stretch {
+struct RowUnits {
   Unit k[kUnits], v[kUnits];
 };
 
-// Calls f(n, head, unit) for this lane's n-th unit of the stretch, if the row is that long.
+// Call f(n, head, unit) for this lane's n-th unit from `first` on, if the row is that long.
 template <class F>
 __device__ __forceinline__ void for_units(int first, int units, const cutlass::FastDivmod& units_per_head, F&& f) {
 #pragma unroll
@@ -58,11 +61,11 @@ __device__ __forceinline__ void for_units(int first, int units, const cutlass::F
   }
 }
 
-template <class Move>
+template <class Transfer>
 __global__ void __launch_bounds__(kWarp* kWarps)
     write_kv_kernel(WriteKvParams p, cutlass::FastDivmod page_size, cutlass::FastDivmod units_per_head, int units) {
-  using From = typename Move::From;
-  using To = typename Move::To;
+  using From = typename Transfer::From;
+  using To = typename Transfer::To;
   begin_kernel();
   const int64_t b = blockIdx.x;
   const RowsToWrite r = rows_to_write(p, b);
@@ -72,11 +75,11 @@ __global__ void __launch_bounds__(kWarp* kWarps)
        j += static_cast<int64_t>(gridDim.y) * kWarps) {
     const char* const k = row_data(p.k, b, r.first + j);
     const char* const v = row_data(p.v, b, r.first + j);
-    Stretch<From> held;
+    RowUnits<From> units_read;
     const auto read = [&](int first) {
       for_units(first, units, units_per_head, [&](int n, int head, int unit) {
-        held.k[n] = reinterpret_cast<const From*>(k + head * p.k.head_stride)[unit];
-        held.v[n] = reinterpret_cast<const From*>(v + head * p.v.head_stride)[unit];
+        units_read.k[n] = reinterpret_cast<const From*>(k + head * p.k.head_stride)[unit];
+        units_read.v[n] = reinterpret_cast<const From*>(v + head * p.v.head_stride)[unit];
       });
     };
     read(0);
@@ -90,8 +93,8 @@ __global__ void __launch_bounds__(kWarp* kWarps)
     for (int first = 0; first < units; first += kUnits * kWarp) {
       if (first > 0) read(first);
       for_units(first, units, units_per_head, [&](int n, int head, int unit) {
-        reinterpret_cast<To*>(k_to + head * p.k_pool.head_stride)[unit] = Move::convert(held.k[n], p.k_scale);
-        reinterpret_cast<To*>(v_to + head * p.v_pool.head_stride)[unit] = Move::convert(held.v[n], p.v_scale);
+        reinterpret_cast<To*>(k_to + head * p.k_pool.head_stride)[unit] = Transfer::convert(units_read.k[n], p.k_scale);
+        reinterpret_cast<To*>(v_to + head * p.v_pool.head_stride)[unit] = Transfer::convert(units_read.v[n], p.v_scale);
       });
     }
   }
@@ -104,17 +107,17 @@ void write_kv_cuda(const WriteKvParams& p, Stream stream) {
   const int64_t row_blocks = (p.q_len + kWarps - 1) / kWarps;
   const int64_t blocks_y = std::max<int64_t>(1, std::min({row_blocks, kBlocks / p.batch, kMaxGridY}));
   const dim3 grid(grid_x("write_kv", p.batch), static_cast<unsigned>(blocks_y));
-  const auto start = [&]<class Move>() {
-    launch("write_kv", write_kv_kernel<Move>, {.grid = grid, .threads = dim3(kWarp, kWarps)}, stream, p,
+  const auto start = [&]<class Transfer>() {
+    launch("write_kv", write_kv_kernel<Transfer>, {.grid = grid, .threads = dim3(kWarp, kWarps)}, stream, p,
            cutlass::FastDivmod(static_cast<int>(p.rows.page_size)),
            cutlass::FastDivmod(static_cast<int>(units_per_head)), static_cast<int>(units_per_head * p.heads));
   };
-  if (!p.round) return with_copy_unit(p.unit, [&]<class Unit>() { start.template operator()<Copy<Unit>>(); });
+  if (!p.quantize) return with_copy_unit(p.unit, [&]<class Unit>() { start.template operator()<Copy<Unit>>(); });
   with_float_type(p.dtype, [&]<class T>() {
     if (p.unit == sizeof(T))
-      start.template operator()<Round<T, 1>>();
+      start.template operator()<Quantize<T, 1>>();
     else
-      start.template operator()<Round<T, 4>>();
+      start.template operator()<Quantize<T, 4>>();
   });
 }
 

@@ -1,4 +1,4 @@
-// write_kv: scatters the valid rows of new K and V into the slots' pages, rounded to 8 bits where the pools have those.
+// write_kv: writes the valid rows of new K and V to the slots' pages, quantized to FP8 if the pools are FP8.
 #pragma once
 
 #include "core/check.h"
@@ -9,13 +9,13 @@
 
 namespace specdec::kv {
 
-// Rows [tokens, heads, head_dim] of one of the two inputs; strides in bytes.
+// Rows [tokens, heads, head_dim] of K or V; strides in bytes.
 struct NewRows {
   const char* data;
   int64_t batch_stride, row_stride, head_stride;  // batch_stride is 0 for packed rows
 };
 
-// Those of a tensor.
+// Return the rows of a tensor.
 NewRows new_rows(const TensorView& t, bool packed);
 
 struct WriteKvParams {
@@ -26,29 +26,30 @@ struct WriteKvParams {
   int64_t row_offset;
   const int32_t* slots;         // [batch] or null
   const int32_t* num_valid;     // [batch] or null
-  const int32_t* cu_seqlens_q;  // [batch + 1] or null: request b has the packed rows cu[b] to cu[b + 1] - 1
+  const int32_t* cu_seqlens_q;  // [batch + 1] or null: request b has packed rows cu_seqlens_q[b] to [b + 1] - 1
   int32_t* status;              // [num_slots] or null
-  int64_t batch, q_len;         // q_len: rows of a request, or all packed rows
+  int64_t batch, q_len;         // q_len: rows per request, or all packed rows
   int64_t num_slots, heads;
-  int64_t head_bytes, unit;  // of one head of k; what it is read in
-  bool round;                // to float8_e4m3fn, divided by a scale; else bytes are copied
+  int64_t head_bytes, unit;  // bytes per head of k, and per read
+  bool quantize;             // divide by a scale and convert to float8_e4m3fn; else copy bytes
   Dtypes dtype;              // of k and v
   float k_scale, v_scale;
 };
 
-// What an op is told about where it writes.
-struct WriteKvArguments {
+// The arguments that say where an op writes K and V.
+struct KvDestination {
   const TensorView &k_pool, &v_pool, &page_table, &prefix_lens;
   int64_t row_offset;
   const OptTensor &slots, &num_valid, &page_refs;
   double k_scale, v_scale;
   const OptTensor& status;
 
-  // Checks it for rows of this dtype, and binds sizes not met before. What rows are written is left to the caller.
+  // Check the arguments for rows of this dtype and bind sizes that are not bound yet. The caller sets the rows to
+  // write.
   WriteKvParams check(Check& check, Dim& batch, Dim& heads, Dim& head_dim, Dtypes dtype) const;
 };
 
-// The nearest 8-bit number, ties to even; beyond 448, 448.
+// Quantize to FP8: x / scale, rounded to nearest even, saturated at 448.
 template <class T>
 SD_HD Float8 to_float8(T x, float scale) {
   return from_float<Float8>(div(to_float(x), scale));
@@ -62,8 +63,7 @@ void write_kv(CallStream stream, const TensorView& k, const TensorView& v, const
 void write_kv_cpu(const WriteKvParams& p);
 void write_kv_cuda(const WriteKvParams& p, Stream stream);
 
-// The rows request b writes: `count` of them, the first one at `first` of the (packed) input, behind the slot's `start`
-// rows.
+// The rows that request b writes: `count` rows from `first` of the (packed) input, after the slot's `start` rows.
 struct RowsToWrite {
   int64_t slot = -1, first = 0, start = 0, count = 0;
   int32_t bits = 0;

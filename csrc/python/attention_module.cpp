@@ -1,4 +1,4 @@
-// The rules of tree_attention, asked without tensors or a device.
+// Bindings of the tree_attention plan rules, without tensors or a device.
 #include <pybind11/stl.h>
 
 #include <limits>
@@ -61,7 +61,7 @@ py::tuple attention_plan(const Sizes& sizes, int64_t page_size, bool packed, boo
                         workspace_bytes(plan, shape, max_kv_len));
 }
 
-// The CUDA device that is current.
+// Return the properties of the current CUDA device.
 Gpu current_gpu() {
 #ifdef SPECDEC_WITH_CUDA
   const Device device = current_device("current_gpu");
@@ -80,9 +80,9 @@ std::vector<std::string> attention_variants() {
 }  // namespace
 
 void add_attention_plans(py::module_& m) {
-  m.def("attention_plan", &attention_plan, "the plan of a shape on a GPU, as a tuple of its fields");
-  m.def("current_gpu", &current_gpu, "what the rules know of the CUDA device that is current");
-  m.def("attention_variants", &attention_variants, "the names of all kernels that tree_attention has");
+  m.def("attention_plan", &attention_plan, "return the plan of a shape on a GPU, as a tuple of its fields");
+  m.def("current_gpu", &current_gpu, "return the properties of the current CUDA device that plans depend on");
+  m.def("attention_variants", &attention_variants, "return the names of all tree_attention kernels");
 }
 
 }  // namespace specdec::python

@@ -1,5 +1,5 @@
-// How the arguments of ops come from Python, by pybind11's casters. Their TypeErrors say what a value is and what was
-// expected; fast_op.h says whose it is.
+// pybind11 casters for the argument types of ops. Their TypeErrors say what a value is and what was expected; fast_op.h
+// adds the argument's name.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -11,7 +11,7 @@
 
 namespace pybind11::detail {
 
-// What `cls.__new__(cls)` makes is refused, as it holds no object: pybind11 would make one of garbage.
+// Refuses the result of `cls.__new__(cls)`, which holds no C++ object: pybind11 would read garbage.
 template <class T>
 struct initialised_caster : type_caster_base<T> {
   bool load(handle src, bool convert) {
@@ -22,8 +22,8 @@ struct initialised_caster : type_caster_base<T> {
   }
 };
 
-// Throws rather than returning false for a non-tensor: pybind11's overload error would print every argument, and a
-// CUDA tensor's repr synchronises the device.
+// Throws instead of returning false for a non-tensor: pybind11's overload error would print every argument, and a CUDA
+// tensor's repr synchronizes the device.
 template <>
 struct type_caster<specdec::TensorView> {
   static constexpr auto name = const_name("Tensor");
@@ -57,7 +57,7 @@ struct type_caster<specdec::OptTensor> {
   specdec::OptTensor value_;
 };
 
-// Taken apart here, which is quicker than six arguments from Python.
+// Unpacks Python's PagePool here, which is faster than passing six arguments.
 template <>
 struct type_caster<specdec::kv::PoolTensors> {
   static constexpr auto name = const_name("PagePool");

@@ -1,5 +1,5 @@
-// From a C++ function to a function of C (METH_FASTCALL) that reads its arguments with pybind11's casters. pybind11's
-// own dispatcher looks for overloads, keywords and defaults, which ops do not have, for as long as it takes to read a
+// Bindings of ops as METH_FASTCALL functions that read their arguments with pybind11's casters. pybind11's own
+// dispatcher searches for overloads, keywords and defaults, which ops do not have, and takes as long as reading a
 // tensor.
 #pragma once
 
@@ -14,9 +14,9 @@ namespace specdec::python {
 
 namespace py = pybind11;
 
-// What messages call an argument.
+// The name of an argument's type in messages.
 template <class T>
-inline constexpr const char* kTypeName = "tensor";  // whose caster says so itself
+inline constexpr const char* kTypeName = "tensor";  // unused: its caster throws a message of its own
 template <>
 inline constexpr const char* kTypeName<kv::PoolTensors> = "PagePool";
 template <>
@@ -34,7 +34,7 @@ inline constexpr const char* kTypeName<std::string> = "str";
 template <>
 inline constexpr const char* kTypeName<std::optional<std::string>> = "str or None";
 
-// What _C.pyi calls an argument of an op, self not counted; its number if that cannot be read.
+// Return the name of an op's argument (self not counted) from _C.pyi, or its index if that cannot be read.
 std::string argument_name(const char* op, size_t i);
 
 template <class T>
@@ -48,7 +48,7 @@ decltype(auto) read_argument(py::detail::make_caster<T>& caster, PyObject* objec
 
 template <class... Args>
 struct Arguments {
-  // Reads them and calls `function` with them.
+  // Convert the arguments and call `function`.
   template <class Function>
   static PyObject* pass_to(const Function& function, const char* op, PyObject* const* objects,
                            Py_ssize_t num_objects) try {
@@ -92,7 +92,7 @@ struct Op<function> {
   }
 };
 
-// A method, which runs without the GIL.
+// A method; runs without the GIL.
 template <class Class, class... Args, void (Class::*function)(Args...)>
 struct Op<function> {
   static inline PyMethodDef method;

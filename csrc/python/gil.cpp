@@ -10,18 +10,19 @@
 namespace specdec::python {
 namespace {
 
-std::atomic<bool> ending = false;
-std::atomic<std::thread::id> ends_it;
-std::atomic<int> busy = 0;  // threads that take the GIL right now, or have it by WithGil
+std::atomic<bool> shutting_down = false;
+std::atomic<std::thread::id> shutdown_thread;
+std::atomic<int> busy = 0;  // threads that are acquiring the GIL, or hold it through WithGil
 thread_local int inside = 0;
 
-// A forked child has none of those threads.
+// A forked child does not have the other threads.
 [[maybe_unused]] const int at_fork = pthread_atfork(nullptr, nullptr, [] { busy = inside; });
 
-// Who comes for the GIL has either been counted before Python asked for the number, or sees that it ends.
+// Count a thread that acquires the GIL, or block it during shutdown. The count comes before the check, so a thread is
+// either counted before shutdown reads `busy`, or sees that shutdown has started.
 void enter() {
   ++busy;
-  if (!ending || inside > 0 || ends_it.load() == std::this_thread::get_id()) return;
+  if (!shutting_down || inside > 0 || shutdown_thread.load() == std::this_thread::get_id()) return;
   --busy;
   while (true) pause();
 }
@@ -48,14 +49,14 @@ WithGil::~WithGil() {
   --busy;
 }
 
-void keep_other_threads_out() {
+void block_other_threads() {
   using namespace std::chrono_literals;
-  ends_it = std::this_thread::get_id();
-  ending = true;
+  shutdown_thread = std::this_thread::get_id();
+  shutting_down = true;
   PyThreadState* const state = PyEval_SaveThread();
-  // What they call in Python may wait for what this thread holds.
-  const auto latest = std::chrono::steady_clock::now() + 10s;
-  while (busy > inside && std::chrono::steady_clock::now() < latest) std::this_thread::sleep_for(100us);
+  // Bounded, because their Python code may wait for something that this thread holds.
+  const auto deadline = std::chrono::steady_clock::now() + 10s;
+  while (busy > inside && std::chrono::steady_clock::now() < deadline) std::this_thread::sleep_for(100us);
   PyEval_RestoreThread(state);
 }
 

@@ -1,16 +1,16 @@
-// Leaving the GIL and taking it, also when the interpreter ends.
+// Releasing and acquiring the GIL, safely during interpreter shutdown.
 //
-// A daemon thread may be in a call without the GIL when Python ends. Pythons before 3.14 end a thread that then asks
-// for the GIL by unwinding it, which destructors do not allow: the process aborts. So from the moment that Python
-// begins to end, every other thread that comes for the GIL waits here for the end of the process, and Python goes on
-// when those that came before have let it go, or after ten seconds.
+// A daemon thread may be in a call without the GIL when Python shuts down. Python before 3.14 ends a thread that then
+// acquires the GIL by unwinding it, which noexcept destructors turn into an abort. So after shutdown starts, other
+// threads block here instead of acquiring the GIL, and Python continues when those that acquired it earlier have
+// released it, or after ten seconds.
 #pragma once
 
 #include <Python.h>
 
 namespace specdec::python {
 
-// While it lives, this thread has no GIL.
+// Releases the GIL for a scope.
 class WithoutGil {
  public:
   WithoutGil();
@@ -22,7 +22,7 @@ class WithoutGil {
   PyThreadState* state_;
 };
 
-// While it lives, this thread has the GIL.
+// Holds the GIL for a scope.
 class WithGil {
  public:
   WithGil();
@@ -34,7 +34,8 @@ class WithGil {
   PyGILState_STATE state_;
 };
 
-// Python begins to end, by this thread, which has the GIL.
-void keep_other_threads_out();
+// Start shutdown: block all other threads that acquire the GIL from now on. Called by the thread that shuts Python
+// down, with the GIL.
+void block_other_threads();
 
 }  // namespace specdec::python

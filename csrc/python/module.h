@@ -1,4 +1,4 @@
-// What the files of the Python module add to it.
+// Functions that add the other files' bindings to the Python module.
 #pragma once
 
 #include <pybind11/pybind11.h>

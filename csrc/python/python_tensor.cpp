@@ -10,7 +10,7 @@
 namespace specdec::python {
 namespace {
 
-// One reference of ours, given back when it goes out of scope.
+// An owned reference, released at the end of its scope.
 struct Release {
   void operator()(PyObject* object) const { Py_DECREF(object); }
 };
@@ -18,7 +18,7 @@ using Owned = std::unique_ptr<PyObject, Release>;
 
 thread_local CallStream call_stream;
 
-// type(x).__dlpack_c_exchange_api__, or null. DLPack 1.3: looked up on the type, valid for the process.
+// Return type(x).__dlpack_c_exchange_api__, or null. DLPack 1.3: looked up on the type, valid for the process.
 const DLPackExchangeAPI* find_api(PyTypeObject* type) {
   const Owned capsule(PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), "__dlpack_c_exchange_api__"));
   if (capsule == nullptr) {
@@ -33,9 +33,9 @@ const DLPackExchangeAPI* find_api(PyTypeObject* type) {
   return api != nullptr && api->dltensor_from_py_object_no_sync != nullptr ? api : nullptr;
 }
 
-// The first types met, for good: what is found here is looked up no more, without a lock or a thread-local, which cost
-// a tenth of reading the tensor. A type has its reference, so that its address is never another type's. A process has
-// one or two; the types beyond the eighth are looked up at every call.
+// A permanent cache of the first eight tensor types, read without a lock or a thread-local, which would cost a tenth of
+// reading the tensor. Each entry holds a reference to its type, so the address is never reused by another type. A
+// process has one or two types; from the ninth on, types are looked up at every call.
 struct KnownType {
   std::atomic<PyTypeObject*> type{nullptr};  // written last
   const DLPackExchangeAPI* api = nullptr;
@@ -73,15 +73,16 @@ const DLPackExchangeAPI* api_of(PyTypeObject* type) {
                   ", expected a tensor (torch.Tensor, numpy.ndarray, or another type with __dlpack__)");
 }
 
-// A method that every tensor has. Null with an exception set when looking it up fails in some other way.
+// Return a method that every tensor has; throws TypeError if it is missing. Null with an exception set if the lookup
+// fails in another way.
 Owned tensor_method(PyObject* object, const char* name) {
   Owned method(PyObject_GetAttrString(object, name));
   if (method == nullptr && PyErr_ExceptionMatches(PyExc_AttributeError)) throw_not_a_tensor(object);
   return method;
 }
 
-// object.__dlpack__(stream=..., max_version=(1, 3)), retried without max_version for producers older than DLPack 1.0.
-// Null with an exception set when the producer raises.
+// Call object.__dlpack__(stream=..., max_version=(1, 3)), and again without max_version for producers older than DLPack
+// 1.0. Null with an exception set if the producer raises.
 Owned export_capsule(PyObject* object) {
   const Owned method = tensor_method(object, "__dlpack__");
   if (method == nullptr) return nullptr;
@@ -97,7 +98,7 @@ Owned export_capsule(PyObject* object) {
   const Owned keywords(Py_BuildValue("{s:(ii)}", "max_version", 1, 3));
   if (no_args == nullptr || keywords == nullptr) return nullptr;
   if (device_type == kDLCUDA) {
-    // The array API's numbering: 1 is the legacy default stream, 0 is not allowed.
+    // Array API convention: 1 is the legacy default stream, 0 is not allowed.
     const auto raw = reinterpret_cast<intptr_t>(call_stream.stream);
     const Owned stream(PyLong_FromLongLong(call_stream.given && raw != 0 ? raw : 1));
     if (stream == nullptr || PyDict_SetItemString(keywords.get(), "stream", stream.get()) != 0) return nullptr;
@@ -124,7 +125,7 @@ bool PyTensor::load(PyObject* object, TensorView& view) {
 bool PyTensor::load_capsule(PyObject* object, TensorView& view) {
   capsule_ = export_capsule(object).release();
   if (capsule_ == nullptr) return false;
-  // The capsule is not renamed ("used_..."): its own destructor releases the tensor when this PyTensor goes.
+  // The capsule is not renamed ("used_..."): its own destructor releases the tensor with this PyTensor.
   if (PyCapsule_IsValid(capsule_, "dltensor_versioned")) {
     auto* managed = static_cast<DLManagedTensorVersioned*>(PyCapsule_GetPointer(capsule_, "dltensor_versioned"));
     if (managed->version.major != DLPACK_MAJOR_VERSION)

@@ -1,4 +1,4 @@
-// From any Python tensor to a TensorView: the DLPack C exchange API where the type has it, else __dlpack__.
+// Conversion of any Python tensor to a TensorView: by the DLPack C exchange API if the type has it, else by __dlpack__.
 #pragma once
 
 #include <Python.h>
@@ -7,7 +7,7 @@
 
 namespace specdec::python {
 
-// A Python tensor that a view is read from: for the __dlpack__ fallback, the capsule that keeps it alive.
+// Owns what keeps a view's tensor alive: the capsule, for the __dlpack__ fallback.
 class PyTensor {
  public:
   PyTensor() = default;
@@ -15,7 +15,7 @@ class PyTensor {
   PyTensor& operator=(const PyTensor&) = delete;
   ~PyTensor() { Py_XDECREF(capsule_); }
 
-  // Throws TypeError for a non-tensor. Returns false with a Python exception set when the producer refuses.
+  // Read a view. Throws TypeError for a non-tensor; returns false with a Python exception set if the producer refuses.
   bool load(PyObject* object, TensorView& view);
 
  private:
@@ -23,8 +23,8 @@ class PyTensor {
   PyObject* capsule_ = nullptr;
 };
 
-// The `stream=` of the call being converted. It is the first argument of every op, so that a CUDA producer without
-// the exchange API (CuPy, JAX) can be told the stream its data must be ready on. Thread-local, set by every call.
+// Set the `stream=` of the call being converted. It is the first argument of every op, so that a CUDA producer without
+// the exchange API (CuPy, JAX) receives the stream that its data must be ready on. Thread-local, set by every call.
 void set_call_stream(CallStream stream);
 
 }  // namespace specdec::python

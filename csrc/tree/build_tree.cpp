@@ -83,12 +83,12 @@ void build_tree_cpu(const BuildTreeParams& p) {
       tree.seq_len = p.seq_lens[slot];
     }
     for (int32_t i = 0; i < tree.count; ++i) {
-      tokens[i] = i == 0 ? tree.root_token : row.tokens[best.numbers()[i - 1]];
-      parents[i] = parent_node(row, best.numbers(), i);
+      tokens[i] = i == 0 ? tree.root_token : row.tokens[best.ids()[i - 1]];
+      parents[i] = parent_node(row, best.ids(), i);
     }
     write_row(p.out, b, tree);
     for (int32_t i = 0; i < nodes && p.out_scores; ++i)
-      p.out_scores[b * nodes + i] = i == 0 ? 0.0f : i < tree.count ? row.scores[best.numbers()[i - 1]] : -INFINITY;
+      p.out_scores[b * nodes + i] = i == 0 ? 0.0f : i < tree.count ? row.scores[best.ids()[i - 1]] : -INFINITY;
   }
 }
 

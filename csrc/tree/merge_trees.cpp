@@ -82,7 +82,7 @@ void merge_trees_cpu(const MergeTreesParams& p) {
     std::fill_n(out_scores, nodes, -std::numeric_limits<float>::infinity());
     if (tree.count > 0) out_scores[0] = 0;
     for (int32_t i = 0; i < best.count(); ++i) {
-      const int32_t c = best.numbers()[i], node = tree.count++, parent = pair.parent_of(c);
+      const int32_t c = best.ids()[i], node = tree.count++, parent = pair.parent_of(c);
       node_of[c] = node;
       tokens[node] = pair.row_of(c).tokens[pair.node_of(c)];
       parents[node] = parent < 0 ? 0 : node_of[representative[parent]];

@@ -247,7 +247,7 @@ class Exchange {
     if (threadIdx.x == 0) {
       s_.barriers[0].init(1);
       s_.barriers[1].init(1);
-      Cluster::show_barriers();
+      Cluster::fence_barrier_init();
     }
     Cluster::arrive();
 #endif

@@ -76,7 +76,7 @@ void score_tokens_cpu(const ScoreTokensParams& p) {
       if (wanted == 0) continue;
       BestList<kMaxTopAlternatives> best(static_cast<int>(wanted));
       offer_row(row, p.vocab, best);
-      std::copy_n(best.numbers(), wanted, top_ids);
+      std::copy_n(best.ids(), wanted, top_ids);
       for (int64_t i = 0; i < wanted; ++i) top_logprobs[i] = softmax.logprob(best.scores()[i]);
     }
   });

@@ -12,7 +12,7 @@ namespace {
 static_assert(kMaxTopAlternatives <= kMaxRowTopk);
 
 template <class T>
-__global__ void __launch_bounds__(kRowThreads, kRowBlocksPerProcessor)
+__global__ void __launch_bounds__(kRowThreads, kRowBlocksPerSm)
     score_tokens_kernel(ScoreTokensParams p, int log2_blocks) {
   begin_kernel();
   __shared__ RowTopkStorage storage;

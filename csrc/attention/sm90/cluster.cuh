@@ -52,7 +52,7 @@ class ClusterAttention {
     __device__ void init() {
       ring.init();
       partials_arrived.init(1);
-      Cluster::show_barriers();
+      Cluster::fence_barrier_init();
     }
   };
   static_assert(sizeof(Shared) <=

@@ -53,7 +53,7 @@ class ClusterWgmma {
       sync();
       scale_ = scale_to_half<D, QueryTile>(queries_.q, 16 * warp_, p_.log2_scale);
     }
-    show_to_wgmma();
+    fence_for_wgmma();
     sync();
   }
 
@@ -176,7 +176,7 @@ class ClusterWgmma {
   __device__ TileMask wait_for_tile(int first) const {
     const auto at = cursor_.key();
     ring_.full[at.at].wait(at.parity);
-    if constexpr (!kSeparateKv) show_to_wgmma();  // dequantizer warps have already issued the proxy fence
+    if constexpr (!kSeparateKv) fence_for_wgmma();  // dequantizer warps have already issued the proxy fence
     const uint64_t present = ring_.present_tokens(at.at, 0);
     TileMask visible;
     visible.all = first <= s_.request.prefix - Ring::kTokens && first >= s_.request.end - p_.window && !~present;

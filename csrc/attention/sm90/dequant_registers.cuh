@@ -127,7 +127,7 @@ class DequantRegistersAttention : TransposedRows<T, D, kRows, DequantRegistersRi
       load_values(cursor, raw);
       exponentiate(powers, sums);
       dequantize_v(raw, values);
-      show_to_wgmma();
+      fence_for_wgmma();
       sync_warpgroup();
       accumulate_pv(values, out);
       tile += kWarpgroups;

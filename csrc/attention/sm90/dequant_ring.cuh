@@ -105,7 +105,7 @@ struct DequantBarriers {
 
   // Publish what all lanes have written. The writers issue the async-proxy fence, so that the consumers need not.
   __device__ static void publish(Mbarrier& barrier) {
-    show_to_wgmma();
+    fence_for_wgmma();
     release(barrier);
   }
 

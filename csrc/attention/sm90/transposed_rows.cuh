@@ -73,7 +73,7 @@ class TransposedRows {
         for (auto& state : shared_.state) state[row] = {kMinScore, p_.soft_cap == 0 ? scale.of[h] : 1};
       }
     }
-    show_to_wgmma();
+    fence_for_wgmma();
   }
 
   // Rows that a warpgroup writes: all of them, or one half for each of two warpgroups.

@@ -171,13 +171,13 @@ class WgmmaAttention {
   __device__ void wait_for_k() const {
     const auto at = cursor_.key();
     ring_.full[at.at].wait(at.parity);
-    if constexpr (!kFp8) show_to_wgmma();
+    if constexpr (!kFp8) fence_for_wgmma();
   }
   __device__ void wait_for_v(Cursor cursor) const {
     if constexpr (Ring::kSeparateKv) {
       const auto at = cursor.value();
       ring_.full_v[at.at].wait(at.parity);
-      if constexpr (!kFp8) show_to_wgmma();
+      if constexpr (!kFp8) fence_for_wgmma();
     }
   }
   __device__ void release_k() const {
@@ -227,7 +227,7 @@ class WgmmaAttention {
       sync_warpgroup();
       scale_ = scale_to_half<D, QueryTile>(shared_.q[warpgroup_], 16 * warp_, p_.log2_scale);
     }
-    show_to_wgmma();
+    fence_for_wgmma();
     sync_warpgroup();
   }
 
@@ -364,7 +364,7 @@ __global__ void __launch_bounds__(Attention::kThreads, Attention::kBlocksPerSm)
   auto& shared = *reinterpret_cast<typename Attention::Shared*>(memory);
   if (threadIdx.x == 0) {
     shared.ring.init();
-    if constexpr (Attention::kMulticast) Cluster::show_barriers();
+    if constexpr (Attention::kMulticast) Cluster::fence_barrier_init();
   }
   __syncthreads();
   if constexpr (Attention::kMulticast) Cluster::arrive_relaxed();

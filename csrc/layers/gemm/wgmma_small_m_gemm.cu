@@ -70,7 +70,7 @@ __device__ __forceinline__ void begin_ring(const CUtensorMap& weight, const CUte
     barriers.x_full[i].init(1);
     barriers.empty[i].init(readers);
   }
-  Cluster::show_barriers();
+  Cluster::fence_barrier_init();
 }
 
 struct Int4x2 {

@@ -55,7 +55,7 @@ void moe_route_cpu(const MoeRouteParams& p) {
       for (int64_t j = 0; j < p.top_k; ++j) {
         float& weight = p.topk_weights[row * p.top_k + j] = score_weight(best.scores()[j], largest);
         sum += p.renormalize ? weight : 0;
-        p.topk_ids[row * p.top_k + j] = best.numbers()[j];
+        p.topk_ids[row * p.top_k + j] = best.ids()[j];
       }
       for (int64_t j = 0; j < p.top_k; ++j) p.topk_weights[row * p.top_k + j] /= sum;
     }

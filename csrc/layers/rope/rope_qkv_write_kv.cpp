@@ -33,8 +33,8 @@ void rope_qkv_write_kv(CallStream stream, const TensorView& qkv, const TensorVie
   else
     check.tensor("positions", positions, {B, Q}, kInt32);
   check.packed("cu_seqlens_q", cu_seqlens_q, B);
-  const kv::WriteKvArguments to{k_pool,    v_pool,    page_table, prefix_lens, row_offset, slots,
-                                num_valid, page_refs, k_scale,    v_scale,     status};
+  const kv::KvDestination to{k_pool,    v_pool,    page_table, prefix_lens, row_offset, slots,
+                             num_valid, page_refs, k_scale,    v_scale,     status};
   kv::WriteKvParams write = to.check(check, B, H, D, dtype);
   check.range("heads", H, 1, kv::kMaxRowItems / D);
   check.range("query_heads + 2 * heads", A, 2 * H + 1, kv::kMaxRowItems / D);
@@ -103,9 +103,9 @@ void rope_head(const RopeQkvWriteKvParams& p, const T* head, const T* norm, cons
 }
 
 template <class T>
-void store_head(const std::vector<float>& values, char* to, bool round, float scale) {
+void store_head(const std::vector<float>& values, char* to, bool quantize, float scale) {
   for (size_t d = 0; d < values.size(); ++d) {
-    if (round)
+    if (quantize)
       reinterpret_cast<Float8*>(to)[d] = kv::to_float8(values[d], scale);
     else
       reinterpret_cast<T*>(to)[d] = from_float<T>(values[d]);
@@ -122,10 +122,10 @@ void write_row(const RopeQkvWriteKvParams& p, const kv::RowsToWrite& r, int64_t 
   for (int64_t h = 0; h < w.heads; ++h) {
     const char* const k = row_data(w.k, b, r.first + j) + h * w.k.head_stride;
     rope_head(p, reinterpret_cast<const T*>(k), static_cast<const T*>(p.k_norm), cos_sin_row, values);
-    store_head<T>(values, row_data(w.k_pool, to) + h * w.k_pool.head_stride, w.round, w.k_scale);
+    store_head<T>(values, row_data(w.k_pool, to) + h * w.k_pool.head_stride, w.quantize, w.k_scale);
     const auto* const v = reinterpret_cast<const T*>(row_data(w.v, b, r.first + j) + h * w.v.head_stride);
     for (int64_t d = 0; d < p.head_dim; ++d) values[d] = to_float(v[d]);
-    store_head<T>(values, row_data(w.v_pool, to) + h * w.v_pool.head_stride, w.round, w.v_scale);
+    store_head<T>(values, row_data(w.v_pool, to) + h * w.v_pool.head_stride, w.quantize, w.v_scale);
   }
 }
 

@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(kWarps* kWarp)
       x[n] = rotated_x;
     }
   }
-  if (w.round && !is_query) {
+  if (w.quantize && !is_query) {
     const float scale = is_value ? w.v_scale : w.k_scale;
     Float8* const out = reinterpret_cast<Float8*>(to) + lane * N;
     write_fp8(x, out, scale);
