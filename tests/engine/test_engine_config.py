@@ -12,9 +12,10 @@ import torch
 from transformers import LlamaConfig
 
 from specdec_kernels import _C
-from specdec_kernels.engine import Draft, Engine, Needs, Ngram, SamplingParams
-from specdec_kernels.engine.config import RING_DEPTH, EngineConfig, Machine, budget_levels, host_bytes, ring_bytes
+from specdec_kernels.engine import Draft, Engine, EngineOptions, Needs, Ngram, SamplingParams
+from specdec_kernels.engine.config import EngineConfig, Machine, budget_levels, host_bytes, ring_bytes
 from specdec_kernels.engine.device.rings import Rings
+from specdec_kernels.engine.options import RING_DEPTH
 from specdec_kernels.ops import make_slot_state
 from support.devices import HAS_CUDA
 from support.random_checkpoints import save_random_model
@@ -40,7 +41,7 @@ class Tree(Draft):
 
 
 def resolve(draft: Draft | None = None, machine: Machine = CPU, **options: Any) -> EngineConfig:
-    return EngineConfig.resolve(MODEL, draft or Draft(), machine, **options)
+    return EngineConfig.resolve(MODEL, draft or Draft(), machine, EngineOptions(**options))
 
 
 def refusal(draft: Draft | None = None, machine: Machine = CPU, **options: Any) -> str:
@@ -74,7 +75,7 @@ def test_defaults_on_a_gpu() -> None:
 
 def test_the_models_limit_is_the_longest_sequence() -> None:
     short = LlamaConfig(**{**MODEL.to_dict(), "max_position_embeddings": 300})
-    assert EngineConfig.resolve(short, Draft(), CPU).max_len == 300
+    assert EngineConfig.resolve(short, Draft(), CPU, EngineOptions()).max_len == 300
 
 
 @pytest.mark.parametrize(

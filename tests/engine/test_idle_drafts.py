@@ -17,7 +17,7 @@ from test_round import run as run_round
 from torch import Tensor
 
 from specdec_kernels import _C
-from specdec_kernels.engine import Draft, Eagle, Eagle3, Engine, Ngram, SamplingParams, Standalone, Union
+from specdec_kernels.engine import Draft, Eagle, Eagle3, Engine, EngineOptions, Ngram, SamplingParams, Standalone, Union
 from specdec_kernels.engine.config import EngineConfig, Machine
 from specdec_kernels.engine.device.prefill import Prefill
 from specdec_kernels.engine.drafts import Committed, DraftContext, DraftRequest, Needs, Proposal
@@ -57,7 +57,7 @@ def tuning_for(draft: Draft, us: list[float], device: torch.device, **options: A
     """With such costs of the budget_levels at any batch size."""
     model = config_of(tiny_model("target"))
     sizes: dict[str, Any] = {"max_len": MAX_LEN, "num_slots": 3, "page_size": 4, "dtype": torch.float32}
-    config = EngineConfig.resolve(model, draft, Machine.of(device), adaptive=True, **(sizes | options))
+    config = EngineConfig.resolve(model, draft, Machine.of(device), EngineOptions(adaptive=True, **(sizes | options)))
     rows = [list(each) for each in config.rows]
     each = [(us + us[-1:] * len(of_size))[: len(of_size)] for of_size in rows]
     catch_up = [us[0]] * len(rows) if config.max_idle_rounds else []

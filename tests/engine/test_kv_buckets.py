@@ -12,7 +12,16 @@ import torch
 
 import specdec_kernels as sd
 from specdec_kernels import _C
-from specdec_kernels.engine import Draft, Eagle3, Engine, GenerationError, Needs, SamplingParams, Standalone
+from specdec_kernels.engine import (
+    Draft,
+    Eagle3,
+    Engine,
+    EngineOptions,
+    GenerationError,
+    Needs,
+    SamplingParams,
+    Standalone,
+)
 from specdec_kernels.engine.config import EngineConfig, Machine
 from specdec_kernels.engine.device.graphs import RoundSize
 from specdec_kernels.engine.device.kv_buckets import MOST_BOUNDS, AttentionCall, kv_bounds, last_alike
@@ -33,7 +42,7 @@ class Head(Draft):
 
 
 def resolve(machine: Machine = GPU, draft: Draft | None = None, **options: Any) -> EngineConfig:
-    return EngineConfig.resolve(QWEN3, draft or Head(), machine, dtype=torch.bfloat16, **options)
+    return EngineConfig.resolve(QWEN3, draft or Head(), machine, EngineOptions(dtype=torch.bfloat16, **options))
 
 
 def bounds_of(config: EngineConfig, batch: int, num_nodes: int) -> list[int]:
@@ -88,7 +97,7 @@ def test_one_bound_where_no_plan_depends_on_it(options: dict[str, Any]) -> None:
 
 
 def test_float32_has_one_plan() -> None:
-    config = EngineConfig.resolve(QWEN3, Head(), GPU, dtype=torch.float32, max_len=32768, num_slots=2)
+    config = EngineConfig.resolve(QWEN3, Head(), GPU, EngineOptions(dtype=torch.float32, max_len=32768, num_slots=2))
     assert len(config.round_sizes) == sum(map(len, config.rows)) + len(config.batch_sizes)
 
 

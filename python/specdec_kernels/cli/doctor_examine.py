@@ -21,6 +21,7 @@ from ..models.weights.loading import config_of
 from .bench import progress
 from .doctor_measure import Acceptance, Recorder, Text, measure, record, write_texts
 from .doctor_shifts import KINDS, Head, Prompting, Shift, head_shifts, prompting_shifts, standalone_shifts
+from .engine_options import options_of
 from .prompts import read_prompts, with_template, without_template
 
 LEAST_TEXTS = 6  # fewer say little about chance
@@ -187,15 +188,13 @@ class Target:
         if kv not in self._engines:
             # The same module once more: a folder's scales are not read for it.
             model = self.args.model if kv == "as is" else self.engine("as is").target.model
-            self._engines[kv] = Engine(
-                model,
-                draft=Recorder(self.layers),
+            options = options_of(
+                self.args,
                 adaptive=False,
                 num_slots=min(8, len(self.prompts)),
-                device=self.args.device,
-                dtype=getattr(torch, self.args.dtype) if self.args.dtype else None,
                 kv_dtype=None if kv == "16 or 32 bit" else self.args.kv_dtype,
             )
+            self._engines[kv] = Engine(model, Recorder(self.layers), options=options)
         return self._engines[kv]
 
     def texts(self, prompting: Prompting) -> list[Text]:

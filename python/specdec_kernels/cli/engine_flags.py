@@ -7,6 +7,7 @@ import importlib.util
 from typing import TYPE_CHECKING
 
 from . import speculative_flags, tune
+from .engine_options import options_of
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -37,8 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mem-fraction-static", type=float, metavar="F", help="share of the GPU's memory to take (0.85)"
     )
-    parser.add_argument("--chunked-prefill-size", type=int, default=2048, metavar="N", help="rows of a prefill (2048)")
-    parser.add_argument("--page-size", type=int, default=16, metavar="N", help="KV rows per page (16)")
+    parser.add_argument("--chunked-prefill-size", type=int, metavar="N", help="rows of a prefill (2048)")
+    parser.add_argument("--page-size", type=int, metavar="N", help="KV rows per page (16)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of weights and KV")
     parser.add_argument("--kv-cache-dtype", choices=["fp8_e4m3"], help="of KV, if it is to have 8 bits")
     parser.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
@@ -87,8 +88,6 @@ def open_engine(args: argparse.Namespace, chosen: speculative_flags.Chosen, num_
     Raises:
         ValueError, OSError: what the engine refuses.
     """
-    import torch
-
     from ..engine import Engine
     from ..models.families import position_limit
     from ..models.weights.loading import config_of
@@ -98,27 +97,16 @@ def open_engine(args: argparse.Namespace, chosen: speculative_flags.Chosen, num_
     if max_len is None and on_gpu:
         max_len = min(LONGEST_CONTEXT, position_limit(config_of(model)) or LONGEST_CONTEXT)
     mem_fraction = args.mem_fraction_static
-    return Engine(
-        model,
-        adapter=args.adapter,
-        tokenizer=args.tokenizer_path,
-        trust_remote_code=args.trust_remote_code,
-        draft=draft,
+    options = options_of(
+        args,
         adaptive=args.speculative_adaptive if draft is not None else None,
         max_len=max_len,
         num_slots=num_slots or args.max_running_requests or (64 if on_gpu else 8),
         mem_fraction=0.85 if mem_fraction is None and on_gpu else mem_fraction,
-        page_size=args.page_size,
-        prefill_chunk=args.chunked_prefill_size,
-        dtype=getattr(torch, args.dtype) if args.dtype else None,
-        kv_dtype=args.kv_cache_dtype,
-        device=args.device,
-        cuda_graph=not args.disable_cuda_graph,
         prefix_cache=False if args.disable_radix_cache else None,
-        batch_invariant=args.enable_deterministic_inference,
         grammars=grammars_of(args),
-        tuning=args.tuning,
     )
+    return Engine(model, draft, options=options)
 
 
 def grammars_of(args: argparse.Namespace) -> bool:

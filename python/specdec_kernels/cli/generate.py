@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from . import speculative_flags, tune
+from .engine_options import options_of
 from .optional_dependencies import require
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of weights and KV")
     parser.add_argument("--kv-dtype", choices=["fp8_e4m3"], help="of KV, if it is to have 8 bits")
-    parser.add_argument("--page-size", type=int, default=16, metavar="N", help="KV rows per page (16)")
+    parser.add_argument("--page-size", type=int, metavar="N", help="KV rows per page (16)")
     parser.add_argument(
         "--mem-fraction", type=float, metavar="F", help="share of the GPU's memory to take (default: what is needed)"
     )
@@ -141,27 +142,16 @@ def generate(
     *,
     stream: bool,
 ) -> tuple[Run, Engine]:
-    import torch
-
     from ..engine import Engine, SamplingParams
 
     with console.status(f"{algorithm}: loading and warming up"):
-        engine = Engine(
-            model,
-            adapter=args.adapter,
-            draft=draft,
+        options = options_of(
+            args,
             adaptive=args.speculative_adaptive if draft is not None else None,
             num_slots=1,
-            page_size=args.page_size,
-            device=args.device,
-            dtype=getattr(torch, args.dtype) if args.dtype else None,
-            kv_dtype=args.kv_dtype,
-            mem_fraction=args.mem_fraction,
-            batch_invariant=args.batch_invariant,
-            tuning=args.tuning,
-            cuda_graph=not args.no_cuda_graph,
             trace=args.trace if stream else None,
         )
+        engine = Engine(model, draft, options=options)
         engine.generate(prompt, SamplingParams(max_new_tokens=8, ngram_group=1))
     if engine.graphs:
         console.print(f"{algorithm}: {engine.graphs}", style="dim")

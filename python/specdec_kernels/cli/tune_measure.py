@@ -11,7 +11,6 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-import torch
 from transformers.utils import logging
 
 from .. import __version__
@@ -21,6 +20,7 @@ from ..engine.tuning import SCHEMA
 from ..models.weights.checkpoint import EAGLE, EAGLE3, kind_of, local_folder
 from .bench import progress
 from .doctor_shifts import KINDS
+from .engine_options import options_of as engine_options
 from .prompts import read_prompts, with_template, without_template
 
 MOST_PROMPTS = 12  # that small batches take one after the other
@@ -152,15 +152,7 @@ def measure(args: argparse.Namespace, now: Callable[[], float] = time.monotonic)
         draft: Draft | None = None
         if options.num_nodes > 1:
             draft = KINDS[algorithm](folder, **options._asdict())
-        return Engine(
-            model,
-            draft=draft,
-            adaptive=False,
-            num_slots=max(args.batch),
-            device=args.device,
-            dtype=getattr(torch, args.dtype) if args.dtype else None,
-            kv_dtype=args.kv_dtype,
-        )
+        return Engine(model, draft, options=engine_options(args, adaptive=False, num_slots=max(args.batch)))
 
     complete = False
     try:

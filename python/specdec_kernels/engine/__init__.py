@@ -18,6 +18,7 @@ from .drafts import (
     Union,
 )
 from .engine import Engine
+from .options import EngineOptions
 from .outputs import EngineStats, GenerationError, NewTokens, RequestOutput, RequestStats, TokenLogprob
 from .params import SamplingParams
 from .request import Request
@@ -35,6 +36,7 @@ __all__ = [
     "Eagle",
     "Eagle3",
     "Engine",
+    "EngineOptions",
     "EngineStats",
     "ExportedRequest",
     "GenerationError",

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,12 +19,12 @@ from .device.graphs import RoundSize, default_batch_sizes
 from .device.kv_buckets import AttentionCall, kv_bounds
 from .device.round import most_nodes
 from .drafts import Draft, Needs
+from .options import RING_DEPTH, EngineOptions
 from .params import MAX_LOGPROBS
 
 MAX_STOP_TOKENS = 16
 INVARIANT_SPLIT = 1024  # rows of KV
 MOST_NODES = 65536  # of a round, among which `allocate_nodes` chooses
-RING_DEPTH = 16  # records of commands, which the loop may be ahead of the device, and of results
 
 
 class Machine(NamedTuple):
@@ -166,161 +165,184 @@ class EngineConfig:
     grammars: bool
 
     @classmethod
-    def resolve(
-        cls,
-        model: Any,
-        draft: Draft,
-        machine: Machine,
-        *,
-        adaptive: bool | None = None,
-        max_len: int | None = None,
-        num_slots: int = 8,
-        num_pages: int | None = None,
-        mem_fraction: float | None = None,
-        page_size: int = 16,
-        prefill_chunk: int = 2048,
-        dtype: torch.dtype | None = None,
-        kv_dtype: str | torch.dtype | None = None,
-        cuda_graph: bool = True,
-        batch_sizes: Sequence[int] | None = None,
-        rounds_in_flight: int | None = None,
-        prefix_cache: bool | None = False,
-        batch_invariant: bool = False,
-        implementation: str = "auto",
-        grammars: bool = False,
-    ) -> EngineConfig:
-        """The options of `Engine`, for a target of this config. Nothing is allocated, and no weight is read.
+    def resolve(cls, model: Any, draft: Draft, machine: Machine, options: EngineOptions) -> EngineConfig:
+        """Resolve the options of an engine for a target with this config. Allocate nothing, read no weights.
+
+        Args:
+            model: the target's config (`PretrainedConfig`).
 
         Raises:
-            ValueError: an option out of range, or beside one that it does not go with; a pool that cannot hold one
-                request; sizes that the machine has no memory for.
-            All that `draft.needs` raises.
+            ValueError: options that the model, the draft or the device rules out; a pool that cannot hold one request;
+                sizes that exceed the machine's memory.
+            Exception: what `draft.needs` raises.
         """
         on_cuda = machine.device.type == "cuda"
-        if max_len is None:
-            max_len = min(2048, position_limit(model) or 2048)
-        check_at_least(2, max_len=max_len)
-        check_at_least(1, num_slots=num_slots, page_size=page_size, prefill_chunk=prefill_chunk)
-        check_invariance(model, draft, batch_invariant, batch_sizes, adaptive, bool(prefix_cache))
-        check_cacheable(draft, bool(prefix_cache))
-        if batch_sizes is not None:
-            check_batch_sizes(batch_sizes, num_slots)
-        if rounds_in_flight is None:
-            rounds_in_flight = 2 if on_cuda else 1
-        if not 1 <= rounds_in_flight < RING_DEPTH:
-            raise ValueError(f"Engine: rounds_in_flight is {rounds_in_flight}, expected 1 to {RING_DEPTH - 1}")
-        dtype = dtype or (model.dtype or torch.bfloat16 if on_cuda else torch.float32)
+        captures = on_cuda and options.cuda_graph
+        check_batch_invariant(model, draft, options)
+        check_cacheable(draft, bool(options.prefix_cache))
+        max_len = options.max_len or min(2048, position_limit(model) or 2048)
+        dtype = options.dtype or (model.dtype or torch.bfloat16 if on_cuda else torch.float32)
         check_dtype(dtype)
-        implementation = implementation_of(model, max_len, implementation)
-        kv_dtype = kv_dtype_of(kv_dtype, dtype)
-
-        needs = draft.needs(model)
-        check_needs(draft, needs, model.num_hidden_layers)
+        implementation = implementation_of(model, max_len, options.implementation)
+        kv_dtype = kv_dtype_of(options.kv_dtype, dtype)
+        needs = checked_needs(draft, model)
         reserve = max(needs.num_nodes, needs.accept_width, needs.scratch_rows) + 1
-        max_pages = -(-(max_len + reserve) // page_size)
-        keeps_all: set[int | None] = {None}
-        windows = windows_of(model, implementation) | (keeps_all if needs.kv_numbers > 0 else set())
-        sizes = max(prefill_chunk, reserve), max_pages, page_size, num_slots
-        pages = PagePlan.of(windows, *sizes)
-        if prefix_cache is None:
-            prefix_cache = not batch_invariant and draft.cacheable and not pages.gives_back
-        if prefix_cache:  # cached pages serve texts that see other rows of them: none are given back behind a window
-            pages = PagePlan.of(keeps_all, *sizes)
-        if mem_fraction is not None:
-            check_mem_fraction(mem_fraction, num_pages, machine.device)
-            num_pages = pages.of_slot  # until it is known how many fit
-        if num_pages is None:
-            num_pages = num_slots * pages.of_slot
-        check_num_pages(num_pages, pages, max_len, prefill_chunk, reserve)
-        captures = on_cuda and cuda_graph
-        if adaptive is None:
-            adaptive = (captures or not on_cuda) and not batch_invariant and not draft.sampled
-        max_idle_rounds = needs.max_idle_rounds if adaptive and needs.num_nodes > 1 else 0
-        top_n = min(MAX_LOGPROBS, model.vocab_size)
-        num_levels = num_levels_of(budget_levels(num_slots, needs.num_nodes, adaptive, draft.sampled))
-        fewest = min([num_pages, *(most for _, most in pages.windows)])
-        row_numbers = num_pages * needs.kv_numbers + fewest * kv_numbers(model, model.num_hidden_layers)
-        parts = {  # at least: a draft's KV may be wider than the target's, and not all layers have the shortest window
-            "KV": page_size * row_numbers * kv_dtype.itemsize,
-            "logits": num_slots * needs.num_nodes * model.vocab_size * dtype.itemsize,
-            "masks": num_slots * needs.num_nodes * -(-model.vocab_size // 32) * 4 if grammars else 0,
-            "slots": 4 * num_slots * (max_pages * (1 + len(pages.windows)) + MAX_STOP_TOKENS + 2 * model.vocab_size)
-            + ring_bytes(num_slots, needs.accept_width, num_levels, top_n)
-            + num_slots * (1 + max_idle_rounds) * len(needs.feature_layers) * model.hidden_size * dtype.itemsize,
-        }
-        check_memory(parts, machine, num_slots=num_slots, max_len=max_len, num_pages=num_pages)
-        check_num_nodes(num_slots, needs.num_nodes)
-
-        if batch_sizes is None and batch_invariant:
-            batch_sizes = [num_slots]
-        if batch_sizes is None:
-            batch_sizes = default_batch_sizes(num_slots) if captures else range(1, num_slots + 1)
-        rows = tuple(budget_levels(batch, needs.num_nodes, adaptive, draft.sampled) for batch in batch_sizes)
-
-        def bounds(batch: int, num_rows: int) -> tuple[int, ...]:
-            if machine.gpu is None or batch_invariant or num_rows in (_C.CATCH_UP, _C.FIRST_ROUND):
-                return (max_len + reserve,)
-            calls = AttentionCall.of(model, None, True), *needs.attention
-            most = most_nodes(batch, num_rows, needs, equal=draft.sampled)
-            return kv_bounds(
-                calls,
-                batch,
-                num_rows,
-                most,
-                max_len + reserve,
-                machine.gpu,
-                page_size=page_size,
-                fp8=kv_dtype.itemsize == 1,
-                tensor_cores=dtype.itemsize == 2,
-            )
-
-        return cls(
+        max_pages = -(-(max_len + reserve) // options.page_size)
+        pages, prefix_cache = page_plan_of(model, implementation, draft, needs, options, max_pages, reserve)
+        num_pages = num_pages_of(options, machine, pages, max_len, reserve)
+        adaptive = is_adaptive(options, draft, captures, on_cuda)
+        largest = options.num_slots
+        config = cls(
             machine=machine,
             dtype=dtype,
             kv_dtype=kv_dtype,
             needs=needs,
             max_len=max_len,
-            num_slots=num_slots,
-            page_size=page_size,
+            num_slots=options.num_slots,
+            page_size=options.page_size,
             max_pages=max_pages,
             num_pages=num_pages,
             pages=pages,
-            mem_fraction=mem_fraction,
+            mem_fraction=options.mem_fraction,
             reserve=reserve,
-            prefill_chunk=prefill_chunk,
-            prefill_requests=1 if batch_invariant else num_slots,
+            prefill_chunk=options.prefill_chunk,
+            prefill_requests=1 if options.batch_invariant else options.num_slots,
             captures=captures,
-            batch_sizes=tuple(batch_sizes),
-            # On a CPU, where any batch size may run, it would take long to time them all.
-            measured_sizes=tuple(batch_sizes) if on_cuda else tuple(sorted({batch_sizes[0], num_slots})),
-            rows=rows,
-            plain_rounds=not batch_invariant,
-            max_idle_rounds=max_idle_rounds,
-            round_sizes=tuple(
-                RoundSize(batch, num_rows, most)
-                for batch, each in zip(batch_sizes, all_rows(batch_sizes, rows, not batch_invariant), strict=True)
-                for num_rows in (
-                    [_C.FIRST_ROUND, *([_C.CATCH_UP] if max_idle_rounds else []), *each] if captures else []
-                )
-                for most in bounds(batch, num_rows)
-            ),
-            rounds_in_flight=rounds_in_flight,
+            batch_sizes=(largest,),
+            measured_sizes=(largest,),
+            rows=(budget_levels(largest, needs.num_nodes, adaptive, draft.sampled),),
+            plain_rounds=not options.batch_invariant,
+            max_idle_rounds=needs.max_idle_rounds if adaptive and needs.num_nodes > 1 else 0,
+            round_sizes=(),
+            rounds_in_flight=options.rounds_in_flight or (2 if on_cuda else 1),
             prefix_cache=prefix_cache,
-            fixed_split=INVARIANT_SPLIT if batch_invariant else None,
-            top_n=top_n,
+            fixed_split=INVARIANT_SPLIT if options.batch_invariant else None,
+            top_n=min(MAX_LOGPROBS, model.vocab_size),
             implementation=implementation,
-            grammars=grammars,
+            grammars=options.grammars,
         )
+        check_memory(config, model)  # before sizes are listed that may be too many for a list
+        check_num_nodes(options.num_slots, needs.num_nodes)
+        batch_sizes = batch_sizes_of(options, captures)
+        config = replace(
+            config,
+            batch_sizes=batch_sizes,
+            # A CPU runs all batch sizes, and timing all of them would take long.
+            measured_sizes=batch_sizes if on_cuda else tuple(sorted({batch_sizes[0], largest})),
+            rows=tuple(budget_levels(batch, needs.num_nodes, adaptive, draft.sampled) for batch in batch_sizes),
+        )
+        return replace(config, round_sizes=round_sizes_of(config, model, draft)) if captures else config
 
     @property
     def all_rows(self) -> list[list[int]]:
-        """Of each batch size the nodes that its rounds verify, those of plain rounds among them."""
-        return all_rows(self.batch_sizes, self.rows, self.plain_rounds)
+        """Return the node counts that rounds of each batch size may verify, including those of plain rounds."""
+        pairs = zip(self.batch_sizes, self.rows, strict=True)
+        return [sorted({*([batch] if self.plain_rounds else []), *each}) for batch, each in pairs]
 
     @property
     def num_levels(self) -> int:
         """Return the number of budget levels of the largest batch; 0 if there is nothing to choose."""
-        return num_levels_of(self.rows[-1])
+        return len(self.rows[-1]) if len(self.rows[-1]) > 1 else 0
+
+
+def checked_needs(draft: Draft, model: Any) -> Needs:
+    """Return what the draft needs of the engine; raise ValueError for needs that no engine over this target meets."""
+    needs = draft.needs(model)
+    name = f"Engine: draft ({type(draft).__name__}) needs"
+    for need in ("num_nodes", "accept_width"):
+        if not 1 <= getattr(needs, need) <= 256:
+            raise ValueError(f"{name} {need}={getattr(needs, need)}, expected 1 to 256")
+    for need in ("scratch_rows", "kv_numbers", "max_idle_rounds"):
+        if getattr(needs, need) < 0:
+            raise ValueError(f"{name} {need}={getattr(needs, need)}, expected 0 or more")
+    num_layers = model.num_hidden_layers
+    if not all(0 <= layer <= num_layers for layer in needs.feature_layers):
+        raise ValueError(f"{name} feature_layers={needs.feature_layers}, expected 0 to {num_layers} (the target's)")
+    return needs
+
+
+def page_plan_of(
+    model: Any, implementation: str, draft: Draft, needs: Needs, options: EngineOptions, max_pages: int, reserve: int
+) -> tuple[PagePlan, bool]:
+    """Return the page tables of the engine, and whether it has a prefix cache."""
+    keeps_all: set[int | None] = {None}
+    windows = windows_of(model, implementation) | (keeps_all if needs.kv_numbers > 0 else set())
+    sizes = max(options.prefill_chunk, reserve), max_pages, options.page_size, options.num_slots
+    pages = PagePlan.of(windows, *sizes)
+    prefix_cache = options.prefix_cache
+    if prefix_cache is None:
+        prefix_cache = not options.batch_invariant and draft.cacheable and not pages.gives_back
+    if prefix_cache:  # a cached page serves requests that see other rows of it: no page below a window is given back
+        pages = PagePlan.of(keeps_all, *sizes)
+    return pages, prefix_cache
+
+
+def num_pages_of(options: EngineOptions, machine: Machine, pages: PagePlan, max_len: int, reserve: int) -> int:
+    """Return the pages of the pool; with `mem_fraction`, those of one slot, with which the engine is tried out."""
+    if options.mem_fraction is not None:
+        if machine.device.type != "cuda":
+            raise ValueError(
+                f"Engine: mem_fraction is {options.mem_fraction}, expected None (device is {machine.device})"
+            )
+        return pages.of_slot
+    if options.num_pages is None:
+        return options.num_slots * pages.of_slot
+    if options.num_pages < pages.of_slot:
+        fits = f"one request of max_len={max_len} tokens and the {reserve} rows of a round"
+        if pages.window is not None:
+            ahead = max(options.prefill_chunk, reserve)
+            fits = f"a window of {pages.window} rows of one request and {ahead} rows more"
+        raise ValueError(
+            f"Engine: num_pages is {options.num_pages}, expected at least {pages.of_slot} ({fits} must fit)"
+        )
+    return options.num_pages
+
+
+def is_adaptive(options: EngineOptions, draft: Draft, captures: bool, on_cuda: bool) -> bool:
+    """Return whether rounds choose how many nodes to verify."""
+    if options.adaptive is not None:
+        return options.adaptive
+    return (captures or not on_cuda) and not options.batch_invariant and not draft.sampled
+
+
+def batch_sizes_of(options: EngineOptions, captures: bool) -> tuple[int, ...]:
+    """Return the batch sizes of rounds, increasing, up to `num_slots`."""
+    if options.batch_sizes is not None:
+        return tuple(options.batch_sizes)
+    if options.batch_invariant:
+        return (options.num_slots,)
+    return tuple(default_batch_sizes(options.num_slots) if captures else range(1, options.num_slots + 1))
+
+
+def round_sizes_of(config: EngineConfig, model: Any, draft: Draft) -> tuple[RoundSize, ...]:
+    """Return the rounds to capture: for each batch size a first round, a catch-up pass if drafts can be idle, and each
+    number of rows, each for the KV lengths at which attention changes its plan."""
+    sizes = []
+    for batch, rows in zip(config.batch_sizes, config.all_rows, strict=True):
+        catch_up = [_C.CATCH_UP] if config.max_idle_rounds else []
+        for num_rows in (_C.FIRST_ROUND, *catch_up, *rows):
+            bounds = kv_bounds_of(config, model, draft, batch, num_rows)
+            sizes += [RoundSize(batch, num_rows, max_kv_len) for max_kv_len in bounds]
+    return tuple(sizes)
+
+
+def kv_bounds_of(config: EngineConfig, model: Any, draft: Draft, batch: int, num_rows: int) -> tuple[int, ...]:
+    """Return the KV lengths for which a round of this size is captured, increasing."""
+    longest = config.max_len + config.reserve
+    if config.machine.gpu is None or config.fixed_split or num_rows in (_C.CATCH_UP, _C.FIRST_ROUND):
+        return (longest,)
+    calls = AttentionCall.of(model, None, True), *config.needs.attention
+    return kv_bounds(
+        calls,
+        batch,
+        num_rows,
+        most_nodes(batch, num_rows, config.needs, equal=draft.sampled),
+        longest,
+        config.machine.gpu,
+        page_size=config.page_size,
+        fp8=config.kv_dtype.itemsize == 1,
+        tensor_cores=config.dtype.itemsize == 2,
+    )
 
 
 def budget_levels(batch: int, num_nodes: int, adaptive: bool = True, equal: bool = False) -> tuple[int, ...]:
@@ -340,74 +362,40 @@ def budget_levels(batch: int, num_nodes: int, adaptive: bool = True, equal: bool
     return (*levels, most)
 
 
-def all_rows(batch_sizes: Sequence[int], rows: Sequence[Sequence[int]], plain_rounds: bool) -> list[list[int]]:
-    pairs = zip(batch_sizes, rows, strict=True)
-    return [sorted({*([batch] if plain_rounds else []), *each}) for batch, each in pairs]
-
-
-def num_levels_of(rows: Sequence[int]) -> int:
-    """Return the number of budget levels, given those of the largest batch (which has the most); 0 if there is nothing
-    to choose."""
-    return len(rows) if len(rows) > 1 else 0
-
-
 def ring_bytes(num_slots: int, accept_width: int, num_levels: int, top_n: int) -> int:
-    """The bytes of both rings, whose words are counted in C++, where they are written."""
+    """Return the bytes of both rings. C++ writes their records, and counts their words."""
     words = _C.command_words(num_slots, num_slots, MAX_STOP_TOKENS)
     words += _C.result_words(num_slots, accept_width, num_levels, top_n)
     return 4 * RING_DEPTH * words
 
 
+# --- checks
+
+
 def check_dtype(dtype: torch.dtype) -> None:
+    """Raise ValueError for a dtype that weights cannot have."""
     if dtype not in DTYPES:
         raise ValueError(f"Engine: dtype is {dtype}, expected one of {', '.join(map(str, DTYPES))}")
 
 
-def check_at_least(low: int, **arguments: int) -> None:
-    for name, value in arguments.items():
-        if value < low:
-            raise ValueError(f"Engine: {name} is {value}, expected at least {low}")
-
-
-def check_batch_sizes(batch_sizes: Sequence[int], num_slots: int) -> None:
-    sizes = list(batch_sizes)
-    if not sizes or sizes[0] < 1 or sizes[-1] != num_slots or sorted(set(sizes)) != sizes:
-        raise ValueError(f"Engine: batch_sizes is {sizes}, expected rising sizes up to num_slots={num_slots}")
-
-
-def check_invariance(
-    model: Any,
-    draft: Draft,
-    batch_invariant: bool,
-    batch_sizes: Sequence[int] | None,
-    adaptive: bool | None,
-    prefix_cache: bool,
-) -> None:
-    """ValueError for what a batch-invariant engine cannot have."""
-    if not batch_invariant:
+def check_batch_invariant(model: Any, draft: Draft, options: EngineOptions) -> None:
+    """Raise ValueError for a model or a draft that a batch-invariant engine cannot have."""
+    if not options.batch_invariant:
         return
     if hasattr(model, "num_experts_per_tok"):
         raise ValueError(
             f"Engine: batch_invariant is set, expected not with {model.model_type}, "
             "whose experts multiply the rows of several requests together"
         )
-    if batch_sizes is not None and len(batch_sizes) > 1:
-        raise ValueError(f"Engine: batch_sizes is {list(batch_sizes)}, expected one size with batch_invariant")
     if draft.reads_others:
         raise ValueError(
             f"Engine: batch_invariant is set, expected not with {type(draft).__name__}, "
             "whose drafts depend on what other requests said"
         )
-    if adaptive:
-        raise ValueError("Engine: adaptive is set, expected not with batch_invariant")
-    if prefix_cache:
-        raise ValueError(
-            "Engine: prefix_cache is set, expected not with batch_invariant "
-            "(rows that another request has written are equal up to rounding)"
-        )
 
 
 def check_cacheable(draft: Draft, prefix_cache: bool) -> None:
+    """Raise ValueError for a prefix cache with a draft that cannot reuse rows."""
     if prefix_cache and not draft.cacheable:
         raise ValueError(
             f"Engine: prefix_cache is set, expected not with {type(draft).__name__}, "
@@ -415,38 +403,8 @@ def check_cacheable(draft: Draft, prefix_cache: bool) -> None:
         )
 
 
-def check_num_pages(num_pages: int, pages: PagePlan, max_len: int, prefill_chunk: int, reserve: int) -> None:
-    if num_pages >= pages.of_slot:
-        return
-    fits = f"one request of max_len={max_len} tokens and the {reserve} rows of a round"
-    if pages.window is not None:
-        fits = f"a window of {pages.window} rows of one request and {max(prefill_chunk, reserve)} rows more"
-    raise ValueError(f"Engine: num_pages is {num_pages}, expected at least {pages.of_slot} ({fits} must fit)")
-
-
-def check_mem_fraction(mem_fraction: float, num_pages: int | None, device: torch.device) -> None:
-    if num_pages is not None:
-        raise ValueError(f"Engine: num_pages is {num_pages}, expected None beside mem_fraction")
-    if device.type != "cuda":
-        raise ValueError(f"Engine: mem_fraction is {mem_fraction}, expected None (device is {device})")
-    if not 0 < mem_fraction <= 1:
-        raise ValueError(f"Engine: mem_fraction is {mem_fraction}, expected above 0 and at most 1")
-
-
-def check_needs(draft: Draft, needs: Needs, num_layers: int) -> None:
-    """ValueError for what no engine over a target of so many layers can provide."""
-    name = f"Engine: draft ({type(draft).__name__}) needs"
-    for need in ("num_nodes", "accept_width"):
-        if not 1 <= getattr(needs, need) <= 256:
-            raise ValueError(f"{name} {need}={getattr(needs, need)}, expected 1 to 256")
-    for need in ("scratch_rows", "kv_numbers", "max_idle_rounds"):
-        if getattr(needs, need) < 0:
-            raise ValueError(f"{name} {need}={getattr(needs, need)}, expected 0 or more")
-    if not all(0 <= layer <= num_layers for layer in needs.feature_layers):
-        raise ValueError(f"{name} feature_layers={needs.feature_layers}, expected 0 to {num_layers} (the target's)")
-
-
 def check_num_nodes(num_slots: int, num_nodes: int) -> None:
+    """Raise ValueError for rounds with more nodes than `allocate_nodes` takes."""
     if num_slots * num_nodes > MOST_NODES:
         raise ValueError(
             f"Engine: num_slots is {num_slots}, expected at most {MOST_NODES // num_nodes} "
@@ -454,19 +412,39 @@ def check_num_nodes(num_slots: int, num_nodes: int) -> None:
         )
 
 
-def check_memory(parts: dict[str, int], machine: Machine, **sizes: int) -> None:
-    """ValueError for sizes that take more than all memory of the machine, without the weights."""
+def check_memory(config: EngineConfig, model: Any) -> None:
+    """Raise ValueError for sizes that exceed all memory of the machine, weights not counted."""
+    parts, machine = memory_of(config, model), config.machine
     total = sum(parts.values())
     if total <= machine.num_bytes:
         return
-    (first, value), *others = sizes.items()
-    beside = ", ".join(f"{name}={other}" for name, other in others)
     shares = ", ".join(f"{name} {gigabytes(num_bytes)}" for name, num_bytes in parts.items() if num_bytes)
     raise ValueError(
-        f"Engine: {first} is {value} ({beside}), which takes {gigabytes(total)} ({shares}), "
-        f"expected at most the {gigabytes(machine.num_bytes)} of {machine.device}"
+        f"Engine: num_slots is {config.num_slots} (max_len={config.max_len}, num_pages={config.num_pages}), which "
+        f"takes {gigabytes(total)} ({shares}), expected at most the {gigabytes(machine.num_bytes)} of {machine.device}"
     )
 
 
+def memory_of(config: EngineConfig, model: Any) -> dict[str, int]:
+    """Return a lower bound in bytes of what an engine allocates besides weights, by part.
+
+    It is a lower bound because a draft may have wider KV than the target, and not all layers have the shortest window.
+    """
+    needs, pages, num_slots = config.needs, config.pages, config.num_slots
+    fewest = min([config.num_pages, *(most for _, most in pages.windows)])
+    row_elements = config.num_pages * needs.kv_numbers + fewest * kv_numbers(model, model.num_hidden_layers)
+    num_nodes = num_slots * needs.num_nodes
+    slot_words = config.max_pages * (1 + len(pages.windows)) + MAX_STOP_TOKENS + 2 * model.vocab_size
+    features = (1 + config.max_idle_rounds) * len(needs.feature_layers) * model.hidden_size * config.dtype.itemsize
+    rings = ring_bytes(num_slots, needs.accept_width, config.num_levels, config.top_n)
+    return {
+        "KV": config.page_size * row_elements * config.kv_dtype.itemsize,
+        "logits": num_nodes * model.vocab_size * config.dtype.itemsize,
+        "masks": num_nodes * -(-model.vocab_size // 32) * 4 if config.grammars else 0,
+        "slots": num_slots * (4 * slot_words + features) + rings,
+    }
+
+
 def gigabytes(num_bytes: int) -> str:
+    """Return the bytes in GB, with one decimal."""
     return f"{num_bytes / 1e9:.1f} GB"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import warnings
 import weakref
@@ -23,6 +24,7 @@ from ..status import FinishReason
 from .config import MAX_STOP_TOKENS, EngineConfig, Machine
 from .device.grammar_masks import Grammars
 from .drafts import Draft
+from .options import EngineOptions, documents_options
 from .outputs import EngineStats, GenerationError, NewTokens, RequestOutput
 from .params import SamplingParams
 from .request import BaseRequest, Order, Request
@@ -50,13 +52,14 @@ from .transfer.migration import (
     params_of,
     plain_values,
 )
-from .tuning import Source, calibrations_for, costs_for, read_tuning, rounds_of, tuning_of
+from .tuning import calibrations_for, costs_for, read_tuning, rounds_of, tuning_of
 from .weight_updates import NewWeights, Weights, own_weights, why_unready
 
 OnTokens = Callable[[NewTokens], bool | None]
 AnyRequest = TypeVar("AnyRequest", bound=BaseRequest)
 
 
+@documents_options
 class Engine:
     """Generates with a Hugging Face causal language model by speculative decoding.
 
@@ -67,54 +70,12 @@ class Engine:
     context manager it closes itself; one that is no longer referred to, and has nothing to do, does so, too.
 
     Args:
-        model: path or hub id of the target (docs/models.md has the types), or the module itself, which shares its
-            weights with the engine and is moved to `device` and cast to `dtype` if need be.
-        draft: what drafts: `Eagle3`, `Eagle`, `Standalone`, `Ngram`, a `Union` of two, or a `Draft` of one's own, which
-            serves this engine alone until `close`. None: plain decoding.
-        adaptive: choose for each round how many of the draft's nodes to draft, from measured costs and the acceptance
-            seen so far, down to none. None: unless drafts are drawn, or rounds launched kernel by kernel on CUDA.
-        adapter: path or hub id of a LoRA in the format of PEFT, merged into the weights of `model`, a path or hub id,
-            when they are loaded. A `model` that is the folder of one is merged into the base model that it names.
-        tokenizer: a tokenizer of transformers, or the path or hub id of one. None: the adapter's, if it brings one, or
-            the model's own, where it is a path or hub id; without one prompts are token ids.
-        trust_remote_code: run the code that the tokenizer may bring along. A model's is never run.
-        max_len: longest sequence, prompt included. None: 2048, or the model's limit if that is less.
-        num_slots: requests that run at once; more wait.
-        num_pages: KV pages in the pool. None: enough for every slot at `max_len`, or what mem_fraction leaves. Where no
-            layer sees more than a sliding window, a text of any length holds those of the window alone, and about
-            `prefill_chunk` rows more.
-        mem_fraction: share of the GPU's memory that weights, captured rounds, prefill and pages may take together.
-        page_size: KV rows per page.
-        prefill_chunk: most rows of prompts run between two rounds; a prompt is cut where they are full.
-        dtype: of weights and KV. None: the checkpoint's own on CUDA, float32 on the CPU.
-        kv_dtype: of KV: None (that of the weights) or "fp8_e4m3", which holds twice as many tokens as 16 bits do. Texts
-            are then those of the target with rounded KV, with any draft. Scales are the checkpoint's, if it brings any,
-            else measured when the engine is made. A `Standalone` draft's KV is rounded likewise, a draft head's is not.
-        device: None: CUDA where torch has it and this build has kernels, else the CPU.
-        cuda_graph: on CUDA, capture rounds as CUDA graphs, else launch them kernel by kernel.
-        batch_sizes: of rounds, rising up to num_slots; a round is padded to the next of them, and each is captured.
-            None: about a third apart with graphs, every size without.
-        rounds_in_flight: rounds launched and not yet read. None: 2 on CUDA (the next round is launched while one
-            runs), else 1.
-        prefix_cache: keep the pages of requests that have ended as long as there is room, for others whose texts begin
-            alike: these are not prefilled as far as whole pages go, in target and draft (docs/round.md, section 8).
-            Samples of one prompt that come together prefill it once. Texts are then equal up to proven near-ties, as
-            those of requests in other company are. Refused with batch_invariant. None: wherever it costs nothing, which
-            is not beside batch_invariant, nor with layers of which pages behind a window would be given back else.
-        batch_invariant: a request gets the same bits whatever runs beside it. Rounds all have one size, `num_slots` and
-            all nodes, attention cuts KV at fixed places, which is slower with few requests, and drafts keep the
-            calibration that they begin with. A request that is retracted for want of pages may differ from there on:
-            what it had generated comes back as a prompt. Refused of models with experts.
-        implementation: of the target: "native" (our layers, for families that are registered), "transformers" (its own
-            modules with our attention; slower, and held to the module's own logits when the engine is made), or "auto":
-            native where our layers express the model.
-        grammars: let requests say what their text must be (`SamplingParams.json_schema`, `regex`, `grammar`). Every
-            round is then two graphs, between which the host may have its say, and each node has a mask of V / 8 bytes.
-        tuning: what `Engine.tuning` or `specdec tune --out` gave, or its file (docs/tuning.md): the calibration that
-            the draft begins with, and what rounds cost, where such rounds were measured. None: nothing is known yet.
-        trace: file for a Chrome trace of the loop and its rounds, rewritten at the end of every `generate`. Where that
-            fails there is a warning, and the outputs are returned all the same.
-        progress: show what is being captured.
+        model: path or hub id of the target (docs/models.md lists the supported types), or a module, which shares its
+            weights with the engine and is moved to `device` and cast to `dtype` if needed.
+        draft: `Eagle3`, `Eagle`, `Standalone`, `Ngram`, a `Union` of two, or a `Draft` of your own. A draft serves one
+            engine at a time, until `close`. None: plain decoding.
+        options: fields of `EngineOptions`, by name; or, as the argument `options`, a whole one, of which further
+            arguments replace fields.
 
     Attributes:
         config: all its numbers, defaults resolved. draft: what drafts. tokenizer: of prompts and texts, or None.
@@ -132,70 +93,30 @@ class Engine:
     def __init__(
         self,
         model: str | Path | nn.Module,
-        *,
         draft: Draft | None = None,
-        adaptive: bool | None = None,
-        adapter: str | Path | None = None,
-        tokenizer: Any = None,
-        trust_remote_code: bool = False,
-        max_len: int | None = None,
-        num_slots: int = 8,
-        num_pages: int | None = None,
-        mem_fraction: float | None = None,
-        page_size: int = 16,
-        prefill_chunk: int = 2048,
-        dtype: torch.dtype | None = None,
-        kv_dtype: str | torch.dtype | None = None,
-        device: str | torch.device | None = None,
-        cuda_graph: bool = True,
-        batch_sizes: Sequence[int] | None = None,
-        rounds_in_flight: int | None = None,
-        prefix_cache: bool | None = False,
-        batch_invariant: bool = False,
-        implementation: str = "auto",
-        grammars: bool = False,
-        tuning: Source | None = None,
-        trace: str | Path | None = None,
-        progress: bool = False,
+        *,
+        options: EngineOptions | None = None,
+        **named: Any,
     ) -> None:
         if draft is not None and not isinstance(draft, Draft):
             raise ValueError(f"Engine: draft is a {type(draft).__name__}, expected a Draft or None")
+        options = EngineOptions(**named) if options is None else dataclasses.replace(options, **named)
         self.draft = Draft() if draft is None else draft
         self.draft.expect_closed()
-        given = {} if tuning is None else read_tuning(tuning)
-        machine = Machine.of(device)
+        given = {} if options.tuning is None else read_tuning(options.tuning)
+        machine = Machine.of(options.device)
         expect_folder(model, "Engine: model")
-        base, adapter_folder = with_base(model, adapter)
+        base, adapter_folder = with_base(model, options.adapter)
         model_config = config_of(base)
-        config = EngineConfig.resolve(
-            model_config,
-            self.draft,
-            machine,
-            adaptive=adaptive,
-            max_len=max_len,
-            num_slots=num_slots,
-            num_pages=num_pages,
-            mem_fraction=mem_fraction,
-            page_size=page_size,
-            prefill_chunk=prefill_chunk,
-            dtype=dtype,
-            kv_dtype=kv_dtype,
-            cuda_graph=cuda_graph,
-            batch_sizes=batch_sizes,
-            rounds_in_flight=rounds_in_flight,
-            prefix_cache=prefix_cache,
-            batch_invariant=batch_invariant,
-            implementation=implementation,
-            grammars=grammars,
-        )
+        config = EngineConfig.resolve(model_config, self.draft, machine, options)
         self._target_name = "+".join(model_name(part) for part in (base, adapter_folder) if part is not None)
         self._rounds = rounds_of(model_config, self.draft, config)
         calibrations = calibrations_for(given, self.draft, self._target_name)
-        if trace is not None:
-            check_writable(trace)
-        self._trace = trace
+        if options.trace is not None:
+            check_writable(options.trace)
+        self._trace = options.trace
         self.tokenizer, self._no_tokenizer = load_tokenizer(
-            base, tokenizer or own_tokenizer(adapter_folder), trust_remote_code
+            base, options.tokenizer or own_tokenizer(adapter_folder), options.trust_remote_code
         )
         opened = open_engine(
             base,
@@ -206,8 +127,8 @@ class Engine:
             no_tokenizer=self._no_tokenizer,
             calibrations=calibrations,
             costs=costs_for(given, self._rounds, config),
-            trace=trace is not None,
-            progress=progress,
+            trace=options.trace is not None,
+            progress=options.progress,
         )
         self.config, self.graphs = opened.config, opened.graphs
         self._executor, self._scheduler, self._stream = opened.executor, opened.scheduler, opened.stream

@@ -14,7 +14,7 @@ from torch import nn
 
 from .. import _C
 from ..models.language_model import LanguageModel, open_language_model
-from .config import MAX_STOP_TOKENS, RING_DEPTH, EngineConfig, PagePlan
+from .config import MAX_STOP_TOKENS, EngineConfig, PagePlan
 from .device.executor import Executor
 from .device.grammar_masks import TreeMasks
 from .device.graphs import Graphs, capture
@@ -24,6 +24,7 @@ from .device.rings import Rings
 from .device.round import Round
 from .device.state import EngineState
 from .drafts import Draft, DraftContext
+from .options import RING_DEPTH
 from .tuning import calibrate
 
 

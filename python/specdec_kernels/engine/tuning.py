@@ -18,6 +18,7 @@ from .. import _C, __version__
 from .config import EngineConfig
 from .drafts import Draft
 from .drafts.model import ModelDraft
+from .options import TuningSource
 
 SCHEMA = 1
 IDENTITY = "draft", "model", "target"  # of a calibration: the draft's class, what its model and the target are called
@@ -27,10 +28,8 @@ MOST_LOGITS = MOST_NODES * 24 << 16
 
 EXPECTED = "what `specdec tune --out` or `Engine.tuning` gave"
 
-Source = str | Path | Mapping[str, Any]
 
-
-def read_tuning(source: Source, name: str = "Engine: tuning") -> dict[str, Any]:
+def read_tuning(source: TuningSource, name: str = "Engine: tuning") -> dict[str, Any]:
     """The tuning in a file, or a dict that is one; `name` is the option's, for errors.
 
     Raises:

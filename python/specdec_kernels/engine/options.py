@@ -1,0 +1,194 @@
+"""Options of an engine: name, type, default, meaning and check of each, in one place.
+
+`Engine`, `EngineConfig`, the command line and `hf.generate` read this list, and none of them repeats it.
+"""
+
+# `option` returns a dataclass field.
+# ruff: noqa: RUF009
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+RING_DEPTH = 16  # records in the rings of commands and of results; rounds in flight stay below it
+
+Class = TypeVar("Class")
+TuningSource = str | Path | Mapping[str, Any]
+
+
+def option(default: Any, doc: str) -> Any:
+    """Declare a field of `EngineOptions` with its default and the text that `help` shows for it."""
+    return field(default=default, metadata={"doc": doc})
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Keyword options of `Engine`. A value of None leaves the choice to the engine.
+
+    Raises:
+        ValueError: an option out of range, or two options that exclude each other. Options that depend on the model,
+            the draft or the device are checked by `EngineConfig.resolve`.
+    """
+
+    adaptive: bool | None = option(
+        None,
+        "choose in each round how many of the draft's nodes to verify, from measured costs and the acceptance seen so "
+        "far, down to plain decoding. None: True, except with sampled drafts, with batch_invariant, and on CUDA "
+        "without CUDA graphs.",
+    )
+    adapter: str | Path | None = option(
+        None,
+        "path or hub id of a LoRA in PEFT's format. It is merged into the weights while the model, a path or hub id, "
+        "is loaded. A model that is itself the folder of a LoRA is merged into the base model that the LoRA names.",
+    )
+    tokenizer: Any = option(
+        None,
+        "a tokenizer of transformers, or the path or hub id of one. None: that of the adapter, if it has one, else "
+        "that of the model, a path or hub id. An engine without a tokenizer takes token ids only.",
+    )
+    trust_remote_code: bool = option(False, "run code that comes with the tokenizer. A model's own code never runs.")
+    max_len: int | None = option(
+        None, "longest sequence in tokens, prompt included. None: 2048, or the model's limit if that is lower."
+    )
+    num_slots: int = option(8, "requests that run at the same time; others wait.")
+    num_pages: int | None = option(
+        None,
+        "KV pages in the pool. None: enough for every slot at max_len, or what mem_fraction leaves. If every layer has "
+        "a sliding window, a request holds only the pages of its window and about prefill_chunk further rows.",
+    )
+    mem_fraction: float | None = option(
+        None,
+        "fraction of the GPU's memory for weights, CUDA graphs, prefill and KV pages together, above 0, at most 1.",
+    )
+    page_size: int = option(16, "KV rows per page.")
+    prefill_chunk: int = option(
+        2048, "prompt rows prefilled between two rounds at most; longer prompts are split into chunks."
+    )
+    dtype: torch.dtype | None = option(
+        None, "dtype of weights and KV. None: that of the checkpoint on CUDA, float32 on the CPU."
+    )
+    kv_dtype: str | torch.dtype | None = option(
+        None,
+        "dtype of KV: None, that of the weights, or 'fp8_e4m3', which holds twice as many tokens as 16 bits. The "
+        "output is then that of the target with quantized KV, whatever the draft. Scales are those of the checkpoint, "
+        "else measured at startup. The KV of a Standalone draft is quantized as well, that of an EAGLE head is not.",
+    )
+    device: str | torch.device | None = option(
+        None, "cpu or cuda. None: CUDA if torch finds a GPU and this build has CUDA kernels, else the CPU."
+    )
+    cuda_graph: bool = option(True, "on CUDA, capture rounds as CUDA graphs. False: launch them kernel by kernel.")
+    batch_sizes: Sequence[int] | None = option(
+        None,
+        "batch sizes of rounds, increasing, up to num_slots. A round is padded to the next of them, and each of them "
+        "is captured. None: sizes about a third apart with CUDA graphs, all sizes without.",
+    )
+    rounds_in_flight: int | None = option(
+        None,
+        "rounds launched before their results are read. None: 2 on CUDA (one round is launched while another runs), "
+        "else 1.",
+    )
+    prefix_cache: bool | None = option(
+        False,
+        "keep the KV pages of finished requests while there is room, and reuse full pages of them for requests with "
+        "the same prefix, in target and draft (docs/round.md, section 8). Samples of one prompt that start together "
+        "prefill it once. Texts are equal up to proven near-ties, as between batches of different composition. Refused "
+        "with batch_invariant. None: enabled if it costs nothing, which excludes batch_invariant and models whose "
+        "layers give back pages below a sliding window.",
+    )
+    batch_invariant: bool = option(
+        False,
+        "make a request's result bitwise independent of the batch. All rounds have one size (num_slots requests, all "
+        "nodes), attention splits KV at fixed rows, which is slower for few requests, and drafts keep the calibration "
+        "they start with. A request that is retracted for lack of pages may differ from then on, since its output so "
+        "far is prefilled as a prompt. Refused for models with experts.",
+    )
+    implementation: str = option(
+        "auto",
+        "of the target: 'native' (our layers, for registered families), 'transformers' (its modules, our attention; "
+        "slower, and checked against the module's own logits at startup), or 'auto': native where our layers can "
+        "express the model.",
+    )
+    grammars: bool = option(
+        False,
+        "allow SamplingParams.json_schema, regex and grammar. Each round is then two CUDA graphs with a host step in "
+        "between, and each node has a mask of V / 8 bytes.",
+    )
+    tuning: TuningSource | None = option(
+        None,
+        "the value of Engine.tuning, or the file that `specdec tune --out` wrote (docs/tuning.md): the calibration "
+        "that the draft starts with, and round costs where the same rounds were measured. None: nothing is known.",
+    )
+    trace: str | Path | None = option(
+        None,
+        "file for a Chrome trace of the loop and its rounds, rewritten at the end of each generate(). If writing "
+        "fails, the outputs are returned with a warning.",
+    )
+    progress: bool = option(False, "show progress while CUDA graphs are captured.")
+
+    def __post_init__(self) -> None:
+        if self.max_len is not None:
+            check_at_least(2, max_len=self.max_len)
+        check_at_least(1, num_slots=self.num_slots, page_size=self.page_size, prefill_chunk=self.prefill_chunk)
+        if self.rounds_in_flight is not None and not 1 <= self.rounds_in_flight < RING_DEPTH:
+            raise ValueError(f"Engine: rounds_in_flight is {self.rounds_in_flight}, expected 1 to {RING_DEPTH - 1}")
+        self._check_mem_fraction()
+        self._check_batch_sizes()
+        self._check_batch_invariant()
+
+    def _check_mem_fraction(self) -> None:
+        if self.mem_fraction is None:
+            return
+        if self.num_pages is not None:
+            raise ValueError(f"Engine: num_pages is {self.num_pages}, expected None beside mem_fraction")
+        if not 0 < self.mem_fraction <= 1:
+            raise ValueError(f"Engine: mem_fraction is {self.mem_fraction}, expected above 0 and at most 1")
+
+    def _check_batch_sizes(self) -> None:
+        if self.batch_sizes is None:
+            return
+        sizes = list(self.batch_sizes)
+        if not sizes or sizes[0] < 1 or sizes[-1] != self.num_slots or sorted(set(sizes)) != sizes:
+            raise ValueError(f"Engine: batch_sizes is {sizes}, expected rising sizes up to num_slots={self.num_slots}")
+
+    def _check_batch_invariant(self) -> None:
+        if not self.batch_invariant:
+            return
+        if self.batch_sizes is not None and len(self.batch_sizes) > 1:
+            raise ValueError(f"Engine: batch_sizes is {list(self.batch_sizes)}, expected one size with batch_invariant")
+        if self.adaptive:
+            raise ValueError("Engine: adaptive is set, expected not with batch_invariant")
+        if self.prefix_cache:
+            raise ValueError(
+                "Engine: prefix_cache is set, expected not with batch_invariant "
+                "(rows that another request has written are equal up to rounding)"
+            )
+
+
+def check_at_least(low: int, **arguments: int) -> None:
+    """Raise ValueError for an argument below `low`."""
+    for name, value in arguments.items():
+        if value < low:
+            raise ValueError(f"Engine: {name} is {value}, expected at least {low}")
+
+
+def documents_options(kind: type[Class]) -> type[Class]:
+    """Spell out the options in the signature and the docstring of a class that takes them as keyword arguments."""
+    signature = inspect.signature(kind)
+    named = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    named += inspect.signature(EngineOptions).parameters.values()
+    kind.__signature__ = signature.replace(parameters=named)  # type: ignore[attr-defined]
+    kind.__doc__ = f"{inspect.getdoc(kind)}\n\nOptions, with defaults:\n{options_text()}"
+    return kind
+
+
+def options_text() -> str:
+    """Return a paragraph for each option: name, default, meaning."""
+    texts = [f"{each.name} ({each.default!r}): {each.metadata['doc']}" for each in fields(EngineOptions)]
+    return "\n".join(textwrap.fill(text, 120, initial_indent=" " * 4, subsequent_indent=" " * 8) for text in texts)
