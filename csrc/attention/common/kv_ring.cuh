@@ -59,8 +59,8 @@ struct KvRing {
   static constexpr int kConsumers = kConsumers_, kProducers = kProducers_;
   static constexpr bool kTma = kTma_, kSeparateKv = kTma_;
   static constexpr int kDequantizers = kDequantizers_, kReaders = kReaders_;
-  static constexpr int kSegments =
-      kDequantizers > 0 && kStages < 3 ? 3 : kStages;  // distinct segments that the tiles in flight may belong to
+  // Distinct segments that the tiles in flight may belong to.
+  static constexpr int kSegments = kDequantizers > 0 && kStages < 3 ? 3 : kStages;
   static constexpr int kTeams = kTeams_, kTeamWarps = kProducers / kTeams;
   static_assert(kTeams <= kStages);
   static constexpr int kMyTokens = kTokens / kTeamWarps;                // tokens of a tile that one producer copies
@@ -68,14 +68,14 @@ struct KvRing {
   static_assert(kTokens % 64 == 0 && kMyTokens % kChunk == 0 && kChunk % 16 == 0);
   using Stage = attention::Stage<kTokens, kRowBytes>;
 
-  alignas(kDequantizers > 0 ? 128 : 1024)
-      Stage stages[kStages];  // after the dequantized tiles, if any, which end at a multiple of 1024 bytes
-  alignas(8)
-      uint16_t present[kStages][kTokens / 16];  // bit j: token j of these 16 is on a valid page and visible to some row
+  // After the dequantized tiles, if any, which end at a multiple of 1024 bytes.
+  alignas(kDequantizers > 0 ? 128 : 1024) Stage stages[kStages];
+  // Bit j: token j of these 16 is on a valid page and visible to some row.
+  alignas(8) uint16_t present[kStages][kTokens / 16];
   Segment segments[kSegments];
   Mbarrier full[kStages], empty[kStages], segment_full[kSegments], segment_empty[kSegments];
-  Mbarrier full_v[kTma ? kStages : 1],
-      empty_v[kTma ? kStages : 1];  // `full` and `empty` are then those of K and of `present`
+  // `full` and `empty` are then those of K and of `present`.
+  Mbarrier full_v[kTma ? kStages : 1], empty_v[kTma ? kStages : 1];
 
   // Initialize the barriers. Call from one thread, before the block's first __syncthreads().
   __device__ void init() {
@@ -153,7 +153,7 @@ struct KvRing {
   }
 
  protected:
-  static constexpr int kEach = kMyTokens / kChunk;
+  static constexpr int kChunks = kMyTokens / kChunk;
 
   __device__ __forceinline__ void publish_segment(const Segment& s, Turn<kSegments> turn) {
     if (threadIdx.x % kWarp == 0) {
@@ -170,8 +170,8 @@ struct KvRing {
     if (producer == 0 && !kTma) prefetch_queries(p, plan, s);
     if (producer == 1) prefetch_lookups(p, plan, s);
     const int my_first = producer % kTeamWarps * kMyTokens, end_tile = s.end_tile;
-    const int lane =
-        hold(threadIdx.x % kWarp);  // pinned in a register, here and below: a producer has little time per tile
+    // Pinned in a register, here and below: a producer has little time per tile.
+    const int lane = hold(threadIdx.x % kWarp);
     // Pages before the range may have been freed.
     const Span range{visible_begin(p, s.request, plan.gqa_group.div(s.first_row)), s.request.end};
     int tile = s.first_tile + skip;
@@ -206,13 +206,13 @@ struct KvRing {
   // Page table entries of this producer's tokens lane % kChunk, that + kChunk, ..., or -1 outside the range. Nothing is
   // computed from them when they are loaded, so that the previous tile is copied while the loads are in flight.
   struct Pages {
-    int page[kEach];
+    int page[kChunks];
   };
   __device__ static Pages lookup_pages(const TreeAttentionParams& p, const DevicePlan& plan, const Segment& s,
                                        Span range, int lane, int first) {
     Pages pages;
 #pragma unroll
-    for (int n = 0; n < kEach; ++n) {
+    for (int n = 0; n < kChunks; ++n) {
       const int row = first + n * kChunk + lane % kChunk;
       pages.page[n] = -1;
       if (row >= range.begin && row < range.end)  // the range does not exceed the table
@@ -246,19 +246,21 @@ struct KvRing {
 
   // Offsets of the same tokens in the pools, in units of 16 bytes; 0 for tokens that are not present.
   struct Addresses {
-    uint32_t k[kEach], v[kEach], present[kEach];
+    uint32_t k[kChunks], v[kChunks], present[kChunks];
 
     __device__ void publish(uint16_t* to, int n) const {
 #pragma unroll
       for (int i = 0; i < kChunk / 16; ++i) to[i] = static_cast<uint16_t>(present[n] >> 16 * i);
     }
   };
+  // Compute the addresses of the tokens from `first` on. Set kBadPage in the request's status for tokens on an invalid
+  // page.
   __device__ static Addresses resolve_addresses(const TreeAttentionParams& p, const DevicePlan& plan, const Segment& s,
                                                 Span range, int first, const Pages& pages) {
     Addresses addresses;
     const int lane = threadIdx.x % kWarp, mine = lane % kChunk, bytes = kRowBytes / static_cast<int>(p.head_dim);
 #pragma unroll
-    for (int n = 0; n < kEach; ++n) {
+    for (int n = 0; n < kChunks; ++n) {
       const int row = first + n * kChunk + mine;
       kv::KvRow at;
       at.page = pages.page[n];
@@ -287,28 +289,28 @@ struct KvRing {
                                            Turn<kStages> stage, const Pages& pages) {
     constexpr int kPanels = kRowBytes / Stage::kLine;
     // In a chain every tail token is visible to some row. In a tree some tail tokens may be unwritten.
-    bool whole = first >= range.begin && first + kMyTokens <= (p.mask ? s.request.prefix : s.request.end);
+    bool copyable = first >= range.begin && first + kMyTokens <= (p.mask ? s.request.prefix : s.request.end);
 #pragma unroll
-    for (int n = 0; n < kEach; ++n) whole &= pages.page[n] >= 0 && pages.page[n] < p.rows.num_pages;
-    if (!__all_sync(kFullMask, whole)) return false;
+    for (int n = 0; n < kChunks; ++n) copyable &= pages.page[n] >= 0 && pages.page[n] < p.rows.num_pages;
+    if (!__all_sync(kFullMask, copyable)) return false;
     // In a cluster of two, each block issues every second box, for both blocks.
     const bool multicast = Cluster::size() == 2;
     const int panel = lane % kTmaBoxTokens, row = my_first + lane / kTmaBoxTokens * kTmaBoxTokens, head = s.kv_head;
     const bool mine = lane < kChunk && panel < kPanels &&
                       (!multicast || (panel + lane / kTmaBoxTokens) % 2 == static_cast<int>(Cluster::rank()));
     const int column = panel * static_cast<int>(p.head_dim) / kPanels;
-    int inside[kEach];  // offset of the token in its page
+    int page_offset[kChunks];  // offset of the token in its page
 #pragma unroll
-    for (int n = 0; n < kEach; ++n) inside[n] = hold(plan.page_size.rem(first + row - my_first + n * kChunk));
+    for (int n = 0; n < kChunks; ++n) page_offset[n] = hold(plan.page_size.rem(first + row - my_first + n * kChunk));
     const auto issue = [&](Mbarrier& full, const CUtensorMap& map, unsigned char* to) {
 #pragma unroll
-      for (int n = 0; n < kEach; ++n)
+      for (int n = 0; n < kChunks; ++n)
         if (mine) {
           unsigned char* const place = to + panel * Stage::kPanel + (row + n * kChunk) * Stage::kLine;
           if (multicast)
-            full.copy_box_to(3, place, &map, column, head, inside[n], pages.page[n]);
+            full.copy_box_to(3, place, &map, column, head, page_offset[n], pages.page[n]);
           else
-            full.copy_box(place, &map, column, head, inside[n], pages.page[n]);
+            full.copy_box(place, &map, column, head, page_offset[n], pages.page[n]);
         }
     };
     empty[stage.at].wait(stage.parity ^ 1);
@@ -340,13 +342,13 @@ struct KvRing {
     full[stage].arrive_after_copies();
     if (threadIdx.x % kWarp != 0) return;
 #pragma unroll
-    for (int n = 0; n < kEach; ++n) addresses.publish(present[stage] + (my_first + n * kChunk) / 16, n);
+    for (int n = 0; n < kChunks; ++n) addresses.publish(present[stage] + (my_first + n * kChunk) / 16, n);
     full[stage].arrive();
   }
 
   // Copy tokens, and zero-fill those that are not present: stale data must not be read even with weight 0.
   __device__ __forceinline__ static void copy(const void* from, unsigned char* to, int my_first,
-                                              const uint32_t (&starts)[kEach], const uint32_t (&present)[kEach]) {
+                                              const uint32_t (&starts)[kChunks], const uint32_t (&present)[kChunks]) {
     constexpr int kPieces = kRowBytes / 16, kRowsPerStep = kWarp / kPieces;
     // Addresses of this many of the warp's copies are computed before the first of them is issued.
     constexpr int kBatch = kChunk / kRowsPerStep < 8 ? kChunk / kRowsPerStep : 8;
@@ -357,7 +359,7 @@ struct KvRing {
     const char* pool = static_cast<const char*>(from) + piece * 16;
     asm volatile("" : "+l"(pool));  // folds into one addition, instead of one per copy
 #pragma unroll
-    for (int n = 0; n < kEach; ++n) {
+    for (int n = 0; n < kChunks; ++n) {
       const uint32_t missing = ~present[n] >> my_row;
 #pragma unroll
       for (int begin = 0; begin < kChunk; begin += kBatch * kRowsPerStep) {

@@ -53,6 +53,7 @@ class PartialsCounter {
     if (last) count().store(kEmpty, cuda::std::memory_order_relaxed);
     return last;
   }
+  // Wait until all workers have arrived, and make what they wrote visible. Call from one thread.
   __device__ void wait() {
     while (static_cast<unsigned>(*static_cast<volatile uint64_t*>(at_)) < workers_) __nanosleep(20);
     __threadfence();
@@ -77,7 +78,7 @@ class PartialsCounter {
 // Merged partial results of one row, relative to their common maximum. Lane l holds columns 4 l to 4 l + 3 of every
 // 128, as far as there are that many.
 template <int D>
-struct RowSum {
+struct PartialRow {
   static constexpr int kVectors = (D + 127) / 128;
   float row_max = -INFINITY, row_sum = 0;
   float4 x[kVectors]{};
@@ -88,7 +89,7 @@ struct RowSum {
 #pragma unroll
     for (auto& v : x) v.x *= factor, v.y *= factor, v.z *= factor, v.w *= factor;
   }
-  __device__ void add(const RowSum& other) {
+  __device__ void add(const PartialRow& other) {
     const float next_max = fmaxf(row_max, other.row_max), origin = next_max == -INFINITY ? 0 : next_max;
     const float mine = exp2_fast(row_max - origin), theirs = exp2_fast(other.row_max - origin);
     row_max = next_max;
@@ -124,13 +125,13 @@ struct RowSum {
 // Write row n of a request and KV head to out and lse.
 template <class T, int D>
 __device__ void write_row(const TreeAttentionParams& p, const DevicePlan& plan, const Request& r, int head, int n,
-                          RowSum<D> sum) {
+                          PartialRow<D> sum) {
   const int lane = threadIdx.x % kWarp;
   const QueryRow at = query_row(plan, head, n);
   sum.scale(sum.row_sum == 0 ? 0 : p.v_scale / sum.row_sum);
 #pragma unroll
-  for (int v = 0; v < RowSum<D>::kVectors; ++v)
-    if (RowSum<D>::has_columns()) store_out<T>(p, r, at, 4 * lane + 128 * v, sum.x[v]);
+  for (int v = 0; v < PartialRow<D>::kVectors; ++v)
+    if (PartialRow<D>::has_columns()) store_out<T>(p, r, at, 4 * lane + 128 * v, sum.x[v]);
   if (lane == 0) store_lse(p, r, at, sum.row_max, sum.row_sum);
 }
 
@@ -142,10 +143,10 @@ __device__ __forceinline__ void merge_rows(const TreeAttentionParams& p, const D
   const int first_row = s.first_row + row_tile * plan.tile_rows;
 #pragma unroll 1
   for (int row = first; row < count; row += kRowsPerStep * step) {
-    RowSum<D> sums[kRowsPerStep];
+    PartialRow<D> sums[kRowsPerStep];
 #pragma unroll 1
     for (int j = 0; j < s.splits; j += kPartsPerStep) {
-      RowSum<D> some[kPartsPerStep][kRowsPerStep];
+      PartialRow<D> some[kPartsPerStep][kRowsPerStep];
 #pragma unroll
       for (int k = 0; k < kPartsPerStep; ++k) {
         const int at = p.fixed_split || j + k == 0 ? s.first_partial + j + k : s.first_partial + 2 * (j + k) - 1;
@@ -178,7 +179,7 @@ __device__ __forceinline__ void publish_partial(const TreeAttentionParams& p, co
 template <class T, int D, int kThreads, class Sync>
 __device__ __forceinline__ void merge_item(const TreeAttentionParams& p, const DevicePlan& plan, const Segment& s,
                                            int row_tile, Sync&& sync) {
-  constexpr int kLoads = 16 / RowSum<D>::kVectors;
+  constexpr int kLoads = 16 / PartialRow<D>::kVectors;
   PartialsCounter counter(p, plan, s, row_tile, D);
   const bool waits = s.workers > 1 && threadIdx.x == 0;
   if (waits) counter.wait();
@@ -203,7 +204,7 @@ __device__ void write_padding_rows(const TreeAttentionParams& p, const DevicePla
   const unsigned blocks = gridDim.x * gridDim.y * gridDim.z;
   const unsigned block = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
   for (int64_t n = int64_t{block} * kWarps + threadIdx.x / kWarp; n < count * p.kv_heads; n += int64_t{blocks} * kWarps)
-    write_row<T>(p, plan, r, static_cast<int>(n / count), static_cast<int>(n % count), RowSum<D>());
+    write_row<T>(p, plan, r, static_cast<int>(n / count), static_cast<int>(n % count), PartialRow<D>());
 }
 
 // Write what no segment covers, distributed over all blocks of the call: the status of requests, and rows without
@@ -222,7 +223,7 @@ __device__ void write_rows_without_kv(const TreeAttentionParams& p, const Device
       if (first < valid && units_in(p, plan, tiles_of(p, plan, r, first), true) > 0) continue;
       const int count = (first < valid ? min(first + tile, valid) : end) - first;
       for (int n = slice * kWarps + warp; n < count * p.kv_heads; n += slices * kWarps)
-        write_row<T>(p, plan, r, n / count, first + n % count, RowSum<D>());
+        write_row<T>(p, plan, r, n / count, first + n % count, PartialRow<D>());
     }
   }
   if (p.cu_seqlens_q != nullptr) write_padding_rows<T, D, kWarps>(p, plan);

@@ -21,7 +21,7 @@ __device__ __forceinline__ const T* q_row(const TreeAttentionParams& p, const De
 // Software-pipeline fragment loads: read fragments 0 to kCount - 1, each kPrefetch = 4 fragments ahead of its use,
 // because shared memory takes longer to deliver a fragment than the tensor cores to consume it.
 template <int kCount>
-struct Pipeline {
+struct FragmentPipeline {
   static constexpr int kPrefetch = 4;
   uint32_t b[kPrefetch][4];
 
@@ -41,8 +41,8 @@ struct Pipeline {
   }
 };
 
-// Return a Pipeline reader of V for the tokens from first_token on. Fragment i is block i % kFragments of 16 tokens: 32
-// bytes of their values, transposed in units of 16 bits.
+// Return a FragmentPipeline reader of V for the tokens from first_token on. Fragment i is block i % kFragments of 16
+// tokens: 32 bytes of their values, transposed in units of 16 bits.
 template <int kFragments, class Stage>
 __device__ __forceinline__ auto read_values(const Stage& kv, int first_token) {
   return [&kv, first_token](int i, uint32_t (&b)[4]) {
@@ -77,8 +77,8 @@ struct MmaOperands {
   template <class Stage, int N>
   __device__ __forceinline__ void multiply_qk(const Stage& kv, int first_token, float (&scores)[N][4]) const {
     constexpr int kTokenBlocks = N / 2;
-    constexpr int kChains =
-        kTokenBlocks == 1 ? 2 : 1;  // independent accumulators per score, to break dependency chains
+    // Independent accumulators per score, to break dependency chains.
+    constexpr int kChains = kTokenBlocks == 1 ? 2 : 1;
     const int lane = threadIdx.x % kWarp;
     float sums[kChains][N][4]{};
     const auto read = [&](int i, uint32_t (&b)[4]) {
@@ -89,7 +89,7 @@ struct MmaOperands {
           *reinterpret_cast<const cute::uint128_t*>(kv.k + kv.offset(row, 2 * (i / kTokenBlocks) + lane / 8 % 2)), b[0],
           b[1], b[2], b[3]);
     };
-    Pipeline<D / 16 * kTokenBlocks> keys;
+    FragmentPipeline<D / 16 * kTokenBlocks> keys;
     keys.begin(read);
     keys.run(read, [&](int i, const uint32_t (&b)[4]) {
       auto& sum = sums[i / kTokenBlocks % kChains];
@@ -108,12 +108,13 @@ struct MmaOperands {
     return read_values<kFragments>(kv, first_token);
   }
 
-  // Compute out += weights v for the tokens from first_token on, whose V reads a Pipeline has already begun. Tokens
-  // outside `any_visible` have weight 0 in all rows, and their V may be NaN, so it is masked to zero.
+  // Compute out += weights v for the tokens from first_token on, whose V reads a FragmentPipeline has already begun.
+  // Tokens outside `any_visible` have weight 0 in all rows, and their V may be NaN, so it is masked to zero.
   template <class Stage, int N>
   __device__ __forceinline__ static void accumulate_pv(const Stage& kv, int first_token,
                                                        const uint32_t (&weights)[N][4], uint64_t any_visible,
-                                                       Pipeline<N * kFragments>& values, float (&out)[D / 8][4]) {
+                                                       FragmentPipeline<N * kFragments>& values,
+                                                       float (&out)[D / 8][4]) {
     const auto use = [&](int i, const uint32_t (&b)[4]) {
       mma<T>(out[2 * (i % kFragments)], weights[i / kFragments], b[0], b[1]);
       mma<T>(out[2 * (i % kFragments) + 1], weights[i / kFragments], b[2], b[3]);
@@ -253,7 +254,8 @@ struct MmaOperands<T, Float8, D> {
   template <class Stage, int N>
   __device__ __forceinline__ static void accumulate_pv(const Stage& kv, int first_token,
                                                        const uint32_t (&weights)[N][4], uint64_t any_visible,
-                                                       Pipeline<N * kFragments>& values, float (&out)[D / 8][4]) {
+                                                       FragmentPipeline<N * kFragments>& values,
+                                                       float (&out)[D / 8][4]) {
     const int lane = threadIdx.x % kWarp;
     uint32_t keep[N][2];  // AND masks of a register's four values: tokens 0-7, tokens 8-15
 #pragma unroll

@@ -300,8 +300,8 @@ class StreamK : public StreamKState {
 
   __device__ int begin(int worker) const { return units_per_worker_ * worker + remainder_ * worker / workers_; }
   __device__ int worker_of(int unit) const {
-    const int near =
-        static_cast<int>(static_cast<float>(unit) / static_cast<float>(total_) * workers_);  // exact, or off by one
+    // Exact, or off by one.
+    const int near = static_cast<int>(static_cast<float>(unit) / static_cast<float>(total_) * workers_);
     return near + (begin(near + 1) <= unit) - (begin(near) > unit);
   }
 

@@ -23,8 +23,8 @@ struct Tile {
   // Two float32 tiles of 256 x 64 would not fit on devices with 100 KB of shared memory.
   static constexpr int kTokens = sizeof(Kv) * D >= 1024 ? 32 : 64;
   static constexpr int kVector = 16 / sizeof(Kv);  // elements of a 16-byte access
-  static constexpr int kStride =
-      D + kVector;  // of a token: padded, so that lanes on adjacent tokens hit different banks
+  // Of a token: padded, so that lanes on adjacent tokens hit different banks.
+  static constexpr int kStride = D + kVector;
   static constexpr int kColumns = D / kWarp;  // columns of the output that a lane owns
 
   alignas(16) float q[kRows][D];  // scaled to log2 units
@@ -192,8 +192,8 @@ __global__ void __launch_bounds__(kThreads) plain_kernel(TreeAttentionParams p, 
         for (int step = kWarp / 2; step > 0; step /= 2)
           new_max = fmaxf(new_max, __shfl_xor_sync(kFullMask, new_max, step));
 
-        const float origin =
-            new_max > -INFINITY ? new_max : 0.0f;  // before any visible token: 2^(-inf - 0), not 2^(-inf + inf)
+        // Before any visible token: 2^(-inf - 0), not 2^(-inf + inf).
+        const float origin = new_max > -INFINITY ? new_max : 0.0f;
         const float rescale = exp2f(max_score[a] - origin);
         max_score[a] = new_max;
         sum[a] *= rescale;

@@ -15,7 +15,7 @@
 namespace specdec::attention {
 
 // Four columns of a row's partial output, the row's maximum and its sum of weights.
-struct RowSums {
+struct RowQuad {
   float4 x;
   float row_max, row_sum;
 };
@@ -52,9 +52,9 @@ struct SegmentWriter {
   }
 
   // Return four columns of a row, from `column` on, reduced over warps. Called after store().
-  __device__ __forceinline__ RowSums sums_of(int row, int column, float* buffer) const {
+  __device__ __forceinline__ RowQuad reduced_row(int row, int column, float* buffer) const {
     const int w = row / 16 * kWarpsPerRows;
-    RowSums all{.x = {}, .row_max = max[w][row % 16], .row_sum = 0};
+    RowQuad all{.x = {}, .row_max = max[w][row % 16], .row_sum = 0};
 #pragma unroll
     for (int k = 1; k < kWarpsPerRows; ++k) all.row_max = fmaxf(all.row_max, max[w + k][row % 16]);
 #pragma unroll
@@ -144,7 +144,7 @@ class MmaAttention {
     shared.writer.store(rows, buffer);
     for (int n = threadIdx.x; n < count * (D / 4); n += Writer::kThreads) {
       const int row = n / (D / 4), column = n % (D / 4) * 4;
-      store(p, plan, s, row_tile, row, column, shared.writer.sums_of(row, column, buffer));
+      store(p, plan, s, row_tile, row, column, shared.writer.reduced_row(row, column, buffer));
     }
     Writer::sync();
     if (s.splits > 1 && s.last) publish_partial<D>(p, plan, s, row_tile, Writer::sync);
@@ -154,7 +154,7 @@ class MmaAttention {
 
   // Write four columns of a row: to out, or to the workspace if the item is split.
   __device__ __forceinline__ static void store(const TreeAttentionParams& p, const DevicePlan& plan, const Segment& s,
-                                               int row_tile, int row, int column, const RowSums& sums) {
+                                               int row_tile, int row, int column, const RowQuad& sums) {
     const auto& [x, row_max, row_sum] = sums;
     if (s.splits == 1) {
       const float factor = row_sum == 0 ? 0 : p.v_scale / row_sum;
@@ -196,7 +196,7 @@ class MmaAttention {
     const int lane = threadIdx.x % kWarp;
     float scores[kStep / 8][4];
     operands.multiply_qk(kv, first_token, scores);
-    Pipeline<kStep / 16 * Operands::kFragments> values;
+    FragmentPipeline<kStep / 16 * Operands::kFragments> values;
     if constexpr (kStep == 16)
       values.begin(Operands::read_v(kv, first_token));  // overlaps with the softmax, as registers suffice
     scale = rows.cap(p, scale, scores);

@@ -27,7 +27,7 @@ class ClusterAttention {
   static constexpr bool kSharing = kSharing_;
   static constexpr bool kDequantizes = std::is_same_v<Kv, Float8> && kRows > 16;
   static constexpr int kConsumers = kRows == 128 ? 8 : 4;
-  static constexpr int kBlocksPerSm = kRows == 128 ? 1 : 2;  // per SM
+  static constexpr int kBlocksPerSm = kRows == 128 ? 1 : 2;
   // mma.sync takes FP8 pools as stored, in tiles of 128 tokens, which have the bytes of 64 tokens in 16 bits.
   using Ring =
       std::conditional_t<kDequantizes,
@@ -35,8 +35,8 @@ class ClusterAttention {
                          ClusterRing<128 / sizeof(Kv), sizeof(Kv) * D, (kRows == 128 ? 640 : 384) / D, kConsumers>>;
   using Accumulator = std::conditional_t<kRows == 16, ClusterMma<T, Kv, D, Ring>, ClusterWgmma<T, Kv, D, Ring>>;
   static constexpr int kWarps = kConsumers + 4, kThreads = kWarps * kWarp;  // the last warps produce or dequantize
-  static constexpr int kWriters =
-      kSharing ? kConsumers : kWarps;  // the first warps write: code that more warps run is fetched more often
+  // The first warps write: code that more warps run is fetched more often.
+  static constexpr int kWriters = kSharing ? kConsumers : kWarps;
   static constexpr int kConsumerRegisters = kRows == 128 ? 208 : 168, kProducerRegisters = 88;
   static constexpr bool kPartialsInStages = Accumulator::kPartialsInStages;
   using Partials = ClusterPartials<D, kRows>;
@@ -55,8 +55,8 @@ class ClusterAttention {
       Cluster::fence_barrier_init();
     }
   };
-  static_assert(sizeof(Shared) <=
-                (228 / kBlocksPerSm - 1) * 1024);  // of an SM's 228 KB, the system reserves 1 KB per block
+  // Of an SM's 228 KB, the system reserves 1 KB per block.
+  static_assert(sizeof(Shared) <= (228 / kBlocksPerSm - 1) * 1024);
 
   __device__ ClusterAttention(Shared& shared, const TreeAttentionParams& p, const DevicePlan& plan)
       : shared_(shared), p_(p), plan_(plan) {
@@ -165,7 +165,7 @@ class ClusterAttention {
         prefetch(p_.mask + s_.request.flat_row * p_.mask_words + n);
   }
 
-  // Return whether the request has rows from the tile on, and KV for this cluster; uniform over the cluster.
+  // Return whether the request has rows from the tile on, and KV for this cluster. Uniform over the cluster.
   __device__ bool has_rows() const {
     return s_.first_row < s_.request.rows * plan_.gqa_group.divisor &&
            (!kSharing || is_first_cluster() || is_split_across_clusters(p_, plan_, s_.request, s_.first_row));

@@ -14,8 +14,8 @@ namespace specdec::attention {
 
 template <int D, int kRows>
 struct ClusterPartials {
-  static constexpr int kSlots =
-      kRows == 16 ? 21 : kRows + 6;   // max rows that a block finishes, times the blocks of a cluster
+  // Max rows that a block finishes, times the blocks of a cluster.
+  static constexpr int kSlots = kRows == 16 ? 21 : kRows + 6;
   alignas(16) float out[kSlots][D];   // unnormalized outputs: not yet divided by the sums of weights
   alignas(8) float2 weights[kSlots];  // (maximum, sum of weights)
 
@@ -58,7 +58,7 @@ struct ClusterPartials {
     int slot = static_cast<int>(threadIdx.x) / kWarp * size;
 #pragma unroll 1
     for (int row = static_cast<int>(Cluster::rank()) + slot; row < end; row += kWarps * size, slot += kWarps * size) {
-      RowSum<D> sum;
+      PartialRow<D> sum;
       if (row < valid) {
         float2 part{-INFINITY, 0};
         if (lane < size) part = weights[slot + lane];
@@ -80,7 +80,7 @@ struct ClusterPartials {
 #pragma unroll
         for (int k = 0; k < static_cast<int>(kMaxCluster); ++k) {
           float4 x{};
-          if (k < size && RowSum<D>::has_columns()) x = *reinterpret_cast<const float4*>(&out[slot + k][4 * lane]);
+          if (k < size && PartialRow<D>::has_columns()) x = *reinterpret_cast<const float4*>(&out[slot + k][4 * lane]);
           const float factor = __shfl_sync(kFullMask, weight, k);
           to.x += factor * x.x, to.y += factor * x.y, to.z += factor * x.z, to.w += factor * x.w;
         }
@@ -96,7 +96,7 @@ struct ClusterPartials {
   // Store this cluster's partial result of a row, where clusters share the row tile. Return whether it is the last
   // cluster to do so; then `sum` becomes the merged result of all of them.
   __device__ static bool store_and_check_last(const TreeAttentionParams& p, const DevicePlan& plan, const Segment& s,
-                                              int row, RowSum<D>& sum) {
+                                              int row, PartialRow<D>& sum) {
     const int tile = s.first_row / kRows;
     sum.store(partial_of(p, plan, s.partial, tile, D), kRows, row);
     __syncwarp();
@@ -104,10 +104,10 @@ struct ClusterPartials {
     if (threadIdx.x % kWarp == 0) last = PartialsCounter(p, plan, s, tile, D, row).arrive_and_check_last();
     if (!__any_sync(kFullMask, last)) return false;
     __syncwarp();
-    RowSum<D> all;
+    PartialRow<D> all;
 #pragma unroll 1
     for (int number = s.first_partial; number < s.first_partial + s.splits; ++number) {
-      RowSum<D> some = sum;
+      PartialRow<D> some = sum;
       if (number != s.partial) some.load(partial_of(p, plan, number, tile, D), kRows, row);
       all.add(some);
     }

@@ -44,9 +44,9 @@ __device__ __forceinline__ Span share_of(const TreeAttentionParams& p, const Dev
 template <int kTokens_, int kRowBytes_, int kStages_, int kConsumers_, int kProducers_ = 4, int kDequantizers_ = 0>
 class ClusterRing : KvRing<kTokens_, kRowBytes_, kStages_, kConsumers_, kTokens_ / kWarp, false, kDequantizers_> {
   using Base = KvRing<kTokens_, kRowBytes_, kStages_, kConsumers_, kTokens_ / kWarp, false, kDequantizers_>;
-  using Base::kChunk, Base::kEach, Base::kMyTokens, Base::kReaders;
+  using Base::kChunk, Base::kChunks, Base::kMyTokens, Base::kReaders;
   using typename Base::Pages, typename Base::Addresses;
-  static_assert(kMyTokens == kWarp && kEach == 1);
+  static_assert(kMyTokens == kWarp && kChunks == 1);
 
  public:
   using Base::kTokens, Base::kRowBytes, Base::kStages, Base::kConsumers;
@@ -123,18 +123,18 @@ class ClusterRing : KvRing<kTokens_, kRowBytes_, kStages_, kConsumers_, kTokens_
     } else {
       asm volatile("cp.async.wait_all;" ::: "memory");
     }
-    copy_from(share, first, now);
+    copy_tiles(share, first, now);
   }
 
   __device__ void copy() {
     const Span share = share_of(p_, plan_, s_.request, s_.first_row);
     const int first = my_begin(share);
-    copy_from(share, first, load_pages(share, first));
+    copy_tiles(share, first, load_pages(share, first));
   }
 
  private:
   // Copy this producer's part of its tiles from token `first` on.
-  __device__ void copy_from(Span share, int first, Pages pages) {
+  __device__ void copy_tiles(Span share, int first, Pages pages) {
     for (; first < share.end; first += kTeams * kTokens) {
       const Addresses addresses = Base::resolve_addresses(p_, plan_, s_, share, first + my_first(), pages);
       pages = load_pages(share, first + kTeams * kTokens);

@@ -200,9 +200,9 @@ class ClusterWgmma {
     const WarpOperand k(wgmma_operand(ring_.keys(cursor_.key().at), 0));
 #pragma unroll
     for (int d = 0; d < D; d += 16) {
-      const int panel = d / 64, inside = d % 64 * 2;
-      QkMma::multiply(q.offset(panel * QueryTile::kPanel + inside), k.offset(panel * Tile::kPanel + inside), d > 0,
-                      scores);
+      const int panel = d / 64, panel_offset = d % 64 * 2;
+      QkMma::multiply(q.offset(panel * QueryTile::kPanel + panel_offset), k.offset(panel * Tile::kPanel + panel_offset),
+                      d > 0, scores);
     }
     cute::warpgroup_commit_batch();
   }

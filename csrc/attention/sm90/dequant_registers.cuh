@@ -44,8 +44,8 @@ class DequantRegistersAttention : TransposedRows<T, D, kRows, DequantRegistersRi
   static constexpr int kThreads = (kConsumers + Ring::kProducers) * kWarp;
   static constexpr bool kMulticast = false;
   static constexpr bool kReallocatesRegisters = kWarpgroups == 2;  // the initial allocation per thread is too small
-  static constexpr bool kPrefetchKeys =
-      kReallocatesRegisters;  // dequantize the next keys while the previous values are multiplied
+  // Dequantize the next keys while the previous values are multiplied.
+  static constexpr bool kPrefetchKeys = kReallocatesRegisters;
   static constexpr int kConsumerRegisters = 216, kProducerRegisters = 72;
 
   __device__ DequantRegistersAttention(Shared& shared, const TreeAttentionParams& p, const DevicePlan& plan,

@@ -19,8 +19,8 @@ bool encode(CUtensorMap& map, const void* pool, const PoolStrides& strides, cons
   for (int i = 0; i < 4; ++i) {
     if (sizes[i] > 1 && steps[i] <= 0) return false;
     counts[i] = static_cast<cuuint64_t>(sizes[i]);
-    bytes[i] =
-        sizes[i] > 1 ? static_cast<cuuint64_t>(size * steps[i]) : 16;  // a dimension of size 1 may have any stride
+    // A dimension of size 1 may have any stride.
+    bytes[i] = sizes[i] > 1 ? static_cast<cuuint64_t>(size * steps[i]) : 16;
   }
   return encode_tiled(&map, p.fp8 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16, 4,
                       const_cast<void*>(pool), counts, bytes + 1, box, each, CU_TENSOR_MAP_INTERLEAVE_NONE,
