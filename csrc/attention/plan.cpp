@@ -1,4 +1,4 @@
-// Chooses, names and checks the plans of tree_attention (plan.h). The rules are in plan_sm90.cpp and plan_sm80.cpp.
+// Choose, name and check the plans of tree_attention (plan.h). The rules are in plan_sm90.cpp and plan_sm80.cpp.
 #include "attention/plan.h"
 
 #include <algorithm>

@@ -123,9 +123,9 @@ Kernel persistent_kernel(const AttentionShape& shape, int64_t max_kv_len, const 
 }
 
 // Return the row tile of a persistent grid. wgmma multiplies 64 rows at a time, but even for 16 rows that takes less
-// time than reading their 16-bit KV. Tiles of 128 rows depend on TMA: if pages have no TMA boxes, some tiles of 64 rows
-// copy them row by row, until there are so many rows that the products take longer. Two tiles of 64 rows, or three with
-// short KV, are faster with TMA too, unless KV is long.
+// time than reading their 16-bit KV. Tiles of 128 rows depend on TMA. If pages have no TMA boxes, some tiles of 64 rows
+// copy them row by row, up to kManyRows, where the products start to take longer than the copies. Two tiles of 64 rows,
+// or three with short KV, are faster with TMA too, unless KV is long.
 int persistent_tile_rows(const AttentionShape& shape, int64_t max_kv_len, Kernel kernel) {
   const int64_t rows = shape.rows();
   constexpr int64_t kManyRows = 512;

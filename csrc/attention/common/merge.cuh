@@ -46,7 +46,7 @@ class PartialsCounter {
     while (!count().compare_exchange_strong(word, next_word, cuda::std::memory_order_acq_rel));
     return static_cast<unsigned>(next_word);
   }
-  // Like arrive(), where nobody waits: returns whether all others have arrived before. The last one resets the counter
+  // Like arrive(), where nobody waits: return whether all others have arrived before. The last one resets the counter
   // for the next call.
   __device__ bool arrive_and_check_last() {
     const bool last = arrive() == workers_;

@@ -51,7 +51,7 @@ struct SegmentWriter {
     sync();
   }
 
-  // Return four columns of a row, from `column` on, reduced over warps. Called after store().
+  // Return four columns of a row, from `column` on, reduced over warps. Call after store().
   __device__ __forceinline__ RowQuad reduced_row(int row, int column, float* buffer) const {
     const int w = row / 16 * kWarpsPerRows;
     RowQuad all{.x = {}, .row_max = max[w][row % 16], .row_sum = 0};

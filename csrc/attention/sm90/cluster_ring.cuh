@@ -33,8 +33,8 @@ __device__ __forceinline__ Span share_of(const TreeAttentionParams& p, const Dev
       static_cast<unsigned>(is_split_across_clusters(plan, first_row, all) ? plan.cluster_blocks * plan.sharing_clusters
                                                                            : plan.cluster_blocks);
   if (rank >= size) return {0, 0};
-  const unsigned each = units / size, longer = units % size;
-  const unsigned begin = first + each * rank + min(rank, longer), end = begin + each + (rank < longer);
+  const unsigned each = units / size, remainder = units % size;
+  const unsigned begin = first + each * rank + min(rank, remainder), end = begin + each + (rank < remainder);
   const auto row = [&](unsigned unit) { return static_cast<int>(min(unit * kUnit, static_cast<unsigned>(all.end))); };
   return {max(row(begin), all.begin), row(end)};
 }
@@ -169,7 +169,7 @@ class ClusterRing : KvRing<kTokens_, kRowBytes_, kStages_, kConsumers_, kTokens_
     return pages;
   }
 
-  // Like resolve_addresses(), without side effects. Returns false unless these are tokens of the prefix, all on valid
+  // Like resolve_addresses(), without side effects. Return false unless these are tokens of the prefix, all on valid
   // pages.
   __device__ bool speculate(Span share, int first, const Pages& pages, Addresses& addresses) const {
     const int row = first + my_first() + static_cast<int>(threadIdx.x) % kWarp;
