@@ -6,11 +6,11 @@ import io
 from typing import Any
 
 import pytest
-from test_requests import make_engine
 
 from specdec_kernels import cli
 from specdec_kernels.cli.chat import answered
 from specdec_kernels.engine import RequestOutput, SamplingParams
+from support.request_engines import make_engine
 
 Capture = pytest.CaptureFixture[str]
 

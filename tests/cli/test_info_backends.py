@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_quantized import EXPERTS, write_model
 from torch import Tensor
 
 from specdec_kernels.engine import Engine
@@ -15,6 +14,7 @@ from specdec_kernels.models.language_model import Way, open_language_model, way_
 from specdec_kernels.models.layers.linear import GatedFeedForward
 from specdec_kernels.models.layers.moe import ExpertFeedForward, Fp8Experts
 from specdec_kernels.models.layers.quantized import Fp8Weight, Int4Weight
+from support.quantized_checkpoints import EXPERTS, write_model
 from support.tiny_random_models import NATIVE, WINDOW, tiny_model
 
 

@@ -12,10 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import pytest
-from test_requests import DRAFTS, LONG, NEW_TOKENS, expect_nothing_left, make_engine, params, prompts
 
 from specdec_kernels import FinishReason
 from specdec_kernels.engine import AsyncEngine, AsyncRequest, GenerationError, NewTokens, SamplingParams
+from support.leaks import expect_nothing_left
+from support.request_engines import DRAFTS, LONG, NEW_TOKENS, make_engine, params, prompts
 
 Result = TypeVar("Result")
 

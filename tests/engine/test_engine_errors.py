@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BatchEncoding
+from transformers import BatchEncoding
 
 from specdec_kernels import FinishReason
 from specdec_kernels.engine import Eagle, Eagle3, Engine, GenerationError, NewTokens, SamplingParams, Standalone
 from specdec_kernels.engine.device.graphs import default_batch_sizes
 from specdec_kernels.models.weights.checkpoint import local_folder
 from support.random_checkpoints import VOCAB, random_prompts, save_random_model
+from support.random_engines import make_engine, poisoned_folder
 
 CPU = torch.device("cpu")
-MAX_LEN = 128
 EIGHT = SamplingParams(max_new_tokens=8)
 
 
@@ -33,19 +33,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engine(folder: Path) -> Engine:
     """Shared by the tests: each leaves it usable, which the next one needs."""
     return make_engine(folder)
-
-
-def make_engine(folder: Path, **options: Any) -> Engine:
-    return Engine(folder, **({"max_len": MAX_LEN, "num_slots": 3, "device": "cpu"} | options))
-
-
-def poisoned_folder(folder: Path, to: Path, token: int) -> Path:
-    """The same model with NaN as the embedding of one token."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    with torch.no_grad():
-        model.get_input_embeddings().weight[token] = torch.nan
-    model.save_pretrained(to)
-    return to
 
 
 def texts(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,14 +12,13 @@ import torch
 
 from specdec_kernels.engine import Draft, Eagle3, Engine, Ngram, RequestOutput, SamplingParams, Standalone, Union
 from specdec_kernels.engine.device.round import Round
-from specdec_kernels.reference import verify as reference
 from specdec_kernels.tiny import tiny_model
+from support.sampled_texts import KINDS, close_draws, differing
 from support.tiny_checkpoint import Comparison, greedy_by_transformers, held_out, reference_model
 
 TARGET, HEAD = tiny_model("target"), tiny_model("eagle3")
 MAX_LEN = 256
 NEW_TOKENS = 32
-NOISE = 1e-4  # what float32 logits of other shapes change in a probability
 
 # Every round drafts all it may: else so small a model, which costs as much for one node as for many, soon drafts little.
 DRAFTS: dict[str, Callable[[], Draft | None]] = {
@@ -35,15 +33,6 @@ DRAFTS: dict[str, Callable[[], Draft | None]] = {
 }
 # Slots, page size, pages beyond those of one request.
 LAYOUTS = {"single": (1, 16, 0), "batched": (8, 16, 200), "page1": (3, 1, 500), "page3": (4, 3, 40)}
-
-KINDS: list[dict[str, Any]] = [
-    {"temperature": 1.0},
-    {"temperature": 0.0},
-    {"temperature": 0.7, "top_k": 20},
-    {"temperature": 1.3, "top_p": 0.8},
-    {"temperature": 0.9, "min_p": 0.1},
-    {"temperature": 1.0, "top_k": 50, "top_p": 0.9, "min_p": 0.02},
-]
 
 
 @functools.cache
@@ -76,43 +65,6 @@ def make_engine(name: str, layout: str, device: torch.device | str = "cpu") -> E
 @functools.cache
 def plain() -> list[RequestOutput]:
     return make_engine("none", "single").generate(prompts(), params())
-
-
-def close_draws(prompt: list[int], tokens: list[int], sampling: SamplingParams) -> set[int]:
-    """What the target may draw behind prompt and tokens, its probabilities and the draw known to NOISE."""
-    assert sampling.seed is not None
-    with torch.inference_mode():
-        logits = reference_model()(torch.tensor([prompt + tokens])).logits[0, -1]
-    u = reference.uniform(sampling.seed, len(prompt) + len(tokens))
-    draws = set()
-    slacks = (-NOISE, 0.0, NOISE)
-    for more_p, more_min_p in itertools.product(slacks, slacks):
-        p = reference.filtered(
-            logits,
-            sampling.temperature,
-            sampling.top_k,
-            sampling.top_p + more_p if sampling.top_p < 1 else 1.0,
-            sampling.min_p * (1 + more_min_p),
-        )
-        low, high = (reference.drawn(p, min(max(u + e, 0.0), 1 - 1e-12)) for e in (-NOISE, NOISE))
-        draws |= {token for token in range(low, high + 1) if p[token] > 0}
-    return draws
-
-
-def differing(ours: list[RequestOutput], theirs: list[RequestOutput], each: list[SamplingParams]) -> int:
-    """How many texts differ; each must from a token on whose draw was too close to call."""
-    count = 0
-    for a, b, sampling in zip(ours, theirs, each, strict=True):
-        if a.tokens == b.tokens:
-            continue
-        at = next(i for i, (x, y) in enumerate(zip(a.tokens, b.tokens, strict=False)) if x != y)
-        if sampling.temperature == 0:
-            Comparison(reference_model()).check(a.prompt_tokens, a.tokens, b.tokens)
-        else:
-            draws = close_draws(a.prompt_tokens, a.tokens[:at], sampling)
-            assert {a.tokens[at], b.tokens[at]} <= draws, f"token {at} is {a.tokens[at]}, expected one of {draws}"
-        count += 1
-    return count
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

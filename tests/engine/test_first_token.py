@@ -10,10 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_round import begin, run
-from test_round import make_engine as make_engine_of
-from test_round import prompts as round_prompts
-from test_windows import WINDOW, model_of, random_texts
 
 from specdec_kernels import _C, FinishReason, Status
 from specdec_kernels.engine import (
@@ -29,7 +25,11 @@ from specdec_kernels.engine import (
 )
 from specdec_kernels.engine.device.prefill import Shape
 from specdec_kernels.tiny import tiny_model
+from support.manual_rounds import begin, run
+from support.manual_rounds import make_engine as make_engine_of
+from support.manual_rounds import prompts as round_prompts
 from support.tiny_checkpoint import Comparison, greedy_by_transformers, held_out, reference_model
+from support.window_models import WINDOW, model_of, random_texts
 
 TARGET, HEAD = tiny_model("target"), tiny_model("eagle3")
 PAGE = 4

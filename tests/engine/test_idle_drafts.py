@@ -11,9 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_eagle import random_tensors, write_head
-from test_round import begin, prompts
-from test_round import run as run_round
 from torch import Tensor
 
 from specdec_kernels import _C
@@ -27,6 +24,9 @@ from specdec_kernels.engine.tuning import SCHEMA, rounds_of
 from specdec_kernels.models.weights.loading import config_of
 from specdec_kernels.tiny import tiny_model
 from support.devices import HAS_CUDA
+from support.eagle_heads import random_tensors, write_head
+from support.manual_rounds import begin, prompts
+from support.manual_rounds import run as run_round
 from support.tiny_checkpoint import Comparison, greedy_by_transformers, reference_model
 
 HEAD = tiny_model("eagle3")

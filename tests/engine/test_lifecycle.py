@@ -80,8 +80,8 @@ def test_exit_while_a_daemon_thread_runs_the_loop_of_a_scheduler() -> None:
     """Its executor is Python, so that it comes for the GIL all the time."""
     program = f"""
 import sys, threading, time
-sys.path[:0] = {[str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "scheduler")]!r}
-from test_scheduler import Device, Sizes
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+from support.fake_device import Device, Sizes
 
 def work():
     device = Device(Sizes())

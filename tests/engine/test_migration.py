@@ -13,9 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_engine_sampling import differing
-from test_update_weights import HEAD, TARGET, changed, eagle3, tensors_of
-from test_update_weights import make_engine as make_quick_engine
 
 from specdec_kernels import _C, FinishReason
 from specdec_kernels.engine import (
@@ -31,9 +28,12 @@ from specdec_kernels.engine import (
     Standalone,
     Union,
 )
+from support.changed_weights import HEAD, TARGET, changed, eagle3, tensors_of
+from support.changed_weights import make_engine as make_quick_engine
 from support.decoding_process import decode
 from support.devices import HAS_CUDA
 from support.random_checkpoints import random_prompts, save_random_model
+from support.sampled_texts import differing
 from support.tiny_checkpoint import held_out
 
 DRAFTS: dict[str, Any] = {

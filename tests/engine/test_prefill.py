@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_round import MAX_LEN, every_draft, kv_of, make_engine, prompts, slot_state
 
 from specdec_kernels.engine import Engine
 from specdec_kernels.engine.device.prefill import Chunk, Shape, pack
@@ -12,6 +11,7 @@ from specdec_kernels.engine.device.prefill_graphs import PIECE, Passes, captured
 from specdec_kernels.engine.device.state import to_device
 from specdec_kernels.engine.startup import on_stream
 from support.devices import HAS_CUDA
+from support.manual_rounds import MAX_LEN, every_draft, kv_of, make_engine, prompts, slot_state
 
 SLOTS = 4
 

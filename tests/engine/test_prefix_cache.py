@@ -16,8 +16,6 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
-from test_engine_sampling import differing
-from test_requests import cached_pages, expect_nothing_left
 from torch import Tensor
 
 from specdec_kernels import _C, FinishReason
@@ -33,6 +31,8 @@ from specdec_kernels.engine import (
 )
 from specdec_kernels.engine.drafts import DraftRequest
 from specdec_kernels.tiny import tiny_model
+from support.leaks import cached_pages, expect_nothing_left, expect_nothing_lost
+from support.sampled_texts import differing
 from support.tiny_checkpoint import held_out
 
 # --- the tree
@@ -159,14 +159,6 @@ def make_engine(draft: Draft | None, device: torch.device | str = "cpu", **optio
         "prefix_cache": True,
     } | options
     return Engine(tiny_model("target"), draft=draft, dtype=torch.float32, device=device, **given)
-
-
-def expect_nothing_lost(engine: Engine) -> None:
-    """A page is free or cached, never both; and free when the cache is emptied."""
-    expect_nothing_left(engine)
-    engine.clear_cache()
-    expect_nothing_left(engine)
-    assert int(engine.state.all_pages.num_free) == engine.config.num_pages
 
 
 def test_a_leak_is_not_what_the_cache_keeps() -> None:

@@ -8,13 +8,21 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from test_budget import DRAFTS, NEW_TOKENS, every_draft, expect_plain_texts, make_engine, plain_texts, prompts
 
 import specdec_kernels as sd
 from specdec_kernels.engine import Eagle3, Engine, Ngram, SamplingParams
 from specdec_kernels.engine.device.round import Drafted, most_nodes
 from specdec_kernels.engine.drafts import Needs
 from specdec_kernels.tiny import tiny_model
+from support.budget_engines import (
+    DRAFTS,
+    NEW_TOKENS,
+    every_draft,
+    expect_plain_texts,
+    make_engine,
+    plain_texts,
+    prompts,
+)
 from support.tiny_checkpoint import Comparison, reference_model
 
 

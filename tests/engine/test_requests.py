@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import math
 import os
@@ -13,85 +12,29 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_engine_errors import make_engine as random_engine
-from test_engine_errors import poisoned_folder
 
 from specdec_kernels import FinishReason
 from specdec_kernels.engine import (
-    Draft,
-    Eagle3,
     Engine,
     GenerationError,
     NewTokens,
     Ngram,
     Request,
     SamplingParams,
-    Union,
 )
-from specdec_kernels.tiny import tiny_model
+from support.leaks import expect_nothing_left
 from support.paused_rounds import rounds_held
 from support.random_checkpoints import VOCAB, random_prompts, save_random_model
-from support.tiny_checkpoint import held_out
-
-NEW_TOKENS = 24
-DRAFTS: dict[str, Callable[[], Draft]] = {
-    "none": Draft,
-    "chain": lambda: Eagle3(tiny_model("eagle3"), num_steps=3, topk=1),
-    "union": lambda: Union(Eagle3(tiny_model("eagle3"), num_steps=3, topk=3, num_nodes=12), Ngram(num_nodes=12)),
-}
-LONG = SamplingParams(100_000, ignore_eos=True)
-
-
-def make_engine(name: str = "chain", device: torch.device | str = "cpu", **options: Any) -> Engine:
-    given = {"max_len": 160, "num_slots": 6, "dtype": torch.float32, "device": device, "page_size": 8} | options
-    return Engine(tiny_model("target"), draft=DRAFTS[name](), **given)
-
-
-@functools.cache
-def prompts() -> list[list[int]]:
-    return [prompt[:length] for prompt, length in zip(held_out("code"), (40, 1, 25, 60, 33, 2, 50, 17), strict=False)]
-
-
-def params() -> list[SamplingParams]:
-    """Greedy and drawn, with log-probabilities and without, stop strings, short and long."""
-    return [
-        SamplingParams(NEW_TOKENS),
-        SamplingParams(NEW_TOKENS, temperature=0.8, seed=3),
-        SamplingParams(NEW_TOKENS, logprobs=2),
-        SamplingParams(NEW_TOKENS, stop=["=", ")\n"], ignore_eos=True),
-        SamplingParams(1),
-        SamplingParams(NEW_TOKENS, temperature=1.0, top_k=20, seed=5, logprobs=True),
-        SamplingParams(60, ignore_eos=True),
-        SamplingParams(NEW_TOKENS, min_new_tokens=9),
-    ]
-
-
-def cached_pages(engine: Engine) -> list[int]:
-    table = engine.state.all_pages.page_table[engine.config.num_slots :]
-    return sorted(table[table >= 0].tolist())
-
-
-def expect_nothing_left(engine: Engine) -> None:
-    """No page, slot or request. What the prefix cache keeps is no leak: such a page is its own, once, and not free."""
-    engine._scheduler.settle()
-    if engine.device.type == "cuda":
-        torch.cuda.synchronize()  # slots are given back by a record that the device may not have come to
-    pool, cached = engine.state.all_pages, cached_pages(engine)
-    free = pool.free_stack[: int(pool.num_free)].tolist()
-    assert sorted(free + cached) == list(range(engine.config.num_pages))
-    assert pool.page_refs.nonzero().flatten().tolist() == cached and int(pool.page_refs.sum()) == len(cached)
-    assert (engine._scheduler.num_cached_pages, engine._scheduler.num_shared_pages) == (len(cached), 0)
-    for window in engine.state.window_pools.values():
-        assert int(window.num_free) == len(window.free_stack) and not window.page_refs.any()
-    assert engine._scheduler.num_running == engine._scheduler.num_waiting == 0
-    assert not engine._loop._requests and not engine.state.status.any()
+from support.random_engines import make_engine as random_engine
+from support.random_engines import poisoned_folder
+from support.request_engines import DRAFTS, LONG, NEW_TOKENS, make_engine, params, prompts
 
 
 @pytest.mark.parametrize("name", DRAFTS)

@@ -9,21 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from test_quantized import write_model
-from test_update_weights import (
-    DRAFTS,
-    HEAD,
-    TARGET,
-    changed,
-    eagle3,
-    make_engine,
-    tensors_of,
-    texts,
-)
 
 from specdec_kernels.engine import AsyncEngine, Engine, Ngram, SamplingParams, Standalone, Union
 from specdec_kernels.tiny import tiny_model
+from support.changed_weights import DRAFTS, HEAD, TARGET, changed, eagle3, make_engine, tensors_of, texts
 from support.paused_rounds import rounds_held
+from support.quantized_checkpoints import write_model
 from support.random_checkpoints import random_prompts, save_random_model
 from support.tiny_checkpoint import held_out, reference_model
 

@@ -12,12 +12,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_engine_sampling import KINDS, close_draws
-from test_requests import cached_pages, expect_nothing_left
 
 from specdec_kernels import FinishReason
 from specdec_kernels.engine import Draft, Eagle3, Engine, NewTokens, Ngram, RequestOutput, SamplingParams, Standalone
 from specdec_kernels.tiny import tiny_model
+from support.leaks import cached_pages, expect_nothing_left, resident_bytes
+from support.sampled_texts import KINDS, close_draws
 from support.tiny_checkpoint import Comparison, held_out, reference_model
 
 pytestmark = pytest.mark.soak
@@ -91,11 +91,6 @@ def check(
         draws = close_draws(output.prompt_tokens, output.tokens[:at], sampling)
         assert {output.tokens[at], want[at]} <= draws, f"token {at} is {output.tokens[at]}, expected one of {draws}"
     return False
-
-
-def resident_bytes() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.mark.parametrize("name", DRAFTS)

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from test_budget_simulated import BATCHES, ROWS, US, WIDTH
 from torch import Tensor
 
 import specdec_kernels as sd
@@ -18,6 +17,7 @@ from specdec_kernels._C import Budget, RoundCosts
 from specdec_kernels.engine.device.round import most_nodes
 from specdec_kernels.engine.drafts import Needs
 from specdec_kernels.synthetic.acceptance import DOMAINS, MOST_CANDIDATES, PublishedAcceptance
+from support.simulated_budget import BATCHES, ROWS, US, WIDTH
 
 INT = torch.int32
 TEXT, VOCAB = 8000, 32000  # tokens of the text, and of the draft's vocabulary

@@ -11,50 +11,27 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from test_every_family import random_module
-from test_quantized import EXPERTS, FORMATS, write_model
+from safetensors.torch import save_file
 from torch import Tensor
 
 from specdec_kernels.engine import (
     AsyncEngine,
-    Draft,
     Eagle,
-    Eagle3,
     Engine,
     Ngram,
     SamplingParams,
-    Standalone,
     Union,
 )
 from specdec_kernels.models.backends.native import CausalLM
 from specdec_kernels.models.heads.eagle import EagleHead
 from specdec_kernels.models.layers.attention import Rows
 from specdec_kernels.models.weights.update import write
-from specdec_kernels.tiny import tiny_model
+from support.changed_weights import DRAFTS, HEAD, PARAMS, TARGET, changed, eagle3, make_engine, tensors_of, texts
+from support.family_cases import random_module
 from support.paused_rounds import rounds_held
+from support.quantized_checkpoints import EXPERTS, FORMATS, write_model
 from support.random_checkpoints import random_prompts, save_random_model
 from support.tiny_checkpoint import held_out, target_with_features
-
-TARGET, HEAD = Path(tiny_model("target")), Path(tiny_model("eagle3"))
-
-
-def tensors_of(folder: Path) -> dict[str, Tensor]:
-    return load_file(folder / "model.safetensors")
-
-
-def changed(tensors: dict[str, Tensor], share: float = 0.05, seed: int = 0) -> dict[str, Tensor]:
-    """Weights that say something else: each number is off by a share of its tensor's spread."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def moved(tensor: Tensor) -> Tensor:
-        if not tensor.is_floating_point():
-            return tensor.clone()
-        spread = tensor.float().std() if tensor.numel() > 1 else 0.0
-        noise = share * spread * torch.randn(tensor.shape, generator=generator)
-        return (tensor.float() + noise).to(tensor.dtype)
-
-    return {name: moved(tensor) for name, tensor in tensors.items()}
 
 
 def folder_with(folder: Path, like: Path, tensors: dict[str, Tensor]) -> Path:
@@ -64,41 +41,12 @@ def folder_with(folder: Path, like: Path, tensors: dict[str, Tensor]) -> Path:
     return folder
 
 
-def make_engine(target: Any, draft: Draft | None, device: torch.device | str, **options: Any) -> Engine:
-    defaults: dict[str, Any] = {
-        "max_len": 256, "num_slots": 4, "page_size": 4, "dtype": torch.float32, "adaptive": False, "device": device,
-    }  # fmt: skip
-    return Engine(target, draft=draft, **(defaults | options))
-
-
-def eagle3(head: Path) -> Draft:
-    return Eagle3(head, num_steps=3, topk=3, num_nodes=10)
-
-
-PARAMS = [SamplingParams(20), SamplingParams(20, temperature=0.9, seed=3)]
-
-
-def texts(engine: Engine) -> list[list[int]]:
-    prompts = held_out("code")[:3]
-    outputs = engine.generate([*prompts, *prompts], [PARAMS[0]] * 3 + [PARAMS[1]] * 3)
-    return [output.tokens for output in outputs]
-
-
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A target and a head with other weights."""
     root = tmp_path_factory.mktemp("other")
     target = folder_with(root / "target", TARGET, changed(tensors_of(TARGET)))
     return target, folder_with(root / "eagle3", HEAD, changed(tensors_of(HEAD), seed=1))
-
-
-DRAFTS: dict[str, Any] = {
-    "none": lambda target, head: Draft(),
-    "eagle3": lambda target, head: eagle3(head),
-    "standalone": lambda target, head: Standalone(target, num_steps=2, topk=2, num_nodes=6),
-    "ngram": lambda target, head: Ngram(num_nodes=8),
-    "union": lambda target, head: Union(Ngram(num_nodes=6), eagle3(head), num_nodes=10),
-}
 
 
 @pytest.mark.parametrize("implementation", ["native", "transformers"])

@@ -19,19 +19,7 @@ from specdec_kernels.synthetic.acceptance import EvenAcceptance
 from specdec_kernels.synthetic.models import PlantedText, plant_eagle3
 from support.tiny_checkpoint import Comparison, greedy_by_transformers
 from support.tiny_random_models import NATIVE, VOCAB, tiny_model
-
-WINDOW = 16
-SIZES: dict[str, Any] = {"max_position_embeddings": 4096, "eos_token_id": None, "sliding_window": WINDOW}
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "all": ("mistral", NATIVE),
-    "mixed": ("gemma3_text", NATIVE | {"layer_types": [*["sliding_attention"] * 3, "full_attention"]}),
-    "sinks": ("gpt_oss", NATIVE),
-}
-
-
-def model_of(name: str) -> Any:
-    model_type, more = MODELS[name]
-    return tiny_model(model_type, **SIZES | more)
+from support.window_models import MODELS, SIZES, WINDOW, model_of, random_texts
 
 
 def small() -> Any:
@@ -49,10 +37,6 @@ DRAFTS: dict[str, Callable[[], Draft | None]] = {
 def engine_of(model: Any, draft: Draft | None, device: torch.device, **options: Any) -> Engine:
     given = {"max_len": 400, "num_slots": 2, "page_size": 4, "prefill_chunk": 20, "adaptive": False}
     return Engine(model, draft=draft, dtype=torch.float32, device=device, **given | options)
-
-
-def random_texts(*lengths: int) -> list[list[int]]:
-    return [torch.randint(5, VOCAB, (length,)).tolist() for length in lengths]
 
 
 def all_pools(engine: Engine) -> list[Any]:

@@ -1,7 +1,7 @@
 """Every model type of transformers that goes on with a text, as a tiny random checkpoint: it works, or it is refused by name.
 
 Whatever opens is compared: its greedy text in float32, plain and speculative, with that of transformers' own `generate`.
-docs/models.md is what comes out, for one version of transformers; `python tests/models/test_every_model.py` writes it.
+docs/models.md is what comes out, for one version of transformers; `PYTHONPATH=tests python tests/models/test_every_model.py` writes it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ our layers run, which are given text alone: each tried as a tiny random checkpoi
 of transformers' own `generate`, plain, with trees of the n-gram index and with a standalone draft of its own type.
 *Native*: our layers run it. *Transformers*: its own modules run it, with our paged
 tree attention behind transformers' attention interface. `Engine(implementation="auto")` takes the first where there is
-one. This page is written by `python tests/models/test_every_model.py`, and the test holds it to what it finds.
+one. This page is written by `PYTHONPATH=tests python tests/models/test_every_model.py`, and the test holds it to what it finds.
 
 {works} types work; the others are refused before the first token, for the reason given.
 

@@ -18,12 +18,12 @@ from typing import Any
 
 import pytest
 import torch
-from test_torch_ops import calls
 
 import specdec_kernels as sd
 from specdec_kernels import torch_ops
 from specdec_kernels.ops._op_list import native_halves
 from specdec_kernels.reference import attention, draft, kv, layers, tree, verify
+from support.op_calls import calls
 
 pytestmark = pytest.mark.fuzz
 CALLS = int(os.environ.get("SPECDEC_FUZZ", 1500))

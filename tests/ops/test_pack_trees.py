@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_merge_trees import on, random_draft
 
 import specdec_kernels as sd
 from specdec_kernels.reference import tree as reference
+from support.random_drafts import on, random_draft
 from support.trees import assert_is_tree, assert_same_tree
 
 INT = torch.int32

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from test_merge_trees import on, random_draft
 
 import specdec_kernels as sd
 from support.paged import assert_same_bytes, page_table, poisoned
+from support.random_drafts import on, random_draft
 
 INT = torch.int32
 BATCH, NODES, VOCAB, WIDTH, NOBODY = 6, 9, 40, 6, 3

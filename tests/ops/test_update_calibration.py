@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from test_merge_trees import on, random_draft
 
 import specdec_kernels as sd
 from specdec_kernels.reference import draft as reference
+from support.random_drafts import on, random_draft
 
 INT = torch.int32
 VOCAB, TOPK, STEPS, NODES = 48, 4, 3, 12

@@ -9,13 +9,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from test_verify_sampling import Sampling, assert_distributed, sampling
-from test_verify_tree import tree_of
 from torch import Tensor
 
 import specdec_kernels as sd
 from specdec_kernels.reference import verify as reference
 from support.devices import HAS_CUDA
+from support.verification import Sampling, assert_distributed, sampling, tree_of
 
 Text = tuple[int, ...]
 Outcomes = dict[Text, float]  # emitted tokens, and their chance

@@ -12,8 +12,7 @@ from torch import Tensor
 import specdec_kernels as sd
 from specdec_kernels.reference import verify as reference
 from specdec_kernels.reference.noise import philox
-
-Sampling = dict[str, Tensor]
+from support.verification import Sampling, assert_distributed, sampling
 
 
 @pytest.fixture
@@ -24,24 +23,6 @@ def device(verifier: tuple[torch.device, str | None]) -> torch.device:
 @pytest.fixture
 def plan(verifier: tuple[torch.device, str | None]) -> str | None:
     return verifier[1]
-
-
-def sampling(
-    temperature: list[float],
-    top_k: list[int] | None = None,
-    top_p: list[float] | None = None,
-    min_p: list[float] | None = None,
-    seeds: list[int] | None = None,
-    device: torch.device | str = "cpu",
-) -> Sampling:
-    n = len(temperature)
-    return {
-        "temperature": torch.tensor(temperature, device=device),
-        "top_k": torch.tensor(top_k or [0] * n, dtype=torch.int32, device=device),
-        "top_p": torch.tensor(top_p or [1.0] * n, device=device),
-        "min_p": torch.tensor(min_p or [0.0] * n, device=device),
-        "seeds": torch.tensor(seeds or list(range(n)), dtype=torch.int64, device=device),
-    }
 
 
 def lone_roots(batch: int, positions: Tensor | None = None, device: torch.device | str = "cpu") -> sd.Tree:
@@ -175,25 +156,6 @@ def test_trees_of_flat_and_peaked_rows(
         for a, b in zip(got, want, strict=True):
             assert torch.equal(a.cpu(), b), name
         assert (want.num_valid > 1).all(), name
-
-
-def chi_square_limit(degrees: int) -> float:
-    """What chi-square exceeds once in about 10 million, after Wilson and Hilferty."""
-    return degrees * (1 - 2 / (9 * degrees) + 5.2 * math.sqrt(2 / (9 * degrees))) ** 3
-
-
-def assert_distributed(tokens: Tensor, p: Tensor) -> None:
-    counts = torch.bincount(tokens.long(), minlength=len(p)).double()
-    assert counts[p == 0].sum() == 0
-    expected = p * len(tokens)
-    rare = expected < 5
-    observed, expected = (
-        torch.cat([counts[~rare], counts[rare].sum()[None]]),
-        torch.cat([expected[~rare], expected[rare].sum()[None]]),
-    )
-    cells = expected > 0
-    statistic = float(((observed - expected)[cells] ** 2 / expected[cells]).sum())
-    assert statistic <= chi_square_limit(max(int(cells.sum()) - 1, 1)), statistic
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,7 @@ import specdec_kernels as sd
 from specdec_kernels import _C
 from specdec_kernels.reference import verify as reference
 from support.devices import HAS_CUDA
-
-WILD = (-1, 2**31 - 1, -(2**31))
+from support.verification import WILD, tree_of
 
 
 @pytest.fixture
@@ -24,31 +23,6 @@ def device(verifier: tuple[torch.device, str | None]) -> torch.device:
 @pytest.fixture
 def plan(verifier: tuple[torch.device, str | None]) -> str | None:
     return verifier[1]
-
-
-def tree_of(parents: list[int], tokens: list[int], width: int | None = None) -> sd.Tree:
-    """One well-formed tree of `len(parents)` nodes in rows of `width`; rows that are not nodes hold wild values."""
-    nodes = len(parents)
-    width = width or nodes
-    first_child, next_sibling = [-1] * nodes, [-1] * nodes
-    for child in range(nodes - 1, 0, -1):
-        next_sibling[child] = first_child[parents[child]]
-        first_child[parents[child]] = child
-
-    def row(values: list[int]) -> torch.Tensor:
-        padding = [WILD[i % 3] for i in range(width - nodes)]
-        return torch.tensor([values + padding], dtype=torch.int32)
-
-    zeros = torch.zeros(1, width, dtype=torch.int32)
-    return sd.Tree(
-        tokens=row(tokens),
-        parents=row(parents),
-        positions=zeros,
-        first_child=row(first_child),
-        next_sibling=row(next_sibling),
-        mask=torch.zeros(1, width, (width + 63) // 64, dtype=torch.int64),
-        num_nodes=torch.tensor([nodes], dtype=torch.int32),
-    )
 
 
 def stack(trees: list[sd.Tree], device: torch.device) -> sd.Tree:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from support import native_build as native_build
+from support import native_build
 
 BUILD = native_build.ROOT / "build" / "cpu"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from support import native_build as native_build
+from support import native_build
 
 ROOT = native_build.ROOT
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy
 import pytest
 
-from support import native_build as native_build
+from support import native_build
 
 ROOT = native_build.ROOT
 DEVELOPMENT_BUILD = ROOT / "build" / "dev"

@@ -8,20 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from specdec_kernels._C import Budget, RoundCosts
-from specdec_kernels.engine.config import budget_levels
+from support.simulated_budget import BATCHES, ROWS, US, WIDTH, us_of
 
-BATCHES = (1, 8, 16, 64, 256)
-WIDTH = 6
-
-
-def us_of(batch: int, rows: int) -> float:
-    """Rounds of bench/results/h200-round-code.json within a tenth: plain, chain of 6 and tree of 32, at 1 to 64."""
-    drafting = 0 if rows == batch else 230 * min(WIDTH - 1, rows / batch) + 20
-    return 4200 + drafting + max(27 * batch, 24 * rows - 1000)
-
-
-ROWS = [budget_levels(batch, 48) for batch in BATCHES]
-US = [[us_of(batch, rows) for rows in each] for batch, each in zip(BATCHES, ROWS, strict=True)]
 # Of a request that has x rows: what its drafts gain is most * (1 - (1 + x - 1) ** -power).
 DRAFTS = {"chat": (2.6, 0.55), "code": (4.0, 0.65), "math": (4.6, 0.75), "wrong": (0.0, 1.0)}
 

@@ -9,9 +9,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from test_requests import make_engine
 
 from specdec_kernels.tiny import tiny_model
+from support.request_engines import make_engine
 from support.server_thread import NAME, serving
 
 GUIDELLM, AIPERF, VLLM = map(shutil.which, ("guidellm", "aiperf", "vllm"))

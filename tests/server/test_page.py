@@ -8,11 +8,11 @@ from pathlib import Path
 from urllib.parse import quote
 
 import pytest
-from test_requests import make_engine
 
 from specdec_kernels.engine import SamplingParams
 from specdec_kernels.server.app import PAGE
 from support.browser import CHROMIUM, Page, browsing
+from support.request_engines import make_engine
 from support.server_thread import Running, serving
 
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")

@@ -22,13 +22,13 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
-from test_prefix_cache import expect_nothing_lost
 from torch import nn
 
 from specdec_kernels.cli.near_tie import difference
 from specdec_kernels.engine import AsyncRequest, Draft, Eagle3, Engine, Ngram, SamplingParams, Standalone, Union
 from specdec_kernels.tiny import tiny_model
 from support.devices import on_cuda
+from support.leaks import expect_nothing_lost
 from support.server_thread import NAME, Running, serving, wait_for
 from support.tiny_checkpoint import NEAR_TIE, held_out, reference_model, tokenizer
 

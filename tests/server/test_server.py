@@ -18,7 +18,6 @@ from typing import Any
 import openai
 import pytest
 from openai import OpenAI
-from test_requests import DRAFTS, expect_nothing_left, make_engine, prompts
 from transformers import GenerationConfig
 
 from specdec_kernels import cli
@@ -29,7 +28,9 @@ from specdec_kernels.server import Settings, make_app, serving_process
 from specdec_kernels.server.text import TextStream, token_texts
 from specdec_kernels.server.tool_calls import PARSERS, parser_for
 from specdec_kernels.tiny import tiny_model
+from support.leaks import expect_nothing_left
 from support.random_checkpoints import save_random_model
+from support.request_engines import DRAFTS, make_engine, prompts
 from support.server_thread import NAME, Running, serving, wait_for
 from support.tiny_checkpoint import tokenizer
 

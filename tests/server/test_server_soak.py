@@ -14,11 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from test_prefix_cache import expect_nothing_lost
-from test_requests import DRAFTS, make_engine
-from test_soak import resident_bytes
 
 from specdec_kernels.engine import RequestOutput, SamplingParams
+from support.leaks import expect_nothing_lost, resident_bytes
+from support.request_engines import DRAFTS, make_engine
 from support.server_thread import Running, serving
 from support.tiny_checkpoint import held_out
 

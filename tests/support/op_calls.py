@@ -1,0 +1,144 @@
+"""A call of every op with small arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import specdec_kernels as sd
+
+
+def calls(op: str, device: torch.device) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Arguments of one or two small calls of an op; equal ones every time."""
+    random = torch.Generator().manual_seed(3)
+
+    def ints(*shape: int, high: int = 9, low: int = 0) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=random).int().to(device)
+
+    def floats(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.randn(shape, generator=random).to(device, dtype)
+
+    def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    slots, status = torch.tensor([1, 0], dtype=torch.int32, device=device), zeros(2)
+    lens, seeds = torch.tensor([5, 3], dtype=torch.int32, device=device), ints(2).long()
+    temperature = torch.tensor([0.0, 0.8], device=device)
+    candidates, frontier = sd.expand_root(ints(2, 2), -floats(2, 2).abs(), lens, 3)
+    parents = torch.tensor([[-1, 0, 0, 1]] * 2, dtype=torch.int32, device=device)
+    tree = sd.build_tree_from_parents(ints(2, 4, high=8), parents, lens)
+    accepted = sd.verify_tree(floats(2, 4, 8), tree, 3)
+    pool = sd.make_page_pool(12, 2, 5, 4, like=status)
+    pools = floats(2, 12, 4, 2, 64), floats(2, 12, 4, 2, 64)
+    if op not in ("alloc_pages",):
+        sd.alloc_pages(pool, lens, 4)
+    ends = torch.tensor([0, 4, 8], dtype=torch.int32, device=device)
+    table, both = pool.page_table, {"slots": slots, "status": status}
+    if op == "free_pages":
+        return [
+            ((pool, lens), {}),
+            ((), {"pool": pool, "prefix_lens": zeros(2), **both}),
+            ((pool, lens), {"window": 1}),
+        ]
+    if op == "fork_pages":
+        sd.free_pages(pool, zeros(2), slots=slots[:1])
+        return [((pool, slots[1:], slots[:1], lens), {"status": status})]
+    if op == "assign_pages":
+        return [((pool, torch.tensor([0, -1], dtype=torch.int32, device=device), slots + 5), {})]
+    new_kv = floats(2, 3, 2, 64), floats(2, 3, 2, 64)
+    noise = {"seeds": seeds, "positions": ints(2), "temperature": temperature, "slots": slots}
+    sampling = {"temperature": temperature, "top_k": ints(2), "top_p": temperature + 0.1, "seeds": seeds}
+    mask = torch.tensor([[1, 3, 5, 11]] * 2, device=device)[:, :, None]
+    state = sd.make_slot_state(2, 25, 1, like=status)._replace(seq_lens=lens, status=status)
+    state.stop_tokens.zero_()
+    edits = sd.make_logit_edits(2, 20, like=temperature)
+    edits.kinds.fill_(7)
+    edits.counts[:, 3] = 5
+    return {
+        "select_topk": [((floats(3, 20), 4), {}), ((floats(3, 20), 4), {"id_map": ints(20)})],
+        "sample_draft": [((floats(2, 20), 4), noise)],
+        "expand_root": [((ints(2, 2), -floats(2, 2).abs(), lens, 3), {"slots": slots, "position_offset": 1})],
+        "expand_tree": [((ints(2, 2, 2), -floats(2, 2, 2).abs(), 2, candidates, frontier, lens), {})],
+        "update_calibration": [((sd.make_calibration(2, like=temperature), tree, -floats(2, 4).abs(), accepted), {})],
+        "draft_extend_inputs": [
+            ((accepted.tokens, accepted.path, accepted.num_valid, lens, 4), options)
+            for options in ({}, {"slots": slots, "position_offset": 1})
+        ],
+        "append_draft_backlog": [
+            ((accepted.tokens, accepted.path, accepted.num_valid, ints(2), ints(2, 5)), options)
+            for options in (
+                {"slots": slots},
+                {"features": floats(2, 4, 8), "kept_features": floats(2, 5, 8)},
+                {"features": floats(8, 8), "kept_features": floats(2, 5, 8), "cu_seqlens_q": ends},
+            )
+        ],
+        "build_tree": [((candidates, lens, lens, 4), {}), ((candidates, lens, lens, 3), {"order": "given", **both})],
+        "build_tree_from_parents": [((ints(2, 4), parents, lens), {}), ((ints(2, 4), parents, lens), both)],
+        "build_tree_from_mask": [((ints(2, 4), mask, lens), {}), ((ints(2, 4), mask, lens), both)],
+        "merge_trees": [((tree, floats(2, 4), tree, floats(2, 4), 5), {})],
+        "allocate_nodes": [
+            ((-floats(2, 4).abs().cumsum(1), 5), options) for options in ({}, {"budget_levels": ints(3)})
+        ],
+        "pack_trees": [((tree, floats(2, 4), sd.allocate_nodes(-floats(2, 4).abs().cumsum(1), 5), 6), {})],
+        "add_rms_norm": [
+            ((floats(3, 64), floats(64), 1e-5), {}),
+            ((floats(3, 64), floats(64), 1e-5), {"residual": floats(3, 64)}),
+            ((floats(6, 64), floats(64), 1e-5), {"residual": floats(3, 64), "shares": floats(3, 2)}),
+        ],
+        "rms_norm_concat": [
+            ((floats(9, 64), ints(3), floats(64), floats(4, 64), floats(64), 1e-5), options)
+            for options in ({}, {"feature_rows": ints(3)})
+        ],
+        "silu_and_mul": [((floats(3, 64),), {})],
+        "small_m_gemm": [
+            ((floats(3, 64, dtype=torch.bfloat16), floats(48, 64, dtype=torch.bfloat16)), options)
+            for options in ({}, {"gated": True})
+        ],
+        "dequantize": [
+            ((torch.zeros(3, 64, dtype=torch.uint8), torch.ones(2, 3)), options)
+            for options in ({}, {"dtype": "float32"})
+        ],
+        "moe_grouped_gemm": [
+            (
+                (
+                    floats(3, 128, dtype=torch.bfloat16),
+                    floats(4, 48, 128).to(torch.float8_e4m3fn),
+                    torch.tensor([4, 0, 2, 5, 1, 3], device=device),
+                    torch.tensor([1, 1, 4, 6], dtype=torch.int32, device=device),
+                ),
+                {"weight_scales": floats(4, 1, 48)} | options,
+            )
+            for options in ({}, {"gated": True})
+        ],
+        "moe_route": [((floats(5, 9), 3), options) for options in ({}, {"normalised": True})],
+        "moe_combine": [((floats(6, 40), floats(2, 3)), {})],
+        "quantize_fp8": [((floats(3, 200),), {}), ((floats(3, 200),), {"group_size": 128})],
+        "rope_qkv_write_kv": [
+            ((floats(2, 3, 8, 64), floats(30, 64), ints(2, 3), pools[0][0], pools[1][0], table, lens), {}),
+            ((floats(2, 3, 8, 64), floats(30, 64), ints(2, 3), pools[0][0], pools[1][0], table, lens), both),
+        ],
+        "tree_attention": [((floats(2, 3, 4, 64), pools[0][0], pools[1][0], table, lens), both)],
+        "verify_tree": [
+            ((floats(2, 4, 8), tree, 3), {}),
+            ((floats(2, 4, 8),), {"tree": tree, "accept_width": 3, **sampling, **both}),
+            ((floats(8, 8), tree, 3), {"cu_seqlens_q": ends}),
+        ],
+        "score_tokens": [((floats(2, 4, 8), accepted), {"top_n": 2})],
+        "edit_logits": [
+            ((floats(2, 4, 20), mask, ints(2, 4), edits), {"slots": slots, "vocab_mask": ints(2, 4, 1)}),
+            ((floats(8, 20), mask.flatten(0, 1), ints(2, 4), edits), {"cu_seqlens_q": ends}),
+        ],
+        "mask_stops": [
+            ((floats(2, 4, 20), ints(2, 4), ints(2, 1), lens), {"slots": slots}),
+            ((floats(8, 20), ints(8), ints(2, 1), lens), {"cu_seqlens_q": ends}),
+        ],
+        "commit_tokens": [
+            ((accepted, state), {}),
+            ((accepted,), {"state": state, "slots": slots, "counts": ints(2, 20)}),
+        ],
+        "alloc_pages": [((pool, lens, 4), {}), ((pool, lens), {"reserve": 2, **both})],
+        "write_kv": [((*new_kv, pools[0][0], pools[1][0], table, lens), {"num_valid": lens - 2, **both})],
+        "move_kv": [((*pools, table, accepted.path, accepted.num_valid, lens), both)],
+        "copy_kv": [((*pools, table, slots[:1], slots[1:], lens, lens[:1] * 0 + 2), {"status": status})],
+    }[op]
