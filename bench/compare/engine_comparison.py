@@ -48,7 +48,7 @@ from ..report.record import record
 from .checkpoints import write_eagle3, write_target
 from .engines import ALGORITHMS, PACKAGES, Job, can_run, is_installed
 
-NAME = "shootout"
+NAME = "engines"
 REQUESTS = 4  # at each batch size, at least
 MORE = 64  # tokens of max_len beyond a request's, for what engines keep free
 PASSAGE, BETWEEN = (4, 24), (1, 4)  # tokens that a prompt quotes, and of others before it quotes on
@@ -62,15 +62,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = find_device(args.device)
     if device is None:
         print(
-            "shootout: --device cuda needs a CUDA build of specdec_kernels and a GPU that torch can use",
+            "engines: --device cuda needs a CUDA build of specdec_kernels and a GPU that torch can use",
             file=sys.stderr,
         )
         return 2
     if args.short >= args.output:
-        print(f"shootout: --short is {args.short}, expected less than --output {args.output}", file=sys.stderr)
+        print(f"engines: --short is {args.short}, expected less than --output {args.output}", file=sys.stderr)
         return 2
     if args.json and (why := unwritable(args.json)):
-        print(f"shootout: --json {args.json} {why}", file=sys.stderr)
+        print(f"engines: --json {args.json} {why}", file=sys.stderr)
         return 2
     text = text_of(args)
     try:
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     here = [engine for engine in args.engines if is_installed(engine, folders_of(args, engine))]
     for engine in args.engines:
         if engine not in here:
-            print(f"shootout: {engine} is not installed here and left out", file=sys.stderr)
+            print(f"engines: {engine} is not installed here and left out", file=sys.stderr)
     results, engines = [], {}
     for run in runs_of(here, args.algorithm, args.together):
         for (engine, _), (lines, facts) in zip(run, run_engines(args, device, batches, run), strict=True):
@@ -202,7 +202,7 @@ def runs_of_batches(args: argparse.Namespace, text: PlantedText, algorithm: str)
     wanted = sum(len(wave) * (LEAD + length) for waves in starts for wave in waves for length in lengths)
     if wanted > len(text.other_order):
         raise ValueError(
-            f"shootout: ngram takes {wanted} tokens of text, expected at most {len(text.other_order)}: "
+            f"engines: ngram takes {wanted} tokens of text, expected at most {len(text.other_order)}: "
             "ask for fewer or smaller batches, a shorter --output or fewer --repeats"
         )
     rest, longest = iter(text.other_tokens(0, wanted)), LEAD + args.output
@@ -296,7 +296,7 @@ def run_engine(
         if turns is not None:
             (turns / f"{engine}-{algorithm} ended").touch()
         if failure:
-            print(f"shootout: {engine} {algorithm} {failure}:\n{log.read_text()[-2000:]}", file=sys.stderr)
+            print(f"engines: {engine} {algorithm} {failure}:\n{log.read_text()[-2000:]}", file=sys.stderr)
         found = json.loads(target.read_text()) if target.exists() else {"batches": []}
     measured = {line["batch"]: line for line in found.pop("batches")}
     results = []

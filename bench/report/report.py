@@ -1,9 +1,9 @@
-"""Writes docs/benchmarks.md, its charts and README's table from the recorded runs. From the root of the source tree:
+"""Write the site's page of benchmarks and its charts from the recorded runs. From the root of the source tree:
 
-    python -m specdec_kernels.bench.report.report [bench/results [docs/benchmarks.md [README.md]]]
+    python -m specdec_kernels.bench.report.report [bench/results [docs/benchmarks.md]]
 
-One section per run of `specdec bench ... --json bench/results/<name>.json`, newest first; those of whole engines have a
-chart in docs/benchmarks/. Nothing is edited by hand.
+The page has one section per run of `specdec bench ... --json bench/results/<name>.json`, newest first. Runs of whole
+engines have a chart in docs/benchmarks/. `./build.sh docs` writes both; they are not in the source tree.
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ from .plot import name_of, plot_rates
 
 REPLAY = "ngram_replay"
 SERVER = "server"
-SHOOTOUT = "shootout"
-README_RUN = "h200-round-code"
-README_BEGIN, README_END = "<!-- rounds: written by bench/report/report.py -->\n", "<!-- end of rounds -->\n"
+ENGINES = "engines"
 EVEN = (
     "Drafts are planted to be right for so many tokens and then wrong, in every request alike: a comparison at a fixed "
     "accept length, and no picture of text."
@@ -80,7 +78,7 @@ def section(name: str, run: dict[str, Any]) -> str:
     calls = [r for r in run["results"] if "call" in r["params"]]
     ops = [r for r in run["results"] if "call" not in r["params"]]
     for op in dict.fromkeys(r["op"] for r in ops):
-        table = {ROUND: round_table, REPLAY: replay_table, SERVER: server_table, SHOOTOUT: shootout_table}.get(
+        table = {ROUND: round_table, REPLAY: replay_table, SERVER: server_table, ENGINES: engines_table}.get(
             op, op_table
         )
         lines += ["", f"### {op}", "", *table([r for r in ops if r["op"] == op])]
@@ -198,7 +196,7 @@ def replay_table(results: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def shootout_table(results: list[dict[str, Any]]) -> list[str]:
+def engines_table(results: list[dict[str, Any]]) -> list[str]:
     """Tokens a second and accept length of each engine, an engine a column."""
     engines = list(dict.fromkeys(r["params"]["engine"] for r in results))
     rows: dict[tuple[str, int], dict[str, str]] = {}
@@ -250,40 +248,9 @@ def op_table(results: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def readme_rounds(run: dict[str, Any]) -> str:
-    """README's table of tokens a second."""
-    results = [r for r in run["results"] if "tokens_per_second" in r.get("facts", {})]
-    batches = sorted({r["params"]["batch"] for r in results})
-    lines: dict[str, dict[int, str]] = {}
-    for r in results:
-        p, facts = r["params"], r["facts"]
-        name = {"none": "no speculation", "adaptive": "as many tokens as pay, the default"}.get(p["algorithm"])
-        name = name or f"{p['algorithm']} ({p['num_steps']} steps, topk {p['topk']}, {p['nodes']} tokens)"
-        cell = f"{facts['tokens_per_second']:.0f}" + (f" ({facts['accept_length']:.1f})" if p["num_steps"] else "")
-        lines.setdefault(name, {})[p["batch"]] = cell
-    drafting = next(r["params"] for r in results if r["params"]["num_steps"])
-    domain, drafter = str(drafting["accept"]).split()[:2]
-    rows = [
-        f"| {name} | " + " | ".join(cells.get(batch, "") for batch in batches) + " |" for name, cells in lines.items()
-    ]
-    return f"""\
-On one {run["machine"]["name"]}, with a model of {drafting["shape"]}'s shape in {drafting["dtype"]},
-{drafting["input"]} tokens in and {drafting["output"]} out, and an EAGLE-3 head whose drafts are accepted as often as
-published {drafter} drafts were on {domain}. Tokens a second by batch size, in brackets the accept length:
-
-| | {" | ".join(map(str, batches))} |
-|---|{"---:|" * len(batches)}
-{chr(10).join(rows)}
-
-```bash
-{run["command"].partition(" --json")[0]}
-```
-"""
-
-
 def main(arguments: list[str]) -> None:
-    paths = ["bench/results", "docs/benchmarks.md", "README.md"]
-    results, target, readme = (Path(path) for path in [*arguments, *paths[len(arguments) :]])
+    paths = ["bench/results", "docs/benchmarks.md"]
+    results, target = (Path(path) for path in [*arguments, *paths[len(arguments) :]])
     runs = {path.stem: json.loads(path.read_text()) for path in sorted(results.glob("*.json"))}
     charts = target.with_suffix("")
     charts.mkdir(parents=True, exist_ok=True)
@@ -293,10 +260,6 @@ def main(arguments: list[str]) -> None:
         if has_chart(run):
             plot_rates(run, charts / f"{name}.svg")
     target.write_text(report(runs))
-    if readme.exists() and README_RUN in runs:
-        before, _, rest = readme.read_text().partition(README_BEGIN)
-        table = readme_rounds(runs[README_RUN])
-        readme.write_text(before + README_BEGIN + table + README_END + rest.partition(README_END)[2])
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from specdec_kernels.synthetic.acceptance import PublishedAcceptance
 from specdec_kernels.synthetic.models import PlantedText, plant_causal_lm, plant_eagle3
 from specdec_kernels.synthetic.shapes import draft_vocab_of, shape_config
 
-shootout = pytest.importorskip(
+engine_comparison = pytest.importorskip(
     "specdec_kernels.bench.compare.engine_comparison", reason="bench/ is not beside the package here"
 )
 
@@ -30,7 +30,7 @@ TINY = ["--shape", "tiny", "--device", "cpu", "--input", "20", "--output", "70",
 def test_ours_on_the_tiny_shape(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, file = tmp_path / "planted", tmp_path / "run.json"
     options = ["--acceptance", "math", "--batch", "2", "--algorithm", "plain,chain", "--engines", "ours,sglang,vllm"]
-    assert shootout.main([*TINY, *options, "--out", str(out), "--json", str(file)]) == 0
+    assert engine_comparison.main([*TINY, *options, "--out", str(out), "--json", str(file)]) == 0
     captured = capsys.readouterr()
     assert "tiny float32, accept math eagle3, 20 tokens in, 70 out" in captured.out
     run = json.loads(file.read_text())
@@ -41,18 +41,18 @@ def test_ours_on_the_tiny_shape(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert 2.5 < chain["facts"]["accept_length"] < 5.5  # published: 3.9 of five drafts; here of four requests
     # The same options find what was planted; others plant anew.
     planted = (out / "head/model.safetensors").stat().st_mtime_ns
-    args = shootout.make_parser().parse_args([*TINY, "--acceptance", "math", "--out", str(out)])
-    shootout.plant(args, CPU)
+    args = engine_comparison.make_parser().parse_args([*TINY, "--acceptance", "math", "--out", str(out)])
+    engine_comparison.plant(args, CPU)
     assert (out / "head/model.safetensors").stat().st_mtime_ns == planted
     args.acceptance = "chat"
-    shootout.plant(args, CPU)
+    engine_comparison.plant(args, CPU)
     assert (out / "head/model.safetensors").stat().st_mtime_ns != planted
 
 
 def test_a_shape_of_fewer_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, file = tmp_path / "planted", tmp_path / "run.json"
     options = ["--layers", "2", "--batch", "1", "--algorithm", "plain", "--engines", "ours"]
-    assert shootout.main([*TINY, *options, "--out", str(out), "--json", str(file)]) == 0
+    assert engine_comparison.main([*TINY, *options, "--out", str(out), "--json", str(file)]) == 0
     assert "tiny of 2 layers float32, accept code eagle3" in capsys.readouterr().out
     assert json.loads((out / "target/config.json").read_text())["num_hidden_layers"] == 2
     assert json.loads(file.read_text())["results"][0]["params"]["layers"] == 2
@@ -164,7 +164,7 @@ def test_what_sglang_is_started_with(name: str, ngram: str, monkeypatch: pytest.
 def test_ngrams_are_found_in_prompts_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "run.json"
     options = ["--batch", "2", "--algorithm", "plain,ngram", "--engines", "ours"]
-    assert shootout.main([*TINY, *options, "--input", "70", "--out", str(tmp_path), "--json", str(file)]) == 0
+    assert engine_comparison.main([*TINY, *options, "--input", "70", "--out", str(tmp_path), "--json", str(file)]) == 0
     assert "accept code eagle3, quotes of 4 to 24, 70 tokens in" in capsys.readouterr().out
     plain, ngram = json.loads(file.read_text())["results"]
     assert plain["error"] is None and ngram["error"] is None
@@ -181,7 +181,7 @@ def test_prompts_quote_what_is_written() -> None:
     text = PlantedText.of(config.vocab_size, draft_vocab_of(config))
     piece = text.other_tokens(100, 8 + 60)
     for length in (5, 8, 40, 100, 300):
-        request = shootout.quoting(text, piece, length)
+        request = engine_comparison.quoting(text, piece, length)
         assert len(request.prompt) == length and request.answer == piece[8:]
         lead = min(8, length)
         assert request.prompt[-lead:] == piece[8 - lead : 8]
@@ -189,14 +189,14 @@ def test_prompts_quote_what_is_written() -> None:
         assert quoted == sorted(quoted, key=piece.index) and set(quoted) <= set(request.answer)
         if length >= 100:
             assert 0.6 * 60 < len(quoted) < 60  # the rest is what comes between
-    assert shootout.quoting(text, piece, 90) == shootout.quoting(text, piece, 90)
+    assert engine_comparison.quoting(text, piece, 90) == engine_comparison.quoting(text, piece, 90)
 
 
 def test_no_piece_is_written_twice() -> None:
     config = shape_config("tiny")
     text = PlantedText.of(config.vocab_size, draft_vocab_of(config))
-    args = shootout.make_parser().parse_args([*TINY, "--batch", "1,2", "--output", "20", "--out", "x"])
-    batches = shootout.runs_of_batches(args, text, "ngram")
+    args = engine_comparison.make_parser().parse_args([*TINY, "--batch", "1,2", "--output", "20", "--out", "x"])
+    batches = engine_comparison.runs_of_batches(args, text, "ngram")
     assert [len(runs) for runs in batches] == [3, 3]
     assert [[len(waves) for waves in runs] for runs in batches] == [[4] * 3, [2] * 3]
     answers = [request.answer for runs in batches for waves in runs[1:] for wave in waves for request in wave]
@@ -206,14 +206,14 @@ def test_no_piece_is_written_twice() -> None:
     assert not {token for answer in first for token in answer} & set(text.other_order.tolist())
     tokens = [token for answer in answers for token in answer]
     assert len(tokens) == len(set(tokens))
-    chains = shootout.runs_of_batches(args, text, "chain")
+    chains = engine_comparison.runs_of_batches(args, text, "chain")
     assert chains[0][0] is chains[0][2] and len(chains[0]) == 3  # the same texts, since nothing is looked up
 
 
 def test_an_engine_that_takes_too_long_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--batch", "1", "--algorithm", "plain", "--engines", "ours", "--limit", "0.05"]
-    assert shootout.main([*TINY, *options, "--out", str(tmp_path), "--json", str(tmp_path / "run.json")]) == 2
-    assert "shootout: ours plain took more than 0.05 s" in capsys.readouterr().err
+    assert engine_comparison.main([*TINY, *options, "--out", str(tmp_path), "--json", str(tmp_path / "run.json")]) == 2
+    assert "engines: ours plain took more than 0.05 s" in capsys.readouterr().err
     (result,) = json.loads((tmp_path / "run.json").read_text())["results"]
     assert result["skipped"] == "ours took more than 0.05 s" and "facts" not in result
 
@@ -222,17 +222,17 @@ def test_a_text_that_strays_is_wrong() -> None:
     config = shape_config("tiny")
     text = PlantedText.of(config.vocab_size, draft_vocab_of(config))
     params = {"batch": 4, "input": 5, "output": 8, "short": 2}
-    (wave,) = shootout.starts_of(text, 4)
+    (wave,) = engine_comparison.starts_of(text, 4)
     answers = [text.tokens(at + 5, 8) for at in wave]
     line: dict[str, Any] = {
         "seconds": {"short": [1.0, 1.0], "long": [3.0, 5.0]},
         "tokens": [list(answer) for answer in answers],
         "rounds": 14,
     }
-    right = shootout.result_of(params, line, answers, 1.5, CPU)
+    right = engine_comparison.result_of(params, line, answers, 1.5, CPU)
     assert right.facts == {"tokens_per_second": 8.0, "start_seconds": 1.5, "spread": 0.5, "accept_length": 2.0}
     line["tokens"][2][7] += 1
-    wrong = shootout.result_of(params, line, answers, 1.5, CPU)
+    wrong = engine_comparison.result_of(params, line, answers, 1.5, CPU)
     assert wrong.error == "request 2 strays from the planted text" and not wrong.facts
 
 
@@ -240,7 +240,7 @@ def test_the_head_has_the_published_format(tmp_path: Path) -> None:
     config = shape_config("tiny")
     text = PlantedText.of(config.vocab_size, draft_vocab_of(config))
     target = plant_causal_lm(config, text, device=CPU, dtype=torch.float32)
-    shootout.write_eagle3(plant_eagle3(target, text, PublishedAcceptance("chat")), tmp_path)
+    engine_comparison.write_eagle3(plant_eagle3(target, text, PublishedAcceptance("chat")), tmp_path)
     tensors, told = load_file(tmp_path / "model.safetensors"), json.loads((tmp_path / "config.json").read_text())
     assert {"fc.weight", "norm.weight", "lm_head.weight", "midlayer.self_attn.q_proj.weight"} < tensors.keys()
     assert not any(name.startswith("embed_tokens") for name in tensors)
@@ -256,12 +256,12 @@ def test_the_head_has_the_published_format(tmp_path: Path) -> None:
     [
         (
             ["--algorithm", "ngram", "--batch", "1,8"],
-            "shootout: ngram takes 1152 tokens of text, expected at most 1024: ask for fewer or smaller batches, a shorter "
+            "engines: ngram takes 1152 tokens of text, expected at most 1024: ask for fewer or smaller batches, a shorter "
             "--output or fewer --repeats",
         ),
         (["--short", "70"], "--short is 70, expected less than --output 70"),
         (["--engines", "tgi"], "'tgi' is not one of ours, sglang, sglang_fa3, sglang_plugin, vllm, vllm_plugin"),
-        (["--json", "/"], "shootout: --json / cannot be written, expected a file's name"),
+        (["--json", "/"], "engines: --json / cannot be written, expected a file's name"),
         (
             ["--path", "sglang"],
             "'sglang' is not ENGINE=FOLDER, of ours, sglang, sglang_fa3, sglang_plugin, vllm, vllm_plugin",
@@ -270,7 +270,7 @@ def test_the_head_has_the_published_format(tmp_path: Path) -> None:
 )
 def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str) -> None:
     try:
-        code = shootout.main([*TINY, "--out", str(tmp_path), *options])
+        code = engine_comparison.main([*TINY, "--out", str(tmp_path), *options])
     except SystemExit as stop:
         code = stop.code
     assert code == 2 and message in capsys.readouterr().err
@@ -279,8 +279,8 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], opt
 def test_where_an_engine_is_looked_for(tmp_path: Path) -> None:
     (tmp_path / "sglang").mkdir()
     (tmp_path / "sglang/__init__.py").write_text("")
-    assert shootout.is_installed("sglang", [str(tmp_path)])
-    assert shootout.is_installed("ours", [])
+    assert engine_comparison.is_installed("sglang", [str(tmp_path)])
+    assert engine_comparison.is_installed("ours", [])
 
 
 def test_engines_that_start_together_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,14 +302,14 @@ def test_engines_that_start_together_take_turns(tmp_path: Path, monkeypatch: pyt
     with (tmp_path / "turn").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     ours, tree, vllm = ("ours", "plain"), ("ours", "tree"), ("vllm", "plain")
-    assert shootout.runs_of(["ours", "vllm"], ["plain", "tree"], 2) == [[ours, vllm], [tree]]
-    assert shootout.runs_of(["ours", "vllm"], ["plain", "tree"], 1) == [[ours], [vllm], [tree]]
+    assert engine_comparison.runs_of(["ours", "vllm"], ["plain", "tree"], 2) == [[ours, vllm], [tree]]
+    assert engine_comparison.runs_of(["ours", "vllm"], ["plain", "tree"], 1) == [[ours], [vllm], [tree]]
 
 
 def test_two_of_ours_together(tmp_path: Path) -> None:
     file = tmp_path / "run.json"
     options = ["--batch", "1", "--algorithm", "plain,chain", "--engines", "ours,vllm", "--together", "2"]
-    assert shootout.main([*TINY, *options, "--out", str(tmp_path), "--json", str(file)]) == 0
+    assert engine_comparison.main([*TINY, *options, "--out", str(tmp_path), "--json", str(file)]) == 0
     results = json.loads(file.read_text())["results"]
     assert [r["params"]["algorithm"] for r in results if "facts" in r and not r["error"]] == ["plain", "chain"]
 

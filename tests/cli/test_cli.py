@@ -7,6 +7,7 @@ import importlib.util
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +21,7 @@ from specdec_kernels import cli
 from specdec_kernels.bench.ops import baseline, cases, timing
 from specdec_kernels.bench.ops.check import WrongResult, expect_close, expect_equal, expect_near
 from specdec_kernels.bench.ops.harness import Baseline, Case, Work
-from specdec_kernels.bench.report import plot, report
+from specdec_kernels.bench.report import headline, plot, report
 from specdec_kernels.cli import bench, table
 from specdec_kernels.ops._op_list import public_ops
 
@@ -641,30 +642,21 @@ def rounds(algorithm: str, rates: dict[int, float], accept: float | str = "code 
     ]
 
 
-def test_report_of_rounds(tmp_path: Path) -> None:
-    """Charts beside the page, and README's table between its marks; written again, nothing changes."""
-    results, page, readme = tmp_path / "results", tmp_path / "docs/benchmarks.md", tmp_path / "README.md"
+def test_report_of_rounds_has_a_chart_and_repeats(tmp_path: Path) -> None:
+    results, page = tmp_path / "results", tmp_path / "docs/benchmarks.md"
     results.mkdir()
-    lines = [
-        *rounds("none", {1: 200.0, 4: 800.0}),
-        *rounds("chain", {1: 500.0, 4: 1900.0}),
-        *rounds("adaptive", {1: 700.0, 4: 2500.0}),
-    ]
+    lines = [*rounds("none", {1: 200.0, 4: 800.0}), *rounds("chain", {1: 500.0, 4: 1900.0})]
     run = recorded({}) | {"command": "specdec bench round --json somewhere", "results": lines}
-    (results / f"{report.README_RUN}.json").write_text(json.dumps(run))
-    readme.write_text(f"before\n{report.README_BEGIN}old\n{report.README_END}behind\n")
-    report.main([str(results), str(page), str(readme)])
-    written = readme.read_text(), page.read_text(), *(f.read_text() for f in sorted((page.with_suffix("")).iterdir()))
-    assert written[0].startswith("before\n") and written[0].endswith("behind\n") and "old" not in written[0]
-    assert "| no speculation | 200 | 800 |" in written[0]
-    assert "| chain (5 steps, topk 1, 6 tokens) | 500 (3.2) | 1900 (3.2) |" in written[0]
-    assert "| as many tokens as pay, the default | 700 (3.2) | 2500 (3.2) |" in written[0]
-    assert "published eagle3 drafts were on code" in written[0] and "--json" not in written[0]
-    assert f"![tokens a second by batch size](benchmarks/{report.README_RUN}.svg)" in written[1]
-    assert ">chain (5, 1, 6)</text>" in written[2] and ">tokens a second</text>" in written[2]
-    report.main([str(results), str(page), str(readme)])
-    again = readme.read_text(), page.read_text(), *(f.read_text() for f in sorted((page.with_suffix("")).iterdir()))
-    assert again == written
+    (results / "here.json").write_text(json.dumps(run))
+
+    def written() -> list[str]:
+        report.main([str(results), str(page)])
+        return [page.read_text(), *(f.read_text() for f in sorted(page.with_suffix("").iterdir()))]
+
+    text, chart = written()
+    assert "![tokens a second by batch size](benchmarks/here.svg)" in text
+    assert ">chain (5, 1, 6)</text>" in chart and ">tokens a second</text>" in chart
+    assert written() == [text, chart]
 
 
 def test_report_of_an_engine_that_chooses() -> None:
@@ -691,12 +683,28 @@ def test_report_of_an_engine_that_chooses() -> None:
     assert sum(line.startswith("| none |") for line in table) == 2
 
 
-def test_the_page_is_what_the_report_writes(tmp_path: Path) -> None:
+def test_report_of_the_recorded_runs_has_a_section_each(tmp_path: Path) -> None:
+    results = Path(__file__).parents[2] / "bench/results"
+    report.main([str(results), str(tmp_path / "benchmarks.md")])
+    text = (tmp_path / "benchmarks.md").read_text()
+    for record in results.glob("*.json"):
+        assert text.count(f"## {record.stem}: ") == 1
+
+
+def test_headline_chart_shows_the_best_recorded_rates(tmp_path: Path) -> None:
+    """Each bar's label is a rate of the records; the committed chart is what they draw."""
     root = Path(__file__).parents[2]
-    report.main([str(root / "bench/results"), str(tmp_path / "benchmarks.md"), str(tmp_path / "README.md")])
-    assert (tmp_path / "benchmarks.md").read_text() == (root / "docs/benchmarks.md").read_text()
-    charts = {f.name for f in (root / "docs/benchmarks").iterdir()}
-    assert {f.name for f in (tmp_path / "benchmarks").iterdir()} == charts
+    runs = [json.loads(path.read_text()) for path in sorted((root / "bench/results").glob(headline.RECORDS))]
+    rates = headline.best_rates(runs)
+    assert all(sorted(of_engine) == [1, 4, 16, 64] for of_engine in rates.values())
+    headline.main([str(root / "bench/results"), str(tmp_path / "headline.svg")])
+    for chart in (tmp_path / "headline.svg", root / "docs/headline.svg"):
+        labels = re.findall(r">(\d+)</text>", chart.read_text())
+        for of_engine in rates.values():
+            assert {f"{rate:.0f}" for rate in of_engine.values()} <= {*labels}
+    readme = (root / "README.md").read_text()
+    ratios = [f"{rates['ours'][b] / max(rates['sglang'][b], rates['vllm'][b]):.2f}" for b in (1, 4, 16, 64)]
+    assert "{}, {}, {} and {} times the best setting".format(*ratios) in readme
 
 
 def test_report(tmp_path: Path, short_rounds: None, monkeypatch: pytest.MonkeyPatch) -> None:
