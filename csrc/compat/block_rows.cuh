@@ -1,7 +1,7 @@
-// SerialRows (row_draws.h) by a block of threads, each of which gets every result.
+// SerialRows (row_draws.h) with a block of threads; every thread gets every result.
 //
-// The row is cut into as many parts as the block has warps, each is summed by one of them, and the part that the draw
-// falls into is cut again, until it is a single entry: a row is read once, then 1/32 of it, then 1/1024.
+// The row is split into one part per warp; each warp sums its part, and the part that contains the draw is split again,
+// down to a single entry: the row is read once, then 1/32 of it, then 1/1024.
 #pragma once
 
 #include "compat/row_draws.h"
@@ -12,15 +12,15 @@ namespace specdec::compat {
 class BlockRows {
  public:
   static constexpr int kWarps = 32, kThreads = kWarps * kWarp;
-  using Storage = uint64_t[kWarps];  // in shared memory
+  using Storage = uint64_t[kWarps];  // in smem
 
-  __device__ explicit BlockRows(Storage& storage) : of_warps_(storage) {}
+  __device__ explicit BlockRows(Storage& storage) : warp_sums_(storage) {}
 
   template <class Row>
   __device__ uint64_t total(const Row& row, int64_t vocab) {
     sum_parts(row, 0, vocab, part_length(vocab));
     uint64_t sum = 0;
-    for (int w = 0; w < kWarps; ++w) sum += of_warps_[w];
+    for (int w = 0; w < kWarps; ++w) sum += warp_sums_[w];
     return sum;
   }
 
@@ -33,7 +33,7 @@ class BlockRows {
     while (true) {  // the entry is in [begin, end), whose parts are summed
       const int64_t length = part_length(end - begin);
       int w = 0;
-      for (; w < kWarps - 1 && of_warps_[w] <= left; ++w) left -= of_warps_[w];
+      for (; w < kWarps - 1 && warp_sums_[w] <= left; ++w) left -= warp_sums_[w];
       begin += w * length;
       end = min(begin + length, end);
       if (length == 1) return begin;
@@ -41,25 +41,14 @@ class BlockRows {
     }
   }
 
-  template <class T>
-  __device__ uint64_t peak(const verify::LogitRow<T>& row, int64_t vocab) {
-    uint64_t best = 0;
-#pragma unroll 8
-    for (int64_t v = threadIdx.x; v < vocab; v += kThreads) best = max(best, peak_key(row[v], v));
-    for (int step = kWarp / 2; step > 0; step /= 2) best = max(best, __shfl_xor_sync(kFullMask, best, step));
-    share(best);
-    for (int w = 0; w < kWarps; ++w) best = max(best, of_warps_[w]);
-    return best;
-  }
-
   __device__ bool writes() const { return threadIdx.x == 0; }
-  // Of the one thread that writes, for the others.
+  // Wait until the other threads see the writes of the writing thread.
   __device__ void wait_for_writes() const { __syncthreads(); }
 
  private:
   __device__ static int64_t part_length(int64_t size) { return (size + kWarps - 1) / kWarps; }
 
-  // of_warps_[w] becomes the sum of the w-th part of [begin, end).
+  // Set warp_sums_[w] to the sum of the w-th part of [begin, end).
   template <class Row>
   __device__ void sum_parts(const Row& row, int64_t begin, int64_t end, int64_t length) {
     const int64_t first = begin + static_cast<int64_t>(threadIdx.x / kWarp) * length, last = min(first + length, end);
@@ -67,17 +56,17 @@ class BlockRows {
 #pragma unroll 8
     for (int64_t v = first + threadIdx.x % kWarp; v < last; v += kWarp) sum += row.weight(v);
     for (int step = kWarp / 2; step > 0; step /= 2) sum += __shfl_xor_sync(kFullMask, sum, step);
-    share(sum);
+    publish(sum);
   }
 
-  // Every warp's value, when every thread has done with those before.
-  __device__ void share(uint64_t of_warp) {
+  // Publish every warp's value, after all threads have read the previous ones.
+  __device__ void publish(uint64_t of_warp) {
     __syncthreads();
-    if (threadIdx.x % kWarp == 0) of_warps_[threadIdx.x / kWarp] = of_warp;
+    if (threadIdx.x % kWarp == 0) warp_sums_[threadIdx.x / kWarp] = of_warp;
     __syncthreads();
   }
 
-  Storage& of_warps_;
+  Storage& warp_sums_;
 };
 
 }  // namespace specdec::compat

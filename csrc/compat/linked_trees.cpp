@@ -1,3 +1,4 @@
+// build_tree_kernel_efficient: argument checks and the CPU implementation.
 #include "compat/linked_trees.h"
 
 #include <algorithm>
@@ -6,8 +7,8 @@
 namespace specdec::compat {
 namespace {
 
-// A mask of bytes (bool, or 8-bit integers), of any shape: its elements.
-uint8_t* mask_bytes(Check& check, const TensorView& mask, bool written) {
+// Return the elements of a writable mask of bytes (bool or 8-bit integers) of any shape.
+uint8_t* mask_bytes(Check& check, const TensorView& mask) {
   const DLDataType type = mask.dl.dtype;
   const bool bytes =
       type.bits == 8 && type.lanes == 1 && (type.code == kDLBool || type.code == kDLUInt || type.code == kDLInt);
@@ -22,13 +23,13 @@ uint8_t* mask_bytes(Check& check, const TensorView& mask, bool written) {
   const bool here = check.on_cuda() ? device.device_type == kDLCUDA && device.device_id == first.device_id
                                     : device.device_type != kDLCUDA;
   check.that(here, "tree_mask", "is on another device", {"that of ", check.first_name()});
-  check.that(!written || !mask.read_only, "tree_mask", "is read-only", "a writable tensor");
+  check.that(!mask.read_only, "tree_mask", "is read-only", "a writable tensor");
   check.that(mask.dl.data != nullptr || mask.numel() == 0, "tree_mask", "has no storage (a fake tensor?)",
              "a tensor with data");
   return mask.data<uint8_t>();
 }
 
-// Checks what both ops have, in their order.
+// Check the outputs and lengths.
 LinkedTrees check_linked(Check& check, Dim& batch, Dim& nodes, const TensorView& seq_lens, const TensorView& positions,
                          const TensorView& retrieve_index, const TensorView& next_token,
                          const TensorView& next_sibling) {
@@ -68,7 +69,7 @@ void build_tree_kernel_efficient(CallStream stream, const TensorView& parent_lis
   check.tensor("parent_list", parent_list, {B, P}, kInt64);
   if (depth > 1) check.range("parent_list.shape[1]", P, topk * (depth - 1) + 1, std::numeric_limits<int64_t>::max());
   check.tensor("selected_index", selected_index, {B, D - 1}, kInt64);
-  uint8_t* mask = mask_bytes(check, tree_mask, true);
+  uint8_t* mask = mask_bytes(check, tree_mask);
   check.that(tree_mask_mode != kPackedMaskRows || D <= 32, "draft_token_num", {"is ", D},
              "at most 32 for packed masks");
   if (B == 0) return;
@@ -81,7 +82,7 @@ void build_tree_kernel_efficient(CallStream stream, const TensorView& parent_lis
                                               .mask_bytes = tree_mask.numel(),
                                               .topk = topk,
                                               .layout = tree_mask_mode};
-  if (tree_mask_mode != kFullMaskRows) {  // whose size the device alone knows
+  if (tree_mask_mode != kFullMaskRows) {  // only the device knows the size of a full mask
     const int64_t row = tree_mask_mode == kTreeMaskRows ? D.value : params.packed_bytes();
     check.that(tree_mask.numel() >= B * D * row, "tree_mask", {"has ", tree_mask.numel(), " bytes"},
                {"at least ", B * D * row});
@@ -127,42 +128,6 @@ void build_tree_kernel_efficient_cpu(const BuildTreeKernelEfficientParams& p) {
       }
     }
     prefixes += prefix;
-  }
-}
-
-void reconstruct_indices_from_tree_mask(CallStream stream, const TensorView& tree_mask,
-                                        const TensorView& verified_seq_len, const TensorView& positions,
-                                        const TensorView& retrive_index, const TensorView& retrive_next_token,
-                                        const TensorView& retrive_next_sibling, int64_t batch_size,
-                                        int64_t draft_token_num) {
-  Check check("reconstruct_indices_from_tree_mask");
-  Dim B{"batch_size", batch_size}, D{"draft_token_num", draft_token_num};
-  check.range("batch_size", batch_size, 0, std::numeric_limits<int32_t>::max());
-  const LinkedTrees out =
-      check_linked(check, B, D, verified_seq_len, positions, retrive_index, retrive_next_token, retrive_next_sibling);
-  const uint8_t* mask = mask_bytes(check, tree_mask, false);
-  check.that(tree_mask.numel() == B * D * D, "tree_mask", {"has ", tree_mask.numel(), " elements"}, {B * D * D});
-  if (B == 0) return;
-  const ReconstructIndicesFromTreeMaskParams params{out, mask};
-  SD_DISPATCH(check, stream, reconstruct_indices_from_tree_mask, params);
-}
-
-void reconstruct_indices_from_tree_mask_cpu(const ReconstructIndicesFromTreeMaskParams& p) {
-  const int64_t n = p.out.nodes;
-  for (int64_t b = 0; b < p.out.batch; ++b) {
-    const auto sees = [&](int64_t i, int64_t j) { return p.mask[(b * n + i) * n + j] != 0; };
-    int64_t parents[kMaxLinkedNodes];
-    for (int64_t i = 0; i < n; ++i) {
-      parents[i] = i - 1;
-      while (parents[i] >= 0 && !sees(i, parents[i])) --parents[i];
-    }
-    for (int64_t i = 0; i < n; ++i) {
-      int64_t depth = 0, child = i + 1, sibling = i + 1;
-      for (int64_t j = 0; j < i; ++j) depth += sees(i, j);
-      while (child < n && !sees(child, i)) ++child;
-      while (sibling < n && (parents[i] < 0 || parents[sibling] != parents[i])) ++sibling;
-      p.out.write(b, i, depth, child < n ? child : -1, sibling < n ? sibling : -1);
-    }
   }
 }
 

@@ -1,7 +1,8 @@
-// One block a request, one thread a node: the parent is looked for among the candidates in shared memory, or read off
-// the mask, then links and ancestors are sets of bits (tree/tree_nodes.cuh). Reads 8 bytes a node and its mask, writes
-// 32 and its mask; latency bound, but for full masks of large batches, whose rows begin behind all prefixes before
-// them.
+// build_tree_kernel_efficient on a GPU: one block per request, one thread per node.
+//
+// Each thread searches for its node's parent among the candidates in smem; then links and ancestors are bitsets
+// (tree/tree_nodes.cuh). Reads 8 bytes per node, writes 32 bytes per node and its mask. Latency bound, except for full
+// masks of large batches, whose rows start after the prefixes of all earlier rows.
 #include <cub/block/block_reduce.cuh>
 
 #include "compat/linked_trees.h"
@@ -13,7 +14,7 @@ namespace {
 constexpr int kThreads = 256;
 static_assert(kThreads >= kMaxLinkedNodes);
 
-// The sum of the prefixes before row b, by every thread of the block, for its thread 0.
+// Return the sum of the prefixes before row b to thread 0. Called by every thread of the block.
 __device__ int64_t prefixes_before(const LinkedTrees& out, int64_t b) {
   using Sum = cub::BlockReduce<int64_t, kThreads>;
   __shared__ typename Sum::TempStorage storage;
@@ -77,41 +78,11 @@ __global__ void __launch_bounds__(kThreads) build_kernel(BuildTreeKernelEfficien
   int depth = -1;
   for (int w = 0; w < kWords; ++w) depth += count_bits(bits[w]);
   if (i < n) p.out.write(b, i, depth, child, sibling);
-  bits[0] |= 1;     // also where a node has no parent
-  __syncthreads();  // `ancestors` lie where the children were
+  bits[0] |= 1;     // also for a node without a parent
+  __syncthreads();  // `ancestors` overwrites the children
   for (int w = 0; w < kWords && i < n; ++w) s.ancestors[w][i] = bits[w];
   __syncthreads();
   write_mask(p, b, prefixes, s);
-}
-
-__global__ void __launch_bounds__(kThreads) reconstruct_kernel(ReconstructIndicesFromTreeMaskParams p) {
-  begin_kernel();
-  constexpr int kWords = kMaxLinkedNodes / kWarp;
-  __shared__ uint32_t rows[kMaxLinkedNodes][kWords + 1];  // bit j of row i: node i sees node j
-  __shared__ int32_t parents[kMaxLinkedNodes];
-  const int64_t b = blockIdx.x;
-  const auto n = static_cast<int32_t>(p.out.nodes), i = static_cast<int32_t>(threadIdx.x);
-  const int lane = i % kWarp, words = (n + kWarp - 1) / kWarp;
-  for (int word = i / kWarp; word < n * words; word += kThreads / kWarp) {
-    const int row = word / words, j = word % words * kWarp + lane;
-    const unsigned bits = __ballot_sync(kFullMask, j < n && p.mask[(b * n + row) * n + j] != 0);
-    if (lane == 0) rows[row][word % words] = bits;
-  }
-  __syncthreads();
-
-  int32_t depth = 0, parent = -1;
-  for (int w = 0; i < n && w < words; ++w) {
-    const auto below = rows[i][w] & static_cast<uint32_t>(low_bits(i - w * kWarp));
-    depth += __popc(below);
-    if (below != 0) parent = w * kWarp + highest_bit(below);
-  }
-  if (i < n) parents[i] = parent;
-  __syncthreads();
-  if (i >= n) return;
-  int32_t child = i + 1, sibling = i + 1;
-  while (child < n && !(rows[child][i / kWarp] >> lane & 1)) ++child;
-  while (sibling < n && (parent < 0 || parents[sibling] != parent)) ++sibling;
-  p.out.write(b, i, depth, child < n ? child : -1, sibling < n ? sibling : -1);
 }
 
 }  // namespace
@@ -123,11 +94,6 @@ void build_tree_kernel_efficient_cuda(const BuildTreeKernelEfficientParams& p, S
     launch(kOp, build_kernel<1>, shape, stream, p);
   else
     launch(kOp, build_kernel<kMaxLinkedNodes / 64>, shape, stream, p);
-}
-
-void reconstruct_indices_from_tree_mask_cuda(const ReconstructIndicesFromTreeMaskParams& p, Stream stream) {
-  constexpr const char* kOp = "reconstruct_indices_from_tree_mask";
-  launch(kOp, reconstruct_kernel, {.grid = grid_x(kOp, p.out.batch), .threads = kThreads}, stream, p);
 }
 
 }  // namespace specdec::compat

@@ -1,5 +1,5 @@
-// build_tree_kernel_efficient and reconstruct_indices_from_tree_mask: trees as SGLang's kernels write them, in 64-bit
-// links between flat rows. docs/integrations.md says what differs from theirs.
+// build_tree_kernel_efficient: SGLang's tree builder for chosen candidates, with 64-bit links between flat rows.
+// docs/integrations.md lists the differences from SGLang's.
 #pragma once
 
 #include "core/dispatch.h"
@@ -8,9 +8,9 @@
 namespace specdec::compat {
 
 constexpr int64_t kMaxLinkedNodes = 256;
-constexpr int64_t kMaxLinkedBatch = int64_t{1} << 22;  // so that no offset into a mask leaves 64 bits
+constexpr int64_t kMaxLinkedBatch = int64_t{1} << 22;  // so that no offset into a mask overflows 64 bits
 
-// What both write, all of it.
+// Outputs; every element is written.
 struct LinkedTrees {
   int64_t* positions;       // [batch * nodes]
   int64_t* retrieve_index;  // [batch, nodes]: b * nodes + node
@@ -29,9 +29,9 @@ struct LinkedTrees {
 };
 
 enum MaskLayout : int64_t {
-  kFullMaskRows = 0,   // bytes: of each node its prefix, which is not written, and the tree's columns
-  kTreeMaskRows = 1,   // bytes: the tree's columns alone
-  kPackedMaskRows = 2  // bits of the tree's columns, 1, 2 or 4 bytes a node
+  kFullMaskRows = 0,   // bytes: each node's prefix, which is not written, then the tree's columns
+  kTreeMaskRows = 1,   // bytes: only the tree's columns
+  kPackedMaskRows = 2  // bits of the tree's columns; 1, 2 or 4 bytes per node
 };
 
 struct BuildTreeKernelEfficientParams {
@@ -41,7 +41,7 @@ struct BuildTreeKernelEfficientParams {
   uint8_t* mask;                  // [mask_bytes]
   int64_t parent_columns, mask_bytes, topk, layout;
 
-  // The candidate whose child `candidate` is, -1: the root, -2: nobody.
+  // Return the candidate that is the parent of `candidate`; -1: the root, -2: none.
   SD_HD int64_t parent_candidate(int64_t b, int64_t candidate) const {
     const int64_t group = candidate / topk;
     if (candidate < 0 || group >= parent_columns) return candidate >= 0 && group == 0 ? -1 : -2;
@@ -50,7 +50,7 @@ struct BuildTreeKernelEfficientParams {
     return parent < 0 ? -2 : parent;
   }
 
-  // Bytes of a node's packed bits.
+  // Return the bytes of a node's packed bits.
   SD_HD int64_t packed_bytes() const { return out.nodes <= 8 ? 1 : out.nodes <= 16 ? 2 : 4; }
 
   // Where node i's tree columns begin, `prefixes` being the sum of the rows' prefixes before row b; -1 where they would
@@ -66,25 +66,12 @@ struct BuildTreeKernelEfficientParams {
 
 SD_HD int64_t prefix_of(const LinkedTrees& out, int64_t b) { return clamp_to(out.seq_lens[b], 0, INT32_MAX); }
 
-struct ReconstructIndicesFromTreeMaskParams {
-  LinkedTrees out;
-  const uint8_t* mask;  // [batch * nodes * nodes]
-};
-
 void build_tree_kernel_efficient(CallStream stream, const TensorView& parent_list, const TensorView& selected_index,
                                  const TensorView& verified_seq_len, const TensorView& tree_mask,
                                  const TensorView& positions, const TensorView& retrive_index,
                                  const TensorView& retrive_next_token, const TensorView& retrive_next_sibling,
                                  int64_t topk, int64_t depth, int64_t draft_token_num, int64_t tree_mask_mode);
-void reconstruct_indices_from_tree_mask(CallStream stream, const TensorView& tree_mask,
-                                        const TensorView& verified_seq_len, const TensorView& positions,
-                                        const TensorView& retrive_index, const TensorView& retrive_next_token,
-                                        const TensorView& retrive_next_sibling, int64_t batch_size,
-                                        int64_t draft_token_num);
-
 void build_tree_kernel_efficient_cpu(const BuildTreeKernelEfficientParams& p);
 void build_tree_kernel_efficient_cuda(const BuildTreeKernelEfficientParams& p, Stream stream);
-void reconstruct_indices_from_tree_mask_cpu(const ReconstructIndicesFromTreeMaskParams& p);
-void reconstruct_indices_from_tree_mask_cuda(const ReconstructIndicesFromTreeMaskParams& p, Stream stream);
 
 }  // namespace specdec::compat

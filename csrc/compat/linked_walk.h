@@ -1,4 +1,4 @@
-// The walk down a tree of 64-bit links, and what it leaves behind in the layout of SGLang's verify kernels.
+// The walk down a tree of 64-bit links, and its outputs in the layout of SGLang's verify kernels.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 namespace specdec::compat {
 
 struct VerifyLinks {
-  int32_t* predicts;              // [num_predicts], by flat row: the token that follows it
+  int32_t* predicts;              // [num_predicts], by flat row: the token after it
   int32_t* accept_index;          // [batch, width]: flat rows of the accepted nodes, the root first
   int32_t* accept_token_num;      // [batch]: accepted nodes without the root
   const int64_t* candidates;      // [batch, nodes]: tokens
@@ -19,7 +19,7 @@ struct VerifyLinks {
   SD_HD void keep(int64_t b, int64_t place, int64_t node) const {
     accept_index[b * width + place] = static_cast<int32_t>(flat_row(b, node));
   }
-  // A row outside `predicts` is left out.
+  // Write the token after a node, unless its row is outside `predicts`.
   SD_HD void predict(int64_t b, int64_t node, int64_t token) const {
     const int64_t row = flat_row(b, node);
     if (row >= 0 && row < num_predicts) predicts[row] = static_cast<int32_t>(token);
@@ -28,21 +28,21 @@ struct VerifyLinks {
 
 constexpr int64_t kMaxWalkedNodes = 1024;
 
-// What a walk needs of a node.
+// Fields of a node that the walk reads.
 struct LinkedNode {
   int64_t token;
   int32_t next_token, next_sibling;
 };
 
-// A link as int32: those that lead nowhere in a tree of kMaxWalkedNodes are -1.
+// Return a link as int32; links outside a tree of kMaxWalkedNodes become -1.
 SD_HD int32_t narrow_link(int64_t link) {
   return link >= 0 && link < kMaxWalkedNodes ? static_cast<int32_t>(link) : -1;
 }
 
-// Walks from the root while fewer than `width` nodes are kept and some child is accepted: accepts(node, child, token)
-// is asked of the children in their order, keep(place, node, child, token) told of the one that was. Links rise, which
-// bounds the walk; one that does not, or leaves the tree, ends what it is part of. Returns how many were accepted, and
-// the last node in `node`.
+// Walk from the root while fewer than `width` nodes are accepted and some child is accepted. accepts(node, child,
+// token) is called for the children in order, keep(index, node, child, token) for the accepted one. Links must
+// increase, which bounds the walk; a link that does not, or that leaves the tree, ends its list. Return the number of
+// accepted nodes, and the last one in `node`.
 template <class Nodes, class Accepts, class Keep>
 SD_HD int64_t walk_links(const Nodes& nodes, int64_t num_nodes, int64_t width, Accepts accepts, Keep keep,
                          int64_t& node) {

@@ -1,3 +1,4 @@
+// move_accept_tokens: argument checks and the CPU implementation.
 #include "compat/move_accept_tokens.h"
 
 #include <cstring>
@@ -13,7 +14,7 @@ void move_accept_tokens(CallStream stream, const TensorView& data_ptrs, int64_t 
   Dim buffers{"buffers"}, slots{"num_slots"}, places{"places"}, B{"batch"}, locs{"num_locs"}, S{"width"};
   check.tensor("data_ptrs", data_ptrs, {buffers}, kInt64);
   check.range("row_bytes", row_bytes, 0, 1 << 24);
-  check.that(row_bytes % kCopiedBytes == 0, "row_bytes", {"is ", row_bytes}, {"a multiple of ", kCopiedBytes});
+  check.that(row_bytes % kCopyBytes == 0, "row_bytes", {"is ", row_bytes}, {"a multiple of ", kCopyBytes});
   check.range("buffers * row_bytes", buffers * row_bytes, 0, std::numeric_limits<int32_t>::max());
   check.range("num_rows", num_rows, 0, std::numeric_limits<int32_t>::max());
   check.tensor("req_to_token", req_to_token, {slots, places}, kInt32);

@@ -1,9 +1,12 @@
+// verify_tree_greedy and tree_speculative_sampling_target_only: argument checks and the CPU implementations.
 #include "compat/verify_links.h"
 
 #include <algorithm>
 
 namespace specdec::compat {
+namespace {
 
+// Check the arguments that both functions start with.
 VerifyLinks check_verify_links(Check& check, Dim& batch, Dim& nodes, Dim& width, const TensorView& predicts,
                                const TensorView& accept_index, const TensorView& accept_token_num,
                                const TensorView& candidates, const TensorView& retrive_index) {
@@ -25,6 +28,8 @@ VerifyLinks check_verify_links(Check& check, Dim& batch, Dim& nodes, Dim& width,
           .width = width,
           .num_predicts = rows};
 }
+
+}  // namespace
 
 void verify_tree_greedy(CallStream stream, const TensorView& predicts, const TensorView& accept_index,
                         const TensorView& accept_token_num, const TensorView& candidates,

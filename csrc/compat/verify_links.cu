@@ -1,7 +1,8 @@
-// One block a request. Its nodes, and the target's tokens after them, are read side by side into shared memory, so that
-// the walk waits for no link; then a greedy walk is one thread's work. A sampled one reads a probability for each node
-// it tries and, at its end, one row of the target's and of the draft's probabilities, 8 bytes x vocab. All threads take
-// the same steps.
+// verify_tree_greedy and tree_speculative_sampling_target_only on a GPU: one block per request.
+//
+// The block loads its nodes (greedy: and the target's tokens after them) into smem in parallel, so that the walk waits
+// for no link. A greedy walk then runs in one thread. A sampled walk reads one probability per tested node and, at the
+// end, one row of the target's and of the draft's probabilities (8 bytes x vocab); all threads take the same steps.
 #include "compat/block_rows.cuh"
 #include "compat/verify_links.h"
 

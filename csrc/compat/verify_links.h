@@ -1,4 +1,4 @@
-// verify_tree_greedy and tree_speculative_sampling_target_only: SGLang's two ways to verify a tree.
+// verify_tree_greedy and tree_speculative_sampling_target_only: SGLang's verification of a tree, greedy and sampled.
 #pragma once
 
 #include "compat/linked_walk.h"
@@ -13,7 +13,7 @@ struct VerifyTreeGreedyParams {
   const int64_t* next_sibling;    // [batch, nodes]
   const int64_t* target_predict;  // [batch * nodes], by flat row
 
-  // The target's token after a node; none (-1) where its flat row is out of range.
+  // Return the target's token after a node, or -1 if its flat row is out of range.
   SD_HD int64_t target_of(int64_t b, int64_t node) const {
     const int64_t row = links.flat_row(b, node);
     return row >= 0 && row < links.batch * links.nodes ? target_predict[row] : -1;
@@ -27,7 +27,7 @@ struct TreeSamplingParams {
   const float* coins;         // [batch, nodes]
   const float* final_coins;   // [batch]
   const float* target_probs;  // [batch, nodes, vocab]
-  float* draft_probs;         // [batch, nodes, vocab]: gains the target's probability of each rejected token
+  float* draft_probs;         // [batch, nodes, vocab]: gets the target's probability of each rejected token
   int64_t vocab;
   float threshold_single, threshold_acc;
 };
@@ -38,7 +38,7 @@ SD_HD LinkedNode read_linked_node(const Params& p, int64_t b, int64_t i) {
   return {p.links.candidates[at], narrow_link(p.next_token[at]), narrow_link(p.next_sibling[at])};
 }
 
-// One request, by all that `rows` stands for. targets(node) is target_of.
+// Walk one request's tree greedily. targets(node) is target_of.
 template <class Nodes, class Targets>
 SD_HD void walk_greedy(const VerifyTreeGreedyParams& p, int64_t b, const Nodes& nodes, const Targets& targets) {
   const VerifyLinks& out = p.links;
@@ -85,7 +85,7 @@ SD_HD void walk_sampled(const TreeSamplingParams& p, int64_t b, const Nodes& nod
   rows.wait_for_writes();
 
   const int64_t at = (first + node) * p.vocab;
-  const bool was_cut = count + 1 >= out.width;  // then nothing was rejected at this node
+  const bool was_cut = count + 1 >= out.width;  // then no child was rejected at this node
   const GivenProbabilities target{p.target_probs + at};
   const DraftProbabilities rejected{was_cut ? nullptr : p.draft_probs + at};
   const int64_t token = rows.draw(Residual<GivenProbabilities>{target, rejected}, p.vocab, p.final_coins[b]);
@@ -106,11 +106,6 @@ void tree_speculative_sampling_target_only(CallStream stream, const TensorView& 
                                            const TensorView& uniform_samples_for_final_sampling,
                                            const TensorView& target_probs, const TensorView& draft_probs,
                                            double threshold_single, double threshold_acc);
-
-// Checks of the arguments that all of SGLang's verify functions begin with.
-VerifyLinks check_verify_links(Check& check, Dim& batch, Dim& nodes, Dim& width, const TensorView& predicts,
-                               const TensorView& accept_index, const TensorView& accept_token_num,
-                               const TensorView& candidates, const TensorView& retrive_index);
 
 void verify_tree_greedy_cpu(const VerifyTreeGreedyParams& p);
 void verify_tree_greedy_cuda(const VerifyTreeGreedyParams& p, Stream stream);

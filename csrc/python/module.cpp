@@ -51,7 +51,6 @@
 // --- compat
 #include "compat/linked_trees.h"
 #include "compat/move_accept_tokens.h"
-#include "compat/verify_chains.h"
 #include "compat/verify_links.h"
 
 namespace specdec::python {
@@ -178,14 +177,10 @@ PYBIND11_MODULE(_C_of_main_interpreter, m, pybind11::mod_gil_not_used()) {
 
   // --- compat: under the names that other engines use
   def_op<&build_tree_kernel_efficient>(m, "build_tree_kernel_efficient", "build SGLang's tree from chosen candidates");
-  def_op<&reconstruct_indices_from_tree_mask>(m, "reconstruct_indices_from_tree_mask",
-                                              "build SGLang's links from a mask");
   def_op<&verify_tree_greedy>(m, "verify_tree_greedy", "verify SGLang's tree greedily");
   def_op<&tree_speculative_sampling_target_only>(m, "tree_speculative_sampling_target_only",
                                                  "verify SGLang's tree by sampling");
   def_op<&move_accept_tokens>(m, "move_accept_tokens", "compact the KV rows of accepted paths in SGLang's pool");
-  def_op<&chain_speculative_sampling>(m, "chain_speculative_sampling", "run SGLang's rejection sampling of chains");
-  def_op<&rejection_sample>(m, "rejection_sample", "run vLLM's rejection sampling of ragged chains");
 
   add_ngram_index(m);
   add_scheduler(m);

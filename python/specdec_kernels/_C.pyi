@@ -595,17 +595,6 @@ def build_tree_kernel_efficient(
     draft_token_num: int,
     tree_mask_mode: int,
 ) -> None: ...
-def reconstruct_indices_from_tree_mask(
-    stream: int | None,
-    tree_mask: Tensor,
-    verified_seq_len: Tensor,
-    positions: Tensor,
-    retrive_index: Tensor,
-    retrive_next_token: Tensor,
-    retrive_next_sibling: Tensor,
-    batch_size: int,
-    draft_token_num: int,
-) -> None: ...
 def verify_tree_greedy(
     stream: int | None,
     predicts: Tensor,
@@ -644,32 +633,6 @@ def move_accept_tokens(
     out_cache_loc: Tensor,
     accept_index: Tensor,
     num_correct_drafts: Tensor,
-) -> None: ...
-def chain_speculative_sampling(
-    stream: int | None,
-    predicts: Tensor,
-    accept_index: Tensor,
-    accept_token_num: Tensor,
-    candidates: Tensor,
-    retrive_index: Tensor,
-    uniform_samples: Tensor,
-    uniform_samples_for_final_sampling: Tensor,
-    target_probs: Tensor,
-    draft_probs: Tensor,
-    block_verification: bool,
-) -> None: ...
-def rejection_sample(
-    stream: int | None,
-    draft_token_ids: Tensor,
-    max_spec_len: int,
-    cu_num_draft_tokens: Tensor,
-    draft_probs: Tensor | None,
-    target_logits: Tensor,
-    bonus_token_ids: Tensor,
-    temperature: Tensor | None,
-    uniform_probs: Tensor,
-    final_probs: Tensor,
-    output_token_ids: Tensor,
 ) -> None: ...
 
 # --- ngram

@@ -27,8 +27,7 @@ from specdec_kernels.compat.sglang import functions as sglang
 from specdec_kernels.compat.sglang import plugin as sglang_plugin
 from specdec_kernels.compat.sglang import rounds as sglang_rounds
 from specdec_kernels.compat.sglang.attention import TreeAttention, TreeAttentionSteps
-from specdec_kernels.compat.vllm import functions as vllm
-from specdec_kernels.compat.vllm import gpu as vllm_gpu
+from specdec_kernels.compat.vllm import ngram as vllm
 from specdec_kernels.compat.vllm import plugin as vllm_plugin
 from specdec_kernels.compat.vllm.attention import PagedAttention, RowsBuilder
 
@@ -482,17 +481,6 @@ def test_vllm_calls_a_custom_proposer_as_ours_is() -> None:
     inspect.signature(vllm.NgramProposer.propose).bind(None, *call.args, **{str(w.arg): None for w in call.keywords})
 
 
-def test_vllms_functions_have_the_arguments_of_ours() -> None:
-    folder = vllm_sources()
-    for name, ours in {
-        "vllm.v1.sample.rejection_sampler": vllm.rejection_sample,
-        "vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils": vllm_gpu.rejection_sample,
-    }.items():
-        module = module_of(folder, name)
-        theirs = next(n for n in ast.walk(module) if isinstance(n, ast.FunctionDef) and n.name == "rejection_sample")
-        assert list(inspect.signature(ours).parameters)[: len(parameters(theirs))] == parameters(theirs), name
-
-
 def test_vllm_keeps_asynchronous_scheduling_from_custom_proposers() -> None:
     text = ast.unparse(module_of(vllm_sources(), "vllm.config.vllm"))
     assert "Async scheduling not supported with %s-based speculative decoding and will be disabled." in text
@@ -694,15 +682,6 @@ def test_vllm_makes_layers_and_graphs_as_the_backend_takes_them_for_granted(vllm
     assert "attention_backend: AttentionBackendEnum | None = None" in speculation
     # The builder's block size is the one that slots count and the cache has.
     assert "copy_with_new_block_size(kernel_block_size)" in ast.unparse(module_of(vllm_folder, "vllm.v1.worker.utils"))
-
-
-def test_vllm_asks_nobody_for_its_rejection_sampler(vllm_folder: Path) -> None:
-    """But the model's own state: there is no registry, so ours stays a function."""
-    for runner in ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner"):
-        assert "self.rejection_sampler = RejectionSampler(" in ast.unparse(module_of(vllm_folder, runner))
-    assert "custom = self.model_state.custom_sampler(self.sampler)" in ast.unparse(
-        module_of(vllm_folder, "vllm.v1.worker.gpu.model_runner")
-    )
 
 
 def test_vllms_registry_gives_our_class(

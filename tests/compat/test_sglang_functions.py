@@ -177,33 +177,6 @@ def test_build_with_lengths_that_do_not_fit_the_mask(device: torch.device) -> No
     assert mask[-7:].tolist() == [POISON] * 7 and mask[3].item() == 1
 
 
-@pytest.mark.parametrize("nodes", [1, 7, 33, 64, 100, 256])
-def test_reconstruct(device: torch.device, nodes: int) -> None:
-    batch = 3
-    for density in (0.0, 0.2, 1.0):
-        mask = torch.rand(batch, nodes, nodes) < density
-        if density == 0.2:  # a tree
-            for b in range(batch):
-                for i in range(nodes):
-                    mask[b, i] = mask[b, int(torch.randint(i, ()))] if i else False
-                    mask[b, i, i] = True
-        seq_lens = torch.randint(0, 99, (batch,))
-        positions = torch.full((batch * nodes,), POISON, device=device)
-        out = torch.full((3, batch, nodes), POISON, device=device)
-        sglang.reconstruct_indices_from_tree_mask(
-            mask.flatten().to(device), seq_lens.to(device), positions, *out, batch, nodes
-        )
-        for b in range(batch):
-            m = mask[b].tolist()
-            depth = [sum(m[i][:i]) for i in range(nodes)]
-            parents = [max((j for j in range(i) if m[i][j]), default=-1) for i in range(nodes)]
-            child = [next((j for j in range(i + 1, nodes) if m[j][i]), -1) for i in range(nodes)]
-            assert positions.view(batch, nodes)[b].tolist() == [int(seq_lens[b]) + d for d in depth]
-            assert out[0, b].tolist() == list(range(b * nodes, b * nodes + nodes))
-            assert out[1, b].tolist() == child
-            assert out[2, b].tolist() == links(parents)[1]
-
-
 # --- verification -----------------------------------------------------------------------------------------------------
 
 
@@ -360,87 +333,6 @@ def test_nothing_left_gives_the_last_token(device: torch.device) -> None:
     assert walks.predicts.tolist() == [4]
 
 
-def chain_reference(
-    tokens: list[int], coins: list[float], final: float, target: Tensor, draft: Tensor, blocks: bool
-) -> tuple[int, int, float]:
-    """Drafts accepted, the token after them, and how near the closest decision was."""
-    width, vocab = target.shape
-    target, draft = target.double(), draft.double()
-    accepted, scale, prefix, near = 0, 1.0, 1.0, 1.0
-    for s in range(1, width):
-        p, q, coin = float(target[s - 1, tokens[s]]), float(draft[s - 1, tokens[s]]), coins[s - 1]
-        if not blocks:
-            near = min(near, abs(coin * q - p))
-            if not (0 < q <= 1 and coin * q < p):
-                break
-            accepted = s
-            continue
-        prefix = min(prefix * p / q, 1.0) if 0 < q <= 1 else 0.0
-        chance = prefix
-        if s < width - 1 and 0 < prefix < 1:
-            mass = float((prefix * target[s] - draft[s]).clamp(min=0).sum())
-            chance = mass / (mass + 1 - prefix)
-        near = min(near, abs(coin - chance))
-        if coin < chance:
-            accepted, scale = s, prefix
-    left = target[accepted]
-    if accepted < width - 1:
-        left = (scale * left - draft[accepted]).clamp(min=0)
-    sums = left.cumsum(0)
-    share = final * float(sums[-1])
-    near = min(near, float((sums - share).abs().min()) / max(float(sums[-1]), 1e-9))
-    above = (sums > share).nonzero()
-    return accepted, int(above[0]) if len(above) else vocab - 1, near
-
-
-@pytest.mark.parametrize("blocks", [False, True])
-@pytest.mark.parametrize(("width", "vocab"), [(1, 3), (2, 2), (6, 17), (5, 4099)])
-def test_chain_sampling(device: torch.device, width: int, vocab: int, blocks: bool) -> None:
-    batch, checked, lengths = 32, 0, set()
-    walks = random_walks(batch, width, width, vocab, device, chain=True)
-    draft = probabilities(batch, width - 1, vocab)
-    target = probabilities(batch, width, vocab)
-    target[:, :-1] = (0.3 * target[:, :-1] + 0.7 * draft).float()
-    for s in range(width - 1):
-        walks.tokens[:, s + 1] = torch.multinomial(draft[:, s] + 1e-9, 1)[:, 0].to(device)
-    coins, finals = torch.rand(batch, width + 1), torch.rand(batch)
-    function = sglang.chain_block_speculative_sampling_triton if blocks else sglang.chain_speculative_sampling_triton
-    function(
-        *walks.outputs(), *walks.inputs(), coins.to(device), finals.to(device), target.to(device), draft.to(device),
-        1.0, 1.0, True,
-    )  # fmt: skip
-    for b in range(batch):
-        tokens = walks.tokens[b].tolist()
-        accepted, token, near = chain_reference(
-            tokens, coins[b].tolist(), float(finals[b]), target[b], draft[b], blocks
-        )
-        if near < CLOSE:
-            continue
-        checked += 1
-        lengths.add(accepted)
-        expect_path(walks, b, list(range(accepted + 1)), [*tokens[1 : accepted + 1], token])
-    assert checked >= batch * 0.7 and (width < 5 or len(lengths) > 2)
-
-
-@pytest.mark.parametrize("blocks", [False, True])
-def test_chain_sampling_reproduces_the_target(device: torch.device, blocks: bool) -> None:
-    """The first token emitted is distributed as the target's, whatever the draft (20 000 draws, 5 sigma)."""
-    batch, width, vocab = 20000, 3, 5
-    target, draft = probabilities(1, width, vocab, zeros=0), probabilities(1, width - 1, vocab, zeros=0)
-    walks = random_walks(batch, width, width, vocab, device, chain=True)
-    for s in range(width - 1):
-        walks.tokens[:, s + 1] = torch.multinomial(draft[0, s], batch, replacement=True).to(device)
-    sglang.chain_speculative_sampling(
-        *walks.outputs(), *walks.inputs(), torch.rand(batch, width - 1, device=device),
-        torch.rand(batch, device=device), target.expand(batch, -1, -1).contiguous().to(device),
-        draft.expand(batch, -1, -1).contiguous().to(device), block_verification=blocks,
-    )  # fmt: skip
-    first = walks.predicts.view(batch, width)[:, 0]
-    counts = torch.bincount(first.cpu(), minlength=vocab) / batch
-    sigma = (target[0, 0] * (1 - target[0, 0]) / batch).sqrt()
-    assert ((counts - target[0, 0]).abs() < 5 * sigma).all()
-
-
 @pytest.mark.sanitize
 def test_garbage_stays_within_its_bounds(device: torch.device) -> None:
     """Links that loop or leave the tree, rows and tokens out of range, probabilities that are none."""
@@ -467,13 +359,6 @@ def test_garbage_stays_within_its_bounds(device: torch.device) -> None:
             *walks.outputs(), *walks.inputs(), floats(batch, nodes), finals, probs, floats(batch, nodes, vocab)
         )
         assert ((walks.accept_num >= 0) & (walks.accept_num < width)).all()
-        for blocks in (False, True):
-            wide = random_walks(batch, nodes, nodes, vocab, device)
-            sglang.chain_speculative_sampling(
-                *wide.outputs(), *walks.inputs(), floats(batch, nodes), finals, probs,
-                floats(batch, nodes - 1, vocab), block_verification=blocks,
-            )  # fmt: skip
-            assert ((wide.accept_num >= 0) & (wide.accept_num < nodes)).all()
 
 
 def test_both_devices_agree(device: torch.device) -> None:
@@ -482,17 +367,10 @@ def test_both_devices_agree(device: torch.device) -> None:
         pytest.skip("compares CUDA with the CPU")
     batch, nodes, width, vocab = 16, 8, 8, 128256
     walks = random_walks(batch, nodes, width, 50, device, chain=True)
-    target, draft = probabilities(batch, nodes, vocab), probabilities(batch, nodes - 1, vocab)
+    target = probabilities(batch, nodes, vocab)
     coins, finals = torch.rand(batch, nodes), torch.rand(batch)
     results = []
     for where in (torch.device("cpu"), device):
-        for blocks in (False, True):
-            outputs = [x.to(where).clone() for x in walks.outputs()]
-            sglang.chain_speculative_sampling(
-                *outputs, *(x.to(where) for x in walks.inputs()), coins.to(where), finals.to(where),
-                target.to(where), draft.to(where), block_verification=blocks,
-            )  # fmt: skip
-            results += outputs
         outputs = [x.to(where).clone() for x in walks.outputs()]
         mutated = torch.zeros(batch, nodes, vocab, device=where)
         sglang.tree_speculative_sampling_target_only(
@@ -528,26 +406,9 @@ def test_messages() -> None:
     with pytest.raises(ValueError) as error:
         sglang.build_tree_kernel_efficient(*lists, torch.empty(50, dtype=torch.bool), *out, 3, 3, 5, 1)
     assert str(error.value).startswith("build_tree_kernel_efficient: parent_list.shape[1] is 5, expected 7 to ")
-    with pytest.raises(ValueError) as error:
-        sglang.reconstruct_indices_from_tree_mask(torch.empty(51).bool(), drafts.seq_lens, *out, 2, 5)
-    assert str(error.value) == "reconstruct_indices_from_tree_mask: tree_mask has 51 elements, expected 50"
     probs = torch.zeros(2, 4, 9)
     with pytest.raises(ValueError) as error:
         sglang.tree_speculative_sampling_target_only(
             *walks.outputs(), *walks.inputs(), torch.zeros(2, 4), torch.zeros(2), probs, probs.clone(), 1.5
         )
     assert str(error.value) == ("tree_speculative_sampling_target_only: threshold_single is 1.500000, expected 0 to 1")
-    chain = random_walks(2, 4, 4, 9, torch.device("cpu"))
-    with pytest.raises(ValueError) as error:
-        sglang.chain_speculative_sampling(
-            *chain.outputs(), *chain.inputs(), torch.zeros(2, 4), torch.zeros(2), probs, probs, 1.0, 0.5
-        )
-    assert str(error.value) == "chain_speculative_sampling: threshold_acc is 0.5, expected 1"
-    with pytest.raises(ValueError) as error:
-        sglang.chain_speculative_sampling(
-            *chain.outputs(), *chain.inputs(), torch.zeros(2, 4), torch.zeros(2), probs, probs
-        )
-    assert (
-        str(error.value)
-        == "chain_speculative_sampling: draft_probs has shape [2, 4, 9], expected [batch=2, 3, vocab=9]"
-    )

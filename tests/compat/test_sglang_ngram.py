@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from specdec_kernels.compat.sglang.functions import reconstruct_indices_from_tree_mask
 from specdec_kernels.compat.sglang.ngram import NgramTrees
 
 
@@ -38,14 +37,6 @@ def test_trees_stand_behind_the_texts_so_far() -> None:
     assert seen[1].tolist() == [[j in (0, i) for j in range(nodes)] for i in range(nodes)]
     parents = [int(np.flatnonzero(row[:i])[-1]) if i else -1 for i, row in enumerate(seen[0])]
     assert parents[:3] == [-1, 0, 0] and all(parent < i for i, parent in enumerate(parents))
-
-    # They are what SGLang's own function makes links of.
-    links = [torch.empty(2, nodes, dtype=torch.int64) for _ in range(3)]
-    positions = torch.empty(2 * nodes, dtype=torch.int64)
-    lens = torch.tensor([12, 3])
-    reconstruct_indices_from_tree_mask(torch.from_numpy(mask), lens, positions, *links, 2, nodes)
-    assert positions.view(2, nodes)[:, 0].tolist() == [12, 3]
-    assert links[1][1].tolist() == [1, -1, -1, -1, -1] and links[2][1].tolist() == [-1, 2, 3, 4, -1]
 
 
 def test_texts_are_inserted_once_however_they_are_told() -> None:

@@ -16,8 +16,7 @@ import specdec_kernels as sd
 from specdec_kernels import engine, hf
 from specdec_kernels.cli import make_parser
 from specdec_kernels.compat.sglang import functions as sglang
-from specdec_kernels.compat.vllm import functions as vllm
-from specdec_kernels.compat.vllm import gpu as vllm_gpu
+from specdec_kernels.compat.vllm import ngram as vllm
 from specdec_kernels.models.families import base as families
 from specdec_kernels.ops._op_list import native_halves, public_ops
 
@@ -160,8 +159,9 @@ def test_reference_has_every_public_name_once() -> None:
         "compat.vllm.plugin.register",
     ]
     compat = [
-        module.__name__.removeprefix("specdec_kernels.").removesuffix(".functions") + f".{name}"
-        for module in (sglang, vllm, vllm_gpu)
+        module.__name__.removeprefix("specdec_kernels.").removesuffix(".functions").replace("vllm.ngram", "vllm")
+        + f".{name}"
+        for module in (sglang, vllm)
         for name, value in vars(module).items()
         if getattr(value, "__module__", None) == module.__name__ and value.__name__ == name and name[0] != "_"
     ]

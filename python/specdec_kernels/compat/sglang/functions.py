@@ -10,7 +10,6 @@ V vocabulary. Integers are the same on both devices.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 from ... import _C
@@ -20,11 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "build_tree_kernel_efficient",
-    "chain_block_speculative_sampling_triton",
-    "chain_speculative_sampling",
-    "chain_speculative_sampling_triton",
     "move_accept_tokens",
-    "reconstruct_indices_from_tree_mask",
     "tree_speculative_sampling_target_only",
     "verify_tree_greedy",
 ]
@@ -78,44 +73,6 @@ def build_tree_kernel_efficient(
         depth,
         draft_token_num,
         tree_mask_mode,
-    )
-
-
-def reconstruct_indices_from_tree_mask(
-    tree_mask: Tensor,
-    verified_seq_len: Tensor,
-    positions: Tensor,
-    retrive_index: Tensor,
-    retrive_next_token: Tensor,
-    retrive_next_sibling: Tensor,
-    batch_size: int,
-    draft_token_num: int,
-) -> None:
-    """Links and positions of trees that come as masks.
-
-    A node's depth is the number of earlier nodes it sees, its parent the last of them; its first child is the first
-    later node that sees it.
-
-    Args:
-        tree_mask: [bs * D * D] bool or uint8.
-        verified_seq_len: [bs] int64.
-        positions: [bs * D] int64, written.
-        retrive_index, retrive_next_token, retrive_next_sibling: [bs, D] int64, written; -1 for none.
-        draft_token_num: D, 1 to 256.
-
-    Raises:
-        ValueError: wrong dtype, shape or device; a number out of range.
-    """
-    _C.reconstruct_indices_from_tree_mask(
-        None,
-        tree_mask,
-        verified_seq_len,
-        positions,
-        retrive_index,
-        retrive_next_token,
-        retrive_next_sibling,
-        batch_size,
-        draft_token_num,
     )
 
 
@@ -252,64 +209,3 @@ def tree_speculative_sampling_target_only(
         threshold_single,
         threshold_acc,
     )
-
-
-def chain_speculative_sampling(
-    predicts: Tensor,
-    accept_index: Tensor,
-    accept_token_num: Tensor,
-    candidates: Tensor,
-    retrive_index: Tensor,
-    retrive_next_token: Tensor | None,
-    retrive_next_sibling: Tensor | None,
-    uniform_samples: Tensor,
-    uniform_samples_for_final_sampling: Tensor,
-    target_probs: Tensor,
-    draft_probs: Tensor,
-    threshold_single: float = 1.0,
-    threshold_acc: float = 1.0,
-    deterministic: bool = True,
-    *,
-    block_verification: bool = False,
-) -> None:
-    """Rejection sampling of chains that were drawn from `draft_probs`.
-
-    A draft is accepted where coin * q < p; the first that is not is replaced by a draw from max(p - q, 0). Block
-    verification (Sun et al., arXiv 2403.10444) decides by whole prefixes and accepts at least as much on average.
-
-    Args:
-        predicts, accept_index, accept_token_num, candidates: as for `verify_tree_greedy`, with S = D.
-        retrive_index: [bs, D] int64.
-        retrive_next_token, retrive_next_sibling: have no effect.
-        uniform_samples: [bs, D - 1 or more] float32, a coin for each draft.
-        uniform_samples_for_final_sampling: [bs] float32.
-        target_probs: [bs, D, V] float32. V is at most 2^22.
-        draft_probs: [bs, D - 1, V] float32; what is no probability counts as 0.
-        threshold_single, threshold_acc: 1; no other is lossless.
-        deterministic: has no effect.
-        block_verification: as said.
-
-    Raises:
-        ValueError: wrong dtype, shape or device; a threshold other than 1.
-    """
-    for name, threshold in (("threshold_single", threshold_single), ("threshold_acc", threshold_acc)):
-        if threshold != 1:
-            raise ValueError(f"chain_speculative_sampling: {name} is {threshold}, expected 1")
-    _C.chain_speculative_sampling(
-        None,
-        predicts,
-        accept_index,
-        accept_token_num,
-        candidates,
-        retrive_index,
-        uniform_samples,
-        uniform_samples_for_final_sampling,
-        target_probs,
-        draft_probs,
-        block_verification,
-    )
-
-
-# As SGLang names the two.
-chain_speculative_sampling_triton = chain_speculative_sampling
-chain_block_speculative_sampling_triton = partial(chain_speculative_sampling, block_verification=True)

@@ -1,6 +1,5 @@
-"""Drop-in functions for vLLM, and the plugin that registers in vLLM."""
+"""The plugin that registers in vLLM, and an n-gram proposer for its custom drafts."""
 
-from . import functions
-from .functions import *  # noqa: F403
+from .ngram import NgramProposer
 
-__all__ = functions.__all__
+__all__ = ["NgramProposer"]

@@ -1,9 +1,9 @@
-"""vLLM's rejection sampling of ragged chains, and an n-gram proposer for its custom drafts.
+"""An n-gram proposer for vLLM's custom drafts.
 
-    from specdec_kernels.compat.vllm import rejection_sample  # for vllm.v1.sample.rejection_sampler's
+    --speculative-config '{"method": "custom_class", "model": "specdec_kernels.compat.vllm.NgramProposer",
+      "num_speculative_tokens": 8}'
 
-and `--speculative-config '{"method": "custom_class", "model": "specdec_kernels.compat.vllm.NgramProposer",
-"num_speculative_tokens": 8}'`. Neither needs vLLM to be there.
+It does not import vLLM.
 """
 
 from __future__ import annotations
@@ -12,17 +12,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from ... import _C
 from ...ngram import NgramDraft, NgramIndex
 from ...ops import Tree
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["NgramProposer", "rejection_sample"]
+__all__ = ["NgramProposer"]
 
 TAIL = 8  # tokens that tell whether a text goes on
 FIRST = np.arange(TAIL)
@@ -31,79 +28,6 @@ FREE_ROWS = 64  # of a batch: the smallest tile of a product, which takes as lon
 # bfloat16 on an H100 a row takes 20 us, a round of 64 requests 16 ms.
 ROWS_OF_HALF_A_ROUND = 330
 ACCEPTED_WITHOUT_MATCH = 0.15  # how often the first draft is that only goes on behind another, in text that is no edit
-
-
-def rejection_sample(
-    draft_token_ids: Tensor,
-    num_draft_tokens: Sequence[int],
-    max_spec_len: int,
-    cu_num_draft_tokens: Tensor,
-    draft_probs: Tensor | None,
-    target_logits: Tensor,
-    bonus_token_ids: Tensor,
-    sampling_metadata: Any,
-    synthetic_mode: bool = False,
-    synthetic_conditional_rates: Tensor | None = None,
-    use_fp64_gumbel: bool = False,
-) -> Tensor:
-    """Accept the drafts of each request that rejection sampling accepts, and the token after them.
-
-    A greedy request emits the argmax at each of its drafts (the lowest of equal ones), up to the first where that is
-    another. Any other draws a coin for each draft and accepts it where coin * q < p, with p = softmax(target_logits);
-    the first that is not is replaced by a draw from max(p - q, 0). Where all are accepted the bonus token follows. A
-    draft out of the vocabulary, -1 in particular, is rejected. Only logits of drafts that are come to are read.
-
-    Args:
-        draft_token_ids: [tokens] int32 or int64, request after request.
-        num_draft_tokens: of each request; tells whose coins a generator of `sampling_metadata` draws.
-        max_spec_len: the width of the result less one; no request has more drafts.
-        cu_num_draft_tokens: [bs] int32, the inclusive sums of num_draft_tokens.
-        draft_probs: [tokens, V] float32, or None: each draft had all of the probability.
-        target_logits: [tokens, V] float32, float16 or bfloat16, rows may be strided, temperature and filters applied. V
-            is at most 2^22. A row with nothing above -inf counts as uniform.
-        bonus_token_ids: [bs, 1] or [bs] int32 or int64.
-        sampling_metadata: has `all_greedy`, `all_random`, `temperature` ([bs] float32, 0 for greedy requests) and
-            `generators`, a dict from a request's number in the batch to its torch.Generator.
-        synthetic_mode, synthetic_conditional_rates: False and None; made-up acceptance is for benchmarks.
-        use_fp64_gumbel: has no effect.
-
-    Returns:
-        [bs, max_spec_len + 1] int32, -1 behind each request's tokens.
-
-    Raises:
-        ValueError: wrong dtype, shape or device; synthetic_mode.
-    """
-    if synthetic_mode:
-        raise ValueError("rejection_sample: synthetic_mode is True, expected False")
-    tokens, batch, device = len(draft_token_ids), len(cu_num_draft_tokens), target_logits.device
-    greedy = sampling_metadata.all_greedy
-    coins = torch.empty(tokens + batch, device=device)
-    if not greedy:
-        coins.uniform_()
-        starts = np.cumsum([0, *num_draft_tokens]).tolist()
-        for request, generator in sampling_metadata.generators.items():
-            coins[starts[request] : starts[request + 1]].uniform_(generator=generator)
-            coins[tokens + request : tokens + request + 1].uniform_(generator=generator)
-    temperature = None
-    if not greedy:
-        # Requests that are said to be random are, whatever their temperature says.
-        random = sampling_metadata.all_random or sampling_metadata.temperature is None
-        temperature = torch.ones(batch, device=device) if random else sampling_metadata.temperature
-    out = torch.empty(batch, max_spec_len + 1, dtype=torch.int32, device=device)
-    _C.rejection_sample(
-        None,
-        draft_token_ids.int(),
-        max_spec_len,
-        cu_num_draft_tokens,
-        draft_probs,
-        target_logits,
-        bonus_token_ids.reshape(batch).int(),
-        temperature,
-        coins[:tokens],
-        coins[tokens:],
-        out,
-    )
-    return out
 
 
 class NgramProposer:
