@@ -16,7 +16,6 @@ import specdec_kernels as sd
 from specdec_kernels import engine, hf
 from specdec_kernels.cli import make_parser
 from specdec_kernels.compat.sglang import functions as sglang
-from specdec_kernels.compat.vllm import ngram as vllm
 from specdec_kernels.models.families import base as families
 from specdec_kernels.ops._op_list import native_halves, public_ops
 
@@ -154,16 +153,15 @@ def test_reference_has_every_public_name_once() -> None:
         "compat.sglang.attention.TreeAttentionSteps",
         "compat.sglang.ngram.NgramTrees",
         "compat.sglang.plugin.register",
+        "compat.vllm.NgramProposer",
         "compat.vllm.attention.PagedAttention",
         "compat.vllm.attention.RowsBuilder",
         "compat.vllm.plugin.register",
     ]
     compat = [
-        module.__name__.removeprefix("specdec_kernels.").removesuffix(".functions").replace("vllm.ngram", "vllm")
-        + f".{name}"
-        for module in (sglang, vllm)
-        for name, value in vars(module).items()
-        if getattr(value, "__module__", None) == module.__name__ and value.__name__ == name and name[0] != "_"
+        f"compat.sglang.{name}"
+        for name, value in vars(sglang).items()
+        if getattr(value, "__module__", None) == sglang.__name__ and value.__name__ == name and name[0] != "_"
     ]
     names = [*(f"engine.{name}" for name in engine.__all__), *(f"hf.{name}" for name in hf.__all__)]
     assert sorted(shown_in_reference()) == sorted([*names, *compat, *plugin, "torch_ops"])
