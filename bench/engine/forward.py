@@ -22,6 +22,7 @@ from torch.nn import functional
 from specdec_kernels.cli.table import print_table
 from specdec_kernels.models.backends.native import CausalLM
 from specdec_kernels.models.layers.attention import Rows
+from specdec_kernels.models.options import ModelOptions
 from specdec_kernels.synthetic.models import PlantedText, plant_causal_lm
 from specdec_kernels.synthetic.shapes import SHAPES, draft_vocab_of, shape_config
 
@@ -123,14 +124,14 @@ def main() -> None:
     model = plant_causal_lm(config, text, device=device, dtype=dtype)
     if args.weights is not None:
         store_layers(model, args.weights)
-    target = CausalLM(
-        model,
+    options = ModelOptions(
         max_len=args.prefix + 64,
         num_pages=max(b * -(-(args.prefix + n) // PAGE_SIZE) for b, n in sizes),
         page_size=PAGE_SIZE,
         dtype=dtype,
         device=device,
     )
+    target = CausalLM(model, options)
     results = []
     with torch.inference_mode():
         for batch, nodes in sizes:

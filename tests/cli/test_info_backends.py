@@ -14,6 +14,7 @@ from specdec_kernels.models.language_model import Way, open_language_model, way_
 from specdec_kernels.models.layers.linear import GatedFeedForward
 from specdec_kernels.models.layers.moe import ExpertFeedForward, Fp8Experts
 from specdec_kernels.models.layers.quantized import Fp8Weight, Int4Weight
+from specdec_kernels.models.options import ModelOptions
 from support.quantized_checkpoints import EXPERTS, write_model
 from support.tiny_random_models import NATIVE, WINDOW, tiny_model
 
@@ -93,10 +94,11 @@ def test_features(model_type: str, tmp_path: Path) -> None:
     folder = saved(tmp_path, model_type, **NATIVE)
     count = 4
     assert f" {count} layers" in way_of(str(folder)).features
-    lm = open_language_model(
-        str(folder), max_len=64, num_pages=8, page_size=8, dtype=torch.float32, device=torch.device("cpu"),
+    options = ModelOptions(
+        max_len=64, num_pages=8, page_size=8, dtype=torch.float32, device=torch.device("cpu"),
         feature_layers=tuple(range(count + 1)),
     )  # fmt: skip
+    lm = open_language_model(str(folder), options)
     assert lm.feature_layers == tuple(range(count + 1))
     layers = getattr(getattr(lm, "decoder", None), "layers", None) or lm._layers()  # type: ignore[attr-defined]
     assert len(layers) == count

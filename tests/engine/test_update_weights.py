@@ -25,6 +25,7 @@ from specdec_kernels.engine import (
 from specdec_kernels.models.backends.native import CausalLM
 from specdec_kernels.models.heads.eagle import EagleHead
 from specdec_kernels.models.layers.attention import Rows
+from specdec_kernels.models.options import ModelOptions
 from specdec_kernels.models.weights.update import write
 from support.changed_weights import DRAFTS, HEAD, PARAMS, TARGET, changed, eagle3, make_engine, tensors_of, texts
 from support.family_cases import random_module
@@ -155,8 +156,8 @@ def logits(lm: CausalLM) -> Tensor:
 
 
 def native(model: Any) -> CausalLM:
-    sizes = {"max_len": 128, "num_pages": 8, "page_size": 16}
-    return CausalLM(model, **sizes, dtype=torch.float32, device=torch.device("cpu"))
+    device = torch.device("cpu")
+    return CausalLM(model, ModelOptions(max_len=128, num_pages=8, page_size=16, dtype=torch.float32, device=device))
 
 
 # Copies of what moves or is padded, sums with one, closures, fused products, biases, parameters of activations, experts.

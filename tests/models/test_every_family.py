@@ -11,6 +11,7 @@ import torch
 from specdec_kernels.engine import Draft, Engine, Ngram, SamplingParams, Standalone
 from specdec_kernels.models.backends.native import CausalLM, check_supported
 from specdec_kernels.models.layers.attention import Rows
+from specdec_kernels.models.options import ModelOptions
 from support.family_cases import (
     CASES,
     VOCAB,
@@ -64,10 +65,11 @@ def test_logits_and_states_are_those_of_the_module(case: str, device: torch.devi
     """Of a prompt, and of two tokens behind it that do not see each other."""
     module = random_module(case)
     layers = (1, 0, 3, 2)
-    lm = CausalLM(
-        deepcopy(module), max_len=64, num_pages=4, page_size=16, dtype=torch.float32, device=device,
+    options = ModelOptions(
+        max_len=64, num_pages=4, page_size=16, dtype=torch.float32, device=device,
         feature_layers=layers,
     )  # fmt: skip
+    lm = CausalLM(deepcopy(module), options)
 
     def int32(values: Any) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)

@@ -20,6 +20,7 @@ from specdec_kernels.engine import Draft, Eagle3, Engine, Ngram, SamplingParams,
 from specdec_kernels.models.kv_pools import KvPools, KvScales, KvShape
 from specdec_kernels.models.language_model import open_language_model
 from specdec_kernels.models.layers.attention import Rows
+from specdec_kernels.models.options import ModelOptions
 from specdec_kernels.models.weights.kv_scales import FP8, LARGEST, ROOM, checkpoint_scales, measured_scale
 from specdec_kernels.tiny import tiny_model
 from support.random_checkpoints import VOCAB, random_prompts, save_random_model
@@ -252,7 +253,7 @@ def test_logits_are_those_of_rounded_kv(name: str, implementation: str, folder: 
     source = tiny_model("target") if name == "tiny" else folder
     module = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
     sizes: dict[str, Any] = {"max_len": 160, "num_pages": 8, "page_size": 16, "dtype": torch.float32}
-    target = open_language_model(source, implementation=implementation, device=device, kv_dtype=FP8, **sizes)
+    target = open_language_model(source, ModelOptions(device=device, kv_dtype=FP8, **sizes), implementation)
     assert target.pools.dtype == FP8
     tokens = torch.tensor([held_out("code")[0][:60]]) % (VOCAB if name == "qwen3" else 1 << 30)
     count = tokens.shape[1]
@@ -274,7 +275,7 @@ def test_logits_of_16_bits(implementation: str, dtype: torch.dtype, device: torc
     source = tiny_model("target")
     module = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
     sizes: dict[str, Any] = {"max_len": 160, "num_pages": 8, "page_size": 16, "dtype": dtype}
-    target = open_language_model(source, implementation=implementation, device=device, **sizes)
+    target = open_language_model(source, ModelOptions(device=device, **sizes), implementation)
     assert target.pools.dtype == dtype
     tokens = torch.tensor([held_out("code")[0][:60]])
     zero = torch.zeros(1, dtype=torch.int32, device=device)

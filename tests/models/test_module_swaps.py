@@ -18,6 +18,7 @@ from transformers.models.nanochat.modeling_nanochat import NanoChatRMSNorm
 from specdec_kernels.engine import Engine, Ngram, SamplingParams
 from specdec_kernels.models.backends.module_swaps import StandIns, gated_like, is_rotation_of_halves, norm_like
 from specdec_kernels.models.language_model import open_language_model
+from specdec_kernels.models.options import ModelOptions
 from support.tiny_random_models import NATIVE, randomise, tiny_model
 
 WIDTH = 96
@@ -167,11 +168,9 @@ def test_what_stands_in(model_type: str, want: dict[str, int], device: torch.dev
 def test_products_follow_the_parameters_of_their_modules() -> None:
     """Another engine may merge the weights of a module: no copy stays behind."""
     model = tiny_model("llama", **NATIVE)
-    options: dict[str, Any] = {
-        "max_len": 32, "num_pages": 4, "page_size": 8, "dtype": torch.float32, "device": torch.device("cpu")
-    }  # fmt: skip
-    general = open_language_model(model, implementation="transformers", **options)
-    open_language_model(model, implementation="native", **options)
+    options = ModelOptions(max_len=32, num_pages=4, page_size=8, dtype=torch.float32, device=torch.device("cpu"))
+    general = open_language_model(model, options, "transformers")
+    open_language_model(model, options, "native")
     layer = model.model.layers[0]
     theirs = general._body.layers[0].self_attn.q_proj.weight  # type: ignore[attr-defined]
     assert theirs.data_ptr() == layer.self_attn.q_proj.weight.data_ptr()

@@ -16,6 +16,7 @@ from specdec_kernels.engine import Engine, Ngram, SamplingParams, Standalone
 from specdec_kernels.models.backends.native import CausalLM
 from specdec_kernels.models.language_model import implementation_of
 from specdec_kernels.models.layers.attention import Rows
+from specdec_kernels.models.options import ModelOptions
 from specdec_kernels.models.weights.loading import PLAIN_OF_TEXT, config_of
 from support.tiny_random_models import PREFIXES, VOCAB, published, tiny_model
 
@@ -64,7 +65,7 @@ def test_logits_are_those_of_the_module(case: str, device: torch.device) -> None
     assert implementation_of(config_of(module), 64) == "native"
     text, ends = torch.randint(20, VOCAB, (30,)).tolist(), [7, 9]
     wants = [module(input_ids=torch.tensor([[*text, end]])).logits[0] for end in ends]
-    lm = CausalLM(module, max_len=64, num_pages=4, page_size=16, dtype=torch.float32, device=device)
+    lm = CausalLM(module, ModelOptions(max_len=64, num_pages=4, page_size=16, dtype=torch.float32, device=device))
     table, zero = int32([[2, 0, 3, 1]], device), int32([0], device)
     prompt = lm.forward(int32([text], device), int32([list(range(30))], device), Rows(zero, table, zero, tail_len=30))
     mask = torch.tensor([[[1], [2]]], device=device)

@@ -14,6 +14,7 @@ from specdec_kernels.engine import startup as opening
 from specdec_kernels.engine.device.prefill_graphs import captured_shapes
 from specdec_kernels.models.language_model import open_language_model
 from specdec_kernels.models.layers.attention import Rows
+from specdec_kernels.models.options import ModelOptions
 from support.tiny_random_models import NATIVE, tiny_model
 
 
@@ -24,17 +25,16 @@ def test_states_and_features_are_those_of_the_native_way() -> None:
     zero = torch.zeros(1, dtype=torch.int32)
     rows = Rows(slots=zero, page_table=torch.arange(4, dtype=torch.int32)[None], prefix_lens=zero, tail_len=17)
     states = []
+    options = ModelOptions(
+        max_len=32,
+        num_pages=4,
+        page_size=8,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        feature_layers=(4, 0, 2),
+    )
     for implementation in ("native", "transformers"):
-        lm = open_language_model(
-            model,
-            implementation=implementation,
-            max_len=32,
-            num_pages=4,
-            page_size=8,
-            dtype=torch.float32,
-            device=torch.device("cpu"),
-            feature_layers=(4, 0, 2),
-        )
+        lm = open_language_model(model, options, implementation)
         with torch.inference_mode():
             hidden, features = lm.forward(tokens, positions, rows)
             assert features is not None

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specdec_kernels.models.backends.native import CausalLM
+from specdec_kernels.models.options import ModelOptions
 from specdec_kernels.tiny import tiny_model
 
 HELD_OUT = Path(__file__).resolve().parents[2] / "examples" / "tiny" / "heldout.jsonl"
@@ -32,8 +33,7 @@ def reference_model() -> Any:
 
 def target_with_features(layers: tuple[int, ...], device: torch.device | str = "cpu") -> CausalLM:
     """The target in float32, with pools of 128 rows, that keeps the states entering these layers."""
-    return CausalLM(
-        tiny_model("target"),
+    options = ModelOptions(
         max_len=64,
         num_pages=8,
         page_size=16,
@@ -41,6 +41,7 @@ def target_with_features(layers: tuple[int, ...], device: torch.device | str = "
         device=torch.device(device),
         feature_layers=layers,
     )
+    return CausalLM(tiny_model("target"), options)
 
 
 @functools.cache

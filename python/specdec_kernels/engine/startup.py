@@ -14,6 +14,7 @@ from torch import nn
 
 from .. import _C
 from ..models.language_model import LanguageModel, open_language_model
+from ..models.options import ModelOptions
 from .config import MAX_STOP_TOKENS, EngineConfig, PagePlan
 from .device.executor import Executor
 from .device.grammar_masks import TreeMasks
@@ -86,9 +87,7 @@ def load_target(
 ) -> Executor:
     """The target with its pools, the slots' state, and the rounds of both; the draft is still to be opened."""
     device = config.machine.device
-    target = open_language_model(
-        model,
-        implementation=config.implementation,
+    options = ModelOptions(
         max_len=config.max_len,
         num_pages=config.num_pages,
         page_size=config.page_size,
@@ -99,6 +98,7 @@ def load_target(
         adapter=adapter,
         window_pages=dict(config.pages.windows),
     )
+    target = open_language_model(model, options, config.implementation)
     check_windows(target, config.pages)
     state = EngineState.create(
         num_slots=config.num_slots,

@@ -6,18 +6,17 @@ behind its attention interface (`TransformersLM`), for whatever else it knows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from .backends.native import CausalLM, Prefilled, States, check_supported
 from .families import family_of, largest
 from .kv_pools import KvPools
 from .layers.attention import LastRows, Rows
+from .options import ModelOptions
 from .weights.loading import config_of, storage_of
 from .weights.update import Update
 
@@ -99,39 +98,19 @@ def implementation_of(config: Any, max_len: int, implementation: str = "auto", n
 
 
 def open_language_model(
-    model: str | Path | nn.Module,
-    *,
-    implementation: str = "auto",
-    max_len: int,
-    num_pages: int,
-    page_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    kv_dtype: torch.dtype | None = None,
-    feature_layers: Sequence[int] = (),
-    name: str = "model",
-    adapter: Path | None = None,
-    window_pages: Mapping[int, int] = MappingProxyType({}),
+    model: str | Path | nn.Module, options: ModelOptions, implementation: str = "auto"
 ) -> LanguageModel:
-    """The model by `implementation_of`; the other arguments are those of `CausalLM`."""
+    """Load the model by the backend that `implementation_of` names.
+
+    Raises:
+        ValueError: what `implementation_of` and the backend refuse.
+    """
     from .backends.transformers import TransformersLM  # here, since it stands on this module
 
     kind: type[CausalLM] | type[TransformersLM] = TransformersLM
-    if implementation_of(config_of(model, name), max_len, implementation, name) == "native":
+    if implementation_of(config_of(model, options.name), options.max_len, implementation, options.name) == "native":
         kind = CausalLM
-    return kind(
-        model,
-        max_len=max_len,
-        num_pages=num_pages,
-        page_size=page_size,
-        dtype=dtype,
-        device=device,
-        kv_dtype=kv_dtype,
-        feature_layers=feature_layers,
-        name=name,
-        adapter=adapter,
-        window_pages=window_pages,
-    )
+    return kind(model, options)
 
 
 def windows_of(config: Any, implementation: str) -> set[int | None]:

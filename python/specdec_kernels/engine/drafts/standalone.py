@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ...models.heads.base import Features
 from ...models.language_model import LanguageModel, open_language_model
 from ...models.layers.attention import Rows
+from ...models.options import ModelOptions
 from ...models.weights.checkpoint import expect_folder
 from ...models.weights.loading import config_of, model_name
 from ...ops import DraftExtendInputs
@@ -66,8 +67,7 @@ class Standalone(ModelDraft):
         super().open(context)
         self.shared = self._shared_tokens(context)
         weight = context.target.embedding.weight
-        self.lm = open_language_model(
-            self.model,
+        options = ModelOptions(
             max_len=context.max_len,
             num_pages=context.num_pages,
             page_size=context.page_size,
@@ -76,6 +76,7 @@ class Standalone(ModelDraft):
             kv_dtype=context.target.pools.dtype,
             name="draft model",
         )
+        self.lm = open_language_model(self.model, options)
         if self.shared is not None:
             self.shared = SharedTokens(*(ids.to(weight.device) for ids in self.shared))
             self.id_map = self.shared.target_ids

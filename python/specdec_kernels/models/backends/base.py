@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..kv_pools import KvPools, KvScales, KvShape
 from ..layers.attention import LastRows, Rows
+from ..options import ModelOptions
 from ..weights.kv_scales import checkpoint_scales, measured_scale
 from ..weights.offload import fetch, forget_joined, stow, weights_of
 from ..weights.update import Skeleton, Update, updates_of
@@ -99,28 +100,20 @@ class HeldModel:
         """These are the pools from now on."""
         self.pools = pools
 
-    def _make_pools(
-        self,
-        source: str | Path | nn.Module,
-        shapes: Sequence[KvShape],
-        num_pages: int,
-        page_size: int,
-        dtype: torch.dtype,
-        kv_dtype: torch.dtype | None,
-        name: str,
-        window_pages: Mapping[int, int],
-    ) -> None:
-        """Hold pools of `kv_dtype`, if it is given; where it is not that of the weights, with the scales of the model's
-        checkpoint, or measured ones."""
+    def _make_pools(self, source: str | Path | nn.Module, shapes: Sequence[KvShape], options: ModelOptions) -> None:
+        """Allocate pools of `kv_dtype`. If it differs from `dtype`, they have the scales of the source's checkpoint, or
+        measured ones."""
         self.is_given = isinstance(source, nn.Module)
-        device = self.embedding.weight.device
+        page_size, dtype = options.page_size, options.dtype
+        kv_dtype, device = options.kv_dtype or dtype, self.embedding.weight.device
         scales = None
-        if kv_dtype not in (None, dtype):
-            scales = checkpoint_scales(source, len(shapes), name)
+        if kv_dtype != dtype:
+            scales = checkpoint_scales(source, len(shapes), options.name)
             if scales is None:
                 self._hold(KvPools.allocate(shapes, -(-MEASURED_ROWS // page_size), page_size, dtype, device))
                 scales = self._measured_scales()
-        self._hold(KvPools.allocate(shapes, num_pages, page_size, kv_dtype or dtype, device, scales, window_pages))
+        sizes = options.num_pages, page_size
+        self._hold(KvPools.allocate(shapes, *sizes, kv_dtype, device, scales, options.window_pages))
 
     @torch.inference_mode()
     def _measured_scales(self) -> list[KvScales]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -15,6 +13,7 @@ from ..families import Decoder, Family, family_of
 from ..kv_pools import KvPools
 from ..layers.attention import LastRows, Rows
 from ..layers.linear import MadeRows, rows_at
+from ..options import ModelOptions
 from ..weights.loading import config_of, drop_other_senses, load_causal_lm, place
 from ..weights.update import write_over
 from .base import HeldModel
@@ -49,50 +48,26 @@ class CausalLM(HeldModel):
         model: a path or hub id for `AutoModelForCausalLM`, or a module already loaded. Its weights are shared: those of
             projections that are merged become rows of the merged ones. It is moved to the device, and its parameters
             are cast to dtype, if they are elsewhere or otherwise; nothing else about it changes.
-        max_len: the longest sequence to be served; the model must allow it.
-        dtype, device: of weights and pools.
-        kv_dtype: of the pools, if it is another: float8_e4m3fn. Keys and values of a layer are then divided by scales:
-            the checkpoint's, or if it brings none, measured in one pass over tokens drawn from the vocabulary, the same
-            ones always.
-        feature_layers: layers whose entering hidden states a pass returns as `features` (for EAGLE-3); the number of
-            layers itself names the state entering the final norm.
-        adapter: the folder of an adapter that is merged into the weights of a path or hub id.
-        name: of the model in errors.
-        window_pages: windows whose layers have a page table of their own (`Rows.window_tables`), and the most pages of
-            each.
+        options: how it is loaded, and its pools.
 
     Raises:
         ValueError: an architecture or head dimension that is not supported; what `models.loading` refuses.
     """
 
-    def __init__(
-        self,
-        model: str | Path | nn.Module,
-        *,
-        max_len: int,
-        num_pages: int,
-        page_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        kv_dtype: torch.dtype | None = None,
-        feature_layers: Sequence[int] = (),
-        adapter: Path | None = None,
-        name: str = "model",
-        window_pages: Mapping[int, int] = MappingProxyType({}),
-    ) -> None:
-        self._config = config_of(model, name)
-        family = check_supported(self._config, max_len, name)
-        self.model = load_causal_lm(model, dtype, name, family.packages, adapter)
+    def __init__(self, model: str | Path | nn.Module, options: ModelOptions) -> None:
+        self._config = config_of(model, options.name)
+        family = check_supported(self._config, options.max_len, options.name)
+        self.model = load_causal_lm(model, options.dtype, options.name, family.packages, options.adapter)
         if not isinstance(model, nn.Module):
             drop_other_senses(self.model)
-        place(self.model, dtype, device)
+        place(self.model, options.dtype, options.device)
         self._family = family
-        self.max_len = max_len
-        self.decoder: Decoder = family.decoder(self.model, max_len, device)
-        self.feature_layers = tuple(feature_layers)
-        self._kept_layers = sorted(set(feature_layers))
+        self.max_len = options.max_len
+        self.decoder: Decoder = family.decoder(self.model, options.max_len, options.device)
+        self.feature_layers = tuple(options.feature_layers)
+        self._kept_layers = sorted(set(options.feature_layers))
         shapes = [layer.attention.kv_shape for layer in self.decoder.layers]
-        self._make_pools(model, shapes, num_pages, page_size, dtype, kv_dtype, name, window_pages)
+        self._make_pools(model, shapes, options)
 
     def _hold(self, pools: KvPools) -> None:
         super()._hold(pools)

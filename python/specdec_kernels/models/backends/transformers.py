@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -29,6 +28,7 @@ from ...plans import HEAD_DIMS
 from ..families import check_length
 from ..kv_pools import KvPools, KvShape, LayerKv
 from ..layers.attention import LastRows, Rows, constant_len, pool_dim
+from ..options import ModelOptions
 from ..weights.loading import config_of, load_causal_lm, place
 from .base import HeldModel
 from .module_swaps import EXPERTS, StandIns, is_rotation_of_halves, route_rotations
@@ -378,7 +378,7 @@ class TransformersLM(HeldModel):
     Its modules are copies that share all parameters and buffers with the model's own, which stays as it is.
 
     Args:
-        All as for `CausalLM`.
+        model, options: as for `CausalLM`.
 
     Attributes:
         calls: the attention calls of a pass.
@@ -390,34 +390,21 @@ class TransformersLM(HeldModel):
             `models.loading` refuses.
     """
 
-    def __init__(
-        self,
-        model: str | Path | nn.Module,
-        *,
-        max_len: int,
-        num_pages: int,
-        page_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        kv_dtype: torch.dtype | None = None,
-        feature_layers: Sequence[int] = (),
-        name: str = "model",
-        adapter: Path | None = None,
-        window_pages: Mapping[int, int] = MappingProxyType({}),
-    ) -> None:
+    def __init__(self, model: str | Path | nn.Module, options: ModelOptions) -> None:
         from .self_check import check_against_itself
 
+        name, dtype, device = options.name, options.dtype, options.device
         self._config = config_of(model, name)
-        check_length(self._config, max_len, name)
-        self.model = load_causal_lm(model, dtype, name, adapter=adapter, any_module=True)
+        check_length(self._config, options.max_len, name)
+        self.model = load_causal_lm(model, dtype, name, adapter=options.adapter, any_module=True)
         place(self.model, dtype, device)
-        self.max_len, self.dtype, self.device = max_len, dtype, device
-        self.feature_layers = tuple(feature_layers)
+        self.max_len, self.dtype, self.device = options.max_len, dtype, device
+        self.feature_layers = tuple(options.feature_layers)
         self._kept: dict[int, Tensor] = {}
         self._marker = marker_like(device, dtype)
         try:
-            self._open_modules(max_len)
-            if feature_layers:
+            self._open_modules(options.max_len)
+            if self.feature_layers:
                 self._keep_features()
         except Refused as refused:
             raise ValueError(
@@ -425,9 +412,9 @@ class TransformersLM(HeldModel):
                 "through transformers' attention interface"
             ) from refused
         shapes = [call.kv_shape for call in self.calls]
-        self._hold(KvPools.allocate(shapes, 16 + -(-64 // page_size), page_size, dtype, device))
+        self._hold(KvPools.allocate(shapes, 16 + -(-64 // options.page_size), options.page_size, dtype, device))
         check_against_itself(self, name)
-        self._make_pools(model, shapes, num_pages, page_size, dtype, kv_dtype, name, window_pages)
+        self._make_pools(model, shapes, options)
 
     @torch.inference_mode()
     def _open_modules(self, max_len: int) -> None:

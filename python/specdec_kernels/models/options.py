@@ -1,0 +1,40 @@
+"""Options with which a language model is loaded, by any backend."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Weights, KV pools and features of a language model.
+
+    Attributes:
+        max_len: longest sequence in tokens; the model must allow it.
+        num_pages, page_size: of the KV pools, in pages and in rows per page.
+        dtype, device: of weights and pools.
+        kv_dtype: of the pools. None: `dtype`. float8_e4m3fn: keys and values of each layer are divided by scales, those
+            of the checkpoint or, if it has none, scales measured in one pass over tokens drawn from the vocabulary with
+            a fixed seed.
+        feature_layers: layers whose input states a pass returns as `features` (for EAGLE-3). The number of layers names
+            the state that enters the final norm.
+        adapter: folder of a LoRA to merge into the weights of a path or hub id.
+        name: of the model in error messages.
+        window_pages: sliding windows whose layers have a page table of their own (`Rows.window_tables`), and the number
+            of pages of each.
+    """
+
+    max_len: int
+    num_pages: int
+    page_size: int
+    dtype: torch.dtype
+    device: torch.device
+    kv_dtype: torch.dtype | None = None
+    feature_layers: Sequence[int] = ()
+    adapter: Path | None = None
+    name: str = "model"
+    window_pages: Mapping[int, int] = field(default_factory=dict)
