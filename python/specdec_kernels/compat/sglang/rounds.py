@@ -67,43 +67,38 @@ def best_of(original: Callable[..., Any], values: Any, topk: int, dim: int) -> A
 # --- the target's logits of a tree ---
 
 
-class VerifyLogits:
-    """The logits of trees that are verified in a CUDA graph, in the dtype of the head.
+# SGLang widens the logits of verified trees to float32 within the CUDA graph. Greedy verification then looks for the
+# largest of each row, which is the same in the head's dtype: for 64 trees of 32 nodes and a vocabulary of 152 thousand,
+# 1.2 instead of 3.7 GB are written and read. So the head writes to the first half of SGLang's own float32 buffer, and
+# logits are widened only where something else is done with them. The buffer's storage carries a mark, which every view
+# of it has, however it was sliced.
 
-    SGLang widens all of them to float32 within the graph, and greedy verification then looks for the largest of each
-    row, which is the same before and after. Without that, 64 trees of 32 nodes and a vocabulary of 152 thousand take
-    1.2 instead of 3.7 GB, written and read. Here the head writes to the first half of the buffer that SGLang has for
-    the wide ones, and they are widened where anything else is done with them.
+
+def narrow_logits(buffer: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a [rows, vocabulary] view of `dtype` (2 bytes) in the first half of `buffer`, and mark its storage.
+
+    Args:
+        buffer: [rows, vocabulary] float32, contiguous: SGLang's.
+        dtype: float16 or bfloat16.
     """
-
-    def __init__(self) -> None:
-        self._buffers: dict[int, Tensor] = {}  # by their address: SGLang's, [rows, vocabulary] float32
-
-    def narrow(self, buffer: Tensor, dtype: torch.dtype) -> Tensor:
-        """[rows, vocabulary] of dtype, 2 bytes, in the memory of the buffer."""
-        known = self._buffers.get(buffer.data_ptr())
-        if known is None or len(known) < len(buffer) or known.shape[1] != buffer.shape[1]:
-            self._buffers[buffer.data_ptr()] = buffer
-        rows, vocab = buffer.shape
-        return buffer.view(dtype).view(-1)[: rows * vocab].view(rows, vocab)
-
-    def is_narrow(self, logits: Any) -> bool:
-        """Whether these are logits that `narrow` has given room, or the first rows of them."""
-        buffer = self._buffers.get(logits.data_ptr())
-        return (
-            buffer is not None
-            and logits.dtype.itemsize == 2
-            and logits.shape[1] == buffer.shape[1]
-            and len(logits) <= len(buffer)
-        )
-
-    def widen(self, logits: Tensor) -> Tensor:
-        """float32, where SGLang has them."""
-        wide: Tensor = self._buffers[logits.data_ptr()][: len(logits)]
-        return wide.copy_(logits.clone())  # whose memory overlaps
+    storage: Any = buffer.untyped_storage()
+    storage.specdec_vocab = buffer.shape[1]
+    rows, vocab = buffer.shape
+    return buffer.view(dtype).view(-1)[: rows * vocab].view(rows, vocab)
 
 
-verified = VerifyLogits()
+def is_narrow(logits: Tensor) -> bool:
+    """Return whether `logits` are what `narrow_logits` returned, or their first rows."""
+    vocab = getattr(logits.untyped_storage(), "specdec_vocab", None)
+    return logits.dtype.itemsize == 2 and logits.ndim == 2 and vocab == logits.shape[1]
+
+
+def widen_logits(logits: Tensor) -> Tensor:
+    """Convert narrow logits to float32 in place, and return the rows of SGLang's buffer that hold them."""
+    rows, vocab = logits.shape
+    wide = torch.empty(0, dtype=torch.float32, device=logits.device)
+    wide.set_(logits.untyped_storage(), logits.storage_offset() // 2, (rows, vocab), (vocab, 1))
+    return wide.copy_(logits.clone())  # a copy first: both views overlap
 
 
 def verify_logits(
@@ -134,7 +129,7 @@ def verify_logits(
         or len(weight) != processor.vocab_size
     ):
         return original(processor, hidden_states, lm_head, logits_metadata, embedding_bias, use_logits_buffer)
-    return torch.matmul(hidden_states, weight.T, out=verified.narrow(buffer, weight.dtype))
+    return torch.matmul(hidden_states, weight.T, out=narrow_logits(buffer, weight.dtype))
 
 
 def is_capturing() -> bool:
@@ -168,7 +163,7 @@ def sample(
 ) -> Any:
     """For `eagle_sample`: logits are widened for all that is not greedy, or is asked about probabilities."""
     logits = logits_output.next_token_logits
-    if logits is not None and verified.is_narrow(logits):
+    if logits is not None and is_narrow(logits):
         info = batch.sampling_info
         is_plain = (
             info.is_all_greedy
@@ -179,7 +174,7 @@ def sample(
             and not batch.return_logprob
         )
         if not is_plain:
-            logits_output.next_token_logits = verified.widen(logits)
+            logits_output.next_token_logits = widen_logits(logits)
     return original(verify_input, batch, logits_output, grammar_mask)
 
 
