@@ -340,7 +340,7 @@ def check_ageing(index: OnDevice, twin: OnDevice, model: reference.NgramIndex, r
         assert length == 0 or int(tree.num_nodes[b]) > 1
         suffix = own.tokens[-max(length, 1) :]
         assert own.tokens[-1] == int(tree.tokens[b, 0])
-        held = [ring.held(text) for text in model.texts if text.scope in own.sees()]
+        held = [ring.held(text) for text in model.texts if text.scope in own.scopes()]
         assert length == 0 or any(is_inside(suffix, text) for text in held)
         for path in paths(tree, b)[1:]:  # the root may stand in the place of another token
             assert any(is_inside(path[1:], text) for text in held)

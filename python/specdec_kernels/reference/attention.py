@@ -29,7 +29,7 @@ def tree_attention(
     v_scale: float = 1.0,
     max_kv_len: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`out` and `lse` in float64 and the status bits of every slot."""
+    """Return `out` and `lse` in float64 and the status bits of every slot."""
     window = 2**31 if window is None else window
     pages, page_size, kv_heads, head_dim = k_pool.shape
     num_slots, max_pages = page_table.shape
@@ -44,7 +44,7 @@ def tree_attention(
         slot = b if slots is None else int(slots[b])
         if not 0 <= slot < num_slots:
             continue
-        # Views of this request's rows, whichever way they are laid out.
+        # This request's rows, in either layout.
         if cu_seqlens_q is None:
             where: int | slice = b
             length = q.shape[1]
@@ -67,24 +67,24 @@ def tree_attention(
         if prefix != prefix_lens[slot] or end != prefix + used_tail:
             status[slot] |= BAD_LENGTH
 
-        # Which of the request's KV rows each query row sees: the prefix and, by mask or as a chain, rows of the tail.
+        # KV rows visible to each query row: the prefix, and rows of the tail by mask or causally.
         node = torch.arange(end - prefix)
         if mask is not None:
             of_tail = (mask[where][:valid, node // 64] >> (node % 64) & 1).bool()
         else:
             of_tail = node <= torch.arange(valid)[:, None] + offset
         path = torch.cat([torch.ones(valid, prefix, dtype=torch.bool), of_tail], 1)
-        # Of these, its path, the last `window`; no row is looked at before the window of a path that ends earliest.
+        # The window keeps the last `window` rows of each path. Rows before the earliest path's window are not read.
         visible = path & (path.flip(1).cumsum(1).flip(1) <= window)
         shortest = prefix if mask is not None else int(path[0].sum())
         rows = torch.arange(max(shortest - window, 0), end)
 
-        # The request's KV as contiguous rows; rows on a bad page are not there.
+        # The request's KV as contiguous rows; rows on a bad page are missing.
         page = page_table[slot, rows // page_size].long()
-        there = (page >= 0) & (page < pages)
-        if not there.all():
+        valid_page = (page >= 0) & (page < pages)
+        if not valid_page.all():
             status[slot] |= BAD_PAGE
-        page, rows = page[there], rows[there]
+        page, rows = page[valid_page], rows[valid_page]
         k = torch.zeros(end, kv_heads, head_dim, dtype=torch.float64)
         v = torch.zeros_like(k)
         k[rows] = k_pool[page, rows % page_size].double() * k_scale

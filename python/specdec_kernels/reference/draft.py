@@ -12,11 +12,11 @@ from .noise import USE_DRAFT, noise
 
 
 def select_topk(logits: Tensor, k: int, id_map: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Stable descending sort, so ties keep the lower index first."""
+    """Sort in descending order, stably: among ties the lower index comes first."""
     x = logits.double().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     best, index = torch.sort(x, dim=-1, descending=True, stable=True)
     best, index = best[:, :k], index[:, :k]
-    # Entries of +inf share the whole probability, as the limit of ever larger equal logits does.
+    # Entries of +inf share the whole probability: the limit of increasing equal logits.
     certain = (x == torch.inf).sum(-1, keepdim=True)
     finite = torch.where(best > -torch.inf, best - torch.logsumexp(x, -1, keepdim=True), -torch.inf)
     infinite = torch.where(best == torch.inf, -certain.double().log(), -torch.inf)
@@ -26,14 +26,14 @@ def select_topk(logits: Tensor, k: int, id_map: Tensor | None = None) -> tuple[T
 
 
 def slot_list(slots: Tensor | None, num_slots: int, batch: int | None = None) -> list[int]:
-    """The slot of each row, -1 for an empty one."""
+    """Return the slot of each row, -1 for an empty one."""
     if slots is None:
         return list(range(num_slots if batch is None else batch))
     return [slot if 0 <= slot < num_slots else -1 for slot in slots.tolist()]
 
 
 def draft_noise(seed: int, position: int, branch: int, vocab: int) -> Tensor:
-    """float64 [vocab]: what a draw adds to log2 of each probability, -log2(E) with E = -log2(1 - v)."""
+    """Return the noise, float64 [vocab], added to log2 of each probability: -log2(E) with E = -log2(1 - v)."""
     words = noise(seed, USE_DRAFT, position, branch, torch.arange(-(-vocab // 4)))
     v = (torch.stack(words, 1).flatten()[:vocab].double() + 0.5) / 2**32
     return -(-torch.log1p(-v) / math.log(2)).log2()
@@ -48,7 +48,7 @@ def sample_draft(
     slots: Tensor | None = None,
     id_map: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """One row at a time: log2 of its probabilities, noise added, sorted."""
+    """Add noise to log2 of each row's probabilities and sort."""
     requests = slot_list(slots, len(seeds))
     ids = torch.zeros(len(logits), k, dtype=torch.int32)
     logprobs = torch.full((len(logits), k), -torch.inf, dtype=torch.float64)
@@ -71,7 +71,7 @@ def sample_draft(
 
 
 def mask_words(bits: int, words: int) -> list[int]:
-    """The low 64 * words bits of `bits` as signed 64-bit patterns."""
+    """Return the low 64 * words bits of `bits` as signed 64-bit words."""
     patterns = [(bits >> 64 * w) & (2**64 - 1) for w in range(words)]
     return [p - 2**64 if p >= 2**63 else p for p in patterns]
 
@@ -108,14 +108,14 @@ def expand_root(
 
 
 def child_score(parent: Tensor, logprob: Tensor) -> Tensor:
-    """One float32 addition, because ties between scores are part of the contract; NaN counts as -inf."""
+    """Add in float32, since ties between scores are part of the contract. NaN counts as -inf."""
     if parent.isnan() or logprob.isnan() or parent == -torch.inf:
         return torch.tensor(-torch.inf)
     return torch.minimum(parent + logprob, parent)
 
 
 def calibrated(table: Tensor, depth: int, logprobs: Tensor) -> Tensor:
-    """Platt scaling in float64; probabilities beyond e^-24 and 1 - 6e-6 count as these."""
+    """Apply Platt scaling in float64; probabilities are clamped to e^-24 .. 1 - 6e-6."""
     slope, offset = table[min(depth, len(table)) - 1].double()
     if slope == 1 and offset == 0:
         return logprobs.double()
@@ -129,7 +129,7 @@ def logits_of(logprobs: Tensor) -> Tensor:
 
 
 def update_calibration(calibration: Calibration, tree: Tree, scores: Tensor, accepted: Accepted) -> None:
-    """Node by node; the likeliest scaling is looked for until nothing moves."""
+    """Count node by node; iterate the fit until it converges."""
     table, counts = calibration
     depths = len(table)
     new = torch.zeros_like(counts)
@@ -147,31 +147,31 @@ def update_calibration(calibration: Calibration, tree: Tree, scores: Tensor, acc
             slope, offset = table[depth - 1].tolist()
             logit = (float(logits_of(torch.tensor(score - parents_score))) - offset) / slope
             logit = min(max(logit, -24), 24)
-            taken = int(emitted[len(above)] == token)
+            hit = int(emitted[len(above)] == token)
             bin = int(min(max(logit + 8, 0), 15))
-            new[depth - 1, bin] += torch.tensor([1, taken, int(logit * 65536)])
+            new[depth - 1, bin] += torch.tensor([1, hit, int(logit * 65536)])
     for d in range(depths):
         if not new[d, :, 0].any():
             continue
         counts[d] += new[d]
         while int(counts[d, :, 0].sum()) > 1 << 14:
             counts[d] = torch.div(counts[d], 2, rounding_mode="trunc")
-        table[d] = likeliest_platt(counts[d])
+        table[d] = fit_platt(counts[d])
 
 
-def likeliest_platt(counts: Tensor) -> Tensor:
-    """Slope and offset of one depth's counts [16, 3], by Newton's method from the prior's on."""
+def fit_platt(counts: Tensor) -> Tensor:
+    """Fit slope and offset to one depth's counts [16, 3] by Newton's method, starting at the prior."""
     used = counts[counts[:, 0] > 0].double()
-    nodes, taken, logits = used[:, 0], used[:, 1], used[:, 2] / used[:, 0] / 65536
-    of = torch.stack([logits, torch.ones_like(logits)], 1)
+    nodes, hits, logits = used[:, 0], used[:, 1], used[:, 2] / used[:, 0] / 65536
+    inputs = torch.stack([logits, torch.ones_like(logits)], 1)
     prior = torch.tensor([1.0, 0.0], dtype=torch.float64)
     found = prior.clone()
     for _ in range(200):
-        p = torch.sigmoid(of @ found)
-        gradient = of.T @ (nodes * p - taken) + 2 * (found - prior)
-        curvature = of.T @ (of * (nodes * p * (1 - p))[:, None]) + 2 * torch.eye(2)
+        p = torch.sigmoid(inputs @ found)
+        gradient = inputs.T @ (nodes * p - hits) + 2 * (found - prior)
+        curvature = inputs.T @ (inputs * (nodes * p * (1 - p))[:, None]) + 2 * torch.eye(2)
         slope = (found[0] - torch.linalg.solve(curvature, gradient)[0].clamp(-0.5, 0.5)).clamp(0.125, 8)
-        step = (gradient[1] - curvature[0, 1] * (found[0] - slope)) / curvature[1, 1]  # beside that slope
+        step = (gradient[1] - curvature[0, 1] * (found[0] - slope)) / curvature[1, 1]  # at the new slope
         found = torch.stack([slope, (found[1] - step.clamp(-0.5, 0.5)).clamp(-8, 8)])
     return found
 
@@ -186,7 +186,7 @@ def expand_tree(
     slots: Tensor | None = None,
     position_offset: int = 0,
 ) -> tuple[Candidates, Tensor, Tensor, DraftInputs]:
-    """Leaves its arguments alone: returns the new candidates, frontier nodes and mask, and the draft's inputs."""
+    """Return the new candidates, frontier nodes and mask, and the draft's inputs. Arguments stay unchanged."""
     mask = frontier.mask
     batch, k, words = mask.shape
     first = k + (step - 2) * k * k
@@ -226,7 +226,7 @@ def draft_extend_inputs(
     slots: Tensor | None = None,
     position_offset: int = 0,
 ) -> DraftExtendInputs:
-    """Row by row. Nodes outside the tree are the nearest there is."""
+    """Write row by row. Nodes outside the tree are clamped to the nearest one."""
     batch, num_slots = len(tokens), len(prefix_lens)
     width = min(tokens.shape[1], num_nodes)
     out_tokens, positions = (torch.zeros(batch, width, dtype=torch.int32) for _ in range(2))
@@ -256,7 +256,7 @@ def append_draft_backlog(
     slots: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
 ) -> None:
-    """One accepted row after the other, each at its place in the ring, whatever stood there."""
+    """Append accepted rows one by one to the slot's ring, overwriting the oldest."""
     for b, slot in enumerate(slot_list(slots, len(num_kept), len(tokens))):
         nodes = None
         if features is not None:

@@ -1,4 +1,4 @@
-"""References of the kv ops: serial, in place on CPU tensors, sound inputs except where said."""
+"""References of the KV ops: sequential, in place on CPU tensors, for valid inputs unless stated."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..status import Status
 
 
 def working_rows(slots: Tensor | None, num_slots: int, batch: int) -> Iterator[tuple[int, int]]:
-    """(row, slot) of the rows that are not empty."""
+    """Yield (row, slot) of the non-empty rows."""
     for b in range(batch):
         slot = b if slots is None else int(slots[b])
         if 0 <= slot < num_slots:
@@ -56,7 +56,7 @@ def free_pages(
     status: Tensor | None = None,
     window: int | None = None,
 ) -> None:
-    """Also for tables with entries that are not pages, and pages that have no owner."""
+    """Free pages. Table entries that are no pages, and pages without owner, are allowed."""
     num_slots = pool.page_table.shape[0]
     num_pages = len(pool.page_refs)
     for _, slot in working_rows(slots, num_slots, num_slots if slots is None else len(slots)):
@@ -67,13 +67,13 @@ def free_pages(
         start, count = int(pool.page_starts[slot]), int(pool.page_counts[slot])
         if window is None:
             kept = min(count, pages_for(int(prefix_lens[slot]), pool.page_size))
-            given_back = range(max(start, kept), count)
+            freed = range(max(start, kept), count)
             pool.page_counts[slot], pool.page_starts[slot] = kept, min(start, kept)
         else:
-            behind = max(0, int(prefix_lens[slot]) - window) // pool.page_size
-            given_back = range(start, min(behind, count))
-            pool.page_starts[slot] = max(start, min(behind, count))
-        for i in reversed(given_back):
+            expired = max(0, int(prefix_lens[slot]) - window) // pool.page_size
+            freed = range(start, min(expired, count))
+            pool.page_starts[slot] = max(start, min(expired, count))
+        for i in reversed(freed):
             page = int(pool.page_table[slot, i])
             pool.page_table[slot, i] = -1
             if not 0 <= page < num_pages or pool.page_refs[page] <= 0:
@@ -89,7 +89,7 @@ def free_pages(
 def fork_pages(
     pool: PagePool, src_slots: Tensor, dst_slots: Tensor, prefix_lens: Tensor, status: Tensor | None = None
 ) -> Tensor:
-    """Also for tables with entries that are not pages, and pages that have no owner."""
+    """Fork pages. Table entries that are no pages, and pages without owner, are allowed."""
     num_slots = pool.page_table.shape[0]
     num_pages = len(pool.page_refs)
     counts_before = pool.page_counts.tolist()
@@ -137,7 +137,7 @@ def fork_pages(
 
 
 def assign_pages(pool: PagePool, src_entries: Tensor, dst_entries: Tensor) -> None:
-    """Also for tables with entries that are not pages, and pages that have no owner."""
+    """Assign pages. Table entries that are no pages, and pages without owner, are allowed."""
     num_pages, table = len(pool.page_refs), pool.page_table.view(-1)
     before, owned = table.tolist(), (pool.page_refs > 0).tolist()
     pages: dict[int, int] = {}  # of each destination, in the order of the rows
@@ -157,8 +157,8 @@ def assign_pages(pool: PagePool, src_entries: Tensor, dst_entries: Tensor) -> No
                 pool.num_free[0] += 1
 
 
-def place(page_table: Tensor, slot: int, row: int, page_size: int) -> tuple[int, int]:
-    """The page of a slot's KV row, and the row's number in it."""
+def row_address(page_table: Tensor, slot: int, row: int, page_size: int) -> tuple[int, int]:
+    """Return the page of a slot's KV row, and the row's index in that page."""
     return int(page_table[slot, row // page_size]), row % page_size
 
 
@@ -184,7 +184,7 @@ def write_kv(
         rows = b if cu_seqlens_q is None else slice(int(cu_seqlens_q[b]), int(cu_seqlens_q[b + 1]))
         k_rows, v_rows = k[rows], v[rows]
         for j in range(len(k_rows) if num_valid is None else int(num_valid[b])):
-            at = place(page_table, slot, int(prefix_lens[slot]) + row_offset + j, page_size)
+            at = row_address(page_table, slot, int(prefix_lens[slot]) + row_offset + j, page_size)
             k_pool[at], v_pool[at] = k_rows[j], v_rows[j]
 
 
@@ -197,15 +197,15 @@ def move_kv(
     prefix_lens: Tensor,
     slots: Tensor | None = None,
 ) -> None:
-    """All rows of a request are read before any is written."""
+    """Move rows; all rows of a request are read before any is written."""
     page_size = k_pools.shape[2]
     for b, slot in working_rows(slots, len(prefix_lens), len(path)):
         start, count = int(prefix_lens[slot]), int(num_valid[b])
-        sources = [place(page_table, slot, start + int(node), page_size) for node in path[b, :count]]
+        sources = [row_address(page_table, slot, start + int(node), page_size) for node in path[b, :count]]
         for pools in (k_pools, v_pools):
             rows = [pools[:, page, row].clone() for page, row in sources]
             for j in range(count):
-                page, row = place(page_table, slot, start + j, page_size)
+                page, row = row_address(page_table, slot, start + j, page_size)
                 pools[:, page, row] = rows[j]
 
 
@@ -224,6 +224,6 @@ def copy_kv(
         if not 0 <= dst < len(prefix_lens):
             continue
         for row in range(int(prefix_lens[dst]) - int(num_rows[b]), int(prefix_lens[dst])):
-            source, target = (place(page_table, slot, row, page_size) for slot in (src, dst))
+            source, target = (row_address(page_table, slot, row, page_size) for slot in (src, dst))
             for pools in (k_pools, v_pools):
                 pools[(slice(None), *target)] = pools[(slice(None), *source)]

@@ -1,4 +1,4 @@
-"""References of the layers' ops, in float64."""
+"""References of the layer ops, in float64."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SMALLEST_SCALE = 1e-12  # of rows of zeros
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The last dimension over its root mean square, times the weight."""
+    """Apply RMSNorm over the last dimension."""
     x = x.double()
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
 
@@ -33,7 +33,7 @@ def rms_norm_concat(
     eps: float,
     feature_rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The pairs in float64."""
+    """Return the concatenated rows in float64, and the gathered features."""
     embedded = embeddings[tokens.long().clamp(0, len(embeddings) - 1)]
     if feature_rows is None:
         features = features[: len(tokens)]
@@ -48,7 +48,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, rotations: Tensor, positions: Tensor) -> Tensor:
-    """Heads [B, Q, H, D] at positions [B, Q]."""
+    """Apply RoPE to heads [B, Q, H, D] at positions [B, Q]."""
     cosine, sine = rotations.double()[positions.clamp(0, len(rotations) - 1).long()].unsqueeze(2).chunk(2, dim=-1)
     first, second = x.double().chunk(2, dim=-1)
     return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
@@ -70,7 +70,7 @@ def rope_qkv_write_kv(
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
 ) -> Tensor:
-    """Returns the queries in float64; keys are rounded once, to the pools' dtype."""
+    """Return the queries in float64. Keys are rounded once, to the pools' dtype."""
     heads = k_pool.shape[2]
     q, k, v = torch.split(qkv, [qkv.shape[2] - 2 * heads, heads, heads], dim=2)
     q, k = (x if weight is None else norm(x, weight, eps) for x, weight in ((q, q_norm), (k, k_norm)))
@@ -88,13 +88,13 @@ def small_m_gemm(
     weight_scales: Tensor | None = None,
     gated: bool = False,
 ) -> Tensor:
-    x = x.double() if x_scales is None else x.double() * spread(x_scales, x.shape[1])
+    x = x.double() if x_scales is None else x.double() * expand_scales(x_scales, x.shape[1])
     if weight_scales is None:
         weight = weight.double()
     elif x_scales is None:
-        weight = of_four_bits(weight, weight_scales)
+        weight = dequantize_int4(weight, weight_scales)
     else:
-        weight = weight.double() * spread(weight_scales, weight.shape[1])
+        weight = weight.double() * expand_scales(weight_scales, weight.shape[1])
     out = x @ weight.T
     if bias is not None:
         out = out + bias.double()
@@ -111,15 +111,15 @@ def moe_grouped_gemm(
     x_scales: Tensor | None = None,
     gated: bool = False,
 ) -> Tensor:
-    """Pair by pair, in float64; NaN where nobody multiplies."""
-    x = x.double() if x_scales is None else x.double() * spread(x_scales, x.shape[1])
+    """Multiply pair by pair in float64; NaN for pairs of no expert."""
+    x = x.double() if x_scales is None else x.double() * expand_scales(x_scales, x.shape[1])
     out = x.new_full((len(order), weight.shape[1] // 2 if gated else weight.shape[1]), torch.nan)
     begin = 0
     for expert, end in enumerate(ends.tolist()):
         for pair in order[begin:end].tolist():
             wide = weight[expert].double()
             if weight_scales is not None:
-                wide = wide * spread(weight_scales[expert], x.shape[1])
+                wide = wide * expand_scales(weight_scales[expert], x.shape[1])
             product = wide @ x[pair * len(x) // len(order)]
             out[pair] = silu_and_mul(product[None])[0] if gated else product
         begin = end
@@ -127,16 +127,16 @@ def moe_grouped_gemm(
 
 
 def moe_route(scores: Tensor, taken: int, *, normalised: bool = False) -> Routing:
-    """Routing in float64."""
+    """Route in float64."""
     wide = scores.double()
     wide = wide.masked_fill(wide.isnan(), -torch.inf)
     best, experts = wide.sort(dim=1, descending=True, stable=True)
-    # Whatever the largest is, an infinity too, it has the weight 1.
+    # The largest score has the weight 1, even if it is infinite.
     weights = torch.where(best == best[:, :1], 0, best - best[:, :1]).exp()
     experts, chosen = experts[:, :taken], weights[:, :taken]
     pairs, order = experts.flatten().sort(stable=True)
-    numbers = torch.arange(scores.shape[1], device=scores.device)
-    ends = torch.searchsorted(pairs, numbers, right=True, out_int32=True)
+    all_experts = torch.arange(scores.shape[1], device=scores.device)
+    ends = torch.searchsorted(pairs, all_experts, right=True, out_int32=True)
     return Routing(experts, chosen / (chosen if normalised else weights).sum(1, keepdim=True), order, ends)
 
 
@@ -145,7 +145,7 @@ def moe_combine(made: Tensor, shares: Tensor) -> Tensor:
 
 
 def quantize_fp8(x: Tensor, *, group_size: int | None = None, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """In float32, which the op's numbers are exact in."""
+    """Quantize in float32, in which the op's arithmetic is exact."""
     wide = x.float()
     if scale is None:
         size = group_size or wide.shape[1]
@@ -154,23 +154,23 @@ def quantize_fp8(x: Tensor, *, group_size: int | None = None, scale: Tensor | No
     else:
         scales = scale.expand(1, len(x))
     scales = scales.clamp(min=SMALLEST_SCALE)
-    numbers = wide / spread(scales, wide.shape[1])
-    return numbers.clamp(-LARGEST_FP8, LARGEST_FP8).to(torch.float8_e4m3fn), scales
+    scaled = wide / expand_scales(scales, wide.shape[1])
+    return scaled.clamp(-LARGEST_FP8, LARGEST_FP8).to(torch.float8_e4m3fn), scales
 
 
-def spread(scales: Tensor, width: int) -> Tensor:
-    """[T, width] of scales [groups, T]: what each number of a row is multiplied by."""
+def expand_scales(scales: Tensor, width: int) -> Tensor:
+    """Expand scales [groups, T] to [T, width]: the factor of each element."""
     return scales.t().repeat_interleave(width if len(scales) == 1 else 128, 1)[:, :width]
 
 
 def dequantize(numbers: Tensor, scales: Tensor) -> Tensor:
     if numbers.dtype == torch.uint8:
-        return of_four_bits(numbers, scales)
-    return numbers.double() * spread(scales, numbers.shape[1])
+        return dequantize_int4(numbers, scales)
+    return numbers.double() * expand_scales(scales, numbers.shape[1])
 
 
-def of_four_bits(weight: Tensor, scales: Tensor) -> Tensor:
-    """[N, K] of a weight [N, K / 2] of 4 bits, column by column, and scales whose four lowest bits stand for 0."""
+def dequantize_int4(weight: Tensor, scales: Tensor) -> Tensor:
+    """Dequantize a 4-bit weight [N, K / 2] to [N, K]. The four lowest bits of a scale are the zero point."""
     columns = torch.arange(2 * weight.shape[1], device=weight.device)
     byte, nibble = columns // 2, columns % 2
     if len(columns) % 256 == 0:
@@ -178,7 +178,7 @@ def of_four_bits(weight: Tensor, scales: Tensor) -> Tensor:
         in_word = step % 2 * 2 + at // 8 + at % 2 * 4
         byte = columns // 256 * 128 + ((step // 8 * 4 + at % 8 // 2) * 4 + step % 8 // 2) * 4 + in_word // 2
         nibble = in_word % 2
-    numbers = weight[:, byte] >> (nibble * 4) & 15
+    values = weight[:, byte] >> (nibble * 4) & 15
     bits, size = scales.contiguous().view(torch.int32), len(columns) // len(scales)
     zeros, factors = (x.t().repeat_interleave(size, 1) for x in (bits & 15, (bits & ~15).view(torch.float32)))
-    return (numbers.double() - zeros) * factors.double()
+    return (values.double() - zeros) * factors.double()

@@ -1,4 +1,4 @@
-"""The n-gram index without bounds: no hashing, nothing ever ages out. Plain Python, to be read."""
+"""Reference of the n-gram index without bounds: no hashing, no aging out. Plain Python, written to be read."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 ORDERS = (1, 2, 4, 8)
-RECENT = 15  # places kept for each n-gram of a scope
+RECENT = 15  # occurrences kept per n-gram and scope
 MAX_MATCH = 32
 MAX_CANDIDATES = 32
-MAX_STEP = 256  # tokens between two drafts, for the second to follow what the first did
+MAX_STEP = 256  # maximum tokens between two drafts if the second follows the first
 
-LOG2_UNIT = 256  # probabilities are compared by their log2 in whole 1/256
+LOG2_UNIT = 256  # probabilities are compared by log2 in integer multiples of 1/256
 
-Scope = object  # EVERYBODY, the number of a group, or a private stream
-EVERYBODY = 0
+Scope = object  # GLOBAL, the number of a group, or a private stream
+GLOBAL = 0
 
 
 @dataclass(eq=False)
 class Stream:
     tokens: list[int] = field(default_factory=list)
-    group: int = EVERYBODY
+    group: int = GLOBAL
     private: bool = False
     request: int | None = None
-    followed: dict[int, tuple[Stream, int]] = field(default_factory=dict)  # at that length: what agreed furthest
+    followed: dict[int, tuple[Stream, int]] = field(default_factory=dict)  # by length: furthest match
 
     @property
     def scope(self) -> Scope:
         return self if self.private else self.group
 
-    def sees(self) -> list[Scope]:
-        """The scopes it looks into, in this order."""
-        return [*([self] if self.private else []), *([self.group] if self.group else []), EVERYBODY]
+    def scopes(self) -> list[Scope]:
+        """Return the scopes that the stream reads, in this order."""
+        return [*([self] if self.private else []), *([self.group] if self.group else []), GLOBAL]
 
 
 class Draft(NamedTuple):
@@ -58,20 +58,20 @@ class Candidate:
 
 @dataclass
 class Weights:
-    """In units of 1/16, and ages of 1/256."""
+    """Weights in units of 1/16; recency in units of 1/256."""
 
     own: int
     group: int
-    everyone: int
+    everywhere: int
     recency: float
 
     def of(self, stream: Stream, own: Stream, newer: int) -> int:
-        scope = self.own if stream is own else self.group if stream.scope else self.everyone
+        scope = self.own if stream is own else self.group if stream.scope else self.everywhere
         return scope * math.floor(256 * self.recency**newer + 0.5)
 
 
 def log2(x: int) -> int:
-    """In 1/256, rounded down: of a square, the log2 has one bit more before the point."""
+    """Return log2 in 1/256, rounded down. Squaring shifts one more bit of the log2 before the point."""
     found = x.bit_length() - 1
     mantissa = (x << 63 - found) >> 32
     for _ in range(LOG2_UNIT.bit_length() - 1):
@@ -91,7 +91,7 @@ STEP = [in_log2((match + 4) / (match + 2)) for match in range(MAX_MATCH + 1)]
 
 @dataclass
 class Node:
-    members: list[int]  # candidate numbers, rising
+    members: list[int]  # candidate indices, increasing
     weight: int
     match: int
     token: int
@@ -100,7 +100,7 @@ class Node:
 
     @property
     def log2_p(self) -> int:
-        """But for the weight of all."""
+        """Return log2 p before subtracting the total weight's."""
         return log2(self.weight) - self.depth * STEP[self.match]
 
     def order(self) -> tuple[int, int, int]:
@@ -110,9 +110,9 @@ class Node:
 class NgramIndex:
     def __init__(self) -> None:
         self.running: dict[int, Stream] = {}
-        self.ended: dict[int, Stream] = {}  # by the slot they are in, until it is given away
+        self.ended: dict[int, Stream] = {}  # by slot, until the slot is reused
         self.texts: list[Stream] = []
-        self.places: dict[tuple[Scope, tuple[int, ...]], list[tuple[Stream, int]]] = {}  # newest first
+        self.occurrences: dict[tuple[Scope, tuple[int, ...]], list[tuple[Stream, int]]] = {}  # newest first
 
     def begin(self, slot: int, *, group: int = 0, private: bool = False, request: int | None = None) -> None:
         self.release(slot)
@@ -151,9 +151,9 @@ class NgramIndex:
             i = len(stream.tokens)
             for n in ORDERS:
                 if i >= n:
-                    places = self.places.setdefault((stream.scope, tuple(stream.tokens[i - n :])), [])
-                    places.insert(0, (stream, i))
-                    del places[RECENT:]
+                    found = self.occurrences.setdefault((stream.scope, tuple(stream.tokens[i - n :])), [])
+                    found.insert(0, (stream, i))
+                    del found[RECENT:]
             stream.tokens.append(token)
 
     def release(self, slot: int) -> None:
@@ -161,26 +161,26 @@ class NgramIndex:
             self.ended[slot] = self.running.pop(slot)
 
     def end_all(self) -> None:
-        """As a file does: texts stay, streams are forgotten."""
+        """End all streams and forget them, as a saved file does; texts stay."""
         self.running.clear()
         self.ended.clear()
 
     def candidates(self, own: Stream, min_match: int, weights: Weights) -> list[Candidate]:
         context = own.tokens
         found: list[Candidate] = []
-        named = [
+        listed = [
             (newer, stream, at)
             for n in reversed(ORDERS)
             if len(context) >= n
-            for scope in own.sees()
-            for newer, (stream, at) in enumerate(self.places.get((scope, tuple(context[-n:])), []))
+            for scope in own.scopes()
+            for newer, (stream, at) in enumerate(self.occurrences.get((scope, tuple(context[-n:])), []))
         ]
         before = max((length for length in own.followed if length < len(context)), default=-MAX_STEP)
         if len(context) - before <= MAX_STEP:
             stream, at = own.followed[before]
             if (at := at + len(context) - before) < len(stream.tokens):
-                named.insert(0, (0, stream, at))
-        for newer, stream, at in named:
+                listed.insert(0, (0, stream, at))
+        for newer, stream, at in listed:
             if any(c.stream is stream and c.at == at for c in found) or len(found) == MAX_CANDIDATES:
                 continue
             match = 0
@@ -190,7 +190,7 @@ class NgramIndex:
             if match >= min_match and weight > 0:
                 found.append(Candidate(stream, at, match, weight))
         if found:
-            best = max(found, key=lambda c: c.match)  # the first of those
+            best = max(found, key=lambda c: c.match)  # the first one with that match
             own.followed[len(context)] = best.stream, best.at
         return found
 
@@ -207,7 +207,7 @@ class NgramIndex:
         global_weight: float = 1.0,
         recency: float = 1.0,
     ) -> Draft | None:
-        """None for a slot without a text."""
+        """Return a draft; None for a slot without text."""
         own = self.running.get(slot)
         if own is None or not own.tokens:
             return None

@@ -1,4 +1,4 @@
-"""The records between host and device in plain torch."""
+"""References of the records between host and device, in plain torch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def apply_commands(commands: Tensor, num_applied: Tensor, state: SlotState) -> t
     record[0] = int(num_applied)
     width = 13 + max_stops
     max_batch = len(record) - 2 - num_slots * (1 + width)
-    slots, given_back, activations = torch.split(record[2:], [max_batch, num_slots, num_slots * width])
-    for slot in given_back.tolist():
+    slots, freed, activations = torch.split(record[2:], [max_batch, num_slots, num_slots * width])
+    for slot in freed.tolist():
         if 0 <= slot < num_slots:
             for tensor in (state.seq_lens, state.finish_reasons, state.status):
                 tensor[slot] = 0
@@ -35,7 +35,7 @@ def apply_commands(commands: Tensor, num_applied: Tensor, state: SlotState) -> t
         state.finish_reasons[slot] = 0
         if state.status[slot] & Status.STALLED:
             state.status[slot] |= Status.BAD_PAGE
-    return slots.clone(), given_back.clone()
+    return slots.clone(), freed.clone()
 
 
 def publish_results(

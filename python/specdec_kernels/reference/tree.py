@@ -25,7 +25,7 @@ def build_tree(
     status: Tensor | None = None,
     out_scores: Tensor | None = None,
 ) -> Tree:
-    """Grows the whole tree in order, then cuts it to N nodes. `status` is updated in place."""
+    """Grow the whole tree in order, then truncate it to N nodes. Update `status` in place."""
     if out_scores is not None:
         out_scores.fill_(-torch.inf)[:, 0] = 0
     rows = []
@@ -61,7 +61,7 @@ def build_tree_from_parents(
     slots: Tensor | None = None,
     status: Tensor | None = None,
 ) -> Tree:
-    """`status` is updated in place."""
+    """Check each row, then build its tree. Update `status` in place."""
     batch, nodes = tokens.shape
     rows = []
     for b, slot in enumerate(slot_list(slots, len(seq_lens), batch)):
@@ -86,7 +86,7 @@ def build_tree_from_mask(
     slots: Tensor | None = None,
     status: Tensor | None = None,
 ) -> Tree:
-    """Reads the parents off the mask; what is no tree becomes parents that are none. `status` is updated in place."""
+    """Derive the parents from the mask; a mask that is no tree gives invalid parents. Update `status` in place."""
     batch, nodes = tokens.shape
     parents = torch.full((batch, nodes), nodes, dtype=torch.int32)
     for b in range(batch):
@@ -100,10 +100,10 @@ def build_tree_from_mask(
 
 
 def merge_trees(a: Tree, a_scores: Tensor, b: Tree, b_scores: Tensor, num_draft_tokens: int) -> tuple[Tree, Tensor]:
-    """Paths, tuples of tokens from below the root on, are what nodes are compared by."""
+    """Compare nodes by their paths: tuples of tokens, the root excluded."""
     rows, out_scores = [], torch.full((len(a_scores), num_draft_tokens), -torch.inf)
     for row in range(len(a_scores)):
-        best: dict[tuple[int, ...], float] = {}  # by path; in the order of their numbers
+        best: dict[tuple[int, ...], float] = {}  # by path, in order of candidate indices
         heads: list[tuple[int, int]] = []  # root token and position
         for tree, scores in ((a, a_scores), (b, b_scores)):
             tokens, parents = tree.tokens[row].tolist(), tree.parents[row].tolist()
@@ -119,9 +119,9 @@ def merge_trees(a: Tree, a_scores: Tensor, b: Tree, b_scores: Tensor, num_draft_
                     path, score = nodes[i]
                     best[path] = max(score, best.get(path, score))
         chosen = sorted(best, key=lambda path: -best[path])[: num_draft_tokens - 1]
-        numbers = {(): 0} | {path: i for i, path in enumerate(chosen, 1)}
+        index_of = {(): 0} | {path: i for i, path in enumerate(chosen, 1)}
         root, position = heads[0] if heads else (0, 0)
-        parents = [-1] + [numbers[path[:-1]] for path in chosen] if heads else []
+        parents = [-1] + [index_of[path[:-1]] for path in chosen] if heads else []
         rows.append(tree_row(parents, [root, *(path[-1] for path in chosen)], root, position, num_draft_tokens))
         if heads:
             out_scores[row, : len(chosen) + 1] = torch.tensor([0.0, *(best[path] for path in chosen)])
@@ -138,25 +138,25 @@ def allocate_nodes(
     budget_levels: Tensor | None = None,
     level_limits: Tensor | None = None,
 ) -> NodeAllocation:
-    """All nodes of the batch, sorted; Python's sort is stable, so ties stay in the order of requests and nodes."""
+    """Sort all nodes of the batch. The sort is stable, so ties keep the order of requests and nodes."""
     batch, nodes = scores.shape
     state = [tensor for tensor in (max_nodes, finish_reasons, status) if tensor is not None]
-    most = []  # of each list, the root included
+    limits = []  # nodes of each row, the root included
     for b in range(batch):
         slot = b if slots is None else int(slots[b])
         there = slot >= 0 and all(slot < len(tensor) for tensor in state)
         there = there and (finish_reasons is None or int(finish_reasons[slot]) == 0)
         there = there and (status is None or not int(status[slot]) & Status.STALLED)
-        most.append(0 if not there else nodes if max_nodes is None else min(max(int(max_nodes[slot]), 1), nodes))
+        limits.append(0 if not there else nodes if max_nodes is None else min(max(int(max_nodes[slot]), 1), nodes))
     rows = scores.double().nan_to_num(nan=-torch.inf, posinf=0, neginf=-torch.inf).clamp(max=0)
 
     def ranked(limit: int) -> list[tuple[float, int]]:
-        listed = [(float(rows[b, i]), b) for b in range(batch) for i in range(1, min(most[b], limit))]
+        listed = [(float(rows[b, i]), b) for b in range(batch) for i in range(1, min(limits[b], limit))]
         return sorted((node for node in listed if node[0] > -torch.inf), key=lambda node: -node[0])
 
-    roots = sum(count > 0 for count in most)
-    taken = [b for _, b in ranked(nodes)[: budget - roots]]
-    num_nodes = torch.tensor([(most[b] > 0) + taken.count(b) for b in range(batch)], dtype=torch.int32)
+    roots = sum(count > 0 for count in limits)
+    selected = [b for _, b in ranked(nodes)[: budget - roots]]
+    num_nodes = torch.tensor([(limits[b] > 0) + selected.count(b) for b in range(batch)], dtype=torch.int32)
     ends = torch.cat([torch.zeros(1, dtype=torch.int64), num_nodes.cumsum(0)]).to(torch.int32)
     expected, cuts = [], []
     for r, level in enumerate([] if budget_levels is None else budget_levels.tolist()):
@@ -169,7 +169,7 @@ def allocate_nodes(
 
 
 def pack_trees(tree: Tree, scores: Tensor, shares: NodeAllocation, num_rows: int) -> PackedNodes:
-    """The cut trees, made anew in place of the whole ones, and their nodes one after the other."""
+    """Rebuild the truncated trees in place of the whole ones, and concatenate their nodes."""
     nodes = tree.tokens.shape[1]
     kept = [min(int(n), int(m)) for n, m in zip(shares.num_nodes, tree.num_nodes, strict=True)]
     heads = [(int(tree.tokens[b, 0]), int(tree.positions[b, 0])) if n else (0, 0) for b, n in enumerate(kept)]
@@ -199,10 +199,10 @@ Row = tuple[list[int], list[int], list[int], list[int], list[int], list[list[int
 
 
 def tree_row(parents: list[int], tokens: list[int], root_token: int, seq_len: int, nodes: int) -> Row:
-    """Every output of one row, from the parents of its nodes."""
+    """Compute all outputs of one row from its nodes' parents."""
     count, words = len(parents), (nodes + 63) // 64
     unused = nodes - count
-    paths: list[list[int]] = []  # of each node, from the root to itself
+    paths: list[list[int]] = []  # of each node, from the root to the node
     for i, parent in enumerate(parents):
         paths.append([*(paths[parent] if i > 0 else []), i])
     children = [[j for j in range(1, count) if parents[j] == i] for i in range(count)]

@@ -14,14 +14,14 @@ from .noise import philox
 
 
 def target_token(logits: Tensor) -> int | None:
-    """The lowest id with the largest logit; None when nothing is above -inf. NaN counts as -inf."""
+    """Return the lowest id with the largest logit; None if no logit is above -inf. NaN counts as -inf."""
     x = logits.double().nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
     largest = x.max()
     return int((x == largest).nonzero()[0]) if largest > -math.inf else None
 
 
 def filtered(logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
-    """The distribution [V] a sampled request draws from: temperature, top-k, top-p, min-p in this order, ties kept."""
+    """Return the distribution [V] of a sampled request: temperature, top-k, top-p, min-p in this order; ties stay."""
     x = logits.double().nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
     p = (x == math.inf).double() if x.max() == math.inf else torch.softmax(x / temperature, -1)
     kept = torch.ones_like(p, dtype=torch.bool)
@@ -37,21 +37,21 @@ def filtered(logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 
 
 
 def uniform(seed: int, position: int) -> float:
-    """What the token at that absolute position is drawn with, in [0, 1)."""
+    """Return the random number in [0, 1) that draws the token at an absolute position."""
     words = philox(seed, (position, 0, 0, 0))
     return (words[0] << 32 | words[1]) / 2**64
 
 
 def drawn(p: Tensor, u: float) -> int:
-    """The first id with which the probabilities add up to more than u."""
+    """Return the first id whose cumulative probability exceeds u."""
     return int(torch.searchsorted(torch.cumsum(p, 0), torch.tensor(u * float(p.sum()), dtype=p.dtype), right=True))
 
 
 def rejection(p: Tensor, q: Tensor, drafts: list[int]) -> tuple[list[float], Tensor]:
-    """Recursive rejection at one node whose children were drawn from q [V] without replacement, in this order.
+    """Apply recursive rejection sampling to a node whose children were drawn from q [V] without replacement, in order.
 
-    Returns the chance of each child to be the one accepted, and of each token [V] to be the bonus. One child: the
-    rejection sampling of Leviathan et al. 2023 and Chen et al. 2023; several: Jeon et al. 2024 (arXiv 2402.14160).
+    Return the probability that each child is the accepted one, and that each token [V] is the bonus token. One child:
+    the rejection sampling of Leviathan et al. 2023 and Chen et al. 2023; several: Jeon et al. 2024 (arXiv 2402.14160).
     """
     p, q, reached = p.double(), q.double(), 1.0
     chances = []
@@ -59,34 +59,34 @@ def rejection(p: Tensor, q: Tensor, drafts: list[int]) -> tuple[list[float], Ten
         if q[d] == 0:  # cannot have been drawn
             chances.append(0.0)
             continue
-        left = (p - q).clamp(min=0)
-        accepts = min(1.0, float(p[d] / q[d])) if left.sum() > 0 else 1.0
+        residual = (p - q).clamp(min=0)
+        accepts = min(1.0, float(p[d] / q[d])) if residual.sum() > 0 else 1.0
         chances.append(reached * accepts)
         reached *= 1 - accepts
-        p = left / left.sum() if left.sum() > 0 else p
+        p = residual / residual.sum() if residual.sum() > 0 else p
         q = q.index_fill(0, torch.tensor([d]), 0.0)
         q = q / q.sum() if q.sum() > 0 else q
     return chances, reached * p
 
 
 def block_rejection(p: Tensor, q: Tensor, drafts: list[int]) -> tuple[list[float], Tensor]:
-    """Block verification (Sun et al., arXiv 2403.10444, algorithm 2) of a chain drawn from q [gamma, V], for the
+    """Apply block verification (Sun et al., arXiv 2403.10444, algorithm 2) to a chain drawn from q [gamma, V], with the
     target's p [gamma + 1, V] along it.
 
-    Returns the chance that exactly the first 0, 1, ..., gamma drafts are accepted, and the distributions
-    [gamma + 1, V] of the token that follows them.
+    Return the probability that exactly the first 0, 1, ..., gamma drafts are accepted, and the distributions
+    [gamma + 1, V] of the token after them.
     """
     gamma = len(drafts)
-    share, bonus, ends = 1.0, [], []
+    ratio, bonus, ends = 1.0, [], []
     for i in range(gamma + 1):
-        left = (share * p[i] - q[i]).clamp(min=0) if i < gamma else share * p[i]
-        rest = float(left.sum())
-        bonus.append(left / rest if rest > 0 else p[i])
-        ends.append(1.0 if i == 0 else share if i == gamma else rest / (rest + 1 - share) if rest > 0 else 0.0)
+        residual = (ratio * p[i] - q[i]).clamp(min=0) if i < gamma else ratio * p[i]
+        total = float(residual.sum())
+        bonus.append(residual / total if total > 0 else p[i])
+        ends.append(1.0 if i == 0 else ratio if i == gamma else total / (total + 1 - ratio) if total > 0 else 0.0)
         if i < gamma:
-            share = min(share * float(p[i, drafts[i]] / q[i, drafts[i]]), 1.0)
+            ratio = min(ratio * float(p[i, drafts[i]] / q[i, drafts[i]]), 1.0)
     chances = []
-    later = 1.0  # that no longer prefix is accepted
+    later = 1.0  # probability that no longer prefix is accepted
     for end in reversed(ends):
         chances.append(later * end)
         later *= 1 - end
@@ -96,7 +96,7 @@ def block_rejection(p: Tensor, q: Tensor, drafts: list[int]) -> tuple[list[float
 def verify_tree(
     logits: Tensor, tree: Tree, accept_width: int, slots: Tensor | None = None, status: Tensor | None = None
 ) -> Accepted:
-    """Greedy verification of well-formed trees; `status` gains BAD_LOGITS."""
+    """Verify well-formed trees greedily. Set BAD_LOGITS in `status`."""
     batch = logits.shape[0]
     tokens = torch.full((batch, accept_width), -1, dtype=torch.int32)
     path = torch.zeros((batch, accept_width), dtype=torch.int32)
@@ -133,7 +133,7 @@ def edit_logits(
     vocab_mask: Tensor | None = None,
     slots: Tensor | None = None,
 ) -> None:
-    """Node by node, from the list of the tokens on the way to it; the arithmetic is the op's, float32 step by step."""
+    """Edit node by node from the tokens on its path, with the op's float32 arithmetic, operation by operation."""
     batch, num_nodes, vocab = logits.shape
     for b in range(batch):
         slot = b if slots is None else int(slots[b])
@@ -151,8 +151,8 @@ def edit_logits(
                 seen = (times > 0) | (edits.counts[slot] != 0)
                 repeated = torch.where(x > 0, x / edits.repetition[slot], x * edits.repetition[slot])
                 x = torch.where(seen, repeated, x)
-                penalised = x - edits.frequency[slot] * times.float() - edits.presence[slot]
-                x = torch.where(times > 0, penalised, x)
+                penalized = x - edits.frequency[slot] * times.float() - edits.presence[slot]
+                x = torch.where(times > 0, penalized, x)
             if Edit.MASK in kinds and vocab_mask is not None:
                 words = vocab_mask[b, node].long()
                 ids = torch.arange(vocab)
@@ -204,9 +204,9 @@ def score_tokens(
 def commit_tokens(
     accepted: Accepted, state: SlotState, slots: Tensor | None = None, counts: Tensor | None = None
 ) -> Tensor:
-    """Token by token, as if each were emitted alone; in place like the op."""
+    """Commit token by token, as if each were emitted alone; in place like the op."""
     batch = accepted.tokens.shape[0]
-    going_on = torch.zeros(batch, dtype=torch.int32)
+    continuing = torch.zeros(batch, dtype=torch.int32)
     for b in range(batch):
         slot = b if slots is None else int(slots[b])
         proposed = accepted.tokens[b, : int(accepted.num_valid[b])].tolist()
@@ -247,5 +247,5 @@ def commit_tokens(
             state.root_tokens[slot] = kept[-1]
         state.finish_reasons[slot] = reason
         if reason == FinishReason.RUNNING:
-            going_on[b] = len(kept)
-    return going_on
+            continuing[b] = len(kept)
+    return continuing
