@@ -72,7 +72,7 @@ def test_forks_read_what_their_source_holds(device: torch.device, page_size: int
     )
 
     def rows(slot: int, count: int) -> torch.Tensor:
-        places = [reference.place(pool.page_table, slot, row, page_size) for row in range(count)]
+        places = [reference.row_address(pool.page_table, slot, row, page_size) for row in range(count)]
         return torch.stack([torch.stack([pools[:, page, row] for page, row in places]) for pools in (k_pools, v_pools)])
 
     before = rows(2, prompt)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ... import _C
 
 if TYPE_CHECKING:
-    from ...ops import Tensor
+    from ...ops._tensor import Tensor
 
 __all__ = [
     "build_tree_kernel_efficient",
