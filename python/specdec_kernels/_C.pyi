@@ -217,7 +217,7 @@ def add_rms_norm(
     x: Tensor,
     weight: Tensor,
     eps: float,
-    shares: Tensor | None,
+    topk_weights: Tensor | None,
     residual: Tensor | None,
     out_sum: Tensor | None,
     out_scales: Tensor | None,
@@ -253,33 +253,33 @@ def moe_grouped_gemm(
     stream: int | None,
     x: Tensor,
     weight: Tensor,
-    order: Tensor,
-    ends: Tensor,
+    sorted_pairs: Tensor,
+    expert_ends: Tensor,
     x_scales: Tensor | None,
     weight_scales: Tensor | None,
     gated: bool,
-    again: bool,
+    routing_ready: bool,
     out: Tensor,
 ) -> None: ...
 def moe_route(
     stream: int | None,
     scores: Tensor,
-    taken: int,
-    normalised: bool,
-    out_experts: Tensor,
-    out_shares: Tensor,
-    out_order: Tensor,
-    out_ends: Tensor,
+    top_k: int,
+    renormalize: bool,
+    out_topk_ids: Tensor,
+    out_topk_weights: Tensor,
+    out_sorted_pairs: Tensor,
+    out_expert_ends: Tensor,
 ) -> None: ...
-def moe_combine(stream: int | None, made: Tensor, shares: Tensor, out: Tensor) -> None: ...
+def moe_combine(stream: int | None, expert_outputs: Tensor, topk_weights: Tensor, out: Tensor) -> None: ...
 def quantize_fp8(
     stream: int | None, x: Tensor, group_size: int | None, scale: Tensor | None, out: Tensor, out_scales: Tensor
 ) -> None: ...
-def dequantize(stream: int | None, numbers: Tensor, scales: Tensor, out: Tensor) -> None: ...
+def dequantize(stream: int | None, qweight: Tensor, scales: Tensor, out: Tensor) -> None: ...
 def rope_qkv_write_kv(
     stream: int | None,
     qkv: Tensor,
-    rotations: Tensor,
+    cos_sin: Tensor,
     positions: Tensor,
     k_pool: Tensor,
     v_pool: Tensor,

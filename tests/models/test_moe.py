@@ -53,7 +53,7 @@ def routes(rows: int, number: int, taken: int, device: torch.device) -> Routing:
 def by_definition(part: Experts, x: Tensor, chosen: Routing) -> Tensor:
     """In float64, row by row."""
     out = torch.zeros(len(x), part.down.shape[2], dtype=torch.float64)
-    for row, (of_row, shares) in enumerate(zip(chosen.experts.tolist(), chosen.shares.tolist(), strict=True)):
+    for row, (of_row, shares) in enumerate(zip(chosen.topk_ids.tolist(), chosen.topk_weights.tolist(), strict=True)):
         for expert, share in zip(of_row, shares, strict=True):
             wide = x[row].double().cpu() @ part.gate_up[expert].double().cpu()
             if part.gate_up_bias is not None:
@@ -130,7 +130,7 @@ def test_every_way_of_eight_bits(rows: int, activations: str, device: torch.devi
     x, chosen = torch.randn(rows, 256, device=device).bfloat16(), routes(rows, 12, 3, device)
     assert part.plan(x, chosen) == ("moe_grouped_gemm" if x.is_cuda else "gathered" if rows == 1 else "all")
     want = torch.zeros(rows, 256, dtype=torch.float64)
-    for row, (of_row, shares) in enumerate(zip(chosen.experts.tolist(), chosen.shares.tolist(), strict=True)):
+    for row, (of_row, shares) in enumerate(zip(chosen.topk_ids.tolist(), chosen.topk_weights.tolist(), strict=True)):
         for expert, share in zip(of_row, shares, strict=True):
             gate_up, down = (weight.double() for weight in part.weights_of(expert, torch.float32))
             gate, up = (rounded(x[row : row + 1], activations).double() @ gate_up).chunk(2, 1)
@@ -138,7 +138,7 @@ def test_every_way_of_eight_bits(rows: int, activations: str, device: torch.devi
             want[row] += (share * inner @ down)[0].cpu()
     for way in (part.by_our_op, part.gathered, part.all_of_them, part):
         assert (way(x, chosen).double().cpu() - want).norm() <= 5e-2 * want.norm()
-    assert torch.equal(stored(x, chosen.experts, chosen.shares), part(x, chosen))
+    assert torch.equal(stored(x, chosen.topk_ids, chosen.topk_weights), part(x, chosen))
 
 
 def test_experts_of_eight_bits_that_the_op_does_not_take() -> None:
@@ -201,14 +201,14 @@ def test_the_softmax_router_takes_the_most_probable(device: torch.device) -> Non
     odds = (x.double() @ scores.weight.double().T + scores.bias.double()).softmax(-1)  # type: ignore[union-attr]
     for normalised in (False, True):
         chosen = SoftmaxRouter(scores, 4, normalised)(x)
-        assert torch.equal(chosen.experts, odds.argsort(-1, descending=True)[:, :4])
-        want = odds.gather(1, chosen.experts)
+        assert torch.equal(chosen.topk_ids, odds.argsort(-1, descending=True)[:, :4])
+        want = odds.gather(1, chosen.topk_ids)
         want = want / want.sum(-1, keepdim=True) if normalised else want
-        torch.testing.assert_close(chosen.shares.double(), want, rtol=1e-5, atol=1e-6)
-        again = routes_of(chosen.experts, chosen.shares, 9)
-        assert torch.equal(chosen.ends, again.ends)
-        of_pairs = chosen.experts.flatten()
-        assert torch.equal(of_pairs[chosen.order], of_pairs[again.order])
+        torch.testing.assert_close(chosen.topk_weights.double(), want, rtol=1e-5, atol=1e-6)
+        again = routes_of(chosen.topk_ids, chosen.topk_weights, 9)
+        assert torch.equal(chosen.expert_ends, again.expert_ends)
+        of_pairs = chosen.topk_ids.flatten()
+        assert torch.equal(of_pairs[chosen.sorted_pairs], of_pairs[again.sorted_pairs])
 
 
 @pytest.mark.parametrize(("groups", "groups_taken"), [(1, 1), (4, 2), (3, 1)])
@@ -219,14 +219,14 @@ def test_the_sigmoid_router_takes_the_best_of_the_best_groups(groups: int, group
     likings = (x.double() @ weight.double().T).sigmoid()
     corrected = (likings + correction).tolist()
     size = 12 // groups
-    for row, experts_of_row in enumerate(chosen.experts.tolist()):
+    for row, experts_of_row in enumerate(chosen.topk_ids.tolist()):
         best_two = {g: sum(sorted(corrected[row][g * size : (g + 1) * size])[-2:]) for g in range(groups)}
         best = sorted(best_two, key=best_two.__getitem__)[-groups_taken:]
         allowed = [expert for expert in range(12) if expert // size in best]
         assert set(experts_of_row) == set(sorted(allowed, key=corrected[row].__getitem__)[-3:])
         shares = likings[row, experts_of_row]
         shares = 1.5 * (shares / shares.sum() if normalised else shares)
-        torch.testing.assert_close(chosen.shares[row].double(), shares, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(chosen.topk_weights[row].double(), shares, rtol=1e-5, atol=1e-6)
 
 
 # --- models

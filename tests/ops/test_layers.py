@@ -99,13 +99,13 @@ def test_add_rms_norm_of_shares(
     shares, residual = shares.to(device), torch.randn(rows, width, device=device).to(dtype)
     weight = torch.randn(width, device=device).to(dtype)
     combined = sd.moe_combine(made, shares)
-    out, total = sd.add_rms_norm(made, weight, 1e-5, residual=residual, shares=shares)
+    out, total = sd.add_rms_norm(made, weight, 1e-5, residual=residual, topk_weights=shares)
     want, want_total = sd.add_rms_norm(combined, weight, 1e-5, residual=residual)
     assert torch.equal(out, want) and torch.equal(total, want_total)
     if width % 8:
         return
     scales, want_scales = (torch.empty(-(-width // 128) if group_size else 1, rows, device=device) for _ in range(2))
-    out, _ = sd.add_rms_norm(made, weight, 1e-5, residual=residual, shares=shares, out_scales=scales)
+    out, _ = sd.add_rms_norm(made, weight, 1e-5, residual=residual, topk_weights=shares, out_scales=scales)
     want, _ = sd.add_rms_norm(combined, weight, 1e-5, residual=residual, out_scales=want_scales)
     assert torch.equal(out.float(), want.float()) and torch.equal(scales, want_scales)
 
@@ -113,13 +113,13 @@ def test_add_rms_norm_of_shares(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"residual": None}, "shares is given, expected None without residual"),
-        ({"shares": torch.rand(2, 4)}, "x has shape [6, 8], expected [rows * taken=8, width]"),
-        ({"shares": torch.rand(3, 2)}, "residual has shape [2, 8], expected [rows=3, width=8]"),
+        ({"residual": None}, "topk_weights is given, expected None without residual"),
+        ({"topk_weights": torch.rand(2, 4)}, "x has shape [6, 8], expected [rows * top_k=8, width]"),
+        ({"topk_weights": torch.rand(3, 2)}, "residual has shape [2, 8], expected [rows=3, width=8]"),
     ],
 )
 def test_add_rms_norm_of_shares_refuses(changes: dict[str, torch.Tensor | None], message: str) -> None:
-    arguments = {"x": torch.randn(6, 8), "residual": torch.randn(2, 8), "shares": torch.rand(2, 3)}
+    arguments = {"x": torch.randn(6, 8), "residual": torch.randn(2, 8), "topk_weights": torch.rand(2, 3)}
     with pytest.raises(ValueError) as error:
         sd.add_rms_norm(weight=torch.ones(8), eps=1e-5, **arguments | changes)
     assert str(error.value) == f"add_rms_norm: {message}"
@@ -530,7 +530,7 @@ def test_small_m_gemm_of_four_bits_refuses(changes: dict[str, torch.Tensor], mes
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"weight_scales": None}, "weight_scales is None, expected a tensor beside x_scales"),
+        ({"weight_scales": None}, "weight_scales is None, expected a tensor with x_scales"),
         ({"x_scales": None}, "x is float8_e4m3fn, expected float16 or bfloat16"),
         ({"x": torch.zeros(2, 256).bfloat16()}, "x is bfloat16, expected float8_e4m3fn"),
         ({"weight_scales": torch.ones(2, 16)}, "weight_scales has shape [2, 16], expected [groups=1, out_features=16]"),
@@ -569,7 +569,10 @@ def experts_of(
     of 16 bits where `scaled` is "halves"."""
     chosen = 2 + torch.rand(rows, experts - 2).topk(taken).indices
     flat, order = chosen.flatten().sort()
-    arguments = {"order": order, "ends": torch.searchsorted(flat, torch.arange(experts), right=True, out_int32=True)}
+    arguments = {
+        "sorted_pairs": order,
+        "expert_ends": torch.searchsorted(flat, torch.arange(experts), right=True, out_int32=True),
+    }
     if scaled == "halves":
         arguments["x"] = torch.randn(rows, width).bfloat16()
         arguments["weight"] = (torch.randn(experts, outs, width) / width**0.5).bfloat16()
@@ -639,7 +642,7 @@ def test_moe_grouped_gemm_of_sixteen_bits(
         sd.moe_grouped_gemm(**given, gated=gated, out=wide[:, :made])
         assert wide[:, made:].isnan().all()
         check(wide[:, :made], reference.moe_grouped_gemm(**{k: t.cpu() for k, t in given.items()}, gated=gated))
-        assert torch.equal(sd.moe_grouped_gemm(**given, gated=gated, again=True), wide[:, :made])
+        assert torch.equal(sd.moe_grouped_gemm(**given, gated=gated, routing_ready=True), wide[:, :made])
 
 
 @pytest.mark.sanitize
@@ -660,8 +663,8 @@ def test_moe_grouped_gemm_do_not_depend_on_their_neighbours(scaled: str, device:
         flat, order = chosen[first:last].flatten().sort()
         part = {
             "x": given["x"][first:last],
-            "order": order.to(device),
-            "ends": torch.searchsorted(flat, torch.arange(9), right=True, out_int32=True).to(device),
+            "sorted_pairs": order.to(device),
+            "expert_ends": torch.searchsorted(flat, torch.arange(9), right=True, out_int32=True).to(device),
         }
         if scaled == "groups":
             part["x_scales"] = given["x_scales"][:, first:last]
@@ -672,12 +675,12 @@ def test_moe_grouped_gemm_do_not_depend_on_their_neighbours(scaled: str, device:
 def test_moe_grouped_gemm_stay_in_their_tensors(scaled: str, device: torch.device) -> None:
     """Whatever order and ends say: pairs of nowhere are of the nearest row, and what ends before it begins is empty."""
     given, _ = experts_of(2, 2, 4, 128, 16, scaled, device)
-    given["order"] = torch.tensor([-7, 1, 900, 2], device=device)
-    given["ends"] = torch.tensor([-3, -5, 2, 1000], dtype=torch.int32, device=device)
+    given["sorted_pairs"] = torch.tensor([-7, 1, 900, 2], device=device)
+    given["expert_ends"] = torch.tensor([-3, -5, 2, 1000], dtype=torch.int32, device=device)
     out = torch.full((4, 16), torch.nan, device=device).bfloat16()
     sd.moe_grouped_gemm(**given, out=out)
     assert out.isfinite().all()
-    given["ends"] = torch.tensor([0, 0, 4, 1], dtype=torch.int32, device=device)
+    given["expert_ends"] = torch.tensor([0, 0, 4, 1], dtype=torch.int32, device=device)
     assert sd.moe_grouped_gemm(**given).isfinite().all()
 
 
@@ -691,15 +694,15 @@ def test_moe_grouped_gemm_stay_in_their_tensors(scaled: str, device: torch.devic
             {"weight": torch.zeros(3, 24, 256).to(torch.float8_e4m3fn)},
             "out_features is 24, expected a multiple of 16",
         ),
-        ({"order": torch.zeros(5, dtype=torch.int64)}, "pairs is 5, expected a multiple of 2"),
-        ({"order": torch.zeros(4, dtype=torch.int32)}, "order is int32, expected int64"),
-        ({"ends": torch.zeros(4, dtype=torch.int32)}, "ends has shape [4], expected [experts=3]"),
+        ({"sorted_pairs": torch.zeros(5, dtype=torch.int64)}, "pairs is 5, expected a multiple of 2"),
+        ({"sorted_pairs": torch.zeros(4, dtype=torch.int32)}, "sorted_pairs is int32, expected int64"),
+        ({"expert_ends": torch.zeros(4, dtype=torch.int32)}, "expert_ends has shape [4], expected [experts=3]"),
         ({"weight_scales": torch.ones(3, 3, 32)}, "groups is 3, expected 1 or 2"),
         ({"x_scales": torch.ones(1, 2)}, "x is bfloat16, expected float8_e4m3fn"),
         ({"weight_scales": None}, "weight is float8_e4m3fn, expected bfloat16"),
         (
             {"weight_scales": None, "x_scales": torch.ones(1, 2)},
-            "weight_scales is None, expected a tensor beside x_scales",
+            "weight_scales is None, expected a tensor with x_scales",
         ),
         ({"weight_scales": None, "x": torch.zeros(2, 32).half()}, "in_features is 32, expected 64 to 2147483647"),
         ({"weight_scales": None, "x": torch.zeros(2, 96).half()}, "in_features is 96, expected a multiple of 64"),
@@ -713,8 +716,8 @@ def test_moe_grouped_gemm_refuses(changes: dict[str, torch.Tensor], message: str
     arguments = {
         "x": torch.zeros(2, 256).bfloat16(),
         "weight": torch.zeros(3, 32, 256).to(torch.float8_e4m3fn),
-        "order": torch.zeros(4, dtype=torch.int64),
-        "ends": torch.zeros(3, dtype=torch.int32),
+        "sorted_pairs": torch.zeros(4, dtype=torch.int64),
+        "expert_ends": torch.zeros(3, dtype=torch.int32),
         "weight_scales": torch.ones(3, 1, 32),
     } | changes
     with pytest.raises(ValueError) as error:
@@ -727,7 +730,7 @@ def test_moe_grouped_gemm_refuses(changes: dict[str, torch.Tensor], message: str
 
 @pytest.mark.sanitize
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("normalised", [False, True])
+@pytest.mark.parametrize("renormalize", [False, True])
 @pytest.mark.parametrize(
     ("rows", "experts", "taken"),
     [
@@ -746,32 +749,32 @@ def test_moe_grouped_gemm_refuses(changes: dict[str, torch.Tensor], message: str
     ],
 )
 def test_moe_route(
-    rows: int, experts: int, taken: int, normalised: bool, dtype: torch.dtype, device: torch.device
+    rows: int, experts: int, taken: int, renormalize: bool, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Many scores are alike."""
     wide = torch.full((rows, experts + 3), torch.nan).to(dtype)
     wide[:, :experts] = (torch.randn(rows, experts) * 3).round() / 2
-    got = sd.moe_route(wide.to(device)[:, :experts], taken, normalised=normalised)
-    want = reference.moe_route(wide[:, :experts], taken, normalised=normalised)
-    for name in ("experts", "order", "ends"):
+    got = sd.moe_route(wide.to(device)[:, :experts], taken, renormalize=renormalize)
+    want = reference.moe_route(wide[:, :experts], taken, renormalize=renormalize)
+    for name in ("topk_ids", "sorted_pairs", "expert_ends"):
         assert torch.equal(getattr(got, name).cpu(), getattr(want, name)), name
     if rows:
-        check(got.shares, want.shares)
+        check(got.topk_weights, want.topk_weights)
 
 
 @pytest.mark.parametrize("rows", [1, 70])
-@pytest.mark.parametrize("normalised", [False, True])
-def test_moe_route_of_any_scores(normalised: bool, rows: int, device: torch.device) -> None:
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_moe_route_of_any_scores(renormalize: bool, rows: int, device: torch.device) -> None:
     """What is no number counts as -inf, infinities share the whole, and rows of neither are taken from the front."""
     nan, inf = torch.nan, torch.inf
     scores = torch.tensor(
         [[nan, 1, -inf, 2, nan], [inf, 5, inf, nan, -inf], [nan] * 5, [-inf] * 5, [-0.0, 0, 0, -0.0, 0]]
     )
-    got = sd.moe_route(scores.repeat(rows, 1).to(device), 3, normalised=normalised)
-    want = reference.moe_route(scores, 3, normalised=normalised)
-    assert want.experts.tolist() == [[3, 1, 0], [0, 2, 1], [0, 1, 2], [0, 1, 2], [0, 1, 2]]
-    assert torch.equal(got.experts.cpu(), want.experts.repeat(rows, 1))
-    check(got.shares, want.shares.repeat(rows, 1))
+    got = sd.moe_route(scores.repeat(rows, 1).to(device), 3, renormalize=renormalize)
+    want = reference.moe_route(scores, 3, renormalize=renormalize)
+    assert want.topk_ids.tolist() == [[3, 1, 0], [0, 2, 1], [0, 1, 2], [0, 1, 2], [0, 1, 2]]
+    assert torch.equal(got.topk_ids.cpu(), want.topk_ids.repeat(rows, 1))
+    check(got.topk_weights, want.topk_weights.repeat(rows, 1))
 
 
 def test_moe_route_do_not_depend_on_their_neighbours(device: torch.device) -> None:
@@ -779,8 +782,8 @@ def test_moe_route_do_not_depend_on_their_neighbours(device: torch.device) -> No
     whole = sd.moe_route(scores, 6)
     for first, last in ((0, 1), (50, 90), (3, 130)):
         part = sd.moe_route(scores[first:last], 6)
-        assert torch.equal(part.experts, whole.experts[first:last])
-        assert torch.equal(part.shares, whole.shares[first:last])
+        assert torch.equal(part.topk_ids, whole.topk_ids[first:last])
+        assert torch.equal(part.topk_weights, whole.topk_weights[first:last])
 
 
 @pytest.mark.parametrize(
@@ -788,14 +791,14 @@ def test_moe_route_do_not_depend_on_their_neighbours(device: torch.device) -> No
     [
         ({"scores": torch.zeros(2, 8, dtype=torch.int32)}, "scores is int32, expected float32 or float16 or bfloat16"),
         ({"scores": torch.zeros(2, 1025)}, "experts is 1025, expected 1 to 1024"),
-        ({"taken": 9}, "taken is 9, expected 1 to 8"),
-        ({"taken": 33, "scores": torch.zeros(2, 64)}, "taken is 33, expected 1 to 32"),
+        ({"top_k": 9}, "top_k is 9, expected 1 to 8"),
+        ({"top_k": 33, "scores": torch.zeros(2, 64)}, "top_k is 33, expected 1 to 32"),
         ({"scores": torch.zeros(70000, 8)}, "pairs is 280000, expected 0 to 262144"),
     ],
 )
 def test_moe_route_refuses(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as error:
-        sd.moe_route(**({"scores": torch.zeros(2, 8), "taken": 4} | changes))
+        sd.moe_route(**({"scores": torch.zeros(2, 8), "top_k": 4} | changes))
     assert str(error.value) == f"moe_route: {message}"
 
 
@@ -820,14 +823,14 @@ def test_moe_combine(rows: int, taken: int, width: int, dtype: torch.dtype, devi
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"made": torch.zeros(5, 8)}, "made has shape [5, 8], expected [rows * taken=6, width]"),
-        ({"shares": torch.zeros(2, 3).half()}, "shares is float16, expected float32"),
+        ({"expert_outputs": torch.zeros(5, 8)}, "expert_outputs has shape [5, 8], expected [rows * top_k=6, width]"),
+        ({"topk_weights": torch.zeros(2, 3).half()}, "topk_weights is float16, expected float32"),
         ({"out": torch.zeros(2, 8).half()}, "out is float16, expected float32"),
-        ({"made": torch.zeros(6, 0)}, "width is 0, expected 1 to 2147483647"),
+        ({"expert_outputs": torch.zeros(6, 0)}, "width is 0, expected 1 to 2147483647"),
     ],
 )
 def test_moe_combine_refuses(changes: dict[str, torch.Tensor], message: str) -> None:
-    arguments = {"made": torch.zeros(6, 8), "shares": torch.zeros(2, 3)} | changes
+    arguments = {"expert_outputs": torch.zeros(6, 8), "topk_weights": torch.zeros(2, 3)} | changes
     with pytest.raises(ValueError) as error:
         sd.moe_combine(**arguments)
     assert str(error.value) == f"moe_combine: {message}"
@@ -894,17 +897,17 @@ def test_dequantize(rows: int, width: int, groups: int, bits: int, dtype: torch.
     [
         ({"scales": torch.ones(3, 2)}, "groups is 3, expected 1 or 2"),
         (
-            {"numbers": torch.zeros(2, 8, dtype=torch.uint8), "scales": torch.ones(3, 2)},
+            {"qweight": torch.zeros(2, 8, dtype=torch.uint8), "scales": torch.ones(3, 2)},
             "groups is 3, expected a divisor of 16",
         ),
-        ({"numbers": torch.zeros(2, 8)}, "numbers is float32, expected float8_e4m3fn or uint8"),
+        ({"qweight": torch.zeros(2, 8)}, "qweight is float32, expected float8_e4m3fn or uint8"),
         ({"out": torch.zeros(2, 4)}, "out has shape [2, 4], expected [rows=2, width=256]"),
     ],
 )
 def test_dequantize_refuses(arguments: dict[str, torch.Tensor], message: str) -> None:
     numbers = torch.zeros(2, 256).to(torch.float8_e4m3fn)
     with pytest.raises(ValueError) as error:
-        sd.dequantize(**({"numbers": numbers, "scales": torch.ones(1, 2)} | arguments))
+        sd.dequantize(**({"qweight": numbers, "scales": torch.ones(1, 2)} | arguments))
     assert str(error.value) == f"dequantize: {message}"
 
 
@@ -925,7 +928,7 @@ def test_quantize_fp8_at_the_ends(device: torch.device) -> None:
         ({"group_size": 64}, "quantize_fp8: group_size is 64, expected 128 or None"),
         (
             {"group_size": 128, "scale": torch.ones(1)},
-            "quantize_fp8: scale is given, expected none beside a group_size",
+            "quantize_fp8: scale is given, expected None with a group_size",
         ),
         (
             {"x": torch.zeros(2, 3, dtype=torch.int32)},

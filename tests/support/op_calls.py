@@ -84,7 +84,7 @@ def calls(op: str, device: torch.device) -> list[tuple[tuple[Any, ...], dict[str
         "add_rms_norm": [
             ((floats(3, 64), floats(64), 1e-5), {}),
             ((floats(3, 64), floats(64), 1e-5), {"residual": floats(3, 64)}),
-            ((floats(6, 64), floats(64), 1e-5), {"residual": floats(3, 64), "shares": floats(3, 2)}),
+            ((floats(6, 64), floats(64), 1e-5), {"residual": floats(3, 64), "topk_weights": floats(3, 2)}),
         ],
         "rms_norm_concat": [
             ((floats(9, 64), ints(3), floats(64), floats(4, 64), floats(64), 1e-5), options)
@@ -111,7 +111,7 @@ def calls(op: str, device: torch.device) -> list[tuple[tuple[Any, ...], dict[str
             )
             for options in ({}, {"gated": True})
         ],
-        "moe_route": [((floats(5, 9), 3), options) for options in ({}, {"normalised": True})],
+        "moe_route": [((floats(5, 9), 3), options) for options in ({}, {"renormalize": True})],
         "moe_combine": [((floats(6, 40), floats(2, 3)), {})],
         "quantize_fp8": [((floats(3, 200),), {}), ((floats(3, 200),), {"group_size": 128})],
         "rope_qkv_write_kv": [

@@ -33,7 +33,7 @@ def experts(device: torch.device, p: Params) -> Work:
     chosen = torch.rand(rows, number, device=device).topk(taken).indices
     routes = routes_of(chosen, torch.rand(rows, taken, device=device) / taken, number)
     want = reference(part, x, routes)
-    touched = len(routes.experts.unique())
+    touched = len(routes.topk_ids.unique())
     ways, plan = part.ways(), part.plan(x, routes)
     captures = {"gathered", "all", plan} if x.is_cuda else set(ways) - ({"moe_grouped_gemm"} - {plan})
     captures |= {"grouped"} if part.has_grouped_kernel(x) else set()
@@ -58,7 +58,7 @@ def reference(part: Experts, x: Tensor, routes: Routing) -> Tensor:
     out = torch.zeros(x.shape, device=x.device)
     x = rounded(x, part.activations).float()
     for row in range(len(x)):
-        for expert, share in zip(routes.experts[row].tolist(), routes.shares[row].tolist(), strict=True):
+        for expert, share in zip(routes.topk_ids[row].tolist(), routes.topk_weights[row].tolist(), strict=True):
             gate_up, down = part.weights_of(expert, torch.float32)
             gate, up = (x[row] @ gate_up.float()).chunk(2)
             inner = rounded((torch.nn.functional.silu(gate) * up)[None], part.activations)[0]

@@ -140,23 +140,23 @@ def dequantize(device: torch.device, p: Params) -> Work:
 
 def moe_route(device: torch.device, p: Params) -> Work:
     scores, taken = random(p, device, p["rows"], p["experts"]), p["taken"]
-    want = reference.moe_route(scores, taken, normalised=True)
-    out = sd.Routing(*(torch.full_like(part, -1) for part in want._replace(shares=want.shares.float())))
+    want = reference.moe_route(scores, taken, renormalize=True)
+    out = sd.Routing(*(torch.full_like(part, -1) for part in want._replace(topk_weights=want.topk_weights.float())))
 
     def check() -> None:
-        for name in ("experts", "order", "ends"):
+        for name in ("topk_ids", "sorted_pairs", "expert_ends"):
             expect_equal(name, getattr(out, name), getattr(want, name))
-        expect_near("shares", out.shares, want.shares, 1e-6)
+        expect_near("topk_weights", out.topk_weights, want.topk_weights, 1e-6)
 
     def plain() -> Tensor:
         shares, experts = scores.softmax(-1, dtype=torch.float32).topk(taken)
-        return routes_of(experts, shares / shares.sum(-1, keepdim=True), scores.shape[1]).shares
+        return routes_of(experts, shares / shares.sum(-1, keepdim=True), scores.shape[1]).topk_weights
 
     return Work(
-        call=lambda: sd.moe_route(scores, taken, normalised=True, out=out),
+        call=lambda: sd.moe_route(scores, taken, renormalize=True, out=out),
         check=check,
         bytes_moved=bytes_of(scores, *out),
-        baseline=Baseline("torch", plain, lambda got: expect_near("shares", got, want.shares, 1e-6)),
+        baseline=Baseline("torch", plain, lambda got: expect_near("topk_weights", got, want.topk_weights, 1e-6)),
     )
 
 

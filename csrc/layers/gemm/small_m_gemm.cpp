@@ -41,7 +41,7 @@ void small_m_gemm(CallStream stream, const TensorView& x, const TensorView& weig
   Check check("small_m_gemm");
   Dim M{"rows"}, K{"in_features"}, W{gated ? "2 * out_features" : "out_features"}, N{"out_features"}, G{"groups"};
   const bool is_fp8 = x_scales.has_value(), scaled = weight_scales.has_value(), is_int4 = scaled && !is_fp8;
-  check.that(scaled || !is_fp8, "weight_scales", "is None", "a tensor beside x_scales");
+  check.that(scaled || !is_fp8, "weight_scales", "is None", "a tensor with x_scales");
   check.strided("x", x, {M, K}, is_fp8 ? kFloat8 : kFloat16 | kBFloat16);
   check.range("rows", M, 0, kMaxSmallMRows);
   check.range("in_features", K, 64, INT32_MAX);

@@ -4,7 +4,7 @@ namespace specdec::layers {
 namespace {
 
 // Sizes up to which our kernels measured faster than cuBLAS: kFewRows with any weight; on Hopper, kMoreRows with a
-// weight whose rows fit one group of tiles per block, kMoreOuts (docs/notebook/small_m_gemm.md).
+// weight whose rows fit one group of tiles per block, kMoreOuts (docs/notebook/rounds.md).
 constexpr int64_t kFewRows = 64, kMoreRows = 128, kMoreOuts = 32768;
 
 bool can_run(const GemmShape& s, const Device& device) {
@@ -28,14 +28,14 @@ GemmPlan fastest_plan(const GemmShape& s, const Device& device) {
 GemmPlan plan_small_m_gemm(const Check& check, const GemmShape& shape, const Device& device,
                            const std::optional<std::string>& name) {
   const GemmPlan best = best_kernel(shape, device);
-  check.that(shape.bits == 16 || best == GemmPlan::kWgmma, "weight", {"has numbers of ", shape.bits, " bits"},
-             "16 bits, which is all that this device and these rows have a kernel for");
+  check.that(shape.bits == 16 || best == GemmPlan::kWgmma, "weight", {"has ", shape.bits, "-bit elements"},
+             "16-bit elements, the only ones that this device and these rows have a kernel for");
   if (!name) return best;
   for (const GemmPlan plan : {shape.bits == 16 ? GemmPlan::kMma : best, best})
     if (*name == to_string(plan)) return plan;
   check.that(false, "plan", {"is ", *name},
-             shape.bits < 16          ? "sm90.wgmma, which is all that numbers of fewer bits have"
-             : best == GemmPlan::kMma ? "sm80.mma, which is all that this device and these rows have"
+             shape.bits < 16          ? "sm90.wgmma, the only kernel for FP8 and INT4 weights"
+             : best == GemmPlan::kMma ? "sm80.mma, the only kernel for this device and these rows"
                                       : "sm80.mma or sm90.wgmma");
   return best;
 }

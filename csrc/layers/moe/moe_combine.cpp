@@ -8,11 +8,11 @@ namespace specdec::layers {
 void moe_combine(CallStream stream, const TensorView& expert_outputs, const TensorView& topk_weights,
                  const TensorView& out) {
   Check check("moe_combine");
-  Dim T{"rows"}, J{"taken"}, W{"width"};
-  check.tensor("shares", topk_weights, {T, J}, kFloat32);
-  check.range("taken", J, 1, kMaxSmallMRows);
-  Dim M{"rows * taken", T * J};
-  check.strided("made", expert_outputs, {M, W}, kFloats);
+  Dim T{"rows"}, J{"top_k"}, W{"width"};
+  check.tensor("topk_weights", topk_weights, {T, J}, kFloat32);
+  check.range("top_k", J, 1, kMaxSmallMRows);
+  Dim M{"rows * top_k", T * J};
+  check.strided("expert_outputs", expert_outputs, {M, W}, kFloats);
   check.range("width", W, 1, INT32_MAX);
   check.strided_output("out", out, {T, W}, dtype_of(expert_outputs));
   if (T == 0) return;

@@ -16,7 +16,7 @@ void moe_grouped_gemm(CallStream stream, const TensorView& x, const TensorView& 
   Dim T{"rows"}, M{"pairs"}, E{"experts"}, K{"in_features"}, G{"groups"};
   Dim W{gated ? "2 * out_features" : "out_features"}, N{"out_features"};
   const bool is_fp8 = x_scales.has_value(), scaled = weight_scales.has_value();
-  check.that(scaled || !is_fp8, "weight_scales", "is None", "a tensor beside x_scales");
+  check.that(scaled || !is_fp8, "weight_scales", "is None", "a tensor with x_scales");
   check.strided("x", x, {T, K}, is_fp8 ? kFloat8 : kFloat16 | kBFloat16);
   const int64_t in_multiple = scaled ? kWeightGroup : 64;
   check.range("in_features", K, in_multiple, INT32_MAX);
@@ -27,10 +27,10 @@ void moe_grouped_gemm(CallStream stream, const TensorView& x, const TensorView& 
   check.that(W % 16 == 0, W.name, {"is ", W}, "a multiple of 16");
   for (const auto& [name, tensor] : {std::pair{"x", &x}, {"weight", &weight}})
     check.that(copy_unit({tensor}) == 16, name, "has rows off 16 bytes", "rows that start on 16 bytes");
-  check.tensor("order", sorted_pairs, {M}, kInt64);
+  check.tensor("sorted_pairs", sorted_pairs, {M}, kInt64);
   check.range("pairs", M, 0, kMaxSmallMRows);
   check.that(T > 0 ? M % T == 0 : M == 0, "pairs", {"is ", M}, {"a multiple of ", T});
-  check.tensor("ends", expert_ends, {E}, kInt32);
+  check.tensor("expert_ends", expert_ends, {E}, kInt32);
   if (is_fp8) check.strided("x_scales", *x_scales, {G, T}, kFloat32);
   if (scaled) {
     check.tensor("weight_scales", *weight_scales, {E, G, W}, kFloat32);

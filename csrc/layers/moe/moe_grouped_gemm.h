@@ -22,7 +22,8 @@ struct MoeGroupedGemmParams {
   int64_t x_stride, x_scales_stride, out_stride;  // between rows, in elements; x_scales_stride between groups
   Dtypes dtype;                                   // of out, and of x and weight unless they have scales
   bool gated;                                     // out is silu(gate) * up; outs is a multiple of 8
-  bool routing_ready;  // sorted_pairs and expert_ends were complete before the previous kernel
+  // A call with these sorted_pairs and expert_ends was launched on the stream after they were written.
+  bool routing_ready;
 
   SD_HD int64_t weight_rows() const { return gated ? 2 * outs : outs; }
   // Return where an expert's pairs begin (expert may be `experts`), clamped to sorted_pairs whatever the data says.

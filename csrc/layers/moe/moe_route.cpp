@@ -13,16 +13,16 @@ void moe_route(CallStream stream, const TensorView& scores, int64_t top_k, bool 
                const TensorView& out_topk_ids, const TensorView& out_topk_weights, const TensorView& out_sorted_pairs,
                const TensorView& out_expert_ends) {
   Check check("moe_route");
-  Dim T{"rows"}, E{"experts"}, J{"taken", top_k};
+  Dim T{"rows"}, E{"experts"}, J{"top_k", top_k};
   check.strided("scores", scores, {T, E}, kFloats);
   check.range("experts", E, 1, kMaxExperts);
-  check.range("taken", top_k, 1, std::min<int64_t>(E, kMaxTopK));
+  check.range("top_k", top_k, 1, std::min<int64_t>(E, kMaxTopK));
   Dim M{"pairs", T * J};
   check.range("pairs", M, 0, kMaxSmallMRows);
-  check.output("out.experts", out_topk_ids, {T, J}, kInt64);
-  check.output("out.shares", out_topk_weights, {T, J}, kFloat32);
-  check.output("out.order", out_sorted_pairs, {M}, kInt64);
-  check.output("out.ends", out_expert_ends, {E}, kInt32);
+  check.output("out.topk_ids", out_topk_ids, {T, J}, kInt64);
+  check.output("out.topk_weights", out_topk_weights, {T, J}, kFloat32);
+  check.output("out.sorted_pairs", out_sorted_pairs, {M}, kInt64);
+  check.output("out.expert_ends", out_expert_ends, {E}, kInt32);
 
   const MoeRouteParams params{
       .scores = scores.data<void>(),

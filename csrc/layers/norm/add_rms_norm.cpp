@@ -14,12 +14,12 @@ void add_rms_norm(CallStream stream, const TensorView& x, const TensorView& weig
                   const OptTensor& out_scales, const TensorView& out) {
   Check check("add_rms_norm");
   Dim T{"rows"}, H{"width"};
-  Dim J{"taken", 1};
+  Dim J{"top_k", 1};
   if (topk_weights) {
-    J = Dim{"taken"};
-    check.tensor("shares", *topk_weights, {T, J}, kFloat32);
-    check.range("taken", J, 1, INT32_MAX);
-    Dim M{"rows * taken", T * J};
+    J = Dim{"top_k"};
+    check.tensor("topk_weights", *topk_weights, {T, J}, kFloat32);
+    check.range("top_k", J, 1, INT32_MAX);
+    Dim M{"rows * top_k", T * J};
     check.strided("x", x, {M, H}, kFloats);
   } else {
     check.strided("x", x, {T, H}, kFloats);
@@ -27,10 +27,10 @@ void add_rms_norm(CallStream stream, const TensorView& x, const TensorView& weig
   const Dtypes dtype = dtype_of(x);
   check.range("width", H, 1, INT32_MAX);
   check.tensor("weight", weight, {H}, dtype);
-  check.that(!topk_weights || residual, "shares", "is given", "None without residual");
+  check.that(!topk_weights || residual, "topk_weights", "is given", "None without residual");
   const float epsilon = check.factor("eps", eps);
   check.that(residual.has_value() == out_sum.has_value(), "out[1]", out_sum ? "is given" : "is None",
-             residual ? "a tensor beside residual" : "None without residual");
+             residual ? "a tensor with residual" : "None without residual");
   if (residual) {
     check.strided("residual", *residual, {T, H}, dtype);
     check.strided_output("out[1]", *out_sum, {T, H}, dtype);

@@ -7,7 +7,7 @@ namespace specdec::layers {
 void dequantize(CallStream stream, const TensorView& qweight, const TensorView& scales, const TensorView& out) {
   Check check("dequantize");
   Dim N{"rows"}, B{"bytes"}, G{"groups"}, K{"width"};
-  check.strided("numbers", qweight, {N, B}, kFloat8 | kUInt8);
+  check.strided("qweight", qweight, {N, B}, kFloat8 | kUInt8);
   const bool is_int4 = dtype_of(qweight) == kUInt8;
   check.range("bytes", B, 1, INT32_MAX / 2);
   K.value = is_int4 ? 2 * B : B.value;

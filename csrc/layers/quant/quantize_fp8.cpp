@@ -15,7 +15,7 @@ void quantize_fp8(CallStream stream, const TensorView& x, std::optional<int64_t>
   check.tensor("scale", scale, {1}, kFloat32);
   check.strided_output("out", out, {T, W}, kFloat8);
   check.that(!group_size || *group_size == kFp8Group, "group_size", {"is ", group_size.value_or(0)}, "128 or None");
-  check.that(!group_size || !scale, "scale", "is given", "none beside a group_size");
+  check.that(!group_size || !scale, "scale", "is given", "None with a group_size");
   Dim G{"groups", group_size ? (W + kFp8Group - 1) / kFp8Group : 1};
   check.strided_output("out_scales", out_scales, {G, T}, kFloat32);
   if (T == 0) return;

@@ -26,7 +26,7 @@ void rope_qkv_write_kv(CallStream stream, const TensorView& qkv, const TensorVie
     check.strided("qkv", qkv, {B, Q, A, D}, kFloats);
   const Dtypes dtype = dtype_of(qkv);
   check.that(D == 64 || D == 128 || D == 256, "head_dim", {"is ", D}, "64, 128 or 256");
-  check.tensor("rotations", cos_sin, {X, D}, kFloat32);
+  check.tensor("cos_sin", cos_sin, {X, D}, kFloat32);
   check.range("num_positions", X, 1, std::numeric_limits<int32_t>::max());
   if (packed)
     check.tensor("positions", positions, {T}, kInt32);

@@ -17,46 +17,45 @@ def add_rms_norm(
     eps: float,
     *,
     residual: Tensor | None = None,
-    shares: Tensor | None = None,
+    topk_weights: Tensor | None = None,
     out: tuple[Tensor | None, Tensor | None] = (None, None),
     out_scales: Tensor | None = None,
     stream: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Every row over its root mean square, times a weight; with `residual`, of the sum of both.
+    """Apply RMSNorm, `x / rms(x) * weight`; with `residual`, to x + residual.
 
-    Sums and products are float32; what is normalised is the sum as it is stored. On a GPU the op reads `weight` before
-    the kernel launched ahead of it has finished: that one must not write it.
+    Arithmetic is float32; with a residual, the sum is normalized as it is stored. On a GPU the op reads `weight` before
+    the previous kernel on the stream has finished: that kernel must not write it.
 
     Args:
         x: [T, H] float32, float16 or bfloat16; rows may be strided, here and below.
         weight: [H] of the same dtype.
         eps: added to the mean square, above 0.
         residual: [T, H] like x, added to it.
-        shares: [T, taken] float32, beside a residual: x is then [T * taken, H], of which `moe_combine` would make what
-            is added to the residual, with the same bits.
+        topk_weights: [T, top_k] float32, only with a residual. x is then [T * top_k, H], expert outputs, which are
+            combined first, with the same bits as by `moe_combine`.
         out: the two results, None for one that is to be allocated. The second may be x or residual, and is None without
             a residual.
-        out_scales: [G, T] float32, to be written: the rows are then float8_e4m3fn, the very numbers and scales that
-            `quantize_fp8` makes of them, for whole rows (G is 1) or groups of 128. On a GPU rows then start on 16
-            bytes.
+        out_scales: [G, T] float32, to be written: out is then float8_e4m3fn with these scales, equal to `quantize_fp8`
+            of the result, for whole rows (G is 1) or groups of 128. On a GPU rows must then start on 16 bytes.
 
     Returns:
-        The rows [T, H], and x + residual [T, H]; without a residual, x itself.
+        The normalized rows [T, H], and x + residual [T, H]; without a residual, x itself.
 
     Raises:
-        ValueError: wrong dtype, shape, device or stride; out[1] or shares without a residual; out_scales of rows off 16
-            bytes.
+        ValueError: wrong dtype, shape, device or stride; out[1] or topk_weights without a residual; out_scales with
+            rows off 16 bytes.
     """
     rows, total = out
     shape = shape_of("add_rms_norm", "x", x, 2)
-    if shares is not None:
-        shape = shape_of("add_rms_norm", "shares", shares, 2)[0], shape[1]
+    if topk_weights is not None:
+        shape = shape_of("add_rms_norm", "topk_weights", topk_weights, 2)[0], shape[1]
     if rows is None:
-        rounded = out_scales is not None
-        rows = empty("add_rms_norm", x, shape, "float8_e4m3fn") if rounded else empty_like("add_rms_norm", x, shape)
+        quantized = out_scales is not None
+        rows = empty("add_rms_norm", x, shape, "float8_e4m3fn") if quantized else empty_like("add_rms_norm", x, shape)
     if residual is not None and total is None:
         total = empty_like("add_rms_norm", x, shape)
-    _C.add_rms_norm(stream, x, weight, eps, shares, residual, total, out_scales, rows)
+    _C.add_rms_norm(stream, x, weight, eps, topk_weights, residual, total, out_scales, rows)
     return rows, x if residual is None else total
 
 
@@ -72,40 +71,40 @@ def rms_norm_concat(
     out: tuple[Tensor | None, Tensor | None] = (None, None),
     stream: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What an EAGLE-3 layer reads: the embeddings of tokens beside a feature each, both over their root mean squares.
+    """Build the input of an EAGLE-3 layer: RMS-normalized token embeddings and features, concatenated.
 
-    On a GPU the op reads the norms' weights before the kernel launched ahead of it has finished: that one must not
+    On a GPU the op reads the norm weights before the previous kernel on the stream has finished: that kernel must not
     write them.
 
     Args:
         embeddings: [V, H] float32, float16 or bfloat16; rows may be strided, here and below.
-        tokens: [T] int32. A number outside a table, here and below, takes its nearest row.
+        tokens: [T] int32. An index outside its table, here and below, is clamped.
         features: [F, H] like embeddings.
-        feature_rows: [T] int32, the feature of each row; None: feature i is row i's, and F is T or more.
-        embedding_weight, feature_weight: [H] of the same dtype, of the norms.
+        feature_rows: [T] int32, the feature of each row. None: row i reads feature i, and F is T or more.
+        embedding_weight, feature_weight: [H] of the same dtype, the norm weights.
         eps: of both norms, above 0.
         out: the two results, None for one that is to be allocated.
 
     Returns:
-        The pairs [T, 2 * H], embeddings first, and the features of the rows [T, H] as they were.
+        The concatenated rows [T, 2 * H], embeddings first, and the selected features [T, H], unchanged.
 
     Raises:
         ValueError: wrong dtype, shape, device or stride; an empty table.
     """
-    pairs, kept = out
-    if pairs is None or kept is None:
-        (rows,) = shape_of("rms_norm_concat", "tokens", tokens, 1)
+    rows, selected = out
+    if rows is None or selected is None:
+        (num_rows,) = shape_of("rms_norm_concat", "tokens", tokens, 1)
         _, width = shape_of("rms_norm_concat", "embeddings", embeddings, 2)
-        pairs = empty_like("rms_norm_concat", embeddings, (rows, 2 * width)) if pairs is None else pairs
-        kept = empty_like("rms_norm_concat", embeddings, (rows, width)) if kept is None else kept
+        rows = empty_like("rms_norm_concat", embeddings, (num_rows, 2 * width)) if rows is None else rows
+        selected = empty_like("rms_norm_concat", embeddings, (num_rows, width)) if selected is None else selected
     _C.rms_norm_concat(
-        stream, embeddings, tokens, embedding_weight, features, feature_rows, feature_weight, eps, pairs, kept
+        stream, embeddings, tokens, embedding_weight, features, feature_rows, feature_weight, eps, rows, selected
     )
-    return pairs, kept
+    return rows, selected
 
 
 def silu_and_mul(x: Tensor, *, out: Tensor | None = None, stream: int | None = None) -> Tensor:
-    """silu(gate) * up of rows that hold both side by side, in float32, rounded once.
+    """Compute silu(gate) * up (SwiGLU) in float32, rounded once.
 
     Args:
         x: [T, 2 * I] float32, float16 or bfloat16: gate, then up; rows may be strided.
@@ -135,26 +134,25 @@ def small_m_gemm(
     out: Tensor | None = None,
     stream: int | None = None,
 ) -> Tensor:
-    """Rows times a weight: `x @ weight.T + bias`, summed in float32, a few at the speed of reading the weight.
+    """Compute `x @ weight.T + bias` for few rows, at the speed of reading the weight. Sums are float32.
 
-    The bits of a row do not depend on what is beside it, nor on how much. cuBLAS is quicker with more than 128 rows:
-    the op reads the weight once for every 128 of them (Hopper) or 8. On Hopper it reads `weight` before the kernel
-    launched before it on the stream has finished, which must therefore not be what writes it.
+    The bits of a row do not depend on the other rows. With more than 128 rows cuBLAS is faster: the op reads the weight
+    once per 128 rows (Hopper) or 8. On Hopper it reads `weight` before the previous kernel on the stream has finished:
+    that kernel must not write it.
 
     Args:
         x: [M, K] float16 or bfloat16, at most 262144 rows, K a multiple of 64.
-        weight: [N, K]; rows of both may be strided, and start on 16 bytes. Gated: [2 * N, K], those of the gate and
-            then of up, N a multiple of 8.
-        bias: of as many numbers and of out's dtype; None for none.
-        x_scales, weight_scales: of float8_e4m3fn x and weight, [G, M] and [G, N] float32, whose groups start on 16
-            bytes; one group of whole rows, or one of each 128 numbers, as `quantize_fp8` gives them. K is then a
-            multiple of 128 and N of 16, a GPU one of Hopper, and out bfloat16, unless an out of float16 is given.
-            weight_scales alone: of 4 bits, a weight [N, K / 2] uint8 of numbers 0 to 15 in the order of `nibble_of`
-            (csrc/layers/gemm/small_m_gemm.h), K a multiple of 256 and N of 16; scales are as above, and the four
-            lowest bits of each are the number that stands for 0. x has 16 bits.
+        weight: [N, K]; rows of x and weight may be strided, and start on 16 bytes. Gated: [2 * N, K], gate rows, then
+            up rows, N a multiple of 8.
+        bias: one element per weight row, of out's dtype, or None.
+        x_scales, weight_scales: for float8_e4m3fn x and weight, [G, M] and [G, N] float32, whose groups start on 16
+            bytes; one group per row or per 128 elements, as `quantize_fp8` returns them. K is then a multiple of 128, N
+            of 16, the GPU is a Hopper, and out is bfloat16 unless a float16 out is given. weight_scales alone: an INT4
+            weight [N, K / 2] uint8, interleaved as `int4_place` (csrc/layers/gemm/small_m_gemm.h) says, K a multiple of
+            256 and N of 16; the four lowest bits of each scale hold the zero point, and x has 16 bits.
         gated: return silu(gate) * up, as `silu_and_mul` would, rounded once.
-        plan: forces a kernel, for tests and benchmarks: "sm80.mma", or on Hopper "sm90.wgmma", which it has by itself
-            unless rows of `x` or `weight` overlap. The latter alone takes numbers of fewer bits.
+        plan: force a kernel, for tests and benchmarks: "sm80.mma", or on Hopper "sm90.wgmma", the default there unless
+            rows of `x` or `weight` overlap. FP8 and INT4 weights need "sm90.wgmma".
 
     Returns:
         out [M, N].
@@ -175,109 +173,115 @@ def small_m_gemm(
 def moe_grouped_gemm(
     x: Tensor,
     weight: Tensor,
-    order: Tensor,
-    ends: Tensor,
+    sorted_pairs: Tensor,
+    expert_ends: Tensor,
     *,
     weight_scales: Tensor | None = None,
     x_scales: Tensor | None = None,
     gated: bool = False,
-    again: bool = False,
+    routing_ready: bool = False,
     out: Tensor | None = None,
     stream: int | None = None,
 ) -> Tensor:
-    """Rows times the weights of the experts that they take: each weight that is taken is read once for every 32 rows
-    that take it (16 where weights have scales, 8 where there are no more rows), and no other.
+    """Multiply rows by the weights of their experts (grouped GEMM), for few rows. Sums are float32.
 
-    Sums are float32. The bits of a row do not depend on what is beside it.
+    A selected expert's weight is read once per 32 of its rows (16 if weights have scales, 8 if there are no more rows);
+    other experts are not read. The bits of a row do not depend on the other rows.
 
     Args:
-        x: [T, K] float16 or bfloat16; with scales float8_e4m3fn, as `quantize_fp8` gives it. K is a multiple of 64,
-            or of 128 where weights have scales; rows may be strided, and start on 16 bytes.
-        weight: [E, N, K] like x, or float8_e4m3fn with scales, at most 1024 experts, N a multiple of 16; gated: [E,
-            2 * N, K], of each expert first the rows of the gate, N a multiple of 8.
-        order: [M] int64, pairs of a row and an expert that it takes, by experts; M is a multiple of T, at most 262144,
-            and pair i is of row i * T / M. Pairs that do not exist are taken for the nearest.
-        ends: [E] int32, where the pairs of each expert end in `order`, and those of the next begin.
-        weight_scales: [E, G, N] float32, or 2 * N of a gate: one group of whole rows, or one of each 128 numbers.
-        x_scales: [G, T] float32, of as many groups.
+        x: [T, K] float16 or bfloat16; with x_scales float8_e4m3fn, as `quantize_fp8` returns it. K is a multiple of 64,
+            or of 128 if weights have scales; rows may be strided, and start on 16 bytes.
+        weight: [E, N, K] like x, or float8_e4m3fn with scales, at most 1024 experts, N a multiple of 16. Gated: [E,
+            2 * N, K], per expert gate rows, then up rows, N a multiple of 8.
+        sorted_pairs: [M] int64, (row, expert) pairs sorted by expert; M is a multiple of T, at most 262144, and pair i
+            belongs to row i * T / M. Indices out of range are clamped.
+        expert_ends: [E] int32, where each expert's range in `sorted_pairs` ends and the next one's begins.
+        weight_scales: [E, G, N] float32, or 2 * N if gated: one group per row or per 128 elements.
+        x_scales: [G, T] float32, with as many groups.
         gated: return silu(gate) * up, as `silu_and_mul` would, rounded once.
-        again: a call with these `order` and `ends` was launched on the stream since they were written, as that of gate
-            and up is before that of down. On Hopper this one then reads them, and `weight`, before the kernel launched
-            before it has finished, which must therefore not be what writes one of them.
+        routing_ready: a call with these `sorted_pairs` and `expert_ends` was launched on the stream after they were
+            written, as that of gate and up before that of down. On Hopper the op then reads them, and `weight`, before
+            the previous kernel on the stream has finished: that kernel must not write any of the three.
 
     Returns:
-        out [M, N], of each pair, in x's dtype; with x_scales bfloat16, unless an out of float16 is given. Rows of pairs
-        that `order` does not have, or not before an end, stay as they are; without an out they are zeros.
+        out [M, N], one row per pair, in x's dtype; with x_scales bfloat16, unless a float16 out is given. Rows of pairs
+        that are not in `sorted_pairs` or not before an end are not written; without an `out` they are zeros.
 
     Raises:
         ValueError: wrong dtype, shape, device or stride; too many experts or pairs; rows off 16 bytes.
     """
     if out is None:
         outs = shape_of("moe_grouped_gemm", "weight", weight, 3)[1]
-        shape = shape_of("moe_grouped_gemm", "order", order, 1)[0], outs // 2 if gated else outs
+        shape = shape_of("moe_grouped_gemm", "sorted_pairs", sorted_pairs, 1)[0], outs // 2 if gated else outs
         out = (
             empty_like("moe_grouped_gemm", x, shape)
             if x_scales is None
             else empty("moe_grouped_gemm", x, shape, "bfloat16")
         )
         fill_zeros(out, stream)
-    _C.moe_grouped_gemm(stream, x, weight, order, ends, x_scales, weight_scales, gated, again, out)
+    _C.moe_grouped_gemm(
+        stream, x, weight, sorted_pairs, expert_ends, x_scales, weight_scales, gated, routing_ready, out
+    )
     return out
 
 
 class Routing(NamedTuple):
-    """Which experts rows take, what counts of each, and the pairs of a row and an expert as `moe_grouped_gemm` takes
-    them: those of row r are r * J to r * J + J - 1."""
+    """The experts of each row, their weights, and (row, expert) pairs as `moe_grouped_gemm` reads them.
 
-    experts: Tensor  # [T, J] int64, no expert twice in a row
-    shares: Tensor  # [T, J] float32
-    order: Tensor  # [T * J] int64, pairs by experts
-    ends: Tensor  # [E] int32, where each expert's pairs in `order` end
+    Pairs of row r are r * top_k to r * top_k + top_k - 1."""
+
+    topk_ids: Tensor  # [T, top_k] int64, distinct within a row
+    topk_weights: Tensor  # [T, top_k] float32
+    sorted_pairs: Tensor  # [T * top_k] int64, pairs sorted by expert
+    expert_ends: Tensor  # [E] int32, end of each expert's range in `sorted_pairs`
 
 
 def moe_route(
     scores: Tensor,
-    taken: int,
+    top_k: int,
     *,
-    normalised: bool = False,
+    renormalize: bool = False,
     out: Routing | None = None,
     stream: int | None = None,
 ) -> Routing:
-    """The experts with the best scores of each row, and their shares, in one launch for up to 64 rows and 256 experts.
+    """Select each row's top-k experts and compute their routing weights. One launch for up to 64 rows and 256 experts.
 
     Args:
-        scores: [T, E] float32, float16 or bfloat16, at most 1024 experts; rows may be strided. Ties go to the lower
-            number, and NaN counts as -inf.
-        taken: J, how many experts each row takes, 1 to min(E, 32); T * J is at most 262144.
-        normalised: shares are the softmax over the scores of the experts taken, and not over all.
+        scores: [T, E] router scores (logits), float32, float16 or bfloat16, at most 1024 experts; rows may be strided.
+            Ties go to the lower expert id, and NaN counts as -inf.
+        top_k: experts per row, 1 to min(E, 32); T * top_k is at most 262144.
+        renormalize: softmax over the scores of the selected experts; else over all.
 
     Returns:
-        Routing, of each row the best expert first, and of each expert the pairs by rows.
+        Routing: per row the best expert first, and per expert its pairs in row order.
 
     Raises:
-        ValueError: wrong dtype, shape, device or stride; a number out of range.
+        ValueError: wrong dtype, shape, device or stride; a size out of range.
     """
     op = "moe_route"
     if out is None:
         rows, experts = shape_of(op, "scores", scores, 2)
         out = Routing(
-            experts=empty(op, scores, (rows, taken), "int64"),
-            shares=empty(op, scores, (rows, taken), "float32"),
-            order=empty(op, scores, (rows * taken,), "int64"),
-            ends=empty(op, scores, (experts,), "int32"),
+            topk_ids=empty(op, scores, (rows, top_k), "int64"),
+            topk_weights=empty(op, scores, (rows, top_k), "float32"),
+            sorted_pairs=empty(op, scores, (rows * top_k,), "int64"),
+            expert_ends=empty(op, scores, (experts,), "int32"),
         )
     elif not isinstance(out, Routing):
         raise wrong_type(op, "out", out, Routing)
-    _C.moe_route(stream, scores, taken, normalised, *out)
+    _C.moe_route(stream, scores, top_k, renormalize, *out)
     return out
 
 
-def moe_combine(made: Tensor, shares: Tensor, *, out: Tensor | None = None, stream: int | None = None) -> Tensor:
-    """What the experts of each row made of it, as one sum by their shares: in float32, in order, rounded once.
+def moe_combine(
+    expert_outputs: Tensor, topk_weights: Tensor, *, out: Tensor | None = None, stream: int | None = None
+) -> Tensor:
+    """Sum each row's expert outputs, weighted by its routing weights: in float32, in order, rounded once.
 
     Args:
-        made: [T * J, H] float32, float16 or bfloat16: those of row r are r * J to r * J + J - 1; rows may be strided.
-        shares: [T, J] float32.
+        expert_outputs: [T * top_k, H] float32, float16 or bfloat16; outputs of row r are rows r * top_k to r * top_k +
+            top_k - 1; rows may be strided.
+        topk_weights: [T, top_k] float32.
 
     Returns:
         out [T, H].
@@ -286,9 +290,11 @@ def moe_combine(made: Tensor, shares: Tensor, *, out: Tensor | None = None, stre
         ValueError: wrong dtype, shape, device or stride.
     """
     if out is None:
-        rows, _ = shape_of("moe_combine", "shares", shares, 2)
-        out = empty_like("moe_combine", made, (rows, shape_of("moe_combine", "made", made, 2)[1]))
-    _C.moe_combine(stream, made, shares, out)
+        rows, _ = shape_of("moe_combine", "topk_weights", topk_weights, 2)
+        out = empty_like(
+            "moe_combine", expert_outputs, (rows, shape_of("moe_combine", "expert_outputs", expert_outputs, 2)[1])
+        )
+    _C.moe_combine(stream, expert_outputs, topk_weights, out)
     return out
 
 
@@ -300,46 +306,47 @@ def quantize_fp8(
     out: tuple[Tensor | None, Tensor | None] = (None, None),
     stream: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Rows as float8_e4m3fn and the scales that give them back: a scale is the largest of its numbers over 448, and at
-    least 1e-12; each number is divided by it and rounded to nearest, ties to even. Beyond 448 is 448.
+    """Quantize rows to float8_e4m3fn with dynamic scales, or with a given static one.
 
-    Both sides of a product of 8 bits (`small_m_gemm`) are such rows. Source: DeepSeek-V3 (arXiv
-    2412.19437), section 3.3.2.
+    A scale is the largest magnitude of its group over 448, and at least 1e-12. Elements are divided by it and rounded
+    to nearest, ties to even, saturating at 448. x and weight of an FP8 GEMM (`small_m_gemm`) are such rows. Source:
+    DeepSeek-V3 (arXiv 2412.19437), section 3.3.2.
 
     Args:
         x: [T, W] float32, float16 or bfloat16; rows may be strided.
-        group_size: 128: a scale for each 128 numbers of a row, the last of them of what is left; None: one for a row.
-        scale: [1] float32, of all rows, instead; group_size is then None.
+        group_size: 128 for one scale per 128 elements of a row (the last group may be shorter); None for one per row.
+        scale: [1] float32, a static scale for all rows; group_size is then None.
         out: the two results, None for one that is to be allocated.
 
     Returns:
-        The numbers [T, W] float8_e4m3fn, and the scales [G, T] float32, G groups that each start on 16 bytes.
+        The quantized rows [T, W] float8_e4m3fn, and the scales [G, T] float32, whose G groups each start on 16 bytes.
 
     Raises:
-        ValueError: wrong dtype, shape, device or stride; another group_size; a scale beside one.
+        ValueError: wrong dtype, shape, device or stride; another group_size; a scale and a group_size.
     """
-    numbers, scales = out
-    if numbers is None or scales is None:
+    quantized, scales = out
+    if quantized is None or scales is None:
         rows, width = shape_of("quantize_fp8", "x", x, 2)
         groups = max(-(-width // (group_size or max(width, 1))), 1)
-        numbers = empty("quantize_fp8", x, (rows, width), "float8_e4m3fn") if numbers is None else numbers
+        quantized = empty("quantize_fp8", x, (rows, width), "float8_e4m3fn") if quantized is None else quantized
         if scales is None:
             scales = empty("quantize_fp8", x, (groups, -(-rows // 4) * 4), "float32")[:, :rows]
-    _C.quantize_fp8(stream, x, group_size, scale, numbers, scales)
-    return numbers, scales
+    _C.quantize_fp8(stream, x, group_size, scale, quantized, scales)
+    return quantized, scales
 
 
 def dequantize(
-    numbers: Tensor, scales: Tensor, *, dtype: str = "bfloat16", out: Tensor | None = None, stream: int | None = None
+    qweight: Tensor, scales: Tensor, *, dtype: str = "bfloat16", out: Tensor | None = None, stream: int | None = None
 ) -> Tensor:
-    """What numbers of 8 or 4 bits stand for: times their scales, rounded once. The other way of `quantize_fp8`, and
-    what stands for a weight of `small_m_gemm` where that does not multiply.
+    """Dequantize FP8 or INT4 weights: elements times their scales, rounded once.
+
+    The inverse of `quantize_fp8`, and the fallback for weights or row counts that `small_m_gemm` does not handle.
 
     Args:
-        numbers: [N, K] float8_e4m3fn, or [N, K / 2] uint8 of 4 bits: as in `small_m_gemm`, or where K is no multiple of
-            256, neighbours in a byte, the first in its lower half.
-        scales: [G, N] float32, one group of whole rows, or one of each 128 numbers; of 4 bits G equal groups, and the
-            four lowest bits of a scale are the number that stands for 0.
+        qweight: [N, K] float8_e4m3fn, or [N, K / 2] uint8 of INT4: interleaved as in `small_m_gemm`, or, if K is not a
+            multiple of 256, adjacent columns in a byte, the first in its lower half.
+        scales: [G, N] float32, one group per row or per 128 elements; for INT4 G equal groups, and the four lowest bits
+            of a scale hold the zero point.
         dtype: of out, "float32", "float16" or "bfloat16".
 
     Returns:
@@ -349,18 +356,18 @@ def dequantize(
         ValueError: wrong dtype, shape, device or stride; another number of groups.
     """
     if out is None:
-        rows, width = shape_of("dequantize", "numbers", numbers, 2)
+        rows, width = shape_of("dequantize", "qweight", qweight, 2)
         if dtype not in ("float32", "float16", "bfloat16"):
             raise ValueError(f"dequantize: dtype is {dtype}, expected float32, float16 or bfloat16")
-        in_4_bits = str(numbers.dtype).endswith("uint8")
-        out = empty("dequantize", numbers, (rows, 2 * width if in_4_bits else width), dtype)
-    _C.dequantize(stream, numbers, scales, out)
+        is_int4 = str(qweight.dtype).endswith("uint8")
+        out = empty("dequantize", qweight, (rows, 2 * width if is_int4 else width), dtype)
+    _C.dequantize(stream, qweight, scales, out)
     return out
 
 
 def rope_qkv_write_kv(
     qkv: Tensor,
-    rotations: Tensor,
+    cos_sin: Tensor,
     positions: Tensor,
     k_pool: Tensor,
     v_pool: Tensor,
@@ -381,18 +388,19 @@ def rope_qkv_write_kv(
     out: Tensor | None = None,
     stream: int | None = None,
 ) -> Tensor:
-    """What stands between a layer's query-key-value product and its attention, in one pass: query and key heads are
-    normalised and rotated, and keys and values are written to the slots' pages as `write_kv` writes them.
+    """Apply RMSNorm (optional) and RoPE to query and key heads, and write keys and values to the KV cache.
+
+    Fuses everything between a layer's QKV projection and its attention. K and V are written as by `write_kv`.
 
     Args:
         qkv: [B, Q, Hq + 2 * Hkv, D], or packed [T, Hq + 2 * Hkv, D] with cu_seqlens_q; float32, float16 or bfloat16,
             D 64, 128 or 256: query, key and value heads of every row; free strides except the last.
-        rotations: [num_positions, D] float32: for each position the cosines of D / 2 angles, then their sines. Number d
-            of a head is rotated with number d + D / 2, as Hugging Face models have it.
-        positions: [B, Q] or packed [T] int32; one outside the table takes the nearest there is.
+        cos_sin: [num_positions, D] float32: per position D / 2 cosines, then D / 2 sines. Elements d and d + D / 2 of a
+            head are rotated together, as in Hugging Face models (NeoX style).
+        positions: [B, Q] or packed [T] int32; clamped to the table.
         k_pool, v_pool, page_table, prefix_lens, row_offset, num_valid, cu_seqlens_q, page_refs, k_scale, v_scale,
-            status: those of `write_kv`. Queries are computed for every row; behind the last packed request they are 0.
-        q_norm, k_norm: [D] of qkv's dtype, weights of a root mean square norm of each head; None for none.
+            status: as in `write_kv`. Queries are computed for every row; after the last packed request they are 0.
+        q_norm, k_norm: [D] of qkv's dtype, weights of a per-head RMSNorm; None for none.
         eps: of both norms, above 0.
 
     Returns:
@@ -408,7 +416,7 @@ def rope_qkv_write_kv(
     _C.rope_qkv_write_kv(
         stream,
         qkv,
-        rotations,
+        cos_sin,
         positions,
         k_pool,
         v_pool,

@@ -47,16 +47,16 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return torch.nn.functional.silu(gate) * up
 
 
-def rotate(x: Tensor, rotations: Tensor, positions: Tensor) -> Tensor:
+def rotate(x: Tensor, cos_sin: Tensor, positions: Tensor) -> Tensor:
     """Apply RoPE to heads [B, Q, H, D] at positions [B, Q]."""
-    cosine, sine = rotations.double()[positions.clamp(0, len(rotations) - 1).long()].unsqueeze(2).chunk(2, dim=-1)
+    cosine, sine = cos_sin.double()[positions.clamp(0, len(cos_sin) - 1).long()].unsqueeze(2).chunk(2, dim=-1)
     first, second = x.double().chunk(2, dim=-1)
     return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
 
 
 def rope_qkv_write_kv(
     qkv: Tensor,
-    rotations: Tensor,
+    cos_sin: Tensor,
     positions: Tensor,
     k_pool: Tensor,
     v_pool: Tensor,
@@ -74,9 +74,9 @@ def rope_qkv_write_kv(
     heads = k_pool.shape[2]
     q, k, v = torch.split(qkv, [qkv.shape[2] - 2 * heads, heads, heads], dim=2)
     q, k = (x if weight is None else norm(x, weight, eps) for x, weight in ((q, q_norm), (k, k_norm)))
-    k = rotate(k, rotations, positions).to(k_pool.dtype)
+    k = rotate(k, cos_sin, positions).to(k_pool.dtype)
     write_kv(k, v, k_pool, v_pool, page_table, prefix_lens, row_offset, slots, num_valid)
-    return rotate(q, rotations, positions)
+    return rotate(q, cos_sin, positions)
 
 
 def small_m_gemm(
@@ -104,8 +104,8 @@ def small_m_gemm(
 def moe_grouped_gemm(
     x: Tensor,
     weight: Tensor,
-    order: Tensor,
-    ends: Tensor,
+    sorted_pairs: Tensor,
+    expert_ends: Tensor,
     *,
     weight_scales: Tensor | None = None,
     x_scales: Tensor | None = None,
@@ -113,35 +113,39 @@ def moe_grouped_gemm(
 ) -> Tensor:
     """Multiply pair by pair in float64; NaN for pairs of no expert."""
     x = x.double() if x_scales is None else x.double() * expand_scales(x_scales, x.shape[1])
-    out = x.new_full((len(order), weight.shape[1] // 2 if gated else weight.shape[1]), torch.nan)
+    out = x.new_full((len(sorted_pairs), weight.shape[1] // 2 if gated else weight.shape[1]), torch.nan)
     begin = 0
-    for expert, end in enumerate(ends.tolist()):
-        for pair in order[begin:end].tolist():
+    for expert, end in enumerate(expert_ends.tolist()):
+        for pair in sorted_pairs[begin:end].tolist():
             wide = weight[expert].double()
             if weight_scales is not None:
                 wide = wide * expand_scales(weight_scales[expert], x.shape[1])
-            product = wide @ x[pair * len(x) // len(order)]
+            product = wide @ x[pair * len(x) // len(sorted_pairs)]
             out[pair] = silu_and_mul(product[None])[0] if gated else product
         begin = end
     return out
 
 
-def moe_route(scores: Tensor, taken: int, *, normalised: bool = False) -> Routing:
+def moe_route(scores: Tensor, top_k: int, *, renormalize: bool = False) -> Routing:
     """Route in float64."""
     wide = scores.double()
     wide = wide.masked_fill(wide.isnan(), -torch.inf)
-    best, experts = wide.sort(dim=1, descending=True, stable=True)
+    best, topk_ids = wide.sort(dim=1, descending=True, stable=True)
     # The largest score has the weight 1, even if it is infinite.
     weights = torch.where(best == best[:, :1], 0, best - best[:, :1]).exp()
-    experts, chosen = experts[:, :taken], weights[:, :taken]
-    pairs, order = experts.flatten().sort(stable=True)
+    topk_ids, selected = topk_ids[:, :top_k], weights[:, :top_k]
+    flat, sorted_pairs = topk_ids.flatten().sort(stable=True)
     all_experts = torch.arange(scores.shape[1], device=scores.device)
-    ends = torch.searchsorted(pairs, all_experts, right=True, out_int32=True)
-    return Routing(experts, chosen / (chosen if normalised else weights).sum(1, keepdim=True), order, ends)
+    expert_ends = torch.searchsorted(flat, all_experts, right=True, out_int32=True)
+    return Routing(
+        topk_ids, selected / (selected if renormalize else weights).sum(1, keepdim=True), sorted_pairs, expert_ends
+    )
 
 
-def moe_combine(made: Tensor, shares: Tensor) -> Tensor:
-    return (made.double().view(*shares.shape, made.shape[1]) * shares.double()[..., None]).sum(1)
+def moe_combine(expert_outputs: Tensor, topk_weights: Tensor) -> Tensor:
+    return (
+        expert_outputs.double().view(*topk_weights.shape, expert_outputs.shape[1]) * topk_weights.double()[..., None]
+    ).sum(1)
 
 
 def quantize_fp8(x: Tensor, *, group_size: int | None = None, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -163,10 +167,10 @@ def expand_scales(scales: Tensor, width: int) -> Tensor:
     return scales.t().repeat_interleave(width if len(scales) == 1 else 128, 1)[:, :width]
 
 
-def dequantize(numbers: Tensor, scales: Tensor) -> Tensor:
-    if numbers.dtype == torch.uint8:
-        return dequantize_int4(numbers, scales)
-    return numbers.double() * expand_scales(scales, numbers.shape[1])
+def dequantize(qweight: Tensor, scales: Tensor) -> Tensor:
+    if qweight.dtype == torch.uint8:
+        return dequantize_int4(qweight, scales)
+    return qweight.double() * expand_scales(scales, qweight.shape[1])
 
 
 def dequantize_int4(weight: Tensor, scales: Tensor) -> Tensor:

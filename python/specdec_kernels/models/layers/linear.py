@@ -243,7 +243,7 @@ class Norm(NamedTuple):
     def added(self, x: Tensor | MadeRows, residual: Tensor | None, to: Tensor | None = None) -> tuple[Tensor, Tensor]:
         rows, shares = x if isinstance(x, MadeRows) else (x, None)
         out = None, residual if to is None else to
-        normed, total = add_rms_norm(rows, self.weight, self.eps, residual=residual, shares=shares, out=out)
+        normed, total = add_rms_norm(rows, self.weight, self.eps, residual=residual, topk_weights=shares, out=out)
         return normed, total
 
 
@@ -279,7 +279,7 @@ class RoundingNorm(NamedTuple):
             self.norm.weight,
             self.norm.eps,
             residual=residual,
-            shares=shares,
+            topk_weights=shares,
             out=(None, residual if to is None else to),
             out_scales=scales,
         )

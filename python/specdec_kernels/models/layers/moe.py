@@ -55,7 +55,7 @@ class SoftmaxRouter(Router):
         scores = self.scores(x)
         number = scores.shape[1]
         if scores.is_cuda and number <= MAX_EXPERTS and self.taken <= MAX_TAKEN:
-            return moe_route(scores, self.taken, normalised=self.normalised)
+            return moe_route(scores, self.taken, renormalize=self.normalised)
         shares, experts = scores.softmax(-1, dtype=torch.float32).topk(self.taken)
         return routes_of(experts, shares / shares.sum(-1, keepdim=True) if self.normalised else shares, number)
 
@@ -122,7 +122,7 @@ class Experts:
 
     def plan(self, x: Tensor, routes: Routing) -> str:
         """Which way is taken, by shapes, dtype and GPU alone: "moe_grouped_gemm", "grouped", "gathered" or "all"."""
-        grouped, pairs = self.has_grouped_kernel(x), routes.experts.numel()
+        grouped, pairs = self.has_grouped_kernel(x), routes.topk_ids.numel()
         if x.is_cuda and self.fits_our_op(x) and (pairs <= FEW_ROWS * len(self.gate_up) or not grouped):
             return "moe_grouped_gemm"
         if grouped:
@@ -163,35 +163,37 @@ class Experts:
     def made_of(self, x: Tensor, routes: Routing) -> MadeRows:
         """What is to be summed, by `moe_grouped_gemm`."""
         made = self._pairs("down", self._pairs("gate_up", x, routes), routes)
-        made = made if self.down_bias is None else made + self.down_bias[routes.experts.flatten()]
-        return MadeRows(made, routes.shares)
+        made = made if self.down_bias is None else made + self.down_bias[routes.topk_ids.flatten()]
+        return MadeRows(made, routes.topk_weights)
 
     def _pairs(self, part: str, rows: Tensor, routes: Routing) -> Tensor:
         """What the "gate_up" or "down" of each pair's expert makes of its row, by `moe_grouped_gemm`."""
         return pairs_of(part, rows, getattr(self, part), routes, rows.dtype)
 
     def grouped(self, x: Tensor, routes: Routing) -> Tensor:
-        order, ends, taken = routes.order, routes.ends, routes.experts.shape[1]
-        experts = routes.experts.flatten()[order]
+        order, ends, taken = routes.sorted_pairs, routes.expert_ends, routes.topk_ids.shape[1]
+        experts = routes.topk_ids.flatten()[order]
         wide = functional.grouped_mm(rounded(x, self.activations)[order // taken], self.gate_up, offs=ends)
         made = functional.grouped_mm(self._gated(wide, experts), self.down, offs=ends)
         made = made if self.down_bias is None else made + self.down_bias[experts]
         out = torch.empty_like(made)
         out[order] = made
-        return MadeRows(out, routes.shares).combined()
+        return MadeRows(out, routes.topk_weights).combined()
 
     def gathered(self, x: Tensor, routes: Routing) -> Tensor:
-        experts = routes.experts.flatten()
-        rows = rounded(x, self.activations).repeat_interleave(routes.experts.shape[1], 0, output_size=len(experts))
+        experts = routes.topk_ids.flatten()
+        rows = rounded(x, self.activations).repeat_interleave(routes.topk_ids.shape[1], 0, output_size=len(experts))
         gate_up, down = self.weights_of(experts, x.dtype)
         wide = torch.bmm(rows[:, None], gate_up)[:, 0]
         made = torch.bmm(self._gated(wide, experts)[:, None], down)[:, 0]
         made = made if self.down_bias is None else made + self.down_bias[experts]
-        return MadeRows(made, routes.shares).combined()
+        return MadeRows(made, routes.topk_weights).combined()
 
     def all_of_them(self, x: Tensor, routes: Routing) -> Tensor:
-        shares = torch.zeros(len(x), len(self.gate_up), device=x.device).scatter_(1, routes.experts, routes.shares)
-        takes = torch.zeros_like(shares, dtype=torch.bool).scatter_(1, routes.experts, True)
+        shares = torch.zeros(len(x), len(self.gate_up), device=x.device).scatter_(
+            1, routes.topk_ids, routes.topk_weights
+        )
+        takes = torch.zeros_like(shares, dtype=torch.bool).scatter_(1, routes.topk_ids, True)
         total = torch.zeros_like(x, dtype=torch.float32)
         x = rounded(x, self.activations)
         for expert in range(len(self.gate_up)):
@@ -327,8 +329,17 @@ def pairs_of(part: str, rows: Tensor, weight: Tensor, routes: Routing, dtype: to
     """`moe_grouped_gemm` of the "gate_up" or, behind it, "down" [experts, in, out]. Nobody has to clear what it writes,
     since routes have each pair once."""
     gated = part == "gate_up"
-    out = torch.empty(len(routes.order), weight.shape[2] // (2 if gated else 1), dtype=dtype, device=rows.device)
-    moe_grouped_gemm(rows, weight.mT, routes.order, routes.ends, gated=gated, again=not gated, out=out, **scales)
+    out = torch.empty(len(routes.sorted_pairs), weight.shape[2] // (2 if gated else 1), dtype=dtype, device=rows.device)
+    moe_grouped_gemm(
+        rows,
+        weight.mT,
+        routes.sorted_pairs,
+        routes.expert_ends,
+        gated=gated,
+        routing_ready=not gated,
+        out=out,
+        **scales,
+    )
     return out
 
 
